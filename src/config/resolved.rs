@@ -1,0 +1,224 @@
+//! The configuration as the engine uses it: every default filled in, every rule checked.
+
+use crate::layout::ZeroStage;
+use candle_core::DType;
+
+/// A resolved configuration: what a DeepSpeed JSON says, defaults filled in, for one world size.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// Ranks that the batch keys were resolved for.
+    pub world_size: usize,
+    /// The batch triad.
+    pub batch: Batch,
+    /// `fp16`, `bf16`, or neither.
+    pub precision: Precision,
+    /// `gradient_clipping`: the largest global L2 norm; 0 switches clipping off. Default 1.0.
+    pub gradient_clipping: f64,
+    /// `prescale_gradients`: divide by the world size before the reduction.
+    pub prescale_gradients: bool,
+    /// `gradient_predivide_factor`: the part of the division that comes before the reduction.
+    pub gradient_predivide_factor: f64,
+    /// `gradient_allreduce_op`: average or sum over ranks.
+    pub gradient_allreduce_op: GradientOp,
+    /// `communication_data_type`: what gradients travel in; `None`: the model's dtype.
+    pub communication_data_type: Option<DType>,
+    /// `data_types.grad_accum_dtype`: what gradients are accumulated in; `None`: the model's dtype.
+    pub grad_accum_dtype: Option<DType>,
+    /// `zero_optimization`.
+    pub zero: ZeroConfig,
+    /// `optimizer`; an engine that trains needs one.
+    pub optimizer: Option<OptimizerConfig>,
+    /// `scheduler`; without one the optimizer's `lr` holds.
+    pub scheduler: Option<SchedulerConfig>,
+    /// `steps_per_print`: a log line each so many optimizer steps; `None`: never.
+    pub steps_per_print: Option<u64>,
+    /// `wall_clock_breakdown`: log how long each phase took, with `steps_per_print`'s rhythm (each step without it).
+    pub wall_clock_breakdown: bool,
+    /// `seed` of the initial weights. Default 42.
+    pub seed: u64,
+    /// Units recompute their forward in backward (a key of `activation_checkpointing` asks for it).
+    pub activation_checkpointing: bool,
+    /// What has to be said about this file: accepted without effect, translated, not supported.
+    pub notes: Vec<Note>,
+}
+
+/// `train_batch_size` = `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x world size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Batch {
+    /// Samples per optimizer step over all ranks.
+    pub train_batch_size: usize,
+    /// Samples per rank and forward.
+    pub train_micro_batch_size_per_gpu: usize,
+    /// Micro batches per optimizer step.
+    pub gradient_accumulation_steps: usize,
+}
+
+/// Number format of parameters and activations.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Precision {
+    /// All in f32.
+    F32,
+    /// bfloat16 parameters, f32 master weights.
+    Bf16 {
+        /// `bf16.check_grad_overflow` (default true): skip a step with a non-finite gradient.
+        check_grad_overflow: bool,
+    },
+    /// f16 parameters, f32 master weights, scaled loss.
+    Fp16(Fp16),
+}
+
+/// The `fp16` section.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Fp16 {
+    /// `loss_scale`: 0 is dynamic, more is that static scale.
+    pub loss_scale: f64,
+    /// First dynamic scale is 2 to this power. Default 16.
+    pub initial_scale_power: u32,
+    /// Clean steps before the scale doubles. Default 1000.
+    pub loss_scale_window: u64,
+    /// Overflows tolerated before the scale halves. Default 2.
+    pub hysteresis: u32,
+    /// Refill the hysteresis after each clean step.
+    pub consecutive_hysteresis: bool,
+    /// Floor of the dynamic scale. Default 1.
+    pub min_loss_scale: f64,
+}
+
+/// `gradient_allreduce_op`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GradientOp {
+    /// Average over ranks (default).
+    Mean,
+    /// Sum over ranks.
+    Sum,
+}
+
+/// `zero_optimization`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ZeroConfig {
+    /// `stage` 0 to 3.
+    pub stage: ZeroStage,
+    /// `reduce_bucket_size`, elements. Default 5e8.
+    pub reduce_bucket_size: usize,
+    /// `allgather_bucket_size`, elements. Default 5e8.
+    pub allgather_bucket_size: usize,
+    /// `overlap_comm`: reductions and gathers run while the model computes. Default: true at stage 3 only.
+    pub overlap_comm: bool,
+    /// `contiguous_gradients`. Buckets here are always contiguous; kept for the record.
+    pub contiguous_gradients: bool,
+    /// `reduce_scatter`: reduce to owners; false: all-reduce and keep the owned part.
+    pub reduce_scatter: bool,
+    /// `sub_group_size`, elements of this rank's share per optimizer sub-step. Default 1e9.
+    pub sub_group_size: usize,
+    /// `stage3_prefetch_bucket_size`, elements gathered ahead; 0 switches prefetching off. Default 5e7.
+    pub prefetch_bucket_size: usize,
+    /// `stage3_param_persistence_threshold`, elements: smaller parameters stay gathered. Default 1e5.
+    pub param_persistence_threshold: usize,
+    /// `stage3_model_persistence_threshold`, elements: cap on the sum of such parameters.
+    pub model_persistence_threshold: usize,
+    /// `stage3_max_live_parameters`, elements gathered at once before prefetching stops. Default 1e9.
+    pub max_live_parameters: usize,
+    /// `stage3_max_reuse_distance`, elements: a parameter used again within it is not released. Default 1e9.
+    pub max_reuse_distance: usize,
+}
+
+/// `optimizer` with its parameters.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum OptimizerConfig {
+    /// `Adam` and `AdamW`.
+    Adam(AdamConfig),
+    /// `SGD`.
+    Sgd(SgdConfig),
+}
+
+/// Parameters of Adam and AdamW.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamConfig {
+    /// Learning rate. Default 1e-3.
+    pub lr: f64,
+    /// Decay of the two moments. Default 0.9, 0.999.
+    pub betas: (f64, f64),
+    /// Default 1e-8.
+    pub eps: f64,
+    /// Default 0.
+    pub weight_decay: f64,
+    /// Divide the moments by 1 - beta^t. Default true.
+    pub bias_correction: bool,
+    /// Decoupled decay (AdamW, and Adam unless `adam_w_mode` is false); else L2 added to the gradient.
+    pub decoupled: bool,
+}
+
+/// Parameters of SGD.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SgdConfig {
+    /// Learning rate. Default 1e-3.
+    pub lr: f64,
+    /// Default 0: no momentum buffer.
+    pub momentum: f64,
+    /// Default 0.
+    pub dampening: f64,
+    /// Default 0, added to the gradient.
+    pub weight_decay: f64,
+    /// Default false.
+    pub nesterov: bool,
+}
+
+/// Shape of a warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WarmupType {
+    /// ln(it + 1) / ln(steps) (default).
+    Log,
+    /// it / steps.
+    Linear,
+}
+
+/// `scheduler` with its parameters.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum SchedulerConfig {
+    /// `WarmupLR`.
+    WarmupLr {
+        /// Default 0.
+        warmup_min_lr: f64,
+        /// `None`: the optimizer's own lr.
+        warmup_max_lr: Option<f64>,
+        /// Default 1000.
+        warmup_num_steps: u64,
+        /// Default log.
+        warmup_type: WarmupType,
+    },
+    /// `WarmupDecayLR`.
+    WarmupDecayLr {
+        /// Required.
+        total_num_steps: u64,
+        /// Default 0.
+        warmup_min_lr: f64,
+        /// Default 0.001.
+        warmup_max_lr: f64,
+        /// Default 1000.
+        warmup_num_steps: u64,
+        /// Default log.
+        warmup_type: WarmupType,
+    },
+    /// `WarmupCosineLR`.
+    WarmupCosineLr {
+        /// Required.
+        total_num_steps: u64,
+        /// Default 0.
+        warmup_min_ratio: f64,
+        /// Default 1000.
+        warmup_num_steps: u64,
+        /// Default 0.0001.
+        cos_min_ratio: f64,
+        /// Default log.
+        warmup_type: WarmupType,
+    },
+}
+
+/// One thing that has to be said about a configuration, once, by path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Note {
+    /// Path of the key, such as `zero_optimization.contiguous_gradients`.
+    pub path: String,
+    /// What is to be known.
+    pub message: String,
+}

@@ -1,0 +1,242 @@
+//! A flat buffer of one floating-point dtype, owned or borrowed: what buckets, shares and the wire are made of.
+
+use candle_core::DType;
+use half::{bf16, f16};
+use std::ops::Range;
+
+/// An owned flat buffer of one dtype.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Flat {
+    /// 32-bit floats.
+    F32(Vec<f32>),
+    /// bfloat16.
+    BF16(Vec<bf16>),
+    /// IEEE half precision.
+    F16(Vec<f16>),
+}
+
+/// A borrowed flat buffer.
+#[derive(Debug, Clone, Copy)]
+pub enum FlatRef<'a> {
+    /// 32-bit floats.
+    F32(&'a [f32]),
+    /// bfloat16.
+    BF16(&'a [bf16]),
+    /// IEEE half precision.
+    F16(&'a [f16]),
+}
+
+/// A mutably borrowed flat buffer.
+#[derive(Debug)]
+pub enum FlatMut<'a> {
+    /// 32-bit floats.
+    F32(&'a mut [f32]),
+    /// bfloat16.
+    BF16(&'a mut [bf16]),
+    /// IEEE half precision.
+    F16(&'a mut [f16]),
+}
+
+/// Runs one generic expression for whichever dtype the buffer has.
+macro_rules! each {
+    ($type:ident, $value:expr, $v:ident => $body:expr) => {
+        match $value {
+            $type::F32($v) => $body,
+            $type::BF16($v) => $body,
+            $type::F16($v) => $body,
+        }
+    };
+}
+
+impl Flat {
+    /// `len` zeros of `dtype`, which must be f32, bf16 or f16.
+    pub fn zeros(dtype: DType, len: usize) -> Self {
+        match dtype {
+            DType::F32 => Self::F32(vec![0.0; len]),
+            DType::BF16 => Self::BF16(vec![bf16::ZERO; len]),
+            DType::F16 => Self::F16(vec![f16::ZERO; len]),
+            other => panic!("flat buffers hold f32, bf16 or f16, not {other:?}"),
+        }
+    }
+
+    /// An empty buffer of `dtype` with room for `capacity` elements.
+    pub fn with_capacity(dtype: DType, capacity: usize) -> Self {
+        match dtype {
+            DType::F32 => Self::F32(Vec::with_capacity(capacity)),
+            DType::BF16 => Self::BF16(Vec::with_capacity(capacity)),
+            DType::F16 => Self::F16(Vec::with_capacity(capacity)),
+            other => panic!("flat buffers hold f32, bf16 or f16, not {other:?}"),
+        }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.as_ref().len()
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.as_ref().dtype()
+    }
+
+    /// Size in bytes.
+    pub fn size_in_bytes(&self) -> usize {
+        self.len() * self.dtype().size_in_bytes()
+    }
+
+    /// The whole, borrowed.
+    pub fn as_ref(&self) -> FlatRef<'_> {
+        match self {
+            Self::F32(v) => FlatRef::F32(v),
+            Self::BF16(v) => FlatRef::BF16(v),
+            Self::F16(v) => FlatRef::F16(v),
+        }
+    }
+
+    /// The whole, mutably borrowed.
+    pub fn as_mut(&mut self) -> FlatMut<'_> {
+        match self {
+            Self::F32(v) => FlatMut::F32(v),
+            Self::BF16(v) => FlatMut::BF16(v),
+            Self::F16(v) => FlatMut::F16(v),
+        }
+    }
+
+    /// Elements `range`, borrowed.
+    pub fn slice(&self, range: Range<usize>) -> FlatRef<'_> {
+        self.as_ref().slice(range)
+    }
+
+    /// Elements `range`, mutably borrowed.
+    pub fn slice_mut(&mut self, range: Range<usize>) -> FlatMut<'_> {
+        self.as_mut().slice(range)
+    }
+
+    /// Sets every element to zero.
+    pub fn fill_zero(&mut self) {
+        each!(Flat, self, v => v.fill(Default::default()))
+    }
+
+    /// Appends `src`, cast to this buffer's dtype (round to nearest even).
+    pub fn extend_cast(&mut self, src: FlatRef<'_>) {
+        let start = self.len();
+        let end = start + src.len();
+        each!(Flat, self, v => v.resize(end, Default::default()));
+        self.slice_mut(start..end).copy_cast(src);
+    }
+
+    /// Appends `count` zeros.
+    pub fn extend_zeros(&mut self, count: usize) {
+        each!(Flat, self, v => v.resize(v.len() + count, Default::default()))
+    }
+
+    /// The raw bytes, in this machine's byte order.
+    pub fn as_bytes(&self) -> &[u8] {
+        self.as_ref().as_bytes()
+    }
+
+    /// The raw bytes, writable.
+    pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        each!(Flat, self, v => bytemuck::cast_slice_mut(v))
+    }
+}
+
+impl<'a> FlatRef<'a> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        each!(FlatRef, self, v => v.len())
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::F32(_) => DType::F32,
+            Self::BF16(_) => DType::BF16,
+            Self::F16(_) => DType::F16,
+        }
+    }
+
+    /// Elements `range`.
+    pub fn slice(self, range: Range<usize>) -> FlatRef<'a> {
+        match self {
+            Self::F32(v) => FlatRef::F32(&v[range]),
+            Self::BF16(v) => FlatRef::BF16(&v[range]),
+            Self::F16(v) => FlatRef::F16(&v[range]),
+        }
+    }
+
+    /// The raw bytes, in this machine's byte order.
+    pub fn as_bytes(&self) -> &'a [u8] {
+        each!(FlatRef, self, v => bytemuck::cast_slice(v))
+    }
+
+    /// An owned copy.
+    pub fn to_flat(self) -> Flat {
+        match self {
+            Self::F32(v) => Flat::F32(v.to_vec()),
+            Self::BF16(v) => Flat::BF16(v.to_vec()),
+            Self::F16(v) => Flat::F16(v.to_vec()),
+        }
+    }
+
+    /// Element `i`, widened.
+    pub fn get(&self, i: usize) -> f32 {
+        match self {
+            Self::F32(v) => v[i],
+            Self::BF16(v) => v[i].to_f32(),
+            Self::F16(v) => v[i].to_f32(),
+        }
+    }
+}
+
+impl<'a> FlatMut<'a> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        each!(FlatMut, self, v => v.len())
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Elements `range`.
+    pub fn slice(self, range: Range<usize>) -> FlatMut<'a> {
+        match self {
+            Self::F32(v) => FlatMut::F32(&mut v[range]),
+            Self::BF16(v) => FlatMut::BF16(&mut v[range]),
+            Self::F16(v) => FlatMut::F16(&mut v[range]),
+        }
+    }
+
+    /// Read access.
+    pub fn as_ref(&self) -> FlatRef<'_> {
+        match self {
+            Self::F32(v) => FlatRef::F32(v),
+            Self::BF16(v) => FlatRef::BF16(v),
+            Self::F16(v) => FlatRef::F16(v),
+        }
+    }
+
+    /// Copies `src` of equal length, cast (round to nearest even).
+    pub fn copy_cast(self, src: FlatRef<'_>) {
+        assert_eq!(self.len(), src.len(), "copy between flat buffers of different length");
+        super::cast::copy(self, src);
+    }
+}
+
+impl From<Vec<f32>> for Flat {
+    fn from(v: Vec<f32>) -> Self {
+        Self::F32(v)
+    }
+}

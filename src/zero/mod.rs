@@ -1,0 +1,5 @@
+//! The ZeRO mechanism.
+
+pub mod unit;
+
+pub use unit::{Unit, unit};
