@@ -135,6 +135,11 @@ impl Flat {
         each!(Flat, self, v => v.resize(v.len() + count, Default::default()))
     }
 
+    /// Keeps the first `len` elements.
+    pub fn truncate(&mut self, len: usize) {
+        each!(Flat, self, v => v.truncate(len))
+    }
+
     /// The raw bytes, in this machine's byte order.
     pub fn as_bytes(&self) -> &[u8] {
         self.as_ref().as_bytes()
