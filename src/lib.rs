@@ -9,6 +9,7 @@ pub mod engine;
 pub mod error;
 pub mod launch;
 pub mod layout;
+pub mod memory;
 pub mod models;
 pub mod monitor;
 pub mod nn;
