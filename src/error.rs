@@ -27,8 +27,154 @@ pub enum Error {
     // ---- data --------------------------------------------------------------------------------
 
     // ---- parameters and weights --------------------------------------------------------------
+    /// The model's constructor asked for nothing.
+    #[error("the model has no parameters: its constructor took nothing from the VarBuilder; take every weight with vb.get, vb.get_with_hints or candle_nn's layers")]
+    NoParameters,
+    /// One name, two shapes.
+    #[error("parameter {name} is asked for twice, with shape {first:?} and with {second:?}; give the layers different prefixes (vb.pp)")]
+    ParameterTwice {
+        /// The name.
+        name: String,
+        /// Shape at the first request.
+        first: Vec<usize>,
+        /// Shape at the second.
+        second: Vec<usize>,
+    },
+    /// A dtype other than the engine's.
+    #[error("parameter {name} is asked for as {found}, but this engine trains in {expected} (the fp16 and bf16 sections decide); take it without a dtype of its own")]
+    ParameterDtype {
+        /// The name.
+        name: String,
+        /// What the model wants.
+        found: String,
+        /// What the configuration says.
+        expected: String,
+    },
+    /// A request without a shape.
+    #[error("parameter {name} is asked for without a shape (get_unchecked), which works only after it has been registered; use vb.get with its shape")]
+    ParameterWithoutShape {
+        /// The name.
+        name: String,
+    },
+    /// Not a safetensors file.
+    #[error("{} is not a safetensors file that can be read: {why}", path.display())]
+    BadWeightFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// A parameter without its tensor.
+    #[error("{} has no tensor {name} of shape {shape:?}, which the model needs; the file must hold exactly the model's parameters", path.display())]
+    MissingTensor {
+        /// The file.
+        path: PathBuf,
+        /// The parameter.
+        name: String,
+        /// Its shape in the model.
+        shape: Vec<usize>,
+    },
+    /// Tensors without a parameter.
+    #[error("{} holds tensors that the model does not have: {names}; is it the file of another model or size?", path.display())]
+    ExtraTensors {
+        /// The file.
+        path: PathBuf,
+        /// The first few names.
+        names: String,
+    },
+    /// A tensor of another shape.
+    #[error("tensor {name} in {} has shape {found:?}, but the model's parameter has {expected:?}; check the model's sizes", path.display())]
+    MisshapenTensor {
+        /// The file.
+        path: PathBuf,
+        /// The parameter.
+        name: String,
+        /// Shape in the file.
+        found: Vec<usize>,
+        /// Shape in the model.
+        expected: Vec<usize>,
+    },
+    /// A tensor that is not floating point.
+    #[error("tensor {name} in {} is of type {found}; F32, F16 and BF16 can be read", path.display())]
+    TensorDtype {
+        /// The file.
+        path: PathBuf,
+        /// The parameter.
+        name: String,
+        /// Its type.
+        found: String,
+    },
+    /// A parameter was used while it was sharded.
+    #[error("an operation used a parameter that is not gathered now: {names}; use parameters only inside the closure given to engine.forward, and a unit's parameters only inside that unit's forward ({source})")]
+    ParameterAbsent {
+        /// Candidates: parameters that were absent.
+        names: String,
+        /// Candle's words.
+        #[source]
+        source: candle_core::Error,
+    },
+    /// Ranks built different models.
+    #[error("rank {rank} built a model that differs from rank {other}'s: {mine} against {theirs} (parameters, elements, hash of names and shapes); every rank must build the same model")]
+    ModelsDiffer {
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+        /// This rank's model.
+        mine: String,
+        /// The other's.
+        theirs: String,
+    },
 
     // ---- training ----------------------------------------------------------------------------
+    /// Engine methods out of order.
+    #[error("{call} was called {when}; the order of a micro step is forward, backward, step")]
+    OutOfOrder {
+        /// The method.
+        call: &'static str,
+        /// What preceded it.
+        when: &'static str,
+    },
+    /// `backward` on something that is no scalar.
+    #[error("backward needs a loss of one element, and got a tensor of shape {shape:?}; reduce it first (mean_all)")]
+    LossShape {
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// NaN or infinity in the loss.
+    #[error("the loss is {loss} on rank {rank} in optimizer step {step} (micro step {micro_step}); lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step")]
+    NonFiniteLoss {
+        /// The value.
+        loss: f64,
+        /// The rank.
+        rank: usize,
+        /// Optimizer step, from 0.
+        step: u64,
+        /// Micro step, from 0.
+        micro_step: u64,
+    },
+    /// NaN or infinity in a gradient of f32 training.
+    #[error("{where_} in optimizer step {step}; the weights are unchanged. Lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step")]
+    NonFiniteGradient {
+        /// Parameter and rank as far as this rank can see.
+        where_: String,
+        /// Optimizer step, from 0.
+        step: u64,
+    },
+    /// Parameters that the first backward did not reach.
+    #[error("{count} trainable parameters received no gradient in the first backward: {names}. Either the model does not use them, or an operation without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa do; use candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow")]
+    NoGradient {
+        /// How many.
+        count: usize,
+        /// The first few.
+        names: String,
+    },
+    /// Training without an optimizer.
+    #[error("the configuration has no optimizer section, so the engine can only run eval; add for example \"optimizer\": {{\"type\": \"AdamW\", \"params\": {{\"lr\": 1e-3}}}}")]
+    NoOptimizer,
+    /// An earlier error ended the job.
+    #[error("the engine stopped after an earlier error: {0}")]
+    Stopped(String),
 
     // ---- optimizer and schedule --------------------------------------------------------------
 

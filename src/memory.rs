@@ -4,9 +4,11 @@
 //! both side by side.
 
 use crate::layout::ZeroStage;
+use crate::precision::{Flat, FlatMut, FlatRef};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// What a piece of model-state memory is for.
@@ -193,5 +195,37 @@ impl fmt::Display for MemoryReport {
             write!(f, "{:<15} {held:>14} {peak:>14} {formula:>16} {padding:>12.0}{end}", row.kind.name())?;
         }
         Ok(())
+    }
+}
+
+/// A buffer with its entry in the ledger.
+#[derive(Debug)]
+pub(crate) struct Tracked {
+    flat: Flat,
+    held: Held,
+}
+
+impl Tracked {
+    pub fn new(ledger: &Ledger, kind: Kind, flat: Flat) -> Self {
+        let held = ledger.hold(kind, flat.capacity_in_bytes());
+        Self { flat, held }
+    }
+
+    /// Lets `grow` change the buffer's size, and accounts for it.
+    pub fn resize(&mut self, grow: impl FnOnce(&mut Flat)) {
+        grow(&mut self.flat);
+        self.held.resize(self.flat.capacity_in_bytes());
+    }
+
+    pub fn slice(&self, range: Range<usize>) -> FlatRef<'_> {
+        self.flat.slice(range)
+    }
+
+    pub fn slice_mut(&mut self, range: Range<usize>) -> FlatMut<'_> {
+        self.flat.slice_mut(range)
+    }
+
+    pub fn fill_zero(&mut self) {
+        self.flat.fill_zero();
     }
 }
