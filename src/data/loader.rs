@@ -73,6 +73,10 @@ impl Loader {
     /// # Errors
     ///
     /// [`Error::DataTooShort`](crate::Error::DataTooShort) when `data` does not hold one sample.
+    ///
+    /// # Panics
+    ///
+    /// If `ctx` or an entry of `shape` that counts is 0, or if the rank is not below the number of ranks.
     pub fn new(
         data: impl Into<Arc<TokenData>>,
         order: Order,
@@ -81,6 +85,8 @@ impl Loader {
         vocab: usize,
         device: &Device,
     ) -> Result<Self> {
+        assert!(shape.micro > 0 && shape.accumulation > 0, "a batch has at least one sample");
+        assert!(shape.rank < shape.world, "rank {} of {}", shape.rank, shape.world);
         let data = data.into();
         let sampler = Sampler::new(order, &data, ctx)?;
         Ok(Self { data, sampler, shape, ctx, vocab, device: device.clone(), position: 0 })

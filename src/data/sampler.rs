@@ -31,6 +31,10 @@ impl Sampler {
     /// # Errors
     ///
     /// [`Error::DataTooShort`] when it does not hold one.
+    ///
+    /// # Panics
+    ///
+    /// If `ctx` is 0.
     pub fn new(order: Order, data: &TokenData, ctx: usize) -> Result<Self> {
         assert!(ctx > 0, "a sample has at least one token");
         // A sample is ctx inputs and one target more. The sequential rule's modulus must not be 0 either.
