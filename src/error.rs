@@ -173,8 +173,16 @@ pub enum Error {
         #[source]
         source: candle_core::Error,
     },
+    /// Ranks read different configurations.
+    #[error("rank {rank} reads another configuration than rank {other}; every rank must be given the same file or value")]
+    ConfigsDiffer {
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+    },
     /// Ranks built different models.
-    #[error("rank {rank} built a model that differs from rank {other}'s: {mine} against {theirs} (parameters, elements, hash of names and shapes); every rank must build the same model")]
+    #[error("rank {rank} built a model that differs from rank {other}'s: {mine} against {theirs} (with a hash of names, shapes and units); every rank must build the same model")]
     ModelsDiffer {
         /// This rank.
         rank: usize,

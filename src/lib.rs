@@ -19,4 +19,5 @@ pub mod precision;
 pub mod zero;
 
 pub use config::Config;
+pub use engine::{Engine, EngineBuilder, StepTimings};
 pub use error::{Error, Result};

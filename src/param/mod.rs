@@ -1,7 +1,7 @@
 //! Parameters: registered by name while a model is built, initialized by name, whole or absent in memory.
 //!
-//! Three mechanisms of Candle carry this, see the modules: [`registry`] (a `VarBuilder` backend sees every parameter),
-//! [`capture`] (an operation whose backward receives a parameter's complete gradient) and [`residency`] (a tensor's
+//! Three mechanisms of Candle carry this, each in a file: `registry.rs` (a `VarBuilder` backend sees every parameter),
+//! `capture.rs` (an operation whose backward receives a parameter's complete gradient) and `residency.rs` (a tensor's
 //! storage is taken out and put back while model and graph hold the tensor).
 
 pub(crate) mod capture;
@@ -10,8 +10,9 @@ pub(crate) mod registry;
 pub(crate) mod residency;
 mod source;
 
-pub use init::init_values;
+pub(crate) use init::fnv1a;
 pub use source::Source;
+pub(crate) use source::list;
 
 use crate::memory::Held;
 use candle_core::{Shape, Tensor};
