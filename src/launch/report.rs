@@ -78,9 +78,9 @@ pub(super) fn of_failure(first: &Fate, after: Duration, fates: &[Fate]) -> Strin
     for fate in fates.iter().filter(|fate| fate.rank != first.rank) {
         let what = match (fate.request, fate.ended) {
             (_, Ended::Code(0)) if fate.before_failure => "had finished before".to_string(),
-            (Request::Nothing, ended) => format!("then {ended} by itself"),
-            (Request::Terminate, _) => "was stopped by zerorun with SIGTERM".to_string(),
-            (Request::Kill, _) => "had to be killed by zerorun with SIGKILL".to_string(),
+            (Request::Nothing, ended) => format!("{ended} by itself"),
+            (Request::Terminate, _) => "stopped by zerorun with SIGTERM".to_string(),
+            (Request::Kill, _) => "killed by zerorun with SIGKILL (SIGTERM did not help)".to_string(),
         };
         match groups.iter_mut().find(|(other, _)| *other == what) {
             Some((_, ranks)) => ranks.push(fate.rank),
@@ -129,9 +129,9 @@ mod tests {
         ];
         insta::assert_snapshot!(of_failure(&first, Duration::from_millis(12_340), &fates), @r#"
         zerorun: rank 1 failed first: it ended with exit code 3 after 12.3 s
-        zerorun:   rank 0: then ended with exit code 101 by itself
-        zerorun:   ranks 2-3, 5: was stopped by zerorun with SIGTERM
-        zerorun:   rank 4: had to be killed by zerorun with SIGKILL
+        zerorun:   rank 0: ended with exit code 101 by itself
+        zerorun:   ranks 2-3, 5: stopped by zerorun with SIGTERM
+        zerorun:   rank 4: killed by zerorun with SIGKILL (SIGTERM did not help)
         zerorun:   rank 6: had finished before
         "#);
         fates.truncate(1);
