@@ -276,6 +276,131 @@ pub enum Error {
     Comm(#[from] CommError),
 
     // ---- launcher ----------------------------------------------------------------------------
+    /// What was to be started is neither a Rust file nor an executable.
+    #[error("cannot start {}: {found}; {mend}", path.display())]
+    NotStartable {
+        /// The path as it was typed.
+        path: PathBuf,
+        /// What is at that path.
+        found: String,
+        /// What to give instead.
+        mend: String,
+    },
+    /// The manifest in front of a script (its frontmatter) cannot be used.
+    #[error("{}:{line}: {problem}; {mend}", path.display())]
+    Frontmatter {
+        /// The script.
+        path: PathBuf,
+        /// Line in the script, counted from 1.
+        line: usize,
+        /// What was found.
+        problem: String,
+        /// What is allowed.
+        mend: String,
+    },
+    /// No folder for the packages that are generated from scripts.
+    #[error(
+        "no folder for script builds: ZERORUN_CACHE_DIR, XDG_CACHE_HOME and HOME are all unset; set one of them"
+    )]
+    NoScriptCache,
+    /// Cargo could not be started.
+    #[error("cannot start {cargo} to build {}: {source}; install Rust (rustup.rs) or start a built executable", script.display())]
+    CargoNotStarted {
+        /// The cargo program that was tried.
+        cargo: String,
+        /// What was to be built.
+        script: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// rustc refused the script; its messages have been printed.
+    #[error("{} does not compile", script.display())]
+    ScriptDoesNotCompile {
+        /// The script.
+        script: PathBuf,
+    },
+    /// Cargo failed for another reason than an error in the code; its message has been printed.
+    #[error("cargo could not build {}: {problem} (package in {})", script.display(), package.display())]
+    CargoFailed {
+        /// The script.
+        script: PathBuf,
+        /// Folder of the package that was built.
+        package: PathBuf,
+        /// What cargo did.
+        problem: String,
+    },
+    /// A rank's process could not be started.
+    #[error("cannot start rank {rank} ({}): {source}", program.display())]
+    RankNotStarted {
+        /// The rank.
+        rank: usize,
+        /// The program.
+        program: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// Signals, pipes or threads that the launcher itself needs are not to be had.
+    #[error("cannot set up the launcher: {what}: {source}")]
+    LauncherSetup {
+        /// What was attempted.
+        what: &'static str,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// Some of the variables that tell a process its rank are set, others are missing.
+    #[error("{set} is set but {missing} is not: a rank needs both; start the program with zerorun, or unset {set}")]
+    RankVariablesIncomplete {
+        /// A variable that is set.
+        set: &'static str,
+        /// The variable (or variables) that is missing.
+        missing: &'static str,
+    },
+    /// A variable about ranks has a value that cannot be read.
+    #[error("environment variable {name} is `{value}`; it must be {expected}")]
+    RankVariable {
+        /// The variable.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What is allowed.
+        expected: &'static str,
+    },
+    /// A rank number is not below the number of ranks.
+    #[error("{rank_name} is {rank} but {world_name} is {world}; it must be below that")]
+    RankOutOfRange {
+        /// Variable with the rank.
+        rank_name: &'static str,
+        /// The rank.
+        rank: usize,
+        /// Variable with the number of ranks.
+        world_name: &'static str,
+        /// The number of ranks.
+        world: usize,
+    },
+    /// The environment says that there are several ranks, but nothing joins them.
+    #[error(
+        "{rank_name} says rank {rank} of {world}, but CANDLE_ZERO_SHM_FD is not set, so the ranks cannot reach one another; \
+         start the program with `zerorun --num_ranks {world}` on one host (several hosts are not offered yet)"
+    )]
+    RanksNotJoined {
+        /// Variable with the rank.
+        rank_name: &'static str,
+        /// The rank.
+        rank: usize,
+        /// The number of ranks.
+        world: usize,
+    },
+    /// Ranks on several hosts.
+    #[error(
+        "{local_world} of {world} ranks are on this host: several hosts are not offered yet; \
+         start all ranks on one host with `zerorun --num_ranks {world}`"
+    )]
+    SeveralHosts {
+        /// Ranks on this host.
+        local_world: usize,
+        /// All ranks.
+        world: usize,
+    },
 
     // ---- below us ----------------------------------------------------------------------------
     /// Candle refused an operation.
