@@ -1,1 +1,50 @@
-//! nn.
+//! Layers whose backward is true, for training.
+//!
+//! Candle's own fast layers cannot be trained. In Candle 0.11 these go through ops **without a backward and cut the
+//! graph silently** - everything before them gets no gradient, and no error says so:
+//!
+//! - `candle_nn::ops::{softmax_last_dim, rms_norm, layer_norm, sdpa}`;
+//! - `candle_nn::rotary_emb::{rope, rope_i, rope_thd}`;
+//! - the modules built on them: `candle_nn::LayerNorm` (contiguous input, with bias and mean) and `candle_nn::RmsNorm`,
+//!   hence most models of candle-transformers.
+//!
+//! Differentiable in candle-nn: `Linear`, `Embedding`, `ops::{softmax, log_softmax, layer_norm_slow, rms_norm_slow}`,
+//! `rotary_emb::{rope_slow, rope_i_slow}`, `loss::cross_entropy`. They sum 16-bit numbers in 16 bits on the CPU.
+//!
+//! The layers here work on f32, bf16 and f16 storage with f32 arithmetic inside, each result rounded once. They give
+//! the same bits for any number of threads, and a row of a result does not depend on how many rows there are. On the
+//! CPU each is one op with a hand-written backward; on any other device the same functions are composed of Candle's
+//! differentiable ops ([`composed`]).
+//!
+//! Parameters are the ops' second and third arguments, so that Candle gives each its complete gradient as soon as the
+//! layer's backward has run, and their values are read at the time of use: they may leave memory between forward and
+//! backward.
+
+mod attention;
+pub mod composed;
+mod cross_entropy;
+mod element;
+mod embedding;
+mod gelu;
+mod layer_norm;
+mod linear;
+mod matrix;
+mod rows;
+
+pub use attention::causal_attention;
+pub use cross_entropy::cross_entropy;
+pub use embedding::{Embedding, embedding};
+pub use gelu::gelu_tanh;
+pub use layer_norm::{LayerNorm, layer_norm};
+pub use linear::{Conv1D, Linear, WeightLayout, linear};
+
+/// An init hint: normal with mean 0.
+pub(crate) fn normal(std: f64) -> candle_nn::Init {
+    candle_nn::Init::Randn { mean: 0.0, stdev: std }
+}
+
+/// A user error as Candle's error type, which models and layers return. Without Candle's backtrace: the message says
+/// what is wrong with the input, not where the program stood.
+pub(crate) fn refuse(error: crate::Error) -> candle_core::Error {
+    candle_core::Error::Wrapped(Box::new(error))
+}
