@@ -66,14 +66,14 @@ impl Core {
         let mut publisher = Publisher::new(self.zero.allgather_bucket_size);
         let mut groups = lock(&self.groups);
         for group in groups.iter_mut() {
-            for slot in &group.slots {
-                let SubGroup { weights, master, grads, moments, .. } = &mut *group;
+            let SubGroup { slots, weights, master, grads, moments, .. } = group;
+            for slot in slots.iter() {
                 let range = slot.range();
                 let grad = grads.as_ref().expect("gradients were allocated by the vote").slice(range.clone());
                 let mut state: Vec<&mut [f32]> =
                     moments.iter_mut().map(|m| as_f32(m.slice_mut(range.clone()))).collect();
                 let master = master.as_mut().map(|m| as_f32(m.slice_mut(range.clone())));
-                let mut apply = |weights: FlatMut<'_>| match (master, weights) {
+                let apply = |weights: FlatMut<'_>| match (master, weights) {
                     (Some(master), half) => optimizer.update(ctx, master, grad, &mut state, Some(half)),
                     (None, FlatMut::F32(w)) => optimizer.update(ctx, w, grad, &mut state, None),
                     (None, _) => unreachable!("16-bit parameters have master weights"),
