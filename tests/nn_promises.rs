@@ -57,7 +57,8 @@ fn any_number_of_threads_gives_the_same_bits() {
 #[test]
 fn rows_do_not_depend_on_how_many_rows_there_are() {
     let (w, b, qkv_w) = (tensor(&[24, 40], 1), tensor(&[40], 2), tensor(&[48, 24], 3));
-    let functions: [(&str, Box<dyn Fn(&Tensor) -> Tensor>); 4] = [
+    type Function = Box<dyn Fn(&Tensor) -> Tensor>;
+    let functions: [(&str, Function); 4] = [
         ("linear in-out", Box::new(move |x| nn::linear(x, &w, Some(&b), WeightLayout::InOut).unwrap())),
         ("linear out-in", Box::new(move |x| nn::linear(x, &qkv_w, None, WeightLayout::OutIn).unwrap())),
         ("layer_norm", Box::new(|x| nn::layer_norm(x, &tensor(&[24], 4), &tensor(&[24], 5), 1e-5).unwrap())),
