@@ -1,1 +1,602 @@
-//! engine.
+//! A training step told in order: initialize, forward, backward, step.
+//!
+//! ```text
+//!   initialize   configuration -> communicator -> model, parameter by parameter -> shares -> optimizer states
+//!   forward      [gather -> unit -> release] ...
+//!   backward     loss x scale / accumulation -> [gather -> unit -> gradients arrive -> reduce] ...
+//!   step         at the accumulation boundary: vote -> scaler -> clip -> update -> publish -> schedule
+//! ```
+//!
+//! The engine owns no arithmetic: each word is a module of its own.
+
+use crate::comm::{CommReport, Communicator};
+use crate::config::{Config, ConfigSource, Precision};
+use crate::error::{Error, Result};
+use crate::launch::RankEnv;
+use crate::memory::{ElementBytes, Ledger, MemoryReport};
+use crate::monitor::say;
+use crate::optim::{self, Optimizer, Schedule, StepContext};
+use crate::param::registry::{Holding, Registry};
+use crate::param::{Source, UnitId, fnv1a, lock};
+use crate::precision::{LossScaler, gradient_multiplier};
+use crate::zero::core::{Core, Link};
+use crate::zero::gradients::ReducePlan;
+use crate::zero::trace::Event;
+use crate::zero::unit::building;
+use candle_core::{DType, Device, Tensor};
+use candle_nn::VarBuilder;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Parameters outside of any unit.
+const ROOT: UnitId = 0;
+/// Stack that Candle's recursive backward may use, and how much of it must be left before a new one is taken.
+const BACKWARD_STACK: usize = 64 << 20;
+const RED_ZONE: usize = 16 << 20;
+
+/// Wraps a model and trains it under ZeRO.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use candle_nn::Module;
+/// use candle_zero::Engine;
+///
+/// let config = r#"{
+///     "train_batch_size": 8,
+///     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+///     "zero_optimization": {"stage": 2}
+/// }"#;
+/// let mut engine = Engine::initialize(|vb| candle_nn::linear(4, 1, vb), config)?;
+/// let x = Tensor::arange(0f32, 32f32, &Device::Cpu)?.reshape((8, 4))?;
+/// let mut losses = vec![];
+/// for _ in 0..5 {
+///     let loss = engine.forward(|model| model.forward(&x)?.sqr()?.mean_all())?;
+///     engine.backward(&loss)?;
+///     engine.step()?;
+///     losses.push(loss.to_scalar::<f32>()?);
+/// }
+/// assert!(losses[4] < losses[0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Engine<M> {
+    model: M,
+    config: Config,
+    core: Arc<Core>,
+    optimizer: Option<Box<dyn Optimizer>>,
+    schedule: Schedule,
+    scaler: LossScaler,
+    device: Device,
+    phase: Phase,
+    /// All losses of this accumulation were finite.
+    loss_is_finite: bool,
+    global_steps: u64,
+    micro_steps: u64,
+    skipped_steps: u64,
+    was_applied: bool,
+    grad_norm: Option<f64>,
+    clock: Clock,
+    /// The error that ended the job for this rank.
+    stopped: Option<String>,
+}
+
+/// Where in a micro step the engine is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// Before forward.
+    Ready,
+    /// A loss exists.
+    Forwarded,
+    /// Its gradients exist.
+    Backwarded,
+}
+
+/// Milliseconds that the last optimizer step took on this rank, accumulation included.
+#[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
+pub struct StepTimings {
+    /// In `forward`.
+    pub forward_ms: f64,
+    /// In `backward`.
+    pub backward_ms: f64,
+    /// In `step`.
+    pub step_ms: f64,
+    /// Waiting for collectives, a part of the others.
+    pub comm_ms: f64,
+}
+
+#[derive(Default)]
+struct Clock {
+    forward: Duration,
+    backward: Duration,
+    step: Duration,
+    /// Seconds waited for collectives until the last boundary.
+    waited: f64,
+    last: StepTimings,
+}
+
+/// Options of an engine besides its configuration.
+#[derive(Default)]
+pub struct EngineBuilder {
+    communicator: Option<Arc<dyn Communicator>>,
+    device: Option<Device>,
+    seed: Option<u64>,
+    init_from: Option<PathBuf>,
+}
+
+impl Engine<()> {
+    /// An engine with options.
+    pub fn builder() -> EngineBuilder {
+        EngineBuilder::default()
+    }
+}
+
+impl EngineBuilder {
+    /// The job to take part in. Default: the one that the environment names (zerorun, mpirun, srun, torchrun).
+    #[must_use]
+    pub fn communicator(mut self, communicator: Arc<dyn Communicator>) -> Self {
+        self.communicator = Some(communicator);
+        self
+    }
+
+    /// Where the model computes. Default: the CPU; with feature `cuda` the GPU of the local rank's number.
+    #[must_use]
+    pub fn device(mut self, device: Device) -> Self {
+        self.device = Some(device);
+        self
+    }
+
+    /// Seed of the initial weights. Default: the configuration's `seed`, 42 without one.
+    #[must_use]
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = Some(seed);
+        self
+    }
+
+    /// A safetensors file with exactly the model's parameters, instead of random ones.
+    #[must_use]
+    pub fn init_from(mut self, path: impl Into<PathBuf>) -> Self {
+        self.init_from = Some(path.into());
+        self
+    }
+
+    /// Builds the model and partitions it. Collective.
+    ///
+    /// # Errors
+    /// A configuration, environment or weight file that cannot be used; a model that differs between ranks; what
+    /// `build` returns.
+    pub fn initialize<M>(
+        self,
+        build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
+        config: impl Into<ConfigSource>,
+    ) -> Result<Engine<M>> {
+        let env = RankEnv::from_env();
+        let comm = match self.communicator {
+            Some(comm) => comm,
+            None => crate::comm::from_env(&env?)?,
+        };
+        let device = match self.device {
+            Some(device) => device,
+            None if cfg!(feature = "cuda") => Device::new_cuda(RankEnv::from_env()?.local_rank)?,
+            None => Device::Cpu,
+        };
+        let engine = Config::load(config, comm.size()).and_then(|config| {
+            let source = match &self.init_from {
+                Some(path) => Source::file(path)?,
+                None => Source::Random { seed: self.seed.unwrap_or(config.seed) },
+            };
+            Engine::new(build, config, source, comm.clone(), device)
+        });
+        engine.inspect_err(|e| comm.abort(&e.to_string()))
+    }
+}
+
+impl<M> Engine<M> {
+    /// Builds the model and partitions it among the ranks that the environment names. Collective.
+    ///
+    /// `config` is a path, a JSON text, a `serde_json::Value` or a [`Config`].
+    ///
+    /// # Errors
+    /// As [`EngineBuilder::initialize`].
+    pub fn initialize(
+        build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
+        config: impl Into<ConfigSource>,
+    ) -> Result<Self> {
+        Engine::builder().initialize(build, config)
+    }
+
+    fn new(
+        build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
+        config: Config,
+        source: Source,
+        comm: Arc<dyn Communicator>,
+        device: Device,
+    ) -> Result<Self> {
+        let (rank, world_size) = (comm.rank(), comm.size());
+        if rank == 0 {
+            config.notes.iter().for_each(|note| say(&format!("config: {}: {}", note.path, note.message)));
+        }
+        let dtype = match config.precision {
+            Precision::F32 => DType::F32,
+            Precision::Bf16 { .. } => DType::BF16,
+            Precision::Fp16(_) => DType::F16,
+        };
+        let placement = config.zero.stage.placement();
+        let (ledger, link) = (Ledger::default(), Link::default());
+        let sub_group_size = config.zero.sub_group_size;
+        let holding = Holding { rank, world_size, placement, dtype, device: device.clone(), sub_group_size };
+        let registry = Registry::new(holding, source, link.clone(), ledger.clone());
+        let vb = VarBuilder::from_backend(Box::new(registry.clone()), dtype, device.clone());
+        let model = building(&registry, || build(vb));
+        let model = model.map_err(|e| registry.take_failure().unwrap_or_else(|| e.into()))?;
+        let registered = registry.finish()?;
+
+        let plan = ReducePlan::new(&config, placement, world_size, dtype);
+        let recompute = config.activation_checkpointing;
+        let core = Core::new(comm, config.zero.clone(), plan, dtype, recompute, registered, ledger, &link);
+        core.check_same_on_all_ranks(&config)?;
+        let optimizer = config.optimizer.as_ref().map(optim::from_config);
+        if let Some(optimizer) = &optimizer {
+            let count = optimizer.state_names().len();
+            lock(&core.groups).iter_mut().for_each(|g| g.allocate_moments(&core.ledger, count));
+        }
+        lock(&core.gather).refresh_persistent(&core)?;
+        let base_lr = config.optimizer.as_ref().map_or(0.0, optim::base_lr);
+        let schedule = match &config.scheduler {
+            Some(scheduler) => Schedule::new(scheduler, base_lr)?,
+            None => Schedule::constant(base_lr),
+        };
+        let scaler = LossScaler::new(&config.precision);
+        Ok(Self {
+            model,
+            config,
+            core,
+            optimizer,
+            schedule,
+            scaler,
+            device,
+            phase: Phase::Ready,
+            loss_is_finite: true,
+            global_steps: 0,
+            micro_steps: 0,
+            skipped_steps: 0,
+            was_applied: false,
+            grad_norm: None,
+            clock: Clock::default(),
+            stopped: None,
+        })
+    }
+
+    /// Runs the model in training: `run` computes the loss (or anything the loss is then made from).
+    ///
+    /// Parameters are in memory while `run` runs; at stage 3 those of a unit only while the unit runs.
+    ///
+    /// # Errors
+    /// [`Error::OutOfOrder`] between backward and step; what `run` returns; a failed collective.
+    pub fn forward(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
+        if self.phase == Phase::Backwarded {
+            return Err(Error::OutOfOrder { call: "forward", when: "after backward without a step" });
+        }
+        let start = Instant::now();
+        let output = self.attempt(|engine| engine.run_model(run))?;
+        self.phase = Phase::Forwarded;
+        self.clock.forward += start.elapsed();
+        Ok(output)
+    }
+
+    /// Runs the model without keeping a graph and without counting anything. Collective at stage 3.
+    ///
+    /// # Errors
+    /// What `run` returns; a failed collective.
+    pub fn eval(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
+        self.attempt(|engine| {
+            engine.core.set_evaluating(true);
+            let output = engine.run_model(run);
+            let ended = lock(&engine.core.gather).end(&engine.core);
+            engine.core.set_evaluating(false);
+            ended?;
+            Ok(output?.detach())
+        })
+    }
+
+    fn run_model(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
+        let core = &self.core;
+        let run = || {
+            core.enter(Event::Forward(ROOT))?;
+            let output = run(&self.model)?;
+            core.leave_forward(ROOT)?;
+            Ok(output)
+        };
+        run().map_err(|e| core.explain(e))
+    }
+
+    /// Differentiates `loss`, which has one element: scaled by the loss scale, divided by the accumulation steps.
+    /// Gradients are reduced over ranks while this runs.
+    ///
+    /// # Errors
+    /// [`Error::OutOfOrder`] without a forward before; [`Error::NonFiniteLoss`] in f32; [`Error::NoGradient`] after
+    /// the first backward; a failed collective.
+    pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        match self.phase {
+            Phase::Forwarded => {}
+            Phase::Ready => return Err(Error::OutOfOrder { call: "backward", when: "before forward" }),
+            Phase::Backwarded => return Err(Error::OutOfOrder { call: "backward", when: "twice on one loss" }),
+        }
+        if self.optimizer.is_none() {
+            return Err(Error::NoOptimizer);
+        }
+        if loss.elem_count() != 1 {
+            return Err(Error::LossShape { shape: loss.dims().to_vec() });
+        }
+        let start = Instant::now();
+        self.attempt(|engine| engine.differentiate(loss))?;
+        self.phase = Phase::Backwarded;
+        self.clock.backward += start.elapsed();
+        Ok(())
+    }
+
+    fn differentiate(&mut self, loss: &Tensor) -> Result<()> {
+        let value = loss.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?[0];
+        if !value.is_finite() {
+            if self.config.precision == Precision::F32 {
+                let (rank, step, micro_step) = (self.rank(), self.global_steps, self.micro_steps);
+                return Err(Error::NonFiniteLoss { loss: value, rank, step, micro_step });
+            }
+            self.loss_is_finite = false;
+        }
+        let factor = self.scaler.scale() / self.config.batch.gradient_accumulation_steps as f64;
+        let core = &self.core;
+        let run = || {
+            // Scaled in f32: in 16 bits the scale itself may overflow.
+            let scaled = if factor == 1.0 { loss.clone() } else { loss.to_dtype(DType::F32)?.affine(factor, 0.0)? };
+            core.enter(Event::Backward(ROOT))?;
+            stacker::maybe_grow(RED_ZONE, BACKWARD_STACK, || scaled.backward()).map(drop)
+        };
+        run().map_err(|e| core.explain(e))?;
+        lock(&core.gradients).end_backward(core)?;
+        lock(&core.gather).end(core)
+    }
+
+    /// Ends a micro step; at the accumulation boundary, updates the weights.
+    ///
+    /// With a non-finite gradient the weights stay as they are and the step counts as skipped (fp16; bf16 with
+    /// `check_grad_overflow`).
+    ///
+    /// # Errors
+    /// [`Error::OutOfOrder`] without a backward before; [`Error::NonFiniteGradient`] in f32;
+    /// [`Error::LossScaleAtMinimum`]; a failed collective.
+    pub fn step(&mut self) -> Result<()> {
+        if self.phase != Phase::Backwarded {
+            return Err(Error::OutOfOrder { call: "step", when: "before backward" });
+        }
+        let start = Instant::now();
+        if self.is_gradient_accumulation_boundary() {
+            self.attempt(Self::optimizer_step)?;
+        }
+        self.clock.step += start.elapsed();
+        if self.is_gradient_accumulation_boundary() {
+            self.clock.boundary(self.core.comm.report().waited_s);
+            self.print();
+        }
+        self.micro_steps += 1;
+        self.phase = Phase::Ready;
+        Ok(())
+    }
+
+    fn optimizer_step(&mut self) -> Result<()> {
+        let Some(optimizer) = &self.optimizer else { return Err(Error::NoOptimizer) };
+        let accumulate = lock(&self.core.gradients).accumulate_dtype();
+        let vote = self.core.vote(self.loss_is_finite, accumulate)?;
+        let overflow = !vote.overflowed.is_empty();
+        // Gradients carry the scale that they were made with, so they are unscaled with it before it changes.
+        let scale = self.scaler.scale();
+        self.grad_norm = Some(if overflow { f64::INFINITY } else { vote.norm / scale });
+        let applied = match self.config.precision {
+            Precision::F32 if overflow => {
+                let where_ = match self.core.non_finite_gradient() {
+                    Some(name) => format!("the gradient of {name} is not finite on rank {}", self.rank()),
+                    None => format!("gradients are not finite on ranks {:?}", vote.overflowed),
+                };
+                return Err(Error::NonFiniteGradient { where_, step: self.global_steps });
+            }
+            Precision::Bf16 { check_grad_overflow: false } => true,
+            _ => !overflow,
+        };
+        self.scaler.update(overflow)?;
+        if applied {
+            let multiplier = gradient_multiplier(vote.norm, scale, self.config.gradient_clipping);
+            let step = self.global_steps - self.skipped_steps + 1;
+            let ctx = StepContext { lr: self.schedule.lr(), step, grad_scale: multiplier as f32 };
+            self.core.update(optimizer.as_ref(), &ctx)?;
+            self.schedule.step();
+        } else {
+            self.skipped_steps += 1;
+        }
+        self.was_applied = applied;
+        self.global_steps += 1;
+        self.loss_is_finite = true;
+        lock(&self.core.gradients).clear(&self.core);
+        if applied {
+            lock(&self.core.gather).refresh_persistent(&self.core)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the coming [`step`](Self::step) updates the weights.
+    pub fn is_gradient_accumulation_boundary(&self) -> bool {
+        (self.micro_steps + 1).is_multiple_of(self.config.batch.gradient_accumulation_steps as u64)
+    }
+
+    /// Optimizer steps so far, skipped ones included.
+    pub fn global_steps(&self) -> u64 {
+        self.global_steps
+    }
+
+    /// Micro steps so far.
+    pub fn micro_steps(&self) -> u64 {
+        self.micro_steps
+    }
+
+    /// Optimizer steps that were skipped because a gradient was not finite.
+    pub fn skipped_steps(&self) -> u64 {
+        self.skipped_steps
+    }
+
+    /// Whether the last optimizer step changed the weights.
+    pub fn was_step_applied(&self) -> bool {
+        self.was_applied
+    }
+
+    /// Learning rate of the coming optimizer step, one per parameter group (there is one group).
+    pub fn get_lr(&self) -> Vec<f64> {
+        vec![self.schedule.lr()]
+    }
+
+    /// Global L2 norm of the last optimizer step's gradients, before clipping, loss scale divided out; infinite after
+    /// an overflow, nothing before the first step.
+    pub fn get_global_grad_norm(&self) -> Option<f64> {
+        self.grad_norm
+    }
+
+    /// The loss scale of the coming backward; 1 without fp16.
+    pub fn loss_scale(&self) -> f64 {
+        self.scaler.scale()
+    }
+
+    /// Bytes of model state that this rank holds, beside the ZeRO formula.
+    pub fn memory_report(&self) -> MemoryReport {
+        let core = &self.core;
+        let share = lock(&core.groups).iter().map(|g| g.len).sum();
+        let master = if core.dtype == DType::F32 { 0 } else { 4 };
+        let each = ElementBytes {
+            params: core.dtype.size_in_bytes(),
+            grads: lock(&core.gradients).accumulate_dtype().size_in_bytes(),
+            master,
+            moments: 4 * self.optimizer.as_ref().map_or(0, |o| o.state_names().len()),
+        };
+        let parameters = core.params.iter().map(|p| p.numel).sum();
+        MemoryReport::new(&core.ledger, self.config.zero.stage, self.world_size(), parameters, share, each)
+    }
+
+    /// Collectives of this rank so far.
+    pub fn comm_report(&self) -> CommReport {
+        self.core.comm.report()
+    }
+
+    /// How long the last optimizer step took.
+    pub fn timings(&self) -> StepTimings {
+        self.clock.last
+    }
+
+    /// This rank, from 0.
+    pub fn rank(&self) -> usize {
+        self.core.comm.rank()
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.core.comm.size()
+    }
+
+    /// The resolved configuration.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Where the model computes.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The model's dtype.
+    pub fn dtype(&self) -> DType {
+        self.core.dtype
+    }
+
+    /// The model. Its parameters may be used only inside [`forward`](Self::forward) and [`eval`](Self::eval).
+    pub fn model(&self) -> &M {
+        &self.model
+    }
+
+    /// Collective: the `values` of every rank, in rank order.
+    ///
+    /// # Errors
+    /// A failed collective.
+    pub fn gather_f64(&self, values: &[f64]) -> Result<Vec<Vec<f64>>> {
+        self.core.comm.gather_f64(values.to_vec()).wait()
+    }
+
+    /// Collective: writes whole f32 parameters (master weights where there are any) to `path` as safetensors, from
+    /// rank 0, one parameter in memory at a time. The file appears when it is complete.
+    ///
+    /// # Errors
+    /// The file cannot be written; a failed collective.
+    pub fn export_safetensors(&mut self, path: &Path) -> Result<()> {
+        self.attempt(|engine| engine.core.export(path))
+    }
+
+    /// Runs `call`; after an error this rank is out of step, so it tells the others and refuses to go on.
+    fn attempt<T>(&mut self, call: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        if let Some(why) = &self.stopped {
+            return Err(Error::Stopped(why.clone()));
+        }
+        call(self).inspect_err(|e| {
+            self.core.comm.abort(&e.to_string());
+            self.stopped = Some(e.to_string());
+        })
+    }
+
+    /// `steps_per_print` and `wall_clock_breakdown`, from rank 0.
+    fn print(&self) {
+        let every = self.config.steps_per_print;
+        if self.rank() != 0 || every.is_some_and(|n| !self.global_steps.is_multiple_of(n)) {
+            return;
+        }
+        if every.is_some() {
+            let (step, skipped, lr) = (self.global_steps, self.skipped_steps, self.schedule.lr());
+            say(&format!("step={step}, skipped={skipped}, lr={lr:?}"));
+        }
+        if self.config.wall_clock_breakdown {
+            let t = self.clock.last;
+            let (f, b, s, c) = (t.forward_ms, t.backward_ms, t.step_ms, t.comm_ms);
+            say(&format!("time (ms) | forward {f:.2} | backward {b:.2} | step {s:.2} | of which waiting {c:.2}"));
+        }
+    }
+}
+
+impl Clock {
+    /// An optimizer step is over; `waited` is the total of seconds waited for collectives.
+    fn boundary(&mut self, waited: f64) {
+        let ms = |d: Duration| d.as_secs_f64() * 1e3;
+        self.last = StepTimings {
+            forward_ms: ms(self.forward),
+            backward_ms: ms(self.backward),
+            step_ms: ms(self.step),
+            comm_ms: (waited - self.waited) * 1e3,
+        };
+        *self = Self { waited, last: self.last, ..Self::default() };
+    }
+}
+
+impl Core {
+    /// Collective: an error where ranks built different models or read different configurations.
+    fn check_same_on_all_ranks(&self, config: &Config) -> Result<()> {
+        let mut text = String::new();
+        for param in &self.params {
+            text += &format!("{} {:?} {};", param.name, param.shape, param.unit);
+        }
+        let elements: usize = self.params.iter().map(|p| p.numel).sum();
+        let model = fnv1a(&text);
+        let config = fnv1a(&format!("{:?}", Config { notes: Vec::new(), ..config.clone() }));
+        // Halves, because f64 carries 53 bits exactly.
+        let halves = |h: u64| [(h >> 32) as f64, (h & 0xffff_ffff) as f64];
+        let mine = [vec![self.params.len() as f64, elements as f64], halves(model).to_vec(), halves(config).to_vec()];
+        let all = self.comm.gather_f64(mine.concat()).wait()?;
+        let rank = self.comm.rank();
+        let Some(other) = (0..all.len()).find(|r| all[*r] != all[rank]) else { return Ok(()) };
+        let describe = |v: &[f64]| format!("{} parameters of {} elements, {:08x}", v[0], v[1], v[3] as u64);
+        if all[other][..4] == all[rank][..4] {
+            return Err(Error::ConfigsDiffer { rank, other });
+        }
+        Err(Error::ModelsDiffer { rank, other, mine: describe(&all[rank]), theirs: describe(&all[other]) })
+    }
+}

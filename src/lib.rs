@@ -9,6 +9,7 @@ pub mod engine;
 pub mod error;
 pub mod launch;
 pub mod layout;
+pub mod memory;
 pub mod models;
 pub mod monitor;
 pub mod nn;
@@ -18,4 +19,5 @@ pub mod precision;
 pub mod zero;
 
 pub use config::Config;
+pub use engine::{Engine, EngineBuilder, StepTimings};
 pub use error::{Error, Result};

@@ -1,1 +1,76 @@
-//! comm.
+//! Collectives between ranks.
+//!
+//! ```text
+//!   engine ---- launch(job) ----> queue (one comm thread per rank, in issue order) ----> exchange (shared memory)
+//!          <--- Pending::wait ---
+//! ```
+//!
+//! [`Communicator`] is what the engine sees: rank, size, and collectives on flat buffers in two halves, launch and
+//! wait. [`Solo`] is a world of one. [`Shared`] carries every other world of one machine: ranks as threads of one
+//! process ([`threads`]) over anonymous memory, or ranks as processes over the memfd that `zerorun` made ([`shm`]).
+//!
+//! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces that a buffer travels
+//! in. That is what makes stages 0 to 3 give the same bits.
+
+mod collectives;
+mod counters;
+mod exchange;
+mod fingerprint;
+mod queue;
+pub mod shm;
+mod solo;
+pub mod threads;
+
+pub use counters::{CommReport, KindReport};
+pub use fingerprint::Kind;
+pub use queue::{Pending, Shared};
+pub use solo::Solo;
+
+use crate::error::Result;
+use crate::precision::Flat;
+use std::sync::Arc;
+
+/// The rank of this process in the job and what it can do together with the others.
+///
+/// Every method that exchanges data is collective: all ranks call the same methods, in the same order, with the same
+/// element counts and dtypes. That is checked; ranks that diverge get an error that shows both sides. `tag`
+/// identifies the content (say a hash of the parameters in a bucket) and is checked too.
+pub trait Communicator: Send + Sync {
+    /// This rank, from 0.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks.
+    fn size(&self) -> usize;
+
+    /// Sums `input` over ranks, elementwise and in rank order; every rank receives the whole sum.
+    fn all_reduce(&self, input: Flat, tag: u64) -> Pending<Flat>;
+
+    /// Sums `input` (world size x n elements) over ranks; rank r receives elements `r * n .. (r + 1) * n`.
+    fn reduce_scatter(&self, input: Flat, tag: u64) -> Pending<Flat>;
+
+    /// Concatenates the `shard`s (n elements each) of all ranks in rank order.
+    fn all_gather(&self, shard: Flat, tag: u64) -> Pending<Flat>;
+
+    /// Every rank receives the values of every rank, in rank order. For a few numbers: votes, norms, metrics.
+    fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>>;
+
+    /// Waits until every rank has come here.
+    fn barrier(&self) -> Pending<()>;
+
+    /// Tells the other ranks that this one gives up, and why. Their collectives return an error that says so.
+    fn abort(&self, why: &str);
+
+    /// Calls and bytes so far.
+    fn report(&self) -> CommReport;
+}
+
+/// The communicator of a job of one rank or, under `zerorun`, of all its processes.
+pub fn from_env(env: &crate::launch::RankEnv) -> Result<Arc<dyn Communicator>> {
+    match env.shm_fd {
+        Some(fd) if env.world_size > 1 => {
+            let region = shm::Region::inherit(fd, env.world_size)?;
+            Ok(Arc::new(Shared::new(Arc::new(region), env.rank, env.timeout)?))
+        }
+        _ => Ok(Arc::new(Solo::default())),
+    }
+}

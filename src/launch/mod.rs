@@ -1,1 +1,81 @@
-//! launch.
+//! Starting a program on N ranks: the `zerorun` command, and how a rank finds out who it is.
+//!
+//! `zerorun train.rs` goes one way: [`args`] reads what was typed, [`script`] finds the package that the file belongs
+//! to or generates one (its manifest may stand in front of the code, see [`frontmatter`]), [`build`] lets cargo make
+//! the executable, and [`ranks`] starts it N times, carries its output and its signals, and stops everything when a
+//! rank fails. On the other side [`discover`] reads the variables that the launcher has set.
+
+mod args;
+mod build;
+mod discover;
+mod frontmatter;
+mod output;
+mod package;
+mod ranks;
+mod report;
+mod script;
+mod signals;
+
+pub use discover::RankEnv;
+
+use std::process::ExitCode;
+
+use crate::{Error, Result};
+use args::Asked;
+use script::Target;
+
+/// Exit code for a wrong command line and for a build or start that could not be set up.
+const EXIT_SETUP: u8 = 2;
+/// Exit code for a script that does not compile, the same as cargo's.
+const EXIT_COMPILE: u8 = 101;
+
+/// The whole of `zerorun`: reads the command line, builds the script, runs the ranks.
+///
+/// Must be called on the main thread: the kernel kills the ranks when the thread that started them ends.
+/// The result is the exit code: that of the first rank that failed, 128 + n for a signal n, 2 for a wrong command line
+/// or set-up, 101 for a script that does not compile.
+pub fn main() -> ExitCode {
+    let asked = match args::read(std::env::args_os()) {
+        Ok(asked) => asked,
+        Err(refused) => return refused.print(),
+    };
+    match carry_out(&asked) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            eprintln!("zerorun: {error}");
+            ExitCode::from(match error {
+                Error::ScriptDoesNotCompile { .. } => EXIT_COMPILE,
+                _ => EXIT_SETUP,
+            })
+        }
+    }
+}
+
+fn carry_out(asked: &Asked) -> Result<u8> {
+    let target = script::find(&asked.script)?;
+    let program = match target {
+        Target::Program { path } => path,
+        Target::InPackage(in_package) => {
+            if asked.print_package {
+                println!("{}", in_package.manifest_dir.display());
+                return Ok(0);
+            }
+            build::build(&in_package.into_build(&asked.script, asked.features.as_deref()))?
+        }
+        Target::Single(single) => {
+            let package = single.generate(asked.features.as_deref())?;
+            if asked.print_package {
+                println!("{}", package.package_dir.display());
+                return Ok(0);
+            }
+            build::build(&package)?
+        }
+    };
+    ranks::run(&ranks::Job {
+        program,
+        args: asked.script_args.clone(),
+        world: asked.ranks,
+        timeout: asked.timeout,
+        master_port: asked.master_port,
+    })
+}

@@ -1,5 +1,13 @@
 //! Who holds what: pure integer arithmetic, no tensors, no communication.
 
+mod bucket;
+mod deepspeed;
+mod partition;
+mod shard;
 mod stage;
 
+pub use bucket::{BucketRule, chunk_offsets};
+pub use deepspeed::FlatLayout;
+pub use partition::{partition_balanced, partition_uniform};
+pub use shard::{SubGroups, shard_len, shard_padding, shard_range};
 pub use stage::{Placement, Sharding, ZeroStage};

@@ -1,1 +1,58 @@
-//! param.
+//! Parameters: registered by name while a model is built, initialized by name, whole or absent in memory.
+//!
+//! Three mechanisms of Candle carry this, each in a file: `registry.rs` (a `VarBuilder` backend sees every parameter),
+//! `capture.rs` (an operation whose backward receives a parameter's complete gradient) and `residency.rs` (a tensor's
+//! storage is taken out and put back while model and graph hold the tensor).
+
+pub(crate) mod capture;
+mod init;
+pub(crate) mod registry;
+pub(crate) mod residency;
+mod source;
+
+pub(crate) use init::fnv1a;
+pub use source::Source;
+pub(crate) use source::list;
+
+use crate::memory::Held;
+use candle_core::{Shape, Tensor};
+use std::sync::Mutex;
+
+/// Number of a parameter in order of registration, equal on all ranks.
+pub(crate) type ParamId = usize;
+
+/// Number of a unit; 0 is the root, to which parameters outside of any unit belong.
+pub(crate) type UnitId = usize;
+
+/// What of a parameter is in its tensor.
+#[derive(Debug)]
+pub(crate) enum Residency {
+    /// All of it.
+    Whole(#[allow(dead_code, reason = "held for its Drop")] Held),
+    /// Nothing; computing with the tensor is an error. This rank's share lies in a sub-group.
+    Absent,
+}
+
+/// One trainable parameter.
+#[derive(Debug)]
+pub(crate) struct Param {
+    pub name: String,
+    pub shape: Shape,
+    pub numel: usize,
+    pub unit: UnitId,
+    /// What the model holds: the result of a capture operation on an empty leaf.
+    pub tensor: Tensor,
+    pub residency: Mutex<Residency>,
+}
+
+impl Param {
+    /// Whether the tensor holds the parameter.
+    pub fn is_whole(&self) -> bool {
+        matches!(*lock(&self.residency), Residency::Whole(_))
+    }
+}
+
+/// Locks; a panic of another holder has been reported already and leaves nothing half-done that matters here.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}

@@ -59,6 +59,16 @@ impl Flat {
         }
     }
 
+    /// `values` as `dtype`; f32 values are taken over without a copy.
+    pub fn from_f32(values: Vec<f32>, dtype: DType) -> Self {
+        if dtype == DType::F32 {
+            return Self::F32(values);
+        }
+        let mut flat = Self::with_capacity(dtype, values.len());
+        flat.extend_cast(FlatRef::F32(&values));
+        flat
+    }
+
     /// An empty buffer of `dtype` with room for `capacity` elements.
     pub fn with_capacity(dtype: DType, capacity: usize) -> Self {
         match dtype {
@@ -87,6 +97,16 @@ impl Flat {
     /// Size in bytes.
     pub fn size_in_bytes(&self) -> usize {
         self.len() * self.dtype().size_in_bytes()
+    }
+
+    /// Bytes allocated, spare room included.
+    pub fn capacity_in_bytes(&self) -> usize {
+        each!(Flat, self, v => v.capacity()) * self.dtype().size_in_bytes()
+    }
+
+    /// Gives spare room back.
+    pub fn shrink_to_fit(&mut self) {
+        each!(Flat, self, v => v.shrink_to_fit())
     }
 
     /// The whole, borrowed.
@@ -133,6 +153,11 @@ impl Flat {
     /// Appends `count` zeros.
     pub fn extend_zeros(&mut self, count: usize) {
         each!(Flat, self, v => v.resize(v.len() + count, Default::default()))
+    }
+
+    /// Keeps the first `len` elements.
+    pub fn truncate(&mut self, len: usize) {
+        each!(Flat, self, v => v.truncate(len))
     }
 
     /// The raw bytes, in this machine's byte order.
@@ -219,6 +244,15 @@ impl<'a> FlatMut<'a> {
         }
     }
 
+    /// The same buffer for a shorter time.
+    pub fn reborrow(&mut self) -> FlatMut<'_> {
+        match self {
+            Self::F32(v) => FlatMut::F32(v),
+            Self::BF16(v) => FlatMut::BF16(v),
+            Self::F16(v) => FlatMut::F16(v),
+        }
+    }
+
     /// Read access.
     pub fn as_ref(&self) -> FlatRef<'_> {
         match self {
@@ -226,6 +260,19 @@ impl<'a> FlatMut<'a> {
             Self::BF16(v) => FlatRef::BF16(v),
             Self::F16(v) => FlatRef::F16(v),
         }
+    }
+
+    /// Copies `src` of equal length times `factor`; the product is formed in f32 and rounded once.
+    pub fn copy_scaled(self, src: FlatRef<'_>, factor: f32) {
+        if factor == 1.0 {
+            return self.copy_cast(src);
+        }
+        super::cast::combine(self, src, |_, s| s * factor);
+    }
+
+    /// Adds `src` of equal length times `factor`, in f32, rounded once.
+    pub fn add_scaled(self, src: FlatRef<'_>, factor: f32) {
+        super::cast::combine(self, src, |d, s| d + s * factor);
     }
 
     /// Copies `src` of equal length, cast (round to nearest even).

@@ -2,5 +2,9 @@
 
 mod cast;
 mod flat;
+mod norm;
+mod scaler;
 
 pub use flat::{Flat, FlatMut, FlatRef};
+pub use norm::{clip_factor, gradient_multiplier, has_non_finite, sum_of_squares};
+pub use scaler::{DynamicScale, LossScaler};

@@ -1,5 +1,22 @@
-//! The ZeRO mechanism.
+//! The ZeRO mechanism: what is gathered, reduced, updated and published, and when.
+//!
+//! | file | what |
+//! | --- | --- |
+//! | `unit.rs` | what is gathered and released together; recomputation |
+//! | `core.rs` | the state of one rank, shared by engine and graph |
+//! | `sub_group.rs` | this rank's share of the model |
+//! | `gather.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
+//! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
+//! | `step.rs` | vote, update, publish |
+//! | `export.rs` | whole parameters in a file |
 
-pub mod unit;
+pub(crate) mod core;
+mod export;
+pub(crate) mod gather;
+pub(crate) mod gradients;
+mod step;
+pub(crate) mod sub_group;
+pub(crate) mod trace;
+pub(crate) mod unit;
 
 pub use unit::{Unit, unit};

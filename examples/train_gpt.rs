@@ -1,0 +1,281 @@
+//! Trains a GPT-2 under ZeRO and prints a sample of what it learned.
+//!
+//!     zerorun --num_ranks 2 --example train_gpt -- --ds_config ds_config.json --model nano --steps 200
+//!
+//! Everything about batches, precision, optimizer and ZeRO stage comes from the DeepSpeed configuration; the flags
+//! here choose model, data and outputs. Without `--data` the model reads this library's own sources.
+
+use anyhow::Context;
+use candle_core::{DType, Device, IndexOp, Module, Tensor};
+use candle_zero::cli::DsArgs;
+use candle_zero::data::{BatchShape, Loader, Order, TokenData};
+use candle_zero::engine::Engine;
+use candle_zero::models::gpt::{Gpt, GptConfig};
+use candle_zero::monitor::{MetricsWriter, Progress, rss_peak_bytes};
+use clap::{Parser, ValueEnum};
+use serde::Serialize;
+use std::path::PathBuf;
+use std::time::Instant;
+
+#[derive(Parser)]
+#[command(about = "Trains a GPT-2 under ZeRO")]
+struct Args {
+    #[command(flatten)]
+    ds: DsArgs,
+    /// Size of the model
+    #[arg(long, default_value = "nano", value_parser = ["nano", "mini", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])]
+    model: String,
+    /// Number of blocks, instead of the model's own
+    #[arg(long = "n_layer", alias = "n-layer")]
+    n_layer: Option<usize>,
+    /// Attention heads per block, instead of the model's own
+    #[arg(long = "n_head", alias = "n-head")]
+    n_head: Option<usize>,
+    /// Width, instead of the model's own
+    #[arg(long = "n_embd", alias = "n-embd")]
+    n_embd: Option<usize>,
+    /// Context in tokens, instead of the model's own
+    #[arg(long)]
+    ctx: Option<usize>,
+    /// Vocabulary, instead of the model's own
+    #[arg(long)]
+    vocab: Option<usize>,
+    /// A text file, a folder of text, or a .bin or .u16 file of 16-bit tokens [default: this library's sources]
+    #[arg(long, value_name = "PATH")]
+    data: Option<PathBuf>,
+    /// Order of the samples
+    #[arg(long, value_enum, default_value = "shuffled")]
+    order: SampleOrder,
+    /// Optimizer steps
+    #[arg(long, default_value_t = 100)]
+    steps: u64,
+    /// Seed of initial weights, order and sample [default: the configuration's]
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Initial weights
+    #[arg(long, value_name = "FILE.safetensors")]
+    init: Option<PathBuf>,
+    /// Where to write the trained weights
+    #[arg(long, value_name = "FILE.safetensors")]
+    export: Option<PathBuf>,
+    /// Where to write one JSON line per optimizer step
+    #[arg(long, value_name = "FILE.jsonl")]
+    metrics: Option<PathBuf>,
+    /// Tokens to generate at the end [default: 200 for text, 0 for token files]
+    #[arg(long, value_name = "N")]
+    sample: Option<usize>,
+    /// Recompute each block in backward instead of keeping its activations
+    #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
+    activation_checkpointing: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum SampleOrder {
+    Shuffled,
+    Sequential,
+}
+
+/// One line of the metrics file, about one optimizer step.
+#[derive(Serialize)]
+struct StepMetrics {
+    /// From 0.
+    step: u64,
+    /// Mean over ranks and micro batches.
+    loss: f64,
+    /// In force for this step.
+    lr: f64,
+    /// Before clipping, with the loss scale taken out.
+    grad_norm: Option<f64>,
+    /// That the gradients of this step were made with.
+    loss_scale: f64,
+    /// Whether overflow kept the weights as they were.
+    skipped: bool,
+    tokens_per_s: f64,
+    forward_ms: f64,
+    backward_ms: f64,
+    step_ms: f64,
+    comm_ms: f64,
+    /// Of the rank that used most.
+    rss_peak_bytes: Option<u64>,
+}
+
+/// What the ranks tell each other after a step.
+struct OverRanks {
+    loss: f64,
+    rss_peak_bytes: Option<u64>,
+}
+
+fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    let gpt_config = gpt_config(&args)?;
+    let data = TokenData::open(args.data.as_deref())?;
+
+    let mut builder = Engine::builder();
+    if let Some(seed) = args.seed {
+        builder = builder.seed(seed);
+    }
+    if let Some(init) = &args.init {
+        builder = builder.init_from(init);
+    }
+    let mut engine = builder.initialize(|vb| Gpt::new(&gpt_config, vb), &args.ds)?;
+
+    let seed = args.seed.unwrap_or(engine.config().seed);
+    let sample = args.sample.unwrap_or(if data.is_byte_level() { 200 } else { 0 });
+    let text = data.is_byte_level();
+    let mut prompt = vec![];
+    data.extend(0, data.len().min(16).min(gpt_config.ctx), &mut prompt);
+    let order = match args.order {
+        SampleOrder::Shuffled => Order::Shuffled { seed },
+        SampleOrder::Sequential => Order::Sequential,
+    };
+    let shape = BatchShape::new(&engine.config().batch, engine.world_size(), engine.rank());
+    let mut loader = Loader::new(data, order, shape, gpt_config.ctx, gpt_config.vocab, engine.device())?;
+
+    train(&mut engine, &mut loader, &args, gpt_config.ctx)?;
+    if let Some(path) = &args.export {
+        engine.export_safetensors(path)?;
+    }
+    // Every rank generates, because at stage 3 each forward gathers; all of them draw the same tokens.
+    if sample > 0 {
+        let tokens = generate(&mut engine, prompt, sample, gpt_config.ctx, seed)?;
+        if engine.rank() == 0 {
+            println!("{}", if text { as_text(&tokens) } else { format!("{tokens:?}") });
+        }
+    }
+    Ok(())
+}
+
+/// The preset with the flags on top.
+fn gpt_config(args: &Args) -> anyhow::Result<GptConfig> {
+    let preset = GptConfig::preset(&args.model).with_context(|| format!("--model {}: no such preset", args.model))?;
+    anyhow::ensure!(args.ctx != Some(0), "--ctx is 0; a sample has at least one token: give 1 or more");
+    Ok(GptConfig {
+        n_layer: args.n_layer.unwrap_or(preset.n_layer),
+        n_head: args.n_head.unwrap_or(preset.n_head),
+        n_embd: args.n_embd.unwrap_or(preset.n_embd),
+        ctx: args.ctx.unwrap_or(preset.ctx),
+        vocab: args.vocab.unwrap_or(preset.vocab),
+        activation_checkpointing: args.activation_checkpointing,
+        ..preset
+    })
+}
+
+/// `args.steps` optimizer steps, each reported by rank 0.
+fn train(engine: &mut Engine<Gpt>, loader: &mut Loader, args: &Args, ctx: usize) -> anyhow::Result<()> {
+    let first = engine.rank() == 0;
+    let mut metrics = match &args.metrics {
+        Some(path) if first => Some(MetricsWriter::create(path)?),
+        _ => None,
+    };
+    let mut progress = if first { Progress::new(args.steps, None) } else { Progress::silent() };
+    let batch = engine.config().batch;
+    let tokens_per_step = (batch.train_batch_size * ctx) as f64;
+    let start = Instant::now();
+
+    for step in 0..args.steps {
+        let step_start = Instant::now();
+        let loss_scale = engine.loss_scale();
+        let mut loss_sum = 0.0;
+        for _ in 0..batch.gradient_accumulation_steps {
+            let batch = loader.next().context("the data ended")??;
+            let loss = engine.forward(|gpt| gpt.loss(&batch.inputs, &batch.targets))?;
+            engine.backward(&loss)?;
+            engine.step()?;
+            loss_sum += f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
+        }
+        let over_ranks = gather(engine, loss_sum / batch.gradient_accumulation_steps as f64)?;
+        let timings = engine.timings();
+        let line = StepMetrics {
+            step,
+            loss: over_ranks.loss,
+            lr: engine.get_lr()[0],
+            grad_norm: engine.get_global_grad_norm(),
+            loss_scale,
+            skipped: !engine.was_step_applied(),
+            tokens_per_s: tokens_per_step / step_start.elapsed().as_secs_f64(),
+            forward_ms: timings.forward_ms,
+            backward_ms: timings.backward_ms,
+            step_ms: timings.step_ms,
+            comm_ms: timings.comm_ms,
+            rss_peak_bytes: over_ranks.rss_peak_bytes,
+        };
+        if let Some(metrics) = &mut metrics {
+            metrics.write(&line)?;
+        }
+        progress
+            .step(step + 1, || format!("loss {:.4} lr {:.3e} {:.0} tokens/s", line.loss, line.lr, line.tokens_per_s));
+    }
+    progress.finish();
+    if let Some(metrics) = &mut metrics {
+        metrics.write(&serde_json::json!({
+            "summary": true,
+            "world_size": engine.world_size(),
+            "steps": args.steps,
+            "skipped_steps": engine.skipped_steps(),
+            "seconds": start.elapsed().as_secs_f64(),
+            "memory": engine.memory_report(),
+            "comm": engine.comm_report(),
+        }))?;
+    }
+    Ok(())
+}
+
+/// Mean loss and largest memory over all ranks; collective.
+fn gather<M>(engine: &Engine<M>, loss: f64) -> anyhow::Result<OverRanks> {
+    let memory = rss_peak_bytes().unwrap_or(0) as f64;
+    let ranks = engine.gather_f64(&[loss, memory])?;
+    let loss = ranks.iter().map(|rank| rank[0]).sum::<f64>() / ranks.len() as f64;
+    let memory = ranks.iter().fold(0.0, |most: f64, rank| most.max(rank[1])) as u64;
+    Ok(OverRanks { loss, rss_peak_bytes: (memory > 0).then_some(memory) })
+}
+
+/// Continues `tokens` by `count` tokens, each drawn from the model's distribution sharpened a little.
+fn generate(
+    engine: &mut Engine<Gpt>,
+    mut tokens: Vec<u32>,
+    count: usize,
+    ctx: usize,
+    seed: u64,
+) -> anyhow::Result<Vec<u32>> {
+    const TEMPERATURE: f64 = 0.8;
+    let mut random = SplitMix(seed);
+    for _ in 0..count {
+        let window = &tokens[tokens.len().saturating_sub(ctx)..];
+        let input = Tensor::new(window, engine.device())?.unsqueeze(0)?;
+        let logits = engine.eval(|gpt| gpt.forward(&input)?.i((0, window.len() - 1)))?;
+        let logits = (logits.to_dtype(DType::F32)?.to_device(&Device::Cpu)? / TEMPERATURE)?;
+        let probabilities = candle_nn::ops::softmax(&logits, 0)?.to_vec1::<f32>()?;
+        tokens.push(draw(&probabilities, random.next()));
+    }
+    Ok(tokens)
+}
+
+/// The index at which the sum of `probabilities` exceeds `x`, which is in 0 .. 1.
+fn draw(probabilities: &[f32], mut x: f32) -> u32 {
+    for (token, p) in (0..).zip(probabilities) {
+        x -= p;
+        if x < 0.0 {
+            return token;
+        }
+    }
+    probabilities.len() as u32 - 1
+}
+
+/// Bytes as text; what is not UTF-8 becomes a replacement character.
+fn as_text(tokens: &[u32]) -> String {
+    let bytes: Vec<u8> = tokens.iter().map(|t| u8::try_from(*t).unwrap_or(b'?')).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// The SplitMix64 generator: the same numbers on every rank.
+struct SplitMix(u64);
+
+impl SplitMix {
+    /// A number in 0 .. 1.
+    fn next(&mut self) -> f32 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((x ^ (x >> 31)) >> 40) as f32 / (1u64 << 24) as f32
+    }
+}

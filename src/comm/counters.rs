@@ -1,0 +1,80 @@
+//! Calls, bytes and seconds per kind of collective.
+
+use super::Kind;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Mutex;
+use std::time::Duration;
+
+/// What one kind of collective has cost one rank so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct KindReport {
+    /// Collectives.
+    pub calls: u64,
+    /// Elements of this rank's arguments, summed.
+    pub elements: u64,
+    /// Bytes that this rank took from other ranks.
+    pub wire_bytes: u64,
+    /// Seconds in which the comm thread worked or waited for peers.
+    pub busy_s: f64,
+}
+
+/// Communication of one rank since the start.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct CommReport {
+    /// Per kind of collective; kinds that never ran are missing.
+    pub kinds: BTreeMap<Kind, KindReport>,
+    /// Seconds in which the training thread waited for a collective.
+    pub waited_s: f64,
+}
+
+impl CommReport {
+    /// What `kind` has cost; zeros if it never ran.
+    pub fn kind(&self, kind: Kind) -> KindReport {
+        self.kinds.get(&kind).copied().unwrap_or_default()
+    }
+
+    /// Bytes of gradients and parameters on the wire (all kinds but control and barrier).
+    pub fn data_wire_bytes(&self) -> u64 {
+        [Kind::AllReduce, Kind::ReduceScatter, Kind::AllGather].iter().map(|k| self.kind(*k).wire_bytes).sum()
+    }
+}
+
+impl fmt::Display for CommReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{:<15} {:>8} {:>14} {:>14} {:>9}", "collective", "calls", "elements", "wire bytes", "busy s")?;
+        for (kind, k) in &self.kinds {
+            let (calls, elements, bytes, busy) = (k.calls, k.elements, k.wire_bytes, k.busy_s);
+            writeln!(f, "{:<15} {calls:>8} {elements:>14} {bytes:>14} {busy:>9.3}", kind.name())?;
+        }
+        write!(f, "training thread waited {:.3} s", self.waited_s)
+    }
+}
+
+/// Shared between the comm thread, which adds, and the training thread, which reads.
+#[derive(Debug, Default)]
+pub(super) struct Counters(Mutex<CommReport>);
+
+impl Counters {
+    pub(super) fn add(&self, kind: Kind, elements: usize, wire_bytes: usize, busy: Duration) {
+        let mut report = self.lock();
+        let k = report.kinds.entry(kind).or_default();
+        k.calls += 1;
+        k.elements += elements as u64;
+        k.wire_bytes += wire_bytes as u64;
+        k.busy_s += busy.as_secs_f64();
+    }
+
+    pub(super) fn waited(&self, time: Duration) {
+        self.lock().waited_s += time.as_secs_f64();
+    }
+
+    pub(super) fn report(&self) -> CommReport {
+        self.lock().clone()
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, CommReport> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}

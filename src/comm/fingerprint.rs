@@ -1,0 +1,83 @@
+//! What a rank says about a collective before its data is touched.
+
+use candle_core::DType;
+use std::fmt;
+
+/// Kind of collective.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+#[repr(u32)]
+pub enum Kind {
+    /// Sum over ranks, whole result on every rank.
+    AllReduce = 1,
+    /// Sum over ranks, one part of the result per rank.
+    ReduceScatter = 2,
+    /// Parts of all ranks, joined on every rank.
+    AllGather = 3,
+    /// A few numbers of every rank: votes, norms, metrics.
+    Control = 4,
+    /// Nothing but waiting for each other.
+    Barrier = 5,
+}
+
+impl Kind {
+    /// Every kind.
+    pub const ALL: [Self; 5] = [Self::AllReduce, Self::ReduceScatter, Self::AllGather, Self::Control, Self::Barrier];
+
+    /// Name as in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AllReduce => "all_reduce",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::AllGather => "all_gather",
+            Self::Control => "control",
+            Self::Barrier => "barrier",
+        }
+    }
+}
+
+/// One rank's description of one collective. Plain numbers, so that it can lie in shared memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Fingerprint {
+    /// Collectives that this rank has begun, from 1.
+    pub sequence: u64,
+    /// [`Kind`] as a number.
+    pub kind: u64,
+    /// Size of the dtype and its code.
+    pub dtype: u64,
+    /// Elements of the call's argument.
+    pub elements: u64,
+    /// What the buffer holds, as the caller hashes it.
+    pub tag: u64,
+}
+
+impl Fingerprint {
+    pub(super) const WORDS: usize = 5;
+
+    pub(super) fn new(sequence: u64, kind: Kind, dtype: DType, elements: usize, tag: u64) -> Self {
+        let dtype = match dtype {
+            DType::F32 => 1,
+            DType::BF16 => 2,
+            DType::F16 => 3,
+            DType::F64 => 4,
+            _ => 0,
+        };
+        Self { sequence, kind: kind as u64, dtype, elements: elements as u64, tag }
+    }
+
+    pub(super) fn words(&self) -> [u64; Self::WORDS] {
+        [self.sequence, self.kind, self.dtype, self.elements, self.tag]
+    }
+
+    pub(super) fn from_words(w: [u64; Self::WORDS]) -> Self {
+        Self { sequence: w[0], kind: w[1], dtype: w[2], elements: w[3], tag: w[4] }
+    }
+}
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = Kind::ALL.iter().find(|k| **k as u64 == self.kind).map_or("unknown", |k| k.name());
+        let dtype = ["bytes", "f32", "bf16", "f16", "f64"].get(self.dtype as usize).unwrap_or(&"unknown");
+        write!(f, "{kind} no. {} of {} {dtype} (content {:08x})", self.sequence, self.elements, self.tag as u32)
+    }
+}

@@ -1,0 +1,59 @@
+//! Ranks as threads of one process: for tests, doc examples and small experiments.
+
+use super::shm::Region;
+use super::{Communicator, Shared};
+use crate::error::Result;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Stack of a rank's thread. Candle's `backward` recurses once per operation of the graph.
+const STACK_BYTES: usize = 256 << 20;
+/// Default limit of one wait for a peer.
+const TIMEOUT: Duration = Duration::from_secs(600);
+
+/// Communicators of `world_size` ranks of this process, in rank order.
+pub fn communicators(world_size: usize, timeout: Duration) -> Result<Vec<Arc<dyn Communicator>>> {
+    let region = Arc::new(Region::anonymous(world_size)?);
+    (0..world_size)
+        .map(|rank| Ok(Arc::new(Shared::new(region.clone(), rank, timeout)?) as Arc<dyn Communicator>))
+        .collect()
+}
+
+/// Runs `rank` once per rank, each on a thread with a big stack, and returns the results in rank order.
+///
+/// # Errors
+/// What a rank returned stands in its place. A panic of a rank is passed on once all have ended.
+///
+/// ```
+/// let sums = candle_zero::comm::threads::run(3, |comm| {
+///     let mine = candle_zero::precision::Flat::from(vec![comm.rank() as f32]);
+///     comm.all_reduce(mine, 0).wait()
+/// })?;
+/// for sum in sums {
+///     assert_eq!(sum?, candle_zero::precision::Flat::from(vec![3.0]));
+/// }
+/// # Ok::<(), candle_zero::Error>(())
+/// ```
+pub fn run<T: Send>(
+    world_size: usize,
+    rank: impl Fn(Arc<dyn Communicator>) -> Result<T> + Sync,
+) -> Result<Vec<Result<T>>> {
+    let communicators: Vec<Arc<dyn Communicator>> =
+        if world_size == 1 { vec![Arc::new(super::Solo::default())] } else { communicators(world_size, TIMEOUT)? };
+    let rank = &rank;
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = communicators
+            .into_iter()
+            .enumerate()
+            .map(|(r, comm)| {
+                std::thread::Builder::new()
+                    .name(format!("rank-{r}"))
+                    .stack_size(STACK_BYTES)
+                    .spawn_scoped(scope, move || rank(comm))
+                    .unwrap_or_else(|e| panic!("cannot start the thread of rank {r}: {e}"))
+            })
+            .collect();
+        let ended: Vec<_> = threads.into_iter().map(|t| t.join()).collect();
+        Ok(ended.into_iter().map(|r| r.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect())
+    })
+}

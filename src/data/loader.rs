@@ -1,0 +1,147 @@
+//! Batches of one rank, in the order of the steps.
+
+use super::{Order, Sampler, TokenData};
+use crate::Result;
+use crate::config::Batch as BatchConfig;
+use candle_core::{Device, Tensor};
+use std::sync::Arc;
+
+/// One micro batch of one rank.
+#[derive(Debug, Clone)]
+pub struct Batch {
+    /// Tokens, u32 `[micro, ctx]`.
+    pub inputs: Tensor,
+    /// The token after each of them, u32 `[micro, ctx]`.
+    pub targets: Tensor,
+}
+
+/// How samples are dealt to steps, accumulation and ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BatchShape {
+    /// Samples per rank and forward.
+    pub micro: usize,
+    /// Micro batches per optimizer step.
+    pub accumulation: usize,
+    /// Number of ranks.
+    pub world: usize,
+    /// This rank.
+    pub rank: usize,
+}
+
+impl BatchShape {
+    /// The configured batch, for one rank.
+    pub fn new(batch: &BatchConfig, world: usize, rank: usize) -> Self {
+        let (micro, accumulation) = (batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps);
+        Self { micro, accumulation, world, rank }
+    }
+
+    /// The number of this rank's sample `j` of a micro batch, counted over all ranks and steps:
+    /// step x global batch + accumulation index x (micro x world) + rank x micro + j.
+    pub fn global_sample(&self, step: u64, accumulation_index: usize, j: usize) -> u64 {
+        let over_ranks = self.micro * self.world;
+        let in_step = accumulation_index * over_ranks + self.rank * self.micro + j;
+        step * (over_ranks * self.accumulation) as u64 + in_step as u64
+    }
+}
+
+/// The endless sequence of one rank's micro batches.
+///
+/// ```
+/// use candle_core::Device;
+/// use candle_zero::data::{BatchShape, Loader, Order, TokenData};
+///
+/// let shape = BatchShape { micro: 2, accumulation: 1, world: 1, rank: 0 };
+/// let mut loader = Loader::new(TokenData::embedded(), Order::Sequential, shape, 16, 256, &Device::Cpu)?;
+/// let batch = loader.next().expect("the sequence is endless")?;
+/// assert_eq!(batch.inputs.dims(), [2, 16]);
+/// # Ok::<(), candle_zero::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Loader {
+    data: Arc<TokenData>,
+    sampler: Sampler,
+    shape: BatchShape,
+    ctx: usize,
+    vocab: usize,
+    device: Device,
+    position: u64,
+}
+
+impl Loader {
+    /// Batches of `ctx` tokens for a model of `vocab` tokens, on `device`, from the start.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::DataTooShort`](crate::Error::DataTooShort) when `data` does not hold one sample.
+    ///
+    /// # Panics
+    ///
+    /// If `ctx` or an entry of `shape` that counts is 0, or if the rank is not below the number of ranks.
+    pub fn new(
+        data: impl Into<Arc<TokenData>>,
+        order: Order,
+        shape: BatchShape,
+        ctx: usize,
+        vocab: usize,
+        device: &Device,
+    ) -> Result<Self> {
+        assert!(shape.micro > 0 && shape.accumulation > 0, "a batch has at least one sample");
+        assert!(shape.rank < shape.world, "rank {} of {}", shape.rank, shape.world);
+        let data = data.into();
+        let sampler = Sampler::new(order, &data, ctx)?;
+        Ok(Self { data, sampler, shape, ctx, vocab, device: device.clone(), position: 0 })
+    }
+
+    /// Micro batches delivered so far: the whole state of a loader.
+    pub fn position(&self) -> u64 {
+        self.position
+    }
+
+    /// Goes to a place that [`position`](Self::position) told, at no cost. The first micro batch of optimizer step
+    /// s (from 0) is at s x accumulation.
+    pub fn set_position(&mut self, position: u64) {
+        self.position = position;
+    }
+
+    /// The sampler behind the batches.
+    pub fn sampler(&self) -> &Sampler {
+        &self.sampler
+    }
+
+    /// This rank's micro batch `accumulation_index` of optimizer step `step`, both from 0.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::TokenOutOfVocabulary`](crate::Error::TokenOutOfVocabulary); Candle's error when the device is out of
+    /// memory.
+    pub fn batch(&self, step: u64, accumulation_index: usize) -> Result<Batch> {
+        let (micro, ctx) = (self.shape.micro, self.ctx);
+        let mut inputs = Vec::with_capacity(micro * ctx);
+        let mut targets = Vec::with_capacity(micro * ctx);
+        let mut sample = Vec::with_capacity(ctx + 1);
+        for j in 0..micro {
+            let start = self.sampler.start(self.shape.global_sample(step, accumulation_index, j)) as usize;
+            sample.clear();
+            self.data.extend(start, ctx + 1, &mut sample);
+            self.data.check_vocab(start, &sample, self.vocab)?;
+            inputs.extend_from_slice(&sample[..ctx]);
+            targets.extend_from_slice(&sample[1..]);
+        }
+        let tensor = |tokens: Vec<u32>| Tensor::from_vec(tokens, (micro, ctx), &self.device);
+        Ok(Batch { inputs: tensor(inputs)?, targets: tensor(targets)? })
+    }
+}
+
+impl Iterator for Loader {
+    type Item = Result<Batch>;
+
+    /// The next micro batch; there is always one. An error does not move the position.
+    fn next(&mut self) -> Option<Self::Item> {
+        let accumulation = self.shape.accumulation as u64;
+        let batch = self.batch(self.position / accumulation, (self.position % accumulation) as usize);
+        if batch.is_ok() {
+            self.position += 1;
+        }
+        Some(batch)
+    }
+}

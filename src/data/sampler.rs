@@ -1,0 +1,190 @@
+//! Which sample comes when: integer arithmetic, no data.
+
+use super::TokenData;
+use crate::{Error, Result};
+
+/// Order of the samples.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// Global sample i starts at token (i x context) mod (tokens - context - 1).
+    Sequential,
+    /// The data is cut into samples of one context each; every epoch visits each of them once, in an order that the
+    /// seed and the epoch's number make.
+    Shuffled {
+        /// Seed of the order.
+        seed: u64,
+    },
+}
+
+/// Where the samples of a token sequence start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sampler {
+    order: Order,
+    ctx: u64,
+    /// Sequential: the modulus. Shuffled: samples per epoch.
+    period: u64,
+}
+
+impl Sampler {
+    /// The samples of `ctx` input tokens (and as many targets, shifted by one) that `data` holds.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::DataTooShort`] when it does not hold one.
+    ///
+    /// # Panics
+    ///
+    /// If `ctx` is 0.
+    pub fn new(order: Order, data: &TokenData, ctx: usize) -> Result<Self> {
+        assert!(ctx > 0, "a sample has at least one token");
+        // A sample is ctx inputs and one target more. The sequential rule's modulus must not be 0 either.
+        let needed = ctx + 1 + usize::from(order == Order::Sequential);
+        if data.len() < needed {
+            return Err(Error::DataTooShort { data: data.name().into(), tokens: data.len(), ctx, needed });
+        }
+        Ok(Self::of_len(order, data.len() as u64, ctx as u64))
+    }
+
+    fn of_len(order: Order, tokens: u64, ctx: u64) -> Self {
+        let period = match order {
+            Order::Sequential => tokens - ctx - 1,
+            Order::Shuffled { .. } => (tokens - 1) / ctx,
+        };
+        Self { order, ctx, period }
+    }
+
+    /// The first token of global sample `i`. Its inputs are the `ctx` tokens from there, its targets those from the
+    /// next one.
+    pub fn start(&self, i: u64) -> u64 {
+        match self.order {
+            Order::Sequential => ((u128::from(i) * u128::from(self.ctx)) % u128::from(self.period)) as u64,
+            Order::Shuffled { seed } => {
+                let (epoch, position) = (i / self.period, i % self.period);
+                self.ctx * permute(position, self.period, mix(seed ^ mix(epoch)))
+            }
+        }
+    }
+
+    /// Samples in an epoch: as many as fit without overlap (shuffled), or before the start repeats at the latest
+    /// (sequential).
+    pub fn epoch_len(&self) -> u64 {
+        self.period
+    }
+}
+
+/// Where `position` goes in a permutation of `0..len` that `key` makes. Needs no memory: a Feistel network permutes
+/// the next power of four, and a result outside the range is permuted again until it is inside (four times at most
+/// on average, since the range fills a quarter of it or more).
+fn permute(position: u64, len: u64, key: u64) -> u64 {
+    /// Enough rounds for every bit of the input to reach every bit of the output several times over.
+    const ROUNDS: u64 = 6;
+    let half_bits = (64 - (len - 1).leading_zeros()).div_ceil(2).max(1);
+    let mask = (1 << half_bits) - 1;
+    let mut x = position;
+    loop {
+        let (mut left, mut right) = (x >> half_bits, x & mask);
+        for round in 0..ROUNDS {
+            let f = mix(key ^ mix(right ^ (round << 56)));
+            (left, right) = (right, left ^ (f & mask));
+        }
+        x = left << half_bits | right;
+        if x < len {
+            return x;
+        }
+    }
+}
+
+/// SplitMix64's output function (Steele, Lea, Flood 2014): an invertible scrambling of 64 bits.
+fn mix(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// Samples that each of `world` ranks gets of a data set of `samples`, as DeepSpeed's loader counts: the last ones are
+/// filled up by repetition.
+pub fn samples_per_rank(samples: usize, world: usize) -> usize {
+    samples.div_ceil(world)
+}
+
+/// Micro batches per rank and epoch, as DeepSpeed's loader counts. `drop_last` leaves out an incomplete last one
+/// (`dataloader_drop_last`).
+pub fn batches_per_rank(samples: usize, world: usize, micro: usize, drop_last: bool) -> usize {
+    let samples = samples_per_rank(samples, world);
+    if drop_last { samples / micro } else { samples.div_ceil(micro) }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::Value;
+
+    proptest! {
+        #[test]
+        fn an_epoch_visits_every_sample_once(len in 1u64..3000, ctx in 1u64..40, seed: u64, epoch in 0u64..1000) {
+            let sampler = Sampler::of_len(Order::Shuffled { seed }, len * ctx + 1, ctx);
+            prop_assert_eq!(sampler.epoch_len(), len);
+            let mut starts: Vec<u64> = (epoch * len..(epoch + 1) * len).map(|i| sampler.start(i)).collect();
+            starts.sort_unstable();
+            prop_assert_eq!(starts, (0..len).map(|s| s * ctx).collect::<Vec<_>>());
+        }
+
+        #[test]
+        fn the_permutation_reaches_any_size(len in 1u64.., position: u64, key: u64) {
+            prop_assert!(permute(position % len, len, key) < len);
+        }
+
+        #[test]
+        fn a_sequential_sample_never_ends_after_the_data(tokens in 3u64..1 << 40, ctx in 1u64..5000, i: u64) {
+            prop_assume!(tokens >= ctx + 2);
+            let sampler = Sampler::of_len(Order::Sequential, tokens, ctx);
+            prop_assert!(sampler.start(i) + ctx < tokens);
+        }
+    }
+
+    #[test]
+    fn seeds_and_epochs_give_different_orders_and_the_same_one_is_the_same() {
+        let order = |seed: u64, epoch: u64| {
+            let sampler = Sampler::of_len(Order::Shuffled { seed }, 1001, 10);
+            (epoch * 100..epoch * 100 + 100).map(|i| sampler.start(i)).collect::<Vec<_>>()
+        };
+        assert_eq!(order(7, 3), order(7, 3));
+        assert_ne!(order(7, 3), order(8, 3));
+        assert_ne!(order(7, 3), order(7, 4));
+        let sorted = (0..100).map(|s| s * 10).collect::<Vec<_>>();
+        assert_ne!(order(7, 3), sorted);
+    }
+
+    #[test]
+    fn every_place_is_reached_about_equally_often() {
+        // 2000 seeds, 10 places: 200 each; five standard deviations are 67.
+        let mut counts = [0i32; 10];
+        for seed in 0..2000 {
+            counts[Sampler::of_len(Order::Shuffled { seed }, 11, 1).start(0) as usize] += 1;
+        }
+        assert!(counts.iter().all(|c| (c - 200).abs() < 67), "{counts:?}");
+    }
+
+    #[test]
+    fn the_loader_lengths_of_the_conformance_cases_hold() {
+        let file: Value = serde_json::from_str(include_str!("../../tests/fixtures/conformance_data.json")).unwrap();
+        let mut run = 0;
+        for case in file.as_array().unwrap().iter().filter(|c| c["area"] == "data-loader") {
+            let (id, expect) = (&case["id"], &case["expect"]);
+            let number = |key: &str| case["input"][key].as_u64().unwrap() as usize;
+            let (samples, world, micro) = (number("dataset"), number("world_size"), number("micro_batch"));
+            let drop_last = case["input"]["drop_last"].as_bool().unwrap();
+            if let Some(expected) = expect["samples_per_rank"].as_u64() {
+                assert_eq!(samples_per_rank(samples, world) as u64, expected, "{id}");
+            }
+            let expected = expect["batches_per_rank"].as_u64().unwrap();
+            assert_eq!(batches_per_rank(samples, world, micro, drop_last) as u64, expected, "{id}");
+            run += 1;
+        }
+        assert_eq!(run, 6);
+        assert_eq!(batches_per_rank(10, 2, 3, false), 2);
+    }
+}

@@ -1,0 +1,246 @@
+//! What was typed. Everything after the script's name belongs to the script.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Parser;
+
+const EXAMPLES: &str = "\
+Examples:
+  zerorun train.rs                                  one rank
+  zerorun --num_ranks 4 train.rs --steps 100        four ranks; `--steps 100` goes to the script
+  zerorun -n 2 examples/train_gpt.rs ds_config.json an example of the package around it
+  zerorun -n 2 --features cuda train.rs             with a cargo feature
+  zerorun -n 2 ./target/release/train               a program that is built already
+  zerorun --print_package train.rs                  where the package generated from a script is
+
+A script is one Rust file. It may begin with its manifest:
+  #!/usr/bin/env zerorun
+  ---
+  [dependencies]
+  candle-zero = \"0.1\"
+  candle-core = \"0.11.1\"
+  ---
+  fn main() { ... }
+
+Without a manifest it gets candle-zero, candle-core, candle-nn and anyhow.";
+
+/// Starts a training script on N ranks of this host: builds it, runs it, stops all ranks when one fails.
+#[derive(Debug, Parser)]
+#[command(name = "zerorun", version, after_help = EXAMPLES, override_usage = "zerorun [OPTIONS] SCRIPT [ARGS]...")]
+struct Typed {
+    /// Number of ranks (processes)
+    #[arg(
+        short = 'n',
+        long = "num_ranks",
+        visible_aliases = ["num_gpus", "num_accelerators"],
+        aliases = ["num-ranks", "num-gpus", "num-accelerators"],
+        value_name = "N",
+        default_value = "1",
+        value_parser = clap::value_parser!(u16).range(1..=1024),
+    )]
+    ranks: u16,
+
+    /// How long a rank waits for the others before it gives up: 500ms, 90s, 10m, 2h; a bare number is seconds
+    /// [default: $CANDLE_ZERO_TIMEOUT_MS, else 10m]
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    timeout: Option<Duration>,
+
+    /// Cargo features for the build, as for `cargo build --features`
+    #[arg(long, value_name = "FEATURES")]
+    features: Option<String>,
+
+    /// MASTER_PORT of the ranks [default: a free port]
+    #[arg(long = "master_port", alias = "master-port", value_name = "PORT",
+          value_parser = clap::value_parser!(u16).range(1..))]
+    master_port: Option<u16>,
+
+    /// Print the folder of the package that would be built (generating it for a script), and stop
+    #[arg(long = "print_package", alias = "print-package")]
+    print_package: bool,
+
+    /// A Rust file or an executable, then its own arguments
+    // One positional for both: clap would otherwise take the script's `--timeout` for ours.
+    #[arg(value_names = ["SCRIPT", "ARGS"], required = true, num_args = 1.., trailing_var_arg = true)]
+    command: Vec<OsString>,
+}
+
+/// The command line, read and checked.
+#[derive(Debug)]
+pub(super) struct Asked {
+    pub(super) ranks: usize,
+    /// `None`: as the environment says, else the default of the ranks.
+    pub(super) timeout: Option<Duration>,
+    pub(super) features: Option<String>,
+    /// `None`: a free port.
+    pub(super) master_port: Option<u16>,
+    pub(super) print_package: bool,
+    /// As typed.
+    pub(super) script: PathBuf,
+    pub(super) script_args: Vec<OsString>,
+}
+
+/// Why there is nothing to carry out: help or version was asked for, or the command line is wrong.
+#[derive(Debug)]
+pub(super) struct Refused(clap::Error);
+
+impl Refused {
+    /// Prints the text where it belongs and gives the exit code.
+    pub(super) fn print(&self) -> ExitCode {
+        if self.0.use_stderr() {
+            eprint!("{}", self.message());
+            ExitCode::from(super::EXIT_SETUP)
+        } else {
+            // Help on a closed pipe is nobody's loss.
+            let _ = self.0.print();
+            ExitCode::SUCCESS
+        }
+    }
+
+    fn message(&self) -> String {
+        let text = self.0.render().to_string();
+        format!("zerorun: {}", text.strip_prefix("error: ").unwrap_or(&text))
+    }
+}
+
+/// Reads a command line whose first word is the program's own name.
+pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Asked, Refused> {
+    let typed = Typed::try_parse_from(words).map_err(Refused)?;
+    let mut command = typed.command.into_iter();
+    let script = command.next().map(PathBuf::from).unwrap_or_default();
+    Ok(Asked {
+        ranks: usize::from(typed.ranks),
+        timeout: typed.timeout,
+        features: typed.features,
+        master_port: typed.master_port,
+        print_package: typed.print_package,
+        script,
+        script_args: command.collect(),
+    })
+}
+
+/// `500ms`, `90s`, `10m`, `2h`, `90`.
+fn duration(text: &str) -> Result<Duration, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let milliseconds = match unit {
+        "ms" => 1,
+        "" | "s" => 1000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        _ => return Err("give a whole number with ms, s, m or h, for example 90s or 10m".to_string()),
+    };
+    let number: u64 = number.parse().map_err(|_| "give a whole number with ms, s, m or h, for example 90s or 10m")?;
+    match number.checked_mul(milliseconds) {
+        Some(0) => Err("a rank cannot wait for zero time".to_string()),
+        // The ranks count in milliseconds and add to a clock: keep far from its end.
+        Some(total) if total <= 1000 * 3_600_000 => Ok(Duration::from_millis(total)),
+        _ => Err("at most 1000h".to_string()),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn typed(words: &str) -> Result<Asked, Refused> {
+        read(std::iter::once("zerorun").chain(words.split_whitespace()).map(OsString::from))
+    }
+
+    fn refusal(words: &str) -> String {
+        typed(words).unwrap_err().message()
+    }
+
+    #[test]
+    fn everything_after_the_script_belongs_to_the_script() {
+        let asked = typed("--num_ranks 3 train.rs --num_ranks 7 --help -- -n x").unwrap();
+        assert_eq!(asked.ranks, 3);
+        assert_eq!(asked.script, PathBuf::from("train.rs"));
+        assert_eq!(asked.script_args, ["--num_ranks", "7", "--help", "--", "-n", "x"]);
+        let asked = typed("-- train.rs --timeout 1").unwrap();
+        assert_eq!((asked.ranks, asked.timeout), (1, None));
+        assert_eq!(asked.script_args, ["--timeout", "1"]);
+    }
+
+    #[test]
+    fn the_number_of_ranks_has_deepspeed_names_in_both_spellings() {
+        for name in
+            ["--num_ranks", "--num-ranks", "--num_gpus", "--num-gpus", "--num_accelerators", "--num-accelerators"]
+        {
+            assert_eq!(typed(&format!("{name} 5 x.rs")).unwrap().ranks, 5, "{name}");
+            assert_eq!(typed(&format!("{name}=5 x.rs")).unwrap().ranks, 5, "{name}=");
+        }
+        assert_eq!(typed("-n 2 x.rs").unwrap().ranks, 2);
+        assert_eq!(typed("x.rs").unwrap().ranks, 1);
+    }
+
+    #[test]
+    fn durations_take_a_unit_or_are_seconds() {
+        for (text, milliseconds) in
+            [("500ms", 500), ("90s", 90_000), ("90", 90_000), ("10m", 600_000), ("2h", 7_200_000)]
+        {
+            let asked = typed(&format!("--timeout {text} x.rs")).unwrap();
+            assert_eq!(asked.timeout, Some(Duration::from_millis(milliseconds)), "{text}");
+        }
+        for text in ["", "s", "0", "0ms", "1.5h", "-3", "3 s", "1d", "99999999999999999999h", "1001h"] {
+            assert!(duration(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_command_line_says_what_is_wrong() {
+        insta::assert_snapshot!(refusal(""), @r#"
+        zerorun: the following required arguments were not provided:
+          <SCRIPT> [ARGS]...
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_ranks 0 train.rs"), @r#"
+        zerorun: invalid value '0' for '--num_ranks <N>': 0 is not in 1..=1024
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_ranks two train.rs"), @r#"
+        zerorun: invalid value 'two' for '--num_ranks <N>': invalid digit found in string
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_ranks 2 --num_gpus 3 train.rs"), @r#"
+        zerorun: the argument '--num_ranks <N>' cannot be used multiple times
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_rank 2 train.rs"), @r#"
+        zerorun: unexpected argument '--num_rank' found
+
+          tip: a similar argument exists: '--num_ranks'
+          tip: to pass '--num_rank' as a value, use '-- --num_rank'
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--timeout 10days train.rs"), @r#"
+        zerorun: invalid value '10days' for '--timeout <DURATION>': give a whole number with ms, s, m or h, for example 90s or 10m
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--master_port 0 train.rs"), @r#"
+        zerorun: invalid value '0' for '--master_port <PORT>': 0 is not in 1..=65535
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_ranks"), @r#"
+        zerorun: a value is required for '--num_ranks <N>' but none was supplied
+
+        For more information, try '--help'.
+        "#);
+    }
+}

@@ -1,0 +1,223 @@
+//! Lets cargo make the executable, and shows rustc's messages with the script's own path.
+
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader, IsTerminal, Write};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use rustix::process::Signal;
+use serde::Deserialize;
+
+use super::signals::die_with_parent;
+use crate::{Error, Result};
+
+/// What kind of target cargo is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    Example,
+    Bin,
+}
+
+impl Kind {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Example => "example",
+            Self::Bin => "bin",
+        }
+    }
+}
+
+/// One call of cargo.
+#[derive(Debug)]
+pub(super) struct Build {
+    /// As typed, for messages.
+    pub(super) script: PathBuf,
+    /// Folder of the Cargo.toml.
+    pub(super) package_dir: PathBuf,
+    /// `None`: as cargo decides.
+    pub(super) target_dir: Option<PathBuf>,
+    pub(super) kind: Kind,
+    /// Cargo's name of the target.
+    pub(super) name: String,
+    pub(super) features: Option<String>,
+    pub(super) printed_path: Option<PrintedPath>,
+}
+
+/// How rustc names the script, and how the user does.
+///
+/// rustc could print the user's name itself (`--remap-path-prefix`), but such a flag would reach the dependencies too
+/// and compile all of them again for each script.
+#[derive(Debug)]
+pub(super) struct PrintedPath {
+    pub(super) by_rustc: String,
+    pub(super) own: String,
+}
+
+/// The part of cargo's JSON messages that is needed here.
+#[derive(Debug, Deserialize)]
+struct Message {
+    reason: String,
+    message: Option<Diagnostic>,
+    target: Option<BuiltTarget>,
+    executable: Option<PathBuf>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Diagnostic {
+    rendered: Option<String>,
+    level: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct BuiltTarget {
+    name: String,
+    kind: Vec<String>,
+}
+
+/// Builds and gives the path of the executable. rustc's messages go to stderr.
+pub(super) fn build(build: &Build) -> Result<PathBuf> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
+    let read_error = |source| Error::LauncherSetup { what: "reading cargo's messages", source };
+    let mut child = command(build, &cargo).spawn().map_err(|source| Error::CargoNotStarted {
+        cargo: cargo.to_string_lossy().into_owned(),
+        script: build.script.clone(),
+        source,
+    })?;
+    let mut executable = None;
+    let mut errors = 0usize;
+    // `stdout` is piped by `command`; without it there would be no messages to read.
+    for line in child.stdout.take().into_iter().flat_map(|stdout| BufReader::new(stdout).lines()) {
+        let line = line.map_err(read_error)?;
+        let Ok(message) = serde_json::from_str::<Message>(&line) else {
+            eprintln!("{line}");
+            continue;
+        };
+        if let Some(diagnostic) = message.message {
+            errors += usize::from(diagnostic.level.starts_with("error"));
+            if let Some(rendered) = diagnostic.rendered {
+                let shown = build.printed_path.as_ref().map(|path| with_own_path(&rendered, path));
+                // A closed stderr must not stop the build.
+                let _ = std::io::stderr().write_all(shown.as_deref().unwrap_or(&rendered).as_bytes());
+            }
+        }
+        let is_ours =
+            |target: &BuiltTarget| target.name == build.name && target.kind.iter().any(|k| k == build.kind.word());
+        if message.reason == "compiler-artifact" && message.target.as_ref().is_some_and(is_ours) {
+            executable = message.executable.or(executable);
+        }
+    }
+    let status = child.wait().map_err(read_error)?;
+    let failed = |problem: String| Error::CargoFailed {
+        script: build.script.clone(),
+        package: build.package_dir.clone(),
+        problem,
+    };
+    if status.success() {
+        return executable.ok_or_else(|| failed("it named no executable".to_string()));
+    }
+    if errors > 0 {
+        return Err(Error::ScriptDoesNotCompile { script: build.script.clone() });
+    }
+    Err(failed(format!("{status}, its message is above")))
+}
+
+fn command(build: &Build, cargo: &OsString) -> Command {
+    let mut command = Command::new(cargo);
+    command.args(["build", "--release", message_format(), "--manifest-path"]).arg(build.package_dir.join("Cargo.toml"));
+    command.arg(format!("--{}", build.kind.word())).arg(&build.name);
+    if let Some(dir) = &build.target_dir {
+        command.arg("--target-dir").arg(dir);
+    }
+    if let Some(features) = &build.features {
+        command.arg("--features").arg(features);
+    }
+    // Cargo reads its settings from its current folder upwards. The package's own settings must count, wherever
+    // zerorun is started: others would compile everything again. Relative variables keep their meaning.
+    command.current_dir(&build.package_dir);
+    if let Some(dir) = std::env::var_os("CARGO_TARGET_DIR")
+        && let Ok(dir) = std::path::absolute(&dir)
+    {
+        command.env("CARGO_TARGET_DIR", dir);
+    }
+    command.stdin(Stdio::null()).stdout(Stdio::piped());
+    die_with_parent(&mut command, Signal::TERM);
+    command
+}
+
+/// Colours as cargo itself decides on them.
+fn message_format() -> &'static str {
+    let colours = match std::env::var("CARGO_TERM_COLOR").as_deref() {
+        Ok("always") => true,
+        Ok("never") => false,
+        _ => std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
+    };
+    if colours { "--message-format=json-diagnostic-rendered-ansi" } else { "--message-format=json" }
+}
+
+/// The message with the user's path in its `--> path:line:column` lines.
+fn with_own_path(rendered: &str, path: &PrintedPath) -> String {
+    let mut text = String::with_capacity(rendered.len() + path.own.len());
+    for line in rendered.split_inclusive('\n') {
+        match place_of(line, &path.by_rustc) {
+            Some(at) => {
+                text.push_str(&line[..at]);
+                text.push_str(&path.own);
+                text.push_str(&line[at + path.by_rustc.len()..]);
+            }
+            None => text.push_str(line),
+        }
+    }
+    text
+}
+
+/// Where `path` stands in a line that names a place, as in ` --> path:1:2` or ` ::: path:1:2`.
+fn place_of(line: &str, path: &str) -> Option<usize> {
+    let arrow = skip_blank_and_colour(line, 0);
+    let rest = line[arrow..].strip_prefix("-->").or_else(|| line[arrow..].strip_prefix(":::"))?;
+    let at = skip_blank_and_colour(line, line.len() - rest.len());
+    line[at..].strip_prefix(path)?.starts_with(':').then_some(at)
+}
+
+/// The next place behind spaces and terminal colour sequences (`ESC [ ... m`).
+fn skip_blank_and_colour(line: &str, from: usize) -> usize {
+    let mut at = from;
+    loop {
+        let rest = &line[at..];
+        if rest.starts_with(' ') {
+            at += 1;
+        } else if let Some(end) = rest.strip_prefix("\x1b[").and_then(|code| code.find('m')) {
+            at += 2 + end + 1;
+        } else {
+            return at;
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn shown(rendered: &str) -> String {
+        with_own_path(rendered, &PrintedPath { by_rustc: "train.rs".to_string(), own: "../my/train.rs".to_string() })
+    }
+
+    #[test]
+    fn places_get_the_users_path() {
+        assert_eq!(shown("error\n  --> train.rs:3:5\n"), "error\n  --> ../my/train.rs:3:5\n");
+        assert_eq!(shown(" ::: train.rs:3:5\n"), " ::: ../my/train.rs:3:5\n");
+        assert_eq!(
+            shown(" \x1b[1m\x1b[94m--> \x1b[0mtrain.rs:2:18\n"),
+            " \x1b[1m\x1b[94m--> \x1b[0m../my/train.rs:2:18\n"
+        );
+    }
+
+    #[test]
+    fn other_files_and_lines_of_code_stay() {
+        for text in
+            ["--> train.rs2:1:1\n", " --> /x/train.rs:1:1\n", "3 | // --> train.rs:1:1\n", " -->\n", "\x1b[", ""]
+        {
+            assert_eq!(shown(text), text);
+        }
+    }
+}

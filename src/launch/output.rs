@@ -1,0 +1,275 @@
+//! The output of several ranks on one screen: each line whole, with `[rank N] ` in front.
+//!
+//! A progress line that is redrawn with carriage returns is shown live on a terminal; in a file only its last state is
+//! written, which is what a terminal would show in the end.
+
+use std::io::{self, IsTerminal, Read, Write};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::{Error, Result};
+
+/// Where a line goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stream {
+    Out,
+    Err,
+}
+
+/// A line longer than this is broken, so that a program that never ends its line cannot fill the memory.
+const LINE_LIMIT: usize = 1 << 20;
+const READ_SIZE: usize = 64 << 10;
+/// How long the last output is waited for after the last rank has ended. Only a process that left its rank's process
+/// group can keep a pipe open longer.
+const DRAIN_PATIENCE: Duration = Duration::from_secs(1);
+
+/// A piece of a rank's output.
+#[derive(Debug, PartialEq, Eq)]
+enum Piece<'a> {
+    Line(&'a [u8]),
+    /// The present state of a line that is redrawn.
+    Progress(&'a [u8]),
+}
+
+/// Cuts bytes into lines.
+#[derive(Debug, Default)]
+struct Splitter {
+    /// Behind the last line end or carriage return.
+    pending: Vec<u8>,
+    /// What stood before the last carriage return of this line.
+    redrawn: Vec<u8>,
+    returned: bool,
+}
+
+impl Splitter {
+    fn feed(&mut self, bytes: &[u8], mut sink: impl FnMut(Piece<'_>) -> io::Result<()>) -> io::Result<()> {
+        let mut rest = bytes;
+        while let Some(at) = rest.iter().position(|byte| matches!(byte, b'\n' | b'\r')) {
+            self.pending.extend_from_slice(&rest[..at]);
+            if rest[at] == b'\n' {
+                self.end_line(&mut sink)?;
+            } else {
+                self.returned = true;
+                if !self.pending.is_empty() {
+                    std::mem::swap(&mut self.redrawn, &mut self.pending);
+                    self.pending.clear();
+                    sink(Piece::Progress(&self.redrawn))?;
+                }
+            }
+            rest = &rest[at + 1..];
+        }
+        self.pending.extend_from_slice(rest);
+        if self.pending.len() > LINE_LIMIT {
+            return self.end_line(&mut sink);
+        }
+        if self.returned && !rest.is_empty() {
+            sink(Piece::Progress(&self.pending))?;
+        }
+        Ok(())
+    }
+
+    fn end_line(&mut self, mut sink: impl FnMut(Piece<'_>) -> io::Result<()>) -> io::Result<()> {
+        // `text\r\n` is a line end of two bytes.
+        let line = if self.pending.is_empty() { &self.redrawn } else { &self.pending };
+        let outcome = sink(Piece::Line(line));
+        *self = Self::default();
+        outcome
+    }
+
+    /// A last line without an end.
+    fn finish(&mut self, sink: impl FnMut(Piece<'_>) -> io::Result<()>) -> io::Result<()> {
+        if self.pending.is_empty() && self.redrawn.is_empty() { Ok(()) } else { self.end_line(sink) }
+    }
+}
+
+/// The launcher's own stdout and stderr, written by one rank at a time.
+#[derive(Debug)]
+struct Screen {
+    out_is_terminal: bool,
+    err_is_terminal: bool,
+    /// A progress line stands on the terminal, without a line end.
+    progress_shown: Mutex<bool>,
+}
+
+const ERASE_LINE: &[u8] = b"\r\x1b[K";
+
+impl Screen {
+    fn show(&self, stream: Stream, prefix: &[u8], piece: &Piece<'_>) -> io::Result<()> {
+        let on_terminal = match stream {
+            Stream::Out => self.out_is_terminal,
+            Stream::Err => self.err_is_terminal,
+        };
+        let (text, end): (&[u8], &[u8]) = match piece {
+            Piece::Line(text) => (text, b"\n"),
+            Piece::Progress(_) if !on_terminal => return Ok(()),
+            Piece::Progress(text) => (text, b""),
+        };
+        let mut shown = self.progress_shown.lock().unwrap_or_else(PoisonError::into_inner);
+        let erase = if on_terminal && *shown { ERASE_LINE } else { b"" };
+        let bytes = [erase, prefix, text, end].concat();
+        match stream {
+            Stream::Out => write_whole(&mut io::stdout().lock(), &bytes)?,
+            Stream::Err => write_whole(&mut io::stderr().lock(), &bytes)?,
+        }
+        if on_terminal {
+            *shown = end.is_empty();
+        }
+        Ok(())
+    }
+
+    fn leave_progress(&self) {
+        let mut shown = self.progress_shown.lock().unwrap_or_else(PoisonError::into_inner);
+        if std::mem::take(&mut *shown) {
+            // The terminal may be gone.
+            let _ = if self.err_is_terminal { io::stderr().write_all(b"\n") } else { io::stdout().write_all(b"\n") };
+        }
+    }
+}
+
+fn write_whole(to: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
+    to.write_all(bytes)?;
+    to.flush()
+}
+
+/// The threads that carry the ranks' output.
+#[derive(Debug)]
+pub(super) struct Output {
+    screen: Arc<Screen>,
+    /// Readers that hold bytes which are not written yet.
+    busy: Arc<AtomicUsize>,
+    ended_sender: Sender<()>,
+    ended: Receiver<()>,
+    running: usize,
+}
+
+impl Output {
+    pub(super) fn new() -> Self {
+        let (ended_sender, ended) = channel();
+        let screen = Screen {
+            out_is_terminal: io::stdout().is_terminal(),
+            err_is_terminal: io::stderr().is_terminal(),
+            progress_shown: Mutex::new(false),
+        };
+        Self { screen: Arc::new(screen), busy: Arc::default(), ended_sender, ended, running: 0 }
+    }
+
+    /// Carries `from` to `stream` line by line until it ends, on a thread of its own.
+    pub(super) fn carry(&mut self, rank: usize, mut from: impl Read + Send + 'static, stream: Stream) -> Result<()> {
+        let screen = Arc::clone(&self.screen);
+        let busy = Arc::clone(&self.busy);
+        let ended = self.ended_sender.clone();
+        let prefix = format!("[rank {rank}] ").into_bytes();
+        let work = move || {
+            let show = |piece: Piece<'_>| screen.show(stream, &prefix, &piece);
+            let mut splitter = Splitter::default();
+            let mut buffer = vec![0; READ_SIZE];
+            loop {
+                let read = match from.read(&mut buffer) {
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                    Ok(0) | Err(_) => break,
+                    Ok(read) => read,
+                };
+                busy.fetch_add(1, Ordering::SeqCst);
+                let written = splitter.feed(&buffer[..read], show);
+                busy.fetch_sub(1, Ordering::SeqCst);
+                if written.is_err() {
+                    // Our own output is closed. Closing the pipe too tells the rank, as if there were no launcher.
+                    break;
+                }
+            }
+            // The last words of a rank whose output is closed have nowhere to go.
+            let _ = splitter.finish(show);
+            let _ = ended.send(());
+        };
+        std::thread::Builder::new()
+            .name(format!("output of rank {rank}"))
+            .spawn(work)
+            .map_err(|source| Error::LauncherSetup { what: "starting a thread for a rank's output", source })?;
+        self.running += 1;
+        Ok(())
+    }
+
+    /// Waits until everything that the ranks have written is shown.
+    pub(super) fn drain(mut self) {
+        while self.running > 0 {
+            match self.ended.recv_timeout(DRAIN_PATIENCE) {
+                Ok(()) => self.running -= 1,
+                // A reader with text in hand waits for a slow terminal or pipe: that is worth waiting for.
+                Err(RecvTimeoutError::Timeout) if self.busy.load(Ordering::SeqCst) > 0 => {}
+                Err(_) => break,
+            }
+        }
+        self.screen.leave_progress();
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The pieces of some reads, as `L:text` and `P:text`.
+    fn pieces(reads: &[&str]) -> Vec<String> {
+        let mut seen = Vec::new();
+        let mut sink = |piece: Piece<'_>| {
+            seen.push(match piece {
+                Piece::Line(text) => format!("L:{}", String::from_utf8_lossy(text)),
+                Piece::Progress(text) => format!("P:{}", String::from_utf8_lossy(text)),
+            });
+            Ok(())
+        };
+        let mut splitter = Splitter::default();
+        for read in reads {
+            splitter.feed(read.as_bytes(), &mut sink).unwrap();
+        }
+        splitter.finish(&mut sink).unwrap();
+        seen
+    }
+
+    #[test]
+    fn lines_come_whole_whatever_the_reads() {
+        assert_eq!(pieces(&["ab", "c\nd", "\n\n", "e"]), ["L:abc", "L:d", "L:", "L:e"]);
+        assert_eq!(pieces(&["a\r\nb\r", "\nc"]), ["P:a", "L:a", "P:b", "L:b", "L:c"]);
+        assert_eq!(pieces(&[]), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_redrawn_line_is_progress_and_then_its_last_state() {
+        assert_eq!(pieces(&["1%\r2%\r", "3%\n"]), ["P:1%", "P:2%", "L:3%"]);
+        assert_eq!(pieces(&["\r1%", "\r2%", "\nend\n"]), ["P:1%", "P:1%", "P:2%", "L:2%", "L:end"]);
+        assert_eq!(pieces(&["1%\r"]), ["P:1%", "L:1%"]);
+    }
+
+    #[test]
+    fn an_endless_line_is_broken() {
+        let long = "x".repeat(LINE_LIMIT);
+        let seen = pieces(&[&long, "yz", "end\n"]);
+        assert_eq!(seen.iter().map(|piece| piece.len() - 2).collect::<Vec<_>>(), [LINE_LIMIT + 2, 3]);
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_without_carriage_returns_is_lost(text in "[a\\n\u{e9}]{0,40}", cut in 0usize..40) {
+            let bytes = text.as_bytes();
+            let (head, tail) = bytes.split_at(cut.min(bytes.len()));
+            let mut lines = Vec::new();
+            let mut splitter = Splitter::default();
+            let mut sink = |piece: Piece<'_>| {
+                if let Piece::Line(line) = piece {
+                    lines.extend_from_slice(line);
+                    lines.push(b'\n');
+                }
+                Ok(())
+            };
+            splitter.feed(head, &mut sink).unwrap();
+            splitter.feed(tail, &mut sink).unwrap();
+            splitter.finish(&mut sink).unwrap();
+            let whole = if text.is_empty() || text.ends_with('\n') { text.clone() } else { format!("{text}\n") };
+            prop_assert_eq!(lines, whole.into_bytes());
+        }
+    }
+}

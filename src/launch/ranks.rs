@@ -1,0 +1,303 @@
+//! The ranks as processes: started together, ended together.
+//!
+//! When a rank fails, the others are told through the shared memory and may leave by themselves; then they get SIGTERM,
+//! then SIGKILL. However the launcher itself ends, the kernel kills the ranks.
+
+use std::ffi::OsString;
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
+
+use super::discover::{SHM_FD, TIMEOUT_MS};
+use super::output::{Output, Stream};
+use super::report::{self, Ended, Fate, Request};
+use super::signals::{self, Event, die_with_parent};
+use crate::comm::shm::Region;
+use crate::{Error, Result};
+
+/// How long the others may take to leave by themselves after a failure.
+const PATIENCE_BY_THEMSELVES: Duration = Duration::from_secs(2);
+/// How long they may take after SIGTERM.
+const PATIENCE_AFTER_TERM: Duration = Duration::from_secs(2);
+/// How long the ranks may take after a signal to the launcher (time for a checkpoint; Slurm and Kubernetes give as much).
+const PATIENCE_AFTER_SIGNAL: Duration = Duration::from_secs(30);
+/// Should the news of a child's end be lost, it is seen this much later.
+const TICK: Duration = Duration::from_millis(500);
+
+/// What to start.
+#[derive(Debug)]
+pub(super) struct Job {
+    /// Absolute path of the executable.
+    pub(super) program: PathBuf,
+    pub(super) args: Vec<OsString>,
+    /// Number of ranks.
+    pub(super) world: usize,
+    /// `None`: as the environment says, else the ranks' default.
+    pub(super) timeout: Option<Duration>,
+    /// `None`: a free port.
+    pub(super) master_port: Option<u16>,
+}
+
+/// Runs the ranks to their end and gives the launcher's exit code. Call it on the main thread.
+pub(super) fn run(job: &Job) -> Result<u8> {
+    let region = Region::create(job.world)?;
+    let events = signals::listen()?;
+    let mut output = Output::new();
+    let common = common_environment(job)?;
+    let mut ranks = Ranks { region, all: Vec::with_capacity(job.world), started: Instant::now(), why: Why::Running };
+    for rank in 0..job.world {
+        ranks.start(rank, job, &common, &mut output)?;
+    }
+    ranks.supervise(&events);
+    output.drain();
+    Ok(ranks.last_words())
+}
+
+/// The variables that are the same for all ranks.
+fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
+    let world = job.world.to_string();
+    let port = match job.master_port {
+        Some(port) => port,
+        None => free_port()?,
+    };
+    let mut variables = vec![
+        ("WORLD_SIZE", world.clone()),
+        ("LOCAL_WORLD_SIZE", world.clone()),
+        ("LOCAL_SIZE", world),
+        ("MASTER_ADDR", Ipv4Addr::LOCALHOST.to_string()),
+        ("MASTER_PORT", port.to_string()),
+    ];
+    match job.timeout {
+        Some(timeout) => variables.push((TIMEOUT_MS, timeout.as_millis().to_string())),
+        None if is_set(TIMEOUT_MS) => {}
+        None => variables.push((TIMEOUT_MS, super::discover::DEFAULT_TIMEOUT.as_millis().to_string())),
+    }
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    if job.world > cores {
+        eprintln!(
+            "zerorun: warning: {} ranks share {cores} core{}; each computes with one thread, and they slow one another down",
+            job.world,
+            if cores == 1 { "" } else { "s" }
+        );
+    }
+    // Candle's own pool and rayon's: ranks that each take all cores are many times slower than ranks that share them.
+    let threads = (cores / job.world).max(1).to_string();
+    for name in ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"] {
+        if !is_set(name) {
+            variables.push((name, threads.clone()));
+        }
+    }
+    Ok(variables)
+}
+
+fn is_set(name: &str) -> bool {
+    std::env::var_os(name).is_some_and(|value| !value.is_empty())
+}
+
+fn free_port() -> Result<u16> {
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|socket| Ok(socket.local_addr()?.port()));
+    port.map_err(|source| Error::LauncherSetup { what: "finding a free port", source })
+}
+
+/// Why the ranks come to their end.
+#[derive(Debug, Clone, Copy)]
+enum Why {
+    /// They do not, so far.
+    Running,
+    /// A rank failed.
+    Failure { first: Fate, at: Instant },
+    /// The launcher got a signal.
+    Asked { signal: Signal, at: Instant },
+}
+
+#[derive(Debug)]
+struct Rank {
+    child: Child,
+    /// Also the number of its process group.
+    pid: Pid,
+    request: Request,
+    fate: Option<Fate>,
+}
+
+impl Rank {
+    fn signal(&self, signal: Signal) {
+        if self.fate.is_none() {
+            // A group that is gone needs no signal.
+            let _ = kill_process_group(self.pid, signal);
+        }
+    }
+
+    /// Whether it has ended; it stays a zombie, so that its number cannot be given to another process.
+    fn has_ended(&self) -> bool {
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        match waitid(WaitId::Pid(self.pid), options) {
+            Ok(status) => status.is_some(),
+            Err(error) => error != rustix::io::Errno::INTR,
+        }
+    }
+
+    /// Ends what is left of its group (helpers that it started) and takes its exit status.
+    fn collect(&mut self) -> Ended {
+        let _ = kill_process_group(self.pid, Signal::KILL);
+        // It is our own child and not waited for yet, so this cannot fail.
+        self.child.wait().map_or(Ended::Signal(9), Ended::of)
+    }
+}
+
+struct Ranks {
+    region: Region,
+    all: Vec<Rank>,
+    started: Instant,
+    why: Why,
+}
+
+impl Ranks {
+    fn start(&mut self, rank: usize, job: &Job, common: &[(&str, String)], output: &mut Output) -> Result<()> {
+        // The region's descriptor stays open across exec.
+        let fd = self.region.as_fd().as_raw_fd();
+        let mut command = Command::new(&job.program);
+        command.args(&job.args).envs(common.iter().map(|(name, value)| (name, value)));
+        command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string()).env(SHM_FD, fd.to_string());
+        // A process group of its own: a signal then reaches the helpers of a rank too, and Ctrl-C reaches the
+        // launcher alone, which passes it on.
+        command.process_group(0);
+        die_with_parent(&mut command, Signal::KILL);
+        if job.world > 1 {
+            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        } else if std::io::IsTerminal::is_terminal(&std::io::stdin()) {
+            // A process group in the background that reads from the terminal is stopped by the kernel.
+            command.stdin(Stdio::null());
+        }
+        let mut child =
+            command.spawn().map_err(|source| Error::RankNotStarted { rank, program: job.program.clone(), source })?;
+        let (out, err) = (child.stdout.take(), child.stderr.take());
+        let pid = Pid::from_child(&child);
+        self.all.push(Rank { child, pid, request: Request::Nothing, fate: None });
+        if let Some(out) = out {
+            output.carry(rank, out, Stream::Out)?;
+        }
+        if let Some(err) = err {
+            output.carry(rank, err, Stream::Err)?;
+        }
+        Ok(())
+    }
+
+    /// Returns when every rank has ended.
+    fn supervise(&mut self, events: &Receiver<Event>) {
+        loop {
+            self.collect_ended();
+            if self.all.iter().all(|rank| rank.fate.is_some()) {
+                return;
+            }
+            let next = self.press();
+            match events.recv_timeout(next.saturating_duration_since(Instant::now()).min(TICK)) {
+                Ok(event) => self.handle(event),
+                Err(RecvTimeoutError::Timeout) => {}
+                // The thread that listens cannot end before us; if it did, the tick would still serve.
+                Err(RecvTimeoutError::Disconnected) => std::thread::sleep(TICK),
+            }
+        }
+    }
+
+    fn collect_ended(&mut self) {
+        for index in 0..self.all.len() {
+            let rank = &mut self.all[index];
+            if rank.fate.is_some() || !rank.has_ended() {
+                continue;
+            }
+            let ended = rank.collect();
+            let before_failure = matches!(self.why, Why::Running);
+            let fate = Fate { rank: index, ended, request: rank.request, before_failure };
+            rank.fate = Some(fate);
+            if ended.is_failure() {
+                self.region.mark_dead(index, &format!("its process {ended}"));
+            } else {
+                self.region.mark_left(index);
+            }
+            if before_failure && ended.is_failure() {
+                self.why = Why::Failure { first: fate, at: Instant::now() };
+            }
+        }
+    }
+
+    /// Sends what is due to the ranks that should be gone by now, and says when the next thing is due.
+    fn press(&mut self) -> Instant {
+        let now = Instant::now();
+        let (term, kill) = match self.why {
+            Why::Running => return now + TICK,
+            Why::Failure { at, .. } => (at + PATIENCE_BY_THEMSELVES, at + PATIENCE_BY_THEMSELVES + PATIENCE_AFTER_TERM),
+            Why::Asked { at, .. } => (at + PATIENCE_AFTER_SIGNAL, at + PATIENCE_AFTER_SIGNAL),
+        };
+        if now >= kill {
+            self.demand(Request::Kill);
+            now + TICK
+        } else if now >= term {
+            self.demand(Request::Terminate);
+            kill
+        } else {
+            term
+        }
+    }
+
+    fn demand(&mut self, request: Request) {
+        for rank in self.all.iter_mut().filter(|rank| rank.fate.is_none() && rank.request != request) {
+            rank.request = request;
+            rank.signal(if request == Request::Kill { Signal::KILL } else { Signal::TERM });
+        }
+    }
+
+    fn signal_all(&self, signal: Signal) {
+        self.all.iter().for_each(|rank| rank.signal(signal));
+    }
+
+    fn handle(&mut self, event: Event) {
+        match (event, self.why) {
+            (Event::Child, _) => {}
+            (Event::Pass(signal), _) => self.signal_all(signal),
+            (Event::Suspend, _) => {
+                self.signal_all(Signal::STOP);
+                signals::suspend_self();
+                self.signal_all(Signal::CONT);
+            }
+            (Event::End(signal), Why::Running) => {
+                self.why = Why::Asked { signal, at: Instant::now() };
+                self.signal_all(signal);
+            }
+            // Asked for the second time, or while a failure is being cleared away.
+            (Event::End(_), _) => self.demand(Request::Kill),
+        }
+    }
+
+    /// Says what went wrong, and gives the launcher's exit code.
+    fn last_words(&self) -> u8 {
+        match self.why {
+            Why::Running => 0,
+            Why::Failure { first, at } => {
+                let fates: Vec<Fate> = self.all.iter().filter_map(|rank| rank.fate).collect();
+                eprintln!("{}", report::of_failure(&first, at - self.started, &fates));
+                first.ended.exit_code()
+            }
+            Why::Asked { signal, .. } => {
+                let number = signal.as_raw();
+                eprintln!("zerorun: stopped by {}", signals::name(number));
+                Ended::Signal(number).exit_code()
+            }
+        }
+    }
+}
+
+impl Drop for Ranks {
+    /// Ranks that still run when starting the others failed.
+    fn drop(&mut self) {
+        self.signal_all(Signal::KILL);
+        for rank in self.all.iter_mut().filter(|rank| rank.fate.is_none()) {
+            rank.collect();
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! The last words: which rank failed first, how, and what became of the others.
+
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use super::signals;
+
+/// How a rank's process ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ended {
+    Code(u8),
+    Signal(i32),
+}
+
+impl Ended {
+    pub(super) fn of(status: ExitStatus) -> Self {
+        match (status.code(), status.signal()) {
+            // An exit code has eight bits.
+            (Some(code), _) => Self::Code((code & 0xff) as u8),
+            (None, signal) => Self::Signal(signal.unwrap_or(0)),
+        }
+    }
+
+    pub(super) fn is_failure(self) -> bool {
+        self != Self::Code(0)
+    }
+
+    /// The launcher's exit code for a rank that failed so, as shells have it.
+    pub(super) fn exit_code(self) -> u8 {
+        match self {
+            Self::Code(code) => code,
+            Self::Signal(number) => 128 + (number & 0x7f) as u8,
+        }
+    }
+}
+
+impl std::fmt::Display for Ended {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Code(code) => write!(f, "ended with exit code {code}"),
+            Self::Signal(number) => write!(f, "was killed by {}", signals::name(*number)),
+        }
+    }
+}
+
+/// What the launcher had asked of a rank before it ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Request {
+    /// Nothing: it ended by itself.
+    Nothing,
+    /// SIGTERM.
+    Terminate,
+    /// SIGKILL.
+    Kill,
+}
+
+/// The end of one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Fate {
+    pub(super) rank: usize,
+    pub(super) ended: Ended,
+    pub(super) request: Request,
+    /// It ended before any rank had failed.
+    pub(super) before_failure: bool,
+}
+
+/// The message about a run in which `first` was the first to fail. `fates` are those of all ranks.
+pub(super) fn of_failure(first: &Fate, after: Duration, fates: &[Fate]) -> String {
+    let after = after.as_secs_f64();
+    let which = if fates.len() > 1 { "failed first" } else { "failed" };
+    let mut text = format!("zerorun: rank {} {which}: it {} after {after:.1} s", first.rank, first.ended);
+    if first.ended == Ended::Signal(9) {
+        text.push_str("\nzerorun:   zerorun did not send it: perhaps the system ran out of memory (see `dmesg`)");
+    }
+    // Ranks of one fate share a line: with 64 ranks nobody reads 63.
+    let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
+    for fate in fates.iter().filter(|fate| fate.rank != first.rank) {
+        let what = match (fate.request, fate.ended) {
+            (_, Ended::Code(0)) if fate.before_failure => "had finished before".to_string(),
+            (Request::Nothing, ended) => format!("{ended} by itself"),
+            (Request::Terminate, _) => "stopped by zerorun with SIGTERM".to_string(),
+            (Request::Kill, _) => "killed by zerorun with SIGKILL (SIGTERM did not help)".to_string(),
+        };
+        match groups.iter_mut().find(|(other, _)| *other == what) {
+            Some((_, ranks)) => ranks.push(fate.rank),
+            None => groups.push((what, vec![fate.rank])),
+        }
+    }
+    for (what, ranks) in groups {
+        text.push_str(&format!("\nzerorun:   {} {what}", ranks_in_words(&ranks)));
+    }
+    text
+}
+
+/// `rank 3`, `ranks 0, 2-5` for ascending numbers. The verb behind it is singular: each rank did it.
+fn ranks_in_words(ranks: &[usize]) -> String {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for &rank in ranks {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == rank => *last = rank,
+            _ => runs.push((rank, rank)),
+        }
+    }
+    let words: Vec<String> =
+        runs.iter().map(|(a, b)| if a == b { a.to_string() } else { format!("{a}-{b}") }).collect();
+    format!("{} {}:", if ranks.len() == 1 { "rank" } else { "ranks" }, words.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fate(rank: usize, ended: Ended, request: Request) -> Fate {
+        Fate { rank, ended, request, before_failure: false }
+    }
+
+    #[test]
+    fn the_first_failure_leads_and_equal_fates_share_a_line() {
+        let first = fate(1, Ended::Code(3), Request::Nothing);
+        let mut fates = vec![
+            fate(0, Ended::Code(101), Request::Nothing),
+            first,
+            fate(2, Ended::Signal(15), Request::Terminate),
+            fate(3, Ended::Signal(15), Request::Terminate),
+            fate(4, Ended::Signal(9), Request::Kill),
+            fate(5, Ended::Signal(15), Request::Terminate),
+            Fate { before_failure: true, ..fate(6, Ended::Code(0), Request::Nothing) },
+        ];
+        insta::assert_snapshot!(of_failure(&first, Duration::from_millis(12_340), &fates), @r#"
+        zerorun: rank 1 failed first: it ended with exit code 3 after 12.3 s
+        zerorun:   rank 0: ended with exit code 101 by itself
+        zerorun:   ranks 2-3, 5: stopped by zerorun with SIGTERM
+        zerorun:   rank 4: killed by zerorun with SIGKILL (SIGTERM did not help)
+        zerorun:   rank 6: had finished before
+        "#);
+        fates.truncate(1);
+        fates[0] = fate(0, Ended::Signal(9), Request::Nothing);
+        insta::assert_snapshot!(of_failure(&fates[0], Duration::from_millis(40), &fates), @r#"
+        zerorun: rank 0 failed: it was killed by SIGKILL (9) after 0.0 s
+        zerorun:   zerorun did not send it: perhaps the system ran out of memory (see `dmesg`)
+        "#);
+    }
+
+    #[test]
+    fn exit_codes_are_those_of_a_shell() {
+        assert_eq!(Ended::of(ExitStatus::from_raw(3 << 8)), Ended::Code(3));
+        assert_eq!(Ended::of(ExitStatus::from_raw(9)).exit_code(), 137);
+        assert_eq!(Ended::of(ExitStatus::from_raw(11 | 0x80)).exit_code(), 139, "with a core dump");
+        assert!(!Ended::Code(0).is_failure());
+    }
+}

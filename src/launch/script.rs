@@ -1,0 +1,220 @@
+//! What the named file is: a program, a target of the cargo package around it, or a package of its own.
+
+use std::io::ErrorKind;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use super::build::{Build, Kind};
+use super::frontmatter::{self, Parts};
+use crate::{Error, Result};
+
+/// What is to be started.
+#[derive(Debug)]
+pub(super) enum Target {
+    /// An executable, started as it is.
+    Program {
+        /// Absolute, so that a name without a slash is not looked up in `PATH`.
+        path: PathBuf,
+    },
+    /// An example or binary of the package around it.
+    InPackage(InPackage),
+    /// A file of its own.
+    Single(Single),
+}
+
+/// A target of a package that exists.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct InPackage {
+    /// Folder of the package's Cargo.toml.
+    pub(super) manifest_dir: PathBuf,
+    pub(super) kind: Kind,
+    /// Cargo's name of the target.
+    pub(super) name: String,
+}
+
+/// A file that becomes a package of its own.
+#[derive(Debug)]
+pub(super) struct Single {
+    /// As typed.
+    pub(super) typed: PathBuf,
+    /// Absolute, without symbolic links.
+    pub(super) path: PathBuf,
+    pub(super) parts: Parts,
+}
+
+/// Looks at the file.
+pub(super) fn find(typed: &Path) -> Result<Target> {
+    let read = |source| Error::Io { action: "read", path: typed.to_path_buf(), source };
+    let metadata = match std::fs::metadata(typed) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Err(not_found(typed)),
+        Err(error) => return Err(read(error)),
+    };
+    let not_startable = |found: &str| Error::NotStartable {
+        path: typed.to_path_buf(),
+        found: found.to_string(),
+        mend: "give a Rust file (.rs) or an executable".to_string(),
+    };
+    if !metadata.is_file() {
+        return Err(not_startable(if metadata.is_dir() { "it is a folder" } else { "it is no regular file" }));
+    }
+    if typed.extension().is_none_or(|extension| extension != "rs") {
+        if metadata.permissions().mode() & 0o111 == 0 {
+            return Err(not_startable("its name does not end in .rs and it is not executable"));
+        }
+        return Ok(Target::Program { path: std::path::absolute(typed).map_err(read)? });
+    }
+    let path = std::fs::canonicalize(typed).map_err(read)?;
+    let text = std::fs::read_to_string(&path).map_err(read)?;
+    let parts = frontmatter::split(&text).map_err(|problem| Error::Frontmatter {
+        path: typed.to_path_buf(),
+        line: problem.line,
+        problem: problem.found,
+        mend: problem.mend,
+    })?;
+    // rustc refuses a frontmatter on stable Rust, so a file that has one cannot be a target of the package around it.
+    if parts.manifest.is_none()
+        && let Some(in_package) = in_package(&path)
+    {
+        return Ok(Target::InPackage(in_package));
+    }
+    Ok(Target::Single(Single { typed: typed.to_path_buf(), path, parts }))
+}
+
+fn not_found(typed: &Path) -> Error {
+    let mut with_ending = typed.as_os_str().to_owned();
+    with_ending.push(".rs");
+    let with_ending = PathBuf::from(with_ending);
+    let example = Path::new("examples").join(if typed.extension().is_some() { typed } else { &with_ending });
+    let mend = match [with_ending, example].into_iter().find(|path| path.is_file()) {
+        Some(path) => format!("did you mean {}?", path.display()),
+        None => "give a Rust file (.rs) or an executable".to_string(),
+    };
+    Error::NotStartable { path: typed.to_path_buf(), found: "there is no such file".to_string(), mend }
+}
+
+/// The target that `path` (absolute, without symbolic links) is in the nearest package around it, by cargo's rules for
+/// where targets lie and the manifest's own `path` keys.
+fn in_package(path: &Path) -> Option<InPackage> {
+    for dir in path.ancestors().skip(1) {
+        let Ok(text) = std::fs::read_to_string(dir.join("Cargo.toml")) else { continue };
+        // A manifest that does not parse is cargo's to complain about, so the usual places still count.
+        let manifest: Option<toml::Table> = text.parse().ok();
+        let package = manifest.as_ref().and_then(|manifest| manifest.get("package")?.as_table());
+        if manifest.is_some() && package.is_none() {
+            continue; // A workspace without a package of its own.
+        }
+        let (kind, name) = named_target(manifest.as_ref(), dir, path).or_else(|| usual_target(package, dir, path))?;
+        return Some(InPackage { manifest_dir: dir.to_path_buf(), kind, name });
+    }
+    None
+}
+
+/// A `[[bin]]` or `[[example]]` with this file as its `path`.
+fn named_target(manifest: Option<&toml::Table>, dir: &Path, path: &Path) -> Option<(Kind, String)> {
+    for (key, kind) in [("example", Kind::Example), ("bin", Kind::Bin)] {
+        for target in manifest?.get(key).and_then(toml::Value::as_array).into_iter().flatten() {
+            let own = target.get("path").and_then(toml::Value::as_str);
+            if own.and_then(|own| std::fs::canonicalize(dir.join(own)).ok()).is_some_and(|own| own == path) {
+                return Some((kind, target.get("name")?.as_str()?.to_string()));
+            }
+        }
+    }
+    None
+}
+
+/// A file where cargo finds targets by itself.
+fn usual_target(package: Option<&toml::Table>, dir: &Path, path: &Path) -> Option<(Kind, String)> {
+    let relative = path.strip_prefix(dir).ok()?;
+    let words: Vec<&str> = relative.iter().map(|word| word.to_str()).collect::<Option<_>>()?;
+    let stem = |file: &str| file.strip_suffix(".rs").map(str::to_string);
+    let (kind, switch, name) = match words[..] {
+        ["examples", file] => (Kind::Example, "autoexamples", stem(file)?),
+        ["examples", name, "main.rs"] => (Kind::Example, "autoexamples", name.to_string()),
+        ["src", "main.rs"] => (Kind::Bin, "autobins", package?.get("name")?.as_str()?.to_string()),
+        ["src", "bin", file] => (Kind::Bin, "autobins", stem(file)?),
+        ["src", "bin", name, "main.rs"] => (Kind::Bin, "autobins", name.to_string()),
+        _ => return None,
+    };
+    let switched_off = package.and_then(|package| package.get(switch)?.as_bool()) == Some(false);
+    (!switched_off).then_some((kind, name))
+}
+
+impl InPackage {
+    /// The build of this target, in its package's own target folder.
+    pub(super) fn into_build(self, typed: &Path, features: Option<&str>) -> Build {
+        Build {
+            script: typed.to_path_buf(),
+            package_dir: self.manifest_dir,
+            target_dir: None,
+            kind: self.kind,
+            name: self.name,
+            features: features.map(str::to_string),
+            printed_path: None,
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn package(manifest: &str, files: &[&str]) -> (tempfile::TempDir, PathBuf) {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().canonicalize().unwrap();
+        std::fs::write(root.join("Cargo.toml"), manifest).unwrap();
+        for file in files {
+            let file = root.join(file);
+            std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+            std::fs::write(file, "fn main() {}\n").unwrap();
+        }
+        (dir, root)
+    }
+
+    const PLAIN: &str = "[package]\nname = \"outer\"\n";
+
+    #[test]
+    fn files_where_cargo_looks_are_targets_of_the_package() {
+        let (_dir, root) = package(PLAIN, &[]);
+        for (file, kind, name) in [
+            ("examples/gpt.rs", Kind::Example, "gpt"),
+            ("examples/big/main.rs", Kind::Example, "big"),
+            ("src/main.rs", Kind::Bin, "outer"),
+            ("src/bin/tool.rs", Kind::Bin, "tool"),
+        ] {
+            let found = in_package(&root.join(file)).unwrap();
+            assert_eq!(found, InPackage { manifest_dir: root.clone(), kind, name: name.to_string() });
+        }
+        for file in ["train.rs", "scripts/train.rs", "examples/big/helper.rs", "examples/a/b/main.rs"] {
+            assert_eq!(in_package(&root.join(file)), None, "{file}");
+        }
+    }
+
+    #[test]
+    fn the_manifests_own_paths_and_switches_count() {
+        let manifest = "[package]\nname = \"outer\"\nautoexamples = false\n\
+                        [[example]]\nname = \"special\"\npath = \"runs/train.rs\"\n";
+        let (_dir, root) = package(manifest, &["runs/train.rs", "examples/gpt.rs"]);
+        assert_eq!(in_package(&root.join("runs/train.rs")).unwrap().name, "special");
+        assert_eq!(in_package(&root.join("examples/gpt.rs")), None);
+    }
+
+    #[test]
+    fn the_nearest_package_decides_and_a_bare_workspace_is_none() {
+        let (_dir, root) = package(PLAIN, &["examples/inner/examples/gpt.rs"]);
+        std::fs::write(root.join("examples/inner/Cargo.toml"), PLAIN).unwrap();
+        let found = in_package(&root.join("examples/inner/examples/gpt.rs")).unwrap();
+        assert_eq!(found.manifest_dir, root.join("examples/inner"));
+        let (_dir, root) = package("[workspace]\n", &["examples/gpt.rs"]);
+        assert_eq!(in_package(&root.join("examples/gpt.rs")), None);
+    }
+
+    #[test]
+    fn a_file_with_a_manifest_of_its_own_is_a_package_of_its_own() {
+        let (_dir, root) = package(PLAIN, &["examples/plain.rs"]);
+        std::fs::write(root.join("examples/own.rs"), "---\n---\nfn main() {}\n").unwrap();
+        assert!(matches!(find(&root.join("examples/plain.rs")).unwrap(), Target::InPackage(_)));
+        assert!(matches!(find(&root.join("examples/own.rs")).unwrap(), Target::Single(_)));
+    }
+}

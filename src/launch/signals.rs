@@ -1,0 +1,116 @@
+//! Signals: what reaches the launcher, what it passes on, and what the kernel sends when the launcher is gone.
+
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::sync::mpsc::{Receiver, channel};
+
+use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::Signals;
+
+use crate::{Error, Result};
+
+/// Something the launcher waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Event {
+    /// A child may have ended.
+    Child,
+    /// The launcher is asked to end, and the ranks with it.
+    End(Signal),
+    /// The terminal asks everything to stop for a while.
+    Suspend,
+    /// A signal with a meaning of the program's own.
+    Pass(Signal),
+}
+
+/// Listens from now on; must be called before the first rank is started.
+pub(super) fn listen() -> Result<Receiver<Event>> {
+    let setup = |source| Error::LauncherSetup { what: "listening to signals", source };
+    // nohup and shells without job control start programs that ignore some of these: that must stay so.
+    let ignored = ignored_signals();
+    let heard = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGTSTP].into_iter().filter(|n| !ignored(*n));
+    let mut signals = Signals::new(heard.chain([SIGCHLD])).map_err(setup)?;
+    let (sender, receiver) = channel();
+    std::thread::Builder::new()
+        .name("signals".to_string())
+        .spawn(move || {
+            for number in signals.forever() {
+                let event = match number {
+                    SIGCHLD => Event::Child,
+                    SIGINT => Event::End(Signal::INT),
+                    SIGHUP => Event::End(Signal::HUP),
+                    SIGTERM => Event::End(Signal::TERM),
+                    SIGTSTP => Event::Suspend,
+                    SIGUSR1 => Event::Pass(Signal::USR1),
+                    _ => Event::Pass(Signal::USR2),
+                };
+                if sender.send(event).is_err() {
+                    return;
+                }
+            }
+        })
+        .map_err(setup)?;
+    Ok(receiver)
+}
+
+/// Stops this process as Ctrl-Z does; returns when it is continued.
+pub(super) fn suspend_self() {
+    // It cannot fail for a signal that stops, and if it did, going on would be right.
+    let _ = signal_hook::low_level::emulate_default_handler(SIGTSTP);
+}
+
+/// The name of a signal as in `SIGKILL`, or its number.
+pub(super) fn name(number: i32) -> String {
+    match signal_hook::low_level::signal_name(number) {
+        Some(name) => format!("{name} ({number})"),
+        None => format!("signal {number}"),
+    }
+}
+
+/// The signals that this process was started to ignore, as the kernel lists them.
+fn ignored_signals() -> impl Fn(i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = ignored_mask(&status);
+    move |number| mask >> (number - 1) & 1 == 1
+}
+
+fn ignored_mask(status: &str) -> u64 {
+    let hex = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    hex.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0)
+}
+
+/// Lets the kernel send `signal` to the child when the launcher dies, however it dies.
+///
+/// The kernel watches the *thread* that starts the child, so that must be the main thread.
+pub(super) fn die_with_parent(command: &mut Command, signal: Signal) {
+    let parent = getpid();
+    let in_child = move || {
+        set_parent_process_death_signal(Some(signal))?;
+        // The launcher may have died between fork and the call above: then no signal will ever come.
+        if getppid() == Some(parent) { Ok(()) } else { Err(io::Error::from(rustix::io::Errno::SRCH)) }
+    };
+    // SAFETY: between fork and exec only async-signal-safe calls are allowed. The closure makes two system calls
+    // (prctl, getppid); it does not allocate, lock or panic.
+    unsafe {
+        command.pre_exec(in_child);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_mask_of_ignored_signals_is_read() {
+        let mask = ignored_mask("Name:\tx\nSigBlk:\tffffffffffffffff\nSigIgn:\t0000000000001001\nSigCgt:\t00\n");
+        assert_eq!(mask, 1 | 1 << 12, "SIGHUP is bit 0, SIGPIPE bit 12");
+        assert_eq!(ignored_mask("no such line"), 0);
+    }
+
+    #[test]
+    fn signals_are_named() {
+        assert_eq!(name(9), "SIGKILL (9)");
+        assert_eq!(name(60), "signal 60");
+    }
+}

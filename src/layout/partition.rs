@@ -1,0 +1,46 @@
+//! Cutting a sequence of items into contiguous parts, as DeepSpeed's pipeline and loaders do.
+
+/// Bounds of `parts` contiguous parts of `items` items, as even as possible; the first parts get one more.
+pub fn partition_uniform(items: usize, parts: usize) -> Vec<usize> {
+    let (each, more) = (items / parts, items % parts);
+    (0..=parts).map(|p| p * each + p.min(more)).collect()
+}
+
+/// Bounds of `parts` contiguous parts whose sums differ as little as possible between the heaviest and the lightest;
+/// of equal cuts the later. With no more items than parts, one item each.
+pub fn partition_balanced(weights: &[u64], parts: usize) -> Vec<usize> {
+    let n = weights.len();
+    if n <= parts {
+        return partition_uniform(n, parts);
+    }
+    let mut prefix = vec![0u64];
+    for w in weights {
+        prefix.push(prefix[prefix.len() - 1] + w);
+    }
+    // best[k][i]: the first i items in k parts, as (spread, lightest, heaviest, start of the last part).
+    type Cell = Option<(u64, u64, u64, usize)>;
+    let mut best: Vec<Vec<Cell>> = vec![vec![None; n + 1]; parts + 1];
+    for i in 1..=n {
+        best[1][i] = Some((0, prefix[i], prefix[i], 0));
+    }
+    for k in 2..=parts {
+        for i in k..=n {
+            for start in k - 1..i {
+                let Some((_, light, heavy, _)) = best[k - 1][start] else { continue };
+                let last = prefix[i] - prefix[start];
+                let (light, heavy) = (light.min(last), heavy.max(last));
+                if best[k][i].is_none_or(|b| heavy - light <= b.0) {
+                    best[k][i] = Some((heavy - light, light, heavy, start));
+                }
+            }
+        }
+    }
+    let mut bounds = vec![n];
+    let mut end = n;
+    for k in (1..=parts).rev() {
+        end = best[k][end].map_or(0, |b| b.3);
+        bounds.push(end);
+    }
+    bounds.reverse();
+    bounds
+}

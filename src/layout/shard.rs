@@ -1,0 +1,87 @@
+//! How one parameter is cut into shards, and shards are collected into sub-groups.
+//!
+//! ```text
+//!   parameter of 10 elements, 4 ranks: shard length ceil(10 / 4) = 3
+//!   rank 0 [0 1 2]   rank 1 [3 4 5]   rank 2 [6 7 8]   rank 3 [9 . .]     (. is padding)
+//! ```
+//!
+//! This is DeepSpeed's stage-3 layout. Here it holds at every stage, so that the same rank owns the same elements
+//! whatever is sharded.
+
+use std::ops::Range;
+
+/// Elements that each rank holds of a parameter of `numel` elements, padding included.
+pub fn shard_len(numel: usize, world_size: usize) -> usize {
+    numel.div_ceil(world_size)
+}
+
+/// The elements of a parameter that `rank` owns; shorter than [`shard_len`], or empty, at the tail.
+pub fn shard_range(numel: usize, world_size: usize, rank: usize) -> Range<usize> {
+    let len = shard_len(numel, world_size);
+    (rank * len).min(numel)..((rank + 1) * len).min(numel)
+}
+
+/// Padding elements in the shard of `rank`.
+pub fn shard_padding(numel: usize, world_size: usize, rank: usize) -> usize {
+    shard_len(numel, world_size) - shard_range(numel, world_size, rank).len()
+}
+
+/// Collects parameters into groups in order: a group is closed by the parameter with which its sum of sizes reaches
+/// the limit. DeepSpeed's rule for `sub_group_size`.
+#[derive(Debug, Clone)]
+pub struct SubGroups {
+    limit: usize,
+    elements: usize,
+}
+
+impl SubGroups {
+    /// Groups of about `limit` elements.
+    pub fn new(limit: usize) -> Self {
+        Self { limit, elements: 0 }
+    }
+
+    /// Adds a parameter with `len` elements in a rank's share; true if it closes its group.
+    pub fn push(&mut self, len: usize) -> bool {
+        self.elements = self.elements.saturating_add(len);
+        let closes = self.elements >= self.limit;
+        if closes {
+            self.elements = 0;
+        }
+        closes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn shards_cover_a_parameter_without_overlap(numel in 0usize..10_000, world in 1usize..70) {
+            let mut next = 0;
+            for rank in 0..world {
+                let range = shard_range(numel, world, rank);
+                prop_assert_eq!(range.start, next);
+                prop_assert_eq!(range.len() + shard_padding(numel, world, rank), shard_len(numel, world));
+                next = range.end;
+            }
+            prop_assert_eq!(next, numel);
+        }
+
+        #[test]
+        fn a_sub_group_reaches_its_limit_with_its_last_parameter(lens in prop::collection::vec(0usize..50, 0..60), limit in 1usize..200) {
+            let mut groups = SubGroups::new(limit);
+            let mut sum = 0;
+            for len in lens {
+                sum += len;
+                let closed = groups.push(len);
+                prop_assert_eq!(closed, sum >= limit);
+                if closed {
+                    prop_assert!(sum - len < limit);
+                    sum = 0;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! What the operating system says about this process's memory.
+
+/// The most memory that this process ever had resident, in bytes (`VmHWM` of /proc/self/status). `None` where the
+/// system does not tell.
+pub fn rss_peak_bytes() -> Option<u64> {
+    peak_of(&std::fs::read_to_string("/proc/self/status").ok()?)
+}
+
+fn peak_of(status: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_peak_is_read_in_bytes_and_absence_is_none() {
+        assert_eq!(peak_of("Name:\tx\nVmPeak:\t  900 kB\nVmHWM:\t     136 kB\nVmRSS:\t 1 kB\n"), Some(136 * 1024));
+        assert_eq!(peak_of("Name:\tx\n"), None);
+        assert_eq!(peak_of("VmHWM:\t many kB\n"), None);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn memory_that_was_touched_shows() {
+        let block = std::hint::black_box(vec![1u8; 32 << 20]);
+        assert!(rss_peak_bytes().is_some_and(|peak| peak > block.len() as u64));
+    }
+}

@@ -1,0 +1,73 @@
+//! Metrics as JSON lines.
+
+use crate::{Error, Result};
+use serde::Serialize;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Writes one JSON object per line. Each line is handed to the system at once, so a run that dies leaves whole lines.
+#[derive(Debug)]
+pub struct MetricsWriter {
+    file: File,
+    path: PathBuf,
+}
+
+impl MetricsWriter {
+    /// Creates the file, or empties it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`].
+    pub fn create(path: &Path) -> Result<Self> {
+        let file = File::create(path).map_err(|source| Error::Io { action: "create", path: path.into(), source })?;
+        Ok(Self { file, path: path.into() })
+    }
+
+    /// Appends one line. Numbers that are not finite become `null`, since JSON has no word for them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`], also when `record` cannot be JSON (a map whose keys are not text).
+    pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
+        let write = |file: &mut File| {
+            let mut line = serde_json::to_vec(record)?;
+            line.push(b'\n');
+            file.write_all(&line)
+        };
+        write(&mut self.file).map_err(|source| Error::Io { action: "write", path: self.path.clone(), source })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn each_record_is_a_line_that_is_there_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        std::fs::write(&path, "left over\n").unwrap();
+        let mut writer = MetricsWriter::create(&path).unwrap();
+        writer.write(&json!({"step": 0, "loss": 0.1})).unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "{\"loss\":0.1,\"step\":0}\n");
+        writer.write(&json!({"step": 1, "loss": f64::NAN})).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(text.lines().nth(1).unwrap(), "{\"loss\":null,\"step\":1}");
+    }
+
+    #[test]
+    fn a_folder_that_does_not_exist_is_named() {
+        let error = MetricsWriter::create(Path::new("no/such/folder/m.jsonl")).unwrap_err();
+        insta::assert_snapshot!(error, @"cannot create no/such/folder/m.jsonl: No such file or directory (os error 2)");
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_full_disk_is_an_error_that_names_the_file() {
+        let mut writer = MetricsWriter::create(Path::new("/dev/full")).unwrap();
+        insta::assert_snapshot!(writer.write(&json!({"step": 0})).unwrap_err(), @"cannot write /dev/full: No space left on device (os error 28)");
+    }
+}

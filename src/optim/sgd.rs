@@ -1,0 +1,65 @@
+//! Stochastic gradient descent as PyTorch has it.
+
+use super::chunks::Slices;
+use super::{Optimizer, StepContext};
+use crate::config::SgdConfig;
+use crate::precision::{FlatMut, FlatRef};
+
+/// SGD with momentum, dampening, Nesterov's variant and L2 decay.
+///
+/// With `g` the scaled gradient:
+///
+/// ```text
+/// g += wd * p
+/// b  = g at the first step, then mu * b + (1 - dampening) * g
+/// p -= lr * (g + mu * b  with nesterov, else b)
+/// ```
+///
+/// Without momentum there is no buffer and `p -= lr * g`.
+#[derive(Debug)]
+pub(super) struct Sgd {
+    config: SgdConfig,
+}
+
+impl Sgd {
+    pub(super) fn new(config: SgdConfig) -> Self {
+        Self { config }
+    }
+}
+
+impl Optimizer for Sgd {
+    fn state_names(&self) -> &'static [&'static str] {
+        if self.config.momentum == 0.0 { &[] } else { &["momentum_buffer"] }
+    }
+
+    fn update(
+        &self,
+        ctx: &StepContext,
+        param: &mut [f32],
+        grad: FlatRef<'_>,
+        state: &mut [&mut [f32]],
+        half: Option<FlatMut<'_>>,
+    ) {
+        assert!(ctx.step > 0, "optimizer steps count from 1");
+        let (lr, scale, l2) = (ctx.lr as f32, ctx.grad_scale, self.config.weight_decay as f32);
+        let momentum = self.config.momentum as f32;
+        if momentum == 0.0 {
+            return Slices::new(param, grad, state, half).for_each_block(&|param, grad, []| {
+                for (p, g) in param.iter_mut().zip(grad) {
+                    *p -= lr * (*g * scale + l2 * *p);
+                }
+            });
+        }
+        // The first step takes the gradient whole, whatever the dampening.
+        let (keep, take) = if ctx.step == 1 { (0.0, 1.0) } else { (momentum, (1.0 - self.config.dampening) as f32) };
+        // The direction as a sum of two products, so that one loop serves both variants.
+        let (of_grad, of_buffer) = if self.config.nesterov { (1.0, momentum) } else { (0.0, 1.0) };
+        Slices::new(param, grad, state, half).for_each_block(&|param, grad, [buffer]| {
+            for ((p, g), b) in param.iter_mut().zip(grad).zip(buffer.iter_mut()) {
+                let g = *g * scale + l2 * *p;
+                *b = keep * *b + take * g;
+                *p -= lr * (of_grad * g + of_buffer * *b);
+            }
+        });
+    }
+}

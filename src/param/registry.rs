@@ -1,0 +1,178 @@
+//! The `VarBuilder` backend behind a model under construction.
+//!
+//! For each parameter that the model asks for: make its initial values (at stage 3 only this rank's share), lay the
+//! share into its sub-group, and hand the model a tensor. At no time does stage 3 hold a whole parameter here.
+
+use super::{Param, Residency, Source, UnitId, capture, lock, residency};
+use crate::error::{Error, Result};
+use crate::layout::{Placement, shard_range};
+use crate::memory::{Kind, Ledger};
+use crate::precision::Flat;
+use crate::zero::core::Link;
+use crate::zero::sub_group::{SubGroup, SubGroupBuilder};
+use candle_core::{DType, Device, Shape, Tensor};
+use candle_nn::Init;
+use candle_nn::var_builder::SimpleBackend;
+use std::collections::{BTreeSet, HashMap};
+use std::sync::{Arc, Mutex};
+
+/// What decides how a parameter is held.
+#[derive(Debug, Clone)]
+pub(crate) struct Holding {
+    pub rank: usize,
+    pub world_size: usize,
+    pub placement: Placement,
+    pub dtype: DType,
+    pub device: Device,
+    pub sub_group_size: usize,
+}
+
+/// Collects the parameters of a model under construction.
+#[derive(Clone)]
+pub(crate) struct Registry(Arc<Mutex<Inner>>);
+
+struct Inner {
+    holding: Holding,
+    source: Source,
+    link: Link,
+    ledger: Ledger,
+    params: Vec<Param>,
+    by_name: HashMap<String, usize>,
+    units: Vec<String>,
+    open_units: Vec<UnitId>,
+    groups: SubGroupBuilder,
+    /// The first error; Candle's own error type cannot carry it.
+    failure: Option<Error>,
+}
+
+/// A finished registration.
+pub(crate) struct Registered {
+    pub params: Vec<Param>,
+    /// Names of the units, the root (an empty name) first.
+    pub units: Vec<String>,
+    pub groups: Vec<SubGroup>,
+}
+
+impl Registry {
+    pub fn new(holding: Holding, source: Source, link: Link, ledger: Ledger) -> Self {
+        let groups = SubGroupBuilder::new(&holding, ledger.clone());
+        Self(Arc::new(Mutex::new(Inner {
+            holding,
+            source,
+            link,
+            ledger,
+            params: Vec::new(),
+            by_name: HashMap::new(),
+            units: vec![String::new()],
+            open_units: vec![0],
+            groups,
+            failure: None,
+        })))
+    }
+
+    /// Begins a unit: parameters registered until [`Registry::close_unit`] belong to it.
+    pub fn open_unit(&self, name: String) -> (UnitId, Link) {
+        let mut inner = lock(&self.0);
+        let id = inner.units.len();
+        inner.units.push(name);
+        inner.open_units.push(id);
+        (id, inner.link.clone())
+    }
+
+    pub fn close_unit(&self) {
+        lock(&self.0).open_units.pop();
+    }
+
+    /// The error behind a failed construction, if it is one of ours.
+    pub fn take_failure(&self) -> Option<Error> {
+        lock(&self.0).failure.take()
+    }
+
+    /// Ends the registration.
+    pub fn finish(self) -> Result<Registered> {
+        let mut inner = lock(&self.0);
+        let params = std::mem::take(&mut inner.params);
+        if params.is_empty() {
+            return Err(Error::NoParameters);
+        }
+        inner.source.check_all_used(&params.iter().map(|p| p.name.as_str()).collect::<BTreeSet<_>>())?;
+        Ok(Registered { params, units: std::mem::take(&mut inner.units), groups: inner.groups.finish() })
+    }
+}
+
+impl Inner {
+    fn register(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
+        if let Some(known) = self.by_name.get(name) {
+            let known = &self.params[*known];
+            if known.shape != shape {
+                let (first, second) = (known.shape.dims().to_vec(), shape.dims().to_vec());
+                return Err(Error::ParameterTwice { name: name.into(), first, second });
+            }
+            return Ok(known.tensor.clone());
+        }
+        let h = self.holding.clone();
+        if dtype != h.dtype {
+            let (found, expected) = (format!("{dtype:?}"), format!("{:?}", h.dtype));
+            return Err(Error::ParameterDtype { name: name.into(), found, expected });
+        }
+        let numel = shape.elem_count();
+        let shard = shard_range(numel, h.world_size, h.rank);
+        let made = if h.placement.params.is_sharded() { shard.clone() } else { 0..numel };
+        let values = Flat::from_f32(self.source.values(name, &shape, init, made.clone())?, dtype);
+
+        let id = self.params.len();
+        let owned = if h.placement.optim.is_sharded() { shard } else { 0..numel };
+        self.groups.push(id, numel, owned.clone(), values.slice(owned.start - made.start..owned.end - made.start));
+
+        let leaf = residency::empty_leaf(&h.device, dtype, &shape)?;
+        let tensor = |values| {
+            let storage = residency::storage_on(&h.device, residency::to_storage(values))?;
+            capture::capture(&leaf, id, self.link.clone(), storage)
+        };
+        let (tensor, residency) = if h.placement.params.is_sharded() {
+            let tensor = tensor(Flat::zeros(dtype, 0))?;
+            residency::clear(&tensor)?;
+            (tensor, Residency::Absent)
+        } else {
+            let held = self.ledger.hold(Kind::Parameters, values.capacity_in_bytes());
+            (tensor(values)?, Residency::Whole(held))
+        };
+        let unit = self.open_units.last().copied().unwrap_or(0);
+        self.params.push(Param {
+            name: name.into(),
+            shape,
+            numel,
+            unit,
+            tensor: tensor.clone(),
+            residency: Mutex::new(residency),
+        });
+        self.by_name.insert(name.into(), id);
+        Ok(tensor)
+    }
+
+    fn fail(&mut self, error: Error) -> candle_core::Error {
+        let text = error.to_string();
+        self.failure.get_or_insert(error);
+        candle_core::Error::Msg(text)
+    }
+}
+
+impl SimpleBackend for Registry {
+    fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, _: &Device) -> candle_core::Result<Tensor> {
+        let mut inner = lock(&self.0);
+        inner.register(name, shape, init, dtype).map_err(|e| inner.fail(e))
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        let mut inner = lock(&self.0);
+        match inner.by_name.get(name) {
+            Some(known) => Ok(inner.params[*known].tensor.clone()),
+            None => Err(inner.fail(Error::ParameterWithoutShape { name: name.into() })),
+        }
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        let inner = lock(&self.0);
+        inner.by_name.contains_key(name) || inner.source.contains(name)
+    }
+}

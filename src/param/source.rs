@@ -1,0 +1,117 @@
+//! Where initial values come from: a random rule, or a safetensors file.
+
+use super::init::init_values;
+use crate::error::{Error, Result};
+use candle_core::Shape;
+use candle_nn::Init;
+use half::{bf16, f16};
+use memmap2::Mmap;
+use safetensors::tensor::{Metadata, SafeTensors, TensorInfo};
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// Where initial values come from.
+#[derive(Debug)]
+pub enum Source {
+    /// A rule of seed and name, with the model's own init hints.
+    Random {
+        /// The seed.
+        seed: u64,
+    },
+    /// A safetensors file with exactly the model's parameters.
+    File(WeightFile),
+}
+
+/// A mapped safetensors file of f32, f16 or bf16 tensors.
+#[derive(Debug)]
+pub struct WeightFile {
+    path: PathBuf,
+    map: Mmap,
+    data_start: usize,
+    metadata: Metadata,
+}
+
+impl Source {
+    /// Opens a safetensors file.
+    pub fn file(path: &Path) -> Result<Self> {
+        Ok(Self::File(WeightFile::open(path)?))
+    }
+
+    /// Elements `range` of parameter `name`, in f32.
+    pub(crate) fn values(&self, name: &str, shape: &Shape, init: Init, range: Range<usize>) -> Result<Vec<f32>> {
+        match self {
+            Self::Random { seed } => Ok(init_values(*seed, name, shape, init, range)),
+            Self::File(file) => file.values(name, shape, range),
+        }
+    }
+
+    /// Whether a parameter of that name is known to exist.
+    pub(crate) fn contains(&self, name: &str) -> bool {
+        matches!(self, Self::File(file) if file.metadata.info(name).is_some())
+    }
+
+    /// An error if the file holds tensors that the model has not asked for.
+    pub(crate) fn check_all_used(&self, used: &BTreeSet<&str>) -> Result<()> {
+        let Self::File(file) = self else { return Ok(()) };
+        let mut extra: Vec<_> = file.metadata.tensors().into_keys().filter(|n| !used.contains(n.as_str())).collect();
+        extra.sort();
+        match extra.is_empty() {
+            true => Ok(()),
+            false => Err(Error::ExtraTensors { path: file.path.clone(), names: list(&extra) }),
+        }
+    }
+}
+
+impl WeightFile {
+    fn open(path: &Path) -> Result<Self> {
+        let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
+        let file = std::fs::File::open(path).map_err(io)?;
+        // SAFETY: the map is only read. A file that another process cuts short meanwhile would raise SIGBUS; weights
+        // are not written in place by anything here, and copying a model of any size to avoid that would cost more.
+        let map = unsafe { Mmap::map(&file) }.map_err(io)?;
+        let bad = |e: safetensors::SafeTensorError| Error::BadWeightFile { path: path.to_owned(), why: e.to_string() };
+        let (header, metadata) = SafeTensors::read_metadata(&map).map_err(bad)?;
+        // read_metadata has checked that the header's tensors lie inside the file without gaps.
+        Ok(Self { path: path.to_owned(), data_start: header + 8, map, metadata })
+    }
+
+    fn values(&self, name: &str, shape: &Shape, range: Range<usize>) -> Result<Vec<f32>> {
+        let path = || self.path.clone();
+        let Some(info) = self.metadata.info(name) else {
+            return Err(Error::MissingTensor { path: path(), name: name.into(), shape: shape.dims().to_vec() });
+        };
+        if info.shape != shape.dims() {
+            let (found, expected) = (info.shape.clone(), shape.dims().to_vec());
+            return Err(Error::MisshapenTensor { path: path(), name: name.into(), found, expected });
+        }
+        let bytes = |size: usize| {
+            let start = self.data_start + info.data_offsets.0;
+            &self.map[start + range.start * size..start + range.end * size]
+        };
+        // The header's length is any number of bytes, so elements need not be aligned.
+        fn read<const N: usize>(bytes: &[u8], f: impl Fn([u8; N]) -> f32) -> Vec<f32> {
+            bytes.as_chunks::<N>().0.iter().map(|b| f(*b)).collect()
+        }
+        let TensorInfo { dtype, .. } = info;
+        match dtype {
+            safetensors::Dtype::F32 => Ok(read(bytes(4), f32::from_le_bytes)),
+            safetensors::Dtype::BF16 => Ok(read(bytes(2), |b| bf16::from_le_bytes(b).to_f32())),
+            safetensors::Dtype::F16 => Ok(read(bytes(2), |b| f16::from_le_bytes(b).to_f32())),
+            other => {
+                let found = format!("{other:?}");
+                Err(Error::TensorDtype { path: path(), name: name.into(), found })
+            }
+        }
+    }
+}
+
+/// Names for a message: the first few, and how many more.
+pub(crate) fn list<S: AsRef<str>>(names: &[S]) -> String {
+    const SHOWN: usize = 8;
+    let mut text = names.iter().take(SHOWN).map(|n| n.as_ref()).collect::<Vec<_>>().join(", ");
+    if names.len() > SHOWN {
+        text += &format!(" and {} more", names.len() - SHOWN);
+    }
+    text
+}

@@ -1,0 +1,196 @@
+//! The global gradient norm: sums of squares, overflow, and the factor that clipping and loss scale make.
+//!
+//! Squares are summed in f64, where the square of any finite f32 is exact and no sum can overflow: a result that is
+//! not finite comes from an element that is not finite. The order of summation is fixed by position in the slice
+//! and nothing else, so a slice gives the same bits on every machine and with any number of threads.
+
+use super::{FlatMut, FlatRef};
+use rayon::prelude::*;
+
+/// Elements that are summed by one thread, in one go.
+const CHUNK: usize = 64 * 1024;
+
+/// Elements that are widened together.
+const BLOCK: usize = 1024;
+
+/// Independent sums per chunk; enough to hide the latency of an addition.
+const LANES: usize = 16;
+
+/// DeepSpeed adds this to the norm before it compares with the largest allowed one.
+const CLIP_EPSILON: f64 = 1e-6;
+
+/// Sum of the squares of all elements.
+///
+/// Element `i` is added to lane `i % 16` of chunk `i / 65536`; lanes are added up in order, then chunks in order.
+/// Not finite exactly when an element is not finite.
+pub fn sum_of_squares(values: FlatRef<'_>) -> f64 {
+    let chunks = values.len().div_ceil(CHUNK);
+    let sums: Vec<f64> = (0..chunks).into_par_iter().map(|i| chunk_sum(chunk(values, i))).collect();
+    sums.iter().sum()
+}
+
+/// Whether any element is infinite or not a number.
+pub fn has_non_finite(values: FlatRef<'_>) -> bool {
+    (0..values.len().div_ceil(CHUNK)).into_par_iter().any(|i| {
+        let mut found = false;
+        // No early exit within a chunk: a plain OR over all of it vectorizes.
+        for_each_block(chunk(values, i), |block| found |= block.iter().fold(false, |bad, x| bad | !x.is_finite()));
+        found
+    })
+}
+
+/// What gradients are divided by so that their L2 norm is at most `max_norm`: 1 or more.
+///
+/// `norm_unscaled` is the global norm with the loss scale divided out. `max_norm` is `gradient_clipping`; 0 switches
+/// clipping off. DeepSpeed's rule for stages 1 to 3, (norm + 1e-6) / max_norm where that is above 1, for every stage.
+pub fn clip_factor(norm_unscaled: f64, max_norm: f64) -> f64 {
+    if max_norm > 0.0 { ((norm_unscaled + CLIP_EPSILON) / max_norm).max(1.0) } else { 1.0 }
+}
+
+/// What gradients are multiplied by before the update: loss scale and clipping taken out in one product.
+///
+/// `scaled_norm` is the global norm of the gradients as they are, `loss_scale` the scale that they were made with,
+/// `clipping` is `gradient_clipping`. Exactly 1 when there is nothing to do.
+pub fn gradient_multiplier(scaled_norm: f64, loss_scale: f64, clipping: f64) -> f64 {
+    1.0 / (clip_factor(scaled_norm / loss_scale, clipping) * loss_scale)
+}
+
+fn chunk(values: FlatRef<'_>, i: usize) -> FlatRef<'_> {
+    values.slice(i * CHUNK..values.len().min((i + 1) * CHUNK))
+}
+
+fn chunk_sum(values: FlatRef<'_>) -> f64 {
+    let mut lanes = [0.0f64; LANES];
+    for_each_block(values, |block| {
+        let mut groups = block.chunks_exact(LANES);
+        for group in &mut groups {
+            lanes.iter_mut().zip(group).for_each(|(lane, x)| *lane += f64::from(*x) * f64::from(*x));
+        }
+        // Only the last block of a chunk has a remainder, so an element's lane depends on its position alone.
+        lanes.iter_mut().zip(groups.remainder()).for_each(|(lane, x)| *lane += f64::from(*x) * f64::from(*x));
+    });
+    lanes.iter().sum()
+}
+
+/// Runs `f` over `values` in blocks of f32.
+fn for_each_block(values: FlatRef<'_>, mut f: impl FnMut(&[f32])) {
+    if let FlatRef::F32(values) = values {
+        return values.chunks(BLOCK).for_each(f);
+    }
+    let mut widened = [0.0f32; BLOCK];
+    for start in (0..values.len()).step_by(BLOCK) {
+        let end = values.len().min(start + BLOCK);
+        let block = &mut widened[..end - start];
+        FlatMut::F32(block).copy_cast(values.slice(start..end));
+        f(block);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+    use serde_json::Value;
+
+    /// Values of both signs over many magnitudes.
+    fn values(len: usize) -> Vec<f32> {
+        (0..len as u64).map(|i| ((i * 2741 + 877) % 2001) as f32 - 1000.0).map(|x| x * x * x / 1e6).collect()
+    }
+
+    #[test]
+    fn the_sum_is_right_and_the_same_for_any_number_of_threads() {
+        for len in [0, 1, 15, 17, BLOCK + 3, CHUNK - 1, CHUNK, 3 * CHUNK + 1041] {
+            let values = values(len);
+            let exact: f64 = values.iter().map(|x| f64::from(*x).powi(2)).sum();
+            let sum_with = |threads: usize| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                pool.install(|| sum_of_squares(FlatRef::F32(&values)))
+            };
+            let sum = sum_with(1);
+            assert!((sum - exact).abs() <= 1e-12 * exact, "{len}: {sum} instead of {exact}");
+            assert_eq!(sum.to_bits(), sum_with(3).to_bits(), "{len}");
+        }
+    }
+
+    #[test]
+    fn half_formats_are_summed_by_their_values() {
+        let values = values(CHUNK + 1500);
+        let bf: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
+        let hf: Vec<f16> = values.iter().map(|x| f16::from_f32(*x)).collect();
+        let widened: Vec<f32> = bf.iter().map(|x| x.to_f32()).collect();
+        assert_eq!(sum_of_squares(FlatRef::BF16(&bf)), sum_of_squares(FlatRef::F32(&widened)));
+        let widened: Vec<f32> = hf.iter().map(|x| x.to_f32()).collect();
+        assert_eq!(sum_of_squares(FlatRef::F16(&hf)), sum_of_squares(FlatRef::F32(&widened)));
+    }
+
+    #[test]
+    fn the_largest_finite_values_do_not_overflow_the_sum() {
+        assert!(sum_of_squares(FlatRef::F32(&vec![f32::MAX; CHUNK + 1])).is_finite());
+    }
+
+    #[test]
+    fn one_bad_element_is_found_wherever_it_is() {
+        for len in [1, 17, BLOCK + 1, CHUNK + 5] {
+            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                for at in [0, len / 2, len - 1] {
+                    let mut values = values(len);
+                    assert!(!has_non_finite(FlatRef::F32(&values)));
+                    values[at] = bad;
+                    assert!(has_non_finite(FlatRef::F32(&values)), "{bad} at {at} of {len}");
+                    assert!(!sum_of_squares(FlatRef::F32(&values)).is_finite());
+                    let bf: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
+                    assert!(has_non_finite(FlatRef::BF16(&bf)));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn clipping_is_off_at_zero_and_never_enlarges() {
+        assert_eq!(clip_factor(100.0, 0.0), 1.0);
+        assert_eq!(clip_factor(0.5, 1.0), 1.0);
+        assert_eq!(clip_factor(2.0, 1.0), 2.0 + 1e-6);
+        assert_eq!(gradient_multiplier(3.0, 1.0, 0.0), 1.0);
+        assert_eq!(gradient_multiplier(3.0, 1.0, 5.0), 1.0);
+    }
+
+    #[test]
+    fn the_conformance_cases_hold() {
+        let file: Value = serde_json::from_str(include_str!("../../tests/fixtures/conformance_data.json")).unwrap();
+        let mut run = 0;
+        for case in file.as_array().unwrap().iter().filter(|c| c["area"] == "grad-clip") {
+            let (id, input, expect) = (case["id"].as_str().unwrap(), &case["input"], &case["expect"]);
+            let number = |v: &Value| v.as_f64().unwrap();
+            let floats = |v: &Value| v.as_array().unwrap().iter().map(|x| number(x) as f32).collect::<Vec<_>>();
+            let close = |got: f64, want: f64| {
+                let rtol = case["rtol"].as_f64().unwrap_or(0.0);
+                assert!((got - want).abs() <= rtol * want.abs(), "{id}: {got} instead of {want}");
+            };
+            match id {
+                "clip-03" | "clip-07" => {
+                    let (norm, scale) = (number(&input["scaled_norm"]), number(&input["loss_scale"]));
+                    let multiplier = gradient_multiplier(norm, scale, number(&input["gradient_clipping"]));
+                    close(multiplier, number(&expect["gradient_multiplier"]));
+                    close(norm / scale, number(&expect["reported_norm"]));
+                }
+                "clip-torch" => {
+                    let grads = floats(&input["grads"]);
+                    let norm = sum_of_squares(FlatRef::F32(&grads)).sqrt();
+                    let multiplier = gradient_multiplier(norm, 1.0, number(&input["max_norm"]));
+                    for (grad, after) in grads.iter().zip(floats(&expect["grads_after"])) {
+                        close(f64::from(*grad) * multiplier, f64::from(after));
+                    }
+                }
+                "norm-0" => {
+                    let shards = input["gradient_shards_per_rank"].as_array().unwrap();
+                    let sum: f64 = shards.iter().map(|s| sum_of_squares(FlatRef::F32(&floats(s)))).sum();
+                    close(sum.sqrt(), number(&expect["global_norm"]));
+                }
+                other => panic!("no test for {other}"),
+            }
+            run += 1;
+        }
+        assert_eq!(run, 4);
+    }
+}

@@ -1,0 +1,148 @@
+//! What the engine and the operations inside the autograd graph share.
+//!
+//! Operations hold a [`Link`]: it leads to the [`Core`] while the engine lives, and to nothing before and after, so
+//! that a model outside of an engine is a plain Candle model.
+
+use super::gather::Gatherer;
+use super::gradients::{Gradients, ReducePlan};
+use super::sub_group::SubGroup;
+use super::trace::Event;
+use crate::comm::Communicator;
+use crate::config::ZeroConfig;
+use crate::error::{Error, Result};
+use crate::layout::Placement;
+use crate::memory::Ledger;
+use crate::param::registry::Registered;
+use crate::param::{Param, ParamId, UnitId, lock, residency};
+use candle_core::{DType, Tensor};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+/// The partitioned state of one rank.
+pub(crate) struct Core {
+    pub comm: Arc<dyn Communicator>,
+    pub placement: Placement,
+    pub zero: ZeroConfig,
+    pub dtype: DType,
+    pub ledger: Ledger,
+    pub params: Vec<Param>,
+    /// Sub-group and slot of each parameter.
+    pub places: Vec<(usize, usize)>,
+    pub groups: Mutex<Vec<SubGroup>>,
+    pub gather: Mutex<Gatherer>,
+    pub gradients: Mutex<Gradients>,
+    /// Every unit recomputes its forward in backward.
+    pub recompute: bool,
+    evaluating: Mutex<bool>,
+    /// The first error inside an operation; Candle's own error type cannot carry it.
+    failure: Mutex<Option<Error>>,
+}
+
+/// The way from an operation to the engine.
+#[derive(Clone, Default)]
+pub(crate) struct Link(Arc<OnceLock<Weak<Core>>>);
+
+impl Link {
+    /// The engine's core, if there is an engine.
+    pub fn core(&self) -> Option<Arc<Core>> {
+        self.0.get().and_then(Weak::upgrade)
+    }
+}
+
+impl Core {
+    /// Builds the core of a registered model and connects `link` to it.
+    pub fn new(
+        comm: Arc<dyn Communicator>,
+        zero: ZeroConfig,
+        plan: ReducePlan,
+        dtype: DType,
+        recompute: bool,
+        registered: Registered,
+        ledger: Ledger,
+        link: &Link,
+    ) -> Arc<Self> {
+        let Registered { params, units, groups } = registered;
+        let mut places = vec![(0, 0); params.len()];
+        for (g, group) in groups.iter().enumerate() {
+            for (s, slot) in group.slots.iter().enumerate() {
+                places[slot.param] = (g, s);
+            }
+        }
+        let gather = Gatherer::new(&params, units.len(), &zero, comm.size());
+        let gradients = Gradients::new(plan, zero.reduce_bucket_size, params.len());
+        let core = Arc::new(Self {
+            comm,
+            placement: zero.stage.placement(),
+            zero,
+            dtype,
+            ledger,
+            params,
+            places,
+            groups: Mutex::new(groups),
+            gather: Mutex::new(gather),
+            gradients: Mutex::new(gradients),
+            recompute,
+            evaluating: Mutex::new(false),
+            failure: Mutex::new(None),
+        });
+        assert!(link.0.set(Arc::downgrade(&core)).is_ok(), "a link is connected once");
+        core
+    }
+
+    /// Called by a parameter's capture operation.
+    pub fn gradient_arrived(&self, param: ParamId, grad: &Tensor) -> candle_core::Result<()> {
+        let arrived = lock(&self.gradients).arrive(self, param, grad);
+        arrived.and_then(|()| self.release_param(param)).map_err(|e| self.stash(e))
+    }
+
+    fn release_param(&self, param: ParamId) -> Result<()> {
+        if self.placement.params.is_sharded() { lock(&self.gather).release_param(self, param) } else { Ok(()) }
+    }
+
+    /// A unit is about to run forward or backward.
+    pub fn enter(&self, event: Event) -> candle_core::Result<()> {
+        lock(&self.gather).enter(self, event).map_err(|e| self.stash(e))
+    }
+
+    /// A unit's forward is over.
+    pub fn leave_forward(&self, unit: UnitId) -> candle_core::Result<()> {
+        lock(&self.gather).leave_forward(self, unit).map_err(|e| self.stash(e))
+    }
+
+    /// Whether a model is only evaluated.
+    pub fn is_evaluating(&self) -> bool {
+        *lock(&self.evaluating)
+    }
+
+    /// Switches between training and evaluation.
+    pub fn set_evaluating(&self, evaluating: bool) {
+        *lock(&self.evaluating) = evaluating;
+        lock(&self.gather).set_evaluating(evaluating);
+    }
+
+    /// Keeps `error` for the engine and gives Candle its text.
+    fn stash(&self, error: Error) -> candle_core::Error {
+        let text = error.to_string();
+        lock(&self.failure).get_or_insert(error);
+        candle_core::Error::Msg(text)
+    }
+
+    /// The typed error behind a failed Candle operation.
+    pub fn explain(&self, error: candle_core::Error) -> Error {
+        if let Some(failure) = lock(&self.failure).take() {
+            return failure;
+        }
+        // Candle names the dtype that stands for absence when an operation meets an absent parameter.
+        if error.to_string().contains(&format!("{:?}", residency::ABSENT)) {
+            let absent: Vec<&str> = self.params.iter().filter(|p| !p.is_whole()).map(|p| p.name.as_str()).collect();
+            if !absent.is_empty() {
+                return Error::ParameterAbsent { names: crate::param::list(&absent), source: error };
+            }
+        }
+        error.into()
+    }
+
+    /// A hash of which parameters travel together, for the collectives' fingerprints.
+    pub fn tag(&self, params: &[ParamId]) -> u64 {
+        params.iter().fold(0xcbf2_9ce4_8422_2325, |h, p| (h ^ *p as u64).wrapping_mul(0x0000_0100_0000_01b3))
+    }
+}

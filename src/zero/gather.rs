@@ -1,0 +1,293 @@
+//! Stage 3: units are gathered when they are needed, released when they are not, and gathered ahead in the recorded
+//! order.
+//!
+//! ```text
+//!   forward    gather u0 | run u0 | release u0 | gather u1 | run u1 | release u1 | ...
+//!   backward   ... gather u1 | run u1, releasing each parameter when its gradient has arrived | gather u0 | ...
+//! ```
+//!
+//! From the second micro step on, while one unit runs the next ones are already on their way, as far as
+//! `stage3_prefetch_bucket_size` and `stage3_max_live_parameters` allow. Every decision depends on counts alone,
+//! never on time, so all ranks issue the same collectives in the same order.
+
+use super::core::Core;
+use super::trace::{Event, Trace};
+use crate::comm::Pending;
+use crate::error::Result;
+use crate::layout::{chunk_offsets, shard_len, shard_range};
+use crate::memory::{Held, Kind};
+use crate::param::{Param, ParamId, Residency, UnitId, lock, residency};
+use crate::precision::Flat;
+
+/// Gathers and releases the sharded parameters of every unit.
+pub(crate) struct Gatherer {
+    units: Vec<UnitState>,
+    persistent: Bundle,
+    /// By parameter.
+    is_persistent: Vec<bool>,
+    trace: Trace,
+    /// Elements of gathered parameters, without the persistent ones.
+    live: usize,
+    /// Elements of gathers under way.
+    in_flight: usize,
+    /// While a model is only evaluated, nothing is recorded or kept.
+    evaluating: bool,
+}
+
+struct UnitState {
+    bundle: Bundle,
+    state: State,
+}
+
+/// What of a unit's parameters is in memory.
+enum State {
+    /// Only this rank's shares.
+    Released,
+    /// A gather is under way.
+    InFlight(Pending<Flat>, Held),
+    /// All of them.
+    Gathered,
+    /// Some of them: backward is releasing one after the other.
+    Partly,
+}
+
+/// Parameters that travel in one all-gather.
+struct Bundle {
+    params: Vec<ParamId>,
+    /// Offset of each parameter's shard in a rank's chunk.
+    offsets: Vec<usize>,
+    chunk: usize,
+    numel: usize,
+}
+
+impl Bundle {
+    fn new(params: Vec<ParamId>, all: &[Param], world_size: usize) -> Self {
+        let numels: Vec<usize> = params.iter().map(|p| all[*p].numel).collect();
+        let (offsets, chunk) = chunk_offsets(&numels, world_size);
+        Self { params, offsets, chunk, numel: numels.iter().sum() }
+    }
+
+    /// Begins the all-gather of this rank's shares.
+    fn launch(&self, core: &Core) -> (Pending<Flat>, Held) {
+        let groups = lock(&core.groups);
+        let mut chunk = Flat::with_capacity(core.dtype, self.chunk);
+        for p in &self.params {
+            let (group, slot) = core.places[*p];
+            let at = groups[group].slots[slot].at;
+            let weights = groups[group].weights.as_ref().expect("sharded parameters lie in their sub-group");
+            chunk.extend_cast(weights.slice(at..at + shard_len(core.params[*p].numel, core.comm.size())));
+        }
+        let bytes = self.chunk * core.comm.size() * core.dtype.size_in_bytes();
+        let held = core.ledger.hold(Kind::Gathered, bytes);
+        (core.comm.all_gather(chunk, core.tag(&self.params)), held)
+    }
+
+    /// Puts gathered chunks into the parameters' tensors.
+    fn install(&self, core: &Core, chunks: Flat, kind: Kind) -> Result<()> {
+        let world = core.comm.size();
+        for (p, offset) in self.params.iter().zip(&self.offsets) {
+            let param = &core.params[*p];
+            let mut whole = Flat::with_capacity(core.dtype, param.numel);
+            for r in 0..world {
+                let start = r * self.chunk + offset;
+                whole.extend_cast(chunks.slice(start..start + shard_range(param.numel, world, r).len()));
+            }
+            let held = core.ledger.hold(kind, whole.capacity_in_bytes());
+            residency::put(&param.tensor, whole)?;
+            *lock(&param.residency) = Residency::Whole(held);
+        }
+        Ok(())
+    }
+
+    /// Empties the parameters' tensors; returns the number of elements released.
+    fn release(&self, core: &Core) -> Result<usize> {
+        let mut released = 0;
+        for p in &self.params {
+            released += release(&core.params[*p])?;
+        }
+        Ok(released)
+    }
+}
+
+/// Empties a parameter's tensor if it is whole; returns the number of elements released.
+fn release(param: &Param) -> Result<usize> {
+    if !param.is_whole() {
+        return Ok(0);
+    }
+    residency::clear(&param.tensor)?;
+    *lock(&param.residency) = Residency::Absent;
+    Ok(param.numel)
+}
+
+impl Gatherer {
+    /// For parameters that are sharded; at stages 0 to 2 there is nothing to gather and every call is idle.
+    pub fn new(params: &[Param], num_units: usize, zero: &crate::config::ZeroConfig, world_size: usize) -> Self {
+        let sharded = zero.stage.placement().params.is_sharded();
+        let mut persistent = Vec::new();
+        let mut by_unit = vec![Vec::new(); num_units];
+        let mut persistent_elements = 0usize;
+        let mut is_persistent = vec![false; params.len()];
+        for (id, param) in params.iter().enumerate().filter(|_| sharded) {
+            let small = param.numel <= zero.param_persistence_threshold;
+            if small && persistent_elements + param.numel <= zero.model_persistence_threshold {
+                persistent_elements += param.numel;
+                persistent.push(id);
+                is_persistent[id] = true;
+            } else {
+                by_unit[param.unit].push(id);
+            }
+        }
+        let unit = |p| UnitState { bundle: Bundle::new(p, params, world_size), state: State::Released };
+        Self {
+            units: by_unit.into_iter().map(unit).collect(),
+            persistent: Bundle::new(persistent, params, world_size),
+            is_persistent,
+            trace: Trace::default(),
+            live: 0,
+            in_flight: 0,
+            evaluating: false,
+        }
+    }
+
+    /// Gathers the persistent parameters again, after the weights have changed.
+    pub fn refresh_persistent(&mut self, core: &Core) -> Result<()> {
+        if self.persistent.params.is_empty() {
+            return Ok(());
+        }
+        let (pending, _held) = self.persistent.launch(core);
+        let chunks = pending.wait()?;
+        self.persistent.release(core)?;
+        self.persistent.install(core, chunks, Kind::Persistent)
+    }
+
+    /// Switches between training and evaluation.
+    pub fn set_evaluating(&mut self, evaluating: bool) {
+        self.evaluating = evaluating;
+    }
+
+    /// A unit is about to run: gathers it if need be, and begins to gather what comes next.
+    pub fn enter(&mut self, core: &Core, event: Event) -> Result<()> {
+        if !self.evaluating {
+            self.trace.advance(event);
+        }
+        self.need(core, event.unit())?;
+        self.prefetch(core);
+        Ok(())
+    }
+
+    /// A unit's forward is over: releases it, unless its backward comes within `stage3_max_reuse_distance`.
+    pub fn leave_forward(&mut self, core: &Core, unit: UnitId) -> Result<()> {
+        if !self.evaluating && self.is_needed_soon(core, unit) {
+            return Ok(());
+        }
+        self.release_unit(core, unit)
+    }
+
+    /// A parameter's gradient has arrived: this backward needs its values no more.
+    pub fn release_param(&mut self, core: &Core, param: ParamId) -> Result<()> {
+        if self.is_persistent[param] {
+            return Ok(());
+        }
+        let released = release(&core.params[param])?;
+        if released > 0 {
+            self.live -= released;
+            let unit = &mut self.units[core.params[param].unit];
+            let any = unit.bundle.params.iter().any(|p| core.params[*p].is_whole());
+            unit.state = if any { State::Partly } else { State::Released };
+        }
+        Ok(())
+    }
+
+    /// The micro step is over: releases whatever is left (unused parameters, gathers that nobody came for).
+    pub fn end(&mut self, core: &Core) -> Result<()> {
+        for unit in 0..self.units.len() {
+            self.settle(unit)?;
+            self.release_unit(core, unit)?;
+        }
+        if !self.evaluating {
+            self.trace.end();
+        }
+        Ok(())
+    }
+
+    fn need(&mut self, core: &Core, unit: UnitId) -> Result<()> {
+        if matches!(self.units[unit].state, State::Partly) {
+            self.release_unit(core, unit)?;
+        }
+        if matches!(self.units[unit].state, State::Released) {
+            self.launch(core, unit);
+        }
+        let UnitState { bundle, state } = &mut self.units[unit];
+        if let State::InFlight(pending, held) = std::mem::replace(state, State::Gathered) {
+            self.in_flight -= bundle.numel;
+            self.live += bundle.numel;
+            bundle.install(core, pending.wait()?, Kind::Gathered)?;
+            drop(held);
+        }
+        Ok(())
+    }
+
+    fn launch(&mut self, core: &Core, unit: UnitId) {
+        let UnitState { bundle, state } = &mut self.units[unit];
+        if bundle.params.is_empty() {
+            *state = State::Gathered;
+            return;
+        }
+        let (pending, held) = bundle.launch(core);
+        self.in_flight += bundle.numel;
+        *state = State::InFlight(pending, held);
+    }
+
+    fn prefetch(&mut self, core: &Core) {
+        if self.evaluating || !core.zero.overlap_comm {
+            return;
+        }
+        let (bucket, max_live) = (core.zero.prefetch_bucket_size, core.zero.max_live_parameters);
+        let coming: Vec<UnitId> = self.trace.coming().iter().map(|e| e.unit()).collect();
+        for unit in coming {
+            if !matches!(self.units[unit].state, State::Released) {
+                continue;
+            }
+            let numel = self.units[unit].bundle.numel;
+            if self.in_flight + numel > bucket || self.live + self.in_flight + numel > max_live {
+                break;
+            }
+            self.launch(core, unit);
+        }
+    }
+
+    fn is_needed_soon(&self, core: &Core, unit: UnitId) -> bool {
+        let mut distance = 0usize;
+        for event in self.trace.coming() {
+            if event.unit() == unit {
+                return distance <= core.zero.max_reuse_distance && self.live <= core.zero.max_live_parameters;
+            }
+            distance = distance.saturating_add(self.units[event.unit()].bundle.numel);
+        }
+        false
+    }
+
+    /// Waits for a gather that nobody came for and forgets it; the other ranks count on it.
+    fn settle(&mut self, unit: UnitId) -> Result<()> {
+        let UnitState { bundle, state } = &mut self.units[unit];
+        match std::mem::replace(state, State::Released) {
+            State::InFlight(pending, _held) => {
+                self.in_flight -= bundle.numel;
+                pending.wait().map(drop)
+            }
+            other => {
+                *state = other;
+                Ok(())
+            }
+        }
+    }
+
+    fn release_unit(&mut self, core: &Core, unit: UnitId) -> Result<()> {
+        let UnitState { bundle, state } = &mut self.units[unit];
+        if matches!(state, State::Gathered | State::Partly) {
+            self.live -= bundle.release(core)?;
+            *state = State::Released;
+        }
+        Ok(())
+    }
+}

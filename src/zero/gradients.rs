@@ -1,0 +1,227 @@
+//! Gradients: from the backward that makes them to this rank's share.
+//!
+//! ```text
+//!   arrived -> [held until backward ends: stage 1] -> bucket -> reduce -> added to the share
+//! ```
+//!
+//! From stage 2 on a gradient leaves its tensor as soon as its bucket is full, while backward goes on. At stage 1
+//! every rank holds its whole gradient until backward is over, as ZeRO defines it. At stage 0 the whole sum is kept.
+//!
+//! Every stage reduces in every micro step, also where it could wait for the accumulation boundary: a sum over micro
+//! steps of sums over ranks. Only so do all stages add the same numbers in the same order, and give the same bits.
+
+use super::core::Core;
+use crate::comm::Pending;
+use crate::config::{Config, GradientOp};
+use crate::error::{Error, Result};
+use crate::layout::{BucketRule, Placement, chunk_offsets, shard_range};
+use crate::memory::{Held, Kind};
+use crate::param::{ParamId, lock, residency};
+use crate::precision::Flat;
+use candle_core::{DType, Tensor};
+use std::collections::VecDeque;
+
+/// Reductions under way before the oldest is waited for: one travels while the next bucket fills.
+const IN_FLIGHT: usize = 2;
+
+/// How gradients are reduced.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ReducePlan {
+    /// Each rank receives only its shards.
+    scatter: bool,
+    /// Whole gradients stay until backward is over.
+    hold: bool,
+    /// Buckets travel while backward runs.
+    overlap: bool,
+    /// Factor before the reduction.
+    before: f32,
+    /// Factor after it.
+    after: f32,
+    /// What gradients travel in.
+    wire: DType,
+    /// What they are accumulated in.
+    pub accumulate: DType,
+}
+
+impl ReducePlan {
+    /// `dtype` is the model's.
+    pub fn new(config: &Config, placement: Placement, world_size: usize, dtype: DType) -> Self {
+        let world = world_size as f64;
+        let predivide = config.gradient_predivide_factor;
+        let (before, after) = match config.gradient_allreduce_op {
+            GradientOp::Sum => (1.0, 1.0),
+            // A factor of 1 means: all of it at once. Before the reduction, so that 16-bit sums do not overflow.
+            GradientOp::Mean if config.prescale_gradients || predivide == 1.0 => (1.0 / world, 1.0),
+            GradientOp::Mean => (1.0 / predivide, predivide / world),
+        };
+        Self {
+            scatter: placement.optim.is_sharded() && config.zero.reduce_scatter,
+            hold: placement.optim.is_sharded() && !placement.grads.is_sharded(),
+            overlap: config.zero.overlap_comm,
+            before: before as f32,
+            after: after as f32,
+            wire: config.communication_data_type.unwrap_or(dtype),
+            accumulate: config.grad_accum_dtype.unwrap_or(dtype),
+        }
+    }
+}
+
+/// Gradients of the micro step under way.
+pub(crate) struct Gradients {
+    plan: ReducePlan,
+    rule: BucketRule,
+    bucket: Vec<(ParamId, Tensor)>,
+    held: Vec<(ParamId, Tensor, Held)>,
+    in_flight: VecDeque<Reduction>,
+    /// Parameters whose gradient has arrived in the first backward; `None` once that has been checked.
+    arrived: Option<Vec<bool>>,
+}
+
+/// A bucket under way.
+struct Reduction {
+    params: Vec<ParamId>,
+    pending: Pending<Flat>,
+    held: Held,
+}
+
+impl Gradients {
+    pub fn new(plan: ReducePlan, bucket_size: usize, num_params: usize) -> Self {
+        Self {
+            plan,
+            rule: BucketRule::new(bucket_size),
+            bucket: Vec::new(),
+            held: Vec::new(),
+            in_flight: VecDeque::new(),
+            arrived: Some(vec![false; num_params]),
+        }
+    }
+
+    /// A parameter's gradient is complete.
+    pub fn arrive(&mut self, core: &Core, param: ParamId, grad: &Tensor) -> Result<()> {
+        if let Some(arrived) = &mut self.arrived {
+            arrived[param] = true;
+        }
+        if self.plan.hold {
+            let bytes = grad.elem_count() * grad.dtype().size_in_bytes();
+            self.held.push((param, grad.clone(), core.ledger.hold(Kind::Gradients, bytes)));
+            return Ok(());
+        }
+        self.collect(core, param, grad.clone())
+    }
+
+    /// Backward is over: the rest travels, and everything under way is waited for.
+    ///
+    /// # Errors
+    /// [`Error::NoGradient`] after the first backward if it left parameters out.
+    pub fn end_backward(&mut self, core: &Core) -> Result<()> {
+        if let Some(arrived) = self.arrived.take() {
+            let missing: Vec<&str> =
+                arrived.iter().zip(&core.params).filter(|(a, _)| !**a).map(|(_, p)| p.name.as_str()).collect();
+            if !missing.is_empty() {
+                return Err(Error::NoGradient { count: missing.len(), names: crate::param::list(&missing) });
+            }
+        }
+        for (param, grad, _held) in std::mem::take(&mut self.held) {
+            self.collect(core, param, grad)?;
+        }
+        self.flush(core)?;
+        self.finish(core, 0)
+    }
+
+    fn collect(&mut self, core: &Core, param: ParamId, grad: Tensor) -> Result<()> {
+        if self.rule.push(grad.elem_count()) {
+            self.launch(core)?;
+        }
+        self.bucket.push((param, grad));
+        Ok(())
+    }
+
+    fn flush(&mut self, core: &Core) -> Result<()> {
+        self.rule.reset();
+        if self.bucket.is_empty() { Ok(()) } else { self.launch(core) }
+    }
+
+    /// Packs the bucket, rank by rank, and begins its reduction. Gradients are dropped as they are packed.
+    fn launch(&mut self, core: &Core) -> Result<()> {
+        let world = core.comm.size();
+        let items = std::mem::take(&mut self.bucket);
+        let params: Vec<ParamId> = items.iter().map(|(p, _)| *p).collect();
+        let (offsets, chunk) = core.chunk_offsets(&params);
+        let mut flat = Flat::zeros(self.plan.wire, chunk * world);
+        let held = core.ledger.hold(Kind::Buckets, flat.capacity_in_bytes());
+        for ((param, grad), offset) in items.into_iter().zip(offsets) {
+            residency::with_view(&grad, |values| {
+                for r in 0..world {
+                    let shard = shard_range(core.params[param].numel, world, r);
+                    let start = r * chunk + offset;
+                    let part = flat.slice_mut(start..start + shard.len());
+                    part.copy_scaled(values.slice(shard), self.plan.before);
+                }
+            })?;
+        }
+        let tag = core.tag(&params);
+        let pending =
+            if self.plan.scatter { core.comm.reduce_scatter(flat, tag) } else { core.comm.all_reduce(flat, tag) };
+        self.in_flight.push_back(Reduction { params, pending, held });
+        self.finish(core, if self.plan.overlap { IN_FLIGHT - 1 } else { 0 })
+    }
+
+    /// Waits for the oldest reductions until at most `left` are under way, and adds them to this rank's share.
+    fn finish(&mut self, core: &Core, left: usize) -> Result<()> {
+        while self.in_flight.len() > left {
+            let Some(Reduction { params, pending, held }) = self.in_flight.pop_front() else { break };
+            self.accumulate(core, &params, pending.wait()?);
+            drop(held);
+        }
+        Ok(())
+    }
+
+    fn accumulate(&self, core: &Core, params: &[ParamId], sum: Flat) {
+        let (world, rank) = (core.comm.size(), core.comm.rank());
+        let (offsets, chunk) = core.chunk_offsets(params);
+        // The chunks that this rank keeps, and where they start in what it received.
+        let chunks: Vec<(usize, usize)> = match (core.placement.optim.is_sharded(), self.plan.scatter) {
+            (true, true) => vec![(rank, 0)],
+            (true, false) => vec![(rank, rank * chunk)],
+            (false, _) => (0..world).map(|r| (r, r * chunk)).collect(),
+        };
+        let mut groups = lock(&core.groups);
+        for (param, offset) in params.iter().zip(offsets) {
+            let (group, slot) = core.places[*param];
+            let group = &mut groups[group];
+            let slot = group.slots[slot].clone();
+            let grads = group.grads(&core.ledger, self.plan.accumulate);
+            for (r, start) in &chunks {
+                let shard = shard_range(core.params[*param].numel, world, *r);
+                let from = start + offset;
+                let to = slot.at + shard.start - slot.owned.start;
+                let source = sum.slice(from..from + shard.len());
+                grads.slice_mut(to..to + shard.len()).add_scaled(source, self.plan.after);
+            }
+        }
+    }
+
+    /// After an optimizer step: gradients begin again at zero. Where they are held whole during backward, the share
+    /// is given back, so that the two never add up.
+    pub fn clear(&self, core: &Core) {
+        for group in lock(&core.groups).iter_mut() {
+            if self.plan.hold {
+                group.grads = None;
+            } else if let Some(grads) = &mut group.grads {
+                grads.fill_zero();
+            }
+        }
+    }
+
+    /// What gradients are accumulated in.
+    pub fn accumulate_dtype(&self) -> DType {
+        self.plan.accumulate
+    }
+}
+
+impl Core {
+    fn chunk_offsets(&self, params: &[ParamId]) -> (Vec<usize>, usize) {
+        let numels: Vec<usize> = params.iter().map(|p| self.params[*p].numel).collect();
+        chunk_offsets(&numels, self.comm.size())
+    }
+}

@@ -1,0 +1,132 @@
+//! Collectives between ranks as threads: right sums, right bytes, and an error instead of every hang.
+#![allow(clippy::unwrap_used)]
+
+use candle_zero::comm::{Communicator, Kind, threads};
+use candle_zero::error::{CommError, Error};
+use candle_zero::precision::Flat;
+use half::bf16;
+use proptest::prelude::*;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+fn value(rank: usize, i: usize) -> f32 {
+    ((i * 7 + rank * 13) % 101) as f32 - 50.0
+}
+
+fn all<T: Send>(world: usize, f: impl Fn(Arc<dyn Communicator>) -> candle_zero::Result<T> + Sync) -> Vec<T> {
+    threads::run(world, f).unwrap().into_iter().map(|r| r.unwrap()).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn sums_and_gathers_are_right_for_any_size(world in 1usize..5, n in 0usize..700_000) {
+        let results = all(world, |comm| {
+            let (rank, world) = (comm.rank(), comm.size());
+            let data = |r: usize, len: usize| Flat::from((0..len).map(|i| value(r, i)).collect::<Vec<_>>());
+            // Launched together, waited for later: the queue keeps the order.
+            let reduced = comm.reduce_scatter(data(rank, n * world), 1);
+            let whole = comm.all_reduce(data(rank, n + 1), 2);
+            let gathered = comm.all_gather(data(rank, n), 3);
+            Ok((reduced.wait()?, whole.wait()?, gathered.wait()?))
+        });
+        for (rank, (reduced, whole, gathered)) in results.into_iter().enumerate() {
+            let sum = |i: usize| (0..world).map(|r| value(r, i)).sum::<f32>();
+            let expect = |range: std::ops::Range<usize>| Flat::from(range.map(sum).collect::<Vec<_>>());
+            prop_assert_eq!(reduced, expect(rank * n..(rank + 1) * n));
+            prop_assert_eq!(whole, expect(0..n + 1));
+            let parts = (0..world).flat_map(|r| (0..n).map(move |i| value(r, i))).collect::<Vec<_>>();
+            prop_assert_eq!(gathered, Flat::from(parts));
+        }
+    }
+}
+
+#[test]
+fn sums_of_bf16_are_formed_in_f32_and_rounded_once() {
+    // 256 + 1 + 1 + 1: in bf16 every partial sum would fall back to 256.
+    let parts = [256.0, 1.0, 1.0, 1.0];
+    for sum in all(4, |comm| comm.all_reduce(Flat::BF16(vec![bf16::from_f32(parts[comm.rank()]); 9]), 0).wait()) {
+        assert_eq!(sum, Flat::BF16(vec![bf16::from_f32(259.0); 9]));
+    }
+}
+
+#[test]
+fn bytes_on_the_wire_are_counted_as_the_formula_says() {
+    let (world, n) = (4, 300_000);
+    for report in all(world, |comm| {
+        comm.reduce_scatter(Flat::from(vec![1.0; n * world]), 0).wait()?;
+        comm.all_gather(Flat::from(vec![1.0; n]), 0).wait()?;
+        comm.all_reduce(Flat::from(vec![1.0; n * world]), 0).wait()?;
+        Ok(comm.report())
+    }) {
+        let whole = (n * world * 4) as u64;
+        let part = whole * (world as u64 - 1) / world as u64;
+        assert_eq!(report.kind(Kind::ReduceScatter).wire_bytes, part);
+        assert_eq!(report.kind(Kind::AllGather).wire_bytes, part);
+        assert_eq!(report.kind(Kind::AllReduce).wire_bytes, 2 * part);
+        assert_eq!(report.kind(Kind::AllReduce).calls, 1);
+    }
+}
+
+#[test]
+fn control_values_arrive_in_rank_order() {
+    for values in all(3, |comm| comm.gather_f64(vec![comm.rank() as f64, 0.5]).wait()) {
+        assert_eq!(values, [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]]);
+    }
+}
+
+/// Runs `odd` on rank 1 and an all-reduce of 8 elements on the others; returns what the others were told.
+fn told(odd: impl Fn(Arc<dyn Communicator>) + Sync) -> Vec<CommError> {
+    let start = Instant::now();
+    let results = threads::run(3, |comm| {
+        if comm.rank() == 1 {
+            odd(comm);
+            return Ok(None);
+        }
+        match comm.all_reduce(Flat::from(vec![1.0; 8]), 7).wait() {
+            Err(Error::Comm(e)) => Ok(Some(e)),
+            other => panic!("{other:?}"),
+        }
+    });
+    assert!(start.elapsed() < Duration::from_secs(5));
+    results.unwrap().into_iter().filter_map(|r| r.unwrap()).collect()
+}
+
+#[test]
+fn ranks_that_diverge_are_told_both_sides() {
+    let errors = told(|comm| {
+        let mine = comm.all_gather(Flat::from(vec![1.0; 5]), 7).wait().unwrap_err();
+        assert!(matches!(mine, Error::Comm(CommError::Diverged { rank: 1, .. })), "{mine}");
+    });
+    insta::assert_snapshot!(errors[0], @"ranks have diverged: rank 0 is in all_reduce no. 1 of 8 f32 (content 00000007), rank 1 in all_gather no. 1 of 5 f32 (content 00000007); every rank must run the same model with the same configuration, in the same order");
+}
+
+#[test]
+fn a_rank_that_leaves_early_is_named() {
+    let errors = told(drop);
+    insta::assert_snapshot!(errors[1], @"rank 1 has left the job while rank 2 waits for it in all_reduce no. 1 of 8 f32 (content 00000007); every rank must make the same number of steps and collective calls");
+}
+
+#[test]
+fn a_rank_that_gives_up_is_named_with_its_reason() {
+    let errors = told(|comm| comm.abort("the loss is NaN"));
+    insta::assert_snapshot!(errors[0], @"rank 1 stopped (the loss is NaN) while rank 0 waited in all_reduce no. 1 of 8 f32 (content 00000007)");
+}
+
+#[test]
+fn a_rank_that_panics_is_named() {
+    let result = std::panic::catch_unwind(|| told(|_comm| panic!("on purpose")));
+    assert_eq!(*result.unwrap_err().downcast::<&str>().unwrap(), "on purpose");
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_a_timeout() {
+    let mut ranks = threads::communicators(2, Duration::from_millis(300)).unwrap();
+    let absent = ranks.pop().unwrap();
+    let error = ranks[0].barrier().wait().unwrap_err();
+    insta::assert_snapshot!(error, @"rank 0 waited 300ms for rank 1 in barrier no. 1 of 0 bytes (content 00000000); if a step may take longer, raise the limit (zerorun --timeout)");
+    // Out of step, for good: the same error again, at once.
+    assert!(matches!(ranks[0].barrier().wait(), Err(Error::Comm(CommError::Timeout { .. }))));
+    drop(ranks);
+    drop(absent);
+}

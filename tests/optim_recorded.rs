@@ -1,0 +1,241 @@
+//! Adam, AdamW and SGD against values that PyTorch and DeepSpeed recorded, and against their slices.
+#![allow(clippy::unwrap_used)]
+
+use candle_zero::config::{AdamConfig, OptimizerConfig, SgdConfig};
+use candle_zero::optim::{Optimizer, StepContext, base_lr, from_config};
+use candle_zero::precision::{Flat, FlatRef};
+use serde_json::Value;
+
+fn file(text: &str) -> Value {
+    serde_json::from_str(text).unwrap()
+}
+
+fn recorded() -> Value {
+    file(include_str!("fixtures/optimizers_small.json"))
+}
+
+fn floats(v: &Value) -> Vec<f32> {
+    v.as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect()
+}
+
+/// The initial value of element `i` of tensor `k`, as the file's `data.initial` says.
+fn initial(k: i64, i: i64) -> f32 {
+    (2 * ((2741 * (i + 1) + 877 * (k + 1) + 13 * i * i) % 2001) - 2001) as f32 / 16384.0
+}
+
+/// The gradient of element `i` of tensor `k` in step `s`, as the file's `data.gradient` says.
+fn gradient(s: i64, k: i64, i: i64) -> f32 {
+    let numerator = 2 * ((1103 * (i + 1) + 389 * s * (i + 3) + 617 * (k + 1) * s + 71 * i * i) % 1001) - 1001;
+    numerator as f32 / 4096.0 * 2.0f32.powi(-3 * (i % 4) as i32)
+}
+
+fn adam(hyper: &Value, decoupled: bool) -> OptimizerConfig {
+    OptimizerConfig::Adam(AdamConfig {
+        lr: hyper["lr"].as_f64().unwrap(),
+        betas: (hyper["betas"][0].as_f64().unwrap(), hyper["betas"][1].as_f64().unwrap()),
+        eps: hyper["eps"].as_f64().unwrap(),
+        weight_decay: hyper["weight_decay"].as_f64().unwrap(),
+        bias_correction: hyper["bias_correction"].as_bool().unwrap_or(true),
+        decoupled,
+    })
+}
+
+fn sgd(hyper: &Value) -> OptimizerConfig {
+    OptimizerConfig::Sgd(SgdConfig {
+        lr: hyper["lr"].as_f64().unwrap(),
+        momentum: hyper["momentum"].as_f64().unwrap(),
+        dampening: hyper["dampening"].as_f64().unwrap(),
+        weight_decay: hyper["weight_decay"].as_f64().unwrap(),
+        nesterov: hyper["nesterov"].as_bool().unwrap(),
+    })
+}
+
+/// Weights and states under training.
+struct Run {
+    optimizer: Box<dyn Optimizer>,
+    lr: f64,
+    step: u64,
+    param: Vec<f32>,
+    states: Vec<Vec<f32>>,
+}
+
+impl Run {
+    fn new(config: &OptimizerConfig, param: Vec<f32>) -> Self {
+        let optimizer = from_config(config);
+        let states = vec![vec![0.0; param.len()]; optimizer.state_names().len()];
+        Self { optimizer, lr: base_lr(config), step: 0, param, states }
+    }
+
+    /// One step, with the buffers cut at `cuts`, the last part first.
+    fn step(&mut self, grad: FlatRef<'_>, grad_scale: f32, cuts: &[usize], mut half: Option<&mut Flat>) {
+        self.step += 1;
+        let ctx = StepContext { lr: self.lr, step: self.step, grad_scale };
+        let mut bounds = vec![0];
+        bounds.extend_from_slice(cuts);
+        bounds.push(self.param.len());
+        for pair in bounds.windows(2).rev() {
+            let range = pair[0]..pair[1];
+            let mut states: Vec<&mut [f32]> = self.states.iter_mut().map(|s| &mut s[range.clone()]).collect();
+            let half = half.as_mut().map(|h| h.slice_mut(range.clone()));
+            self.optimizer.update(&ctx, &mut self.param[range.clone()], grad.slice(range), &mut states, half);
+        }
+    }
+}
+
+/// Largest difference over the tensor's largest value.
+fn distance(got: &[f32], want: &[f32]) -> f64 {
+    let largest = want.iter().fold(0.0f64, |m, x| m.max(f64::from(x.abs())));
+    got.iter().zip(want).fold(0.0f64, |m, (a, b)| m.max(f64::from((a - b).abs()))) / largest
+}
+
+#[test]
+fn the_rules_for_the_inputs_give_the_recorded_inputs() {
+    let check = &recorded()["data"]["check"];
+    assert_eq!(floats(&check["p0_a"]), (0..7).map(|i| initial(0, i)).collect::<Vec<_>>());
+    assert_eq!(floats(&check["g_step10_b"]), (0..15).map(|i| gradient(10, 1, i)).collect::<Vec<_>>());
+}
+
+#[test]
+fn recorded_weights_and_states_are_met() {
+    let (mut run_cases, mut skipped) = (0, vec![]);
+    let recorded = recorded();
+    for case in recorded["cases"].as_array().unwrap() {
+        let (name, hyper) = (case["name"].as_str().unwrap(), &case["hyper"]);
+        let config = match name {
+            "AdamW" | "DeepSpeedCPUAdam_adamw" => adam(hyper, true),
+            "Adam_L2" | "DeepSpeedCPUAdam_l2" => adam(hyper, false),
+            "SGD" => sgd(hyper),
+            // FusedAdam's arrays are those of DeepSpeedCPUAdam; the others are optimizers that do not exist here.
+            _ => {
+                skipped.push(name);
+                continue;
+            }
+        };
+        for (tensor, k, len) in [("a", 0, 7), ("b", 1, 15)] {
+            let mut run = Run::new(&config, (0..len).map(|i| initial(k, i)).collect());
+            for step in 1..=10 {
+                let grad: Vec<f32> = (0..len).map(|i| gradient(step, k, i)).collect();
+                run.step(FlatRef::F32(&grad), 1.0, &[], None);
+                let recorded = &case["after_step"][step.to_string()][tensor];
+                if recorded.is_null() {
+                    continue;
+                }
+                let context = |what: &str| format!("{name} {hyper}: {what} of {tensor} after step {step}");
+                let off = distance(&run.param, &floats(&recorded["param"]));
+                assert!(off <= 1e-6, "{}: off by {off:e}", context("param"));
+                for (state, state_name) in run.states.iter().zip(run.optimizer.state_names()) {
+                    // The betas are rounded to f32 as in DeepSpeed; PyTorch's second moment differs by that.
+                    let from_torch = case["source"].as_str().unwrap().contains("torch.optim");
+                    let tolerance = if from_torch && *state_name == "exp_avg_sq" { 1.5e-5 } else { 1e-6 };
+                    let off = distance(state, &floats(&recorded[*state_name]));
+                    assert!(off <= tolerance, "{}: off by {off:e}", context(state_name));
+                }
+            }
+        }
+        run_cases += 1;
+    }
+    assert_eq!(run_cases, 13, "4 of PyTorch's Adam, 6 of DeepSpeedCPUAdam, 3 of SGD");
+    assert_eq!(skipped.len(), 16, "{skipped:?}");
+}
+
+#[test]
+fn the_conformance_case_of_adam_holds() {
+    let cases = file(include_str!("fixtures/conformance_data.json"));
+    let (mut run_cases, mut skipped) = (0, vec![]);
+    for case in cases.as_array().unwrap().iter().filter(|c| c["area"] == "optimizer-math") {
+        let (id, input) = (case["id"].as_str().unwrap(), &case["input"]);
+        // How often each sub-group steps is for the engine to show.
+        if id.starts_with("stepcount") {
+            skipped.push(id);
+            continue;
+        }
+        let mut run = Run::new(&adam(input, input["decoupled"].as_bool().unwrap()), floats(&input["p0"]));
+        let expected = case["expect"]["p_after_each_step"].as_array().unwrap();
+        for (grad, expected) in input["grads"].as_array().unwrap().iter().zip(expected) {
+            run.step(FlatRef::F32(&floats(grad)), 1.0, &[], None);
+            for (got, want) in run.param.iter().zip(floats(expected)) {
+                assert!((got - want).abs() <= case["rtol"].as_f64().unwrap() as f32 * want.abs(), "{id}: {got} {want}");
+            }
+        }
+        run_cases += 1;
+    }
+    assert_eq!((run_cases, skipped.len()), (1, 2));
+}
+
+fn all_variants() -> Vec<OptimizerConfig> {
+    let adam = |decoupled, bias_correction| {
+        let (lr, betas, eps, weight_decay) = (0.01, (0.9, 0.999), 1e-8, 0.1);
+        OptimizerConfig::Adam(AdamConfig { lr, betas, eps, weight_decay, bias_correction, decoupled })
+    };
+    let sgd = |momentum, dampening, nesterov| {
+        OptimizerConfig::Sgd(SgdConfig { lr: 0.1, momentum, dampening, weight_decay: 0.01, nesterov })
+    };
+    vec![
+        adam(true, true),
+        adam(false, true),
+        adam(true, false),
+        sgd(0.0, 0.0, false),
+        sgd(0.9, 0.1, false),
+        sgd(0.9, 0.0, true),
+    ]
+}
+
+#[test]
+fn a_slice_gets_the_bits_that_the_whole_would_give() {
+    const LEN: usize = 200_003;
+    let cuts = [1, 8, 1031, 65_536, 65_537, 131_000];
+    for config in all_variants() {
+        let initial: Vec<f32> = (0..LEN as i64).map(|i| initial(0, i % 1_000_000)).collect();
+        let (mut whole, mut sliced) = (Run::new(&config, initial.clone()), Run::new(&config, initial));
+        let (mut half_whole, mut half_sliced) =
+            (Flat::zeros(candle_core::DType::F16, LEN), Flat::zeros(candle_core::DType::F16, LEN));
+        for step in 1..=3 {
+            let mut grad = Flat::zeros(candle_core::DType::BF16, 0);
+            let values: Vec<f32> = (0..LEN as i64).map(|i| gradient(step, 0, i)).collect();
+            grad.extend_cast(FlatRef::F32(&values));
+            whole.step(grad.as_ref(), 0.7, &[], Some(&mut half_whole));
+            sliced.step(grad.as_ref(), 0.7, &cuts, Some(&mut half_sliced));
+        }
+        let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert!(bits(&whole.param) == bits(&sliced.param), "{config:?}: weights");
+        for (a, b) in whole.states.iter().zip(&sliced.states) {
+            assert!(bits(a) == bits(b), "{config:?}: states");
+        }
+        assert!(half_whole == half_sliced, "{config:?}: half copy");
+    }
+}
+
+#[test]
+fn the_half_copy_is_the_rounded_weight_and_narrow_gradients_count_by_their_value() {
+    for config in all_variants() {
+        let initial: Vec<f32> = (0..3000).map(|i| initial(1, i)).collect();
+        let (mut narrow, mut wide) = (Run::new(&config, initial.clone()), Run::new(&config, initial));
+        let values: Vec<f32> = (0..3000).map(|i| gradient(1, 1, i)).collect();
+        let mut half = Flat::zeros(candle_core::DType::BF16, 3000);
+        half.as_mut().copy_cast(FlatRef::F32(&values));
+        let mut widened = Flat::zeros(candle_core::DType::F32, 0);
+        widened.extend_cast(half.as_ref());
+        let mut copy = Flat::zeros(candle_core::DType::BF16, 3000);
+        narrow.step(half.as_ref(), 1.0, &[], Some(&mut copy));
+        wide.step(widened.as_ref(), 1.0, &[], None);
+        assert_eq!(narrow.param, wide.param, "{config:?}");
+        let mut rounded = Flat::zeros(candle_core::DType::BF16, 0);
+        rounded.extend_cast(FlatRef::F32(&narrow.param));
+        assert_eq!(copy, rounded, "{config:?}");
+    }
+}
+
+#[test]
+fn the_gradient_scale_takes_a_power_of_two_out_again() {
+    for config in all_variants() {
+        let initial: Vec<f32> = (0..100).map(|i| initial(1, i)).collect();
+        let (mut scaled, mut plain) = (Run::new(&config, initial.clone()), Run::new(&config, initial));
+        for step in 1..=4 {
+            let grad: Vec<f32> = (0..100).map(|i| gradient(step, 1, i)).collect();
+            let large: Vec<f32> = grad.iter().map(|g| g * 1024.0).collect();
+            plain.step(FlatRef::F32(&grad), 1.0, &[], None);
+            scaled.step(FlatRef::F32(&large), 1.0 / 1024.0, &[], None);
+        }
+        assert_eq!(plain.param, scaled.param, "{config:?}");
+    }
+}
