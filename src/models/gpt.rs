@@ -1,6 +1,6 @@
 //! GPT-2 (Radford et al. 2019) with the parameter names and orientations of Hugging Face's files.
 
-use super::{GptConfig, TokenRng, next_token};
+use super::{TokenRng, next_token};
 use crate::Error;
 use crate::nn::{
     Conv1D, Embedding, LayerNorm, WeightLayout, causal_attention, cross_entropy, gelu_tanh, linear, refuse,
@@ -8,6 +8,8 @@ use crate::nn::{
 use crate::zero::{Unit, unit};
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
+
+pub use super::config::GptConfig;
 
 /// Standard deviation of the weights at the start.
 const STD: f64 = 0.02;
@@ -75,7 +77,10 @@ impl Gpt {
         let wte = Embedding::new(config.vocab, d, vb.pp("wte"))?;
         let wpe = Embedding::new(config.ctx, d, vb.pp("wpe"))?;
         let blocks = (0..config.n_layer)
-            .map(|i| unit(vb.pp(format!("h.{i}")), |vb| Block::new(config, vb)))
+            .map(|i| {
+                let block = unit(vb.pp(format!("h.{i}")), |vb| Block::new(config, vb))?;
+                Ok(block.checkpointed(config.checkpoint_activations))
+            })
             .collect::<Result<Vec<_>>>()?;
         let ln_f = LayerNorm::new(d, config.eps, vb.pp("ln_f"))?;
         Ok(Self { config: config.clone(), wte, wpe, blocks, ln_f })

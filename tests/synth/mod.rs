@@ -77,7 +77,7 @@ pub fn tokens() -> Vec<u16> {
     for i in 0..65_536 {
         let x = mix(1_000_003, i);
         tokens.push(match tokens.last() {
-            Some(last) if x % 4 != 0 => (5 * last + 17) & 255,
+            Some(last) if !x.is_multiple_of(4) => (5 * last + 17) & 255,
             _ => ((x >> 8) & 255) as u16,
         });
     }
