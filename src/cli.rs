@@ -1,1 +1,124 @@
-//! cli.
+//! What training scripts take from their command line.
+//!
+//! ```
+//! use clap::Parser;
+//!
+//! #[derive(Parser)]
+//! struct Args {
+//!     #[command(flatten)]
+//!     deepspeed: candle_zero::cli::DsArgs,
+//!     /// Number of optimizer steps.
+//!     #[arg(long, default_value_t = 100)]
+//!     steps: u64,
+//! }
+//!
+//! let args = Args::parse_from(["train", "--ds_config", "ds.json", "--local_rank", "0"]);
+//! assert_eq!(args.deepspeed.ds_config, std::path::Path::new("ds.json"));
+//! ```
+
+use crate::{Error, Result};
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// The arguments of a DeepSpeed script, to be flattened into a script's own clap struct.
+#[derive(Debug, Clone, PartialEq, Eq, clap::Args)]
+pub struct DsArgs {
+    /// DeepSpeed JSON configuration.
+    #[arg(long = "ds_config", alias = "deepspeed_config", alias = "ds-config", value_name = "FILE")]
+    pub ds_config: PathBuf,
+    /// Accepted for the sake of DeepSpeed launch scripts, and ignored: ranks come from the environment.
+    #[arg(long = "local_rank", alias = "local-rank", value_name = "N", allow_negative_numbers = true, hide = true)]
+    pub local_rank: Option<i64>,
+}
+
+/// The FILE of `--ds_config FILE` or `--ds_config=FILE` (also `--deepspeed_config`) among this program's arguments, for
+/// scripts without clap. All other arguments are left to the script.
+///
+/// # Errors
+/// The argument is absent, has no file, or is given twice.
+pub fn ds_config_from_args() -> Result<PathBuf> {
+    find_ds_config(std::env::args_os())
+}
+
+fn find_ds_config(args: impl Iterator<Item = OsString>) -> Result<PathBuf> {
+    const NAMES: [&str; 3] = ["--ds_config", "--deepspeed_config", "--ds-config"];
+    let mut args = args;
+    let program = args.next().map_or_else(|| "PROGRAM".into(), |program| program.to_string_lossy().into_owned());
+    let wrong = |problem: &str| Error::ConfigArgument { problem: problem.into(), program: program.clone() };
+    let mut found: Option<PathBuf> = None;
+    while let Some(arg) = args.next() {
+        if arg == "--" {
+            break;
+        }
+        let value = if NAMES.iter().any(|name| arg == *name) {
+            args.next().filter(|value| !value.to_string_lossy().starts_with("--"))
+        } else {
+            // A path that is no UTF-8 can still be given as a separate argument.
+            let text = arg.to_str().and_then(|arg| arg.split_once('=')).filter(|(name, _)| NAMES.contains(name));
+            let Some((_, value)) = text else { continue };
+            Some(value.into())
+        };
+        let value = value.filter(|value| !value.is_empty()).ok_or_else(|| wrong("--ds_config has no file after it"))?;
+        if found.replace(value.into()).is_some() {
+            return Err(wrong("--ds_config is given twice"));
+        }
+    }
+    found.ok_or_else(|| wrong("the argument --ds_config is missing"))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    fn find(args: &[&str]) -> Result<PathBuf> {
+        find_ds_config(args.iter().map(OsString::from))
+    }
+
+    #[test]
+    fn the_file_is_found_in_both_forms_among_other_arguments() {
+        for args in [
+            &["train", "--steps", "5", "--ds_config", "a.json", "--local_rank", "0"][..],
+            &["train", "--ds_config=a.json"],
+            &["train", "--deepspeed_config", "a.json", "--", "--ds_config", "b.json"],
+        ] {
+            assert_eq!(find(args).unwrap(), PathBuf::from("a.json"), "{args:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_the_arguments_is_said_with_the_mend() {
+        let all = [
+            find(&["train", "--steps", "5"]),
+            find(&["train", "--ds_config"]),
+            find(&["train", "--ds_config", "--steps"]),
+            find(&["train", "--ds_config="]),
+            find(&["train", "--ds_config", "a", "--ds_config=b"]),
+        ];
+        let text = all.map(|result| result.unwrap_err().to_string()).join("\n");
+        insta::assert_snapshot!(text, @r#"
+        the argument --ds_config is missing. Start it as: train --ds_config FILE
+        --ds_config has no file after it. Start it as: train --ds_config FILE
+        --ds_config has no file after it. Start it as: train --ds_config FILE
+        --ds_config has no file after it. Start it as: train --ds_config FILE
+        --ds_config is given twice. Start it as: train --ds_config FILE
+        "#);
+    }
+
+    #[derive(Parser)]
+    struct Args {
+        #[command(flatten)]
+        ds: DsArgs,
+        #[arg(long)]
+        steps: Option<u64>,
+    }
+
+    #[test]
+    fn a_script_flattens_them_into_its_own() {
+        let args = Args::try_parse_from(["t", "--deepspeed_config=a.json", "--local_rank", "-1", "--steps", "3"]);
+        let args = args.unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!((args.ds.ds_config, args.ds.local_rank, args.steps), ("a.json".into(), Some(-1), Some(3)));
+        assert!(Args::try_parse_from(["t"]).is_err());
+    }
+}

@@ -1,7 +1,24 @@
 //! DeepSpeed's JSON configuration, read, checked and resolved.
 //!
-//! The way of a file: text -> raw values with their places -> [`Config`], in which every default is filled in.
+//! The way of a file: text -> values with their places (`json`) -> a walk beside the one table of keys (`keys`, `walk`)
+//! -> [`Config`], in which every default is filled in and every rule between keys has been checked (`resolve`).
 
+mod batch;
+mod json;
+mod keys;
+mod nearest;
+mod optim;
+mod print;
+mod problem;
+mod reference;
+mod resolve;
 mod resolved;
+mod source;
+mod value;
+mod walk;
 
+pub(crate) use problem::Listed;
+pub use problem::{ConfigProblem, Place, Rule};
+pub use reference::reference_markdown;
 pub use resolved::*;
+pub use source::ConfigSource;

@@ -40,6 +40,9 @@ pub struct Config {
     pub activation_checkpointing: bool,
     /// What has to be said about this file: accepted without effect, translated, not supported.
     pub notes: Vec<Note>,
+    /// Every key of DeepSpeed's with its resolved value, also those without effect here; see
+    /// [`Config::to_deepspeed_json`]. The fields above win over it.
+    pub recorded: serde_json::Map<String, serde_json::Value>,
 }
 
 /// `train_batch_size` = `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x world size.

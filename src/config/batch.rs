@@ -1,0 +1,174 @@
+//! The batch triad: train batch = micro batch x accumulation x ranks (DeepSpeed's inference, exactly).
+
+use super::walk::{BATCH_KEYS, Walk};
+use super::{Batch, Rule};
+use crate::{Error, Result};
+
+/// Why three numbers do not make a batch: the key to blame, and the message.
+type Fault = (usize, String);
+
+const RULE: &str = "train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size";
+
+impl Batch {
+    /// The same micro batch with another train batch size: only the accumulation changes (DeepSpeed's
+    /// `set_train_batch_size`).
+    ///
+    /// # Errors
+    /// `train_batch_size` has to be a positive multiple of micro batch x `world_size`.
+    pub fn with_train_batch_size(self, train_batch_size: usize, world_size: usize) -> Result<Self> {
+        let micro_batch = self.train_micro_batch_size_per_gpu;
+        let fits = micro_batch
+            .checked_mul(world_size)
+            .filter(|unit| *unit > 0 && train_batch_size > 0 && train_batch_size.is_multiple_of(*unit));
+        match fits {
+            Some(unit) => Ok(Self {
+                train_batch_size,
+                train_micro_batch_size_per_gpu: micro_batch,
+                gradient_accumulation_steps: train_batch_size / unit,
+            }),
+            None => Err(Error::BatchSize { train_batch_size, micro_batch, world_size }),
+        }
+    }
+}
+
+/// Resolves the three keys; problems go to the walk.
+pub(super) fn resolve(walk: &mut Walk<'_>, world_size: usize) -> Option<Batch> {
+    let given = BATCH_KEYS.map(|key| walk.int(key));
+    let autos: Vec<String> = walk.autos.clone();
+    let world = u64::try_from(world_size).unwrap_or(u64::MAX);
+    match infer(given, world) {
+        Ok(triple) => {
+            for (index, key) in BATCH_KEYS.iter().enumerate() {
+                if autos.iter().any(|auto| auto == key) {
+                    walk.note(key, format!("\"auto\": worked out as {} from the other batch keys", triple[index]));
+                }
+                walk.set(key, triple[index].into());
+            }
+            let [Ok(t), Ok(m), Ok(g)] = triple.map(usize::try_from) else { return None };
+            Some(Batch { train_batch_size: t, train_micro_batch_size_per_gpu: m, gradient_accumulation_steps: g })
+        }
+        Err(_) if given[..2] == [None; 2] && !autos.is_empty() => {
+            for auto in autos {
+                let place = walk.place(&auto);
+                let message = "\"auto\" cannot be worked out: give train_batch_size or train_micro_batch_size_per_gpu";
+                walk.problem(Rule::Auto, &auto, place, message);
+            }
+            None
+        }
+        // A batch key with a value of the wrong kind has been complained about.
+        Err(_) if BATCH_KEYS.iter().any(|key| walk.problems.iter().any(|problem| problem.path == *key)) => None,
+        Err((key, message)) => {
+            let place = walk.place(BATCH_KEYS[key]);
+            walk.problem(Rule::Batch, BATCH_KEYS[key], place, message);
+            None
+        }
+    }
+}
+
+/// Train batch, micro batch and accumulation from those that are given.
+fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], Fault> {
+    let mut positive = [None; 3];
+    for (index, value) in given.into_iter().enumerate() {
+        positive[index] = match value.map(|v| u64::try_from(v).ok().filter(|v| *v > 0)) {
+            None => None,
+            Some(Some(v)) => Some(v),
+            Some(None) => {
+                let value = value.unwrap_or_default();
+                return Err((index, format!("{value} found, it has to be greater than 0")));
+            }
+        };
+    }
+    let too_large = || (0, format!("{RULE}: the product is beyond 64 bits"));
+    let product = |m: u64, g: u64| m.checked_mul(g).and_then(|p| p.checked_mul(world)).ok_or_else(too_large);
+    let [t, m, g] = match positive {
+        [Some(t), Some(m), Some(g)] => [t, m, g],
+        [Some(t), Some(m), None] => [t, m, t / m / world],
+        [Some(t), None, Some(g)] => [t, t / world / g, g],
+        [Some(t), None, None] => [t, t / world, 1],
+        [None, Some(m), Some(g)] => [product(m, g)?, m, g],
+        [None, Some(m), None] => [product(m, 1)?, m, 1],
+        [None, None, _] => {
+            let need = "either train_batch_size or train_micro_batch_size_per_gpu (the micro_batch of a rank) has to \
+                        be given";
+            return Err((0, need.into()));
+        }
+    };
+    let inferred = |index: usize| if positive[index].is_none() { " (worked out)" } else { "" };
+    let product = product(m, g)?;
+    if t == product {
+        return Ok([t, m, g]);
+    }
+    // Floor divisions hide what does not divide until here; a zero is named by the same rule.
+    let fits = m.max(1).checked_mul(g.max(1)).and_then(|p| p.checked_mul(world));
+    let mend = match fits {
+        Some(fits) if positive[2].is_none() || positive[1].is_none() => {
+            format!("Choose a train_batch_size that is a multiple of {}", unit(positive, world).unwrap_or(fits))
+        }
+        Some(fits) => format!("With the other two, train_batch_size {fits} fits"),
+        None => "Choose smaller numbers".into(),
+    };
+    let found = format!("{t} != {m}{} * {g}{} * {world}", inferred(1), inferred(2));
+    Err((0, format!("{RULE}: {found}. {mend}")))
+}
+
+/// What a train batch has to be a multiple of when one or both of the other keys are worked out.
+fn unit(positive: [Option<u64>; 3], world: u64) -> Option<u64> {
+    positive[1].or(positive[2]).unwrap_or(1).checked_mul(world)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn the_missing_ones_are_worked_out_as_deepspeed_does() {
+        for (given, world, wanted) in [
+            ([Some(32), Some(16), Some(1)], 2, [32, 16, 1]),
+            ([Some(60), Some(3), None], 4, [60, 3, 5]),
+            ([Some(32), None, Some(2)], 2, [32, 8, 2]),
+            ([Some(32), None, None], 2, [32, 16, 1]),
+            ([None, Some(17), Some(2)], 2, [68, 17, 2]),
+            ([None, Some(18), None], 2, [36, 18, 1]),
+        ] {
+            assert_eq!(infer(given, world), Ok(wanted), "{given:?} on {world}");
+        }
+    }
+
+    #[test]
+    fn a_floor_division_to_zero_is_refused() {
+        for given in [[Some(33), Some(17), None], [Some(1), None, None], [Some(3), None, Some(2)]] {
+            assert_eq!(infer(given, 2).unwrap_err().0, 0, "{given:?}");
+        }
+    }
+
+    #[test]
+    fn a_product_beyond_64_bits_is_refused_not_wrapped() {
+        assert!(infer([None, Some(i64::MAX), Some(i64::MAX)], 2).is_err());
+        assert!(infer([Some(1), Some(i64::MAX), Some(4)], u64::MAX).is_err());
+    }
+
+    #[test]
+    fn another_train_batch_size_changes_only_the_accumulation() {
+        let batch = Batch { train_batch_size: 24, train_micro_batch_size_per_gpu: 3, gradient_accumulation_steps: 2 };
+        let new = batch.with_train_batch_size(60, 4).unwrap();
+        assert_eq!((new.train_micro_batch_size_per_gpu, new.gradient_accumulation_steps), (3, 5));
+        insta::assert_snapshot!(batch.with_train_batch_size(61, 4).unwrap_err(), @"train_batch_size 61 does not fit train_micro_batch_size_per_gpu 3 on 4 rank(s): a positive multiple of 3 * 4 is needed.");
+        assert!(batch.with_train_batch_size(0, 4).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_accepted_keeps_the_rule_and_the_given_values(
+            given in prop::array::uniform3(prop::option::of(-2_i64..70)), world in 1_u64..9,
+        ) {
+            if let Ok([t, m, g]) = infer(given, world) {
+                prop_assert_eq!(t, m * g * world);
+                for (given, value) in given.into_iter().zip([t, m, g]) {
+                    prop_assert!(given.is_none_or(|given| given as u64 == value) && value > 0);
+                }
+            }
+        }
+    }
+}

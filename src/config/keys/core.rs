@@ -1,0 +1,128 @@
+//! Top level, number formats, activation checkpointing.
+
+use super::short::*;
+
+#[rustfmt::skip]
+pub(super) static SECTIONS: &[Section] = &[
+    Section::new("", false, ROOT),
+    Section::new("fp16", true, FP16),
+    Section::new("bf16", true, BF16),
+    Section::new("data_types", false, DATA_TYPES),
+    Section::new("activation_checkpointing", false, ACTIVATION_CHECKPOINTING),
+    Section::new("torch_autocast", false, TORCH_AUTOCAST)
+        .status(refuse("casts operator by operator are not offered: use bf16 or fp16"))
+        .switch("enabled")
+        .when_off("is off; nothing like it is offered here"),
+];
+
+const GONE: &str = "DeepSpeed 0.19.8 refuses the whole file for it, on or off: remove it";
+
+const ROOT: &[super::Key] = keys! {
+    "train_batch_size": INT, "null", H, "Samples per optimizer step over all ranks = micro batch x accumulation x ranks.";
+    "train_micro_batch_size_per_gpu": INT, "null", H, "Samples per rank and forward.";
+    "gradient_accumulation_steps": INT, "null", H, "Micro batches per optimizer step.";
+    "optimizer": Object, "null", H, "The optimizer; training needs one.";
+    "scheduler": Object, "null", H, "The learning-rate schedule; without one the optimizer's lr holds.";
+    "zero_optimization": Object, "{}", H, "What is sharded over ranks. Bare true (deprecated) is stage 1, bare false stage 0.";
+    "fp16": Object, "{}", H, "Half precision with a scaled loss.";
+    "bf16" | "bfloat16": Object, "{}", H, "bfloat16.";
+    "data_types": Object, "{}", H, "Number formats beside the model's.";
+    "gradient_clipping": NOT_NEGATIVE, "1.0", H, "Largest global L2 norm of the gradients; 0 switches clipping off.";
+    "prescale_gradients": Bool, "false", H, "Divide gradients by the number of ranks before the reduction, not after.";
+    "gradient_predivide_factor": NOT_NEGATIVE, "1.0", H, "The part of the division that comes before the reduction.";
+    "gradient_allreduce_op": OneOfAnyCase(&["mean", "sum"]), "\"mean\"", H, "Average or sum over ranks.";
+    "communication_data_type": DTYPE, "null", H, "Format in which gradients travel; null: the model's.";
+    "steps_per_print": POSITIVE, "null", H, "A log line each so many optimizer steps; null: never.";
+    "wall_clock_breakdown": Bool, "false", H, "Log how long each phase of a step took.";
+    "seed": COUNT, "42", H, "Seed of the initial weights. A key of this engine, not of DeepSpeed.";
+    "activation_checkpointing": Object, "{}", H, "Recompute activations in backward.";
+    "zero_allow_untested_optimizer": Bool, "false", H, "Allow SGD under stage 1 to 3. Adam and AdamW are always allowed.";
+    "zero_force_ds_cpu_optimizer": Bool, "true", none("states stay in memory, so the choice does not arise"), "Offload needs DeepSpeed's CPU optimizer.";
+    "allgather_size": POSITIVE, "-", moved("zero_optimization.allgather_bucket_size"), "All-gather bucket of the deprecated zero_optimization: true.";
+    "managed_gradient_accumulation": Bool, "true", refuse("the engine always decides where a step ends"), "The engine decides the accumulation boundary.";
+    "seq_parallel_communication_data_type": DTYPE, "\"fp32\"", none("there is no sequence parallelism"), "Format of sequence-parallel gradients.";
+    "sequence_parallel_size": POSITIVE, "null", above1("sequence parallelism is not offered"), "Ranks that share one sequence.";
+    "data_parallel_size": POSITIVE, "null", none("every rank is data parallel"), "Data axis of the rank mesh.";
+    "use_data_before_expert_parallelism": Bool, "false", none("there are no experts"), "Order of ranks for mixtures of experts.";
+    "disable_allgather": Bool, "false", none("it has none in DeepSpeed either"), "Historic switch.";
+    "dataloader_drop_last": Bool, "false", none("the script owns its data loader"), "Drop the short last batch.";
+    "vocabulary_size": POSITIVE, "null", none("it only feeds a warning of DeepSpeed's"), "Tensor-core alignment hint.";
+    "memory_breakdown": Bool, "false", none("use Engine::memory_report"), "Print memory at the edges of phases.";
+    "dump_state": Bool, "false", yet("nothing is printed at start"), "Print the engine's state at start.";
+    "disable_python_gc": Bool, "false", none("there is no Python"), "Switch Python's garbage collector off.";
+    "log_level": OneOfAnyCase(&["debug", "info", "warning", "error", "critical"]), "null", none("set RUST_LOG instead"), "Logger threshold.";
+    "torch_autocast": Object, "{}", S, "Casts operator by operator.";
+    "aio": Object, "{}", S, "Asynchronous file access for NVMe offload.";
+    "checkpoint": Object, "{}", S, "How checkpoints are written.";
+    "datastates_ckpt": Any, "false", yet("there are no checkpoints yet"), "Third-party lazy checkpointing.";
+    "flops_profiler": Object, "{}", S, "Counts operations; switches wall_clock_breakdown on.";
+    "timers": Object, "{}", S, "Throughput logging.";
+    "comms_logger": Object, "{}", S, "Logs collectives. Its mere presence switches it on, as in DeepSpeed.";
+    "tensorboard": Object, "{}", S, "Event files.";
+    "csv_monitor": Object, "{}", S, "CSV files.";
+    "wandb": Object, "{}", S, "Weights & Biases.";
+    "comet": Object, "{}", S, "Comet.";
+    "autotuning": Object, "{}", S, "Search for good settings.";
+    "compile": Object, "{}", S, "PyTorch's compiler.";
+    "pipeline": Object, "{}", S, "Pipeline parallelism.";
+    "tensor_parallel": Object, "{}", S, "Tensor parallelism.";
+    "expert_parallel": Object, "{}", S, "Expert parallelism.";
+    "hybrid_engine": Object, "{}", S, "Generation inside training.";
+    "weight_quantization": Object, "null", S, "Quantized inference.";
+    "data_efficiency": Object, "{}", H, "Curriculum learning and token dropping.";
+    "amp": Any, "-", gone(GONE), "Apex mixed precision. Use bf16 or fp16.";
+    "nebula": Any, "-", gone(GONE), "Azure checkpoint service.";
+    "compression_training": Any, "-", gone(GONE), "Pruning and quantization.";
+    "quantize_training": Any, "-", gone(GONE), "Mixture of quantization.";
+    "sparse_gradients": Any, "-", gone(GONE), "Sparse embedding gradients.";
+    "sparse_attention": Any, "-", gone(GONE), "Sparse attention kernels.";
+    "eigenvalue": Any, "-", gone(GONE), "Eigenvalues for quantization.";
+    "elasticity": Any, "-", gone(GONE), "Elastic batch sizes. Give the batch keys.";
+    "graph_harvesting": Any, "-", gone(GONE), "CUDA graphs.";
+    "curriculum_learning": Any, "-", gone(GONE), "Legacy curriculum learning.";
+    "progressive_layer_drop": Any, "-", gone(GONE), "Layer dropping.";
+};
+
+const ANY_I64: super::Kind = super::Kind::IntNoBool(i64::MIN, i64::MAX);
+
+const FP16: &[super::Key] = keys! {
+    "enabled": Bool, "false", H, "Train in half precision with f32 master weights. Not with bf16.";
+    "auto_cast": Bool, "false", none("the closure given to forward makes its own inputs"), "Cast inputs to half precision.";
+    "loss_scale": NOT_NEGATIVE, "0.0", H, "0 is dynamic, more is that static scale.";
+    "initial_scale_power": INT, "16", H, "The first dynamic scale is 2 to this power (0 to 127).";
+    "loss_scale_window": ANY_I64, "1000", H, "Clean steps before the scale doubles; > 0 when dynamic.";
+    "hysteresis": INT, "2", H, "Overflows tolerated before the scale halves; > 0 when dynamic.";
+    "consecutive_hysteresis": Bool, "false", H, "Refill the hysteresis after each clean step.";
+    "min_loss_scale": ANY_I64, "1", H, "Floor of the dynamic scale; > 0 when dynamic.";
+    "fp16_master_weights_and_grads": Bool, "false", refuse("master weights are f32 here; in DeepSpeed it also needs fp16 and stage 1, 2 or 3"), "Keep master weights and gradients in half precision.";
+};
+
+const BF16: &[super::Key] = keys! {
+    "enabled": Bool, "false", H, "Train in bfloat16 with f32 master weights. Not with fp16.";
+    "check_grad_overflow": Bool, "true", H, "Skip a step with an infinite or undefined gradient.";
+    "immediate_grad_update": Bool, "false", none("gradients are always accumulated as they come"), "Accumulate in hooks.";
+    "bf16_master_weights_and_grads": Bool, "false", refuse("master weights are f32 here; in DeepSpeed it also needs stage 1, 2 or 3"), "No f32 master copy.";
+    "bf16_optimizer_states": Bool, "false", refuse("moments are f32 here; in DeepSpeed it also needs bf16_master_weights_and_grads"), "Moments in bfloat16 too.";
+};
+
+const DATA_TYPES: &[super::Key] = keys! {
+    "grad_accum_dtype": DTYPE, "null", H, "Format in which gradients are accumulated; null: the model's.";
+    "param_dtype": DTYPE, "null", H, "Must equal the format that fp16 and bf16 choose.";
+    "buffer_dtype": DTYPE, "null", none("models have no buffers here"), "Cast of model buffers.";
+    "keep_in_fp32_modules": AutoOr(&Strings), "\"auto\"", H, "Modules kept in f32 under fp16 or bf16: only \"auto\" (none) then.";
+};
+
+const ACTIVATION_CHECKPOINTING: &[super::Key] = keys! {
+    "partition_activations": Bool, "false", H, "Switches recomputation on; nothing is split.";
+    "cpu_checkpointing": Bool, "false", H, "Switches recomputation on; nothing is moved.";
+    "contiguous_memory_optimization": Bool, "false", H, "Switches recomputation on; there is no common buffer.";
+    "number_checkpoints": POSITIVE, "null", H, "A number switches recomputation on. Every unit is one checkpoint, whatever the number.";
+    "synchronize_checkpoint_boundary": Bool, "false", none("nothing runs past a boundary"), "Synchronize the device at edges.";
+    "profile": Bool, "false", none("use wall_clock_breakdown"), "Time each region.";
+};
+
+const TORCH_AUTOCAST: &[super::Key] = keys! {
+    "enabled": Bool, "false", S, "Casts operator by operator.";
+    "dtype": Str, "null", S, "Format of the casts.";
+    "lower_precision_safe_modules": Strings, "null", S, "Modules whose gradients travel in low precision.";
+};

@@ -1,0 +1,83 @@
+//! `optimizer` and `scheduler`.
+
+use super::short::*;
+
+#[rustfmt::skip]
+pub(super) static SECTIONS: &[Section] = &[
+    Section::new("optimizer", false, OPTIMIZER),
+    Section::new("optimizer.params", false, ADAM).types(&["Adam", "AdamW"]),
+    Section::new("optimizer.params", false, SGD).types(&["SGD"]),
+    Section::new("scheduler", false, SCHEDULER),
+    Section::new("scheduler.params", false, WARMUP_LR).types(&["WarmupLR"]),
+    Section::new("scheduler.params", false, WARMUP_DECAY_LR).types(&["WarmupDecayLR"]),
+    Section::new("scheduler.params", false, WARMUP_COSINE_LR).types(&["WarmupCosineLR"]),
+];
+
+const OPTIMIZER: &[super::Key] = keys! {
+    "type": Str, "-", H, "Adam, AdamW or SGD, in any letter case. Other names of DeepSpeed and PyTorch are refused.";
+    "params": Object, "{}", H, "Its parameters.";
+    "legacy_fusion": Bool, "false", none("it is a matter of CUDA kernels"), "Older fused wrapper.";
+};
+
+const PYTORCH: &str = "it is a matter of PyTorch's kernels";
+
+const ADAM: &[super::Key] = keys! {
+    "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
+    "betas": Betas, "[0.9,0.999]", H, "Decays of the two moments, each at least 0 and below 1.";
+    "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Weight decay.";
+    "bias_correction": Bool, "true", H, "Divide the moments by 1 - beta^t.";
+    "adam_w_mode": Bool, "true", H, "Decoupled decay; false with Adam: added to the gradient. AdamW is always decoupled.";
+    "torch_adam": Bool, "false", none("there is one Adam; its arithmetic is the same"), "PyTorch's Adam.";
+    "amsgrad": Bool, "false", refuse("DeepSpeed's Adam refuses it too"), "The largest second moment.";
+    "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here"), "Moments in f32.";
+    "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
+    "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
+    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
+};
+
+const SGD: &[super::Key] = keys! {
+    "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
+    "momentum": NOT_NEGATIVE, "0.0", H, "Momentum; 0 keeps no buffer.";
+    "dampening": FLOAT, "0.0", H, "The gradient enters the momentum times 1 - dampening.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Added to the gradient.";
+    "nesterov": Bool, "false", H, "Nesterov momentum; needs momentum > 0 and dampening 0.";
+    "maximize": Bool, "false", refuse("the loss is always minimized"), "Maximize the loss.";
+    "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
+    "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
+    "differentiable": Bool, "false", refuse("the step has no gradient"), "PyTorch: differentiate the step.";
+    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
+};
+
+const SCHEDULER: &[super::Key] = keys! {
+    "type": Str, "-", H, "WarmupLR, WarmupDecayLR or WarmupCosineLR, in exact letter case. Other names are refused.";
+    "params": Object, "{}", H, "Its parameters.";
+};
+
+const FROM_START: &str = "schedules start at the beginning";
+
+const WARMUP_LR: &[super::Key] = keys! {
+    "warmup_min_lr": NOT_NEGATIVE, "0.0", H, "Learning rate at the start.";
+    "warmup_max_lr": NOT_NEGATIVE, "null", H, "Learning rate after the warm-up; null: the optimizer's.";
+    "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
+    "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is log, as in DeepSpeed, and noted.";
+    "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
+};
+
+const WARMUP_DECAY_LR: &[super::Key] = keys! {
+    "total_num_steps": POSITIVE, "-", H, "Required. The learning rate is 0 (warmup_min_lr) after so many steps.";
+    "warmup_min_lr": NOT_NEGATIVE, "0.0", H, "Learning rate at the start and at the end.";
+    "warmup_max_lr": NOT_NEGATIVE, "0.001", H, "Learning rate after the warm-up.";
+    "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
+    "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is log, as in DeepSpeed, and noted.";
+    "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
+};
+
+const WARMUP_COSINE_LR: &[super::Key] = keys! {
+    "total_num_steps": POSITIVE, "-", H, "Required. Steps of the whole schedule.";
+    "warmup_min_ratio": NOT_NEGATIVE, "0.0", H, "Share of the optimizer's lr at the start.";
+    "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
+    "cos_min_ratio": NOT_NEGATIVE, "0.0001", H, "Share of the optimizer's lr at the end.";
+    "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is log, as in DeepSpeed, and noted.";
+    "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
+};

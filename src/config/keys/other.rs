@@ -1,0 +1,322 @@
+//! Sections that are recorded and said to have no effect, or refused when they are on.
+
+use super::short::*;
+
+const NO_OFFLOAD: &str = "nothing is offloaded";
+const NO_CHECKPOINTS: &str = "there are no checkpoints yet";
+const OFF: &str = "is off; nothing like it is offered here";
+
+#[rustfmt::skip]
+pub(super) static SECTIONS: &[Section] = &[
+    Section::new("aio", false, AIO).status(yet(NO_OFFLOAD)),
+    Section::new("checkpoint", false, CHECKPOINT).status(yet(NO_CHECKPOINTS)),
+    Section::new("checkpoint.parallel_write", false, PARALLEL_WRITE).status(yet(NO_CHECKPOINTS)),
+    Section::new("checkpoint.writer", false, WRITER).status(yet(NO_CHECKPOINTS)),
+    Section::new("flops_profiler", false, FLOPS_PROFILER)
+        .status(yet("operations are not counted; wall_clock_breakdown is switched on, as in DeepSpeed")).switch("enabled"),
+    Section::new("timers", false, TIMERS),
+    Section::new("timers.throughput", true, THROUGHPUT).status(none("the engine's timings are always taken")),
+    Section::new("comms_logger", true, COMMS_LOGGER).status(none("use Engine::comm_report")).switch("enabled"),
+    Section::new("tensorboard", true, TENSORBOARD).status(yet("no event files are written")).switch("enabled"),
+    Section::new("csv_monitor", true, CSV_MONITOR).status(yet("no CSV files are written")).switch("enabled"),
+    Section::new("wandb", true, WANDB).status(none("nothing is sent anywhere")).switch("enabled").unchecked(),
+    Section::new("comet", true, COMET).status(none("nothing is sent anywhere")).switch("enabled").unchecked(),
+    Section::new("autotuning", false, AUTOTUNING).status(none("settings are taken as they are"))
+        .when_off("accepted and has no effect here: settings are taken as they are").unchecked(),
+    Section::new("compile", true, COMPILE).status(none("Rust is compiled already"))
+        .when_off("accepted and has no effect here: Rust is compiled already").unchecked(),
+    Section::new("pipeline", false, PIPELINE),
+    Section::new("tensor_parallel", true, TENSOR_PARALLEL).when_off(OFF),
+    Section::new("tensor_parallel.tensor_parallel", true, TP),
+    Section::new("expert_parallel", false, EXPERT_PARALLEL)
+        .status(refuse("expert parallelism is not offered")).switch("enabled").when_off(OFF),
+    Section::new("hybrid_engine", true, HYBRID_ENGINE).status(none("the engine does not generate")).switch("enabled"),
+    Section::new("weight_quantization", true, WEIGHT_QUANTIZATION).status(none("it concerns inference")).switch("enabled"),
+    Section::new("data_efficiency", false, DATA_EFFICIENCY).when_off(OFF),
+    Section::new("data_efficiency.data_sampling", false, DATA_SAMPLING),
+    Section::new("data_efficiency.data_sampling.curriculum_learning", false, CURRICULUM_LEARNING),
+    Section::new("data_efficiency.data_sampling.dynamic_batching", false, DYNAMIC_BATCHING),
+    Section::new("data_efficiency.data_routing", false, DATA_ROUTING),
+    Section::new("data_efficiency.data_routing.random_ltd", false, RANDOM_LTD),
+];
+
+const AIO: &[super::Key] = keys! {
+    "block_size": POSITIVE, "1048576", S, "Bytes per request.";
+    "queue_depth": POSITIVE, "8", S, "Requests in flight.";
+    "intra_op_parallelism": POSITIVE, "1", S, "Threads that split one tensor.";
+    "thread_count": POSITIVE, "-", none("DeepSpeed ignores it too; it reads intra_op_parallelism"), "Old key.";
+    "single_submit": Bool, "false", S, "One request per submit call.";
+    "overlap_events": Bool, "true", S, "Submit and collect overlap.";
+    "use_gds": Bool, "false", S, "GPUDirect storage.";
+};
+
+const CHECKPOINT: &[super::Key] = keys! {
+    "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", S, "Do all ranks use one tag.";
+    "load_universal": Bool, "false", S, "Load the universal layout.";
+    "use_node_local_storage": Bool, "false", S, "Each node writes to its own disk.";
+    "parallel_write": Object, "{}", S, "Who writes what.";
+    "checkpoint_serialization": Bool, "true", S, "PyTorch's zip format.";
+    "writer": Object, "null", S, "Checkpoint writer.";
+};
+
+const PARALLEL_WRITE: &[super::Key] = keys! {
+    "pipeline_stage": Bool, "false", S, "Pipeline stages write their layers.";
+};
+
+const WRITER: &[super::Key] = keys! {
+    "type": OneOfAnyCase(&["mock", "python", "fast"]), "\"fast\"", S, "Writer engine.";
+    "decoupled": Bool, "false", S, "Write in a helper process.";
+    "io_buffer_size": POSITIVE, "67108864", S, "Bytes of the staging buffer.";
+    "io_buffer_double": Bool, "true", S, "Two staging buffers.";
+    "show_statistics": Bool, "false", S, "Print rates.";
+    "data_parallel": OneOf(&["replica", "socket", "machine"]), "null", S, "Split the write over ranks.";
+    "io_multiplier": POSITIVE, "1", S, "Writers per unit.";
+};
+
+const FLOPS_PROFILER: &[super::Key] = keys! {
+    "enabled": Bool, "false", S, "Count operations; also switches wall_clock_breakdown on.";
+    "recompute_fwd_factor": FLOAT, "0.0", S, "Extra forward share from recomputation.";
+    "profile_step": INT, "1", S, "Which step.";
+    "module_depth": INT, "-1", S, "Depth shown; -1 is the deepest.";
+    "top_modules": INT, "1", S, "Rows.";
+    "detailed": Bool, "true", S, "Print each module.";
+    "output_file": Str, "null", S, "File instead of stdout.";
+};
+
+const TIMERS: &[super::Key] = keys! {
+    "throughput": Object, "{}", S, "Throughput logging.";
+};
+
+const THROUGHPUT: &[super::Key] = keys! {
+    "enabled": Bool, "true", S, "Log throughput.";
+    "synchronized": Bool, "true", S, "Synchronize the device before the clock is read.";
+};
+
+const COMMS_LOGGER: &[super::Key] = keys! {
+    "enabled": Bool, "false", S, "Log collectives; true as soon as the section is there.";
+    "prof_all": Bool, "true", S, "All operations.";
+    "prof_ops": Strings, "[]", S, "Only these operations.";
+    "verbose": Bool, "false", S, "A line per operation.";
+    "debug": Bool, "false", S, "Name the caller.";
+};
+
+const TENSORBOARD: &[super::Key] = keys! {
+    "enabled": Bool, "false", S, "Write event files.";
+    "output_path": Str, "\"\"", S, "Folder.";
+    "job_name": Str, "\"DeepSpeedJobName\"", S, "Name of the run.";
+};
+
+const CSV_MONITOR: &[super::Key] = keys! {
+    "enabled": Bool, "false", S, "Write CSV files.";
+    "output_path": Str, "\"\"", S, "Folder.";
+    "job_name": Str, "\"DeepSpeedJobName\"", S, "Name of the run.";
+};
+
+const WANDB: &[super::Key] = keys! {
+    "enabled": Bool, "false", S, "Send metrics.";
+    "group": Str, "null", S, "Group of runs.";
+    "team": Str, "null", S, "Team.";
+    "project": Str, "\"deepspeed\"", S, "Project.";
+};
+
+const COMET: &[super::Key] = keys! {
+    "enabled": Bool, "false", S, "Send metrics.";
+    "samples_log_interval": POSITIVE, "100", S, "Samples between two records.";
+    "project": Str, "null", S, "Project.";
+    "workspace": Str, "null", S, "Workspace.";
+    "api_key": Str, "null", S, "Key of the service.";
+    "experiment_name": Str, "null", S, "Name of the run.";
+    "experiment_key": Str, "null", S, "Key of the run.";
+    "online": Bool, "null", S, "Send at once.";
+    "mode": Str, "null", S, "Create or continue a run.";
+};
+
+const AUTOTUNING: &[super::Key] = keys! {
+    "enabled": Bool, "false", S, "Search for good settings.";
+    "fast": Bool, "true", S, "Stage and micro batch only.";
+    "results_dir": Str, "\"autotuning_results\"", S, "Folder of results.";
+    "exps_dir": Str, "\"autotuning_exps\"", S, "Folder of experiments.";
+    "overwrite": Bool, "true", S, "Overwrite results.";
+    "start_profile_step": INT, "3", S, "First measured step.";
+    "end_profile_step": INT, "5", S, "Last measured step.";
+    "metric": OneOf(&["throughput", "latency", "flops"]), "\"throughput\"", S, "What is best.";
+    "metric_path": Str, "null", S, "File of the metric.";
+    "tuner_type": OneOf(&["gridsearch", "random", "model_based"]), "\"gridsearch\"", S, "Order of the search.";
+    "tuner_early_stopping": INT, "5", S, "Experiments without gain before the end.";
+    "tuner_num_trials": INT, "50", S, "Experiments at most.";
+    "arg_mappings": Any, "null", S, "Keys to command-line arguments.";
+    "model_info": Any, "null", S, "Facts of the model.";
+    "model_info_path": Str, "null", S, "File of facts.";
+    "mp_size": INT, "1", S, "Model-parallel ranks.";
+    "max_train_batch_size": INT, "null", S, "Bound.";
+    "min_train_batch_size": INT, "1", S, "Bound.";
+    "max_train_micro_batch_size_per_gpu": INT, "1024", S, "Bound.";
+    "min_train_micro_batch_size_per_gpu": INT, "1", S, "Bound.";
+    "num_tuning_micro_batch_sizes": INT, "3", S, "Micro batches tried.";
+};
+
+const COMPILE: &[super::Key] = keys! {
+    "deepcompile": Bool, "false", S, "DeepSpeed's compiler passes.";
+    "autoep_non_moe": Bool, "false", S, "Compile the parts that are no experts.";
+    "free_activation": Bool, "false", S, "Free activations early.";
+    "free_activation_threshold": INT, "10485760", S, "Bytes from which on.";
+    "offload_activation": Bool, "false", S, "Move activations to the CPU.";
+    "offload_activation_pin_memory": Bool, "true", S, "Page-locked memory.";
+    "offload_opt_states": Bool, "false", S, "Move optimizer states.";
+    "double_buffer": Bool, "true", S, "Two buffers.";
+    "symmetric_memory": Bool, "false", S, "Symmetric memory.";
+    "debug_log": Bool, "false", S, "Log.";
+    "offload_parameters": Bool, "false", S, "Move parameters.";
+    "sync_before_reduce": Bool, "false", S, "Synchronize.";
+    "sync_after_reduce": Bool, "false", S, "Synchronize.";
+    "sync_before_allgather": Bool, "false", S, "Synchronize.";
+    "sync_after_allgather": Bool, "false", S, "Synchronize.";
+    "keep_int_input_tensors": Bool, "true", S, "Keep inputs.";
+    "keep_all_input_tensors": Bool, "false", S, "Keep inputs.";
+    "passes": Strings, "null", S, "z1, z3, autosp, autotp.";
+};
+
+const NO_PIPELINE: &str = "pipeline parallelism is not offered";
+
+const PIPELINE: &[super::Key] = keys! {
+    "stages": AutoOr(&POSITIVE), "\"auto\"", above1(NO_PIPELINE), "Pipeline stages.";
+    "partition": Str, "\"best\"", refuse(NO_PIPELINE), "How layers are spread.";
+    "seed_layers": Bool, "false", refuse(NO_PIPELINE), "A seed per layer.";
+    "activation_checkpoint_interval": COUNT, "0", refuse(NO_PIPELINE), "Layers per checkpoint.";
+    "pipe_partitioned": Bool, "true", refuse(NO_PIPELINE), "Split activations.";
+    "grad_partitioned": Bool, "true", refuse(NO_PIPELINE), "Split gradients.";
+};
+
+const NO_TP: &str = "tensor parallelism is not offered: it would change how ranks share the batch";
+const ONLY_TP: &str = "there is no tensor parallelism";
+
+const TENSOR_PARALLEL: &[super::Key] = keys! {
+    "autotp_size": COUNT, "0", above1(NO_TP), "Ranks that share one layer.";
+    "dtype": Any, "\"fp16\"", none(ONLY_TP), "Number format.";
+    "tp_overlap_comm": Bool, "false", none(ONLY_TP), "Communicate while computing.";
+    "vocab_parallel_lm_head": Any, "null", none(ONLY_TP), "Split the last layer.";
+    "vocab_parallel_ce_backend": OneOf(&["torch", "liger"]), "\"torch\"", none(ONLY_TP), "Loss over a split vocabulary.";
+    "tensor_parallel" | "tp": Object, "{}", H, "Groups.";
+    "injection_policy_tuple": Any, "null", none(ONLY_TP), "Which layers.";
+    "partition_config": Any, "null", none(ONLY_TP), "Which layers.";
+    "preset_model": Any, "null", none(ONLY_TP), "Which layers.";
+    "keep_module_on_host": Bool, "false", none(ONLY_TP), "Split on the CPU.";
+    "replace_with_kernel_inject" | "kernel_inject": Bool, "false", none(ONLY_TP), "Inference kernels.";
+};
+
+const TP: &[super::Key] = keys! {
+    "tp_size": COUNT, "1", above1(NO_TP), "Ranks that share one layer.";
+    "tp_grain_size": COUNT, "1", none(ONLY_TP), "Multiple of the split.";
+    "mpu": Any, "null", none(ONLY_TP), "Python object.";
+    "tp_group": Any, "null", none(ONLY_TP), "Python object.";
+};
+
+const EXPERT_PARALLEL: &[super::Key] = keys! {
+    "enabled": Bool, "false", S, "Spread experts over ranks.";
+    "autoep_size": INT, "1", S, "Ranks that share the experts.";
+    "expert_tensor_parallel_size": INT, "1", S, "Ranks that share one expert.";
+    "validate_folding_routing": Bool, "false", S, "Check routing.";
+    "async_split_plan": Bool, "false", S, "Plan ahead.";
+    "preset_model": Any, "null", S, "Known model.";
+    "moe_layer_pattern": Any, "null", S, "Names of layers.";
+    "expert_pattern": Any, "null", S, "Names of experts.";
+    "router_pattern": Any, "null", S, "Names of routers.";
+    "use_grouped_mm": Bool, "true", S, "Grouped products.";
+    "disable_triton_grouped_mm": Bool, "false", S, "Not by Triton.";
+    "route_norm": Any, "null", S, "Normalize routing weights.";
+    "route_scale": FLOAT, "1.0", S, "Scale of routing weights.";
+    "score_apply": Any, "\"auto\"", S, "Where scores enter.";
+    "combine_impl": Any, "\"auto\"", S, "Kernel.";
+    "row_weighting_impl": Any, "\"auto\"", S, "Kernel.";
+    "gate_up_impl": Any, "\"separate\"", S, "Kernel.";
+    "comm_backend": OneOf(&["comm", "deepep"]), "\"comm\"", S, "Who exchanges tokens.";
+    "comm_num_sm": INT, "12", S, "Processors for it.";
+    "comm_qp_margin": INT, "4", S, "Queue margin.";
+    "comm_max_tokens_per_rank": INT, "0", S, "Bound.";
+    "num_expert_groups": Any, "null", S, "Groups of experts.";
+    "num_limited_groups": Any, "null", S, "Groups used.";
+    "score_func": Any, "\"auto\"", S, "Routing function.";
+    "top_k": Any, "\"auto\"", S, "Experts per token.";
+    "load_balance_coeff": Any, "null", S, "Only null.";
+    "routed_scaling_factor": Any, "\"auto\"", S, "Scale of expert outputs.";
+    "expert_w1": Any, "null", S, "Name of a weight.";
+    "expert_w2": Any, "null", S, "Name of a weight.";
+    "expert_w3": Any, "null", S, "Name of a weight.";
+    "num_experts_attr": Any, "null", S, "Name of an attribute.";
+    "top_k_attr": Any, "null", S, "Name of an attribute.";
+    "has_shared_experts": Any, "null", S, "Shared experts.";
+    "shared_experts_pattern": Any, "null", S, "Names of them.";
+    "shared_experts_gate_pattern": Any, "null", S, "Names of their gates.";
+    "expert_activation": Any, "null", S, "Activation.";
+};
+
+const HYBRID_ENGINE: &[super::Key] = keys! {
+    "enabled": Bool, "false", S, "Generate inside training.";
+    "max_out_tokens": POSITIVE, "512", S, "Tokens at most.";
+    "inference_tp_size": INT, "1", S, "Tensor parallelism of generation.";
+    "release_inference_cache": Bool, "false", S, "Free the cache.";
+    "pin_parameters": Bool, "true", S, "Page-locked memory.";
+    "tp_gather_partition_size": INT, "8", S, "Layers gathered at once.";
+    "enable_cuda_graph": Bool, "false", S, "CUDA graphs.";
+};
+
+const WEIGHT_QUANTIZATION: &[super::Key] = keys! {
+    "enabled": Bool, "true", S, "Quantize.";
+    "quantized_initialization": Any, "{}", S, "Quantize while loading.";
+    "post_init_quant": Any, "{}", S, "Quantize afterwards.";
+    "num_bits": INT, "8", S, "Bits.";
+    "q_type": Str, "\"symmetric\"", S, "Kind.";
+    "q_groups": INT, "1", S, "Groups.";
+};
+
+const DATA_EFFICIENCY: &[super::Key] = keys! {
+    "enabled": Bool, "false", H, "True is refused: it would change which data is trained on.";
+    "seed": INT, "1234", S, "Seed of the sampling.";
+    "data_sampling": Object, "{}", S, "Which samples.";
+    "data_routing": Object, "{}", S, "Which tokens.";
+};
+
+const DATA_SAMPLING: &[super::Key] = keys! {
+    "enabled": Bool, "false", S, "Choose samples.";
+    "num_epochs": INT, "1000", S, "Epochs at most.";
+    "num_workers": INT, "0", S, "Loader processes.";
+    "pin_memory": Bool, "false", S, "Page-locked memory.";
+    "curriculum_learning": Object, "{}", S, "Easy samples first.";
+    "dynamic_batching": Object, "{}", S, "Batches by length.";
+};
+
+const CURRICULUM_LEARNING: &[super::Key] = keys! {
+    "enabled": Bool, "false", S, "Easy samples first.";
+    "data_cluster_path": Str, "null", S, "Folder of indices.";
+    "curriculum_metrics": Any, "null", S, "Metrics of difficulty.";
+};
+
+const DYNAMIC_BATCHING: &[super::Key] = keys! {
+    "enabled": Bool, "false", S, "Batches by length.";
+    "metrics_path": Str, "null", S, "File of lengths.";
+    "lr_scaling_method": OneOf(&["linear", "sqrt", "none"]), "\"linear\"", S, "How the learning rate follows.";
+    "min_batch_size": INT, "1", S, "Bound.";
+    "max_batch_size": INT, "null", S, "Bound.";
+    "sequence_picking_order": OneOf(&["dataloader", "random", "seqlen"]), "\"dataloader\"", S, "Order.";
+    "max_tokens": INT, "null", S, "Tokens per batch.";
+    "verbose": Bool, "false", S, "Log.";
+};
+
+const DATA_ROUTING: &[super::Key] = keys! {
+    "enabled": Bool, "false", S, "Choose tokens.";
+    "random_ltd": Object, "{}", S, "Drop tokens at random in inner layers.";
+};
+
+const RANDOM_LTD: &[super::Key] = keys! {
+    "enabled": Bool, "false", S, "Drop tokens.";
+    "layer_token_lr_schedule": Any, "null", S, "Learning rate by tokens.";
+    "total_layer_num": INT, "null", S, "Layers.";
+    "random_ltd_layer_num": INT, "null", S, "Layers that drop.";
+    "random_ltd_layer_id": Any, "null", S, "Which.";
+    "model_mask_name": Any, "null", S, "Name of the mask.";
+    "model_type": Any, "null", S, "Kind of model.";
+    "hidden_state_order": Any, "null", S, "Order of dimensions.";
+    "random_ltd_schedule": Any, "null", S, "How many tokens when.";
+    "micro_batch_size": INT, "null", S, "Samples per forward.";
+    "global_batch_size": INT, "null", S, "Samples per step.";
+};

@@ -1,0 +1,109 @@
+//! `zero_optimization`.
+
+use super::short::*;
+
+#[rustfmt::skip]
+pub(super) static SECTIONS: &[Section] = &[
+    Section::new("zero_optimization", true, ZERO),
+    Section::new("zero_optimization.offload_param", true, OFFLOAD_PARAM),
+    Section::new("zero_optimization.offload_optimizer", true, OFFLOAD_OPTIMIZER),
+    Section::new("zero_optimization.leaf_module", true, LEAF_MODULE),
+    Section::new("zero_optimization.zenflow", true, ZENFLOW),
+];
+
+const NO_CHECKPOINTS: &str = "there are no checkpoints yet";
+const GONE: &str = "DeepSpeed 0.19.8 refuses the whole file for it: remove it";
+
+const ZERO: &[super::Key] = keys! {
+    "stage": super::Kind::Int(0, 3), "0", H, "0 nothing is sharded, 1 optimizer states, 2 and gradients, 3 and parameters.";
+    "reduce_bucket_size": POSITIVE, "500000000", H, "Gradient elements reduced at a time.";
+    "allgather_bucket_size": COUNT, "500000000", H, "Weight elements gathered at a time; even at stage 1 and 2.";
+    "overlap_comm": Bool, "null", H, "Communicate while the model computes; null: true at stage 3 only.";
+    "contiguous_gradients": Bool, "true", none("buckets are always contiguous"), "Copy gradients to one buffer as they are made.";
+    "reduce_scatter": Bool, "true", H, "Reduce gradients to their owners; false: to all, who keep their part.";
+    "sub_group_size": COUNT, "1000000000", H, "Elements of a rank's share per optimizer sub-step.";
+    "stage3_prefetch_bucket_size" | "prefetch_bucket_size": COUNT, "50000000", H, "Elements gathered ahead; 0 switches it off.";
+    "stage3_param_persistence_threshold" | "param_persistence_threshold": COUNT, "100000", H, "Parameters with fewer elements stay gathered.";
+    "stage3_model_persistence_threshold" | "model_persistence_threshold": COUNT, "9223372036854775807", H, "Cap on the elements of all such parameters.";
+    "stage3_max_live_parameters" | "max_live_parameters": COUNT, "1000000000", H, "Gathered elements at once before prefetching stops.";
+    "stage3_max_reuse_distance" | "max_reuse_distance": COUNT, "1000000000", H, "A parameter used again within so many elements is not released.";
+    "stage3_allgather_sequential" | "allgather_sequential": Bool, "false", H, "Gather parameters one by one: a prefetch bucket of 1.";
+    "stage3_gather_16bit_weights_on_model_save" | "gather_16bit_weights_on_model_save": Bool, "false", none("Engine::export_safetensors writes whole f32 parameters"), "Whole 16-bit weights on save.";
+    "stage3_gather_fp16_weights_on_model_save" | "gather_fp16_weights_on_model_save": Bool, "-", moved("stage3_gather_16bit_weights_on_model_save"), "Old name.";
+    "stage3_module_granularity_threshold" | "module_granularity_threshold": INT, "0", none("the model says what a unit is"), "Treat fine modules as one.";
+    "stage3_use_all_reduce_for_fetch_params" | "use_all_reduce_for_fetch_params": Bool, "false", none("gathers give the same values"), "Gather by all-reduce.";
+    "offload_param": Object, "null", H, "Where parameter shards live.";
+    "offload_optimizer": Object, "null", H, "Where optimizer states live.";
+    "cpu_offload": Bool, "-", moved("offload_optimizer.device"), "Old form of offload_optimizer.";
+    "cpu_offload_param": Bool, "-", moved("offload_param.device"), "Old form of offload_param.";
+    "cpu_offload_use_pin_memory": Bool, "-", none("DeepSpeed discards it too"), "Old key.";
+    "zenflow": Object, "null", refuse("asynchronous updates are not offered"), "Asynchronous optimizer updates.";
+    "use_multi_rank_bucket_allreduce": Bool, "true", none("it does not change values"), "One all-reduce per bucket.";
+    "allgather_partitions": Bool, "true", none("weights are always all-gathered"), "All-gather updated weights, else broadcast them.";
+    "round_robin_gradients": Bool, "false", none("shares are equal parts already"), "Spread parameters over ranks by turn.";
+    "parameter_alignment": Bool, "false", none("layout does not change values"), "Pad each parameter to 16 bytes.";
+    "compute_grad_norm": Bool, "true", none("the norm is always computed"), "False skips the norm; only with gradient_clipping 0 at stage 1 or 2.";
+    "ignore_unused_parameters": Bool, "true", none("a trainable parameter without a gradient is always an error"), "False: a parameter without gradient is an error.";
+    "load_from_fp32_weights": Bool, "true", yet(NO_CHECKPOINTS), "On load rebuild master weights from f32.";
+    "elastic_checkpoint": Bool, "false", yet(NO_CHECKPOINTS), "Checkpoints that load at any world size.";
+    "pipeline_loading_checkpoint": Bool, "false", yet(NO_CHECKPOINTS), "Overlap the reading of checkpoint files.";
+    "zero_hpz_partition_size": COUNT, "1", yet("parameters are sharded over all ranks; results are the same"), "Second shard group (ZeRO++).";
+    "zero_quantized_weights": Bool, "false", refuse("weights travel as they are"), "8-bit weights in gathers (ZeRO++).";
+    "zero_quantized_nontrainable_weights": Bool, "false", refuse("weights are kept as they are"), "Quantized frozen weights.";
+    "zero_quantized_gradients": Bool, "false", refuse("gradients travel as they are"), "Quantized gradients (ZeRO++).";
+    "leaf_module": Object, "{}", S, "Modules gathered as one.";
+    "enable_sanity_checks": Bool, "false", none("the calls of all ranks are always compared"), "Compare ranks at stage 3.";
+    "log_trace_cache_warnings": Bool, "false", none("there is no trace to warn about"), "Say when the order of modules changed.";
+    "memory_efficient_linear": Bool, "true", none("it is a matter of PyTorch's modules"), "Replace the linear operator.";
+    "override_module_apply": Bool, "true", none("it is a matter of PyTorch's modules"), "Gather parameters inside apply.";
+    "save_muon_momentum_buffer_in_memory": Bool, "false", none("there is no Muon"), "Placement of Muon's momentum.";
+    "legacy_stage1": Bool, "false", refuse("DeepSpeed refuses it too"), "Old stage 1.";
+    "mics_shard_size": Any, "-", gone(GONE), "MiCS shard group.";
+    "mics_hierarchical_params_gather": Any, "-", gone(GONE), "MiCS gather.";
+    "zeropp_loco_param": Any, "-", gone(GONE), "Error feedback of quantized gradients.";
+};
+
+const DEVICE: super::Kind = OneOf(&["none", "cpu", "nvme"]);
+
+const OFFLOAD_PARAM: &[super::Key] = keys! {
+    "device": DEVICE, "\"none\"", yet("parameters stay in the model's memory; results are the same"), "Where parameter shards live.";
+    "nvme_path": Str, "null", S, "Folder for nvme.";
+    "buffer_count": COUNT, "5", S, "Buffers in the pool.";
+    "buffer_size": COUNT, "100000000", S, "Elements per buffer.";
+    "max_in_cpu": COUNT, "1000000000", S, "Elements kept in memory with nvme.";
+    "pin_memory": Bool, "true", S, "Page-locked memory.";
+};
+
+const OFFLOAD_OPTIMIZER: &[super::Key] = keys! {
+    "device": DEVICE, "\"none\"", yet("optimizer states stay in memory; results are the same"), "Where optimizer states live.";
+    "nvme_path": Str, "null", S, "Folder for nvme.";
+    "buffer_count": COUNT, "4", S, "Buffers in the pool.";
+    "pin_memory": Bool, "true", S, "Page-locked memory.";
+    "pipeline_read": Bool, "false", S, "Read the next sub-group ahead.";
+    "pipeline_write": Bool, "false", S, "Write the previous sub-group meanwhile.";
+    "fast_init": Bool, "false", S, "Faster first creation of states.";
+    "ratio": SHARE, "1.0", S, "Share of the states that is offloaded; < 1 needs stage 3.";
+    "super_offload": Bool, "false", S, "Speculative step on the CPU.";
+    "cpuadam_cores_perc": SHARE, "0.8", S, "Share of the cores for super_offload.";
+};
+
+const LEAVES: &str = "the model says what a unit is";
+
+const LEAF_MODULE: &[super::Key] = keys! {
+    "classes": StringsOrOne, "[\"transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock\",\"transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock\",\"transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock\"]", none(LEAVES), "Class paths of modules gathered as one.";
+    "names": StringsOrOne, "[]", none(LEAVES), "Exact module names.";
+    "name_suffixes": StringsOrOne, "[]", none(LEAVES), "Endings of module names.";
+};
+
+const ZENFLOW: &[super::Key] = keys! {
+    "topk_ratio": SHARE, "0.1", S, "Share of gradients updated at once.";
+    "select_strategy": OneOf(&["auto", "step", "epoch"]), "\"auto\"", S, "When the share is chosen.";
+    "select_interval": AutoOr(&INT), "\"auto\"", S, "How often.";
+    "update_interval": AutoOr(&POSITIVE), "\"auto\"", S, "How often the rest is updated.";
+    "overlap_step": Bool, "false", S, "Step while the model computes.";
+    "offload": Bool, "false", S, "Keep the share on the CPU.";
+    "auto_ratio": SHARE, "0.99", S, "Threshold of auto.";
+    "full_warm_up_rounds": COUNT, "0", S, "Full steps at first.";
+    "pt_reserved_cores_perc": SHARE, "0.5", S, "Share of the cores kept for PyTorch.";
+    "steps_per_epoch": INT, "null", S, "Internal.";
+};

@@ -1,0 +1,118 @@
+//! Where an unknown key may have been meant to go.
+
+use super::Rule;
+use super::keys::{Kind, Section, sections};
+
+/// How alike two names have to be, from 0 to 1, before one is suggested for the other.
+const ALIKE: f64 = 0.5;
+/// The same for a key of another section: a chance likeness is more probable among so many.
+const ALIKE_ELSEWHERE: f64 = 0.8;
+
+/// What to say about a key that its section does not have.
+pub(crate) fn advice(section: &Section, name: &str) -> (Rule, String) {
+    let place = if section.path.is_empty() { "at the top level".into() } else { format!("of `{}`", section.path) };
+    if section.path.rsplit('.').next() == Some(name) && section.key("enabled").is_some() {
+        return (Rule::UnknownKey, format!("no key {place}; did you mean `{}`?", section.join("enabled")));
+    }
+    if let Some(home) = elsewhere(section, name).find(|(_, _, score)| *score == 1.0) {
+        let home = home.0.join(home.1);
+        return (Rule::MisplacedKey, format!("no key {place}: it belongs at `{home}`. Move it there"));
+    }
+    let here = names(section).map(|own| (section, own, likeness(name, own))).filter(|found| found.2 >= ALIKE);
+    let far = elsewhere(section, name).filter(|found| found.2 >= ALIKE_ELSEWHERE);
+    let nearest = best(here).or_else(|| best(far));
+    let text = match nearest {
+        Some((section, near, _)) => format!("no key {place}; did you mean `{}`?", section.join(near)),
+        None if section.path.is_empty() => {
+            format!("no key {place}, and none is alike. Remove it, or start its name with `_` if it is a comment")
+        }
+        None => format!("no key {place}, and none is alike. Remove it"),
+    };
+    (Rule::UnknownKey, text)
+}
+
+fn best<'a>(found: impl Iterator<Item = (&'a Section, &'a str, f64)>) -> Option<(&'a Section, &'a str, f64)> {
+    // The first of equals: the order of the table puts the important ones first.
+    found.reduce(|best, next| if next.2 > best.2 { next } else { best })
+}
+
+/// Keys of all other sections with their likeness; sections that are not looked into offer nothing.
+fn elsewhere<'a>(here: &'a Section, name: &'a str) -> impl Iterator<Item = (&'a Section, &'a str, f64)> {
+    sections()
+        .filter(|section| section.path != here.path && section.checked)
+        .flat_map(|section| names(section).map(move |own| (section, own)))
+        .map(move |(section, own)| (section, own, likeness(name, own)))
+}
+
+/// The canonical names of a section, without what nobody should be led to.
+fn names(section: &Section) -> impl Iterator<Item = &'static str> {
+    section
+        .keys
+        .iter()
+        .filter(|key| key.default != super::keys::NO_DEFAULT || key.kind == Kind::Str)
+        .flat_map(|key| std::iter::once(key.name).chain(key.aliases.iter().copied()))
+}
+
+/// Words shorter than this (`size`, `data`) say too little to count as common.
+const TELLING: usize = 5;
+
+/// The larger of edit likeness and the share of common words (`monitor_config`, `csv_monitor`).
+fn likeness(a: &str, b: &str) -> f64 {
+    let words = |s: &str| s.split(['_', '-']).map(str::to_ascii_lowercase).collect::<Vec<_>>();
+    let (of_a, of_b) = (words(a), words(b));
+    let common = of_a.iter().filter(|word| word.len() >= TELLING && of_b.contains(word)).count();
+    let words = 2.0 * common as f64 / (of_a.len() + of_b.len()) as f64;
+    let letters = strsim::normalized_damerau_levenshtein(&a.to_ascii_lowercase(), &b.to_ascii_lowercase());
+    // A common word alone never counts as the same name.
+    if a == b { 1.0 } else { letters.max(words).min(0.99) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::keys::section;
+
+    #[test]
+    fn the_nearest_key_of_the_section_is_named_first() {
+        for (path, name, near) in [
+            ("", "gradient_cliping", "`gradient_clipping`"),
+            ("", "comms_config", "`comms_logger`"),
+            ("", "monitor_config", "`csv_monitor`"),
+            ("", "train_batch", "`train_batch_size`"),
+            ("fp16", "enable", "`fp16.enabled`"),
+            ("fp16", "fp16", "`fp16.enabled`"),
+            ("zero_optimization", "reduce_bukcet_size", "`zero_optimization.reduce_bucket_size`"),
+            (
+                "zero_optimization",
+                "stage3_param_persitance_threshold",
+                "`zero_optimization.stage3_param_persistence_threshold`",
+            ),
+        ] {
+            let (rule, text) = advice(section(path), name);
+            assert_eq!(rule, Rule::UnknownKey, "{name}");
+            assert!(text.contains(near), "{name}: {text}");
+        }
+    }
+
+    #[test]
+    fn a_key_of_another_section_is_sent_home() {
+        for (path, name, home) in [
+            ("", "offload_optimizer", "`zero_optimization.offload_optimizer`"),
+            ("zero_optimization", "aio", "`aio`"),
+            ("bf16", "loss_scale", "`fp16.loss_scale`"),
+            ("", "stage", "`zero_optimization.stage`"),
+            ("", "lr", "`optimizer.params.lr`"),
+        ] {
+            let (rule, text) = advice(section(path), name);
+            assert_eq!(rule, Rule::MisplacedKey, "{name}");
+            assert!(text.contains(home), "{name}: {text}");
+        }
+    }
+
+    #[test]
+    fn a_stranger_is_not_forced_on_any_key() {
+        let (rule, text) = advice(section(""), "cuda_visible_devices");
+        assert_eq!(rule, Rule::UnknownKey);
+        assert!(text.contains("none is alike"), "{text}");
+    }
+}

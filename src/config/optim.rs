@@ -1,0 +1,212 @@
+//! `optimizer` and `scheduler`: the table of parameters depends on the type.
+
+use super::keys::{Section, typed_section};
+use super::walk::{Walk, defaults};
+use super::{AdamConfig, OptimizerConfig, Rule, SchedulerConfig, SgdConfig, WarmupType};
+use crate::layout::ZeroStage;
+use serde_json::Value;
+
+/// Optimizers that DeepSpeed or PyTorch has and that are not offered here.
+const OTHER_OPTIMIZERS: [&str; 18] = [
+    "Adagrad",
+    "Lamb",
+    "Lion",
+    "MuAdam",
+    "MuAdamW",
+    "MuSGD",
+    "Muon",
+    "OneBitAdam",
+    "ZeroOneAdam",
+    "OneBitLamb",
+    "Adadelta",
+    "Adamax",
+    "ASGD",
+    "LBFGS",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "SparseAdam",
+];
+/// Schedules that DeepSpeed has and that are not offered here.
+const OTHER_SCHEDULES: [&str; 2] = ["LRRangeTest", "OneCycle"];
+
+const OPTIMIZER: &str = "optimizer";
+const SCHEDULER: &str = "scheduler";
+
+/// The optimizer of the file; problems go to the walk.
+pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<OptimizerConfig> {
+    if !walk.given.contains_key(OPTIMIZER) || walk.get(OPTIMIZER) == Some(&Value::Null) {
+        untested(walk, None, stage);
+        return None;
+    }
+    // DeepSpeed's names go in any letter case; ours do all.
+    let names = ["Adam", "AdamW", "SGD"];
+    let found = walk.str("optimizer.type").map(str::to_string);
+    let name = found.and_then(|found| {
+        let name = names.into_iter().find(|name| name.eq_ignore_ascii_case(&found));
+        if name.is_none() {
+            stranger(walk, "optimizer.type", &found, &names, &OTHER_OPTIMIZERS, true);
+        }
+        name
+    });
+    let Some(name) = name else {
+        needs_type(walk, OPTIMIZER, &names);
+        return None;
+    };
+    parameters(walk, OPTIMIZER, typed_section("optimizer.params", name)?);
+    untested(walk, Some(name), stage);
+    let of = |key: &str| format!("optimizer.params.{key}");
+    let float = |walk: &Walk<'_>, key: &str| walk.float(&of(key));
+    let config = if name == "SGD" {
+        let sgd = SgdConfig {
+            lr: float(walk, "lr"),
+            momentum: float(walk, "momentum"),
+            dampening: float(walk, "dampening"),
+            weight_decay: float(walk, "weight_decay"),
+            nesterov: walk.bool(&of("nesterov")),
+        };
+        if sgd.nesterov && (sgd.momentum == 0.0 || sgd.dampening != 0.0) {
+            let place = walk.place(&of("nesterov"));
+            walk.problem(Rule::Conflict, &of("nesterov"), place, "needs momentum > 0 and dampening 0");
+        }
+        OptimizerConfig::Sgd(sgd)
+    } else {
+        let betas = walk.get(&of("betas")).and_then(Value::as_array).map(Vec::as_slice);
+        let Some([beta1, beta2]) = betas else { panic!("betas are two numbers of the table") };
+        let adam_w_mode = walk.bool(&of("adam_w_mode"));
+        let adam = AdamConfig {
+            lr: float(walk, "lr"),
+            betas: (beta1.as_f64().unwrap_or_default(), beta2.as_f64().unwrap_or_default()),
+            eps: float(walk, "eps"),
+            weight_decay: float(walk, "weight_decay"),
+            bias_correction: walk.bool(&of("bias_correction")),
+            decoupled: name == "AdamW" || adam_w_mode,
+        };
+        if name == "AdamW" && !adam_w_mode {
+            walk.note(&of("adam_w_mode"), "accepted and has no effect: AdamW is always decoupled, as in DeepSpeed");
+        }
+        OptimizerConfig::Adam(adam)
+    };
+    Some(config)
+}
+
+/// The schedule of the file; problems go to the walk.
+pub(super) fn scheduler(walk: &mut Walk<'_>) -> Option<SchedulerConfig> {
+    if !walk.given.contains_key(SCHEDULER) || walk.get(SCHEDULER) == Some(&Value::Null) {
+        return None;
+    }
+    let names = ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"];
+    let found = walk.str("scheduler.type").map(str::to_string);
+    let name = found.and_then(|found| {
+        let name = names.into_iter().find(|name| **name == found);
+        if name.is_none() {
+            stranger(walk, "scheduler.type", &found, &names, &OTHER_SCHEDULES, false);
+        }
+        name
+    });
+    let Some(name) = name else {
+        needs_type(walk, SCHEDULER, &names);
+        return None;
+    };
+    parameters(walk, SCHEDULER, typed_section("scheduler.params", name)?);
+    let of = |key: &str| format!("scheduler.params.{key}");
+    let warmup_type = match walk.str(&of("warmup_type")) {
+        Some("linear") => WarmupType::Linear,
+        Some("log") | None => WarmupType::Log,
+        Some(other) => {
+            let text = format!("\"{other}\" is unknown (log or linear): taken as \"log\", as in DeepSpeed");
+            walk.note(&of("warmup_type"), text);
+            walk.set(&of("warmup_type"), "log".into());
+            WarmupType::Log
+        }
+    };
+    let warmup_num_steps = walk.count(&of("warmup_num_steps"));
+    if name == "WarmupLR" {
+        return Some(SchedulerConfig::WarmupLr {
+            warmup_min_lr: walk.float(&of("warmup_min_lr")),
+            warmup_max_lr: walk.get(&of("warmup_max_lr")).and_then(Value::as_f64),
+            warmup_num_steps,
+            warmup_type,
+        });
+    }
+    let Some(total_num_steps) = walk.int(&of("total_num_steps")).and_then(|n| u64::try_from(n).ok()) else {
+        if !walk.given.contains_key(&of("total_num_steps")) {
+            let place = walk.place(SCHEDULER);
+            let text = format!("has to be given: {name} needs to know the steps of the whole schedule");
+            walk.problem(Rule::Type, &of("total_num_steps"), place, text);
+        }
+        return None;
+    };
+    if total_num_steps < warmup_num_steps {
+        let text =
+            format!("{total_num_steps} is less than warmup_num_steps {warmup_num_steps}: the warm-up never ends");
+        walk.note(&of("total_num_steps"), text);
+    }
+    Some(if name == "WarmupDecayLR" {
+        SchedulerConfig::WarmupDecayLr {
+            total_num_steps,
+            warmup_min_lr: walk.float(&of("warmup_min_lr")),
+            warmup_max_lr: walk.float(&of("warmup_max_lr")),
+            warmup_num_steps,
+            warmup_type,
+        }
+    } else {
+        SchedulerConfig::WarmupCosineLr {
+            total_num_steps,
+            warmup_min_ratio: walk.float(&of("warmup_min_ratio")),
+            warmup_num_steps,
+            cos_min_ratio: walk.float(&of("cos_min_ratio")),
+            warmup_type,
+        }
+    })
+}
+
+/// Reads `params` by the table of its type.
+fn parameters(walk: &mut Walk<'_>, owner: &str, section: &'static Section) {
+    let path = format!("{owner}.params");
+    walk.set(&path, Value::Object(defaults(section)));
+    if let Some(entries) = walk.params.get(&path).copied() {
+        walk.section(section, entries);
+    }
+}
+
+/// Complains about an absent type, once.
+fn needs_type(walk: &mut Walk<'_>, owner: &str, names: &[&str]) {
+    let path = format!("{owner}.type");
+    if !walk.problems.iter().any(|problem| problem.path.starts_with(owner)) {
+        let place = walk.place(owner);
+        walk.problem(Rule::Type, &path, place, format!("has to be given: {}", names.join(", ")));
+    }
+}
+
+/// Complains about a type that is not offered.
+fn stranger(walk: &mut Walk<'_>, path: &str, found: &str, names: &[&str], others: &[&str], any_case: bool) {
+    const ALIKE: f64 = 0.6;
+    let same = |name: &&&str| if any_case { name.eq_ignore_ascii_case(found) } else { **name == found };
+    let place = walk.place(path);
+    let offered = names.join(", ");
+    if others.iter().any(|name| same(&name)) {
+        return walk.problem(Rule::Unsupported, path, place, format!("\"{found}\" is not supported: use {offered}"));
+    }
+    let likeness = |name: &str| strsim::normalized_damerau_levenshtein(&name.to_lowercase(), &found.to_lowercase());
+    let near = names.iter().filter(|name| likeness(name) >= ALIKE).max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+    let near = near.map(|near| format!(" Did you mean \"{near}\"?")).unwrap_or_default();
+    walk.problem(Rule::Range, path, place, format!("\"{found}\" is unknown: use {offered}.{near}"));
+}
+
+/// `zero_allow_untested_optimizer`: SGD under ZeRO has to be asked for.
+fn untested(walk: &mut Walk<'_>, name: Option<&str>, stage: ZeroStage) {
+    let allowed = walk.bool("zero_allow_untested_optimizer");
+    let needed = name == Some("SGD") && stage > ZeroStage::Zero;
+    if needed && !allowed {
+        let place = walk.place("optimizer.type");
+        let text = format!(
+            "SGD counts as untested with ZeRO (stage {stage}): set \"zero_allow_untested_optimizer\": true, or use Adam \
+             or AdamW"
+        );
+        walk.problem(Rule::Conflict, "optimizer.type", place, text);
+    } else if allowed && !needed {
+        let text = "accepted and has no effect here: only SGD at stage 1 to 3 needs it";
+        walk.note("zero_allow_untested_optimizer", text);
+    }
+}

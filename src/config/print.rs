@@ -1,0 +1,184 @@
+//! The resolved configuration under DeepSpeed's names.
+
+use super::walk::set;
+use super::{Config, GradientOp, OptimizerConfig, Precision, SchedulerConfig, WarmupType};
+use candle_core::DType;
+use serde_json::{Map, Value, json};
+
+impl Config {
+    /// Every key of DeepSpeed's with its resolved value, also those that have no effect here.
+    ///
+    /// Loading the printed value gives this configuration again (for the same number of ranks).
+    pub fn to_deepspeed_json(&self) -> Value {
+        let mut tree = self.recorded.clone();
+        for (path, value) in self.fields() {
+            set(&mut tree, path, value);
+        }
+        match &self.optimizer {
+            Some(optimizer) => set(&mut tree, "optimizer", optimizer_json(optimizer)),
+            None => set(&mut tree, "optimizer", Value::Null),
+        }
+        set(&mut tree, "scheduler", self.scheduler.as_ref().map_or(Value::Null, scheduler_json));
+        self.precision_json(&mut tree);
+        self.checkpointing_json(&mut tree);
+        Value::Object(tree)
+    }
+
+    /// The honoured keys outside sections of their own.
+    fn fields(&self) -> impl Iterator<Item = (&'static str, Value)> {
+        let (batch, zero) = (self.batch, &self.zero);
+        let op = match self.gradient_allreduce_op {
+            GradientOp::Mean => "mean",
+            GradientOp::Sum => "sum",
+        };
+        [
+            ("train_batch_size", json!(batch.train_batch_size)),
+            ("train_micro_batch_size_per_gpu", json!(batch.train_micro_batch_size_per_gpu)),
+            ("gradient_accumulation_steps", json!(batch.gradient_accumulation_steps)),
+            ("gradient_clipping", json!(self.gradient_clipping)),
+            ("prescale_gradients", json!(self.prescale_gradients)),
+            ("gradient_predivide_factor", json!(self.gradient_predivide_factor)),
+            ("gradient_allreduce_op", json!(op)),
+            ("communication_data_type", dtype_json(self.communication_data_type)),
+            ("data_types.grad_accum_dtype", dtype_json(self.grad_accum_dtype)),
+            ("steps_per_print", json!(self.steps_per_print)),
+            ("wall_clock_breakdown", json!(self.wall_clock_breakdown)),
+            ("seed", json!(self.seed)),
+            ("zero_optimization.stage", json!(zero.stage.number())),
+            ("zero_optimization.reduce_bucket_size", json!(zero.reduce_bucket_size)),
+            ("zero_optimization.allgather_bucket_size", json!(zero.allgather_bucket_size)),
+            ("zero_optimization.overlap_comm", json!(zero.overlap_comm)),
+            ("zero_optimization.contiguous_gradients", json!(zero.contiguous_gradients)),
+            ("zero_optimization.reduce_scatter", json!(zero.reduce_scatter)),
+            ("zero_optimization.sub_group_size", json!(zero.sub_group_size)),
+            ("zero_optimization.stage3_prefetch_bucket_size", json!(zero.prefetch_bucket_size)),
+            ("zero_optimization.stage3_param_persistence_threshold", json!(zero.param_persistence_threshold)),
+            ("zero_optimization.stage3_model_persistence_threshold", json!(zero.model_persistence_threshold)),
+            ("zero_optimization.stage3_max_live_parameters", json!(zero.max_live_parameters)),
+            ("zero_optimization.stage3_max_reuse_distance", json!(zero.max_reuse_distance)),
+        ]
+        .into_iter()
+    }
+
+    fn precision_json(&self, tree: &mut Map<String, Value>) {
+        set(tree, "fp16.enabled", json!(matches!(self.precision, Precision::Fp16(_))));
+        set(tree, "bf16.enabled", json!(matches!(self.precision, Precision::Bf16 { .. })));
+        match self.precision {
+            Precision::F32 => {}
+            Precision::Bf16 { check_grad_overflow } => {
+                set(tree, "bf16.check_grad_overflow", json!(check_grad_overflow));
+            }
+            Precision::Fp16(fp16) => {
+                set(tree, "fp16.loss_scale", json!(fp16.loss_scale));
+                set(tree, "fp16.consecutive_hysteresis", json!(fp16.consecutive_hysteresis));
+                // With a static scale the others are only recorded.
+                if fp16.loss_scale == 0.0 {
+                    set(tree, "fp16.initial_scale_power", json!(fp16.initial_scale_power));
+                    set(tree, "fp16.loss_scale_window", json!(fp16.loss_scale_window));
+                    set(tree, "fp16.hysteresis", json!(fp16.hysteresis));
+                    set(tree, "fp16.min_loss_scale", json!(fp16.min_loss_scale as i64));
+                }
+            }
+        }
+    }
+
+    /// The recorded keys stay when they say the same as the field, which may have been changed since.
+    fn checkpointing_json(&self, tree: &mut Map<String, Value>) {
+        const SWITCHES: [&str; 3] = ["partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"];
+        let section = tree.get("activation_checkpointing");
+        let of = |key: &str| section.and_then(|section| section.get(key));
+        let recorded = SWITCHES.iter().any(|key| of(key) == Some(&Value::Bool(true)))
+            || of("number_checkpoints").is_some_and(Value::is_number);
+        if recorded && !self.activation_checkpointing {
+            SWITCHES.iter().for_each(|key| set(tree, &format!("activation_checkpointing.{key}"), json!(false)));
+            set(tree, "activation_checkpointing.number_checkpoints", Value::Null);
+        } else if self.activation_checkpointing && !recorded {
+            set(tree, "activation_checkpointing.number_checkpoints", json!(1));
+        }
+    }
+}
+
+fn dtype_json(dtype: Option<DType>) -> Value {
+    match dtype {
+        None => Value::Null,
+        Some(DType::F16) => json!("fp16"),
+        Some(DType::BF16) => json!("bf16"),
+        Some(_) => json!("fp32"),
+    }
+}
+
+fn optimizer_json(optimizer: &OptimizerConfig) -> Value {
+    match optimizer {
+        OptimizerConfig::Adam(adam) => json!({
+            "type": if adam.decoupled { "AdamW" } else { "Adam" },
+            "params": {
+                "lr": adam.lr,
+                "betas": [adam.betas.0, adam.betas.1],
+                "eps": adam.eps,
+                "weight_decay": adam.weight_decay,
+                "bias_correction": adam.bias_correction,
+                "adam_w_mode": adam.decoupled,
+            },
+        }),
+        OptimizerConfig::Sgd(sgd) => json!({
+            "type": "SGD",
+            "params": {
+                "lr": sgd.lr,
+                "momentum": sgd.momentum,
+                "dampening": sgd.dampening,
+                "weight_decay": sgd.weight_decay,
+                "nesterov": sgd.nesterov,
+            },
+        }),
+    }
+}
+
+fn scheduler_json(scheduler: &SchedulerConfig) -> Value {
+    let shape = |warmup_type: WarmupType| match warmup_type {
+        WarmupType::Log => "log",
+        WarmupType::Linear => "linear",
+    };
+    match *scheduler {
+        SchedulerConfig::WarmupLr { warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type } => json!({
+            "type": "WarmupLR",
+            "params": {
+                "warmup_min_lr": warmup_min_lr,
+                "warmup_max_lr": warmup_max_lr,
+                "warmup_num_steps": warmup_num_steps,
+                "warmup_type": shape(warmup_type),
+            },
+        }),
+        SchedulerConfig::WarmupDecayLr {
+            total_num_steps,
+            warmup_min_lr,
+            warmup_max_lr,
+            warmup_num_steps,
+            warmup_type,
+        } => json!({
+            "type": "WarmupDecayLR",
+            "params": {
+                "total_num_steps": total_num_steps,
+                "warmup_min_lr": warmup_min_lr,
+                "warmup_max_lr": warmup_max_lr,
+                "warmup_num_steps": warmup_num_steps,
+                "warmup_type": shape(warmup_type),
+            },
+        }),
+        SchedulerConfig::WarmupCosineLr {
+            total_num_steps,
+            warmup_min_ratio,
+            warmup_num_steps,
+            cos_min_ratio,
+            warmup_type,
+        } => json!({
+            "type": "WarmupCosineLR",
+            "params": {
+                "total_num_steps": total_num_steps,
+                "warmup_min_ratio": warmup_min_ratio,
+                "warmup_num_steps": warmup_num_steps,
+                "cos_min_ratio": cos_min_ratio,
+                "warmup_type": shape(warmup_type),
+            },
+        }),
+    }
+}

@@ -1,0 +1,96 @@
+//! docs/config.md, from the table of keys.
+
+use super::keys::{Key, Kind, NO_DEFAULT, Section, Status, sections};
+use super::value;
+use std::fmt::Write;
+
+const HEAD: &str = "\
+# Configuration keys
+
+Generated from the table of keys in the code; `UPDATE_DOCS=1 cargo test --release --test config_docs` writes it anew.
+
+A configuration is a DeepSpeed JSON file (0.19.8). Comments (`#`, `//`, `/* */`) and trailing commas are allowed.
+An unknown key is an error wherever it stands, with its line, its column and the nearest known key. At the top level a key
+that starts with `_`, `//` or `comment` is a comment. Sections marked *strict* take `\"3\"` for 3, `\"true\"` or 1 for
+true, and `\"auto\"` for the default. Elsewhere `\"auto\"` is refused, except for a batch key that follows from the others.
+
+| status | meaning |
+| --- | --- |
+| honoured | does what it does in DeepSpeed |
+| noted | another value than the default is accepted, has no effect, and is said once |
+| refused | another value than the default is an error, because its silent loss would change training |
+| removed | its presence is an error, as in DeepSpeed 0.19.8 |
+| translated | a deprecated key, taken as its successor, and said once |
+";
+
+/// The reference of all keys as Markdown, as docs/config.md holds it.
+pub fn reference_markdown() -> String {
+    let mut text = HEAD.to_string();
+    for section in sections() {
+        heading(&mut text, section);
+        text.push_str("\n| key | type | default | meaning | status |\n| --- | --- | --- | --- | --- |\n");
+        for key in section.keys {
+            row(&mut text, section, key);
+        }
+    }
+    text
+}
+
+fn heading(text: &mut String, section: &Section) {
+    let name = if section.path.is_empty() { "Top level".to_string() } else { format!("`{}`", section.path) };
+    let of = if section.types.is_empty() { String::new() } else { format!(" of {}", section.types.join(", ")) };
+    // Writing to a String cannot fail.
+    let _ = write!(text, "\n## {name}{of}\n");
+    let mut facts = Vec::new();
+    if section.strict {
+        facts.push("Strict.".to_string());
+    }
+    if !section.checked {
+        facts.push("Not looked into: it cannot change training.".to_string());
+    }
+    if section.status != Status::Honoured {
+        let when = section.switch.map(|switch| format!(" when `{switch}` is true")).unwrap_or_default();
+        let (word, why) = status(section.status);
+        facts.push(format!("As a whole {word}{when}{}.", why.map(|why| format!(": {why}")).unwrap_or_default()));
+    }
+    if !facts.is_empty() {
+        let _ = write!(text, "\n{}\n", facts.join(" "));
+    }
+}
+
+fn row(text: &mut String, section: &Section, key: &Key) {
+    let mut name = format!("`{}`", key.name);
+    for alias in key.aliases {
+        let _ = write!(name, " or `{alias}`");
+    }
+    let kind = if key.kind == Kind::Section { "object".to_string() } else { value::needed(key.kind) };
+    let default = match key.default {
+        NO_DEFAULT => "none".to_string(),
+        // The class paths are too long for a table.
+        long if long.len() > 60 => "DeepSpeed's list".to_string(),
+        short => format!("`{short}`"),
+    };
+    let (word, why) = match key.status {
+        Status::OfSection if key.kind == Kind::Section => ("see its section", None),
+        Status::OfSection => status(section.status),
+        own => status(own),
+    };
+    let why = why.filter(|_| key.status != Status::OfSection).map(|why| format!(": {why}")).unwrap_or_default();
+    let kind = kind.replace('|', "\\|");
+    let _ = writeln!(text, "| {name} | {kind} | {default} | {} | {word}{why} |", key.meaning);
+}
+
+/// The word for a status, and its reason.
+fn status(status: Status) -> (&'static str, Option<String>) {
+    match status {
+        Status::Honoured => ("honoured", None),
+        // Inside a section whose switch is refused, or whose one honoured key decides.
+        Status::OfSection => ("noted", None),
+        Status::NoEffect(why) => ("noted", Some(why.into())),
+        Status::NotYet(why) => ("noted", Some(format!("not supported yet: {why}"))),
+        Status::Refused(why) => ("refused", Some(why.into())),
+        Status::RefusedAbove1(why) => ("refused", Some(format!("above 1: {why}"))),
+        Status::Removed(why) => ("removed", Some(why.into())),
+        Status::Moved(to) => ("translated", Some(format!("to {to}"))),
+    }
+}

@@ -1,0 +1,282 @@
+//! From a walked file to a [`Config`]: typed values, and the rules that hold between keys.
+
+use super::json::{Json, Node};
+use super::walk::Walk;
+use super::{Config, ConfigProblem, Fp16, GradientOp, Precision, Rule, ZeroConfig, batch, optim, value};
+use crate::layout::ZeroStage;
+use candle_core::DType;
+use serde_json::Value;
+
+/// Resolves a whole tree, or lists what is wrong with it in file order.
+pub(super) fn resolve(root: &Node, world_size: usize) -> Result<Config, Vec<ConfigProblem>> {
+    let Json::Object(entries) = &root.value else {
+        let message = format!("an object `{{...}}` is needed, {} found", value::found(root));
+        return Err(vec![ConfigProblem { rule: Rule::Type, path: "(top)".into(), place: root.place, message }]);
+    };
+    let mut walk = Walk::new(entries);
+    let walk_ref = &mut walk;
+    let batch = batch::resolve(walk_ref, world_size);
+    let zero = zero(walk_ref);
+    let precision = precision(walk_ref);
+    let optimizer = optim::optimizer(walk_ref, zero.stage);
+    let scheduler = optim::scheduler(walk_ref);
+    check_gradients(walk_ref, zero.stage, precision);
+    check_zero(walk_ref, zero.stage, precision);
+    check_data_types(walk_ref, zero.stage, precision);
+    check_data_efficiency(walk_ref);
+    let activation_checkpointing = activation_checkpointing(walk_ref);
+    if walk.bool("flops_profiler.enabled") {
+        walk.set("wall_clock_breakdown", true.into());
+    }
+    let Some(batch) = batch.filter(|_| walk.problems.is_empty()) else {
+        // Problems without a place go last.
+        walk.problems.sort_by_key(|problem| problem.place.map_or((true, None), |place| (false, Some(place))));
+        return Err(walk.problems);
+    };
+    Ok(Config {
+        world_size,
+        batch,
+        precision,
+        gradient_clipping: walk.float("gradient_clipping"),
+        prescale_gradients: walk.bool("prescale_gradients"),
+        gradient_predivide_factor: walk.float("gradient_predivide_factor"),
+        gradient_allreduce_op: gradient_op(&walk),
+        communication_data_type: dtype(walk.str("communication_data_type")),
+        grad_accum_dtype: dtype(walk.str("data_types.grad_accum_dtype")),
+        zero,
+        optimizer,
+        scheduler,
+        steps_per_print: walk.int("steps_per_print").and_then(|n| u64::try_from(n).ok()),
+        wall_clock_breakdown: walk.bool("wall_clock_breakdown"),
+        seed: walk.count("seed"),
+        activation_checkpointing,
+        notes: walk.notes,
+        recorded: walk.tree,
+    })
+}
+
+fn dtype(name: Option<&str>) -> Option<DType> {
+    Some(match name? {
+        "fp16" => DType::F16,
+        "bf16" => DType::BF16,
+        _ => DType::F32,
+    })
+}
+
+fn gradient_op(walk: &Walk<'_>) -> GradientOp {
+    if walk.str("gradient_allreduce_op") == Some("sum") { GradientOp::Sum } else { GradientOp::Mean }
+}
+
+fn zero(walk: &mut Walk<'_>) -> ZeroConfig {
+    let stage = ZeroStage::from_number(walk.count("zero_optimization.stage")).unwrap_or_default();
+    let count = |key: &str| {
+        // Counts are below 2^63: beyond usize (on 32 bits) there is no difference to "all".
+        usize::try_from(walk.count(&format!("zero_optimization.{key}"))).unwrap_or(usize::MAX)
+    };
+    let sequential = walk.bool("zero_optimization.stage3_allgather_sequential");
+    let overlap_comm = walk.get("zero_optimization.overlap_comm").and_then(Value::as_bool);
+    ZeroConfig {
+        stage,
+        reduce_bucket_size: count("reduce_bucket_size"),
+        allgather_bucket_size: count("allgather_bucket_size"),
+        overlap_comm: overlap_comm.unwrap_or(stage == ZeroStage::Three),
+        contiguous_gradients: walk.bool("zero_optimization.contiguous_gradients"),
+        reduce_scatter: walk.bool("zero_optimization.reduce_scatter"),
+        sub_group_size: count("sub_group_size"),
+        prefetch_bucket_size: if sequential { 1 } else { count("stage3_prefetch_bucket_size") },
+        param_persistence_threshold: count("stage3_param_persistence_threshold"),
+        model_persistence_threshold: count("stage3_model_persistence_threshold"),
+        max_live_parameters: count("stage3_max_live_parameters"),
+        max_reuse_distance: count("stage3_max_reuse_distance"),
+    }
+}
+
+fn precision(walk: &mut Walk<'_>) -> Precision {
+    match (walk.bool("fp16.enabled"), walk.bool("bf16.enabled")) {
+        (false, false) => Precision::F32,
+        (false, true) => Precision::Bf16 { check_grad_overflow: walk.bool("bf16.check_grad_overflow") },
+        (true, true) => {
+            let place = walk.place("bf16.enabled");
+            let text = "bf16 (bfloat16) and fp16 are both enabled, and exclude one another: switch one of them off";
+            walk.problem(Rule::Conflict, "bf16.enabled", place, text);
+            Precision::F32
+        }
+        (true, false) => fp16(walk),
+    }
+}
+
+fn fp16(walk: &mut Walk<'_>) -> Precision {
+    /// 2^127 is the largest power of two in f32, in which the loss is scaled.
+    const LARGEST_POWER: i64 = 127;
+    let loss_scale = walk.float("fp16.loss_scale");
+    let dynamic = loss_scale == 0.0;
+    let int = |key: &str| walk.int(&format!("fp16.{key}")).unwrap_or_default();
+    let [power, window, hysteresis, min] =
+        ["initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"].map(int);
+    let rules = [
+        ("initial_scale_power", power, (0..=LARGEST_POWER).contains(&power), "0 to 127"),
+        ("loss_scale_window", window, window > 0, "1 or more"),
+        ("hysteresis", hysteresis, (1..=i64::from(u32::MAX)).contains(&hysteresis), "1 to 4294967295"),
+        ("min_loss_scale", min, min > 0, "1 or more"),
+    ];
+    for (key, value, good, allowed) in rules {
+        if dynamic && !good {
+            let path = format!("fp16.{key}");
+            let place = walk.place(&path);
+            walk.problem(
+                Rule::Range,
+                &path,
+                place,
+                format!("{value} found, allowed with a dynamic loss scale is {allowed}"),
+            );
+        }
+    }
+    Precision::Fp16(Fp16 {
+        loss_scale,
+        // With a static scale these are not used, so their bounds do not matter.
+        initial_scale_power: u32::try_from(power).unwrap_or_default(),
+        loss_scale_window: u64::try_from(window).unwrap_or_default(),
+        hysteresis: u32::try_from(hysteresis).unwrap_or_default(),
+        consecutive_hysteresis: walk.bool("fp16.consecutive_hysteresis"),
+        min_loss_scale: min as f64,
+    })
+}
+
+/// Rules between the keys of gradients and the stage.
+fn check_gradients(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) {
+    let sum = "gradient_allreduce_op";
+    if gradient_op(walk) == GradientOp::Sum && stage == ZeroStage::Three {
+        let place = walk.place(sum);
+        walk.problem(
+            Rule::Conflict,
+            sum,
+            place,
+            "gradient_allreduce_op \"sum\" is not possible with stage 3: use mean",
+        );
+    }
+    let factor = walk.float("gradient_predivide_factor");
+    if factor == 0.0 {
+        let place = walk.place("gradient_predivide_factor");
+        walk.problem(Rule::Range, "gradient_predivide_factor", place, "0 found, it has to be greater than 0");
+    }
+    if stage >= ZeroStage::Two && walk.bool("zero_optimization.reduce_scatter") {
+        let text = format!("is not possible with stage {stage} and reduce_scatter: set reduce_scatter to false, or");
+        if factor != 1.0 {
+            let place = walk.place("gradient_predivide_factor");
+            let text = format!("{factor} {text} remove it");
+            walk.problem(Rule::Conflict, "gradient_predivide_factor", place, text);
+        }
+        if walk.bool("prescale_gradients") {
+            let place = walk.place("prescale_gradients");
+            walk.problem(Rule::Conflict, "prescale_gradients", place, format!("true {text} remove it"));
+        }
+    }
+    let norm = "zero_optimization.compute_grad_norm";
+    if !walk.bool(norm) {
+        let f32_sums = matches!(precision, Precision::Bf16 { .. })
+            && stage == ZeroStage::One
+            && matches!(walk.str("data_types.grad_accum_dtype"), None | Some("fp32"));
+        let offloaded = walk.str("zero_optimization.offload_optimizer.device").is_some_and(|device| device != "none");
+        let middle = matches!(stage, ZeroStage::One | ZeroStage::Two);
+        if !middle || walk.float("gradient_clipping") != 0.0 || offloaded || f32_sums {
+            let place = walk.place(norm);
+            let text = "false needs stage 1 or 2, gradient_clipping 0, no offloaded optimizer, and not stage 1 with \
+                        bf16 and f32 accumulation";
+            walk.problem(Rule::Conflict, norm, place, text);
+        }
+    }
+}
+
+/// Rules inside `zero_optimization`.
+fn check_zero(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) {
+    let bucket = "zero_optimization.allgather_bucket_size";
+    let size = walk.count(bucket);
+    // Only where the key itself is given: the deprecated `allgather_size` may be odd.
+    if stage <= ZeroStage::Two && !size.is_multiple_of(2) && walk.given.contains_key(bucket) {
+        let place = walk.place(bucket);
+        let text = format!("{size} found: at stage 0 to 2 it has to be even, as in DeepSpeed. Use {}", size - 1);
+        walk.problem(Rule::Range, bucket, place, text);
+    }
+    let ratio = "zero_optimization.offload_optimizer.ratio";
+    if walk.get(ratio).and_then(Value::as_f64).is_some_and(|ratio| ratio < 1.0) && stage < ZeroStage::Three {
+        let place = walk.place(ratio);
+        walk.problem(Rule::Conflict, ratio, place, format!("a share below 1 needs stage 3, not stage {stage}"));
+    }
+    let f32_model = precision == Precision::F32;
+    if walk.get("data_types.keep_in_fp32_modules").is_some_and(Value::is_array) {
+        let key = "data_types.keep_in_fp32_modules";
+        if f32_model {
+            walk.note(key, "accepted and has no effect here: the whole model is f32");
+        } else {
+            let place = walk.place(key);
+            let text = "not supported: all parameters get the one format of fp16 or bf16. Remove it, or train in f32";
+            walk.problem(Rule::Unsupported, key, place, text);
+        }
+    }
+}
+
+/// `data_types` against the precision.
+fn check_data_types(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) {
+    let own = match precision {
+        Precision::F32 => "fp32",
+        Precision::Bf16 { .. } => "bf16",
+        Precision::Fp16(_) => "fp16",
+    };
+    let key = "data_types.param_dtype";
+    if let Some(other) = walk.str(key).filter(|name| *name != own) {
+        let text = format!("\"{other}\" contradicts the fp16 and bf16 sections, which choose \"{own}\"");
+        let place = walk.place(key);
+        walk.problem(Rule::Conflict, key, place, text);
+    }
+    let key = "data_types.grad_accum_dtype";
+    if let Some(other) = walk.str(key).filter(|name| *name != own && stage == ZeroStage::Zero) {
+        let text = format!(
+            "\"{other}\" differs from the model's \"{own}\": at stage 0 they have to be equal, as in DeepSpeed"
+        );
+        let place = walk.place(key);
+        walk.problem(Rule::Conflict, key, place, text);
+    }
+}
+
+/// `data_efficiency`: each feature that is on is named.
+fn check_data_efficiency(walk: &mut Walk<'_>) {
+    if !walk.bool("data_efficiency.enabled") {
+        return;
+    }
+    const FEATURES: [[&str; 2]; 3] = [
+        ["data_sampling", "curriculum_learning"],
+        ["data_sampling", "dynamic_batching"],
+        ["data_routing", "random_ltd"],
+    ];
+    let on: Vec<String> = FEATURES
+        .into_iter()
+        .filter(|[outer, inner]| {
+            let outer = format!("data_efficiency.{outer}");
+            walk.bool(&format!("{outer}.enabled")) && walk.bool(&format!("{outer}.{inner}.enabled"))
+        })
+        .map(|[outer, inner]| format!("data_efficiency.{outer}.{inner}"))
+        .collect();
+    let paths = if on.is_empty() { vec!["data_efficiency.enabled".to_string()] } else { on };
+    for path in paths {
+        let place = walk.place(&path);
+        walk.problem(
+            Rule::Unsupported,
+            &path,
+            place,
+            "is on and not supported: it would change training. Switch it off",
+        );
+    }
+}
+
+/// Recomputation, by any key that asks for it.
+fn activation_checkpointing(walk: &mut Walk<'_>) -> bool {
+    let path = "activation_checkpointing";
+    let moved = ["partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"]
+        .iter()
+        .any(|key| walk.bool(&format!("{path}.{key}")));
+    if moved {
+        let text = "units recompute their forward; what they keep, their inputs, stays whole and in memory";
+        walk.note(path, text);
+    }
+    moved || walk.int("activation_checkpointing.number_checkpoints").is_some()
+}

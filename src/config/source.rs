@@ -1,0 +1,123 @@
+//! Where a configuration comes from.
+
+use super::json::{self, Node, ReadError};
+use super::{Config, resolve};
+use crate::{Error, Result};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// A configuration in any of its forms; see [`Config::load`].
+#[derive(Debug, Clone)]
+pub enum ConfigSource {
+    /// A file of JSON text.
+    Path(PathBuf),
+    /// JSON text.
+    Text(String),
+    /// A JSON value.
+    Value(Value),
+    /// A configuration that has been loaded already.
+    Resolved(Box<Config>),
+}
+
+impl Config {
+    /// Reads, checks and resolves a configuration for `world_size` ranks.
+    ///
+    /// `source` is a path, JSON text (a string whose first character beside blanks is `{`), a [`serde_json::Value`], or
+    /// a `Config`, of which only the number of ranks is checked again. Comments (`#`, `//`, `/* */`) and trailing commas
+    /// are allowed in text. Keys without effect here are said in [`Config::notes`].
+    ///
+    /// # Errors
+    /// A file that cannot be read, text that is no JSON, a duplicate key, or any broken rule, with line and column.
+    pub fn load(source: impl Into<ConfigSource>, world_size: usize) -> Result<Self> {
+        if world_size == 0 {
+            return Err(Error::ConfigNoRanks);
+        }
+        let (origin, root) = match source.into() {
+            ConfigSource::Resolved(config) if config.world_size == world_size => return Ok(*config),
+            ConfigSource::Resolved(config) => {
+                return Err(Error::ConfigWorldSize { resolved: config.world_size, world_size });
+            }
+            ConfigSource::Value(value) => ("the configuration value".to_string(), Node::from_value(&value)),
+            ConfigSource::Text(text) => {
+                let origin = "the configuration text".to_string();
+                let root = read(&origin, text.as_bytes())?;
+                (origin, root)
+            }
+            ConfigSource::Path(path) => {
+                let bytes = read_file(&path).map_err(|source| Error::ConfigFile { path: path.clone(), source })?;
+                let origin = path.display().to_string();
+                let root = read(&origin, &bytes)?;
+                (origin, root)
+            }
+        };
+        resolve::resolve(&root, world_size).map_err(|problems| Error::Config { origin, problems })
+    }
+}
+
+/// Reads a file, but no more of it than the reader would look at.
+fn read_file(path: &Path) -> std::io::Result<Vec<u8>> {
+    use std::io::Read;
+    let mut bytes = Vec::new();
+    std::fs::File::open(path)?.take(json::MAX_BYTES as u64 + 1).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn read(origin: &str, bytes: &[u8]) -> Result<Node> {
+    let origin = origin.to_string();
+    json::read_object(bytes).map_err(|error| match error {
+        ReadError::Syntax { place, expected, found } => Error::ConfigSyntax { origin, place, expected, found },
+        ReadError::Duplicate { path, first, second } => Error::ConfigDuplicateKey { origin, path, first, second },
+    })
+}
+
+impl From<&str> for ConfigSource {
+    fn from(text: &str) -> Self {
+        text.to_string().into()
+    }
+}
+
+impl From<String> for ConfigSource {
+    fn from(text: String) -> Self {
+        if text.trim_start_matches('\u{feff}').trim_start().starts_with('{') {
+            Self::Text(text)
+        } else {
+            Self::Path(text.into())
+        }
+    }
+}
+
+impl From<&String> for ConfigSource {
+    fn from(text: &String) -> Self {
+        text.as_str().into()
+    }
+}
+
+impl From<&Path> for ConfigSource {
+    fn from(path: &Path) -> Self {
+        Self::Path(path.into())
+    }
+}
+
+impl From<PathBuf> for ConfigSource {
+    fn from(path: PathBuf) -> Self {
+        Self::Path(path)
+    }
+}
+
+impl From<&PathBuf> for ConfigSource {
+    fn from(path: &PathBuf) -> Self {
+        Self::Path(path.clone())
+    }
+}
+
+impl From<Value> for ConfigSource {
+    fn from(value: Value) -> Self {
+        Self::Value(value)
+    }
+}
+
+impl From<Config> for ConfigSource {
+    fn from(config: Config) -> Self {
+        Self::Resolved(Box::new(config))
+    }
+}

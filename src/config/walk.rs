@@ -1,0 +1,339 @@
+//! The walk over a file beside the table: values, problems and notes.
+
+use super::json::{Entry, Json};
+use super::keys::{self, Key, Kind, Section, Status, join};
+use super::{ConfigProblem, Note, Place, Rule, nearest, value};
+use serde_json::{Map, Value};
+use std::collections::HashMap;
+
+/// What a walk brings home.
+#[derive(Default)]
+pub(crate) struct Walk<'a> {
+    /// Every value under DeepSpeed's names, defaults filled in.
+    pub tree: Map<String, Value>,
+    /// Path of each key that the file gives, and where.
+    pub given: HashMap<String, Option<Place>>,
+    /// Parameters of the optimizer and the schedule, whose table depends on their type.
+    pub params: HashMap<String, &'a [Entry]>,
+    /// Keys outside the strict sections whose value is `"auto"`.
+    pub autos: Vec<String>,
+    pub problems: Vec<ConfigProblem>,
+    pub notes: Vec<Note>,
+}
+
+/// The batch keys: the only ones outside strict sections whose `"auto"` can be worked out.
+pub(crate) const BATCH_KEYS: [&str; 3] =
+    ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
+
+impl<'a> Walk<'a> {
+    /// Walks over the outermost object.
+    pub fn new(entries: &'a [Entry]) -> Self {
+        let mut walk = Self { tree: defaults(keys::section("")), ..Self::default() };
+        walk.section(keys::section(""), entries);
+        walk.bare_zero(entries);
+        walk
+    }
+
+    /// Walks over one object whose defaults are in the tree already.
+    pub fn section(&mut self, section: &'static Section, entries: &'a [Entry]) {
+        let problems_before = self.problems.len();
+        let mut first_name: HashMap<&str, &str> = HashMap::new();
+        let mut moved = Vec::new();
+        for entry in entries {
+            let path = section.join(&entry.key);
+            let Some(key) = section.key(&entry.key) else {
+                self.unknown(section, entry, path);
+                continue;
+            };
+            if let Some(other) = first_name.insert(key.name, &entry.key) {
+                let message = format!("the same as `{}`, which is given too. Remove one of them", section.join(other));
+                self.problem(Rule::Conflict, &path, entry.place, message);
+                continue;
+            }
+            self.given.insert(section.join(key.name), entry.place);
+            match key.status {
+                Status::Removed(why) => self.problem(Rule::Removed, &path, entry.place, why),
+                Status::Moved(to) => moved.push((key, entry, to)),
+                _ => self.key(section, key, entry),
+            }
+        }
+        for (key, entry, to) in moved {
+            self.moved(section, key, entry, to);
+        }
+        if self.problems.len() == problems_before {
+            self.whole(section);
+        }
+    }
+
+    fn key(&mut self, section: &'static Section, key: &'static Key, entry: &'a Entry) {
+        let path = section.join(key.name);
+        if entry.key == "bfloat16" {
+            self.note("bfloat16", "an old name: taken as `bf16`");
+        }
+        if key.kind == Kind::Section {
+            return self.object(key, entry, path);
+        }
+        if entry.node.value == Json::String("auto".into()) && !matches!(key.kind, Kind::AutoOr(_) | Kind::Any) {
+            return self.auto(section, key, entry, path);
+        }
+        match value::convert(&entry.node, key, section.strict) {
+            Ok(value) => {
+                if section.checked {
+                    self.judge(key, &path, &value, entry);
+                }
+                self.set(&path, value);
+            }
+            // Nothing in such a section can change training.
+            Err(_) if !section.checked => {}
+            Err((rule, message)) => self.problem(rule, &section.join(&entry.key), entry.node.place, message),
+        }
+    }
+
+    /// Notes or refuses a value by the status of its key.
+    fn judge(&mut self, key: &Key, path: &str, value: &Value, entry: &Entry) {
+        if key.default_value().as_ref() == Some(value) {
+            return;
+        }
+        let place = entry.node.place;
+        match key.status {
+            Status::NoEffect(why) => self.note(path, format!("accepted and has no effect here: {why}")),
+            Status::NotYet(why) => self.note(path, format!("not supported yet: {why}")),
+            Status::Refused(why) => self.problem(Rule::Unsupported, path, place, unsupported(value, why)),
+            Status::RefusedAbove1(why) if value.as_i64().is_some_and(|n| n > 1) => {
+                self.problem(Rule::Unsupported, path, place, unsupported(value, why));
+            }
+            _ => {}
+        }
+    }
+
+    fn object(&mut self, key: &'static Key, entry: &'a Entry, path: String) {
+        match &entry.node.value {
+            Json::Null if key.default == "null" => {}
+            // Its deprecated bare form; `bare_zero` reads it.
+            Json::Bool(_) if path == "zero_optimization" => {}
+            Json::Object(inner) if path.ends_with(".params") => {
+                self.params.insert(path, inner);
+            }
+            Json::Object(inner) => {
+                if let Status::Refused(why) = key.status {
+                    let message = format!("not supported: {why}. Remove the section");
+                    return self.problem(Rule::Unsupported, &path, entry.place, message);
+                }
+                let section = keys::section(&path);
+                if key.default == "null" {
+                    self.set(&path, Value::Object(defaults(section)));
+                }
+                self.section(section, inner);
+                if path == "comms_logger" {
+                    // As in DeepSpeed, where only the presence of this section counts.
+                    self.set("comms_logger.enabled", Value::Bool(true));
+                }
+            }
+            _ => {
+                let message =
+                    format!("{} is needed, {} found", value::needed(Kind::Section), value::found(&entry.node));
+                self.problem(Rule::Type, &path, entry.node.place, message);
+            }
+        }
+    }
+
+    fn unknown(&mut self, section: &'static Section, entry: &Entry, path: String) {
+        let comment =
+            section.path.is_empty() && ["_", "//", "comment"].iter().any(|start| entry.key.starts_with(start));
+        if comment {
+            self.note(&path, "a comment: ignored");
+        } else if section.checked {
+            let (rule, message) = nearest::advice(section, &entry.key);
+            self.problem(rule, &path, entry.place, message);
+        }
+    }
+
+    fn auto(&mut self, section: &Section, key: &Key, entry: &Entry, path: String) {
+        if !section.checked {
+        } else if section.strict {
+            self.note(&path, format!("\"auto\": the default {} holds", key.default));
+        } else if BATCH_KEYS.contains(&path.as_str()) {
+            self.autos.push(path);
+        } else {
+            let message = format!("\"auto\" is not resolved here: give {}", value::needed(key.kind));
+            self.problem(Rule::Auto, &path, entry.node.place, message);
+        }
+    }
+
+    /// Translates a deprecated key.
+    fn moved(&mut self, section: &'static Section, key: &Key, entry: &Entry, to: &'static str) {
+        let path = section.join(key.name);
+        let value = match value::convert(&entry.node, key, section.strict) {
+            Ok(value) => value,
+            Err((rule, message)) => return self.problem(rule, &path, entry.node.place, message),
+        };
+        let target = section.join(to.split('.').next().unwrap_or(to));
+        if self.given.contains_key(&target) && target.starts_with("zero_optimization.") {
+            let message = format!("deprecated, and its new form `{target}` is given too. Remove this one");
+            return self.problem(Rule::Conflict, &path, entry.place, message);
+        }
+        match (key.name, value) {
+            ("cpu_offload" | "cpu_offload_param", Value::Bool(on)) => {
+                let device = if on { "cpu" } else { "none" };
+                self.note(&path, format!("deprecated: taken as `{}` = \"{device}\"", section.join(to)));
+                if on {
+                    let mut offload = defaults(keys::section(&target));
+                    offload.insert("device".into(), device.into());
+                    self.set(&target, Value::Object(offload));
+                    self.note(&section.join(to), "not supported yet: states stay in memory; results are the same");
+                }
+            }
+            ("stage3_gather_fp16_weights_on_model_save", value) => {
+                self.note(&path, format!("deprecated: taken as `{target}`"));
+                if let (Some(key), true) = (section.key(to), value == Value::Bool(true)) {
+                    self.judge(key, &target, &value, entry);
+                }
+                self.set(&target, value);
+            }
+            // `allgather_size`: `bare_zero` reads it.
+            _ => {}
+        }
+    }
+
+    /// `zero_optimization: true` is stage 1 with `allgather_size` as its bucket; `false` is stage 0.
+    fn bare_zero(&mut self, entries: &[Entry]) {
+        let find = |name: &str| entries.iter().find(|entry| entry.key == name);
+        let bare = match find("zero_optimization").map(|entry| &entry.node.value) {
+            Some(Json::Bool(on)) => Some(*on),
+            _ => None,
+        };
+        if let Some(on) = bare {
+            let stage = u8::from(on);
+            self.note("zero_optimization", format!("deprecated form: taken as {{\"stage\": {stage}}}"));
+            self.set("zero_optimization.stage", stage.into());
+        }
+        let Some(entry) = find("allgather_size") else { return };
+        let Some(key) = keys::section("").key("allgather_size") else { return };
+        match (bare, value::convert(&entry.node, key, false)) {
+            (Some(true), Ok(size)) => {
+                self.note("allgather_size", "deprecated: taken as `zero_optimization.allgather_bucket_size`");
+                self.set("zero_optimization.allgather_bucket_size", size);
+            }
+            // A value that does not fit has been complained about.
+            (_, Err(_)) => {}
+            _ => self.note("allgather_size", "accepted and has no effect: it belongs to `zero_optimization: true`"),
+        }
+    }
+
+    /// The one note, or refusal, of a section that is judged as a whole.
+    fn whole(&mut self, section: &Section) {
+        let values = self.get(section.path).and_then(Value::as_object).cloned().unwrap_or_default();
+        let on = match section.switch {
+            _ if section.path == "comms_logger" => true,
+            Some(switch) => values.get(switch) == Some(&Value::Bool(true)),
+            None => section.keys.iter().any(|key| {
+                key.kind != Kind::Section && key.default_value().is_some_and(|v| values.get(key.name) != Some(&v))
+            }),
+        };
+        match section.status {
+            Status::NoEffect(why) if on => self.note(section.path, format!("accepted and has no effect here: {why}")),
+            Status::NotYet(why) if on => self.note(section.path, format!("not supported yet: {why}")),
+            Status::Refused(why) if on => {
+                let path = join(section.path, section.switch.unwrap_or_default());
+                let place = self.place(&path);
+                self.problem(Rule::Unsupported, &path, place, unsupported(&Value::Bool(true), why));
+            }
+            _ => {
+                if let Some(note) = section.when_off
+                    && !self.notes.iter().any(|n| n.path.starts_with(section.path))
+                {
+                    self.note(section.path, note);
+                }
+            }
+        }
+    }
+
+    /// Adds a problem.
+    pub fn problem(&mut self, rule: Rule, path: &str, place: Option<Place>, message: impl Into<String>) {
+        self.problems.push(ConfigProblem { rule, path: path.into(), place, message: message.into() });
+    }
+
+    /// Adds a note.
+    pub fn note(&mut self, path: &str, message: impl Into<String>) {
+        self.notes.push(Note { path: path.into(), message: message.into() });
+    }
+
+    /// Where the file gives that key.
+    pub fn place(&self, path: &str) -> Option<Place> {
+        self.given.get(path).copied().flatten()
+    }
+
+    /// The value at a path.
+    pub fn get(&self, path: &str) -> Option<&Value> {
+        let mut names = path.split('.');
+        let first = self.tree.get(names.next()?)?;
+        names.try_fold(first, |value, name| value.get(name))
+    }
+
+    /// Sets the value at a path whose parents are there.
+    pub fn set(&mut self, path: &str, value: Value) {
+        set(&mut self.tree, path, value);
+    }
+
+    /// A boolean of the table.
+    pub fn bool(&self, path: &str) -> bool {
+        self.get(path).and_then(Value::as_bool).unwrap_or_else(|| panic!("{path} is a boolean of the table"))
+    }
+
+    /// A whole number of the table; `None` for null and for a required one that is absent.
+    pub fn int(&self, path: &str) -> Option<i64> {
+        self.get(path).and_then(Value::as_i64)
+    }
+
+    /// A whole number of the table that has a default and is at least 0.
+    pub fn count(&self, path: &str) -> u64 {
+        self.get(path).and_then(Value::as_u64).unwrap_or_else(|| panic!("{path} is a count of the table"))
+    }
+
+    /// A number of the table that has a default.
+    pub fn float(&self, path: &str) -> f64 {
+        self.get(path).and_then(Value::as_f64).unwrap_or_else(|| panic!("{path} is a number of the table"))
+    }
+
+    /// A string of the table; `None` for null.
+    pub fn str(&self, path: &str) -> Option<&str> {
+        self.get(path).and_then(Value::as_str)
+    }
+}
+
+fn unsupported(value: &Value, why: &str) -> String {
+    format!("{value} is not supported: {why}")
+}
+
+/// Sets the value at a path; parents that are no objects become objects.
+pub(crate) fn set(tree: &mut Map<String, Value>, path: &str, value: Value) {
+    match path.split_once('.') {
+        None => {
+            tree.insert(path.into(), value);
+        }
+        Some((first, rest)) => {
+            let inner = tree.entry(first).or_insert_with(|| Value::Object(Map::new()));
+            if !inner.is_object() {
+                *inner = Value::Object(Map::new());
+            }
+            if let Value::Object(map) = inner {
+                set(map, rest, value);
+            }
+        }
+    }
+}
+
+/// The defaults of a section and of the sections in it.
+pub(crate) fn defaults(section: &Section) -> Map<String, Value> {
+    let mut map = Map::new();
+    for key in section.keys {
+        let Some(default) = key.default_value() else { continue };
+        let path = section.join(key.name);
+        let value = match (key.kind, &default) {
+            (Kind::Section, Value::Object(_)) if key.name != "params" => Value::Object(defaults(keys::section(&path))),
+            _ => default,
+        };
+        map.insert(key.name.into(), value);
+    }
+    map
+}

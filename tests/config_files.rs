@@ -1,0 +1,434 @@
+//! Whole configurations: the bundled ones, what is noted, what is translated, and the way back to JSON.
+#![allow(clippy::unwrap_used)]
+
+use candle_core::DType;
+use candle_zero::Error;
+use candle_zero::config::{
+    AdamConfig, Batch, Config, GradientOp, OptimizerConfig, Precision, SchedulerConfig, SgdConfig, WarmupType,
+};
+use candle_zero::layout::ZeroStage;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use std::path::PathBuf;
+
+fn bundled(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("ds_configs").join(name)
+}
+
+fn load(value: Value) -> Config {
+    Config::load(value, 1).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// A configuration that is complete but for what `more` says.
+fn with(more: Value) -> Value {
+    let mut value = json!({"train_batch_size": 8});
+    value.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    value
+}
+
+fn notes(config: &Config) -> String {
+    config.notes.iter().map(|note| format!("{}: {}", note.path, note.message)).collect::<Vec<_>>().join("\n")
+}
+
+/// Paths of the problems of a configuration.
+fn refused(more: Value) -> Vec<String> {
+    match Config::load(with(more.clone()), 2) {
+        Err(Error::Config { problems, .. }) => problems.into_iter().map(|problem| problem.path).collect(),
+        other => panic!("{more}: {other:?}"),
+    }
+}
+
+#[test]
+fn every_bundled_configuration_loads_without_notes_under_1_2_and_4_ranks() {
+    let table = [
+        ("zero0.json", ZeroStage::Zero, "f32"),
+        ("zero1.json", ZeroStage::One, "f32"),
+        ("zero2.json", ZeroStage::Two, "f32"),
+        ("zero3.json", ZeroStage::Three, "f32"),
+        ("zero3_bf16.json", ZeroStage::Three, "bf16"),
+        ("zero2_fp16.json", ZeroStage::Two, "fp16"),
+    ];
+    for (name, stage, format) in table {
+        for world_size in [1, 2, 4] {
+            let config = Config::load(bundled(name), world_size).unwrap_or_else(|e| panic!("{e}"));
+            assert_eq!(config.zero.stage, stage, "{name}");
+            assert_eq!(config.batch.train_batch_size, 4 * world_size);
+            assert_eq!((config.batch.train_micro_batch_size_per_gpu, config.batch.gradient_accumulation_steps), (4, 1));
+            let found = match config.precision {
+                Precision::F32 => "f32",
+                Precision::Bf16 { .. } => "bf16",
+                Precision::Fp16(_) => "fp16",
+            };
+            assert_eq!((found, notes(&config).as_str()), (format, ""), "{name}");
+            let adam = AdamConfig {
+                lr: 1e-3,
+                betas: (0.9, 0.95),
+                eps: 1e-8,
+                weight_decay: 0.1,
+                bias_correction: true,
+                decoupled: true,
+            };
+            assert_eq!(config.optimizer, Some(OptimizerConfig::Adam(adam)), "{name}");
+            assert_eq!(
+                config.scheduler,
+                Some(SchedulerConfig::WarmupLr {
+                    warmup_min_lr: 0.0,
+                    warmup_max_lr: Some(1e-3),
+                    warmup_num_steps: 20,
+                    warmup_type: WarmupType::Linear,
+                })
+            );
+        }
+    }
+    assert_eq!(std::fs::read_dir(bundled("")).unwrap().count(), table.len(), "a bundled file is not in the table");
+}
+
+#[test]
+fn the_smallest_configuration_gets_deepspeeds_defaults() {
+    let config = load(json!({"train_batch_size": 8}));
+    assert_eq!(
+        config.batch,
+        Batch { train_batch_size: 8, train_micro_batch_size_per_gpu: 8, gradient_accumulation_steps: 1 }
+    );
+    assert_eq!((config.gradient_clipping, config.gradient_predivide_factor), (1.0, 1.0));
+    assert_eq!((config.precision, config.gradient_allreduce_op), (Precision::F32, GradientOp::Mean));
+    assert_eq!((config.communication_data_type, config.grad_accum_dtype), (None, None));
+    assert_eq!((config.optimizer, config.scheduler, config.steps_per_print), (None, None, None));
+    assert_eq!((config.seed, config.wall_clock_breakdown, config.activation_checkpointing), (42, false, false));
+    assert!(config.notes.is_empty());
+    let zero = &config.zero;
+    assert_eq!((zero.stage, zero.overlap_comm, zero.reduce_scatter), (ZeroStage::Zero, false, true));
+    assert_eq!((zero.reduce_bucket_size, zero.allgather_bucket_size), (500_000_000, 500_000_000));
+    assert_eq!((zero.sub_group_size, zero.prefetch_bucket_size), (1_000_000_000, 50_000_000));
+    assert_eq!((zero.param_persistence_threshold, zero.max_live_parameters), (100_000, 1_000_000_000));
+    assert_eq!(zero.model_persistence_threshold, i64::MAX as usize);
+    assert_eq!(zero.max_reuse_distance, 1_000_000_000);
+}
+
+#[test]
+fn honoured_keys_reach_the_resolved_configuration() {
+    let config = load(with(json!({
+        "gradient_clipping": 0, "prescale_gradients": true, "gradient_predivide_factor": 2, "seed": 7,
+        "gradient_allreduce_op": "SUM", "communication_data_type": "BF16", "steps_per_print": 1e5,
+        "wall_clock_breakdown": true, "data_types": {"grad_accum_dtype": "fp32"},
+        "activation_checkpointing": {"number_checkpoints": 4},
+        "fp16": {"enabled": "true", "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500,
+                 "hysteresis": 3, "consecutive_hysteresis": true, "min_loss_scale": 2},
+        "zero_optimization": {"stage": 1, "overlap_comm": true, "reduce_scatter": false, "sub_group_size": 1e12},
+    })));
+    assert_eq!((config.gradient_clipping, config.gradient_predivide_factor, config.seed), (0.0, 2.0, 7));
+    assert_eq!((config.prescale_gradients, config.gradient_allreduce_op), (true, GradientOp::Sum));
+    assert_eq!((config.communication_data_type, config.grad_accum_dtype), (Some(DType::BF16), Some(DType::F32)));
+    assert_eq!((config.steps_per_print, config.wall_clock_breakdown), (Some(100_000), true));
+    assert!(config.activation_checkpointing && config.zero.overlap_comm && !config.zero.reduce_scatter);
+    assert_eq!(config.zero.sub_group_size, 1_000_000_000_000);
+    let Precision::Fp16(fp16) = config.precision else { panic!("fp16 is on") };
+    assert_eq!((fp16.loss_scale, fp16.initial_scale_power, fp16.loss_scale_window), (0.0, 12, 500));
+    assert_eq!((fp16.hysteresis, fp16.consecutive_hysteresis, fp16.min_loss_scale), (3, true, 2.0));
+}
+
+#[test]
+fn overlap_is_on_by_default_at_stage_3_only() {
+    for stage in 0..4 {
+        assert_eq!(load(with(json!({"zero_optimization": {"stage": stage}}))).zero.overlap_comm, stage == 3);
+    }
+    assert!(!load(with(json!({"zero_optimization": {"stage": 3, "overlap_comm": false}}))).zero.overlap_comm);
+}
+
+#[test]
+fn adam_means_decoupled_decay_unless_told_otherwise() {
+    for (name, params, decoupled) in [
+        ("Adam", json!({}), true),
+        ("adam", json!({"adam_w_mode": false}), false),
+        ("ADAM", json!({"torch_adam": true, "adam_w_mode": false}), false),
+        ("Adam", json!({"torch_adam": true, "adam_w_mode": true}), true),
+        ("AdamW", json!({"adam_w_mode": false}), true),
+        ("adamw", json!({"torch_adam": true}), true),
+    ] {
+        let config = load(with(json!({"optimizer": {"type": name, "params": params}})));
+        let Some(OptimizerConfig::Adam(adam)) = config.optimizer else { panic!("{name}") };
+        assert_eq!(adam.decoupled, decoupled, "{name}");
+    }
+}
+
+#[test]
+fn sgd_and_every_schedule_resolve() {
+    let config = load(with(json!({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}})));
+    let sgd = SgdConfig { lr: 0.1, momentum: 0.9, dampening: 0.0, weight_decay: 0.0, nesterov: false };
+    assert_eq!(config.optimizer, Some(OptimizerConfig::Sgd(sgd)));
+    let schedule = |kind: &str, params: Value| {
+        load(with(json!({"scheduler": {"type": kind, "params": params}}))).scheduler.unwrap()
+    };
+    let (warmup_num_steps, warmup_type) = (1000, WarmupType::Log);
+    assert_eq!(
+        schedule("WarmupLR", json!({})),
+        SchedulerConfig::WarmupLr { warmup_min_lr: 0.0, warmup_max_lr: None, warmup_num_steps, warmup_type }
+    );
+    assert_eq!(
+        schedule("WarmupDecayLR", json!({"total_num_steps": 1e4})),
+        SchedulerConfig::WarmupDecayLr {
+            total_num_steps: 10_000,
+            warmup_min_lr: 0.0,
+            warmup_max_lr: 0.001,
+            warmup_num_steps,
+            warmup_type
+        }
+    );
+    assert_eq!(
+        schedule("WarmupCosineLR", json!({"total_num_steps": 5000, "warmup_type": "linear"})),
+        SchedulerConfig::WarmupCosineLr {
+            total_num_steps: 5000,
+            warmup_min_ratio: 0.0,
+            warmup_num_steps,
+            cos_min_ratio: 0.0001,
+            warmup_type: WarmupType::Linear
+        }
+    );
+}
+
+#[test]
+fn keys_without_effect_are_noted_once_each_and_defaults_are_not() {
+    let config = load(with(json!({
+        "_comment": "hello", "dump_state": true, "memory_breakdown": false, "dataloader_drop_last": true,
+        "zero_allow_untested_optimizer": true, "zero_force_ds_cpu_optimizer": false,
+        "bfloat16": {"enabled": "auto"},
+        "zero_optimization": {
+            "stage": 3, "contiguous_gradients": false, "cpu_offload_param": true, "reduce_bucket_size": "auto",
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/scratch", "pin_memory": false},
+            "stage3_gather_fp16_weights_on_model_save": true, "zero_hpz_partition_size": 8,
+        },
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": true, "adam_w_mode": false}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5, "warmup_type": "cubic"}},
+        "aio": {"thread_count": 4, "queue_depth": 32}, "wandb": {"enabled": true, "team": 3, "x": null},
+        "tensorboard": {"enabled": false, "job_name": "x"}, "comms_logger": {"enabled": false},
+        "compile": {"backend": "inductor"}, "tensor_parallel": {"autotp_size": 1},
+        "flops_profiler": {"enabled": true}, "checkpoint": {"tag_validation": "fail"},
+        "activation_checkpointing": {"partition_activations": true, "profile": false},
+    })));
+    insta::assert_snapshot!(notes(&config));
+    assert!(config.wall_clock_breakdown && config.activation_checkpointing);
+}
+
+#[test]
+fn off_forms_of_unsupported_features_are_accepted() {
+    let config = load(with(json!({
+        "torch_autocast": {"enabled": false, "dtype": "bfloat16"}, "sequence_parallel_size": 1,
+        "data_efficiency": {"enabled": false, "data_routing": {"enabled": true, "random_ltd": {"enabled": true}}},
+        "pipeline": {"stages": "auto"}, "expert_parallel": {"enabled": false},
+        "zero_optimization": {"zero_quantized_weights": false, "zenflow": null, "offload_param": null},
+        "bf16": {"enabled": true, "bf16_master_weights_and_grads": false},
+    })));
+    insta::assert_snapshot!(notes(&config));
+}
+
+#[test]
+fn features_whose_silent_loss_would_change_training_are_refused() {
+    for (more, path) in [
+        (json!({"torch_autocast": {"enabled": true}}), "torch_autocast.enabled"),
+        (json!({"data_efficiency": {"enabled": true}}), "data_efficiency.enabled"),
+        (
+            json!({"data_efficiency": {"enabled": true,
+                   "data_routing": {"enabled": true, "random_ltd": {"enabled": true}}}}),
+            "data_efficiency.data_routing.random_ltd",
+        ),
+        (json!({"tensor_parallel": {"autotp_size": 2}}), "tensor_parallel.autotp_size"),
+        (json!({"tensor_parallel": {"tp": {"tp_size": 2}}}), "tensor_parallel.tensor_parallel.tp_size"),
+        (json!({"pipeline": {"stages": 2}}), "pipeline.stages"),
+        (json!({"expert_parallel": {"enabled": true}}), "expert_parallel.enabled"),
+        (json!({"sequence_parallel_size": 2}), "sequence_parallel_size"),
+        (json!({"managed_gradient_accumulation": false}), "managed_gradient_accumulation"),
+        (json!({"zero_optimization": {"zenflow": {}}}), "zero_optimization.zenflow"),
+        (
+            json!({"zero_optimization": {"zero_quantized_gradients": true}}),
+            "zero_optimization.zero_quantized_gradients",
+        ),
+        (json!({"zero_optimization": {"legacy_stage1": true}}), "zero_optimization.legacy_stage1"),
+        (json!({"zero_optimization": {"mics_shard_size": -1}}), "zero_optimization.mics_shard_size"),
+        (json!({"amp": {"enabled": false}}), "amp"),
+        (json!({"elasticity": {}}), "elasticity"),
+        (json!({"optimizer": {"type": "Lamb"}}), "optimizer.type"),
+        (json!({"optimizer": {"type": "Adam", "params": {"amsgrad": true}}}), "optimizer.params.amsgrad"),
+        (json!({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 0}}}), "optimizer.params.max_grad_norm"),
+        (json!({"optimizer": {"type": "Adam", "params": {"freeze_step": 2}}}), "optimizer.params.freeze_step"),
+        (json!({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0}}}), "scheduler.type"),
+        (json!({"scheduler": {"type": "warmuplr"}}), "scheduler.type"),
+        (json!({"scheduler": {"params": {}}}), "scheduler.type"),
+        (json!({"optimizer": {}}), "optimizer.type"),
+        (
+            json!({"bf16": {"enabled": true}, "data_types": {"keep_in_fp32_modules": ["x"]},
+                "zero_optimization": {"stage": 1}}),
+            "data_types.keep_in_fp32_modules",
+        ),
+    ] {
+        assert_eq!(refused(more), [path]);
+    }
+}
+
+#[test]
+fn rules_between_keys_hold() {
+    let zero = |stage: u8, more: Value| {
+        let mut zero = json!({"stage": stage});
+        zero.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        json!({"zero_optimization": zero})
+    };
+    let sgd = json!({"type": "SGD"});
+    let cases = [
+        (zero(2, json!({"allgather_bucket_size": 77})), "zero_optimization.allgather_bucket_size"),
+        (zero(1, json!({"offload_optimizer": {"ratio": 0.5}})), "zero_optimization.offload_optimizer.ratio"),
+        (zero(3, json!({"compute_grad_norm": false})), "zero_optimization.compute_grad_norm"),
+        (zero(1, json!({"cpu_offload": true, "offload_optimizer": {}})), "zero_optimization.cpu_offload"),
+        (
+            zero(3, json!({"max_live_parameters": 1, "stage3_max_live_parameters": 1})),
+            "zero_optimization.stage3_max_live_parameters",
+        ),
+        (json!({"prescale_gradients": true, "zero_optimization": {"stage": 2}}), "prescale_gradients"),
+        (json!({"gradient_predivide_factor": 2, "zero_optimization": {"stage": 3}}), "gradient_predivide_factor"),
+        (json!({"gradient_predivide_factor": 0}), "gradient_predivide_factor"),
+        (json!({"gradient_clipping": -1}), "gradient_clipping"),
+        (json!({"optimizer": sgd, "zero_optimization": {"stage": 1}}), "optimizer.type"),
+        (json!({"optimizer": {"type": "SGD", "params": {"nesterov": true}}}), "optimizer.params.nesterov"),
+        (json!({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1]}}}), "optimizer.params.betas"),
+        (json!({"scheduler": {"type": "WarmupDecayLR"}}), "scheduler.params.total_num_steps"),
+        (
+            json!({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}),
+            "scheduler.params.warmup_num_steps",
+        ),
+        (json!({"data_types": {"param_dtype": "bf16"}}), "data_types.param_dtype"),
+        (json!({"data_types": {"grad_accum_dtype": "bf16"}}), "data_types.grad_accum_dtype"),
+        (json!({"fp16": {"enabled": true, "initial_scale_power": 128}}), "fp16.initial_scale_power"),
+        (json!({"fp16": {"enabled": true, "hysteresis": 0}}), "fp16.hysteresis"),
+        (json!({"train_batch_size": 0}), "train_batch_size"),
+        (json!({"train_batch_size": "8"}), "train_batch_size"),
+        (json!({"train_batch_size": "auto"}), "train_batch_size"),
+        (json!({"gradient_clipping": "auto"}), "gradient_clipping"),
+    ];
+    for (more, path) in cases {
+        assert_eq!(refused(more), [path]);
+    }
+    // The same without what is forbidden.
+    for more in [
+        zero(3, json!({"allgather_bucket_size": 77})),
+        zero(3, json!({"offload_optimizer": {"ratio": 0.5}})),
+        json!({"prescale_gradients": true, "zero_optimization": {"stage": 2, "reduce_scatter": false}}),
+        json!({"optimizer": sgd, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": true}),
+        json!({"gradient_clipping": 0, "zero_optimization": {"stage": 2, "compute_grad_norm": false}}),
+        json!({"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}),
+    ] {
+        load(with(more));
+    }
+}
+
+#[test]
+fn an_auto_batch_key_follows_from_the_others_and_is_noted() {
+    let config = Config::load(
+        json!({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": "auto"}),
+        2,
+    )
+    .unwrap();
+    assert_eq!((config.batch.train_batch_size, config.batch.gradient_accumulation_steps), (6, 1));
+    insta::assert_snapshot!(notes(&config), @r#"
+    train_batch_size: "auto": worked out as 6 from the other batch keys
+    gradient_accumulation_steps: "auto": worked out as 1 from the other batch keys
+    "#);
+}
+
+#[test]
+fn a_resolved_configuration_is_taken_as_it_is_for_the_same_world_only() {
+    let mut config = Config::load(with(json!({})), 2).unwrap();
+    config.seed = 99;
+    assert_eq!(Config::load(config.clone(), 2).unwrap(), config);
+    insta::assert_snapshot!(Config::load(config, 4).unwrap_err(), @"the Config was resolved for 2 rank(s), but the run has 4. Load it again from its file or text: the batch keys depend on the number of ranks.");
+}
+
+/// Honoured keys with values that all go together.
+fn any_config() -> impl Strategy<Value = Value> {
+    let zero = (0..4_u8, 1_u32..1_000_000, any::<bool>(), prop::option::of(any::<bool>()), 0..3_u32).prop_map(
+        |(stage, bucket, scatter, overlap, threshold)| {
+            json!({
+                "stage": stage, "reduce_bucket_size": bucket, "reduce_scatter": scatter, "overlap_comm": overlap,
+                "stage3_param_persistence_threshold": threshold, "allgather_bucket_size": 2 * bucket,
+            })
+        },
+    );
+    let optimizer = prop_oneof![
+        Just(Value::Null),
+        (0.0..1.0, 0.0..0.999, any::<bool>()).prop_map(|(lr, beta, mode)| json!({
+            "type": "Adam", "params": {"lr": lr, "betas": [beta, 0.95], "adam_w_mode": mode}})),
+        (0.0..1.0, 0.01..0.99, any::<bool>()).prop_map(|(lr, momentum, nesterov)| json!({
+            "type": "SGD", "params": {"lr": lr, "momentum": momentum, "nesterov": nesterov}})),
+    ];
+    let scheduler = prop_oneof![
+        Just(Value::Null),
+        (1..9_u64).prop_map(|steps| json!({"type": "WarmupLR", "params": {"warmup_num_steps": steps}})),
+        (9..99_u64, 1..9_u64).prop_map(|(total, steps)| json!({
+            "type": "WarmupCosineLR", "params": {"warmup_num_steps": steps, "total_num_steps": total}})),
+        (9..99_u64, 1..9_u64).prop_map(|(total, steps)| json!({
+            "type": "WarmupDecayLR", "params": {"warmup_num_steps": steps, "total_num_steps": total}})),
+    ];
+    let precision = prop_oneof![
+        Just(json!({})),
+        any::<bool>().prop_map(|check| json!({"bf16": {"enabled": true, "check_grad_overflow": check}})),
+        (0..2_u8, 0..20_u8).prop_map(|(scale, power)| json!({
+            "fp16": {"enabled": true, "loss_scale": scale, "initial_scale_power": power}})),
+    ];
+    (zero, optimizer, scheduler, precision, 1..64_u32, prop::option::of(1..9_u8)).prop_map(
+        |(zero, optimizer, scheduler, precision, micro, checkpoints)| {
+            let mut value = json!({
+                "train_micro_batch_size_per_gpu": micro, "zero_optimization": zero, "optimizer": optimizer,
+                "scheduler": scheduler, "zero_allow_untested_optimizer": true, "gradient_clipping": 0.5,
+                "activation_checkpointing": {"number_checkpoints": checkpoints},
+            });
+            value.as_object_mut().unwrap().extend(precision.as_object().unwrap().clone());
+            value
+        },
+    )
+}
+
+proptest! {
+    #[test]
+    fn the_printed_configuration_loads_as_the_same_configuration(value in any_config(), world_size in 1..5_usize) {
+        let config = Config::load(value, world_size).unwrap();
+        let plain = |mut config: Config| {
+            config.notes.clear();
+            config.recorded.clear();
+            config
+        };
+        let again = Config::load(config.to_deepspeed_json(), world_size).unwrap();
+        prop_assert_eq!(plain(again), plain(config.clone()));
+        // Also as text.
+        let text = serde_json::to_string_pretty(&config.to_deepspeed_json()).unwrap();
+        prop_assert_eq!(plain(Config::load(text, world_size).unwrap()), plain(config));
+    }
+}
+
+/// Every path of a tree, with lists as leaves.
+fn paths(tree: &Value, path: &str, into: &mut Vec<String>) {
+    for (key, value) in tree.as_object().into_iter().flatten() {
+        into.push(format!("{path}/{key}"));
+        paths(value, &format!("{path}/{key}"), into);
+    }
+}
+
+#[test]
+fn no_value_of_any_key_makes_loading_panic() {
+    let whole = json!({"train_batch_size": 8, "weight_quantization": {}, "checkpoint": {"writer": {}},
+        "zero_optimization": {"offload_param": {}, "offload_optimizer": {}},
+        "optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5000}}});
+    let whole = load(whole).to_deepspeed_json();
+    let mut all = Vec::new();
+    paths(&whole, "", &mut all);
+    assert!(all.len() > 200, "{}", all.len());
+    let values = json!([null, true, -1, 0, i64::MAX, 0.5, 1e300, "auto", "x", [0.5, 0.25], {}]);
+    for path in all {
+        for value in values.as_array().unwrap() {
+            let mut config = whole.clone();
+            *config.pointer_mut(&path).unwrap() = value.clone();
+            // A refused value is an error; what is accepted can be printed and loaded again.
+            if let Ok(config) = Config::load(config, 2)
+                && !config.notes.is_empty()
+            {
+                Config::load(config.to_deepspeed_json(), 2).unwrap_or_else(|e| panic!("{path} = {value}: {e}"));
+            }
+        }
+    }
+}
