@@ -189,9 +189,25 @@ fn a_second_interrupt_kills_ranks_that_do_not_mind_the_first() {
     send(Signal::INT, &child);
     wait_for("the first interrupt", || (0..2).all(|r| dir.path().join(format!("got.{r}")).exists()).then_some(()));
     assert!(ranks.iter().all(|rank| runs(*rank)), "the first interrupt leaves the ranks their choice");
+    // What comes at once counts as one interrupt, see the next test.
+    std::thread::sleep(Duration::from_millis(300));
     send(Signal::INT, &child);
     assert_eq!(child.wait_with_output().unwrap().status.code(), Some(130));
     assert!(ranks.iter().all(|rank| !runs(*rank)));
+}
+
+#[test]
+fn a_signal_that_comes_twice_at_once_counts_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = "trap 'sleep 0.4; echo saved; exit 0' TERM; echo $$ > $DIR/new; mv $DIR/new $DIR/pid.0; \
+                  while :; do sleep 0.02; done";
+    let program = program(dir.path(), "saver", script);
+    let child = start(zerorun().arg(&program).env("DIR", dir.path()));
+    pids(dir.path(), 1);
+    send(Signal::TERM, &child);
+    send(Signal::TERM, &child);
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), stdout(&output).as_str()), (Some(143), "saved\n"));
 }
 
 #[test]

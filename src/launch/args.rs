@@ -90,7 +90,7 @@ impl Refused {
     /// Prints the text where it belongs and gives the exit code.
     pub(super) fn print(&self) -> ExitCode {
         if self.0.use_stderr() {
-            eprint!("{}", self.message());
+            super::say(self.message().trim_end());
             ExitCode::from(super::EXIT_SETUP)
         } else {
             // Help on a closed pipe is nobody's loss.

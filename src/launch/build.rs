@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use rustix::process::Signal;
 use serde::Deserialize;
 
+use super::say;
 use super::signals::die_with_parent;
 use crate::{Error, Result};
 
@@ -89,7 +90,7 @@ pub(super) fn build(build: &Build) -> Result<PathBuf> {
     for line in child.stdout.take().into_iter().flat_map(|stdout| BufReader::new(stdout).lines()) {
         let line = line.map_err(read_error)?;
         let Ok(message) = serde_json::from_str::<Message>(&line) else {
-            eprintln!("{line}");
+            say(&line);
             continue;
         };
         if let Some(diagnostic) = message.message {

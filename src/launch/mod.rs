@@ -1,9 +1,9 @@
 //! Starting a program on N ranks: the `zerorun` command, and how a rank finds out who it is.
 //!
-//! `zerorun train.rs` goes one way: [`args`] reads what was typed, [`script`] finds the package that the file belongs
-//! to or generates one (its manifest may stand in front of the code, see [`frontmatter`]), [`build`] lets cargo make
-//! the executable, and [`ranks`] starts it N times, carries its output and its signals, and stops everything when a
-//! rank fails. On the other side [`discover`] reads the variables that the launcher has set.
+//! `zerorun train.rs` goes one way: `args` reads what was typed, `script` finds the package that the file belongs
+//! to or generates one (`package`; its manifest may stand in front of the code, see `frontmatter`), `build` lets cargo make
+//! the executable, and `ranks` starts it N times, carries its output and its signals, and stops everything when a
+//! rank fails. On the other side `discover` reads the variables that the launcher has set.
 
 mod args;
 mod build;
@@ -18,6 +18,7 @@ mod signals;
 
 pub use discover::RankEnv;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use crate::{Error, Result};
@@ -42,13 +43,18 @@ pub fn main() -> ExitCode {
     match carry_out(&asked) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
-            eprintln!("zerorun: {error}");
+            say(&format!("zerorun: {error}"));
             ExitCode::from(match error {
                 Error::ScriptDoesNotCompile { .. } => EXIT_COMPILE,
                 _ => EXIT_SETUP,
             })
         }
     }
+}
+
+/// A line on stderr. A closed stderr must not change the exit code, as `eprintln!` would.
+fn say(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 fn carry_out(asked: &Asked) -> Result<u8> {

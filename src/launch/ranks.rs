@@ -17,6 +17,7 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, wa
 use super::discover::{SHM_FD, TIMEOUT_MS};
 use super::output::{Output, Stream};
 use super::report::{self, Ended, Fate, Request};
+use super::say;
 use super::signals::{self, Event, die_with_parent};
 use crate::comm::shm::Region;
 use crate::{Error, Result};
@@ -27,6 +28,8 @@ const PATIENCE_BY_THEMSELVES: Duration = Duration::from_secs(2);
 const PATIENCE_AFTER_TERM: Duration = Duration::from_secs(2);
 /// How long the ranks may take after a signal to the launcher (time for a checkpoint; Slurm and Kubernetes give as much).
 const PATIENCE_AFTER_SIGNAL: Duration = Duration::from_secs(30);
+/// `timeout` and some schedulers send a signal to the launcher and to its process group: it comes twice and counts once.
+const SAME_SIGNAL: Duration = Duration::from_millis(250);
 /// Should the news of a child's end be lost, it is seen this much later.
 const TICK: Duration = Duration::from_millis(500);
 
@@ -80,11 +83,11 @@ fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
     }
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     if job.world > cores {
-        eprintln!(
+        say(&format!(
             "zerorun: warning: {} ranks share {cores} core{}; each computes with one thread, and they slow one another down",
             job.world,
             if cores == 1 { "" } else { "s" }
-        );
+        ));
     }
     // Candle's own pool and rayon's: ranks that each take all cores are many times slower than ranks that share them.
     let threads = (cores / job.world).max(1).to_string();
@@ -269,6 +272,7 @@ impl Ranks {
                 self.why = Why::Asked { signal, at: Instant::now() };
                 self.signal_all(signal);
             }
+            (Event::End(again), Why::Asked { signal, at }) if again == signal && at.elapsed() < SAME_SIGNAL => {}
             // Asked for the second time, or while a failure is being cleared away.
             (Event::End(_), _) => self.demand(Request::Kill),
         }
@@ -280,12 +284,12 @@ impl Ranks {
             Why::Running => 0,
             Why::Failure { first, at } => {
                 let fates: Vec<Fate> = self.all.iter().filter_map(|rank| rank.fate).collect();
-                eprintln!("{}", report::of_failure(&first, at - self.started, &fates));
+                say(&report::of_failure(&first, at - self.started, &fates));
                 first.ended.exit_code()
             }
             Why::Asked { signal, .. } => {
                 let number = signal.as_raw();
-                eprintln!("zerorun: stopped by {}", signals::name(number));
+                say(&format!("zerorun: stopped by {}", signals::name(number)));
                 Ended::Signal(number).exit_code()
             }
         }
