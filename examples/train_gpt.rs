@@ -1,16 +1,16 @@
 //! Trains a GPT-2 under ZeRO and prints a sample of what it learned.
 //!
-//!     zerorun --num_ranks 2 --example train_gpt -- --ds_config ds_config.json --model nano --steps 200
+//!     zerorun --num_ranks 2 examples/train_gpt.rs --ds_config ds_configs/zero3.json --model nano --steps 200
 //!
 //! Everything about batches, precision, optimizer and ZeRO stage comes from the DeepSpeed configuration; the flags
 //! here choose model, data and outputs. Without `--data` the model reads this library's own sources.
 
 use anyhow::Context;
-use candle_core::{DType, Device, IndexOp, Module, Tensor};
+use candle_core::{DType, Device, Tensor};
+use candle_zero::Engine;
 use candle_zero::cli::DsArgs;
 use candle_zero::data::{BatchShape, Loader, Order, TokenData};
-use candle_zero::engine::Engine;
-use candle_zero::models::gpt::{Gpt, GptConfig};
+use candle_zero::models::{Gpt, GptConfig, TokenRng, next_token};
 use candle_zero::monitor::{MetricsWriter, Progress, rss_peak_bytes};
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
@@ -117,7 +117,7 @@ fn main() -> anyhow::Result<()> {
     if let Some(init) = &args.init {
         builder = builder.init_from(init);
     }
-    let mut engine = builder.initialize(|vb| Gpt::new(&gpt_config, vb), &args.ds)?;
+    let mut engine = builder.initialize(|vb| Gpt::new(&gpt_config, vb), args.ds.ds_config.as_path())?;
 
     let seed = args.seed.unwrap_or(engine.config().seed);
     let sample = args.sample.unwrap_or(if data.is_byte_level() { 200 } else { 0 });
@@ -137,7 +137,7 @@ fn main() -> anyhow::Result<()> {
     }
     // Every rank generates, because at stage 3 each forward gathers; all of them draw the same tokens.
     if sample > 0 {
-        let tokens = generate(&mut engine, prompt, sample, gpt_config.ctx, seed)?;
+        let tokens = generate(&mut engine, prompt, sample, seed)?;
         if engine.rank() == 0 {
             println!("{}", if text { as_text(&tokens) } else { format!("{tokens:?}") });
         }
@@ -147,7 +147,7 @@ fn main() -> anyhow::Result<()> {
 
 /// The preset with the flags on top.
 fn gpt_config(args: &Args) -> anyhow::Result<GptConfig> {
-    let preset = GptConfig::preset(&args.model).with_context(|| format!("--model {}: no such preset", args.model))?;
+    let preset = GptConfig::preset(&args.model)?;
     anyhow::ensure!(args.ctx != Some(0), "--ctx is 0; a sample has at least one token: give 1 or more");
     Ok(GptConfig {
         n_layer: args.n_layer.unwrap_or(preset.n_layer),
@@ -155,7 +155,7 @@ fn gpt_config(args: &Args) -> anyhow::Result<GptConfig> {
         n_embd: args.n_embd.unwrap_or(preset.n_embd),
         ctx: args.ctx.unwrap_or(preset.ctx),
         vocab: args.vocab.unwrap_or(preset.vocab),
-        activation_checkpointing: args.activation_checkpointing,
+        checkpoint_activations: args.activation_checkpointing,
         ..preset
     })
 }
@@ -174,7 +174,7 @@ fn train(engine: &mut Engine<Gpt>, loader: &mut Loader, args: &Args, ctx: usize)
 
     for step in 0..args.steps {
         let step_start = Instant::now();
-        let loss_scale = engine.loss_scale();
+        let (lr, loss_scale) = (engine.get_lr()[0], engine.loss_scale());
         let mut loss_sum = 0.0;
         for _ in 0..batch.gradient_accumulation_steps {
             let batch = loader.next().context("the data ended")??;
@@ -188,7 +188,7 @@ fn train(engine: &mut Engine<Gpt>, loader: &mut Loader, args: &Args, ctx: usize)
         let line = StepMetrics {
             step,
             loss: over_ranks.loss,
-            lr: engine.get_lr()[0],
+            lr,
             grad_norm: engine.get_global_grad_norm(),
             loss_scale,
             skipped: !engine.was_step_applied(),
@@ -230,52 +230,18 @@ fn gather<M>(engine: &Engine<M>, loss: f64) -> anyhow::Result<OverRanks> {
 }
 
 /// Continues `tokens` by `count` tokens, each drawn from the model's distribution sharpened a little.
-fn generate(
-    engine: &mut Engine<Gpt>,
-    mut tokens: Vec<u32>,
-    count: usize,
-    ctx: usize,
-    seed: u64,
-) -> anyhow::Result<Vec<u32>> {
+fn generate(engine: &mut Engine<Gpt>, mut tokens: Vec<u32>, count: usize, seed: u64) -> anyhow::Result<Vec<u32>> {
     const TEMPERATURE: f64 = 0.8;
-    let mut random = SplitMix(seed);
+    let mut random = TokenRng::new(seed);
     for _ in 0..count {
-        let window = &tokens[tokens.len().saturating_sub(ctx)..];
-        let input = Tensor::new(window, engine.device())?.unsqueeze(0)?;
-        let logits = engine.eval(|gpt| gpt.forward(&input)?.i((0, window.len() - 1)))?;
-        let logits = (logits.to_dtype(DType::F32)?.to_device(&Device::Cpu)? / TEMPERATURE)?;
-        let probabilities = candle_nn::ops::softmax(&logits, 0)?.to_vec1::<f32>()?;
-        tokens.push(draw(&probabilities, random.next()));
+        let logits = engine.eval(|gpt| Tensor::new(gpt.last_logits(&tokens)?, &Device::Cpu))?;
+        tokens.push(next_token(&logits.to_vec1::<f32>()?, TEMPERATURE, &mut random));
     }
     Ok(tokens)
-}
-
-/// The index at which the sum of `probabilities` exceeds `x`, which is in 0 .. 1.
-fn draw(probabilities: &[f32], mut x: f32) -> u32 {
-    for (token, p) in (0..).zip(probabilities) {
-        x -= p;
-        if x < 0.0 {
-            return token;
-        }
-    }
-    probabilities.len() as u32 - 1
 }
 
 /// Bytes as text; what is not UTF-8 becomes a replacement character.
 fn as_text(tokens: &[u32]) -> String {
     let bytes: Vec<u8> = tokens.iter().map(|t| u8::try_from(*t).unwrap_or(b'?')).collect();
     String::from_utf8_lossy(&bytes).into_owned()
-}
-
-/// The SplitMix64 generator: the same numbers on every rank.
-struct SplitMix(u64);
-
-impl SplitMix {
-    /// A number in 0 .. 1.
-    fn next(&mut self) -> f32 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((x ^ (x >> 31)) >> 40) as f32 / (1u64 << 24) as f32
-    }
 }

@@ -64,7 +64,7 @@ mod tests {
             }
         }
         let mut d = Flat::zeros(DType::BF16, 1);
-        d.as_mut().copy_cast(FlatRef::F32(&[1.00390626]));
+        d.as_mut().copy_cast(FlatRef::F32(&[1.003_907]));
         assert_eq!(d.as_ref().get(0), 1.0078125, "just above half a step rounds up");
     }
 }

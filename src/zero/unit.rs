@@ -80,7 +80,8 @@ pub fn unit<M>(vb: VarBuilder<'_>, build: impl FnOnce(VarBuilder<'_>) -> Result<
 
 impl<M> Unit<M> {
     /// With `true`, backward runs the unit's forward again instead of keeping its activations. The results are the
-    /// same bits; memory falls to the unit's input, and a step takes about a third longer.
+    /// same bits; memory falls to the unit's input, and a step takes about a third longer. Without an engine it has no
+    /// effect.
     #[must_use]
     pub fn checkpointed(mut self, recompute: bool) -> Self {
         self.recompute = recompute;
@@ -100,7 +101,8 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
         if core.as_ref().is_some_and(|(_, core)| core.is_evaluating()) {
             return self.run(&core, &x.detach()).map(|y| y.detach());
         }
-        let recompute = self.recompute || core.as_ref().is_some_and(|(_, core)| core.recompute);
+        // Recomputation delivers the parameters' gradients to an engine; without one they belong in Candle's graph.
+        let recompute = core.as_ref().is_some_and(|(_, core)| self.recompute || core.recompute);
         // An untracked input would keep the recomputing operation's backward from ever being called.
         if recompute && x.track_op() {
             let output = Prepared::copy_of(&self.run(&core, &x.detach())?)?;
