@@ -435,9 +435,7 @@ pub enum Error {
         mend: String,
     },
     /// No folder for the packages that are generated from scripts.
-    #[error(
-        "no folder for script builds: ZERORUN_CACHE_DIR, XDG_CACHE_HOME and HOME are all unset; set one of them"
-    )]
+    #[error("no folder for script builds: ZERORUN_CACHE_DIR, XDG_CACHE_HOME and HOME are all unset; set one of them")]
     NoScriptCache,
     /// Cargo could not be started.
     #[error("cannot start {cargo} to build {}: {source}; install Rust (rustup.rs) or start a built executable", script.display())]
