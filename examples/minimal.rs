@@ -18,14 +18,14 @@ fn main() -> anyhow::Result<()> {
         let mut last = 0.0;
         for _ in 0..batch.gradient_accumulation_steps {
             // Points of the square, and the product of their coordinates to be learned.
-            let mut points = vec![];
+            let mut points: Vec<f32> = vec![];
             for _ in 0..batch.train_micro_batch_size_per_gpu {
                 number += engine.world_size();
-                points.push([(number * 37 % 101) as f32 / 50.0 - 1.0, (number * 53 % 97) as f32 / 48.0 - 1.0]);
+                points.extend([(number * 37 % 101) as f32 / 50.0 - 1.0, (number * 53 % 97) as f32 / 48.0 - 1.0]);
             }
-            let products: Vec<f32> = points.iter().map(|[x, y]| x * y).collect();
-            let (x, y) = (Tensor::new(points.as_slice(), &Device::Cpu)?, Tensor::new(products, &Device::Cpu)?);
-            let y = y.unsqueeze(1)?;
+            let products: Vec<f32> = points.chunks(2).map(|p| p[0] * p[1]).collect();
+            let x = Tensor::new(points, &Device::Cpu)?.reshape(((), 2))?;
+            let y = Tensor::new(products, &Device::Cpu)?.unsqueeze(1)?;
             let loss = engine.forward(|model| (model.forward(&x)? - &y)?.sqr()?.mean_all())?;
             engine.backward(&loss)?;
             engine.step()?;

@@ -168,10 +168,14 @@ pub enum Error {
 
     // ---- parameters and weights --------------------------------------------------------------
     /// The model's constructor asked for nothing.
-    #[error("the model has no parameters: its constructor took nothing from the VarBuilder; take every weight with vb.get, vb.get_with_hints or candle_nn's layers")]
+    #[error(
+        "the model has no parameters: its constructor took nothing from the VarBuilder; take every weight with vb.get, vb.get_with_hints or candle_nn's layers"
+    )]
     NoParameters,
     /// One name, two shapes.
-    #[error("parameter {name} is asked for twice, with shape {first:?} and with {second:?}; give the layers different prefixes (vb.pp)")]
+    #[error(
+        "parameter {name} is asked for twice, with shape {first:?} and with {second:?}; give the layers different prefixes (vb.pp)"
+    )]
     ParameterTwice {
         /// The name.
         name: String,
@@ -181,7 +185,9 @@ pub enum Error {
         second: Vec<usize>,
     },
     /// A dtype other than the engine's.
-    #[error("parameter {name} is asked for as {found}, but this engine trains in {expected} (the fp16 and bf16 sections decide); take it without a dtype of its own")]
+    #[error(
+        "parameter {name} is asked for as {found}, but this engine trains in {expected} (the fp16 and bf16 sections decide); take it without a dtype of its own"
+    )]
     ParameterDtype {
         /// The name.
         name: String,
@@ -191,7 +197,9 @@ pub enum Error {
         expected: String,
     },
     /// A request without a shape.
-    #[error("parameter {name} is asked for without a shape (get_unchecked), which works only after it has been registered; use vb.get with its shape")]
+    #[error(
+        "parameter {name} is asked for without a shape (get_unchecked), which works only after it has been registered; use vb.get with its shape"
+    )]
     ParameterWithoutShape {
         /// The name.
         name: String,
@@ -245,7 +253,9 @@ pub enum Error {
         found: String,
     },
     /// A parameter was used while it was sharded.
-    #[error("an operation used a parameter that is not gathered now: {names}; use parameters only inside the closure given to engine.forward, and a unit's parameters only inside that unit's forward ({source})")]
+    #[error(
+        "an operation used a parameter that is not gathered now: {names}; use parameters only inside the closure given to engine.forward, and a unit's parameters only inside that unit's forward ({source})"
+    )]
     ParameterAbsent {
         /// Candidates: parameters that were absent.
         names: String,
@@ -254,7 +264,9 @@ pub enum Error {
         source: candle_core::Error,
     },
     /// Ranks read different configurations.
-    #[error("rank {rank} reads another configuration than rank {other}; every rank must be given the same file or value")]
+    #[error(
+        "rank {rank} reads another configuration than rank {other}; every rank must be given the same file or value"
+    )]
     ConfigsDiffer {
         /// This rank.
         rank: usize,
@@ -262,7 +274,9 @@ pub enum Error {
         other: usize,
     },
     /// Ranks built different models.
-    #[error("rank {rank} built a model that differs from rank {other}'s: {mine} against {theirs} (with a hash of names, shapes and units); every rank must build the same model")]
+    #[error(
+        "rank {rank} built a model that differs from rank {other}'s: {mine} against {theirs} (with a hash of names, shapes and units); every rank must build the same model"
+    )]
     ModelsDiffer {
         /// This rank.
         rank: usize,
@@ -290,7 +304,9 @@ pub enum Error {
         shape: Vec<usize>,
     },
     /// NaN or infinity in the loss.
-    #[error("the loss is {loss} on rank {rank} in optimizer step {step} (micro step {micro_step}); lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step")]
+    #[error(
+        "the loss is {loss} on rank {rank} in optimizer step {step} (micro step {micro_step}); lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step"
+    )]
     NonFiniteLoss {
         /// The value.
         loss: f64,
@@ -302,7 +318,9 @@ pub enum Error {
         micro_step: u64,
     },
     /// NaN or infinity in a gradient of f32 training.
-    #[error("{where_} in optimizer step {step}; the weights are unchanged. Lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step")]
+    #[error(
+        "{where_} in optimizer step {step}; the weights are unchanged. Lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step"
+    )]
     NonFiniteGradient {
         /// Parameter and rank as far as this rank can see.
         where_: String,
@@ -310,7 +328,9 @@ pub enum Error {
         step: u64,
     },
     /// Parameters that the first backward did not reach.
-    #[error("{count} trainable parameters received no gradient in the first backward: {names}. Either the model does not use them, or an operation without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa do; use candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow")]
+    #[error(
+        "{count} trainable parameters received no gradient in the first backward: {names}. Either the model does not use them, or an operation without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa do; use candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow"
+    )]
     NoGradient {
         /// How many.
         count: usize,
@@ -318,7 +338,9 @@ pub enum Error {
         names: String,
     },
     /// Training without an optimizer.
-    #[error("the configuration has no optimizer section, so the engine can only run eval; add for example \"optimizer\": {{\"type\": \"AdamW\", \"params\": {{\"lr\": 1e-3}}}}")]
+    #[error(
+        "the configuration has no optimizer section, so the engine can only run eval; add for example \"optimizer\": {{\"type\": \"AdamW\", \"params\": {{\"lr\": 1e-3}}}}"
+    )]
     NoOptimizer,
     /// An earlier error ended the job.
     #[error("the engine stopped after an earlier error: {0}")]

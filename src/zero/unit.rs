@@ -12,8 +12,8 @@
 
 use super::core::{Core, Link};
 use super::trace::Event;
-use crate::param::registry::Registry;
 use crate::param::UnitId;
+use crate::param::registry::Registry;
 use crate::param::residency::Prepared;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, Var};
 use candle_nn::{Module, VarBuilder};

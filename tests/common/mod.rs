@@ -3,11 +3,11 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
+use candle_zero::Engine;
 use candle_zero::comm::{CommReport, threads};
 use candle_zero::memory::MemoryReport;
 use candle_zero::nn::{Conv1D, Embedding, LayerNorm, causal_attention, cross_entropy, gelu_tanh};
 use candle_zero::zero::{Unit, unit};
-use candle_zero::Engine;
 use serde_json::{Value, json};
 
 pub const VOCAB: usize = 37;
