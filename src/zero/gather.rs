@@ -260,7 +260,8 @@ impl Gatherer {
         let mut distance = 0usize;
         for event in self.trace.coming() {
             if event.unit() == unit {
-                return distance <= core.zero.max_reuse_distance && self.live <= core.zero.max_live_parameters;
+                // A distance of 0 elements keeps nothing, not even what is used again at once.
+                return distance < core.zero.max_reuse_distance && self.live <= core.zero.max_live_parameters;
             }
             distance = distance.saturating_add(self.units[event.unit()].bundle.numel);
         }

@@ -89,7 +89,9 @@ impl SubGroupBuilder {
             moments: Vec::new(),
         });
         for buffer in [&mut group.weights, &mut group.master].into_iter().flatten() {
+            // Exact: a large buffer grows in place (the allocator remaps its pages), and spare room would be waste.
             buffer.resize(|flat| {
+                flat.reserve_exact(len);
                 flat.extend_cast(values);
                 flat.extend_zeros(padding);
             });
@@ -103,12 +105,7 @@ impl SubGroupBuilder {
     }
 
     fn close(&mut self) {
-        if let Some(mut group) = self.open.take() {
-            for buffer in [&mut group.weights, &mut group.master].into_iter().flatten() {
-                buffer.resize(Flat::shrink_to_fit);
-            }
-            self.done.push(group);
-        }
+        self.done.extend(self.open.take());
     }
 
     pub fn finish(&mut self) -> Vec<SubGroup> {
