@@ -198,13 +198,13 @@ impl Gradients {
         let mut groups = lock(&core.groups);
         for (param, offset) in params.iter().zip(offsets) {
             let (group, slot) = core.places[*param];
-            let group = &mut groups[group];
-            let slot = group.slots[slot].clone();
-            let grads = group.grads(&core.ledger, self.plan.accumulate);
+            let owned = groups[group].slots[slot].owned.start;
+            let grads = groups[group].grads(slot, &core.ledger, self.plan.accumulate);
             for (r, start) in &chunks {
                 let shard = shard_range(core.params[*param].numel, world, *r);
                 let from = start + offset;
-                let to = slot.at + shard.start - slot.owned.start;
+                // A tail shard may be empty and lie at the end of the parameter.
+                let to = shard.start - owned;
                 let source = sum.slice(from..from + shard.len());
                 grads.slice_mut(to..to + shard.len()).add_scaled(source, self.plan.after);
             }
@@ -214,10 +214,10 @@ impl Gradients {
     /// After an optimizer step: gradients begin again at zero. Where they are held whole during backward, the share
     /// is given back, so that the two never add up.
     pub fn clear(&self, core: &Core) {
-        for group in lock(&core.groups).iter_mut() {
+        for grads in lock(&core.groups).iter_mut().flat_map(|g| &mut g.grads) {
             if self.plan.hold {
-                group.grads = None;
-            } else if let Some(grads) = &mut group.grads {
+                *grads = None;
+            } else if let Some(grads) = grads {
                 grads.fill_zero();
             }
         }
