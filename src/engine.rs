@@ -245,7 +245,7 @@ impl<M> Engine<M> {
             Some(scheduler) => Schedule::new(scheduler, base_lr)?,
             None => Schedule::constant(base_lr),
         };
-        let scaler = LossScaler::new(&config.precision);
+        let scaler = LossScaler::new(&config.precision, config.zero.stage);
         Ok(Self {
             model,
             config,

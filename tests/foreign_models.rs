@@ -78,7 +78,8 @@ fn the_autoencoder_of_stable_diffusion_trains_at_every_stage() {
 #[test]
 fn residual_and_attention_blocks_of_a_unet_give_the_same_bits_at_every_stage() {
     let run = |stage| {
-        let sizes = UNetMidBlock2DConfig { resnet_groups: Some(4), attn_num_head_channels: Some(8), ..Default::default() };
+        let sizes =
+            UNetMidBlock2DConfig { resnet_groups: Some(4), attn_num_head_channels: Some(8), ..Default::default() };
         train(
             stage,
             move |vb| UNetMidBlock2D::new(vb, 16, None, sizes),
