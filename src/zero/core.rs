@@ -108,6 +108,14 @@ impl Core {
         lock(&self.gather).leave_forward(self, unit).map_err(|e| self.stash(e))
     }
 
+    /// Runs a backward inside of the engine's.
+    pub fn nested<T>(&self, backward: impl FnOnce() -> T) -> T {
+        lock(&self.gather).nest();
+        let result = backward();
+        lock(&self.gather).unnest();
+        result
+    }
+
     /// Whether a model is only evaluated.
     pub fn is_evaluating(&self) -> bool {
         *lock(&self.evaluating)

@@ -196,15 +196,19 @@ impl<M: Module + Send + Sync + 'static> CustomOp1 for Recompute<M> {
     }
 
     fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let input = Var::from_tensor(&x.detach())?;
-        if let Some((unit, core)) = self.unit.core()
-            && core.placement.params.is_sharded()
-        {
-            core.enter(Event::Backward(unit))?;
+        let backward = || {
+            let input = Var::from_tensor(&x.detach())?;
+            let y = self.unit.inner.forward(input.as_tensor())?;
+            // The scalar whose derivative by y is exactly `grad`: its backward seeds the graph with it.
+            let mut grads = y.mul(&grad.detach())?.sum_all()?.backward()?;
+            Ok(grads.remove(input.as_tensor()))
+        };
+        match self.unit.core().filter(|(_, core)| core.placement.params.is_sharded()) {
+            Some((unit, core)) => core.nested(|| {
+                core.enter(Event::Backward(unit))?;
+                backward()
+            }),
+            None => backward(),
         }
-        let y = self.unit.inner.forward(input.as_tensor())?;
-        // The scalar whose derivative by y is exactly `grad`: its backward seeds the graph with it.
-        let mut grads = y.mul(&grad.detach())?.sum_all()?.backward()?;
-        Ok(grads.remove(input.as_tensor()))
     }
 }
