@@ -17,7 +17,7 @@ use crate::memory::{ElementBytes, Ledger, MemoryReport};
 use crate::monitor::say;
 use crate::optim::{self, Optimizer, Schedule, StepContext};
 use crate::param::registry::{Holding, Registry};
-use crate::param::{Source, UnitId, fnv1a, lock};
+use crate::param::{ROOT, Source, fnv1a, lock};
 use crate::precision::{LossScaler, gradient_multiplier};
 use crate::zero::core::{Core, Link};
 use crate::zero::gradients::ReducePlan;
@@ -29,8 +29,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Parameters outside of any unit.
-const ROOT: UnitId = 0;
 /// Stack that Candle's recursive backward may use, and how much of it must be left before a new one is taken.
 const BACKWARD_STACK: usize = 64 << 20;
 const RED_ZONE: usize = 16 << 20;

@@ -16,7 +16,7 @@ use crate::comm::Pending;
 use crate::error::Result;
 use crate::layout::{chunk_offsets, shard_len, shard_range};
 use crate::memory::{Held, Kind};
-use crate::param::{Param, ParamId, Residency, UnitId, lock, residency};
+use crate::param::{Param, ParamId, ROOT, Residency, UnitId, lock, residency};
 use crate::precision::Flat;
 
 /// Gathers and releases the sharded parameters of every unit.
@@ -32,6 +32,8 @@ pub(crate) struct Gatherer {
     in_flight: usize,
     /// While a model is only evaluated, nothing is recorded or kept.
     evaluating: bool,
+    /// Units of this micro step will run again in backward.
+    recomputes: bool,
     /// Backwards that run inside of the engine's: a recomputing unit runs one of its own.
     depth: usize,
 }
@@ -150,6 +152,7 @@ impl Gatherer {
             live: 0,
             in_flight: 0,
             evaluating: false,
+            recomputes: false,
             depth: 0,
         }
     }
@@ -183,6 +186,11 @@ impl Gatherer {
         Ok(())
     }
 
+    /// A unit of this micro step will run again in backward.
+    pub fn will_recompute(&mut self) {
+        self.recomputes = true;
+    }
+
     /// A backward inside of a backward begins.
     pub fn nest(&mut self) {
         self.depth += 1;
@@ -201,11 +209,14 @@ impl Gatherer {
         self.release_unit(core, unit)
     }
 
-    /// A parameter's gradient has arrived: the backward that made it needs the values no more. A backward around it may
-    /// do, where the parameter's unit was entered there: such a parameter stays.
+    /// A parameter's gradient has arrived: the backward that made it needs the values no more.
+    ///
+    /// Another one may. What is used inside of a recomputing unit and outside has a gradient from each: a parameter of
+    /// a unit that was entered in a backward around this one stays, and so do the root's while units will recompute.
     pub fn release_param(&mut self, core: &Core, param: ParamId) -> Result<()> {
-        let unit = &mut self.units[core.params[param].unit];
-        if self.is_persistent[param] || unit.depth < self.depth {
+        let id = core.params[param].unit;
+        let unit = &mut self.units[id];
+        if self.is_persistent[param] || unit.depth < self.depth || (id == ROOT && self.recomputes) {
             return Ok(());
         }
         if release(&core.params[param])? {
@@ -224,6 +235,7 @@ impl Gatherer {
         }
         if !self.evaluating {
             self.trace.end();
+            self.recomputes = false;
         }
         Ok(())
     }

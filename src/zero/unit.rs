@@ -45,7 +45,8 @@ pub struct Unit<M> {
     recompute: bool,
 }
 
-/// Builds a unit: the parameters that `build` takes from its `VarBuilder` belong to it.
+/// Builds a unit: the parameters that `build` takes from its `VarBuilder` belong to it. A parameter that several units
+/// take by the same name belongs to none of them: it is in memory during the whole forward and backward.
 ///
 /// ```
 /// use candle_core::{Result, Tensor};
@@ -102,9 +103,12 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
             return self.run(&core, &x.detach()).map(|y| y.detach());
         }
         // Recomputation delivers the parameters' gradients to an engine; without one they belong in Candle's graph.
-        let recompute = core.as_ref().is_some_and(|(_, core)| self.recompute || core.recompute);
         // An untracked input would keep the recomputing operation's backward from ever being called.
-        if recompute && x.track_op() {
+        if let Some((_, core_ref)) = &core
+            && (self.recompute || core_ref.recompute)
+            && x.track_op()
+        {
+            core_ref.will_recompute();
             let output = Prepared::copy_of(&self.run(&core, &x.detach())?)?;
             return x.apply_op1(Recompute { unit: self.clone(), output });
         }
