@@ -6,12 +6,12 @@ mod common;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear, linear_no_bias};
-use candle_zero::Engine;
 use candle_zero::comm::{Communicator, threads};
 use candle_zero::zero::{Unit, unit};
+use candle_zero::{Engine, EngineBuilder};
 use common::config;
 use serde_json::{Value, json};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 const WIDTH: usize = 6;
 
@@ -310,4 +310,28 @@ fn an_engine_may_be_dropped_at_any_point_of_a_step() {
         });
         assert!(ended.unwrap().into_iter().all(|r| r.is_ok()), "after {calls} calls");
     }
+}
+
+#[test]
+fn ranks_that_begin_with_different_weights_are_refused() {
+    let config = config(0, 1, json!({}), json!({}));
+    let folder = tempfile::tempdir().unwrap();
+    let file = |seed| folder.path().join(format!("{seed}.safetensors"));
+    for seed in [1, 2] {
+        let mut engine = Engine::builder().seed(seed).initialize(three_units, config.clone()).unwrap();
+        engine.export_safetensors(&file(seed)).unwrap();
+    }
+    let initialize = |builders: [EngineBuilder; 2]| {
+        let builders = builders.map(|b| Mutex::new(Some(b)));
+        let ended = threads::run(2, |comm| {
+            let builder = builders[comm.rank()].lock().unwrap().take().unwrap();
+            builder.communicator(comm).initialize(three_units, config.clone()).map(drop)
+        });
+        ended.unwrap().into_iter().map(|r| r.err().map(|e| e.to_string()).unwrap_or_default()).collect::<Vec<_>>()
+    };
+    assert_eq!(initialize([Engine::builder().seed(1), Engine::builder().seed(1)]), ["", ""]);
+    assert_eq!(initialize([1, 1].map(|seed| Engine::builder().init_from(file(seed)))), ["", ""]);
+    let texts = initialize([1, 2].map(|seed| Engine::builder().seed(seed)));
+    insta::assert_snapshot!(texts[0], @"rank 0 begins with other weights than rank 1: another seed, or another init_from file; every rank must be given the same (unlike DeepSpeed, rank 0's weights are not sent to the others)");
+    assert_eq!(initialize([1, 2].map(|seed| Engine::builder().init_from(file(seed)))), texts);
 }
