@@ -273,6 +273,16 @@ pub enum Error {
         /// Another rank.
         other: usize,
     },
+    /// Ranks begin with different weights.
+    #[error(
+        "rank {rank} begins with other weights than rank {other}: another seed, or another init_from file; every rank must be given the same (unlike DeepSpeed, rank 0's weights are not sent to the others)"
+    )]
+    WeightsDiffer {
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+    },
     /// Ranks built different models.
     #[error(
         "rank {rank} built a model that differs from rank {other}'s: {mine} against {theirs} (with a hash of names, shapes and units); every rank must build the same model"
