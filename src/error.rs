@@ -49,7 +49,7 @@ pub enum Error {
         found: String,
     },
     /// A key stands twice in one object.
-    #[error("{origin}: `{path}` is given twice: {first} and {second}. Remove one of them.")]
+    #[error("{origin}: duplicate key: `{path}` is given twice: {first} and {second}. Remove one of them.")]
     ConfigDuplicateKey {
         /// The file, or "the configuration text".
         origin: String,
