@@ -109,6 +109,19 @@ impl Core {
         lock(&self.gather).leave_forward(self, unit).map_err(|e| self.stash(e))
     }
 
+    /// A unit will run again in backward.
+    pub fn will_recompute(&self) {
+        lock(&self.gather).will_recompute();
+    }
+
+    /// Runs a backward inside of the engine's.
+    pub fn nested<T>(&self, backward: impl FnOnce() -> T) -> T {
+        lock(&self.gather).nest();
+        let result = backward();
+        lock(&self.gather).unnest();
+        result
+    }
+
     /// Whether a model is only evaluated.
     pub fn is_evaluating(&self) -> bool {
         *lock(&self.evaluating)
