@@ -43,6 +43,8 @@ struct Fault {
 enum Deed {
     /// Nothing; says that it is there.
     GoOn,
+    /// Says that it is there and lets the others wait for half a second.
+    Pause,
     /// Says that it is there and stays for good.
     Stay,
     Panic,
@@ -53,7 +55,7 @@ enum Deed {
 }
 
 const PLACES: [&str; 7] = ["start", "initialize", "forward", "between", "backward", "step", "export"];
-const DEEDS: [Deed; 5] = [Deed::GoOn, Deed::Stay, Deed::Panic, Deed::Fail, Deed::Leave];
+const DEEDS: [Deed; 6] = [Deed::GoOn, Deed::Pause, Deed::Stay, Deed::Panic, Deed::Fail, Deed::Leave];
 
 impl Fault {
     fn to_words(self) -> String {
@@ -87,6 +89,10 @@ impl Plan {
         println!("at {place} {nth}");
         match deed {
             Deed::GoOn => Ok(false),
+            Deed::Pause => {
+                std::thread::sleep(Duration::from_millis(500));
+                Ok(false)
+            }
             Deed::Stay => loop {
                 std::thread::sleep(Duration::from_secs(100));
             },
@@ -423,8 +429,10 @@ fn a_rank_that_hangs_in_code_of_the_script_is_a_timeout_that_names_it() {
 
 #[test]
 fn a_job_that_was_suspended_for_longer_than_a_heartbeat_may_be_silent_goes_on() {
-    let mut run = Run::start(Case { timeout: "5s", ..case(3, "step", 1, Deed::GoOn) });
+    let mut run = Run::start(Case { timeout: "5s", ..case(3, "between", 1, Deed::Pause) });
     run.wait_for_the_place();
+    // The others have begun to wait for it.
+    std::thread::sleep(Duration::from_millis(200));
     send(Signal::TSTP, &run.zerorun);
     std::thread::sleep(Duration::from_secs(10));
     assert!(run.lines.try_recv().is_err(), "it was not stopped");
