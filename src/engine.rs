@@ -36,7 +36,7 @@ const RED_ZONE: usize = 16 << 20;
 /// Wraps a model and trains it under ZeRO.
 ///
 /// ```
-/// use candle_core::{Device, Tensor};
+/// use candle_core::Tensor;
 /// use candle_nn::Module;
 /// use candle_zero::Engine;
 ///
@@ -46,7 +46,7 @@ const RED_ZONE: usize = 16 << 20;
 ///     "zero_optimization": {"stage": 2}
 /// }"#;
 /// let mut engine = Engine::initialize(|vb| candle_nn::linear(4, 1, vb), config)?;
-/// let x = Tensor::arange(0f32, 32f32, &Device::Cpu)?.reshape((8, 4))?;
+/// let x = Tensor::arange(0f32, 32f32, engine.device())?.reshape((8, 4))?;
 /// let mut losses = vec![];
 /// for _ in 0..5 {
 ///     let loss = engine.forward(|model| model.forward(&x)?.sqr()?.mean_all())?;
@@ -136,7 +136,8 @@ impl EngineBuilder {
         self
     }
 
-    /// Where the model computes. Default: the CPU; with feature `cuda` the GPU of the local rank's number.
+    /// Where the model computes. Default: the CPU; with feature `cuda` the GPU of the local rank's number, and more
+    /// ranks than GPUs share them.
     #[must_use]
     pub fn device(mut self, device: Device) -> Self {
         self.device = Some(device);
@@ -174,8 +175,7 @@ impl EngineBuilder {
         };
         let device = match self.device {
             Some(device) => device,
-            None if cfg!(feature = "cuda") => Device::new_cuda(RankEnv::from_env()?.local_rank)?,
-            None => Device::Cpu,
+            None => crate::device::default()?,
         };
         let engine = Config::load(config, comm.size()).and_then(|config| {
             let source = match &self.init_from {

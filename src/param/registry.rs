@@ -123,13 +123,14 @@ impl Inner {
         let owned = if h.placement.optim.is_sharded() { shard } else { 0..numel };
         self.groups.push(id, numel, owned.clone(), values.slice(owned.start - made.start..owned.end - made.start));
 
-        let leaf = residency::empty_leaf(&h.device, dtype, &shape)?;
+        let leaf = residency::empty_leaf(&h.device, &shape)?;
         let tensor = |values| {
             let storage = residency::storage_on(&h.device, residency::to_storage(values))?;
             capture::capture(&leaf, id, self.link.clone(), storage)
         };
         let (tensor, residency) = if h.placement.params.is_sharded() {
-            let tensor = tensor(Flat::zeros(dtype, 0))?;
+            // A storage of the true dtype, from which the tensor takes its own; one element, as CUDA may refuse none.
+            let tensor = tensor(Flat::zeros(dtype, 1))?;
             residency::clear(&tensor)?;
             (tensor, Residency::Absent)
         } else {

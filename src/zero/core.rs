@@ -50,6 +50,7 @@ impl Link {
 
 impl Core {
     /// Builds the core of a registered model and connects `link` to it.
+    #[expect(clippy::too_many_arguments, reason = "called in one place, and each is a thing of its own")]
     pub fn new(
         comm: Arc<dyn Communicator>,
         zero: ZeroConfig,
@@ -144,8 +145,7 @@ impl Core {
         if let Some(failure) = lock(&self.failure).take() {
             return failure;
         }
-        // Candle names the dtype that stands for absence when an operation meets an absent parameter.
-        if error.to_string().contains(&format!("{:?}", residency::ABSENT)) {
+        if residency::is_refusal(&error) {
             let absent: Vec<&str> = self.params.iter().filter(|p| !p.is_whole()).map(|p| p.name.as_str()).collect();
             if !absent.is_empty() {
                 return Error::ParameterAbsent { names: crate::param::list(&absent), source: error };
