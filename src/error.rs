@@ -49,7 +49,7 @@ pub enum Error {
         found: String,
     },
     /// A key stands twice in one object.
-    #[error("{origin}: `{path}` is given twice: {first} and {second}. Remove one of them.")]
+    #[error("{origin}: duplicate key: `{path}` is given twice: {first} and {second}. Remove one of them.")]
     ConfigDuplicateKey {
         /// The file, or "the configuration text".
         origin: String,
@@ -268,6 +268,16 @@ pub enum Error {
         "rank {rank} reads another configuration than rank {other}; every rank must be given the same file or value"
     )]
     ConfigsDiffer {
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+    },
+    /// Ranks begin with different weights.
+    #[error(
+        "rank {rank} begins with other weights than rank {other}: another seed, or another init_from file; every rank must be given the same (unlike DeepSpeed, rank 0's weights are not sent to the others)"
+    )]
+    WeightsDiffer {
         /// This rank.
         rank: usize,
         /// Another rank.

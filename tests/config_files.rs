@@ -152,6 +152,23 @@ fn adam_means_decoupled_decay_unless_told_otherwise() {
 }
 
 #[test]
+fn torch_adam_with_decoupled_decay_has_pytorchs_default_decay() {
+    for (name, params, decay) in [
+        ("AdamW", json!({}), 0.0),
+        ("AdamW", json!({"torch_adam": true}), 0.01),
+        ("AdamW", json!({"torch_adam": true, "adam_w_mode": false}), 0.01),
+        ("AdamW", json!({"torch_adam": true, "weight_decay": 0}), 0.0),
+        ("Adam", json!({"torch_adam": true}), 0.01),
+        ("Adam", json!({"torch_adam": true, "weight_decay": 0.1}), 0.1),
+        ("Adam", json!({"torch_adam": true, "adam_w_mode": false}), 0.0),
+    ] {
+        let config = load(with(json!({"optimizer": {"type": name, "params": params}})));
+        let Some(OptimizerConfig::Adam(adam)) = config.optimizer else { panic!("{name}") };
+        assert_eq!(adam.weight_decay, decay, "{name} {params}");
+    }
+}
+
+#[test]
 fn sgd_and_every_schedule_resolve() {
     let config = load(with(json!({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}})));
     let sgd = SgdConfig { lr: 0.1, momentum: 0.9, dampening: 0.0, weight_decay: 0.0, nesterov: false };

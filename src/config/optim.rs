@@ -30,6 +30,9 @@ const OTHER_OPTIMIZERS: [&str; 18] = [
 /// Schedules that DeepSpeed has and that are not offered here.
 const OTHER_SCHEDULES: [&str; 2] = ["LRRangeTest", "OneCycle"];
 
+/// Default `weight_decay` of torch.optim.AdamW.
+const TORCH_ADAMW_DECAY: f64 = 0.01;
+
 const OPTIMIZER: &str = "optimizer";
 const SCHEDULER: &str = "scheduler";
 
@@ -73,14 +76,21 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
     } else {
         let betas = walk.get(&of("betas")).and_then(Value::as_array).map(Vec::as_slice);
         let Some([beta1, beta2]) = betas else { panic!("betas are two numbers of the table") };
+        let betas = (beta1.as_f64().unwrap_or_default(), beta2.as_f64().unwrap_or_default());
         let adam_w_mode = walk.bool(&of("adam_w_mode"));
+        let decoupled = name == "AdamW" || adam_w_mode;
+        // DeepSpeed hands the parameters to torch.optim.AdamW, whose default decay is not 0.
+        if decoupled && walk.bool(&of("torch_adam")) && !walk.given.contains_key(&of("weight_decay")) {
+            walk.set(&of("weight_decay"), TORCH_ADAMW_DECAY.into());
+            walk.note(&of("weight_decay"), format!("{TORCH_ADAMW_DECAY}, the default of PyTorch's AdamW (torch_adam)"));
+        }
         let adam = AdamConfig {
             lr: float(walk, "lr"),
-            betas: (beta1.as_f64().unwrap_or_default(), beta2.as_f64().unwrap_or_default()),
+            betas,
             eps: float(walk, "eps"),
             weight_decay: float(walk, "weight_decay"),
             bias_correction: walk.bool(&of("bias_correction")),
-            decoupled: name == "AdamW" || adam_w_mode,
+            decoupled,
         };
         if name == "AdamW" && !adam_w_mode {
             walk.note(&of("adam_w_mode"), "accepted and has no effect: AdamW is always decoupled, as in DeepSpeed");

@@ -1,6 +1,6 @@
 //! Where initial values come from: a random rule, or a safetensors file.
 
-use super::init::init_values;
+use super::init::{fnv1a, init_values};
 use crate::error::{Error, Result};
 use candle_core::Shape;
 use candle_nn::Init;
@@ -36,6 +36,21 @@ impl Source {
     /// Opens a safetensors file.
     pub fn file(path: &Path) -> Result<Self> {
         Ok(Self::File(WeightFile::open(path)?))
+    }
+
+    /// A hash by which ranks see that they begin with the same weights. Of a file: its header and a thousand places of
+    /// its data, not all of it, which may be larger than memory.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        match self {
+            Self::Random { seed } => fnv1a(&seed.to_le_bytes()),
+            Self::File(WeightFile { map, data_start, .. }) => {
+                const PLACES: usize = 1000;
+                let step = map.len().div_ceil(PLACES).max(1);
+                let data = map.chunks(step).flat_map(|c| &c[..c.len().min(8)]);
+                let bytes: Vec<u8> = map[..*data_start].iter().chain(data).copied().collect();
+                fnv1a(&bytes)
+            }
+        }
     }
 
     /// Elements `range` of parameter `name`, in f32.

@@ -104,9 +104,9 @@ impl Flat {
         each!(Flat, self, v => v.capacity()) * self.dtype().size_in_bytes()
     }
 
-    /// Gives spare room back.
-    pub fn shrink_to_fit(&mut self) {
-        each!(Flat, self, v => v.shrink_to_fit())
+    /// Makes room for `more` elements and no others.
+    pub fn reserve_exact(&mut self, more: usize) {
+        each!(Flat, self, v => v.reserve_exact(more))
     }
 
     /// The whole, borrowed.

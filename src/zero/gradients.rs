@@ -70,11 +70,18 @@ impl ReducePlan {
 pub(crate) struct Gradients {
     plan: ReducePlan,
     rule: BucketRule,
-    bucket: Vec<(ParamId, Tensor)>,
-    held: Vec<(ParamId, Tensor, Held)>,
+    bucket: Vec<Arrived>,
+    held: Vec<Arrived>,
     in_flight: VecDeque<Reduction>,
     /// Parameters whose gradient has arrived in the first backward; `None` once that has been checked.
     arrived: Option<Vec<bool>>,
+}
+
+/// A gradient that has arrived, and its entry in the ledger.
+struct Arrived {
+    param: ParamId,
+    grad: Tensor,
+    held: Held,
 }
 
 /// A bucket under way.
@@ -101,12 +108,14 @@ impl Gradients {
         if let Some(arrived) = &mut self.arrived {
             arrived[param] = true;
         }
+        let kind = if self.plan.hold { Kind::Gradients } else { Kind::Buckets };
+        let held = core.ledger.hold(kind, grad.elem_count() * grad.dtype().size_in_bytes());
+        let arrived = Arrived { param, grad: grad.clone(), held };
         if self.plan.hold {
-            let bytes = grad.elem_count() * grad.dtype().size_in_bytes();
-            self.held.push((param, grad.clone(), core.ledger.hold(Kind::Gradients, bytes)));
+            self.held.push(arrived);
             return Ok(());
         }
-        self.collect(core, param, grad.clone())
+        self.collect(core, arrived)
     }
 
     /// Backward is over: the rest travels, and everything under way is waited for.
@@ -115,24 +124,26 @@ impl Gradients {
     /// [`Error::NoGradient`] after the first backward if it left parameters out.
     pub fn end_backward(&mut self, core: &Core) -> Result<()> {
         if let Some(arrived) = self.arrived.take() {
-            let missing: Vec<&str> =
-                arrived.iter().zip(&core.params).filter(|(a, _)| !**a).map(|(_, p)| p.name.as_str()).collect();
+            let params = arrived.iter().zip(&core.params);
+            // Nothing can be learned where there are no elements.
+            let missing = params.filter(|(arrived, p)| !**arrived && p.numel > 0);
+            let missing: Vec<&str> = missing.map(|(_, p)| p.name.as_str()).collect();
             if !missing.is_empty() {
                 return Err(Error::NoGradient { count: missing.len(), names: crate::param::list(&missing) });
             }
         }
-        for (param, grad, _held) in std::mem::take(&mut self.held) {
-            self.collect(core, param, grad)?;
+        for arrived in std::mem::take(&mut self.held) {
+            self.collect(core, arrived)?;
         }
         self.flush(core)?;
         self.finish(core, 0)
     }
 
-    fn collect(&mut self, core: &Core, param: ParamId, grad: Tensor) -> Result<()> {
-        if self.rule.push(grad.elem_count()) {
+    fn collect(&mut self, core: &Core, arrived: Arrived) -> Result<()> {
+        if self.rule.push(arrived.grad.elem_count()) {
             self.launch(core)?;
         }
-        self.bucket.push((param, grad));
+        self.bucket.push(arrived);
         Ok(())
     }
 
@@ -145,11 +156,11 @@ impl Gradients {
     fn launch(&mut self, core: &Core) -> Result<()> {
         let world = core.comm.size();
         let items = std::mem::take(&mut self.bucket);
-        let params: Vec<ParamId> = items.iter().map(|(p, _)| *p).collect();
+        let params: Vec<ParamId> = items.iter().map(|i| i.param).collect();
         let (offsets, chunk) = core.chunk_offsets(&params);
         let mut flat = Flat::zeros(self.plan.wire, chunk * world);
-        let held = core.ledger.hold(Kind::Buckets, flat.capacity_in_bytes());
-        for ((param, grad), offset) in items.into_iter().zip(offsets) {
+        let bucket_held = core.ledger.hold(Kind::Buckets, flat.capacity_in_bytes());
+        for (Arrived { param, grad, held }, offset) in items.into_iter().zip(offsets) {
             residency::with_view(&grad, |values| {
                 for r in 0..world {
                     let shard = shard_range(core.params[param].numel, world, r);
@@ -158,11 +169,12 @@ impl Gradients {
                     part.copy_scaled(values.slice(shard), self.plan.before);
                 }
             })?;
+            drop((grad, held));
         }
         let tag = core.tag(&params);
         let pending =
             if self.plan.scatter { core.comm.reduce_scatter(flat, tag) } else { core.comm.all_reduce(flat, tag) };
-        self.in_flight.push_back(Reduction { params, pending, held });
+        self.in_flight.push_back(Reduction { params, pending, held: bucket_held });
         self.finish(core, if self.plan.overlap { IN_FLIGHT - 1 } else { 0 })
     }
 
@@ -188,13 +200,13 @@ impl Gradients {
         let mut groups = lock(&core.groups);
         for (param, offset) in params.iter().zip(offsets) {
             let (group, slot) = core.places[*param];
-            let group = &mut groups[group];
-            let slot = group.slots[slot].clone();
-            let grads = group.grads(&core.ledger, self.plan.accumulate);
+            let owned = groups[group].slots[slot].owned.start;
+            let grads = groups[group].grads(slot, &core.ledger, self.plan.accumulate);
             for (r, start) in &chunks {
                 let shard = shard_range(core.params[*param].numel, world, *r);
                 let from = start + offset;
-                let to = slot.at + shard.start - slot.owned.start;
+                // A tail shard may be empty and lie at the end of the parameter.
+                let to = shard.start - owned;
                 let source = sum.slice(from..from + shard.len());
                 grads.slice_mut(to..to + shard.len()).add_scaled(source, self.plan.after);
             }
@@ -204,10 +216,10 @@ impl Gradients {
     /// After an optimizer step: gradients begin again at zero. Where they are held whole during backward, the share
     /// is given back, so that the two never add up.
     pub fn clear(&self, core: &Core) {
-        for group in lock(&core.groups).iter_mut() {
+        for grads in lock(&core.groups).iter_mut().flat_map(|g| &mut g.grads) {
             if self.plan.hold {
-                group.grads = None;
-            } else if let Some(grads) = &mut group.grads {
+                *grads = None;
+            } else if let Some(grads) = grads {
                 grads.fill_zero();
             }
         }

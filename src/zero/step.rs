@@ -12,7 +12,7 @@ use crate::layout::{BucketRule, shard_len, shard_range};
 use crate::memory::{Held, Kind};
 use crate::optim::{Optimizer, StepContext};
 use crate::param::{ParamId, lock, residency};
-use crate::precision::{Flat, FlatMut, has_non_finite, sum_of_squares};
+use crate::precision::{Flat, FlatMut, FlatRef, has_non_finite, sum_of_squares};
 use candle_core::DType;
 use std::collections::VecDeque;
 
@@ -33,8 +33,8 @@ impl Core {
     pub fn vote(&self, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
         let mut sum = 0f64;
         for group in lock(&self.groups).iter_mut() {
-            group.grads(&self.ledger, accumulate);
-            for slot in &group.slots {
+            for slot in 0..group.slots.len() {
+                group.grads(slot, &self.ledger, accumulate);
                 sum += sum_of_squares(self.own_gradient(group, slot));
             }
         }
@@ -49,15 +49,18 @@ impl Core {
     /// The first parameter whose gradient is not finite in this rank's shard.
     pub fn non_finite_gradient(&self) -> Option<&str> {
         let groups = lock(&self.groups);
-        let mut slots = groups.iter().flat_map(|g| g.slots.iter().map(move |s| (g, s)));
-        slots.find(|(g, s)| has_non_finite(self.own_gradient(g, s))).map(|(_, s)| self.params[s.param].name.as_str())
+        let mut slots = groups.iter().flat_map(|g| (0..g.slots.len()).map(move |s| (g, s)));
+        slots
+            .find(|(group, slot)| has_non_finite(self.own_gradient(group, *slot)))
+            .map(|(group, slot)| self.params[group.slots[slot].param].name.as_str())
     }
 
     /// This rank's shard of a gradient.
-    fn own_gradient<'g>(&self, group: &'g SubGroup, slot: &Slot) -> crate::precision::FlatRef<'g> {
-        let shard = shard_range(self.params[slot.param].numel, self.comm.size(), self.comm.rank());
-        let start = slot.at + shard.start - slot.owned.start.min(shard.start);
-        group.grads.as_ref().expect("gradients were allocated by the vote").slice(start..start + shard.len())
+    fn own_gradient<'g>(&self, group: &'g SubGroup, slot: usize) -> FlatRef<'g> {
+        let Slot { param, owned, .. } = &group.slots[slot];
+        let shard = shard_range(self.params[*param].numel, self.comm.size(), self.comm.rank());
+        let grads = group.grads[slot].as_ref().expect("gradients were allocated by the vote");
+        grads.slice(shard.start - owned.start..shard.end - owned.start)
     }
 
     /// Updates this rank's share, sub-group by sub-group, and publishes it where parameters are replicated.
@@ -67,9 +70,9 @@ impl Core {
         let mut groups = lock(&self.groups);
         for group in groups.iter_mut() {
             let SubGroup { slots, weights, master, grads, moments, .. } = group;
-            for slot in slots.iter() {
+            for (slot, grads) in slots.iter().zip(grads) {
                 let range = slot.range();
-                let grad = grads.as_ref().expect("gradients were allocated by the vote").slice(range.clone());
+                let grad = grads.as_ref().expect("gradients were allocated by the vote").slice(0..range.len());
                 let mut state: Vec<&mut [f32]> =
                     moments.iter_mut().map(|m| as_f32(m.slice_mut(range.clone()))).collect();
                 let master = master.as_mut().map(|m| as_f32(m.slice_mut(range.clone())));

@@ -9,6 +9,8 @@
 //! | `weights` | - (in the tensors) | - (in the tensors) | shards in the model's dtype |
 //! | `master` | 16-bit only | 16-bit only | 16-bit only |
 //! | `grads`, `moments` | whole | shards | shards |
+//!
+//! Gradients have a buffer per parameter, because at stage 1 each replaces a whole gradient that has just gone.
 
 use crate::layout::{SubGroups, shard_len};
 use crate::memory::{Kind, Ledger, Tracked};
@@ -43,7 +45,8 @@ pub(crate) struct SubGroup {
     pub len: usize,
     pub weights: Option<Tracked>,
     pub master: Option<Tracked>,
-    pub grads: Option<Tracked>,
+    /// Per slot; `None` where no gradient has arrived since the buffer was given back.
+    pub grads: Vec<Option<Tracked>>,
     pub moments: Vec<Tracked>,
 }
 
@@ -85,16 +88,19 @@ impl SubGroupBuilder {
             len: 0,
             weights: buffer(self.params_sharded, Kind::Parameters, self.dtype),
             master: buffer(self.dtype != DType::F32, Kind::MasterWeights, DType::F32),
-            grads: None,
+            grads: Vec::new(),
             moments: Vec::new(),
         });
         for buffer in [&mut group.weights, &mut group.master].into_iter().flatten() {
+            // Exact: a large buffer grows in place (the allocator remaps its pages), and spare room would be waste.
             buffer.resize(|flat| {
+                flat.reserve_exact(len);
                 flat.extend_cast(values);
                 flat.extend_zeros(padding);
             });
         }
         group.slots.push(Slot { param, owned, at: group.len });
+        group.grads.push(None);
         group.len += len;
         // The rule counts shares at every stage, so that groups are the same at every stage.
         if self.rule.push(shard_len(numel, self.world_size)) {
@@ -103,12 +109,7 @@ impl SubGroupBuilder {
     }
 
     fn close(&mut self) {
-        if let Some(mut group) = self.open.take() {
-            for buffer in [&mut group.weights, &mut group.master].into_iter().flatten() {
-                buffer.resize(Flat::shrink_to_fit);
-            }
-            self.done.push(group);
-        }
+        self.done.extend(self.open.take());
     }
 
     pub fn finish(&mut self) -> Vec<SubGroup> {
@@ -124,9 +125,11 @@ impl SubGroup {
         self.moments = (0..count).map(|_| zeros()).collect();
     }
 
-    /// The gradient buffer, zeroed where it did not exist yet.
-    pub fn grads(&mut self, ledger: &Ledger, dtype: DType) -> &mut Tracked {
-        let zeros = || Tracked::new(ledger, Kind::Gradients, Flat::zeros(dtype, self.len));
-        self.grads.get_or_insert_with(zeros)
+    /// The gradient buffer of a slot (its owned elements and padding), zeroed where there was none.
+    pub fn grads(&mut self, slot: usize, ledger: &Ledger, dtype: DType) -> &mut Tracked {
+        let end = self.slots.get(slot + 1).map_or(self.len, |next| next.at);
+        let len = end - self.slots[slot].at;
+        let zeros = || Tracked::new(ledger, Kind::Gradients, Flat::zeros(dtype, len));
+        self.grads[slot].get_or_insert_with(zeros)
     }
 }

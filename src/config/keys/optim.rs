@@ -28,7 +28,7 @@ const ADAM: &[super::Key] = keys! {
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Weight decay.";
     "bias_correction": Bool, "true", H, "Divide the moments by 1 - beta^t.";
     "adam_w_mode": Bool, "true", H, "Decoupled decay; false with Adam: added to the gradient. AdamW is always decoupled.";
-    "torch_adam": Bool, "false", none("there is one Adam; its arithmetic is the same"), "PyTorch's Adam.";
+    "torch_adam": Bool, "false", H, "PyTorch's Adam: the same arithmetic; with decoupled decay the default weight_decay is 0.01.";
     "amsgrad": Bool, "false", refuse("DeepSpeed's Adam refuses it too"), "The largest second moment.";
     "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here"), "Moments in f32.";
     "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
