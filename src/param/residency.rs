@@ -131,39 +131,3 @@ pub(crate) fn empty_leaf(device: &Device, dtype: DType, shape: &Shape) -> Result
     let storage = storage_on(device, to_storage(Flat::zeros(dtype, 0)))?;
     Ok(Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), true))
 }
-
-/// An operation's result that was made beforehand; its forward, which runs once, hands it out.
-pub(crate) struct Prepared(Mutex<Option<(Storage, Shape)>>);
-
-impl Prepared {
-    pub fn new(storage: Storage, shape: Shape) -> Self {
-        Self(Mutex::new(Some((storage, shape))))
-    }
-
-    /// A copy of a tensor's values.
-    pub fn copy_of(tensor: &Tensor) -> Result<Self> {
-        let values = with_view(tensor, |values| to_storage(values.to_flat()))?;
-        Ok(Self::new(storage_on(tensor.device(), values)?, tensor.shape().clone()))
-    }
-
-    fn take(&self) -> Result<(Storage, Shape)> {
-        match super::lock(&self.0).take() {
-            Some(result) => Ok(result),
-            None => candle_core::bail!("an operation with a prepared result ran forward twice"),
-        }
-    }
-
-    pub fn cpu(&self) -> Result<(CpuStorage, Shape)> {
-        match self.take()? {
-            (Storage::Cpu(storage), shape) => Ok((storage, shape)),
-            _ => candle_core::bail!("a prepared result is on another device than the operation's argument"),
-        }
-    }
-
-    pub fn cuda(&self) -> Result<(CudaStorage, Shape)> {
-        match self.take()? {
-            (Storage::Cuda(storage), shape) => Ok((storage, shape)),
-            _ => candle_core::bail!("a prepared result is on another device than the operation's argument"),
-        }
-    }
-}
