@@ -2,7 +2,7 @@
 //!
 //!     zerorun --num_ranks 2 examples/minimal.rs --ds_config ds_configs/zero2.json
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candle_nn::{Activation, Module, Sequential, VarBuilder, linear, seq};
 use candle_zero::Engine;
 
@@ -24,8 +24,8 @@ fn main() -> anyhow::Result<()> {
                 points.extend([(number * 37 % 101) as f32 / 50.0 - 1.0, (number * 53 % 97) as f32 / 48.0 - 1.0]);
             }
             let products: Vec<f32> = points.chunks(2).map(|p| p[0] * p[1]).collect();
-            let x = Tensor::new(points, &Device::Cpu)?.reshape(((), 2))?;
-            let y = Tensor::new(products, &Device::Cpu)?.unsqueeze(1)?;
+            let x = Tensor::new(points, engine.device())?.reshape(((), 2))?;
+            let y = Tensor::new(products, engine.device())?.unsqueeze(1)?;
             let loss = engine.forward(|model| (model.forward(&x)? - &y)?.sqr()?.mean_all())?;
             engine.backward(&loss)?;
             engine.step()?;

@@ -17,7 +17,7 @@ use crate::memory::{ElementBytes, Ledger, MemoryReport};
 use crate::monitor::say;
 use crate::optim::{self, Optimizer, Schedule, StepContext};
 use crate::param::registry::{Holding, Registry};
-use crate::param::{Source, UnitId, fnv1a, lock};
+use crate::param::{ROOT, Source, fnv1a, lock};
 use crate::precision::{LossScaler, gradient_multiplier};
 use crate::zero::core::{Core, Link};
 use crate::zero::gradients::ReducePlan;
@@ -29,8 +29,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Parameters outside of any unit.
-const ROOT: UnitId = 0;
 /// Stack that Candle's recursive backward may use, and how much of it must be left before a new one is taken.
 const BACKWARD_STACK: usize = 64 << 20;
 const RED_ZONE: usize = 16 << 20;
@@ -38,7 +36,7 @@ const RED_ZONE: usize = 16 << 20;
 /// Wraps a model and trains it under ZeRO.
 ///
 /// ```
-/// use candle_core::{Device, Tensor};
+/// use candle_core::Tensor;
 /// use candle_nn::Module;
 /// use candle_zero::Engine;
 ///
@@ -48,7 +46,7 @@ const RED_ZONE: usize = 16 << 20;
 ///     "zero_optimization": {"stage": 2}
 /// }"#;
 /// let mut engine = Engine::initialize(|vb| candle_nn::linear(4, 1, vb), config)?;
-/// let x = Tensor::arange(0f32, 32f32, &Device::Cpu)?.reshape((8, 4))?;
+/// let x = Tensor::arange(0f32, 32f32, engine.device())?.reshape((8, 4))?;
 /// let mut losses = vec![];
 /// for _ in 0..5 {
 ///     let loss = engine.forward(|model| model.forward(&x)?.sqr()?.mean_all())?;
@@ -138,7 +136,8 @@ impl EngineBuilder {
         self
     }
 
-    /// Where the model computes. Default: the CPU; with feature `cuda` the GPU of the local rank's number.
+    /// Where the model computes. Default: the CPU; with feature `cuda` the GPU of the local rank's number, and more
+    /// ranks than GPUs share them.
     #[must_use]
     pub fn device(mut self, device: Device) -> Self {
         self.device = Some(device);
@@ -176,8 +175,7 @@ impl EngineBuilder {
         };
         let device = match self.device {
             Some(device) => device,
-            None if cfg!(feature = "cuda") => Device::new_cuda(RankEnv::from_env()?.local_rank)?,
-            None => Device::Cpu,
+            None => crate::device::default()?,
         };
         let engine = Config::load(config, comm.size()).and_then(|config| {
             let source = match &self.init_from {
@@ -222,6 +220,7 @@ impl<M> Engine<M> {
         };
         let placement = config.zero.stage.placement();
         let (ledger, link) = (Ledger::default(), Link::default());
+        let weights = source.fingerprint();
         let sub_group_size = config.zero.sub_group_size;
         let holding = Holding { rank, world_size, placement, dtype, device: device.clone(), sub_group_size };
         let registry = Registry::new(holding, source, link.clone(), ledger.clone());
@@ -233,7 +232,7 @@ impl<M> Engine<M> {
         let plan = ReducePlan::new(&config, placement, world_size, dtype);
         let recompute = config.activation_checkpointing;
         let core = Core::new(comm, config.zero.clone(), plan, dtype, recompute, registered, ledger, &link);
-        core.check_same_on_all_ranks(&config)?;
+        core.check_same_on_all_ranks(&config, weights)?;
         let optimizer = config.optimizer.as_ref().map(optim::from_config);
         if let Some(optimizer) = &optimizer {
             let count = optimizer.state_names().len();
@@ -578,25 +577,30 @@ impl Clock {
 }
 
 impl Core {
-    /// Collective: an error where ranks built different models or read different configurations.
-    fn check_same_on_all_ranks(&self, config: &Config) -> Result<()> {
+    /// Collective: an error where ranks built different models, read different configurations or begin with different
+    /// `weights` (a hash).
+    fn check_same_on_all_ranks(&self, config: &Config, weights: u64) -> Result<()> {
         let mut text = String::new();
         for param in &self.params {
             text += &format!("{} {:?} {};", param.name, param.shape, param.unit);
         }
         let elements: usize = self.params.iter().map(|p| p.numel).sum();
-        let model = fnv1a(&text);
-        let config = fnv1a(&format!("{:?}", Config { notes: Vec::new(), ..config.clone() }));
+        let config = format!("{:?}", Config { notes: Vec::new(), ..config.clone() });
+        let hashes = [fnv1a(text.as_bytes()), fnv1a(config.as_bytes()), weights];
         // Halves, because f64 carries 53 bits exactly.
-        let halves = |h: u64| [(h >> 32) as f64, (h & 0xffff_ffff) as f64];
-        let mine = [vec![self.params.len() as f64, elements as f64], halves(model).to_vec(), halves(config).to_vec()];
-        let all = self.comm.gather_f64(mine.concat()).wait()?;
+        let halves = hashes.iter().flat_map(|h| [(h >> 32) as f64, (h & 0xffff_ffff) as f64]);
+        let mine = [self.params.len() as f64, elements as f64].into_iter().chain(halves).collect();
+        let all = self.comm.gather_f64(mine).wait()?;
         let rank = self.comm.rank();
         let Some(other) = (0..all.len()).find(|r| all[*r] != all[rank]) else { return Ok(()) };
+        let (mine, theirs) = (&all[rank], &all[other]);
         let describe = |v: &[f64]| format!("{} parameters of {} elements, {:08x}", v[0], v[1], v[3] as u64);
-        if all[other][..4] == all[rank][..4] {
-            return Err(Error::ConfigsDiffer { rank, other });
-        }
-        Err(Error::ModelsDiffer { rank, other, mine: describe(&all[rank]), theirs: describe(&all[other]) })
+        Err(match () {
+            () if mine[..4] != theirs[..4] => {
+                Error::ModelsDiffer { rank, other, mine: describe(mine), theirs: describe(theirs) }
+            }
+            () if mine[4..6] != theirs[4..6] => Error::ConfigsDiffer { rank, other },
+            () => Error::WeightsDiffer { rank, other },
+        })
     }
 }

@@ -273,6 +273,16 @@ pub enum Error {
         /// Another rank.
         other: usize,
     },
+    /// Ranks begin with different weights.
+    #[error(
+        "rank {rank} begins with other weights than rank {other}: another seed, or another init_from file; every rank must be given the same (unlike DeepSpeed, rank 0's weights are not sent to the others)"
+    )]
+    WeightsDiffer {
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+    },
     /// Ranks built different models.
     #[error(
         "rank {rank} built a model that differs from rank {other}'s: {mine} against {theirs} (with a hash of names, shapes and units); every rank must build the same model"
@@ -680,4 +690,9 @@ pub enum CommError {
     /// The communication thread is gone.
     #[error("the communication thread of this rank has ended after an earlier failure; the first error tells why")]
     ThreadEnded,
+}
+
+/// Whether a line is the first frame of a backtrace. Candle appends one to its messages where RUST_BACKTRACE is set.
+pub(crate) fn begins_backtrace(line: &str) -> bool {
+    line.strip_prefix("   ").is_some_and(|frame| frame.trim_start().starts_with("0: "))
 }

@@ -34,6 +34,7 @@ pub mod cli;
 pub mod comm;
 pub mod config;
 pub mod data;
+mod device;
 pub mod engine;
 pub mod error;
 pub mod launch;

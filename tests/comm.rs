@@ -130,3 +130,94 @@ fn a_rank_that_does_not_come_is_a_timeout() {
     drop(ranks);
     drop(absent);
 }
+
+#[test]
+fn all_ranks_are_told_of_the_first_failure_and_not_of_its_echo() {
+    for round in 0..40 {
+        let errors = threads::run(4, |comm| {
+            for step in 0..10 {
+                if comm.rank() == 2 && step == round % 10 {
+                    comm.abort("the disk is full");
+                    return Ok(None);
+                }
+                if let Err(error) = comm.all_reduce(Flat::from(vec![1.0; 8]), 7).wait() {
+                    return Ok(Some(error));
+                }
+            }
+            panic!("rank 2 gives up before");
+        });
+        for error in errors.unwrap().into_iter().filter_map(|r| r.unwrap()) {
+            assert!(matches!(error, Error::Comm(CommError::RankAborted { peer: 2, .. })), "round {round}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_has_left_is_named_although_another_one_is_awaited_first() {
+    let start = Instant::now();
+    let errors = threads::run(3, |comm| match comm.rank() {
+        0 => {
+            let error = comm.barrier().wait().unwrap_err();
+            assert!(start.elapsed() < Duration::from_millis(900), "told while rank 1 still computes");
+            Ok(Some(error))
+        }
+        1 => {
+            std::thread::sleep(Duration::from_secs(1));
+            Ok(Some(comm.barrier().wait().unwrap_err()))
+        }
+        _ => Ok(None),
+    });
+    for error in errors.unwrap().into_iter().filter_map(|r| r.unwrap()) {
+        assert!(matches!(error, Error::Comm(CommError::RankLeft { peer: 2, .. })), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_right_after_its_last_piece_has_failed_nobody() {
+    for round in 0..200 {
+        all(3, |comm| {
+            // Each rank is the slow one at times.
+            let late = (comm.rank() + round) % 3;
+            (0..late * 50).for_each(|_| std::hint::spin_loop());
+            comm.all_reduce(Flat::from(vec![1.0; 3]), 0).wait()?;
+            comm.barrier().wait()
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_gives_up_does_not_wait_for_its_own_collectives() {
+    let mut ranks = threads::communicators(2, Duration::from_secs(600)).unwrap();
+    let absent = ranks.pop().unwrap();
+    let start = Instant::now();
+    let under_way = [ranks[0].barrier(), ranks[0].barrier()];
+    ranks[0].abort("enough");
+    for pending in under_way {
+        assert!(matches!(pending.wait(), Err(Error::Comm(CommError::RankAborted { peer: 0, .. }))));
+    }
+    drop(ranks);
+    assert!(start.elapsed() < Duration::from_secs(5));
+    drop(absent);
+}
+
+#[test]
+fn a_failed_collective_is_told_to_the_others_although_nobody_has_come_for_its_result() {
+    let ranks = threads::communicators(3, Duration::from_millis(800)).unwrap();
+    let not_looked_at = ranks[0].barrier();
+    std::thread::sleep(Duration::from_millis(400));
+    // Rank 2 never comes. Rank 1 learns that when rank 0's patience ends, before its own does.
+    let error = ranks[1].barrier().wait().unwrap_err();
+    assert!(matches!(&error, Error::Comm(CommError::RankAborted { peer: 0, .. })), "{error}");
+    assert!(error.to_string().contains("rank 0 waited 800ms for rank 2"), "{error}");
+    drop(not_looked_at);
+}
+
+#[test]
+fn a_result_that_nobody_wants_is_computed_all_the_same() {
+    for sum in all(3, |comm| {
+        drop(comm.all_reduce(Flat::from(vec![5.0]), 1));
+        comm.all_reduce(Flat::from(vec![comm.rank() as f32]), 2).wait()
+    }) {
+        assert_eq!(sum, Flat::from(vec![3.0]));
+    }
+}

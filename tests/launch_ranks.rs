@@ -270,6 +270,16 @@ fn as_a_rank() {
     let communicator = comm::from_env(&env).unwrap();
     let sum = communicator.all_reduce(Flat::F32(vec![env.rank as f32 + 1.0; 3]), 0).wait().unwrap();
     assert!(matches!(sum, Flat::F32(sum) if sum == [3.0; 3]));
+    if role == "joins twice" {
+        let refused = || comm::from_env(&env).map(drop).unwrap_err().to_string();
+        assert!(refused().contains("is taken already (running)"), "{}", refused());
+        // The refusal has not closed the descriptor under the one that joined, so nobody else's is closed now.
+        let mut file = std::fs::File::open("/proc/self/status").unwrap();
+        drop(communicator);
+        std::io::Read::read_exact(&mut file, &mut [0; 5]).unwrap();
+        assert!(refused().contains("is taken already (finished)"), "{}", refused());
+        return;
+    }
     if role == "fails" && env.rank == 1 {
         // As a crash does it: without a word to the others.
         rustix::process::kill_process(rustix::process::getpid(), Signal::KILL).unwrap();
@@ -279,20 +289,27 @@ fn as_a_rank() {
     std::process::exit(5);
 }
 
+fn two_ranks(role: &str) -> std::process::Output {
+    let program = std::env::current_exe().unwrap();
+    let mut command = zerorun();
+    command.args(["-n", "2"]).arg(program).args(["--exact", "as_a_rank", "--nocapture"]);
+    command.env("LAUNCH_TEST_ROLE", role).output().unwrap()
+}
+
 #[test]
 fn ranks_share_memory_and_a_rank_that_dies_is_named_to_the_others() {
-    let rank = |role: &str| {
-        let program = std::env::current_exe().unwrap();
-        let mut command = zerorun();
-        command.args(["-n", "2"]).arg(program).args(["--exact", "as_a_rank", "--nocapture"]);
-        command.env("LAUNCH_TEST_ROLE", role).output().unwrap()
-    };
-    let well = rank("goes well");
+    let well = two_ranks("goes well");
     assert_eq!(well.status.code(), Some(0), "{}", stderr(&well));
-    let failed = rank("fails");
+    let failed = two_ranks("fails");
     assert_eq!(failed.status.code(), Some(137));
     let errors = stderr(&failed);
     assert!(errors.contains("[rank 0] told: rank 1 died (its process was killed by SIGKILL (9))"), "{errors}");
     assert!(errors.contains("zerorun: rank 1 failed first: it was killed by SIGKILL (9)"), "{errors}");
     assert!(errors.contains("zerorun:   rank 0: ended with exit code 5 by itself"), "{errors}");
+}
+
+#[test]
+fn a_process_that_joins_twice_is_told_that_its_rank_is_taken() {
+    let output = two_ranks("joins twice");
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
 }

@@ -119,7 +119,8 @@ fn live_and_ledger(world: usize, config: &Value) -> (isize, isize) {
     let before = LIVE.load(Ordering::SeqCst);
     let results = threads::run(world, |comm| {
         let barrier = comm.clone();
-        let mut engine = Engine::builder().communicator(comm).initialize(Wide::new, config.clone())?;
+        let mut engine =
+            Engine::builder().communicator(comm).device(Device::Cpu).initialize(Wide::new, config.clone())?;
         for _ in 0..2 {
             let x = Tensor::ones((2, WIDTH), engine.dtype(), &Device::Cpu)?;
             let loss = engine.forward(|m| {
@@ -177,7 +178,7 @@ fn building_a_model_at_stage_3_never_holds_a_whole_parameter() {
         Ok(weights)
     };
     for result in threads::run(4, |comm| {
-        let engine = Engine::builder().communicator(comm).initialize(build, config.clone())?;
+        let engine = Engine::builder().communicator(comm).device(Device::Cpu).initialize(build, config.clone())?;
         assert_eq!(engine.memory_report().row(Kind::Parameters).bytes.peak, 4 * 250_000 * 4);
         assert_eq!(engine.memory_report().row(Kind::Gathered).bytes.peak, 0);
         Ok(())

@@ -39,7 +39,7 @@ fn follow(name: &str, json: &str, (loss_tolerance, norm_tolerance): (f64, f64)) 
     let ctx = config.ctx;
     let results = threads::run(world, |comm| {
         let rank = comm.rank();
-        let builder = Engine::builder().communicator(comm).init_from(&init);
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu).init_from(&init);
         let mut engine = builder.initialize(|vb| Gpt::new(&config, vb), run["ds_config"].clone())?;
         let mut measured = vec![];
         for step in 0..rows.len() {

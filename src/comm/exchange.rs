@@ -10,10 +10,11 @@
 //! So one wait per piece is enough.
 //!
 //! A wait ends with an error when a peer has died, given up or left, when its heartbeat stops, or when the time
-//! limit is over. It never hangs.
+//! limit is over. It never hangs. What can be completed is completed: a peer's failure counts only for a piece that
+//! it has not published. The failure that came first is the one that every rank is told.
 
 use super::fingerprint::{Fingerprint, Kind};
-use super::shm::{RankState, Region, SLOT_BYTES, sleep_on, wake};
+use super::shm::{Fault, RankState, Region, SLOT_BYTES, sleep_on, wake};
 use crate::error::CommError;
 use candle_core::DType;
 use std::sync::Arc;
@@ -25,7 +26,9 @@ const SPINS: u32 = 2_000;
 /// How long a sleeping wait goes before it looks at the peers' states.
 const NAP_MILLIS: u32 = 20;
 /// Silence of a heartbeat, which beats four times a second, that counts as death.
-pub(super) const HEARTBEAT_LIMIT: Duration = Duration::from_secs(8);
+const HEARTBEAT_LIMIT: Duration = Duration::from_secs(8);
+/// The most that one turn of a wait, which naps and looks, can have lasted. See [`Clock`].
+const LONGEST_TURN: Duration = Duration::from_secs(1);
 
 /// One rank's side of the region.
 pub(super) struct Exchange {
@@ -82,8 +85,9 @@ impl Exchange {
         word.store(next, Ordering::Release);
         wake(word);
         self.pieces = next;
+        let mut clock = None;
         for peer in (0..self.size()).filter(|r| *r != self.rank) {
-            self.wait_for(peer, next, &fingerprint)?;
+            self.wait_for(peer, &mut clock)?;
             self.compare(peer, parity, &fingerprint)?;
         }
         Ok(())
@@ -99,60 +103,83 @@ impl Exchange {
         unsafe { std::slice::from_raw_parts(self.region.slot(peer, parity).add(offset), len) }
     }
 
-    fn wait_for(&self, peer: usize, target: u32, fingerprint: &Fingerprint) -> Result<(), CommError> {
-        let word = self.region.published(peer);
-        let reached = |seen: u32| seen.wrapping_sub(target) as i32 >= 0;
+    /// Waits for the present piece of `peer`. `clock` goes on over all peers of one piece.
+    fn wait_for(&self, peer: usize, clock: &mut Option<Clock>) -> Result<(), CommError> {
         for _ in 0..SPINS {
-            if reached(word.load(Ordering::Acquire)) {
+            if self.has_published(peer) {
                 return Ok(());
             }
             std::hint::spin_loop();
         }
-        let start = Instant::now();
-        let mut beat = (self.region.heartbeat(peer).load(Ordering::Relaxed), start);
+        let word = self.region.published(peer);
+        let beat = || self.region.heartbeat(peer).load(Ordering::Relaxed);
+        let clock = clock.get_or_insert_with(|| Clock::new(Instant::now()));
+        clock.watch(beat());
         loop {
             let seen = word.load(Ordering::Acquire);
-            if reached(seen) {
+            let trouble = self.look_at_ranks();
+            // In this order: a peer that published and then failed or left has done its part of this piece.
+            if self.has_published(peer) {
                 return Ok(());
             }
-            self.look_at_peers(peer, fingerprint)?;
-            // The peer may have published and left between the two looks.
-            if reached(word.load(Ordering::Acquire)) {
-                return Ok(());
+            trouble?;
+            clock.turn(Instant::now(), beat());
+            let (rank, op) = (self.rank, || self.op());
+            if clock.silence > HEARTBEAT_LIMIT {
+                self.region.blame(peer, Fault::Silent);
+                return Err(CommError::HeartbeatLost { rank, peer, op: op(), seconds: HEARTBEAT_LIMIT.as_secs() });
             }
-            let now = self.region.heartbeat(peer).load(Ordering::Relaxed);
-            if now != beat.0 {
-                beat = (now, Instant::now());
-            }
-            let (op, waited) = (fingerprint.to_string(), start.elapsed());
-            if now != 0 && beat.1.elapsed() > HEARTBEAT_LIMIT {
-                return Err(CommError::HeartbeatLost { rank: self.rank, peer, op, seconds: HEARTBEAT_LIMIT.as_secs() });
-            }
-            if waited > self.timeout {
-                return Err(CommError::Timeout { rank: self.rank, peer, op, limit: self.timeout });
+            if clock.waited > self.timeout {
+                self.region.blame(peer, Fault::Late);
+                return Err(CommError::Timeout { rank, peer, op: op(), limit: self.timeout });
             }
             sleep_on(word, seen, NAP_MILLIS);
         }
     }
 
-    /// An error if the job cannot go on: a peer is dead or gave up, the awaited one has left, or this rank gave up.
-    fn look_at_peers(&self, awaited: usize, fingerprint: &Fingerprint) -> Result<(), CommError> {
-        let (rank, op) = (self.rank, fingerprint.to_string());
+    /// Whether `peer` has published the present piece (or, one ahead, the next one).
+    fn has_published(&self, peer: usize) -> bool {
+        let published = self.region.published(peer).load(Ordering::Acquire);
+        published.wrapping_sub(self.pieces) as i32 >= 0
+    }
+
+    /// An error if the job cannot go on: a rank has died or given up, or one has left that this piece needs.
+    fn look_at_ranks(&self) -> Result<(), CommError> {
+        let (rank, op) = (self.rank, || self.op());
+        // The first failure explains all later ones, which are often but its echo.
+        if let Some((peer, fault)) = self.region.first_failure()
+            && peer != rank
+        {
+            match (fault, self.region.state(peer)) {
+                (Fault::Left, _) => return Err(CommError::RankLeft { rank, peer, op: op() }),
+                (Fault::Silent, _) => {
+                    let seconds = HEARTBEAT_LIMIT.as_secs();
+                    return Err(CommError::HeartbeatLost { rank, peer, op: op(), seconds });
+                }
+                (_, RankState::Dead(why)) => return Err(CommError::RankDied { rank, peer, why, op: op() }),
+                (_, RankState::Aborted(why)) => return Err(CommError::RankAborted { rank, peer, why, op: op() }),
+                // Late, or recorded a moment before its state.
+                (Fault::Late | Fault::Died | Fault::GaveUp, _) => {}
+            }
+        }
         for peer in 0..self.size() {
             match self.region.state(peer) {
-                RankState::Dead(why) => return Err(CommError::RankDied { rank, peer, why, op }),
-                RankState::Aborted(why) => return Err(CommError::RankAborted { rank, peer, why, op }),
-                RankState::Finished if peer == awaited => {
-                    // It may have published its last piece just before.
-                    let last = self.region.published(peer).load(Ordering::Acquire);
-                    if (last.wrapping_sub(self.pieces) as i32) < 0 {
-                        return Err(CommError::RankLeft { rank, peer, op });
-                    }
+                RankState::Dead(why) => return Err(CommError::RankDied { rank, peer, why, op: op() }),
+                RankState::Aborted(why) => return Err(CommError::RankAborted { rank, peer, why, op: op() }),
+                // It publishes nothing more.
+                RankState::Finished if !self.has_published(peer) => {
+                    self.region.blame(peer, Fault::Left);
+                    return Err(CommError::RankLeft { rank, peer, op: op() });
                 }
                 RankState::Finished | RankState::Running | RankState::Absent => {}
             }
         }
         Ok(())
+    }
+
+    /// The present collective, for messages.
+    fn op(&self) -> String {
+        self.current.map(|fingerprint| fingerprint.to_string()).unwrap_or_default()
     }
 
     fn compare(&self, peer: usize, parity: usize, mine: &Fingerprint) -> Result<(), CommError> {
@@ -162,5 +189,101 @@ impl Exchange {
             return Ok(());
         }
         Err(CommError::Diverged { rank: self.rank, here: mine.to_string(), peer, there: theirs.to_string() })
+    }
+}
+
+/// How long a wait lasts, and how long the awaited heart has been silent.
+///
+/// Both count the turns of the waiting loop rather than the hands of a clock: when the whole job was stopped for an
+/// hour (Ctrl-Z) and goes on, nobody has waited for an hour.
+struct Clock {
+    last_turn: Instant,
+    waited: Duration,
+    beat: u64,
+    silence: Duration,
+}
+
+impl Clock {
+    fn new(now: Instant) -> Self {
+        Self { last_turn: now, waited: Duration::ZERO, beat: 0, silence: Duration::ZERO }
+    }
+
+    /// Another heart is listened to from now on.
+    fn watch(&mut self, beat: u64) {
+        (self.beat, self.silence) = (beat, Duration::ZERO);
+    }
+
+    /// A turn of the loop is over. A beat of 0 is that of a rank without a heart: a thread, or not there yet.
+    fn turn(&mut self, now: Instant, beat: u64) {
+        let passed = now.duration_since(self.last_turn).min(LONGEST_TURN);
+        self.last_turn = now;
+        self.waited += passed;
+        self.silence = if beat == self.beat && beat != 0 { self.silence + passed } else { Duration::ZERO };
+        self.beat = beat;
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn seconds(clock: &Clock) -> (f64, f64) {
+        (clock.waited.as_secs_f64(), clock.silence.as_secs_f64())
+    }
+
+    #[test]
+    fn a_wait_counts_its_turns_and_silence_ends_with_a_beat() {
+        let start = Instant::now();
+        let at = |seconds: f64| start + Duration::from_secs_f64(seconds);
+        let mut clock = Clock::new(start);
+        clock.watch(7);
+        clock.turn(at(0.5), 7);
+        clock.turn(at(1.0), 7);
+        assert_eq!(seconds(&clock), (1.0, 1.0));
+        clock.turn(at(1.5), 8);
+        assert_eq!(seconds(&clock), (1.5, 0.0));
+        clock.turn(at(2.0), 8);
+        clock.watch(3);
+        assert_eq!(seconds(&clock), (2.0, 0.0), "another peer, the same piece");
+        clock.turn(at(2.5), 0);
+        clock.turn(at(3.0), 0);
+        assert_eq!(seconds(&clock), (3.0, 0.0), "no heart yet");
+    }
+
+    #[test]
+    fn an_hour_in_which_the_job_was_stopped_does_not_count() {
+        let start = Instant::now();
+        let mut clock = Clock::new(start);
+        clock.watch(7);
+        clock.turn(start + Duration::from_secs(3600), 7);
+        assert_eq!(seconds(&clock), (1.0, 1.0));
+    }
+
+    #[test]
+    fn the_count_of_pieces_may_wrap_around() {
+        let world = 3;
+        let region = Arc::new(Region::anonymous(world).unwrap());
+        let before = u32::MAX - 4;
+        (0..world).for_each(|r| region.published(r).store(before, Ordering::Relaxed));
+        std::thread::scope(|scope| {
+            for rank in 0..world {
+                let region = region.clone();
+                scope.spawn(move || {
+                    region.enter(rank).unwrap();
+                    let mut exchange = Exchange::new(region.clone(), rank, Duration::from_secs(10));
+                    exchange.pieces = before;
+                    for round in 0u8..10 {
+                        exchange.begin(Kind::Barrier, DType::U8, 1, 0);
+                        exchange.piece(1, |slot| slot[0] = 10 * rank as u8 + round).unwrap();
+                        for peer in (0..world).filter(|r| *r != rank) {
+                            assert_eq!(exchange.peer(peer, 0, 1), [10 * peer as u8 + round]);
+                        }
+                    }
+                    assert_eq!(exchange.pieces, 5);
+                    region.finish(rank);
+                });
+            }
+        });
     }
 }

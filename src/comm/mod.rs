@@ -28,7 +28,7 @@ pub use solo::Solo;
 
 use crate::error::Result;
 use crate::precision::Flat;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// The rank of this process in the job and what it can do together with the others.
 ///
@@ -65,12 +65,26 @@ pub trait Communicator: Send + Sync {
 }
 
 /// The communicator of a job of one rank or, under `zerorun`, of all its processes.
+///
+/// # Errors
+/// Memory that is not this job's; a rank that has joined before, also where that was this process.
 pub fn from_env(env: &crate::launch::RankEnv) -> Result<Arc<dyn Communicator>> {
     match env.shm_fd {
         Some(fd) if env.world_size > 1 => {
-            let region = shm::Region::inherit(fd, env.world_size)?;
-            Ok(Arc::new(Shared::new(Arc::new(region), env.rank, env.timeout)?))
+            let region = region_of_this_process(fd, env.world_size)?;
+            Ok(Arc::new(Shared::new(region, env.rank, env.timeout)?))
         }
         _ => Ok(Arc::new(Solo::default())),
+    }
+}
+
+/// The inherited region. It stays mapped for good: the descriptor can be taken over only once, and whoever asks again
+/// must learn that the rank is taken rather than find a closed or a foreign descriptor.
+fn region_of_this_process(fd: std::os::fd::RawFd, world_size: usize) -> Result<Arc<shm::Region>> {
+    static REGION: Mutex<Option<Arc<shm::Region>>> = Mutex::new(None);
+    let mut region = REGION.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    match &*region {
+        Some(region) => Ok(region.clone()),
+        None => Ok(region.insert(Arc::new(shm::Region::inherit(fd, world_size)?)).clone()),
     }
 }

@@ -5,7 +5,7 @@ use super::counters::Counters;
 use super::exchange::Exchange;
 use super::shm::Region;
 use super::{CommReport, Communicator, Kind};
-use crate::error::{CommError, Result};
+use crate::error::{CommError, Result, begins_backtrace};
 use crate::precision::Flat;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -51,6 +51,7 @@ type Job = Box<dyn FnOnce(&mut Worker) + Send>;
 pub struct Shared {
     region: Arc<Region>,
     rank: usize,
+    voice: Arc<Voice>,
     counters: Arc<Counters>,
     /// `None` once the communicator is being dropped.
     queue: Mutex<Option<Sender<Job>>>,
@@ -61,9 +62,27 @@ pub struct Shared {
 /// What the comm thread owns.
 struct Worker {
     exchange: Exchange,
+    voice: Arc<Voice>,
     counters: Arc<Counters>,
     /// The first failure; every later collective returns it again, for the ranks are out of step after it.
     failed: Option<CommError>,
+}
+
+/// Tells the others, once, that this rank gives up. Training thread and comm thread share it.
+struct Voice {
+    region: Arc<Region>,
+    rank: usize,
+    used: AtomicBool,
+}
+
+impl Voice {
+    fn abort(&self, why: &str) {
+        if !self.used.swap(true, Ordering::Relaxed) {
+            // A backtrace would be in the way of the others' own messages.
+            let lines: Vec<&str> = why.lines().take_while(|line| !begins_backtrace(line)).collect();
+            self.region.abort(self.rank, &lines.join("\n"));
+        }
+    }
 }
 
 impl Shared {
@@ -73,22 +92,27 @@ impl Shared {
     /// The rank is taken already, or a thread cannot be started.
     pub fn new(region: Arc<Region>, rank: usize, timeout: Duration) -> Result<Self> {
         region.enter(rank)?;
+        let voice = Arc::new(Voice { region: region.clone(), rank, used: AtomicBool::new(false) });
         let counters = Arc::new(Counters::default());
-        let mut worker =
-            Worker { exchange: Exchange::new(region.clone(), rank, timeout), counters: counters.clone(), failed: None };
+        let exchange = Exchange::new(region.clone(), rank, timeout);
+        let mut worker = Worker { exchange, voice: voice.clone(), counters: counters.clone(), failed: None };
         let (queue, jobs) = mpsc::channel::<Job>();
-        let spawn = |e| CommError::Region { action: "start a thread for", source: Arc::new(e) };
+        let spawn_failed = |e| {
+            voice.abort("it could not start a thread");
+            CommError::Region { action: "start a thread for", source: Arc::new(e) }
+        };
         let handle = std::thread::Builder::new()
             .name(format!("comm-{rank}"))
             .spawn(move || jobs.into_iter().for_each(|job| job(&mut worker)))
-            .map_err(spawn)?;
+            .map_err(spawn_failed)?;
         // Ranks that are threads live and die with the process that would watch them.
         let heart = if region.is_shared_between_processes() {
-            Some(Heart::start(region.clone(), rank).map_err(spawn)?)
+            Some(Heart::start(region.clone(), rank).map_err(spawn_failed)?)
         } else {
             None
         };
-        Ok(Self { region, rank, counters, queue: Mutex::new(Some(queue)), worker: Some(handle), heart })
+        let (queue, worker) = (Mutex::new(Some(queue)), Some(handle));
+        Ok(Self { region, rank, voice, counters, queue, worker, heart })
     }
 
     fn launch<T: Send + 'static>(
@@ -108,7 +132,11 @@ impl Shared {
                     result
                 }
             };
-            worker.failed = result.as_ref().err().cloned();
+            if let (Err(error), None) = (&result, &worker.failed) {
+                // At once: the training thread may compute for long before it comes for the result.
+                worker.voice.abort(&error.to_string());
+                worker.failed = Some(error.clone());
+            }
             // Nobody waits for a result whose Pending was dropped.
             let _ = sender.send(result);
         });
@@ -151,7 +179,7 @@ impl Communicator for Shared {
     }
 
     fn abort(&self, why: &str) {
-        self.region.abort(self.rank, why);
+        self.voice.abort(why);
     }
 
     fn report(&self) -> CommReport {
@@ -163,13 +191,13 @@ impl Drop for Shared {
     /// Leaves the job: what was launched is finished first, because peers count on it, unless this rank panics.
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.region.abort(self.rank, "it panicked; its own output tells where");
+            self.voice.abort("it panicked; its own output tells where");
         }
         *self.queue.lock().unwrap_or_else(|p| p.into_inner()) = None;
         if let Some(worker) = self.worker.take() {
             // A panic of the comm thread has been printed; the state below tells the peers.
             if worker.join().is_err() {
-                self.region.abort(self.rank, "its communication thread panicked");
+                self.voice.abort("its communication thread panicked");
             }
         }
         self.region.finish(self.rank);

@@ -1,7 +1,7 @@
 //! The memory that the ranks of one machine share.
 //!
 //! ```text
-//!   page 0            magic, version, world size
+//!   page 0            magic, version, world size, the first failure
 //!   page 1 + r        control block of rank r: published pieces, state, heartbeat, fingerprints, last words
 //!   then, per rank    two slots of SLOT_BYTES: the data of an even and of an odd piece
 //! ```
@@ -14,7 +14,8 @@
 //! A rank's block is written by that rank alone (`cause` and the step from a living state to DEAD by the launcher).
 //! `published` is stored with Release after the piece's data and fingerprint, and loaded with Acquire before a peer
 //! reads them. `state` is stored with Release after the text that explains it, and loaded with Acquire before the
-//! text is read. Nothing else carries an ordering.
+//! text is read. The first failure is set before the state that tells of it, so that the echo of a failure, which
+//! follows from that state, cannot be taken for the first. Nothing else carries an ordering.
 
 use crate::error::{CommError, Error, Result};
 use memmap2::{MmapOptions, MmapRaw};
@@ -23,11 +24,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 const MAGIC: u64 = 0x6361_6e64_6c65_7a30; // "candlez0"
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 const PAGE: usize = 4096;
 /// Bytes of one rank's data in one piece; two such slots per rank. Small enough to stay in cache.
 pub(super) const SLOT_BYTES: usize = 1 << 20;
 const TEXT_BYTES: usize = 1024;
+
+// Offsets inside page 0.
+const FIRST_FAILURE: usize = 24;
 
 // Offsets inside a control block. The futex word has a cache line of its own.
 const PUBLISHED: usize = 0;
@@ -52,6 +56,25 @@ pub(super) enum RankState {
     Aborted(String),
     /// Its process ended, as the launcher saw it.
     Dead(String),
+}
+
+/// What the first rank to fail did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// Its process ended badly.
+    Died = 1,
+    /// It gave up after an error of its own.
+    GaveUp = 2,
+    /// It left in good order while others needed it.
+    Left = 3,
+    /// Its heartbeat stopped.
+    Silent = 4,
+    /// It lived, but others waited for it longer than their limit.
+    Late = 5,
+}
+
+impl Fault {
+    const ALL: [Self; 5] = [Self::Died, Self::GaveUp, Self::Left, Self::Silent, Self::Late];
 }
 
 const ABSENT: u32 = 0;
@@ -81,8 +104,9 @@ impl Region {
         Ok(region)
     }
 
-    /// Opens the region that the launcher passed on as file descriptor `fd`, which this takes over.
-    pub fn inherit(fd: RawFd, world_size: usize) -> Result<Self> {
+    /// Opens the region that the launcher passed on as file descriptor `fd`, which this takes over: it may be called
+    /// once per process.
+    pub(super) fn inherit(fd: RawFd, world_size: usize) -> Result<Self> {
         let foreign = |found: String| Error::from(CommError::ForeignRegion { fd, found });
         // SAFETY: fcntl only looks at the number; a closed descriptor gives an error.
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
@@ -91,7 +115,8 @@ impl Region {
         if stat.st_size as u64 != bytes as u64 {
             return Err(foreign(format!("{} bytes where {bytes} belong to {world_size} ranks", stat.st_size)));
         }
-        // SAFETY: the launcher passed the descriptor to this process for this purpose, nothing else here owns it.
+        // SAFETY: the launcher passed the descriptor to this process for this purpose, and `comm::from_env`, the only
+        // caller, comes here no more once it has succeeded. So nothing else here owns it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         // Ranks that start helpers of their own must not keep the region alive through them.
         rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
@@ -145,6 +170,7 @@ impl Region {
 
     /// The launcher's word that the process of `rank` has ended badly. Every waiting rank returns an error with `why`.
     pub fn mark_dead(&self, rank: usize, why: &str) {
+        self.blame(rank, Fault::Died);
         self.write_text(rank, CAUSE, CAUSE_LEN, why);
         self.leave(rank, DEAD);
     }
@@ -166,9 +192,35 @@ impl Region {
         self.leave(rank, FINISHED);
     }
 
+    /// The word of `rank` that it gives up, and why. Once per rank: others may be reading the text from then on.
     pub(super) fn abort(&self, rank: usize, why: &str) {
         self.write_text(rank, TEXT, TEXT_LEN, why);
+        if matches!(self.state(rank), RankState::Absent | RankState::Running) {
+            self.blame(rank, Fault::GaveUp);
+        }
         self.leave(rank, ABORTED);
+    }
+
+    /// Records the first failure of the job; later ones change nothing.
+    pub(super) fn blame(&self, rank: usize, fault: Fault) {
+        let value = (rank as u64 + 1) << 8 | fault as u64;
+        let _ = self.word(FIRST_FAILURE).compare_exchange(0, value, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    /// The failure from which all others follow, if there is one: the rank, and what it did.
+    pub(crate) fn first_failure(&self) -> Option<(usize, Fault)> {
+        let value = self.word(FIRST_FAILURE).load(Ordering::Acquire);
+        let fault = Fault::ALL.into_iter().find(|fault| *fault as u64 == value & 0xff)?;
+        let rank = (value >> 8).checked_sub(1)? as usize;
+        (rank < self.world_size).then_some((rank, fault))
+    }
+
+    /// Why `rank` has given up, in its own words.
+    pub(crate) fn last_words(&self, rank: usize) -> Option<String> {
+        match self.state(rank) {
+            RankState::Aborted(why) => Some(why),
+            _ => None,
+        }
     }
 
     /// From a living state to `state`, once; what came first stays. Wakes whoever waits for the rank.

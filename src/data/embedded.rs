@@ -62,6 +62,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/launch/report.rs",
     "src/launch/script.rs",
     "src/launch/signals.rs",
+    "src/launch/tail.rs",
     "src/layout/bucket.rs",
     "src/layout/deepspeed.rs",
     "src/layout/mod.rs",

@@ -15,6 +15,7 @@ mod ranks;
 mod report;
 mod script;
 mod signals;
+mod tail;
 
 pub use discover::RankEnv;
 

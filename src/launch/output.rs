@@ -9,6 +9,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use super::tail::Tail;
 use crate::{Error, Result};
 
 /// Where a line goes.
@@ -142,6 +143,7 @@ pub(super) struct Output {
     ended_sender: Sender<()>,
     ended: Receiver<()>,
     running: usize,
+    tails: Arc<Mutex<Vec<Tail>>>,
 }
 
 impl Output {
@@ -152,7 +154,7 @@ impl Output {
             err_is_terminal: io::stderr().is_terminal(),
             progress_shown: Mutex::new(false),
         };
-        Self { screen: Arc::new(screen), busy: Arc::default(), ended_sender, ended, running: 0 }
+        Self { screen: Arc::new(screen), busy: Arc::default(), ended_sender, ended, running: 0, tails: Arc::default() }
     }
 
     /// Carries `from` to `stream` line by line until it ends, on a thread of its own.
@@ -161,8 +163,14 @@ impl Output {
         let busy = Arc::clone(&self.busy);
         let ended = self.ended_sender.clone();
         let prefix = format!("[rank {rank}] ").into_bytes();
+        let tails = Arc::clone(&self.tails);
         let work = move || {
-            let show = |piece: Piece<'_>| screen.show(stream, &prefix, &piece);
+            let show = |piece: Piece<'_>| {
+                if let (Stream::Err, Piece::Line(line)) = (stream, &piece) {
+                    remember(&tails, rank, line);
+                }
+                screen.show(stream, &prefix, &piece)
+            };
             let mut splitter = Splitter::default();
             let mut buffer = vec![0; READ_SIZE];
             loop {
@@ -191,8 +199,9 @@ impl Output {
         Ok(())
     }
 
-    /// Waits until everything that the ranks have written is shown.
-    pub(super) fn drain(mut self) {
+    /// Waits until everything that the ranks have written is shown; gives the ends of their stderrs, by rank. A rank
+    /// that has written nothing may be missing.
+    pub(super) fn drain(mut self) -> Vec<Tail> {
         while self.running > 0 {
             match self.ended.recv_timeout(DRAIN_PATIENCE) {
                 Ok(()) => self.running -= 1,
@@ -202,7 +211,16 @@ impl Output {
             }
         }
         self.screen.leave_progress();
+        std::mem::take(&mut *self.tails.lock().unwrap_or_else(PoisonError::into_inner))
     }
+}
+
+fn remember(tails: &Mutex<Vec<Tail>>, rank: usize, line: &[u8]) {
+    let mut tails = tails.lock().unwrap_or_else(PoisonError::into_inner);
+    if tails.len() <= rank {
+        tails.resize_with(rank + 1, Tail::default);
+    }
+    tails[rank].push(line);
 }
 
 #[cfg(test)]

@@ -16,10 +16,11 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, wa
 
 use super::discover::{SHM_FD, TIMEOUT_MS};
 use super::output::{Output, Stream};
-use super::report::{self, Ended, Fate, Request};
+use super::report::{self, Culprit, Ended, Fate, Request};
 use super::say;
 use super::signals::{self, Event, die_with_parent};
-use crate::comm::shm::Region;
+use super::tail::Tail;
+use crate::comm::shm::{Fault, Region};
 use crate::{Error, Result};
 
 /// How long the others may take to leave by themselves after a failure.
@@ -58,8 +59,8 @@ pub(super) fn run(job: &Job) -> Result<u8> {
         ranks.start(rank, job, &common, &mut output)?;
     }
     ranks.supervise(&events);
-    output.drain();
-    Ok(ranks.last_words())
+    let tails = output.drain();
+    Ok(ranks.last_words(&tails))
 }
 
 /// The variables that are the same for all ranks.
@@ -113,7 +114,7 @@ fn free_port() -> Result<u16> {
 enum Why {
     /// They do not, so far.
     Running,
-    /// A rank failed.
+    /// A rank failed. `first` is the one that was seen to end first; another may have brought it to that.
     Failure { first: Fate, at: Instant },
     /// The launcher got a signal.
     Asked { signal: Signal, at: Instant },
@@ -251,7 +252,13 @@ impl Ranks {
     fn demand(&mut self, request: Request) {
         for rank in self.all.iter_mut().filter(|rank| rank.fate.is_none() && rank.request != request) {
             rank.request = request;
-            rank.signal(if request == Request::Kill { Signal::KILL } else { Signal::TERM });
+            if request == Request::Kill {
+                rank.signal(Signal::KILL);
+            } else {
+                rank.signal(Signal::TERM);
+                // A rank that was stopped must run to end.
+                rank.signal(Signal::CONT);
+            }
         }
     }
 
@@ -279,13 +286,28 @@ impl Ranks {
     }
 
     /// Says what went wrong, and gives the launcher's exit code.
-    fn last_words(&self) -> u8 {
+    fn last_words(&self, tails: &[Tail]) -> u8 {
         match self.why {
             Why::Running => 0,
             Why::Failure { first, at } => {
                 let fates: Vec<Fate> = self.all.iter().filter_map(|rank| rank.fate).collect();
-                say(&report::of_failure(&first, at - self.started, &fates));
-                first.ended.exit_code()
+                // The rank that ended first need not be the culprit: a rank that hangs, or lingers after its error,
+                // makes the others end before it.
+                let blamed = self.region.first_failure();
+                let culprit = blamed.and_then(|(rank, fault)| {
+                    let fate = fates.iter().find(|fate| fate.rank == rank)?;
+                    Some(Culprit { fate: *fate, fault })
+                });
+                let culprit = culprit.unwrap_or(Culprit { fate: first, fault: Fault::Died });
+                let rank = culprit.fate.rank;
+                let reason = self.region.last_words(rank);
+                let words = match tails.get(rank) {
+                    Some(tail) => tail.last_words(reason.as_deref()),
+                    None => reason.iter().flat_map(|reason| reason.lines()).map(str::to_string).collect(),
+                };
+                say(&report::of_failure(&culprit, at - self.started, &words, &fates));
+                let by_itself = culprit.fate.request == Request::Nothing && culprit.fate.ended.is_failure();
+                if by_itself { culprit.fate.ended.exit_code() } else { first.ended.exit_code() }
             }
             Why::Asked { signal, .. } => {
                 let number = signal.as_raw();

@@ -5,6 +5,7 @@ use std::process::ExitStatus;
 use std::time::Duration;
 
 use super::signals;
+use crate::comm::shm::Fault;
 
 /// How a rank's process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,14 +66,46 @@ pub(super) struct Fate {
     pub(super) before_failure: bool,
 }
 
-/// The message about a run in which `first` was the first to fail. `fates` are those of all ranks.
-pub(super) fn of_failure(first: &Fate, after: Duration, fates: &[Fate]) -> String {
+/// The rank whose failure brought the run down.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Culprit {
+    pub(super) fate: Fate,
+    pub(super) fault: Fault,
+}
+
+impl Culprit {
+    /// What it did, as a sentence about "it".
+    fn deed(&self) -> String {
+        let Fate { ended, request, .. } = self.fate;
+        let end = match request {
+            Request::Nothing => ended.to_string(),
+            Request::Terminate => "was stopped by zerorun with SIGTERM".to_string(),
+            Request::Kill => "was killed by zerorun with SIGKILL".to_string(),
+        };
+        let by_itself = request == Request::Nothing && ended.is_failure();
+        match self.fault {
+            // The code that it ended with says more than how it left.
+            Fault::Left if by_itself => format!("it {end}"),
+            Fault::Left => format!("it left the job while other ranks needed it, and {end}"),
+            Fault::Silent => format!("it showed no sign of life for too long, and {end}"),
+            Fault::Late => format!("other ranks waited for it longer than they may (--timeout), and it {end}"),
+            Fault::GaveUp if !by_itself => format!("it gave up after an error, and {end}"),
+            Fault::Died | Fault::GaveUp => format!("it {end}"),
+        }
+    }
+}
+
+/// The message about a run that `first` brought down; `words` are its own about that. `fates` are those of all ranks.
+pub(super) fn of_failure(first: &Culprit, after: Duration, words: &[String], fates: &[Fate]) -> String {
     let after = after.as_secs_f64();
     let which = if fates.len() > 1 { "failed first" } else { "failed" };
-    let mut text = format!("zerorun: rank {} {which}: it {} after {after:.1} s", first.rank, first.ended);
-    if first.ended == Ended::Signal(9) {
+    let deed = first.deed();
+    let first = first.fate;
+    let mut text = format!("zerorun: rank {} {which}: {deed} after {after:.1} s", first.rank);
+    if first.ended == Ended::Signal(9) && first.request == Request::Nothing {
         text.push_str("\nzerorun:   zerorun did not send it: perhaps the system ran out of memory (see `dmesg`)");
     }
+    words.iter().for_each(|line| text.push_str(&format!("\nzerorun:   | {line}")));
     // Ranks of one fate share a line: with 64 ranks nobody reads 63.
     let mut groups: Vec<(String, Vec<usize>)> = Vec::new();
     for fate in fates.iter().filter(|fate| fate.rank != first.rank) {
@@ -127,8 +160,12 @@ mod tests {
             fate(5, Ended::Signal(15), Request::Terminate),
             Fate { before_failure: true, ..fate(6, Ended::Code(0), Request::Nothing) },
         ];
-        insta::assert_snapshot!(of_failure(&first, Duration::from_millis(12_340), &fates), @r#"
+        let words = ["Error: no more".to_string(), "    disk".to_string()];
+        let culprit = Culprit { fate: first, fault: Fault::GaveUp };
+        insta::assert_snapshot!(of_failure(&culprit, Duration::from_millis(12_340), &words, &fates), @r#"
         zerorun: rank 1 failed first: it ended with exit code 3 after 12.3 s
+        zerorun:   | Error: no more
+        zerorun:   |     disk
         zerorun:   rank 0: ended with exit code 101 by itself
         zerorun:   ranks 2-3, 5: stopped by zerorun with SIGTERM
         zerorun:   rank 4: killed by zerorun with SIGKILL (SIGTERM did not help)
@@ -136,10 +173,24 @@ mod tests {
         "#);
         fates.truncate(1);
         fates[0] = fate(0, Ended::Signal(9), Request::Nothing);
-        insta::assert_snapshot!(of_failure(&fates[0], Duration::from_millis(40), &fates), @r#"
+        let culprit = Culprit { fate: fates[0], fault: Fault::Died };
+        insta::assert_snapshot!(of_failure(&culprit, Duration::from_millis(40), &[], &fates), @r#"
         zerorun: rank 0 failed: it was killed by SIGKILL (9) after 0.0 s
         zerorun:   zerorun did not send it: perhaps the system ran out of memory (see `dmesg`)
         "#);
+    }
+
+    #[test]
+    fn a_culprit_that_did_not_end_by_itself_is_told_what_it_did() {
+        let after = Duration::from_secs(4);
+        let told = |fault, ended, request| {
+            let fate = fate(2, ended, request);
+            of_failure(&Culprit { fate, fault }, after, &[], &[fate])
+        };
+        insta::assert_snapshot!(told(Fault::Left, Ended::Code(0), Request::Nothing), @"zerorun: rank 2 failed: it left the job while other ranks needed it, and ended with exit code 0 after 4.0 s");
+        insta::assert_snapshot!(told(Fault::Silent, Ended::Signal(9), Request::Kill), @"zerorun: rank 2 failed: it showed no sign of life for too long, and was killed by zerorun with SIGKILL after 4.0 s");
+        insta::assert_snapshot!(told(Fault::Late, Ended::Signal(15), Request::Terminate), @"zerorun: rank 2 failed: other ranks waited for it longer than they may (--timeout), and it was stopped by zerorun with SIGTERM after 4.0 s");
+        insta::assert_snapshot!(told(Fault::GaveUp, Ended::Code(0), Request::Nothing), @"zerorun: rank 2 failed: it gave up after an error, and ended with exit code 0 after 4.0 s");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::ops::Range;
 /// The distributions are those of `candle_nn::Init`; the random numbers come from a counter (SplitMix64's finalizer
 /// over seed, name and element).
 pub fn init_values(seed: u64, name: &str, shape: &Shape, init: Init, range: Range<usize>) -> Vec<f32> {
-    let key = mix(seed ^ fnv1a(name));
+    let key = mix(seed ^ fnv1a(name.as_bytes()));
     let uniform = |lo: f64, up: f64| fill(range.clone(), move |i| lo + (up - lo) * unit(mix(key.wrapping_add(i))));
     let normal = |mean: f64, std: f64| fill(range.clone(), move |i| mean + std * gauss(key, i));
     match init {
@@ -59,9 +59,9 @@ fn mix(mut x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// A stable 64-bit hash of a text (FNV-1a); std's hasher may change between releases of Rust.
-pub(crate) fn fnv1a(text: &str) -> u64 {
-    text.bytes().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3))
+/// A stable 64-bit hash (FNV-1a); std's hasher may change between releases of Rust.
+pub(crate) fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
 #[cfg(test)]

@@ -21,8 +21,11 @@ use std::sync::Mutex;
 /// Number of a parameter in order of registration, equal on all ranks.
 pub(crate) type ParamId = usize;
 
-/// Number of a unit; 0 is the root, to which parameters outside of any unit belong.
+/// Number of a unit.
 pub(crate) type UnitId = usize;
+
+/// The unit of parameters outside of any unit, and of those that several units use.
+pub(crate) const ROOT: UnitId = 0;
 
 /// What of a parameter is in its tensor.
 #[derive(Debug)]

@@ -3,7 +3,7 @@
 //! For each parameter that the model asks for: make its initial values (at stage 3 only this rank's share), lay the
 //! share into its sub-group, and hand the model a tensor. At no time does stage 3 hold a whole parameter here.
 
-use super::{Param, Residency, Source, UnitId, capture, lock, residency};
+use super::{Param, ROOT, Residency, Source, UnitId, capture, lock, residency};
 use crate::error::{Error, Result};
 use crate::layout::{Placement, shard_range};
 use crate::memory::{Kind, Ledger};
@@ -64,7 +64,7 @@ impl Registry {
             params: Vec::new(),
             by_name: HashMap::new(),
             units: vec![String::new()],
-            open_units: vec![0],
+            open_units: vec![ROOT],
             groups,
             failure: None,
         })))
@@ -102,8 +102,7 @@ impl Registry {
 
 impl Inner {
     fn register(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
-        if let Some(known) = self.by_name.get(name) {
-            let known = &self.params[*known];
+        if let Some(known) = self.known(name) {
             if known.shape != shape {
                 let (first, second) = (known.shape.dims().to_vec(), shape.dims().to_vec());
                 return Err(Error::ParameterTwice { name: name.into(), first, second });
@@ -127,30 +126,46 @@ impl Inner {
         self.groups.push(id, numel, owned.clone(), FlatRef::F32(own));
         let values = Flat::from_f32(values, dtype);
 
-        let leaf = residency::empty_leaf(&h.device, dtype, &shape)?;
+        let leaf = residency::empty_leaf(&h.device, &shape)?;
         let tensor = |values| {
             let storage = residency::storage_on(&h.device, residency::to_storage(values))?;
             capture::capture(&leaf, id, self.link.clone(), storage)
         };
         let (tensor, residency) = if h.placement.params.is_sharded() {
-            let tensor = tensor(Flat::zeros(dtype, 0))?;
+            // A storage of the true dtype, from which the tensor takes its own; one element, as CUDA may refuse none.
+            let tensor = tensor(Flat::zeros(dtype, 1))?;
             residency::clear(&tensor)?;
             (tensor, Residency::Absent)
         } else {
             let held = self.ledger.hold(Kind::Parameters, values.capacity_in_bytes());
             (tensor(values)?, Residency::Whole(held))
         };
-        let unit = self.open_units.last().copied().unwrap_or(0);
         self.params.push(Param {
             name: name.into(),
             shape,
             numel,
-            unit,
+            unit: self.open_unit(),
             tensor: tensor.clone(),
             residency: Mutex::new(residency),
         });
         self.by_name.insert(name.into(), id);
         Ok(tensor)
+    }
+
+    /// The unit under construction.
+    fn open_unit(&self) -> UnitId {
+        self.open_units.last().copied().unwrap_or(ROOT)
+    }
+
+    /// The parameter that was registered under `name`, for one more use of it.
+    fn known(&mut self, name: &str) -> Option<&Param> {
+        let unit = self.open_unit();
+        let known = &mut self.params[*self.by_name.get(name)?];
+        if known.unit != unit {
+            // One unit would release what another one is using; the root's parameters are there for all of them.
+            known.unit = ROOT;
+        }
+        Some(known)
     }
 
     fn fail(&mut self, error: Error) -> candle_core::Error {
@@ -168,10 +183,10 @@ impl SimpleBackend for Registry {
 
     fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
         let mut inner = lock(&self.0);
-        match inner.by_name.get(name) {
-            Some(known) => Ok(inner.params[*known].tensor.clone()),
-            None => Err(inner.fail(Error::ParameterWithoutShape { name: name.into() })),
+        if let Some(known) = inner.known(name) {
+            return Ok(known.tensor.clone());
         }
+        Err(inner.fail(Error::ParameterWithoutShape { name: name.into() }))
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

@@ -1,6 +1,6 @@
 //! Where initial values come from: a random rule, or a safetensors file.
 
-use super::init::init_values;
+use super::init::{fnv1a, init_values};
 use crate::error::{Error, Result};
 use candle_core::Shape;
 use candle_nn::Init;
@@ -38,6 +38,21 @@ impl Source {
         Ok(Self::File(WeightFile::open(path)?))
     }
 
+    /// A hash by which ranks see that they begin with the same weights. Of a file: its header and a thousand places of
+    /// its data, not all of it, which may be larger than memory.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        match self {
+            Self::Random { seed } => fnv1a(&seed.to_le_bytes()),
+            Self::File(WeightFile { map, data_start, .. }) => {
+                const PLACES: usize = 1000;
+                let step = map.len().div_ceil(PLACES).max(1);
+                let data = map.chunks(step).flat_map(|c| &c[..c.len().min(8)]);
+                let bytes: Vec<u8> = map[..*data_start].iter().chain(data).copied().collect();
+                fnv1a(&bytes)
+            }
+        }
+    }
+
     /// Elements `range` of parameter `name`, in f32.
     pub(crate) fn values(&self, name: &str, shape: &Shape, init: Init, range: Range<usize>) -> Result<Vec<f32>> {
         match self {
@@ -67,6 +82,10 @@ impl WeightFile {
     fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = std::fs::File::open(path).map_err(io)?;
+        if file.metadata().map_err(io)?.is_dir() {
+            // The system's words for mapping a folder are "no such device".
+            return Err(io(std::io::ErrorKind::IsADirectory.into()));
+        }
         // SAFETY: the map is only read. A file that another process cuts short meanwhile would raise SIGBUS; weights
         // are not written in place by anything here, and copying a model of any size to avoid that would cost more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;

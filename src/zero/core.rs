@@ -50,6 +50,7 @@ impl Link {
 
 impl Core {
     /// Builds the core of a registered model and connects `link` to it.
+    #[expect(clippy::too_many_arguments, reason = "called in one place, and each is a thing of its own")]
     pub fn new(
         comm: Arc<dyn Communicator>,
         zero: ZeroConfig,
@@ -108,6 +109,19 @@ impl Core {
         lock(&self.gather).leave_forward(self, unit).map_err(|e| self.stash(e))
     }
 
+    /// A unit will run again in backward.
+    pub fn will_recompute(&self) {
+        lock(&self.gather).will_recompute();
+    }
+
+    /// Runs a backward inside of the engine's.
+    pub fn nested<T>(&self, backward: impl FnOnce() -> T) -> T {
+        lock(&self.gather).nest();
+        let result = backward();
+        lock(&self.gather).unnest();
+        result
+    }
+
     /// Whether a model is only evaluated.
     pub fn is_evaluating(&self) -> bool {
         *lock(&self.evaluating)
@@ -131,8 +145,7 @@ impl Core {
         if let Some(failure) = lock(&self.failure).take() {
             return failure;
         }
-        // Candle names the dtype that stands for absence when an operation meets an absent parameter.
-        if error.to_string().contains(&format!("{:?}", residency::ABSENT)) {
+        if residency::is_refusal(&error) {
             let absent: Vec<&str> = self.params.iter().filter(|p| !p.is_whole()).map(|p| p.name.as_str()).collect();
             if !absent.is_empty() {
                 return Error::ParameterAbsent { names: crate::param::list(&absent), source: error };

@@ -72,7 +72,8 @@ impl Core {
                 return Ok(own);
             }
         }
-        if slot.owned.len() == numel {
+        // Not a question of how much this rank owns: a parameter of one element lies on one rank alone.
+        if world == 1 || !self.placement.optim.is_sharded() {
             return Ok(own);
         }
         let shard = shard_len(numel, world);

@@ -16,7 +16,7 @@ use crate::comm::Pending;
 use crate::error::Result;
 use crate::layout::{chunk_offsets, shard_len, shard_range};
 use crate::memory::{Held, Kind};
-use crate::param::{Param, ParamId, Residency, UnitId, lock, residency};
+use crate::param::{Param, ParamId, ROOT, Residency, UnitId, lock, residency};
 use crate::precision::Flat;
 
 /// Gathers and releases the sharded parameters of every unit.
@@ -32,11 +32,17 @@ pub(crate) struct Gatherer {
     in_flight: usize,
     /// While a model is only evaluated, nothing is recorded or kept.
     evaluating: bool,
+    /// Units of this micro step will run again in backward.
+    recomputes: bool,
+    /// Backwards that run inside of the engine's: a recomputing unit runs one of its own.
+    depth: usize,
 }
 
 struct UnitState {
     bundle: Bundle,
     state: State,
+    /// Depth of the backward that was the last to enter the unit.
+    depth: usize,
 }
 
 /// What of a unit's parameters is in memory.
@@ -102,21 +108,21 @@ impl Bundle {
     /// Empties the parameters' tensors; returns the number of elements released.
     fn release(&self, core: &Core) -> Result<usize> {
         let mut released = 0;
-        for p in &self.params {
-            released += release(&core.params[*p])?;
+        for param in self.params.iter().map(|p| &core.params[*p]) {
+            released += if release(param)? { param.numel } else { 0 };
         }
         Ok(released)
     }
 }
 
-/// Empties a parameter's tensor if it is whole; returns the number of elements released.
-fn release(param: &Param) -> Result<usize> {
+/// Empties a parameter's tensor; false if it was empty already.
+fn release(param: &Param) -> Result<bool> {
     if !param.is_whole() {
-        return Ok(0);
+        return Ok(false);
     }
     residency::clear(&param.tensor)?;
     *lock(&param.residency) = Residency::Absent;
-    Ok(param.numel)
+    Ok(true)
 }
 
 impl Gatherer {
@@ -137,7 +143,7 @@ impl Gatherer {
                 by_unit[param.unit].push(id);
             }
         }
-        let unit = |p| UnitState { bundle: Bundle::new(p, params, world_size), state: State::Released };
+        let unit = |p| UnitState { bundle: Bundle::new(p, params, world_size), state: State::Released, depth: 0 };
         Self {
             units: by_unit.into_iter().map(unit).collect(),
             persistent: Bundle::new(persistent, params, world_size),
@@ -146,6 +152,8 @@ impl Gatherer {
             live: 0,
             in_flight: 0,
             evaluating: false,
+            recomputes: false,
+            depth: 0,
         }
     }
 
@@ -170,9 +178,27 @@ impl Gatherer {
         if !self.evaluating {
             self.trace.advance(event);
         }
+        if let Event::Backward(unit) = event {
+            self.units[unit].depth = self.depth;
+        }
         self.need(core, event.unit())?;
         self.prefetch(core);
         Ok(())
+    }
+
+    /// A unit of this micro step will run again in backward.
+    pub fn will_recompute(&mut self) {
+        self.recomputes = true;
+    }
+
+    /// A backward inside of a backward begins.
+    pub fn nest(&mut self) {
+        self.depth += 1;
+    }
+
+    /// It is over.
+    pub fn unnest(&mut self) {
+        self.depth -= 1;
     }
 
     /// A unit's forward is over: releases it, unless its backward comes within `stage3_max_reuse_distance`.
@@ -183,15 +209,18 @@ impl Gatherer {
         self.release_unit(core, unit)
     }
 
-    /// A parameter's gradient has arrived: this backward needs its values no more.
+    /// A parameter's gradient has arrived: the backward that made it needs the values no more.
+    ///
+    /// Another one may. What is used inside of a recomputing unit and outside has a gradient from each: a parameter of
+    /// a unit that was entered in a backward around this one stays, and so do the root's while units will recompute.
     pub fn release_param(&mut self, core: &Core, param: ParamId) -> Result<()> {
-        if self.is_persistent[param] {
+        let id = core.params[param].unit;
+        let unit = &mut self.units[id];
+        if self.is_persistent[param] || unit.depth < self.depth || (id == ROOT && self.recomputes) {
             return Ok(());
         }
-        let released = release(&core.params[param])?;
-        if released > 0 {
-            self.live -= released;
-            let unit = &mut self.units[core.params[param].unit];
+        if release(&core.params[param])? {
+            self.live -= core.params[param].numel;
             let any = unit.bundle.params.iter().any(|p| core.params[*p].is_whole());
             unit.state = if any { State::Partly } else { State::Released };
         }
@@ -206,6 +235,7 @@ impl Gatherer {
         }
         if !self.evaluating {
             self.trace.end();
+            self.recomputes = false;
         }
         Ok(())
     }
@@ -217,7 +247,7 @@ impl Gatherer {
         if matches!(self.units[unit].state, State::Released) {
             self.launch(core, unit);
         }
-        let UnitState { bundle, state } = &mut self.units[unit];
+        let UnitState { bundle, state, .. } = &mut self.units[unit];
         if let State::InFlight(pending, held) = std::mem::replace(state, State::Gathered) {
             self.in_flight -= bundle.numel;
             self.live += bundle.numel;
@@ -228,7 +258,7 @@ impl Gatherer {
     }
 
     fn launch(&mut self, core: &Core, unit: UnitId) {
-        let UnitState { bundle, state } = &mut self.units[unit];
+        let UnitState { bundle, state, .. } = &mut self.units[unit];
         if bundle.params.is_empty() {
             *state = State::Gathered;
             return;
@@ -270,7 +300,7 @@ impl Gatherer {
 
     /// Waits for a gather that nobody came for and forgets it; the other ranks count on it.
     fn settle(&mut self, unit: UnitId) -> Result<()> {
-        let UnitState { bundle, state } = &mut self.units[unit];
+        let UnitState { bundle, state, .. } = &mut self.units[unit];
         match std::mem::replace(state, State::Released) {
             State::InFlight(pending, _held) => {
                 self.in_flight -= bundle.numel;
@@ -284,7 +314,7 @@ impl Gatherer {
     }
 
     fn release_unit(&mut self, core: &Core, unit: UnitId) -> Result<()> {
-        let UnitState { bundle, state } = &mut self.units[unit];
+        let UnitState { bundle, state, .. } = &mut self.units[unit];
         if matches!(state, State::Gathered | State::Partly) {
             self.live -= bundle.release(core)?;
             *state = State::Released;

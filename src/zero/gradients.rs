@@ -124,8 +124,10 @@ impl Gradients {
     /// [`Error::NoGradient`] after the first backward if it left parameters out.
     pub fn end_backward(&mut self, core: &Core) -> Result<()> {
         if let Some(arrived) = self.arrived.take() {
-            let missing: Vec<&str> =
-                arrived.iter().zip(&core.params).filter(|(a, _)| !**a).map(|(_, p)| p.name.as_str()).collect();
+            let params = arrived.iter().zip(&core.params);
+            // Nothing can be learned where there are no elements.
+            let missing = params.filter(|(arrived, p)| !**arrived && p.numel > 0);
+            let missing: Vec<&str> = missing.map(|(_, p)| p.name.as_str()).collect();
             if !missing.is_empty() {
                 return Err(Error::NoGradient { count: missing.len(), names: crate::param::list(&missing) });
             }

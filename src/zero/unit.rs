@@ -45,7 +45,8 @@ pub struct Unit<M> {
     recompute: bool,
 }
 
-/// Builds a unit: the parameters that `build` takes from its `VarBuilder` belong to it.
+/// Builds a unit: the parameters that `build` takes from its `VarBuilder` belong to it. A parameter that several units
+/// take by the same name belongs to none of them: it is in memory during the whole forward and backward.
 ///
 /// ```
 /// use candle_core::{Result, Tensor};
@@ -102,9 +103,12 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
             return self.run(&core, &x.detach()).map(|y| y.detach());
         }
         // Recomputation delivers the parameters' gradients to an engine; without one they belong in Candle's graph.
-        let recompute = core.as_ref().is_some_and(|(_, core)| self.recompute || core.recompute);
         // An untracked input would keep the recomputing operation's backward from ever being called.
-        if recompute && x.track_op() {
+        if let Some((_, core_ref)) = &core
+            && (self.recompute || core_ref.recompute)
+            && x.track_op()
+        {
+            core_ref.will_recompute();
             let output = Prepared::copy_of(&self.run(&core, &x.detach())?)?;
             return x.apply_op1(Recompute { unit: self.clone(), output });
         }
@@ -196,15 +200,19 @@ impl<M: Module + Send + Sync + 'static> CustomOp1 for Recompute<M> {
     }
 
     fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let input = Var::from_tensor(&x.detach())?;
-        if let Some((unit, core)) = self.unit.core()
-            && core.placement.params.is_sharded()
-        {
-            core.enter(Event::Backward(unit))?;
+        let backward = || {
+            let input = Var::from_tensor(&x.detach())?;
+            let y = self.unit.inner.forward(input.as_tensor())?;
+            // The scalar whose derivative by y is exactly `grad`: its backward seeds the graph with it.
+            let mut grads = y.mul(&grad.detach())?.sum_all()?.backward()?;
+            Ok(grads.remove(input.as_tensor()))
+        };
+        match self.unit.core().filter(|(_, core)| core.placement.params.is_sharded()) {
+            Some((unit, core)) => core.nested(|| {
+                core.enter(Event::Backward(unit))?;
+                backward()
+            }),
+            None => backward(),
         }
-        let y = self.unit.inner.forward(input.as_tensor())?;
-        // The scalar whose derivative by y is exactly `grad`: its backward seeds the graph with it.
-        let mut grads = y.mul(&grad.detach())?.sum_all()?.backward()?;
-        Ok(grads.remove(input.as_tensor()))
     }
 }

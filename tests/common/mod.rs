@@ -3,11 +3,11 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
-use candle_zero::Engine;
 use candle_zero::comm::{CommReport, threads};
 use candle_zero::memory::MemoryReport;
 use candle_zero::nn::{Conv1D, Embedding, LayerNorm, causal_attention, cross_entropy, gelu_tanh};
 use candle_zero::zero::{Unit, unit};
+use candle_zero::{Engine, Error};
 use serde_json::{Value, json};
 
 pub const VOCAB: usize = 37;
@@ -126,18 +126,30 @@ pub fn config(stage: u8, accumulation: usize, zero: Value, more: Value) -> Value
     config
 }
 
-/// Trains the tiny model for `steps` optimizer steps on every rank of `world`.
+/// Trains the tiny model for `steps` optimizer steps on every rank of `world`, on the CPU.
 pub fn train(world: usize, shape: Shape, config: &Value, steps: usize) -> Vec<Outcome> {
+    train_on(|| Ok(Device::Cpu), world, shape, config, steps)
+}
+
+/// The same on a device of each rank's own.
+pub fn train_on(
+    device: impl Fn() -> Result<Device> + Sync,
+    world: usize,
+    shape: Shape,
+    config: &Value,
+    steps: usize,
+) -> Vec<Outcome> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
     let outcomes = threads::run(world, |comm| {
         let rank = comm.rank();
-        let builder = Engine::builder().communicator(comm);
+        let builder = Engine::builder().communicator(comm).device(device()?);
         let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config.clone())?;
         let accumulation = engine.config().batch.gradient_accumulation_steps;
         let (mut losses, mut norms) = (vec![], vec![]);
         for micro in 0..steps * accumulation {
             let (ids, targets) = batch(micro * world + rank);
+            let (ids, targets) = (ids.to_device(engine.device())?, targets.to_device(engine.device())?);
             let loss = engine.forward(|model| model.loss(&ids, &targets))?;
             losses.push(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?.to_bits());
             engine.backward(&loss)?;
@@ -157,4 +169,32 @@ pub fn train(world: usize, shape: Shape, config: &Value, steps: usize) -> Vec<Ou
         Outcome { losses, norms, exported: exported.clone(), memory, comm }
     };
     outcomes.unwrap().into_iter().map(outcome).collect()
+}
+
+/// At stage 3, using the parameter of a unit outside of the unit is an error that names it, in whatever operation.
+pub fn absent_parameters_are_named(device: fn() -> Result<Device>) {
+    type Use = fn(&Tensor, &Tensor) -> Result<Tensor>;
+    let uses: [(&str, Use); 7] = [
+        ("product", |w, x| x.matmul(w)),
+        ("product of two", |w, _| w.matmul(w)),
+        ("sum of all", |w, _| w.sum_all()),
+        ("affine", |w, _| w.affine(2.0, 0.0)),
+        ("both operands", |w, _| w.add(w)),
+        ("transposed copy", |w, _| w.t()?.contiguous()),
+        ("rows", |w, _| w.index_select(&Tensor::new(&[0u32, 2], w.device())?, 0)),
+    ];
+    for (name, run) in uses {
+        let config = config(3, 1, json!({"stage3_param_persistence_threshold": 0}), json!({}));
+        let results = threads::run(1, |comm| {
+            let build = |vb: VarBuilder<'_>| unit(vb.pp("layer"), |vb| candle_nn::linear(4, 4, vb));
+            let builder = Engine::builder().communicator(comm).device(device()?);
+            let mut engine = builder.initialize(build, config.clone())?;
+            let x = Tensor::ones((2, 4), DType::F32, engine.device())?;
+            engine.forward(|model| model.forward(&x))?;
+            engine.forward(|model| run(model.inner().weight(), &x))
+        });
+        let error = results.unwrap().remove(0).unwrap_err();
+        let named = matches!(&error, Error::ParameterAbsent { names, .. } if names.contains("layer.weight"));
+        assert!(named, "{name}: {error}");
+    }
 }
