@@ -12,7 +12,10 @@ macro_rules! embed {
 #[rustfmt::skip]
 pub(super) const FILES: &[(&str, &str)] = embed! {
     // begin of the list
+    "README.md",
     "docs/config.md",
+    "docs/cuda.md",
+    "docs/decisions.md",
     "docs/launcher.md",
     "src/bin/zerorun.rs",
     "src/cli.rs",
@@ -49,6 +52,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/data/mod.rs",
     "src/data/sampler.rs",
     "src/data/tokens.rs",
+    "src/device.rs",
     "src/engine.rs",
     "src/error.rs",
     "src/launch/args.rs",
