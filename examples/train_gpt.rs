@@ -14,7 +14,8 @@ use candle_zero::models::{Gpt, GptConfig, TokenRng, next_token};
 use candle_zero::monitor::{MetricsWriter, Progress, rss_peak_bytes};
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::time::Instant;
 
 #[derive(Parser)]
@@ -105,9 +106,22 @@ struct OverRanks {
     rss_peak_bytes: Option<u64>,
 }
 
-fn main() -> anyhow::Result<()> {
-    let args = Args::parse();
-    let gpt_config = gpt_config(&args)?;
+fn main() -> ExitCode {
+    // Not `fn main() -> anyhow::Result<()>`: that prints a backtrace after the message where RUST_BACKTRACE is set.
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: &Args) -> anyhow::Result<()> {
+    let gpt_config = gpt_config(args)?;
+    if let Some(path) = &args.export {
+        check_export(path)?;
+    }
     let data = TokenData::open(args.data.as_deref())?;
 
     let mut builder = Engine::builder();
@@ -131,7 +145,7 @@ fn main() -> anyhow::Result<()> {
     let shape = BatchShape::new(&engine.config().batch, engine.world_size(), engine.rank());
     let mut loader = Loader::new(data, order, shape, gpt_config.ctx, gpt_config.vocab, engine.device())?;
 
-    train(&mut engine, &mut loader, &args, gpt_config.ctx)?;
+    train(&mut engine, &mut loader, args, gpt_config.ctx)?;
     if let Some(path) = &args.export {
         engine.export_safetensors(path)?;
     }
@@ -158,6 +172,15 @@ fn gpt_config(args: &Args) -> anyhow::Result<GptConfig> {
         checkpoint_activations: args.activation_checkpointing,
         ..preset
     })
+}
+
+/// Refuses a path that nothing can be written to, now rather than after hours of training.
+fn check_export(path: &Path) -> anyhow::Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let shown = path.display();
+    anyhow::ensure!(folder.is_dir(), "cannot write {shown}: there is no folder {}; create it first", folder.display());
+    anyhow::ensure!(!path.is_dir(), "cannot write {shown}: it is a folder; give the name of a file");
+    Ok(())
 }
 
 /// `args.steps` optimizer steps, each reported by rank 0.
@@ -240,8 +263,9 @@ fn generate(engine: &mut Engine<Gpt>, mut tokens: Vec<u32>, count: usize, seed: 
     Ok(tokens)
 }
 
-/// Bytes as text; what is not UTF-8 becomes a replacement character.
+/// Bytes as text. What is not UTF-8, or would make a terminal do something, becomes a replacement character.
 fn as_text(tokens: &[u32]) -> String {
     let bytes: Vec<u8> = tokens.iter().map(|t| u8::try_from(*t).unwrap_or(b'?')).collect();
-    String::from_utf8_lossy(&bytes).into_owned()
+    let moves_the_cursor = |c: char| c.is_control() && c != '\n' && c != '\t';
+    String::from_utf8_lossy(&bytes).replace(moves_the_cursor, "\u{fffd}")
 }

@@ -528,9 +528,9 @@ impl<M> Engine<M> {
     /// rank 0, one parameter in memory at a time. The file appears when it is complete.
     ///
     /// # Errors
-    /// The file cannot be written; a failed collective.
+    /// The file cannot be written, on all ranks: the engine can go on, and export elsewhere. A failed collective.
     pub fn export_safetensors(&mut self, path: &Path) -> Result<()> {
-        self.attempt(|engine| engine.core.export(path))
+        self.attempt(|engine| engine.core.export(path))?
     }
 
     /// Runs `call`; after an error this rank is out of step, so it tells the others and refuses to go on.

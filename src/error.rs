@@ -691,3 +691,8 @@ pub enum CommError {
     #[error("the communication thread of this rank has ended after an earlier failure; the first error tells why")]
     ThreadEnded,
 }
+
+/// Whether a line is the first frame of a backtrace. Candle appends one to its messages where RUST_BACKTRACE is set.
+pub(crate) fn begins_backtrace(line: &str) -> bool {
+    line.strip_prefix("   ").is_some_and(|frame| frame.trim_start().starts_with("0: "))
+}

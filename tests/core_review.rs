@@ -335,3 +335,26 @@ fn ranks_that_begin_with_different_weights_are_refused() {
     insta::assert_snapshot!(texts[0], @"rank 0 begins with other weights than rank 1: another seed, or another init_from file; every rank must be given the same (unlike DeepSpeed, rank 0's weights are not sent to the others)");
     assert_eq!(initialize([1, 2].map(|seed| Engine::builder().init_from(file(seed)))), texts);
 }
+
+#[test]
+fn a_file_that_cannot_be_written_costs_nothing_but_the_file() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let (wrong, right) = (folder.path().join("none/model.safetensors"), folder.path().join("model.safetensors"));
+    let ended = threads::run(2, |comm| {
+        let mut engine = engine(comm, three_units, &config(3, 1, json!({}), json!({})))?;
+        let text = engine.export_safetensors(&wrong).unwrap_err().to_string();
+        plain(&mut engine, &input(0), 0)?;
+        engine.step()?;
+        engine.export_safetensors(&right)?;
+        Ok(text.replace(&folder.path().display().to_string(), "FOLDER"))
+    });
+    let texts: Vec<_> = ended.unwrap().into_iter().map(|r| r.unwrap()).collect();
+    assert!(texts[0].starts_with("cannot write FOLDER/none/model.safetensors: No such file"), "{}", texts[0]);
+    insta::assert_snapshot!(texts[1], @"cannot write FOLDER/none/model.safetensors: rank 0 could not; its own error says why");
+    let plain_file = folder.path().join("plain");
+    std::fs::write(&plain_file, "").unwrap();
+    let mode = |path| std::fs::metadata(path).unwrap().permissions().mode();
+    assert_eq!(mode(&right), mode(&plain_file), "readable as any new file");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2, "no temporary file is left");
+}

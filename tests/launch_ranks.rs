@@ -112,10 +112,12 @@ fn the_first_failure_gives_the_exit_code_and_all_others_are_stopped_within_5_sec
     // Rank 0 and its helper sleep, rank 1 fails, rank 2 does not mind SIGTERM, rank 3 leaves by itself, rank 4 is done.
     let script = format!(
         "case $RANK in\n\
-         1) while [ $(ls $DIR/pid.* 2>/dev/null | wc -l) -lt 3 ]; do sleep 0.02; done; touch $DIR/failing; exit 3;;\n\
+         1) while [ $(ls $DIR/pid.* 2>/dev/null | wc -l) -lt 3 ]; do sleep 0.02; done\n\
+            while [ ! -s $DIR/four ] || kill -0 $(cat $DIR/four) 2>/dev/null; do sleep 0.02; done\n\
+            touch $DIR/failing; exit 3;;\n\
          2) trap '' TERM; echo $$ > $DIR/pid.2; while :; do sleep 0.1; done;;\n\
          3) while [ ! -e $DIR/failing ]; do sleep 0.02; done; sleep 0.5; exit 9;;\n\
-         4) exit 0;;\n\
+         4) echo $$ > $DIR/four; exit 0;;\n\
          esac\n\
          sleep 100 & echo $! > $DIR/pid.helper\n{SLEEPER}"
     );

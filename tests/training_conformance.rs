@@ -14,18 +14,21 @@
 //! whole number, its rounding decides between -1 and 1.
 #![allow(clippy::unwrap_used)]
 
-use candle_core::{DType, Device, Module, Result, Tensor};
-use candle_nn::{Init, VarBuilder};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{Init, Module, VarBuilder};
+use candle_zero::Engine;
 use candle_zero::comm::threads;
-use candle_zero::config::{Config, OptimizerConfig};
 use candle_zero::layout::{shard_len, shard_padding};
+use candle_zero::memory::Kind;
 use candle_zero::nn::Linear;
 use candle_zero::zero::{Unit, unit};
-use candle_zero::{Engine, Error};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 use std::path::Path;
+
+/// Largest relative difference from a record of an f32 run.
+const F32: f64 = 2e-6;
 
 // ---- cases -----------------------------------------------------------------------------------------------------
 
@@ -72,7 +75,9 @@ impl Mlp {
     /// `layers`: inputs, outputs, and whether there is a bias.
     fn new(layers: &Value, vb: VarBuilder<'_>) -> Result<Self> {
         let layer = |(i, shape): (usize, &Value)| {
-            unit(vb.pp(i), |vb| Linear::with_init(int(&shape[0]), int(&shape[1]), shape[2] == true, Init::Const(0.0), vb))
+            unit(vb.pp(i), |vb| {
+                Linear::with_init(int(&shape[0]), int(&shape[1]), shape[2] == true, Init::Const(0.0), vb)
+            })
         };
         Ok(Self(list(layers).iter().enumerate().map(layer).collect::<Result<_>>()?))
     }
@@ -146,6 +151,8 @@ struct Trace {
     applied: Vec<bool>,
     /// By parameter, after the last step.
     weights: Vec<Vec<f64>>,
+    /// Bytes of parameters, master weights and moments on each rank, after the last step.
+    held: [usize; 3],
 }
 
 /// Trains the network of `input` as it says; infinite losses as in `inject_inf` (step, micro step, rank).
@@ -189,6 +196,8 @@ fn train(input: &Value) -> Trace {
             trace.scales.push(engine.loss_scale());
             trace.applied.push(engine.was_step_applied());
         }
+        let memory = engine.memory_report();
+        trace.held = [Kind::Parameters, Kind::MasterWeights, Kind::Moments].map(|kind| memory.row(kind).bytes.held);
         engine.export_safetensors(&end)?;
         Ok(trace)
     });
@@ -246,12 +255,164 @@ fn compare(id: &str, trace: &Trace, expect: &Value, rtol: f64, steps: usize) -> 
 fn every_recorded_trace_is_followed() {
     let mut ran = 0;
     for case in cases("train-trace").iter().filter(|c| c["input"].get("layers").is_some() && c.get("quirk").is_none()) {
-        let id = case["id"].as_str().unwrap();
-        let trace = train(&case["input"]);
-        let steps = int(&case["input"]["steps"]);
-        let [loss, norm, weight] = compare(id, &trace, &case["expect"], case["rtol"].as_f64().unwrap(), steps);
+        let (id, input) = (case["id"].as_str().unwrap(), &case["input"]);
+        let recorded = case["rtol"].as_f64().unwrap();
+        let sixteen_bit = ["fp16", "bf16"].iter().any(|key| input["config"].get(key).is_some());
+        // The records have 8 digits, and f32 follows them more closely than their tolerance asks for.
+        let rtol = if sixteen_bit { recorded } else { recorded.min(F32) };
+        let trace = train(input);
+        let [loss, norm, weight] = compare(id, &trace, &case["expect"], rtol, int(&input["steps"]));
         println!("{id}: worst relative differences: loss {loss:.1e}, norm {norm:.1e}, weights {weight:.1e}");
         ran += 1;
     }
-    assert_eq!(ran, 30);
+    assert_eq!(ran, 32);
+}
+
+#[test]
+fn ranks_hold_as_many_elements_as_recorded() {
+    for case in cases("train-trace").iter().filter(|c| c["input"].get("layers").is_some()) {
+        let (id, input, expect) = (&case["id"], &case["input"], &case["expect"]);
+        let world = int(&input["world_size"]);
+        let numels = numels(&input["layers"]);
+        let shards: Vec<usize> = numels.iter().map(|n| shard_len(*n, world)).collect();
+        let share: usize = shards.iter().sum();
+        if let Some(recorded) = expect.get("elements_per_rank_of_each_param") {
+            assert_eq!(json!(shards), *recorded, "{id}");
+        }
+        if let Some(recorded) = expect.get("partition_size") {
+            // DeepSpeed pads the whole at stages 1 and 2, this engine each parameter at every stage.
+            let padded_one_by_one = if numels.iter().any(|n| n % world != 0) { numels.len() } else { 0 };
+            let recorded = int(&recorded[0]);
+            assert!((recorded..=recorded + padded_one_by_one).contains(&share), "{id}: {share} against {recorded}");
+            assert_eq!(int(&expect["padding_on_rank_0"][0]), 0);
+            assert!(numels.iter().all(|n| shard_padding(*n, world, 0) == 0), "{id}");
+        }
+        // The arithmetic above is what an engine allocates.
+        let stage = int(&input["config"]["zero_optimization"]["stage"]);
+        let [parameters, master, moments] = train(input).held;
+        if stage == 3 {
+            assert!(parameters == share * 4 || parameters == share * 2, "{id}: {parameters} bytes of {share} elements");
+        }
+        if stage > 0 {
+            for held in [master, moments] {
+                assert!([0, share * 4, share * 8].contains(&held), "{id}: {held} bytes of {share} elements");
+            }
+        }
+    }
+}
+
+// ---- where DeepSpeed is wrong ----------------------------------------------------------------------------------
+
+#[test]
+fn a_predivide_factor_equal_to_the_world_size_leaves_the_mean_at_stage_3() {
+    // The quirk: with reduce_scatter off, DeepSpeed's stage 3 divides twice. Its stage 0 with the same configuration
+    // is right, and recorded.
+    let (wrong, right) = (case("trace-predivide2eqW-z3"), case("trace-predivide2eqW-z0"));
+    assert!(wrong["quirk"].as_str().unwrap().contains("halves the gradient"));
+    let trace = train(&wrong["input"]);
+    compare("stage 3", &trace, &right["expect"], F32, 3);
+    assert!(worst(&trace.norms[..1], &[2.0 * number(&wrong["expect"]["grad_norm"][0])]) <= F32);
+    // That the record is nothing but a halved gradient: half the learning rate follows it.
+    let mut halved = wrong["input"].clone();
+    halved["config"]["optimizer"]["params"]["lr"] = json!(0.05);
+    let mut trace = train(&halved);
+    trace.norms.iter_mut().for_each(|norm| *norm /= 2.0);
+    trace.lr = numbers(&wrong["expect"]["lr"]);
+    compare("half the learning rate", &trace, &wrong["expect"], F32, 3);
+}
+
+#[test]
+fn a_growing_loss_scale_does_not_change_the_update() {
+    // The quirk: DeepSpeed unscales with the scale that has just doubled, so the updates of steps 2 and 4 are halved.
+    // Until that shows in the losses, at step 3, its record is followed; then its record with a static scale, which has
+    // four steps, and f32.
+    const RTOL: f64 = 0.01;
+    let still = case("trace-fp16-static128-z1");
+    let plain = case("trace-sgd-z1-w2");
+    for id in ["trace-fp16-dyn-growth-z1", "trace-fp16-dyn-growth-z3"] {
+        let growing = case(id);
+        let trace = train(&growing["input"]);
+        compare(id, &trace, &growing["expect"], RTOL, 2);
+        assert_eq!(trace.scales, numbers(&growing["expect"]["loss_scale_after_step"]));
+        assert!(trace.applied.iter().all(|applied| *applied));
+        let four = Trace { norms: trace.norms[..4].to_vec(), ..trace.clone() };
+        for (rank, losses) in list(&still["expect"]["loss_mean_per_rank"]).iter().enumerate() {
+            let recorded = numbers(losses);
+            assert!(worst(&trace.losses[rank][..4], &recorded) <= RTOL, "{id}: {:?}", trace.losses);
+            // The record of the growing scale is another one from step 3 on.
+            let wrong = numbers(&growing["expect"]["loss_mean_per_rank"][rank]);
+            assert!(worst(&wrong[..3], &recorded[..3]) <= 1e-4);
+        }
+        assert!(worst(&four.norms, &numbers(&still["expect"]["grad_norm"])) <= RTOL, "{id}: {:?}", trace.norms);
+        let mut f32_input = plain["input"].clone();
+        f32_input["steps"] = json!(6);
+        let f32_trace = train(&f32_input);
+        for rank in 0..2 {
+            assert!(worst(&trace.losses[rank], &f32_trace.losses[rank]) <= RTOL, "{id}: {:?}", trace.losses);
+        }
+        assert!(worst(&trace.norms, &f32_trace.norms) <= RTOL, "{id}: {:?}", trace.norms);
+        for (half, full) in trace.weights.iter().zip(&f32_trace.weights) {
+            assert!(worst(half, full) <= RTOL, "{id}: {half:?} {full:?}");
+        }
+    }
+}
+
+// ---- properties ------------------------------------------------------------------------------------------------
+
+#[test]
+fn the_traces_of_all_stages_agree() {
+    // trace-eq-stages allows 2e-4; here every bit agrees, in bf16 too.
+    assert_eq!(case("trace-eq-stages")["expect"]["max_relative_difference"], 2e-4);
+    let mut seen = vec![];
+    for case in cases("train-trace").iter().filter(|c| c["input"].get("layers").is_some()) {
+        // fp16 has a rule of its own for the loss scale at stage 0.
+        if case["input"]["config"].get("fp16").is_some() {
+            continue;
+        }
+        let at = |stage: u8| with_zero(&case["input"], json!({"stage": stage}));
+        if seen.contains(&at(0)) {
+            continue;
+        }
+        seen.push(at(0));
+        // As in DeepSpeed, stage 3 knows no sum, and stage 0 accumulates in the model's format.
+        let config = &case["input"]["config"];
+        let last = if config["gradient_allreduce_op"] == "sum" { 2 } else { 3 };
+        let first = if config.get("data_types").is_some() { 1 } else { 0 };
+        let reference = train(&at(first));
+        for stage in first + 1..=last {
+            let trace = Trace { held: reference.held, ..train(&at(stage)) };
+            assert_eq!(trace, reference, "{} at stage {stage}", case["id"]);
+        }
+    }
+    assert_eq!(seen.len(), 18);
+}
+
+#[test]
+fn knobs_of_buckets_and_overlap_do_not_change_results() {
+    assert_eq!(case("trace-eq-knobs")["expect"]["max_relative_difference"], 2e-4);
+    let input = &case("trace-tinybucket-z1")["input"];
+    let knobs = [
+        json!({"reduce_bucket_size": 5, "allgather_bucket_size": 4}),
+        json!({"reduce_bucket_size": 1000, "allgather_bucket_size": 1000}),
+        json!({"sub_group_size": 1}),
+        json!({"sub_group_size": 20}),
+        json!({"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}),
+        json!({"stage3_param_persistence_threshold": 10, "stage3_prefetch_bucket_size": 3}),
+        json!({"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 500}),
+        json!({"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}),
+        json!({"round_robin_gradients": true}),
+        json!({"round_robin_gradients": false, "use_multi_rank_bucket_allreduce": false}),
+        json!({"contiguous_gradients": false}),
+        json!({"overlap_comm": true}),
+        json!({"overlap_comm": false}),
+    ];
+    let mut plain = input.clone();
+    plain["config"]["zero_optimization"] = json!({"stage": 0});
+    let reference = train(&plain);
+    for stage in 0..4 {
+        for knob in &knobs {
+            let trace = train(&with_zero(&with_zero(&plain, json!({"stage": stage})), knob.clone()));
+            assert_eq!(Trace { held: reference.held, ..trace }, reference, "stage {stage}, {knob}");
+        }
+    }
 }

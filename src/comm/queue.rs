@@ -5,7 +5,7 @@ use super::counters::Counters;
 use super::exchange::Exchange;
 use super::shm::Region;
 use super::{CommReport, Communicator, Kind};
-use crate::error::{CommError, Result};
+use crate::error::{CommError, Result, begins_backtrace};
 use crate::precision::Flat;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -78,7 +78,9 @@ struct Voice {
 impl Voice {
     fn abort(&self, why: &str) {
         if !self.used.swap(true, Ordering::Relaxed) {
-            self.region.abort(self.rank, why);
+            // A backtrace would be in the way of the others' own messages.
+            let lines: Vec<&str> = why.lines().take_while(|line| !begins_backtrace(line)).collect();
+            self.region.abort(self.rank, &lines.join("\n"));
         }
     }
 }

@@ -102,6 +102,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/param/capture.rs",
     "src/param/init.rs",
     "src/param/mod.rs",
+    "src/param/prepared.rs",
     "src/param/registry.rs",
     "src/param/residency.rs",
     "src/param/source.rs",

@@ -82,13 +82,14 @@ impl Culprit {
             Request::Terminate => "was stopped by zerorun with SIGTERM".to_string(),
             Request::Kill => "was killed by zerorun with SIGKILL".to_string(),
         };
+        let by_itself = request == Request::Nothing && ended.is_failure();
         match self.fault {
+            // The code that it ended with says more than how it left.
+            Fault::Left if by_itself => format!("it {end}"),
             Fault::Left => format!("it left the job while other ranks needed it, and {end}"),
             Fault::Silent => format!("it showed no sign of life for too long, and {end}"),
             Fault::Late => format!("other ranks waited for it longer than they may (--timeout), and it {end}"),
-            Fault::GaveUp if !(request == Request::Nothing && ended.is_failure()) => {
-                format!("it gave up after an error, and {end}")
-            }
+            Fault::GaveUp if !by_itself => format!("it gave up after an error, and {end}"),
             Fault::Died | Fault::GaveUp => format!("it {end}"),
         }
     }

@@ -3,6 +3,8 @@
 
 use std::collections::VecDeque;
 
+use crate::error::begins_backtrace;
+
 /// Lines that are remembered: enough to find the beginning of a message before its backtrace.
 const KEPT: usize = 200;
 /// Bytes of a line that are remembered.
@@ -47,7 +49,9 @@ fn begins_message(line: &str) -> bool {
 
 /// Backtraces, and the hint how to get one.
 fn ends_message(line: &str) -> bool {
-    line.eq_ignore_ascii_case("stack backtrace:") || line.starts_with("note: run with `RUST_BACKTRACE=")
+    line.eq_ignore_ascii_case("stack backtrace:")
+        || line.starts_with("note: run with `RUST_BACKTRACE=")
+        || begins_backtrace(line)
 }
 
 #[cfg(test)]
@@ -65,6 +69,8 @@ mod tests {
         let error =
             "step 1\nerror: a\nlog\nError: cannot read x\n\nCaused by:\n    no such file\n\nStack backtrace:\n   0: f";
         assert_eq!(words(error, Some("reason")), "Error: cannot read x\nCaused by:\n    no such file");
+        let candle = "error: shapes differ\n   0: candle_core::error\n             at error.rs:1:2\n   1: main\n";
+        assert_eq!(words(candle, None), "error: shapes differ");
         let panic = "thread 'main' (7) panicked at src/x.rs:1:2:\nindex out of bounds\nnote: run with `RUST_BACKTRACE=1` environment variable to display a backtrace\n";
         assert_eq!(words(panic, None), "thread 'main' (7) panicked at src/x.rs:1:2:\nindex out of bounds");
     }

@@ -11,39 +11,16 @@
 //! backward needs the parameter's values any more.
 
 use super::ParamId;
-use super::residency::Prepared;
+use super::prepared::prepared;
 use crate::zero::core::Link;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Storage, Tensor};
-
-struct Capture {
-    param: ParamId,
-    link: Link,
-    /// The storage with which the parameter begins.
-    initial: Prepared,
-}
+use candle_core::{Result, Storage, Tensor};
 
 /// Makes a parameter's tensor that begins with `storage`.
 pub(crate) fn capture(leaf: &Tensor, param: ParamId, link: Link, storage: Storage) -> Result<Tensor> {
-    leaf.apply_op1(Capture { param, link, initial: Prepared::new(storage, leaf.shape().clone()) })
-}
-
-impl CustomOp1 for Capture {
-    fn name(&self) -> &'static str {
-        "capture-gradient"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.initial.cpu()
-    }
-
-    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.initial.cuda()
-    }
-
-    fn bwd(&self, _leaf: &Tensor, _param: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        if let Some(core) = self.link.core() {
-            core.gradient_arrived(self.param, grad)?;
+    prepared("capture-gradient", leaf, (storage, leaf.shape().clone()), move |_, grad| {
+        if let Some(core) = link.core() {
+            core.gradient_arrived(param, grad)?;
         }
         Ok(None)
-    }
+    })
 }

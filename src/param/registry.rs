@@ -7,7 +7,7 @@ use super::{Param, ROOT, Residency, Source, UnitId, capture, lock, residency};
 use crate::error::{Error, Result};
 use crate::layout::{Placement, shard_range};
 use crate::memory::{Kind, Ledger};
-use crate::precision::Flat;
+use crate::precision::{Flat, FlatRef};
 use crate::zero::core::Link;
 use crate::zero::sub_group::{SubGroup, SubGroupBuilder};
 use candle_core::{DType, Device, Shape, Tensor};
@@ -117,11 +117,14 @@ impl Inner {
         let numel = shape.elem_count();
         let shard = shard_range(numel, h.world_size, h.rank);
         let made = if h.placement.params.is_sharded() { shard.clone() } else { 0..numel };
-        let values = Flat::from_f32(self.source.values(name, &shape, init, made.clone())?, dtype);
+        let values = self.source.values(name, &shape, init, made.clone())?;
 
         let id = self.params.len();
         let owned = if h.placement.optim.is_sharded() { shard } else { 0..numel };
-        self.groups.push(id, numel, owned.clone(), values.slice(owned.start - made.start..owned.end - made.start));
+        let own = &values[owned.start - made.start..owned.end - made.start];
+        // In f32: the master weights begin with all digits of the source.
+        self.groups.push(id, numel, owned.clone(), FlatRef::F32(own));
+        let values = Flat::from_f32(values, dtype);
 
         let leaf = residency::empty_leaf(&h.device, &shape)?;
         let tensor = |values| {

@@ -82,6 +82,10 @@ impl WeightFile {
     fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = std::fs::File::open(path).map_err(io)?;
+        if file.metadata().map_err(io)?.is_dir() {
+            // The system's words for mapping a folder are "no such device".
+            return Err(io(std::io::ErrorKind::IsADirectory.into()));
+        }
         // SAFETY: the map is only read. A file that another process cuts short meanwhile would raise SIGBUS; weights
         // are not written in place by anything here, and copying a model of any size to avoid that would cost more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;

@@ -15,6 +15,7 @@ use crate::memory::Ledger;
 use crate::param::registry::Registered;
 use crate::param::{Param, ParamId, UnitId, lock, residency};
 use candle_core::{DType, Tensor};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 /// The partitioned state of one rank.
@@ -32,7 +33,8 @@ pub(crate) struct Core {
     pub gradients: Mutex<Gradients>,
     /// Every unit recomputes its forward in backward.
     pub recompute: bool,
-    evaluating: Mutex<bool>,
+    /// A model is only evaluated: nothing is recorded or kept.
+    evaluating: AtomicBool,
     /// The first error inside an operation; Candle's own error type cannot carry it.
     failure: Mutex<Option<Error>>,
 }
@@ -82,7 +84,7 @@ impl Core {
             gather: Mutex::new(gather),
             gradients: Mutex::new(gradients),
             recompute,
-            evaluating: Mutex::new(false),
+            evaluating: AtomicBool::new(false),
             failure: Mutex::new(None),
         });
         assert!(link.0.set(Arc::downgrade(&core)).is_ok(), "a link is connected once");
@@ -124,13 +126,12 @@ impl Core {
 
     /// Whether a model is only evaluated.
     pub fn is_evaluating(&self) -> bool {
-        *lock(&self.evaluating)
+        self.evaluating.load(Ordering::Relaxed)
     }
 
     /// Switches between training and evaluation.
     pub fn set_evaluating(&self, evaluating: bool) {
-        *lock(&self.evaluating) = evaluating;
-        lock(&self.gather).set_evaluating(evaluating);
+        self.evaluating.store(evaluating, Ordering::Relaxed);
     }
 
     /// Keeps `error` for the engine and gives Candle its text.

@@ -3,58 +3,34 @@
 use super::core::Core;
 use crate::error::{Error, Result};
 use crate::layout::{shard_len, shard_range};
-use crate::param::{lock, residency};
+use crate::param::{Param, lock, residency};
 use crate::precision::{Flat, FlatRef};
 use candle_core::DType;
+use std::fs::Permissions;
 use std::io::{BufWriter, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use tempfile::NamedTempFile;
 
 impl Core {
     /// Collective. The file appears under its name only when it is complete and on disk.
-    pub fn export(&self, path: &Path) -> Result<()> {
-        let io = |source| Error::Io { action: "write", path: path.to_owned(), source };
-        let mut file = if self.comm.rank() == 0 { Some(self.begin(path).map_err(io)?) } else { None };
+    ///
+    /// The outer error is one of communication. The inner one is rank 0's of writing, and leaves the ranks in step:
+    /// a full disk or a wrong path must not cost the model.
+    pub fn export(&self, path: &Path) -> Result<Result<()>> {
+        let mut file = (self.comm.rank() == 0).then(|| NewFile::begin(path, &self.params));
         for param in 0..self.params.len() {
             let whole = self.whole_f32(param)?;
-            if let Some(file) = &mut file {
-                let FlatRef::F32(values) = whole.as_ref() else { unreachable!("asked for f32") };
-                // In pieces, so that the bytes of a parameter are not held twice.
-                for piece in values.chunks(1 << 14) {
-                    let bytes: Vec<u8> = piece.iter().flat_map(|v| v.to_le_bytes()).collect();
-                    file.write_all(&bytes).map_err(io)?;
-                }
-            }
+            let FlatRef::F32(values) = whole.as_ref() else { unreachable!("asked for f32") };
+            file = file.map(|file| file.and_then(|file| file.append(values)));
         }
-        if let Some(file) = file {
-            let file = file.into_inner().map_err(|e| io(e.into_error()))?;
-            file.as_file().sync_all().map_err(io)?;
-            let done = file.persist(path).map_err(|e| io(e.error))?;
-            drop(done);
-            std::fs::File::open(folder(path)).and_then(|f| f.sync_all()).map_err(io)?;
-        }
-        self.comm.barrier().wait()
-    }
-
-    /// Opens a file beside `path` and writes the header.
-    fn begin(&self, path: &Path) -> std::io::Result<BufWriter<NamedTempFile>> {
-        let mut end = 0usize;
-        let mut header = serde_json::Map::new();
-        for param in &self.params {
-            let start = end;
-            end += param.numel * 4;
-            let info = serde_json::json!({
-                "dtype": "F32", "shape": param.shape.dims(), "data_offsets": [start, end],
-            });
-            header.insert(param.name.clone(), info);
-        }
-        let mut header = serde_json::Value::Object(header).to_string().into_bytes();
-        // The format wants the data aligned to 8 bytes; spaces are allowed there.
-        header.resize(header.len().next_multiple_of(8), b' ');
-        let mut file = BufWriter::new(tempfile::Builder::new().prefix(".candle-zero-").tempfile_in(folder(path))?);
-        file.write_all(&(header.len() as u64).to_le_bytes())?;
-        file.write_all(&header)?;
-        Ok(file)
+        let written = file.map_or(Ok(()), |file| file.and_then(|file| file.finish(path)));
+        let failed = self.comm.gather_f64(vec![f64::from(u8::from(written.is_err()))]).wait()?[0][0] != 0.0;
+        let written = match written {
+            Ok(()) if failed => Err(std::io::Error::other("rank 0 could not; its own error says why")),
+            written => written,
+        };
+        Ok(written.map_err(|source| Error::Io { action: "write", path: path.to_owned(), source }))
     }
 
     /// Collective: a whole parameter in f32, from the master weights where there are any.
@@ -84,6 +60,52 @@ impl Core {
             whole.extend_cast(chunks.slice(r * shard..r * shard + shard_range(numel, world, r).len()));
         }
         Ok(whole)
+    }
+}
+
+/// A safetensors file under construction, beside its place.
+struct NewFile(BufWriter<NamedTempFile>);
+
+impl NewFile {
+    /// Writes the header.
+    fn begin(path: &Path, params: &[Param]) -> std::io::Result<Self> {
+        let mut end = 0usize;
+        let mut header = serde_json::Map::new();
+        for param in params {
+            let start = end;
+            end += param.numel * 4;
+            let info = serde_json::json!({
+                "dtype": "F32", "shape": param.shape.dims(), "data_offsets": [start, end],
+            });
+            header.insert(param.name.clone(), info);
+        }
+        let mut header = serde_json::Value::Object(header).to_string().into_bytes();
+        // The format wants the data aligned to 8 bytes; spaces are allowed there.
+        header.resize(header.len().next_multiple_of(8), b' ');
+        // Readable for whom the umask allows, as any new file: tempfile's default is the owner alone.
+        let open = Permissions::from_mode(0o666);
+        let file = tempfile::Builder::new().prefix(".candle-zero-").permissions(open).tempfile_in(folder(path))?;
+        let mut file = BufWriter::new(file);
+        file.write_all(&(header.len() as u64).to_le_bytes())?;
+        file.write_all(&header)?;
+        Ok(Self(file))
+    }
+
+    /// Writes one more parameter, in pieces, so that its bytes are not held twice.
+    fn append(mut self, values: &[f32]) -> std::io::Result<Self> {
+        for piece in values.chunks(1 << 14) {
+            let bytes: Vec<u8> = piece.iter().flat_map(|v| v.to_le_bytes()).collect();
+            self.0.write_all(&bytes)?;
+        }
+        Ok(self)
+    }
+
+    /// Brings the file to disk and under its name.
+    fn finish(self, path: &Path) -> std::io::Result<()> {
+        let file = self.0.into_inner().map_err(|e| e.into_error())?;
+        file.as_file().sync_all()?;
+        file.persist(path).map_err(|e| e.error)?;
+        std::fs::File::open(folder(path)).and_then(|f| f.sync_all())
     }
 }
 

@@ -30,8 +30,6 @@ pub(crate) struct Gatherer {
     live: usize,
     /// Elements of gathers under way.
     in_flight: usize,
-    /// While a model is only evaluated, nothing is recorded or kept.
-    evaluating: bool,
     /// Units of this micro step will run again in backward.
     recomputes: bool,
     /// Backwards that run inside of the engine's: a recomputing unit runs one of its own.
@@ -151,7 +149,6 @@ impl Gatherer {
             trace: Trace::default(),
             live: 0,
             in_flight: 0,
-            evaluating: false,
             recomputes: false,
             depth: 0,
         }
@@ -168,14 +165,9 @@ impl Gatherer {
         self.persistent.install(core, chunks, Kind::Persistent)
     }
 
-    /// Switches between training and evaluation.
-    pub fn set_evaluating(&mut self, evaluating: bool) {
-        self.evaluating = evaluating;
-    }
-
     /// A unit is about to run: gathers it if need be, and begins to gather what comes next.
     pub fn enter(&mut self, core: &Core, event: Event) -> Result<()> {
-        if !self.evaluating {
+        if !core.is_evaluating() {
             self.trace.advance(event);
         }
         if let Event::Backward(unit) = event {
@@ -203,7 +195,7 @@ impl Gatherer {
 
     /// A unit's forward is over: releases it, unless its backward comes within `stage3_max_reuse_distance`.
     pub fn leave_forward(&mut self, core: &Core, unit: UnitId) -> Result<()> {
-        if !self.evaluating && self.is_needed_soon(core, unit) {
+        if !core.is_evaluating() && self.is_needed_soon(core, unit) {
             return Ok(());
         }
         self.release_unit(core, unit)
@@ -233,7 +225,7 @@ impl Gatherer {
             self.settle(unit)?;
             self.release_unit(core, unit)?;
         }
-        if !self.evaluating {
+        if !core.is_evaluating() {
             self.trace.end();
             self.recomputes = false;
         }
@@ -269,7 +261,7 @@ impl Gatherer {
     }
 
     fn prefetch(&mut self, core: &Core) {
-        if self.evaluating || !core.zero.overlap_comm {
+        if core.is_evaluating() || !core.zero.overlap_comm {
             return;
         }
         let (bucket, max_live) = (core.zero.prefetch_bucket_size, core.zero.max_live_parameters);

@@ -13,9 +13,11 @@
 use super::core::{Core, Link};
 use super::trace::Event;
 use crate::param::UnitId;
+use crate::param::prepared::{copy_of, prepared};
 use crate::param::registry::Registry;
-use crate::param::residency::Prepared;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, Var};
+use crate::param::residency::{storage_on, to_storage};
+use crate::precision::Flat;
+use candle_core::{Result, Shape, Tensor, Var};
 use candle_nn::{Module, VarBuilder};
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -98,28 +100,29 @@ impl<M> Unit<M> {
 impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
     /// Runs the module on `x`, with its parameters in memory.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let core = self.core();
-        if core.as_ref().is_some_and(|(_, core)| core.is_evaluating()) {
-            return self.run(&core, &x.detach()).map(|y| y.detach());
+        let Some((id, link, core)) = self.core() else { return self.inner.forward(x) };
+        if core.is_evaluating() {
+            return Ok(self.run(id, &core, &x.detach())?.detach());
         }
-        // Recomputation delivers the parameters' gradients to an engine; without one they belong in Candle's graph.
-        // An untracked input would keep the recomputing operation's backward from ever being called.
-        if let Some((_, core_ref)) = &core
-            && (self.recompute || core_ref.recompute)
-            && x.track_op()
-        {
-            core_ref.will_recompute();
-            let output = Prepared::copy_of(&self.run(&core, &x.detach())?)?;
-            return x.apply_op1(Recompute { unit: self.clone(), output });
+        // Recomputation delivers the parameters' gradients to an engine; without one they belong in Candle's graph. An
+        // untracked input would keep the operation's backward from ever being called.
+        if (self.recompute || core.recompute) && x.track_op() {
+            core.will_recompute();
+            let output = copy_of(&self.run(id, &core, &x.detach())?)?;
+            let unit = self.clone();
+            return prepared("recompute-unit", x, output, move |x, grad| unit.run_again(x, grad));
         }
-        let y = self.run(&core, x)?;
-        match (&self.hook, core) {
-            (Some((unit, link)), Some((_, core))) if core.placement.params.is_sharded() => {
-                let output = Prepared::copy_of(&y)?;
-                y.apply_op1(Mark { unit: *unit, link: link.clone(), output })
+        let y = self.run(id, &core, x)?;
+        if !core.placement.params.is_sharded() {
+            return Ok(y);
+        }
+        let link = link.clone();
+        prepared("unit-output", &y, copy_of(&y)?, move |_, grad| {
+            if let Some(core) = link.core() {
+                core.enter(Event::Backward(id))?;
             }
-            _ => Ok(y),
-        }
+            Ok(Some(grad.clone()))
+        })
     }
 }
 
@@ -136,80 +139,35 @@ impl<M: std::fmt::Debug> std::fmt::Debug for Unit<M> {
 }
 
 impl<M: Module> Unit<M> {
-    fn core(&self) -> Option<(UnitId, Arc<Core>)> {
+    fn core(&self) -> Option<(UnitId, &Link, Arc<Core>)> {
         let (unit, link) = self.hook.as_ref()?;
-        Some((*unit, link.core()?))
+        Some((*unit, link, link.core()?))
     }
 
-    fn run(&self, core: &Option<(UnitId, Arc<Core>)>, x: &Tensor) -> Result<Tensor> {
-        let sharded = |(_, core): &&(UnitId, Arc<Core>)| core.placement.params.is_sharded();
-        let Some((unit, core)) = core.as_ref().filter(sharded) else { return self.inner.forward(x) };
-        core.enter(Event::Forward(*unit))?;
+    fn run(&self, id: UnitId, core: &Core, x: &Tensor) -> Result<Tensor> {
+        if !core.placement.params.is_sharded() {
+            return self.inner.forward(x);
+        }
+        core.enter(Event::Forward(id))?;
         let y = self.inner.forward(x)?;
-        core.leave_forward(*unit)?;
+        core.leave_forward(id)?;
         Ok(y)
     }
-}
 
-/// Identity on a unit's output: its backward comes before the unit's own.
-struct Mark {
-    unit: UnitId,
-    link: Link,
-    output: Prepared,
-}
-
-impl CustomOp1 for Mark {
-    fn name(&self) -> &'static str {
-        "unit-output"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.output.cpu()
-    }
-
-    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.output.cuda()
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        if let Some(core) = self.link.core() {
-            core.enter(Event::Backward(self.unit))?;
-        }
-        Ok(Some(grad.clone()))
-    }
-}
-
-/// A unit as one operation, which keeps nothing but its input and runs again in backward.
-struct Recompute<M> {
-    unit: Unit<M>,
-    /// The output of the first run.
-    output: Prepared,
-}
-
-impl<M: Module + Send + Sync + 'static> CustomOp1 for Recompute<M> {
-    fn name(&self) -> &'static str {
-        "recompute-unit"
-    }
-
-    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.output.cpu()
-    }
-
-    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.output.cuda()
-    }
-
-    fn bwd(&self, x: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    /// The gradient of the input `x` by the output's gradient, from a second forward and a backward of its own.
+    fn run_again(&self, x: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         let backward = || {
             let input = Var::from_tensor(&x.detach())?;
-            let y = self.unit.inner.forward(input.as_tensor())?;
-            // The scalar whose derivative by y is exactly `grad`: its backward seeds the graph with it.
-            let mut grads = y.mul(&grad.detach())?.sum_all()?.backward()?;
-            Ok(grads.remove(input.as_tensor()))
+            let y = self.inner.forward(input.as_tensor())?;
+            // A scalar whose derivative by y is `grad`: its backward seeds the graph with it.
+            let zero = storage_on(y.device(), to_storage(Flat::zeros(y.dtype(), 1)))?;
+            let grad = grad.clone();
+            let seed = prepared("seed", &y, (zero, Shape::from(())), move |_, _| Ok(Some(grad.clone())))?;
+            Ok(seed.backward()?.remove(input.as_tensor()))
         };
-        match self.unit.core().filter(|(_, core)| core.placement.params.is_sharded()) {
-            Some((unit, core)) => core.nested(|| {
-                core.enter(Event::Backward(unit))?;
+        match self.core().filter(|(_, _, core)| core.placement.params.is_sharded()) {
+            Some((id, _, core)) => core.nested(|| {
+                core.enter(Event::Backward(id))?;
                 backward()
             }),
             None => backward(),

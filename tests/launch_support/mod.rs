@@ -27,6 +27,26 @@ pub fn zerorun() -> Command {
     command
 }
 
+/// The executable of an example of this package, built in the way in which this test was built.
+pub fn example(name: &str) -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    // TARGET/PROFILE/deps/TEST
+    let built = test.ancestors().nth(2).unwrap();
+    let profile = match built.file_name().unwrap().to_str().unwrap() {
+        "debug" => "dev",
+        profile => profile,
+    };
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args(["build", "--quiet", "--manifest-path", concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")]);
+    cargo.args(["--example", name, "--profile", profile, "--target-dir"]).arg(built.parent().unwrap());
+    if cfg!(feature = "cuda") {
+        cargo.args(["--features", "cuda"]);
+    }
+    let output = cargo.output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    built.join("examples").join(name)
+}
+
 /// An executable shell script.
 pub fn program(dir: &Path, name: &str, text: &str) -> PathBuf {
     let path = dir.join(name);

@@ -1,0 +1,82 @@
+//! An operation whose result was made beforehand and whose backward is a closure: how the engine enters the graph.
+//!
+//! Candle's forward of a custom operation returns a storage of its own. Nothing is to be computed there; what matters
+//! is that the result depends on the argument, and that backward comes by.
+
+use super::lock;
+use super::residency::{to_storage, with_view};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Storage, Tensor};
+use std::sync::Mutex;
+
+struct Prepared<B> {
+    name: &'static str,
+    /// Handed out by forward, which runs once.
+    result: Mutex<Option<(Storage, Shape)>>,
+    backward: B,
+}
+
+/// `result` as an operation on `arg` with `backward(arg, gradient)`, which returns the gradient of `arg`.
+pub(crate) fn prepared<B>(name: &'static str, arg: &Tensor, result: (Storage, Shape), backward: B) -> Result<Tensor>
+where
+    B: Fn(&Tensor, &Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
+{
+    arg.apply_op1(Prepared { name, result: Mutex::new(Some(result)), backward })
+}
+
+/// A copy of a tensor's values as a result, made on its device.
+pub(crate) fn copy_of(tensor: &Tensor) -> Result<(Storage, Shape)> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let copy = match &*storage {
+        Storage::Cuda(cuda) => {
+            let mut copy = cuda.device().zeros_impl(layout.shape(), cuda.dtype())?;
+            cuda.copy_strided_src(&mut copy, 0, layout)?;
+            Storage::Cuda(copy)
+        }
+        _ => {
+            drop(storage);
+            Storage::Cpu(with_view(tensor, |values| to_storage(values.to_flat()))?)
+        }
+    };
+    Ok((copy, tensor.shape().clone()))
+}
+
+impl<B> Prepared<B> {
+    fn take(&self) -> Result<(Storage, Shape)> {
+        match lock(&self.result).take() {
+            Some(result) => Ok(result),
+            None => candle_core::bail!("{}: an operation with a prepared result ran forward twice", self.name),
+        }
+    }
+
+    fn wrong_device<T>(&self) -> Result<T> {
+        candle_core::bail!("{}: the prepared result is on another device than the operation's argument", self.name)
+    }
+}
+
+impl<B> CustomOp1 for Prepared<B>
+where
+    B: Fn(&Tensor, &Tensor) -> Result<Option<Tensor>> + Send + Sync,
+{
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        match self.take()? {
+            (Storage::Cpu(storage), shape) => Ok((storage, shape)),
+            _ => self.wrong_device(),
+        }
+    }
+
+    fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
+        match self.take()? {
+            (Storage::Cuda(storage), shape) => Ok((storage, shape)),
+            _ => self.wrong_device(),
+        }
+    }
+
+    fn bwd(&self, arg: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        (self.backward)(arg, grad)
+    }
+}
