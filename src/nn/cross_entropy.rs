@@ -7,7 +7,7 @@ use crate::nn::{composed, refuse, rows};
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
-/// Mean over all rows of -log softmax(logits)[target]: a scalar of f32.
+/// Mean over all rows of `-log softmax(logits)[target]`: a scalar of f32.
 ///
 /// `logits` `[.., classes]` (f32, bf16, f16), `targets` u32 with the shape of the logits' leading dimensions. All
 /// arithmetic is f32, the mean's sum f64. The backward is (softmax - onehot) * (incoming gradient / rows), with the

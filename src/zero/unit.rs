@@ -27,7 +27,7 @@ thread_local! {
     static BUILDING: RefCell<Option<Registry>> = const { RefCell::new(None) };
 }
 
-/// Runs `build` with `registry` as the one that [`unit`] finds.
+/// Runs `build` with `registry` as the one that [`unit()`] finds.
 pub(crate) fn building<T>(registry: &Registry, build: impl FnOnce() -> T) -> T {
     struct Reset(Option<Registry>);
     impl Drop for Reset {
