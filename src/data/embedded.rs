@@ -88,6 +88,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/nn/cross_entropy.rs",
     "src/nn/element.rs",
     "src/nn/embedding.rs",
+    "src/nn/exp.rs",
     "src/nn/gelu.rs",
     "src/nn/layer_norm.rs",
     "src/nn/linear.rs",

@@ -2,6 +2,7 @@
 
 use crate::nn::composed;
 use crate::nn::element::{Element, elements, with_element, with_elements};
+use crate::nn::exp::exp;
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 
@@ -21,13 +22,25 @@ struct GeluOp;
 
 const NAME: &str = "gelu_tanh";
 
-fn value(x: f32) -> f32 {
-    0.5 * x * (1.0 + (SCALE * (x + CUBIC * x * x * x)).tanh())
+/// exp(-2 u) for the tanh's argument u: (1 + tanh u) / 2 = 1 / (1 + exp(-2 u)). One exponential, and no cancellation
+/// where the tanh comes near to -1.
+#[inline(always)]
+fn odds(x: f32) -> f32 {
+    exp(-2.0 * SCALE * (x + CUBIC * x * x * x))
 }
 
+#[inline(always)]
+fn value(x: f32) -> f32 {
+    x / (1.0 + odds(x))
+}
+
+#[inline(always)]
 fn slope(x: f32) -> f32 {
-    let t = (SCALE * (x + CUBIC * x * x * x)).tanh();
-    0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * SCALE * (1.0 + 3.0 * CUBIC * x * x)
+    // Finite, so that the products below are; the slope is 0 there. Nan passes.
+    let odds = odds(x);
+    let odds = if odds > 1e30 { 1e30 } else { odds };
+    let gate = 1.0 / (1.0 + odds);
+    gate + x * gate * (odds * gate) * (2.0 * SCALE * (1.0 + 3.0 * CUBIC * x * x))
 }
 
 /// `f(a[i], b[i])` for every element, in f32, rounded once.
@@ -66,5 +79,28 @@ impl CustomOp1 for GeluOp {
             })?;
             Ok(Some(Tensor::from_vec(data, x.shape(), x.device())?))
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn value_and_slope_are_those_of_the_tanh_formula_in_f64() {
+        for i in -3000..=3000 {
+            let x = i as f32 / 200.0;
+            let (wide, scale, cubic) = (f64::from(x), f64::from(SCALE), f64::from(CUBIC));
+            let t = (scale * (wide + cubic * wide.powi(3))).tanh();
+            let inner = scale * (1.0 + 3.0 * cubic * wide * wide);
+            // 1 + tanh, without its cancellation far to the left.
+            let gate = 2.0 / (1.0 + (-2.0 * scale * (wide + cubic * wide.powi(3))).exp());
+            assert!((gate - (1.0 + t)).abs() < 1e-15);
+            let want = (0.5 * wide * gate, 0.5 * gate + 0.5 * wide * (1.0 - t * t) * inner);
+            let error = |got: f32, want: f64| (f64::from(got) - want).abs();
+            let accuracy = 1e-6 * (1.0 + wide * wide) * want.0.abs();
+            assert!(error(value(x), want.0) <= accuracy.max(1e-30), "{x}: {} {}", value(x), want.0);
+            assert!(error(slope(x), want.1) <= 3e-7, "{x}: {} {}", slope(x), want.1);
+        }
     }
 }

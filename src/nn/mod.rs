@@ -25,6 +25,7 @@ pub mod composed;
 mod cross_entropy;
 mod element;
 mod embedding;
+mod exp;
 mod gelu;
 mod layer_norm;
 mod linear;

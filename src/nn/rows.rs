@@ -1,5 +1,7 @@
 //! Reductions over one row of f32, in a fixed order that vectorizes: sixteen running lanes, then the lanes pairwise.
 
+use crate::nn::exp::exp;
+
 const LANES: usize = 16;
 
 /// Sum of `f(a[i], b[i])`.
@@ -36,14 +38,24 @@ pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
     reduce(a, b, |a, b| a * b)
 }
 
+/// The largest number of a row; nan is passed over.
+fn max(row: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let larger = |lane: &mut f32, x: &f32| *lane = if *x > *lane { *x } else { *lane };
+    let mut groups = row.chunks_exact(LANES);
+    for group in groups.by_ref() {
+        lanes.iter_mut().zip(group).for_each(|(lane, x)| larger(lane, x));
+    }
+    lanes.iter_mut().zip(groups.remainder()).for_each(|(lane, x)| larger(lane, x));
+    lanes.iter().copied().fold(f32::NEG_INFINITY, f32::max)
+}
+
 /// Replaces a row by exp(x - max) and returns (max, sum of the new row). Dividing by the sum gives the softmax.
 ///
 /// The sum of a row of finite numbers lies in [1, length]. A row with nan, with +inf or of -inf only gives nan.
 pub(crate) fn exp_row(row: &mut [f32]) -> (f32, f32) {
-    let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    for x in row.iter_mut() {
-        *x = (*x - max).exp();
-    }
+    let max = max(row);
+    row.iter_mut().for_each(|x| *x = exp(*x - max));
     (max, sum(row))
 }
 
