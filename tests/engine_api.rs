@@ -43,18 +43,18 @@ fn linear_loss(model: &Linear) -> Result<Tensor> {
 fn calls_out_of_order_are_refused_and_change_nothing() {
     let mut engine = Engine::initialize(|vb| linear(4, 3, vb), config(2, 1, json!({}), json!({}))).unwrap();
     let loss = engine.eval(linear_loss).unwrap();
-    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"");
-    insta::assert_snapshot!(engine.step().unwrap_err(), @"");
+    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called before forward; the order of a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of a micro step is forward, backward, step");
     engine.forward(linear_loss).unwrap();
-    insta::assert_snapshot!(engine.step().unwrap_err(), @"");
+    insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of a micro step is forward, backward, step");
     // A second forward is allowed: its loss is the one that counts.
     let loss = engine.forward(linear_loss).unwrap();
     engine.backward(&loss).unwrap();
-    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"");
-    insta::assert_snapshot!(engine.forward(linear_loss).unwrap_err(), @"");
+    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called twice on one loss; the order of a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.forward(linear_loss).unwrap_err(), @"forward was called after backward without a step; the order of a micro step is forward, backward, step");
     engine.step().unwrap();
-    insta::assert_snapshot!(engine.step().unwrap_err(), @"");
-    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"");
+    insta::assert_snapshot!(engine.step().unwrap_err(), @"step was called before backward; the order of a micro step is forward, backward, step");
+    insta::assert_snapshot!(engine.backward(&loss).unwrap_err(), @"backward was called before forward; the order of a micro step is forward, backward, step");
     assert_eq!((engine.global_steps(), engine.micro_steps(), engine.skipped_steps()), (1, 1, 0));
     // What was refused has left no trace: an engine without these calls stands where this one does.
     let mut other = Engine::initialize(|vb| linear(4, 3, vb), config(2, 1, json!({}), json!({}))).unwrap();
@@ -69,7 +69,7 @@ fn a_loss_has_one_element_of_any_rank() {
     let mut engine = Engine::initialize(|vb| linear(4, 3, vb), config(1, 1, json!({}), json!({}))).unwrap();
     let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
     let many = engine.forward(|model| model.forward(&x)).unwrap();
-    insta::assert_snapshot!(engine.backward(&many).unwrap_err(), @"");
+    insta::assert_snapshot!(engine.backward(&many).unwrap_err(), @"backward needs a loss of one element, and got a tensor of shape [2, 3]; reduce it first (mean_all)");
     engine.backward(&many.sum_all().unwrap().reshape((1, 1)).unwrap()).unwrap();
     engine.step().unwrap();
 }
@@ -84,7 +84,7 @@ fn without_an_optimizer_an_engine_evaluates_and_does_not_train() {
             let trained = engine.forward(linear_loss)?;
             assert_eq!(bits(&loss), bits(&trained));
             insta::allow_duplicates! {
-                insta::assert_snapshot!(engine.backward(&trained).unwrap_err(), @"");
+                insta::assert_snapshot!(engine.backward(&trained).unwrap_err(), @r#"the configuration has no optimizer section, so the engine can only run eval; add for example "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}"#);
             }
             assert_eq!(engine.memory_report().row(Kind::Moments).bytes.peak, 0);
             Ok(())
@@ -362,8 +362,8 @@ fn order(prefetch: usize, zero: Value) -> (Vec<String>, CommReport, usize) {
 #[test]
 fn the_first_step_gathers_on_demand_and_later_ones_a_unit_ahead() {
     let (steps, ahead, peak_ahead) = order(50, json!({}));
-    insta::assert_snapshot!(steps[0], @"");
-    insta::assert_snapshot!(steps[1], @"");
+    insta::assert_snapshot!(steps[0], @"gather 40, run 40, gather 30, run 30, gather 20, run 20, gather 10, run 10, gather 10, gather 20, reduce 10, gather 30, reduce 20, gather 40, reduce 30, reduce 40");
+    insta::assert_snapshot!(steps[1], @"gather 40, gather 30, gather 20, run 40, gather 10, run 30, gather 30, run 20, gather 20, run 10, gather 10, reduce 10, gather 40, reduce 20, reduce 30, reduce 40");
     assert_eq!(steps[1], steps[2]);
     let (steps, on_demand, peak_on_demand) = order(0, json!({}));
     assert!(steps.iter().all(|step| *step == steps[0]), "{steps:?}");
@@ -379,11 +379,11 @@ fn prefetching_stays_within_its_bucket_and_the_live_parameters() {
     let runs = [0, 30, 1000].map(|bucket| order(bucket, json!({})));
     let peaks = runs.each_ref().map(|(_, _, peak)| *peak);
     assert!(peaks[0] <= peaks[1] && peaks[1] < peaks[2], "{peaks:?}");
-    insta::assert_snapshot!(runs[1].0[1], @"");
-    insta::assert_snapshot!(runs[2].0[1], @"");
+    insta::assert_snapshot!(runs[1].0[1], @"gather 40, gather 30, run 40, gather 20, gather 10, run 30, run 20, gather 20, run 10, gather 10, gather 30, reduce 10, reduce 20, gather 40, reduce 30, reduce 40");
+    insta::assert_snapshot!(runs[2].0[1], @"gather 40, gather 30, gather 20, gather 10, run 40, gather 40, run 30, gather 30, run 20, gather 20, run 10, gather 10, reduce 10, reduce 20, reduce 30, reduce 40");
     // No more than 60 elements may be live: nothing comes ahead that would exceed it.
     let (steps, _, _) = order(1000, json!({"stage3_max_live_parameters": 60}));
-    insta::assert_snapshot!(steps[1], @"");
+    insta::assert_snapshot!(steps[1], @"gather 40, run 40, gather 30, gather 20, gather 10, run 30, gather 30, run 20, gather 20, run 10, gather 10, reduce 10, reduce 20, gather 40, reduce 30, reduce 40");
     // Without overlap nothing comes ahead.
     assert_eq!(order(1000, json!({"overlap_comm": false})).0, runs[0].0);
 }
@@ -393,9 +393,29 @@ fn prefetching_stays_within_its_bucket_and_the_live_parameters() {
 #[test]
 fn the_memory_report_is_a_table() {
     let outcomes = train(2, units(2), &config(3, 1, released(), json!({"bf16": {"enabled": true}})), 2);
-    insta::assert_snapshot!(outcomes[1].memory, @"");
+    insta::assert_snapshot!(outcomes[1].memory, @r"
+        2221 parameters at stage 3 on 2 ranks; bytes of this rank:
+        kind                      held           peak          formula      padding
+        parameters                2222           2222             2221            1
+        gradients                 2222           2222             2221            1
+        master weights            4444           4444             4442            2
+        moments                   8888           8888             8884            4
+        persistent                   0              0                -            0
+        gathered                     0           5738                -            0
+        buckets                      0           8886                -            0
+        ");
     let outcomes = train(2, units(2), &config(1, 1, json!({}), json!({})), 2);
-    insta::assert_snapshot!(outcomes[0].memory, @"");
+    insta::assert_snapshot!(outcomes[0].memory, @r"
+        2221 parameters at stage 1 on 2 ranks; bytes of this rank:
+        kind                      held           peak          formula      padding
+        parameters                8884           8884             8884            0
+        gradients                    0           8884             8884            0
+        master weights               0              0                0            0
+        moments                   8888           8888             8884            4
+        persistent                   0              0                -            0
+        gathered                     0              0                -            0
+        buckets                      0           8888                -            0
+        ");
 }
 
 #[test]
@@ -408,8 +428,20 @@ fn the_comm_report_is_a_table() {
         report.waited_s = 1.5;
         report.kinds.values_mut().for_each(|kind| kind.busy_s = 0.25);
         match stage {
-            2 => insta::assert_snapshot!(report, @""),
-            _ => insta::assert_snapshot!(report, @""),
+            2 => insta::assert_snapshot!(report, @r"
+                collective         calls       elements     wire bytes    busy s
+                reduce_scatter         2           4444           8888     0.250
+                all_gather             2           2222           8888     0.250
+                control                3             12             96     0.250
+                training thread waited 1.500 s
+                "),
+            _ => insta::assert_snapshot!(report, @r"
+                collective         calls       elements     wire bytes    busy s
+                reduce_scatter         2           4444           8888     0.250
+                all_gather            12           4444          17776     0.250
+                control                3             12             96     0.250
+                training thread waited 1.500 s
+                "),
         }
     }
 }
