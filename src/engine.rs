@@ -11,7 +11,7 @@
 
 use crate::comm::{CommReport, Communicator};
 use crate::config::{Config, ConfigSource, Precision};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, without_backtrace};
 use crate::launch::RankEnv;
 use crate::memory::{ElementBytes, Ledger, MemoryReport};
 use crate::monitor::say;
@@ -539,8 +539,9 @@ impl<M> Engine<M> {
             return Err(Error::Stopped(why.clone()));
         }
         call(self).inspect_err(|e| {
-            self.core.comm.abort(&e.to_string());
-            self.stopped = Some(e.to_string());
+            let why = without_backtrace(&e.to_string());
+            self.core.comm.abort(&why);
+            self.stopped = Some(why);
         })
     }
 

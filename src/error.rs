@@ -696,3 +696,9 @@ pub enum CommError {
 pub(crate) fn begins_backtrace(line: &str) -> bool {
     line.strip_prefix("   ").is_some_and(|frame| frame.trim_start().starts_with("0: "))
 }
+
+/// A message without the backtrace that may follow it.
+pub(crate) fn without_backtrace(message: &str) -> String {
+    let lines: Vec<&str> = message.lines().take_while(|line| !begins_backtrace(line)).collect();
+    lines.join("\n")
+}

@@ -127,7 +127,7 @@ fn configurations_that_cannot_be_read() {
     exit status: 1
     "#);
     insta::assert_snapshot!(folder.mistake("--ds_config twice.json"), @r#"
-    error: twice.json: `train_batch_size` is given twice: line 2, column 3 and line 3, column 3. Remove one of them.
+    error: twice.json: duplicate key: `train_batch_size` is given twice: line 2, column 3 and line 3, column 3. Remove one of them.
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);

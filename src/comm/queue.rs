@@ -5,7 +5,7 @@ use super::counters::Counters;
 use super::exchange::Exchange;
 use super::shm::Region;
 use super::{CommReport, Communicator, Kind};
-use crate::error::{CommError, Result, begins_backtrace};
+use crate::error::{CommError, Result, without_backtrace};
 use crate::precision::Flat;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -79,8 +79,7 @@ impl Voice {
     fn abort(&self, why: &str) {
         if !self.used.swap(true, Ordering::Relaxed) {
             // A backtrace would be in the way of the others' own messages.
-            let lines: Vec<&str> = why.lines().take_while(|line| !begins_backtrace(line)).collect();
-            self.region.abort(self.rank, &lines.join("\n"));
+            self.region.abort(self.rank, &without_backtrace(why));
         }
     }
 }
