@@ -254,14 +254,13 @@ pub enum Error {
     },
     /// A parameter was used while it was sharded.
     #[error(
-        "an operation used a parameter that is not gathered now: {names}; use parameters only inside the closure given to engine.forward, and a unit's parameters only inside that unit's forward ({source})"
+        "an operation used a parameter that is not gathered now: {names}; use parameters only inside the closure given to engine.forward, and a unit's parameters only inside that unit's forward ({why})"
     )]
     ParameterAbsent {
         /// Candidates: parameters that were absent.
         names: String,
-        /// Candle's words.
-        #[source]
-        source: candle_core::Error,
+        /// Candle's words, without a backtrace.
+        why: String,
     },
     /// Ranks read different configurations.
     #[error(

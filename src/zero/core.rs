@@ -149,7 +149,8 @@ impl Core {
         if residency::is_refusal(&error) {
             let absent: Vec<&str> = self.params.iter().filter(|p| !p.is_whole()).map(|p| p.name.as_str()).collect();
             if !absent.is_empty() {
-                return Error::ParameterAbsent { names: crate::param::list(&absent), source: error };
+                let why = crate::error::without_backtrace(&error.to_string());
+                return Error::ParameterAbsent { names: crate::param::list(&absent), why };
             }
         }
         error.into()
