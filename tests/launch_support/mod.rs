@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 /// `zerorun` without the variables that it sets itself or that steer builds.
 pub fn zerorun() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_zerorun"));
+    // A shell starts background jobs with SIGINT ignored, and zerorun leaves ignored signals ignored.
+    let mut command = Command::new("env");
+    command.args(["--default-signal=INT", env!("CARGO_BIN_EXE_zerorun")]);
     for name in [
         "RANK",
         "WORLD_SIZE",
