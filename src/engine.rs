@@ -12,9 +12,11 @@
 use crate::comm::{CommReport, Communicator};
 use crate::config::{Config, ConfigSource, Precision};
 use crate::error::{Error, Result, without_backtrace};
+use crate::graph::{once, without_gradients};
 use crate::launch::RankEnv;
 use crate::memory::{ElementBytes, Ledger, MemoryReport};
 use crate::monitor::say;
+use crate::nn::draw_from;
 use crate::optim::{self, Optimizer, Schedule, StepContext};
 use crate::param::registry::{Holding, Registry};
 use crate::param::{ROOT, Source, fnv1a, lock};
@@ -276,7 +278,8 @@ impl<M> Engine<M> {
             return Err(Error::OutOfOrder { call: "forward", when: "after backward without a step" });
         }
         let start = Instant::now();
-        let output = self.attempt(|engine| engine.run_model(run))?;
+        let draws = ((self.rank() as u64) << 40 | self.micro_steps, 0);
+        let output = self.attempt(|engine| draw_from(draws, || engine.run_model(run)))?;
         self.phase = Phase::Forwarded;
         self.clock.forward += start.elapsed();
         Ok(output)
@@ -289,7 +292,7 @@ impl<M> Engine<M> {
     pub fn eval(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.attempt(|engine| {
             engine.core.set_evaluating(true);
-            let output = engine.run_model(run);
+            let output = without_gradients(|| engine.run_model(run));
             let ended = lock(&engine.core.gather).end(&engine.core);
             engine.core.set_evaluating(false);
             ended?;
@@ -348,7 +351,7 @@ impl<M> Engine<M> {
             // Scaled in f32: in 16 bits the scale itself may overflow.
             let scaled = if factor == 1.0 { loss.clone() } else { loss.to_dtype(DType::F32)?.affine(factor, 0.0)? };
             core.enter(Event::Backward(ROOT))?;
-            stacker::maybe_grow(RED_ZONE, BACKWARD_STACK, || scaled.backward()).map(drop)
+            once(|| stacker::maybe_grow(RED_ZONE, BACKWARD_STACK, || scaled.backward())).map(drop)
         };
         run().map_err(|e| core.explain(e))?;
         lock(&core.gradients).end_backward(core)?;

@@ -37,6 +37,8 @@ pub mod data;
 mod device;
 pub mod engine;
 pub mod error;
+mod graph;
+mod kernels;
 pub mod launch;
 pub mod layout;
 pub mod memory;

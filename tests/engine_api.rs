@@ -397,12 +397,12 @@ fn the_memory_report_is_a_table() {
         2221 parameters at stage 3 on 2 ranks; bytes of this rank:
         kind                      held           peak          formula      padding
         parameters                2222           2222             2221            1
-        gradients                 2222           2222             2221            1
+        gradients                    0           2222             2221            1
         master weights            4444           4444             4442            2
         moments                   8888           8888             8884            4
         persistent                   0              0                -            0
         gathered                     0           5738                -            0
-        buckets                      0           8886                -            0
+        buckets                      0           4444                -            0
         ");
     let outcomes = train(2, units(2), &config(1, 1, json!({}), json!({})), 2);
     insta::assert_snapshot!(outcomes[0].memory, @r"

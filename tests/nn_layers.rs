@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_zero::nn::{self, WeightLayout, composed};
+use candle_zero::nn::{self, Activation, Then, WeightLayout, composed};
 
 /// Numbers in [-1, 1) that differ from seed to seed.
 fn numbers(n: usize, seed: u32) -> Vec<f32> {
@@ -30,6 +30,9 @@ struct Case {
     shapes: Vec<Vec<usize>>,
     op: Function,
     composed: Function,
+    /// 16-bit numbers are rounded on the way too, as products of 16-bit operands demand: probabilities in attention,
+    /// logits before a softmax, the value before an activation.
+    rounds_on_the_way: bool,
 }
 
 fn case(
@@ -39,12 +42,21 @@ fn case(
     composed: impl Fn(&[Tensor]) -> Result<Tensor> + 'static,
 ) -> Case {
     let shapes = shapes.iter().map(|s| s.to_vec()).collect();
-    Case { name: name.into(), shapes, op: Box::new(op), composed: Box::new(composed) }
+    let (op, composed): (Function, Function) = (Box::new(op), Box::new(composed));
+    Case { name: name.into(), shapes, op, composed, rounds_on_the_way: false }
+}
+
+fn rounding_on_the_way(case: Case) -> Case {
+    Case { rounds_on_the_way: true, ..case }
 }
 
 fn ids(shape: &[usize], below: u32) -> Tensor {
     let n = shape.iter().product::<usize>() as u32;
     Tensor::from_iter((0..n).map(|i| (i * 7 + i * i * 3) % below), &Device::Cpu).unwrap().reshape(shape).unwrap()
+}
+
+fn onto(activation: Option<Activation>, residual: &Tensor) -> Then<'_> {
+    Then { activation, residual: Some(residual) }
 }
 
 fn cases() -> Vec<Case> {
@@ -93,12 +105,65 @@ fn cases() -> Vec<Case> {
         |a| composed::gelu_tanh(&(&a[0] * 8.0)?),
     ));
     for (batch, time, heads, head) in [(2, 5, 3, 4), (1, 1, 1, 1), (2, 67, 2, 5), (1, 130, 1, 3)] {
-        all.push(case(
+        all.push(rounding_on_the_way(case(
             format!("causal_attention {batch} x {time}, {heads} heads of {head}"),
             &[&[batch, time, 3 * heads * head]],
             move |a| nn::causal_attention(&(&a[0] * 2.0)?, heads),
             move |a| composed::causal_attention(&(&a[0] * 2.0)?, heads),
+        )));
+    }
+    for (batch, time, heads, kv_heads, head) in [(2, 5, 4, 2, 4), (1, 70, 6, 1, 3), (1, 33, 2, 2, 64)] {
+        let (q, kv) = ([batch, time, heads * head], [batch, time, kv_heads * head]);
+        all.push(rounding_on_the_way(case(
+            format!("grouped_attention {batch} x {time}, {heads} heads and {kv_heads} of {head}"),
+            &[&q, &kv, &kv],
+            move |a| nn::grouped_attention(&(&a[0] * 2.0)?, &a[1], &a[2], heads, kv_heads),
+            move |a| composed::grouped_attention(&(&a[0] * 2.0)?, &a[1], &a[2], heads, kv_heads),
+        )));
+    }
+    for activation in [None, Some(Activation::GeluTanh), Some(Activation::Silu)] {
+        let (rows, inputs, outputs) = (19, 7, 35);
+        let all_shapes: [&[usize]; 4] = [&[rows, inputs], &[inputs, outputs], &[outputs], &[rows, outputs]];
+        all.push(rounding_on_the_way(case(
+            format!("linear_then {activation:?}"),
+            &all_shapes,
+            move |a| nn::linear_then(&a[0], &a[1], Some(&a[2]), WeightLayout::InOut, onto(activation, &a[3])),
+            move |a| composed::linear_then(&a[0], &a[1], Some(&a[2]), WeightLayout::InOut, onto(activation, &a[3])),
+        )));
+    }
+    for shape in [vec![3, 17], vec![1, 2], vec![2, 3, 64]] {
+        let width = [shape[shape.len() - 1]];
+        all.push(case(
+            format!("rms_norm {shape:?}"),
+            &[&shape, &width],
+            |a| nn::rms_norm(&a[0], &a[1], 1e-5),
+            |a| composed::rms_norm(&a[0], &a[1], 1e-5),
         ));
+        all.push(case(format!("silu {shape:?}"), &[&shape], |a| nn::silu(&a[0]), |a| composed::silu(&a[0])));
+        let two: [&[usize]; 2] = [&shape, &shape];
+        let (op, composed) = (|a: &[Tensor]| nn::swiglu(&a[0], &a[1]), |a: &[Tensor]| composed::swiglu(&a[0], &a[1]));
+        all.push(case(format!("swiglu {shape:?}"), &two, op, composed));
+        all.push(case(format!("add {shape:?}"), &two, |a| nn::add(&a[0], &a[1]), |a| &a[0] + &a[1]));
+    }
+    for (batch, time, heads, head) in [(2, 5, 3, 4), (1, 1, 1, 2), (1, 40, 2, 64)] {
+        let rotary = nn::Rotary::new(head, 64, 10_000.0).unwrap();
+        all.push(case(
+            format!("rotary {batch} x {time}, {heads} heads of {head}"),
+            &[&[batch, time, heads * head]],
+            move |a| rotary.forward(&a[0]),
+            move |a| composed::rotary(&a[0], head, 10_000.0),
+        ));
+    }
+    for (layout, classes) in [(WeightLayout::OutIn, 11), (WeightLayout::InOut, 300)] {
+        let targets = ids(&[2, 9], classes as u32);
+        let weight = if layout == WeightLayout::OutIn { [classes, 5] } else { [5, classes] };
+        let again = targets.clone();
+        all.push(rounding_on_the_way(case(
+            format!("linear_cross_entropy {layout:?}"),
+            &[&[2, 9, 5], &weight],
+            move |a| nn::linear_cross_entropy(&a[0], &a[1], layout, &targets),
+            move |a| composed::cross_entropy(&composed::linear(&a[0], &a[1], None, layout)?, &again),
+        )));
     }
     for shape in [vec![2, 3, 11], vec![5, 33], vec![1, 1]] {
         let classes = shape[shape.len() - 1] as u32;
@@ -139,6 +204,8 @@ fn close(got: &[f64], want: &[f64], relative: f64, absolute: f64, what: &str) {
 fn compare(dtype: DType, composed_tolerance: f64, relative: f64, absolute: f64) {
     for case in cases() {
         let args: Vec<Tensor> = (0..).zip(&case.shapes).map(|(i, s)| tensor(s, i, dtype)).collect();
+        // Of the largest element: what is rounded on the way is as large as that, and errors add up.
+        let absolute = if case.rounds_on_the_way && dtype != DType::F32 { 4.0 * relative } else { absolute };
         let args_f64: Vec<Tensor> = args.iter().map(|a| a.to_dtype(DType::F64).unwrap()).collect();
         let (y, grads) = run(&case.op, &args);
         let (want_y, want_grads) = run(&case.composed, &args_f64);

@@ -10,6 +10,10 @@
 
 use super::shard::shard_len;
 
+/// Parameters of at least this many elements travel alone, whatever the bucket size: their shards lie rank by rank in
+/// the whole parameter already, so that nothing is packed, and nothing is gained by making the message larger.
+pub const PACKED_BELOW: usize = 1 << 16;
+
 /// Decides when a bucket is full: a gradient that would make it larger than the limit starts a new one. A gradient
 /// larger than the limit travels alone. DeepSpeed's rule for `reduce_bucket_size`.
 #[derive(Debug, Clone)]

@@ -6,7 +6,7 @@ mod partition;
 mod shard;
 mod stage;
 
-pub use bucket::{BucketRule, chunk_offsets};
+pub use bucket::{BucketRule, PACKED_BELOW, chunk_offsets};
 pub use deepspeed::FlatLayout;
 pub use partition::{partition_balanced, partition_uniform};
 pub use shard::{SubGroups, shard_len, shard_padding, shard_range};

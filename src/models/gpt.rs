@@ -3,7 +3,8 @@
 use super::{TokenRng, next_token};
 use crate::Error;
 use crate::nn::{
-    Conv1D, Embedding, LayerNorm, WeightLayout, causal_attention, cross_entropy, gelu_tanh, linear, refuse,
+    Activation, Conv1D, Embedding, LayerNorm, Then, WeightLayout, add, causal_attention, linear, linear_cross_entropy,
+    refuse,
 };
 use crate::zero::{Unit, unit};
 use candle_core::{D, DType, Device, Result, Tensor};
@@ -46,10 +47,12 @@ impl Block {
 
 impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let qkv = self.c_attn.forward(&self.ln_1.forward(x)?)?;
-        let x = (x + self.attn_proj.forward(&causal_attention(&qkv, self.n_head)?)?)?;
-        let h = gelu_tanh(&self.c_fc.forward(&self.ln_2.forward(&x)?)?)?;
-        &x + self.mlp_proj.forward(&h)?
+        let onto = |x| Then { residual: Some(x), ..Then::default() };
+        let gelu = Then { activation: Some(Activation::GeluTanh), ..Then::default() };
+        let attended = causal_attention(&self.c_attn.forward(&self.ln_1.forward(x)?)?, self.n_head)?;
+        let x = &self.attn_proj.forward_then(&attended, onto(x))?;
+        let h = self.c_fc.forward_then(&self.ln_2.forward(x)?, gelu)?;
+        self.mlp_proj.forward_then(&h, onto(x))
     }
 }
 
@@ -101,7 +104,7 @@ impl Gpt {
         // batch in f32, a broadcast's backward sums it in the storage dtype.
         let positions: Vec<u32> = (0..batch).flat_map(|_| 0..time as u32).collect();
         let positions = Tensor::from_vec(positions, (batch, time), ids.device())?;
-        let mut x = (self.wte.forward(ids)? + self.wpe.forward(&positions)?)?;
+        let mut x = add(&self.wte.forward(ids)?, &self.wpe.forward(&positions)?)?;
         for block in &self.blocks {
             x = block.forward(&x)?;
         }
@@ -124,7 +127,7 @@ impl Gpt {
     ///
     /// Errors: as [`Gpt::forward`], and targets outside the vocabulary.
     pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        cross_entropy(&self.forward(ids)?, targets)
+        linear_cross_entropy(&self.ln_f.forward(&self.hidden(ids)?)?, self.wte.weight(), WeightLayout::OutIn, targets)
     }
 
     /// The logits `[vocab]`, widened to f32, of the token after `tokens`; of more than `ctx` the last `ctx` count.

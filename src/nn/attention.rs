@@ -1,212 +1,140 @@
-//! Causal multi-head self-attention over a fused projection.
+//! Causal multi-head attention, with grouped heads.
 
+use crate::graph::{Grad, Inputs, OwnResult};
+use crate::kernels::attention::{self, Heads, Rows, RowsMut};
+use crate::kernels::buffer;
 use crate::nn::composed;
-use crate::nn::element::{Element, elements, with_element, with_elements};
-use crate::nn::matrix::{Matrix, product};
-use crate::nn::rows;
-use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
-use rayon::prelude::*;
-
-/// Query rows whose probabilities are held at a time. Part of the summation order of keys' and values' gradients: a
-/// constant.
-const QUERIES: usize = 64;
+use crate::nn::element::{Element, with_all, with_element};
+use candle_core::{Result, Tensor, bail};
 
 /// softmax(q k^T / sqrt(head width), causal) v for `n_head` heads.
 ///
 /// `qkv` `[batch, time, 3 width]` holds queries, keys and values side by side, each split into `n_head` equal heads, as
 /// GPT-2's c_attn gives them; the result is `[batch, time, width]`. Position t sees positions 0 to t. Arithmetic is f32
-/// for every dtype. Probabilities are recomputed in backward: no memory quadratic in time outlives the call.
+/// for every dtype. Worked in tiles: no memory quadratic in time, and no work for positions that are not seen.
 ///
 /// Errors: another rank, or a width that 3 `n_head` does not divide.
 pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
-    let sizes = Sizes::new(qkv.shape(), n_head)?;
+    let (batch, time, fused) = match *qkv.dims() {
+        [batch, time, fused] if n_head > 0 && fused > 0 && fused % (3 * n_head) == 0 => (batch, time, fused),
+        ref dims => bail!(
+            "causal_attention: the input has shape {dims:?}; [batch, time, 3 * width] with a width that the {n_head} \
+             heads divide is needed"
+        ),
+    };
     if !qkv.device().is_cpu() {
         return composed::causal_attention(qkv, n_head);
     }
-    qkv.contiguous()?.apply_op1(AttentionOp { sizes })
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Sizes {
-    batch: usize,
-    time: usize,
-    heads: usize,
-    /// Elements of one head's vector.
-    head: usize,
-}
-
-impl Sizes {
-    fn new(qkv: &Shape, heads: usize) -> Result<Self> {
-        match *qkv.dims() {
-            [batch, time, fused] if heads > 0 && fused > 0 && fused % (3 * heads) == 0 => {
-                Ok(Self { batch, time, heads, head: fused / (3 * heads) })
+    let width = fused / 3;
+    let heads = Heads { batch, time, heads: n_head, kv_heads: n_head, head: width / n_head };
+    let qkv = qkv.contiguous()?;
+    let inputs = Inputs::of([Some(&qkv)])?;
+    with_element!(qkv.dtype(), NAME, E => {
+        let (mut y, mut lse) = (buffer::<E>(batch * time * width), vec![0f32; batch * n_head * time]);
+        with_all([Some(&qkv)], NAME, |[x]| {
+            let [q, k, v] = fused_parts::<E>(x.unwrap_or_default(), width);
+            if !y.is_empty() {
+                attention::forward(&heads, q, k, v, &mut y, &mut lse);
             }
-            ref dims => bail!(
-                "causal_attention: the input has shape {dims:?}; [batch, time, 3 * width] with a width that the {heads} \
-                 heads divide is needed"
-            ),
-        }
-    }
-
-    fn scale(&self) -> f32 {
-        1.0 / (self.head as f32).sqrt()
-    }
+            Ok(())
+        })?;
+        let own = OwnResult::default();
+        let result = own.clone();
+        let y = inputs.result(NAME, E::storage(y), (batch, time, width), move |grad, [sink]| {
+            sink.make::<E>(qkv.elem_count(), |dqkv| {
+                if dqkv.is_empty() {
+                    return Ok(());
+                }
+                let columns = [0..width, width..2 * width, 2 * width..fused];
+                let [dq, dk, dv] = RowsMut::columns(dqkv, fused, columns);
+                with_all([Some(&qkv), Some(result.get()?)], NAME, |[x, y]| {
+                    let [q, k, v] = fused_parts::<E>(x.unwrap_or_default(), width);
+                    grad.read::<E, _>(NAME, |dy| {
+                        attention::backward(&heads, q, k, v, y.unwrap_or_default(), &lse, dy, dq, dk, dv);
+                        Ok(())
+                    })
+                })
+            })
+        })?;
+        Ok(own.is(y))
+    })
 }
 
-struct AttentionOp {
-    sizes: Sizes,
+/// softmax(q k^T / sqrt(head width), causal) v for separate queries, keys and values with grouped heads.
+///
+/// `q` `[batch, time, n_head * head]`, `k` and `v` `[batch, time, n_kv_head * head]`; `n_kv_head` divides `n_head`, and
+/// each of the key and value heads serves `n_head / n_kv_head` query heads in a row. The result has the shape of `q`.
+/// Otherwise as [`causal_attention`].
+///
+/// Errors: shapes or numbers of heads that do not fit.
+pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv_head: usize) -> Result<Tensor> {
+    let heads = match (q.dims(), k.dims()) {
+        (&[batch, time, width], &[kv_batch, kv_time, kv_width])
+            if n_kv_head > 0
+                && n_head > 0
+                && n_head.is_multiple_of(n_kv_head)
+                && width > 0
+                && width.is_multiple_of(n_head)
+                && kv_width == width / n_head * n_kv_head
+                && (kv_batch, kv_time) == (batch, time)
+                && k.dims() == v.dims() =>
+        {
+            Heads { batch, time, heads: n_head, kv_heads: n_kv_head, head: width / n_head }
+        }
+        _ => bail!(
+            "grouped_attention: queries {:?}, keys {:?} and values {:?} do not fit {n_head} query and {n_kv_head} key \
+             heads; [batch, time, heads * width of a head] is needed, with as many query heads as a multiple of the \
+             key heads",
+            q.dims(),
+            k.dims(),
+            v.dims()
+        ),
+    };
+    if !q.device().is_cpu() {
+        return composed::grouped_attention(q, k, v, n_head, n_kv_head);
+    }
+    let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
+    let inputs = Inputs::of([Some(&q), Some(&k), Some(&v)])?;
+    let shape = q.shape().clone();
+    with_element!(q.dtype(), NAME, E => {
+        let (mut y, mut lse) = (buffer::<E>(q.elem_count()), vec![0f32; heads.batch * heads.heads * heads.time]);
+        with_all([Some(&q), Some(&k), Some(&v)], NAME, |[q, k, v]| {
+            let (q, k, v) = (rows::<E>(q, n_head * heads.head), rows(k, n_kv_head * heads.head), rows(v, n_kv_head * heads.head));
+            if !y.is_empty() {
+                attention::forward(&heads, q, k, v, &mut y, &mut lse);
+            }
+            Ok(())
+        })?;
+        let own = OwnResult::default();
+        let result = own.clone();
+        let y = inputs.result(NAME, E::storage(y), shape, move |grad, [to_q, to_k, to_v]| {
+            let [mut dq, mut dk, mut dv] = [&q, &k, &v].map(|x| buffer::<E>(x.elem_count()));
+            with_all([Some(&q), Some(&k), Some(&v), Some(result.get()?)], NAME, |[q, k, v, y]| {
+                let gradient = |x| RowsMut::new(x, n_kv_head * heads.head);
+                let to_dq = RowsMut::new(&mut dq, n_head * heads.head);
+                let kv_width = n_kv_head * heads.head;
+                let (q, k, v) = (rows(q, n_head * heads.head), rows(k, kv_width), rows(v, kv_width));
+                grad.read::<E, _>(NAME, |dy| {
+                    let y = y.unwrap_or_default();
+                    attention::backward(&heads, q, k, v, y, &lse, dy, to_dq, gradient(&mut dk), gradient(&mut dv));
+                    Ok(())
+                })
+            })?;
+            to_q.give(Grad::own(dq))?;
+            to_k.give(Grad::own(dk))?;
+            to_v.give(Grad::own(dv))
+        })?;
+        Ok(own.is(y))
+    })
 }
 
 const NAME: &str = "causal_attention";
 
-/// One head's vectors of `parts` fused parts, part `part`, in f32: `[time, head]`.
-fn one_head<E: Element>(
-    data: &[E],
-    s: Sizes,
-    (batch, head): (usize, usize),
-    (part, parts): (usize, usize),
-) -> Vec<f32> {
-    let mut out = vec![0f32; s.time * s.head];
-    for (t, out) in out.chunks_exact_mut(s.head).enumerate() {
-        let at = ((batch * s.time + t) * parts + part) * s.heads + head;
-        E::widen(&data[at * s.head..][..s.head], out);
-    }
-    out
+/// Queries, keys and values that lie side by side, `width` elements each.
+fn fused_parts<E: Element>(x: &[E], width: usize) -> [Rows<'_, E>; 3] {
+    [0, 1, 2].map(|part| Rows::new(x.get(part * width..).unwrap_or_default(), 3 * width))
 }
 
-/// The pieces of a result of `parts` fused parts that belong to each (batch, head), in order of (time, part).
-fn pieces_by_head<E>(data: &mut [E], s: Sizes, parts: usize) -> Vec<Vec<&mut [E]>> {
-    let mut pieces: Vec<Vec<&mut [E]>> = Vec::new();
-    pieces.resize_with(s.batch * s.heads, || Vec::with_capacity(s.time * parts));
-    for (i, piece) in data.chunks_exact_mut(s.head).enumerate() {
-        let batch = i / (s.time * parts * s.heads);
-        pieces[batch * s.heads + i % s.heads].push(piece);
-    }
-    pieces
-}
-
-/// A block of queries against the keys they may see.
-struct Block {
-    /// First query.
-    start: usize,
-    queries: usize,
-    /// Keys 0..reach; the block's query i sees the first `start + i + 1` of them.
-    reach: usize,
-}
-
-impl Block {
-    fn all(time: usize) -> impl Iterator<Item = Self> {
-        (0..time).step_by(QUERIES).map(move |start| {
-            let queries = QUERIES.min(time - start);
-            Self { start, queries, reach: start + queries }
-        })
-    }
-
-    /// The block's rows of a `[time, head]` matrix.
-    fn rows<'a>(&self, x: &'a [f32], head: usize) -> Matrix<'a, f32> {
-        Matrix::new(&x[self.start * head..self.reach * head], self.queries, head)
-    }
-
-    /// The rows of a `[time, head]` matrix that the block's queries reach.
-    fn reached<'a>(&self, x: &'a [f32], head: usize) -> Matrix<'a, f32> {
-        Matrix::new(&x[..self.reach * head], self.reach, head)
-    }
-
-    /// Fills `p` with the probabilities `[queries, reach]`, 0 where a query does not see a key.
-    fn probabilities(&self, p: &mut Vec<f32>, q: &[f32], k: &[f32], s: Sizes) {
-        p.clear();
-        p.resize(self.queries * self.reach, 0.0);
-        product(p, false, self.rows(q, s.head), self.reached(k, s.head).t());
-        for (i, row) in p.chunks_exact_mut(self.reach).enumerate() {
-            let (seen, hidden) = row.split_at_mut(self.start + i + 1);
-            seen.iter_mut().for_each(|x| *x *= s.scale());
-            let (_, sum) = rows::exp_row(seen);
-            seen.iter_mut().for_each(|x| *x /= sum);
-            hidden.fill(0.0);
-        }
-    }
-}
-
-impl AttentionOp {
-    fn forward<E: Element>(&self, qkv: &[E]) -> Vec<E> {
-        let s = self.sizes;
-        let mut out = vec![E::default(); s.batch * s.time * s.heads * s.head];
-        pieces_by_head(&mut out, s, 1).into_par_iter().enumerate().for_each(|(i, mut out)| {
-            let at = (i / s.heads, i % s.heads);
-            let [q, k, v] = [0, 1, 2].map(|part| one_head(qkv, s, at, (part, 3)));
-            let (mut p, mut y) = (Vec::new(), Vec::new());
-            for block in Block::all(s.time) {
-                block.probabilities(&mut p, &q, &k, s);
-                y.resize(block.queries * s.head, 0.0);
-                product(&mut y, false, Matrix::new(&p, block.queries, block.reach), block.reached(&v, s.head));
-                for (out, y) in out[block.start..block.reach].iter_mut().zip(y.chunks_exact(s.head)) {
-                    E::narrow(y, out);
-                }
-            }
-        });
-        out
-    }
-
-    /// With probabilities p and their gradient g = dy v^T: the scores' gradient is d = p (g - sum(p g)) / sqrt(head),
-    /// and dq = d k, dk = d^T q, dv = p^T dy.
-    fn backward<E: Element>(&self, qkv: &[E], grad: &[E]) -> Vec<E> {
-        let s = self.sizes;
-        let mut out = vec![E::default(); qkv.len()];
-        pieces_by_head(&mut out, s, 3).into_par_iter().enumerate().for_each(|(i, mut out)| {
-            let at = (i / s.heads, i % s.heads);
-            let [q, k, v] = [0, 1, 2].map(|part| one_head(qkv, s, at, (part, 3)));
-            let dy = one_head(grad, s, at, (0, 1));
-            let [mut dq, mut dk, mut dv] = [(); 3].map(|()| vec![0f32; s.time * s.head]);
-            let (mut p, mut d) = (Vec::new(), Vec::new());
-            for block in Block::all(s.time) {
-                block.probabilities(&mut p, &q, &k, s);
-                let p_matrix = Matrix::new(&p, block.queries, block.reach);
-                product(&mut dv[..block.reach * s.head], true, p_matrix.t(), block.rows(&dy, s.head));
-                d.resize(p.len(), 0.0);
-                product(&mut d, false, block.rows(&dy, s.head), block.reached(&v, s.head).t());
-                for (i, (d, p)) in d.chunks_exact_mut(block.reach).zip(p.chunks_exact(block.reach)).enumerate() {
-                    let (seen, hidden) = d.split_at_mut(block.start + i + 1);
-                    let p = &p[..seen.len()];
-                    let along = rows::dot(p, seen);
-                    seen.iter_mut().zip(p).for_each(|(d, p)| *d = p * (*d - along) * s.scale());
-                    hidden.fill(0.0);
-                }
-                let d_matrix = Matrix::new(&d, block.queries, block.reach);
-                let dq = &mut dq[block.start * s.head..block.reach * s.head];
-                product(dq, false, d_matrix, block.reached(&k, s.head));
-                product(&mut dk[..block.reach * s.head], true, d_matrix.t(), block.rows(&q, s.head));
-            }
-            for (t, out) in out.chunks_exact_mut(3).enumerate() {
-                for (out, from) in out.iter_mut().zip([&dq, &dk, &dv]) {
-                    E::narrow(&from[t * s.head..][..s.head], out);
-                }
-            }
-        });
-        out
-    }
-}
-
-impl CustomOp1 for AttentionOp {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn cpu_fwd(&self, qkv: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
-        let s = self.sizes;
-        let storage = with_element!(qkv.dtype(), NAME, E => {
-            Ok(E::storage(self.forward(elements::<E>(qkv, layout, NAME)?)))
-        })?;
-        Ok((storage, Shape::from((s.batch, s.time, s.heads * s.head))))
-    }
-
-    fn bwd(&self, qkv: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let grad = grad.contiguous()?;
-        with_element!(qkv.dtype(), NAME, E => {
-            let data = with_elements::<E, _>(qkv, NAME, |x| {
-                with_elements::<E, _>(&grad, NAME, |g| Ok(self.backward(x, g)))
-            })?;
-            Ok(Some(Tensor::from_vec(data, qkv.shape(), qkv.device())?))
-        })
-    }
+fn rows<E: Element>(x: Option<&[E]>, width: usize) -> Rows<'_, E> {
+    Rows::new(x.unwrap_or_default(), width)
 }

@@ -3,7 +3,7 @@
 //!
 //! 16-bit inputs are widened to f32 where sums or exponentials are taken. Candle sums in the storage dtype otherwise.
 
-use super::WeightLayout;
+use super::{Activation, Then, WeightLayout};
 use candle_core::{D, DType, Result, Tensor};
 
 /// f32 for 16-bit tensors, themselves for others.
@@ -30,6 +30,23 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: Weight
     y.reshape(dims)
 }
 
+/// See [`crate::nn::linear_then`].
+pub fn linear_then(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    layout: WeightLayout,
+    then: Then<'_>,
+) -> Result<Tensor> {
+    let y = linear(x, weight, bias, layout)?;
+    let y = match then.activation {
+        Some(Activation::GeluTanh) => gelu_tanh(&y)?,
+        Some(Activation::Silu) => silu(&y)?,
+        None => y,
+    };
+    then.residual.map_or(Ok(y.clone()), |residual| residual + y)
+}
+
 /// See [`crate::nn::embedding()`]; ids must be valid.
 pub fn embedding(ids: &Tensor, table: &Tensor) -> Result<Tensor> {
     let mut dims = ids.dims().to_vec();
@@ -46,29 +63,76 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     h.broadcast_mul(&wide(weight)?)?.broadcast_add(&wide(bias)?)?.to_dtype(x.dtype())
 }
 
+/// See [`crate::nn::rms_norm()`].
+pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
+    let h = wide(x)?;
+    let square = h.sqr()?.mean_keepdim(D::Minus1)?;
+    let h = h.broadcast_div(&(square + eps)?.sqrt()?)?;
+    h.broadcast_mul(&wide(weight)?)?.to_dtype(x.dtype())
+}
+
+/// See [`crate::nn::silu()`].
+pub fn silu(x: &Tensor) -> Result<Tensor> {
+    let h = wide(x)?;
+    (&h / (h.neg()?.exp()? + 1.0)?)?.to_dtype(x.dtype())
+}
+
+/// See [`crate::nn::swiglu()`].
+pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    let h = wide(gate)?;
+    ((&h / (h.neg()?.exp()? + 1.0)?)? * wide(up)?)?.to_dtype(gate.dtype())
+}
+
+/// See [`crate::nn::Rotary`].
+pub fn rotary(x: &Tensor, head: usize, theta: f64) -> Result<Tensor> {
+    let (batch, time, width) = x.dims3()?;
+    let half = head / 2;
+    let angle = |t: usize, i: usize| t as f64 * theta.powf(-((2 * i) as f64) / head as f64);
+    let h = wide(&x.reshape((batch, time, width / head, head))?)?;
+    let table = |f: fn(f64) -> f64| {
+        let values = (0..time).flat_map(|t| (0..half).map(move |i| f(angle(t, i))));
+        Tensor::from_iter(values, x.device())?.reshape((1, time, 1, half))?.to_dtype(h.dtype())
+    };
+    let (cos, sin) = (table(f64::cos)?, table(f64::sin)?);
+    let (a, b) = (h.narrow(3, 0, half)?, h.narrow(3, half, half)?);
+    let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
+    let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
+    Tensor::cat(&[first, second], 3)?.reshape((batch, time, width))?.to_dtype(x.dtype())
+}
+
 /// See [`crate::nn::gelu_tanh()`].
 pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
     // Not Candle's `gelu`: its backward has constants of six digits.
     let h = wide(x)?;
     let cube = (h.sqr()? * &h)?;
-    let inner = ((&h + (cube * f64::from(super::gelu::CUBIC))?)? * f64::from(super::gelu::SCALE))?;
+    let inner =
+        ((&h + (cube * f64::from(crate::kernels::math::GELU_CUBIC))?)? * f64::from(crate::kernels::math::GELU_SCALE))?;
     ((h * 0.5)? * (inner.tanh()? + 1.0)?)?.to_dtype(x.dtype())
 }
 
 /// See [`crate::nn::causal_attention()`].
 pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
-    let (batch, time, fused) = qkv.dims3()?;
-    let (width, head) = (fused / 3, fused / 3 / n_head);
-    let part = |i: usize| {
-        let x = wide(&qkv.narrow(2, i * width, width)?)?;
-        x.reshape((batch, time, n_head, head))?.transpose(1, 2)?.contiguous()
+    let width = qkv.dim(D::Minus1)? / 3;
+    let part = |i: usize| qkv.narrow(D::Minus1, i * width, width);
+    grouped_attention(&part(0)?, &part(1)?, &part(2)?, n_head, n_head)
+}
+
+/// See [`crate::nn::grouped_attention()`].
+pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv_head: usize) -> Result<Tensor> {
+    let ((batch, time, width), dtype) = (q.dims3()?, q.dtype());
+    let (head, group) = (width / n_head, n_head / n_kv_head);
+    let split = |x: &Tensor, heads: usize| wide(&x.reshape((batch, time, heads, head))?)?.transpose(1, 2)?.contiguous();
+    // Each key and value head as often as query heads use it.
+    let repeated = |x: &Tensor| {
+        let x = split(x, n_kv_head)?.unsqueeze(2)?;
+        Tensor::cat(&vec![&x; group], 2)?.reshape((batch, n_head, time, head))
     };
-    let (q, k, v) = (part(0)?, part(1)?, part(2)?);
+    let (q, k, v) = (split(q, n_head)?, repeated(k)?, repeated(v)?);
     let hidden = (0..time).flat_map(|i| (0..time).map(move |j| if j > i { f32::NEG_INFINITY } else { 0.0 }));
-    let mask = Tensor::from_iter(hidden, qkv.device())?.reshape((time, time))?.to_dtype(q.dtype())?;
+    let mask = Tensor::from_iter(hidden, q.device())?.reshape((time, time))?.to_dtype(q.dtype())?;
     let scores = (q.matmul(&k.t()?.contiguous()?)? / (head as f64).sqrt())?.broadcast_add(&mask)?;
     let y = candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&v)?;
-    y.transpose(1, 2)?.contiguous()?.reshape((batch, time, width))?.to_dtype(qkv.dtype())
+    y.transpose(1, 2)?.contiguous()?.reshape((batch, time, width))?.to_dtype(dtype)
 }
 
 /// See [`crate::nn::cross_entropy()`]; targets must be valid. f64 logits give a f64 loss.

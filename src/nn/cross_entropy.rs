@@ -1,11 +1,16 @@
-//! The mean cross entropy of logits against target classes.
+//! The mean cross entropy against target classes: of logits, and of hidden states through an output projection.
 
 use crate::Error;
-use crate::nn::element::{Element, elements, with_element, with_elements};
+use crate::graph::{Grad, Inputs, is_once};
+use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
+use crate::kernels::{self, buffer};
+use crate::nn::element::{Element, with_all, with_element, with_elements};
 use crate::nn::embedding::host_ids;
-use crate::nn::{composed, refuse, rows};
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, bail};
-use rayon::prelude::*;
+use crate::nn::{WeightLayout, composed, refuse};
+use crate::param::lock;
+use crate::precision::{Flat, FlatMut, FlatRef};
+use candle_core::{CpuStorage, Result, Tensor, bail};
+use std::sync::Mutex;
 
 /// Mean over all rows of `-log softmax(logits)[target]`: a scalar of f32.
 ///
@@ -22,81 +27,167 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     if leading != targets.dims() {
         bail!("cross_entropy: logits {:?} need targets of shape {leading:?}, not {:?}", logits.dims(), targets.dims())
     }
-    let host = host_ids(targets, NAME, "targets")?;
-    if host.is_empty() {
-        bail!("cross_entropy: the mean over no rows at all is not defined; logits have shape {:?}", logits.dims())
-    }
-    if let Some(position) = host.iter().position(|t| *t as usize >= classes) {
-        return Err(refuse(Error::TargetOutOfRange { target: host[position], position, classes }));
-    }
+    let host = host_targets(targets, classes, &format!("logits have shape {:?}", logits.dims()))?;
     if !logits.device().is_cpu() {
         return composed::cross_entropy(logits, targets);
     }
-    logits.contiguous()?.apply_op1(CrossEntropyOp { targets: host, classes })
-}
-
-struct CrossEntropyOp {
-    /// Each below `classes`; one per row.
-    targets: Vec<u32>,
-    classes: usize,
+    let logits = logits.contiguous()?;
+    let inputs = Inputs::of([Some(&logits)])?;
+    with_element!(logits.dtype(), NAME, E => {
+        let mut losses = vec![0f32; host.len()];
+        with_elements::<E, _>(&logits, NAME, |x| {
+            kernels::cross_entropy::losses(x, classes, &host, &mut losses);
+            Ok(())
+        })?;
+        inputs.result(NAME, CpuStorage::F32(vec![mean(&losses)]), (), move |grad, [to_logits]| {
+            let scale = scalar(&grad)? / host.len() as f32;
+            to_logits.make::<E>(logits.elem_count(), |d| {
+                with_elements::<E, _>(&logits, NAME, |x| {
+                    d.copy_from_slice(x);
+                    Ok(())
+                })?;
+                kernels::cross_entropy::gradients(d, classes, &host, scale, &mut vec![0f32; host.len()]);
+                Ok(())
+            })
+        })
+    })
 }
 
 const NAME: &str = "cross_entropy";
 
-impl CrossEntropyOp {
-    fn mean_loss<E: Element>(&self, logits: &[E]) -> f32 {
-        let losses: Vec<f32> = logits
-            .par_chunks_exact(self.classes)
-            .zip(&self.targets)
-            .map_init(Vec::new, |row: &mut Vec<f32>, (logits, target)| {
-                row.resize(self.classes, 0.0);
-                E::widen(logits, row);
-                let at_target = row[*target as usize];
-                let (max, sum) = rows::exp_row(row);
-                sum.ln() + (max - at_target)
-            })
-            .collect();
-        let total: f64 = losses.iter().map(|x| f64::from(*x)).sum();
-        (total / losses.len() as f64) as f32
-    }
+/// Elements of the logits that exist at a time.
+const CHUNK: usize = 13 << 20;
 
-    fn backward<E: Element>(&self, logits: &[E], grad: f32) -> Vec<E> {
-        let scale = grad / self.targets.len() as f32;
-        let mut out = vec![E::default(); logits.len()];
-        out.par_chunks_exact_mut(self.classes)
-            .zip(logits.par_chunks_exact(self.classes))
-            .zip(&self.targets)
-            .for_each_init(Vec::new, |row: &mut Vec<f32>, ((out, logits), target)| {
-                row.resize(self.classes, 0.0);
-                E::widen(logits, row);
-                let (_, sum) = rows::exp_row(row);
-                row.iter_mut().for_each(|x| *x /= sum);
-                row[*target as usize] -= 1.0;
-                row.iter_mut().for_each(|x| *x *= scale);
-                E::narrow(row, out);
-            });
-        out
+/// [`cross_entropy`] of the logits h w of hidden states `h` `[.., width]`, which are never whole in memory: they are
+/// made, and turned into gradients, for some rows at a time. `weight` is `[classes, width]` with
+/// [`WeightLayout::OutIn`], else `[width, classes]`.
+///
+/// Where gradients are wanted they are computed together with the loss, in f32 and without the incoming gradient,
+/// which multiplies them in backward before they are rounded. Kept until then: the gradients of `h` and `weight`, f32.
+///
+/// Errors: as [`cross_entropy`] and [`crate::nn::linear()`].
+pub fn linear_cross_entropy(h: &Tensor, weight: &Tensor, layout: WeightLayout, targets: &Tensor) -> Result<Tensor> {
+    let (classes, width) = match layout {
+        WeightLayout::OutIn => weight.dims2()?,
+        WeightLayout::InOut => weight.t()?.dims2()?,
+    };
+    let leading = &h.dims()[..h.rank().saturating_sub(1)];
+    if h.dims().last() != Some(&width) || leading != targets.dims() {
+        bail!(
+            "linear_cross_entropy: hidden states {:?} with a weight {:?} need targets of shape {leading:?} and a last \
+             dimension of {width}; the targets have {:?}",
+            h.dims(),
+            weight.dims(),
+            targets.dims()
+        )
+    }
+    let host = host_targets(targets, classes, &format!("hidden states have shape {:?}", h.dims()))?;
+    if !h.device().is_cpu() {
+        return composed::cross_entropy(&composed::linear(h, weight, None, layout)?, targets);
+    }
+    let (h, weight) = (h.contiguous()?, weight.contiguous()?);
+    let inputs = Inputs::of([Some(&h), Some(&weight)])?;
+    with_element!(h.dtype(), NAME, E => {
+        let head = Head { targets: &host, classes, width, layout };
+        let (loss, grads) = with_all([Some(&h), Some(&weight)], NAME, |[h, weight]| {
+            let (h, weight) = (h.unwrap_or_default(), weight.unwrap_or_default());
+            Ok(head.run::<E>(h, weight, inputs.wants(0), inputs.wants(1)))
+        })?;
+        let (rows, grads) = (host.len(), Mutex::new(Some(grads)));
+        inputs.result(NAME, CpuStorage::F32(vec![loss]), (), move |grad, [to_h, to_weight]| {
+            let scale = scalar(&grad)? / rows as f32;
+            let mut kept = lock(&grads);
+            let grads = if is_once() { kept.take() } else { kept.clone() };
+            let Some((dh, dweight)) = grads else { bail!("{NAME}: its gradients were taken already") };
+            if to_weight.is_wanted() {
+                to_weight.give(Grad::Own(scaled::<E>(dweight, scale)))?;
+            }
+            if to_h.is_wanted() {
+                to_h.give(Grad::Own(scaled::<E>(dh, scale)))?;
+            }
+            Ok(())
+        })
+    })
+}
+
+/// The output projection of one application.
+struct Head<'a> {
+    targets: &'a [u32],
+    classes: usize,
+    width: usize,
+    layout: WeightLayout,
+}
+
+impl Head<'_> {
+    /// The mean loss, and the gradients of `h` and `weight` of the sum of the losses, empty where not wanted.
+    fn run<E: Element>(&self, h: &[E], weight: &[E], wants_h: bool, wants_weight: bool) -> (f32, (Vec<f32>, Vec<f32>)) {
+        let (classes, width) = (self.classes, self.width);
+        let w = match self.layout {
+            WeightLayout::OutIn => Matrix::new(weight, classes, width).t(),
+            WeightLayout::InOut => Matrix::new(weight, width, classes),
+        };
+        let mut losses = vec![0f32; self.targets.len()];
+        let mut dh = buffer::<f32>(if wants_h { h.len() } else { 0 });
+        let mut dweight = buffer::<f32>(if wants_weight { weight.len() } else { 0 });
+        let step = (CHUNK / classes.max(1)).next_multiple_of(64).min(self.targets.len());
+        let mut logits = buffer::<E>(step * classes);
+        for start in (0..self.targets.len()).step_by(step) {
+            let rows = step.min(self.targets.len() - start);
+            let (targets, losses) = (&self.targets[start..start + rows], &mut losses[start..start + rows]);
+            let h = Matrix::new(&h[start * width..(start + rows) * width], rows, width);
+            let logits = &mut logits[..rows * classes];
+            gemm(MatrixMut::new(logits, rows, classes), h, w, Epilogue::default());
+            if !wants_h && !wants_weight {
+                kernels::cross_entropy::losses(logits, classes, targets, losses);
+                continue;
+            }
+            // Without the factor 1 / rows, which would make small numbers vanish in f16.
+            kernels::cross_entropy::gradients(logits, classes, targets, 1.0, losses);
+            let d = Matrix::new(logits, rows, classes);
+            if wants_h {
+                let dh = MatrixMut::new(&mut dh[start * width..(start + rows) * width], rows, width);
+                gemm(dh, d, w.t(), Epilogue::default());
+            }
+            if wants_weight {
+                let epilogue = Epilogue { accumulate: start > 0, ..Epilogue::default() };
+                match self.layout {
+                    WeightLayout::OutIn => gemm(MatrixMut::new(&mut dweight, classes, width), d.t(), h, epilogue),
+                    WeightLayout::InOut => gemm(MatrixMut::new(&mut dweight, width, classes), h.t(), d, epilogue),
+                }
+            }
+        }
+        (mean(&losses), (dh, dweight))
     }
 }
 
-impl CustomOp1 for CrossEntropyOp {
-    fn name(&self) -> &'static str {
-        NAME
-    }
+fn mean(losses: &[f32]) -> f32 {
+    (losses.iter().map(|x| f64::from(*x)).sum::<f64>() / losses.len() as f64) as f32
+}
 
-    fn cpu_fwd(&self, logits: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
-        let loss = with_element!(logits.dtype(), NAME, E => {
-            Ok(self.mean_loss(elements::<E>(logits, layout, NAME)?))
-        })?;
-        Ok((CpuStorage::F32(vec![loss]), Shape::from(())))
-    }
+/// The incoming gradient of a scalar.
+fn scalar(grad: &Grad) -> Result<f32> {
+    grad.view(|values| values.get(0))
+}
 
-    fn bwd(&self, logits: &Tensor, _loss: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let grad = grad.to_dtype(DType::F32)?.to_scalar::<f32>()?;
-        with_element!(logits.dtype(), NAME, E => {
-            let data = with_elements::<E, _>(logits, NAME, |l| Ok(self.backward(l, grad)))?;
-            Ok(Some(Tensor::from_vec(data, logits.shape(), logits.device())?))
-        })
+/// `values * factor`, rounded once.
+fn scaled<E: Element>(mut values: Vec<f32>, factor: f32) -> Flat {
+    if E::DTYPE == candle_core::DType::F32 {
+        FlatMut::F32(&mut values).scale(factor);
+        return Flat::F32(values);
     }
+    let mut out = E::flat(buffer::<E>(values.len()));
+    out.as_mut().copy_scaled(FlatRef::F32(&values), factor);
+    out
+}
+
+/// The targets on the host, each below `classes`.
+fn host_targets(targets: &Tensor, classes: usize, shapes: &str) -> Result<Vec<u32>> {
+    let host = host_ids(targets, NAME, "targets")?;
+    if host.is_empty() {
+        bail!("cross_entropy: the mean over no rows at all is not defined; {shapes}")
+    }
+    if let Some(position) = host.iter().position(|t| *t as usize >= classes) {
+        return Err(refuse(Error::TargetOutOfRange { target: host[position], position, classes }));
+    }
+    Ok(host)
 }

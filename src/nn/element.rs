@@ -1,78 +1,48 @@
-//! Storage dtypes of the layer kernels (f32, bf16, f16), their widening, and access to a tensor's elements.
-//!
-//! Every kernel reads elements of one storage dtype, computes in f32 and rounds a result once when it is stored.
+//! Access to a tensor's elements for the kernels, and the way between Rust's types and Candle's storages.
 
-use crate::nn::matrix::Matrix;
+use crate::kernels;
+use crate::precision::Flat;
 use candle_core::{CpuStorage, DType, Error, Layout, Result, Storage, Tensor, WithDType};
-use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-/// A storage dtype of the layer kernels.
-pub(crate) trait Element: WithDType + Default {
-    /// Widens `src` into `dst` of the same length.
-    fn widen(src: &[Self], dst: &mut [f32]);
+/// A storage dtype of the layers: f32, bf16 or f16.
+pub(crate) trait Element: WithDType + kernels::Element {
+    /// `data` as a flat buffer.
+    fn flat(data: Vec<Self>) -> Flat;
 
-    /// Rounds `src` into `dst` of the same length, to nearest even.
-    fn narrow(src: &[f32], dst: &mut [Self]);
+    /// The elements of a flat buffer of this dtype.
+    fn of_flat(flat: &Flat) -> Option<&[Self]>;
 
-    /// The matrix in f32: itself when it is f32, else a widened copy in `buffer`.
-    fn matrix_f32<'a>(m: Matrix<'a, Self>, buffer: &'a mut Vec<f32>) -> Matrix<'a, f32>;
+    /// The elements of a flat buffer of this dtype, to change.
+    fn of_flat_mut(flat: &mut Flat) -> Option<&mut [Self]>;
 
     /// `data` as what Candle keeps.
     fn storage(data: Vec<Self>) -> CpuStorage {
         Self::to_cpu_storage_owned(data)
     }
-
-    /// `src` as a new vector of f32.
-    fn widened(src: &[Self]) -> Vec<f32> {
-        let mut out = vec![0.0; src.len()];
-        Self::widen(src, &mut out);
-        out
-    }
-
-    /// `src` as a new vector of this dtype.
-    fn narrowed(src: &[f32]) -> Vec<Self> {
-        let mut out = vec![Self::default(); src.len()];
-        Self::narrow(src, &mut out);
-        out
-    }
 }
 
-impl Element for f32 {
-    fn widen(src: &[Self], dst: &mut [f32]) {
-        dst.copy_from_slice(src);
-    }
-
-    fn narrow(src: &[f32], dst: &mut [Self]) {
-        dst.copy_from_slice(src);
-    }
-
-    fn matrix_f32<'a>(m: Matrix<'a, Self>, _buffer: &'a mut Vec<f32>) -> Matrix<'a, f32> {
-        m
-    }
-}
-
-macro_rules! half_element {
-    ($ty:ty) => {
+macro_rules! element {
+    ($ty:ty, $variant:ident) => {
         impl Element for $ty {
-            fn widen(src: &[Self], dst: &mut [f32]) {
-                src.convert_to_f32_slice(dst);
+            fn flat(data: Vec<Self>) -> Flat {
+                Flat::$variant(data)
             }
 
-            fn narrow(src: &[f32], dst: &mut [Self]) {
-                dst.convert_from_f32_slice(src);
+            fn of_flat(flat: &Flat) -> Option<&[Self]> {
+                if let Flat::$variant(data) = flat { Some(data) } else { None }
             }
 
-            fn matrix_f32<'a>(m: Matrix<'a, Self>, buffer: &'a mut Vec<f32>) -> Matrix<'a, f32> {
-                m.widened_into(buffer)
+            fn of_flat_mut(flat: &mut Flat) -> Option<&mut [Self]> {
+                if let Flat::$variant(data) = flat { Some(data) } else { None }
             }
         }
     };
 }
 
-half_element!(bf16);
-half_element!(f16);
-
+element!(f32, F32);
+element!(bf16, BF16);
+element!(f16, F16);
 /// Runs `$body` with `$E` standing for the Rust type of `$dtype`; any other dtype is Candle's "unsupported" error of
 /// the op named `$op`.
 macro_rules! with_element {
@@ -120,17 +90,31 @@ pub(crate) fn elements<'a, E: WithDType>(s: &'a CpuStorage, l: &Layout, op: &'st
     })
 }
 
-/// Runs `run` on the elements of a contiguous CPU tensor, as they are now.
+/// Runs `run` on the elements of contiguous CPU tensors, as they are now.
+pub(crate) fn with_all<E: WithDType, R, const N: usize>(
+    tensors: [Option<&Tensor>; N],
+    op: &'static str,
+    run: impl FnOnce([Option<&[E]>; N]) -> Result<R>,
+) -> Result<R> {
+    let storages = tensors.map(|t| t.map(|t| (t.storage_and_layout(), t)));
+    let mut slices = [None; N];
+    for (slice, storage) in slices.iter_mut().zip(&storages) {
+        let Some(((storage, layout), tensor)) = storage else { continue };
+        *slice = Some(match &**storage {
+            Storage::Cpu(s) => elements::<E>(s, layout, op)?,
+            _ => return Err(Error::Msg(format!("{op}: the CPU kernel met a tensor of {:?}", tensor.device())).bt()),
+        });
+    }
+    run(slices)
+}
+
+/// [`with_all`] for one tensor.
 pub(crate) fn with_elements<E: WithDType, R>(
-    t: &Tensor,
+    tensor: &Tensor,
     op: &'static str,
     run: impl FnOnce(&[E]) -> Result<R>,
 ) -> Result<R> {
-    let (storage, layout) = t.storage_and_layout();
-    match &*storage {
-        Storage::Cpu(s) => run(elements::<E>(s, layout, op)?),
-        _ => Err(Error::Msg(format!("{op}: the CPU kernel met a tensor of {:?}", t.device())).bt()),
-    }
+    with_all([Some(tensor)], op, |[values]| run(values.unwrap_or_default()))
 }
 
 #[cfg(test)]
@@ -155,11 +139,5 @@ mod tests {
         let absent = CpuStorage::F6E2M3(Vec::new());
         let layout = Layout::contiguous(Shape::from(4));
         assert!(elements::<f32>(&absent, &layout, "linear").is_err());
-    }
-
-    #[test]
-    fn narrowing_rounds_to_nearest_even() {
-        assert_eq!(bf16::narrowed(&[1.0 + 1.0 / 256.0, 1.0 + 3.0 / 256.0]), [bf16::ONE, bf16::from_f32(1.015625)]);
-        assert_eq!(f16::widened(&[f16::from_f32(0.5)]), [0.5]);
     }
 }

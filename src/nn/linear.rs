@@ -1,10 +1,14 @@
-//! Linear layers in both orientations of the weight.
+//! Linear layers in both orientations of the weight, with what follows them in the same pass.
 
-use crate::nn::composed;
-use crate::nn::element::{Element, elements, with_element, with_elements};
-use crate::nn::matrix::{Matrix, column_sums, matmul};
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use crate::graph::{Grad, Inputs, Sink};
+use crate::kernels::buffer;
+use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
+use crate::nn::element::{Element, with_all, with_element, with_elements};
+use crate::nn::{activation, composed};
+use candle_core::{Result, Shape, Tensor, bail};
 use candle_nn::{Init, Module, VarBuilder, init};
+
+pub use crate::kernels::gemm::Activation;
 
 /// How a linear layer's weight lies in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,25 +19,73 @@ pub enum WeightLayout {
     InOut,
 }
 
+/// What is done with a linear layer's result in the same pass over memory. Default: nothing.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Then<'a> {
+    /// Applied to the result.
+    pub activation: Option<Activation>,
+    /// Added after that; of the result's shape.
+    pub residual: Option<&'a Tensor>,
+}
+
 /// y = x w (+ bias) with true backward for x `[.., in]`, of the weight's dtype, and a bias `[out]`.
 ///
-/// Sums are in f32 whatever the dtype and are rounded once. The parameters are arguments of the op, so that Candle's
-/// autograd gives each of them its whole gradient, and are read when they are needed, in forward and again in backward.
+/// Sums are in f32 whatever the dtype and are rounded once. Parameters are read when they are needed, in forward and
+/// again in backward: they may leave memory in between.
 ///
 /// Errors: shapes that do not fit, operands of different dtypes, a dtype other than f32, bf16, f16 on the CPU.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: WeightLayout) -> Result<Tensor> {
-    if !x.device().is_cpu() {
-        return composed::linear(x, weight, bias, layout);
-    }
-    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
-    match bias {
-        Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, LinearOp { layout }),
-        None => x.apply_op2(&weight, LinearOp { layout }),
-    }
+    linear_then(x, weight, bias, layout, Then::default())
 }
 
-struct LinearOp {
+/// [`linear()`] and what follows it: residual + activation(x w + bias). The activation is computed from the result
+/// rounded to its dtype, which is kept for backward.
+///
+/// Errors: as [`linear()`], and a residual of another shape than the result.
+pub fn linear_then(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
     layout: WeightLayout,
+    then: Then<'_>,
+) -> Result<Tensor> {
+    if !x.device().is_cpu() {
+        return composed::linear_then(x, weight, bias, layout, then);
+    }
+    let sizes = Sizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
+    let shape = sizes.result_shape(x.shape());
+    if let Some(residual) = then.residual
+        && residual.shape() != &shape
+    {
+        bail!("linear: the residual has shape {:?}; the result has {:?}", residual.dims(), shape.dims())
+    }
+    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+    let bias = bias.map(Tensor::contiguous).transpose()?;
+    let residual = then.residual.map(Tensor::contiguous).transpose()?;
+    let inputs = Inputs::of([Some(&x), residual.as_ref(), Some(&weight), bias.as_ref()])?;
+    with_element!(x.dtype(), NAME, E => {
+        let mut y = buffer::<E>(shape.elem_count());
+        // What the activation was applied to; only backward needs it.
+        let keeps = then.activation.is_some() && inputs.are_wanted();
+        let mut before = buffer::<E>(if keeps { y.len() } else { 0 });
+        with_all([Some(&x), Some(&weight), bias.as_ref(), residual.as_ref()], NAME, |[x, w, bias, residual]| {
+            let (x, w) = (x.unwrap_or_default(), w.unwrap_or_default());
+            let matrix = |data| Matrix::new(data, sizes.rows, sizes.outputs);
+            let kept = keeps.then(|| MatrixMut::new(&mut before, sizes.rows, sizes.outputs));
+            let epilogue = Epilogue {
+                bias,
+                residual: residual.map(matrix),
+                activation: then.activation.map(|activation| (activation, kept)),
+                ..Epilogue::default()
+            };
+            let x = Matrix::new(x, sizes.rows, sizes.inputs);
+            gemm(MatrixMut::new(&mut y, sizes.rows, sizes.outputs), x, sizes.weight(w), epilogue);
+            Ok(())
+        })?;
+        let kept = then.activation.filter(|_| keeps).map(|activation| (activation, before));
+        let backward = Backward { x, weight, sizes, kept };
+        inputs.result(NAME, E::storage(y), shape, move |grad, sinks| backward.run(grad, sinks))
+    })
 }
 
 const NAME: &str = "linear";
@@ -44,11 +96,12 @@ struct Sizes {
     rows: usize,
     inputs: usize,
     outputs: usize,
+    layout: WeightLayout,
 }
 
-impl LinearOp {
-    fn sizes(&self, x: &Shape, weight: &Shape, bias: Option<&Shape>) -> Result<Sizes> {
-        let (inputs, outputs) = match (weight.dims(), self.layout) {
+impl Sizes {
+    fn new(x: &Shape, weight: &Shape, bias: Option<&Shape>, layout: WeightLayout) -> Result<Self> {
+        let (inputs, outputs) = match (weight.dims(), layout) {
             (&[outputs, inputs], WeightLayout::OutIn) | (&[inputs, outputs], WeightLayout::InOut) => (inputs, outputs),
             (dims, _) => bail!("linear: the weight must have two dimensions, not {dims:?}"),
         };
@@ -65,126 +118,75 @@ impl LinearOp {
             bail!("linear: the bias has shape {:?}; the weight's outputs ask for [{outputs}]", bias.dims())
         }
         let rows = x.dims()[..x.rank() - 1].iter().product();
-        Ok(Sizes { rows, inputs, outputs })
+        Ok(Self { rows, inputs, outputs, layout })
+    }
+
+    fn result_shape(&self, x: &Shape) -> Shape {
+        let mut dims = x.dims().to_vec();
+        let last = dims.len() - 1;
+        dims[last] = self.outputs;
+        Shape::from(dims)
     }
 
     /// The weight as a matrix `[in, out]`.
-    fn weight_matrix<'a, E: Copy>(&self, weight: &'a [E], s: Sizes) -> Matrix<'a, E> {
+    fn weight<'a, E: Copy>(&self, weight: &'a [E]) -> Matrix<'a, E> {
         match self.layout {
-            WeightLayout::OutIn => Matrix::new(weight, s.outputs, s.inputs).t(),
-            WeightLayout::InOut => Matrix::new(weight, s.inputs, s.outputs),
+            WeightLayout::OutIn => Matrix::new(weight, self.outputs, self.inputs).t(),
+            WeightLayout::InOut => Matrix::new(weight, self.inputs, self.outputs),
         }
     }
-
-    fn forward(
-        &self,
-        (x, x_layout): (&CpuStorage, &Layout),
-        (weight, weight_layout): (&CpuStorage, &Layout),
-        bias: Option<(&CpuStorage, &Layout)>,
-    ) -> Result<(CpuStorage, Shape)> {
-        use candle_core::backend::BackendStorage;
-        let sizes = self.sizes(x_layout.shape(), weight_layout.shape(), bias.map(|(_, l)| l.shape()))?;
-        let mut dims = x_layout.dims().to_vec();
-        let last = dims.len() - 1;
-        dims[last] = sizes.outputs;
-        let storage = with_element!(x.dtype(), NAME, E => {
-            let x = elements::<E>(x, x_layout, NAME)?;
-            let weight = elements::<E>(weight, weight_layout, NAME)?;
-            let bias = bias.map(|(b, l)| elements::<E>(b, l, NAME)).transpose()?;
-            let x = Matrix::new(x, sizes.rows, sizes.inputs);
-            Ok(E::storage(matmul(x, self.weight_matrix(weight, sizes), bias)))
-        })?;
-        Ok((storage, Shape::from(dims)))
-    }
-
-    /// Gradients of the input and the weight, each only where something wants it.
-    fn backward(&self, x: &Tensor, weight: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let sizes = self.sizes(x.shape(), weight.shape(), None)?;
-        with_element!(x.dtype(), NAME, E => self.backward_in::<E>(x, weight, grad, sizes))
-    }
-
-    fn backward_in<E: Element>(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        grad: &Tensor,
-        s: Sizes,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        with_elements::<E, _>(grad, NAME, |g| {
-            let g = Matrix::new(g, s.rows, s.outputs);
-            let x_grad = if x.track_op() {
-                let data = with_elements::<E, _>(weight, NAME, |w| Ok(matmul(g, self.weight_matrix(w, s).t(), None)))?;
-                Some(Tensor::from_vec(data, x.shape(), x.device())?)
-            } else {
-                None
-            };
-            let weight_grad = if weight.track_op() {
-                let data = with_elements::<E, _>(x, NAME, |x| {
-                    let x = Matrix::new(x, s.rows, s.inputs);
-                    Ok(match self.layout {
-                        WeightLayout::OutIn => matmul(g.t(), x, None),
-                        WeightLayout::InOut => matmul(x.t(), g, None),
-                    })
-                })?;
-                Some(Tensor::from_vec(data, weight.shape(), weight.device())?)
-            } else {
-                None
-            };
-            Ok((x_grad, weight_grad))
-        })
-    }
 }
 
-impl CustomOp2 for LinearOp {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, xl: &Layout, w: &CpuStorage, wl: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.forward((x, xl), (w, wl), None)
-    }
-
-    fn bwd(&self, x: &Tensor, w: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        self.backward(x, w, &grad.contiguous()?)
-    }
+/// What backward needs.
+struct Backward<E> {
+    x: Tensor,
+    weight: Tensor,
+    sizes: Sizes,
+    kept: Option<(Activation, Vec<E>)>,
 }
 
-impl CustomOp3 for LinearOp {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        xl: &Layout,
-        w: &CpuStorage,
-        wl: &Layout,
-        b: &CpuStorage,
-        bl: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.forward((x, xl), (w, wl), Some((b, bl)))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        w: &Tensor,
-        b: &Tensor,
-        _y: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let grad = grad.contiguous()?;
-        let (x_grad, w_grad) = self.backward(x, w, &grad)?;
-        let b_grad = if b.track_op() {
-            Some(with_element!(grad.dtype(), NAME, E => {
-                let sums = with_elements::<E, _>(&grad, NAME, |g| Ok(column_sums(g, b.elem_count())))?;
-                Tensor::from_vec(sums, b.shape(), b.device())
-            })?)
-        } else {
-            None
+impl<E: Element> Backward<E> {
+    fn run(&self, grad: Grad, [x, residual, weight, bias]: &[Sink; 4]) -> Result<()> {
+        let Some((activation, before)) = &self.kept else {
+            grad.read::<E, _>(NAME, |g| self.deliver(g, x, weight, bias))?;
+            return residual.give(grad);
         };
-        Ok((x_grad, w_grad, b_grad))
+        let mut inner = buffer::<E>(grad.len());
+        grad.read::<E, _>(NAME, |g| {
+            activation::backward(*activation, before, g, &mut inner);
+            Ok(())
+        })?;
+        residual.give(grad)?;
+        self.deliver(&inner, x, weight, bias)
+    }
+
+    /// The gradients by the product's own, `g`.
+    fn deliver(&self, g: &[E], x: &Sink, weight: &Sink, bias: &Sink) -> Result<()> {
+        let s = self.sizes;
+        let g = Matrix::new(g, s.rows, s.outputs);
+        if bias.is_wanted() {
+            let mut sums = vec![0f32; s.outputs];
+            column_sums(g, &mut sums);
+            bias.give_sums::<E>(&sums)?;
+        }
+        weight.accumulate::<E>(s.inputs * s.outputs, |dw, add| {
+            let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
+            with_elements::<E, _>(&self.x, NAME, |x| {
+                let x = Matrix::new(x, s.rows, s.inputs);
+                match s.layout {
+                    WeightLayout::OutIn => gemm(MatrixMut::new(dw, s.outputs, s.inputs), g.t(), x, epilogue),
+                    WeightLayout::InOut => gemm(MatrixMut::new(dw, s.inputs, s.outputs), x.t(), g, epilogue),
+                }
+                Ok(())
+            })
+        })?;
+        x.accumulate::<E>(s.rows * s.inputs, |dx, add| {
+            let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
+            with_elements::<E, _>(&self.weight, NAME, |w| {
+                gemm(MatrixMut::new(dx, s.rows, s.inputs), g, s.weight(w).t(), epilogue);
+                Ok(())
+            })
+        })
     }
 }
 
@@ -222,11 +224,16 @@ impl Linear {
     pub fn weight(&self) -> &Tensor {
         &self.weight
     }
+
+    /// The layer and what follows it in the same pass; see [`linear_then`].
+    pub fn forward_then(&self, x: &Tensor, then: Then<'_>) -> Result<Tensor> {
+        linear_then(x, &self.weight, self.bias.as_ref(), WeightLayout::OutIn, then)
+    }
 }
 
 impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        linear(x, &self.weight, self.bias.as_ref(), WeightLayout::OutIn)
+        self.forward_then(x, Then::default())
     }
 }
 
@@ -244,10 +251,15 @@ impl Conv1D {
         let bias = vb.get_with_hints(outputs, "bias", init::ZERO)?;
         Ok(Self { weight, bias })
     }
+
+    /// The layer and what follows it in the same pass; see [`linear_then`].
+    pub fn forward_then(&self, x: &Tensor, then: Then<'_>) -> Result<Tensor> {
+        linear_then(x, &self.weight, Some(&self.bias), WeightLayout::InOut, then)
+    }
 }
 
 impl Module for Conv1D {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        linear(x, &self.weight, Some(&self.bias), WeightLayout::InOut)
+        self.forward_then(x, Then::default())
     }
 }

@@ -16,28 +16,33 @@
 //! CPU each is one op with a hand-written backward; on any other device the same functions are composed of Candle's
 //! differentiable ops ([`composed`]).
 //!
-//! Parameters are the ops' second and third arguments, so that Candle gives each its complete gradient as soon as the
-//! layer's backward has run, and their values are read at the time of use: they may leave memory between forward and
-//! backward.
+//! Gradients between these layers, and those of an engine's parameters, do not travel through Candle's graph, which
+//! would add each to zeros first: the graph only says when a layer's turn comes (`graph` in the sources). Parameters'
+//! values are read at the time of use: they may leave memory between forward and backward. An engine's backward frees
+//! what a layer kept as soon as the layer has been differentiated.
 
+mod activation;
 mod attention;
 pub mod composed;
 mod cross_entropy;
-mod element;
+mod dropout;
+pub(crate) mod element;
 mod embedding;
-mod exp;
-mod gelu;
-mod layer_norm;
 mod linear;
-mod matrix;
-mod rows;
+mod norm;
+mod rotary;
+mod sum;
 
-pub use attention::causal_attention;
-pub use cross_entropy::cross_entropy;
+pub use activation::{gelu_tanh, silu, swiglu};
+pub use attention::{causal_attention, grouped_attention};
+pub use cross_entropy::{cross_entropy, linear_cross_entropy};
+pub use dropout::{Dropout, dropout};
+pub(crate) use dropout::{draw_from, draws};
 pub use embedding::{Embedding, embedding};
-pub use gelu::gelu_tanh;
-pub use layer_norm::{LayerNorm, layer_norm};
-pub use linear::{Conv1D, Linear, WeightLayout, linear};
+pub use linear::{Activation, Conv1D, Linear, Then, WeightLayout, linear, linear_then};
+pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm};
+pub use rotary::Rotary;
+pub use sum::add;
 
 /// An init hint: normal with mean 0.
 pub(crate) fn normal(std: f64) -> candle_nn::Init {

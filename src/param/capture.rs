@@ -1,26 +1,37 @@
-//! The operation that a parameter's tensor is the result of. Its backward receives the parameter's gradient.
+//! The leaf under a parameter's tensor, which receives the parameter's gradient.
 //!
 //! ```text
-//!   empty leaf --Capture--> parameter --> the model's operations --> loss
+//!   empty leaf --Capture--> token --> parameter --> the model's operations --> loss
 //!                  ^ bwd: the complete gradient, once per backward, when every use has been differentiated
 //! ```
 //!
-//! Candle adds up a node's gradient over all its uses before it calls the node's backward, and visits nodes in
-//! reverse order of their making, so the last layer's gradients come first. The gradient is handed to the engine and
-//! nothing goes to the leaf (`None`, which Candle allows for leaves). When it has arrived, no operation of this
-//! backward needs the parameter's values any more.
+//! Candle visits nodes in reverse order of their making, so the last layer's gradients come first. The gradient is
+//! handed to the engine and nothing goes to the leaf (`None`, which Candle allows for leaves). When it has arrived, no
+//! operation of this backward needs the parameter's values any more. See [`crate::graph`] for the token.
 
 use super::ParamId;
-use super::prepared::prepared;
+use super::residency::empty_leaf;
+use crate::graph::prepared::{one, prepared};
+use crate::graph::{Slot, with_token};
 use crate::zero::core::Link;
-use candle_core::{Result, Storage, Tensor};
+use candle_core::{Device, Result, Shape, Storage, Tensor};
+use std::sync::Arc;
 
 /// Makes a parameter's tensor that begins with `storage`.
-pub(crate) fn capture(leaf: &Tensor, param: ParamId, link: Link, storage: Storage) -> Result<Tensor> {
-    prepared("capture-gradient", leaf, (storage, leaf.shape().clone()), move |_, grad| {
-        if let Some(core) = link.core() {
+pub(crate) fn capture(
+    param: ParamId,
+    link: Link,
+    device: &Device,
+    (storage, shape): (Storage, Shape),
+) -> Result<Tensor> {
+    let slot = Arc::new(Slot::default());
+    let complete = slot.clone();
+    let leaf = empty_leaf(device, &Shape::from(1))?;
+    let token = prepared("capture-gradient", &leaf, one(device)?, move |_, _| {
+        if let (Some(grad), Some(core)) = (complete.take(), link.core()) {
             core.gradient_arrived(param, grad)?;
         }
         Ok(None)
-    })
+    })?;
+    with_token(token, slot, "parameter", (storage, shape))
 }

@@ -126,10 +126,9 @@ impl Inner {
         self.groups.push(id, numel, owned.clone(), FlatRef::F32(own));
         let values = Flat::from_f32(values, dtype);
 
-        let leaf = residency::empty_leaf(&h.device, &shape)?;
         let tensor = |values| {
             let storage = residency::storage_on(&h.device, residency::to_storage(values))?;
-            capture::capture(&leaf, id, self.link.clone(), storage)
+            capture::capture(id, self.link.clone(), &h.device, (storage, shape.clone()))
         };
         let (tensor, residency) = if h.placement.params.is_sharded() {
             // A storage of the true dtype, from which the tensor takes its own; one element, as CUDA may refuse none.

@@ -1,6 +1,7 @@
 //! Casts between flat buffers of different dtypes, and arithmetic across them in f32.
 
 use super::{FlatMut, FlatRef};
+use crate::kernels;
 use half::slice::HalfFloatSliceExt;
 
 /// Copies `src` into `dst` of equal length, rounding to nearest even where the format narrows.
@@ -39,6 +40,15 @@ pub(super) fn combine(mut dst: FlatMut<'_>, src: FlatRef<'_>, f: impl Fn(f32, f3
         copy(FlatMut::F32(&mut b[..n]), src.slice(range));
         a[..n].iter_mut().zip(&b[..n]).for_each(|(a, b)| *a = f(*a, *b));
         part.reborrow().copy_cast(FlatRef::F32(&a[..n]));
+    }
+}
+
+/// `dst[i] *= factor`, computed in f32 and rounded once.
+pub(super) fn scale(dst: FlatMut<'_>, factor: f32) {
+    match dst {
+        FlatMut::F32(d) => kernels::add::scale_into(d, factor),
+        FlatMut::BF16(d) => kernels::add::scale_into(d, factor),
+        FlatMut::F16(d) => kernels::add::scale_into(d, factor),
     }
 }
 

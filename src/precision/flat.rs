@@ -160,6 +160,11 @@ impl Flat {
         each!(Flat, self, v => v.truncate(len))
     }
 
+    /// Gives spare room back.
+    pub fn shrink_to_fit(&mut self) {
+        each!(Flat, self, v => v.shrink_to_fit())
+    }
+
     /// The raw bytes, in this machine's byte order.
     pub fn as_bytes(&self) -> &[u8] {
         self.as_ref().as_bytes()
@@ -268,6 +273,11 @@ impl<'a> FlatMut<'a> {
             return self.copy_cast(src);
         }
         super::cast::combine(self, src, |_, s| s * factor);
+    }
+
+    /// Multiplies every element, in f32, rounded once.
+    pub fn scale(self, factor: f32) {
+        super::cast::scale(self, factor);
     }
 
     /// Adds `src` of equal length times `factor`, in f32, rounded once.

@@ -10,11 +10,12 @@ use super::trace::Event;
 use crate::comm::Communicator;
 use crate::config::ZeroConfig;
 use crate::error::{Error, Result};
+use crate::graph::Grad;
 use crate::layout::Placement;
 use crate::memory::Ledger;
 use crate::param::registry::Registered;
 use crate::param::{Param, ParamId, UnitId, lock, residency};
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
@@ -92,7 +93,7 @@ impl Core {
     }
 
     /// Called by a parameter's capture operation.
-    pub fn gradient_arrived(&self, param: ParamId, grad: &Tensor) -> candle_core::Result<()> {
+    pub fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
         let arrived = lock(&self.gradients).arrive(self, param, grad);
         arrived.and_then(|()| self.release_param(param)).map_err(|e| self.stash(e))
     }

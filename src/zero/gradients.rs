@@ -1,10 +1,12 @@
 //! Gradients: from the backward that makes them to this rank's share.
 //!
 //! ```text
-//!   arrived -> [held until backward ends: stage 1] -> bucket -> reduce -> added to the share
+//!   arrived -> [held until backward ends: stage 1] -> bucket -> reduce -> becomes, or is added to, the share
 //! ```
 //!
-//! From stage 2 on a gradient leaves its tensor as soon as its bucket is full, while backward goes on. At stage 1
+//! A large gradient travels alone, in the buffer that its layer wrote: a parameter's shards lie in it rank by rank
+//! already. Small ones are packed together. From stage 2 on a gradient is gone as soon as it is reduced, while backward
+//! goes on. At stage 1
 //! every rank holds its whole gradient until backward is over, as ZeRO defines it. At stage 0 the whole sum is kept.
 //!
 //! Every stage reduces in every micro step, also where it could wait for the accumulation boundary: a sum over micro
@@ -14,11 +16,12 @@ use super::core::Core;
 use crate::comm::Pending;
 use crate::config::{Config, GradientOp};
 use crate::error::{Error, Result};
-use crate::layout::{BucketRule, Placement, chunk_offsets, shard_range};
-use crate::memory::{Held, Kind};
-use crate::param::{ParamId, lock, residency};
+use crate::graph::Grad;
+use crate::layout::{BucketRule, PACKED_BELOW, Placement, chunk_offsets, shard_len, shard_range};
+use crate::memory::{Held, Kind, Tracked};
+use crate::param::{ParamId, lock};
 use crate::precision::Flat;
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use std::collections::VecDeque;
 
 /// Reductions under way before the oldest is waited for: one travels while the next bucket fills.
@@ -80,7 +83,7 @@ pub(crate) struct Gradients {
 /// A gradient that has arrived, and its entry in the ledger.
 struct Arrived {
     param: ParamId,
-    grad: Tensor,
+    grad: Grad,
     held: Held,
 }
 
@@ -104,13 +107,13 @@ impl Gradients {
     }
 
     /// A parameter's gradient is complete.
-    pub fn arrive(&mut self, core: &Core, param: ParamId, grad: &Tensor) -> Result<()> {
+    pub fn arrive(&mut self, core: &Core, param: ParamId, grad: Grad) -> Result<()> {
         if let Some(arrived) = &mut self.arrived {
             arrived[param] = true;
         }
         let kind = if self.plan.hold { Kind::Gradients } else { Kind::Buckets };
-        let held = core.ledger.hold(kind, grad.elem_count() * grad.dtype().size_in_bytes());
-        let arrived = Arrived { param, grad: grad.clone(), held };
+        let held = core.ledger.hold(kind, grad.len() * grad.dtype().size_in_bytes());
+        let arrived = Arrived { param, grad, held };
         if self.plan.hold {
             self.held.push(arrived);
             return Ok(());
@@ -140,8 +143,11 @@ impl Gradients {
     }
 
     fn collect(&mut self, core: &Core, arrived: Arrived) -> Result<()> {
-        if self.rule.push(arrived.grad.elem_count()) {
-            self.launch(core)?;
+        if arrived.grad.len() >= PACKED_BELOW {
+            return self.launch_alone(core, arrived);
+        }
+        if self.rule.push(arrived.grad.len()) {
+            self.launch_bucket(core)?;
         }
         self.bucket.push(arrived);
         Ok(())
@@ -149,19 +155,36 @@ impl Gradients {
 
     fn flush(&mut self, core: &Core) -> Result<()> {
         self.rule.reset();
-        if self.bucket.is_empty() { Ok(()) } else { self.launch(core) }
+        if self.bucket.is_empty() { Ok(()) } else { self.launch_bucket(core) }
+    }
+
+    /// Begins the reduction of one gradient, in its own buffer where nobody else sees it.
+    fn launch_alone(&mut self, core: &Core, Arrived { param, grad, held }: Arrived) -> Result<()> {
+        let mut flat = match grad {
+            Grad::Own(flat) if flat.dtype() == self.plan.wire => flat,
+            other => other.view(|values| {
+                let mut flat = Flat::with_capacity(self.plan.wire, core.padded(param));
+                flat.extend_cast(values);
+                flat
+            })?,
+        };
+        flat.extend_zeros(core.padded(param) - flat.len());
+        if self.plan.before != 1.0 {
+            flat.as_mut().scale(self.plan.before);
+        }
+        drop(held);
+        self.reduce(core, vec![param], flat)
     }
 
     /// Packs the bucket, rank by rank, and begins its reduction. Gradients are dropped as they are packed.
-    fn launch(&mut self, core: &Core) -> Result<()> {
+    fn launch_bucket(&mut self, core: &Core) -> Result<()> {
         let world = core.comm.size();
         let items = std::mem::take(&mut self.bucket);
         let params: Vec<ParamId> = items.iter().map(|i| i.param).collect();
         let (offsets, chunk) = core.chunk_offsets(&params);
         let mut flat = Flat::zeros(self.plan.wire, chunk * world);
-        let bucket_held = core.ledger.hold(Kind::Buckets, flat.capacity_in_bytes());
         for (Arrived { param, grad, held }, offset) in items.into_iter().zip(offsets) {
-            residency::with_view(&grad, |values| {
+            grad.view(|values| {
                 for r in 0..world {
                     let shard = shard_range(core.params[param].numel, world, r);
                     let start = r * chunk + offset;
@@ -171,10 +194,15 @@ impl Gradients {
             })?;
             drop((grad, held));
         }
+        self.reduce(core, params, flat)
+    }
+
+    fn reduce(&mut self, core: &Core, params: Vec<ParamId>, flat: Flat) -> Result<()> {
+        let held = core.ledger.hold(Kind::Buckets, flat.capacity_in_bytes());
         let tag = core.tag(&params);
         let pending =
             if self.plan.scatter { core.comm.reduce_scatter(flat, tag) } else { core.comm.all_reduce(flat, tag) };
-        self.in_flight.push_back(Reduction { params, pending, held: bucket_held });
+        self.in_flight.push_back(Reduction { params, pending, held });
         self.finish(core, if self.plan.overlap { IN_FLIGHT - 1 } else { 0 })
     }
 
@@ -182,8 +210,9 @@ impl Gradients {
     fn finish(&mut self, core: &Core, left: usize) -> Result<()> {
         while self.in_flight.len() > left {
             let Some(Reduction { params, pending, held }) = self.in_flight.pop_front() else { break };
-            self.accumulate(core, &params, pending.wait()?);
+            let sum = pending.wait()?;
             drop(held);
+            self.accumulate(core, &params, sum);
         }
         Ok(())
     }
@@ -198,6 +227,22 @@ impl Gradients {
             (false, _) => (0..world).map(|r| (r, r * chunk)).collect(),
         };
         let mut groups = lock(&core.groups);
+        if let ([param], [(_, start)]) = (params, &chunks[..1]) {
+            // A large parameter's pieces lie one after the other, as in its share.
+            let (group, slot) = core.places[*param];
+            let len = groups[group].slot_len(slot);
+            let grads = &mut groups[group].grads[slot];
+            if grads.is_none() && sum.dtype() == self.plan.accumulate && *start == 0 && sum.len() >= len {
+                let mut sum = sum;
+                sum.truncate(len);
+                sum.shrink_to_fit();
+                if self.plan.after != 1.0 {
+                    sum.as_mut().scale(self.plan.after);
+                }
+                *grads = Some(Tracked::new(&core.ledger, Kind::Gradients, sum));
+                return;
+            }
+        }
         for (param, offset) in params.iter().zip(offsets) {
             let (group, slot) = core.places[*param];
             let owned = groups[group].slots[slot].owned.start;
@@ -213,16 +258,9 @@ impl Gradients {
         }
     }
 
-    /// After an optimizer step: gradients begin again at zero. Where they are held whole during backward, the share
-    /// is given back, so that the two never add up.
+    /// After an optimizer step: no gradients.
     pub fn clear(&self, core: &Core) {
-        for grads in lock(&core.groups).iter_mut().flat_map(|g| &mut g.grads) {
-            if self.plan.hold {
-                *grads = None;
-            } else if let Some(grads) = grads {
-                grads.fill_zero();
-            }
-        }
+        lock(&core.groups).iter_mut().for_each(|group| group.grads.iter_mut().for_each(|grads| *grads = None));
     }
 
     /// What gradients are accumulated in.
@@ -232,6 +270,11 @@ impl Gradients {
 }
 
 impl Core {
+    /// Elements of a parameter's shards of all ranks, padding included.
+    fn padded(&self, param: ParamId) -> usize {
+        shard_len(self.params[param].numel, self.comm.size()) * self.comm.size()
+    }
+
     fn chunk_offsets(&self, params: &[ParamId]) -> (Vec<usize>, usize) {
         let numels: Vec<usize> = params.iter().map(|p| self.params[*p].numel).collect();
         chunk_offsets(&numels, self.comm.size())

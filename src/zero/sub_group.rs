@@ -10,7 +10,7 @@
 //! | `master` | 16-bit only | 16-bit only | 16-bit only |
 //! | `grads`, `moments` | whole | shards | shards |
 //!
-//! Gradients have a buffer per parameter, because at stage 1 each replaces a whole gradient that has just gone.
+//! Gradients have a buffer per parameter: the one that a large gradient was reduced in.
 
 use crate::layout::{SubGroups, shard_len};
 use crate::memory::{Kind, Ledger, Tracked};
@@ -125,10 +125,14 @@ impl SubGroup {
         self.moments = (0..count).map(|_| zeros()).collect();
     }
 
+    /// Elements of a slot, padding included.
+    pub fn slot_len(&self, slot: usize) -> usize {
+        self.slots.get(slot + 1).map_or(self.len, |next| next.at) - self.slots[slot].at
+    }
+
     /// The gradient buffer of a slot (its owned elements and padding), zeroed where there was none.
     pub fn grads(&mut self, slot: usize, ledger: &Ledger, dtype: DType) -> &mut Tracked {
-        let end = self.slots.get(slot + 1).map_or(self.len, |next| next.at);
-        let len = end - self.slots[slot].at;
+        let len = self.slot_len(slot);
         let zeros = || Tracked::new(ledger, Kind::Gradients, Flat::zeros(dtype, len));
         self.grads[slot].get_or_insert_with(zeros)
     }

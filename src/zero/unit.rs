@@ -5,15 +5,17 @@
 //!   backward   mark: gather | inner's operations; each parameter is released when its gradient has arrived
 //! ```
 //!
-//! The mark is an identity operation on the unit's output: Candle runs its backward before any backward of the
-//! unit's own operations. Without an engine, and where parameters are not sharded, a unit passes through.
+//! The mark runs before the unit's last operation is differentiated, and so before any of its operations: as a hook of
+//! that operation where it is one of this library's, else as an identity operation on the unit's output. Without an engine, and where parameters are not sharded, a unit passes through.
 //!
 //! A unit may recompute (activation checkpointing): forward keeps only its input, and backward runs forward again.
 
 use super::core::{Core, Link};
 use super::trace::Event;
+use crate::graph::prepared::{copy_of, prepared};
+use crate::graph::{Grad, Inputs, Value, node_of, once, without_gradients};
+use crate::nn::{draw_from, draws};
 use crate::param::UnitId;
-use crate::param::prepared::{copy_of, prepared};
 use crate::param::registry::Registry;
 use crate::param::residency::{storage_on, to_storage};
 use crate::precision::Flat;
@@ -108,15 +110,32 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
         // untracked input would keep the operation's backward from ever being called.
         if (self.recompute || core.recompute) && x.track_op() {
             core.will_recompute();
-            let output = copy_of(&self.run(id, &core, &x.detach())?)?;
-            let unit = self.clone();
-            return prepared("recompute-unit", x, output, move |x, grad| unit.run_again(x, grad));
+            let draws = draws();
+            let (storage, shape) = copy_of(&without_gradients(|| self.run(id, &core, &x.detach()))?)?;
+            let (unit, input) = (self.clone(), x.detach());
+            return Inputs::of([Some(x)])?.result(
+                "recompute-unit",
+                Value(storage),
+                shape.clone(),
+                move |grad, [to_x]| {
+                    let grad = grad.into_tensor(&shape, input.device())?;
+                    match draw_from(draws, || unit.run_again(&input, &grad))? {
+                        Some(grad) => to_x.give(Grad::Shared(grad)),
+                        None => Ok(()),
+                    }
+                },
+            );
         }
         let y = self.run(id, &core, x)?;
         if !core.placement.params.is_sharded() {
             return Ok(y);
         }
         let link = link.clone();
+        if let Some(node) = node_of(&y) {
+            let enter = move || link.core().map_or(Ok(()), |core| core.enter(Event::Backward(id)));
+            node.slot.before_backward(Box::new(enter));
+            return Ok(y);
+        }
         prepared("unit-output", &y, copy_of(&y)?, move |_, grad| {
             if let Some(core) = link.core() {
                 core.enter(Event::Backward(id))?;
@@ -163,7 +182,7 @@ impl<M: Module> Unit<M> {
             let zero = storage_on(y.device(), to_storage(Flat::zeros(y.dtype(), 1)))?;
             let grad = grad.clone();
             let seed = prepared("seed", &y, (zero, Shape::from(())), move |_, _| Ok(Some(grad.clone())))?;
-            Ok(seed.backward()?.remove(input.as_tensor()))
+            Ok(once(|| seed.backward())?.remove(input.as_tensor()))
         };
         match self.core().filter(|(_, _, core)| core.placement.params.is_sharded()) {
             Some((id, _, core)) => core.nested(|| {

@@ -3,10 +3,10 @@
 //! Candle's forward of a custom operation returns a storage of its own. Nothing is to be computed there; what matters
 //! is that the result depends on the argument, and that backward comes by.
 
-use super::lock;
-use super::residency::{to_storage, with_view};
+use crate::param::lock;
+use crate::param::residency::{storage_on, to_storage, with_view};
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Storage, Tensor};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Device, Layout, Result, Shape, Storage, Tensor};
 use std::sync::Mutex;
 
 struct Prepared<B> {
@@ -22,6 +22,11 @@ where
     B: Fn(&Tensor, &Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
 {
     arg.apply_op1(Prepared { name, result: Mutex::new(Some(result)), backward })
+}
+
+/// A token's result: one element on `device`.
+pub(crate) fn one(device: &Device) -> Result<(Storage, Shape)> {
+    Ok((storage_on(device, CpuStorage::F32(vec![0.0]))?, Shape::from(1)))
 }
 
 /// A copy of a tensor's values as a result, made on its device.

@@ -1,0 +1,182 @@
+//! A gradient on its way, and the place where the gradients of one tensor are added up.
+
+use crate::kernels::add::add_into;
+use crate::kernels::buffer;
+use crate::nn::element::{Element, with_elements};
+use crate::param::lock;
+use crate::param::residency::{storage_on, to_storage, with_view};
+use crate::precision::{Flat, FlatRef};
+use candle_core::{DType, Device, Result, Shape, Tensor, op::BackpropOp};
+use std::cell::Cell;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The gradient of one tensor, or a part of it.
+#[derive(Debug)]
+pub(crate) enum Grad {
+    /// Nobody else sees it: it may be changed in place.
+    Own(Flat),
+    /// A tensor that others may hold too, on any device.
+    Shared(Tensor),
+}
+
+impl Grad {
+    pub fn own<E: Element>(values: Vec<E>) -> Self {
+        Self::Own(E::flat(values))
+    }
+
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::Own(flat) => flat.dtype(),
+            Self::Shared(tensor) => tensor.dtype(),
+        }
+    }
+
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Own(flat) => flat.len(),
+            Self::Shared(tensor) => tensor.elem_count(),
+        }
+    }
+
+    /// Lets `look` see the values on the host, in row-major order.
+    pub fn view<T>(&self, look: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
+        match self {
+            Self::Own(flat) => Ok(look(flat.as_ref())),
+            Self::Shared(tensor) => with_view(tensor, look),
+        }
+    }
+
+    /// The values as elements of the operation `op`.
+    pub fn read<E: Element, T>(&self, op: &'static str, look: impl FnOnce(&[E]) -> Result<T>) -> Result<T> {
+        match self {
+            Self::Own(flat) => match E::of_flat(flat) {
+                Some(values) => look(values),
+                None => candle_core::bail!("{op}: a gradient of {:?} where {:?} belongs", flat.dtype(), E::DTYPE),
+            },
+            Self::Shared(tensor) => with_elements::<E, _>(&tensor.contiguous()?, op, look),
+        }
+    }
+
+    /// A copy that may be changed.
+    pub fn copy(&self) -> Result<Self> {
+        self.view(|values| Self::Own(values.to_flat()))
+    }
+
+    /// The same gradient where it may be changed in place: copied if others may see it.
+    pub fn into_own(self) -> Result<Flat> {
+        match self {
+            Self::Own(flat) => Ok(flat),
+            Self::Shared(tensor) => with_view(&tensor, |values| values.to_flat()),
+        }
+    }
+
+    /// As a tensor of `shape` on `device`.
+    pub fn into_tensor(self, shape: &Shape, device: &Device) -> Result<Tensor> {
+        match self {
+            Self::Shared(tensor) => tensor.reshape(shape),
+            Self::Own(flat) => {
+                let storage = storage_on(device, to_storage(flat))?;
+                Ok(Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), false))
+            }
+        }
+    }
+}
+
+thread_local! {
+    /// The number of this thread's backward: another one after each that failed.
+    static PASS: Cell<u64> = Cell::new(new_pass());
+}
+
+fn new_pass() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// Forgets the gradients of the backward of this thread that has just failed: the next one begins without them.
+pub(super) fn abandon() {
+    PASS.set(new_pass());
+}
+
+/// Where the gradients of one tensor are added up during a backward.
+#[derive(Default)]
+pub(crate) struct Slot {
+    grad: Mutex<Option<(u64, Grad)>>,
+    before: Mutex<Vec<Hook>>,
+}
+
+/// What runs before the operation that made a tensor is differentiated.
+pub(crate) type Hook = Box<dyn Fn() -> Result<()> + Send + Sync>;
+
+impl Slot {
+    /// Adds a gradient. The first one is kept as it is; sums are rounded to the tensor's dtype one after the other, in
+    /// the order of their coming.
+    pub fn add(&self, grad: Grad) -> Result<()> {
+        let sum = match (self.take(), grad) {
+            (None, grad) => grad,
+            (Some(Grad::Shared(a)), Grad::Shared(b)) => Grad::Shared((a + b)?),
+            (Some(Grad::Own(mut sum)), other) | (Some(other), Grad::Own(mut sum)) => {
+                other.view(|values| add_flat(&mut sum, values))??;
+                Grad::Own(sum)
+            }
+        };
+        self.put(sum);
+        Ok(())
+    }
+
+    /// Whether nothing has come.
+    pub fn is_empty(&self) -> bool {
+        lock(&self.grad).as_ref().is_none_or(|(pass, _)| *pass != PASS.get())
+    }
+
+    /// Has `hook` run before the operation that made the tensor is differentiated.
+    pub fn before_backward(&self, hook: Hook) {
+        lock(&self.before).push(hook);
+    }
+
+    /// Runs the hooks.
+    pub fn about_to_run(&self) -> Result<()> {
+        lock(&self.before).iter().try_for_each(|hook| hook())
+    }
+
+    /// Takes what has come in this backward.
+    pub fn take(&self) -> Option<Grad> {
+        lock(&self.grad).take().filter(|(pass, _)| *pass == PASS.get()).map(|(_, grad)| grad)
+    }
+
+    fn put(&self, grad: Grad) {
+        *lock(&self.grad) = Some((PASS.get(), grad));
+    }
+
+    /// Lets `write` add to the gradient in place, or, with `false`, make it: then it is given `len` elements of any
+    /// value and must write all of them.
+    pub fn accumulate<E: Element>(&self, len: usize, write: impl FnOnce(&mut [E], bool) -> Result<()>) -> Result<()> {
+        let Some(grad) = self.take() else {
+            let mut values = buffer::<E>(len);
+            write(&mut values, false)?;
+            self.put(Grad::own(values));
+            return Ok(());
+        };
+        let mut flat = grad.into_own()?;
+        let dtype = flat.dtype();
+        match E::of_flat_mut(&mut flat) {
+            Some(values) => write(values, true)?,
+            None => candle_core::bail!("gradients of one tensor have the dtypes {dtype:?} and {:?}", E::DTYPE),
+        }
+        self.put(Grad::Own(flat));
+        Ok(())
+    }
+}
+
+fn add_flat(sum: &mut Flat, values: FlatRef<'_>) -> Result<()> {
+    assert_eq!(sum.len(), values.len(), "gradients of one tensor have one length");
+    match (sum, values) {
+        (Flat::F32(sum), FlatRef::F32(values)) => add_into(sum, values),
+        (Flat::BF16(sum), FlatRef::BF16(values)) => add_into(sum, values),
+        (Flat::F16(sum), FlatRef::F16(values)) => add_into(sum, values),
+        (sum, values) => {
+            candle_core::bail!("gradients of one tensor have the dtypes {:?} and {:?}", sum.dtype(), values.dtype())
+        }
+    }
+    Ok(())
+}

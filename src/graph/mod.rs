@@ -1,0 +1,27 @@
+//! How parameters and layers stand in Candle's autograd graph without Candle touching their gradients.
+//!
+//! Candle makes a tensor of zeros for every gradient and adds to it, in 16 bits one element after the other. So the
+//! gradients of this library's own operations travel beside the graph, and the graph only says when:
+//!
+//! ```text
+//!   token of a ---+                                   +--> Candle's operations use y; their gradient goes to y's slot
+//!   token of b ---+--> operation --> token of y --> y |
+//!                      bwd: takes y's slot,           +--> ours look up y's token and take that; they deliver to
+//!                           fills a's and b's slots        y's slot themselves
+//! ```
+//!
+//! A token is a tensor of one element. Candle adds up the tokens' gradients, which costs nothing, and calls the
+//! operation's backward once, when all uses of `y`, of either kind, have been differentiated. A parameter is the same
+//! thing with nothing before it: when its token's turn comes, its slot holds the complete gradient.
+//!
+//! Any other tensor that a layer is given (a `Var`, the result of Candle's operations) gets a token of its own for that
+//! one use, whose backward hands the slot's content to Candle.
+
+mod grad;
+mod node;
+pub(crate) mod prepared;
+mod record;
+
+pub(crate) use grad::{Grad, Slot};
+pub(crate) use node::{node_of, with_token};
+pub(crate) use record::{Inputs, OwnResult, Sink, Value, is_once, is_without_gradients, once, without_gradients};

@@ -1,0 +1,55 @@
+//! Tensors with a token: the table that leads from a tensor to its token and slot.
+
+use super::grad::{Grad, Slot};
+use super::prepared::prepared;
+use candle_core::{Result, Shape, Storage, Tensor, TensorId};
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, OnceLock, RwLock};
+
+/// A tensor's token and slot.
+#[derive(Clone)]
+pub(crate) struct Node {
+    pub token: Tensor,
+    pub slot: Arc<Slot>,
+}
+
+/// The nodes of all tensors that have one and are alive, in the whole process.
+static NODES: LazyLock<RwLock<HashMap<TensorId, Node>>> = LazyLock::new(RwLock::default);
+
+/// The node of a tensor that has one.
+pub(crate) fn node_of(tensor: &Tensor) -> Option<Node> {
+    NODES.read().unwrap_or_else(|poisoned| poisoned.into_inner()).get(&tensor.id()).cloned()
+}
+
+/// Takes a tensor's node out of the table when the tensor's operation, and so the tensor, is dropped.
+struct Entry(Arc<OnceLock<TensorId>>);
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        let Some(id) = self.0.get() else { return };
+        let node = NODES.write().unwrap_or_else(|poisoned| poisoned.into_inner()).remove(id);
+        // Dropped outside of the lock: it may be the last hold on other tensors with nodes.
+        drop(node);
+    }
+}
+
+/// The tensor that `value` makes, as the result of `token`'s operation: Candle's operations on it put their gradient
+/// into `slot`, and this library's find token and slot by the tensor.
+pub(crate) fn with_token(
+    token: Tensor,
+    slot: Arc<Slot>,
+    name: &'static str,
+    value: (Storage, Shape),
+) -> Result<Tensor> {
+    let id = Arc::new(OnceLock::new());
+    let (entry, of_candle) = (Entry(id.clone()), slot.clone());
+    let tensor = prepared(name, &token, value, move |token, grad| {
+        let _ = &entry;
+        of_candle.add(Grad::Shared(grad.clone()))?;
+        Ok(Some(token.detach()))
+    })?;
+    // Set before the entry exists: whoever sees the entry can remove it.
+    let _ = id.set(tensor.id());
+    NODES.write().unwrap_or_else(|poisoned| poisoned.into_inner()).insert(tensor.id(), Node { token, slot });
+    Ok(tensor)
+}

@@ -1,0 +1,215 @@
+//! Activation functions over slices, computed in f32 and rounded once: GELU by its tanh approximation, SiLU, and SwiGLU.
+
+use crate::kernels::element::Element;
+use crate::kernels::math;
+use crate::kernels::par::{Chunks, for_each_part};
+use crate::kernels::wide::{narrow, vectorized, widen};
+
+/// Elements that one task computes.
+const CHUNK: usize = 1 << 14;
+/// Elements that are held in f32 at a time: loops over arrays of f32 vectorize whatever the function.
+const BLOCK: usize = 128;
+
+/// y = gelu(x) by its tanh approximation.
+///
+/// Panics if the lengths differ; so do all functions here.
+pub fn gelu_tanh<E: Element>(x: &[E], y: &mut [E]) {
+    map(x, y, math::gelu_tanh);
+}
+
+/// dx = dy gelu'(x).
+pub fn gelu_tanh_backward<E: Element>(x: &[E], dy: &[E], dx: &mut [E]) {
+    map2(
+        x,
+        dy,
+        dx,
+        #[inline(always)]
+        |x, dy| dy * math::gelu_tanh_slope(x),
+    );
+}
+
+/// d = d gelu'(x): the gradient of the result becomes the gradient of `x`.
+pub fn gelu_tanh_backward_in_place<E: Element>(x: &[E], d: &mut [E]) {
+    map2_in_place(
+        x,
+        d,
+        #[inline(always)]
+        |x, dy| dy * math::gelu_tanh_slope(x),
+    );
+}
+
+/// y = x sigmoid(x).
+pub fn silu<E: Element>(x: &[E], y: &mut [E]) {
+    map(x, y, math::silu);
+}
+
+/// dx = dy silu'(x).
+pub fn silu_backward<E: Element>(x: &[E], dy: &[E], dx: &mut [E]) {
+    map2(
+        x,
+        dy,
+        dx,
+        #[inline(always)]
+        |x, dy| dy * math::silu_slope(x),
+    );
+}
+
+/// d = d silu'(x): the gradient of the result becomes the gradient of `x`.
+pub fn silu_backward_in_place<E: Element>(x: &[E], d: &mut [E]) {
+    map2_in_place(
+        x,
+        d,
+        #[inline(always)]
+        |x, dy| dy * math::silu_slope(x),
+    );
+}
+
+/// y = silu(gate) up, the gated activation of SwiGLU (Shazeer 2020).
+pub fn swiglu<E: Element>(gate: &[E], up: &[E], y: &mut [E]) {
+    map2(
+        gate,
+        up,
+        y,
+        #[inline(always)]
+        |gate, up| math::silu(gate) * up,
+    );
+}
+
+/// dgate = dy up silu'(gate) and dup = dy silu(gate).
+pub fn swiglu_backward<E: Element>(gate: &[E], up: &[E], dy: &[E], dgate: &mut [E], dup: &mut [E]) {
+    let n = gate.len();
+    assert_eq!([up.len(), dy.len(), dgate.len(), dup.len()], [n; 4], "elements of swiglu's gradients");
+    let parts = (Chunks::new(dgate, CHUNK), Chunks::new(dup, CHUNK));
+    for_each_part(n.div_ceil(CHUNK), parts, |i, (dgate, dup)| {
+        let [gate, up, dy] = [gate, up, dy].map(|x| &x[i * CHUNK..][..dgate.len()]);
+        vectorized!({
+            for (i, (dgate, dup)) in dgate.chunks_mut(BLOCK).zip(dup.chunks_mut(BLOCK)).enumerate() {
+                let [mut gate, mut up, mut dy] = [gate, up, dy].map(
+                    #[inline(always)]
+                    |x| block(x, i),
+                );
+                for ((gate, up), dy) in gate.iter_mut().zip(&mut up).zip(&mut dy) {
+                    let (x, factor) = (*gate, *dy);
+                    *gate = factor * *up * math::silu_slope(x);
+                    *up = factor * math::silu(x);
+                }
+                narrow(&gate, dgate);
+                narrow(&up, dup);
+            }
+        });
+    });
+}
+
+/// y = f(x).
+fn map<E: Element>(x: &[E], y: &mut [E], f: impl Fn(f32) -> f32 + Sync) {
+    assert_eq!(x.len(), y.len(), "elements of an activation");
+    for_each_part(x.len().div_ceil(CHUNK), Chunks::new(y, CHUNK), |i, y| {
+        let x = &x[i * CHUNK..][..y.len()];
+        vectorized!({
+            for (i, y) in y.chunks_mut(BLOCK).enumerate() {
+                let mut x = block(x, i);
+                for x in &mut x {
+                    *x = f(*x);
+                }
+                narrow(&x, y);
+            }
+        });
+    });
+}
+
+/// y = f(a, b).
+fn map2<E: Element>(a: &[E], b: &[E], y: &mut [E], f: impl Fn(f32, f32) -> f32 + Sync) {
+    assert_eq!([a.len(), b.len()], [y.len(); 2], "elements of an activation");
+    for_each_part(y.len().div_ceil(CHUNK), Chunks::new(y, CHUNK), |i, y| {
+        let [a, b] = [a, b].map(|x| &x[i * CHUNK..][..y.len()]);
+        vectorized!({
+            for (i, y) in y.chunks_mut(BLOCK).enumerate() {
+                let (mut a, b) = (block(a, i), block(b, i));
+                for (a, b) in a.iter_mut().zip(&b) {
+                    *a = f(*a, *b);
+                }
+                narrow(&a, y);
+            }
+        });
+    });
+}
+
+/// b = f(a, b).
+fn map2_in_place<E: Element>(a: &[E], b: &mut [E], f: impl Fn(f32, f32) -> f32 + Sync) {
+    assert_eq!(a.len(), b.len(), "elements of an activation");
+    for_each_part(a.len().div_ceil(CHUNK), Chunks::new(b, CHUNK), |i, b| {
+        let a = &a[i * CHUNK..][..b.len()];
+        vectorized!({
+            for (i, y) in b.chunks_mut(BLOCK).enumerate() {
+                let (mut a, b) = (block(a, i), block(y, 0));
+                for (a, b) in a.iter_mut().zip(&b) {
+                    *a = f(*a, *b);
+                }
+                narrow(&a, y);
+            }
+        });
+    });
+}
+
+/// Block i of a slice, in f32; zeros follow where it is shorter.
+#[inline(always)]
+fn block<E: Element>(x: &[E], i: usize) -> [f32; BLOCK] {
+    let mut out = [0f32; BLOCK];
+    let x = &x[i * BLOCK..];
+    match x.first_chunk::<BLOCK>() {
+        Some(x) => widen(x, &mut out),
+        None => widen(x, &mut out),
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::wide::{get, put};
+    use half::{bf16, f16};
+
+    fn numbers<E: Element>(n: usize, seed: u32) -> Vec<E> {
+        (0..n as u32).map(|i| put(((i.wrapping_mul(2_654_435_761) ^ seed) >> 16) as f32 / 8192.0 - 4.0)).collect()
+    }
+
+    fn same<E: Element>(got: &[E], want: impl Iterator<Item = f32>) {
+        let got: Vec<E> = got.to_vec();
+        let want: Vec<E> = want.map(put).collect();
+        assert!(bytemuck::cast_slice::<E, u8>(&got) == bytemuck::cast_slice::<E, u8>(&want));
+    }
+
+    /// Over several tasks, with a short last one.
+    fn slices_hold_the_functions_of_their_elements<E: Element>() {
+        let n = 2 * CHUNK + 37;
+        let (x, dy, up) = (numbers::<E>(n, 1), numbers::<E>(n, 2), numbers::<E>(n, 3));
+        let at = |i: usize| (get(x[i]), get(dy[i]), get(up[i]));
+        let (mut y, mut z) = (vec![E::default(); n], vec![E::default(); n]);
+        gelu_tanh(&x, &mut y);
+        same(&y, (0..n).map(|i| math::gelu_tanh(at(i).0)));
+        silu(&x, &mut y);
+        same(&y, (0..n).map(|i| math::silu(at(i).0)));
+        gelu_tanh_backward(&x, &dy, &mut y);
+        same(&y, (0..n).map(|i| at(i).1 * math::gelu_tanh_slope(at(i).0)));
+        z.copy_from_slice(&dy);
+        gelu_tanh_backward_in_place(&x, &mut z);
+        same(&z, y.iter().map(|y| get(*y)));
+        silu_backward(&x, &dy, &mut y);
+        same(&y, (0..n).map(|i| at(i).1 * math::silu_slope(at(i).0)));
+        z.copy_from_slice(&dy);
+        silu_backward_in_place(&x, &mut z);
+        same(&z, y.iter().map(|y| get(*y)));
+        swiglu(&x, &up, &mut y);
+        same(&y, (0..n).map(|i| math::silu(at(i).0) * at(i).2));
+        swiglu_backward(&x, &up, &dy, &mut y, &mut z);
+        same(&y, (0..n).map(|i| at(i).1 * at(i).2 * math::silu_slope(at(i).0)));
+        same(&z, (0..n).map(|i| at(i).1 * math::silu(at(i).0)));
+    }
+
+    #[test]
+    fn slices_hold_the_functions_of_their_elements_in_every_dtype() {
+        slices_hold_the_functions_of_their_elements::<f32>();
+        slices_hold_the_functions_of_their_elements::<bf16>();
+        slices_hold_the_functions_of_their_elements::<f16>();
+    }
+}

@@ -1,0 +1,60 @@
+//! Sums and multiples of whole slices, at the memory's speed.
+
+use crate::kernels::element::Element;
+use crate::kernels::par::{Chunks, for_each_part};
+use crate::kernels::wide::{get, put, vectorized};
+
+/// Elements that one task computes.
+const CHUNK: usize = 1 << 16;
+
+/// dst += src, each sum rounded once.
+///
+/// Panics if the lengths differ.
+pub fn add_into<E: Element>(dst: &mut [E], src: &[E]) {
+    assert_eq!(dst.len(), src.len(), "elements of a sum");
+    for_each_part(src.len().div_ceil(CHUNK), Chunks::new(dst, CHUNK), |i, dst| {
+        let src = &src[i * CHUNK..][..dst.len()];
+        vectorized!({
+            for (d, s) in dst.iter_mut().zip(src) {
+                *d = put(get(*d) + get(*s));
+            }
+        });
+    });
+}
+
+/// dst *= factor, each product rounded once.
+pub fn scale_into<E: Element>(dst: &mut [E], factor: f32) {
+    for_each_part(dst.len().div_ceil(CHUNK), Chunks::new(dst, CHUNK), |_, dst| {
+        vectorized!({
+            for d in dst {
+                *d = put(get(*d) * factor);
+            }
+        });
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+
+    fn sums_and_multiples_are_rounded_once<E: Element>() {
+        let n = CHUNK + 77;
+        let a: Vec<E> = (0..n).map(|i| put(i as f32 * 0.37 - 100.0)).collect();
+        let b: Vec<E> = (0..n).map(|i| put(3.0 - i as f32 * 0.011)).collect();
+        let (mut sum, mut multiple) = (a.clone(), a.clone());
+        add_into(&mut sum, &b);
+        scale_into(&mut multiple, 1.7);
+        for i in 0..n {
+            let want: [E; 2] = [put(get(a[i]) + get(b[i])), put(get(a[i]) * 1.7)];
+            assert_eq!([get(sum[i]), get(multiple[i])], want.map(get));
+        }
+    }
+
+    #[test]
+    fn sums_and_multiples_are_rounded_once_in_every_dtype() {
+        sums_and_multiples_are_rounded_once::<f32>();
+        sums_and_multiples_are_rounded_once::<bf16>();
+        sums_and_multiples_are_rounded_once::<f16>();
+    }
+}

@@ -1,0 +1,166 @@
+//! Views of rows that hold several heads side by side, possibly beside other things (a fused projection).
+
+use super::Heads;
+use crate::kernels::par::Parts;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// Rows with their heads side by side, the first head at each row's start.
+#[derive(Debug, Clone, Copy)]
+pub struct Rows<'a, E> {
+    data: &'a [E],
+    row_stride: usize,
+}
+
+impl<'a, E> Rows<'a, E> {
+    /// Rows that start `row_stride` elements apart; `data` starts at head 0 of row 0.
+    pub fn new(data: &'a [E], row_stride: usize) -> Self {
+        Self { data, row_stride }
+    }
+
+    /// One head's vectors of one sequence.
+    pub(super) fn head(&self, h: &Heads, batch: usize, head: usize) -> HeadRows<'a, E> {
+        let start = batch * h.time * self.row_stride + head * h.head;
+        HeadRows { data: &self.data[start..], row_stride: self.row_stride, head: h.head }
+    }
+}
+
+/// One head's vectors of one sequence, in order of position.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct HeadRows<'a, E> {
+    data: &'a [E],
+    row_stride: usize,
+    head: usize,
+}
+
+impl<'a, E> HeadRows<'a, E> {
+    /// The vector of position t.
+    #[inline(always)]
+    pub(super) fn row(&self, t: usize) -> &'a [E] {
+        &self.data[t * self.row_stride..][..self.head]
+    }
+}
+
+/// Rows with heads side by side, to be written.
+#[derive(Debug)]
+pub struct RowsMut<'a, E> {
+    data: *mut E,
+    len: usize,
+    row_stride: usize,
+    /// The elements of each row that belong to this view.
+    columns: Range<usize>,
+    slice: PhantomData<&'a mut [E]>,
+}
+
+impl<'a, E> RowsMut<'a, E> {
+    /// Rows that start `row_stride` elements apart; `data` starts at head 0 of row 0.
+    pub fn new(data: &'a mut [E], row_stride: usize) -> Self {
+        let [all] = Self::columns(data, row_stride, [0..row_stride]);
+        all
+    }
+
+    /// Views of disjoint ranges of columns of the same rows: one for each range, its first head at the range's start.
+    ///
+    /// Panics if ranges overlap or leave the row.
+    pub fn columns<const N: usize>(data: &'a mut [E], row_stride: usize, ranges: [Range<usize>; N]) -> [Self; N] {
+        for (i, range) in ranges.iter().enumerate() {
+            assert!(range.start <= range.end && range.end <= row_stride, "{range:?} of {row_stride} columns");
+            for other in &ranges[..i] {
+                assert!(range.end <= other.start || other.end <= range.start, "{other:?} and {range:?} overlap");
+            }
+        }
+        let (data, len) = (data.as_mut_ptr(), data.len());
+        ranges.map(|columns| Self { data, len, row_stride, columns, slice: PhantomData })
+    }
+
+    /// The rows by (batch, head) in order, for `heads` heads of `head` elements.
+    ///
+    /// Panics if a row of the view or the data has no room for them.
+    pub(super) fn by_head(self, batch: usize, time: usize, heads: usize, head: usize) -> HeadsMut<'a, E> {
+        assert!(heads * head <= self.columns.len(), "{heads} heads of {head} in {:?}", self.columns);
+        let rows = batch * time;
+        let end = rows.checked_sub(1).map_or(0, |last| last * self.row_stride + self.columns.start + heads * head);
+        assert!(end <= self.len, "{rows} rows need {end} elements of {}", self.len);
+        HeadsMut { rows: self, batch, time, heads, head }
+    }
+}
+
+/// The rows of [`RowsMut`] by (batch, head).
+pub(super) struct HeadsMut<'a, E> {
+    rows: RowsMut<'a, E>,
+    batch: usize,
+    time: usize,
+    heads: usize,
+    head: usize,
+}
+
+// SAFETY: the threads get parts that do not overlap, as if each had been sent a `&mut [E]`.
+unsafe impl<E: Send> Sync for HeadsMut<'_, E> {}
+
+// SAFETY: a part is the rows of one sequence and the columns of one head.
+unsafe impl<'a, E: Send> Parts for HeadsMut<'a, E> {
+    type Part = HeadMut<'a, E>;
+
+    unsafe fn take(&self, index: usize) -> HeadMut<'a, E> {
+        let (batch, head) = (index / self.heads, index % self.heads);
+        assert!(batch < self.batch, "part {index} of {} x {}", self.batch, self.heads);
+        let start = batch * self.time * self.rows.row_stride + self.rows.columns.start + head * self.head;
+        // SAFETY: `by_head` checked that every head of every row lies within the data.
+        let data = unsafe { self.rows.data.add(start) };
+        HeadMut { data, row_stride: self.rows.row_stride, time: self.time, head: self.head, slice: PhantomData }
+    }
+}
+
+/// One head's vectors of one sequence, to be written.
+pub(super) struct HeadMut<'a, E> {
+    data: *mut E,
+    row_stride: usize,
+    time: usize,
+    head: usize,
+    slice: PhantomData<&'a mut [E]>,
+}
+
+impl<E> HeadMut<'_, E> {
+    /// The vector of position t.
+    pub(super) fn row(&mut self, t: usize) -> &mut [E] {
+        assert!(t < self.time, "position {t} of {}", self.time);
+        // SAFETY: row t of this head lies within the data, which nobody else reads or writes: views of the same rows
+        // have disjoint columns, and a view's heads are taken once.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(t * self.row_stride), self.head) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn views_of_columns_write_their_own_elements_only() {
+        let mut data = vec![0u32; 4 * 10];
+        let [a, b] = RowsMut::columns(&mut data, 10, [1..5, 6..10]);
+        let (a, b) = (a.by_head(2, 2, 2, 2), b.by_head(2, 2, 1, 3));
+        // SAFETY: every part is taken once.
+        unsafe {
+            for i in 0..4 {
+                (0..2).for_each(|t| a.take(i).row(t).fill(i as u32 + 1));
+            }
+            for i in 0..2 {
+                (0..2).for_each(|t| b.take(i).row(t).fill(i as u32 + 5));
+            }
+        }
+        let row = |a, b, c| [0, a, a, b, b, 0, c, c, c, 0];
+        assert_eq!(data, [row(1, 2, 5), row(1, 2, 5), row(3, 4, 6), row(3, 4, 6)].concat());
+    }
+
+    #[test]
+    #[should_panic(expected = "overlap")]
+    fn overlapping_columns_are_refused() {
+        RowsMut::columns(&mut [0u8; 8], 8, [0..4, 5..8, 3..5]);
+    }
+
+    #[test]
+    #[should_panic(expected = "need 12 elements")]
+    fn too_short_data_is_refused() {
+        RowsMut::new(&mut [0u8; 11], 4).by_head(1, 3, 2, 2);
+    }
+}

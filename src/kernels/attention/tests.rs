@@ -1,0 +1,219 @@
+//! Attention against the formulas in f64, on every path that this machine has.
+
+use super::*;
+use crate::kernels::wide::{get, put};
+use half::{bf16, f16};
+
+/// The paths that compute elements `E` here, portable loops always among them.
+fn paths<E: Element>() -> Vec<Path> {
+    let mut paths = vec![Path::Portable(portable::Portable)];
+    #[cfg(target_arch = "x86_64")]
+    {
+        paths.extend(avx512::F32Tiles::new().map(Path::Avx512));
+        paths.extend((E::KIND == Kind::BF16).then(avx512::Bf16Tiles::new).flatten().map(Path::Avx512Bf16));
+    }
+    paths
+}
+
+fn numbers<E: Element>(n: usize, seed: u32, range: f32) -> Vec<E> {
+    let mix = |i: u32| (i ^ seed.wrapping_mul(0x9e37_79b9)).wrapping_mul(2_654_435_761).rotate_left(13);
+    let unit = |i: u32| (mix(mix(i)).wrapping_mul(2_246_822_519) >> 8) as f32 / (1 << 23) as f32 - 1.0;
+    (0..n as u32).map(|i| put(unit(i) * range)).collect()
+}
+
+/// A fused projection and the gradient of the result.
+struct Case<E> {
+    h: Heads,
+    qkv: Vec<E>,
+    dout: Vec<E>,
+}
+
+impl<E: Element> Case<E> {
+    fn new(h: Heads) -> Self {
+        let rows = h.batch * h.time;
+        // One element of each row belongs to nobody.
+        let stride = (h.heads + 2 * h.kv_heads) * h.head + 1;
+        Self { h, qkv: numbers(rows * stride, 1, 2.0), dout: numbers(rows * h.heads * h.head, 2, 1.0) }
+    }
+
+    fn stride(&self) -> usize {
+        self.qkv.len() / (self.h.batch * self.h.time)
+    }
+
+    /// The columns of q, k and v.
+    fn columns(&self) -> [std::ops::Range<usize>; 3] {
+        let (q, k) = (self.h.heads * self.h.head, self.h.kv_heads * self.h.head);
+        [0..q, q..q + k, q + k..q + 2 * k]
+    }
+
+    fn run(&self, path: Path) -> (Vec<E>, Vec<f32>, Vec<E>) {
+        let h = &self.h;
+        let qkv = || self.columns().map(|c| Rows::new(&self.qkv[c.start..], self.stride()));
+        let mut out = vec![E::default(); self.dout.len()];
+        let mut lse = vec![0f32; h.batch * h.heads * h.time];
+        forward_on(path, h, qkv(), &mut out, &mut lse);
+        let mut grad = vec![put(0.5); self.qkv.len()];
+        let result = backward::Result { out: &out, lse: &lse, dout: &self.dout };
+        backward_on(path, h, qkv(), result, RowsMut::columns(&mut grad, self.stride(), self.columns()));
+        (out, lse, grad)
+    }
+
+    /// Result, log-sum-exp and gradients by the formulas.
+    fn reference(&self) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
+        let Heads { batch, time, heads, head, .. } = self.h;
+        let scale = 1.0 / (head as f64).sqrt();
+        let columns = self.columns();
+        let mut out = vec![0f64; self.dout.len()];
+        let mut lse = vec![0f64; batch * heads * time];
+        let mut grad = vec![0f64; self.qkv.len()];
+        for (b, hq) in (0..batch).flat_map(|b| (0..heads).map(move |hq| (b, hq))) {
+            let hk = hq / (heads / self.h.kv_heads);
+            let at = |part: usize, t: usize| {
+                let head_index = if part == 0 { hq } else { hk };
+                (b * time + t) * self.stride() + columns[part].start + head_index * head
+            };
+            let x = |part: usize, t: usize, i: usize| f64::from(get(self.qkv[at(part, t) + i]));
+            for t in 0..time {
+                let row = (b * time + t) * heads * head + hq * head;
+                let dy = |i: usize| f64::from(get(self.dout[row + i]));
+                let dot = |f: &dyn Fn(usize) -> f64| (0..head).map(f).sum::<f64>();
+                let scores: Vec<f64> = (0..=t).map(|s| dot(&|i| x(0, t, i) * x(1, s, i)) * scale).collect();
+                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+                lse[(b * heads + hq) * time + t] = max + sum.ln();
+                let p: Vec<f64> = scores.iter().map(|s| (s - max).exp() / sum).collect();
+                let g: Vec<f64> = (0..=t).map(|s| dot(&|i| dy(i) * x(2, s, i))).collect();
+                let along: f64 = p.iter().zip(&g).map(|(p, g)| p * g).sum();
+                for s in 0..=t {
+                    let d = p[s] * (g[s] - along) * scale;
+                    for i in 0..head {
+                        out[row + i] += p[s] * x(2, s, i);
+                        grad[at(0, t) + i] += d * x(1, s, i);
+                        grad[at(1, s) + i] += d * x(0, t, i);
+                        grad[at(2, s) + i] += p[s] * dy(i);
+                    }
+                }
+            }
+        }
+        // What belongs to nobody stays as it was.
+        grad.iter_mut().skip(self.stride() - 1).step_by(self.stride()).for_each(|g| *g = 0.5);
+        (out, lse, grad)
+    }
+}
+
+/// The largest difference, relative to the largest number.
+fn difference<E: Element>(got: &[E], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let largest = want.iter().fold(0f64, |m, x| m.max(x.abs()));
+    let errors = got.iter().zip(want).map(|(got, want)| (f64::from(get(*got)) - want).abs());
+    errors.fold(0f64, |m, e| if e > m || e.is_nan() { e } else { m }) / largest
+}
+
+fn sizes() -> Vec<Heads> {
+    [
+        (1, 1, 1, 1, 1),
+        (2, 5, 2, 2, 8),
+        (1, 64, 1, 1, 64),
+        (2, 65, 3, 1, 32),
+        (1, 200, 4, 2, 80),
+        (1, 130, 2, 2, 128),
+        (1, 97, 2, 1, 7),
+        (1, 33, 1, 1, 160),
+        (1, 300, 2, 2, 64),
+    ]
+    .map(|(batch, time, heads, kv_heads, head)| Heads { batch, time, heads, kv_heads, head })
+    .to_vec()
+}
+
+fn results_and_gradients_are_those_of_the_formulas<E: Element>(accuracy: f64) {
+    for h in sizes() {
+        let case = Case::<E>::new(h);
+        let (out, lse, grad) = case.reference();
+        for path in paths::<E>() {
+            let got = case.run(path);
+            // Sums of products of bf16 numbers differ by their probabilities' rounding.
+            let lse_accuracy = 2e-6;
+            assert!(difference(&got.0, &out) <= accuracy, "{h:?} {path:?}: out {}", difference(&got.0, &out));
+            assert!(difference(&got.1, &lse) <= lse_accuracy, "{h:?} {path:?}: lse {}", difference(&got.1, &lse));
+            assert!(difference(&got.2, &grad) <= 2.0 * accuracy, "{h:?} {path:?}: grad {}", difference(&got.2, &grad));
+        }
+    }
+}
+
+#[test]
+fn results_and_gradients_are_those_of_the_formulas_in_f32() {
+    results_and_gradients_are_those_of_the_formulas::<f32>(2e-6);
+}
+
+#[test]
+fn results_and_gradients_are_those_of_the_formulas_in_bf16() {
+    results_and_gradients_are_those_of_the_formulas::<bf16>(1e-2);
+}
+
+#[test]
+fn results_and_gradients_are_those_of_the_formulas_in_f16() {
+    results_and_gradients_are_those_of_the_formulas::<f16>(1e-3);
+}
+
+#[test]
+fn results_have_the_same_bits_for_any_number_of_threads() {
+    let case = Case::<bf16>::new(Heads { batch: 2, time: 150, heads: 4, kv_heads: 2, head: 48 });
+    for path in paths::<bf16>() {
+        let results = [1, 2, 3].map(|threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+            pool.install(|| case.run(path))
+        });
+        assert!(results.iter().all(|r| *r == results[0]), "{path:?}");
+    }
+}
+
+#[test]
+fn a_rows_result_does_not_depend_on_later_rows_or_other_sequences() {
+    let h = Heads { batch: 2, time: 150, heads: 2, kv_heads: 2, head: 40 };
+    let case = Case::<f32>::new(h);
+    for path in paths::<f32>() {
+        let whole = case.run(path).0;
+        for time in [1, 17, 64, 70, 149] {
+            let short = Case {
+                h: Heads { batch: 1, time, ..h },
+                qkv: case.qkv[..time * case.stride()].to_vec(),
+                dout: case.dout[..time * 80].to_vec(),
+            };
+            assert_eq!(short.run(path).0, whole[..time * 80], "{time} {path:?}");
+        }
+    }
+}
+
+#[test]
+fn nan_stays_in_the_rows_that_see_it() {
+    let mut case = Case::<f32>::new(Heads { batch: 1, time: 128, heads: 1, kv_heads: 1, head: 16 });
+    let stride = case.stride();
+    case.qkv[64 * stride + 16] = f32::NAN;
+    for path in paths::<f32>() {
+        let (out, lse, _) = case.run(path);
+        assert!(out[..64 * 16].iter().chain(&lse[..64]).all(|x| x.is_finite()), "{path:?}");
+        assert!(out[64 * 16..].iter().all(|x| x.is_nan()), "{path:?}");
+        assert!(lse[64..].iter().all(|x| x.is_nan()), "{path:?}");
+    }
+}
+
+#[test]
+fn scores_far_apart_neither_overflow_nor_vanish() {
+    let mut case = Case::<f32>::new(Heads { batch: 1, time: 100, heads: 2, kv_heads: 1, head: 16 });
+    case.qkv.iter_mut().for_each(|x| *x *= 10.0);
+    let (out, lse, grad) = case.reference();
+    for path in paths::<f32>() {
+        let got = case.run(path);
+        let errors = (difference(&got.0, &out), difference(&got.1, &lse), difference(&got.2, &grad));
+        assert!(errors.0 <= 1e-3 && errors.1 <= 1e-6 && errors.2 <= 1e-3, "{path:?}: {errors:?}");
+    }
+}
+
+#[test]
+#[should_panic(expected = "elements of the result")]
+fn a_result_of_another_size_is_refused() {
+    let h = Heads { batch: 1, time: 2, heads: 1, kv_heads: 1, head: 4 };
+    let x = [0f32; 8];
+    let rows = Rows::new(&x, 4);
+    forward(&h, rows, rows, rows, &mut [0.0; 7], &mut [0.0; 2]);
+}

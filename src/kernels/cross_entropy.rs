@@ -1,0 +1,138 @@
+//! Softmax and its cross entropy against one target per row.
+
+use super::element::Element;
+use super::math::exp;
+use super::par::{Chunks, for_each_part};
+use super::rows::reduce;
+use super::wide::vectorized;
+
+/// Elements that one task takes, in whole rows.
+const TASK: usize = 16 * 1024;
+
+/// The losses `-log softmax(row)[target]` of dense rows of `classes` logits.
+pub(crate) fn losses<E: Element>(logits: &[E], classes: usize, targets: &[u32], losses: &mut [f32]) {
+    check(logits.len(), classes, targets, losses.len());
+    let rows = rows_per_task(classes);
+    for_each_part(targets.len().div_ceil(rows), Chunks::new(losses, rows), |task, losses| {
+        let mut row = vec![0f32; classes];
+        let first = task * rows;
+        for (i, loss) in losses.iter_mut().enumerate() {
+            E::widen(&logits[(first + i) * classes..][..classes], &mut row);
+            *loss = softmax(&mut row, targets[first + i]).0;
+        }
+    });
+}
+
+/// The same losses; the logits become (softmax - 1 at the target) * `scale`.
+pub(crate) fn gradients<E: Element>(logits: &mut [E], classes: usize, targets: &[u32], scale: f32, losses: &mut [f32]) {
+    check(logits.len(), classes, targets, losses.len());
+    let rows = rows_per_task(classes);
+    let parts = (Chunks::new(logits, rows * classes), Chunks::new(losses, rows));
+    for_each_part(targets.len().div_ceil(rows), parts, |task, (logits, losses)| {
+        let mut row = vec![0f32; classes];
+        let first = task * rows;
+        for (i, (logits, loss)) in logits.chunks_exact_mut(classes).zip(losses).enumerate() {
+            let target = targets[first + i];
+            E::widen(logits, &mut row);
+            let (at_target, total) = softmax(&mut row, target);
+            *loss = at_target;
+            row[target as usize] -= total;
+            let factor = scale / total;
+            vectorized!(for x in row.iter_mut() {
+                *x *= factor;
+            });
+            E::narrow(&row, logits);
+        }
+    });
+}
+
+fn check(logits: usize, classes: usize, targets: &[u32], losses: usize) {
+    assert_eq!(logits, classes * targets.len(), "a target per row of logits");
+    assert_eq!(losses, targets.len(), "a loss per row");
+    assert!(targets.iter().all(|t| (*t as usize) < classes), "targets are classes");
+}
+
+fn rows_per_task(classes: usize) -> usize {
+    (TASK / classes.max(1)).max(1)
+}
+
+/// Replaces a row by exp(x - its maximum); returns the loss and the sum of the new row.
+fn softmax(row: &mut [f32], target: u32) -> (f32, f32) {
+    let at_target = row[target as usize];
+    vectorized!({
+        let max = maximum(row);
+        for x in row.iter_mut() {
+            *x = exp(*x - max);
+        }
+        let total = reduce(
+            row,
+            row,
+            #[inline(always)]
+            |x, _| x,
+        );
+        (total.ln() + (max - at_target), total)
+    })
+}
+
+/// The largest number of a row; nan is passed over.
+#[inline(always)]
+fn maximum(row: &[f32]) -> f32 {
+    const LANES: usize = 16;
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let mut groups = row.chunks_exact(LANES);
+    for group in groups.by_ref() {
+        lanes.iter_mut().zip(group).for_each(|(lane, x)| *lane = if *x > *lane { *x } else { *lane });
+    }
+    groups.remainder().iter().chain(&lanes.clone()).fold(f32::NEG_INFINITY, |max, x| if *x > max { *x } else { max })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+
+    fn logits(rows: usize, classes: usize) -> Vec<f32> {
+        (0..rows * classes).map(|i| ((i * 2741 + 17) % 1009) as f32 / 100.0 - 5.0).collect()
+    }
+
+    fn check_dtype<E: Element>(tolerance: f64) {
+        for (rows, classes) in [(1, 1), (3, 5), (7, 256), (2, 50_257)] {
+            let mut values = vec![E::default(); rows * classes];
+            E::narrow(&logits(rows, classes), &mut values);
+            let targets: Vec<u32> = (0..rows).map(|i| ((i * 31) % classes) as u32).collect();
+            let mut wide = vec![0f32; values.len()];
+            E::widen(&values, &mut wide);
+            let (mut only, mut with) = (vec![0f32; rows], vec![0f32; rows]);
+            losses(&values, classes, &targets, &mut only);
+            gradients(&mut values, classes, &targets, 0.5, &mut with);
+            assert_eq!(only, with);
+            let mut got = vec![0f32; values.len()];
+            E::widen(&values, &mut got);
+            for (row, target) in targets.iter().enumerate() {
+                let row_of = |data: &[f32]| data[row * classes..][..classes].to_vec();
+                let x: Vec<f64> = row_of(&wide).iter().map(|x| f64::from(*x)).collect();
+                let total: f64 = x.iter().map(|x| x.exp()).sum();
+                let loss = total.ln() - x[*target as usize];
+                assert!((loss - f64::from(only[row])).abs() < 1e-5 * (1.0 + loss.abs()), "{loss} {}", only[row]);
+                for (j, got) in row_of(&got).iter().enumerate() {
+                    let want = 0.5 * (x[j].exp() / total - if j == *target as usize { 1.0 } else { 0.0 });
+                    assert!((want - f64::from(*got)).abs() <= tolerance * (want.abs() + 1e-4), "{want} {got}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn losses_and_gradients_are_those_of_the_definition() {
+        check_dtype::<f32>(1e-5);
+        check_dtype::<bf16>(5e-3);
+        check_dtype::<f16>(1e-3);
+    }
+
+    #[test]
+    fn a_row_with_a_number_that_is_none_gives_none() {
+        let mut loss = [0f32];
+        losses(&[1.0f32, f32::NAN, 2.0], 3, &[0], &mut loss);
+        assert!(loss[0].is_nan());
+    }
+}

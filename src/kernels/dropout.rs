@@ -1,0 +1,164 @@
+//! Dropout whose mask is a function of a seed and of an element's position: nothing is stored for backward, and the mask
+//! depends neither on the number of threads nor on how a slice is cut into calls.
+//!
+//! The random numbers are Philox4x32-10's (Salmon et al. 2011): ten rounds of multiplications turn a counter into four
+//! words of 32 bits, with no state from one counter to the next, so that many counters go through vectors at once.
+
+use crate::kernels::element::Element;
+use crate::kernels::par::{Chunks, for_each_part};
+use crate::kernels::wide::{get, put, vectorized};
+
+/// Counters in a vector.
+const LANES: usize = 8;
+/// Words of two vectors of counters.
+const GROUP: usize = 2 * 4 * LANES;
+/// Elements that one task computes: whole groups.
+const CHUNK: usize = 1 << 13;
+
+const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
+/// What the key grows by from round to round.
+const KEY_STEPS: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
+const ROUNDS: usize = 10;
+
+/// y = x / (1 - p) where an element is kept, 0 with probability p.
+///
+/// Element i's fate depends on (seed, offset + i) only: the gradient is the same function of the result's gradient.
+///
+/// Panics if the lengths differ or p is not in [0, 1).
+pub fn dropout<E: Element>(x: &[E], p: f32, seed: u64, offset: u64, y: &mut [E]) {
+    assert_eq!(x.len(), y.len(), "elements of dropout");
+    assert!((0.0..1.0).contains(&p), "a dropout probability of {p}");
+    // An element is dropped where its random word lies below p 2^32.
+    let (bound, scale) = ((f64::from(p) * 4_294_967_296.0) as u32, 1.0 / (1.0 - p));
+    for_each_part(x.len().div_ceil(CHUNK), Chunks::new(y, CHUNK), |i, y| {
+        let x = &x[i * CHUNK..][..y.len()];
+        vectorized!(drop_some(x, (bound, scale), seed, offset.wrapping_add((i * CHUNK) as u64), y));
+    });
+}
+
+#[inline(always)]
+fn drop_some<E: Element>(x: &[E], (bound, scale): (u32, f32), seed: u64, offset: u64, y: &mut [E]) {
+    let mut done = 0;
+    while done < x.len() {
+        let position = offset.wrapping_add(done as u64);
+        let (group, skip) = (position / GROUP as u64, (position % GROUP as u64) as usize);
+        let words = group_words(seed, group);
+        let n = (GROUP - skip).min(x.len() - done);
+        let (x, y) = (&x[done..][..n], &mut y[done..][..n]);
+        // The whole group on its own, so that its length is known.
+        match (x.first_chunk::<GROUP>(), y.first_chunk_mut::<GROUP>()) {
+            (Some(x), Some(y)) => keep(x, &words, bound, scale, y),
+            _ => keep(x, &words[skip..], bound, scale, y),
+        }
+        done += n;
+    }
+}
+
+/// y = x scaled where the word reaches the bound, else 0.
+#[inline(always)]
+fn keep<E: Element>(x: &[E], words: &[u32], bound: u32, scale: f32, y: &mut [E]) {
+    for ((y, x), word) in y.iter_mut().zip(x).zip(words) {
+        let scaled = get(*x) * scale;
+        *y = put(if *word < bound { 0.0 } else { scaled });
+    }
+}
+
+/// The words of positions 64 group to 64 group + 63: word i of counter 16 group + lane is that of position 16 i + lane.
+#[inline(always)]
+fn group_words(seed: u64, group: u64) -> [u32; GROUP] {
+    let mut out = [0; GROUP];
+    for half in 0..2 {
+        let first = group.wrapping_mul(LANES as u64 * 2).wrapping_add((half * LANES) as u64);
+        let mut counters = [[0; LANES]; 4];
+        for lane in 0..LANES {
+            // The first is a multiple of the lanes.
+            counters[0][lane] = first & 0xffff_ffff | lane as u64;
+            counters[1][lane] = first >> 32;
+        }
+        let words = philox(counters, [seed as u32, (seed >> 32) as u32]);
+        for (i, words) in words.iter().enumerate() {
+            for lane in 0..LANES {
+                out[(2 * i + half) * LANES + lane] = words[lane] as u32;
+            }
+        }
+    }
+    out
+}
+
+/// Philox4x32-10 of eight counters, word by word. A word is the low half of its lane, as a multiplication of two halves
+/// to a whole takes it; the high half is anything.
+#[inline(always)]
+fn philox(mut c: [[u64; LANES]; 4], mut key: [u32; 2]) -> [[u64; LANES]; 4] {
+    for _ in 0..ROUNDS {
+        for lane in 0..LANES {
+            let a = u64::from(MULTIPLIERS[0]) * (c[0][lane] & 0xffff_ffff);
+            let b = u64::from(MULTIPLIERS[1]) * (c[2][lane] & 0xffff_ffff);
+            let (second, fourth) = (c[1][lane], c[3][lane]);
+            c[0][lane] = b >> 32 ^ second ^ u64::from(key[0]);
+            c[1][lane] = b;
+            c[2][lane] = a >> 32 ^ fourth ^ u64::from(key[1]);
+            c[3][lane] = a;
+        }
+        key = [key[0].wrapping_add(KEY_STEPS[0]), key[1].wrapping_add(KEY_STEPS[1])];
+    }
+    c
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+
+    #[test]
+    fn the_generator_gives_the_published_vectors() {
+        // Random123's kat_vectors, philox4x32 with 10 rounds.
+        let known = [
+            ([0; 4], [0; 2], [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]),
+            ([u32::MAX.into(); 4], [u32::MAX; 2], [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]),
+            (
+                [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344],
+                [0xa409_3822, 0x299f_31d0],
+                [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1],
+            ),
+        ];
+        for (counter, key, want) in known {
+            assert_eq!(philox(counter.map(|c| [c; LANES]), key).map(|w| w.map(|w| w as u32)), want.map(|w| [w; LANES]));
+        }
+    }
+
+    #[test]
+    fn an_elements_fate_depends_on_its_position_only() {
+        let n = CHUNK + 1000;
+        let x: Vec<f32> = (0..n).map(|i| i as f32 + 1.0).collect();
+        let mut whole = vec![0.0; n];
+        dropout(&x, 0.3, 7, 5, &mut whole);
+        for (start, len) in [(0, 1), (1, 64), (59, 300), (60, 129), (CHUNK - 3, 700)] {
+            let mut part = vec![0.0; len];
+            dropout(&x[start..][..len], 0.3, 7, 5 + start as u64, &mut part);
+            assert_eq!(part, whole[start..][..len]);
+        }
+        let mut other = vec![0.0; n];
+        dropout(&x, 0.3, 8, 5, &mut other);
+        assert_ne!(whole, other);
+    }
+
+    fn the_share_of_p_is_dropped_and_the_rest_grows<E: Element>() {
+        let n = 200_000;
+        let (x, mut y): (Vec<E>, _) = (vec![put(1.5); n], vec![E::default(); n]);
+        for p in [0.0, 0.1, 0.5, 0.9] {
+            dropout(&x, p, 1 << 40, 3, &mut y);
+            let kept: E = put(1.5 * (1.0 / (1.0 - p)));
+            let dropped = y.iter().filter(|y| get(**y) == 0.0).count();
+            assert!(y.iter().all(|y| get(*y) == 0.0 || get(*y) == get(kept)));
+            let (share, deviation) = (dropped as f32 / n as f32, (p * (1.0 - p) / n as f32).sqrt());
+            assert!((share - p).abs() <= 4.0 * deviation, "{share} of {p}");
+        }
+    }
+
+    #[test]
+    fn the_share_of_p_is_dropped_and_the_rest_grows_in_every_dtype() {
+        the_share_of_p_is_dropped_and_the_rest_grows::<f32>();
+        the_share_of_p_is_dropped_and_the_rest_grows::<bf16>();
+        the_share_of_p_is_dropped_and_the_rest_grows::<f16>();
+    }
+}

@@ -1,0 +1,141 @@
+//! Lookup of a table's rows by id, and the gradient of the table, which touches only the rows that were looked up.
+
+use crate::kernels::element::Element;
+use crate::kernels::par::{Chunks, for_each_part};
+use crate::kernels::wide::{get, put, vectorized};
+
+/// Rows that one task looks up.
+const ROWS_PER_TASK: usize = 128;
+/// Rows of the table whose gradients one task sums.
+const TABLE_ROWS_PER_TASK: usize = 64;
+
+/// out's row i = the table's row `ids[i]`, for rows of `width` elements.
+///
+/// Panics if an id is no row of the table, or `out` has another number of rows than there are ids.
+pub fn embedding<E: Element>(ids: &[u32], table: &[E], width: usize, out: &mut [E]) {
+    assert_eq!(out.len(), ids.len() * width, "elements of {} rows of {width}", ids.len());
+    for_each_part(ids.len().div_ceil(ROWS_PER_TASK), Chunks::new(out, ROWS_PER_TASK * width), |task, out| {
+        let ids = &ids[task * ROWS_PER_TASK..];
+        for (out, id) in out.chunks_exact_mut(width.max(1)).zip(ids) {
+            out.copy_from_slice(&table[*id as usize * width..][..width]);
+        }
+    });
+}
+
+/// Calls `row(id, sum)` for every id that occurs, in order of the ids: `sum` is that of the rows of `dy` at the id's
+/// positions, in their order.
+///
+/// Panics if `dy` has another number of rows than there are ids.
+pub fn embedding_backward<E: Element>(ids: &[u32], dy: &[E], width: usize, mut row: impl FnMut(usize, &[f32])) {
+    let order = by_id(ids, dy, width);
+    let mut sum = vec![0f32; width];
+    for same in order.chunk_by(|a, b| a.0 == b.0) {
+        sum_rows(same, dy, &mut sum);
+        row(same[0].0 as usize, &sum);
+    }
+}
+
+/// Adds the gradient of the table's rows to `grad` `[rows, width]`: a row's sum of [`embedding_backward`] is added and
+/// rounded once. Rows whose ids do not occur are not touched.
+///
+/// Panics if `dy` has another number of rows than there are ids, or an id is no row of `grad`.
+pub fn embedding_backward_into<E: Element>(ids: &[u32], dy: &[E], width: usize, grad: &mut [E]) {
+    let order = by_id(ids, dy, width);
+    let Some(&(largest, _)) = order.last() else { return };
+    assert!((largest as usize + 1) * width <= grad.len(), "id {largest} of {} elements in rows of {width}", grad.len());
+    let parts = Chunks::new(grad, TABLE_ROWS_PER_TASK * width);
+    for_each_part(largest as usize / TABLE_ROWS_PER_TASK + 1, parts, |task, grad| {
+        let first = task * TABLE_ROWS_PER_TASK;
+        let from = order.partition_point(|(id, _)| (*id as usize) < first);
+        let until = order.partition_point(|(id, _)| (*id as usize) < first + TABLE_ROWS_PER_TASK);
+        if from == until {
+            return;
+        }
+        let mut sum = vec![0f32; width];
+        for same in order[from..until].chunk_by(|a, b| a.0 == b.0) {
+            sum_rows(same, dy, &mut sum);
+            let grad = &mut grad[(same[0].0 as usize - first) * width..][..width];
+            vectorized!({
+                for (g, s) in grad.iter_mut().zip(&sum) {
+                    *g = put(get(*g) + s);
+                }
+            });
+        }
+    });
+}
+
+/// The (id, position) of every row of `dy`, by id and then by position: what belongs to a row of the table lies together.
+fn by_id<E>(ids: &[u32], dy: &[E], width: usize) -> Vec<(u32, u32)> {
+    assert_eq!(dy.len(), ids.len() * width, "elements of {} rows of {width}", ids.len());
+    let mut order: Vec<(u32, u32)> = ids.iter().copied().zip(0..).collect();
+    order.sort_unstable();
+    order
+}
+
+fn sum_rows<E: Element>(positions: &[(u32, u32)], dy: &[E], sum: &mut [f32]) {
+    sum.fill(0.0);
+    vectorized!({
+        for (_, position) in positions {
+            let dy = &dy[*position as usize * sum.len()..][..sum.len()];
+            for (s, x) in sum.iter_mut().zip(dy) {
+                *s += get(*x);
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+
+    fn rows_are_looked_up_and_their_gradients_summed<E: Element>() {
+        let (rows, width) = (200, 5);
+        let ids: Vec<u32> = (0..333).map(|i| i * i % 61 * 3).collect();
+        let table: Vec<E> = (0..rows * width).map(|i| put(i as f32 * 0.25)).collect();
+        let mut out = vec![E::default(); ids.len() * width];
+        embedding(&ids, &table, width, &mut out);
+        for (i, row) in out.chunks_exact(width).enumerate() {
+            assert!(row.iter().zip(&table[ids[i] as usize * width..]).all(|(a, b)| get(*a) == get(*b)));
+        }
+
+        let mut want = vec![0f32; rows * width];
+        for (i, dy) in out.chunks_exact(width).enumerate() {
+            want[ids[i] as usize * width..][..width].iter_mut().zip(dy).for_each(|(w, x)| *w += get(*x));
+        }
+        let mut seen = Vec::new();
+        embedding_backward(&ids, &out, width, |id, sum| {
+            assert_eq!(sum, &want[id * width..][..width]);
+            seen.push(id as u32);
+        });
+        let mut distinct = ids.clone();
+        distinct.sort_unstable();
+        distinct.dedup();
+        assert_eq!(seen, distinct);
+
+        let before: Vec<E> = (0..rows * width)
+            .map(|i| if ids.contains(&((i / width) as u32)) { put(3.0) } else { put(f32::NAN) })
+            .collect();
+        let mut grad = before.clone();
+        embedding_backward_into(&ids, &out, width, &mut grad);
+        for (i, g) in grad.iter().enumerate() {
+            let sum: E = put(3.0 + want[i]);
+            assert!(if get(before[i]).is_nan() { get(*g).is_nan() } else { get(*g) == get(sum) }, "{i}");
+        }
+    }
+
+    #[test]
+    fn rows_are_looked_up_and_their_gradients_summed_in_every_dtype() {
+        rows_are_looked_up_and_their_gradients_summed::<f32>();
+        rows_are_looked_up_and_their_gradients_summed::<bf16>();
+        rows_are_looked_up_and_their_gradients_summed::<f16>();
+    }
+
+    #[test]
+    fn no_ids_touch_nothing() {
+        let mut grad = [1f32; 4];
+        embedding_backward_into(&[], &[], 2, &mut grad);
+        embedding_backward::<f32>(&[], &[], 2, |_, _| panic!("a row"));
+        assert_eq!(grad, [1.0; 4]);
+    }
+}

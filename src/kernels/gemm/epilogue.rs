@@ -1,0 +1,176 @@
+//! What becomes of the sums of a product before they are rounded and stored.
+
+use super::matrix::{Matrix, MatrixMut};
+use crate::kernels::element::Element;
+use crate::kernels::math;
+
+/// What becomes of the sums before they are rounded and stored:
+/// `c = activation(scale * sum + bias) + residual (+ c)`, everything in f32, rounded once.
+#[derive(Debug)]
+pub struct Epilogue<'a, E> {
+    /// Add what the result already holds.
+    pub accumulate: bool,
+    /// Factor of the sums.
+    pub scale: f32,
+    /// Added to every row, one number per column.
+    pub bias: Option<&'a [E]>,
+    /// Added after the activation, row-major, of the shape of the result.
+    pub residual: Option<Matrix<'a, E>>,
+    /// The activation, and where the values before it go, if they are wanted. They are rounded to the dtype of the
+    /// result, and the activation is computed from the rounded values, whether they are stored or not.
+    pub activation: Option<(Activation, Option<MatrixMut<'a, E>>)>,
+}
+
+impl<E> Default for Epilogue<'_, E> {
+    fn default() -> Self {
+        Self { accumulate: false, scale: 1.0, bias: None, residual: None, activation: None }
+    }
+}
+
+/// An elementwise function.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// GELU by its tanh approximation.
+    GeluTanh,
+    /// x / (1 + exp(-x)).
+    Silu,
+}
+
+impl Activation {
+    #[inline(always)]
+    pub(super) fn apply(self, values: &mut [f32]) {
+        match self {
+            Self::GeluTanh => values.iter_mut().for_each(|x| *x = math::gelu_tanh(*x)),
+            Self::Silu => values.iter_mut().for_each(|x| *x = math::silu(*x)),
+        }
+    }
+}
+
+/// The result of a product and its [`Epilogue`], shared by the threads that each write their own elements.
+pub(super) struct Sink<'a, C> {
+    pub(super) result: Target<C>,
+    pub(super) accumulate: bool,
+    pub(super) scale: f32,
+    pub(super) bias: Option<&'a [C]>,
+    pub(super) residual: Option<Matrix<'a, C>>,
+    pub(super) activation: Option<Activation>,
+    pub(super) before_activation: Option<Target<C>>,
+}
+
+/// A row-major matrix in memory that is written in parallel.
+pub(super) struct Target<C> {
+    data: *mut C,
+    row_stride: usize,
+}
+
+// SAFETY: a target is only a place; those who write it through [`Target::at`] answer for writing disjoint elements.
+unsafe impl<C: Send> Sync for Target<C> {}
+
+impl<C> Target<C> {
+    fn new(mut matrix: MatrixMut<'_, C>) -> Self {
+        Self { data: matrix.as_mut_ptr(), row_stride: matrix.row_stride() }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn row_stride(&self) -> usize {
+        self.row_stride
+    }
+
+    /// The place of an element.
+    ///
+    /// # Safety
+    /// It is an element of the matrix.
+    #[inline(always)]
+    pub(super) unsafe fn at(&self, row: usize, col: usize) -> *mut C {
+        // SAFETY: the caller names an element of the matrix, which lies inside of its slice.
+        unsafe { self.data.add(row * self.row_stride + col) }
+    }
+}
+
+impl<'a, C: Element> Sink<'a, C> {
+    /// Checks that everything has the shape of the result.
+    pub(super) fn new(result: MatrixMut<'a, C>, epilogue: Epilogue<'a, C>) -> Self {
+        let (rows, cols) = (result.rows(), result.cols());
+        let Epilogue { accumulate, scale, bias, residual, activation } = epilogue;
+        assert!(bias.is_none_or(|bias| bias.len() == cols), "bias has another length than a row of the result");
+        if let Some(residual) = &residual {
+            assert_eq!((residual.rows(), residual.cols()), (rows, cols), "residual has another shape than the result");
+            assert!(residual.is_row_major(), "residual is not row-major");
+        }
+        let (activation, before) = activation.map_or((None, None), |(activation, before)| (Some(activation), before));
+        if let Some(before) = &before {
+            assert_eq!((before.rows(), before.cols()), (rows, cols), "values before the activation: another shape");
+        }
+        Self {
+            result: Target::new(result),
+            accumulate,
+            scale,
+            bias,
+            residual,
+            activation,
+            before_activation: before.map(Target::new),
+        }
+    }
+
+    /// Brings elements of the result near that will be written, and what will be added to them.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    pub(super) fn prefetch(&self, (row, rows): (usize, usize), (col, cols): (usize, usize)) {
+        use std::arch::x86_64::{_MM_HINT_ET0, _MM_HINT_T0, _mm_prefetch};
+        let per_line = 64 / size_of::<C>();
+        for i in row..row + rows {
+            for j in (col..col + cols).step_by(per_line) {
+                // SAFETY: an element of the result; a prefetch does not access it.
+                unsafe { _mm_prefetch::<_MM_HINT_ET0>(self.result.at(i, j).cast_const().cast()) };
+                if let Some(residual) = &self.residual {
+                    let place = residual.as_ptr().wrapping_add(i * residual.row_stride() + j);
+                    // SAFETY: a prefetch does not access the place.
+                    unsafe { _mm_prefetch::<_MM_HINT_T0>(place.cast()) };
+                }
+            }
+        }
+    }
+
+    /// Finishes the sums of the elements of row `row` from column `col`, and stores them. The sums are overwritten.
+    ///
+    /// # Safety
+    /// They are elements of the result, and nobody else accesses them meanwhile.
+    pub(super) unsafe fn finish(&self, row: usize, col: usize, sums: &mut [f32]) {
+        // Chunks of a size whose copies in f32 stay on the stack.
+        const CHUNK: usize = 64;
+        let mut wide = [0f32; CHUNK];
+        for (i, sums) in sums.chunks_mut(CHUNK).enumerate() {
+            let (col, n) = (col + i * CHUNK, sums.len());
+            let wide = &mut wide[..n];
+            if self.scale != 1.0 {
+                sums.iter_mut().for_each(|s| *s *= self.scale);
+            }
+            if let Some(bias) = self.bias {
+                C::widen(&bias[col..][..n], wide);
+                sums.iter_mut().zip(&*wide).for_each(|(s, b)| *s += b);
+            }
+            if let Some(activation) = self.activation {
+                let mut rounded = [C::default(); CHUNK];
+                let rounded = &mut rounded[..n];
+                C::narrow(sums, rounded);
+                if let Some(before) = &self.before_activation {
+                    // SAFETY: these elements belong to the caller, as it promises.
+                    unsafe { std::slice::from_raw_parts_mut(before.at(row, col), n) }.copy_from_slice(rounded);
+                }
+                C::widen(rounded, sums);
+                activation.apply(sums);
+            }
+            if let Some(residual) = &self.residual {
+                C::widen(&residual.row(row)[col..][..n], wide);
+                sums.iter_mut().zip(&*wide).for_each(|(s, r)| *s += r);
+            }
+            // SAFETY: these elements belong to the caller, as it promises.
+            let result = unsafe { std::slice::from_raw_parts_mut(self.result.at(row, col), n) };
+            if self.accumulate {
+                C::widen(result, wide);
+                sums.iter_mut().zip(&*wide).for_each(|(s, c)| *s += c);
+            }
+            C::narrow(sums, result);
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! Views of matrices inside slices.
+
+/// A matrix inside a slice: element (i, j) lies at `i * row_stride + j * col_stride`; one of the strides is 1.
+#[derive(Debug, Clone, Copy)]
+pub struct Matrix<'a, E> {
+    data: &'a [E],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+impl<'a, E: Copy> Matrix<'a, E> {
+    /// A dense row-major matrix.
+    pub fn new(data: &'a [E], rows: usize, cols: usize) -> Self {
+        Self::strided(data, rows, cols, cols)
+    }
+
+    /// A row-major matrix whose rows begin `row_stride` elements apart.
+    ///
+    /// # Panics
+    /// If rows overlap or reach past the slice.
+    pub fn strided(data: &'a [E], rows: usize, cols: usize, row_stride: usize) -> Self {
+        check_extent(data.len(), rows, cols, row_stride);
+        Self { data, rows, cols, row_stride, col_stride: 1 }
+    }
+
+    /// The transpose, a view.
+    pub fn t(self) -> Self {
+        Self { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
+    }
+
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    pub(super) fn row_stride(&self) -> usize {
+        self.row_stride
+    }
+
+    pub(super) fn col_stride(&self) -> usize {
+        self.col_stride
+    }
+
+    pub(super) fn as_ptr(&self) -> *const E {
+        self.data.as_ptr()
+    }
+
+    /// Whether the elements of a row lie side by side.
+    pub(super) fn is_row_major(&self) -> bool {
+        self.col_stride == 1
+    }
+
+    /// The elements of a row of a row-major matrix.
+    pub(super) fn row(&self, row: usize) -> &'a [E] {
+        assert!(self.is_row_major() && row < self.rows, "no such row");
+        &self.data[row * self.row_stride..][..self.cols]
+    }
+
+    /// The element at (i, j).
+    pub(super) fn at(&self, i: usize, j: usize) -> E {
+        self.data[i * self.row_stride + j * self.col_stride]
+    }
+
+    /// The block of `rows` rows from `row` and `cols` columns from `col`, a view.
+    pub(super) fn block(self, row: usize, rows: usize, col: usize, cols: usize) -> Self {
+        assert!(row + rows <= self.rows && col + cols <= self.cols, "block reaches past its matrix");
+        let start = if rows == 0 || cols == 0 { 0 } else { row * self.row_stride + col * self.col_stride };
+        Self { data: &self.data[start..], rows, cols, ..self }
+    }
+}
+
+/// A row-major matrix to be written.
+#[derive(Debug)]
+pub struct MatrixMut<'a, E> {
+    data: &'a mut [E],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+}
+
+impl<'a, E> MatrixMut<'a, E> {
+    /// A dense matrix.
+    pub fn new(data: &'a mut [E], rows: usize, cols: usize) -> Self {
+        Self::strided(data, rows, cols, cols)
+    }
+
+    /// A matrix whose rows begin `row_stride` elements apart.
+    ///
+    /// # Panics
+    /// If rows overlap or reach past the slice.
+    pub fn strided(data: &'a mut [E], rows: usize, cols: usize, row_stride: usize) -> Self {
+        check_extent(data.len(), rows, cols, row_stride);
+        Self { data, rows, cols, row_stride }
+    }
+
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    pub(super) fn row_stride(&self) -> usize {
+        self.row_stride
+    }
+
+    pub(super) fn as_mut_ptr(&mut self) -> *mut E {
+        self.data.as_mut_ptr()
+    }
+}
+
+fn check_extent(len: usize, rows: usize, cols: usize, row_stride: usize) {
+    assert!(cols <= row_stride || rows <= 1, "rows overlap");
+    assert!(rows == 0 || cols == 0 || (rows - 1) * row_stride + cols <= len, "matrix reaches past its slice");
+}

@@ -1,0 +1,289 @@
+//! Tests of the product by every method that this machine has.
+
+use super::*;
+use crate::kernels::math;
+use half::{bf16, f16};
+
+fn numbers<E: Element>(n: usize, seed: u32) -> Vec<E> {
+    let wide: Vec<f32> = (0..n as u32)
+        .map(|i| {
+            let x = i.wrapping_add(seed.wrapping_mul(0x85EB_CA77)).wrapping_mul(2_654_435_761);
+            let x = (x ^ (x >> 15)).wrapping_mul(0x2C1B_3C6D);
+            ((x ^ (x >> 13)) >> 8) as f32 / (1 << 24) as f32 - 0.5
+        })
+        .collect();
+    let mut out = vec![E::default(); n];
+    E::narrow(&wide, &mut out);
+    out
+}
+
+fn wide<E: Element>(values: &[E]) -> Vec<f32> {
+    let mut out = vec![0.0; values.len()];
+    E::widen(values, &mut out);
+    out
+}
+
+fn methods<E: Element>() -> Vec<Method> {
+    let mut methods = vec![Method::Portable];
+    #[cfg(target_arch = "x86_64")]
+    if let Some(best) = avx512::Arithmetic::best::<E>() {
+        methods.push(Method::Avx512(avx512::Arithmetic::Single));
+        methods.push(Method::Avx512(best));
+        methods.dedup();
+    }
+    methods
+}
+
+/// Relative distance of neighbouring numbers.
+fn epsilon<E: Element>() -> f64 {
+    match E::KIND {
+        crate::kernels::element::Kind::F32 => 1.2e-7,
+        crate::kernels::element::Kind::BF16 => 1.0 / 128.0,
+        crate::kernels::element::Kind::F16 => 1.0 / 1024.0,
+    }
+}
+
+/// A matrix of random numbers, dense or with a gap after each row, stored as it is or transposed.
+struct Stored<E> {
+    data: Vec<E>,
+    rows: usize,
+    cols: usize,
+    gap: usize,
+    transposed: bool,
+}
+
+impl<E: Element> Stored<E> {
+    fn new(rows: usize, cols: usize, gap: usize, transposed: bool, seed: u32) -> Self {
+        let (r, c) = if transposed { (cols, rows) } else { (rows, cols) };
+        Self { data: numbers(r * (c + gap), seed), rows, cols, gap, transposed }
+    }
+
+    fn view(&self) -> Matrix<'_, E> {
+        if self.transposed {
+            Matrix::strided(&self.data, self.cols, self.rows, self.rows + self.gap).t()
+        } else {
+            Matrix::strided(&self.data, self.rows, self.cols, self.cols + self.gap)
+        }
+    }
+}
+
+fn reference<E: Element>(a: Matrix<'_, E>, b: Matrix<'_, E>) -> Vec<f64> {
+    let (m, n, k) = (a.rows(), b.cols(), a.cols());
+    let dense = |x: Matrix<'_, E>| {
+        let mut all = Vec::new();
+        for i in 0..x.rows() {
+            all.extend((0..x.cols()).map(|j| x.at(i, j)));
+        }
+        wide(&all)
+    };
+    let (a, b) = (dense(a), dense(b));
+    let mut out = vec![0.0; m * n];
+    for i in 0..m {
+        for l in 0..k {
+            for j in 0..n {
+                out[i * n + j] += f64::from(a[i * k + l]) * f64::from(b[l * n + j]);
+            }
+        }
+    }
+    out
+}
+
+const SHAPES: [(usize, usize, usize); 16] = [
+    (1, 1, 1),
+    (1, 300, 7),
+    (3, 5, 2),
+    (130, 3, 4),
+    (2, 2, 600),
+    (7, 64, 33),
+    (9, 65, 31),
+    (15, 47, 16),
+    (17, 49, 17),
+    (129, 257, 513),
+    (33, 80, 1100),
+    (20, 40, 2049),
+    (8, 48, 9001),
+    (0, 3, 4),
+    (3, 0, 4),
+    (5, 7, 0),
+];
+
+fn check_shapes<E: Element, C: Element>() {
+    for method in methods::<E>() {
+        for (m, n, k) in SHAPES {
+            for layout in 0..8 {
+                let (ta, tb, gap) = (layout & 1 > 0, layout & 2 > 0, if layout & 4 > 0 { 3 } else { 0 });
+                let a = Stored::<E>::new(m, k, gap, ta, 1);
+                let b = Stored::<E>::new(k, n, gap, tb, 2);
+                let want = reference(a.view(), b.view());
+                let mut got = numbers::<C>(m * (n + gap), 9);
+                let before = wide(&got);
+                let c = MatrixMut::strided(&mut got, m, n, n + gap);
+                gemm_by(method, c, a.view(), b.view(), Epilogue::default());
+                let got = wide(&got);
+                for (i, (row, before)) in
+                    got.chunks_exact((n + gap).max(1)).zip(before.chunks_exact((n + gap).max(1))).enumerate()
+                {
+                    for j in 0..n {
+                        let (got, want) = (f64::from(row[j]), want[i * n + j]);
+                        let tolerance = 2e-6 * (1.0 + k as f64).sqrt() + epsilon::<C>() * want.abs();
+                        assert!(
+                            (got - want).abs() <= tolerance,
+                            "{method:?} {m}x{n}x{k} {layout} at {i},{j}: {got} {want}"
+                        );
+                    }
+                    assert_eq!(row[n..], before[n..], "the gaps between rows are left alone");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn products_of_all_shapes_and_orientations_are_right() {
+    check_shapes::<f32, f32>();
+    check_shapes::<bf16, bf16>();
+    check_shapes::<f16, f16>();
+}
+
+#[test]
+fn half_operands_may_have_a_result_in_f32() {
+    check_shapes::<bf16, f32>();
+    check_shapes::<f16, f32>();
+}
+
+fn check_epilogues<E: Element>() {
+    for method in methods::<E>() {
+        for (m, n, k) in [(5, 70, 33), (13, 48, 1200), (9, 17, 40)] {
+            for case in 0..48 {
+                let flag = |bit: usize| case >> bit & 1 > 0;
+                let activation = [None, Some(Activation::GeluTanh), Some(Activation::Silu)][case / 16];
+                let (a, b) = (Stored::<E>::new(m, k, 0, false, 1), Stored::<E>::new(k, n, 0, true, 2));
+                let (bias, residual) = (numbers::<E>(n, 3), Stored::<E>::new(m, n, 5, false, 4));
+                let mut got = numbers::<E>(m * n, 5);
+                let held = wide(&got);
+                let mut before = vec![E::default(); m * n];
+                let epilogue = Epilogue {
+                    accumulate: flag(0),
+                    scale: if flag(1) { 0.25 } else { 1.0 },
+                    bias: flag(2).then_some(&bias[..]),
+                    residual: flag(3).then(|| residual.view()),
+                    activation: activation.map(|f| (f, flag(0).then(|| MatrixMut::new(&mut before, m, n)))),
+                };
+                gemm_by(method, MatrixMut::new(&mut got, m, n), a.view(), b.view(), epilogue);
+                let (sums, got, before) = (reference(a.view(), b.view()), wide(&got), wide(&before));
+                let (bias, residual) = (wide(&bias), residual.view());
+                for (i, sum) in sums.iter().enumerate() {
+                    let mut x = sum * if flag(1) { 0.25 } else { 1.0 };
+                    x += if flag(2) { f64::from(bias[i % n]) } else { 0.0 };
+                    if let Some(f) = activation {
+                        if flag(0) {
+                            let error = (f64::from(before[i]) - x).abs();
+                            assert!(
+                                error < 1e-4 + epsilon::<E>() * x.abs(),
+                                "{method:?} case {case}: {} {x}",
+                                before[i]
+                            );
+                            // Computed from the rounded value.
+                            x = f64::from(before[i]);
+                        }
+                        x = f64::from(match f {
+                            Activation::GeluTanh => math::gelu_tanh(x as f32),
+                            Activation::Silu => math::silu(x as f32),
+                        });
+                    }
+                    x += if flag(3) { f64::from(wide(&[residual.at(i / n, i % n)])[0]) } else { 0.0 };
+                    x += if flag(0) { f64::from(held[i]) } else { 0.0 };
+                    let error = (f64::from(got[i]) - x).abs();
+                    let slack = if activation.is_some() { 2.0 } else { 1.0 } * epsilon::<E>() * (x.abs() + 0.5);
+                    assert!(error < 1e-4 + slack, "{method:?} case {case} at {i}: {} {x}", got[i]);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_epilogue_is_applied_to_the_sums_in_f32() {
+    check_epilogues::<f32>();
+    check_epilogues::<bf16>();
+    check_epilogues::<f16>();
+}
+
+fn check_rows<E: Element>() {
+    for method in methods::<E>() {
+        for (n, k) in [(1, 700), (5, 40), (64, 64), (256, 768), (300, 1025)] {
+            let a = numbers::<E>(200 * k, 3);
+            for transposed in [false, true] {
+                let b = Stored::<E>::new(k, n, 0, transposed, 4);
+                let product = |rows: usize| {
+                    let mut c = vec![E::default(); rows * n];
+                    let a = Matrix::new(&a[..rows * k], rows, k);
+                    gemm_by(method, MatrixMut::new(&mut c, rows, n), a, b.view(), Epilogue::default());
+                    wide(&c)
+                };
+                let all = product(200);
+                for rows in [1, 2, 3, 17, 65, 129] {
+                    assert!(product(rows) == all[..rows * n], "{method:?}: {rows} rows, {n} columns, inner {k}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_has_the_same_bits_whatever_the_number_of_rows() {
+    check_rows::<f32>();
+    check_rows::<bf16>();
+    check_rows::<f16>();
+}
+
+#[test]
+fn the_bits_do_not_depend_on_the_number_of_threads() {
+    let pool = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+    for method in methods::<bf16>() {
+        let (m, n, k) = (300, 1500, 1201);
+        let (a, b) = (Stored::<bf16>::new(m, k, 0, true, 1), Stored::<bf16>::new(k, n, 0, true, 2));
+        let product = |threads| {
+            let mut c = vec![0f32; m * n];
+            pool(threads).install(|| {
+                gemm_by(method, MatrixMut::new(&mut c, m, n), a.view(), b.view(), Epilogue::default());
+            });
+            c
+        };
+        let one = product(1);
+        for threads in [2, 3, 5] {
+            assert!(product(threads) == one, "{method:?} {threads} threads");
+        }
+    }
+}
+
+#[test]
+fn products_inside_of_parallel_tasks_are_right() {
+    let (m, n, k) = (40, 200, 300);
+    let (a, b) = (Stored::<f32>::new(m, k, 0, false, 1), Stored::<f32>::new(k, n, 0, true, 2));
+    let mut want = vec![0f32; m * n];
+    gemm(MatrixMut::new(&mut want, m, n), a.view(), b.view(), Epilogue::default());
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().expect("a pool");
+    pool.install(|| {
+        crate::kernels::par::for_each(50, |_| {
+            let mut got = vec![0f32; m * n];
+            gemm(MatrixMut::new(&mut got, m, n), a.view(), b.view(), Epilogue::default());
+            assert!(got == want);
+        });
+    });
+}
+
+#[test]
+fn column_sums_are_in_f32() {
+    let ones = vec![bf16::ONE; 4096 * 3];
+    let mut sums = [7.0; 3];
+    column_sums(Matrix::new(&ones, 4096, 3), &mut sums);
+    assert_eq!(sums, [4096.0; 3]);
+    let data = numbers::<f32>(333 * 300, 1);
+    let mut sums = vec![0.0; 290];
+    column_sums(Matrix::strided(&data, 333, 290, 300), &mut sums);
+    for (j, sum) in sums.iter().enumerate() {
+        let want: f64 = (0..333).map(|i| f64::from(data[i * 300 + j])).sum();
+        assert!((f64::from(*sum) - want).abs() < 1e-5);
+    }
+}

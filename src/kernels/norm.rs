@@ -1,0 +1,357 @@
+//! Layer normalization (Ba et al. 2016) and root-mean-square normalization (Zhang and Sennrich 2019) of rows.
+//!
+//! Statistics are in f32, results are rounded once. Forward keeps each row's statistics for backward. The gradients of
+//! weight and bias are sums over rows: of a fixed number of rows at a time, then over those in order.
+
+use crate::kernels::element::Element;
+use crate::kernels::par::{Chunks, for_each_part};
+use crate::kernels::rows::reduce;
+use crate::kernels::wide::{get, narrow, put, vectorized, widen};
+
+/// Rows that one task computes. Part of the summation order of the parameters' gradients: a constant.
+const ROWS_PER_TASK: usize = 64;
+
+/// y = (x - mean) / sqrt(variance + eps) * weight + bias for rows of `weight.len()` elements; the variance is the biased
+/// one. `stats` receives each row's mean and 1 / sqrt(variance + eps).
+///
+/// Panics if the slices do not fit; so do all functions here.
+pub fn layer_norm<E: Element>(x: &[E], weight: &[E], bias: &[E], eps: f32, y: &mut [E], stats: &mut [[f32; 2]]) {
+    let width = check(x.len(), weight.len(), stats.len());
+    assert_eq!([y.len(), bias.len()], [x.len(), width], "elements of a layer norm");
+    let (weight, bias) = (wide(weight), wide(bias));
+    let parts = (Chunks::new(y, ROWS_PER_TASK * width), Chunks::new(stats, ROWS_PER_TASK));
+    for_each_part(stats_tasks(x.len(), width), parts, |task, (y, stats)| {
+        let x = &x[task * ROWS_PER_TASK * width..][..y.len()];
+        let mut row = vec![0f32; width];
+        vectorized!({
+            for ((x, y), stats) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).zip(stats) {
+                widen(x, &mut row);
+                let n = width as f32;
+                let mean = reduce(
+                    &row,
+                    &row,
+                    #[inline(always)]
+                    |x, _| x,
+                ) / n;
+                let variance = reduce(
+                    &row,
+                    &row,
+                    #[inline(always)]
+                    |x, _| (x - mean) * (x - mean),
+                ) / n;
+                let factor = 1.0 / (variance + eps).sqrt();
+                for ((y, x), (w, b)) in y.iter_mut().zip(&row).zip(weight.iter().zip(&bias)) {
+                    *y = put((x - mean) * factor * w + b);
+                }
+                *stats = [mean, factor];
+            }
+        });
+    });
+}
+
+/// The gradients of [`layer_norm`]'s input, weight and bias, those that are wanted.
+///
+/// `dx` is overwritten, or where its flag is set added to, rounded once. `dweight` and `dbias` are overwritten.
+///
+/// With h the normalized row, s its factor and d = dy * weight: dx = s (d - mean(d) - h mean(d h)).
+pub fn layer_norm_backward<E: Element>(
+    x: &[E],
+    weight: &[E],
+    stats: &[[f32; 2]],
+    dy: &[E],
+    dx: Option<(&mut [E], bool)>,
+    dweight: Option<&mut [f32]>,
+    dbias: Option<&mut [f32]>,
+) {
+    let width = check(x.len(), weight.len(), stats.len());
+    normalized_backward(
+        x,
+        wide(weight),
+        dy,
+        dx,
+        dweight,
+        dbias,
+        #[inline(always)]
+        |row, x, h| {
+            let [mean, factor] = stats[row];
+            for (h, x) in h.iter_mut().zip(x) {
+                *h = (get(*x) - mean) * factor;
+            }
+            (factor, 1.0 / width as f32)
+        },
+    );
+}
+
+/// y = x / sqrt(mean(x^2) + eps) * weight for rows of `weight.len()` elements. `stats` receives each row's
+/// 1 / sqrt(mean(x^2) + eps).
+pub fn rms_norm<E: Element>(x: &[E], weight: &[E], eps: f32, y: &mut [E], stats: &mut [f32]) {
+    let width = check(x.len(), weight.len(), stats.len());
+    assert_eq!(y.len(), x.len(), "elements of a norm");
+    let weight = wide(weight);
+    let parts = (Chunks::new(y, ROWS_PER_TASK * width), Chunks::new(stats, ROWS_PER_TASK));
+    for_each_part(stats_tasks(x.len(), width), parts, |task, (y, stats)| {
+        let x = &x[task * ROWS_PER_TASK * width..][..y.len()];
+        let mut row = vec![0f32; width];
+        vectorized!({
+            for ((x, y), stats) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).zip(stats) {
+                widen(x, &mut row);
+                let square = reduce(
+                    &row,
+                    &row,
+                    #[inline(always)]
+                    |x, _| x * x,
+                ) / width as f32;
+                let factor = 1.0 / (square + eps).sqrt();
+                for ((y, x), w) in y.iter_mut().zip(&row).zip(&weight) {
+                    *y = put(x * factor * w);
+                }
+                *stats = factor;
+            }
+        });
+    });
+}
+
+/// The gradients of [`rms_norm`]'s input and weight, those that are wanted; as [`layer_norm_backward`], without the means.
+pub fn rms_norm_backward<E: Element>(
+    x: &[E],
+    weight: &[E],
+    stats: &[f32],
+    dy: &[E],
+    dx: Option<(&mut [E], bool)>,
+    dweight: Option<&mut [f32]>,
+) {
+    check(x.len(), weight.len(), stats.len());
+    normalized_backward(
+        x,
+        wide(weight),
+        dy,
+        dx,
+        dweight,
+        None,
+        #[inline(always)]
+        |row, x, h| {
+            h.iter_mut().zip(x).for_each(|(h, x)| *h = get(*x) * stats[row]);
+            (stats[row], 0.0)
+        },
+    );
+}
+
+/// Both norms' backward. `normalize(row, x, h)` computes the normalized row h and returns its factor, and by what the sum
+/// of d enters: 1 / width where forward subtracted the mean, else 0.
+fn normalized_backward<E: Element>(
+    x: &[E],
+    weight: Vec<f32>,
+    dy: &[E],
+    dx: Option<(&mut [E], bool)>,
+    dweight: Option<&mut [f32]>,
+    dbias: Option<&mut [f32]>,
+    normalize: impl Fn(usize, &[E], &mut [f32]) -> (f32, f32) + Sync,
+) {
+    let width = weight.len();
+    assert_eq!(dy.len(), x.len(), "elements of a norm's gradient");
+    let (dx, accumulate) = dx.unzip();
+    let accumulate = accumulate.unwrap_or(false);
+    if let Some(dx) = &dx {
+        assert_eq!(dx.len(), x.len(), "elements of a norm's gradient");
+    }
+    let tasks = stats_tasks(x.len(), width);
+    let task_elements = ROWS_PER_TASK * width;
+    let mut weight_parts = vec![0f32; if dweight.is_some() { tasks * width } else { 0 }];
+    let mut bias_parts = vec![0f32; if dbias.is_some() { tasks * width } else { 0 }];
+    let parts = (
+        dx.map(|dx| Chunks::new(dx, task_elements)),
+        (Chunks::new(&mut weight_parts, width), Chunks::new(&mut bias_parts, width)),
+    );
+    for_each_part(tasks, parts, |task, (mut dx, (dw, db))| {
+        let rows = task * task_elements..x.len().min((task + 1) * task_elements);
+        let (x, dy) = (&x[rows.clone()], &dy[rows]);
+        let (mut h, mut d) = (vec![0f32; width], vec![0f32; width]);
+        vectorized!({
+            for (i, (x, dy)) in x.chunks_exact(width).zip(dy.chunks_exact(width)).enumerate() {
+                let (factor, centered) = normalize(task * ROWS_PER_TASK + i, x, &mut h);
+                widen(dy, &mut d);
+                for (dw, (dy, h)) in dw.iter_mut().zip(d.iter().zip(&h)) {
+                    *dw += dy * h;
+                }
+                for (db, dy) in db.iter_mut().zip(&d) {
+                    *db += dy;
+                }
+                let Some(dx) = &mut dx else { continue };
+                for (d, w) in d.iter_mut().zip(&weight) {
+                    *d *= w;
+                }
+                let mean = reduce(
+                    &d,
+                    &d,
+                    #[inline(always)]
+                    |d, _| d,
+                ) * centered;
+                let along = reduce(
+                    &d,
+                    &h,
+                    #[inline(always)]
+                    |d, h| d * h,
+                ) / width as f32;
+                for (d, h) in d.iter_mut().zip(&h) {
+                    *d = factor * (*d - mean - h * along);
+                }
+                let dx = &mut dx[i * width..][..width];
+                if accumulate {
+                    for (d, dx) in d.iter_mut().zip(&*dx) {
+                        *d += get(*dx);
+                    }
+                }
+                narrow(&d, dx);
+            }
+        });
+    });
+    sum_parts(&weight_parts, dweight);
+    sum_parts(&bias_parts, dbias);
+}
+
+/// The tasks' parts of a parameter's gradient, summed in order.
+fn sum_parts(parts: &[f32], sum: Option<&mut [f32]>) {
+    let Some(sum) = sum else { return };
+    sum.fill(0.0);
+    vectorized!({
+        for part in parts.chunks_exact(sum.len().max(1)) {
+            for (s, p) in sum.iter_mut().zip(part) {
+                *s += p;
+            }
+        }
+    });
+}
+
+/// The rows' width.
+fn check(elements: usize, width: usize, rows: usize) -> usize {
+    assert!(width > 0, "rows of no elements have no norm");
+    assert_eq!(elements, rows * width, "elements of {rows} rows of {width}");
+    width
+}
+
+fn stats_tasks(elements: usize, width: usize) -> usize {
+    (elements / width).div_ceil(ROWS_PER_TASK)
+}
+
+fn wide<E: Element>(x: &[E]) -> Vec<f32> {
+    let mut out = vec![0f32; x.len()];
+    widen(x, &mut out);
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+
+    fn numbers<E: Element>(n: usize, seed: u32) -> Vec<E> {
+        let mix = |i: u32| (i ^ seed).wrapping_mul(2_654_435_761).rotate_left(13).wrapping_mul(2_246_822_519);
+        (0..n as u32).map(|i| put((mix(i) >> 8) as f32 / (1 << 23) as f32 - 0.9)).collect()
+    }
+
+    fn wide_f64<E: Element>(x: &[E]) -> Vec<f64> {
+        x.iter().map(|x| f64::from(get(*x))).collect()
+    }
+
+    fn near<E: Element>(got: &[E], want: &[f64], accuracy: f64) {
+        assert_eq!(got.len(), want.len());
+        for (i, (got, want)) in got.iter().zip(want).enumerate() {
+            let error = (f64::from(get(*got)) - want).abs();
+            assert!(error <= accuracy * (1.0 + want.abs()), "{i}: {} {want}", get(*got));
+        }
+    }
+
+    /// Normalized rows and their factors, by the formulas in f64.
+    fn reference(x: &[f64], width: usize, centered: bool, eps: f64) -> (Vec<f64>, Vec<f64>) {
+        let (mut h, mut factors) = (Vec::new(), Vec::new());
+        for row in x.chunks_exact(width) {
+            let mean = if centered { row.iter().sum::<f64>() / width as f64 } else { 0.0 };
+            let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / width as f64;
+            factors.push(1.0 / (variance + eps).sqrt());
+            h.extend(row.iter().map(|x| (x - mean) * factors[factors.len() - 1]));
+        }
+        (h, factors)
+    }
+
+    fn norms_and_their_gradients_are_those_of_the_formulas<E: Element>(accuracy: f64) {
+        for (rows, width) in [(1, 1), (3, 7), (64, 48), (133, 100), (70, 384)] {
+            for centered in [true, false] {
+                let (x, dy) = (numbers::<E>(rows * width, 1), numbers::<E>(rows * width, 2));
+                let (weight, bias) = (numbers::<E>(width, 3), numbers::<E>(width, 4));
+                let eps = 1e-5;
+                let (wx, wdy, ww, wb) = (wide_f64(&x), wide_f64(&dy), wide_f64(&weight), wide_f64(&bias));
+                let (h, factors) = reference(&wx, width, centered, f64::from(eps as f32));
+
+                let mut y = vec![E::default(); x.len()];
+                let (mut pairs, mut singles) = (vec![[0f32; 2]; rows], vec![0f32; rows]);
+                if centered {
+                    layer_norm(&x, &weight, &bias, eps, &mut y, &mut pairs);
+                } else {
+                    rms_norm(&x, &weight, eps, &mut y, &mut singles);
+                }
+                let shift = |i: usize| if centered { wb[i % width] } else { 0.0 };
+                let want: Vec<f64> = (0..x.len()).map(|i| h[i] * ww[i % width] + shift(i)).collect();
+                near(&y, &want, accuracy);
+
+                let (mut want_dw, mut want_db) = (vec![0f64; width], vec![0f64; width]);
+                let mut want_dx = Vec::new();
+                for r in 0..rows {
+                    let at = |i: usize| r * width + i;
+                    let d: Vec<f64> = (0..width).map(|i| wdy[at(i)] * ww[i]).collect();
+                    let mean = if centered { d.iter().sum::<f64>() / width as f64 } else { 0.0 };
+                    let along = (0..width).map(|i| d[i] * h[at(i)]).sum::<f64>() / width as f64;
+                    for i in 0..width {
+                        want_dx.push(factors[r] * (d[i] - mean - h[at(i)] * along));
+                        want_dw[i] += wdy[at(i)] * h[at(i)];
+                        want_db[i] += wdy[at(i)];
+                    }
+                }
+                let before = numbers::<E>(x.len(), 5);
+                let (mut dw, mut db) = (vec![7f32; width], vec![7f32; width]);
+                for accumulate in [false, true] {
+                    let mut dx = before.clone();
+                    let into = Some((&mut dx[..], accumulate));
+                    if centered {
+                        layer_norm_backward(&x, &weight, &pairs, &dy, into, Some(&mut dw), Some(&mut db));
+                        near(&db, &want_db, 1e-5);
+                    } else {
+                        rms_norm_backward(&x, &weight, &singles, &dy, into, Some(&mut dw));
+                    }
+                    let base = |i: usize| if accumulate { f64::from(get(before[i])) } else { 0.0 };
+                    let want: Vec<f64> = want_dx.iter().enumerate().map(|(i, dx)| dx + base(i)).collect();
+                    // Of one element nothing but rounding is left, times a large factor.
+                    if width > 1 {
+                        near(&dx, &want, accuracy.max(2e-6));
+                    }
+                    near(&dw, &want_dw, 1e-5);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn norms_and_their_gradients_are_those_of_the_formulas_in_every_dtype() {
+        norms_and_their_gradients_are_those_of_the_formulas::<f32>(1e-6);
+        norms_and_their_gradients_are_those_of_the_formulas::<bf16>(4e-3);
+        norms_and_their_gradients_are_those_of_the_formulas::<f16>(5e-4);
+    }
+
+    #[test]
+    fn gradients_have_the_same_bits_for_any_number_of_threads() {
+        let (rows, width) = (500, 96);
+        let (x, dy, weight) = (numbers::<f32>(rows * width, 1), numbers(rows * width, 2), numbers(width, 3));
+        let results: Vec<_> = [1, 2, 5]
+            .map(|threads| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+                pool.install(|| {
+                    let (mut y, mut stats) = (vec![0f32; x.len()], vec![[0f32; 2]; rows]);
+                    layer_norm(&x, &weight, &weight, 1e-5, &mut y, &mut stats);
+                    let (mut dx, mut dw, mut db) = (y.clone(), vec![0f32; width], vec![0f32; width]);
+                    layer_norm_backward(&x, &weight, &stats, &dy, Some((&mut dx, true)), Some(&mut dw), Some(&mut db));
+                    [y, dx, dw, db].concat().iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+                })
+            })
+            .into();
+        assert!(results.iter().all(|r| *r == results[0]));
+    }
+}

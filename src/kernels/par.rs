@@ -1,0 +1,128 @@
+//! Parallelism of the kernels: a fixed list of tasks, taken dynamically by the threads of rayon's current pool.
+//!
+//! What a task computes never depends on the thread that takes it, so results have the same bits for any number of
+//! threads.
+
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Calls `f` once for each of 0..n_tasks; inline where there is one thread or one task.
+pub fn for_each(n_tasks: usize, f: impl Fn(usize) + Sync) {
+    let threads = rayon::current_num_threads().min(n_tasks);
+    if threads <= 1 {
+        (0..n_tasks).for_each(f);
+        return;
+    }
+    let next = AtomicUsize::new(0);
+    let work = || {
+        loop {
+            let task = next.fetch_add(1, Ordering::Relaxed);
+            if task >= n_tasks {
+                break;
+            }
+            f(task);
+        }
+    };
+    rayon::scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(|_| work());
+        }
+        work();
+    });
+}
+
+/// Something mutable that falls into parts, one per task.
+///
+/// # Safety
+///
+/// Parts of different indices never overlap.
+pub unsafe trait Parts: Sync {
+    /// What one task gets.
+    type Part;
+
+    /// The part with this index.
+    ///
+    /// # Safety
+    ///
+    /// The same index is taken once only.
+    unsafe fn take(&self, index: usize) -> Self::Part;
+}
+
+/// Calls `f(i, part i)` once for each of 0..n_tasks.
+pub fn for_each_part<P: Parts>(n_tasks: usize, parts: P, f: impl Fn(usize, P::Part) + Sync) {
+    // SAFETY: `for_each` gives every index once, and `parts` is consumed here.
+    for_each(n_tasks, |i| f(i, unsafe { parts.take(i) }));
+}
+
+/// A slice in consecutive chunks of one length; the last may be shorter.
+pub struct Chunks<'a, T> {
+    data: *mut T,
+    len: usize,
+    chunk: usize,
+    slice: PhantomData<&'a mut [T]>,
+}
+
+impl<'a, T> Chunks<'a, T> {
+    /// Chunks of `chunk` elements.
+    pub fn new(data: &'a mut [T], chunk: usize) -> Self {
+        Self { data: data.as_mut_ptr(), len: data.len(), chunk, slice: PhantomData }
+    }
+}
+
+// SAFETY: the threads get parts that do not overlap, as if each had been sent a `&mut [T]`.
+unsafe impl<T: Send> Sync for Chunks<'_, T> {}
+
+// SAFETY: chunk i is `i * chunk..(i + 1) * chunk`, cut off at the slice's end.
+unsafe impl<'a, T: Send> Parts for Chunks<'a, T> {
+    type Part = &'a mut [T];
+
+    unsafe fn take(&self, index: usize) -> &'a mut [T] {
+        let start = (index * self.chunk).min(self.len);
+        let len = self.chunk.min(self.len - start);
+        // SAFETY: within the slice, which is borrowed mutably for 'a; no other part overlaps, and the caller takes this
+        // one once.
+        unsafe { std::slice::from_raw_parts_mut(self.data.add(start), len) }
+    }
+}
+
+// SAFETY: each side's parts do not overlap, and the sides were separate mutable borrows.
+unsafe impl<A: Parts, B: Parts> Parts for (A, B) {
+    type Part = (A::Part, B::Part);
+
+    unsafe fn take(&self, index: usize) -> Self::Part {
+        // SAFETY: the caller's promise holds for both sides.
+        unsafe { (self.0.take(index), self.1.take(index)) }
+    }
+}
+
+// SAFETY: as the part that it may hold.
+unsafe impl<A: Parts> Parts for Option<A> {
+    type Part = Option<A::Part>;
+
+    unsafe fn take(&self, index: usize) -> Self::Part {
+        // SAFETY: the caller's promise.
+        self.as_ref().map(|parts| unsafe { parts.take(index) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_chunk_is_given_once_and_the_last_may_be_short() {
+        for threads in [1, 2, 3] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+            let (mut a, mut b) = (vec![0usize; 103], vec![0usize; 11]);
+            pool.install(|| {
+                let parts = (Chunks::new(&mut a, 10), Some(Chunks::new(&mut b, 1)));
+                for_each_part(11, parts, |i, (a, b)| {
+                    a.iter_mut().for_each(|x| *x += i + 1);
+                    b.expect("given")[0] += i;
+                })
+            });
+            assert!(a.iter().enumerate().all(|(i, x)| *x == i / 10 + 1));
+            assert_eq!(b, (0..11).collect::<Vec<_>>());
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! Rotary position embedding (Su et al. 2021) in Hugging Face's convention: element i of a head's first half and element
+//! i of its second half are one pair, turned by position * base^(-2 i / head).
+
+use crate::kernels::element::Element;
+use crate::kernels::par::{Chunks, for_each_part};
+use crate::kernels::wide::{get, put, vectorized};
+
+/// Rows that one task turns.
+const ROWS_PER_TASK: usize = 32;
+
+/// The angles of every position, as cosines and sines: computed in f64, rounded to f32.
+#[derive(Debug, Clone)]
+pub struct Rotary {
+    /// Pairs of a head.
+    half: usize,
+    time: usize,
+    /// `[time, half]`.
+    cos: Vec<f32>,
+    sin: Vec<f32>,
+}
+
+impl Rotary {
+    /// The angles of positions 0 to time - 1 of heads of `head` elements; `base` is often called theta.
+    ///
+    /// Panics if `head` is odd.
+    pub fn new(time: usize, head: usize, base: f64) -> Self {
+        assert!(head.is_multiple_of(2), "a head of {head} elements has no halves");
+        let half = head / 2;
+        let frequencies: Vec<f64> = (0..half).map(|i| base.powf(-((2 * i) as f64) / head as f64)).collect();
+        let angles = || (0..time).flat_map(|t| frequencies.iter().map(move |f| t as f64 * f));
+        let [cos, sin] = [f64::cos, f64::sin].map(|f| angles().map(|angle| f(angle) as f32).collect());
+        Self { half, time, cos, sin }
+    }
+
+    /// y = x turned, for rows `[batch * time, heads * head]`; row r is at position r % time.
+    ///
+    /// `time` may be less than the angles' positions. Panics if the lengths differ, are no whole sequences of rows of
+    /// `width` elements, if heads do not divide `width`, or if `time` exceeds the positions.
+    pub fn forward<E: Element>(&self, x: &[E], time: usize, width: usize, y: &mut [E]) {
+        self.turn(x, time, width, y, 1.0);
+    }
+
+    /// dx = dy turned back: the gradient of [`Rotary::forward`]'s input. Panics as it does.
+    pub fn backward<E: Element>(&self, dy: &[E], time: usize, width: usize, dx: &mut [E]) {
+        self.turn(dy, time, width, dx, -1.0);
+    }
+
+    fn turn<E: Element>(&self, x: &[E], time: usize, width: usize, y: &mut [E], direction: f32) {
+        let head = 2 * self.half;
+        assert_eq!(x.len(), y.len(), "elements of a rotation");
+        assert!(time <= self.time, "{time} positions, but angles of {}", self.time);
+        if x.is_empty() {
+            return;
+        }
+        assert!(width > 0 && width.is_multiple_of(head), "rows of {width} elements in heads of {head}");
+        assert!(x.len().is_multiple_of(time * width), "{} elements in sequences of {time} x {width}", x.len());
+        let task = ROWS_PER_TASK * width;
+        for_each_part(x.len().div_ceil(task), Chunks::new(y, task), |i, y| {
+            let x = &x[i * task..][..y.len()];
+            vectorized!({
+                for (r, (x, y)) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).enumerate() {
+                    let t = (i * ROWS_PER_TASK + r) % time;
+                    let [cos, sin] = [&self.cos, &self.sin].map(|table| &table[t * self.half..][..self.half]);
+                    for (x, y) in x.chunks_exact(head).zip(y.chunks_exact_mut(head)) {
+                        turn_head(x, cos, sin, direction, y);
+                    }
+                }
+            });
+        });
+    }
+}
+
+#[inline(always)]
+fn turn_head<E: Element>(x: &[E], cos: &[f32], sin: &[f32], direction: f32, y: &mut [E]) {
+    let half = cos.len();
+    let (y_first, y_second) = y.split_at_mut(half);
+    let (first, second) = x.split_at(half);
+    // One loop for each half: the compiler has fewer slices to prove separate.
+    for (((y, a), b), (cos, sin)) in y_first.iter_mut().zip(first).zip(second).zip(cos.iter().zip(sin)) {
+        *y = put(get(*a) * cos - get(*b) * (sin * direction));
+    }
+    for (((y, a), b), (cos, sin)) in y_second.iter_mut().zip(first).zip(second).zip(cos.iter().zip(sin)) {
+        *y = put(get(*b) * cos + get(*a) * (sin * direction));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+
+    fn pairs_turn_by_their_angle_and_back<E: Element>(accuracy: f32) {
+        for (batch, time, heads, head) in [(2, 37, 3, 64), (1, 70, 1, 10), (3, 1, 2, 2)] {
+            let width = heads * head;
+            let x: Vec<E> = (0..batch * time * width).map(|i| put((i * 37 % 101) as f32 / 50.0 - 1.0)).collect();
+            let (mut y, mut back) = (vec![E::default(); x.len()], vec![E::default(); x.len()]);
+            let rotary = Rotary::new(time + 3, head, 10_000.0);
+            rotary.forward(&x, time, width, &mut y);
+            rotary.backward(&y, time, width, &mut back);
+            for at in 0..x.len() {
+                let (t, i) = (at / width % time, at % head);
+                let pair = i % (head / 2);
+                let angle = t as f64 * 10_000f64.powf(-2.0 * pair as f64 / head as f64);
+                let first = at - i + pair;
+                let (a, b) = (f64::from(get(x[first])), f64::from(get(x[first + head / 2])));
+                let (cos, sin) = (angle.cos(), angle.sin());
+                let want = if i == pair { a * cos - b * sin } else { b * cos + a * sin };
+                assert!((f64::from(get(y[at])) - want).abs() <= f64::from(accuracy), "{at}");
+                assert!((get(back[at]) - get(x[at])).abs() <= 3.0 * accuracy, "{at}");
+            }
+        }
+    }
+
+    #[test]
+    fn pairs_turn_by_their_angle_and_back_in_every_dtype() {
+        pairs_turn_by_their_angle_and_back::<f32>(3e-7);
+        pairs_turn_by_their_angle_and_back::<bf16>(4e-3);
+        pairs_turn_by_their_angle_and_back::<f16>(5e-4);
+    }
+}

@@ -1,0 +1,97 @@
+//! Dropout (Srivastava et al. 2014) from a counter-based generator.
+
+use crate::graph::{Inputs, is_without_gradients};
+use crate::kernels::buffer;
+use crate::kernels::dropout as kernel;
+use crate::nn::element::{Element, with_element, with_elements};
+use candle_core::{Result, Tensor, bail};
+use candle_nn::Module;
+use std::cell::Cell;
+
+thread_local! {
+    /// The stream of this thread's draws, and the number of the next one.
+    static DRAWS: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
+}
+
+/// Runs `run` with the draws of this thread taken from number `first` of `stream` on; afterwards they go on where they
+/// were. Returns what `run` did.
+pub(crate) fn draw_from<T>((stream, first): (u64, u64), run: impl FnOnce() -> T) -> T {
+    struct Reset((u64, u64));
+    impl Drop for Reset {
+        fn drop(&mut self) {
+            DRAWS.set(self.0);
+        }
+    }
+    let _reset = Reset(DRAWS.replace((stream, first)));
+    run()
+}
+
+/// Where this thread's draws are: for [`draw_from`], to repeat what follows.
+pub(crate) fn draws() -> (u64, u64) {
+    DRAWS.get()
+}
+
+/// x / (1 - p) where an element is kept, and 0 with probability `p` in [0, 1). Which elements are kept follows from
+/// `seed`, `draw` and their positions alone (Philox4x32-10, Salmon et al. 2011): nothing is kept for backward.
+///
+/// Errors: a probability outside [0, 1).
+pub fn dropout(x: &Tensor, p: f32, seed: u64, draw: u64) -> Result<Tensor> {
+    const NAME: &str = "dropout";
+    if !(0.0..1.0).contains(&p) {
+        bail!("dropout: the probability is {p}; it must be at least 0 and below 1")
+    }
+    if p == 0.0 {
+        return Ok(x.clone());
+    }
+    // Draws are apart by more than the elements of any tensor.
+    let offset = draw << 40;
+    if !x.device().is_cpu() {
+        let mut mask = vec![0f32; x.elem_count()];
+        kernel::dropout(&vec![1f32; mask.len()], p, seed, offset, &mut mask);
+        return x * Tensor::from_vec(mask, x.shape(), x.device())?.to_dtype(x.dtype())?;
+    }
+    let x = x.contiguous()?;
+    let inputs = Inputs::of([Some(&x)])?;
+    let shape = x.shape().clone();
+    with_element!(x.dtype(), NAME, E => {
+        let mut y = buffer::<E>(x.elem_count());
+        with_elements::<E, _>(&x, NAME, |x| {
+            kernel::dropout(x, p, seed, offset, &mut y);
+            Ok(())
+        })?;
+        inputs.result(NAME, E::storage(y), shape, move |grad, [to_x]| {
+            to_x.make::<E>(grad.len(), |dx| {
+                grad.read::<E, _>(NAME, |dy| {
+                    kernel::dropout(dy, p, seed, offset, dx);
+                    Ok(())
+                })
+            })
+        })
+    })
+}
+
+/// Dropout as a layer. Inside of an engine each forward of each rank draws anew, a recomputing unit draws again what it
+/// drew first, and evaluation passes everything through. Without an engine every use draws anew.
+#[derive(Debug, Clone)]
+pub struct Dropout {
+    p: f32,
+    seed: u64,
+}
+
+impl Dropout {
+    /// Drops elements with probability `p`.
+    pub fn new(p: f32, seed: u64) -> Self {
+        Self { p, seed }
+    }
+}
+
+impl Module for Dropout {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        if is_without_gradients() {
+            return Ok(x.clone());
+        }
+        let (stream, draw) = draws();
+        DRAWS.set((stream, draw + 1));
+        dropout(x, self.p, self.seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15), draw)
+    }
+}
