@@ -38,6 +38,9 @@ struct Args {
     /// Context in tokens, instead of the model's own
     #[arg(long)]
     ctx: Option<usize>,
+    /// Tokens per sample [default: the model's context]
+    #[arg(long = "seq_len", alias = "seq-len", value_name = "N")]
+    seq_len: Option<usize>,
     /// Vocabulary, instead of the model's own
     #[arg(long)]
     vocab: Option<usize>,
@@ -119,6 +122,13 @@ fn main() -> ExitCode {
 
 fn run(args: &Args) -> anyhow::Result<()> {
     let gpt_config = gpt_config(args)?;
+    let seq_len = args.seq_len.unwrap_or(gpt_config.ctx);
+    let allowed = 1..=gpt_config.ctx;
+    anyhow::ensure!(
+        allowed.contains(&seq_len),
+        "--seq_len is {seq_len}; it must be 1 to {}, the model's context: see --ctx",
+        gpt_config.ctx
+    );
     if let Some(path) = &args.export {
         check_export(path)?;
     }
@@ -143,9 +153,9 @@ fn run(args: &Args) -> anyhow::Result<()> {
         SampleOrder::Sequential => Order::Sequential,
     };
     let shape = BatchShape::new(&engine.config().batch, engine.world_size(), engine.rank());
-    let mut loader = Loader::new(data, order, shape, gpt_config.ctx, gpt_config.vocab, engine.device())?;
+    let mut loader = Loader::new(data, order, shape, seq_len, gpt_config.vocab, engine.device())?;
 
-    train(&mut engine, &mut loader, args, gpt_config.ctx)?;
+    train(&mut engine, &mut loader, args, seq_len)?;
     if let Some(path) = &args.export {
         engine.export_safetensors(path)?;
     }
@@ -184,7 +194,7 @@ fn check_export(path: &Path) -> anyhow::Result<()> {
 }
 
 /// `args.steps` optimizer steps, each reported by rank 0.
-fn train(engine: &mut Engine<Gpt>, loader: &mut Loader, args: &Args, ctx: usize) -> anyhow::Result<()> {
+fn train(engine: &mut Engine<Gpt>, loader: &mut Loader, args: &Args, seq_len: usize) -> anyhow::Result<()> {
     let first = engine.rank() == 0;
     let mut metrics = match &args.metrics {
         Some(path) if first => Some(MetricsWriter::create(path)?),
@@ -192,7 +202,7 @@ fn train(engine: &mut Engine<Gpt>, loader: &mut Loader, args: &Args, ctx: usize)
     };
     let mut progress = if first { Progress::new(args.steps, None) } else { Progress::silent() };
     let batch = engine.config().batch;
-    let tokens_per_step = (batch.train_batch_size * ctx) as f64;
+    let tokens_per_step = (batch.train_batch_size * seq_len) as f64;
     let start = Instant::now();
 
     for step in 0..args.steps {
