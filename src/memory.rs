@@ -224,8 +224,4 @@ impl Tracked {
     pub fn slice_mut(&mut self, range: Range<usize>) -> FlatMut<'_> {
         self.flat.slice_mut(range)
     }
-
-    pub fn fill_zero(&mut self) {
-        self.flat.fill_zero();
-    }
 }

@@ -401,7 +401,7 @@ fn the_memory_report_is_a_table() {
         master weights            4444           4444             4442            2
         moments                   8888           8888             8884            4
         persistent                   0              0                -            0
-        gathered                     0           5738                -            0
+        gathered                     0           4442                -            0
         buckets                      0           4444                -            0
         ");
     let outcomes = train(2, units(2), &config(1, 1, json!({}), json!({})), 2);

@@ -3,12 +3,10 @@
 use crate::kernels::element::Element;
 use crate::kernels::math;
 use crate::kernels::par::{Chunks, for_each_part};
-use crate::kernels::wide::{narrow, vectorized, widen};
+use crate::kernels::wide::{get, put, vectorized};
 
 /// Elements that one task computes.
 const CHUNK: usize = 1 << 14;
-/// Elements that are held in f32 at a time: loops over arrays of f32 vectorize whatever the function.
-const BLOCK: usize = 128;
 
 /// y = gelu(x) by its tanh approximation.
 ///
@@ -28,16 +26,6 @@ pub fn gelu_tanh_backward<E: Element>(x: &[E], dy: &[E], dx: &mut [E]) {
     );
 }
 
-/// d = d gelu'(x): the gradient of the result becomes the gradient of `x`.
-pub fn gelu_tanh_backward_in_place<E: Element>(x: &[E], d: &mut [E]) {
-    map2_in_place(
-        x,
-        d,
-        #[inline(always)]
-        |x, dy| dy * math::gelu_tanh_slope(x),
-    );
-}
-
 /// y = x sigmoid(x).
 pub fn silu<E: Element>(x: &[E], y: &mut [E]) {
     map(x, y, math::silu);
@@ -49,16 +37,6 @@ pub fn silu_backward<E: Element>(x: &[E], dy: &[E], dx: &mut [E]) {
         x,
         dy,
         dx,
-        #[inline(always)]
-        |x, dy| dy * math::silu_slope(x),
-    );
-}
-
-/// d = d silu'(x): the gradient of the result becomes the gradient of `x`.
-pub fn silu_backward_in_place<E: Element>(x: &[E], d: &mut [E]) {
-    map2_in_place(
-        x,
-        d,
         #[inline(always)]
         |x, dy| dy * math::silu_slope(x),
     );
@@ -83,18 +61,10 @@ pub fn swiglu_backward<E: Element>(gate: &[E], up: &[E], dy: &[E], dgate: &mut [
     for_each_part(n.div_ceil(CHUNK), parts, |i, (dgate, dup)| {
         let [gate, up, dy] = [gate, up, dy].map(|x| &x[i * CHUNK..][..dgate.len()]);
         vectorized!({
-            for (i, (dgate, dup)) in dgate.chunks_mut(BLOCK).zip(dup.chunks_mut(BLOCK)).enumerate() {
-                let [mut gate, mut up, mut dy] = [gate, up, dy].map(
-                    #[inline(always)]
-                    |x| block(x, i),
-                );
-                for ((gate, up), dy) in gate.iter_mut().zip(&mut up).zip(&mut dy) {
-                    let (x, factor) = (*gate, *dy);
-                    *gate = factor * *up * math::silu_slope(x);
-                    *up = factor * math::silu(x);
-                }
-                narrow(&gate, dgate);
-                narrow(&up, dup);
+            for ((((dgate, dup), gate), up), dy) in dgate.iter_mut().zip(dup).zip(gate).zip(up).zip(dy) {
+                let (x, dy) = (get(*gate), get(*dy));
+                *dgate = put(dy * get(*up) * math::silu_slope(x));
+                *dup = put(dy * math::silu(x));
             }
         });
     });
@@ -106,12 +76,8 @@ fn map<E: Element>(x: &[E], y: &mut [E], f: impl Fn(f32) -> f32 + Sync) {
     for_each_part(x.len().div_ceil(CHUNK), Chunks::new(y, CHUNK), |i, y| {
         let x = &x[i * CHUNK..][..y.len()];
         vectorized!({
-            for (i, y) in y.chunks_mut(BLOCK).enumerate() {
-                let mut x = block(x, i);
-                for x in &mut x {
-                    *x = f(*x);
-                }
-                narrow(&x, y);
+            for (y, x) in y.iter_mut().zip(x) {
+                *y = put(f(get(*x)));
             }
         });
     });
@@ -123,50 +89,16 @@ fn map2<E: Element>(a: &[E], b: &[E], y: &mut [E], f: impl Fn(f32, f32) -> f32 +
     for_each_part(y.len().div_ceil(CHUNK), Chunks::new(y, CHUNK), |i, y| {
         let [a, b] = [a, b].map(|x| &x[i * CHUNK..][..y.len()]);
         vectorized!({
-            for (i, y) in y.chunks_mut(BLOCK).enumerate() {
-                let (mut a, b) = (block(a, i), block(b, i));
-                for (a, b) in a.iter_mut().zip(&b) {
-                    *a = f(*a, *b);
-                }
-                narrow(&a, y);
+            for ((y, a), b) in y.iter_mut().zip(a).zip(b) {
+                *y = put(f(get(*a), get(*b)));
             }
         });
     });
-}
-
-/// b = f(a, b).
-fn map2_in_place<E: Element>(a: &[E], b: &mut [E], f: impl Fn(f32, f32) -> f32 + Sync) {
-    assert_eq!(a.len(), b.len(), "elements of an activation");
-    for_each_part(a.len().div_ceil(CHUNK), Chunks::new(b, CHUNK), |i, b| {
-        let a = &a[i * CHUNK..][..b.len()];
-        vectorized!({
-            for (i, y) in b.chunks_mut(BLOCK).enumerate() {
-                let (mut a, b) = (block(a, i), block(y, 0));
-                for (a, b) in a.iter_mut().zip(&b) {
-                    *a = f(*a, *b);
-                }
-                narrow(&a, y);
-            }
-        });
-    });
-}
-
-/// Block i of a slice, in f32; zeros follow where it is shorter.
-#[inline(always)]
-fn block<E: Element>(x: &[E], i: usize) -> [f32; BLOCK] {
-    let mut out = [0f32; BLOCK];
-    let x = &x[i * BLOCK..];
-    match x.first_chunk::<BLOCK>() {
-        Some(x) => widen(x, &mut out),
-        None => widen(x, &mut out),
-    }
-    out
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::wide::{get, put};
     use half::{bf16, f16};
 
     fn numbers<E: Element>(n: usize, seed: u32) -> Vec<E> {
@@ -191,14 +123,8 @@ mod tests {
         same(&y, (0..n).map(|i| math::silu(at(i).0)));
         gelu_tanh_backward(&x, &dy, &mut y);
         same(&y, (0..n).map(|i| at(i).1 * math::gelu_tanh_slope(at(i).0)));
-        z.copy_from_slice(&dy);
-        gelu_tanh_backward_in_place(&x, &mut z);
-        same(&z, y.iter().map(|y| get(*y)));
         silu_backward(&x, &dy, &mut y);
         same(&y, (0..n).map(|i| at(i).1 * math::silu_slope(at(i).0)));
-        z.copy_from_slice(&dy);
-        silu_backward_in_place(&x, &mut z);
-        same(&z, y.iter().map(|y| get(*y)));
         swiglu(&x, &up, &mut y);
         same(&y, (0..n).map(|i| math::silu(at(i).0) * at(i).2));
         swiglu_backward(&x, &up, &dy, &mut y, &mut z);

@@ -19,8 +19,15 @@ pub(crate) const GELU_CUBIC: f32 = 0.044_715;
 /// exp(x), within 2 units in the last place; 0 and infinity where the result leaves f32's range, nan for nan.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    // Beyond these bounds the result is 0 or infinite. Written so that nan passes both.
-    let x = if x < -104.0 { -104.0 } else { x };
+    // Below, the result is 0.
+    exp_from(-104.0, x)
+}
+
+/// exp of the larger of `low` and x, where `low` is not less than -104.
+#[inline(always)]
+fn exp_from(low: f32, x: f32) -> f32 {
+    // Above the upper bound the result is infinite. Written so that nan passes both.
+    let x = if x < low { low } else { x };
     let x = if x > 89.0 { 89.0 } else { x };
     // x = n ln(2) + r with |r| <= ln(2) / 2.
     let rounded = x * LOG2_E + ROUND;
@@ -43,13 +50,13 @@ pub fn exp(x: f32) -> f32 {
 /// x sigmoid(x).
 #[inline(always)]
 pub fn silu(x: f32) -> f32 {
-    x / (1.0 + exp(-x))
+    x / (1.0 + odds(-x))
 }
 
 /// The derivative of [`silu`].
 #[inline(always)]
 pub fn silu_slope(x: f32) -> f32 {
-    slope_of_gated(x, exp(-x), 1.0)
+    slope_of_gated(x, odds(-x), 1.0)
 }
 
 /// 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), GELU by its tanh approximation (Hendrycks and Gimpel 2016).
@@ -80,7 +87,14 @@ fn slope_of_gated(x: f32, odds: f32, inner: f32) -> f32 {
 /// where the tanh comes near to -1.
 #[inline(always)]
 fn gelu_odds(x: f32) -> f32 {
-    exp(-2.0 * GELU_SCALE * (x + GELU_CUBIC * x * x * x))
+    odds(-2.0 * GELU_SCALE * (x + GELU_CUBIC * x * x * x))
+}
+
+/// exp(x) to be added to 1. Where it would be a denormal number, with which processors compute slowly, it is not, and adds
+/// nothing all the same.
+#[inline(always)]
+fn odds(x: f32) -> f32 {
+    exp_from(-80.0, x)
 }
 
 #[cfg(test)]

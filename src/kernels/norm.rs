@@ -130,8 +130,11 @@ pub fn rms_norm_backward<E: Element>(
         None,
         #[inline(always)]
         |row, x, h| {
-            h.iter_mut().zip(x).for_each(|(h, x)| *h = get(*x) * stats[row]);
-            (stats[row], 0.0)
+            let factor = stats[row];
+            for (h, x) in h.iter_mut().zip(x) {
+                *h = get(*x) * factor;
+            }
+            (factor, 0.0)
         },
     );
 }
@@ -278,9 +281,9 @@ mod tests {
             for centered in [true, false] {
                 let (x, dy) = (numbers::<E>(rows * width, 1), numbers::<E>(rows * width, 2));
                 let (weight, bias) = (numbers::<E>(width, 3), numbers::<E>(width, 4));
-                let eps = 1e-5;
+                let eps = 1e-5f32;
                 let (wx, wdy, ww, wb) = (wide_f64(&x), wide_f64(&dy), wide_f64(&weight), wide_f64(&bias));
-                let (h, factors) = reference(&wx, width, centered, f64::from(eps as f32));
+                let (h, factors) = reference(&wx, width, centered, f64::from(eps));
 
                 let mut y = vec![E::default(); x.len()];
                 let (mut pairs, mut singles) = (vec![[0f32; 2]; rows], vec![0f32; rows]);
@@ -295,13 +298,13 @@ mod tests {
 
                 let (mut want_dw, mut want_db) = (vec![0f64; width], vec![0f64; width]);
                 let mut want_dx = Vec::new();
-                for r in 0..rows {
+                for (r, factor) in factors.iter().enumerate() {
                     let at = |i: usize| r * width + i;
                     let d: Vec<f64> = (0..width).map(|i| wdy[at(i)] * ww[i]).collect();
                     let mean = if centered { d.iter().sum::<f64>() / width as f64 } else { 0.0 };
                     let along = (0..width).map(|i| d[i] * h[at(i)]).sum::<f64>() / width as f64;
                     for i in 0..width {
-                        want_dx.push(factors[r] * (d[i] - mean - h[at(i)] * along));
+                        want_dx.push(factor * (d[i] - mean - h[at(i)] * along));
                         want_dw[i] += wdy[at(i)] * h[at(i)];
                         want_db[i] += wdy[at(i)];
                     }

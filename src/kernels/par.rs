@@ -6,24 +6,26 @@
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Calls `f` once for each of 0..n_tasks; inline where there is one thread or one task.
-pub fn for_each(n_tasks: usize, f: impl Fn(usize) + Sync) {
+/// Runs `task(0)`, ..., `task(n_tasks - 1)`, taken in this order by whichever thread is free.
+///
+/// A task has begun before any later one begins. The calling thread takes part, so that nothing waits for the pool to
+/// wake up; with one thread or one task everything runs on the calling thread, in order.
+pub fn for_each(n_tasks: usize, task: impl Fn(usize) + Sync) {
     let threads = rayon::current_num_threads().min(n_tasks);
     if threads <= 1 {
-        (0..n_tasks).for_each(f);
-        return;
+        return (0..n_tasks).for_each(task);
     }
     let next = AtomicUsize::new(0);
     let work = || {
         loop {
-            let task = next.fetch_add(1, Ordering::Relaxed);
-            if task >= n_tasks {
-                break;
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            if i >= n_tasks {
+                return;
             }
-            f(task);
+            task(i);
         }
     };
-    rayon::scope(|scope| {
+    rayon::in_place_scope(|scope| {
         for _ in 1..threads {
             scope.spawn(|_| work());
         }
@@ -68,6 +70,9 @@ impl<'a, T> Chunks<'a, T> {
         Self { data: data.as_mut_ptr(), len: data.len(), chunk, slice: PhantomData }
     }
 }
+
+// SAFETY: as a `&mut [T]`.
+unsafe impl<T: Send> Send for Chunks<'_, T> {}
 
 // SAFETY: the threads get parts that do not overlap, as if each had been sent a `&mut [T]`.
 unsafe impl<T: Send> Sync for Chunks<'_, T> {}

@@ -1,36 +1,46 @@
-//! Reductions over one row, in a fixed order that vectorizes: running lanes, four vectors of them, then the lanes pairwise.
+//! Reductions over one row, in a fixed order that vectorizes: running vectors of sixteen lanes, then the lanes pairwise.
 
-const VECTOR: usize = 16;
-const LANES: usize = 4 * VECTOR;
+/// Numbers of a vector.
+const LANES: usize = 16;
+/// Vectors of running sums, which need not wait for one another.
+const VECTORS: usize = 4;
 
 /// Sum of `f(a[i], b[i])`.
 #[inline(always)]
 pub(crate) fn reduce<A: Copy, B: Copy>(a: &[A], b: &[B], f: impl Fn(A, B) -> f32) -> f32 {
     assert_eq!(a.len(), b.len());
-    let mut lanes = [0f32; LANES];
-    let (mut a, mut b) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let [mut s0, mut s1, mut s2, mut s3] = [[0f32; LANES]; VECTORS];
+    let (mut a, mut b) = (a.chunks_exact(VECTORS * LANES), b.chunks_exact(VECTORS * LANES));
     for (a, b) in a.by_ref().zip(b.by_ref()) {
-        for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
-            *lane += f(*a, *b);
-        }
+        add_lanes(&mut s0, &a[..LANES], &b[..LANES], &f);
+        add_lanes(&mut s1, &a[LANES..2 * LANES], &b[LANES..2 * LANES], &f);
+        add_lanes(&mut s2, &a[2 * LANES..3 * LANES], &b[2 * LANES..3 * LANES], &f);
+        add_lanes(&mut s3, &a[3 * LANES..], &b[3 * LANES..], &f);
     }
-    let (mut a, mut b) = (a.remainder().chunks_exact(VECTOR), b.remainder().chunks_exact(VECTOR));
-    for (i, (a, b)) in a.by_ref().zip(b.by_ref()).enumerate() {
-        for ((lane, a), b) in lanes[i * VECTOR..][..VECTOR].iter_mut().zip(a).zip(b) {
-            *lane += f(*a, *b);
-        }
+    let (mut a, mut b) = (a.remainder().chunks_exact(LANES), b.remainder().chunks_exact(LANES));
+    for (a, b) in a.by_ref().zip(b.by_ref()) {
+        add_lanes(&mut s0, a, b, &f);
     }
-    for ((lane, a), b) in lanes.iter_mut().zip(a.remainder()).zip(b.remainder()) {
-        *lane += f(*a, *b);
+    add_lanes(&mut s1, a.remainder(), b.remainder(), &f);
+    for lane in 0..LANES {
+        s0[lane] = (s0[lane] + s1[lane]) + (s2[lane] + s3[lane]);
     }
     let mut width = LANES / 2;
     while width > 0 {
         for i in 0..width {
-            lanes[i] += lanes[i + width];
+            s0[i] += s0[i + width];
         }
         width /= 2;
     }
-    lanes[0]
+    s0[0]
+}
+
+/// Adds one term to each of the first lanes.
+#[inline(always)]
+fn add_lanes<A: Copy, B: Copy>(lanes: &mut [f32; LANES], a: &[A], b: &[B], f: &impl Fn(A, B) -> f32) {
+    for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
+        *lane += f(*a, *b);
+    }
 }
 
 #[cfg(test)]

@@ -11,10 +11,11 @@
 //! never on time, so all ranks issue the same collectives in the same order.
 
 use super::core::Core;
+use super::parcel::Parcel;
 use super::trace::{Event, Trace};
 use crate::comm::Pending;
 use crate::error::Result;
-use crate::layout::{chunk_offsets, shard_len, shard_range};
+use crate::layout::shard_len;
 use crate::memory::{Held, Kind};
 use crate::param::{Param, ParamId, ROOT, Residency, UnitId, lock, residency};
 use crate::precision::Flat;
@@ -48,57 +49,59 @@ enum State {
     /// Only this rank's shares.
     Released,
     /// A gather is under way.
-    InFlight(Pending<Flat>, Held),
+    InFlight(Gathering),
     /// All of them.
     Gathered,
     /// Some of them: backward is releasing one after the other.
     Partly,
 }
 
-/// Parameters that travel in one all-gather.
+/// Parameters that are gathered and released together, in one all-gather for each large one and one for all small ones.
 struct Bundle {
     params: Vec<ParamId>,
-    /// Offset of each parameter's shard in a rank's chunk.
-    offsets: Vec<usize>,
-    chunk: usize,
+    parcels: Vec<Parcel>,
     numel: usize,
 }
 
+/// All-gathers of a bundle that are under way, one for each parcel.
+type Gathering = Vec<(Pending<Flat>, Held)>;
+
 impl Bundle {
     fn new(params: Vec<ParamId>, all: &[Param], world_size: usize) -> Self {
-        let numels: Vec<usize> = params.iter().map(|p| all[*p].numel).collect();
-        let (offsets, chunk) = chunk_offsets(&numels, world_size);
-        Self { params, offsets, chunk, numel: numels.iter().sum() }
+        let numel = params.iter().map(|p| all[*p].numel).sum();
+        let parcels = Parcel::split(&params, all, world_size);
+        Self { params, parcels, numel }
     }
 
-    /// Begins the all-gather of this rank's shares.
-    fn launch(&self, core: &Core) -> (Pending<Flat>, Held) {
+    /// Begins the all-gathers of this rank's shares.
+    fn launch(&self, core: &Core) -> Gathering {
         let groups = lock(&core.groups);
-        let mut chunk = Flat::with_capacity(core.dtype, self.chunk);
-        for p in &self.params {
-            let (group, slot) = core.places[*p];
-            let at = groups[group].slots[slot].at;
-            let weights = groups[group].weights.as_ref().expect("sharded parameters lie in their sub-group");
-            chunk.extend_cast(weights.slice(at..at + shard_len(core.params[*p].numel, core.comm.size())));
-        }
-        let bytes = self.chunk * core.comm.size() * core.dtype.size_in_bytes();
-        let held = core.ledger.hold(Kind::Gathered, bytes);
-        (core.comm.all_gather(chunk, core.tag(&self.params)), held)
+        let share = |parcel: &Parcel| {
+            let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk);
+            for p in &parcel.params {
+                let (group, slot) = core.places[*p];
+                let at = groups[group].slots[slot].at;
+                let weights = groups[group].weights.as_ref().expect("sharded parameters lie in their sub-group");
+                chunk.extend_cast(weights.slice(at..at + shard_len(core.params[*p].numel, core.comm.size())));
+            }
+            let bytes = parcel.chunk * core.comm.size() * core.dtype.size_in_bytes();
+            let held = core.ledger.hold(Kind::Gathered, bytes);
+            (core.comm.all_gather(chunk, core.tag(&parcel.params)), held)
+        };
+        self.parcels.iter().map(share).collect()
     }
 
-    /// Puts gathered chunks into the parameters' tensors.
-    fn install(&self, core: &Core, chunks: Flat, kind: Kind) -> Result<()> {
-        let world = core.comm.size();
-        for (p, offset) in self.params.iter().zip(&self.offsets) {
-            let param = &core.params[*p];
-            let mut whole = Flat::with_capacity(core.dtype, param.numel);
-            for r in 0..world {
-                let start = r * self.chunk + offset;
-                whole.extend_cast(chunks.slice(start..start + shard_range(param.numel, world, r).len()));
-            }
-            let held = core.ledger.hold(kind, whole.capacity_in_bytes());
-            residency::put(&param.tensor, whole)?;
-            *lock(&param.residency) = Residency::Whole(held);
+    /// Waits for the all-gathers and puts the whole parameters into their tensors.
+    fn install(&self, core: &Core, gathering: Gathering, kind: Kind) -> Result<()> {
+        for (parcel, (pending, held)) in self.parcels.iter().zip(gathering) {
+            let chunks = pending.wait()?;
+            drop(held);
+            parcel.unpack(core, chunks, |param, whole| {
+                let held = core.ledger.hold(kind, whole.capacity_in_bytes());
+                residency::put(&param.tensor, whole)?;
+                *lock(&param.residency) = Residency::Whole(held);
+                Ok(())
+            })?;
         }
         Ok(())
     }
@@ -159,10 +162,9 @@ impl Gatherer {
         if self.persistent.params.is_empty() {
             return Ok(());
         }
-        let (pending, _held) = self.persistent.launch(core);
-        let chunks = pending.wait()?;
+        let gathering = self.persistent.launch(core);
         self.persistent.release(core)?;
-        self.persistent.install(core, chunks, Kind::Persistent)
+        self.persistent.install(core, gathering, Kind::Persistent)
     }
 
     /// A unit is about to run: gathers it if need be, and begins to gather what comes next.
@@ -240,11 +242,10 @@ impl Gatherer {
             self.launch(core, unit);
         }
         let UnitState { bundle, state, .. } = &mut self.units[unit];
-        if let State::InFlight(pending, held) = std::mem::replace(state, State::Gathered) {
+        if let State::InFlight(gathering) = std::mem::replace(state, State::Gathered) {
             self.in_flight -= bundle.numel;
             self.live += bundle.numel;
-            bundle.install(core, pending.wait()?, Kind::Gathered)?;
-            drop(held);
+            bundle.install(core, gathering, Kind::Gathered)?;
         }
         Ok(())
     }
@@ -255,9 +256,8 @@ impl Gatherer {
             *state = State::Gathered;
             return;
         }
-        let (pending, held) = bundle.launch(core);
+        *state = State::InFlight(bundle.launch(core));
         self.in_flight += bundle.numel;
-        *state = State::InFlight(pending, held);
     }
 
     fn prefetch(&mut self, core: &Core) {
@@ -294,9 +294,9 @@ impl Gatherer {
     fn settle(&mut self, unit: UnitId) -> Result<()> {
         let UnitState { bundle, state, .. } = &mut self.units[unit];
         match std::mem::replace(state, State::Released) {
-            State::InFlight(pending, _held) => {
+            State::InFlight(gathering) => {
                 self.in_flight -= bundle.numel;
-                pending.wait().map(drop)
+                gathering.into_iter().try_for_each(|(pending, _)| pending.wait().map(drop))
             }
             other => {
                 *state = other;

@@ -14,6 +14,7 @@ pub(crate) mod core;
 mod export;
 pub(crate) mod gather;
 pub(crate) mod gradients;
+mod parcel;
 mod step;
 pub(crate) mod sub_group;
 pub(crate) mod trace;

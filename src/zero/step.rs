@@ -5,10 +5,11 @@
 //! ```
 
 use super::core::Core;
+use super::parcel::Parcel;
 use super::sub_group::{Slot, SubGroup};
 use crate::comm::Pending;
 use crate::error::Result;
-use crate::layout::{BucketRule, shard_len, shard_range};
+use crate::layout::{BucketRule, PACKED_BELOW, shard_len, shard_range};
 use crate::memory::{Held, Kind};
 use crate::optim::{Optimizer, StepContext};
 use crate::param::{ParamId, lock, residency};
@@ -108,7 +109,7 @@ fn as_f32(flat: FlatMut<'_>) -> &mut [f32] {
 struct Publisher {
     rule: BucketRule,
     batch: Vec<ParamId>,
-    in_flight: VecDeque<(Vec<ParamId>, Pending<Flat>, Held)>,
+    in_flight: VecDeque<(Parcel, Pending<Flat>, Held)>,
 }
 
 impl Publisher {
@@ -118,56 +119,53 @@ impl Publisher {
 
     /// This rank's shard of a parameter is up to date.
     fn push(&mut self, core: &Core, param: ParamId) -> Result<()> {
+        if core.params[param].numel >= PACKED_BELOW {
+            return self.launch(core, vec![param]);
+        }
         if self.rule.push(core.params[param].numel) {
-            self.launch(core)?;
+            let batch = std::mem::take(&mut self.batch);
+            self.launch(core, batch)?;
         }
         self.batch.push(param);
         Ok(())
     }
 
     fn finish(mut self, core: &Core) -> Result<()> {
-        if !self.batch.is_empty() {
-            self.launch(core)?;
+        let batch = std::mem::take(&mut self.batch);
+        if !batch.is_empty() {
+            self.launch(core, batch)?;
         }
         self.install(core, 0)
     }
 
-    fn launch(&mut self, core: &Core) -> Result<()> {
+    fn launch(&mut self, core: &Core, params: Vec<ParamId>) -> Result<()> {
         let (world, rank) = (core.comm.size(), core.comm.rank());
-        let params = std::mem::take(&mut self.batch);
-        let mut chunk = Flat::with_capacity(core.dtype, 0);
-        for p in &params {
-            let numel = core.params[*p].numel;
-            let shard = shard_range(numel, world, rank);
-            let padding = shard_len(numel, world) - shard.len();
-            residency::with_view(&core.params[*p].tensor, |whole| chunk.extend_cast(whole.slice(shard)))?;
-            chunk.extend_zeros(padding);
+        for parcel in Parcel::split(&params, &core.params, world) {
+            let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk);
+            for p in &parcel.params {
+                let numel = core.params[*p].numel;
+                let shard = shard_range(numel, world, rank);
+                let padding = shard_len(numel, world) - shard.len();
+                residency::with_view(&core.params[*p].tensor, |whole| chunk.extend_cast(whole.slice(shard)))?;
+                chunk.extend_zeros(padding);
+            }
+            let held = core.ledger.hold(Kind::Buckets, chunk.size_in_bytes() * world);
+            let pending = core.comm.all_gather(chunk, core.tag(&parcel.params));
+            self.in_flight.push_back((parcel, pending, held));
         }
-        let held = core.ledger.hold(Kind::Buckets, chunk.size_in_bytes() * world);
-        let pending = core.comm.all_gather(chunk, core.tag(&params));
-        self.in_flight.push_back((params, pending, held));
         self.install(core, IN_FLIGHT - 1)
     }
 
-    /// Waits for the oldest publications until at most `left` are under way, and writes peers' shards.
+    /// Waits for the oldest publications until at most `left` are under way, and puts what has come into the tensors.
     fn install(&mut self, core: &Core, left: usize) -> Result<()> {
-        let (world, rank) = (core.comm.size(), core.comm.rank());
         while self.in_flight.len() > left {
-            let Some((params, pending, _held)) = self.in_flight.pop_front() else { break };
+            let Some((parcel, pending, held)) = self.in_flight.pop_front() else { break };
             let chunks = pending.wait()?;
-            let chunk = chunks.len() / world;
-            let mut offset = 0;
-            for p in params {
-                let numel = core.params[p].numel;
-                residency::with_values(&core.params[p].tensor, |whole| {
-                    for r in (0..world).filter(|r| *r != rank) {
-                        let shard = shard_range(numel, world, r);
-                        let from = r * chunk + offset;
-                        whole.slice_mut(shard.clone()).copy_cast(chunks.slice(from..from + shard.len()));
-                    }
-                })?;
-                offset += shard_len(numel, world);
-            }
+            drop(held);
+            parcel.unpack(core, chunks, |param, whole| {
+                // In the ledger nothing changes: as many elements as before, in another buffer.
+                Ok(residency::put(&param.tensor, whole)?)
+            })?;
         }
         Ok(())
     }

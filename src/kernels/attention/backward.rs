@@ -35,39 +35,12 @@ pub(super) fn one_key_head<T: Tiles, E: Element>(
 ) {
     let Layout { words, width, columns, depth, time } = Layout::new::<T>(h);
     let (all, block) = (time * words, BLOCK * words);
-    let [
-        keys,
-        keys_paired,
-        values,
-        dk_sums,
-        dv_sums,
-        rows,
-        queries,
-        queries_paired,
-        grads,
-        grads_paired,
-        p,
-        g,
-        g_keys,
-        dq_sums,
-    ] = scratch.pieces([
-        all,
-        all,
-        all,
-        time * width,
-        time * width,
-        block,
-        block,
-        block,
-        block,
-        block,
-        TILE,
-        TILE,
-        TILE,
-        BLOCK * width,
-    ]);
+    let lengths = [all, all, all, time * width, time * width, TILE, TILE, TILE, BLOCK * width, 6 * block];
+    let [keys, keys_paired, values, dk_sums, dv_sums, p, g, g_keys, dq_sums, blocks] = scratch.pieces(lengths);
+    let (q_blocks, dout_blocks) = blocks.split_at_mut(3 * block);
     tiles.pack_rows(k, 0, h.time, words, keys);
-    tiles.pack_columns(k, 0, h.time, words, keys_paired);
+    let keys: &[f32] = keys;
+    let keys_paired = tiles.pair_columns(keys, words, keys_paired);
     tiles.pack_rows(v, 0, h.time, words, values);
     dk_sums.fill(0.0);
     dv_sums.fill(0.0);
@@ -79,13 +52,8 @@ pub(super) fn one_key_head<T: Tiles, E: Element>(
         for start in (0..h.time).step_by(BLOCK) {
             let n = BLOCK.min(h.time - start);
             let padded = n.next_multiple_of(BAND);
-            for (source, transposed, paired) in [(q, &mut *queries, &mut *queries_paired), (dout, grads, grads_paired)]
-            {
-                let rows = &mut rows[..padded * words];
-                tiles.pack_rows(source, start, n, words, rows);
-                tiles.transpose(rows, words, transposed);
-                tiles.pack_columns(source, start, n, words, &mut paired[..padded * words]);
-            }
+            let (q_transposed, q_paired) = pack_block(tiles, q, (start, n), words, q_blocks);
+            let (dout_transposed, dout_paired) = pack_block(tiles, dout, (start, n), words, dout_blocks);
             // Queries that only fill up the block have probabilities 0.
             let (mut lse_2, mut along) = ([f32::INFINITY; BLOCK], [0.0; BLOCK]);
             for i in 0..n {
@@ -94,13 +62,13 @@ pub(super) fn one_key_head<T: Tiles, E: Element>(
             }
             for first in (0..=start).step_by(BLOCK) {
                 let s = Shape::at(first, start, padded);
-                scores(tiles, p, (&keys[first * words..], words), queries, depth, s);
-                scores(tiles, g, (&values[first * words..], words), grads, depth, s);
+                scores(tiles, p, (&keys[first * words..], words), q_transposed, depth, s);
+                scores(tiles, g, (&values[first * words..], words), dout_transposed, depth, s);
                 tiles.probabilities(p, s, h.scale() * LOG2_E, &lse_2);
                 tiles.score_gradients(p, g, g_keys, s, &along);
                 let g_keys: &[f32] = if T::PAIR > 1 { g_keys } else { g };
-                scatter(tiles, (&mut dv_sums[first * width..], width), p, grads_paired, columns, s);
-                scatter(tiles, (&mut dk_sums[first * width..], width), g, queries_paired, columns, s);
+                scatter(tiles, (&mut dv_sums[first * width..], width), p, dout_paired, columns, s);
+                scatter(tiles, (&mut dk_sums[first * width..], width), g, q_paired, columns, s);
                 gather(tiles, (dq_sums, width), first > 0, g_keys, &keys_paired[first * words..], columns, s);
             }
             for (i, row) in dq_sums.chunks_exact(width).take(n).enumerate() {
@@ -114,11 +82,29 @@ pub(super) fn one_key_head<T: Tiles, E: Element>(
     }
 }
 
+/// Packs a block of queries transposed, and paired along the queries.
+fn pack_block<'a, T: Tiles, E: Element>(
+    tiles: T,
+    source: HeadRows<'_, E>,
+    (start, n): (usize, usize),
+    words: usize,
+    buffer: &'a mut [f32],
+) -> (&'a [f32], &'a [f32]) {
+    let (rows, rest) = buffer.split_at_mut(BLOCK * words);
+    let (transposed, paired) = rest.split_at_mut(BLOCK * words);
+    let rows = &mut rows[..n.next_multiple_of(BAND) * words];
+    tiles.pack_rows(source, start, n, words, rows);
+    tiles.transpose(rows, words, transposed);
+    (transposed, tiles.pair_columns(rows, words, paired))
+}
+
 fn dot<E: Element>(a: &[E], b: &[E]) -> f32 {
-    vectorized!(rows::reduce(
-        a,
-        b,
-        #[inline(always)]
-        |a, b| get(a) * get(b)
-    ),)
+    vectorized!({
+        rows::reduce(
+            a,
+            b,
+            #[inline(always)]
+            |a, b| get(a) * get(b),
+        )
+    })
 }

@@ -17,10 +17,11 @@ pub(super) fn one_head<T: Tiles, E: Element>(
 ) {
     let Layout { words, width, columns, depth, time } = Layout::new::<T>(h);
     let all = time * words;
-    let [keys, values, rows, queries, tile, sums] =
-        scratch.pieces([all, all, BLOCK * words, BLOCK * words, TILE, BLOCK * width]);
+    let [keys, values, paired, rows, queries, tile, sums] =
+        scratch.pieces([all, all, all, BLOCK * words, BLOCK * words, TILE, BLOCK * width]);
     tiles.pack_rows(k, 0, h.time, words, keys);
-    tiles.pack_columns(v, 0, h.time, words, values);
+    tiles.pack_rows(v, 0, h.time, words, values);
+    let values = tiles.pair_columns(values, words, paired);
     let scale = h.scale() * LOG2_E;
     for start in (0..h.time).step_by(BLOCK) {
         let n = BLOCK.min(h.time - start);

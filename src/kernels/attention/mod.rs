@@ -141,6 +141,9 @@ pub fn backward<E: Element>(
 
 fn forward_on<E: Element>(path: Path, h: &Heads, [q, k, v]: [Rows<'_, E>; 3], out: &mut [E], lse: &mut [f32]) {
     h.check(out.len(), lse.len());
+    if out.is_empty() {
+        return;
+    }
     let tasks = h.batch * h.heads;
     let out = RowsMut::new(out, h.heads * h.head).by_head(h.batch, h.time, h.heads, h.head);
     for_each_part(tasks, (out, Chunks::new(lse, h.time)), |task, (out, lse)| {
@@ -162,6 +165,9 @@ fn backward_on<E: Element>(
 ) {
     h.check(result.out.len(), result.lse.len());
     h.check(result.dout.len(), result.lse.len());
+    if result.out.is_empty() {
+        return;
+    }
     let dq = dq.by_head(h.batch, h.time, h.kv_heads, h.group() * h.head);
     let [dk, dv] = [dk, dv].map(|rows| rows.by_head(h.batch, h.time, h.kv_heads, h.head));
     for_each_part(h.batch * h.kv_heads, (dq, (dk, dv)), |task, (dq, (dk, dv))| {

@@ -37,8 +37,8 @@ impl Tiles for Portable {
         pack(src, first, n, words, dst);
     }
 
-    fn pack_columns<E: Element>(self, src: HeadRows<'_, E>, first: usize, n: usize, words: usize, dst: &mut [f32]) {
-        pack(src, first, n, words, dst);
+    fn pair_columns<'a>(self, rows: &'a [f32], _: usize, _: &'a mut [f32]) -> &'a [f32] {
+        rows
     }
 
     fn transpose(self, src: &[f32], words: usize, dst: &mut [f32]) {
@@ -91,9 +91,11 @@ impl Tiles for Portable {
                     max[i] = if score > max[i] { score } else { max[i] };
                 }
             }
-            for i in 0..s.queries {
-                softmax.shrink[i] = exp((softmax.max[i] - max[i]) * LN_2);
-                softmax.sum[i] *= softmax.shrink[i];
+            for ((before, max), (shrink, sum)) in
+                softmax.max.iter().zip(&max).zip(softmax.shrink.iter_mut().zip(&mut softmax.sum)).take(s.queries)
+            {
+                *shrink = exp((before - max) * LN_2);
+                *sum *= *shrink;
             }
             softmax.max = max;
             for (key, scores) in tile.chunks_exact_mut(BLOCK).take(s.keys).enumerate() {

@@ -52,11 +52,14 @@ pub struct RowsMut<'a, E> {
     slice: PhantomData<&'a mut [E]>,
 }
 
+// SAFETY: a `&mut [E]` of its own columns.
+unsafe impl<E: Send> Send for RowsMut<'_, E> {}
+
 impl<'a, E> RowsMut<'a, E> {
     /// Rows that start `row_stride` elements apart; `data` starts at head 0 of row 0.
     pub fn new(data: &'a mut [E], row_stride: usize) -> Self {
-        let [all] = Self::columns(data, row_stride, [0..row_stride]);
-        all
+        let (len, columns) = (data.len(), 0..row_stride);
+        Self { data: data.as_mut_ptr(), len, row_stride, columns, slice: PhantomData }
     }
 
     /// Views of disjoint ranges of columns of the same rows: one for each range, its first head at the range's start.

@@ -131,11 +131,9 @@ fn results_and_gradients_are_those_of_the_formulas<E: Element>(accuracy: f64) {
         let (out, lse, grad) = case.reference();
         for path in paths::<E>() {
             let got = case.run(path);
-            // Sums of products of bf16 numbers differ by their probabilities' rounding.
-            let lse_accuracy = 2e-6;
-            assert!(difference(&got.0, &out) <= accuracy, "{h:?} {path:?}: out {}", difference(&got.0, &out));
-            assert!(difference(&got.1, &lse) <= lse_accuracy, "{h:?} {path:?}: lse {}", difference(&got.1, &lse));
-            assert!(difference(&got.2, &grad) <= 2.0 * accuracy, "{h:?} {path:?}: grad {}", difference(&got.2, &grad));
+            let errors = (difference(&got.0, &out), difference(&got.1, &lse), difference(&got.2, &grad));
+            let bounded = errors.0 <= accuracy && errors.1 <= 2e-6 && errors.2 <= 2.0 * accuracy;
+            assert!(bounded, "{h:?} {path:?}: {errors:?}");
         }
     }
 }
@@ -206,6 +204,17 @@ fn scores_far_apart_neither_overflow_nor_vanish() {
         let got = case.run(path);
         let errors = (difference(&got.0, &out), difference(&got.1, &lse), difference(&got.2, &grad));
         assert!(errors.0 <= 1e-3 && errors.1 <= 1e-6 && errors.2 <= 1e-3, "{path:?}: {errors:?}");
+    }
+}
+
+#[test]
+fn no_sequences_and_no_positions_are_nothing_to_do() {
+    for (batch, time) in [(0, 5), (5, 0)] {
+        let h = Heads { batch, time, heads: 2, kv_heads: 1, head: 4 };
+        let none = Rows::<f32>::new(&[], 8);
+        forward(&h, none, none, none, &mut [], &mut []);
+        let [dq, dk, dv] = RowsMut::columns(&mut [], 16, [0..8, 8..12, 12..16]);
+        backward(&h, none, none, none, &[], &[], &[], dq, dk, dv);
     }
 }
 

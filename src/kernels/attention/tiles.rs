@@ -52,9 +52,9 @@ pub(super) trait Tiles: Copy {
     /// Rows `first..first + n` with neighbors in a row paired: word (t, w) is `t * words + w`. Zeros fill up both sides.
     fn pack_rows<E: Element>(self, src: HeadRows<'_, E>, first: usize, n: usize, words: usize, dst: &mut [f32]);
 
-    /// Rows `first..first + n` with neighbors in a column paired: word (t, c) is `t * words * PAIR + c`, t counting words.
-    /// Zeros fill up both sides.
-    fn pack_columns<E: Element>(self, src: HeadRows<'_, E>, first: usize, n: usize, words: usize, dst: &mut [f32]);
+    /// Packed rows with neighbors in a column paired instead: word (t, c) is `t * words * PAIR + c`, t counting words.
+    /// Where words are single numbers, they are the packed rows themselves and `dst` is not used.
+    fn pair_columns<'a>(self, rows: &'a [f32], words: usize, dst: &'a mut [f32]) -> &'a [f32];
 
     /// dst `[words][BLOCK]` = the transpose of src `[up to BLOCK][words]`; both sides multiples of 16.
     fn transpose(self, src: &[f32], words: usize, dst: &mut [f32]);

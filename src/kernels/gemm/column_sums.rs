@@ -1,13 +1,14 @@
 //! The sums of the columns of a matrix: the gradient of a bias.
 
 use super::matrix::Matrix;
-use crate::kernels::element::Element;
+use super::scratch::with_words;
+use crate::kernels::element::{Element, Kind};
 use crate::kernels::par;
 
-/// Columns of one task.
-const COLS: usize = 128;
 /// Rows of one partial sum.
-const ROWS: usize = 128;
+const ROWS: usize = 64;
+/// Columns of f16 that are widened at a time.
+const WIDTH: usize = 256;
 
 /// Writes the sum of every column of a row-major matrix to `out`, in f32: partial sums of [`ROWS`] rows, then the sum
 /// of those, each in row order.
@@ -15,35 +16,62 @@ const ROWS: usize = 128;
 /// # Panics
 /// If the matrix is not row-major or `out` has another length than its rows.
 pub fn column_sums<E: Element>(data: Matrix<'_, E>, out: &mut [f32]) {
-    assert_eq!(out.len(), data.cols(), "one sum per column");
+    let (rows, cols) = (data.rows(), data.cols());
+    assert_eq!(out.len(), cols, "one sum per column");
     assert!(data.is_row_major(), "matrix is not row-major");
-    let out = Columns(out.as_mut_ptr());
-    par::for_each(data.cols().div_ceil(COLS), |task| {
-        let col = task * COLS;
-        let width = COLS.min(data.cols() - col);
-        let (mut total, mut part, mut row) = ([0f32; COLS], [0f32; COLS], [0f32; COLS]);
-        for start in (0..data.rows()).step_by(ROWS) {
-            part.fill(0.0);
-            for i in start..data.rows().min(start + ROWS) {
-                E::widen(&data.row(i)[col..][..width], &mut row[..width]);
-                part.iter_mut().zip(&row).for_each(|(p, x)| *p += x);
-            }
-            total.iter_mut().zip(&part).for_each(|(t, p)| *t += p);
+    out.fill(0.0);
+    let parts = rows.div_ceil(ROWS);
+    with_words(parts * cols, |sums| {
+        let sums = Partial(sums.cast());
+        par::for_each(parts, |part| {
+            // SAFETY: the words are initialized, and any are numbers; every task has its own `cols` of them.
+            let sums = unsafe { std::slice::from_raw_parts_mut(sums.at(part * cols), cols) };
+            sums.fill(0.0);
+            pulp::Arch::new().dispatch(|| {
+                for i in part * ROWS..rows.min((part + 1) * ROWS) {
+                    add(data.row(i), sums);
+                }
+            });
+        });
+        for part in 0..parts {
+            // SAFETY: as above, and no task is left that writes.
+            let part = unsafe { std::slice::from_raw_parts(sums.at(part * cols), cols) };
+            out.iter_mut().zip(part).for_each(|(out, part)| *out += part);
         }
-        // SAFETY: `col + width` is at most the length of `out`, and every task has its own columns.
-        let out = unsafe { std::slice::from_raw_parts_mut(out.at(col), width) };
-        out.copy_from_slice(&total[..width]);
     });
 }
 
-/// The sums, shared by tasks that each write their own columns.
-struct Columns(*mut f32);
+/// Adds a row to the sums. Inlined, so that it is compiled for the vectors of the dispatch around it.
+#[inline(always)]
+fn add<E: Element>(row: &[E], sums: &mut [f32]) {
+    match E::KIND {
+        Kind::F32 => {
+            let row: &[f32] = bytemuck::cast_slice(row);
+            sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+        }
+        Kind::BF16 => {
+            let row: &[u16] = bytemuck::cast_slice(row);
+            sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += f32::from_bits(u32::from(*x) << 16));
+        }
+        Kind::F16 => {
+            let mut wide = [0f32; WIDTH];
+            for (row, sums) in row.chunks(WIDTH).zip(sums.chunks_mut(WIDTH)) {
+                let wide = &mut wide[..row.len()];
+                E::widen(row, wide);
+                sums.iter_mut().zip(wide).for_each(|(sum, x)| *sum += *x);
+            }
+        }
+    }
+}
 
-// SAFETY: it is only a place; see the use of [`Columns::at`].
-unsafe impl Sync for Columns {}
+/// The partial sums, shared by tasks that each write their own.
+struct Partial(*mut f32);
 
-impl Columns {
-    fn at(&self, col: usize) -> *mut f32 {
-        self.0.wrapping_add(col)
+// SAFETY: it is only a place; see the uses of [`Partial::at`].
+unsafe impl Sync for Partial {}
+
+impl Partial {
+    fn at(&self, i: usize) -> *mut f32 {
+        self.0.wrapping_add(i)
     }
 }

@@ -120,8 +120,10 @@ impl<'a, C: Element> Sink<'a, C> {
         let per_line = 64 / size_of::<C>();
         for i in row..row + rows {
             for j in (col..col + cols).step_by(per_line) {
-                // SAFETY: an element of the result; a prefetch does not access it.
-                unsafe { _mm_prefetch::<_MM_HINT_ET0>(self.result.at(i, j).cast_const().cast()) };
+                for target in [Some(&self.result), self.before_activation.as_ref()].into_iter().flatten() {
+                    // SAFETY: an element of the result; a prefetch does not access it.
+                    unsafe { _mm_prefetch::<_MM_HINT_ET0>(target.at(i, j).cast_const().cast()) };
+                }
                 if let Some(residual) = &self.residual {
                     let place = residual.as_ptr().wrapping_add(i * residual.row_stride() + j);
                     // SAFETY: a prefetch does not access the place.

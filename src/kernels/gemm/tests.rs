@@ -151,6 +151,18 @@ fn half_operands_may_have_a_result_in_f32() {
     check_shapes::<f16, f32>();
 }
 
+#[test]
+fn operands_that_are_packed_in_several_regions_give_the_right_product() {
+    let (m, n, k) = (700, 5, 2048);
+    let (a, b) = (Stored::<f32>::new(m, k, 0, true, 1), Stored::<f32>::new(k, n, 0, false, 2));
+    let want = reference(a.view(), b.view());
+    for method in methods::<f32>() {
+        let mut got = vec![0f32; m * n];
+        gemm_by(method, MatrixMut::new(&mut got, m, n), a.view(), b.view(), Epilogue::default());
+        assert!(got.iter().zip(&want).all(|(got, want)| (f64::from(*got) - want).abs() < 1e-4), "{method:?}");
+    }
+}
+
 fn check_epilogues<E: Element>() {
     for method in methods::<E>() {
         for (m, n, k) in [(5, 70, 33), (13, 48, 1200), (9, 17, 40)] {
@@ -279,9 +291,16 @@ fn column_sums_are_in_f32() {
     let mut sums = [7.0; 3];
     column_sums(Matrix::new(&ones, 4096, 3), &mut sums);
     assert_eq!(sums, [4096.0; 3]);
-    let data = numbers::<f32>(333 * 300, 1);
+    check_column_sums::<f32>();
+    check_column_sums::<bf16>();
+    check_column_sums::<f16>();
+}
+
+fn check_column_sums<E: Element>() {
+    let data = numbers::<E>(333 * 300, 1);
     let mut sums = vec![0.0; 290];
     column_sums(Matrix::strided(&data, 333, 290, 300), &mut sums);
+    let data = wide(&data);
     for (j, sum) in sums.iter().enumerate() {
         let want: f64 = (0..333).map(|i| f64::from(data[i * 300 + j])).sum();
         assert!((f64::from(*sum) - want).abs() < 1e-5);

@@ -1,160 +1,165 @@
 //! The loops around the microkernels: blocks for the caches, tasks for the threads.
 //!
-//! The product is cut into *regions* of rows, columns and steps whose packed operands fit a budget. In a region, the
-//! first tasks pack `b` (and `a` where its words cannot be read in place), each part once for all threads; the tasks
-//! after them each compute a tile of the result, once everything is packed. Tasks start in order, so that whoever waits
-//! for packed operands waits for tasks that are already running.
+//! The result is cut into tasks of some columns, and of all rows or many. A task packs its columns of `b`, which then
+//! stay in its core's L2 cache, while strips of a few rows of `a` stream past them, each read once. So the cores exchange
+//! nothing but `a` where that must be packed; packed columns that another core has written would come slowly.
+//!
+//! Where `a` must be packed, the first tasks do it, once for all threads. The others wait until it is done: tasks start
+//! in order, so that they wait for tasks that are already running.
 //!
 //! How the inner dimension is cut depends on its length alone, and so does the order in which the products of an
 //! element are summed.
 
 use super::finish::{Place, finish};
-use super::kernel::{self, COLS, Kernels, LANES, ROWS, VECTORS, Words};
-use super::pack::{Operand, Word};
+use super::kernel::{self, COLS, LANES, ROWS, Words};
+use super::pack::{Operand, STEPS_AHEAD, Word};
+use super::panels::Panels;
 use crate::kernels::element::Element;
 use crate::kernels::gemm::epilogue::Sink;
 use crate::kernels::gemm::matrix::Matrix;
 use crate::kernels::gemm::scratch::with_words;
 use crate::kernels::par;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The most steps that are summed in registers: a panel of `b` and the rows of `a` of a tile stay in the L2 cache.
+/// The most steps that are summed in registers.
 const BLOCK_STEPS: usize = 512;
-/// The most blocks of steps in a region.
-const REGION_BLOCKS: usize = 8;
-/// The most words of a packed operand in a region (8 MiB), as long as it has [`REGION_MIN`] rows or columns.
-const REGION_WORDS: usize = 1 << 21;
-const REGION_MIN: usize = 512;
-/// The most rows of a region.
-const REGION_ROWS: usize = 4096;
-/// Rows of a tile of the result.
-const TILE_ROWS: usize = 128;
-/// Panels of `b` in a tile of the result.
-const TILE_PANELS: usize = 4;
-/// Rows or columns that one packing task takes, where these are contiguous along the inner dimension.
-const PACK_OUTER: usize = COLS;
-/// Panels between which one packing task alternates.
-const PACK_PANELS: usize = 8;
-/// Steps that one packing task takes of all rows or columns, where these are not contiguous along it.
+/// The most blocks of steps for which operands are packed at a time.
+const SPAN_BLOCKS: usize = 4;
+/// The most words of `b` that a task packs (512 KiB), as long as these are [`MIN_COLS`] columns.
+const WORDS_OF_B: usize = 1 << 17;
+const MIN_COLS: usize = 2 * COLS;
+/// The most words of `a` that are packed at a time (4 MiB).
+const WORDS_OF_A: usize = 1 << 20;
+/// Rows of a task for which the packing of `b` costs little.
+const MANY_ROWS: usize = 512;
+/// Rows of a task for which it costs less than to leave a thread idle.
+const MIN_ROWS: usize = 64;
+/// Rows of `a` that one packing task takes, where these are contiguous along the inner dimension.
+const PACK_ROWS: usize = 64;
+/// Steps of `a` that one packing task takes, where these are not contiguous along it.
 const PACK_STEPS: usize = 32;
-
-/// The number of pieces, and their length but for the last, when `n` is cut into pieces of at most about `most`, which
-/// are a multiple of `unit`.
-fn cut(n: usize, most: usize, unit: usize) -> (usize, usize) {
-    let length = n.div_ceil(n.div_ceil(most).max(1)).next_multiple_of(unit).max(unit);
-    (n.div_ceil(length).max(1), length)
-}
-
-/// The steps of the inner dimension in blocks of `length`.
-#[derive(Clone, Copy)]
-struct Steps {
-    total: usize,
-    length: usize,
-    blocks: usize,
-}
-
-/// A part of the product.
-struct Region {
-    row: usize,
-    rows: usize,
-    col: usize,
-    cols: usize,
-    first_block: usize,
-    blocks: usize,
-}
+/// Multiplications that are done before another thread would have woken up.
+const SMALL: usize = 1 << 20;
 
 /// `c = epilogue(a b)`. The processor must have AVX-512 F, BW, DQ and VL, and what the words' kernels need.
 pub(super) fn gemm<W: Word<E>, E: Element, C: Element>(sink: &Sink<'_, C>, a: Matrix<'_, E>, b: Matrix<'_, E>) {
-    let (m, n, k) = (a.rows(), b.cols(), a.cols());
+    let (rows, cols, inner) = (a.rows(), b.cols(), a.cols());
     let a =
-        Operand { data: a.as_ptr(), outer: m, inner: k, outer_stride: a.row_stride(), inner_stride: a.col_stride() };
+        Operand { data: a.as_ptr(), outer: rows, inner, outer_stride: a.row_stride(), inner_stride: a.col_stride() };
     let b =
-        Operand { data: b.as_ptr(), outer: n, inner: k, outer_stride: b.col_stride(), inner_stride: b.row_stride() };
-    let total = k.div_ceil(W::DEPTH);
-    let (blocks, length) = cut(total, BLOCK_STEPS, LANES);
-    let steps = Steps { total, length, blocks };
-    let region_blocks = blocks.min(REGION_BLOCKS);
-    let widest = (REGION_WORDS / (region_blocks * length)).max(REGION_MIN);
-    let (row_regions, region_rows) = cut(m, widest.min(REGION_ROWS), TILE_ROWS);
-    let (col_regions, region_cols) = cut(n, widest, COLS);
-    for c in 0..col_regions {
-        for r in 0..row_regions {
-            let (row, col) = (r * region_rows, c * region_cols);
-            let (rows, cols) = (region_rows.min(m - row), region_cols.min(n - col));
-            let parts = blocks.div_ceil(region_blocks);
-            let tiles = Tiles::new(rows, cols);
-            // Sums wait in memory for the next region only if there is one.
-            let waiting = if parts > 1 { tiles.count() * tiles.words() } else { 0 };
-            with_words(waiting, |sums| {
-                for first_block in (0..blocks).step_by(region_blocks) {
-                    let blocks = region_blocks.min(blocks - first_block);
-                    let region = Region { row, rows, col, cols, first_block, blocks };
-                    let sums = (parts > 1).then_some(Shared(sums.cast()));
-                    compute_region::<W, E, C>(sink, &a, &b, steps, &region, &tiles, sums);
+        Operand { data: b.as_ptr(), outer: cols, inner, outer_stride: b.col_stride(), inner_stride: b.row_stride() };
+    let layout = match () {
+        () if a.is_words::<W>() => Layout::InPlace,
+        () if a.inner_stride == 1 => Layout::Rows,
+        () => Layout::Groups,
+    };
+    let blocks = Cut::new(inner.div_ceil(W::DEPTH), BLOCK_STEPS, LANES);
+    let spans = Cut::new(blocks.count, SPAN_BLOCKS, 1);
+    let span_steps = (blocks.most() * spans.most()).max(1);
+    let most_rows = if layout == Layout::InPlace { rows } else { (WORDS_OF_A / span_steps).max(MIN_ROWS) };
+    let regions = Cut::new(rows, most_rows, LANES);
+    let threads = if rows * cols * inner <= SMALL { 1 } else { rayon::current_num_threads() };
+    let words_of_a = if layout == Layout::InPlace { 0 } else { regions.most() * span_steps };
+    let waiting = if spans.count > 1 { regions.most() * cols.next_multiple_of(LANES) } else { 0 };
+    with_words(words_of_a, |packed_a| {
+        with_words(waiting, |sums| {
+            for region in 0..regions.count {
+                for span in 0..spans.count {
+                    let rows = regions.piece(region);
+                    let grid = Grid::new(rows.len(), cols, span_steps, threads);
+                    let part = Part {
+                        sink,
+                        a,
+                        b,
+                        layout,
+                        rows,
+                        blocks,
+                        span: spans.piece(span),
+                        grid,
+                        packed_a: Shared(packed_a),
+                        sums: (spans.count > 1).then_some(Shared(sums.cast())),
+                        packed: AtomicUsize::new(0),
+                    };
+                    let tasks = part.packs() + grid.rows.count * grid.cols.count;
+                    let task = |task| part.run::<W>(task);
+                    if threads == 1 { (0..tasks).for_each(task) } else { par::for_each(tasks, task) }
                 }
-            });
-        }
-    }
+            }
+        });
+    });
 }
 
-/// How a region of the result is cut into tiles of whole panels.
-struct Tiles {
-    panels: Panels,
-    down: usize,
-    rows: usize,
-    across: usize,
-    panels_across: usize,
-}
-
-impl Tiles {
-    fn new(rows: usize, cols: usize) -> Self {
-        let panels = Panels::new(cols);
-        let (down, rows) = cut(rows, TILE_ROWS, ROWS);
-        let (across, panels_across) = cut(panels.count, TILE_PANELS, 1);
-        Self { panels, down, rows, across, panels_across }
-    }
-
-    fn count(&self) -> usize {
-        self.down * self.across
-    }
-
-    /// Room for the sums of a tile.
-    fn words(&self) -> usize {
-        self.rows * self.panels_across * COLS
-    }
-}
-
-/// The columns of a region in panels of at most [`VECTORS`] vectors.
+/// A length in pieces as equal as whole units allow.
 #[derive(Clone, Copy)]
-struct Panels {
-    vectors: usize,
+struct Cut {
+    total: usize,
+    unit: usize,
     count: usize,
-    /// Panels of [`VECTORS`] vectors; of those after them, each has `rest`.
-    full: usize,
-    rest: usize,
 }
 
-impl Panels {
-    fn new(cols: usize) -> Self {
-        let vectors = cols.div_ceil(LANES);
-        let count = vectors.div_ceil(VECTORS);
-        // A lone vector would leave most of the kernel's registers idle: two panels of two are better than 3 + 1.
-        let (full, rest) = match vectors % VECTORS {
-            0 => (count, 0),
-            1 if count > 1 => (count - 2, 2),
-            rest => (count - 1, rest),
-        };
-        Self { vectors, count, full, rest }
+impl Cut {
+    /// Into the fewest pieces of at most `most`, or of one unit if that is more; one piece if there is nothing to cut.
+    fn new(total: usize, most: usize, unit: usize) -> Self {
+        let count = total.div_ceil(unit).div_ceil((most / unit).max(1)).max(1);
+        Self { total, unit, count }
     }
 
-    /// The first vector of a panel, and the number of its vectors.
-    fn get(&self, panel: usize) -> (usize, usize) {
-        if panel < self.full {
-            (panel * VECTORS, VECTORS)
-        } else {
-            (self.full * VECTORS + (panel - self.full) * self.rest, self.rest)
-        }
+    /// Into `count` pieces, some of which are empty if there are fewer units.
+    fn into(total: usize, count: usize, unit: usize) -> Self {
+        Self { total, unit, count }
     }
+
+    fn piece(&self, i: usize) -> Range<usize> {
+        let bound = |i: usize| self.total.min(self.total.div_ceil(self.unit) * i / self.count * self.unit);
+        bound(i)..bound(i + 1)
+    }
+
+    /// The length of the longest piece, in whole units.
+    fn most(&self) -> usize {
+        self.total.div_ceil(self.unit).div_ceil(self.count) * self.unit
+    }
+}
+
+/// The tasks of a part of the product.
+#[derive(Clone, Copy)]
+struct Grid {
+    rows: Cut,
+    cols: Cut,
+}
+
+impl Grid {
+    /// As few as fit the caches, but some for each thread, so that threads of unequal speed end together.
+    fn new(rows: usize, cols: usize, steps: usize, threads: usize) -> Self {
+        let widest = (WORDS_OF_B / steps).max(MIN_COLS);
+        if threads == 1 {
+            return Self { rows: Cut::into(rows, 1, ROWS), cols: Cut::new(cols, widest, COLS) };
+        }
+        let cols = if rows >= 4 * threads * MANY_ROWS {
+            // Rows alone make enough tasks, and whole rows of the result are better written at once.
+            Cut::new(cols, widest, COLS)
+        } else {
+            let few = Cut::new(cols, widest.min((cols / (2 * threads)).max(MIN_COLS)), COLS).count;
+            // The threads shall get the same number.
+            let count = few.next_multiple_of(threads);
+            Cut::into(cols, if count <= cols.div_ceil(COLS) { count } else { few }, COLS)
+        };
+        let wanted = |tasks: usize, at_least: usize| (tasks * threads).div_ceil(cols.count).min(rows / at_least).max(1);
+        let count = wanted(4, MANY_ROWS).max(wanted(2, MIN_ROWS));
+        let even = (count..count + threads).find(|count| (count * cols.count).is_multiple_of(threads));
+        Self { rows: Cut::into(rows, even.unwrap_or(count), ROWS), cols }
+    }
+}
+
+/// How the words of `a` are laid out.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Layout {
+    /// They are read where they are.
+    InPlace,
+    /// Each row's words one after the other.
+    Rows,
+    /// Groups of [`ROWS`] rows, for each step the words of these.
+    Groups,
 }
 
 /// Memory that tasks share.
@@ -171,220 +176,180 @@ impl<T> Shared<T> {
     }
 }
 
-/// The number of packing tasks that are done.
-struct Progress(AtomicUsize);
-
-impl Progress {
-    fn advance(&self) {
-        self.0.fetch_add(1, Ordering::Release);
-    }
-
-    /// Returns when `n` tasks are done. They have all begun, so that this is soon.
-    fn wait_for(&self, n: usize) {
-        let mut spins = 0u32;
-        while self.0.load(Ordering::Acquire) < n {
-            spins += 1;
-            if spins < 10_000 { std::hint::spin_loop() } else { std::thread::yield_now() }
-        }
-    }
-}
-
-fn compute_region<W: Word<E>, E: Element, C: Element>(
-    sink: &Sink<'_, C>,
-    a: &Operand<E>,
-    b: &Operand<E>,
-    steps: Steps,
-    region: &Region,
-    tiles: &Tiles,
-    waiting: Option<Shared<f32>>,
-) {
-    let first_step = region.first_block * steps.length;
-    let n_steps = (region.blocks * steps.length).min(steps.total - first_step);
-    let in_place = a.is_words::<W>();
-    // Rows that are contiguous along the inner dimension stay so, whole vectors each.
-    let row_words = n_steps.next_multiple_of(LANES);
-    let a_words = if in_place { 0 } else { region.rows.next_multiple_of(LANES) * row_words };
-    let b_words = tiles.panels.vectors * LANES * n_steps;
-    let tasks = |operand: &Operand<E>, outer: usize| {
-        if operand.inner_stride == 1 { outer.div_ceil(PACK_OUTER) } else { n_steps.div_ceil(PACK_STEPS) }
-    };
-    let packs_a = if in_place { 0 } else { tasks(a, region.rows) };
-    let packs = packs_a + if b.inner_stride == 1 { tiles.panels.count } else { tasks(b, region.cols) };
-    with_words(b_words, |packed_b| {
-        with_words(a_words, |packed_a| {
-            let (packed_a, packed_b) = (Shared(packed_a), Shared(packed_b));
-            let progress = Progress(AtomicUsize::new(0));
-            let words_of_a = |row: usize, step: usize| {
-                if in_place {
-                    let first = a.at(region.row + row, (first_step + step) * W::DEPTH).cast();
-                    Words { first, row: a.outer_stride / W::DEPTH, step: 1 }
-                } else if a.inner_stride == 1 {
-                    Words { first: packed_a.at(row * row_words + step), row: row_words, step: 1 }
-                } else {
-                    let group = row / ROWS * ROWS;
-                    Words { first: packed_a.at(group * n_steps + step * ROWS + row % ROWS), row: 1, step: ROWS }
-                }
-            };
-            par::for_each(packs + tiles.count(), |task| {
-                if task < packs_a {
-                    pack_rows::<W, E>(a, region, task, (first_step, n_steps), &packed_a);
-                    progress.advance();
-                } else if task < packs {
-                    pack_columns::<W, E>(b, region, &tiles.panels, task - packs_a, (first_step, n_steps), &packed_b);
-                    progress.advance();
-                } else {
-                    progress.wait_for(packs);
-                    let tile = task - packs;
-                    let compute = |sums| {
-                        let tile = Tile { region, tiles, steps, n_steps, tile };
-                        // SAFETY: the processor has the features; the operands are packed; `sums` has room for the
-                        // tile and is this task's alone, as is the tile of the result.
-                        unsafe { tile.compute(sink, W::kernels(), W::DEPTH > 1, &words_of_a, packed_b.at(0), sums) }
-                    };
-                    match &waiting {
-                        Some(sums) => compute(sums.at(tile * tiles.words())),
-                        None if steps.blocks > 1 => with_words(tiles.words(), |sums| compute(sums.cast())),
-                        None => compute(std::ptr::null_mut()),
-                    }
-                }
-            });
-        });
-    });
-}
-
-/// One task of packing the rows of `a`.
-fn pack_rows<W: Word<E>, E: Element>(
-    a: &Operand<E>,
-    region: &Region,
-    task: usize,
-    (first_step, n_steps): (usize, usize),
-    to: &Shared<u32>,
-) {
-    if a.inner_stride == 1 {
-        let row_words = n_steps.next_multiple_of(LANES);
-        for row in task * PACK_OUTER..region.rows.min((task + 1) * PACK_OUTER) {
-            // SAFETY: the processor has the features; there is room for `row_words` words of each row.
-            unsafe { a.copy_row::<W>(region.row + row, first_step, n_steps, to.at(row * row_words)) };
-        }
-        return;
-    }
-    let step = task * PACK_STEPS;
-    let steps = PACK_STEPS.min(n_steps - step);
-    for row in (0..region.rows).step_by(LANES) {
-        let to = to.at(row * n_steps + step * ROWS);
-        // SAFETY: the processor has the features; there is room for whole groups of 16 rows.
-        unsafe { a.pack_rows::<W>(region.row + row, first_step + step, steps, to, n_steps * ROWS) };
-    }
-}
-
-/// One task of packing the columns of `b`.
-fn pack_columns<W: Word<E>, E: Element>(
-    b: &Operand<E>,
-    region: &Region,
-    panels: &Panels,
-    task: usize,
-    (first_step, n_steps): (usize, usize),
-    to: &Shared<u32>,
-) {
-    let pack = |panel: usize, step: usize, steps: usize| {
-        let (vector, vectors) = panels.get(panel);
-        let to = to.at(vector * LANES * n_steps + step * vectors * LANES);
-        // SAFETY: the processor has the features; every panel has its own part of the packed words.
-        unsafe { b.pack_columns::<W>(region.col + vector * LANES, vectors, first_step + step, steps, to) };
-    };
-    if b.inner_stride == 1 {
-        pack(task, 0, n_steps);
-    } else {
-        // A few panels at a time, step by step: what is read lies side by side.
-        let end = n_steps.min((task + 1) * PACK_STEPS);
-        for group in (0..panels.count).step_by(PACK_PANELS) {
-            for step in task * PACK_STEPS..end {
-                for panel in group..panels.count.min(group + PACK_PANELS) {
-                    pack(panel, step, 1);
-                }
-            }
-        }
-    }
-}
-
-/// A tile of the result in a region.
-struct Tile<'a> {
-    region: &'a Region,
-    tiles: &'a Tiles,
-    steps: Steps,
-    n_steps: usize,
-    tile: usize,
+/// The rows of a region, for a span of the inner dimension.
+struct Part<'a, E, C> {
+    sink: &'a Sink<'a, C>,
+    a: Operand<E>,
+    b: Operand<E>,
+    layout: Layout,
+    rows: Range<usize>,
+    /// The steps in blocks, and those of this part.
+    blocks: Cut,
+    span: Range<usize>,
+    grid: Grid,
+    packed_a: Shared<u32>,
+    /// Sums that wait for the other spans, row-major with rows of whole vectors.
+    sums: Option<Shared<f32>>,
+    /// Tasks of packing `a` that are done.
+    packed: AtomicUsize,
 }
 
 /// Sums of one call of a microkernel, on the stack.
 #[repr(align(64))]
 struct Registers([f32; ROWS * COLS]);
 
-impl Tile<'_> {
-    /// Adds the products of the region's steps to the sums of this tile, and finishes them after the last step. With a
-    /// single block of steps there is nothing to add to, and `sums` is not used.
-    ///
-    /// # Safety
-    /// The processor has AVX-512 F, BW, DQ and VL, with `native` BF16, and what the kernels need; `words_of_a` and `b`
-    /// are the region's packed operands; `sums` and the elements of the tile are the caller's alone.
-    unsafe fn compute<C: Element>(
+impl<E: Element, C: Element> Part<'_, E, C> {
+    /// The steps of this part.
+    fn steps(&self) -> Range<usize> {
+        let start = self.blocks.piece(self.span.start).start;
+        start..self.blocks.piece(self.span.end - 1).end
+    }
+
+    /// The number of tasks that pack `a`.
+    fn packs(&self) -> usize {
+        match self.layout {
+            Layout::InPlace => 0,
+            Layout::Rows => self.rows.len().div_ceil(PACK_ROWS),
+            Layout::Groups => self.steps().len().div_ceil(PACK_STEPS),
+        }
+    }
+
+    fn run<W: Word<E>>(&self, task: usize) {
+        let packs = self.packs();
+        if task < packs {
+            self.pack_a::<W>(task);
+            self.packed.fetch_add(1, Ordering::Release);
+            return;
+        }
+        let (row, col) = ((task - packs) / self.grid.cols.count, (task - packs) % self.grid.cols.count);
+        let (rows, cols) = (self.grid.rows.piece(row), self.grid.cols.piece(col));
+        if rows.is_empty() || cols.is_empty() {
+            return;
+        }
+        let panels = Panels::new(cols.len());
+        let width = cols.len().next_multiple_of(LANES);
+        with_words(width * self.steps().len(), |packed_b| {
+            self.pack_b::<W>(cols.start, panels, packed_b);
+            let mut spins = 0u32;
+            while self.packed.load(Ordering::Acquire) < packs {
+                spins += 1;
+                if spins < 10_000 { std::hint::spin_loop() } else { std::thread::yield_now() }
+            }
+            with_words(ROWS * width, |strip| self.compute::<W>(rows, cols, panels, packed_b, strip.cast()));
+        });
+    }
+
+    fn pack_a<W: Word<E>>(&self, task: usize) {
+        let steps = self.steps();
+        if self.layout == Layout::Rows {
+            let length = steps.len().next_multiple_of(LANES);
+            for row in task * PACK_ROWS..self.rows.len().min((task + 1) * PACK_ROWS) {
+                let to = self.packed_a.at(row * length);
+                // SAFETY: the processor has the features; there is room for the row in whole vectors.
+                unsafe { self.a.copy_row::<W>(self.rows.start + row, steps.start, steps.len(), to) };
+            }
+            return;
+        }
+        let turn = task * PACK_STEPS..steps.len().min((task + 1) * PACK_STEPS);
+        for row in (0..self.rows.len()).step_by(LANES) {
+            let to = self.packed_a.at(row * steps.len() + turn.start * ROWS);
+            let (outer, step) = (self.rows.start + row, steps.start + turn.start);
+            // SAFETY: the processor has the features; there is room for whole vectors of rows.
+            unsafe { self.a.pack_rows::<W>(outer, step, turn.len(), to, steps.len() * ROWS) };
+        }
+    }
+
+    /// Packs the panels of `b` from a column on, each panel's words together.
+    fn pack_b<W: Word<E>>(&self, col: usize, panels: Panels, to: *mut u32) {
+        let steps = self.steps();
+        // Where columns are contiguous, they are packed one panel after the other; else in turns, so that what lies side
+        // by side in rows is read together.
+        let turn = if self.b.inner_stride == 1 { steps.len().max(1) } else { STEPS_AHEAD };
+        for start in (0..steps.len()).step_by(turn) {
+            for panel in 0..panels.count() {
+                let (vector, vectors) = panels.get(panel);
+                let to = to.wrapping_add((vector * steps.len() + vectors * start) * LANES);
+                let (col, step, n) = (col + vector * LANES, steps.start + start, turn.min(steps.len() - start));
+                // SAFETY: the processor has the features; there is room for all panels.
+                unsafe { self.b.pack_columns::<W>(col, vectors, step, n, to) };
+            }
+        }
+    }
+
+    /// The words of `a` from a row and a step of this part.
+    fn words_of_a<W: Word<E>>(&self, row: usize, step: usize) -> Words {
+        let steps = self.steps();
+        match self.layout {
+            Layout::InPlace => {
+                let first = self.a.at(self.rows.start + row, (steps.start + step) * W::DEPTH).cast();
+                Words { first, row: self.a.outer_stride / W::DEPTH, step: 1 }
+            }
+            Layout::Rows => {
+                let length = steps.len().next_multiple_of(LANES);
+                Words { first: self.packed_a.at(row * length + step), row: length, step: 1 }
+            }
+            Layout::Groups => {
+                let group = row / ROWS * ROWS * steps.len();
+                Words { first: self.packed_a.at(group + step * ROWS + row % ROWS), row: 1, step: ROWS }
+            }
+        }
+    }
+
+    /// Computes some rows (of those of the part) and columns, strip by strip of at most [`ROWS`] rows, whose sums are
+    /// kept in `strip` from block to block unless they must wait for other parts, or there is but one block.
+    fn compute<W: Word<E>>(
         &self,
-        sink: &Sink<'_, C>,
-        kernels: &Kernels,
-        native: bool,
-        words_of_a: &impl Fn(usize, usize) -> Words,
-        b: *const u32,
-        sums: *mut f32,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        panels: Panels,
+        packed_b: *const u32,
+        strip: *mut f32,
     ) {
-        let Self { region, tiles, steps, .. } = *self;
-        let first_row = self.tile % tiles.down * tiles.rows;
-        let end_row = region.rows.min(first_row + tiles.rows);
-        let first_panel = self.tile / tiles.down * tiles.panels_across;
-        let end_panel = tiles.panels.count.min(first_panel + tiles.panels_across);
-        let first_vector = tiles.panels.get(first_panel).0;
+        let sink = self.sink;
+        let steps = self.steps();
+        let single = self.blocks.count == 1;
         let mut registers = Registers([0.0; ROWS * COLS]);
-        for block in 0..region.blocks {
-            let step = block * steps.length;
-            let n_steps = steps.length.min(self.n_steps - step);
-            let index = region.first_block + block;
-            let last = index + 1 == steps.blocks;
-            for panel in first_panel..end_panel {
-                let (vector, vectors) = tiles.panels.get(panel);
-                let col = vector * LANES;
-                // SAFETY: a panel's words lie together, those of a step after those of the step before.
-                let b = unsafe { b.add(vector * LANES * self.n_steps + step * vectors * LANES) };
-                let mut row = first_row;
-                while row < end_row {
-                    // Groups of rows are packed together, so that a kernel must not reach from one into the next.
-                    let (kernel, rows) = kernel::index(end_row - row, vectors);
-                    let cols = (vectors * LANES).min(region.cols - col);
-                    let place = Place { row: region.row + row, rows, col: region.col + col, cols };
+        let mut row = rows.start;
+        while row < rows.end {
+            let n_rows = kernel::rows(rows.end - row);
+            for block in self.span.clone() {
+                let last = block + 1 == self.blocks.count;
+                let block_steps = self.blocks.piece(block);
+                let step = block_steps.start - steps.start;
+                let a = self.words_of_a::<W>(row, step);
+                for panel in 0..panels.count() {
+                    let (vector, vectors) = panels.get(panel);
+                    let col = cols.start + vector * LANES;
+                    let n_cols = (vectors * LANES).min(cols.end - col);
+                    let place = Place { row: self.rows.start + row, rows: n_rows, col, cols: n_cols };
                     if last {
-                        sink.prefetch((place.row, rows), (place.col, cols));
+                        sink.prefetch((place.row, n_rows), (col, n_cols));
                     }
-                    let direct = steps.blocks == 1 && cols == vectors * LANES && sink.takes_sums();
-                    let (sums, stride) = if direct {
+                    let direct = single && n_cols == vectors * LANES && sink.takes_sums();
+                    let (sums, stride) = match &self.sums {
                         // SAFETY: an element of the result, which is in f32.
-                        (unsafe { sink.result.at(place.row, place.col) }.cast(), sink.result.row_stride())
-                    } else if steps.blocks == 1 {
-                        (registers.0.as_mut_ptr(), COLS)
-                    } else {
-                        let stride = tiles.panels_across * COLS;
-                        let offset = (row - first_row) * stride + (vector - first_vector) * LANES;
-                        (sums.wrapping_add(offset), stride)
+                        _ if direct => (unsafe { sink.result.at(place.row, col) }.cast(), sink.result.row_stride()),
+                        _ if single => (registers.0.as_mut_ptr(), COLS),
+                        Some(sums) => {
+                            let stride = self.b.outer.next_multiple_of(LANES);
+                            (sums.at(row * stride + col), stride)
+                        }
+                        None => (strip.wrapping_add(vector * LANES), panels.vectors() * LANES),
                     };
-                    let add = if direct { sink.accumulate } else { index > 0 };
-                    // SAFETY: as the caller promises; the kernel reads `rows` rows of `a` and `vectors` vectors of `b`
-                    // for `n_steps` steps, and the sums have room for these rows and vectors.
+                    let add = if direct { sink.accumulate } else { block > 0 };
+                    let b = packed_b.wrapping_add((vector * steps.len() + vectors * step) * LANES);
+                    // SAFETY: the processor has the features; the operands are packed; the kernel reads `n_rows` rows
+                    // and `vectors` vectors of them for the block's steps; the sums have room for these rows and
+                    // vectors, and they and these elements of the result are this task's alone.
                     unsafe {
-                        kernels[kernel](n_steps, words_of_a(row, step), b, sums, stride, add);
+                        W::kernel(n_rows, vectors)(block_steps.len(), a, b, sums, stride, add);
                         if last && !direct {
-                            finish(sink, native, place, sums, stride);
+                            finish(sink, W::DEPTH > 1, place, sums, stride);
                         }
                     }
-                    row += rows;
                 }
             }
+            row += n_rows;
         }
     }
 }

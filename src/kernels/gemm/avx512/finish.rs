@@ -53,47 +53,50 @@ unsafe fn finish_plain<C: Element>(sink: &Sink<'_, C>, place: Place, sums: *mut 
     unsafe { finish_tile::<C, false>(sink, place, sums, stride) }
 }
 
+/// The tile is gone over once for each kind of work, not row by row: a row is too short for the processor to overlap the
+/// long chain of an activation with that of the next.
 #[inline(always)]
 unsafe fn finish_tile<C: Element, const NATIVE: bool>(sink: &Sink<'_, C>, place: Place, sums: *mut f32, stride: usize) {
     let Place { row, rows, col, cols } = place;
-    let whole = cols / LANES * LANES;
-    let only_round = sink.adds_nothing() && !sink.accumulate;
-    for i in 0..rows {
-        // SAFETY: every access is to sums up to a multiple of 16 columns, or to elements of row `row + i` of the
-        // result and of matrices of its shape from column `col` to `col + cols`: whole vectors of them, or by a mask.
-        unsafe {
-            let (row, sums) = (row + i, sums.add(i * stride));
-            if only_round {
-                for j in (0..whole).step_by(LANES) {
-                    store::<C, NATIVE>(sink.result.at(row, col + j), !0, _mm512_load_ps(sums.add(j)));
+    // SAFETY: every access is to sums up to a multiple of 16 columns, or to elements of the tile, in the result and in
+    // matrices of its shape: whole vectors of them, or those that a mask selects.
+    unsafe {
+        if sink.adds_nothing() && !sink.accumulate {
+            for i in 0..rows {
+                for j in (0..cols).step_by(LANES) {
+                    let x = _mm512_load_ps(sums.add(i * stride + j));
+                    store::<C, NATIVE>(sink.result.at(row + i, col + j), first(cols - j), x);
                 }
-                if whole < cols {
-                    let mask = first(cols - whole);
-                    store::<C, NATIVE>(sink.result.at(row, col + whole), mask, _mm512_load_ps(sums.add(whole)));
-                }
-                continue;
             }
-            if let Some(activation) = sink.activation {
+            return;
+        }
+        if let Some(activation) = sink.activation {
+            for i in 0..rows {
                 for j in (0..cols).step_by(LANES) {
                     let (at, mask) = (col + j, first(cols - j));
-                    let x = before_activation(sink, at, mask, _mm512_load_ps(sums.add(j)));
+                    let sum = sums.add(i * stride + j);
+                    let x = round::<C, NATIVE>(before_activation(sink, at, mask, _mm512_load_ps(sum)));
                     if let Some(before) = &sink.before_activation {
-                        store::<C, NATIVE>(before.at(row, at), mask, x);
+                        store::<C, NATIVE>(before.at(row + i, at), mask, x);
                     }
-                    _mm512_store_ps(sums.add(j), round::<C, NATIVE>(x));
+                    _mm512_store_ps(sum, x);
                 }
-                activation.apply(std::slice::from_raw_parts_mut(sums, cols.next_multiple_of(LANES)));
             }
+            for i in 0..rows {
+                activation.apply(std::slice::from_raw_parts_mut(sums.add(i * stride), cols.next_multiple_of(LANES)));
+            }
+        }
+        for i in 0..rows {
             for j in (0..cols).step_by(LANES) {
                 let (at, mask) = (col + j, first(cols - j));
-                let mut x = _mm512_load_ps(sums.add(j));
+                let mut x = _mm512_load_ps(sums.add(i * stride + j));
                 if sink.activation.is_none() {
                     x = before_activation(sink, at, mask, x);
                 }
                 if let Some(residual) = &sink.residual {
-                    x = _mm512_add_ps(x, load(residual.as_ptr().add(row * residual.row_stride() + at), mask));
+                    x = _mm512_add_ps(x, load(residual.as_ptr().add((row + i) * residual.row_stride() + at), mask));
                 }
-                let to = sink.result.at(row, at);
+                let to = sink.result.at(row + i, at);
                 if sink.accumulate {
                     x = _mm512_add_ps(x, load(to, mask));
                 }

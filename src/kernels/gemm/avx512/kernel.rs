@@ -82,7 +82,7 @@ microkernel!(pairs, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16", |acc, a: __
     })
 });
 
-/// The kernels for every number of vectors from 1 and every power of two rows, by [`index`].
+/// The kernels for every power of two rows and every number of vectors, see [`select`].
 pub(super) type Kernels = [Kernel; 4 * VECTORS];
 
 macro_rules! table {
@@ -107,9 +107,14 @@ macro_rules! table {
 pub(super) static SINGLE: Kernels = table!(single);
 pub(super) static PAIRS: Kernels = table!(pairs);
 
-/// The place in the table of the kernel that does the most of `rows` rows, and how many it does.
+/// How many of `rows` rows one kernel does: a power of two.
 #[inline(always)]
-pub(super) fn index(rows: usize, vectors: usize) -> (usize, usize) {
-    let log = rows.min(ROWS).ilog2() as usize;
-    (log * VECTORS + vectors - 1, 1 << log)
+pub(super) fn rows(rows: usize) -> usize {
+    1 << rows.min(ROWS).ilog2()
+}
+
+/// The kernel of a table for this many rows, a power of two, and vectors.
+#[inline(always)]
+pub(super) fn select(kernels: &Kernels, rows: usize, vectors: usize) -> Kernel {
+    kernels[rows.ilog2() as usize * VECTORS + vectors - 1]
 }

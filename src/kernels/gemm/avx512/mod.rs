@@ -8,6 +8,7 @@ mod blocked;
 mod finish;
 mod kernel;
 mod pack;
+mod panels;
 
 use super::epilogue::Sink;
 use super::matrix::Matrix;

@@ -1,16 +1,24 @@
 //! Packing: operands in the order, and as the words, in which the microkernels read them.
 
-use super::kernel::{Kernels, LANES, PAIRS, ROWS, SINGLE};
+use super::kernel::{self, Kernel, LANES, ROWS};
 use crate::kernels::element::{Element, Kind};
 use std::arch::x86_64::*;
+
+/// How far reading is ahead of packing: what lies side by side is too short, or in too many places, for the processor to
+/// see where reading goes. In steps, for columns that are packed in turns of so many steps;
+pub(super) const STEPS_AHEAD: usize = 32;
+/// in elements side by side, for rows of which a task packs few steps;
+const NEIGHBORS_AHEAD: usize = 96;
+/// in bytes, for elements that lie side by side along the inner dimension.
+const BYTES_AHEAD: usize = 256;
 
 /// What a word holds. The functions need AVX-512 F, BW, DQ and VL, and are meant to be inlined where these are enabled.
 pub(super) trait Word<E: Element> {
     /// Elements of a word.
     const DEPTH: usize;
 
-    /// The microkernels for these words.
-    fn kernels() -> &'static Kernels;
+    /// The microkernel for these words that computes `rows` rows, a power of two, of `vectors` vectors.
+    fn kernel(rows: usize, vectors: usize) -> Kernel;
 
     /// Sixteen words, one after the other along the inner dimension, made of the `n` elements from `from`, and zeros.
     ///
@@ -35,8 +43,9 @@ pub(super) struct Pairs;
 impl<E: Element> Word<E> for Single {
     const DEPTH: usize = 1;
 
-    fn kernels() -> &'static Kernels {
-        &SINGLE
+    #[inline(always)]
+    fn kernel(rows: usize, vectors: usize) -> Kernel {
+        kernel::select(&kernel::SINGLE, rows, vectors)
     }
 
     #[inline(always)]
@@ -55,8 +64,9 @@ impl<E: Element> Word<E> for Single {
 impl<E: Element> Word<E> for Pairs {
     const DEPTH: usize = 2;
 
-    fn kernels() -> &'static Kernels {
-        &PAIRS
+    #[inline(always)]
+    fn kernel(rows: usize, vectors: usize) -> Kernel {
+        kernel::select(&kernel::PAIRS, rows, vectors)
     }
 
     #[inline(always)]
@@ -137,6 +147,16 @@ impl<E: Element> Operand<E> {
         self.data.wrapping_add(outer * self.outer_stride + inner * self.inner_stride)
     }
 
+    /// Brings a step's elements near that lie side by side across the inner dimension, if they exist.
+    #[inline(always)]
+    fn prefetch<W: Word<E>>(&self, from: *const E) {
+        for depth in 0..W::DEPTH {
+            let place = from.wrapping_add(depth * self.inner_stride);
+            // SAFETY: a prefetch does not access the place.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(place.cast()) };
+        }
+    }
+
     /// Packs `steps` words from word `step` of the `16 * vectors` columns of `b` from `outer`: for each step the words
     /// of all columns. Columns and elements that do not exist are zeros.
     ///
@@ -161,6 +181,7 @@ impl<E: Element> Operand<E> {
                     // SAFETY: the elements that are read exist; `to` has room.
                     unsafe {
                         let from = self.at(outer, inner);
+                        self.prefetch::<W>(from.wrapping_add(STEPS_AHEAD * W::DEPTH * self.inner_stride));
                         let words = W::across(from, self.inner_stride, depth, self.outer.saturating_sub(outer));
                         _mm512_store_si512(to.add((s * vectors + v) * LANES).cast(), words);
                     }
@@ -175,6 +196,8 @@ impl<E: Element> Operand<E> {
                 let mut rows = [_mm512_setzero_si512(); LANES];
                 for (i, row) in rows.iter_mut().enumerate() {
                     if outer + i < self.outer {
+                        let ahead = self.at(outer + i, inner).wrapping_add(BYTES_AHEAD / size_of::<E>());
+                        _mm_prefetch::<_MM_HINT_T0>(ahead.cast());
                         // SAFETY: the elements that are read exist.
                         *row = unsafe { W::along(self.at(outer + i, inner), self.inner - inner) };
                     }
@@ -207,6 +230,7 @@ impl<E: Element> Operand<E> {
             // SAFETY: the elements that are read exist; `to` has room.
             unsafe {
                 let from = self.at(outer, inner);
+                self.prefetch::<W>(from.wrapping_add(NEIGHBORS_AHEAD));
                 let words = W::across(from, self.inner_stride, self.inner - inner, self.outer - outer);
                 let to = to.add(s * ROWS);
                 _mm256_store_si256(to.cast(), _mm512_castsi512_si256(words));

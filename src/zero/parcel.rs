@@ -1,0 +1,60 @@
+//! Which shards travel in one all-gather, and how whole parameters are made of what arrives.
+//!
+//! The chunks of all ranks, one after the other, are a parameter that travels alone: it takes the buffer over. Small
+//! parameters share a parcel, and are copied out of it piece by piece.
+
+use super::core::Core;
+use crate::error::Result;
+use crate::layout::{PACKED_BELOW, chunk_offsets, shard_range};
+use crate::param::{Param, ParamId};
+use crate::precision::Flat;
+
+/// Parameters whose shards travel in one all-gather.
+pub(super) struct Parcel {
+    pub params: Vec<ParamId>,
+    /// Offset of each parameter's shard in a rank's chunk.
+    offsets: Vec<usize>,
+    /// Elements of a rank's chunk.
+    pub chunk: usize,
+}
+
+impl Parcel {
+    /// One parcel for each large parameter and one for all others.
+    pub fn split(params: &[ParamId], all: &[Param], world_size: usize) -> Vec<Self> {
+        let (large, small): (Vec<_>, Vec<_>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
+        let alone = large.into_iter().map(|p| vec![p]);
+        alone.chain((!small.is_empty()).then_some(small)).map(|params| Self::new(params, all, world_size)).collect()
+    }
+
+    fn new(params: Vec<ParamId>, all: &[Param], world_size: usize) -> Self {
+        let numels: Vec<usize> = params.iter().map(|p| all[*p].numel).collect();
+        let (offsets, chunk) = chunk_offsets(&numels, world_size);
+        Self { params, offsets, chunk }
+    }
+
+    /// Gives each whole parameter to `install`. `chunks` are those of all ranks, in their order.
+    pub fn unpack(
+        &self,
+        core: &Core,
+        mut chunks: Flat,
+        mut install: impl FnMut(&Param, Flat) -> Result<()>,
+    ) -> Result<()> {
+        if let [param] = &self.params[..] {
+            let param = &core.params[*param];
+            // What is left over is padding, less than an element for each rank.
+            chunks.truncate(param.numel);
+            return install(param, chunks);
+        }
+        let world = core.comm.size();
+        for (p, offset) in self.params.iter().zip(&self.offsets) {
+            let param = &core.params[*p];
+            let mut whole = Flat::with_capacity(core.dtype, param.numel);
+            for r in 0..world {
+                let start = r * self.chunk + offset;
+                whole.extend_cast(chunks.slice(start..start + shard_range(param.numel, world, r).len()));
+            }
+            install(param, whole)?;
+        }
+        Ok(())
+    }
+}
