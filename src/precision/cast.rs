@@ -122,6 +122,12 @@ fn map_direct<D: Number, S: Number>(dst: &mut [D], src: &[S], f: impl Fn(f32, f3
     dst.iter_mut().zip(src).for_each(|(d, s)| *d = D::narrow(f(d.widen(), s.widen())));
 }
 
+/// Adds `src` to `sum`, in f32. Part of a [`Loop`].
+#[inline(always)]
+pub(crate) fn accumulate(sum: &mut [f32], src: FlatRef<'_>) {
+    map(FlatMut::F32(sum), src, |sum, s| sum + s);
+}
+
 /// A number format that is converted with a few operations on integers, in vectors of any width.
 trait Number: Copy {
     fn widen(self) -> f32;

@@ -3,6 +3,7 @@
 use super::pages::prefer_huge;
 use candle_core::DType;
 use half::{bf16, f16};
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 /// An owned flat buffer of one dtype.
@@ -177,6 +178,28 @@ impl Flat {
     /// Keeps the first `len` elements.
     pub fn truncate(&mut self, len: usize) {
         each!(Flat, self, v => v.truncate(len))
+    }
+
+    /// Room for `len` elements from the first on, whatever is in them: for a writer that fills them in an order of its
+    /// own and then calls [`set_len`](Self::set_len). Elements below the present length stay what they are.
+    pub(crate) fn room_bytes(&mut self, len: usize) -> &mut [MaybeUninit<u8>] {
+        if self.len() < len {
+            self.reserve_exact(len - self.len());
+        }
+        let bytes = len * self.dtype().size_in_bytes();
+        let start: *mut MaybeUninit<u8> = each!(Flat, self, v => v.as_mut_ptr().cast());
+        // SAFETY: the allocation has room for `len` elements, is borrowed mutably as long as the result, and what is
+        // not initialized is not claimed to be.
+        unsafe { std::slice::from_raw_parts_mut(start, bytes) }
+    }
+
+    /// Takes `len` elements as written.
+    ///
+    /// # Safety
+    /// They are: by [`room_bytes`](Self::room_bytes) for at least as many, or before.
+    pub(crate) unsafe fn set_len(&mut self, len: usize) {
+        // SAFETY: `len` is within the capacity and initialized, as the caller promises; every bit pattern is a number.
+        each!(Flat, self, v => unsafe { v.set_len(len) })
     }
 
     /// The raw bytes, in this machine's byte order.
