@@ -1,61 +1,137 @@
-//! Collectives between two ranks as threads. Bytes per second are of the whole, unsharded buffer.
+//! Collectives between two ranks as processes, started by `zerorun`.
 //!
 //!     cargo bench --bench collectives
+//!
+//! A time is that from a common start until the slower rank is done. Bytes per second are of the whole, unsharded
+//! buffer. The yardstick, `copy`, is a plain copy through shared memory: both ranks at once read a buffer of that size,
+//! which the other one has written, out of the pages of a memfd into memory of their own; all of it has been touched
+//! before. Copies and collectives take turns, so that both meet the machine in the same state.
+//!
+//! Results of `(new)` lie in memory that the system hands out in that very call, page faults included; the others in
+//! memory that was in use before: a reduction's in its input's, a gather's where its input had room.
 #![allow(clippy::unwrap_used)]
 
-use candle_zero::comm::{Communicator, Pending, threads};
+use candle_core::DType;
+use candle_zero::comm::{self, Communicator};
+use candle_zero::launch::RankEnv;
 use candle_zero::precision::Flat;
-use divan::Bencher;
-use divan::counter::BytesCount;
-use std::sync::mpsc::sync_channel;
-use std::time::Duration;
+use memmap2::{MmapMut, MmapOptions};
+use std::fs::File;
+use std::hint::black_box;
+use std::os::fd::AsRawFd;
+use std::process::{Command, ExitCode};
+use std::time::Instant;
 
 const RANKS: usize = 2;
-const MIB: [usize; 3] = [1, 16, 64];
+const BYTES: [usize; 3] = [1 << 20, 16 << 20, 64 << 20];
+const ROUNDS: usize = 25;
+const SHORT_BYTES: usize = 1 << 10;
+const SHORT_ROUNDS: usize = 20_000;
+/// Names the descriptor of the memory that the ranks copy through.
+const MEMORY: &str = "BENCH_MEMORY_FD";
 
-fn main() {
-    divan::main();
+fn main() -> ExitCode {
+    let env = RankEnv::from_env().unwrap();
+    if env.world_size > 1 {
+        let comm = comm::from_env(&env).unwrap();
+        BYTES.iter().for_each(|bytes| long(&*comm, *bytes));
+        short(&*comm);
+        return ExitCode::SUCCESS;
+    }
+    // Not closed on exec: the ranks inherit it.
+    let memory = rustix::fs::memfd_create("copy", rustix::fs::MemfdFlags::empty()).unwrap();
+    rustix::fs::ftruncate(&memory, (RANKS * BYTES.iter().max().unwrap()) as u64).unwrap();
+    let mut zerorun = Command::new(env!("CARGO_BIN_EXE_zerorun"));
+    zerorun.args(["-n", &RANKS.to_string()]).arg(std::env::current_exe().unwrap());
+    zerorun.env(MEMORY, memory.as_raw_fd().to_string());
+    if zerorun.status().unwrap().success() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Times `collective` on rank 0 while the other ranks do the same; each is given `elements` f32 zeros.
-fn measure(
-    bencher: Bencher<'_, '_>,
-    bytes: usize,
-    elements: usize,
-    collective: fn(&dyn Communicator, Flat) -> Pending<Flat>,
-) {
-    let mut ranks = threads::communicators(RANKS, Duration::from_secs(60)).unwrap().into_iter();
-    let first = ranks.next().unwrap();
-    std::thread::scope(|scope| {
-        let peers: Vec<_> = ranks
-            .map(|comm| {
-                let (peer, inputs) = sync_channel::<Flat>(1);
-                scope.spawn(move || inputs.iter().for_each(|input| drop(collective(&*comm, input).wait().unwrap())));
-                peer
-            })
-            .collect();
-        // Ones: memory that was only asked for zeros would not be there before the clock runs.
-        let input = Flat::from(vec![1f32; elements]);
-        bencher.counter(BytesCount::new(bytes)).with_inputs(|| [(); RANKS].map(|()| input.clone())).bench_local_values(
-            |[mine, theirs @ ..]| {
-                peers.iter().zip(theirs).for_each(|(peer, input)| peer.send(input).unwrap());
-                collective(&*first, mine).wait().unwrap()
+/// Seconds until all ranks have run `f`.
+fn time(comm: &dyn Communicator, f: impl FnOnce()) -> f64 {
+    comm.barrier().wait().unwrap();
+    let start = Instant::now();
+    f();
+    comm.barrier().wait().unwrap();
+    start.elapsed().as_secs_f64()
+}
+
+/// Elements that were written before: memory that was only asked for zeros would not be there yet.
+fn touched(len: usize) -> Flat {
+    Flat::from(vec![1f32; len])
+}
+
+fn long(comm: &dyn Communicator, bytes: usize) {
+    let (rank, len) = (comm.rank(), bytes / 4);
+    let mut memory = shared_memory();
+    memory[rank * bytes..(rank + 1) * bytes].fill(rank as u8 + 1);
+    comm.barrier().wait().unwrap();
+    let theirs = &memory[(1 - rank) * bytes..(2 - rank) * bytes];
+    let mut own = vec![9u8; bytes];
+    let (mut sum, mut part, mut whole) = (touched(len), touched(len), touched(len));
+    let mut times = [
+        ("copy", vec![]),
+        ("reduce-scatter", vec![]),
+        ("all-gather", vec![]),
+        ("all-gather (new)", vec![]),
+        ("all-reduce", vec![]),
+    ];
+    for _ in 0..ROUNDS {
+        let take = |flat: &mut Flat| std::mem::replace(flat, Flat::zeros(DType::F32, 0));
+        let seconds = [
+            time(comm, || black_box(&mut own).copy_from_slice(black_box(theirs))),
+            {
+                let input = take(&mut part);
+                let seconds = time(comm, || part = comm.reduce_scatter(input, 0).wait().unwrap());
+                part.extend_zeros(len - part.len());
+                seconds
             },
-        );
-    });
+            {
+                let mut shard = take(&mut whole);
+                shard.truncate(len / RANKS);
+                time(comm, || whole = comm.all_gather(shard, 0).wait().unwrap())
+            },
+            {
+                let (shard, mut out) = (touched(len / RANKS), None);
+                time(comm, || out = Some(comm.all_gather(shard, 0).wait().unwrap()))
+            },
+            {
+                let input = take(&mut sum);
+                time(comm, || sum = comm.all_reduce(input, 0).wait().unwrap())
+            },
+        ];
+        times.iter_mut().zip(seconds).for_each(|((_, times), seconds)| times.push(seconds));
+    }
+    if rank == 0 {
+        println!("{} MiB", bytes >> 20);
+        let mut copy = None;
+        for (name, times) in &mut times {
+            times.sort_by(f64::total_cmp);
+            let [best, median] = [times[0], times[times.len() / 2]].map(|seconds| bytes as f64 / seconds / 1e9);
+            let of_copy = 100.0 * median / *copy.get_or_insert(median);
+            println!("  {name:<17} median {median:6.2} GB/s ({of_copy:3.0} % of copy)   best {best:6.2} GB/s");
+        }
+    }
 }
 
-#[divan::bench(args = MIB, sample_count = 30, sample_size = 1)]
-fn reduce_scatter(bencher: Bencher<'_, '_>, mib: usize) {
-    measure(bencher, mib << 20, (mib << 20) / 4, |comm, input| comm.reduce_scatter(input, 0));
+fn shared_memory() -> MmapMut {
+    let fd = std::env::var(MEMORY).unwrap();
+    let file = File::options().read(true).write(true).open(format!("/proc/self/fd/{fd}")).unwrap();
+    // SAFETY: each rank writes its own part, and reads the other's only after a barrier.
+    unsafe { MmapOptions::new().map_mut(&file).unwrap() }
 }
 
-#[divan::bench(args = MIB, sample_count = 30, sample_size = 1)]
-fn all_gather(bencher: Bencher<'_, '_>, mib: usize) {
-    measure(bencher, mib << 20, (mib << 20) / 4 / RANKS, |comm, input| comm.all_gather(input, 0));
-}
-
-#[divan::bench(args = MIB, sample_count = 30, sample_size = 1)]
-fn all_reduce(bencher: Bencher<'_, '_>, mib: usize) {
-    measure(bencher, mib << 20, (mib << 20) / 4, |comm, input| comm.all_reduce(input, 0));
+fn short(comm: &dyn Communicator) {
+    let mut values = Flat::zeros(DType::F32, SHORT_BYTES / 4);
+    let mut times: Vec<f64> = Vec::with_capacity(SHORT_ROUNDS);
+    for _ in 0..SHORT_ROUNDS {
+        let start = Instant::now();
+        values = comm.all_reduce(values, 0).wait().unwrap();
+        times.push(start.elapsed().as_secs_f64());
+    }
+    times.sort_by(f64::total_cmp);
+    if comm.rank() == 0 {
+        let [median, p99] = [times[SHORT_ROUNDS / 2], times[SHORT_ROUNDS * 99 / 100]].map(|seconds| seconds * 1e6);
+        println!("{SHORT_BYTES} bytes: all-reduce median {median:.2} us, 99 of 100 below {p99:.2} us");
+    }
 }

@@ -1,51 +1,158 @@
-//! The optimizer's pass over memory. Items are elements; bytes are what a step must at least move: weights and two
-//! moments read and written, the gradient read, the bf16 copy written.
+//! The optimizer's pass over memory, and the passes before it. Bytes are what a pass must at least move.
 //!
 //!     cargo bench --bench optimizer
+//!
+//! `triad` is the yardstick: the plain streaming loop over the same buffers in the same directions as AdamW in f32
+//! (gradient read; weights and two moments read and written). Two threads get twice the bandwidth of one only where
+//! the memory has it.
 
-use candle_zero::config::{AdamConfig, OptimizerConfig};
+use candle_core::DType;
+use candle_zero::config::{AdamConfig, OptimizerConfig, SgdConfig};
 use candle_zero::optim::{StepContext, from_config};
-use candle_zero::precision::Flat;
+use candle_zero::precision::{Flat, has_non_finite, sum_of_squares};
 use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
-use half::bf16;
+use rayon::prelude::*;
 
-/// In the second-level cache, and far beyond any cache.
-const ELEMENTS: [usize; 2] = [1 << 15, 1 << 24];
+/// Far beyond any cache.
+const ELEMENTS: usize = 100_000_000;
+const THREADS: [usize; 2] = [1, 2];
 
 fn main() {
     divan::main();
 }
 
-fn adamw(bencher: Bencher<'_, '_>, elements: usize, grad: Flat, mut copy: Option<Flat>) {
-    let config = AdamConfig {
+/// Times `pass`, which moves `bytes` per element, on a pool of `threads`.
+fn measure(bencher: Bencher<'_, '_>, threads: usize, bytes: usize, pass: impl FnMut() + Send + Sync) {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+    let bencher = bencher.counter(BytesCount::new(ELEMENTS * bytes)).counter(ItemsCount::new(ELEMENTS));
+    let mut pass = pass;
+    bencher.bench_local(move || pool.install(&mut pass));
+}
+
+fn filled(dtype: DType, value: f32) -> Flat {
+    let mut flat = Flat::with_capacity(dtype, ELEMENTS);
+    let block = Flat::from_f32(vec![value; 1 << 20], dtype);
+    while flat.len() < ELEMENTS {
+        flat.extend_cast(block.slice(0..block.len().min(ELEMENTS - flat.len())));
+    }
+    flat
+}
+
+fn f32s(flat: &mut Flat) -> &mut [f32] {
+    match flat {
+        Flat::F32(v) => v,
+        other => panic!("{:?}", other.dtype()),
+    }
+}
+
+fn optimizer(bencher: Bencher<'_, '_>, threads: usize, config: &OptimizerConfig, grad: DType, copy: Option<DType>) {
+    let optimizer = from_config(config);
+    let mut weights = filled(DType::F32, 0.5);
+    let mut states: Vec<Flat> = optimizer.state_names().iter().map(|_| filled(DType::F32, 0.01)).collect();
+    let grad = filled(grad, 0.01);
+    let mut copy = copy.map(|dtype| filled(dtype, 0.5));
+    let narrow = |flat: Option<&Flat>| flat.map_or(0, |flat| flat.dtype().size_in_bytes());
+    let bytes = 8 * (1 + states.len()) + narrow(Some(&grad)) + narrow(copy.as_ref());
+    let mut step = 0;
+    measure(bencher, threads, bytes, move || {
+        step += 1;
+        let ctx = StepContext { lr: 1e-3, step, grad_scale: 0.7 };
+        let mut states: Vec<_> = states.iter_mut().map(f32s).collect();
+        let copy = copy.as_mut().map(Flat::as_mut);
+        optimizer.update(&ctx, f32s(&mut weights), grad.as_ref(), &mut states, copy);
+    });
+}
+
+fn adamw() -> OptimizerConfig {
+    OptimizerConfig::Adam(AdamConfig {
         lr: 1e-3,
         betas: (0.9, 0.95),
         eps: 1e-8,
         weight_decay: 0.1,
         bias_correction: true,
         decoupled: true,
-    };
-    let optimizer = from_config(&OptimizerConfig::Adam(config));
-    let mut weights = vec![0.5f32; elements];
-    let mut moments = [vec![0.01f32; elements], vec![0.01f32; elements]];
-    let per_element = 3 * 8 + grad.dtype().size_in_bytes() + copy.as_ref().map_or(0, |c| c.dtype().size_in_bytes());
-    let mut step = 0;
-    bencher.counter(BytesCount::new(elements * per_element)).counter(ItemsCount::new(elements)).bench_local(|| {
-        step += 1;
-        let ctx = StepContext { lr: 1e-3, step, grad_scale: 1.0 };
-        let mut state = moments.each_mut().map(Vec::as_mut_slice);
-        optimizer.update(&ctx, &mut weights, grad.as_ref(), &mut state, copy.as_mut().map(Flat::as_mut));
+    })
+}
+
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn triad(bencher: Bencher<'_, '_>, threads: usize) {
+    let mut written = [0.5, 0.01, 0.01].map(|value| filled(DType::F32, value));
+    let mut read = filled(DType::F32, 0.01);
+    measure(bencher, threads, 28, move || {
+        let [a, b, c] = written.each_mut().map(f32s);
+        let part = ELEMENTS / threads;
+        let parts = |v| <[f32]>::par_chunks_mut(v, part);
+        parts(a).zip(parts(b)).zip(parts(c)).zip(parts(f32s(&mut read))).for_each(|(((a, b), c), x)| {
+            for (((a, b), c), x) in a.iter_mut().zip(b).zip(c).zip(x) {
+                *a += 0.5 * *x;
+                *b += 0.25 * *x;
+                *c += 0.125 * *x;
+            }
+        });
     });
 }
 
-#[divan::bench(args = ELEMENTS, sample_count = 30)]
-fn adamw_f32(bencher: Bencher<'_, '_>, elements: usize) {
-    adamw(bencher, elements, Flat::F32(vec![0.01; elements]), None);
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn adamw_f32(bencher: Bencher<'_, '_>, threads: usize) {
+    optimizer(bencher, threads, &adamw(), DType::F32, None);
 }
 
-#[divan::bench(args = ELEMENTS, sample_count = 30)]
-fn adamw_bf16_copy(bencher: Bencher<'_, '_>, elements: usize) {
-    let filled = |x| Flat::BF16(vec![bf16::from_f32(x); elements]);
-    adamw(bencher, elements, filled(0.01), Some(filled(0.5)));
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn adamw_bf16_copy(bencher: Bencher<'_, '_>, threads: usize) {
+    optimizer(bencher, threads, &adamw(), DType::BF16, Some(DType::BF16));
+}
+
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn sgd_momentum_f32(bencher: Bencher<'_, '_>, threads: usize) {
+    let config = SgdConfig { lr: 1e-3, momentum: 0.9, dampening: 0.0, weight_decay: 0.1, nesterov: false };
+    optimizer(bencher, threads, &OptimizerConfig::Sgd(config), DType::F32, None);
+}
+
+#[divan::bench(args = THREADS, consts = [false, true], sample_count = 20, sample_size = 1)]
+fn norm<const HALF: bool>(bencher: Bencher<'_, '_>, threads: usize) {
+    let dtype = if HALF { DType::BF16 } else { DType::F32 };
+    let values = filled(dtype, 0.01);
+    measure(bencher, threads, dtype.size_in_bytes(), move || {
+        divan::black_box(sum_of_squares(values.as_ref()));
+    });
+}
+
+#[divan::bench(args = THREADS, consts = [false, true], sample_count = 20, sample_size = 1)]
+fn overflow_vote<const HALF: bool>(bencher: Bencher<'_, '_>, threads: usize) {
+    let dtype = if HALF { DType::BF16 } else { DType::F32 };
+    let values = filled(dtype, 0.01);
+    measure(bencher, threads, dtype.size_in_bytes(), move || {
+        divan::black_box(has_non_finite(values.as_ref()));
+    });
+}
+
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn cast_f32_to_bf16(bencher: Bencher<'_, '_>, threads: usize) {
+    let (src, mut dst) = (filled(DType::F32, 0.01), filled(DType::BF16, 0.0));
+    measure(bencher, threads, 6, move || dst.as_mut().copy_cast(src.as_ref()));
+}
+
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn cast_bf16_to_f32(bencher: Bencher<'_, '_>, threads: usize) {
+    let (src, mut dst) = (filled(DType::BF16, 0.01), filled(DType::F32, 0.0));
+    measure(bencher, threads, 6, move || dst.as_mut().copy_cast(src.as_ref()));
+}
+
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn copy_scaled_f32(bencher: Bencher<'_, '_>, threads: usize) {
+    let (src, mut dst) = (filled(DType::F32, 0.01), filled(DType::F32, 0.0));
+    measure(bencher, threads, 8, move || dst.as_mut().copy_scaled(src.as_ref(), 0.5));
+}
+
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn add_scaled_f32(bencher: Bencher<'_, '_>, threads: usize) {
+    let (src, mut dst) = (filled(DType::F32, 0.01), filled(DType::F32, 0.0));
+    measure(bencher, threads, 12, move || dst.as_mut().add_scaled(src.as_ref(), 0.5));
+}
+
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn add_scaled_bf16_to_f32(bencher: Bencher<'_, '_>, threads: usize) {
+    let (src, mut dst) = (filled(DType::BF16, 0.01), filled(DType::F32, 0.0));
+    measure(bencher, threads, 10, move || dst.as_mut().add_scaled(src.as_ref(), 0.5));
 }

@@ -1,6 +1,7 @@
 //! Collectives between ranks as threads: right sums, right bytes, and an error instead of every hang.
 #![allow(clippy::unwrap_used)]
 
+use candle_core::DType;
 use candle_zero::comm::{Communicator, Kind, threads};
 use candle_zero::error::{CommError, Error};
 use candle_zero::precision::Flat;
@@ -39,6 +40,28 @@ proptest! {
             prop_assert_eq!(gathered, Flat::from(parts));
         }
     }
+}
+
+#[test]
+fn results_lie_in_the_memory_of_the_arguments_where_that_has_room() {
+    // Several pieces, and more than goes through the cache.
+    let (world, n) = (3, 500_001);
+    all(world, |comm| {
+        let mut shard = Flat::with_capacity(DType::F32, n * world);
+        shard.extend_cast(Flat::from((0..n).map(|i| value(comm.rank(), i)).collect::<Vec<_>>()).as_ref());
+        let place = shard.as_bytes().as_ptr() as usize;
+        let whole = comm.all_gather(shard, 0).wait()?;
+        assert_eq!(whole.as_bytes().as_ptr() as usize, place);
+        let parts = (0..world).flat_map(|r| (0..n).map(move |i| value(r, i))).collect::<Vec<_>>();
+        assert!(whole == Flat::from(parts));
+        let sum = comm.all_reduce(whole, 1).wait()?;
+        assert_eq!(sum.as_bytes().as_ptr() as usize, place);
+        let chunk = comm.reduce_scatter(sum, 2).wait()?;
+        assert_eq!((chunk.as_bytes().as_ptr() as usize, chunk.len()), (place, n));
+        let exact = (0..n).map(|i| (world * world) as f32 * value(comm.rank(), i)).collect::<Vec<_>>();
+        assert!(chunk == Flat::from(exact));
+        Ok(())
+    });
 }
 
 #[test]

@@ -3,11 +3,20 @@
 use super::exchange::Exchange;
 use super::fingerprint::Kind;
 use super::shm::SLOT_BYTES;
+use super::stream;
 use crate::error::CommError;
-use crate::precision::{Flat, FlatMut, FlatRef};
+use crate::kernels::simd::{Level, Loop};
+use crate::precision::{Flat, FlatMut, FlatRef, cast};
 use candle_core::DType;
-use half::{bf16, f16};
+use std::mem::MaybeUninit;
 use std::ops::Range;
+
+/// An all-reduce of two ranks up to this size travels whole, in one exchange. That moves as many bytes as two exchanges
+/// of halves; with more ranks it would move more.
+const SHORT_BYTES: usize = 16 << 10;
+
+/// A gathered buffer of this size or more is written past the caches, which it would fill.
+const PAST_CACHE_BYTES: usize = 4 << 20;
 
 type Result<T> = std::result::Result<T, CommError>;
 
@@ -18,27 +27,56 @@ fn pieces(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
     (0..count).map(move |i| i * step..((i + 1) * step).min(len))
 }
 
-pub(super) fn reduce_scatter(ex: &mut Exchange, input: Flat, tag: u64) -> Result<Flat> {
+/// The sum lies where `input` lay.
+pub(super) fn reduce_scatter(ex: &mut Exchange, mut input: Flat, tag: u64) -> Result<Flat> {
     ex.begin(Kind::ReduceScatter, input.dtype(), input.len(), tag);
-    reduce_chunk(ex, &input)
+    assert!(input.len().is_multiple_of(ex.size()), "{} elements in {} equal chunks", input.len(), ex.size());
+    let chunk = input.len() / ex.size();
+    for range in pieces(chunk, piece_len(ex, input.dtype())) {
+        reduce_piece(ex, &mut input, 0, range)?;
+    }
+    input.truncate(chunk);
+    Ok(input)
 }
 
-pub(super) fn all_gather(ex: &mut Exchange, shard: Flat, tag: u64) -> Result<Flat> {
+/// Where `shard` has room for the whole, that is where the whole will lie.
+pub(super) fn all_gather(ex: &mut Exchange, mut shard: Flat, tag: u64) -> Result<Flat> {
     ex.begin(Kind::AllGather, shard.dtype(), shard.len(), tag);
-    gather_chunks(ex, &shard)
+    let (whole, bytes) = (shard.len() * ex.size(), shard.size_in_bytes());
+    let mut apart = None;
+    if shard.capacity_in_bytes() < bytes * ex.size() {
+        let out = Flat::with_capacity(shard.dtype(), whole);
+        apart = Some(std::mem::replace(&mut shard, out));
+    }
+    let room = shard.room_bytes(whole);
+    let own = apart.as_ref().map_or(Own::At(0), |own| Own::Apart(own.as_bytes()));
+    for range in pieces(bytes, SLOT_BYTES) {
+        gather_piece(ex, room, own, range)?;
+    }
+    // SAFETY: the pieces of all ranks cover the whole.
+    unsafe { shard.set_len(whole) };
+    Ok(shard)
 }
 
-/// A reduce-scatter and an all-gather under one name: the sums are those of [`reduce_scatter`], bit for bit.
+/// A reduce-scatter and an all-gather under one name, piece by piece in the memory of `input`. The sums are those of
+/// [`reduce_scatter`], bit for bit.
 pub(super) fn all_reduce(ex: &mut Exchange, mut input: Flat, tag: u64) -> Result<Flat> {
     ex.begin(Kind::AllReduce, input.dtype(), input.len(), tag);
-    let len = input.len();
+    let (len, size) = (input.len(), input.dtype().size_in_bytes());
+    if ex.size() == 2 && input.size_in_bytes() <= SHORT_BYTES {
+        reduce_whole(ex, &mut input)?;
+        return Ok(input);
+    }
     let chunk = len.div_ceil(ex.size());
     input.extend_zeros(chunk * ex.size() - len);
-    let own = reduce_chunk(ex, &input)?;
-    drop(input);
-    let mut whole = gather_chunks(ex, &own)?;
-    whole.truncate(len);
-    Ok(whole)
+    let own = ex.rank() * chunk;
+    for range in pieces(chunk, piece_len(ex, input.dtype())) {
+        reduce_piece(ex, &mut input, own, range.clone())?;
+        let whole = input.room_bytes(chunk * ex.size());
+        gather_piece(ex, whole, Own::At(own * size), range.start * size..range.end * size)?;
+    }
+    input.truncate(len);
+    Ok(input)
 }
 
 pub(super) fn gather_f64(ex: &mut Exchange, values: &[f64]) -> Result<Vec<Vec<f64>>> {
@@ -57,48 +95,121 @@ pub(super) fn barrier(ex: &mut Exchange) -> Result<()> {
     ex.piece(0, |_| {})
 }
 
-/// This rank's chunk of the sum of all ranks' `input` (world size x n elements).
-fn reduce_chunk(ex: &mut Exchange, input: &Flat) -> Result<Flat> {
-    let (world, rank, dtype) = (ex.size(), ex.rank(), input.dtype());
-    assert!(input.len().is_multiple_of(world), "{} elements in {world} equal chunks", input.len());
-    let chunk = input.len() / world;
-    let size = dtype.size_in_bytes();
-    // A piece holds the same range of every peer's chunk, one after the other.
-    let step = SLOT_BYTES / (size * world);
-    let mut out = Flat::zeros(dtype, chunk);
-    let mut sum = vec![0f32; step.min(chunk)];
-    for range in pieces(chunk, step) {
-        let (len, bytes) = (range.len(), range.len() * size);
-        let of = |r: usize| input.slice(r * chunk + range.start..r * chunk + range.end);
-        ex.piece(bytes * world, |slot| {
-            for r in (0..world).filter(|r| *r != rank) {
-                slot[r * bytes..(r + 1) * bytes].copy_from_slice(of(r).as_bytes());
-            }
-        })?;
-        for r in 0..world {
-            let part = if r == rank { of(rank) } else { typed(dtype, ex.peer(r, rank * bytes, bytes)) };
-            add(&mut sum[..len], part, r == 0);
-        }
-        out.slice_mut(range).copy_cast(FlatRef::F32(&sum[..len]));
-    }
-    Ok(out)
+/// Elements of every peer's chunk in one piece of a reduction.
+fn piece_len(ex: &Exchange, dtype: DType) -> usize {
+    SLOT_BYTES / (dtype.size_in_bytes() * (ex.size() - 1).max(1))
 }
 
-/// The `shard`s of all ranks, in rank order.
-fn gather_chunks(ex: &mut Exchange, shard: &Flat) -> Result<Flat> {
-    let (world, rank, dtype, n) = (ex.size(), ex.rank(), shard.dtype(), shard.len());
-    let size = dtype.size_in_bytes();
-    let mut out = Flat::zeros(dtype, n * world);
-    out.as_bytes_mut()[rank * n * size..(rank + 1) * n * size].copy_from_slice(shard.as_bytes());
-    for range in pieces(n, SLOT_BYTES / size) {
-        let bytes = range.len() * size;
-        ex.piece(bytes, |slot| slot.copy_from_slice(shard.slice(range.clone()).as_bytes()))?;
-        for r in (0..world).filter(|r| *r != rank) {
-            let start = (r * n + range.start) * size;
-            out.as_bytes_mut()[start..start + bytes].copy_from_slice(ex.peer(r, 0, bytes));
+/// Sums elements `range` of this rank's chunk of all ranks' `input` (world size x n elements) and writes them to
+/// `at + range` of `input`, where `at` is the place of the first chunk or that of this rank's: what was there has been
+/// published by then, or is this rank's.
+fn reduce_piece(ex: &mut Exchange, input: &mut Flat, at: usize, range: Range<usize>) -> Result<()> {
+    let (world, rank, dtype) = (ex.size(), ex.rank(), input.dtype());
+    let chunk = input.len() / world;
+    let bytes = range.len() * dtype.size_in_bytes();
+    // The same range of every peer's chunk, one after the other.
+    ex.piece(bytes * (world - 1), |slot| {
+        for (r, place) in others(world, rank) {
+            let part = input.slice(r * chunk + range.start..r * chunk + range.end);
+            slot[place * bytes..(place + 1) * bytes].copy_from_slice(part.as_bytes());
+        }
+    })?;
+    // Among the others, as rank r counts them.
+    let place = |r: usize| if rank < r { rank } else { rank - 1 };
+    let peers: Vec<_> = others(world, rank).map(|(r, _)| typed(dtype, ex.peer(r, place(r) * bytes, bytes))).collect();
+    let (own, sum) = (rank * chunk + range.start, at + range.start);
+    Level::best().run(Sum { values: input.as_mut(), own, sum, len: range.len(), rank, peers: &peers });
+    Ok(())
+}
+
+/// The sum of all ranks' `input`, when all of it fits into one piece.
+fn reduce_whole(ex: &mut Exchange, input: &mut Flat) -> Result<()> {
+    let (world, rank, dtype, len) = (ex.size(), ex.rank(), input.dtype(), input.len());
+    let bytes = input.size_in_bytes();
+    ex.piece(bytes, |slot| slot.copy_from_slice(input.as_bytes()))?;
+    let peers: Vec<_> = others(world, rank).map(|(r, _)| typed(dtype, ex.peer(r, 0, bytes))).collect();
+    Level::best().run(Sum { values: input.as_mut(), own: 0, sum: 0, len, rank, peers: &peers });
+    Ok(())
+}
+
+/// The ranks but `rank`, counted.
+fn others(world: usize, rank: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..world).filter(move |r| *r != rank).zip(0..)
+}
+
+/// Elements `own ..` of `values` and the peers' parts, summed in rank order in f32, rounded once and written to
+/// elements `sum ..`, block by block through the first-level cache.
+struct Sum<'a> {
+    values: FlatMut<'a>,
+    own: usize,
+    sum: usize,
+    len: usize,
+    rank: usize,
+    peers: &'a [FlatRef<'a>],
+}
+
+impl Loop for Sum<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        const BLOCK: usize = 1024;
+        let Self { mut values, own, sum, len, rank, peers } = self;
+        let mut block = [0f32; BLOCK];
+        for start in (0..len).step_by(BLOCK) {
+            let block = &mut block[..BLOCK.min(len - start)];
+            let end = start + block.len();
+            for r in 0..=peers.len() {
+                let part = match r {
+                    r if r < rank => peers[r].slice(start..end),
+                    r if r == rank => values.as_ref().slice(own + start..own + end),
+                    r => peers[r - 1].slice(start..end),
+                };
+                if r == 0 { cast::widen(block, part) } else { cast::accumulate(block, part) }
+            }
+            cast::narrow(values.reborrow().slice(sum + start..sum + end), block);
         }
     }
-    Ok(out)
+}
+
+/// Where a rank's own part of a gather lies.
+#[derive(Clone, Copy)]
+enum Own<'a> {
+    /// In the buffer that is filled, from this byte on: in its place, or at the start.
+    At(usize),
+    /// In memory of its own.
+    Apart(&'a [u8]),
+}
+
+/// Writes bytes `range` of the parts of all ranks to their places in `whole`. Pieces must come in order: one that lies at
+/// the start, in the place of rank 0's, is moved to its own before that one arrives.
+fn gather_piece(ex: &mut Exchange, whole: &mut [MaybeUninit<u8>], own: Own<'_>, range: Range<usize>) -> Result<()> {
+    let (world, rank) = (ex.size(), ex.rank());
+    let past_cache = whole.len() >= PAST_CACHE_BYTES;
+    let place = |r: usize| r * (whole.len() / world) + range.start;
+    let (own_place, len) = (place(rank), range.len());
+    let places: Vec<_> = others(world, rank).map(|(r, _)| (r, place(r))).collect();
+    match own {
+        Own::Apart(own) => {
+            ex.publish(len, |slot| slot.copy_from_slice(&own[range.clone()]));
+            stream::copy(&mut whole[own_place..own_place + len], &own[range], past_cache);
+        }
+        Own::At(start) => {
+            let from = start + range.start;
+            ex.publish(len, |slot| {
+                // SAFETY: this rank's part is initialized.
+                slot.copy_from_slice(unsafe { whole[from..from + len].assume_init_ref() });
+            });
+            if from != own_place {
+                whole.copy_within(from..from + len, own_place);
+            }
+        }
+    }
+    ex.await_peers()?;
+    for (r, place) in places {
+        stream::copy(&mut whole[place..place + len], ex.peer(r, 0, len), past_cache);
+    }
+    Ok(())
 }
 
 /// Bytes of a slot as elements. Slots are page-aligned and offsets multiples of the element size.
@@ -108,17 +219,5 @@ fn typed(dtype: DType, bytes: &[u8]) -> FlatRef<'_> {
         DType::BF16 => FlatRef::BF16(bytemuck::cast_slice(bytes)),
         DType::F16 => FlatRef::F16(bytemuck::cast_slice(bytes)),
         other => panic!("a flat buffer of {other:?}"),
-    }
-}
-
-/// `sum` = `part` for the first rank, `sum` += `part` for the others, in f32.
-fn add(sum: &mut [f32], part: FlatRef<'_>, first: bool) {
-    if first {
-        return FlatMut::F32(sum).copy_cast(part);
-    }
-    match part {
-        FlatRef::F32(p) => sum.iter_mut().zip(p).for_each(|(s, p)| *s += p),
-        FlatRef::BF16(p) => sum.iter_mut().zip(p).for_each(|(s, p)| *s += bf16::to_f32(*p)),
-        FlatRef::F16(p) => sum.iter_mut().zip(p).for_each(|(s, p)| *s += f16::to_f32(*p)),
     }
 }

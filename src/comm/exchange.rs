@@ -14,21 +14,43 @@
 //! it has not published. The failure that came first is the one that every rank is told.
 
 use super::fingerprint::{Fingerprint, Kind};
-use super::shm::{Fault, RankState, Region, SLOT_BYTES, sleep_on, wake};
+use super::shm::{Fault, RankState, Region, SLOT_BYTES};
 use crate::error::CommError;
 use candle_core::DType;
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Turns of a spinning wait before the thread sleeps; a few microseconds.
-const SPINS: u32 = 2_000;
+/// Turns of a wait before the thread sleeps. It spins first, some ten microseconds. Then it lets other threads run in
+/// between: one that the awaited rank needs may have been put on this core.
+#[derive(Debug, Clone, Copy)]
+struct Patience {
+    spins: u32,
+    yields: u32,
+}
+
+/// Of the comm thread: it takes time from the thread that computes.
+const BESIDE_WORK: Patience = Patience { spins: 500, yields: 20 };
+/// Of a thread that has nothing else to do.
+const IDLE: Patience = Patience { spins: 500, yields: 500 };
+/// Where ranks share cores, and the awaited rank may need this one.
+const CROWDED: Patience = Patience { spins: 20, yields: 20 };
 /// How long a sleeping wait goes before it looks at the peers' states.
 const NAP_MILLIS: u32 = 20;
 /// Silence of a heartbeat, which beats four times a second, that counts as death.
 const HEARTBEAT_LIMIT: Duration = Duration::from_secs(8);
 /// The most that one turn of a wait, which naps and looks, can have lasted. See [`Clock`].
 const LONGEST_TURN: Duration = Duration::from_secs(1);
+
+/// The thread that runs a collective.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Runner {
+    /// The comm thread of the rank.
+    CommThread,
+    /// The thread that waits for the result.
+    Waiter,
+}
 
 /// One rank's side of the region.
 pub(super) struct Exchange {
@@ -41,12 +63,26 @@ pub(super) struct Exchange {
     sequence: u64,
     current: Option<Fingerprint>,
     /// Bytes read from peers in the current collective.
-    wire_bytes: usize,
+    wire_bytes: Cell<usize>,
+    /// Whether each rank has a core to itself.
+    roomy: bool,
+    patience: Patience,
 }
 
 impl Exchange {
     pub(super) fn new(region: Arc<Region>, rank: usize, timeout: Duration) -> Self {
-        Self { region, rank, timeout, pieces: 0, sequence: 0, current: None, wire_bytes: 0 }
+        let roomy = std::thread::available_parallelism().is_ok_and(|cores| cores.get() >= region.world_size());
+        Self {
+            region,
+            rank,
+            timeout,
+            pieces: 0,
+            sequence: 0,
+            current: None,
+            wire_bytes: Cell::new(0),
+            roomy,
+            patience: CROWDED,
+        }
     }
 
     pub(super) fn rank(&self) -> usize {
@@ -57,23 +93,32 @@ impl Exchange {
         self.region.world_size()
     }
 
+    /// Who runs the next collective: the thread that needs its result, or one beside a thread that computes.
+    pub(super) fn run_by(&mut self, runner: Runner) {
+        self.patience = match (self.roomy, runner) {
+            (false, _) => CROWDED,
+            (true, Runner::CommThread) => BESIDE_WORK,
+            (true, Runner::Waiter) => IDLE,
+        };
+    }
+
     /// Begins a collective; its fingerprint goes out with every piece.
     pub(super) fn begin(&mut self, kind: Kind, dtype: DType, elements: usize, tag: u64) {
         self.sequence += 1;
         self.current = Some(Fingerprint::new(self.sequence, kind, dtype, elements, tag));
-        self.wire_bytes = 0;
+        self.wire_bytes.set(0);
     }
 
     /// Bytes read from peers since [`Exchange::begin`].
     pub(super) fn wire_bytes(&self) -> usize {
-        self.wire_bytes
+        self.wire_bytes.get()
     }
 
-    /// Lets `fill` write this rank's next piece (at most SLOT_BYTES), publishes it, and waits until every peer has
-    /// published its own. Peers' pieces can be read with [`Exchange::peer`] until the next call.
-    pub(super) fn piece(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<(), CommError> {
+    /// Lets `fill` write this rank's next piece (at most SLOT_BYTES) and publishes it. [`Exchange::await_peers`] comes
+    /// next.
+    pub(super) fn publish(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) {
         assert!(len <= SLOT_BYTES, "a piece of {len} bytes");
-        let fingerprint = self.current.expect("a piece belongs to a collective that was begun");
+        let fingerprint = self.fingerprint();
         let next = self.pieces.wrapping_add(1);
         let parity = (next & 1) as usize;
         // SAFETY: the slot is this rank's and holds SLOT_BYTES. No peer reads it now: see the module's argument.
@@ -81,10 +126,14 @@ impl Exchange {
         for (i, word) in fingerprint.words().into_iter().enumerate() {
             self.region.fingerprint_word(self.rank, parity, i).store(word, Ordering::Relaxed);
         }
-        let word = self.region.published(self.rank);
-        word.store(next, Ordering::Release);
-        wake(word);
+        self.region.publish(self.rank, next);
         self.pieces = next;
+    }
+
+    /// Waits until every peer has published its own piece. They can be read with [`Exchange::peer`] until this rank
+    /// publishes the next one.
+    pub(super) fn await_peers(&mut self) -> Result<(), CommError> {
+        let (fingerprint, parity) = (self.fingerprint(), (self.pieces & 1) as usize);
         let mut clock = None;
         for peer in (0..self.size()).filter(|r| *r != self.rank) {
             self.wait_for(peer, &mut clock)?;
@@ -93,10 +142,20 @@ impl Exchange {
         Ok(())
     }
 
+    fn fingerprint(&self) -> Fingerprint {
+        self.current.expect("a piece belongs to a collective that was begun")
+    }
+
+    /// Both halves, with nothing to do in between.
+    pub(super) fn piece(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<(), CommError> {
+        self.publish(len, fill);
+        self.await_peers()
+    }
+
     /// Bytes of the current piece of `peer` (not of this rank).
-    pub(super) fn peer(&mut self, peer: usize, offset: usize, len: usize) -> &[u8] {
+    pub(super) fn peer(&self, peer: usize, offset: usize, len: usize) -> &[u8] {
         assert!(peer != self.rank && offset + len <= SLOT_BYTES);
-        self.wire_bytes += len;
+        self.wire_bytes.set(self.wire_bytes.get() + len);
         let parity = (self.pieces & 1) as usize;
         // SAFETY: inside the slot. The peer published this piece (Acquire in wait_for) and does not write the slot
         // again before this rank publishes its next piece, which needs &mut self and so ends this borrow.
@@ -105,11 +164,12 @@ impl Exchange {
 
     /// Waits for the present piece of `peer`. `clock` goes on over all peers of one piece.
     fn wait_for(&self, peer: usize, clock: &mut Option<Clock>) -> Result<(), CommError> {
-        for _ in 0..SPINS {
+        let Patience { spins, yields } = self.patience;
+        for turn in 0..spins + yields {
             if self.has_published(peer) {
                 return Ok(());
             }
-            std::hint::spin_loop();
+            if turn < spins { std::hint::spin_loop() } else { std::thread::yield_now() }
         }
         let word = self.region.published(peer);
         let beat = || self.region.heartbeat(peer).load(Ordering::Relaxed);
@@ -133,7 +193,7 @@ impl Exchange {
                 self.region.blame(peer, Fault::Late);
                 return Err(CommError::Timeout { rank, peer, op: op(), limit: self.timeout });
             }
-            sleep_on(word, seen, NAP_MILLIS);
+            self.region.sleep_until_published(peer, seen, NAP_MILLIS);
         }
     }
 

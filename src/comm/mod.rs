@@ -1,7 +1,7 @@
 //! Collectives between ranks.
 //!
 //! ```text
-//!   engine ---- launch(job) ----> queue (one comm thread per rank, in issue order) ----> exchange (shared memory)
+//!   engine ---- launch(job) ----> queue (comm thread or waiting thread, in issue order) ----> exchange (shared memory)
 //!          <--- Pending::wait ---
 //! ```
 //!
@@ -19,6 +19,7 @@ mod fingerprint;
 mod queue;
 pub mod shm;
 mod solo;
+mod stream;
 pub mod threads;
 
 pub use counters::{CommReport, KindReport};
@@ -42,13 +43,16 @@ pub trait Communicator: Send + Sync {
     /// Number of ranks.
     fn size(&self) -> usize;
 
-    /// Sums `input` over ranks, elementwise and in rank order; every rank receives the whole sum.
+    /// Sums `input` over ranks, elementwise and in rank order; every rank receives the whole sum, in the memory of
+    /// `input`.
     fn all_reduce(&self, input: Flat, tag: u64) -> Pending<Flat>;
 
-    /// Sums `input` (world size x n elements) over ranks; rank r receives elements `r * n .. (r + 1) * n`.
+    /// Sums `input` (world size x n elements) over ranks; rank r receives elements `r * n .. (r + 1) * n`, in
+    /// the memory of `input` (whose capacity it keeps).
     fn reduce_scatter(&self, input: Flat, tag: u64) -> Pending<Flat>;
 
-    /// Concatenates the `shard`s (n elements each) of all ranks in rank order.
+    /// Concatenates the `shard`s (n elements each) of all ranks in rank order. A `shard` with capacity for the whole is
+    /// where the whole will lie; for others memory is allocated.
     fn all_gather(&self, shard: Flat, tag: u64) -> Pending<Flat>;
 
     /// Every rank receives the values of every rank, in rank order. For a few numbers: votes, norms, metrics.

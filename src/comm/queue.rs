@@ -1,17 +1,33 @@
-//! Collectives in two halves: launched onto the comm thread of this rank, waited for where the result is needed.
+//! Collectives in two halves: launched into the queue of this rank, waited for where the result is needed.
+//!
+//! ```text
+//!   launch ----> jobs, in issue order ----> comm thread: while the training thread computes
+//!                                     \---> the thread that waits: what nobody has begun
+//! ```
+//!
+//! Whoever runs jobs holds the worker and takes the first, so the order of issue holds whoever that is. A thread that
+//! waits would only look on while another one is woken, runs the job and wakes it again, which takes longer than a short
+//! collective itself. For the same reason the comm thread is not woken for short ones: they begin when somebody waits
+//! for them, with the next long one, or after [`GRACE`].
 
 use super::collectives;
 use super::counters::Counters;
-use super::exchange::Exchange;
+use super::exchange::{Exchange, Runner};
 use super::shm::Region;
 use super::{CommReport, Communicator, Kind};
 use crate::error::{CommError, Result, without_backtrace};
 use crate::precision::Flat;
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex};
+use std::sync::mpsc::{self, Receiver, TryRecvError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+/// Bytes up to which a collective is short: the comm thread is not woken for it.
+const SHORT_BYTES: usize = 16 << 10;
+/// The longest that a short collective stays in the queue while nobody waits for it.
+const GRACE: Duration = Duration::from_millis(5);
 
 /// A collective under way. Dropping it does not stop the collective: the other ranks count on it.
 #[must_use = "a collective's result is waited for"]
@@ -19,7 +35,7 @@ pub struct Pending<T>(State<T>);
 
 enum State<T> {
     Ready(T),
-    Launched(Receiver<Result<T, CommError>>, Arc<Counters>),
+    Launched { receiver: Receiver<Result<T, CommError>>, queue: Arc<Queue>, counters: Arc<Counters> },
 }
 
 impl<T> Pending<T> {
@@ -35,9 +51,13 @@ impl<T> Pending<T> {
     pub fn wait(self) -> Result<T> {
         match self.0 {
             State::Ready(value) => Ok(value),
-            State::Launched(receiver, counters) => {
+            State::Launched { receiver, queue, counters } => {
                 let start = Instant::now();
-                let result = receiver.recv().unwrap_or(Err(CommError::ThreadEnded));
+                let result = queue.run_until(|| match receiver.try_recv() {
+                    Ok(result) => Some(result),
+                    Err(TryRecvError::Disconnected) => Some(Err(CommError::ThreadEnded)),
+                    Err(TryRecvError::Empty) => None,
+                });
                 counters.waited(start.elapsed());
                 Ok(result?)
             }
@@ -47,19 +67,112 @@ impl<T> Pending<T> {
 
 type Job = Box<dyn FnOnce(&mut Worker) + Send>;
 
+/// What is launched and not begun, and the means to run it.
+struct Queue {
+    jobs: Mutex<Jobs>,
+    /// Tells the comm thread that `jobs` is urgent or closed.
+    changed: Condvar,
+    /// Held by the thread that runs a job.
+    worker: Mutex<Worker>,
+}
+
+#[derive(Default)]
+struct Jobs {
+    waiting: VecDeque<Job>,
+    /// A long job is among those that wait.
+    urgent: bool,
+    /// No more jobs are taken.
+    closed: bool,
+}
+
+impl Queue {
+    fn jobs(&self) -> MutexGuard<'_, Jobs> {
+        self.jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Appends a job; drops it if the queue is closed.
+    fn push(&self, job: Job, urgent: bool) {
+        let mut jobs = self.jobs();
+        if !jobs.closed {
+            jobs.waiting.push_back(job);
+            if urgent {
+                jobs.urgent = true;
+                self.changed.notify_one();
+            }
+        }
+    }
+
+    /// Takes no more jobs; those that wait are still run.
+    fn close(&self) {
+        self.jobs().closed = true;
+        self.changed.notify_one();
+    }
+
+    /// Waits for the present job and runs the next ones, until there is a `result`.
+    fn run_until<T>(&self, mut result: impl FnMut() -> Option<T>) -> T {
+        loop {
+            let worker = self.worker();
+            if let Some(result) = result() {
+                return result;
+            }
+            self.run_first(worker, Runner::Waiter);
+        }
+    }
+
+    /// The comm thread.
+    fn serve(&self) {
+        loop {
+            let jobs = self.jobs();
+            let idle = |jobs: &mut Jobs| !jobs.urgent && !jobs.closed;
+            let wait = self.changed.wait_timeout_while(jobs, GRACE, idle);
+            let (mut jobs, _) = wait.unwrap_or_else(|poisoned| poisoned.into_inner());
+            if jobs.waiting.is_empty() {
+                if jobs.closed {
+                    return;
+                }
+                jobs.urgent = false;
+                continue;
+            }
+            drop(jobs);
+            self.run_first(self.worker(), Runner::CommThread);
+        }
+    }
+
+    /// Waits for the present job. `None` if one has panicked: then the others are dropped, which tells those who wait
+    /// for their results.
+    fn worker(&self) -> Option<MutexGuard<'_, Worker>> {
+        let worker = self.worker.lock().ok();
+        if worker.is_none() {
+            let mut jobs = self.jobs();
+            jobs.closed = true;
+            jobs.waiting.clear();
+        }
+        worker
+    }
+
+    /// Runs the first of the jobs that wait, if there is one.
+    fn run_first(&self, worker: Option<MutexGuard<'_, Worker>>, runner: Runner) {
+        let Some(mut worker) = worker else { return };
+        let first = self.jobs().waiting.pop_front();
+        if let Some(job) = first {
+            worker.exchange.run_by(runner);
+            job(&mut worker);
+        }
+    }
+}
+
 /// Ranks of one machine over shared memory, as processes or as threads.
 pub struct Shared {
     region: Arc<Region>,
     rank: usize,
     voice: Arc<Voice>,
     counters: Arc<Counters>,
-    /// `None` once the communicator is being dropped.
-    queue: Mutex<Option<Sender<Job>>>,
-    worker: Option<JoinHandle<()>>,
+    queue: Arc<Queue>,
+    comm_thread: Option<JoinHandle<()>>,
     heart: Option<Heart>,
 }
 
-/// What the comm thread owns.
+/// What running a job takes.
 struct Worker {
     exchange: Exchange,
     voice: Arc<Voice>,
@@ -94,15 +207,17 @@ impl Shared {
         let voice = Arc::new(Voice { region: region.clone(), rank, used: AtomicBool::new(false) });
         let counters = Arc::new(Counters::default());
         let exchange = Exchange::new(region.clone(), rank, timeout);
-        let mut worker = Worker { exchange, voice: voice.clone(), counters: counters.clone(), failed: None };
-        let (queue, jobs) = mpsc::channel::<Job>();
+        let worker = Worker { exchange, voice: voice.clone(), counters: counters.clone(), failed: None };
+        let queue = Queue { jobs: Mutex::default(), changed: Condvar::new(), worker: Mutex::new(worker) };
+        let queue = Arc::new(queue);
         let spawn_failed = |e| {
             voice.abort("it could not start a thread");
             CommError::Region { action: "start a thread for", source: Arc::new(e) }
         };
-        let handle = std::thread::Builder::new()
+        let served = queue.clone();
+        let comm_thread = std::thread::Builder::new()
             .name(format!("comm-{rank}"))
-            .spawn(move || jobs.into_iter().for_each(|job| job(&mut worker)))
+            .spawn(move || served.serve())
             .map_err(spawn_failed)?;
         // Ranks that are threads live and die with the process that would watch them.
         let heart = if region.is_shared_between_processes() {
@@ -110,14 +225,13 @@ impl Shared {
         } else {
             None
         };
-        let (queue, worker) = (Mutex::new(Some(queue)), Some(handle));
-        Ok(Self { region, rank, voice, counters, queue, worker, heart })
+        Ok(Self { region, rank, voice, counters, queue, comm_thread: Some(comm_thread), heart })
     }
 
     fn launch<T: Send + 'static>(
         &self,
         kind: Kind,
-        elements: usize,
+        (elements, bytes): (usize, usize),
         run: impl FnOnce(&mut Exchange) -> Result<T, CommError> + Send + 'static,
     ) -> Pending<T> {
         let (sender, receiver) = mpsc::channel();
@@ -139,13 +253,14 @@ impl Shared {
             // Nobody waits for a result whose Pending was dropped.
             let _ = sender.send(result);
         });
-        let queue = self.queue.lock().unwrap_or_else(|p| p.into_inner());
-        if let Some(queue) = queue.as_ref() {
-            // A send fails only if the thread has ended; the receiver then reports it.
-            let _ = queue.send(job);
-        }
-        Pending(State::Launched(receiver, self.counters.clone()))
+        self.queue.push(job, bytes > SHORT_BYTES);
+        Pending(State::Launched { receiver, queue: self.queue.clone(), counters: self.counters.clone() })
     }
+}
+
+/// Elements and bytes.
+fn size(flat: &Flat) -> (usize, usize) {
+    (flat.len(), flat.size_in_bytes())
 }
 
 impl Communicator for Shared {
@@ -158,23 +273,25 @@ impl Communicator for Shared {
     }
 
     fn all_reduce(&self, input: Flat, tag: u64) -> Pending<Flat> {
-        self.launch(Kind::AllReduce, input.len(), move |ex| collectives::all_reduce(ex, input, tag))
+        self.launch(Kind::AllReduce, size(&input), move |ex| collectives::all_reduce(ex, input, tag))
     }
 
     fn reduce_scatter(&self, input: Flat, tag: u64) -> Pending<Flat> {
-        self.launch(Kind::ReduceScatter, input.len(), move |ex| collectives::reduce_scatter(ex, input, tag))
+        self.launch(Kind::ReduceScatter, size(&input), move |ex| collectives::reduce_scatter(ex, input, tag))
     }
 
     fn all_gather(&self, shard: Flat, tag: u64) -> Pending<Flat> {
-        self.launch(Kind::AllGather, shard.len(), move |ex| collectives::all_gather(ex, shard, tag))
+        self.launch(Kind::AllGather, size(&shard), move |ex| collectives::all_gather(ex, shard, tag))
     }
 
     fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {
-        self.launch(Kind::Control, values.len(), move |ex| collectives::gather_f64(ex, &values))
+        self.launch(Kind::Control, (values.len(), size_of_val(&*values)), move |ex| {
+            collectives::gather_f64(ex, &values)
+        })
     }
 
     fn barrier(&self) -> Pending<()> {
-        self.launch(Kind::Barrier, 0, collectives::barrier)
+        self.launch(Kind::Barrier, (0, 0), collectives::barrier)
     }
 
     fn abort(&self, why: &str) {
@@ -192,10 +309,10 @@ impl Drop for Shared {
         if std::thread::panicking() {
             self.voice.abort("it panicked; its own output tells where");
         }
-        *self.queue.lock().unwrap_or_else(|p| p.into_inner()) = None;
-        if let Some(worker) = self.worker.take() {
+        self.queue.close();
+        if let Some(thread) = self.comm_thread.take() {
             // A panic of the comm thread has been printed; the state below tells the peers.
-            if worker.join().is_err() {
+            if thread.join().is_err() {
                 self.voice.abort("its communication thread panicked");
             }
         }

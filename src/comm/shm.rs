@@ -12,8 +12,8 @@
 //! # Orderings
 //!
 //! A rank's block is written by that rank alone (`cause` and the step from a living state to DEAD by the launcher).
-//! `published` is stored with Release after the piece's data and fingerprint, and loaded with Acquire before a peer
-//! reads them. `state` is stored with Release after the text that explains it, and loaded with Acquire before the
+//! `published` is stored with Release (and stronger) after the piece's data and fingerprint, and loaded with Acquire
+//! before a peer reads them. `state` is stored with Release after the text that explains it, and loaded with Acquire before the
 //! text is read. The first failure is set before the state that tells of it, so that the echo of a failure, which
 //! follows from that state, cannot be taken for the first. Nothing else carries an ordering.
 
@@ -24,10 +24,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 const MAGIC: u64 = 0x6361_6e64_6c65_7a30; // "candlez0"
-const VERSION: u64 = 2;
+const VERSION: u64 = 3;
 const PAGE: usize = 4096;
 /// Bytes of one rank's data in one piece; two such slots per rank. Small enough to stay in cache.
-pub(super) const SLOT_BYTES: usize = 1 << 20;
+pub(super) const SLOT_BYTES: usize = 1 << 17;
 const TEXT_BYTES: usize = 1024;
 
 // Offsets inside page 0.
@@ -35,6 +35,7 @@ const FIRST_FAILURE: usize = 24;
 
 // Offsets inside a control block. The futex word has a cache line of its own.
 const PUBLISHED: usize = 0;
+const SLEEPERS: usize = 4;
 const STATE: usize = 64;
 const TEXT_LEN: usize = 68;
 const CAUSE_LEN: usize = 72;
@@ -246,6 +247,33 @@ impl Region {
         self.word32(self.block(rank) + PUBLISHED)
     }
 
+    /// Tells that `rank` has published `pieces`, with all that it wrote before, and wakes whoever sleeps until then.
+    pub(super) fn publish(&self, rank: usize, pieces: u32) {
+        let word = self.published(rank);
+        // In the one order of all SeqCst operations either this store comes before the sleeper's look at the word, and
+        // it does not sleep, or its count comes before the look at the count here, and it is woken.
+        word.store(pieces, Ordering::SeqCst);
+        if self.sleepers(rank).load(Ordering::SeqCst) > 0 {
+            wake(word);
+        }
+    }
+
+    /// Sleeps until `rank` has published more than the `seen` pieces, it has left, or about `millis` have passed.
+    pub(super) fn sleep_until_published(&self, rank: usize, seen: u32, millis: u32) {
+        let (word, sleepers) = (self.published(rank), self.sleepers(rank));
+        sleepers.fetch_add(1, Ordering::SeqCst);
+        if word.load(Ordering::SeqCst) == seen {
+            sleep_on(word, seen, millis);
+        }
+        sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Threads that sleep on [`published`](Self::published) of `rank`. One that is killed in its sleep counts for
+    /// good, which only makes for wakes in vain.
+    fn sleepers(&self, rank: usize) -> &AtomicU32 {
+        self.word32(self.block(rank) + SLEEPERS)
+    }
+
     /// Counts up while the process of `rank` lives; stays 0 for ranks that are threads.
     pub(super) fn heartbeat(&self, rank: usize) -> &AtomicU64 {
         self.word(self.block(rank) + HEARTBEAT)
@@ -324,13 +352,13 @@ impl RankState {
 }
 
 /// Wakes every thread, of any process, that sleeps on `word`.
-pub(super) fn wake(word: &AtomicU32) {
+fn wake(word: &AtomicU32) {
     // An error can only mean that nobody is there to be woken.
     let _ = rustix::thread::futex::wake(word, rustix::thread::futex::Flags::empty(), i32::MAX as u32);
 }
 
 /// Sleeps until `word` is no longer `seen`, or about `millis` have passed.
-pub(super) fn sleep_on(word: &AtomicU32, seen: u32, millis: u32) {
+fn sleep_on(word: &AtomicU32, seen: u32, millis: u32) {
     let limit = rustix::thread::futex::Timespec { tv_sec: 0, tv_nsec: i64::from(millis) * 1_000_000 };
     // Woken, changed already, interrupted, timed out: the caller looks again in every case.
     let _ = rustix::thread::futex::wait(word, rustix::thread::futex::Flags::empty(), seen, Some(&limit));

@@ -17,6 +17,7 @@ pub(crate) mod norm;
 pub(crate) mod par;
 pub(crate) mod rope;
 mod rows;
+pub(crate) mod simd;
 pub(crate) mod wide;
 
 pub(crate) use element::Element;

@@ -3,6 +3,7 @@
 //! What a task computes never depends on the thread that takes it, so results have the same bits for any number of
 //! threads.
 
+use rayon::prelude::*;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -108,6 +109,30 @@ unsafe impl<A: Parts> Parts for Option<A> {
         // SAFETY: the caller's promise.
         self.as_ref().map(|parts| unsafe { parts.take(index) })
     }
+}
+
+/// Runs both, at once if there are threads for it.
+pub(crate) fn join(a: impl FnOnce() + Send, b: impl FnOnce() + Send) {
+    if rayon::current_num_threads() == 1 {
+        a();
+        b();
+    } else {
+        rayon::join(a, b);
+    }
+}
+
+/// `f` of every number below `count`, in order.
+pub(crate) fn map<T: Send>(count: usize, f: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    if count <= 1 || rayon::current_num_threads() == 1 {
+        (0..count).map(f).collect()
+    } else {
+        (0..count).into_par_iter().map(&f).collect()
+    }
+}
+
+/// Whether `f` holds for any number below `count`.
+pub(crate) fn any(count: usize, f: impl Fn(usize) -> bool + Sync) -> bool {
+    if count <= 1 || rayon::current_num_threads() == 1 { (0..count).any(f) } else { (0..count).into_par_iter().any(&f) }
 }
 
 #[cfg(test)]

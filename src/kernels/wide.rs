@@ -2,6 +2,7 @@
 //! dispatch that compiles such a loop for the widest vectors at hand.
 
 use crate::kernels::element::{Element, Kind};
+use crate::kernels::simd::{Level, Loop};
 
 /// The value of an expression, compiled for the widest vector instructions of this machine: it and what is inlined into it
 /// (functions and closures that are called in it should be `#[inline(always)]`).
@@ -18,15 +19,15 @@ pub(crate) use vectorized;
 /// Calls `f` as compiled for the widest vector instructions of this machine.
 #[inline(always)]
 pub(crate) fn dispatch<R>(f: impl FnOnce() -> R) -> R {
-    struct Op<F>(F);
-    impl<R, F: FnOnce() -> R> pulp::NullaryFnOnce for Op<F> {
+    struct Call<F>(F);
+    impl<R, F: FnOnce() -> R> Loop for Call<F> {
         type Output = R;
         #[inline(always)]
-        fn call(self) -> R {
+        fn run(self) -> R {
             (self.0)()
         }
     }
-    pulp::Arch::new().dispatch(Op(f))
+    Level::best().run(Call(f))
 }
 
 /// The element as f32.

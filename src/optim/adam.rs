@@ -1,6 +1,6 @@
 //! Adam (arXiv 1412.6980) and AdamW (arXiv 1711.05101).
 
-use super::chunks::Slices;
+use super::chunks::{Kernel, Slices};
 use super::{Optimizer, StepContext};
 use crate::config::AdamConfig;
 use crate::precision::{FlatMut, FlatRef};
@@ -83,17 +83,22 @@ impl Optimizer for Adam {
         half: Option<FlatMut<'_>>,
     ) {
         assert!(ctx.step > 0, "optimizer steps count from 1");
-        let s = self.scalars(ctx);
-        Slices::new(param, grad, state, half).for_each_block(&|param, grad, [exp_avg, exp_avg_sq]| {
-            for (((p, g), m), v) in param.iter_mut().zip(grad).zip(exp_avg.iter_mut()).zip(exp_avg_sq.iter_mut()) {
-                // Both decays stand here, one of them with factor 0: adding 0 changes no value, and a loop without
-                // branches vectorizes.
-                let g = *g * s.grad_scale + s.l2 * *p;
-                *m = s.beta1 * *m + s.one_minus_beta1 * g;
-                *v = s.beta2 * *v + s.one_minus_beta2 * (g * g);
-                let decayed = *p - s.decay * *p;
-                *p = decayed - s.step_size * (*m / (v.sqrt() * s.root_scale + s.eps));
-            }
-        });
+        Slices::new(param, grad, state, half).update_with(&self.scalars(ctx));
+    }
+}
+
+impl Kernel<2> for Scalars {
+    #[inline(always)]
+    fn update(&self, param: &mut [f32], grad: &[f32], [exp_avg, exp_avg_sq]: [&mut [f32]; 2]) {
+        let s = *self;
+        for (((p, g), m), v) in param.iter_mut().zip(grad).zip(exp_avg).zip(exp_avg_sq) {
+            // Both decays stand here, one of them with factor 0: adding 0 changes no value, and a loop without
+            // branches vectorizes.
+            let g = *g * s.grad_scale + s.l2 * *p;
+            *m = s.beta1 * *m + s.one_minus_beta1 * g;
+            *v = s.beta2 * *v + s.one_minus_beta2 * (g * g);
+            let decayed = *p - s.decay * *p;
+            *p = decayed - s.step_size * (*m / (v.sqrt() * s.root_scale + s.eps));
+        }
     }
 }

@@ -4,13 +4,31 @@
 //! widened, its elements are updated, and the half copy is written while all of it is still in that cache, so the
 //! step reads and writes each buffer in memory once.
 
-use crate::precision::{FlatMut, FlatRef};
+use crate::kernels::par;
+use crate::kernels::simd::{self, Level, Loop};
+use crate::precision::{FlatMut, FlatRef, cast};
 
 /// Elements that one thread takes at a time.
 const CHUNK: usize = 64 * 1024;
 
 /// Elements that are widened, updated and narrowed together: 4 KiB for each of the four to six f32 buffers.
 const BLOCK: usize = 1024;
+
+/// Elements that a kernel is handed at a time: few enough to unroll the loop over them.
+const STRIP: usize = 64;
+
+/// How far ahead of the update, in elements, weights and states are fetched into the cache.
+const AHEAD: usize = 512;
+
+/// f32 elements of a cache line.
+const LINE: usize = 16;
+
+/// The arithmetic of an optimizer.
+pub(super) trait Kernel<const N: usize>: Sync {
+    /// Updates `param` and `state` (buffers as long as `param`) with `grad`. It must treat every element alike, and be
+    /// marked `#[inline(always)]`, for it becomes part of a [`Loop`].
+    fn update(&self, param: &mut [f32], grad: &[f32], state: [&mut [f32]; N]);
+}
 
 /// The buffers of one slice; `N` is the number of optimizer states.
 pub(super) struct Slices<'a, const N: usize> {
@@ -40,40 +58,14 @@ impl<'a, const N: usize> Slices<'a, N> {
         Self { param, grad, state, half }
     }
 
-    /// Runs `kernel(param, grad, states)` over all blocks. `kernel` must treat every element alike.
-    pub(super) fn for_each_block<K>(self, kernel: &K)
-    where
-        K: Fn(&mut [f32], &[f32], [&mut [f32]; N]) + Sync,
-    {
+    /// Runs `kernel` over all elements.
+    pub(super) fn update_with<K: Kernel<N>>(self, kernel: &K) {
         let len = self.param.len();
         if len <= CHUNK {
-            return self.run(kernel);
+            return Level::best().run(Pass { slices: self, kernel });
         }
         let (front, back) = self.split_at((len / 2).next_multiple_of(CHUNK));
-        rayon::join(|| front.for_each_block(kernel), || back.for_each_block(kernel));
-    }
-
-    fn run<K>(mut self, kernel: &K)
-    where
-        K: Fn(&mut [f32], &[f32], [&mut [f32]; N]),
-    {
-        let mut widened = [0.0f32; BLOCK];
-        while !self.param.is_empty() {
-            let len = self.param.len().min(BLOCK);
-            let (block, rest) = self.split_at(len);
-            let grad = match block.grad {
-                FlatRef::F32(grad) => grad,
-                narrow => {
-                    FlatMut::F32(&mut widened[..len]).copy_cast(narrow);
-                    &widened[..len]
-                }
-            };
-            kernel(block.param, grad, block.state);
-            if let Some(half) = block.half {
-                half.copy_cast(FlatRef::F32(block.param));
-            }
-            self = rest;
-        }
+        par::join(|| front.update_with(kernel), || back.update_with(kernel));
     }
 
     fn split_at(self, mid: usize) -> (Self, Self) {
@@ -88,7 +80,7 @@ impl<'a, const N: usize> Slices<'a, N> {
             }
             head
         });
-        let (half, half_back) = self.half.map(|h| split_flat(h, mid)).unzip();
+        let (half, half_back) = self.half.map(|h| h.split_at(mid)).unzip();
         let front = Self { param, grad: self.grad.slice(0..mid), state, half };
         let back = Self {
             param: param_back,
@@ -100,17 +92,53 @@ impl<'a, const N: usize> Slices<'a, N> {
     }
 }
 
-fn split_flat(flat: FlatMut<'_>, mid: usize) -> (FlatMut<'_>, FlatMut<'_>) {
-    macro_rules! split {
-        ($variant:ident, $v:expr) => {{
-            let (front, back) = $v.split_at_mut(mid);
-            (FlatMut::$variant(front), FlatMut::$variant(back))
-        }};
+/// The pass of one thread over one chunk.
+struct Pass<'a, 'k, K, const N: usize> {
+    slices: Slices<'a, N>,
+    kernel: &'k K,
+}
+
+impl<K: Kernel<N>, const N: usize> Loop for Pass<'_, '_, K, N> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Slices { param, grad, mut state, mut half } = self.slices;
+        let mut widened = [0.0f32; BLOCK];
+        for start in (0..param.len()).step_by(BLOCK) {
+            let end = param.len().min(start + BLOCK);
+            let block = match grad.slice(start..end) {
+                FlatRef::F32(grad) => grad,
+                narrow => {
+                    cast::widen(&mut widened[..end - start], narrow);
+                    &widened[..end - start]
+                }
+            };
+            let mut strips = block.chunks_exact(STRIP);
+            let mut at = start;
+            for strip in &mut strips {
+                prefetch_strip(&param[at..], &state, at);
+                let states = state.each_mut().map(|s| &mut s[at..at + STRIP]);
+                self.kernel.update(&mut param[at..at + STRIP], strip, states);
+                at += STRIP;
+            }
+            let states = state.each_mut().map(|s| &mut s[at..end]);
+            self.kernel.update(&mut param[at..end], strips.remainder(), states);
+            if let Some(half) = &mut half {
+                cast::narrow(half.reborrow().slice(start..end), &param[start..end]);
+            }
+        }
     }
-    match flat {
-        FlatMut::F32(v) => split!(F32, v),
-        FlatMut::BF16(v) => split!(BF16, v),
-        FlatMut::F16(v) => split!(F16, v),
+}
+
+/// Asks for what the pass will need [`AHEAD`] elements from now. The CPU's own prefetching starts anew with every page.
+#[inline(always)]
+fn prefetch_strip<const N: usize>(param: &[f32], state: &[&mut [f32]; N], at: usize) {
+    for line in (AHEAD..AHEAD + STRIP).step_by(LINE) {
+        simd::prefetch(param, line);
+        for s in state {
+            simd::prefetch(&s[at..], line);
+        }
     }
 }
 
@@ -118,9 +146,23 @@ fn split_flat(flat: FlatMut<'_>, mid: usize) -> (FlatMut<'_>, FlatMut<'_>) {
 mod tests {
     use super::*;
 
+    struct Count;
+
+    impl Kernel<1> for Count {
+        #[inline(always)]
+        fn update(&self, param: &mut [f32], grad: &[f32], [state]: [&mut [f32]; 1]) {
+            for ((p, g), s) in param.iter_mut().zip(grad).zip(state) {
+                *p += g + 1.0;
+                *s -= g + 1.0;
+            }
+        }
+    }
+
     #[test]
     fn every_element_is_visited_once_whatever_the_length() {
-        for len in [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + BLOCK + 7] {
+        for len in
+            [0, 1, STRIP, STRIP + 1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + BLOCK + 7]
+        {
             let mut param: Vec<f32> = vec![0.0; len];
             let grad: Vec<f32> = (0..len).map(|i| i as f32).collect();
             let mut state: Vec<f32> = vec![0.0; len];
@@ -128,12 +170,7 @@ mod tests {
             let mut states = [state.as_mut_slice()];
             let slices: Slices<'_, 1> =
                 Slices::new(&mut param, FlatRef::F32(&grad), &mut states, Some(FlatMut::BF16(&mut half)));
-            slices.for_each_block(&|param, grad, [state]| {
-                for ((p, g), s) in param.iter_mut().zip(grad).zip(state.iter_mut()) {
-                    *p += g + 1.0;
-                    *s -= g + 1.0;
-                }
-            });
+            slices.update_with(&Count);
             for i in 0..len {
                 assert_eq!(param[i], i as f32 + 1.0, "element {i} of {len}");
                 assert_eq!(state[i], -(i as f32 + 1.0), "state {i} of {len}");

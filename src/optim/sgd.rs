@@ -1,6 +1,6 @@
 //! Stochastic gradient descent as PyTorch has it.
 
-use super::chunks::Slices;
+use super::chunks::{Kernel, Slices};
 use super::{Optimizer, StepContext};
 use crate::config::SgdConfig;
 use crate::precision::{FlatMut, FlatRef};
@@ -44,22 +44,51 @@ impl Optimizer for Sgd {
         let (lr, scale, l2) = (ctx.lr as f32, ctx.grad_scale, self.config.weight_decay as f32);
         let momentum = self.config.momentum as f32;
         if momentum == 0.0 {
-            return Slices::new(param, grad, state, half).for_each_block(&|param, grad, []| {
-                for (p, g) in param.iter_mut().zip(grad) {
-                    *p -= lr * (*g * scale + l2 * *p);
-                }
-            });
+            return Slices::new(param, grad, state, half).update_with(&Plain { lr, scale, l2 });
         }
         // The first step takes the gradient whole, whatever the dampening.
         let (keep, take) = if ctx.step == 1 { (0.0, 1.0) } else { (momentum, (1.0 - self.config.dampening) as f32) };
         // The direction as a sum of two products, so that one loop serves both variants.
         let (of_grad, of_buffer) = if self.config.nesterov { (1.0, momentum) } else { (0.0, 1.0) };
-        Slices::new(param, grad, state, half).for_each_block(&|param, grad, [buffer]| {
-            for ((p, g), b) in param.iter_mut().zip(grad).zip(buffer.iter_mut()) {
-                let g = *g * scale + l2 * *p;
-                *b = keep * *b + take * g;
-                *p -= lr * (of_grad * g + of_buffer * *b);
-            }
-        });
+        let kernel = Momentum { lr, scale, l2, keep, take, of_grad, of_buffer };
+        Slices::new(param, grad, state, half).update_with(&kernel);
+    }
+}
+
+/// Without momentum.
+struct Plain {
+    lr: f32,
+    scale: f32,
+    l2: f32,
+}
+
+impl Kernel<0> for Plain {
+    #[inline(always)]
+    fn update(&self, param: &mut [f32], grad: &[f32], []: [&mut [f32]; 0]) {
+        for (p, g) in param.iter_mut().zip(grad) {
+            *p -= self.lr * (*g * self.scale + self.l2 * *p);
+        }
+    }
+}
+
+/// With momentum, of either variant.
+struct Momentum {
+    lr: f32,
+    scale: f32,
+    l2: f32,
+    keep: f32,
+    take: f32,
+    of_grad: f32,
+    of_buffer: f32,
+}
+
+impl Kernel<1> for Momentum {
+    #[inline(always)]
+    fn update(&self, param: &mut [f32], grad: &[f32], [buffer]: [&mut [f32]; 1]) {
+        for ((p, g), b) in param.iter_mut().zip(grad).zip(buffer) {
+            let g = *g * self.scale + self.l2 * *p;
+            *b = self.keep * *b + self.take * g;
+            *p -= self.lr * (self.of_grad * g + self.of_buffer * *b);
+        }
     }
 }

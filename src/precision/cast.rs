@@ -1,61 +1,275 @@
 //! Casts between flat buffers of different dtypes, and arithmetic across them in f32.
+//!
+//! What crosses dtypes goes through f32 blocks that stay in the first-level cache, in parallel where it is long enough.
 
 use super::{FlatMut, FlatRef};
-use crate::kernels;
+use crate::kernels::par;
+use crate::kernels::simd::{Level, Loop};
+use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
+/// Elements that one thread takes at a time; shorter buffers stay on the calling thread.
+const CHUNK: usize = 128 * 1024;
+
+/// Elements that are widened, computed and narrowed together.
+const BLOCK: usize = 1024;
+
 /// Copies `src` into `dst` of equal length, rounding to nearest even where the format narrows.
-pub fn copy(dst: FlatMut<'_>, src: FlatRef<'_>) {
-    match (dst, src) {
-        (FlatMut::F32(d), FlatRef::F32(s)) => d.copy_from_slice(s),
-        (FlatMut::BF16(d), FlatRef::BF16(s)) => d.copy_from_slice(s),
-        (FlatMut::F16(d), FlatRef::F16(s)) => d.copy_from_slice(s),
-        (FlatMut::F32(d), FlatRef::BF16(s)) => s.convert_to_f32_slice(d),
-        (FlatMut::F32(d), FlatRef::F16(s)) => s.convert_to_f32_slice(d),
-        (FlatMut::BF16(d), FlatRef::F32(s)) => d.convert_from_f32_slice(s),
-        (FlatMut::F16(d), FlatRef::F32(s)) => d.convert_from_f32_slice(s),
-        (FlatMut::BF16(d), FlatRef::F16(s)) => {
-            d.iter_mut().zip(s).for_each(|(d, s)| *d = half::bf16::from_f32(s.to_f32()));
-        }
-        (FlatMut::F16(d), FlatRef::BF16(s)) => {
-            d.iter_mut().zip(s).for_each(|(d, s)| *d = half::f16::from_f32(s.to_f32()));
+pub(super) fn copy(dst: FlatMut<'_>, src: FlatRef<'_>) {
+    in_chunks(dst, src, &|dst, src| Level::best().run(Cast { dst, src }));
+}
+
+/// `dst[i] = src[i] * factor`, computed in f32 and rounded once.
+pub(super) fn copy_scaled(dst: FlatMut<'_>, src: FlatRef<'_>, factor: f32) {
+    in_chunks(dst, src, &|dst, src| Level::best().run(Scale { dst, src, factor }));
+}
+
+/// `dst[i] += src[i] * factor`, computed in f32 and rounded once.
+pub(super) fn add_scaled(dst: FlatMut<'_>, src: FlatRef<'_>, factor: f32) {
+    in_chunks(dst, src, &|dst, src| Level::best().run(AddScaled { dst, src, factor }));
+}
+
+/// Runs `f` over equal parts of both, on the threads of the pool.
+fn in_chunks(dst: FlatMut<'_>, src: FlatRef<'_>, f: &(impl Fn(FlatMut<'_>, FlatRef<'_>) + Sync)) {
+    let len = dst.len();
+    assert_eq!(len, src.len(), "two flat buffers of different length");
+    if len <= 2 * CHUNK {
+        return f(dst, src);
+    }
+    let mid = (len / 2).next_multiple_of(CHUNK);
+    let (front, back) = dst.split_at(mid);
+    par::join(|| in_chunks(front, src.slice(0..mid), f), || in_chunks(back, src.slice(mid..len), f));
+}
+
+struct Cast<'a> {
+    dst: FlatMut<'a>,
+    src: FlatRef<'a>,
+}
+
+impl Loop for Cast<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        match (self.dst, self.src) {
+            (FlatMut::F32(d), FlatRef::F32(s)) => d.copy_from_slice(s),
+            (FlatMut::BF16(d), FlatRef::BF16(s)) => d.copy_from_slice(s),
+            (FlatMut::F16(d), FlatRef::F16(s)) => d.copy_from_slice(s),
+            (FlatMut::F32(d), s) => widen(d, s),
+            (d, FlatRef::F32(s)) => narrow(d, s),
+            (dst, src) => map(dst, src, |_, s| s),
         }
     }
 }
 
-/// `dst[i] = f(dst[i], src[i])`, computed in f32 and rounded once. In pieces that stay in the first-level cache.
-pub(super) fn combine(mut dst: FlatMut<'_>, src: FlatRef<'_>, f: impl Fn(f32, f32) -> f32) {
-    const PIECE: usize = 1024;
-    assert_eq!(dst.len(), src.len(), "arithmetic on flat buffers of different length");
-    if let (FlatMut::F32(d), FlatRef::F32(s)) = (&mut dst, src) {
-        d.iter_mut().zip(s).for_each(|(d, s)| *d = f(*d, *s));
-        return;
+struct Scale<'a> {
+    dst: FlatMut<'a>,
+    src: FlatRef<'a>,
+    factor: f32,
+}
+
+impl Loop for Scale<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let factor = self.factor;
+        map(self.dst, self.src, |_, s| s * factor);
     }
-    let (mut a, mut b) = ([0f32; PIECE], [0f32; PIECE]);
-    for start in (0..dst.len()).step_by(PIECE) {
-        let range = start..(start + PIECE).min(dst.len());
-        let n = range.len();
-        let mut part = dst.reborrow().slice(range.clone());
-        copy(FlatMut::F32(&mut a[..n]), part.as_ref());
-        copy(FlatMut::F32(&mut b[..n]), src.slice(range));
-        a[..n].iter_mut().zip(&b[..n]).for_each(|(a, b)| *a = f(*a, *b));
-        part.reborrow().copy_cast(FlatRef::F32(&a[..n]));
+}
+
+struct AddScaled<'a> {
+    dst: FlatMut<'a>,
+    src: FlatRef<'a>,
+    factor: f32,
+}
+
+impl Loop for AddScaled<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let factor = self.factor;
+        map(self.dst, self.src, |d, s| d + s * factor);
+    }
+}
+
+/// `dst[i] = f(dst[i], src[i])`.
+#[inline(always)]
+fn map(mut dst: FlatMut<'_>, src: FlatRef<'_>, f: impl Fn(f32, f32) -> f32) {
+    match (&mut dst, src) {
+        (FlatMut::F32(d), FlatRef::F32(s)) => return map_direct(d, s, f),
+        (FlatMut::F32(d), FlatRef::BF16(s)) => return map_direct(d, s, f),
+        (FlatMut::BF16(d), FlatRef::F32(s)) => return map_direct(d, s, f),
+        (FlatMut::BF16(d), FlatRef::BF16(s)) => return map_direct(d, s, f),
+        // f16 has instructions of its own, which `half` chooses, and which work on slices.
+        (FlatMut::F16(_), _) | (_, FlatRef::F16(_)) => {}
+    }
+    let (mut a, mut b) = ([0f32; BLOCK], [0f32; BLOCK]);
+    for start in (0..dst.len()).step_by(BLOCK) {
+        let range = start..(start + BLOCK).min(dst.len());
+        let (a, b) = (&mut a[..range.len()], &mut b[..range.len()]);
+        let part = dst.reborrow().slice(range.clone());
+        widen(a, part.as_ref());
+        widen(b, src.slice(range));
+        a.iter_mut().zip(&*b).for_each(|(a, b)| *a = f(*a, *b));
+        narrow(part, a);
+    }
+}
+
+#[inline(always)]
+fn map_direct<D: Number, S: Number>(dst: &mut [D], src: &[S], f: impl Fn(f32, f32) -> f32) {
+    dst.iter_mut().zip(src).for_each(|(d, s)| *d = D::narrow(f(d.widen(), s.widen())));
+}
+
+/// Adds `src` to `sum`, in f32. Part of a [`Loop`].
+#[inline(always)]
+pub(crate) fn accumulate(sum: &mut [f32], src: FlatRef<'_>) {
+    map(FlatMut::F32(sum), src, |sum, s| sum + s);
+}
+
+/// A number format that is converted with a few operations on integers, in vectors of any width.
+trait Number: Copy {
+    fn widen(self) -> f32;
+    fn narrow(x: f32) -> Self;
+}
+
+impl Number for f32 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn narrow(x: f32) -> Self {
+        x
+    }
+}
+
+/// The bits that `bf16::to_f32` and `bf16::from_f32` give, without their branches.
+impl Number for bf16 {
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        let bits = u32::from(self.to_bits());
+        let quiet_nan = bits | 0x40;
+        f32::from_bits(if bits & 0x7fff > 0x7f80 { quiet_nan } else { bits } << 16)
+    }
+
+    #[inline(always)]
+    fn narrow(x: f32) -> Self {
+        let bits = x.to_bits();
+        // Half a unit in the last place of the result, less one bit if that is even: ties go to even.
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+        let quiet_nan = (bits >> 16) | 0x40;
+        Self::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { quiet_nan } else { rounded } as u16)
+    }
+}
+
+/// `src` as f32, exactly. Part of a [`Loop`].
+#[inline(always)]
+pub(crate) fn widen(dst: &mut [f32], src: FlatRef<'_>) {
+    match src {
+        FlatRef::F32(src) => dst.copy_from_slice(src),
+        FlatRef::BF16(src) => map_direct(dst, src, |_, s| s),
+        // With the CPU's own instructions, where it has them.
+        FlatRef::F16(src) => src.convert_to_f32_slice(dst),
+    }
+}
+
+/// `src` in the dtype of `dst`, rounded to nearest even. Part of a [`Loop`].
+#[inline(always)]
+pub(crate) fn narrow(dst: FlatMut<'_>, src: &[f32]) {
+    match dst {
+        FlatMut::F32(dst) => dst.copy_from_slice(src),
+        FlatMut::BF16(dst) => map_direct(dst, src, |_, s| s),
+        FlatMut::F16(dst) => dst.convert_from_f32_slice(src),
     }
 }
 
 /// `dst[i] *= factor`, computed in f32 and rounded once.
 pub(super) fn scale(dst: FlatMut<'_>, factor: f32) {
     match dst {
-        FlatMut::F32(d) => kernels::add::scale_into(d, factor),
-        FlatMut::BF16(d) => kernels::add::scale_into(d, factor),
-        FlatMut::F16(d) => kernels::add::scale_into(d, factor),
+        FlatMut::F32(d) => crate::kernels::add::scale_into(d, factor),
+        FlatMut::BF16(d) => crate::kernels::add::scale_into(d, factor),
+        FlatMut::F16(d) => crate::kernels::add::scale_into(d, factor),
     }
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
-    use crate::precision::{Flat, FlatRef};
+    use super::*;
+    use crate::precision::Flat;
     use candle_core::DType;
+    use half::f16;
+
+    const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+    /// Every bf16 and f16, and f32 around the ties between them.
+    fn every_kind_of_number() -> Vec<f32> {
+        let bits = (0..=u16::MAX)
+            .flat_map(|high| [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| u32::from(high) << 16 | low));
+        bits.map(f32::from_bits).chain((0..=u16::MAX).map(|x| f16::from_bits(x).to_f32())).collect()
+    }
+
+    fn bits(flat: &Flat) -> Vec<u32> {
+        match flat {
+            Flat::F32(v) => v.iter().map(|x| x.to_bits()).collect(),
+            Flat::BF16(v) => v.iter().map(|x| x.to_bits().into()).collect(),
+            Flat::F16(v) => v.iter().map(|x| x.to_bits().into()).collect(),
+        }
+    }
+
+    #[test]
+    fn every_level_casts_every_number_as_the_half_crate_does() {
+        let x = every_kind_of_number();
+        let narrow = |dtype| match dtype {
+            DType::F32 => Flat::F32(x.clone()),
+            DType::BF16 => Flat::BF16(x.iter().map(|x| bf16::from_f32(*x)).collect()),
+            _ => Flat::F16(x.iter().map(|x| f16::from_f32(*x)).collect()),
+        };
+        for src in DTYPES.map(narrow) {
+            let wide: Vec<f32> = (0..src.len()).map(|i| src.as_ref().get(i)).collect();
+            for dtype in DTYPES {
+                let expect = match dtype {
+                    _ if dtype == src.dtype() => src.clone(),
+                    DType::F32 => Flat::F32(wide.clone()),
+                    DType::BF16 => Flat::BF16(wide.iter().map(|x| bf16::from_f32(*x)).collect()),
+                    _ => Flat::F16(wide.iter().map(|x| f16::from_f32(*x)).collect()),
+                };
+                for level in Level::available() {
+                    let mut dst = Flat::zeros(dtype, src.len());
+                    level.run(Cast { dst: dst.as_mut(), src: src.as_ref() });
+                    assert!(bits(&dst) == bits(&expect), "{:?} to {dtype:?} with {level:?}", src.dtype());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn long_buffers_get_the_same_bits_with_any_number_of_threads() {
+        let n = 5 * CHUNK + 1234;
+        let x: Vec<f32> = (0..n).map(|i| (i as f32 - 1e5) * 0.37).collect();
+        for (dtype, src) in DTYPES.into_iter().flat_map(|d| DTYPES.map(|s| (d, Flat::from_f32(x.clone(), s)))) {
+            let results = [1, 3].map(|threads| {
+                let mut dst = Flat::from_f32(x.clone(), dtype);
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                pool.install(|| {
+                    dst.as_mut().add_scaled(src.as_ref(), 0.3);
+                    let mut scaled = Flat::zeros(dtype, n);
+                    scaled.as_mut().copy_scaled(src.as_ref(), 0.7);
+                    (dst, scaled)
+                })
+            });
+            assert!(results[0] == results[1]);
+            for i in [0, 2 * CHUNK - 1, 2 * CHUNK, 3 * CHUNK + 1, n - 1] {
+                let exact = |x: f32| Flat::from_f32(vec![x], dtype).as_ref().get(0);
+                let (before, s) = (exact(x[i]), src.as_ref().get(i));
+                assert_eq!(results[0].0.as_ref().get(i), exact(before + s * 0.3));
+                assert_eq!(results[0].1.as_ref().get(i), exact(s * 0.7));
+            }
+        }
+    }
 
     #[test]
     fn sums_across_dtypes_are_rounded_once() {

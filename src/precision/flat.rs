@@ -1,7 +1,9 @@
 //! A flat buffer of one floating-point dtype, owned or borrowed: what buckets, shares and the wire are made of.
 
+use super::pages::prefer_huge;
 use candle_core::DType;
 use half::{bf16, f16};
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 /// An owned flat buffer of one dtype.
@@ -49,14 +51,16 @@ macro_rules! each {
 }
 
 impl Flat {
-    /// `len` zeros of `dtype`, which must be f32, bf16 or f16.
+    /// `len` zeros of `dtype`, which must be f32, bf16 or f16. Big buffers lie in big pages where the system has them.
     pub fn zeros(dtype: DType, len: usize) -> Self {
-        match dtype {
+        let mut flat = match dtype {
             DType::F32 => Self::F32(vec![0.0; len]),
-            DType::BF16 => Self::BF16(vec![bf16::ZERO; len]),
-            DType::F16 => Self::F16(vec![f16::ZERO; len]),
+            DType::BF16 => Self::BF16(bytemuck::zeroed_vec(len)),
+            DType::F16 => Self::F16(bytemuck::zeroed_vec(len)),
             other => panic!("flat buffers hold f32, bf16 or f16, not {other:?}"),
-        }
+        };
+        each!(Flat, &mut flat, v => prefer_huge(v));
+        flat
     }
 
     /// `values` as `dtype`; f32 values are taken over without a copy.
@@ -69,14 +73,16 @@ impl Flat {
         flat
     }
 
-    /// An empty buffer of `dtype` with room for `capacity` elements.
+    /// An empty buffer of `dtype` with room for `capacity` elements, in big pages as with [`zeros`](Self::zeros).
     pub fn with_capacity(dtype: DType, capacity: usize) -> Self {
-        match dtype {
+        let mut flat = match dtype {
             DType::F32 => Self::F32(Vec::with_capacity(capacity)),
             DType::BF16 => Self::BF16(Vec::with_capacity(capacity)),
             DType::F16 => Self::F16(Vec::with_capacity(capacity)),
             other => panic!("flat buffers hold f32, bf16 or f16, not {other:?}"),
-        }
+        };
+        each!(Flat, &mut flat, v => prefer_huge(v));
+        flat
     }
 
     /// Number of elements.
@@ -106,7 +112,10 @@ impl Flat {
 
     /// Makes room for `more` elements and no others.
     pub fn reserve_exact(&mut self, more: usize) {
-        each!(Flat, self, v => v.reserve_exact(more))
+        each!(Flat, self, v => {
+            v.reserve_exact(more);
+            prefer_huge(v);
+        })
     }
 
     /// The whole, borrowed.
@@ -144,10 +153,21 @@ impl Flat {
 
     /// Appends `src`, cast to this buffer's dtype (round to nearest even).
     pub fn extend_cast(&mut self, src: FlatRef<'_>) {
-        let start = self.len();
-        let end = start + src.len();
-        each!(Flat, self, v => v.resize(end, Default::default()));
-        self.slice_mut(start..end).copy_cast(src);
+        match (&mut *self, src) {
+            (Self::F32(v), FlatRef::F32(src)) => return v.extend_from_slice(src),
+            (Self::BF16(v), FlatRef::BF16(src)) => return v.extend_from_slice(src),
+            (Self::F16(v), FlatRef::F16(src)) => return v.extend_from_slice(src),
+            _ => {}
+        }
+        // The zeros are overwritten while they are still in cache.
+        const BLOCK: usize = 4096;
+        each!(Flat, self, v => v.reserve(src.len()));
+        for from in (0..src.len()).step_by(BLOCK) {
+            let block = src.slice(from..src.len().min(from + BLOCK));
+            let start = self.len();
+            self.extend_zeros(block.len());
+            self.slice_mut(start..start + block.len()).copy_cast(block);
+        }
     }
 
     /// Appends `count` zeros.
@@ -163,6 +183,28 @@ impl Flat {
     /// Gives spare room back.
     pub fn shrink_to_fit(&mut self) {
         each!(Flat, self, v => v.shrink_to_fit())
+    }
+
+    /// Room for `len` elements from the first on, whatever is in them: for a writer that fills them in an order of its
+    /// own and then calls [`set_len`](Self::set_len). Elements below the present length stay what they are.
+    pub(crate) fn room_bytes(&mut self, len: usize) -> &mut [MaybeUninit<u8>] {
+        if self.len() < len {
+            self.reserve_exact(len - self.len());
+        }
+        let bytes = len * self.dtype().size_in_bytes();
+        let start: *mut MaybeUninit<u8> = each!(Flat, self, v => v.as_mut_ptr().cast());
+        // SAFETY: the allocation has room for `len` elements, is borrowed mutably as long as the result, and what is
+        // not initialized is not claimed to be.
+        unsafe { std::slice::from_raw_parts_mut(start, bytes) }
+    }
+
+    /// Takes `len` elements as written.
+    ///
+    /// # Safety
+    /// They are: by [`room_bytes`](Self::room_bytes) for at least as many, or before.
+    pub(crate) unsafe fn set_len(&mut self, len: usize) {
+        // SAFETY: `len` is within the capacity and initialized, as the caller promises; every bit pattern is a number.
+        each!(Flat, self, v => unsafe { v.set_len(len) })
     }
 
     /// The raw bytes, in this machine's byte order.
@@ -249,6 +291,21 @@ impl<'a> FlatMut<'a> {
         }
     }
 
+    /// Elements before `mid`, and the others.
+    pub fn split_at(self, mid: usize) -> (FlatMut<'a>, FlatMut<'a>) {
+        macro_rules! split {
+            ($variant:ident, $v:expr) => {{
+                let (front, back) = $v.split_at_mut(mid);
+                (FlatMut::$variant(front), FlatMut::$variant(back))
+            }};
+        }
+        match self {
+            Self::F32(v) => split!(F32, v),
+            Self::BF16(v) => split!(BF16, v),
+            Self::F16(v) => split!(F16, v),
+        }
+    }
+
     /// The same buffer for a shorter time.
     pub fn reborrow(&mut self) -> FlatMut<'_> {
         match self {
@@ -272,7 +329,7 @@ impl<'a> FlatMut<'a> {
         if factor == 1.0 {
             return self.copy_cast(src);
         }
-        super::cast::combine(self, src, |_, s| s * factor);
+        super::cast::copy_scaled(self, src, factor);
     }
 
     /// Multiplies every element, in f32, rounded once.
@@ -282,12 +339,11 @@ impl<'a> FlatMut<'a> {
 
     /// Adds `src` of equal length times `factor`, in f32, rounded once.
     pub fn add_scaled(self, src: FlatRef<'_>, factor: f32) {
-        super::cast::combine(self, src, |d, s| d + s * factor);
+        super::cast::add_scaled(self, src, factor);
     }
 
     /// Copies `src` of equal length, cast (round to nearest even).
     pub fn copy_cast(self, src: FlatRef<'_>) {
-        assert_eq!(self.len(), src.len(), "copy between flat buffers of different length");
         super::cast::copy(self, src);
     }
 }

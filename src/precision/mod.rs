@@ -1,8 +1,9 @@
 //! Number formats: flat buffers of one dtype, casts, loss scaling, overflow, norms.
 
-mod cast;
+pub(crate) mod cast;
 mod flat;
 mod norm;
+mod pages;
 mod scaler;
 
 pub use flat::{Flat, FlatMut, FlatRef};

@@ -4,8 +4,9 @@
 //! not finite comes from an element that is not finite. The order of summation is fixed by position in the slice
 //! and nothing else, so a slice gives the same bits on every machine and with any number of threads.
 
-use super::{FlatMut, FlatRef};
-use rayon::prelude::*;
+use super::{FlatRef, cast};
+use crate::kernels::par;
+use crate::kernels::simd::{Level, Loop};
 
 /// Elements that are summed by one thread, in one go.
 const CHUNK: usize = 64 * 1024;
@@ -25,18 +26,14 @@ const CLIP_EPSILON: f64 = 1e-6;
 /// Not finite exactly when an element is not finite.
 pub fn sum_of_squares(values: FlatRef<'_>) -> f64 {
     let chunks = values.len().div_ceil(CHUNK);
-    let sums: Vec<f64> = (0..chunks).into_par_iter().map(|i| chunk_sum(chunk(values, i))).collect();
+    let sums = par::map(chunks, |i| Level::best().run(ChunkSum(chunk(values, i))));
     sums.iter().sum()
 }
 
 /// Whether any element is infinite or not a number.
 pub fn has_non_finite(values: FlatRef<'_>) -> bool {
-    (0..values.len().div_ceil(CHUNK)).into_par_iter().any(|i| {
-        let mut found = false;
-        // No early exit within a chunk: a plain OR over all of it vectorizes.
-        for_each_block(chunk(values, i), |block| found |= block.iter().fold(false, |bad, x| bad | !x.is_finite()));
-        found
-    })
+    let chunks = values.len().div_ceil(CHUNK);
+    par::any(chunks, |i| Level::best().run(ChunkHasNonFinite(chunk(values, i))))
 }
 
 /// What gradients are divided by so that their L2 norm is at most `max_norm`: 1 or more.
@@ -59,30 +56,51 @@ fn chunk(values: FlatRef<'_>, i: usize) -> FlatRef<'_> {
     values.slice(i * CHUNK..values.len().min((i + 1) * CHUNK))
 }
 
-fn chunk_sum(values: FlatRef<'_>) -> f64 {
-    let mut lanes = [0.0f64; LANES];
-    for_each_block(values, |block| {
-        let mut groups = block.chunks_exact(LANES);
-        for group in &mut groups {
-            lanes.iter_mut().zip(group).for_each(|(lane, x)| *lane += f64::from(*x) * f64::from(*x));
+struct ChunkSum<'a>(FlatRef<'a>);
+
+impl Loop for ChunkSum<'_> {
+    type Output = f64;
+
+    #[inline(always)]
+    fn run(self) -> f64 {
+        let mut lanes = [0.0f64; LANES];
+        let mut widened = [0.0f32; BLOCK];
+        for start in (0..self.0.len()).step_by(BLOCK) {
+            let block = match self.0.slice(start..self.0.len().min(start + BLOCK)) {
+                FlatRef::F32(block) => block,
+                narrow => {
+                    let block = &mut widened[..narrow.len()];
+                    cast::widen(block, narrow);
+                    block
+                }
+            };
+            let (groups, rest) = block.as_chunks::<LANES>();
+            for group in groups {
+                for lane in 0..LANES {
+                    lanes[lane] += f64::from(group[lane]) * f64::from(group[lane]);
+                }
+            }
+            // Only the last block of a chunk has a remainder, so an element's lane depends on its position alone.
+            lanes.iter_mut().zip(rest).for_each(|(lane, x)| *lane += f64::from(*x) * f64::from(*x));
         }
-        // Only the last block of a chunk has a remainder, so an element's lane depends on its position alone.
-        lanes.iter_mut().zip(groups.remainder()).for_each(|(lane, x)| *lane += f64::from(*x) * f64::from(*x));
-    });
-    lanes.iter().sum()
+        lanes.iter().sum()
+    }
 }
 
-/// Runs `f` over `values` in blocks of f32.
-fn for_each_block(values: FlatRef<'_>, mut f: impl FnMut(&[f32])) {
-    if let FlatRef::F32(values) = values {
-        return values.chunks(BLOCK).for_each(f);
-    }
-    let mut widened = [0.0f32; BLOCK];
-    for start in (0..values.len()).step_by(BLOCK) {
-        let end = values.len().min(start + BLOCK);
-        let block = &mut widened[..end - start];
-        FlatMut::F32(block).copy_cast(values.slice(start..end));
-        f(block);
+struct ChunkHasNonFinite<'a>(FlatRef<'a>);
+
+impl Loop for ChunkHasNonFinite<'_> {
+    type Output = bool;
+
+    /// An exponent of ones is what infinities and NaN have, and nothing else. No early exit: a plain OR over all of
+    /// the chunk vectorizes.
+    #[inline(always)]
+    fn run(self) -> bool {
+        match self.0 {
+            FlatRef::F32(v) => v.iter().fold(false, |bad, x| bad | (x.to_bits() & 0x7f80_0000 == 0x7f80_0000)),
+            FlatRef::BF16(v) => v.iter().fold(false, |bad, x| bad | (x.to_bits() & 0x7f80 == 0x7f80)),
+            FlatRef::F16(v) => v.iter().fold(false, |bad, x| bad | (x.to_bits() & 0x7c00 == 0x7c00)),
+        }
     }
 }
 
@@ -111,6 +129,13 @@ mod tests {
             assert!((sum - exact).abs() <= 1e-12 * exact, "{len}: {sum} instead of {exact}");
             assert_eq!(sum.to_bits(), sum_with(3).to_bits(), "{len}");
         }
+    }
+
+    #[test]
+    fn every_level_sums_to_the_same_bits() {
+        let values = values(CHUNK - 1000);
+        let sums: Vec<_> = Level::available().map(|level| level.run(ChunkSum(FlatRef::F32(&values)))).collect();
+        assert!(sums.iter().all(|sum| sum.to_bits() == sums[0].to_bits()), "{sums:?}");
     }
 
     #[test]

@@ -2,13 +2,12 @@
 
 use super::matrix::Matrix;
 use super::scratch::with_words;
-use crate::kernels::element::{Element, Kind};
+use crate::kernels::element::Element;
 use crate::kernels::par;
+use crate::kernels::wide::{get, vectorized};
 
 /// Rows of one partial sum.
 const ROWS: usize = 64;
-/// Columns of f16 that are widened at a time.
-const WIDTH: usize = 256;
 
 /// Writes the sum of every column of a row-major matrix to `out`, in f32: partial sums of [`ROWS`] rows, then the sum
 /// of those, each in row order.
@@ -27,10 +26,8 @@ pub fn column_sums<E: Element>(data: Matrix<'_, E>, out: &mut [f32]) {
             // SAFETY: the words are initialized, and any are numbers; every task has its own `cols` of them.
             let sums = unsafe { std::slice::from_raw_parts_mut(sums.at(part * cols), cols) };
             sums.fill(0.0);
-            pulp::Arch::new().dispatch(|| {
-                for i in part * ROWS..rows.min((part + 1) * ROWS) {
-                    add(data.row(i), sums);
-                }
+            vectorized!(for i in part * ROWS..rows.min((part + 1) * ROWS) {
+                add(data.row(i), sums);
             });
         });
         for part in 0..parts {
@@ -44,23 +41,8 @@ pub fn column_sums<E: Element>(data: Matrix<'_, E>, out: &mut [f32]) {
 /// Adds a row to the sums. Inlined, so that it is compiled for the vectors of the dispatch around it.
 #[inline(always)]
 fn add<E: Element>(row: &[E], sums: &mut [f32]) {
-    match E::KIND {
-        Kind::F32 => {
-            let row: &[f32] = bytemuck::cast_slice(row);
-            sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
-        }
-        Kind::BF16 => {
-            let row: &[u16] = bytemuck::cast_slice(row);
-            sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += f32::from_bits(u32::from(*x) << 16));
-        }
-        Kind::F16 => {
-            let mut wide = [0f32; WIDTH];
-            for (row, sums) in row.chunks(WIDTH).zip(sums.chunks_mut(WIDTH)) {
-                let wide = &mut wide[..row.len()];
-                E::widen(row, wide);
-                sums.iter_mut().zip(wide).for_each(|(sum, x)| *sum += *x);
-            }
-        }
+    for (sum, x) in sums.iter_mut().zip(row) {
+        *sum += get(*x);
     }
 }
 

@@ -1,0 +1,108 @@
+//! Loops compiled for several instruction sets, chosen at run time.
+//!
+//! The crate is built for the oldest CPU of its architecture; a loop that the compiler vectorizes then gets vectors of
+//! four. A [`Loop`] is compiled once more per [`Level`] and runs on the widest that this CPU has. All levels give the
+//! same bits: the operations of an element stay what they are in the source, and a product and a sum are never fused.
+
+/// A loop, with the data that it runs over.
+pub(crate) trait Loop {
+    /// What it finds out.
+    type Output;
+
+    /// Runs it. Mark it `#[inline(always)]`, with everything that it calls per element: only what is inlined is compiled
+    /// for the level.
+    fn run(self) -> Self::Output;
+}
+
+/// A set of vector instructions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Level {
+    /// What every CPU of the architecture has.
+    Portable,
+    /// Vectors of eight f32.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// Vectors of sixteen f32.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl Level {
+    /// Every level of the architecture, widest first.
+    const ALL: &[Self] = &[
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx512,
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx2,
+        Self::Portable,
+    ];
+
+    /// The levels that this CPU has, widest first.
+    pub(crate) fn available() -> impl Iterator<Item = Self> {
+        Self::ALL.iter().copied().filter(|level| level.is_available())
+    }
+
+    /// The widest level that this CPU has.
+    pub(crate) fn best() -> Self {
+        Self::available().next().unwrap_or(Self::Portable)
+    }
+
+    /// The standard library asks the CPU once and keeps the answer.
+    fn is_available(self) -> bool {
+        match self {
+            Self::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => is_x86_feature_detected!("avx2"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+        }
+    }
+
+    /// Runs `l` with the instructions of this level.
+    ///
+    /// # Panics
+    /// If this CPU does not have them.
+    #[inline]
+    pub(crate) fn run<L: Loop>(self, l: L) -> L::Output {
+        assert!(self.is_available(), "this CPU has no {self:?}");
+        match self {
+            Self::Portable => l.run(),
+            // SAFETY: the CPU has the instructions, as asserted above.
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => unsafe { avx2(l) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => unsafe { avx512(l) },
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn avx2<L: Loop>(l: L) -> L::Output {
+    l.run()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn avx512<L: Loop>(l: L) -> L::Output {
+    l.run()
+}
+
+/// Asks for the cache line `ahead` elements behind the start of `values`, which may lie outside of it: a hint.
+#[inline(always)]
+pub(crate) fn prefetch<T>(values: &[T], ahead: usize) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch reads nothing that the program could see and never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(values.as_ptr().wrapping_add(ahead).cast()) }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (values, ahead);
+}
