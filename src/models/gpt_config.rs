@@ -1,6 +1,7 @@
 //! Sizes of a GPT-2.
 
-use crate::{Error, Result};
+use super::config::{find_preset, refused, require_sizes};
+use crate::Result;
 use serde::{Deserialize, Serialize};
 
 /// The shape of a GPT-2 (Radford et al. 2019).
@@ -22,6 +23,11 @@ pub struct GptConfig {
     /// Whether each block keeps only its input in forward and runs again in backward.
     #[serde(default)]
     pub checkpoint_activations: bool,
+    /// The probability with which training drops elements of the sum of the embeddings, and of what each attention and
+    /// each MLP adds to the residual stream (embd_pdrop and resid_pdrop of Hugging Face's GPT-2). Attention's weights
+    /// are never dropped.
+    #[serde(default)]
+    pub dropout: f32,
 }
 
 /// (name, layers, heads, width, context, vocabulary)
@@ -40,18 +46,9 @@ impl GptConfig {
     ///
     /// Errors: an unknown name; the message lists the known ones.
     pub fn preset(name: &str) -> Result<Self> {
-        let Some(&(_, n_layer, n_head, n_embd, ctx, vocab)) = PRESETS.iter().find(|preset| preset.0 == name) else {
-            let near = Self::preset_names()
-                .map(|known| (strsim::damerau_levenshtein(known, name), known))
-                .filter(|(distance, _)| *distance <= 3)
-                .min_by_key(|(distance, _)| *distance);
-            return Err(Error::UnknownModelPreset {
-                found: name.to_string(),
-                suggestion: near.map(|(_, known)| known.to_string()),
-                known: Self::preset_names().collect::<Vec<_>>().join(", "),
-            });
-        };
-        Ok(Self { n_layer, n_head, n_embd, ctx, vocab, eps: 1e-5, checkpoint_activations: false })
+        let &(_, n_layer, n_head, n_embd, ctx, vocab) = find_preset(&PRESETS, |preset| preset.0, name)?;
+        let (eps, checkpoint_activations, dropout) = (1e-5, false, 0.0);
+        Ok(Self { n_layer, n_head, n_embd, ctx, vocab, eps, checkpoint_activations, dropout })
     }
 
     /// The names that [`GptConfig::preset`] knows.
@@ -61,28 +58,25 @@ impl GptConfig {
 
     /// Checks that the sizes make a model.
     ///
-    /// Errors: a size of 0, a width that the heads do not divide, an eps that is not positive and finite.
+    /// Errors: a size of 0, a width that the heads do not divide, an eps that is not positive and finite, a probability
+    /// outside [0, 1).
     pub fn validate(&self) -> Result<()> {
-        let refuse =
-            |key, found: String, allowed: &str| Err(Error::ModelConfig { key, found, allowed: allowed.into() });
-        let sizes = [
+        require_sizes(&[
             ("n_layer", self.n_layer),
             ("n_head", self.n_head),
             ("n_embd", self.n_embd),
             ("ctx", self.ctx),
             ("vocab", self.vocab),
-        ];
-        for (key, size) in sizes {
-            if size == 0 {
-                return refuse(key, "0".into(), "at least 1");
-            }
-        }
+        ])?;
         if !self.n_embd.is_multiple_of(self.n_head) {
             let allowed = format!("a multiple of n_head ({}), so that every head has the same width", self.n_head);
-            return refuse("n_embd", self.n_embd.to_string(), &allowed);
+            return Err(refused("n_embd", self.n_embd, &allowed));
         }
         if !(self.eps > 0.0 && self.eps.is_finite()) {
-            return refuse("eps", self.eps.to_string(), "a positive finite number, as 1e-5");
+            return Err(refused("eps", self.eps, "a positive finite number, as 1e-5"));
+        }
+        if !(0.0..1.0).contains(&self.dropout) {
+            return Err(refused("dropout", self.dropout, "at least 0 and below 1"));
         }
         Ok(())
     }
@@ -122,6 +116,14 @@ mod tests {
         let text = |config: GptConfig| config.validate().unwrap_err().to_string();
         insta::assert_snapshot!(text(GptConfig { n_head: 3, ..nano.clone() }), @"model configuration: n_embd is 128, but must be a multiple of n_head (3), so that every head has the same width");
         insta::assert_snapshot!(text(GptConfig { vocab: 0, ..nano.clone() }), @"model configuration: vocab is 0, but must be at least 1");
-        insta::assert_snapshot!(text(GptConfig { eps: f64::NAN, ..nano }), @"model configuration: eps is NaN, but must be a positive finite number, as 1e-5");
+        insta::assert_snapshot!(text(GptConfig { eps: f64::NAN, ..nano.clone() }), @"model configuration: eps is NaN, but must be a positive finite number, as 1e-5");
+        insta::assert_snapshot!(text(GptConfig { dropout: 1.0, ..nano.clone() }), @"model configuration: dropout is 1, but must be at least 0 and below 1");
+        insta::assert_snapshot!(text(GptConfig { dropout: f32::NAN, ..nano }), @"model configuration: dropout is NaN, but must be at least 0 and below 1");
+    }
+
+    #[test]
+    fn a_written_configuration_without_dropout_drops_nothing() {
+        let text = r#"{"n_layer": 1, "n_head": 1, "n_embd": 8, "ctx": 4, "vocab": 16, "eps": 1e-5}"#;
+        assert_eq!(serde_json::from_str::<GptConfig>(text).unwrap().dropout, 0.0);
     }
 }

@@ -1,0 +1,37 @@
+//! What the models' configurations have in common: presets by name, and refusals.
+
+use crate::{Error, Result};
+use std::fmt::Display;
+
+/// The preset called `name`.
+///
+/// Errors: an unknown name; the message lists the known ones.
+pub(super) fn find_preset<'a, P>(presets: &'a [P], name_of: impl Fn(&P) -> &'static str, name: &str) -> Result<&'a P> {
+    if let Some(preset) = presets.iter().find(|preset| name_of(preset) == name) {
+        return Ok(preset);
+    }
+    let names: Vec<&str> = presets.iter().map(name_of).collect();
+    let near = names
+        .iter()
+        .map(|known| (strsim::damerau_levenshtein(known, name), known))
+        .filter(|(distance, _)| *distance <= 3)
+        .min_by_key(|(distance, _)| *distance);
+    Err(Error::UnknownModelPreset {
+        found: name.to_string(),
+        suggestion: near.map(|(_, known)| known.to_string()),
+        known: names.join(", "),
+    })
+}
+
+/// The error about a field that makes no model.
+pub(super) fn refused(key: &'static str, found: impl Display, allowed: &str) -> Error {
+    Error::ModelConfig { key, found: found.to_string(), allowed: allowed.into() }
+}
+
+/// Checks that no size is 0.
+pub(super) fn require_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
+    match sizes.iter().find(|(_, size)| *size == 0) {
+        Some((key, _)) => Err(refused(key, 0, "at least 1")),
+        None => Ok(()),
+    }
+}
