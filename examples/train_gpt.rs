@@ -1,6 +1,7 @@
-//! Trains a GPT-2 under ZeRO and prints a sample of what it learned.
+//! Trains a GPT-2 or a Llama under ZeRO and prints a sample of what it learned.
 //!
 //!     zerorun --num_ranks 2 examples/train_gpt.rs --ds_config ds_configs/zero3.json --model nano --steps 200
+//!     zerorun --num_ranks 2 examples/train_gpt.rs --ds_config ds_configs/zero3.json --arch llama --steps 200
 //!
 //! Everything about batches, precision, optimizer and ZeRO stage comes from the DeepSpeed configuration; the flags
 //! here choose model, data and outputs. Without `--data` the model reads this library's own sources.
@@ -10,7 +11,9 @@ use candle_core::{DType, Device, Tensor};
 use candle_zero::Engine;
 use candle_zero::cli::DsArgs;
 use candle_zero::data::{BatchShape, Loader, Order, TokenData};
-use candle_zero::models::{Gpt, GptConfig, TokenRng, next_token};
+use candle_zero::models::{
+    Architecture, GptConfig, GptLayers, LanguageModel, LlamaConfig, LlamaLayers, TokenRng, next_token,
+};
 use candle_zero::monitor::{MetricsWriter, Progress, rss_peak_bytes};
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
@@ -19,22 +22,32 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 #[derive(Parser)]
-#[command(about = "Trains a GPT-2 under ZeRO")]
+#[command(about = "Trains a GPT-2 or a Llama under ZeRO")]
 struct Args {
     #[command(flatten)]
     ds: DsArgs,
-    /// Size of the model
-    #[arg(long, default_value = "nano", value_parser = ["nano", "mini", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"])]
-    model: String,
+    /// Kind of model
+    #[arg(long, value_enum, default_value = "gpt2")]
+    arch: Arch,
+    /// Size of the model: nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl; with --arch llama: llama-nano, llama-mini,
+    /// tinyllama-1.1b, llama-3.2-1b, llama-3.2-3b, llama-2-7b [default: nano or llama-nano]
+    #[arg(long)]
+    model: Option<String>,
     /// Number of blocks, instead of the model's own
     #[arg(long = "n_layer", alias = "n-layer")]
     n_layer: Option<usize>,
     /// Attention heads per block, instead of the model's own
     #[arg(long = "n_head", alias = "n-head")]
     n_head: Option<usize>,
+    /// Key and value heads per block, instead of the model's own; Llama only
+    #[arg(long = "n_kv_head", alias = "n-kv-head")]
+    n_kv_head: Option<usize>,
     /// Width, instead of the model's own
     #[arg(long = "n_embd", alias = "n-embd")]
     n_embd: Option<usize>,
+    /// Width inside of the MLP, instead of the model's own; Llama only
+    #[arg(long = "n_inner", alias = "n-inner")]
+    n_inner: Option<usize>,
     /// Context in tokens, instead of the model's own
     #[arg(long)]
     ctx: Option<usize>,
@@ -71,6 +84,15 @@ struct Args {
     /// Recompute each block in backward instead of keeping its activations
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     activation_checkpointing: bool,
+    /// Probability of dropping an element of the embeddings and of the residual branches; GPT-2 only [default: 0]
+    #[arg(long, value_name = "P")]
+    dropout: Option<f32>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Arch {
+    Gpt2,
+    Llama,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -111,7 +133,12 @@ struct OverRanks {
 
 fn main() -> ExitCode {
     // Not `fn main() -> anyhow::Result<()>`: that prints a backtrace after the message where RUST_BACKTRACE is set.
-    match run(&Args::parse()) {
+    let args = Args::parse();
+    let result = match args.arch {
+        Arch::Gpt2 => gpt_config(&args).and_then(|config| run::<GptLayers>(&args, &config, config.vocab)),
+        Arch::Llama => llama_config(&args).and_then(|config| run::<LlamaLayers>(&args, &config, config.vocab)),
+    };
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");
@@ -120,14 +147,13 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(args: &Args) -> anyhow::Result<()> {
-    let gpt_config = gpt_config(args)?;
-    let seq_len = args.seq_len.unwrap_or(gpt_config.ctx);
-    let allowed = 1..=gpt_config.ctx;
+/// Trains a model of `config`'s sizes and `vocab` tokens.
+fn run<A: Architecture>(args: &Args, config: &A::Config, vocab: usize) -> anyhow::Result<()> {
+    let ctx = A::ctx(config);
+    let seq_len = args.seq_len.unwrap_or(ctx);
     anyhow::ensure!(
-        allowed.contains(&seq_len),
-        "--seq_len is {seq_len}; it must be 1 to {}, the model's context: see --ctx",
-        gpt_config.ctx
+        (1..=ctx).contains(&seq_len),
+        "--seq_len is {seq_len}; it must be 1 to {ctx}, the model's context: see --ctx"
     );
     if let Some(path) = &args.export {
         check_export(path)?;
@@ -141,19 +167,19 @@ fn run(args: &Args) -> anyhow::Result<()> {
     if let Some(init) = &args.init {
         builder = builder.init_from(init);
     }
-    let mut engine = builder.initialize(|vb| Gpt::new(&gpt_config, vb), args.ds.ds_config.as_path())?;
+    let mut engine = builder.initialize(|vb| LanguageModel::<A>::new(config, vb), args.ds.ds_config.as_path())?;
 
     let seed = args.seed.unwrap_or(engine.config().seed);
     let sample = args.sample.unwrap_or(if data.is_byte_level() { 200 } else { 0 });
     let text = data.is_byte_level();
     let mut prompt = vec![];
-    data.extend(0, data.len().min(16).min(gpt_config.ctx), &mut prompt);
+    data.extend(0, data.len().min(16).min(ctx), &mut prompt);
     let order = match args.order {
         SampleOrder::Shuffled => Order::Shuffled { seed },
         SampleOrder::Sequential => Order::Sequential,
     };
     let shape = BatchShape::new(&engine.config().batch, engine.world_size(), engine.rank());
-    let mut loader = Loader::new(data, order, shape, seq_len, gpt_config.vocab, engine.device())?;
+    let mut loader = Loader::new(data, order, shape, seq_len, vocab, engine.device())?;
 
     train(&mut engine, &mut loader, args, seq_len)?;
     if let Some(path) = &args.export {
@@ -171,8 +197,10 @@ fn run(args: &Args) -> anyhow::Result<()> {
 
 /// The preset with the flags on top.
 fn gpt_config(args: &Args) -> anyhow::Result<GptConfig> {
-    let preset = GptConfig::preset(&args.model)?;
-    anyhow::ensure!(args.ctx != Some(0), "--ctx is 0; a sample has at least one token: give 1 or more");
+    let preset = GptConfig::preset(args.model.as_deref().unwrap_or("nano"))?;
+    check_context(args)?;
+    let llamas_own = args.n_kv_head.is_none() && args.n_inner.is_none();
+    anyhow::ensure!(llamas_own, "a GPT-2 has no --n_kv_head and no --n_inner; leave them out, or give --arch llama");
     Ok(GptConfig {
         n_layer: args.n_layer.unwrap_or(preset.n_layer),
         n_head: args.n_head.unwrap_or(preset.n_head),
@@ -180,8 +208,32 @@ fn gpt_config(args: &Args) -> anyhow::Result<GptConfig> {
         ctx: args.ctx.unwrap_or(preset.ctx),
         vocab: args.vocab.unwrap_or(preset.vocab),
         checkpoint_activations: args.activation_checkpointing,
+        dropout: args.dropout.unwrap_or(preset.dropout),
         ..preset
     })
+}
+
+/// The preset with the flags on top.
+fn llama_config(args: &Args) -> anyhow::Result<LlamaConfig> {
+    let preset = LlamaConfig::preset(args.model.as_deref().unwrap_or("llama-nano"))?;
+    check_context(args)?;
+    anyhow::ensure!(args.dropout.is_none(), "a Llama has no --dropout; leave it out, or give --arch gpt2");
+    Ok(LlamaConfig {
+        hidden_size: args.n_embd.unwrap_or(preset.hidden_size),
+        intermediate_size: args.n_inner.unwrap_or(preset.intermediate_size),
+        num_hidden_layers: args.n_layer.unwrap_or(preset.num_hidden_layers),
+        num_attention_heads: args.n_head.unwrap_or(preset.num_attention_heads),
+        num_key_value_heads: args.n_kv_head.unwrap_or(preset.num_key_value_heads),
+        ctx: args.ctx.unwrap_or(preset.ctx),
+        vocab: args.vocab.unwrap_or(preset.vocab),
+        checkpoint_activations: args.activation_checkpointing,
+        ..preset
+    })
+}
+
+fn check_context(args: &Args) -> anyhow::Result<()> {
+    anyhow::ensure!(args.ctx != Some(0), "--ctx is 0; a sample has at least one token: give 1 or more");
+    Ok(())
 }
 
 /// Refuses a path that nothing can be written to, now rather than after hours of training.
@@ -194,7 +246,12 @@ fn check_export(path: &Path) -> anyhow::Result<()> {
 }
 
 /// `args.steps` optimizer steps, each reported by rank 0.
-fn train(engine: &mut Engine<Gpt>, loader: &mut Loader, args: &Args, seq_len: usize) -> anyhow::Result<()> {
+fn train<A: Architecture>(
+    engine: &mut Engine<LanguageModel<A>>,
+    loader: &mut Loader,
+    args: &Args,
+    seq_len: usize,
+) -> anyhow::Result<()> {
     let first = engine.rank() == 0;
     let mut metrics = match &args.metrics {
         Some(path) if first => Some(MetricsWriter::create(path)?),
@@ -211,7 +268,7 @@ fn train(engine: &mut Engine<Gpt>, loader: &mut Loader, args: &Args, seq_len: us
         let mut loss_sum = 0.0;
         for _ in 0..batch.gradient_accumulation_steps {
             let batch = loader.next().context("the data ended")??;
-            let loss = engine.forward(|gpt| gpt.loss(&batch.inputs, &batch.targets))?;
+            let loss = engine.forward(|model| model.loss(&batch.inputs, &batch.targets))?;
             engine.backward(&loss)?;
             engine.step()?;
             loss_sum += f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
@@ -263,11 +320,16 @@ fn gather<M>(engine: &Engine<M>, loss: f64) -> anyhow::Result<OverRanks> {
 }
 
 /// Continues `tokens` by `count` tokens, each drawn from the model's distribution sharpened a little.
-fn generate(engine: &mut Engine<Gpt>, mut tokens: Vec<u32>, count: usize, seed: u64) -> anyhow::Result<Vec<u32>> {
+fn generate<A: Architecture>(
+    engine: &mut Engine<LanguageModel<A>>,
+    mut tokens: Vec<u32>,
+    count: usize,
+    seed: u64,
+) -> anyhow::Result<Vec<u32>> {
     const TEMPERATURE: f64 = 0.8;
     let mut random = TokenRng::new(seed);
     for _ in 0..count {
-        let logits = engine.eval(|gpt| Tensor::new(gpt.last_logits(&tokens)?, &Device::Cpu))?;
+        let logits = engine.eval(|model| Tensor::new(model.last_logits(&tokens)?, &Device::Cpu))?;
         tokens.push(next_token(&logits.to_vec1::<f32>()?, TEMPERATURE, &mut random));
     }
     Ok(tokens)

@@ -224,14 +224,9 @@ fn models_that_there_are_not() {
     let folder = Folder::new();
     let mistake = |flags: &str| folder.mistake(&format!("--ds_config ok.json {flags}"));
     insta::assert_snapshot!(mistake("--model gpt3"), @r#"
-    error: invalid value 'gpt3' for '--model <MODEL>'
-      [possible values: nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl]
-
-      tip: a similar value exists: 'gpt2'
-
-    For more information, try '--help'.
-    zerorun: rank 0 failed: it ended with exit code 2 after T s
-    exit status: 2
+    error: there is no model preset "gpt3" (did you mean "gpt2"?); the presets are nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
     "#);
     insta::assert_snapshot!(mistake("--n_head 3"), @r#"
     error: model configuration: n_embd is 16, but must be a multiple of n_head (3), so that every head has the same width

@@ -151,6 +151,50 @@ fn stages_0_and_3_and_recomputation_give_the_same_losses_bit_for_bit() {
 }
 
 #[test]
+fn a_llama_trains_and_its_losses_do_not_depend_on_the_stage() {
+    let (stage_0, stage_3) = (Folder::new(0), Folder::new(3));
+    let start = |folder: &Folder, more: &[&str]| {
+        let args = ["--ds_config", "ds_config.json", "--arch", "llama", "--model", "llama-nano", "--metrics"];
+        let sizes = ["--data", "text.txt", "--ctx", "32", "--order", "sequential", "--sample", "0", "--steps", "8"];
+        std::fs::write(folder.path("text.txt"), "to be or not to be, that is the question. ".repeat(20)).unwrap();
+        let mut command = zerorun();
+        command.current_dir(folder.path(".")).args(["-n", "2"]).arg(train_gpt());
+        command.args(args).arg("metrics.jsonl").args(sizes).args(more);
+        folder.finish(&mut command)
+    };
+    let reference = start(&stage_0, &[]);
+    let losses = reference.losses();
+    assert!((losses[0] - 256f64.ln()).abs() < 0.2 && losses[7] < losses[0] - 1.0, "{losses:?}");
+    assert_eq!(start(&stage_3, &[]).arithmetic(), reference.arithmetic());
+    assert_eq!(start(&stage_3, &["--activation_checkpointing"]).arithmetic(), reference.arithmetic());
+    assert_ne!(start(&stage_3, &["--n_kv_head", "1", "--n_inner", "96"]).losses(), losses);
+}
+
+#[test]
+fn flags_of_the_other_kind_of_model_are_refused() {
+    let folder = Folder::new(1);
+    let mistake = |args: &[&str]| {
+        let output = folder.command(1, &[&["--ds_config", "ds_config.json"], args].concat()).output().unwrap();
+        assert!(!output.status.success());
+        stderr(&output).lines().find_map(|line| line.strip_prefix("error: ").map(String::from)).unwrap()
+    };
+    insta::assert_snapshot!(mistake(&["--n_inner", "64"]), @"a GPT-2 has no --n_kv_head and no --n_inner; leave them out, or give --arch llama");
+    insta::assert_snapshot!(mistake(&["--arch", "llama", "--dropout", "0.1"]), @"a Llama has no --dropout; leave it out, or give --arch gpt2");
+    insta::assert_snapshot!(mistake(&["--arch", "llama", "--model", "nano"]), @r#"there is no model preset "nano"; the presets are llama-nano, llama-mini, tinyllama-1.1b, llama-3.2-1b, llama-3.2-3b, llama-2-7b"#);
+    insta::assert_snapshot!(mistake(&["--dropout", "1"]), @"model configuration: dropout is 1, but must be at least 0 and below 1");
+}
+
+#[test]
+fn dropout_changes_the_losses_but_not_those_of_a_rerun_or_of_another_stage() {
+    let args = ["--steps", "4", "--order", "sequential", "--sample", "0", "--dropout", "0.2"];
+    let reference = Folder::new(0).run(2, &args);
+    assert_eq!(Folder::new(0).run(2, &args).arithmetic(), reference.arithmetic());
+    let recomputed = [&args[..], &["--activation_checkpointing"]].concat();
+    assert_eq!(Folder::new(3).run(2, &recomputed).arithmetic(), reference.arithmetic());
+    assert_ne!(Folder::new(0).run(2, &args[..6]).losses(), reference.losses());
+}
+
+#[test]
 fn an_exported_model_begins_where_training_ended() {
     let folder = Folder::new(3);
     // A sequential sample i starts at (i x context) mod (tokens - context - 1): so that each step sees the same batch.

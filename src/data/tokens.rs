@@ -2,7 +2,7 @@
 
 use super::embedded;
 use crate::{Error, Result};
-use memmap2::Mmap;
+use memmap2::{Advice, Mmap};
 use rayon::prelude::*;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -142,6 +142,20 @@ impl TokenData {
         }
     }
 
+    /// Tells the system that tokens `start .. start + count` will be wanted, so that those of a file that are not in
+    /// memory are read while this goes on.
+    ///
+    /// # Panics
+    ///
+    /// If the range ends after the last token.
+    pub(super) fn will_need(&self, start: usize, count: usize) {
+        assert!(start + count <= self.len(), "tokens {start} .. {} of {}", start + count, self.len());
+        if let Tokens::U16(map) = &self.tokens {
+            // A hint: without it the tokens are read when they are touched.
+            let _ = map.advise_range(Advice::WillNeed, 2 * start, 2 * count);
+        }
+    }
+
     /// The smallest vocabulary that holds every token: 256 for text, else the largest token + 1. Reads a token file
     /// once from end to end.
     pub fn vocab_needed(&self) -> usize {
@@ -157,6 +171,11 @@ impl TokenData {
     ///
     /// [`Error::TokenOutOfVocabulary`] with the first that is not.
     pub(super) fn check_vocab(&self, start: usize, tokens: &[u32], vocab: usize) -> Result<()> {
+        // The largest is found in vectors; only an error is worth a search for the first.
+        let largest = tokens.iter().fold(0, |largest, t| largest.max(*t));
+        if (largest as usize) < vocab {
+            return Ok(());
+        }
         match tokens.iter().position(|t| *t as usize >= vocab) {
             None => Ok(()),
             Some(at) => Err(Error::TokenOutOfVocabulary {

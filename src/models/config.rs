@@ -1,127 +1,37 @@
-//! Sizes of a GPT-2.
+//! What the models' configurations have in common: presets by name, and refusals.
 
 use crate::{Error, Result};
-use serde::{Deserialize, Serialize};
+use std::fmt::Display;
 
-/// The shape of a GPT-2 (Radford et al. 2019).
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct GptConfig {
-    /// Transformer blocks.
-    pub n_layer: usize,
-    /// Attention heads per block; divides `n_embd`.
-    pub n_head: usize,
-    /// Width of the residual stream.
-    pub n_embd: usize,
-    /// Positions: the longest input, in tokens.
-    pub ctx: usize,
-    /// Token ids, 0 to `vocab - 1`.
-    pub vocab: usize,
-    /// Added to the variance in layer norms.
-    pub eps: f64,
-    /// Whether each block keeps only its input in forward and runs again in backward.
-    #[serde(default)]
-    pub checkpoint_activations: bool,
+/// The preset called `name`.
+///
+/// Errors: an unknown name; the message lists the known ones.
+pub(super) fn find_preset<'a, P>(presets: &'a [P], name_of: impl Fn(&P) -> &'static str, name: &str) -> Result<&'a P> {
+    if let Some(preset) = presets.iter().find(|preset| name_of(preset) == name) {
+        return Ok(preset);
+    }
+    let names: Vec<&str> = presets.iter().map(name_of).collect();
+    let near = names
+        .iter()
+        .map(|known| (strsim::damerau_levenshtein(known, name), known))
+        .filter(|(distance, _)| *distance <= 3)
+        .min_by_key(|(distance, _)| *distance);
+    Err(Error::UnknownModelPreset {
+        found: name.to_string(),
+        suggestion: near.map(|(_, known)| known.to_string()),
+        known: names.join(", "),
+    })
 }
 
-/// (name, layers, heads, width, context, vocabulary)
-const PRESETS: [(&str, usize, usize, usize, usize, usize); 6] = [
-    ("nano", 4, 4, 128, 128, 256),
-    ("mini", 6, 6, 384, 256, 256),
-    ("gpt2", 12, 12, 768, 1024, 50257),
-    ("gpt2-medium", 24, 16, 1024, 1024, 50257),
-    ("gpt2-large", 36, 20, 1280, 1024, 50257),
-    ("gpt2-xl", 48, 25, 1600, 1024, 50257),
-];
-
-impl GptConfig {
-    /// The sizes known as `name`: "nano" and "mini" (bytes as tokens, for tests and trials), "gpt2", "gpt2-medium",
-    /// "gpt2-large" and "gpt2-xl" as published.
-    ///
-    /// Errors: an unknown name; the message lists the known ones.
-    pub fn preset(name: &str) -> Result<Self> {
-        let Some(&(_, n_layer, n_head, n_embd, ctx, vocab)) = PRESETS.iter().find(|preset| preset.0 == name) else {
-            let near = Self::preset_names()
-                .map(|known| (strsim::damerau_levenshtein(known, name), known))
-                .filter(|(distance, _)| *distance <= 3)
-                .min_by_key(|(distance, _)| *distance);
-            return Err(Error::UnknownModelPreset {
-                found: name.to_string(),
-                suggestion: near.map(|(_, known)| known.to_string()),
-                known: Self::preset_names().collect::<Vec<_>>().join(", "),
-            });
-        };
-        Ok(Self { n_layer, n_head, n_embd, ctx, vocab, eps: 1e-5, checkpoint_activations: false })
-    }
-
-    /// The names that [`GptConfig::preset`] knows.
-    pub fn preset_names() -> impl Iterator<Item = &'static str> {
-        PRESETS.iter().map(|preset| preset.0)
-    }
-
-    /// Checks that the sizes make a model.
-    ///
-    /// Errors: a size of 0, a width that the heads do not divide, an eps that is not positive and finite.
-    pub fn validate(&self) -> Result<()> {
-        let refuse =
-            |key, found: String, allowed: &str| Err(Error::ModelConfig { key, found, allowed: allowed.into() });
-        let sizes = [
-            ("n_layer", self.n_layer),
-            ("n_head", self.n_head),
-            ("n_embd", self.n_embd),
-            ("ctx", self.ctx),
-            ("vocab", self.vocab),
-        ];
-        for (key, size) in sizes {
-            if size == 0 {
-                return refuse(key, "0".into(), "at least 1");
-            }
-        }
-        if !self.n_embd.is_multiple_of(self.n_head) {
-            let allowed = format!("a multiple of n_head ({}), so that every head has the same width", self.n_head);
-            return refuse("n_embd", self.n_embd.to_string(), &allowed);
-        }
-        if !(self.eps > 0.0 && self.eps.is_finite()) {
-            return refuse("eps", self.eps.to_string(), "a positive finite number, as 1e-5");
-        }
-        Ok(())
-    }
-
-    /// Elements of all parameters; the output projection is the token embedding and counts once.
-    pub fn num_parameters(&self) -> usize {
-        let d = self.n_embd;
-        let block = (d * 3 * d + 3 * d) + (d * d + d) + (d * 4 * d + 4 * d) + (4 * d * d + d) + 4 * d;
-        self.vocab * d + self.ctx * d + self.n_layer * block + 2 * d
-    }
+/// The error about a field that makes no model.
+pub(super) fn refused(key: &'static str, found: impl Display, allowed: &str) -> Error {
+    Error::ModelConfig { key, found: found.to_string(), allowed: allowed.into() }
 }
 
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_presets_have_the_published_numbers_of_parameters() {
-        let counts: Vec<_> =
-            GptConfig::preset_names().map(|name| GptConfig::preset(name).unwrap().num_parameters()).collect();
-        assert_eq!(counts, [842_496, 10_844_160, 124_439_808, 354_823_168, 774_030_080, 1_557_611_200]);
-        GptConfig::preset_names().for_each(|name| GptConfig::preset(name).unwrap().validate().unwrap());
-    }
-
-    #[test]
-    fn an_unknown_preset_is_refused_with_a_suggestion() {
-        let text = GptConfig::preset("gpt-2").unwrap_err().to_string();
-        insta::assert_snapshot!(text, @r#"there is no model preset "gpt-2" (did you mean "gpt2"?); the presets are nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl"#);
-        let text = GptConfig::preset("llama-70b").unwrap_err().to_string();
-        insta::assert_snapshot!(text, @r#"there is no model preset "llama-70b"; the presets are nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl"#);
-    }
-
-    #[test]
-    fn sizes_that_make_no_model_are_refused() {
-        let nano = GptConfig::preset("nano").unwrap();
-        let text = |config: GptConfig| config.validate().unwrap_err().to_string();
-        insta::assert_snapshot!(text(GptConfig { n_head: 3, ..nano.clone() }), @"model configuration: n_embd is 128, but must be a multiple of n_head (3), so that every head has the same width");
-        insta::assert_snapshot!(text(GptConfig { vocab: 0, ..nano.clone() }), @"model configuration: vocab is 0, but must be at least 1");
-        insta::assert_snapshot!(text(GptConfig { eps: f64::NAN, ..nano }), @"model configuration: eps is NaN, but must be a positive finite number, as 1e-5");
+/// Checks that no size is 0.
+pub(super) fn require_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
+    match sizes.iter().find(|(_, size)| *size == 0) {
+        Some((key, _)) => Err(refused(key, 0, "at least 1")),
+        None => Ok(()),
     }
 }

@@ -1,8 +1,16 @@
 //! Models on [`candle_nn::VarBuilder`] and [`crate::nn`]: trainable as they stand, with or without an engine.
 
 mod config;
-pub mod gpt;
+mod gpt;
+mod gpt_config;
+mod language_model;
+mod llama;
+mod llama_config;
 mod sampling;
 
-pub use gpt::{Block, Gpt, GptConfig};
+pub use gpt::{Gpt, GptBlock, GptLayers};
+pub use gpt_config::GptConfig;
+pub use language_model::{Architecture, LanguageModel};
+pub use llama::{Llama, LlamaBlock, LlamaLayers};
+pub use llama_config::LlamaConfig;
 pub use sampling::{TokenRng, next_token};

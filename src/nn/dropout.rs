@@ -8,27 +8,38 @@ use candle_core::{Result, Tensor, bail};
 use candle_nn::Module;
 use std::cell::Cell;
 
-thread_local! {
-    /// The stream of this thread's draws, and the number of the next one.
-    static DRAWS: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
+/// Where a thread's draws are.
+#[derive(Clone, Copy)]
+struct Draws {
+    stream: u64,
+    /// The number of the next draw.
+    next: u64,
+    /// Whether an engine's training said so ([`draw_from`]). Then elements are dropped even where nothing is recorded:
+    /// a unit that recomputes runs its first forward so, and must give what its second one gives.
+    in_training: bool,
 }
 
-/// Runs `run` with the draws of this thread taken from number `first` of `stream` on; afterwards they go on where they
-/// were. Returns what `run` did.
-pub(crate) fn draw_from<T>((stream, first): (u64, u64), run: impl FnOnce() -> T) -> T {
-    struct Reset((u64, u64));
+thread_local! {
+    static DRAWS: Cell<Draws> = const { Cell::new(Draws { stream: 0, next: 0, in_training: false }) };
+}
+
+/// Runs `run` as training, with the draws of this thread taken from number `next` of `stream` on; afterwards they go on
+/// where they were. Returns what `run` did.
+pub(crate) fn draw_from<T>((stream, next): (u64, u64), run: impl FnOnce() -> T) -> T {
+    struct Reset(Draws);
     impl Drop for Reset {
         fn drop(&mut self) {
             DRAWS.set(self.0);
         }
     }
-    let _reset = Reset(DRAWS.replace((stream, first)));
+    let _reset = Reset(DRAWS.replace(Draws { stream, next, in_training: true }));
     run()
 }
 
 /// Where this thread's draws are: for [`draw_from`], to repeat what follows.
 pub(crate) fn draws() -> (u64, u64) {
-    DRAWS.get()
+    let Draws { stream, next, .. } = DRAWS.get();
+    (stream, next)
 }
 
 /// x / (1 - p) where an element is kept, and 0 with probability `p` in [0, 1). Which elements are kept follows from
@@ -87,11 +98,11 @@ impl Dropout {
 
 impl Module for Dropout {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        if is_without_gradients() {
+        let draws = DRAWS.get();
+        if is_without_gradients() && !draws.in_training {
             return Ok(x.clone());
         }
-        let (stream, draw) = draws();
-        DRAWS.set((stream, draw + 1));
-        dropout(x, self.p, self.seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15), draw)
+        DRAWS.set(Draws { next: draws.next + 1, ..draws });
+        dropout(x, self.p, self.seed ^ draws.stream.wrapping_mul(0x9e37_79b9_7f4a_7c15), draws.next)
     }
 }

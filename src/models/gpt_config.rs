@@ -1,0 +1,129 @@
+//! Sizes of a GPT-2.
+
+use super::config::{find_preset, refused, require_sizes};
+use crate::Result;
+use serde::{Deserialize, Serialize};
+
+/// The shape of a GPT-2 (Radford et al. 2019).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GptConfig {
+    /// Transformer blocks.
+    pub n_layer: usize,
+    /// Attention heads per block; divides `n_embd`.
+    pub n_head: usize,
+    /// Width of the residual stream.
+    pub n_embd: usize,
+    /// Positions: the longest input, in tokens.
+    pub ctx: usize,
+    /// Token ids, 0 to `vocab - 1`.
+    pub vocab: usize,
+    /// Added to the variance in layer norms.
+    pub eps: f64,
+    /// Whether each block keeps only its input in forward and runs again in backward.
+    #[serde(default)]
+    pub checkpoint_activations: bool,
+    /// The probability with which training drops elements of the sum of the embeddings, and of what each attention and
+    /// each MLP adds to the residual stream (embd_pdrop and resid_pdrop of Hugging Face's GPT-2). Attention's weights
+    /// are never dropped.
+    #[serde(default)]
+    pub dropout: f32,
+}
+
+/// (name, layers, heads, width, context, vocabulary)
+const PRESETS: [(&str, usize, usize, usize, usize, usize); 6] = [
+    ("nano", 4, 4, 128, 128, 256),
+    ("mini", 6, 6, 384, 256, 256),
+    ("gpt2", 12, 12, 768, 1024, 50257),
+    ("gpt2-medium", 24, 16, 1024, 1024, 50257),
+    ("gpt2-large", 36, 20, 1280, 1024, 50257),
+    ("gpt2-xl", 48, 25, 1600, 1024, 50257),
+];
+
+impl GptConfig {
+    /// The sizes known as `name`: "nano" and "mini" (bytes as tokens, for tests and trials), "gpt2", "gpt2-medium",
+    /// "gpt2-large" and "gpt2-xl" as published.
+    ///
+    /// Errors: an unknown name; the message lists the known ones.
+    pub fn preset(name: &str) -> Result<Self> {
+        let &(_, n_layer, n_head, n_embd, ctx, vocab) = find_preset(&PRESETS, |preset| preset.0, name)?;
+        let (eps, checkpoint_activations, dropout) = (1e-5, false, 0.0);
+        Ok(Self { n_layer, n_head, n_embd, ctx, vocab, eps, checkpoint_activations, dropout })
+    }
+
+    /// The names that [`GptConfig::preset`] knows.
+    pub fn preset_names() -> impl Iterator<Item = &'static str> {
+        PRESETS.iter().map(|preset| preset.0)
+    }
+
+    /// Checks that the sizes make a model.
+    ///
+    /// Errors: a size of 0, a width that the heads do not divide, an eps that is not positive and finite, a probability
+    /// outside [0, 1).
+    pub fn validate(&self) -> Result<()> {
+        require_sizes(&[
+            ("n_layer", self.n_layer),
+            ("n_head", self.n_head),
+            ("n_embd", self.n_embd),
+            ("ctx", self.ctx),
+            ("vocab", self.vocab),
+        ])?;
+        if !self.n_embd.is_multiple_of(self.n_head) {
+            let allowed = format!("a multiple of n_head ({}), so that every head has the same width", self.n_head);
+            return Err(refused("n_embd", self.n_embd, &allowed));
+        }
+        if !(self.eps > 0.0 && self.eps.is_finite()) {
+            return Err(refused("eps", self.eps, "a positive finite number, as 1e-5"));
+        }
+        if !(0.0..1.0).contains(&self.dropout) {
+            return Err(refused("dropout", self.dropout, "at least 0 and below 1"));
+        }
+        Ok(())
+    }
+
+    /// Elements of all parameters; the output projection is the token embedding and counts once.
+    pub fn num_parameters(&self) -> usize {
+        let d = self.n_embd;
+        let block = (d * 3 * d + 3 * d) + (d * d + d) + (d * 4 * d + 4 * d) + (4 * d * d + d) + 4 * d;
+        self.vocab * d + self.ctx * d + self.n_layer * block + 2 * d
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_presets_have_the_published_numbers_of_parameters() {
+        let counts: Vec<_> =
+            GptConfig::preset_names().map(|name| GptConfig::preset(name).unwrap().num_parameters()).collect();
+        assert_eq!(counts, [842_496, 10_844_160, 124_439_808, 354_823_168, 774_030_080, 1_557_611_200]);
+        GptConfig::preset_names().for_each(|name| GptConfig::preset(name).unwrap().validate().unwrap());
+    }
+
+    #[test]
+    fn an_unknown_preset_is_refused_with_a_suggestion() {
+        let text = GptConfig::preset("gpt-2").unwrap_err().to_string();
+        insta::assert_snapshot!(text, @r#"there is no model preset "gpt-2" (did you mean "gpt2"?); the presets are nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl"#);
+        let text = GptConfig::preset("llama-70b").unwrap_err().to_string();
+        insta::assert_snapshot!(text, @r#"there is no model preset "llama-70b"; the presets are nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl"#);
+    }
+
+    #[test]
+    fn sizes_that_make_no_model_are_refused() {
+        let nano = GptConfig::preset("nano").unwrap();
+        let text = |config: GptConfig| config.validate().unwrap_err().to_string();
+        insta::assert_snapshot!(text(GptConfig { n_head: 3, ..nano.clone() }), @"model configuration: n_embd is 128, but must be a multiple of n_head (3), so that every head has the same width");
+        insta::assert_snapshot!(text(GptConfig { vocab: 0, ..nano.clone() }), @"model configuration: vocab is 0, but must be at least 1");
+        insta::assert_snapshot!(text(GptConfig { eps: f64::NAN, ..nano.clone() }), @"model configuration: eps is NaN, but must be a positive finite number, as 1e-5");
+        insta::assert_snapshot!(text(GptConfig { dropout: 1.0, ..nano.clone() }), @"model configuration: dropout is 1, but must be at least 0 and below 1");
+        insta::assert_snapshot!(text(GptConfig { dropout: f32::NAN, ..nano }), @"model configuration: dropout is NaN, but must be at least 0 and below 1");
+    }
+
+    #[test]
+    fn a_written_configuration_without_dropout_drops_nothing() {
+        let text = r#"{"n_layer": 1, "n_head": 1, "n_embd": 8, "ctx": 4, "vocab": 16, "eps": 1e-5}"#;
+        assert_eq!(serde_json::from_str::<GptConfig>(text).unwrap().dropout, 0.0);
+    }
+}

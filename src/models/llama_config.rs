@@ -1,0 +1,178 @@
+//! Sizes of a Llama.
+
+use super::config::{find_preset, refused, require_sizes};
+use crate::Result;
+use serde::{Deserialize, Serialize};
+
+/// The shape of a Llama (Touvron et al. 2023), by the names of Hugging Face's `config.json`, with the context and the
+/// vocabulary as [`GptConfig`](super::GptConfig) calls them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LlamaConfig {
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width inside of the MLP.
+    pub intermediate_size: usize,
+    /// Transformer blocks.
+    pub num_hidden_layers: usize,
+    /// Query heads per block; divides `hidden_size` into heads of an even width.
+    pub num_attention_heads: usize,
+    /// Key and value heads per block; divides `num_attention_heads`.
+    pub num_key_value_heads: usize,
+    /// Positions: the longest input, in tokens.
+    pub ctx: usize,
+    /// Token ids, 0 to `vocab - 1`.
+    pub vocab: usize,
+    /// Base of the rotary positions' wavelengths.
+    pub rope_theta: f64,
+    /// Added to the mean square in norms.
+    pub rms_norm_eps: f64,
+    /// Whether the output projection is the token embedding.
+    pub tie_word_embeddings: bool,
+    /// Whether each block keeps only its input in forward and runs again in backward.
+    #[serde(default)]
+    pub checkpoint_activations: bool,
+}
+
+/// A name and its sizes.
+struct Preset {
+    name: &'static str,
+    hidden_size: usize,
+    intermediate_size: usize,
+    layers: usize,
+    heads: usize,
+    kv_heads: usize,
+    ctx: usize,
+    vocab: usize,
+    theta: f64,
+    tied: bool,
+}
+
+#[rustfmt::skip]
+const PRESETS: [Preset; 6] = [
+    Preset { name: "llama-nano", hidden_size: 128, intermediate_size: 344, layers: 4, heads: 4, kv_heads: 2, ctx: 128, vocab: 256, theta: 1e4, tied: true },
+    Preset { name: "llama-mini", hidden_size: 384, intermediate_size: 1024, layers: 6, heads: 6, kv_heads: 2, ctx: 256, vocab: 256, theta: 1e4, tied: true },
+    Preset { name: "tinyllama-1.1b", hidden_size: 2048, intermediate_size: 5632, layers: 22, heads: 32, kv_heads: 4, ctx: 2048, vocab: 32_000, theta: 1e4, tied: false },
+    Preset { name: "llama-3.2-1b", hidden_size: 2048, intermediate_size: 8192, layers: 16, heads: 32, kv_heads: 8, ctx: 8192, vocab: 128_256, theta: 5e5, tied: true },
+    Preset { name: "llama-3.2-3b", hidden_size: 3072, intermediate_size: 8192, layers: 28, heads: 24, kv_heads: 8, ctx: 8192, vocab: 128_256, theta: 5e5, tied: true },
+    Preset { name: "llama-2-7b", hidden_size: 4096, intermediate_size: 11_008, layers: 32, heads: 32, kv_heads: 32, ctx: 4096, vocab: 32_000, theta: 1e4, tied: false },
+];
+
+impl LlamaConfig {
+    /// The sizes known as `name`: "llama-nano" and "llama-mini" (bytes as tokens, for tests and trials),
+    /// "tinyllama-1.1b", "llama-3.2-1b", "llama-3.2-3b" and "llama-2-7b" as published.
+    ///
+    /// Llama 3.2's published weights were trained on with slowed rotary frequencies (`rope_scaling`) from a context of
+    /// 8192 to one of 131072. Rotary positions are never scaled here and the presets end at 8192: right for training
+    /// from the start, but not what those weights expect.
+    ///
+    /// Errors: an unknown name; the message lists the known ones.
+    pub fn preset(name: &str) -> Result<Self> {
+        let preset = find_preset(&PRESETS, |preset| preset.name, name)?;
+        Ok(Self {
+            hidden_size: preset.hidden_size,
+            intermediate_size: preset.intermediate_size,
+            num_hidden_layers: preset.layers,
+            num_attention_heads: preset.heads,
+            num_key_value_heads: preset.kv_heads,
+            ctx: preset.ctx,
+            vocab: preset.vocab,
+            rope_theta: preset.theta,
+            rms_norm_eps: 1e-5,
+            tie_word_embeddings: preset.tied,
+            checkpoint_activations: false,
+        })
+    }
+
+    /// The names that [`LlamaConfig::preset`] knows.
+    pub fn preset_names() -> impl Iterator<Item = &'static str> {
+        PRESETS.iter().map(|preset| preset.name)
+    }
+
+    /// Checks that the sizes make a model.
+    ///
+    /// Errors: a size of 0, heads that do not divide what they should or have an odd width, an eps or a theta that is
+    /// not positive and finite.
+    pub fn validate(&self) -> Result<()> {
+        require_sizes(&[
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_hidden_layers", self.num_hidden_layers),
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_key_value_heads", self.num_key_value_heads),
+            ("ctx", self.ctx),
+            ("vocab", self.vocab),
+        ])?;
+        let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
+        if !self.hidden_size.is_multiple_of(2 * heads) {
+            let allowed = format!(
+                "a multiple of 2 num_attention_heads ({}), so that every head has the same even width",
+                2 * heads
+            );
+            return Err(refused("hidden_size", self.hidden_size, &allowed));
+        }
+        if !heads.is_multiple_of(kv_heads) {
+            let allowed = format!("a divisor of num_attention_heads ({heads}), so that each serves as many of them");
+            return Err(refused("num_key_value_heads", kv_heads, &allowed));
+        }
+        for (key, value, example) in
+            [("rope_theta", self.rope_theta, "10000"), ("rms_norm_eps", self.rms_norm_eps, "1e-5")]
+        {
+            if !(value > 0.0 && value.is_finite()) {
+                return Err(refused(key, value, &format!("a positive finite number, as {example}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Elements of a head.
+    pub(super) fn head_width(&self) -> usize {
+        self.hidden_size / self.num_attention_heads
+    }
+
+    /// Elements of a position's keys, and of its values.
+    pub(super) fn kv_width(&self) -> usize {
+        self.head_width() * self.num_key_value_heads
+    }
+
+    /// Elements of all parameters; an output projection that is the token embedding counts once.
+    pub fn num_parameters(&self) -> usize {
+        let d = self.hidden_size;
+        let attention = 2 * d * d + 2 * d * self.kv_width();
+        let block = attention + 3 * d * self.intermediate_size + 2 * d;
+        let embeddings = if self.tie_word_embeddings { 1 } else { 2 };
+        embeddings * self.vocab * d + self.num_hidden_layers * block + d
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_presets_have_the_published_numbers_of_parameters() {
+        let counts: Vec<_> =
+            LlamaConfig::preset_names().map(|name| LlamaConfig::preset(name).unwrap().num_parameters()).collect();
+        assert_eq!(counts, [758_912, 9_540_480, 1_100_048_384, 1_235_814_400, 3_212_749_824, 6_738_415_616]);
+        LlamaConfig::preset_names().for_each(|name| LlamaConfig::preset(name).unwrap().validate().unwrap());
+    }
+
+    #[test]
+    fn an_unknown_preset_is_refused_with_a_suggestion() {
+        let text = LlamaConfig::preset("llama-3.2-2b").unwrap_err().to_string();
+        insta::assert_snapshot!(text, @r#"there is no model preset "llama-3.2-2b" (did you mean "llama-3.2-1b"?); the presets are llama-nano, llama-mini, tinyllama-1.1b, llama-3.2-1b, llama-3.2-3b, llama-2-7b"#);
+    }
+
+    #[test]
+    fn sizes_that_make_no_model_are_refused() {
+        let nano = LlamaConfig::preset("llama-nano").unwrap();
+        let text = |config: LlamaConfig| config.validate().unwrap_err().to_string();
+        insta::assert_snapshot!(text(LlamaConfig { num_attention_heads: 3, ..nano.clone() }), @"model configuration: hidden_size is 128, but must be a multiple of 2 num_attention_heads (6), so that every head has the same even width");
+        insta::assert_snapshot!(text(LlamaConfig { num_attention_heads: 128, ..nano.clone() }), @"model configuration: hidden_size is 128, but must be a multiple of 2 num_attention_heads (256), so that every head has the same even width");
+        insta::assert_snapshot!(text(LlamaConfig { num_key_value_heads: 3, ..nano.clone() }), @"model configuration: num_key_value_heads is 3, but must be a divisor of num_attention_heads (4), so that each serves as many of them");
+        insta::assert_snapshot!(text(LlamaConfig { intermediate_size: 0, ..nano.clone() }), @"model configuration: intermediate_size is 0, but must be at least 1");
+        insta::assert_snapshot!(text(LlamaConfig { rope_theta: 0.0, ..nano.clone() }), @"model configuration: rope_theta is 0, but must be a positive finite number, as 10000");
+        insta::assert_snapshot!(text(LlamaConfig { rms_norm_eps: f64::INFINITY, ..nano }), @"model configuration: rms_norm_eps is inf, but must be a positive finite number, as 1e-5");
+    }
+}
