@@ -23,5 +23,5 @@ pub(crate) mod prepared;
 mod record;
 
 pub(crate) use grad::{Grad, Slot};
-pub(crate) use node::{node_of, with_token};
+pub(crate) use node::{Kept, can_remake, node_of, with_token};
 pub(crate) use record::{Inputs, OwnResult, Sink, Value, is_once, is_without_gradients, once, without_gradients};

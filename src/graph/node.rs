@@ -11,6 +11,16 @@ use std::sync::{Arc, LazyLock, OnceLock, RwLock};
 pub(crate) struct Node {
     pub token: Tensor,
     pub slot: Arc<Slot>,
+    remake: Option<Remake>,
+}
+
+/// Computes a tensor's values once more.
+type Remake = Arc<dyn Fn() -> Result<Tensor> + Send + Sync>;
+
+impl Node {
+    pub fn new(token: Tensor, slot: Arc<Slot>) -> Self {
+        Self { token, slot, remake: None }
+    }
 }
 
 /// The nodes of all tensors that have one and are alive, in the whole process.
@@ -19,6 +29,37 @@ static NODES: LazyLock<RwLock<HashMap<TensorId, Node>>> = LazyLock::new(RwLock::
 /// The node of a tensor that has one.
 pub(crate) fn node_of(tensor: &Tensor) -> Option<Node> {
     NODES.read().unwrap_or_else(|poisoned| poisoned.into_inner()).get(&tensor.id()).cloned()
+}
+
+/// Says how `tensor`'s values can be computed once more, cheaply and to the same bits, from what its own operation
+/// keeps for backward. Operations that need them in backward then need not keep the tensor; see [`Kept`].
+pub(crate) fn can_remake(tensor: &Tensor, remake: impl Fn() -> Result<Tensor> + Send + Sync + 'static) {
+    let mut nodes = NODES.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+    if let Some(node) = nodes.get_mut(&tensor.id()) {
+        node.remake = Some(Arc::new(remake));
+    }
+}
+
+/// The values of an input until backward: the tensor, or the way to make it once more.
+pub(crate) enum Kept {
+    Tensor(Tensor),
+    Remade(Remake),
+}
+
+impl Kept {
+    pub fn of(tensor: &Tensor) -> Self {
+        match node_of(tensor).and_then(|node| node.remake) {
+            Some(remake) => Self::Remade(remake),
+            None => Self::Tensor(tensor.clone()),
+        }
+    }
+
+    pub fn get(&self) -> Result<Tensor> {
+        match self {
+            Self::Tensor(tensor) => Ok(tensor.clone()),
+            Self::Remade(remake) => remake(),
+        }
+    }
 }
 
 /// Takes a tensor's node out of the table when the tensor's operation, and so the tensor, is dropped.
@@ -50,6 +91,6 @@ pub(crate) fn with_token(
     })?;
     // Set before the entry exists: whoever sees the entry can remove it.
     let _ = id.set(tensor.id());
-    NODES.write().unwrap_or_else(|poisoned| poisoned.into_inner()).insert(tensor.id(), Node { token, slot });
+    NODES.write().unwrap_or_else(|poisoned| poisoned.into_inner()).insert(tensor.id(), Node::new(token, slot));
     Ok(tensor)
 }

@@ -122,7 +122,7 @@ impl<const N: usize> Inputs<N> {
             let Some(input) = input.filter(|input| input.track_op() && !WITHOUT_GRADIENTS.get()) else {
                 return Ok(Sink(None));
             };
-            let Node { token, slot } = match node_of(input) {
+            let Node { token, slot, .. } = match node_of(input) {
                 Some(node) => node,
                 None => adapted(input)?,
             };
@@ -175,7 +175,7 @@ fn adapted(input: &Tensor) -> Result<Node> {
         // Candle asks for a gradient of whatever it tracks.
         None => input.zeros_like().map(Some),
     })?;
-    Ok(Node { token, slot })
+    Ok(Node::new(token, slot))
 }
 
 /// A result's storage, on any device.

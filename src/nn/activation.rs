@@ -18,7 +18,8 @@ pub fn silu(x: &Tensor) -> Result<Tensor> {
     if x.device().is_cpu() { apply("silu", x, Activation::Silu) } else { composed::silu(x) }
 }
 
-fn forward<E: Element>(function: Activation, x: &[E], y: &mut [E]) {
+/// y = the function of x.
+pub(super) fn forward<E: Element>(function: Activation, x: &[E], y: &mut [E]) {
     match function {
         Activation::GeluTanh => activation::gelu_tanh(x, y),
         Activation::Silu => activation::silu(x, y),

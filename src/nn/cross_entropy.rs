@@ -55,8 +55,8 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 
 const NAME: &str = "cross_entropy";
 
-/// Elements of the logits that exist at a time.
-const CHUNK: usize = 13 << 20;
+/// Bytes of the logits that exist at a time.
+const CHUNK: usize = 26 << 20;
 
 /// [`cross_entropy`] of the logits h w of hidden states `h` `[.., width]`, which are never whole in memory: they are
 /// made, and turned into gradients, for some rows at a time. `weight` is `[classes, width]` with
@@ -129,7 +129,8 @@ impl Head<'_> {
         let mut losses = vec![0f32; self.targets.len()];
         let mut dh = buffer::<f32>(if wants_h { h.len() } else { 0 });
         let mut dweight = buffer::<f32>(if wants_weight { weight.len() } else { 0 });
-        let step = (CHUNK / classes.max(1)).next_multiple_of(64).min(self.targets.len());
+        let rows = CHUNK / size_of::<E>() / classes.max(1);
+        let step = (rows / 64 * 64).max(64).min(self.targets.len());
         let mut logits = buffer::<E>(step * classes);
         for start in (0..self.targets.len()).step_by(step) {
             let rows = step.min(self.targets.len() - start);

@@ -1,12 +1,13 @@
 //! Linear layers in both orientations of the weight, with what follows them in the same pass.
 
-use crate::graph::{Grad, Inputs, Sink};
+use crate::graph::{Grad, Inputs, Kept, Sink, can_remake};
 use crate::kernels::buffer;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
 use crate::nn::element::{Element, with_all, with_element, with_elements};
 use crate::nn::{activation, composed};
-use candle_core::{Result, Shape, Tensor, bail};
+use candle_core::{Device, Result, Shape, Tensor, bail};
 use candle_nn::{Init, Module, VarBuilder, init};
+use std::sync::Arc;
 
 pub use crate::kernels::gemm::Activation;
 
@@ -82,9 +83,18 @@ pub fn linear_then(
             gemm(MatrixMut::new(&mut y, sizes.rows, sizes.outputs), x, sizes.weight(w), epilogue);
             Ok(())
         })?;
-        let kept = then.activation.filter(|_| keeps).map(|activation| (activation, before));
-        let backward = Backward { x, weight, sizes, kept };
-        inputs.result(NAME, E::storage(y), shape, move |grad, sinks| backward.run(grad, sinks))
+        let kept = then.activation.filter(|_| keeps).map(|activation| (activation, Arc::new(before)));
+        let remake = kept.clone().filter(|_| residual.is_none());
+        let backward = Backward { x: Kept::of(&x), weight, sizes, kept };
+        let y = inputs.result(NAME, E::storage(y), shape.clone(), move |grad, sinks| backward.run(grad, sinks))?;
+        if let Some((activation, before)) = remake {
+            can_remake(&y, move || {
+                let mut values = buffer::<E>(before.len());
+                activation::forward(activation, &before, &mut values);
+                Tensor::from_vec(values, &shape, &Device::Cpu)
+            });
+        }
+        Ok(y)
     })
 }
 
@@ -139,10 +149,10 @@ impl Sizes {
 
 /// What backward needs.
 struct Backward<E> {
-    x: Tensor,
+    x: Kept,
     weight: Tensor,
     sizes: Sizes,
-    kept: Option<(Activation, Vec<E>)>,
+    kept: Option<(Activation, Arc<Vec<E>>)>,
 }
 
 impl<E: Element> Backward<E> {
@@ -171,7 +181,7 @@ impl<E: Element> Backward<E> {
         }
         weight.accumulate::<E>(s.inputs * s.outputs, |dw, add| {
             let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
-            with_elements::<E, _>(&self.x, NAME, |x| {
+            with_elements::<E, _>(&self.x.get()?, NAME, |x| {
                 let x = Matrix::new(x, s.rows, s.inputs);
                 match s.layout {
                     WeightLayout::OutIn => gemm(MatrixMut::new(dw, s.outputs, s.inputs), g.t(), x, epilogue),

@@ -1,7 +1,7 @@
 //! Layer normalization (Ba et al. 2016) and root-mean-square normalization (Zhang and Sennrich 2019) over the last
 //! dimension.
 
-use crate::graph::Inputs;
+use crate::graph::{Inputs, can_remake};
 use crate::kernels::{buffer, norm};
 use crate::nn::composed;
 use crate::nn::element::{Element, with_all, with_element};
@@ -28,7 +28,8 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
             norm::layer_norm(x, weight, bias, eps as f32, &mut y, &mut stats);
             Ok(())
         })?;
-        inputs.result(LAYER_NORM, E::storage(y), shape, move |grad, [to_x, to_weight, to_bias]| {
+        let again = remade(&inputs, [&x, &weight, &bias])?;
+        let y = inputs.result(LAYER_NORM, E::storage(y), shape, move |grad, [to_x, to_weight, to_bias]| {
             let (mut dweight, mut dbias) = (vec![0f32; width], vec![0f32; width]);
             let mut run = |dx: Option<(&mut [E], bool)>| {
                 with_all([Some(&x), Some(&weight)], LAYER_NORM, |[x, weight]| {
@@ -48,7 +49,11 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
             }
             to_weight.give_sums::<E>(&dweight)?;
             to_bias.give_sums::<E>(&dbias)
-        })
+        })?;
+        if let Some([x, weight, bias]) = again {
+            can_remake(&y, move || layer_norm(&x, &weight, &bias, eps));
+        }
+        Ok(y)
     })
 }
 
@@ -70,7 +75,8 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
             norm::rms_norm(x.unwrap_or_default(), weight.unwrap_or_default(), eps as f32, &mut y, &mut stats);
             Ok(())
         })?;
-        inputs.result(RMS_NORM, E::storage(y), shape, move |grad, [to_x, to_weight]| {
+        let again = remade(&inputs, [&x, &weight])?;
+        let y = inputs.result(RMS_NORM, E::storage(y), shape, move |grad, [to_x, to_weight]| {
             let mut dweight = vec![0f32; width];
             let mut run = |dx: Option<(&mut [E], bool)>| {
                 with_all([Some(&x), Some(&weight)], RMS_NORM, |[x, weight]| {
@@ -87,8 +93,25 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
                 run(None)?;
             }
             to_weight.give_sums::<E>(&dweight)
-        })
+        })?;
+        if let Some([x, weight]) = again {
+            can_remake(&y, move || rms_norm(&x, &weight, eps));
+        }
+        Ok(y)
     })
+}
+
+/// What a result is made of once more: the input, and copies of the parameters, which may have left memory by then.
+/// Nothing where no backward will ask for it.
+fn remade<const N: usize>(inputs: &Inputs<N>, operands: [&Tensor; N]) -> Result<Option<[Tensor; N]>> {
+    if !inputs.are_wanted() {
+        return Ok(None);
+    }
+    let mut kept = operands.map(Tensor::detach);
+    for parameter in &mut kept[1..] {
+        *parameter = parameter.copy()?.detach();
+    }
+    Ok(Some(kept))
 }
 
 const LAYER_NORM: &str = "layer_norm";

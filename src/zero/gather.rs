@@ -77,7 +77,8 @@ impl Bundle {
     fn launch(&self, core: &Core) -> Gathering {
         let groups = lock(&core.groups);
         let share = |parcel: &Parcel| {
-            let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk);
+            // Room for the chunks of all ranks: the others' arrive in the same buffer.
+            let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk * core.comm.size());
             for p in &parcel.params {
                 let (group, slot) = core.places[*p];
                 let at = groups[group].slots[slot].at;

@@ -141,7 +141,8 @@ impl Publisher {
     fn launch(&mut self, core: &Core, params: Vec<ParamId>) -> Result<()> {
         let (world, rank) = (core.comm.size(), core.comm.rank());
         for parcel in Parcel::split(&params, &core.params, world) {
-            let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk);
+            // Room for the chunks of all ranks: the others' arrive in the same buffer.
+            let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk * world);
             for p in &parcel.params {
                 let numel = core.params[*p].numel;
                 let shard = shard_range(numel, world, rank);
