@@ -6,8 +6,8 @@
 //!
 //! A large gradient travels alone, in the buffer that its layer wrote: a parameter's shards lie in it rank by rank
 //! already. Small ones are packed together. From stage 2 on a gradient is gone as soon as it is reduced, while backward
-//! goes on. At stage 1
-//! every rank holds its whole gradient until backward is over, as ZeRO defines it. At stage 0 the whole sum is kept.
+//! goes on. At stage 1 every rank holds its whole gradient until backward is over, as ZeRO defines it. At stage 0 the
+//! whole sum is kept.
 //!
 //! Every stage reduces in every micro step, also where it could wait for the accumulation boundary: a sum over micro
 //! steps of sums over ranks. Only so do all stages add the same numbers in the same order, and give the same bits.
@@ -160,18 +160,21 @@ impl Gradients {
 
     /// Begins the reduction of one gradient, in its own buffer where nobody else sees it.
     fn launch_alone(&mut self, core: &Core, Arrived { param, grad, held }: Arrived) -> Result<()> {
-        let mut flat = match grad {
-            Grad::Own(flat) if flat.dtype() == self.plan.wire => flat,
+        let padded = core.padded(param);
+        let flat = match grad {
+            Grad::Own(mut flat) if flat.dtype() == self.plan.wire => {
+                flat.extend_zeros(padded - flat.len());
+                if self.plan.before != 1.0 {
+                    flat.as_mut().scale(self.plan.before);
+                }
+                flat
+            }
             other => other.view(|values| {
-                let mut flat = Flat::with_capacity(self.plan.wire, core.padded(param));
-                flat.extend_cast(values);
+                let mut flat = Flat::zeros(self.plan.wire, padded);
+                flat.slice_mut(0..values.len()).copy_scaled(values, self.plan.before);
                 flat
             })?,
         };
-        flat.extend_zeros(core.padded(param) - flat.len());
-        if self.plan.before != 1.0 {
-            flat.as_mut().scale(self.plan.before);
-        }
         drop(held);
         self.reduce(core, vec![param], flat)
     }
