@@ -1,0 +1,336 @@
+//! The layers' kernels at the sizes of training, beside what the machine can do at most.
+//!
+//!     RAYON_NUM_THREADS=1 cargo bench --bench kernels
+//!     RAYON_NUM_THREADS=2 cargo bench --bench kernels -- peak
+//!
+//! Items are floating point operations, bytes what must at least move. mini has 2048 tokens (8 samples of 256) of width
+//! 384, gpt2 has 512 tokens (one sample) of width 768. A backward starts from a gradient of ones and ends in lookups in
+//! small tables, which sum the rows of what comes to them.
+#![allow(clippy::unwrap_used)]
+
+use candle_core::{DType, Device, Tensor, Var, WithDType};
+use candle_zero::nn::{
+    Activation, Then, WeightLayout, causal_attention, embedding, gelu_tanh, layer_norm, linear, linear_cross_entropy,
+    linear_then, rms_norm,
+};
+use divan::Bencher;
+use divan::counter::{BytesCount, ItemsCount};
+use half::bf16;
+use std::hint::black_box;
+
+/// What zerorun gives its ranks: freed memory stays in the process.
+const KEEP_MEMORY: &str = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184";
+
+fn main() {
+    use std::os::unix::process::CommandExt;
+    if std::env::var_os("GLIBC_TUNABLES").is_none() {
+        // The C library reads it before main.
+        let mut again = std::process::Command::new(std::env::current_exe().unwrap());
+        let error = again.args(std::env::args_os().skip(1)).env("GLIBC_TUNABLES", KEEP_MEMORY).exec();
+        panic!("cannot start again: {error}");
+    }
+    println!("{} threads", rayon::current_num_threads());
+    divan::main();
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Model {
+    Mini,
+    Gpt2,
+}
+use Model::{Gpt2, Mini};
+
+/// Sizes of a model's batch.
+struct Sizes {
+    batch: usize,
+    time: usize,
+    heads: usize,
+    width: usize,
+    vocab: usize,
+}
+
+impl Model {
+    fn sizes(self) -> Sizes {
+        match self {
+            Mini => Sizes { batch: 8, time: 256, heads: 6, width: 384, vocab: 256 },
+            Gpt2 => Sizes { batch: 1, time: 512, heads: 12, width: 768, vocab: 50257 },
+        }
+    }
+}
+
+impl Sizes {
+    fn tokens(&self) -> usize {
+        self.batch * self.time
+    }
+
+    /// Numbers for every token.
+    fn hidden<T: WithDType>(&self, width: usize) -> Tensor {
+        numbers::<T>(&[self.batch, self.time, width])
+    }
+
+    fn ids(&self) -> Tensor {
+        let ids = (0..self.tokens()).map(|i| (i as u32).wrapping_mul(2_654_435_761) % self.vocab as u32);
+        Tensor::from_iter(ids, &Device::Cpu).unwrap().reshape((self.batch, self.time)).unwrap()
+    }
+}
+
+/// Numbers in -0.1..0.1.
+fn numbers<T: WithDType>(dims: &[usize]) -> Tensor {
+    let number = |i: u32| ((i.wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 24) as f32 - 0.5) * 0.2;
+    let values = (0..dims.iter().product::<usize>() as u32).map(number);
+    Tensor::from_iter(values, &Device::Cpu).unwrap().reshape(dims).unwrap().to_dtype(T::DTYPE).unwrap()
+}
+
+/// Measures `run` on `inputs` without gradients, or with a backward to all of them.
+fn measure<const N: usize>(
+    bencher: Bencher<'_, '_>,
+    with_backward: bool,
+    inputs: [Tensor; N],
+    run: impl Fn(&[Tensor; N]) -> candle_core::Result<Tensor>,
+) {
+    let inputs = inputs.map(|input| if with_backward { wanting_gradient(&input) } else { input });
+    let once = || {
+        let y = run(&inputs).unwrap();
+        if with_backward {
+            black_box(y.backward().unwrap());
+        }
+    };
+    // Makes the buffers that later calls use again.
+    once();
+    bencher.bench_local(once);
+}
+
+/// A tensor of the same shape, made of some of the rows. It is no variable itself: Candle adds the gradient of a variable
+/// to zeros, one element after the other in bf16, which no parameter of an engine goes through.
+fn wanting_gradient(tensor: &Tensor) -> Tensor {
+    let (&width, leading) = tensor.dims().split_last().unwrap();
+    let rows = leading.iter().product::<usize>();
+    let in_table = rows.min(256);
+    let table = tensor.reshape((rows, width)).unwrap().narrow(0, 0, in_table).unwrap();
+    let table = Var::from_tensor(&table).unwrap();
+    if leading.is_empty() {
+        return table.reshape(width).unwrap();
+    }
+    let ids = Tensor::from_iter((0..rows).map(|i| (i % in_table) as u32), &Device::Cpu).unwrap();
+    embedding(&ids.reshape(leading).unwrap(), &table).unwrap()
+}
+
+/// A kernel's forward and, if floating point operations count, the same with backward.
+macro_rules! kernel {
+    ($name:ident, $forward_and_backward:ident, $run:ident) => {
+        #[divan::bench(types = [f32, bf16], args = [Mini, Gpt2], sample_size = 1, max_time = 0.25)]
+        fn $name<T: WithDType>(bencher: Bencher<'_, '_>, model: Model) {
+            $run::<T>(bencher, model, false);
+        }
+
+        #[divan::bench(types = [f32, bf16], args = [Mini, Gpt2], sample_size = 1, max_time = 0.25)]
+        fn $forward_and_backward<T: WithDType>(bencher: Bencher<'_, '_>, model: Model) {
+            $run::<T>(bencher, model, true);
+        }
+    };
+    ($name:ident, $run:ident) => {
+        #[divan::bench(types = [f32, bf16], args = [Mini, Gpt2], sample_size = 1, max_time = 0.25)]
+        fn $name<T: WithDType>(bencher: Bencher<'_, '_>, model: Model) {
+            $run::<T>(bencher, model);
+        }
+    };
+}
+
+kernel!(linear_qkv, linear_qkv_and_backward, run_qkv);
+kernel!(linear_up_gelu, linear_up_gelu_and_backward, run_up);
+kernel!(linear_down_residual, linear_down_residual_and_backward, run_down);
+kernel!(attention, attention_and_backward, run_attention);
+kernel!(head_cross_entropy, head_cross_entropy_and_backward, run_head);
+kernel!(norm_layer, run_layer_norm);
+kernel!(norm_rms, run_rms_norm);
+kernel!(activation_gelu, run_gelu);
+kernel!(embedding_rows, run_embedding);
+
+/// Operations of a product with a weight; backward has two more of them.
+fn product(with_backward: bool, [rows, outputs, inputs]: [usize; 3]) -> ItemsCount {
+    ItemsCount::new(2 * rows * outputs * inputs * if with_backward { 3 } else { 1 })
+}
+
+fn run_qkv<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: bool) {
+    let sizes = model.sizes();
+    let d = sizes.width;
+    let inputs = [sizes.hidden::<T>(d), numbers::<T>(&[d, 3 * d]), numbers::<T>(&[3 * d])];
+    let bencher = bencher.counter(product(with_backward, [sizes.tokens(), 3 * d, d]));
+    measure(bencher, with_backward, inputs, |[x, w, b]| linear(x, w, Some(b), WeightLayout::InOut));
+}
+
+fn run_up<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: bool) {
+    let sizes = model.sizes();
+    let d = sizes.width;
+    let inputs = [sizes.hidden::<T>(d), numbers::<T>(&[d, 4 * d]), numbers::<T>(&[4 * d])];
+    let bencher = bencher.counter(product(with_backward, [sizes.tokens(), 4 * d, d]));
+    measure(bencher, with_backward, inputs, |[x, w, b]| {
+        let then = Then { activation: Some(Activation::GeluTanh), ..Then::default() };
+        linear_then(x, w, Some(b), WeightLayout::InOut, then)
+    });
+}
+
+fn run_down<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: bool) {
+    let sizes = model.sizes();
+    let d = sizes.width;
+    let (x, onto) = (sizes.hidden::<T>(4 * d), sizes.hidden::<T>(d));
+    let inputs = [x, numbers::<T>(&[4 * d, d]), numbers::<T>(&[d]), onto];
+    let bencher = bencher.counter(product(with_backward, [sizes.tokens(), d, 4 * d]));
+    measure(bencher, with_backward, inputs, |[x, w, b, onto]| {
+        let then = Then { residual: Some(onto), ..Then::default() };
+        linear_then(x, w, Some(b), WeightLayout::InOut, then)
+    });
+}
+
+fn run_attention<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: bool) {
+    let sizes = model.sizes();
+    // Half of each time x time product; two products in forward, five in backward (one of them made again).
+    let product = sizes.tokens() * sizes.time * sizes.width;
+    let products = if with_backward { 7 } else { 2 };
+    let bencher = bencher.counter(ItemsCount::new(product * products));
+    measure(bencher, with_backward, [sizes.hidden::<T>(3 * sizes.width)], |[qkv]| causal_attention(qkv, sizes.heads));
+}
+
+fn run_head<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: bool) {
+    let sizes = model.sizes();
+    let inputs = [sizes.hidden::<T>(sizes.width), numbers::<T>(&[sizes.vocab, sizes.width])];
+    let ids = sizes.ids();
+    let bencher = bencher.counter(product(with_backward, [sizes.tokens(), sizes.vocab, sizes.width]));
+    measure(bencher, with_backward, inputs, |[h, w]| linear_cross_entropy(h, w, WeightLayout::OutIn, &ids));
+}
+
+/// Elements that are read once and written once.
+fn moved<T: WithDType>(elements: usize) -> BytesCount {
+    BytesCount::new(2 * elements * T::DTYPE.size_in_bytes())
+}
+
+fn run_layer_norm<T: WithDType>(bencher: Bencher<'_, '_>, model: Model) {
+    let sizes = model.sizes();
+    let d = sizes.width;
+    let inputs = [sizes.hidden::<T>(d), numbers::<T>(&[d]), numbers::<T>(&[d])];
+    let bencher = bencher.counter(moved::<T>(sizes.tokens() * d));
+    measure(bencher, false, inputs, |[x, w, b]| layer_norm(x, w, b, 1e-5));
+}
+
+fn run_rms_norm<T: WithDType>(bencher: Bencher<'_, '_>, model: Model) {
+    let sizes = model.sizes();
+    let d = sizes.width;
+    let bencher = bencher.counter(moved::<T>(sizes.tokens() * d));
+    measure(bencher, false, [sizes.hidden::<T>(d), numbers::<T>(&[d])], |[x, w]| rms_norm(x, w, 1e-5));
+}
+
+fn run_gelu<T: WithDType>(bencher: Bencher<'_, '_>, model: Model) {
+    let sizes = model.sizes();
+    let bencher = bencher.counter(moved::<T>(sizes.tokens() * 4 * sizes.width));
+    measure(bencher, false, [sizes.hidden::<T>(4 * sizes.width)], |[x]| gelu_tanh(x));
+}
+
+fn run_embedding<T: WithDType>(bencher: Bencher<'_, '_>, model: Model) {
+    let sizes = model.sizes();
+    let ids = sizes.ids();
+    let bencher = bencher.counter(moved::<T>(sizes.tokens() * sizes.width));
+    measure(bencher, false, [numbers::<T>(&[sizes.vocab, sizes.width])], |[table]| embedding(&ids, table));
+}
+
+/// Bytes of each array of the memory benches: far beyond any cache.
+const ARRAY: usize = 256 << 20;
+
+/// The parts of slices of f32 of which each thread of the pool takes one.
+fn share(len: usize) -> usize {
+    len.div_ceil(rayon::current_num_threads())
+}
+
+/// Bytes read and written; what the processor reads before it overwrites a line is not counted.
+#[divan::bench(sample_size = 1, max_time = 1)]
+fn peak_memory_copy(bencher: Bencher<'_, '_>) {
+    use rayon::prelude::*;
+    let (from, mut to) = (vec![1f32; ARRAY / 4], vec![0f32; ARRAY / 4]);
+    let part = share(from.len());
+    bencher.counter(BytesCount::new(2 * ARRAY)).bench_local(|| {
+        to.par_chunks_mut(part).zip(from.par_chunks(part)).for_each(|(to, from)| to.copy_from_slice(from));
+    });
+}
+
+/// a = b + 2 c (McCalpin 1995), counted as the copy.
+#[divan::bench(sample_size = 1, max_time = 1)]
+fn peak_memory_triad(bencher: Bencher<'_, '_>) {
+    use rayon::prelude::*;
+    let (mut a, b, c) = (vec![0f32; ARRAY / 4], vec![1f32; ARRAY / 4], vec![2f32; ARRAY / 4]);
+    let part = share(a.len());
+    bencher.counter(BytesCount::new(3 * ARRAY)).bench_local(|| {
+        let parts = a.par_chunks_mut(part).zip(b.par_chunks(part)).zip(c.par_chunks(part));
+        parts.for_each(|((a, b), c)| {
+            pulp::Arch::new().dispatch(|| {
+                for ((a, b), c) in a.iter_mut().zip(b).zip(c) {
+                    *a = b + 2.0 * c;
+                }
+            });
+        });
+    });
+}
+
+/// Multiply-adds (f32) or dot products (bf16) of registers alone, on every thread. Nothing is measured without AVX-512.
+#[divan::bench(types = [f32, bf16], sample_size = 1, max_time = 1)]
+fn peak_arithmetic<T: WithDType>(bencher: Bencher<'_, '_>) {
+    const ROUNDS: usize = 1_000_000;
+    let Some((operations, run)) = registers::loop_of(T::DTYPE) else { return };
+    let all = operations * ROUNDS * rayon::current_num_threads();
+    bencher.counter(ItemsCount::new(all)).bench_local(|| rayon::broadcast(|_| run(ROUNDS)));
+}
+
+/// Loops that touch no memory, with as many independent sums as hide an instruction's latency.
+#[cfg(target_arch = "x86_64")]
+mod registers {
+    use super::DType;
+    use std::arch::asm;
+
+    const SUMS: usize = 20;
+
+    /// Operations of one round, and the loop.
+    pub fn loop_of(dtype: DType) -> Option<(usize, fn(usize))> {
+        match dtype {
+            DType::F32 if is_x86_feature_detected!("avx512f") => Some((SUMS * 16 * 2, multiply_add)),
+            DType::BF16 if is_x86_feature_detected!("avx512bf16") => Some((SUMS * 32 * 2, dot)),
+            _ => None,
+        }
+    }
+
+    macro_rules! rounds_of {
+        ($name:ident, $instruction:literal) => {
+            /// For processors that have the instruction.
+            fn $name(rounds: usize) {
+                // SAFETY: `loop_of` gives this out where the processor has the instruction; the registers it writes are
+                // declared, and it touches no memory.
+                unsafe {
+                    asm!(
+                        ".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21",
+                        "vpxord zmm\\r, zmm\\r, zmm\\r",
+                        ".endr",
+                        "2:",
+                        ".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19",
+                        concat!($instruction, " zmm\\r, zmm20, zmm21"),
+                        ".endr",
+                        "dec {n}",
+                        "jnz 2b",
+                        n = inout(reg) rounds => _,
+                        out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _,
+                        out("zmm6") _, out("zmm7") _, out("zmm8") _, out("zmm9") _, out("zmm10") _, out("zmm11") _,
+                        out("zmm12") _, out("zmm13") _, out("zmm14") _, out("zmm15") _, out("zmm16") _,
+                        out("zmm17") _, out("zmm18") _, out("zmm19") _, out("zmm20") _, out("zmm21") _,
+                        options(nomem, nostack),
+                    );
+                }
+            }
+        };
+    }
+
+    rounds_of!(multiply_add, "vfmadd231ps");
+    rounds_of!(dot, "vdpbf16ps");
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+mod registers {
+    pub fn loop_of(_: super::DType) -> Option<(usize, fn(usize))> {
+        None
+    }
+}
