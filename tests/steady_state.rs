@@ -74,8 +74,16 @@ struct StepBytes {
     grown: i64,
 }
 
-const GPT: GptConfig =
-    GptConfig { n_layer: 2, n_head: 2, n_embd: 64, ctx: 32, vocab: 256, eps: 1e-5, checkpoint_activations: false };
+const GPT: GptConfig = GptConfig {
+    n_layer: 2,
+    n_head: 2,
+    n_embd: 64,
+    ctx: 32,
+    vocab: 256,
+    eps: 1e-5,
+    checkpoint_activations: false,
+    dropout: 0.0,
+};
 
 /// Trains on `world` ranks as threads and gives the bytes of each step.
 fn train(world: usize, stage: u8, bf16: bool, steps: usize) -> Vec<StepBytes> {
