@@ -1,35 +1,79 @@
-//! A whole training step (forward, backward, optimizer) of the nano GPT on two ranks as threads, by stage and dtype.
-//! Items are tokens of all ranks.
+//! A whole training step (forward, backward, optimizer) of a GPT on two ranks as threads, by stage and dtype. Items are
+//! tokens of all ranks. Each rank computes on its own thread, as zerorun's ranks do on two cores.
 //!
 //!     cargo bench --bench step
+//!
+//! And what the engine costs: mini on one rank at stage 0 beside the same model and optimizer in a plain loop, in turn.
+//!
+//!     cargo bench --bench step -- engine_cost [ROUNDS]
 #![allow(clippy::unwrap_used)]
 
-use candle_core::{Device, Tensor};
+use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
 use candle_zero::comm::threads;
+use candle_zero::config::Config;
 use candle_zero::models::{Gpt, GptConfig};
+use candle_zero::optim::{Optimizer, StepContext, base_lr, from_config};
+use candle_zero::precision::{FlatMut, FlatRef};
 use candle_zero::{Engine, Result};
 use divan::Bencher;
 use divan::counter::ItemsCount;
-use serde_json::json;
+use serde_json::{Value, json};
+use std::cell::RefCell;
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
+use std::time::Instant;
 
 const RANKS: usize = 2;
 const MICRO_BATCH: usize = 4;
 
+/// What zerorun gives its ranks: freed memory stays in the process.
+const KEEP_MEMORY: &str = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184";
+
 fn main() {
-    divan::main();
+    use std::os::unix::process::CommandExt;
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let engine_cost = args.iter().position(|arg| arg == "engine_cost");
+    if std::env::var_os("GLIBC_TUNABLES").is_none() {
+        // The C library reads it before main; the threads of a rank are zerorun's division of the cores.
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = if engine_cost.is_some() { cores } else { (cores / RANKS).max(1) }.to_string();
+        let mut again = std::process::Command::new(std::env::current_exe().unwrap());
+        let again = again.args(&args).env("GLIBC_TUNABLES", KEEP_MEMORY);
+        let error = again.env("RAYON_NUM_THREADS", &threads).env("CANDLE_NUM_THREADS", &threads).exec();
+        panic!("cannot start again: {error}");
+    }
+    match engine_cost {
+        Some(at) => {
+            let rounds = args.get(at + 1).and_then(|rounds| rounds.parse().ok()).unwrap_or(15);
+            [false, true].into_iter().for_each(|bf16| compare_with_plain_loop(bf16, rounds));
+        }
+        None => divan::main(),
+    }
 }
 
-/// Trains in the background, a step of every rank at a time, each time that the clock starts.
-fn measure(bencher: Bencher<'_, '_>, stage: u8, bf16: bool) {
-    let gpt = GptConfig::preset("nano").unwrap();
-    let config = json!({
-        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+fn config(stage: u8, micro_batch: usize, bf16: bool) -> Value {
+    json!({
+        "train_micro_batch_size_per_gpu": micro_batch,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "bf16": {"enabled": bf16},
         "zero_optimization": {"stage": stage},
-    });
+    })
+}
+
+/// Token ids `[batch, ctx]` and the ids that follow them.
+fn batch(gpt: &GptConfig, batch: usize, rank: usize) -> candle_core::Result<(Tensor, Tensor)> {
+    let ids = |shift| {
+        let token = |i: usize| ((rank + i + shift) * 31 % 251) as u32;
+        Tensor::from_iter((0..batch * gpt.ctx).map(token), &Device::Cpu)?.reshape((batch, gpt.ctx))
+    };
+    Ok((ids(0)?, ids(1)?))
+}
+
+/// Trains in the background, a step of every rank at a time, each time that the clock starts.
+fn measure(bencher: Bencher<'_, '_>, preset: &str, stage: u8, bf16: bool) {
+    let gpt = GptConfig::preset(preset).unwrap();
+    let config = config(stage, MICRO_BATCH, bf16);
     let (starts, started): (Vec<_>, Vec<_>) = (0..RANKS).map(|_| channel::<()>()).unzip();
     let started: Vec<_> = started.into_iter().map(Mutex::new).collect();
     let (done, ended) = channel::<()>();
@@ -43,12 +87,7 @@ fn measure(bencher: Bencher<'_, '_>, stage: u8, bf16: bool) {
             threads::run(RANKS, |comm| -> Result<()> {
                 let (rank, builder) = (comm.rank(), Engine::builder().communicator(comm).device(Device::Cpu));
                 let mut engine = builder.initialize(|vb| Gpt::new(gpt, vb), config.clone())?;
-                let ids = |shift| {
-                    let token = |i: usize| ((rank + i + shift) * 31 % 251) as u32;
-                    Tensor::from_iter((0..MICRO_BATCH * gpt.ctx).map(token), &Device::Cpu)?
-                        .reshape((MICRO_BATCH, gpt.ctx))
-                };
-                let (inputs, targets) = (ids(0)?, ids(1)?);
+                let (inputs, targets) = batch(gpt, MICRO_BATCH, rank)?;
                 for () in started[rank].lock().unwrap().iter() {
                     let loss = engine.forward(|model| model.loss(&inputs, &targets))?;
                     engine.backward(&loss)?;
@@ -58,20 +97,144 @@ fn measure(bencher: Bencher<'_, '_>, stage: u8, bf16: bool) {
                 Ok(())
             })
         });
-        // The first step makes buffers and records the order of units.
-        step_of_all();
+        // The first steps make buffers and record the order of units.
+        (0..3).for_each(|_| step_of_all());
         bencher.counter(ItemsCount::new(RANKS * MICRO_BATCH * gpt.ctx)).bench_local(&step_of_all);
         drop(step_of_all);
         ranks.join().unwrap().unwrap().into_iter().for_each(|rank| rank.unwrap());
     });
 }
 
-#[divan::bench(args = [0, 1, 2, 3], sample_count = 10, sample_size = 1)]
+#[divan::bench(args = [0, 1, 2, 3], sample_count = 30, sample_size = 1)]
 fn nano_f32(bencher: Bencher<'_, '_>, stage: u8) {
-    measure(bencher, stage, false);
+    measure(bencher, "nano", stage, false);
+}
+
+#[divan::bench(args = [0, 1, 2, 3], sample_count = 30, sample_size = 1)]
+fn nano_bf16(bencher: Bencher<'_, '_>, stage: u8) {
+    measure(bencher, "nano", stage, true);
 }
 
 #[divan::bench(args = [0, 1, 2, 3], sample_count = 10, sample_size = 1)]
-fn nano_bf16(bencher: Bencher<'_, '_>, stage: u8) {
-    measure(bencher, stage, true);
+fn mini_f32(bencher: Bencher<'_, '_>, stage: u8) {
+    measure(bencher, "mini", stage, false);
+}
+
+#[divan::bench(args = [0, 1, 2, 3], sample_count = 10, sample_size = 1)]
+fn mini_bf16(bencher: Bencher<'_, '_>, stage: u8) {
+    measure(bencher, "mini", stage, true);
+}
+
+/// A variable of the plain loop with what the optimizer keeps for it.
+struct Trained {
+    var: Var,
+    state: RefCell<State>,
+}
+
+struct State {
+    /// Behind a bf16 variable.
+    master: Option<Vec<f32>>,
+    moments: Vec<Vec<f32>>,
+}
+
+/// One optimizer step on one variable in place; the second operand is its gradient.
+struct Update<'a> {
+    optimizer: &'a dyn Optimizer,
+    ctx: StepContext,
+    state: &'a RefCell<State>,
+}
+
+impl InplaceOp2 for Update<'_> {
+    fn name(&self) -> &'static str {
+        "update"
+    }
+
+    fn cpu_fwd(
+        &self,
+        param: &mut CpuStorage,
+        _: &Layout,
+        grad: &CpuStorage,
+        grad_layout: &Layout,
+    ) -> candle_core::Result<()> {
+        let State { master, moments } = &mut *self.state.borrow_mut();
+        let mut moments: Vec<&mut [f32]> = moments.iter_mut().map(Vec::as_mut_slice).collect();
+        let (from, to) = grad_layout.contiguous_offsets().unwrap();
+        match (param, grad, master) {
+            (CpuStorage::F32(param), CpuStorage::F32(grad), None) => {
+                self.optimizer.update(&self.ctx, param, FlatRef::F32(&grad[from..to]), &mut moments, None);
+            }
+            (CpuStorage::BF16(param), CpuStorage::BF16(grad), Some(master)) => {
+                let (grad, copy) = (FlatRef::BF16(&grad[from..to]), FlatMut::BF16(param));
+                self.optimizer.update(&self.ctx, master, grad, &mut moments, Some(copy));
+            }
+            _ => unreachable!("gradients have the parameters' dtype"),
+        }
+        Ok(())
+    }
+}
+
+/// The time of a step with and without the engine, measured in turn.
+fn compare_with_plain_loop(bf16: bool, rounds: usize) {
+    const BATCH: usize = 8;
+    let gpt = GptConfig::preset("mini").unwrap();
+    let config = config(0, BATCH, bf16);
+    let (inputs, targets) = batch(&gpt, BATCH, 0).unwrap();
+
+    let optimizer_config = Config::load(config.clone(), 1).unwrap().optimizer.unwrap();
+    let optimizer = from_config(&optimizer_config);
+    let vars = VarMap::new();
+    let dtype = if bf16 { DType::BF16 } else { DType::F32 };
+    let plain = Gpt::new(&gpt, VarBuilder::from_varmap(&vars, dtype, &Device::Cpu)).unwrap();
+    let trained = vars.all_vars().into_iter().map(|var| {
+        let values = || var.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap();
+        let moments = optimizer.state_names().iter().map(|_| vec![0f32; var.elem_count()]).collect();
+        Trained { state: RefCell::new(State { master: bf16.then(values), moments }), var }
+    });
+    let trained: Vec<Trained> = trained.collect();
+    let mut steps = 0;
+    let mut plain_step = || {
+        let start = Instant::now();
+        steps += 1;
+        let loss = plain.loss(&inputs, &targets).unwrap();
+        let grads = loss.backward().unwrap();
+        let ctx = StepContext { lr: base_lr(&optimizer_config), step: steps, grad_scale: 1.0 };
+        for Trained { var, state } in &trained {
+            let update = Update { optimizer: optimizer.as_ref(), ctx, state };
+            var.inplace_op2(grads.get(var).unwrap(), &update).unwrap();
+        }
+        drop((grads, loss));
+        start.elapsed().as_secs_f64()
+    };
+
+    // Outside a launcher: one rank.
+    let builder = Engine::builder().device(Device::Cpu);
+    let mut engine = builder.initialize(|vb| Gpt::new(&gpt, vb), config).unwrap();
+    let mut engine_step = || {
+        let start = Instant::now();
+        let loss = engine.forward(|model| model.loss(&inputs, &targets)).unwrap();
+        engine.backward(&loss).unwrap();
+        engine.step().unwrap();
+        drop(loss);
+        start.elapsed().as_secs_f64()
+    };
+
+    // Both make their buffers.
+    for _ in 0..3 {
+        plain_step();
+        engine_step();
+    }
+    let pairs: Vec<(f64, f64)> = (0..rounds).map(|_| (engine_step(), plain_step())).collect();
+    let median = |of: fn(&(f64, f64)) -> f64| {
+        let mut all: Vec<f64> = pairs.iter().map(of).collect();
+        all.sort_by(f64::total_cmp);
+        all[all.len() / 2]
+    };
+    println!(
+        "mini {dtype:?} batch {BATCH} x {}, {} threads, {rounds} rounds: engine {:.1} ms, plain loop {:.1} ms, ratio {:.3}",
+        gpt.ctx,
+        rayon::current_num_threads(),
+        1e3 * median(|pair| pair.0),
+        1e3 * median(|pair| pair.1),
+        median(|pair| pair.0 / pair.1),
+    );
 }
