@@ -260,11 +260,9 @@ fn peak_memory_triad(bencher: Bencher<'_, '_>) {
     bencher.counter(BytesCount::new(3 * ARRAY)).bench_local(|| {
         let parts = a.par_chunks_mut(part).zip(b.par_chunks(part)).zip(c.par_chunks(part));
         parts.for_each(|((a, b), c)| {
-            pulp::Arch::new().dispatch(|| {
-                for ((a, b), c) in a.iter_mut().zip(b).zip(c) {
-                    *a = b + 2.0 * c;
-                }
-            });
+            for ((a, b), c) in a.iter_mut().zip(b).zip(c) {
+                *a = b + 2.0 * c;
+            }
         });
     });
 }
