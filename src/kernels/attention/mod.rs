@@ -109,14 +109,14 @@ macro_rules! with_tiles {
 ///
 /// `q` has `heads` heads side by side in each row, `k` and `v` have `kv_heads`; row b * time + t is position t of
 /// sequence b. `out` has dense rows of `heads * head` elements. `lse` `[batch, heads, time]` receives the log-sum-exp of
-/// each query's scaled scores, which [`backward`] needs.
+/// each query's scaled scores, which [`backward()`] needs.
 ///
 /// Panics if the slices do not fit the sizes.
 pub fn forward<E: Element>(h: &Heads, q: Rows<'_, E>, k: Rows<'_, E>, v: Rows<'_, E>, out: &mut [E], lse: &mut [f32]) {
     forward_on(Path::best::<E>(), h, [q, k, v], out, lse);
 }
 
-/// The gradients of [`forward`]'s inputs, overwriting `dq`, `dk` and `dv`.
+/// The gradients of [`forward()`]'s inputs, overwriting `dq`, `dk` and `dv`.
 ///
 /// `out` and `lse` are what forward computed, `dout` the gradient of `out`. A key head's gradients are summed over its
 /// group of query heads in f32, in order, and rounded once.
