@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 
 /// `zerorun` without the variables that it sets itself or that steer builds.
 pub fn zerorun() -> Command {
-    // A shell starts background jobs with SIGINT ignored, and zerorun leaves ignored signals ignored.
+    // A shell starts background jobs with SIGINT ignored, nohup a command with SIGHUP, and zerorun leaves ignored signals
+    // ignored.
     let mut command = Command::new("env");
-    command.args(["--default-signal=INT", env!("CARGO_BIN_EXE_zerorun")]);
+    command.args(["--default-signal=INT,HUP", env!("CARGO_BIN_EXE_zerorun")]);
     for name in [
         "RANK",
         "WORLD_SIZE",
@@ -18,6 +19,7 @@ pub fn zerorun() -> Command {
         "MASTER_PORT",
         "RAYON_NUM_THREADS",
         "CANDLE_NUM_THREADS",
+        "GLIBC_TUNABLES",
         "CANDLE_ZERO_TIMEOUT_MS",
         "CARGO_TARGET_DIR",
         "RUSTFLAGS",
