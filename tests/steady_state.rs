@@ -157,11 +157,15 @@ fn memory_does_not_grow_from_step_to_step() {
     let _alone = alone();
     for (bf16, world, stage) in cases() {
         let steps = &train(world as usize, stage, bf16, 10)[4..];
+        // What leaks, leaks in every step. A list of collectives under way may double once, in the step in which more of
+        // them happen to wait than ever before.
+        let without_growth = steps.iter().filter(|step| step.grown == 0).count();
         let grown: i64 = steps.iter().map(|step| step.grown).sum();
-        assert!(grown.abs() < 1024, "bf16 {bf16}, {world} ranks, stage {stage}: {grown} bytes more, {steps:?}");
+        let what = format!("bf16 {bf16}, {world} ranks, stage {stage}: {grown} bytes more, {steps:?}");
+        assert!(without_growth * 2 > steps.len() && grown.abs() < 16 << 10, "{what}");
         let (least, most) =
             steps.iter().map(|step| step.allocated).fold((u64::MAX, 0), |(a, b), x| (a.min(x), b.max(x)));
-        assert!(most - least < 16 << 10, "bf16 {bf16}, {world} ranks, stage {stage}: {steps:?}");
+        assert!(most - least < 32 << 10, "bf16 {bf16}, {world} ranks, stage {stage}: {steps:?}");
     }
 }
 
