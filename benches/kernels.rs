@@ -9,6 +9,7 @@
 #![allow(clippy::unwrap_used)]
 
 use candle_core::{DType, Device, Tensor, Var, WithDType};
+use candle_zero::launch::KEEP_MEMORY;
 use candle_zero::nn::{
     Activation, Then, WeightLayout, causal_attention, embedding, gelu_tanh, layer_norm, linear, linear_cross_entropy,
     linear_then, rms_norm,
@@ -18,15 +19,12 @@ use divan::counter::{BytesCount, ItemsCount};
 use half::bf16;
 use std::hint::black_box;
 
-/// What zerorun gives its ranks: freed memory stays in the process.
-const KEEP_MEMORY: &str = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184";
-
 fn main() {
     use std::os::unix::process::CommandExt;
-    if std::env::var_os("GLIBC_TUNABLES").is_none() {
+    if std::env::var_os(KEEP_MEMORY.0).is_none() {
         // The C library reads it before main.
         let mut again = std::process::Command::new(std::env::current_exe().unwrap());
-        let error = again.args(std::env::args_os().skip(1)).env("GLIBC_TUNABLES", KEEP_MEMORY).exec();
+        let error = again.args(std::env::args_os().skip(1)).env(KEEP_MEMORY.0, KEEP_MEMORY.1).exec();
         panic!("cannot start again: {error}");
     }
     println!("{} threads", rayon::current_num_threads());

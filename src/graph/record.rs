@@ -75,6 +75,19 @@ impl Sink {
 }
 
 impl Sink {
+    /// Runs `write` in any case: with the gradient as [`Sink::accumulate`] gives it, or with nothing where it is not
+    /// wanted. For operations that compute several gradients in one pass.
+    pub fn accumulate_if_wanted<E: Element>(
+        &self,
+        len: usize,
+        write: impl FnOnce(Option<(&mut [E], bool)>) -> Result<()>,
+    ) -> Result<()> {
+        match &self.0 {
+            Some(slot) => slot.accumulate(len, |grad, add| write(Some((grad, add)))),
+            None => write(None),
+        }
+    }
+
     /// Lets `add` add to the gradient in place, to zeros where there was none.
     pub fn accumulate_zeroed<E: Element>(&self, len: usize, add: impl FnOnce(&mut [E]) -> Result<()>) -> Result<()> {
         // Memory fresh from the system is zero already, so the zeros of rows that are not touched cost nothing.

@@ -69,6 +69,7 @@ pub(crate) fn narrow<E: Element>(src: &[f32], dst: &mut [E]) {
 #[inline(always)]
 fn bf16_from_f32(x: f32) -> u16 {
     let bits = x.to_bits();
+    // Half a unit in the last place of the result, less one bit if that is even: ties go to even.
     let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
     let nan = (bits >> 16) as u16 | 0x40;
     if bits & 0x7fff_ffff > 0x7f80_0000 { nan } else { rounded }

@@ -18,6 +18,7 @@ mod signals;
 mod tail;
 
 pub use discover::RankEnv;
+pub use ranks::KEEP_MEMORY;
 
 use std::io::Write;
 use std::process::ExitCode;

@@ -97,18 +97,19 @@ fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
             variables.push((name, threads.clone()));
         }
     }
-    if cfg!(target_env = "gnu") && !is_set(MALLOC) {
-        variables.push((MALLOC, KEEP_MEMORY.into()));
+    let (name, value) = KEEP_MEMORY;
+    if cfg!(target_env = "gnu") && !is_set(name) {
+        variables.push((name, value.into()));
     }
     Ok(variables)
 }
 
-/// Settings of the GNU C library.
-const MALLOC: &str = "GLIBC_TUNABLES";
-
-/// Freed memory stays in the process, up to blocks of 1 GiB. A training step asks for the same buffers again and again,
-/// and getting pages from the system each time costs up to a fifth of it.
-const KEEP_MEMORY: &str = "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184";
+/// The variable, and its value, with which the GNU C library keeps freed memory in the process, up to blocks of 1 GiB.
+///
+/// A training step asks for the same buffers again and again, and getting pages from the system each time costs up to a
+/// fifth of it. `zerorun` gives it to its ranks; a program that is started otherwise must find it when it starts.
+pub const KEEP_MEMORY: (&str, &str) =
+    ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184");
 
 fn is_set(name: &str) -> bool {
     std::env::var_os(name).is_some_and(|value| !value.is_empty())

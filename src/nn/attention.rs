@@ -95,11 +95,12 @@ pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv
     }
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
     let inputs = Inputs::of([Some(&q), Some(&k), Some(&v)])?;
+    let (width, kv_width) = (n_head * heads.head, n_kv_head * heads.head);
     let shape = q.shape().clone();
     with_element!(q.dtype(), NAME, E => {
         let (mut y, mut lse) = (buffer::<E>(q.elem_count()), vec![0f32; heads.batch * heads.heads * heads.time]);
         with_all([Some(&q), Some(&k), Some(&v)], NAME, |[q, k, v]| {
-            let (q, k, v) = (rows::<E>(q, n_head * heads.head), rows(k, n_kv_head * heads.head), rows(v, n_kv_head * heads.head));
+            let (q, k, v) = (rows::<E>(q, width), rows(k, kv_width), rows(v, kv_width));
             if !y.is_empty() {
                 attention::forward(&heads, q, k, v, &mut y, &mut lse);
             }
@@ -110,10 +111,9 @@ pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv
         let y = inputs.result(NAME, E::storage(y), shape, move |grad, [to_q, to_k, to_v]| {
             let [mut dq, mut dk, mut dv] = [&q, &k, &v].map(|x| buffer::<E>(x.elem_count()));
             with_all([Some(&q), Some(&k), Some(&v), Some(result.get()?)], NAME, |[q, k, v, y]| {
-                let gradient = |x| RowsMut::new(x, n_kv_head * heads.head);
-                let to_dq = RowsMut::new(&mut dq, n_head * heads.head);
-                let kv_width = n_kv_head * heads.head;
-                let (q, k, v) = (rows(q, n_head * heads.head), rows(k, kv_width), rows(v, kv_width));
+                let gradient = |x| RowsMut::new(x, kv_width);
+                let to_dq = RowsMut::new(&mut dq, width);
+                let (q, k, v) = (rows(q, width), rows(k, kv_width), rows(v, kv_width));
                 grad.read::<E, _>(NAME, |dy| {
                     let y = y.unwrap_or_default();
                     attention::backward(&heads, q, k, v, y, &lse, dy, to_dq, gradient(&mut dk), gradient(&mut dv));

@@ -14,7 +14,7 @@ use candle_nn::{Module, VarBuilder, init};
 ///
 /// Errors: a weight or bias of another length.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
-    let width = width_of("layer_norm", x, &[("weight", weight), ("bias", bias)])?;
+    let width = width_of(LAYER_NORM, x, &[("weight", weight), ("bias", bias)])?;
     if !x.device().is_cpu() {
         return composed::layer_norm(x, weight, bias, eps);
     }
@@ -31,22 +31,16 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
         let again = remade(&inputs, [&x, &weight, &bias])?;
         let y = inputs.result(LAYER_NORM, E::storage(y), shape, move |grad, [to_x, to_weight, to_bias]| {
             let (mut dweight, mut dbias) = (vec![0f32; width], vec![0f32; width]);
-            let mut run = |dx: Option<(&mut [E], bool)>| {
+            to_x.accumulate_if_wanted::<E>(grad.len(), |dx| {
                 with_all([Some(&x), Some(&weight)], LAYER_NORM, |[x, weight]| {
                     let (x, weight) = (x.unwrap_or_default(), weight.unwrap_or_default());
                     grad.read::<E, _>(LAYER_NORM, |dy| {
-                        norm::layer_norm_backward(
-                            x, weight, &stats, dy, dx, Some(&mut dweight), Some(&mut dbias),
-                        );
+                        let (dweight, dbias) = (Some(&mut dweight[..]), Some(&mut dbias[..]));
+                        norm::layer_norm_backward(x, weight, &stats, dy, dx, dweight, dbias);
                         Ok(())
                     })
                 })
-            };
-            if to_x.is_wanted() {
-                to_x.accumulate::<E>(grad.len(), |dx, add| run(Some((dx, add))))?;
-            } else {
-                run(None)?;
-            }
+            })?;
             to_weight.give_sums::<E>(&dweight)?;
             to_bias.give_sums::<E>(&dbias)
         })?;
@@ -78,7 +72,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
         let again = remade(&inputs, [&x, &weight])?;
         let y = inputs.result(RMS_NORM, E::storage(y), shape, move |grad, [to_x, to_weight]| {
             let mut dweight = vec![0f32; width];
-            let mut run = |dx: Option<(&mut [E], bool)>| {
+            to_x.accumulate_if_wanted::<E>(grad.len(), |dx| {
                 with_all([Some(&x), Some(&weight)], RMS_NORM, |[x, weight]| {
                     let (x, weight) = (x.unwrap_or_default(), weight.unwrap_or_default());
                     grad.read::<E, _>(RMS_NORM, |dy| {
@@ -86,12 +80,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
                         Ok(())
                     })
                 })
-            };
-            if to_x.is_wanted() {
-                to_x.accumulate::<E>(grad.len(), |dx, add| run(Some((dx, add))))?;
-            } else {
-                run(None)?;
-            }
+            })?;
             to_weight.give_sums::<E>(&dweight)
         })?;
         if let Some([x, weight]) = again {

@@ -3,8 +3,10 @@
 //! What crosses dtypes goes through f32 blocks that stay in the first-level cache, in parallel where it is long enough.
 
 use super::{FlatMut, FlatRef};
+use crate::kernels::Element;
 use crate::kernels::par;
 use crate::kernels::simd::{Level, Loop};
+use crate::kernels::wide::put;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
@@ -119,7 +121,7 @@ fn map(mut dst: FlatMut<'_>, src: FlatRef<'_>, f: impl Fn(f32, f32) -> f32) {
 
 #[inline(always)]
 fn map_direct<D: Number, S: Number>(dst: &mut [D], src: &[S], f: impl Fn(f32, f32) -> f32) {
-    dst.iter_mut().zip(src).for_each(|(d, s)| *d = D::narrow(f(d.widen(), s.widen())));
+    dst.iter_mut().zip(src).for_each(|(d, s)| *d = put(f(d.widen(), s.widen())));
 }
 
 /// Adds `src` to `sum`, in f32. Part of a [`Loop`].
@@ -129,9 +131,9 @@ pub(crate) fn accumulate(sum: &mut [f32], src: FlatRef<'_>) {
 }
 
 /// A number format that is converted with a few operations on integers, in vectors of any width.
-trait Number: Copy {
+trait Number: Element {
+    /// As [`crate::kernels::wide::get`], and a nan comes out quiet, as the half crate makes it.
     fn widen(self) -> f32;
-    fn narrow(x: f32) -> Self;
 }
 
 impl Number for f32 {
@@ -139,29 +141,14 @@ impl Number for f32 {
     fn widen(self) -> f32 {
         self
     }
-
-    #[inline(always)]
-    fn narrow(x: f32) -> Self {
-        x
-    }
 }
 
-/// The bits that `bf16::to_f32` and `bf16::from_f32` give, without their branches.
 impl Number for bf16 {
     #[inline(always)]
     fn widen(self) -> f32 {
         let bits = u32::from(self.to_bits());
         let quiet_nan = bits | 0x40;
         f32::from_bits(if bits & 0x7fff > 0x7f80 { quiet_nan } else { bits } << 16)
-    }
-
-    #[inline(always)]
-    fn narrow(x: f32) -> Self {
-        let bits = x.to_bits();
-        // Half a unit in the last place of the result, less one bit if that is even: ties go to even.
-        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-        let quiet_nan = (bits >> 16) | 0x40;
-        Self::from_bits(if bits & 0x7fff_ffff > 0x7f80_0000 { quiet_nan } else { rounded } as u16)
     }
 }
 

@@ -26,7 +26,7 @@ impl Parcel {
         alone.chain((!small.is_empty()).then_some(small)).map(|params| Self::new(params, all, world_size)).collect()
     }
 
-    fn new(params: Vec<ParamId>, all: &[Param], world_size: usize) -> Self {
+    pub fn new(params: Vec<ParamId>, all: &[Param], world_size: usize) -> Self {
         let numels: Vec<usize> = params.iter().map(|p| all[*p].numel).collect();
         let (offsets, chunk) = chunk_offsets(&numels, world_size);
         Self { params, offsets, chunk }

@@ -140,20 +140,19 @@ impl Publisher {
 
     fn launch(&mut self, core: &Core, params: Vec<ParamId>) -> Result<()> {
         let (world, rank) = (core.comm.size(), core.comm.rank());
-        for parcel in Parcel::split(&params, &core.params, world) {
-            // Room for the chunks of all ranks: the others' arrive in the same buffer.
-            let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk * world);
-            for p in &parcel.params {
-                let numel = core.params[*p].numel;
-                let shard = shard_range(numel, world, rank);
-                let padding = shard_len(numel, world) - shard.len();
-                residency::with_view(&core.params[*p].tensor, |whole| chunk.extend_cast(whole.slice(shard)))?;
-                chunk.extend_zeros(padding);
-            }
-            let held = core.ledger.hold(Kind::Buckets, chunk.size_in_bytes() * world);
-            let pending = core.comm.all_gather(chunk, core.tag(&parcel.params));
-            self.in_flight.push_back((parcel, pending, held));
+        let parcel = Parcel::new(params, &core.params, world);
+        // Room for the chunks of all ranks: the others' arrive in the same buffer.
+        let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk * world);
+        for p in &parcel.params {
+            let numel = core.params[*p].numel;
+            let shard = shard_range(numel, world, rank);
+            let padding = shard_len(numel, world) - shard.len();
+            residency::with_view(&core.params[*p].tensor, |whole| chunk.extend_cast(whole.slice(shard)))?;
+            chunk.extend_zeros(padding);
         }
+        let held = core.ledger.hold(Kind::Buckets, chunk.size_in_bytes() * world);
+        let pending = core.comm.all_gather(chunk, core.tag(&parcel.params));
+        self.in_flight.push_back((parcel, pending, held));
         self.install(core, IN_FLIGHT - 1)
     }
 

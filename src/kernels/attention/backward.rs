@@ -22,7 +22,7 @@ pub(super) struct Result<'a, E> {
 }
 
 /// Computes the gradients that belong to one key head; `dq`'s rows hold its group's heads side by side.
-#[allow(clippy::too_many_arguments)] // Inputs, gradients and where in them.
+#[expect(clippy::too_many_arguments, reason = "inputs, gradients and where in them")]
 pub(super) fn one_key_head<T: Tiles, E: Element>(
     tiles: T,
     h: &Heads,

@@ -122,7 +122,7 @@ pub fn forward<E: Element>(h: &Heads, q: Rows<'_, E>, k: Rows<'_, E>, v: Rows<'_
 /// group of query heads in f32, in order, and rounded once.
 ///
 /// Panics if the slices do not fit the sizes.
-#[allow(clippy::too_many_arguments)] // Three inputs, their three gradients, and what links them.
+#[expect(clippy::too_many_arguments, reason = "three inputs, their three gradients, and what links them")]
 pub fn backward<E: Element>(
     h: &Heads,
     q: Rows<'_, E>,
