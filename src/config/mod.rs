@@ -7,6 +7,7 @@ mod batch;
 mod json;
 mod keys;
 mod nearest;
+mod offload;
 mod optim;
 mod print;
 mod problem;

@@ -2,7 +2,7 @@
 
 use super::json::{Json, Node};
 use super::walk::Walk;
-use super::{Config, ConfigProblem, Fp16, GradientOp, Precision, Rule, ZeroConfig, batch, optim, value};
+use super::{Config, ConfigProblem, Fp16, GradientOp, Precision, Rule, ZeroConfig, batch, offload, optim, value};
 use crate::layout::ZeroStage;
 use candle_core::DType;
 use serde_json::Value;
@@ -16,7 +16,7 @@ pub(super) fn resolve(root: &Node, world_size: usize) -> Result<Config, Vec<Conf
     let mut walk = Walk::new(entries);
     let walk_ref = &mut walk;
     let batch = batch::resolve(walk_ref, world_size);
-    let zero = zero(walk_ref);
+    let mut zero = zero(walk_ref);
     let precision = precision(walk_ref);
     let optimizer = optim::optimizer(walk_ref, zero.stage);
     let scheduler = optim::scheduler(walk_ref);
@@ -24,6 +24,8 @@ pub(super) fn resolve(root: &Node, world_size: usize) -> Result<Config, Vec<Conf
     check_zero(walk_ref, zero.stage, precision);
     check_data_types(walk_ref, zero.stage, precision);
     check_data_efficiency(walk_ref);
+    zero.offload_optimizer = offload::optimizer(walk_ref, zero.stage, optimizer.as_ref());
+    zero.offload_param = offload::param(walk_ref, zero.stage);
     let activation_checkpointing = activation_checkpointing(walk_ref);
     if walk.bool("flops_profiler.enabled") {
         walk.set("wall_clock_breakdown", true.into());
@@ -50,6 +52,8 @@ pub(super) fn resolve(root: &Node, world_size: usize) -> Result<Config, Vec<Conf
         wall_clock_breakdown: walk.bool("wall_clock_breakdown"),
         seed: walk.count("seed"),
         activation_checkpointing,
+        cpu_checkpointing: walk.bool("activation_checkpointing.cpu_checkpointing"),
+        aio: offload::aio(&walk),
         notes: walk.notes,
         recorded: walk.tree,
     })
@@ -88,6 +92,9 @@ fn zero(walk: &mut Walk<'_>) -> ZeroConfig {
         model_persistence_threshold: count("stage3_model_persistence_threshold"),
         max_live_parameters: count("stage3_max_live_parameters"),
         max_reuse_distance: count("stage3_max_reuse_distance"),
+        // Resolved when stage and optimizer are known.
+        offload_optimizer: None,
+        offload_param: None,
     }
 }
 

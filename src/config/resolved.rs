@@ -2,6 +2,7 @@
 
 use crate::layout::ZeroStage;
 use candle_core::DType;
+use std::path::{Path, PathBuf};
 
 /// A resolved configuration: what a DeepSpeed JSON says, defaults filled in, for one world size.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,6 +39,11 @@ pub struct Config {
     pub seed: u64,
     /// Units recompute their forward in backward (a key of `activation_checkpointing` asks for it).
     pub activation_checkpointing: bool,
+    /// `activation_checkpointing.cpu_checkpointing`: what recomputing units keep, their inputs, leaves the model's
+    /// memory: to the host where the model is on a GPU, and to a file where something is offloaded to `nvme`.
+    pub cpu_checkpointing: bool,
+    /// `aio`: how files are accessed.
+    pub aio: Aio,
     /// What has to be said about this file: accepted without effect, translated, not supported.
     pub notes: Vec<Note>,
     /// Every key of DeepSpeed's with its resolved value, also those without effect here; see
@@ -123,6 +129,71 @@ pub struct ZeroConfig {
     pub max_live_parameters: usize,
     /// `stage3_max_reuse_distance`, elements: a parameter used again within it is not released. Default 1e9.
     pub max_reuse_distance: usize,
+    /// `offload_optimizer`; `None` where nothing is offloaded (`device` none, stage 0).
+    pub offload_optimizer: Option<OffloadOptimizer>,
+    /// `offload_param`; `None` where nothing is offloaded (`device` none, stages below 3).
+    pub offload_param: Option<OffloadParam>,
+}
+
+/// `device` and `nvme_path` of an offload section.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum OffloadTo {
+    /// Host memory.
+    Cpu,
+    /// Files in a folder of the host.
+    Nvme {
+        /// `nvme_path`.
+        path: PathBuf,
+    },
+}
+
+impl OffloadTo {
+    /// The folder of files.
+    pub fn nvme_path(&self) -> Option<&Path> {
+        match self {
+            Self::Cpu => None,
+            Self::Nvme { path } => Some(path),
+        }
+    }
+}
+
+/// `zero_optimization.offload_optimizer`: where master weights, moments and gradient shares live.
+#[derive(Debug, Clone, PartialEq)]
+pub struct OffloadOptimizer {
+    /// `device`.
+    pub to: OffloadTo,
+    /// `buffer_count`: buffers of at most a sub-group's size that the step works in. Default 4.
+    pub buffer_count: usize,
+    /// `pipeline_read`: read what comes next while the step computes. Default false.
+    pub pipeline_read: bool,
+    /// `pipeline_write`: write what is done while the step computes. Default false.
+    pub pipeline_write: bool,
+    /// `ratio`: share of the sub-groups that is offloaded; the first ones stay. Default 1.
+    pub ratio: f64,
+}
+
+/// `zero_optimization.offload_param`: where parameter shards live.
+#[derive(Debug, Clone, PartialEq)]
+pub struct OffloadParam {
+    /// `device`.
+    pub to: OffloadTo,
+    /// `buffer_count`: with `buffer_size`, bounds what is read ahead. Default 5.
+    pub buffer_count: usize,
+    /// `buffer_size`, elements. Default 1e8.
+    pub buffer_size: usize,
+    /// `max_in_cpu`: elements of this rank's shards that stay in memory with `nvme`. Default 1e9.
+    pub max_in_cpu: usize,
+}
+
+/// `aio`: requests to the files of `nvme`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Aio {
+    /// `block_size`, bytes of a request. Default 1 MiB.
+    pub block_size: usize,
+    /// `queue_depth`: requests under way for each of `intra_op_parallelism`. Default 8.
+    pub queue_depth: usize,
+    /// `intra_op_parallelism`. Default 1.
+    pub intra_op_parallelism: usize,
 }
 
 /// `optimizer` with its parameters.

@@ -40,6 +40,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/config/keys/zero.rs",
     "src/config/mod.rs",
     "src/config/nearest.rs",
+    "src/config/offload.rs",
     "src/config/optim.rs",
     "src/config/print.rs",
     "src/config/problem.rs",
