@@ -4,7 +4,8 @@
 use candle_core::DType;
 use candle_zero::Error;
 use candle_zero::config::{
-    AdamConfig, Batch, Config, GradientOp, OptimizerConfig, Precision, SchedulerConfig, SgdConfig, WarmupType,
+    AdamConfig, Aio, Batch, Config, GradientOp, OffloadOptimizer, OffloadParam, OffloadTo, OptimizerConfig, Precision,
+    SchedulerConfig, SgdConfig, WarmupType,
 };
 use candle_zero::layout::ZeroStage;
 use proptest::prelude::*;
@@ -211,12 +212,14 @@ fn keys_without_effect_are_noted_once_each_and_defaults_are_not() {
         "bfloat16": {"enabled": "auto"},
         "zero_optimization": {
             "stage": 3, "contiguous_gradients": false, "cpu_offload_param": true, "reduce_bucket_size": "auto",
-            "offload_optimizer": {"device": "nvme", "nvme_path": "/scratch", "pin_memory": false},
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/scratch", "pin_memory": false, "fast_init": true,
+                                  "super_offload": true, "cpuadam_cores_perc": 0.5, "pipeline_read": true},
             "stage3_gather_fp16_weights_on_model_save": true, "zero_hpz_partition_size": 8,
         },
         "optimizer": {"type": "AdamW", "params": {"torch_adam": true, "adam_w_mode": false}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5, "warmup_type": "cubic"}},
-        "aio": {"thread_count": 4, "queue_depth": 32}, "wandb": {"enabled": true, "team": 3, "x": null},
+        "aio": {"thread_count": 4, "queue_depth": 32, "single_submit": true, "overlap_events": false, "use_gds": true},
+        "wandb": {"enabled": true, "team": 3, "x": null},
         "tensorboard": {"enabled": false, "job_name": "x"}, "comms_logger": {"enabled": false},
         "compile": {"backend": "inductor"}, "tensor_parallel": {"autotp_size": 1},
         "flops_profiler": {"enabled": true}, "checkpoint": {"tag_validation": "fail"},
@@ -224,6 +227,123 @@ fn keys_without_effect_are_noted_once_each_and_defaults_are_not() {
     })));
     insta::assert_snapshot!(notes(&config));
     assert!(config.wall_clock_breakdown && config.activation_checkpointing);
+}
+
+/// Both sections with `nvme` and values of their own, and what they resolve to.
+fn both_on_nvme() -> (Value, OffloadOptimizer, OffloadParam) {
+    let optimizer = OffloadOptimizer {
+        to: OffloadTo::Nvme { path: "/fast/states".into() },
+        buffer_count: 6,
+        pipeline_read: true,
+        pipeline_write: false,
+        ratio: 0.25,
+    };
+    let param = OffloadParam {
+        to: OffloadTo::Nvme { path: "/fast/params".into() },
+        buffer_count: 3,
+        buffer_size: 1_000_000,
+        max_in_cpu: 0,
+    };
+    let zero = json!({
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/fast/states", "buffer_count": 6, "pipeline_read": true,
+                              "ratio": 0.25},
+        "offload_param": {"device": "nvme", "nvme_path": "/fast/params", "buffer_count": 3, "buffer_size": 1e6,
+                          "max_in_cpu": 0},
+    });
+    (zero, optimizer, param)
+}
+
+#[test]
+fn offload_resolves_with_deepspeeds_defaults() {
+    let config = load(with(json!({
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+    })));
+    let cpu = OffloadTo::Cpu;
+    let optimizer =
+        OffloadOptimizer { to: cpu.clone(), buffer_count: 4, pipeline_read: false, pipeline_write: false, ratio: 1.0 };
+    let param = OffloadParam { to: cpu, buffer_count: 5, buffer_size: 100_000_000, max_in_cpu: 1_000_000_000 };
+    assert_eq!((config.zero.offload_optimizer, config.zero.offload_param), (Some(optimizer), Some(param)));
+    assert_eq!(config.aio, Aio { block_size: 1 << 20, queue_depth: 8, intra_op_parallelism: 1 });
+    assert!(config.notes.is_empty() && !config.cpu_checkpointing);
+}
+
+#[test]
+fn every_key_of_offload_reaches_the_resolved_configuration_without_a_note() {
+    let (mut zero, optimizer, param) = both_on_nvme();
+    zero["stage"] = json!(3);
+    let config = load(with(json!({
+        "zero_optimization": zero, "aio": {"block_size": 4096, "queue_depth": 2, "intra_op_parallelism": 3},
+        "activation_checkpointing": {"cpu_checkpointing": true},
+    })));
+    assert_eq!(notes(&config), "");
+    assert_eq!((config.zero.offload_optimizer, config.zero.offload_param), (Some(optimizer), Some(param)));
+    assert_eq!(config.aio, Aio { block_size: 4096, queue_depth: 2, intra_op_parallelism: 3 });
+    assert!(config.cpu_checkpointing && config.activation_checkpointing);
+}
+
+#[test]
+fn offload_below_its_stage_is_noted_and_resolves_to_none() {
+    let said = |stage: u8| {
+        let nvme = json!({"device": "nvme"});
+        let zero = json!({"stage": stage, "offload_optimizer": {"device": "cpu"}, "offload_param": nvme});
+        let config = load(with(json!({ "zero_optimization": zero })));
+        assert_eq!(config.zero.offload_optimizer.is_some(), stage > 0);
+        assert_eq!(config.zero.offload_param, None);
+        notes(&config)
+    };
+    insta::assert_snapshot!(said(0), @"
+    zero_optimization.offload_optimizer: accepted and has no effect at stage 0, as in DeepSpeed: it needs stage 1, 2 or 3
+    zero_optimization.offload_param: accepted and has no effect at stage 0, as in DeepSpeed: it needs stage 3
+    ");
+    insta::assert_snapshot!(said(2), @"zero_optimization.offload_param: accepted and has no effect at stage 2, as in DeepSpeed: it needs stage 3");
+    let config = load(with(json!({"zero_optimization": {"stage": 1, "cpu_offload": true}})));
+    insta::assert_snapshot!(notes(&config), @r#"zero_optimization.cpu_offload: deprecated: taken as `zero_optimization.offload_optimizer.device` = "cpu""#);
+    assert_eq!(config.zero.offload_optimizer.map(|offload| offload.to), Some(OffloadTo::Cpu));
+}
+
+#[test]
+fn recomputation_says_what_it_does_not_do() {
+    for (key, text) in [
+        ("cpu_checkpointing", ""),
+        (
+            "partition_activations",
+            "activation_checkpointing: units recompute their forward; what they keep, their inputs, stays whole, each \
+             in its own memory",
+        ),
+    ] {
+        let config = load(with(json!({"activation_checkpointing": {key: true}})));
+        assert_eq!((notes(&config).as_str(), config.activation_checkpointing), (text, true), "{key}");
+        assert_eq!(config.cpu_checkpointing, key == "cpu_checkpointing");
+    }
+}
+
+#[test]
+fn changed_offload_wins_over_what_the_file_said() {
+    let (mut zero, optimizer, param) = both_on_nvme();
+    zero["stage"] = json!(3);
+    let said = load(with(json!({"zero_optimization": zero, "activation_checkpointing": {"cpu_checkpointing": true}})));
+    let silent = load(with(json!({"zero_optimization": {"stage": 3}})));
+    let again = |config: &Config| load(config.to_deepspeed_json());
+
+    let mut config = said.clone();
+    config.zero.offload_optimizer = None;
+    config.zero.offload_param.as_mut().unwrap().to = OffloadTo::Cpu;
+    config.cpu_checkpointing = false;
+    let printed = again(&config);
+    assert_eq!(printed.zero, config.zero);
+    assert!(printed.activation_checkpointing && !printed.cpu_checkpointing);
+
+    let mut config = said;
+    config.activation_checkpointing = false;
+    assert!(!again(&config).activation_checkpointing);
+
+    let mut config = silent;
+    (config.zero.offload_optimizer, config.zero.offload_param) = (Some(optimizer), Some(param));
+    (config.activation_checkpointing, config.cpu_checkpointing) = (true, true);
+    config.aio.queue_depth = 5;
+    let printed = again(&config);
+    assert_eq!((printed.zero, printed.aio), (config.zero, config.aio));
+    assert!(printed.cpu_checkpointing);
 }
 
 #[test]
@@ -310,6 +430,16 @@ fn rules_between_keys_hold() {
             json!({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}),
             "scheduler.params.warmup_num_steps",
         ),
+        (zero(1, json!({"offload_optimizer": {"device": "nvme"}})), "zero_optimization.offload_optimizer.nvme_path"),
+        (
+            zero(3, json!({"offload_param": {"device": "nvme", "nvme_path": ""}})),
+            "zero_optimization.offload_param.nvme_path",
+        ),
+        (
+            zero(3, json!({"offload_param": {"device": "nvme", "nvme_path": "/x", "buffer_size": 0}})),
+            "zero_optimization.offload_param.buffer_size",
+        ),
+        (json!({"aio": {"block_size": 0}}), "aio.block_size"),
         (json!({"data_types": {"param_dtype": "bf16"}}), "data_types.param_dtype"),
         (json!({"data_types": {"grad_accum_dtype": "bf16"}}), "data_types.grad_accum_dtype"),
         (json!({"fp16": {"enabled": true, "initial_scale_power": 128}}), "fp16.initial_scale_power"),
@@ -326,6 +456,9 @@ fn rules_between_keys_hold() {
     for more in [
         zero(3, json!({"allgather_bucket_size": 77})),
         zero(3, json!({"offload_optimizer": {"ratio": 0.5}})),
+        zero(0, json!({"offload_optimizer": {"device": "nvme"}})),
+        zero(2, json!({"offload_param": {"device": "nvme", "buffer_count": 0}})),
+        zero(3, json!({"offload_optimizer": {"device": "cpu", "buffer_count": 0}})),
         json!({"prescale_gradients": true, "zero_optimization": {"stage": 2, "reduce_scatter": false}}),
         json!({"optimizer": sgd, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": true}),
         json!({"gradient_clipping": 0, "zero_optimization": {"stage": 2, "compute_grad_norm": false}}),
@@ -359,11 +492,32 @@ fn a_resolved_configuration_is_taken_as_it_is_for_the_same_world_only() {
 
 /// Honoured keys with values that all go together.
 fn any_config() -> impl Strategy<Value = Value> {
-    let zero = (0..4_u8, 1_u32..1_000_000, any::<bool>(), prop::option::of(any::<bool>()), 0..3_u32).prop_map(
-        |(stage, bucket, scatter, overlap, threshold)| {
+    let device = || prop::option::of(prop::sample::select(vec!["none", "cpu", "nvme"]));
+    let offload = (device(), device(), 4..9_u32, 1..9_u32, 0.0..=1.0, any::<[bool; 2]>()).prop_map(
+        |(optimizer, param, count, size, ratio, [read, write])| {
+            let optimizer = optimizer.map(|device| {
+                json!({
+                    "device": device, "nvme_path": "/a", "buffer_count": count, "pipeline_read": read,
+                    "pipeline_write": write, "ratio": ratio,
+                })
+            });
+            let param = param.map(|device| {
+                json!({
+                    "device": device, "nvme_path": "/b", "buffer_count": count, "buffer_size": size, "max_in_cpu": size,
+                })
+            });
+            (optimizer, param)
+        },
+    );
+    let zero = (0..4_u8, 1_u32..1_000_000, any::<bool>(), prop::option::of(any::<bool>()), 0..3_u32, offload).prop_map(
+        |(stage, bucket, scatter, overlap, threshold, (mut optimizer, param))| {
+            if let (Some(optimizer), 0..3) = (&mut optimizer, stage) {
+                optimizer["ratio"] = json!(1);
+            }
             json!({
                 "stage": stage, "reduce_bucket_size": bucket, "reduce_scatter": scatter, "overlap_comm": overlap,
                 "stage3_param_persistence_threshold": threshold, "allgather_bucket_size": 2 * bucket,
+                "offload_optimizer": optimizer, "offload_param": param,
             })
         },
     );
@@ -388,12 +542,14 @@ fn any_config() -> impl Strategy<Value = Value> {
         (0..2_u8, 0..20_u8).prop_map(|(scale, power)| json!({
             "fp16": {"enabled": true, "loss_scale": scale, "initial_scale_power": power}})),
     ];
-    (zero, optimizer, scheduler, precision, 1..64_u32, prop::option::of(1..9_u8)).prop_map(
-        |(zero, optimizer, scheduler, precision, micro, checkpoints)| {
+    let keeping = (prop::option::of(1..9_u8), any::<bool>());
+    (zero, optimizer, scheduler, precision, 1..64_u32, keeping).prop_map(
+        |(zero, optimizer, scheduler, precision, micro, (checkpoints, cpu))| {
             let mut value = json!({
                 "train_micro_batch_size_per_gpu": micro, "zero_optimization": zero, "optimizer": optimizer,
                 "scheduler": scheduler, "zero_allow_untested_optimizer": true, "gradient_clipping": 0.5,
-                "activation_checkpointing": {"number_checkpoints": checkpoints},
+                "activation_checkpointing": {"number_checkpoints": checkpoints, "cpu_checkpointing": cpu},
+                "aio": {"block_size": 4096 * micro, "queue_depth": micro},
             });
             value.as_object_mut().unwrap().extend(precision.as_object().unwrap().clone());
             value
@@ -429,7 +585,8 @@ fn paths(tree: &Value, path: &str, into: &mut Vec<String>) {
 #[test]
 fn no_value_of_any_key_makes_loading_panic() {
     let whole = json!({"train_batch_size": 8, "weight_quantization": {}, "checkpoint": {"writer": {}},
-        "zero_optimization": {"offload_param": {}, "offload_optimizer": {}},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"},
+                              "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}},
         "optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5000}}});
     let whole = load(whole).to_deepspeed_json();
     let mut all = Vec::new();

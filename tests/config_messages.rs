@@ -84,6 +84,39 @@ fn fp16_and_bf16() {
     insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"fp16\": {\"enabled\": true}, \"bf16\": {\"enabled\": true}}", 1), @"the configuration text: line 1, column 61: `bf16.enabled`: bf16 (bfloat16) and fp16 are both enabled, and exclude one another: switch one of them off");
 }
 
+/// The refusal of one offload section at stage 3.
+fn of_offload(section: &str, keys: &str, optimizer: &str) -> String {
+    let text = format!(
+        "{{\"train_batch_size\": 8, \"optimizer\": {optimizer}, \"zero_allow_untested_optimizer\": true,\n \
+         \"zero_optimization\": {{\"stage\": 3,\n  \"{section}\": {{\"device\": \"nvme\", {keys}}}}}}}"
+    );
+    refusal(&text, 1)
+}
+
+const ADAM: &str = "{\"type\": \"Adam\"}";
+
+#[test]
+fn nvme_without_a_folder() {
+    insta::assert_snapshot!(of_offload("offload_optimizer", "", ADAM), @r#"the configuration text: line 3, column 25: `zero_optimization.offload_optimizer.nvme_path`: has to be given: device "nvme" needs a folder on a fast local disk. Give its path, or use device "cpu""#);
+    insta::assert_snapshot!(of_offload("offload_param", "\"nvme_path\": \"\"", ADAM), @r#"the configuration text: line 3, column 39: `zero_optimization.offload_param.nvme_path`: "" found: device "nvme" needs a folder on a fast local disk. Give its path, or use device "cpu""#);
+}
+
+#[test]
+fn too_few_buffers() {
+    let momentum = "{\"type\": \"SGD\", \"params\": {\"momentum\": 0.9}}";
+    let count = |count: u8| format!("\"nvme_path\": \"/x\", \"buffer_count\": {count}");
+    insta::assert_snapshot!(of_offload("offload_optimizer", &count(3), ADAM), @r#"the configuration text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: 3 found, allowed with device "nvme" is 4 or more: Adam works on gradient, weights and two moments"#);
+    insta::assert_snapshot!(of_offload("offload_optimizer", &count(2), momentum), @r#"the configuration text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: 2 found, allowed with device "nvme" is 3 or more: SGD with momentum works on gradient, weights and momentum"#);
+    insta::assert_snapshot!(of_offload("offload_optimizer", &count(1), "{\"type\": \"SGD\"}"), @r#"the configuration text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: 1 found, allowed with device "nvme" is 2 or more: a step works on gradient and weights"#);
+    insta::assert_snapshot!(of_offload("offload_param", &count(0), ADAM), @r#"the configuration text: line 3, column 58: `zero_optimization.offload_param.buffer_count`: 0 found, allowed with device "nvme" is 1 or more"#);
+    insta::assert_snapshot!(of_offload("offload_param", "\"nvme_path\": \"/x\", \"buffer_size\": 0", ADAM), @r#"the configuration text: line 3, column 58: `zero_optimization.offload_param.buffer_size`: 0 found, allowed with device "nvme" is 1 or more"#);
+}
+
+#[test]
+fn requests_of_no_bytes() {
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"aio\": {\"block_size\": 0}}", 1), @"the configuration text: line 1, column 47: `aio.block_size`: 0 found, allowed is 1 or more");
+}
+
 #[test]
 fn auto_where_nothing_can_answer() {
     insta::assert_snapshot!(refusal("{\"train_batch_size\": \"auto\", \"train_micro_batch_size_per_gpu\": \"auto\"}", 1), @r#"

@@ -1,59 +1,113 @@
 //! `zero_optimization.offload_optimizer`, `zero_optimization.offload_param` and `aio`.
 
 use super::walk::Walk;
-use super::{Aio, OffloadOptimizer, OffloadParam, OffloadTo, OptimizerConfig};
+use super::{Aio, OffloadOptimizer, OffloadParam, OffloadTo, OptimizerConfig, Rule};
 use crate::layout::ZeroStage;
 
-const OPTIMIZER: &str = "zero_optimization.offload_optimizer";
-const PARAM: &str = "zero_optimization.offload_param";
+/// An offload section, and the first stage at which it has an effect, as in DeepSpeed.
+pub(super) struct Section {
+    pub path: &'static str,
+    pub from: ZeroStage,
+}
 
-/// Where master weights, moments and gradient shares live.
+pub(super) const OPTIMIZER: Section = Section { path: "zero_optimization.offload_optimizer", from: ZeroStage::One };
+pub(super) const PARAM: Section = Section { path: "zero_optimization.offload_param", from: ZeroStage::Three };
+
+impl Section {
+    fn join(&self, key: &str) -> String {
+        format!("{}.{key}", self.path)
+    }
+
+    /// `device` with its folder; `None`: nothing is offloaded.
+    fn to(&self, walk: &mut Walk<'_>, stage: ZeroStage) -> Option<OffloadTo> {
+        let nvme = match walk.str(&self.join("device"))? {
+            "cpu" => false,
+            "nvme" => true,
+            _ => return None,
+        };
+        if stage < self.from {
+            let needs = if self.from == ZeroStage::Three { "stage 3" } else { "stage 1, 2 or 3" };
+            let text = format!("accepted and has no effect at stage {stage}, as in DeepSpeed: it needs {needs}");
+            walk.note(self.path, text);
+            return None;
+        }
+        if !nvme {
+            return Some(OffloadTo::Cpu);
+        }
+        let key = self.join("nvme_path");
+        match walk.str(&key) {
+            Some(path) if !path.is_empty() => Some(OffloadTo::Nvme { path: path.into() }),
+            found => {
+                let found = if found.is_some() { "\"\" found" } else { "has to be given" };
+                let text = format!(
+                    "{found}: device \"nvme\" needs a folder on a fast local disk. Give its path, or use device \"cpu\""
+                );
+                let place = walk.place(&key).or_else(|| walk.place(&self.join("device")));
+                walk.problem(Rule::Conflict, &key, place, text);
+                None
+            }
+        }
+    }
+
+    /// A count that is at least `least` where files are used.
+    fn count(&self, walk: &mut Walk<'_>, key: &str, to: &OffloadTo, least: usize, why: &str) -> usize {
+        let path = self.join(key);
+        let found = count(walk, &path);
+        if to.nvme_path().is_some() && found < least {
+            let place = walk.place(&path);
+            let text = format!("{found} found, allowed with device \"nvme\" is {least} or more{why}");
+            walk.problem(Rule::Range, &path, place, text);
+        }
+        found
+    }
+}
+
+/// Where master weights, moments and gradient shares live; problems go to the walk.
 pub(super) fn optimizer(
     walk: &mut Walk<'_>,
     stage: ZeroStage,
-    _optimizer: Option<&OptimizerConfig>,
+    optimizer: Option<&OptimizerConfig>,
 ) -> Option<OffloadOptimizer> {
-    let to = to(walk, OPTIMIZER)?;
-    (stage >= ZeroStage::One).then(|| OffloadOptimizer {
+    let to = OPTIMIZER.to(walk, stage)?;
+    let (least, why) = match optimizer {
+        Some(OptimizerConfig::Adam(_)) => (4, ": Adam works on gradient, weights and two moments"),
+        Some(OptimizerConfig::Sgd(sgd)) if sgd.momentum != 0.0 => {
+            (3, ": SGD with momentum works on gradient, weights and momentum")
+        }
+        // SGD, or an optimizer that is not given here.
+        _ => (2, ": a step works on gradient and weights"),
+    };
+    Some(OffloadOptimizer {
+        buffer_count: OPTIMIZER.count(walk, "buffer_count", &to, least, why),
+        pipeline_read: walk.bool(&OPTIMIZER.join("pipeline_read")),
+        pipeline_write: walk.bool(&OPTIMIZER.join("pipeline_write")),
+        ratio: walk.float(&OPTIMIZER.join("ratio")),
         to,
-        buffer_count: count(walk, OPTIMIZER, "buffer_count"),
-        pipeline_read: walk.bool(&format!("{OPTIMIZER}.pipeline_read")),
-        pipeline_write: walk.bool(&format!("{OPTIMIZER}.pipeline_write")),
-        ratio: walk.float(&format!("{OPTIMIZER}.ratio")),
     })
 }
 
-/// Where parameter shards live.
+/// Where parameter shards live; problems go to the walk.
 pub(super) fn param(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<OffloadParam> {
-    let to = to(walk, PARAM)?;
-    (stage == ZeroStage::Three).then(|| OffloadParam {
+    let to = PARAM.to(walk, stage)?;
+    Some(OffloadParam {
+        buffer_count: PARAM.count(walk, "buffer_count", &to, 1, ""),
+        buffer_size: PARAM.count(walk, "buffer_size", &to, 1, ""),
+        max_in_cpu: count(walk, &PARAM.join("max_in_cpu")),
         to,
-        buffer_count: count(walk, PARAM, "buffer_count"),
-        buffer_size: count(walk, PARAM, "buffer_size"),
-        max_in_cpu: count(walk, PARAM, "max_in_cpu"),
     })
 }
 
 /// How files are accessed.
 pub(super) fn aio(walk: &Walk<'_>) -> Aio {
+    let of = |key: &str| count(walk, &format!("aio.{key}"));
     Aio {
-        block_size: count(walk, "aio", "block_size"),
-        queue_depth: count(walk, "aio", "queue_depth"),
-        intra_op_parallelism: count(walk, "aio", "intra_op_parallelism"),
+        block_size: of("block_size"),
+        queue_depth: of("queue_depth"),
+        intra_op_parallelism: of("intra_op_parallelism"),
     }
 }
 
-fn to(walk: &Walk<'_>, section: &str) -> Option<OffloadTo> {
-    match walk.str(&format!("{section}.device"))? {
-        "cpu" => Some(OffloadTo::Cpu),
-        "nvme" => {
-            let path = walk.str(&format!("{section}.nvme_path")).unwrap_or_default();
-            Some(OffloadTo::Nvme { path: path.into() })
-        }
-        _ => None,
-    }
-}
-
-fn count(walk: &Walk<'_>, section: &str, key: &str) -> usize {
-    usize::try_from(walk.count(&format!("{section}.{key}"))).unwrap_or(usize::MAX)
+fn count(walk: &Walk<'_>, path: &str) -> usize {
+    // Beyond usize (on 32 bits) there is no difference to "all".
+    usize::try_from(walk.count(path)).unwrap_or(usize::MAX)
 }

@@ -1,7 +1,7 @@
 //! The resolved configuration under DeepSpeed's names.
 
-use super::walk::set;
-use super::{Config, GradientOp, OptimizerConfig, Precision, SchedulerConfig, WarmupType};
+use super::walk::{defaults, set};
+use super::{Config, GradientOp, OptimizerConfig, Precision, SchedulerConfig, WarmupType, keys, offload};
 use candle_core::DType;
 use serde_json::{Map, Value, json};
 
@@ -21,6 +21,7 @@ impl Config {
         set(&mut tree, "scheduler", self.scheduler.as_ref().map_or(Value::Null, scheduler_json));
         self.precision_json(&mut tree);
         self.checkpointing_json(&mut tree);
+        self.offload_json(&mut tree);
         Value::Object(tree)
     }
 
@@ -56,6 +57,9 @@ impl Config {
             ("zero_optimization.stage3_model_persistence_threshold", json!(zero.model_persistence_threshold)),
             ("zero_optimization.stage3_max_live_parameters", json!(zero.max_live_parameters)),
             ("zero_optimization.stage3_max_reuse_distance", json!(zero.max_reuse_distance)),
+            ("aio.block_size", json!(self.aio.block_size)),
+            ("aio.queue_depth", json!(self.aio.queue_depth)),
+            ("aio.intra_op_parallelism", json!(self.aio.intra_op_parallelism)),
         ]
         .into_iter()
     }
@@ -85,6 +89,9 @@ impl Config {
     /// The recorded keys stay when they say the same as the field, which may have been changed since.
     fn checkpointing_json(&self, tree: &mut Map<String, Value>) {
         const SWITCHES: [&str; 3] = ["partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"];
+        if self.activation_checkpointing {
+            set(tree, "activation_checkpointing.cpu_checkpointing", json!(self.cpu_checkpointing));
+        }
         let section = tree.get("activation_checkpointing");
         let of = |key: &str| section.and_then(|section| section.get(key));
         let recorded = SWITCHES.iter().any(|key| of(key) == Some(&Value::Bool(true)))
@@ -94,6 +101,49 @@ impl Config {
             set(tree, "activation_checkpointing.number_checkpoints", Value::Null);
         } else if self.activation_checkpointing && !recorded {
             set(tree, "activation_checkpointing.number_checkpoints", json!(1));
+        }
+    }
+
+    /// What is offloaded; a recorded section that has no effect at this stage stays as it is.
+    fn offload_json(&self, tree: &mut Map<String, Value>) {
+        let zero = &self.zero;
+        let optimizer = zero.offload_optimizer.as_ref().map(|offload| {
+            let fields = vec![
+                ("buffer_count", json!(offload.buffer_count)),
+                ("pipeline_read", json!(offload.pipeline_read)),
+                ("pipeline_write", json!(offload.pipeline_write)),
+                ("ratio", json!(offload.ratio)),
+            ];
+            (&offload.to, fields)
+        });
+        let param = zero.offload_param.as_ref().map(|offload| {
+            let fields = vec![
+                ("buffer_count", json!(offload.buffer_count)),
+                ("buffer_size", json!(offload.buffer_size)),
+                ("max_in_cpu", json!(offload.max_in_cpu)),
+            ];
+            (&offload.to, fields)
+        });
+        for (section, field) in [(offload::OPTIMIZER, optimizer), (offload::PARAM, param)] {
+            let mut names = section.path.split('.');
+            let first = names.next().and_then(|name| tree.get(name));
+            let recorded = names.fold(first, |value, name| value?.get(name)).is_some_and(Value::is_object);
+            let mut set = |key: &str, value: Value| set(tree, &format!("{}.{key}", section.path), value);
+            match field {
+                Some((to, fields)) => {
+                    if !recorded {
+                        let all = defaults(keys::section(section.path));
+                        all.into_iter().for_each(|(key, value)| set(&key, value));
+                    }
+                    fields.into_iter().for_each(|(key, value)| set(key, value));
+                    set("device", json!(if to.nvme_path().is_some() { "nvme" } else { "cpu" }));
+                    if let Some(path) = to.nvme_path() {
+                        set("nvme_path", json!(path.to_string_lossy()));
+                    }
+                }
+                None if recorded && self.zero.stage >= section.from => set("device", json!("none")),
+                None => {}
+            }
         }
     }
 }

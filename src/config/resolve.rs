@@ -278,12 +278,13 @@ fn check_data_efficiency(walk: &mut Walk<'_>) {
 /// Recomputation, by any key that asks for it.
 fn activation_checkpointing(walk: &mut Walk<'_>) -> bool {
     let path = "activation_checkpointing";
-    let moved = ["partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"]
-        .iter()
-        .any(|key| walk.bool(&format!("{path}.{key}")));
-    if moved {
-        let text = "units recompute their forward; what they keep, their inputs, stays whole and in memory";
-        walk.note(path, text);
+    let on = |walk: &Walk<'_>, key: &str| walk.bool(&format!("{path}.{key}"));
+    let arranged = on(walk, "partition_activations") || on(walk, "contiguous_memory_optimization");
+    if arranged {
+        walk.note(
+            path,
+            "units recompute their forward; what they keep, their inputs, stays whole, each in its own memory",
+        );
     }
-    moved || walk.int("activation_checkpointing.number_checkpoints").is_some()
+    arranged || on(walk, "cpu_checkpointing") || walk.int("activation_checkpointing.number_checkpoints").is_some()
 }

@@ -180,7 +180,6 @@ impl<'a> Walk<'a> {
                     let mut offload = defaults(keys::section(&target));
                     offload.insert("device".into(), device.into());
                     self.set(&target, Value::Object(offload));
-                    self.note(&section.join(to), "not supported yet: states stay in memory; results are the same");
                 }
             }
             ("stage3_gather_fp16_weights_on_model_save", value) => {

@@ -37,7 +37,7 @@ const ROOT: &[super::Key] = keys! {
     "seed": COUNT, "42", H, "Seed of the initial weights. A key of this engine, not of DeepSpeed.";
     "activation_checkpointing": Object, "{}", H, "Recompute activations in backward.";
     "zero_allow_untested_optimizer": Bool, "false", H, "Allow SGD under stage 1 to 3. Adam and AdamW are always allowed.";
-    "zero_force_ds_cpu_optimizer": Bool, "true", none("states stay in memory, so the choice does not arise"), "Offload needs DeepSpeed's CPU optimizer.";
+    "zero_force_ds_cpu_optimizer": Bool, "true", none("there is one optimizer for memory and files, and it runs on the CPU"), "Offload needs DeepSpeed's CPU optimizer.";
     "allgather_size": POSITIVE, "-", moved("zero_optimization.allgather_bucket_size"), "All-gather bucket of the deprecated zero_optimization: true.";
     "managed_gradient_accumulation": Bool, "true", refuse("the engine always decides where a step ends"), "The engine decides the accumulation boundary.";
     "seq_parallel_communication_data_type": DTYPE, "\"fp32\"", none("there is no sequence parallelism"), "Format of sequence-parallel gradients.";
@@ -52,7 +52,7 @@ const ROOT: &[super::Key] = keys! {
     "disable_python_gc": Bool, "false", none("there is no Python"), "Switch Python's garbage collector off.";
     "log_level": OneOfAnyCase(&["debug", "info", "warning", "error", "critical"]), "null", none("set RUST_LOG instead"), "Logger threshold.";
     "torch_autocast": Object, "{}", S, "Casts operator by operator.";
-    "aio": Object, "{}", S, "Asynchronous file access for NVMe offload.";
+    "aio": Object, "{}", H, "How the files of nvme are accessed.";
     "checkpoint": Object, "{}", S, "How checkpoints are written.";
     "datastates_ckpt": Any, "false", yet("there are no checkpoints yet"), "Third-party lazy checkpointing.";
     "flops_profiler": Object, "{}", S, "Counts operations; switches wall_clock_breakdown on.";
@@ -114,7 +114,7 @@ const DATA_TYPES: &[super::Key] = keys! {
 
 const ACTIVATION_CHECKPOINTING: &[super::Key] = keys! {
     "partition_activations": Bool, "false", H, "Switches recomputation on; nothing is split.";
-    "cpu_checkpointing": Bool, "false", H, "Switches recomputation on; nothing is moved.";
+    "cpu_checkpointing": Bool, "false", H, "Switches recomputation on; what a unit keeps, its inputs, goes from the GPU to the host, or to a file where something is offloaded to nvme.";
     "contiguous_memory_optimization": Bool, "false", H, "Switches recomputation on; there is no common buffer.";
     "number_checkpoints": POSITIVE, "null", H, "A number switches recomputation on. Every unit is one checkpoint, whatever the number.";
     "synchronize_checkpoint_boundary": Bool, "false", none("nothing runs past a boundary"), "Synchronize the device at edges.";

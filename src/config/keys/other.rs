@@ -2,13 +2,12 @@
 
 use super::short::*;
 
-const NO_OFFLOAD: &str = "nothing is offloaded";
 const NO_CHECKPOINTS: &str = "there are no checkpoints yet";
 const OFF: &str = "is off; nothing like it is offered here";
 
 #[rustfmt::skip]
 pub(super) static SECTIONS: &[Section] = &[
-    Section::new("aio", false, AIO).status(yet(NO_OFFLOAD)),
+    Section::new("aio", false, AIO),
     Section::new("checkpoint", false, CHECKPOINT).status(yet(NO_CHECKPOINTS)),
     Section::new("checkpoint.parallel_write", false, PARALLEL_WRITE).status(yet(NO_CHECKPOINTS)),
     Section::new("checkpoint.writer", false, WRITER).status(yet(NO_CHECKPOINTS)),
@@ -40,14 +39,16 @@ pub(super) static SECTIONS: &[Section] = &[
     Section::new("data_efficiency.data_routing.random_ltd", false, RANDOM_LTD),
 ];
 
+const SAME_VALUES: &str = "it does not change values";
+
 const AIO: &[super::Key] = keys! {
-    "block_size": POSITIVE, "1048576", S, "Bytes per request.";
-    "queue_depth": POSITIVE, "8", S, "Requests in flight.";
-    "intra_op_parallelism": POSITIVE, "1", S, "Threads that split one tensor.";
+    "block_size": POSITIVE, "1048576", H, "Bytes per request.";
+    "queue_depth": POSITIVE, "8", H, "Requests under way for each of intra_op_parallelism.";
+    "intra_op_parallelism": POSITIVE, "1", H, "Multiplies queue_depth.";
     "thread_count": POSITIVE, "-", none("DeepSpeed ignores it too; it reads intra_op_parallelism"), "Old key.";
-    "single_submit": Bool, "false", S, "One request per submit call.";
-    "overlap_events": Bool, "true", S, "Submit and collect overlap.";
-    "use_gds": Bool, "false", S, "GPUDirect storage.";
+    "single_submit": Bool, "false", none(SAME_VALUES), "One request per submit call.";
+    "overlap_events": Bool, "true", none(SAME_VALUES), "Submit and collect overlap.";
+    "use_gds": Bool, "false", none("files are read into host memory"), "GPUDirect storage.";
 };
 
 const CHECKPOINT: &[super::Key] = keys! {

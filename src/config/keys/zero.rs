@@ -64,27 +64,29 @@ const ZERO: &[super::Key] = keys! {
 };
 
 const DEVICE: super::Kind = OneOf(&["none", "cpu", "nvme"]);
+const NOT_PINNED: &str = "host memory is not page-locked here";
+const NOT_SPECULATIVE: &str = "no step is made before its gradients are checked; results are the same";
 
 const OFFLOAD_PARAM: &[super::Key] = keys! {
-    "device": DEVICE, "\"none\"", yet("parameters stay in the model's memory; results are the same"), "Where parameter shards live.";
-    "nvme_path": Str, "null", S, "Folder for nvme.";
-    "buffer_count": COUNT, "5", S, "Buffers in the pool.";
-    "buffer_size": COUNT, "100000000", S, "Elements per buffer.";
-    "max_in_cpu": COUNT, "1000000000", S, "Elements kept in memory with nvme.";
-    "pin_memory": Bool, "true", S, "Page-locked memory.";
+    "device": DEVICE, "\"none\"", H, "Where parameter shards live at stage 3: cpu is host memory, nvme a file of each rank.";
+    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it.";
+    "buffer_count": COUNT, "5", H, "With nvme: buffer_count x buffer_size elements bound what is read ahead.";
+    "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs 1 or more of both.";
+    "max_in_cpu": COUNT, "1000000000", H, "With nvme: the first so many elements of a rank's shards stay in memory.";
+    "pin_memory": Bool, "true", none(NOT_PINNED), "Page-locked memory.";
 };
 
 const OFFLOAD_OPTIMIZER: &[super::Key] = keys! {
-    "device": DEVICE, "\"none\"", yet("optimizer states stay in memory; results are the same"), "Where optimizer states live.";
-    "nvme_path": Str, "null", S, "Folder for nvme.";
-    "buffer_count": COUNT, "4", S, "Buffers in the pool.";
-    "pin_memory": Bool, "true", S, "Page-locked memory.";
-    "pipeline_read": Bool, "false", S, "Read the next sub-group ahead.";
-    "pipeline_write": Bool, "false", S, "Write the previous sub-group meanwhile.";
-    "fast_init": Bool, "false", S, "Faster first creation of states.";
-    "ratio": SHARE, "1.0", S, "Share of the states that is offloaded; < 1 needs stage 3.";
-    "super_offload": Bool, "false", S, "Speculative step on the CPU.";
-    "cpuadam_cores_perc": SHARE, "0.8", S, "Share of the cores for super_offload.";
+    "device": DEVICE, "\"none\"", H, "Where master weights, moments and gradient shares live from stage 1 on: cpu is host memory, nvme a file of each kind and rank (DeepSpeed: at stage 3 only).";
+    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it.";
+    "buffer_count": COUNT, "4", H, "With nvme: buffers that a step works in, each of at most a sub-group and 16 MiB; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
+    "pin_memory": Bool, "true", none(NOT_PINNED), "Page-locked memory.";
+    "pipeline_read": Bool, "false", H, "With nvme: read what comes next while the step computes.";
+    "pipeline_write": Bool, "false", H, "With nvme: write what is done while the step computes.";
+    "fast_init": Bool, "false", none("states begin as reserved file space: nothing is written at the start"), "Faster first creation of states.";
+    "ratio": SHARE, "1.0", H, "With nvme: share of the sub-groups that is offloaded, the first ones stay in memory; < 1 needs stage 3.";
+    "super_offload": Bool, "false", none(NOT_SPECULATIVE), "Speculative step on the CPU.";
+    "cpuadam_cores_perc": SHARE, "0.8", none(NOT_SPECULATIVE), "Share of the cores for super_offload.";
 };
 
 const LEAVES: &str = "the model says what a unit is";
