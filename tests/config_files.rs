@@ -42,19 +42,23 @@ fn refused(more: Value) -> Vec<String> {
 #[test]
 fn every_bundled_configuration_loads_without_notes_under_1_2_and_4_ranks() {
     let table = [
-        ("zero0.json", ZeroStage::Zero, "f32"),
-        ("zero1.json", ZeroStage::One, "f32"),
-        ("zero2.json", ZeroStage::Two, "f32"),
-        ("zero3.json", ZeroStage::Three, "f32"),
-        ("zero3_bf16.json", ZeroStage::Three, "bf16"),
-        ("zero2_fp16.json", ZeroStage::Two, "fp16"),
+        ("zero0.json", ZeroStage::Zero, "f32", 4, (1e-3, 20)),
+        ("zero1.json", ZeroStage::One, "f32", 4, (1e-3, 20)),
+        ("zero2.json", ZeroStage::Two, "f32", 4, (1e-3, 20)),
+        ("zero3.json", ZeroStage::Three, "f32", 4, (1e-3, 20)),
+        ("zero3_bf16.json", ZeroStage::Three, "bf16", 4, (1e-3, 20)),
+        ("zero2_fp16.json", ZeroStage::Two, "fp16", 4, (1e-3, 20)),
+        ("zero2_cpu_offload.json", ZeroStage::Two, "f32", 4, (1e-3, 20)),
+        ("zero3_nvme.json", ZeroStage::Three, "f32", 4, (1e-3, 20)),
+        ("infinity.json", ZeroStage::Three, "bf16", 1, (3e-4, 5)),
     ];
-    for (name, stage, format) in table {
+    for (name, stage, format, micro, (lr, warmup_num_steps)) in table {
         for world_size in [1, 2, 4] {
             let config = Config::load(bundled(name), world_size).unwrap_or_else(|e| panic!("{e}"));
             assert_eq!(config.zero.stage, stage, "{name}");
-            assert_eq!(config.batch.train_batch_size, 4 * world_size);
-            assert_eq!((config.batch.train_micro_batch_size_per_gpu, config.batch.gradient_accumulation_steps), (4, 1));
+            assert_eq!(config.batch.train_batch_size, micro * world_size);
+            let batch = (config.batch.train_micro_batch_size_per_gpu, config.batch.gradient_accumulation_steps);
+            assert_eq!(batch, (micro, 1));
             let found = match config.precision {
                 Precision::F32 => "f32",
                 Precision::Bf16 { .. } => "bf16",
@@ -62,7 +66,7 @@ fn every_bundled_configuration_loads_without_notes_under_1_2_and_4_ranks() {
             };
             assert_eq!((found, notes(&config).as_str()), (format, ""), "{name}");
             let adam = AdamConfig {
-                lr: 1e-3,
+                lr,
                 betas: (0.9, 0.95),
                 eps: 1e-8,
                 weight_decay: 0.1,
@@ -74,8 +78,8 @@ fn every_bundled_configuration_loads_without_notes_under_1_2_and_4_ranks() {
                 config.scheduler,
                 Some(SchedulerConfig::WarmupLr {
                     warmup_min_lr: 0.0,
-                    warmup_max_lr: Some(1e-3),
-                    warmup_num_steps: 20,
+                    warmup_max_lr: Some(lr),
+                    warmup_num_steps,
                     warmup_type: WarmupType::Linear,
                 })
             );
