@@ -17,6 +17,7 @@ use crate::launch::RankEnv;
 use crate::memory::{ElementBytes, Ledger, MemoryReport};
 use crate::monitor::say;
 use crate::nn::draw_from;
+use crate::offload::{DiskAccess, Offload, OffloadReport};
 use crate::optim::{self, Optimizer, Schedule, StepContext};
 use crate::param::registry::{Holding, Registry};
 use crate::param::{ROOT, Source, fnv1a, lock};
@@ -102,6 +103,8 @@ pub struct StepTimings {
     pub step_ms: f64,
     /// Waiting for collectives, a part of the others.
     pub comm_ms: f64,
+    /// Waiting for files, a part of the others.
+    pub disk_ms: f64,
 }
 
 #[derive(Default)]
@@ -109,8 +112,8 @@ struct Clock {
     forward: Duration,
     backward: Duration,
     step: Duration,
-    /// Seconds waited for collectives until the last boundary.
-    waited: f64,
+    /// Seconds waited for collectives, and for files, until the last boundary.
+    waited: [f64; 2],
     last: StepTimings,
 }
 
@@ -121,6 +124,7 @@ pub struct EngineBuilder {
     device: Option<Device>,
     seed: Option<u64>,
     init_from: Option<PathBuf>,
+    disk_access: Option<DiskAccess>,
 }
 
 impl Engine<()> {
@@ -160,6 +164,13 @@ impl EngineBuilder {
         self
     }
 
+    /// How files of offloaded state are accessed. Default: what is fastest for their size.
+    #[must_use]
+    pub fn disk_access(mut self, access: DiskAccess) -> Self {
+        self.disk_access = Some(access);
+        self
+    }
+
     /// Builds the model and partitions it. Collective.
     ///
     /// # Errors
@@ -184,7 +195,7 @@ impl EngineBuilder {
                 Some(path) => Source::file(path)?,
                 None => Source::Random { seed: self.seed.unwrap_or(config.seed) },
             };
-            Engine::new(build, config, source, comm.clone(), device)
+            Engine::new(build, config, source, comm.clone(), device, self.disk_access)
         });
         engine.inspect_err(|e| comm.abort(&e.to_string()))
     }
@@ -210,6 +221,7 @@ impl<M> Engine<M> {
         source: Source,
         comm: Arc<dyn Communicator>,
         device: Device,
+        disk_access: Option<DiskAccess>,
     ) -> Result<Self> {
         let (rank, world_size) = (comm.rank(), comm.size());
         if rank == 0 {
@@ -224,22 +236,34 @@ impl<M> Engine<M> {
         let (ledger, link) = (Ledger::default(), Link::default());
         let weights = source.fingerprint();
         let sub_group_size = config.zero.sub_group_size;
-        let holding = Holding { rank, world_size, placement, dtype, device: device.clone(), sub_group_size };
+        let optimizer = config.optimizer.as_ref().map(optim::from_config);
+        let moments = optimizer.as_ref().map_or(&[][..], |o| o.state_names());
+        let plan = ReducePlan::new(&config, placement, world_size, dtype);
+        let offload = Offload::open(&config, moments, rank == 0, disk_access, &ledger)?;
+        let holding = Holding {
+            rank,
+            world_size,
+            placement,
+            dtype,
+            device: device.clone(),
+            sub_group_size,
+            grad_dtype: plan.accumulate,
+            moments,
+            offload: offload.clone(),
+        };
         let registry = Registry::new(holding, source, link.clone(), ledger.clone());
         let vb = VarBuilder::from_backend(Box::new(registry.clone()), dtype, device.clone());
         let model = building(&registry, || build(vb));
         let model = model.map_err(|e| registry.take_failure().unwrap_or_else(|| e.into()))?;
         let registered = registry.finish()?;
 
-        let plan = ReducePlan::new(&config, placement, world_size, dtype);
-        let recompute = config.activation_checkpointing;
-        let core = Core::new(comm, config.zero.clone(), plan, dtype, recompute, registered, ledger, &link);
-        core.check_same_on_all_ranks(&config, weights)?;
-        let optimizer = config.optimizer.as_ref().map(optim::from_config);
-        if let Some(optimizer) = &optimizer {
-            let count = optimizer.state_names().len();
-            lock(&core.groups).iter_mut().for_each(|g| g.allocate_moments(&core.ledger, count));
+        let access = offload.as_ref().map(|o| o.choose_access(world_size));
+        if let (0, Some(access)) = (rank, access) {
+            say(&format!("offload: files are read and written {access}"));
         }
+        let recompute = [config.activation_checkpointing, config.cpu_checkpointing];
+        let core = Core::new(comm, config.zero.clone(), plan, dtype, recompute, registered, ledger, offload, &link);
+        core.check_same_on_all_ranks(&config, weights)?;
         lock(&core.gather).refresh_persistent(&core)?;
         let base_lr = config.optimizer.as_ref().map_or(0.0, optim::base_lr);
         let schedule = match &config.scheduler {
@@ -376,7 +400,7 @@ impl<M> Engine<M> {
         }
         self.clock.step += start.elapsed();
         if self.is_gradient_accumulation_boundary() {
-            self.clock.boundary(self.core.comm.report().waited_s);
+            self.clock.boundary([self.core.comm.report().waited_s, self.offload_report().waited_s]);
             self.print();
         }
         self.micro_steps += 1;
@@ -479,6 +503,11 @@ impl<M> Engine<M> {
         MemoryReport::new(&core.ledger, self.config.zero.stage, self.world_size(), parameters, share, each)
     }
 
+    /// File access of this rank so far; zeros where nothing is offloaded to files.
+    pub fn offload_report(&self) -> OffloadReport {
+        self.core.offload.as_ref().map_or_else(OffloadReport::default, |o| o.report())
+    }
+
     /// Collectives of this rank so far.
     pub fn comm_report(&self) -> CommReport {
         self.core.comm.report()
@@ -561,20 +590,25 @@ impl<M> Engine<M> {
         if self.config.wall_clock_breakdown {
             let t = self.clock.last;
             let (f, b, s, c) = (t.forward_ms, t.backward_ms, t.step_ms, t.comm_ms);
-            say(&format!("time (ms) | forward {f:.2} | backward {b:.2} | step {s:.2} | of which waiting {c:.2}"));
+            let files =
+                if self.core.offload.is_some() { format!(", for files {:.2}", t.disk_ms) } else { String::new() };
+            say(&format!(
+                "time (ms) | forward {f:.2} | backward {b:.2} | step {s:.2} | of which waiting {c:.2}{files}"
+            ));
         }
     }
 }
 
 impl Clock {
-    /// An optimizer step is over; `waited` is the total of seconds waited for collectives.
-    fn boundary(&mut self, waited: f64) {
+    /// An optimizer step is over; `waited` are the totals of seconds waited for collectives and for files.
+    fn boundary(&mut self, waited: [f64; 2]) {
         let ms = |d: Duration| d.as_secs_f64() * 1e3;
         self.last = StepTimings {
             forward_ms: ms(self.forward),
             backward_ms: ms(self.backward),
             step_ms: ms(self.step),
-            comm_ms: (waited - self.waited) * 1e3,
+            comm_ms: (waited[0] - self.waited[0]) * 1e3,
+            disk_ms: (waited[1] - self.waited[1]) * 1e3,
         };
         *self = Self { waited, last: self.last, ..Self::default() };
     }

@@ -23,6 +23,58 @@ pub enum Error {
         source: std::io::Error,
     },
 
+    // ---- offload -----------------------------------------------------------------------------
+    /// `nvme_path` is no folder that state can be offloaded to.
+    #[error("cannot offload to {}: {problem}.", path.display())]
+    OffloadFolder {
+        /// `nvme_path`.
+        path: PathBuf,
+        /// What is wrong with it, and the mend.
+        problem: String,
+    },
+    /// Another job offloads to the same folder.
+    #[error(
+        "cannot offload to {}: a job that is running uses it already{}. Give each job a folder of its own as          nvme_path, or stop the other one.",
+        path.display(),
+        owner.map_or(String::new(), |pid| format!(" (process {pid})"))
+    )]
+    OffloadBusy {
+        /// `nvme_path`.
+        path: PathBuf,
+        /// The process that locked it, where the system says.
+        owner: Option<u32>,
+    },
+    /// The disk cannot hold what is to be offloaded.
+    #[error(
+        "cannot offload to {}: a rank's files need {needed} bytes, and {available} are there: {} bytes are missing. \
+         Free that space, or name a folder on a larger disk as nvme_path.",
+        path.display(),
+        needed.saturating_sub(*available)
+    )]
+    OffloadSpace {
+        /// `nvme_path`.
+        path: PathBuf,
+        /// Bytes of all files of this rank in that folder.
+        needed: u64,
+        /// Bytes that the file system can give to them.
+        available: u64,
+    },
+    /// A file of offloaded state could not be read, written or made larger.
+    #[error("cannot {action} the file of {what} in {}: {source}. {}", path.display(), mend_of(source))]
+    OffloadIo {
+        /// What was attempted, as a verb.
+        action: &'static str,
+        /// What the file holds.
+        what: &'static str,
+        /// `nvme_path`.
+        path: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// A thread for file access could not be started.
+    #[error("cannot start a thread for file access: {0}. Lower aio.queue_depth or aio.intra_op_parallelism.")]
+    OffloadThread(std::io::Error),
+
     // ---- configuration -----------------------------------------------------------------------
     /// The configuration file could not be read.
     #[error(
@@ -689,6 +741,16 @@ pub enum CommError {
     /// The communication thread is gone.
     #[error("the communication thread of this rank has ended after an earlier failure; the first error tells why")]
     ThreadEnded,
+}
+
+/// What to do about a file of offloaded state that fails.
+fn mend_of(source: &std::io::Error) -> &'static str {
+    match source.kind() {
+        std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded | std::io::ErrorKind::FileTooLarge => {
+            "Free space there, or name a folder on a larger disk as nvme_path"
+        }
+        _ => "Look at the disk's health, or name a folder on another one as nvme_path",
+    }
 }
 
 /// Whether a line is the first frame of a backtrace. Candle appends one to its messages where RUST_BACKTRACE is set.

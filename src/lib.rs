@@ -45,6 +45,7 @@ pub mod memory;
 pub mod models;
 pub mod monitor;
 pub mod nn;
+pub mod offload;
 pub mod optim;
 pub mod param;
 pub mod precision;

@@ -5,6 +5,7 @@
 
 use crate::layout::ZeroStage;
 use crate::precision::{Flat, FlatMut, FlatRef};
+use candle_core::Device;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -29,6 +30,24 @@ pub enum Kind {
     Gathered,
     /// Gradients on their way through a reduction, and updated weights on their way through a gather.
     Buckets,
+    /// Windows of the optimizer step, between files and the update.
+    Staging,
+    /// What recomputing units keep in a file until backward.
+    Activations,
+}
+
+/// Where a piece of model-state memory is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Tier {
+    /// Memory of the GPU that the model computes on.
+    Device,
+    /// Memory of the host.
+    Host,
+    /// Space reserved in files.
+    File,
+    /// The part of files that is mapped into memory at the moment.
+    Mapped,
 }
 
 impl Kind {
@@ -42,6 +61,8 @@ impl Kind {
             Self::Persistent => "persistent",
             Self::Gathered => "gathered",
             Self::Buckets => "buckets",
+            Self::Staging => "staging",
+            Self::Activations => "activations",
         }
     }
 }
@@ -55,54 +76,88 @@ pub struct Bytes {
     pub peak: usize,
 }
 
-/// Counts allocations by kind.
+/// Counts allocations by kind and tier.
 #[derive(Debug, Clone, Default)]
-pub struct Ledger(Arc<Mutex<BTreeMap<Kind, Bytes>>>);
+pub struct Ledger(Arc<Mutex<Entries>>);
+
+#[derive(Debug, Default)]
+struct Entries {
+    tiers: BTreeMap<(Kind, Tier), Bytes>,
+    /// Device and host together: their peaks need not be at the same time.
+    memory: BTreeMap<Kind, Bytes>,
+}
 
 /// One allocation in the ledger; dropped together with the memory that it stands for.
 #[derive(Debug)]
 pub struct Held {
     ledger: Ledger,
+    tier: Tier,
     kind: Kind,
     bytes: usize,
 }
 
 impl Ledger {
-    /// Enters `bytes` of `kind` until the result is dropped.
+    /// Enters `bytes` of `kind` in the host's memory until the result is dropped.
     #[must_use]
     pub fn hold(&self, kind: Kind, bytes: usize) -> Held {
-        self.change(kind, 0, bytes);
-        Held { ledger: self.clone(), kind, bytes }
+        self.hold_in(Tier::Host, kind, bytes)
     }
 
-    /// Held and peak bytes of `kind`.
+    /// Enters `bytes` of `kind` in `tier` until the result is dropped.
+    #[must_use]
+    pub fn hold_in(&self, tier: Tier, kind: Kind, bytes: usize) -> Held {
+        self.change(tier, kind, 0, bytes);
+        Held { ledger: self.clone(), tier, kind, bytes }
+    }
+
+    /// Held and peak bytes of `kind` in memory, device and host together.
     pub fn bytes(&self, kind: Kind) -> Bytes {
-        self.lock().get(&kind).copied().unwrap_or_default()
+        self.lock().memory.get(&kind).copied().unwrap_or_default()
     }
 
-    fn change(&self, kind: Kind, from: usize, to: usize) {
-        let mut kinds = self.lock();
-        let b = kinds.entry(kind).or_default();
-        b.held = b.held - from + to;
-        b.peak = b.peak.max(b.held);
+    /// Held and peak bytes of `kind` in `tier`.
+    pub fn bytes_in(&self, tier: Tier, kind: Kind) -> Bytes {
+        self.lock().tiers.get(&(kind, tier)).copied().unwrap_or_default()
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<Kind, Bytes>> {
+    fn change(&self, tier: Tier, kind: Kind, from: usize, to: usize) {
+        let mut entries = self.lock();
+        entries.tiers.entry((kind, tier)).or_default().change(from, to);
+        if matches!(tier, Tier::Device | Tier::Host) {
+            entries.memory.entry(kind).or_default().change(from, to);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Entries> {
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl Bytes {
+    fn change(&mut self, from: usize, to: usize) {
+        self.held = self.held - from + to;
+        self.peak = self.peak.max(self.held);
+    }
+}
+
+impl Tier {
+    /// Where tensors of `device` are.
+    pub fn of(device: &Device) -> Self {
+        if device.is_cpu() { Self::Host } else { Self::Device }
     }
 }
 
 impl Held {
     /// The allocation has now `bytes` bytes.
     pub fn resize(&mut self, bytes: usize) {
-        self.ledger.change(self.kind, self.bytes, bytes);
+        self.ledger.change(self.tier, self.kind, self.bytes, bytes);
         self.bytes = bytes;
     }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.ledger.change(self.kind, self.bytes, 0);
+        self.ledger.change(self.tier, self.kind, self.bytes, 0);
     }
 }
 
@@ -111,10 +166,18 @@ impl Drop for Held {
 pub struct MemoryRow {
     /// What for.
     pub kind: Kind,
-    /// Bytes held now, and at most.
+    /// Bytes in memory now, and at most: device and host together.
     #[serde(flatten)]
     pub bytes: Bytes,
-    /// Bytes by the formula (ZeRO, arXiv 1910.02054, section 5), where it says something.
+    /// Bytes in the memory of the GPU.
+    pub device: Bytes,
+    /// Bytes in the host's memory.
+    pub host: Bytes,
+    /// Bytes reserved in files.
+    pub file: Bytes,
+    /// Bytes of files that are mapped into memory, besides `bytes`.
+    pub mapped: Bytes,
+    /// Bytes by the formula (ZeRO, arXiv 1910.02054, section 5), where it says something: memory and files together.
     pub formula: Option<f64>,
     /// Bytes of padding in the shards, the difference between the formula and what is allocated.
     pub padding: f64,
@@ -153,13 +216,22 @@ impl MemoryReport {
         each: ElementBytes,
     ) -> Self {
         let placement = stage.placement();
+        let free = |kind| MemoryRow {
+            kind,
+            bytes: ledger.bytes(kind),
+            device: ledger.bytes_in(Tier::Device, kind),
+            host: ledger.bytes_in(Tier::Host, kind),
+            file: ledger.bytes_in(Tier::File, kind),
+            mapped: ledger.bytes_in(Tier::Mapped, kind),
+            formula: None,
+            padding: 0.0,
+        };
         let row = |kind, size: usize, sharded: bool| {
             let exact = parameters as f64 / if sharded { world_size as f64 } else { 1.0 };
             let padding = if sharded { share as f64 - exact } else { 0.0 };
             let size = size as f64;
-            MemoryRow { kind, bytes: ledger.bytes(kind), formula: Some(exact * size), padding: padding * size }
+            MemoryRow { formula: Some(exact * size), padding: padding * size, ..free(kind) }
         };
-        let free = |kind| MemoryRow { kind, bytes: ledger.bytes(kind), formula: None, padding: 0.0 };
         let rows = vec![
             row(Kind::Parameters, each.params, placement.params.is_sharded()),
             row(Kind::Gradients, each.grads, placement.grads.is_sharded()),
@@ -168,6 +240,8 @@ impl MemoryReport {
             free(Kind::Persistent),
             free(Kind::Gathered),
             free(Kind::Buckets),
+            free(Kind::Staging),
+            free(Kind::Activations),
         ];
         Self { stage: stage.number(), world_size, parameters, rows }
     }
@@ -187,12 +261,14 @@ impl fmt::Display for MemoryReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (psi, stage, world) = (self.parameters, self.stage, self.world_size);
         writeln!(f, "{psi} parameters at stage {stage} on {world} ranks; bytes of this rank:")?;
-        writeln!(f, "{:<15} {:>14} {:>14} {:>16} {:>12}", "kind", "held", "peak", "formula", "padding")?;
-        for (i, row) in self.rows.iter().enumerate() {
+        write!(f, "{:<15} {:>14} {:>14} {:>14} {:>14}", "kind", "device", "host", "peak in memory", "files")?;
+        write!(f, " {:>16} {:>12}", "formula", "padding")?;
+        for row in &self.rows {
             let formula = row.formula.map_or("-".into(), |b| format!("{b:.0}"));
-            let (held, peak, padding) = (row.bytes.held, row.bytes.peak, row.padding);
-            let end = if i + 1 == self.rows.len() { "" } else { "\n" };
-            write!(f, "{:<15} {held:>14} {peak:>14} {formula:>16} {padding:>12.0}{end}", row.kind.name())?;
+            let (device, host, peak) = (row.device.held, row.host.held, row.bytes.peak);
+            let (file, padding) = (row.file.held, row.padding);
+            write!(f, "\n{:<15} {device:>14} {host:>14} {peak:>14} {file:>14}", row.kind.name())?;
+            write!(f, " {formula:>16} {padding:>12.0}")?;
         }
         Ok(())
     }
@@ -215,6 +291,11 @@ impl Tracked {
     pub fn resize(&mut self, grow: impl FnOnce(&mut Flat)) {
         grow(&mut self.flat);
         self.held.resize(self.flat.capacity_in_bytes());
+    }
+
+    /// The raw bytes, writable.
+    pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        self.flat.as_bytes_mut()
     }
 
     pub fn slice(&self, range: Range<usize>) -> FlatRef<'_> {

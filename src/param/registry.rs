@@ -6,7 +6,8 @@
 use super::{Param, ROOT, Residency, Source, UnitId, capture, lock, residency};
 use crate::error::{Error, Result};
 use crate::layout::{Placement, shard_range};
-use crate::memory::{Kind, Ledger};
+use crate::memory::{Kind, Ledger, Tier};
+use crate::offload::Offload;
 use crate::precision::{Flat, FlatRef};
 use crate::zero::core::Link;
 use crate::zero::sub_group::{SubGroup, SubGroupBuilder};
@@ -17,7 +18,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex};
 
 /// What decides how a parameter is held.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(crate) struct Holding {
     pub rank: usize,
     pub world_size: usize,
@@ -25,6 +26,12 @@ pub(crate) struct Holding {
     pub dtype: DType,
     pub device: Device,
     pub sub_group_size: usize,
+    /// What gradients are accumulated in.
+    pub grad_dtype: DType,
+    /// Names of the optimizer's states.
+    pub moments: &'static [&'static str],
+    /// The files of what is offloaded.
+    pub offload: Option<Arc<Offload>>,
 }
 
 /// Collects the parameters of a model under construction.
@@ -96,7 +103,7 @@ impl Registry {
             return Err(Error::NoParameters);
         }
         inner.source.check_all_used(&params.iter().map(|p| p.name.as_str()).collect::<BTreeSet<_>>())?;
-        Ok(Registered { params, units: std::mem::take(&mut inner.units), groups: inner.groups.finish() })
+        Ok(Registered { params, units: std::mem::take(&mut inner.units), groups: inner.groups.finish()? })
     }
 }
 
@@ -123,8 +130,7 @@ impl Inner {
         let owned = if h.placement.optim.is_sharded() { shard } else { 0..numel };
         let own = &values[owned.start - made.start..owned.end - made.start];
         // In f32: the master weights begin with all digits of the source.
-        self.groups.push(id, numel, owned.clone(), FlatRef::F32(own));
-        let values = Flat::from_f32(values, dtype);
+        self.groups.push(id, numel, owned.clone(), FlatRef::F32(own))?;
 
         let tensor = |values| {
             let storage = residency::storage_on(&h.device, residency::to_storage(values))?;
@@ -136,7 +142,8 @@ impl Inner {
             residency::clear(&tensor)?;
             (tensor, Residency::Absent)
         } else {
-            let held = self.ledger.hold(Kind::Parameters, values.capacity_in_bytes());
+            let values = Flat::from_f32(values, dtype);
+            let held = self.ledger.hold_in(Tier::of(&h.device), Kind::Parameters, values.capacity_in_bytes());
             (tensor(values)?, Residency::Whole(held))
         };
         self.params.push(Param {

@@ -324,6 +324,11 @@ impl<'a> FlatMut<'a> {
         }
     }
 
+    /// Sets every element to zero.
+    pub fn fill_zero(&mut self) {
+        each!(FlatMut, self, v => v.fill(Default::default()))
+    }
+
     /// Copies `src` of equal length times `factor`; the product is formed in f32 and rounded once.
     pub fn copy_scaled(self, src: FlatRef<'_>, factor: f32) {
         if factor == 1.0 {

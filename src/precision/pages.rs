@@ -8,7 +8,7 @@ const MIN_BYTES: usize = 4 << 20;
 
 /// Asks for big pages behind the room of `v`. Only pages that are touched from now on can become big: call this on
 /// memory that was just allocated.
-pub(super) fn prefer_huge<T>(v: &mut Vec<T>) {
+pub(crate) fn prefer_huge<T>(v: &mut Vec<T>) {
     let bytes = v.capacity() * size_of::<T>();
     if bytes >= MIN_BYTES {
         advise(v.as_mut_ptr().cast(), bytes);

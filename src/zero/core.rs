@@ -12,7 +12,8 @@ use crate::config::ZeroConfig;
 use crate::error::{Error, Result};
 use crate::graph::Grad;
 use crate::layout::Placement;
-use crate::memory::Ledger;
+use crate::memory::{Ledger, Tier};
+use crate::offload::Offload;
 use crate::param::registry::Registered;
 use crate::param::{Param, ParamId, UnitId, lock, residency};
 use candle_core::DType;
@@ -25,7 +26,11 @@ pub(crate) struct Core {
     pub placement: Placement,
     pub zero: ZeroConfig,
     pub dtype: DType,
+    /// Where whole parameters are.
+    pub tensor_tier: Tier,
     pub ledger: Ledger,
+    /// The files of what is offloaded.
+    pub offload: Option<Arc<Offload>>,
     pub params: Vec<Param>,
     /// Sub-group and slot of each parameter.
     pub places: Vec<(usize, usize)>,
@@ -34,6 +39,8 @@ pub(crate) struct Core {
     pub gradients: Mutex<Gradients>,
     /// Every unit recomputes its forward in backward.
     pub recompute: bool,
+    /// What recomputing units keep leaves the model's memory.
+    pub cpu_checkpointing: bool,
     /// A model is only evaluated: nothing is recorded or kept.
     evaluating: AtomicBool,
     /// The first error inside an operation; Candle's own error type cannot carry it.
@@ -59,9 +66,10 @@ impl Core {
         zero: ZeroConfig,
         plan: ReducePlan,
         dtype: DType,
-        recompute: bool,
+        [recompute, cpu_checkpointing]: [bool; 2],
         registered: Registered,
         ledger: Ledger,
+        offload: Option<Arc<Offload>>,
         link: &Link,
     ) -> Arc<Self> {
         let Registered { params, units, groups } = registered;
@@ -71,20 +79,23 @@ impl Core {
                 places[slot.param] = (g, s);
             }
         }
-        let gather = Gatherer::new(&params, units.len(), &zero, comm.size());
+        let gather = Gatherer::new(&params, units.len(), &zero, comm.size(), offload.as_deref());
         let gradients = Gradients::new(plan, zero.reduce_bucket_size, params.len());
         let core = Arc::new(Self {
             comm,
             placement: zero.stage.placement(),
             zero,
             dtype,
+            tensor_tier: params.first().map_or(Tier::Host, |p| Tier::of(p.tensor.device())),
             ledger,
+            offload,
             params,
             places,
             groups: Mutex::new(groups),
             gather: Mutex::new(gather),
             gradients: Mutex::new(gradients),
             recompute,
+            cpu_checkpointing,
             evaluating: AtomicBool::new(false),
             failure: Mutex::new(None),
         });
@@ -136,7 +147,7 @@ impl Core {
     }
 
     /// Keeps `error` for the engine and gives Candle its text.
-    fn stash(&self, error: Error) -> candle_core::Error {
+    pub fn stash(&self, error: Error) -> candle_core::Error {
         let text = error.to_string();
         lock(&self.failure).get_or_insert(error);
         candle_core::Error::Msg(text)

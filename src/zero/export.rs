@@ -1,6 +1,7 @@
 //! Whole f32 parameters as a safetensors file, gathered one at a time and written by rank 0 as they come.
 
 use super::core::Core;
+use super::sub_group::Home;
 use crate::error::{Error, Result};
 use crate::layout::{shard_len, shard_range};
 use crate::param::{Param, lock, residency};
@@ -40,14 +41,21 @@ impl Core {
         let (group, slot) = self.places[param];
         let (group, slot) = (&groups[group], &groups[group].slots[slot]);
         let mut own = Flat::with_capacity(DType::F32, 0);
-        match (&group.master, &group.weights) {
-            (Some(share), _) | (None, Some(share)) => own.extend_cast(share.slice(slot.range())),
+        match group.master.as_ref().or(group.weights.as_ref()) {
+            Some(Home::Memory(share)) => own.extend_cast(share.slice(slot.range())),
+            Some(Home::File(share)) => {
+                own = Flat::zeros(DType::F32, slot.owned.len());
+                if let Some(offload) = &self.offload {
+                    own = offload.io.read(own, vec![share.piece(slot.range(), 0)]).wait()?;
+                }
+            }
             // f32 at stages 0 to 2: every rank holds the whole.
-            (None, None) => {
+            None => {
                 residency::with_view(&self.params[param].tensor, |whole| own.extend_cast(whole))?;
                 return Ok(own);
             }
         }
+        drop(groups);
         // Not a question of how much this rank owns: a parameter of one element lies on one rank alone.
         if world == 1 || !self.placement.optim.is_sharded() {
             return Ok(own);

@@ -6,17 +6,21 @@
 //!   backward   ... gather u1 | run u1, releasing each parameter when its gradient has arrived | gather u0 | ...
 //! ```
 //!
+//! Where shards lie in a file, a gather begins with reading them.
+//!
 //! From the second micro step on, while one unit runs the next ones are already on their way, as far as
 //! `stage3_prefetch_bucket_size` and `stage3_max_live_parameters` allow. Every decision depends on counts alone,
 //! never on time, so all ranks issue the same collectives in the same order.
 
 use super::core::Core;
 use super::parcel::Parcel;
+use super::sub_group::{Home, Slot};
 use super::trace::{Event, Trace};
 use crate::comm::Pending;
+use crate::config::ZeroConfig;
 use crate::error::Result;
-use crate::layout::shard_len;
 use crate::memory::{Held, Kind};
+use crate::offload::{Offload, Transfer};
 use crate::param::{Param, ParamId, ROOT, Residency, UnitId, lock, residency};
 use crate::precision::Flat;
 
@@ -29,8 +33,9 @@ pub(crate) struct Gatherer {
     trace: Trace,
     /// Elements of gathered parameters, without the persistent ones.
     live: usize,
-    /// Elements of gathers under way.
+    /// Elements of gathers under way, and at most of those ahead of use.
     in_flight: usize,
+    ahead: usize,
     /// Units of this micro step will run again in backward.
     recomputes: bool,
     /// Backwards that run inside of the engine's: a recomputing unit runs one of its own.
@@ -63,8 +68,17 @@ struct Bundle {
     numel: usize,
 }
 
-/// All-gathers of a bundle that are under way, one for each parcel.
-type Gathering = Vec<(Pending<Flat>, Held)>;
+/// The parcels of a bundle that are under way.
+type Gathering = Vec<(Way, Held)>;
+
+/// How far a parcel has come.
+enum Way {
+    /// This rank's shards are being read from a file. The all-gather begins when they are asked for, so that all ranks
+    /// issue it at the same point.
+    Reading(Transfer<Flat>),
+    /// The all-gather is under way.
+    Travelling(Pending<Flat>),
+}
 
 impl Bundle {
     fn new(params: Vec<ParamId>, all: &[Param], world_size: usize) -> Self {
@@ -73,32 +87,52 @@ impl Bundle {
         Self { params, parcels, numel }
     }
 
-    /// Begins the all-gathers of this rank's shares.
+    /// Begins the all-gathers of this rank's shares, or to read them.
     fn launch(&self, core: &Core) -> Gathering {
         let groups = lock(&core.groups);
-        let share = |parcel: &Parcel| {
+        let world = core.comm.size();
+        let launch = |parcel: &Parcel| {
             // Room for the chunks of all ranks: the others' arrive in the same buffer.
-            let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk * core.comm.size());
+            let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk * world);
+            let mut pieces = Vec::new();
             for p in &parcel.params {
                 let (group, slot) = core.places[*p];
-                let at = groups[group].slots[slot].at;
-                let weights = groups[group].weights.as_ref().expect("sharded parameters lie in their sub-group");
-                chunk.extend_cast(weights.slice(at..at + shard_len(core.params[*p].numel, core.comm.size())));
+                let Slot { at, len, .. } = groups[group].slots[slot];
+                match &groups[group].weights {
+                    Some(Home::Memory(weights)) => chunk.extend_cast(weights.slice(at..at + len)),
+                    Some(Home::File(weights)) => {
+                        pieces.push(weights.piece(at..at + len, chunk.len()));
+                        chunk.extend_zeros(len);
+                    }
+                    None => unreachable!("sharded parameters lie in their sub-group"),
+                }
             }
-            let bytes = parcel.chunk * core.comm.size() * core.dtype.size_in_bytes();
-            let held = core.ledger.hold(Kind::Gathered, bytes);
-            (core.comm.all_gather(chunk, core.tag(&parcel.params)), held)
+            let held = core.ledger.hold(Kind::Gathered, parcel.chunk * world * core.dtype.size_in_bytes());
+            let way = match &core.offload {
+                Some(offload) if !pieces.is_empty() => Way::Reading(offload.io.read(chunk, pieces)),
+                _ => Way::Travelling(core.comm.all_gather(chunk, core.tag(&parcel.params))),
+            };
+            (way, held)
         };
-        self.parcels.iter().map(share).collect()
+        self.parcels.iter().map(launch).collect()
     }
 
-    /// Waits for the all-gathers and puts the whole parameters into their tensors.
+    /// Waits for the parcels and puts the whole parameters into their tensors.
     fn install(&self, core: &Core, gathering: Gathering, kind: Kind) -> Result<()> {
-        for (parcel, (pending, held)) in self.parcels.iter().zip(gathering) {
+        // All of them travel before the first is waited for.
+        let travel = |(parcel, (way, held)): (&Parcel, (Way, Held))| {
+            let pending = match way {
+                Way::Reading(reading) => core.comm.all_gather(reading.wait()?, core.tag(&parcel.params)),
+                Way::Travelling(pending) => pending,
+            };
+            Ok((pending, held))
+        };
+        let travelling = self.parcels.iter().zip(gathering).map(travel).collect::<Result<Vec<_>>>()?;
+        for (parcel, (pending, held)) in self.parcels.iter().zip(travelling) {
             let chunks = pending.wait()?;
             drop(held);
             parcel.unpack(core, chunks, |param, whole| {
-                let held = core.ledger.hold(kind, whole.capacity_in_bytes());
+                let held = core.ledger.hold_in(core.tensor_tier, kind, whole.capacity_in_bytes());
                 residency::put(&param.tensor, whole)?;
                 *lock(&param.residency) = Residency::Whole(held);
                 Ok(())
@@ -129,7 +163,13 @@ fn release(param: &Param) -> Result<bool> {
 
 impl Gatherer {
     /// For parameters that are sharded; at stages 0 to 2 there is nothing to gather and every call is idle.
-    pub fn new(params: &[Param], num_units: usize, zero: &crate::config::ZeroConfig, world_size: usize) -> Self {
+    pub fn new(
+        params: &[Param],
+        num_units: usize,
+        zero: &ZeroConfig,
+        world_size: usize,
+        offload: Option<&Offload>,
+    ) -> Self {
         let sharded = zero.stage.placement().params.is_sharded();
         let mut persistent = Vec::new();
         let mut by_unit = vec![Vec::new(); num_units];
@@ -153,6 +193,10 @@ impl Gatherer {
             trace: Trace::default(),
             live: 0,
             in_flight: 0,
+            ahead: offload
+                .and_then(|o| o.params.as_ref())
+                .map_or(usize::MAX, |p| p.ahead)
+                .min(zero.prefetch_bucket_size),
             recomputes: false,
             depth: 0,
         }
@@ -265,7 +309,7 @@ impl Gatherer {
         if core.is_evaluating() || !core.zero.overlap_comm {
             return;
         }
-        let (bucket, max_live) = (core.zero.prefetch_bucket_size, core.zero.max_live_parameters);
+        let (bucket, max_live) = (self.ahead, core.zero.max_live_parameters);
         let coming: Vec<UnitId> = self.trace.coming().iter().map(|e| e.unit()).collect();
         for unit in coming {
             if !matches!(self.units[unit].state, State::Released) {
@@ -297,7 +341,12 @@ impl Gatherer {
         match std::mem::replace(state, State::Released) {
             State::InFlight(gathering) => {
                 self.in_flight -= bundle.numel;
-                gathering.into_iter().try_for_each(|(pending, _)| pending.wait().map(drop))
+                // What is only being read concerns no other rank.
+                let travelling = gathering.into_iter().filter_map(|(way, _)| match way {
+                    Way::Travelling(pending) => Some(pending),
+                    Way::Reading(_) => None,
+                });
+                travelling.into_iter().try_for_each(|pending| pending.wait().map(drop))
             }
             other => {
                 *state = other;

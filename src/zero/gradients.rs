@@ -13,6 +13,7 @@
 //! steps of sums over ranks. Only so do all stages add the same numbers in the same order, and give the same bits.
 
 use super::core::Core;
+use super::sub_group::{GradShare, Slot};
 use crate::comm::Pending;
 use crate::config::{Config, GradientOp};
 use crate::error::{Error, Result};
@@ -215,12 +216,12 @@ impl Gradients {
             let Some(Reduction { params, pending, held }) = self.in_flight.pop_front() else { break };
             let sum = pending.wait()?;
             drop(held);
-            self.accumulate(core, &params, sum);
+            self.accumulate(core, &params, sum)?;
         }
         Ok(())
     }
 
-    fn accumulate(&self, core: &Core, params: &[ParamId], sum: Flat) {
+    fn accumulate(&self, core: &Core, params: &[ParamId], mut sum: Flat) -> Result<()> {
         let (world, rank) = (core.comm.size(), core.comm.rank());
         let (offsets, chunk) = core.chunk_offsets(params);
         // The chunks that this rank keeps, and where they start in what it received.
@@ -230,40 +231,39 @@ impl Gradients {
             (false, _) => (0..world).map(|r| (r, r * chunk)).collect(),
         };
         let mut groups = lock(&core.groups);
-        if let ([param], [(_, start)]) = (params, &chunks[..1]) {
-            // A large parameter's pieces lie one after the other, as in its share.
+        for (param, offset) in params.iter().zip(offsets) {
             let (group, slot) = core.places[*param];
-            let len = groups[group].slot_len(slot);
-            let grads = &mut groups[group].grads[slot];
-            if grads.is_none() && sum.dtype() == self.plan.accumulate && *start == 0 && sum.len() >= len {
-                let mut sum = sum;
+            let group = &mut groups[group];
+            let Slot { owned, len, .. } = group.slots[slot].clone();
+            let known = group.take_grads(slot, core)?;
+            let fits = sum.dtype() == self.plan.accumulate && chunks[0].1 == 0 && sum.len() >= len;
+            if known.is_none() && params.len() == 1 && fits {
+                // A large parameter's pieces lie one after the other, as in its share.
                 sum.truncate(len);
                 sum.shrink_to_fit();
                 if self.plan.after != 1.0 {
                     sum.as_mut().scale(self.plan.after);
                 }
-                *grads = Some(Tracked::new(&core.ledger, Kind::Gradients, sum));
-                return;
+                group.put_grads(slot, Tracked::new(&core.ledger, Kind::Gradients, sum), core);
+                return Ok(());
             }
-        }
-        for (param, offset) in params.iter().zip(offsets) {
-            let (group, slot) = core.places[*param];
-            let owned = groups[group].slots[slot].owned.start;
-            let grads = groups[group].grads(slot, &core.ledger, self.plan.accumulate);
+            let mut grads = known.unwrap_or_else(|| group.zeroed_grads(slot, &core.ledger, self.plan.accumulate));
             for (r, start) in &chunks {
                 let shard = shard_range(core.params[*param].numel, world, *r);
                 let from = start + offset;
                 // A tail shard may be empty and lie at the end of the parameter.
-                let to = shard.start - owned;
+                let to = shard.start - owned.start;
                 let source = sum.slice(from..from + shard.len());
                 grads.slice_mut(to..to + shard.len()).add_scaled(source, self.plan.after);
             }
+            group.put_grads(slot, grads, core);
         }
+        Ok(())
     }
 
     /// After an optimizer step: no gradients.
     pub fn clear(&self, core: &Core) {
-        lock(&core.groups).iter_mut().for_each(|group| group.grads.iter_mut().for_each(|grads| *grads = None));
+        lock(&core.groups).iter_mut().for_each(|group| group.grads.fill_with(|| GradShare::Absent));
     }
 
     /// What gradients are accumulated in.

@@ -3,6 +3,7 @@
 //! | file | what |
 //! | --- | --- |
 //! | `unit.rs` | what is gathered and released together; recomputation |
+//! | `kept_input.rs` | what recomputation keeps, and where |
 //! | `core.rs` | the state of one rank, shared by engine and graph |
 //! | `sub_group.rs` | this rank's share of the model |
 //! | `gather.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
@@ -14,6 +15,7 @@ pub(crate) mod core;
 mod export;
 pub(crate) mod gather;
 pub(crate) mod gradients;
+mod kept_input;
 mod parcel;
 mod step;
 pub(crate) mod sub_group;

@@ -2,20 +2,23 @@
 //!
 //! ```text
 //!   vote (norm over all ranks, overflow) -> per sub-group: unscale, clip, update -> publish (all-gather; stages 1, 2)
+//!                                           (of what is in files: window by window)
 //! ```
 
 use super::core::Core;
 use super::parcel::Parcel;
-use super::sub_group::{Slot, SubGroup};
+use super::sub_group::{GradShare, Slot, SubGroup};
 use crate::comm::Pending;
 use crate::error::Result;
 use crate::layout::{BucketRule, PACKED_BELOW, shard_len, shard_range};
 use crate::memory::{Held, Kind};
+use crate::offload::{Pipeline, Plan, Transfer, Window, windows};
 use crate::optim::{Optimizer, StepContext};
 use crate::param::{ParamId, lock, residency};
-use crate::precision::{Flat, FlatMut, FlatRef, has_non_finite, sum_of_squares};
+use crate::precision::{Flat, FlatMut, sum_of_squares};
 use candle_core::DType;
 use std::collections::VecDeque;
+use std::ops::Range;
 
 /// Publications under way before the oldest is waited for.
 const IN_FLIGHT: usize = 2;
@@ -35,8 +38,14 @@ impl Core {
         let mut sum = 0f64;
         for group in lock(&self.groups).iter_mut() {
             for slot in 0..group.slots.len() {
-                group.grads(slot, &self.ledger, accumulate);
-                sum += sum_of_squares(self.own_gradient(group, slot));
+                if group.grad_file.is_none() && matches!(group.grads[slot], GradShare::Absent) {
+                    group.grads[slot] = GradShare::Memory(group.zeroed_grads(slot, &self.ledger, accumulate));
+                }
+                if let GradShare::File { writing, .. } = &mut group.grads[slot] {
+                    // A disk that fails is noticed before any weight has changed.
+                    writing.take().map_or(Ok(()), Transfer::written)?;
+                }
+                sum += self.squares(group, slot);
             }
         }
         let overflow = !loss_is_finite || !sum.is_finite();
@@ -51,50 +60,123 @@ impl Core {
     pub fn non_finite_gradient(&self) -> Option<&str> {
         let groups = lock(&self.groups);
         let mut slots = groups.iter().flat_map(|g| (0..g.slots.len()).map(move |s| (g, s)));
+        // A sum of squares is not finite exactly where an element is not.
         slots
-            .find(|(group, slot)| has_non_finite(self.own_gradient(group, *slot)))
+            .find(|(group, slot)| !self.squares(group, *slot).is_finite())
             .map(|(group, slot)| self.params[group.slots[slot].param].name.as_str())
     }
 
-    /// This rank's shard of a gradient.
-    fn own_gradient<'g>(&self, group: &'g SubGroup, slot: usize) -> FlatRef<'g> {
-        let Slot { param, owned, .. } = &group.slots[slot];
-        let shard = shard_range(self.params[*param].numel, self.comm.size(), self.comm.rank());
-        let grads = group.grads[slot].as_ref().expect("gradients were allocated by the vote");
-        grads.slice(shard.start - owned.start..shard.end - owned.start)
+    /// Sum of the squares of this rank's shard of a gradient.
+    fn squares(&self, group: &SubGroup, slot: usize) -> f64 {
+        match &group.grads[slot] {
+            GradShare::Absent => 0.0,
+            GradShare::Memory(grads) => sum_of_squares(grads.slice(self.own_part(&group.slots[slot]))),
+            GradShare::File { squares, .. } => *squares,
+        }
     }
 
-    /// Updates this rank's share, sub-group by sub-group, and publishes it where parameters are replicated.
+    /// This rank's shard of a parameter, counted from the first element that it owns.
+    pub fn own_part(&self, Slot { param, owned, .. }: &Slot) -> Range<usize> {
+        let shard = shard_range(self.params[*param].numel, self.comm.size(), self.comm.rank());
+        shard.start - owned.start..shard.end - owned.start
+    }
+
+    /// Updates this rank's share, sub-group by sub-group, and publishes it where parameters are replicated. Of what
+    /// lies in files, one window after the other is in memory.
     pub fn update(&self, optimizer: &dyn Optimizer, ctx: &StepContext) -> Result<()> {
         let publishes = self.placement.optim.is_sharded() && !self.placement.params.is_sharded();
         let mut publisher = Publisher::new(self.zero.allgather_bucket_size);
         let mut groups = lock(&self.groups);
+        let (window_len, mut pipeline) = self.pipeline(&groups);
         for group in groups.iter_mut() {
-            let SubGroup { slots, weights, master, grads, moments, .. } = group;
-            for (slot, grads) in slots.iter().zip(grads) {
-                let range = slot.range();
-                let grad = grads.as_ref().expect("gradients were allocated by the vote").slice(0..range.len());
-                let mut state: Vec<&mut [f32]> =
-                    moments.iter_mut().map(|m| as_f32(m.slice_mut(range.clone()))).collect();
-                let master = master.as_mut().map(|m| as_f32(m.slice_mut(range.clone())));
-                let apply = |weights: FlatMut<'_>| match (master, weights) {
-                    (Some(master), half) => optimizer.update(ctx, master, grad, &mut state, Some(half)),
-                    (None, FlatMut::F32(w)) => optimizer.update(ctx, w, grad, &mut state, None),
-                    (None, _) => unreachable!("16-bit parameters have master weights"),
+            let mut published = 0;
+            let in_files = group.has_files() && group.len > 0;
+            let ranges: Vec<_> = if in_files {
+                windows(group.len, window_len).collect()
+            } else {
+                std::iter::once(0..group.len).collect()
+            };
+            for range in ranges {
+                let mut window = match &mut pipeline {
+                    Some(pipeline) if in_files => Some(pipeline.next()?),
+                    _ => None,
                 };
-                match weights {
-                    Some(weights) => apply(weights.slice_mut(range)),
-                    None => residency::with_values(&self.params[slot.param].tensor, |whole| {
-                        apply(whole.slice_mut(slot.owned.clone()));
-                    })?,
+                self.update_window(optimizer, ctx, group, &range, window.as_mut())?;
+                if let (Some(pipeline), Some(window)) = (&mut pipeline, window) {
+                    pipeline.done(window)?;
                 }
-                if publishes {
+                let complete = group.slots[published..].iter().take_while(|s| s.range().end <= range.end);
+                for slot in complete.filter(|_| publishes) {
                     publisher.push(self, slot.param)?;
+                    published += 1;
                 }
             }
         }
         drop(groups);
+        pipeline.map_or(Ok(()), Pipeline::finish)?;
         publisher.finish(self)
+    }
+
+    /// The windows of all sub-groups that have something in files, and the length of one.
+    fn pipeline(&self, groups: &[SubGroup]) -> (usize, Option<Pipeline<'_>>) {
+        let Some(offload) = &self.offload else { return (usize::MAX, None) };
+        let largest = groups.iter().map(|g| g.len).max().unwrap_or(0);
+        let streams = groups.iter().map(|g| g.streams().len()).max().unwrap_or(0);
+        let window_len = offload.window_len(largest, streams);
+        let plan = groups.iter().flat_map(|group| {
+            let streams = group.streams();
+            let ranges = windows(if streams.is_empty() { 0 } else { group.len }, window_len);
+            ranges.map(move |range| Plan { range, streams: streams.clone() })
+        });
+        (window_len, Some(offload.pipeline(&self.ledger, plan.collect())))
+    }
+
+    /// Updates the elements `range` of a sub-group.
+    fn update_window(
+        &self,
+        optimizer: &dyn Optimizer,
+        ctx: &StepContext,
+        group: &mut SubGroup,
+        range: &Range<usize>,
+        mut window: Option<&mut Window>,
+    ) -> Result<()> {
+        let SubGroup { slots, weights, master, grads, moments, .. } = group;
+        for (slot, grads) in slots.iter().zip(grads) {
+            let part = slot.at.max(range.start)..slot.range().end.min(range.end);
+            if part.is_empty() {
+                continue;
+            }
+            let mut staged = window.as_mut().map_or([].iter_mut(), |w| w.staged.iter_mut());
+            let weights = weights.as_mut().map(|home| home.part(&mut staged, part.clone()));
+            let master = master.as_mut().map(|home| as_f32(home.part(&mut staged, part.clone())));
+            let mut state: Vec<&mut [f32]> =
+                moments.iter_mut().map(|home| as_f32(home.part(&mut staged, part.clone()))).collect();
+            let in_slot = part.start - slot.at..part.end - slot.at;
+            let mut from_file;
+            let grad = match grads {
+                GradShare::Memory(grads) => grads.slice(in_slot.clone()),
+                share => {
+                    from_file = staged.next().expect("gradients lie in the window").part(part.clone());
+                    if matches!(share, GradShare::Absent) {
+                        from_file.fill_zero();
+                    }
+                    from_file.as_ref()
+                }
+            };
+            let apply = |weights: FlatMut<'_>| match (master, weights) {
+                (Some(master), half) => optimizer.update(ctx, master, grad, &mut state, Some(half)),
+                (None, FlatMut::F32(w)) => optimizer.update(ctx, w, grad, &mut state, None),
+                (None, _) => unreachable!("16-bit parameters have master weights"),
+            };
+            match weights {
+                Some(weights) => apply(weights),
+                None => residency::with_values(&self.params[slot.param].tensor, |whole| {
+                    let start = slot.owned.start + in_slot.start;
+                    apply(whole.slice_mut(start..start + in_slot.len()));
+                })?,
+            }
+        }
+        Ok(())
     }
 }
 

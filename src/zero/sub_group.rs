@@ -1,7 +1,7 @@
 //! This rank's share of the model, sub-group by sub-group: what the optimizer works through.
 //!
-//! A sub-group is a run of parameters whose shares lie one after the other in flat buffers, one buffer per kind of
-//! state. The optimizer step, and whatever brings states in and out of memory, goes from sub-group to sub-group.
+//! A sub-group is a run of parameters whose shares lie one after the other, in one buffer or one part of a file per
+//! kind of state. The optimizer step goes from sub-group to sub-group.
 //!
 //! | | stage 0 | stages 1, 2 | stage 3 |
 //! |---|---|---|---|
@@ -10,14 +10,19 @@
 //! | `master` | 16-bit only | 16-bit only | 16-bit only |
 //! | `grads`, `moments` | whole | shards | shards |
 //!
-//! Gradients have a buffer per parameter: the one that a large gradient was reduced in.
+//! Where nothing is offloaded to files, all of it is in memory. `offload_param` moves `weights`, `offload_optimizer` the
+//! others. Gradients have a buffer per parameter: the one that a large gradient was reduced in.
 
+use super::core::Core;
+use crate::error::{Error, Result};
 use crate::layout::{SubGroups, shard_len};
 use crate::memory::{Kind, Ledger, Tracked};
+use crate::offload::{Extent, Offload, STEP, Staged, Stream, Transfer};
 use crate::param::ParamId;
 use crate::param::registry::Holding;
-use crate::precision::{Flat, FlatRef};
+use crate::precision::{Flat, FlatMut, FlatRef, sum_of_squares};
 use candle_core::DType;
+use std::collections::VecDeque;
 use std::ops::Range;
 
 /// Where the owned part of one parameter lies in its sub-group.
@@ -26,114 +31,320 @@ pub(crate) struct Slot {
     pub param: ParamId,
     /// Elements of the whole parameter that this rank owns.
     pub owned: Range<usize>,
-    /// Offset of the first of them in the sub-group's buffers.
+    /// Offset of the first of them in the sub-group.
     pub at: usize,
+    /// Elements of a rank's share of the parameter, the padding of the last ranks included.
+    pub len: usize,
 }
 
 impl Slot {
-    /// The owned elements in the sub-group's buffers, without padding.
+    /// The owned elements in the sub-group, without padding.
     pub fn range(&self) -> Range<usize> {
         self.at..self.at + self.owned.len()
     }
 }
 
+/// Where one kind of state of a sub-group lies.
+pub(crate) enum Home {
+    /// In memory, all of it.
+    Memory(Tracked),
+    /// In a file; in memory only what the step is working on.
+    File(Extent),
+}
+
+impl Home {
+    /// The place in a file.
+    pub fn file(&self) -> Option<&Extent> {
+        match self {
+            Self::Memory(_) => None,
+            Self::File(extent) => Some(extent),
+        }
+    }
+
+    /// Elements `range` of the sub-group: of memory, or of the next of the states that are `staged`.
+    pub fn part<'a>(&'a mut self, staged: &mut std::slice::IterMut<'a, Staged>, range: Range<usize>) -> FlatMut<'a> {
+        match self {
+            Self::Memory(buffer) => buffer.slice_mut(range),
+            Self::File(_) => staged.next().expect("a window has all states that lie in files").part(range),
+        }
+    }
+}
+
+/// This rank's gradient of one parameter.
+pub(crate) enum GradShare {
+    /// None has arrived since the last step.
+    Absent,
+    /// In memory.
+    Memory(Tracked),
+    /// In the sub-group's gradient file, or on its way there.
+    File {
+        /// The way there, until it has been waited for.
+        writing: Option<Transfer<Tracked>>,
+        /// Sum of the squares of this rank's shard.
+        squares: f64,
+    },
+}
+
 /// One sub-group of this rank's share.
-#[derive(Debug)]
 pub(crate) struct SubGroup {
     pub slots: Vec<Slot>,
-    /// Elements in each buffer, padding included.
+    /// Elements of each kind of state, padding included.
     pub len: usize,
-    pub weights: Option<Tracked>,
-    pub master: Option<Tracked>,
-    /// Per slot; `None` where no gradient has arrived since the buffer was given back.
-    pub grads: Vec<Option<Tracked>>,
-    pub moments: Vec<Tracked>,
+    pub weights: Option<Home>,
+    pub master: Option<Home>,
+    /// Per slot.
+    pub grads: Vec<GradShare>,
+    /// Where gradients lie, if not in memory.
+    pub grad_file: Option<Extent>,
+    pub moments: Vec<Home>,
 }
 
 /// Lays out sub-groups while parameters are registered.
 pub(crate) struct SubGroupBuilder {
     rule: SubGroups,
-    world_size: usize,
-    dtype: DType,
-    params_sharded: bool,
-    optim_sharded: bool,
+    holding: Holding,
     ledger: Ledger,
     done: Vec<SubGroup>,
     open: Option<SubGroup>,
+    /// Elements of weights that stay in memory while others are offloaded.
+    weights_in_memory: usize,
+    /// Initial values on their way to files.
+    writing: VecDeque<Transfer<Flat>>,
+    /// A file could not get the space that it asked for: the rest is only counted.
+    too_small: bool,
 }
+
+/// Elements of initial values that are written together.
+const PIECE: usize = 1 << 20;
+
+/// Pieces under way before the oldest is waited for.
+const IN_FLIGHT: usize = 8;
 
 impl SubGroupBuilder {
     pub fn new(holding: &Holding, ledger: Ledger) -> Self {
         Self {
             rule: SubGroups::new(holding.sub_group_size),
-            world_size: holding.world_size,
-            dtype: holding.dtype,
-            params_sharded: holding.placement.params.is_sharded(),
-            optim_sharded: holding.placement.optim.is_sharded(),
+            holding: holding.clone(),
             ledger,
             done: Vec::new(),
             open: None,
+            weights_in_memory: 0,
+            writing: VecDeque::new(),
+            too_small: false,
         }
     }
 
     /// Adds a parameter of `numel` elements of which this rank owns `owned`, with those elements' initial values.
-    pub fn push(&mut self, param: ParamId, numel: usize, owned: Range<usize>, values: FlatRef<'_>) {
-        let len = if self.optim_sharded { shard_len(numel, self.world_size) } else { numel };
-        let padding = len - owned.len();
-        let buffer = |present: bool, kind, dtype| {
-            present.then(|| Tracked::new(&self.ledger, kind, Flat::with_capacity(dtype, 0)))
-        };
-        let group = self.open.get_or_insert_with(|| SubGroup {
-            slots: Vec::new(),
-            len: 0,
-            weights: buffer(self.params_sharded, Kind::Parameters, self.dtype),
-            master: buffer(self.dtype != DType::F32, Kind::MasterWeights, DType::F32),
-            grads: Vec::new(),
-            moments: Vec::new(),
-        });
-        for buffer in [&mut group.weights, &mut group.master].into_iter().flatten() {
-            // Exact: a large buffer grows in place (the allocator remaps its pages), and spare room would be waste.
-            buffer.resize(|flat| {
-                flat.reserve_exact(len);
-                flat.extend_cast(values);
-                flat.extend_zeros(padding);
-            });
+    pub fn push(&mut self, param: ParamId, numel: usize, owned: Range<usize>, values: FlatRef<'_>) -> Result<()> {
+        let shard = shard_len(numel, self.holding.world_size);
+        let share = if self.holding.placement.optim.is_sharded() { shard } else { numel };
+        // In files a parameter's share begins where a request may begin.
+        let len = if self.holding.offload.is_some() { share.next_multiple_of(STEP) } else { share };
+        self.choose_home_of_weights(len);
+        let mut group = self.open.take().unwrap_or_else(|| self.empty_group());
+        let at = group.len;
+        for home in [&group.weights, &group.master].into_iter().flatten() {
+            if let Home::File(extent) = home {
+                self.grow(extent, len)?;
+                self.write(extent, at, values)?;
+            }
         }
-        group.slots.push(Slot { param, owned, at: group.len });
-        group.grads.push(None);
+        for home in [&mut group.weights, &mut group.master].into_iter().flatten() {
+            if let Home::Memory(buffer) = home {
+                // Exact: a large buffer grows in place (the allocator remaps its pages), and spare room would be waste.
+                buffer.resize(|flat| {
+                    flat.reserve_exact(len);
+                    flat.extend_cast(values);
+                    flat.extend_zeros(len - values.len());
+                });
+            }
+        }
+        group.slots.push(Slot { param, owned, at, len: share });
+        group.grads.push(GradShare::Absent);
         group.len += len;
+        self.open = Some(group);
         // The rule counts shares at every stage, so that groups are the same at every stage.
-        if self.rule.push(shard_len(numel, self.world_size)) {
+        if self.rule.push(shard) {
             self.close();
         }
+        Ok(())
+    }
+
+    /// With `max_in_cpu`, the first weights stay in memory. A sub-group's have one home, so where they change it, a new
+    /// one begins.
+    fn choose_home_of_weights(&mut self, len: usize) {
+        let Some(file) = self.holding.offload.as_ref().and_then(|o| o.params.as_ref()) else { return };
+        if self.weights_in_memory == usize::MAX {
+            return;
+        }
+        match self.weights_in_memory.checked_add(len).filter(|total| *total <= file.in_memory) {
+            Some(total) => self.weights_in_memory = total,
+            None => {
+                self.weights_in_memory = usize::MAX;
+                self.close();
+                self.rule = SubGroups::new(self.holding.sub_group_size);
+            }
+        }
+    }
+
+    fn empty_group(&self) -> SubGroup {
+        let Holding { placement, dtype, offload, .. } = &self.holding;
+        let memory = |kind, dtype| Home::Memory(Tracked::new(&self.ledger, kind, Flat::with_capacity(dtype, 0)));
+        let params = offload.as_ref().and_then(|o| o.params.as_ref()).filter(|_| self.weights_in_memory == usize::MAX);
+        let weights = || match params {
+            Some(file) => Home::File(Extent::at_end_of(&file.arena, *dtype)),
+            None => memory(Kind::Parameters, *dtype),
+        };
+        let master = || match offload.as_ref().and_then(|o| o.optimizer.as_ref()?.master.as_ref()) {
+            Some(arena) => Home::File(Extent::at_end_of(arena, DType::F32)),
+            None => memory(Kind::MasterWeights, DType::F32),
+        };
+        SubGroup {
+            slots: Vec::new(),
+            len: 0,
+            weights: placement.params.is_sharded().then(weights),
+            master: (*dtype != DType::F32).then(master),
+            grads: Vec::new(),
+            grad_file: None,
+            moments: Vec::new(),
+        }
+    }
+
+    /// Reserves `count` more elements.
+    fn grow(&mut self, extent: &Extent, count: usize) -> Result<()> {
+        if self.too_small {
+            extent.ask_for(count);
+            return Ok(());
+        }
+        match extent.grow(count) {
+            Err(Error::OffloadSpace { .. }) => {
+                self.too_small = true;
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    /// Begins to write `values` from element `at` on.
+    fn write(&mut self, extent: &Extent, at: usize, values: FlatRef<'_>) -> Result<()> {
+        let Some(offload) = self.holding.offload.as_ref().filter(|_| !self.too_small) else { return Ok(()) };
+        for start in (0..values.len()).step_by(PIECE) {
+            let part = values.slice(start..values.len().min(start + PIECE));
+            let mut piece = Flat::with_capacity(extent.dtype(), part.len());
+            piece.extend_cast(part);
+            let place = extent.piece(at + start..at + start + part.len(), 0);
+            self.writing.push_back(offload.io.write(piece, vec![place]));
+            if self.writing.len() > IN_FLIGHT {
+                self.writing.pop_front().map_or(Ok(()), Transfer::written)?;
+            }
+        }
+        Ok(())
     }
 
     fn close(&mut self) {
         self.done.extend(self.open.take());
     }
 
-    pub fn finish(&mut self) -> Vec<SubGroup> {
+    /// Ends the layout: reserves the files of gradients and moments, and allocates what stays in memory.
+    ///
+    /// # Errors
+    /// [`Error::OffloadSpace`] with all bytes that are needed.
+    pub fn finish(&mut self) -> Result<Vec<SubGroup>> {
         self.close();
-        std::mem::take(&mut self.done)
+        let mut groups = std::mem::take(&mut self.done);
+        self.writing.drain(..).try_for_each(Transfer::written)?;
+        let offload = self.holding.offload.clone();
+        let optimizer = offload.as_ref().and_then(|o| o.optimizer.as_ref());
+        // DeepSpeed's rule for `ratio`: of n sub-groups, the first (1 - ratio) n stay.
+        let stay = optimizer.map_or(groups.len(), |o| ((1.0 - o.settings.ratio) * groups.len() as f64) as usize);
+        for (i, group) in groups.iter_mut().enumerate() {
+            match optimizer.filter(|_| i >= stay) {
+                Some(files) => {
+                    let extent = |arena, dtype| Extent::at_end_of(arena, dtype);
+                    let grads = extent(&files.gradients, self.holding.grad_dtype);
+                    let moments: Vec<Extent> = files.moments.iter().map(|a| extent(a, DType::F32)).collect();
+                    for extent in moments.iter().chain([&grads]) {
+                        self.grow(extent, group.len)?;
+                    }
+                    group.grad_file = Some(grads);
+                    group.moments = moments.into_iter().map(Home::File).collect();
+                }
+                None => {
+                    if let (Some(offload), false) = (&offload, self.too_small) {
+                        group.bring_master_to_memory(offload, &self.ledger)?;
+                    }
+                    let zeros = || Tracked::new(&self.ledger, Kind::Moments, Flat::zeros(DType::F32, group.len));
+                    group.moments = (0..self.holding.moments.len()).map(|_| Home::Memory(zeros())).collect();
+                }
+            }
+        }
+        match offload.filter(|_| self.too_small) {
+            Some(offload) => Err(offload.too_small()),
+            None => Ok(groups),
+        }
     }
 }
 
 impl SubGroup {
-    /// Allocates `count` zeroed optimizer states.
-    pub fn allocate_moments(&mut self, ledger: &Ledger, count: usize) {
-        let zeros = || Tracked::new(ledger, Kind::Moments, Flat::zeros(DType::F32, self.len));
-        self.moments = (0..count).map(|_| zeros()).collect();
+    fn bring_master_to_memory(&mut self, offload: &Offload, ledger: &Ledger) -> Result<()> {
+        let Some(Home::File(extent)) = &self.master else { return Ok(()) };
+        let values = Tracked::new(ledger, Kind::MasterWeights, Flat::zeros(DType::F32, self.len));
+        let values = offload.io.read(values, vec![extent.piece(0..self.len, 0)]).wait()?;
+        extent.give_back(self.len);
+        self.master = Some(Home::Memory(values));
+        Ok(())
     }
 
-    /// Elements of a slot, padding included.
-    pub fn slot_len(&self, slot: usize) -> usize {
-        self.slots.get(slot + 1).map_or(self.len, |next| next.at) - self.slots[slot].at
+    /// Takes a gradient out, to be added to and put back; nothing where none has arrived.
+    pub fn take_grads(&mut self, slot: usize, core: &Core) -> Result<Option<Tracked>> {
+        match (std::mem::replace(&mut self.grads[slot], GradShare::Absent), &self.grad_file, &core.offload) {
+            (GradShare::Memory(grads), ..) => Ok(Some(grads)),
+            (GradShare::File { writing, .. }, Some(file), Some(offload)) => {
+                writing.map_or(Ok(()), Transfer::written)?;
+                let Slot { at, len, .. } = self.slots[slot];
+                let room = Tracked::new(&core.ledger, Kind::Gradients, Flat::zeros(file.dtype(), len));
+                offload.io.read(room, vec![file.piece(at..at + len, 0)]).wait().map(Some)
+            }
+            _ => Ok(None),
+        }
     }
 
-    /// The gradient buffer of a slot (its owned elements and padding), zeroed where there was none.
-    pub fn grads(&mut self, slot: usize, ledger: &Ledger, dtype: DType) -> &mut Tracked {
-        let len = self.slot_len(slot);
-        let zeros = || Tracked::new(ledger, Kind::Gradients, Flat::zeros(dtype, len));
-        self.grads[slot].get_or_insert_with(zeros)
+    /// A gradient is complete as far as this micro step goes: it stays in memory, or begins its way to the file.
+    pub fn put_grads(&mut self, slot: usize, grads: Tracked, core: &Core) {
+        self.grads[slot] = match (&self.grad_file, &core.offload) {
+            (Some(file), Some(offload)) => {
+                let Slot { at, len, .. } = self.slots[slot];
+                // Now, while it is in memory. The last micro step's is what counts.
+                let squares = sum_of_squares(grads.slice(core.own_part(&self.slots[slot])));
+                let piece = file.piece(at..at + len, 0);
+                let writing = Some(offload.io.write_and_drop(grads, vec![piece]));
+                GradShare::File { writing, squares }
+            }
+            _ => GradShare::Memory(grads),
+        };
+    }
+
+    /// The gradient buffer of a slot (its owned elements and padding), zeroed where none has arrived.
+    pub fn zeroed_grads(&self, slot: usize, ledger: &Ledger, dtype: DType) -> Tracked {
+        Tracked::new(ledger, Kind::Gradients, Flat::zeros(dtype, self.slots[slot].len))
+    }
+
+    /// Whether a step has to bring anything in.
+    pub fn has_files(&self) -> bool {
+        let homes = self.weights.iter().chain(&self.master).chain(&self.moments);
+        self.grad_file.is_some() || homes.into_iter().any(|home| home.file().is_some())
+    }
+
+    /// What a window of the step brings in from files and back, in the order in which [`Home::part`] asks for it:
+    /// weights, master weights, moments, gradients.
+    pub fn streams(&self) -> Vec<Stream> {
+        let changes = |home: &Home| home.file().map(|e| Stream { extent: e.clone(), reads: true, writes: true });
+        // 16-bit weights are made anew from the master weights.
+        let made_anew = self.master.is_some();
+        let weights = self.weights.as_ref().and_then(changes).map(|s| Stream { reads: !made_anew, ..s });
+        let master = self.master.as_ref().and_then(changes);
+        let moments = self.moments.iter().filter_map(changes);
+        let grads = self.grad_file.clone().map(|extent| Stream { extent, reads: true, writes: false });
+        weights.into_iter().chain(master).chain(moments).chain(grads).collect()
     }
 }

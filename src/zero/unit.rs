@@ -11,6 +11,7 @@
 //! A unit may recompute (activation checkpointing): forward keeps only its input, and backward runs forward again.
 
 use super::core::{Core, Link};
+use super::kept_input::KeptInput;
 use super::trace::Event;
 use crate::graph::prepared::{copy_of, prepared};
 use crate::graph::{Grad, Inputs, Value, node_of, once, without_gradients};
@@ -112,13 +113,13 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
             core.will_recompute();
             let draws = draws();
             let (storage, shape) = copy_of(&without_gradients(|| self.run(id, &core, &x.detach()))?)?;
-            let (unit, input) = (self.clone(), x.detach());
+            let (unit, input, device) = (self.clone(), core.keep_input(x)?, x.device().clone());
             return Inputs::of([Some(x)])?.result(
                 "recompute-unit",
                 Value(storage),
                 shape.clone(),
                 move |grad, [to_x]| {
-                    let grad = grad.into_tensor(&shape, input.device())?;
+                    let grad = grad.into_tensor(&shape, &device)?;
                     match draw_from(draws, || unit.run_again(&input, &grad))? {
                         Some(grad) => to_x.give(Grad::Shared(grad)),
                         None => Ok(()),
@@ -173,10 +174,15 @@ impl<M: Module> Unit<M> {
         Ok(y)
     }
 
-    /// The gradient of the input `x` by the output's gradient, from a second forward and a backward of its own.
-    fn run_again(&self, x: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+    /// The gradient of the input by the output's gradient, from a second forward and a backward of its own.
+    fn run_again(&self, input: &KeptInput, grad: &Tensor) -> Result<Option<Tensor>> {
+        let Some((id, _, core)) = self.core() else {
+            candle_core::bail!(
+                "a unit that recomputes was differentiated after its engine was dropped; keep the engine"
+            )
+        };
         let backward = || {
-            let input = Var::from_tensor(&x.detach())?;
+            let input = Var::from_tensor(&core.kept_input(input)?)?;
             let y = self.inner.forward(input.as_tensor())?;
             // A scalar whose derivative by y is `grad`: its backward seeds the graph with it.
             let zero = storage_on(y.device(), to_storage(Flat::zeros(y.dtype(), 1)))?;
@@ -184,12 +190,12 @@ impl<M: Module> Unit<M> {
             let seed = prepared("seed", &y, (zero, Shape::from(())), move |_, _| Ok(Some(grad.clone())))?;
             Ok(once(|| seed.backward())?.remove(input.as_tensor()))
         };
-        match self.core().filter(|(_, _, core)| core.placement.params.is_sharded()) {
-            Some((id, _, core)) => core.nested(|| {
-                core.enter(Event::Backward(id))?;
-                backward()
-            }),
-            None => backward(),
+        if !core.placement.params.is_sharded() {
+            return backward();
         }
+        core.nested(|| {
+            core.enter(Event::Backward(id))?;
+            backward()
+        })
     }
 }

@@ -7,7 +7,7 @@ use candle_zero::comm::{CommReport, threads};
 use candle_zero::memory::MemoryReport;
 use candle_zero::nn::{Conv1D, Embedding, LayerNorm, causal_attention, cross_entropy, gelu_tanh};
 use candle_zero::zero::{Unit, unit};
-use candle_zero::{Engine, Error};
+use candle_zero::{Engine, EngineBuilder, Error};
 use serde_json::{Value, json};
 
 pub const VOCAB: usize = 37;
@@ -128,7 +128,18 @@ pub fn config(stage: u8, accumulation: usize, zero: Value, more: Value) -> Value
 
 /// Trains the tiny model for `steps` optimizer steps on every rank of `world`, on the CPU.
 pub fn train(world: usize, shape: Shape, config: &Value, steps: usize) -> Vec<Outcome> {
-    train_on(|| Ok(Device::Cpu), world, shape, config, steps)
+    train_with(world, shape, config, steps, |builder| builder)
+}
+
+/// The same with more said to the engine's builder.
+pub fn train_with(
+    world: usize,
+    shape: Shape,
+    config: &Value,
+    steps: usize,
+    more: impl Fn(EngineBuilder) -> EngineBuilder + Sync,
+) -> Vec<Outcome> {
+    train_as(|builder| Ok(more(builder.device(Device::Cpu))), world, shape, config, steps)
 }
 
 /// The same on a device of each rank's own.
@@ -139,11 +150,21 @@ pub fn train_on(
     config: &Value,
     steps: usize,
 ) -> Vec<Outcome> {
+    train_as(|builder| Ok(builder.device(device()?)), world, shape, config, steps)
+}
+
+fn train_as(
+    builder: impl Fn(EngineBuilder) -> Result<EngineBuilder> + Sync,
+    world: usize,
+    shape: Shape,
+    config: &Value,
+    steps: usize,
+) -> Vec<Outcome> {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
     let outcomes = threads::run(world, |comm| {
         let rank = comm.rank();
-        let builder = Engine::builder().communicator(comm).device(device()?);
+        let builder = builder(Engine::builder().communicator(comm))?;
         let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config.clone())?;
         let accumulation = engine.config().batch.gradient_accumulation_steps;
         let (mut losses, mut norms) = (vec![], vec![]);

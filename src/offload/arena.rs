@@ -1,0 +1,261 @@
+//! One file of offloaded state: space is reserved at its end, and every place is read and written in blocks.
+//!
+//! The file has no name. It is gone with the process, however that ends, and nobody else can cut it short: reserved
+//! space stays, and a mapped page of it is always there.
+
+use super::access::DiskAccess;
+use super::aligned::Aligned;
+use super::folder::Folder;
+use super::io::Piece;
+use crate::error::{Error, Result};
+use crate::memory::{Held, Kind, Ledger, Tier};
+use candle_core::DType;
+use memmap2::{MmapOptions, MmapRaw};
+use rustix::fs::FallocateFlags;
+use std::fs::{File, OpenOptions};
+use std::io::{Error as IoError, ErrorKind};
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::sync::{Arc, Mutex};
+
+/// Offsets and lengths in files, and memory for direct access, are multiples of this many bytes.
+pub(crate) const ALIGN: usize = 4096;
+
+/// A file under `nvme_path`.
+#[derive(Debug)]
+pub(crate) struct Arena {
+    folder: Arc<Folder>,
+    kind: Kind,
+    name: &'static str,
+    cached: File,
+    /// The same file, around the page cache, where the file system allows that.
+    direct: Option<File>,
+    reserved: Mutex<Reserved>,
+    ledger: Ledger,
+}
+
+#[derive(Debug)]
+struct Reserved {
+    /// Length of the file.
+    bytes: u64,
+    given_back: u64,
+    held: Held,
+    /// The file as it was when it was last mapped.
+    map: Option<Arc<MmapRaw>>,
+}
+
+impl Arena {
+    /// An empty file for `kind`; `name` is for messages.
+    pub fn create(folder: &Arc<Folder>, kind: Kind, name: &'static str, ledger: &Ledger) -> Result<Arc<Self>> {
+        let cached = folder.unnamed_file()?;
+        // A path of its own to the same file: the flag would otherwise hold for both.
+        let again = format!("/proc/self/fd/{}", cached.as_raw_fd());
+        let flags = rustix::fs::OFlags::DIRECT.bits().cast_signed();
+        let direct = OpenOptions::new().read(true).write(true).custom_flags(flags).open(again).ok();
+        let held = ledger.hold_in(Tier::File, kind, 0);
+        Ok(Arc::new(Self {
+            folder: folder.clone(),
+            kind,
+            name,
+            cached,
+            direct,
+            reserved: Mutex::new(Reserved { bytes: 0, given_back: 0, held, map: None }),
+            ledger: ledger.clone(),
+        }))
+    }
+
+    /// Reserves `bytes` more at the end and returns where they begin. They read as zeros.
+    pub fn reserve(&self, bytes: usize) -> Result<u64> {
+        assert!(bytes.is_multiple_of(ALIGN), "files grow by whole pages");
+        let mut reserved = crate::param::lock(&self.reserved);
+        let start = reserved.bytes;
+        let len = bytes as u64;
+        if bytes == 0 {
+            return Ok(start);
+        }
+        self.folder.ask_for(len);
+        match rustix::fs::fallocate(&self.cached, FallocateFlags::empty(), start, len) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::OPNOTSUPP) => self.fill(start, bytes).map_err(|e| self.error("reserve", e))?,
+            Err(rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT) => {
+                // Some file systems keep what they could give. If that cannot be undone, it is only reported as used.
+                let _ = rustix::fs::ftruncate(&self.cached, start);
+                return Err(self.folder.too_small());
+            }
+            Err(errno) => return Err(self.error("reserve", errno.into())),
+        }
+        self.folder.got(len);
+        reserved.bytes += len;
+        self.account(&mut reserved);
+        Ok(start)
+    }
+
+    /// Reserves by writing zeros, where the file system knows no other way.
+    fn fill(&self, start: u64, bytes: usize) -> std::io::Result<()> {
+        let zeros = vec![0u8; bytes.min(1 << 20)];
+        for at in (0..bytes).step_by(zeros.len()) {
+            self.cached.write_all_at(&zeros[..zeros.len().min(bytes - at)], start + at as u64)?;
+        }
+        Ok(())
+    }
+
+    /// Gives the space of `range` back; nothing may lie there any more.
+    pub fn give_back(&self, range: Range<u64>) {
+        let len = range.end - range.start;
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        // Where a file system cannot, the space stays reserved until the job ends.
+        if len > 0 && rustix::fs::fallocate(&self.cached, flags, range.start, len).is_ok() {
+            let mut reserved = crate::param::lock(&self.reserved);
+            reserved.given_back += len;
+            self.account(&mut reserved);
+        }
+    }
+
+    fn account(&self, reserved: &mut Reserved) {
+        reserved.held.resize(usize::try_from(reserved.bytes - reserved.given_back).unwrap_or(usize::MAX));
+    }
+
+    pub fn allows_direct(&self) -> bool {
+        self.direct.is_some()
+    }
+
+    /// Reads the bytes from `at` on. `bounce` is memory for a copy, used where `into` does not lie as it has to.
+    pub fn read(&self, access: DiskAccess, at: u64, into: &mut [u8], bounce: &mut Bounce) -> std::io::Result<()> {
+        match (access, &self.direct) {
+            (DiskAccess::Direct, Some(direct)) if is_aligned(into) => direct.read_exact_at(into, at),
+            (DiskAccess::Direct, Some(direct)) => {
+                let block = bounce.of(into.len());
+                direct.read_exact_at(block, at)?;
+                into.copy_from_slice(&block[..into.len()]);
+                Ok(())
+            }
+            (DiskAccess::Mapped, _) => self.with_mapped(at, into.len(), |mapped| {
+                // SAFETY: `mapped` points to as many bytes of the file, which nobody writes meanwhile: a place in a
+                // file takes part in one transfer at a time.
+                unsafe { mapped.copy_to_nonoverlapping(into.as_mut_ptr(), into.len()) }
+            }),
+            _ => self.cached.read_exact_at(into, at),
+        }
+    }
+
+    /// Writes `from` at `at`; up to the next multiple of [`ALIGN`] the file then holds zeros or what was there.
+    pub fn write(&self, access: DiskAccess, at: u64, from: &[u8], bounce: &mut Bounce) -> std::io::Result<()> {
+        match (access, &self.direct) {
+            (DiskAccess::Direct, Some(direct)) if is_aligned(from) => direct.write_all_at(from, at),
+            (DiskAccess::Direct, Some(direct)) => {
+                let block = bounce.of(from.len());
+                block[..from.len()].copy_from_slice(from);
+                block[from.len()..].fill(0);
+                direct.write_all_at(block, at)
+            }
+            (DiskAccess::Mapped, _) => self.with_mapped(at, from.len(), |mapped| {
+                // SAFETY: as in `read`; and the mapping allows writes, for the file is open for them.
+                unsafe { mapped.copy_from_nonoverlapping(from.as_ptr(), from.len()) }
+            }),
+            _ => self.cached.write_all_at(from, at),
+        }
+    }
+
+    /// Lets `copy` work on `len` mapped bytes from `at` on, and gives their pages back.
+    fn with_mapped(&self, at: u64, len: usize, copy: impl FnOnce(*mut u8)) -> std::io::Result<()> {
+        let map = self.map()?;
+        let at = usize::try_from(at).map_err(|_| IoError::from(ErrorKind::FileTooLarge))?;
+        assert!(at.checked_add(len).is_some_and(|end| end <= map.len()), "a block lies inside of its file");
+        let _resident = self.ledger.hold_in(Tier::Mapped, self.kind, len.next_multiple_of(ALIGN));
+        copy(map.as_mut_ptr().wrapping_add(at));
+        let page = rustix::param::page_size();
+        let (start, end) = (at / page * page, (at + len).next_multiple_of(page).min(map.len()));
+        // SAFETY: the range lies in the mapping. The mapping is shared, so giving pages back loses nothing: what was
+        // written is in the page cache, and a neighbour who is copying in one of the pages gets it back at once.
+        unsafe {
+            let start = map.as_mut_ptr().add(start);
+            rustix::mm::madvise(start.cast(), end.saturating_sub(at / page * page), rustix::mm::Advice::LinuxDontNeed)?;
+        }
+        Ok(())
+    }
+
+    /// The whole file, mapped; anew after it has grown.
+    fn map(&self) -> std::io::Result<Arc<MmapRaw>> {
+        let mut reserved = crate::param::lock(&self.reserved);
+        let len = usize::try_from(reserved.bytes).map_err(|_| IoError::from(ErrorKind::FileTooLarge))?;
+        match &reserved.map {
+            Some(map) if map.len() == len => Ok(map.clone()),
+            _ => {
+                let map = Arc::new(MmapOptions::new().len(len).map_raw(&self.cached)?);
+                reserved.map = Some(map.clone());
+                Ok(map)
+            }
+        }
+    }
+
+    pub fn error(&self, action: &'static str, source: IoError) -> Error {
+        Error::OffloadIo { action, what: self.name, path: self.folder.path().to_owned(), source }
+    }
+}
+
+fn is_aligned(bytes: &[u8]) -> bool {
+    bytes.as_ptr().align_offset(ALIGN) == 0 && bytes.len().is_multiple_of(ALIGN)
+}
+
+/// Memory of one thread for blocks that do not lie as direct access needs them.
+#[derive(Default)]
+pub(crate) struct Bounce(Option<Aligned>);
+
+impl Bounce {
+    /// Room for `len` bytes, rounded up to what direct access needs.
+    fn of(&mut self, len: usize) -> &mut [u8] {
+        let len = len.next_multiple_of(ALIGN);
+        let memory = match self.0.take() {
+            Some(memory) if memory.len() >= len => memory,
+            _ => Aligned::new(len),
+        };
+        &mut self.0.insert(memory).bytes_mut()[..len]
+    }
+}
+
+/// Consecutive elements of one dtype in a file.
+#[derive(Debug, Clone)]
+pub(crate) struct Extent {
+    arena: Arc<Arena>,
+    /// Bytes before the first element.
+    start: u64,
+    dtype: DType,
+}
+
+impl Extent {
+    /// Elements without a place yet: those that the next ones reserved in `arena` will be.
+    pub fn at_end_of(arena: &Arc<Arena>, dtype: DType) -> Self {
+        Self { arena: arena.clone(), start: crate::param::lock(&arena.reserved).bytes, dtype }
+    }
+
+    /// Reserves `count` more elements. Nothing else may have been reserved in the file since the extent began.
+    pub fn grow(&self, count: usize) -> Result<()> {
+        let bytes = count.checked_mul(self.dtype.size_in_bytes());
+        self.arena.reserve(bytes.ok_or_else(|| self.arena.error("reserve", ErrorKind::FileTooLarge.into()))?)?;
+        Ok(())
+    }
+
+    /// Counts `count` more elements, for which there is no space.
+    pub fn ask_for(&self, count: usize) {
+        self.arena.folder.ask_for((count as u64).saturating_mul(self.dtype.size_in_bytes() as u64));
+    }
+
+    /// Gives the space of the first `count` elements back.
+    pub fn give_back(&self, count: usize) {
+        self.arena.give_back(self.start..self.start + (count * self.dtype.size_in_bytes()) as u64);
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Elements `range` and where they lie in a buffer, counted in elements. `range` starts where a file allows it.
+    pub fn piece(&self, range: Range<usize>, in_buffer: usize) -> Piece {
+        let size = self.dtype.size_in_bytes();
+        let at = self.start + (range.start * size) as u64;
+        assert!(at.is_multiple_of(ALIGN as u64), "pieces start at whole pages");
+        Piece { arena: self.arena.clone(), at, memory: in_buffer * size..(in_buffer + range.len()) * size }
+    }
+}

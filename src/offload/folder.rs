@@ -1,0 +1,139 @@
+//! The folder of `nvme_path`: looked at before anything is built, locked against other jobs, and asked for space.
+
+use crate::error::{Error, Result};
+use crate::monitor::say;
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Beginning of the names of files on file systems that know no files without a name. They have one for a moment.
+const PREFIX: &str = ".candle-zero-offload-";
+
+/// A folder for files of offloaded state.
+#[derive(Debug)]
+pub(crate) struct Folder {
+    path: PathBuf,
+    /// Locked by the first rank as long as this lives.
+    _lock: Option<File>,
+    /// Bytes that this rank's files have been given, and bytes that they have asked for.
+    got: AtomicU64,
+    asked: AtomicU64,
+}
+
+impl Folder {
+    /// Looks at `path`; the first rank of a job locks it for all of them.
+    pub fn open(path: &Path, is_first: bool) -> Result<Arc<Self>> {
+        let wrong = |problem: String| Error::OffloadFolder { path: path.to_owned(), problem };
+        let metadata = match std::fs::metadata(path) {
+            Ok(metadata) => metadata,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                return Err(wrong("there is no such folder. Create it, or correct nvme_path".into()));
+            }
+            Err(e) => return Err(wrong(format!("{e}. Correct nvme_path"))),
+        };
+        if !metadata.is_dir() {
+            return Err(wrong("it is a file. nvme_path names a folder".into()));
+        }
+        let lock = if is_first { Some(lock(path, &metadata)?) } else { None };
+        let folder = Self { path: path.to_owned(), _lock: lock, got: 0.into(), asked: 0.into() };
+        drop(folder.unnamed_file()?);
+        if is_first {
+            folder.remove_leftovers();
+            if is_memory(path) {
+                say(&format!(
+                    "warning: {} is on tmpfs: what is offloaded to it stays in memory. Let nvme_path name a folder on \
+                     a disk.",
+                    path.display()
+                ));
+            }
+        }
+        Ok(Arc::new(folder))
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A new file that has no name.
+    pub fn unnamed_file(&self) -> Result<File> {
+        let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+        if let Ok(file) = rustix::fs::open(&self.path, flags, Mode::RUSR | Mode::WUSR) {
+            return Ok(file.into());
+        }
+        let named = tempfile::Builder::new().prefix(PREFIX).tempfile_in(&self.path);
+        named.map(|file| file.into_file()).map_err(|source| {
+            let problem = format!("no file can be created in it: {source}. Give a folder that can be written to");
+            Error::OffloadFolder { path: self.path.clone(), problem }
+        })
+    }
+
+    /// Files of a job that died in the moment in which they had a name.
+    fn remove_leftovers(&self) {
+        let entries = std::fs::read_dir(&self.path).into_iter().flatten().flatten();
+        for entry in entries.filter(|e| e.file_name().to_string_lossy().starts_with(PREFIX)) {
+            // Whoever cannot be removed takes no space.
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+
+    /// A file is about to reserve `bytes`.
+    pub fn ask_for(&self, bytes: u64) {
+        self.asked.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// It has got them.
+    pub fn got(&self, bytes: u64) {
+        self.got.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes that this rank's files have reserved.
+    pub fn reserved(&self) -> u64 {
+        self.got.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that have been asked for in vain.
+    pub fn missing(&self) -> u64 {
+        self.asked.load(Ordering::Relaxed) - self.reserved()
+    }
+
+    /// The error of files that do not fit. To be made when everything has been asked for.
+    pub fn too_small(&self) -> Error {
+        let needed = self.asked.load(Ordering::Relaxed);
+        let free = rustix::fs::statvfs(&self.path).map_or(0, |s| s.f_bavail.saturating_mul(s.f_frsize));
+        Error::OffloadSpace { path: self.path.clone(), needed, available: free.saturating_add(self.reserved()) }
+    }
+}
+
+fn lock(path: &Path, metadata: &std::fs::Metadata) -> Result<File> {
+    let wrong = |problem: String| Error::OffloadFolder { path: path.to_owned(), problem };
+    let folder = File::open(path).map_err(|e| wrong(format!("{e}. Give a folder that this user may open")))?;
+    match rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(folder),
+        Err(rustix::io::Errno::WOULDBLOCK) => {
+            Err(Error::OffloadBusy { path: path.to_owned(), owner: owner_of_lock(metadata.ino()) })
+        }
+        Err(errno) => Err(wrong(format!("it cannot be locked: {errno}. Give a folder on a local disk"))),
+    }
+}
+
+/// The process that holds a lock on the file of that number.
+fn owner_of_lock(inode: u64) -> Option<u32> {
+    // "1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF"
+    let locks = std::fs::read_to_string("/proc/locks").ok()?;
+    let suffix = format!(":{inode}");
+    locks.lines().find_map(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let is_it = words.get(1) == Some(&"FLOCK") && words.get(5).is_some_and(|w| w.ends_with(&suffix));
+        if is_it { words.get(4)?.parse().ok() } else { None }
+    })
+}
+
+fn is_memory(path: &Path) -> bool {
+    const TMPFS: i64 = 0x0102_1994;
+    const RAMFS: i64 = 0x8584_58f6;
+    #[allow(clippy::useless_conversion, reason = "the field's width differs between systems")]
+    rustix::fs::statfs(path).is_ok_and(|s| [TMPFS, RAMFS].contains(&i64::from(s.f_type)))
+}

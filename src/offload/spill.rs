@@ -1,0 +1,74 @@
+//! What recomputing units keep, in a file from their forward to their backward.
+
+use super::arena::{ALIGN, Arena};
+use super::io::{Piece, Transfer};
+use super::store::Offload;
+use crate::error::Result;
+use crate::param::lock;
+use crate::precision::Flat;
+use candle_core::DType;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+/// A file of places that are used again.
+pub(super) struct Spill {
+    arena: Arc<Arena>,
+    /// Free places by their length in bytes.
+    free: Mutex<BTreeMap<usize, Vec<u64>>>,
+}
+
+/// Values in a file.
+pub(crate) struct Spilled {
+    offload: Arc<Offload>,
+    at: u64,
+    /// Bytes reserved for it.
+    room: usize,
+    len: usize,
+    dtype: DType,
+    writing: Mutex<Option<Transfer<Flat>>>,
+}
+
+impl Spill {
+    pub fn new(arena: Arc<Arena>) -> Self {
+        Self { arena, free: Mutex::default() }
+    }
+}
+
+impl Offload {
+    /// Begins to write `values`, whose memory is then freed.
+    pub fn spill(self: &Arc<Self>, values: Flat) -> Result<Spilled> {
+        let spill = &self.spill;
+        let (len, dtype) = (values.len(), values.dtype());
+        let room = values.size_in_bytes().next_multiple_of(ALIGN);
+        let known = lock(&spill.free).get_mut(&room).and_then(Vec::pop);
+        let at = match known {
+            Some(at) => at,
+            None => spill.arena.reserve(room)?,
+        };
+        let piece = Piece { arena: spill.arena.clone(), at, memory: 0..values.size_in_bytes() };
+        let writing = Mutex::new(Some(self.io.write_and_drop(values, vec![piece])));
+        Ok(Spilled { offload: self.clone(), at, room, len, dtype, writing })
+    }
+}
+
+impl Spilled {
+    /// Reads the values.
+    pub fn fetch(&self) -> Result<Flat> {
+        self.settle()?;
+        let values = Flat::zeros(self.dtype, self.len);
+        let piece = Piece { arena: self.offload.spill.arena.clone(), at: self.at, memory: 0..values.size_in_bytes() };
+        self.offload.io.read(values, vec![piece]).wait()
+    }
+
+    fn settle(&self) -> Result<()> {
+        lock(&self.writing).take().map_or(Ok(()), Transfer::written)
+    }
+}
+
+impl Drop for Spilled {
+    fn drop(&mut self) {
+        // An error here concerns values that nobody wants any more.
+        let _ = self.settle();
+        lock(&self.offload.spill.free).entry(self.room).or_default().push(self.at);
+    }
+}

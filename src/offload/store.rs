@@ -1,0 +1,139 @@
+//! The files of one rank: which kinds of state lie in one, and how the step passes through them.
+
+use super::access::DiskAccess;
+use super::arena::Arena;
+use super::folder::Folder;
+use super::io::Io;
+use super::pipeline::{self, Pipeline, Plan};
+use super::report::OffloadReport;
+use super::spill::Spill;
+use crate::config::{Config, OffloadOptimizer, OffloadParam, OffloadTo, Precision};
+use crate::error::{Error, Result};
+use crate::memory::{Kind, Ledger};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Offloaded state of one rank. Exists where something is offloaded to `nvme`.
+pub(crate) struct Offload {
+    pub io: Io,
+    /// Parameter shards.
+    pub params: Option<ParamFile>,
+    /// Master weights, gradients and moments.
+    pub optimizer: Option<OptimizerFiles>,
+    /// What recomputing units keep; empty without `cpu_checkpointing`.
+    pub(super) spill: Spill,
+    folders: Vec<Arc<Folder>>,
+    /// What the user asked for, instead of what is fastest.
+    access: Option<DiskAccess>,
+}
+
+/// The file of parameter shards.
+pub(crate) struct ParamFile {
+    pub arena: Arc<Arena>,
+    /// Elements that stay in memory (`max_in_cpu`).
+    pub in_memory: usize,
+    /// Elements that may be read ahead (`buffer_count` x `buffer_size`).
+    pub ahead: usize,
+}
+
+/// The files of optimizer state.
+pub(crate) struct OptimizerFiles {
+    /// With 16-bit parameters.
+    pub master: Option<Arc<Arena>>,
+    pub gradients: Arc<Arena>,
+    pub moments: Vec<Arc<Arena>>,
+    pub settings: OffloadOptimizer,
+}
+
+impl Offload {
+    /// Opens the files that `config` asks for; `moments` are the optimizer's states by name. Nothing if there are none.
+    pub fn open(
+        config: &Config,
+        moments: &'static [&'static str],
+        is_first_rank: bool,
+        access: Option<DiskAccess>,
+        ledger: &Ledger,
+    ) -> Result<Option<Arc<Self>>> {
+        let mut folders: Vec<Arc<Folder>> = Vec::new();
+        let mut folder = |path: &Path| -> Result<Arc<Folder>> {
+            // One folder by two names is locked once.
+            let same =
+                |known: &&Arc<Folder>| std::fs::canonicalize(known.path()).ok() == std::fs::canonicalize(path).ok();
+            if let Some(known) = folders.iter().find(same) {
+                return Ok(known.clone());
+            }
+            folders.push(Folder::open(path, is_first_rank)?);
+            Ok(folders[folders.len() - 1].clone())
+        };
+        let zero = &config.zero;
+        let params = match &zero.offload_param {
+            Some(OffloadParam { to: OffloadTo::Nvme { path }, buffer_count, buffer_size, max_in_cpu }) => {
+                Some(ParamFile {
+                    arena: Arena::create(&folder(path)?, Kind::Parameters, "parameters", ledger)?,
+                    in_memory: *max_in_cpu,
+                    ahead: buffer_count.saturating_mul(*buffer_size),
+                })
+            }
+            _ => None,
+        };
+        let optimizer = match &zero.offload_optimizer {
+            Some(settings @ OffloadOptimizer { to: OffloadTo::Nvme { path }, .. }) => {
+                let folder = folder(path)?;
+                let file = |kind, name| Arena::create(&folder, kind, name, ledger);
+                let has_master = config.precision != Precision::F32;
+                Some(OptimizerFiles {
+                    master: has_master.then(|| file(Kind::MasterWeights, "master weights")).transpose()?,
+                    gradients: file(Kind::Gradients, "gradients")?,
+                    moments: moments.iter().map(|name| file(Kind::Moments, name)).collect::<Result<_>>()?,
+                    settings: settings.clone(),
+                })
+            }
+            _ => None,
+        };
+        let Some(any) = folders.first() else { return Ok(None) };
+        let spill = Spill::new(Arena::create(any, Kind::Activations, "activations", ledger)?);
+        // Nothing is in the page cache yet, and what is written first is read much later.
+        let io = Io::start(&config.aio, access.unwrap_or(DiskAccess::Direct))?;
+        Ok(Some(Arc::new(Self { io, params, optimizer, spill, folders, access })))
+    }
+
+    /// Everything has its place: chooses how the files are accessed from now on, by their size.
+    pub fn choose_access(&self, world_size: usize) -> DiskAccess {
+        let bytes = self.folders.iter().map(|f| f.reserved()).sum::<u64>().saturating_mul(world_size as u64);
+        let arenas = self.params.iter().map(|p| &p.arena).chain(self.optimizer.iter().map(|o| &o.gradients));
+        let access =
+            self.access.unwrap_or_else(|| DiskAccess::fastest(bytes, arenas.clone().all(|a| a.allows_direct())));
+        self.io.choose(access);
+        access
+    }
+
+    /// Elements of a window of the step, whose pipeline has `streams` kinds of state in sub-groups of at most `largest`
+    /// elements.
+    pub fn window_len(&self, largest: usize, streams: usize) -> usize {
+        let (read_ahead, write_behind) = self.flags();
+        let buffers = streams * Pipeline::sets(read_ahead, write_behind);
+        let count = self.optimizer.as_ref().map_or(buffers, |o| o.settings.buffer_count);
+        pipeline::window_len(largest, count, buffers)
+    }
+
+    /// The pipeline of one step.
+    pub fn pipeline<'a>(&'a self, ledger: &'a Ledger, plan: Vec<Plan>) -> Pipeline<'a> {
+        let (read_ahead, write_behind) = self.flags();
+        Pipeline::new(&self.io, ledger, plan, read_ahead, write_behind)
+    }
+
+    /// `pipeline_read` and `pipeline_write`; parameters alone have no such keys.
+    fn flags(&self) -> (bool, bool) {
+        self.optimizer.as_ref().map_or((true, true), |o| (o.settings.pipeline_read, o.settings.pipeline_write))
+    }
+
+    /// The error of files that do not fit, when all of them have asked for their space.
+    pub fn too_small(&self) -> Error {
+        let full = self.folders.iter().max_by_key(|f| f.missing());
+        full.map_or_else(|| unreachable!("there is a folder"), |folder| folder.too_small())
+    }
+
+    pub fn report(&self) -> OffloadReport {
+        self.io.report()
+    }
+}

@@ -1,0 +1,52 @@
+//! What a recomputing unit keeps from its forward to its backward: its input, where `cpu_checkpointing` says.
+
+use super::core::Core;
+use crate::offload::Spilled;
+use crate::param::residency::{storage_on, to_storage, with_view};
+use candle_core::op::BackpropOp;
+use candle_core::{DType, Device, Result, Shape, Tensor};
+
+/// The input of a recomputing unit.
+pub(super) enum KeptInput {
+    /// As it was.
+    Here(Tensor),
+    /// On the host, for a model on a GPU.
+    Host(Tensor, Device),
+    /// In a file.
+    File(Spilled, Shape, Device),
+}
+
+impl Core {
+    /// Keeps `input` where `cpu_checkpointing` says, without a graph.
+    pub(super) fn keep_input(&self, input: &Tensor) -> Result<KeptInput> {
+        let input = input.detach();
+        if !self.cpu_checkpointing || !matches!(input.dtype(), DType::F32 | DType::BF16 | DType::F16) {
+            return Ok(KeptInput::Here(input));
+        }
+        let device = input.device().clone();
+        if let Some(offload) = &self.offload {
+            let values = with_view(&input, |values| values.to_flat())?;
+            let spilled = offload.spill(values).map_err(|e| self.stash(e))?;
+            return Ok(KeptInput::File(spilled, input.shape().clone(), device));
+        }
+        // On a CPU, the host's memory is where it is.
+        if device.is_cpu() {
+            Ok(KeptInput::Here(input))
+        } else {
+            Ok(KeptInput::Host(input.to_device(&Device::Cpu)?, device))
+        }
+    }
+
+    /// The input, on the model's device.
+    pub(super) fn kept_input(&self, kept: &KeptInput) -> Result<Tensor> {
+        match kept {
+            KeptInput::Here(input) => Ok(input.clone()),
+            KeptInput::Host(input, device) => input.to_device(device),
+            KeptInput::File(spilled, shape, device) => {
+                let values = spilled.fetch().map_err(|e| self.stash(e))?;
+                let storage = storage_on(device, to_storage(values))?;
+                Ok(Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), false))
+            }
+        }
+    }
+}
