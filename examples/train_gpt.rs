@@ -11,10 +11,12 @@ use candle_core::{DType, Device, Tensor};
 use candle_zero::Engine;
 use candle_zero::cli::DsArgs;
 use candle_zero::data::{BatchShape, Loader, Order, TokenData};
+use candle_zero::memory::Kind;
 use candle_zero::models::{
     Architecture, GptConfig, GptLayers, LanguageModel, LlamaConfig, LlamaLayers, TokenRng, next_token,
 };
 use candle_zero::monitor::{MetricsWriter, Progress, rss_peak_bytes};
+use candle_zero::offload::OffloadReport;
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -78,7 +80,7 @@ struct Args {
     /// Where to write one JSON line per optimizer step
     #[arg(long, value_name = "FILE.jsonl")]
     metrics: Option<PathBuf>,
-    /// Tokens to generate at the end [default: 200 for text, 0 for token files]
+    /// Tokens to generate at the end [default: 200 for text, 0 for token files and for parameters in files]
     #[arg(long, value_name = "N")]
     sample: Option<usize>,
     /// Recompute each block in backward instead of keeping its activations
@@ -121,6 +123,13 @@ struct StepMetrics {
     backward_ms: f64,
     step_ms: f64,
     comm_ms: f64,
+    /// Waiting for files of offloaded state; a part of the others.
+    disk_ms: f64,
+    /// To and from files, on rank 0.
+    disk_read_bytes: u64,
+    disk_written_bytes: u64,
+    /// While requests to files were under way, on rank 0.
+    disk_bytes_per_s: f64,
     /// Of the rank that used most.
     rss_peak_bytes: Option<u64>,
 }
@@ -170,7 +179,9 @@ fn run<A: Architecture>(args: &Args, config: &A::Config, vocab: usize) -> anyhow
     let mut engine = builder.initialize(|vb| LanguageModel::<A>::new(config, vb), args.ds.ds_config.as_path())?;
 
     let seed = args.seed.unwrap_or(engine.config().seed);
-    let sample = args.sample.unwrap_or(if data.is_byte_level() { 200 } else { 0 });
+    // Each token of the sample would read all parameters once.
+    let in_files = engine.memory_report().row(Kind::Parameters).file.held > 0;
+    let sample = args.sample.unwrap_or(if data.is_byte_level() && !in_files { 200 } else { 0 });
     let text = data.is_byte_level();
     let mut prompt = vec![];
     data.extend(0, data.len().min(16).min(ctx), &mut prompt);
@@ -264,6 +275,7 @@ fn train<A: Architecture>(
 
     for step in 0..args.steps {
         let step_start = Instant::now();
+        let files_before = engine.offload_report();
         let (lr, loss_scale) = (engine.get_lr()[0], engine.loss_scale());
         let mut loss_sum = 0.0;
         for _ in 0..batch.gradient_accumulation_steps {
@@ -275,6 +287,7 @@ fn train<A: Architecture>(
         }
         let over_ranks = gather(engine, loss_sum / batch.gradient_accumulation_steps as f64)?;
         let timings = engine.timings();
+        let files = engine.offload_report().since(&files_before);
         let line = StepMetrics {
             step,
             loss: over_ranks.loss,
@@ -287,6 +300,10 @@ fn train<A: Architecture>(
             backward_ms: timings.backward_ms,
             step_ms: timings.step_ms,
             comm_ms: timings.comm_ms,
+            disk_ms: timings.disk_ms,
+            disk_read_bytes: files.bytes_read,
+            disk_written_bytes: files.bytes_written,
+            disk_bytes_per_s: files.bytes_per_s(),
             rss_peak_bytes: over_ranks.rss_peak_bytes,
         };
         if let Some(metrics) = &mut metrics {
@@ -296,6 +313,10 @@ fn train<A: Architecture>(
             .step(step + 1, || format!("loss {:.4} lr {:.3e} {:.0} tokens/s", line.loss, line.lr, line.tokens_per_s));
     }
     progress.finish();
+    let files = engine.offload_report();
+    if first && files != OffloadReport::default() {
+        println!("{files}");
+    }
     if let Some(metrics) = &mut metrics {
         metrics.write(&serde_json::json!({
             "summary": true,
@@ -305,6 +326,7 @@ fn train<A: Architecture>(
             "seconds": start.elapsed().as_secs_f64(),
             "memory": engine.memory_report(),
             "comm": engine.comm_report(),
+            "offload": engine.offload_report(),
         }))?;
     }
     Ok(())

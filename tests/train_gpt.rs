@@ -87,6 +87,10 @@ fn keys(object: &Value) -> Vec<&str> {
 const STEP_KEYS: [&str; 12] = [
     "backward_ms",
     "comm_ms",
+    "disk_bytes_per_s",
+    "disk_ms",
+    "disk_read_bytes",
+    "disk_written_bytes",
     "forward_ms",
     "grad_norm",
     "loss",

@@ -30,7 +30,8 @@ pub(crate) struct Gatherer {
     persistent: Bundle,
     /// By parameter.
     is_persistent: Vec<bool>,
-    trace: Trace,
+    /// Of training, and of evaluation, which has forwards only.
+    traces: [Trace; 2],
     /// Elements of gathered parameters, without the persistent ones.
     live: usize,
     /// Elements of gathers under way, and at most of those ahead of use.
@@ -190,7 +191,7 @@ impl Gatherer {
             units: by_unit.into_iter().map(unit).collect(),
             persistent: Bundle::new(persistent, params, world_size),
             is_persistent,
-            trace: Trace::default(),
+            traces: Default::default(),
             live: 0,
             in_flight: 0,
             ahead: offload
@@ -214,9 +215,7 @@ impl Gatherer {
 
     /// A unit is about to run: gathers it if need be, and begins to gather what comes next.
     pub fn enter(&mut self, core: &Core, event: Event) -> Result<()> {
-        if !core.is_evaluating() {
-            self.trace.advance(event);
-        }
+        self.trace(core).advance(event);
         if let Event::Backward(unit) = event {
             self.units[unit].depth = self.depth;
         }
@@ -242,10 +241,7 @@ impl Gatherer {
 
     /// A unit's forward is over: releases it, unless its backward comes within `stage3_max_reuse_distance`.
     pub fn leave_forward(&mut self, core: &Core, unit: UnitId) -> Result<()> {
-        if !core.is_evaluating() && self.is_needed_soon(core, unit) {
-            return Ok(());
-        }
-        self.release_unit(core, unit)
+        if self.is_needed_soon(core, unit) { Ok(()) } else { self.release_unit(core, unit) }
     }
 
     /// A parameter's gradient has arrived: the backward that made it needs the values no more.
@@ -272,11 +268,14 @@ impl Gatherer {
             self.settle(unit)?;
             self.release_unit(core, unit)?;
         }
-        if !core.is_evaluating() {
-            self.trace.end();
-            self.recomputes = false;
-        }
+        self.trace(core).end();
+        self.recomputes &= core.is_evaluating();
         Ok(())
+    }
+
+    /// The trace of what the model is used for now.
+    fn trace(&mut self, core: &Core) -> &mut Trace {
+        &mut self.traces[usize::from(core.is_evaluating())]
     }
 
     fn need(&mut self, core: &Core, unit: UnitId) -> Result<()> {
@@ -306,11 +305,11 @@ impl Gatherer {
     }
 
     fn prefetch(&mut self, core: &Core) {
-        if core.is_evaluating() || !core.zero.overlap_comm {
+        if !core.zero.overlap_comm {
             return;
         }
         let (bucket, max_live) = (self.ahead, core.zero.max_live_parameters);
-        let coming: Vec<UnitId> = self.trace.coming().iter().map(|e| e.unit()).collect();
+        let coming: Vec<UnitId> = self.trace(core).coming().iter().map(|e| e.unit()).collect();
         for unit in coming {
             if !matches!(self.units[unit].state, State::Released) {
                 continue;
@@ -325,7 +324,7 @@ impl Gatherer {
 
     fn is_needed_soon(&self, core: &Core, unit: UnitId) -> bool {
         let mut distance = 0usize;
-        for event in self.trace.coming() {
+        for event in self.traces[usize::from(core.is_evaluating())].coming() {
             if event.unit() == unit {
                 // A distance of 0 elements keeps nothing, not even what is used again at once.
                 return distance < core.zero.max_reuse_distance && self.live <= core.zero.max_live_parameters;
