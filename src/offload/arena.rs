@@ -75,15 +75,17 @@ impl Arena {
             return Ok(start);
         }
         self.folder.ask_for(len);
-        match rustix::fs::fallocate(&self.cached, FallocateFlags::empty(), start, len) {
-            Ok(()) => {}
-            Err(rustix::io::Errno::OPNOTSUPP) => self.fill(start, bytes).map_err(|e| self.error("reserve", e))?,
-            Err(rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT) => {
-                // Some file systems keep what they could give. If that cannot be undone, it is only reported as used.
-                let _ = rustix::fs::ftruncate(&self.cached, start);
-                return Err(self.folder.too_small());
-            }
-            Err(errno) => return Err(self.error("reserve", errno.into())),
+        let result = match rustix::fs::fallocate(&self.cached, FallocateFlags::empty(), start, len) {
+            Err(rustix::io::Errno::OPNOTSUPP) => self.fill(start, bytes),
+            result => result.map_err(IoError::from),
+        };
+        if let Err(error) = result {
+            // Some file systems keep what they could give. If that cannot be undone, it is only reported as used.
+            let _ = rustix::fs::ftruncate(&self.cached, start);
+            return Err(match error.kind() {
+                ErrorKind::StorageFull | ErrorKind::QuotaExceeded => self.folder.too_small(),
+                _ => self.error("reserve", error),
+            });
         }
         self.folder.got(len);
         reserved.bytes += len;
