@@ -34,7 +34,8 @@ pub enum Error {
     },
     /// Another job offloads to the same folder.
     #[error(
-        "cannot offload to {}: a job that is running uses it already{}. Give each job a folder of its own as          nvme_path, or stop the other one.",
+        "cannot offload to {}: a job that is running uses it already{}. Give each job a folder of its own as nvme_path, \
+         or stop the other one.",
         path.display(),
         owner.map_or(String::new(), |pid| format!(" (process {pid})"))
     )]

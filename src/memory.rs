@@ -30,7 +30,7 @@ pub enum Kind {
     Gathered,
     /// Gradients on their way through a reduction, and updated weights on their way through a gather.
     Buckets,
-    /// Windows of the optimizer step, between files and the update.
+    /// Windows of the optimizer step, between files and the update, and copies that direct access to files needs.
     Staging,
     /// What recomputing units keep in a file until backward.
     Activations,

@@ -8,10 +8,12 @@ use candle_nn::{Linear, Module, VarBuilder, linear};
 use candle_zero::Engine;
 use candle_zero::comm::threads;
 use candle_zero::memory::{Kind, MemoryReport};
+use candle_zero::offload::DiskAccess;
 use candle_zero::zero::{Unit, unit};
 use common::{Shape, config, train};
 use serde_json::{Value, json};
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicIsize, Ordering};
 
@@ -103,6 +105,120 @@ fn every_rank_holds_what_the_formula_says_plus_named_padding() {
     }
 }
 
+// ---- offload to files ------------------------------------------------------------------------------------------
+
+/// What lies in files: kinds of the optimizer, parameters.
+const OFFLOADS: [[bool; 2]; 3] = [[true, false], [false, true], [true, true]];
+
+fn offloaded(folder: &Path, [optimizer, param]: [bool; 2], more: &Value, max_in_cpu: usize) -> Value {
+    let mut zero = zero();
+    if optimizer {
+        zero["offload_optimizer"] = json!({"device": "nvme", "nvme_path": folder});
+        zero["offload_optimizer"].as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    }
+    if param {
+        zero["offload_param"] = json!({"device": "nvme", "nvme_path": folder, "max_in_cpu": max_in_cpu});
+    }
+    zero
+}
+
+fn is_in_files(kind: Kind, [optimizer, param]: [bool; 2]) -> bool {
+    if kind == Kind::Parameters { param } else { optimizer }
+}
+
+#[test]
+fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let shape = Shape { units: true, layers: 2, ..Shape::default() };
+    for world in [1, 2] {
+        for more in precisions() {
+            let is_half = more != json!({});
+            let without = train(world, shape, &config(3, 1, zero(), more.clone()), 3);
+            for (what, stage) in OFFLOADS.iter().map(|what| (*what, 3)).chain([([true, false], 2), ([true, false], 1)])
+            {
+                for sets in 1..=3 {
+                    let pipeline = json!({"pipeline_read": sets > 1, "pipeline_write": sets > 2});
+                    let zero = offloaded(folder.path(), what, &pipeline, 0);
+                    // Parameters alone always travel in a pipeline.
+                    let sets = if what[0] { sets } else { 3 };
+                    let outcomes = train(world, shape, &config(stage, 1, zero, more.clone()), 3);
+                    for (outcome, without) in outcomes.iter().zip(&without) {
+                        let report = &outcome.memory;
+                        let told = format!("{what:?}, stage {stage}, world {world}, {more}, {sets} sets\n{report}");
+                        for kind in [Kind::Parameters, Kind::Gradients, Kind::MasterWeights, Kind::Moments] {
+                            let row = report.row(kind);
+                            let expected = row.formula.unwrap() + row.padding;
+                            if kind == Kind::Gradients && (stage == 1 || !is_in_files(kind, what)) {
+                                // Whole gradients at stage 1; and buffers in memory need no padding for files.
+                                assert_eq!(row.bytes.held, 0, "{told}");
+                            } else if is_in_files(kind, what) {
+                                assert_eq!(row.file.held as f64, expected, "{}: {told}", kind.name());
+                                assert_eq!(row.bytes.held, 0, "{}: {told}", kind.name());
+                            } else {
+                                assert_eq!((row.file.peak, row.bytes.held as f64), (0, expected), "{told}");
+                            }
+                            // For each of 15 parameters less than 2048 elements, of 8 bytes at most.
+                            assert!(row.padding < 15.0 * 2048.0 * 8.0, "{told}");
+                        }
+                        let gathered = |report: &MemoryReport| report.row(Kind::Gathered).bytes.peak;
+                        if stage == 3 {
+                            assert_eq!(gathered(report), gathered(&without.memory), "{told}");
+                        }
+                        // Streams of the step by their element size; all shares are one sub-group.
+                        let half = if is_half { 2 } else { 4 };
+                        let optimizer = [(what[0] && is_half, 4), (what[0], 4), (what[0], 4), (what[0], half)];
+                        let streams = [(what[1], half)].into_iter().chain(optimizer).filter(|s| s.0);
+                        let streams: Vec<usize> = streams.map(|s| s.1).collect();
+                        let moments = report.row(Kind::Moments);
+                        let share = ((moments.formula.unwrap() + moments.padding) / 8.0) as usize;
+                        let buffers = sets * streams.len();
+                        let count = if what[0] { 4 } else { buffers };
+                        let window = (share * count / buffers).next_multiple_of(2048).min(share);
+                        let most: usize = streams.iter().map(|size| sets * (window * size + 4095)).sum();
+                        // While files are made, each of 8 threads may copy a parameter for direct access.
+                        let most = most.max(8 * (12 * 37 * 4usize).next_multiple_of(4096) + 8 * 4095);
+                        let staging = report.row(Kind::Staging).bytes;
+                        assert!(staging.held == 0 && (1..=most).contains(&staging.peak), "at most {most}: {told}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn ratio_and_max_in_cpu_split_a_kind_between_files_and_memory() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let shape = Shape { units: true, layers: 2, ..Shape::default() };
+    for world in [1, 2] {
+        for more in precisions() {
+            let mut zero = offloaded(folder.path(), [true, true], &json!({"ratio": 0.5}), 3 * 2048);
+            zero["sub_group_size"] = json!(1);
+            for outcome in train(world, shape, &config(3, 1, zero, more.clone()), 2) {
+                let report = &outcome.memory;
+                let rows = [Kind::Parameters, Kind::MasterWeights, Kind::Moments].map(|kind| report.row(kind));
+                for row in rows.into_iter().filter(|row| row.formula.unwrap() > 0.0) {
+                    let expected = row.formula.unwrap() + row.padding;
+                    assert_eq!((row.file.held + row.bytes.held) as f64, expected, "{report}");
+                    // A sub-group per parameter.
+                    let share = row.bytes.held as f64 / expected;
+                    match row.kind {
+                        Kind::Parameters => {
+                            assert_eq!(row.bytes.held, 3 * 2048 * if more == json!({}) { 4 } else { 2 })
+                        }
+                        _ => assert!((0.4..=0.5).contains(&share), "{share}: {report}"),
+                    }
+                }
+                let gradients = report.row(Kind::Gradients);
+                let expected = (gradients.formula.unwrap() + gradients.padding) / 2.0;
+                assert!(gradients.bytes.held == 0 && gradients.file.held as f64 >= expected, "{report}");
+            }
+        }
+    }
+}
+
 struct Wide(Vec<Unit<Linear>>);
 
 const WIDTH: usize = 300;
@@ -115,12 +231,16 @@ impl Wide {
 }
 
 /// Live bytes between steps of all ranks together beside the ledger's sum.
-fn live_and_ledger(world: usize, config: &Value) -> (isize, isize) {
+fn live_and_ledger(world: usize, config: &Value, access: Option<DiskAccess>) -> (isize, isize) {
     let before = LIVE.load(Ordering::SeqCst);
     let results = threads::run(world, |comm| {
         let barrier = comm.clone();
-        let mut engine =
-            Engine::builder().communicator(comm).device(Device::Cpu).initialize(Wide::new, config.clone())?;
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+        let builder = match access {
+            Some(access) => builder.disk_access(access),
+            None => builder,
+        };
+        let mut engine = builder.initialize(Wide::new, config.clone())?;
         for _ in 0..2 {
             let x = Tensor::ones((2, WIDTH), engine.dtype(), &Device::Cpu)?;
             let loss = engine.forward(|m| {
@@ -143,13 +263,22 @@ fn live_and_ledger(world: usize, config: &Value) -> (isize, isize) {
 #[test]
 fn the_ledger_equals_what_the_allocator_gave() {
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     for world in [1, 2, 4] {
         for more in precisions() {
-            for stage in 0..4u8 {
-                let (live, ledger) = live_and_ledger(world, &config(stage, 1, zero(), more.clone()));
+            let in_memory = (0..4u8).map(|stage| (stage, zero()));
+            let in_memory = in_memory.map(|(stage, zero)| (stage, zero, None));
+            let accesses = [Some(DiskAccess::Direct), Some(DiskAccess::Mapped), None];
+            let in_files = OFFLOADS.iter().flat_map(|what| accesses.map(|access| (*what, access)));
+            let in_files = in_files.map(|(what, access)| (3, offloaded(folder.path(), what, &json!({}), 0), access));
+            for (stage, zero, access) in in_memory.chain(in_files) {
+                let offload = zero.to_string().matches("nvme\"").count();
+                let (live, ledger) = live_and_ledger(world, &config(stage, 1, zero, more.clone()), access);
                 // Beside the model states: names, queues, the tensors' own nodes; some tens of KiB per rank.
                 let slack = 100_000 * world as isize;
-                let what = format!("stage {stage}, world {world}, {more}: {live} live, {ledger} in the ledger");
+                let what = format!(
+                    "stage {stage}, world {world}, {more}, {offload} in files {access:?}: {live} live, {ledger} in the ledger"
+                );
                 assert!(live >= ledger && live - ledger < slack, "{what}");
                 println!("{what}");
             }

@@ -31,16 +31,25 @@ fn follow(name: &str, json: &str, (loss_tolerance, norm_tolerance): (f64, f64)) 
     let number = |key: &str| run[key].as_u64().unwrap() as usize;
     let (world, micro, gas) = (number("world"), number("micro"), number("gas"));
     let rows = run["rows"].as_array().unwrap();
-    let folder = tempfile::tempdir().unwrap();
+    // On a disk, as runs with offload need it.
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let init = folder.path().join("init.safetensors");
     write_weights(&init);
     let tokens = synth::tokens();
     let config = GptConfig::preset("nano").unwrap();
     let ctx = config.ctx;
+    let mut ds_config = run["ds_config"].clone();
+    let mut in_files = false;
+    for section in ["offload_optimizer", "offload_param"] {
+        if let Some(path) = ds_config["zero_optimization"].get_mut(section).and_then(|s| s.get_mut("nvme_path")) {
+            *path = folder.path().to_str().unwrap().into();
+            in_files = true;
+        }
+    }
     let results = threads::run(world, |comm| {
         let rank = comm.rank();
         let builder = Engine::builder().communicator(comm).device(Device::Cpu).init_from(&init);
-        let mut engine = builder.initialize(|vb| Gpt::new(&config, vb), run["ds_config"].clone())?;
+        let mut engine = builder.initialize(|vb| Gpt::new(&config, vb), ds_config.clone())?;
         let mut measured = vec![];
         for step in 0..rows.len() {
             let lr = engine.get_lr()[0];
@@ -59,6 +68,8 @@ fn follow(name: &str, json: &str, (loss_tolerance, norm_tolerance): (f64, f64)) 
             let loss = losses.iter().map(|l| l[0]).sum::<f64>() / world as f64;
             measured.push((loss, lr, engine.get_global_grad_norm().unwrap()));
         }
+        let files = engine.offload_report();
+        assert_eq!(files.bytes_read > 0 && files.bytes_written > 0, in_files, "{files}");
         Ok(measured)
     });
     let measured = results.unwrap().remove(0).unwrap();
@@ -100,4 +111,5 @@ trajectories! {
     s2_bf16_w2_g1: BF16;
     s3_bf16_w1_g2: BF16;
     s2_f32_w2_g1_offload_cpu: F32;
+    s3_f32_w2_g2_nvme_all: F32;
 }

@@ -68,6 +68,11 @@ impl Chosen {
         self.0.store(access as u8, Ordering::Relaxed);
     }
 
+    /// Whether copies for direct access may be needed.
+    pub fn is_direct(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == DiskAccess::Direct as u8
+    }
+
     /// The access for `arena`, which may not allow the chosen one.
     pub fn of(&self, arena: &Arena) -> DiskAccess {
         match DiskAccess::ALL[usize::from(self.0.load(Ordering::Relaxed))] {

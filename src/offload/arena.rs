@@ -75,15 +75,17 @@ impl Arena {
             return Ok(start);
         }
         self.folder.ask_for(len);
-        match rustix::fs::fallocate(&self.cached, FallocateFlags::empty(), start, len) {
-            Ok(()) => {}
-            Err(rustix::io::Errno::OPNOTSUPP) => self.fill(start, bytes).map_err(|e| self.error("reserve", e))?,
-            Err(rustix::io::Errno::NOSPC | rustix::io::Errno::DQUOT) => {
-                // Some file systems keep what they could give. If that cannot be undone, it is only reported as used.
-                let _ = rustix::fs::ftruncate(&self.cached, start);
-                return Err(self.folder.too_small());
-            }
-            Err(errno) => return Err(self.error("reserve", errno.into())),
+        let result = match rustix::fs::fallocate(&self.cached, FallocateFlags::empty(), start, len) {
+            Err(rustix::io::Errno::OPNOTSUPP) => self.fill(start, bytes),
+            result => result.map_err(IoError::from),
+        };
+        if let Err(error) = result {
+            // Some file systems keep what they could give. If that cannot be undone, it is only reported as used.
+            let _ = rustix::fs::ftruncate(&self.cached, start);
+            return Err(match error.kind() {
+                ErrorKind::StorageFull | ErrorKind::QuotaExceeded => self.folder.too_small(),
+                _ => self.error("reserve", error),
+            });
         }
         self.folder.got(len);
         reserved.bytes += len;
@@ -125,7 +127,7 @@ impl Arena {
         match (access, &self.direct) {
             (DiskAccess::Direct, Some(direct)) if is_aligned(into) => direct.read_exact_at(into, at),
             (DiskAccess::Direct, Some(direct)) => {
-                let block = bounce.of(into.len());
+                let block = bounce.of(into.len(), &self.ledger);
                 direct.read_exact_at(block, at)?;
                 into.copy_from_slice(&block[..into.len()]);
                 Ok(())
@@ -144,7 +146,7 @@ impl Arena {
         match (access, &self.direct) {
             (DiskAccess::Direct, Some(direct)) if is_aligned(from) => direct.write_all_at(from, at),
             (DiskAccess::Direct, Some(direct)) => {
-                let block = bounce.of(from.len());
+                let block = bounce.of(from.len(), &self.ledger);
                 block[..from.len()].copy_from_slice(from);
                 block[from.len()..].fill(0);
                 direct.write_all_at(block, at)
@@ -200,17 +202,20 @@ fn is_aligned(bytes: &[u8]) -> bool {
 
 /// Memory of one thread for blocks that do not lie as direct access needs them.
 #[derive(Default)]
-pub(crate) struct Bounce(Option<Aligned>);
+pub(crate) struct Bounce(Option<(Aligned, Held)>);
 
 impl Bounce {
     /// Room for `len` bytes, rounded up to what direct access needs.
-    fn of(&mut self, len: usize) -> &mut [u8] {
+    fn of(&mut self, len: usize, ledger: &Ledger) -> &mut [u8] {
         let len = len.next_multiple_of(ALIGN);
         let memory = match self.0.take() {
-            Some(memory) if memory.len() >= len => memory,
-            _ => Aligned::new(len),
+            Some(memory) if memory.0.len() >= len => memory,
+            smaller => {
+                drop(smaller);
+                (Aligned::new(len), ledger.hold(Kind::Staging, len + ALIGN - 1))
+            }
         };
-        &mut self.0.insert(memory).bytes_mut()[..len]
+        &mut self.0.insert(memory).0.bytes_mut()[..len]
     }
 }
 

@@ -60,14 +60,17 @@ impl Folder {
     /// A new file that has no name.
     pub fn unnamed_file(&self) -> Result<File> {
         let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-        if let Ok(file) = rustix::fs::open(&self.path, flags, Mode::RUSR | Mode::WUSR) {
-            return Ok(file.into());
-        }
-        let named = tempfile::Builder::new().prefix(PREFIX).tempfile_in(&self.path);
-        named.map(|file| file.into_file()).map_err(|source| {
-            let problem = format!("no file can be created in it: {source}. Give a folder that can be written to");
-            Error::OffloadFolder { path: self.path.clone(), problem }
-        })
+        let why = match rustix::fs::open(&self.path, flags, Mode::RUSR | Mode::WUSR) {
+            Ok(file) => return Ok(file.into()),
+            Err(rustix::io::Errno::ACCESS | rustix::io::Errno::ROFS) => "it is read-only for this user".into(),
+            Err(_) => match tempfile::Builder::new().prefix(PREFIX).tempfile_in(&self.path) {
+                Ok(file) => return Ok(file.into_file()),
+                // Its own text names a file that the user has not asked for.
+                Err(error) => error.kind().to_string(),
+            },
+        };
+        let problem = format!("no file can be created in it: {why}. Give a folder that can be written to");
+        Err(Error::OffloadFolder { path: self.path.clone(), problem })
     }
 
     /// Files of a job that died in the moment in which they had a name.

@@ -150,6 +150,8 @@ impl Io {
 
     pub fn choose(&self, access: DiskAccess) {
         self.shared.chosen.set(access);
+        // Idle threads give back what they keep for another access.
+        self.shared.wanted.notify_all();
     }
 
     pub fn report(&self) -> OffloadReport {
@@ -239,6 +241,9 @@ impl Shared {
                 if queue.is_closed {
                     return;
                 }
+                if !self.chosen.is_direct() {
+                    bounce = Bounce::default();
+                }
                 queue = self.wanted.wait(queue).unwrap_or_else(|poisoned| poisoned.into_inner());
             };
             drop(queue);
@@ -326,5 +331,112 @@ impl<B> Transfer<B> {
     /// The first request that failed.
     pub fn written(self) -> Result<()> {
         self.finish().map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::folder::Folder;
+    use super::*;
+    use crate::memory::{Kind, Ledger};
+    use proptest::prelude::*;
+
+    fn arena(path: &std::path::Path, pages: usize) -> Arc<Arena> {
+        let folder = Folder::open(path, false).unwrap();
+        let arena = Arena::create(&folder, Kind::Moments, "a test", &Ledger::default()).unwrap();
+        arena.reserve(pages * ALIGN).unwrap();
+        arena
+    }
+
+    fn io(block_size: usize, threads: usize, access: DiskAccess) -> Io {
+        Io::start(&Aio { block_size, queue_depth: threads, intra_op_parallelism: 1 }, access).unwrap()
+    }
+
+    fn any_access() -> impl Strategy<Value = DiskAccess> {
+        proptest::sample::select(vec![DiskAccess::Direct, DiskAccess::Cached, DiskAccess::Mapped])
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn what_is_written_is_read_whatever_the_pieces(
+            // Pages between pieces, elements before each in memory, and elements of each.
+            pieces in proptest::collection::vec((0usize..3, 0usize..50, 1usize..5000), 0..6),
+            block_size in 0usize..20_000,
+            threads in 0usize..5,
+            ways in (any_access(), any_access()),
+            dropped in any::<bool>(),
+        ) {
+            let path = tempfile::tempdir().unwrap();
+            let arena = arena(path.path(), 64);
+            let io = io(block_size, threads, ways.0);
+            let (mut at, mut from, mut places) = (0, 0, vec![]);
+            for (pages, before, len) in pieces {
+                at += pages * ALIGN;
+                let start = from + before;
+                from = start + len;
+                places.push((at as u64, start * 4..from * 4));
+                at += (len * 4).next_multiple_of(ALIGN);
+            }
+            prop_assume!(at <= 64 * ALIGN);
+            let values: Vec<f32> = (0..from).map(|i| i as f32 + 0.5).collect();
+            let all = || -> Vec<Piece> {
+                places.iter().map(|(at, memory)| Piece { arena: arena.clone(), at: *at, memory: memory.clone() }).collect()
+            };
+            let flat = Flat::F32(values.clone());
+            if dropped {
+                io.write_and_drop(flat, all()).written().unwrap();
+            } else {
+                prop_assert_eq!(io.write(flat, all()).wait().unwrap(), Flat::F32(values.clone()));
+            }
+            io.choose(ways.1);
+            let found = io.read(Flat::F32(vec![-1.0; from]), all()).wait().unwrap();
+            let is_read = |i: usize| places.iter().any(|(_, memory)| memory.contains(&(i * 4)));
+            let expected = values.iter().enumerate().map(|(i, v)| if is_read(i) { *v } else { -1.0 }).collect();
+            prop_assert_eq!(found, Flat::F32(expected));
+            let bytes: u64 = places.iter().map(|(_, memory)| memory.len() as u64).sum();
+            prop_assert_eq!((io.report().bytes_written, io.report().bytes_read), (bytes, bytes));
+        }
+
+        #[test]
+        fn an_error_in_one_block_is_returned_and_the_next_transfer_works(
+            pages in 1usize..8, bad in 0usize..8, block_pages in 1usize..3, threads in 1usize..4, direct in any::<bool>(),
+        ) {
+            let path = tempfile::tempdir().unwrap();
+            let arena = arena(path.path(), 8);
+            let io = io(block_pages * ALIGN, threads, if direct { DiskAccess::Direct } else { DiskAccess::Cached });
+            // One piece lies beyond the end of the file.
+            let piece = |i: usize| {
+                let at = if i == bad { 9 } else { i } * ALIGN;
+                Piece { arena: arena.clone(), at: at as u64, memory: i * ALIGN..(i + 1) * ALIGN }
+            };
+            let read = || io.read(Flat::F32(vec![1.0; pages * ALIGN / 4]), (0..pages).map(piece).collect()).wait();
+            for _ in 0..2 {
+                match read() {
+                    Err(Error::OffloadIo { action: "read", what: "a test", .. }) => prop_assert!(bad < pages),
+                    Err(error) => prop_assert!(false, "{}", error),
+                    Ok(flat) => prop_assert!(bad >= pages && flat == Flat::F32(vec![0.0; pages * ALIGN / 4])),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_waits_to_be_written_is_bounded_and_written_when_the_threads_end() {
+        let path = tempfile::tempdir().unwrap();
+        let arena = arena(path.path(), 64);
+        let io = io(ALIGN, 1, DiskAccess::Cached);
+        for i in 0..64u64 {
+            let piece = Piece { arena: arena.clone(), at: i * ALIGN as u64, memory: 0..ALIGN };
+            // Nobody waits for it.
+            drop(io.write_and_drop(Flat::F32(vec![i as f32; ALIGN / 4]), vec![piece]));
+        }
+        drop(io);
+        let mut found = vec![0u8; 64 * ALIGN];
+        arena.read(DiskAccess::Cached, 0, &mut found, &mut Bounce::default()).unwrap();
+        for (i, page) in found.chunks(ALIGN).enumerate() {
+            assert!(page.chunks(4).all(|v| v == (i as f32).to_le_bytes()), "page {i}");
+        }
     }
 }

@@ -199,3 +199,121 @@ impl<'a> Pipeline<'a> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::access::DiskAccess;
+    use super::super::arena::{Arena, Bounce};
+    use super::super::folder::Folder;
+    use super::*;
+    use crate::config::Aio;
+    use crate::precision::FlatRef;
+    use proptest::prelude::*;
+
+    /// What the test's step does to an element; what was not read counts as zero.
+    fn next(value: f32, stream: usize) -> f32 {
+        value * 0.5 + 1.0 + stream as f32
+    }
+
+    /// Sub-groups of `len` elements and their streams: whether bf16, whether read, whether written.
+    type Groups = Vec<(usize, Vec<(bool, bool, bool)>)>;
+
+    fn groups() -> impl Strategy<Value = Groups> {
+        let streams = proptest::collection::vec(any::<(bool, bool, bool)>(), 1..4);
+        proptest::collection::vec((1..4 * STEP, streams), 1..4)
+    }
+
+    proptest! {
+        #[test]
+        fn windows_cover_a_group_once_and_begin_where_a_file_allows_it(
+            len in 0..10 * STEP, largest in 0..10 * STEP, count in 0usize..6, buffers in 0usize..16,
+        ) {
+            let window = window_len(largest.max(len), count, buffers);
+            prop_assert!(window.is_multiple_of(STEP) && window >= STEP);
+            // Their memory is what buffer_count allows, but for the rounding to whole steps.
+            prop_assert!(window * buffers <= count * largest.max(len) + buffers * STEP);
+            let mut end = 0;
+            for range in windows(len, window) {
+                prop_assert!(range.start == end && range.start.is_multiple_of(STEP) && !range.is_empty());
+                prop_assert!(range.len() <= window);
+                end = range.end;
+            }
+            prop_assert_eq!(end, len);
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn a_pipeline_leaves_files_as_a_plain_loop_does(
+            groups in groups(),
+            window in 1usize..4,
+            flags in any::<[bool; 2]>(),
+            access in proptest::sample::select(vec![DiskAccess::Direct, DiskAccess::Cached, DiskAccess::Mapped]),
+            block_pages in 1usize..4,
+            threads in 1usize..4,
+        ) {
+            let path = tempfile::tempdir().unwrap();
+            let folder = Folder::open(path.path(), true).unwrap();
+            let ledger = Ledger::default();
+            let aio = Aio { block_size: block_pages * ALIGN, queue_depth: threads, intra_op_parallelism: 1 };
+            let io = Io::start(&aio, access).unwrap();
+            let arena = Arena::create(&folder, Kind::Moments, "a test", &ledger).unwrap();
+            let mut bounce = Bounce::default();
+            let window = window * STEP;
+            let mut plan = vec![];
+            let mut expected: Vec<(Extent, Vec<f32>)> = vec![];
+            for (len, streams) in &groups {
+                let len = len.next_multiple_of(STEP);
+                let mut extents = vec![];
+                for (s, (is_half, reads, writes)) in streams.iter().enumerate() {
+                    let dtype = if *is_half { DType::BF16 } else { DType::F32 };
+                    let extent = Extent::at_end_of(&arena, dtype);
+                    extent.grow(len).unwrap();
+                    let mut values = Aligned::new(len * dtype.size_in_bytes());
+                    // Small numbers that bf16 has exactly.
+                    let numbers: Vec<f32> = (0..len).map(|i| ((i * 7 + expected.len()) % 32) as f32).collect();
+                    values.elements(dtype, 0..len).copy_scaled(FlatRef::F32(&numbers), 1.0);
+                    io.write(values, vec![extent.piece(0..len, 0)]).written().unwrap();
+                    let after = |v: &f32| if *writes { next(if *reads { *v } else { 0.0 }, s) } else { *v };
+                    expected.push((extent.clone(), numbers.iter().map(after).collect()));
+                    extents.push(Stream { extent, reads: *reads, writes: *writes });
+                }
+                plan.extend(windows(len, window).map(|range| Plan { range, streams: extents.clone() }));
+            }
+            let ranges: Vec<_> = plan.iter().map(|p| p.range.clone()).collect();
+            let most = groups.iter().map(|(_, streams)| streams.len()).max().unwrap();
+            let mut pipeline = Pipeline::new(&io, &ledger, plan, flags[0], flags[1]);
+            for range in ranges {
+                let mut window = pipeline.next().unwrap();
+                for (s, staged) in window.staged.iter_mut().enumerate() {
+                    match staged.part(range.clone()) {
+                        FlatMut::F32(values) => values.iter_mut().for_each(|v| *v = next(*v, s)),
+                        FlatMut::BF16(values) => {
+                            values.iter_mut().for_each(|v| *v = half::bf16::from_f32(next(v.to_f32(), s)));
+                        }
+                        FlatMut::F16(_) => unreachable!(),
+                    }
+                }
+                pipeline.done(window).unwrap();
+            }
+            pipeline.finish().unwrap();
+            for (extent, expected) in expected {
+                let size = extent.dtype().size_in_bytes();
+                let mut found = Aligned::new(expected.len() * size);
+                let piece = extent.piece(0..expected.len(), 0);
+                // Whatever wrote it, every way reads it.
+                piece.arena.read(DiskAccess::Cached, piece.at, found.bytes_mut(), &mut bounce).unwrap();
+                let mut same = Aligned::new(expected.len() * size);
+                same.elements(extent.dtype(), 0..expected.len()).copy_scaled(FlatRef::F32(&expected), 1.0);
+                prop_assert!(found.bytes_mut() == same.bytes_mut());
+            }
+            let sets = Pipeline::sets(flags[0], flags[1]);
+            // Each dtype may need a buffer for every stream.
+            let room = sets * 2 * most * (window * 4 + ALIGN - 1);
+            prop_assert!(ledger.bytes(Kind::Staging).peak <= room);
+            prop_assert_eq!(ledger.bytes(Kind::Staging).held, 0);
+        }
+    }
+}
