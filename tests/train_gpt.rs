@@ -84,7 +84,7 @@ fn keys(object: &Value) -> Vec<&str> {
     object.as_object().unwrap().keys().map(String::as_str).collect()
 }
 
-const STEP_KEYS: [&str; 12] = [
+const STEP_KEYS: [&str; 16] = [
     "backward_ms",
     "comm_ms",
     "disk_bytes_per_s",
@@ -102,7 +102,8 @@ const STEP_KEYS: [&str; 12] = [
     "step_ms",
     "tokens_per_s",
 ];
-const SUMMARY_KEYS: [&str; 7] = ["comm", "memory", "seconds", "skipped_steps", "steps", "summary", "world_size"];
+const SUMMARY_KEYS: [&str; 8] =
+    ["comm", "memory", "offload", "seconds", "skipped_steps", "steps", "summary", "world_size"];
 
 #[test]
 fn metrics_have_a_line_for_each_step_and_a_summary_and_the_global_batch_decides_the_losses() {

@@ -17,6 +17,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "docs/cuda.md",
     "docs/decisions.md",
     "docs/launcher.md",
+    "docs/offload.md",
     "docs/performance.md",
     "src/bin/zerorun.rs",
     "src/cli.rs",

@@ -73,9 +73,13 @@ impl Chosen {
         self.0.load(Ordering::Relaxed) == DiskAccess::Direct as u8
     }
 
+    pub fn get(&self) -> DiskAccess {
+        DiskAccess::ALL[usize::from(self.0.load(Ordering::Relaxed))]
+    }
+
     /// The access for `arena`, which may not allow the chosen one.
     pub fn of(&self, arena: &Arena) -> DiskAccess {
-        match DiskAccess::ALL[usize::from(self.0.load(Ordering::Relaxed))] {
+        match self.get() {
             DiskAccess::Direct if !arena.allows_direct() => DiskAccess::Mapped,
             access => access,
         }

@@ -154,6 +154,11 @@ impl Io {
         self.shared.wanted.notify_all();
     }
 
+    /// The access in force.
+    pub fn access(&self) -> DiskAccess {
+        self.shared.chosen.get()
+    }
+
     pub fn report(&self) -> OffloadReport {
         self.shared.meter.report()
     }

@@ -8,6 +8,7 @@
 //!
 //! Without a flag, its part is waited for. There are as many sets of buffers as windows at a time: one, two or three.
 
+use super::access::DiskAccess;
 use super::aligned::Aligned;
 use super::arena::{ALIGN, Extent};
 use super::io::{Io, Transfer};
@@ -18,8 +19,11 @@ use candle_core::DType;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Elements of a window at most: 16 MiB of f32, at which disks have reached their bandwidth.
-const WINDOW: usize = 4 << 20;
+/// Elements of a window at most: 16 MiB of f32, at which disks have reached their bandwidth; and where the page cache
+/// holds the files, so few that a window stays in the processor's cache from its reading to its writing.
+fn longest(access: DiskAccess) -> usize {
+    if access == DiskAccess::Direct { 4 << 20 } else { 256 << 10 }
+}
 
 /// Elements after which the position in every file is one that requests may begin at.
 pub(crate) const STEP: usize = ALIGN / 2;
@@ -61,8 +65,8 @@ impl Staged {
 }
 
 /// Elements of a window so that `buffer_count` buffers of `largest` elements, f32, hold all `buffers` of the pipeline.
-pub(crate) fn window_len(largest: usize, buffer_count: usize, buffers: usize) -> usize {
-    let room = (largest as u128 * buffer_count as u128 / buffers.max(1) as u128).min(WINDOW as u128) as usize;
+pub(crate) fn window_len(access: DiskAccess, largest: usize, buffer_count: usize, buffers: usize) -> usize {
+    let room = (largest as u128 * buffer_count as u128 / buffers.max(1) as u128).min(longest(access) as u128) as usize;
     room.next_multiple_of(STEP).max(STEP)
 }
 
@@ -228,7 +232,7 @@ mod tests {
         fn windows_cover_a_group_once_and_begin_where_a_file_allows_it(
             len in 0..10 * STEP, largest in 0..10 * STEP, count in 0usize..6, buffers in 0usize..16,
         ) {
-            let window = window_len(largest.max(len), count, buffers);
+            let window = window_len(DiskAccess::Direct, largest.max(len), count, buffers);
             prop_assert!(window.is_multiple_of(STEP) && window >= STEP);
             // Their memory is what buffer_count allows, but for the rounding to whole steps.
             prop_assert!(window * buffers <= count * largest.max(len) + buffers * STEP);

@@ -113,7 +113,7 @@ impl Offload {
         let (read_ahead, write_behind) = self.flags();
         let buffers = streams * Pipeline::sets(read_ahead, write_behind);
         let count = self.optimizer.as_ref().map_or(buffers, |o| o.settings.buffer_count);
-        pipeline::window_len(largest, count, buffers)
+        pipeline::window_len(self.io.access(), largest, count, buffers)
     }
 
     /// The pipeline of one step.
