@@ -14,8 +14,8 @@ use common::{Shape, config, train};
 use serde_json::{Value, json};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
-use std::sync::{Barrier, Mutex};
 use std::sync::atomic::{AtomicIsize, Ordering};
+use std::sync::{Barrier, Mutex};
 
 /// Counts the bytes that are allocated now.
 struct Counting;

@@ -1,11 +1,13 @@
 //! What was typed. Everything after the script's name belongs to the script.
 
+use super::tools;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::Parser;
+use clap::error::ErrorKind;
+use clap::{CommandFactory, FromArgMatches, Parser};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -27,9 +29,11 @@ A script is one Rust file. It may begin with its manifest:
 
 Without a manifest it gets candle-zero, candle-core, candle-nn and anyhow.";
 
+const USAGE: &str = "zerorun [OPTIONS] SCRIPT [ARGS]...";
+
 /// Starts a training script on N ranks of this host: builds it, runs it, stops all ranks when one fails.
 #[derive(Debug, Parser)]
-#[command(name = "zerorun", version, after_help = EXAMPLES, override_usage = "zerorun [OPTIONS] SCRIPT [ARGS]...")]
+#[command(name = "zerorun", version, override_usage = USAGE)]
 struct Typed {
     /// Number of ranks (processes)
     #[arg(
@@ -84,7 +88,7 @@ pub(super) struct Asked {
 
 /// Why there is nothing to carry out: help or version was asked for, or the command line is wrong.
 #[derive(Debug)]
-pub(super) struct Refused(clap::Error);
+pub(super) struct Refused(pub(super) clap::Error);
 
 impl Refused {
     /// Prints the text where it belongs and gives the exit code.
@@ -99,7 +103,7 @@ impl Refused {
         }
     }
 
-    fn message(&self) -> String {
+    pub(super) fn message(&self) -> String {
         let text = self.0.render().to_string();
         format!("zerorun: {}", text.strip_prefix("error: ").unwrap_or(&text))
     }
@@ -107,9 +111,18 @@ impl Refused {
 
 /// Reads a command line whose first word is the program's own name.
 pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Asked, Refused> {
-    let typed = Typed::try_parse_from(words).map_err(Refused)?;
+    let mut reader = Typed::command().after_help(format!("{}\n{EXAMPLES}", tools::help()));
+    let typed = reader.try_get_matches_from_mut(words).and_then(|matches| Typed::from_arg_matches(&matches));
+    let typed = typed.map_err(|e| Refused(e.format(&mut reader)))?;
     let mut command = typed.command.into_iter();
     let script = command.next().map(PathBuf::from).unwrap_or_default();
+    if let Some(tools::Tool { name, .. }) = tools::named(script.as_os_str()) {
+        let text = format!(
+            "`{name}` is a tool and must be the first word: `zerorun {name} ...`. A script of that name is started as \
+             ./{name}"
+        );
+        return Err(Refused(reader.error(ErrorKind::ArgumentConflict, text)));
+    }
     Ok(Asked {
         ranks: usize::from(typed.ranks),
         timeout: typed.timeout,
@@ -178,6 +191,18 @@ mod tests {
     }
 
     #[test]
+    fn a_script_with_the_name_of_a_tool_has_a_folder_in_front() {
+        assert_eq!(typed("-n 2 ./bench disk").unwrap().script, PathBuf::from("./bench"));
+        assert_eq!(typed("train.rs bench").unwrap().script_args, ["bench"]);
+    }
+
+    #[test]
+    fn help_lists_the_tools() {
+        let help = refusal("--help");
+        assert!(help.contains("\n  bench     "), "{help}");
+    }
+
+    #[test]
     fn durations_take_a_unit_or_are_seconds() {
         for (text, milliseconds) in
             [("500ms", 500), ("90s", 90_000), ("90", 90_000), ("10m", 600_000), ("2h", 7_200_000)]
@@ -234,6 +259,13 @@ mod tests {
         "#);
         insta::assert_snapshot!(refusal("--master_port 0 train.rs"), @r#"
         zerorun: invalid value '0' for '--master_port <PORT>': 0 is not in 1..=65535
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_ranks 2 bench disk /x"), @r#"
+        zerorun: `bench` is a tool and must be the first word: `zerorun bench ...`. A script of that name is started as ./bench
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
 
         For more information, try '--help'.
         "#);

@@ -4,8 +4,11 @@
 //! to or generates one (`package`; its manifest may stand in front of the code, see `frontmatter`), `build` lets cargo make
 //! the executable, and `ranks` starts it N times, carries its output and its signals, and stops everything when a
 //! rank fails. On the other side `discover` reads the variables that the launcher has set.
+//!
+//! What `zerorun` does besides are tools, found by the first word (`tools`): `zerorun bench disk PATH` (`bench`).
 
 mod args;
+mod bench;
 mod build;
 mod discover;
 mod frontmatter;
@@ -16,6 +19,7 @@ mod report;
 mod script;
 mod signals;
 mod tail;
+mod tools;
 
 pub use discover::RankEnv;
 pub use ranks::KEEP_MEMORY;
@@ -32,12 +36,16 @@ const EXIT_SETUP: u8 = 2;
 /// Exit code for a script that does not compile, the same as cargo's.
 const EXIT_COMPILE: u8 = 101;
 
-/// The whole of `zerorun`: reads the command line, builds the script, runs the ranks.
+/// The whole of `zerorun`: reads the command line, builds the script, runs the ranks; or runs a tool.
 ///
 /// Must be called on the main thread: the kernel kills the ranks when the thread that started them ends.
 /// The result is the exit code: that of the first rank that failed, 128 + n for a signal n, 2 for a wrong command line
 /// or set-up, 101 for a script that does not compile.
 pub fn main() -> ExitCode {
+    let mut words = std::env::args_os().skip(1).peekable();
+    if let Some(tool) = words.peek().and_then(|word| tools::named(word)) {
+        return (tool.run)(words.collect()).unwrap_or_else(|refused| refused.print());
+    }
     let asked = match args::read(std::env::args_os()) {
         Ok(asked) => asked,
         Err(refused) => return refused.print(),

@@ -22,7 +22,7 @@ pub enum DiskAccess {
 }
 
 impl DiskAccess {
-    const ALL: [Self; 3] = [Self::Direct, Self::Cached, Self::Mapped];
+    pub(super) const ALL: [Self; 3] = [Self::Direct, Self::Cached, Self::Mapped];
 
     /// What is fastest for files of `bytes` bytes in all, of all ranks on this host.
     pub(super) fn fastest(bytes: u64, direct_is_possible: bool) -> Self {

@@ -11,9 +11,10 @@ use crate::error::{Error, Result};
 use crate::memory::{Held, Kind, Ledger, Tier};
 use candle_core::DType;
 use memmap2::{MmapOptions, MmapRaw};
-use rustix::fs::FallocateFlags;
+use rustix::fs::{Advice, FallocateFlags};
+use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use std::fs::{File, OpenOptions};
-use std::io::{Error as IoError, ErrorKind};
+use std::io::{Error as IoError, ErrorKind, IoSliceMut};
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -76,7 +77,7 @@ impl Arena {
         }
         self.folder.ask_for(len);
         let result = match rustix::fs::fallocate(&self.cached, FallocateFlags::empty(), start, len) {
-            Err(rustix::io::Errno::OPNOTSUPP) => self.fill(start, bytes),
+            Err(Errno::OPNOTSUPP) => self.fill(start, bytes),
             result => result.map_err(IoError::from),
         };
         if let Err(error) = result {
@@ -189,6 +190,36 @@ impl Arena {
                 Ok(map)
             }
         }
+    }
+
+    /// Waits until everything written is on the disk.
+    pub fn sync(&self) -> Result<()> {
+        rustix::fs::fdatasync(&self.cached).map_err(|errno| self.error("sync", errno.into()))
+    }
+
+    /// Takes the file out of the page cache, except what is not on the disk yet. Gives the part of it that is there
+    /// all the same, by samples, where the system tells.
+    pub fn forget(&self) -> Result<Option<f64>> {
+        const SAMPLES: u64 = 64;
+        let advise = |advice| {
+            rustix::fs::fadvise(&self.cached, 0, None, advice)
+                .map_err(|errno| self.error("take out of memory", errno.into()))
+        };
+        advise(Advice::DontNeed)?;
+        // Looking at a page must not make the system read its neighbours.
+        advise(Advice::Random)?;
+        let pages = crate::param::lock(&self.reserved).bytes / ALIGN as u64;
+        let is_there = |i: u64| {
+            let (mut byte, at) = ([0u8], u64::midpoint(i * pages / SAMPLES, (i + 1) * pages / SAMPLES) * ALIGN as u64);
+            match preadv2(&self.cached, &mut [IoSliceMut::new(&mut byte)], at, ReadWriteFlags::NOWAIT) {
+                Ok(_) => Some(1.0),
+                Err(Errno::AGAIN) => Some(0.0),
+                Err(_) => None,
+            }
+        };
+        let there: Option<f64> = (0..SAMPLES).map(is_there).sum();
+        advise(Advice::Normal)?;
+        Ok(there.map(|there| there / SAMPLES as f64))
     }
 
     pub fn error(&self, action: &'static str, source: IoError) -> Error {

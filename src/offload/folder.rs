@@ -105,8 +105,13 @@ impl Folder {
     /// The error of files that do not fit. To be made when everything has been asked for.
     pub fn too_small(&self) -> Error {
         let needed = self.asked.load(Ordering::Relaxed);
+        Error::OffloadSpace { path: self.path.clone(), needed, available: self.available() }
+    }
+
+    /// Bytes that the file system can give to this rank's files, those included that they have.
+    pub fn available(&self) -> u64 {
         let free = rustix::fs::statvfs(&self.path).map_or(0, |s| s.f_bavail.saturating_mul(s.f_frsize));
-        Error::OffloadSpace { path: self.path.clone(), needed, available: free.saturating_add(self.reserved()) }
+        free.saturating_add(self.reserved())
     }
 }
 

@@ -128,6 +128,11 @@ struct State<B> {
     error: Option<Error>,
 }
 
+/// Requests that are under way at a time.
+pub(super) fn threads(aio: &Aio) -> usize {
+    aio.queue_depth.saturating_mul(aio.intra_op_parallelism).clamp(1, MAX_THREADS)
+}
+
 impl Io {
     /// Starts the threads that `aio` asks for.
     pub fn start(aio: &Aio, access: DiskAccess) -> Result<Self> {
@@ -140,7 +145,7 @@ impl Io {
         });
         let block_size = aio.block_size.clamp(ALIGN, 1 << 30) / ALIGN * ALIGN;
         let mut io = Self { shared, threads: Vec::new(), block_size };
-        for i in 0..aio.queue_depth.saturating_mul(aio.intra_op_parallelism).clamp(1, MAX_THREADS) {
+        for i in 0..threads(aio) {
             let shared = io.shared.clone();
             let thread = std::thread::Builder::new().name(format!("offload-{i}")).stack_size(256 << 10);
             io.threads.push(thread.spawn(move || shared.work()).map_err(Error::OffloadThread)?);

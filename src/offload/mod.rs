@@ -24,10 +24,12 @@
 //! | `pipeline.rs` | windows of the optimizer step: read ahead, updated, written behind |
 //! | `spill.rs` | what recomputing units keep, in a file until backward |
 //! | `report.rs` | bytes and seconds |
+//! | `bench.rs` | how fast all that is on a given folder |
 
 mod access;
 mod aligned;
 mod arena;
+pub mod bench;
 mod folder;
 mod io;
 mod pipeline;

@@ -1,0 +1,34 @@
+//! Tools: what `zerorun` does besides starting scripts. The first word of the command line names one.
+//!
+//! A script of the same name is started as `./NAME`.
+
+use super::args::Refused;
+use super::bench;
+use std::ffi::{OsStr, OsString};
+use std::process::ExitCode;
+
+/// Something that `zerorun NAME ...` does.
+pub(super) struct Tool {
+    pub(super) name: &'static str,
+    /// One line for `zerorun --help`.
+    about: &'static str,
+    /// Gets the command line from the name on.
+    pub(super) run: fn(Vec<OsString>) -> Result<ExitCode, Refused>,
+}
+
+/// All of them, in the order of the help.
+const ALL: [Tool; 1] = [Tool { name: "bench", about: "How fast a folder for offloaded state is", run: bench::run }];
+
+/// The tool of that name.
+pub(super) fn named(word: &OsStr) -> Option<&'static Tool> {
+    ALL.iter().find(|tool| word == tool.name)
+}
+
+/// The part of the help that lists them.
+pub(super) fn help() -> String {
+    let lines = ALL.iter().map(|Tool { name, about, .. }| format!("  {name:10}{about}: see `zerorun {name} --help`\n"));
+    format!(
+        "Tools, in the place of SCRIPT (a script of such a name is started as ./NAME):\n{}",
+        lines.collect::<String>()
+    )
+}
