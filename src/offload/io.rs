@@ -345,6 +345,7 @@ impl<B> Transfer<B> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::folder::Folder;
     use super::*;

@@ -205,6 +205,7 @@ impl<'a> Pipeline<'a> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::access::DiskAccess;
     use super::super::arena::{Arena, Bounce};
