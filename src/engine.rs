@@ -240,6 +240,10 @@ impl<M> Engine<M> {
         let moments = optimizer.as_ref().map_or(&[][..], |o| o.state_names());
         let plan = ReducePlan::new(&config, placement, world_size, dtype);
         let offload = Offload::open(&config, moments, rank == 0, disk_access, &ledger)?;
+        if offload.is_some() {
+            // Nothing is written before the first rank has locked the folders, and all know what is free in them.
+            comm.barrier().wait()?;
+        }
         let holding = Holding {
             rank,
             world_size,
@@ -256,6 +260,9 @@ impl<M> Engine<M> {
         let model = building(&registry, || build(vb));
         let model = model.map_err(|e| registry.take_failure().unwrap_or_else(|| e.into()))?;
         let registered = registry.finish()?;
+        if let Some(offload) = &offload {
+            offload.check_space(&*comm)?;
+        }
 
         let access = offload.as_ref().map(|o| o.choose_access(world_size));
         if let (0, Some(access)) = (rank, access) {
@@ -298,6 +305,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`Error::OutOfOrder`] between backward and step; what `run` returns; a failed collective.
     pub fn forward(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
+        self.not_stopped()?;
         if self.phase == Phase::Backwarded {
             return Err(Error::OutOfOrder { call: "forward", when: "after backward without a step" });
         }
@@ -342,6 +350,7 @@ impl<M> Engine<M> {
     /// [`Error::OutOfOrder`] without a forward before; [`Error::NonFiniteLoss`] in f32; [`Error::NoGradient`] after
     /// the first backward; a failed collective.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        self.not_stopped()?;
         match self.phase {
             Phase::Forwarded => {}
             Phase::Ready => return Err(Error::OutOfOrder { call: "backward", when: "before forward" }),
@@ -391,6 +400,7 @@ impl<M> Engine<M> {
     /// [`Error::OutOfOrder`] without a backward before; [`Error::NonFiniteGradient`] in f32;
     /// [`Error::LossScaleAtMinimum`]; a failed collective.
     pub fn step(&mut self) -> Result<()> {
+        self.not_stopped()?;
         if self.phase != Phase::Backwarded {
             return Err(Error::OutOfOrder { call: "step", when: "before backward" });
         }
@@ -567,14 +577,16 @@ impl<M> Engine<M> {
 
     /// Runs `call`; after an error this rank is out of step, so it tells the others and refuses to go on.
     fn attempt<T>(&mut self, call: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        if let Some(why) = &self.stopped {
-            return Err(Error::Stopped(why.clone()));
-        }
+        self.not_stopped()?;
         call(self).inspect_err(|e| {
             let why = without_backtrace(&e.to_string());
             self.core.comm.abort(&why);
             self.stopped = Some(why);
         })
+    }
+
+    fn not_stopped(&self) -> Result<()> {
+        self.stopped.as_ref().map_or(Ok(()), |why| Err(Error::Stopped(why.clone())))
     }
 
     /// `steps_per_print` and `wall_clock_breakdown`, from rank 0.

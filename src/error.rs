@@ -47,7 +47,7 @@ pub enum Error {
     },
     /// The disk cannot hold what is to be offloaded.
     #[error(
-        "cannot offload to {}: a rank's files need {needed} bytes, and {available} are there: {} bytes are missing. \
+        "cannot offload to {}: files there need {needed} bytes, and {available} are there: {} bytes are missing. \
          Free that space, or name a folder on a larger disk as nvme_path.",
         path.display(),
         needed.saturating_sub(*available)
@@ -55,9 +55,9 @@ pub enum Error {
     OffloadSpace {
         /// `nvme_path`.
         path: PathBuf,
-        /// Bytes of all files of this rank in that folder.
+        /// Bytes of all files on that disk, of all ranks; after the first step, of this rank.
         needed: u64,
-        /// Bytes that the file system can give to them.
+        /// Bytes that the file system can give to them, those included that they have.
         available: u64,
     },
     /// A file of offloaded state could not be read, written or made larger.
@@ -747,8 +747,12 @@ pub enum CommError {
 /// What to do about a file of offloaded state that fails.
 fn mend_of(source: &std::io::Error) -> &'static str {
     match source.kind() {
-        std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded | std::io::ErrorKind::FileTooLarge => {
+        std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
             "Free space there, or name a folder on a larger disk as nvme_path"
+        }
+        std::io::ErrorKind::FileTooLarge => {
+            "Raise the limit of file sizes (`ulimit -f`), or name a folder on a file system that allows larger files as \
+             nvme_path"
         }
         _ => "Look at the disk's health, or name a folder on another one as nvme_path",
     }

@@ -474,4 +474,13 @@ fn a_stopped_engine_says_why_at_every_call() {
         assert!(matches!(error, Error::Stopped(_)));
         assert_eq!(error.to_string(), "the engine stopped after an earlier error: no data today");
     }
+    // The order of calls no longer matters.
+    let mut engine = Engine::initialize(|vb| linear(4, 3, vb), config(2, 1, json!({}), json!({}))).unwrap();
+    let loss = engine.forward(linear_loss).unwrap();
+    let infinite = loss.affine(f64::INFINITY, 0.0).unwrap();
+    let first = engine.backward(&infinite).unwrap_err();
+    assert!(matches!(first, Error::NonFiniteLoss { .. }), "{first}");
+    for error in [engine.backward(&loss).unwrap_err(), engine.step().unwrap_err()] {
+        assert!(matches!(error, Error::Stopped(_)), "{error}");
+    }
 }

@@ -7,6 +7,7 @@ mod common;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use candle_zero::comm::threads;
+use candle_zero::memory::Kind;
 use candle_zero::offload::DiskAccess;
 use candle_zero::zero::{Unit, unit};
 use candle_zero::{Engine, Result};
@@ -17,6 +18,7 @@ use std::path::Path;
 const STEPS: usize = 20;
 
 fn assert_same(a: &[Outcome], b: &[Outcome], what: &str) {
+    assert_eq!(a.len(), b.len(), "ranks: {what}");
     for (rank, (a, b)) in a.iter().zip(b).enumerate() {
         assert_eq!(a.losses, b.losses, "losses of rank {rank}: {what}");
         assert_eq!(a.norms, b.norms, "norms of rank {rank}: {what}");
@@ -120,6 +122,29 @@ fn every_access_to_files_gives_the_same_bits_in_every_precision() {
             let zero = offloaded(&zero, folder.path(), nvme(both), nvme(json!({"max_in_cpu": 0})));
             let run = train_with(2, shape, &config(3, 2, zero, more.clone()), STEPS, |b| b.disk_access(access));
             assert_same(&reference, &run, &format!("{access:?} {more}"));
+            for outcome in run {
+                let inputs = outcome.memory.row(Kind::Activations).file.held;
+                assert_eq!(inputs > 0, access == DiskAccess::Cached, "{inputs} bytes of inputs in files, {access:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_access_to_files_gives_the_same_bits_at_every_stage_and_world_size() {
+    let folder = folder();
+    let shape = Shape { layers: 2, units: true, ..Shape::default() };
+    let zero = json!({"stage3_param_persistence_threshold": 0, "sub_group_size": 3000});
+    for (world, stage) in [(1, 1), (1, 3), (2, 1), (2, 2)] {
+        for more in [json!({}), json!({"bf16": {"enabled": true}})] {
+            let reference = train(world, shape, &config(stage, 1, zero.clone(), more.clone()), STEPS);
+            for access in [DiskAccess::Direct, DiskAccess::Cached, DiskAccess::Mapped] {
+                let param = if stage == 3 { nvme(json!({"max_in_cpu": 0})) } else { json!(null) };
+                let zero = offloaded(&zero, folder.path(), nvme(json!({"pipeline_read": true})), param);
+                let config = config(stage, 1, zero, more.clone());
+                let run = train_with(world, shape, &config, STEPS, |b| b.disk_access(access));
+                assert_same(&reference, &run, &format!("stage {stage}, world {world}, {access:?} {more}"));
+            }
         }
     }
 }

@@ -193,7 +193,18 @@ fn too_small(at: &Path, other: &Path) -> Value {
         start(comm, &all_in(path)).map(drop)
     });
     let both: Vec<String> = both.unwrap().into_iter().map(|r| r.unwrap_err().to_string()).collect();
-    json!({"needed": needed, "available": available, "text": alone.to_string(), "both": both})
+    // All ranks on the small disk, together.
+    let shared = threads::run(2, |comm| start(comm, &all_in(at)).map(drop)).unwrap();
+    let shared: Vec<String> = shared.into_iter().map(|r| r.unwrap_err().to_string()).collect();
+    // The other kinds of state, which need more, have another disk.
+    let mut config = all_in(at);
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = json!(other);
+    config["zero_optimization"]["offload_param"]["nvme_path"] = json!(at.join("narrow"));
+    let apart = threads::run(1, |comm| start(comm, &config).map(drop)).unwrap().remove(0).unwrap_err();
+    json!({
+        "needed": needed, "available": available, "text": alone.to_string(), "both": both, "shared": shared,
+        "apart": apart.to_string(),
+    })
 }
 
 /// Fills the file system of `at` once the files of an engine have their space.
@@ -263,29 +274,41 @@ fn a_folder_in_memory_is_warned_about_once_and_works() {
 fn a_disk_that_is_too_small_is_refused_before_the_first_step_with_the_bytes_that_are_missing() {
     const SIZE: u64 = 256 << 10;
     let (folder, disk) = (folder(), folder());
-    let setup = format!("mount -t tmpfs -o size={SIZE} none \"$1\"");
+    let setup = format!(
+        "mount -t tmpfs -o size={SIZE} none \"$1\" && mkdir \"$1/narrow\" && \
+         mount -t tmpfs -o size=16k none \"$1/narrow\""
+    );
     let Some(output) = run("too small", &setup, folder.path(), disk.path()) else { return };
     let found = found(&output);
     let number = |key: &str| found[key].as_u64().unwrap();
     // Where there is space, as many bytes are reserved.
-    let reserved = threads::run(1, |comm| {
-        let report = start(comm, &all_in(disk.path()))?.memory_report();
-        Ok(report.rows.iter().map(|row| row.file.held as u64).sum::<u64>())
-    });
-    assert_eq!(number("needed"), reserved.unwrap().remove(0).unwrap());
+    let reserved = |world| {
+        let ranks = threads::run(world, |comm| {
+            let report = start(comm, &all_in(disk.path()))?.memory_report();
+            Ok(report.rows.iter().map(|row| row.file.held as u64).sum::<u64>())
+        });
+        ranks.unwrap().into_iter().map(|rank: Result<u64>| rank.unwrap()).sum::<u64>()
+    };
+    assert_eq!(number("needed"), reserved(1));
     assert!((SIZE - 16384..=SIZE).contains(&number("available")), "{found}");
     let name = |text: &Value| text.as_str().unwrap().replace(folder.path().to_str().unwrap(), "FOLDER");
     let missing = number("needed") - number("available");
     let expected = format!(
-        "cannot offload to FOLDER: a rank's files need {} bytes, and {} are there: {missing} bytes are missing. Free \
+        "cannot offload to FOLDER: files there need {} bytes, and {} are there: {missing} bytes are missing. Free \
          that space, or name a folder on a larger disk as nvme_path.",
         number("needed"),
         number("available")
     );
     assert_eq!(name(&found["text"]), expected);
     let [first, second] = [&found["both"][0], &found["both"][1]].map(name);
-    assert!(second.starts_with("cannot offload to FOLDER: a rank's files need "), "{second}");
+    assert!(second.starts_with("cannot offload to FOLDER: files there need "), "{second}");
     assert!(first.starts_with(&format!("rank 1 stopped ({second})")), "{first}");
+    let begin = format!("cannot offload to FOLDER: files there need {} bytes, and ", reserved(2));
+    for text in found["shared"].as_array().unwrap() {
+        assert!(name(text).starts_with(&begin), "{text}, not {begin}");
+        assert!(name(text).contains(&format!(" and {} are there: ", number("available"))), "{text}");
+    }
+    assert!(name(&found["apart"]).starts_with("cannot offload to FOLDER/narrow: "), "{}", found["apart"]);
 }
 
 #[test]

@@ -140,7 +140,8 @@ fn a_disk_that_refuses_writes_ends_the_job_with_an_error_on_every_rank() {
         let (success, lines, errors) = with_a_limit(stage, access, limit);
         assert!(!success && !lines.contains("done"), "{lines}");
         let own = error_of(1, &errors);
-        let mend = "Free space there, or name a folder on a larger disk as nvme_path";
+        let mend = "Raise the limit of file sizes (`ulimit -f`), or name a folder on a file system that allows larger files as \
+                    nvme_path";
         let text = |what| format!("cannot write the file of {what} in FOLDER: File too large (os error 27). {mend}");
         assert!(what.iter().any(|what| own == text(what)), "{own}");
         let others = error_of(0, &errors);
@@ -195,6 +196,48 @@ fn a_disk_that_refuses_gradients_is_noticed_before_any_weight_has_changed() {
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(launch_support::stdout(&output).contains("done"));
+}
+
+// ---- little memory ---------------------------------------------------------------------------------------------
+
+#[test]
+fn training_and_export_need_a_fraction_of_the_state_in_memory_from_the_beginning_to_the_end() {
+    let dir = folder();
+    let text = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/ds_configs/infinity.json")).unwrap();
+    let [config, metrics, weights] = ["config.json", "metrics.jsonl", "weights"].map(|name| dir.path().join(name));
+    std::fs::write(&config, text.replace("\"/tmp\"", &format!("\"{}\"", dir.path().display()))).unwrap();
+    // 78 million parameters with 1.2 GB of state, 600 MB of a rank.
+    let limit = 256 << 20;
+    let mut command = zerorun();
+    command.args(["--num_ranks", "2"]).arg(example("train_gpt")).arg("--ds_config").arg(config);
+    command.args(["--n_layer", "24", "--n_embd", "512", "--n_head", "8", "--vocab", "4096", "--ctx", "64"]);
+    command.args(["--steps", "2", "--metrics"]).arg(&metrics).arg("--export").arg(&weights);
+    // A backtrace needs memory, and the standard library waits for itself where there is none for it.
+    command.env("RUST_BACKTRACE", "0").env("RAYON_NUM_THREADS", "1");
+    let mut limited = Command::new("prlimit");
+    limited.arg(format!("--data={limit}")).arg("--").arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => limited.env(name, value),
+            None => limited.env_remove(name),
+        };
+    }
+    let output = match limited.output() {
+        Ok(output) => output,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            eprintln!("skipped: there is no prlimit (util-linux)");
+            return;
+        }
+        Err(error) => panic!("{error}"),
+    };
+    assert!(output.status.success(), "{}", stderr(&output));
+    let parameters = 77_000_000;
+    assert!(std::fs::metadata(weights).unwrap().len() > 4 * parameters);
+    let metrics = std::fs::read_to_string(metrics).unwrap();
+    let peaks: Vec<Value> = metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let peaks: Vec<u64> = peaks.iter().filter_map(|row| row["rss_peak_bytes"].as_u64()).collect();
+    // With pages of mapped files, which the limit does not count.
+    assert!(!peaks.is_empty() && peaks.iter().all(|peak| *peak < limit), "{peaks:?}");
 }
 
 // ---- killed jobs -----------------------------------------------------------------------------------------------

@@ -162,7 +162,8 @@ impl OffloadTo {
 pub struct OffloadOptimizer {
     /// `device`.
     pub to: OffloadTo,
-    /// `buffer_count`: buffers of at most a sub-group's size that the step works in. Default 4.
+    /// `buffer_count`: what the step works in has together at most the elements of so many of the largest sub-group.
+    /// Default 4.
     pub buffer_count: usize,
     /// `pipeline_read`: read what comes next while the step computes. Default false.
     pub pipeline_read: bool,
@@ -188,7 +189,7 @@ pub struct OffloadParam {
 /// `aio`: requests to the files of `nvme`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Aio {
-    /// `block_size`, bytes of a request. Default 1 MiB.
+    /// `block_size`, bytes of a request, in whole pages of 4 KiB and at most 16 MiB. Default 1 MiB.
     pub block_size: usize,
     /// `queue_depth`: requests under way for each of `intra_op_parallelism`. Default 8.
     pub queue_depth: usize,

@@ -166,7 +166,7 @@ impl fmt::Display for Table<'_> {
         }
         writeln!(f, "\noptimizer step (Adam, bf16): {} elements, windows of {}", step.elements, step.window)?;
         writeln!(f, "{:40}{:>12}{:>12}{:>12}", "", "read+write", "seconds", "of plain")?;
-        let fastest = step.plain.first().map_or(1.0, |plain| plain.timing.bytes_per_s);
+        let fastest = step.plain.iter().map(|plain| plain.timing.bytes_per_s).fold(f64::MIN_POSITIVE, f64::max);
         let mut row = |name: String, timing: &Timing| {
             let percent = timing.bytes_per_s / fastest * 100.0;
             writeln!(f, "{name:40}{:>12}{:>12.2}{percent:>10.0} %", speed(timing), timing.seconds)

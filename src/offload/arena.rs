@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::memory::{Held, Kind, Ledger, Tier};
 use candle_core::DType;
 use memmap2::{MmapOptions, MmapRaw};
-use rustix::fs::{Advice, FallocateFlags};
+use rustix::fs::{Advice, FallocateFlags, IFlags, ioctl_getflags, ioctl_setflags};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
 use std::fs::{File, OpenOptions};
 use std::io::{Error as IoError, ErrorKind, IoSliceMut};
@@ -46,6 +46,13 @@ struct Reserved {
     map: Option<Arc<MmapRaw>>,
 }
 
+/// Whether an empty file, opened for direct access, can really be accessed so: some file systems only refuse requests.
+fn works(direct: &File) -> bool {
+    let refused =
+        direct.write_all_at(Aligned::new(ALIGN).bytes_mut(), 0).is_err_and(|e| e.kind() == ErrorKind::InvalidInput);
+    !refused && rustix::fs::ftruncate(direct, 0).is_ok()
+}
+
 impl Arena {
     /// An empty file for `kind`; `name` is for messages.
     pub fn create(folder: &Arc<Folder>, kind: Kind, name: &'static str, ledger: &Ledger) -> Result<Arc<Self>> {
@@ -54,6 +61,9 @@ impl Arena {
         let again = format!("/proc/self/fd/{}", cached.as_raw_fd());
         let flags = rustix::fs::OFlags::DIRECT.bits().cast_signed();
         let direct = OpenOptions::new().read(true).write(true).custom_flags(flags).open(again).ok();
+        let direct = direct.filter(works);
+        // A file that is copied on every write (btrfs) would ask for space again and again. Others know no such flag.
+        let _ = ioctl_getflags(&cached).and_then(|flags| ioctl_setflags(&cached, flags | IFlags::NOCOW));
         let held = ledger.hold_in(Tier::File, kind, 0);
         Ok(Arc::new(Self {
             folder: folder.clone(),
@@ -84,7 +94,7 @@ impl Arena {
             // Some file systems keep what they could give. If that cannot be undone, it is only reported as used.
             let _ = rustix::fs::ftruncate(&self.cached, start);
             return Err(match error.kind() {
-                ErrorKind::StorageFull | ErrorKind::QuotaExceeded => self.folder.too_small(),
+                ErrorKind::StorageFull | ErrorKind::QuotaExceeded => self.folder.refused(),
                 _ => self.error("reserve", error),
             });
         }
@@ -100,7 +110,8 @@ impl Arena {
         for at in (0..bytes).step_by(zeros.len()) {
             self.cached.write_all_at(&zeros[..zeros.len().min(bytes - at)], start + at as u64)?;
         }
-        Ok(())
+        // Only then is the space there.
+        self.cached.sync_data()
     }
 
     /// Gives the space of `range` back; nothing may lie there any more.

@@ -7,7 +7,7 @@ use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Beginning of the names of files on file systems that know no files without a name. They have one for a moment.
 const PREFIX: &str = ".candle-zero-offload-";
@@ -21,6 +21,21 @@ pub(crate) struct Folder {
     /// Bytes that this rank's files have been given, and bytes that they have asked for.
     got: AtomicU64,
     asked: AtomicU64,
+    /// Whether a file was refused what it asked for.
+    is_full: AtomicBool,
+    /// Bytes that were free when it was opened, and the number of the file system.
+    free: u64,
+    device: u64,
+}
+
+/// What a rank's files have asked of a folder: what ranks tell each other to know what is missing.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Demand {
+    pub device: u64,
+    pub free: u64,
+    pub asked: u64,
+    pub got: u64,
+    pub is_full: bool,
 }
 
 impl Folder {
@@ -38,7 +53,15 @@ impl Folder {
             return Err(wrong("it is a file. nvme_path names a folder".into()));
         }
         let lock = if is_first { Some(lock(path, &metadata)?) } else { None };
-        let folder = Self { path: path.to_owned(), _lock: lock, got: 0.into(), asked: 0.into() };
+        let folder = Self {
+            path: path.to_owned(),
+            _lock: lock,
+            got: 0.into(),
+            asked: 0.into(),
+            is_full: false.into(),
+            free: free(path),
+            device: metadata.dev(),
+        };
         drop(folder.unnamed_file()?);
         if is_first {
             folder.remove_leftovers();
@@ -97,22 +120,40 @@ impl Folder {
         self.got.load(Ordering::Relaxed)
     }
 
-    /// Bytes that have been asked for in vain.
-    pub fn missing(&self) -> u64 {
-        self.asked.load(Ordering::Relaxed) - self.reserved()
+    /// What this rank's files have asked for until now.
+    pub(super) fn demand(&self) -> Demand {
+        let load = |bytes: &AtomicU64| bytes.load(Ordering::Relaxed);
+        Demand {
+            device: self.device,
+            free: self.free,
+            asked: load(&self.asked),
+            got: load(&self.got),
+            is_full: self.is_full.load(Ordering::Relaxed),
+        }
     }
 
-    /// The error of files that do not fit. To be made when everything has been asked for.
-    pub fn too_small(&self) -> Error {
-        let needed = self.asked.load(Ordering::Relaxed);
-        Error::OffloadSpace { path: self.path.clone(), needed, available: self.available() }
+    /// A file was refused what it asked for: the error for this rank alone.
+    pub fn refused(&self) -> Error {
+        self.is_full.store(true, Ordering::Relaxed);
+        let Demand { asked, got, .. } = self.demand();
+        self.too_small(asked, got.saturating_add(free(&self.path)), got)
+    }
+
+    /// The error of files that need `needed` bytes, where `got` of `available` bytes were to be had.
+    pub(super) fn too_small(&self, needed: u64, available: u64, got: u64) -> Error {
+        // With a quota, or where somebody else takes what is free, less can be had than what is free.
+        let available = if available < needed { available } else { got };
+        Error::OffloadSpace { path: self.path.clone(), needed, available }
     }
 
     /// Bytes that the file system can give to this rank's files, those included that they have.
     pub fn available(&self) -> u64 {
-        let free = rustix::fs::statvfs(&self.path).map_or(0, |s| s.f_bavail.saturating_mul(s.f_frsize));
-        free.saturating_add(self.reserved())
+        free(&self.path).saturating_add(self.reserved())
     }
+}
+
+fn free(path: &Path) -> u64 {
+    rustix::fs::statvfs(path).map_or(0, |s| s.f_bavail.saturating_mul(s.f_frsize))
 }
 
 fn lock(path: &Path, metadata: &std::fs::Metadata) -> Result<File> {
@@ -132,11 +173,13 @@ fn owner_of_lock(inode: u64) -> Option<u32> {
     // "1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF"
     let locks = std::fs::read_to_string("/proc/locks").ok()?;
     let suffix = format!(":{inode}");
-    locks.lines().find_map(|line| {
+    let mut owners = locks.lines().filter_map(|line| {
         let words: Vec<&str> = line.split_whitespace().collect();
         let is_it = words.get(1) == Some(&"FLOCK") && words.get(5).is_some_and(|w| w.ends_with(&suffix));
         if is_it { words.get(4)?.parse().ok() } else { None }
-    })
+    });
+    // File systems number their files alike, and not all show there the device that they are on: of two, neither is named.
+    owners.next().filter(|_| owners.next().is_none())
 }
 
 fn is_memory(path: &Path) -> bool {

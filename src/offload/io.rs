@@ -19,12 +19,16 @@ use crate::memory::Tracked;
 use crate::precision::Flat;
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 /// Threads at most, whatever `aio` says.
 const MAX_THREADS: usize = 64;
+
+/// Bytes of a request at most: every thread may keep as many for a copy.
+const LARGEST_BLOCK: usize = 16 << 20;
 
 /// Bytes of [`Io::write_and_drop`] that may be waiting to be written, unless one transfer alone is larger.
 const UNWRITTEN: usize = 256 << 20;
@@ -143,7 +147,7 @@ impl Io {
             chosen: Chosen::new(access),
             meter: Meter::default(),
         });
-        let block_size = aio.block_size.clamp(ALIGN, 1 << 30) / ALIGN * ALIGN;
+        let block_size = aio.block_size.clamp(ALIGN, LARGEST_BLOCK) / ALIGN * ALIGN;
         let mut io = Self { shared, threads: Vec::new(), block_size };
         for i in 0..threads(aio) {
             let shared = io.shared.clone();
@@ -266,14 +270,18 @@ impl Shared {
         // SAFETY: see the `Send` of requests: these bytes are inside of a live buffer, and nobody else's meanwhile.
         let memory = unsafe { std::slice::from_raw_parts_mut(memory, len) };
         self.meter.begin();
-        let (result, moved) = match direction {
-            Direction::Read => (arena.read(access, at, memory, bounce).map_err(|e| arena.error("read", e)), [len, 0]),
-            Direction::Write => {
-                (arena.write(access, at, memory, bounce).map_err(|e| arena.error("write", e)), [0, len])
-            }
+        let (action, moved) = match direction {
+            Direction::Read => ("read", [len, 0]),
+            Direction::Write => ("write", [0, len]),
         };
+        // Whoever waits learns of a panic too; else it would wait for ever.
+        let done = catch_unwind(AssertUnwindSafe(|| match direction {
+            Direction::Read => arena.read(access, at, memory, bounce),
+            Direction::Write => arena.write(access, at, memory, bounce),
+        }));
+        let result = done.unwrap_or_else(|_| Err(std::io::Error::other("a thread for files panicked")));
         self.meter.end(moved);
-        batch.is_over(result, self);
+        batch.is_over(result.map_err(|e| arena.error(action, e)), self);
     }
 }
 

@@ -21,7 +21,7 @@ pub(super) struct Spill {
 pub(crate) struct Spilled {
     offload: Arc<Offload>,
     at: u64,
-    /// Bytes reserved for it.
+    /// Bytes of its place.
     room: usize,
     len: usize,
     dtype: DType,
@@ -32,6 +32,17 @@ impl Spill {
     pub fn new(arena: Arc<Arena>) -> Self {
         Self { arena, free: Mutex::default() }
     }
+
+    /// The smallest free place of `room` bytes or more, and its size.
+    fn free_place(&self, room: usize) -> Option<(u64, usize)> {
+        let mut free = lock(&self.free);
+        let (&room, places) = free.range_mut(room..).next()?;
+        let at = places.pop()?;
+        if places.is_empty() {
+            free.remove(&room);
+        }
+        Some((at, room))
+    }
 }
 
 impl Offload {
@@ -40,10 +51,9 @@ impl Offload {
         let spill = &self.spill;
         let (len, dtype) = (values.len(), values.dtype());
         let room = values.size_in_bytes().next_multiple_of(ALIGN);
-        let known = lock(&spill.free).get_mut(&room).and_then(Vec::pop);
-        let at = match known {
-            Some(at) => at,
-            None => spill.arena.reserve(room)?,
+        let (at, room) = match spill.free_place(room) {
+            Some(place) => place,
+            None => (spill.arena.reserve(room)?, room),
         };
         let piece = Piece { arena: spill.arena.clone(), at, memory: 0..values.size_in_bytes() };
         let writing = Mutex::new(Some(self.io.write_and_drop(values, vec![piece])));

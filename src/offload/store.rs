@@ -2,13 +2,14 @@
 
 use super::access::DiskAccess;
 use super::arena::Arena;
-use super::folder::Folder;
+use super::folder::{Demand, Folder};
 use super::io::Io;
 use super::pipeline::{self, Pipeline, Plan};
 use super::report::OffloadReport;
 use super::spill::Spill;
+use crate::comm::Communicator;
 use crate::config::{Config, OffloadOptimizer, OffloadParam, OffloadTo, Precision};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::memory::{Kind, Ledger};
 use std::path::Path;
 use std::sync::Arc;
@@ -100,9 +101,13 @@ impl Offload {
     /// Everything has its place: chooses how the files are accessed from now on, by their size.
     pub fn choose_access(&self, world_size: usize) -> DiskAccess {
         let bytes = self.folders.iter().map(|f| f.reserved()).sum::<u64>().saturating_mul(world_size as u64);
-        let arenas = self.params.iter().map(|p| &p.arena).chain(self.optimizer.iter().map(|o| &o.gradients));
-        let access =
-            self.access.unwrap_or_else(|| DiskAccess::fastest(bytes, arenas.clone().all(|a| a.allows_direct())));
+        let mut arenas = self.params.iter().map(|p| &p.arena).chain(self.optimizer.iter().map(|o| &o.gradients));
+        // A file that does not allow it is mapped; where none does, that is what is chosen, and told.
+        let direct_is_possible = arenas.any(|a| a.allows_direct());
+        let access = match self.access.unwrap_or_else(|| DiskAccess::fastest(bytes, direct_is_possible)) {
+            DiskAccess::Direct if !direct_is_possible => DiskAccess::Mapped,
+            access => access,
+        };
         self.io.choose(access);
         access
     }
@@ -127,10 +132,33 @@ impl Offload {
         self.optimizer.as_ref().map_or((true, true), |o| (o.settings.pipeline_read, o.settings.pipeline_write))
     }
 
-    /// The error of files that do not fit, when all of them have asked for their space.
-    pub fn too_small(&self) -> Error {
-        let full = self.folders.iter().max_by_key(|f| f.missing());
-        full.map_or_else(|| unreachable!("there is a folder"), |folder| folder.too_small())
+    /// Whether all files of all ranks have got the space that they asked for. Collective, when all have asked.
+    ///
+    /// # Errors
+    /// [`Error::OffloadSpace`] on all ranks, with the bytes that all of them need on the disk that is too small.
+    pub fn check_space(&self, comm: &dyn Communicator) -> Result<()> {
+        // Exact in f64: no disk has 2^53 bytes, and device numbers are short.
+        let told = |d: Demand| [d.device, d.free, d.asked, d.got, u64::from(d.is_full)].map(|n| n as f64);
+        let own = self.folders.iter().flat_map(|f| told(f.demand())).collect();
+        let all = comm.gather_f64(own).wait()?.into_iter().flatten().collect::<Vec<f64>>();
+        let all: Vec<Demand> = all
+            .chunks_exact(5)
+            .map(|n| Demand {
+                device: n[0] as u64,
+                free: n[1] as u64,
+                asked: n[2] as u64,
+                got: n[3] as u64,
+                is_full: n[4] > 0.0,
+            })
+            .collect();
+        let Some(full) = all.iter().find(|d| d.is_full) else { return Ok(()) };
+        // Folders on one disk share it.
+        let there = || all.iter().filter(|d| d.device == full.device);
+        let [asked, got] = [there().map(|d| d.asked).sum(), there().map(|d| d.got).sum()];
+        let mut folders = self.folders.iter().filter(|f| f.demand().device == full.device);
+        // A rank that has no folder there learns of it from the others.
+        let folder = folders.clone().find(|f| f.demand().is_full).or(folders.next());
+        folder.map_or(Ok(()), |folder| Err(folder.too_small(asked, full.free, got)))
     }
 
     pub fn report(&self) -> OffloadReport {

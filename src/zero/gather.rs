@@ -340,12 +340,11 @@ impl Gatherer {
         match std::mem::replace(state, State::Released) {
             State::InFlight(gathering) => {
                 self.in_flight -= bundle.numel;
-                // What is only being read concerns no other rank.
-                let travelling = gathering.into_iter().filter_map(|(way, _)| match way {
-                    Way::Travelling(pending) => Some(pending),
-                    Way::Reading(_) => None,
-                });
-                travelling.into_iter().try_for_each(|pending| pending.wait().map(drop))
+                // Also what is only being read: the step may write there.
+                gathering.into_iter().try_for_each(|(way, _)| match way {
+                    Way::Travelling(pending) => pending.wait().map(drop),
+                    Way::Reading(transfer) => transfer.wait().map(drop),
+                })
             }
             other => {
                 *state = other;

@@ -42,9 +42,9 @@ pub(super) static SECTIONS: &[Section] = &[
 const SAME_VALUES: &str = "it does not change values";
 
 const AIO: &[super::Key] = keys! {
-    "block_size": POSITIVE, "1048576", H, "Bytes per request.";
+    "block_size": POSITIVE, "1048576", H, "Bytes per request, in whole pages of 4096; at most 16 MiB.";
     "queue_depth": POSITIVE, "8", H, "Requests under way for each of intra_op_parallelism.";
-    "intra_op_parallelism": POSITIVE, "1", H, "Multiplies queue_depth.";
+    "intra_op_parallelism": POSITIVE, "1", H, "Multiplies queue_depth; at most 64 requests are under way.";
     "thread_count": POSITIVE, "-", none("DeepSpeed ignores it too; it reads intra_op_parallelism"), "Old key.";
     "single_submit": Bool, "false", none(SAME_VALUES), "One request per submit call.";
     "overlap_events": Bool, "true", none(SAME_VALUES), "Submit and collect overlap.";

@@ -79,12 +79,12 @@ const OFFLOAD_PARAM: &[super::Key] = keys! {
 const OFFLOAD_OPTIMIZER: &[super::Key] = keys! {
     "device": DEVICE, "\"none\"", H, "Where master weights, moments and gradient shares live from stage 1 on: cpu is host memory, nvme a file of each kind and rank (DeepSpeed: at stage 3 only).";
     "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it.";
-    "buffer_count": COUNT, "4", H, "With nvme: buffers that a step works in, each of at most a sub-group and 16 MiB; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
+    "buffer_count": COUNT, "4", H, "With nvme: all that a step works in has together at most the elements of so many of the largest sub-group, and 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
     "pin_memory": Bool, "true", none(NOT_PINNED), "Page-locked memory.";
     "pipeline_read": Bool, "false", H, "With nvme: read what comes next while the step computes.";
     "pipeline_write": Bool, "false", H, "With nvme: write what is done while the step computes.";
     "fast_init": Bool, "false", none("states begin as reserved file space: nothing is written at the start"), "Faster first creation of states.";
-    "ratio": SHARE, "1.0", H, "With nvme: share of the sub-groups that is offloaded, the first ones stay in memory; < 1 needs stage 3.";
+    "ratio": SHARE, "1.0", H, "With nvme: share of the sub-groups that is offloaded, the first ones stay in memory (while the model is built, all master weights need space in the file); < 1 needs stage 3.";
     "super_offload": Bool, "false", none(NOT_SPECULATIVE), "Speculative step on the CPU.";
     "cpuadam_cores_perc": SHARE, "0.8", none(NOT_SPECULATIVE), "Share of the cores for super_offload.";
 };
