@@ -10,7 +10,7 @@
 //!   backward                      a reduced gradient share -> its file, while backward goes on
 //! ```
 //!
-//! Every kind of state has one file per rank, an [`Arena`](arena::Arena), in which sub-groups lie one after the other:
+//! Every kind of state has one file per rank, an arena (`arena.rs`), in which sub-groups lie one after the other:
 //! a step passes once through each file, from its beginning to its end. In memory are only the windows of that
 //! pipeline, the units in use, and what is on its way.
 //!
