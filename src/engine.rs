@@ -9,6 +9,7 @@
 //!
 //! The engine owns no arithmetic: each word is a module of its own.
 
+use crate::checkpoint::Saving;
 use crate::comm::{CommReport, Communicator};
 use crate::config::{Config, ConfigSource, Precision};
 use crate::error::{Error, Result, without_backtrace};
@@ -21,7 +22,7 @@ use crate::offload::{DiskAccess, Offload, OffloadReport};
 use crate::optim::{self, Optimizer, Schedule, StepContext};
 use crate::param::registry::{Holding, Registry};
 use crate::param::{ROOT, Source, fnv1a, lock};
-use crate::precision::{LossScaler, gradient_multiplier};
+use crate::precision::{LossScaler, ScalerState, gradient_multiplier};
 use crate::zero::core::{Core, Link};
 use crate::zero::gradients::ReducePlan;
 use crate::zero::trace::Event;
@@ -74,11 +75,29 @@ pub struct Engine<M> {
     global_steps: u64,
     micro_steps: u64,
     skipped_steps: u64,
+    /// Updates that the optimizer's states have seen.
+    optimizer_steps: u64,
+    /// Samples of all ranks.
+    global_samples: u64,
     was_applied: bool,
     grad_norm: Option<f64>,
     clock: Clock,
+    /// A checkpoint that is being written.
+    saving: Option<Saving>,
+    /// Why it could not be, until it has been told.
+    failed_save: Option<Error>,
     /// The error that ended the job for this rank.
     stopped: Option<String>,
+}
+
+/// How far a run is: what a checkpoint holds besides the model's state.
+pub(crate) struct Progress {
+    pub global_steps: u64,
+    pub skipped_steps: u64,
+    pub optimizer_steps: u64,
+    pub global_samples: u64,
+    pub scaler: Option<ScalerState>,
+    pub last_batch_iteration: i64,
 }
 
 /// Where in a micro step the engine is.
@@ -291,9 +310,13 @@ impl<M> Engine<M> {
             global_steps: 0,
             micro_steps: 0,
             skipped_steps: 0,
+            optimizer_steps: 0,
+            global_samples: 0,
             was_applied: false,
             grad_norm: None,
             clock: Clock::default(),
+            saving: None,
+            failed_save: None,
             stopped: None,
         })
     }
@@ -398,7 +421,8 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// [`Error::OutOfOrder`] without a backward before; [`Error::NonFiniteGradient`] in f32;
-    /// [`Error::LossScaleAtMinimum`]; a failed collective.
+    /// [`Error::LossScaleAtMinimum`]; a failed collective. What a save in the background could not do: then the step has
+    /// been made, and the engine can go on.
     pub fn step(&mut self) -> Result<()> {
         self.not_stopped()?;
         if self.phase != Phase::Backwarded {
@@ -415,7 +439,7 @@ impl<M> Engine<M> {
         }
         self.micro_steps += 1;
         self.phase = Phase::Ready;
-        Ok(())
+        self.failed_save.take().map_or(Ok(()), Err)
     }
 
     fn optimizer_step(&mut self) -> Result<()> {
@@ -440,21 +464,79 @@ impl<M> Engine<M> {
         self.scaler.update(overflow)?;
         if applied {
             let multiplier = gradient_multiplier(vote.norm, scale, self.config.gradient_clipping);
-            let step = self.global_steps - self.skipped_steps + 1;
+            let step = self.optimizer_steps + 1;
             let ctx = StepContext { lr: self.schedule.lr(), step, grad_scale: multiplier as f32 };
+            // What is being saved changes now.
+            if let Some(saving) = self.saving.take() {
+                self.failed_save = self.core.end_save(saving)?.err();
+            }
             self.core.update(optimizer.as_ref(), &ctx)?;
+            self.optimizer_steps += 1;
             self.schedule.step();
         } else {
             self.skipped_steps += 1;
         }
         self.was_applied = applied;
         self.global_steps += 1;
+        self.global_samples += self.config.batch.train_batch_size as u64;
         self.loss_is_finite = true;
         lock(&self.core.gradients).clear(&self.core);
         if applied {
             lock(&self.core.gather).refresh_persistent(&self.core)?;
         }
         Ok(())
+    }
+
+    /// Samples that all ranks together have trained on.
+    pub fn global_samples(&self) -> u64 {
+        self.global_samples
+    }
+
+    pub(crate) fn core(&self) -> &Arc<Core> {
+        &self.core
+    }
+
+    pub(crate) fn saving(&mut self) -> &mut Option<Saving> {
+        &mut self.saving
+    }
+
+    /// The optimizer's states by name.
+    pub(crate) fn state_names(&self) -> &'static [&'static str] {
+        self.optimizer.as_ref().map_or(&[], |o| o.state_names())
+    }
+
+    pub(crate) fn progress(&self) -> Progress {
+        Progress {
+            global_steps: self.global_steps,
+            skipped_steps: self.skipped_steps,
+            optimizer_steps: self.optimizer_steps,
+            global_samples: self.global_samples,
+            scaler: self.scaler.state(),
+            last_batch_iteration: self.schedule.last_batch_iteration(),
+        }
+    }
+
+    pub(crate) fn set_progress(&mut self, progress: Progress) {
+        self.global_steps = progress.global_steps;
+        self.skipped_steps = progress.skipped_steps;
+        self.optimizer_steps = progress.optimizer_steps;
+        self.global_samples = progress.global_samples;
+        self.micro_steps = progress.global_steps * self.config.batch.gradient_accumulation_steps as u64;
+        self.schedule.restore(progress.last_batch_iteration);
+        if let Some(state) = &progress.scaler {
+            self.scaler.restore(state);
+        }
+        (self.grad_norm, self.was_applied) = (None, false);
+    }
+
+    /// An error in the middle of an accumulation: its gradients are no part of a checkpoint.
+    pub(crate) fn between_steps(&self, call: &'static str) -> Result<()> {
+        self.not_stopped()?;
+        let accumulation = self.config.batch.gradient_accumulation_steps as u64;
+        match self.phase == Phase::Backwarded || !self.micro_steps.is_multiple_of(accumulation) {
+            true => Err(Error::OutOfOrder { call, when: "in the middle of an accumulation, before its last step" }),
+            false => Ok(()),
+        }
     }
 
     /// Whether the coming [`step`](Self::step) updates the weights.
@@ -576,7 +658,7 @@ impl<M> Engine<M> {
     }
 
     /// Runs `call`; after an error this rank is out of step, so it tells the others and refuses to go on.
-    fn attempt<T>(&mut self, call: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+    pub(crate) fn attempt<T>(&mut self, call: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         self.not_stopped()?;
         call(self).inspect_err(|e| {
             let why = without_backtrace(&e.to_string());
@@ -652,5 +734,16 @@ impl Core {
             () if mine[4..6] != theirs[4..6] => Error::ConfigsDiffer { rank, other },
             () => Error::WeightsDiffer { rank, other },
         })
+    }
+}
+
+impl<M> Drop for Engine<M> {
+    /// Ends a save in the background, as long as the ranks are in step.
+    fn drop(&mut self) {
+        if self.saving.is_some() && self.stopped.is_none() && !std::thread::panicking() {
+            if let Err(error) = self.wait_for_checkpoint() {
+                say(&format!("a checkpoint was not saved: {error}"));
+            }
+        }
     }
 }

@@ -23,6 +23,17 @@ pub enum Error {
         source: std::io::Error,
     },
 
+    // ---- checkpoints -------------------------------------------------------------------------
+    /// A checkpoint that cannot be written, read or used. Nothing has changed: neither the engine nor other
+    /// checkpoints.
+    #[error("the checkpoint {} cannot be used: {problem}.", path.display())]
+    Checkpoint {
+        /// The folder or file.
+        path: PathBuf,
+        /// What was found, what is allowed, and the mend.
+        problem: String,
+    },
+
     // ---- offload -----------------------------------------------------------------------------
     /// `nvme_path` is no folder that state can be offloaded to.
     #[error("cannot offload to {}: {problem}.", path.display())]

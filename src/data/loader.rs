@@ -71,6 +71,8 @@ pub struct Loader {
     vocab: usize,
     device: Device,
     position: u64,
+    /// Number of the first sample at position 0.
+    first: u64,
 }
 
 impl Loader {
@@ -95,10 +97,10 @@ impl Loader {
         assert!(shape.rank < shape.world, "rank {} of {}", shape.rank, shape.world);
         let data = data.into();
         let sampler = Sampler::new(order, &data, ctx)?;
-        Ok(Self { data, sampler, shape, ctx, vocab, device: device.clone(), position: 0 })
+        Ok(Self { data, sampler, shape, ctx, vocab, device: device.clone(), position: 0, first: 0 })
     }
 
-    /// Micro batches delivered so far: the whole state of a loader.
+    /// Micro batches delivered so far, since the start or since it was [resumed](Self::resume).
     pub fn position(&self) -> u64 {
         self.position
     }
@@ -109,6 +111,14 @@ impl Loader {
         self.position = position;
     }
 
+    /// Goes on after `samples` samples of all ranks together, as [`Loaded::global_samples`] says: no sample twice, none
+    /// lost, whatever the number of ranks and the batch were.
+    ///
+    /// [`Loaded::global_samples`]: crate::checkpoint::Loaded::global_samples
+    pub fn resume(&mut self, samples: u64) {
+        (self.first, self.position) = (samples, 0);
+    }
+
     /// The sampler behind the batches.
     pub fn sampler(&self) -> &Sampler {
         &self.sampler
@@ -116,7 +126,7 @@ impl Loader {
 
     /// Where the samples of a micro batch start.
     fn starts(&self, step: u64, accumulation_index: usize) -> impl Iterator<Item = usize> + '_ {
-        let sample = move |j| self.shape.global_sample(step, accumulation_index, j);
+        let sample = move |j| self.first + self.shape.global_sample(step, accumulation_index, j);
         (0..self.shape.micro).map(move |j| self.sampler.start(sample(j)) as usize)
     }
 
@@ -126,7 +136,8 @@ impl Loader {
         (position / accumulation, (position % accumulation) as usize)
     }
 
-    /// This rank's micro batch `accumulation_index` of optimizer step `step`, both from 0.
+    /// This rank's micro batch `accumulation_index` of optimizer step `step`, both from 0, counted from where it was
+    /// [resumed](Self::resume).
     ///
     /// # Errors
     ///

@@ -90,6 +90,12 @@ impl Schedule {
         self.lr = self.lr_at(self.last_batch_iteration);
     }
 
+    /// Goes on where a counter says.
+    pub fn restore(&mut self, last_batch_iteration: i64) {
+        self.last_batch_iteration = last_batch_iteration;
+        self.lr = self.lr_at(last_batch_iteration);
+    }
+
     /// DeepSpeed's counter: applied optimizer steps - 1.
     pub fn last_batch_iteration(&self) -> i64 {
         self.last_batch_iteration

@@ -9,4 +9,4 @@ mod scaler;
 pub use flat::{Flat, FlatMut, FlatRef};
 pub use norm::{clip_factor, gradient_multiplier, has_non_finite, sum_of_squares};
 pub(crate) use pages::prefer_huge;
-pub use scaler::{DynamicScale, LossScaler};
+pub use scaler::{DynamicScale, LossScaler, ScalerState};

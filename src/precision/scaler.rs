@@ -9,6 +9,7 @@
 use crate::config::{Fp16, Precision};
 use crate::layout::ZeroStage;
 use crate::{Error, Result};
+use serde::{Deserialize, Serialize};
 
 /// The factor of the loss, and how it reacts to overflow.
 #[derive(Debug, Clone, PartialEq)]
@@ -42,7 +43,43 @@ pub struct DynamicScale {
     clean: u64,
 }
 
+/// What changes of a loss scale while a run goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ScalerState {
+    /// The factor.
+    pub scale: f64,
+    /// What is left of `fp16.hysteresis`.
+    pub patience_left: u32,
+    /// Steps so far.
+    pub steps: u64,
+    /// Steps since the run's start or the last overflow.
+    pub clean: u64,
+}
+
 impl LossScaler {
+    /// The state to save; nothing where there is no scaling.
+    pub fn state(&self) -> Option<ScalerState> {
+        match self {
+            Self::None => None,
+            Self::Static { scale } => Some(ScalerState { scale: *scale, patience_left: 1, steps: 0, clean: 0 }),
+            Self::Dynamic(d) => {
+                let DynamicScale { scale, patience_left, steps, clean, .. } = *d;
+                Some(ScalerState { scale, patience_left, steps, clean })
+            }
+        }
+    }
+
+    /// Goes on from a saved state. A static scale stays what the configuration says.
+    pub fn restore(&mut self, state: &ScalerState) {
+        if let Self::Dynamic(dynamic) = self {
+            dynamic.scale = state.scale;
+            dynamic.patience_left = state.patience_left.min(dynamic.patience);
+            dynamic.steps = state.steps;
+            dynamic.clean = state.clean;
+        }
+    }
+
     /// The scaler that the configuration asks for at `stage`.
     pub fn new(precision: &Precision, stage: ZeroStage) -> Self {
         match precision {

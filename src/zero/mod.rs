@@ -17,6 +17,7 @@ pub(crate) mod gather;
 pub(crate) mod gradients;
 mod kept_input;
 mod parcel;
+pub(crate) mod share;
 mod step;
 pub(crate) mod sub_group;
 pub(crate) mod trace;

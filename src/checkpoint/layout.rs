@@ -1,0 +1,133 @@
+//! Which element of which state lies where in which file: pure arithmetic over the manifest's parameters.
+//!
+//! ```text
+//!   rank_00001_of_00004.safetensors
+//!     header      8 + header bytes, a multiple of 4096
+//!     fp32        this rank's shard of every parameter, in their order, without padding
+//!     exp_avg     the same
+//!     exp_avg_sq  the same
+//! ```
+//!
+//! A rank saves the same elements at every stage, so the files of a checkpoint do not depend on it.
+
+use super::manifest::Parameter;
+use crate::layout::shard_range;
+use std::ops::Range;
+
+/// Bytes that have one checksum.
+pub(super) const BLOCK: usize = 1 << 20;
+
+/// The data of headers begins at a multiple of this.
+pub(super) const PAGE: usize = 4096;
+
+/// Name of the state that every checkpoint has: parameters with all their digits.
+pub(super) const WEIGHTS: &str = "fp32";
+
+/// The files' layout.
+#[derive(Debug, Clone)]
+pub(super) struct Layout {
+    pub world_size: usize,
+    pub numels: Vec<usize>,
+    pub states: usize,
+}
+
+/// A part of a saved parameter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Piece {
+    /// The rank whose file has it.
+    pub rank: usize,
+    /// Bytes of that file's data.
+    pub bytes: Range<u64>,
+    /// Elements of the parameter.
+    pub elements: Range<usize>,
+}
+
+impl Layout {
+    pub fn new(parameters: &[Parameter], states: usize, world_size: usize) -> Self {
+        Self { world_size, numels: parameters.iter().map(Parameter::numel).collect(), states }
+    }
+
+    /// Elements of parameter `param` that the file of `rank` has.
+    pub fn shard(&self, param: usize, rank: usize) -> Range<usize> {
+        shard_range(self.numels[param], self.world_size, rank)
+    }
+
+    /// Elements of one state in the file of `rank`.
+    fn len(&self, rank: usize) -> u64 {
+        (0..self.numels.len()).map(|p| self.shard(p, rank).len() as u64).sum()
+    }
+
+    /// Bytes of the data of `rank`'s file.
+    pub fn bytes(&self, rank: usize) -> u64 {
+        self.len(rank) * 4 * self.states as u64
+    }
+
+    /// First byte of every parameter's shard in the file of `rank`, for one state; and the end.
+    pub fn starts(&self, rank: usize) -> Vec<u64> {
+        let ends = (0..self.numels.len()).scan(0u64, |at, param| {
+            *at += self.shard(param, rank).len() as u64 * 4;
+            Some(*at)
+        });
+        std::iter::once(0).chain(ends).collect()
+    }
+}
+
+/// Where everything begins in the files of all ranks.
+#[derive(Debug)]
+pub(super) struct Places {
+    layout: Layout,
+    /// Per rank, per parameter.
+    starts: Vec<Vec<u64>>,
+}
+
+impl Places {
+    pub fn new(layout: Layout) -> Self {
+        let starts = (0..layout.world_size).map(|rank| layout.starts(rank)).collect();
+        Self { layout, starts }
+    }
+
+    /// The pieces of elements `range` of a parameter, in order.
+    pub fn pieces(&self, state: usize, param: usize, range: Range<usize>) -> impl Iterator<Item = Piece> + '_ {
+        (0..self.layout.world_size).filter_map(move |rank| {
+            let shard = self.layout.shard(param, rank);
+            let elements = shard.start.max(range.start)..shard.end.min(range.end);
+            if elements.is_empty() {
+                return None;
+            }
+            let starts = &self.starts[rank];
+            let first = state as u64 * starts[starts.len() - 1] + starts[param];
+            let at = |element: usize| first + (element - shard.start) as u64 * 4;
+            Some(Piece { rank, bytes: at(elements.start)..at(elements.end), elements })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn pieces_cover_a_range_once_and_places_never_overlap(
+            numels in prop::collection::vec(0usize..50, 1..8), world_size in 1usize..6, states in 1usize..4,
+        ) {
+            let layout = Layout { world_size, numels: numels.clone(), states };
+            let places = Places::new(layout.clone());
+            let mut used: Vec<Vec<u8>> = (0..world_size).map(|rank| vec![0; layout.bytes(rank) as usize]).collect();
+            for state in 0..states {
+                for (param, numel) in numels.iter().enumerate() {
+                    let mut next = 0;
+                    for piece in places.pieces(state, param, 0..*numel) {
+                        prop_assert_eq!(piece.elements.start, next);
+                        prop_assert_eq!(piece.bytes.end - piece.bytes.start, piece.elements.len() as u64 * 4);
+                        next = piece.elements.end;
+                        used[piece.rank][piece.bytes.start as usize..piece.bytes.end as usize].iter_mut().for_each(|b| *b += 1);
+                    }
+                    prop_assert_eq!(next, *numel);
+                }
+            }
+            prop_assert!(used.iter().flatten().all(|count| *count == 1));
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! Loading: each rank reads the byte ranges of its own shards, whoever saved them.
+
+use super::folder;
+use super::layout::{Places, WEIGHTS};
+use super::manifest::{MANIFEST, Manifest};
+use super::rank_file::RankFile;
+use crate::engine::{Engine, Progress};
+use crate::error::{Error, Result};
+use crate::monitor::say;
+use crate::param::{list, lock};
+use crate::precision::Flat;
+use crate::zero::core::Core;
+use crate::zero::share::State;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+/// What of a checkpoint is loaded. Names and defaults are DeepSpeed's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LoadOptions {
+    /// The optimizer's states, and the loss scale. Default true.
+    pub load_optimizer_states: bool,
+    /// The learning-rate schedule's counter. Default true.
+    pub load_lr_scheduler_states: bool,
+    /// Parameters and nothing else: no state, no counter. Default false.
+    pub load_module_only: bool,
+    /// The checkpoint must have exactly the model's parameters. Else those that it lacks stay as they are, and its others
+    /// are left out. Default true.
+    pub load_module_strict: bool,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        Self {
+            load_optimizer_states: true,
+            load_lr_scheduler_states: true,
+            load_module_only: false,
+            load_module_strict: true,
+        }
+    }
+}
+
+/// What was loaded.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Loaded {
+    /// The folder of the checkpoint.
+    pub path: PathBuf,
+    /// What the user saved.
+    pub client_state: Value,
+    /// Samples that all ranks together have trained on: where the data goes on.
+    pub global_samples: u64,
+}
+
+/// A checkpoint that has been opened: its manifest and the headers of its files are whole.
+pub struct Checkpoint {
+    path: PathBuf,
+    manifest: Manifest,
+    places: Places,
+    files: Vec<Mutex<RankFile>>,
+}
+
+impl Checkpoint {
+    /// Opens checkpoint `tag` of folder `dir`, or the one that `latest` names; nothing if there is no `latest` either.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] with the file that is missing, damaged or not readable.
+    pub fn open(dir: &Path, tag: Option<&str>) -> Result<Option<Self>> {
+        let tag = match tag {
+            Some(tag) => tag.to_owned(),
+            None => match folder::latest(dir)? {
+                Some(tag) => tag,
+                None => return Ok(None),
+            },
+        };
+        let path = folder::existing(dir, &tag)?;
+        let manifest = Manifest::read(&path.join(MANIFEST))?;
+        let files = (0..manifest.world_size).map(|rank| RankFile::open(&path, &manifest, rank).map(Mutex::new));
+        let files = files.collect::<Result<Vec<_>>>()?;
+        Ok(Some(Self { path, places: Places::new(manifest.layout()), manifest, files }))
+    }
+
+    /// What it holds.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// Its folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Elements `range` of parameter `param` (by its place in the manifest) of state `state` (likewise), in f32.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] where bytes are not what was written.
+    ///
+    /// # Panics
+    /// If the manifest has no such state, parameter or element.
+    pub fn read(&self, state: usize, param: usize, range: Range<usize>) -> Result<Vec<f32>> {
+        let Manifest { parameters, states, .. } = &self.manifest;
+        assert!(state < states.len() && range.end <= parameters[param].numel(), "elements of the checkpoint");
+        let mut bytes = Vec::with_capacity(range.len() * 4);
+        for piece in self.places.pieces(state, param, range) {
+            lock(&self.files[piece.rank]).read(piece.bytes, |part| bytes.extend_from_slice(part))?;
+        }
+        Ok(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
+    }
+
+    /// Reads every byte and compares it with its checksum. `tell` learns the bytes read so far.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] with the first file that is damaged, and where.
+    pub fn verify(&self, mut tell: impl FnMut(u64)) -> Result<()> {
+        let mut done = 0;
+        for file in &self.files {
+            let mut file = lock(file);
+            for block in 0..file.blocks() {
+                done += file.check(block)?.len() as u64;
+                tell(done);
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads what `wanted` lies in, and compares it with its checksums.
+    fn check(&self, wanted: &[Wanted]) -> Result<()> {
+        let mut blocks: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
+        for Wanted { state, saved, range, .. } in wanted {
+            for piece in self.places.pieces(*state, *saved, range.clone()) {
+                blocks.entry(piece.rank).or_default().extend(RankFile::blocks_of(&piece.bytes));
+            }
+        }
+        for (rank, blocks) in blocks {
+            let mut file = lock(&self.files[rank]);
+            blocks.into_iter().try_for_each(|block| file.check(block).map(drop))?;
+        }
+        Ok(())
+    }
+}
+
+/// Elements of a saved parameter that this rank needs.
+#[derive(Debug, Clone)]
+struct Wanted {
+    /// By place in the manifest.
+    state: usize,
+    saved: usize,
+    /// The engine's.
+    kind: State,
+    param: usize,
+    range: Range<usize>,
+}
+
+impl<M> Engine<M> {
+    /// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, whatever stage, number of ranks, precision
+    /// and offload it was saved with. Nothing is loaded, and none is the result, if there is no `latest` either.
+    /// Collective.
+    ///
+    /// Everything that is needed is checked before anything changes. The data goes on where
+    /// [`Loaded::global_samples`] says: see [`crate::data::Loader::resume`].
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] on all ranks for a checkpoint that is damaged or belongs to another model or optimizer: the
+    /// engine is as it was. [`Error::OutOfOrder`] in the middle of an accumulation; a failed collective.
+    pub fn load_checkpoint(
+        &mut self,
+        dir: impl AsRef<Path>,
+        tag: Option<&str>,
+        options: &LoadOptions,
+    ) -> Result<Option<Loaded>> {
+        self.wait_for_checkpoint()?;
+        self.between_steps("load_checkpoint")?;
+        let dir = dir.as_ref();
+        let opened = Checkpoint::open(dir, tag);
+        let opened = self.attempt(|engine| engine.core().agree(opened, dir))??;
+        let words = opened.as_ref().map_or_else(String::new, |c| format!("{}\n{}", dir.display(), c.manifest.tag));
+        self.attempt(|engine| engine.core().same_on_all_ranks(&words, dir))??;
+        let Some(checkpoint) = opened else {
+            if self.rank() == 0 {
+                say(&format!("there is no checkpoint in {}: nothing is loaded", dir.display()));
+            }
+            return Ok(None);
+        };
+        let wanted = self.wanted(&checkpoint, options).and_then(|wanted| {
+            checkpoint.check(&wanted)?;
+            Ok(wanted)
+        });
+        let wanted = self.attempt(|engine| engine.core().agree(wanted, &checkpoint.path))??;
+        self.attempt(|engine| engine.core().set_all(&checkpoint, &wanted))?;
+        let Manifest { client_state, global_samples, .. } = checkpoint.manifest.clone();
+        if !options.load_module_only {
+            self.restore(&checkpoint.manifest, options);
+        }
+        Ok(Some(Loaded { path: checkpoint.path, client_state, global_samples }))
+    }
+
+    /// What this rank needs of a checkpoint, if it is one of this model.
+    fn wanted(&self, checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Vec<Wanted>> {
+        let (core, manifest) = (self.core(), &checkpoint.manifest);
+        let wrong = |problem: String| Error::Checkpoint { path: checkpoint.path.join(MANIFEST), problem };
+        let saved: BTreeMap<&str, usize> =
+            manifest.parameters.iter().enumerate().map(|(i, p)| (p.name.as_str(), i)).collect();
+        let own: BTreeSet<&str> = core.params.iter().map(|p| p.name.as_str()).collect();
+        if options.load_module_strict {
+            let missing: Vec<&str> = own.iter().copied().filter(|name| !saved.contains_key(name)).collect();
+            let extra: Vec<&str> = saved.keys().copied().filter(|name| !own.contains(name)).collect();
+            for (names, what) in [(missing, "it lacks"), (extra, "the model lacks")] {
+                if !names.is_empty() {
+                    return Err(wrong(format!(
+                        "{what} {}. Build the model that was saved, or load with load_module_strict false",
+                        list(&names)
+                    )));
+                }
+            }
+        }
+        let mut states = vec![(0, State::Weights)];
+        if options.load_optimizer_states && !options.load_module_only {
+            for (i, name) in self.state_names().iter().enumerate() {
+                let at = manifest.states.iter().position(|s| s == name).ok_or_else(|| {
+                    wrong(format!(
+                        "it has the states {}, and this optimizer needs {name}. Train with the optimizer that was saved \
+                         ({}), or load with load_optimizer_states false",
+                        list(&manifest.states),
+                        manifest.optimizer.as_deref().unwrap_or("none")
+                    ))
+                })?;
+                states.push((at, State::Moment(i)));
+            }
+        }
+        let mut wanted = Vec::new();
+        for (state, kind) in states {
+            for (param, own) in core.params.iter().enumerate() {
+                let Some(&saved) = saved.get(own.name.as_str()) else { continue };
+                let found = &manifest.parameters[saved].shape;
+                if found != own.shape.dims() {
+                    let (name, shape) = (&own.name, own.shape.dims());
+                    return Err(wrong(format!(
+                        "{name} has shape {found:?} in it, and {shape:?} in the model. Build the model that was saved"
+                    )));
+                }
+                // Whole parameters get all their elements from the files, not from other ranks.
+                let is_whole = kind == State::Weights && !core.placement.params.is_sharded();
+                let range = if is_whole { 0..own.numel } else { core.owned(param) };
+                wanted.push(Wanted { state, saved, kind, param, range });
+            }
+        }
+        Ok(wanted)
+    }
+
+    fn restore(&mut self, manifest: &Manifest, options: &LoadOptions) {
+        let now = self.progress();
+        let with_optimizer = options.load_optimizer_states;
+        self.set_progress(Progress {
+            global_steps: manifest.global_steps,
+            skipped_steps: manifest.skipped_steps,
+            global_samples: manifest.global_samples,
+            optimizer_steps: if with_optimizer { manifest.optimizer_steps } else { now.optimizer_steps },
+            scaler: if with_optimizer { manifest.scaler } else { None },
+            last_batch_iteration: match options.load_lr_scheduler_states {
+                true => manifest.last_batch_iteration,
+                false => now.last_batch_iteration,
+            },
+        });
+    }
+}
+
+impl Core {
+    fn set_all(&self, checkpoint: &Checkpoint, wanted: &[Wanted]) -> Result<()> {
+        debug_assert_eq!(checkpoint.manifest.states[0], WEIGHTS);
+        for Wanted { state, saved, kind, param, range } in wanted {
+            let values = |part| checkpoint.read(*state, *saved, part).map(Flat::F32);
+            if *kind == State::Weights && !self.placement.params.is_sharded() {
+                self.write_whole(*param, values)?;
+                self.write_state(*kind, *param, self.owned(*param), values)?;
+            } else {
+                self.write_state(*kind, *param, range.clone(), values)?;
+            }
+        }
+        lock(&self.gather).refresh_persistent(self)
+    }
+}

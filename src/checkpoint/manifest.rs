@@ -1,0 +1,235 @@
+//! What a checkpoint holds, as JSON with a checksum of its own in its last line.
+
+use super::layout::{Layout, PAGE, WEIGHTS};
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::path::Path;
+use xxhash_rust::xxh3::xxh3_64;
+
+/// Name of the manifest in the folder of a tag.
+pub(super) const MANIFEST: &str = "manifest.json";
+
+const FORMAT: &str = "candle-zero checkpoint";
+const VERSION: u32 = 1;
+
+/// What a checkpoint holds.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    format: String,
+    version: u32,
+    /// Its name.
+    pub tag: String,
+    /// Ranks that saved it.
+    pub world_size: usize,
+    /// ZeRO stage that it was saved at. Loading does not depend on it.
+    pub stage: u8,
+    /// Precision of the model's parameters. The files hold f32.
+    pub dtype: String,
+    /// Optimizer steps, skipped ones included.
+    pub global_steps: u64,
+    /// Optimizer steps that changed nothing.
+    pub skipped_steps: u64,
+    /// Samples that all ranks together have trained on.
+    pub global_samples: u64,
+    /// State of the loss scale, with fp16.
+    pub scaler: Option<crate::precision::ScalerState>,
+    /// Updates that the optimizer's states have seen.
+    pub optimizer_steps: u64,
+    /// Applied optimizer steps - 1, as DeepSpeed's schedulers count.
+    pub last_batch_iteration: i64,
+    /// Type of the optimizer.
+    pub optimizer: Option<String>,
+    /// Kinds of state in the files, f32 each: `fp32` (the parameters), then the optimizer's.
+    pub states: Vec<String>,
+    /// Names and shapes, in the order of the files.
+    pub parameters: Vec<Parameter>,
+    /// The file of every rank.
+    pub files: Vec<FileEntry>,
+    /// The resolved configuration, under DeepSpeed's names.
+    pub config: Value,
+    /// What the user gave.
+    pub client_state: Value,
+}
+
+/// A parameter.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Parameter {
+    /// Its name.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+}
+
+/// A file of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileEntry {
+    /// Its name in the folder of the tag.
+    pub name: String,
+    /// Its length.
+    pub bytes: u64,
+    /// Bytes before its data: the safetensors header with the checksums of the data.
+    pub header_bytes: u64,
+    /// XXH3 (64 bits) of the header, in hexadecimal.
+    pub header_checksum: String,
+}
+
+impl Parameter {
+    /// Number of elements. A manifest that has been read has none that overflows.
+    pub fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    fn checked_numel(&self) -> Option<usize> {
+        self.shape.iter().try_fold(1usize, |n, dim| n.checked_mul(*dim))
+    }
+}
+
+/// The name of a rank's file.
+pub(super) fn file_name(rank: usize, world_size: usize) -> String {
+    format!("rank_{rank:05}_of_{world_size:05}.safetensors")
+}
+
+/// What is not known before the state is written.
+pub(super) struct Contents {
+    pub tag: String,
+    pub world_size: usize,
+    pub stage: u8,
+    pub dtype: String,
+    pub global_steps: u64,
+    pub skipped_steps: u64,
+    pub global_samples: u64,
+    pub scaler: Option<crate::precision::ScalerState>,
+    pub optimizer_steps: u64,
+    pub last_batch_iteration: i64,
+    pub optimizer: Option<String>,
+    pub states: Vec<String>,
+    pub parameters: Vec<Parameter>,
+    pub config: Value,
+    pub client_state: Value,
+}
+
+impl Manifest {
+    pub(super) fn new(contents: Contents, files: Vec<FileEntry>) -> Self {
+        let Contents {
+            tag,
+            world_size,
+            stage,
+            dtype,
+            global_steps,
+            skipped_steps,
+            global_samples,
+            scaler,
+            optimizer_steps,
+            last_batch_iteration,
+            optimizer,
+            states,
+            parameters,
+            config,
+            client_state,
+        } = contents;
+        Self {
+            format: FORMAT.into(),
+            version: VERSION,
+            tag,
+            world_size,
+            stage,
+            dtype,
+            global_steps,
+            skipped_steps,
+            global_samples,
+            scaler,
+            optimizer_steps,
+            last_batch_iteration,
+            optimizer,
+            states,
+            parameters,
+            files,
+            config,
+            client_state,
+        }
+    }
+
+    /// The file's text.
+    pub(super) fn to_text(&self) -> String {
+        let body = serde_json::to_string_pretty(self).unwrap_or_else(|e| unreachable!("strings and numbers: {e}"));
+        let body = body.strip_suffix("\n}").unwrap_or_else(|| unreachable!("an object ends with its brace"));
+        format!("{body}{}", ending(body))
+    }
+
+    /// Reads and checks the manifest at `path`.
+    pub(super) fn read(path: &Path) -> Result<Self> {
+        let wrong = |problem: String| Error::Checkpoint { path: path.to_owned(), problem };
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                return Err(wrong("there is no such file, so there is no checkpoint. Give another tag".into()));
+            }
+            Err(e) => return Err(wrong(format!("{e}. Make it readable, or load another tag"))),
+        };
+        Self::parse(&text).map_err(wrong)
+    }
+
+    /// What is wrong with it, else.
+    pub(super) fn parse(text: &str) -> std::result::Result<Self, String> {
+        let damaged = |what: &str| format!("it is damaged: {what}. Load another tag");
+        let at = text.rfind(",\n  \"checksum\": ").ok_or_else(|| damaged("its last line is no checksum"))?;
+        let (body, end) = text.split_at(at);
+        let whole: std::result::Result<Value, _> = serde_json::from_str(&format!("{body}\n}}"));
+        let version = whole.as_ref().ok().and_then(|v| v["version"].as_u64());
+        if end != ending(body) {
+            return Err(damaged("its checksum is that of another text"));
+        }
+        if let Some(version) = version.filter(|v| *v != u64::from(VERSION)) {
+            return Err(format!(
+                "its format has version {version}, and this program knows version {VERSION}. Load it with the release that \
+                 wrote it"
+            ));
+        }
+        let manifest: Self = whole.and_then(serde_json::from_value).map_err(|e| damaged(&e.to_string()))?;
+        manifest.check().map_err(|what| damaged(&what))?;
+        Ok(manifest)
+    }
+
+    /// Whether what it says can be true: sizes that fit, files of the folder, one for each rank.
+    fn check(&self) -> std::result::Result<(), String> {
+        let say = |ok: bool, what: String| if ok { Ok(()) } else { Err(what) };
+        say(self.format == FORMAT, format!("its format is {:?}, not {FORMAT:?}", self.format))?;
+        let states_are_named = self.states.first().is_some_and(|s| s == WEIGHTS);
+        say(states_are_named, format!("its states are {:?}, and the first must be {WEIGHTS:?}", self.states))?;
+        let ranks = self.files.len();
+        say(self.world_size > 0 && ranks == self.world_size, format!("{ranks} files of {} ranks", self.world_size))?;
+        let mut sum = 0u64;
+        for p in &self.parameters {
+            let bytes = p.checked_numel().and_then(|n| (n as u64).checked_mul(4 * self.states.len() as u64));
+            sum = bytes
+                .and_then(|bytes| sum.checked_add(bytes))
+                .ok_or_else(|| format!("shape {:?} of {} is larger than any memory", p.shape, p.name))?;
+        }
+        let layout = self.layout();
+        for (rank, file) in self.files.iter().enumerate() {
+            let name = file_name(rank, self.world_size);
+            say(file.name == name, format!("the file of rank {rank} is called {:?}, not {name:?}", file.name))?;
+            let header_is_possible = file.header_bytes >= 8 && file.header_bytes.is_multiple_of(PAGE as u64);
+            say(header_is_possible, format!("{name} has a header of {} bytes", file.header_bytes))?;
+            let bytes = file.header_bytes.checked_add(layout.bytes(rank));
+            say(
+                bytes == Some(file.bytes),
+                format!("{name} has {} bytes, and the shapes of its parameters make {bytes:?}", file.bytes),
+            )?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn layout(&self) -> Layout {
+        Layout::new(&self.parameters, self.states.len(), self.world_size)
+    }
+}
+
+/// The last lines of a manifest that begins with `body`.
+fn ending(body: &str) -> String {
+    format!(",\n  \"checksum\": \"{:016x}\"\n}}\n", xxh3_64(body.as_bytes()))
+}

@@ -1,0 +1,27 @@
+//! Checkpoints: saved at any stage and number of ranks, loaded at any other.
+//!
+//! ```text
+//!   DIR/latest                            the tag of the newest checkpoint
+//!   DIR/TAG/manifest.json                 what it holds, with a checksum of every file and of itself
+//!   DIR/TAG/rank_00000_of_00002.safetensors
+//!   DIR/TAG/rank_00001_of_00002.safetensors
+//!
+//!   save   every rank writes its shards, syncs -> rank 0 writes the manifest, renames the folder, writes `latest`
+//!   load   every rank checks what it needs -> all agree that it is whole -> every rank reads what it needs
+//! ```
+//!
+//! The files hold f32: parameters with all digits of the master weights, and the optimizer's states. A 16-bit model gets
+//! its parameters by rounding them, as after every step, so that a run which goes on has the bits of one that never
+//! stopped. [`crate::Engine::save_checkpoint`] and [`crate::Engine::load_checkpoint`] are the way in.
+
+mod folder;
+mod layout;
+mod load;
+mod manifest;
+mod rank_file;
+mod save;
+
+pub use load::{Checkpoint, LoadOptions, Loaded};
+pub use manifest::{FileEntry, Manifest, Parameter};
+pub use save::SaveOptions;
+pub(crate) use save::Saving;

@@ -1,0 +1,278 @@
+//! Saving: every rank writes its shards at the same time, then rank 0 makes a checkpoint of them.
+//!
+//! ```text
+//!   in the foreground   begin | write share | agree, publish
+//!   in the background   begin | write share ............ | agree, publish
+//!                             | forward, backward (state does not change) | step
+//! ```
+//!
+//! A save in the background copies nothing: master weights and optimizer states change only in a step, and the next
+//! step that changes them waits until the files are written.
+
+use super::folder;
+use super::layout::{Layout, WEIGHTS};
+use super::manifest::{Contents, FileEntry, Manifest, Parameter};
+use super::rank_file::RankWriter;
+use crate::engine::Engine;
+use crate::error::{Error, Result, without_backtrace};
+use crate::param::fnv1a;
+use crate::zero::core::Core;
+use crate::zero::share::State;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+/// How a checkpoint is saved.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SaveOptions {
+    /// Whether `latest` names it then (DeepSpeed's `save_latest`). Default true.
+    pub save_latest: bool,
+    /// Training goes on while it is written. Default false.
+    pub in_background: bool,
+    /// How many checkpoints stay in the folder, the newest by their steps; older ones are removed. Default all.
+    pub keep: Option<usize>,
+}
+
+impl Default for SaveOptions {
+    fn default() -> Self {
+        Self { save_latest: true, in_background: false, keep: None }
+    }
+}
+
+/// A save that is not over.
+pub(crate) struct Saving {
+    dir: PathBuf,
+    contents: Contents,
+    options: SaveOptions,
+    writing: Writing,
+}
+
+enum Writing {
+    Done(Result<FileEntry>),
+    Thread(JoinHandle<Result<FileEntry>>),
+}
+
+impl<M> Engine<M> {
+    /// Saves all state of the training run as checkpoint `tag` of the folder `dir`, and lets `latest` name it. Without a
+    /// tag it is `global_stepN`. Collective: every rank calls it, with the same arguments; `client_state` is rank 0's.
+    /// Gives the folder of the checkpoint.
+    ///
+    /// # Errors
+    /// [`Error::OutOfOrder`] between micro steps of an accumulation; a file cannot be written: on all ranks, the engine
+    /// can go on and earlier checkpoints are untouched; the error of an earlier save in the background; a failed
+    /// collective.
+    pub fn save_checkpoint(
+        &mut self,
+        dir: impl AsRef<Path>,
+        tag: Option<&str>,
+        client_state: Value,
+    ) -> Result<PathBuf> {
+        self.save_checkpoint_with(dir, tag, client_state, &SaveOptions::default())
+    }
+
+    /// The same with options. A save in the background ends in the next [`step`](Self::step) that changes weights, in
+    /// [`wait_for_checkpoint`](Self::wait_for_checkpoint), or when the engine is dropped.
+    ///
+    /// # Errors
+    /// As [`save_checkpoint`](Self::save_checkpoint). A save in the background that fails says so where it ends.
+    pub fn save_checkpoint_with(
+        &mut self,
+        dir: impl AsRef<Path>,
+        tag: Option<&str>,
+        client_state: Value,
+        options: &SaveOptions,
+    ) -> Result<PathBuf> {
+        self.wait_for_checkpoint()?;
+        self.between_steps("save_checkpoint")?;
+        let dir = dir.as_ref().to_owned();
+        let contents = self.contents(tag, client_state);
+        let path = dir.join(&contents.tag);
+        let options = options.clone();
+        let begun = self.attempt(|engine| engine.core().begin_save(&dir, &contents))?;
+        begun?;
+        let share = Share::new(self.core().clone(), folder::saving(&dir, &contents.tag), &contents);
+        let writing = match options.in_background {
+            false => Writing::Done(share.write()),
+            true => match std::thread::Builder::new().name("checkpoint".into()).spawn({
+                let share = share.clone();
+                move || share.write()
+            }) {
+                Ok(thread) => Writing::Thread(thread),
+                // Without a thread it is written now.
+                Err(_) => Writing::Done(share.write()),
+            },
+        };
+        let in_background = options.in_background;
+        *self.saving() = Some(Saving { dir, contents, options, writing });
+        if !in_background {
+            self.wait_for_checkpoint()?;
+        }
+        Ok(path)
+    }
+
+    /// Ends a save in the background, if there is one. Collective.
+    ///
+    /// # Errors
+    /// What the save could not do: the checkpoints before it are untouched, and the engine can go on.
+    pub fn wait_for_checkpoint(&mut self) -> Result<()> {
+        match self.saving().take() {
+            Some(saving) => self.attempt(|engine| engine.core().end_save(saving))?,
+            None => Ok(()),
+        }
+    }
+
+    fn contents(&self, tag: Option<&str>, client_state: Value) -> Contents {
+        let core = self.core();
+        let state = self.progress();
+        let parameters = core.params.iter().map(|p| Parameter { name: p.name.clone(), shape: p.shape.dims().to_vec() });
+        let states = std::iter::once(WEIGHTS).chain(self.state_names().iter().copied());
+        let config = self.config().to_deepspeed_json();
+        Contents {
+            tag: tag.map_or_else(|| format!("global_step{}", state.global_steps), str::to_owned),
+            world_size: self.world_size(),
+            stage: self.config().zero.stage as u8,
+            dtype: format!("{:?}", self.dtype()).to_lowercase(),
+            global_steps: state.global_steps,
+            skipped_steps: state.skipped_steps,
+            global_samples: state.global_samples,
+            scaler: state.scaler,
+            optimizer_steps: state.optimizer_steps,
+            last_batch_iteration: state.last_batch_iteration,
+            optimizer: config["optimizer"]["type"].as_str().map(str::to_owned),
+            states: states.map(str::to_owned).collect(),
+            parameters: parameters.collect(),
+            config,
+            client_state,
+        }
+    }
+}
+
+/// What a rank writes.
+#[derive(Clone)]
+struct Share {
+    core: Arc<Core>,
+    folder: PathBuf,
+    layout: Layout,
+    states: Vec<String>,
+}
+
+impl Share {
+    fn new(core: Arc<Core>, folder: PathBuf, contents: &Contents) -> Self {
+        let layout = Layout::new(&contents.parameters, contents.states.len(), contents.world_size);
+        Self { core, folder, layout, states: contents.states.clone() }
+    }
+
+    fn write(&self) -> Result<FileEntry> {
+        let wrong = |source| Error::Io { action: "write", path: self.folder.clone(), source };
+        let rank = self.core.comm.rank();
+        let names: Vec<&str> = self.core.params.iter().map(|p| p.name.as_str()).collect();
+        let mut file = RankWriter::create(&self.folder, &self.layout, &names, &self.states, rank).map_err(wrong)?;
+        for state in State::all(self.states.len() - 1) {
+            for param in 0..names.len() {
+                let shard = self.layout.shard(param, rank);
+                self.core.read_state(state, param, shard, |part| file.append(part.as_bytes()).map_err(wrong))?;
+            }
+        }
+        file.finish().map_err(wrong)
+    }
+}
+
+impl Core {
+    /// The outer error is one of communication; the inner one leaves the ranks in step.
+    fn begin_save(&self, dir: &Path, contents: &Contents) -> Result<Result<()>> {
+        let tag = &contents.tag;
+        let words = format!("{}\n{tag}", dir.display());
+        if let Err(error) = self.agree(folder::check_tag(dir, tag), dir)? {
+            return Ok(Err(error));
+        }
+        if let Err(error) = self.same_on_all_ranks(&words, dir)? {
+            return Ok(Err(error));
+        }
+        let begun = match self.comm.rank() {
+            0 => folder::begin(dir, tag).map_err(|source| Error::Io { action: "create", path: dir.to_owned(), source }),
+            _ => Ok(()),
+        };
+        self.agree(begun, dir)
+    }
+
+    pub(crate) fn end_save(&self, saving: Saving) -> Result<Result<()>> {
+        let Saving { dir, contents, options, writing } = saving;
+        let tag = contents.tag.clone();
+        let written = match writing {
+            Writing::Done(result) => result,
+            Writing::Thread(thread) => thread.join().unwrap_or_else(|_| {
+                let problem = "the thread that wrote it panicked; its own words say why".into();
+                Err(Error::Checkpoint { path: dir.clone(), problem })
+            }),
+        };
+        let mut files = match self.agree(written, &dir)? {
+            Ok(own) => self.gather_entries(own)?,
+            Err(error) => {
+                if self.comm.rank() == 0 {
+                    folder::give_up(&dir, &tag);
+                }
+                return Ok(Err(error));
+            }
+        };
+        for (rank, file) in files.iter_mut().enumerate() {
+            file.name = super::manifest::file_name(rank, self.comm.size());
+        }
+        let published = match self.comm.rank() {
+            0 => self.publish(&dir, Manifest::new(contents, files), &options),
+            _ => Ok(()),
+        };
+        self.agree(published, &dir)
+    }
+
+    fn publish(&self, dir: &Path, manifest: Manifest, options: &SaveOptions) -> Result<()> {
+        let wrong = |source| Error::Io { action: "write", path: dir.to_owned(), source };
+        let published = folder::publish(dir, &manifest.tag, &manifest, options.save_latest);
+        published.inspect_err(|_| folder::give_up(dir, &manifest.tag)).map_err(wrong)?;
+        options.keep.map_or(Ok(()), |keep| folder::keep_newest(dir, keep.max(1)).map_err(wrong))
+    }
+
+    /// What all ranks know of their files, without names.
+    fn gather_entries(&self, own: FileEntry) -> Result<Vec<FileEntry>> {
+        // Exact in f64: lengths below 2^53, and checksums in halves.
+        let sum = u64::from_str_radix(&own.header_checksum, 16).unwrap_or_else(|e| unreachable!("hexadecimal: {e}"));
+        let told = [own.bytes, own.header_bytes, sum >> 32, sum & 0xffff_ffff].map(|n| n as f64);
+        let all = self.comm.gather_f64(told.to_vec()).wait()?;
+        let entry = |n: Vec<f64>| FileEntry {
+            name: String::new(),
+            bytes: n[0] as u64,
+            header_bytes: n[1] as u64,
+            header_checksum: format!("{:016x}", (n[2] as u64) << 32 | n[3] as u64),
+        };
+        Ok(all.into_iter().map(entry).collect())
+    }
+
+    /// Whether all ranks succeeded. Who did learns that another did not.
+    pub(super) fn agree<T>(&self, result: Result<T>, path: &Path) -> Result<Result<T>> {
+        let failed = self.comm.gather_f64(vec![f64::from(u8::from(result.is_err()))]).wait()?;
+        let first = failed.iter().position(|flag| flag[0] != 0.0);
+        Ok(match (result, first) {
+            (Ok(_), Some(rank)) => {
+                let problem = format!("rank {rank} found it so; its own error says why");
+                Err(Error::Checkpoint { path: path.to_owned(), problem })
+            }
+            (result, _) => result,
+        })
+    }
+
+    /// Whether `words` are the same on all ranks (DeepSpeed's tag validation).
+    pub(super) fn same_on_all_ranks(&self, words: &str, path: &Path) -> Result<Result<()>> {
+        let hash = fnv1a(words.as_bytes());
+        let all = self.comm.gather_f64(vec![(hash >> 32) as f64, (hash & 0xffff_ffff) as f64]).wait()?;
+        Ok(match all.iter().position(|other| *other != all[0]) {
+            None => Ok(()),
+            Some(rank) => {
+                let problem = format!(
+                    "rank {rank} and rank 0 name different folders or tags; this rank names {}. Give all ranks the same",
+                    without_backtrace(&words.replace('\n', ", tag "))
+                );
+                Err(Error::Checkpoint { path: path.to_owned(), problem })
+            }
+        })
+    }
+}

@@ -1,0 +1,137 @@
+//! This rank's share of the model's state, read and written by parameter, wherever it lies.
+
+use super::core::Core;
+use super::sub_group::{Home, SubGroup};
+use crate::error::Result;
+use crate::offload::{Offload, STEP};
+use crate::param::{lock, residency};
+use crate::precision::{Flat, FlatRef};
+use candle_core::DType;
+use std::ops::Range;
+
+/// Elements that are on their way at a time: a multiple of [`STEP`].
+const PIECE: usize = 512 * STEP;
+
+/// A kind of state: the parameters with all their digits, or an optimizer state by number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum State {
+    /// Master weights; with f32 parameters, these.
+    Weights,
+    /// A state of the optimizer.
+    Moment(usize),
+}
+
+impl State {
+    /// All states of an optimizer with `moments` of its own, in the order of files.
+    pub fn all(moments: usize) -> impl Iterator<Item = Self> {
+        std::iter::once(Self::Weights).chain((0..moments).map(Self::Moment))
+    }
+
+    fn home<'a>(&self, group: &'a mut SubGroup) -> Option<&'a mut Home> {
+        match self {
+            Self::Weights => group.master.as_mut().or(group.weights.as_mut()),
+            Self::Moment(i) => group.moments.get_mut(*i),
+        }
+    }
+}
+
+impl Core {
+    /// Elements of parameter `param` that this rank holds optimizer state of.
+    pub fn owned(&self, param: usize) -> Range<usize> {
+        let (group, slot) = self.places[param];
+        lock(&self.groups)[group].slots[slot].owned.clone()
+    }
+
+    /// Gives elements `range` (of those that this rank owns) of a state to `take`, piece by piece.
+    pub fn read_state(
+        &self,
+        state: State,
+        param: usize,
+        range: Range<usize>,
+        mut take: impl FnMut(FlatRef<'_>) -> Result<()>,
+    ) -> Result<()> {
+        pieces(&range).try_for_each(|part| take(self.piece(state, param, part)?.as_ref()))
+    }
+
+    /// A copy, so that nothing is locked while it is used.
+    fn piece(&self, state: State, param: usize, range: Range<usize>) -> Result<Flat> {
+        let mut groups = lock(&self.groups);
+        let (group, slot) = self.places[param];
+        let group = &mut groups[group];
+        let (at, owned) = (group.slots[slot].at, group.slots[slot].owned.clone());
+        let place = at + range.start - owned.start..at + range.end - owned.start;
+        let mut values = Flat::with_capacity(DType::F32, range.len());
+        match state.home(group) {
+            Some(Home::Memory(share)) => values.extend_cast(share.slice(place)),
+            Some(Home::File(extent)) => {
+                let transfer = self.files().io.read(Flat::zeros(DType::F32, range.len()), vec![extent.piece(place, 0)]);
+                drop(groups);
+                values = transfer.wait()?;
+            }
+            None => residency::with_view(&self.params[param].tensor, |whole| values.extend_cast(whole.slice(range)))?,
+        }
+        Ok(values)
+    }
+
+    /// Sets elements `range` (of those that this rank owns) of a state, and 16-bit shards with it. `values` says what
+    /// belongs at elements of the parameter.
+    pub fn write_state(
+        &self,
+        state: State,
+        param: usize,
+        range: Range<usize>,
+        mut values: impl FnMut(Range<usize>) -> Result<Flat>,
+    ) -> Result<()> {
+        for part in pieces(&range) {
+            let values = values(part.clone())?;
+            let mut groups = lock(&self.groups);
+            let (group, slot) = self.places[param];
+            let group = &mut groups[group];
+            let (at, owned) = (group.slots[slot].at, group.slots[slot].owned.clone());
+            let place = at + part.start - owned.start..at + part.end - owned.start;
+            let SubGroup { weights, master, moments, .. } = group;
+            let homes: Vec<&mut Home> = match state {
+                State::Weights => weights.iter_mut().chain(master).collect(),
+                State::Moment(i) => moments.get_mut(i).into_iter().collect(),
+            };
+            for home in homes {
+                self.set(home, place.clone(), values.as_ref())?;
+            }
+        }
+        Ok(())
+    }
+
+    fn set(&self, home: &mut Home, place: Range<usize>, values: FlatRef<'_>) -> Result<()> {
+        match home {
+            Home::Memory(share) => {
+                share.slice_mut(place).copy_cast(values);
+                Ok(())
+            }
+            Home::File(extent) => {
+                let mut copy = Flat::with_capacity(extent.dtype(), values.len());
+                copy.extend_cast(values);
+                self.files().io.write(copy, vec![extent.piece(place, 0)]).written()
+            }
+        }
+    }
+
+    /// Sets elements of a parameter that is whole on this rank.
+    pub fn write_whole(&self, param: usize, mut values: impl FnMut(Range<usize>) -> Result<Flat>) -> Result<()> {
+        let Some(param) = self.params.get(param).filter(|_| !self.placement.params.is_sharded()) else { return Ok(()) };
+        for part in pieces(&(0..param.numel)) {
+            let values = values(part.clone())?;
+            residency::with_values(&param.tensor, |whole| whole.slice_mut(part).copy_cast(values.as_ref()))?;
+        }
+        Ok(())
+    }
+
+    fn files(&self) -> &Offload {
+        self.offload.as_deref().expect("states lie in files where there are files")
+    }
+}
+
+/// `range` in pieces that begin where a file allows it.
+fn pieces(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+    let Range { start, end } = *range;
+    (start..end).step_by(PIECE).map(move |at| at..end.min(at + PIECE))
+}

@@ -1,0 +1,242 @@
+//! Checkpoints: a run that goes on from one has the bits of a run that never stopped, at any stage and world size.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use candle_core::{DType, Device};
+use candle_zero::checkpoint::{Checkpoint, LoadOptions, SaveOptions};
+use candle_zero::comm::threads;
+use candle_zero::{Engine, Error, Result};
+use common::{Shape, Tiny, batch, config};
+use serde_json::{Value, json};
+use std::path::Path;
+
+const SHAPE: Shape = Shape { units: true, checkpointed: false, layers: 2 };
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+/// What a rank has seen.
+#[derive(Debug, Clone, PartialEq, Default)]
+struct Seen {
+    losses: Vec<u64>,
+    norms: Vec<u64>,
+    scales: Vec<u64>,
+    exported: Vec<u8>,
+}
+
+/// Trains until step `until`, and does `at` before every step.
+fn run(world: usize, config: &Value, until: u64, at: impl Fn(&mut Engine<Tiny>) -> Result<()> + Sync) -> Vec<Seen> {
+    let folder = folder();
+    let file = folder.path().join("model.safetensors");
+    let ranks = threads::run(world, |comm| {
+        let rank = comm.rank();
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+        let mut engine = builder.initialize(|vb| Tiny::new(SHAPE, vb), config.clone())?;
+        let accumulation = engine.config().batch.gradient_accumulation_steps;
+        let micro = engine.config().batch.train_micro_batch_size_per_gpu;
+        assert_eq!(micro % 2, 0);
+        let mut seen = Seen::default();
+        loop {
+            at(&mut engine)?;
+            if engine.global_steps() == until {
+                break;
+            }
+            for step in 0..accumulation as u64 {
+                // The same samples in every step, however many ranks and micro steps share them.
+                let at = (engine.global_steps() * accumulation as u64 + step) as usize * world + rank;
+                let (ids, targets) = batch(at);
+                let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+                engine.backward(&loss)?;
+                let losses = engine.gather_f64(&[f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?)])?;
+                seen.losses.extend(losses.into_iter().map(|l| l[0].to_bits()));
+                engine.step()?;
+            }
+            seen.norms.push(engine.get_global_grad_norm().unwrap().to_bits());
+            seen.scales.push(engine.loss_scale().to_bits());
+        }
+        engine.export_safetensors(&file)?;
+        Ok(seen)
+    });
+    let exported = std::fs::read(&file).unwrap();
+    ranks.unwrap().into_iter().map(|r: Result<Seen>| Seen { exported: exported.clone(), ..r.unwrap() }).collect()
+}
+
+fn saves(dir: &Path, step: u64, options: SaveOptions) -> impl Fn(&mut Engine<Tiny>) -> Result<()> + Sync {
+    move |engine| match engine.global_steps() == step {
+        true => engine.save_checkpoint_with(dir, None, json!({"step": step}), &options).map(drop),
+        false => Ok(()),
+    }
+}
+
+fn loads(dir: &Path) -> impl Fn(&mut Engine<Tiny>) -> Result<()> + Sync {
+    move |engine| {
+        if engine.global_steps() == 0 {
+            let loaded = engine.load_checkpoint(dir, None, &LoadOptions::default())?.unwrap();
+            assert_eq!(loaded.client_state["step"], engine.global_steps());
+            assert_eq!(loaded.global_samples, engine.global_samples());
+        }
+        Ok(())
+    }
+}
+
+fn zero() -> Value {
+    json!({"stage3_param_persistence_threshold": 300, "sub_group_size": 700})
+}
+
+fn precisions() -> [Value; 3] {
+    [
+        json!({}),
+        json!({"bf16": {"enabled": true}}),
+        json!({"fp16": {"enabled": true, "initial_scale_power": 20, "loss_scale_window": 5}}),
+    ]
+}
+
+/// The rows of a run after the first `steps`.
+fn after(run: &[Seen], steps: usize) -> Vec<Seen> {
+    run.iter()
+        .map(|seen| {
+            let per_step = seen.losses.len() / seen.norms.len();
+            Seen {
+                losses: seen.losses[steps * per_step..].to_vec(),
+                norms: seen.norms[steps..].to_vec(),
+                scales: seen.scales[steps..].to_vec(),
+                exported: seen.exported.clone(),
+            }
+        })
+        .collect()
+}
+
+fn goes_on_with_the_same_bits(world: usize) {
+    let files = folder();
+    let nvme = |key: &str| json!({"device": "nvme", "nvme_path": files.path(), key: 0});
+    for more in precisions() {
+        let offloads = [
+            (0, json!({})),
+            (1, json!({})),
+            (2, json!({})),
+            (3, json!({})),
+            (1, json!({"offload_optimizer": {"device": "cpu"}})),
+            (2, json!({"offload_optimizer": {"device": "nvme", "nvme_path": files.path()}})),
+            (
+                3,
+                json!({
+                    "offload_optimizer": {"device": "nvme", "nvme_path": files.path(), "pipeline_read": true},
+                    "offload_param": nvme("max_in_cpu"),
+                }),
+            ),
+        ];
+        for (i, (stage, offload)) in offloads.into_iter().enumerate() {
+            let mut zero = zero();
+            zero.as_object_mut().unwrap().extend(offload.as_object().unwrap().clone());
+            let config = config(stage, 1 + i % 2, zero, more.clone());
+            let dir = folder();
+            let options = SaveOptions { in_background: i % 2 == 1, ..SaveOptions::default() };
+            // Saving changes nothing of the run that goes on.
+            let straight = run(world, &config, 40, |_| Ok(()));
+            let saved = run(world, &config, 40, saves(dir.path(), 20, options));
+            assert_eq!(straight, saved, "world {world}, stage {stage}, {more}, {offload}: saving");
+            let resumed = run(world, &config, 40, loads(dir.path()));
+            assert_eq!(after(&straight, 20), resumed, "world {world}, stage {stage}, {more}, {offload}: resumed");
+        }
+    }
+}
+
+#[test]
+fn a_resumed_run_has_the_bits_of_one_that_never_stopped_on_1_rank() {
+    goes_on_with_the_same_bits(1);
+}
+
+#[test]
+fn a_resumed_run_has_the_bits_of_one_that_never_stopped_on_2_ranks() {
+    goes_on_with_the_same_bits(2);
+}
+
+#[test]
+fn a_resumed_run_has_the_bits_of_one_that_never_stopped_on_4_ranks() {
+    goes_on_with_the_same_bits(4);
+}
+
+/// All states of the checkpoint in `dir`, by name.
+fn states(dir: &Path) -> Vec<(String, Vec<u32>)> {
+    let checkpoint = Checkpoint::open(dir, None).unwrap().unwrap();
+    checkpoint.verify(|_| {}).unwrap();
+    let manifest = checkpoint.manifest();
+    let mut all = vec![];
+    for (s, state) in manifest.states.iter().enumerate() {
+        for (p, parameter) in manifest.parameters.iter().enumerate() {
+            let values = checkpoint.read(s, p, 0..parameter.numel()).unwrap();
+            all.push((format!("{state}.{}", parameter.name), values.iter().map(|v| v.to_bits()).collect()));
+        }
+    }
+    all
+}
+
+#[test]
+fn every_stage_and_world_size_loads_what_every_other_has_saved() {
+    // 12 samples in a step of any world size.
+    let with = |stage: u8, world: usize| {
+        let more = json!({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 24});
+        config(stage, 12 / world, zero(), more)
+    };
+    let places: Vec<(u8, usize)> = (0..4).flat_map(|stage| (1..=4).map(move |world| (stage, world))).collect();
+    let reference = run(1, &with(0, 1), 5, |_| Ok(()));
+    let loss = |bits: &u64| f64::from_bits(*bits);
+    let mean = |seen: &Seen, step: usize| seen.losses[step * 12..(step + 1) * 12].iter().map(loss).sum::<f64>() / 12.0;
+    for (stage, world) in &places {
+        let dir = folder();
+        run(*world, &with(*stage, *world), 3, saves(dir.path(), 3, SaveOptions::default()));
+        let saved = states(dir.path());
+        for (other_stage, other_world) in &places {
+            let what = format!("stage {stage}, world {world} to stage {other_stage}, world {other_world}");
+            let again = folder();
+            let then = run(*other_world, &with(*other_stage, *other_world), 5, |engine| {
+                loads(dir.path())(engine)?;
+                saves(again.path(), 3, SaveOptions::default())(engine)
+            });
+            assert!(saved == states(again.path()), "states: {what}");
+            for step in 3..5 {
+                let (expected, found) = (mean(&reference[0], step), mean(&then[0], step - 3));
+                assert!((expected - found).abs() <= 1e-6 * expected.abs(), "{found} for {expected}: {what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_checkpoint_of_any_precision_loads_into_any_other() {
+    for from in precisions() {
+        let dir = folder();
+        run(2, &config(2, 1, zero(), from.clone()), 3, saves(dir.path(), 3, SaveOptions::default()));
+        for to in precisions() {
+            let again = folder();
+            run(2, &config(3, 1, zero(), to.clone()), 3, |engine| {
+                loads(dir.path())(engine)?;
+                saves(again.path(), 3, SaveOptions::default())(engine)
+            });
+            assert!(states(dir.path()) == states(again.path()), "{from} to {to}");
+        }
+    }
+}
+
+#[test]
+fn without_a_checkpoint_nothing_is_loaded_and_a_wrong_tag_is_an_error_that_names_the_others() {
+    let dir = folder();
+    let config = config(2, 1, zero(), json!({}));
+    run(2, &config, 1, |engine| {
+        let options = LoadOptions::default();
+        if engine.global_steps() == 0 {
+            assert!(engine.load_checkpoint(dir.path(), None, &options)?.is_none());
+            engine.save_checkpoint(dir.path(), Some("first"), Value::Null)?;
+            let error = engine.load_checkpoint(dir.path(), Some("frist"), &options).unwrap_err();
+            assert!(matches!(error, Error::Checkpoint { .. }));
+            assert!(error.to_string().contains("There are: first"), "{error}");
+            for tag in ["../first", "a/b", "", ".", "..", "latest", ".hidden"] {
+                let error = engine.save_checkpoint(dir.path(), Some(tag), Value::Null).unwrap_err();
+                assert!(error.to_string().contains("is not the name of a folder"), "{error}");
+            }
+        }
+        Ok(())
+    });
+}
