@@ -9,6 +9,7 @@
 use anyhow::Context;
 use candle_core::{DType, Device, Tensor};
 use candle_zero::Engine;
+use candle_zero::checkpoint::{LoadOptions, SaveOptions};
 use candle_zero::cli::DsArgs;
 use candle_zero::data::{BatchShape, Loader, Order, TokenData};
 use candle_zero::memory::Kind;
@@ -19,6 +20,8 @@ use candle_zero::monitor::{MetricsWriter, Progress, rss_peak_bytes};
 use candle_zero::offload::OffloadReport;
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
+use serde_json::{Value, json};
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -77,6 +80,19 @@ struct Args {
     /// Where to write the trained weights
     #[arg(long, value_name = "FILE.safetensors")]
     export: Option<PathBuf>,
+    /// Folder of checkpoints; one is saved at the end
+    #[arg(long, value_name = "DIR")]
+    save: Option<PathBuf>,
+    /// Save one after so many optimizer steps too, while training goes on
+    #[arg(long = "save_every", alias = "save-every", value_name = "N", requires = "save",
+          value_parser = clap::value_parser!(u64).range(1..))]
+    save_every: Option<u64>,
+    /// How many checkpoints stay in the folder, the newest [default: all]
+    #[arg(long, value_name = "K", requires = "save")]
+    keep: Option<NonZeroUsize>,
+    /// Go on from the newest checkpoint in the folder of --save, or start if there is none
+    #[arg(long, requires = "save")]
+    resume: bool,
     /// Where to write one JSON line per optimizer step
     #[arg(long, value_name = "FILE.jsonl")]
     metrics: Option<PathBuf>,
@@ -144,8 +160,8 @@ fn main() -> ExitCode {
     // Not `fn main() -> anyhow::Result<()>`: that prints a backtrace after the message where RUST_BACKTRACE is set.
     let args = Args::parse();
     let result = match args.arch {
-        Arch::Gpt2 => gpt_config(&args).and_then(|config| run::<GptLayers>(&args, &config, config.vocab)),
-        Arch::Llama => llama_config(&args).and_then(|config| run::<LlamaLayers>(&args, &config, config.vocab)),
+        Arch::Gpt2 => gpt_config(&args).and_then(|c| run::<GptLayers>(&args, &c, c.vocab, gpt_sizes(&c))),
+        Arch::Llama => llama_config(&args).and_then(|c| run::<LlamaLayers>(&args, &c, c.vocab, llama_sizes(&c))),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -156,8 +172,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Trains a model of `config`'s sizes and `vocab` tokens.
-fn run<A: Architecture>(args: &Args, config: &A::Config, vocab: usize) -> anyhow::Result<()> {
+/// Trains a model of `config`'s sizes and `vocab` tokens; checkpoints say `sizes` of it.
+fn run<A: Architecture>(args: &Args, config: &A::Config, vocab: usize, sizes: Value) -> anyhow::Result<()> {
     let ctx = A::ctx(config);
     let seq_len = args.seq_len.unwrap_or(ctx);
     anyhow::ensure!(
@@ -192,7 +208,15 @@ fn run<A: Architecture>(args: &Args, config: &A::Config, vocab: usize) -> anyhow
     let shape = BatchShape::new(&engine.config().batch, engine.world_size(), engine.rank());
     let mut loader = Loader::new(data, order, shape, seq_len, vocab, engine.device())?;
 
-    train(&mut engine, &mut loader, args, seq_len)?;
+    if let (true, Some(dir)) = (args.resume, &args.save) {
+        if let Some(loaded) = engine.load_checkpoint(dir, None, &LoadOptions::default())? {
+            loader.resume(loaded.global_samples);
+            if engine.rank() == 0 {
+                println!("goes on after step {}: {}", engine.global_steps(), loaded.path.display());
+            }
+        }
+    }
+    train(&mut engine, &mut loader, args, seq_len, &sizes)?;
     if let Some(path) = &args.export {
         engine.export_safetensors(path)?;
     }
@@ -242,6 +266,21 @@ fn llama_config(args: &Args) -> anyhow::Result<LlamaConfig> {
     })
 }
 
+fn gpt_sizes(config: &GptConfig) -> Value {
+    json!({
+        "architecture": "gpt2", "n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd,
+        "ctx": config.ctx, "vocab": config.vocab,
+    })
+}
+
+fn llama_sizes(config: &LlamaConfig) -> Value {
+    json!({
+        "architecture": "llama", "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads, "ctx": config.ctx, "vocab": config.vocab,
+    })
+}
+
 fn check_context(args: &Args) -> anyhow::Result<()> {
     anyhow::ensure!(args.ctx != Some(0), "--ctx is 0; a sample has at least one token: give 1 or more");
     Ok(())
@@ -262,9 +301,11 @@ fn train<A: Architecture>(
     loader: &mut Loader,
     args: &Args,
     seq_len: usize,
+    sizes: &Value,
 ) -> anyhow::Result<()> {
     let first = engine.rank() == 0;
     let mut metrics = match &args.metrics {
+        Some(path) if first && args.resume => Some(MetricsWriter::resume(path, engine.global_steps())?),
         Some(path) if first => Some(MetricsWriter::create(path)?),
         _ => None,
     };
@@ -273,7 +314,7 @@ fn train<A: Architecture>(
     let tokens_per_step = (batch.train_batch_size * seq_len) as f64;
     let start = Instant::now();
 
-    for step in 0..args.steps {
+    for step in engine.global_steps()..args.steps {
         let step_start = Instant::now();
         let files_before = engine.offload_report();
         let (lr, loss_scale) = (engine.get_lr()[0], engine.loss_scale());
@@ -311,14 +352,16 @@ fn train<A: Architecture>(
         }
         progress
             .step(step + 1, || format!("loss {:.4} lr {:.3e} {:.0} tokens/s", line.loss, line.lr, line.tokens_per_s));
+        save(engine, args, sizes)?;
     }
+    engine.wait_for_checkpoint()?;
     progress.finish();
     let files = engine.offload_report();
     if first && files != OffloadReport::default() {
         println!("{files}");
     }
     if let Some(metrics) = &mut metrics {
-        metrics.write(&serde_json::json!({
+        metrics.write(&json!({
             "summary": true,
             "world_size": engine.world_size(),
             "steps": args.steps,
@@ -328,6 +371,19 @@ fn train<A: Architecture>(
             "comm": engine.comm_report(),
             "offload": engine.offload_report(),
         }))?;
+    }
+    Ok(())
+}
+
+/// Saves a checkpoint if it is time for one.
+fn save<M>(engine: &mut Engine<M>, args: &Args, sizes: &Value) -> anyhow::Result<()> {
+    let Some(dir) = &args.save else { return Ok(()) };
+    let steps = engine.global_steps();
+    let is_last = steps == args.steps;
+    if is_last || args.save_every.is_some_and(|every| steps.is_multiple_of(every)) {
+        let keep = args.keep.map(NonZeroUsize::get);
+        let options = SaveOptions { in_background: !is_last, keep, ..SaveOptions::default() };
+        engine.save_checkpoint_with(dir, None, json!({ "model": sizes }), &options)?;
     }
     Ok(())
 }

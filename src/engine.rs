@@ -740,10 +740,12 @@ impl Core {
 impl<M> Drop for Engine<M> {
     /// Ends a save in the background, as long as the ranks are in step.
     fn drop(&mut self) {
-        if self.saving.is_some() && self.stopped.is_none() && !std::thread::panicking() {
-            if let Err(error) = self.wait_for_checkpoint() {
-                say(&format!("a checkpoint was not saved: {error}"));
-            }
+        if self.saving.is_some()
+            && self.stopped.is_none()
+            && !std::thread::panicking()
+            && let Err(error) = self.wait_for_checkpoint()
+        {
+            say(&format!("a checkpoint was not saved: {error}"));
         }
     }
 }

@@ -27,7 +27,7 @@ pub(super) fn saving(dir: &Path, tag: &str) -> PathBuf {
 pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
     let mut parts = Path::new(tag).components();
     let is_name = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
-    if is_name && !tag.contains(['/', '\n']) && !tag.starts_with('.') && tag != LATEST {
+    if is_name && !tag.contains(|c: char| c == '/' || c.is_control()) && !tag.starts_with('.') && tag != LATEST {
         return Ok(());
     }
     let problem = format!(

@@ -2,8 +2,9 @@
 
 use crate::{Error, Result};
 use serde::Serialize;
+use serde_json::Value;
 use std::fs::File;
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 /// Writes one JSON object per line. Each line is handed to the system at once, so a run that dies leaves whole lines.
@@ -22,6 +23,29 @@ impl MetricsWriter {
     pub fn create(path: &Path) -> Result<Self> {
         let file = File::create(path).map_err(|source| Error::Io { action: "create", path: path.into(), source })?;
         Ok(Self { file, path: path.into() })
+    }
+
+    /// Goes on with the file of a run that stopped, from `step` on: lines of later steps and its summary go, since they
+    /// will be written again. Without a file it begins one.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`].
+    pub fn resume(path: &Path, step: u64) -> Result<Self> {
+        let wrong = |source| Error::Io { action: "go on with", path: path.into(), source };
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == ErrorKind::NotFound => String::new(),
+            Err(e) => return Err(wrong(e)),
+        };
+        let is_earlier = |line: &&str| {
+            let line: Option<Value> = serde_json::from_str(line).ok();
+            line.and_then(|line| line["step"].as_u64()).is_some_and(|s| s < step)
+        };
+        let kept: String = text.lines().filter(is_earlier).map(|line| format!("{line}\n")).collect();
+        let mut writer = Self::create(path)?;
+        writer.file.write_all(kept.as_bytes()).map_err(wrong)?;
+        Ok(writer)
     }
 
     /// Appends one line. Numbers that are not finite become `null`, since JSON has no word for them.
@@ -56,6 +80,18 @@ mod tests {
         writer.write(&json!({"step": 1, "loss": f64::NAN})).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         assert_eq!(text.lines().nth(1).unwrap(), "{\"loss\":null,\"step\":1}");
+    }
+
+    #[test]
+    fn a_resumed_run_keeps_the_lines_of_earlier_steps() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        MetricsWriter::resume(&path, 5).unwrap();
+        std::fs::write(&path, "{\"step\":0}\n{\"step\":1}\n{\"step\":2}\n{\"summary\":true}\n{\"ste").unwrap();
+        let mut writer = MetricsWriter::resume(&path, 2).unwrap();
+        writer.write(&json!({"step": 2, "loss": 1})).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(text, "{\"step\":0}\n{\"step\":1}\n{\"loss\":1,\"step\":2}\n");
     }
 
     #[test]
