@@ -3,7 +3,7 @@
 //! `zerorun train.rs` goes one way: `args` reads what was typed, `script` finds the package that the file belongs
 //! to or generates one (`package`; its manifest may stand in front of the code, see `frontmatter`), `build` lets cargo make
 //! the executable, and `ranks` starts it N times, carries its output and its signals, and stops everything when a
-//! rank fails. On the other side `discover` reads the variables that the launcher has set.
+//! rank fails; `restarts` decides whether it starts again. On the other side `discover` reads the variables that the launcher has set.
 //!
 //! What `zerorun` does besides are tools, found by the first word (`tools`): `zerorun bench disk PATH` (`bench`).
 
@@ -16,6 +16,7 @@ mod output;
 mod package;
 mod ranks;
 mod report;
+mod restarts;
 mod script;
 mod signals;
 mod tail;
@@ -87,11 +88,13 @@ fn carry_out(asked: &Asked) -> Result<u8> {
             build::build(&package)?
         }
     };
-    ranks::run(&ranks::Job {
+    let job = ranks::Job {
         program,
         args: asked.script_args.clone(),
         world: asked.ranks,
         timeout: asked.timeout,
         master_port: asked.master_port,
-    })
+        restart: 0,
+    };
+    restarts::run(job, &restarts::Rule { max_restarts: asked.max_restarts, min_ranks: asked.min_ranks })
 }
