@@ -95,9 +95,10 @@ pub(super) fn run(mut job: Job, rule: &Rule) -> Result<u8> {
 fn announcement(failure: &Failure, next: &Next, ranks_before: usize, rule: &Rule) -> String {
     let Next { restart, ranks, pause } = next;
     let plural = if *ranks == 1 { "" } else { "s" };
-    let fewer = match ranks_before - ranks {
-        0 => String::new(),
-        _ => format!(" (two starts with {ranks_before} failed within {} s)", AT_ONCE.as_secs()),
+    let fewer = if *ranks < ranks_before {
+        format!(" (two starts with {ranks_before} failed within {} s)", AT_ONCE.as_secs())
+    } else {
+        String::new()
     };
     format!(
         "{}; restart {restart} of {} with {ranks} rank{plural}{fewer} in {:.1} s",
