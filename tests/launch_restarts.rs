@@ -278,6 +278,15 @@ fn no_start_leaves_a_process_or_shared_memory() {
 }
 
 #[test]
+fn the_launcher_holds_no_more_open_files_after_restarts() {
+    let script = Script::new("sleep 0.3; [ $RANK = 0 ] && ls /proc/$PPID/fd | wc -l; sleep 0.2; exit 1");
+    let output = script.run("-n 2 --max_restarts 2");
+    let text = stdout(&output);
+    let counts: Vec<&str> = text.lines().collect();
+    assert_eq!(counts, [counts[0]; 3]);
+}
+
+#[test]
 fn killing_zerorun_after_a_restart_leaves_no_rank() {
     let script = Script::new(
         "[ $ZERORUN_RESTART = 0 ] && exit 1\n\
