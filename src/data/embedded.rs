@@ -118,6 +118,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/launch/package.rs",
     "src/launch/ranks.rs",
     "src/launch/report.rs",
+    "src/launch/restarts.rs",
     "src/launch/script.rs",
     "src/launch/signals.rs",
     "src/launch/tail.rs",

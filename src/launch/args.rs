@@ -61,6 +61,16 @@ struct Typed {
           value_parser = clap::value_parser!(u16).range(1..))]
     master_port: Option<u16>,
 
+    /// How often the job is started again, in total, after a rank has failed
+    #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
+    max_restarts: u32,
+
+    /// With --max_restarts: the fewest ranks to go on with when starts keep failing within 10 s
+    /// [default: that of --num_ranks]
+    #[arg(long = "min_ranks", alias = "min-ranks", value_name = "M",
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    min_ranks: Option<u16>,
+
     /// Print the folder of the package that would be built (generating it for a script), and stop
     #[arg(long = "print_package", alias = "print-package")]
     print_package: bool,
@@ -80,6 +90,9 @@ pub(super) struct Asked {
     pub(super) features: Option<String>,
     /// `None`: a free port.
     pub(super) master_port: Option<u16>,
+    pub(super) max_restarts: u32,
+    /// At most `ranks`.
+    pub(super) min_ranks: usize,
     pub(super) print_package: bool,
     /// As typed.
     pub(super) script: PathBuf,
@@ -114,6 +127,9 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Asked, R
     let mut reader = Typed::command().after_help(format!("{}\n{EXAMPLES}", tools::help()));
     let typed = reader.try_get_matches_from_mut(words).and_then(|matches| Typed::from_arg_matches(&matches));
     let typed = typed.map_err(|e| Refused(e.format(&mut reader)))?;
+    if let Some(text) = wrong_min_ranks(&typed) {
+        return Err(Refused(reader.error(ErrorKind::ArgumentConflict, text)));
+    }
     let mut command = typed.command.into_iter();
     let script = command.next().map(PathBuf::from).unwrap_or_default();
     if let Some(tools::Tool { name, .. }) = tools::named(script.as_os_str()) {
@@ -128,9 +144,25 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Asked, R
         timeout: typed.timeout,
         features: typed.features,
         master_port: typed.master_port,
+        max_restarts: typed.max_restarts,
+        min_ranks: usize::from(typed.min_ranks.unwrap_or(typed.ranks)),
         print_package: typed.print_package,
         script,
         script_args: command.collect(),
+    })
+}
+
+/// What is wrong with `--min_ranks` beside the other options.
+fn wrong_min_ranks(typed: &Typed) -> Option<String> {
+    let (fewest, ranks) = (typed.min_ranks?, typed.ranks);
+    if typed.max_restarts == 0 {
+        return Some(format!(
+            "--min_ranks {fewest} says how few ranks a restart may have, and nothing is restarted: give --max_restarts \
+             of at least 1, or leave --min_ranks out"
+        ));
+    }
+    (fewest > ranks).then(|| {
+        format!("--min_ranks {fewest} is above --num_ranks {ranks}: give at most {ranks}, or a larger --num_ranks")
     })
 }
 
@@ -188,6 +220,17 @@ mod tests {
         }
         assert_eq!(typed("-n 2 x.rs").unwrap().ranks, 2);
         assert_eq!(typed("x.rs").unwrap().ranks, 1);
+    }
+
+    #[test]
+    fn restarts_are_asked_for_in_both_spellings() {
+        for (restarts, ranks) in [("--max_restarts", "--min_ranks"), ("--max-restarts", "--min-ranks")] {
+            let asked = typed(&format!("-n 4 {restarts} 3 {ranks}=2 x.rs")).unwrap();
+            assert_eq!((asked.max_restarts, asked.min_ranks), (3, 2));
+        }
+        let asked = typed("-n 4 --max_restarts 1 x.rs --min_ranks 9").unwrap();
+        assert_eq!((asked.max_restarts, asked.min_ranks), (1, 4));
+        assert_eq!(typed("x.rs").unwrap().max_restarts, 0);
     }
 
     #[test]
@@ -259,6 +302,30 @@ mod tests {
         "#);
         insta::assert_snapshot!(refusal("--master_port 0 train.rs"), @r#"
         zerorun: invalid value '0' for '--master_port <PORT>': 0 is not in 1..=65535
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--max_restarts often train.rs"), @r#"
+        zerorun: invalid value 'often' for '--max_restarts <K>': invalid digit found in string
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--max_restarts 1 --min_ranks 0 train.rs"), @r#"
+        zerorun: invalid value '0' for '--min_ranks <M>': 0 is not in 1..=1024
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("-n 2 --max_restarts 1 --min_ranks 3 train.rs"), @r#"
+        zerorun: --min_ranks 3 is above --num_ranks 2: give at most 2, or a larger --num_ranks
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("-n 2 --min_ranks 2 train.rs"), @r#"
+        zerorun: --min_ranks 2 says how few ranks a restart may have, and nothing is restarted: give --max_restarts of at least 1, or leave --min_ranks out
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
 
         For more information, try '--help'.
         "#);

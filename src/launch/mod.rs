@@ -3,7 +3,7 @@
 //! `zerorun train.rs` goes one way: `args` reads what was typed, `script` finds the package that the file belongs
 //! to or generates one (`package`; its manifest may stand in front of the code, see `frontmatter`), `build` lets cargo make
 //! the executable, and `ranks` starts it N times, carries its output and its signals, and stops everything when a
-//! rank fails. On the other side `discover` reads the variables that the launcher has set.
+//! rank fails; `restarts` decides whether it starts again. On the other side `discover` reads the variables that the launcher has set.
 //!
 //! What `zerorun` does besides are tools, found by the first word (`tools`): `zerorun bench disk PATH` (`bench`).
 
@@ -16,6 +16,7 @@ mod output;
 mod package;
 mod ranks;
 mod report;
+mod restarts;
 mod script;
 mod signals;
 mod tail;
@@ -39,8 +40,8 @@ const EXIT_COMPILE: u8 = 101;
 /// The whole of `zerorun`: reads the command line, builds the script, runs the ranks; or runs a tool.
 ///
 /// Must be called on the main thread: the kernel kills the ranks when the thread that started them ends.
-/// The result is the exit code: that of the first rank that failed, 128 + n for a signal n, 2 for a wrong command line
-/// or set-up, 101 for a script that does not compile.
+/// The result is the exit code: that of the first rank that failed in the last run, 128 + n for a signal n, 2 for a wrong
+/// command line or set-up, 101 for a script that does not compile.
 pub fn main() -> ExitCode {
     let mut words = std::env::args_os().skip(1).peekable();
     if let Some(tool) = words.peek().and_then(|word| tools::named(word)) {
@@ -87,11 +88,13 @@ fn carry_out(asked: &Asked) -> Result<u8> {
             build::build(&package)?
         }
     };
-    ranks::run(&ranks::Job {
+    let job = ranks::Job {
         program,
         args: asked.script_args.clone(),
         world: asked.ranks,
         timeout: asked.timeout,
         master_port: asked.master_port,
-    })
+        restart: 0,
+    };
+    restarts::run(job, &restarts::Rule { max_restarts: asked.max_restarts, min_ranks: asked.min_ranks })
 }

@@ -34,6 +34,11 @@ const SAME_SIGNAL: Duration = Duration::from_millis(250);
 /// Should the news of a child's end be lost, it is seen this much later.
 const TICK: Duration = Duration::from_millis(500);
 
+/// How often the job was started before: 0 at the first start.
+const RESTART: &str = "ZERORUN_RESTART";
+/// The same as torchrun names it.
+const TORCH_RESTART: &str = "TORCHELASTIC_RESTART_COUNT";
+
 /// What to start.
 #[derive(Debug)]
 pub(super) struct Job {
@@ -44,23 +49,50 @@ pub(super) struct Job {
     pub(super) world: usize,
     /// `None`: as the environment says, else the ranks' default.
     pub(super) timeout: Option<Duration>,
-    /// `None`: a free port.
+    /// `None`: a free port, another one at each start.
     pub(super) master_port: Option<u16>,
+    /// How often the job was started before.
+    pub(super) restart: u32,
 }
 
-/// Runs the ranks to their end and gives the launcher's exit code. Call it on the main thread.
-pub(super) fn run(job: &Job) -> Result<u8> {
+/// How a run ended.
+#[derive(Debug)]
+pub(super) enum End {
+    /// All ranks ended with 0.
+    Well,
+    /// The launcher got this signal.
+    Asked(Signal),
+    Failed(Failure),
+}
+
+/// A run that a rank brought down.
+#[derive(Debug)]
+pub(super) struct Failure {
+    /// From the start to the first failure.
+    pub(super) after: Duration,
+    /// Which rank failed and how, without a line end.
+    pub(super) headline: String,
+    /// The headline, that rank's own words, and what became of the others.
+    pub(super) report: String,
+    /// The launcher's exit code for it.
+    pub(super) code: u8,
+    /// A signal that asked the launcher to end while the failure was being cleared away.
+    pub(super) asked: Option<Signal>,
+}
+
+/// Runs the ranks to their end. Call it on the main thread.
+pub(super) fn run(job: &Job, events: &Receiver<Event>) -> Result<End> {
     let region = Region::create(job.world)?;
-    let events = signals::listen()?;
     let mut output = Output::new();
     let common = common_environment(job)?;
-    let mut ranks = Ranks { region, all: Vec::with_capacity(job.world), started: Instant::now(), why: Why::Running };
+    let mut ranks =
+        Ranks { region, all: Vec::with_capacity(job.world), started: Instant::now(), why: Why::Running, asked: None };
     for rank in 0..job.world {
         ranks.start(rank, job, &common, &mut output)?;
     }
-    ranks.supervise(&events);
+    ranks.supervise(events);
     let tails = output.drain();
-    Ok(ranks.last_words(&tails))
+    Ok(ranks.end(&tails))
 }
 
 /// The variables that are the same for all ranks.
@@ -76,6 +108,8 @@ fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
         ("LOCAL_SIZE", world),
         ("MASTER_ADDR", Ipv4Addr::LOCALHOST.to_string()),
         ("MASTER_PORT", port.to_string()),
+        (RESTART, job.restart.to_string()),
+        (TORCH_RESTART, job.restart.to_string()),
     ];
     match job.timeout {
         Some(timeout) => variables.push((TIMEOUT_MS, timeout.as_millis().to_string())),
@@ -83,7 +117,7 @@ fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
         None => variables.push((TIMEOUT_MS, super::discover::DEFAULT_TIMEOUT.as_millis().to_string())),
     }
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    if job.world > cores {
+    if job.world > cores && job.restart == 0 {
         say(&format!(
             "zerorun: warning: {} ranks share {cores} core{}; each computes with one thread, and they slow one another down",
             job.world,
@@ -170,6 +204,8 @@ struct Ranks {
     all: Vec<Rank>,
     started: Instant,
     why: Why,
+    /// The last signal that asked the launcher to end.
+    asked: Option<Signal>,
 }
 
 impl Ranks {
@@ -278,6 +314,9 @@ impl Ranks {
     }
 
     fn handle(&mut self, event: Event) {
+        if let Event::End(signal) = event {
+            self.asked = Some(signal);
+        }
         match (event, self.why) {
             (Event::Child, _) => {}
             (Event::Pass(signal), _) => self.signal_all(signal),
@@ -296,35 +335,39 @@ impl Ranks {
         }
     }
 
-    /// Says what went wrong, and gives the launcher's exit code.
-    fn last_words(&self, tails: &[Tail]) -> u8 {
+    /// How the run ended, once every rank has.
+    fn end(&self, tails: &[Tail]) -> End {
         match self.why {
-            Why::Running => 0,
-            Why::Failure { first, at } => {
-                let fates: Vec<Fate> = self.all.iter().filter_map(|rank| rank.fate).collect();
-                // The rank that ended first need not be the culprit: a rank that hangs, or lingers after its error,
-                // makes the others end before it.
-                let blamed = self.region.first_failure();
-                let culprit = blamed.and_then(|(rank, fault)| {
-                    let fate = fates.iter().find(|fate| fate.rank == rank)?;
-                    Some(Culprit { fate: *fate, fault })
-                });
-                let culprit = culprit.unwrap_or(Culprit { fate: first, fault: Fault::Died });
-                let rank = culprit.fate.rank;
-                let reason = self.region.last_words(rank);
-                let words = match tails.get(rank) {
-                    Some(tail) => tail.last_words(reason.as_deref()),
-                    None => reason.iter().flat_map(|reason| reason.lines()).map(str::to_string).collect(),
-                };
-                say(&report::of_failure(&culprit, at - self.started, &words, &fates));
-                let by_itself = culprit.fate.request == Request::Nothing && culprit.fate.ended.is_failure();
-                if by_itself { culprit.fate.ended.exit_code() } else { first.ended.exit_code() }
-            }
-            Why::Asked { signal, .. } => {
-                let number = signal.as_raw();
-                say(&format!("zerorun: stopped by {}", signals::name(number)));
-                Ended::Signal(number).exit_code()
-            }
+            Why::Running => End::Well,
+            Why::Failure { first, at } => End::Failed(self.failure(first, at, tails)),
+            Why::Asked { signal, .. } => End::Asked(signal),
+        }
+    }
+
+    fn failure(&self, first: Fate, at: Instant, tails: &[Tail]) -> Failure {
+        let fates: Vec<Fate> = self.all.iter().filter_map(|rank| rank.fate).collect();
+        // The rank that ended first need not be the culprit: a rank that hangs, or lingers after its error,
+        // makes the others end before it.
+        let blamed = self.region.first_failure();
+        let culprit = blamed.and_then(|(rank, fault)| {
+            let fate = fates.iter().find(|fate| fate.rank == rank)?;
+            Some(Culprit { fate: *fate, fault })
+        });
+        let culprit = culprit.unwrap_or(Culprit { fate: first, fault: Fault::Died });
+        let rank = culprit.fate.rank;
+        let reason = self.region.last_words(rank);
+        let words = match tails.get(rank) {
+            Some(tail) => tail.last_words(reason.as_deref()),
+            None => reason.iter().flat_map(|reason| reason.lines()).map(str::to_string).collect(),
+        };
+        let after = at - self.started;
+        let by_itself = culprit.fate.request == Request::Nothing && culprit.fate.ended.is_failure();
+        Failure {
+            after,
+            headline: report::headline(&culprit, after, fates.len()),
+            report: report::of_failure(&culprit, after, &words, &fates),
+            code: if by_itself { culprit.fate.ended.exit_code() } else { first.ended.exit_code() },
+            asked: self.asked,
         }
     }
 }

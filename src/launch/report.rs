@@ -95,13 +95,17 @@ impl Culprit {
     }
 }
 
-/// The message about a run that `first` brought down; `words` are its own about that. `fates` are those of all ranks.
-pub(super) fn of_failure(first: &Culprit, after: Duration, words: &[String], fates: &[Fate]) -> String {
+/// Which of `ranks` ranks failed, how and when: one line.
+pub(super) fn headline(first: &Culprit, after: Duration, ranks: usize) -> String {
+    let which = if ranks > 1 { "failed first" } else { "failed" };
     let after = after.as_secs_f64();
-    let which = if fates.len() > 1 { "failed first" } else { "failed" };
-    let deed = first.deed();
+    format!("zerorun: rank {} {which}: {} after {after:.1} s", first.fate.rank, first.deed())
+}
+
+/// The message about a run that `first` brought down, its headline first; `words` are its own about that. `fates` are those of all ranks.
+pub(super) fn of_failure(first: &Culprit, after: Duration, words: &[String], fates: &[Fate]) -> String {
+    let mut text = headline(first, after, fates.len());
     let first = first.fate;
-    let mut text = format!("zerorun: rank {} {which}: {deed} after {after:.1} s", first.rank);
     if first.ended == Ended::Signal(9) && first.request == Request::Nothing {
         text.push_str("\nzerorun:   zerorun did not send it: perhaps the system ran out of memory (see `dmesg`)");
     }
