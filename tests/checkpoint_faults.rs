@@ -9,7 +9,7 @@ use candle_zero::checkpoint::{Checkpoint, LoadOptions};
 use candle_zero::comm::threads;
 use candle_zero::{Engine, Error, Result};
 use common::{Shape, Tiny, batch, config};
-use launch_support::{example, runs, start, wait_for, zerorun};
+use launch_support::{example, runs, start, wait_for, wait_up_to, zerorun};
 use proptest::prelude::*;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -343,4 +343,57 @@ fn a_job_killed_at_any_moment_leaves_a_whole_checkpoint_at_most_one_save_old() {
         before = saved;
     }
     println!("{kills} kills, {before} steps");
+}
+
+/// `--steps 60` of a small model that saves in every step; `dir` gets all outputs.
+fn sixty_steps(dir: &Path, restarts: u32) -> std::process::Command {
+    let settings = dir.join("config.json");
+    std::fs::write(&settings, config(3, 1, json!({}), json!({"bf16": {"enabled": true}})).to_string()).unwrap();
+    let mut command = zerorun();
+    command.args(["--num_ranks", "2", "--max_restarts", &restarts.to_string()]).arg(example("train_gpt"));
+    command.arg("--ds_config").arg(settings).args(["--steps", "60", "--sample", "0", "--save_every", "1"]);
+    command.args(["--keep", "2", "--resume", "--save"]).arg(dir.join("saves"));
+    command.arg("--metrics").arg(dir.join("metrics.jsonl")).arg("--export").arg(dir.join("model"));
+    command.env("RAYON_NUM_THREADS", "1");
+    command
+}
+
+/// Step, loss and norm of every line.
+fn trajectory(dir: &Path) -> Vec<[String; 3]> {
+    let text = std::fs::read_to_string(dir.join("metrics.jsonl")).unwrap();
+    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    lines
+        .filter(|v| !v["loss"].is_null())
+        .map(|v| ["step", "loss", "grad_norm"].map(|key| v[key].to_string()))
+        .collect()
+}
+
+#[test]
+fn a_job_whose_ranks_are_killed_ends_with_the_bits_of_one_that_never_was() {
+    let kills: u32 = std::env::var("RESTART_KILLS").map_or(4, |n| n.parse().unwrap());
+    let (calm, killed) = (folder(), folder());
+    let output = sixty_steps(calm.path(), 0).output().unwrap();
+    assert!(output.status.success(), "{}", launch_support::stderr(&output));
+    let mut job = start(&mut sixty_steps(killed.path(), kills));
+    let pid = i32::try_from(job.id()).unwrap();
+    let seed = std::time::UNIX_EPOCH.elapsed().unwrap().subsec_nanos();
+    let done = || std::fs::read_to_string(killed.path().join("metrics.jsonl")).unwrap_or_default().lines().count();
+    for kill in 0..kills {
+        // Spread over the run; a killed one repeats at most two steps.
+        let least = (kill as usize + 1) * 50 / (kills as usize + 1);
+        // The pause before a restart grows to 30 s.
+        let ranks = wait_up_to(Duration::from_secs(60), "steps of two ranks", || {
+            Some(descendants(pid)).filter(|ranks| ranks.len() == 2 && done() >= least)
+        });
+        std::thread::sleep(Duration::from_micros(u64::from(seed.wrapping_mul(kill * 2 + 1) % 20_000)));
+        let rank = ranks[(seed >> kill) as usize % 2];
+        kill_process(Pid::from_raw(rank).unwrap(), Signal::KILL).unwrap();
+        wait_for("the ranks to end", || ranks.iter().all(|pid| !runs(*pid)).then_some(()));
+    }
+    let status = wait_up_to(Duration::from_secs(60), "the job to end", || job.try_wait().unwrap());
+    assert!(status.success());
+    assert_eq!(trajectory(calm.path()).len(), 60);
+    assert_eq!(trajectory(calm.path()), trajectory(killed.path()));
+    let model = |dir: &Path| std::fs::read(dir.join("model")).unwrap();
+    assert!(model(calm.path()) == model(killed.path()), "parameters differ");
 }

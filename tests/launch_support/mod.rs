@@ -73,13 +73,18 @@ pub fn start(command: &mut Command) -> Child {
 }
 
 /// Waits until `done` gives something.
-pub fn wait_for<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> T {
+pub fn wait_for<T>(what: &str, done: impl FnMut() -> Option<T>) -> T {
+    wait_up_to(Duration::from_secs(20), what, done)
+}
+
+/// The same, for what takes longer.
+pub fn wait_up_to<T>(limit: Duration, what: &str, mut done: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {
         if let Some(value) = done() {
             return value;
         }
-        assert!(start.elapsed() < Duration::from_secs(20), "waited too long for {what}");
+        assert!(start.elapsed() < limit, "waited too long for {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
