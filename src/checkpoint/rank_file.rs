@@ -3,20 +3,26 @@
 use super::layout::{BLOCK, Layout, PAGE};
 use super::manifest::{FileEntry, Manifest, file_name};
 use crate::error::{Error, Result};
+use crate::offload::Aligned;
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::Errno;
 use serde_json::{Map, Value, json};
-use std::fs::File;
-use std::io::Result as IoResult;
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Result as IoResult};
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::xxh3_64;
 
 /// A file under construction.
 pub(super) struct RankWriter {
     file: File,
+    /// The same file around the page cache, where the file system allows that: several times faster (measured).
+    direct: Option<File>,
     header: Header,
     /// What has not been written yet, less than a block.
-    block: Vec<u8>,
+    block: Aligned,
+    filled: usize,
     /// Of the blocks that have been written.
     checksums: Vec<u64>,
 }
@@ -61,17 +67,26 @@ impl RankWriter {
     /// Begins the file of `rank` in `folder`, which must not have it.
     pub fn create(folder: &Path, layout: &Layout, names: &[&str], states: &[String], rank: usize) -> IoResult<Self> {
         let header = Header::new(layout, names, states, rank);
-        let file = File::create_new(folder.join(&header.name))?;
-        Ok(Self { file, header, block: Vec::with_capacity(BLOCK), checksums: Vec::new() })
+        let path = folder.join(&header.name);
+        let file = File::create_new(&path)?;
+        // So that a disk that is too small is found before anything is written. Where that cannot be asked, later.
+        match fallocate(&file, FallocateFlags::empty(), 0, header.bytes as u64 + header.data) {
+            Err(error @ (Errno::NOSPC | Errno::DQUOT)) => return Err(error.into()),
+            _ => {}
+        }
+        let flags = rustix::fs::OFlags::DIRECT.bits().cast_signed();
+        let direct = OpenOptions::new().write(true).custom_flags(flags).open(path).ok();
+        Ok(Self { file, direct, header, block: Aligned::new(BLOCK), filled: 0, checksums: Vec::new() })
     }
 
     /// Appends values.
     pub fn append(&mut self, mut bytes: &[u8]) -> IoResult<()> {
         while !bytes.is_empty() {
-            let (now, later) = bytes.split_at(bytes.len().min(BLOCK - self.block.len()));
-            self.block.extend_from_slice(now);
+            let (now, later) = bytes.split_at(bytes.len().min(BLOCK - self.filled));
+            self.block.bytes_mut()[self.filled..self.filled + now.len()].copy_from_slice(now);
+            self.filled += now.len();
             bytes = later;
-            if self.block.len() == BLOCK {
+            if self.filled == BLOCK {
                 self.write_block()?;
             }
         }
@@ -80,15 +95,25 @@ impl RankWriter {
 
     fn write_block(&mut self) -> IoResult<()> {
         let at = self.header.bytes as u64 + self.checksums.len() as u64 * BLOCK as u64;
-        self.checksums.push(xxh3_64(&self.block));
-        self.file.write_all_at(&self.block, at)?;
-        self.block.clear();
+        let bytes = &self.block.bytes_mut()[..self.filled];
+        self.checksums.push(xxh3_64(bytes));
+        // A part of a page goes through the page cache.
+        let direct = self.direct.as_ref().filter(|_| self.filled.is_multiple_of(PAGE));
+        match direct.map(|direct| direct.write_all_at(bytes, at)) {
+            Some(Err(e)) if e.kind() == ErrorKind::InvalidInput => {
+                self.direct = None;
+                self.file.write_all_at(bytes, at)?;
+            }
+            Some(result) => result?,
+            None => self.file.write_all_at(bytes, at)?,
+        }
+        self.filled = 0;
         Ok(())
     }
 
     /// Writes the header and brings all to the disk.
     pub fn finish(mut self) -> IoResult<FileEntry> {
-        if !self.block.is_empty() {
+        if self.filled > 0 {
             self.write_block()?;
         }
         let text = self.header.text(&self.checksums);

@@ -40,6 +40,7 @@ mod store;
 pub use access::DiskAccess;
 pub use report::OffloadReport;
 
+pub(crate) use aligned::Aligned;
 pub(crate) use arena::{ALIGN, Extent};
 pub(crate) use io::Transfer;
 pub(crate) use pipeline::{Pipeline, Plan, STEP, Staged, Stream, Window, windows};

@@ -42,35 +42,42 @@ impl Core {
         lock(&self.groups)[group].slots[slot].owned.clone()
     }
 
-    /// Gives elements `range` (of those that this rank owns) of a state to `take`, piece by piece.
+    /// Gives elements `range` (of those that this rank owns) of a state to `take`, piece by piece. They are copied to
+    /// `room`, so that nothing is locked while they are used.
     pub fn read_state(
         &self,
         state: State,
         param: usize,
         range: Range<usize>,
+        room: &mut Flat,
         mut take: impl FnMut(FlatRef<'_>) -> Result<()>,
     ) -> Result<()> {
-        pieces(&range).try_for_each(|part| take(self.piece(state, param, part)?.as_ref()))
+        for part in pieces(&range) {
+            self.piece(state, param, part, room)?;
+            take(room.as_ref())?;
+        }
+        Ok(())
     }
 
-    /// A copy, so that nothing is locked while it is used.
-    fn piece(&self, state: State, param: usize, range: Range<usize>) -> Result<Flat> {
+    fn piece(&self, state: State, param: usize, range: Range<usize>, room: &mut Flat) -> Result<()> {
         let mut groups = lock(&self.groups);
         let (group, slot) = self.places[param];
         let group = &mut groups[group];
         let (at, owned) = (group.slots[slot].at, group.slots[slot].owned.clone());
         let place = at + range.start - owned.start..at + range.end - owned.start;
-        let mut values = Flat::with_capacity(DType::F32, range.len());
+        room.truncate(0);
         match state.home(group) {
-            Some(Home::Memory(share)) => values.extend_cast(share.slice(place)),
+            Some(Home::Memory(share)) => room.extend_cast(share.slice(place)),
             Some(Home::File(extent)) => {
-                let transfer = self.files().io.read(Flat::zeros(DType::F32, range.len()), vec![extent.piece(place, 0)]);
+                room.extend_zeros(range.len());
+                let values = std::mem::replace(room, Flat::with_capacity(DType::F32, 0));
+                let transfer = self.files().io.read(values, vec![extent.piece(place, 0)]);
                 drop(groups);
-                values = transfer.wait()?;
+                *room = transfer.wait()?;
             }
-            None => residency::with_view(&self.params[param].tensor, |whole| values.extend_cast(whole.slice(range)))?,
+            None => residency::with_view(&self.params[param].tensor, |whole| room.extend_cast(whole.slice(range)))?,
         }
-        Ok(values)
+        Ok(())
     }
 
     /// Sets elements `range` (of those that this rank owns) of a state, and 16-bit shards with it. `values` says what

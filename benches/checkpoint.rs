@@ -1,0 +1,126 @@
+//! How long saving takes: GPT-2 (124 million parameters, bf16) on one rank, beside plain loops that write as many
+//! bytes in blocks of 1 MiB and sync, through the page cache and around it, in turn; and what a save in the background delays the step that it begins in.
+//!
+//!     cargo bench --bench checkpoint -- [ROUNDS] [FOLDER]
+#![allow(clippy::unwrap_used)]
+
+use candle_core::{Device, Tensor};
+use candle_zero::checkpoint::SaveOptions;
+use candle_zero::launch::KEEP_MEMORY;
+use candle_zero::models::{Gpt, GptConfig};
+use candle_zero::{Engine, Result};
+use serde_json::{Value, json};
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::time::Instant;
+
+const TOKENS: usize = 512;
+
+fn main() {
+    let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
+    if std::env::var_os(KEEP_MEMORY.0).is_none() {
+        // As zerorun does: the C library reads it before main.
+        let mut again = std::process::Command::new(std::env::current_exe().unwrap());
+        panic!("cannot start again: {}", again.args(&args).env(KEEP_MEMORY.0, KEEP_MEMORY.1).exec());
+    }
+    let rounds = args.first().and_then(|arg| arg.parse().ok()).unwrap_or(3);
+    let folder = args.get(1).map_or_else(std::env::temp_dir, Into::into);
+    let folder = tempfile::tempdir_in(folder).unwrap();
+    measure(rounds, folder.path()).unwrap();
+}
+
+fn measure(rounds: usize, folder: &Path) -> Result<()> {
+    let config = json!({
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "bf16": {"enabled": true},
+        "zero_optimization": {"stage": 1},
+    });
+    let gpt = GptConfig { ctx: TOKENS, vocab: 50257, ..GptConfig::preset("gpt2")? };
+    let mut engine = Engine::builder().device(Device::Cpu).initialize(|vb| Gpt::new(&gpt, vb), config)?;
+    let ids = |shift: usize| {
+        Tensor::from_iter((0..TOKENS).map(|i| ((i + shift) * 31 % 251) as u32), &Device::Cpu)?.reshape((1, TOKENS))
+    };
+    let (inputs, targets) = (ids(0)?, ids(1)?);
+    let step = |engine: &mut Engine<Gpt>, save: bool| -> Result<f64> {
+        let start = Instant::now();
+        if save {
+            let options = SaveOptions { in_background: true, ..SaveOptions::default() };
+            engine.save_checkpoint_with(folder, Some("background"), Value::Null, &options)?;
+        }
+        let loss = engine.forward(|model| model.loss(&inputs, &targets))?;
+        engine.backward(&loss)?;
+        engine.step()?;
+        Ok(start.elapsed().as_secs_f64())
+    };
+    for _ in 0..2 {
+        step(&mut engine, false)?;
+    }
+    let (mut plain, mut direct, mut saved, mut alone, mut beside) = (vec![], vec![], vec![], vec![], vec![]);
+    let mut bytes = 0;
+    for _ in 0..rounds {
+        saved.push(seconds(|| engine.save_checkpoint(folder, Some("foreground"), Value::Null).map(drop))?);
+        let file = folder.join("foreground/rank_00000_of_00001.safetensors");
+        bytes = std::fs::metadata(&file).unwrap().len();
+        std::fs::remove_dir_all(folder.join("foreground")).unwrap();
+        plain.push(seconds(|| {
+            plain_loop(&folder.join("plain"), bytes, 0);
+            Ok(())
+        })?);
+        direct.push(seconds(|| {
+            plain_loop(&folder.join("direct"), bytes, rustix::fs::OFlags::DIRECT.bits().cast_signed());
+            Ok(())
+        })?);
+        alone.push(step(&mut engine, false)?);
+        beside.push(step(&mut engine, true)?);
+        std::fs::remove_dir_all(folder.join("background")).unwrap();
+        step(&mut engine, false)?;
+    }
+    let [plain, direct, saved, alone, beside] = [plain, direct, saved, alone, beside].map(median);
+    let rate = |seconds: f64| bytes as f64 / seconds / 1e9;
+    println!("{rounds} rounds, {:.2} GB, medians", bytes as f64 / 1e9);
+    println!("plain loop {plain:.3} s, {:.2} GB/s", rate(plain));
+    println!("around the page cache {direct:.3} s, {:.2} GB/s", rate(direct));
+    println!(
+        "save       {saved:.3} s, {:.2} GB/s, {:.0} % of the faster one",
+        rate(saved),
+        plain.min(direct) / saved * 100.0
+    );
+    let delay = beside - alone;
+    println!(
+        "step {alone:.3} s, with a save in the background {beside:.3} s: {:.0} % of a save",
+        delay / saved * 100.0
+    );
+    Ok(())
+}
+
+fn seconds(work: impl FnOnce() -> Result<()>) -> Result<f64> {
+    let start = Instant::now();
+    work()?;
+    Ok(start.elapsed().as_secs_f64())
+}
+
+fn plain_loop(path: &Path, bytes: u64, flags: i32) {
+    const BLOCK: usize = 1 << 20;
+    let memory: Vec<u8> = (0..2 * BLOCK as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    // Memory that begins at a page, and whole pages: one more than there are bytes.
+    let block = &memory[memory.as_ptr().align_offset(4096)..][..BLOCK];
+    let mut file = OpenOptions::new().write(true).create(true).custom_flags(flags).open(path).unwrap();
+    let mut left = bytes.next_multiple_of(4096);
+    while left > 0 {
+        let now = left.min(BLOCK as u64);
+        file.write_all(&block[..now as usize]).unwrap();
+        left -= now;
+    }
+    file.sync_all().unwrap();
+    drop(file);
+    std::fs::remove_file(path).unwrap();
+}
+
+fn median(mut rounds: Vec<f64>) -> f64 {
+    rounds.sort_by(f64::total_cmp);
+    rounds[rounds.len() / 2]
+}
