@@ -30,6 +30,7 @@
 //! [`Engine`] tells this story; the modules below are its words. Begin with the README and `engine.rs`.
 #![deny(missing_docs)]
 
+pub mod checkpoint;
 pub mod cli;
 pub mod comm;
 pub mod config;

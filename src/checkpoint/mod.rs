@@ -1,0 +1,3 @@
+//! State of a training run on disk.
+
+pub mod deepspeed;
