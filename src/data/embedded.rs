@@ -28,6 +28,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/checkpoint/deepspeed/pickle.rs",
     "src/checkpoint/deepspeed/pieces.rs",
     "src/checkpoint/deepspeed/tensor.rs",
+    "src/checkpoint/deepspeed/tests.rs",
     "src/checkpoint/deepspeed/value.rs",
     "src/checkpoint/mod.rs",
     "src/cli.rs",

@@ -29,6 +29,8 @@ mod optim_file;
 mod pickle;
 mod pieces;
 mod tensor;
+#[cfg(test)]
+mod tests;
 mod value;
 
 pub use model_file::Parameter;
@@ -40,7 +42,6 @@ use folder::{Files, wrong};
 use model_file::ModelFile;
 use optim_file::{Group, OptimFile};
 use serde_json::{Map, Value as Json};
-use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use tensor::Tensor;
@@ -104,7 +105,7 @@ impl DeepSpeedCheckpoint {
         let mut ranks = vec![first];
         for rank in 1..world_size {
             let file = OptimFile::open(files.optim(rank)?)?;
-            check_alike(&ranks[0], &file)?;
+            file.check_alike(&ranks[0])?;
             ranks.push(file);
         }
         let places = places(&model.groups, ranks[0].stage, world_size).map_err(|p| damaged(&model_path, &p))?;
@@ -202,7 +203,8 @@ impl DeepSpeedCheckpoint {
         self.ranks[0].step
     }
 
-    /// The optimizer's parameter groups (`lr` of the next step, `betas`, `eps`, ...), as a list of objects.
+    /// The optimizer's parameter groups (`lr` of the next step, `betas`, `eps`, ...), as a list of objects; null where
+    /// they were not saved (`elastic_checkpoint`).
     pub fn param_groups(&self) -> &Json {
         &self.ranks[0].param_groups
     }
@@ -391,33 +393,4 @@ fn places(groups: &[Vec<Parameter>], stage: u8, world_size: usize) -> Result<Vec
         }
     }
     Ok(places)
-}
-
-/// An error unless a rank's file is of the same run and moment as the first rank's.
-fn check_alike(first: &OptimFile, other: &OptimFile) -> Result<(), Error> {
-    let states = |file: &OptimFile| -> BTreeSet<String> {
-        file.groups.iter().flat_map(|group| group.states.keys().cloned()).collect()
-    };
-    let differs = |what: &str, mine: String, theirs: String| {
-        let problem = format!(
-            "{what} is {mine}, but {theirs} in {}. The files of one checkpoint belong together: copy it again",
-            first.archive.path().display()
-        );
-        Err(wrong(other.archive.path(), problem))
-    };
-    let numbers = [
-        ("zero_stage", usize::from(other.stage), usize::from(first.stage)),
-        ("partition_count", other.world_size, first.world_size),
-        ("the number of groups", other.groups.len(), first.groups.len()),
-    ];
-    for (what, mine, theirs) in numbers.into_iter().filter(|(_, mine, theirs)| mine != theirs) {
-        return differs(what, mine.to_string(), theirs.to_string());
-    }
-    if other.step != first.step {
-        return differs("the optimizer's step", format!("{:?}", other.step), format!("{:?}", first.step));
-    }
-    if states(other) != states(first) {
-        return differs("its optimizer state", format!("{:?}", states(other)), format!("{:?}", states(first)));
-    }
-    Ok(())
 }

@@ -1,6 +1,7 @@
 //! What the first rank's model file says: the parameters, counters, and what the user's script stored beside them.
 
 use super::archive::{Archive, damaged};
+use super::folder::wrong;
 use super::pickle::Problem;
 use super::tensor::{elements, shape};
 use super::value::Value;
@@ -69,23 +70,25 @@ const KEYS: &[&str] = &[
 ];
 /// The longest name of a parameter.
 const NAME_LIMIT: usize = 1000;
+/// Names that a message shows.
+const NAMES_SHOWN: usize = 3;
 
 impl ModelFile {
     /// Reads all but the tensors.
     pub fn open(path: &Path) -> Result<Self> {
         let (_, pickle) = Archive::open(path)?;
-        Self::read(&Value::root(&pickle)).map_err(|problem| damaged(path, &problem))
+        let root = Value::root(&pickle);
+        match beyond(&root) {
+            Ok(None) => {}
+            Ok(Some(what)) => return Err(wrong(path, what)),
+            Err(problem) => return Err(damaged(path, &problem)),
+        }
+        Self::read(&root).map_err(|problem| damaged(path, &problem))
     }
 
     fn read(root: &Value<'_>) -> Result<Self, Problem> {
-        check_parallel(root)?;
         let groups: Vec<_> = root.get("param_shapes")?.items()?.iter().map(parameters).collect::<Result<_, _>>()?;
         check_names(&groups)?;
-        if let Some(frozen) = root.find("frozen_param_shapes")
-            && let Some((name, _)) = frozen.entries()?.first()
-        {
-            return Err(format!("parameter {name} is frozen; only models of which all is trained can be read"));
-        }
         let counter = |name| match root.find(name) {
             Some(value) => value.count(),
             None => Ok(0),
@@ -107,12 +110,24 @@ impl ModelFile {
     }
 }
 
-/// An error if the model itself was split over ranks.
-fn check_parallel(root: &Value<'_>) -> Result<(), Problem> {
-    match root.find("mp_world_size") {
-        Some(size) if size.integer()? != 1 => Err(size.unlike("1 (the model was not split)")),
-        _ => Ok(()),
+/// What a sound checkpoint has that cannot be read here.
+fn beyond(root: &Value<'_>) -> Result<Option<String>, Problem> {
+    let parts = root.find("mp_world_size").map_or(Ok(1), |size| size.integer())?;
+    if parts != 1 {
+        return Ok(Some(format!(
+            "mp_world_size is {parts}: the model was split (tensor parallel). Only models that each rank has whole can \
+             be read"
+        )));
     }
+    let frozen = root.find("frozen_param_shapes").map_or(Ok(vec![]), |frozen| frozen.entries())?;
+    let names: Vec<_> = frozen.iter().take(NAMES_SHOWN).map(|(_, value)| value.place()).collect();
+    Ok((!names.is_empty()).then(|| {
+        format!(
+            "{} parameter(s) are frozen ({}). Only models of which every parameter is trained can be read",
+            frozen.len(),
+            names.join(", ")
+        )
+    }))
 }
 
 /// One ordered map from names to shapes.

@@ -1,12 +1,13 @@
 //! What one rank's optimizer file says: where its masters and moments lie, and its counters.
 
 use super::archive::{Archive, damaged};
+use super::folder::wrong;
 use super::pickle::Problem;
 use super::tensor::Tensor;
 use super::value::Value;
 use crate::error::Result;
 use serde_json::Value as Json;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// The optimizer file of one rank.
@@ -74,6 +75,29 @@ impl OptimFile {
             None => None,
         };
         Ok(Self { archive, stage, world_size, groups, step, loss_scale, scaler, param_groups })
+    }
+
+    /// An error unless this file is of the same run and moment as the first rank's.
+    pub fn check_alike(&self, first: &Self) -> Result<()> {
+        let states = |file: &Self| -> BTreeSet<String> {
+            file.groups.iter().flat_map(|group| group.states.keys().cloned()).collect()
+        };
+        let facts = |file: &Self| {
+            [
+                ("zero_stage", file.stage.to_string()),
+                ("partition_count", file.world_size.to_string()),
+                ("the number of groups", file.groups.len().to_string()),
+                ("the optimizer's step", file.step.map_or("missing".into(), |step| step.to_string())),
+                ("what its optimizer keeps", format!("{:?}", states(file))),
+            ]
+        };
+        let differs = facts(self).into_iter().zip(facts(first)).find(|(mine, theirs)| mine != theirs);
+        let Some(((what, mine), (_, theirs))) = differs else { return Ok(()) };
+        let problem = format!(
+            "{what} is {mine}, but {theirs} in {}. The files of one checkpoint belong together: copy it again",
+            first.archive.path().display()
+        );
+        Err(wrong(self.archive.path(), problem))
     }
 }
 
