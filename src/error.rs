@@ -34,6 +34,16 @@ pub enum Error {
         problem: String,
     },
 
+    // ---- checkpoints of DeepSpeed ------------------------------------------------------------
+    /// A checkpoint that DeepSpeed wrote cannot be read.
+    #[error("cannot read the DeepSpeed checkpoint {}: {problem}.", path.display())]
+    DeepSpeedCheckpoint {
+        /// The folder, or the file in it.
+        path: PathBuf,
+        /// What is wrong with it, what is allowed, and the mend.
+        problem: String,
+    },
+
     // ---- offload -----------------------------------------------------------------------------
     /// `nvme_path` is no folder that state can be offloaded to.
     #[error("cannot offload to {}: {problem}.", path.display())]

@@ -14,6 +14,7 @@
 //! its parameters by rounding them, as after every step, so that a run which goes on has the bits of one that never
 //! stopped. [`crate::Engine::save_checkpoint`] and [`crate::Engine::load_checkpoint`] are the way in.
 
+pub mod deepspeed;
 mod folder;
 mod layout;
 mod load;

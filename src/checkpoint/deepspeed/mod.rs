@@ -1,0 +1,396 @@
+//! Reads checkpoints that DeepSpeed wrote at ZeRO stages 1, 2 and 3.
+//!
+//! They are Python pickles in zip archives, one per rank. A pickle is a program; this reads it as data, runs nothing of
+//! it, and needs no Python. Only what is asked for is read from the archives, by its place, so that a checkpoint can
+//! be larger than memory.
+//!
+//! ```no_run
+//! use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, State};
+//! # fn main() -> candle_zero::Result<()> {
+//! let checkpoint = DeepSpeedCheckpoint::open("checkpoints".as_ref(), None)?;
+//! for (index, parameter) in checkpoint.parameters().iter().enumerate() {
+//!     let master: Vec<f32> = checkpoint.read(State::Master, index)?;
+//!     println!("{} {:?} {}", parameter.name, parameter.shape, master[0]);
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! ```text
+//! folder      tag, names of files        archive   zip entries       pickle, value, tensor   opcodes as data
+//! model_file  parameters, counters       pieces    which rank holds which elements
+//! optim_file  masters, moments, scaler   mod.rs    the whole
+//! ```
+
+mod archive;
+mod folder;
+mod model_file;
+mod optim_file;
+mod pickle;
+mod pieces;
+mod tensor;
+#[cfg(test)]
+mod tests;
+mod value;
+
+pub use model_file::Parameter;
+pub use optim_file::DynamicScaler;
+
+use crate::error::{Error, Result};
+use archive::{Archive, damaged};
+use folder::{Files, wrong};
+use model_file::ModelFile;
+use optim_file::{Group, OptimFile};
+use serde_json::{Map, Value as Json};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use tensor::Tensor;
+
+/// What a checkpoint holds of each parameter, in f32.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum State {
+    /// The master weights.
+    Master,
+    /// Adam's running mean of gradients.
+    ExpAvg,
+    /// Adam's running mean of squared gradients.
+    ExpAvgSq,
+}
+
+impl State {
+    /// DeepSpeed's name of it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Master => "master",
+            Self::ExpAvg => "exp_avg",
+            Self::ExpAvgSq => "exp_avg_sq",
+        }
+    }
+}
+
+/// A checkpoint that DeepSpeed wrote.
+#[derive(Debug)]
+pub struct DeepSpeedCheckpoint {
+    folder: PathBuf,
+    model: ModelFile,
+    parameters: Vec<Parameter>,
+    /// Where each parameter lies.
+    places: Vec<Place>,
+    ranks: Vec<OptimFile>,
+}
+
+/// The place of a parameter: at stages 1 and 2 in the flat space of its group, at stage 3 in that of each rank.
+#[derive(Debug)]
+struct Place {
+    group: usize,
+    start: usize,
+}
+
+impl DeepSpeedCheckpoint {
+    /// Opens the folder that `save_checkpoint` was given, or the folder of a tag in it. Without `tag`, the file
+    /// `latest` names the tag.
+    ///
+    /// All is checked but the elements themselves: that the files of all ranks are there, complete, and of one shape.
+    pub fn open(dir: &Path, tag: Option<&str>) -> Result<Self> {
+        let files = Files::list(folder::find(dir, tag)?)?;
+        let first = OptimFile::open(files.optim(0)?)?;
+        let model_path = files.model(first.stage)?;
+        let model = ModelFile::open(&model_path)?;
+        let world_size = first.world_size;
+        if model.world_size != world_size {
+            let problem = format!("dp_world_size is {}, but the optimizer files are of {world_size}", model.world_size);
+            return Err(damaged(&model_path, &problem));
+        }
+        files.check_world_size(world_size)?;
+        let mut ranks = vec![first];
+        for rank in 1..world_size {
+            let file = OptimFile::open(files.optim(rank)?)?;
+            file.check_alike(&ranks[0])?;
+            ranks.push(file);
+        }
+        let places = places(&model.groups, ranks[0].stage, world_size).map_err(|p| damaged(&model_path, &p))?;
+        let parameters = model.groups.iter().flatten().cloned().collect();
+        let checkpoint = Self { folder: files.folder().to_owned(), model, parameters, places, ranks };
+        checkpoint.check_lengths()?;
+        Ok(checkpoint)
+    }
+
+    // ---- what it is ----------------------------------------------------------------------------
+
+    /// The folder of the tag.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The ZeRO stage, 1 to 3.
+    pub fn stage(&self) -> u8 {
+        self.ranks[0].stage
+    }
+
+    /// Ranks of the run that wrote it.
+    pub fn world_size(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// The parameters, in DeepSpeed's order.
+    pub fn parameters(&self) -> &[Parameter] {
+        &self.parameters
+    }
+
+    /// Other names of parameters that a model uses twice: (`lm_head.weight`, `wte.weight`), the second one being in
+    /// [`parameters`](Self::parameters).
+    pub fn aliases(&self) -> &[(String, String)] {
+        &self.model.aliases
+    }
+
+    /// The index of the parameter of that name or alias.
+    pub fn index_of(&self, name: &str) -> Option<usize> {
+        let alias = self.model.aliases.iter().find(|(alias, _)| alias == name);
+        let name = alias.map_or(name, |(_, target)| target);
+        self.parameters.iter().position(|parameter| parameter.name == name)
+    }
+
+    /// DeepSpeed's names of what its optimizer keeps of each parameter; none before the first step.
+    pub fn optimizer_states(&self) -> Vec<&str> {
+        let names = self.ranks[0].groups.first().map(|group| group.states.keys().map(String::as_str).collect());
+        names.unwrap_or_default()
+    }
+
+    /// Whether `state` can be read.
+    pub fn has(&self, state: State) -> bool {
+        state == State::Master || self.optimizer_states().contains(&state.name())
+    }
+
+    /// DeepSpeed's version.
+    pub fn ds_version(&self) -> Option<&str> {
+        self.model.ds_version.as_deref()
+    }
+
+    /// The configuration of the run that wrote it.
+    pub fn ds_config(&self) -> &Json {
+        &self.model.ds_config
+    }
+
+    /// What the script gave to `save_checkpoint` as client state. What JSON has no form for is null.
+    pub fn client_state(&self) -> &Map<String, Json> {
+        &self.model.client_state
+    }
+
+    // ---- counters ------------------------------------------------------------------------------
+
+    /// Optimizer steps, skipped ones included.
+    pub fn global_steps(&self) -> u64 {
+        self.model.global_steps
+    }
+
+    /// Samples of all ranks.
+    pub fn global_samples(&self) -> u64 {
+        self.model.global_samples
+    }
+
+    /// Steps that were skipped because of overflow.
+    pub fn skipped_steps(&self) -> u64 {
+        self.model.skipped_steps
+    }
+
+    /// The counter of the learning-rate scheduler, if there was one: -1 before its first step.
+    pub fn last_batch_iteration(&self) -> Option<i64> {
+        self.model.last_batch_iteration
+    }
+
+    /// Adam's own step counter, which skipped steps do not advance; `None` before the first step.
+    pub fn optimizer_step(&self) -> Option<u64> {
+        self.ranks[0].step
+    }
+
+    /// The optimizer's parameter groups (`lr` of the next step, `betas`, `eps`, ...), as a list of objects; null where
+    /// they were not saved (`elastic_checkpoint`).
+    pub fn param_groups(&self) -> &Json {
+        &self.ranks[0].param_groups
+    }
+
+    /// The loss scale in force: 1 where nothing was scaled.
+    pub fn loss_scale(&self) -> f64 {
+        self.ranks[0].loss_scale.unwrap_or(1.0)
+    }
+
+    /// The state of the loss scaler, if it is dynamic.
+    pub fn dynamic_scaler(&self) -> Option<&DynamicScaler> {
+        self.ranks[0].scaler.as_ref()
+    }
+
+    // ---- elements ------------------------------------------------------------------------------
+
+    /// Reads one parameter's `state`, merged over all ranks, without padding.
+    pub fn read(&self, state: State, parameter: usize) -> Result<Vec<f32>> {
+        let elements = self.parameters.get(parameter).map_or(0, Parameter::elements);
+        self.read_range(state, parameter, 0..elements)
+    }
+
+    /// Reads the elements `range` of one parameter's `state`: what a rank that owns a share of it needs.
+    pub fn read_range(&self, state: State, parameter: usize, range: Range<usize>) -> Result<Vec<f32>> {
+        let (Some(about), Some(place)) = (self.parameters.get(parameter), self.places.get(parameter)) else {
+            let problem = format!("parameter {parameter} was asked for; it has {}", self.parameters.len());
+            return Err(wrong(&self.folder, problem));
+        };
+        if range.start > range.end || range.end > about.elements() {
+            let (Range { start, end }, Parameter { name, .. }) = (range, about);
+            let problem = format!("elements {start} to {end} of {name} were asked for; it has {}", about.elements());
+            return Err(wrong(&self.folder, problem));
+        }
+        if !self.has(state) {
+            return Err(without(&self.ranks[0], state, 0));
+        }
+        let mut values = vec![0.0; range.len()];
+        if self.stage() < 3 {
+            let parts = self.group_parts(state, place.group)?;
+            copy(&parts, place.start + range.start..place.start + range.end, &mut values)?;
+            return Ok(values);
+        }
+        let mut rest = values.as_mut_slice();
+        for (rank, piece) in pieces::ranks_of(about.elements(), self.world_size(), range) {
+            let (out, others) = rest.split_at_mut(piece.len());
+            let parts = self.rank_parts(state, rank)?;
+            copy(&parts, place.start + piece.start..place.start + piece.end, out)?;
+            rest = others;
+        }
+        Ok(values)
+    }
+
+    /// Reads every byte of the optimizer files once and compares them with the checksums in the files, which
+    /// [`read`](Self::read) does not.
+    pub fn verify(&self) -> Result<()> {
+        self.ranks.iter().try_for_each(|rank| rank.archive.verify())
+    }
+
+    /// The ranks' parts of the flat space of a group (stages 1 and 2).
+    fn group_parts(&self, state: State, group: usize) -> Result<Vec<Part<'_>>> {
+        self.ranks.iter().map(|rank| Part::of(rank, state, group)).collect()
+    }
+
+    /// A rank's sub-groups (stage 3).
+    fn rank_parts(&self, state: State, rank: usize) -> Result<Vec<Part<'_>>> {
+        let rank = &self.ranks[rank];
+        (0..rank.groups.len()).map(|group| Part::of(rank, state, group)).collect()
+    }
+
+    // ---- checks --------------------------------------------------------------------------------
+
+    /// An error unless the flat tensors have the lengths that follow from the parameters' shapes.
+    fn check_lengths(&self) -> Result<()> {
+        let states = [State::Master, State::ExpAvg, State::ExpAvgSq];
+        for state in states.into_iter().filter(|state| self.has(*state)) {
+            if self.stage() < 3 { self.check_groups(state)? } else { self.check_ranks(state)? }
+        }
+        Ok(())
+    }
+
+    fn check_groups(&self, state: State) -> Result<()> {
+        let (shapes, groups) = (self.model.groups.len(), self.ranks[0].groups.len());
+        if shapes != groups {
+            let problem = format!("it has {groups} parameter groups, but the model file has {shapes}");
+            return Err(damaged(self.ranks[0].archive.path(), &problem));
+        }
+        for (group, parameters) in self.model.groups.iter().enumerate() {
+            let needed: usize = parameters.iter().map(Parameter::elements).sum();
+            let found = total(&self.group_parts(state, group)?);
+            // The flat space is padded so that each rank's part has an even number of elements; some states are saved
+            // without the padding.
+            let padded = needed.checked_next_multiple_of(2 * self.world_size());
+            if !(Some(needed) <= found && found <= padded) {
+                let problem = lengths_differ(state, &format!("group {group} of all ranks"), found, needed);
+                return Err(damaged(&self.folder, &problem));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_ranks(&self, state: State) -> Result<()> {
+        let world_size = self.world_size();
+        let needed: usize = self.parameters.iter().map(|p| pieces::piece_length(p.elements(), world_size)).sum();
+        for rank in 0..world_size {
+            let found = total(&self.rank_parts(state, rank)?);
+            if found != Some(needed) {
+                let problem = lengths_differ(state, "all sub-groups", found, needed);
+                return Err(damaged(self.ranks[rank].archive.path(), &problem));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A flat tensor in the file of a rank.
+struct Part<'a> {
+    archive: &'a Archive,
+    tensor: &'a Tensor,
+}
+
+impl<'a> Part<'a> {
+    fn of(rank: &'a OptimFile, state: State, group: usize) -> Result<Self> {
+        let Group { master, states } = &rank.groups[group];
+        let archive = &rank.archive;
+        match state {
+            State::Master => Ok(Self { archive, tensor: master }),
+            _ => match states.get(state.name()) {
+                Some(tensor) => Ok(Self { archive, tensor }),
+                None => Err(without(rank, state, group)),
+            },
+        }
+    }
+}
+
+/// The error of a state that a group does not have.
+fn without(rank: &OptimFile, state: State, group: usize) -> Error {
+    let names: Vec<_> = rank.groups.get(group).into_iter().flat_map(|group| group.states.keys()).collect();
+    let found = if names.is_empty() { "nothing".into() } else { crate::param::list(&names) };
+    let name = state.name();
+    let problem = format!(
+        "it holds no {name} of group {group}, but {found}. Adam's moments can be read of checkpoints that were saved \
+         after a step"
+    );
+    wrong(rank.archive.path(), problem)
+}
+
+/// Elements of all parts.
+fn total(parts: &[Part<'_>]) -> Option<usize> {
+    parts.iter().try_fold(0usize, |sum, part| sum.checked_add(part.tensor.length))
+}
+
+fn lengths_differ(state: State, of: &str, found: Option<usize>, needed: usize) -> String {
+    let found = found.map_or("too many".into(), |n| n.to_string());
+    format!("{} of {of} has {found} elements, but param_shapes need {needed}", state.name())
+}
+
+/// Reads elements `range` of the space in which `parts` follow each other.
+fn copy(parts: &[Part<'_>], range: Range<usize>, mut out: &mut [f32]) -> Result<()> {
+    let lengths: Vec<_> = parts.iter().map(|part| part.tensor.length).collect();
+    for pieces::Piece { tensor, range } in pieces::cut(&lengths, range) {
+        let Part { archive, tensor } = &parts[tensor];
+        let (now, later) = out.split_at_mut(range.len());
+        archive.read(tensor, range, now)?;
+        out = later;
+    }
+    assert!(out.is_empty(), "the lengths of flat tensors were checked when the checkpoint was opened");
+    Ok(())
+}
+
+/// Where each parameter begins. Sums are checked here once for all later arithmetic.
+fn places(groups: &[Vec<Parameter>], stage: u8, world_size: usize) -> Result<Vec<Place>, String> {
+    let mut places = vec![];
+    let mut start: usize = 0;
+    for (group, parameters) in groups.iter().enumerate() {
+        if stage < 3 {
+            start = 0;
+        }
+        for parameter in parameters {
+            places.push(Place { group, start });
+            let length = match stage {
+                3 => pieces::piece_length(parameter.elements(), world_size),
+                _ => parameter.elements(),
+            };
+            let end = start.checked_add(length);
+            start = end.ok_or_else(|| format!("the shapes up to {} have too many elements", parameter.name))?;
+        }
+    }
+    Ok(places)
+}

@@ -1,0 +1,169 @@
+//! What the first rank's model file says: the parameters, counters, and what the user's script stored beside them.
+
+use super::archive::{Archive, damaged};
+use super::folder::wrong;
+use super::pickle::Problem;
+use super::tensor::{elements, shape};
+use super::value::Value;
+use crate::error::Result;
+use serde_json::{Map, Value as Json};
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// A parameter of the model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Parameter {
+    /// Its name in the model.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    elements: usize,
+}
+
+impl Parameter {
+    /// The product of its shape.
+    pub fn elements(&self) -> usize {
+        self.elements
+    }
+}
+
+/// A model file.
+#[derive(Debug)]
+pub(super) struct ModelFile {
+    /// Trained parameters in the order of the flat space, one list per group (at stage 3, sub-group).
+    pub groups: Vec<Vec<Parameter>>,
+    /// Other names of parameters: the name, and the one that the parameter is known by.
+    pub aliases: Vec<(String, String)>,
+    pub world_size: usize,
+    pub global_steps: u64,
+    pub global_samples: u64,
+    pub skipped_steps: u64,
+    pub last_batch_iteration: Option<i64>,
+    pub ds_version: Option<String>,
+    pub ds_config: Json,
+    pub client_state: Map<String, Json>,
+}
+
+/// The keys that DeepSpeed itself writes; all others are the client state's.
+const KEYS: &[&str] = &[
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    "lr_scheduler",
+    "data_sampler",
+    "random_ltd",
+    "sparse_tensor_module_names",
+    "csr_tensor_module_names",
+    "skipped_steps",
+    "global_steps",
+    "global_samples",
+    "dp_world_size",
+    "mp_world_size",
+    "num_experts",
+    "checkpoint_parallel_dimensions",
+    "ds_config",
+    "ds_version",
+];
+/// The longest name of a parameter.
+const NAME_LIMIT: usize = 1000;
+/// Names that a message shows.
+const NAMES_SHOWN: usize = 3;
+
+impl ModelFile {
+    /// Reads all but the tensors.
+    pub fn open(path: &Path) -> Result<Self> {
+        let (_, pickle) = Archive::open(path)?;
+        let root = Value::root(&pickle);
+        match beyond(&root) {
+            Ok(None) => {}
+            Ok(Some(what)) => return Err(wrong(path, what)),
+            Err(problem) => return Err(damaged(path, &problem)),
+        }
+        Self::read(&root).map_err(|problem| damaged(path, &problem))
+    }
+
+    fn read(root: &Value<'_>) -> Result<Self, Problem> {
+        let groups: Vec<_> = root.get("param_shapes")?.items()?.iter().map(parameters).collect::<Result<_, _>>()?;
+        check_names(&groups)?;
+        let counter = |name| match root.find(name) {
+            Some(value) => value.count(),
+            None => Ok(0),
+        };
+        let scheduler = root.find("lr_scheduler").and_then(|state| state.find("last_batch_iteration"));
+        let version = root.find("ds_version").map(|version| version.text().map(str::to_owned));
+        Ok(Self {
+            groups,
+            aliases: aliases(root)?,
+            world_size: root.get("dp_world_size")?.count()?,
+            global_steps: counter("global_steps")?,
+            global_samples: counter("global_samples")?,
+            skipped_steps: counter("skipped_steps")?,
+            last_batch_iteration: scheduler.map(|iteration| iteration.integer()).transpose()?,
+            ds_version: version.transpose()?,
+            ds_config: root.find("ds_config").map_or(Ok(Json::Null), |config| config.json())?,
+            client_state: client_state(root)?,
+        })
+    }
+}
+
+/// What a sound checkpoint has that cannot be read here.
+fn beyond(root: &Value<'_>) -> Result<Option<String>, Problem> {
+    let parts = root.find("mp_world_size").map_or(Ok(1), |size| size.integer())?;
+    if parts != 1 {
+        return Ok(Some(format!(
+            "mp_world_size is {parts}: the model was split (tensor parallel). Only models that each rank has whole can \
+             be read"
+        )));
+    }
+    let frozen = root.find("frozen_param_shapes").map_or(Ok(vec![]), |frozen| frozen.entries())?;
+    let names: Vec<_> = frozen.iter().take(NAMES_SHOWN).map(|(_, value)| value.place()).collect();
+    Ok((!names.is_empty()).then(|| {
+        format!(
+            "{} parameter(s) are frozen ({}). Only models of which every parameter is trained can be read",
+            frozen.len(),
+            names.join(", ")
+        )
+    }))
+}
+
+/// One ordered map from names to shapes.
+fn parameters(map: &Value<'_>) -> Result<Vec<Parameter>, Problem> {
+    let parameter = |(name, value): (&str, Value<'_>)| {
+        if name.len() > NAME_LIMIT {
+            return Err(format!("{} has a name of {} bytes; {NAME_LIMIT} are allowed", value.place(), name.len()));
+        }
+        let shape = shape(&value)?;
+        let elements = elements(&shape).ok_or_else(|| format!("{} has no possible shape {shape:?}", value.place()))?;
+        Ok(Parameter { name: name.to_owned(), shape, elements })
+    };
+    map.entries()?.into_iter().map(parameter).collect()
+}
+
+fn check_names(groups: &[Vec<Parameter>]) -> Result<(), Problem> {
+    let mut names = BTreeSet::new();
+    match groups.iter().flatten().find(|parameter| !names.insert(&parameter.name)) {
+        None => Ok(()),
+        Some(twice) => Err(format!("parameter {} stands in param_shapes twice", twice.name)),
+    }
+}
+
+fn aliases(root: &Value<'_>) -> Result<Vec<(String, String)>, Problem> {
+    let Some(shared) = root.find("shared_params") else { return Ok(vec![]) };
+    let alias = |(name, value): (&str, Value<'_>)| {
+        let target = value.text()?;
+        match name.len().max(target.len()) <= NAME_LIMIT {
+            true => Ok((name.to_owned(), target.to_owned())),
+            false => Err(format!("shared_params has a name of more than {NAME_LIMIT} bytes")),
+        }
+    };
+    shared.entries()?.into_iter().map(alias).collect()
+}
+
+fn client_state(root: &Value<'_>) -> Result<Map<String, Json>, Problem> {
+    let own = root.entries()?.into_iter().filter(|(key, _)| !KEYS.contains(key));
+    own.map(|(key, value)| Ok((key.to_owned(), value.json()?))).collect()
+}

@@ -1,0 +1,219 @@
+//! What one rank's optimizer file says: where its masters and moments lie, and its counters.
+
+use super::archive::{Archive, damaged};
+use super::folder::wrong;
+use super::pickle::Problem;
+use super::tensor::Tensor;
+use super::value::Value;
+use crate::error::Result;
+use serde_json::Value as Json;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+/// The optimizer file of one rank.
+#[derive(Debug)]
+pub(super) struct OptimFile {
+    pub archive: Archive,
+    pub stage: u8,
+    pub world_size: usize,
+    /// One per parameter group at stages 1 and 2, one per sub-group at stage 3.
+    pub groups: Vec<Group>,
+    /// The optimizer's own step counter, which skipped steps do not advance.
+    pub step: Option<u64>,
+    pub loss_scale: Option<f64>,
+    pub scaler: Option<DynamicScaler>,
+    pub param_groups: Json,
+}
+
+/// Flat tensors of one group.
+#[derive(Debug)]
+pub(super) struct Group {
+    pub master: Tensor,
+    /// By DeepSpeed's name; none before the first step.
+    pub states: BTreeMap<String, Tensor>,
+}
+
+/// State of DeepSpeed's dynamic loss scaler, with its names.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DynamicScaler {
+    /// The scale in force.
+    pub cur_scale: f64,
+    /// Steps that it has seen, skipped ones included.
+    pub cur_iter: i64,
+    /// The step of the last overflow; -1 before the first.
+    pub last_overflow_iter: i64,
+    /// The factor by which it grows and shrinks.
+    pub scale_factor: f64,
+    /// Clean steps after which it grows.
+    pub scale_window: i64,
+    /// The smallest scale.
+    pub min_scale: f64,
+    /// Overflows of which only the last shrinks it (`fp16.hysteresis`).
+    pub delayed_shift: i64,
+    /// What is left of them.
+    pub cur_hysteresis: i64,
+    /// Whether each clean step refills them.
+    pub consecutive_hysteresis: bool,
+    /// Whether an overflow at the smallest scale ends the run.
+    pub raise_error_at_min_scale: bool,
+}
+
+impl OptimFile {
+    /// Reads all but the tensors.
+    pub fn open(path: &Path) -> Result<Self> {
+        let (archive, pickle) = Archive::open(path)?;
+        let wrong = |problem: Problem| damaged(path, &problem);
+        let root = Value::root(&pickle).get("optimizer_state_dict").map_err(wrong)?;
+        let stage: u8 = root.get("zero_stage").and_then(|v| v.count()).map_err(wrong)?;
+        let (masters, states) = find_states(&root, stage).map_err(wrong)?;
+        let world_size = partition_count(&root).map_err(wrong)?;
+        let (loss_scale, scaler) = scaler(&root).map_err(wrong)?;
+        let groups = groups(&masters, states.as_ref(), &archive).map_err(wrong)?;
+        let param_groups = param_groups(&root, stage).map_err(wrong)?;
+        let step = match &states {
+            Some(states) => step(states, groups.len(), &archive)?,
+            None => None,
+        };
+        Ok(Self { archive, stage, world_size, groups, step, loss_scale, scaler, param_groups })
+    }
+
+    /// An error unless this file is of the same run and moment as the first rank's.
+    pub fn check_alike(&self, first: &Self) -> Result<()> {
+        let states = |file: &Self| -> BTreeSet<String> {
+            file.groups.iter().flat_map(|group| group.states.keys().cloned()).collect()
+        };
+        let facts = |file: &Self| {
+            [
+                ("zero_stage", file.stage.to_string()),
+                ("partition_count", file.world_size.to_string()),
+                ("the number of groups", file.groups.len().to_string()),
+                ("the optimizer's step", file.step.map_or("missing".into(), |step| step.to_string())),
+                ("what its optimizer keeps", format!("{:?}", states(file))),
+            ]
+        };
+        let differs = facts(self).into_iter().zip(facts(first)).find(|(mine, theirs)| mine != theirs);
+        let Some(((what, mine), (_, theirs))) = differs else { return Ok(()) };
+        let problem = format!(
+            "{what} is {mine}, but {theirs} in {}. The files of one checkpoint belong together: copy it again",
+            first.archive.path().display()
+        );
+        Err(wrong(self.archive.path(), problem))
+    }
+}
+
+/// The list of masters and the optimizer's state.
+fn find_states<'a>(root: &Value<'a>, stage: u8) -> Result<(Value<'a>, Option<Value<'a>>), Problem> {
+    match stage {
+        1 | 2 => {
+            let masters = root.get("single_partition_of_fp32_groups")?;
+            // With `elastic_checkpoint`, a list of the groups' states.
+            let base = root.get("base_optimizer_state")?;
+            let states = if base.items().is_ok() { Some(base) } else { base.find("state") };
+            Ok((masters, states))
+        }
+        3 => Ok((root.get("fp32_flat_groups")?, root.get("optimizer_state_dict")?.find("state"))),
+        other => Err(format!("{}.zero_stage is {other}; 1, 2 and 3 can be read", root.place())),
+    }
+}
+
+fn groups(masters: &Value<'_>, states: Option<&Value<'_>>, archive: &Archive) -> Result<Vec<Group>, Problem> {
+    let mut groups = vec![];
+    for (index, master) in masters.items()?.iter().enumerate() {
+        let master = Tensor::of(master)?;
+        archive.check(&master)?;
+        let mut tensors = BTreeMap::new();
+        // Before the first step a group has no state.
+        if let Some(state) = states.and_then(|states| states.item(index).ok()) {
+            for (name, value) in state.entries()? {
+                // The counter can be a tensor too.
+                if name != STEP && value.call().is_some() {
+                    let tensor = Tensor::of(&value)?;
+                    archive.check(&tensor)?;
+                    tensors.insert(name.to_owned(), tensor);
+                }
+            }
+        }
+        groups.push(Group { master, states: tensors });
+    }
+    Ok(groups)
+}
+
+/// The name of the step counter.
+const STEP: &str = "step";
+
+/// The step counter, which must be the same in all groups.
+fn step(states: &Value<'_>, groups: usize, archive: &Archive) -> Result<Option<u64>> {
+    let wrong = |problem: Problem| damaged(archive.path(), &problem);
+    let mut steps = vec![];
+    for index in 0..groups {
+        let Some(value) = states.item(index).ok().and_then(|state| state.find(STEP)) else { continue };
+        steps.push(match value.call() {
+            Some(_) => {
+                let tensor = Tensor::of(&value).map_err(wrong)?;
+                let mut number = [0.0];
+                if tensor.length != 1 {
+                    return Err(wrong(format!("{} is a tensor of {} elements, not of 1", tensor.place, tensor.length)));
+                }
+                archive.read(&tensor, 0..1, &mut number)?;
+                f64::from(number[0])
+            }
+            None => value.number().map_err(wrong)?,
+        });
+    }
+    let Some(first) = steps.first().copied() else { return Ok(None) };
+    if let Some(other) = steps.iter().find(|step| **step != first) {
+        return Err(wrong(format!("groups of parameters have made different numbers of steps, {first} and {other}")));
+    }
+    if !(0.0..=9e15).contains(&first) || first.fract() != 0.0 {
+        return Err(wrong(format!("{}.0.step is {first}, which is not a count", states.place())));
+    }
+    Ok(Some(first as u64))
+}
+
+/// The number of ranks: a number, or one number per group.
+fn partition_count(root: &Value<'_>) -> Result<usize, Problem> {
+    let count = root.get("partition_count")?;
+    let counts: Vec<usize> = match count.items() {
+        Ok(items) => items.iter().map(Value::count).collect::<Result<_, _>>()?,
+        Err(_) => vec![count.count()?],
+    };
+    match counts.as_slice() {
+        [first, rest @ ..] if *first > 0 && rest.iter().all(|other| other == first) => Ok(*first),
+        [_, ..] => Err(format!("{} is {counts:?}; all groups must be cut for one number of ranks", count.place())),
+        [] => Err(format!("{} is empty", count.place())),
+    }
+}
+
+fn param_groups(root: &Value<'_>, stage: u8) -> Result<Json, Problem> {
+    let name = if stage == 3 { "optimizer_state_dict" } else { "base_optimizer_state" };
+    match root.find(name).and_then(|optimizer| optimizer.find("param_groups")) {
+        Some(groups) => groups.json(),
+        None => Ok(Json::Null),
+    }
+}
+
+/// The scale in force and, where it is dynamic, the rest of the scaler's state.
+fn scaler(root: &Value<'_>) -> Result<(Option<f64>, Option<DynamicScaler>), Problem> {
+    let Some(object) = root.find("loss_scaler") else { return Ok((None, None)) };
+    let state = object.attributes().ok_or_else(|| object.unlike("a loss scaler with its state"))?;
+    let cur_scale = state.get("cur_scale")?.number()?;
+    if !matches!(object.call(), Some((name, _)) if name.ends_with(".DynamicLossScaler")) {
+        return Ok((Some(cur_scale), None));
+    }
+    let integer = |name| state.get(name)?.integer();
+    let number = |name| state.get(name)?.number();
+    let truth = |name| state.get(name)?.truth();
+    let scaler = DynamicScaler {
+        cur_scale,
+        cur_iter: integer("cur_iter")?,
+        last_overflow_iter: integer("last_overflow_iter")?,
+        scale_factor: number("scale_factor")?,
+        scale_window: integer("scale_window")?,
+        min_scale: number("min_scale")?,
+        delayed_shift: integer("delayed_shift")?,
+        cur_hysteresis: integer("cur_hysteresis")?,
+        consecutive_hysteresis: truth("consecutive_hysteresis")?,
+        raise_error_at_min_scale: truth("raise_error_at_min_scale")?,
+    };
+    Ok((Some(cur_scale), Some(scaler)))
+}

@@ -1,0 +1,403 @@
+//! Python pickles read as data. The opcodes are followed as a list of notes on how to build values; nothing that they
+//! name is ever looked up or called. What a class would have made of its arguments is kept as class and arguments.
+//!
+//! Values live in one list and point to each other by index, so that values that share a part, or contain
+//! themselves, cost nothing and are freed without recursion.
+
+use std::collections::HashMap;
+
+/// Index of a node in its pickle.
+pub(super) type Id = usize;
+
+/// Text of what is wrong; who knows the file adds its name.
+pub(super) type Problem = String;
+
+/// One value.
+#[derive(Debug)]
+pub(super) enum Node {
+    None,
+    Bool(bool),
+    Int(i64),
+    Float(f64),
+    Text(String),
+    Tuple(Vec<Id>),
+    List(Vec<Id>),
+    /// In the order in which entries were set; of equal keys the last one counts.
+    Dict(Vec<(Id, Id)>),
+    /// The name of a class or function, `module.name`.
+    Global(String),
+    /// What a class or function would have returned.
+    Object {
+        class: Id,
+        arguments: Id,
+        state: Option<Id>,
+    },
+    /// A reference to something outside of the pickle: a storage.
+    Persistent(Id),
+    /// A value that nothing here needs: bytes, or a number of more than 64 bits.
+    Opaque,
+}
+
+/// A pickle that was read.
+#[derive(Debug)]
+pub(super) struct Pickle {
+    nodes: Vec<Node>,
+    pub root: Id,
+}
+
+impl Pickle {
+    /// Reads a pickle of protocol 2, the one that `torch.save` writes.
+    pub fn parse(bytes: &[u8]) -> Result<Self, Problem> {
+        let mut machine =
+            Machine { bytes, position: 0, nodes: vec![], stack: vec![], marks: vec![], memo: HashMap::new() };
+        let root = loop {
+            let start = machine.position;
+            match machine.step() {
+                Ok(None) => {}
+                Ok(Some(root)) => break root,
+                Err(problem) => return Err(format!("data.pkl, byte {start}: {problem}")),
+            }
+        };
+        Ok(Self { nodes: machine.nodes, root })
+    }
+
+    pub fn node(&self, id: Id) -> &Node {
+        // Indices come from `Machine::node` alone.
+        &self.nodes[id]
+    }
+}
+
+/// The stack machine whose program a pickle is.
+struct Machine<'a> {
+    bytes: &'a [u8],
+    position: usize,
+    nodes: Vec<Node>,
+    stack: Vec<Id>,
+    /// Heights of the stack that were marked.
+    marks: Vec<usize>,
+    memo: HashMap<u32, Id>,
+}
+
+impl Machine<'_> {
+    /// Follows one opcode. The root is returned at the end.
+    fn step(&mut self) -> Result<Option<Id>, Problem> {
+        let [opcode] = self.take()?;
+        match opcode {
+            0x80 => self.protocol()?,
+            b'.' => return self.pop().map(Some),
+            b'N' => self.push(Node::None),
+            0x88 => self.push(Node::Bool(true)),
+            0x89 => self.push(Node::Bool(false)),
+            b'K' | b'M' | b'J' | 0x8a | 0x8b => self.integer(opcode)?,
+            b'G' => {
+                let number = f64::from_be_bytes(self.take()?);
+                self.push(Node::Float(number));
+            }
+            b'X' => self.text()?,
+            b'T' | b'U' => self.bytes(opcode)?,
+            b'(' => self.marks.push(self.stack.len()),
+            b')' => self.push(Node::Tuple(vec![])),
+            0x85..=0x87 => self.short_tuple(usize::from(opcode - 0x84))?,
+            b't' => {
+                let items = self.pop_to_mark()?;
+                self.push(Node::Tuple(items));
+            }
+            b']' => self.push(Node::List(vec![])),
+            b'l' => {
+                let items = self.pop_to_mark()?;
+                self.push(Node::List(items));
+            }
+            b'}' => self.push(Node::Dict(vec![])),
+            b'd' => {
+                let entries = pairs(&self.pop_to_mark()?)?;
+                self.push(Node::Dict(entries));
+            }
+            b'a' => {
+                let item = self.pop()?;
+                self.append(&[item])?;
+            }
+            b'e' => {
+                let items = self.pop_to_mark()?;
+                self.append(&items)?;
+            }
+            b's' => {
+                let (value, key) = (self.pop()?, self.pop()?);
+                self.set(vec![(key, value)])?;
+            }
+            b'u' => {
+                let entries = pairs(&self.pop_to_mark()?)?;
+                self.set(entries)?;
+            }
+            b'c' => self.global()?,
+            b'R' | 0x81 => self.object()?,
+            b'b' => self.build()?,
+            b'Q' => {
+                let id = self.pop()?;
+                self.push(Node::Persistent(id));
+            }
+            b'q' | b'r' => {
+                let index = self.memo_index(opcode == b'q')?;
+                self.memo.insert(index, self.top()?);
+            }
+            b'h' | b'j' => {
+                let index = self.memo_index(opcode == b'h')?;
+                let id =
+                    self.memo.get(&index).ok_or_else(|| format!("it asks for value {index}, which was never kept"))?;
+                self.stack.push(*id);
+            }
+            b'0' => drop(self.pop()?),
+            b'1' => drop(self.pop_to_mark()?),
+            b'2' => self.stack.push(self.top()?),
+            other => return Err(format!("opcode 0x{other:02x} is not one that torch.save writes (protocol 2)")),
+        }
+        Ok(None)
+    }
+
+    // ---- bytes ---------------------------------------------------------------------------------
+
+    fn slice(&mut self, length: usize) -> Result<&[u8], Problem> {
+        let rest = self.bytes.get(self.position..).unwrap_or_default();
+        let slice = rest.get(..length).ok_or_else(|| {
+            format!("it ends in the middle of a value ({length} more bytes are needed, {} are there)", rest.len())
+        })?;
+        self.position += length;
+        Ok(slice)
+    }
+
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], Problem> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.slice(N)?);
+        Ok(array)
+    }
+
+    fn length(&mut self) -> Result<usize, Problem> {
+        let length = u32::from_le_bytes(self.take()?);
+        usize::try_from(length).map_err(|e| e.to_string())
+    }
+
+    fn line(&mut self) -> Result<String, Problem> {
+        let rest = self.bytes.get(self.position..).unwrap_or_default();
+        let length = rest.iter().position(|b| *b == b'\n').ok_or("it ends in the middle of a name")?;
+        let line = std::str::from_utf8(&rest[..length]).map_err(|_| "a name is not UTF-8 text")?;
+        self.position += length + 1;
+        Ok(line.to_owned())
+    }
+
+    // ---- the stack -----------------------------------------------------------------------------
+
+    fn push(&mut self, node: Node) {
+        self.stack.push(self.nodes.len());
+        self.nodes.push(node);
+    }
+
+    /// How far down values may be taken: what lies below a mark waits for it to be used up.
+    fn floor(&self) -> usize {
+        self.marks.last().copied().unwrap_or(0)
+    }
+
+    fn top(&self) -> Result<Id, Problem> {
+        let values = self.stack.get(self.floor()..).unwrap_or_default();
+        values.last().copied().ok_or_else(|| "a value is needed, and none is there".into())
+    }
+
+    fn pop(&mut self) -> Result<Id, Problem> {
+        let top = self.top()?;
+        self.stack.pop();
+        Ok(top)
+    }
+
+    fn pop_to_mark(&mut self) -> Result<Vec<Id>, Problem> {
+        let mark = self.marks.pop().ok_or("a mark is needed, and none is there")?;
+        // Values above a mark are never popped past it.
+        Ok(self.stack.split_off(mark))
+    }
+
+    // ---- values --------------------------------------------------------------------------------
+
+    fn protocol(&mut self) -> Result<(), Problem> {
+        match self.take()? {
+            [0..=2] => Ok(()),
+            [other] => {
+                Err(format!("pickle protocol {other}; torch.save writes protocol 2 unless pickle_protocol is given"))
+            }
+        }
+    }
+
+    fn integer(&mut self, opcode: u8) -> Result<(), Problem> {
+        let node = match opcode {
+            b'K' => Node::Int(self.take::<1>()?[0].into()),
+            b'M' => Node::Int(u16::from_le_bytes(self.take()?).into()),
+            b'J' => Node::Int(i32::from_le_bytes(self.take()?).into()),
+            _ => {
+                let length = if opcode == 0x8a { usize::from(self.take::<1>()?[0]) } else { self.length()? };
+                long(self.slice(length)?)
+            }
+        };
+        self.push(node);
+        Ok(())
+    }
+
+    fn text(&mut self) -> Result<(), Problem> {
+        let length = self.length()?;
+        // Python writes half of a surrogate pair where a string holds one; such text is never a name.
+        let text = String::from_utf8_lossy(self.slice(length)?).into_owned();
+        self.push(Node::Text(text));
+        Ok(())
+    }
+
+    fn bytes(&mut self, opcode: u8) -> Result<(), Problem> {
+        let length = if opcode == b'U' { usize::from(self.take::<1>()?[0]) } else { self.length()? };
+        self.slice(length)?;
+        self.push(Node::Opaque);
+        Ok(())
+    }
+
+    fn short_tuple(&mut self, length: usize) -> Result<(), Problem> {
+        let mut items = (0..length).map(|_| self.pop()).collect::<Result<Vec<_>, _>>()?;
+        items.reverse();
+        self.push(Node::Tuple(items));
+        Ok(())
+    }
+
+    fn append(&mut self, items: &[Id]) -> Result<(), Problem> {
+        let target = self.top()?;
+        match &mut self.nodes[target] {
+            Node::List(list) => list.extend_from_slice(items),
+            // A class of its own: nothing here reads what is in it.
+            Node::Object { .. } => {}
+            _ => return Err("items are appended to what is not a list".into()),
+        }
+        Ok(())
+    }
+
+    fn set(&mut self, new: Vec<(Id, Id)>) -> Result<(), Problem> {
+        let target = self.top()?;
+        match &mut self.nodes[target] {
+            Node::Dict(entries) => entries.extend(new),
+            Node::Object { .. } => {}
+            _ => return Err("entries are set in what is not a dictionary".into()),
+        }
+        Ok(())
+    }
+
+    fn global(&mut self) -> Result<(), Problem> {
+        let (module, name) = (self.line()?, self.line()?);
+        self.push(Node::Global(format!("{module}.{name}")));
+        Ok(())
+    }
+
+    fn object(&mut self) -> Result<(), Problem> {
+        let (arguments, class) = (self.pop()?, self.pop()?);
+        let is_dict = matches!(&self.nodes[class], Node::Global(name)
+            if ["collections.OrderedDict", "collections.defaultdict"].contains(&name.as_str()));
+        self.push(match is_dict {
+            true => Node::Dict(vec![]),
+            false => Node::Object { class, arguments, state: None },
+        });
+        Ok(())
+    }
+
+    fn build(&mut self) -> Result<(), Problem> {
+        let new = self.pop()?;
+        let target = self.top()?;
+        match &mut self.nodes[target] {
+            Node::Object { state, .. } => *state = Some(new),
+            // Attributes of an ordered dictionary; nothing here reads them.
+            Node::Dict(_) => {}
+            _ => return Err("attributes are set on what is not an object".into()),
+        }
+        Ok(())
+    }
+
+    fn memo_index(&mut self, is_short: bool) -> Result<u32, Problem> {
+        Ok(if is_short { self.take::<1>()?[0].into() } else { u32::from_le_bytes(self.take()?) })
+    }
+}
+
+/// A little-endian number in two's complement, of any length.
+fn long(bytes: &[u8]) -> Node {
+    let is_negative = bytes.last().is_some_and(|b| b & 0x80 != 0);
+    let mut wide = [if is_negative { 0xff } else { 0 }; 8];
+    match wide.get_mut(..bytes.len()) {
+        Some(low) => low.copy_from_slice(bytes),
+        None => return Node::Opaque,
+    }
+    Node::Int(i64::from_le_bytes(wide))
+}
+
+fn pairs(items: &[Id]) -> Result<Vec<(Id, Id)>, Problem> {
+    match items.as_chunks::<2>() {
+        (pairs, []) => Ok(pairs.iter().map(|[key, value]| (*key, *value)).collect()),
+        _ => Err("a key has no value".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use proptest::prelude::*;
+
+    /// `{"a": [1, -2, 300, 2**40, -1.5, None, True], "b": (OrderedDict(), posix.system("x"))}`.
+    const SAMPLE: &[u8] =
+        b"\x80\x02}q\x00(X\x01\x00\x00\x00aq\x01](K\x01J\xfe\xff\xff\xffM,\x01\x8a\x06\x00\x00\x00\x00\
+        \x00\x01G\xbf\xf8\x00\x00\x00\x00\x00\x00N\x88eX\x01\x00\x00\x00bccollections\nOrderedDict\n)Rcposix\nsystem\n\
+        X\x01\x00\x00\x00x\x85R\x86u.";
+
+    #[test]
+    fn calls_are_kept_as_data() {
+        let pickle = Pickle::parse(SAMPLE).unwrap();
+        let Node::Dict(entries) = pickle.node(pickle.root) else { panic!("{pickle:?}") };
+        let Node::Tuple(items) = pickle.node(entries[1].1) else { panic!("{pickle:?}") };
+        assert!(matches!(pickle.node(items[0]), Node::Dict(empty) if empty.is_empty()));
+        let Node::Object { class, .. } = pickle.node(items[1]) else { panic!("{pickle:?}") };
+        assert!(matches!(pickle.node(*class), Node::Global(name) if name == "posix.system"));
+    }
+
+    #[test]
+    fn numbers_of_every_length() {
+        let numbers = |bytes: &[u8]| match long(bytes) {
+            Node::Int(number) => Some(number),
+            _ => None,
+        };
+        assert_eq!(numbers(&[]), Some(0));
+        assert_eq!(numbers(&[0xff]), Some(-1));
+        assert_eq!(numbers(&[0xff, 0]), Some(255));
+        assert_eq!(numbers(&[0, 0, 0, 0, 0, 0, 0, 0x80]), Some(i64::MIN));
+        assert_eq!(numbers(&[1; 9]), None);
+    }
+
+    #[test]
+    fn what_is_not_understood_is_refused_with_its_place() {
+        let problem = |bytes: &[u8]| Pickle::parse(bytes).unwrap_err();
+        assert_eq!(
+            problem(b"\x80\x05."),
+            "data.pkl, byte 0: pickle protocol 5; torch.save writes protocol 2 unless pickle_protocol is given"
+        );
+        assert!(problem(b"\x80\x02i").contains("byte 2: opcode 0x69"));
+        assert!(problem(b"\x80\x02(.").contains("none is there"));
+        assert!(problem(b"X\xff\xff\xff\xff").contains("4294967295 more bytes are needed"));
+        assert!(problem(b"h\x07").contains("value 7"));
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_are_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = Pickle::parse(&bytes);
+        }
+
+        #[test]
+        fn changed_pickles_are_read_or_refused(
+            changes in proptest::collection::vec((0..SAMPLE.len(), any::<u8>()), 1..6),
+            end in 0..=SAMPLE.len(),
+        ) {
+            let mut bytes = SAMPLE.to_vec();
+            for (place, byte) in changes {
+                bytes[place] = byte;
+            }
+            let _ = Pickle::parse(&bytes);
+            let _ = Pickle::parse(&bytes[..end]);
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! Where the elements of a tensor lie: which storage, from which element on.
+
+use super::pickle::Problem;
+use super::value::Value;
+use half::{bf16, f16};
+
+/// The most axes of a tensor, as in PyTorch.
+const MAX_AXES: usize = 64;
+
+/// Type of the elements of a storage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl Kind {
+    fn of(storage: &Value<'_>) -> Result<Self, Problem> {
+        match storage.name() {
+            Some("torch.FloatStorage") => Ok(Self::F32),
+            Some("torch.HalfStorage") => Ok(Self::F16),
+            Some("torch.BFloat16Storage") => Ok(Self::Bf16),
+            other => Err(format!(
+                "{} is a tensor of {}; float32, float16 and bfloat16 can be read",
+                storage.place(),
+                other.unwrap_or("an unknown type")
+            )),
+        }
+    }
+
+    /// Bytes of an element.
+    pub fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    /// Elements of a file, which is little-endian, in f32.
+    pub fn widen(self, bytes: &[u8], out: &mut [f32]) {
+        fn each<const N: usize>(bytes: &[u8], out: &mut [f32], f: impl Fn([u8; N]) -> f32) {
+            out.iter_mut().zip(bytes.as_chunks::<N>().0).for_each(|(out, b)| *out = f(*b));
+        }
+        match self {
+            Self::F32 => each(bytes, out, f32::from_le_bytes),
+            Self::F16 => each(bytes, out, |b| f16::from_le_bytes(b).to_f32()),
+            Self::Bf16 => each(bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
+        }
+    }
+}
+
+/// A tensor whose elements lie one after another in a storage.
+#[derive(Debug, Clone)]
+pub(super) struct Tensor {
+    /// Its place in the pickle, for messages.
+    pub place: String,
+    /// The storage's key: its name in the archive.
+    pub storage: String,
+    pub kind: Kind,
+    /// Elements before it, and its own.
+    pub start: usize,
+    pub length: usize,
+}
+
+impl Tensor {
+    /// The tensor that `value` describes.
+    pub fn of(value: &Value<'_>) -> Result<Self, Problem> {
+        let not_a_tensor = || value.unlike("a tensor");
+        let (name, arguments) = value.call().ok_or_else(not_a_tensor)?;
+        match name {
+            "torch._utils._rebuild_tensor_v2" => Self::rebuild(value, &arguments),
+            // A tensor with attributes: (function, type, arguments, attributes).
+            "torch._tensor._rebuild_from_type_v2" => {
+                let function = arguments.item(0)?.name() == Some("torch._utils._rebuild_tensor_v2");
+                if function { Self::rebuild(value, &arguments.item(2)?) } else { Err(not_a_tensor()) }
+            }
+            // (tensor, requires_grad, hooks)
+            "torch._utils._rebuild_parameter" => {
+                let inner = arguments.item(0)?;
+                match inner.call() {
+                    Some(("torch._utils._rebuild_tensor_v2", arguments)) => Self::rebuild(value, &arguments),
+                    _ => Err(not_a_tensor()),
+                }
+            }
+            _ => Err(not_a_tensor()),
+        }
+    }
+
+    /// Arguments: storage, offset, shape, strides, requires_grad, hooks.
+    fn rebuild(value: &Value<'_>, arguments: &Value<'_>) -> Result<Self, Problem> {
+        let storage = arguments.item(0)?;
+        // ("storage", class, key, device, elements)
+        let storage = storage.storage().ok_or_else(|| storage.unlike("a storage"))?;
+        let start = arguments.item(1)?.count()?;
+        let shape = shape(&arguments.item(2)?)?;
+        let strides = shape_of_counts(&arguments.item(3)?)?;
+        let length = elements(&shape).ok_or_else(|| format!("{} has no possible shape {shape:?}", value.place()))?;
+        if length > 1 && !is_contiguous(&shape, &strides) {
+            return Err(format!(
+                "{} is a view that jumps (shape {shape:?}, strides {strides:?}); only contiguous tensors can be read",
+                value.place()
+            ));
+        }
+        Ok(Self {
+            place: value.place().to_owned(),
+            kind: Kind::of(&storage.item(1)?)?,
+            storage: storage.item(2)?.text()?.to_owned(),
+            start,
+            length,
+        })
+    }
+}
+
+/// A shape: a tuple of counts, or torch.Size of one.
+pub(super) fn shape(value: &Value<'_>) -> Result<Vec<usize>, Problem> {
+    match value.call() {
+        Some(("torch.Size", arguments)) => shape_of_counts(&arguments.item(0)?),
+        _ => shape_of_counts(value),
+    }
+}
+
+fn shape_of_counts(value: &Value<'_>) -> Result<Vec<usize>, Problem> {
+    match value.items()? {
+        items if items.len() > MAX_AXES => Err(value.unlike("a shape")),
+        items => items.iter().map(Value::count).collect(),
+    }
+}
+
+/// Elements of a shape, unless they are too many to be counted.
+pub(super) fn elements(shape: &[usize]) -> Option<usize> {
+    shape.iter().try_fold(1usize, |product, size| product.checked_mul(*size))
+}
+
+fn is_contiguous(shape: &[usize], strides: &[usize]) -> bool {
+    let mut expected = 1;
+    let fits = shape.iter().zip(strides).rev().all(|(size, stride)| {
+        // The stride of an axis of one element is never used.
+        let fits = *size == 1 || *stride == expected;
+        expected *= size;
+        fits
+    });
+    fits && shape.len() == strides.len()
+}
