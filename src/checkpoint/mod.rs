@@ -14,6 +14,7 @@
 //! its parameters by rounding them, as after every step, so that a run which goes on has the bits of one that never
 //! stopped. [`crate::Engine::save_checkpoint`] and [`crate::Engine::load_checkpoint`] are the way in.
 
+mod examine;
 mod folder;
 mod layout;
 mod load;
@@ -21,6 +22,7 @@ mod manifest;
 mod rank_file;
 mod save;
 
+pub(crate) use examine::{Examined, Found, examine, find, place};
 pub use load::{Checkpoint, LoadOptions, Loaded};
 pub use manifest::{FileEntry, Manifest, Parameter};
 pub use save::SaveOptions;

@@ -4,6 +4,7 @@
 
 use super::args::Refused;
 use super::bench;
+use super::inspect;
 use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
 
@@ -17,7 +18,10 @@ pub(super) struct Tool {
 }
 
 /// All of them, in the order of the help.
-const ALL: [Tool; 1] = [Tool { name: "bench", about: "How fast a folder for offloaded state is", run: bench::run }];
+const ALL: [Tool; 2] = [
+    Tool { name: "bench", about: "How fast a folder for offloaded state is", run: bench::run },
+    Tool { name: "inspect", about: "Which checkpoints a folder holds, and whether one is whole", run: inspect::run },
+];
 
 /// The tool of that name.
 pub(super) fn named(word: &OsStr) -> Option<&'static Tool> {
@@ -26,7 +30,7 @@ pub(super) fn named(word: &OsStr) -> Option<&'static Tool> {
 
 /// The part of the help that lists them.
 pub(super) fn help() -> String {
-    let lines = ALL.iter().map(|Tool { name, about, .. }| format!("  {name:10}{about}: see `zerorun {name} --help`\n"));
+    let lines = ALL.iter().map(|Tool { name, about, .. }| format!("  {name:13}{about}: see `zerorun {name} --help`\n"));
     format!(
         "Tools, in the place of SCRIPT (a script of such a name is started as ./NAME):\n{}",
         lines.collect::<String>()
