@@ -6,11 +6,12 @@
 //! rank fails. On the other side `discover` reads the variables that the launcher has set.
 //!
 //! What `zerorun` does besides are tools, found by the first word (`tools`): `zerorun bench disk PATH` (`bench`),
-//! `zerorun inspect DIR` (`inspect`).
+//! `zerorun inspect DIR` (`inspect`), `zerorun consolidate DIR OUT` (`consolidate`).
 
 mod args;
 mod bench;
 mod build;
+mod consolidate;
 mod discover;
 mod frontmatter;
 mod inspect;

@@ -4,6 +4,7 @@
 
 use super::args::Refused;
 use super::bench;
+use super::consolidate;
 use super::inspect;
 use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
@@ -18,8 +19,9 @@ pub(super) struct Tool {
 }
 
 /// All of them, in the order of the help.
-const ALL: [Tool; 2] = [
+const ALL: [Tool; 3] = [
     Tool { name: "bench", about: "How fast a folder for offloaded state is", run: bench::run },
+    Tool { name: "consolidate", about: "A checkpoint's parameters as Hugging Face's files", run: consolidate::run },
     Tool { name: "inspect", about: "Which checkpoints a folder holds, and whether one is whole", run: inspect::run },
 ];
 
