@@ -234,12 +234,10 @@ fn a_gpt2_has_the_names_and_the_config_of_transformers() {
         GptConfig { n_layer: 2, n_embd: 12, n_head: 3, ctx: 7, vocab: 19, ..GptConfig::preset("nano").unwrap() };
     let told = json!({"architecture": "gpt2", "n_layer": 2, "n_head": 3, "n_embd": 12, "ctx": 7, "vocab": 19});
     let other = json!({"architecture": "gpt2", "n_layer": 5, "n_head": 3});
-    let cases: [(Value, &[&str], std::result::Result<(), &str>); 6] = [
+    let cases: [(Value, &[&str], std::result::Result<(), &str>); 4] = [
         (json!({"model": told}), &[], Ok(())),
-        (json!({"model": told}), &["--n_head", "2"], Err("says n_head 3, and 2 is given")),
         (Value::Null, &["--n_head", "3"], Ok(())),
         (Value::Null, &[], Err("do not tell the number of heads. Give it with --n_head")),
-        (Value::Null, &["--n-head", "5"], Err("a multiple of n_head (5)")),
         (json!({"model": other}), &[], Err("says n_layer 5, and its parameters 2")),
     ];
     for (client_state, more, expected) in cases {
@@ -270,6 +268,28 @@ fn a_gpt2_has_the_names_and_the_config_of_transformers() {
                 assert!(!out.join("config.json").exists());
             }
         }
+    }
+}
+
+#[test]
+fn heads_that_cannot_be_are_refused_before_anything_is_written() {
+    let config =
+        GptConfig { n_layer: 1, n_embd: 12, n_head: 3, ctx: 7, vocab: 19, ..GptConfig::preset("nano").unwrap() };
+    let dir = folder();
+    save_model(dir.path(), &["gpt"], &json!({"model": {"n_head": 3}}), |vb| Gpt::new(&config, vb));
+    save_model(dir.path(), &["untold"], &Value::Null, |vb| Gpt::new(&config, vb));
+    save(dir.path(), &["tiny"]);
+    let out = dir.path().join("out");
+    for (tag, n_head, words) in [
+        ("gpt", "2", "says n_head 3, and 2 is given"),
+        ("untold", "5", "a multiple of n_head (5)"),
+        ("untold", "0", "n_head is 0"),
+        ("tiny", "2", "its parameters are not those of a GPT-2"),
+    ] {
+        let output = consolidate(dir.path(), &out, &["--tag", tag, "--n-head", n_head]);
+        assert_eq!(output.status.code(), Some(2), "{}", stdout(&output));
+        assert!(stderr(&output).contains(words), "{}", stderr(&output));
+        assert!(!out.exists());
     }
 }
 

@@ -57,6 +57,24 @@ impl ConsolidateSettings {
     pub fn bytes(&self, checkpoint: &Checkpoint) -> u64 {
         checkpoint.manifest().parameters.iter().map(|p| self.dtype.bytes() * p.numel() as u64).sum()
     }
+
+    /// Whether they suit `checkpoint`.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] for an `n_head` that does not lead to a `config.json`.
+    pub fn check(&self, checkpoint: &Checkpoint) -> Result<()> {
+        match (self.n_head, self.describe(checkpoint).config) {
+            (Some(n_head), Err(why)) => {
+                let problem = format!("n_head {n_head} is given for its config.json, and there can be none: {why}");
+                Err(Error::Checkpoint { path: checkpoint.path().to_owned(), problem })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn describe(&self, checkpoint: &Checkpoint) -> Described {
+        describe(checkpoint.manifest(), self.n_head, self.dtype.names().1)
+    }
 }
 
 /// What was written.
@@ -107,8 +125,8 @@ impl ConsolidatedDtype {
 /// that have been written.
 ///
 /// # Errors
-/// [`Error::Checkpoint`] for a folder that is not empty, a checkpoint that is damaged, or a value that the precision
-/// cannot hold; [`Error::Io`] where files cannot be written. `out` is as it was.
+/// [`Error::Checkpoint`] for a folder that is not empty, settings that do not suit the checkpoint, one that is damaged, or a
+/// value that the precision cannot hold; [`Error::Io`] where files cannot be written. `out` is as it was.
 pub fn consolidate(
     checkpoint: &Checkpoint,
     out: &Path,
@@ -117,8 +135,9 @@ pub fn consolidate(
 ) -> Result<Consolidated> {
     let wrong = |action| move |source| Error::Io { action, path: out.to_owned(), source };
     let out = &absent_or_empty(out)?;
+    settings.check(checkpoint)?;
+    let described = settings.describe(checkpoint);
     let beside = begin(out).map_err(wrong("create"))?;
-    let described = describe(checkpoint.manifest(), settings.n_head, settings.dtype.names().1);
     let mut count = Count { written: 0, tell };
     let writing = Writing { checkpoint, folder: beside.path(), settings, described: &described };
     let files = writing.all(&mut count)?;
@@ -130,7 +149,7 @@ pub fn consolidate(
 /// The folder that `out` means, if it can be written to.
 pub(crate) fn absent_or_empty(out: &Path) -> Result<PathBuf> {
     let wrong = |source| Error::Io { action: "read", path: out.to_owned(), source };
-    // A link to an empty folder is replaced by nobody.
+    // What a link names is replaced, not the link.
     let out = if out.exists() { out.canonicalize().map_err(wrong)? } else { out.to_owned() };
     let problem = match std::fs::read_dir(&out) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(out),

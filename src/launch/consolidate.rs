@@ -1,9 +1,10 @@
 //! `zerorun consolidate`: a checkpoint's parameters as Hugging Face's files.
 
 use super::args::Refused;
-use crate::checkpoint::{Checkpoint, ConsolidateSettings, Consolidated, ConsolidatedDtype, consolidate, find, place};
+use crate::Error;
+use crate::checkpoint::{Checkpoint, ConsolidateSettings, Consolidated, ConsolidatedDtype};
+use crate::checkpoint::{absent_or_empty, consolidate, find, place};
 use crate::monitor::Progress;
-use crate::{Error, Result};
 use clap::{Parser, ValueEnum};
 use std::ffi::OsString;
 use std::fmt::{self, Write as _};
@@ -59,16 +60,29 @@ impl Typed {
             super::say(&format!("zerorun: {error}"));
             ExitCode::from(code)
         };
-        let found = place(&self.dir, self.tag.as_deref()).and_then(|(dir, tag)| {
-            let tag = find(&dir).choose(tag)?;
-            crate::checkpoint::absent_or_empty(&self.out)?;
-            Ok((dir, tag))
+        let tag = place(&self.dir, self.tag.as_deref()).and_then(|(dir, tag)| {
+            absent_or_empty(&self.out)?;
+            find(&dir).choose(tag).map(|tag| (dir, tag))
         });
-        let (dir, tag) = match found {
+        let (dir, tag) = match tag {
             Ok(found) => found,
             Err(error) => return refused(error, super::EXIT_SETUP),
         };
-        match self.write(&dir, &tag) {
+        let checkpoint = match Checkpoint::open(&dir, Some(&tag)) {
+            Ok(Some(checkpoint)) => checkpoint,
+            Ok(None) => unreachable!("a tag is given"),
+            Err(error) => return refused(error, 1),
+        };
+        let settings = self.settings();
+        if let Err(error) = settings.check(&checkpoint) {
+            return refused(error, super::EXIT_SETUP);
+        }
+        let mut progress = Progress::new(settings.bytes(&checkpoint).div_ceil(1 << 20), None);
+        let done = consolidate(&checkpoint, &self.out, &settings, &mut |bytes| {
+            progress.step(bytes.div_ceil(1 << 20), || "MiB".to_string());
+        });
+        progress.finish();
+        match done {
             Ok(done) => match writeln!(std::io::stdout(), "{}", Report { out: &self.out, done: &done }) {
                 Ok(()) => ExitCode::SUCCESS,
                 Err(_) => ExitCode::FAILURE,
@@ -77,21 +91,13 @@ impl Typed {
         }
     }
 
-    fn write(&self, dir: &Path, tag: &str) -> Result<Consolidated> {
-        let Some(checkpoint) = Checkpoint::open(dir, Some(tag))? else { unreachable!("a tag was given") };
+    fn settings(&self) -> ConsolidateSettings {
         let dtype = match self.dtype {
             Dtype::F32 => ConsolidatedDtype::F32,
             Dtype::Bf16 => ConsolidatedDtype::Bf16,
             Dtype::F16 => ConsolidatedDtype::F16,
         };
-        let settings = ConsolidateSettings { dtype, max_shard_size: self.max_shard_size, n_head: self.n_head };
-        let total = settings.bytes(&checkpoint).div_ceil(1 << 20);
-        let mut progress = Progress::new(total, None);
-        let done = consolidate(&checkpoint, &self.out, &settings, &mut |bytes| {
-            progress.step(bytes.div_ceil(1 << 20), || "MiB".to_string());
-        });
-        progress.finish();
-        done
+        ConsolidateSettings { dtype, max_shard_size: self.max_shard_size, n_head: self.n_head }
     }
 }
 
