@@ -363,3 +363,47 @@ fn a_value_that_f16_cannot_hold_is_told_by_its_parameter() {
     assert!(stderr(&output).contains("scale has the value 1000000, which f16 cannot hold"), "{}", stderr(&output));
     assert!(!out.exists());
 }
+
+/// For scripts/check_consolidated.sh: consolidated models with the logits that they give here.
+#[test]
+#[ignore = "writes into the folder CANDLE_ZERO_CONSOLIDATED, for scripts/check_consolidated.sh"]
+fn models_and_logits_for_transformers() {
+    let dir = PathBuf::from(std::env::var_os("CANDLE_ZERO_CONSOLIDATED").unwrap());
+    let gpt = GptConfig { n_layer: 3, ..GptConfig::preset("nano").unwrap() };
+    let llama = LlamaConfig { num_hidden_layers: 3, ..LlamaConfig::preset("llama-nano").unwrap() };
+    let untied = LlamaConfig { tie_word_embeddings: false, ..llama.clone() };
+    let told = |config: Value, architecture: &str| {
+        let mut model = config;
+        model["architecture"] = json!(architecture);
+        json!({"model": model})
+    };
+    let gpt_state = told(serde_json::to_value(&gpt).unwrap(), "gpt2");
+    for_transformers(&dir.join("gpt2"), &gpt_state, &[], |vb| Gpt::new(&gpt, vb), |model, ids| model.forward(ids));
+    for (name, config, more) in
+        [("llama", llama, &[][..]), ("llama_untied", untied, &["--max_shard_size", "500KB"][..])]
+    {
+        let state = told(serde_json::to_value(&config).unwrap(), "llama");
+        for_transformers(&dir.join(name), &state, more, |vb| Llama::new(&config, vb), |model, ids| model.forward(ids));
+    }
+}
+
+/// `dir/model` as consolidated, and `dir/logits.safetensors` with ids and logits.
+fn for_transformers<M: 'static>(
+    dir: &Path,
+    client_state: &Value,
+    more: &[&str],
+    build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M> + Sync,
+    forward: impl Fn(&M, &Tensor) -> candle_core::Result<Tensor>,
+) {
+    std::fs::create_dir_all(dir).unwrap();
+    let exported = save_model(dir, &["tag"], client_state, &build);
+    let output = consolidate(dir, &dir.join("model"), more);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let vb = VarBuilder::from_tensors(tensors(&exported).into_iter().collect(), DType::F32, &Device::Cpu);
+    let model = build(vb).unwrap();
+    let ids = Tensor::from_iter((0..128u32).map(|i| (i * i * 7 + 3 * i) % 256), &Device::Cpu).unwrap();
+    let ids = ids.reshape((2, 64)).unwrap();
+    let logits = forward(&model, &ids).unwrap();
+    let both = [("ids", ids.to_dtype(DType::I64).unwrap()), ("logits", logits.detach())];
+    candle_core::safetensors::save(&both.into(), dir.join("logits.safetensors")).unwrap();
+}
