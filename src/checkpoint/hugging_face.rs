@@ -58,6 +58,7 @@ struct GptSizes {
 fn gpt_sizes(shapes: &Shapes) -> Option<GptSizes> {
     let [vocab, d] = *shapes.get("wte.weight").copied()? else { return None };
     let [ctx, _] = *shapes.get("wpe.weight").copied()? else { return None };
+    let (triple, inner) = (d.checked_mul(3)?, d.checked_mul(4)?);
     let n_layer = shapes.keys().filter(|name| name.ends_with(".attn.c_attn.weight")).count();
     let around = [("wte.weight", vec![vocab, d]), ("wpe.weight", vec![ctx, d])];
     let last = [("ln_f.weight", vec![d]), ("ln_f.bias", vec![d])];
@@ -65,7 +66,7 @@ fn gpt_sizes(shapes: &Shapes) -> Option<GptSizes> {
         around.into_iter().chain(last).map(|(name, shape)| (name.to_string(), shape)).collect();
     for layer in 0..n_layer {
         for (name, inputs, outputs) in
-            [("attn.c_attn", d, 3 * d), ("attn.c_proj", d, d), ("mlp.c_fc", d, 4 * d), ("mlp.c_proj", 4 * d, d)]
+            [("attn.c_attn", d, triple), ("attn.c_proj", d, d), ("mlp.c_fc", d, inner), ("mlp.c_proj", inner, d)]
         {
             expected.push((format!("h.{layer}.{name}.weight"), vec![inputs, outputs]));
             expected.push((format!("h.{layer}.{name}.bias"), vec![outputs]));
@@ -74,7 +75,7 @@ fn gpt_sizes(shapes: &Shapes) -> Option<GptSizes> {
             expected.push((format!("h.{layer}.{norm}"), vec![d]));
         }
     }
-    are_exactly(shapes, &expected).then_some(GptSizes { n_layer, n_embd: d, ctx, vocab })
+    (n_layer > 0 && are_exactly(shapes, &expected)).then_some(GptSizes { n_layer, n_embd: d, ctx, vocab })
 }
 
 fn are_exactly(shapes: &Shapes, expected: &[(String, Vec<usize>)]) -> bool {
@@ -139,6 +140,10 @@ fn llama_config(model: &Value, shapes: &Shapes) -> Result<LlamaConfig, String> {
     }
     let config: LlamaConfig =
         serde_json::from_value(sizes).map_err(|e| format!("its client state does not describe a Llama: {e}"))?;
+    // Twice the number of heads must be one.
+    if config.num_attention_heads > shapes.values().flat_map(|shape| shape.iter()).copied().max().unwrap_or(0) {
+        return Err("its client state describes a Llama of more heads than any parameter has rows".to_owned());
+    }
     config.validate().map_err(|e| e.to_string())?;
     // Before anything of the claimed size is built.
     if config.num_hidden_layers <= shapes.len() && are_exactly(shapes, &llama_parameters(&config)) {

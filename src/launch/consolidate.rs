@@ -1,10 +1,10 @@
 //! `zerorun consolidate`: a checkpoint's parameters as Hugging Face's files.
 
 use super::args::Refused;
+use super::tools::ByteProgress;
 use crate::Error;
 use crate::checkpoint::{Checkpoint, ConsolidateSettings, Consolidated, ConsolidatedDtype};
 use crate::checkpoint::{absent_or_empty, consolidate, find, place};
-use crate::monitor::Progress;
 use clap::{Parser, ValueEnum};
 use std::ffi::OsString;
 use std::fmt::{self, Write as _};
@@ -77,10 +77,8 @@ impl Typed {
         if let Err(error) = settings.check(&checkpoint) {
             return refused(error, super::EXIT_SETUP);
         }
-        let mut progress = Progress::new(settings.bytes(&checkpoint).div_ceil(1 << 20), None);
-        let done = consolidate(&checkpoint, &self.out, &settings, &mut |bytes| {
-            progress.step(bytes.div_ceil(1 << 20), || "MiB".to_string());
-        });
+        let (mut progress, total) = (ByteProgress::default(), settings.bytes(&checkpoint));
+        let done = consolidate(&checkpoint, &self.out, &settings, &mut |bytes| progress.tell(bytes, total));
         progress.finish();
         match done {
             Ok(done) => match writeln!(std::io::stdout(), "{}", Report { out: &self.out, done: &done }) {

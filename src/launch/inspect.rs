@@ -1,8 +1,8 @@
 //! `zerorun inspect`: which checkpoints a folder holds, and whether one is whole.
 
 use super::args::Refused;
+use super::tools::ByteProgress;
 use crate::checkpoint::{Examined, Found, Manifest, Parameter, examine, find, place};
-use crate::monitor::Progress;
 use clap::Parser;
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -59,15 +59,10 @@ impl Typed {
                 return if latest_is_damaged { ExitCode::FAILURE } else { code };
             }
         };
-        let mut progress: Option<Progress> = None;
-        let mut tell = |done: u64, total: u64| {
-            let (done, total) = (done.div_ceil(1 << 20), total.div_ceil(1 << 20));
-            progress.get_or_insert_with(|| Progress::new(total, None)).step(done, || "MiB".to_string());
-        };
+        let mut progress = ByteProgress::default();
+        let mut tell = |done: u64, total: u64| progress.tell(done, total);
         let examined = examine(&dir, &tag, if self.verify { Some(&mut tell) } else { None });
-        if let Some(progress) = progress {
-            progress.finish();
-        }
+        progress.finish();
         let one = Report { tag: &tag, examined: &examined, verified: self.verify };
         let printed = match lists {
             Value::String(text) => print(&format!("{text}\n{one}")),
@@ -90,7 +85,8 @@ fn print(text: &str) -> bool {
 
 /// One line for every tag.
 fn list(found: &Found) -> String {
-    let mut text = format!("{}: {} checkpoints\n", found.dir.display(), found.tags.len());
+    let count = found.tags.len();
+    let mut text = format!("{}: {count} checkpoint{}\n", found.dir.display(), if count == 1 { "" } else { "s" });
     let latest = found.latest.as_ref().ok().and_then(Option::as_deref);
     for (tag, manifest) in &found.tags {
         let what = manifest.as_ref().map_or_else(|e| e.to_string(), |m| format!("step {}", m.global_steps));

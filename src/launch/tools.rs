@@ -6,6 +6,7 @@ use super::args::Refused;
 use super::bench;
 use super::consolidate;
 use super::inspect;
+use crate::monitor::Progress;
 use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
 
@@ -22,7 +23,7 @@ pub(super) struct Tool {
 const ALL: [Tool; 3] = [
     Tool { name: "bench", about: "How fast a folder for offloaded state is", run: bench::run },
     Tool { name: "consolidate", about: "A checkpoint's parameters as Hugging Face's files", run: consolidate::run },
-    Tool { name: "inspect", about: "Which checkpoints a folder holds, and whether one is whole", run: inspect::run },
+    Tool { name: "inspect", about: "A folder's checkpoints, and whether one is whole", run: inspect::run },
 ];
 
 /// The tool of that name.
@@ -37,4 +38,28 @@ pub(super) fn help() -> String {
         "Tools, in the place of SCRIPT (a script of such a name is started as ./NAME):\n{}",
         lines.collect::<String>()
     )
+}
+
+/// Progress over bytes, shown in MiB from the first report on.
+#[derive(Default)]
+pub(super) struct ByteProgress(Option<(Progress, u64)>);
+
+impl ByteProgress {
+    /// Reports that `done` of `total` bytes are done.
+    pub(super) fn tell(&mut self, done: u64, total: u64) {
+        let (done, total) = (done.div_ceil(1 << 20), total.div_ceil(1 << 20));
+        let (progress, shown) = self.0.get_or_insert_with(|| (Progress::new(total, None), 0));
+        // Once for each MiB: the last line shows again and again else.
+        if done > *shown {
+            *shown = done;
+            progress.step(done, || "MiB".to_string());
+        }
+    }
+
+    /// Frees the line below.
+    pub(super) fn finish(self) {
+        if let Some((progress, _)) = self.0 {
+            progress.finish();
+        }
+    }
 }
