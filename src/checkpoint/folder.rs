@@ -134,8 +134,27 @@ pub(super) fn existing(dir: &Path, tag: &str) -> Result<PathBuf> {
     Err(Error::Checkpoint { path, problem })
 }
 
+/// Whether `dir` is the folder of a tag: it has a manifest, or the files of ranks whose manifest is lost.
+pub(super) fn is_tag(dir: &Path) -> bool {
+    let mut entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    entries.any(|e| {
+        let name = e.file_name().to_string_lossy().into_owned();
+        let is_rank_file = name.starts_with("rank_") && name.contains("_of_") && name.ends_with(".safetensors");
+        (name == MANIFEST || is_rank_file) && e.path().is_file()
+    })
+}
+
+/// Tags whose save has not ended.
+pub(super) fn unfinished(dir: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let names = entries.map(|e| e.file_name().to_string_lossy().into_owned());
+    let mut tags: Vec<String> = names.filter_map(|name| name.strip_prefix(SAVING).map(str::to_owned)).collect();
+    tags.sort();
+    tags
+}
+
 /// Folders with a manifest, by name.
-fn tags(dir: &Path) -> Vec<String> {
+pub(super) fn tags(dir: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let names = entries.filter(|e| e.path().join(MANIFEST).is_file()).map(|e| e.file_name().to_string_lossy().into());
     let mut tags: Vec<String> = names.filter(|name: &String| !name.starts_with('.')).collect();

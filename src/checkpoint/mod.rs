@@ -14,14 +14,20 @@
 //! its parameters by rounding them, as after every step, so that a run which goes on has the bits of one that never
 //! stopped. [`crate::Engine::save_checkpoint`] and [`crate::Engine::load_checkpoint`] are the way in.
 
+mod consolidate;
 pub mod deepspeed;
+mod examine;
 mod folder;
+mod hugging_face;
 mod layout;
 mod load;
 mod manifest;
 mod rank_file;
 mod save;
 
+pub(crate) use consolidate::absent_or_empty;
+pub use consolidate::{ConsolidateSettings, Consolidated, ConsolidatedDtype, consolidate};
+pub(crate) use examine::{Examined, Found, examine, find, place};
 pub use load::{Checkpoint, LoadOptions, Loaded};
 pub use manifest::{FileEntry, Manifest, Parameter};
 pub use save::SaveOptions;

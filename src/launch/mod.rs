@@ -5,13 +5,16 @@
 //! the executable, and `ranks` starts it N times, carries its output and its signals, and stops everything when a
 //! rank fails; `restarts` decides whether it starts again. On the other side `discover` reads the variables that the launcher has set.
 //!
-//! What `zerorun` does besides are tools, found by the first word (`tools`): `zerorun bench disk PATH` (`bench`).
+//! What `zerorun` does besides are tools, found by the first word (`tools`): `zerorun bench disk PATH` (`bench`),
+//! `zerorun inspect DIR` (`inspect`), `zerorun consolidate DIR OUT` (`consolidate`).
 
 mod args;
 mod bench;
 mod build;
+mod consolidate;
 mod discover;
 mod frontmatter;
+mod inspect;
 mod output;
 mod package;
 mod ranks;

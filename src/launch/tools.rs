@@ -4,6 +4,9 @@
 
 use super::args::Refused;
 use super::bench;
+use super::consolidate;
+use super::inspect;
+use crate::monitor::Progress;
 use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
 
@@ -17,7 +20,11 @@ pub(super) struct Tool {
 }
 
 /// All of them, in the order of the help.
-const ALL: [Tool; 1] = [Tool { name: "bench", about: "How fast a folder for offloaded state is", run: bench::run }];
+const ALL: [Tool; 3] = [
+    Tool { name: "bench", about: "How fast a folder for offloaded state is", run: bench::run },
+    Tool { name: "consolidate", about: "A checkpoint's parameters as Hugging Face's files", run: consolidate::run },
+    Tool { name: "inspect", about: "A folder's checkpoints, and whether one is whole", run: inspect::run },
+];
 
 /// The tool of that name.
 pub(super) fn named(word: &OsStr) -> Option<&'static Tool> {
@@ -26,9 +33,33 @@ pub(super) fn named(word: &OsStr) -> Option<&'static Tool> {
 
 /// The part of the help that lists them.
 pub(super) fn help() -> String {
-    let lines = ALL.iter().map(|Tool { name, about, .. }| format!("  {name:10}{about}: see `zerorun {name} --help`\n"));
+    let lines = ALL.iter().map(|Tool { name, about, .. }| format!("  {name:13}{about}: see `zerorun {name} --help`\n"));
     format!(
         "Tools, in the place of SCRIPT (a script of such a name is started as ./NAME):\n{}",
         lines.collect::<String>()
     )
+}
+
+/// Progress over bytes, shown in MiB from the first report on.
+#[derive(Default)]
+pub(super) struct ByteProgress(Option<(Progress, u64)>);
+
+impl ByteProgress {
+    /// Reports that `done` of `total` bytes are done.
+    pub(super) fn tell(&mut self, done: u64, total: u64) {
+        let (done, total) = (done.div_ceil(1 << 20), total.div_ceil(1 << 20));
+        let (progress, shown) = self.0.get_or_insert_with(|| (Progress::new(total, None), 0));
+        // Once for each MiB: the last line shows again and again else.
+        if done > *shown {
+            *shown = done;
+            progress.step(done, || "MiB".to_string());
+        }
+    }
+
+    /// Frees the line below.
+    pub(super) fn finish(self) {
+        if let Some((progress, _)) = self.0 {
+            progress.finish();
+        }
+    }
 }

@@ -1,0 +1,102 @@
+//! Looking at checkpoints without an engine: which there are, and whether one is whole.
+
+use super::folder;
+use super::manifest::{MANIFEST, Manifest};
+use super::rank_file::RankFile;
+use crate::error::{Error, Result};
+use crate::param::list;
+use std::path::{Path, PathBuf};
+
+/// What a folder of checkpoints holds.
+pub(crate) struct Found {
+    /// The folder.
+    pub dir: PathBuf,
+    /// What `latest` says, if there is such a file.
+    pub latest: Result<Option<String>>,
+    /// Every tag with its manifest, by steps; those that cannot be read are last.
+    pub tags: Vec<(String, Result<Manifest>)>,
+    /// Tags of saves that did not end, or that are under way.
+    pub unfinished: Vec<String>,
+}
+
+/// A checkpoint and all that is wrong with it.
+pub(crate) struct Examined {
+    pub path: PathBuf,
+    pub manifest: Option<Manifest>,
+    /// One for each file that is damaged; none if it is whole.
+    pub problems: Vec<Error>,
+}
+
+/// The folder of checkpoints and the tag that `dir` means: it may be the folder of a tag itself.
+///
+/// # Errors
+/// [`Error::Io`] if it cannot be read; [`Error::Checkpoint`] for the folder of a tag and another tag.
+pub(crate) fn place(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<String>)> {
+    let dir = dir.canonicalize().map_err(|source| Error::Io { action: "read", path: dir.to_owned(), source })?;
+    let own = dir.file_name().map(|name| name.to_string_lossy().into_owned());
+    match (dir.parent(), own) {
+        (Some(parent), Some(own)) if folder::is_tag(&dir) => match tag.filter(|tag| *tag != own) {
+            None => Ok((parent.to_owned(), Some(own))),
+            Some(tag) => {
+                let problem = format!("it is itself the folder of a tag, so {tag:?} is not in it. Leave the tag out");
+                Err(Error::Checkpoint { path: dir, problem })
+            }
+        },
+        _ => Ok((dir, tag.map(str::to_owned))),
+    }
+}
+
+/// What the folder `dir` holds.
+pub(crate) fn find(dir: &Path) -> Found {
+    let manifest = |tag: &String| Manifest::read(&dir.join(tag).join(MANIFEST));
+    let mut tags: Vec<_> =
+        folder::tags(dir).into_iter().map(|tag| (manifest(&tag), tag)).map(|(m, t)| (t, m)).collect();
+    tags.sort_by_key(|(_, manifest)| manifest.as_ref().map_or(u64::MAX, |m| m.global_steps));
+    Found { dir: dir.to_owned(), latest: folder::latest(dir), tags, unfinished: folder::unfinished(dir) }
+}
+
+impl Found {
+    /// `tag`, or the one that `latest` names.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] if there is neither.
+    pub fn choose(self, tag: Option<String>) -> Result<String> {
+        if let Some(tag) = tag {
+            return folder::existing(&self.dir, &tag).map(|_| tag);
+        }
+        let names: Vec<String> = self.tags.into_iter().map(|(tag, _)| tag).collect();
+        let problem = match self.latest? {
+            Some(tag) => return Ok(tag),
+            None if names.is_empty() => "there is no checkpoint in it. Correct the folder".to_string(),
+            None => format!("it has no file `latest`. Give a tag with --tag; there are: {}", list(&names)),
+        };
+        Err(Error::Checkpoint { path: self.dir, problem })
+    }
+}
+
+/// Looks at checkpoint `tag` of `dir`: its manifest, lengths and headers of its files, and with `tell` every byte.
+/// `tell` learns the bytes read and those that there are.
+pub(crate) fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64, u64)>) -> Examined {
+    let path = dir.join(tag);
+    let read = folder::existing(dir, tag).and_then(|path| Manifest::read(&path.join(MANIFEST)));
+    let manifest = match read {
+        Ok(manifest) => manifest,
+        Err(error) => return Examined { path, manifest: None, problems: vec![error] },
+    };
+    let mut problems = Vec::new();
+    let (mut done, total) = (0, manifest.files.iter().map(|file| file.bytes).sum());
+    for rank in 0..manifest.world_size {
+        let looked = RankFile::open(&path, &manifest, rank).and_then(|mut file| {
+            let Some(tell) = &mut tell else { return Ok(()) };
+            let mut at = done + manifest.files[rank].header_bytes;
+            (0..file.blocks()).try_for_each(|block| {
+                at += file.check(block)?.len() as u64;
+                tell(at, total);
+                Ok(())
+            })
+        });
+        problems.extend(looked.err());
+        done += manifest.files[rank].bytes;
+    }
+    Examined { path, manifest: Some(manifest), problems }
+}
