@@ -20,9 +20,10 @@ pub(super) struct Tool {
 }
 
 /// All of them, in the order of the help.
-const ALL: [Tool; 3] = [
+const ALL: [Tool; 4] = [
     Tool { name: "bench", about: "How fast a folder for offloaded state is", run: bench::run },
     Tool { name: "consolidate", about: "A checkpoint's parameters as Hugging Face's files", run: consolidate::run },
+    Tool { name: "import", about: "A checkpoint of DeepSpeed as one of this library's", run: import::run },
     Tool { name: "inspect", about: "A folder's checkpoints, and whether one is whole", run: inspect::run },
 ];
 

@@ -1,0 +1,103 @@
+//! A checkpoint of DeepSpeed as one of this library's: weights, Adam's moments, counters.
+
+use super::deepspeed::{DeepSpeedCheckpoint, State};
+use super::folder;
+use super::layout::{Layout, WEIGHTS};
+use super::manifest::{Contents, Manifest, Parameter};
+use super::rank_file::RankWriter;
+use crate::error::{Error, Result};
+use crate::precision::ScalerState;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// Elements that are in memory at a time.
+const PIECE: usize = 4 << 20;
+
+/// Writes what a checkpoint of DeepSpeed holds as checkpoint `tag` of the folder `dir`, and lets `latest` name it.
+/// `tell` learns the bytes written so far and how many there will be. Gives the folder of the checkpoint.
+///
+/// Its file is that of one rank; any number of ranks loads it. Loading goes on where DeepSpeed stopped.
+///
+/// # Errors
+/// [`Error::Checkpoint`] if `dir` has a checkpoint of that name already; [`Error::DeepSpeedCheckpoint`] for what cannot
+/// be read; [`Error::Io`]. Then `dir` has no new checkpoint.
+pub fn import(from: &DeepSpeedCheckpoint, dir: &Path, tag: &str, mut tell: impl FnMut(u64, u64)) -> Result<PathBuf> {
+    folder::check_tag(dir, tag)?;
+    let path = dir.join(tag);
+    if path.exists() {
+        let problem = "there is a checkpoint of that name already. Give another folder, or another name with --as".into();
+        return Err(Error::Checkpoint { path, problem });
+    }
+    let states = [State::Master, State::ExpAvg, State::ExpAvgSq].into_iter().filter(|state| from.has(*state));
+    let states: Vec<State> = states.collect();
+    let contents = contents(from, tag, &states);
+    let io = |source| Error::Io { action: "write", path: dir.to_owned(), source };
+    folder::begin(dir, tag).map_err(io)?;
+    let written = write(from, &folder::saving(dir, tag), &contents, &states, &mut tell);
+    let published = written.and_then(|file| {
+        folder::publish(dir, tag, &Manifest::new(contents, vec![file]), true).map_err(io)?;
+        Ok(path)
+    });
+    published.inspect_err(|_| folder::give_up(dir, tag))
+}
+
+fn write(
+    from: &DeepSpeedCheckpoint,
+    folder: &Path,
+    contents: &Contents,
+    states: &[State],
+    tell: &mut impl FnMut(u64, u64),
+) -> Result<super::FileEntry> {
+    let io = |source| Error::Io { action: "write", path: folder.to_owned(), source };
+    let layout = Layout::new(&contents.parameters, states.len(), 1);
+    let (mut done, total) = (0, layout.bytes(0));
+    let names: Vec<&str> = contents.parameters.iter().map(|p| p.name.as_str()).collect();
+    let mut file = RankWriter::create(folder, &layout, &names, &contents.states, 0).map_err(io)?;
+    for state in states {
+        for (param, numel) in layout.numels.iter().copied().enumerate() {
+            for start in (0..numel).step_by(PIECE) {
+                let values = from.read_range(*state, param, start..numel.min(start + PIECE))?;
+                file.append(bytemuck::cast_slice(&values)).map_err(io)?;
+                done += values.len() as u64 * 4;
+                tell(done, total);
+            }
+        }
+    }
+    file.finish().map_err(io)
+}
+
+fn contents(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Contents {
+    let config = from.ds_config();
+    let is_on = |section: &str| config[section]["enabled"] == Value::Bool(true);
+    let dtype = match () {
+        () if is_on("bf16") => "bf16",
+        () if is_on("fp16") => "f16",
+        () => "f32",
+    };
+    let name = |state: &State| if *state == State::Master { WEIGHTS } else { state.name() };
+    let parameters = from.parameters().iter().map(|p| Parameter { name: p.name.clone(), shape: p.shape.clone() });
+    let updates = from.global_steps().saturating_sub(from.skipped_steps());
+    Contents {
+        tag: tag.into(),
+        world_size: 1,
+        stage: from.stage(),
+        dtype: dtype.into(),
+        global_steps: from.global_steps(),
+        skipped_steps: from.skipped_steps(),
+        global_samples: from.global_samples(),
+        scaler: from.dynamic_scaler().map(|scaler| ScalerState {
+            scale: scaler.cur_scale,
+            patience_left: u32::try_from(scaler.cur_hysteresis).unwrap_or(1),
+            steps: u64::try_from(scaler.cur_iter).unwrap_or(0),
+            // DeepSpeed counts from -1.
+            clean: u64::try_from(scaler.cur_iter - scaler.last_overflow_iter - 1).unwrap_or(0),
+        }),
+        optimizer_steps: from.optimizer_step().unwrap_or(updates),
+        last_batch_iteration: from.last_batch_iteration().unwrap_or(updates as i64 - 1),
+        optimizer: config["optimizer"]["type"].as_str().map(str::to_owned),
+        states: states.iter().map(|state| name(state).to_owned()).collect(),
+        parameters: parameters.collect(),
+        config: config.clone(),
+        client_state: Value::Object(from.client_state().clone()),
+    }
+}
