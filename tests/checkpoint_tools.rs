@@ -198,6 +198,20 @@ fn consolidated_values_are_the_exported_ones_rounded_as_asked() {
 }
 
 #[test]
+fn a_parameter_of_several_pieces_is_whole() {
+    let dir = folder();
+    // Pieces are 4 Mi elements, and end neither where a rank's shard nor where a checksum's block ends.
+    let init = candle_nn::Init::Randn { mean: 0.0, stdev: 1.0 };
+    let exported = save_model(dir.path(), &["tag"], &Value::Null, |vb| {
+        Ok((vb.get_with_hints(3, "short", init)?, vb.get_with_hints(4_500_001, "long", init)?))
+    });
+    let out = dir.path().join("out");
+    let output = consolidate(dir.path(), &out, &["--dtype", "bf16"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert_exported(&tensors(&out.join("model.safetensors")), &exported, DType::BF16, "");
+}
+
+#[test]
 fn above_the_limit_an_index_names_the_file_of_every_parameter() {
     let dir = folder();
     let exported = save(dir.path(), &["tag"]);
