@@ -25,7 +25,8 @@ pub fn import(from: &DeepSpeedCheckpoint, dir: &Path, tag: &str, mut tell: impl 
     folder::check_tag(dir, tag)?;
     let path = dir.join(tag);
     if path.exists() {
-        let problem = "there is a checkpoint of that name already. Give another folder, or another name with --as".into();
+        let problem =
+            "there is a checkpoint of that name already. Give another folder, or another name with --as".into();
         return Err(Error::Checkpoint { path, problem });
     }
     let states = [State::Master, State::ExpAvg, State::ExpAvgSq].into_iter().filter(|state| from.has(*state));

@@ -50,7 +50,8 @@ impl Typed {
         };
         let name = self.name.unwrap_or_else(|| format!("global_step{}", from.global_steps()));
         let mut progress = ByteProgress::default();
-        let done = from.verify().and_then(|()| import(&from, &self.out, &name, |done, total| progress.tell(done, total)));
+        let done =
+            from.verify().and_then(|()| import(&from, &self.out, &name, |done, total| progress.tell(done, total)));
         progress.finish();
         match done {
             Ok(path) => match writeln!(std::io::stdout(), "{}", path.display()) {

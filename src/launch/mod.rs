@@ -14,6 +14,7 @@ mod build;
 mod consolidate;
 mod discover;
 mod frontmatter;
+mod import;
 mod inspect;
 mod output;
 mod package;

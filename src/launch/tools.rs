@@ -5,6 +5,7 @@
 use super::args::Refused;
 use super::bench;
 use super::consolidate;
+use super::import;
 use super::inspect;
 use crate::monitor::Progress;
 use std::ffi::{OsStr, OsString};
