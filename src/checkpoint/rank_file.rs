@@ -70,9 +70,9 @@ impl RankWriter {
         let path = folder.join(&header.name);
         let file = File::create_new(&path)?;
         // So that a disk that is too small is found before anything is written. Where that cannot be asked, later.
-        match fallocate(&file, FallocateFlags::empty(), 0, header.bytes as u64 + header.data) {
-            Err(error @ (Errno::NOSPC | Errno::DQUOT)) => return Err(error.into()),
-            _ => {}
+        let reserved = fallocate(&file, FallocateFlags::empty(), 0, header.bytes as u64 + header.data);
+        if let Err(error @ (Errno::NOSPC | Errno::DQUOT)) = reserved {
+            return Err(error.into());
         }
         let flags = rustix::fs::OFlags::DIRECT.bits().cast_signed();
         let direct = OpenOptions::new().write(true).custom_flags(flags).open(path).ok();
