@@ -208,12 +208,12 @@ fn run<A: Architecture>(args: &Args, config: &A::Config, vocab: usize, sizes: Va
     let shape = BatchShape::new(&engine.config().batch, engine.world_size(), engine.rank());
     let mut loader = Loader::new(data, order, shape, seq_len, vocab, engine.device())?;
 
-    if let (true, Some(dir)) = (args.resume, &args.save) {
-        if let Some(loaded) = engine.load_checkpoint(dir, None, &LoadOptions::default())? {
-            loader.resume(loaded.global_samples);
-            if engine.rank() == 0 {
-                println!("goes on after step {}: {}", engine.global_steps(), loaded.path.display());
-            }
+    if let (true, Some(dir)) = (args.resume, &args.save)
+        && let Some(loaded) = engine.load_checkpoint(dir, None, &LoadOptions::default())?
+    {
+        loader.resume(loaded.global_samples);
+        if engine.rank() == 0 {
+            println!("goes on after step {}: {}", engine.global_steps(), loaded.path.display());
         }
     }
     train(&mut engine, &mut loader, args, seq_len, &sizes)?;
