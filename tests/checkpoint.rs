@@ -240,3 +240,81 @@ fn without_a_checkpoint_nothing_is_loaded_and_a_wrong_tag_is_an_error_that_names
         Ok(())
     });
 }
+
+/// What two ranks tell after a step of their own and a load with `options`: steps, rate, and the states then.
+fn loaded_with(dir: &Path, options: LoadOptions) -> (u64, f64, Vec<(String, Vec<u32>)>) {
+    let again = folder();
+    let settings = config(2, 1, zero(), json!({}));
+    let ranks = threads::run(2, |comm| {
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+        let mut engine = builder.initialize(|vb| Tiny::new(SHAPE, vb), settings.clone())?;
+        let (ids, targets) = batch(engine.rank());
+        let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+        engine.backward(&loss)?;
+        engine.step()?;
+        engine.load_checkpoint(dir, None, &options)?.unwrap();
+        engine.save_checkpoint(again.path(), None, Value::Null)?;
+        Ok((engine.global_steps(), engine.get_lr()[0]))
+    });
+    let (steps, rate): (u64, f64) = ranks.unwrap().remove(0).unwrap();
+    (steps, rate, states(again.path()))
+}
+
+#[test]
+fn options_say_what_is_loaded() {
+    let dir = folder();
+    run(2, &config(2, 1, zero(), json!({})), 3, saves(dir.path(), 3, SaveOptions::default()));
+    let saved = states(dir.path());
+    let all = LoadOptions::default();
+    let (steps, rate, found) = loaded_with(dir.path(), all);
+    assert!(steps == 3 && found == saved);
+    let parameters = |states: &[(String, Vec<u32>)]| states[..states.len() / 3].to_vec();
+    let moments = |states: &[(String, Vec<u32>)]| states[states.len() / 3..].to_vec();
+
+    let module = loaded_with(dir.path(), LoadOptions { load_module_only: true, ..all });
+    assert!(module.0 == 1 && module.1 != rate && parameters(&module.2) == parameters(&saved));
+    let without = loaded_with(dir.path(), LoadOptions { load_optimizer_states: false, ..all });
+    assert!(without.0 == 3 && without.1 == rate && parameters(&without.2) == parameters(&saved));
+    // Those of the engine's own step, in both cases.
+    assert!(moments(&without.2) == moments(&module.2) && moments(&without.2) != moments(&saved));
+    let schedule = loaded_with(dir.path(), LoadOptions { load_lr_scheduler_states: false, ..all });
+    assert!(schedule.0 == 3 && schedule.1 == module.1 && schedule.2 == saved);
+}
+
+#[test]
+fn another_model_loads_what_it_knows_where_it_need_not_be_the_same() {
+    let dir = folder();
+    let settings = config(3, 1, zero(), json!({}));
+    run(2, &settings, 3, saves(dir.path(), 3, SaveOptions::default()));
+    let larger = Shape { layers: 3, ..SHAPE };
+    let again = folder();
+    let ranks = threads::run(2, |comm| {
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+        let mut engine = builder.initialize(|vb| Tiny::new(larger, vb), settings.clone())?;
+        let error = engine.load_checkpoint(dir.path(), None, &LoadOptions::default()).unwrap_err();
+        let loose = LoadOptions { load_module_strict: false, ..LoadOptions::default() };
+        engine.load_checkpoint(dir.path(), None, &loose)?.unwrap();
+        engine.save_checkpoint(again.path(), None, Value::Null)?;
+        Ok(error.to_string())
+    });
+    let text = ranks.unwrap().remove(0).unwrap();
+    assert!(text.contains("it lacks") && text.contains("load_module_strict false"), "{text}");
+    let found = states(again.path());
+    let saved = states(dir.path());
+    assert!(saved.len() < found.len() && saved.iter().all(|state| found.contains(state)));
+}
+
+#[test]
+fn the_newest_checkpoints_are_kept() {
+    let dir = folder();
+    let options = SaveOptions { keep: Some(2), ..SaveOptions::default() };
+    run(2, &config(1, 1, zero(), json!({})), 5, |engine| {
+        let path = engine.save_checkpoint_with(dir.path(), None, Value::Null, &options)?;
+        assert_eq!(path, dir.path().join(format!("global_step{}", engine.global_steps())));
+        Ok(())
+    });
+    let names = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.collect();
+    names.sort();
+    assert_eq!(names, ["global_step4", "global_step5", "latest"]);
+}
