@@ -9,7 +9,7 @@ use candle_zero::checkpoint::{Checkpoint, LoadOptions};
 use candle_zero::comm::threads;
 use candle_zero::{Engine, Error, Result};
 use common::{Shape, Tiny, batch, config};
-use launch_support::{example, runs, start, wait_for, wait_up_to, zerorun};
+use launch_support::{descendants, example, runs, start, wait_for, wait_up_to, zerorun};
 use proptest::prelude::*;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -297,14 +297,6 @@ fn small_disk_program() {
 }
 
 // ---- killed jobs -------------------------------------------------------------------------------------------------
-
-/// The processes that `pid` has started, and those that they have.
-fn descendants(pid: i32) -> Vec<i32> {
-    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-    let children: Vec<i32> = children.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
-    let further: Vec<i32> = children.iter().flat_map(|pid| descendants(*pid)).collect();
-    children.into_iter().chain(further).collect()
-}
 
 #[test]
 fn a_job_killed_at_any_moment_leaves_a_whole_checkpoint_at_most_one_save_old() {

@@ -11,7 +11,7 @@ mod launch_support;
 use candle_zero::Engine;
 use candle_zero::offload::DiskAccess;
 use common::{Shape, Tiny, batch, config};
-use launch_support::{example, runs, start, stderr, wait_for, zerorun};
+use launch_support::{descendants, example, runs, start, stderr, wait_for, zerorun};
 use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -241,14 +241,6 @@ fn training_and_export_need_a_fraction_of_the_state_in_memory_from_the_beginning
 }
 
 // ---- killed jobs -----------------------------------------------------------------------------------------------
-
-/// The processes that `pid` has started, and those that they have.
-fn descendants(pid: i32) -> Vec<i32> {
-    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-    let children: Vec<i32> = children.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
-    let further: Vec<i32> = children.iter().flat_map(|pid| descendants(*pid)).collect();
-    children.into_iter().chain(further).collect()
-}
 
 /// Has no thread any more that could hold a file open.
 fn is_gone(pid: i32) -> bool {

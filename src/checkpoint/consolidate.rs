@@ -9,6 +9,7 @@
 //!
 //! Everything is written into a folder beside OUT, synced and renamed, so OUT is never half there.
 
+use super::folder::sync;
 use super::hugging_face::{Described, describe};
 use super::load::Checkpoint;
 use super::manifest::Parameter;
@@ -184,10 +185,6 @@ fn finish(beside: tempfile::TempDir, out: &Path) -> IoResult<()> {
 
 fn parent(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
-}
-
-fn sync(dir: &Path) -> IoResult<()> {
-    File::open(dir)?.sync_all()
 }
 
 /// Parameters of each file: as many as the limit allows, at least one.

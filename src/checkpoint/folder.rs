@@ -49,7 +49,8 @@ pub(super) fn begin(dir: &Path, tag: &str) -> IoResult<()> {
 }
 
 /// Gives the written files their manifest and their name, on rank 0. A checkpoint of that name is replaced at once.
-pub(super) fn publish(dir: &Path, tag: &str, manifest: &Manifest, is_latest: bool) -> IoResult<()> {
+pub(super) fn publish(dir: &Path, manifest: &Manifest, is_latest: bool) -> IoResult<()> {
+    let tag = &manifest.tag;
     let from = saving(dir, tag);
     let mut file = File::create_new(from.join(MANIFEST))?;
     file.write_all(manifest.to_text().as_bytes())?;
@@ -162,6 +163,7 @@ pub(super) fn tags(dir: &Path) -> Vec<String> {
     tags
 }
 
-fn sync(dir: &Path) -> IoResult<()> {
+/// Brings the names in a folder to disk.
+pub(super) fn sync(dir: &Path) -> IoResult<()> {
     File::open(dir)?.sync_all()
 }

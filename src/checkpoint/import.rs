@@ -2,8 +2,8 @@
 
 use super::deepspeed::{DeepSpeedCheckpoint, State};
 use super::folder;
-use super::layout::{Layout, WEIGHTS};
-use super::manifest::{Contents, Manifest, Parameter};
+use super::layout::WEIGHTS;
+use super::manifest::{FORMAT, Manifest, Parameter, VERSION};
 use super::rank_file::RankWriter;
 use crate::error::{Error, Result};
 use crate::precision::ScalerState;
@@ -31,12 +31,13 @@ pub fn import(from: &DeepSpeedCheckpoint, dir: &Path, tag: &str, mut tell: impl 
     }
     let states = [State::Master, State::ExpAvg, State::ExpAvgSq].into_iter().filter(|state| from.has(*state));
     let states: Vec<State> = states.collect();
-    let contents = contents(from, tag, &states);
+    let mut manifest = manifest(from, tag, &states);
     let io = |source| Error::Io { action: "write", path: dir.to_owned(), source };
     folder::begin(dir, tag).map_err(io)?;
-    let written = write(from, &folder::saving(dir, tag), &contents, &states, &mut tell);
+    let written = write(from, &folder::saving(dir, tag), &manifest, &states, &mut tell);
     let published = written.and_then(|file| {
-        folder::publish(dir, tag, &Manifest::new(contents, vec![file]), true).map_err(io)?;
+        manifest.files = vec![file];
+        folder::publish(dir, &manifest, true).map_err(io)?;
         Ok(path)
     });
     published.inspect_err(|_| folder::give_up(dir, tag))
@@ -45,15 +46,15 @@ pub fn import(from: &DeepSpeedCheckpoint, dir: &Path, tag: &str, mut tell: impl 
 fn write(
     from: &DeepSpeedCheckpoint,
     folder: &Path,
-    contents: &Contents,
+    manifest: &Manifest,
     states: &[State],
     tell: &mut impl FnMut(u64, u64),
 ) -> Result<super::FileEntry> {
     let io = |source| Error::Io { action: "write", path: folder.to_owned(), source };
-    let layout = Layout::new(&contents.parameters, states.len(), 1);
+    let layout = manifest.layout();
     let (mut done, total) = (0, layout.bytes(0));
-    let names: Vec<&str> = contents.parameters.iter().map(|p| p.name.as_str()).collect();
-    let mut file = RankWriter::create(folder, &layout, &names, &contents.states, 0).map_err(io)?;
+    let names: Vec<&str> = manifest.parameters.iter().map(|p| p.name.as_str()).collect();
+    let mut file = RankWriter::create(folder, &layout, &names, &manifest.states, 0).map_err(io)?;
     for state in states {
         for (param, numel) in layout.numels.iter().copied().enumerate() {
             for start in (0..numel).step_by(PIECE) {
@@ -67,7 +68,8 @@ fn write(
     file.finish().map_err(io)
 }
 
-fn contents(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Contents {
+/// Its manifest, without files.
+fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Manifest {
     let config = from.ds_config();
     let is_on = |section: &str| config[section]["enabled"] == Value::Bool(true);
     let dtype = match () {
@@ -78,7 +80,9 @@ fn contents(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Contents
     let name = |state: &State| if *state == State::Master { WEIGHTS } else { state.name() };
     let parameters = from.parameters().iter().map(|p| Parameter { name: p.name.clone(), shape: p.shape.clone() });
     let updates = from.global_steps().saturating_sub(from.skipped_steps());
-    Contents {
+    Manifest {
+        format: FORMAT.into(),
+        version: VERSION,
         tag: tag.into(),
         world_size: 1,
         stage: from.stage(),
@@ -98,6 +102,7 @@ fn contents(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Contents
         optimizer: config["optimizer"]["type"].as_str().map(str::to_owned),
         states: states.iter().map(|state| name(state).to_owned()).collect(),
         parameters: parameters.collect(),
+        files: vec![],
         config: config.clone(),
         client_state: Value::Object(from.client_state().clone()),
     }

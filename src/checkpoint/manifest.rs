@@ -10,15 +10,15 @@ use xxhash_rust::xxh3::xxh3_64;
 /// Name of the manifest in the folder of a tag.
 pub(super) const MANIFEST: &str = "manifest.json";
 
-const FORMAT: &str = "candle-zero checkpoint";
-const VERSION: u32 = 1;
+pub(super) const FORMAT: &str = "candle-zero checkpoint";
+pub(super) const VERSION: u32 = 1;
 
 /// What a checkpoint holds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
-    format: String,
-    version: u32,
+    pub(super) format: String,
+    pub(super) version: u32,
     /// Its name.
     pub tag: String,
     /// Ranks that saved it.
@@ -45,7 +45,7 @@ pub struct Manifest {
     pub states: Vec<String>,
     /// Names and shapes, in the order of the files.
     pub parameters: Vec<Parameter>,
-    /// The file of every rank.
+    /// The file of every rank. Empty until they are written.
     pub files: Vec<FileEntry>,
     /// The resolved configuration, under DeepSpeed's names.
     pub config: Value,
@@ -93,66 +93,7 @@ pub(super) fn file_name(rank: usize, world_size: usize) -> String {
     format!("rank_{rank:05}_of_{world_size:05}.safetensors")
 }
 
-/// What is not known before the state is written.
-pub(super) struct Contents {
-    pub tag: String,
-    pub world_size: usize,
-    pub stage: u8,
-    pub dtype: String,
-    pub global_steps: u64,
-    pub skipped_steps: u64,
-    pub global_samples: u64,
-    pub scaler: Option<crate::precision::ScalerState>,
-    pub optimizer_steps: u64,
-    pub last_batch_iteration: i64,
-    pub optimizer: Option<String>,
-    pub states: Vec<String>,
-    pub parameters: Vec<Parameter>,
-    pub config: Value,
-    pub client_state: Value,
-}
-
 impl Manifest {
-    pub(super) fn new(contents: Contents, files: Vec<FileEntry>) -> Self {
-        let Contents {
-            tag,
-            world_size,
-            stage,
-            dtype,
-            global_steps,
-            skipped_steps,
-            global_samples,
-            scaler,
-            optimizer_steps,
-            last_batch_iteration,
-            optimizer,
-            states,
-            parameters,
-            config,
-            client_state,
-        } = contents;
-        Self {
-            format: FORMAT.into(),
-            version: VERSION,
-            tag,
-            world_size,
-            stage,
-            dtype,
-            global_steps,
-            skipped_steps,
-            global_samples,
-            scaler,
-            optimizer_steps,
-            last_batch_iteration,
-            optimizer,
-            states,
-            parameters,
-            files,
-            config,
-            client_state,
-        }
-    }
-
     /// The file's text.
     pub(super) fn to_text(&self) -> String {
         let body = serde_json::to_string_pretty(self).unwrap_or_else(|e| unreachable!("strings and numbers: {e}"));

@@ -11,7 +11,7 @@
 
 use super::folder;
 use super::layout::{Layout, WEIGHTS};
-use super::manifest::{Contents, FileEntry, Manifest, Parameter};
+use super::manifest::{FORMAT, FileEntry, Manifest, Parameter, VERSION, file_name};
 use super::rank_file::RankWriter;
 use crate::engine::Engine;
 use crate::error::{Error, Result, without_backtrace};
@@ -45,7 +45,7 @@ impl Default for SaveOptions {
 /// A save that is not over.
 pub(crate) struct Saving {
     dir: PathBuf,
-    contents: Contents,
+    manifest: Manifest,
     options: SaveOptions,
     writing: Writing,
 }
@@ -88,12 +88,12 @@ impl<M> Engine<M> {
         self.wait_for_checkpoint()?;
         self.between_steps("save_checkpoint")?;
         let dir = dir.as_ref().to_owned();
-        let contents = self.contents(tag, client_state);
-        let path = dir.join(&contents.tag);
+        let manifest = self.manifest(tag, client_state);
+        let path = dir.join(&manifest.tag);
         let options = options.clone();
-        let begun = self.attempt(|engine| engine.core().begin_save(&dir, &contents))?;
+        let begun = self.attempt(|engine| engine.core().begin_save(&dir, &manifest.tag))?;
         begun?;
-        let share = Share::new(self.core().clone(), folder::saving(&dir, &contents.tag), &contents);
+        let share = Share::new(self.core().clone(), folder::saving(&dir, &manifest.tag), &manifest);
         let writing = match options.in_background {
             false => Writing::Done(share.write()),
             true => match std::thread::Builder::new().name("checkpoint".into()).spawn({
@@ -106,7 +106,7 @@ impl<M> Engine<M> {
             },
         };
         let in_background = options.in_background;
-        *self.saving() = Some(Saving { dir, contents, options, writing });
+        *self.saving() = Some(Saving { dir, manifest, options, writing });
         if !in_background {
             self.wait_for_checkpoint()?;
         }
@@ -124,13 +124,16 @@ impl<M> Engine<M> {
         }
     }
 
-    fn contents(&self, tag: Option<&str>, client_state: Value) -> Contents {
+    /// The manifest of the engine's state now, without files.
+    fn manifest(&self, tag: Option<&str>, client_state: Value) -> Manifest {
         let core = self.core();
         let state = self.progress();
         let parameters = core.params.iter().map(|p| Parameter { name: p.name.clone(), shape: p.shape.dims().to_vec() });
         let states = std::iter::once(WEIGHTS).chain(self.state_names().iter().copied());
         let config = self.config().to_deepspeed_json();
-        Contents {
+        Manifest {
+            format: FORMAT.into(),
+            version: VERSION,
             tag: tag.map_or_else(|| format!("global_step{}", state.global_steps), str::to_owned),
             world_size: self.world_size(),
             stage: self.config().zero.stage as u8,
@@ -144,6 +147,7 @@ impl<M> Engine<M> {
             optimizer: config["optimizer"]["type"].as_str().map(str::to_owned),
             states: states.map(str::to_owned).collect(),
             parameters: parameters.collect(),
+            files: vec![],
             config,
             client_state,
         }
@@ -160,9 +164,8 @@ struct Share {
 }
 
 impl Share {
-    fn new(core: Arc<Core>, folder: PathBuf, contents: &Contents) -> Self {
-        let layout = Layout::new(&contents.parameters, contents.states.len(), contents.world_size);
-        Self { core, folder, layout, states: contents.states.clone() }
+    fn new(core: Arc<Core>, folder: PathBuf, manifest: &Manifest) -> Self {
+        Self { core, folder, layout: manifest.layout(), states: manifest.states.clone() }
     }
 
     fn write(&self) -> Result<FileEntry> {
@@ -184,8 +187,7 @@ impl Share {
 
 impl Core {
     /// The outer error is one of communication; the inner one leaves the ranks in step.
-    fn begin_save(&self, dir: &Path, contents: &Contents) -> Result<Result<()>> {
-        let tag = &contents.tag;
+    fn begin_save(&self, dir: &Path, tag: &str) -> Result<Result<()>> {
         let words = format!("{}\n{tag}", dir.display());
         if let Err(error) = self.agree(folder::check_tag(dir, tag), dir)? {
             return Ok(Err(error));
@@ -201,8 +203,7 @@ impl Core {
     }
 
     pub(crate) fn end_save(&self, saving: Saving) -> Result<Result<()>> {
-        let Saving { dir, contents, options, writing } = saving;
-        let tag = contents.tag.clone();
+        let Saving { dir, mut manifest, options, writing } = saving;
         let written = match writing {
             Writing::Done(result) => result,
             Writing::Thread(thread) => thread.join().unwrap_or_else(|_| {
@@ -210,45 +211,42 @@ impl Core {
                 Err(Error::Checkpoint { path: dir.clone(), problem })
             }),
         };
-        let mut files = match self.agree(written, &dir)? {
+        manifest.files = match self.agree(written, &dir)? {
             Ok(own) => self.gather_entries(own)?,
             Err(error) => {
                 if self.comm.rank() == 0 {
-                    folder::give_up(&dir, &tag);
+                    folder::give_up(&dir, &manifest.tag);
                 }
                 return Ok(Err(error));
             }
         };
-        for (rank, file) in files.iter_mut().enumerate() {
-            file.name = super::manifest::file_name(rank, self.comm.size());
-        }
         let published = match self.comm.rank() {
-            0 => self.publish(&dir, Manifest::new(contents, files), &options),
+            0 => self.publish(&dir, &manifest, &options),
             _ => Ok(()),
         };
         self.agree(published, &dir)
     }
 
-    fn publish(&self, dir: &Path, manifest: Manifest, options: &SaveOptions) -> Result<()> {
+    fn publish(&self, dir: &Path, manifest: &Manifest, options: &SaveOptions) -> Result<()> {
         let wrong = |source| Error::Io { action: "write", path: dir.to_owned(), source };
-        let published = folder::publish(dir, &manifest.tag, &manifest, options.save_latest);
+        let published = folder::publish(dir, manifest, options.save_latest);
         published.inspect_err(|_| folder::give_up(dir, &manifest.tag)).map_err(wrong)?;
         options.keep.map_or(Ok(()), |keep| folder::keep_newest(dir, keep.max(1)).map_err(wrong))
     }
 
-    /// What all ranks know of their files, without names.
+    /// The files of all ranks.
     fn gather_entries(&self, own: FileEntry) -> Result<Vec<FileEntry>> {
         // Exact in f64: lengths below 2^53, and checksums in halves.
         let sum = u64::from_str_radix(&own.header_checksum, 16).unwrap_or_else(|e| unreachable!("hexadecimal: {e}"));
         let told = [own.bytes, own.header_bytes, sum >> 32, sum & 0xffff_ffff].map(|n| n as f64);
         let all = self.comm.gather_f64(told.to_vec()).wait()?;
-        let entry = |n: Vec<f64>| FileEntry {
-            name: String::new(),
+        let entry = |(rank, n): (usize, Vec<f64>)| FileEntry {
+            name: file_name(rank, self.comm.size()),
             bytes: n[0] as u64,
             header_bytes: n[1] as u64,
             header_checksum: format!("{:016x}", (n[2] as u64) << 32 | n[3] as u64),
         };
-        Ok(all.into_iter().map(entry).collect())
+        Ok(all.into_iter().enumerate().map(entry).collect())
     }
 
     /// Whether all ranks succeeded. Who did learns that another did not.

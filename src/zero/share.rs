@@ -63,8 +63,7 @@ impl Core {
         let mut groups = lock(&self.groups);
         let (group, slot) = self.places[param];
         let group = &mut groups[group];
-        let (at, owned) = (group.slots[slot].at, group.slots[slot].owned.clone());
-        let place = at + range.start - owned.start..at + range.end - owned.start;
+        let place = group.slots[slot].place(&range);
         room.truncate(0);
         match state.home(group) {
             Some(Home::Memory(share)) => room.extend_cast(share.slice(place)),
@@ -89,13 +88,16 @@ impl Core {
         range: Range<usize>,
         mut values: impl FnMut(Range<usize>) -> Result<Flat>,
     ) -> Result<()> {
+        let (group, slot) = self.places[param];
+        if state.home(&mut lock(&self.groups)[group]).is_none() {
+            // It lies in the parameter's tensor: nothing is to be read for it.
+            return Ok(());
+        }
         for part in pieces(&range) {
             let values = values(part.clone())?;
             let mut groups = lock(&self.groups);
-            let (group, slot) = self.places[param];
             let group = &mut groups[group];
-            let (at, owned) = (group.slots[slot].at, group.slots[slot].owned.clone());
-            let place = at + part.start - owned.start..at + part.end - owned.start;
+            let place = group.slots[slot].place(&part);
             let SubGroup { weights, master, moments, .. } = group;
             let homes: Vec<&mut Home> = match state {
                 State::Weights => weights.iter_mut().chain(master).collect(),

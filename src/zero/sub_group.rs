@@ -42,6 +42,11 @@ impl Slot {
     pub fn range(&self) -> Range<usize> {
         self.at..self.at + self.owned.len()
     }
+
+    /// Where elements `range` of the whole parameter, which this rank owns, lie in the sub-group.
+    pub fn place(&self, range: &Range<usize>) -> Range<usize> {
+        self.at + range.start - self.owned.start..self.at + range.end - self.owned.start
+    }
 }
 
 /// Where one kind of state of a sub-group lies.

@@ -72,6 +72,14 @@ pub fn start(command: &mut Command) -> Child {
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
+/// The processes that `pid` has started, and those that they have.
+pub fn descendants(pid: i32) -> Vec<i32> {
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    let children: Vec<i32> = children.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
+    let further: Vec<i32> = children.iter().flat_map(|pid| descendants(*pid)).collect();
+    children.into_iter().chain(further).collect()
+}
+
 /// Waits until `done` gives something.
 pub fn wait_for<T>(what: &str, done: impl FnMut() -> Option<T>) -> T {
     wait_up_to(Duration::from_secs(20), what, done)

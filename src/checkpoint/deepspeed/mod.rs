@@ -37,6 +37,7 @@ pub use model_file::Parameter;
 pub use optim_file::DynamicScaler;
 
 use crate::error::{Error, Result};
+use crate::layout::shard_len;
 use archive::{Archive, damaged};
 use folder::{Files, wrong};
 use model_file::ModelFile;
@@ -307,7 +308,7 @@ impl DeepSpeedCheckpoint {
 
     fn check_ranks(&self, state: State) -> Result<()> {
         let world_size = self.world_size();
-        let needed: usize = self.parameters.iter().map(|p| pieces::piece_length(p.elements(), world_size)).sum();
+        let needed: usize = self.parameters.iter().map(|p| shard_len(p.elements(), world_size)).sum();
         for rank in 0..world_size {
             let found = total(&self.rank_parts(state, rank)?);
             if found != Some(needed) {
@@ -385,7 +386,7 @@ fn places(groups: &[Vec<Parameter>], stage: u8, world_size: usize) -> Result<Vec
         for parameter in parameters {
             places.push(Place { group, start });
             let length = match stage {
-                3 => pieces::piece_length(parameter.elements(), world_size),
+                3 => shard_len(parameter.elements(), world_size),
                 _ => parameter.elements(),
             };
             let end = start.checked_add(length);

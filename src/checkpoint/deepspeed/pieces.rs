@@ -13,6 +13,7 @@
 //!      rank 1   | wte a..end, . | wpe b..end, . | ... |        . padding, which can hold anything
 //! ```
 
+use crate::layout::shard_len;
 use std::ops::Range;
 
 /// A run of elements of one of several tensors.
@@ -37,15 +38,10 @@ pub(super) fn cut(lengths: &[usize], range: Range<usize>) -> Vec<Piece> {
     pieces
 }
 
-/// Elements of a parameter that each rank holds at stage 3, padding included.
-pub(super) fn piece_length(elements: usize, world_size: usize) -> usize {
-    elements.div_ceil(world_size)
-}
-
 /// The ranks that hold elements `range` of a parameter of `elements` at stage 3, and which of their own elements those
 /// are.
 pub(super) fn ranks_of(elements: usize, world_size: usize, range: Range<usize>) -> Vec<(usize, Range<usize>)> {
-    let length = piece_length(elements, world_size);
+    let length = shard_len(elements, world_size);
     let mut pieces = vec![];
     let mut first = range.start;
     while first < range.end {
@@ -90,7 +86,7 @@ mod tests {
         #[test]
         fn ranks_hold_each_element_once(elements in 0..200usize, world_size in 1..9usize, a in 0..200usize, b in 0..200usize) {
             let (a, b) = (a.min(b).min(elements), a.max(b).min(elements));
-            let length = piece_length(elements, world_size);
+            let length = shard_len(elements, world_size);
             let found: Vec<_> = ranks_of(elements, world_size, a..b)
                 .into_iter()
                 .flat_map(|(rank, range)| range.map(move |i| rank * length + i))
