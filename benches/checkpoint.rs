@@ -1,5 +1,7 @@
 //! How long saving takes: GPT-2 (124 million parameters, bf16) on one rank, beside plain loops that write as many
-//! bytes in blocks of 1 MiB and sync, through the page cache and around it, in turn; and what a save in the background delays the step that it begins in.
+//! bytes in blocks of 1 MiB and sync, through the page cache and around it, in turn; and what a save in the background
+//! delays the step that it begins in, with a sequence of the model's own length and one of half of it, whose step is over
+//! before the disk is.
 //!
 //!     cargo bench --bench checkpoint -- [ROUNDS] [FOLDER]
 #![allow(clippy::unwrap_used)]
@@ -16,8 +18,6 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::time::Instant;
-
-const TOKENS: usize = 512;
 
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
@@ -39,13 +39,13 @@ fn measure(rounds: usize, folder: &Path) -> Result<()> {
         "bf16": {"enabled": true},
         "zero_optimization": {"stage": 1},
     });
-    let gpt = GptConfig { ctx: TOKENS, vocab: 50257, ..GptConfig::preset("gpt2")? };
+    let gpt = GptConfig { vocab: 50257, ..GptConfig::preset("gpt2")? };
     let mut engine = Engine::builder().device(Device::Cpu).initialize(|vb| Gpt::new(&gpt, vb), config)?;
-    let ids = |shift: usize| {
-        Tensor::from_iter((0..TOKENS).map(|i| ((i + shift) * 31 % 251) as u32), &Device::Cpu)?.reshape((1, TOKENS))
-    };
-    let (inputs, targets) = (ids(0)?, ids(1)?);
-    let step = |engine: &mut Engine<Gpt>, save: bool| -> Result<f64> {
+    let step = |engine: &mut Engine<Gpt>, tokens: usize, save: bool| -> Result<f64> {
+        let ids = |shift: usize| {
+            Tensor::from_iter((0..tokens).map(|i| ((i + shift) * 31 % 251) as u32), &Device::Cpu)?.reshape((1, tokens))
+        };
+        let (inputs, targets) = (ids(0)?, ids(1)?);
         let start = Instant::now();
         if save {
             let options = SaveOptions { in_background: true, ..SaveOptions::default() };
@@ -56,10 +56,12 @@ fn measure(rounds: usize, folder: &Path) -> Result<()> {
         engine.step()?;
         Ok(start.elapsed().as_secs_f64())
     };
-    for _ in 0..2 {
-        step(&mut engine, false)?;
+    let lengths = [gpt.ctx, gpt.ctx / 2];
+    for tokens in lengths {
+        step(&mut engine, tokens, false)?;
     }
-    let (mut plain, mut direct, mut saved, mut alone, mut beside) = (vec![], vec![], vec![], vec![], vec![]);
+    let (mut plain, mut direct, mut saved) = (vec![], vec![], vec![]);
+    let (mut alone, mut beside) = ([vec![], vec![]], [vec![], vec![]]);
     let mut bytes = 0;
     for _ in 0..rounds {
         saved.push(seconds(|| engine.save_checkpoint(folder, Some("foreground"), Value::Null).map(drop))?);
@@ -74,12 +76,16 @@ fn measure(rounds: usize, folder: &Path) -> Result<()> {
             plain_loop(&folder.join("direct"), bytes, rustix::fs::OFlags::DIRECT.bits().cast_signed());
             Ok(())
         })?);
-        alone.push(step(&mut engine, false)?);
-        beside.push(step(&mut engine, true)?);
-        std::fs::remove_dir_all(folder.join("background")).unwrap();
-        step(&mut engine, false)?;
+        for (i, tokens) in lengths.into_iter().enumerate() {
+            for _ in 0..2 {
+                step(&mut engine, tokens, false)?;
+                alone[i].push(step(&mut engine, tokens, false)?);
+                beside[i].push(step(&mut engine, tokens, true)?);
+                std::fs::remove_dir_all(folder.join("background")).unwrap();
+            }
+        }
     }
-    let [plain, direct, saved, alone, beside] = [plain, direct, saved, alone, beside].map(median);
+    let [plain, direct, saved] = [plain, direct, saved].map(median);
     let rate = |seconds: f64| bytes as f64 / seconds / 1e9;
     println!("{rounds} rounds, {:.2} GB, medians", bytes as f64 / 1e9);
     println!("plain loop {plain:.3} s, {:.2} GB/s", rate(plain));
@@ -89,11 +95,12 @@ fn measure(rounds: usize, folder: &Path) -> Result<()> {
         rate(saved),
         plain.min(direct) / saved * 100.0
     );
-    let delay = beside - alone;
-    println!(
-        "step {alone:.3} s, with a save in the background {beside:.3} s: {:.0} % of a save",
-        delay / saved * 100.0
-    );
+    for ((tokens, alone), beside) in lengths.into_iter().zip(alone.map(median)).zip(beside.map(median)) {
+        println!(
+            "{tokens} tokens: a step {alone:.3} s, with a save in the background {beside:.3} s: {:.0} % of a save",
+            (beside - alone) / saved * 100.0
+        );
+    }
     Ok(())
 }
 

@@ -15,7 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 const SHAPE: Shape = Shape { units: true, checkpointed: false, layers: 2 };
 
@@ -167,7 +167,8 @@ fn forge(path: &Path, change: impl FnOnce(&mut Value)) {
     change(&mut manifest);
     let text = serde_json::to_string_pretty(&manifest).unwrap();
     let body = text.strip_suffix("\n}").unwrap();
-    std::fs::write(path, format!("{body},\n  \"checksum\": \"{:016x}\"\n}}\n", xxh3_64(body.as_bytes()))).unwrap();
+    std::fs::write(path, format!("{body},\n  \"checksum\": \"{:016x}\"\n}}\n", XxHash3_64::oneshot(body.as_bytes())))
+        .unwrap();
 }
 
 #[test]

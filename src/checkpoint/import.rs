@@ -6,12 +6,10 @@ use super::layout::WEIGHTS;
 use super::manifest::{FORMAT, Manifest, Parameter, VERSION};
 use super::rank_file::RankWriter;
 use crate::error::{Error, Result};
-use crate::precision::ScalerState;
+use crate::precision::{FlatRef, ScalerState};
+use crate::zero::share::pieces;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-
-/// Elements that are in memory at a time.
-const PIECE: usize = 4 << 20;
 
 /// Writes what a checkpoint of DeepSpeed holds as checkpoint `tag` of the folder `dir`, and lets `latest` name it.
 /// `tell` learns the bytes written so far and how many there will be. Gives the folder of the checkpoint.
@@ -57,9 +55,10 @@ fn write(
     let mut file = RankWriter::create(folder, &layout, &names, &manifest.states, 0).map_err(io)?;
     for state in states {
         for (param, numel) in layout.numels.iter().copied().enumerate() {
-            for start in (0..numel).step_by(PIECE) {
-                let values = from.read_range(*state, param, start..numel.min(start + PIECE))?;
-                file.append(bytemuck::cast_slice(&values)).map_err(io)?;
+            for piece in pieces(&(0..numel)) {
+                let values = from.read_range(*state, param, piece)?;
+                file.make_room(values.len()).map_err(io)?;
+                file.append(FlatRef::F32(&values));
                 done += values.len() as u64 * 4;
                 tell(done, total);
             }

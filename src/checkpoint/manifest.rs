@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::Path;
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 /// Name of the manifest in the folder of a tag.
 pub(super) const MANIFEST: &str = "manifest.json";
@@ -172,5 +172,5 @@ impl Manifest {
 
 /// The last lines of a manifest that begins with `body`.
 fn ending(body: &str) -> String {
-    format!(",\n  \"checksum\": \"{:016x}\"\n}}\n", xxh3_64(body.as_bytes()))
+    format!(",\n  \"checksum\": \"{:016x}\"\n}}\n", XxHash3_64::oneshot(body.as_bytes()))
 }

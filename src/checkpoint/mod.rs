@@ -16,6 +16,7 @@
 
 mod consolidate;
 pub mod deepspeed;
+mod disk;
 mod examine;
 mod folder;
 mod hugging_face;

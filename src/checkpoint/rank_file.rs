@@ -1,30 +1,37 @@
 //! The file of one rank: a safetensors file whose metadata holds a checksum of every block of its data.
 
+use super::disk::Disk;
 use super::layout::{BLOCK, Layout, PAGE};
 use super::manifest::{FileEntry, Manifest, file_name};
 use crate::error::{Error, Result};
 use crate::offload::Aligned;
+use crate::precision::FlatRef;
+use crate::zero::share::PIECE;
+use candle_core::DType;
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
 use serde_json::{Map, Value, json};
-use std::fs::{File, OpenOptions};
-use std::io::{ErrorKind, Result as IoResult};
+use std::fs::File;
+use std::io::Result as IoResult;
 use std::ops::Range;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
-/// A file under construction.
+/// Bytes that are collected before they are written: less than a block that is left, and pieces. So many in one request
+/// that a thread that shares its core with a training step is seldom waited for.
+const BUFFER: usize = BLOCK + 8 * PIECE * 4;
+
+/// A file under construction: one buffer is filled while the other is written.
 pub(super) struct RankWriter {
     file: File,
-    /// The same file around the page cache, where the file system allows that: several times faster (measured).
-    direct: Option<File>,
     header: Header,
-    /// What has not been written yet, less than a block.
-    block: Aligned,
+    /// What has not been written yet.
+    buffer: Aligned,
     filled: usize,
-    /// Of the blocks that have been written.
-    checksums: Vec<u64>,
+    /// Where it goes.
+    at: u64,
+    disk: Disk,
 }
 
 /// The text before the data.
@@ -74,49 +81,37 @@ impl RankWriter {
         if let Err(error @ (Errno::NOSPC | Errno::DQUOT)) = reserved {
             return Err(error.into());
         }
-        let flags = rustix::fs::OFlags::DIRECT.bits().cast_signed();
-        let direct = OpenOptions::new().write(true).custom_flags(flags).open(path).ok();
-        Ok(Self { file, direct, header, block: Aligned::new(BLOCK), filled: 0, checksums: Vec::new() })
+        let disk = Disk::start(&path, BUFFER)?;
+        let at = header.bytes as u64;
+        Ok(Self { file, header, buffer: Aligned::new(BUFFER), filled: 0, at, disk })
     }
 
-    /// Appends values.
-    pub fn append(&mut self, mut bytes: &[u8]) -> IoResult<()> {
-        while !bytes.is_empty() {
-            let (now, later) = bytes.split_at(bytes.len().min(BLOCK - self.filled));
-            self.block.bytes_mut()[self.filled..self.filled + now.len()].copy_from_slice(now);
-            self.filled += now.len();
-            bytes = later;
-            if self.filled == BLOCK {
-                self.write_block()?;
-            }
+    /// Has whole blocks written where there is no room for `elements` more, at most [`PIECE`].
+    pub fn make_room(&mut self, elements: usize) -> IoResult<()> {
+        if self.filled + elements * 4 <= self.buffer.len() {
+            return Ok(());
         }
+        let mut next = self.disk.spare()?;
+        let whole = self.filled - self.filled % BLOCK;
+        let rest = &self.buffer.bytes_mut()[whole..self.filled];
+        next.bytes_mut()[..rest.len()].copy_from_slice(rest);
+        self.filled = rest.len();
+        self.disk.write(std::mem::replace(&mut self.buffer, next), whole, self.at);
+        self.at += whole as u64;
         Ok(())
     }
 
-    fn write_block(&mut self) -> IoResult<()> {
-        let at = self.header.bytes as u64 + self.checksums.len() as u64 * BLOCK as u64;
-        let bytes = &self.block.bytes_mut()[..self.filled];
-        self.checksums.push(xxh3_64(bytes));
-        // A part of a page goes through the page cache.
-        let direct = self.direct.as_ref().filter(|_| self.filled.is_multiple_of(PAGE));
-        match direct.map(|direct| direct.write_all_at(bytes, at)) {
-            Some(Err(e)) if e.kind() == ErrorKind::InvalidInput => {
-                self.direct = None;
-                self.file.write_all_at(bytes, at)?;
-            }
-            Some(result) => result?,
-            None => self.file.write_all_at(bytes, at)?,
-        }
-        self.filled = 0;
-        Ok(())
+    /// Appends values, which there is room for.
+    pub fn append(&mut self, values: FlatRef<'_>) {
+        let start = self.filled / 4;
+        self.buffer.elements(DType::F32, start..start + values.len()).copy_cast(values);
+        self.filled += values.len() * 4;
     }
 
     /// Writes the header and brings all to the disk.
-    pub fn finish(mut self) -> IoResult<FileEntry> {
-        if self.filled > 0 {
-            self.write_block()?;
-        }
-        let text = self.header.text(&self.checksums);
+    pub fn finish(self) -> IoResult<FileEntry> {
+        self.disk.write(self.buffer, self.filled, self.at);
+        let text = self.header.text(&self.disk.finish()?);
         let mut header = Vec::with_capacity(self.header.bytes);
         header.extend((self.header.bytes as u64 - 8).to_le_bytes());
         header.extend(text.as_bytes());
@@ -128,7 +123,7 @@ impl RankWriter {
             name: self.header.name,
             bytes: self.header.bytes as u64 + self.header.data,
             header_bytes: self.header.bytes as u64,
-            header_checksum: format!("{:016x}", xxh3_64(&header)),
+            header_checksum: format!("{:016x}", XxHash3_64::oneshot(&header)),
         })
     }
 }
@@ -164,7 +159,7 @@ impl RankFile {
         let header_bytes = usize::try_from(entry.header_bytes).map_err(|e| wrong(e.to_string()))?;
         let mut header = vec![0; header_bytes];
         file.read_exact_at(&mut header, 0).map_err(unreadable)?;
-        if format!("{:016x}", xxh3_64(&header)) != entry.header_checksum {
+        if format!("{:016x}", XxHash3_64::oneshot(&header)) != entry.header_checksum {
             return Err(wrong("its header is damaged, or it is another file. Load another tag".into()));
         }
         let data_len = entry.bytes - entry.header_bytes;
@@ -195,7 +190,7 @@ impl RankFile {
             self.file
                 .read_exact_at(&mut self.block, from)
                 .map_err(|e| wrong(format!("{e} at byte {from}. Load another tag")))?;
-            if xxh3_64(&self.block) != self.checksums[block] {
+            if XxHash3_64::oneshot(&self.block) != self.checksums[block] {
                 let to = from + len as u64;
                 return Err(wrong(format!(
                     "bytes {from} to {to} are damaged: they have another checksum than when they were written. Load another \

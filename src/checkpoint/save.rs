@@ -16,10 +16,8 @@ use super::rank_file::RankWriter;
 use crate::engine::Engine;
 use crate::error::{Error, Result, without_backtrace};
 use crate::param::fnv1a;
-use crate::precision::{Flat, FlatRef};
 use crate::zero::core::Core;
-use crate::zero::share::State;
-use candle_core::DType;
+use crate::zero::share::{self, State};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -173,12 +171,12 @@ impl Share {
         let rank = self.core.comm.rank();
         let names: Vec<&str> = self.core.params.iter().map(|p| p.name.as_str()).collect();
         let mut file = RankWriter::create(&self.folder, &self.layout, &names, &self.states, rank).map_err(wrong)?;
-        let mut room = Flat::with_capacity(DType::F32, 0);
         for state in State::all(self.states.len() - 1) {
             for param in 0..names.len() {
-                let shard = self.layout.shard(param, rank);
-                let append = |part: FlatRef<'_>| file.append(part.as_bytes()).map_err(wrong);
-                self.core.read_state(state, param, shard, &mut room, append)?;
+                for piece in share::pieces(&self.layout.shard(param, rank)) {
+                    file.make_room(piece.len()).map_err(wrong)?;
+                    self.core.read_state(state, param, piece, |values| file.append(values))?;
+                }
             }
         }
         file.finish().map_err(wrong)

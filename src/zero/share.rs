@@ -6,11 +6,10 @@ use crate::error::Result;
 use crate::offload::{Offload, STEP};
 use crate::param::{lock, residency};
 use crate::precision::{Flat, FlatRef};
-use candle_core::DType;
 use std::ops::Range;
 
 /// Elements that are on their way at a time: a multiple of [`STEP`].
-const PIECE: usize = 512 * STEP;
+pub(crate) const PIECE: usize = 512 * STEP;
 
 /// A kind of state: the parameters with all their digits, or an optimizer state by number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,39 +41,28 @@ impl Core {
         lock(&self.groups)[group].slots[slot].owned.clone()
     }
 
-    /// Gives elements `range` (of those that this rank owns) of a state to `take`, piece by piece. They are copied to
-    /// `room`, so that nothing is locked while they are used.
+    /// Gives elements `range` (of those that this rank owns), one of the [`pieces`], of a state to `take`, which only
+    /// copies them: state in memory is locked meanwhile.
     pub fn read_state(
         &self,
         state: State,
         param: usize,
         range: Range<usize>,
-        room: &mut Flat,
-        mut take: impl FnMut(FlatRef<'_>) -> Result<()>,
+        take: impl FnOnce(FlatRef<'_>),
     ) -> Result<()> {
-        for part in pieces(&range) {
-            self.piece(state, param, part, room)?;
-            take(room.as_ref())?;
-        }
-        Ok(())
-    }
-
-    fn piece(&self, state: State, param: usize, range: Range<usize>, room: &mut Flat) -> Result<()> {
         let mut groups = lock(&self.groups);
         let (group, slot) = self.places[param];
         let group = &mut groups[group];
         let place = group.slots[slot].place(&range);
-        room.truncate(0);
         match state.home(group) {
-            Some(Home::Memory(share)) => room.extend_cast(share.slice(place)),
+            Some(Home::Memory(share)) => take(share.slice(place)),
             Some(Home::File(extent)) => {
-                room.extend_zeros(range.len());
-                let values = std::mem::replace(room, Flat::with_capacity(DType::F32, 0));
+                let values = Flat::zeros(extent.dtype(), range.len());
                 let transfer = self.files().io.read(values, vec![extent.piece(place, 0)]);
                 drop(groups);
-                *room = transfer.wait()?;
+                take(transfer.wait()?.as_ref());
             }
-            None => residency::with_view(&self.params[param].tensor, |whole| room.extend_cast(whole.slice(range)))?,
+            None => residency::with_view(&self.params[param].tensor, |whole| take(whole.slice(range)))?,
         }
         Ok(())
     }
@@ -139,8 +127,8 @@ impl Core {
     }
 }
 
-/// `range` in pieces that begin where a file allows it.
-fn pieces(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+/// `range` in pieces of at most [`PIECE`] elements that begin where a file allows it.
+pub(crate) fn pieces(range: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
     let Range { start, end } = *range;
     (start..end).step_by(PIECE).map(move |at| at..end.min(at + PIECE))
 }
