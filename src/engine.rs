@@ -654,7 +654,23 @@ impl<M> Engine<M> {
     /// # Errors
     /// The file cannot be written, on all ranks: the engine can go on, and export elsewhere. A failed collective.
     pub fn export_safetensors(&mut self, path: &Path) -> Result<()> {
-        self.attempt(|engine| engine.core.export(path))?
+        self.attempt(|engine| engine.core.export(path, DType::F32))?
+    }
+
+    /// Collective: writes whole parameters in the precision that the model computes in (DeepSpeed's call; an f32 model's
+    /// stay f32) to `file_name` in `dir`, which is created, as safetensors, at every stage and without a key that asks for
+    /// gathering. Otherwise as [`export_safetensors`](Self::export_safetensors).
+    ///
+    /// # Errors
+    /// As [`export_safetensors`](Self::export_safetensors).
+    pub fn save_16bit_model(&mut self, dir: impl AsRef<Path>, file_name: &str) -> Result<()> {
+        let dtype = self.dtype();
+        let path = dir.as_ref().join(file_name);
+        if self.rank() == 0 {
+            // Where that fails, so does the file, which says why for all ranks.
+            _ = std::fs::create_dir_all(dir);
+        }
+        self.attempt(|engine| engine.core.export(&path, dtype))?
     }
 
     /// Runs `call`; after an error this rank is out of step, so it tells the others and refuses to go on.

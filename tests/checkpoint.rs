@@ -318,3 +318,78 @@ fn the_newest_checkpoints_are_kept() {
     names.sort();
     assert_eq!(names, ["global_step4", "global_step5", "latest"]);
 }
+
+#[test]
+fn ranks_that_save_under_different_tags_take_rank_0s_or_fail_as_the_config_says() {
+    for validation in ["ignore", "Warn", "FAIL"] {
+        let dir = folder();
+        let settings = config(2, 1, zero(), json!({"checkpoint": {"tag_validation": validation}}));
+        run(2, &settings, 0, |engine| {
+            let own = ["first", "the second rank's"][engine.rank()];
+            let saved = engine.save_checkpoint(dir.path(), Some(own), Value::Null);
+            if validation == "FAIL" {
+                let text = saved.unwrap_err().to_string();
+                assert!(text.contains("rank 1 and rank 0 name different tags") && text.contains(own), "{text}");
+            } else {
+                assert_eq!(saved?, dir.path().join("first"));
+            }
+            // The ranks are in step.
+            engine.save_checkpoint(dir.path(), Some("both"), Value::Null).map(drop)
+        });
+        assert_eq!(dir.path().join("first").exists(), validation != "FAIL");
+        assert!(!dir.path().join("the second rank's").exists());
+        states(dir.path());
+    }
+}
+
+#[test]
+fn a_decoupled_writer_saves_in_the_background() {
+    for decoupled in [false, true] {
+        let dir = folder();
+        let settings = config(1, 1, zero(), json!({"checkpoint": {"writer": {"decoupled": decoupled}}}));
+        run(1, &settings, 0, |engine| {
+            engine.save_checkpoint(dir.path(), Some("here"), Value::Null)?;
+            assert_eq!(dir.path().join("here").exists(), !decoupled);
+            engine.wait_for_checkpoint()?;
+            assert!(dir.path().join("here").exists());
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn save_16bit_model_writes_what_the_model_computes_with_at_every_stage() {
+    for more in precisions() {
+        for stage in 0..4 {
+            let dir = folder();
+            let new = dir.path().join("new");
+            let seen = run(2, &config(stage, 1, zero(), more.clone()), 2, |engine| match engine.global_steps() {
+                2 => engine.save_16bit_model(&new, "model.safetensors"),
+                _ => Ok(()),
+            });
+            let exact = candle_core::safetensors::load_buffer(&seen[0].exported, &Device::Cpu).unwrap();
+            let saved = candle_core::safetensors::load(new.join("model.safetensors"), &Device::Cpu).unwrap();
+            assert_eq!(exact.len(), saved.len());
+            for (name, exact) in exact {
+                let values = |t: &candle_core::Tensor| t.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+                let dtype = if more.get("bf16").is_some() {
+                    DType::BF16
+                } else if more.get("fp16").is_some() {
+                    DType::F16
+                } else {
+                    DType::F32
+                };
+                assert_eq!(saved[&name].dtype(), dtype);
+                let rounded = exact.to_dtype(dtype).unwrap();
+                assert_eq!(values(&rounded).unwrap(), values(&saved[&name]).unwrap(), "{name}, stage {stage}, {more}");
+            }
+            // A folder that cannot be is an error, and costs nothing.
+            std::fs::write(dir.path().join("file"), "").unwrap();
+            run(2, &config(stage, 1, zero(), more.clone()), 0, |engine| {
+                let error = engine.save_16bit_model(dir.path().join("file/below"), "model.safetensors").unwrap_err();
+                assert!(matches!(error, Error::Io { .. }), "{error}");
+                Ok(())
+            });
+        }
+    }
+}

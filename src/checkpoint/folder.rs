@@ -18,6 +18,9 @@ use std::path::{Component, Path, PathBuf};
 const LATEST: &str = "latest";
 const SAVING: &str = ".candle-zero-saving-";
 
+/// Bytes of a tag: names of files have 255 at most, and [`SAVING`] comes before it.
+pub(super) const MAX_TAG: usize = 200;
+
 /// Where `tag` is written before it is whole.
 pub(super) fn saving(dir: &Path, tag: &str) -> PathBuf {
     dir.join(format!("{SAVING}{tag}"))
@@ -27,12 +30,13 @@ pub(super) fn saving(dir: &Path, tag: &str) -> PathBuf {
 pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
     let mut parts = Path::new(tag).components();
     let is_name = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
-    if is_name && !tag.contains(|c: char| c == '/' || c.is_control()) && !tag.starts_with('.') && tag != LATEST {
+    let is_plain = !tag.contains(|c: char| c == '/' || c.is_control()) && !tag.starts_with('.') && tag != LATEST;
+    if is_name && is_plain && tag.len() <= MAX_TAG {
         return Ok(());
     }
     let problem = format!(
-        "the tag {tag:?} is not the name of a folder in it. Give a name without slashes and leading dots, such as \
-         global_step100"
+        "the tag {tag:?} is not the name of a folder in it. Give a name without slashes and leading dots, of at most \
+         {MAX_TAG} bytes, such as global_step100"
     );
     Err(Error::Checkpoint { path: dir.to_owned(), problem })
 }

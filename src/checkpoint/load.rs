@@ -174,8 +174,8 @@ impl<M> Engine<M> {
         let dir = dir.as_ref();
         let opened = Checkpoint::open(dir, tag);
         let opened = self.attempt(|engine| engine.core().agree(opened, dir))??;
-        let words = opened.as_ref().map_or_else(String::new, |c| format!("{}\n{}", dir.display(), c.manifest.tag));
-        self.attempt(|engine| engine.core().same_on_all_ranks(&words, dir))??;
+        let found = opened.as_ref().map_or_else(String::new, |c| c.path.display().to_string());
+        self.attempt(|engine| engine.core().same_on_all_ranks("checkpoints", &found, dir))??;
         let Some(checkpoint) = opened else {
             if self.rank() == 0 {
                 say(&format!("there is no checkpoint in {}: nothing is loaded", dir.display()));

@@ -225,3 +225,38 @@ fn checksums_in(header: &[u8], blocks: u64) -> Option<Vec<u64>> {
     let parse = |hex: &[u8]| u64::from_str_radix(std::str::from_utf8(hex).ok()?, 16).ok();
     if is_right { text.as_bytes().chunks(16).map(parse).collect() } else { None }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::zero::share::pieces;
+
+    #[test]
+    fn a_file_of_several_buffers_holds_every_value_and_the_checksum_of_every_block() {
+        let folder = tempfile::tempdir().unwrap();
+        // Neither pieces, blocks nor pages end where parameters do.
+        let numels = [BUFFER / 4 + 12_345, 3, BUFFER / 2 + 1];
+        let layout = Layout { world_size: 1, numels: numels.to_vec(), states: 1 };
+        let mut file = RankWriter::create(folder.path(), &layout, &["a", "b", "c"], &["fp32".into()], 0).unwrap();
+        let value = |i: usize| (i.wrapping_mul(2_654_435_761) >> 8) as u32 as f32;
+        let mut before = 0;
+        for numel in numels {
+            for piece in pieces(&(0..numel)) {
+                file.make_room(piece.len()).unwrap();
+                let values: Vec<f32> = piece.map(|i| value(before + i)).collect();
+                file.append(FlatRef::F32(&values));
+            }
+            before += numel;
+        }
+        let entry = file.finish().unwrap();
+        let bytes = std::fs::read(folder.path().join(&entry.name)).unwrap();
+        assert_eq!(bytes.len() as u64, entry.bytes);
+        let (header, data) = bytes.split_at(entry.header_bytes as usize);
+        assert_eq!(format!("{:016x}", XxHash3_64::oneshot(header)), entry.header_checksum);
+        assert_eq!(data.len(), before * 4);
+        assert!(data.chunks(4).enumerate().all(|(i, b)| b == value(i).to_le_bytes()));
+        let blocks = data.chunks(BLOCK).map(XxHash3_64::oneshot).collect::<Vec<u64>>();
+        assert_eq!(checksums_in(header, blocks.len() as u64), Some(blocks));
+    }
+}

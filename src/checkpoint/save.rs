@@ -13,8 +13,10 @@ use super::folder;
 use super::layout::{Layout, WEIGHTS};
 use super::manifest::{FORMAT, FileEntry, Manifest, Parameter, VERSION, file_name};
 use super::rank_file::RankWriter;
+use crate::config::TagValidation;
 use crate::engine::Engine;
 use crate::error::{Error, Result, without_backtrace};
+use crate::monitor::say;
 use crate::param::fnv1a;
 use crate::zero::core::Core;
 use crate::zero::share::{self, State};
@@ -54,9 +56,10 @@ enum Writing {
 }
 
 impl<M> Engine<M> {
-    /// Saves all state of the training run as checkpoint `tag` of the folder `dir`, and lets `latest` name it. Without a
-    /// tag it is `global_stepN`. Collective: every rank calls it, with the same arguments; `client_state` is rank 0's.
-    /// Gives the folder of the checkpoint.
+    /// Saves all state of the training run as checkpoint `tag` of the folder `dir`, and lets `latest` name it; in the
+    /// background where `checkpoint.writer.decoupled` asks for it. Without a tag it is `global_stepN`. Collective: every
+    /// rank calls it, with the same arguments; `client_state` is rank 0's. Where the tags differ after all,
+    /// `checkpoint.tag_validation` says what happens. Gives the folder of the checkpoint.
     ///
     /// # Errors
     /// [`Error::OutOfOrder`] between micro steps of an accumulation; a file cannot be written: on all ranks, the engine
@@ -68,7 +71,8 @@ impl<M> Engine<M> {
         tag: Option<&str>,
         client_state: Value,
     ) -> Result<PathBuf> {
-        self.save_checkpoint_with(dir, tag, client_state, &SaveOptions::default())
+        let options = SaveOptions { in_background: self.config().saves_in_background, ..SaveOptions::default() };
+        self.save_checkpoint_with(dir, tag, client_state, &options)
     }
 
     /// The same with options. A save in the background ends in the next [`step`](Self::step) that changes weights, in
@@ -86,11 +90,11 @@ impl<M> Engine<M> {
         self.wait_for_checkpoint()?;
         self.between_steps("save_checkpoint")?;
         let dir = dir.as_ref().to_owned();
-        let manifest = self.manifest(tag, client_state);
-        let path = dir.join(&manifest.tag);
+        let mut manifest = self.manifest(tag, client_state);
         let options = options.clone();
-        let begun = self.attempt(|engine| engine.core().begin_save(&dir, &manifest.tag))?;
-        begun?;
+        let validation = self.config().tag_validation;
+        manifest.tag = self.attempt(|engine| engine.core().begin_save(&dir, &manifest.tag, validation))??;
+        let path = dir.join(&manifest.tag);
         let share = Share::new(self.core().clone(), folder::saving(&dir, &manifest.tag), &manifest);
         let writing = match options.in_background {
             false => Writing::Done(share.write()),
@@ -184,20 +188,43 @@ impl Share {
 }
 
 impl Core {
-    /// The outer error is one of communication; the inner one leaves the ranks in step.
-    fn begin_save(&self, dir: &Path, tag: &str) -> Result<Result<()>> {
-        let words = format!("{}\n{tag}", dir.display());
+    /// Begins a checkpoint, and gives the tag that all ranks save under. The outer error is one of communication; the
+    /// inner one leaves the ranks in step.
+    fn begin_save(&self, dir: &Path, tag: &str, validation: TagValidation) -> Result<Result<String>> {
         if let Err(error) = self.agree(folder::check_tag(dir, tag), dir)? {
             return Ok(Err(error));
         }
-        if let Err(error) = self.same_on_all_ranks(&words, dir)? {
+        if let Err(error) = self.same_on_all_ranks("folders", &dir.to_string_lossy(), dir)? {
             return Ok(Err(error));
         }
+        let tag = match (self.same_on_all_ranks("tags", tag, dir)?, validation) {
+            (Ok(()), _) => tag.to_owned(),
+            (Err(error), TagValidation::Fail) => return Ok(Err(error)),
+            (Err(_), _) => {
+                let common = self.tag_of_rank_0(tag)?;
+                if self.comm.rank() == 0 && validation == TagValidation::Warn {
+                    say(&format!("warning: ranks save under different tags; all take rank 0's, {common}"));
+                }
+                common
+            }
+        };
         let begun = match self.comm.rank() {
-            0 => folder::begin(dir, tag).map_err(|source| Error::Io { action: "create", path: dir.to_owned(), source }),
+            0 => {
+                folder::begin(dir, &tag).map_err(|source| Error::Io { action: "create", path: dir.to_owned(), source })
+            }
             _ => Ok(()),
         };
-        self.agree(begun, dir)
+        Ok(self.agree(begun, dir)?.map(|()| tag))
+    }
+
+    /// Rank 0's tag, where they differ: a checkpoint of several would be none.
+    fn tag_of_rank_0(&self, own: &str) -> Result<String> {
+        let mut bytes = own.as_bytes().to_vec();
+        // As long on all ranks; a tag has no such byte.
+        bytes.resize(folder::MAX_TAG, 0);
+        let all = self.comm.gather_f64(bytes.into_iter().map(f64::from).collect()).wait()?;
+        let bytes: Vec<u8> = all[0].iter().map(|byte| *byte as u8).take_while(|byte| *byte != 0).collect();
+        Ok(String::from_utf8_lossy(&bytes).into())
     }
 
     pub(crate) fn end_save(&self, saving: Saving) -> Result<Result<()>> {
@@ -260,16 +287,16 @@ impl Core {
         })
     }
 
-    /// Whether `words` are the same on all ranks (DeepSpeed's tag validation).
-    pub(super) fn same_on_all_ranks(&self, words: &str, path: &Path) -> Result<Result<()>> {
-        let hash = fnv1a(words.as_bytes());
+    /// Whether `word`, one of `what`, is the same on all ranks.
+    pub(super) fn same_on_all_ranks(&self, what: &str, word: &str, path: &Path) -> Result<Result<()>> {
+        let hash = fnv1a(word.as_bytes());
         let all = self.comm.gather_f64(vec![(hash >> 32) as f64, (hash & 0xffff_ffff) as f64]).wait()?;
         Ok(match all.iter().position(|other| *other != all[0]) {
             None => Ok(()),
             Some(rank) => {
+                let word = without_backtrace(word);
                 let problem = format!(
-                    "rank {rank} and rank 0 name different folders or tags; this rank names {}. Give all ranks the same",
-                    without_backtrace(&words.replace('\n', ", tag "))
+                    "rank {rank} and rank 0 name different {what}; this rank names {word}. Give all ranks the same"
                 );
                 Err(Error::Checkpoint { path: path.to_owned(), problem })
             }

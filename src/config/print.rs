@@ -1,7 +1,9 @@
 //! The resolved configuration under DeepSpeed's names.
 
 use super::walk::{defaults, set};
-use super::{Config, GradientOp, OptimizerConfig, Precision, SchedulerConfig, WarmupType, keys, offload};
+use super::{
+    Config, GradientOp, OptimizerConfig, Precision, SchedulerConfig, TagValidation, WarmupType, keys, offload,
+};
 use candle_core::DType;
 use serde_json::{Map, Value, json};
 
@@ -21,6 +23,10 @@ impl Config {
         set(&mut tree, "scheduler", self.scheduler.as_ref().map_or(Value::Null, scheduler_json));
         self.precision_json(&mut tree);
         self.checkpointing_json(&mut tree);
+        // Where there is no such section, it says false.
+        if self.saves_in_background || tree.get("checkpoint").is_some_and(|section| section["writer"].is_object()) {
+            set(&mut tree, "checkpoint.writer.decoupled", json!(self.saves_in_background));
+        }
         self.offload_json(&mut tree);
         Value::Object(tree)
     }
@@ -31,6 +37,11 @@ impl Config {
         let op = match self.gradient_allreduce_op {
             GradientOp::Mean => "mean",
             GradientOp::Sum => "sum",
+        };
+        let tags = match self.tag_validation {
+            TagValidation::Ignore => "Ignore",
+            TagValidation::Warn => "Warn",
+            TagValidation::Fail => "Fail",
         };
         [
             ("train_batch_size", json!(batch.train_batch_size)),
@@ -57,6 +68,7 @@ impl Config {
             ("zero_optimization.stage3_model_persistence_threshold", json!(zero.model_persistence_threshold)),
             ("zero_optimization.stage3_max_live_parameters", json!(zero.max_live_parameters)),
             ("zero_optimization.stage3_max_reuse_distance", json!(zero.max_reuse_distance)),
+            ("checkpoint.tag_validation", json!(tags)),
             ("aio.block_size", json!(self.aio.block_size)),
             ("aio.queue_depth", json!(self.aio.queue_depth)),
             ("aio.intra_op_parallelism", json!(self.aio.intra_op_parallelism)),

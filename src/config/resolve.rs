@@ -2,7 +2,9 @@
 
 use super::json::{Json, Node};
 use super::walk::Walk;
-use super::{Config, ConfigProblem, Fp16, GradientOp, Precision, Rule, ZeroConfig, batch, offload, optim, value};
+use super::{
+    Config, ConfigProblem, Fp16, GradientOp, Precision, Rule, TagValidation, ZeroConfig, batch, offload, optim, value,
+};
 use crate::layout::ZeroStage;
 use candle_core::DType;
 use serde_json::Value;
@@ -53,6 +55,9 @@ pub(super) fn resolve(root: &Node, world_size: usize) -> Result<Config, Vec<Conf
         seed: walk.count("seed"),
         activation_checkpointing,
         cpu_checkpointing: walk.bool("activation_checkpointing.cpu_checkpointing"),
+        tag_validation: tag_validation(&walk),
+        // The section may be absent.
+        saves_in_background: walk.get("checkpoint.writer.decoupled") == Some(&true.into()),
         aio: offload::aio(&walk),
         notes: walk.notes,
         recorded: walk.tree,
@@ -69,6 +74,14 @@ fn dtype(name: Option<&str>) -> Option<DType> {
 
 fn gradient_op(walk: &Walk<'_>) -> GradientOp {
     if walk.str("gradient_allreduce_op") == Some("sum") { GradientOp::Sum } else { GradientOp::Mean }
+}
+
+fn tag_validation(walk: &Walk<'_>) -> TagValidation {
+    match walk.str("checkpoint.tag_validation").map(str::to_lowercase).as_deref() {
+        Some("ignore") => TagValidation::Ignore,
+        Some("fail") => TagValidation::Fail,
+        _ => TagValidation::Warn,
+    }
 }
 
 fn zero(walk: &mut Walk<'_>) -> ZeroConfig {

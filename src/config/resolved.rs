@@ -44,6 +44,10 @@ pub struct Config {
     pub cpu_checkpointing: bool,
     /// `aio`: how files are accessed.
     pub aio: Aio,
+    /// `checkpoint.tag_validation`.
+    pub tag_validation: TagValidation,
+    /// `checkpoint.writer.decoupled`: [`save_checkpoint`](crate::Engine::save_checkpoint) saves in the background.
+    pub saves_in_background: bool,
     /// What has to be said about this file: accepted without effect, translated, not supported.
     pub notes: Vec<Note>,
     /// Every key of DeepSpeed's with its resolved value, also those without effect here; see
@@ -100,6 +104,17 @@ pub enum GradientOp {
     Mean,
     /// Sum over ranks.
     Sum,
+}
+
+/// `checkpoint.tag_validation`: what happens when ranks save under different tags.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TagValidation {
+    /// All ranks take rank 0's.
+    Ignore,
+    /// The same, and rank 0 says so (default).
+    Warn,
+    /// An error on all ranks.
+    Fail,
 }
 
 /// `zero_optimization`.

@@ -31,6 +31,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/checkpoint/deepspeed/tensor.rs",
     "src/checkpoint/deepspeed/tests.rs",
     "src/checkpoint/deepspeed/value.rs",
+    "src/checkpoint/disk.rs",
     "src/checkpoint/examine.rs",
     "src/checkpoint/folder.rs",
     "src/checkpoint/hugging_face.rs",

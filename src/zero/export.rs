@@ -1,4 +1,4 @@
-//! Whole f32 parameters as a safetensors file, gathered one at a time and written by rank 0 as they come.
+//! Whole parameters as a safetensors file, gathered one at a time and written by rank 0 as they come.
 
 use super::core::Core;
 use super::sub_group::Home;
@@ -14,16 +14,15 @@ use std::path::Path;
 use tempfile::NamedTempFile;
 
 impl Core {
-    /// Collective. The file appears under its name only when it is complete and on disk.
+    /// Collective: parameters, rounded to `dtype`. The file appears under its name only when it is complete and on disk.
     ///
     /// The outer error is one of communication. The inner one is rank 0's of writing, and leaves the ranks in step:
     /// a full disk or a wrong path must not cost the model.
-    pub fn export(&self, path: &Path) -> Result<Result<()>> {
-        let mut file = (self.comm.rank() == 0).then(|| NewFile::begin(path, &self.params));
+    pub fn export(&self, path: &Path, dtype: DType) -> Result<Result<()>> {
+        let mut file = (self.comm.rank() == 0).then(|| NewFile::begin(path, &self.params, dtype));
         for param in 0..self.params.len() {
             let whole = self.whole_f32(param)?;
-            let FlatRef::F32(values) = whole.as_ref() else { unreachable!("asked for f32") };
-            file = file.map(|file| file.and_then(|file| file.append(values)));
+            file = file.map(|file| file.and_then(|file| file.append(whole.as_ref())));
         }
         let written = file.map_or(Ok(()), |file| file.and_then(|file| file.finish(path)));
         let failed = self.comm.gather_f64(vec![f64::from(u8::from(written.is_err()))]).wait()?[0][0] != 0.0;
@@ -72,18 +71,21 @@ impl Core {
 }
 
 /// A safetensors file under construction, beside its place.
-struct NewFile(BufWriter<NamedTempFile>);
+struct NewFile {
+    file: BufWriter<NamedTempFile>,
+    dtype: DType,
+}
 
 impl NewFile {
     /// Writes the header.
-    fn begin(path: &Path, params: &[Param]) -> std::io::Result<Self> {
+    fn begin(path: &Path, params: &[Param], dtype: DType) -> std::io::Result<Self> {
         let mut end = 0usize;
         let mut header = serde_json::Map::new();
         for param in params {
             let start = end;
-            end += param.numel * 4;
+            end += param.numel * dtype.size_in_bytes();
             let info = serde_json::json!({
-                "dtype": "F32", "shape": param.shape.dims(), "data_offsets": [start, end],
+                "dtype": format!("{dtype:?}"), "shape": param.shape.dims(), "data_offsets": [start, end],
             });
             header.insert(param.name.clone(), info);
         }
@@ -96,21 +98,24 @@ impl NewFile {
         let mut file = BufWriter::new(file);
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(&header)?;
-        Ok(Self(file))
+        Ok(Self { file, dtype })
     }
 
     /// Writes one more parameter, in pieces, so that its bytes are not held twice.
-    fn append(mut self, values: &[f32]) -> std::io::Result<Self> {
-        for piece in values.chunks(1 << 14) {
-            let bytes: Vec<u8> = piece.iter().flat_map(|v| v.to_le_bytes()).collect();
-            self.0.write_all(&bytes)?;
+    fn append(mut self, values: FlatRef<'_>) -> std::io::Result<Self> {
+        const PIECE: usize = 1 << 14;
+        let mut piece = Flat::with_capacity(self.dtype, PIECE);
+        for start in (0..values.len()).step_by(PIECE) {
+            piece.truncate(0);
+            piece.extend_cast(values.slice(start..values.len().min(start + PIECE)));
+            self.file.write_all(piece.as_ref().as_bytes())?;
         }
         Ok(self)
     }
 
     /// Brings the file to disk and under its name.
     fn finish(self, path: &Path) -> std::io::Result<()> {
-        let file = self.0.into_inner().map_err(|e| e.into_error())?;
+        let file = self.file.into_inner().map_err(|e| e.into_error())?;
         file.as_file().sync_all()?;
         file.persist(path).map_err(|e| e.error)?;
         std::fs::File::open(folder(path)).and_then(|f| f.sync_all())

@@ -53,8 +53,8 @@ const ROOT: &[super::Key] = keys! {
     "log_level": OneOfAnyCase(&["debug", "info", "warning", "error", "critical"]), "null", none("set RUST_LOG instead"), "Logger threshold.";
     "torch_autocast": Object, "{}", S, "Casts operator by operator.";
     "aio": Object, "{}", H, "How the files of nvme are accessed.";
-    "checkpoint": Object, "{}", S, "How checkpoints are written.";
-    "datastates_ckpt": Any, "false", yet("there are no checkpoints yet"), "Third-party lazy checkpointing.";
+    "checkpoint": Object, "{}", H, "How checkpoints are written.";
+    "datastates_ckpt": Any, "false", none("checkpoint.writer.decoupled saves in the background"), "Third-party lazy checkpointing.";
     "flops_profiler": Object, "{}", S, "Counts operations; switches wall_clock_breakdown on.";
     "timers": Object, "{}", S, "Throughput logging.";
     "comms_logger": Object, "{}", S, "Logs collectives. Its mere presence switches it on, as in DeepSpeed.";

@@ -2,15 +2,14 @@
 
 use super::short::*;
 
-const NO_CHECKPOINTS: &str = "there are no checkpoints yet";
 const OFF: &str = "is off; nothing like it is offered here";
 
 #[rustfmt::skip]
 pub(super) static SECTIONS: &[Section] = &[
     Section::new("aio", false, AIO),
-    Section::new("checkpoint", false, CHECKPOINT).status(yet(NO_CHECKPOINTS)),
-    Section::new("checkpoint.parallel_write", false, PARALLEL_WRITE).status(yet(NO_CHECKPOINTS)),
-    Section::new("checkpoint.writer", false, WRITER).status(yet(NO_CHECKPOINTS)),
+    Section::new("checkpoint", false, CHECKPOINT),
+    Section::new("checkpoint.parallel_write", false, PARALLEL_WRITE),
+    Section::new("checkpoint.writer", false, WRITER),
     Section::new("flops_profiler", false, FLOPS_PROFILER)
         .status(yet("operations are not counted; wall_clock_breakdown is switched on, as in DeepSpeed")).switch("enabled"),
     Section::new("timers", false, TIMERS),
@@ -40,6 +39,7 @@ pub(super) static SECTIONS: &[Section] = &[
 ];
 
 const SAME_VALUES: &str = "it does not change values";
+const ONE_WRITER: &str = "every rank writes one file, around the page cache where that is possible";
 
 const AIO: &[super::Key] = keys! {
     "block_size": POSITIVE, "1048576", H, "Bytes per request, in whole pages of 4096; at most 16 MiB.";
@@ -52,26 +52,26 @@ const AIO: &[super::Key] = keys! {
 };
 
 const CHECKPOINT: &[super::Key] = keys! {
-    "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", S, "Do all ranks use one tag.";
-    "load_universal": Bool, "false", S, "Load the universal layout.";
-    "use_node_local_storage": Bool, "false", S, "Each node writes to its own disk.";
+    "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", H, "What happens when ranks save under different tags: all take rank 0's, silently or with a warning, or it is an error.";
+    "load_universal": Bool, "false", none("every checkpoint loads at any number of ranks"), "Load the universal layout.";
+    "use_node_local_storage": Bool, "false", none("all ranks save into one folder, which rank 0 has to see whole"), "Each node writes to its own disk.";
     "parallel_write": Object, "{}", S, "Who writes what.";
-    "checkpoint_serialization": Bool, "true", S, "PyTorch's zip format.";
+    "checkpoint_serialization": Bool, "true", none("files are safetensors"), "PyTorch's zip format.";
     "writer": Object, "null", S, "Checkpoint writer.";
 };
 
 const PARALLEL_WRITE: &[super::Key] = keys! {
-    "pipeline_stage": Bool, "false", S, "Pipeline stages write their layers.";
+    "pipeline_stage": Bool, "false", none("there are no pipeline stages"), "Pipeline stages write their layers.";
 };
 
 const WRITER: &[super::Key] = keys! {
-    "type": OneOfAnyCase(&["mock", "python", "fast"]), "\"fast\"", S, "Writer engine.";
-    "decoupled": Bool, "false", S, "Write in a helper process.";
-    "io_buffer_size": POSITIVE, "67108864", S, "Bytes of the staging buffer.";
-    "io_buffer_double": Bool, "true", S, "Two staging buffers.";
-    "show_statistics": Bool, "false", S, "Print rates.";
-    "data_parallel": OneOf(&["replica", "socket", "machine"]), "null", S, "Split the write over ranks.";
-    "io_multiplier": POSITIVE, "1", S, "Writers per unit.";
+    "type": OneOfAnyCase(&["mock", "python", "fast"]), "\"fast\"", none(ONE_WRITER), "Writer engine.";
+    "decoupled": Bool, "false", H, "Training goes on while a checkpoint is written: `Engine::save_checkpoint` saves in the background.";
+    "io_buffer_size": POSITIVE, "67108864", none("two buffers of 33 MiB"), "Bytes of the staging buffer.";
+    "io_buffer_double": Bool, "true", none("there are always two"), "Two staging buffers.";
+    "show_statistics": Bool, "false", none("Engine::timings says how long steps take"), "Print rates.";
+    "data_parallel": OneOf(&["replica", "socket", "machine"]), "null", none("every rank writes its own share"), "Split the write over ranks.";
+    "io_multiplier": POSITIVE, "1", none(ONE_WRITER), "Writers per unit.";
 };
 
 const FLOPS_PROFILER: &[super::Key] = keys! {

@@ -11,7 +11,6 @@ pub(super) static SECTIONS: &[Section] = &[
     Section::new("zero_optimization.zenflow", true, ZENFLOW),
 ];
 
-const NO_CHECKPOINTS: &str = "there are no checkpoints yet";
 const GONE: &str = "DeepSpeed 0.19.8 refuses the whole file for it: remove it";
 
 const ZERO: &[super::Key] = keys! {
@@ -28,7 +27,7 @@ const ZERO: &[super::Key] = keys! {
     "stage3_max_live_parameters" | "max_live_parameters": COUNT, "1000000000", H, "Gathered elements at once before prefetching stops.";
     "stage3_max_reuse_distance" | "max_reuse_distance": COUNT, "1000000000", H, "A parameter used again within so many elements is not released.";
     "stage3_allgather_sequential" | "allgather_sequential": Bool, "false", H, "Gather parameters one by one: a prefetch bucket of 1.";
-    "stage3_gather_16bit_weights_on_model_save" | "gather_16bit_weights_on_model_save": Bool, "false", none("Engine::export_safetensors writes whole f32 parameters"), "Whole 16-bit weights on save.";
+    "stage3_gather_16bit_weights_on_model_save" | "gather_16bit_weights_on_model_save": Bool, "false", none("Engine::save_16bit_model gathers whenever it is called"), "Whole 16-bit weights on save.";
     "stage3_gather_fp16_weights_on_model_save" | "gather_fp16_weights_on_model_save": Bool, "-", moved("stage3_gather_16bit_weights_on_model_save"), "Old name.";
     "stage3_module_granularity_threshold" | "module_granularity_threshold": INT, "0", none("the model says what a unit is"), "Treat fine modules as one.";
     "stage3_use_all_reduce_for_fetch_params" | "use_all_reduce_for_fetch_params": Bool, "false", none("gathers give the same values"), "Gather by all-reduce.";
@@ -44,9 +43,9 @@ const ZERO: &[super::Key] = keys! {
     "parameter_alignment": Bool, "false", none("layout does not change values"), "Pad each parameter to 16 bytes.";
     "compute_grad_norm": Bool, "true", none("the norm is always computed"), "False skips the norm; only with gradient_clipping 0 at stage 1 or 2.";
     "ignore_unused_parameters": Bool, "true", none("a trainable parameter without a gradient is always an error"), "False: a parameter without gradient is an error.";
-    "load_from_fp32_weights": Bool, "true", yet(NO_CHECKPOINTS), "On load rebuild master weights from f32.";
-    "elastic_checkpoint": Bool, "false", yet(NO_CHECKPOINTS), "Checkpoints that load at any world size.";
-    "pipeline_loading_checkpoint": Bool, "false", yet(NO_CHECKPOINTS), "Overlap the reading of checkpoint files.";
+    "load_from_fp32_weights": Bool, "true", none("a checkpoint holds master weights"), "On load rebuild master weights from f32.";
+    "elastic_checkpoint": Bool, "false", none("every checkpoint loads at any number of ranks"), "Checkpoints that load at any world size.";
+    "pipeline_loading_checkpoint": Bool, "false", none("it does not change values"), "Overlap the reading of checkpoint files.";
     "zero_hpz_partition_size": COUNT, "1", yet("parameters are sharded over all ranks; results are the same"), "Second shard group (ZeRO++).";
     "zero_quantized_weights": Bool, "false", refuse("weights travel as they are"), "8-bit weights in gathers (ZeRO++).";
     "zero_quantized_nontrainable_weights": Bool, "false", refuse("weights are kept as they are"), "Quantized frozen weights.";
