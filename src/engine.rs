@@ -443,7 +443,7 @@ impl<M> Engine<M> {
     }
 
     fn optimizer_step(&mut self) -> Result<()> {
-        let Some(optimizer) = &self.optimizer else { return Err(Error::NoOptimizer) };
+        self.optimizer.as_ref().ok_or(Error::NoOptimizer)?;
         let accumulate = lock(&self.core.gradients).accumulate_dtype();
         let vote = self.core.vote(self.loss_is_finite, accumulate)?;
         let overflow = !vote.overflowed.is_empty();
@@ -456,21 +456,24 @@ impl<M> Engine<M> {
                     Some(name) => format!("the gradient of {name} is not finite on rank {}", self.rank()),
                     None => format!("gradients are not finite on ranks {:?}", vote.overflowed),
                 };
+                self.end_saving()?;
                 return Err(Error::NonFiniteGradient { where_, step: self.global_steps });
             }
             Precision::Bf16 { check_grad_overflow: false } => true,
             _ => !overflow,
         };
-        self.scaler.update(overflow)?;
+        if let Err(error) = self.scaler.update(overflow) {
+            self.end_saving()?;
+            return Err(error);
+        }
         if applied {
             let multiplier = gradient_multiplier(vote.norm, scale, self.config.gradient_clipping);
             let step = self.optimizer_steps + 1;
             let ctx = StepContext { lr: self.schedule.lr(), step, grad_scale: multiplier as f32 };
             // What is being saved changes now.
-            if let Some(saving) = self.saving.take() {
-                self.failed_save = self.core.end_save(saving)?.err();
-            }
-            self.core.update(optimizer.as_ref(), &ctx)?;
+            self.end_saving()?;
+            let optimizer = self.optimizer.as_deref().ok_or(Error::NoOptimizer)?;
+            self.core.update(optimizer, &ctx)?;
             self.optimizer_steps += 1;
             self.schedule.step();
         } else {
@@ -483,6 +486,14 @@ impl<M> Engine<M> {
         lock(&self.core.gradients).clear(&self.core);
         if applied {
             lock(&self.core.gather).refresh_persistent(&self.core)?;
+        }
+        Ok(())
+    }
+
+    /// Ends a save in the background; where that failed, the step says so when it has been made.
+    fn end_saving(&mut self) -> Result<()> {
+        if let Some(saving) = self.saving.take() {
+            self.failed_save = self.core.end_save(saving)?.err();
         }
         Ok(())
     }
@@ -521,12 +532,17 @@ impl<M> Engine<M> {
         self.skipped_steps = progress.skipped_steps;
         self.optimizer_steps = progress.optimizer_steps;
         self.global_samples = progress.global_samples;
-        self.micro_steps = progress.global_steps * self.config.batch.gradient_accumulation_steps as u64;
+        self.micro_steps = progress.global_steps.saturating_mul(self.config.batch.gradient_accumulation_steps as u64);
         self.schedule.restore(progress.last_batch_iteration);
         if let Some(state) = &progress.scaler {
             self.scaler.restore(state);
         }
         (self.grad_norm, self.was_applied) = (None, false);
+    }
+
+    /// There was no forward since the last step: its loss is that of other weights.
+    pub(crate) fn forget_forward(&mut self) {
+        (self.phase, self.loss_is_finite) = (Phase::Ready, true);
     }
 
     /// An error in the middle of an accumulation: its gradients are no part of a checkpoint.

@@ -3,7 +3,7 @@
 
 mod common;
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use candle_zero::checkpoint::{Checkpoint, LoadOptions, SaveOptions};
 use candle_zero::comm::threads;
 use candle_zero::{Engine, Error, Result};
@@ -232,7 +232,7 @@ fn without_a_checkpoint_nothing_is_loaded_and_a_wrong_tag_is_an_error_that_names
             let error = engine.load_checkpoint(dir.path(), Some("frist"), &options).unwrap_err();
             assert!(matches!(error, Error::Checkpoint { .. }));
             assert!(error.to_string().contains("There are: first"), "{error}");
-            for tag in ["../first", "a/b", "", ".", "..", "latest", ".hidden"] {
+            for tag in ["../first", "a/b", "", ".", "..", "latest", ".hidden", "end ", &"x".repeat(201)] {
                 let error = engine.save_checkpoint(dir.path(), Some(tag), Value::Null).unwrap_err();
                 assert!(error.to_string().contains("is not the name of a folder"), "{error}");
             }
@@ -304,6 +304,196 @@ fn another_model_loads_what_it_knows_where_it_need_not_be_the_same() {
     assert!(saved.len() < found.len() && saved.iter().all(|state| found.contains(state)));
 }
 
+/// One rank's engine at stage 1.
+fn alone<T: Send>(act: impl Fn(&mut Engine<Tiny>) -> Result<T> + Sync) -> T {
+    let settings = config(1, 1, zero(), json!({}));
+    let ranks = threads::run(1, |comm| {
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+        act(&mut builder.initialize(|vb| Tiny::new(SHAPE, vb), settings.clone())?)
+    });
+    ranks.unwrap().remove(0).unwrap()
+}
+
+fn train(engine: &mut Engine<Tiny>) -> Result<()> {
+    train_on(engine, Ok)
+}
+
+fn train_on(engine: &mut Engine<Tiny>, change: impl FnOnce(Tensor) -> candle_core::Result<Tensor>) -> Result<()> {
+    let (ids, targets) = batch(engine.global_steps() as usize);
+    let loss = engine.forward(|model| change(model.loss(&ids, &targets)?))?;
+    engine.backward(&loss)?;
+    engine.step()
+}
+
+/// What is in a folder, hidden names too.
+fn names(dir: &Path) -> Vec<String> {
+    let names = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_load_after_a_forward_alone_forgets_what_that_forward_gathered() {
+    let files = folder();
+    let nvme = json!({"offload_param": {"device": "nvme", "nvme_path": files.path()}});
+    for offload in [json!({}), nvme] {
+        let mut zero = zero();
+        zero.as_object_mut().unwrap().extend(offload.as_object().unwrap().clone());
+        let settings = config(3, 1, zero, json!({}));
+        let dir = folder();
+        let straight = run(2, &settings, 6, saves(dir.path(), 3, SaveOptions::default()));
+        let rolled_back = std::sync::atomic::AtomicUsize::new(0);
+        let again = run(2, &settings, 6, |engine| {
+            if engine.global_steps() == 5 && rolled_back.fetch_add(1, std::sync::atomic::Ordering::Relaxed) < 2 {
+                let (ids, targets) = batch(1);
+                let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+                engine.load_checkpoint(dir.path(), None, &LoadOptions::default())?.unwrap();
+                let error = engine.backward(&loss).unwrap_err();
+                assert!(matches!(error, Error::OutOfOrder { .. }), "{error}");
+            }
+            Ok(())
+        });
+        let again: Vec<Seen> = after(&again, 5);
+        assert_eq!(after(&straight, 3), again, "{offload}");
+    }
+}
+
+#[test]
+fn what_is_no_checkpoint_is_never_replaced() {
+    let dir = folder();
+    std::fs::create_dir(dir.path().join("data")).unwrap();
+    std::fs::write(dir.path().join("data/mine"), "mine").unwrap();
+    std::fs::write(dir.path().join("best"), "mine").unwrap();
+    std::os::unix::fs::symlink("nowhere", dir.path().join("link")).unwrap();
+    let before = names(dir.path());
+    alone(|engine| {
+        for tag in ["data", "best", "link"] {
+            let error = engine.save_checkpoint(dir.path(), Some(tag), Value::Null).unwrap_err().to_string();
+            assert!(
+                error.contains(tag) && error.contains("is no checkpoint") && error.contains("another tag"),
+                "{error}"
+            );
+        }
+        Ok(())
+    });
+    assert_eq!(names(dir.path()), before);
+    assert_eq!(std::fs::read_to_string(dir.path().join("data/mine")).unwrap(), "mine");
+}
+
+#[test]
+fn a_tag_that_is_saved_again_is_replaced() {
+    let dir = folder();
+    for save_latest in [true, false] {
+        let options = SaveOptions { save_latest, ..SaveOptions::default() };
+        alone(|engine| {
+            engine.save_checkpoint_with(dir.path(), Some("same"), json!(1), &options)?;
+            train(engine)?;
+            engine.save_checkpoint_with(dir.path(), Some("same"), json!(2), &options).map(drop)
+        });
+        let checkpoint = Checkpoint::open(dir.path(), Some("same")).unwrap().unwrap();
+        checkpoint.verify(|_| {}).unwrap();
+        assert_eq!(checkpoint.manifest().client_state, 2);
+        assert_eq!(names(dir.path()), ["latest", "same"]);
+    }
+}
+
+#[test]
+fn latest_is_readable_for_whom_other_new_files_are() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = folder();
+    alone(|engine| engine.save_checkpoint(dir.path(), Some("one"), Value::Null));
+    std::fs::write(dir.path().join("other"), "").unwrap();
+    let mode = |name: &str| dir.path().join(name).metadata().unwrap().permissions().mode();
+    assert_eq!(mode("latest"), mode("other"));
+}
+
+#[test]
+fn a_save_in_the_background_outlives_a_step_that_fails() {
+    let dir = folder();
+    alone(|engine| {
+        train(engine)?;
+        let options = SaveOptions { in_background: true, ..SaveOptions::default() };
+        engine.save_checkpoint_with(dir.path(), Some("before"), Value::Null, &options)?;
+        // A finite loss with gradients that are not: the root's slope at 0.
+        let error = train_on(engine, |loss| &loss + (&loss - &loss)?.sqrt()?).unwrap_err();
+        assert!(matches!(error, Error::NonFiniteGradient { .. }), "{error}");
+        Ok(())
+    });
+    assert_eq!(names(dir.path()), ["before", "latest"]);
+    states(dir.path());
+}
+
+#[test]
+fn two_engines_save_into_one_folder_and_neither_clears_what_the_other_writes() {
+    let dir = folder();
+    alone(|first| {
+        let options = SaveOptions { in_background: true, ..SaveOptions::default() };
+        first.save_checkpoint_with(dir.path(), Some("first"), json!(1), &options)?;
+        alone(|second| {
+            let error = second.save_checkpoint(dir.path(), Some("first"), json!(2)).unwrap_err().to_string();
+            assert!(error.contains("another save of first is under way"), "{error}");
+            second.save_checkpoint(dir.path(), Some("second"), json!(2))
+        });
+        first.wait_for_checkpoint()
+    });
+    assert_eq!(names(dir.path()), ["first", "latest", "second"]);
+    for tag in ["first", "second"] {
+        Checkpoint::open(dir.path(), Some(tag)).unwrap().unwrap().verify(|_| {}).unwrap();
+    }
+    // What a dead job left is removed.
+    std::fs::create_dir(dir.path().join(".candle-zero-saving-dead")).unwrap();
+    std::fs::write(dir.path().join(".candle-zero-latest-dead"), "").unwrap();
+    alone(|engine| engine.save_checkpoint(dir.path(), Some("second"), Value::Null));
+    assert_eq!(names(dir.path()), ["first", "latest", "second"]);
+}
+
+#[test]
+fn numbers_of_client_state_come_back_bit_for_bit_and_what_would_not_is_an_error() {
+    let dir = folder();
+    let numbers: Vec<f64> =
+        (1..2000u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 11) as f64 * 1e-17).collect();
+    alone(|engine| {
+        engine.save_checkpoint(dir.path(), Some("numbers"), json!(numbers))?;
+        let loaded = engine.load_checkpoint(dir.path(), None, &LoadOptions::default())?.unwrap();
+        assert_eq!(loaded.client_state, json!(numbers));
+        let deep = (0..500).fold(json!(0), |inner, _| json!([inner]));
+        let error = engine.save_checkpoint(dir.path(), Some("deep"), deep).unwrap_err().to_string();
+        assert!(error.contains("could not be loaded again"), "{error}");
+        Ok(())
+    });
+    assert_eq!(names(dir.path()), ["latest", "numbers"]);
+}
+
+#[test]
+fn what_was_just_saved_and_what_latest_names_is_always_kept() {
+    let dir = folder();
+    let quiet = SaveOptions { save_latest: false, keep: Some(2), ..SaveOptions::default() };
+    alone(|engine| {
+        engine.save_checkpoint_with(dir.path(), Some("named"), Value::Null, &quiet)?;
+        // As an editor writes it.
+        std::fs::write(dir.path().join("latest"), "named\n").unwrap();
+        for step in 1..=3 {
+            train(engine)?;
+            engine.save_checkpoint_with(dir.path(), Some(&format!("step{step}")), Value::Null, &quiet)?;
+        }
+        Ok(())
+    });
+    assert_eq!(names(dir.path()), ["latest", "named", "step2", "step3"]);
+    // One that is not whole does not count.
+    std::fs::remove_file(dir.path().join("step3/rank_00000_of_00001.safetensors")).unwrap();
+    alone(|engine| engine.save_checkpoint_with(dir.path(), Some("again"), Value::Null, &quiet));
+    assert_eq!(names(dir.path()), ["again", "latest", "named", "step2", "step3"]);
+    // Nothing is removed where `latest` cannot be read, and the save is one all the same.
+    std::fs::write(dir.path().join("latest"), [0xff]).unwrap();
+    alone(|engine| {
+        train(engine)?;
+        train(engine)?;
+        engine.save_checkpoint_with(dir.path(), Some("blind"), Value::Null, &quiet)
+    });
+    assert_eq!(names(dir.path()), ["again", "blind", "latest", "named", "step2", "step3"]);
+}
+
 #[test]
 fn the_newest_checkpoints_are_kept() {
     let dir = folder();
@@ -313,10 +503,7 @@ fn the_newest_checkpoints_are_kept() {
         assert_eq!(path, dir.path().join(format!("global_step{}", engine.global_steps())));
         Ok(())
     });
-    let names = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
-    let mut names: Vec<String> = names.collect();
-    names.sort();
-    assert_eq!(names, ["global_step4", "global_step5", "latest"]);
+    assert_eq!(names(dir.path()), ["global_step4", "global_step5", "latest"]);
 }
 
 #[test]

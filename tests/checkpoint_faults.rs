@@ -54,22 +54,28 @@ fn save_two(dir: &Path) {
     }
 }
 
-fn export(engine: &mut Engine<Tiny>) -> Result<Vec<u8>> {
-    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    // Each rank has a folder of its own; rank 0 writes.
-    let path = folder.path().join("model");
-    engine.export_safetensors(&path)?;
-    Ok(if engine.rank() == 0 { std::fs::read(path).unwrap() } else { vec![] })
+/// Checksums of everything that the engine would save.
+fn state(engine: &mut Engine<Tiny>, dir: &Path) -> Result<Vec<u64>> {
+    let path = engine.save_checkpoint(dir, Some("state"), Value::Null)?;
+    let mut files = vec!["manifest.json".to_owned()];
+    files.extend((0..2).map(|rank| format!("rank_{rank:05}_of_00002.safetensors")));
+    let all = files.iter().map(|name| XxHash3_64::oneshot(&std::fs::read(path.join(name)).unwrap())).collect();
+    // No rank saves again while another reads.
+    engine.gather_f64(&[])?;
+    Ok(all)
 }
 
 /// Loads `two` of `dir`, which is damaged: the texts of all ranks. The engine is as it was, and `one` loads.
 fn refusals(dir: &Path, tag: Option<&str>) -> Vec<String> {
+    let states = folder();
     let ranks = with_engine(2, |engine| {
-        let before = export(engine)?;
+        // Neither moments nor counters are zero.
+        step(engine)?;
+        let before = state(engine, states.path())?;
         let error = engine.load_checkpoint(dir, tag, &LoadOptions::default()).unwrap_err();
         assert!(matches!(error, Error::Checkpoint { .. }), "{error}");
-        assert!(before == export(engine)?, "the engine has changed");
-        assert_eq!((engine.global_steps(), engine.micro_steps()), (0, 0));
+        assert_eq!(before, state(engine, states.path())?, "the engine has changed");
+        assert_eq!((engine.global_steps(), engine.micro_steps()), (1, 1));
         step(engine)?;
         let loaded = engine.load_checkpoint(dir, Some("one"), &LoadOptions::default())?.unwrap();
         assert_eq!(loaded.client_state["note"], "first");
@@ -191,7 +197,18 @@ fn a_manifest_that_lies_is_refused() {
     }
     lie(&["header of 7 bytes"], &|m| m["files"][0]["header_bytes"] = json!(7));
     lie(&["has a header of"], &|m| m["files"][0]["header_bytes"] = json!(u64::MAX));
-    lie(&["shapes of its parameters"], &|m| m["files"][0]["header_bytes"] = json!(1u64 << 63));
+    lie(&["has a header of"], &|m| m["files"][0]["header_bytes"] = json!(1u64 << 63));
+    lie(&["shapes of its parameters"], &|m| m["files"][0]["header_bytes"] = json!(1u64 << 20));
+    for (key, number) in [("global_steps", u64::MAX), ("skipped_steps", 3), ("global_samples", 1 << 53)] {
+        lie(&["its counters"], &|m| m[key] = json!(number));
+    }
+    for number in [i64::MAX, i64::MIN, -2] {
+        lie(&["its counters"], &|m| m["last_batch_iteration"] = json!(number));
+    }
+    let scaler = |scale: f64| json!({"scale": scale, "patience_left": 1, "steps": 0, "clean": 0});
+    for scale in [0.0, -1.0] {
+        lie(&["its loss scale"], &|m| m["scaler"] = scaler(scale));
+    }
     lie(&["files of 3 ranks"], &|m| m["world_size"] = json!(3));
     lie(&["files of 0 ranks"], &|m| m["world_size"] = json!(0));
     lie(&["states"], &|m| m["states"] = json!([]));

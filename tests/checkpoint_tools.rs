@@ -421,3 +421,33 @@ fn for_transformers<M: 'static>(
     let both = [("ids", ids.to_dtype(DType::I64).unwrap()), ("logits", logits.detach())];
     candle_core::safetensors::save(&both.into(), dir.join("logits.safetensors")).unwrap();
 }
+
+#[test]
+fn import_writes_a_checkpoint_that_verifies_and_its_exit_code_says_what_is_wrong() {
+    let dir = folder();
+    let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/deepspeed/zero3_f32_tiny/checkpoint");
+    let out = dir.path().join("out");
+    let import = |from: &Path, more: &[&str]| zerorun().arg("import").arg(from).arg(&out).args(more).output().unwrap();
+    let done = import(&sample, &["--as", "taken"]);
+    assert!(done.status.success(), "{}", stderr(&done));
+    assert_eq!(stdout(&done).trim(), out.join("taken").to_str().unwrap());
+    assert!(inspect(&out, &["--verify"]).status.success());
+    let refused = |output: Output, code: i32, words: &str| {
+        assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
+        assert!(stderr(&output).contains(words), "{}", stderr(&output));
+    };
+    refused(import(&sample, &["--as", "taken"]), 2, "already");
+    refused(import(&sample, &["--as", "../taken"]), 2, "not the name of a folder");
+    refused(import(&dir.path().join("nowhere"), &[]), 2, "nowhere");
+    refused(import(&sample, &["--tag", "nothing"]), 2, "nothing");
+    let copy = dir.path().join("copy");
+    let tag = std::fs::read_to_string(sample.join("latest")).unwrap();
+    std::fs::create_dir_all(copy.join(tag.trim())).unwrap();
+    std::fs::copy(sample.join("latest"), copy.join("latest")).unwrap();
+    for entry in std::fs::read_dir(sample.join(tag.trim())).unwrap().map(|e| e.unwrap()) {
+        let bytes = std::fs::read(entry.path()).unwrap();
+        std::fs::write(copy.join(tag.trim()).join(entry.file_name()), &bytes[..bytes.len() / 2]).unwrap();
+    }
+    refused(import(&copy, &["--as", "cut"]), 1, "copy");
+    assert!(!out.join("cut").exists());
+}

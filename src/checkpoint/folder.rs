@@ -8,15 +8,17 @@
 //!
 //! A folder that has its name is whole. What a dead job was writing is removed by the next save.
 
-use super::manifest::{MANIFEST, Manifest};
+use super::manifest::{FileEntry, MANIFEST, Manifest};
 use crate::error::{Error, Result};
-use rustix::fs::{CWD, RenameFlags, renameat_with};
-use std::fs::File;
+use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
+use std::fs::{File, Permissions};
 use std::io::{ErrorKind, Result as IoResult, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
 
 const LATEST: &str = "latest";
 const SAVING: &str = ".candle-zero-saving-";
+const NEW_LATEST: &str = ".candle-zero-latest-";
 
 /// Bytes of a tag: names of files have 255 at most, and [`SAVING`] comes before it.
 pub(super) const MAX_TAG: usize = 200;
@@ -31,51 +33,113 @@ pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
     let mut parts = Path::new(tag).components();
     let is_name = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
     let is_plain = !tag.contains(|c: char| c == '/' || c.is_control()) && !tag.starts_with('.') && tag != LATEST;
+    let is_plain = is_plain && tag.trim() == tag;
     if is_name && is_plain && tag.len() <= MAX_TAG {
         return Ok(());
     }
     let problem = format!(
-        "the tag {tag:?} is not the name of a folder in it. Give a name without slashes and leading dots, of at most \
+        "the tag {tag:?} is not the name of a folder in it. Give a name without slashes, leading dots and space around it, of at most \
          {MAX_TAG} bytes, such as global_step100"
     );
     Err(Error::Checkpoint { path: dir.to_owned(), problem })
 }
 
-/// An empty folder for `tag`, on rank 0; what earlier saves did not end is removed.
-pub(super) fn begin(dir: &Path, tag: &str) -> IoResult<()> {
-    std::fs::create_dir_all(dir)?;
-    for entry in std::fs::read_dir(dir)?.flatten() {
-        if entry.file_name().to_string_lossy().starts_with(SAVING) {
-            std::fs::remove_dir_all(entry.path())?;
-        }
+/// An empty folder for `tag`, on rank 0, which nobody else clears as long as the file is open; what saves of the past did
+/// not end is removed.
+pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
+    let (path, from) = (dir.join(tag), saving(dir, tag));
+    if path.symlink_metadata().is_ok() && !is_tag(&path) {
+        let problem = "it is there and is no checkpoint, so it is not replaced. Give another tag or folder".into();
+        return Err(Error::Checkpoint { path, problem });
     }
-    std::fs::create_dir(saving(dir, tag))
+    let clear = || {
+        create_all(dir)?;
+        for entry in std::fs::read_dir(dir)?.flatten() {
+            let name = entry.file_name();
+            if name.to_string_lossy().starts_with(SAVING) && !is_locked(&entry.path()) {
+                std::fs::remove_dir_all(entry.path())?;
+            } else if name.to_string_lossy().starts_with(NEW_LATEST) {
+                std::fs::remove_file(entry.path())?;
+            }
+        }
+        Ok(())
+    };
+    clear().map_err(|e| not_written(dir, &e))?;
+    if from.exists() {
+        let problem = format!("another save of {tag} is under way there. Let it end, or give another tag or folder");
+        return Err(Error::Checkpoint { path: dir.to_owned(), problem });
+    }
+    let lock = std::fs::create_dir(&from).and_then(|()| File::open(&from)).map_err(|e| not_written(dir, &e))?;
+    // Where the file system knows no locks, nobody asks for them either.
+    _ = flock(&lock, FlockOperation::NonBlockingLockExclusive);
+    Ok(lock)
+}
+
+/// Whether a save that is still alive writes to folder `path`.
+fn is_locked(path: &Path) -> bool {
+    let asked = File::open(path).map(|file| flock(&file, FlockOperation::NonBlockingLockExclusive));
+    matches!(asked, Ok(Err(rustix::io::Errno::WOULDBLOCK)))
+}
+
+/// Creates `dir` and the folders above it, on disk.
+fn create_all(dir: &Path) -> IoResult<()> {
+    if dir.is_dir() || dir.as_os_str().is_empty() {
+        return Ok(());
+    }
+    let above = dir.parent().unwrap_or(Path::new(""));
+    create_all(above)?;
+    match std::fs::create_dir(dir) {
+        Err(e) if e.kind() == ErrorKind::AlreadyExists && dir.is_dir() => Ok(()),
+        created => created.and_then(|()| sync(if above.as_os_str().is_empty() { Path::new(".") } else { above })),
+    }
+}
+
+/// That a save could not write to `path`.
+pub(super) fn not_written(path: &Path, source: &std::io::Error) -> Error {
+    let mend = match source.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "Free space there, or save elsewhere",
+        _ => "Mend that, or save elsewhere",
+    };
+    let problem = format!("it cannot be written: {source}. {mend}; checkpoints that were saved before are whole");
+    Error::Checkpoint { path: path.to_owned(), problem }
 }
 
 /// Gives the written files their manifest and their name, on rank 0. A checkpoint of that name is replaced at once.
-pub(super) fn publish(dir: &Path, manifest: &Manifest, is_latest: bool) -> IoResult<()> {
-    let tag = &manifest.tag;
+pub(super) fn publish(dir: &Path, manifest: &Manifest, is_latest: bool) -> Result<()> {
+    let text = manifest.to_text();
+    if let Err(problem) = Manifest::parse(&text) {
+        let problem = format!("it could not be loaded again: {problem}. Give a client_state that is plain JSON");
+        return Err(Error::Checkpoint { path: saving(dir, &manifest.tag), problem });
+    }
+    name(dir, &manifest.tag, &text, is_latest).map_err(|e| not_written(dir, &e))
+}
+
+fn name(dir: &Path, tag: &str, manifest: &str, is_latest: bool) -> IoResult<()> {
     let from = saving(dir, tag);
     let mut file = File::create_new(from.join(MANIFEST))?;
-    file.write_all(manifest.to_text().as_bytes())?;
+    file.write_all(manifest.as_bytes())?;
     file.sync_all()?;
     sync(&from)?;
     let to = dir.join(tag);
-    match renameat_with(CWD, &from, CWD, &to, RenameFlags::NOREPLACE) {
-        Ok(()) => {}
-        Err(rustix::io::Errno::EXIST) => {
-            // At every moment one of the two is there whole.
-            renameat_with(CWD, &from, CWD, &to, RenameFlags::EXCHANGE)?;
-            sync(dir)?;
-            std::fs::remove_dir_all(&from)?;
-        }
-        // A file system that knows no flags: a folder that exists is not replaced by a plain rename.
-        Err(_) if !to.exists() => std::fs::rename(&from, &to)?,
-        Err(errno) => return Err(errno.into()),
+    if !to.exists() {
+        std::fs::rename(&from, &to)?;
+    } else if renameat_with(CWD, &from, CWD, &to, RenameFlags::EXCHANGE).is_ok() {
+        // At every moment one of the two was there whole.
+        sync(dir)?;
+        std::fs::remove_dir_all(&from)?;
+    } else {
+        // A file system that cannot exchange names: the one that was there keeps a visible name until all is done.
+        let replaced = dir.join(format!("{tag}.replaced"));
+        std::fs::rename(&to, &replaced)?;
+        std::fs::rename(&from, &to)?;
+        sync(dir)?;
+        std::fs::remove_dir_all(replaced)?;
     }
     sync(dir)?;
     if is_latest {
-        let mut file = tempfile::Builder::new().prefix(".candle-zero-latest-").tempfile_in(dir)?;
+        // Readable for whom the umask allows, as any new file: tempfile's default is the owner alone.
+        let open = Permissions::from_mode(0o666);
+        let mut file = tempfile::Builder::new().prefix(NEW_LATEST).permissions(open).tempfile_in(dir)?;
         file.write_all(tag.as_bytes())?;
         file.as_file().sync_all()?;
         file.persist(dir.join(LATEST)).map_err(|e| e.error)?;
@@ -90,22 +154,27 @@ pub(super) fn give_up(dir: &Path, tag: &str) {
     let _ = std::fs::remove_dir_all(saving(dir, tag));
 }
 
-/// Removes all checkpoints but the `keep` newest, by their steps, and the one that `latest` names.
-pub(super) fn keep_newest(dir: &Path, keep: usize) -> IoResult<()> {
-    let latest = std::fs::read_to_string(dir.join(LATEST)).unwrap_or_default();
-    let mut known: Vec<(u64, String)> = tags(dir)
-        .into_iter()
-        .filter_map(|tag| Some((Manifest::read(&dir.join(&tag).join(MANIFEST)).ok()?.global_steps, tag)))
-        .collect();
+/// Removes all whole checkpoints but the `keep` newest, by their steps, `saved`, and the one that `latest` names.
+pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
+    let latest = latest(dir)?;
+    let whole = |tag: &str| {
+        let folder = dir.join(tag);
+        let manifest = Manifest::read(&folder.join(MANIFEST)).ok()?;
+        let is_there = |file: &FileEntry| folder.join(&file.name).metadata().is_ok_and(|m| m.len() == file.bytes);
+        manifest.files.iter().all(is_there).then_some(manifest.global_steps)
+    };
+    let mut known: Vec<(u64, String)> = tags(dir).into_iter().filter_map(|tag| Some((whole(&tag)?, tag))).collect();
     known.sort();
     known.reverse();
-    for (_, tag) in known.iter().skip(keep).filter(|(_, tag)| *tag != latest) {
+    let is_kept = |tag: &String| tag == saved || Some(tag) == latest.as_ref();
+    let old: Vec<&String> = known.iter().skip(keep).map(|(_, tag)| tag).filter(|tag| !is_kept(tag)).collect();
+    let remove = || {
         // Not whole from now on, so it must not have its name.
-        let gone = saving(dir, tag);
-        std::fs::rename(dir.join(tag), &gone)?;
-        std::fs::remove_dir_all(gone)?;
-    }
-    Ok(())
+        old.iter().try_for_each(|tag| std::fs::rename(dir.join(tag), saving(dir, tag)))?;
+        sync(dir)?;
+        old.iter().try_for_each(|tag| std::fs::remove_dir_all(saving(dir, tag)))
+    };
+    remove().map_err(|source| Error::Io { action: "remove old checkpoints of", path: dir.to_owned(), source })
 }
 
 /// The tag that `latest` names; nothing if there is no such file.

@@ -20,6 +20,25 @@ use std::path::{Path, PathBuf};
 /// [`Error::Checkpoint`] if `dir` has a checkpoint of that name already; [`Error::DeepSpeedCheckpoint`] for what cannot
 /// be read; [`Error::Io`]. Then `dir` has no new checkpoint.
 pub fn import(from: &DeepSpeedCheckpoint, dir: &Path, tag: &str, mut tell: impl FnMut(u64, u64)) -> Result<PathBuf> {
+    let path = new_place(dir, tag)?;
+    let states = [State::Master, State::ExpAvg, State::ExpAvgSq].into_iter().filter(|state| from.has(*state));
+    let states: Vec<State> = states.collect();
+    let mut manifest = manifest(from, tag, &states);
+    let _lock = folder::begin(dir, tag)?;
+    let written = write(from, &folder::saving(dir, tag), &manifest, &states, &mut tell);
+    let published = written.and_then(|file| {
+        manifest.files = vec![file];
+        folder::publish(dir, &manifest, true)?;
+        Ok(path)
+    });
+    published.inspect_err(|_| folder::give_up(dir, tag))
+}
+
+/// Where [`import`] writes checkpoint `tag` of `dir`.
+///
+/// # Errors
+/// As [`import`]'s for what is there already, and for a name that is none.
+pub(crate) fn new_place(dir: &Path, tag: &str) -> Result<PathBuf> {
     folder::check_tag(dir, tag)?;
     let path = dir.join(tag);
     if path.exists() {
@@ -27,18 +46,7 @@ pub fn import(from: &DeepSpeedCheckpoint, dir: &Path, tag: &str, mut tell: impl 
             "there is a checkpoint of that name already. Give another folder, or another name with --as".into();
         return Err(Error::Checkpoint { path, problem });
     }
-    let states = [State::Master, State::ExpAvg, State::ExpAvgSq].into_iter().filter(|state| from.has(*state));
-    let states: Vec<State> = states.collect();
-    let mut manifest = manifest(from, tag, &states);
-    let io = |source| Error::Io { action: "write", path: dir.to_owned(), source };
-    folder::begin(dir, tag).map_err(io)?;
-    let written = write(from, &folder::saving(dir, tag), &manifest, &states, &mut tell);
-    let published = written.and_then(|file| {
-        manifest.files = vec![file];
-        folder::publish(dir, &manifest, true).map_err(io)?;
-        Ok(path)
-    });
-    published.inspect_err(|_| folder::give_up(dir, tag))
+    Ok(path)
 }
 
 fn write(
@@ -48,7 +56,7 @@ fn write(
     states: &[State],
     tell: &mut impl FnMut(u64, u64),
 ) -> Result<super::FileEntry> {
-    let io = |source| Error::Io { action: "write", path: folder.to_owned(), source };
+    let io = |source| folder::not_written(folder, &source);
     let layout = manifest.layout();
     let (mut done, total) = (0, layout.bytes(0));
     let names: Vec<&str> = manifest.parameters.iter().map(|p| p.name.as_str()).collect();
@@ -94,7 +102,8 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Manifest
             patience_left: u32::try_from(scaler.cur_hysteresis).unwrap_or(1),
             steps: u64::try_from(scaler.cur_iter).unwrap_or(0),
             // DeepSpeed counts from -1.
-            clean: u64::try_from(scaler.cur_iter - scaler.last_overflow_iter - 1).unwrap_or(0),
+            clean: u64::try_from(scaler.cur_iter.saturating_sub(scaler.last_overflow_iter).saturating_sub(1))
+                .unwrap_or(0),
         }),
         optimizer_steps: from.optimizer_step().unwrap_or(updates),
         last_batch_iteration: from.last_batch_iteration().unwrap_or(updates as i64 - 1),

@@ -16,6 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+use twox_hash::XxHash3_64;
 
 /// What of a checkpoint is loaded. Names and defaults are DeepSpeed's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -174,7 +175,10 @@ impl<M> Engine<M> {
         let dir = dir.as_ref();
         let opened = Checkpoint::open(dir, tag);
         let opened = self.attempt(|engine| engine.core().agree(opened, dir))??;
-        let found = opened.as_ref().map_or_else(String::new, |c| c.path.display().to_string());
+        let found = opened.as_ref().map_or_else(String::new, |c| {
+            let checksum = XxHash3_64::oneshot(c.manifest.to_text().as_bytes());
+            format!("{} with a manifest of checksum {checksum:016x}", c.path.display())
+        });
         self.attempt(|engine| engine.core().same_on_all_ranks("checkpoints", &found, dir))??;
         let Some(checkpoint) = opened else {
             if self.rank() == 0 {
@@ -189,6 +193,7 @@ impl<M> Engine<M> {
         let wanted = self.attempt(|engine| engine.core().agree(wanted, &checkpoint.path))??;
         self.attempt(|engine| engine.core().set_all(&checkpoint, &wanted))?;
         let Manifest { client_state, global_samples, .. } = checkpoint.manifest.clone();
+        self.forget_forward();
         if !options.load_module_only {
             self.restore(&checkpoint.manifest, options);
         }
@@ -268,6 +273,8 @@ impl<M> Engine<M> {
 impl Core {
     fn set_all(&self, checkpoint: &Checkpoint, wanted: &[Wanted]) -> Result<()> {
         debug_assert_eq!(checkpoint.manifest.states[0], WEIGHTS);
+        // What a forward without a backward has gathered is from before.
+        lock(&self.gather).end(self)?;
         for Wanted { state, saved, kind, param, range } in wanted {
             let values = |part| checkpoint.read(*state, *saved, part).map(Flat::F32);
             if *kind == State::Weights && !self.placement.params.is_sharded() {

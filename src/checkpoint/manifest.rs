@@ -88,6 +88,9 @@ impl Parameter {
     }
 }
 
+/// Bytes of a header, which is read into memory: beyond those of a file of 60 TB.
+const MAX_HEADER: u64 = 1 << 30;
+
 /// The name of a rank's file.
 pub(super) fn file_name(rank: usize, world_size: usize) -> String {
     format!("rank_{rank:05}_of_{world_size:05}.safetensors")
@@ -143,6 +146,13 @@ impl Manifest {
         say(states_are_named, format!("its states are {:?}, and the first must be {WEIGHTS:?}", self.states))?;
         let ranks = self.files.len();
         say(self.world_size > 0 && ranks == self.world_size, format!("{ranks} files of {} ranks", self.world_size))?;
+        // Counters that go on counting, and are exact in f64.
+        let counters = [self.global_steps, self.skipped_steps, self.global_samples, self.optimizer_steps];
+        let next = self.last_batch_iteration.checked_add(1).and_then(|n| u64::try_from(n).ok());
+        let are_possible = counters.into_iter().chain([next.unwrap_or(u64::MAX)]).all(|n| n < 1 << 53);
+        say(are_possible && self.skipped_steps <= self.global_steps, "its counters of steps and samples".into())?;
+        let scale = self.scaler.as_ref().map_or(1.0, |scaler| scaler.scale);
+        say(scale.is_finite() && scale > 0.0, format!("its loss scale is {scale}"))?;
         let mut sum = 0u64;
         for p in &self.parameters {
             let bytes = p.checked_numel().and_then(|n| (n as u64).checked_mul(4 * self.states.len() as u64));
@@ -150,11 +160,13 @@ impl Manifest {
                 .and_then(|bytes| sum.checked_add(bytes))
                 .ok_or_else(|| format!("shape {:?} of {} is larger than any memory", p.shape, p.name))?;
         }
+        sum.checked_add(self.world_size as u64 * MAX_HEADER).ok_or("files that are larger than any disk")?;
         let layout = self.layout();
         for (rank, file) in self.files.iter().enumerate() {
             let name = file_name(rank, self.world_size);
             say(file.name == name, format!("the file of rank {rank} is called {:?}, not {name:?}", file.name))?;
-            let header_is_possible = file.header_bytes >= 8 && file.header_bytes.is_multiple_of(PAGE as u64);
+            let header_is_possible =
+                (8..MAX_HEADER).contains(&file.header_bytes) && file.header_bytes.is_multiple_of(PAGE as u64);
             say(header_is_possible, format!("{name} has a header of {} bytes", file.header_bytes))?;
             let bytes = file.header_bytes.checked_add(layout.bytes(rank));
             say(

@@ -31,6 +31,7 @@ pub(crate) use consolidate::absent_or_empty;
 pub use consolidate::{ConsolidateSettings, Consolidated, ConsolidatedDtype, consolidate};
 pub(crate) use examine::{Examined, Found, examine, find, place};
 pub use import::import;
+pub(crate) use import::new_place;
 pub use load::{Checkpoint, LoadOptions, Loaded};
 pub use manifest::{FileEntry, Manifest, Parameter};
 pub use save::SaveOptions;

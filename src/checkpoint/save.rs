@@ -21,6 +21,7 @@ use crate::param::fnv1a;
 use crate::zero::core::Core;
 use crate::zero::share::{self, State};
 use serde_json::Value;
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -48,6 +49,8 @@ pub(crate) struct Saving {
     manifest: Manifest,
     options: SaveOptions,
     writing: Writing,
+    /// Rank 0's hold on the folder.
+    lock: Option<File>,
 }
 
 enum Writing {
@@ -93,7 +96,8 @@ impl<M> Engine<M> {
         let mut manifest = self.manifest(tag, client_state);
         let options = options.clone();
         let validation = self.config().tag_validation;
-        manifest.tag = self.attempt(|engine| engine.core().begin_save(&dir, &manifest.tag, validation))??;
+        let lock;
+        (manifest.tag, lock) = self.attempt(|engine| engine.core().begin_save(&dir, &manifest.tag, validation))??;
         let path = dir.join(&manifest.tag);
         let share = Share::new(self.core().clone(), folder::saving(&dir, &manifest.tag), &manifest);
         let writing = match options.in_background {
@@ -108,7 +112,7 @@ impl<M> Engine<M> {
             },
         };
         let in_background = options.in_background;
-        *self.saving() = Some(Saving { dir, manifest, options, writing });
+        *self.saving() = Some(Saving { dir, manifest, options, writing, lock });
         if !in_background {
             self.wait_for_checkpoint()?;
         }
@@ -171,7 +175,7 @@ impl Share {
     }
 
     fn write(&self) -> Result<FileEntry> {
-        let wrong = |source| Error::Io { action: "write", path: self.folder.clone(), source };
+        let wrong = |source| folder::not_written(&self.folder, &source);
         let rank = self.core.comm.rank();
         let names: Vec<&str> = self.core.params.iter().map(|p| p.name.as_str()).collect();
         let mut file = RankWriter::create(&self.folder, &self.layout, &names, &self.states, rank).map_err(wrong)?;
@@ -188,9 +192,9 @@ impl Share {
 }
 
 impl Core {
-    /// Begins a checkpoint, and gives the tag that all ranks save under. The outer error is one of communication; the
+    /// Begins a checkpoint, and gives the tag that all ranks save under, and rank 0's hold on the folder. The outer error is one of communication; the
     /// inner one leaves the ranks in step.
-    fn begin_save(&self, dir: &Path, tag: &str, validation: TagValidation) -> Result<Result<String>> {
+    fn begin_save(&self, dir: &Path, tag: &str, validation: TagValidation) -> Result<Result<(String, Option<File>)>> {
         if let Err(error) = self.agree(folder::check_tag(dir, tag), dir)? {
             return Ok(Err(error));
         }
@@ -209,12 +213,10 @@ impl Core {
             }
         };
         let begun = match self.comm.rank() {
-            0 => {
-                folder::begin(dir, &tag).map_err(|source| Error::Io { action: "create", path: dir.to_owned(), source })
-            }
-            _ => Ok(()),
+            0 => folder::begin(dir, &tag).map(Some),
+            _ => Ok(None),
         };
-        Ok(self.agree(begun, dir)?.map(|()| tag))
+        Ok(self.agree(begun, dir)?.map(|lock| (tag, lock)))
     }
 
     /// Rank 0's tag, where they differ: a checkpoint of several would be none.
@@ -228,7 +230,7 @@ impl Core {
     }
 
     pub(crate) fn end_save(&self, saving: Saving) -> Result<Result<()>> {
-        let Saving { dir, mut manifest, options, writing } = saving;
+        let Saving { dir, mut manifest, options, writing, lock: _lock } = saving;
         let written = match writing {
             Writing::Done(result) => result,
             Writing::Thread(thread) => thread.join().unwrap_or_else(|_| {
@@ -253,10 +255,15 @@ impl Core {
     }
 
     fn publish(&self, dir: &Path, manifest: &Manifest, options: &SaveOptions) -> Result<()> {
-        let wrong = |source| Error::Io { action: "write", path: dir.to_owned(), source };
         let published = folder::publish(dir, manifest, options.save_latest);
-        published.inspect_err(|_| folder::give_up(dir, &manifest.tag)).map_err(wrong)?;
-        options.keep.map_or(Ok(()), |keep| folder::keep_newest(dir, keep.max(1)).map_err(wrong))
+        published.inspect_err(|_| folder::give_up(dir, &manifest.tag))?;
+        if let Some(keep) = options.keep
+            && let Err(error) = folder::keep_newest(dir, keep.max(1), &manifest.tag)
+        {
+            // The checkpoint is saved all the same.
+            say(&format!("warning: {error}. They stay; checkpoint {} is saved", manifest.tag));
+        }
+        Ok(())
     }
 
     /// The files of all ranks.

@@ -2,8 +2,9 @@
 
 use super::args::Refused;
 use super::tools::ByteProgress;
+use crate::Error;
 use crate::checkpoint::deepspeed::DeepSpeedCheckpoint;
-use crate::checkpoint::import;
+use crate::checkpoint::{import, new_place};
 use clap::Parser;
 use std::ffi::OsString;
 use std::io::Write as _;
@@ -40,15 +41,22 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
 
 impl Typed {
     fn run(self) -> ExitCode {
-        let refused = |error: crate::Error, code: u8| {
+        let refused = |error: Error, code: u8| {
             super::say(&format!("zerorun: {error}"));
             ExitCode::from(code)
         };
         let from = match DeepSpeedCheckpoint::open(&self.dir, self.tag.as_deref()) {
             Ok(from) => from,
-            Err(error) => return refused(error, super::EXIT_SETUP),
+            Err(error) => {
+                // A file that is there is damaged.
+                let is_there = matches!(&error, Error::DeepSpeedCheckpoint { path, .. } if path.is_file());
+                return refused(error, if is_there { 1 } else { super::EXIT_SETUP });
+            }
         };
         let name = self.name.unwrap_or_else(|| format!("global_step{}", from.global_steps()));
+        if let Err(error) = new_place(&self.out, &name) {
+            return refused(error, super::EXIT_SETUP);
+        }
         let mut progress = ByteProgress::default();
         let done =
             from.verify().and_then(|()| import(&from, &self.out, &name, |done, total| progress.tell(done, total)));

@@ -3,8 +3,9 @@
 use crate::{Error, Result};
 use serde::Serialize;
 use serde_json::Value;
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io::{ErrorKind, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 /// Writes one JSON object per line. Each line is handed to the system at once, so a run that dies leaves whole lines.
@@ -43,9 +44,17 @@ impl MetricsWriter {
             line.and_then(|line| line["step"].as_u64()).is_some_and(|s| s < step)
         };
         let kept: String = text.lines().filter(is_earlier).map(|line| format!("{line}\n")).collect();
-        let mut writer = Self::create(path)?;
-        writer.file.write_all(kept.as_bytes()).map_err(wrong)?;
-        Ok(writer)
+        if text.is_empty() {
+            return Self::create(path);
+        }
+        // Beside, then under its name: a kill in between must not cost the log.
+        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let open = Permissions::from_mode(0o666);
+        let beside = tempfile::Builder::new().prefix(".candle-zero-").permissions(open).tempfile_in(folder);
+        let mut beside = beside.map_err(wrong)?;
+        beside.write_all(kept.as_bytes()).map_err(wrong)?;
+        let file = beside.persist(path).map_err(|e| wrong(e.error))?;
+        Ok(Self { file, path: path.into() })
     }
 
     /// Appends one line. Numbers that are not finite become `null`, since JSON has no word for them.

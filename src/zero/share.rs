@@ -115,11 +115,12 @@ impl Core {
     /// Sets elements of a parameter that is whole on this rank.
     pub fn write_whole(&self, param: usize, mut values: impl FnMut(Range<usize>) -> Result<Flat>) -> Result<()> {
         let Some(param) = self.params.get(param).filter(|_| !self.placement.params.is_sharded()) else { return Ok(()) };
-        for part in pieces(&(0..param.numel)) {
-            let values = values(part.clone())?;
-            residency::with_values(&param.tensor, |whole| whole.slice_mut(part).copy_cast(values.as_ref()))?;
-        }
-        Ok(())
+        residency::with_values(&param.tensor, |whole| {
+            pieces(&(0..param.numel)).try_for_each(|part| {
+                whole.slice_mut(part.clone()).copy_cast(values(part)?.as_ref());
+                Ok(())
+            })
+        })?
     }
 
     fn files(&self) -> &Offload {
