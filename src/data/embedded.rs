@@ -131,6 +131,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/launch/frontmatter.rs",
     "src/launch/import.rs",
     "src/launch/inspect.rs",
+    "src/launch/machine.rs",
     "src/launch/mod.rs",
     "src/launch/output.rs",
     "src/launch/package.rs",

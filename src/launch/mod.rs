@@ -16,6 +16,7 @@ mod discover;
 mod frontmatter;
 mod import;
 mod inspect;
+mod machine;
 mod output;
 mod package;
 mod ranks;

@@ -45,7 +45,7 @@ impl fmt::Display for DiskAccess {
 }
 
 /// Bytes that the system could give to the page cache; 0 where it does not say.
-fn available_memory() -> u64 {
+pub(crate) fn available_memory() -> u64 {
     let kib = |text: &str| text.trim().strip_suffix("kB").and_then(|n| n.trim().parse::<u64>().ok());
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let available = meminfo.lines().find_map(|line| kib(line.strip_prefix("MemAvailable:")?)).unwrap_or(0) * 1024;

@@ -53,15 +53,19 @@ fn works(direct: &File) -> bool {
     !refused && rustix::fs::ftruncate(direct, 0).is_ok()
 }
 
+/// The same file, which is empty, around the page cache: where that works.
+pub(crate) fn open_direct(cached: &File) -> Option<File> {
+    // A path of its own to the same file: the flag would otherwise hold for both.
+    let again = format!("/proc/self/fd/{}", cached.as_raw_fd());
+    let flags = rustix::fs::OFlags::DIRECT.bits().cast_signed();
+    OpenOptions::new().read(true).write(true).custom_flags(flags).open(again).ok().filter(works)
+}
+
 impl Arena {
     /// An empty file for `kind`; `name` is for messages.
     pub fn create(folder: &Arc<Folder>, kind: Kind, name: &'static str, ledger: &Ledger) -> Result<Arc<Self>> {
         let cached = folder.unnamed_file()?;
-        // A path of its own to the same file: the flag would otherwise hold for both.
-        let again = format!("/proc/self/fd/{}", cached.as_raw_fd());
-        let flags = rustix::fs::OFlags::DIRECT.bits().cast_signed();
-        let direct = OpenOptions::new().read(true).write(true).custom_flags(flags).open(again).ok();
-        let direct = direct.filter(works);
+        let direct = open_direct(&cached);
         // A file that is copied on every write (btrfs) would ask for space again and again. Others know no such flag.
         let _ = ioctl_getflags(&cached).and_then(|flags| ioctl_setflags(&cached, flags | IFlags::NOCOW));
         let held = ledger.hold_in(Tier::File, kind, 0);

@@ -152,7 +152,8 @@ impl Folder {
     }
 }
 
-fn free(path: &Path) -> u64 {
+/// Bytes that this user may still write to the disk of `path`; 0 where it does not say.
+pub(crate) fn free(path: &Path) -> u64 {
     rustix::fs::statvfs(path).map_or(0, |s| s.f_bavail.saturating_mul(s.f_frsize))
 }
 
@@ -182,7 +183,8 @@ fn owner_of_lock(inode: u64) -> Option<u32> {
     owners.next().filter(|_| owners.next().is_none())
 }
 
-fn is_memory(path: &Path) -> bool {
+/// Whether the files of a folder lie in memory.
+pub(crate) fn is_memory(path: &Path) -> bool {
     const TMPFS: i64 = 0x0102_1994;
     const RAMFS: i64 = 0x8584_58f6;
     #[allow(clippy::useless_conversion, reason = "the field's width differs between systems")]

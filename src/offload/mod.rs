@@ -40,8 +40,10 @@ mod store;
 pub use access::DiskAccess;
 pub use report::OffloadReport;
 
+pub(crate) use access::available_memory;
 pub(crate) use aligned::Aligned;
-pub(crate) use arena::{ALIGN, Extent};
+pub(crate) use arena::{ALIGN, Extent, open_direct};
+pub(crate) use folder::{free as free_space, is_memory};
 pub(crate) use io::Transfer;
 pub(crate) use pipeline::{Pipeline, Plan, STEP, Staged, Stream, Window, windows};
 pub(crate) use spill::Spilled;
