@@ -449,6 +449,22 @@ fn two_engines_save_into_one_folder_and_neither_clears_what_the_other_writes() {
 }
 
 #[test]
+fn a_save_waits_a_moment_for_a_process_that_is_dying_to_let_go_of_the_folder() {
+    let dir = folder();
+    let left = dir.path().join(".candle-zero-saving-again");
+    std::fs::create_dir(&left).unwrap();
+    let held = std::fs::File::open(&left).unwrap();
+    rustix::fs::flock(&held, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    let dies = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        drop(held);
+    });
+    alone(|engine| engine.save_checkpoint(dir.path(), Some("again"), Value::Null));
+    dies.join().unwrap();
+    assert_eq!(names(dir.path()), ["again", "latest"]);
+}
+
+#[test]
 fn numbers_of_client_state_come_back_bit_for_bit_and_what_would_not_is_an_error() {
     let dir = folder();
     let numbers: Vec<f64> =

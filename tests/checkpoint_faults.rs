@@ -13,6 +13,7 @@ use launch_support::{descendants, example, runs, start, wait_for, wait_up_to, ze
 use proptest::prelude::*;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use twox_hash::XxHash3_64;
@@ -335,7 +336,14 @@ fn a_job_killed_at_any_moment_leaves_a_whole_checkpoint_at_most_one_save_old() {
         command.arg("--metrics").arg(&metrics).env("RAYON_NUM_THREADS", "1");
         let mut job = start(&mut command);
         let pid = i32::try_from(job.id()).unwrap();
-        wait_for("steps", || (done() > before + 2).then_some(()));
+        wait_for("steps", || {
+            if job.try_wait().unwrap().is_some() {
+                let mut text = String::new();
+                job.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+                panic!("kill {kill}: the job ended by itself: {text}");
+            }
+            (done() > before + 2).then_some(())
+        });
         let delay = Duration::from_micros(u64::from(seed.wrapping_mul(kill * 2 + 1) % 40_000));
         std::thread::sleep(delay);
         let ranks = descendants(pid);

@@ -15,10 +15,14 @@ use std::fs::{File, Permissions};
 use std::io::{ErrorKind, Result as IoResult, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, Instant};
 
 const LATEST: &str = "latest";
 const SAVING: &str = ".candle-zero-saving-";
 const NEW_LATEST: &str = ".candle-zero-latest-";
+
+/// How long a process that was killed may hold what it was writing.
+const DYING: Duration = Duration::from_secs(5);
 
 /// Bytes of a tag: names of files have 255 at most, and [`SAVING`] comes before it.
 pub(super) const MAX_TAG: usize = 200;
@@ -64,10 +68,16 @@ pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
         }
         Ok(())
     };
+    let start = Instant::now();
     clear().map_err(|e| not_written(dir, &e))?;
-    if from.exists() {
-        let problem = format!("another save of {tag} is under way there. Let it end, or give another tag or folder");
-        return Err(Error::Checkpoint { path: dir.to_owned(), problem });
+    while from.exists() {
+        if start.elapsed() > DYING {
+            let problem =
+                format!("another save of {tag} is under way there. Let it end, or give another tag or folder");
+            return Err(Error::Checkpoint { path: dir.to_owned(), problem });
+        }
+        std::thread::sleep(Duration::from_millis(10));
+        clear().map_err(|e| not_written(dir, &e))?;
     }
     let lock = std::fs::create_dir(&from).and_then(|()| File::open(&from)).map_err(|e| not_written(dir, &e))?;
     // Where the file system knows no locks, nobody asks for them either.
