@@ -138,6 +138,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/launch/ranks.rs",
     "src/launch/report.rs",
     "src/launch/restarts.rs",
+    "src/launch/schedule.rs",
     "src/launch/script.rs",
     "src/launch/signals.rs",
     "src/launch/tail.rs",
