@@ -57,7 +57,7 @@ fn optimizer(bencher: Bencher<'_, '_>, threads: usize, config: &OptimizerConfig,
     let mut step = 0;
     measure(bencher, threads, bytes, move || {
         step += 1;
-        let ctx = StepContext { lr: 1e-3, step, grad_scale: 0.7 };
+        let ctx = StepContext { lr: 1e-3, betas: None, step, grad_scale: 0.7 };
         let mut states: Vec<_> = states.iter_mut().map(f32s).collect();
         let copy = copy.as_mut().map(Flat::as_mut);
         optimizer.update(&ctx, f32s(&mut weights), grad.as_ref(), &mut states, copy);

@@ -19,7 +19,7 @@ use crate::memory::{ElementBytes, Ledger, MemoryReport};
 use crate::monitor::say;
 use crate::nn::draw_from;
 use crate::offload::{DiskAccess, Offload, OffloadReport};
-use crate::optim::{self, Optimizer, Schedule, StepContext};
+use crate::optim::{self, LrSchedule, Momentum, Optimizer, Schedule, StepContext};
 use crate::param::registry::{Holding, Registry};
 use crate::param::{ROOT, Source, fnv1a, lock};
 use crate::precision::{LossScaler, ScalerState, gradient_multiplier};
@@ -144,6 +144,7 @@ pub struct EngineBuilder {
     seed: Option<u64>,
     init_from: Option<PathBuf>,
     disk_access: Option<DiskAccess>,
+    schedule: Option<Arc<dyn LrSchedule>>,
 }
 
 impl Engine<()> {
@@ -190,6 +191,13 @@ impl EngineBuilder {
         self
     }
 
+    /// A learning-rate schedule of your own, the same on all ranks. It wins over the configuration's `scheduler`.
+    #[must_use]
+    pub fn schedule(mut self, schedule: impl LrSchedule + 'static) -> Self {
+        self.schedule = Some(Arc::new(schedule));
+        self
+    }
+
     /// Builds the model and partitions it. Collective.
     ///
     /// # Errors
@@ -214,7 +222,7 @@ impl EngineBuilder {
                 Some(path) => Source::file(path)?,
                 None => Source::Random { seed: self.seed.unwrap_or(config.seed) },
             };
-            Engine::new(build, config, source, comm.clone(), device, self.disk_access)
+            Engine::new(build, config, source, comm.clone(), device, self.disk_access, self.schedule)
         });
         engine.inspect_err(|e| comm.abort(&e.to_string()))
     }
@@ -241,6 +249,7 @@ impl<M> Engine<M> {
         comm: Arc<dyn Communicator>,
         device: Device,
         disk_access: Option<DiskAccess>,
+        own_schedule: Option<Arc<dyn LrSchedule>>,
     ) -> Result<Self> {
         let (rank, world_size) = (comm.rank(), comm.size());
         if rank == 0 {
@@ -289,13 +298,17 @@ impl<M> Engine<M> {
         }
         let recompute = [config.activation_checkpointing, config.cpu_checkpointing];
         let core = Core::new(comm, config.zero.clone(), plan, dtype, recompute, registered, ledger, offload, &link);
-        core.check_same_on_all_ranks(&config, weights)?;
-        lock(&core.gather).refresh_persistent(&core)?;
-        let base_lr = config.optimizer.as_ref().map_or(0.0, optim::base_lr);
-        let schedule = match &config.scheduler {
-            Some(scheduler) => Schedule::new(scheduler, base_lr)?,
-            None => Schedule::constant(base_lr),
+        let sections = (config.scheduler.as_ref(), config.optimizer.as_ref());
+        let has_own = own_schedule.is_some();
+        if let (0, true, Some(_)) = (rank, has_own, sections.0) {
+            say("config: scheduler: not used, the engine was given a schedule of its own");
+        }
+        let schedule = match own_schedule {
+            Some(own) => Schedule::custom(own, sections.1),
+            None => Schedule::new(sections.0, sections.1)?,
         };
+        core.check_same_on_all_ranks(&config, (has_own, &schedule), weights)?;
+        lock(&core.gather).refresh_persistent(&core)?;
         let scaler = LossScaler::new(&config.precision, config.zero.stage);
         Ok(Self {
             model,
@@ -469,9 +482,10 @@ impl<M> Engine<M> {
         if applied {
             let multiplier = gradient_multiplier(vote.norm, scale, self.config.gradient_clipping);
             let step = self.optimizer_steps + 1;
-            let ctx = StepContext { lr: self.schedule.lr(), step, grad_scale: multiplier as f32 };
             // What is being saved changes now.
             self.end_saving()?;
+            let (lr, betas) = self.schedule.in_force()?;
+            let ctx = StepContext { lr, betas, step, grad_scale: multiplier as f32 };
             let optimizer = self.optimizer.as_deref().ok_or(Error::NoOptimizer)?;
             self.core.update(optimizer, &ctx)?;
             self.optimizer_steps += 1;
@@ -583,6 +597,11 @@ impl<M> Engine<M> {
     /// Learning rate of the coming optimizer step, one per parameter group (there is one group).
     pub fn get_lr(&self) -> Vec<f64> {
         vec![self.schedule.lr()]
+    }
+
+    /// Momentum of the coming optimizer step, one per parameter group (there is one group).
+    pub fn get_mom(&self) -> Vec<Momentum> {
+        vec![self.schedule.momentum()]
     }
 
     /// Global L2 norm of the last optimizer step's gradients, before clipping, loss scale divided out; infinite after
@@ -741,15 +760,15 @@ impl Clock {
 }
 
 impl Core {
-    /// Collective: an error where ranks built different models, read different configurations or begin with different
-    /// `weights` (a hash).
-    fn check_same_on_all_ranks(&self, config: &Config, weights: u64) -> Result<()> {
+    /// Collective: an error where ranks built different models, read different configurations, begin with different
+    /// `weights` (a hash) or with a different `schedule` (its own, and as it begins).
+    fn check_same_on_all_ranks(&self, config: &Config, schedule: (bool, &Schedule), weights: u64) -> Result<()> {
         let mut text = String::new();
         for param in &self.params {
             text += &format!("{} {:?} {};", param.name, param.shape, param.unit);
         }
         let elements: usize = self.params.iter().map(|p| p.numel).sum();
-        let config = format!("{:?}", Config { notes: Vec::new(), ..config.clone() });
+        let config = format!("{:?} {schedule:?}", Config { notes: Vec::new(), ..config.clone() });
         let hashes = [fnv1a(text.as_bytes()), fnv1a(config.as_bytes()), weights];
         // Halves, because f64 carries 53 bits exactly.
         let halves = hashes.iter().flat_map(|h| [(h >> 32) as f64, (h & 0xffff_ffff) as f64]);

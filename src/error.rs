@@ -336,9 +336,10 @@ pub enum Error {
         /// Candle's words, without a backtrace.
         why: String,
     },
-    /// Ranks read different configurations.
+    /// Ranks read different configurations, or have different schedules of their own.
     #[error(
-        "rank {rank} reads another configuration than rank {other}; every rank must be given the same file or value"
+        "rank {rank} reads another configuration than rank {other}; every rank must be given the same file or value, \
+         and the same schedule"
     )]
     ConfigsDiffer {
         /// This rank.
@@ -497,6 +498,21 @@ pub enum Error {
         allowed: &'static str,
         /// What to do.
         mend: &'static str,
+    },
+    /// A value of a schedule that no optimizer can work with.
+    #[error(
+        "the schedule has {found} as {what} of optimizer step {step}; allowed is {allowed}: correct the schedule \
+         (OneCycle: lower decay_mom_rate), or train for fewer steps"
+    )]
+    ScheduleValue {
+        /// Which value.
+        what: &'static str,
+        /// Number of the optimizer step, from 1; skipped ones do not count.
+        step: i64,
+        /// The value.
+        found: f64,
+        /// What it may be.
+        allowed: &'static str,
     },
     /// Gradients overflow although the dynamic loss scale is as small as it may be.
     #[error(

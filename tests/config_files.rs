@@ -4,8 +4,8 @@
 use candle_core::DType;
 use candle_zero::Error;
 use candle_zero::config::{
-    AdamConfig, Aio, Batch, Config, GradientOp, OffloadOptimizer, OffloadParam, OffloadTo, OptimizerConfig, Precision,
-    SchedulerConfig, SgdConfig, WarmupType,
+    AdamConfig, Aio, Batch, Config, GradientOp, OffloadOptimizer, OffloadParam, OffloadTo, OneCycleConfig,
+    OptimizerConfig, Precision, SchedulerConfig, SgdConfig, WarmupType,
 };
 use candle_zero::layout::ZeroStage;
 use proptest::prelude::*;
@@ -206,6 +206,33 @@ fn sgd_and_every_schedule_resolve() {
             warmup_type: WarmupType::Linear
         }
     );
+    assert_eq!(
+        schedule("OneCycle", json!({"cycle_min_lr": [1e-4], "cycle_max_lr": 1})),
+        SchedulerConfig::OneCycle(OneCycleConfig::new(1e-4, 1.0))
+    );
+    // The way down is like the way up.
+    assert_eq!(
+        schedule(
+            "OneCycle",
+            json!({"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 9, "cycle_first_stair_count": 3})
+        ),
+        SchedulerConfig::OneCycle(OneCycleConfig {
+            cycle_first_step_size: 9.0,
+            cycle_second_step_size: 9.0,
+            cycle_first_stair_count: 3,
+            cycle_second_stair_count: 3,
+            ..OneCycleConfig::new(0.0, 1.0)
+        })
+    );
+    assert_eq!(
+        schedule("LRRangeTest", json!({})),
+        SchedulerConfig::LrRangeTest {
+            lr_range_test_min_lr: 0.001,
+            lr_range_test_step_size: 2000,
+            lr_range_test_step_rate: 1.0,
+            lr_range_test_staircase: false
+        }
+    );
 }
 
 #[test]
@@ -391,7 +418,7 @@ fn features_whose_silent_loss_would_change_training_are_refused() {
         (json!({"optimizer": {"type": "Adam", "params": {"amsgrad": true}}}), "optimizer.params.amsgrad"),
         (json!({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 0}}}), "optimizer.params.max_grad_norm"),
         (json!({"optimizer": {"type": "Adam", "params": {"freeze_step": 2}}}), "optimizer.params.freeze_step"),
-        (json!({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0}}}), "scheduler.type"),
+        (json!({"scheduler": {"type": "OneCycleLR", "params": {"max_lr": 0}}}), "scheduler.type"),
         (json!({"scheduler": {"type": "warmuplr"}}), "scheduler.type"),
         (json!({"scheduler": {"params": {}}}), "scheduler.type"),
         (json!({"optimizer": {}}), "optimizer.type"),
@@ -413,6 +440,11 @@ fn rules_between_keys_hold() {
         json!({"zero_optimization": zero})
     };
     let sgd = json!({"type": "SGD"});
+    let cycle = |more: Value| {
+        let mut params = json!({"cycle_min_lr": 0, "cycle_max_lr": 1});
+        params.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        json!({"scheduler": {"type": "OneCycle", "params": params}})
+    };
     let cases = [
         (zero(2, json!({"allgather_bucket_size": 77})), "zero_optimization.allgather_bucket_size"),
         (zero(1, json!({"offload_optimizer": {"ratio": 0.5}})), "zero_optimization.offload_optimizer.ratio"),
@@ -430,6 +462,12 @@ fn rules_between_keys_hold() {
         (json!({"optimizer": {"type": "SGD", "params": {"nesterov": true}}}), "optimizer.params.nesterov"),
         (json!({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1]}}}), "optimizer.params.betas"),
         (json!({"scheduler": {"type": "WarmupDecayLR"}}), "scheduler.params.total_num_steps"),
+        (cycle(json!({"cycle_max_lr": null})), "scheduler.params.cycle_max_lr"),
+        (cycle(json!({"cycle_max_lr": [1, 2]})), "scheduler.params.cycle_max_lr"),
+        (cycle(json!({"cycle_first_step_size": 0})), "scheduler.params.cycle_first_step_size"),
+        (cycle(json!({"cycle_second_step_size": -1})), "scheduler.params.cycle_second_step_size"),
+        (cycle(json!({"cycle_max_mom": 1})), "scheduler.params.cycle_max_mom"),
+        (cycle(json!({"last_batch_iteration": 3})), "scheduler.params.last_batch_iteration"),
         (
             json!({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}),
             "scheduler.params.warmup_num_steps",
@@ -466,6 +504,7 @@ fn rules_between_keys_hold() {
         json!({"prescale_gradients": true, "zero_optimization": {"stage": 2, "reduce_scatter": false}}),
         json!({"optimizer": sgd, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": true}),
         json!({"gradient_clipping": 0, "zero_optimization": {"stage": 2, "compute_grad_norm": false}}),
+        cycle(json!({"cycle_second_step_size": 0, "cycle_max_mom": 1, "cycle_momentum": false})),
         json!({"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}),
     ] {
         load(with(more));
@@ -539,6 +578,15 @@ fn any_config() -> impl Strategy<Value = Value> {
             "type": "WarmupCosineLR", "params": {"warmup_num_steps": steps, "total_num_steps": total}})),
         (9..99_u64, 1..9_u64).prop_map(|(total, steps)| json!({
             "type": "WarmupDecayLR", "params": {"warmup_num_steps": steps, "total_num_steps": total}})),
+        (1..9_u64, prop::option::of(0..9_u64), 0..4_u64, any::<bool>()).prop_map(
+            |(up, down, stairs, momentum)| json!({
+            "type": "OneCycle", "params": {
+                "cycle_min_lr": 0.1, "cycle_max_lr": [1], "cycle_first_step_size": up, "cycle_second_step_size": down,
+                "cycle_first_stair_count": stairs, "cycle_momentum": momentum, "decay_step_size": stairs,
+                "decay_mom_rate": 0.1}})
+        ),
+        (1..9_u64, any::<bool>()).prop_map(|(size, stairs)| json!({
+            "type": "LRRangeTest", "params": {"lr_range_test_step_size": size, "lr_range_test_staircase": stairs}})),
     ];
     let precision = prop_oneof![
         Just(json!({})),
@@ -588,10 +636,19 @@ fn paths(tree: &Value, path: &str, into: &mut Vec<String>) {
 
 #[test]
 fn no_value_of_any_key_makes_loading_panic() {
+    let decay = json!({"type": "WarmupDecayLR", "params": {"total_num_steps": 5000}});
+    let cycle = json!({"type": "OneCycle", "params": {
+        "cycle_min_lr": 0, "cycle_max_lr": 1, "decay_step_size": 1, "decay_mom_rate": 1}});
+    for scheduler in [decay, cycle] {
+        no_value_makes_loading_panic(&scheduler);
+    }
+}
+
+fn no_value_makes_loading_panic(scheduler: &Value) {
     let whole = json!({"train_batch_size": 8, "weight_quantization": {}, "checkpoint": {"writer": {}},
         "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"},
                               "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}},
-        "optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5000}}});
+        "optimizer": {"type": "Adam"}, "scheduler": scheduler});
     let whole = load(whole).to_deepspeed_json();
     let mut all = Vec::new();
     paths(&whole, "", &mut all);

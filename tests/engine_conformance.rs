@@ -8,7 +8,7 @@ use candle_zero::comm::threads;
 use candle_zero::config::{Config, OptimizerConfig};
 use candle_zero::layout::shard_len;
 use candle_zero::memory::Kind;
-use candle_zero::optim::{Schedule, base_lr};
+use candle_zero::optim::Schedule;
 use candle_zero::zero::{Unit, unit};
 use candle_zero::{Engine, Error};
 use safetensors::SafeTensors;
@@ -132,8 +132,7 @@ fn counters_and_schedule_count_skipped_steps_as_recorded() {
             });
             // The learning rate after so many steps of the schedule.
             let resolved = Config::load(config.clone(), 2).unwrap();
-            let base = base_lr(resolved.optimizer.as_ref().unwrap());
-            let mut schedule = Schedule::new(resolved.scheduler.as_ref().unwrap(), base).unwrap();
+            let mut schedule = Schedule::new(resolved.scheduler.as_ref(), resolved.optimizer.as_ref()).unwrap();
             let mut rates = vec![schedule.lr()];
             for _ in &overflows {
                 schedule.step();

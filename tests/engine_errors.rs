@@ -260,8 +260,8 @@ fn configurations_that_differ_between_ranks_are_refused_on_every_rank() {
         });
         let texts = errors(results.unwrap());
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[0], @"rank 0 reads another configuration than rank 2; every rank must be given the same file or value");
-            insta::assert_snapshot!(texts[2], @"rank 2 reads another configuration than rank 0; every rank must be given the same file or value");
+            insta::assert_snapshot!(texts[0], @"rank 0 reads another configuration than rank 2; every rank must be given the same file or value, and the same schedule");
+            insta::assert_snapshot!(texts[2], @"rank 2 reads another configuration than rank 0; every rank must be given the same file or value, and the same schedule");
         }
     }
 }

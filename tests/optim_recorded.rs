@@ -69,7 +69,7 @@ impl Run {
     /// One step, with the buffers cut at `cuts`, the last part first.
     fn step(&mut self, grad: FlatRef<'_>, grad_scale: f32, cuts: &[usize], mut half: Option<&mut Flat>) {
         self.step += 1;
-        let ctx = StepContext { lr: self.lr, step: self.step, grad_scale };
+        let ctx = StepContext { lr: self.lr, betas: None, step: self.step, grad_scale };
         let mut bounds = vec![0];
         bounds.extend_from_slice(cuts);
         bounds.push(self.param.len());

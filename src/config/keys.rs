@@ -18,6 +18,8 @@ pub(crate) enum Kind {
     IntNoBool(i64, i64),
     /// A finite number between two bounds.
     Float(f64, f64),
+    /// As `Float`, or a list with one for each parameter group, of which there is one.
+    PerGroup(f64, f64),
     Str,
     /// One of these words.
     OneOf(&'static [&'static str]),
@@ -192,6 +194,7 @@ mod short {
     pub(super) const POSITIVE: Kind = Kind::Int(1, i64::MAX);
     pub(super) const FLOAT: Kind = Kind::Float(f64::MIN, f64::MAX);
     pub(super) const NOT_NEGATIVE: Kind = Kind::Float(0.0, f64::MAX);
+    pub(super) const RATE_PER_GROUP: Kind = Kind::PerGroup(0.0, f64::MAX);
     pub(super) const SHARE: Kind = Kind::Float(0.0, 1.0);
     pub(super) const DTYPE: Kind = OneOfAnyCase(&["fp32", "fp16", "bf16"]);
 

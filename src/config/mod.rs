@@ -14,6 +14,7 @@ mod problem;
 mod reference;
 mod resolve;
 mod resolved;
+mod scheduler;
 mod source;
 mod value;
 mod walk;

@@ -1,8 +1,8 @@
-//! `optimizer` and `scheduler`: the table of parameters depends on the type.
+//! `optimizer`: the table of parameters depends on the type.
 
-use super::keys::{Section, typed_section};
+use super::keys::typed_section;
 use super::walk::{Walk, defaults};
-use super::{AdamConfig, OptimizerConfig, Rule, SchedulerConfig, SgdConfig, WarmupType};
+use super::{AdamConfig, OptimizerConfig, Rule, SgdConfig};
 use crate::layout::ZeroStage;
 use serde_json::Value;
 
@@ -27,14 +27,11 @@ const OTHER_OPTIMIZERS: [&str; 18] = [
     "RMSprop",
     "SparseAdam",
 ];
-/// Schedules that DeepSpeed has and that are not offered here.
-const OTHER_SCHEDULES: [&str; 2] = ["LRRangeTest", "OneCycle"];
 
 /// Default `weight_decay` of torch.optim.AdamW.
 const TORCH_ADAMW_DECAY: f64 = 0.01;
 
 const OPTIMIZER: &str = "optimizer";
-const SCHEDULER: &str = "scheduler";
 
 /// The optimizer of the file; problems go to the walk.
 pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<OptimizerConfig> {
@@ -56,7 +53,7 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
         needs_type(walk, OPTIMIZER, &names);
         return None;
     };
-    parameters(walk, OPTIMIZER, typed_section("optimizer.params", name)?);
+    parameters(walk, OPTIMIZER, name)?;
     untested(walk, Some(name), stage);
     let of = |key: &str| format!("optimizer.params.{key}");
     let float = |walk: &Walk<'_>, key: &str| walk.float(&of(key));
@@ -100,88 +97,19 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
     Some(config)
 }
 
-/// The schedule of the file; problems go to the walk.
-pub(super) fn scheduler(walk: &mut Walk<'_>) -> Option<SchedulerConfig> {
-    if !walk.given.contains_key(SCHEDULER) || walk.get(SCHEDULER) == Some(&Value::Null) {
-        return None;
-    }
-    let names = ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"];
-    let found = walk.str("scheduler.type").map(str::to_string);
-    let name = found.and_then(|found| {
-        let name = names.into_iter().find(|name| **name == found);
-        if name.is_none() {
-            stranger(walk, "scheduler.type", &found, &names, &OTHER_SCHEDULES, false);
-        }
-        name
-    });
-    let Some(name) = name else {
-        needs_type(walk, SCHEDULER, &names);
-        return None;
-    };
-    parameters(walk, SCHEDULER, typed_section("scheduler.params", name)?);
-    let of = |key: &str| format!("scheduler.params.{key}");
-    let warmup_type = match walk.str(&of("warmup_type")) {
-        Some("linear") => WarmupType::Linear,
-        Some("log") | None => WarmupType::Log,
-        Some(other) => {
-            let text = format!("\"{other}\" is unknown (log or linear): taken as \"log\", as in DeepSpeed");
-            walk.note(&of("warmup_type"), text);
-            walk.set(&of("warmup_type"), "log".into());
-            WarmupType::Log
-        }
-    };
-    let warmup_num_steps = walk.count(&of("warmup_num_steps"));
-    if name == "WarmupLR" {
-        return Some(SchedulerConfig::WarmupLr {
-            warmup_min_lr: walk.float(&of("warmup_min_lr")),
-            warmup_max_lr: walk.get(&of("warmup_max_lr")).and_then(Value::as_f64),
-            warmup_num_steps,
-            warmup_type,
-        });
-    }
-    let Some(total_num_steps) = walk.int(&of("total_num_steps")).and_then(|n| u64::try_from(n).ok()) else {
-        if !walk.given.contains_key(&of("total_num_steps")) {
-            let place = walk.place(SCHEDULER);
-            let text = format!("has to be given: {name} needs to know the steps of the whole schedule");
-            walk.problem(Rule::Type, &of("total_num_steps"), place, text);
-        }
-        return None;
-    };
-    if total_num_steps < warmup_num_steps {
-        let text =
-            format!("{total_num_steps} is less than warmup_num_steps {warmup_num_steps}: the warm-up never ends");
-        walk.note(&of("total_num_steps"), text);
-    }
-    Some(if name == "WarmupDecayLR" {
-        SchedulerConfig::WarmupDecayLr {
-            total_num_steps,
-            warmup_min_lr: walk.float(&of("warmup_min_lr")),
-            warmup_max_lr: walk.float(&of("warmup_max_lr")),
-            warmup_num_steps,
-            warmup_type,
-        }
-    } else {
-        SchedulerConfig::WarmupCosineLr {
-            total_num_steps,
-            warmup_min_ratio: walk.float(&of("warmup_min_ratio")),
-            warmup_num_steps,
-            cos_min_ratio: walk.float(&of("cos_min_ratio")),
-            warmup_type,
-        }
-    })
-}
-
-/// Reads `params` by the table of its type.
-fn parameters(walk: &mut Walk<'_>, owner: &str, section: &'static Section) {
+/// Reads `params` by the table of its type; `None` where there is none.
+pub(super) fn parameters(walk: &mut Walk<'_>, owner: &str, of_type: &str) -> Option<()> {
     let path = format!("{owner}.params");
+    let section = typed_section(&path, of_type)?;
     walk.set(&path, Value::Object(defaults(section)));
     if let Some(entries) = walk.params.get(&path).copied() {
         walk.section(section, entries);
     }
+    Some(())
 }
 
 /// Complains about an absent type, once.
-fn needs_type(walk: &mut Walk<'_>, owner: &str, names: &[&str]) {
+pub(super) fn needs_type(walk: &mut Walk<'_>, owner: &str, names: &[&str]) {
     let path = format!("{owner}.type");
     if !walk.problems.iter().any(|problem| problem.path.starts_with(owner)) {
         let place = walk.place(owner);
@@ -190,7 +118,7 @@ fn needs_type(walk: &mut Walk<'_>, owner: &str, names: &[&str]) {
 }
 
 /// Complains about a type that is not offered.
-fn stranger(walk: &mut Walk<'_>, path: &str, found: &str, names: &[&str], others: &[&str], any_case: bool) {
+pub(super) fn stranger(walk: &mut Walk<'_>, path: &str, found: &str, names: &[&str], others: &[&str], any_case: bool) {
     const ALIKE: f64 = 0.6;
     let same = |name: &&&str| if any_case { name.eq_ignore_ascii_case(found) } else { **name == found };
     let place = walk.place(path);

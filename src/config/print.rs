@@ -242,5 +242,36 @@ fn scheduler_json(scheduler: &SchedulerConfig) -> Value {
                 "warmup_type": shape(warmup_type),
             },
         }),
+        SchedulerConfig::OneCycle(cycle) => json!({
+            "type": "OneCycle",
+            "params": {
+                "cycle_min_lr": cycle.cycle_min_lr,
+                "cycle_max_lr": cycle.cycle_max_lr,
+                "decay_lr_rate": cycle.decay_lr_rate,
+                "cycle_first_step_size": cycle.cycle_first_step_size,
+                "cycle_second_step_size": cycle.cycle_second_step_size,
+                "cycle_first_stair_count": cycle.cycle_first_stair_count,
+                "cycle_second_stair_count": cycle.cycle_second_stair_count,
+                "decay_step_size": cycle.decay_step_size,
+                "cycle_momentum": cycle.cycle_momentum,
+                "cycle_min_mom": cycle.cycle_min_mom,
+                "cycle_max_mom": cycle.cycle_max_mom,
+                "decay_mom_rate": cycle.decay_mom_rate,
+            },
+        }),
+        SchedulerConfig::LrRangeTest {
+            lr_range_test_min_lr,
+            lr_range_test_step_size,
+            lr_range_test_step_rate,
+            lr_range_test_staircase,
+        } => json!({
+            "type": "LRRangeTest",
+            "params": {
+                "lr_range_test_min_lr": lr_range_test_min_lr,
+                "lr_range_test_step_size": lr_range_test_step_size,
+                "lr_range_test_step_rate": lr_range_test_step_rate,
+                "lr_range_test_staircase": lr_range_test_staircase,
+            },
+        }),
     }
 }

@@ -3,7 +3,8 @@
 use super::json::{Json, Node};
 use super::walk::Walk;
 use super::{
-    Config, ConfigProblem, Fp16, GradientOp, Precision, Rule, TagValidation, ZeroConfig, batch, offload, optim, value,
+    Config, ConfigProblem, Fp16, GradientOp, Precision, Rule, TagValidation, ZeroConfig, batch, offload, optim,
+    scheduler, value,
 };
 use crate::layout::ZeroStage;
 use candle_core::DType;
@@ -21,7 +22,7 @@ pub(super) fn resolve(root: &Node, world_size: usize) -> Result<Config, Vec<Conf
     let mut zero = zero(walk_ref);
     let precision = precision(walk_ref);
     let optimizer = optim::optimizer(walk_ref, zero.stage);
-    let scheduler = optim::scheduler(walk_ref);
+    let scheduler = scheduler::scheduler(walk_ref, optimizer.as_ref());
     check_gradients(walk_ref, zero.stage, precision);
     check_zero(walk_ref, zero.stage, precision);
     check_data_types(walk_ref, zero.stage, precision);

@@ -302,6 +302,68 @@ pub enum SchedulerConfig {
         /// Default log.
         warmup_type: WarmupType,
     },
+    /// `OneCycle`.
+    OneCycle(OneCycleConfig),
+    /// `LRRangeTest`.
+    LrRangeTest {
+        /// Default 0.001.
+        lr_range_test_min_lr: f64,
+        /// Default 2000.
+        lr_range_test_step_size: u64,
+        /// Default 1.
+        lr_range_test_step_rate: f64,
+        /// Default false.
+        lr_range_test_staircase: bool,
+    },
+}
+
+/// Parameters of OneCycle. Its sizes are numbers of steps.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct OneCycleConfig {
+    /// Required. Learning rate at both ends of the cycle.
+    pub cycle_min_lr: f64,
+    /// Required. Learning rate at its top.
+    pub cycle_max_lr: f64,
+    /// Default 0. After the cycle the rate is divided by 1 + this, per `decay_step_size`.
+    pub decay_lr_rate: f64,
+    /// Default 2000. Way up.
+    pub cycle_first_step_size: f64,
+    /// Default: as the first. Way down.
+    pub cycle_second_step_size: f64,
+    /// Default 0: no stairs on the way up.
+    pub cycle_first_stair_count: u64,
+    /// Default: as the first. Stairs on the way down.
+    pub cycle_second_stair_count: u64,
+    /// Default 0: no decay after the cycle.
+    pub decay_step_size: f64,
+    /// Default true: beta1 goes the other way round, and beta2 is 0.99.
+    pub cycle_momentum: bool,
+    /// Default 0.8. beta1 at the top of the cycle, and at the first step.
+    pub cycle_min_mom: f64,
+    /// Default 0.9. beta1 at the ends of the cycle.
+    pub cycle_max_mom: f64,
+    /// Default 0. After the cycle beta1 is multiplied by 1 + this, per `decay_step_size`.
+    pub decay_mom_rate: f64,
+}
+
+impl OneCycleConfig {
+    /// A cycle between two rates with DeepSpeed's defaults.
+    pub fn new(cycle_min_lr: f64, cycle_max_lr: f64) -> Self {
+        Self {
+            cycle_min_lr,
+            cycle_max_lr,
+            decay_lr_rate: 0.0,
+            cycle_first_step_size: 2000.0,
+            cycle_second_step_size: 2000.0,
+            cycle_first_stair_count: 0,
+            cycle_second_stair_count: 0,
+            decay_step_size: 0.0,
+            cycle_momentum: true,
+            cycle_min_mom: 0.8,
+            cycle_max_mom: 0.9,
+            decay_mom_rate: 0.0,
+        }
+    }
 }
 
 /// One thing that has to be said about a configuration, once, by path.

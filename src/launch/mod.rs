@@ -6,7 +6,7 @@
 //! rank fails; `restarts` decides whether it starts again. On the other side `discover` reads the variables that the launcher has set.
 //!
 //! What `zerorun` does besides are tools, found by the first word (`tools`): `zerorun bench disk PATH` (`bench`),
-//! `zerorun inspect DIR` (`inspect`), `zerorun consolidate DIR OUT` (`consolidate`).
+//! `zerorun inspect DIR` (`inspect`), `zerorun consolidate DIR OUT` (`consolidate`), `zerorun schedule` (`schedule`).
 
 mod args;
 mod bench;
@@ -22,6 +22,7 @@ mod package;
 mod ranks;
 mod report;
 mod restarts;
+mod schedule;
 mod script;
 mod signals;
 mod tail;

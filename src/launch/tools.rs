@@ -8,6 +8,7 @@ use super::consolidate;
 use super::import;
 use super::inspect;
 use super::machine;
+use super::schedule;
 use crate::monitor::Progress;
 use std::ffi::{OsStr, OsString};
 use std::process::ExitCode;
@@ -22,12 +23,13 @@ pub(super) struct Tool {
 }
 
 /// All of them, in the order of the help.
-const ALL: [Tool; 5] = [
+const ALL: [Tool; 6] = [
     Tool { name: "bench", about: "How fast a folder for offloaded state is", run: bench::run },
     Tool { name: "consolidate", about: "A checkpoint's parameters as Hugging Face's files", run: consolidate::run },
     Tool { name: "import", about: "A checkpoint of DeepSpeed as one of this library's", run: import::run },
     Tool { name: "inspect", about: "A folder's checkpoints, and whether one is whole", run: inspect::run },
     Tool { name: "report", about: "What this machine has, and what that means for training", run: machine::run },
+    Tool { name: "schedule", about: "Learning rate and momentum by step, without training", run: schedule::run },
 ];
 
 /// The tool of that name.

@@ -51,6 +51,7 @@ impl Adam {
 
     fn scalars(&self, ctx: &StepContext) -> Scalars {
         let AdamConfig { lr: _, betas, eps, weight_decay, bias_correction, decoupled } = self.config;
+        let betas = ctx.betas.unwrap_or(betas);
         let (beta1, beta2) = (f64::from(betas.0 as f32), f64::from(betas.1 as f32));
         let correction = |beta: f64| if bias_correction { 1.0 - beta.powf(ctx.step as f64) } else { 1.0 };
         let (l2, decay) = if decoupled { (0.0, ctx.lr * weight_decay) } else { (weight_decay, 0.0) };

@@ -9,14 +9,14 @@
 //! | `adam.rs` | Adam and AdamW |
 //! | `sgd.rs` | SGD |
 //! | `chunks.rs` | how one pass over all the buffers runs in parallel |
-//! | `schedule.rs` | learning rate by step |
+//! | `schedule.rs` | learning rate and momentum by step |
 
 mod adam;
 mod chunks;
 mod schedule;
 mod sgd;
 
-pub use schedule::{Schedule, validate};
+pub use schedule::{LrSchedule, Momentum, Schedule, validate};
 
 use crate::config::OptimizerConfig;
 use crate::precision::{FlatMut, FlatRef};
@@ -26,6 +26,9 @@ use crate::precision::{FlatMut, FlatRef};
 pub struct StepContext {
     /// Learning rate in force.
     pub lr: f64,
+    /// Betas in force where a schedule changes them; `None`: the optimizer's own. An optimizer without betas ignores
+    /// them.
+    pub betas: Option<(f64, f64)>,
     /// Number of this step, from 1. Skipped steps are not counted.
     pub step: u64,
     /// Every gradient element is multiplied by this first: 1 / (loss scale x clip factor). See
@@ -71,5 +74,13 @@ pub fn base_lr(config: &OptimizerConfig) -> f64 {
     match config {
         OptimizerConfig::Adam(config) => config.lr,
         OptimizerConfig::Sgd(config) => config.lr,
+    }
+}
+
+/// The momentum that the optimizer section names: what a [`Schedule`] starts from.
+pub fn momentum(config: &OptimizerConfig) -> Momentum {
+    match config {
+        OptimizerConfig::Adam(config) => Momentum::Betas(config.betas.0, config.betas.1),
+        OptimizerConfig::Sgd(config) => Momentum::Factor(config.momentum),
     }
 }

@@ -1,82 +1,200 @@
-//! Learning-rate schedules: WarmupLR, WarmupDecayLR and WarmupCosineLR with DeepSpeed's arithmetic.
+//! Learning rate and momentum by step: DeepSpeed's five schedules with its arithmetic, or one of your own.
 //!
-//! A counter `it` starts at -1. Constructing the schedule already puts the rate of `it = -1` in force, so optimizer
-//! step n (from 1) runs with the rate of `it = n - 2`, and the first **two** steps of a warm-up run at its minimum.
+//! DeepSpeed's counter `it` starts at -1. Constructing a schedule already puts the values of `it = -1` in force, so
+//! optimizer step n (from 1) runs with those of `it = n - 2`, and the first **two** steps of a warm-up run at its
+//! minimum.
 
-use crate::config::{SchedulerConfig, WarmupType};
+mod cycle;
+mod warmup;
+
+use super::{base_lr, momentum};
+use crate::config::{OptimizerConfig, SchedulerConfig};
 use crate::{Error, Result};
-use std::f64::consts::PI;
+use std::fmt;
+use std::sync::Arc;
 
-/// A learning rate that changes with the applied optimizer steps.
+/// A schedule of your own, for [`EngineBuilder::schedule`](crate::EngineBuilder::schedule).
+///
+/// Its values depend on nothing but the number of optimizer steps applied so far (a skipped one does not count), so
+/// that a run which goes on from a checkpoint gets the values that it would have had. All ranks must have the same
+/// schedule.
+///
+/// A closure is one that leaves the betas alone:
 ///
 /// ```
-/// use candle_zero::config::{SchedulerConfig, WarmupType};
+/// use candle_zero::Engine;
+/// use candle_zero::optim::LrSchedule;
+///
+/// // A tenth every thousand steps, with a beta1 that rises to 0.95.
+/// struct Stairs;
+///
+/// impl LrSchedule for Stairs {
+///     fn lr(&self, applied: u64) -> f64 {
+///         1e-2 * 0.1f64.powi((applied / 1000) as i32)
+///     }
+///
+///     fn betas(&self, applied: u64) -> Option<(f64, f64)> {
+///         Some((0.85 + 0.1 * (applied as f64 / 1000.0).min(1.0), 0.999))
+///     }
+/// }
+///
+/// let config = r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW"}}"#;
+/// let engine = Engine::builder().schedule(Stairs).initialize(|vb| candle_nn::linear(4, 1, vb), config)?;
+/// assert_eq!(engine.get_lr(), [1e-2]);
+///
+/// let rsqrt = |applied: u64| 1e-2 / ((applied + 1) as f64).sqrt();
+/// let engine = Engine::builder().schedule(rsqrt).initialize(|vb| candle_nn::linear(4, 1, vb), config)?;
+/// assert_eq!(engine.get_lr(), [1e-2]);
+/// # Ok::<(), candle_zero::Error>(())
+/// ```
+pub trait LrSchedule: Send + Sync {
+    /// The rate of the optimizer step that comes after `applied` ones: `lr(0)` is that of the first.
+    fn lr(&self, applied: u64) -> f64;
+
+    /// The betas of that step; `None`: the optimizer's own. An optimizer without betas keeps its momentum.
+    fn betas(&self, applied: u64) -> Option<(f64, f64)> {
+        let _ = applied;
+        None
+    }
+}
+
+impl<F: Fn(u64) -> f64 + Send + Sync> LrSchedule for F {
+    fn lr(&self, applied: u64) -> f64 {
+        self(applied)
+    }
+}
+
+/// What an optimizer has for momentum.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Momentum {
+    /// The decays of two moments. A schedule may change them.
+    Betas(f64, f64),
+    /// One factor (SGD's). No schedule changes it.
+    Factor(f64),
+}
+
+/// Learning rate and momentum that change with the applied optimizer steps.
+///
+/// ```
+/// use candle_zero::Config;
 /// use candle_zero::optim::Schedule;
 ///
-/// let config = SchedulerConfig::WarmupLr {
-///     warmup_min_lr: 0.0,
-///     warmup_max_lr: Some(0.1),
-///     warmup_num_steps: 10,
-///     warmup_type: WarmupType::Linear,
-/// };
-/// let mut schedule = Schedule::new(&config, 0.1)?;
+/// let config = Config::load(
+///     r#"{"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+///         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_type": "linear"}}}"#,
+///     1,
+/// )?;
+/// let mut schedule = Schedule::new(config.scheduler.as_ref(), config.optimizer.as_ref())?;
 /// assert_eq!(schedule.lr(), 0.0); // in force for the first optimizer step
 /// schedule.step();
 /// schedule.step();
 /// assert!((schedule.lr() - 0.01).abs() < 1e-12); // for the third
 /// # Ok::<(), candle_zero::Error>(())
 /// ```
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Clone)]
 pub struct Schedule {
-    config: Option<SchedulerConfig>,
-    base_lr: f64,
+    rule: Arc<dyn LrSchedule>,
+    /// The optimizer's own.
+    momentum: Momentum,
     last_batch_iteration: i64,
     lr: f64,
+    betas: Option<(f64, f64)>,
+}
+
+/// A schedule of the configuration.
+struct OfConfig {
+    config: SchedulerConfig,
+    /// The optimizer's own `lr`: WarmupCosineLR scales it, WarmupLR ends at it when `warmup_max_lr` is not given.
+    base_lr: f64,
+}
+
+impl LrSchedule for OfConfig {
+    fn lr(&self, applied: u64) -> f64 {
+        let it = counter(applied);
+        match &self.config {
+            SchedulerConfig::OneCycle(config) => cycle::lr(config, it),
+            SchedulerConfig::LrRangeTest {
+                lr_range_test_min_lr,
+                lr_range_test_step_size,
+                lr_range_test_step_rate,
+                lr_range_test_staircase,
+            } => {
+                let k = applied as f64 / *lr_range_test_step_size as f64;
+                let k = if *lr_range_test_staircase { k.floor() } else { k };
+                lr_range_test_min_lr * (1.0 + lr_range_test_step_rate * k)
+            }
+            config => warmup::lr(config, self.base_lr, it).unwrap_or(self.base_lr),
+        }
+    }
+
+    fn betas(&self, applied: u64) -> Option<(f64, f64)> {
+        match &self.config {
+            SchedulerConfig::OneCycle(config) => cycle::betas(config, counter(applied)),
+            _ => None,
+        }
+    }
+}
+
+/// DeepSpeed's counter.
+fn counter(applied: u64) -> f64 {
+    applied as f64 - 1.0
 }
 
 /// Refuses the parameter sets that DeepSpeed's constructors refuse.
 ///
 /// # Errors
 ///
-/// [`Error::ScheduleParameter`] when `warmup_num_steps` is 0. (A `total_num_steps` below it is allowed: DeepSpeed
-/// only warns.)
+/// [`Error::ScheduleParameter`] when `warmup_num_steps`, `lr_range_test_step_size` or `cycle_first_step_size` is 0, or a
+/// size of OneCycle is negative. (A `total_num_steps` below `warmup_num_steps` is allowed: DeepSpeed only warns.)
 pub fn validate(config: &SchedulerConfig) -> Result<()> {
-    if warmup_steps(config) == 0 {
-        return Err(Error::ScheduleParameter {
-            key: "scheduler.params.warmup_num_steps",
-            found: "0".into(),
-            allowed: "a positive integer",
-            mend: "leave the scheduler section out to train with the optimizer's constant lr",
-        });
-    }
-    Ok(())
-}
-
-fn warmup_steps(config: &SchedulerConfig) -> u64 {
+    const CONSTANT: &str = "leave the scheduler section out to train with the optimizer's constant lr";
+    let refused = |key, found: String, allowed, mend| Err(Error::ScheduleParameter { key, found, allowed, mend });
     match config {
-        SchedulerConfig::WarmupLr { warmup_num_steps, .. }
-        | SchedulerConfig::WarmupDecayLr { warmup_num_steps, .. }
-        | SchedulerConfig::WarmupCosineLr { warmup_num_steps, .. } => *warmup_num_steps,
+        SchedulerConfig::WarmupLr { warmup_num_steps: 0, .. }
+        | SchedulerConfig::WarmupDecayLr { warmup_num_steps: 0, .. }
+        | SchedulerConfig::WarmupCosineLr { warmup_num_steps: 0, .. } => {
+            refused("scheduler.params.warmup_num_steps", "0".into(), "a positive integer", CONSTANT)
+        }
+        SchedulerConfig::LrRangeTest { lr_range_test_step_size: 0, .. } => {
+            refused("scheduler.params.lr_range_test_step_size", "0".into(), "a positive integer", CONSTANT)
+        }
+        SchedulerConfig::OneCycle(cycle) if !(f64::MIN_POSITIVE..).contains(&cycle.cycle_first_step_size) => {
+            let found = cycle.cycle_first_step_size.to_string();
+            refused("scheduler.params.cycle_first_step_size", found, "a number above 0", "give the steps of the rise")
+        }
+        SchedulerConfig::OneCycle(cycle) if !(0.0..).contains(&cycle.cycle_second_step_size) => {
+            let found = cycle.cycle_second_step_size.to_string();
+            let mend = "give the steps of the fall, 0 for none";
+            refused("scheduler.params.cycle_second_step_size", found, "a number of at least 0", mend)
+        }
+        _ => Ok(()),
     }
 }
 
 impl Schedule {
-    /// The schedule of `config`, with the rate of the first optimizer step in force. `base_lr` is the optimizer's
-    /// own `lr`: WarmupCosineLR scales it, WarmupLR ends at it when `warmup_max_lr` is not given.
+    /// The schedule of a configuration's two sections, with the values of the first optimizer step in force. Without a
+    /// scheduler they are the optimizer's for ever; without an optimizer, 0.
     ///
     /// # Errors
     ///
     /// What [`validate`] refuses.
-    pub fn new(config: &SchedulerConfig, base_lr: f64) -> Result<Self> {
-        validate(config)?;
-        let mut schedule = Self { config: Some(*config), base_lr, last_batch_iteration: -1, lr: base_lr };
-        schedule.lr = schedule.lr_at(-1);
-        Ok(schedule)
+    pub fn new(scheduler: Option<&SchedulerConfig>, optimizer: Option<&OptimizerConfig>) -> Result<Self> {
+        let base_lr = optimizer.map_or(0.0, base_lr);
+        Ok(match scheduler {
+            None => Self::custom(Arc::new(move |_| base_lr), optimizer),
+            Some(config) => {
+                validate(config)?;
+                Self::custom(Arc::new(OfConfig { config: *config, base_lr }), optimizer)
+            }
+        })
     }
 
-    /// No schedule: `lr` for ever.
-    pub fn constant(lr: f64) -> Self {
-        Self { config: None, base_lr: lr, last_batch_iteration: -1, lr }
+    /// One of your own for this optimizer, with the values of the first step in force.
+    pub fn custom(rule: Arc<dyn LrSchedule>, optimizer: Option<&OptimizerConfig>) -> Self {
+        let momentum = optimizer.map_or(Momentum::Factor(0.0), momentum);
+        let mut schedule = Self { rule, momentum, last_batch_iteration: -1, lr: 0.0, betas: None };
+        schedule.restore(-1);
+        schedule
     }
 
     /// The learning rate in force for the coming optimizer step.
@@ -84,72 +202,69 @@ impl Schedule {
         self.lr
     }
 
+    /// The betas in force for it where the schedule changes them; `None`: the optimizer's own hold, or it has none.
+    pub fn betas(&self) -> Option<(f64, f64)> {
+        self.betas
+    }
+
+    /// The momentum in force for it: betas by schedule, else the optimizer's own.
+    pub fn momentum(&self) -> Momentum {
+        self.betas.map_or(self.momentum, |(beta1, beta2)| Momentum::Betas(beta1, beta2))
+    }
+
+    /// The learning rate and the betas in force, if an optimizer can take them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::ScheduleValue`] for a rate that is negative or not finite, and for betas outside 0 to below 1.
+    pub fn in_force(&self) -> Result<(f64, Option<(f64, f64)>)> {
+        let refused = |what, found, allowed| {
+            let step = self.last_batch_iteration.saturating_add(2);
+            Err(Error::ScheduleValue { what, step, found, allowed })
+        };
+        if !(0.0..f64::INFINITY).contains(&self.lr) {
+            return refused("learning rate", self.lr, "a finite number of at least 0");
+        }
+        let betas = self.betas.into_iter().flat_map(|(beta1, beta2)| [("beta1", beta1), ("beta2", beta2)]);
+        for (name, beta) in betas {
+            // Kernels see it in f32.
+            if !(0.0..1.0).contains(&(beta as f32)) {
+                return refused(name, beta, "a number of at least 0 and below 1");
+            }
+        }
+        Ok((self.lr, self.betas))
+    }
+
     /// Goes on by one step. To be called once per applied optimizer step, after it; a skipped one does not count.
     pub fn step(&mut self) {
-        self.last_batch_iteration += 1;
-        self.lr = self.lr_at(self.last_batch_iteration);
+        self.restore(self.last_batch_iteration.saturating_add(1));
     }
 
     /// Goes on where a counter says.
     pub fn restore(&mut self, last_batch_iteration: i64) {
         self.last_batch_iteration = last_batch_iteration;
-        self.lr = self.lr_at(last_batch_iteration);
+        // A counter below -1 is none: the beginning.
+        let applied = u64::try_from(last_batch_iteration.saturating_add(1)).unwrap_or(0);
+        self.lr = self.rule.lr(applied);
+        self.betas = match self.momentum {
+            Momentum::Betas(..) => self.rule.betas(applied),
+            Momentum::Factor(_) => None,
+        };
     }
 
     /// DeepSpeed's counter: applied optimizer steps - 1.
     pub fn last_batch_iteration(&self) -> i64 {
         self.last_batch_iteration
     }
-
-    /// The rate at counter `it`.
-    fn lr_at(&self, it: i64) -> f64 {
-        let Some(config) = &self.config else { return self.base_lr };
-        // A warm-up of one step is one of two: the logarithm of one would be divided by.
-        let warmup = warmup_steps(config).max(2) as f64;
-        let before = it < 0;
-        let it = it as f64;
-        match *config {
-            SchedulerConfig::WarmupLr { warmup_min_lr, warmup_max_lr, warmup_type, .. } => {
-                let gamma = match () {
-                    _ if before => 0.0,
-                    _ if it < warmup => warm_up(it, warmup, warmup_type),
-                    _ => 1.0,
-                };
-                warmup_min_lr + (warmup_max_lr.unwrap_or(self.base_lr) - warmup_min_lr) * gamma
-            }
-            SchedulerConfig::WarmupDecayLr { total_num_steps, warmup_min_lr, warmup_max_lr, warmup_type, .. } => {
-                let total = total_num_steps as f64;
-                let gamma = match () {
-                    _ if before => 0.0,
-                    _ if it < warmup => warm_up(it, warmup, warmup_type),
-                    _ => ((total - it) / (total - warmup).max(1.0)).max(0.0),
-                };
-                warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma
-            }
-            SchedulerConfig::WarmupCosineLr {
-                total_num_steps, warmup_min_ratio, cos_min_ratio, warmup_type, ..
-            } => {
-                let total = total_num_steps as f64;
-                let ratio = match () {
-                    _ if before => 0.0,
-                    _ if it < warmup => warmup_min_ratio + (1.0 - warmup_min_ratio) * warm_up(it, warmup, warmup_type),
-                    _ => {
-                        let progress = ((it - warmup + 1.0) / (total - warmup).max(1.0)).min(1.0);
-                        let cosine = (1.0 + (PI * progress).cos()) / 2.0;
-                        (cos_min_ratio + (1.0 - cos_min_ratio) * cosine).max(0.0)
-                    }
-                };
-                self.base_lr * ratio
-            }
-        }
-    }
 }
 
-/// How far a warm-up of `steps` has come at `it < steps`, from 0 to 1.
-fn warm_up(it: f64, steps: f64, shape: WarmupType) -> f64 {
-    match shape {
-        WarmupType::Log => (it + 1.0).ln() / steps.ln(),
-        WarmupType::Linear => it / steps,
+impl fmt::Debug for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Schedule")
+            .field("last_batch_iteration", &self.last_batch_iteration)
+            .field("lr", &self.lr)
+            .field("momentum", &self.momentum())
+            .finish_non_exhaustive()
     }
 }
 
@@ -157,23 +272,94 @@ fn warm_up(it: f64, steps: f64, shape: WarmupType) -> f64 {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::Config;
+    use crate::config::{OneCycleConfig, SgdConfig, WarmupType};
+
+    fn refusal(config: SchedulerConfig) -> String {
+        Schedule::new(Some(&config), None).unwrap_err().to_string()
+    }
 
     #[test]
-    fn a_warm_up_of_no_steps_is_refused_with_its_key() {
-        let config = SchedulerConfig::WarmupCosineLr {
+    fn what_no_schedule_can_have_is_refused_with_its_key() {
+        let cosine = SchedulerConfig::WarmupCosineLr {
             total_num_steps: 10,
             warmup_min_ratio: 0.0,
             warmup_num_steps: 0,
             cos_min_ratio: 0.0,
             warmup_type: WarmupType::Log,
         };
-        insta::assert_snapshot!(Schedule::new(&config, 0.1).unwrap_err(), @"scheduler.params.warmup_num_steps is 0; allowed is a positive integer: leave the scheduler section out to train with the optimizer's constant lr");
+        insta::assert_snapshot!(refusal(cosine), @"scheduler.params.warmup_num_steps is 0; allowed is a positive integer: leave the scheduler section out to train with the optimizer's constant lr");
+        let range = SchedulerConfig::LrRangeTest {
+            lr_range_test_min_lr: 0.1,
+            lr_range_test_step_size: 0,
+            lr_range_test_step_rate: 1.0,
+            lr_range_test_staircase: false,
+        };
+        insta::assert_snapshot!(refusal(range), @"scheduler.params.lr_range_test_step_size is 0; allowed is a positive integer: leave the scheduler section out to train with the optimizer's constant lr");
+        let cycle = |first, second| {
+            SchedulerConfig::OneCycle(OneCycleConfig {
+                cycle_first_step_size: first,
+                cycle_second_step_size: second,
+                ..OneCycleConfig::new(0.1, 0.2)
+            })
+        };
+        insta::assert_snapshot!(refusal(cycle(0.0, 5.0)), @"scheduler.params.cycle_first_step_size is 0; allowed is a number above 0: give the steps of the rise");
+        insta::assert_snapshot!(refusal(cycle(5.0, -1.0)), @"scheduler.params.cycle_second_step_size is -1; allowed is a number of at least 0: give the steps of the fall, 0 for none");
+        assert!(Schedule::new(Some(&cycle(5.0, 0.0)), None).is_ok());
     }
 
     #[test]
-    fn without_a_scheduler_the_rate_stays() {
-        let mut schedule = Schedule::constant(0.25);
+    fn without_a_scheduler_rate_and_momentum_stay() {
+        let sgd = SgdConfig { lr: 0.25, momentum: 0.9, dampening: 0.0, weight_decay: 0.0, nesterov: false };
+        let mut schedule = Schedule::new(None, Some(&OptimizerConfig::Sgd(sgd))).unwrap();
         schedule.step();
         assert_eq!((schedule.lr(), schedule.last_batch_iteration()), (0.25, 0));
+        assert_eq!((schedule.momentum(), schedule.betas()), (Momentum::Factor(0.9), None));
+    }
+
+    #[test]
+    fn every_stair_is_reached_at_its_first_step() {
+        let config = OneCycleConfig {
+            cycle_first_step_size: 49.0,
+            cycle_second_step_size: 30.0,
+            cycle_first_stair_count: 7,
+            cycle_second_stair_count: 3,
+            ..OneCycleConfig::new(0.0, 1.0)
+        };
+        // In sevenths and thirds, after so many steps.
+        let height = |applied: u64, stairs: f64| cycle::lr(&config, counter(applied)) * stairs;
+        for applied in 0..=49 {
+            assert!((height(applied, 7.0) - (applied / 7) as f64).abs() < 1e-12, "{applied}");
+        }
+        for applied in 50..=79 {
+            assert!((height(applied, 3.0) - ((79 - applied) / 10) as f64).abs() < 1e-12, "{applied}");
+        }
+    }
+
+    #[test]
+    fn values_that_no_optimizer_can_take_are_errors() {
+        let adam = Config::load(r#"{"train_batch_size": 1, "optimizer": {"type": "Adam"}}"#, 1).unwrap().optimizer;
+        for (lr, allowed) in [(0.0, true), (0.5, true), (-0.1, false), (f64::NAN, false), (f64::INFINITY, false)] {
+            let schedule = Schedule::custom(Arc::new(move |_| lr), adam.as_ref());
+            assert_eq!(schedule.in_force().is_ok(), allowed, "{lr}");
+        }
+        struct Betas(f64, f64);
+        impl LrSchedule for Betas {
+            fn lr(&self, _: u64) -> f64 {
+                0.1
+            }
+            fn betas(&self, _: u64) -> Option<(f64, f64)> {
+                Some((self.0, self.1))
+            }
+        }
+        for (beta1, beta2, allowed) in [(0.0, 0.5, true), (1.0, 0.5, false), (0.5, -0.1, false), (f64::NAN, 0.5, false)]
+        {
+            let mut schedule = Schedule::custom(Arc::new(Betas(beta1, beta2)), adam.as_ref());
+            schedule.step();
+            assert_eq!(schedule.in_force().is_ok(), allowed, "{beta1} {beta2}");
+            if let (1.0, Err(error)) = (beta1, schedule.in_force()) {
+                insta::assert_snapshot!(error, @"the schedule has 1 as beta1 of optimizer step 2; allowed is a number of at least 0 and below 1: correct the schedule (OneCycle: lower decay_mom_rate), or train for fewer steps");
+            }
+        }
     }
 }

@@ -11,6 +11,8 @@ pub(super) static SECTIONS: &[Section] = &[
     Section::new("scheduler.params", false, WARMUP_LR).types(&["WarmupLR"]),
     Section::new("scheduler.params", false, WARMUP_DECAY_LR).types(&["WarmupDecayLR"]),
     Section::new("scheduler.params", false, WARMUP_COSINE_LR).types(&["WarmupCosineLR"]),
+    Section::new("scheduler.params", false, ONE_CYCLE).types(&["OneCycle"]),
+    Section::new("scheduler.params", false, LR_RANGE_TEST).types(&["LRRangeTest"]),
 ];
 
 const OPTIMIZER: &[super::Key] = keys! {
@@ -50,15 +52,15 @@ const SGD: &[super::Key] = keys! {
 };
 
 const SCHEDULER: &[super::Key] = keys! {
-    "type": Str, "-", H, "WarmupLR, WarmupDecayLR or WarmupCosineLR, in exact letter case. Other names are refused.";
+    "type": Str, "-", H, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest, in exact letter case. PyTorch's schedules are refused.";
     "params": Object, "{}", H, "Its parameters.";
 };
 
 const FROM_START: &str = "schedules start at the beginning";
 
 const WARMUP_LR: &[super::Key] = keys! {
-    "warmup_min_lr": NOT_NEGATIVE, "0.0", H, "Learning rate at the start.";
-    "warmup_max_lr": NOT_NEGATIVE, "null", H, "Learning rate after the warm-up; null: the optimizer's.";
+    "warmup_min_lr": RATE_PER_GROUP, "0.0", H, "Learning rate at the start.";
+    "warmup_max_lr": RATE_PER_GROUP, "null", H, "Learning rate after the warm-up; null: the optimizer's.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
     "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is log, as in DeepSpeed, and noted.";
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
@@ -66,8 +68,8 @@ const WARMUP_LR: &[super::Key] = keys! {
 
 const WARMUP_DECAY_LR: &[super::Key] = keys! {
     "total_num_steps": POSITIVE, "-", H, "Required. The learning rate is 0 (warmup_min_lr) after so many steps.";
-    "warmup_min_lr": NOT_NEGATIVE, "0.0", H, "Learning rate at the start and at the end.";
-    "warmup_max_lr": NOT_NEGATIVE, "0.001", H, "Learning rate after the warm-up.";
+    "warmup_min_lr": RATE_PER_GROUP, "0.0", H, "Learning rate at the start and at the end.";
+    "warmup_max_lr": RATE_PER_GROUP, "0.001", H, "Learning rate after the warm-up.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
     "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is log, as in DeepSpeed, and noted.";
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
@@ -79,5 +81,29 @@ const WARMUP_COSINE_LR: &[super::Key] = keys! {
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";
     "cos_min_ratio": NOT_NEGATIVE, "0.0001", H, "Share of the optimizer's lr at the end.";
     "warmup_type": Str, "\"log\"", H, "Shape of the warm-up: log or linear; any other word is log, as in DeepSpeed, and noted.";
+    "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
+};
+
+const ONE_CYCLE: &[super::Key] = keys! {
+    "cycle_min_lr": RATE_PER_GROUP, "-", H, "Required. Learning rate at both ends of the cycle.";
+    "cycle_max_lr": RATE_PER_GROUP, "-", H, "Required. Learning rate at its top.";
+    "decay_lr_rate": NOT_NEGATIVE, "0.0", H, "After the cycle, per decay_step_size: the learning rate is divided by 1 + this.";
+    "cycle_first_step_size": NOT_NEGATIVE, "2000.0", H, "Steps of the way up, above 0.";
+    "cycle_second_step_size": NOT_NEGATIVE, "null", H, "Steps of the way down; null: as many as up.";
+    "cycle_first_stair_count": COUNT, "0", H, "Stairs of the way up; 0: none.";
+    "cycle_second_stair_count": COUNT, "null", H, "Stairs of the way down; null: as many as up.";
+    "decay_step_size": NOT_NEGATIVE, "0.0", H, "Steps of the unit of the decay; 0: no decay.";
+    "cycle_momentum": Bool, "true", H, "beta1 goes down while the learning rate goes up, beta2 is 0.99. SGD keeps its momentum.";
+    "cycle_min_mom": SHARE, "0.8", H, "beta1 at the top of the cycle, and at the first step; below 1.";
+    "cycle_max_mom": SHARE, "0.9", H, "beta1 at both ends of the cycle; below 1.";
+    "decay_mom_rate": FLOAT, "0.0", H, "After the cycle, per decay_step_size: beta1 is multiplied by 1 + this. Where it reaches 1, training stops with an error.";
+    "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
+};
+
+const LR_RANGE_TEST: &[super::Key] = keys! {
+    "lr_range_test_min_lr": RATE_PER_GROUP, "0.001", H, "Learning rate at the start.";
+    "lr_range_test_step_size": POSITIVE, "2000", H, "Steps in which the learning rate grows by min_lr times step_rate.";
+    "lr_range_test_step_rate": NOT_NEGATIVE, "1.0", H, "How fast it grows.";
+    "lr_range_test_staircase": Bool, "false", H, "It grows at the end of so many steps at once.";
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
 };

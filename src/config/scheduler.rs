@@ -1,0 +1,188 @@
+//! `scheduler`: the table of parameters depends on the type.
+
+use super::optim::{needs_type, parameters, stranger};
+use super::walk::Walk;
+use super::{OneCycleConfig, OptimizerConfig, Rule, SchedulerConfig, WarmupType};
+use crate::optim::{Momentum, momentum};
+use serde_json::Value;
+
+/// Schedules, in exact letter case.
+const SCHEDULES: [&str; 5] = ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"];
+/// PyTorch's, which DeepSpeed takes too and which are not offered here.
+const PYTORCH_SCHEDULES: [&str; 15] = [
+    "LambdaLR",
+    "MultiplicativeLR",
+    "StepLR",
+    "MultiStepLR",
+    "ConstantLR",
+    "LinearLR",
+    "ExponentialLR",
+    "PolynomialLR",
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts",
+    "CyclicLR",
+    "OneCycleLR",
+    "ReduceLROnPlateau",
+    "SequentialLR",
+    "ChainedScheduler",
+];
+
+const SCHEDULER: &str = "scheduler";
+
+/// The schedule of the file, beside the optimizer that it is for; problems go to the walk.
+pub(super) fn scheduler(walk: &mut Walk<'_>, optimizer: Option<&OptimizerConfig>) -> Option<SchedulerConfig> {
+    if !walk.given.contains_key(SCHEDULER) || walk.get(SCHEDULER) == Some(&Value::Null) {
+        return None;
+    }
+    let found = walk.str("scheduler.type").map(str::to_string);
+    let name = found.and_then(|found| {
+        let name = SCHEDULES.into_iter().find(|name| **name == found);
+        if name.is_none() {
+            stranger(walk, "scheduler.type", &found, &SCHEDULES, &PYTORCH_SCHEDULES, false);
+        }
+        name
+    });
+    let Some(name) = name else {
+        needs_type(walk, SCHEDULER, &SCHEDULES);
+        return None;
+    };
+    parameters(walk, SCHEDULER, name)?;
+    match name {
+        "OneCycle" => one_cycle(walk, optimizer).map(SchedulerConfig::OneCycle),
+        "LRRangeTest" => Some(SchedulerConfig::LrRangeTest {
+            lr_range_test_min_lr: walk.float(&of("lr_range_test_min_lr")),
+            lr_range_test_step_size: walk.count(&of("lr_range_test_step_size")),
+            lr_range_test_step_rate: walk.float(&of("lr_range_test_step_rate")),
+            lr_range_test_staircase: walk.bool(&of("lr_range_test_staircase")),
+        }),
+        _ => warm_up(walk, name),
+    }
+}
+
+/// Path of a parameter.
+fn of(key: &str) -> String {
+    format!("{SCHEDULER}.params.{key}")
+}
+
+/// Complains about a required parameter that is not there. (A value that does not fit has been complained about.)
+fn required(walk: &mut Walk<'_>, key: &str, why: &str) {
+    let path = of(key);
+    if !walk.given.contains_key(&path) {
+        let place = walk.place(SCHEDULER);
+        walk.problem(Rule::Type, &path, place, format!("has to be given: {why}"));
+    }
+}
+
+fn warm_up(walk: &mut Walk<'_>, name: &str) -> Option<SchedulerConfig> {
+    let warmup_type = match walk.str(&of("warmup_type")) {
+        Some("linear") => WarmupType::Linear,
+        Some("log") | None => WarmupType::Log,
+        Some(other) => {
+            let text = format!("\"{other}\" is unknown (log or linear): taken as \"log\", as in DeepSpeed");
+            walk.note(&of("warmup_type"), text);
+            walk.set(&of("warmup_type"), "log".into());
+            WarmupType::Log
+        }
+    };
+    let warmup_num_steps = walk.count(&of("warmup_num_steps"));
+    if name == "WarmupLR" {
+        return Some(SchedulerConfig::WarmupLr {
+            warmup_min_lr: walk.float(&of("warmup_min_lr")),
+            warmup_max_lr: walk.get(&of("warmup_max_lr")).and_then(Value::as_f64),
+            warmup_num_steps,
+            warmup_type,
+        });
+    }
+    let Some(total_num_steps) = walk.int(&of("total_num_steps")).and_then(|n| u64::try_from(n).ok()) else {
+        required(walk, "total_num_steps", &format!("{name} needs to know the steps of the whole schedule"));
+        return None;
+    };
+    if total_num_steps < warmup_num_steps {
+        let text =
+            format!("{total_num_steps} is less than warmup_num_steps {warmup_num_steps}: the warm-up never ends");
+        walk.note(&of("total_num_steps"), text);
+    }
+    Some(if name == "WarmupDecayLR" {
+        SchedulerConfig::WarmupDecayLr {
+            total_num_steps,
+            warmup_min_lr: walk.float(&of("warmup_min_lr")),
+            warmup_max_lr: walk.float(&of("warmup_max_lr")),
+            warmup_num_steps,
+            warmup_type,
+        }
+    } else {
+        SchedulerConfig::WarmupCosineLr {
+            total_num_steps,
+            warmup_min_ratio: walk.float(&of("warmup_min_ratio")),
+            warmup_num_steps,
+            cos_min_ratio: walk.float(&of("cos_min_ratio")),
+            warmup_type,
+        }
+    })
+}
+
+fn one_cycle(walk: &mut Walk<'_>, optimizer: Option<&OptimizerConfig>) -> Option<OneCycleConfig> {
+    let bounds = ["cycle_min_lr", "cycle_max_lr"].map(|key| {
+        let lr = walk.get(&of(key)).and_then(Value::as_f64);
+        if lr.is_none() {
+            required(walk, key, "OneCycle goes from cycle_min_lr to cycle_max_lr and back");
+        }
+        lr
+    });
+    let [Some(cycle_min_lr), Some(cycle_max_lr)] = bounds else { return None };
+    let cycle_first_step_size = walk.float(&of("cycle_first_step_size"));
+    let cycle_first_stair_count = walk.count(&of("cycle_first_stair_count"));
+    let cycle = OneCycleConfig {
+        cycle_min_lr,
+        cycle_max_lr,
+        decay_lr_rate: walk.float(&of("decay_lr_rate")),
+        cycle_first_step_size,
+        cycle_second_step_size: walk
+            .get(&of("cycle_second_step_size"))
+            .and_then(Value::as_f64)
+            .unwrap_or(cycle_first_step_size),
+        cycle_first_stair_count,
+        cycle_second_stair_count: walk
+            .get(&of("cycle_second_stair_count"))
+            .and_then(Value::as_u64)
+            .unwrap_or(cycle_first_stair_count),
+        decay_step_size: walk.float(&of("decay_step_size")),
+        cycle_momentum: walk.bool(&of("cycle_momentum")),
+        cycle_min_mom: walk.float(&of("cycle_min_mom")),
+        cycle_max_mom: walk.float(&of("cycle_max_mom")),
+        decay_mom_rate: walk.float(&of("decay_mom_rate")),
+    };
+    if cycle_first_step_size == 0.0 {
+        let place = walk.place(&of("cycle_first_step_size"));
+        walk.problem(Rule::Range, &of("cycle_first_step_size"), place, "0 found, allowed is a number above 0");
+    }
+    if cycle.cycle_momentum {
+        cycled_momentum(walk, &cycle, optimizer);
+    }
+    Some(cycle)
+}
+
+/// What has to be said about a momentum that goes down and up.
+fn cycled_momentum(walk: &mut Walk<'_>, cycle: &OneCycleConfig, optimizer: Option<&OptimizerConfig>) {
+    if let Some(Momentum::Factor(_)) = optimizer.map(momentum) {
+        let text = "has no effect on an optimizer without betas, which keeps its momentum, as in DeepSpeed";
+        return walk.note(&of("cycle_momentum"), text);
+    }
+    for (key, beta) in [("cycle_min_mom", cycle.cycle_min_mom), ("cycle_max_mom", cycle.cycle_max_mom)] {
+        if beta == 1.0 {
+            let place = walk.place(&of(key));
+            walk.problem(Rule::Range, &of(key), place, "1 found, a momentum has to be at least 0 and below 1");
+        }
+    }
+    let per_step = cycle.cycle_max_mom * cycle.decay_mom_rate / cycle.decay_step_size;
+    if cycle.decay_step_size > 0.0 && per_step > 0.0 {
+        // The first step after the cycle is the one after as many as the cycle has, and one for the start.
+        let grown = ((1.0 - cycle.cycle_max_mom) / per_step).ceil();
+        let step = cycle.cycle_first_step_size + cycle.cycle_second_step_size + 1.0 + grown;
+        let text = format!(
+            "beta1 grows after the cycle, and training would stop with an error where it reaches 1, about optimizer \
+             step {step:.0}"
+        );
+        walk.note(&of("decay_mom_rate"), text);
+    }
+}
