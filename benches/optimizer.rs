@@ -7,7 +7,7 @@
 //! the memory has it.
 
 use candle_core::DType;
-use candle_zero::config::{AdamConfig, OptimizerConfig, SgdConfig};
+use candle_zero::config::{AdagradConfig, AdamConfig, LionConfig, OptimizerConfig, SgdConfig};
 use candle_zero::optim::{StepContext, from_config};
 use candle_zero::precision::{Flat, has_non_finite, sum_of_squares};
 use divan::Bencher;
@@ -107,6 +107,18 @@ fn adamw_bf16_copy(bencher: Bencher<'_, '_>, threads: usize) {
 fn sgd_momentum_f32(bencher: Bencher<'_, '_>, threads: usize) {
     let config = SgdConfig { lr: 1e-3, momentum: 0.9, dampening: 0.0, weight_decay: 0.1, nesterov: false };
     optimizer(bencher, threads, &OptimizerConfig::Sgd(config), DType::F32, None);
+}
+
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn lion_f32(bencher: Bencher<'_, '_>, threads: usize) {
+    let config = LionConfig { lr: 1e-3, betas: (0.9, 0.99), weight_decay: 0.1 };
+    optimizer(bencher, threads, &OptimizerConfig::Lion(config), DType::F32, None);
+}
+
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn adagrad_f32(bencher: Bencher<'_, '_>, threads: usize) {
+    let config = AdagradConfig { lr: 1e-3, eps: 1e-10, weight_decay: 0.1 };
+    optimizer(bencher, threads, &OptimizerConfig::Adagrad(config), DType::F32, None);
 }
 
 #[divan::bench(args = THREADS, consts = [false, true], sample_count = 20, sample_size = 1)]

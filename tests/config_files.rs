@@ -4,8 +4,8 @@
 use candle_core::DType;
 use candle_zero::Error;
 use candle_zero::config::{
-    AdamConfig, Aio, Batch, Config, GradientOp, OffloadOptimizer, OffloadParam, OffloadTo, OptimizerConfig, Precision,
-    SchedulerConfig, SgdConfig, WarmupType,
+    AdagradConfig, AdamConfig, Aio, Batch, Config, GradientOp, LionConfig, OffloadOptimizer, OffloadParam, OffloadTo,
+    OptimizerConfig, Precision, SchedulerConfig, SgdConfig, WarmupType,
 };
 use candle_zero::layout::ZeroStage;
 use proptest::prelude::*;
@@ -171,6 +171,23 @@ fn torch_adam_with_decoupled_decay_has_pytorchs_default_decay() {
         let Some(OptimizerConfig::Adam(adam)) = config.optimizer else { panic!("{name}") };
         assert_eq!(adam.weight_decay, decay, "{name} {params}");
     }
+}
+
+#[test]
+fn lion_and_adagrad_resolve() {
+    let optimizer = |kind: &str, params: Value| {
+        load(with(json!({"optimizer": {"type": kind, "params": params}}))).optimizer.unwrap()
+    };
+    let lion = LionConfig { lr: 1e-3, betas: (0.9, 0.999), weight_decay: 0.0 };
+    assert_eq!(optimizer("lion", json!({})), OptimizerConfig::Lion(lion));
+    let lion = LionConfig { lr: 1e-4, betas: (0.95, 0.98), weight_decay: 0.1 };
+    let params = json!({"lr": 1e-4, "betas": [0.95, 0.98], "weight_decay": 0.1});
+    assert_eq!(optimizer("Lion", params), OptimizerConfig::Lion(lion));
+    let adagrad = AdagradConfig { lr: 1e-2, eps: 1e-10, weight_decay: 0.0 };
+    assert_eq!(optimizer("adagrad", json!({})), OptimizerConfig::Adagrad(adagrad));
+    let adagrad = AdagradConfig { lr: 0.1, eps: 1e-3, weight_decay: 0.05 };
+    let params = json!({"lr": 0.1, "eps": 1e-3, "weight_decay": 0.05, "lr_decay": 0});
+    assert_eq!(optimizer("Adagrad", params), OptimizerConfig::Adagrad(adagrad));
 }
 
 #[test]
@@ -389,6 +406,12 @@ fn features_whose_silent_loss_would_change_training_are_refused() {
         (json!({"elasticity": {}}), "elasticity"),
         (json!({"optimizer": {"type": "Lamb"}}), "optimizer.type"),
         (json!({"optimizer": {"type": "Adam", "params": {"amsgrad": true}}}), "optimizer.params.amsgrad"),
+        (json!({"optimizer": {"type": "Lion", "params": {"eps": 0.1}}}), "optimizer.params.eps"),
+        (json!({"optimizer": {"type": "Adagrad", "params": {"lr_decay": 0.1}}}), "optimizer.params.lr_decay"),
+        (
+            json!({"optimizer": {"type": "Adagrad", "params": {"initial_accumulator_value": 1}}}),
+            "optimizer.params.initial_accumulator_value",
+        ),
         (json!({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 0}}}), "optimizer.params.max_grad_norm"),
         (json!({"optimizer": {"type": "Adam", "params": {"freeze_step": 2}}}), "optimizer.params.freeze_step"),
         (json!({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0}}}), "scheduler.type"),
@@ -465,6 +488,8 @@ fn rules_between_keys_hold() {
         zero(3, json!({"offload_optimizer": {"device": "cpu", "buffer_count": 0}})),
         json!({"prescale_gradients": true, "zero_optimization": {"stage": 2, "reduce_scatter": false}}),
         json!({"optimizer": sgd, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": true}),
+        json!({"optimizer": {"type": "Lion"}, "zero_optimization": {"stage": 1}}),
+        json!({"optimizer": {"type": "Adagrad"}, "zero_optimization": {"stage": 1}}),
         json!({"gradient_clipping": 0, "zero_optimization": {"stage": 2, "compute_grad_norm": false}}),
         json!({"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}),
     ] {
@@ -531,6 +556,10 @@ fn any_config() -> impl Strategy<Value = Value> {
             "type": "Adam", "params": {"lr": lr, "betas": [beta, 0.95], "adam_w_mode": mode}})),
         (0.0..1.0, 0.01..0.99, any::<bool>()).prop_map(|(lr, momentum, nesterov)| json!({
             "type": "SGD", "params": {"lr": lr, "momentum": momentum, "nesterov": nesterov}})),
+        (0.0..1.0, 0.0..0.999, 0.0..1.0).prop_map(|(lr, beta, decay)| json!({
+            "type": "Lion", "params": {"lr": lr, "betas": [beta, 0.95], "weight_decay": decay}})),
+        (0.0..1.0, 0.0..1.0, 0.0..1.0).prop_map(|(lr, eps, decay)| json!({
+            "type": "Adagrad", "params": {"lr": lr, "eps": eps, "weight_decay": decay}})),
     ];
     let scheduler = prop_oneof![
         Just(Value::Null),

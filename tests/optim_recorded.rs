@@ -1,7 +1,7 @@
-//! Adam, AdamW and SGD against values that PyTorch and DeepSpeed recorded, and against their slices.
+//! The optimizers against values that PyTorch and DeepSpeed recorded, and against their slices.
 #![allow(clippy::unwrap_used)]
 
-use candle_zero::config::{AdamConfig, OptimizerConfig, SgdConfig};
+use candle_zero::config::{AdagradConfig, AdamConfig, LionConfig, OptimizerConfig, SgdConfig};
 use candle_zero::optim::{Optimizer, StepContext, base_lr, from_config};
 use candle_zero::precision::{Flat, FlatRef};
 use serde_json::Value;
@@ -47,6 +47,22 @@ fn sgd(hyper: &Value) -> OptimizerConfig {
         dampening: hyper["dampening"].as_f64().unwrap(),
         weight_decay: hyper["weight_decay"].as_f64().unwrap(),
         nesterov: hyper["nesterov"].as_bool().unwrap(),
+    })
+}
+
+fn lion(hyper: &Value) -> OptimizerConfig {
+    OptimizerConfig::Lion(LionConfig {
+        lr: hyper["lr"].as_f64().unwrap(),
+        betas: (hyper["betas"][0].as_f64().unwrap(), hyper["betas"][1].as_f64().unwrap()),
+        weight_decay: hyper["weight_decay"].as_f64().unwrap(),
+    })
+}
+
+fn adagrad(hyper: &Value) -> OptimizerConfig {
+    OptimizerConfig::Adagrad(AdagradConfig {
+        lr: hyper["lr"].as_f64().unwrap(),
+        eps: hyper["eps"].as_f64().unwrap(),
+        weight_decay: hyper["weight_decay"].as_f64().unwrap(),
     })
 }
 
@@ -105,6 +121,8 @@ fn recorded_weights_and_states_are_met() {
             "AdamW" | "DeepSpeedCPUAdam_adamw" => adam(hyper, true),
             "Adam_L2" | "DeepSpeedCPUAdam_l2" => adam(hyper, false),
             "SGD" => sgd(hyper),
+            "DeepSpeedCPULion" => lion(hyper),
+            "DeepSpeedCPUAdagrad" => adagrad(hyper),
             // FusedAdam's arrays are those of DeepSpeedCPUAdam; the others are optimizers that do not exist here.
             _ => {
                 skipped.push(name);
@@ -134,8 +152,16 @@ fn recorded_weights_and_states_are_met() {
         }
         run_cases += 1;
     }
-    assert_eq!(run_cases, 13, "4 of PyTorch's Adam, 6 of DeepSpeedCPUAdam, 3 of SGD");
-    assert_eq!(skipped.len(), 16, "{skipped:?}");
+    assert_eq!(run_cases, 17, "4 of PyTorch's Adam, 6 of DeepSpeedCPUAdam, 3 of SGD, 2 of Lion, 2 of Adagrad");
+    assert_eq!(skipped.len(), 12, "{skipped:?}");
+}
+
+#[test]
+fn lion_moves_where_there_is_no_direction_as_deepspeeds_cpu_kernel_does() {
+    let config = OptimizerConfig::Lion(LionConfig { lr: 0.25, betas: (0.9, 0.99), weight_decay: 0.0 });
+    let mut run = Run::new(&config, vec![1.0, 1.0]);
+    run.step(FlatRef::F32(&[0.0, 0.0]), 1.0, &[], None);
+    assert_eq!(run.param, [0.75, 0.75]);
 }
 
 #[test]
@@ -177,6 +203,8 @@ fn all_variants() -> Vec<OptimizerConfig> {
         sgd(0.0, 0.0, false),
         sgd(0.9, 0.1, false),
         sgd(0.9, 0.0, true),
+        OptimizerConfig::Lion(LionConfig { lr: 1e-3, betas: (0.9, 0.99), weight_decay: 0.1 }),
+        OptimizerConfig::Adagrad(AdagradConfig { lr: 0.01, eps: 1e-10, weight_decay: 0.1 }),
     ]
 }
 

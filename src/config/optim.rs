@@ -2,15 +2,13 @@
 
 use super::keys::{Section, typed_section};
 use super::walk::{Walk, defaults};
-use super::{AdamConfig, OptimizerConfig, Rule, SchedulerConfig, SgdConfig, WarmupType};
+use super::{AdagradConfig, AdamConfig, LionConfig, OptimizerConfig, Rule, SchedulerConfig, SgdConfig, WarmupType};
 use crate::layout::ZeroStage;
 use serde_json::Value;
 
 /// Optimizers that DeepSpeed or PyTorch has and that are not offered here.
-const OTHER_OPTIMIZERS: [&str; 18] = [
-    "Adagrad",
+const OTHER_OPTIMIZERS: [&str; 16] = [
     "Lamb",
-    "Lion",
     "MuAdam",
     "MuAdamW",
     "MuSGD",
@@ -43,7 +41,7 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
         return None;
     }
     // DeepSpeed's names go in any letter case; ours do all.
-    let names = ["Adam", "AdamW", "SGD"];
+    let names = ["Adam", "AdamW", "SGD", "Lion", "Adagrad"];
     let found = walk.str("optimizer.type").map(str::to_string);
     let name = found.and_then(|found| {
         let name = names.into_iter().find(|name| name.eq_ignore_ascii_case(&found));
@@ -58,46 +56,68 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
     };
     parameters(walk, OPTIMIZER, typed_section("optimizer.params", name)?);
     untested(walk, Some(name), stage);
-    let of = |key: &str| format!("optimizer.params.{key}");
-    let float = |walk: &Walk<'_>, key: &str| walk.float(&of(key));
-    let config = if name == "SGD" {
-        let sgd = SgdConfig {
-            lr: float(walk, "lr"),
-            momentum: float(walk, "momentum"),
-            dampening: float(walk, "dampening"),
-            weight_decay: float(walk, "weight_decay"),
-            nesterov: walk.bool(&of("nesterov")),
-        };
-        if sgd.nesterov && (sgd.momentum == 0.0 || sgd.dampening != 0.0) {
-            let place = walk.place(&of("nesterov"));
-            walk.problem(Rule::Conflict, &of("nesterov"), place, "needs momentum > 0 and dampening 0");
-        }
-        OptimizerConfig::Sgd(sgd)
-    } else {
-        let betas = walk.get(&of("betas")).and_then(Value::as_array).map(Vec::as_slice);
-        let Some([beta1, beta2]) = betas else { panic!("betas are two numbers of the table") };
-        let betas = (beta1.as_f64().unwrap_or_default(), beta2.as_f64().unwrap_or_default());
-        let adam_w_mode = walk.bool(&of("adam_w_mode"));
-        let decoupled = name == "AdamW" || adam_w_mode;
-        // DeepSpeed hands the parameters to torch.optim.AdamW, whose default decay is not 0.
-        if decoupled && walk.bool(&of("torch_adam")) && !walk.given.contains_key(&of("weight_decay")) {
-            walk.set(&of("weight_decay"), TORCH_ADAMW_DECAY.into());
-            walk.note(&of("weight_decay"), format!("{TORCH_ADAMW_DECAY}, the default of PyTorch's AdamW (torch_adam)"));
-        }
-        let adam = AdamConfig {
-            lr: float(walk, "lr"),
-            betas,
-            eps: float(walk, "eps"),
-            weight_decay: float(walk, "weight_decay"),
-            bias_correction: walk.bool(&of("bias_correction")),
-            decoupled,
-        };
-        if name == "AdamW" && !adam_w_mode {
-            walk.note(&of("adam_w_mode"), "accepted and has no effect: AdamW is always decoupled, as in DeepSpeed");
-        }
-        OptimizerConfig::Adam(adam)
+    Some(match name {
+        "SGD" => OptimizerConfig::Sgd(sgd(walk)),
+        "Lion" => OptimizerConfig::Lion(LionConfig {
+            lr: walk.float(&of("lr")),
+            betas: betas(walk),
+            weight_decay: walk.float(&of("weight_decay")),
+        }),
+        "Adagrad" => OptimizerConfig::Adagrad(AdagradConfig {
+            lr: walk.float(&of("lr")),
+            eps: walk.float(&of("eps")),
+            weight_decay: walk.float(&of("weight_decay")),
+        }),
+        name => OptimizerConfig::Adam(adam(walk, name == "AdamW")),
+    })
+}
+
+/// The path of a parameter of the optimizer.
+fn of(key: &str) -> String {
+    format!("optimizer.params.{key}")
+}
+
+fn betas(walk: &Walk<'_>) -> (f64, f64) {
+    let betas = walk.get(&of("betas")).and_then(Value::as_array).map(Vec::as_slice);
+    let Some([beta1, beta2]) = betas else { panic!("betas are two numbers of the table") };
+    (beta1.as_f64().unwrap_or_default(), beta2.as_f64().unwrap_or_default())
+}
+
+fn sgd(walk: &mut Walk<'_>) -> SgdConfig {
+    let sgd = SgdConfig {
+        lr: walk.float(&of("lr")),
+        momentum: walk.float(&of("momentum")),
+        dampening: walk.float(&of("dampening")),
+        weight_decay: walk.float(&of("weight_decay")),
+        nesterov: walk.bool(&of("nesterov")),
     };
-    Some(config)
+    if sgd.nesterov && (sgd.momentum == 0.0 || sgd.dampening != 0.0) {
+        let place = walk.place(&of("nesterov"));
+        walk.problem(Rule::Conflict, &of("nesterov"), place, "needs momentum > 0 and dampening 0");
+    }
+    sgd
+}
+
+/// Adam, or AdamW, which is `always_decoupled`.
+fn adam(walk: &mut Walk<'_>, always_decoupled: bool) -> AdamConfig {
+    let adam_w_mode = walk.bool(&of("adam_w_mode"));
+    let decoupled = always_decoupled || adam_w_mode;
+    // DeepSpeed hands the parameters to torch.optim.AdamW, whose default decay is not 0.
+    if decoupled && walk.bool(&of("torch_adam")) && !walk.given.contains_key(&of("weight_decay")) {
+        walk.set(&of("weight_decay"), TORCH_ADAMW_DECAY.into());
+        walk.note(&of("weight_decay"), format!("{TORCH_ADAMW_DECAY}, the default of PyTorch's AdamW (torch_adam)"));
+    }
+    if always_decoupled && !adam_w_mode {
+        walk.note(&of("adam_w_mode"), "accepted and has no effect: AdamW is always decoupled, as in DeepSpeed");
+    }
+    AdamConfig {
+        lr: walk.float(&of("lr")),
+        betas: betas(walk),
+        eps: walk.float(&of("eps")),
+        weight_decay: walk.float(&of("weight_decay")),
+        bias_correction: walk.bool(&of("bias_correction")),
+        decoupled,
+    }
 }
 
 /// The schedule of the file; problems go to the walk.

@@ -192,6 +192,22 @@ fn optimizer_json(optimizer: &OptimizerConfig) -> Value {
                 "nesterov": sgd.nesterov,
             },
         }),
+        OptimizerConfig::Lion(lion) => json!({
+            "type": "Lion",
+            "params": {
+                "lr": lion.lr,
+                "betas": [lion.betas.0, lion.betas.1],
+                "weight_decay": lion.weight_decay,
+            },
+        }),
+        OptimizerConfig::Adagrad(adagrad) => json!({
+            "type": "Adagrad",
+            "params": {
+                "lr": adagrad.lr,
+                "eps": adagrad.eps,
+                "weight_decay": adagrad.weight_decay,
+            },
+        }),
     }
 }
 

@@ -219,6 +219,10 @@ pub enum OptimizerConfig {
     Adam(AdamConfig),
     /// `SGD`.
     Sgd(SgdConfig),
+    /// `Lion`.
+    Lion(LionConfig),
+    /// `Adagrad`.
+    Adagrad(AdagradConfig),
 }
 
 /// Parameters of Adam and AdamW.
@@ -251,6 +255,28 @@ pub struct SgdConfig {
     pub weight_decay: f64,
     /// Default false.
     pub nesterov: bool,
+}
+
+/// Parameters of Lion.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LionConfig {
+    /// Learning rate. Default 1e-3.
+    pub lr: f64,
+    /// Share of the momentum in the direction, and its decay. Default 0.9, 0.999.
+    pub betas: (f64, f64),
+    /// Default 0, decoupled.
+    pub weight_decay: f64,
+}
+
+/// Parameters of Adagrad.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdagradConfig {
+    /// Learning rate. Default 1e-2.
+    pub lr: f64,
+    /// Default 1e-10.
+    pub eps: f64,
+    /// Default 0, added to the gradient.
+    pub weight_decay: f64,
 }
 
 /// Shape of a warm-up.

@@ -8,11 +8,15 @@
 //! | --- | --- |
 //! | `adam.rs` | Adam and AdamW |
 //! | `sgd.rs` | SGD |
+//! | `lion.rs` | Lion |
+//! | `adagrad.rs` | Adagrad |
 //! | `chunks.rs` | how one pass over all the buffers runs in parallel |
 //! | `schedule.rs` | learning rate by step |
 
+mod adagrad;
 mod adam;
 mod chunks;
+mod lion;
 mod schedule;
 mod sgd;
 
@@ -63,6 +67,8 @@ pub fn from_config(config: &OptimizerConfig) -> Box<dyn Optimizer> {
     match config {
         OptimizerConfig::Adam(config) => Box::new(adam::Adam::new(*config)),
         OptimizerConfig::Sgd(config) => Box::new(sgd::Sgd::new(*config)),
+        OptimizerConfig::Lion(config) => Box::new(lion::Lion::new(*config)),
+        OptimizerConfig::Adagrad(config) => Box::new(adagrad::Adagrad::new(*config)),
     }
 }
 
@@ -71,5 +77,7 @@ pub fn base_lr(config: &OptimizerConfig) -> f64 {
     match config {
         OptimizerConfig::Adam(config) => config.lr,
         OptimizerConfig::Sgd(config) => config.lr,
+        OptimizerConfig::Lion(config) => config.lr,
+        OptimizerConfig::Adagrad(config) => config.lr,
     }
 }
