@@ -4,6 +4,10 @@
 
 mod common;
 
+use candle_core::{Device, Tensor};
+use candle_nn::{Init, VarBuilder};
+use candle_zero::Engine;
+use candle_zero::comm::threads;
 use common::{Outcome, Shape, config, train};
 use serde_json::{Value, json};
 
@@ -11,10 +15,12 @@ const STEPS: usize = 6;
 const SHAPE: Shape = Shape { layers: 2, units: true, checkpointed: false };
 
 /// The optimizers that stage_equality.rs and offload.rs do not train with.
-fn optimizers() -> [Value; 2] {
+fn optimizers() -> [Value; 3] {
     [
         json!({"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}}),
         json!({"type": "Adagrad", "params": {"lr": 0.02, "weight_decay": 0.01}}),
+        // The gradient of the keys' bias is nothing but rounding; eps keeps it out of the norms.
+        json!({"type": "Lamb", "params": {"lr": 0.02, "eps": 1e-4, "weight_decay": 0.01}}),
     ]
 }
 
@@ -113,4 +119,34 @@ fn any_number_of_ranks_trains_alike_on_the_same_batch() {
             }
         }
     }
+}
+
+#[test]
+fn norms_of_more_parameters_than_one_message_holds_are_those_of_all_ranks() {
+    const PARAMS: usize = 4100;
+    let [.., lamb] = optimizers();
+    let keys = json!({"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0});
+    let config = config(1, 1, json!({}), with(&lamb, keys));
+    let exported = |world: usize| {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("model.safetensors");
+        let ranks = threads::run(world, |comm| {
+            // Two different numbers each, one per rank.
+            let init = Init::Randn { mean: 0.0, stdev: 1.0 };
+            let param = |vb: &VarBuilder<'_>, i: usize| vb.get_with_hints(2, &format!("p{i}"), init);
+            let build =
+                |vb: VarBuilder<'_>| (0..PARAMS).map(|i| param(&vb, i)).collect::<candle_core::Result<Vec<_>>>();
+            let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+            let mut engine = builder.initialize(build, config.clone())?;
+            for _ in 0..2 {
+                let loss = engine.forward(|params| Tensor::cat(params, 0)?.sqr()?.sum_all())?;
+                engine.backward(&loss)?;
+                engine.step()?;
+            }
+            engine.export_safetensors(&file)
+        });
+        ranks.unwrap().into_iter().for_each(|rank| rank.unwrap());
+        std::fs::read(&file).unwrap()
+    };
+    assert!(exported(1) == exported(2));
 }

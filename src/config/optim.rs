@@ -2,13 +2,14 @@
 
 use super::keys::{Section, typed_section};
 use super::walk::{Walk, defaults};
-use super::{AdagradConfig, AdamConfig, LionConfig, OptimizerConfig, Rule, SchedulerConfig, SgdConfig, WarmupType};
+use super::{
+    AdagradConfig, AdamConfig, LambConfig, LionConfig, OptimizerConfig, Rule, SchedulerConfig, SgdConfig, WarmupType,
+};
 use crate::layout::ZeroStage;
 use serde_json::Value;
 
 /// Optimizers that DeepSpeed or PyTorch has and that are not offered here.
-const OTHER_OPTIMIZERS: [&str; 16] = [
-    "Lamb",
+const OTHER_OPTIMIZERS: [&str; 15] = [
     "MuAdam",
     "MuAdamW",
     "MuSGD",
@@ -28,6 +29,9 @@ const OTHER_OPTIMIZERS: [&str; 16] = [
 /// Schedules that DeepSpeed has and that are not offered here.
 const OTHER_SCHEDULES: [&str; 2] = ["LRRangeTest", "OneCycle"];
 
+/// Optimizers that DeepSpeed counts as untested with ZeRO.
+const UNTESTED: [&str; 2] = ["SGD", "Lamb"];
+
 /// Default `weight_decay` of torch.optim.AdamW.
 const TORCH_ADAMW_DECAY: f64 = 0.01;
 
@@ -41,7 +45,7 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
         return None;
     }
     // DeepSpeed's names go in any letter case; ours do all.
-    let names = ["Adam", "AdamW", "SGD", "Lion", "Adagrad"];
+    let names = ["Adam", "AdamW", "SGD", "Lion", "Adagrad", "Lamb"];
     let found = walk.str("optimizer.type").map(str::to_string);
     let name = found.and_then(|found| {
         let name = names.into_iter().find(|name| name.eq_ignore_ascii_case(&found));
@@ -68,6 +72,7 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
             eps: walk.float(&of("eps")),
             weight_decay: walk.float(&of("weight_decay")),
         }),
+        "Lamb" => OptimizerConfig::Lamb(lamb(walk)),
         name => OptimizerConfig::Adam(adam(walk, name == "AdamW")),
     })
 }
@@ -96,6 +101,28 @@ fn sgd(walk: &mut Walk<'_>) -> SgdConfig {
         walk.problem(Rule::Conflict, &of("nesterov"), place, "needs momentum > 0 and dampening 0");
     }
     sgd
+}
+
+fn lamb(walk: &mut Walk<'_>) -> LambConfig {
+    let lamb = LambConfig {
+        lr: walk.float(&of("lr")),
+        betas: betas(walk),
+        eps: walk.float(&of("eps")),
+        weight_decay: walk.float(&of("weight_decay")),
+        bias_correction: walk.bool(&of("bias_correction")),
+        eps_inside_sqrt: walk.bool(&of("eps_inside_sqrt")),
+        max_coeff: walk.float(&of("max_coeff")),
+        min_coeff: walk.float(&of("min_coeff")),
+    };
+    if lamb.min_coeff > lamb.max_coeff {
+        // The one that the file gives; where it gives both, the lower bound.
+        let key = if walk.given.contains_key(&of("min_coeff")) { "min_coeff" } else { "max_coeff" };
+        let place = walk.place(&of(key));
+        let text =
+            format!("min_coeff {} is above max_coeff {}: give a smaller min_coeff", lamb.min_coeff, lamb.max_coeff);
+        walk.problem(Rule::Conflict, &of(key), place, text);
+    }
+    lamb
 }
 
 /// Adam, or AdamW, which is `always_decoupled`.
@@ -224,19 +251,19 @@ fn stranger(walk: &mut Walk<'_>, path: &str, found: &str, names: &[&str], others
     walk.problem(Rule::Range, path, place, format!("\"{found}\" is unknown: use {offered}.{near}"));
 }
 
-/// `zero_allow_untested_optimizer`: SGD under ZeRO has to be asked for.
+/// `zero_allow_untested_optimizer`: SGD and Lamb under ZeRO have to be asked for.
 fn untested(walk: &mut Walk<'_>, name: Option<&str>, stage: ZeroStage) {
     let allowed = walk.bool("zero_allow_untested_optimizer");
-    let needed = name == Some("SGD") && stage > ZeroStage::Zero;
-    if needed && !allowed {
+    let untested = name.filter(|name| UNTESTED.contains(name) && stage > ZeroStage::Zero);
+    if let (Some(name), false) = (untested, allowed) {
         let place = walk.place("optimizer.type");
         let text = format!(
-            "SGD counts as untested with ZeRO (stage {stage}): set \"zero_allow_untested_optimizer\": true, or use Adam \
+            "{name} counts as untested with ZeRO (stage {stage}): set \"zero_allow_untested_optimizer\": true, or use Adam \
              or AdamW"
         );
         walk.problem(Rule::Conflict, "optimizer.type", place, text);
-    } else if allowed && !needed {
-        let text = "accepted and has no effect here: only SGD at stage 1 to 3 needs it";
+    } else if allowed && untested.is_none() {
+        let text = "accepted and has no effect here: only SGD and Lamb at stage 1 to 3 need it";
         walk.note("zero_allow_untested_optimizer", text);
     }
 }

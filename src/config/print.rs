@@ -208,6 +208,19 @@ fn optimizer_json(optimizer: &OptimizerConfig) -> Value {
                 "weight_decay": adagrad.weight_decay,
             },
         }),
+        OptimizerConfig::Lamb(lamb) => json!({
+            "type": "Lamb",
+            "params": {
+                "lr": lamb.lr,
+                "betas": [lamb.betas.0, lamb.betas.1],
+                "eps": lamb.eps,
+                "weight_decay": lamb.weight_decay,
+                "bias_correction": lamb.bias_correction,
+                "eps_inside_sqrt": lamb.eps_inside_sqrt,
+                "max_coeff": lamb.max_coeff,
+                "min_coeff": lamb.min_coeff,
+            },
+        }),
     }
 }
 

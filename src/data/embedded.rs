@@ -187,6 +187,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/optim/adagrad.rs",
     "src/optim/adam.rs",
     "src/optim/chunks.rs",
+    "src/optim/lamb.rs",
     "src/optim/lion.rs",
     "src/optim/mod.rs",
     "src/optim/schedule.rs",

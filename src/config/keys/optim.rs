@@ -9,6 +9,7 @@ pub(super) static SECTIONS: &[Section] = &[
     Section::new("optimizer.params", false, SGD).types(&["SGD"]),
     Section::new("optimizer.params", false, LION).types(&["Lion"]),
     Section::new("optimizer.params", false, ADAGRAD).types(&["Adagrad"]),
+    Section::new("optimizer.params", false, LAMB).types(&["Lamb"]),
     Section::new("scheduler", false, SCHEDULER),
     Section::new("scheduler.params", false, WARMUP_LR).types(&["WarmupLR"]),
     Section::new("scheduler.params", false, WARMUP_DECAY_LR).types(&["WarmupDecayLR"]),
@@ -16,7 +17,7 @@ pub(super) static SECTIONS: &[Section] = &[
 ];
 
 const OPTIMIZER: &[super::Key] = keys! {
-    "type": Str, "-", H, "Adam, AdamW, SGD, Lion or Adagrad, in any letter case. Other names of DeepSpeed and PyTorch are refused.";
+    "type": Str, "-", H, "Adam, AdamW, SGD, Lion, Adagrad or Lamb, in any letter case. Other names of DeepSpeed and PyTorch are refused.";
     "params": Object, "{}", H, "Its parameters.";
     "legacy_fusion": Bool, "false", none("it is a matter of CUDA kernels"), "Older fused wrapper.";
 };
@@ -69,6 +70,19 @@ const ADAGRAD: &[super::Key] = keys! {
     "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
     "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
     "differentiable": Bool, "false", refuse("the step has no gradient"), "PyTorch: differentiate the step.";
+    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
+};
+
+const LAMB: &[super::Key] = keys! {
+    "lr": NOT_NEGATIVE, "0.001", H, "Learning rate, multiplied by each parameter's trust ratio.";
+    "betas": Betas, "[0.9,0.999]", H, "Decays of the two moments, each at least 0 and below 1.";
+    "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
+    "eps_inside_sqrt": Bool, "false", H, "Add eps to the second moment rather than to its root.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Weight decay, part of the update whose norm enters the trust ratio.";
+    "bias_correction": Bool, "true", H, "Divide the moments by 1 - beta^t, outside of the trust ratio.";
+    "max_coeff": NOT_NEGATIVE, "10.0", H, "Largest trust ratio: norm of a parameter over norm of its update.";
+    "min_coeff": NOT_NEGATIVE, "0.01", H, "Smallest trust ratio; at most max_coeff.";
+    "amsgrad": Bool, "false", refuse("DeepSpeed's Lamb refuses it too"), "The largest second moment.";
     "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
 };
 
