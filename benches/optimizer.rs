@@ -7,8 +7,8 @@
 //! the memory has it.
 
 use candle_core::DType;
-use candle_zero::config::{AdamConfig, OptimizerConfig, SgdConfig};
-use candle_zero::optim::{StepContext, from_config};
+use candle_zero::config::{AdagradConfig, AdamConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig};
+use candle_zero::optim::{Squares, StepContext, from_config};
 use candle_zero::precision::{Flat, has_non_finite, sum_of_squares};
 use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
@@ -107,6 +107,53 @@ fn adamw_bf16_copy(bencher: Bencher<'_, '_>, threads: usize) {
 fn sgd_momentum_f32(bencher: Bencher<'_, '_>, threads: usize) {
     let config = SgdConfig { lr: 1e-3, momentum: 0.9, dampening: 0.0, weight_decay: 0.1, nesterov: false };
     optimizer(bencher, threads, &OptimizerConfig::Sgd(config), DType::F32, None);
+}
+
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn lion_f32(bencher: Bencher<'_, '_>, threads: usize) {
+    let config = LionConfig { lr: 1e-3, betas: (0.9, 0.99), weight_decay: 0.1 };
+    optimizer(bencher, threads, &OptimizerConfig::Lion(config), DType::F32, None);
+}
+
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn adagrad_f32(bencher: Bencher<'_, '_>, threads: usize) {
+    let config = AdagradConfig { lr: 1e-3, eps: 1e-10, weight_decay: 0.1 };
+    optimizer(bencher, threads, &OptimizerConfig::Adagrad(config), DType::F32, None);
+}
+
+fn lamb() -> OptimizerConfig {
+    OptimizerConfig::Lamb(LambConfig {
+        lr: 1e-3,
+        betas: (0.9, 0.95),
+        eps: 1e-8,
+        weight_decay: 0.1,
+        bias_correction: true,
+        eps_inside_sqrt: false,
+        max_coeff: 10.0,
+        min_coeff: 0.01,
+    })
+}
+
+/// The second of LAMB's two passes.
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn lamb_f32(bencher: Bencher<'_, '_>, threads: usize) {
+    optimizer(bencher, threads, &lamb(), DType::F32, None);
+}
+
+/// The first of LAMB's two passes, which only reads.
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn lamb_squares_f32(bencher: Bencher<'_, '_>, threads: usize) {
+    let optimizer = from_config(&lamb());
+    let mut buffers = [0.5, 0.01, 0.01].map(|value| filled(DType::F32, value));
+    let grad = filled(DType::F32, 0.01);
+    let ctx = StepContext { lr: 1e-3, betas: None, step: 1, grad_scale: 0.7 };
+    measure(bencher, threads, 16, move || {
+        let [weights, m, v] = buffers.each_mut().map(f32s);
+        let mut squares = Squares::default();
+        let layerwise = optimizer.layerwise().expect("LAMB is layerwise");
+        layerwise.add_squares(&ctx, weights, grad.as_ref(), &[&*m, &*v], &mut squares);
+        divan::black_box(squares);
+    });
 }
 
 #[divan::bench(args = THREADS, consts = [false, true], sample_count = 20, sample_size = 1)]

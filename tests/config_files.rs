@@ -4,8 +4,8 @@
 use candle_core::DType;
 use candle_zero::Error;
 use candle_zero::config::{
-    AdamConfig, Aio, Batch, Config, GradientOp, OffloadOptimizer, OffloadParam, OffloadTo, OneCycleConfig,
-    OptimizerConfig, Precision, SchedulerConfig, SgdConfig, WarmupType,
+    AdagradConfig, AdamConfig, Aio, Batch, Config, GradientOp, LambConfig, LionConfig, OffloadOptimizer, OffloadParam,
+    OffloadTo, OneCycleConfig, OptimizerConfig, Precision, SchedulerConfig, SgdConfig, WarmupType,
 };
 use candle_zero::layout::ZeroStage;
 use proptest::prelude::*;
@@ -171,6 +171,47 @@ fn torch_adam_with_decoupled_decay_has_pytorchs_default_decay() {
         let Some(OptimizerConfig::Adam(adam)) = config.optimizer else { panic!("{name}") };
         assert_eq!(adam.weight_decay, decay, "{name} {params}");
     }
+}
+
+#[test]
+fn lion_adagrad_and_lamb_resolve() {
+    let optimizer = |kind: &str, params: Value| {
+        load(with(json!({"optimizer": {"type": kind, "params": params}}))).optimizer.unwrap()
+    };
+    let lion = LionConfig { lr: 1e-3, betas: (0.9, 0.999), weight_decay: 0.0 };
+    assert_eq!(optimizer("lion", json!({})), OptimizerConfig::Lion(lion));
+    let lion = LionConfig { lr: 1e-4, betas: (0.95, 0.98), weight_decay: 0.1 };
+    let params = json!({"lr": 1e-4, "betas": [0.95, 0.98], "weight_decay": 0.1});
+    assert_eq!(optimizer("Lion", params), OptimizerConfig::Lion(lion));
+    let adagrad = AdagradConfig { lr: 1e-2, eps: 1e-10, weight_decay: 0.0 };
+    assert_eq!(optimizer("adagrad", json!({})), OptimizerConfig::Adagrad(adagrad));
+    let adagrad = AdagradConfig { lr: 0.1, eps: 1e-3, weight_decay: 0.05 };
+    let params = json!({"lr": 0.1, "eps": 1e-3, "weight_decay": 0.05, "lr_decay": 0});
+    assert_eq!(optimizer("Adagrad", params), OptimizerConfig::Adagrad(adagrad));
+    let lamb = LambConfig {
+        lr: 1e-3,
+        betas: (0.9, 0.999),
+        eps: 1e-8,
+        weight_decay: 0.0,
+        bias_correction: true,
+        eps_inside_sqrt: false,
+        max_coeff: 10.0,
+        min_coeff: 0.01,
+    };
+    assert_eq!(optimizer("LAMB", json!({})), OptimizerConfig::Lamb(lamb));
+    let lamb = LambConfig {
+        lr: 0.1,
+        betas: (0.8, 0.95),
+        eps: 1e-4,
+        weight_decay: 0.1,
+        bias_correction: false,
+        eps_inside_sqrt: true,
+        max_coeff: 0.3,
+        min_coeff: 0.1,
+    };
+    let params = json!({"lr": 0.1, "betas": [0.8, 0.95], "eps": 1e-4, "weight_decay": 0.1, "bias_correction": false,
+        "eps_inside_sqrt": true, "max_coeff": 0.3, "min_coeff": 0.1});
+    assert_eq!(optimizer("Lamb", params), OptimizerConfig::Lamb(lamb));
 }
 
 #[test]
@@ -414,8 +455,14 @@ fn features_whose_silent_loss_would_change_training_are_refused() {
         (json!({"zero_optimization": {"mics_shard_size": -1}}), "zero_optimization.mics_shard_size"),
         (json!({"amp": {"enabled": false}}), "amp"),
         (json!({"elasticity": {}}), "elasticity"),
-        (json!({"optimizer": {"type": "Lamb"}}), "optimizer.type"),
+        (json!({"optimizer": {"type": "Muon"}}), "optimizer.type"),
         (json!({"optimizer": {"type": "Adam", "params": {"amsgrad": true}}}), "optimizer.params.amsgrad"),
+        (json!({"optimizer": {"type": "Lion", "params": {"eps": 0.1}}}), "optimizer.params.eps"),
+        (json!({"optimizer": {"type": "Adagrad", "params": {"lr_decay": 0.1}}}), "optimizer.params.lr_decay"),
+        (
+            json!({"optimizer": {"type": "Adagrad", "params": {"initial_accumulator_value": 1}}}),
+            "optimizer.params.initial_accumulator_value",
+        ),
         (json!({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 0}}}), "optimizer.params.max_grad_norm"),
         (json!({"optimizer": {"type": "Adam", "params": {"freeze_step": 2}}}), "optimizer.params.freeze_step"),
         (json!({"scheduler": {"type": "OneCycleLR", "params": {"max_lr": 0}}}), "scheduler.type"),
@@ -460,6 +507,9 @@ fn rules_between_keys_hold() {
         (json!({"gradient_clipping": -1}), "gradient_clipping"),
         (json!({"optimizer": sgd, "zero_optimization": {"stage": 1}}), "optimizer.type"),
         (json!({"optimizer": {"type": "SGD", "params": {"nesterov": true}}}), "optimizer.params.nesterov"),
+        (json!({"optimizer": {"type": "Lamb"}, "zero_optimization": {"stage": 1}}), "optimizer.type"),
+        (json!({"optimizer": {"type": "Lamb", "params": {"min_coeff": 11}}}), "optimizer.params.min_coeff"),
+        (json!({"optimizer": {"type": "Lamb", "params": {"max_coeff": 0.001}}}), "optimizer.params.max_coeff"),
         (json!({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1]}}}), "optimizer.params.betas"),
         (json!({"scheduler": {"type": "WarmupDecayLR"}}), "scheduler.params.total_num_steps"),
         (cycle(json!({"cycle_max_lr": null})), "scheduler.params.cycle_max_lr"),
@@ -503,6 +553,9 @@ fn rules_between_keys_hold() {
         zero(3, json!({"offload_optimizer": {"device": "cpu", "buffer_count": 0}})),
         json!({"prescale_gradients": true, "zero_optimization": {"stage": 2, "reduce_scatter": false}}),
         json!({"optimizer": sgd, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": true}),
+        json!({"optimizer": {"type": "Lion"}, "zero_optimization": {"stage": 1}}),
+        json!({"optimizer": {"type": "Adagrad"}, "zero_optimization": {"stage": 1}}),
+        json!({"optimizer": {"type": "Lamb", "params": {"min_coeff": 10}}}),
         json!({"gradient_clipping": 0, "zero_optimization": {"stage": 2, "compute_grad_norm": false}}),
         cycle(json!({"cycle_second_step_size": 0, "cycle_max_mom": 1, "cycle_momentum": false})),
         json!({"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}),
@@ -570,6 +623,13 @@ fn any_config() -> impl Strategy<Value = Value> {
             "type": "Adam", "params": {"lr": lr, "betas": [beta, 0.95], "adam_w_mode": mode}})),
         (0.0..1.0, 0.01..0.99, any::<bool>()).prop_map(|(lr, momentum, nesterov)| json!({
             "type": "SGD", "params": {"lr": lr, "momentum": momentum, "nesterov": nesterov}})),
+        (0.0..1.0, 0.0..0.999, 0.0..1.0).prop_map(|(lr, beta, decay)| json!({
+            "type": "Lion", "params": {"lr": lr, "betas": [beta, 0.95], "weight_decay": decay}})),
+        (0.0..1.0, 0.0..1.0, 0.0..1.0).prop_map(|(lr, eps, decay)| json!({
+            "type": "Adagrad", "params": {"lr": lr, "eps": eps, "weight_decay": decay}})),
+        (0.0..1.0, 0.0..1.0, 1.0..9.0, any::<bool>(), any::<bool>()).prop_map(|(lr, low, high, inside, bias)| json!({
+            "type": "Lamb", "params": {"lr": lr, "min_coeff": low, "max_coeff": high, "eps_inside_sqrt": inside,
+                                       "bias_correction": bias}})),
     ];
     let scheduler = prop_oneof![
         Just(Value::Null),

@@ -17,11 +17,8 @@ use serde_json::{Value, json};
 use std::path::Path;
 
 /// Cases without a counterpart here, and why.
-const LEFT_OUT: [(&str, &str); 10] = [
+const LEFT_OUT: [(&str, &str); 7] = [
     ("cachez3", "gathered parameters cannot be dropped by hand; only the persistent ones stay gathered after a step"),
-    ("optname-03", "Lamb is not offered yet and refused by name"),
-    ("optname-05", "Adagrad is not offered yet and refused by name"),
-    ("untested-4", "Adagrad is not offered yet and refused by name"),
     ("unused-0", "a trainable parameter without a gradient is always an error, by its name"),
     ("unused-1", "refused, but with the parameter's name in place of the key's, which has no effect here"),
     ("nosync-0", "no no_sync: every micro step reduces, so that all stages add in the same order"),
@@ -327,12 +324,17 @@ fn the_optimizers_name_and_parameters_choose_the_kind_of_decay() {
         }
         match Config::load(config, 1) {
             Ok(config) => {
-                let Some(OptimizerConfig::Adam(adam)) = config.optimizer else { panic!("{id}") };
+                assert_ne!(case["expect"]["ok"], false, "{id}");
+                let adam = match config.optimizer {
+                    Some(OptimizerConfig::Adam(adam)) => adam,
+                    Some(OptimizerConfig::Adagrad(_)) if input["type"] == "Adagrad" => continue,
+                    Some(OptimizerConfig::Lamb(_)) if input["type"] == "Lamb" => continue,
+                    other => panic!("{id}: {other:?}"),
+                };
                 // There is one implementation of Adam here; what it computes is what the record tells apart.
                 if let Some(decoupled) = case["expect"].get("decoupled_weight_decay") {
                     assert_eq!(adam.decoupled, *decoupled, "{id}");
                 }
-                assert_ne!(case["expect"]["ok"], false, "{id}");
             }
             Err(error) => {
                 assert_eq!(case["expect"]["ok"], false, "{id}: {error}");
@@ -340,7 +342,7 @@ fn the_optimizers_name_and_parameters_choose_the_kind_of_decay() {
             }
         }
     }
-    assert_eq!(cases.len(), 9);
+    assert_eq!(cases.len(), 11);
 }
 
 #[test]
@@ -381,7 +383,7 @@ fn configurations_train_or_are_refused_as_recorded() {
             (result, ok) => panic!("{id}: {result:?}, recorded ok: {ok}"),
         }
     }
-    assert_eq!(cases.len(), 16);
+    assert_eq!(cases.len(), 17);
 }
 
 #[test]

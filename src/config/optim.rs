@@ -2,15 +2,12 @@
 
 use super::keys::typed_section;
 use super::walk::{Walk, defaults};
-use super::{AdamConfig, OptimizerConfig, Rule, SgdConfig};
+use super::{AdagradConfig, AdamConfig, LambConfig, LionConfig, OptimizerConfig, Rule, SgdConfig};
 use crate::layout::ZeroStage;
 use serde_json::Value;
 
 /// Optimizers that DeepSpeed or PyTorch has and that are not offered here.
-const OTHER_OPTIMIZERS: [&str; 18] = [
-    "Adagrad",
-    "Lamb",
-    "Lion",
+const OTHER_OPTIMIZERS: [&str; 15] = [
     "MuAdam",
     "MuAdamW",
     "MuSGD",
@@ -28,6 +25,9 @@ const OTHER_OPTIMIZERS: [&str; 18] = [
     "SparseAdam",
 ];
 
+/// Optimizers that DeepSpeed counts as untested with ZeRO.
+const UNTESTED: [&str; 2] = ["SGD", "Lamb"];
+
 /// Default `weight_decay` of torch.optim.AdamW.
 const TORCH_ADAMW_DECAY: f64 = 0.01;
 
@@ -40,7 +40,7 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
         return None;
     }
     // DeepSpeed's names go in any letter case; ours do all.
-    let names = ["Adam", "AdamW", "SGD"];
+    let names = ["Adam", "AdamW", "SGD", "Lion", "Adagrad", "Lamb"];
     let found = walk.str("optimizer.type").map(str::to_string);
     let name = found.and_then(|found| {
         let name = names.into_iter().find(|name| name.eq_ignore_ascii_case(&found));
@@ -55,46 +55,91 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
     };
     parameters(walk, OPTIMIZER, name)?;
     untested(walk, Some(name), stage);
-    let of = |key: &str| format!("optimizer.params.{key}");
-    let float = |walk: &Walk<'_>, key: &str| walk.float(&of(key));
-    let config = if name == "SGD" {
-        let sgd = SgdConfig {
-            lr: float(walk, "lr"),
-            momentum: float(walk, "momentum"),
-            dampening: float(walk, "dampening"),
-            weight_decay: float(walk, "weight_decay"),
-            nesterov: walk.bool(&of("nesterov")),
-        };
-        if sgd.nesterov && (sgd.momentum == 0.0 || sgd.dampening != 0.0) {
-            let place = walk.place(&of("nesterov"));
-            walk.problem(Rule::Conflict, &of("nesterov"), place, "needs momentum > 0 and dampening 0");
-        }
-        OptimizerConfig::Sgd(sgd)
-    } else {
-        let betas = walk.get(&of("betas")).and_then(Value::as_array).map(Vec::as_slice);
-        let Some([beta1, beta2]) = betas else { panic!("betas are two numbers of the table") };
-        let betas = (beta1.as_f64().unwrap_or_default(), beta2.as_f64().unwrap_or_default());
-        let adam_w_mode = walk.bool(&of("adam_w_mode"));
-        let decoupled = name == "AdamW" || adam_w_mode;
-        // DeepSpeed hands the parameters to torch.optim.AdamW, whose default decay is not 0.
-        if decoupled && walk.bool(&of("torch_adam")) && !walk.given.contains_key(&of("weight_decay")) {
-            walk.set(&of("weight_decay"), TORCH_ADAMW_DECAY.into());
-            walk.note(&of("weight_decay"), format!("{TORCH_ADAMW_DECAY}, the default of PyTorch's AdamW (torch_adam)"));
-        }
-        let adam = AdamConfig {
-            lr: float(walk, "lr"),
-            betas,
-            eps: float(walk, "eps"),
-            weight_decay: float(walk, "weight_decay"),
-            bias_correction: walk.bool(&of("bias_correction")),
-            decoupled,
-        };
-        if name == "AdamW" && !adam_w_mode {
-            walk.note(&of("adam_w_mode"), "accepted and has no effect: AdamW is always decoupled, as in DeepSpeed");
-        }
-        OptimizerConfig::Adam(adam)
+    Some(match name {
+        "SGD" => OptimizerConfig::Sgd(sgd(walk)),
+        "Lion" => OptimizerConfig::Lion(LionConfig {
+            lr: walk.float(&of("lr")),
+            betas: betas(walk),
+            weight_decay: walk.float(&of("weight_decay")),
+        }),
+        "Adagrad" => OptimizerConfig::Adagrad(AdagradConfig {
+            lr: walk.float(&of("lr")),
+            eps: walk.float(&of("eps")),
+            weight_decay: walk.float(&of("weight_decay")),
+        }),
+        "Lamb" => OptimizerConfig::Lamb(lamb(walk)),
+        name => OptimizerConfig::Adam(adam(walk, name == "AdamW")),
+    })
+}
+
+/// The path of a parameter of the optimizer.
+fn of(key: &str) -> String {
+    format!("optimizer.params.{key}")
+}
+
+fn betas(walk: &Walk<'_>) -> (f64, f64) {
+    let betas = walk.get(&of("betas")).and_then(Value::as_array).map(Vec::as_slice);
+    let Some([beta1, beta2]) = betas else { panic!("betas are two numbers of the table") };
+    (beta1.as_f64().unwrap_or_default(), beta2.as_f64().unwrap_or_default())
+}
+
+fn sgd(walk: &mut Walk<'_>) -> SgdConfig {
+    let sgd = SgdConfig {
+        lr: walk.float(&of("lr")),
+        momentum: walk.float(&of("momentum")),
+        dampening: walk.float(&of("dampening")),
+        weight_decay: walk.float(&of("weight_decay")),
+        nesterov: walk.bool(&of("nesterov")),
     };
-    Some(config)
+    if sgd.nesterov && (sgd.momentum == 0.0 || sgd.dampening != 0.0) {
+        let place = walk.place(&of("nesterov"));
+        walk.problem(Rule::Conflict, &of("nesterov"), place, "needs momentum > 0 and dampening 0");
+    }
+    sgd
+}
+
+fn lamb(walk: &mut Walk<'_>) -> LambConfig {
+    let lamb = LambConfig {
+        lr: walk.float(&of("lr")),
+        betas: betas(walk),
+        eps: walk.float(&of("eps")),
+        weight_decay: walk.float(&of("weight_decay")),
+        bias_correction: walk.bool(&of("bias_correction")),
+        eps_inside_sqrt: walk.bool(&of("eps_inside_sqrt")),
+        max_coeff: walk.float(&of("max_coeff")),
+        min_coeff: walk.float(&of("min_coeff")),
+    };
+    if lamb.min_coeff > lamb.max_coeff {
+        // The one that the file gives; where it gives both, the lower bound.
+        let key = if walk.given.contains_key(&of("min_coeff")) { "min_coeff" } else { "max_coeff" };
+        let place = walk.place(&of(key));
+        let text =
+            format!("min_coeff {} is above max_coeff {}: give a smaller min_coeff", lamb.min_coeff, lamb.max_coeff);
+        walk.problem(Rule::Conflict, &of(key), place, text);
+    }
+    lamb
+}
+
+/// Adam, or AdamW, which is `always_decoupled`.
+fn adam(walk: &mut Walk<'_>, always_decoupled: bool) -> AdamConfig {
+    let adam_w_mode = walk.bool(&of("adam_w_mode"));
+    let decoupled = always_decoupled || adam_w_mode;
+    // DeepSpeed hands the parameters to torch.optim.AdamW, whose default decay is not 0.
+    if decoupled && walk.bool(&of("torch_adam")) && !walk.given.contains_key(&of("weight_decay")) {
+        walk.set(&of("weight_decay"), TORCH_ADAMW_DECAY.into());
+        walk.note(&of("weight_decay"), format!("{TORCH_ADAMW_DECAY}, the default of PyTorch's AdamW (torch_adam)"));
+    }
+    if always_decoupled && !adam_w_mode {
+        walk.note(&of("adam_w_mode"), "accepted and has no effect: AdamW is always decoupled, as in DeepSpeed");
+    }
+    AdamConfig {
+        lr: walk.float(&of("lr")),
+        betas: betas(walk),
+        eps: walk.float(&of("eps")),
+        weight_decay: walk.float(&of("weight_decay")),
+        bias_correction: walk.bool(&of("bias_correction")),
+        decoupled,
+    }
 }
 
 /// Reads `params` by the table of its type; `None` where there is none.
@@ -132,19 +177,19 @@ pub(super) fn stranger(walk: &mut Walk<'_>, path: &str, found: &str, names: &[&s
     walk.problem(Rule::Range, path, place, format!("\"{found}\" is unknown: use {offered}.{near}"));
 }
 
-/// `zero_allow_untested_optimizer`: SGD under ZeRO has to be asked for.
+/// `zero_allow_untested_optimizer`: SGD and Lamb under ZeRO have to be asked for.
 fn untested(walk: &mut Walk<'_>, name: Option<&str>, stage: ZeroStage) {
     let allowed = walk.bool("zero_allow_untested_optimizer");
-    let needed = name == Some("SGD") && stage > ZeroStage::Zero;
-    if needed && !allowed {
+    let untested = name.filter(|name| UNTESTED.contains(name) && stage > ZeroStage::Zero);
+    if let (Some(name), false) = (untested, allowed) {
         let place = walk.place("optimizer.type");
         let text = format!(
-            "SGD counts as untested with ZeRO (stage {stage}): set \"zero_allow_untested_optimizer\": true, or use Adam \
+            "{name} counts as untested with ZeRO (stage {stage}): set \"zero_allow_untested_optimizer\": true, or use Adam \
              or AdamW"
         );
         walk.problem(Rule::Conflict, "optimizer.type", place, text);
-    } else if allowed && !needed {
-        let text = "accepted and has no effect here: only SGD at stage 1 to 3 needs it";
+    } else if allowed && untested.is_none() {
+        let text = "accepted and has no effect here: only SGD and Lamb at stage 1 to 3 need it";
         walk.note("zero_allow_untested_optimizer", text);
     }
 }

@@ -192,6 +192,35 @@ fn optimizer_json(optimizer: &OptimizerConfig) -> Value {
                 "nesterov": sgd.nesterov,
             },
         }),
+        OptimizerConfig::Lion(lion) => json!({
+            "type": "Lion",
+            "params": {
+                "lr": lion.lr,
+                "betas": [lion.betas.0, lion.betas.1],
+                "weight_decay": lion.weight_decay,
+            },
+        }),
+        OptimizerConfig::Adagrad(adagrad) => json!({
+            "type": "Adagrad",
+            "params": {
+                "lr": adagrad.lr,
+                "eps": adagrad.eps,
+                "weight_decay": adagrad.weight_decay,
+            },
+        }),
+        OptimizerConfig::Lamb(lamb) => json!({
+            "type": "Lamb",
+            "params": {
+                "lr": lamb.lr,
+                "betas": [lamb.betas.0, lamb.betas.1],
+                "eps": lamb.eps,
+                "weight_decay": lamb.weight_decay,
+                "bias_correction": lamb.bias_correction,
+                "eps_inside_sqrt": lamb.eps_inside_sqrt,
+                "max_coeff": lamb.max_coeff,
+                "min_coeff": lamb.min_coeff,
+            },
+        }),
     }
 }
 

@@ -219,6 +219,12 @@ pub enum OptimizerConfig {
     Adam(AdamConfig),
     /// `SGD`.
     Sgd(SgdConfig),
+    /// `Lion`.
+    Lion(LionConfig),
+    /// `Adagrad`.
+    Adagrad(AdagradConfig),
+    /// `Lamb`.
+    Lamb(LambConfig),
 }
 
 /// Parameters of Adam and AdamW.
@@ -251,6 +257,49 @@ pub struct SgdConfig {
     pub weight_decay: f64,
     /// Default false.
     pub nesterov: bool,
+}
+
+/// Parameters of Lion.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LionConfig {
+    /// Learning rate. Default 1e-3.
+    pub lr: f64,
+    /// Share of the momentum in the direction, and its decay. Default 0.9, 0.999.
+    pub betas: (f64, f64),
+    /// Default 0, decoupled.
+    pub weight_decay: f64,
+}
+
+/// Parameters of Adagrad.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdagradConfig {
+    /// Learning rate. Default 1e-2.
+    pub lr: f64,
+    /// Default 1e-10.
+    pub eps: f64,
+    /// Default 0, added to the gradient.
+    pub weight_decay: f64,
+}
+
+/// Parameters of LAMB.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LambConfig {
+    /// Learning rate. Default 1e-3.
+    pub lr: f64,
+    /// Decay of the two moments. Default 0.9, 0.999.
+    pub betas: (f64, f64),
+    /// Default 1e-8.
+    pub eps: f64,
+    /// Default 0, decoupled.
+    pub weight_decay: f64,
+    /// Divide the moments by 1 - beta^t. Default true.
+    pub bias_correction: bool,
+    /// Add `eps` to the second moment rather than to its root. Default false.
+    pub eps_inside_sqrt: bool,
+    /// Largest trust ratio. Default 10.
+    pub max_coeff: f64,
+    /// Smallest trust ratio. Default 0.01.
+    pub min_coeff: f64,
 }
 
 /// Shape of a warm-up.

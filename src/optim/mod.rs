@@ -8,11 +8,17 @@
 //! | --- | --- |
 //! | `adam.rs` | Adam and AdamW |
 //! | `sgd.rs` | SGD |
+//! | `lion.rs` | Lion |
+//! | `adagrad.rs` | Adagrad |
+//! | `lamb.rs` | LAMB |
 //! | `chunks.rs` | how one pass over all the buffers runs in parallel |
 //! | `schedule.rs` | learning rate and momentum by step |
 
+mod adagrad;
 mod adam;
 mod chunks;
+mod lamb;
+mod lion;
 mod schedule;
 mod sgd;
 
@@ -59,6 +65,42 @@ pub trait Optimizer: Send + Sync {
         state: &mut [&mut [f32]],
         half: Option<FlatMut<'_>>,
     );
+
+    /// What comes before the update, if a step depends on norms of whole parameters.
+    fn layerwise(&self) -> Option<&dyn Layerwise> {
+        None
+    }
+}
+
+/// Elements whose squares make one term of the sums of [`Layerwise::add_squares`].
+pub const SQUARES_BLOCK: usize = 1024;
+
+/// Sums of squares over a parameter or a part of it.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Squares {
+    /// Of the weights.
+    pub weights: f64,
+    /// Of the update that they would get, before the learning rate.
+    pub update: f64,
+}
+
+/// An optimizer whose step in a parameter depends on norms of the whole parameter.
+///
+/// Its step has two passes: the sums of squares of each parameter, over all ranks; then [`Optimizer::update`], with the
+/// learning rate times the parameter's trust ratio.
+pub trait Layerwise {
+    /// Adds the squares of a slice to those of the elements before it. Weights and states stay as they are.
+    ///
+    /// The slices of a parameter come in order. Where all but the last have a multiple of [`SQUARES_BLOCK`] elements,
+    /// the sums have the bits that the whole would give.
+    ///
+    /// # Panics
+    ///
+    /// As [`Optimizer::update`].
+    fn add_squares(&self, ctx: &StepContext, param: &[f32], grad: FlatRef<'_>, state: &[&[f32]], squares: &mut Squares);
+
+    /// What the learning rate is multiplied by in a parameter of which these are the squares.
+    fn trust_ratio(&self, squares: Squares) -> f64;
 }
 
 /// The optimizer that the configuration names. Its learning rate comes with each [`StepContext`].
@@ -66,6 +108,9 @@ pub fn from_config(config: &OptimizerConfig) -> Box<dyn Optimizer> {
     match config {
         OptimizerConfig::Adam(config) => Box::new(adam::Adam::new(*config)),
         OptimizerConfig::Sgd(config) => Box::new(sgd::Sgd::new(*config)),
+        OptimizerConfig::Lion(config) => Box::new(lion::Lion::new(*config)),
+        OptimizerConfig::Adagrad(config) => Box::new(adagrad::Adagrad::new(*config)),
+        OptimizerConfig::Lamb(config) => Box::new(lamb::Lamb::new(*config)),
     }
 }
 
@@ -74,6 +119,9 @@ pub fn base_lr(config: &OptimizerConfig) -> f64 {
     match config {
         OptimizerConfig::Adam(config) => config.lr,
         OptimizerConfig::Sgd(config) => config.lr,
+        OptimizerConfig::Lion(config) => config.lr,
+        OptimizerConfig::Adagrad(config) => config.lr,
+        OptimizerConfig::Lamb(config) => config.lr,
     }
 }
 
@@ -81,6 +129,9 @@ pub fn base_lr(config: &OptimizerConfig) -> f64 {
 pub fn momentum(config: &OptimizerConfig) -> Momentum {
     match config {
         OptimizerConfig::Adam(config) => Momentum::Betas(config.betas.0, config.betas.1),
+        OptimizerConfig::Lion(config) => Momentum::Betas(config.betas.0, config.betas.1),
+        OptimizerConfig::Lamb(config) => Momentum::Betas(config.betas.0, config.betas.1),
         OptimizerConfig::Sgd(config) => Momentum::Factor(config.momentum),
+        OptimizerConfig::Adagrad(_) => Momentum::Factor(0.0),
     }
 }

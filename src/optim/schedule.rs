@@ -69,7 +69,7 @@ impl<F: Fn(u64) -> f64 + Send + Sync> LrSchedule for F {
 pub enum Momentum {
     /// The decays of two moments. A schedule may change them.
     Betas(f64, f64),
-    /// One factor (SGD's). No schedule changes it.
+    /// One factor (SGD's; 0 where there is none). No schedule changes it.
     Factor(f64),
 }
 

@@ -7,6 +7,7 @@ mod pages;
 mod scaler;
 
 pub use flat::{Flat, FlatMut, FlatRef};
+pub(crate) use norm::{LANES, add_squares};
 pub use norm::{clip_factor, gradient_multiplier, has_non_finite, sum_of_squares};
 pub(crate) use pages::prefer_huge;
 pub use scaler::{DynamicScale, LossScaler, ScalerState};

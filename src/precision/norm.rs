@@ -15,7 +15,7 @@ const CHUNK: usize = 64 * 1024;
 const BLOCK: usize = 1024;
 
 /// Independent sums per chunk; enough to hide the latency of an addition.
-const LANES: usize = 16;
+pub(crate) const LANES: usize = 16;
 
 /// DeepSpeed adds this to the norm before it compares with the largest allowed one.
 const CLIP_EPSILON: f64 = 1e-6;
@@ -56,6 +56,18 @@ fn chunk(values: FlatRef<'_>, i: usize) -> FlatRef<'_> {
     values.slice(i * CHUNK..values.len().min((i + 1) * CHUNK))
 }
 
+/// Adds the square of element `i` to lane `i % 16`, as part of a [`Loop`].
+#[inline(always)]
+pub(crate) fn add_squares(lanes: &mut [f64; LANES], block: &[f32]) {
+    let (groups, rest) = block.as_chunks::<LANES>();
+    for group in groups {
+        for lane in 0..LANES {
+            lanes[lane] += f64::from(group[lane]) * f64::from(group[lane]);
+        }
+    }
+    lanes.iter_mut().zip(rest).for_each(|(lane, x)| *lane += f64::from(*x) * f64::from(*x));
+}
+
 struct ChunkSum<'a>(FlatRef<'a>);
 
 impl Loop for ChunkSum<'_> {
@@ -74,14 +86,8 @@ impl Loop for ChunkSum<'_> {
                     block
                 }
             };
-            let (groups, rest) = block.as_chunks::<LANES>();
-            for group in groups {
-                for lane in 0..LANES {
-                    lanes[lane] += f64::from(group[lane]) * f64::from(group[lane]);
-                }
-            }
             // Only the last block of a chunk has a remainder, so an element's lane depends on its position alone.
-            lanes.iter_mut().zip(rest).for_each(|(lane, x)| *lane += f64::from(*x) * f64::from(*x));
+            add_squares(&mut lanes, block);
         }
         lanes.iter().sum()
     }

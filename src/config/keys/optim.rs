@@ -7,6 +7,9 @@ pub(super) static SECTIONS: &[Section] = &[
     Section::new("optimizer", false, OPTIMIZER),
     Section::new("optimizer.params", false, ADAM).types(&["Adam", "AdamW"]),
     Section::new("optimizer.params", false, SGD).types(&["SGD"]),
+    Section::new("optimizer.params", false, LION).types(&["Lion"]),
+    Section::new("optimizer.params", false, ADAGRAD).types(&["Adagrad"]),
+    Section::new("optimizer.params", false, LAMB).types(&["Lamb"]),
     Section::new("scheduler", false, SCHEDULER),
     Section::new("scheduler.params", false, WARMUP_LR).types(&["WarmupLR"]),
     Section::new("scheduler.params", false, WARMUP_DECAY_LR).types(&["WarmupDecayLR"]),
@@ -16,7 +19,7 @@ pub(super) static SECTIONS: &[Section] = &[
 ];
 
 const OPTIMIZER: &[super::Key] = keys! {
-    "type": Str, "-", H, "Adam, AdamW or SGD, in any letter case. Other names of DeepSpeed and PyTorch are refused.";
+    "type": Str, "-", H, "Adam, AdamW, SGD, Lion, Adagrad or Lamb, in any letter case. Other names of DeepSpeed and PyTorch are refused.";
     "params": Object, "{}", H, "Its parameters.";
     "legacy_fusion": Bool, "false", none("it is a matter of CUDA kernels"), "Older fused wrapper.";
 };
@@ -48,6 +51,40 @@ const SGD: &[super::Key] = keys! {
     "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
     "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
     "differentiable": Bool, "false", refuse("the step has no gradient"), "PyTorch: differentiate the step.";
+    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
+};
+
+const LION: &[super::Key] = keys! {
+    "lr": NOT_NEGATIVE, "0.001", H, "Learning rate: every weight moves by it.";
+    "betas": Betas, "[0.9,0.999]", H, "Share of the momentum in the direction, and decay of the momentum, each at least 0 and below 1.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay.";
+    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
+};
+
+const ADAGRAD: &[super::Key] = keys! {
+    "lr": NOT_NEGATIVE, "0.01", H, "Learning rate.";
+    "eps": NOT_NEGATIVE, "1e-10", H, "Added to the root of the sum of squares.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Added to the gradient.";
+    "lr_decay": NOT_NEGATIVE, "0.0", refuse("the scheduler section changes the learning rate"), "PyTorch: the learning rate falls with the steps.";
+    "initial_accumulator_value": NOT_NEGATIVE, "0.0", refuse("states start with zeros"), "PyTorch: where the sum of squares starts.";
+    "amsgrad": Bool, "false", refuse("there is none in Adagrad"), "The largest second moment.";
+    "maximize": Bool, "false", refuse("the loss is always minimized"), "Maximize the loss.";
+    "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
+    "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
+    "differentiable": Bool, "false", refuse("the step has no gradient"), "PyTorch: differentiate the step.";
+    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
+};
+
+const LAMB: &[super::Key] = keys! {
+    "lr": NOT_NEGATIVE, "0.001", H, "Learning rate, multiplied by each parameter's trust ratio.";
+    "betas": Betas, "[0.9,0.999]", H, "Decays of the two moments, each at least 0 and below 1.";
+    "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
+    "eps_inside_sqrt": Bool, "false", H, "Add eps to the second moment rather than to its root.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Weight decay, part of the update whose norm enters the trust ratio.";
+    "bias_correction": Bool, "true", H, "Divide the moments by 1 - beta^t, outside of the trust ratio.";
+    "max_coeff": NOT_NEGATIVE, "10.0", H, "Largest trust ratio: norm of a parameter over norm of its update.";
+    "min_coeff": NOT_NEGATIVE, "0.01", H, "Smallest trust ratio; at most max_coeff.";
+    "amsgrad": Bool, "false", refuse("DeepSpeed's Lamb refuses it too"), "The largest second moment.";
     "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
 };
 

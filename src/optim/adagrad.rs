@@ -1,0 +1,74 @@
+//! Adagrad (Duchi, Hazan, Singer, 2011).
+
+use super::chunks::{Kernel, Slices};
+use super::{Optimizer, StepContext};
+use crate::config::AdagradConfig;
+use crate::precision::{FlatMut, FlatRef};
+
+/// Adagrad with L2 decay.
+///
+/// With `g` the scaled gradient:
+///
+/// ```text
+/// g += wd * p
+/// v += g * g
+/// p -= lr * g / (sqrt(v) + eps)
+/// ```
+///
+/// `v` has the name that DeepSpeed's CPU kernel gives it; PyTorch calls it `sum`.
+#[derive(Debug)]
+pub(super) struct Adagrad {
+    config: AdagradConfig,
+}
+
+impl Adagrad {
+    pub(super) fn new(config: AdagradConfig) -> Self {
+        Self { config }
+    }
+}
+
+impl Optimizer for Adagrad {
+    fn state_names(&self) -> &'static [&'static str] {
+        &["exp_avg_sq"]
+    }
+
+    fn update(
+        &self,
+        ctx: &StepContext,
+        param: &mut [f32],
+        grad: FlatRef<'_>,
+        state: &mut [&mut [f32]],
+        half: Option<FlatMut<'_>>,
+    ) {
+        assert!(ctx.step > 0, "optimizer steps count from 1");
+        let kernel = Scalars {
+            grad_scale: ctx.grad_scale,
+            l2: self.config.weight_decay as f32,
+            lr: ctx.lr as f32,
+            eps: self.config.eps as f32,
+        };
+        Slices::new(param, grad, state, half).update_with(&kernel);
+    }
+}
+
+/// What is the same for all elements of a step.
+#[derive(Debug, Clone, Copy)]
+struct Scalars {
+    grad_scale: f32,
+    /// Added to the gradient: decay x parameter.
+    l2: f32,
+    lr: f32,
+    eps: f32,
+}
+
+impl Kernel<1> for Scalars {
+    #[inline(always)]
+    fn update(&self, param: &mut [f32], grad: &[f32], [exp_avg_sq]: [&mut [f32]; 1]) {
+        let s = *self;
+        for ((p, g), v) in param.iter_mut().zip(grad).zip(exp_avg_sq) {
+            let g = *g * s.grad_scale + s.l2 * *p;
+            *v += g * g;
+            *p -= s.lr * (g / (v.sqrt() + s.eps));
+        }
+    }
+}

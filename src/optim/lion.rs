@@ -1,0 +1,85 @@
+//! Lion (arXiv 2302.06675).
+
+use super::chunks::{Kernel, Slices};
+use super::{Optimizer, StepContext};
+use crate::config::LionConfig;
+use crate::precision::{FlatMut, FlatRef};
+
+/// Lion: a step of the learning rate in the direction of a sign, with decoupled decay.
+///
+/// With `g` the scaled gradient:
+///
+/// ```text
+/// c  = b1 * m + (1 - b1) * g
+/// p  = p * (1 - lr * wd) - lr * sign(c)
+/// m  = b2 * m + (1 - b2) * g
+/// ```
+///
+/// As in DeepSpeed's CPU kernel the betas are rounded to f32 first, and the sign is that of the sign bit: where `c` is
+/// +0, as in the row of an embedding that no batch has touched yet, the weight moves by -lr.
+#[derive(Debug)]
+pub(super) struct Lion {
+    config: LionConfig,
+}
+
+impl Lion {
+    pub(super) fn new(config: LionConfig) -> Self {
+        Self { config }
+    }
+}
+
+impl Optimizer for Lion {
+    fn state_names(&self) -> &'static [&'static str] {
+        &["exp_avg"]
+    }
+
+    fn update(
+        &self,
+        ctx: &StepContext,
+        param: &mut [f32],
+        grad: FlatRef<'_>,
+        state: &mut [&mut [f32]],
+        half: Option<FlatMut<'_>>,
+    ) {
+        assert!(ctx.step > 0, "optimizer steps count from 1");
+        let LionConfig { lr: _, betas, weight_decay } = self.config;
+        let betas = ctx.betas.unwrap_or(betas);
+        let (beta1, beta2) = (betas.0 as f32, betas.1 as f32);
+        let kernel = Scalars {
+            grad_scale: ctx.grad_scale,
+            beta1,
+            beta2,
+            one_minus_beta1: 1.0 - beta1,
+            one_minus_beta2: 1.0 - beta2,
+            keep: (1.0 - ctx.lr * weight_decay) as f32,
+            lr: ctx.lr as f32,
+        };
+        Slices::new(param, grad, state, half).update_with(&kernel);
+    }
+}
+
+/// What is the same for all elements of a step.
+#[derive(Debug, Clone, Copy)]
+struct Scalars {
+    grad_scale: f32,
+    beta1: f32,
+    beta2: f32,
+    one_minus_beta1: f32,
+    one_minus_beta2: f32,
+    /// 1 - lr x decay.
+    keep: f32,
+    lr: f32,
+}
+
+impl Kernel<1> for Scalars {
+    #[inline(always)]
+    fn update(&self, param: &mut [f32], grad: &[f32], [exp_avg]: [&mut [f32]; 1]) {
+        let s = *self;
+        for ((p, g), m) in param.iter_mut().zip(grad).zip(exp_avg) {
+            let g = *g * s.grad_scale;
+            let direction = s.beta1 * *m + s.one_minus_beta1 * g;
+            *p = s.keep * *p - s.lr.copysign(direction);
+            *m = s.beta2 * *m + s.one_minus_beta2 * g;
+        }
+    }
+}
