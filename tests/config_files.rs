@@ -5,7 +5,7 @@ use candle_core::DType;
 use candle_zero::Error;
 use candle_zero::config::{
     AdagradConfig, AdamConfig, Aio, Batch, Config, GradientOp, LambConfig, LionConfig, OffloadOptimizer, OffloadParam,
-    OffloadTo, OneCycleConfig, OptimizerConfig, Precision, SchedulerConfig, SgdConfig, WarmupType,
+    OffloadTo, OneCycleConfig, OptimizerConfig, Precision, RunValues, SchedulerConfig, SgdConfig, WarmupType,
 };
 use candle_zero::layout::ZeroStage;
 use proptest::prelude::*;
@@ -453,7 +453,8 @@ fn features_whose_silent_loss_would_change_training_are_refused() {
         ),
         (json!({"zero_optimization": {"legacy_stage1": true}}), "zero_optimization.legacy_stage1"),
         (json!({"zero_optimization": {"mics_shard_size": -1}}), "zero_optimization.mics_shard_size"),
-        (json!({"amp": {"enabled": false}}), "amp"),
+        (json!({"amp": {"enabled": true}}), "amp"),
+        (json!({"nebula": {"enabled": false}}), "nebula"),
         (json!({"elasticity": {}}), "elasticity"),
         (json!({"optimizer": {"type": "Muon"}}), "optimizer.type"),
         (json!({"optimizer": {"type": "Adam", "params": {"amsgrad": true}}}), "optimizer.params.amsgrad"),
@@ -538,8 +539,7 @@ fn rules_between_keys_hold() {
         (json!({"fp16": {"enabled": true, "hysteresis": 0}}), "fp16.hysteresis"),
         (json!({"train_batch_size": 0}), "train_batch_size"),
         (json!({"train_batch_size": "8"}), "train_batch_size"),
-        (json!({"train_batch_size": "auto"}), "train_batch_size"),
-        (json!({"gradient_clipping": "auto"}), "gradient_clipping"),
+        (json!({"optimizer": {"type": "auto"}}), "optimizer.type"),
     ];
     for (more, path) in cases {
         assert_eq!(refused(more), [path]);
@@ -574,8 +574,67 @@ fn an_auto_batch_key_follows_from_the_others_and_is_noted() {
     assert_eq!((config.batch.train_batch_size, config.batch.gradient_accumulation_steps), (6, 1));
     insta::assert_snapshot!(notes(&config), @r#"
     train_batch_size: "auto": worked out as 6 from the other batch keys
-    gradient_accumulation_steps: "auto": worked out as 1 from the other batch keys
+    gradient_accumulation_steps: "auto": taken as 1
     "#);
+}
+
+#[test]
+fn an_auto_of_the_run_has_the_runs_value() {
+    let run = RunValues {
+        train_micro_batch_size_per_gpu: 3,
+        gradient_accumulation_steps: 5,
+        lr: 0.25,
+        warmup_num_steps: Some(7),
+        total_num_steps: Some(70),
+        hidden_size: Some(64),
+    };
+    let text = json!({
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "zero_optimization": {
+            "stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto", "sub_group_size": "auto",
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {
+            "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto",
+        }},
+    });
+    let config = Config::load_for(text.clone(), 2, &run).unwrap();
+    assert_eq!((config.batch.train_batch_size, config.batch.gradient_accumulation_steps), (30, 5));
+    let zero = &config.zero;
+    assert_eq!(
+        (zero.reduce_bucket_size, zero.prefetch_bucket_size, zero.param_persistence_threshold, zero.sub_group_size),
+        (4096, 3686, 640, 1_000_000_000)
+    );
+    assert_eq!(
+        config.scheduler,
+        Some(SchedulerConfig::WarmupDecayLr {
+            total_num_steps: 70,
+            warmup_min_lr: 0.0,
+            warmup_max_lr: 0.25,
+            warmup_num_steps: 7,
+            warmup_type: WarmupType::Log,
+        })
+    );
+    // A train batch that is given decides; values of the run are checked as those of a file.
+    let config = Config::load_for(with(text.clone()), 2, &run).unwrap();
+    assert_eq!((config.batch.train_micro_batch_size_per_gpu, config.batch.gradient_accumulation_steps), (4, 1));
+    let wrong = RunValues { lr: -1.0, train_micro_batch_size_per_gpu: 0, hidden_size: Some(0), ..run };
+    let Err(Error::Config { problems, .. }) = Config::load_for(text, 2, &wrong) else { panic!("it is taken") };
+    let paths: Vec<&str> = problems.iter().map(|problem| problem.path.as_str()).collect();
+    assert_eq!(
+        paths,
+        ["zero_optimization.reduce_bucket_size", "train_micro_batch_size_per_gpu", "optimizer.params.lr",]
+    );
+}
+
+#[test]
+fn a_removed_feature_that_is_off_is_noted() {
+    for name in ["amp", "elasticity", "eigenvalue", "curriculum_learning", "progressive_layer_drop"] {
+        let config = load(with(json!({name: {"enabled": false, "x": 1}})));
+        assert_eq!(notes(&config), format!("{name}: is off; nothing like it is offered here"));
+        assert_eq!(refused(json!({name: {"enabled": true}})), [name]);
+    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The batch triad: train batch = micro batch x accumulation x ranks (DeepSpeed's inference, exactly).
 
-use super::walk::{BATCH_KEYS, Walk};
+use super::auto::BATCH_KEYS;
+use super::walk::Walk;
 use super::{Batch, Rule};
 use crate::{Error, Result};
 
@@ -33,27 +34,31 @@ impl Batch {
 
 /// Resolves the three keys; problems go to the walk.
 pub(super) fn resolve(walk: &mut Walk<'_>, world_size: usize) -> Option<Batch> {
-    let given = BATCH_KEYS.map(|key| walk.int(key));
-    let autos: Vec<String> = walk.autos.clone();
+    let mut given = BATCH_KEYS.map(|key| walk.int(key));
+    let is_auto = BATCH_KEYS.map(|key| walk.autos.iter().any(|auto| auto == key));
+    // What does not follow from the train batch is the run's.
+    let mut of_run = [false; 3];
+    if given[0].is_none() {
+        of_run[1] = given[1].is_none() && (is_auto[0] || is_auto[1]);
+        of_run[2] = given[2].is_none() && is_auto[2];
+    }
+    let run = [0, walk.run.train_micro_batch_size_per_gpu, walk.run.gradient_accumulation_steps];
+    for index in (0..3).filter(|index| of_run[*index]) {
+        given[index] = Some(i64::try_from(run[index]).unwrap_or(i64::MAX));
+    }
     let world = u64::try_from(world_size).unwrap_or(u64::MAX);
     match infer(given, world) {
         Ok(triple) => {
             for (index, key) in BATCH_KEYS.iter().enumerate() {
-                if autos.iter().any(|auto| auto == key) {
+                if of_run[index] {
+                    walk.note(key, format!("\"auto\": taken as {}", triple[index]));
+                } else if is_auto[index] {
                     walk.note(key, format!("\"auto\": worked out as {} from the other batch keys", triple[index]));
                 }
                 walk.set(key, triple[index].into());
             }
             let [Ok(t), Ok(m), Ok(g)] = triple.map(usize::try_from) else { return None };
             Some(Batch { train_batch_size: t, train_micro_batch_size_per_gpu: m, gradient_accumulation_steps: g })
-        }
-        Err(_) if given[..2] == [None; 2] && !autos.is_empty() => {
-            for auto in autos {
-                let place = walk.place(&auto);
-                let message = "\"auto\" cannot be worked out: give train_batch_size or train_micro_batch_size_per_gpu";
-                walk.problem(Rule::Auto, &auto, place, message);
-            }
-            None
         }
         // A batch key with a value of the wrong kind has been complained about.
         Err(_) if BATCH_KEYS.iter().any(|key| walk.problems.iter().any(|problem| problem.path == *key)) => None,

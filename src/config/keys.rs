@@ -56,6 +56,8 @@ pub(crate) enum Status {
     RefusedAbove1(&'static str),
     /// Its presence is an error, as in DeepSpeed 0.19.8.
     Removed(&'static str),
+    /// The same unless it is switched off, which is noted.
+    RemovedUnlessOff(&'static str),
     /// Translated to another key, and noted.
     Moved(&'static str),
 }
@@ -212,6 +214,9 @@ mod short {
     }
     pub(super) const fn gone(why: &'static str) -> Status {
         Status::Removed(why)
+    }
+    pub(super) const fn gone_unless_off(why: &'static str) -> Status {
+        Status::RemovedUnlessOff(why)
     }
     pub(super) const fn moved(to: &'static str) -> Status {
         Status::Moved(to)

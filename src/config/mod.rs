@@ -3,6 +3,7 @@
 //! The way of a file: text -> values with their places (`json`) -> a walk beside the one table of keys (`keys`, `walk`)
 //! -> [`Config`], in which every default is filled in and every rule between keys has been checked (`resolve`).
 
+mod auto;
 mod batch;
 mod json;
 mod keys;
@@ -15,12 +16,16 @@ mod reference;
 mod resolve;
 mod resolved;
 mod scheduler;
+mod schema;
 mod source;
 mod value;
 mod walk;
 
+pub use auto::RunValues;
 pub(crate) use problem::Listed;
 pub use problem::{ConfigProblem, Place, Rule};
 pub use reference::reference_markdown;
 pub use resolved::*;
+pub use schema::json_schema;
 pub use source::ConfigSource;
+pub(crate) use source::{Checked, check, read_file};

@@ -41,6 +41,23 @@ pub enum Rule {
     Unsupported,
 }
 
+impl Rule {
+    /// The kind of rule in words.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::UnknownKey => "unknown key",
+            Self::MisplacedKey => "misplaced key",
+            Self::Type => "type",
+            Self::Range => "range",
+            Self::Batch => "batch",
+            Self::Auto => "auto",
+            Self::Conflict => "conflict",
+            Self::Removed => "removed feature",
+            Self::Unsupported => "unsupported",
+        }
+    }
+}
+
 /// One thing that is wrong with a configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigProblem {

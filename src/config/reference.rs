@@ -11,8 +11,9 @@ Generated from the table of keys in the code; `UPDATE_DOCS=1 cargo test --releas
 
 A configuration is a DeepSpeed JSON file (0.19.8). Comments (`#`, `//`, `/* */`) and trailing commas are allowed.
 An unknown key is an error wherever it stands, with its line, its column and the nearest known key. At the top level a key
-that starts with `_`, `//` or `comment` is a comment. Sections marked *strict* take `\"3\"` for 3, `\"true\"` or 1 for
-true, and `\"auto\"` for the default. Elsewhere `\"auto\"` is refused, except for a batch key that follows from the others.
+that starts with `_`, `//` or `comment` is a comment. Sections marked *strict* take `\"3\"` for 3 and `\"true\"` or 1 for
+true. `\"auto\"` is what the run knows (`RunValues`: micro batch 1, accumulation 1 and lr 5e-5 unless the script says others,
+and the steps of the schedule), a batch key that follows from the others, or else the default; its value is said once.
 
 | status | meaning |
 | --- | --- |
@@ -20,6 +21,7 @@ true, and `\"auto\"` for the default. Elsewhere `\"auto\"` is refused, except fo
 | noted | another value than the default is accepted, has no effect, and is said once |
 | refused | another value than the default is an error, because its silent loss would change training |
 | removed | its presence is an error, as in DeepSpeed 0.19.8 |
+| removed unless off | the same, but `enabled` false is accepted and said once |
 | translated | a deprecated key, taken as its successor, and said once |
 ";
 
@@ -91,6 +93,7 @@ fn status(status: Status) -> (&'static str, Option<String>) {
         Status::Refused(why) => ("refused", Some(why.into())),
         Status::RefusedAbove1(why) => ("refused", Some(format!("above 1: {why}"))),
         Status::Removed(why) => ("removed", Some(why.into())),
+        Status::RemovedUnlessOff(why) => ("removed unless off", Some(why.into())),
         Status::Moved(to) => ("translated", Some(format!("to {to}"))),
     }
 }

@@ -3,20 +3,27 @@
 use super::json::{Json, Node};
 use super::walk::Walk;
 use super::{
-    Config, ConfigProblem, Fp16, GradientOp, Precision, Rule, TagValidation, ZeroConfig, batch, offload, optim,
-    scheduler, value,
+    Config, ConfigProblem, Fp16, GradientOp, Note, Precision, Rule, RunValues, TagValidation, ZeroConfig, batch,
+    offload, optim, scheduler, value,
 };
 use crate::layout::ZeroStage;
 use candle_core::DType;
 use serde_json::Value;
 
-/// Resolves a whole tree, or lists what is wrong with it in file order.
-pub(super) fn resolve(root: &Node, world_size: usize) -> Result<Config, Vec<ConfigProblem>> {
+/// What is wrong with a tree, in file order, and what else has to be said about it.
+pub(super) struct Refused {
+    pub problems: Vec<ConfigProblem>,
+    pub notes: Vec<Note>,
+}
+
+/// Resolves a whole tree.
+pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result<Config, Refused> {
     let Json::Object(entries) = &root.value else {
         let message = format!("an object `{{...}}` is needed, {} found", value::found(root));
-        return Err(vec![ConfigProblem { rule: Rule::Type, path: "(top)".into(), place: root.place, message }]);
+        let problem = ConfigProblem { rule: Rule::Type, path: "(top)".into(), place: root.place, message };
+        return Err(Refused { problems: vec![problem], notes: Vec::new() });
     };
-    let mut walk = Walk::new(entries);
+    let mut walk = Walk::new(entries, run);
     let walk_ref = &mut walk;
     let batch = batch::resolve(walk_ref, world_size);
     let mut zero = zero(walk_ref);
@@ -36,7 +43,7 @@ pub(super) fn resolve(root: &Node, world_size: usize) -> Result<Config, Vec<Conf
     let Some(batch) = batch.filter(|_| walk.problems.is_empty()) else {
         // Problems without a place go last.
         walk.problems.sort_by_key(|problem| problem.place.map_or((true, None), |place| (false, Some(place))));
-        return Err(walk.problems);
+        return Err(Refused { problems: walk.problems, notes: walk.notes });
     };
     Ok(Config {
         world_size,

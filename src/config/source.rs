@@ -1,7 +1,7 @@
 //! Where a configuration comes from.
 
 use super::json::{self, Node, ReadError};
-use super::{Config, resolve};
+use super::{Config, Note, RunValues, resolve};
 use crate::{Error, Result};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -29,6 +29,14 @@ impl Config {
     /// # Errors
     /// A file that cannot be read, text that is no JSON, a duplicate key, or any broken rule, with line and column.
     pub fn load(source: impl Into<ConfigSource>, world_size: usize) -> Result<Self> {
+        Self::load_for(source, world_size, &RunValues::default())
+    }
+
+    /// [`Config::load`] with what `"auto"` stands for in this run.
+    ///
+    /// # Errors
+    /// Those of [`Config::load`].
+    pub fn load_for(source: impl Into<ConfigSource>, world_size: usize, run: &RunValues) -> Result<Self> {
         if world_size == 0 {
             return Err(Error::ConfigNoRanks);
         }
@@ -44,21 +52,46 @@ impl Config {
                 (origin, root)
             }
             ConfigSource::Path(path) => {
-                let bytes = read_file(&path).map_err(|source| Error::ConfigFile { path: path.clone(), source })?;
+                let bytes = read_file(&path)?;
                 let origin = path.display().to_string();
                 let root = read(&origin, &bytes)?;
                 (origin, root)
             }
         };
-        resolve::resolve(&root, world_size).map_err(|problems| Error::Config { origin, problems })
+        resolve::resolve(&root, world_size, run).map_err(|refused| Error::Config { origin, problems: refused.problems })
+    }
+}
+
+/// A configuration that has been looked at, whether it loads or not.
+pub(crate) struct Checked {
+    /// What has to be said about it.
+    pub notes: Vec<Note>,
+    /// The configuration, or what is wrong with it.
+    pub outcome: Result<Config>,
+}
+
+/// Reads, checks and resolves the bytes of a file.
+pub(crate) fn check(path: &Path, bytes: &[u8], world_size: usize, run: &RunValues) -> Checked {
+    let origin = path.display().to_string();
+    let root = match read(&origin, bytes) {
+        Ok(root) => root,
+        Err(error) => return Checked { notes: Vec::new(), outcome: Err(error) },
+    };
+    match resolve::resolve(&root, world_size, run) {
+        Ok(config) => Checked { notes: config.notes.clone(), outcome: Ok(config) },
+        Err(resolve::Refused { problems, notes }) => {
+            Checked { notes, outcome: Err(Error::Config { origin, problems }) }
+        }
     }
 }
 
 /// Reads a file, but no more of it than the reader would look at.
-fn read_file(path: &Path) -> std::io::Result<Vec<u8>> {
+pub(crate) fn read_file(path: &Path) -> Result<Vec<u8>> {
     use std::io::Read;
     let mut bytes = Vec::new();
-    std::fs::File::open(path)?.take(json::MAX_BYTES as u64 + 1).read_to_end(&mut bytes)?;
+    std::fs::File::open(path)
+        .and_then(|file| file.take(json::MAX_BYTES as u64 + 1).read_to_end(&mut bytes))
+        .map_err(|source| Error::ConfigFile { path: path.into(), source })?;
     Ok(bytes)
 }
 

@@ -2,7 +2,7 @@
 
 use super::json::{Entry, Json};
 use super::keys::{self, Key, Kind, Section, Status, join};
-use super::{ConfigProblem, Note, Place, Rule, nearest, value};
+use super::{ConfigProblem, Note, Place, Rule, RunValues, nearest, value};
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 
@@ -15,20 +15,18 @@ pub(crate) struct Walk<'a> {
     pub given: HashMap<String, Option<Place>>,
     /// Parameters of the optimizer and the schedule, whose table depends on their type.
     pub params: HashMap<String, &'a [Entry]>,
-    /// Keys outside the strict sections whose value is `"auto"`.
+    /// Batch keys whose value is `"auto"`.
     pub autos: Vec<String>,
+    /// What any other `"auto"` may stand for.
+    pub run: RunValues,
     pub problems: Vec<ConfigProblem>,
     pub notes: Vec<Note>,
 }
 
-/// The batch keys: the only ones outside strict sections whose `"auto"` can be worked out.
-pub(crate) const BATCH_KEYS: [&str; 3] =
-    ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
-
 impl<'a> Walk<'a> {
     /// Walks over the outermost object.
-    pub fn new(entries: &'a [Entry]) -> Self {
-        let mut walk = Self { tree: defaults(keys::section("")), ..Self::default() };
+    pub fn new(entries: &'a [Entry], run: &RunValues) -> Self {
+        let mut walk = Self { tree: defaults(keys::section("")), run: *run, ..Self::default() };
         walk.section(keys::section(""), entries);
         walk.bare_zero(entries);
         walk
@@ -52,7 +50,12 @@ impl<'a> Walk<'a> {
             }
             self.given.insert(section.join(key.name), entry.place);
             match key.status {
-                Status::Removed(why) => self.problem(Rule::Removed, &path, entry.place, why),
+                Status::RemovedUnlessOff(_) if is_off(&entry.node.value) => {
+                    self.note(&path, "is off; nothing like it is offered here");
+                }
+                Status::Removed(why) | Status::RemovedUnlessOff(why) => {
+                    self.problem(Rule::Removed, &path, entry.place, why);
+                }
                 Status::Moved(to) => moved.push((key, entry, to)),
                 _ => self.key(section, key, entry),
             }
@@ -143,20 +146,14 @@ impl<'a> Walk<'a> {
         if comment {
             self.note(&path, "a comment: ignored");
         } else if section.checked {
-            let (rule, message) = nearest::advice(section, &entry.key);
+            // Likeness to every key is slow: a file of nothing but strangers would take minutes.
+            const MOST_ADVISED: usize = 1000;
+            let (rule, message) = if self.problems.len() < MOST_ADVISED {
+                nearest::advice(section, &entry.key)
+            } else {
+                (Rule::UnknownKey, "no such key here".to_string())
+            };
             self.problem(rule, &path, entry.place, message);
-        }
-    }
-
-    fn auto(&mut self, section: &Section, key: &Key, entry: &Entry, path: String) {
-        if !section.checked {
-        } else if section.strict {
-            self.note(&path, format!("\"auto\": the default {} holds", key.default));
-        } else if BATCH_KEYS.contains(&path.as_str()) {
-            self.autos.push(path);
-        } else {
-            let message = format!("\"auto\" is not resolved here: give {}", value::needed(key.kind));
-            self.problem(Rule::Auto, &path, entry.node.place, message);
         }
     }
 
@@ -297,6 +294,16 @@ impl<'a> Walk<'a> {
     /// A string of the table; `None` for null.
     pub fn str(&self, path: &str) -> Option<&str> {
         self.get(path).and_then(Value::as_str)
+    }
+}
+
+/// Whether a section says that it is off.
+fn is_off(value: &Json) -> bool {
+    match value {
+        Json::Object(entries) => {
+            entries.iter().any(|entry| entry.key == "enabled" && entry.node.value == Json::Bool(false))
+        }
+        other => *other == Json::Bool(false),
     }
 }
 

@@ -6,11 +6,13 @@
 //! rank fails; `restarts` decides whether it starts again. On the other side `discover` reads the variables that the launcher has set.
 //!
 //! What `zerorun` does besides are tools, found by the first word (`tools`): `zerorun bench disk PATH` (`bench`),
-//! `zerorun inspect DIR` (`inspect`), `zerorun consolidate DIR OUT` (`consolidate`), `zerorun schedule` (`schedule`).
+//! `zerorun inspect DIR` (`inspect`), `zerorun consolidate DIR OUT` (`consolidate`), `zerorun check FILE` (`check`,
+//! which draws `picture`s), `zerorun schema` (`schema`), `zerorun schedule` (`schedule`), `zerorun report` (`machine`).
 
 mod args;
 mod bench;
 mod build;
+mod check;
 mod consolidate;
 mod discover;
 mod frontmatter;
@@ -19,10 +21,12 @@ mod inspect;
 mod machine;
 mod output;
 mod package;
+mod picture;
 mod ranks;
 mod report;
 mod restarts;
 mod schedule;
+mod schema;
 mod script;
 mod signals;
 mod tail;

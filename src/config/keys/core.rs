@@ -16,6 +16,8 @@ pub(super) static SECTIONS: &[Section] = &[
 ];
 
 const GONE: &str = "DeepSpeed 0.19.8 refuses the whole file for it, on or off: remove it";
+const GONE_ON: &str =
+    "not offered, and DeepSpeed 0.19.8 refuses the whole file for it: remove it, or set its `enabled` to false";
 
 const ROOT: &[super::Key] = keys! {
     "train_batch_size": INT, "null", H, "Samples per optimizer step over all ranks = micro batch x accumulation x ranks.";
@@ -70,17 +72,17 @@ const ROOT: &[super::Key] = keys! {
     "hybrid_engine": Object, "{}", S, "Generation inside training.";
     "weight_quantization": Object, "null", S, "Quantized inference.";
     "data_efficiency": Object, "{}", H, "Curriculum learning and token dropping.";
-    "amp": Any, "-", gone(GONE), "Apex mixed precision. Use bf16 or fp16.";
+    "amp": Any, "-", gone_unless_off(GONE_ON), "Apex mixed precision. Use bf16 or fp16.";
     "nebula": Any, "-", gone(GONE), "Azure checkpoint service.";
     "compression_training": Any, "-", gone(GONE), "Pruning and quantization.";
     "quantize_training": Any, "-", gone(GONE), "Mixture of quantization.";
     "sparse_gradients": Any, "-", gone(GONE), "Sparse embedding gradients.";
     "sparse_attention": Any, "-", gone(GONE), "Sparse attention kernels.";
-    "eigenvalue": Any, "-", gone(GONE), "Eigenvalues for quantization.";
-    "elasticity": Any, "-", gone(GONE), "Elastic batch sizes. Give the batch keys.";
+    "eigenvalue": Any, "-", gone_unless_off(GONE_ON), "Eigenvalues for quantization.";
+    "elasticity": Any, "-", gone_unless_off(GONE_ON), "Elastic batch sizes. Give the batch keys.";
     "graph_harvesting": Any, "-", gone(GONE), "CUDA graphs.";
-    "curriculum_learning": Any, "-", gone(GONE), "Legacy curriculum learning.";
-    "progressive_layer_drop": Any, "-", gone(GONE), "Layer dropping.";
+    "curriculum_learning": Any, "-", gone_unless_off(GONE_ON), "Legacy curriculum learning.";
+    "progressive_layer_drop": Any, "-", gone_unless_off(GONE_ON), "Layer dropping.";
 };
 
 const ANY_I64: super::Kind = super::Kind::IntNoBool(i64::MIN, i64::MAX);

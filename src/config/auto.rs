@@ -1,0 +1,101 @@
+//! `"auto"`: the value that the run knows, as the Hugging Face trainer puts it in, or the key's default.
+
+use super::json::{Entry, Node};
+use super::keys::{Key, Section};
+use super::walk::Walk;
+use super::{Rule, value};
+use serde_json::Value;
+
+/// What `"auto"` stands for where the run decides; see [`Config::load_for`](super::Config::load_for).
+///
+/// Any other key that says `"auto"` has its default.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RunValues {
+    /// `train_micro_batch_size_per_gpu`, unless it follows from `train_batch_size`. Default 1.
+    pub train_micro_batch_size_per_gpu: usize,
+    /// `gradient_accumulation_steps`, unless it follows from `train_batch_size`. Default 1.
+    pub gradient_accumulation_steps: usize,
+    /// `lr` of the optimizer. Default 5e-5.
+    pub lr: f64,
+    /// `warmup_num_steps` of the schedule; `None`: the key's default.
+    pub warmup_num_steps: Option<u64>,
+    /// `total_num_steps` of the schedule; `None`: `"auto"` is an error there.
+    pub total_num_steps: Option<u64>,
+    /// Hidden size h of the model: `reduce_bucket_size` is h * h, `stage3_prefetch_bucket_size` 0.9 * h * h,
+    /// `stage3_param_persistence_threshold` 10 * h; `None`: the keys' defaults.
+    pub hidden_size: Option<u64>,
+}
+
+impl Default for RunValues {
+    fn default() -> Self {
+        Self {
+            train_micro_batch_size_per_gpu: 1,
+            gradient_accumulation_steps: 1,
+            lr: 5e-5,
+            warmup_num_steps: None,
+            total_num_steps: None,
+            hidden_size: None,
+        }
+    }
+}
+
+/// The batch keys: their `"auto"` is worked out when all three have been read.
+pub(crate) const BATCH_KEYS: [&str; 3] =
+    ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
+
+impl Walk<'_> {
+    /// Resolves the `"auto"` of a key and says its value.
+    pub fn auto(&mut self, section: &Section, key: &Key, entry: &Entry, path: String) {
+        if !section.checked {
+            return;
+        }
+        if BATCH_KEYS.contains(&path.as_str()) {
+            return self.autos.push(path);
+        }
+        let known = self.of_run(&path);
+        let (before, after) = if known.is_some() { ("taken as", "") } else { ("the default", " holds") };
+        let Some(value) = known.or_else(|| key.default_value()) else {
+            let by_run = if path.ends_with(".total_num_steps") {
+                ", or load the configuration with RunValues::total_num_steps (zerorun check: --total_num_steps)"
+            } else {
+                ""
+            };
+            let message = format!("\"auto\" has no value here: give {}{by_run}", value::needed(key.kind));
+            return self.problem(Rule::Auto, &path, entry.node.place, message);
+        };
+        let node = Node { place: entry.node.place, ..Node::from_value(&value) };
+        match value::convert(&node, key, section.strict) {
+            Ok(value) => {
+                self.note(&path, format!("\"auto\": {before} {value}{after}"));
+                self.set(&path, value);
+            }
+            Err((rule, text)) => self.problem(rule, &path, node.place, format!("\"auto\" of this run: {text}")),
+        }
+    }
+
+    /// What the run says of a key.
+    fn of_run(&self, path: &str) -> Option<Value> {
+        let run = self.run;
+        let (owner, name) = path.rsplit_once('.')?;
+        let squared = |h: u64| u128::from(h) * u128::from(h);
+        let count = |n: u128| Value::from(i64::try_from(n).unwrap_or(i64::MAX));
+        let steps = |n: Option<u64>| n.map(|n| count(n.into()));
+        match (owner, name) {
+            ("optimizer.params", "lr") => Some(run.lr.into()),
+            ("scheduler.params", "warmup_max_lr") => {
+                // The optimizer has been read before.
+                Some(self.get("optimizer.params.lr").cloned().unwrap_or_else(|| run.lr.into()))
+            }
+            ("scheduler.params", "warmup_num_steps") => steps(run.warmup_num_steps),
+            ("scheduler.params", "total_num_steps") => steps(run.total_num_steps),
+            ("zero_optimization", "reduce_bucket_size") => run.hidden_size.map(|h| count(squared(h))),
+            ("zero_optimization", "stage3_prefetch_bucket_size") => {
+                run.hidden_size.map(|h| count(squared(h) / 10 * 9 + squared(h) % 10 * 9 / 10))
+            }
+            ("zero_optimization", "stage3_param_persistence_threshold") => {
+                run.hidden_size.map(|h| count(u128::from(h) * 10))
+            }
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! A JSON Schema of the configuration, from the table of keys, for editors.
+
+use super::keys::{Key, Kind, NO_DEFAULT, Section, Status, section, sections};
+use serde_json::{Map, Value, json};
+
+/// A JSON Schema (draft 2020-12) of the configuration: every key with its type, bounds, default and meaning.
+///
+/// It takes plain forms and `"auto"`. Files may say more than it knows of: strict sections also take `"3"` for 3 and
+/// `"true"` for true. Rules between keys are not in it; `zerorun check` knows them all.
+pub fn json_schema() -> Value {
+    let mut root = object(section(""));
+    let defs = sections().skip(1).map(|section| (name(section), definition(section))).collect::<Map<_, _>>();
+    let head = json!({
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Configuration of candle-zero: DeepSpeed 0.19.8's JSON",
+        // A comment of the configuration.
+        "patternProperties": {"^(_|//|comment)": true},
+        "$defs": defs,
+    });
+    extend(&mut root, head);
+    root
+}
+
+/// Name of a section's definition; tables of parameters have the first of their types at the end.
+fn name(section: &Section) -> String {
+    match section.types.first() {
+        Some(of_type) => format!("{}.{of_type}", section.path),
+        None => section.path.to_string(),
+    }
+}
+
+fn definition(section: &'static Section) -> Value {
+    let mut schema = object(section);
+    let params = format!("{}.params", section.path);
+    let choices: Vec<&Section> = sections().filter(|s| s.path == params && !s.types.is_empty()).collect();
+    if !choices.is_empty() {
+        typed(&mut schema, section, &choices);
+    }
+    if section.path == "zero_optimization" {
+        schema["type"] = json!(["object", "boolean"]);
+    }
+    schema
+}
+
+/// An object with the keys of a section and no others.
+fn object(section: &'static Section) -> Value {
+    let mut properties = Map::new();
+    for key in section.keys {
+        properties.insert(key.name.into(), property(section, key));
+        for alias in key.aliases {
+            let mut schema = property(section, key);
+            schema["description"] = format!("The same as `{}`.", key.name).into();
+            properties.insert((*alias).into(), schema);
+        }
+    }
+    json!({"type": "object", "properties": properties, "additionalProperties": !section.checked})
+}
+
+/// The type chooses the table of parameters. Names of optimizers go in any letter case.
+fn typed(schema: &mut Value, section: &Section, choices: &[&Section]) {
+    let one = |name: &&str| {
+        if section.path == "optimizer" {
+            let any_case = |c: char| format!("[{}{}]", c.to_ascii_lowercase(), c.to_ascii_uppercase());
+            let letters = name.chars().map(|c| if c.is_ascii_alphabetic() { any_case(c) } else { c.to_string() });
+            json!({"pattern": format!("^{}$", letters.collect::<String>())})
+        } else {
+            json!({"const": name})
+        }
+    };
+    let names: Vec<&str> = choices.iter().flat_map(|choice| choice.types).copied().collect();
+    let mut known = vec![json!({"enum": names})];
+    if section.path == "optimizer" {
+        known.extend(names.iter().map(one));
+    }
+    schema["properties"]["type"]["anyOf"] = known.into();
+    schema["required"] = json!(["type"]);
+    // Which keys `params` may have, its type says.
+    schema["properties"]["params"] = json!({"type": "object", "description": "Its parameters."});
+    let branches = choices.iter().map(|choice| {
+        let of_type = choice.types.iter().map(one).collect::<Vec<_>>();
+        json!({
+            "if": {"properties": {"type": {"anyOf": of_type}}},
+            "then": {"properties": {"params": reference(choice)}},
+        })
+    });
+    schema["allOf"] = branches.collect();
+}
+
+fn reference(section: &Section) -> Value {
+    json!({"$ref": format!("#/$defs/{}", name(section))})
+}
+
+fn property(section: &'static Section, key: &'static Key) -> Value {
+    let mut schema = if key.kind == Kind::Section {
+        let path = section.join(key.name);
+        let inner = sections().find(|s| s.path == path && s.types.is_empty()).map_or_else(|| json!({}), reference);
+        if key.default == "null" { json!({"anyOf": [inner, {"type": "null"}]}) } else { inner }
+    } else if !section.checked || key.kind == Kind::Any {
+        // Not looked into.
+        json!({})
+    } else {
+        let mut forms = vec![value(key.kind)];
+        if key.default == "null" {
+            forms.push(json!({"type": "null"}));
+        }
+        // A required name has no other value to stand for.
+        let named = key.default == NO_DEFAULT && key.kind == Kind::Str;
+        if !named && !matches!(key.kind, Kind::AutoOr(_)) {
+            forms.push(json!({"const": "auto"}));
+        }
+        if forms.len() == 1 { forms.remove(0) } else { json!({"anyOf": forms}) }
+    };
+    schema["description"] = description(key).into();
+    if let Some(default) = key.default_value() {
+        schema["default"] = default;
+    }
+    if matches!(key.status, Status::Removed(_) | Status::RemovedUnlessOff(_) | Status::Moved(_)) {
+        schema["deprecated"] = true.into();
+    }
+    schema
+}
+
+/// What a kind takes, without `null` and `"auto"`.
+fn value(kind: Kind) -> Value {
+    let strings = json!({"type": "array", "items": {"type": "string"}});
+    match kind {
+        Kind::Bool => json!({"type": "boolean"}),
+        Kind::Int(min, max) | Kind::IntNoBool(min, max) => {
+            let mut schema = json!({"type": "integer"});
+            bound(&mut schema, "minimum", (min != i64::MIN).then(|| min.into()));
+            bound(&mut schema, "maximum", (max != i64::MAX).then(|| max.into()));
+            schema
+        }
+        Kind::Float(min, max) => {
+            let mut schema = json!({"type": "number"});
+            bound(&mut schema, "minimum", (min != f64::MIN).then(|| min.into()));
+            bound(&mut schema, "maximum", (max != f64::MAX).then(|| max.into()));
+            schema
+        }
+        Kind::Str => json!({"type": "string"}),
+        Kind::OneOf(words) => json!({"enum": words}),
+        Kind::OneOfAnyCase(words) => {
+            let cases = words.iter().flat_map(|word| [(*word).to_string(), word.to_lowercase(), word.to_uppercase()]);
+            let mut all: Vec<String> = Vec::new();
+            cases.for_each(|word| {
+                if !all.contains(&word) {
+                    all.push(word)
+                }
+            });
+            json!({"enum": all})
+        }
+        Kind::Strings => strings,
+        Kind::StringsOrOne => json!({"anyOf": [strings, {"type": "string"}]}),
+        Kind::Betas => {
+            let beta = json!({"type": "number", "minimum": 0, "exclusiveMaximum": 1});
+            json!({"type": "array", "items": beta, "minItems": 2, "maxItems": 2})
+        }
+        Kind::AutoOr(inner) => json!({"anyOf": [value(*inner), {"const": "auto"}]}),
+        Kind::Any | Kind::Section => json!({}),
+    }
+}
+
+fn bound(schema: &mut Value, word: &str, at: Option<Value>) {
+    if let Some(at) = at {
+        schema[word] = at;
+    }
+}
+
+/// Meaning and, where it differs from DeepSpeed, what becomes of the key here.
+fn description(key: &Key) -> String {
+    let meaning = key.meaning;
+    match key.status {
+        Status::Honoured | Status::OfSection => meaning.to_string(),
+        Status::NoEffect(why) => format!("{meaning} Has no effect here: {why}."),
+        Status::NotYet(why) => format!("{meaning} Not supported yet: {why}."),
+        Status::Refused(why) => format!("{meaning} Only the default is accepted: {why}."),
+        Status::RefusedAbove1(why) => format!("{meaning} More than 1 is refused: {why}."),
+        Status::Removed(why) | Status::RemovedUnlessOff(why) => format!("{meaning} Refused: {why}."),
+        Status::Moved(to) => format!("{meaning} Taken as `{to}`."),
+    }
+}
+
+fn extend(schema: &mut Value, more: Value) {
+    if let (Value::Object(schema), Value::Object(more)) = (schema, more) {
+        schema.extend(more);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::config::json::{Json, read_object};
+    use std::collections::BTreeSet;
+
+    /// The definition that a property leads to, by `$ref` or through `anyOf`.
+    fn target<'a>(schema: &'a Value, property: &'a Value) -> Option<&'a Value> {
+        let of = |value: &'a Value| value["$ref"].as_str().map(|path| &schema["$defs"][&path["#/$defs/".len()..]]);
+        of(property).or_else(|| property["anyOf"].as_array()?.iter().find_map(of))
+    }
+
+    #[test]
+    fn it_lists_exactly_the_keys_of_the_tables() {
+        let schema = json_schema();
+        for section in sections() {
+            let object = if section.path.is_empty() { &schema } else { &schema["$defs"][&name(section)] };
+            let listed: BTreeSet<&str> = object["properties"].as_object().unwrap().keys().map(String::as_str).collect();
+            let table = section.keys.iter().flat_map(|key| std::iter::once(&key.name).chain(key.aliases)).copied();
+            assert_eq!(listed, table.collect(), "{}", section.path);
+            assert_eq!(object["additionalProperties"], json!(!section.checked), "{}", section.path);
+        }
+        let definitions = schema["$defs"].as_object().unwrap();
+        assert_eq!(definitions.len() + 1, sections().count(), "two tables have one name");
+    }
+
+    #[test]
+    fn every_section_is_reached_from_the_root() {
+        let schema = json_schema();
+        let text = schema.to_string();
+        for definition in schema["$defs"].as_object().unwrap().keys() {
+            assert!(text.contains(&format!("\"#/$defs/{definition}\"")), "{definition} is not used");
+        }
+        for section in sections().filter(|section| !section.path.is_empty() && section.types.is_empty()) {
+            let mut at = &schema;
+            for name in section.path.split('.') {
+                at = target(&schema, &at["properties"][name]).unwrap_or_else(|| panic!("{}", section.path));
+            }
+            assert_eq!(*at, schema["$defs"][section.path], "{}", section.path);
+        }
+    }
+
+    /// Checks that the schema has every key, and that a plain value is of a type that it names.
+    fn walk(schema: &Value, object: &Value, entries: &Json, path: &str) {
+        let Json::Object(entries) = entries else { panic!("{path} is no object") };
+        for entry in entries {
+            let path = format!("{path}.{}", entry.key);
+            let mut property = &object["properties"][&entry.key];
+            assert!(property.is_object(), "the schema has no {path}");
+            if entry.key == "params" {
+                let Some(Json::String(of_type)) = entries.iter().find(|e| e.key == "type").map(|e| &e.node.value)
+                else {
+                    panic!("{path} without a type")
+                };
+                let section = sections().find(|s| s.types.contains(&of_type.as_str())).unwrap();
+                let leads = |branch: &&Value| branch["then"]["properties"]["params"] == reference(section);
+                let branch = object["allOf"].as_array().unwrap().iter().find(leads);
+                property = &branch.unwrap_or_else(|| panic!("no branch for {of_type}"))["then"]["properties"]["params"];
+            }
+            match (&entry.node.value, target(schema, property)) {
+                (inner @ Json::Object(_), Some(section)) => walk(schema, section, inner, &path),
+                (Json::Object(_), None) => panic!("{path} is an object"),
+                (plain, _) => {
+                    let wanted: &[&str] = match plain {
+                        Json::Bool(_) => &["boolean"],
+                        Json::Int(_) => &["integer", "number"],
+                        Json::Float(_) => &["integer", "number"],
+                        Json::String(_) => &["string", "enum"],
+                        Json::List(_) => &["array"],
+                        Json::Null | Json::Object(_) => &["null"],
+                    };
+                    let text = property.to_string();
+                    assert!(wanted.iter().any(|word| text.contains(&format!("\"{word}\""))), "{path}: {text}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_bundled_configurations_conform() {
+        let schema = json_schema();
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/ds_configs");
+        let mut files = 0;
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_some_and(|end| end == "json") {
+                let root = read_object(&std::fs::read(&path).unwrap()).unwrap();
+                walk(&schema, &schema, &root.value, &path.display().to_string());
+                files += 1;
+            }
+        }
+        assert!(files >= 9, "{files} files");
+    }
+
+    #[test]
+    fn bounds_words_defaults_and_meanings_are_those_of_the_table() {
+        let schema = json_schema();
+        let zero = &schema["$defs"]["zero_optimization"]["properties"];
+        assert_eq!(zero["stage"]["anyOf"][0], json!({"type": "integer", "minimum": 0, "maximum": 3}));
+        assert_eq!(zero["stage"]["default"], json!(0));
+        let device = &schema["$defs"]["zero_optimization.offload_param"]["properties"]["device"];
+        assert_eq!(device["anyOf"][0]["enum"], json!(["none", "cpu", "nvme"]));
+        assert!(schema["properties"]["seed"]["description"].as_str().unwrap().contains("initial weights"));
+        assert_eq!(schema["properties"]["amp"]["deprecated"], json!(true));
+        assert_eq!(schema["properties"]["bfloat16"]["$ref"], json!("#/$defs/bf16"));
+    }
+}
