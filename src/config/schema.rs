@@ -137,6 +137,10 @@ fn value(kind: Kind) -> Value {
             bound(&mut schema, "maximum", (max != f64::MAX).then(|| max.into()));
             schema
         }
+        Kind::PerGroup(min, max) => {
+            let number = value(Kind::Float(min, max));
+            json!({"anyOf": [number, {"type": "array", "items": number, "minItems": 1, "maxItems": 1}]})
+        }
         Kind::Str => json!({"type": "string"}),
         Kind::OneOf(words) => json!({"enum": words}),
         Kind::OneOfAnyCase(words) => {
