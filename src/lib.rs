@@ -38,6 +38,7 @@ pub mod data;
 mod device;
 pub mod engine;
 pub mod error;
+mod files;
 mod graph;
 mod kernels;
 pub mod launch;

@@ -9,11 +9,11 @@
 //!
 //! Everything is written into a folder beside OUT, synced and renamed, so OUT is never half there.
 
-use super::folder::sync;
 use super::hugging_face::{Described, describe};
 use super::load::Checkpoint;
 use super::manifest::Parameter;
 use crate::error::{Error, Result};
+use crate::files::{folder_of, sync_folder};
 use serde_json::{Map, Value, json};
 use std::fs::{File, Permissions};
 use std::io::{BufWriter, Result as IoResult, Write};
@@ -168,7 +168,7 @@ pub(crate) fn absent_or_empty(out: &Path) -> Result<PathBuf> {
 
 /// A folder beside `out`, as readable as any new one.
 fn begin(out: &Path) -> IoResult<tempfile::TempDir> {
-    let parent = parent(out);
+    let parent = folder_of(out);
     std::fs::create_dir_all(parent)?;
     let mut builder = tempfile::Builder::new();
     builder.prefix(".candle-zero-consolidating-").permissions(Permissions::from_mode(0o777)).tempdir_in(parent)
@@ -176,15 +176,11 @@ fn begin(out: &Path) -> IoResult<tempfile::TempDir> {
 
 /// Brings the folder to disk and under its name, which may have an empty folder at most.
 fn finish(beside: tempfile::TempDir, out: &Path) -> IoResult<()> {
-    sync(beside.path())?;
+    sync_folder(beside.path())?;
     std::fs::rename(beside.path(), out)?;
     // It has another name now: there is nothing to remove.
     let _ = beside.keep();
-    sync(parent(out))
-}
-
-fn parent(path: &Path) -> &Path {
-    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+    sync_folder(folder_of(out))
 }
 
 /// Parameters of each file: as many as the limit allows, at least one.

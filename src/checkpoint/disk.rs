@@ -6,10 +6,11 @@
 //! ```
 
 use super::layout::{BLOCK, PAGE};
+use crate::files::open_direct;
 use crate::offload::Aligned;
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Result as IoResult};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, JoinHandle};
@@ -43,11 +44,10 @@ impl Disk {
             loop {
                 let failed = spare.is_err();
                 // Nobody waits for it any more where the save was given up.
-                let given_up = done.send(spare).is_err();
-                let Some(Request { mut buffer, len, at }) = to_write.recv().ok().filter(|_| !failed && !given_up)
-                else {
+                if done.send(spare).is_err() || failed {
                     return checksums;
-                };
+                }
+                let Ok(Request { mut buffer, len, at }) = to_write.recv() else { return checksums };
                 let bytes = &buffer.bytes_mut()[..len];
                 checksums.extend(bytes.chunks(BLOCK).map(XxHash3_64::oneshot));
                 spare = target.write(bytes, at).map(|()| buffer);
@@ -83,9 +83,7 @@ struct Target {
 
 impl Target {
     fn open(path: &Path) -> IoResult<Self> {
-        let flags = rustix::fs::OFlags::DIRECT.bits().cast_signed();
-        let direct = OpenOptions::new().write(true).custom_flags(flags).open(path).ok();
-        Ok(Self { file: OpenOptions::new().write(true).open(path)?, direct })
+        Ok(Self { file: OpenOptions::new().write(true).open(path)?, direct: open_direct(path) })
     }
 
     fn write(&mut self, bytes: &[u8], at: u64) -> IoResult<()> {

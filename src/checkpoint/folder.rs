@@ -10,10 +10,10 @@
 
 use super::manifest::{FileEntry, MANIFEST, Manifest};
 use crate::error::{Error, Result};
+use crate::files::{folder_of, new_beside, sync_folder};
 use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
-use std::fs::{File, Permissions};
+use std::fs::File;
 use std::io::{ErrorKind, Result as IoResult, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -36,14 +36,13 @@ pub(super) fn saving(dir: &Path, tag: &str) -> PathBuf {
 pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
     let mut parts = Path::new(tag).components();
     let is_name = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
-    let is_plain = !tag.contains(|c: char| c == '/' || c.is_control()) && !tag.starts_with('.') && tag != LATEST;
-    let is_plain = is_plain && tag.trim() == tag;
-    if is_name && is_plain && tag.len() <= MAX_TAG {
+    let is_plain = !tag.contains(|c: char| c == '/' || c.is_control()) && !tag.starts_with('.') && tag.trim() == tag;
+    if is_name && is_plain && tag != LATEST && tag.len() <= MAX_TAG {
         return Ok(());
     }
     let problem = format!(
-        "the tag {tag:?} is not the name of a folder in it. Give a name without slashes, leading dots and space around it, of at most \
-         {MAX_TAG} bytes, such as global_step100"
+        "the tag {tag:?} is not the name of a folder in it. Give a name without slashes, leading dots and space around \
+         it, of at most {MAX_TAG} bytes, such as global_step100"
     );
     Err(Error::Checkpoint { path: dir.to_owned(), problem })
 }
@@ -57,7 +56,6 @@ pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
         return Err(Error::Checkpoint { path, problem });
     }
     let clear = || {
-        create_all(dir)?;
         for entry in std::fs::read_dir(dir)?.flatten() {
             let name = entry.file_name();
             if name.to_string_lossy().starts_with(SAVING) && !is_locked(&entry.path()) {
@@ -69,7 +67,7 @@ pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
         Ok(())
     };
     let start = Instant::now();
-    clear().map_err(|e| not_written(dir, &e))?;
+    create_all(dir).and_then(|()| clear()).map_err(|e| not_written(dir, &e))?;
     while from.exists() {
         if start.elapsed() > DYING {
             let problem =
@@ -93,14 +91,13 @@ fn is_locked(path: &Path) -> bool {
 
 /// Creates `dir` and the folders above it, on disk.
 fn create_all(dir: &Path) -> IoResult<()> {
-    if dir.is_dir() || dir.as_os_str().is_empty() {
+    if dir.is_dir() {
         return Ok(());
     }
-    let above = dir.parent().unwrap_or(Path::new(""));
-    create_all(above)?;
+    create_all(folder_of(dir))?;
     match std::fs::create_dir(dir) {
         Err(e) if e.kind() == ErrorKind::AlreadyExists && dir.is_dir() => Ok(()),
-        created => created.and_then(|()| sync(if above.as_os_str().is_empty() { Path::new(".") } else { above })),
+        created => created.and_then(|()| sync_folder(folder_of(dir))),
     }
 }
 
@@ -129,31 +126,29 @@ fn name(dir: &Path, tag: &str, manifest: &str, is_latest: bool) -> IoResult<()> 
     let mut file = File::create_new(from.join(MANIFEST))?;
     file.write_all(manifest.as_bytes())?;
     file.sync_all()?;
-    sync(&from)?;
+    sync_folder(&from)?;
     let to = dir.join(tag);
     if !to.exists() {
         std::fs::rename(&from, &to)?;
     } else if renameat_with(CWD, &from, CWD, &to, RenameFlags::EXCHANGE).is_ok() {
         // At every moment one of the two was there whole.
-        sync(dir)?;
+        sync_folder(dir)?;
         std::fs::remove_dir_all(&from)?;
     } else {
         // A file system that cannot exchange names: the one that was there keeps a visible name until all is done.
         let replaced = dir.join(format!("{tag}.replaced"));
         std::fs::rename(&to, &replaced)?;
         std::fs::rename(&from, &to)?;
-        sync(dir)?;
+        sync_folder(dir)?;
         std::fs::remove_dir_all(replaced)?;
     }
-    sync(dir)?;
+    sync_folder(dir)?;
     if is_latest {
-        // Readable for whom the umask allows, as any new file: tempfile's default is the owner alone.
-        let open = Permissions::from_mode(0o666);
-        let mut file = tempfile::Builder::new().prefix(NEW_LATEST).permissions(open).tempfile_in(dir)?;
+        let mut file = new_beside(dir, NEW_LATEST)?;
         file.write_all(tag.as_bytes())?;
         file.as_file().sync_all()?;
         file.persist(dir.join(LATEST)).map_err(|e| e.error)?;
-        sync(dir)?;
+        sync_folder(dir)?;
     }
     Ok(())
 }
@@ -181,7 +176,7 @@ pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
     let remove = || {
         // Not whole from now on, so it must not have its name.
         old.iter().try_for_each(|tag| std::fs::rename(dir.join(tag), saving(dir, tag)))?;
-        sync(dir)?;
+        sync_folder(dir)?;
         old.iter().try_for_each(|tag| std::fs::remove_dir_all(saving(dir, tag)))
     };
     remove().map_err(|source| Error::Io { action: "remove old checkpoints of", path: dir.to_owned(), source })
@@ -244,9 +239,4 @@ pub(super) fn tags(dir: &Path) -> Vec<String> {
     let mut tags: Vec<String> = names.filter(|name: &String| !name.starts_with('.')).collect();
     tags.sort();
     tags
-}
-
-/// Brings the names in a folder to disk.
-pub(super) fn sync(dir: &Path) -> IoResult<()> {
-    File::open(dir)?.sync_all()
 }

@@ -6,7 +6,7 @@
 //!                             | forward, backward (state does not change) | step
 //! ```
 //!
-//! A save in the background copies nothing: master weights and optimizer states change only in a step, and the next
+//! A save in the background takes no snapshot: master weights and optimizer states change only in a step, and the next
 //! step that changes them waits until the files are written.
 
 use super::folder;
@@ -192,8 +192,8 @@ impl Share {
 }
 
 impl Core {
-    /// Begins a checkpoint, and gives the tag that all ranks save under, and rank 0's hold on the folder. The outer error is one of communication; the
-    /// inner one leaves the ranks in step.
+    /// Begins a checkpoint, and gives the tag that all ranks save under, and rank 0's hold on the folder. The outer error
+    /// is one of communication; the inner one leaves the ranks in step.
     fn begin_save(&self, dir: &Path, tag: &str, validation: TagValidation) -> Result<Result<(String, Option<File>)>> {
         if let Err(error) = self.agree(folder::check_tag(dir, tag), dir)? {
             return Ok(Err(error));

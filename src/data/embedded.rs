@@ -84,6 +84,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/device.rs",
     "src/engine.rs",
     "src/error.rs",
+    "src/files.rs",
     "src/graph/grad.rs",
     "src/graph/mod.rs",
     "src/graph/node.rs",

@@ -1,14 +1,12 @@
 //! `zerorun consolidate`: a checkpoint's parameters as Hugging Face's files.
 
 use super::args::Refused;
-use super::tools::ByteProgress;
-use crate::Error;
+use super::tools::{ByteProgress, print, refused};
 use crate::checkpoint::{Checkpoint, ConsolidateSettings, Consolidated, ConsolidatedDtype};
 use crate::checkpoint::{absent_or_empty, consolidate, find, place};
 use clap::{Parser, ValueEnum};
 use std::ffi::OsString;
 use std::fmt::{self, Write as _};
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -56,36 +54,30 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
 
 impl Typed {
     fn run(self) -> ExitCode {
-        let refused = |error: Error, code: u8| {
-            super::say(&format!("zerorun: {error}"));
-            ExitCode::from(code)
-        };
         let tag = place(&self.dir, self.tag.as_deref()).and_then(|(dir, tag)| {
             absent_or_empty(&self.out)?;
             find(&dir).choose(tag).map(|tag| (dir, tag))
         });
         let (dir, tag) = match tag {
             Ok(found) => found,
-            Err(error) => return refused(error, super::EXIT_SETUP),
+            Err(error) => return refused(&error, super::EXIT_SETUP),
         };
         let checkpoint = match Checkpoint::open(&dir, Some(&tag)) {
             Ok(Some(checkpoint)) => checkpoint,
             Ok(None) => unreachable!("a tag is given"),
-            Err(error) => return refused(error, 1),
+            Err(error) => return refused(&error, 1),
         };
         let settings = self.settings();
         if let Err(error) = settings.check(&checkpoint) {
-            return refused(error, super::EXIT_SETUP);
+            return refused(&error, super::EXIT_SETUP);
         }
         let (mut progress, total) = (ByteProgress::default(), settings.bytes(&checkpoint));
         let done = consolidate(&checkpoint, &self.out, &settings, &mut |bytes| progress.tell(bytes, total));
         progress.finish();
         match done {
-            Ok(done) => match writeln!(std::io::stdout(), "{}", Report { out: &self.out, done: &done }) {
-                Ok(()) => ExitCode::SUCCESS,
-                Err(_) => ExitCode::FAILURE,
-            },
-            Err(error) => refused(error, 1),
+            Ok(done) if print(Report { out: &self.out, done: &done }) => ExitCode::SUCCESS,
+            Ok(_) => ExitCode::FAILURE,
+            Err(error) => refused(&error, 1),
         }
     }
 

@@ -1,13 +1,12 @@
 //! `zerorun import`: a checkpoint of DeepSpeed as one of this library's.
 
 use super::args::Refused;
-use super::tools::ByteProgress;
+use super::tools::{ByteProgress, print, refused};
 use crate::Error;
 use crate::checkpoint::deepspeed::DeepSpeedCheckpoint;
 use crate::checkpoint::{import, new_place};
 use clap::Parser;
 use std::ffi::OsString;
-use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -41,32 +40,26 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
 
 impl Typed {
     fn run(self) -> ExitCode {
-        let refused = |error: Error, code: u8| {
-            super::say(&format!("zerorun: {error}"));
-            ExitCode::from(code)
-        };
         let from = match DeepSpeedCheckpoint::open(&self.dir, self.tag.as_deref()) {
             Ok(from) => from,
             Err(error) => {
                 // A file that is there is damaged.
                 let is_there = matches!(&error, Error::DeepSpeedCheckpoint { path, .. } if path.is_file());
-                return refused(error, if is_there { 1 } else { super::EXIT_SETUP });
+                return refused(&error, if is_there { 1 } else { super::EXIT_SETUP });
             }
         };
         let name = self.name.unwrap_or_else(|| format!("global_step{}", from.global_steps()));
         if let Err(error) = new_place(&self.out, &name) {
-            return refused(error, super::EXIT_SETUP);
+            return refused(&error, super::EXIT_SETUP);
         }
         let mut progress = ByteProgress::default();
         let done =
             from.verify().and_then(|()| import(&from, &self.out, &name, |done, total| progress.tell(done, total)));
         progress.finish();
         match done {
-            Ok(path) => match writeln!(std::io::stdout(), "{}", path.display()) {
-                Ok(()) => ExitCode::SUCCESS,
-                Err(_) => ExitCode::FAILURE,
-            },
-            Err(error) => refused(error, 1),
+            Ok(path) if print(path.display()) => ExitCode::SUCCESS,
+            Ok(_) => ExitCode::FAILURE,
+            Err(error) => refused(&error, 1),
         }
     }
 }

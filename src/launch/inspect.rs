@@ -1,13 +1,12 @@
 //! `zerorun inspect`: which checkpoints a folder holds, and whether one is whole.
 
 use super::args::Refused;
-use super::tools::ByteProgress;
+use super::tools::{ByteProgress, print, refused};
 use crate::checkpoint::{Examined, Found, Manifest, Parameter, examine, find, place};
 use clap::Parser;
 use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::fmt::{self, Write as _};
-use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -42,7 +41,7 @@ impl Typed {
     fn run(self) -> ExitCode {
         let (dir, tag) = match place(&self.dir, self.tag.as_deref()) {
             Ok(place) => place,
-            Err(error) => return nothing(&error),
+            Err(error) => return refused(&error, super::EXIT_SETUP),
         };
         let found = find(&dir);
         let lists = if self.json { list_json(&found) } else { Value::String(list(&found)) };
@@ -51,11 +50,11 @@ impl Typed {
             Ok(tag) => tag,
             Err(error) => {
                 if self.json {
-                    print(&json!({"folder": dir, "problem": error.to_string(), "found": lists}).to_string());
+                    print(json!({"folder": dir, "problem": error.to_string(), "found": lists}));
                 } else if let Value::String(text) = &lists {
-                    print(text);
+                    print(text.trim_end());
                 }
-                let code = nothing(&error);
+                let code = refused(&error, super::EXIT_SETUP);
                 return if latest_is_damaged { ExitCode::FAILURE } else { code };
             }
         };
@@ -65,22 +64,11 @@ impl Typed {
         progress.finish();
         let one = Report { tag: &tag, examined: &examined, verified: self.verify };
         let printed = match lists {
-            Value::String(text) => print(&format!("{text}\n{one}")),
-            found => print(&json!({"folder": dir, "found": found, "checkpoint": one.json()}).to_string()),
+            Value::String(text) => print(format!("{text}\n{one}").trim_end()),
+            found => print(json!({"folder": dir, "found": found, "checkpoint": one.json()})),
         };
         if printed && examined.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
-}
-
-/// There is nothing to look at.
-fn nothing(error: &crate::Error) -> ExitCode {
-    super::say(&format!("zerorun: {error}"));
-    ExitCode::from(super::EXIT_SETUP)
-}
-
-/// Whether standard output took it.
-fn print(text: &str) -> bool {
-    writeln!(std::io::stdout(), "{}", text.trim_end()).is_ok()
 }
 
 /// One line for every tag.

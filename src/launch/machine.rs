@@ -1,6 +1,7 @@
 //! `zerorun report`: what this machine has, and what that means for training.
 
 use super::args::Refused;
+use super::tools::{print, refused};
 use crate::Error;
 use crate::offload::{available_memory, free_space, is_memory, open_direct};
 use clap::Parser;
@@ -8,7 +9,6 @@ use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
 use std::ffi::OsString;
 use std::fmt::{self, Write as _};
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -36,19 +36,13 @@ impl Typed {
     fn run(self) -> ExitCode {
         let machine = match Machine::look(&self.dir) {
             Ok(machine) => machine,
-            Err(error) => {
-                super::say(&format!("zerorun: {error}"));
-                return ExitCode::from(super::EXIT_SETUP);
-            }
+            Err(error) => return refused(&error, super::EXIT_SETUP),
         };
         let text = match self.json {
             true => serde_json::to_string(&machine).unwrap_or_else(|e| unreachable!("strings and numbers: {e}")),
             false => machine.to_string(),
         };
-        match writeln!(std::io::stdout(), "{text}") {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(_) => ExitCode::FAILURE,
-        }
+        if print(text) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
 }
 

@@ -1,6 +1,7 @@
 //! `zerorun schedule`: the learning rate and the momentum of each optimizer step, without training.
 
 use super::args::Refused;
+use super::tools::refused;
 use crate::config::Config;
 use crate::optim::{Momentum, Schedule};
 use crate::{Error, Result};
@@ -54,14 +55,14 @@ impl Typed {
     fn run(self) -> ExitCode {
         let schedule = match self.schedule() {
             Ok(schedule) => schedule,
-            Err(error) => return refused(&error),
+            Err(error) => return refused(&error, super::EXIT_SETUP),
         };
         let mut out = BufWriter::new(std::io::stdout().lock());
         let shown = if self.plot { self.draw(schedule, &mut out) } else { self.list(schedule, &mut out) };
         let written = out.flush();
         match (shown, written) {
             (Ok(Ok(())), Ok(())) => ExitCode::SUCCESS,
-            (Err(error), _) => refused(&error),
+            (Err(error), _) => refused(&error, super::EXIT_SETUP),
             _ => ExitCode::FAILURE,
         }
     }
@@ -110,11 +111,6 @@ impl Typed {
         }
         Ok(out.write_all(text.as_bytes()))
     }
-}
-
-fn refused(error: &Error) -> ExitCode {
-    super::say(&format!("zerorun: {error}"));
-    ExitCode::from(super::EXIT_SETUP)
 }
 
 /// Values by step, gathered in the columns of a picture.

@@ -1,9 +1,9 @@
 //! `zerorun schema`: a JSON Schema of the configuration, for editors.
 
 use super::args::Refused;
+use super::tools::print;
 use clap::Parser;
 use std::ffi::OsString;
-use std::io::Write;
 use std::process::ExitCode;
 
 /// Prints a JSON Schema (draft 2020-12) of the configuration file: an editor that is given it completes keys, shows
@@ -17,6 +17,9 @@ struct Typed {}
 /// The tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
     let Typed {} = Typed::try_parse_from(words).map_err(Refused)?;
-    let printed = writeln!(std::io::stdout(), "{:#}", crate::config::json_schema()).is_ok();
-    Ok(if printed { ExitCode::SUCCESS } else { ExitCode::from(super::EXIT_SETUP) })
+    Ok(if print(format_args!("{:#}", crate::config::json_schema())) {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::from(super::EXIT_SETUP)
+    })
 }

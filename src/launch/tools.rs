@@ -11,8 +11,11 @@ use super::inspect;
 use super::machine;
 use super::schedule;
 use super::schema;
+use crate::Error;
 use crate::monitor::Progress;
 use std::ffi::{OsStr, OsString};
+use std::fmt::Display;
+use std::io::Write as _;
 use std::process::ExitCode;
 
 /// Something that `zerorun NAME ...` does.
@@ -48,6 +51,17 @@ pub(super) fn help() -> String {
         "Tools, in the place of SCRIPT (a script of such a name is started as ./NAME):\n{}",
         lines.collect::<String>()
     )
+}
+
+/// Says why a tool did nothing, or not all, and gives its exit code.
+pub(super) fn refused(error: &Error, code: u8) -> ExitCode {
+    super::say(&format!("zerorun: {error}"));
+    ExitCode::from(code)
+}
+
+/// Whether standard output took a tool's words.
+pub(super) fn print(text: impl Display) -> bool {
+    writeln!(std::io::stdout(), "{text}").is_ok()
 }
 
 /// Progress over bytes, shown in MiB from the first report on.

@@ -1,11 +1,11 @@
 //! Metrics as JSON lines.
 
+use crate::files::{folder_of, new_beside};
 use crate::{Error, Result};
 use serde::Serialize;
 use serde_json::Value;
-use std::fs::{File, Permissions};
+use std::fs::File;
 use std::io::{ErrorKind, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 /// Writes one JSON object per line. Each line is handed to the system at once, so a run that dies leaves whole lines.
@@ -48,10 +48,7 @@ impl MetricsWriter {
             return Self::create(path);
         }
         // Beside, then under its name: a kill in between must not cost the log.
-        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let open = Permissions::from_mode(0o666);
-        let beside = tempfile::Builder::new().prefix(".candle-zero-").permissions(open).tempfile_in(folder);
-        let mut beside = beside.map_err(wrong)?;
+        let mut beside = new_beside(folder_of(path), ".candle-zero-").map_err(wrong)?;
         beside.write_all(kept.as_bytes()).map_err(wrong)?;
         let file = beside.persist(path).map_err(|e| wrong(e.error))?;
         Ok(Self { file, path: path.into() })

@@ -8,16 +8,17 @@ use super::aligned::Aligned;
 use super::folder::Folder;
 use super::io::Piece;
 use crate::error::{Error, Result};
+use crate::files;
 use crate::memory::{Held, Kind, Ledger, Tier};
 use candle_core::DType;
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::{Advice, FallocateFlags, IFlags, ioctl_getflags, ioctl_setflags};
 use rustix::io::{Errno, ReadWriteFlags, preadv2};
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{Error as IoError, ErrorKind, IoSliceMut};
 use std::ops::Range;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 
 /// Offsets and lengths in files, and memory for direct access, are multiples of this many bytes.
@@ -57,8 +58,7 @@ fn works(direct: &File) -> bool {
 pub(crate) fn open_direct(cached: &File) -> Option<File> {
     // A path of its own to the same file: the flag would otherwise hold for both.
     let again = format!("/proc/self/fd/{}", cached.as_raw_fd());
-    let flags = rustix::fs::OFlags::DIRECT.bits().cast_signed();
-    OpenOptions::new().read(true).write(true).custom_flags(flags).open(again).ok().filter(works)
+    files::open_direct(again).filter(works)
 }
 
 impl Arena {

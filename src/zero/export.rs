@@ -3,13 +3,12 @@
 use super::core::Core;
 use super::sub_group::Home;
 use crate::error::{Error, Result};
+use crate::files::{folder_of, new_beside, sync_folder};
 use crate::layout::{shard_len, shard_range};
 use crate::param::{Param, lock, residency};
 use crate::precision::{Flat, FlatRef};
 use candle_core::DType;
-use std::fs::Permissions;
 use std::io::{BufWriter, Write};
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use tempfile::NamedTempFile;
 
@@ -92,10 +91,7 @@ impl NewFile {
         let mut header = serde_json::Value::Object(header).to_string().into_bytes();
         // The format wants the data aligned to 8 bytes; spaces are allowed there.
         header.resize(header.len().next_multiple_of(8), b' ');
-        // Readable for whom the umask allows, as any new file: tempfile's default is the owner alone.
-        let open = Permissions::from_mode(0o666);
-        let file = tempfile::Builder::new().prefix(".candle-zero-").permissions(open).tempfile_in(folder(path))?;
-        let mut file = BufWriter::new(file);
+        let mut file = BufWriter::new(new_beside(folder_of(path), ".candle-zero-")?);
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(&header)?;
         Ok(Self { file, dtype })
@@ -118,10 +114,6 @@ impl NewFile {
         let file = self.file.into_inner().map_err(|e| e.into_error())?;
         file.as_file().sync_all()?;
         file.persist(path).map_err(|e| e.error)?;
-        std::fs::File::open(folder(path)).and_then(|f| f.sync_all())
+        sync_folder(folder_of(path))
     }
-}
-
-fn folder(path: &Path) -> &Path {
-    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
