@@ -48,7 +48,7 @@ fn a_duplicate_key() {
 fn wrong_types() {
     insta::assert_snapshot!(refusal("{\"train_batch_size\": \"8\"}", 1), @r#"the configuration text: line 1, column 22: `train_batch_size`: a whole number is needed, the string "8" found"#);
     insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"fp16\": null}", 1), @"the configuration text: line 1, column 33: `fp16`: an object `{...}` is needed, null found");
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"zero_optimization\": {\"stage\": [1]}}", 1), @"the configuration text: line 1, column 56: `zero_optimization.stage`: a whole number (0 to 3) is needed, a list found");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"zero_optimization\": {\"stage\": [1]}}", 1), @"the configuration text: line 1, column 56: `zero_optimization.stage`: a whole number (0 to 3) is needed, a list of 1 found");
 }
 
 #[test]

@@ -43,6 +43,8 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
     let Some(batch) = batch.filter(|_| walk.problems.is_empty()) else {
         // Problems without a place go last.
         walk.problems.sort_by_key(|problem| problem.place.map_or((true, None), |place| (false, Some(place))));
+        // What is refused was not accepted.
+        walk.notes.retain(|note| walk.problems.iter().all(|problem| problem.path != note.path));
         return Err(Refused { problems: walk.problems, notes: walk.notes });
     };
     Ok(Config {

@@ -190,7 +190,7 @@ pub(crate) fn found(node: &Node) -> String {
             format!("the string \"{}...\"", s.chars().take(LONGEST).collect::<String>().escape_debug())
         }
         Json::String(s) => format!("the string \"{}\"", s.escape_debug()),
-        Json::List(_) => "a list".into(),
+        Json::List(items) => format!("a list of {}", items.len()),
         Json::Object(_) => "an object".into(),
     }
 }
