@@ -2,6 +2,8 @@
 //! stage 3, which configurations train and with which optimizer.
 #![allow(clippy::unwrap_used)]
 
+mod conformance_support;
+
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use candle_zero::comm::threads;
@@ -11,30 +13,16 @@ use candle_zero::memory::Kind;
 use candle_zero::optim::Schedule;
 use candle_zero::zero::{Unit, unit};
 use candle_zero::{Engine, Error};
+use conformance_support::is_left_out;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// Cases without a counterpart here, and why.
-const LEFT_OUT: [(&str, &str); 7] = [
-    ("cachez3", "gathered parameters cannot be dropped by hand; only the persistent ones stay gathered after a step"),
-    ("unused-0", "a trainable parameter without a gradient is always an error, by its name"),
-    ("unused-1", "refused, but with the parameter's name in place of the key's, which has no effect here"),
-    ("nosync-0", "no no_sync: every micro step reduces, so that all stages add in the same order"),
-    ("nosync-1", "no no_sync: every micro step reduces, so that all stages add in the same order"),
-    ("nosync-reentry", "no no_sync: every micro step reduces, so that all stages add in the same order"),
-    ("pgcontra-1", "no process groups: the communicator says rank and world size"),
-];
-
-fn all_cases() -> Vec<Value> {
-    serde_json::from_str(include_str!("fixtures/conformance_training.json")).unwrap()
-}
-
 /// The cases of an area that are not left out.
 fn cases(area: &str) -> Vec<Value> {
-    let left_out = |case: &Value| LEFT_OUT.iter().any(|(id, _)| case["id"] == *id);
-    all_cases().into_iter().filter(|case| case["area"] == area && !left_out(case)).collect()
+    let all: Vec<Value> = serde_json::from_str(include_str!("fixtures/conformance_training.json")).unwrap();
+    all.into_iter().filter(|case| case["area"] == area && !is_left_out(case)).collect()
 }
 
 fn int(value: &Value) -> usize {
@@ -53,19 +41,6 @@ fn read_f32(path: &Path, name: &str) -> Vec<f32> {
     let bytes = std::fs::read(path).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
     file.tensor(name).unwrap().data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
-}
-
-#[test]
-fn left_out_cases_are_cases_and_what_is_not_offered_is_refused() {
-    let cases = all_cases();
-    for (id, why) in LEFT_OUT {
-        let case = cases.iter().find(|case| case["id"] == id).unwrap_or_else(|| panic!("{id} is no case"));
-        println!("{id}: {why}");
-        let Some(name) = case["input"]["type"].as_str().or(case["input"]["optimizer"].as_str()) else { continue };
-        let config = json!({"train_batch_size": 1, "optimizer": {"type": name}});
-        let error = Config::load(config, 1).unwrap_err().to_string();
-        assert!(error.contains(name) && error.contains("not"), "{error}");
-    }
 }
 
 // ---- gradient-reduction ----------------------------------------------------------------------------------------
