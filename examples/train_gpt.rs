@@ -11,6 +11,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_zero::Engine;
 use candle_zero::checkpoint::{LoadOptions, SaveOptions};
 use candle_zero::cli::DsArgs;
+use candle_zero::config::RunValues;
 use candle_zero::data::{BatchShape, Loader, Order, TokenData};
 use candle_zero::memory::Kind;
 use candle_zero::models::{
@@ -160,8 +161,10 @@ fn main() -> ExitCode {
     // Not `fn main() -> anyhow::Result<()>`: that prints a backtrace after the message where RUST_BACKTRACE is set.
     let args = Args::parse();
     let result = match args.arch {
-        Arch::Gpt2 => gpt_config(&args).and_then(|c| run::<GptLayers>(&args, &c, c.vocab, gpt_sizes(&c))),
-        Arch::Llama => llama_config(&args).and_then(|c| run::<LlamaLayers>(&args, &c, c.vocab, llama_sizes(&c))),
+        Arch::Gpt2 => gpt_config(&args).and_then(|c| run::<GptLayers>(&args, &c, [c.vocab, c.n_embd], gpt_sizes(&c))),
+        Arch::Llama => {
+            llama_config(&args).and_then(|c| run::<LlamaLayers>(&args, &c, [c.vocab, c.hidden_size], llama_sizes(&c)))
+        }
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -172,8 +175,13 @@ fn main() -> ExitCode {
     }
 }
 
-/// Trains a model of `config`'s sizes and `vocab` tokens; checkpoints say `sizes` of it.
-fn run<A: Architecture>(args: &Args, config: &A::Config, vocab: usize, sizes: Value) -> anyhow::Result<()> {
+/// Trains a model of `config`'s sizes, `vocab` tokens and a `width`; checkpoints say `sizes` of it.
+fn run<A: Architecture>(
+    args: &Args,
+    config: &A::Config,
+    [vocab, width]: [usize; 2],
+    sizes: Value,
+) -> anyhow::Result<()> {
     let ctx = A::ctx(config);
     let seq_len = args.seq_len.unwrap_or(ctx);
     anyhow::ensure!(
@@ -185,7 +193,11 @@ fn run<A: Architecture>(args: &Args, config: &A::Config, vocab: usize, sizes: Va
     }
     let data = TokenData::open(args.data.as_deref())?;
 
-    let mut builder = Engine::builder();
+    let mut builder = Engine::builder().run_values(RunValues {
+        total_num_steps: Some(args.steps),
+        hidden_size: Some(width as u64),
+        ..RunValues::default()
+    });
     if let Some(seed) = args.seed {
         builder = builder.seed(seed);
     }

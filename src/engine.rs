@@ -11,7 +11,7 @@
 
 use crate::checkpoint::Saving;
 use crate::comm::{CommReport, Communicator};
-use crate::config::{Config, ConfigSource, Precision};
+use crate::config::{Config, ConfigSource, Precision, RunValues};
 use crate::error::{Error, Result, without_backtrace};
 use crate::graph::{once, without_gradients};
 use crate::launch::RankEnv;
@@ -145,6 +145,7 @@ pub struct EngineBuilder {
     init_from: Option<PathBuf>,
     disk_access: Option<DiskAccess>,
     schedule: Option<Arc<dyn LrSchedule>>,
+    run_values: RunValues,
 }
 
 impl Engine<()> {
@@ -198,6 +199,13 @@ impl EngineBuilder {
         self
     }
 
+    /// What `"auto"` in the configuration stands for.
+    #[must_use]
+    pub fn run_values(mut self, values: RunValues) -> Self {
+        self.run_values = values;
+        self
+    }
+
     /// Builds the model and partitions it. Collective.
     ///
     /// # Errors
@@ -217,7 +225,7 @@ impl EngineBuilder {
             Some(device) => device,
             None => crate::device::default()?,
         };
-        let engine = Config::load(config, comm.size()).and_then(|config| {
+        let engine = Config::load_for(config, comm.size(), &self.run_values).and_then(|config| {
             let source = match &self.init_from {
                 Some(path) => Source::file(path)?,
                 None => Source::Random { seed: self.seed.unwrap_or(config.seed) },

@@ -190,6 +190,27 @@ fn flags_of_the_other_kind_of_model_are_refused() {
 }
 
 #[test]
+fn auto_stands_for_the_steps_and_the_width_of_the_run() {
+    let folder = Folder::new(3);
+    let config = json!({
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.25}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {
+            "total_num_steps": "auto", "warmup_num_steps": 2, "warmup_max_lr": "auto", "warmup_type": "linear",
+        }},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": "auto"},
+    });
+    std::fs::write(folder.path("ds_config.json"), config.to_string()).unwrap();
+    let run = folder.run(1, &["--steps", "6"]);
+    // Up to the optimizer's rate within two steps, and down in the four that are left.
+    let rates: Vec<f64> = run.steps.iter().map(|step| step["lr"].as_f64().unwrap()).collect();
+    assert_eq!(rates, [0.0, 0.0, 0.125, 0.25, 0.1875, 0.125]);
+    let said = stderr(&run.output);
+    assert!(said.contains("stage3_param_persistence_threshold: \"auto\": taken as 320"), "{said}");
+    assert!(said.contains("scheduler.params.total_num_steps: \"auto\": taken as 6"), "{said}");
+}
+
+#[test]
 fn dropout_changes_the_losses_but_not_those_of_a_rerun_or_of_another_stage() {
     let args = ["--steps", "4", "--order", "sequential", "--sample", "0", "--dropout", "0.2"];
     let reference = Folder::new(0).run(2, &args);
