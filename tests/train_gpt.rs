@@ -211,6 +211,24 @@ fn auto_stands_for_the_steps_and_the_width_of_the_run() {
 }
 
 #[test]
+fn the_checkpoint_writer_shows_its_statistics_where_the_configuration_asks() {
+    let folder = Folder::new(3);
+    let mut config: Value = serde_json::from_slice(&std::fs::read(folder.path("ds_config.json")).unwrap()).unwrap();
+    for shows in [true, false] {
+        config["checkpoint"] = json!({"writer": {"show_statistics": shows}});
+        std::fs::write(folder.path("ds_config.json"), config.to_string()).unwrap();
+        let said = stderr(&folder.run(2, &["--steps", "2", "--save", "saved"]).output);
+        let checkpoint = folder.path("saved").join("global_step2");
+        let files = std::fs::read_dir(checkpoint).unwrap().map(|entry| entry.unwrap());
+        let of_ranks = files.filter(|file| file.path().extension().is_some_and(|e| e == "safetensors"));
+        let bytes: u64 = of_ranks.map(|file| file.metadata().unwrap().len()).sum();
+        let line = format!("checkpoint global_step2: {bytes} bytes written in ");
+        assert_eq!(said.contains(&line), shows, "{line}\n{said}");
+        std::fs::remove_dir_all(folder.path("saved")).unwrap();
+    }
+}
+
+#[test]
 fn dropout_changes_the_losses_but_not_those_of_a_rerun_or_of_another_stage() {
     let args = ["--steps", "4", "--order", "sequential", "--sample", "0", "--dropout", "0.2"];
     let reference = Folder::new(0).run(2, &args);

@@ -25,6 +25,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 /// How a checkpoint is saved.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,15 +49,20 @@ pub(crate) struct Saving {
     dir: PathBuf,
     manifest: Manifest,
     options: SaveOptions,
+    /// Rank 0 says how fast it was.
+    shows_statistics: bool,
     writing: Writing,
     /// Rank 0's hold on the folder.
     lock: Option<File>,
 }
 
 enum Writing {
-    Done(Result<FileEntry>),
-    Thread(JoinHandle<Result<FileEntry>>),
+    Done(Result<Written>),
+    Thread(JoinHandle<Result<Written>>),
 }
+
+/// A rank's file, and how long the rank wrote.
+type Written = (FileEntry, Duration);
 
 impl<M> Engine<M> {
     /// Saves all state of the training run as checkpoint `tag` of the folder `dir`, and lets `latest` name it; in the
@@ -112,7 +118,8 @@ impl<M> Engine<M> {
             },
         };
         let in_background = options.in_background;
-        *self.saving() = Some(Saving { dir, manifest, options, writing, lock });
+        let shows_statistics = self.config().shows_save_statistics;
+        *self.saving() = Some(Saving { dir, manifest, options, shows_statistics, writing, lock });
         if !in_background {
             self.wait_for_checkpoint()?;
         }
@@ -174,7 +181,8 @@ impl Share {
         Self { core, folder, layout: manifest.layout(), states: manifest.states.clone() }
     }
 
-    fn write(&self) -> Result<FileEntry> {
+    fn write(&self) -> Result<Written> {
+        let start = Instant::now();
         let wrong = |source| folder::not_written(&self.folder, &source);
         let rank = self.core.comm.rank();
         let names: Vec<&str> = self.core.params.iter().map(|p| p.name.as_str()).collect();
@@ -187,7 +195,7 @@ impl Share {
                 }
             }
         }
-        file.finish().map_err(wrong)
+        Ok((file.finish().map_err(wrong)?, start.elapsed()))
     }
 }
 
@@ -230,7 +238,7 @@ impl Core {
     }
 
     pub(crate) fn end_save(&self, saving: Saving) -> Result<Result<()>> {
-        let Saving { dir, mut manifest, options, writing, lock: _lock } = saving;
+        let Saving { dir, mut manifest, options, shows_statistics, writing, lock: _lock } = saving;
         let written = match writing {
             Writing::Done(result) => result,
             Writing::Thread(thread) => thread.join().unwrap_or_else(|_| {
@@ -238,7 +246,8 @@ impl Core {
                 Err(Error::Checkpoint { path: dir.clone(), problem })
             }),
         };
-        manifest.files = match self.agree(written, &dir)? {
+        let seconds;
+        (manifest.files, seconds) = match self.agree(written, &dir)? {
             Ok(own) => self.gather_entries(own)?,
             Err(error) => {
                 if self.comm.rank() == 0 {
@@ -251,6 +260,11 @@ impl Core {
             0 => self.publish(&dir, &manifest, &options),
             _ => Ok(()),
         };
+        if let (0, true, Ok(())) = (self.comm.rank(), shows_statistics, &published) {
+            let bytes: u64 = manifest.files.iter().map(|file| file.bytes).sum();
+            let rate = bytes as f64 / seconds.max(1e-9) / 1e6;
+            say(&format!("checkpoint {}: {bytes} bytes written in {seconds:.3} s, {rate:.0} MB/s", manifest.tag));
+        }
         self.agree(published, &dir)
     }
 
@@ -266,19 +280,21 @@ impl Core {
         Ok(())
     }
 
-    /// The files of all ranks.
-    fn gather_entries(&self, own: FileEntry) -> Result<Vec<FileEntry>> {
+    /// The files of all ranks, and the seconds that the slowest wrote.
+    fn gather_entries(&self, (own, time): Written) -> Result<(Vec<FileEntry>, f64)> {
         // Exact in f64: lengths below 2^53, and checksums in halves.
         let sum = u64::from_str_radix(&own.header_checksum, 16).unwrap_or_else(|e| unreachable!("hexadecimal: {e}"));
-        let told = [own.bytes, own.header_bytes, sum >> 32, sum & 0xffff_ffff].map(|n| n as f64);
-        let all = self.comm.gather_f64(told.to_vec()).wait()?;
+        let mut told = [own.bytes, own.header_bytes, sum >> 32, sum & 0xffff_ffff].map(|n| n as f64).to_vec();
+        told.push(time.as_secs_f64());
+        let all = self.comm.gather_f64(told).wait()?;
+        let seconds = all.iter().map(|rank| rank[4]).fold(0.0, f64::max);
         let entry = |(rank, n): (usize, Vec<f64>)| FileEntry {
             name: file_name(rank, self.comm.size()),
             bytes: n[0] as u64,
             header_bytes: n[1] as u64,
             header_checksum: format!("{:016x}", (n[2] as u64) << 32 | n[3] as u64),
         };
-        Ok(all.into_iter().enumerate().map(entry).collect())
+        Ok((all.into_iter().enumerate().map(entry).collect(), seconds))
     }
 
     /// Whether all ranks succeeded. Who did learns that another did not.

@@ -188,13 +188,13 @@ fn untested(walk: &mut Walk<'_>, name: Option<&str>, stage: ZeroStage) {
              or AdamW"
         );
         walk.problem(Rule::Conflict, "optimizer.type", place, text);
-    } else if untested.is_none() && walk.is_given("zero_allow_untested_optimizer") {
+    } else if untested.is_none() && walk.given.contains_key("zero_allow_untested_optimizer") {
         let text = "accepted and has no effect here: only SGD and Lamb at stage 1 to 3 need it";
         walk.note("zero_allow_untested_optimizer", text);
     }
     // Said whatever its value, as its default promises something too.
     let key = "zero_force_ds_cpu_optimizer";
-    if walk.is_given(key) && walk.bool(key) {
+    if walk.given.contains_key(key) && walk.bool(key) {
         walk.note(key, "accepted and has no effect here: there is one optimizer for memory and files");
     }
 }

@@ -24,8 +24,11 @@ impl Config {
         self.precision_json(&mut tree);
         self.checkpointing_json(&mut tree);
         // Where there is no such section, it says false.
-        if self.saves_in_background || tree.get("checkpoint").is_some_and(|section| section["writer"].is_object()) {
-            set(&mut tree, "checkpoint.writer.decoupled", json!(self.saves_in_background));
+        let has_writer = tree.get("checkpoint").is_some_and(|section| section["writer"].is_object());
+        for (key, value) in [("decoupled", self.saves_in_background), ("show_statistics", self.shows_save_statistics)] {
+            if value || has_writer {
+                set(&mut tree, &format!("checkpoint.writer.{key}"), json!(value));
+            }
         }
         self.offload_json(&mut tree);
         Value::Object(tree)

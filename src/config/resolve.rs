@@ -68,6 +68,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
         tag_validation: tag_validation(&walk),
         // The section may be absent.
         saves_in_background: walk.get("checkpoint.writer.decoupled") == Some(&true.into()),
+        shows_save_statistics: walk.get("checkpoint.writer.show_statistics") == Some(&true.into()),
         aio: offload::aio(&walk),
         notes: walk.notes,
         recorded: walk.tree,

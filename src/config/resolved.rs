@@ -48,6 +48,8 @@ pub struct Config {
     pub tag_validation: TagValidation,
     /// `checkpoint.writer.decoupled`: [`save_checkpoint`](crate::Engine::save_checkpoint) saves in the background.
     pub saves_in_background: bool,
+    /// `checkpoint.writer.show_statistics`: rank 0 says how many bytes a checkpoint has and how fast they were written.
+    pub shows_save_statistics: bool,
     /// What has to be said about this file: accepted without effect, translated, not supported.
     pub notes: Vec<Note>,
     /// Every key of DeepSpeed's with its resolved value, also those without effect here; see

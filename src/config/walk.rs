@@ -259,11 +259,6 @@ impl<'a> Walk<'a> {
         self.given.get(path).copied().flatten()
     }
 
-    /// Whether the file has the key.
-    pub fn is_given(&self, path: &str) -> bool {
-        self.given.contains_key(path)
-    }
-
     /// The value at a path.
     pub fn get(&self, path: &str) -> Option<&Value> {
         let mut names = path.split('.');

@@ -69,7 +69,7 @@ const WRITER: &[super::Key] = keys! {
     "decoupled": Bool, "false", H, "Training goes on while a checkpoint is written: `Engine::save_checkpoint` saves in the background.";
     "io_buffer_size": POSITIVE, "67108864", none("two buffers of 33 MiB"), "Bytes of the staging buffer.";
     "io_buffer_double": Bool, "true", none("there are always two"), "Two staging buffers.";
-    "show_statistics": Bool, "false", none("Engine::timings says how long steps take"), "Print rates.";
+    "show_statistics": Bool, "false", H, "Rank 0 says of every checkpoint how many bytes all ranks wrote, in what time.";
     "data_parallel": OneOf(&["replica", "socket", "machine"]), "null", none("every rank writes its own share"), "Split the write over ranks.";
     "io_multiplier": POSITIVE, "1", none(ONE_WRITER), "Writers per unit.";
 };
