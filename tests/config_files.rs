@@ -447,10 +447,6 @@ fn features_whose_silent_loss_would_change_training_are_refused() {
         (json!({"sequence_parallel_size": 2}), "sequence_parallel_size"),
         (json!({"managed_gradient_accumulation": false}), "managed_gradient_accumulation"),
         (json!({"zero_optimization": {"zenflow": {}}}), "zero_optimization.zenflow"),
-        (
-            json!({"zero_optimization": {"zero_quantized_gradients": true}}),
-            "zero_optimization.zero_quantized_gradients",
-        ),
         (json!({"zero_optimization": {"legacy_stage1": true}}), "zero_optimization.legacy_stage1"),
         (json!({"zero_optimization": {"mics_shard_size": -1}}), "zero_optimization.mics_shard_size"),
         (json!({"amp": {"enabled": true}}), "amp"),
