@@ -11,6 +11,8 @@
 //!
 //! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces that a buffer travels
 //! in. That is what makes stages 0 to 3 give the same bits.
+//!
+//! Elements travel as they are, or as small integers with a scale per block: [`Wire`].
 
 mod collectives;
 mod counters;

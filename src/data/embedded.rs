@@ -13,6 +13,7 @@ macro_rules! embed {
 pub(super) const FILES: &[(&str, &str)] = embed! {
     // begin of the list
     "README.md",
+    "docs/compression.md",
     "docs/config.md",
     "docs/cuda.md",
     "docs/decisions.md",
