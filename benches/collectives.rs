@@ -12,9 +12,9 @@
 #![allow(clippy::unwrap_used)]
 
 use candle_core::DType;
-use candle_zero::comm::{self, Communicator};
+use candle_zero::comm::{self, Communicator, Wire};
 use candle_zero::launch::RankEnv;
-use candle_zero::precision::Flat;
+use candle_zero::precision::{Flat, Ints};
 use memmap2::{MmapMut, MmapOptions};
 use std::fs::File;
 use std::hint::black_box;
@@ -75,6 +75,8 @@ fn long(comm: &dyn Communicator, bytes: usize) {
         ("all-gather", vec![]),
         ("all-gather (new)", vec![]),
         ("all-reduce", vec![]),
+        ("reduce-scatter, int4", vec![]),
+        ("all-gather, int8", vec![]),
     ];
     for _ in 0..ROUNDS {
         let take = |flat: &mut Flat| std::mem::replace(flat, Flat::zeros(DType::F32, 0));
@@ -99,6 +101,17 @@ fn long(comm: &dyn Communicator, bytes: usize) {
                 let input = take(&mut sum);
                 time(comm, || sum = comm.all_reduce(input, 0).wait().unwrap())
             },
+            {
+                let (input, wire) = (take(&mut part), Wire::Blocks(Ints::Int4));
+                let seconds = time(comm, || part = comm.reduce_scatter_as(wire, input, 0).wait().unwrap());
+                part.extend_zeros(len - part.len());
+                seconds
+            },
+            {
+                let (mut shard, wire) = (take(&mut whole), Wire::Blocks(Ints::Int8));
+                shard.truncate(len / RANKS);
+                time(comm, || whole = comm.all_gather_as(wire, shard, 0).wait().unwrap())
+            },
         ];
         times.iter_mut().zip(seconds).for_each(|((_, times), seconds)| times.push(seconds));
     }
@@ -109,7 +122,7 @@ fn long(comm: &dyn Communicator, bytes: usize) {
             times.sort_by(f64::total_cmp);
             let [best, median] = [times[0], times[times.len() / 2]].map(|seconds| bytes as f64 / seconds / 1e9);
             let of_copy = 100.0 * median / *copy.get_or_insert(median);
-            println!("  {name:<17} median {median:6.2} GB/s ({of_copy:3.0} % of copy)   best {best:6.2} GB/s");
+            println!("  {name:<20} median {median:6.2} GB/s ({of_copy:3.0} % of copy)   best {best:6.2} GB/s");
         }
     }
 }

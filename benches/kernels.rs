@@ -14,6 +14,7 @@ use candle_zero::nn::{
     Activation, Then, WeightLayout, causal_attention, embedding, gelu_tanh, layer_norm, linear, linear_cross_entropy,
     linear_then, rms_norm,
 };
+use candle_zero::precision::{Flat, Ints};
 use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
 use half::bf16;
@@ -178,6 +179,30 @@ fn run_down<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward:
         let then = Then { residual: Some(onto), ..Then::default() };
         linear_then(x, w, Some(b), WeightLayout::InOut, then)
     });
+}
+
+/// Elements of a piece of what travels in blocks: with their codes they stay in cache.
+const PIECE: usize = 32 << 10;
+
+/// Bytes are those of the elements in memory.
+#[divan::bench(types = [f32, bf16], args = [Ints::Int8, Ints::Int4])]
+fn quantize<T: WithDType>(bencher: Bencher<'_, '_>, ints: Ints) {
+    let (values, mut codes) = piece::<T>(ints);
+    let bencher = bencher.counter(BytesCount::new(values.size_in_bytes()));
+    bencher.bench_local(|| ints.encode(black_box(values.as_ref()), black_box(&mut codes)));
+}
+
+#[divan::bench(types = [f32, bf16], args = [Ints::Int8, Ints::Int4])]
+fn dequantize<T: WithDType>(bencher: Bencher<'_, '_>, ints: Ints) {
+    let (mut values, mut codes) = piece::<T>(ints);
+    ints.encode(values.as_ref(), &mut codes);
+    let bencher = bencher.counter(BytesCount::new(values.size_in_bytes()));
+    bencher.bench_local(|| ints.decode(black_box(&codes), black_box(values.as_mut())));
+}
+
+fn piece<T: WithDType>(ints: Ints) -> (Flat, Vec<u8>) {
+    let values = numbers::<f32>(&[PIECE]).to_vec1().unwrap();
+    (Flat::from_f32(values, T::DTYPE), vec![0; ints.encoded_len(PIECE)])
 }
 
 fn run_attention<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: bool) {

@@ -301,6 +301,23 @@ fn keys_without_effect_are_noted_once_each_and_defaults_are_not() {
     assert!(config.wall_clock_breakdown && config.activation_checkpointing);
 }
 
+#[test]
+fn quantized_weights_need_stage_3_and_the_keys_are_printed_again() {
+    for stage in 0..4 {
+        let zero = json!({"stage": stage, "zero_quantized_weights": true, "zero_quantized_gradients": true});
+        let config = load(with(json!({"zero_optimization": zero})));
+        assert!(config.zero.quantized_weights && config.zero.quantized_gradients);
+        let noted = notes(&config);
+        assert_eq!(noted.contains("zero_optimization.zero_quantized_weights: accepted and has no effect"), stage < 3);
+        assert!(!noted.contains("zero_quantized_gradients"), "{noted}");
+        let printed = config.to_deepspeed_json();
+        assert_eq!(printed["zero_optimization"]["zero_quantized_gradients"], true);
+        assert_eq!(load(printed).zero, config.zero);
+    }
+    let config = load(with(json!({"zero_optimization": {"zero_quantized_nontrainable_weights": true}})));
+    assert!(notes(&config).contains("there are no frozen ones"), "{}", notes(&config));
+}
+
 /// Both sections with `nvme` and values of their own, and what they resolve to.
 fn both_on_nvme() -> (Value, OffloadOptimizer, OffloadParam) {
     let optimizer = OffloadOptimizer {
@@ -447,10 +464,6 @@ fn features_whose_silent_loss_would_change_training_are_refused() {
         (json!({"sequence_parallel_size": 2}), "sequence_parallel_size"),
         (json!({"managed_gradient_accumulation": false}), "managed_gradient_accumulation"),
         (json!({"zero_optimization": {"zenflow": {}}}), "zero_optimization.zenflow"),
-        (
-            json!({"zero_optimization": {"zero_quantized_gradients": true}}),
-            "zero_optimization.zero_quantized_gradients",
-        ),
         (json!({"zero_optimization": {"legacy_stage1": true}}), "zero_optimization.legacy_stage1"),
         (json!({"zero_optimization": {"mics_shard_size": -1}}), "zero_optimization.mics_shard_size"),
         (json!({"amp": {"enabled": true}}), "amp"),

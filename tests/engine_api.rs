@@ -5,7 +5,7 @@ mod common;
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};
-use candle_zero::comm::{CommReport, Communicator, Kind as Collective, Pending, threads};
+use candle_zero::comm::{CommReport, Communicator, Kind as Collective, Pending, Wire, threads};
 use candle_zero::memory::Kind;
 use candle_zero::precision::Flat;
 use candle_zero::zero::{Unit, unit};
@@ -278,19 +278,19 @@ impl Communicator for Recording {
         self.inner.size()
     }
 
-    fn all_reduce(&self, input: Flat, tag: u64) -> Pending<Flat> {
+    fn all_reduce_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
         self.note("all-reduce", input.len());
-        self.inner.all_reduce(input, tag)
+        self.inner.all_reduce_as(wire, input, tag)
     }
 
-    fn reduce_scatter(&self, input: Flat, tag: u64) -> Pending<Flat> {
+    fn reduce_scatter_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
         self.note("reduce", input.len());
-        self.inner.reduce_scatter(input, tag)
+        self.inner.reduce_scatter_as(wire, input, tag)
     }
 
-    fn all_gather(&self, shard: Flat, tag: u64) -> Pending<Flat> {
+    fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
         self.note("gather", shard.len() * self.size());
-        self.inner.all_gather(shard, tag)
+        self.inner.all_gather_as(wire, shard, tag)
     }
 
     fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {

@@ -4,6 +4,7 @@ use super::exchange::Exchange;
 use super::fingerprint::Kind;
 use super::shm::SLOT_BYTES;
 use super::stream;
+use super::wire::{self, Wire};
 use crate::error::CommError;
 use crate::kernels::simd::{Level, Loop};
 use crate::precision::{Flat, FlatMut, FlatRef, cast};
@@ -22,26 +23,29 @@ type Result<T> = std::result::Result<T, CommError>;
 
 /// Ranges of at most `step` elements that cover `len`; one empty range for an empty buffer, so that every collective
 /// meets its peers at least once.
-fn pieces(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
+pub(super) fn pieces(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
     let count = len.div_ceil(step).max(1);
     (0..count).map(move |i| i * step..((i + 1) * step).min(len))
 }
 
 /// The sum lies where `input` lay.
-pub(super) fn reduce_scatter(ex: &mut Exchange, mut input: Flat, tag: u64) -> Result<Flat> {
-    ex.begin(Kind::ReduceScatter, input.dtype(), input.len(), tag);
+pub(super) fn reduce_scatter(ex: &mut Exchange, wire: Wire, mut input: Flat, tag: u64) -> Result<Flat> {
+    ex.begin(Kind::ReduceScatter, wire, input.dtype(), input.len(), tag);
     assert!(input.len().is_multiple_of(ex.size()), "{} elements in {} equal chunks", input.len(), ex.size());
     let chunk = input.len() / ex.size();
-    for range in pieces(chunk, piece_len(ex, input.dtype())) {
-        reduce_piece(ex, &mut input, 0, range)?;
+    for range in pieces(chunk, piece_len(ex, wire, input.dtype())) {
+        reduce_piece(ex, wire, &mut input, 0, range)?;
     }
     input.truncate(chunk);
     Ok(input)
 }
 
 /// Where `shard` has room for the whole, that is where the whole will lie.
-pub(super) fn all_gather(ex: &mut Exchange, mut shard: Flat, tag: u64) -> Result<Flat> {
-    ex.begin(Kind::AllGather, shard.dtype(), shard.len(), tag);
+pub(super) fn all_gather(ex: &mut Exchange, wire: Wire, mut shard: Flat, tag: u64) -> Result<Flat> {
+    ex.begin(Kind::AllGather, wire, shard.dtype(), shard.len(), tag);
+    if let Wire::Blocks(ints) = wire {
+        return wire::all_gather(ex, ints, shard);
+    }
     let (whole, bytes) = (shard.len() * ex.size(), shard.size_in_bytes());
     let mut apart = None;
     if shard.capacity_in_bytes() < bytes * ex.size() {
@@ -60,18 +64,20 @@ pub(super) fn all_gather(ex: &mut Exchange, mut shard: Flat, tag: u64) -> Result
 
 /// A reduce-scatter and an all-gather under one name, piece by piece in the memory of `input`. The sums are those of
 /// [`reduce_scatter`], bit for bit.
-pub(super) fn all_reduce(ex: &mut Exchange, mut input: Flat, tag: u64) -> Result<Flat> {
-    ex.begin(Kind::AllReduce, input.dtype(), input.len(), tag);
+pub(super) fn all_reduce(ex: &mut Exchange, wire: Wire, mut input: Flat, tag: u64) -> Result<Flat> {
+    ex.begin(Kind::AllReduce, wire, input.dtype(), input.len(), tag);
     let (len, size) = (input.len(), input.dtype().size_in_bytes());
-    if ex.size() == 2 && input.size_in_bytes() <= SHORT_BYTES {
+    if wire == Wire::Exact && ex.size() == 2 && input.size_in_bytes() <= SHORT_BYTES {
         reduce_whole(ex, &mut input)?;
         return Ok(input);
     }
     let chunk = len.div_ceil(ex.size());
     input.extend_zeros(chunk * ex.size() - len);
     let own = ex.rank() * chunk;
-    for range in pieces(chunk, piece_len(ex, input.dtype())) {
-        reduce_piece(ex, &mut input, own, range.clone())?;
+    // The sums are gathered as they are, in the same pieces.
+    let step = piece_len(ex, wire, input.dtype()).min(SLOT_BYTES / size);
+    for range in pieces(chunk, step) {
+        reduce_piece(ex, wire, &mut input, own, range.clone())?;
         let whole = input.room_bytes(chunk * ex.size());
         gather_piece(ex, whole, Own::At(own * size), range.start * size..range.end * size)?;
     }
@@ -80,7 +86,7 @@ pub(super) fn all_reduce(ex: &mut Exchange, mut input: Flat, tag: u64) -> Result
 }
 
 pub(super) fn gather_f64(ex: &mut Exchange, values: &[f64]) -> Result<Vec<Vec<f64>>> {
-    ex.begin(Kind::Control, DType::F64, values.len(), 0);
+    ex.begin(Kind::Control, Wire::Exact, DType::F64, values.len(), 0);
     let mine: &[u8] = bytemuck::cast_slice(values);
     assert!(mine.len() <= SLOT_BYTES, "control messages are a few numbers");
     ex.piece(mine.len(), |slot| slot.copy_from_slice(mine))?;
@@ -91,19 +97,26 @@ pub(super) fn gather_f64(ex: &mut Exchange, values: &[f64]) -> Result<Vec<Vec<f6
 }
 
 pub(super) fn barrier(ex: &mut Exchange) -> Result<()> {
-    ex.begin(Kind::Barrier, DType::U8, 0, 0);
+    ex.begin(Kind::Barrier, Wire::Exact, DType::U8, 0, 0);
     ex.piece(0, |_| {})
 }
 
 /// Elements of every peer's chunk in one piece of a reduction.
-fn piece_len(ex: &Exchange, dtype: DType) -> usize {
-    SLOT_BYTES / (dtype.size_in_bytes() * (ex.size() - 1).max(1))
+fn piece_len(ex: &Exchange, wire: Wire, dtype: DType) -> usize {
+    let bytes = SLOT_BYTES / (ex.size() - 1).max(1);
+    match wire {
+        Wire::Exact => bytes / dtype.size_in_bytes(),
+        Wire::Blocks(ints) => ints.whole_blocks_in(bytes),
+    }
 }
 
 /// Sums elements `range` of this rank's chunk of all ranks' `input` (world size x n elements) and writes them to
 /// `at + range` of `input`, where `at` is the place of the first chunk or that of this rank's: what was there has been
 /// published by then, or is this rank's.
-fn reduce_piece(ex: &mut Exchange, input: &mut Flat, at: usize, range: Range<usize>) -> Result<()> {
+fn reduce_piece(ex: &mut Exchange, wire: Wire, input: &mut Flat, at: usize, range: Range<usize>) -> Result<()> {
+    if let Wire::Blocks(ints) = wire {
+        return wire::reduce_piece(ex, ints, input, at, range);
+    }
     let (world, rank, dtype) = (ex.size(), ex.rank(), input.dtype());
     let chunk = input.len() / world;
     let bytes = range.len() * dtype.size_in_bytes();
@@ -133,7 +146,7 @@ fn reduce_whole(ex: &mut Exchange, input: &mut Flat) -> Result<()> {
 }
 
 /// The ranks but `rank`, counted.
-fn others(world: usize, rank: usize) -> impl Iterator<Item = (usize, usize)> {
+pub(super) fn others(world: usize, rank: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..world).filter(move |r| *r != rank).zip(0..)
 }
 

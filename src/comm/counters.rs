@@ -16,6 +16,8 @@ pub struct KindReport {
     pub elements: u64,
     /// Bytes that this rank took from other ranks.
     pub wire_bytes: u64,
+    /// What they would have been if nothing had been quantized.
+    pub exact_bytes: u64,
     /// Seconds in which the comm thread worked or waited for peers.
     pub busy_s: f64,
 }
@@ -37,7 +39,16 @@ impl CommReport {
 
     /// Bytes of gradients and parameters on the wire (all kinds but control and barrier).
     pub fn data_wire_bytes(&self) -> u64 {
-        [Kind::AllReduce, Kind::ReduceScatter, Kind::AllGather].iter().map(|k| self.kind(*k).wire_bytes).sum()
+        self.data().map(|k| k.wire_bytes).sum()
+    }
+
+    /// What [`data_wire_bytes`](Self::data_wire_bytes) would be if nothing had been quantized.
+    pub fn data_exact_bytes(&self) -> u64 {
+        self.data().map(|k| k.exact_bytes).sum()
+    }
+
+    fn data(&self) -> impl Iterator<Item = KindReport> {
+        [Kind::AllReduce, Kind::ReduceScatter, Kind::AllGather].into_iter().map(|k| self.kind(k))
     }
 }
 
@@ -48,6 +59,10 @@ impl fmt::Display for CommReport {
             let (calls, elements, bytes, busy) = (k.calls, k.elements, k.wire_bytes, k.busy_s);
             writeln!(f, "{:<15} {calls:>8} {elements:>14} {bytes:>14} {busy:>9.3}", kind.name())?;
         }
+        let (bytes, exact) = (self.data_wire_bytes(), self.data_exact_bytes());
+        if bytes != exact {
+            writeln!(f, "quantized: {bytes} bytes of gradients and weights instead of {exact}")?;
+        }
         write!(f, "training thread waited {:.3} s", self.waited_s)
     }
 }
@@ -57,12 +72,13 @@ impl fmt::Display for CommReport {
 pub(super) struct Counters(Mutex<CommReport>);
 
 impl Counters {
-    pub(super) fn add(&self, kind: Kind, elements: usize, wire_bytes: usize, busy: Duration) {
+    pub(super) fn add(&self, kind: Kind, elements: usize, (wire, exact): (usize, usize), busy: Duration) {
         let mut report = self.lock();
         let k = report.kinds.entry(kind).or_default();
         k.calls += 1;
         k.elements += elements as u64;
-        k.wire_bytes += wire_bytes as u64;
+        k.wire_bytes += wire as u64;
+        k.exact_bytes += exact as u64;
         k.busy_s += busy.as_secs_f64();
     }
 

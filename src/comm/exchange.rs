@@ -15,6 +15,7 @@
 
 use super::fingerprint::{Fingerprint, Kind};
 use super::shm::{Fault, RankState, Region, SLOT_BYTES};
+use super::wire::Wire;
 use crate::error::CommError;
 use candle_core::DType;
 use std::cell::Cell;
@@ -64,6 +65,8 @@ pub(super) struct Exchange {
     current: Option<Fingerprint>,
     /// Bytes read from peers in the current collective.
     wire_bytes: Cell<usize>,
+    /// What they would have been as they are in memory.
+    exact_bytes: Cell<usize>,
     /// Whether each rank has a core to itself.
     roomy: bool,
     patience: Patience,
@@ -80,6 +83,7 @@ impl Exchange {
             sequence: 0,
             current: None,
             wire_bytes: Cell::new(0),
+            exact_bytes: Cell::new(0),
             roomy,
             patience: CROWDED,
         }
@@ -103,15 +107,16 @@ impl Exchange {
     }
 
     /// Begins a collective; its fingerprint goes out with every piece.
-    pub(super) fn begin(&mut self, kind: Kind, dtype: DType, elements: usize, tag: u64) {
+    pub(super) fn begin(&mut self, kind: Kind, wire: Wire, dtype: DType, elements: usize, tag: u64) {
         self.sequence += 1;
-        self.current = Some(Fingerprint::new(self.sequence, kind, dtype, elements, tag));
+        self.current = Some(Fingerprint::new(self.sequence, kind, wire, dtype, elements, tag));
         self.wire_bytes.set(0);
+        self.exact_bytes.set(0);
     }
 
-    /// Bytes read from peers since [`Exchange::begin`].
-    pub(super) fn wire_bytes(&self) -> usize {
-        self.wire_bytes.get()
+    /// Bytes read from peers since [`Exchange::begin`], and what they would have been as they are in memory.
+    pub(super) fn bytes(&self) -> (usize, usize) {
+        (self.wire_bytes.get(), self.exact_bytes.get())
     }
 
     /// Lets `fill` write this rank's next piece (at most SLOT_BYTES) and publishes it. [`Exchange::await_peers`] comes
@@ -154,8 +159,14 @@ impl Exchange {
 
     /// Bytes of the current piece of `peer` (not of this rank).
     pub(super) fn peer(&self, peer: usize, offset: usize, len: usize) -> &[u8] {
+        self.coded(peer, offset, len, len)
+    }
+
+    /// The same, where what takes `len` bytes here takes `exact` in memory.
+    pub(super) fn coded(&self, peer: usize, offset: usize, len: usize, exact: usize) -> &[u8] {
         assert!(peer != self.rank && offset + len <= SLOT_BYTES);
         self.wire_bytes.set(self.wire_bytes.get() + len);
+        self.exact_bytes.set(self.exact_bytes.get() + exact);
         let parity = (self.pieces & 1) as usize;
         // SAFETY: inside the slot. The peer published this piece (Acquire in wait_for) and does not write the slot
         // again before this rank publishes its next piece, which needs &mut self and so ends this borrow.
@@ -334,7 +345,7 @@ mod tests {
                     let mut exchange = Exchange::new(region.clone(), rank, Duration::from_secs(10));
                     exchange.pieces = before;
                     for round in 0u8..10 {
-                        exchange.begin(Kind::Barrier, DType::U8, 1, 0);
+                        exchange.begin(Kind::Barrier, Wire::Exact, DType::U8, 1, 0);
                         exchange.piece(1, |slot| slot[0] = 10 * rank as u8 + round).unwrap();
                         for peer in (0..world).filter(|r| *r != rank) {
                             assert_eq!(exchange.peer(peer, 0, 1), [10 * peer as u8 + round]);

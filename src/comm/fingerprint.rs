@@ -1,5 +1,7 @@
 //! What a rank says about a collective before its data is touched.
 
+use super::wire::Wire;
+use crate::precision::Ints;
 use candle_core::DType;
 use std::fmt;
 
@@ -36,6 +38,9 @@ impl Kind {
     }
 }
 
+/// Bits of a dtype's number.
+const WIRE_SHIFT: u32 = 8;
+
 /// One rank's description of one collective. Plain numbers, so that it can lie in shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Fingerprint {
@@ -43,7 +48,7 @@ pub(super) struct Fingerprint {
     pub sequence: u64,
     /// [`Kind`] as a number.
     pub kind: u64,
-    /// Size of the dtype and its code.
+    /// A number for the dtype, and for what it travels as.
     pub dtype: u64,
     /// Elements of the call's argument.
     pub elements: u64,
@@ -54,7 +59,7 @@ pub(super) struct Fingerprint {
 impl Fingerprint {
     pub(super) const WORDS: usize = 5;
 
-    pub(super) fn new(sequence: u64, kind: Kind, dtype: DType, elements: usize, tag: u64) -> Self {
+    pub(super) fn new(sequence: u64, kind: Kind, wire: Wire, dtype: DType, elements: usize, tag: u64) -> Self {
         let dtype = match dtype {
             DType::F32 => 1,
             DType::BF16 => 2,
@@ -62,6 +67,12 @@ impl Fingerprint {
             DType::F64 => 4,
             _ => 0,
         };
+        let wire = match wire {
+            Wire::Exact => 0,
+            Wire::Blocks(Ints::Int8) => 1,
+            Wire::Blocks(Ints::Int4) => 2,
+        };
+        let dtype = dtype | wire << WIRE_SHIFT;
         Self { sequence, kind: kind as u64, dtype, elements: elements as u64, tag }
     }
 
@@ -77,7 +88,9 @@ impl Fingerprint {
 impl fmt::Display for Fingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = Kind::ALL.iter().find(|k| **k as u64 == self.kind).map_or("unknown", |k| k.name());
-        let dtype = ["bytes", "f32", "bf16", "f16", "f64"].get(self.dtype as usize).unwrap_or(&"unknown");
-        write!(f, "{kind} no. {} of {} {dtype} (content {:08x})", self.sequence, self.elements, self.tag as u32)
+        let of = |names: &[&'static str], i: u64| names.get(i as usize).copied().unwrap_or("unknown");
+        let dtype = of(&["bytes", "f32", "bf16", "f16", "f64"], self.dtype % (1 << WIRE_SHIFT));
+        let wire = of(&["", " as int8", " as int4"], self.dtype >> WIRE_SHIFT);
+        write!(f, "{kind} no. {} of {} {dtype}{wire} (content {:08x})", self.sequence, self.elements, self.tag as u32)
     }
 }

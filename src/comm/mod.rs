@@ -11,6 +11,8 @@
 //!
 //! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces that a buffer travels
 //! in. That is what makes stages 0 to 3 give the same bits.
+//!
+//! Elements travel as they are, or as small integers with a scale per block: [`Wire`].
 
 mod collectives;
 mod counters;
@@ -21,11 +23,13 @@ pub mod shm;
 mod solo;
 mod stream;
 pub mod threads;
+mod wire;
 
 pub use counters::{CommReport, KindReport};
 pub use fingerprint::Kind;
 pub use queue::{Pending, Shared};
 pub use solo::Solo;
+pub use wire::Wire;
 
 use crate::error::Result;
 use crate::precision::Flat;
@@ -45,15 +49,34 @@ pub trait Communicator: Send + Sync {
 
     /// Sums `input` over ranks, elementwise and in rank order; every rank receives the whole sum, in the memory of
     /// `input`.
-    fn all_reduce(&self, input: Flat, tag: u64) -> Pending<Flat>;
+    fn all_reduce(&self, input: Flat, tag: u64) -> Pending<Flat> {
+        self.all_reduce_as(Wire::Exact, input, tag)
+    }
 
     /// Sums `input` (world size x n elements) over ranks; rank r receives elements `r * n .. (r + 1) * n`, in
     /// the memory of `input` (whose capacity it keeps).
-    fn reduce_scatter(&self, input: Flat, tag: u64) -> Pending<Flat>;
+    fn reduce_scatter(&self, input: Flat, tag: u64) -> Pending<Flat> {
+        self.reduce_scatter_as(Wire::Exact, input, tag)
+    }
 
     /// Concatenates the `shard`s (n elements each) of all ranks in rank order. A `shard` with capacity for the whole is
     /// where the whole will lie; for others memory is allocated.
-    fn all_gather(&self, shard: Flat, tag: u64) -> Pending<Flat>;
+    fn all_gather(&self, shard: Flat, tag: u64) -> Pending<Flat> {
+        self.all_gather_as(Wire::Exact, shard, tag)
+    }
+
+    /// [`all_reduce`](Self::all_reduce) in which the summands travel as `wire` says. Each element is summed by one
+    /// rank, as in [`reduce_scatter_as`](Self::reduce_scatter_as) with chunks of equal length, and the sums travel exact:
+    /// both give the same bits.
+    fn all_reduce_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat>;
+
+    /// [`reduce_scatter`](Self::reduce_scatter) in which elements travel as `wire` says. What a rank adds to its own
+    /// part does not travel, and is not rounded.
+    fn reduce_scatter_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat>;
+
+    /// [`all_gather`](Self::all_gather) in which elements travel as `wire` says. All ranks receive the same values: what
+    /// they would take from the wire, also of their own shard.
+    fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat>;
 
     /// Every rank receives the values of every rank, in rank order. For a few numbers: votes, norms, metrics.
     fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>>;

@@ -14,7 +14,7 @@ use super::collectives;
 use super::counters::Counters;
 use super::exchange::{Exchange, Runner};
 use super::shm::Region;
-use super::{CommReport, Communicator, Kind};
+use super::{CommReport, Communicator, Kind, Wire};
 use crate::error::{CommError, Result, without_backtrace};
 use crate::precision::Flat;
 use std::collections::VecDeque;
@@ -241,7 +241,7 @@ impl Shared {
                 None => {
                     let start = Instant::now();
                     let result = run(&mut worker.exchange);
-                    worker.counters.add(kind, elements, worker.exchange.wire_bytes(), start.elapsed());
+                    worker.counters.add(kind, elements, worker.exchange.bytes(), start.elapsed());
                     result
                 }
             };
@@ -272,16 +272,16 @@ impl Communicator for Shared {
         self.region.world_size()
     }
 
-    fn all_reduce(&self, input: Flat, tag: u64) -> Pending<Flat> {
-        self.launch(Kind::AllReduce, size(&input), move |ex| collectives::all_reduce(ex, input, tag))
+    fn all_reduce_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
+        self.launch(Kind::AllReduce, size(&input), move |ex| collectives::all_reduce(ex, wire, input, tag))
     }
 
-    fn reduce_scatter(&self, input: Flat, tag: u64) -> Pending<Flat> {
-        self.launch(Kind::ReduceScatter, size(&input), move |ex| collectives::reduce_scatter(ex, input, tag))
+    fn reduce_scatter_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
+        self.launch(Kind::ReduceScatter, size(&input), move |ex| collectives::reduce_scatter(ex, wire, input, tag))
     }
 
-    fn all_gather(&self, shard: Flat, tag: u64) -> Pending<Flat> {
-        self.launch(Kind::AllGather, size(&shard), move |ex| collectives::all_gather(ex, shard, tag))
+    fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
+        self.launch(Kind::AllGather, size(&shard), move |ex| collectives::all_gather(ex, wire, shard, tag))
     }
 
     fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {

@@ -1,7 +1,7 @@
-//! A world of one rank: every collective is the identity.
+//! A world of one rank: every collective is the identity. Nothing travels, so nothing is rounded for it.
 
 use super::counters::Counters;
-use super::{CommReport, Communicator, Kind, Pending};
+use super::{CommReport, Communicator, Kind, Pending, Wire};
 use crate::precision::Flat;
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ pub struct Solo {
 
 impl Solo {
     fn count<T: Send + 'static>(&self, kind: Kind, elements: usize, value: T) -> Pending<T> {
-        self.counters.add(kind, elements, 0, Duration::ZERO);
+        self.counters.add(kind, elements, (0, 0), Duration::ZERO);
         Pending::ready(value)
     }
 }
@@ -27,15 +27,15 @@ impl Communicator for Solo {
         1
     }
 
-    fn all_reduce(&self, input: Flat, _tag: u64) -> Pending<Flat> {
+    fn all_reduce_as(&self, _wire: Wire, input: Flat, _tag: u64) -> Pending<Flat> {
         self.count(Kind::AllReduce, input.len(), input)
     }
 
-    fn reduce_scatter(&self, input: Flat, _tag: u64) -> Pending<Flat> {
+    fn reduce_scatter_as(&self, _wire: Wire, input: Flat, _tag: u64) -> Pending<Flat> {
         self.count(Kind::ReduceScatter, input.len(), input)
     }
 
-    fn all_gather(&self, shard: Flat, _tag: u64) -> Pending<Flat> {
+    fn all_gather_as(&self, _wire: Wire, shard: Flat, _tag: u64) -> Pending<Flat> {
         self.count(Kind::AllGather, shard.len(), shard)
     }
 

@@ -116,6 +116,8 @@ fn zero(walk: &mut Walk<'_>) -> ZeroConfig {
         model_persistence_threshold: count("stage3_model_persistence_threshold"),
         max_live_parameters: count("stage3_max_live_parameters"),
         max_reuse_distance: count("stage3_max_reuse_distance"),
+        quantized_weights: walk.bool("zero_optimization.zero_quantized_weights"),
+        quantized_gradients: walk.bool("zero_optimization.zero_quantized_gradients"),
         // Resolved when stage and optimizer are known.
         offload_optimizer: None,
         offload_param: None,
@@ -232,6 +234,12 @@ fn check_zero(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) {
     if walk.get(ratio).and_then(Value::as_f64).is_some_and(|ratio| ratio < 1.0) && stage < ZeroStage::Three {
         let place = walk.place(ratio);
         walk.problem(Rule::Conflict, ratio, place, format!("a share below 1 needs stage 3, not stage {stage}"));
+    }
+    let weights = "zero_optimization.zero_quantized_weights";
+    if walk.bool(weights) && stage < ZeroStage::Three {
+        let text =
+            format!("accepted and has no effect at stage {stage}, as in DeepSpeed: only stage 3 gathers weights");
+        walk.note(weights, text);
     }
     let f32_model = precision == Precision::F32;
     if walk.get("data_types.keep_in_fp32_modules").is_some_and(Value::is_array) {

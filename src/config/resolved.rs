@@ -146,6 +146,10 @@ pub struct ZeroConfig {
     pub max_live_parameters: usize,
     /// `stage3_max_reuse_distance`, elements: a parameter used again within it is not released. Default 1e9.
     pub max_reuse_distance: usize,
+    /// `zero_quantized_weights`: gathers of stage 3 carry int8 with a scale per block. Stages below gather no weights.
+    pub quantized_weights: bool,
+    /// `zero_quantized_gradients`: what a rank sends of its gradients is int4 with a scale per block.
+    pub quantized_gradients: bool,
     /// `offload_optimizer`; `None` where nothing is offloaded (`device` none, stage 0).
     pub offload_optimizer: Option<OffloadOptimizer>,
     /// `offload_param`; `None` where nothing is offloaded (`device` none, stages below 3).

@@ -13,6 +13,7 @@ macro_rules! embed {
 pub(super) const FILES: &[(&str, &str)] = embed! {
     // begin of the list
     "README.md",
+    "docs/compression.md",
     "docs/config.md",
     "docs/cuda.md",
     "docs/decisions.md",
@@ -53,6 +54,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/comm/solo.rs",
     "src/comm/stream.rs",
     "src/comm/threads.rs",
+    "src/comm/wire.rs",
     "src/config/auto.rs",
     "src/config/batch.rs",
     "src/config/json.rs",
@@ -209,6 +211,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/param/registry.rs",
     "src/param/residency.rs",
     "src/param/source.rs",
+    "src/precision/blocks.rs",
     "src/precision/cast.rs",
     "src/precision/flat.rs",
     "src/precision/mod.rs",

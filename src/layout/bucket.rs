@@ -41,14 +41,14 @@ impl BucketRule {
     }
 }
 
-/// Offset of each parameter's shard within a chunk, and the chunk's length.
-pub fn chunk_offsets(numels: &[usize], world_size: usize) -> (Vec<usize>, usize) {
-    let mut end = 0;
+/// Offset of each parameter's shard within a chunk, a multiple of `alignment`, and the chunk's length.
+pub fn chunk_offsets(numels: &[usize], world_size: usize, alignment: usize) -> (Vec<usize>, usize) {
+    let mut end = 0usize;
     let offsets = numels
         .iter()
         .map(|n| {
-            let start = end;
-            end += shard_len(*n, world_size);
+            let start = end.next_multiple_of(alignment);
+            end = start + shard_len(*n, world_size);
             start
         })
         .collect();
@@ -78,12 +78,12 @@ mod tests {
         }
 
         #[test]
-        fn shards_tile_a_chunk(numels in prop::collection::vec(0usize..40, 0..20), world in 1usize..9) {
-            let (offsets, len) = chunk_offsets(&numels, world);
+        fn shards_tile_a_chunk(numels in prop::collection::vec(0usize..40, 0..20), world in 1usize..9, alignment in 1usize..9) {
+            let (offsets, len) = chunk_offsets(&numels, world, alignment);
             let mut next = 0;
             for (offset, numel) in offsets.iter().zip(&numels) {
-                prop_assert_eq!(*offset, next);
-                next += shard_len(*numel, world);
+                prop_assert!(*offset >= next && *offset < next + alignment && offset % alignment == 0);
+                next = offset + shard_len(*numel, world);
             }
             prop_assert_eq!(len, next);
         }

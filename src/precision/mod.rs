@@ -1,11 +1,13 @@
-//! Number formats: flat buffers of one dtype, casts, loss scaling, overflow, norms.
+//! Number formats: flat buffers of one dtype, casts, blocks of small integers, loss scaling, overflow, norms.
 
+mod blocks;
 pub(crate) mod cast;
 mod flat;
 mod norm;
 mod pages;
 mod scaler;
 
+pub use blocks::{BLOCK, Ints};
 pub use flat::{Flat, FlatMut, FlatRef};
 pub(crate) use norm::{LANES, add_squares};
 pub use norm::{clip_factor, gradient_multiplier, has_non_finite, sum_of_squares};

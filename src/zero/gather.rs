@@ -6,7 +6,8 @@
 //!   backward   ... gather u1 | run u1, releasing each parameter when its gradient has arrived | gather u0 | ...
 //! ```
 //!
-//! Where shards lie in a file, a gather begins with reading them.
+//! Where shards lie in a file, a gather begins with reading them. With `zero_quantized_weights` it carries int8: all ranks,
+//! the owner of a shard too, compute with what arrives, while the owner keeps the exact weights that the optimizer changes.
 //!
 //! From the second micro step on, while one unit runs the next ones are already on their way, as far as
 //! `stage3_prefetch_bucket_size` and `stage3_max_live_parameters` allow. Every decision depends on counts alone,
@@ -16,13 +17,13 @@ use super::core::Core;
 use super::parcel::Parcel;
 use super::sub_group::{Home, Slot};
 use super::trace::{Event, Trace};
-use crate::comm::Pending;
+use crate::comm::{Pending, Wire};
 use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::memory::{Held, Kind};
 use crate::offload::{Offload, Transfer};
 use crate::param::{Param, ParamId, ROOT, Residency, UnitId, lock, residency};
-use crate::precision::Flat;
+use crate::precision::{Flat, Ints};
 
 /// Gathers and releases the sharded parameters of every unit.
 pub(crate) struct Gatherer {
@@ -67,6 +68,7 @@ struct Bundle {
     params: Vec<ParamId>,
     parcels: Vec<Parcel>,
     numel: usize,
+    wire: Wire,
 }
 
 /// The parcels of a bundle that are under way.
@@ -82,10 +84,10 @@ enum Way {
 }
 
 impl Bundle {
-    fn new(params: Vec<ParamId>, all: &[Param], world_size: usize) -> Self {
+    fn new(params: Vec<ParamId>, all: &[Param], world_size: usize, wire: Wire) -> Self {
         let numel = params.iter().map(|p| all[*p].numel).sum();
-        let parcels = Parcel::split(&params, all, world_size);
-        Self { params, parcels, numel }
+        let parcels = Parcel::split(&params, all, world_size, wire);
+        Self { params, parcels, numel, wire }
     }
 
     /// Begins the all-gathers of this rank's shares, or to read them.
@@ -96,7 +98,8 @@ impl Bundle {
             // Room for the chunks of all ranks: the others' arrive in the same buffer.
             let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk * world);
             let mut pieces = Vec::new();
-            for p in &parcel.params {
+            for (p, offset) in parcel.params.iter().zip(&parcel.offsets) {
+                chunk.extend_zeros(offset - chunk.len());
                 let (group, slot) = core.places[*p];
                 let Slot { at, len, .. } = groups[group].slots[slot];
                 match &groups[group].weights {
@@ -111,11 +114,15 @@ impl Bundle {
             let held = core.ledger.hold(Kind::Gathered, parcel.chunk * world * core.dtype.size_in_bytes());
             let way = match &core.offload {
                 Some(offload) if !pieces.is_empty() => Way::Reading(offload.io.read(chunk, pieces)),
-                _ => Way::Travelling(core.comm.all_gather(chunk, core.tag(&parcel.params))),
+                _ => Way::Travelling(self.gather(core, parcel, chunk)),
             };
             (way, held)
         };
         self.parcels.iter().map(launch).collect()
+    }
+
+    fn gather(&self, core: &Core, parcel: &Parcel, chunk: Flat) -> Pending<Flat> {
+        core.comm.all_gather_as(self.wire, chunk, core.tag(&parcel.params))
     }
 
     /// Waits for the parcels and puts the whole parameters into their tensors.
@@ -123,7 +130,7 @@ impl Bundle {
         // All of them travel before the first is waited for.
         let travel = |(parcel, (way, held)): (&Parcel, (Way, Held))| {
             let pending = match way {
-                Way::Reading(reading) => core.comm.all_gather(reading.wait()?, core.tag(&parcel.params)),
+                Way::Reading(reading) => self.gather(core, parcel, reading.wait()?),
                 Way::Travelling(pending) => pending,
             };
             Ok((pending, held))
@@ -186,10 +193,12 @@ impl Gatherer {
                 by_unit[param.unit].push(id);
             }
         }
-        let unit = |p| UnitState { bundle: Bundle::new(p, params, world_size), state: State::Released, depth: 0 };
+        let wire = if zero.quantized_weights { Wire::Blocks(Ints::Int8) } else { Wire::Exact };
+        let bundle = |p| Bundle::new(p, params, world_size, wire);
+        let unit = |p| UnitState { bundle: bundle(p), state: State::Released, depth: 0 };
         Self {
             units: by_unit.into_iter().map(unit).collect(),
-            persistent: Bundle::new(persistent, params, world_size),
+            persistent: bundle(persistent),
             is_persistent,
             traces: Default::default(),
             live: 0,

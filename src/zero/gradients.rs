@@ -9,19 +9,22 @@
 //! goes on. At stage 1 every rank holds its whole gradient until backward is over, as ZeRO defines it. At stage 0 the
 //! whole sum is kept.
 //!
+//! With `zero_quantized_gradients` what a rank sends of its gradients is int4, in blocks that depend on the parameter and
+//! the number of ranks alone; sums are formed in f32, as always, and at stage 0 travel exact.
+//!
 //! Every stage reduces in every micro step, also where it could wait for the accumulation boundary: a sum over micro
 //! steps of sums over ranks. Only so do all stages add the same numbers in the same order, and give the same bits.
 
 use super::core::Core;
 use super::sub_group::{GradShare, Slot};
-use crate::comm::Pending;
+use crate::comm::{Pending, Wire};
 use crate::config::{Config, GradientOp};
 use crate::error::{Error, Result};
 use crate::graph::Grad;
 use crate::layout::{BucketRule, PACKED_BELOW, Placement, chunk_offsets, shard_len, shard_range};
 use crate::memory::{Held, Kind, Tracked};
 use crate::param::{ParamId, lock};
-use crate::precision::Flat;
+use crate::precision::{Flat, Ints};
 use candle_core::DType;
 use std::collections::VecDeque;
 
@@ -41,8 +44,10 @@ pub(crate) struct ReducePlan {
     before: f32,
     /// Factor after it.
     after: f32,
-    /// What gradients travel in.
-    wire: DType,
+    /// What gradients and their sums are rounded to before they travel.
+    dtype: DType,
+    /// How the gradients then travel.
+    wire: Wire,
     /// What they are accumulated in.
     pub accumulate: DType,
 }
@@ -64,7 +69,8 @@ impl ReducePlan {
             overlap: config.zero.overlap_comm,
             before: before as f32,
             after: after as f32,
-            wire: config.communication_data_type.unwrap_or(dtype),
+            dtype: config.communication_data_type.unwrap_or(dtype),
+            wire: if config.zero.quantized_gradients { Wire::Blocks(Ints::Int4) } else { Wire::Exact },
             accumulate: config.grad_accum_dtype.unwrap_or(dtype),
         }
     }
@@ -163,7 +169,7 @@ impl Gradients {
     fn launch_alone(&mut self, core: &Core, Arrived { param, grad, held }: Arrived) -> Result<()> {
         let padded = core.padded(param);
         let flat = match grad {
-            Grad::Own(mut flat) if flat.dtype() == self.plan.wire => {
+            Grad::Own(mut flat) if flat.dtype() == self.plan.dtype => {
                 flat.extend_zeros(padded - flat.len());
                 if self.plan.before != 1.0 {
                     flat.as_mut().scale(self.plan.before);
@@ -171,7 +177,7 @@ impl Gradients {
                 flat
             }
             other => other.view(|values| {
-                let mut flat = Flat::zeros(self.plan.wire, padded);
+                let mut flat = Flat::zeros(self.plan.dtype, padded);
                 flat.slice_mut(0..values.len()).copy_scaled(values, self.plan.before);
                 flat
             })?,
@@ -185,8 +191,8 @@ impl Gradients {
         let world = core.comm.size();
         let items = std::mem::take(&mut self.bucket);
         let params: Vec<ParamId> = items.iter().map(|i| i.param).collect();
-        let (offsets, chunk) = core.chunk_offsets(&params);
-        let mut flat = Flat::zeros(self.plan.wire, chunk * world);
+        let (offsets, chunk) = self.chunk_offsets(core, &params);
+        let mut flat = Flat::zeros(self.plan.dtype, chunk * world);
         for (Arrived { param, grad, held }, offset) in items.into_iter().zip(offsets) {
             grad.view(|values| {
                 for r in 0..world {
@@ -204,8 +210,10 @@ impl Gradients {
     fn reduce(&mut self, core: &Core, params: Vec<ParamId>, flat: Flat) -> Result<()> {
         let held = core.ledger.hold(Kind::Buckets, flat.capacity_in_bytes());
         let tag = core.tag(&params);
+        let ReducePlan { scatter, wire, .. } = self.plan;
+        let comm = &core.comm;
         let pending =
-            if self.plan.scatter { core.comm.reduce_scatter(flat, tag) } else { core.comm.all_reduce(flat, tag) };
+            if scatter { comm.reduce_scatter_as(wire, flat, tag) } else { comm.all_reduce_as(wire, flat, tag) };
         self.in_flight.push_back(Reduction { params, pending, held });
         self.finish(core, if self.plan.overlap { IN_FLIGHT - 1 } else { 0 })
     }
@@ -223,7 +231,7 @@ impl Gradients {
 
     fn accumulate(&self, core: &Core, params: &[ParamId], mut sum: Flat) -> Result<()> {
         let (world, rank) = (core.comm.size(), core.comm.rank());
-        let (offsets, chunk) = core.chunk_offsets(params);
+        let (offsets, chunk) = self.chunk_offsets(core, params);
         // The chunks that this rank keeps, and where they start in what it received.
         let chunks: Vec<(usize, usize)> = match (core.placement.optim.is_sharded(), self.plan.scatter) {
             (true, true) => vec![(rank, 0)],
@@ -261,6 +269,12 @@ impl Gradients {
         Ok(())
     }
 
+    /// Where each parameter's shard lies in a rank's chunk, and the chunk's length.
+    fn chunk_offsets(&self, core: &Core, params: &[ParamId]) -> (Vec<usize>, usize) {
+        let numels: Vec<usize> = params.iter().map(|p| core.params[*p].numel).collect();
+        chunk_offsets(&numels, core.comm.size(), self.plan.wire.alignment())
+    }
+
     /// After an optimizer step: no gradients.
     pub fn clear(&self, core: &Core) {
         lock(&core.groups).iter_mut().for_each(|group| group.grads.fill_with(|| GradShare::Absent));
@@ -276,10 +290,5 @@ impl Core {
     /// Elements of a parameter's shards of all ranks, padding included.
     fn padded(&self, param: ParamId) -> usize {
         shard_len(self.params[param].numel, self.comm.size()) * self.comm.size()
-    }
-
-    fn chunk_offsets(&self, params: &[ParamId]) -> (Vec<usize>, usize) {
-        let numels: Vec<usize> = params.iter().map(|p| self.params[*p].numel).collect();
-        chunk_offsets(&numels, self.comm.size())
     }
 }

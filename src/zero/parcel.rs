@@ -4,6 +4,7 @@
 //! parameters share a parcel, and are copied out of it piece by piece.
 
 use super::core::Core;
+use crate::comm::Wire;
 use crate::error::Result;
 use crate::layout::{PACKED_BELOW, chunk_offsets, shard_range};
 use crate::param::{Param, ParamId};
@@ -12,23 +13,25 @@ use crate::precision::Flat;
 /// Parameters whose shards travel in one all-gather.
 pub(super) struct Parcel {
     pub params: Vec<ParamId>,
-    /// Offset of each parameter's shard in a rank's chunk.
-    offsets: Vec<usize>,
+    /// Offset of each parameter's shard in a rank's chunk. What lies between two shards is zeros.
+    pub offsets: Vec<usize>,
     /// Elements of a rank's chunk.
     pub chunk: usize,
 }
 
 impl Parcel {
     /// One parcel for each large parameter and one for all others.
-    pub fn split(params: &[ParamId], all: &[Param], world_size: usize) -> Vec<Self> {
+    pub fn split(params: &[ParamId], all: &[Param], world_size: usize, wire: Wire) -> Vec<Self> {
         let (large, small): (Vec<_>, Vec<_>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
         let alone = large.into_iter().map(|p| vec![p]);
-        alone.chain((!small.is_empty()).then_some(small)).map(|params| Self::new(params, all, world_size)).collect()
+        let parcels = alone.chain((!small.is_empty()).then_some(small));
+        parcels.map(|params| Self::new(params, all, world_size, wire)).collect()
     }
 
-    pub fn new(params: Vec<ParamId>, all: &[Param], world_size: usize) -> Self {
+    /// Parameters that are coded have blocks of their own: they do not depend on what travels with them.
+    pub fn new(params: Vec<ParamId>, all: &[Param], world_size: usize, wire: Wire) -> Self {
         let numels: Vec<usize> = params.iter().map(|p| all[*p].numel).collect();
-        let (offsets, chunk) = chunk_offsets(&numels, world_size);
+        let (offsets, chunk) = chunk_offsets(&numels, world_size, wire.alignment());
         Self { params, offsets, chunk }
     }
 

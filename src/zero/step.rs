@@ -10,7 +10,7 @@
 use super::core::Core;
 use super::parcel::Parcel;
 use super::sub_group::{GradShare, Slot, SubGroup};
-use crate::comm::Pending;
+use crate::comm::{Pending, Wire};
 use crate::error::Result;
 use crate::layout::{BucketRule, PACKED_BELOW, shard_len, shard_range};
 use crate::memory::{Held, Kind};
@@ -287,7 +287,7 @@ impl Publisher {
 
     fn launch(&mut self, core: &Core, params: Vec<ParamId>) -> Result<()> {
         let (world, rank) = (core.comm.size(), core.comm.rank());
-        let parcel = Parcel::new(params, &core.params, world);
+        let parcel = Parcel::new(params, &core.params, world, Wire::Exact);
         // Room for the chunks of all ranks: the others' arrive in the same buffer.
         let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk * world);
         for p in &parcel.params {

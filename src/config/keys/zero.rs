@@ -47,9 +47,9 @@ const ZERO: &[super::Key] = keys! {
     "elastic_checkpoint": Bool, "false", none("every checkpoint loads at any number of ranks"), "Checkpoints that load at any world size.";
     "pipeline_loading_checkpoint": Bool, "false", none("it does not change values"), "Overlap the reading of checkpoint files.";
     "zero_hpz_partition_size": COUNT, "1", yet("parameters are sharded over all ranks; results are the same"), "Second shard group (ZeRO++).";
-    "zero_quantized_weights": Bool, "false", refuse("weights travel as they are"), "8-bit weights in gathers (ZeRO++).";
-    "zero_quantized_nontrainable_weights": Bool, "false", refuse("weights are kept as they are"), "Quantized frozen weights.";
-    "zero_quantized_gradients": Bool, "false", refuse("gradients travel as they are"), "Quantized gradients (ZeRO++).";
+    "zero_quantized_weights": Bool, "false", H, "Gathers of stage 3 carry int8 with a scale per 128 elements (ZeRO++ qwZ); all ranks compute with what arrives, owners keep the exact weights.";
+    "zero_quantized_nontrainable_weights": Bool, "false", none("every parameter is trained: there are no frozen ones to quantize"), "Quantized frozen weights.";
+    "zero_quantized_gradients": Bool, "false", H, "What a rank sends of its gradients is int4 with a scale per 128 elements (ZeRO++ qgZ), at every stage; they are summed in f32, and at stage 0 the sums travel exact.";
     "leaf_module": Object, "{}", S, "Modules gathered as one.";
     "enable_sanity_checks": Bool, "false", none("the calls of all ranks are always compared"), "Compare ranks at stage 3.";
     "log_trace_cache_warnings": Bool, "false", none("there is no trace to warn about"), "Say when the order of modules changed.";
