@@ -28,6 +28,7 @@ impl Config {
             set(&mut tree, "checkpoint.writer.decoupled", json!(self.saves_in_background));
         }
         self.offload_json(&mut tree);
+        self.monitoring.print(&mut tree);
         Value::Object(tree)
     }
 
