@@ -9,6 +9,8 @@
 //!
 //! The engine owns no arithmetic: each word is a module of its own.
 
+mod telling;
+
 use crate::checkpoint::Saving;
 use crate::comm::{CommReport, Communicator};
 use crate::config::{Config, ConfigSource, Precision, RunValues};
@@ -16,7 +18,7 @@ use crate::error::{Error, Result, without_backtrace};
 use crate::graph::{once, without_gradients};
 use crate::launch::RankEnv;
 use crate::memory::{ElementBytes, Ledger, MemoryReport};
-use crate::monitor::say;
+use crate::monitor::{Monitor, Opening, say};
 use crate::nn::draw_from;
 use crate::offload::{DiskAccess, Offload, OffloadReport};
 use crate::optim::{self, LrSchedule, Momentum, Optimizer, Schedule, StepContext};
@@ -32,6 +34,7 @@ use candle_nn::VarBuilder;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use telling::Telling;
 
 /// Stack that Candle's recursive backward may use, and how much of it must be left before a new one is taken.
 const BACKWARD_STACK: usize = 64 << 20;
@@ -82,6 +85,7 @@ pub struct Engine<M> {
     was_applied: bool,
     grad_norm: Option<f64>,
     clock: Clock,
+    telling: Telling,
     /// A checkpoint that is being written.
     saving: Option<Saving>,
     /// Why it could not be, until it has been told.
@@ -131,9 +135,12 @@ struct Clock {
     forward: Duration,
     backward: Duration,
     step: Duration,
+    /// Seconds waited for collectives in backward.
+    backward_wait: f64,
     /// Seconds waited for collectives, and for files, until the last boundary.
     waited: [f64; 2],
     last: StepTimings,
+    last_backward_wait_ms: f64,
 }
 
 /// Options of an engine besides its configuration.
@@ -146,6 +153,7 @@ pub struct EngineBuilder {
     disk_access: Option<DiskAccess>,
     schedule: Option<Arc<dyn LrSchedule>>,
     run_values: RunValues,
+    monitors: Vec<Opening>,
 }
 
 impl Engine<()> {
@@ -206,6 +214,14 @@ impl EngineBuilder {
         self
     }
 
+    /// A monitor besides those of the configuration: [`JsonLines`](crate::monitor::JsonLines),
+    /// [`Prometheus`](crate::monitor::Prometheus), or your own. `open` is called on rank 0 alone, when the engine is built.
+    #[must_use]
+    pub fn monitor<N: Monitor + 'static>(mut self, open: impl FnOnce() -> Result<N> + 'static) -> Self {
+        self.monitors.push(Box::new(|| Ok(Box::new(open()?))));
+        self
+    }
+
     /// Builds the model and partitions it. Collective.
     ///
     /// # Errors
@@ -230,7 +246,8 @@ impl EngineBuilder {
                 Some(path) => Source::file(path)?,
                 None => Source::Random { seed: self.seed.unwrap_or(config.seed) },
             };
-            Engine::new(build, config, source, comm.clone(), device, self.disk_access, self.schedule)
+            let telling = Telling::open(&config.monitoring, comm.rank(), self.monitors)?;
+            Engine::new(build, config, source, comm.clone(), device, self.disk_access, self.schedule, telling)
         });
         engine.inspect_err(|e| comm.abort(&e.to_string()))
     }
@@ -250,6 +267,7 @@ impl<M> Engine<M> {
         Engine::builder().initialize(build, config)
     }
 
+    #[expect(clippy::too_many_arguments, reason = "called in one place, and each is a thing of its own")]
     fn new(
         build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
         config: Config,
@@ -258,6 +276,7 @@ impl<M> Engine<M> {
         device: Device,
         disk_access: Option<DiskAccess>,
         own_schedule: Option<Arc<dyn LrSchedule>>,
+        telling: Telling,
     ) -> Result<Self> {
         let (rank, world_size) = (comm.rank(), comm.size());
         if rank == 0 {
@@ -318,7 +337,7 @@ impl<M> Engine<M> {
         core.check_same_on_all_ranks(&config, (has_own, &schedule), weights)?;
         lock(&core.gather).refresh_persistent(&core)?;
         let scaler = LossScaler::new(&config.precision, config.zero.stage);
-        Ok(Self {
+        let engine = Self {
             model,
             config,
             core,
@@ -336,10 +355,13 @@ impl<M> Engine<M> {
             was_applied: false,
             grad_norm: None,
             clock: Clock::default(),
+            telling,
             saving: None,
             failed_save: None,
             stopped: None,
-        })
+        };
+        engine.dump_state();
+        Ok(engine)
     }
 
     /// Runs the model in training: `run` computes the loss (or anything the loss is then made from).
@@ -353,11 +375,14 @@ impl<M> Engine<M> {
         if self.phase == Phase::Backwarded {
             return Err(Error::OutOfOrder { call: "forward", when: "after backward without a step" });
         }
+        self.tell_memory("before forward", self.global_steps + 1);
         let start = Instant::now();
+        self.telling.micro_step = Some(start);
         let draws = ((self.rank() as u64) << 40 | self.micro_steps, 0);
         let output = self.attempt(|engine| draw_from(draws, || engine.run_model(run)))?;
         self.phase = Phase::Forwarded;
         self.clock.forward += start.elapsed();
+        self.tell_memory("after forward", self.global_steps + 1);
         Ok(output)
     }
 
@@ -406,10 +431,12 @@ impl<M> Engine<M> {
         if loss.elem_count() != 1 {
             return Err(Error::LossShape { shape: loss.dims().to_vec() });
         }
-        let start = Instant::now();
+        let (start, waited) = (Instant::now(), self.core.comm.report().waited_s);
         self.attempt(|engine| engine.differentiate(loss))?;
         self.phase = Phase::Backwarded;
         self.clock.backward += start.elapsed();
+        self.clock.backward_wait += self.core.comm.report().waited_s - waited;
+        self.tell_memory("after backward", self.global_steps + 1);
         Ok(())
     }
 
@@ -422,6 +449,7 @@ impl<M> Engine<M> {
             }
             self.loss_is_finite = false;
         }
+        self.telling.losses += value;
         let factor = self.scaler.scale() / self.config.batch.gradient_accumulation_steps as f64;
         let core = &self.core;
         let run = || {
@@ -452,11 +480,13 @@ impl<M> Engine<M> {
         let start = Instant::now();
         if self.is_gradient_accumulation_boundary() {
             self.attempt(Self::optimizer_step)?;
+            self.tell_memory("after step", self.global_steps);
         }
         self.clock.step += start.elapsed();
+        self.end_micro_step();
         if self.is_gradient_accumulation_boundary() {
             self.clock.boundary([self.core.comm.report().waited_s, self.offload_report().waited_s]);
-            self.print();
+            self.tell();
         }
         self.micro_steps += 1;
         self.phase = Phase::Ready;
@@ -466,7 +496,9 @@ impl<M> Engine<M> {
     fn optimizer_step(&mut self) -> Result<()> {
         self.optimizer.as_ref().ok_or(Error::NoOptimizer)?;
         let accumulate = lock(&self.core.gradients).accumulate_dtype();
-        let vote = self.core.vote(self.loss_is_finite, accumulate)?;
+        let loss = self.telling.losses / self.config.batch.gradient_accumulation_steps as f64;
+        let vote = self.core.vote(loss, self.loss_is_finite, accumulate)?;
+        (self.telling.loss, self.telling.losses) = (vote.loss, 0.0);
         let overflow = !vote.overflowed.is_empty();
         // Gradients carry the scale that they were made with, so they are unscaled with it before it changes.
         let scale = self.scaler.scale();
@@ -564,7 +596,7 @@ impl<M> Engine<M> {
 
     /// There was no forward since the last step: its loss is that of other weights.
     pub(crate) fn forget_forward(&mut self) {
-        (self.phase, self.loss_is_finite) = (Phase::Ready, true);
+        (self.phase, self.loss_is_finite, self.telling.losses) = (Phase::Ready, true, 0.0);
     }
 
     /// An error in the middle of an accumulation: its gradients are no part of a checkpoint.
@@ -729,27 +761,6 @@ impl<M> Engine<M> {
     fn not_stopped(&self) -> Result<()> {
         self.stopped.as_ref().map_or(Ok(()), |why| Err(Error::Stopped(why.clone())))
     }
-
-    /// `steps_per_print` and `wall_clock_breakdown`, from rank 0.
-    fn print(&self) {
-        let every = self.config.steps_per_print;
-        if self.rank() != 0 || every.is_some_and(|n| !self.global_steps.is_multiple_of(n)) {
-            return;
-        }
-        if every.is_some() {
-            let (step, skipped, lr) = (self.global_steps, self.skipped_steps, self.schedule.lr());
-            say(&format!("step={step}, skipped={skipped}, lr={lr:?}"));
-        }
-        if self.config.wall_clock_breakdown {
-            let t = self.clock.last;
-            let (f, b, s, c) = (t.forward_ms, t.backward_ms, t.step_ms, t.comm_ms);
-            let files =
-                if self.core.offload.is_some() { format!(", for files {:.2}", t.disk_ms) } else { String::new() };
-            say(&format!(
-                "time (ms) | forward {f:.2} | backward {b:.2} | step {s:.2} | of which waiting {c:.2}{files}"
-            ));
-        }
-    }
 }
 
 impl Clock {
@@ -763,7 +774,8 @@ impl Clock {
             comm_ms: (waited[0] - self.waited[0]) * 1e3,
             disk_ms: (waited[1] - self.waited[1]) * 1e3,
         };
-        *self = Self { waited, last: self.last, ..Self::default() };
+        let last_backward_wait_ms = self.backward_wait * 1e3;
+        *self = Self { waited, last: self.last, last_backward_wait_ms, ..Self::default() };
     }
 }
 

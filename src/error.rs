@@ -23,6 +23,18 @@ pub enum Error {
         source: std::io::Error,
     },
 
+    /// The port for Prometheus cannot be listened on.
+    #[error(
+        "cannot serve metrics for Prometheus on port {port} of 127.0.0.1: {source}. Give another port, or 0 for a free \
+         one."
+    )]
+    PrometheusPort {
+        /// The port that was asked for.
+        port: u16,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+
     // ---- checkpoints -------------------------------------------------------------------------
     /// A checkpoint that cannot be written, read or used. Nothing has changed: neither the engine nor other
     /// checkpoints.

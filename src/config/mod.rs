@@ -7,6 +7,7 @@ mod auto;
 mod batch;
 mod json;
 mod keys;
+mod monitoring;
 mod nearest;
 mod offload;
 mod optim;
@@ -22,6 +23,7 @@ mod value;
 mod walk;
 
 pub use auto::RunValues;
+pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring};
 pub(crate) use problem::Listed;
 pub use problem::{ConfigProblem, Place, Rule};
 pub use reference::reference_markdown;

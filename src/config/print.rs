@@ -31,6 +31,7 @@ impl Config {
             }
         }
         self.offload_json(&mut tree);
+        self.monitoring.print(&mut tree);
         Value::Object(tree)
     }
 

@@ -4,7 +4,7 @@ use super::json::{Json, Node};
 use super::walk::Walk;
 use super::{
     Config, ConfigProblem, Fp16, GradientOp, Note, Precision, Rule, RunValues, TagValidation, ZeroConfig, batch,
-    offload, optim, scheduler, value,
+    monitoring, offload, optim, scheduler, value,
 };
 use crate::layout::ZeroStage;
 use candle_core::DType;
@@ -62,6 +62,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
         scheduler,
         steps_per_print: walk.int("steps_per_print").and_then(|n| u64::try_from(n).ok()),
         wall_clock_breakdown: walk.bool("wall_clock_breakdown"),
+        monitoring: monitoring::resolve(&walk),
         seed: walk.count("seed"),
         activation_checkpointing,
         cpu_checkpointing: walk.bool("activation_checkpointing.cpu_checkpointing"),

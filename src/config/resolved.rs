@@ -1,5 +1,6 @@
 //! The configuration as the engine uses it: every default filled in, every rule checked.
 
+use super::Monitoring;
 use crate::layout::ZeroStage;
 use candle_core::DType;
 use std::path::{Path, PathBuf};
@@ -35,6 +36,8 @@ pub struct Config {
     pub steps_per_print: Option<u64>,
     /// `wall_clock_breakdown`: log how long each phase took, with `steps_per_print`'s rhythm (each step without it).
     pub wall_clock_breakdown: bool,
+    /// Monitors, loggers and profilers.
+    pub monitoring: Monitoring,
     /// `seed` of the initial weights. Default 42.
     pub seed: u64,
     /// Units recompute their forward in backward (a key of `activation_checkpointing` asks for it).

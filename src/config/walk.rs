@@ -129,6 +129,11 @@ impl<'a> Walk<'a> {
                 self.section(section, inner);
                 if path == "comms_logger" {
                     // As in DeepSpeed, where only the presence of this section counts.
+                    let says_off =
+                        self.given.contains_key("comms_logger.enabled") && !self.bool("comms_logger.enabled");
+                    if says_off {
+                        self.note(&path, "its presence switches it on, as in DeepSpeed; without the section it is off");
+                    }
                     self.set("comms_logger.enabled", Value::Bool(true));
                 }
             }
@@ -220,7 +225,6 @@ impl<'a> Walk<'a> {
     fn whole(&mut self, section: &Section) {
         let values = self.get(section.path).and_then(Value::as_object).cloned().unwrap_or_default();
         let on = match section.switch {
-            _ if section.path == "comms_logger" => true,
             Some(switch) => values.get(switch) == Some(&Value::Bool(true)),
             None => section.keys.iter().any(|key| {
                 key.kind != Kind::Section && key.default_value().is_some_and(|v| values.get(key.name) != Some(&v))

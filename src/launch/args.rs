@@ -61,6 +61,10 @@ struct Typed {
           value_parser = clap::value_parser!(u16).range(1..))]
     master_port: Option<u16>,
 
+    /// Serve the training's metrics for Prometheus on this port of 127.0.0.1, from rank 0; 0 is a free port
+    #[arg(long, value_name = "PORT")]
+    prometheus: Option<u16>,
+
     /// How often the job is started again, in total, after a rank has failed
     #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
     max_restarts: u32,
@@ -90,6 +94,8 @@ pub(super) struct Asked {
     pub(super) features: Option<String>,
     /// `None`: a free port.
     pub(super) master_port: Option<u16>,
+    /// `None`: as the environment says.
+    pub(super) prometheus: Option<u16>,
     pub(super) max_restarts: u32,
     /// At most `ranks`.
     pub(super) min_ranks: usize,
@@ -144,6 +150,7 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Asked, R
         timeout: typed.timeout,
         features: typed.features,
         master_port: typed.master_port,
+        prometheus: typed.prometheus,
         max_restarts: typed.max_restarts,
         min_ranks: usize::from(typed.min_ranks.unwrap_or(typed.ranks)),
         print_package: typed.print_package,

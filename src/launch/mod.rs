@@ -104,6 +104,7 @@ fn carry_out(asked: &Asked) -> Result<u8> {
         world: asked.ranks,
         timeout: asked.timeout,
         master_port: asked.master_port,
+        prometheus: asked.prometheus,
         restart: 0,
     };
     restarts::run(job, &restarts::Rule { max_restarts: asked.max_restarts, min_ranks: asked.min_ranks })

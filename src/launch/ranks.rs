@@ -21,6 +21,7 @@ use super::say;
 use super::signals::{self, Event, die_with_parent};
 use super::tail::Tail;
 use crate::comm::shm::{Fault, Region};
+use crate::monitor::PROMETHEUS_PORT;
 use crate::{Error, Result};
 
 /// How long the others may take to leave by themselves after a failure.
@@ -51,6 +52,8 @@ pub(super) struct Job {
     pub(super) timeout: Option<Duration>,
     /// `None`: a free port, another one at each start.
     pub(super) master_port: Option<u16>,
+    /// The port on which rank 0 serves metrics; `None`: as the environment says.
+    pub(super) prometheus: Option<u16>,
     /// How often the job was started before.
     pub(super) restart: u32,
 }
@@ -116,6 +119,7 @@ fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
         None if is_set(TIMEOUT_MS) => {}
         None => variables.push((TIMEOUT_MS, super::discover::DEFAULT_TIMEOUT.as_millis().to_string())),
     }
+    variables.extend(job.prometheus.map(|port| (PROMETHEUS_PORT, port.to_string())));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     if job.world > cores && job.restart == 0 {
         say(&format!(

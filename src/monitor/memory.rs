@@ -3,11 +3,16 @@
 /// The most memory that this process ever had resident, in bytes (`VmHWM` of /proc/self/status). `None` where the
 /// system does not tell.
 pub fn rss_peak_bytes() -> Option<u64> {
-    peak_of(&std::fs::read_to_string("/proc/self/status").ok()?)
+    bytes_of("VmHWM:", &std::fs::read_to_string("/proc/self/status").ok()?)
 }
 
-fn peak_of(status: &str) -> Option<u64> {
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+/// The memory that this process has resident now, in bytes (`VmRSS`). `None` where the system does not tell.
+pub fn rss_bytes() -> Option<u64> {
+    bytes_of("VmRSS:", &std::fs::read_to_string("/proc/self/status").ok()?)
+}
+
+fn bytes_of(name: &str, status: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
 }
@@ -18,9 +23,10 @@ mod tests {
 
     #[test]
     fn the_peak_is_read_in_bytes_and_absence_is_none() {
-        assert_eq!(peak_of("Name:\tx\nVmPeak:\t  900 kB\nVmHWM:\t     136 kB\nVmRSS:\t 1 kB\n"), Some(136 * 1024));
-        assert_eq!(peak_of("Name:\tx\n"), None);
-        assert_eq!(peak_of("VmHWM:\t many kB\n"), None);
+        let status = "Name:\tx\nVmPeak:\t  900 kB\nVmHWM:\t     136 kB\nVmRSS:\t 1 kB\n";
+        assert_eq!([bytes_of("VmHWM:", status), bytes_of("VmRSS:", status)], [Some(136 * 1024), Some(1024)]);
+        assert_eq!(bytes_of("VmHWM:", "Name:\tx\n"), None);
+        assert_eq!(bytes_of("VmHWM:", "VmHWM:\t many kB\n"), None);
     }
 
     #[cfg(target_os = "linux")]
@@ -28,5 +34,6 @@ mod tests {
     fn memory_that_was_touched_shows() {
         let block = std::hint::black_box(vec![1u8; 32 << 20]);
         assert!(rss_peak_bytes().is_some_and(|peak| peak > block.len() as u64));
+        assert!(rss_bytes().is_some_and(|now| now > block.len() as u64));
     }
 }

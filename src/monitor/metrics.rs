@@ -4,7 +4,7 @@ use crate::files::{folder_of, new_beside};
 use crate::{Error, Result};
 use serde::Serialize;
 use serde_json::Value;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
@@ -23,6 +23,17 @@ impl MetricsWriter {
     /// [`Error::Io`].
     pub fn create(path: &Path) -> Result<Self> {
         let file = File::create(path).map_err(|source| Error::Io { action: "create", path: path.into(), source })?;
+        Ok(Self { file, path: path.into() })
+    }
+
+    /// Appends to the file, or creates it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`].
+    pub fn append(path: &Path) -> Result<Self> {
+        let file = OpenOptions::new().create(true).append(true).open(path);
+        let file = file.map_err(|source| Error::Io { action: "open", path: path.into(), source })?;
         Ok(Self { file, path: path.into() })
     }
 

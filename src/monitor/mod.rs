@@ -1,12 +1,31 @@
 //! What a run tells while it goes: metrics for programs, progress for people.
+//!
+//! The engine writes its [`Event`]s to the [`Monitor`]s that the configuration asks for (`tensorboard`, `csv_monitor`) and
+//! to those that its builder is given.
 
+mod crc32c;
+mod csv;
+mod events;
+mod json_lines;
 mod memory;
 mod metrics;
+mod monitors;
 mod progress;
+mod prometheus;
+mod tensorboard;
+mod throughput;
 
-pub use memory::rss_peak_bytes;
+pub use csv::CsvMonitor;
+pub use events::{Event, Monitor};
+pub use json_lines::JsonLines;
+pub use memory::{rss_bytes, rss_peak_bytes};
 pub use metrics::MetricsWriter;
+pub(crate) use monitors::{Monitors, Opening};
 pub use progress::Progress;
+pub(crate) use prometheus::PORT as PROMETHEUS_PORT;
+pub use prometheus::Prometheus;
+pub use tensorboard::TensorBoard;
+pub(crate) use throughput::Throughput;
 
 /// Says something to the user, once and aloud: through `tracing` where a subscriber listens, else on stderr.
 pub fn say(message: &str) {

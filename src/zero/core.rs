@@ -32,6 +32,8 @@ pub(crate) struct Core {
     /// The files of what is offloaded.
     pub offload: Option<Arc<Offload>>,
     pub params: Vec<Param>,
+    /// Names of the units, the root (an empty name) first.
+    pub units: Vec<String>,
     /// Sub-group and slot of each parameter.
     pub places: Vec<(usize, usize)>,
     pub groups: Mutex<Vec<SubGroup>>,
@@ -90,6 +92,7 @@ impl Core {
             ledger,
             offload,
             params,
+            units,
             places,
             groups: Mutex::new(groups),
             gather: Mutex::new(gather),

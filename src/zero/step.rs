@@ -34,6 +34,8 @@ pub(crate) struct Vote {
     pub norm: f64,
     /// Ranks that saw something not finite, in their loss or in their share of the gradients.
     pub overflowed: Vec<usize>,
+    /// Mean of the losses.
+    pub loss: f64,
 }
 
 /// The part of a parameter that a pass works on at a time.
@@ -49,7 +51,7 @@ struct Part<'a, 's> {
 impl Core {
     /// Collective: norm and overflow over all ranks. Each rank looks at its shard of every gradient, parameter by
     /// parameter, also where it holds the whole; so the sum is formed in the same order at every stage.
-    pub fn vote(&self, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
+    pub fn vote(&self, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
         let mut sum = 0f64;
         for group in lock(&self.groups).iter_mut() {
             for slot in 0..group.slots.len() {
@@ -64,10 +66,11 @@ impl Core {
             }
         }
         let overflow = !loss_is_finite || !sum.is_finite();
-        let votes = self.comm.gather_f64(vec![sum, f64::from(u8::from(overflow))]).wait()?;
+        let votes = self.comm.gather_f64(vec![sum, f64::from(u8::from(overflow)), loss]).wait()?;
         Ok(Vote {
             norm: votes.iter().map(|v| v[0]).sum::<f64>().sqrt(),
             overflowed: votes.iter().enumerate().filter(|(_, v)| v[1] != 0.0).map(|(r, _)| r).collect(),
+            loss: votes.iter().map(|v| v[2]).sum::<f64>() / votes.len() as f64,
         })
     }
 

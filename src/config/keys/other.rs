@@ -10,13 +10,12 @@ pub(super) static SECTIONS: &[Section] = &[
     Section::new("checkpoint", false, CHECKPOINT),
     Section::new("checkpoint.parallel_write", false, PARALLEL_WRITE),
     Section::new("checkpoint.writer", false, WRITER),
-    Section::new("flops_profiler", false, FLOPS_PROFILER)
-        .status(yet("operations are not counted; wall_clock_breakdown is switched on, as in DeepSpeed")).switch("enabled"),
+    Section::new("flops_profiler", false, FLOPS_PROFILER).switch("enabled"),
     Section::new("timers", false, TIMERS),
-    Section::new("timers.throughput", true, THROUGHPUT).status(none("the engine's timings are always taken")),
-    Section::new("comms_logger", true, COMMS_LOGGER).status(none("use Engine::comm_report")).switch("enabled"),
-    Section::new("tensorboard", true, TENSORBOARD).status(yet("no event files are written")).switch("enabled"),
-    Section::new("csv_monitor", true, CSV_MONITOR).status(yet("no CSV files are written")).switch("enabled"),
+    Section::new("timers.throughput", true, THROUGHPUT),
+    Section::new("comms_logger", true, COMMS_LOGGER).switch("enabled"),
+    Section::new("tensorboard", true, TENSORBOARD).switch("enabled"),
+    Section::new("csv_monitor", true, CSV_MONITOR).switch("enabled"),
     Section::new("wandb", true, WANDB).status(none("nothing is sent anywhere")).switch("enabled").unchecked(),
     Section::new("comet", true, COMET).status(none("nothing is sent anywhere")).switch("enabled").unchecked(),
     Section::new("autotuning", false, AUTOTUNING).status(none("settings are taken as they are"))
@@ -75,13 +74,13 @@ const WRITER: &[super::Key] = keys! {
 };
 
 const FLOPS_PROFILER: &[super::Key] = keys! {
-    "enabled": Bool, "false", S, "Count operations; also switches wall_clock_breakdown on.";
-    "recompute_fwd_factor": FLOAT, "0.0", S, "Extra forward share from recomputation.";
-    "profile_step": INT, "1", S, "Which step.";
-    "module_depth": INT, "-1", S, "Depth shown; -1 is the deepest.";
-    "top_modules": INT, "1", S, "Rows.";
-    "detailed": Bool, "true", S, "Print each module.";
-    "output_file": Str, "null", S, "File instead of stdout.";
+    "enabled": Bool, "false", H, "Count the operations of matrix products and attention in one step, by unit; also switches wall_clock_breakdown on.";
+    "recompute_fwd_factor": FLOAT, "0.0", none("what is recomputed is counted when it runs"), "Extra forward share from recomputation.";
+    "profile_step": COUNT, "1", H, "Optimizer steps before the one that is profiled.";
+    "module_depth": super::Kind::Int(-1, i64::MAX), "-1", H, "Components of a unit's name that are told apart; -1: all.";
+    "top_modules": COUNT, "1", H, "Rows of the ranking at each depth.";
+    "detailed": Bool, "true", H, "A row for each module.";
+    "output_file": Str, "null", H, "File for the profile; null: it is printed.";
 };
 
 const TIMERS: &[super::Key] = keys! {
@@ -89,28 +88,28 @@ const TIMERS: &[super::Key] = keys! {
 };
 
 const THROUGHPUT: &[super::Key] = keys! {
-    "enabled": Bool, "true", S, "Log throughput.";
-    "synchronized": Bool, "true", S, "Synchronize the device before the clock is read.";
+    "enabled": Bool, "true", H, "With steps_per_print, lines of samples per second: of the step, and on average from the third on.";
+    "synchronized": Bool, "true", none("the clock is read when the work is done"), "Synchronize the device before the clock is read.";
 };
 
 const COMMS_LOGGER: &[super::Key] = keys! {
-    "enabled": Bool, "false", S, "Log collectives; true as soon as the section is there.";
-    "prof_all": Bool, "true", S, "All operations.";
-    "prof_ops": Strings, "[]", S, "Only these operations.";
-    "verbose": Bool, "false", S, "A line per operation.";
-    "debug": Bool, "false", S, "Name the caller.";
+    "enabled": Bool, "false", H, "Log collectives; true as soon as the section is there.";
+    "prof_all": Bool, "true", H, "All operations.";
+    "prof_ops": Strings, "[]", H, "With prof_all false, only these operations.";
+    "verbose": Bool, "false", H, "A line per operation.";
+    "debug": Bool, "false", none("the caller is always the engine"), "Name the caller.";
 };
 
 const TENSORBOARD: &[super::Key] = keys! {
-    "enabled": Bool, "false", S, "Write event files.";
-    "output_path": Str, "\"\"", S, "Folder.";
-    "job_name": Str, "\"DeepSpeedJobName\"", S, "Name of the run.";
+    "enabled": Bool, "false", H, "Write event files, from rank 0.";
+    "output_path": Str, "\"\"", H, "Folder; empty: the current one.";
+    "job_name": Str, "\"DeepSpeedJobName\"", H, "Folder of the run in it.";
 };
 
 const CSV_MONITOR: &[super::Key] = keys! {
-    "enabled": Bool, "false", S, "Write CSV files.";
-    "output_path": Str, "\"\"", S, "Folder.";
-    "job_name": Str, "\"DeepSpeedJobName\"", S, "Name of the run.";
+    "enabled": Bool, "false", H, "Write a CSV file per tag, from rank 0.";
+    "output_path": Str, "\"\"", H, "Folder; empty: the current one.";
+    "job_name": Str, "\"DeepSpeedJobName\"", H, "Folder of the run in it.";
 };
 
 const WANDB: &[super::Key] = keys! {

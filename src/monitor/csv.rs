@@ -1,0 +1,85 @@
+//! One CSV file per tag, as DeepSpeed's `csv_monitor`.
+
+use super::{Event, Monitor};
+use crate::files::new_beside;
+use crate::{Error, Result};
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// Appends to `FOLDER/TAG.csv`, with `_` for `/` and blanks in the tag. The first line of a file is `step,NAME`, with the
+/// tag's last component. A run that goes on appends to the files that are there.
+#[derive(Debug)]
+pub struct CsvMonitor {
+    folder: PathBuf,
+}
+
+impl CsvMonitor {
+    /// Writes into `folder`, which is created where it is missing.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the folder cannot be created, or no file in it.
+    pub fn create(folder: &Path) -> Result<Self> {
+        let probe = std::fs::create_dir_all(folder).and_then(|()| new_beside(folder, ".candle-zero-"));
+        probe.map_err(|source| Error::Io { action: "write to", path: folder.into(), source })?;
+        Ok(Self { folder: folder.into() })
+    }
+
+    fn append(&self, tag: &str, rows: &str) -> Result<()> {
+        let path = self.folder.join(format!("{}.csv", tag.replace(['/', ' '], "_")));
+        let write = || {
+            let mut file = OpenOptions::new().create(true).append(true).open(&path)?;
+            let header = match file.metadata()?.len() {
+                0 => format!("step,{}\n", quoted(tag.rsplit('/').next().unwrap_or(tag))),
+                _ => String::new(),
+            };
+            file.write_all((header + rows).as_bytes())
+        };
+        write().map_err(|source| Error::Io { action: "write", path: path.clone(), source })
+    }
+}
+
+impl Monitor for CsvMonitor {
+    fn write(&mut self, events: &[Event]) -> Result<()> {
+        events.iter().try_for_each(|Event { tag, value, step }| self.append(tag, &format!("{step},{value:?}\n")))
+    }
+}
+
+/// A field of a line; in quotes where it would not be one otherwise.
+fn quoted(field: &str) -> String {
+    match field.contains([',', '"', '\n', '\r']) {
+        true => format!("\"{}\"", field.replace('"', "\"\"")),
+        false => field.into(),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn text(dir: &tempfile::TempDir, file: &str) -> String {
+        std::fs::read_to_string(dir.path().join(file)).unwrap()
+    }
+
+    #[test]
+    fn a_file_has_one_header_and_a_run_that_goes_on_appends() {
+        let dir = tempfile::tempdir().unwrap();
+        for step in [8, 16] {
+            let mut monitor = CsvMonitor::create(dir.path()).unwrap();
+            monitor
+                .write(&[Event::new("Train/Samples/lr", 1e-3, step), Event::new("Own, \"odd\"", 1.0, step)])
+                .unwrap();
+        }
+        assert_eq!(text(&dir, "Train_Samples_lr.csv"), "step,lr\n8,0.001\n16,0.001\n");
+        assert_eq!(text(&dir, "Own,_\"odd\".csv"), "step,\"Own, \"\"odd\"\"\"\n8,1.0\n16,1.0\n");
+    }
+
+    #[test]
+    fn a_tag_leads_to_no_other_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut monitor = CsvMonitor::create(&dir.path().join("in")).unwrap();
+        monitor.write(&[Event::new("../../x", f64::NAN, 1)]).unwrap();
+        assert_eq!(text(&dir, "in/.._.._x.csv"), "step,x\n1,NaN\n");
+    }
+}

@@ -1,0 +1,28 @@
+//! Events as JSON lines.
+
+use super::{Event, MetricsWriter, Monitor};
+use crate::Result;
+use serde_json::json;
+use std::path::Path;
+
+/// Appends a line `{"step": 64, "tag": "Train/Samples/lr", "value": 0.001}` per event.
+#[derive(Debug)]
+pub struct JsonLines(MetricsWriter);
+
+impl JsonLines {
+    /// Appends to the file, or creates it.
+    ///
+    /// # Errors
+    /// [`Error::Io`](crate::Error::Io).
+    pub fn append(path: impl AsRef<Path>) -> Result<Self> {
+        MetricsWriter::append(path.as_ref()).map(Self)
+    }
+}
+
+impl Monitor for JsonLines {
+    fn write(&mut self, events: &[Event]) -> Result<()> {
+        events
+            .iter()
+            .try_for_each(|Event { tag, value, step }| self.0.write(&json!({"step": step, "tag": tag, "value": value})))
+    }
+}

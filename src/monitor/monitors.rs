@@ -1,0 +1,79 @@
+//! The monitors of a run, all told the same.
+
+use super::{CsvMonitor, Event, Monitor, Prometheus, TensorBoard, say};
+use crate::Result;
+use crate::config::Monitoring;
+
+/// Makes a monitor, on the rank that writes.
+pub(crate) type Opening = Box<dyn FnOnce() -> Result<Box<dyn Monitor>>>;
+
+/// The monitors of rank 0; other ranks have none.
+#[derive(Default)]
+pub(crate) struct Monitors(Vec<Box<dyn Monitor>>);
+
+impl Monitors {
+    /// Opens those that the configuration, the environment and the engine's builder ask for.
+    pub fn open(config: &Monitoring, more: Vec<Opening>) -> Result<Self> {
+        let mut all: Vec<Box<dyn Monitor>> = Vec::new();
+        if let Some(tensorboard) = &config.tensorboard {
+            all.push(Box::new(TensorBoard::create(&tensorboard.folder())?));
+        }
+        if let Some(csv) = &config.csv_monitor {
+            all.push(Box::new(CsvMonitor::create(&csv.folder())?));
+        }
+        if let Some(port) = Prometheus::asked_for()? {
+            all.push(Box::new(Prometheus::listen(port)?));
+        }
+        for open in more {
+            all.push(open()?);
+        }
+        Ok(Self(all))
+    }
+
+    /// Whether nobody listens.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Tells all. One that fails is told no more.
+    pub fn write(&mut self, events: &[Event]) {
+        self.0.retain_mut(|monitor| match monitor.write(events) {
+            Ok(()) => true,
+            Err(error) => {
+                say(&format!("a monitor failed, and training goes on without it: {error}"));
+                false
+            }
+        });
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::monitor::JsonLines;
+    use std::sync::mpsc::{Sender, channel};
+
+    struct Told(Sender<usize>);
+
+    impl Monitor for Told {
+        fn write(&mut self, events: &[Event]) -> Result<()> {
+            self.0.send(events.len()).unwrap();
+            Ok(())
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_monitor_that_fails_is_dropped_and_the_others_go_on() {
+        let (sender, told) = channel();
+        let full: Opening = Box::new(|| Ok(Box::new(JsonLines::append("/dev/full")?)));
+        let own: Opening = Box::new(|| Ok(Box::new(Told(sender))));
+        let mut monitors = Monitors::open(&Monitoring::default(), vec![full, own]).unwrap();
+        for left in [2, 1, 1] {
+            assert_eq!(monitors.0.len(), left);
+            monitors.write(&[Event::new("x", 1.0, 1)]);
+        }
+        assert_eq!(told.try_iter().sum::<usize>(), 3);
+    }
+}

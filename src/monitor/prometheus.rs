@@ -1,0 +1,207 @@
+//! The last value of every tag for Prometheus, on a port of this host.
+
+use super::{Event, Monitor, say};
+use crate::param::lock;
+use crate::{Error, Result};
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// The environment variable with the port, which `zerorun --prometheus` sets.
+pub(crate) const PORT: &str = "CANDLE_ZERO_PROMETHEUS";
+
+/// How long one client may take, and the longest request.
+const PATIENCE: Duration = Duration::from_secs(1);
+const REQUEST_BYTES: usize = 8 << 10;
+
+/// Answers `GET /metrics` on 127.0.0.1, from a thread of its own that training never waits for.
+#[derive(Debug)]
+pub struct Prometheus {
+    address: SocketAddr,
+    last: Arc<Mutex<Last>>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Value and step by tag.
+type Last = BTreeMap<String, (f64, u64)>;
+
+impl Prometheus {
+    /// Listens on a port; 0 is a free one. Where is said once.
+    ///
+    /// # Errors
+    /// [`Error::PrometheusPort`]: the port is taken, or not allowed.
+    pub fn listen(port: u16) -> Result<Self> {
+        let failed = |source| Error::PrometheusPort { port, source };
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let (last, stop) = (Arc::<Mutex<Last>>::default(), Arc::<AtomicBool>::default());
+        let (values, stopped) = (last.clone(), stop.clone());
+        let serve = move || {
+            for client in listener.incoming() {
+                if stopped.load(Ordering::Relaxed) {
+                    return;
+                }
+                match client {
+                    // A client that goes away is none of training's business.
+                    Ok(client) => _ = answer(client, &values),
+                    // Out of descriptors, say: not at once again.
+                    Err(_) => std::thread::sleep(PATIENCE),
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("prometheus".into()).spawn(serve).map_err(failed)?;
+        say(&format!("metrics for Prometheus: http://{address}/metrics"));
+        Ok(Self { address, last, stop, thread: Some(thread) })
+    }
+
+    /// The port on which `CANDLE_ZERO_PROMETHEUS` asks for a monitor.
+    ///
+    /// # Errors
+    /// [`Error::RankVariable`]: it is no port.
+    pub(crate) fn asked_for() -> Result<Option<u16>> {
+        let Some(value) = std::env::var_os(PORT) else { return Ok(None) };
+        let value = value.to_string_lossy().into_owned();
+        match value.parse() {
+            Ok(port) => Ok(Some(port)),
+            Err(_) => Err(Error::RankVariable { name: PORT, value, expected: "a port number from 0 to 65535" }),
+        }
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Monitor for Prometheus {
+    fn write(&mut self, events: &[Event]) -> Result<()> {
+        let mut last = lock(&self.last);
+        for Event { tag, value, step } in events {
+            last.insert(tag.clone(), (*value, *step));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Prometheus {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        // Wakes the thread; where that fails it has ended, or ends with the process.
+        if TcpStream::connect_timeout(&self.address, PATIENCE).is_ok()
+            && let Some(thread) = self.thread.take()
+        {
+            _ = thread.join();
+        }
+    }
+}
+
+fn answer(mut client: TcpStream, last: &Mutex<Last>) -> std::io::Result<()> {
+    let until = Instant::now() + PATIENCE;
+    client.set_write_timeout(Some(PATIENCE))?;
+    let (mut request, mut part) = (Vec::new(), [0; 1024]);
+    // As far as the end of the headers, so that a client that is still sending is not cut off.
+    while !request.windows(4).any(|end| end == b"\r\n\r\n") && request.len() < REQUEST_BYTES {
+        let left = until.saturating_duration_since(Instant::now());
+        client.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+        let read = client.read(&mut part)?;
+        if read == 0 || left.is_zero() {
+            return Ok(());
+        }
+        request.extend_from_slice(&part[..read]);
+    }
+    let asks_for = |path: &str| request.starts_with(format!("GET {path} HTTP/").as_bytes());
+    let (status, body) = match asks_for("/metrics") || asks_for("/") {
+        true => ("200 OK", text(&lock(last).clone())),
+        false => ("404 Not Found", "only GET /metrics is answered here\n".to_string()),
+    };
+    let length = body.len();
+    let head = "Content-Type: text/plain; version=0.0.4; charset=utf-8\r\nConnection: close\r\nContent-Length:";
+    client.write_all(format!("HTTP/1.1 {status}\r\n{head} {length}\r\n\r\n{body}").as_bytes())
+}
+
+/// Prometheus's text format. A tag is a label: any text can be one, and no two tags become the same name.
+fn text(last: &Last) -> String {
+    let mut values = "# HELP candle_zero_value Last value of a tag.\n# TYPE candle_zero_value gauge\n".to_string();
+    let mut steps = "# HELP candle_zero_step Where it was taken; samples of all ranks for the engine's own tags.\n\
+                     # TYPE candle_zero_step gauge\n"
+        .to_string();
+    for (tag, (value, step)) in last {
+        let tag = tag.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+        let value = match *value {
+            f64::INFINITY => "+Inf".into(),
+            f64::NEG_INFINITY => "-Inf".into(),
+            value => format!("{value:?}"),
+        };
+        // Writing to a String does not fail.
+        _ = writeln!(values, "candle_zero_value{{tag=\"{tag}\"}} {value}");
+        _ = writeln!(steps, "candle_zero_step{{tag=\"{tag}\"}} {step}");
+    }
+    values + &steps
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn get(address: SocketAddr, request: &str) -> String {
+        let mut client = TcpStream::connect(address).unwrap();
+        client.write_all(request.as_bytes()).unwrap();
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).unwrap();
+        answer
+    }
+
+    #[test]
+    fn the_last_values_are_served_to_this_host() {
+        let mut prometheus = Prometheus::listen(0).unwrap();
+        let address = prometheus.address();
+        assert!(address.ip().is_loopback());
+        prometheus.write(&[Event::new("Train/Samples/lr", 0.5, 8), Event::new("a\"\\\n", f64::INFINITY, 1)]).unwrap();
+        prometheus.write(&[Event::new("Train/Samples/lr", 1e-7, 16)]).unwrap();
+        let answer = get(address, "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        assert!(head.starts_with("HTTP/1.1 200 OK\r\n") && head.ends_with(&format!(": {}", body.len())), "{head}");
+        insta::assert_snapshot!(body, @r#"
+        # HELP candle_zero_value Last value of a tag.
+        # TYPE candle_zero_value gauge
+        candle_zero_value{tag="Train/Samples/lr"} 1e-7
+        candle_zero_value{tag="a\"\\\n"} +Inf
+        # HELP candle_zero_step Where it was taken; samples of all ranks for the engine's own tags.
+        # TYPE candle_zero_step gauge
+        candle_zero_step{tag="Train/Samples/lr"} 16
+        candle_zero_step{tag="a\"\\\n"} 1
+        "#);
+        assert!(get(address, "POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
+        // Dropped, it gives the port back.
+        drop(prometheus);
+        assert_eq!(Prometheus::listen(address.port()).unwrap().address(), address);
+    }
+
+    #[test]
+    fn clients_that_say_nothing_or_too_much_hold_up_neither_training_nor_others() {
+        let mut prometheus = Prometheus::listen(0).unwrap();
+        let silent = TcpStream::connect(prometheus.address()).unwrap();
+        let start = Instant::now();
+        prometheus.write(&[Event::new("x", 1.0, 1)]).unwrap();
+        assert!(start.elapsed() < PATIENCE / 2, "{:?}", start.elapsed());
+        let mut endless = TcpStream::connect(prometheus.address()).unwrap();
+        _ = endless.write_all(&[b'x'; 4 * REQUEST_BYTES]);
+        assert!(get(prometheus.address(), "GET / HTTP/1.0\r\n\r\n").contains("candle_zero_value{tag=\"x\"} 1.0\n"));
+        drop((silent, endless));
+    }
+
+    #[test]
+    fn a_port_that_is_taken_is_named() {
+        let other = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let port = other.local_addr().unwrap().port();
+        let error = Prometheus::listen(port).unwrap_err().to_string().replace(&port.to_string(), "PORT");
+        insta::assert_snapshot!(error, @"cannot serve metrics for Prometheus on port PORT of 127.0.0.1: Address already in use (os error 98). Give another port, or 0 for a free one.");
+    }
+}

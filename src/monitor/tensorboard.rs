@@ -1,0 +1,258 @@
+//! TensorBoard's event files.
+//!
+//! A file is a sequence of TFRecords, each a protobuf message `Event`:
+//!
+//! ```text
+//! record   length (u64) | masked CRC-32C of the length | message | masked CRC-32C of the message
+//! Event    1 wall_time (f64) | 2 step (i64) | 3 file_version (string; the first record) or 5 summary
+//! summary  1 value: 1 tag (string) | 2 simple_value (f32)
+//! ```
+
+use super::crc32c::masked;
+use super::{Event, Monitor};
+use crate::{Error, Result};
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Writes one event file. A run that goes on later writes another one into the same folder: TensorBoard joins them.
+#[derive(Debug)]
+pub struct TensorBoard {
+    file: File,
+    path: PathBuf,
+}
+
+impl TensorBoard {
+    /// Creates a file in `folder`, which is created where it is missing.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn create(folder: &Path) -> Result<Self> {
+        let failed = |path: &Path| {
+            let path = path.to_path_buf();
+            |source| Error::Io { action: "create", path, source }
+        };
+        std::fs::create_dir_all(folder).map_err(failed(folder))?;
+        let path = folder.join(file_name());
+        let file = File::create_new(&path).map_err(failed(&path))?;
+        let mut board = Self { file, path };
+        board.append(&record(&Message::default().double(1, seconds()).bytes(3, b"brain.Event:2").0))?;
+        Ok(board)
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn append(&mut self, records: &[u8]) -> Result<()> {
+        let failed = |source| Error::Io { action: "write", path: self.path.clone(), source };
+        self.file.write_all(records).map_err(failed)
+    }
+}
+
+impl Monitor for TensorBoard {
+    /// Values are stored in f32, as TensorBoard's scalars are.
+    fn write(&mut self, events: &[Event]) -> Result<()> {
+        let now = seconds();
+        let records: Vec<u8> = events.iter().flat_map(|event| record(&message(event, now))).collect();
+        self.append(&records)
+    }
+}
+
+/// `events.out.tfevents.SECONDS.HOST.PROCESS.NUMBER`: TensorBoard looks for the first words, and the rest makes it unique.
+fn file_name() -> String {
+    static FILES: AtomicU64 = AtomicU64::new(0);
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let host = match host.trim() {
+        "" => "localhost",
+        host => host,
+    };
+    let number = FILES.fetch_add(1, Ordering::Relaxed);
+    format!("events.out.tfevents.{:010}.{host}.{}.{number}", seconds() as u64, std::process::id())
+}
+
+/// Since 1970.
+fn seconds() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+fn message(event: &Event, now: f64) -> Vec<u8> {
+    let value = Message::default().bytes(1, event.tag.as_bytes()).float(2, event.value as f32);
+    let summary = Message::default().bytes(1, &value.0);
+    Message::default().double(1, now).varint(2, event.step).bytes(5, &summary.0).0
+}
+
+/// A TFRecord around a message.
+fn record(message: &[u8]) -> Vec<u8> {
+    let length = (message.len() as u64).to_le_bytes();
+    [&length[..], &masked(&length).to_le_bytes(), message, &masked(message).to_le_bytes()].concat()
+}
+
+/// A protobuf message under construction, field by field.
+#[derive(Default)]
+struct Message(Vec<u8>);
+
+impl Message {
+    /// A key: the field's number and how its value is laid out.
+    fn key(&mut self, field: u8, wire_type: u8) {
+        self.0.push(field << 3 | wire_type);
+    }
+
+    fn push_varint(&mut self, mut value: u64) {
+        while value >= 0x80 {
+            self.0.push(value as u8 | 0x80);
+            value >>= 7;
+        }
+        self.0.push(value as u8);
+    }
+
+    fn varint(mut self, field: u8, value: u64) -> Self {
+        self.key(field, 0);
+        self.push_varint(value);
+        self
+    }
+
+    fn double(mut self, field: u8, value: f64) -> Self {
+        self.key(field, 1);
+        self.0.extend(value.to_le_bytes());
+        self
+    }
+
+    fn float(mut self, field: u8, value: f32) -> Self {
+        self.key(field, 5);
+        self.0.extend(value.to_le_bytes());
+        self
+    }
+
+    fn bytes(mut self, field: u8, value: &[u8]) -> Self {
+        self.key(field, 2);
+        self.push_varint(value.len() as u64);
+        self.0.extend(value);
+        self
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// CRC-32C as a division of polynomials, bit by bit from the highest power: no table, nothing reversed but the bytes.
+    fn crc_by_division(bytes: &[u8]) -> u32 {
+        const DIVISOR: u64 = 0x1_1EDC_6F41;
+        let bits = bytes.iter().flat_map(|byte| (0..8).map(move |bit| byte >> bit & 1));
+        let bits: Vec<u8> = bits.chain([0; 32]).collect();
+        let mut rest = 0u64;
+        for (i, bit) in bits.iter().enumerate() {
+            // All ones are added to the first 32 bits.
+            rest = rest << 1 | u64::from(bit ^ u8::from(i < 32));
+            if rest >> 32 == 1 {
+                rest ^= DIVISOR;
+            }
+        }
+        !(rest as u32).reverse_bits()
+    }
+
+    fn check(found: &[u8], of: &[u8]) {
+        let crc = crc_by_division(of);
+        let masked = (crc >> 15 | crc << 17).wrapping_add(0xa282_ead8);
+        assert_eq!(u32::from_le_bytes(found.try_into().unwrap()), masked);
+    }
+
+    /// The messages of the whole records of a file, checksums checked.
+    fn messages(mut bytes: &[u8]) -> Vec<&[u8]> {
+        let mut messages = vec![];
+        while bytes.len() >= 12 {
+            let (head, rest) = bytes.split_at(12);
+            check(&head[8..], &head[..8]);
+            let length = u64::from_le_bytes(head[..8].try_into().unwrap()) as usize;
+            if rest.len() < length + 4 {
+                break;
+            }
+            let (message, rest) = rest.split_at(length);
+            check(&rest[..4], message);
+            messages.push(message);
+            bytes = &rest[4..];
+        }
+        messages
+    }
+
+    /// A field of a message by its number: the value's bytes, and of a varint its value.
+    fn field(mut message: &[u8], number: u64) -> Option<(&[u8], u64)> {
+        let varint = |message: &mut &[u8]| {
+            let length = message.iter().position(|byte| byte & 0x80 == 0).unwrap() + 1;
+            let (bytes, rest) = message.split_at(length);
+            *message = rest;
+            bytes.iter().rev().fold(0u64, |value, byte| value << 7 | u64::from(byte & 0x7f))
+        };
+        while !message.is_empty() {
+            let key = varint(&mut message);
+            let (length, value) = match key & 7 {
+                0 => (0, varint(&mut message)),
+                1 => (8, 0),
+                2 => (varint(&mut message) as usize, 0),
+                5 => (4, 0),
+                other => panic!("wire type {other}"),
+            };
+            let (bytes, rest) = message.split_at(length);
+            if key >> 3 == number {
+                return Some((bytes, value));
+            }
+            message = rest;
+        }
+        None
+    }
+
+    #[test]
+    fn records_read_back_with_every_bit_of_value_and_step() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut board = TensorBoard::create(&dir.path().join("a/b")).unwrap();
+        let long = "Train/".repeat(50);
+        let written = [
+            Event::new("Train/Samples/lr", 1e-3, 0),
+            Event::new("Train/Samples/lr", -0.0, 127),
+            Event::new(&long, f64::INFINITY, 128),
+            Event::new("größe", 2.5, u64::from(u32::MAX) << 7),
+        ];
+        board.write(&written[..3]).unwrap();
+        board.write(&written[3..]).unwrap();
+        let name = board.path().file_name().unwrap().to_str().unwrap().to_string();
+        let parts: Vec<&str> = name.split('.').collect();
+        assert_eq!(parts[..3], ["events", "out", "tfevents"]);
+        assert!(parts[3].len() == 10 && name.contains(&format!(".{}.", std::process::id())), "{name}");
+
+        let bytes = std::fs::read(board.path()).unwrap();
+        let read = messages(&bytes);
+        assert_eq!(read.len(), 1 + written.len());
+        assert_eq!(field(read[0], 3).unwrap().0, b"brain.Event:2");
+        for (event, message) in written.iter().zip(&read[1..]) {
+            assert_eq!(field(message, 2).unwrap().1, event.step);
+            let wall = f64::from_le_bytes(field(message, 1).unwrap().0.try_into().unwrap());
+            assert!((seconds() - wall).abs() < 60.0, "{wall}");
+            let value = field(field(message, 5).unwrap().0, 1).unwrap().0;
+            assert_eq!(field(value, 1).unwrap().0, event.tag.as_bytes());
+            let simple = f32::from_le_bytes(field(value, 2).unwrap().0.try_into().unwrap());
+            assert_eq!(simple.to_bits(), (event.value as f32).to_bits());
+        }
+        // A run that is killed in the middle of a record leaves the records before it.
+        assert_eq!(messages(&bytes[..bytes.len() - 3]).len(), written.len());
+    }
+
+    #[test]
+    fn two_files_of_one_second_have_two_names() {
+        let dir = tempfile::tempdir().unwrap();
+        let [a, b] = [(), ()].map(|()| TensorBoard::create(dir.path()).unwrap());
+        assert_ne!(a.path(), b.path());
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("file"), "").unwrap();
+        let error = TensorBoard::create(&dir.path().join("file/logs")).unwrap_err().to_string();
+        assert!(error.starts_with("cannot create ") && error.contains("file/logs: "), "{error}");
+    }
+}
