@@ -8,7 +8,7 @@
 
 use candle_core::DType;
 use candle_zero::config::{AdagradConfig, AdamConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig};
-use candle_zero::optim::{Squares, StepContext, from_config};
+use candle_zero::optim::{Needs, Squares, StepContext, from_config};
 use candle_zero::precision::{Flat, has_non_finite, sum_of_squares};
 use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
@@ -57,7 +57,7 @@ fn optimizer(bencher: Bencher<'_, '_>, threads: usize, config: &OptimizerConfig,
     let mut step = 0;
     measure(bencher, threads, bytes, move || {
         step += 1;
-        let ctx = StepContext { lr: 1e-3, betas: None, step, grad_scale: 0.7 };
+        let ctx = StepContext { grad_scale: 0.7, ..StepContext::new(1e-3, step) };
         let mut states: Vec<_> = states.iter_mut().map(f32s).collect();
         let copy = copy.as_mut().map(Flat::as_mut);
         optimizer.update(&ctx, f32s(&mut weights), grad.as_ref(), &mut states, copy);
@@ -146,11 +146,11 @@ fn lamb_squares_f32(bencher: Bencher<'_, '_>, threads: usize) {
     let optimizer = from_config(&lamb());
     let mut buffers = [0.5, 0.01, 0.01].map(|value| filled(DType::F32, value));
     let grad = filled(DType::F32, 0.01);
-    let ctx = StepContext { lr: 1e-3, betas: None, step: 1, grad_scale: 0.7 };
+    let ctx = StepContext { grad_scale: 0.7, ..StepContext::new(1e-3, 1) };
     measure(bencher, threads, 16, move || {
         let [weights, m, v] = buffers.each_mut().map(f32s);
         let mut squares = Squares::default();
-        let layerwise = optimizer.layerwise().expect("LAMB is layerwise");
+        let Needs::Norms(layerwise) = optimizer.needs() else { panic!("LAMB needs norms") };
         layerwise.add_squares(&ctx, weights, grad.as_ref(), &[&*m, &*v], &mut squares);
         divan::black_box(squares);
     });

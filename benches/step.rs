@@ -195,7 +195,7 @@ fn compare_with_plain_loop(bf16: bool, rounds: usize) {
         steps += 1;
         let loss = plain.loss(&inputs, &targets).unwrap();
         let grads = loss.backward().unwrap();
-        let ctx = StepContext { lr: base_lr(&optimizer_config), betas: None, step: steps, grad_scale: 1.0 };
+        let ctx = StepContext::new(base_lr(&optimizer_config), steps);
         for Trained { var, state } in &trained {
             let update = Update { optimizer: optimizer.as_ref(), ctx, state };
             var.inplace_op2(grads.get(var).unwrap(), &update).unwrap();

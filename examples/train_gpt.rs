@@ -19,6 +19,7 @@ use candle_zero::models::{
 };
 use candle_zero::monitor::{MetricsWriter, Progress, rss_peak_bytes};
 use candle_zero::offload::OffloadReport;
+use candle_zero::optim::ParameterGroup;
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -75,6 +76,9 @@ struct Args {
     /// Seed of initial weights, order and sample [default: the configuration's]
     #[arg(long)]
     seed: Option<u64>,
+    /// No weight decay for norms and biases: for all parameters of one dimension
+    #[arg(long = "no_decay_1d", alias = "no-decay-1d")]
+    no_decay_1d: bool,
     /// Initial weights
     #[arg(long, value_name = "FILE.safetensors")]
     init: Option<PathBuf>,
@@ -203,6 +207,9 @@ fn run<A: Architecture>(
     }
     if let Some(init) = &args.init {
         builder = builder.init_from(init);
+    }
+    if args.no_decay_1d {
+        builder = builder.parameter_groups(vec![ParameterGroup::no_decay()]);
     }
     let mut engine = builder.initialize(|vb| LanguageModel::<A>::new(config, vb), args.ds.ds_config.as_path())?;
 

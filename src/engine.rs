@@ -17,11 +17,12 @@ use crate::config::{Config, ConfigSource, Precision, RunValues};
 use crate::error::{Error, Result, without_backtrace};
 use crate::graph::{once, without_gradients};
 use crate::launch::RankEnv;
+use crate::layout::ZeroStage;
 use crate::memory::{ElementBytes, Ledger, MemoryReport};
 use crate::monitor::{Monitor, Opening, say};
 use crate::nn::draw_from;
 use crate::offload::{DiskAccess, Offload, OffloadReport};
-use crate::optim::{self, LrSchedule, Momentum, Optimizer, Schedule, StepContext};
+use crate::optim::{self, Grouping, LrSchedule, Momentum, Optimizer, ParameterGroup, Trainer};
 use crate::param::registry::{Holding, Registry};
 use crate::param::{ROOT, Source, fnv1a, lock};
 use crate::precision::{LossScaler, ScalerState, gradient_multiplier};
@@ -68,8 +69,7 @@ pub struct Engine<M> {
     model: M,
     config: Config,
     core: Arc<Core>,
-    optimizer: Option<Box<dyn Optimizer>>,
-    schedule: Schedule,
+    trainer: Trainer,
     scaler: LossScaler,
     device: Device,
     phase: Phase,
@@ -154,6 +154,8 @@ pub struct EngineBuilder {
     schedule: Option<Arc<dyn LrSchedule>>,
     run_values: RunValues,
     monitors: Vec<Opening>,
+    optimizer: Option<Arc<dyn Optimizer>>,
+    parameter_groups: Vec<ParameterGroup>,
 }
 
 impl Engine<()> {
@@ -217,8 +219,24 @@ impl EngineBuilder {
     /// A monitor besides those of the configuration: [`JsonLines`](crate::monitor::JsonLines),
     /// [`Prometheus`](crate::monitor::Prometheus), or your own. `open` is called on rank 0 alone, when the engine is built.
     #[must_use]
-    pub fn monitor<N: Monitor + 'static>(mut self, open: impl FnOnce() -> Result<N> + 'static) -> Self {
+    pub fn monitor<N: Monitor + 'static>(mut self, open: impl FnOnce() -> Result<N> + Send + 'static) -> Self {
         self.monitors.push(Box::new(|| Ok(Box::new(open()?))));
+        self
+    }
+
+    /// An optimizer of your own, the same on all ranks. It wins over the configuration's `optimizer`. At stage 1 to 3 the
+    /// configuration has to allow it: `zero_allow_untested_optimizer`, as in DeepSpeed.
+    #[must_use]
+    pub fn optimizer(mut self, optimizer: impl Optimizer + 'static) -> Self {
+        self.optimizer = Some(Arc::new(optimizer));
+        self
+    }
+
+    /// Parameters with a learning rate, a weight decay or betas of their own, the same on all ranks. The first group that
+    /// selects a parameter has it; what none selects forms a last group.
+    #[must_use]
+    pub fn parameter_groups(mut self, groups: Vec<ParameterGroup>) -> Self {
+        self.parameter_groups = groups;
         self
     }
 
@@ -233,11 +251,11 @@ impl EngineBuilder {
         config: impl Into<ConfigSource>,
     ) -> Result<Engine<M>> {
         let env = RankEnv::from_env();
-        let comm = match self.communicator {
+        let comm = match self.communicator.clone() {
             Some(comm) => comm,
             None => crate::comm::from_env(&env?)?,
         };
-        let device = match self.device {
+        let device = match self.device.clone() {
             Some(device) => device,
             None => crate::device::default()?,
         };
@@ -246,8 +264,7 @@ impl EngineBuilder {
                 Some(path) => Source::file(path)?,
                 None => Source::Random { seed: self.seed.unwrap_or(config.seed) },
             };
-            let telling = Telling::open(&config.monitoring, comm.rank(), self.monitors)?;
-            Engine::new(build, config, source, comm.clone(), device, self.disk_access, self.schedule, telling)
+            Engine::new(build, config, source, comm.clone(), device, self)
         });
         engine.inspect_err(|e| comm.abort(&e.to_string()))
     }
@@ -267,21 +284,27 @@ impl<M> Engine<M> {
         Engine::builder().initialize(build, config)
     }
 
-    #[expect(clippy::too_many_arguments, reason = "called in one place, and each is a thing of its own")]
     fn new(
         build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
         config: Config,
         source: Source,
         comm: Arc<dyn Communicator>,
         device: Device,
-        disk_access: Option<DiskAccess>,
-        own_schedule: Option<Arc<dyn LrSchedule>>,
-        telling: Telling,
+        options: EngineBuilder,
     ) -> Result<Self> {
         let (rank, world_size) = (comm.rank(), comm.size());
         if rank == 0 {
             config.notes.iter().for_each(|note| say(&format!("config: {}: {}", note.path, note.message)));
         }
+        let EngineBuilder {
+            disk_access,
+            schedule: own_schedule,
+            optimizer: own_optimizer,
+            parameter_groups,
+            monitors,
+            ..
+        } = options;
+        let telling = Telling::open(&config.monitoring, rank, monitors)?;
         let dtype = match config.precision {
             Precision::F32 => DType::F32,
             Precision::Bf16 { .. } => DType::BF16,
@@ -291,10 +314,20 @@ impl<M> Engine<M> {
         let (ledger, link) = (Ledger::default(), Link::default());
         let weights = source.fingerprint();
         let sub_group_size = config.zero.sub_group_size;
-        let optimizer = config.optimizer.as_ref().map(optim::from_config);
-        let moments = optimizer.as_ref().map_or(&[][..], |o| o.state_names());
+        let has_own = [own_optimizer.is_some(), own_schedule.is_some()];
+        let sections = [("optimizer", config.optimizer.is_some()), ("scheduler", config.scheduler.is_some())];
+        for ((section, is_given), has_own) in sections.into_iter().zip(has_own) {
+            if rank == 0 && is_given && has_own {
+                say(&format!("config: {section}: not used, the engine was given one of its user's own"));
+            }
+        }
+        let optimizer = match own_optimizer {
+            Some(own) => Some(allowed(own, &config)?),
+            None => config.optimizer.as_ref().map(|config| Arc::from(optim::from_config(config))),
+        };
+        let grouping = Arc::new(Grouping::new(optimizer, parameter_groups)?);
         let plan = ReducePlan::new(&config, placement, world_size, dtype);
-        let offload = Offload::open(&config, moments, rank == 0, disk_access, &ledger)?;
+        let offload = Offload::open(&config, &grouping, rank == 0, disk_access, &ledger)?;
         if offload.is_some() {
             // Nothing is written before the first rank has locked the folders, and all know what is free in them.
             comm.barrier().wait()?;
@@ -307,14 +340,14 @@ impl<M> Engine<M> {
             device: device.clone(),
             sub_group_size,
             grad_dtype: plan.accumulate,
-            moments,
+            grouping: grouping.clone(),
             offload: offload.clone(),
         };
         let registry = Registry::new(holding, source, link.clone(), ledger.clone());
         let vb = VarBuilder::from_backend(Box::new(registry.clone()), dtype, device.clone());
         let model = building(&registry, || build(vb));
         let model = model.map_err(|e| registry.take_failure().unwrap_or_else(|| e.into()))?;
-        let registered = registry.finish()?;
+        let mut registered = registry.finish()?;
         if let Some(offload) = &offload {
             offload.check_space(&*comm)?;
         }
@@ -324,25 +357,19 @@ impl<M> Engine<M> {
             say(&format!("offload: files are read and written {access}"));
         }
         let recompute = [config.activation_checkpointing, config.cpu_checkpointing];
-        let core = Core::new(comm, config.zero.clone(), plan, dtype, recompute, registered, ledger, offload, &link);
-        let sections = (config.scheduler.as_ref(), config.optimizer.as_ref());
-        let has_own = own_schedule.is_some();
-        if let (0, true, Some(_)) = (rank, has_own, sections.0) {
-            say("config: scheduler: not used, the engine was given a schedule of its own");
+        let (trainer, empty) = Trainer::new(grouping, &mut registered.params, own_schedule, config.scheduler.as_ref())?;
+        for group in empty.iter().filter(|_| rank == 0) {
+            say(&format!("parameter group {group} (from 0) selects no parameter that is left: it is dropped"));
         }
-        let schedule = match own_schedule {
-            Some(own) => Schedule::custom(own, sections.1),
-            None => Schedule::new(sections.0, sections.1)?,
-        };
-        core.check_same_on_all_ranks(&config, (has_own, &schedule), weights)?;
+        let core = Core::new(comm, config.zero.clone(), plan, dtype, recompute, registered, ledger, offload, &link);
+        core.check_same_on_all_ranks(&config, (has_own, &trainer), weights)?;
         lock(&core.gather).refresh_persistent(&core)?;
         let scaler = LossScaler::new(&config.precision, config.zero.stage);
         let engine = Self {
             model,
             config,
             core,
-            optimizer,
-            schedule,
+            trainer,
             scaler,
             device,
             phase: Phase::Ready,
@@ -425,7 +452,7 @@ impl<M> Engine<M> {
             Phase::Ready => return Err(Error::OutOfOrder { call: "backward", when: "before forward" }),
             Phase::Backwarded => return Err(Error::OutOfOrder { call: "backward", when: "twice on one loss" }),
         }
-        if self.optimizer.is_none() {
+        if !self.trainer.can_train() {
             return Err(Error::NoOptimizer);
         }
         if loss.elem_count() != 1 {
@@ -494,7 +521,9 @@ impl<M> Engine<M> {
     }
 
     fn optimizer_step(&mut self) -> Result<()> {
-        self.optimizer.as_ref().ok_or(Error::NoOptimizer)?;
+        if !self.trainer.can_train() {
+            return Err(Error::NoOptimizer);
+        }
         let accumulate = lock(&self.core.gradients).accumulate_dtype();
         let loss = self.telling.losses / self.config.batch.gradient_accumulation_steps as f64;
         let vote = self.core.vote(loss, self.loss_is_finite, accumulate)?;
@@ -524,12 +553,10 @@ impl<M> Engine<M> {
             let step = self.optimizer_steps + 1;
             // What is being saved changes now.
             self.end_saving()?;
-            let (lr, betas) = self.schedule.in_force()?;
-            let ctx = StepContext { lr, betas, step, grad_scale: multiplier as f32 };
-            let optimizer = self.optimizer.as_deref().ok_or(Error::NoOptimizer)?;
-            self.core.update(optimizer, &ctx)?;
+            let trained = self.trainer.for_step(step, multiplier as f32)?;
+            self.core.update(&trained)?;
             self.optimizer_steps += 1;
-            self.schedule.step();
+            self.trainer.step();
         } else {
             self.skipped_steps += 1;
         }
@@ -565,9 +592,9 @@ impl<M> Engine<M> {
         &mut self.saving
     }
 
-    /// The optimizer's states by name.
-    pub(crate) fn state_names(&self) -> &'static [&'static str] {
-        self.optimizer.as_ref().map_or(&[], |o| o.state_names())
+    /// The optimizer, and what it keeps of which parameter.
+    pub(crate) fn trainer(&self) -> &Trainer {
+        &self.trainer
     }
 
     pub(crate) fn progress(&self) -> Progress {
@@ -577,7 +604,7 @@ impl<M> Engine<M> {
             optimizer_steps: self.optimizer_steps,
             global_samples: self.global_samples,
             scaler: self.scaler.state(),
-            last_batch_iteration: self.schedule.last_batch_iteration(),
+            last_batch_iteration: self.trainer.last_batch_iteration(),
         }
     }
 
@@ -587,7 +614,7 @@ impl<M> Engine<M> {
         self.optimizer_steps = progress.optimizer_steps;
         self.global_samples = progress.global_samples;
         self.micro_steps = progress.global_steps.saturating_mul(self.config.batch.gradient_accumulation_steps as u64);
-        self.schedule.restore(progress.last_batch_iteration);
+        self.trainer.restore(progress.last_batch_iteration);
         if let Some(state) = &progress.scaler {
             self.scaler.restore(state);
         }
@@ -634,14 +661,16 @@ impl<M> Engine<M> {
         self.was_applied
     }
 
-    /// Learning rate of the coming optimizer step, one per parameter group (there is one group).
+    /// Learning rate of the coming optimizer step, one per parameter group: those that the
+    /// [builder](EngineBuilder::parameter_groups) was given and that have parameters, in their order, then the group of all
+    /// other parameters. With Muon each group counts as two, its matrices and its other parameters.
     pub fn get_lr(&self) -> Vec<f64> {
-        vec![self.schedule.lr()]
+        self.trainer.lr()
     }
 
-    /// Momentum of the coming optimizer step, one per parameter group (there is one group).
+    /// Momentum of the coming optimizer step, one per parameter group, as [`get_lr`](Self::get_lr).
     pub fn get_mom(&self) -> Vec<Momentum> {
-        vec![self.schedule.momentum()]
+        self.trainer.momentum()
     }
 
     /// Global L2 norm of the last optimizer step's gradients, before clipping, loss scale divided out; infinite after
@@ -664,10 +693,11 @@ impl<M> Engine<M> {
             params: core.dtype.size_in_bytes(),
             grads: lock(&core.gradients).accumulate_dtype().size_in_bytes(),
             master,
-            moments: 4 * self.optimizer.as_ref().map_or(0, |o| o.state_names().len()),
+            moments: core.params.iter().map(|p| 4 * p.numel * self.trainer.state_names(p.group).len()).sum(),
         };
+        let moments = lock(&core.groups).iter().map(|g| 4 * g.len * g.moments.len()).sum();
         let parameters = core.params.iter().map(|p| p.numel).sum();
-        MemoryReport::new(&core.ledger, self.config.zero.stage, self.world_size(), parameters, share, each)
+        MemoryReport::new(&core.ledger, self.config.zero.stage, self.world_size(), parameters, [share, moments], each)
     }
 
     /// File access of this rank so far; zeros where nothing is offloaded to files.
@@ -781,14 +811,15 @@ impl Clock {
 
 impl Core {
     /// Collective: an error where ranks built different models, read different configurations, begin with different
-    /// `weights` (a hash) or with a different `schedule` (its own, and as it begins).
-    fn check_same_on_all_ranks(&self, config: &Config, schedule: (bool, &Schedule), weights: u64) -> Result<()> {
+    /// `weights` (a hash) or with a different `trainer` (whether optimizer and schedule are the user's own, and all of it).
+    fn check_same_on_all_ranks(&self, config: &Config, trainer: ([bool; 2], &Trainer), weights: u64) -> Result<()> {
         let mut text = String::new();
         for param in &self.params {
             text += &format!("{} {:?} {};", param.name, param.shape, param.unit);
         }
         let elements: usize = self.params.iter().map(|p| p.numel).sum();
-        let config = format!("{:?} {schedule:?}", Config { notes: Vec::new(), ..config.clone() });
+        let groups: Vec<usize> = self.params.iter().map(|p| p.group).collect();
+        let config = format!("{:?} {trainer:?} {groups:?}", Config { notes: Vec::new(), ..config.clone() });
         let hashes = [fnv1a(text.as_bytes()), fnv1a(config.as_bytes()), weights];
         // Halves, because f64 carries 53 bits exactly.
         let halves = hashes.iter().flat_map(|h| [(h >> 32) as f64, (h & 0xffff_ffff) as f64]);
@@ -806,6 +837,15 @@ impl Core {
             () => Error::WeightsDiffer { rank, other },
         })
     }
+}
+
+/// An optimizer of the user's own, if the configuration lets it train.
+fn allowed(own: Arc<dyn Optimizer>, config: &Config) -> Result<Arc<dyn Optimizer>> {
+    let stage = config.zero.stage;
+    if stage > ZeroStage::Zero && !config.allows_untested_optimizer {
+        return Err(Error::UntestedOptimizer { name: own.name().into(), stage: stage.number() });
+    }
+    Ok(own)
 }
 
 impl<M> Drop for Engine<M> {

@@ -359,6 +359,34 @@ pub enum Error {
         /// Another rank.
         other: usize,
     },
+    /// A parameter group that no optimizer can work with.
+    #[error("parameter group {index} (from 0): {problem}")]
+    ParameterGroup {
+        /// Its number among those given.
+        index: usize,
+        /// What is wrong, and the mend.
+        problem: String,
+    },
+    /// Names of an optimizer's states that checkpoints cannot tell apart.
+    #[error("the states of optimizer {optimizer} are called {names}: {problem}; give each a name of its own")]
+    OptimizerStates {
+        /// The optimizer.
+        optimizer: String,
+        /// Its states.
+        names: String,
+        /// What is wrong.
+        problem: &'static str,
+    },
+    /// An optimizer of the user's own under ZeRO, which the configuration has not allowed.
+    #[error(
+        "optimizer {name} counts as untested with ZeRO (stage {stage}): set \"zero_allow_untested_optimizer\": true in the configuration, or use stage 0"
+    )]
+    UntestedOptimizer {
+        /// Its name.
+        name: String,
+        /// `zero_optimization.stage`.
+        stage: u8,
+    },
     /// Ranks begin with different weights.
     #[error(
         "rank {rank} begins with other weights than rank {other}: another seed, or another init_from file; every rank must be given the same (unlike DeepSpeed, rank 0's weights are not sent to the others)"

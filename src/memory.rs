@@ -196,7 +196,8 @@ pub struct MemoryReport {
     pub rows: Vec<MemoryRow>,
 }
 
-/// Bytes per element of each state, from which the formula is made.
+/// Bytes per element of each state, from which the formula is made; of the moments, of which a parameter may have others
+/// than the next, all bytes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ElementBytes {
     pub params: usize,
@@ -206,13 +207,14 @@ pub(crate) struct ElementBytes {
 }
 
 impl MemoryReport {
-    /// Puts the ledger beside the formula. `share` is the number of elements of a rank's shares, padding included.
+    /// Puts the ledger beside the formula. `share` is the number of elements of a rank's shares, and `moments` that of the
+    /// bytes of its moments, padding included.
     pub(crate) fn new(
         ledger: &Ledger,
         stage: ZeroStage,
         world_size: usize,
         parameters: usize,
-        share: usize,
+        [share, moments]: [usize; 2],
         each: ElementBytes,
     ) -> Self {
         let placement = stage.placement();
@@ -232,11 +234,14 @@ impl MemoryReport {
             let size = size as f64;
             MemoryRow { formula: Some(exact * size), padding: padding * size, ..free(kind) }
         };
+        let ranks = if placement.optim.is_sharded() { world_size as f64 } else { 1.0 };
+        let exact_moments = each.moments as f64 / ranks;
+        let padding = if placement.optim.is_sharded() { moments as f64 - exact_moments } else { 0.0 };
         let rows = vec![
             row(Kind::Parameters, each.params, placement.params.is_sharded()),
             row(Kind::Gradients, each.grads, placement.grads.is_sharded()),
             row(Kind::MasterWeights, each.master, placement.optim.is_sharded()),
-            row(Kind::Moments, each.moments, placement.optim.is_sharded()),
+            MemoryRow { formula: Some(exact_moments), padding, ..free(Kind::Moments) },
             free(Kind::Persistent),
             free(Kind::Gathered),
             free(Kind::Buckets),

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use candle_zero::config::{AdagradConfig, AdamConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig};
-use candle_zero::optim::{Optimizer, SQUARES_BLOCK, Squares, StepContext, base_lr, from_config};
+use candle_zero::optim::{Needs, Optimizer, SQUARES_BLOCK, Squares, StepContext, base_lr, from_config};
 use candle_zero::precision::{Flat, FlatRef};
 use serde_json::Value;
 
@@ -100,8 +100,8 @@ impl Run {
     /// One step, with the buffers cut at `cuts`, the last part first.
     fn step(&mut self, grad: FlatRef<'_>, grad_scale: f32, cuts: &[usize], mut half: Option<&mut Flat>) {
         self.step += 1;
-        let mut ctx = StepContext { lr: self.lr, betas: None, step: self.step, grad_scale };
-        if let Some(layerwise) = self.optimizer.layerwise() {
+        let mut ctx = StepContext { grad_scale, ..StepContext::new(self.lr, self.step) };
+        if let Needs::Norms(layerwise) = self.optimizer.needs() {
             let mut squares = Squares::default();
             let states: Vec<&[f32]> = self.states.iter().map(Vec::as_slice).collect();
             layerwise.add_squares(&ctx, &self.param, grad, &states, &mut squares);
@@ -284,12 +284,12 @@ fn a_slice_gets_the_bits_that_the_whole_would_give() {
 fn squares_have_the_same_bits_however_they_are_cut() {
     const LEN: usize = 200_003;
     let optimizer = from_config(&OptimizerConfig::Lamb(a_lamb()));
-    let layerwise = optimizer.layerwise().unwrap();
+    let Needs::Norms(layerwise) = optimizer.needs() else { panic!("Lamb needs norms") };
     let param: Vec<f32> = (0..LEN as i64).map(|i| initial(0, i)).collect();
     let mut grad = Flat::zeros(candle_core::DType::BF16, 0);
     grad.extend_cast(FlatRef::F32(&(0..LEN as i64).map(|i| gradient(1, 0, i)).collect::<Vec<_>>()));
     let states = [param.iter().map(|p| p * 0.1).collect::<Vec<_>>(), param.iter().map(|p| p * p).collect()];
-    let ctx = StepContext { lr: 0.01, betas: None, step: 3, grad_scale: 0.7 };
+    let ctx = StepContext { grad_scale: 0.7, ..StepContext::new(0.01, 3) };
     let sums = |bounds: &[usize]| {
         let mut squares = Squares::default();
         for pair in bounds.windows(2) {

@@ -8,6 +8,9 @@
 //!     exp_avg_sq  the same
 //! ```
 //!
+//! Of a parameter that has not all of the states (Muon's matrices have one moment, its other parameters two) there are no
+//! elements among the others.
+//!
 //! A rank saves the same elements at every stage, so the files of a checkpoint do not depend on it.
 
 use super::manifest::Parameter;
@@ -21,14 +24,15 @@ pub(super) const BLOCK: usize = 1 << 20;
 pub(super) const PAGE: usize = 4096;
 
 /// Name of the state that every checkpoint has: parameters with all their digits.
-pub(super) const WEIGHTS: &str = "fp32";
+pub(crate) const WEIGHTS: &str = "fp32";
 
 /// The files' layout.
 #[derive(Debug, Clone)]
 pub(super) struct Layout {
     pub world_size: usize,
     pub numels: Vec<usize>,
-    pub states: usize,
+    /// Per state, per parameter: whether there is such a state of it.
+    pub states: Vec<Vec<bool>>,
 }
 
 /// A part of a saved parameter.
@@ -43,32 +47,28 @@ pub(super) struct Piece {
 }
 
 impl Layout {
-    pub fn new(parameters: &[Parameter], states: usize, world_size: usize) -> Self {
+    pub fn new(parameters: &[Parameter], states: &[String], world_size: usize) -> Self {
+        let states = states.iter().map(|state| parameters.iter().map(|p| p.has(state)).collect()).collect();
         Self { world_size, numels: parameters.iter().map(Parameter::numel).collect(), states }
     }
 
-    /// Elements of parameter `param` that the file of `rank` has.
-    pub fn shard(&self, param: usize, rank: usize) -> Range<usize> {
-        shard_range(self.numels[param], self.world_size, rank)
-    }
-
-    /// Elements of one state in the file of `rank`.
-    fn len(&self, rank: usize) -> u64 {
-        (0..self.numels.len()).map(|p| self.shard(p, rank).len() as u64).sum()
+    /// Elements of a state of parameter `param` that the file of `rank` has.
+    pub fn shard(&self, state: usize, param: usize, rank: usize) -> Range<usize> {
+        if self.states[state][param] { shard_range(self.numels[param], self.world_size, rank) } else { 0..0 }
     }
 
     /// Bytes of the data of `rank`'s file.
     pub fn bytes(&self, rank: usize) -> u64 {
-        self.len(rank) * 4 * self.states as u64
+        self.ends(rank).last().unwrap_or(0)
     }
 
-    /// First byte of every parameter's shard in the file of `rank`, for one state; and the end.
-    pub fn starts(&self, rank: usize) -> Vec<u64> {
-        let ends = (0..self.numels.len()).scan(0u64, |at, param| {
-            *at += self.shard(param, rank).len() as u64 * 4;
+    /// Where the shards of every parameter end in the file of `rank`: of the first state, of the second, ...
+    fn ends(&self, rank: usize) -> impl Iterator<Item = u64> {
+        let all = (0..self.states.len()).flat_map(|state| (0..self.numels.len()).map(move |param| (state, param)));
+        all.scan(0u64, move |at, (state, param)| {
+            *at += self.shard(state, param, rank).len() as u64 * 4;
             Some(*at)
-        });
-        std::iter::once(0).chain(ends).collect()
+        })
     }
 }
 
@@ -76,26 +76,25 @@ impl Layout {
 #[derive(Debug)]
 pub(super) struct Places {
     layout: Layout,
-    /// Per rank, per parameter.
+    /// Per rank, first byte of every parameter's shard, of the first state, of the second, ...
     starts: Vec<Vec<u64>>,
 }
 
 impl Places {
     pub fn new(layout: Layout) -> Self {
-        let starts = (0..layout.world_size).map(|rank| layout.starts(rank)).collect();
+        let starts = (0..layout.world_size).map(|rank| std::iter::once(0).chain(layout.ends(rank)).collect()).collect();
         Self { layout, starts }
     }
 
     /// The pieces of elements `range` of a parameter, in order.
     pub fn pieces(&self, state: usize, param: usize, range: Range<usize>) -> impl Iterator<Item = Piece> + '_ {
         (0..self.layout.world_size).filter_map(move |rank| {
-            let shard = self.layout.shard(param, rank);
+            let shard = self.layout.shard(state, param, rank);
             let elements = shard.start.max(range.start)..shard.end.min(range.end);
             if elements.is_empty() {
                 return None;
             }
-            let starts = &self.starts[rank];
-            let first = state as u64 * starts[starts.len() - 1] + starts[param];
+            let first = self.starts[rank][state * self.layout.numels.len() + param];
             let at = |element: usize| first + (element - shard.start) as u64 * 4;
             Some(Piece { rank, bytes: at(elements.start)..at(elements.end), elements })
         })
@@ -110,12 +109,14 @@ mod tests {
     proptest! {
         #[test]
         fn pieces_cover_a_range_once_and_places_never_overlap(
-            numels in prop::collection::vec(0usize..50, 1..8), world_size in 1usize..6, states in 1usize..4,
+            numels in prop::collection::vec(0usize..50, 1..8), world_size in 1usize..6,
+            has in prop::collection::vec(prop::collection::vec(any::<bool>(), 8), 1..4),
         ) {
-            let layout = Layout { world_size, numels: numels.clone(), states };
+            let states: Vec<Vec<bool>> = has.iter().map(|has| has[..numels.len()].to_vec()).collect();
+            let layout = Layout { world_size, numels: numels.clone(), states: states.clone() };
             let places = Places::new(layout.clone());
             let mut used: Vec<Vec<u8>> = (0..world_size).map(|rank| vec![0; layout.bytes(rank) as usize]).collect();
-            for state in 0..states {
+            for (state, has) in states.iter().enumerate() {
                 for (param, numel) in numels.iter().enumerate() {
                     let mut next = 0;
                     for piece in places.pieces(state, param, 0..*numel) {
@@ -124,7 +125,7 @@ mod tests {
                         next = piece.elements.end;
                         used[piece.rank][piece.bytes.start as usize..piece.bytes.end as usize].iter_mut().for_each(|b| *b += 1);
                     }
-                    prop_assert_eq!(next, *numel);
+                    prop_assert_eq!(next, if has[param] { *numel } else { 0 });
                 }
             }
             prop_assert!(used.iter().flatten().all(|count| *count == 1));

@@ -101,7 +101,8 @@ impl Checkpoint {
     /// If the manifest has no such state, parameter or element.
     pub fn read(&self, state: usize, param: usize, range: Range<usize>) -> Result<Vec<f32>> {
         let Manifest { parameters, states, .. } = &self.manifest;
-        assert!(state < states.len() && range.end <= parameters[param].numel(), "elements of the checkpoint");
+        let has = |state: &String| range.end <= parameters[param].numel() && parameters[param].has(state);
+        assert!(states.get(state).is_some_and(has), "elements of the checkpoint");
         let mut bytes = Vec::with_capacity(range.len() * 4);
         for piece in self.places.pieces(state, param, range) {
             lock(&self.files[piece.rank]).read(piece.bytes, |part| bytes.extend_from_slice(part))?;
@@ -219,31 +220,31 @@ impl<M> Engine<M> {
                 }
             }
         }
-        let mut states = vec![(0, State::Weights)];
+        let mut states = vec![WEIGHTS];
         if options.load_optimizer_states && !options.load_module_only {
-            for (i, name) in self.state_names().iter().enumerate() {
-                let at = manifest.states.iter().position(|s| s == name).ok_or_else(|| {
-                    wrong(format!(
-                        "it has the states {}, and this optimizer needs {name}. Train with the optimizer that was saved \
-                         ({}), or load with load_optimizer_states false",
-                        list(&manifest.states),
-                        manifest.optimizer.as_deref().unwrap_or("none")
-                    ))
-                })?;
-                states.push((at, State::Moment(i)));
-            }
+            states.extend(self.trainer().all_state_names());
         }
         let mut wanted = Vec::new();
-        for (state, kind) in states {
+        for name in states {
             for (param, own) in core.params.iter().enumerate() {
+                let Some(kind) = State::of(name, self.trainer().state_names(own.group)) else { continue };
                 let Some(&saved) = saved.get(own.name.as_str()) else { continue };
-                let found = &manifest.parameters[saved].shape;
-                if found != own.shape.dims() {
-                    let (name, shape) = (&own.name, own.shape.dims());
+                let found = &manifest.parameters[saved];
+                if found.shape != own.shape.dims() {
+                    let (name, found, shape) = (&own.name, &found.shape, own.shape.dims());
                     return Err(wrong(format!(
                         "{name} has shape {found:?} in it, and {shape:?} in the model. Build the model that was saved"
                     )));
                 }
+                let state = manifest.states.iter().position(|s| s == name && found.has(s)).ok_or_else(|| {
+                    let of = if found.states.is_some() { format!(" of {}", own.name) } else { String::new() };
+                    wrong(format!(
+                        "it has the states {}{of}, and this optimizer needs {name}. Train with the optimizer that was \
+                         saved ({}) and its parameter groups, or load with load_optimizer_states false",
+                        list(found.states.as_ref().unwrap_or(&manifest.states)),
+                        manifest.optimizer.as_deref().unwrap_or("none")
+                    ))
+                })?;
                 // Whole parameters get all their elements from the files, not from other ranks.
                 let is_whole = kind == State::Weights && !core.placement.params.is_sharded();
                 let range = if is_whole { 0..own.numel } else { core.owned(param) };

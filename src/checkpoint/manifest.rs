@@ -61,6 +61,9 @@ pub struct Parameter {
     pub name: String,
     /// Its shape.
     pub shape: Vec<usize>,
+    /// The states that the files have of it, where these are not all that the manifest names.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub states: Option<Vec<String>>,
 }
 
 /// A file of a checkpoint.
@@ -78,6 +81,11 @@ pub struct FileEntry {
 }
 
 impl Parameter {
+    /// Whether the files have a state of it.
+    pub fn has(&self, state: &str) -> bool {
+        self.states.as_ref().is_none_or(|states| states.iter().any(|own| own == state))
+    }
+
     /// Number of elements. A manifest that has been read has none that overflows.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
@@ -153,6 +161,11 @@ impl Manifest {
         say(are_possible && self.skipped_steps <= self.global_steps, "its counters of steps and samples".into())?;
         let scale = self.scaler.as_ref().map_or(1.0, |scaler| scaler.scale);
         say(scale.is_finite() && scale > 0.0, format!("its loss scale is {scale}"))?;
+        for p in &self.parameters {
+            let own = p.states.as_ref().unwrap_or(&self.states);
+            let are_known = p.has(WEIGHTS) && own.iter().all(|state| self.states.contains(state));
+            say(are_known, format!("{} has the states {own:?}, of {:?}", p.name, self.states))?;
+        }
         let mut sum = 0u64;
         for p in &self.parameters {
             let bytes = p.checked_numel().and_then(|n| (n as u64).checked_mul(4 * self.states.len() as u64));
@@ -178,7 +191,7 @@ impl Manifest {
     }
 
     pub(super) fn layout(&self) -> Layout {
-        Layout::new(&self.parameters, self.states.len(), self.world_size)
+        Layout::new(&self.parameters, &self.states, self.world_size)
     }
 }
 

@@ -32,6 +32,7 @@ pub use consolidate::{ConsolidateSettings, Consolidated, ConsolidatedDtype, cons
 pub(crate) use examine::{Examined, Found, examine, find, place};
 pub use import::import;
 pub(crate) use import::new_place;
+pub(crate) use layout::WEIGHTS;
 pub use load::{Checkpoint, LoadOptions, Loaded};
 pub use manifest::{FileEntry, Manifest, Parameter};
 pub use save::SaveOptions;

@@ -47,9 +47,9 @@ impl Header {
     fn new(layout: &Layout, names: &[&str], states: &[String], rank: usize) -> Self {
         let mut tensors = Map::new();
         let mut end = 0u64;
-        for state in states {
-            for (param, name) in names.iter().enumerate() {
-                let (start, len) = (end, layout.shard(param, rank).len());
+        for (number, state) in states.iter().enumerate() {
+            for (param, name) in names.iter().enumerate().filter(|(param, _)| layout.states[number][*param]) {
+                let (start, len) = (end, layout.shard(number, param, rank).len());
                 end += len as u64 * 4;
                 let info = json!({"dtype": "F32", "shape": [len], "data_offsets": [start, end]});
                 tensors.insert(format!("{state}.{name}"), info);
@@ -237,7 +237,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         // Neither pieces, blocks nor pages end where parameters do.
         let numels = [BUFFER / 4 + 12_345, 3, BUFFER / 2 + 1];
-        let layout = Layout { world_size: 1, numels: numels.to_vec(), states: 1 };
+        let layout = Layout { world_size: 1, numels: numels.to_vec(), states: vec![vec![true; 3]] };
         let mut file = RankWriter::create(folder.path(), &layout, &["a", "b", "c"], &["fp32".into()], 0).unwrap();
         let value = |i: usize| (i.wrapping_mul(2_654_435_761) >> 8) as u32 as f32;
         let mut before = 0;

@@ -17,6 +17,7 @@ use crate::config::TagValidation;
 use crate::engine::Engine;
 use crate::error::{Error, Result, without_backtrace};
 use crate::monitor::say;
+use crate::optim::Trainer;
 use crate::param::fnv1a;
 use crate::zero::core::Core;
 use crate::zero::share::{self, State};
@@ -105,7 +106,7 @@ impl<M> Engine<M> {
         let lock;
         (manifest.tag, lock) = self.attempt(|engine| engine.core().begin_save(&dir, &manifest.tag, validation))??;
         let path = dir.join(&manifest.tag);
-        let share = Share::new(self.core().clone(), folder::saving(&dir, &manifest.tag), &manifest);
+        let share = Share::new(self.core().clone(), folder::saving(&dir, &manifest.tag), &manifest, self.trainer());
         let writing = match options.in_background {
             false => Writing::Done(share.write()),
             true => match std::thread::Builder::new().name("checkpoint".into()).spawn({
@@ -141,8 +142,14 @@ impl<M> Engine<M> {
     fn manifest(&self, tag: Option<&str>, client_state: Value) -> Manifest {
         let core = self.core();
         let state = self.progress();
-        let parameters = core.params.iter().map(|p| Parameter { name: p.name.clone(), shape: p.shape.dims().to_vec() });
-        let states = std::iter::once(WEIGHTS).chain(self.state_names().iter().copied());
+        let all = self.trainer().all_state_names();
+        let states = std::iter::once(WEIGHTS).chain(all.iter().copied());
+        let parameters = core.params.iter().map(|p| {
+            let own = self.trainer().state_names(p.group);
+            let states = std::iter::once(WEIGHTS).chain(own.iter().copied()).map(str::to_owned);
+            let states = (own.len() < all.len()).then(|| states.collect());
+            Parameter { name: p.name.clone(), shape: p.shape.dims().to_vec(), states }
+        });
         let config = self.config().to_deepspeed_json();
         Manifest {
             format: FORMAT.into(),
@@ -157,7 +164,7 @@ impl<M> Engine<M> {
             scaler: state.scaler,
             optimizer_steps: state.optimizer_steps,
             last_batch_iteration: state.last_batch_iteration,
-            optimizer: config["optimizer"]["type"].as_str().map(str::to_owned),
+            optimizer: self.trainer().name().map(str::to_owned),
             states: states.map(str::to_owned).collect(),
             parameters: parameters.collect(),
             files: vec![],
@@ -174,11 +181,14 @@ struct Share {
     folder: PathBuf,
     layout: Layout,
     states: Vec<String>,
+    /// The states that the optimizer has of each parameter.
+    moments: Vec<&'static [&'static str]>,
 }
 
 impl Share {
-    fn new(core: Arc<Core>, folder: PathBuf, manifest: &Manifest) -> Self {
-        Self { core, folder, layout: manifest.layout(), states: manifest.states.clone() }
+    fn new(core: Arc<Core>, folder: PathBuf, manifest: &Manifest, trainer: &Trainer) -> Self {
+        let moments = core.params.iter().map(|p| trainer.state_names(p.group)).collect();
+        Self { core, folder, layout: manifest.layout(), states: manifest.states.clone(), moments }
     }
 
     fn write(&self) -> Result<Written> {
@@ -187,11 +197,12 @@ impl Share {
         let rank = self.core.comm.rank();
         let names: Vec<&str> = self.core.params.iter().map(|p| p.name.as_str()).collect();
         let mut file = RankWriter::create(&self.folder, &self.layout, &names, &self.states, rank).map_err(wrong)?;
-        for state in State::all(self.states.len() - 1) {
+        for (state, name) in self.states.iter().enumerate() {
             for param in 0..names.len() {
-                for piece in share::pieces(&self.layout.shard(param, rank)) {
+                let Some(kind) = State::of(name, self.moments[param]) else { continue };
+                for piece in share::pieces(&self.layout.shard(state, param, rank)) {
                     file.make_room(piece.len()).map_err(wrong)?;
-                    self.core.read_state(state, param, piece, |values| file.append(values))?;
+                    self.core.read_state(kind, param, piece, |values| file.append(values))?;
                 }
             }
         }

@@ -36,7 +36,7 @@ const OPTIMIZER: &str = "optimizer";
 /// The optimizer of the file; problems go to the walk.
 pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<OptimizerConfig> {
     if !walk.given.contains_key(OPTIMIZER) || walk.get(OPTIMIZER) == Some(&Value::Null) {
-        untested(walk, None, stage);
+        // An optimizer of one's own may need what the file allows.
         return None;
     }
     // DeepSpeed's names go in any letter case; ours do all.
@@ -54,7 +54,7 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
         return None;
     };
     parameters(walk, OPTIMIZER, name)?;
-    untested(walk, Some(name), stage);
+    untested(walk, name, stage);
     Some(match name {
         "SGD" => OptimizerConfig::Sgd(sgd(walk)),
         "Lion" => OptimizerConfig::Lion(LionConfig {
@@ -178,9 +178,9 @@ pub(super) fn stranger(walk: &mut Walk<'_>, path: &str, found: &str, names: &[&s
 }
 
 /// `zero_allow_untested_optimizer`: SGD and Lamb under ZeRO have to be asked for.
-fn untested(walk: &mut Walk<'_>, name: Option<&str>, stage: ZeroStage) {
+fn untested(walk: &mut Walk<'_>, name: &str, stage: ZeroStage) {
     let allowed = walk.bool("zero_allow_untested_optimizer");
-    let untested = name.filter(|name| UNTESTED.contains(name) && stage > ZeroStage::Zero);
+    let untested = Some(name).filter(|name| UNTESTED.contains(name) && stage > ZeroStage::Zero);
     if let (Some(name), false) = (untested, allowed) {
         let place = walk.place("optimizer.type");
         let text = format!(
@@ -189,7 +189,8 @@ fn untested(walk: &mut Walk<'_>, name: Option<&str>, stage: ZeroStage) {
         );
         walk.problem(Rule::Conflict, "optimizer.type", place, text);
     } else if untested.is_none() && walk.given.contains_key("zero_allow_untested_optimizer") {
-        let text = "accepted and has no effect here: only SGD and Lamb at stage 1 to 3 need it";
+        let text =
+            "accepted and has no effect here: only SGD, Lamb and an optimizer of one's own at stage 1 to 3 need it";
         walk.note("zero_allow_untested_optimizer", text);
     }
     // Said whatever its value, as its default promises something too.

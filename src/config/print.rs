@@ -2,7 +2,7 @@
 
 use super::walk::{defaults, set};
 use super::{
-    Config, GradientOp, OptimizerConfig, Precision, SchedulerConfig, TagValidation, WarmupType, keys, offload,
+    Config, GradientOp, OptimizerConfig, PerGroup, Precision, SchedulerConfig, TagValidation, WarmupType, keys, offload,
 };
 use candle_core::DType;
 use serde_json::{Map, Value, json};
@@ -235,14 +235,18 @@ fn scheduler_json(scheduler: &SchedulerConfig) -> Value {
         WarmupType::Log => "log",
         WarmupType::Linear => "linear",
     };
-    match *scheduler {
+    let rate = |rate: &PerGroup| match rate {
+        PerGroup::All(rate) => json!(rate),
+        PerGroup::Each(rates) => json!(rates),
+    };
+    match scheduler {
         SchedulerConfig::WarmupLr { warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type } => json!({
             "type": "WarmupLR",
             "params": {
-                "warmup_min_lr": warmup_min_lr,
-                "warmup_max_lr": warmup_max_lr,
+                "warmup_min_lr": rate(warmup_min_lr),
+                "warmup_max_lr": warmup_max_lr.as_ref().map(rate),
                 "warmup_num_steps": warmup_num_steps,
-                "warmup_type": shape(warmup_type),
+                "warmup_type": shape(*warmup_type),
             },
         }),
         SchedulerConfig::WarmupDecayLr {
@@ -255,10 +259,10 @@ fn scheduler_json(scheduler: &SchedulerConfig) -> Value {
             "type": "WarmupDecayLR",
             "params": {
                 "total_num_steps": total_num_steps,
-                "warmup_min_lr": warmup_min_lr,
-                "warmup_max_lr": warmup_max_lr,
+                "warmup_min_lr": rate(warmup_min_lr),
+                "warmup_max_lr": rate(warmup_max_lr),
                 "warmup_num_steps": warmup_num_steps,
-                "warmup_type": shape(warmup_type),
+                "warmup_type": shape(*warmup_type),
             },
         }),
         SchedulerConfig::WarmupCosineLr {
@@ -274,14 +278,14 @@ fn scheduler_json(scheduler: &SchedulerConfig) -> Value {
                 "warmup_min_ratio": warmup_min_ratio,
                 "warmup_num_steps": warmup_num_steps,
                 "cos_min_ratio": cos_min_ratio,
-                "warmup_type": shape(warmup_type),
+                "warmup_type": shape(*warmup_type),
             },
         }),
         SchedulerConfig::OneCycle(cycle) => json!({
             "type": "OneCycle",
             "params": {
-                "cycle_min_lr": cycle.cycle_min_lr,
-                "cycle_max_lr": cycle.cycle_max_lr,
+                "cycle_min_lr": rate(&cycle.cycle_min_lr),
+                "cycle_max_lr": rate(&cycle.cycle_max_lr),
                 "decay_lr_rate": cycle.decay_lr_rate,
                 "cycle_first_step_size": cycle.cycle_first_step_size,
                 "cycle_second_step_size": cycle.cycle_second_step_size,
@@ -302,7 +306,7 @@ fn scheduler_json(scheduler: &SchedulerConfig) -> Value {
         } => json!({
             "type": "LRRangeTest",
             "params": {
-                "lr_range_test_min_lr": lr_range_test_min_lr,
+                "lr_range_test_min_lr": rate(lr_range_test_min_lr),
                 "lr_range_test_step_size": lr_range_test_step_size,
                 "lr_range_test_step_rate": lr_range_test_step_rate,
                 "lr_range_test_staircase": lr_range_test_staircase,

@@ -59,6 +59,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
         grad_accum_dtype: dtype(walk.str("data_types.grad_accum_dtype")),
         zero,
         optimizer,
+        allows_untested_optimizer: walk.bool("zero_allow_untested_optimizer"),
         scheduler,
         steps_per_print: walk.int("steps_per_print").and_then(|n| u64::try_from(n).ok()),
         wall_clock_breakdown: walk.bool("wall_clock_breakdown"),

@@ -30,6 +30,8 @@ pub struct Config {
     pub zero: ZeroConfig,
     /// `optimizer`; an engine that trains needs one.
     pub optimizer: Option<OptimizerConfig>,
+    /// `zero_allow_untested_optimizer`: SGD, Lamb and an optimizer of one's own may train at stage 1 to 3.
+    pub allows_untested_optimizer: bool,
     /// `scheduler`; without one the optimizer's `lr` holds.
     pub scheduler: Option<SchedulerConfig>,
     /// `steps_per_print`: a log line each so many optimizer steps; `None`: never.
@@ -320,15 +322,40 @@ pub enum WarmupType {
     Linear,
 }
 
+/// A number for all parameter groups, or one for each.
+#[derive(Debug, Clone, PartialEq)]
+pub enum PerGroup {
+    /// The same for all of them.
+    All(f64),
+    /// As many as there are groups.
+    Each(Vec<f64>),
+}
+
+impl PerGroup {
+    /// The number of one group. A list that is too short gives its last one; a schedule refuses such a list.
+    pub fn of(&self, group: usize) -> f64 {
+        match self {
+            Self::All(number) => *number,
+            Self::Each(numbers) => numbers.get(group).or(numbers.last()).copied().unwrap_or_default(),
+        }
+    }
+}
+
+impl From<f64> for PerGroup {
+    fn from(number: f64) -> Self {
+        Self::All(number)
+    }
+}
+
 /// `scheduler` with its parameters.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum SchedulerConfig {
     /// `WarmupLR`.
     WarmupLr {
         /// Default 0.
-        warmup_min_lr: f64,
+        warmup_min_lr: PerGroup,
         /// `None`: the optimizer's own lr.
-        warmup_max_lr: Option<f64>,
+        warmup_max_lr: Option<PerGroup>,
         /// Default 1000.
         warmup_num_steps: u64,
         /// Default log.
@@ -339,9 +366,9 @@ pub enum SchedulerConfig {
         /// Required.
         total_num_steps: u64,
         /// Default 0.
-        warmup_min_lr: f64,
+        warmup_min_lr: PerGroup,
         /// Default 0.001.
-        warmup_max_lr: f64,
+        warmup_max_lr: PerGroup,
         /// Default 1000.
         warmup_num_steps: u64,
         /// Default log.
@@ -365,7 +392,7 @@ pub enum SchedulerConfig {
     /// `LRRangeTest`.
     LrRangeTest {
         /// Default 0.001.
-        lr_range_test_min_lr: f64,
+        lr_range_test_min_lr: PerGroup,
         /// Default 2000.
         lr_range_test_step_size: u64,
         /// Default 1.
@@ -376,12 +403,12 @@ pub enum SchedulerConfig {
 }
 
 /// Parameters of OneCycle. Its sizes are numbers of steps.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct OneCycleConfig {
     /// Required. Learning rate at both ends of the cycle.
-    pub cycle_min_lr: f64,
+    pub cycle_min_lr: PerGroup,
     /// Required. Learning rate at its top.
-    pub cycle_max_lr: f64,
+    pub cycle_max_lr: PerGroup,
     /// Default 0. After the cycle the rate is divided by 1 + this, per `decay_step_size`.
     pub decay_lr_rate: f64,
     /// Default 2000. Way up.
@@ -406,10 +433,10 @@ pub struct OneCycleConfig {
 
 impl OneCycleConfig {
     /// A cycle between two rates with DeepSpeed's defaults.
-    pub fn new(cycle_min_lr: f64, cycle_max_lr: f64) -> Self {
+    pub fn new(cycle_min_lr: impl Into<PerGroup>, cycle_max_lr: impl Into<PerGroup>) -> Self {
         Self {
-            cycle_min_lr,
-            cycle_max_lr,
+            cycle_min_lr: cycle_min_lr.into(),
+            cycle_max_lr: cycle_max_lr.into(),
             decay_lr_rate: 0.0,
             cycle_first_step_size: 2000.0,
             cycle_second_step_size: 2000.0,

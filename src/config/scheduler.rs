@@ -2,7 +2,7 @@
 
 use super::optim::{needs_type, parameters, stranger};
 use super::walk::Walk;
-use super::{OneCycleConfig, OptimizerConfig, Rule, SchedulerConfig, WarmupType};
+use super::{OneCycleConfig, OptimizerConfig, PerGroup, Rule, SchedulerConfig, WarmupType};
 use crate::optim::{Momentum, momentum};
 use serde_json::Value;
 
@@ -50,7 +50,7 @@ pub(super) fn scheduler(walk: &mut Walk<'_>, optimizer: Option<&OptimizerConfig>
     match name {
         "OneCycle" => one_cycle(walk, optimizer).map(SchedulerConfig::OneCycle),
         "LRRangeTest" => Some(SchedulerConfig::LrRangeTest {
-            lr_range_test_min_lr: walk.float(&of("lr_range_test_min_lr")),
+            lr_range_test_min_lr: rate(walk, "lr_range_test_min_lr"),
             lr_range_test_step_size: walk.count(&of("lr_range_test_step_size")),
             lr_range_test_step_rate: walk.float(&of("lr_range_test_step_rate")),
             lr_range_test_staircase: walk.bool(&of("lr_range_test_staircase")),
@@ -62,6 +62,25 @@ pub(super) fn scheduler(walk: &mut Walk<'_>, optimizer: Option<&OptimizerConfig>
 /// Path of a parameter.
 fn of(key: &str) -> String {
     format!("{SCHEDULER}.params.{key}")
+}
+
+/// A rate, or one for each parameter group; `None` where there is none. How many groups there are, the engine learns
+/// from its builder.
+fn given_rate(walk: &mut Walk<'_>, key: &str) -> Option<PerGroup> {
+    let rate = match walk.get(&of(key))? {
+        Value::Array(rates) => PerGroup::Each(rates.iter().filter_map(Value::as_f64).collect()),
+        rate => PerGroup::All(rate.as_f64()?),
+    };
+    if let PerGroup::Each(rates) = &rate {
+        let groups = rates.len();
+        walk.note(&of(key), format!("a list of {groups}: for an engine that is given {groups} parameter groups"));
+    }
+    Some(rate)
+}
+
+/// A rate that has a default.
+fn rate(walk: &mut Walk<'_>, key: &str) -> PerGroup {
+    given_rate(walk, key).unwrap_or(PerGroup::All(0.0))
 }
 
 /// Complains about a required parameter that is not there. (A value that does not fit has been complained about.)
@@ -87,8 +106,8 @@ fn warm_up(walk: &mut Walk<'_>, name: &str) -> Option<SchedulerConfig> {
     let warmup_num_steps = walk.count(&of("warmup_num_steps"));
     if name == "WarmupLR" {
         return Some(SchedulerConfig::WarmupLr {
-            warmup_min_lr: walk.float(&of("warmup_min_lr")),
-            warmup_max_lr: walk.get(&of("warmup_max_lr")).and_then(Value::as_f64),
+            warmup_min_lr: rate(walk, "warmup_min_lr"),
+            warmup_max_lr: given_rate(walk, "warmup_max_lr"),
             warmup_num_steps,
             warmup_type,
         });
@@ -105,8 +124,8 @@ fn warm_up(walk: &mut Walk<'_>, name: &str) -> Option<SchedulerConfig> {
     Some(if name == "WarmupDecayLR" {
         SchedulerConfig::WarmupDecayLr {
             total_num_steps,
-            warmup_min_lr: walk.float(&of("warmup_min_lr")),
-            warmup_max_lr: walk.float(&of("warmup_max_lr")),
+            warmup_min_lr: rate(walk, "warmup_min_lr"),
+            warmup_max_lr: rate(walk, "warmup_max_lr"),
             warmup_num_steps,
             warmup_type,
         }
@@ -123,7 +142,7 @@ fn warm_up(walk: &mut Walk<'_>, name: &str) -> Option<SchedulerConfig> {
 
 fn one_cycle(walk: &mut Walk<'_>, optimizer: Option<&OptimizerConfig>) -> Option<OneCycleConfig> {
     let bounds = ["cycle_min_lr", "cycle_max_lr"].map(|key| {
-        let lr = walk.get(&of(key)).and_then(Value::as_f64);
+        let lr = given_rate(walk, key);
         if lr.is_none() {
             required(walk, key, "OneCycle goes from cycle_min_lr to cycle_max_lr and back");
         }

@@ -139,7 +139,7 @@ fn value(kind: Kind) -> Value {
         }
         Kind::PerGroup(min, max) => {
             let number = value(Kind::Float(min, max));
-            json!({"anyOf": [number, {"type": "array", "items": number, "minItems": 1, "maxItems": 1}]})
+            json!({"anyOf": [number, {"type": "array", "items": number, "minItems": 1}]})
         }
         Kind::Str => json!({"type": "string"}),
         Kind::OneOf(words) => json!({"enum": words}),

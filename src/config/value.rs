@@ -36,14 +36,17 @@ fn of_kind(node: &Node, kind: Kind, strict: bool) -> Result<Value, Misfit> {
             Some(x) => Err((Rule::Range, format!("{x} found, allowed is {}", float_range(min, max)))),
         },
         Kind::PerGroup(min, max) => match &node.value {
-            Json::List(items) => match items.as_slice() {
-                [one] => of_kind(one, Kind::Float(min, max), strict),
-                items => {
-                    let text =
-                        format!("a list of {} found, and there is one parameter group: give a number", items.len());
-                    Err((Rule::Range, text))
+            Json::List(items) => {
+                let of_group = |item| of_kind(item, Kind::Float(min, max), strict);
+                let mut numbers = items.iter().map(of_group).collect::<Result<Vec<_>, _>>()?;
+                match numbers.len() {
+                    0 => {
+                        Err((Rule::Range, "an empty list found: give a number, or one for each parameter group".into()))
+                    }
+                    1 => Ok(numbers.remove(0)),
+                    _ => Ok(Value::from(numbers)),
                 }
-            },
+            }
             _ => of_kind(node, Kind::Float(min, max), strict),
         },
         Kind::Str => match &node.value {
@@ -161,7 +164,9 @@ pub(crate) fn needed(kind: Kind) -> String {
         Kind::Int(min, max) | Kind::IntNoBool(min, max) => format!("a whole number ({})", int_range(min, max)),
         Kind::Float(f64::MIN, f64::MAX) => "a number".into(),
         Kind::Float(min, max) => format!("a number ({})", float_range(min, max)),
-        Kind::PerGroup(min, max) => format!("{} or a list of one", needed(Kind::Float(min, max))),
+        Kind::PerGroup(min, max) => {
+            format!("{} or a list of one for each parameter group", needed(Kind::Float(min, max)))
+        }
         Kind::Str => "a string".into(),
         Kind::OneOf(words) => format!("one of {}", quoted(words)),
         Kind::OneOfAnyCase(words) => format!("one of {} (in any letter case)", quoted(words)),
@@ -250,11 +255,12 @@ mod tests {
     }
 
     #[test]
-    fn a_list_for_the_one_parameter_group_is_its_number() {
+    fn a_list_for_one_parameter_group_is_its_number() {
         let kind = Kind::PerGroup(0.0, f64::MAX);
         assert_eq!(read(json!([0.5]), kind, false), Ok(json!(0.5)));
         assert_eq!(read(json!(2), kind, false), Ok(json!(2.0)));
-        for value in [json!([0.5, 0.5]), json!([]), json!([-1]), json!(["x"]), json!([[0.5]]), json!("x")] {
+        assert_eq!(read(json!([1, 0.5]), kind, false), Ok(json!([1.0, 0.5])));
+        for value in [json!([]), json!([-1]), json!(["x"]), json!([[0.5]]), json!("x")] {
             assert!(read(value.clone(), kind, false).is_err(), "{value}");
         }
     }

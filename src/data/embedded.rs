@@ -208,6 +208,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/optim/adagrad.rs",
     "src/optim/adam.rs",
     "src/optim/chunks.rs",
+    "src/optim/groups.rs",
     "src/optim/lamb.rs",
     "src/optim/lion.rs",
     "src/optim/mod.rs",
@@ -215,6 +216,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/optim/schedule/cycle.rs",
     "src/optim/schedule/warmup.rs",
     "src/optim/sgd.rs",
+    "src/optim/trainer.rs",
     "src/param/capture.rs",
     "src/param/init.rs",
     "src/param/mod.rs",
@@ -240,6 +242,8 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/zero/sub_group.rs",
     "src/zero/trace.rs",
     "src/zero/unit.rs",
+    "src/zero/walk.rs",
+    "src/zero/whole.rs",
     // end of the list
 };
 

@@ -159,11 +159,11 @@ impl<M> Engine<M> {
         let (units, params) = (self.core.units.len() - 1, self.core.params.len());
         say(&format!(
             "configuration: {config}\nranks: {}\ndevice: {:?}\ndtype: {:?}\nparameters: {params}, in {units} units and \
-             outside of them\nschedule: {:?}\nloss scale: {:?}\nmemory: {}",
+             outside of them\noptimizer: {:?}\nloss scale: {:?}\nmemory: {}",
             self.world_size(),
             self.device,
             self.core.dtype,
-            self.schedule,
+            self.trainer,
             self.loss_scale(),
             self.memory_report()
         ));

@@ -557,7 +557,7 @@ impl Adam {
         let grad = next();
         // The number only scales the result; it has to be above 0.
         self.step += 1;
-        let ctx = StepContext { lr: 1e-3, betas: None, step: self.step, grad_scale: 1.0 };
+        let ctx = StepContext::new(1e-3, self.step);
         self.optimizer.update(&ctx, master, grad.as_ref(), &mut moments, Some(half));
     }
 }

@@ -11,6 +11,8 @@ use crate::comm::Communicator;
 use crate::config::{Config, OffloadOptimizer, OffloadParam, OffloadTo, Precision};
 use crate::error::Result;
 use crate::memory::{Kind, Ledger};
+use crate::optim::Grouping;
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -28,9 +30,10 @@ pub(crate) struct Offload {
     access: Option<DiskAccess>,
 }
 
-/// The file of parameter shards.
+/// The files of parameter shards.
 pub(crate) struct ParamFile {
-    pub arena: Arc<Arena>,
+    /// One for each half of the optimizer, whose sub-groups grow side by side.
+    pub arenas: Vec<Arc<Arena>>,
     /// Elements that stay in memory (`max_in_cpu`).
     pub in_memory: usize,
     /// Elements that may be read ahead (`buffer_count` x `buffer_size`).
@@ -39,18 +42,19 @@ pub(crate) struct ParamFile {
 
 /// The files of optimizer state.
 pub(crate) struct OptimizerFiles {
-    /// With 16-bit parameters.
-    pub master: Option<Arc<Arena>>,
+    /// With 16-bit parameters. One for each half of the optimizer.
+    pub master: Option<Vec<Arc<Arena>>>,
     pub gradients: Arc<Arena>,
-    pub moments: Vec<Arc<Arena>>,
+    /// By name.
+    pub moments: BTreeMap<&'static str, Arc<Arena>>,
     pub settings: OffloadOptimizer,
 }
 
 impl Offload {
-    /// Opens the files that `config` asks for; `moments` are the optimizer's states by name. Nothing if there are none.
+    /// Opens the files that `config` asks for, for an optimizer whose states `grouping` knows. Nothing if there are none.
     pub fn open(
         config: &Config,
-        moments: &'static [&'static str],
+        grouping: &Grouping,
         is_first_rank: bool,
         access: Option<DiskAccess>,
         ledger: &Ledger,
@@ -66,11 +70,15 @@ impl Offload {
             folders.push(Folder::open(path, is_first_rank)?);
             Ok(folders[folders.len() - 1].clone())
         };
+        let for_roles = |folder: &Arc<Folder>, kind, name| -> Result<Vec<Arc<Arena>>> {
+            grouping.roles().iter().map(|_| Arena::create(folder, kind, name, ledger)).collect()
+        };
+        let moments = grouping.all_state_names();
         let zero = &config.zero;
         let params = match &zero.offload_param {
             Some(OffloadParam { to: OffloadTo::Nvme { path }, buffer_count, buffer_size, max_in_cpu }) => {
                 Some(ParamFile {
-                    arena: Arena::create(&folder(path)?, Kind::Parameters, "parameters", ledger)?,
+                    arenas: for_roles(&folder(path)?, Kind::Parameters, "parameters")?,
                     in_memory: *max_in_cpu,
                     ahead: buffer_count.saturating_mul(*buffer_size),
                 })
@@ -83,9 +91,14 @@ impl Offload {
                 let file = |kind, name| Arena::create(&folder, kind, name, ledger);
                 let has_master = config.precision != Precision::F32;
                 Some(OptimizerFiles {
-                    master: has_master.then(|| file(Kind::MasterWeights, "master weights")).transpose()?,
+                    master: has_master
+                        .then(|| for_roles(&folder, Kind::MasterWeights, "master weights"))
+                        .transpose()?,
                     gradients: file(Kind::Gradients, "gradients")?,
-                    moments: moments.iter().map(|name| file(Kind::Moments, name)).collect::<Result<_>>()?,
+                    moments: moments
+                        .into_iter()
+                        .map(|name| Ok((name, file(Kind::Moments, name)?)))
+                        .collect::<Result<_>>()?,
                     settings: settings.clone(),
                 })
             }
@@ -101,7 +114,7 @@ impl Offload {
     /// Everything has its place: chooses how the files are accessed from now on, by their size.
     pub fn choose_access(&self, world_size: usize) -> DiskAccess {
         let bytes = self.folders.iter().map(|f| f.reserved()).sum::<u64>().saturating_mul(world_size as u64);
-        let mut arenas = self.params.iter().map(|p| &p.arena).chain(self.optimizer.iter().map(|o| &o.gradients));
+        let mut arenas = self.params.iter().flat_map(|p| &p.arenas).chain(self.optimizer.iter().map(|o| &o.gradients));
         // A file that does not allow it is mapped; where none does, that is what is chosen, and told.
         let direct_is_possible = arenas.any(|a| a.allows_direct());
         let access = match self.access.unwrap_or_else(|| DiskAccess::fastest(bytes, direct_is_possible)) {

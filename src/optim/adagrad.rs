@@ -28,6 +28,14 @@ impl Adagrad {
 }
 
 impl Optimizer for Adagrad {
+    fn name(&self) -> &str {
+        "Adagrad"
+    }
+
+    fn lr(&self) -> f64 {
+        self.config.lr
+    }
+
     fn state_names(&self) -> &'static [&'static str] {
         &["exp_avg_sq"]
     }
@@ -43,9 +51,9 @@ impl Optimizer for Adagrad {
         assert!(ctx.step > 0, "optimizer steps count from 1");
         let kernel = Scalars {
             grad_scale: ctx.grad_scale,
-            l2: self.config.weight_decay as f32,
+            l2: ctx.weight_decay.unwrap_or(self.config.weight_decay) as f32,
             lr: ctx.lr as f32,
-            eps: self.config.eps as f32,
+            eps: ctx.eps.unwrap_or(self.config.eps) as f32,
         };
         Slices::new(param, grad, state, half).update_with(&kernel);
     }

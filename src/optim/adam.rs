@@ -1,7 +1,7 @@
 //! Adam (arXiv 1412.6980) and AdamW (arXiv 1711.05101).
 
 use super::chunks::{Kernel, Slices};
-use super::{Optimizer, StepContext};
+use super::{Momentum, Optimizer, StepContext};
 use crate::config::AdamConfig;
 use crate::precision::{FlatMut, FlatRef};
 
@@ -52,6 +52,7 @@ impl Adam {
     fn scalars(&self, ctx: &StepContext) -> Scalars {
         let AdamConfig { lr: _, betas, eps, weight_decay, bias_correction, decoupled } = self.config;
         let betas = ctx.betas.unwrap_or(betas);
+        let (eps, weight_decay) = (ctx.eps.unwrap_or(eps), ctx.weight_decay.unwrap_or(weight_decay));
         let (beta1, beta2) = (f64::from(betas.0 as f32), f64::from(betas.1 as f32));
         let correction = |beta: f64| if bias_correction { 1.0 - beta.powf(ctx.step as f64) } else { 1.0 };
         let (l2, decay) = if decoupled { (0.0, ctx.lr * weight_decay) } else { (weight_decay, 0.0) };
@@ -71,6 +72,18 @@ impl Adam {
 }
 
 impl Optimizer for Adam {
+    fn name(&self) -> &str {
+        if self.config.decoupled { "AdamW" } else { "Adam" }
+    }
+
+    fn lr(&self) -> f64 {
+        self.config.lr
+    }
+
+    fn momentum(&self) -> Momentum {
+        Momentum::Betas(self.config.betas.0, self.config.betas.1)
+    }
+
     fn state_names(&self) -> &'static [&'static str] {
         &["exp_avg", "exp_avg_sq"]
     }

@@ -1,7 +1,7 @@
 //! LAMB (arXiv 1904.00962).
 
 use super::chunks::{Kernel, Slices};
-use super::{Layerwise, Optimizer, SQUARES_BLOCK, Squares, StepContext};
+use super::{Layerwise, Momentum, Needs, Optimizer, SQUARES_BLOCK, Squares, StepContext};
 use crate::config::LambConfig;
 use crate::kernels::par;
 use crate::kernels::simd::{Level, Loop};
@@ -41,6 +41,7 @@ impl Lamb {
         assert!(ctx.step > 0, "optimizer steps count from 1");
         let LambConfig { betas, eps, weight_decay, bias_correction, eps_inside_sqrt, .. } = self.config;
         let betas = ctx.betas.unwrap_or(betas);
+        let (eps, weight_decay) = (ctx.eps.unwrap_or(eps), ctx.weight_decay.unwrap_or(weight_decay));
         let (beta1, beta2) = (f64::from(betas.0 as f32), f64::from(betas.1 as f32));
         let correction = |beta: f64| if bias_correction { 1.0 - beta.powf(ctx.step as f64) } else { 1.0 };
         let (eps_inside, eps_outside) = if eps_inside_sqrt { (eps, 0.0) } else { (0.0, eps) };
@@ -59,6 +60,18 @@ impl Lamb {
 }
 
 impl Optimizer for Lamb {
+    fn name(&self) -> &str {
+        "Lamb"
+    }
+
+    fn lr(&self) -> f64 {
+        self.config.lr
+    }
+
+    fn momentum(&self) -> Momentum {
+        Momentum::Betas(self.config.betas.0, self.config.betas.1)
+    }
+
     fn state_names(&self) -> &'static [&'static str] {
         &["exp_avg", "exp_avg_sq"]
     }
@@ -74,8 +87,8 @@ impl Optimizer for Lamb {
         Slices::new(param, grad, state, half).update_with(&self.scalars(ctx));
     }
 
-    fn layerwise(&self) -> Option<&dyn Layerwise> {
-        Some(self)
+    fn needs(&self) -> Needs<'_> {
+        Needs::Norms(self)
     }
 }
 

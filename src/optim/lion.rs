@@ -1,7 +1,7 @@
 //! Lion (arXiv 2302.06675).
 
 use super::chunks::{Kernel, Slices};
-use super::{Optimizer, StepContext};
+use super::{Momentum, Optimizer, StepContext};
 use crate::config::LionConfig;
 use crate::precision::{FlatMut, FlatRef};
 
@@ -29,6 +29,18 @@ impl Lion {
 }
 
 impl Optimizer for Lion {
+    fn name(&self) -> &str {
+        "Lion"
+    }
+
+    fn lr(&self) -> f64 {
+        self.config.lr
+    }
+
+    fn momentum(&self) -> Momentum {
+        Momentum::Betas(self.config.betas.0, self.config.betas.1)
+    }
+
     fn state_names(&self) -> &'static [&'static str] {
         &["exp_avg"]
     }
@@ -43,7 +55,7 @@ impl Optimizer for Lion {
     ) {
         assert!(ctx.step > 0, "optimizer steps count from 1");
         let LionConfig { lr: _, betas, weight_decay } = self.config;
-        let betas = ctx.betas.unwrap_or(betas);
+        let (betas, weight_decay) = (ctx.betas.unwrap_or(betas), ctx.weight_decay.unwrap_or(weight_decay));
         let (beta1, beta2) = (betas.0 as f32, betas.1 as f32);
         let kernel = Scalars {
             grad_scale: ctx.grad_scale,

@@ -12,17 +12,24 @@
 //! | `adagrad.rs` | Adagrad |
 //! | `lamb.rs` | LAMB |
 //! | `chunks.rs` | how one pass over all the buffers runs in parallel |
+//! | `groups.rs` | parameter groups: which parameters have a learning rate or a decay of their own |
+//! | `trainer.rs` | an engine's optimizer, its parameter groups and their schedules |
 //! | `schedule.rs` | learning rate and momentum by step |
 
 mod adagrad;
 mod adam;
 mod chunks;
+mod groups;
 mod lamb;
 mod lion;
 mod schedule;
 mod sgd;
+mod trainer;
 
+pub use groups::ParameterGroup;
+pub(crate) use groups::{Grouping, Role};
 pub use schedule::{LrSchedule, Momentum, Schedule, validate};
+pub(crate) use trainer::{Trained, Trainer};
 
 use crate::config::OptimizerConfig;
 use crate::precision::{FlatMut, FlatRef};
@@ -32,9 +39,13 @@ use crate::precision::{FlatMut, FlatRef};
 pub struct StepContext {
     /// Learning rate in force.
     pub lr: f64,
-    /// Betas in force where a schedule changes them; `None`: the optimizer's own. An optimizer without betas ignores
-    /// them.
+    /// Betas in force where a schedule or a [`ParameterGroup`] changes them; `None`: the optimizer's own. An optimizer
+    /// without betas ignores them.
     pub betas: Option<(f64, f64)>,
+    /// `eps` where a [`ParameterGroup`] has one; `None`: the optimizer's own.
+    pub eps: Option<f64>,
+    /// Weight decay where a [`ParameterGroup`] has one; `None`: the optimizer's own.
+    pub weight_decay: Option<f64>,
     /// Number of this step, from 1. Skipped steps are not counted.
     pub step: u64,
     /// Every gradient element is multiplied by this first: 1 / (loss scale x clip factor). See
@@ -42,8 +53,78 @@ pub struct StepContext {
     pub grad_scale: f32,
 }
 
-/// An elementwise optimizer.
+impl StepContext {
+    /// Step number `step` at learning rate `lr`, with the optimizer's own numbers and gradients as they are.
+    pub fn new(lr: f64, step: u64) -> Self {
+        Self { lr, betas: None, eps: None, weight_decay: None, step, grad_scale: 1.0 }
+    }
+}
+
+/// An optimizer on slices of weights. One of your own goes to
+/// [`EngineBuilder::optimizer`](crate::EngineBuilder::optimizer): its states are sharded, offloaded and checkpointed as
+/// those of the built-in ones.
+///
+/// ```
+/// use candle_zero::Engine;
+/// use candle_zero::optim::{Optimizer, StepContext};
+/// use candle_zero::precision::{FlatMut, FlatRef};
+///
+/// /// Steps by the sign of the gradient's running mean.
+/// struct SignOfMean;
+///
+/// impl Optimizer for SignOfMean {
+///     fn lr(&self) -> f64 {
+///         1e-3
+///     }
+///
+///     fn state_names(&self) -> &'static [&'static str] {
+///         &["mean"]
+///     }
+///
+///     fn update(
+///         &self,
+///         ctx: &StepContext,
+///         param: &mut [f32],
+///         grad: FlatRef<'_>,
+///         state: &mut [&mut [f32]],
+///         half: Option<FlatMut<'_>>,
+///     ) {
+///         let decay = (ctx.lr * ctx.weight_decay.unwrap_or(0.0)) as f32;
+///         for (i, (p, mean)) in param.iter_mut().zip(state[0].iter_mut()).enumerate() {
+///             *mean = 0.9 * *mean + 0.1 * (grad.get(i) * ctx.grad_scale);
+///             *p = *p - decay * *p - ctx.lr as f32 * mean.signum();
+///         }
+///         if let Some(half) = half {
+///             half.copy_cast(FlatRef::F32(param));
+///         }
+///     }
+/// }
+///
+/// // As in DeepSpeed, an optimizer of one's own counts as untested with ZeRO.
+/// let config = r#"{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": true}"#;
+/// let mut engine = Engine::builder().optimizer(SignOfMean).initialize(|vb| candle_nn::linear(4, 1, vb), config)?;
+/// let loss = engine.forward(|model| model.weight().sqr()?.sum_all()? + model.bias().unwrap().sqr()?.sum_all()?)?;
+/// engine.backward(&loss)?;
+/// engine.step()?;
+/// assert_eq!(engine.get_lr(), [1e-3]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub trait Optimizer: Send + Sync {
+    /// What it is called in checkpoints and messages. Default: the name of its type.
+    fn name(&self) -> &str {
+        std::any::type_name::<Self>()
+    }
+
+    /// The learning rate without a schedule, and the base of one. Default 1e-3.
+    fn lr(&self) -> f64 {
+        1e-3
+    }
+
+    /// What it has for momentum: betas are what a schedule such as OneCycle changes. Default: none.
+    fn momentum(&self) -> Momentum {
+        Momentum::Factor(0.0)
+    }
+
     /// Names of the state buffers that [`update`](Self::update) expects, in order, as DeepSpeed's checkpoints call
     /// them. Each is f32, as long as the parameter, and starts with zeros.
     fn state_names(&self) -> &'static [&'static str];
@@ -52,7 +133,7 @@ pub trait Optimizer: Send + Sync {
     ///
     /// `param` holds the f32 master weights, `grad` the gradient in any flat dtype, `state` one buffer for each of
     /// [`state_names`](Self::state_names), `half` the copy of the weights in the model's dtype, if there is one.
-    /// Slices of a parameter may be updated in any order; each gives the bits that the whole would give.
+    /// Slices of a parameter may be updated in any order; each has to give the bits that the whole would give.
     ///
     /// # Panics
     ///
@@ -66,10 +147,58 @@ pub trait Optimizer: Send + Sync {
         half: Option<FlatMut<'_>>,
     );
 
-    /// What comes before the update, if a step depends on norms of whole parameters.
-    fn layerwise(&self) -> Option<&dyn Layerwise> {
+    /// What comes before the update, if a step depends on more of a parameter than the element that it updates.
+    fn needs(&self) -> Needs<'_> {
+        Needs::Elements
+    }
+
+    /// Whether it trains a parameter of this name and shape. What it does not take, its
+    /// [`auxiliary`](Self::auxiliary) trains; without one it has to take all.
+    fn takes(&self, name: &str, shape: &[usize]) -> bool {
+        _ = (name, shape);
+        true
+    }
+
+    /// The optimizer of the parameters that this one does not take. It has none itself.
+    fn auxiliary(&self) -> Option<&dyn Optimizer> {
         None
     }
+}
+
+/// What an optimizer's step in a parameter depends on.
+#[derive(Clone, Copy)]
+pub enum Needs<'a> {
+    /// Each element on itself alone.
+    Elements,
+    /// Norms of the whole parameter too.
+    Norms(&'a dyn Layerwise),
+    /// A direction that is made of all elements of a parameter together.
+    Whole(&'a dyn Wholewise),
+}
+
+/// An optimizer whose direction in a parameter depends on all its elements at once.
+///
+/// Its step has three parts: [`Wholewise::momentum`] on slices, which makes a rough direction of the gradient and the
+/// states; [`Wholewise::finish`] on the whole rough direction, each parameter's on one rank; then [`Optimizer::update`] on
+/// slices, with the finished direction in the place of the gradient, in f32, and without states.
+pub trait Wholewise {
+    /// Updates the states of a slice with its gradient and writes its rough direction. Slices may come in any order; each
+    /// has to give the bits that the whole would give.
+    ///
+    /// # Panics
+    ///
+    /// As [`Optimizer::update`].
+    fn momentum(&self, ctx: &StepContext, grad: FlatRef<'_>, state: &mut [&mut [f32]], direction: &mut [f32]);
+
+    /// Turns the rough direction of a whole parameter of `shape`, row-major, into the finished one. The bits must not
+    /// depend on the number of threads.
+    fn finish(&self, direction: &mut [f32], shape: &[usize]);
+
+    /// Bytes that [`finish`](Self::finish) allocates meanwhile.
+    fn workspace(&self, shape: &[usize]) -> usize;
+
+    /// About how long [`finish`](Self::finish) takes, in any unit: parameters of like cost are finished at the same time.
+    fn cost(&self, shape: &[usize]) -> u128;
 }
 
 /// Elements whose squares make one term of the sums of [`Layerwise::add_squares`].
@@ -116,22 +245,10 @@ pub fn from_config(config: &OptimizerConfig) -> Box<dyn Optimizer> {
 
 /// The learning rate that the optimizer section names: the base of a [`Schedule`], and the rate without one.
 pub fn base_lr(config: &OptimizerConfig) -> f64 {
-    match config {
-        OptimizerConfig::Adam(config) => config.lr,
-        OptimizerConfig::Sgd(config) => config.lr,
-        OptimizerConfig::Lion(config) => config.lr,
-        OptimizerConfig::Adagrad(config) => config.lr,
-        OptimizerConfig::Lamb(config) => config.lr,
-    }
+    from_config(config).lr()
 }
 
 /// The momentum that the optimizer section names: what a [`Schedule`] starts from.
 pub fn momentum(config: &OptimizerConfig) -> Momentum {
-    match config {
-        OptimizerConfig::Adam(config) => Momentum::Betas(config.betas.0, config.betas.1),
-        OptimizerConfig::Lion(config) => Momentum::Betas(config.betas.0, config.betas.1),
-        OptimizerConfig::Lamb(config) => Momentum::Betas(config.betas.0, config.betas.1),
-        OptimizerConfig::Sgd(config) => Momentum::Factor(config.momentum),
-        OptimizerConfig::Adagrad(_) => Momentum::Factor(0.0),
-    }
+    from_config(config).momentum()
 }

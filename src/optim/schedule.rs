@@ -8,7 +8,7 @@ mod cycle;
 mod warmup;
 
 use super::{base_lr, momentum};
-use crate::config::{OptimizerConfig, SchedulerConfig};
+use crate::config::{OptimizerConfig, PerGroup, SchedulerConfig};
 use crate::{Error, Result};
 use std::fmt;
 use std::sync::Arc;
@@ -50,6 +50,13 @@ use std::sync::Arc;
 pub trait LrSchedule: Send + Sync {
     /// The rate of the optimizer step that comes after `applied` ones: `lr(0)` is that of the first.
     fn lr(&self, applied: u64) -> f64;
+
+    /// The rate of a parameter group of that step, counted as in [`Engine::get_lr`](crate::Engine::get_lr). Default: that
+    /// of all, whatever the group's own rate.
+    fn lr_of_group(&self, applied: u64, group: usize) -> f64 {
+        _ = group;
+        self.lr(applied)
+    }
 
     /// The betas of that step; `None`: the optimizer's own. An optimizer without betas keeps its momentum.
     fn betas(&self, applied: u64) -> Option<(f64, f64)> {
@@ -94,7 +101,9 @@ pub enum Momentum {
 #[derive(Clone)]
 pub struct Schedule {
     rule: Arc<dyn LrSchedule>,
-    /// The optimizer's own.
+    /// The parameter group that it is for.
+    group: usize,
+    /// The optimizer's own, or the group's.
     momentum: Momentum,
     last_batch_iteration: i64,
     lr: f64,
@@ -104,15 +113,29 @@ pub struct Schedule {
 /// A schedule of the configuration.
 struct OfConfig {
     config: SchedulerConfig,
-    /// The optimizer's own `lr`: WarmupCosineLR scales it, WarmupLR ends at it when `warmup_max_lr` is not given.
+    /// The optimizer's own `lr`, or the group's: WarmupCosineLR scales it, WarmupLR ends at it when `warmup_max_lr` is
+    /// not given.
     base_lr: f64,
+    group: usize,
+}
+
+/// A parameter group as its schedule sees it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GroupBase {
+    /// Its own learning rate.
+    pub lr: f64,
+    /// Its own momentum.
+    pub momentum: Momentum,
+    /// Its number, of so many.
+    pub group: usize,
+    pub groups: usize,
 }
 
 impl LrSchedule for OfConfig {
     fn lr(&self, applied: u64) -> f64 {
         let it = counter(applied);
         match &self.config {
-            SchedulerConfig::OneCycle(config) => cycle::lr(config, it),
+            SchedulerConfig::OneCycle(config) => cycle::lr(config, self.group, it),
             SchedulerConfig::LrRangeTest {
                 lr_range_test_min_lr,
                 lr_range_test_step_size,
@@ -121,9 +144,9 @@ impl LrSchedule for OfConfig {
             } => {
                 let k = applied as f64 / *lr_range_test_step_size as f64;
                 let k = if *lr_range_test_staircase { k.floor() } else { k };
-                lr_range_test_min_lr * (1.0 + lr_range_test_step_rate * k)
+                lr_range_test_min_lr.of(self.group) * (1.0 + lr_range_test_step_rate * k)
             }
-            config => warmup::lr(config, self.base_lr, it).unwrap_or(self.base_lr),
+            config => warmup::lr(config, self.base_lr, self.group, it).unwrap_or(self.base_lr),
         }
     }
 
@@ -171,20 +194,66 @@ pub fn validate(config: &SchedulerConfig) -> Result<()> {
     }
 }
 
+/// Refuses lists that have not a number for each of `groups` parameter groups.
+fn validate_lists(config: &SchedulerConfig, groups: usize) -> Result<()> {
+    let rates = match config {
+        SchedulerConfig::WarmupLr { warmup_min_lr, warmup_max_lr, .. } => vec![
+            ("scheduler.params.warmup_min_lr", Some(warmup_min_lr)),
+            ("scheduler.params.warmup_max_lr", warmup_max_lr.as_ref()),
+        ],
+        SchedulerConfig::WarmupDecayLr { warmup_min_lr, warmup_max_lr, .. } => vec![
+            ("scheduler.params.warmup_min_lr", Some(warmup_min_lr)),
+            ("scheduler.params.warmup_max_lr", Some(warmup_max_lr)),
+        ],
+        SchedulerConfig::OneCycle(cycle) => vec![
+            ("scheduler.params.cycle_min_lr", Some(&cycle.cycle_min_lr)),
+            ("scheduler.params.cycle_max_lr", Some(&cycle.cycle_max_lr)),
+        ],
+        SchedulerConfig::LrRangeTest { lr_range_test_min_lr, .. } => {
+            vec![("scheduler.params.lr_range_test_min_lr", Some(lr_range_test_min_lr))]
+        }
+        SchedulerConfig::WarmupCosineLr { .. } => vec![],
+    };
+    for (key, rate) in rates {
+        let Some(PerGroup::Each(rates)) = rate else { continue };
+        if rates.len() != groups {
+            return Err(Error::ScheduleParameter {
+                key,
+                found: format!("a list of {}, and the number of parameter groups is {groups}", rates.len()),
+                allowed: "a number, or a list of one for each group",
+                mend: "correct the list, or the parameter groups that the engine's builder is given",
+            });
+        }
+    }
+    Ok(())
+}
+
 impl Schedule {
-    /// The schedule of a configuration's two sections, with the values of the first optimizer step in force. Without a
-    /// scheduler they are the optimizer's for ever; without an optimizer, 0.
+    /// The schedule of a configuration's two sections for one parameter group of all parameters, with the values of the
+    /// first optimizer step in force. Without a scheduler they are the optimizer's for ever; without an optimizer, 0.
     ///
     /// # Errors
     ///
-    /// What [`validate`] refuses.
+    /// What [`validate`] refuses; a list of rates for several groups.
     pub fn new(scheduler: Option<&SchedulerConfig>, optimizer: Option<&OptimizerConfig>) -> Result<Self> {
-        let base_lr = optimizer.map_or(0.0, base_lr);
+        let momentum = optimizer.map_or(Momentum::Factor(0.0), momentum);
+        let base = GroupBase { lr: optimizer.map_or(0.0, base_lr), momentum, group: 0, groups: 1 };
+        Self::of_group(scheduler, base)
+    }
+
+    /// The schedule of one parameter group.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
+    pub(crate) fn of_group(scheduler: Option<&SchedulerConfig>, base: GroupBase) -> Result<Self> {
+        let GroupBase { lr: base_lr, group, groups, .. } = base;
         Ok(match scheduler {
-            None => Self::custom(Arc::new(move |_| base_lr), optimizer),
+            None => Self::custom_of_group(Arc::new(move |_| base_lr), base),
             Some(config) => {
                 validate(config)?;
-                Self::custom(Arc::new(OfConfig { config: *config, base_lr }), optimizer)
+                validate_lists(config, groups)?;
+                Self::custom_of_group(Arc::new(OfConfig { config: config.clone(), base_lr, group }), base)
             }
         })
     }
@@ -192,7 +261,13 @@ impl Schedule {
     /// One of your own for this optimizer, with the values of the first step in force.
     pub fn custom(rule: Arc<dyn LrSchedule>, optimizer: Option<&OptimizerConfig>) -> Self {
         let momentum = optimizer.map_or(Momentum::Factor(0.0), momentum);
-        let mut schedule = Self { rule, momentum, last_batch_iteration: -1, lr: 0.0, betas: None };
+        Self::custom_of_group(rule, GroupBase { lr: 0.0, momentum, group: 0, groups: 1 })
+    }
+
+    /// One of the user's own for a parameter group.
+    pub(crate) fn custom_of_group(rule: Arc<dyn LrSchedule>, base: GroupBase) -> Self {
+        let GroupBase { momentum, group, .. } = base;
+        let mut schedule = Self { rule, group, momentum, last_batch_iteration: -1, lr: 0.0, betas: None };
         schedule.restore(-1);
         schedule
     }
@@ -245,7 +320,7 @@ impl Schedule {
         self.last_batch_iteration = last_batch_iteration;
         // A counter below -1 is none: the beginning.
         let applied = u64::try_from(last_batch_iteration.saturating_add(1)).unwrap_or(0);
-        self.lr = self.rule.lr(applied);
+        self.lr = self.rule.lr_of_group(applied, self.group);
         self.betas = match self.momentum {
             Momentum::Betas(..) => self.rule.betas(applied),
             Momentum::Factor(_) => None,
@@ -261,6 +336,7 @@ impl Schedule {
 impl fmt::Debug for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Schedule")
+            .field("group", &self.group)
             .field("last_batch_iteration", &self.last_batch_iteration)
             .field("lr", &self.lr)
             .field("momentum", &self.momentum())
@@ -290,7 +366,7 @@ mod tests {
         };
         insta::assert_snapshot!(refusal(cosine), @"scheduler.params.warmup_num_steps is 0; allowed is a positive integer: leave the scheduler section out to train with the optimizer's constant lr");
         let range = SchedulerConfig::LrRangeTest {
-            lr_range_test_min_lr: 0.1,
+            lr_range_test_min_lr: 0.1.into(),
             lr_range_test_step_size: 0,
             lr_range_test_step_rate: 1.0,
             lr_range_test_staircase: false,
@@ -327,7 +403,7 @@ mod tests {
             ..OneCycleConfig::new(0.0, 1.0)
         };
         // In sevenths and thirds, after so many steps.
-        let height = |applied: u64, stairs: f64| cycle::lr(&config, counter(applied)) * stairs;
+        let height = |applied: u64, stairs: f64| cycle::lr(&config, 0, counter(applied)) * stairs;
         for applied in 0..=49 {
             assert!((height(applied, 7.0) - (applied / 7) as f64).abs() < 1e-12, "{applied}");
         }

@@ -28,6 +28,18 @@ impl Sgd {
 }
 
 impl Optimizer for Sgd {
+    fn name(&self) -> &str {
+        "SGD"
+    }
+
+    fn lr(&self) -> f64 {
+        self.config.lr
+    }
+
+    fn momentum(&self) -> super::Momentum {
+        super::Momentum::Factor(self.config.momentum)
+    }
+
     fn state_names(&self) -> &'static [&'static str] {
         if self.config.momentum == 0.0 { &[] } else { &["momentum_buffer"] }
     }
@@ -41,7 +53,8 @@ impl Optimizer for Sgd {
         half: Option<FlatMut<'_>>,
     ) {
         assert!(ctx.step > 0, "optimizer steps count from 1");
-        let (lr, scale, l2) = (ctx.lr as f32, ctx.grad_scale, self.config.weight_decay as f32);
+        let weight_decay = ctx.weight_decay.unwrap_or(self.config.weight_decay);
+        let (lr, scale, l2) = (ctx.lr as f32, ctx.grad_scale, weight_decay as f32);
         let momentum = self.config.momentum as f32;
         if momentum == 0.0 {
             return Slices::new(param, grad, state, half).update_with(&Plain { lr, scale, l2 });

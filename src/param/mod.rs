@@ -43,6 +43,8 @@ pub(crate) struct Param {
     pub shape: Shape,
     pub numel: usize,
     pub unit: UnitId,
+    /// Its parameter group.
+    pub group: usize,
     /// What the model holds: the result of a capture operation on an empty leaf.
     pub tensor: Tensor,
     pub residency: Mutex<Residency>,

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::layout::{Placement, shard_range};
 use crate::memory::{Kind, Ledger, Tier};
 use crate::offload::Offload;
+use crate::optim::Grouping;
 use crate::precision::{Flat, FlatRef};
 use crate::zero::core::Link;
 use crate::zero::sub_group::{SubGroup, SubGroupBuilder};
@@ -28,8 +29,8 @@ pub(crate) struct Holding {
     pub sub_group_size: usize,
     /// What gradients are accumulated in.
     pub grad_dtype: DType,
-    /// Names of the optimizer's states.
-    pub moments: &'static [&'static str],
+    /// What decides which states a parameter has.
+    pub grouping: Arc<Grouping>,
     /// The files of what is offloaded.
     pub offload: Option<Arc<Offload>>,
 }
@@ -130,7 +131,8 @@ impl Inner {
         let owned = if h.placement.optim.is_sharded() { shard } else { 0..numel };
         let own = &values[owned.start - made.start..owned.end - made.start];
         // In f32: the master weights begin with all digits of the source.
-        self.groups.push(id, numel, owned.clone(), FlatRef::F32(own))?;
+        let group = h.grouping.group(name, shape.dims());
+        self.groups.push(id, numel, owned.clone(), FlatRef::F32(own), Grouping::role(group))?;
 
         let tensor = |values| {
             let storage = residency::storage_on(&h.device, residency::to_storage(values))?;
@@ -150,6 +152,7 @@ impl Inner {
             name: name.into(),
             shape,
             numel,
+            group,
             unit: self.open_unit(),
             tensor: tensor.clone(),
             residency: Mutex::new(residency),

@@ -9,6 +9,8 @@
 //! | `gather.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
 //! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
 //! | `step.rs` | vote, update, publish |
+//! | `walk.rs` | a pass through the share, in memory and in files |
+//! | `whole.rs` | norms of whole parameters, and directions made of whole ones |
 //! | `export.rs` | whole parameters in a file |
 
 pub(crate) mod core;
@@ -22,5 +24,7 @@ mod step;
 pub(crate) mod sub_group;
 pub(crate) mod trace;
 pub(crate) mod unit;
+mod walk;
+mod whole;
 
 pub use unit::{Unit, unit};

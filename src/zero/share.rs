@@ -2,6 +2,7 @@
 
 use super::core::Core;
 use super::sub_group::{Home, SubGroup};
+use crate::checkpoint::WEIGHTS;
 use crate::error::Result;
 use crate::offload::{Offload, STEP};
 use crate::param::{lock, residency};
@@ -16,14 +17,17 @@ pub(crate) const PIECE: usize = 512 * STEP;
 pub(crate) enum State {
     /// Master weights; with f32 parameters, these.
     Weights,
-    /// A state of the optimizer.
+    /// A state that the optimizer has of the parameter.
     Moment(usize),
 }
 
 impl State {
-    /// All states of an optimizer with `moments` of its own, in the order of files.
-    pub fn all(moments: usize) -> impl Iterator<Item = Self> {
-        std::iter::once(Self::Weights).chain((0..moments).map(Self::Moment))
+    /// The state that checkpoints call `name`, of a parameter of which the optimizer has the states `moments`.
+    pub fn of(name: &str, moments: &[&str]) -> Option<Self> {
+        match moments.iter().position(|moment| *moment == name) {
+            None if name == WEIGHTS => Some(Self::Weights),
+            place => place.map(Self::Moment),
+        }
     }
 
     fn home<'a>(&self, group: &'a mut SubGroup) -> Option<&'a mut Home> {

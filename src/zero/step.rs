@@ -5,28 +5,27 @@
 //!                                           (of what is in files: window by window)
 //!
 //!   LAMB, between vote and update: a pass that changes nothing, and the norms of every parameter over all ranks
+//!   Muon, after the update of all others: whole matrices, each on one rank (`whole.rs`)
 //! ```
 
 use super::core::Core;
 use super::parcel::Parcel;
-use super::sub_group::{GradShare, Slot, SubGroup};
+use super::sub_group::{GradShare, Pass, Slot, SubGroup};
+use super::walk::Part;
 use crate::comm::{Pending, Wire};
 use crate::error::Result;
 use crate::layout::{BucketRule, PACKED_BELOW, shard_len, shard_range};
 use crate::memory::{Held, Kind};
-use crate::offload::{Pipeline, Plan, Stream, Transfer, Window, windows};
-use crate::optim::{Layerwise, Optimizer, Squares, StepContext};
+use crate::offload::Transfer;
+use crate::optim::{Needs, StepContext, Trained};
 use crate::param::{ParamId, lock, residency};
-use crate::precision::{Flat, FlatMut, FlatRef, sum_of_squares};
+use crate::precision::{Flat, sum_of_squares};
 use candle_core::DType;
 use std::collections::VecDeque;
 use std::ops::Range;
 
 /// Publications under way before the oldest is waited for.
 const IN_FLIGHT: usize = 2;
-
-/// Parameters whose squares travel in one control message.
-const SQUARES_AT_A_TIME: usize = 4096;
 
 /// What all ranks agree on before a step.
 pub(crate) struct Vote {
@@ -36,16 +35,6 @@ pub(crate) struct Vote {
     pub overflowed: Vec<usize>,
     /// Mean of the losses.
     pub loss: f64,
-}
-
-/// The part of a parameter that a pass works on at a time.
-struct Part<'a, 's> {
-    /// Weights in f32.
-    param: &'a mut [f32],
-    grad: FlatRef<'a>,
-    state: &'a mut [&'s mut [f32]],
-    /// Weights in the model's dtype, where `param` holds the master weights.
-    half: Option<FlatMut<'a>>,
 }
 
 impl Core {
@@ -99,159 +88,35 @@ impl Core {
         shard.start - owned.start..shard.end - owned.start
     }
 
-    /// Updates this rank's share, sub-group by sub-group, and publishes it where parameters are replicated.
-    pub fn update(&self, optimizer: &dyn Optimizer, ctx: &StepContext) -> Result<()> {
+    /// Updates this rank's share, sub-group by sub-group, and publishes it where parameters are replicated. `trained` says
+    /// with what, by parameter group.
+    pub fn update(&self, trained: &[Trained<'_>]) -> Result<()> {
         let publishes = self.placement.optim.is_sharded() && !self.placement.params.is_sharded();
         let mut publisher = Publisher::new(self.zero.allgather_bucket_size);
+        let mut publish = |slot: &Slot| if publishes { publisher.push(self, slot.param) } else { Ok(()) };
         let mut groups = lock(&self.groups);
-        let ratios = match optimizer.layerwise() {
-            Some(layerwise) => self.trust_ratios(&mut groups, layerwise, ctx)?,
-            None => Vec::new(),
-        };
+        let ratios = self.trust_ratios(&mut groups, trained)?;
+        let by_elements: Vec<usize> =
+            (0..groups.len()).filter(|g| !matches!(self.needs(&groups[*g], trained), Needs::Whole(_))).collect();
         let update = |slot: &Slot, _: Range<usize>, Part { param, grad, state, half }: Part<'_, '_>| {
+            let Trained { optimizer, ctx } = self.trained(slot, trained);
             let ratio = ratios.get(slot.param).copied().unwrap_or(1.0);
-            optimizer.update(&StepContext { lr: ctx.lr * ratio, ..*ctx }, param, grad, state, half);
+            optimizer.update(&StepContext { lr: ctx.lr * ratio, ..ctx }, param, grad, state, half);
         };
-        let publish = |slot: &Slot| if publishes { publisher.push(self, slot.param) } else { Ok(()) };
-        self.pass(&mut groups, true, update, publish)?;
+        self.pass(&mut groups, &by_elements, Pass::Update, update, &mut publish)?;
+        self.update_whole(&mut groups, trained, &mut publish)?;
         drop(groups);
         publisher.finish(self)
     }
 
-    /// Collective: what the learning rate is multiplied by in each parameter. As in [`Core::vote`], each rank sums its
-    /// shard of every parameter, also where it holds the whole.
-    fn trust_ratios(&self, groups: &mut [SubGroup], layerwise: &dyn Layerwise, ctx: &StepContext) -> Result<Vec<f64>> {
-        let mut squares = vec![Squares::default(); self.params.len()];
-        let sum = |slot: &Slot, in_slot: Range<usize>, Part { param, grad, state, .. }: Part<'_, '_>| {
-            let own = self.own_part(slot);
-            let (start, end) = (own.start.max(in_slot.start), own.end.min(in_slot.end));
-            if start < end {
-                let range = start - in_slot.start..end - in_slot.start;
-                let state: Vec<&[f32]> = state.iter().map(|s| &s[range.clone()]).collect();
-                let squares = &mut squares[slot.param];
-                layerwise.add_squares(ctx, &param[range.clone()], grad.slice(range), &state, squares);
-            }
-        };
-        self.pass(groups, false, sum, |_| Ok(()))?;
-        for squares in squares.chunks_mut(SQUARES_AT_A_TIME) {
-            let own = squares.iter().flat_map(|s| [s.weights, s.update]).collect();
-            let ranks = self.comm.gather_f64(own).wait()?;
-            for (i, squares) in squares.iter_mut().enumerate() {
-                let sum = |value: usize| ranks.iter().map(|rank| rank[2 * i + value]).sum();
-                *squares = Squares { weights: sum(0), update: sum(1) };
-            }
-        }
-        Ok(squares.into_iter().map(|s| layerwise.trust_ratio(s)).collect())
+    /// What a slot's parameter is trained with.
+    pub(super) fn trained<'a>(&self, slot: &Slot, trained: &[Trained<'a>]) -> Trained<'a> {
+        trained[self.params[slot.param].group]
     }
 
-    /// Calls `work` with all parts of this rank's share, in order, with the elements of the slot that each is, and
-    /// `complete` when all parts of a slot have been worked on. Of what lies in files, one window after the other is in
-    /// memory, and goes back if the pass `changes` it.
-    fn pass(
-        &self,
-        groups: &mut [SubGroup],
-        changes: bool,
-        mut work: impl FnMut(&Slot, Range<usize>, Part<'_, '_>),
-        mut complete: impl FnMut(&Slot) -> Result<()>,
-    ) -> Result<()> {
-        let (window_len, mut pipeline) = self.pipeline(groups, changes);
-        for group in groups.iter_mut() {
-            let mut completed = 0;
-            let in_files = group.has_files() && group.len > 0;
-            let ranges: Vec<_> = if in_files {
-                windows(group.len, window_len).collect()
-            } else {
-                std::iter::once(0..group.len).collect()
-            };
-            for range in ranges {
-                let mut window = match &mut pipeline {
-                    Some(pipeline) if in_files => Some(pipeline.next()?),
-                    _ => None,
-                };
-                self.parts(group, &range, window.as_mut(), &mut work)?;
-                if let (Some(pipeline), Some(window)) = (&mut pipeline, window) {
-                    pipeline.done(window)?;
-                }
-                for slot in group.slots[completed..].iter().take_while(|s| s.range().end <= range.end) {
-                    complete(slot)?;
-                    completed += 1;
-                }
-            }
-        }
-        pipeline.map_or(Ok(()), Pipeline::finish)
-    }
-
-    /// The windows of all sub-groups that have something in files, and the length of one.
-    fn pipeline(&self, groups: &[SubGroup], changes: bool) -> (usize, Option<Pipeline<'_>>) {
-        let Some(offload) = &self.offload else { return (usize::MAX, None) };
-        let largest = groups.iter().map(|g| g.len).max().unwrap_or(0);
-        let streams = groups.iter().map(|g| g.streams().len()).max().unwrap_or(0);
-        let window_len = offload.window_len(largest, streams);
-        let plan = groups.iter().flat_map(|group| {
-            let streams: Vec<_> =
-                group.streams().into_iter().map(|s| Stream { writes: s.writes && changes, ..s }).collect();
-            let ranges = windows(if streams.is_empty() { 0 } else { group.len }, window_len);
-            ranges.map(move |range| Plan { range, streams: streams.clone() })
-        });
-        (window_len, Some(offload.pipeline(&self.ledger, plan.collect())))
-    }
-
-    /// Calls `work` with the parts of a sub-group that lie in its elements `range`.
-    fn parts(
-        &self,
-        group: &mut SubGroup,
-        range: &Range<usize>,
-        mut window: Option<&mut Window>,
-        work: &mut impl FnMut(&Slot, Range<usize>, Part<'_, '_>),
-    ) -> Result<()> {
-        let SubGroup { slots, weights, master, grads, moments, .. } = group;
-        for (slot, grads) in slots.iter().zip(grads) {
-            let part = slot.at.max(range.start)..slot.range().end.min(range.end);
-            if part.is_empty() {
-                continue;
-            }
-            let mut staged = window.as_mut().map_or([].iter_mut(), |w| w.staged.iter_mut());
-            let weights = weights.as_mut().map(|home| home.part(&mut staged, part.clone()));
-            let master = master.as_mut().map(|home| as_f32(home.part(&mut staged, part.clone())));
-            let mut state: Vec<&mut [f32]> =
-                moments.iter_mut().map(|home| as_f32(home.part(&mut staged, part.clone()))).collect();
-            let in_slot = part.start - slot.at..part.end - slot.at;
-            let mut from_file;
-            let grad = match grads {
-                GradShare::Memory(grads) => grads.slice(in_slot.clone()),
-                share => {
-                    from_file = staged.next().expect("gradients lie in the window").part(part.clone());
-                    if matches!(share, GradShare::Absent) {
-                        from_file.fill_zero();
-                    }
-                    from_file.as_ref()
-                }
-            };
-            let state = &mut state;
-            let work = |weights: FlatMut<'_>| {
-                let (param, half) = match (master, weights) {
-                    (Some(master), half) => (master, Some(half)),
-                    (None, FlatMut::F32(weights)) => (weights, None),
-                    (None, _) => unreachable!("16-bit parameters have master weights"),
-                };
-                work(slot, in_slot.clone(), Part { param, grad, state, half });
-            };
-            match weights {
-                Some(weights) => work(weights),
-                None => residency::with_values(&self.params[slot.param].tensor, |whole| {
-                    let start = slot.owned.start + in_slot.start;
-                    work(whole.slice_mut(start..start + in_slot.len()));
-                })?,
-            }
-        }
-        Ok(())
-    }
-}
-
-fn as_f32(flat: FlatMut<'_>) -> &mut [f32] {
-    match flat {
-        FlatMut::F32(v) => v,
-        _ => unreachable!("master weights and moments are f32"),
+    /// What the optimizer of a sub-group needs of its parameters.
+    pub(super) fn needs<'a>(&self, group: &SubGroup, trained: &[Trained<'a>]) -> Needs<'a> {
+        group.slots.first().map_or(Needs::Elements, |slot| self.trained(slot, trained).optimizer.needs())
     }
 }
 

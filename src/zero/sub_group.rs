@@ -1,7 +1,8 @@
 //! This rank's share of the model, sub-group by sub-group: what the optimizer works through.
 //!
 //! A sub-group is a run of parameters whose shares lie one after the other, in one buffer or one part of a file per
-//! kind of state. The optimizer step goes from sub-group to sub-group.
+//! kind of state, and that one half of the optimizer trains: Muon's matrices and AdamW's vectors have different states,
+//! so each half has sub-groups of its own. The optimizer step goes from sub-group to sub-group.
 //!
 //! | | stage 0 | stages 1, 2 | stage 3 |
 //! |---|---|---|---|
@@ -18,6 +19,7 @@ use crate::error::{Error, Result};
 use crate::layout::{SubGroups, shard_len};
 use crate::memory::{Kind, Ledger, Tracked};
 use crate::offload::{Extent, Offload, STEP, Staged, Stream, Transfer};
+use crate::optim::Role;
 use crate::param::ParamId;
 use crate::param::registry::Holding;
 use crate::precision::{Flat, FlatMut, FlatRef, sum_of_squares};
@@ -92,6 +94,8 @@ pub(crate) enum GradShare {
 
 /// One sub-group of this rank's share.
 pub(crate) struct SubGroup {
+    /// The half of the optimizer that trains it.
+    pub role: Role,
     pub slots: Vec<Slot>,
     /// Elements of each kind of state, padding included.
     pub len: usize,
@@ -104,13 +108,42 @@ pub(crate) struct SubGroup {
     pub moments: Vec<Home>,
 }
 
+/// What a pass through a share has in memory, and whether it changes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pass {
+    /// Everything, which stays as it is.
+    Look,
+    /// Everything: weights and moments change by the gradients.
+    Update,
+    /// Moments, which change by the gradients. Weights stay where they are.
+    Moments,
+    /// Weights, which change by something else than the gradients.
+    Weights,
+}
+
+impl Pass {
+    pub fn has_weights(self) -> bool {
+        self != Self::Moments
+    }
+
+    /// Moments and gradients.
+    pub fn has_moments(self) -> bool {
+        self != Self::Weights
+    }
+
+    pub fn changes(self) -> bool {
+        self != Self::Look
+    }
+}
+
 /// Lays out sub-groups while parameters are registered.
 pub(crate) struct SubGroupBuilder {
-    rule: SubGroups,
     holding: Holding,
     ledger: Ledger,
     done: Vec<SubGroup>,
-    open: Option<SubGroup>,
+    /// By role.
+    open: [Option<SubGroup>; Role::ALL.len()],
+    rules: [SubGroups; Role::ALL.len()],
     /// Elements of weights that stay in memory while others are offloaded.
     weights_in_memory: usize,
     /// Initial values on their way to files.
@@ -128,25 +161,33 @@ const IN_FLIGHT: usize = 8;
 impl SubGroupBuilder {
     pub fn new(holding: &Holding, ledger: Ledger) -> Self {
         Self {
-            rule: SubGroups::new(holding.sub_group_size),
             holding: holding.clone(),
             ledger,
             done: Vec::new(),
-            open: None,
+            open: [None, None],
+            rules: Role::ALL.map(|_| SubGroups::new(holding.sub_group_size)),
             weights_in_memory: 0,
             writing: VecDeque::new(),
             too_small: false,
         }
     }
 
-    /// Adds a parameter of `numel` elements of which this rank owns `owned`, with those elements' initial values.
-    pub fn push(&mut self, param: ParamId, numel: usize, owned: Range<usize>, values: FlatRef<'_>) -> Result<()> {
+    /// Adds a parameter of `numel` elements of which this rank owns `owned`, with those elements' initial values, to the
+    /// sub-groups of a half of the optimizer.
+    pub fn push(
+        &mut self,
+        param: ParamId,
+        numel: usize,
+        owned: Range<usize>,
+        values: FlatRef<'_>,
+        role: Role,
+    ) -> Result<()> {
         let shard = shard_len(numel, self.holding.world_size);
         let share = if self.holding.placement.optim.is_sharded() { shard } else { numel };
         // In files a parameter's share begins where a request may begin.
         let len = if self.holding.offload.is_some() { share.next_multiple_of(STEP) } else { share };
         self.choose_home_of_weights(len);
-        let mut group = self.open.take().unwrap_or_else(|| self.empty_group());
+        let mut group = self.open[role as usize].take().unwrap_or_else(|| self.empty_group(role));
         let at = group.len;
         for home in [&group.weights, &group.master].into_iter().flatten() {
             if let Home::File(extent) = home {
@@ -167,10 +208,10 @@ impl SubGroupBuilder {
         group.slots.push(Slot { param, owned, at, len: share });
         group.grads.push(GradShare::Absent);
         group.len += len;
-        self.open = Some(group);
+        self.open[role as usize] = Some(group);
         // The rule counts shares at every stage, so that groups are the same at every stage.
-        if self.rule.push(shard) {
-            self.close();
+        if self.rules[role as usize].push(shard) {
+            self.done.extend(self.open[role as usize].take());
         }
         Ok(())
     }
@@ -187,24 +228,25 @@ impl SubGroupBuilder {
             None => {
                 self.weights_in_memory = usize::MAX;
                 self.close();
-                self.rule = SubGroups::new(self.holding.sub_group_size);
+                self.rules = Role::ALL.map(|_| SubGroups::new(self.holding.sub_group_size));
             }
         }
     }
 
-    fn empty_group(&self) -> SubGroup {
+    fn empty_group(&self, role: Role) -> SubGroup {
         let Holding { placement, dtype, offload, .. } = &self.holding;
         let memory = |kind, dtype| Home::Memory(Tracked::new(&self.ledger, kind, Flat::with_capacity(dtype, 0)));
         let params = offload.as_ref().and_then(|o| o.params.as_ref()).filter(|_| self.weights_in_memory == usize::MAX);
         let weights = || match params {
-            Some(file) => Home::File(Extent::at_end_of(&file.arena, *dtype)),
+            Some(file) => Home::File(Extent::at_end_of(&file.arenas[role as usize], *dtype)),
             None => memory(Kind::Parameters, *dtype),
         };
         let master = || match offload.as_ref().and_then(|o| o.optimizer.as_ref()?.master.as_ref()) {
-            Some(arena) => Home::File(Extent::at_end_of(arena, DType::F32)),
+            Some(arenas) => Home::File(Extent::at_end_of(&arenas[role as usize], DType::F32)),
             None => memory(Kind::MasterWeights, DType::F32),
         };
         SubGroup {
+            role,
             slots: Vec::new(),
             len: 0,
             weights: placement.params.is_sharded().then(weights),
@@ -247,7 +289,7 @@ impl SubGroupBuilder {
     }
 
     fn close(&mut self) {
-        self.done.extend(self.open.take());
+        self.done.extend(self.open.iter_mut().filter_map(Option::take));
     }
 
     /// Ends the layout: reserves the files of gradients and moments, and allocates what stays in memory.
@@ -259,17 +301,21 @@ impl SubGroupBuilder {
     pub fn finish(&mut self) -> Result<Vec<SubGroup>> {
         self.close();
         let mut groups = std::mem::take(&mut self.done);
+        // So that the order of parameters, and of sums over them, does not depend on where sub-groups end.
+        groups.sort_by_key(|group| group.role);
         self.writing.drain(..).try_for_each(Transfer::written)?;
         let offload = self.holding.offload.clone();
         let optimizer = offload.as_ref().and_then(|o| o.optimizer.as_ref());
         // DeepSpeed's rule for `ratio`: of n sub-groups, the first (1 - ratio) n stay.
         let stay = optimizer.map_or(groups.len(), |o| ((1.0 - o.settings.ratio) * groups.len() as f64) as usize);
         for (i, group) in groups.iter_mut().enumerate() {
+            let names = self.holding.grouping.state_names(group.role);
             match optimizer.filter(|_| i >= stay) {
                 Some(files) => {
                     let extent = |arena, dtype| Extent::at_end_of(arena, dtype);
                     let grads = extent(&files.gradients, self.holding.grad_dtype);
-                    let moments: Vec<Extent> = files.moments.iter().map(|a| extent(a, DType::F32)).collect();
+                    let moments: Vec<Extent> =
+                        names.iter().map(|name| extent(&files.moments[name], DType::F32)).collect();
                     for extent in moments.iter().chain([&grads]) {
                         self.grow(extent, group.len)?;
                     }
@@ -281,7 +327,7 @@ impl SubGroupBuilder {
                         group.bring_master_to_memory(offload, &self.ledger)?;
                     }
                     let zeros = || Tracked::new(&self.ledger, Kind::Moments, Flat::zeros(DType::F32, group.len));
-                    group.moments = (0..self.holding.moments.len()).map(|_| Home::Memory(zeros())).collect();
+                    group.moments = names.iter().map(|_| Home::Memory(zeros())).collect();
                 }
             }
         }
@@ -333,22 +379,18 @@ impl SubGroup {
         Tracked::new(ledger, Kind::Gradients, Flat::zeros(dtype, self.slots[slot].len))
     }
 
-    /// Whether a step has to bring anything in.
-    pub fn has_files(&self) -> bool {
-        let homes = self.weights.iter().chain(&self.master).chain(&self.moments);
-        self.grad_file.is_some() || homes.into_iter().any(|home| home.file().is_some())
-    }
-
-    /// What a window of the step brings in from files and back, in the order in which [`Home::part`] asks for it:
+    /// What a window of a pass brings in from files and back, in the order in which [`Home::part`] asks for it:
     /// weights, master weights, moments, gradients.
-    pub fn streams(&self) -> Vec<Stream> {
-        let changes = |home: &Home| home.file().map(|e| Stream { extent: e.clone(), reads: true, writes: true });
+    pub fn streams(&self, pass: Pass) -> Vec<Stream> {
+        let writes = pass.changes();
+        let changes = |home: &Home| home.file().map(|e| Stream { extent: e.clone(), reads: true, writes });
         // 16-bit weights are made anew from the master weights.
         let made_anew = self.master.is_some();
-        let weights = self.weights.as_ref().and_then(changes).map(|s| Stream { reads: !made_anew, ..s });
-        let master = self.master.as_ref().and_then(changes);
-        let moments = self.moments.iter().filter_map(changes);
+        let of_weights = self.weights.as_ref().and_then(changes).map(|s| Stream { reads: !made_anew, ..s });
+        let weights = of_weights.into_iter().chain(self.master.as_ref().and_then(changes));
         let grads = self.grad_file.clone().map(|extent| Stream { extent, reads: true, writes: false });
-        weights.into_iter().chain(master).chain(moments).chain(grads).collect()
+        let moments = self.moments.iter().filter_map(changes).chain(grads);
+        let weights = weights.filter(|_| pass.has_weights());
+        weights.chain(moments.filter(|_| pass.has_moments())).collect()
     }
 }

@@ -38,7 +38,7 @@ const ROOT: &[super::Key] = keys! {
     "wall_clock_breakdown": Bool, "false", H, "Log how long each phase of a step took.";
     "seed": COUNT, "42", H, "Seed of the initial weights. A key of this engine, not of DeepSpeed.";
     "activation_checkpointing": Object, "{}", H, "Recompute activations in backward.";
-    "zero_allow_untested_optimizer": Bool, "false", H, "Allow SGD and Lamb under stage 1 to 3. The other optimizers are always allowed.";
+    "zero_allow_untested_optimizer": Bool, "false", H, "Allow SGD, Lamb and an optimizer of one's own under stage 1 to 3. The others are always allowed.";
     "zero_force_ds_cpu_optimizer": Bool, "true", none("there is one optimizer for memory and files, and it runs on the CPU"), "Offload needs DeepSpeed's CPU optimizer.";
     "allgather_size": POSITIVE, "-", moved("zero_optimization.allgather_bucket_size"), "All-gather bucket of the deprecated zero_optimization: true.";
     "managed_gradient_accumulation": Bool, "true", refuse("the engine always decides where a step ends"), "The engine decides the accumulation boundary.";

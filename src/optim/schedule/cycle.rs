@@ -13,9 +13,10 @@ enum Place {
     Decay(f64),
 }
 
-/// The rate at counter `it`.
-pub(super) fn lr(config: &OneCycleConfig, it: f64) -> f64 {
-    let OneCycleConfig { cycle_min_lr: min, cycle_max_lr: max, decay_lr_rate, .. } = *config;
+/// The rate of a parameter group at counter `it`.
+pub(super) fn lr(config: &OneCycleConfig, group: usize, it: f64) -> f64 {
+    let decay_lr_rate = config.decay_lr_rate;
+    let (min, max) = (config.cycle_min_lr.of(group), config.cycle_max_lr.of(group));
     match place(config, it) {
         Place::Cycle(height) => min + (max - min) * height,
         Place::Decay(k) => min / (1.0 + decay_lr_rate * k),

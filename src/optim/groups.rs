@@ -1,0 +1,298 @@
+//! Parameter groups: which parameters have a learning rate, a weight decay or betas of their own.
+//!
+//! ```text
+//!   name, shape -> the first group that selects them, else the rest -> the optimizer itself, or its auxiliary
+//! ```
+//!
+//! Groups are chosen while parameters are registered, for what an optimizer keeps of a parameter depends on them. Then
+//! the empty ones are dropped, as in DeepSpeed, and the others are counted.
+
+use super::{Momentum, Optimizer};
+use crate::error::{Error, Result};
+use crate::param::Param;
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+
+/// Parameters that have numbers of their own, for
+/// [`EngineBuilder::parameter_groups`](crate::EngineBuilder::parameter_groups). A parameter belongs to the first group
+/// that selects it; what none selects forms a last group, with the optimizer's own numbers.
+///
+/// ```
+/// use candle_zero::Engine;
+/// use candle_zero::optim::ParameterGroup;
+///
+/// let groups = vec![
+///     ParameterGroup::new().names(["*.bias"]).lr(2e-3).weight_decay(0.0),
+///     ParameterGroup::no_decay(),
+/// ];
+/// let config = r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}}"#;
+/// let builder = Engine::builder().parameter_groups(groups);
+/// let engine = builder.initialize(|vb| candle_nn::linear(4, 1, vb.pp("head")), config)?;
+/// // The second group is empty (the one vector is in the first), so it is dropped.
+/// assert_eq!(engine.get_lr(), [2e-3, 1e-3]);
+/// # Ok::<(), candle_zero::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct ParameterGroup {
+    names: Option<Vec<String>>,
+    dims: Option<RangeInclusive<usize>>,
+    use_muon: Option<bool>,
+    lr: Option<f64>,
+    numbers: Numbers,
+}
+
+/// What a group may have instead of the optimizer's own.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(super) struct Numbers {
+    pub betas: Option<(f64, f64)>,
+    pub eps: Option<f64>,
+    pub weight_decay: Option<f64>,
+}
+
+impl ParameterGroup {
+    /// All parameters, with the optimizer's own numbers.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// All parameters of at most one dimension, which are norms and biases, without weight decay.
+    pub fn no_decay() -> Self {
+        Self::new().dims(0..=1).weight_decay(0.0)
+    }
+
+    /// Only parameters whose name is one of `patterns`, in which `*` stands for any characters: `h.*.ln_*`.
+    #[must_use]
+    pub fn names<S: Into<String>>(mut self, patterns: impl IntoIterator<Item = S>) -> Self {
+        self.names = Some(patterns.into_iter().map(Into::into).collect());
+        self
+    }
+
+    /// Only parameters with so many dimensions.
+    #[must_use]
+    pub fn dims(mut self, dims: RangeInclusive<usize>) -> Self {
+        self.dims = Some(dims);
+        self
+    }
+
+    /// Learning rate without a schedule, and the base of one (WarmupCosineLR, WarmupLR without `warmup_max_lr`). Other
+    /// schedules give all groups the rates of their own parameters, as in DeepSpeed.
+    #[must_use]
+    pub fn lr(mut self, lr: f64) -> Self {
+        self.lr = Some(lr);
+        self
+    }
+
+    /// Weight decay.
+    #[must_use]
+    pub fn weight_decay(mut self, weight_decay: f64) -> Self {
+        self.numbers.weight_decay = Some(weight_decay);
+        self
+    }
+
+    /// Betas, of an optimizer that has some.
+    #[must_use]
+    pub fn betas(mut self, beta1: f64, beta2: f64) -> Self {
+        self.numbers.betas = Some((beta1, beta2));
+        self
+    }
+
+    /// What an adaptive optimizer adds to its denominator.
+    #[must_use]
+    pub fn eps(mut self, eps: f64) -> Self {
+        self.numbers.eps = Some(eps);
+        self
+    }
+
+    /// DeepSpeed's attribute of parameters: whether Muon itself trains the matrices of this group, or AdamW, whatever
+    /// their names. (What is no matrix AdamW trains.) Other optimizers train all parameters.
+    #[must_use]
+    pub fn use_muon(mut self, use_muon: bool) -> Self {
+        self.use_muon = Some(use_muon);
+        self
+    }
+
+    fn selects(&self, name: &str, shape: &[usize]) -> bool {
+        self.names.as_ref().is_none_or(|patterns| patterns.iter().any(|pattern| matches(pattern, name)))
+            && self.dims.as_ref().is_none_or(|dims| dims.contains(&shape.len()))
+    }
+
+    /// What is wrong with its numbers.
+    fn problem(&self, optimizer: &dyn Optimizer) -> Option<String> {
+        let Numbers { betas, eps, weight_decay } = self.numbers;
+        for (what, number) in [("lr", self.lr), ("weight_decay", weight_decay), ("eps", eps)] {
+            if let Some(number) = number.filter(|n| !(0.0..f64::INFINITY).contains(n)) {
+                return Some(format!("{what} is {number}; allowed is a finite number of at least 0"));
+            }
+        }
+        let (beta1, beta2) = betas?;
+        if [beta1, beta2].iter().any(|beta| !(0.0..1.0).contains(beta)) {
+            return Some(format!("betas are {beta1}, {beta2}; each has to be at least 0 and below 1"));
+        }
+        let has_betas = |o: &dyn Optimizer| matches!(o.momentum(), Momentum::Betas(..));
+        let somebody_has = has_betas(optimizer) || optimizer.auxiliary().is_some_and(has_betas);
+        (!somebody_has).then(|| format!("it has betas, and {} has none: leave them out", optimizer.name()))
+    }
+}
+
+/// Whether `name` is what `pattern` says: `*` stands for any characters, also none.
+fn matches(pattern: &str, name: &str) -> bool {
+    let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
+    let Some(name) = name.strip_prefix(head) else { return false };
+    // An end of the name that begins at a character's first byte.
+    (0..=name.len()).filter(|at| name.is_char_boundary(*at)).any(|at| matches(rest, &name[at..]))
+}
+
+/// Which of an optimizer's two halves trains a parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) enum Role {
+    /// The optimizer itself.
+    Main,
+    /// Its auxiliary.
+    Auxiliary,
+}
+
+impl Role {
+    /// Both, in the order in which a group's halves are counted.
+    pub const ALL: [Self; 2] = [Self::Main, Self::Auxiliary];
+}
+
+/// An engine's optimizer, and the rule that puts parameters into groups.
+pub(crate) struct Grouping {
+    optimizer: Option<Arc<dyn Optimizer>>,
+    given: Vec<ParameterGroup>,
+}
+
+/// A group that has parameters.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Settled {
+    pub role: Role,
+    pub lr: Option<f64>,
+    pub numbers: Numbers,
+}
+
+impl Grouping {
+    /// # Errors
+    /// [`Error::ParameterGroup`] for numbers that no optimizer can work with; [`Error::OptimizerStates`] for names of
+    /// states that a checkpoint cannot tell apart.
+    pub fn new(optimizer: Option<Arc<dyn Optimizer>>, given: Vec<ParameterGroup>) -> Result<Self> {
+        if let Some(optimizer) = &optimizer {
+            for half in [Some(&**optimizer), optimizer.auxiliary()].into_iter().flatten() {
+                check_states(half)?;
+            }
+            for (index, group) in given.iter().enumerate() {
+                if let Some(problem) = group.problem(&**optimizer) {
+                    return Err(Error::ParameterGroup { index, problem });
+                }
+            }
+        }
+        Ok(Self { optimizer, given })
+    }
+
+    /// The number, before groups are [settled](Self::settle), of a parameter's group.
+    pub fn group(&self, name: &str, shape: &[usize]) -> usize {
+        let given = self.given.iter().position(|group| group.selects(name, shape));
+        let use_muon = given.and_then(|i| self.given[i].use_muon);
+        let main = match (&self.optimizer, use_muon) {
+            (Some(optimizer), Some(use_muon)) if optimizer.auxiliary().is_some() => {
+                // No name stands for any name: only the shape decides.
+                use_muon && optimizer.takes("", shape)
+            }
+            (Some(optimizer), _) => optimizer.auxiliary().is_none() || optimizer.takes(name, shape),
+            (None, _) => true,
+        };
+        given.unwrap_or(self.given.len()) * Role::ALL.len() + usize::from(!main)
+    }
+
+    /// The half that trains the parameters of a group that is not settled.
+    pub fn role(group: usize) -> Role {
+        Role::ALL[group % Role::ALL.len()]
+    }
+
+    /// Halves that an optimizer may have parameters for.
+    pub fn roles(&self) -> &'static [Role] {
+        let has_auxiliary = self.optimizer.as_ref().is_some_and(|o| o.auxiliary().is_some());
+        if has_auxiliary { &Role::ALL } else { &Role::ALL[..1] }
+    }
+
+    /// The optimizer of a role.
+    pub fn optimizer(&self, role: Role) -> Option<&dyn Optimizer> {
+        let optimizer = self.optimizer.as_deref()?;
+        match role {
+            Role::Main => Some(optimizer),
+            Role::Auxiliary => optimizer.auxiliary(),
+        }
+    }
+
+    /// The states of parameters of a role.
+    pub fn state_names(&self, role: Role) -> &'static [&'static str] {
+        self.optimizer(role).map_or(&[], |optimizer| optimizer.state_names())
+    }
+
+    /// All names of states, each once, in order.
+    pub fn all_state_names(&self) -> Vec<&'static str> {
+        let mut all = Vec::new();
+        for name in Role::ALL.into_iter().flat_map(|role| self.state_names(role)) {
+            if !all.contains(name) {
+                all.push(*name);
+            }
+        }
+        all
+    }
+
+    /// Drops the groups without parameters, and numbers the others: the given ones in their order, then the rest; of each
+    /// the optimizer's own parameters, then its auxiliary's. Tells which of the given groups are dropped.
+    pub(super) fn settle(&self, params: &mut [Param]) -> (Vec<Settled>, Vec<usize>) {
+        let mut used: Vec<usize> = params.iter().map(|p| p.group).collect();
+        used.sort_unstable();
+        used.dedup();
+        for param in params {
+            param.group = used.binary_search(&param.group).unwrap_or_else(|_| unreachable!("it is among those used"));
+        }
+        let given = |group: &usize| group / Role::ALL.len();
+        let settled = used.iter().map(|group| {
+            let ParameterGroup { lr, numbers, .. } = self.given.get(given(group)).cloned().unwrap_or_default();
+            Settled { role: Self::role(*group), lr, numbers }
+        });
+        let empty = (0..self.given.len()).filter(|index| !used.iter().any(|group| given(group) == *index));
+        (settled.collect(), empty.collect())
+    }
+}
+
+/// Names of states become names in checkpoints.
+fn check_states(optimizer: &dyn Optimizer) -> Result<()> {
+    let names = optimizer.state_names();
+    for (i, name) in names.iter().enumerate() {
+        let problem = match *name {
+            "" => "one has no name",
+            "fp32" => "fp32 is what checkpoints call the weights",
+            name if names[..i].contains(&name) => "two have the same name",
+            _ => continue,
+        };
+        let (optimizer, names) = (optimizer.name().into(), names.join(", "));
+        return Err(Error::OptimizerStates { optimizer, names, problem });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_star_stands_for_any_characters() {
+        for (pattern, name, expected) in [
+            ("*", "", true),
+            ("*", "a.b", true),
+            ("a.b", "a.b", true),
+            ("a.b", "a.bc", false),
+            ("h.*.ln_*", "h.12.ln_1.weight", true),
+            ("h.*.ln_*", "h.12.attn.weight", false),
+            ("*.bias", "h.0.c_attn.bias", true),
+            ("*.bias", "h.0.c_attn.bias2", false),
+            ("*é*", "wé", true),
+            ("a*a", "a", false),
+        ] {
+            assert_eq!(matches(pattern, name), expected, "{pattern} {name}");
+        }
+    }
+}

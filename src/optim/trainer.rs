@@ -1,0 +1,132 @@
+//! An engine's optimizer with its parameter groups, each with the schedule of its learning rate.
+
+use super::groups::{Numbers, Settled};
+use super::schedule::GroupBase;
+use super::{Grouping, LrSchedule, Momentum, Optimizer, Role, Schedule, StepContext};
+use crate::config::SchedulerConfig;
+use crate::error::{Error, Result};
+use crate::param::Param;
+use std::fmt;
+use std::sync::Arc;
+
+/// The optimizer of an engine and what each parameter group is trained with.
+pub(crate) struct Trainer {
+    grouping: Arc<Grouping>,
+    groups: Vec<Group>,
+}
+
+struct Group {
+    role: Role,
+    numbers: Numbers,
+    schedule: Schedule,
+}
+
+/// What the parameters of one group are trained with in a step.
+#[derive(Clone, Copy)]
+pub(crate) struct Trained<'a> {
+    pub optimizer: &'a dyn Optimizer,
+    pub ctx: StepContext,
+}
+
+impl Trainer {
+    /// Settles the groups of registered parameters, and gives each its schedule: the user's `own`, or the configuration's.
+    /// Also gives the numbers of the user's groups that select nothing.
+    ///
+    /// # Errors
+    /// What a schedule refuses.
+    pub fn new(
+        grouping: Arc<Grouping>,
+        params: &mut [Param],
+        own: Option<Arc<dyn LrSchedule>>,
+        scheduler: Option<&SchedulerConfig>,
+    ) -> Result<(Self, Vec<usize>)> {
+        let (settled, empty) = grouping.settle(params);
+        let count = settled.len();
+        let groups = settled.into_iter().enumerate().map(|(group, Settled { role, lr, numbers })| {
+            let optimizer = grouping.optimizer(role);
+            let momentum = match (optimizer.map_or(Momentum::Factor(0.0), |o| o.momentum()), numbers.betas) {
+                (Momentum::Betas(..), Some((beta1, beta2))) => Momentum::Betas(beta1, beta2),
+                (momentum, _) => momentum,
+            };
+            let lr = optimizer.map_or(0.0, |o| lr.unwrap_or(o.lr()));
+            let base = GroupBase { lr, momentum, group, groups: count };
+            let schedule = match &own {
+                Some(own) => Schedule::custom_of_group(own.clone(), base),
+                None => Schedule::of_group(scheduler, base)?,
+            };
+            Ok(Group { role, numbers, schedule })
+        });
+        let groups = groups.collect::<Result<_>>()?;
+        Ok((Self { grouping, groups }, empty))
+    }
+
+    /// Whether there is an optimizer.
+    pub fn can_train(&self) -> bool {
+        self.name().is_some()
+    }
+
+    /// The optimizer's name.
+    pub fn name(&self) -> Option<&str> {
+        self.grouping.optimizer(Role::Main).map(Optimizer::name)
+    }
+
+    /// All names of its states.
+    pub fn all_state_names(&self) -> Vec<&'static str> {
+        self.grouping.all_state_names()
+    }
+
+    /// The states of the parameters of a group.
+    pub fn state_names(&self, group: usize) -> &'static [&'static str] {
+        self.grouping.state_names(self.groups[group].role)
+    }
+
+    /// Learning rate of the coming step, by group.
+    pub fn lr(&self) -> Vec<f64> {
+        self.groups.iter().map(|g| g.schedule.lr()).collect()
+    }
+
+    /// Momentum of the coming step, by group.
+    pub fn momentum(&self) -> Vec<Momentum> {
+        self.groups.iter().map(|g| g.schedule.momentum()).collect()
+    }
+
+    /// What each group is trained with in optimizer step `step`.
+    ///
+    /// # Errors
+    /// Values of a schedule that no optimizer can take.
+    pub fn for_step(&self, step: u64, grad_scale: f32) -> Result<Vec<Trained<'_>>> {
+        let of_group = |group: &Group| {
+            let (lr, betas) = group.schedule.in_force()?;
+            let Numbers { betas: own, eps, weight_decay } = group.numbers;
+            let ctx = StepContext { lr, betas: betas.or(own), eps, weight_decay, step, grad_scale };
+            let optimizer = self.grouping.optimizer(group.role).ok_or(Error::NoOptimizer)?;
+            Ok(Trained { optimizer, ctx })
+        };
+        self.groups.iter().map(of_group).collect()
+    }
+
+    /// A step has been applied.
+    pub fn step(&mut self) {
+        self.groups.iter_mut().for_each(|g| g.schedule.step());
+    }
+
+    /// DeepSpeed's counter, the same in all groups.
+    pub fn last_batch_iteration(&self) -> i64 {
+        self.groups.first().map_or(-1, |g| g.schedule.last_batch_iteration())
+    }
+
+    /// Goes on where a counter says.
+    pub fn restore(&mut self, last_batch_iteration: i64) {
+        self.groups.iter_mut().for_each(|g| g.schedule.restore(last_batch_iteration));
+    }
+}
+
+impl fmt::Debug for Trainer {
+    /// All that ranks have to have in common.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let halves =
+            Role::ALL.map(|role| self.grouping.optimizer(role).map(|o| (o.name().to_owned(), o.state_names())));
+        write!(f, "{halves:?} ")?;
+        f.debug_list().entries(self.groups.iter().map(|g| (g.role, g.numbers, &g.schedule))).finish()
+    }
+}
