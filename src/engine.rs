@@ -25,6 +25,7 @@ use crate::optim::{self, LrSchedule, Momentum, Optimizer, Schedule, StepContext}
 use crate::param::registry::{Holding, Registry};
 use crate::param::{ROOT, Source, fnv1a, lock};
 use crate::precision::{LossScaler, ScalerState, gradient_multiplier};
+use crate::profiler::spans::Half;
 use crate::zero::core::{Core, Link};
 use crate::zero::gradients::ReducePlan;
 use crate::zero::trace::Event;
@@ -209,7 +210,7 @@ impl EngineBuilder {
     /// A monitor besides those of the configuration: [`JsonLines`](crate::monitor::JsonLines),
     /// [`Prometheus`](crate::monitor::Prometheus), or your own. `open` is called on rank 0 alone, when the engine is built.
     #[must_use]
-    pub fn monitor<N: Monitor + 'static>(mut self, open: impl FnOnce() -> Result<N> + 'static) -> Self {
+    pub fn monitor<N: Monitor + 'static>(mut self, open: impl FnOnce() -> Result<N> + Send + 'static) -> Self {
         self.monitors.push(Box::new(|| Ok(Box::new(open()?))));
         self
     }
@@ -238,7 +239,7 @@ impl EngineBuilder {
                 Some(path) => Source::file(path)?,
                 None => Source::Random { seed: self.seed.unwrap_or(config.seed) },
             };
-            let telling = Telling::open(&config.monitoring, comm.rank(), self.monitors)?;
+            let telling = Telling::open(&config.monitoring, &*comm, self.monitors)?;
             Engine::new(build, config, source, comm.clone(), device, self.disk_access, self.schedule, telling)
         });
         engine.inspect_err(|e| comm.abort(&e.to_string()))
@@ -371,7 +372,9 @@ impl<M> Engine<M> {
         let start = Instant::now();
         self.telling.micro_step = Some(start);
         let draws = ((self.rank() as u64) << 40 | self.micro_steps, 0);
+        let span = self.record(Half::Forward);
         let output = self.attempt(|engine| draw_from(draws, || engine.run_model(run)))?;
+        drop(span);
         self.phase = Phase::Forwarded;
         self.clock.forward += start.elapsed();
         self.tell_memory("after forward", self.global_steps + 1);
@@ -424,7 +427,9 @@ impl<M> Engine<M> {
             return Err(Error::LossShape { shape: loss.dims().to_vec() });
         }
         let (start, waited) = (Instant::now(), self.core.comm.report().waited_s);
+        let span = self.record(Half::Backward);
         self.attempt(|engine| engine.differentiate(loss))?;
+        drop(span);
         self.phase = Phase::Backwarded;
         self.clock.backward += start.elapsed();
         self.clock.backward_wait += self.core.comm.report().waited_s - waited;
@@ -479,6 +484,7 @@ impl<M> Engine<M> {
         if self.is_gradient_accumulation_boundary() {
             self.clock.boundary([self.core.comm.report().waited_s, self.offload_report().waited_s]);
             self.tell();
+            self.attempt(Self::end_profile)?;
         }
         self.micro_steps += 1;
         self.phase = Phase::Ready;
@@ -809,6 +815,9 @@ impl<M> Drop for Engine<M> {
             && let Err(error) = self.wait_for_checkpoint()
         {
             say(&format!("a checkpoint was not saved: {error}"));
+        }
+        if !std::thread::panicking() {
+            self.tell_at_end();
         }
     }
 }

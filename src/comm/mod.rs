@@ -12,18 +12,22 @@
 //! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces that a buffer travels
 //! in. That is what makes stages 0 to 3 give the same bits.
 
+mod bandwidth;
 mod collectives;
 mod counters;
 mod exchange;
 mod fingerprint;
+mod log;
 mod queue;
 pub mod shm;
 mod solo;
 mod stream;
 pub mod threads;
 
+pub use bandwidth::{Bandwidth, size_text, trimmed_mean};
 pub use counters::{CommReport, KindReport};
 pub use fingerprint::Kind;
+pub use log::{CommLog, CommLogRow, CommSummary};
 pub use queue::{Pending, Shared};
 pub use solo::Solo;
 
@@ -66,6 +70,12 @@ pub trait Communicator: Send + Sync {
 
     /// Calls and bytes so far.
     fn report(&self) -> CommReport;
+
+    /// From now on, collectives are logged in `log`, or in none. A communicator of your own, and that of a world of one,
+    /// need not log.
+    fn log_into(&self, log: Option<Arc<CommLog>>) {
+        _ = log;
+    }
 }
 
 /// The communicator of a job of one rank or, under `zerorun`, of all its processes.

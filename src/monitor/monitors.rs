@@ -5,7 +5,7 @@ use crate::Result;
 use crate::config::Monitoring;
 
 /// Makes a monitor, on the rank that writes.
-pub(crate) type Opening = Box<dyn FnOnce() -> Result<Box<dyn Monitor>>>;
+pub(crate) type Opening = Box<dyn FnOnce() -> Result<Box<dyn Monitor>> + Send>;
 
 /// The monitors of rank 0; other ranks have none.
 #[derive(Default)]
