@@ -26,6 +26,7 @@ use crate::optim::{self, Grouping, LrSchedule, Momentum, Optimizer, ParameterGro
 use crate::param::registry::{Holding, Registry};
 use crate::param::{ROOT, Source, fnv1a, lock};
 use crate::precision::{LossScaler, ScalerState, gradient_multiplier};
+use crate::profiler::spans::Half;
 use crate::zero::core::{Core, Link};
 use crate::zero::gradients::ReducePlan;
 use crate::zero::trace::Event;
@@ -304,7 +305,7 @@ impl<M> Engine<M> {
             monitors,
             ..
         } = options;
-        let telling = Telling::open(&config.monitoring, rank, monitors)?;
+        let telling = Telling::open(&config.monitoring, &*comm, monitors)?;
         let dtype = match config.precision {
             Precision::F32 => DType::F32,
             Precision::Bf16 { .. } => DType::BF16,
@@ -406,7 +407,9 @@ impl<M> Engine<M> {
         let start = Instant::now();
         self.telling.micro_step = Some(start);
         let draws = ((self.rank() as u64) << 40 | self.micro_steps, 0);
+        let span = self.record(Half::Forward);
         let output = self.attempt(|engine| draw_from(draws, || engine.run_model(run)))?;
+        drop(span);
         self.phase = Phase::Forwarded;
         self.clock.forward += start.elapsed();
         self.tell_memory("after forward", self.global_steps + 1);
@@ -459,7 +462,9 @@ impl<M> Engine<M> {
             return Err(Error::LossShape { shape: loss.dims().to_vec() });
         }
         let (start, waited) = (Instant::now(), self.core.comm.report().waited_s);
+        let span = self.record(Half::Backward);
         self.attempt(|engine| engine.differentiate(loss))?;
+        drop(span);
         self.phase = Phase::Backwarded;
         self.clock.backward += start.elapsed();
         self.clock.backward_wait += self.core.comm.report().waited_s - waited;
@@ -514,6 +519,7 @@ impl<M> Engine<M> {
         if self.is_gradient_accumulation_boundary() {
             self.clock.boundary([self.core.comm.report().waited_s, self.offload_report().waited_s]);
             self.tell();
+            self.attempt(Self::end_profile)?;
         }
         self.micro_steps += 1;
         self.phase = Phase::Ready;
@@ -857,6 +863,9 @@ impl<M> Drop for Engine<M> {
             && let Err(error) = self.wait_for_checkpoint()
         {
             say(&format!("a checkpoint was not saved: {error}"));
+        }
+        if !std::thread::panicking() {
+            self.tell_at_end();
         }
     }
 }

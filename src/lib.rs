@@ -51,6 +51,7 @@ pub mod offload;
 pub mod optim;
 pub mod param;
 pub mod precision;
+pub mod profiler;
 pub mod zero;
 
 pub use config::Config;

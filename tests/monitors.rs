@@ -4,10 +4,13 @@
 mod common;
 mod launch_support;
 
-use candle_zero::comm::threads;
+use candle_core::{DType, Tensor};
+use candle_zero::comm::{Bandwidth, Kind, size_text, threads, trimmed_mean};
+use candle_zero::models::{Gpt, GptConfig};
 use candle_zero::monitor::{CsvMonitor, Event, JsonLines, Monitor};
+use candle_zero::profiler::FlopsProfile;
 use candle_zero::{Engine, Error};
-use common::{Shape, Tiny, batch, config};
+use common::{Shape, Tiny, batch, config, train};
 use launch_support::{example, start, stderr, wait_for, zerorun};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -136,6 +139,90 @@ fn a_folder_that_cannot_be_written_is_an_error_of_every_rank_before_training() {
     }
 }
 
+// ---- formulas --------------------------------------------------------------------------------------------------
+
+#[test]
+fn bandwidths_sizes_and_trimmed_means_are_as_recorded() {
+    let near = |a: f64, b: &Value| (a - b.as_f64().unwrap()).abs() <= 1e-9 * a.abs();
+    for case in cases("comms-log") {
+        let (id, input, expect) = (&case["id"], &case["input"], &case["expect"]);
+        let bytes = input["bytes"].as_f64().unwrap();
+        if let Some(text) = expect["text"].as_str() {
+            assert_eq!(size_text(bytes as u64), text);
+            continue;
+        }
+        let (op, ms, world) = (input["op"].as_str(), input["ms"].as_f64(), input["world_size"].as_u64());
+        let found = Bandwidth::of(op.unwrap(), bytes, ms.unwrap(), world.unwrap() as usize);
+        assert!(
+            near(found.algorithm, &expect["algbw_gbps"]) && near(found.bus, &expect["busbw_gbps"]),
+            "{id} {found:?}"
+        );
+    }
+    for case in cases("timers") {
+        let values: Vec<f64> = case["input"]["data"].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect();
+        let mean = trimmed_mean(&values, case["input"]["p"].as_f64().unwrap());
+        assert!(near(mean, &case["expect"]["mean"]), "{} {mean}", case["id"]);
+    }
+    assert_eq!((cases("comms-log").len(), cases("timers").len()), (8, 3));
+    let texts = [1, 1023, 1024, 1536, (1 << 20) + (1 << 18), 1 << 30].map(size_text);
+    assert_eq!(texts, ["1.0 B", "1023.0 B", "1.0 KB", "1.5 KB", "1.25 MB", "1.0 GB"]);
+    assert_eq!(trimmed_mean(&[1.0, 2.0], 0.5), 0.0);
+}
+
+#[test]
+fn the_comms_logger_counts_what_the_report_counts() {
+    let train = |more: Value| {
+        let ranks = threads::run(2, |comm| {
+            let builder = Engine::builder().communicator(comm);
+            let mut engine =
+                builder.initialize(|vb| Tiny::new(Shape::default(), vb), config(1, 1, json!({}), more.clone()))?;
+            let (ids, targets) = batch(0);
+            let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+            engine.backward(&loss)?;
+            engine.step()?;
+            Ok((engine.comm_summary(), engine.comm_report()))
+        });
+        ranks.unwrap().into_iter().map(|r: candle_zero::Result<_>| r.unwrap()).collect::<Vec<_>>()
+    };
+    for (summary, report) in train(json!({"comms_logger": {}})) {
+        let rows = summary.unwrap().rows;
+        for (kind, counted) in &report.kinds {
+            let of_kind: Vec<_> = rows.iter().filter(|row| row.kind == *kind).collect();
+            assert_eq!(of_kind.iter().map(|row| row.calls).sum::<u64>(), counted.calls, "{kind:?}");
+            let parts = if *kind == Kind::ReduceScatter { 2 } else { 1 };
+            let size = if *kind == Kind::Control { 8 } else { 4 };
+            let bytes: u64 = of_kind.iter().map(|row| row.bytes * row.calls).sum();
+            assert_eq!(bytes * parts, counted.elements * size, "{kind:?}");
+            assert!(of_kind.iter().all(|row| row.total_ms > 0.0 && row.bus_gbps <= row.algorithm_gbps));
+        }
+        assert!(rows.iter().any(|row| row.kind == Kind::AllGather && row.bus_gbps > 0.0));
+    }
+    assert!(train(json!({})).iter().all(|(summary, _)| summary.is_none()));
+}
+
+#[test]
+fn collectives_are_printed_as_they_come_and_in_a_table_at_the_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let more = json!({"comms_logger": {"verbose": true, "prof_all": false, "prof_ops": ["all_gather", "gossip"]}});
+    let output = train_gpt(dir.path(), &["-n", "2"], more, &["--steps", "2"]).output().unwrap();
+    let lines = said(&output);
+    assert!(
+        lines[0].starts_with("config: comms_logger.prof_ops: there is no operation `gossip` here, only all_reduce,")
+    );
+    assert!(lines[1].starts_with("rank=0 | comm op: all_gather | time (ms): "), "{}", lines[1]);
+    assert!(lines[1].contains(" | msg size: ") && lines[1].contains(" | algbw (Gbps): "), "{}", lines[1]);
+    let ops = lines.iter().filter(|line| line.starts_with("rank=0 | comm op: ")).count();
+    assert_eq!((lines.len(), lines.last().unwrap().as_str()), (ops + 2, "collectives of rank 0"));
+    let text = stderr(&output);
+    let table: Vec<&str> = text.lines().skip_while(|line| !line.contains("Comm. Op")).collect();
+    assert!(table.len() > 1 && table[1..].iter().all(|line| line.contains("all_gather ")), "{text}");
+    let calls = table[1..].iter().map(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        words[words.len() - 5].parse::<usize>().unwrap()
+    });
+    assert_eq!(calls.sum::<usize>(), ops);
+}
+
 // ---- what a run prints -----------------------------------------------------------------------------------------
 
 /// `zerorun -n RANKS train_gpt` with a small model and `more` in its configuration.
@@ -239,4 +326,101 @@ fn prometheus_reads_a_running_job_and_a_taken_port_is_an_error() {
     launch_support::send(rustix::process::Signal::TERM, &job);
     job.wait().unwrap();
     rest.join().unwrap().unwrap();
+}
+
+// ---- flops -----------------------------------------------------------------------------------------------------
+
+/// The profile of the second step of a GPT on every rank of `world`, in two micro steps of one sample a rank.
+fn profiled(world: usize, stage: u8, sizes: &GptConfig, more: Value) -> FlopsProfile {
+    let mut sections = json!({"flops_profiler": {"enabled": true}});
+    sections.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    let config = config(stage, 2, json!({"stage3_param_persistence_threshold": 0}), sections);
+    let profiles = threads::run(world, |comm| {
+        let mut engine = Engine::builder().communicator(comm).initialize(|vb| Gpt::new(sizes, vb), config.clone())?;
+        let ids = Tensor::zeros((2, sizes.ctx), DType::U32, engine.device())?;
+        for micro in 0..6 {
+            // One step before the profile, and one after it.
+            assert_eq!(engine.flops_profile().is_some(), micro >= 4 && engine.rank() == 0);
+            let loss = engine.forward(|model| model.loss(&ids, &ids))?;
+            engine.backward(&loss)?;
+            engine.step()?;
+        }
+        Ok(engine.flops_profile().cloned())
+    });
+    let mut profiles: Vec<_> = profiles.unwrap().into_iter().map(|r: candle_zero::Result<_>| r.unwrap()).collect();
+    assert!(profiles[1..].iter().all(Option::is_none));
+    profiles.remove(0).unwrap()
+}
+
+#[test]
+fn the_multiply_adds_of_the_nano_gpt_are_those_of_the_formula_to_the_unit() {
+    let nano = GptConfig::preset("nano").unwrap();
+    let (batch, time, width, vocab) = (2 * 2, nano.ctx as u64, nano.n_embd as u64, nano.vocab as u64);
+    let tokens = batch * time;
+    // In a block c_attn has 3, c_proj 1 and the MLP 8 matrices of width x width; a query sees (time + 1) / 2 keys on
+    // average, and each pair is a product for the score and one for the value.
+    let (linear, attention) = (tokens * 12 * width * width, batch * time * (time + 1) * width);
+    let head = tokens * vocab * width;
+    for (world, stage, recompute) in [(1, 0, false), (2, 2, false), (2, 3, false), (1, 1, true), (2, 3, true)] {
+        let sizes = GptConfig { checkpoint_activations: recompute, ..nano.clone() };
+        let profile = profiled(world, stage, &sizes, json!({}));
+        let [outside, blocks @ ..] = &profile.modules[..] else { panic!() };
+        let names: Vec<&str> = blocks.iter().map(|block| block.name.as_str()).collect();
+        assert_eq!((names, outside.name.as_str()), (vec!["h.0", "h.1", "h.2", "h.3"], ""));
+        for block in blocks {
+            assert_eq!(block.parameters as u64, 12 * width * width + 13 * width);
+            assert_eq!(block.forward_macs, linear + attention, "{stage}");
+            let again = if recompute { linear + attention } else { 0 };
+            // Backward: two products for each one of a matrix; five instead of two for a pair.
+            assert_eq!(block.backward_macs, again + 2 * linear + attention / 2 * 5, "{stage}");
+            assert!(block.forward_ms > 0.0 && block.backward_ms > 0.0, "{block:?}");
+        }
+        // The loss makes its gradients in forward.
+        assert_eq!((outside.forward_macs, outside.backward_macs), (3 * head, 0));
+        assert_eq!(outside.parameters as u64, (vocab + time + 2) * width);
+        if !recompute {
+            // 6 operations for each token and each parameter of a matrix, beside attention.
+            let matrices = 4 * 12 * width * width + vocab * width;
+            assert_eq!(profile.flops(), 6 * matrices * tokens + 4 * 7 * attention);
+        }
+        let total = profile.total();
+        let parts = [(total.forward_ms, profile.timings.forward_ms), (total.backward_ms, profile.timings.backward_ms)];
+        assert!(parts.iter().all(|(parts, whole)| *parts <= *whole && *parts > 0.7 * whole), "{parts:?}");
+        assert!(profile.peak_flops > 1e8 && profile.mfu() > 0.0 && profile.mfu() < 2.0, "{}", profile.mfu());
+        assert_eq!((profile.step, profile.world_size, profile.samples), (2, world, 4 * world));
+    }
+}
+
+#[test]
+fn profiling_changes_no_bit_of_training() {
+    for (stage, checkpointed) in [(0, false), (2, false), (3, false), (3, true)] {
+        let run = |more: Value| {
+            let shape = Shape { units: true, checkpointed, layers: 2 };
+            let config = config(stage, 2, json!({"stage3_param_persistence_threshold": 0}), more);
+            train(2, shape, &config, 3).into_iter().map(|o| (o.losses, o.norms, o.exported)).collect::<Vec<_>>()
+        };
+        assert_eq!(run(json!({"flops_profiler": {"enabled": true}})), run(json!({})), "stage {stage}");
+    }
+}
+
+#[test]
+fn the_profile_is_printed_after_its_step_or_written_to_a_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let more = |file: Value| {
+        json!({"flops_profiler": {"enabled": true, "profile_step": 2, "output_file": file},
+                                    "steps_per_print": 1000})
+    };
+    let output = train_gpt(dir.path(), &["-n", "2"], more(Value::Null), &["--steps", "3"]).output().unwrap();
+    assert_eq!(said(&output), ["flops profile of step 3"]);
+    let text = stderr(&output);
+    for word in ["samples/second", "MFU ", "fwd+bwd flops of rank 0", "top modules at depth 2", "\nmodules\n", "h.1 "] {
+        let text = text.replace("[0] ", "").replace("[rank 0] ", "");
+        assert!(text.contains(word), "{word}: {text}");
+    }
+    let output = train_gpt(dir.path(), &["-n", "2"], more(json!("profile.txt")), &["--steps", "3"]).output().unwrap();
+    assert_eq!(said(&output), [""; 0]);
+    let text = std::fs::read_to_string(dir.path().join("profile.txt")).unwrap();
+    assert!(text.starts_with("flops profile of step 3\n") && text.contains("\ntop modules at depth 1\n"), "{text}");
+    let nowhere = train_gpt(dir.path(), &[], more(json!("no/such/profile.txt")), &["--steps", "1"]).output().unwrap();
+    assert!(stderr(&nowhere).contains("cannot write to no/such: "), "{}", stderr(&nowhere));
 }

@@ -14,10 +14,12 @@
 //!
 //! Elements travel as they are, or as small integers with a scale per block: [`Wire`].
 
+mod bandwidth;
 mod collectives;
 mod counters;
 mod exchange;
 mod fingerprint;
+mod log;
 mod queue;
 pub mod shm;
 mod solo;
@@ -25,8 +27,10 @@ mod stream;
 pub mod threads;
 mod wire;
 
+pub use bandwidth::{Bandwidth, size_text, trimmed_mean};
 pub use counters::{CommReport, KindReport};
 pub use fingerprint::Kind;
+pub use log::{CommLog, CommLogRow, CommSummary};
 pub use queue::{Pending, Shared};
 pub use solo::Solo;
 pub use wire::Wire;
@@ -89,6 +93,12 @@ pub trait Communicator: Send + Sync {
 
     /// Calls and bytes so far.
     fn report(&self) -> CommReport;
+
+    /// From now on, collectives are logged in `log`, or in none. A communicator of your own, and that of a world of one,
+    /// need not log.
+    fn log_into(&self, log: Option<Arc<CommLog>>) {
+        _ = log;
+    }
 }
 
 /// The communicator of a job of one rank or, under `zerorun`, of all its processes.

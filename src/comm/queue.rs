@@ -14,8 +14,9 @@ use super::collectives;
 use super::counters::Counters;
 use super::exchange::{Exchange, Runner};
 use super::shm::Region;
-use super::{CommReport, Communicator, Kind, Wire};
+use super::{CommLog, CommReport, Communicator, Kind, Wire};
 use crate::error::{CommError, Result, without_backtrace};
+use crate::param::lock;
 use crate::precision::Flat;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -170,6 +171,7 @@ pub struct Shared {
     queue: Arc<Queue>,
     comm_thread: Option<JoinHandle<()>>,
     heart: Option<Heart>,
+    log: Mutex<Option<Arc<CommLog>>>,
 }
 
 /// What running a job takes.
@@ -225,7 +227,7 @@ impl Shared {
         } else {
             None
         };
-        Ok(Self { region, rank, voice, counters, queue, comm_thread: Some(comm_thread), heart })
+        Ok(Self { region, rank, voice, counters, queue, comm_thread: Some(comm_thread), heart, log: Mutex::default() })
     }
 
     fn launch<T: Send + 'static>(
@@ -235,7 +237,9 @@ impl Shared {
         run: impl FnOnce(&mut Exchange) -> Result<T, CommError> + Send + 'static,
     ) -> Pending<T> {
         let (sender, receiver) = mpsc::channel();
+        let log = lock(&self.log).clone();
         let job: Job = Box::new(move |worker| {
+            let begin = Instant::now();
             let result = match &worker.failed {
                 Some(failure) => Err(failure.clone()),
                 None => {
@@ -245,6 +249,9 @@ impl Shared {
                     result
                 }
             };
+            if let (Ok(_), Some(log)) = (&result, log) {
+                log.add(kind, bytes, begin.elapsed());
+            }
             if let (Err(error), None) = (&result, &worker.failed) {
                 // At once: the training thread may compute for long before it comes for the result.
                 worker.voice.abort(&error.to_string());
@@ -300,6 +307,10 @@ impl Communicator for Shared {
 
     fn report(&self) -> CommReport {
         self.counters.report()
+    }
+
+    fn log_into(&self, log: Option<Arc<CommLog>>) {
+        *lock(&self.log) = log;
     }
 }
 

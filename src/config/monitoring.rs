@@ -67,6 +67,12 @@ pub struct FlopsProfiler {
     pub output_file: Option<PathBuf>,
 }
 
+impl Default for FlopsProfiler {
+    fn default() -> Self {
+        Self { profile_step: 1, module_depth: None, top_modules: 1, detailed: true, output_file: None }
+    }
+}
+
 /// Reads the sections, which the walk has checked key by key.
 pub(super) fn resolve(walk: &Walk<'_>) -> Monitoring {
     let folder = |section: &str| {

@@ -1,11 +1,18 @@
 //! What the engine tells while it trains: printed lines, and events for monitors. All from rank 0.
 
 use super::Engine;
-use crate::Result;
+use crate::comm::{CommLog, CommSummary, Communicator};
 use crate::config::{Monitoring, Precision};
+use crate::files::{folder_of, new_beside};
 use crate::memory::Kind;
 use crate::monitor::{Event, Monitors, Opening, Throughput, rss_bytes, rss_peak_bytes, say};
 use crate::optim::Momentum;
+use crate::profiler::spans::{self, Half, Span};
+use crate::profiler::{FlopsProfile, peak_flops};
+use crate::{Error, Result};
+use std::io::Write;
+use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// What is gathered for it.
@@ -19,15 +26,25 @@ pub(super) struct Telling {
     pub(super) losses: f64,
     /// Mean loss of the last optimizer step, over ranks and micro steps.
     pub(super) loss: f64,
+    /// `flops_profiler`, after its step.
+    profile: Option<FlopsProfile>,
+    /// `comms_logger`.
+    comm_log: Option<Arc<CommLog>>,
 }
 
 impl Telling {
-    /// Opens the monitors, on rank 0.
-    pub(super) fn open(config: &Monitoring, rank: usize, more: Vec<Opening>) -> Result<Self> {
-        match rank {
-            0 => Ok(Self { monitors: Monitors::open(config, more)?, ..Self::default() }),
-            _ => Ok(Self::default()),
+    /// Opens the monitors, on rank 0, and the log of collectives.
+    pub(super) fn open(config: &Monitoring, comm: &dyn Communicator, more: Vec<Opening>) -> Result<Self> {
+        let (rank, world_size) = (comm.rank(), comm.size());
+        if let (0, Some(file)) = (rank, config.flops_profiler.as_ref().and_then(|config| config.output_file.as_ref())) {
+            let folder = folder_of(file);
+            let probe = new_beside(folder, ".candle-zero-");
+            probe.map_err(|source| Error::Io { action: "write to", path: folder.into(), source })?;
         }
+        let monitors = if rank == 0 { Monitors::open(config, more)? } else { Monitors::default() };
+        let comm_log = config.comms_logger.as_ref().map(|config| Arc::new(CommLog::new(config, rank, world_size)));
+        comm.log_into(comm_log.clone());
+        Ok(Self { monitors, comm_log, ..Self::default() })
     }
 }
 
@@ -53,6 +70,64 @@ impl<M> Engine<M> {
     /// ```
     pub fn write_events(&mut self, events: &[Event]) {
         self.telling.monitors.write(events);
+    }
+
+    /// The collectives of this rank so far by kind and size, where `comms_logger` is on; rank 0 prints them when the
+    /// engine is dropped. As DeepSpeed's `log_summary`.
+    pub fn comm_summary(&self) -> Option<CommSummary> {
+        self.telling.comm_log.as_ref().map(|log| log.summary())
+    }
+
+    /// Operations and time of the step that `flops_profiler` names, after it, on rank 0.
+    pub fn flops_profile(&self) -> Option<&FlopsProfile> {
+        self.telling.profile.as_ref()
+    }
+
+    /// Records a half of a micro step for `flops_profiler`, until the result is dropped.
+    pub(super) fn record(&self, half: Half) -> Option<Span> {
+        let profiler = self.config.monitoring.flops_profiler.as_ref()?;
+        let first = self.micro_steps.is_multiple_of(self.config.batch.gradient_accumulation_steps as u64);
+        if self.rank() != 0 || profiler.profile_step != self.global_steps {
+            return None;
+        }
+        if first && half == Half::Forward {
+            spans::clear();
+        }
+        Some(spans::record(half))
+    }
+
+    /// Ends the profile after its step. Collective there: rank 0 measures the machine while the others wait.
+    pub(super) fn end_profile(&mut self) -> Result<()> {
+        let Some(profiler) = self.config.monitoring.flops_profiler.as_ref() else { return Ok(()) };
+        if profiler.profile_step.checked_add(1) != Some(self.global_steps) {
+            return Ok(());
+        }
+        if self.rank() == 0 {
+            let core = &self.core;
+            let mut units: Vec<(String, usize)> = core.units.iter().map(|name| (name.clone(), 0)).collect();
+            core.params.iter().for_each(|param| units[param.unit].1 += param.numel);
+            let run = (self.global_steps, self.config.batch.train_batch_size, self.world_size());
+            let peak = peak_flops(core.dtype);
+            let profile = FlopsProfile::new(units, &spans::take(), run, self.clock.last, peak);
+            let text = profile.text(profiler);
+            match &profiler.output_file {
+                None => say(&text),
+                Some(path) => {
+                    if let Err(error) = write_profile(path, &text) {
+                        say(&format!("flops_profiler: cannot write {}: {error}; here it is\n{text}", path.display()));
+                    }
+                }
+            }
+            self.telling.profile = Some(profile);
+        }
+        self.core.comm.barrier().wait()
+    }
+
+    /// The engine is dropped.
+    pub(super) fn tell_at_end(&self) {
+        if let (0, Some(summary)) = (self.rank(), self.comm_summary()) {
+            say(&format!("collectives of rank 0\n{summary}"));
+        }
     }
 
     /// An optimizer step is over.
@@ -168,6 +243,12 @@ impl<M> Engine<M> {
             self.memory_report()
         ));
     }
+}
+
+fn write_profile(path: &Path, text: &str) -> std::io::Result<()> {
+    let mut file = new_beside(folder_of(path), ".candle-zero-")?;
+    writeln!(file, "{text}")?;
+    file.persist(path).map_err(|e| e.error).map(drop)
 }
 
 fn gigabytes(bytes: Option<u64>) -> String {

@@ -20,6 +20,7 @@ use crate::param::UnitId;
 use crate::param::registry::Registry;
 use crate::param::residency::{storage_on, to_storage};
 use crate::precision::Flat;
+use crate::profiler::spans::{self, Half};
 use candle_core::{Result, Shape, Tensor, Var};
 use candle_nn::{Module, VarBuilder};
 use std::cell::RefCell;
@@ -128,19 +129,30 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
             );
         }
         let y = self.run(id, &core, x)?;
-        if !core.placement.params.is_sharded() {
+        let profiled = spans::is_recording();
+        if let (true, Some(node)) = (profiled, node_of(x)) {
+            node.slot.before_backward(Box::new(move || {
+                spans::end_backward(id);
+                Ok(())
+            }));
+        }
+        if !core.placement.params.is_sharded() && !profiled {
             return Ok(y);
         }
         let link = link.clone();
+        let enter = move || {
+            spans::begin_backward(id);
+            match link.core() {
+                Some(core) if core.placement.params.is_sharded() => core.enter(Event::Backward(id)),
+                _ => Ok(()),
+            }
+        };
         if let Some(node) = node_of(&y) {
-            let enter = move || link.core().map_or(Ok(()), |core| core.enter(Event::Backward(id)));
             node.slot.before_backward(Box::new(enter));
             return Ok(y);
         }
         prepared("unit-output", &y, copy_of(&y)?, move |_, grad| {
-            if let Some(core) = link.core() {
-                core.enter(Event::Backward(id))?;
-            }
+            enter()?;
             Ok(Some(grad.clone()))
         })
     }
@@ -165,6 +177,7 @@ impl<M: Module> Unit<M> {
     }
 
     fn run(&self, id: UnitId, core: &Core, x: &Tensor) -> Result<Tensor> {
+        let _span = spans::enter(Half::Forward, id);
         if !core.placement.params.is_sharded() {
             return self.inner.forward(x);
         }
@@ -181,6 +194,7 @@ impl<M: Module> Unit<M> {
                 "a unit that recomputes was differentiated after its engine was dropped; keep the engine"
             )
         };
+        let _span = spans::enter(Half::Backward, id);
         let backward = || {
             let input = Var::from_tensor(&core.kept_input(input)?)?;
             let y = self.inner.forward(input.as_tensor())?;

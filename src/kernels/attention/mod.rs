@@ -18,6 +18,7 @@ mod tiles;
 
 pub use strided::{Rows, RowsMut};
 
+use crate::kernels::count;
 use crate::kernels::element::Element;
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::element::Kind;
@@ -49,6 +50,11 @@ pub struct Heads {
 impl Heads {
     fn scale(&self) -> f32 {
         1.0 / (self.head as f32).sqrt()
+    }
+
+    /// Pairs of a query and a key that it sees.
+    fn pairs(&self) -> usize {
+        self.batch * self.heads * (self.time * (self.time + 1) / 2)
     }
 
     /// Query heads that share a key head.
@@ -113,6 +119,8 @@ macro_rules! with_tiles {
 ///
 /// Panics if the slices do not fit the sizes.
 pub fn forward<E: Element>(h: &Heads, q: Rows<'_, E>, k: Rows<'_, E>, v: Rows<'_, E>, out: &mut [E], lse: &mut [f32]) {
+    // Scores, and their sum of values.
+    count::add([2, h.pairs(), h.head]);
     forward_on(Path::best::<E>(), h, [q, k, v], out, lse);
 }
 
@@ -136,6 +144,8 @@ pub fn backward<E: Element>(
     dv: RowsMut<'_, E>,
 ) {
     let result = backward::Result { out, lse, dout };
+    // Scores once more, the probabilities' gradients, and the three results.
+    count::add([5, h.pairs(), h.head]);
     backward_on(Path::best::<E>(), h, [q, k, v], result, [dq, dk, dv]);
 }
 

@@ -19,6 +19,7 @@ pub use column_sums::column_sums;
 pub use epilogue::{Activation, Epilogue};
 pub use matrix::{Matrix, MatrixMut};
 
+use crate::kernels::count;
 use crate::kernels::element::Element;
 use epilogue::Sink;
 
@@ -32,6 +33,7 @@ pub fn gemm<E: Element, C: Element>(
     b: Matrix<'_, E>,
     epilogue: Epilogue<'_, C>,
 ) {
+    count::add([a.rows(), a.cols(), b.cols()]);
     gemm_by(Method::best::<E>(), c, a, b, epilogue);
 }
 

@@ -1,0 +1,73 @@
+//! What a collective's time says about the wires: DeepSpeed's formulas.
+
+use super::Kind;
+use std::fmt::Write as _;
+
+/// Gigabits per second of one collective.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Bandwidth {
+    /// Of the operation: what it moves by its definition, by time.
+    pub algorithm: f64,
+    /// Of the busiest wire of an ideal algorithm: comparable between operations and numbers of ranks.
+    pub bus: f64,
+}
+
+impl Bandwidth {
+    /// Of an operation by DeepSpeed's name (`all_reduce`, `all_gather_into_tensor`, ...), `bytes` of one rank's part and
+    /// `ms` milliseconds, between `world_size` ranks. Zeros where no time was measured.
+    pub fn of(op: &str, bytes: f64, ms: f64, world_size: usize) -> Self {
+        if ms <= 0.0 {
+            return Self::default();
+        }
+        let n = world_size as f64;
+        let gbps = bytes / ms * 8.0 / 1e6;
+        let (algorithm, per_wire) = match op {
+            "all_reduce" | "all_reduce_coalesced" | "inference_all_reduce" => (2.0, (n - 1.0) / n),
+            "all_gather"
+            | "all_gather_into_tensor"
+            | "all_gather_coalesced"
+            | "reduce_scatter"
+            | "reduce_scatter_tensor" => (n, (n - 1.0) / n),
+            "all_to_all_single" => (1.0, (n - 1.0) / n),
+            _ => (1.0, 1.0),
+        };
+        Self { algorithm: gbps * algorithm, bus: gbps * algorithm * per_wire }
+    }
+}
+
+impl Kind {
+    /// The kind of DeepSpeed's operation of that name, or of its own.
+    pub(super) fn of_op(op: &str) -> Option<Self> {
+        Some(match op {
+            "all_reduce" | "all_reduce_coalesced" => Self::AllReduce,
+            "reduce_scatter" | "reduce_scatter_tensor" | "reduce_scatter_fn" => Self::ReduceScatter,
+            "all_gather" | "all_gather_into_tensor" | "all_gather_coalesced" => Self::AllGather,
+            "control" | "all_gather_object" => Self::Control,
+            "barrier" | "monitored_barrier" => Self::Barrier,
+            _ => return None,
+        })
+    }
+}
+
+/// `1.5 KB`: two decimals, in steps of 1024.
+pub fn size_text(bytes: u64) -> String {
+    const UNITS: [&str; 9] = ["B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB"];
+    if bytes == 0 {
+        return "0B".into();
+    }
+    let step = bytes.ilog2() / 10;
+    let value = bytes as f64 / 1024f64.powi(step.cast_signed());
+    let mut text = format!("{:?}", (value * 100.0).round() / 100.0);
+    // Writing to a String does not fail.
+    _ = write!(text, " {}", UNITS[step as usize]);
+    text
+}
+
+/// The mean without the share `p` of the smallest and of the largest values; 0 of none.
+pub fn trimmed_mean(values: &[f64], p: f64) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let cut = (sorted.len() as f64 * p).round_ties_even() as usize;
+    let kept = sorted.get(cut..sorted.len().saturating_sub(cut)).unwrap_or_default();
+    if kept.is_empty() { 0.0 } else { kept.iter().sum::<f64>() / kept.len() as f64 }
+}

@@ -1,0 +1,35 @@
+//! What this machine can do at most, measured.
+
+use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
+use crate::kernels::{Element, buffer};
+use candle_core::DType;
+use half::{bf16, f16};
+use std::time::{Duration, Instant};
+
+/// Rows and columns: large enough to hide everything but the multiplications, small enough for many repetitions.
+const SIZE: usize = 1024;
+/// How long is measured.
+const TIME: Duration = Duration::from_secs(1);
+
+/// Operations per second of the fastest of many large matrix products of that dtype, with this process's threads.
+pub(crate) fn peak_flops(dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => measure(bf16::ONE),
+        DType::F16 => measure(f16::ONE),
+        _ => measure(1f32),
+    }
+}
+
+fn measure<E: Element>(one: E) -> f64 {
+    let operand = vec![one; SIZE * SIZE];
+    let mut result = buffer::<E>(SIZE * SIZE);
+    let start = Instant::now();
+    let mut best = f64::INFINITY;
+    while start.elapsed() < TIME {
+        let begin = Instant::now();
+        let [a, b] = [(), ()].map(|()| Matrix::new(&operand, SIZE, SIZE));
+        gemm(MatrixMut::new(&mut result, SIZE, SIZE), a, b, Epilogue::default());
+        best = best.min(begin.elapsed().as_secs_f64());
+    }
+    2.0 * (SIZE as f64).powi(3) / best
+}

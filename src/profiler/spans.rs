@@ -1,0 +1,104 @@
+//! Which unit the training thread works for, and what that has cost.
+//!
+//! ```text
+//!   forward    outside | unit | outside | unit | ... | outside        guards
+//!   backward   outside | unit | unit | ... | outside                  hooks before a unit's last operation, and before
+//!                                                                     the one that made its input
+//! ```
+
+use crate::kernels::count;
+use crate::param::{ROOT, UnitId};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// Half of a micro step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Half {
+    Forward,
+    Backward,
+}
+
+/// Whose work it is.
+type Part = (Half, UnitId);
+
+/// Time and multiply-adds.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) struct Spent {
+    pub time: Duration,
+    pub macs: u64,
+}
+
+#[derive(Default)]
+struct Spans {
+    /// What runs, since when, and what the thread had counted by then. `None` between the engine's calls.
+    now: Option<(Part, Instant, u64)>,
+    spent: BTreeMap<Part, Spent>,
+}
+
+thread_local! {
+    static SPANS: RefCell<Spans> = RefCell::default();
+}
+
+/// Goes over to `part`; returns what ran before.
+fn switch(part: Option<Part>) -> Option<Part> {
+    SPANS.with_borrow_mut(|spans| {
+        let (time, macs) = (Instant::now(), count::macs());
+        let before = std::mem::replace(&mut spans.now, part.map(|part| (part, time, macs)));
+        before.map(|(part, since, counted)| {
+            let spent = spans.spent.entry(part).or_default();
+            spent.time += time - since;
+            spent.macs += macs.wrapping_sub(counted);
+            part
+        })
+    })
+}
+
+/// Returns to what ran before when it is dropped.
+pub(crate) struct Span(Option<Part>);
+
+impl Drop for Span {
+    fn drop(&mut self) {
+        switch(self.0);
+    }
+}
+
+/// Records a half of a micro step, until the result is dropped.
+pub(crate) fn record(half: Half) -> Span {
+    Span(switch(Some((half, ROOT))))
+}
+
+/// Whether this thread records.
+pub(crate) fn is_recording() -> bool {
+    SPANS.with_borrow(|spans| spans.now.is_some())
+}
+
+/// Records for a unit until the result is dropped, if this thread records.
+pub(crate) fn enter(half: Half, unit: UnitId) -> Option<Span> {
+    is_recording().then(|| Span(switch(Some((half, unit)))))
+}
+
+/// A unit's backward begins.
+pub(crate) fn begin_backward(unit: UnitId) {
+    if is_recording() {
+        switch(Some((Half::Backward, unit)));
+    }
+}
+
+/// A unit's input has its gradient: what comes is outside of the unit, unless another one has begun.
+pub(crate) fn end_backward(unit: UnitId) {
+    let runs = SPANS.with_borrow(|spans| spans.now.is_some_and(|(part, ..)| part == (Half::Backward, unit)));
+    if runs {
+        switch(Some((Half::Backward, ROOT)));
+    }
+}
+
+/// Forgets what was recorded.
+pub(crate) fn clear() {
+    SPANS.take();
+}
+
+/// What was recorded since [`clear`].
+pub(crate) fn take() -> BTreeMap<Part, Spent> {
+    SPANS.take().spent
+}
