@@ -117,22 +117,32 @@ fn reduce_piece(ex: &mut Exchange, wire: Wire, input: &mut Flat, at: usize, rang
     if let Wire::Blocks(ints) = wire {
         return wire::reduce_piece(ex, ints, input, at, range);
     }
-    let (world, rank, dtype) = (ex.size(), ex.rank(), input.dtype());
-    let chunk = input.len() / world;
+    let (rank, dtype) = (ex.rank(), input.dtype());
+    let chunk = input.len() / ex.size();
     let bytes = range.len() * dtype.size_in_bytes();
-    // The same range of every peer's chunk, one after the other.
-    ex.piece(bytes * (world - 1), |slot| {
-        for (r, place) in others(world, rank) {
-            let part = input.slice(r * chunk + range.start..r * chunk + range.end);
-            slot[place * bytes..(place + 1) * bytes].copy_from_slice(part.as_bytes());
-        }
+    give_each(ex, bytes, |r, part| {
+        part.copy_from_slice(input.slice(r * chunk + range.start..r * chunk + range.end).as_bytes());
     })?;
-    // Among the others, as rank r counts them.
-    let place = |r: usize| if rank < r { rank } else { rank - 1 };
-    let peers: Vec<_> = others(world, rank).map(|(r, _)| typed(dtype, ex.peer(r, place(r) * bytes, bytes))).collect();
+    let peers: Vec<_> = given(ex, bytes, bytes).map(|part| typed(dtype, part)).collect();
     let (own, sum) = (rank * chunk + range.start, at + range.start);
     Level::best().run(Sum { values: input.as_mut(), own, sum, len: range.len(), rank, peers: &peers });
     Ok(())
+}
+
+/// Publishes a piece of `bytes` for each peer, one after the other: `write` makes that of a rank.
+pub(super) fn give_each(ex: &mut Exchange, bytes: usize, mut write: impl FnMut(usize, &mut [u8])) -> Result<()> {
+    let (world, rank) = (ex.size(), ex.rank());
+    ex.piece(bytes * (world - 1), |slot| {
+        others(world, rank).for_each(|(r, place)| write(r, &mut slot[place * bytes..(place + 1) * bytes]));
+    })
+}
+
+/// What the peers gave to this rank in [`give_each`], in rank order; `exact` bytes each as it is in memory.
+pub(super) fn given(ex: &Exchange, bytes: usize, exact: usize) -> impl Iterator<Item = &[u8]> {
+    let (world, rank) = (ex.size(), ex.rank());
+    // Among the others, as rank r counts them.
+    let place = move |r: usize| if rank < r { rank } else { rank - 1 };
+    others(world, rank).map(move |(r, _)| ex.coded(r, place(r) * bytes, bytes, exact))
 }
 
 /// The sum of all ranks' `input`, when all of it fits into one piece.

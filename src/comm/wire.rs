@@ -3,7 +3,7 @@
 //! A rank that sends makes the blocks in its slot, a rank that receives reads them there: no buffer of them is kept.
 //! Blocks are counted from the start of each rank's chunk, so that they do not depend on the pieces that it travels in.
 
-use super::collectives::{others, pieces};
+use super::collectives::{give_each, given, others, pieces};
 use super::exchange::Exchange;
 use super::shm::SLOT_BYTES;
 use crate::error::CommError;
@@ -40,17 +40,11 @@ pub(super) fn reduce_piece(
     at: usize,
     range: Range<usize>,
 ) -> Result<(), CommError> {
-    let (world, rank) = (ex.size(), ex.rank());
-    let (chunk, bytes) = (input.len() / world, ints.encoded_len(range.len()));
-    ex.piece(bytes * (world - 1), |slot| {
-        for (r, place) in others(world, rank) {
-            let part = input.slice(r * chunk + range.start..r * chunk + range.end);
-            ints.encode(part, &mut slot[place * bytes..(place + 1) * bytes]);
-        }
-    })?;
+    let (rank, chunk) = (ex.rank(), input.len() / ex.size());
+    let bytes = ints.encoded_len(range.len());
+    give_each(ex, bytes, |r, part| ints.encode(input.slice(r * chunk + range.start..r * chunk + range.end), part))?;
     let exact = range.len() * input.dtype().size_in_bytes();
-    let place = |r: usize| if rank < r { rank } else { rank - 1 };
-    let peers: Vec<_> = others(world, rank).map(|(r, _)| ex.coded(r, place(r) * bytes, bytes, exact)).collect();
+    let peers: Vec<_> = given(ex, bytes, exact).collect();
     let (own, sum) = (rank * chunk + range.start, at + range.start);
     Level::best().run(Sum { ints, values: input.as_mut(), own, sum, len: range.len(), rank, peers: &peers });
     Ok(())
