@@ -7,7 +7,9 @@
 //! the memory has it.
 
 use candle_core::DType;
-use candle_zero::config::{AdagradConfig, AdamConfig, LambConfig, LionConfig, OptimizerConfig, SgdConfig};
+use candle_zero::config::{
+    AdagradConfig, AdamConfig, LambConfig, LionConfig, MuonConfig, NsMethod, OptimizerConfig, SgdConfig,
+};
 use candle_zero::optim::{Needs, Squares, StepContext, from_config};
 use candle_zero::precision::{Flat, has_non_finite, sum_of_squares};
 use divan::Bencher;
@@ -154,6 +156,55 @@ fn lamb_squares_f32(bencher: Bencher<'_, '_>, threads: usize) {
         layerwise.add_squares(&ctx, weights, grad.as_ref(), &[&*m, &*v], &mut squares);
         divan::black_box(squares);
     });
+}
+
+fn muon(ns_method: NsMethod) -> OptimizerConfig {
+    let OptimizerConfig::Adam(adam) = adamw() else { panic!("AdamW is an Adam") };
+    OptimizerConfig::Muon(MuonConfig { lr: 0.02, momentum: 0.95, weight_decay: 0.1, ns_method, adam })
+}
+
+/// The first of Muon's passes: gradient read, momentum read and written, rough direction written.
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn muon_momentum_f32(bencher: Bencher<'_, '_>, threads: usize) {
+    let optimizer = from_config(&muon(NsMethod::Gram));
+    let mut buffers = [0.01, 0.0].map(|value| filled(DType::F32, value));
+    let grad = filled(DType::F32, 0.01);
+    let ctx = StepContext { grad_scale: 0.7, ..StepContext::new(1e-3, 1) };
+    measure(bencher, threads, 16, move || {
+        let [momentum, direction] = buffers.each_mut().map(f32s);
+        let Needs::Whole(wholewise) = optimizer.needs() else { panic!("Muon needs whole matrices") };
+        wholewise.momentum(&ctx, grad.as_ref(), &mut [momentum], direction);
+    });
+}
+
+/// The last of Muon's passes: finished direction read, weights read and written.
+#[divan::bench(args = THREADS, sample_count = 20, sample_size = 1)]
+fn muon_step_f32(bencher: Bencher<'_, '_>, threads: usize) {
+    let optimizer = from_config(&muon(NsMethod::Gram));
+    let (mut weights, direction) = (filled(DType::F32, 0.5), filled(DType::F32, 0.01));
+    measure(bencher, threads, 12, move || {
+        optimizer.update(&StepContext::new(1e-3, 1), f32s(&mut weights), direction.as_ref(), &mut [], None);
+    });
+}
+
+/// Between the two: Newton-Schulz of one matrix. Items are floating-point operations of its products.
+#[divan::bench(args = [[768, 768], [768, 3072], [3072, 768], [1024, 4096]], consts = [false, true], sample_count = 5, sample_size = 1)]
+fn muon_newton_schulz<const STANDARD: bool>(bencher: Bencher<'_, '_>, shape: [usize; 2]) {
+    let method = if STANDARD { NsMethod::Standard } else { NsMethod::Gram };
+    let optimizer = from_config(&muon(method));
+    let (all, short) = (shape[0] * shape[1], shape[0].min(shape[1]));
+    // Plain: Gram matrix, its square and the product with it, five times. On the Gram matrix: two Gram matrices, two
+    // products with X, and 5 + 3 + 2 x 3 square ones.
+    let is_plain = STANDARD || shape[0] == shape[1];
+    let products = if is_plain { 5 * (2 * all + short * short) } else { 4 * all + 14 * short * short };
+    let matrix: Vec<f32> = (0..all).map(|i| ((i * 7919 + i / 3 * 31) % 1009) as f32 / 504.5 - 1.0).collect();
+    bencher.counter(ItemsCount::new(2 * products * short)).with_inputs(|| matrix.clone()).bench_local_values(
+        |mut matrix| {
+            let Needs::Whole(wholewise) = optimizer.needs() else { panic!("Muon needs whole matrices") };
+            wholewise.finish(&mut matrix, &shape);
+            matrix
+        },
+    );
 }
 
 #[divan::bench(args = THREADS, consts = [false, true], sample_count = 20, sample_size = 1)]

@@ -125,8 +125,8 @@ fn auto_where_nothing_can_answer() {
 
 #[test]
 fn an_unsupported_optimizer_and_an_unknown_one() {
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"Muon\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "Muon" is not supported: use Adam, AdamW, SGD, Lion, Adagrad, Lamb"#);
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"AdamX\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "AdamX" is unknown: use Adam, AdamW, SGD, Lion, Adagrad, Lamb. Did you mean "AdamW"?"#);
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"MuSGD\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "MuSGD" is not supported: use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon"#);
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"AdamX\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "AdamX" is unknown: use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon. Did you mean "AdamW"?"#);
 }
 
 #[test]

@@ -15,10 +15,11 @@ const STEPS: usize = 6;
 const SHAPE: Shape = Shape { layers: 2, units: true, checkpointed: false };
 
 /// The optimizers that stage_equality.rs and offload.rs do not train with.
-fn optimizers() -> [Value; 3] {
+fn optimizers() -> [Value; 4] {
     [
         json!({"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}}),
         json!({"type": "Adagrad", "params": {"lr": 0.02, "weight_decay": 0.01}}),
+        json!({"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 5e-3, "eps": 1e-4, "weight_decay": 0.01}}),
         // The gradient of the keys' bias is nothing but rounding; eps keeps it out of the norms.
         json!({"type": "Lamb", "params": {"lr": 0.02, "eps": 1e-4, "weight_decay": 0.01}}),
     ]

@@ -77,6 +77,7 @@ pub(super) fn optimizer(
         Some(OptimizerConfig::Lion(_)) => (3, ": Lion works on gradient, weights and momentum"),
         Some(OptimizerConfig::Adagrad(_)) => (3, ": Adagrad works on gradient, weights and the sum of squares"),
         Some(OptimizerConfig::Lamb(_)) => (4, ": Lamb works on gradient, weights and two moments"),
+        Some(OptimizerConfig::Muon(_)) => (4, ": Muon's AdamW works on gradient, weights and two moments"),
         // SGD, or an optimizer that is not given here.
         _ => (2, ": a step works on gradient and weights"),
     };

@@ -2,16 +2,17 @@
 
 use super::keys::typed_section;
 use super::walk::{Walk, defaults};
-use super::{AdagradConfig, AdamConfig, LambConfig, LionConfig, OptimizerConfig, Rule, SgdConfig};
+use super::{
+    AdagradConfig, AdamConfig, LambConfig, LionConfig, MuonConfig, NsMethod, OptimizerConfig, Rule, SgdConfig,
+};
 use crate::layout::ZeroStage;
 use serde_json::Value;
 
 /// Optimizers that DeepSpeed or PyTorch has and that are not offered here.
-const OTHER_OPTIMIZERS: [&str; 15] = [
+const OTHER_OPTIMIZERS: [&str; 14] = [
     "MuAdam",
     "MuAdamW",
     "MuSGD",
-    "Muon",
     "OneBitAdam",
     "ZeroOneAdam",
     "OneBitLamb",
@@ -40,7 +41,7 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
         return None;
     }
     // DeepSpeed's names go in any letter case; ours do all.
-    let names = ["Adam", "AdamW", "SGD", "Lion", "Adagrad", "Lamb"];
+    let names = ["Adam", "AdamW", "SGD", "Lion", "Adagrad", "Lamb", "Muon"];
     let found = walk.str("optimizer.type").map(str::to_string);
     let name = found.and_then(|found| {
         let name = names.into_iter().find(|name| name.eq_ignore_ascii_case(&found));
@@ -68,6 +69,7 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
             weight_decay: walk.float(&of("weight_decay")),
         }),
         "Lamb" => OptimizerConfig::Lamb(lamb(walk)),
+        "Muon" => OptimizerConfig::Muon(muon(walk)),
         name => OptimizerConfig::Adam(adam(walk, name == "AdamW")),
     })
 }
@@ -118,6 +120,34 @@ fn lamb(walk: &mut Walk<'_>) -> LambConfig {
         walk.problem(Rule::Conflict, &of(key), place, text);
     }
     lamb
+}
+
+/// Muon with its AdamW. Each half's own rate wins over the common one.
+fn muon(walk: &mut Walk<'_>) -> MuonConfig {
+    let momentum = walk.float(&of("momentum"));
+    if momentum == 1.0 {
+        let place = walk.place(&of("momentum"));
+        walk.problem(Rule::Range, &of("momentum"), place, "1 found, a momentum has to be at least 0 and below 1");
+    }
+    let rate = |key: &str, default: f64| {
+        let given = |key: &str| walk.get(&of(key)).and_then(Value::as_f64);
+        given(key).or(given("lr")).unwrap_or(default)
+    };
+    let weight_decay = walk.float(&of("weight_decay"));
+    MuonConfig {
+        lr: rate("muon_lr", 0.02),
+        momentum,
+        weight_decay,
+        ns_method: if walk.str(&of("ns_method")) == Some("standard") { NsMethod::Standard } else { NsMethod::Gram },
+        adam: AdamConfig {
+            lr: rate("adam_lr", 3e-4),
+            betas: betas(walk),
+            eps: walk.float(&of("eps")),
+            weight_decay,
+            bias_correction: true,
+            decoupled: walk.bool(&of("adam_w_mode")),
+        },
+    }
 }
 
 /// Adam, or AdamW, which is `always_decoupled`.

@@ -2,7 +2,8 @@
 
 use super::walk::{defaults, set};
 use super::{
-    Config, GradientOp, OptimizerConfig, PerGroup, Precision, SchedulerConfig, TagValidation, WarmupType, keys, offload,
+    Config, GradientOp, NsMethod, OptimizerConfig, PerGroup, Precision, SchedulerConfig, TagValidation, WarmupType,
+    keys, offload,
 };
 use candle_core::DType;
 use serde_json::{Map, Value, json};
@@ -225,6 +226,22 @@ fn optimizer_json(optimizer: &OptimizerConfig) -> Value {
                 "eps_inside_sqrt": lamb.eps_inside_sqrt,
                 "max_coeff": lamb.max_coeff,
                 "min_coeff": lamb.min_coeff,
+            },
+        }),
+        OptimizerConfig::Muon(muon) => json!({
+            "type": "Muon",
+            "params": {
+                "muon_lr": muon.lr,
+                "adam_lr": muon.adam.lr,
+                "momentum": muon.momentum,
+                "weight_decay": muon.weight_decay,
+                "ns_method": match muon.ns_method {
+                    NsMethod::Gram => "gram",
+                    NsMethod::Standard => "standard",
+                },
+                "betas": [muon.adam.betas.0, muon.adam.betas.1],
+                "eps": muon.adam.eps,
+                "adam_w_mode": muon.adam.decoupled,
             },
         }),
     }

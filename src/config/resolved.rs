@@ -236,6 +236,8 @@ pub enum OptimizerConfig {
     Adagrad(AdagradConfig),
     /// `Lamb`.
     Lamb(LambConfig),
+    /// `Muon`.
+    Muon(MuonConfig),
 }
 
 /// Parameters of Adam and AdamW.
@@ -311,6 +313,30 @@ pub struct LambConfig {
     pub max_coeff: f64,
     /// Smallest trust ratio. Default 0.01.
     pub min_coeff: f64,
+}
+
+/// Parameters of Muon.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MuonConfig {
+    /// `muon_lr`, the learning rate of matrices. Default `lr`, else 0.02.
+    pub lr: f64,
+    /// Default 0.95.
+    pub momentum: f64,
+    /// Default 0, decoupled.
+    pub weight_decay: f64,
+    /// Default gram.
+    pub ns_method: NsMethod,
+    /// What trains the parameters that are no matrices. Its `lr` is `adam_lr`: default `lr`, else 3e-4.
+    pub adam: AdamConfig,
+}
+
+/// How Muon orthogonalizes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NsMethod {
+    /// Newton-Schulz on the Gram matrix, in f32.
+    Gram,
+    /// Newton-Schulz as it stands, in bf16.
+    Standard,
 }
 
 /// Shape of a warm-up.

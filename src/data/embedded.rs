@@ -216,6 +216,8 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/optim/lamb.rs",
     "src/optim/lion.rs",
     "src/optim/mod.rs",
+    "src/optim/muon.rs",
+    "src/optim/newton_schulz.rs",
     "src/optim/schedule.rs",
     "src/optim/schedule/cycle.rs",
     "src/optim/schedule/warmup.rs",

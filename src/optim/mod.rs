@@ -11,6 +11,7 @@
 //! | `lion.rs` | Lion |
 //! | `adagrad.rs` | Adagrad |
 //! | `lamb.rs` | LAMB |
+//! | `muon.rs`, `newton_schulz.rs` | Muon: momentum of matrices, orthogonalized |
 //! | `chunks.rs` | how one pass over all the buffers runs in parallel |
 //! | `groups.rs` | parameter groups: which parameters have a learning rate or a decay of their own |
 //! | `trainer.rs` | an engine's optimizer, its parameter groups and their schedules |
@@ -22,6 +23,8 @@ mod chunks;
 mod groups;
 mod lamb;
 mod lion;
+mod muon;
+mod newton_schulz;
 mod schedule;
 mod sgd;
 mod trainer;
@@ -240,6 +243,7 @@ pub fn from_config(config: &OptimizerConfig) -> Box<dyn Optimizer> {
         OptimizerConfig::Lion(config) => Box::new(lion::Lion::new(*config)),
         OptimizerConfig::Adagrad(config) => Box::new(adagrad::Adagrad::new(*config)),
         OptimizerConfig::Lamb(config) => Box::new(lamb::Lamb::new(*config)),
+        OptimizerConfig::Muon(config) => Box::new(muon::Muon::new(*config)),
     }
 }
 

@@ -105,6 +105,8 @@ pub struct Schedule {
     group: usize,
     /// The optimizer's own, or the group's.
     momentum: Momentum,
+    /// The schedule may change it.
+    cycles: bool,
     last_batch_iteration: i64,
     lr: f64,
     betas: Option<(f64, f64)>,
@@ -126,6 +128,8 @@ pub(crate) struct GroupBase {
     pub lr: f64,
     /// Its own momentum.
     pub momentum: Momentum,
+    /// Whether the optimizer as a whole has betas that a schedule may change. In DeepSpeed Muon has none.
+    pub cycles: bool,
     /// Its number, of so many.
     pub group: usize,
     pub groups: usize,
@@ -237,7 +241,7 @@ impl Schedule {
     /// What [`validate`] refuses; a list of rates for several groups.
     pub fn new(scheduler: Option<&SchedulerConfig>, optimizer: Option<&OptimizerConfig>) -> Result<Self> {
         let momentum = optimizer.map_or(Momentum::Factor(0.0), momentum);
-        let base = GroupBase { lr: optimizer.map_or(0.0, base_lr), momentum, group: 0, groups: 1 };
+        let base = GroupBase { lr: optimizer.map_or(0.0, base_lr), momentum, cycles: true, group: 0, groups: 1 };
         Self::of_group(scheduler, base)
     }
 
@@ -261,13 +265,13 @@ impl Schedule {
     /// One of your own for this optimizer, with the values of the first step in force.
     pub fn custom(rule: Arc<dyn LrSchedule>, optimizer: Option<&OptimizerConfig>) -> Self {
         let momentum = optimizer.map_or(Momentum::Factor(0.0), momentum);
-        Self::custom_of_group(rule, GroupBase { lr: 0.0, momentum, group: 0, groups: 1 })
+        Self::custom_of_group(rule, GroupBase { lr: 0.0, momentum, cycles: true, group: 0, groups: 1 })
     }
 
     /// One of the user's own for a parameter group.
     pub(crate) fn custom_of_group(rule: Arc<dyn LrSchedule>, base: GroupBase) -> Self {
-        let GroupBase { momentum, group, .. } = base;
-        let mut schedule = Self { rule, group, momentum, last_batch_iteration: -1, lr: 0.0, betas: None };
+        let GroupBase { momentum, cycles, group, .. } = base;
+        let mut schedule = Self { rule, group, momentum, cycles, last_batch_iteration: -1, lr: 0.0, betas: None };
         schedule.restore(-1);
         schedule
     }
@@ -322,8 +326,8 @@ impl Schedule {
         let applied = u64::try_from(last_batch_iteration.saturating_add(1)).unwrap_or(0);
         self.lr = self.rule.lr_of_group(applied, self.group);
         self.betas = match self.momentum {
-            Momentum::Betas(..) => self.rule.betas(applied),
-            Momentum::Factor(_) => None,
+            Momentum::Betas(..) if self.cycles => self.rule.betas(applied),
+            _ => None,
         };
     }
 

@@ -41,6 +41,8 @@ impl Trainer {
         scheduler: Option<&SchedulerConfig>,
     ) -> Result<(Self, Vec<usize>)> {
         let (settled, empty) = grouping.settle(params);
+        let main = grouping.optimizer(Role::Main).map(|o| o.momentum());
+        let cycles = matches!(main, Some(Momentum::Betas(..)));
         let count = settled.len();
         let groups = settled.into_iter().enumerate().map(|(group, Settled { role, lr, numbers })| {
             let optimizer = grouping.optimizer(role);
@@ -49,7 +51,7 @@ impl Trainer {
                 (momentum, _) => momentum,
             };
             let lr = optimizer.map_or(0.0, |o| lr.unwrap_or(o.lr()));
-            let base = GroupBase { lr, momentum, group, groups: count };
+            let base = GroupBase { lr, momentum, cycles, group, groups: count };
             let schedule = match &own {
                 Some(own) => Schedule::custom_of_group(own.clone(), base),
                 None => Schedule::of_group(scheduler, base)?,

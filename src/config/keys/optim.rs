@@ -10,6 +10,7 @@ pub(super) static SECTIONS: &[Section] = &[
     Section::new("optimizer.params", false, LION).types(&["Lion"]),
     Section::new("optimizer.params", false, ADAGRAD).types(&["Adagrad"]),
     Section::new("optimizer.params", false, LAMB).types(&["Lamb"]),
+    Section::new("optimizer.params", false, MUON).types(&["Muon"]),
     Section::new("scheduler", false, SCHEDULER),
     Section::new("scheduler.params", false, WARMUP_LR).types(&["WarmupLR"]),
     Section::new("scheduler.params", false, WARMUP_DECAY_LR).types(&["WarmupDecayLR"]),
@@ -19,7 +20,7 @@ pub(super) static SECTIONS: &[Section] = &[
 ];
 
 const OPTIMIZER: &[super::Key] = keys! {
-    "type": Str, "-", H, "Adam, AdamW, SGD, Lion, Adagrad or Lamb, in any letter case. Other names of DeepSpeed and PyTorch are refused.";
+    "type": Str, "-", H, "Adam, AdamW, SGD, Lion, Adagrad, Lamb or Muon, in any letter case. Other names of DeepSpeed and PyTorch are refused.";
     "params": Object, "{}", H, "Its parameters.";
     "legacy_fusion": Bool, "false", none("it is a matter of CUDA kernels"), "Older fused wrapper.";
 };
@@ -85,6 +86,23 @@ const LAMB: &[super::Key] = keys! {
     "max_coeff": NOT_NEGATIVE, "10.0", H, "Largest trust ratio: norm of a parameter over norm of its update.";
     "min_coeff": NOT_NEGATIVE, "0.01", H, "Smallest trust ratio; at most max_coeff.";
     "amsgrad": Bool, "false", refuse("DeepSpeed's Lamb refuses it too"), "The largest second moment.";
+    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
+};
+
+const MUON: &[super::Key] = keys! {
+    "lr": NOT_NEGATIVE, "null", H, "Learning rate of both halves, where muon_lr or adam_lr does not say otherwise.";
+    "muon_lr": NOT_NEGATIVE, "null", H, "Learning rate of matrices; null: lr, without it 0.02. Embeddings and the output projection (embed or lm_head in the name) are not trained as matrices.";
+    "adam_lr": NOT_NEGATIVE, "null", H, "Learning rate of all other parameters, which AdamW trains; null: lr, without it 0.0003.";
+    "momentum": SHARE, "0.95", H, "Momentum of matrices, in a Nesterov blend; below 1.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay of both halves.";
+    "ns_method": Kind::OneOf(&["gram", "standard"]), "\"gram\"", H, "How matrices are orthogonalized: Newton-Schulz on the Gram matrix in f32, or standard, as it stands in bf16.";
+    "betas": Betas, "[0.9,0.95]", H, "AdamW: decays of the two moments, each at least 0 and below 1.";
+    "eps": NOT_NEGATIVE, "1e-10", H, "AdamW: added to the root of the second moment.";
+    "adam_w_mode": Bool, "true", H, "AdamW: decoupled decay; false: added to the gradient.";
+    "torch_adam": Bool, "false", H, "PyTorch's Adam for AdamW: the same arithmetic.";
+    "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here"), "Moments in f32.";
+    "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
+    "per_head_muon": Bool, "false", refuse("matrices are orthogonalized whole"), "Orthogonalize each attention head by itself.";
     "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
 };
 

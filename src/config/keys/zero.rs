@@ -55,7 +55,7 @@ const ZERO: &[super::Key] = keys! {
     "log_trace_cache_warnings": Bool, "false", none("there is no trace to warn about"), "Say when the order of modules changed.";
     "memory_efficient_linear": Bool, "true", none("it is a matter of PyTorch's modules"), "Replace the linear operator.";
     "override_module_apply": Bool, "true", none("it is a matter of PyTorch's modules"), "Gather parameters inside apply.";
-    "save_muon_momentum_buffer_in_memory": Bool, "false", none("there is no Muon"), "Placement of Muon's momentum.";
+    "save_muon_momentum_buffer_in_memory": Bool, "false", none("the momentum lies where offload_optimizer puts all optimizer states"), "Placement of Muon's momentum.";
     "legacy_stage1": Bool, "false", refuse("DeepSpeed refuses it too"), "Old stage 1.";
     "mics_shard_size": Any, "-", gone(GONE), "MiCS shard group.";
     "mics_hierarchical_params_gather": Any, "-", gone(GONE), "MiCS gather.";

@@ -1,0 +1,266 @@
+//! Orthogonalization by Newton-Schulz: a matrix becomes nearly the nearest one with orthonormal rows (or columns).
+//!
+//! ```text
+//! X = G / (|G| + 1e-7)                                           |G|: the Frobenius norm
+//! 5 times:  A = X X^t,  X = a X + (b A + c A A) X                (of a tall matrix the transpose)
+//! ```
+//!
+//! The quintic pushes all singular values towards 1, to between 0.7 and 1.2. On the Gram matrix
+//! the same iteration needs fewer products where a matrix is far from square: what multiplies `X` is collected in
+//! a square matrix of the shorter side, and `X` is multiplied twice instead of five times.
+
+use crate::config::NsMethod;
+use crate::kernels::element::Element;
+use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
+use crate::kernels::par::{self, Chunks};
+use crate::precision::{FlatRef, sum_of_squares};
+use half::bf16;
+
+const STEPS: usize = 5;
+
+/// The coefficients a, b, c.
+const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
+
+/// The step of the Gram iteration before which `X` is brought up to date, so that rounding does not grow.
+const RESTART: usize = 2;
+
+/// Added to the norm that a matrix is divided by.
+const EPS: f32 = 1e-7;
+
+/// Elements that one thread works on at a time, and that it widens together.
+const CHUNK: usize = 16 * BLOCK;
+const BLOCK: usize = 1024;
+
+/// Orthogonalizes the row-major matrix `x`: by the Gram iteration in f32, or as it stands in bf16, as DeepSpeed does on
+/// machines without f16. A square matrix gains nothing by the Gram iteration, and goes the plain way in f32.
+pub(super) fn orthogonalize(x: &mut [f32], rows: usize, cols: usize, method: NsMethod) {
+    let shape = Shape { rows, cols };
+    match method {
+        NsMethod::Gram => {
+            let norm = sum_of_squares(FlatRef::F32(x)).sqrt() as f32 + EPS;
+            map(x, |x| x / norm);
+            let mut next = vec![0.0; x.len()];
+            if rows == cols { standard(x, &mut next, shape) } else { gram(x, &mut next, shape) }
+        }
+        NsMethod::Standard => {
+            let mut narrow = vec![bf16::ZERO; x.len()];
+            bf16::narrow(x, &mut narrow);
+            let norm = bf16::from_f64(sum_of_squares(FlatRef::BF16(&narrow)).sqrt());
+            let norm = bf16::from_f32(norm.to_f32() + EPS).to_f32();
+            map(&mut narrow, |x| x / norm);
+            standard(&mut narrow, &mut vec![bf16::ZERO; x.len()], shape);
+            bf16::widen(&narrow, x);
+        }
+    }
+}
+
+/// Bytes that [`orthogonalize`] allocates.
+pub(super) fn workspace(rows: usize, cols: usize, method: NsMethod) -> usize {
+    let (all, square) = (rows * cols, rows.min(cols).pow(2));
+    match method {
+        NsMethod::Gram if rows == cols => 4 * (all + 3 * square),
+        NsMethod::Gram => 4 * (all + 4 * square),
+        NsMethod::Standard => 2 * (2 * all + 3 * square),
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Shape {
+    rows: usize,
+    cols: usize,
+}
+
+impl Shape {
+    fn short(self) -> usize {
+        self.rows.min(self.cols)
+    }
+
+    fn of<E: Copy>(self, x: &[E]) -> Matrix<'_, E> {
+        Matrix::new(x, self.rows, self.cols)
+    }
+
+    /// `gram = X X^t`, of a tall matrix `X^t X`.
+    fn gram<E: Element>(self, gram: &mut [E], x: &[E]) {
+        let (n, x) = (self.short(), self.of(x));
+        let (a, b) = if self.rows > self.cols { (x.t(), x) } else { (x, x.t()) };
+        gemm(MatrixMut::new(gram, n, n), a, b, Epilogue::default());
+    }
+
+    /// `next = a X + B X`, of a tall matrix `a X + X B^t`.
+    fn advance<E: Element>(self, next: &mut [E], a: f32, b: &[E], x: &[E]) {
+        let (n, x_matrix) = (self.short(), self.of(x));
+        let b = Matrix::new(b, n, n);
+        let (left, right) = if self.rows > self.cols { (x_matrix, b.t()) } else { (b, x_matrix) };
+        add_product(next, (a, x), (1.0, left, right));
+    }
+}
+
+/// `sum = a base + c (left right)`. Both terms are rounded to the dtype, as PyTorch does.
+fn add_product<E: Element>(
+    sum: &mut [E],
+    (a, base): (f32, &[E]),
+    (c, left, right): (f32, Matrix<'_, E>, Matrix<'_, E>),
+) {
+    let (rows, cols) = (left.rows(), right.cols());
+    gemm(MatrixMut::new(sum, rows, cols), left, right, Epilogue { scale: c, ..Epilogue::default() });
+    if a == 0.0 {
+        return;
+    }
+    par::for_each_part(sum.len().div_ceil(CHUNK), Chunks::new(sum, CHUNK), |i, chunk: &mut [E]| {
+        let (mut wide, mut term, mut rounded) = ([0.0; BLOCK], [0.0; BLOCK], [E::default(); BLOCK]);
+        for (j, block) in chunk.chunks_mut(BLOCK).enumerate() {
+            let (at, len) = (i * CHUNK + j * BLOCK, block.len());
+            let (wide, term, rounded) = (&mut wide[..len], &mut term[..len], &mut rounded[..len]);
+            E::widen(&base[at..at + len], term);
+            term.iter_mut().for_each(|x| *x *= a);
+            E::narrow(term, rounded);
+            E::widen(rounded, term);
+            E::widen(block, wide);
+            wide.iter_mut().zip(term).for_each(|(x, term)| *x += *term);
+            E::narrow(wide, block);
+        }
+    });
+}
+
+/// Replaces every element.
+fn map<E: Element>(values: &mut [E], f: impl Fn(f32) -> f32 + Sync) {
+    par::for_each_part(values.len().div_ceil(CHUNK), Chunks::new(values, CHUNK), |_, chunk: &mut [E]| {
+        let mut wide = [0.0; BLOCK];
+        for block in chunk.chunks_mut(BLOCK) {
+            let wide = &mut wide[..block.len()];
+            E::widen(block, wide);
+            wide.iter_mut().for_each(|x| *x = f(*x));
+            E::narrow(wide, block);
+        }
+    });
+}
+
+/// Adds `a` to every element of the diagonal.
+fn add_to_diagonal<E: Element>(square: &mut [E], n: usize, a: f32) {
+    for at in (0..n).map(|i| i * n + i) {
+        let mut wide = [0.0];
+        E::widen(&square[at..=at], &mut wide);
+        E::narrow(&[wide[0] + a], &mut square[at..=at]);
+    }
+}
+
+/// The iteration as it stands. The result is in `x`; `next` is as long.
+fn standard<E: Element>(x: &mut [E], next: &mut [E], shape: Shape) {
+    let [a, b, c] = QUINTIC;
+    let n = shape.short();
+    let [mut gram, mut scaled, mut polynomial] = [(); 3].map(|()| vec![E::default(); n * n]);
+    let (mut now, mut then) = (&mut *x, &mut *next);
+    for _ in 0..STEPS {
+        shape.gram(&mut gram, now);
+        scaled.copy_from_slice(&gram);
+        map(&mut scaled, |x| c * x);
+        let (left, right) = (Matrix::new(&scaled, n, n), Matrix::new(&gram, n, n));
+        add_product(&mut polynomial, (b, &gram), (1.0, left, right));
+        shape.advance(then, a, &polynomial, now);
+        std::mem::swap(&mut now, &mut then);
+    }
+    // After an odd number of steps it is in the other buffer.
+    const { assert!(STEPS % 2 == 1) };
+    x.copy_from_slice(next);
+}
+
+/// The iteration on the Gram matrix. The result is in `x`; `next` is as long.
+fn gram(x: &mut [f32], next: &mut [f32], shape: Shape) {
+    let [a, b, c] = QUINTIC;
+    let n = shape.short();
+    // The Gram matrix of X now, b R + c R R, what X is still to be multiplied by, and room.
+    let [mut r, mut z, mut q, mut room] = [(); 4].map(|()| vec![0.0; n * n]);
+    shape.gram(&mut r, x);
+    for step in 0..STEPS {
+        if step == RESTART {
+            shape.advance(next, 0.0, &q, x);
+            shape.gram(&mut r, next);
+        }
+        let square = Matrix::new(&r, n, n);
+        add_product(&mut z, (b, &r), (c, square, square));
+        let polynomial = Matrix::new(&z, n, n);
+        if step == 0 || step == RESTART {
+            q.copy_from_slice(&z);
+            add_to_diagonal(&mut q, n, a);
+        } else {
+            add_product(&mut room, (a, &q), (1.0, polynomial, Matrix::new(&q, n, n)));
+            std::mem::swap(&mut q, &mut room);
+        }
+        if step + 1 < STEPS && step + 1 != RESTART {
+            add_product(&mut room, (a, &r), (1.0, polynomial, Matrix::new(&r, n, n)));
+            add_product(&mut r, (a, &room), (1.0, polynomial, Matrix::new(&room, n, n)));
+        }
+    }
+    shape.advance(x, 0.0, &q, next);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers without a pattern.
+    fn matrix(rows: usize, cols: usize) -> Vec<f32> {
+        let value = |i: usize| ((i * 7919 + i * i * 31 + 17) % 1009) as f32 / 504.5 - 1.0;
+        (0..rows * cols).map(value).collect()
+    }
+
+    /// The plain iteration in f64.
+    fn exact(g: &[f32], rows: usize, cols: usize) -> Vec<f64> {
+        let [a, b, c] = [3.4445, -4.7750, 2.0315];
+        let norm = g.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt() + 1e-7;
+        // As a wide matrix.
+        let (n, m) = (rows.min(cols), rows.max(cols));
+        let at = |i: usize, j: usize| if rows > cols { j * cols + i } else { i * cols + j };
+        let mut x: Vec<f64> = (0..n * m).map(|k| f64::from(g[at(k / m, k % m)]) / norm).collect();
+        let product = |l: &[f64], r: &[f64], k: usize, cols: usize, transposed: bool| -> Vec<f64> {
+            let of = |p: usize, j: usize| if transposed { r[j * k + p] } else { r[p * cols + j] };
+            (0..n * cols).map(|ij| (0..k).map(|p| l[ij / cols * k + p] * of(p, ij % cols)).sum()).collect()
+        };
+        for _ in 0..STEPS {
+            let gram = product(&x, &x, m, n, true);
+            let square = product(&gram, &gram, n, n, false);
+            let poly: Vec<f64> = gram.iter().zip(&square).map(|(g, s)| b * g + c * s).collect();
+            let more = product(&poly, &x, n, m, false);
+            x = x.iter().zip(&more).map(|(x, more)| a * x + more).collect();
+        }
+        (0..rows * cols).map(|k| if rows > cols { x[k % cols * m + k / cols] } else { x[k] }).collect()
+    }
+
+    #[test]
+    fn both_methods_are_the_iteration() {
+        for (rows, cols) in [(1, 1), (1, 7), (5, 3), (3, 5), (16, 16), (64, 33), (20, 150), (33, 32)] {
+            let g = matrix(rows, cols);
+            let exact = exact(&g, rows, cols);
+            for (method, tolerance) in [(NsMethod::Gram, 3e-6), (NsMethod::Standard, 6e-2)] {
+                let mut x = g.clone();
+                orthogonalize(&mut x, rows, cols, method);
+                let off = x.iter().zip(&exact).fold(0f64, |off, (x, e)| off.max((f64::from(*x) - e).abs()));
+                assert!(off <= tolerance, "{method:?} of {rows} x {cols} is off by {off:e}");
+            }
+        }
+    }
+
+    #[test]
+    fn no_direction_stays_none() {
+        for method in [NsMethod::Gram, NsMethod::Standard] {
+            let mut x = vec![0.0; 15];
+            orthogonalize(&mut x, 5, 3, method);
+            assert_eq!(x, [0.0; 15]);
+        }
+    }
+
+    #[test]
+    fn any_number_of_threads_gives_the_same_bits() {
+        for (rows, cols) in [(300, 190), (130, 400), (200, 200)] {
+            for method in [NsMethod::Gram, NsMethod::Standard] {
+                let run = |threads: usize| {
+                    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+                    let mut x = matrix(rows, cols);
+                    pool.install(|| orthogonalize(&mut x, rows, cols, method));
+                    x.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+                };
+                assert!(run(1) == run(3), "{rows} x {cols} {method:?}");
+            }
+        }
+    }
+}
