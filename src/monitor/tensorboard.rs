@@ -158,7 +158,7 @@ mod tests {
 
     fn check(found: &[u8], of: &[u8]) {
         let crc = crc_by_division(of);
-        let masked = (crc >> 15 | crc << 17).wrapping_add(0xa282_ead8);
+        let masked = crc.rotate_left(17).wrapping_add(0xa282_ead8);
         assert_eq!(u32::from_le_bytes(found.try_into().unwrap()), masked);
     }
 
