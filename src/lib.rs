@@ -51,6 +51,7 @@ pub mod offload;
 pub mod optim;
 pub mod param;
 pub mod precision;
+mod timeline;
 pub mod zero;
 
 pub use config::Config;

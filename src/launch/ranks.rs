@@ -21,6 +21,7 @@ use super::say;
 use super::signals::{self, Event, die_with_parent};
 use super::tail::Tail;
 use crate::comm::shm::{Fault, Region};
+use crate::timeline;
 use crate::{Error, Result};
 
 /// How long the others may take to leave by themselves after a failure.
@@ -53,6 +54,8 @@ pub(super) struct Job {
     pub(super) master_port: Option<u16>,
     /// How often the job was started before.
     pub(super) restart: u32,
+    /// Where ranks put the parts of their timeline.
+    pub(super) timeline: Option<PathBuf>,
 }
 
 /// How a run ended.
@@ -214,6 +217,9 @@ impl Ranks {
         let fd = self.region.as_fd().as_raw_fd();
         let mut command = Command::new(&job.program);
         command.args(&job.args).envs(common.iter().map(|(name, value)| (name, value)));
+        if let Some(folder) = &job.timeline {
+            command.env(timeline::PARTS, folder);
+        }
         command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string()).env(SHM_FD, fd.to_string());
         // A process group of its own: a signal then reaches the helpers of a rank too, and Ctrl-C reaches the
         // launcher alone, which passes it on.

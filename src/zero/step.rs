@@ -18,6 +18,7 @@ use crate::offload::{Pipeline, Plan, Stream, Transfer, Window, windows};
 use crate::optim::{Layerwise, Optimizer, Squares, StepContext};
 use crate::param::{ParamId, lock, residency};
 use crate::precision::{Flat, FlatMut, FlatRef, sum_of_squares};
+use crate::timeline;
 use candle_core::DType;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -50,6 +51,7 @@ impl Core {
     /// Collective: norm and overflow over all ranks. Each rank looks at its shard of every gradient, parameter by
     /// parameter, also where it holds the whole; so the sum is formed in the same order at every stage.
     pub fn vote(&self, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
+        let _span = timeline::span(timeline::Kind::Optimizer, "vote");
         let mut sum = 0f64;
         for group in lock(&self.groups).iter_mut() {
             for slot in 0..group.slots.len() {
@@ -112,6 +114,7 @@ impl Core {
         let publish = |slot: &Slot| if publishes { publisher.push(self, slot.param) } else { Ok(()) };
         self.pass(&mut groups, true, update, publish)?;
         drop(groups);
+        let _span = timeline::span(timeline::Kind::Optimizer, "publish");
         publisher.finish(self)
     }
 
@@ -161,6 +164,7 @@ impl Core {
                 std::iter::once(0..group.len).collect()
             };
             for range in ranges {
+                let _span = timeline::span(timeline::Kind::Optimizer, "sub-group").with("elements", range.len() as u64);
                 let mut window = match &mut pipeline {
                     Some(pipeline) if in_files => Some(pipeline.next()?),
                     _ => None,
@@ -288,6 +292,7 @@ impl Publisher {
     fn launch(&mut self, core: &Core, params: Vec<ParamId>) -> Result<()> {
         let (world, rank) = (core.comm.size(), core.comm.rank());
         let parcel = Parcel::new(params, &core.params, world);
+        let _about = timeline::about(|| core.names(&parcel.params));
         // Room for the chunks of all ranks: the others' arrive in the same buffer.
         let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk * world);
         for p in &parcel.params {

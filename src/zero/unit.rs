@@ -20,6 +20,7 @@ use crate::param::UnitId;
 use crate::param::registry::Registry;
 use crate::param::residency::{storage_on, to_storage};
 use crate::precision::Flat;
+use crate::timeline;
 use candle_core::{Result, Shape, Tensor, Var};
 use candle_nn::{Module, VarBuilder};
 use std::cell::RefCell;
@@ -128,13 +129,16 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
             );
         }
         let y = self.run(id, &core, x)?;
-        if !core.placement.params.is_sharded() {
+        if !core.placement.params.is_sharded() && !timeline::is_recording() {
             return Ok(y);
         }
         let link = link.clone();
         if let Some(node) = node_of(&y) {
             let enter = move || link.core().map_or(Ok(()), |core| core.enter(Event::Backward(id)));
             node.slot.before_backward(Box::new(enter));
+            return Ok(y);
+        }
+        if !core.placement.params.is_sharded() {
             return Ok(y);
         }
         prepared("unit-output", &y, copy_of(&y)?, move |_, grad| {
@@ -166,10 +170,13 @@ impl<M: Module> Unit<M> {
 
     fn run(&self, id: UnitId, core: &Core, x: &Tensor) -> Result<Tensor> {
         if !core.placement.params.is_sharded() {
+            let _span = core.forward_span(id);
             return self.inner.forward(x);
         }
         core.enter(Event::Forward(id))?;
+        let span = core.forward_span(id);
         let y = self.inner.forward(x)?;
+        drop(span);
         core.leave_forward(id)?;
         Ok(y)
     }
@@ -191,6 +198,7 @@ impl<M: Module> Unit<M> {
             Ok(once(|| seed.backward())?.remove(input.as_tensor()))
         };
         if !core.placement.params.is_sharded() {
+            let _span = timeline::span(timeline::Kind::Unit, "backward").of(|| core.unit_name(id));
             return backward();
         }
         core.nested(|| {
