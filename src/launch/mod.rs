@@ -7,7 +7,8 @@
 //!
 //! What `zerorun` does besides are tools, found by the first word (`tools`): `zerorun bench disk PATH` (`bench`),
 //! `zerorun inspect DIR` (`inspect`), `zerorun consolidate DIR OUT` (`consolidate`), `zerorun check FILE` (`check`,
-//! which draws `picture`s), `zerorun schema` (`schema`), `zerorun schedule` (`schedule`), `zerorun report` (`machine`).
+//! which draws `picture`s), `zerorun schema` (`schema`), `zerorun schedule` (`schedule`), `zerorun report` (`machine`),
+//! `zerorun verify` (`verify`).
 
 mod args;
 mod bench;
@@ -31,6 +32,7 @@ mod script;
 mod signals;
 mod tail;
 mod tools;
+mod verify;
 
 pub use discover::RankEnv;
 pub use ranks::KEEP_MEMORY;
