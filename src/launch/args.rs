@@ -71,7 +71,7 @@ struct Typed {
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     min_ranks: Option<u16>,
 
-    /// Record what all ranks do when, as a trace in FILE that https://ui.perfetto.dev opens
+    /// Record what all ranks do when, as a trace in FILE that Perfetto (ui.perfetto.dev) opens
     /// [default: $CANDLE_ZERO_TIMELINE]
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,

@@ -217,9 +217,11 @@ impl Ranks {
         let fd = self.region.as_fd().as_raw_fd();
         let mut command = Command::new(&job.program);
         command.args(&job.args).envs(common.iter().map(|(name, value)| (name, value)));
-        if let Some(folder) = &job.timeline {
-            command.env(timeline::PARTS, folder);
-        }
+        match &job.timeline {
+            Some(folder) => command.env(timeline::PARTS, folder),
+            // It may be there where this launcher is a rank's child.
+            None => command.env_remove(timeline::PARTS),
+        };
         command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string()).env(SHM_FD, fd.to_string());
         // A process group of its own: a signal then reaches the helpers of a rank too, and Ctrl-C reaches the
         // launcher alone, which passes it on.
