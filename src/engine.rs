@@ -27,6 +27,7 @@ use crate::param::registry::{Holding, Registry};
 use crate::param::{ROOT, Source, fnv1a, lock};
 use crate::precision::{LossScaler, ScalerState, gradient_multiplier};
 use crate::profiler::spans::Half;
+use crate::timeline::{self, Recorder, Span};
 use crate::zero::core::{Core, Link};
 use crate::zero::gradients::ReducePlan;
 use crate::zero::trace::Event;
@@ -93,6 +94,8 @@ pub struct Engine<M> {
     failed_save: Option<Error>,
     /// The error that ended the job for this rank.
     stopped: Option<String>,
+    /// The last field: what the others do while they are dropped is recorded too.
+    recorder: Option<Recorder>,
 }
 
 /// How far a run is: what a checkpoint holds besides the model's state.
@@ -157,6 +160,7 @@ pub struct EngineBuilder {
     monitors: Vec<Opening>,
     optimizer: Option<Arc<dyn Optimizer>>,
     parameter_groups: Vec<ParameterGroup>,
+    timeline: Option<PathBuf>,
 }
 
 impl Engine<()> {
@@ -241,6 +245,16 @@ impl EngineBuilder {
         self
     }
 
+    /// Records what this rank does when, as a trace for Perfetto (ui.perfetto.dev) in `file`, which appears when the last
+    /// engine of the process that records into it is dropped. Ranks that are processes write a file each, `file` with the
+    /// rank's number in its name; `zerorun --timeline` makes one of all, and wins over this. Default: the file that the
+    /// environment variable `CANDLE_ZERO_TIMELINE` names, nothing without it.
+    #[must_use]
+    pub fn timeline(mut self, file: impl Into<PathBuf>) -> Self {
+        self.timeline = Some(file.into());
+        self
+    }
+
     /// Builds the model and partitions it. Collective.
     ///
     /// # Errors
@@ -260,6 +274,10 @@ impl EngineBuilder {
             Some(device) => device,
             None => crate::device::default()?,
         };
+        let recorder = Recorder::open(self.timeline.clone(), comm.rank(), comm.size());
+        let recorder = recorder.inspect_err(|e| comm.abort(&e.to_string()))?;
+        let _here = timeline::enter(recorder.as_ref());
+        let _span = timeline::span(timeline::Kind::Engine, "initialize");
         let engine = Config::load_for(config, comm.size(), &self.run_values).and_then(|config| {
             let source = match &self.init_from {
                 Some(path) => Source::file(path)?,
@@ -267,7 +285,9 @@ impl EngineBuilder {
             };
             Engine::new(build, config, source, comm.clone(), device, self)
         });
-        engine.inspect_err(|e| comm.abort(&e.to_string()))
+        let mut engine = engine.inspect_err(|e| comm.abort(&e.to_string()))?;
+        engine.recorder = recorder;
+        Ok(engine)
     }
 }
 
@@ -387,6 +407,7 @@ impl<M> Engine<M> {
             saving: None,
             failed_save: None,
             stopped: None,
+            recorder: None,
         };
         engine.dump_state();
         Ok(engine)
@@ -406,10 +427,11 @@ impl<M> Engine<M> {
         self.tell_memory("before forward", self.global_steps + 1);
         let start = Instant::now();
         self.telling.micro_step = Some(start);
+        let _span = self.span("forward");
         let draws = ((self.rank() as u64) << 40 | self.micro_steps, 0);
-        let span = self.record(Half::Forward);
+        let profile = self.record(Half::Forward);
         let output = self.attempt(|engine| draw_from(draws, || engine.run_model(run)))?;
-        drop(span);
+        drop(profile);
         self.phase = Phase::Forwarded;
         self.clock.forward += start.elapsed();
         self.tell_memory("after forward", self.global_steps + 1);
@@ -421,6 +443,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// What `run` returns; a failed collective.
     pub fn eval(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
+        let _span = self.span("eval");
         self.attempt(|engine| {
             engine.core.set_evaluating(true);
             let output = without_gradients(|| engine.run_model(run));
@@ -462,9 +485,10 @@ impl<M> Engine<M> {
             return Err(Error::LossShape { shape: loss.dims().to_vec() });
         }
         let (start, waited) = (Instant::now(), self.core.comm.report().waited_s);
-        let span = self.record(Half::Backward);
+        let profile = self.record(Half::Backward);
+        let _span = self.span("backward");
         self.attempt(|engine| engine.differentiate(loss))?;
-        drop(span);
+        drop(profile);
         self.phase = Phase::Backwarded;
         self.clock.backward += start.elapsed();
         self.clock.backward_wait += self.core.comm.report().waited_s - waited;
@@ -487,6 +511,7 @@ impl<M> Engine<M> {
         let run = || {
             // Scaled in f32: in 16 bits the scale itself may overflow.
             let scaled = if factor == 1.0 { loss.clone() } else { loss.to_dtype(DType::F32)?.affine(factor, 0.0)? };
+            let _sections = timeline::sections();
             core.enter(Event::Backward(ROOT))?;
             once(|| stacker::maybe_grow(RED_ZONE, BACKWARD_STACK, || scaled.backward())).map(drop)
         };
@@ -510,10 +535,12 @@ impl<M> Engine<M> {
             return Err(Error::OutOfOrder { call: "step", when: "before backward" });
         }
         let start = Instant::now();
+        let span = self.span("step");
         if self.is_gradient_accumulation_boundary() {
             self.attempt(Self::optimizer_step)?;
             self.tell_memory("after step", self.global_steps);
         }
+        drop(span);
         self.clock.step += start.elapsed();
         self.end_micro_step();
         if self.is_gradient_accumulation_boundary() {
@@ -787,11 +814,23 @@ impl<M> Engine<M> {
     /// Runs `call`; after an error this rank is out of step, so it tells the others and refuses to go on.
     pub(crate) fn attempt<T>(&mut self, call: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         self.not_stopped()?;
+        let _here = timeline::enter(self.recorder.as_ref());
         call(self).inspect_err(|e| {
             let why = without_backtrace(&e.to_string());
             self.core.comm.abort(&why);
             self.stopped = Some(why);
+            Recorder::flush(self.recorder.as_ref());
         })
+    }
+
+    /// A call in the timeline, from now on.
+    fn span(&self, name: &'static str) -> Span {
+        let span = Recorder::span(self.recorder.as_ref(), timeline::Kind::Engine, name);
+        span.with("step", self.global_steps).with("micro_step", self.micro_steps)
+    }
+
+    pub(crate) fn recorder(&self) -> Option<&Recorder> {
+        self.recorder.as_ref()
     }
 
     fn not_stopped(&self) -> Result<()> {

@@ -35,6 +35,15 @@ pub enum Error {
         source: std::io::Error,
     },
 
+    /// The timeline of a job cannot be written.
+    #[error("cannot write the timeline {}: {problem}", path.display())]
+    Timeline {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and the mend.
+        problem: String,
+    },
+
     // ---- checkpoints -------------------------------------------------------------------------
     /// A checkpoint that cannot be written, read or used. Nothing has changed: neither the engine nor other
     /// checkpoints.

@@ -52,6 +52,7 @@ pub mod optim;
 pub mod param;
 pub mod precision;
 pub mod profiler;
+mod timeline;
 pub mod zero;
 
 pub use config::Config;

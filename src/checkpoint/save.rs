@@ -19,6 +19,7 @@ use crate::error::{Error, Result, without_backtrace};
 use crate::monitor::say;
 use crate::optim::Trainer;
 use crate::param::fnv1a;
+use crate::timeline;
 use crate::zero::core::Core;
 use crate::zero::share::{self, State};
 use serde_json::Value;
@@ -103,6 +104,8 @@ impl<M> Engine<M> {
         let mut manifest = self.manifest(tag, client_state);
         let options = options.clone();
         let validation = self.config().tag_validation;
+        let _here = timeline::enter(self.recorder());
+        let _span = timeline::span(timeline::Kind::Checkpoint, "save").of(|| manifest.tag.clone());
         let lock;
         (manifest.tag, lock) = self.attempt(|engine| engine.core().begin_save(&dir, &manifest.tag, validation))??;
         let path = dir.join(&manifest.tag);
@@ -110,8 +113,11 @@ impl<M> Engine<M> {
         let writing = match options.in_background {
             false => Writing::Done(share.write()),
             true => match std::thread::Builder::new().name("checkpoint".into()).spawn({
-                let share = share.clone();
-                move || share.write()
+                let (share, carried) = (share.clone(), timeline::carry());
+                move || {
+                    let _here = carried.enter(timeline::Lane::Checkpoint);
+                    share.write()
+                }
             }) {
                 Ok(thread) => Writing::Thread(thread),
                 // Without a thread it is written now.
@@ -192,6 +198,7 @@ impl Share {
     }
 
     fn write(&self) -> Result<Written> {
+        let _span = timeline::span(timeline::Kind::Checkpoint, "write share");
         let start = Instant::now();
         let wrong = |source| folder::not_written(&self.folder, &source);
         let rank = self.core.comm.rank();
@@ -249,6 +256,7 @@ impl Core {
     }
 
     pub(crate) fn end_save(&self, saving: Saving) -> Result<Result<()>> {
+        let _span = timeline::span(timeline::Kind::Checkpoint, "end save").of(|| saving.manifest.tag.clone());
         let Saving { dir, mut manifest, options, shows_statistics, writing, lock: _lock } = saving;
         let written = match writing {
             Writing::Done(result) => result,

@@ -18,6 +18,7 @@ use super::{CommLog, CommReport, Communicator, Kind, Wire};
 use crate::error::{CommError, Result, without_backtrace};
 use crate::param::lock;
 use crate::precision::Flat;
+use crate::timeline::{self, Carried, Lane};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, TryRecvError};
@@ -36,7 +37,7 @@ pub struct Pending<T>(State<T>);
 
 enum State<T> {
     Ready(T),
-    Launched { receiver: Receiver<Result<T, CommError>>, queue: Arc<Queue>, counters: Arc<Counters> },
+    Launched { receiver: Receiver<Result<T, CommError>>, queue: Arc<Queue>, counters: Arc<Counters>, carried: Carried },
 }
 
 impl<T> Pending<T> {
@@ -52,7 +53,8 @@ impl<T> Pending<T> {
     pub fn wait(self) -> Result<T> {
         match self.0 {
             State::Ready(value) => Ok(value),
-            State::Launched { receiver, queue, counters } => {
+            State::Launched { receiver, queue, counters, carried } => {
+                let _span = timeline::span(timeline::Kind::Wait, "wait").of_carried(&carried);
                 let start = Instant::now();
                 let result = queue.run_until(|| match receiver.try_recv() {
                     Ok(result) => Some(result),
@@ -238,13 +240,17 @@ impl Shared {
     ) -> Pending<T> {
         let (sender, receiver) = mpsc::channel();
         let log = lock(&self.log).clone();
+        let carried = timeline::carry();
+        let on_the_wire = carried.clone();
         let job: Job = Box::new(move |worker| {
             let begin = Instant::now();
             let result = match &worker.failed {
                 Some(failure) => Err(failure.clone()),
                 None => {
                     let start = Instant::now();
+                    let span = on_the_wire.span(Lane::Collectives, timeline::Kind::Collective, kind.name());
                     let result = run(&mut worker.exchange);
+                    drop(span.with("bytes", bytes as u64));
                     worker.counters.add(kind, elements, worker.exchange.bytes(), start.elapsed());
                     result
                 }
@@ -261,7 +267,7 @@ impl Shared {
             let _ = sender.send(result);
         });
         self.queue.push(job, bytes > SHORT_BYTES);
-        Pending(State::Launched { receiver, queue: self.queue.clone(), counters: self.counters.clone() })
+        Pending(State::Launched { receiver, queue: self.queue.clone(), counters: self.counters.clone(), carried })
     }
 }
 

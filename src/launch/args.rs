@@ -75,6 +75,11 @@ struct Typed {
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     min_ranks: Option<u16>,
 
+    /// Record what all ranks do when, as a trace in FILE that Perfetto (ui.perfetto.dev) opens
+    /// [default: $CANDLE_ZERO_TIMELINE]
+    #[arg(long, value_name = "FILE")]
+    timeline: Option<PathBuf>,
+
     /// Print the folder of the package that would be built (generating it for a script), and stop
     #[arg(long = "print_package", alias = "print-package")]
     print_package: bool,
@@ -99,6 +104,8 @@ pub(super) struct Asked {
     pub(super) max_restarts: u32,
     /// At most `ranks`.
     pub(super) min_ranks: usize,
+    /// `None`: as the environment says.
+    pub(super) timeline: Option<PathBuf>,
     pub(super) print_package: bool,
     /// As typed.
     pub(super) script: PathBuf,
@@ -153,6 +160,7 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Asked, R
         prometheus: typed.prometheus,
         max_restarts: typed.max_restarts,
         min_ranks: usize::from(typed.min_ranks.unwrap_or(typed.ranks)),
+        timeline: typed.timeline,
         print_package: typed.print_package,
         script,
         script_args: command.collect(),

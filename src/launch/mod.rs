@@ -7,7 +7,8 @@
 //!
 //! What `zerorun` does besides are tools, found by the first word (`tools`): `zerorun bench disk PATH` (`bench`),
 //! `zerorun inspect DIR` (`inspect`), `zerorun consolidate DIR OUT` (`consolidate`), `zerorun check FILE` (`check`,
-//! which draws `picture`s), `zerorun schema` (`schema`), `zerorun schedule` (`schedule`), `zerorun report` (`machine`).
+//! which draws `picture`s), `zerorun schema` (`schema`), `zerorun schedule` (`schedule`), `zerorun report` (`machine`),
+//! `zerorun verify` (`verify`).
 
 mod args;
 mod bench;
@@ -31,6 +32,7 @@ mod script;
 mod signals;
 mod tail;
 mod tools;
+mod verify;
 
 pub use discover::RankEnv;
 pub use ranks::KEEP_MEMORY;
@@ -38,6 +40,7 @@ pub use ranks::KEEP_MEMORY;
 use std::io::Write;
 use std::process::ExitCode;
 
+use crate::timeline;
 use crate::{Error, Result};
 use args::Asked;
 use script::Target;
@@ -98,6 +101,11 @@ fn carry_out(asked: &Asked) -> Result<u8> {
             build::build(&package)?
         }
     };
+    let recorded = asked.timeline.clone().or_else(|| {
+        let file = std::env::var_os(timeline::FILE).filter(|file| !file.is_empty());
+        file.map(Into::into)
+    });
+    let recorded = recorded.as_deref().map(timeline::Job::begin).transpose()?;
     let job = ranks::Job {
         program,
         args: asked.script_args.clone(),
@@ -106,6 +114,15 @@ fn carry_out(asked: &Asked) -> Result<u8> {
         master_port: asked.master_port,
         prometheus: asked.prometheus,
         restart: 0,
+        timeline: recorded.as_ref().map(|job| job.folder().to_owned()),
     };
-    restarts::run(job, &restarts::Rule { max_restarts: asked.max_restarts, min_ranks: asked.min_ranks })
+    let ended = restarts::run(job, &restarts::Rule { max_restarts: asked.max_restarts, min_ranks: asked.min_ranks });
+    match recorded.map(timeline::Job::finish) {
+        Some(Ok(summary)) => say(&format!("zerorun: {summary}; open it in https://ui.perfetto.dev")),
+        // What became of the job weighs more.
+        Some(Err(error)) if matches!(ended, Ok(0)) => return Err(error),
+        Some(Err(error)) => say(&format!("zerorun: {error}")),
+        None => {}
+    }
+    ended
 }

@@ -22,6 +22,7 @@ use super::signals::{self, Event, die_with_parent};
 use super::tail::Tail;
 use crate::comm::shm::{Fault, Region};
 use crate::monitor::PROMETHEUS_PORT;
+use crate::timeline;
 use crate::{Error, Result};
 
 /// How long the others may take to leave by themselves after a failure.
@@ -56,6 +57,8 @@ pub(super) struct Job {
     pub(super) prometheus: Option<u16>,
     /// How often the job was started before.
     pub(super) restart: u32,
+    /// Where ranks put the parts of their timeline.
+    pub(super) timeline: Option<PathBuf>,
 }
 
 /// How a run ended.
@@ -218,6 +221,11 @@ impl Ranks {
         let fd = self.region.as_fd().as_raw_fd();
         let mut command = Command::new(&job.program);
         command.args(&job.args).envs(common.iter().map(|(name, value)| (name, value)));
+        match &job.timeline {
+            Some(folder) => command.env(timeline::PARTS, folder),
+            // It may be there where this launcher is a rank's child.
+            None => command.env_remove(timeline::PARTS),
+        };
         command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string()).env(SHM_FD, fd.to_string());
         // A process group of its own: a signal then reaches the helpers of a rank too, and Ctrl-C reaches the
         // launcher alone, which passes it on.

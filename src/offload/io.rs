@@ -17,6 +17,7 @@ use crate::config::Aio;
 use crate::error::{Error, Result};
 use crate::memory::Tracked;
 use crate::precision::Flat;
+use crate::timeline::{self, Carried, Lane};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -94,6 +95,15 @@ enum Direction {
     Write,
 }
 
+impl Direction {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+        }
+    }
+}
+
 /// One block of a transfer.
 struct Request {
     batch: Arc<dyn Block>,
@@ -102,6 +112,7 @@ struct Request {
     at: u64,
     memory: *mut u8,
     len: usize,
+    carried: Carried,
 }
 
 // SAFETY: `memory` points into the buffer that `batch` owns and keeps until its last request is over. Blocks of one
@@ -152,7 +163,7 @@ impl Io {
         for i in 0..threads(aio) {
             let shared = io.shared.clone();
             let thread = std::thread::Builder::new().name(format!("offload-{i}")).stack_size(256 << 10);
-            io.threads.push(thread.spawn(move || shared.work()).map_err(Error::OffloadThread)?);
+            io.threads.push(thread.spawn(move || shared.work(i)).map_err(Error::OffloadThread)?);
         }
         Ok(io)
     }
@@ -200,6 +211,7 @@ impl Io {
         let blocks: usize = pieces.iter().map(|p| p.memory.len().div_ceil(self.block_size)).sum();
         let state = State { left: blocks, buffer: Some(buffer), unwritten, error: None };
         let batch = Arc::new(Batch { state: Mutex::new(state), over: Condvar::new() });
+        let carried = timeline::carry();
         let mut queue = self.shared.lock();
         let mut state = crate::param::lock(&batch.state);
         if let Some(buffer) = &mut state.buffer {
@@ -213,6 +225,7 @@ impl Io {
                         at: at + (i * self.block_size) as u64,
                         memory: block.as_mut_ptr(),
                         len: block.len(),
+                        carried: carried.clone(),
                     });
                 }
             }
@@ -244,7 +257,7 @@ impl Shared {
     }
 
     /// What one thread does.
-    fn work(&self) {
+    fn work(&self, thread: usize) {
         let mut bounce = Bounce::default();
         loop {
             let mut queue = self.lock();
@@ -261,18 +274,20 @@ impl Shared {
                 queue = self.wanted.wait(queue).unwrap_or_else(|poisoned| poisoned.into_inner());
             };
             drop(queue);
+            let span = request.carried.span(Lane::File(thread), timeline::Kind::File, request.direction.name());
+            let _span = span.with("bytes", request.len as u64);
             self.carry_out(request, &mut bounce);
         }
     }
 
-    fn carry_out(&self, Request { batch, arena, direction, at, memory, len }: Request, bounce: &mut Bounce) {
+    fn carry_out(&self, Request { batch, arena, direction, at, memory, len, .. }: Request, bounce: &mut Bounce) {
         let access = self.chosen.of(&arena);
         // SAFETY: see the `Send` of requests: these bytes are inside of a live buffer, and nobody else's meanwhile.
         let memory = unsafe { std::slice::from_raw_parts_mut(memory, len) };
         self.meter.begin();
-        let (action, moved) = match direction {
-            Direction::Read => ("read", [len, 0]),
-            Direction::Write => ("write", [0, len]),
+        let moved = match direction {
+            Direction::Read => [len, 0],
+            Direction::Write => [0, len],
         };
         // Whoever waits learns of a panic too; else it would wait for ever.
         let done = catch_unwind(AssertUnwindSafe(|| match direction {
@@ -281,7 +296,7 @@ impl Shared {
         }));
         let result = done.unwrap_or_else(|_| Err(std::io::Error::other("a thread for files panicked")));
         self.meter.end(moved);
-        batch.is_over(result.map_err(|e| arena.error(action, e)), self);
+        batch.is_over(result.map_err(|e| arena.error(direction.name(), e)), self);
     }
 }
 
@@ -322,6 +337,7 @@ impl<B> Transfer<B> {
     fn finish(self) -> Result<Option<B>> {
         let start = Instant::now();
         let mut state = crate::param::lock(&self.batch.state);
+        let _span = timeline::span(timeline::Kind::Wait, "wait for file");
         while state.left > 0 {
             state = self.batch.over.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
         }

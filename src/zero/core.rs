@@ -15,7 +15,8 @@ use crate::layout::Placement;
 use crate::memory::{Ledger, Tier};
 use crate::offload::Offload;
 use crate::param::registry::Registered;
-use crate::param::{Param, ParamId, UnitId, lock, residency};
+use crate::param::{Param, ParamId, ROOT, UnitId, lock, residency};
+use crate::timeline::{self, Span};
 use candle_core::DType;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -118,7 +119,33 @@ impl Core {
 
     /// A unit is about to run forward or backward.
     pub fn enter(&self, event: Event) -> candle_core::Result<()> {
-        lock(&self.gather).enter(self, event).map_err(|e| self.stash(e))
+        if let Event::Backward(_) = event {
+            timeline::end_section();
+        }
+        lock(&self.gather).enter(self, event).map_err(|e| self.stash(e))?;
+        if let Event::Backward(unit) = event {
+            timeline::section(timeline::Kind::Unit, "backward", || self.unit_name(unit));
+        }
+        Ok(())
+    }
+
+    /// A unit's forward in the timeline, from now on.
+    pub fn forward_span(&self, unit: UnitId) -> Span {
+        timeline::span(timeline::Kind::Unit, "forward").of(|| self.unit_name(unit))
+    }
+
+    /// A unit's name for people.
+    pub fn unit_name(&self, unit: UnitId) -> String {
+        if unit == ROOT { "root".to_owned() } else { self.units[unit].clone() }
+    }
+
+    /// Parameters that travel together, for people.
+    pub fn names(&self, params: &[ParamId]) -> String {
+        match params {
+            [] => String::new(),
+            [param] => self.params[*param].name.clone(),
+            [first, rest @ ..] => format!("{} + {}", self.params[*first].name, rest.len()),
+        }
     }
 
     /// A unit's forward is over.
@@ -134,6 +161,7 @@ impl Core {
     /// Runs a backward inside of the engine's.
     pub fn nested<T>(&self, backward: impl FnOnce() -> T) -> T {
         lock(&self.gather).nest();
+        let _sections = timeline::sections();
         let result = backward();
         lock(&self.gather).unnest();
         result

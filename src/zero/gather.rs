@@ -24,6 +24,7 @@ use crate::memory::{Held, Kind};
 use crate::offload::{Offload, Transfer};
 use crate::param::{Param, ParamId, ROOT, Residency, UnitId, lock, residency};
 use crate::precision::{Flat, Ints};
+use crate::timeline;
 
 /// Gathers and releases the sharded parameters of every unit.
 pub(crate) struct Gatherer {
@@ -95,6 +96,8 @@ impl Bundle {
         let groups = lock(&core.groups);
         let world = core.comm.size();
         let launch = |parcel: &Parcel| {
+            let _about = timeline::about(|| core.names(&parcel.params));
+            let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
             // Room for the chunks of all ranks: the others' arrive in the same buffer.
             let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk * world);
             let mut pieces = Vec::new();
@@ -129,6 +132,7 @@ impl Bundle {
     fn install(&self, core: &Core, gathering: Gathering, kind: Kind) -> Result<()> {
         // All of them travel before the first is waited for.
         let travel = |(parcel, (way, held)): (&Parcel, (Way, Held))| {
+            let _about = timeline::about(|| core.names(&parcel.params));
             let pending = match way {
                 Way::Reading(reading) => self.gather(core, parcel, reading.wait()?),
                 Way::Travelling(pending) => pending,
@@ -139,6 +143,7 @@ impl Bundle {
         for (parcel, (pending, held)) in self.parcels.iter().zip(travelling) {
             let chunks = pending.wait()?;
             drop(held);
+            let _span = timeline::span(timeline::Kind::Gather, "install").of(|| core.names(&parcel.params));
             parcel.unpack(core, chunks, |param, whole| {
                 let held = core.ledger.hold_in(core.tensor_tier, kind, whole.capacity_in_bytes());
                 residency::put(&param.tensor, whole)?;

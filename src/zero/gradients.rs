@@ -25,6 +25,7 @@ use crate::layout::{BucketRule, PACKED_BELOW, Placement, chunk_offsets, shard_le
 use crate::memory::{Held, Kind, Tracked};
 use crate::param::{ParamId, lock};
 use crate::precision::{Flat, Ints};
+use crate::timeline;
 use candle_core::DType;
 use std::collections::VecDeque;
 
@@ -167,6 +168,7 @@ impl Gradients {
 
     /// Begins the reduction of one gradient, in its own buffer where nobody else sees it.
     fn launch_alone(&mut self, core: &Core, Arrived { param, grad, held }: Arrived) -> Result<()> {
+        let _span = timeline::span(timeline::Kind::Reduce, "pack").of(|| core.names(&[param]));
         let padded = core.padded(param);
         let flat = match grad {
             Grad::Own(mut flat) if flat.dtype() == self.plan.dtype => {
@@ -191,6 +193,7 @@ impl Gradients {
         let world = core.comm.size();
         let items = std::mem::take(&mut self.bucket);
         let params: Vec<ParamId> = items.iter().map(|i| i.param).collect();
+        let _span = timeline::span(timeline::Kind::Reduce, "pack").of(|| core.names(&params));
         let (offsets, chunk) = self.chunk_offsets(core, &params);
         let mut flat = Flat::zeros(self.plan.dtype, chunk * world);
         for (Arrived { param, grad, held }, offset) in items.into_iter().zip(offsets) {
@@ -208,12 +211,14 @@ impl Gradients {
     }
 
     fn reduce(&mut self, core: &Core, params: Vec<ParamId>, flat: Flat) -> Result<()> {
+        let about = timeline::about(|| core.names(&params));
         let held = core.ledger.hold(Kind::Buckets, flat.capacity_in_bytes());
         let tag = core.tag(&params);
         let ReducePlan { scatter, wire, .. } = self.plan;
         let comm = &core.comm;
         let pending =
             if scatter { comm.reduce_scatter_as(wire, flat, tag) } else { comm.all_reduce_as(wire, flat, tag) };
+        drop(about);
         self.in_flight.push_back(Reduction { params, pending, held });
         self.finish(core, if self.plan.overlap { IN_FLIGHT - 1 } else { 0 })
     }
@@ -230,6 +235,8 @@ impl Gradients {
     }
 
     fn accumulate(&self, core: &Core, params: &[ParamId], mut sum: Flat) -> Result<()> {
+        let _about = timeline::about(|| core.names(params));
+        let _span = timeline::span(timeline::Kind::Reduce, "accumulate").of(|| core.names(params));
         let (world, rank) = (core.comm.size(), core.comm.rank());
         let (offsets, chunk) = self.chunk_offsets(core, params);
         // The chunks that this rank keeps, and where they start in what it received.

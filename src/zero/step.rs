@@ -20,6 +20,7 @@ use crate::offload::Transfer;
 use crate::optim::{Needs, StepContext, Trained};
 use crate::param::{ParamId, lock, residency};
 use crate::precision::{Flat, sum_of_squares};
+use crate::timeline;
 use candle_core::DType;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -41,6 +42,7 @@ impl Core {
     /// Collective: norm and overflow over all ranks. Each rank looks at its shard of every gradient, parameter by
     /// parameter, also where it holds the whole; so the sum is formed in the same order at every stage.
     pub fn vote(&self, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
+        let _span = timeline::span(timeline::Kind::Optimizer, "vote");
         let mut sum = 0f64;
         for group in lock(&self.groups).iter_mut() {
             for slot in 0..group.slots.len() {
@@ -106,6 +108,7 @@ impl Core {
         self.pass(&mut groups, &by_elements, Pass::Update, update, &mut publish)?;
         self.update_whole(&mut groups, trained, &mut publish)?;
         drop(groups);
+        let _span = timeline::span(timeline::Kind::Optimizer, "publish");
         publisher.finish(self)
     }
 
@@ -156,6 +159,7 @@ impl Publisher {
     fn launch(&mut self, core: &Core, params: Vec<ParamId>) -> Result<()> {
         let (world, rank) = (core.comm.size(), core.comm.rank());
         let parcel = Parcel::new(params, &core.params, world, Wire::Exact);
+        let _about = timeline::about(|| core.names(&parcel.params));
         // Room for the chunks of all ranks: the others' arrive in the same buffer.
         let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk * world);
         for p in &parcel.params {

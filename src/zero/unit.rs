@@ -21,6 +21,7 @@ use crate::param::registry::Registry;
 use crate::param::residency::{storage_on, to_storage};
 use crate::precision::Flat;
 use crate::profiler::spans::{self, Half};
+use crate::timeline;
 use candle_core::{Result, Shape, Tensor, Var};
 use candle_nn::{Module, VarBuilder};
 use std::cell::RefCell;
@@ -136,19 +137,24 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
                 Ok(())
             }));
         }
-        if !core.placement.params.is_sharded() && !profiled {
+        if !core.placement.params.is_sharded() && !profiled && !timeline::is_recording() {
             return Ok(y);
         }
         let link = link.clone();
         let enter = move || {
             spans::begin_backward(id);
             match link.core() {
-                Some(core) if core.placement.params.is_sharded() => core.enter(Event::Backward(id)),
+                Some(core) if core.placement.params.is_sharded() || timeline::is_recording() => {
+                    core.enter(Event::Backward(id))
+                }
                 _ => Ok(()),
             }
         };
         if let Some(node) = node_of(&y) {
             node.slot.before_backward(Box::new(enter));
+            return Ok(y);
+        }
+        if !core.placement.params.is_sharded() {
             return Ok(y);
         }
         prepared("unit-output", &y, copy_of(&y)?, move |_, grad| {
@@ -179,10 +185,13 @@ impl<M: Module> Unit<M> {
     fn run(&self, id: UnitId, core: &Core, x: &Tensor) -> Result<Tensor> {
         let _span = spans::enter(Half::Forward, id);
         if !core.placement.params.is_sharded() {
+            let _span = core.forward_span(id);
             return self.inner.forward(x);
         }
         core.enter(Event::Forward(id))?;
+        let span = core.forward_span(id);
         let y = self.inner.forward(x)?;
+        drop(span);
         core.leave_forward(id)?;
         Ok(y)
     }
@@ -205,6 +214,7 @@ impl<M: Module> Unit<M> {
             Ok(once(|| seed.backward())?.remove(input.as_tensor()))
         };
         if !core.placement.params.is_sharded() {
+            let _span = timeline::span(timeline::Kind::Unit, "backward").of(|| core.unit_name(id));
             return backward();
         }
         core.nested(|| {

@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::offload::{Pipeline, Plan, STEP, Window, windows};
 use crate::param::residency;
 use crate::precision::{FlatMut, FlatRef};
+use crate::timeline;
 use std::ops::Range;
 
 /// The part of a parameter that a pass works on at a time. Of what a pass does not have there are no elements.
@@ -81,6 +82,7 @@ impl<'a> Walk<'a> {
         let mut start = all.start;
         loop {
             let range = start..all.end.min(start.saturating_add(window_len));
+            let _span = timeline::span(timeline::Kind::Optimizer, "sub-group").with("elements", range.len() as u64);
             let mut window = match &mut self.pipeline {
                 Some(pipeline) if in_files => Some(pipeline.next()?),
                 _ => None,

@@ -1,0 +1,210 @@
+//! One event, and the line that it is in a part.
+//!
+//! ```text
+//!   1837465012 1837465512 0 2 "name":"all_gather h.3","cat":"collective","args":{"bytes":4096,"queued_us":12}
+//!   start      end     rank lane rest of the event
+//! ```
+
+use serde_json::Value;
+use std::fmt::Write;
+use std::sync::Arc;
+
+/// What an event is about: its category in the trace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// A call of the engine.
+    Engine,
+    /// Forward or backward of a unit.
+    Unit,
+    /// Parameters on their way to be whole.
+    Gather,
+    /// Gradients on their way to this rank's share.
+    Reduce,
+    /// Waiting for a collective or a file.
+    Wait,
+    /// A part of the optimizer step.
+    Optimizer,
+    /// A collective, as long as it is carried out.
+    Collective,
+    /// A block of a file.
+    File,
+    /// Saving or loading.
+    Checkpoint,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Engine => "engine",
+            Self::Unit => "unit",
+            Self::Gather => "gather",
+            Self::Reduce => "reduce",
+            Self::Wait => "wait",
+            Self::Optimizer => "optimizer",
+            Self::Collective => "collective",
+            Self::File => "file",
+            Self::Checkpoint => "checkpoint",
+        }
+    }
+}
+
+/// The row of a rank that an event is shown in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lane {
+    /// The thread that calls the engine.
+    Training,
+    /// Collectives, whichever thread carries them out: one at a time.
+    Collectives,
+    /// The thread of a save in the background.
+    Checkpoint,
+    /// A thread of offload.
+    File(usize),
+}
+
+/// Lanes of one engine; where a rank has several engines at a time, each has its own.
+const LANES: usize = 100;
+const FIRST_FILE: usize = 10;
+
+impl Lane {
+    /// Its number among those of a rank, from 1 (viewers take 0 for the idle thread).
+    pub(super) fn number(self, engine: usize) -> usize {
+        engine * LANES
+            + match self {
+                Self::Training => 1,
+                Self::Collectives => 2,
+                Self::Checkpoint => 3,
+                Self::File(thread) => FIRST_FILE + thread,
+            }
+    }
+
+    /// The name of a lane by its number.
+    pub(super) fn name_of(number: usize) -> String {
+        let (engine, lane) = (number / LANES, number % LANES);
+        let name = match lane {
+            1 => "training".to_string(),
+            2 => "collectives".to_string(),
+            3 => "checkpoint".to_string(),
+            file => format!("files {}", file.saturating_sub(FIRST_FILE)),
+        };
+        if engine == 0 { name } else { format!("{name} (engine {})", engine + 1) }
+    }
+}
+
+/// What was done from `start` to `end`.
+#[derive(Debug, Clone)]
+pub(super) struct Event {
+    pub start: u64,
+    pub end: u64,
+    pub rank: usize,
+    /// By its number.
+    pub lane: usize,
+    pub kind: Kind,
+    pub name: &'static str,
+    /// What it was done with: a unit, parameters.
+    pub of: Option<Arc<str>>,
+    /// Named numbers; those without a name do not count.
+    pub numbers: [(&'static str, u64); 2],
+}
+
+impl Event {
+    /// Appends its line to `text`.
+    pub fn write(&self, text: &mut String) {
+        let Self { start, end, rank, lane, kind, name, of, numbers } = self;
+        let title = match of {
+            // Names of parameters may hold anything.
+            Some(of) => Value::from(format!("{name} {of}")).to_string(),
+            None => format!("\"{name}\""),
+        };
+        // Writing to a String cannot fail.
+        let _ = write!(text, "{start} {end} {rank} {lane} \"name\":{title},\"cat\":\"{}\",\"args\":{{", kind.name());
+        let mut comma = "";
+        for (name, number) in numbers.iter().filter(|(name, _)| !name.is_empty()) {
+            let _ = write!(text, "{comma}\"{name}\":{number}");
+            comma = ",";
+        }
+        text.push_str("}\n");
+    }
+}
+
+/// A line of a part, read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Line<'a> {
+    Event {
+        start: u64,
+        end: u64,
+        rank: usize,
+        lane: usize,
+        rest: &'a str,
+    },
+    /// So many events more were not kept.
+    Dropped(u64),
+}
+
+impl<'a> Line<'a> {
+    /// `None`: not a whole line with its end, as a process leaves it that is killed while it writes.
+    pub fn read(line: &'a str) -> Option<Self> {
+        let line = line.strip_suffix('\n')?;
+        if let Some(count) = line.strip_prefix("dropped ") {
+            return Some(Self::Dropped(count.parse().ok()?));
+        }
+        let mut words = line.splitn(5, ' ');
+        let mut word = || words.next();
+        let (start, end) = (word()?.parse().ok()?, word()?.parse().ok()?);
+        let (rank, lane) = (word()?.parse().ok()?, word()?.parse().ok()?);
+        let rest = word()?;
+        (start <= end).then_some(Self::Event { start, end, rank, lane, rest })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn event(of: Option<&str>, numbers: [(&'static str, u64); 2]) -> Event {
+        let (kind, name, of) = (Kind::Collective, "all_gather", of.map(Arc::from));
+        Event { start: 5, end: 9, rank: 3, lane: Lane::Collectives.number(0), kind, name, of, numbers }
+    }
+
+    #[test]
+    fn a_line_is_read_as_it_was_written() {
+        for (of, numbers) in [
+            (None, [("", 0), ("", 0)]),
+            (Some("h.3 \"\n x"), [("bytes", 7), ("queued_us", u64::MAX)]),
+            (Some(""), [("", 0), ("bytes", 1)]),
+        ] {
+            let mut text = String::new();
+            event(of, numbers).write(&mut text);
+            assert_eq!(text.lines().count(), 1, "{text}");
+            let Some(Line::Event { start: 5, end: 9, rank: 3, lane: 2, rest }) = Line::read(&text) else {
+                panic!("{text}")
+            };
+            let rest: Value = serde_json::from_str(&format!("{{{rest}}}")).unwrap();
+            assert_eq!(rest["name"], of.map_or("all_gather".to_string(), |of| format!("all_gather {of}")));
+            assert_eq!(rest["cat"], "collective");
+            let named = numbers.iter().filter(|(name, _)| !name.is_empty());
+            assert_eq!(rest["args"].as_object().unwrap().len(), named.clone().count());
+            named.for_each(|(name, number)| assert_eq!(rest["args"][name], *number));
+        }
+        assert_eq!(Line::read("dropped 12\n"), Some(Line::Dropped(12)));
+    }
+
+    #[test]
+    fn what_is_not_a_whole_line_is_none() {
+        let mut text = String::new();
+        event(Some("h.3"), [("bytes", 7), ("", 0)]).write(&mut text);
+        (0..text.len()).for_each(|end| assert_eq!(Line::read(&text[..end]), None, "{}", &text[..end]));
+        assert_eq!(Line::read("9 5 0 1 {}\n"), None, "ends before it begins");
+        assert_eq!(Line::read("dropped many\n"), None);
+    }
+
+    #[test]
+    fn lanes_have_names_and_numbers_of_their_own() {
+        let lanes = [Lane::Training, Lane::Collectives, Lane::Checkpoint, Lane::File(0), Lane::File(63)];
+        let numbers: Vec<usize> = (0..2).flat_map(|engine| lanes.map(|lane| lane.number(engine))).collect();
+        assert_eq!(numbers, [1, 2, 3, 10, 73, 101, 102, 103, 110, 173]);
+        let names: Vec<String> = numbers.into_iter().map(Lane::name_of).collect();
+        assert_eq!(names[..5], ["training", "collectives", "checkpoint", "files 0", "files 63"]);
+        assert_eq!(names[8], "files 0 (engine 2)");
+    }
+}

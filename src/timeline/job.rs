@@ -1,0 +1,71 @@
+//! The timeline of a job of `zerorun`: its ranks write parts, the launcher puts them together.
+
+use super::now;
+use super::sink::cannot_write;
+use super::trace::{Summary, write_trace};
+use crate::error::{Error, Result};
+use crate::files::folder_of;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+/// A job that is recorded. Its parts are gone when it is dropped.
+pub(crate) struct Job {
+    file: PathBuf,
+    parts: TempDir,
+    zero: u64,
+}
+
+impl Job {
+    /// Begins now.
+    ///
+    /// # Errors
+    /// [`Error::Timeline`]: the file's folder is not there or cannot be written.
+    pub fn begin(file: &Path) -> Result<Self> {
+        let wrong = |e: std::io::Error| match e.kind() {
+            std::io::ErrorKind::NotFound => {
+                let problem =
+                    format!("the folder {} does not exist; create it, or name another", folder_of(file).display());
+                Error::Timeline { path: file.into(), problem }
+            }
+            _ => cannot_write(file, &e),
+        };
+        let absolute = std::path::absolute(file).map_err(wrong)?;
+        if absolute.is_dir() {
+            let problem = "it is a folder; name a file in it".to_string();
+            return Err(Error::Timeline { path: file.into(), problem });
+        }
+        let parts = tempfile::Builder::new().prefix(".candle-zero-timeline-").tempdir_in(folder_of(&absolute));
+        Ok(Self { file: absolute, parts: parts.map_err(wrong)?, zero: now() })
+    }
+
+    /// Where ranks put their parts.
+    pub fn folder(&self) -> &Path {
+        self.parts.path()
+    }
+
+    /// Makes the trace of what is there, also where ranks have failed.
+    ///
+    /// # Errors
+    /// [`Error::Timeline`].
+    pub fn finish(self) -> Result<Summary> {
+        let wrong = |e: std::io::Error| cannot_write(&self.file, &e);
+        let entries = std::fs::read_dir(self.folder()).map_err(wrong)?;
+        let open = |entry: std::io::Result<std::fs::DirEntry>| File::open(entry?.path());
+        let parts: Vec<File> = entries.map(open).collect::<std::io::Result<_>>().map_err(wrong)?;
+        write_trace(&parts.iter().collect::<Vec<_>>(), self.zero, &self.file)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_cannot_be_is_refused_at_the_beginning() {
+        let refused = |path: &str| Job::begin(Path::new(path)).map(|_| ()).unwrap_err();
+        insta::assert_snapshot!(refused("no/such/trace.json"), @"cannot write the timeline no/such/trace.json: the folder no/such does not exist; create it, or name another");
+        insta::assert_snapshot!(refused("src"), @"cannot write the timeline src: it is a folder; name a file in it");
+    }
+}

@@ -1,0 +1,100 @@
+//! An engine that records.
+
+use super::event::{Kind, Lane};
+use super::here::Span;
+use super::sink::Sink;
+use super::{FILE, PARTS};
+use crate::error::Result;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Engines of this process that record.
+static RECORDERS: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether any engine of this process records.
+pub(super) fn any_records() -> bool {
+    RECORDERS.load(Ordering::Relaxed) > 0
+}
+
+/// Where the events of an engine go.
+pub(super) struct Track {
+    pub sink: Arc<Sink>,
+    pub rank: usize,
+    /// Its number among the engines that record for the rank at this time.
+    pub engine: usize,
+}
+
+/// Lets the events of an engine be recorded. When the last one of a process that records into a file of its own is gone,
+/// the file is there.
+pub(crate) struct Recorder(Arc<Track>);
+
+impl Recorder {
+    /// For rank `rank` of `ranks`: into the parts of `zerorun --timeline`, else into `file`, else as the environment says.
+    /// Ranks that are processes and have no launcher that puts their parts together write a file each.
+    ///
+    /// # Errors
+    /// A file that cannot be written.
+    pub fn open(file: Option<PathBuf>, rank: usize, ranks: usize) -> Result<Option<Self>> {
+        let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        let sink = match (variable(PARTS), file.or_else(|| variable(FILE))) {
+            (Some(folder), _) => Sink::part(&folder)?,
+            (None, Some(file)) if ranks > 1 && is_process_of_several() => Sink::whole(&of_rank(&file, rank))?,
+            (None, Some(file)) => Sink::whole(&file)?,
+            (None, None) => return Ok(None),
+        };
+        let engine = sink.join(rank);
+        RECORDERS.fetch_add(1, Ordering::Relaxed);
+        Ok(Some(Self(Arc::new(Track { sink, rank, engine }))))
+    }
+
+    pub(super) fn track(&self) -> &Arc<Track> {
+        &self.0
+    }
+
+    /// Begins an event of the thread that calls the engine; nothing without a recorder.
+    pub fn span(recorder: Option<&Self>, kind: Kind, name: &'static str) -> Span {
+        recorder.map_or_else(Span::default, |recorder| Span::begin((recorder.0.clone(), Lane::Training), kind, name))
+    }
+
+    /// Brings what has been recorded to its part, for the process may end.
+    pub fn flush(recorder: Option<&Self>) {
+        if let Some(recorder) = recorder {
+            recorder.0.sink.flush();
+        }
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        RECORDERS.fetch_sub(1, Ordering::Relaxed);
+        self.0.sink.leave(self.0.rank, self.0.engine);
+    }
+}
+
+/// Whether this process is one rank of several; ranks that are threads share a file.
+fn is_process_of_several() -> bool {
+    crate::launch::RankEnv::from_env().is_ok_and(|env| env.world_size > 1)
+}
+
+/// `trace.json` of rank 1: `trace.rank-1.json`.
+fn of_rank(file: &Path, rank: usize) -> PathBuf {
+    let mut name = file.file_stem().unwrap_or_default().to_os_string();
+    name.push(format!(".rank-{rank}"));
+    if let Some(extension) = file.extension() {
+        name.push(".");
+        name.push(extension);
+    }
+    file.with_file_name(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_has_its_number_before_the_ending() {
+        assert_eq!(of_rank(Path::new("a/trace.json"), 1), Path::new("a/trace.rank-1.json"));
+        assert_eq!(of_rank(Path::new("trace"), 12), Path::new("trace.rank-12"));
+    }
+}

@@ -1,0 +1,163 @@
+//! The trace: Chrome's JSON format, which Perfetto (ui.perfetto.dev) opens. A process is a rank, a thread a lane.
+
+use super::event::{Lane, Line};
+use super::sink::cannot_write;
+use crate::error::Result;
+use crate::files::{folder_of, new_beside};
+use memmap2::Mmap;
+use std::collections::BTreeSet;
+use std::fmt;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// What is in a trace.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Summary {
+    file: PathBuf,
+    pub events: usize,
+    pub ranks: usize,
+    /// Events that are missing.
+    pub dropped: u64,
+}
+
+impl fmt::Display for Summary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { file, events, ranks, dropped } = self;
+        let plural = if *ranks == 1 { "" } else { "s" };
+        write!(f, "{events} events of {ranks} rank{plural} are in {}", file.display())?;
+        match dropped {
+            0 => Ok(()),
+            dropped => write!(f, "; {dropped} later ones are not: record fewer steps"),
+        }
+    }
+}
+
+/// Puts the lines of `parts` together into `file`, which appears when it is complete. Times count from `zero`.
+pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<Summary> {
+    let wrong = |e: std::io::Error| cannot_write(file, &e);
+    let parts: Vec<Option<Mmap>> = parts.iter().map(|part| map(part)).collect::<Result<_, _>>().map_err(wrong)?;
+    let mut events = Vec::new();
+    let (mut lanes, mut dropped) = (BTreeSet::new(), 0);
+    for line in parts.iter().flatten().flat_map(|part| part.split_inclusive(|byte| *byte == b'\n')) {
+        match std::str::from_utf8(line).ok().and_then(Line::read) {
+            Some(Line::Event { start, end, rank, lane, rest }) => {
+                lanes.insert((rank, lane));
+                // What begins at the same time and ends later lies around the other.
+                events.push((start, std::cmp::Reverse(end), rank, lane, rest));
+            }
+            Some(Line::Dropped(count)) => dropped += count,
+            // A process was killed while it wrote.
+            None => {}
+        }
+    }
+    events.sort_unstable_by_key(|(start, end, rank, lane, _)| (*start, *end, *rank, *lane));
+
+    let mut beside = new_beside(folder_of(file), ".candle-zero-timeline-").map_err(wrong)?;
+    let mut out = BufWriter::new(beside.as_file_mut());
+    let mut write = || -> std::io::Result<()> {
+        write!(out, "{{\"displayTimeUnit\":\"ms\",\"otherData\":{{\"dropped_events\":{dropped}}},\"traceEvents\":[")?;
+        let mut comma = "\n";
+        let mut named = |out: &mut BufWriter<_>, what, (rank, lane): (usize, usize), args: String| {
+            let line = write!(
+                out,
+                "{comma}{{\"ph\":\"M\",\"pid\":{rank},\"tid\":{lane},\"name\":\"{what}\",\"args\":{{{args}}}}}"
+            );
+            comma = ",\n";
+            line
+        };
+        let ranks: BTreeSet<usize> = lanes.iter().map(|(rank, _)| *rank).collect();
+        for rank in &ranks {
+            let place = (*rank, Lane::Training.number(0));
+            named(&mut out, "process_name", place, format!("\"name\":\"rank {rank}\""))?;
+            named(&mut out, "process_sort_index", place, format!("\"sort_index\":{rank}"))?;
+        }
+        for (rank, lane) in &lanes {
+            named(&mut out, "thread_name", (*rank, *lane), format!("\"name\":\"{}\"", Lane::name_of(*lane)))?;
+            named(&mut out, "thread_sort_index", (*rank, *lane), format!("\"sort_index\":{lane}"))?;
+        }
+        for (start, end, rank, lane, rest) in &events {
+            let (ts, dur) = (Microseconds(start.saturating_sub(zero)), Microseconds(end.0 - start));
+            write!(out, "{comma}{{\"ph\":\"X\",\"pid\":{rank},\"tid\":{lane},\"ts\":{ts},\"dur\":{dur},{rest}}}")?;
+            comma = ",\n";
+        }
+        out.write_all(b"\n]}\n")?;
+        out.flush()
+    };
+    write().map_err(wrong)?;
+    drop(out);
+    beside.persist(file).map_err(|e| wrong(e.error))?;
+    let ranks = lanes.iter().map(|(rank, _)| rank).collect::<BTreeSet<_>>().len();
+    Ok(Summary { file: file.into(), events: events.len(), ranks, dropped })
+}
+
+/// A part in memory; `None` if it is empty.
+fn map(part: &File) -> std::io::Result<Option<Mmap>> {
+    if part.metadata()?.len() == 0 {
+        return Ok(None);
+    }
+    // SAFETY: parts are this job's own: nobody else writes to them, and nobody shortens them.
+    unsafe { Mmap::map(part) }.map(Some)
+}
+
+/// Nanoseconds, as microseconds.
+struct Microseconds(u64);
+
+impl fmt::Display for Microseconds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{:03}", self.0 / 1000, self.0 % 1000)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn part(text: &str) -> File {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+        file
+    }
+
+    #[test]
+    fn parts_of_all_ranks_become_one_trace_in_the_order_of_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("trace.json");
+        let first = part(
+            "1500 1750 0 2 \"name\":\"b\",\"cat\":\"x\",\"args\":{}\n1000 1000999 0 1 \"name\":\"a\",\"cat\":\"x\",\"args\":{}\ndropped 3\n",
+        );
+        let torn = part(
+            "1000 2000 1 1 \"name\":\"c\",\"cat\":\"x\",\"args\":{}\ndropped 4\n3000 4000 1 1 \"name\":\"d\",\"ca",
+        );
+        let summary = write_trace(&[&first, &torn, &part("")], 1000, &path).unwrap();
+        assert_eq!((summary.events, summary.ranks, summary.dropped), (3, 2, 7));
+        insta::assert_snapshot!(std::fs::read_to_string(&path).unwrap(), @r#"
+        {"displayTimeUnit":"ms","otherData":{"dropped_events":7},"traceEvents":[
+        {"ph":"M","pid":0,"tid":1,"name":"process_name","args":{"name":"rank 0"}},
+        {"ph":"M","pid":0,"tid":1,"name":"process_sort_index","args":{"sort_index":0}},
+        {"ph":"M","pid":1,"tid":1,"name":"process_name","args":{"name":"rank 1"}},
+        {"ph":"M","pid":1,"tid":1,"name":"process_sort_index","args":{"sort_index":1}},
+        {"ph":"M","pid":0,"tid":1,"name":"thread_name","args":{"name":"training"}},
+        {"ph":"M","pid":0,"tid":1,"name":"thread_sort_index","args":{"sort_index":1}},
+        {"ph":"M","pid":0,"tid":2,"name":"thread_name","args":{"name":"collectives"}},
+        {"ph":"M","pid":0,"tid":2,"name":"thread_sort_index","args":{"sort_index":2}},
+        {"ph":"M","pid":1,"tid":1,"name":"thread_name","args":{"name":"training"}},
+        {"ph":"M","pid":1,"tid":1,"name":"thread_sort_index","args":{"sort_index":1}},
+        {"ph":"X","pid":0,"tid":1,"ts":0.000,"dur":999.999,"name":"a","cat":"x","args":{}},
+        {"ph":"X","pid":1,"tid":1,"ts":0.000,"dur":1.000,"name":"c","cat":"x","args":{}},
+        {"ph":"X","pid":0,"tid":2,"ts":0.500,"dur":0.250,"name":"b","cat":"x","args":{}}
+        ]}
+        "#);
+    }
+
+    #[test]
+    fn a_trace_without_events_can_be_opened() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("trace.json");
+        let summary = write_trace(&[], 0, &path).unwrap();
+        assert_eq!((summary.events, summary.ranks), (0, 0));
+        let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        assert_eq!(trace["traceEvents"], serde_json::json!([]));
+    }
+}
