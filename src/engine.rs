@@ -255,11 +255,7 @@ impl<M> Engine<M> {
         if rank == 0 {
             config.notes.iter().for_each(|note| say(&format!("config: {}: {}", note.path, note.message)));
         }
-        let dtype = match config.precision {
-            Precision::F32 => DType::F32,
-            Precision::Bf16 { .. } => DType::BF16,
-            Precision::Fp16(_) => DType::F16,
-        };
+        let dtype = config.precision.dtype();
         let placement = config.zero.stage.placement();
         let (ledger, link) = (Ledger::default(), Link::default());
         let weights = source.fingerprint();
@@ -308,7 +304,7 @@ impl<M> Engine<M> {
             None => Schedule::new(sections.0, sections.1)?,
         };
         core.check_same_on_all_ranks(&config, (has_own, &schedule), weights)?;
-        lock(&core.gather).refresh_persistent(&core)?;
+        lock(&core.gather).refresh_persistent(&*core)?;
         let scaler = LossScaler::new(&config.precision, config.zero.stage);
         Ok(Self {
             model,
@@ -361,7 +357,7 @@ impl<M> Engine<M> {
         self.attempt(|engine| {
             engine.core.set_evaluating(true);
             let output = without_gradients(|| engine.run_model(run));
-            let ended = lock(&engine.core.gather).end(&engine.core);
+            let ended = lock(&engine.core.gather).end(&*engine.core);
             engine.core.set_evaluating(false);
             ended?;
             Ok(output?.detach())
@@ -424,7 +420,7 @@ impl<M> Engine<M> {
         };
         run().map_err(|e| core.explain(e))?;
         lock(&core.gradients).end_backward(core)?;
-        lock(&core.gather).end(core)
+        lock(&core.gather).end(&**core)
     }
 
     /// Ends a micro step; at the accumulation boundary, updates the weights.
@@ -499,7 +495,7 @@ impl<M> Engine<M> {
         self.loss_is_finite = true;
         lock(&self.core.gradients).clear(&self.core);
         if applied {
-            lock(&self.core.gather).refresh_persistent(&self.core)?;
+            lock(&self.core.gather).refresh_persistent(&*self.core)?;
         }
         Ok(())
     }

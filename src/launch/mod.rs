@@ -7,7 +7,8 @@
 //!
 //! What `zerorun` does besides are tools, found by the first word (`tools`): `zerorun bench disk PATH` (`bench`),
 //! `zerorun inspect DIR` (`inspect`), `zerorun consolidate DIR OUT` (`consolidate`), `zerorun check FILE` (`check`,
-//! which draws `picture`s), `zerorun schema` (`schema`), `zerorun schedule` (`schedule`), `zerorun report` (`machine`).
+//! which draws `picture`s), `zerorun schema` (`schema`), `zerorun schedule` (`schedule`), `zerorun report` (`machine`),
+//! `zerorun estimate` (`estimate`, `sizes`).
 
 mod args;
 mod bench;
@@ -15,6 +16,7 @@ mod build;
 mod check;
 mod consolidate;
 mod discover;
+mod estimate;
 mod frontmatter;
 mod import;
 mod inspect;
@@ -29,6 +31,7 @@ mod schedule;
 mod schema;
 mod script;
 mod signals;
+mod sizes;
 mod tail;
 mod tools;
 

@@ -6,6 +6,7 @@ use super::args::Refused;
 use super::bench;
 use super::check;
 use super::consolidate;
+use super::estimate;
 use super::import;
 use super::inspect;
 use super::machine;
@@ -28,10 +29,11 @@ pub(super) struct Tool {
 }
 
 /// All of them, in the order of the help.
-const ALL: [Tool; 8] = [
+const ALL: [Tool; 9] = [
     Tool { name: "bench", about: "How fast a folder for offloaded state is", run: bench::run },
     Tool { name: "check", about: "A configuration, without a job: all that is wrong with it", run: check::run },
     Tool { name: "consolidate", about: "A checkpoint's parameters as Hugging Face's files", run: consolidate::run },
+    Tool { name: "estimate", about: "What a training run needs, before it runs", run: estimate::run },
     Tool { name: "import", about: "A checkpoint of DeepSpeed as one of this library's", run: import::run },
     Tool { name: "inspect", about: "A folder's checkpoints, and whether one is whole", run: inspect::run },
     Tool { name: "report", about: "What this machine has, and what that means for training", run: machine::run },

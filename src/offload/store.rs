@@ -68,13 +68,11 @@ impl Offload {
         };
         let zero = &config.zero;
         let params = match &zero.offload_param {
-            Some(OffloadParam { to: OffloadTo::Nvme { path }, buffer_count, buffer_size, max_in_cpu }) => {
-                Some(ParamFile {
-                    arena: Arena::create(&folder(path)?, Kind::Parameters, "parameters", ledger)?,
-                    in_memory: *max_in_cpu,
-                    ahead: buffer_count.saturating_mul(*buffer_size),
-                })
-            }
+            Some(settings @ OffloadParam { to: OffloadTo::Nvme { path }, max_in_cpu, .. }) => Some(ParamFile {
+                arena: Arena::create(&folder(path)?, Kind::Parameters, "parameters", ledger)?,
+                in_memory: *max_in_cpu,
+                ahead: settings.ahead(),
+            }),
             _ => None,
         };
         let optimizer = match &zero.offload_optimizer {

@@ -10,7 +10,7 @@ use crate::param::{Param, ParamId};
 use crate::precision::Flat;
 
 /// Parameters whose shards travel in one all-gather.
-pub(super) struct Parcel {
+pub(crate) struct Parcel {
     pub params: Vec<ParamId>,
     /// Offset of each parameter's shard in a rank's chunk.
     offsets: Vec<usize>,

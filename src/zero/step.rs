@@ -23,10 +23,10 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 /// Publications under way before the oldest is waited for.
-const IN_FLIGHT: usize = 2;
+pub(crate) const IN_FLIGHT: usize = 2;
 
 /// Parameters whose squares travel in one control message.
-const SQUARES_AT_A_TIME: usize = 4096;
+pub(crate) const SQUARES_AT_A_TIME: usize = 4096;
 
 /// What all ranks agree on before a step.
 pub(crate) struct Vote {
