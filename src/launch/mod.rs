@@ -8,7 +8,7 @@
 //! What `zerorun` does besides are tools, found by the first word (`tools`): `zerorun bench disk PATH` (`bench`),
 //! `zerorun inspect DIR` (`inspect`), `zerorun consolidate DIR OUT` (`consolidate`), `zerorun check FILE` (`check`,
 //! which draws `picture`s), `zerorun schema` (`schema`), `zerorun schedule` (`schedule`), `zerorun report` (`machine`),
-//! `zerorun estimate` (`estimate`, `sizes`).
+//! `zerorun estimate` (`estimate`, `sizes`), `zerorun tune` (`tune`).
 
 mod args;
 mod bench;
@@ -34,6 +34,7 @@ mod signals;
 mod sizes;
 mod tail;
 mod tools;
+mod tune;
 
 pub use discover::RankEnv;
 pub use ranks::KEEP_MEMORY;

@@ -12,6 +12,7 @@ use super::inspect;
 use super::machine;
 use super::schedule;
 use super::schema;
+use super::tune;
 use crate::Error;
 use crate::monitor::Progress;
 use std::ffi::{OsStr, OsString};
@@ -29,7 +30,7 @@ pub(super) struct Tool {
 }
 
 /// All of them, in the order of the help.
-const ALL: [Tool; 9] = [
+const ALL: [Tool; 10] = [
     Tool { name: "bench", about: "How fast a folder for offloaded state is", run: bench::run },
     Tool { name: "check", about: "A configuration, without a job: all that is wrong with it", run: check::run },
     Tool { name: "consolidate", about: "A checkpoint's parameters as Hugging Face's files", run: consolidate::run },
@@ -39,6 +40,7 @@ const ALL: [Tool; 9] = [
     Tool { name: "report", about: "What this machine has, and what that means for training", run: machine::run },
     Tool { name: "schedule", about: "Learning rate and momentum by step, without training", run: schedule::run },
     Tool { name: "schema", about: "A JSON Schema of the configuration, for editors", run: schema::run },
+    Tool { name: "tune", about: "The fastest configuration of a script, by short runs", run: tune::run },
 ];
 
 /// The tool of that name.
