@@ -7,6 +7,7 @@ use crate::comm::Kind as Collective;
 use crate::config::Config;
 use crate::estimate::deepspeed::{Machines, Needs, Offloaded, zero2, zero3};
 use crate::estimate::{Estimate, Setting, Shapes, UnitRule, paper};
+use crate::memory::MemoryRow;
 use crate::offload::{available_memory, free_space};
 use crate::{Error, Result};
 use clap::{ArgGroup, Parser};
@@ -165,6 +166,9 @@ impl Need {
     }
 }
 
+/// A column of the table.
+type BytesOf = fn(&MemoryRow) -> usize;
+
 /// What was asked for, and the answer.
 struct Asked {
     shapes: Shapes,
@@ -265,7 +269,7 @@ impl Asked {
 
     /// A line for each kind that there is, and their sums.
     fn write_memory(&self, text: &mut String) {
-        let tiers: [(&str, fn(&crate::memory::MemoryRow) -> usize); 4] = [
+        let tiers: [(&str, BytesOf); 4] = [
             ("GPU, at most", |row| row.device.peak),
             ("host", |row| row.host.held),
             ("host, at most", |row| row.host.peak),
