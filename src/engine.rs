@@ -326,11 +326,7 @@ impl<M> Engine<M> {
             ..
         } = options;
         let telling = Telling::open(&config.monitoring, &*comm, monitors)?;
-        let dtype = match config.precision {
-            Precision::F32 => DType::F32,
-            Precision::Bf16 { .. } => DType::BF16,
-            Precision::Fp16(_) => DType::F16,
-        };
+        let dtype = config.precision.dtype();
         let placement = config.zero.stage.placement();
         let (ledger, link) = (Ledger::default(), Link::default());
         let weights = source.fingerprint();
@@ -384,7 +380,7 @@ impl<M> Engine<M> {
         }
         let core = Core::new(comm, config.zero.clone(), plan, dtype, recompute, registered, ledger, offload, &link);
         core.check_same_on_all_ranks(&config, (has_own, &trainer), weights)?;
-        lock(&core.gather).refresh_persistent(&core)?;
+        lock(&core.gather).refresh_persistent(&*core)?;
         let scaler = LossScaler::new(&config.precision, config.zero.stage);
         let engine = Self {
             model,
@@ -447,7 +443,7 @@ impl<M> Engine<M> {
         self.attempt(|engine| {
             engine.core.set_evaluating(true);
             let output = without_gradients(|| engine.run_model(run));
-            let ended = lock(&engine.core.gather).end(&engine.core);
+            let ended = lock(&engine.core.gather).end(&*engine.core);
             engine.core.set_evaluating(false);
             ended?;
             Ok(output?.detach())
@@ -517,7 +513,7 @@ impl<M> Engine<M> {
         };
         run().map_err(|e| core.explain(e))?;
         lock(&core.gradients).end_backward(core)?;
-        lock(&core.gather).end(core)
+        lock(&core.gather).end(&**core)
     }
 
     /// Ends a micro step; at the accumulation boundary, updates the weights.
@@ -599,7 +595,7 @@ impl<M> Engine<M> {
         self.loss_is_finite = true;
         lock(&self.core.gradients).clear(&self.core);
         if applied {
-            lock(&self.core.gather).refresh_persistent(&self.core)?;
+            lock(&self.core.gather).refresh_persistent(&*self.core)?;
         }
         Ok(())
     }

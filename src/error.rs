@@ -44,6 +44,24 @@ pub enum Error {
         problem: String,
     },
 
+    // ---- tuning ------------------------------------------------------------------------------
+    /// A search for settings that cannot begin as it is asked for.
+    #[error("autotuning.{key} is {found}, but must be {allowed}")]
+    TuneSetting {
+        /// The key.
+        key: String,
+        /// What it is.
+        found: String,
+        /// What it may be.
+        allowed: String,
+    },
+    /// A script whose settings cannot be searched for.
+    #[error("cannot tune: {problem}.")]
+    TuneScript {
+        /// What was found, and the mend.
+        problem: String,
+    },
+
     // ---- checkpoints -------------------------------------------------------------------------
     /// A checkpoint that cannot be written, read or used. Nothing has changed: neither the engine nor other
     /// checkpoints.

@@ -38,6 +38,7 @@ pub mod data;
 mod device;
 pub mod engine;
 pub mod error;
+pub mod estimate;
 mod files;
 mod graph;
 mod kernels;

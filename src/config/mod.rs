@@ -30,4 +30,4 @@ pub use reference::reference_markdown;
 pub use resolved::*;
 pub use schema::json_schema;
 pub use source::ConfigSource;
-pub(crate) use source::{Checked, check, read_file};
+pub(crate) use source::{Checked, check, read_file, read_value};

@@ -87,6 +87,17 @@ pub enum Precision {
     Fp16(Fp16),
 }
 
+impl Precision {
+    /// The dtype of parameters and activations.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 { .. } => DType::BF16,
+            Self::Fp16(_) => DType::F16,
+        }
+    }
+}
+
 /// The `fp16` section.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Fp16 {
@@ -210,6 +221,13 @@ pub struct OffloadParam {
     pub buffer_size: usize,
     /// `max_in_cpu`: elements of this rank's shards that stay in memory with `nvme`. Default 1e9.
     pub max_in_cpu: usize,
+}
+
+impl OffloadParam {
+    /// Elements that may be read ahead.
+    pub fn ahead(&self) -> usize {
+        self.buffer_count.saturating_mul(self.buffer_size)
+    }
 }
 
 /// `aio`: requests to the files of `nvme`.

@@ -95,6 +95,11 @@ pub(crate) fn read_file(path: &Path) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
+/// The values of a file as they stand there, without comments.
+pub(crate) fn read_value(path: &Path) -> Result<Value> {
+    Ok(read(&path.display().to_string(), &read_file(path)?)?.to_value())
+}
+
 fn read(origin: &str, bytes: &[u8]) -> Result<Node> {
     let origin = origin.to_string();
     json::read_object(bytes).map_err(|error| match error {

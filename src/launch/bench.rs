@@ -99,7 +99,7 @@ impl Disk {
 }
 
 /// `512MiB`, `4GiB`, `4096`.
-fn size(text: &str) -> Result<u64, String> {
+pub(super) fn size(text: &str) -> Result<u64, String> {
     let wrong = || "give bytes, or a whole number with KiB, MiB, GiB or TiB, for example 512MiB".to_string();
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);

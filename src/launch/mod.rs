@@ -8,7 +8,7 @@
 //! What `zerorun` does besides are tools, found by the first word (`tools`): `zerorun bench disk PATH` (`bench`),
 //! `zerorun inspect DIR` (`inspect`), `zerorun consolidate DIR OUT` (`consolidate`), `zerorun check FILE` (`check`,
 //! which draws `picture`s), `zerorun schema` (`schema`), `zerorun schedule` (`schedule`), `zerorun report` (`machine`),
-//! `zerorun verify` (`verify`).
+//! `zerorun estimate` (`estimate`, `sizes`), `zerorun tune` (`tune`), `zerorun verify` (`verify`).
 
 mod args;
 mod bench;
@@ -16,6 +16,7 @@ mod build;
 mod check;
 mod consolidate;
 mod discover;
+mod estimate;
 mod frontmatter;
 mod import;
 mod inspect;
@@ -30,8 +31,10 @@ mod schedule;
 mod schema;
 mod script;
 mod signals;
+mod sizes;
 mod tail;
 mod tools;
+mod tune;
 mod verify;
 
 pub use discover::RankEnv;

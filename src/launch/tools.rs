@@ -6,11 +6,13 @@ use super::args::Refused;
 use super::bench;
 use super::check;
 use super::consolidate;
+use super::estimate;
 use super::import;
 use super::inspect;
 use super::machine;
 use super::schedule;
 use super::schema;
+use super::tune;
 use super::verify;
 use crate::Error;
 use crate::monitor::Progress;
@@ -29,15 +31,17 @@ pub(super) struct Tool {
 }
 
 /// All of them, in the order of the help.
-const ALL: [Tool; 9] = [
+const ALL: [Tool; 11] = [
     Tool { name: "bench", about: "How fast a folder for offloaded state is", run: bench::run },
     Tool { name: "check", about: "A configuration, without a job: all that is wrong with it", run: check::run },
     Tool { name: "consolidate", about: "A checkpoint's parameters as Hugging Face's files", run: consolidate::run },
+    Tool { name: "estimate", about: "What a training run needs, before it runs", run: estimate::run },
     Tool { name: "import", about: "A checkpoint of DeepSpeed as one of this library's", run: import::run },
     Tool { name: "inspect", about: "A folder's checkpoints, and whether one is whole", run: inspect::run },
     Tool { name: "report", about: "What this machine has, and what that means for training", run: machine::run },
     Tool { name: "schedule", about: "Learning rate and momentum by step, without training", run: schedule::run },
     Tool { name: "schema", about: "A JSON Schema of the configuration, for editors", run: schema::run },
+    Tool { name: "tune", about: "The fastest configuration of a script, by short runs", run: tune::run },
     Tool { name: "verify", about: "Whether all stages and offload give the same bits here", run: verify::run },
 ];
 

@@ -32,7 +32,7 @@ const MAX_THREADS: usize = 64;
 const LARGEST_BLOCK: usize = 16 << 20;
 
 /// Bytes of [`Io::write_and_drop`] that may be waiting to be written, unless one transfer alone is larger.
-const UNWRITTEN: usize = 256 << 20;
+pub(crate) const UNWRITTEN: usize = 256 << 20;
 
 /// Memory that a transfer can own.
 ///
@@ -144,8 +144,13 @@ struct State<B> {
 }
 
 /// Requests that are under way at a time.
-pub(super) fn threads(aio: &Aio) -> usize {
+pub(crate) fn threads(aio: &Aio) -> usize {
     aio.queue_depth.saturating_mul(aio.intra_op_parallelism).clamp(1, MAX_THREADS)
+}
+
+/// Bytes of a request at most.
+pub(crate) fn block_size(aio: &Aio) -> usize {
+    aio.block_size.clamp(ALIGN, LARGEST_BLOCK) / ALIGN * ALIGN
 }
 
 impl Io {
@@ -158,7 +163,7 @@ impl Io {
             chosen: Chosen::new(access),
             meter: Meter::default(),
         });
-        let block_size = aio.block_size.clamp(ALIGN, LARGEST_BLOCK) / ALIGN * ALIGN;
+        let block_size = block_size(aio);
         let mut io = Self { shared, threads: Vec::new(), block_size };
         for i in 0..threads(aio) {
             let shared = io.shared.clone();

@@ -76,13 +76,11 @@ impl Offload {
         let moments = grouping.all_state_names();
         let zero = &config.zero;
         let params = match &zero.offload_param {
-            Some(OffloadParam { to: OffloadTo::Nvme { path }, buffer_count, buffer_size, max_in_cpu }) => {
-                Some(ParamFile {
-                    arenas: for_roles(&folder(path)?, Kind::Parameters, "parameters")?,
-                    in_memory: *max_in_cpu,
-                    ahead: buffer_count.saturating_mul(*buffer_size),
-                })
-            }
+            Some(settings @ OffloadParam { to: OffloadTo::Nvme { path }, max_in_cpu, .. }) => Some(ParamFile {
+                arenas: for_roles(&folder(path)?, Kind::Parameters, "parameters")?,
+                in_memory: *max_in_cpu,
+                ahead: settings.ahead(),
+            }),
             _ => None,
         };
         let optimizer = match &zero.offload_optimizer {

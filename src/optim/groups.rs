@@ -157,6 +157,7 @@ impl Role {
 }
 
 /// An engine's optimizer, and the rule that puts parameters into groups.
+#[derive(Default)]
 pub(crate) struct Grouping {
     optimizer: Option<Arc<dyn Optimizer>>,
     given: Vec<ParameterGroup>,

@@ -12,7 +12,7 @@ mod source;
 
 pub(crate) use init::fnv1a;
 pub use source::Source;
-pub(crate) use source::list;
+pub(crate) use source::{WeightFile, list};
 
 use crate::memory::Held;
 use candle_core::{Shape, Tensor};

@@ -5,7 +5,7 @@
 
 use super::{Param, ROOT, Residency, Source, UnitId, capture, lock, residency};
 use crate::error::{Error, Result};
-use crate::layout::{Placement, shard_range};
+use crate::layout::{Placement, ZeroStage, shard_range};
 use crate::memory::{Kind, Ledger, Tier};
 use crate::offload::Offload;
 use crate::optim::Grouping;
@@ -49,6 +49,8 @@ struct Inner {
     units: Vec<String>,
     open_units: Vec<UnitId>,
     groups: SubGroupBuilder,
+    /// Names, shapes and units only: no parameter gets memory, nor a share.
+    shapes_only: bool,
     /// The first error; Candle's own error type cannot carry it.
     failure: Option<Error>,
 }
@@ -74,8 +76,27 @@ impl Registry {
             units: vec![String::new()],
             open_units: vec![ROOT],
             groups,
+            shapes_only: false,
             failure: None,
         })))
+    }
+
+    /// A registry that learns names, shapes and units, for a model that is only looked at: its tensors are absent.
+    pub fn of_shapes(dtype: DType) -> Self {
+        let holding = Holding {
+            rank: 0,
+            world_size: 1,
+            placement: ZeroStage::Three.placement(),
+            dtype,
+            device: Device::Cpu,
+            sub_group_size: usize::MAX,
+            grad_dtype: dtype,
+            grouping: Arc::default(),
+            offload: None,
+        };
+        let registry = Self::new(holding, Source::Random { seed: 0 }, Link::default(), Ledger::default());
+        lock(&registry.0).shapes_only = true;
+        registry
     }
 
     /// Begins a unit: parameters registered until [`Registry::close_unit`] belong to it.
@@ -122,6 +143,10 @@ impl Inner {
             let (found, expected) = (format!("{dtype:?}"), format!("{:?}", h.dtype));
             return Err(Error::ParameterDtype { name: name.into(), found, expected });
         }
+        if self.shapes_only {
+            let tensor = self.absent(&h, &shape)?;
+            return Ok(self.add(name, shape, 0, tensor, Residency::Absent));
+        }
         let numel = shape.elem_count();
         let shard = shard_range(numel, h.world_size, h.rank);
         let made = if h.placement.params.is_sharded() { shard.clone() } else { 0..numel };
@@ -134,31 +159,43 @@ impl Inner {
         let group = h.grouping.group(name, shape.dims());
         self.groups.push(id, numel, owned.clone(), FlatRef::F32(own), Grouping::role(group))?;
 
-        let tensor = |values| {
-            let storage = residency::storage_on(&h.device, residency::to_storage(values))?;
-            capture::capture(id, self.link.clone(), &h.device, (storage, shape.clone()))
-        };
         let (tensor, residency) = if h.placement.params.is_sharded() {
-            // A storage of the true dtype, from which the tensor takes its own; one element, as CUDA may refuse none.
-            let tensor = tensor(Flat::zeros(dtype, 1))?;
-            residency::clear(&tensor)?;
-            (tensor, Residency::Absent)
+            (self.absent(&h, &shape)?, Residency::Absent)
         } else {
             let values = Flat::from_f32(values, dtype);
             let held = self.ledger.hold_in(Tier::of(&h.device), Kind::Parameters, values.capacity_in_bytes());
-            (tensor(values)?, Residency::Whole(held))
+            (self.tensor(&h, &shape, values)?, Residency::Whole(held))
         };
+        Ok(self.add(name, shape, group, tensor, residency))
+    }
+
+    /// The tensor of the next parameter, which begins with `values`.
+    fn tensor(&self, h: &Holding, shape: &Shape, values: Flat) -> Result<Tensor> {
+        let storage = residency::storage_on(&h.device, residency::to_storage(values))?;
+        Ok(capture::capture(self.params.len(), self.link.clone(), &h.device, (storage, shape.clone()))?)
+    }
+
+    /// The tensor of the next parameter, absent.
+    fn absent(&self, h: &Holding, shape: &Shape) -> Result<Tensor> {
+        // A storage of the true dtype, from which the tensor takes its own; one element, as CUDA may refuse none.
+        let tensor = self.tensor(h, shape, Flat::zeros(h.dtype, 1))?;
+        residency::clear(&tensor)?;
+        Ok(tensor)
+    }
+
+    /// Adds a parameter, and gives its tensor.
+    fn add(&mut self, name: &str, shape: Shape, group: usize, tensor: Tensor, residency: Residency) -> Tensor {
+        self.by_name.insert(name.into(), self.params.len());
         self.params.push(Param {
             name: name.into(),
+            numel: shape.elem_count(),
             shape,
-            numel,
             group,
             unit: self.open_unit(),
             tensor: tensor.clone(),
             residency: Mutex::new(residency),
         });
-        self.by_name.insert(name.into(), id);
-        Ok(tensor)
+        tensor
     }
 
     /// The unit under construction.

@@ -79,7 +79,8 @@ impl Source {
 }
 
 impl WeightFile {
-    fn open(path: &Path) -> Result<Self> {
+    /// Opens and maps a file, and reads its header.
+    pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = std::fs::File::open(path).map_err(io)?;
         if file.metadata().map_err(io)?.is_dir() {
@@ -93,6 +94,11 @@ impl WeightFile {
         let (header, metadata) = SafeTensors::read_metadata(&map).map_err(bad)?;
         // read_metadata has checked that the header's tensors lie inside the file without gaps.
         Ok(Self { path: path.to_owned(), data_start: header + 8, map, metadata })
+    }
+
+    /// Names and shapes of the tensors, in no order.
+    pub fn shapes(&self) -> Vec<(String, Vec<usize>)> {
+        self.metadata.tensors().into_iter().map(|(name, info)| (name, info.shape.clone())).collect()
     }
 
     fn values(&self, name: &str, shape: &Shape, range: Range<usize>) -> Result<Vec<f32>> {

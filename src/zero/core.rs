@@ -82,7 +82,8 @@ impl Core {
                 places[slot.param] = (g, s);
             }
         }
-        let gather = Gatherer::new(&params, units.len(), &zero, comm.size(), offload.as_deref());
+        let ahead = offload.as_ref().and_then(|o| o.params.as_ref()).map(|p| p.ahead);
+        let gather = Gatherer::new(&params, units.len(), &zero, comm.size(), ahead);
         let gradients = Gradients::new(plan, zero.reduce_bucket_size, params.len());
         let core = Arc::new(Self {
             comm,

@@ -21,14 +21,31 @@ use crate::comm::{Pending, Wire};
 use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::memory::{Held, Kind};
-use crate::offload::{Offload, Transfer};
+use crate::offload::Transfer;
 use crate::param::{Param, ParamId, ROOT, Residency, UnitId, lock, residency};
 use crate::precision::{Flat, Ints};
 use crate::timeline;
 
+/// What carries out the decisions of a [`Gatherer`]: the engine's core, or a rehearsal that only counts.
+pub(crate) trait Carrier {
+    /// The parcels of a bundle that are under way.
+    type Gathering;
+    /// All parameters.
+    fn params(&self) -> &[Param];
+    fn zero(&self) -> &ZeroConfig;
+    /// A model is only evaluated.
+    fn is_evaluating(&self) -> bool;
+    /// Begins the all-gathers of this rank's shares, or to read them.
+    fn launch(&self, bundle: &Bundle) -> Self::Gathering;
+    /// Waits for the parcels and puts the whole parameters into their tensors.
+    fn install(&self, bundle: &Bundle, gathering: Self::Gathering, kind: Kind) -> Result<()>;
+    /// Waits for parcels that nobody came for.
+    fn forget(&self, gathering: Self::Gathering) -> Result<()>;
+}
+
 /// Gathers and releases the sharded parameters of every unit.
-pub(crate) struct Gatherer {
-    units: Vec<UnitState>,
+pub(crate) struct Gatherer<G = Gathering> {
+    units: Vec<UnitState<G>>,
     persistent: Bundle,
     /// By parameter.
     is_persistent: Vec<bool>,
@@ -45,19 +62,19 @@ pub(crate) struct Gatherer {
     depth: usize,
 }
 
-struct UnitState {
+struct UnitState<G> {
     bundle: Bundle,
-    state: State,
+    state: State<G>,
     /// Depth of the backward that was the last to enter the unit.
     depth: usize,
 }
 
 /// What of a unit's parameters is in memory.
-enum State {
+enum State<G> {
     /// Only this rank's shares.
     Released,
     /// A gather is under way.
-    InFlight(Gathering),
+    InFlight(G),
     /// All of them.
     Gathered,
     /// Some of them: backward is releasing one after the other.
@@ -65,18 +82,18 @@ enum State {
 }
 
 /// Parameters that are gathered and released together, in one all-gather for each large one and one for all small ones.
-struct Bundle {
+pub(crate) struct Bundle {
     params: Vec<ParamId>,
-    parcels: Vec<Parcel>,
+    pub parcels: Vec<Parcel>,
     numel: usize,
-    wire: Wire,
+    pub wire: Wire,
 }
 
 /// The parcels of a bundle that are under way.
-type Gathering = Vec<(Way, Held)>;
+pub(crate) type Gathering = Vec<(Way, Held)>;
 
 /// How far a parcel has come.
-enum Way {
+pub(crate) enum Way {
     /// This rank's shards are being read from a file. The all-gather begins when they are asked for, so that all ranks
     /// issue it at the same point.
     Reading(Transfer<Flat>),
@@ -91,8 +108,37 @@ impl Bundle {
         Self { params, parcels, numel, wire }
     }
 
-    /// Begins the all-gathers of this rank's shares, or to read them.
-    fn launch(&self, core: &Core) -> Gathering {
+    /// Empties the parameters' tensors; returns the number of elements released.
+    fn release(&self, all: &[Param]) -> Result<usize> {
+        let mut released = 0;
+        for param in self.params.iter().map(|p| &all[*p]) {
+            released += if release(param)? { param.numel } else { 0 };
+        }
+        Ok(released)
+    }
+
+    fn gather(&self, core: &Core, parcel: &Parcel, chunk: Flat) -> Pending<Flat> {
+        core.comm.all_gather_as(self.wire, chunk, core.tag(&parcel.params))
+    }
+}
+
+impl Carrier for Core {
+    type Gathering = Gathering;
+
+    fn params(&self) -> &[Param] {
+        &self.params
+    }
+
+    fn zero(&self) -> &ZeroConfig {
+        &self.zero
+    }
+
+    fn is_evaluating(&self) -> bool {
+        Self::is_evaluating(self)
+    }
+
+    fn launch(&self, bundle: &Bundle) -> Gathering {
+        let core = self;
         let groups = lock(&core.groups);
         let world = core.comm.size();
         let launch = |parcel: &Parcel| {
@@ -117,30 +163,26 @@ impl Bundle {
             let held = core.ledger.hold(Kind::Gathered, parcel.chunk * world * core.dtype.size_in_bytes());
             let way = match &core.offload {
                 Some(offload) if !pieces.is_empty() => Way::Reading(offload.io.read(chunk, pieces)),
-                _ => Way::Travelling(self.gather(core, parcel, chunk)),
+                _ => Way::Travelling(bundle.gather(core, parcel, chunk)),
             };
             (way, held)
         };
-        self.parcels.iter().map(launch).collect()
+        bundle.parcels.iter().map(launch).collect()
     }
 
-    fn gather(&self, core: &Core, parcel: &Parcel, chunk: Flat) -> Pending<Flat> {
-        core.comm.all_gather_as(self.wire, chunk, core.tag(&parcel.params))
-    }
-
-    /// Waits for the parcels and puts the whole parameters into their tensors.
-    fn install(&self, core: &Core, gathering: Gathering, kind: Kind) -> Result<()> {
+    fn install(&self, bundle: &Bundle, gathering: Gathering, kind: Kind) -> Result<()> {
+        let core = self;
         // All of them travel before the first is waited for.
         let travel = |(parcel, (way, held)): (&Parcel, (Way, Held))| {
             let _about = timeline::about(|| core.names(&parcel.params));
             let pending = match way {
-                Way::Reading(reading) => self.gather(core, parcel, reading.wait()?),
+                Way::Reading(reading) => bundle.gather(core, parcel, reading.wait()?),
                 Way::Travelling(pending) => pending,
             };
             Ok((pending, held))
         };
-        let travelling = self.parcels.iter().zip(gathering).map(travel).collect::<Result<Vec<_>>>()?;
-        for (parcel, (pending, held)) in self.parcels.iter().zip(travelling) {
+        let travelling = bundle.parcels.iter().zip(gathering).map(travel).collect::<Result<Vec<_>>>()?;
+        for (parcel, (pending, held)) in bundle.parcels.iter().zip(travelling) {
             let chunks = pending.wait()?;
             drop(held);
             let _span = timeline::span(timeline::Kind::Gather, "install").of(|| core.names(&parcel.params));
@@ -154,13 +196,12 @@ impl Bundle {
         Ok(())
     }
 
-    /// Empties the parameters' tensors; returns the number of elements released.
-    fn release(&self, core: &Core) -> Result<usize> {
-        let mut released = 0;
-        for param in self.params.iter().map(|p| &core.params[*p]) {
-            released += if release(param)? { param.numel } else { 0 };
-        }
-        Ok(released)
+    fn forget(&self, gathering: Gathering) -> Result<()> {
+        // Also what is only being read: the step may write there.
+        gathering.into_iter().try_for_each(|(way, _)| match way {
+            Way::Travelling(pending) => pending.wait().map(drop),
+            Way::Reading(transfer) => transfer.wait().map(drop),
+        })
     }
 }
 
@@ -174,15 +215,10 @@ fn release(param: &Param) -> Result<bool> {
     Ok(true)
 }
 
-impl Gatherer {
-    /// For parameters that are sharded; at stages 0 to 2 there is nothing to gather and every call is idle.
-    pub fn new(
-        params: &[Param],
-        num_units: usize,
-        zero: &ZeroConfig,
-        world_size: usize,
-        offload: Option<&Offload>,
-    ) -> Self {
+impl<G> Gatherer<G> {
+    /// For parameters that are sharded; at stages 0 to 2 there is nothing to gather and every call is idle. Where shards
+    /// lie in a file, `ahead` bounds the elements that are read ahead.
+    pub fn new(params: &[Param], num_units: usize, zero: &ZeroConfig, world_size: usize, ahead: Option<usize>) -> Self {
         let sharded = zero.stage.placement().params.is_sharded();
         let mut persistent = Vec::new();
         let mut by_unit = vec![Vec::new(); num_units];
@@ -208,27 +244,24 @@ impl Gatherer {
             traces: Default::default(),
             live: 0,
             in_flight: 0,
-            ahead: offload
-                .and_then(|o| o.params.as_ref())
-                .map_or(usize::MAX, |p| p.ahead)
-                .min(zero.prefetch_bucket_size),
+            ahead: ahead.unwrap_or(usize::MAX).min(zero.prefetch_bucket_size),
             recomputes: false,
             depth: 0,
         }
     }
 
     /// Gathers the persistent parameters again, after the weights have changed.
-    pub fn refresh_persistent(&mut self, core: &Core) -> Result<()> {
+    pub fn refresh_persistent<C: Carrier<Gathering = G>>(&mut self, core: &C) -> Result<()> {
         if self.persistent.params.is_empty() {
             return Ok(());
         }
-        let gathering = self.persistent.launch(core);
-        self.persistent.release(core)?;
-        self.persistent.install(core, gathering, Kind::Persistent)
+        let gathering = core.launch(&self.persistent);
+        self.persistent.release(core.params())?;
+        core.install(&self.persistent, gathering, Kind::Persistent)
     }
 
     /// A unit is about to run: gathers it if need be, and begins to gather what comes next.
-    pub fn enter(&mut self, core: &Core, event: Event) -> Result<()> {
+    pub fn enter<C: Carrier<Gathering = G>>(&mut self, core: &C, event: Event) -> Result<()> {
         self.trace(core).advance(event);
         if let Event::Backward(unit) = event {
             self.units[unit].depth = self.depth;
@@ -254,7 +287,7 @@ impl Gatherer {
     }
 
     /// A unit's forward is over: releases it, unless its backward comes within `stage3_max_reuse_distance`.
-    pub fn leave_forward(&mut self, core: &Core, unit: UnitId) -> Result<()> {
+    pub fn leave_forward<C: Carrier<Gathering = G>>(&mut self, core: &C, unit: UnitId) -> Result<()> {
         if self.is_needed_soon(core, unit) { Ok(()) } else { self.release_unit(core, unit) }
     }
 
@@ -262,24 +295,25 @@ impl Gatherer {
     ///
     /// Another one may. What is used inside of a recomputing unit and outside has a gradient from each: a parameter of
     /// a unit that was entered in a backward around this one stays, and so do the root's while units will recompute.
-    pub fn release_param(&mut self, core: &Core, param: ParamId) -> Result<()> {
-        let id = core.params[param].unit;
+    pub fn release_param<C: Carrier<Gathering = G>>(&mut self, core: &C, param: ParamId) -> Result<()> {
+        let params = core.params();
+        let id = params[param].unit;
         let unit = &mut self.units[id];
         if self.is_persistent[param] || unit.depth < self.depth || (id == ROOT && self.recomputes) {
             return Ok(());
         }
-        if release(&core.params[param])? {
-            self.live -= core.params[param].numel;
-            let any = unit.bundle.params.iter().any(|p| core.params[*p].is_whole());
+        if release(&params[param])? {
+            self.live -= params[param].numel;
+            let any = unit.bundle.params.iter().any(|p| params[*p].is_whole());
             unit.state = if any { State::Partly } else { State::Released };
         }
         Ok(())
     }
 
     /// The micro step is over: releases whatever is left (unused parameters, gathers that nobody came for).
-    pub fn end(&mut self, core: &Core) -> Result<()> {
+    pub fn end<C: Carrier<Gathering = G>>(&mut self, core: &C) -> Result<()> {
         for unit in 0..self.units.len() {
-            self.settle(unit)?;
+            self.settle(core, unit)?;
             self.release_unit(core, unit)?;
         }
         self.trace(core).end();
@@ -288,11 +322,11 @@ impl Gatherer {
     }
 
     /// The trace of what the model is used for now.
-    fn trace(&mut self, core: &Core) -> &mut Trace {
+    fn trace<C: Carrier<Gathering = G>>(&mut self, core: &C) -> &mut Trace {
         &mut self.traces[usize::from(core.is_evaluating())]
     }
 
-    fn need(&mut self, core: &Core, unit: UnitId) -> Result<()> {
+    fn need<C: Carrier<Gathering = G>>(&mut self, core: &C, unit: UnitId) -> Result<()> {
         if matches!(self.units[unit].state, State::Partly) {
             self.release_unit(core, unit)?;
         }
@@ -303,26 +337,26 @@ impl Gatherer {
         if let State::InFlight(gathering) = std::mem::replace(state, State::Gathered) {
             self.in_flight -= bundle.numel;
             self.live += bundle.numel;
-            bundle.install(core, gathering, Kind::Gathered)?;
+            core.install(bundle, gathering, Kind::Gathered)?;
         }
         Ok(())
     }
 
-    fn launch(&mut self, core: &Core, unit: UnitId) {
+    fn launch<C: Carrier<Gathering = G>>(&mut self, core: &C, unit: UnitId) {
         let UnitState { bundle, state, .. } = &mut self.units[unit];
         if bundle.params.is_empty() {
             *state = State::Gathered;
             return;
         }
-        *state = State::InFlight(bundle.launch(core));
+        *state = State::InFlight(core.launch(bundle));
         self.in_flight += bundle.numel;
     }
 
-    fn prefetch(&mut self, core: &Core) {
-        if !core.zero.overlap_comm {
+    fn prefetch<C: Carrier<Gathering = G>>(&mut self, core: &C) {
+        if !core.zero().overlap_comm {
             return;
         }
-        let (bucket, max_live) = (self.ahead, core.zero.max_live_parameters);
+        let (bucket, max_live) = (self.ahead, core.zero().max_live_parameters);
         let coming: Vec<UnitId> = self.trace(core).coming().iter().map(|e| e.unit()).collect();
         for unit in coming {
             if !matches!(self.units[unit].state, State::Released) {
@@ -336,12 +370,13 @@ impl Gatherer {
         }
     }
 
-    fn is_needed_soon(&self, core: &Core, unit: UnitId) -> bool {
+    fn is_needed_soon<C: Carrier<Gathering = G>>(&self, core: &C, unit: UnitId) -> bool {
         let mut distance = 0usize;
         for event in self.traces[usize::from(core.is_evaluating())].coming() {
             if event.unit() == unit {
                 // A distance of 0 elements keeps nothing, not even what is used again at once.
-                return distance < core.zero.max_reuse_distance && self.live <= core.zero.max_live_parameters;
+                let zero = core.zero();
+                return distance < zero.max_reuse_distance && self.live <= zero.max_live_parameters;
             }
             distance = distance.saturating_add(self.units[event.unit()].bundle.numel);
         }
@@ -349,16 +384,12 @@ impl Gatherer {
     }
 
     /// Waits for a gather that nobody came for and forgets it; the other ranks count on it.
-    fn settle(&mut self, unit: UnitId) -> Result<()> {
+    fn settle<C: Carrier<Gathering = G>>(&mut self, core: &C, unit: UnitId) -> Result<()> {
         let UnitState { bundle, state, .. } = &mut self.units[unit];
         match std::mem::replace(state, State::Released) {
             State::InFlight(gathering) => {
                 self.in_flight -= bundle.numel;
-                // Also what is only being read: the step may write there.
-                gathering.into_iter().try_for_each(|(way, _)| match way {
-                    Way::Travelling(pending) => pending.wait().map(drop),
-                    Way::Reading(transfer) => transfer.wait().map(drop),
-                })
+                core.forget(gathering)
             }
             other => {
                 *state = other;
@@ -367,10 +398,10 @@ impl Gatherer {
         }
     }
 
-    fn release_unit(&mut self, core: &Core, unit: UnitId) -> Result<()> {
+    fn release_unit<C: Carrier<Gathering = G>>(&mut self, core: &C, unit: UnitId) -> Result<()> {
         let UnitState { bundle, state, .. } = &mut self.units[unit];
         if matches!(state, State::Gathered | State::Partly) {
-            self.live -= bundle.release(core)?;
+            self.live -= bundle.release(core.params())?;
             *state = State::Released;
         }
         Ok(())

@@ -30,25 +30,25 @@ use candle_core::DType;
 use std::collections::VecDeque;
 
 /// Reductions under way before the oldest is waited for: one travels while the next bucket fills.
-const IN_FLIGHT: usize = 2;
+pub(crate) const IN_FLIGHT: usize = 2;
 
 /// How gradients are reduced.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ReducePlan {
     /// Each rank receives only its shards.
-    scatter: bool,
+    pub scatter: bool,
     /// Whole gradients stay until backward is over.
-    hold: bool,
+    pub hold: bool,
     /// Buckets travel while backward runs.
-    overlap: bool,
+    pub overlap: bool,
     /// Factor before the reduction.
     before: f32,
     /// Factor after it.
     after: f32,
     /// What gradients and their sums are rounded to before they travel.
-    dtype: DType,
+    pub dtype: DType,
     /// How the gradients then travel.
-    wire: Wire,
+    pub wire: Wire,
     /// What they are accumulated in.
     pub accumulate: DType,
 }
@@ -172,6 +172,8 @@ impl Gradients {
         let padded = core.padded(param);
         let flat = match grad {
             Grad::Own(mut flat) if flat.dtype() == self.plan.dtype => {
+                // Exact: spare room of a large gradient would be waste.
+                flat.reserve_exact(padded - flat.len());
                 flat.extend_zeros(padded - flat.len());
                 if self.plan.before != 1.0 {
                     flat.as_mut().scale(self.plan.before);

@@ -18,13 +18,13 @@ mod export;
 pub(crate) mod gather;
 pub(crate) mod gradients;
 mod kept_input;
-mod parcel;
+pub(crate) mod parcel;
 pub(crate) mod share;
-mod step;
+pub(crate) mod step;
 pub(crate) mod sub_group;
 pub(crate) mod trace;
 pub(crate) mod unit;
 mod walk;
-mod whole;
+pub(crate) mod whole;
 
 pub use unit::{Unit, unit};

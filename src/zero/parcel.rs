@@ -11,7 +11,7 @@ use crate::param::{Param, ParamId};
 use crate::precision::Flat;
 
 /// Parameters whose shards travel in one all-gather.
-pub(super) struct Parcel {
+pub(crate) struct Parcel {
     pub params: Vec<ParamId>,
     /// Offset of each parameter's shard in a rank's chunk. What lies between two shards is zeros.
     pub offsets: Vec<usize>,

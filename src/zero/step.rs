@@ -26,7 +26,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 /// Publications under way before the oldest is waited for.
-const IN_FLIGHT: usize = 2;
+pub(crate) const IN_FLIGHT: usize = 2;
 
 /// What all ranks agree on before a step.
 pub(crate) struct Vote {

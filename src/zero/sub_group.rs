@@ -16,7 +16,7 @@
 
 use super::core::Core;
 use crate::error::{Error, Result};
-use crate::layout::{SubGroups, shard_len};
+use crate::layout::{Laid, Sharing, groups_in_memory};
 use crate::memory::{Kind, Ledger, Tracked};
 use crate::offload::{Extent, Offload, STEP, Staged, Stream, Transfer};
 use crate::optim::Role;
@@ -138,14 +138,12 @@ impl Pass {
 
 /// Lays out sub-groups while parameters are registered.
 pub(crate) struct SubGroupBuilder {
+    sharing: Sharing,
     holding: Holding,
     ledger: Ledger,
     done: Vec<SubGroup>,
     /// By role.
     open: [Option<SubGroup>; Role::ALL.len()],
-    rules: [SubGroups; Role::ALL.len()],
-    /// Elements of weights that stay in memory while others are offloaded.
-    weights_in_memory: usize,
     /// Initial values on their way to files.
     writing: VecDeque<Transfer<Flat>>,
     /// A file could not get the space that it asked for: the rest is only counted.
@@ -160,13 +158,18 @@ const IN_FLIGHT: usize = 8;
 
 impl SubGroupBuilder {
     pub fn new(holding: &Holding, ledger: Ledger) -> Self {
+        let sharing = Sharing::new(holding.world_size, holding.placement.optim.is_sharded(), holding.sub_group_size);
+        let sharing = match &holding.offload {
+            // In files a parameter's share begins where a request may begin.
+            Some(offload) => sharing.in_files(STEP, offload.params.as_ref().map(|file| file.in_memory)),
+            None => sharing,
+        };
         Self {
+            sharing,
             holding: holding.clone(),
             ledger,
             done: Vec::new(),
             open: [None, None],
-            rules: Role::ALL.map(|_| SubGroups::new(holding.sub_group_size)),
-            weights_in_memory: 0,
             writing: VecDeque::new(),
             too_small: false,
         }
@@ -182,12 +185,11 @@ impl SubGroupBuilder {
         values: FlatRef<'_>,
         role: Role,
     ) -> Result<()> {
-        let shard = shard_len(numel, self.holding.world_size);
-        let share = if self.holding.placement.optim.is_sharded() { shard } else { numel };
-        // In files a parameter's share begins where a request may begin.
-        let len = if self.holding.offload.is_some() { share.next_multiple_of(STEP) } else { share };
-        self.choose_home_of_weights(len);
-        let mut group = self.open[role as usize].take().unwrap_or_else(|| self.empty_group(role));
+        let Laid { share, room: len, begins, closes, spills } = self.sharing.push(numel, role as usize);
+        if begins {
+            self.close();
+        }
+        let mut group = self.open[role as usize].take().unwrap_or_else(|| self.empty_group(role, spills));
         let at = group.len;
         for home in [&group.weights, &group.master].into_iter().flatten() {
             if let Home::File(extent) = home {
@@ -209,34 +211,17 @@ impl SubGroupBuilder {
         group.grads.push(GradShare::Absent);
         group.len += len;
         self.open[role as usize] = Some(group);
-        // The rule counts shares at every stage, so that groups are the same at every stage.
-        if self.rules[role as usize].push(shard) {
+        if closes {
             self.done.extend(self.open[role as usize].take());
         }
         Ok(())
     }
 
-    /// With `max_in_cpu`, the first weights stay in memory. A sub-group's have one home, so where they change it, a new
-    /// one begins.
-    fn choose_home_of_weights(&mut self, len: usize) {
-        let Some(file) = self.holding.offload.as_ref().and_then(|o| o.params.as_ref()) else { return };
-        if self.weights_in_memory == usize::MAX {
-            return;
-        }
-        match self.weights_in_memory.checked_add(len).filter(|total| *total <= file.in_memory) {
-            Some(total) => self.weights_in_memory = total,
-            None => {
-                self.weights_in_memory = usize::MAX;
-                self.close();
-                self.rules = Role::ALL.map(|_| SubGroups::new(self.holding.sub_group_size));
-            }
-        }
-    }
-
-    fn empty_group(&self, role: Role) -> SubGroup {
+    /// A sub-group whose weights lie in a file if they `spill`.
+    fn empty_group(&self, role: Role, spills: bool) -> SubGroup {
         let Holding { placement, dtype, offload, .. } = &self.holding;
         let memory = |kind, dtype| Home::Memory(Tracked::new(&self.ledger, kind, Flat::with_capacity(dtype, 0)));
-        let params = offload.as_ref().and_then(|o| o.params.as_ref()).filter(|_| self.weights_in_memory == usize::MAX);
+        let params = offload.as_ref().and_then(|o| o.params.as_ref()).filter(|_| spills);
         let weights = || match params {
             Some(file) => Home::File(Extent::at_end_of(&file.arenas[role as usize], *dtype)),
             None => memory(Kind::Parameters, *dtype),
@@ -306,8 +291,7 @@ impl SubGroupBuilder {
         self.writing.drain(..).try_for_each(Transfer::written)?;
         let offload = self.holding.offload.clone();
         let optimizer = offload.as_ref().and_then(|o| o.optimizer.as_ref());
-        // DeepSpeed's rule for `ratio`: of n sub-groups, the first (1 - ratio) n stay.
-        let stay = optimizer.map_or(groups.len(), |o| ((1.0 - o.settings.ratio) * groups.len() as f64) as usize);
+        let stay = optimizer.map_or(groups.len(), |o| groups_in_memory(groups.len(), o.settings.ratio));
         for (i, group) in groups.iter_mut().enumerate() {
             let names = self.holding.grouping.state_names(group.role);
             match optimizer.filter(|_| i >= stay) {

@@ -25,7 +25,7 @@ use std::cmp::Reverse;
 use std::ops::Range;
 
 /// Parameters whose squares travel in one control message.
-const SQUARES_AT_A_TIME: usize = 4096;
+pub(crate) const SQUARES_AT_A_TIME: usize = 4096;
 
 /// A parameter whose direction is made of the whole.
 #[derive(Clone, Copy)]

@@ -18,8 +18,8 @@ pub(super) static SECTIONS: &[Section] = &[
     Section::new("csv_monitor", true, CSV_MONITOR).switch("enabled"),
     Section::new("wandb", true, WANDB).status(none("nothing is sent anywhere")).switch("enabled").unchecked(),
     Section::new("comet", true, COMET).status(none("nothing is sent anywhere")).switch("enabled").unchecked(),
-    Section::new("autotuning", false, AUTOTUNING).status(none("settings are taken as they are"))
-        .when_off("accepted and has no effect here: settings are taken as they are").unchecked(),
+    Section::new("autotuning", false, AUTOTUNING).status(none("a run takes settings as they are; `zerorun tune` goes by it"))
+        .when_off("accepted and has no effect here: a run takes settings as they are; `zerorun tune` goes by it").unchecked(),
     Section::new("compile", true, COMPILE).status(none("Rust is compiled already"))
         .when_off("accepted and has no effect here: Rust is compiled already").unchecked(),
     Section::new("pipeline", false, PIPELINE),

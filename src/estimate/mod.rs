@@ -1,0 +1,117 @@
+//! What a configuration needs, before anything runs: bytes of each rank by kind and tier, bytes on the wire and of files
+//! in each step.
+//!
+//! ```
+//! use candle_zero::config::Config;
+//! use candle_zero::estimate::{Estimate, Shapes};
+//!
+//! let shapes = Shapes::of("two layers", |vb| {
+//!     Ok((candle_nn::linear(64, 64, vb.pp("a"))?, candle_nn::linear(64, 1, vb.pp("b"))?))
+//! })?;
+//! let config = r#"{ "train_batch_size": 8, "optimizer": { "type": "AdamW" }, "zero_optimization": { "stage": 2 } }"#;
+//! let estimate = Estimate::new(&shapes, &Config::load(config, 4)?)?;
+//! println!("{}", estimate.memory);
+//! # Ok::<(), candle_zero::Error>(())
+//! ```
+//!
+//! Only names and shapes of the parameters are looked at, never a weight. The engine's own rules lay them out
+//! ([`crate::layout`]) and decide what is gathered when, and a ledger like the engine's counts; see `rehearsal.rs`. What
+//! `Engine::memory_report` finds held between steps, and what a step moves, is therefore the same to the byte, and so are
+//! the peaks of a model whose units run in the order in which they were built.
+//!
+//! | file | what |
+//! | --- | --- |
+//! | `shapes.rs` | the parameters of a model, of a preset or of safetensors files |
+//! | `rehearsal.rs` | a training step that only counts |
+//! | `step.rs` | the optimizer's part of it |
+//! | `gradients.rs`, `files.rs` | its gradients; its passes over files |
+//! | `traffic.rs` | what is moved |
+//! | `paper.rs` | table 1 of the ZeRO paper |
+//! | `deepspeed.rs` | the formulas of DeepSpeed's estimators |
+
+pub mod deepspeed;
+mod files;
+mod gradients;
+pub mod paper;
+mod rehearsal;
+mod shapes;
+mod step;
+mod traffic;
+
+pub use shapes::{Shapes, UnitRule};
+pub use traffic::{Collectives, Traffic};
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::memory::MemoryReport;
+use crate::offload::DiskAccess;
+use rehearsal::Rehearsal;
+use serde::Serialize;
+
+/// Parameters at most: their state is counted in bytes.
+const MOST_PARAMETERS: usize = 1 << 57;
+
+/// What each rank needs.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Estimate {
+    /// Model state of a rank, as [`Engine::memory_report`](crate::Engine::memory_report) will count it.
+    ///
+    /// Held bytes are exact. So are peaks, but for what depends on how fast a disk is: gradients on their way to files, and
+    /// copies for direct access (a part of staging), are counted at their most.
+    pub memory: MemoryReport,
+    /// What a rank moves in one optimizer step.
+    pub step: Traffic,
+}
+
+/// What an estimate depends on besides model and configuration.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Setting {
+    /// The model computes on a GPU.
+    pub gpu: bool,
+    /// The model's units recompute their forward, also where the configuration does not ask for it.
+    pub recompute: bool,
+    /// How files are accessed. Default: as the engine would choose on this machine.
+    pub disk_access: Option<DiskAccess>,
+}
+
+impl Estimate {
+    /// For a model on the CPU; `config` knows the number of ranks.
+    ///
+    /// # Errors
+    /// As [`Estimate::with`].
+    pub fn new(shapes: &Shapes, config: &Config) -> Result<Self> {
+        Self::with(shapes, config, Setting::default())
+    }
+
+    /// With more said about the run.
+    ///
+    /// # Errors
+    /// More parameters than bytes of them can be counted.
+    pub fn with(shapes: &Shapes, config: &Config, setting: Setting) -> Result<Self> {
+        let parameters = shapes.num_parameters();
+        if parameters > MOST_PARAMETERS {
+            let allowed = format!("at most {MOST_PARAMETERS}");
+            return Err(Error::ModelConfig { key: "number of parameters", found: parameters.to_string(), allowed });
+        }
+        let (params, units) = shapes.registered();
+        let flags = [setting.recompute, setting.gpu];
+        let rehearsal = Rehearsal::new(params, units, config, flags, setting.disk_access)?;
+        let step = rehearsal.train()?;
+        Ok(Self { memory: rehearsal.report(), step })
+    }
+
+    /// Bytes of a rank in the host's memory, at most: peaks of different kinds need not be at the same time.
+    pub fn host_bytes(&self) -> usize {
+        self.memory.rows.iter().map(|row| row.host.peak).sum()
+    }
+
+    /// The same in the memory of the GPU.
+    pub fn device_bytes(&self) -> usize {
+        self.memory.rows.iter().map(|row| row.device.peak).sum()
+    }
+
+    /// Bytes that a rank reserves in files.
+    pub fn file_bytes(&self) -> usize {
+        self.memory.rows.iter().map(|row| row.file.peak).sum()
+    }
+}

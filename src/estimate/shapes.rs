@@ -1,0 +1,213 @@
+//! Names, shapes and units of a model's parameters, without the parameters.
+
+use crate::error::{Error, Result};
+use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
+use crate::param::registry::{Registered, Registry};
+use crate::param::{Param, WeightFile};
+use crate::zero::unit::building;
+use candle_core::{DType, Device, Shape};
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Init, VarBuilder};
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// The parameters of a model in order of registration, with their units.
+pub struct Shapes {
+    name: String,
+    registered: Registered,
+    assumed: Vec<String>,
+}
+
+/// Which tensors of a file make a unit together.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum UnitRule {
+    /// Those whose names are equal up to their first number: `model.layers.7.` is one.
+    #[default]
+    Numbered,
+    /// Those with one of these prefixes and the same number after it.
+    Prefixes(Vec<String>),
+    /// None: the model is one unit.
+    None,
+}
+
+/// The dtype that tensors without memory pretend to have; shapes do not depend on it.
+const DTYPE: DType = DType::F32;
+
+impl Shapes {
+    /// Those of the model that `build` makes, `name` for people. Its tensors are absent, so `build` must not compute with
+    /// them; at stage 3 it must not either.
+    ///
+    /// # Errors
+    /// What `build` returns; a model without parameters.
+    pub fn of<M>(name: &str, build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>) -> Result<Self> {
+        let registry = Registry::of_shapes(DTYPE);
+        let vb = VarBuilder::from_backend(Box::new(registry.clone()), DTYPE, Device::Cpu);
+        building(&registry, || build(vb)).map_err(|e| registry.take_failure().unwrap_or_else(|| e.into()))?;
+        Ok(Self { name: name.into(), registered: registry.finish()?, assumed: Vec::new() })
+    }
+
+    /// Those of a preset of [`crate::models`]: [`GptConfig::preset_names`], [`LlamaConfig::preset_names`].
+    ///
+    /// # Errors
+    /// An unknown name.
+    pub fn preset(name: &str) -> Result<Self> {
+        let name = preset_named(name)?;
+        if LlamaConfig::preset_names().any(|known| known == name) {
+            let config = LlamaConfig::preset(name)?;
+            return Self::of(name, |vb| Llama::new(&config, vb));
+        }
+        let config = GptConfig::preset(name)?;
+        Self::of(name, |vb| Gpt::new(&config, vb))
+    }
+
+    /// Those of a safetensors file, or of the files that an index (`model.safetensors.index.json`) names. Headers are
+    /// read, no weights. Every tensor counts as a parameter that is trained.
+    ///
+    /// # Errors
+    /// A file that cannot be read or is no safetensors file; no tensors.
+    pub fn safetensors(path: &Path, rule: &UnitRule) -> Result<Self> {
+        let mut tensors = Vec::new();
+        for file in files(path)? {
+            tensors.extend(WeightFile::open(&file)?.shapes());
+        }
+        // Numbers by their value: layer 10 comes after layer 2.
+        tensors.sort_by_cached_key(|(name, _)| natural(name));
+        let registry = Registry::of_shapes(DTYPE);
+        let mut open: Option<String> = None;
+        for (name, shape) in tensors {
+            let unit = rule.unit(&name);
+            if unit != open {
+                if open.is_some() {
+                    registry.close_unit();
+                }
+                if let Some(unit) = &unit {
+                    registry.open_unit(unit.clone());
+                }
+                open = unit;
+            }
+            let zeros = Init::Const(0.0);
+            registry
+                .get(Shape::from(shape), &name, zeros, DTYPE, &Device::Cpu)
+                .map_err(|e| registry.take_failure().unwrap_or_else(|| e.into()))?;
+        }
+        let registered = registry.finish()?;
+        let units = registered.units.len() - 1;
+        let how = match rule {
+            UnitRule::Numbered => "guessed from the first number in the names",
+            UnitRule::Prefixes(_) => "by the prefixes given",
+            UnitRule::None => "as asked for: the model is one",
+        };
+        let assumed = vec![
+            "every tensor of the file is a trained parameter, used in the natural order of the names".to_string(),
+            format!("{units} units, {how}"),
+        ];
+        Ok(Self { name: path.display().to_string(), registered, assumed })
+    }
+
+    /// For people.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What has been taken for granted.
+    pub fn assumed(&self) -> &[String] {
+        &self.assumed
+    }
+
+    /// Elements of all parameters.
+    pub fn num_parameters(&self) -> usize {
+        self.registered.params.iter().fold(0, |sum, p| sum.saturating_add(p.numel))
+    }
+
+    /// Elements of the units (all parameters outside of units together count as one) with most.
+    pub fn largest_unit(&self) -> usize {
+        let mut elements = vec![0usize; self.registered.units.len()];
+        self.registered.params.iter().for_each(|p| elements[p.unit] += p.numel);
+        elements.into_iter().max().unwrap_or(0)
+    }
+
+    /// Units, that of all parameters outside of units not counted.
+    pub fn num_units(&self) -> usize {
+        self.registered.units.len() - 1
+    }
+
+    pub(super) fn registered(&self) -> (&[Param], usize) {
+        (&self.registered.params, self.registered.units.len())
+    }
+}
+
+impl std::fmt::Debug for Shapes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Shapes").field("name", &self.name).field("parameters", &self.num_parameters()).finish()
+    }
+}
+
+impl UnitRule {
+    /// The unit that a tensor belongs to.
+    fn unit(&self, name: &str) -> Option<String> {
+        let parts: Vec<&str> = name.split('.').collect();
+        let is_number = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
+        let up_to = |i: usize| parts[..=i].join(".");
+        match self {
+            Self::None => None,
+            Self::Numbered => parts.iter().position(|part| is_number(part)).map(up_to),
+            Self::Prefixes(prefixes) => {
+                let numbers = (1..parts.len()).filter(|i| is_number(parts[*i]));
+                numbers.map(|i| (up_to(i - 1), i)).find(|(start, _)| prefixes.contains(start)).map(|(_, i)| up_to(i))
+            }
+        }
+    }
+}
+
+/// A key by which numbers in names are ordered by their value.
+fn natural(name: &str) -> Vec<(u64, String)> {
+    // Words come after numbers.
+    name.split('.').map(|part| part.parse().map_or((u64::MAX, part.to_string()), |n| (n, String::new()))).collect()
+}
+
+/// The safetensors files that `path`, one of them or an index, stands for.
+fn files(path: &Path) -> Result<Vec<PathBuf>> {
+    if path.extension().is_none_or(|extension| extension != "json") {
+        return Ok(vec![path.to_owned()]);
+    }
+    let bad = |why: &str| Error::BadWeightFile { path: path.to_owned(), why: why.into() };
+    let bytes = std::fs::read(path).map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })?;
+    let index: Value = serde_json::from_slice(&bytes).map_err(|e| bad(&format!("the index is no JSON: {e}")))?;
+    let map = index["weight_map"].as_object().ok_or_else(|| bad("an index has an object \"weight_map\""))?;
+    let names: Option<BTreeSet<&str>> = map.values().map(Value::as_str).collect();
+    let names = names.ok_or_else(|| bad("\"weight_map\" gives the name of a file for each tensor"))?;
+    Ok(names.into_iter().map(|name| crate::files::folder_of(path).join(name)).collect())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_preset_has_its_published_parameters_and_a_unit_for_each_block() {
+        for (name, parameters, units) in
+            [("nano", 842_496, 4), ("gpt2-xl", 1_557_611_200, 48), ("llama-2-7b", 6_738_415_616, 32)]
+        {
+            let shapes = Shapes::preset(name).unwrap();
+            assert_eq!((shapes.num_parameters(), shapes.num_units()), (parameters, units), "{name}");
+        }
+        assert!(matches!(Shapes::preset("gpt3").unwrap_err(), Error::UnknownModelPreset { .. }));
+    }
+
+    #[test]
+    fn units_of_names() {
+        let unit = |rule: &UnitRule, name: &str| rule.unit(name).unwrap_or_default();
+        let numbered = UnitRule::Numbered;
+        assert_eq!(unit(&numbered, "model.layers.10.mlp.experts.3.w"), "model.layers.10");
+        assert_eq!(unit(&numbered, "model.norm.weight"), "");
+        let experts = UnitRule::Prefixes(vec!["model.layers.10.mlp.experts".into(), "h".into()]);
+        assert_eq!(unit(&experts, "model.layers.10.mlp.experts.3.w"), "model.layers.10.mlp.experts.3");
+        assert_eq!(unit(&experts, "h.7.ln_1.bias"), "h.7");
+        assert_eq!(unit(&experts, "model.layers.2.norm"), "");
+        let mut names = ["h.10.w", "wte", "h.2.w", "h.2.b"];
+        names.sort_by_cached_key(|name| natural(name));
+        assert_eq!(names, ["h.2.b", "h.2.w", "h.10.w", "wte"]);
+    }
+}

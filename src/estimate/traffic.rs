@@ -1,0 +1,92 @@
+//! What a rank moves: collectives by kind, and bytes of files.
+
+use crate::comm::{Kind, Wire};
+use candle_core::DType;
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// Collectives of one kind that a rank takes part in during one optimizer step.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Collectives {
+    /// Collectives.
+    pub calls: u64,
+    /// Elements of this rank's arguments, summed.
+    pub elements: u64,
+    /// Bytes that this rank takes from other ranks.
+    pub wire_bytes: u64,
+}
+
+/// What one rank moves in one optimizer step, accumulation included.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Traffic {
+    /// By kind, as [`CommReport`](crate::comm::CommReport) counts them; kinds that do not occur are missing.
+    pub collectives: BTreeMap<Kind, Collectives>,
+    /// Bytes read from files.
+    pub bytes_read: u64,
+    /// Bytes written to files.
+    pub bytes_written: u64,
+}
+
+impl Traffic {
+    /// What `kind` moves; zeros if it does not occur.
+    pub fn kind(&self, kind: Kind) -> Collectives {
+        self.collectives.get(&kind).copied().unwrap_or_default()
+    }
+
+    /// Counts one collective whose argument has `elements` of a dtype on each of `world` ranks.
+    pub(super) fn collective(&mut self, kind: Kind, elements: usize, (dtype, wire): (DType, Wire), world: usize) {
+        let exact = |elements: usize| elements * dtype.size_in_bytes();
+        let coded = |elements: usize| match wire {
+            Wire::Exact => exact(elements),
+            Wire::Blocks(ints) => ints.encoded_len(elements),
+        };
+        let part = match kind {
+            // A reduction brings every other rank's part of this rank's chunk; an all-reduce brings the others' sums too,
+            // which are never coded.
+            Kind::ReduceScatter => coded(elements / world),
+            Kind::AllReduce => coded(elements.div_ceil(world)) + exact(elements.div_ceil(world)),
+            Kind::AllGather | Kind::Control => coded(elements),
+            Kind::Barrier => 0,
+        };
+        let entry = self.collectives.entry(kind).or_default();
+        entry.calls += 1;
+        entry.elements += elements as u64;
+        entry.wire_bytes += (part * (world - 1)) as u64;
+    }
+
+    pub(super) fn read(&mut self, elements: usize, dtype: DType) {
+        self.bytes_read += (elements * dtype.size_in_bytes()) as u64;
+    }
+
+    pub(super) fn write(&mut self, elements: usize, dtype: DType) {
+        self.bytes_written += (elements * dtype.size_in_bytes()) as u64;
+    }
+
+    /// What came since `before`.
+    pub(super) fn since(&self, before: &Self) -> Self {
+        let collectives = self.collectives.iter().map(|(kind, c)| {
+            let b = before.kind(*kind);
+            let [calls, elements] = [c.calls - b.calls, c.elements - b.elements];
+            (*kind, Collectives { calls, elements, wire_bytes: c.wire_bytes - b.wire_bytes })
+        });
+        Self {
+            collectives: collectives.filter(|(_, c)| c.calls > 0).collect(),
+            bytes_read: self.bytes_read - before.bytes_read,
+            bytes_written: self.bytes_written - before.bytes_written,
+        }
+    }
+
+    /// Adds `times` times `other`.
+    pub(super) fn add(&mut self, other: &Self, times: u64) {
+        // The number of micro steps may be anything.
+        let add = |sum: &mut u64, each: u64| *sum = sum.saturating_add(each.saturating_mul(times));
+        for (kind, o) in &other.collectives {
+            let c = self.collectives.entry(*kind).or_default();
+            add(&mut c.calls, o.calls);
+            add(&mut c.elements, o.elements);
+            add(&mut c.wire_bytes, o.wire_bytes);
+        }
+        add(&mut self.bytes_read, other.bytes_read);
+        add(&mut self.bytes_written, other.bytes_written);
+    }
+}

@@ -1,0 +1,307 @@
+//! `zerorun tune`: short runs of a script with different settings, and the fastest configuration.
+//!
+//! ```text
+//!   stages x offload x micro batches    short runs, those left out that the estimate or a smaller batch rules out
+//!   the fastest of them                 its buckets and overlaps, one key after the other
+//!   results.jsonl                       what is finished; a second search goes on from there
+//! ```
+
+mod experiment;
+mod record;
+mod settings;
+mod space;
+
+use super::args::Refused;
+use super::bench::size;
+use super::estimate::binary;
+use super::script::{self, Target};
+use super::sizes::Sizes;
+use super::tools::{print, refused};
+use super::{build, say};
+use crate::config::Config;
+use crate::estimate::{Estimate, Shapes};
+use crate::files::{folder_of, new_beside};
+use crate::offload::available_memory;
+use crate::{Error, Result};
+use clap::Parser;
+use experiment::{Outcome, Trial};
+use record::{Record, Row};
+use serde_json::Value;
+use settings::Settings;
+use space::{Candidate, Space};
+use std::ffi::OsString;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+/// Finds the fastest configuration of a training script on this machine: runs it for a few steps with other stages, micro
+/// batches, offload, and then buckets, and writes the fastest one that stays within the memory limit.
+///
+/// The script must take --ds_config FILE, --steps N and --metrics FILE, as examples/train_gpt.rs does. What is finished is
+/// kept: the same command goes on where it was stopped. Of the configuration's section autotuning these keys count: fast,
+/// results_dir, exps_dir, start_profile_step, end_profile_step, metric, arg_mappings, tuner_early_stopping (where it is
+/// given), tuner_num_trials, min_ and max_train_batch_size, min_ and max_train_micro_batch_size_per_gpu,
+/// num_tuning_micro_batch_sizes.
+///
+/// Exit code: 0 the fastest configuration is written, 1 none ran or a file cannot be written, 2 the configuration, the
+/// script or the command line is wrong.
+#[derive(Debug, Parser)]
+#[command(
+    name = "tune",
+    bin_name = "zerorun tune",
+    override_usage = "zerorun tune [OPTIONS] SCRIPT --ds_config FILE [ARGS]..."
+)]
+struct Typed {
+    /// Ranks of each run
+    #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "1",
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    ranks: u16,
+
+    /// Memory that a rank may use: 512MiB, 4GiB; a bare number is bytes [default: its part of what is available now]
+    #[arg(long = "memory_limit", alias = "memory-limit", value_name = "SIZE", value_parser = size)]
+    memory_limit: Option<u64>,
+
+    /// Optimizer steps of each run; those from autotuning.start_profile_step (3) on are measured
+    /// [default: autotuning.end_profile_step, 5]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(2..=100_000))]
+    steps: Option<u64>,
+
+    /// Stages to try
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "0,1,2,3",
+          value_parser = clap::value_parser!(u8).range(0..=3))]
+    stages: Vec<u8>,
+
+    /// Micro batches to try [default: the configuration's own, and doubled]
+    #[arg(long = "micro_batches", alias = "micro-batches", value_name = "LIST", value_delimiter = ',',
+          value_parser = clap::value_parser!(u32).range(1..))]
+    micro_batches: Vec<u32>,
+
+    /// Try offload to files in this folder too
+    #[arg(long = "nvme_path", alias = "nvme-path", value_name = "DIR")]
+    nvme_path: Option<PathBuf>,
+
+    /// Stages, offload and micro batches only, no buckets
+    #[arg(long)]
+    fast: bool,
+
+    /// How long a run may take, in seconds
+    #[arg(long = "run_limit", alias = "run-limit", value_name = "SECONDS", default_value = "600",
+          value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    run_limit: u64,
+
+    /// Where the results are kept [default: autotuning.results_dir, autotuning_results]
+    #[arg(long = "results_dir", alias = "results-dir", value_name = "DIR")]
+    results_dir: Option<PathBuf>,
+
+    /// Where to write the fastest configuration [default: best.json in the folder of results]
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+
+    /// Cargo features for the build, as for `cargo build --features`
+    #[arg(long, value_name = "FEATURES")]
+    features: Option<String>,
+
+    /// A Rust file or an executable, then its own arguments
+    #[arg(value_names = ["SCRIPT", "ARGS"], required = true, num_args = 1.., trailing_var_arg = true)]
+    command: Vec<OsString>,
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, Refused> {
+    let typed = Typed::try_parse_from(words).map_err(Refused)?;
+    Ok(match Search::new(typed) {
+        Ok(search) => search.run().unwrap_or_else(|error| refused(&error, 1)),
+        Err(error) => refused(&error, super::EXIT_SETUP),
+    })
+}
+
+/// A search under way.
+struct Search {
+    settings: Settings,
+    space: Space,
+    trial: Trial,
+    record: Record,
+    /// The script's model, where it is one of this library's.
+    shapes: Option<Shapes>,
+    ranks: usize,
+    limit: u64,
+    out: PathBuf,
+    rows: Vec<Row>,
+}
+
+impl Search {
+    fn new(typed: Typed) -> Result<Self> {
+        let mut command = typed.command.into_iter();
+        let script = command.next().map(PathBuf::from).unwrap_or_default();
+        let mut args: Vec<OsString> = command.collect();
+        let ranks = usize::from(typed.ranks);
+        let shapes = model_of(&args);
+        let file = experiment::take_config(&mut args)?;
+        // Without a configuration that loads there is nothing to vary.
+        let config = Config::load(file.1.clone(), ranks)?;
+        config.optimizer.as_ref().ok_or(Error::NoOptimizer)?;
+        let original = crate::config::read_value(&file.1)?;
+        let settings = Settings::read(&original, typed.steps, typed.fast)?;
+        let program = match script::find(&script)? {
+            Target::Program { path } => path,
+            Target::InPackage(target) => build::build(&target.into_build(&script, typed.features.as_deref()))?,
+            Target::Single(single) => build::build(&single.generate(typed.features.as_deref())?)?,
+        };
+        let results = typed.results_dir.unwrap_or_else(|| settings.results_dir.clone());
+        let record = Record::open(&results)?;
+        let space = Space::new(&original, &config, &settings, typed.stages, typed.micro_batches, typed.nvme_path)?;
+        let trial = Trial {
+            program,
+            args,
+            at: file.0,
+            ranks,
+            folder: settings.exps_dir.clone().unwrap_or_else(|| results.join("experiments")),
+            first_measured: settings.first_measured,
+            steps: settings.steps,
+            mappings: settings.mappings.clone(),
+            limit: Duration::from_secs(typed.run_limit),
+        };
+        let limit = typed.memory_limit.unwrap_or_else(|| available_memory() / ranks as u64);
+        let out = typed.out.unwrap_or_else(|| results.join("best.json"));
+        Ok(Self { settings, space, trial, record, shapes, ranks, limit, out, rows: Vec::new() })
+    }
+
+    fn run(mut self) -> Result<ExitCode> {
+        self.settings.unused.iter().for_each(|note| say(&format!("zerorun: autotuning.{note}")));
+        say(&format!(
+            "zerorun: each run has {} steps on {} rank{}, within {} of memory for a rank",
+            self.trial.steps,
+            self.ranks,
+            if self.ranks == 1 { "" } else { "s" },
+            binary(self.limit)
+        ));
+        self.search_batches()?;
+        if !self.settings.fast {
+            self.search_keys()?;
+        }
+        self.rows.sort_by(|a, b| self.settings.metric.order(&a.outcome, &b.outcome));
+        print(record::table(&self.rows));
+        let Some(best) = self.best() else {
+            say("zerorun: no run was both well and within the limit; nothing is written");
+            return Ok(ExitCode::FAILURE);
+        };
+        write_whole(&self.out, &format!("{:#}\n", self.space.config(&best)))?;
+        print(format!("\nfastest: {best}\nwritten to {}", self.out.display()));
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// Stages, offload and micro batches.
+    fn search_batches(&mut self) -> Result<()> {
+        let mut without_gain = 0;
+        for sizes in self.space.ladders() {
+            for candidate in sizes {
+                let before = self.best();
+                let went_well = self.try_out(&candidate)?;
+                without_gain = if self.best() == before { without_gain + 1 } else { 0 };
+                if self.settings.early_stopping.is_some_and(|most| without_gain >= most) {
+                    say(&format!("zerorun: {without_gain} experiments without a gain: the search ends here"));
+                    return Ok(());
+                }
+                if !went_well {
+                    // A larger micro batch needs more.
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Of the fastest so far, one key after the other.
+    fn search_keys(&mut self) -> Result<()> {
+        for key in 0.. {
+            let Some(best) = self.best() else { return Ok(()) };
+            let Some(candidates) = self.space.variations(&best, key) else { return Ok(()) };
+            for candidate in candidates {
+                self.try_out(&candidate)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs a candidate, or takes what is known of it; true if it is within the limit.
+    fn try_out(&mut self, candidate: &Candidate) -> Result<bool> {
+        if let Some(row) = self.rows.iter().find(|row| row.candidate == *candidate) {
+            return Ok(row.outcome.is_well());
+        }
+        let config = self.space.config(candidate);
+        let outcome = match self.ruled_out(&config) {
+            Some(reason) => Outcome::NotRun { reason },
+            None => {
+                let id = self.trial.id(&config);
+                match self.record.find(&id) {
+                    Some(outcome) => outcome,
+                    None if self.rows.iter().filter(|r| r.outcome.has_run()).count() >= self.settings.trials => {
+                        Outcome::NotRun { reason: "autotuning.tuner_num_trials is used up".into() }
+                    }
+                    None => {
+                        let outcome = self.trial.run(&id, &config)?;
+                        self.record.add(&id, candidate, &outcome)?;
+                        outcome
+                    }
+                }
+            }
+        };
+        let outcome = outcome.within(self.limit);
+        say(&format!("zerorun: {candidate}: {outcome}"));
+        let is_well = outcome.is_well();
+        self.rows.push(Row { candidate: candidate.clone(), outcome });
+        Ok(is_well)
+    }
+
+    /// Why a configuration need not be run.
+    fn ruled_out(&self, config: &Value) -> Option<String> {
+        let config = match Config::load(config.clone(), self.ranks) {
+            Ok(config) => config,
+            Err(error) => return Some(error.to_string().lines().collect::<Vec<_>>().join(" ")),
+        };
+        let estimate = Estimate::new(self.shapes.as_ref()?, &config).ok()?;
+        // All of it is there at once in the optimizer step, whatever else is.
+        let state = estimate.memory.model_state_peak() as u64;
+        (state > self.limit).then(|| format!("the model's state alone needs {} by the estimate", binary(state)))
+    }
+
+    fn best(&self) -> Option<Candidate> {
+        let well = self.rows.iter().filter(|row| row.outcome.is_well());
+        let best = well.min_by(|a, b| self.settings.metric.order(&a.outcome, &b.outcome))?;
+        Some(best.candidate.clone())
+    }
+}
+
+/// The model that the script's arguments name, if it is one of this library's.
+fn model_of(args: &[OsString]) -> Option<Shapes> {
+    #[derive(Parser)]
+    struct Model {
+        #[arg(long)]
+        model: String,
+        #[command(flatten)]
+        sizes: Sizes,
+    }
+    const NAMES: [&str; 8] =
+        ["--model", "--n_layer", "--n_head", "--n_kv_head", "--n_embd", "--n_inner", "--ctx", "--vocab"];
+    let mut left = args.to_vec();
+    let mut words = vec![OsString::from("model")];
+    for name in NAMES {
+        if let Some((_, value)) = experiment::take(&mut left, &[name]) {
+            words.extend([name.into(), value]);
+        }
+    }
+    let model = Model::try_parse_from(words).ok()?;
+    model.sizes.shapes(&model.model).ok()
+}
+
+/// Writes a file so that it is there whole or not at all.
+fn write_whole(path: &Path, text: &str) -> Result<()> {
+    let write = || {
+        let mut file = new_beside(folder_of(path), ".candle-zero-")?;
+        file.write_all(text.as_bytes())?;
+        file.as_file().sync_all()?;
+        file.persist(path).map_err(|e| e.error)
+    };
+    write().map(drop).map_err(|source| Error::Io { action: "write", path: path.to_owned(), source })
+}
