@@ -104,7 +104,8 @@ impl ParameterGroup {
     }
 
     /// DeepSpeed's attribute of parameters: whether Muon itself trains the matrices of this group, or AdamW, whatever
-    /// their names. (What is no matrix AdamW trains.) Other optimizers train all parameters.
+    /// their names. (What is no matrix AdamW trains.) Without it names with `embed` or `lm_head` are AdamW's, as in DeepSpeed,
+    /// so GPT-2's embeddings, `wte` and `wpe`, are trained as matrices. Other optimizers train all parameters.
     #[must_use]
     pub fn use_muon(mut self, use_muon: bool) -> Self {
         self.use_muon = Some(use_muon);
