@@ -98,6 +98,7 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/estimate/paper.rs",
     "src/estimate/rehearsal.rs",
     "src/estimate/shapes.rs",
+    "src/estimate/step.rs",
     "src/estimate/traffic.rs",
     "src/files.rs",
     "src/graph/grad.rs",
