@@ -89,6 +89,8 @@ pub(super) const FILES: &[(&str, &str)] = embed! {
     "src/data/tokens.rs",
     "src/device.rs",
     "src/engine.rs",
+    "src/engine/builder.rs",
+    "src/engine/reports.rs",
     "src/engine/telling.rs",
     "src/error.rs",
     "src/estimate/deepspeed.rs",

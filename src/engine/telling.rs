@@ -43,7 +43,9 @@ impl Telling {
         }
         let monitors = if rank == 0 { Monitors::open(config, more)? } else { Monitors::default() };
         let comm_log = config.comms_logger.as_ref().map(|config| Arc::new(CommLog::new(config, rank, world_size)));
-        comm.log_into(comm_log.clone());
+        if let Some(log) = &comm_log {
+            comm.log_into(Some(log.clone()));
+        }
         Ok(Self { monitors, comm_log, ..Self::default() })
     }
 }

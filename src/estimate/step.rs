@@ -98,7 +98,7 @@ impl<'a> Rehearsal<'a> {
     fn rough_direction(&self, param: ParamId, walk: &mut Walk<'_, 'a>) -> Held {
         let (numel, sharded) = (self.params[param].numel, self.placement.optim.is_sharded());
         let shard = shard_len(numel, self.world);
-        let held = self.ledger.hold(Kind::Buckets, 4 * if sharded { shard * self.world } else { numel });
+        let held = self.ledger.hold(Kind::Buckets, 4 * shard * self.world);
         walk.visit();
         if sharded {
             self.collective(Collective::AllGather, shard, DType::F32);

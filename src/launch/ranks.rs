@@ -224,8 +224,12 @@ impl Ranks {
         match &job.timeline {
             Some(folder) => command.env(timeline::PARTS, folder),
             // It may be there where this launcher is a rank's child.
-            None => command.env_remove(timeline::PARTS),
+            None => command.env_remove(timeline::PARTS).env_remove(timeline::FILE),
         };
+        if rank > 0 {
+            // Rank 0 alone listens.
+            command.env_remove(PROMETHEUS_PORT);
+        }
         command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string()).env(SHM_FD, fd.to_string());
         // A process group of its own: a signal then reaches the helpers of a rank too, and Ctrl-C reaches the
         // launcher alone, which passes it on.

@@ -1,8 +1,10 @@
 //! One CSV file per tag, as DeepSpeed's `csv_monitor`.
 
+use super::metrics::end_last_line;
 use super::{Event, Monitor};
 use crate::files::new_beside;
 use crate::{Error, Result};
+use std::collections::HashSet;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -12,6 +14,8 @@ use std::path::{Path, PathBuf};
 #[derive(Debug)]
 pub struct CsvMonitor {
     folder: PathBuf,
+    /// Files that have been opened before.
+    known: HashSet<PathBuf>,
 }
 
 impl CsvMonitor {
@@ -22,13 +26,16 @@ impl CsvMonitor {
     pub fn create(folder: &Path) -> Result<Self> {
         let probe = std::fs::create_dir_all(folder).and_then(|()| new_beside(folder, ".candle-zero-"));
         probe.map_err(|source| Error::Io { action: "write to", path: folder.into(), source })?;
-        Ok(Self { folder: folder.into() })
+        Ok(Self { folder: folder.into(), known: HashSet::new() })
     }
 
-    fn append(&self, tag: &str, rows: &str) -> Result<()> {
-        let path = self.folder.join(format!("{}.csv", tag.replace(['/', ' '], "_")));
-        let write = || {
-            let mut file = OpenOptions::new().create(true).append(true).open(&path)?;
+    fn append(&mut self, tag: &str, rows: &str) -> Result<()> {
+        let path = self.folder.join(format!("{}.csv", file_stem(tag)));
+        let mut write = || {
+            let mut file = OpenOptions::new().create(true).append(true).read(true).open(&path)?;
+            if self.known.insert(path.clone()) {
+                end_last_line(&file)?;
+            }
             let header = match file.metadata()?.len() {
                 0 => format!("step,{}\n", quoted(tag.rsplit('/').next().unwrap_or(tag))),
                 _ => String::new(),
@@ -43,6 +50,13 @@ impl Monitor for CsvMonitor {
     fn write(&mut self, events: &[Event]) -> Result<()> {
         events.iter().try_for_each(|Event { tag, value, step }| self.append(tag, &format!("{step},{value:?}\n")))
     }
+}
+
+/// A tag as the name of a file, which has at most 255 bytes and no byte 0.
+fn file_stem(tag: &str) -> String {
+    let stem = tag.replace(['/', ' ', '\0'], "_");
+    let end = (0..=stem.len().min(200)).rfind(|end| stem.is_char_boundary(*end)).unwrap_or(0);
+    stem[..end].to_string()
 }
 
 /// A field of a line; in quotes where it would not be one otherwise.
@@ -73,6 +87,21 @@ mod tests {
         }
         assert_eq!(text(&dir, "Train_Samples_lr.csv"), "step,lr\n8,0.001\n16,0.001\n");
         assert_eq!(text(&dir, "Own,_\"odd\".csv"), "step,\"Own, \"\"odd\"\"\"\n8,1.0\n16,1.0\n");
+    }
+
+    #[test]
+    fn what_a_full_disk_has_torn_is_written_anew_and_a_long_tag_has_a_file_too() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("a.csv"), "step,a\n8,0.5\n16,0.0").unwrap();
+        std::fs::write(dir.path().join("b.csv"), "ste").unwrap();
+        let long = "x".repeat(300);
+        let mut monitor = CsvMonitor::create(dir.path()).unwrap();
+        for tag in ["a", "b", &long] {
+            monitor.write(&[Event::new(tag, 0.25, 16)]).unwrap();
+        }
+        assert_eq!(text(&dir, "a.csv"), "step,a\n8,0.5\n16,0.25\n");
+        assert_eq!(text(&dir, "b.csv"), "step,b\n16,0.25\n");
+        assert!(text(&dir, &format!("{}.csv", "x".repeat(200))).ends_with("\n16,0.25\n"));
     }
 
     #[test]

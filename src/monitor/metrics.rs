@@ -6,6 +6,7 @@ use serde::Serialize;
 use serde_json::Value;
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Write};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 /// Writes one JSON object per line. Each line is handed to the system at once, so a run that dies leaves whole lines.
@@ -32,8 +33,12 @@ impl MetricsWriter {
     ///
     /// [`Error::Io`].
     pub fn append(path: &Path) -> Result<Self> {
-        let file = OpenOptions::new().create(true).append(true).open(path);
-        let file = file.map_err(|source| Error::Io { action: "open", path: path.into(), source })?;
+        let open = || {
+            let file = OpenOptions::new().create(true).append(true).read(true).open(path)?;
+            end_last_line(&file)?;
+            Ok(file)
+        };
+        let file = open().map_err(|source| Error::Io { action: "open", path: path.into(), source })?;
         Ok(Self { file, path: path.into() })
     }
 
@@ -80,6 +85,25 @@ impl MetricsWriter {
     }
 }
 
+/// Takes away what a full disk or a kill has left of a last line. Other things than files stay as they are.
+pub(super) fn end_last_line(file: &File) -> std::io::Result<()> {
+    /// Bytes that are read at a time, from the end.
+    const PART: u64 = 4096;
+    let whole = file.metadata()?;
+    let mut end = if whole.is_file() { whole.len() } else { 0 };
+    while end > 0 {
+        let start = end.saturating_sub(PART);
+        let mut part = vec![0; (end - start) as usize];
+        file.read_exact_at(&mut part, start)?;
+        if let Some(last) = part.iter().rposition(|byte| *byte == b'\n') {
+            end = start + last as u64 + 1;
+            break;
+        }
+        end = start;
+    }
+    if whole.is_file() && end < whole.len() { file.set_len(end) } else { Ok(()) }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -109,6 +133,20 @@ mod tests {
         writer.write(&json!({"step": 2, "loss": 1})).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         assert_eq!(text, "{\"step\":0}\n{\"step\":1}\n{\"loss\":1,\"step\":2}\n");
+    }
+
+    #[test]
+    fn what_is_appended_begins_a_line_of_its_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("m.jsonl");
+        let long = format!("{{\"step\":0}}\n{}", "x".repeat(10_000));
+        for (before, kept) in
+            [("", ""), ("{\"step\":0}\n", "{\"step\":0}\n"), ("torn", ""), (long.as_str(), "{\"step\":0}\n")]
+        {
+            std::fs::write(&path, before).unwrap();
+            MetricsWriter::append(&path).unwrap().write(&json!({"step": 1})).unwrap();
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("{kept}{{\"step\":1}}\n"));
+        }
     }
 
     #[test]

@@ -21,8 +21,13 @@ impl Monitors {
         if let Some(csv) = &config.csv_monitor {
             all.push(Box::new(CsvMonitor::create(&csv.folder())?));
         }
-        if let Some(port) = Prometheus::asked_for()? {
-            all.push(Box::new(Prometheus::listen(port)?));
+        match Prometheus::asked_for()? {
+            // The port was given to the process, not to one of its engines.
+            Some(port) if Prometheus::is_listening() && port != 0 => {
+                say("another engine of this process serves metrics for Prometheus: this one's are not among them");
+            }
+            Some(port) => all.push(Box::new(Prometheus::listen(port)?)),
+            None => {}
         }
         for open in more {
             all.push(open()?);

@@ -1,7 +1,7 @@
 //! Progress for people: a bar on a terminal, plain lines in a pipe or a file. Both go to standard error.
 
 use indicatif::{ProgressBar, ProgressStyle};
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write as _};
 use std::time::{Duration, Instant};
 
 /// Pause between two lines when no step count is asked for.
@@ -59,7 +59,7 @@ impl Progress {
             }
             Display::Lines(rhythm) => {
                 if rhythm.is_due(done, self.total, Instant::now()) {
-                    eprintln!("step {done}/{} {}", self.total, message());
+                    _ = writeln!(std::io::stderr(), "step {done}/{} {}", self.total, message());
                 }
             }
         }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -30,6 +30,9 @@ pub struct Prometheus {
 
 /// Value and step by tag.
 type Last = BTreeMap<String, (f64, u64)>;
+
+/// How many of them this process has.
+static LISTENING: AtomicUsize = AtomicUsize::new(0);
 
 impl Prometheus {
     /// Listens on a port; 0 is a free one. Where is said once.
@@ -56,6 +59,7 @@ impl Prometheus {
             }
         };
         let thread = std::thread::Builder::new().name("prometheus".into()).spawn(serve).map_err(failed)?;
+        LISTENING.fetch_add(1, Ordering::Relaxed);
         say(&format!("metrics for Prometheus: http://{address}/metrics"));
         Ok(Self { address, last, stop, thread: Some(thread) })
     }
@@ -71,6 +75,11 @@ impl Prometheus {
             Ok(port) => Ok(Some(port)),
             Err(_) => Err(Error::RankVariable { name: PORT, value, expected: "a port number from 0 to 65535" }),
         }
+    }
+
+    /// Whether this process has one already, for another engine.
+    pub(crate) fn is_listening() -> bool {
+        LISTENING.load(Ordering::Relaxed) > 0
     }
 
     /// Where it listens.
@@ -91,6 +100,7 @@ impl Monitor for Prometheus {
 
 impl Drop for Prometheus {
     fn drop(&mut self) {
+        LISTENING.fetch_sub(1, Ordering::Relaxed);
         self.stop.store(true, Ordering::Relaxed);
         // Wakes the thread; where that fails it has ended, or ends with the process.
         if TcpStream::connect_timeout(&self.address, PATIENCE).is_ok()
@@ -115,7 +125,11 @@ fn answer(mut client: TcpStream, last: &Mutex<Last>) -> std::io::Result<()> {
         }
         request.extend_from_slice(&part[..read]);
     }
-    let asks_for = |path: &str| request.starts_with(format!("GET {path} HTTP/").as_bytes());
+    // A scraper may add a query.
+    let asks_for = |path: &str| {
+        let rest = request.strip_prefix(format!("GET {path}").as_bytes());
+        rest.is_some_and(|rest| rest.starts_with(b" HTTP/") || rest.starts_with(b"?"))
+    };
     let (status, body) = match asks_for("/metrics") || asks_for("/") {
         true => ("200 OK", text(&lock(last).clone())),
         false => ("404 Not Found", "only GET /metrics is answered here\n".to_string()),

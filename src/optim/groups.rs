@@ -75,7 +75,8 @@ impl ParameterGroup {
     }
 
     /// Learning rate without a schedule, and the base of one (WarmupCosineLR, WarmupLR without `warmup_max_lr`). Other
-    /// schedules give all groups the rates of their own parameters, as in DeepSpeed.
+    /// schedules give all groups the rates of their own parameters, as in DeepSpeed; so does one of your own that has no
+    /// [`lr_of_group`](super::LrSchedule::lr_of_group).
     #[must_use]
     pub fn lr(mut self, lr: f64) -> Self {
         self.lr = Some(lr);
@@ -96,7 +97,7 @@ impl ParameterGroup {
         self
     }
 
-    /// What an adaptive optimizer adds to its denominator.
+    /// What an adaptive optimizer adds to its denominator; without effect on one that has no such number (SGD, Lion).
     #[must_use]
     pub fn eps(mut self, eps: f64) -> Self {
         self.numbers.eps = Some(eps);
@@ -126,7 +127,8 @@ impl ParameterGroup {
             }
         }
         let (beta1, beta2) = betas?;
-        if [beta1, beta2].iter().any(|beta| !(0.0..1.0).contains(beta)) {
+        // Kernels see them in f32.
+        if [beta1, beta2].iter().any(|beta| !(0.0..1.0).contains(&(*beta as f32))) {
             return Some(format!("betas are {beta1}, {beta2}; each has to be at least 0 and below 1"));
         }
         let has_betas = |o: &dyn Optimizer| matches!(o.momentum(), Momentum::Betas(..));
@@ -268,6 +270,8 @@ fn check_states(optimizer: &dyn Optimizer) -> Result<()> {
             "" => "one has no name",
             "fp32" => "fp32 is what checkpoints call the weights",
             name if names[..i].contains(&name) => "two have the same name",
+            // A checkpoint's tensors are named STATE.PARAMETER.
+            name if name.contains(['.', '\0']) => "a dot in a name makes it one with the parameter's",
             _ => continue,
         };
         let (optimizer, names) = (optimizer.name().into(), names.join(", "));

@@ -155,7 +155,8 @@ pub trait Optimizer: Send + Sync {
         Needs::Elements
     }
 
-    /// Whether it trains a parameter of this name and shape. What it does not take, its
+    /// Whether it trains a parameter of this name and shape; the name is empty where a group says
+    /// [`use_muon`](ParameterGroup::use_muon), and then the shape alone decides. What it does not take, its
     /// [`auxiliary`](Self::auxiliary) trains; without one it has to take all.
     fn takes(&self, name: &str, shape: &[usize]) -> bool {
         _ = (name, shape);

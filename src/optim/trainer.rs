@@ -17,6 +17,8 @@ pub(crate) struct Trainer {
 
 struct Group {
     role: Role,
+    /// Where a schedule starts from.
+    lr: f64,
     numbers: Numbers,
     schedule: Schedule,
 }
@@ -56,7 +58,7 @@ impl Trainer {
                 Some(own) => Schedule::custom_of_group(own.clone(), base),
                 None => Schedule::of_group(scheduler, base)?,
             };
-            Ok(Group { role, numbers, schedule })
+            Ok(Group { role, lr, numbers, schedule })
         });
         let groups = groups.collect::<Result<_>>()?;
         Ok((Self { grouping, groups }, empty))
@@ -129,6 +131,6 @@ impl fmt::Debug for Trainer {
         let halves =
             Role::ALL.map(|role| self.grouping.optimizer(role).map(|o| (o.name().to_owned(), o.state_names())));
         write!(f, "{halves:?} ")?;
-        f.debug_list().entries(self.groups.iter().map(|g| (g.role, g.numbers, &g.schedule))).finish()
+        f.debug_list().entries(self.groups.iter().map(|g| (g.role, g.lr, g.numbers, &g.schedule))).finish()
     }
 }

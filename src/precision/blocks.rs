@@ -8,7 +8,7 @@
 //! A block's scale is its largest magnitude over the largest code, and an element is rounded to the nearest multiple of
 //! it (ties to even): it is off by half a step at most, and zeros stay zeros. A block that holds an infinity or a nan
 //! comes out as one in which no element is finite, so that an overflow is still seen. The codec is a function of the
-//! values alone: nothing is drawn at random, and every CPU makes the same bytes.
+//! values alone: nothing is drawn at random, and every CPU makes the same bytes of finite values.
 
 use super::cast::{narrow, widen};
 use super::{FlatMut, FlatRef};

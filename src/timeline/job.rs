@@ -49,6 +49,20 @@ impl Job {
     /// # Errors
     /// [`Error::Timeline`].
     pub fn finish(self) -> Result<Summary> {
+        self.merge().map_err(|error| {
+            // Hours may have been recorded: what there is stays.
+            let parts = self.parts.keep();
+            match error {
+                Error::Timeline { path, problem } => {
+                    let problem = format!("{problem} What the ranks have recorded stays in {}", parts.display());
+                    Error::Timeline { path, problem }
+                }
+                other => other,
+            }
+        })
+    }
+
+    fn merge(&self) -> Result<Summary> {
         let wrong = |e: std::io::Error| cannot_write(&self.file, &e);
         let entries = std::fs::read_dir(self.folder()).map_err(wrong)?;
         let open = |entry: std::io::Result<std::fs::DirEntry>| File::open(entry?.path());

@@ -149,8 +149,8 @@ impl Core {
         let Slot { param, owned, .. } = self.slot(groups, item).clone();
         let numel = self.params[param].numel;
         let is_sharded = self.placement.optim.is_sharded();
-        // Room for the shards of all ranks: the others' arrive in the same buffer.
-        let room = if is_sharded { shard_len(numel, world) * world } else { numel };
+        // Room for the shards of all ranks, padding included: the others' arrive in the same buffer.
+        let room = shard_len(numel, world) * world;
         let mut values = Flat::with_capacity(DType::F32, room);
         let _held = self.ledger.hold(Kind::Buckets, values.capacity_in_bytes());
         values.extend_zeros(owned.len());

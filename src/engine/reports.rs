@@ -1,0 +1,172 @@
+//! What an engine says of itself: counters, rates, memory, traffic and times.
+
+use super::Engine;
+use crate::comm::CommReport;
+use crate::config::Config;
+use crate::memory::{ElementBytes, MemoryReport};
+use crate::offload::OffloadReport;
+use crate::optim::Momentum;
+use crate::param::lock;
+use candle_core::{DType, Device};
+use std::time::Duration;
+
+/// Milliseconds that the last optimizer step took on this rank, accumulation included.
+#[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
+pub struct StepTimings {
+    /// In `forward`.
+    pub forward_ms: f64,
+    /// In `backward`.
+    pub backward_ms: f64,
+    /// In `step`.
+    pub step_ms: f64,
+    /// Waiting for collectives, a part of the others.
+    pub comm_ms: f64,
+    /// Waiting for files, a part of the others.
+    pub disk_ms: f64,
+}
+
+/// Times of the optimizer step under way, and of the last one.
+#[derive(Default)]
+pub(super) struct Clock {
+    pub forward: Duration,
+    pub backward: Duration,
+    pub step: Duration,
+    /// Seconds waited for collectives in backward.
+    pub backward_wait: f64,
+    /// Seconds waited for collectives, and for files, until the last boundary.
+    pub waited: [f64; 2],
+    pub last: StepTimings,
+    pub last_backward_wait_ms: f64,
+}
+
+impl Clock {
+    /// An optimizer step is over; `waited` are the totals of seconds waited for collectives and for files.
+    pub fn boundary(&mut self, waited: [f64; 2]) {
+        let ms = |d: Duration| d.as_secs_f64() * 1e3;
+        self.last = StepTimings {
+            forward_ms: ms(self.forward),
+            backward_ms: ms(self.backward),
+            step_ms: ms(self.step),
+            comm_ms: (waited[0] - self.waited[0]) * 1e3,
+            disk_ms: (waited[1] - self.waited[1]) * 1e3,
+        };
+        let last_backward_wait_ms = self.backward_wait * 1e3;
+        *self = Self { waited, last: self.last, last_backward_wait_ms, ..Self::default() };
+    }
+}
+
+impl<M> Engine<M> {
+    /// Samples that all ranks together have trained on.
+    pub fn global_samples(&self) -> u64 {
+        self.global_samples
+    }
+
+    /// Whether the coming [`step`](Self::step) updates the weights.
+    pub fn is_gradient_accumulation_boundary(&self) -> bool {
+        (self.micro_steps + 1).is_multiple_of(self.config.batch.gradient_accumulation_steps as u64)
+    }
+
+    /// Optimizer steps so far, skipped ones included.
+    pub fn global_steps(&self) -> u64 {
+        self.global_steps
+    }
+
+    /// Micro steps so far.
+    pub fn micro_steps(&self) -> u64 {
+        self.micro_steps
+    }
+
+    /// Optimizer steps that were skipped because a gradient was not finite.
+    pub fn skipped_steps(&self) -> u64 {
+        self.skipped_steps
+    }
+
+    /// Whether the last optimizer step changed the weights.
+    pub fn was_step_applied(&self) -> bool {
+        self.was_applied
+    }
+
+    /// Learning rate of the coming optimizer step, one per parameter group: those that the
+    /// [builder](EngineBuilder::parameter_groups) was given and that have parameters, in their order, then the group of all
+    /// other parameters. With Muon each group counts as two, its matrices and its other parameters.
+    pub fn get_lr(&self) -> Vec<f64> {
+        self.trainer.lr()
+    }
+
+    /// Momentum of the coming optimizer step, one per parameter group, as [`get_lr`](Self::get_lr).
+    pub fn get_mom(&self) -> Vec<Momentum> {
+        self.trainer.momentum()
+    }
+
+    /// Global L2 norm of the last optimizer step's gradients, before clipping, loss scale divided out; infinite after
+    /// an overflow, nothing before the first step.
+    pub fn get_global_grad_norm(&self) -> Option<f64> {
+        self.grad_norm
+    }
+
+    /// The loss scale of the coming backward; 1 without fp16.
+    pub fn loss_scale(&self) -> f64 {
+        self.scaler.scale()
+    }
+
+    /// Bytes of model state that this rank holds, beside the ZeRO formula.
+    pub fn memory_report(&self) -> MemoryReport {
+        let core = &self.core;
+        let share = lock(&core.groups).iter().map(|g| g.len).sum();
+        let master = if core.dtype == DType::F32 { 0 } else { 4 };
+        let each = ElementBytes {
+            params: core.dtype.size_in_bytes(),
+            grads: lock(&core.gradients).accumulate_dtype().size_in_bytes(),
+            master,
+            moments: core.params.iter().map(|p| 4 * p.numel * self.trainer.state_names(p.group).len()).sum(),
+        };
+        let moments = lock(&core.groups).iter().map(|g| 4 * g.len * g.moments.len()).sum();
+        let parameters = core.params.iter().map(|p| p.numel).sum();
+        MemoryReport::new(&core.ledger, self.config.zero.stage, self.world_size(), parameters, [share, moments], each)
+    }
+
+    /// File access of this rank so far; zeros where nothing is offloaded to files.
+    pub fn offload_report(&self) -> OffloadReport {
+        self.core.offload.as_ref().map_or_else(OffloadReport::default, |o| o.report())
+    }
+
+    /// Collectives of this rank so far.
+    pub fn comm_report(&self) -> CommReport {
+        self.core.comm.report()
+    }
+
+    /// How long the last optimizer step took.
+    pub fn timings(&self) -> StepTimings {
+        self.clock.last
+    }
+
+    /// This rank, from 0.
+    pub fn rank(&self) -> usize {
+        self.core.comm.rank()
+    }
+
+    /// Number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.core.comm.size()
+    }
+
+    /// The resolved configuration.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Where the model computes.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The model's dtype.
+    pub fn dtype(&self) -> DType {
+        self.core.dtype
+    }
+
+    /// The model. Its parameters may be used only inside [`forward`](Self::forward) and [`eval`](Self::eval).
+    pub fn model(&self) -> &M {
+        &self.model
+    }
+}
