@@ -87,7 +87,7 @@ impl<M> Engine<M> {
     }
 
     /// Learning rate of the coming optimizer step, one per parameter group: those that the
-    /// [builder](EngineBuilder::parameter_groups) was given and that have parameters, in their order, then the group of all
+    /// [builder](super::EngineBuilder::parameter_groups) was given and that have parameters, in their order, then the group of all
     /// other parameters. With Muon each group counts as two, its matrices and its other parameters.
     pub fn get_lr(&self) -> Vec<f64> {
         self.trainer.lr()
