@@ -1,7 +1,7 @@
 //! A training step that only counts: the engine's layout, decisions and ledger, without memory, files and ranks.
 //!
 //! Shares are laid out by [`Sharing`], units are gathered by the engine's own [`Gatherer`], buckets fill by
-//! [`BucketRule`], and every allocation is entered in a [`Ledger`], as in the engine. What depends on the model's
+//! [`BucketRule`](crate::layout::BucketRule), and every allocation is entered in a [`Ledger`], as in the engine. What depends on the model's
 //! operations is taken as models usually are: units run in the order of registration, and gradients arrive in the
 //! reverse order.
 
