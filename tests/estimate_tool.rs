@@ -58,6 +58,20 @@ fn a_model_is_estimated_in_words_and_as_json() {
 }
 
 #[test]
+fn auto_is_what_the_engine_takes_it_as_and_that_is_said() {
+    let (_folder, file) = config(&json!({"stage": 2, "reduce_bucket_size": "auto"}));
+    let file = file.to_str().unwrap();
+    let args = ["--model", "gpt2", "--ds_config", file, "-n", "2"];
+    let text = stdout(&estimate(&args));
+    let said = |width: u64| format!("- zero_optimization.reduce_bucket_size: \"auto\": taken as {}", width * width);
+    assert!(text.contains(&said(768)), "{text}");
+    let output = estimate(&[&args[..], &["--n_embd", "96", "--json"]].concat());
+    let all: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(all["said"][0]["path"], "zero_optimization.reduce_bucket_size");
+    assert!(said(96).ends_with(all["said"][0]["message"].as_str().unwrap()), "{all}");
+}
+
+#[test]
 fn what_no_machine_has_is_said_to_be_missing() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (_folder, file) =

@@ -32,7 +32,8 @@ if has train_micro_batch_size_per_gpu 2; then speed=$((speed * 2)); memory=3000;
 if has train_micro_batch_size_per_gpu 4; then speed=$((speed * 3)); memory=9000000; fi
 if has reduce_bucket_size 1000000000; then speed=$((speed + 7)); fi
 if has overlap_comm true; then speed=$((speed + 1)); fi
-if has slow true; then sleep 60; fi
+if has slow true; then sleep ${SLOW:-60}; fi
+if has csv_monitor "\\{" || [ -n "$CANDLE_ZERO_TIMELINE$CANDLE_ZERO_PROMETHEUS" ]; then echo "error: monitored"; exit 1; fi
 step=0
 while [ $step -lt $steps ]; do
     printf '{"step":%d,"tokens_per_s":%d,"forward_ms":1,"backward_ms":1,"step_ms":1,"rss_peak_bytes":%d}\n' \
@@ -165,6 +166,54 @@ fn a_run_that_hangs_is_ended_and_is_a_row() {
     assert!(stdout(&output).contains("stage 0, micro batch 1  failed: it took longer than 1 s"), "{}", stdout(&output));
     assert!(stderr(&output).contains("nothing is written"), "{}", stderr(&output));
     assert!(!folder.path("autotuning_results/best.json").exists());
+    // A larger micro batch needs not more time, and what failed is tried again with more of it.
+    assert_eq!(folder.runs(), 3);
+    let mut command = zerorun();
+    command.current_dir(folder.0.path()).args(["tune", "--stages", "0", "--micro_batches", "1", "--fast", "script"]);
+    let output = command.args(["--ds_config", "ds_config.json"]).env("SLOW", "0").output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!((folder.runs(), folder.results().len()), (4, 3));
+}
+
+#[test]
+fn a_bare_zero_and_files_of_monitoring_do_not_stop_the_search() {
+    let monitor = json!({"enabled": true});
+    let mapped = json!({"arg_mappings": {"train_micro_batch_size_per_gpu": "--batch"}});
+    let folder = Folder::new(&json!({"zero_optimization": true, "csv_monitor": monitor, "autotuning": mapped}));
+    let args = ["tune", "--stages", "0,2", "--micro_batches", "1,2", "--fast", "script", "--batch", "auto"];
+    let mut command = zerorun();
+    command.current_dir(folder.0.path()).args(args).args(["--ds_config", "ds_config.json"]);
+    let output = command.env("CANDLE_ZERO_TIMELINE", "t.json").env("CANDLE_ZERO_PROMETHEUS", "0").output().unwrap();
+    let text = stdout(&output);
+    assert!(output.status.success(), "{text}{}", stderr(&output));
+    assert!(text.starts_with("stage 2, micro batch 2  "), "{text}");
+    assert!(text.lines().next().unwrap().ends_with(", train batch 2"), "{text}");
+    assert!(text.contains("train batch 2, the original's is 1: the learning rate may need to change"), "{text}");
+    assert_eq!(std::fs::read_to_string(folder.path("runs")).unwrap(), "1\n2\n1\n2\n");
+    assert_eq!((&folder.best()["zero_optimization"]["stage"], &folder.best()["csv_monitor"]), (&json!(2), &monitor));
+}
+
+#[test]
+fn early_stopping_counts_runs_since_the_first_that_went_well() {
+    let folder = Folder::new(&json!({"autotuning": {"tuner_early_stopping": 2}}));
+    // Stage 1 fails; then stage 2 with the largest batch is best, and stage 0 has no gain.
+    let args = ["--stages", "1,2,0", "--micro_batches", "1,4"];
+    let output = folder.tune_script(&args);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stderr(&output).contains("2 experiments without a gain"), "{}", stderr(&output));
+    // Its keys are not searched after that.
+    assert_eq!(folder.runs(), 5, "{}", stdout(&output));
+}
+
+#[test]
+fn a_search_that_is_under_way_keeps_others_out() {
+    let folder = Folder::new(&json!({}));
+    std::fs::create_dir(folder.path("autotuning_results")).unwrap();
+    let held = std::fs::File::open(folder.path("autotuning_results")).unwrap();
+    held.lock().unwrap();
+    let output = folder.tune_script(&[]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("another search is under way in autotuning_results"), "{}", stderr(&output));
 }
 
 #[test]
@@ -227,6 +276,7 @@ fn what_is_wrong_ends_with_code_2_and_its_name() {
         (vec!["--stages", "4"], vec![], "--stages"),
         (vec!["--memory_limit", "much"], vec![], "--memory_limit"),
         (vec!["--stage", "3"], vec![], "--stage"),
+        (vec!["--out", "nowhere/best.json"], vec![], "nowhere, the folder of --out, is not there"),
     ] {
         let output = folder.tune(&args, &script, &more);
         assert_eq!(output.status.code(), Some(2), "{words}: {}", stderr(&output));

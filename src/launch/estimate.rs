@@ -4,7 +4,7 @@ use super::args::Refused;
 use super::sizes::Sizes;
 use super::tools::{print, refused};
 use crate::comm::Kind as Collective;
-use crate::config::Config;
+use crate::config::{Config, RunValues};
 use crate::estimate::deepspeed::{Machines, Needs, Offloaded, zero2, zero3};
 use crate::estimate::{Estimate, Setting, Shapes, UnitRule, paper};
 use crate::memory::MemoryRow;
@@ -56,6 +56,10 @@ struct Typed {
           value_parser = clap::value_parser!(u32).range(1..=65536))]
     ranks: u32,
 
+    /// What "auto" is taken as for total_num_steps of the schedule, which no number of the estimate depends on
+    #[arg(long = "total_num_steps", alias = "total-num-steps", value_name = "N", default_value = "1000")]
+    total_num_steps: u64,
+
     /// The model computes on a GPU, one for each rank
     #[arg(long)]
     gpu: bool,
@@ -98,7 +102,13 @@ impl Typed {
             (None, name) => self.sizes.shapes(name.as_deref().unwrap_or_default())?,
         };
         let file = self.ds_config.clone().unwrap_or_default();
-        let config = Config::load(file, self.ranks as usize)?;
+        // What train_gpt says of "auto" too.
+        let run = RunValues {
+            total_num_steps: Some(self.total_num_steps),
+            hidden_size: self.sizes.width(self.model.as_deref()),
+            ..RunValues::default()
+        };
+        let config = Config::load_for(file, self.ranks as usize, &run)?;
         config.optimizer.as_ref().ok_or(Error::NoOptimizer)?;
         let setting = Setting { gpu: self.gpu, recompute: self.recompute, disk_access: None };
         let estimate = Estimate::with(&shapes, &config, setting)?;
@@ -212,6 +222,7 @@ impl Asked {
 
     fn json(&self) -> Value {
         let need = &self.need;
+        let said = self.config.notes.iter().map(|note| json!({"path": note.path, "message": note.message}));
         let mut all = json!({
             "model": self.shapes.name(),
             "units": self.shapes.num_units(),
@@ -231,6 +242,7 @@ impl Asked {
             },
             "assumed": self.assumed(),
             "not_included": NOT_INCLUDED,
+            "said": said.collect::<Vec<_>>(),
         });
         if self.deepspeed {
             let needs = self.deepspeed().into_iter().map(|(name, needs)| (name.to_string(), json!(needs)));
@@ -264,6 +276,10 @@ impl Asked {
         NOT_INCLUDED.iter().for_each(|line| _ = write!(text, "\n- {line}"));
         text += "\nassumed:";
         self.assumed().iter().for_each(|line| _ = write!(text, "\n- {line}"));
+        if !self.config.notes.is_empty() {
+            text += "\nsaid of the configuration:";
+        }
+        self.config.notes.iter().for_each(|note| _ = write!(text, "\n- {}: {}", note.path, note.message));
         text
     }
 

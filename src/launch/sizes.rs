@@ -43,6 +43,17 @@ fn or(typed: Option<u32>, own: usize) -> usize {
 }
 
 impl Sizes {
+    /// The width: as typed, or of the preset `name`, if there is one of that name.
+    pub(super) fn width(&self, name: Option<&str>) -> Option<u64> {
+        let of_llama = |name: &str| LlamaConfig::preset(name).map(|preset| preset.hidden_size).ok();
+        let of_gpt = |name: &str| GptConfig::preset(name).map(|preset| preset.n_embd).ok();
+        let of_preset = |name: &str| of_llama(name).or_else(|| of_gpt(name));
+        match self.n_embd {
+            Some(typed) => Some(typed.into()),
+            None => name.and_then(of_preset).map(|width| width as u64),
+        }
+    }
+
     /// The parameters of the preset `name` with the changes.
     ///
     /// Errors: an unknown name, sizes that make no model.

@@ -132,27 +132,27 @@ const COMET: &[super::Key] = keys! {
 };
 
 const AUTOTUNING: &[super::Key] = keys! {
-    "enabled": Bool, "false", S, "Search for good settings.";
-    "fast": Bool, "true", S, "Stage and micro batch only.";
-    "results_dir": Str, "\"autotuning_results\"", S, "Folder of results.";
-    "exps_dir": Str, "\"autotuning_exps\"", S, "Folder of experiments.";
-    "overwrite": Bool, "true", S, "Overwrite results.";
-    "start_profile_step": INT, "3", S, "First measured step.";
-    "end_profile_step": INT, "5", S, "Last measured step.";
-    "metric": OneOf(&["throughput", "latency", "flops"]), "\"throughput\"", S, "What is best.";
-    "metric_path": Str, "null", S, "File of the metric.";
-    "tuner_type": OneOf(&["gridsearch", "random", "model_based"]), "\"gridsearch\"", S, "Order of the search.";
-    "tuner_early_stopping": INT, "5", S, "Experiments without gain before the end.";
-    "tuner_num_trials": INT, "50", S, "Experiments at most.";
-    "arg_mappings": Any, "null", S, "Keys to command-line arguments.";
-    "model_info": Any, "null", S, "Facts of the model.";
-    "model_info_path": Str, "null", S, "File of facts.";
-    "mp_size": INT, "1", S, "Model-parallel ranks.";
-    "max_train_batch_size": INT, "null", S, "Bound.";
-    "min_train_batch_size": INT, "1", S, "Bound.";
-    "max_train_micro_batch_size_per_gpu": INT, "1024", S, "Bound.";
-    "min_train_micro_batch_size_per_gpu": INT, "1", S, "Bound.";
-    "num_tuning_micro_batch_sizes": INT, "3", S, "Micro batches tried.";
+    "enabled": Bool, "false", S, "Has no effect: `zerorun tune` searches, a run does not.";
+    "fast": Bool, "false", H, "`zerorun tune`: stages, offload and micro batches only, no buckets.";
+    "results_dir": Str, "\"autotuning_results\"", H, "`zerorun tune`: folder of results.";
+    "exps_dir": Str, "null", H, "`zerorun tune`: folder of the runs; null: `experiments` in the folder of results.";
+    "overwrite": Bool, "true", none("finished runs are kept; remove the folder of results to begin anew"), "Overwrite results.";
+    "start_profile_step": INT, "3", H, "`zerorun tune`: the first measured step, counted from 1.";
+    "end_profile_step": INT, "5", H, "`zerorun tune`: steps of each run.";
+    "metric": OneOf(&["throughput", "latency", "flops"]), "\"throughput\"", H, "`zerorun tune`: what is best; flops is taken as throughput.";
+    "metric_path": Str, "null", none("the measure comes from the script's --metrics"), "File of the metric.";
+    "tuner_type": OneOf(&["gridsearch", "random", "model_based"]), "\"gridsearch\"", none("the search goes through all candidates in order"), "Order of the search.";
+    "tuner_early_stopping": INT, "null", H, "`zerorun tune`: runs without gain before the search ends; null or 0: it goes on.";
+    "tuner_num_trials": INT, "50", H, "`zerorun tune`: runs at most; 0: 50.";
+    "arg_mappings": Any, "null", H, "`zerorun tune`: keys, by path, to flags of the script that are to have their values too.";
+    "model_info": Any, "null", none("the model is looked at itself"), "Facts of the model.";
+    "model_info_path": Str, "null", none("the model is looked at itself"), "File of facts.";
+    "mp_size": INT, "1", none("there is no model parallelism"), "Model-parallel ranks.";
+    "max_train_batch_size": INT, "null", H, "`zerorun tune`: most samples of a step; null or 0: no bound.";
+    "min_train_batch_size": INT, "1", H, "`zerorun tune`: least samples of a step.";
+    "max_train_micro_batch_size_per_gpu": INT, "1024", H, "`zerorun tune`: largest micro batch.";
+    "min_train_micro_batch_size_per_gpu": INT, "null", H, "`zerorun tune`: micro batch to start from; null or 0: the configuration's own.";
+    "num_tuning_micro_batch_sizes": INT, "3", H, "`zerorun tune`: micro batches tried, each twice the one before.";
 };
 
 const COMPILE: &[super::Key] = keys! {

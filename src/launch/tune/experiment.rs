@@ -1,9 +1,12 @@
 //! One candidate: a short run of the script by the launcher, and what its metrics say.
 
+use super::space::get;
+use crate::config::Config;
 use crate::launch::estimate::binary;
 use crate::launch::signals::die_with_parent;
+use crate::monitor::PROMETHEUS_PORT;
 use crate::param::fnv1a;
-use crate::{Error, Result};
+use crate::{Error, Result, timeline};
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -16,6 +19,8 @@ use std::time::{Duration, Instant};
 
 /// How often the end of a run is looked for.
 const TICK: Duration = Duration::from_millis(20);
+/// From the asking of a run to end until it is made to.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// What became of a candidate.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -36,6 +41,12 @@ pub(super) enum Outcome {
     OverLimit { memory_bytes: u64 },
     /// It did not.
     Failed { reason: String },
+    /// It did not, for want of memory.
+    OutOfMemory { reason: String },
+    /// It was ended.
+    TimedOut { seconds: u64 },
+    /// It need not be run: the model's state alone does not fit.
+    TooLarge { needs: u64 },
     /// It need not be run.
     NotRun { reason: String },
 }
@@ -56,7 +67,12 @@ impl Outcome {
     }
 
     pub(super) fn has_run(&self) -> bool {
-        !matches!(self, Self::NotRun { .. })
+        !matches!(self, Self::NotRun { .. } | Self::TooLarge { .. })
+    }
+
+    /// Whether a larger micro batch, which needs more memory, can only do worse.
+    pub(super) fn is_too_large(&self) -> bool {
+        matches!(self, Self::OverLimit { .. } | Self::OutOfMemory { .. } | Self::TooLarge { .. })
     }
 }
 
@@ -68,7 +84,11 @@ impl fmt::Display for Outcome {
                 memory_bytes.map_or(Ok(()), |bytes| write!(f, ", {}", binary(bytes)))
             }
             Self::OverLimit { memory_bytes } => write!(f, "over the limit: it used {}", binary(*memory_bytes)),
-            Self::Failed { reason } => write!(f, "failed: {reason}"),
+            Self::Failed { reason } | Self::OutOfMemory { reason } => write!(f, "failed: {reason}"),
+            Self::TimedOut { seconds } => write!(f, "failed: it took longer than {seconds} s"),
+            Self::TooLarge { needs } => {
+                write!(f, "not run: the model's state alone needs {} by the estimate", binary(*needs))
+            }
             Self::NotRun { reason } => write!(f, "not run: {reason}"),
         }
     }
@@ -135,8 +155,9 @@ impl Trial {
         format!("{:016x}", fnv1a(all.as_bytes()))
     }
 
-    /// Runs the script with `config`. What goes wrong in the run is an outcome; an error is what keeps it from beginning.
-    pub(super) fn run(&self, id: &str, config: &Value) -> Result<Outcome> {
+    /// Runs the script with `config`, which is `resolved` here. What goes wrong in the run is an outcome; an error is what
+    /// keeps it from beginning.
+    pub(super) fn run(&self, id: &str, config: &Value, resolved: &Config) -> Result<Outcome> {
         let folder = self.folder.join(id);
         let io = |action, path: &Path| {
             let path = path.to_owned();
@@ -146,7 +167,7 @@ impl Trial {
         // The script may run in another folder.
         let folder = std::fs::canonicalize(&folder).map_err(io("find", &folder))?;
         let [file, metrics, log] = ["ds_config.json", "metrics.jsonl", "log.txt"].map(|name| folder.join(name));
-        super::write_whole(&file, &format!("{config:#}\n"))?;
+        super::write_whole(&file, &format!("{:#}\n", quiet(config)))?;
         // Of a run that was stopped.
         _ = std::fs::remove_file(&metrics);
         let out = File::create(&log).map_err(io("create", &log))?;
@@ -155,36 +176,38 @@ impl Trial {
             .map_err(|source| Error::LauncherSetup { what: "finding the launcher itself", source })?;
         let mut command = Command::new(launcher);
         command.args(["--num_ranks", &self.ranks.to_string()]).arg(&self.program);
-        command.args(self.arguments(config, &file, &metrics));
+        command.args(self.arguments(&resolved.to_deepspeed_json(), &file, &metrics));
+        // These are the user's, for runs of their own.
+        [timeline::FILE, timeline::PARTS, PROMETHEUS_PORT].iter().for_each(|name| _ = command.env_remove(name));
         command.stdin(Stdio::null()).stdout(out).stderr(err);
         die_with_parent(&mut command, Signal::TERM);
         let Some(status) = self.wait(&mut command)? else {
-            let reason = format!("it took longer than {} s", self.limit.as_secs());
-            return Ok(Outcome::Failed { reason });
+            return Ok(Outcome::TimedOut { seconds: self.limit.as_secs() });
         };
         if !status.success() {
-            return Ok(Outcome::Failed { reason: last_words(&log) });
+            return Ok(failed(status, last_words(&log)));
         }
-        Ok(measured(&metrics, self.first_measured, config, self.ranks).unwrap_or_else(|| {
+        Ok(measured(&metrics, self.first_measured, resolved.batch.train_batch_size).unwrap_or_else(|| {
             let reason = "its metrics have no measured step; a script writes a line for each step to --metrics".into();
             Outcome::Failed { reason }
         }))
     }
 
-    /// The script's arguments.
-    fn arguments(&self, config: &Value, file: &Path, metrics: &Path) -> Vec<OsString> {
+    /// The script's arguments. The mapped ones have values of the `resolved` configuration, never `"auto"`.
+    fn arguments(&self, resolved: &Value, file: &Path, metrics: &Path) -> Vec<OsString> {
         let mut args = self.args.clone();
         let mut own: Vec<OsString> = vec!["--ds_config".into(), file.into(), "--metrics".into(), metrics.into()];
         own.extend(["--steps".into(), self.steps.to_string().into()]);
         let mut at = self.at.min(args.len());
         for (key, flag) in &self.mappings {
-            let value = key.split('.').fold(config, |value, key| &value[key]);
-            if value.is_null() {
-                continue;
-            }
+            let value = get(resolved, key);
             let before = args.len();
+            // What the user gave goes in any case: it is that of another configuration.
             if take(&mut args, &[flag]).is_some_and(|(place, _)| place < at) {
                 at -= before - args.len();
+            }
+            if value.is_null() {
+                continue;
             }
             let text = value.as_str().map_or_else(|| value.to_string(), str::to_string);
             own.extend([flag.into(), text.into()]);
@@ -198,19 +221,51 @@ impl Trial {
         let failed = |source| Error::LauncherSetup { what: "running an experiment", source };
         let mut child = command.spawn().map_err(failed)?;
         let start = Instant::now();
+        // The launcher ends its ranks; where it does not, they end with it.
+        let mut signals = [(self.limit, Signal::TERM), (self.limit + PATIENCE, Signal::KILL)].into_iter().peekable();
         let mut asked = false;
         loop {
             if let Some(status) = child.try_wait().map_err(failed)? {
                 return Ok((!asked).then_some(status));
             }
-            if !asked && start.elapsed() > self.limit {
-                // The launcher ends its ranks.
+            if let Some((_, signal)) = signals.next_if(|(after, _)| start.elapsed() > *after) {
                 let pid = rustix::process::Pid::from_child(&child);
-                _ = rustix::process::kill_process(pid, Signal::TERM);
+                _ = rustix::process::kill_process(pid, signal);
                 asked = true;
             }
             std::thread::sleep(TICK);
         }
+    }
+}
+
+/// A configuration for a short run: nothing is written into the user's files of monitoring, or logged in between.
+fn quiet(config: &Value) -> Value {
+    const LOUD: [&str; 9] = [
+        "tensorboard",
+        "csv_monitor",
+        "comms_logger",
+        "flops_profiler",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "steps_per_print",
+        "timers",
+    ];
+    let mut config = config.clone();
+    if let Some(map) = config.as_object_mut() {
+        LOUD.iter().for_each(|key| _ = map.remove(*key));
+    }
+    config
+}
+
+/// A run that ended with an error.
+fn failed(status: ExitStatus, reason: String) -> Outcome {
+    // As the launcher and shells say it of a process that was killed, by the kernel if by nobody else.
+    const KILLED: i32 = 128 + 9;
+    let said = reason.to_lowercase();
+    match status.code() == Some(KILLED) || said.contains("memory") || said.contains("alloc") {
+        true => Outcome::OutOfMemory { reason },
+        false => Outcome::Failed { reason },
     }
 }
 
@@ -224,8 +279,8 @@ fn last_words(log: &Path) -> String {
     line.chars().take(LONGEST).collect()
 }
 
-/// What the lines of the metrics file say from step `first` (counted from 1) on.
-fn measured(path: &Path, first: u64, config: &Value, ranks: usize) -> Option<Outcome> {
+/// What the lines of the metrics file say from step `first` (counted from 1) on, of steps of `samples`.
+fn measured(path: &Path, first: u64, samples: usize) -> Option<Outcome> {
     let text = std::fs::read_to_string(path).ok()?;
     let lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     let steps: Vec<&Value> =
@@ -243,10 +298,7 @@ fn measured(path: &Path, first: u64, config: &Value, ranks: usize) -> Option<Out
     let seconds_a_token = sum(&|line| line["tokens_per_s"].as_f64().filter(|n| *n > 0.0).map(f64::recip));
     let (throughput, unit) = match seconds_a_token {
         Some(seconds) => (count / seconds, "tokens"),
-        None => {
-            let samples = crate::Config::load(config.clone(), ranks).ok()?.batch.train_batch_size;
-            (samples as f64 * 1e3 / step_ms, "samples")
-        }
+        None => (samples as f64 * 1e3 / step_ms, "samples"),
     };
     (throughput.is_finite() && step_ms.is_finite()).then(|| Outcome::Ran {
         throughput,
@@ -268,9 +320,9 @@ mod tests {
 
     #[test]
     fn the_trials_own_arguments_take_the_place_of_the_users() {
-        let mut args = words("train --steps=7 --ds_config a.json --lr 3 --metrics x -- --steps 1");
+        let mut args = words("train --steps=7 --ds_config a.json --lr 3 --no 1 --metrics x -- --steps 1");
         assert_eq!(take_config(&mut args).unwrap(), (1, "a.json".into()));
-        assert_eq!(args, words("train --lr 3 -- --steps 1"));
+        assert_eq!(args, words("train --lr 3 --no 1 -- --steps 1"));
         let trial = Trial {
             program: "/p".into(),
             args,
@@ -291,6 +343,21 @@ mod tests {
     }
 
     #[test]
+    fn a_short_run_writes_no_files_of_monitoring() {
+        let config = json!({"seed": 1, "csv_monitor": {"enabled": true}, "tensorboard": {"enabled": true},
+                            "wall_clock_breakdown": true, "comms_logger": {}, "flops_profiler": {"enabled": true}});
+        assert_eq!(quiet(&config), json!({"seed": 1}));
+    }
+
+    #[test]
+    fn a_run_that_was_killed_or_found_no_memory_says_so() {
+        use std::os::unix::process::ExitStatusExt as _;
+        let of = |code: i32, text: &str| failed(ExitStatus::from_raw(code << 8), text.into()).is_too_large();
+        assert!(of(137, "killed") && of(1, "CUDA out of memory") && !of(1, "error: no such file"));
+        assert!(!Outcome::TimedOut { seconds: 1 }.is_too_large());
+    }
+
+    #[test]
     fn the_measured_steps_count_and_the_largest_memory() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("m.jsonl");
@@ -302,8 +369,7 @@ mod tests {
             std::fs::write(&path, lines.iter().map(|l| format!("{l}\n")).collect::<String>() + "{\"cut").unwrap();
         };
         write(&[line(0, Some(1.0)), line(1, Some(100.0)), line(2, Some(300.0)), json!({"summary": true})]);
-        let config = json!({"train_batch_size": 8, "optimizer": {"type": "AdamW"}});
-        let found = measured(&path, 2, &config, 1).unwrap();
+        let found = measured(&path, 2, 8).unwrap();
         let ran = |throughput, unit: &str| Outcome::Ran {
             throughput,
             unit: unit.into(),
@@ -314,8 +380,8 @@ mod tests {
         let Outcome::Ran { throughput, .. } = found else { panic!() };
         assert!((throughput - 150.0).abs() < 1e-9, "{throughput}");
         write(&[line(1, None), line(2, None)]);
-        assert_eq!(measured(&path, 1, &config, 1), Some(ran(2000.0, "samples")));
-        assert_eq!(measured(&path, 9, &config, 1), None);
+        assert_eq!(measured(&path, 1, 8), Some(ran(2000.0, "samples")));
+        assert_eq!(measured(&path, 9, 8), None);
         assert_eq!(ran(1.0, "tokens").within(101), Outcome::OverLimit { memory_bytes: 102 });
     }
 }

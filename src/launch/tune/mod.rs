@@ -18,7 +18,7 @@ use super::script::{self, Target};
 use super::sizes::Sizes;
 use super::tools::{print, refused};
 use super::{build, say};
-use crate::config::Config;
+use crate::config::{Config, RunValues};
 use crate::estimate::{Estimate, Shapes};
 use crate::files::{folder_of, new_beside};
 use crate::offload::available_memory;
@@ -26,7 +26,6 @@ use crate::{Error, Result};
 use clap::Parser;
 use experiment::{Outcome, Trial};
 use record::{Record, Row};
-use serde_json::Value;
 use settings::Settings;
 use space::{Candidate, Space};
 use std::ffi::OsString;
@@ -136,21 +135,32 @@ impl Search {
         let script = command.next().map(PathBuf::from).unwrap_or_default();
         let mut args: Vec<OsString> = command.collect();
         let ranks = usize::from(typed.ranks);
-        let shapes = model_of(&args);
+        let (shapes, hidden_size) = model_of(&args).unzip();
         let file = experiment::take_config(&mut args)?;
-        // Without a configuration that loads there is nothing to vary.
-        let config = Config::load(file.1.clone(), ranks)?;
-        config.optimizer.as_ref().ok_or(Error::NoOptimizer)?;
         let original = crate::config::read_value(&file.1)?;
         let settings = Settings::read(&original, typed.steps, typed.fast)?;
-        let program = match script::find(&script)? {
+        // What the script says of "auto" too.
+        let run = RunValues { total_num_steps: Some(settings.steps), hidden_size, ..RunValues::default() };
+        // Without a configuration that loads there is nothing to vary.
+        let config = Config::load_for(file.1.clone(), ranks, &run)?;
+        config.optimizer.as_ref().ok_or(Error::NoOptimizer)?;
+        settings.check_mappings(&original, &config.to_deepspeed_json())?;
+        let target = script::find(&script)?;
+        let results = typed.results_dir.unwrap_or_else(|| settings.results_dir.clone());
+        let record = Record::open(&results)?;
+        let out = typed.out.unwrap_or_else(|| results.join("best.json"));
+        if !folder_of(&out).is_dir() {
+            let folder = folder_of(&out).display();
+            let problem = format!("{folder}, the folder of --out, is not there: create it, or give another file");
+            return Err(Error::TuneScript { problem });
+        }
+        let program = match target {
             Target::Program { path } => path,
             Target::InPackage(target) => build::build(&target.into_build(&script, typed.features.as_deref()))?,
             Target::Single(single) => build::build(&single.generate(typed.features.as_deref())?)?,
         };
-        let results = typed.results_dir.unwrap_or_else(|| settings.results_dir.clone());
-        let record = Record::open(&results)?;
-        let space = Space::new(&original, &config, &settings, typed.stages, typed.micro_batches, typed.nvme_path)?;
+        let (stages, micro_batches) = (typed.stages, typed.micro_batches);
+        let space = Space::new(&original, (&config, run), &settings, stages, micro_batches, typed.nvme_path)?;
         let trial = Trial {
             program,
             args,
@@ -163,7 +173,6 @@ impl Search {
             limit: Duration::from_secs(typed.run_limit),
         };
         let limit = typed.memory_limit.unwrap_or_else(|| available_memory() / ranks as u64);
-        let out = typed.out.unwrap_or_else(|| results.join("best.json"));
         Ok(Self { settings, space, trial, record, shapes, ranks, limit, out, rows: Vec::new() })
     }
 
@@ -176,8 +185,8 @@ impl Search {
             if self.ranks == 1 { "" } else { "s" },
             binary(self.limit)
         ));
-        self.search_batches()?;
-        if !self.settings.fast {
+        let goes_on = self.search_batches()?;
+        if goes_on && !self.settings.fast {
             self.search_keys()?;
         }
         self.rows.sort_by(|a, b| self.settings.metric.order(&a.outcome, &b.outcome));
@@ -186,30 +195,40 @@ impl Search {
             say("zerorun: no run was both well and within the limit; nothing is written");
             return Ok(ExitCode::FAILURE);
         };
-        write_whole(&self.out, &format!("{:#}\n", self.space.config(&best)))?;
-        print(format!("\nfastest: {best}\nwritten to {}", self.out.display()));
+        let config = self.space.config(&best);
+        write_whole(&self.out, &format!("{config:#}\n"))?;
+        let mut text = format!("\nfastest: {best}");
+        let config = self.space.load(&config)?;
+        if let Some(original) = self.space.original_batch(&config) {
+            let batch = config.batch.train_batch_size;
+            text +=
+                &format!("\ntrain batch {batch}, the original's is {original}: the learning rate may need to change");
+        }
+        print(format!("{text}\nwritten to {}", self.out.display()));
         Ok(ExitCode::SUCCESS)
     }
 
-    /// Stages, offload and micro batches.
-    fn search_batches(&mut self) -> Result<()> {
+    /// Stages, offload and micro batches; false if the search ends with them.
+    fn search_batches(&mut self) -> Result<bool> {
         let mut without_gain = 0;
         for sizes in self.space.ladders() {
             for candidate in sizes {
                 let before = self.best();
-                let went_well = self.try_out(&candidate)?;
-                without_gain = if self.best() == before { without_gain + 1 } else { 0 };
+                let outcome = self.try_out(&candidate)?;
+                // Before anything ran well there is nothing to gain on.
+                if outcome.has_run() && before.is_some() {
+                    without_gain = if self.best() == before { without_gain + 1 } else { 0 };
+                }
                 if self.settings.early_stopping.is_some_and(|most| without_gain >= most) {
                     say(&format!("zerorun: {without_gain} experiments without a gain: the search ends here"));
-                    return Ok(());
+                    return Ok(false);
                 }
-                if !went_well {
-                    // A larger micro batch needs more.
+                if outcome.is_too_large() {
                     break;
                 }
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     /// Of the fastest so far, one key after the other.
@@ -224,15 +243,20 @@ impl Search {
         Ok(())
     }
 
-    /// Runs a candidate, or takes what is known of it; true if it is within the limit.
-    fn try_out(&mut self, candidate: &Candidate) -> Result<bool> {
+    /// Runs a candidate, or takes what is known of it.
+    fn try_out(&mut self, candidate: &Candidate) -> Result<Outcome> {
         if let Some(row) = self.rows.iter().find(|row| row.candidate == *candidate) {
-            return Ok(row.outcome.is_well());
+            return Ok(row.outcome.clone());
         }
         let config = self.space.config(candidate);
-        let outcome = match self.ruled_out(&config) {
-            Some(reason) => Outcome::NotRun { reason },
-            None => {
+        let resolved = self.space.load(&config);
+        let outcome = match &resolved {
+            Err(error) => {
+                let reason = error.to_string().lines().collect::<Vec<_>>().join(" ");
+                Outcome::NotRun { reason }
+            }
+            Ok(resolved) if let Some(needs) = self.too_much(resolved) => Outcome::TooLarge { needs },
+            Ok(resolved) => {
                 let id = self.trial.id(&config);
                 match self.record.find(&id) {
                     Some(outcome) => outcome,
@@ -240,7 +264,7 @@ impl Search {
                         Outcome::NotRun { reason: "autotuning.tuner_num_trials is used up".into() }
                     }
                     None => {
-                        let outcome = self.trial.run(&id, &config)?;
+                        let outcome = self.trial.run(&id, &config, resolved)?;
                         self.record.add(&id, candidate, &outcome)?;
                         outcome
                     }
@@ -249,21 +273,20 @@ impl Search {
         };
         let outcome = outcome.within(self.limit);
         say(&format!("zerorun: {candidate}: {outcome}"));
-        let is_well = outcome.is_well();
-        self.rows.push(Row { candidate: candidate.clone(), outcome });
-        Ok(is_well)
+        let batch = |config: &Config| self.space.original_batch(config).map(|_| config.batch.train_batch_size);
+        let other_batch = resolved.as_ref().ok().and_then(batch);
+        self.rows.push(Row { candidate: candidate.clone(), outcome: outcome.clone(), other_batch });
+        Ok(outcome)
     }
 
-    /// Why a configuration need not be run.
-    fn ruled_out(&self, config: &Value) -> Option<String> {
-        let config = match Config::load(config.clone(), self.ranks) {
-            Ok(config) => config,
-            Err(error) => return Some(error.to_string().lines().collect::<Vec<_>>().join(" ")),
-        };
-        let estimate = Estimate::new(self.shapes.as_ref()?, &config).ok()?;
-        // All of it is there at once in the optimizer step, whatever else is.
-        let state = estimate.memory.model_state_peak() as u64;
-        (state > self.limit).then(|| format!("the model's state alone needs {} by the estimate", binary(state)))
+    /// Bytes of the model's state, if they alone are over the limit.
+    fn too_much(&self, config: &Config) -> Option<u64> {
+        let estimate = Estimate::new(self.shapes.as_ref()?, config).ok()?;
+        // Peaks of two kinds need not be at the same time, but what is held between steps is there at each of them.
+        let state = estimate.memory.rows.iter().filter(|row| row.formula.is_some()).map(|row| row.bytes);
+        let held: usize = state.clone().map(|bytes| bytes.held).sum();
+        let more = state.map(|bytes| bytes.peak - bytes.held).max().unwrap_or(0);
+        Some((held + more) as u64).filter(|bytes| *bytes > self.limit)
     }
 
     fn best(&self) -> Option<Candidate> {
@@ -273,8 +296,8 @@ impl Search {
     }
 }
 
-/// The model that the script's arguments name, if it is one of this library's.
-fn model_of(args: &[OsString]) -> Option<Shapes> {
+/// The model that the script's arguments name and its width, if it is one of this library's.
+fn model_of(args: &[OsString]) -> Option<(Shapes, u64)> {
     #[derive(Parser)]
     struct Model {
         #[arg(long)]
@@ -292,7 +315,7 @@ fn model_of(args: &[OsString]) -> Option<Shapes> {
         }
     }
     let model = Model::try_parse_from(words).ok()?;
-    model.sizes.shapes(&model.model).ok()
+    Some((model.sizes.shapes(&model.model).ok()?, model.sizes.width(Some(&model.model))?))
 }
 
 /// Writes a file so that it is there whole or not at all.

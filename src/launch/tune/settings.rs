@@ -62,7 +62,7 @@ impl Settings {
         let first_measured = (section.number("start_profile_step")?.unwrap_or(3).max(1) as u64).min(steps);
         let count = |key| Ok::<_, Error>(section.number(key)?.filter(|n| *n > 0));
         Ok(Self {
-            fast: fast || section.0["fast"] == true,
+            fast: fast || section.switch("fast")?.unwrap_or(false),
             results_dir: section.text("results_dir")?.unwrap_or_else(|| "autotuning_results".into()).into(),
             exps_dir: section.text("exps_dir")?.map(PathBuf::from),
             first_measured,
@@ -86,6 +86,50 @@ impl Settings {
     }
 }
 
+impl Settings {
+    /// The keys that `arg_mappings` names are keys of the `original` configuration, or of what it is `resolved` to.
+    pub(super) fn check_mappings(&self, original: &Value, resolved: &Value) -> Result<()> {
+        let is_in = |config: &Value, key: &str| config.pointer(&format!("/{}", key.replace('.', "/"))).is_some();
+        let allowed = "a key of the configuration, as \"train_micro_batch_size_per_gpu\" or \"optimizer.params.lr\"";
+        match self.mappings.iter().find(|(key, _)| !is_in(original, key) && !is_in(resolved, key)) {
+            Some((key, _)) => Err(Section(&Value::Null).wrong("arg_mappings", format!("of {key:?}"), allowed)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Keys that count.
+const COUNT: [&str; 15] = [
+    "enabled",
+    "fast",
+    "results_dir",
+    "exps_dir",
+    "start_profile_step",
+    "end_profile_step",
+    "metric",
+    "tuner_early_stopping",
+    "tuner_num_trials",
+    "arg_mappings",
+    "max_train_batch_size",
+    "min_train_batch_size",
+    "max_train_micro_batch_size_per_gpu",
+    "min_train_micro_batch_size_per_gpu",
+    "num_tuning_micro_batch_sizes",
+];
+
+/// Keys that do not, and why.
+const UNUSED: [(&str, &str); 6] = [
+    ("overwrite", "finished experiments are always kept; remove the folder of results to begin anew"),
+    ("metric_path", "the measure comes from the script's --metrics"),
+    ("tuner_type", "the search goes through all candidates in order"),
+    ("model_info", "the model is looked at itself"),
+    ("model_info_path", "the model is looked at itself"),
+    ("mp_size", "there is no model parallelism"),
+];
+
+/// How alike two names have to be, from 0 to 1, before one is suggested for the other.
+const ALIKE: f64 = 0.5;
+
 struct Section<'a>(&'a Value);
 
 impl Section<'_> {
@@ -96,10 +140,18 @@ impl Section<'_> {
     fn number(&self, key: &str) -> Result<Option<usize>> {
         match &self.0[key] {
             Value::Null => Ok(None),
-            value => match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
+            value => match value.as_u64().or_else(|| whole(value)).and_then(|n| usize::try_from(n).ok()) {
                 Some(number) => Ok(Some(number)),
-                None => Err(self.wrong(key, value, "a whole number")),
+                None => Err(self.wrong(key, value, "a whole number, 0 or more")),
             },
+        }
+    }
+
+    fn switch(&self, key: &str) -> Result<Option<bool>> {
+        match &self.0[key] {
+            Value::Null => Ok(None),
+            Value::Bool(on) => Ok(Some(*on)),
+            value => Err(self.wrong(key, value, "true or false")),
         }
     }
 
@@ -123,22 +175,30 @@ impl Section<'_> {
         map.iter().map(flag).collect()
     }
 
+    /// What has to be said about keys that have no effect.
     fn unused(&self) -> Vec<String> {
-        let reasons = [
-            ("overwrite", "finished experiments are always kept; remove the folder of results to begin anew"),
-            ("metric_path", "the measure comes from the script's --metrics"),
-            ("tuner_type", "the search goes through all candidates in order"),
-            ("model_info", "the model is looked at itself"),
-            ("model_info_path", "the model is looked at itself"),
-            ("mp_size", "there is no model parallelism"),
-        ];
         let is_set = |key: &str| !matches!(&self.0[key], Value::Null) && self.0[key] != "gridsearch";
-        reasons
-            .iter()
-            .filter(|(key, _)| is_set(key))
-            .map(|(key, why)| format!("{key}: has no effect here: {why}"))
-            .collect()
+        let unused = UNUSED.iter().filter(|(key, _)| is_set(key));
+        let known = || COUNT.into_iter().chain(UNUSED.map(|(key, _)| key));
+        let given = self.0.as_object().into_iter().flatten().map(|(key, _)| key);
+        // A name that starts so is a comment.
+        let unknown = given.filter(|key| !key.starts_with('_') && known().all(|name| name != key.as_str()));
+        let advice = |key: &String| {
+            let alike = |name: &&'static str| strsim::normalized_damerau_levenshtein(name, key);
+            let nearest = known().max_by(|a, b| alike(a).total_cmp(&alike(b))).filter(|name| alike(name) >= ALIKE);
+            match nearest {
+                Some(name) => format!("{key}: no key of the section; did you mean `{name}`?"),
+                None => format!("{key}: no key of the section, and none is alike. Remove it"),
+            }
+        };
+        let unused = unused.map(|(key, why)| format!("{key}: has no effect here: {why}"));
+        unused.chain(unknown.map(advice)).collect()
     }
+}
+
+/// The whole number that a float is.
+fn whole(value: &Value) -> Option<u64> {
+    value.as_f64().filter(|n| n.fract() == 0.0 && (0.0..=u64::MAX as f64).contains(n)).map(|n| n as u64)
 }
 
 #[cfg(test)]
@@ -172,9 +232,24 @@ mod tests {
             (json!({"end_profile_step": "five"}), "autotuning.end_profile_step"),
             (json!({"results_dir": ""}), "autotuning.results_dir"),
             (json!({"arg_mappings": {"a": "b"}}), "autotuning.arg_mappings"),
+            (json!({"fast": "no"}), "autotuning.fast is \"no\", but must be true or false"),
+            (json!({"tuner_num_trials": -1.0}), "autotuning.tuner_num_trials"),
         ] {
             let error = Settings::read(&json!({"autotuning": section}), None, false).unwrap_err().to_string();
             assert!(error.contains(words), "{error}");
         }
+    }
+
+    #[test]
+    fn whole_floats_count_and_unknown_keys_are_said_with_the_nearest() {
+        let section = json!({"autotuning": {"end_profile_step": 7.0, "tuner_early_stoping": 3, "_note": "", "zzz": 1}});
+        let settings = Settings::read(&section, None, false).unwrap();
+        assert_eq!((settings.steps, settings.early_stopping), (7, None));
+        assert!(settings.unused[0].contains("did you mean `tuner_early_stopping`?"), "{:?}", settings.unused);
+        assert!(settings.unused[1].contains("zzz: no key of the section, and none"), "{:?}", settings.unused);
+        let section = json!({"autotuning": {"arg_mappings": {"train_micro": "--batch"}}});
+        let settings = Settings::read(&section, None, false).unwrap();
+        let error = settings.check_mappings(&section, &json!({"train_micro_batch_size_per_gpu": 1})).unwrap_err();
+        assert!(error.to_string().contains("\"train_micro\""), "{error}");
     }
 }

@@ -1,7 +1,7 @@
 //! Which settings are tried.
 
 use super::settings::Settings;
-use crate::config::Config;
+use crate::config::{Config, RunValues};
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::fmt;
@@ -15,6 +15,9 @@ pub(super) struct Candidate(pub(super) Map<String, Value>);
 pub(super) struct Space {
     original: Value,
     ranks: usize,
+    run: RunValues,
+    /// Samples of a step of the original, where it says them.
+    batch: Option<usize>,
     stages: Vec<u8>,
     micro_batches: Vec<usize>,
     /// Where offload may go.
@@ -22,19 +25,24 @@ pub(super) struct Space {
 }
 
 const STAGE: &str = "zero_optimization.stage";
+const TRAIN: &str = "train_batch_size";
 const MICRO: &str = "train_micro_batch_size_per_gpu";
 const ACCUMULATION: &str = "gradient_accumulation_steps";
 const OPTIMIZER: &str = "zero_optimization.offload_optimizer";
 const PARAM: &str = "zero_optimization.offload_param";
 
+/// Keys, and their old forms, beside which they are refused.
+const OLD_FORMS: [(&str, &str); 2] =
+    [(OPTIMIZER, "zero_optimization.cpu_offload"), (PARAM, "zero_optimization.cpu_offload_param")];
+
 /// DeepSpeed's sizes of buckets, in elements.
 const BUCKETS: [u64; 3] = [50_000_000, 500_000_000, 1_000_000_000];
 
 impl Space {
-    /// `stages` and `micro_batches` as typed.
+    /// `config` is the `original` loaded for `run`; `stages` and `micro_batches` as typed.
     pub(super) fn new(
         original: &Value,
-        config: &Config,
+        (config, run): (&Config, RunValues),
         settings: &Settings,
         stages: Vec<u8>,
         micro_batches: Vec<u32>,
@@ -50,7 +58,7 @@ impl Space {
             micro_batches.into_iter().map(|size| size as usize).collect()
         };
         // A batch that the original names stays as it is: it is part of what is learned.
-        let is_fixed = original["train_batch_size"].is_u64();
+        let is_fixed = names(original, TRAIN);
         let fits = |micro: &usize| {
             let step = micro.saturating_mul(config.world_size);
             let whole = match is_fixed {
@@ -69,13 +77,34 @@ impl Space {
             );
             return Err(Error::TuneScript { problem });
         }
-        Ok(Self { original: original.clone(), ranks: config.world_size, stages, micro_batches, nvme_path })
+        Ok(Self {
+            original: with_section(original.clone()),
+            ranks: config.world_size,
+            run,
+            batch: (is_fixed || names(original, MICRO)).then_some(batch.train_batch_size),
+            stages,
+            micro_batches,
+            nvme_path,
+        })
+    }
+
+    /// Loads a configuration as the runs do.
+    pub(super) fn load(&self, config: &Value) -> Result<Config> {
+        Config::load_for(config.clone(), self.ranks, &self.run)
+    }
+
+    /// Samples of a step of the original, where those of `config` are others.
+    pub(super) fn original_batch(&self, config: &Config) -> Option<usize> {
+        self.batch.filter(|samples| *samples != config.batch.train_batch_size)
     }
 
     /// The configuration of a candidate: all keys of the original that it does not change are there.
     pub(super) fn config(&self, candidate: &Candidate) -> Value {
         let mut config = self.original.clone();
         for (path, value) in &candidate.0 {
+            if let Some((_, old)) = OLD_FORMS.iter().find(|(new, _)| new == path) {
+                set(&mut config, old, Value::Null);
+            }
             set(&mut config, path, value.clone());
         }
         config
@@ -93,7 +122,7 @@ impl Space {
                     let mut changes = Candidate::default();
                     changes.0.insert(STAGE.into(), json!(stage));
                     changes.0.insert(MICRO.into(), json!(size));
-                    if self.original["train_batch_size"].is_u64() && !self.original[ACCUMULATION].is_null() {
+                    if names(&self.original, TRAIN) && !self.original[ACCUMULATION].is_null() {
                         // It follows from the two others.
                         changes.0.insert(ACCUMULATION.into(), Value::Null);
                     }
@@ -139,7 +168,7 @@ impl Space {
             _ => return None,
         };
         // What it is without being named, where it is not.
-        let resolved = Config::load(self.config(best), self.ranks).map(|config| config.to_deepspeed_json());
+        let resolved = self.load(&self.config(best)).map(|config| config.to_deepspeed_json());
         let now = resolved.map_or(Value::Null, |config| get(&config, key).clone());
         let is_same = |value: &Value| *value == now || value.as_f64().is_some_and(|v| now.as_f64() == Some(v));
         let with = |value: Value| {
@@ -151,8 +180,25 @@ impl Space {
     }
 }
 
+/// Whether a key has a value of its own.
+fn names(config: &Value, key: &str) -> bool {
+    !config[key].is_null() && config[key] != "auto"
+}
+
+/// Writes the old form `zero_optimization: true` as a section, to which keys can be added.
+fn with_section(mut config: Value) -> Value {
+    let Some(on) = config["zero_optimization"].as_bool() else { return config };
+    let mut section = json!({"stage": u8::from(on)});
+    let size = config.as_object_mut().and_then(|map| map.remove("allgather_size"));
+    if let Some(size) = size.filter(|size| on && !size.is_null()) {
+        section["allgather_bucket_size"] = size;
+    }
+    config["zero_optimization"] = section;
+    config
+}
+
 /// The value at a path of keys; null where there is none.
-fn get<'a>(config: &'a Value, path: &str) -> &'a Value {
+pub(super) fn get<'a>(config: &'a Value, path: &str) -> &'a Value {
     path.split('.').fold(config, |value, key| &value[key])
 }
 
@@ -199,9 +245,10 @@ mod tests {
     use super::*;
 
     fn space(original: Value, micro: Vec<u32>, nvme: Option<&str>) -> Result<Space> {
-        let config = Config::load(original.clone(), 2)?;
+        let run = RunValues { hidden_size: Some(64), ..RunValues::default() };
+        let config = Config::load_for(original.clone(), 2, &run)?;
         let settings = Settings::read(&original, None, false)?;
-        Space::new(&original, &config, &settings, vec![0, 3], micro, nvme.map(PathBuf::from))
+        Space::new(&original, (&config, run), &settings, vec![0, 3], micro, nvme.map(PathBuf::from))
     }
 
     fn original() -> Value {
@@ -224,6 +271,37 @@ mod tests {
             })
         );
         Config::load(config, 2).unwrap();
+    }
+
+    #[test]
+    fn old_forms_of_zero_take_changes_too() {
+        for (zero, bucket, kept) in [(true, 77, json!(77)), (false, 77, Value::Null)] {
+            let original = json!({"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "allgather_size": bucket,
+                                  "zero_optimization": zero});
+            let space = space(original, vec![1], Some("/disk")).unwrap();
+            let config = space.config(&space.ladders()[2][0]);
+            assert_eq!(config["zero_optimization"]["stage"], 3);
+            assert_eq!(config["zero_optimization"]["allgather_bucket_size"], kept);
+            assert!(config["allgather_size"].is_null());
+            space.load(&config).unwrap();
+        }
+        let mut original = original();
+        original["zero_optimization"] = json!({"stage": 3, "cpu_offload": true, "cpu_offload_param": false});
+        let space = space(original, vec![1], Some("/disk")).unwrap();
+        for candidate in space.ladders().concat() {
+            space.load(&space.config(&candidate)).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_batch_counts_as_named_whatever_its_form_and_auto_is_what_the_run_knows() {
+        let mut original = original();
+        original["train_batch_size"] = json!(16.0);
+        original["zero_optimization"]["reduce_bucket_size"] = json!("auto");
+        let space = space(original, vec![], None).unwrap();
+        let config = space.load(&space.config(&space.ladders()[0][2])).unwrap();
+        assert_eq!((config.batch.train_batch_size, space.original_batch(&config)), (16, None));
+        assert_eq!(config.to_deepspeed_json()["zero_optimization"]["reduce_bucket_size"], 64 * 64);
     }
 
     #[test]
