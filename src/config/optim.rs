@@ -37,7 +37,7 @@ const OPTIMIZER: &str = "optimizer";
 /// The optimizer of the file; problems go to the walk.
 pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<OptimizerConfig> {
     if !walk.given.contains_key(OPTIMIZER) || walk.get(OPTIMIZER) == Some(&Value::Null) {
-        // An optimizer of one's own may need what the file allows.
+        untested(walk, None, stage);
         return None;
     }
     // DeepSpeed's names go in any letter case; ours do all.
@@ -55,7 +55,7 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
         return None;
     };
     parameters(walk, OPTIMIZER, name)?;
-    untested(walk, name, stage);
+    untested(walk, Some(name), stage);
     Some(match name {
         "SGD" => OptimizerConfig::Sgd(sgd(walk)),
         "Lion" => OptimizerConfig::Lion(LionConfig {
@@ -208,9 +208,9 @@ pub(super) fn stranger(walk: &mut Walk<'_>, path: &str, found: &str, names: &[&s
 }
 
 /// `zero_allow_untested_optimizer`: SGD and Lamb under ZeRO have to be asked for.
-fn untested(walk: &mut Walk<'_>, name: &str, stage: ZeroStage) {
+fn untested(walk: &mut Walk<'_>, name: Option<&str>, stage: ZeroStage) {
     let allowed = walk.bool("zero_allow_untested_optimizer");
-    let untested = Some(name).filter(|name| UNTESTED.contains(name) && stage > ZeroStage::Zero);
+    let untested = name.filter(|name| UNTESTED.contains(name) && stage > ZeroStage::Zero);
     if let (Some(name), false) = (untested, allowed) {
         let place = walk.place("optimizer.type");
         let text = format!(
@@ -219,8 +219,8 @@ fn untested(walk: &mut Walk<'_>, name: &str, stage: ZeroStage) {
         );
         walk.problem(Rule::Conflict, "optimizer.type", place, text);
     } else if untested.is_none() && walk.given.contains_key("zero_allow_untested_optimizer") {
-        let text =
-            "accepted and has no effect here: only SGD, Lamb and an optimizer of one's own at stage 1 to 3 need it";
+        let text = "accepted and has no effect on what this file says: only SGD, Lamb and an optimizer of one's own at \
+                    stage 1 to 3 need it";
         walk.note("zero_allow_untested_optimizer", text);
     }
     // Said whatever its value, as its default promises something too.
