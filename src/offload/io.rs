@@ -267,14 +267,15 @@ impl Shared {
         loop {
             let mut queue = self.lock();
             let request = loop {
+                // Also where a request is there already: what it needs must not come on top.
+                if !self.chosen.is_direct() {
+                    bounce = Bounce::default();
+                }
                 if let Some(request) = queue.requests.pop_front() {
                     break request;
                 }
                 if queue.is_closed {
                     return;
-                }
-                if !self.chosen.is_direct() {
-                    bounce = Bounce::default();
                 }
                 queue = self.wanted.wait(queue).unwrap_or_else(|poisoned| poisoned.into_inner());
             };
