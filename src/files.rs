@@ -1,7 +1,7 @@
 //! Files that appear under their names whole: written beside, synced, renamed, their folder synced.
 
 use std::fs::{File, OpenOptions, Permissions};
-use std::io::Result;
+use std::io::{Result, Write as _};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 use tempfile::NamedTempFile;
@@ -15,6 +15,15 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
 /// allows, as any new file: tempfile's default is the owner alone.
 pub(crate) fn new_beside(folder: &Path, prefix: &str) -> Result<NamedTempFile> {
     tempfile::Builder::new().prefix(prefix).permissions(Permissions::from_mode(0o666)).tempfile_in(folder)
+}
+
+/// Writes a file that is there whole or not at all, under a name that begins with `prefix` until it is. Gives the file, at
+/// its end. The folder is not synced.
+pub(crate) fn write_whole(path: &Path, prefix: &str, bytes: &[u8]) -> Result<File> {
+    let mut file = new_beside(folder_of(path), prefix)?;
+    file.write_all(bytes)?;
+    file.as_file().sync_all()?;
+    Ok(file.persist(path)?)
 }
 
 /// Brings the names in a folder to disk.

@@ -10,7 +10,7 @@
 
 use super::manifest::{FileEntry, MANIFEST, Manifest};
 use crate::error::{Error, Result};
-use crate::files::{folder_of, new_beside, sync_folder};
+use crate::files::{folder_of, sync_folder, write_whole};
 use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
 use std::fs::File;
 use std::io::{ErrorKind, Result as IoResult, Write};
@@ -144,10 +144,7 @@ fn name(dir: &Path, tag: &str, manifest: &str, is_latest: bool) -> IoResult<()> 
     }
     sync_folder(dir)?;
     if is_latest {
-        let mut file = new_beside(dir, NEW_LATEST)?;
-        file.write_all(tag.as_bytes())?;
-        file.as_file().sync_all()?;
-        file.persist(dir.join(LATEST)).map_err(|e| e.error)?;
+        write_whole(&dir.join(LATEST), NEW_LATEST, tag.as_bytes())?;
         sync_folder(dir)?;
     }
     Ok(())

@@ -3,15 +3,12 @@
 use super::Engine;
 use crate::comm::{CommLog, CommSummary, Communicator};
 use crate::config::{Monitoring, Precision};
-use crate::files::{folder_of, new_beside};
-use crate::memory::Kind;
+use crate::files::{folder_of, new_beside, write_whole};
 use crate::monitor::{Event, Monitors, Opening, Throughput, rss_bytes, rss_peak_bytes, say};
 use crate::optim::Momentum;
 use crate::profiler::spans::{self, Half, Span};
 use crate::profiler::{FlopsProfile, peak_flops};
 use crate::{Error, Result};
-use std::io::Write;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -115,7 +112,7 @@ impl<M> Engine<M> {
             match &profiler.output_file {
                 None => say(&text),
                 Some(path) => {
-                    if let Err(error) = write_profile(path, &text) {
+                    if let Err(error) = write_whole(path, ".candle-zero-", format!("{text}\n").as_bytes()) {
                         say(&format!("flops_profiler: cannot write {}: {error}; here it is\n{text}", path.display()));
                     }
                 }
@@ -219,9 +216,8 @@ impl<M> Engine<M> {
         }
         let mib = |bytes: usize| format!("{:.2}", bytes as f64 / f64::from(1 << 20));
         let report = self.memory_report();
-        let of = |kind: Kind| report.row(kind).bytes;
         let rows = report.rows.iter().filter(|row| row.bytes.held > 0);
-        let rows: Vec<String> = rows.map(|row| format!("{} {}", row.kind.name(), mib(of(row.kind).held))).collect();
+        let rows: Vec<String> = rows.map(|row| format!("{} {}", row.kind.name(), mib(row.bytes.held))).collect();
         let [now, most] = [rss_bytes(), rss_peak_bytes()].map(|bytes| mib(bytes.unwrap_or_default() as usize));
         say(&format!("memory (MiB) {edge} | {} | resident {now}, at most {most}", rows.join(" | ")));
     }
@@ -245,12 +241,6 @@ impl<M> Engine<M> {
             self.memory_report()
         ));
     }
-}
-
-fn write_profile(path: &Path, text: &str) -> std::io::Result<()> {
-    let mut file = new_beside(folder_of(path), ".candle-zero-")?;
-    writeln!(file, "{text}")?;
-    file.persist(path).map_err(|e| e.error).map(drop)
 }
 
 fn gigabytes(bytes: Option<u64>) -> String {

@@ -1,6 +1,6 @@
 //! Metrics as JSON lines.
 
-use crate::files::{folder_of, new_beside};
+use crate::files::write_whole;
 use crate::{Error, Result};
 use serde::Serialize;
 use serde_json::Value;
@@ -64,9 +64,7 @@ impl MetricsWriter {
             return Self::create(path);
         }
         // Beside, then under its name: a kill in between must not cost the log.
-        let mut beside = new_beside(folder_of(path), ".candle-zero-").map_err(wrong)?;
-        beside.write_all(kept.as_bytes()).map_err(wrong)?;
-        let file = beside.persist(path).map_err(|e| wrong(e.error))?;
+        let file = write_whole(path, ".candle-zero-", kept.as_bytes()).map_err(wrong)?;
         Ok(Self { file, path: path.into() })
     }
 

@@ -20,7 +20,7 @@ use super::tools::{print, refused};
 use super::{build, say};
 use crate::config::{Config, RunValues};
 use crate::estimate::{Estimate, Shapes};
-use crate::files::{folder_of, new_beside};
+use crate::files::{self, folder_of};
 use crate::offload::available_memory;
 use crate::{Error, Result};
 use clap::Parser;
@@ -29,7 +29,6 @@ use record::{Record, Row};
 use settings::Settings;
 use space::{Candidate, Space};
 use std::ffi::OsString;
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -320,11 +319,6 @@ fn model_of(args: &[OsString]) -> Option<(Shapes, u64)> {
 
 /// Writes a file so that it is there whole or not at all.
 fn write_whole(path: &Path, text: &str) -> Result<()> {
-    let write = || {
-        let mut file = new_beside(folder_of(path), ".candle-zero-")?;
-        file.write_all(text.as_bytes())?;
-        file.as_file().sync_all()?;
-        file.persist(path).map_err(|e| e.error)
-    };
-    write().map(drop).map_err(|source| Error::Io { action: "write", path: path.to_owned(), source })
+    let written = files::write_whole(path, ".candle-zero-", text.as_bytes());
+    written.map(drop).map_err(|source| Error::Io { action: "write", path: path.to_owned(), source })
 }
