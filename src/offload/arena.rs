@@ -251,6 +251,11 @@ fn is_aligned(bytes: &[u8]) -> bool {
 pub(crate) struct Bounce(Option<(Aligned, Held)>);
 
 impl Bounce {
+    /// Whether there is no memory.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_none()
+    }
+
     /// Room for `len` bytes, rounded up to what direct access needs.
     fn of(&mut self, len: usize, ledger: &Ledger) -> &mut [u8] {
         let len = len.next_multiple_of(ALIGN);

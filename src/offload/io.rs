@@ -23,7 +23,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Threads at most, whatever `aio` says.
 const MAX_THREADS: usize = 64;
@@ -72,12 +72,17 @@ pub(crate) struct Io {
     block_size: usize,
 }
 
+/// How long a change of access waits at most for threads to give back what they keep.
+const SETTLING: Duration = Duration::from_secs(1);
+
 struct Shared {
     queue: Mutex<Queue>,
     /// There is a request, or there will be none any more.
     wanted: Condvar,
     /// Fewer bytes are unwritten.
     written: Condvar,
+    /// No thread holds anything.
+    idle: Condvar,
     chosen: Chosen,
     meter: Meter,
 }
@@ -86,6 +91,8 @@ struct Shared {
 struct Queue {
     requests: VecDeque<Request>,
     unwritten: usize,
+    /// Threads that carry out a request, or have kept a copy of the last one.
+    holding: usize,
     is_closed: bool,
 }
 
@@ -160,6 +167,7 @@ impl Io {
             queue: Mutex::default(),
             wanted: Condvar::new(),
             written: Condvar::new(),
+            idle: Condvar::new(),
             chosen: Chosen::new(access),
             meter: Meter::default(),
         });
@@ -174,9 +182,14 @@ impl Io {
     }
 
     pub fn choose(&self, access: DiskAccess) {
+        // Under the lock: no thread is then between its look at the access and its wait.
+        let queue = self.shared.lock();
         self.shared.chosen.set(access);
-        // Idle threads give back what they keep for another access.
+        // Idle threads give back what they keep for another access, before anything else is asked of them.
         self.shared.wanted.notify_all();
+        if !self.shared.chosen.is_direct() {
+            drop(self.shared.idle.wait_timeout_while(queue, SETTLING, |queue| queue.holding > 0));
+        }
     }
 
     /// The access in force.
@@ -263,7 +276,7 @@ impl Shared {
 
     /// What one thread does.
     fn work(&self, thread: usize) {
-        let mut bounce = Bounce::default();
+        let (mut bounce, mut holds) = (Bounce::default(), false);
         loop {
             let mut queue = self.lock();
             let request = loop {
@@ -271,7 +284,14 @@ impl Shared {
                 if !self.chosen.is_direct() {
                     bounce = Bounce::default();
                 }
+                if holds && bounce.is_empty() {
+                    holds = false;
+                    queue.holding -= 1;
+                    self.idle.notify_all();
+                }
                 if let Some(request) = queue.requests.pop_front() {
+                    queue.holding += usize::from(!holds);
+                    holds = true;
                     break request;
                 }
                 if queue.is_closed {
