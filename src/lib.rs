@@ -54,7 +54,9 @@ pub mod param;
 pub mod precision;
 pub mod profiler;
 mod timeline;
+mod tools;
 pub mod zero;
+pub mod zerorun;
 
 pub use config::Config;
 pub use engine::{Engine, EngineBuilder, StepTimings};

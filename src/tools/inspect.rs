@@ -1,8 +1,8 @@
 //! `zerorun inspect`: which checkpoints a folder holds, and whether one is whole.
 
-use super::args::Refused;
-use super::tools::{ByteProgress, print, refused};
+use super::progress::ByteProgress;
 use crate::checkpoint::{Examined, Found, Manifest, Parameter, examine, find, place};
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use clap::Parser;
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -41,7 +41,7 @@ impl Typed {
     fn run(self) -> ExitCode {
         let (dir, tag) = match place(&self.dir, self.tag.as_deref()) {
             Ok(place) => place,
-            Err(error) => return refused(&error, super::EXIT_SETUP),
+            Err(error) => return refused(&error, EXIT_SETUP),
         };
         let found = find(&dir);
         let lists = if self.json { list_json(&found) } else { Value::String(list(&found)) };
@@ -54,7 +54,7 @@ impl Typed {
                 } else if let Value::String(text) = &lists {
                     print(text.trim_end());
                 }
-                let code = refused(&error, super::EXIT_SETUP);
+                let code = refused(&error, EXIT_SETUP);
                 return if latest_is_damaged { ExitCode::FAILURE } else { code };
             }
         };

@@ -7,11 +7,10 @@ mod compare;
 mod rows;
 mod train;
 
-use super::args::Refused;
-use super::ranks::{self, End, Job};
-use super::report::Ended;
-use super::signals::{self, Event};
-use super::tools::{print, refused};
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
+use crate::launch::ranks::{self, End, Job};
+use crate::launch::report::Ended;
+use crate::launch::signals::{self, Event};
 use crate::{Error, Result};
 use clap::Parser;
 use compare::{Difference, Seen};
@@ -85,13 +84,13 @@ impl Typed {
         match self.compare_all() {
             Ok(true) => ExitCode::SUCCESS,
             Ok(false) => ExitCode::FAILURE,
-            Err(Stop::SetUp(error)) => refused(&error, super::EXIT_SETUP),
+            Err(Stop::SetUp(error)) => refused(&error, EXIT_SETUP),
             Err(Stop::Failed(report)) => {
-                super::say(&report);
+                say(&report);
                 ExitCode::FAILURE
             }
             Err(Stop::Asked(signal)) => {
-                super::say(&format!("zerorun: stopped by {}", signals::name(signal.as_raw())));
+                say(&format!("zerorun: stopped by {}", signals::name(signal.as_raw())));
                 ExitCode::from(Ended::Signal(signal.as_raw()).exit_code())
             }
         }

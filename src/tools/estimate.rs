@@ -1,12 +1,11 @@
 //! `zerorun estimate`: bytes of a training run before it runs.
 
-use super::args::Refused;
 use super::sizes::Sizes;
-use super::tools::{print, refused};
 use crate::comm::Kind as Collective;
 use crate::config::{Config, RunValues};
 use crate::estimate::deepspeed::{Machines, Needs, Offloaded, zero2, zero3};
 use crate::estimate::{Estimate, Setting, Shapes, UnitRule, paper};
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use crate::memory::MemoryRow;
 use crate::offload::{available_memory, free_space};
 use crate::{Error, Result};
@@ -92,7 +91,7 @@ impl Typed {
         match text {
             Ok(text) if print(&text) => ExitCode::SUCCESS,
             Ok(_) => ExitCode::FAILURE,
-            Err(error) => refused(&error, super::EXIT_SETUP),
+            Err(error) => refused(&error, EXIT_SETUP),
         }
     }
 

@@ -1,8 +1,8 @@
 //! `zerorun check`: reads, checks and resolves a configuration without a job.
 
-use super::args::Refused;
 use super::picture;
 use crate::config::{Checked, Config, Note, Place, RunValues, check, read_file};
+use crate::launch::console::{EXIT_SETUP, Refused};
 use crate::{Error, Result};
 use clap::Parser;
 use serde_json::{Value, json};
@@ -59,7 +59,7 @@ impl Typed {
             report(&self.file, &String::from_utf8_lossy(&bytes), checked, world_size)
         };
         let printed = std::io::stdout().write_all(text.as_bytes()).is_ok();
-        if ok && printed { ExitCode::SUCCESS } else { ExitCode::from(super::EXIT_SETUP) }
+        if ok && printed { ExitCode::SUCCESS } else { ExitCode::from(EXIT_SETUP) }
     }
 }
 

@@ -1,7 +1,7 @@
 //! `zerorun bench`: measures this machine.
 
-use super::args::Refused;
 use crate::config::Aio;
+use crate::launch::console::{EXIT_SETUP, Refused, refused};
 use crate::monitor::Progress;
 use crate::offload::bench::{Balanced, DiskBench, Requests, Settings, Timing, measure};
 use clap::{Args, Parser, Subcommand};
@@ -86,10 +86,7 @@ impl Disk {
         let text = match measured {
             Ok(bench) if self.json => serde_json::to_string(&bench).unwrap_or_else(|e| unreachable!("numbers: {e}")),
             Ok(bench) => Table(&bench).to_string(),
-            Err(error) => {
-                super::say(&format!("zerorun: {error}"));
-                return ExitCode::from(super::EXIT_SETUP);
-            }
+            Err(error) => return refused(&error, EXIT_SETUP),
         };
         match writeln!(std::io::stdout(), "{}", text.trim_end()) {
             Ok(()) => ExitCode::SUCCESS,

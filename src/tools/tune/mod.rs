@@ -11,16 +11,15 @@ mod record;
 mod settings;
 mod space;
 
-use super::args::Refused;
 use super::bench::size;
 use super::estimate::binary;
-use super::script::{self, Target};
 use super::sizes::Sizes;
-use super::tools::{print, refused};
-use super::{build, say};
 use crate::config::{Config, RunValues};
 use crate::estimate::{Estimate, Shapes};
 use crate::files::{self, folder_of};
+use crate::launch::build;
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
+use crate::launch::script::{self, Target};
 use crate::offload::available_memory;
 use crate::{Error, Result};
 use clap::Parser;
@@ -110,7 +109,7 @@ pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, Refused
     let typed = Typed::try_parse_from(words).map_err(Refused)?;
     Ok(match Search::new(typed) {
         Ok(search) => search.run().unwrap_or_else(|error| refused(&error, 1)),
-        Err(error) => refused(&error, super::EXIT_SETUP),
+        Err(error) => refused(&error, EXIT_SETUP),
     })
 }
 
