@@ -86,7 +86,7 @@ impl Typed {
         let text = match (self.table, self.json) {
             (true, true) => Ok(table_json().to_string()),
             (true, false) => Ok(paper::table()),
-            (false, json) => self.asked().map(|asked| if json { asked.json().to_string() } else { asked.text() }),
+            (false, json) => self.answer().map(|answer| if json { answer.json().to_string() } else { answer.text() }),
         };
         match text {
             Ok(text) if print(&text) => ExitCode::SUCCESS,
@@ -95,7 +95,7 @@ impl Typed {
         }
     }
 
-    fn asked(&self) -> Result<Asked> {
+    fn answer(&self) -> Result<Answer> {
         let shapes = match (&self.safetensors, &self.model) {
             (Some(path), _) => Shapes::safetensors(path, &self.unit_rule())?,
             (None, name) => self.sizes.shapes(name.as_deref().unwrap_or_default())?,
@@ -111,7 +111,7 @@ impl Typed {
         config.optimizer.as_ref().ok_or(Error::NoOptimizer)?;
         let setting = Setting { gpu: self.gpu, recompute: self.recompute, disk_access: None };
         let estimate = Estimate::with(&shapes, &config, setting)?;
-        Ok(Asked { need: Need::new(&estimate, &config), shapes, config, estimate, deepspeed: self.deepspeed })
+        Ok(Answer { need: Need::new(&estimate, &config), shapes, config, estimate, deepspeed: self.deepspeed })
     }
 
     fn unit_rule(&self) -> UnitRule {
@@ -178,8 +178,8 @@ impl Need {
 /// A column of the table.
 type BytesOf = fn(&MemoryRow) -> usize;
 
-/// What was asked for, and the answer.
-struct Asked {
+/// The numbers, with what they are about.
+struct Answer {
     shapes: Shapes,
     config: Config,
     estimate: Estimate,
@@ -194,7 +194,7 @@ const NOT_INCLUDED: [&str; 3] = [
     "the program itself: its code, its threads, and memory that the allocator keeps",
 ];
 
-impl Asked {
+impl Answer {
     fn assumed(&self) -> Vec<String> {
         let mut assumed = self.shapes.assumed().to_vec();
         assumed

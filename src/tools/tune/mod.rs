@@ -7,6 +7,7 @@
 //! ```
 
 mod experiment;
+mod outcome;
 mod record;
 mod settings;
 mod space;
@@ -16,15 +17,16 @@ use super::estimate::binary;
 use super::sizes::Sizes;
 use crate::config::{Config, RunValues};
 use crate::estimate::{Estimate, Shapes};
-use crate::files::{self, folder_of};
+use crate::files::folder_of;
 use crate::launch::build;
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
 use crate::launch::script::{self, Target};
 use crate::offload::available_memory;
 use crate::{Error, Result};
 use clap::Parser;
-use experiment::{Outcome, Trial};
-use record::{Record, Row};
+use experiment::Trial;
+use outcome::Outcome;
+use record::{Record, Row, write_whole};
 use settings::Settings;
 use space::{Candidate, Space};
 use std::ffi::OsString;
@@ -314,10 +316,4 @@ fn model_of(args: &[OsString]) -> Option<(Shapes, u64)> {
     }
     let model = Model::try_parse_from(words).ok()?;
     Some((model.sizes.shapes(&model.model).ok()?, model.sizes.width(Some(&model.model))?))
-}
-
-/// Writes a file so that it is there whole or not at all.
-fn write_whole(path: &Path, text: &str) -> Result<()> {
-    let written = files::write_whole(path, ".candle-zero-", text.as_bytes());
-    written.map(drop).map_err(|source| Error::Io { action: "write", path: path.to_owned(), source })
 }
