@@ -54,8 +54,10 @@ pub mod param;
 pub mod precision;
 pub mod profiler;
 mod timeline;
+#[cfg(feature = "cli")]
 mod tools;
 pub mod zero;
+#[cfg(feature = "cli")]
 pub mod zerorun;
 
 pub use config::Config;
