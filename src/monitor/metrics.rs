@@ -20,7 +20,6 @@ impl MetricsWriter {
     /// Creates the file, or empties it.
     ///
     /// # Errors
-    ///
     /// [`Error::Io`].
     pub fn create(path: &Path) -> Result<Self> {
         let file = File::create(path).map_err(|source| Error::Io { action: "create", path: path.into(), source })?;
@@ -30,7 +29,6 @@ impl MetricsWriter {
     /// Appends to the file, or creates it.
     ///
     /// # Errors
-    ///
     /// [`Error::Io`].
     pub fn append(path: &Path) -> Result<Self> {
         let open = || {
@@ -46,7 +44,6 @@ impl MetricsWriter {
     /// will be written again. Without a file it begins one.
     ///
     /// # Errors
-    ///
     /// [`Error::Io`].
     pub fn resume(path: &Path, step: u64) -> Result<Self> {
         let wrong = |source| Error::Io { action: "go on with", path: path.into(), source };
@@ -71,7 +68,6 @@ impl MetricsWriter {
     /// Appends one line. Numbers that are not finite become `null`, since JSON has no word for them.
     ///
     /// # Errors
-    ///
     /// [`Error::Io`], also when `record` cannot be JSON (a map whose keys are not text).
     pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
         let write = |file: &mut File| {
