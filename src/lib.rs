@@ -50,7 +50,7 @@ pub mod monitor;
 pub mod nn;
 pub mod offload;
 pub mod optim;
-pub mod param;
+mod param;
 pub mod precision;
 pub mod profiler;
 mod timeline;

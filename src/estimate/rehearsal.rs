@@ -12,7 +12,7 @@ use crate::comm::{Kind as Collective, Wire};
 use crate::config::{Config, OffloadOptimizer, OffloadTo, ZeroConfig};
 use crate::error::Result;
 use crate::layout::{Placement, Sharing, groups_in_memory};
-use crate::memory::{ElementBytes, Held, Kind, Ledger, MemoryReport, Tier};
+use crate::memory::{ElementBytes, Held, Kind, Ledger, MemoryReport, OwnShares, Tier};
 use crate::offload::{DiskAccess, STEP};
 use crate::optim::{self, Grouping, Role};
 use crate::param::{Param, ParamId, ROOT, Residency, lock};
@@ -314,9 +314,11 @@ impl<'a> Rehearsal<'a> {
             moments: self.params.iter().map(|p| 4 * p.numel * self.grouping.state_names(self.role(p)).len()).sum(),
         };
         let parameters = self.params.iter().map(|p| p.numel).sum();
-        let share = self.groups.iter().map(|g| g.len).sum();
-        let moments = self.groups.iter().map(|g| 4 * g.len * self.grouping.state_names(g.role).len()).sum();
-        MemoryReport::new(&self.ledger, self.config.zero.stage, self.world, parameters, [share, moments], each)
+        let own = OwnShares {
+            elements: self.groups.iter().map(|g| g.len).sum(),
+            moment_bytes: self.groups.iter().map(|g| 4 * g.len * self.grouping.state_names(g.role).len()).sum(),
+        };
+        MemoryReport::new(&self.ledger, self.config.zero.stage, self.world, parameters, own, each)
     }
 }
 

@@ -20,7 +20,6 @@ pub(crate) mod signals;
 mod tail;
 
 pub use discover::RankEnv;
-pub use ranks::KEEP_MEMORY;
 
 use crate::{Error, Result, timeline};
 use console::say;

@@ -147,7 +147,7 @@ fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
 ///
 /// A training step asks for the same buffers again and again, and getting pages from the system each time costs up to a
 /// fifth of it. `zerorun` gives it to its ranks; a program that is started otherwise must find it when it starts.
-pub const KEEP_MEMORY: (&str, &str) =
+const KEEP_MEMORY: (&str, &str) =
     ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184");
 
 fn is_set(name: &str) -> bool {

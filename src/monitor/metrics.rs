@@ -21,7 +21,8 @@ impl MetricsWriter {
     ///
     /// # Errors
     /// [`Error::Io`].
-    pub fn create(path: &Path) -> Result<Self> {
+    pub fn create(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
         let file = File::create(path).map_err(|source| Error::Io { action: "create", path: path.into(), source })?;
         Ok(Self { file, path: path.into() })
     }
@@ -30,7 +31,8 @@ impl MetricsWriter {
     ///
     /// # Errors
     /// [`Error::Io`].
-    pub fn append(path: &Path) -> Result<Self> {
+    pub fn append(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
         let open = || {
             let file = OpenOptions::new().create(true).append(true).read(true).open(path)?;
             end_last_line(&file)?;
@@ -45,7 +47,8 @@ impl MetricsWriter {
     ///
     /// # Errors
     /// [`Error::Io`].
-    pub fn resume(path: &Path, step: u64) -> Result<Self> {
+    pub fn resume(path: impl AsRef<Path>, step: u64) -> Result<Self> {
+        let path = path.as_ref();
         let wrong = |source| Error::Io { action: "go on with", path: path.into(), source };
         let text = match std::fs::read_to_string(path) {
             Ok(text) => text,

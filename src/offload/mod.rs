@@ -29,7 +29,8 @@
 mod access;
 mod aligned;
 mod arena;
-pub mod bench;
+#[cfg(feature = "cli")]
+pub(crate) mod bench;
 mod folder;
 mod io;
 mod pipeline;

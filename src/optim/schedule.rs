@@ -172,7 +172,7 @@ fn counter(applied: u64) -> f64 {
 /// # Errors
 /// [`Error::ScheduleParameter`] when `warmup_num_steps`, `lr_range_test_step_size` or `cycle_first_step_size` is 0, or a
 /// size of OneCycle is negative. (A `total_num_steps` below `warmup_num_steps` is allowed: DeepSpeed only warns.)
-pub fn validate(config: &SchedulerConfig) -> Result<()> {
+fn validate(config: &SchedulerConfig) -> Result<()> {
     const CONSTANT: &str = "leave the scheduler section out to train with the optimizer's constant lr";
     let refused = |key, found: String, allowed, mend| Err(Error::ScheduleParameter { key, found, allowed, mend });
     match config {
@@ -236,7 +236,7 @@ impl Schedule {
     /// first optimizer step in force. Without a scheduler they are the optimizer's for ever; without an optimizer, 0.
     ///
     /// # Errors
-    /// What [`validate`] refuses; a list of rates for several groups.
+    /// [`Error::ScheduleParameter`] for a parameter that DeepSpeed refuses too, and for a list of rates for several groups.
     pub fn new(scheduler: Option<&SchedulerConfig>, optimizer: Option<&OptimizerConfig>) -> Result<Self> {
         let momentum = optimizer.map_or(Momentum::Factor(0.0), momentum);
         let base = GroupBase { lr: optimizer.map_or(0.0, base_lr), momentum, cycles: true, group: 0, groups: 1 };

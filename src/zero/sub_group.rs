@@ -16,7 +16,7 @@
 
 use super::core::Core;
 use crate::error::{Error, Result};
-use crate::layout::{Laid, Sharing, groups_in_memory};
+use crate::layout::{SharePosition, Sharing, groups_in_memory};
 use crate::memory::{Kind, Ledger, Tracked};
 use crate::offload::{Extent, Offload, STEP, Staged, Stream, Transfer};
 use crate::optim::Role;
@@ -185,7 +185,7 @@ impl SubGroupBuilder {
         values: FlatRef<'_>,
         role: Role,
     ) -> Result<()> {
-        let Laid { share, room: len, begins, closes, spills } = self.sharing.push(numel, role as usize);
+        let SharePosition { share, room: len, begins, closes, spills } = self.sharing.push(numel, role as usize);
         if begins {
             self.close();
         }
