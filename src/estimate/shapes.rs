@@ -67,8 +67,9 @@ impl Shapes {
     /// # Errors
     /// A file that cannot be read or is no safetensors file; no tensors.
     pub fn safetensors(path: impl AsRef<Path>, rule: &UnitRule) -> Result<Self> {
+        let path = path.as_ref();
         let mut tensors = Vec::new();
-        for file in files(path.as_ref())? {
+        for file in files(path)? {
             tensors.extend(WeightFile::open(&file)?.shapes());
         }
         // Numbers by their value: layer 10 comes after layer 2.

@@ -21,7 +21,7 @@ mod tail;
 
 pub use discover::RankEnv;
 
-use crate::{Error, Result, timeline};
+use crate::{Result, timeline};
 use console::say;
 use script::Target;
 use std::ffi::OsString;

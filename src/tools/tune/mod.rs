@@ -30,7 +30,7 @@ use record::{Record, Row, write_whole};
 use settings::Settings;
 use space::{Candidate, Space};
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
