@@ -1,5 +1,6 @@
 //! Training goes on from DeepSpeed's checkpoints along DeepSpeed's own recorded run.
 
+use crate::support::skips::skipped;
 use candle_core::{DType, Device};
 use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, State};
 use candle_zero::checkpoint::{Checkpoint, LoadOptions, import};
@@ -112,7 +113,10 @@ fn training_goes_on_along_deepspeeds_own_run() {
     let shared = root().join("../shared");
     let tokens: PathBuf = shared.join("parity/licenses.u16");
     let Ok(folders) = std::fs::read_dir(shared.join("deepspeed_checkpoints")) else {
-        return eprintln!("skipped: {} has no checkpoints of DeepSpeed", shared.display());
+        return skipped(
+            training_goes_on_along_deepspeeds_own_run,
+            format_args!("there is no {}/deepspeed_checkpoints", shared.display()),
+        );
     };
     for folder in folders.map(|e| e.unwrap().path()).filter(|path| path.is_dir()) {
         follow(&folder, &tokens);

@@ -1,6 +1,7 @@
 //! Damaged checkpoints, full disks and killed jobs: what is loaded is whole, or nothing is.
 
 use crate::support::processes::{self, as_program, descendants, example, runs, start, wait_for, wait_up_to, zerorun};
+use crate::support::skips::skipped;
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::Device;
 use candle_zero::checkpoint::{Checkpoint, LoadOptions};
@@ -249,6 +250,7 @@ proptest! {
 #[test]
 fn a_disk_that_fills_up_during_a_save_is_an_error_and_the_checkpoint_before_it_loads() {
     let folder = folder();
+    let this = a_disk_that_fills_up_during_a_save_is_an_error_and_the_checkpoint_before_it_loads;
     // A process of its own, in which the folder is a file system of 200 KiB.
     let program = std::env::current_exe().unwrap();
     let mut command = std::process::Command::new("unshare");
@@ -257,11 +259,11 @@ fn a_disk_that_fills_up_during_a_save_is_an_error_and_the_checkpoint_before_it_l
     command.args(as_program(module_path!(), "small_disk_program"));
     let output = match command.env("TEST_FOLDER", folder.path()).output() {
         Ok(output) => output,
-        Err(error) => return eprintln!("skipped: there is no unshare ({error})"),
+        Err(error) => return skipped(this, format_args!("there is no unshare ({error})")),
     };
     let text = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     if text.contains("unshare failed") || text.contains("mount:") {
-        return eprintln!("skipped: no file system can be mounted here: {text}");
+        return skipped(this, format_args!("no file system can be mounted here: {text}"));
     }
     assert!(output.status.success() && text.contains("small disk: as promised"), "{text}");
 }

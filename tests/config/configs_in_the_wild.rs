@@ -1,6 +1,7 @@
 //! Configs of public projects, if they lie beside this repository: `zerorun check` gives each its expected verdict.
 
 use crate::support::processes::{stdout, zerorun};
+use crate::support::skips::skipped;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -96,8 +97,7 @@ fn said(expected: &Value, printed: &Value) -> Vec<String> {
 #[test]
 fn every_config_has_its_expected_verdict() {
     let Ok(verdicts) = std::fs::read_to_string(folder().join("verdicts.json")) else {
-        println!("skipped: there is no {}", folder().display());
-        return;
+        return skipped(every_config_has_its_expected_verdict, format_args!("there is no {}", folder().display()));
     };
     let verdicts: Value = serde_json::from_str(&verdicts).unwrap();
     let (mut agree, mut wrong) = (0, Vec::new());

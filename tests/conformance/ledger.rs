@@ -2,6 +2,7 @@
 //! the list of those that are left out (tests/fixtures/left_out.json), with the reason.
 
 use crate::support::recorded::{is_left_out, left_out};
+use crate::support::skips::skipped;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -54,8 +55,10 @@ fn at_most_a_twentieth_of_the_cases_that_matter_most_is_left_out() {
 fn every_recorded_case_is_held_or_left_out_with_a_reason() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/conformance/cases.json");
     if !path.exists() {
-        println!("skipped: there is no {}", path.display());
-        return;
+        return skipped(
+            every_recorded_case_is_held_or_left_out_with_a_reason,
+            format_args!("there is no {}", path.display()),
+        );
     }
     let (recorded, fixtures, left_out) = (read(&path), fixtures(), left_out());
     for case in &recorded {

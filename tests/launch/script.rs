@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use crate::support::processes::{stderr, stdout, zerorun};
+use crate::support::skips::skipped;
 
 /// No dependencies, so that it compiles in a moment. The manifest ends on line 5.
 const HEAD: &str = "#!/usr/bin/env zerorun\n---\n[package]\nedition = \"2024\"\n---\n";
@@ -132,8 +133,10 @@ fn the_generated_package_can_be_looked_at() {
 #[test]
 fn a_script_without_manifest_gets_candle_and_this_library() {
     if std::env::var_os("CANDLE_ZERO_SLOW_TESTS").is_none() {
-        eprintln!("SKIPPED: set CANDLE_ZERO_SLOW_TESTS=1 to build a script with the default dependencies");
-        return;
+        return skipped(
+            a_script_without_manifest_gets_candle_and_this_library,
+            "set CANDLE_ZERO_SLOW_TESTS=1 to build a script with the default dependencies",
+        );
     }
     let dir = tempfile::tempdir().unwrap();
     let code = "mod helper;\nuse candle_core::{Device, Tensor};\nuse candle_zero::launch::RankEnv;\n\

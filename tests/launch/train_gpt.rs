@@ -5,6 +5,7 @@ use std::process::{Command, Output};
 use std::sync::OnceLock;
 
 use crate::support::processes::{example, stderr, stdout, zerorun};
+use crate::support::skips::skipped;
 use serde_json::{Value, json};
 
 const SMALL: [&str; 8] = ["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--ctx", "32"];
@@ -300,8 +301,10 @@ fn every_bundled_configuration_trains() {
 fn zerorun_builds_the_example_and_a_second_start_compiles_nothing() {
     // Tests that are built without optimization would compile everything a second time here, with it.
     if cfg!(debug_assertions) && std::env::var_os("CANDLE_ZERO_SLOW_TESTS").is_none() {
-        eprintln!("SKIPPED: run the tests with --release, or set CANDLE_ZERO_SLOW_TESTS=1, to build the example");
-        return;
+        return skipped(
+            zerorun_builds_the_example_and_a_second_start_compiles_nothing,
+            "run the tests with --release, or set CANDLE_ZERO_SLOW_TESTS=1, to build the example",
+        );
     }
     let folder = Folder::new(1);
     let start = || {

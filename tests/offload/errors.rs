@@ -1,9 +1,10 @@
 //! Folders that cannot be offloaded to, folders in use, disks that are too small or full: what each rank is told.
 //!
 //! Small and read-only file systems are mounted in a mount namespace of a child process: this very test binary
-//! (`program` below). Where the system does not allow that, the test says so and passes.
+//! (`program` below). Where the system does not allow that, the test is skipped.
 
 use crate::support::processes::as_program;
+use crate::support::skips::skipped;
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_zero::comm::{Communicator, threads};
 use candle_zero::offload::DiskAccess;
@@ -126,8 +127,8 @@ fn a_rank_whose_folder_is_refused_stops_the_others_with_its_words() {
 // ---- file systems ----------------------------------------------------------------------------------------------
 
 /// Runs `program` as `case` for the folder `at`, after the shell has run `setup` ($1 is the folder) in a mount
-/// namespace of its own. Nothing where the system does not allow what `setup` needs.
-fn run(case: &str, setup: &str, at: &Path, other: &Path) -> Option<Output> {
+/// namespace of its own. Why not, where the system does not allow what `setup` needs.
+fn run(case: &str, setup: &str, at: &Path, other: &Path) -> std::result::Result<Output, String> {
     let is_root = rustix::process::geteuid().is_root();
     let mut command = Command::new("unshare");
     command.arg(if is_root { "-m" } else { "-Urm" });
@@ -137,18 +138,14 @@ fn run(case: &str, setup: &str, at: &Path, other: &Path) -> Option<Output> {
     command.env("TEST_CASE", case).env("TEST_FOLDER", at).env("TEST_OTHER", other);
     let output = match command.output() {
         Ok(output) => output,
-        Err(error) => {
-            eprintln!("skipped: no unshare: {error}");
-            return None;
-        }
+        Err(error) => return Err(format!("there is no unshare ({error})")),
     };
     let stderr = String::from_utf8_lossy(&output.stderr);
     if output.status.code() == Some(77) || stderr.starts_with("unshare:") {
-        eprintln!("skipped: no file system can be mounted here: {stderr}");
-        return None;
+        return Err(format!("no file system can be mounted here: {stderr}"));
     }
     assert!(output.status.success(), "{case}: {}\n{stderr}", String::from_utf8_lossy(&output.stdout));
-    Some(output)
+    Ok(output)
 }
 
 /// What `program` has found out.
@@ -252,7 +249,10 @@ fn fill(path: &Path) {
 fn a_folder_on_a_read_only_file_system_is_refused() {
     let folder = folder();
     let setup = "mount --bind \"$1\" \"$1\" && mount -o remount,ro,bind \"$1\"";
-    let Some(output) = run("refusal", setup, folder.path(), folder.path()) else { return };
+    let output = match run("refusal", setup, folder.path(), folder.path()) {
+        Ok(output) => output,
+        Err(why) => return skipped(a_folder_on_a_read_only_file_system_is_refused, why),
+    };
     let text = found(&output).as_str().unwrap().replace(folder.path().to_str().unwrap(), "FOLDER");
     insta::assert_snapshot!(text, @"cannot offload to FOLDER: no file can be created in it: it is read-only for this user. Give a folder that can be written to.");
 }
@@ -260,7 +260,10 @@ fn a_folder_on_a_read_only_file_system_is_refused() {
 #[test]
 fn a_folder_in_memory_is_warned_about_once_and_works() {
     let (folder, disk) = (folder(), folder());
-    let Some(output) = run("train", "mount -t tmpfs none \"$1\"", folder.path(), folder.path()) else { return };
+    let output = match run("train", "mount -t tmpfs none \"$1\"", folder.path(), folder.path()) {
+        Ok(output) => output,
+        Err(why) => return skipped(a_folder_in_memory_is_warned_about_once_and_works, why),
+    };
     let stderr = String::from_utf8_lossy(&output.stderr);
     let warnings: Vec<&str> = stderr.lines().filter(|line| line.contains("tmpfs")).collect();
     let text = warnings.join("\n").replace(folder.path().to_str().unwrap(), "FOLDER");
@@ -276,7 +279,11 @@ fn a_disk_that_is_too_small_is_refused_before_the_first_step_with_the_bytes_that
         "mount -t tmpfs -o size={SIZE} none \"$1\" && mkdir \"$1/narrow\" && \
          mount -t tmpfs -o size=16k none \"$1/narrow\""
     );
-    let Some(output) = run("too small", &setup, folder.path(), disk.path()) else { return };
+    let this = a_disk_that_is_too_small_is_refused_before_the_first_step_with_the_bytes_that_are_missing;
+    let output = match run("too small", &setup, folder.path(), disk.path()) {
+        Ok(output) => output,
+        Err(why) => return skipped(this, why),
+    };
     let found = found(&output);
     let number = |key: &str| found[key].as_u64().unwrap();
     // Where there is space, as many bytes are reserved.
@@ -313,8 +320,7 @@ fn a_disk_that_is_too_small_is_refused_before_the_first_step_with_the_bytes_that
 fn a_disk_that_fills_up_during_training_does_not_matter() {
     let folder = folder();
     if !rustix::process::geteuid().is_root() {
-        eprintln!("skipped: only root mounts a disk image");
-        return;
+        return skipped(a_disk_that_fills_up_during_training_does_not_matter, "only root mounts a disk image");
     }
     let image = folder.path().join("image");
     std::fs::File::create(&image).unwrap().set_len(24 << 20).unwrap();
@@ -324,7 +330,10 @@ fn a_disk_that_fills_up_during_training_does_not_matter() {
         "mkfs.ext4 -q -m 0 '{0}' && mount -o loop '{0}' \"$1\" && mkdir \"$1/files\" \"$1/others\"",
         image.display()
     );
-    let Some(output) = run("full", &setup, &at, &at) else { return };
+    let output = match run("full", &setup, &at, &at) {
+        Ok(output) => output,
+        Err(why) => return skipped(a_disk_that_fills_up_during_training_does_not_matter, why),
+    };
     let found = found(&output);
     let memory = threads::run(1, |comm| {
         let mut config = all_in(&at);

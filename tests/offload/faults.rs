@@ -5,6 +5,7 @@
 //! writes through a mapping, which reserved space makes safe.
 
 use crate::support::processes::{self, as_program, descendants, example, runs, start, stderr, wait_for, zerorun};
+use crate::support::skips::skipped;
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_zero::Engine;
 use candle_zero::offload::DiskAccess;
@@ -221,8 +222,10 @@ fn training_and_export_need_a_fraction_of_the_state_in_memory_from_the_beginning
     let output = match limited.output() {
         Ok(output) => output,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            eprintln!("skipped: there is no prlimit (util-linux)");
-            return;
+            return skipped(
+                training_and_export_need_a_fraction_of_the_state_in_memory_from_the_beginning_to_the_end,
+                "there is no prlimit (util-linux)",
+            );
         }
         Err(error) => panic!("{error}"),
     };

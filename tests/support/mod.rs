@@ -3,5 +3,6 @@
 
 pub mod processes;
 pub mod recorded;
+pub mod skips;
 pub mod synth;
 pub mod tiny;

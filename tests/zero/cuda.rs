@@ -1,10 +1,10 @@
 //! The engine on a GPU: stages 0 to 3 give the same bits as each other, and the CPU's losses. Ranks are threads that
-//! share the first GPU. Where no GPU answers, each test says so and passes; scripts/gpu_check.sh counts that as "no GPU".
+//! share the first GPU. Where no GPU answers, each test is skipped; scripts/gpu_check.sh counts that as "no GPU".
 
+use crate::support::skips::skipped;
 use crate::support::tiny::{Outcome, Shape, absent_parameters_are_named, config, train, train_on};
 use candle_core::Device;
 use serde_json::{Value, json};
-use std::io::Write;
 
 const STEPS: usize = 10;
 /// Relative; f32 sums of another order.
@@ -14,16 +14,9 @@ fn gpu() -> candle_core::Result<Device> {
     Device::new_cuda(0)
 }
 
-/// Whether a GPU answers. Written past the test runner's capture, so that a skip can be seen.
-fn gpu_answers(test: &str) -> bool {
-    match gpu() {
-        Ok(_) => true,
-        Err(e) => {
-            let line = format!("SKIPPED {test}: no CUDA device answers: {e}\n");
-            std::io::stderr().write_all(line.as_bytes()).unwrap();
-            false
-        }
-    }
+/// Whether a GPU answers; `test` is skipped otherwise.
+fn gpu_answers<T: Fn()>(test: T) -> bool {
+    gpu().map_err(|e| skipped(test, format_args!("no CUDA device answers: {e}"))).is_ok()
 }
 
 fn zero() -> Value {
@@ -36,7 +29,7 @@ fn losses(outcome: &Outcome) -> Vec<f32> {
 
 #[test]
 fn stages_give_the_same_bits_and_the_losses_of_the_cpu() {
-    if !gpu_answers("stages_give_the_same_bits_and_the_losses_of_the_cpu") {
+    if !gpu_answers(stages_give_the_same_bits_and_the_losses_of_the_cpu) {
         return;
     }
     let shape = Shape { layers: 2, units: true, ..Shape::default() };
@@ -64,7 +57,7 @@ fn stages_give_the_same_bits_and_the_losses_of_the_cpu() {
 
 #[test]
 fn bf16_trains_and_stages_agree() {
-    if !gpu_answers("bf16_trains_and_stages_agree") {
+    if !gpu_answers(bf16_trains_and_stages_agree) {
         return;
     }
     let shape = Shape { layers: 2, units: true, ..Shape::default() };
@@ -81,7 +74,7 @@ fn bf16_trains_and_stages_agree() {
 
 #[test]
 fn an_absent_parameter_is_an_error_with_its_name() {
-    if gpu_answers("an_absent_parameter_is_an_error_with_its_name") {
+    if gpu_answers(an_absent_parameter_is_an_error_with_its_name) {
         absent_parameters_are_named(gpu);
     }
 }
