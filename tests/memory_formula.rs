@@ -1,9 +1,8 @@
 //! What each rank holds equals the ZeRO formula plus named padding, and the ledger equals what the allocator gave.
 #![allow(clippy::unwrap_used)]
 
-mod support;
+mod common;
 
-use crate::support::tiny::{Shape, config, train};
 use candle_core::{Device, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use candle_zero::Engine;
@@ -11,6 +10,7 @@ use candle_zero::comm::threads;
 use candle_zero::memory::{Kind, MemoryReport};
 use candle_zero::offload::DiskAccess;
 use candle_zero::zero::{Unit, unit};
+use common::{Shape, config, train};
 use serde_json::{Value, json};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;

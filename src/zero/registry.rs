@@ -1,0 +1,217 @@
+//! The `VarBuilder` backend behind a model under construction.
+//!
+//! For each parameter that the model asks for: make its initial values (at stage 3 only this rank's share), lay the
+//! share into its sub-group, and hand the model a tensor. At no time does stage 3 hold a whole parameter here.
+
+use super::core::{Link, Registered};
+use super::share_plan::SharePlan;
+use super::sub_group::SubGroupBuilder;
+use crate::error::{Error, Result};
+use crate::layout::{ZeroStage, shard_range};
+use crate::memory::{Kind, Ledger, Tier};
+use crate::optim::Grouping;
+use crate::param::{Param, ROOT, Residency, Source, UnitId, capture, lock, residency};
+use crate::precision::{Flat, FlatRef};
+use candle_core::{DType, Device, Shape, Tensor};
+use candle_nn::Init;
+use candle_nn::var_builder::SimpleBackend;
+use std::collections::{BTreeSet, HashMap};
+use std::sync::{Arc, Mutex};
+
+/// Collects the parameters of a model under construction.
+#[derive(Clone)]
+pub(crate) struct Registry(Arc<Mutex<Inner>>);
+
+struct Inner {
+    plan: SharePlan,
+    source: Source,
+    link: Link,
+    ledger: Ledger,
+    params: Vec<Param>,
+    by_name: HashMap<String, usize>,
+    units: Vec<String>,
+    open_units: Vec<UnitId>,
+    groups: SubGroupBuilder,
+    /// Names, shapes and units only: no parameter gets memory, nor a share.
+    shapes_only: bool,
+    /// The first error; Candle's own error type cannot carry it.
+    failure: Option<Error>,
+}
+
+impl Registry {
+    pub fn new(plan: SharePlan, source: Source, link: Link, ledger: Ledger) -> Self {
+        let groups = SubGroupBuilder::new(&plan, ledger.clone());
+        Self(Arc::new(Mutex::new(Inner {
+            plan,
+            source,
+            link,
+            ledger,
+            params: Vec::new(),
+            by_name: HashMap::new(),
+            units: vec![String::new()],
+            open_units: vec![ROOT],
+            groups,
+            shapes_only: false,
+            failure: None,
+        })))
+    }
+
+    /// A registry that learns names, shapes and units, for a model that is only looked at: its tensors are absent.
+    pub fn of_shapes(dtype: DType) -> Self {
+        let plan = SharePlan {
+            rank: 0,
+            world_size: 1,
+            placement: ZeroStage::Three.placement(),
+            dtype,
+            device: Device::Cpu,
+            sub_group_size: usize::MAX,
+            grad_dtype: dtype,
+            grouping: Arc::default(),
+            offload: None,
+        };
+        let registry = Self::new(plan, Source::Random { seed: 0 }, Link::default(), Ledger::default());
+        lock(&registry.0).shapes_only = true;
+        registry
+    }
+
+    /// Begins a unit: parameters registered until [`Registry::close_unit`] belong to it.
+    pub fn open_unit(&self, name: String) -> (UnitId, Link) {
+        let mut inner = lock(&self.0);
+        let id = inner.units.len();
+        inner.units.push(name);
+        inner.open_units.push(id);
+        (id, inner.link.clone())
+    }
+
+    pub fn close_unit(&self) {
+        lock(&self.0).open_units.pop();
+    }
+
+    /// The error behind a failed construction, if it is one of ours.
+    pub fn take_failure(&self) -> Option<Error> {
+        lock(&self.0).failure.take()
+    }
+
+    /// Ends the registration.
+    pub fn finish(&self) -> Result<Registered> {
+        let mut inner = lock(&self.0);
+        let params = std::mem::take(&mut inner.params);
+        if params.is_empty() {
+            return Err(Error::NoParameters);
+        }
+        inner.source.check_all_used(&params.iter().map(|p| p.name.as_str()).collect::<BTreeSet<_>>())?;
+        Ok(Registered { params, units: std::mem::take(&mut inner.units), groups: inner.groups.finish()? })
+    }
+}
+
+impl Inner {
+    fn register(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
+        if let Some(known) = self.known(name) {
+            if known.shape != shape {
+                let (first, second) = (known.shape.dims().to_vec(), shape.dims().to_vec());
+                return Err(Error::ParameterTwice { name: name.into(), first, second });
+            }
+            return Ok(known.tensor.clone());
+        }
+        let plan = self.plan.clone();
+        if dtype != plan.dtype {
+            let (found, expected) = (format!("{dtype:?}"), format!("{:?}", plan.dtype));
+            return Err(Error::ParameterDtype { name: name.into(), found, expected });
+        }
+        if self.shapes_only {
+            let tensor = self.absent(&plan, &shape)?;
+            return Ok(self.add(name, shape, 0, tensor, Residency::Absent));
+        }
+        let numel = shape.elem_count();
+        let shard = shard_range(numel, plan.world_size, plan.rank);
+        let made = if plan.placement.params.is_sharded() { shard.clone() } else { 0..numel };
+        let values = self.source.values(name, &shape, init, made.clone())?;
+
+        let id = self.params.len();
+        let owned = if plan.placement.optim.is_sharded() { shard } else { 0..numel };
+        let own = &values[owned.start - made.start..owned.end - made.start];
+        // In f32: the master weights begin with all digits of the source.
+        let group = plan.grouping.group(name, shape.dims());
+        self.groups.push(id, numel, owned.clone(), FlatRef::F32(own), Grouping::role(group))?;
+
+        let (tensor, residency) = if plan.placement.params.is_sharded() {
+            (self.absent(&plan, &shape)?, Residency::Absent)
+        } else {
+            let values = Flat::from_f32(values, dtype);
+            let held = self.ledger.hold_in(Tier::of(&plan.device), Kind::Parameters, values.capacity_in_bytes());
+            (self.tensor(&plan, &shape, values)?, Residency::Whole(held))
+        };
+        Ok(self.add(name, shape, group, tensor, residency))
+    }
+
+    /// The tensor of the next parameter, which begins with `values`.
+    fn tensor(&self, plan: &SharePlan, shape: &Shape, values: Flat) -> Result<Tensor> {
+        let storage = residency::storage_on(&plan.device, residency::to_storage(values))?;
+        Ok(capture::capture(self.params.len(), Arc::new(self.link.clone()), &plan.device, (storage, shape.clone()))?)
+    }
+
+    /// The tensor of the next parameter, absent.
+    fn absent(&self, plan: &SharePlan, shape: &Shape) -> Result<Tensor> {
+        // A storage of the true dtype, from which the tensor takes its own; one element, as CUDA may refuse none.
+        let tensor = self.tensor(plan, shape, Flat::zeros(plan.dtype, 1))?;
+        residency::clear(&tensor)?;
+        Ok(tensor)
+    }
+
+    /// Adds a parameter, and gives its tensor.
+    fn add(&mut self, name: &str, shape: Shape, group: usize, tensor: Tensor, residency: Residency) -> Tensor {
+        self.by_name.insert(name.into(), self.params.len());
+        self.params.push(Param {
+            name: name.into(),
+            numel: shape.elem_count(),
+            shape,
+            group,
+            unit: self.open_unit(),
+            tensor: tensor.clone(),
+            residency: Mutex::new(residency),
+        });
+        tensor
+    }
+
+    /// The unit under construction.
+    fn open_unit(&self) -> UnitId {
+        self.open_units.last().copied().unwrap_or(ROOT)
+    }
+
+    /// The parameter that was registered under `name`, for one more use of it.
+    fn known(&mut self, name: &str) -> Option<&Param> {
+        let unit = self.open_unit();
+        let known = &mut self.params[*self.by_name.get(name)?];
+        if known.unit != unit {
+            // One unit would release what another one is using; the root's parameters are there for all of them.
+            known.unit = ROOT;
+        }
+        Some(known)
+    }
+
+    fn fail(&mut self, error: Error) -> candle_core::Error {
+        let text = error.to_string();
+        self.failure.get_or_insert(error);
+        candle_core::Error::Msg(text)
+    }
+}
+
+impl SimpleBackend for Registry {
+    fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, _: &Device) -> candle_core::Result<Tensor> {
+        let mut inner = lock(&self.0);
+        inner.register(name, shape, init, dtype).map_err(|e| inner.fail(e))
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        let mut inner = lock(&self.0);
+        if let Some(known) = inner.known(name) {
+            return Ok(known.tensor.clone());
+        }
+        Err(inner.fail(Error::ParameterWithoutShape { name: name.into() }))
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        let inner = lock(&self.0);
+        inner.by_name.contains_key(name) || inner.source.contains(name)
+    }
+}
