@@ -5,7 +5,7 @@
 
 use super::gather::Gatherer;
 use super::gradients::{Gradients, ReducePlan};
-use super::sub_group::SubGroup;
+use super::sub_group::{SubGroup, places};
 use super::trace::Event;
 use crate::comm::Communicator;
 use crate::config::ZeroConfig;
@@ -76,12 +76,7 @@ impl Core {
         link: &Link,
     ) -> Arc<Self> {
         let Registered { params, units, groups } = registered;
-        let mut places = vec![(0, 0); params.len()];
-        for (g, group) in groups.iter().enumerate() {
-            for (s, slot) in group.slots.iter().enumerate() {
-                places[slot.param] = (g, s);
-            }
-        }
+        let places = places(&groups, params.len());
         let ahead = offload.as_ref().and_then(|o| o.params.as_ref()).map(|p| p.ahead);
         let gather = Gatherer::new(&params, units.len(), &zero, comm.size(), ahead);
         let gradients = Gradients::new(plan, zero.reduce_bucket_size, params.len());
@@ -138,15 +133,6 @@ impl Core {
     /// A unit's name for people.
     pub fn unit_name(&self, unit: UnitId) -> String {
         if unit == ROOT { "root".to_owned() } else { self.units[unit].clone() }
-    }
-
-    /// Parameters that travel together, for people.
-    pub fn names(&self, params: &[ParamId]) -> String {
-        match params {
-            [] => String::new(),
-            [param] => self.params[*param].name.clone(),
-            [first, rest @ ..] => format!("{} + {}", self.params[*first].name, rest.len()),
-        }
     }
 
     /// A unit's forward is over.

@@ -15,6 +15,7 @@
 
 use super::core::Core;
 use super::parcel::Parcel;
+use super::rank::Rank;
 use super::sub_group::{Home, Slot};
 use super::trace::{Event, Trace};
 use crate::comm::{Pending, Wire};
@@ -27,12 +28,9 @@ use crate::precision::{Flat, Ints};
 use crate::timeline;
 
 /// What carries out the decisions of a [`Gatherer`]: the engine's core, or a rehearsal that only counts.
-pub(crate) trait Carrier {
+pub(crate) trait Carrier: Rank {
     /// The parcels of a bundle that are under way.
     type Gathering;
-    /// All parameters.
-    fn params(&self) -> &[Param];
-    fn zero(&self) -> &ZeroConfig;
     /// A model is only evaluated.
     fn is_evaluating(&self) -> bool;
     /// Begins the all-gathers of this rank's shares, or to read them.
@@ -124,14 +122,6 @@ impl Bundle {
 
 impl Carrier for Core {
     type Gathering = Gathering;
-
-    fn params(&self) -> &[Param] {
-        &self.params
-    }
-
-    fn zero(&self) -> &ZeroConfig {
-        &self.zero
-    }
 
     fn is_evaluating(&self) -> bool {
         Self::is_evaluating(self)
