@@ -148,6 +148,11 @@ impl Tier {
 }
 
 impl Held {
+    /// Its bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
     /// The allocation has now `bytes` bytes.
     pub fn resize(&mut self, bytes: usize) {
         self.ledger.change(self.tier, self.kind, self.bytes, bytes);
@@ -298,9 +303,13 @@ impl<B: Elements> Tracked<B> {
         self.held.resize(self.flat.capacity_in_bytes());
     }
 
-    /// Bytes in the ledger.
-    pub fn bytes(&self) -> usize {
-        self.flat.capacity_in_bytes()
+    /// Lets `change` work on the buffer, whose size stays.
+    pub fn try_map<E>(self, change: impl FnOnce(B) -> Result<B, E>) -> Result<Self, E> {
+        Ok(Self { flat: change(self.flat)?, held: self.held })
+    }
+
+    pub fn buffer(&self) -> &B {
+        &self.flat
     }
 
     /// The values, where there are any.

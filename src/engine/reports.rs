@@ -3,10 +3,11 @@
 use super::Engine;
 use crate::comm::CommReport;
 use crate::config::Config;
-use crate::memory::{ElementBytes, MemoryReport};
+use crate::memory::MemoryReport;
 use crate::offload::OffloadReport;
 use crate::optim::Momentum;
 use crate::param::lock;
+use crate::zero::rank::Rank;
 use candle_core::{DType, Device};
 use std::time::Duration;
 
@@ -111,18 +112,8 @@ impl<M> Engine<M> {
 
     /// Bytes of model state that this rank holds, beside the ZeRO formula.
     pub fn memory_report(&self) -> MemoryReport {
-        let core = &self.core;
-        let share = lock(&core.groups).iter().map(|g| g.len).sum();
-        let master = if core.dtype == DType::F32 { 0 } else { 4 };
-        let each = ElementBytes {
-            params: core.dtype.size_in_bytes(),
-            grads: lock(&core.gradients).accumulate_dtype().size_in_bytes(),
-            master,
-            moments: core.params.iter().map(|p| 4 * p.numel * self.trainer.state_names(p.group).len()).sum(),
-        };
-        let moments = lock(&core.groups).iter().map(|g| 4 * g.len * g.moments.len()).sum();
-        let parameters = core.params.iter().map(|p| p.numel).sum();
-        MemoryReport::new(&core.ledger, self.config.zero.stage, self.world_size(), parameters, [share, moments], each)
+        let accumulate = lock(&self.core.gradients).accumulate_dtype();
+        Rank::memory_report(&*self.core, accumulate)
     }
 
     /// File access of this rank so far; zeros where nothing is offloaded to files.

@@ -1,6 +1,6 @@
 //! Buffers without memory.
 
-use crate::precision::{Elements, FlatMut, FlatRef};
+use crate::precision::Elements;
 use candle_core::DType;
 
 /// So many elements of a dtype, and room for so many, of which none is there.
@@ -14,10 +14,6 @@ pub(super) struct Blank {
 impl Elements for Blank {
     fn with_capacity(dtype: DType, capacity: usize) -> Self {
         Self { dtype, len: 0, capacity }
-    }
-
-    fn zeros(dtype: DType, len: usize) -> Self {
-        Self { dtype, len, capacity: len }
     }
 
     fn dtype(&self) -> DType {
@@ -36,13 +32,9 @@ impl Elements for Blank {
         self.capacity = self.capacity.max(self.len + more);
     }
 
-    fn extend_cast(&mut self, values: FlatRef<'_>) {
-        self.extend_zeros(values.len());
-    }
-
     fn extend_zeros(&mut self, count: usize) {
+        self.reserve_exact(count);
         self.len += count;
-        self.capacity = self.capacity.max(self.len);
     }
 
     fn truncate(&mut self, len: usize) {
@@ -51,13 +43,5 @@ impl Elements for Blank {
 
     fn shrink_to_fit(&mut self) {
         self.capacity = self.len;
-    }
-
-    fn values(&self) -> Option<FlatRef<'_>> {
-        None
-    }
-
-    fn values_mut(&mut self) -> Option<FlatMut<'_>> {
-        None
     }
 }

@@ -8,27 +8,19 @@ use crate::error::Result;
 use crate::memory::{Held, Kind, Ledger, Tier, Tracked};
 use crate::offload::{ALIGN, DiskAccess, Files, UNWRITTEN, block_size, threads};
 use crate::optim::Role;
-use crate::precision::FlatRef;
+use crate::precision::Elements;
 use crate::zero::lay_out::{self, State};
 use candle_core::DType;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::rc::Rc;
 
-/// Space of a file: its element type, its bytes and their entry in the ledger.
+/// Space of a file, which is entered in the ledger.
 #[derive(Clone)]
 pub(super) struct Space {
     dtype: DType,
-    bytes: Rc<RefCell<(usize, Held)>>,
-}
-
-impl Space {
-    fn resize(&self, resize: impl FnOnce(usize) -> usize) {
-        let (bytes, held) = &mut *self.bytes.borrow_mut();
-        *bytes = resize(*bytes);
-        held.resize(*bytes);
-    }
+    held: Rc<RefCell<Held>>,
 }
 
 /// Files while sub-groups are laid out.
@@ -36,19 +28,13 @@ pub(super) struct Spaces(pub Ledger);
 
 impl<'a> lay_out::Carrier<Rehearsal<'a>> for Spaces {
     fn begin(&self, state: State, _: Role, dtype: DType) -> Space {
-        Space { dtype, bytes: Rc::new(RefCell::new((0, self.0.hold_in(Tier::File, state.kind(), 0)))) }
+        Space { dtype, held: Rc::new(RefCell::new(self.0.hold_in(Tier::File, state.kind(), 0))) }
     }
 
     fn grow(&mut self, space: &Space, count: usize) -> Result<()> {
-        space.resize(|bytes| bytes + count * space.dtype.size_in_bytes());
-        Ok(())
-    }
-
-    fn write(&mut self, _: &Space, _: usize, _: FlatRef<'_>) -> Result<()> {
-        Ok(())
-    }
-
-    fn written(&mut self) -> Result<()> {
+        let mut held = space.held.borrow_mut();
+        let bytes = held.bytes() + count * space.dtype.size_in_bytes();
+        held.resize(bytes);
         Ok(())
     }
 
@@ -59,7 +45,7 @@ impl<'a> lay_out::Carrier<Rehearsal<'a>> for Spaces {
         room: impl FnOnce() -> Tracked<Blank>,
     ) -> Result<Option<Tracked<Blank>>> {
         let memory = room();
-        space.resize(|_| 0);
+        space.held.borrow_mut().resize(0);
         Ok(Some(memory))
     }
 }
@@ -71,29 +57,18 @@ pub(super) struct Requests {
     traffic: Rc<RefCell<Traffic>>,
     /// Bytes of the copies that direct access may need: each thread keeps a block that does not lie as it has to.
     copies: usize,
-    unwritten: RefCell<Unwritten>,
-}
-
-/// Gradients on their way, as if no disk were fast enough to write one before it has to be waited for.
-#[derive(Default)]
-struct Unwritten {
-    queue: VecDeque<(u64, Tracked<Blank>)>,
-    bytes: usize,
+    /// Gradients on their way, by number, as if no disk were fast enough to write one before it has to be waited for.
+    unwritten: RefCell<VecDeque<(u64, Tracked<Blank>)>>,
     /// Gradients so far.
-    count: u64,
-}
-
-impl Unwritten {
-    fn remove(&mut self, index: usize) {
-        self.bytes -= self.queue.remove(index).map_or(0, |(_, memory)| memory.bytes());
-    }
+    stored: Cell<u64>,
 }
 
 impl Requests {
     /// `largest`: elements of the largest parameter.
     pub fn new(aio: &Aio, largest: usize, access: DiskAccess, ledger: Ledger, traffic: Rc<RefCell<Traffic>>) -> Self {
         let block = block_size(aio).min(largest * DType::F32.size_in_bytes()).next_multiple_of(ALIGN) + ALIGN - 1;
-        Self { access, ledger, traffic, copies: threads(aio) * block, unwritten: RefCell::default() }
+        let copies = threads(aio) * block;
+        Self { access, ledger, traffic, copies, unwritten: RefCell::default(), stored: Cell::new(0) }
     }
 
     /// Copies may be there now.
@@ -102,6 +77,14 @@ impl Requests {
             drop(self.ledger.hold(Kind::Staging, self.copies));
         }
     }
+
+    fn count_read(&self, space: &Space, elements: usize) {
+        self.traffic.borrow_mut().bytes_read += (elements * space.dtype.size_in_bytes()) as u64;
+    }
+
+    fn count_write(&self, space: &Space, elements: usize) {
+        self.traffic.borrow_mut().bytes_written += (elements * space.dtype.size_in_bytes()) as u64;
+    }
 }
 
 impl Files for Requests {
@@ -109,7 +92,8 @@ impl Files for Requests {
     /// Its bytes.
     type Staging = usize;
     type Transfer = usize;
-    type Memory = Tracked<Blank>;
+    type Buffer = Blank;
+    type Reading = Blank;
     type Writing = u64;
 
     fn dtype(space: &Space) -> DType {
@@ -124,18 +108,16 @@ impl Files for Requests {
         *staging
     }
 
-    fn read(&self, staging: usize, space: &Space, range: Range<usize>) -> usize {
-        self.traffic.borrow_mut().read(range.len(), space.dtype);
+    fn read(&self, staging: usize, from: Option<(&Space, Range<usize>)>) -> usize {
+        if let Some((space, range)) = from {
+            self.count_read(space, range.len());
+        }
         self.hold_copies();
         staging
     }
 
-    fn clear(&self, staging: usize) -> usize {
-        staging
-    }
-
     fn write(&self, staging: usize, space: &Space, range: Range<usize>) -> usize {
-        self.traffic.borrow_mut().write(range.len(), space.dtype);
+        self.count_write(space, range.len());
         self.hold_copies();
         staging
     }
@@ -144,27 +126,31 @@ impl Files for Requests {
         Ok(transfer)
     }
 
-    fn fetch(&self, memory: Tracked<Blank>, space: &Space, range: Range<usize>) -> Result<Tracked<Blank>> {
-        self.traffic.borrow_mut().read(range.len(), space.dtype);
-        Ok(memory)
+    fn fill(&self, buffer: Blank, pieces: Vec<(Space, Range<usize>, usize)>) -> Blank {
+        pieces.iter().for_each(|(space, range, _)| self.count_read(space, range.len()));
+        buffer
+    }
+
+    fn filled(&self, reading: Blank) -> Result<Blank> {
+        Ok(reading)
     }
 
     fn store(&self, memory: Tracked<Blank>, space: &Space, range: Range<usize>) -> u64 {
-        self.traffic.borrow_mut().write(range.len(), space.dtype);
+        self.count_write(space, range.len());
         let mut unwritten = self.unwritten.borrow_mut();
-        while !unwritten.queue.is_empty() && unwritten.bytes + memory.bytes() > UNWRITTEN {
-            unwritten.remove(0);
+        let bytes = |memory: &Tracked<Blank>| memory.buffer().capacity_in_bytes();
+        while !unwritten.is_empty() && unwritten.iter().map(|u| bytes(&u.1)).sum::<usize>() + bytes(&memory) > UNWRITTEN
+        {
+            unwritten.pop_front();
         }
-        unwritten.count += 1;
-        unwritten.bytes += memory.bytes();
-        let number = unwritten.count;
-        unwritten.queue.push_back((number, memory));
-        number
+        self.stored.update(|stored| stored + 1);
+        unwritten.push_back((self.stored.get(), memory));
+        self.stored.get()
     }
 
     fn written(&self, number: u64) -> Result<()> {
         let mut unwritten = self.unwritten.borrow_mut();
-        if let Ok(index) = unwritten.queue.binary_search_by_key(&number, |(number, _)| *number) {
+        if let Ok(index) = unwritten.binary_search_by_key(&number, |(other, _)| *other) {
             unwritten.remove(index);
         }
         Ok(())

@@ -10,22 +10,21 @@ use super::blank::Blank;
 use super::files::{Requests, Spaces};
 use super::traffic::Traffic;
 use crate::comm::{Kind as Collective, Wire};
-use crate::config::{Config, OffloadOptimizer, OffloadParam, OptimizerConfig, SgdConfig, ZeroConfig};
+use crate::config::{Config, OptimizerConfig, SgdConfig};
 use crate::error::Result;
 use crate::layout::shard_range;
-use crate::memory::{ElementBytes, Held, Kind, Ledger, MemoryReport, Tier};
+use crate::memory::{Held, Kind, Ledger, MemoryReport, Tier};
 use crate::offload::{DiskAccess, Window, Windows};
 use crate::optim::{self, GroupStep, Grouping, Role, StepContext};
 use crate::param::{Param, ParamId, ROOT, Residency, lock};
 use crate::precision::{Elements, FlatRef};
-use crate::zero::gather::{self, Bundle, Gatherer};
+use crate::zero::gather::Gatherer;
 use crate::zero::gradients::{self, Arrived, Gradients, ReducePlan};
 use crate::zero::lay_out::{Rules, SubGroupBuilder};
 use crate::zero::parcel::Parcel;
-use crate::zero::publish;
-use crate::zero::rank::Rank;
+use crate::zero::rank::{Facts, Rank};
 use crate::zero::step::{update, vote};
-use crate::zero::sub_group::{Home, Pass, Slot, SubGroup, places};
+use crate::zero::sub_group::{Pass, Slot, SubGroup, places};
 use crate::zero::trace::Event;
 use crate::zero::walk::{self, Part};
 use candle_core::DType;
@@ -64,16 +63,6 @@ const RANK: usize = 0;
 const PLAIN: OptimizerConfig =
     OptimizerConfig::Sgd(SgdConfig { lr: 0.0, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false });
 
-/// Optimizer state in files.
-fn optimizer_files(zero: &ZeroConfig) -> Option<&OffloadOptimizer> {
-    zero.offload_optimizer.as_ref().filter(|o| o.to.nvme_path().is_some())
-}
-
-/// Parameter shards in files.
-fn param_files(zero: &ZeroConfig) -> Option<&OffloadParam> {
-    zero.offload_param.as_ref().filter(|p| p.to.nvme_path().is_some())
-}
-
 impl<'a> Rehearsal<'a> {
     /// The rank at the start of training.
     pub fn new(params: &'a [Param], num_units: usize, config: &'a Config, setting: Setting) -> Result<Self> {
@@ -88,17 +77,7 @@ impl<'a> Rehearsal<'a> {
         let largest = params.iter().map(|p| p.numel).max().unwrap_or(0);
         let access = setting.disk_access.unwrap_or(DiskAccess::Direct);
         let mut requests = Requests::new(&config.aio, largest, access, ledger.clone(), traffic.clone());
-        let rules = Rules {
-            rank: RANK,
-            world_size,
-            placement,
-            dtype,
-            grad_dtype: plan.accumulate,
-            sub_group_size: zero.sub_group_size,
-            grouping: grouping.clone(),
-            weights_in_memory: param_files(zero).map(|p| p.max_in_cpu),
-            states_in_files: optimizer_files(zero).map(|o| o.ratio),
-        };
+        let rules = Rules::new(config, plan.accumulate, RANK, grouping.clone());
         if rules.has_files() {
             // While the files are filled they are accessed around the page cache, unless the user wants it otherwise.
             requests.hold_copies();
@@ -141,7 +120,7 @@ impl<'a> Rehearsal<'a> {
     /// Trains for some steps and gives what one of them moves.
     pub fn train(&self) -> Result<Traffic> {
         let zero = &self.config.zero;
-        let ahead = param_files(zero).map(|p| p.ahead());
+        let ahead = zero.param_files().map(|p| p.ahead());
         let mut gather = Gatherer::new(self.params, self.num_units, zero, self.world_size(), ahead);
         let mut gradients = Gradients::new(self.plan, zero.reduce_bucket_size, self.params.len());
         gather.refresh_persistent(self)?;
@@ -159,8 +138,10 @@ impl<'a> Rehearsal<'a> {
                 last = self.traffic.borrow().since(&before);
             }
             vote(self, 0.0, true, self.plan.accumulate)?;
-            let ctx = StepContext::new(0.0, 1);
-            update(self, &|param| GroupStep { optimizer: self.optimizer(self.role(&self.params[param])), ctx })?;
+            update(self, &|param| {
+                let optimizer = self.grouping.optimizer(self.role(&self.params[param]));
+                GroupStep { optimizer: optimizer.expect("there is one"), ctx: StepContext::new(0.0, 1) }
+            })?;
             gradients.clear(self);
             gather.refresh_persistent(self)?;
             moved = self.traffic.borrow().since(&before);
@@ -170,7 +151,7 @@ impl<'a> Rehearsal<'a> {
     }
 
     /// Forward and backward.
-    fn micro_step(&self, gather: &mut Gatherer<Vec<Held>>, gradients: &mut Gradients<Self>) -> Result<()> {
+    fn micro_step(&self, gather: &mut Gatherer<Self>, gradients: &mut Gradients<Self>) -> Result<()> {
         let sharded = self.placement().params.is_sharded();
         gather.enter(self, Event::Forward(ROOT))?;
         for unit in (0..self.num_units).filter(|unit| *unit != ROOT && sharded) {
@@ -182,28 +163,27 @@ impl<'a> Rehearsal<'a> {
         }
         gather.leave_forward(self, ROOT)?;
         gather.enter(self, Event::Backward(ROOT))?;
-        let mut open = ROOT;
-        for (id, param) in self.params.iter().enumerate().rev() {
-            if param.unit != open && sharded {
-                // A unit that recomputes runs a backward of its own.
-                if open != ROOT && self.recompute {
-                    gather.unnest();
-                }
-                if param.unit != ROOT && self.recompute {
-                    gather.nest();
-                }
-                if param.unit != ROOT {
-                    gather.enter(self, Event::Backward(param.unit))?;
-                }
-                open = param.unit;
+        let mut end = self.params.len();
+        for params in self.params.chunk_by(|a, b| a.unit == b.unit).rev() {
+            let unit = params[0].unit;
+            // A unit that recomputes runs a backward of its own.
+            let nests = sharded && unit != ROOT && self.recompute;
+            if nests {
+                gather.nest();
             }
-            gradients.arrive(self, id, Blank::zeros(self.dtype, param.numel))?;
-            if sharded {
-                gather.release_param(self, id)?;
+            if sharded && unit != ROOT {
+                gather.enter(self, Event::Backward(unit))?;
             }
-        }
-        if open != ROOT && self.recompute {
-            gather.unnest();
+            for (id, param) in (0..end).zip(&self.params[..end]).rev().take(params.len()) {
+                gradients.arrive(self, id, Blank::zeros(self.dtype, param.numel))?;
+                if sharded {
+                    gather.release_param(self, id)?;
+                }
+            }
+            if nests {
+                gather.unnest();
+            }
+            end -= params.len();
         }
         gradients.end_backward(self)?;
         gather.end(self)
@@ -211,31 +191,12 @@ impl<'a> Rehearsal<'a> {
 
     /// What the ledger has counted, beside the formula.
     pub fn report(&self) -> MemoryReport {
-        let states = |role| self.grouping.state_names(role).len();
-        let each = ElementBytes {
-            params: self.dtype.size_in_bytes(),
-            grads: self.plan.accumulate.size_in_bytes(),
-            master: if self.dtype == DType::F32 { 0 } else { 4 },
-            moments: self.params.iter().map(|p| 4 * p.numel * states(self.role(p))).sum(),
-        };
-        let groups = self.groups();
-        let parameters = self.params.iter().map(|p| p.numel).sum();
-        let share = groups.iter().map(|g| g.len).sum();
-        let moments = groups.iter().map(|g| 4 * g.len * states(g.role)).sum();
-        MemoryReport::new(&self.ledger, self.config.zero.stage, self.world_size(), parameters, [share, moments], each)
+        self.memory_report(self.plan.accumulate)
     }
 
     /// The half of the optimizer that trains a parameter.
     fn role(&self, param: &Param) -> Role {
         Grouping::role(self.grouping.group(&param.name, param.shape.dims()))
-    }
-
-    fn optimizer(&self, role: Role) -> &dyn optim::Optimizer {
-        self.grouping.optimizer(role).expect("a parameter is trained by a half that there is")
-    }
-
-    fn count(&self, kind: Collective, wire: Wire, (elements, dtype): (usize, DType)) {
-        self.traffic.borrow_mut().collective(kind, elements, (dtype, wire), self.world_size());
     }
 }
 
@@ -245,28 +206,14 @@ impl Rank for Rehearsal<'_> {
     type Pending = Blank;
     type Files = Requests;
 
-    fn params(&self) -> &[Param] {
-        self.params
+    fn facts(&self) -> Facts<'_> {
+        let Self { params, dtype, tier, ledger, .. } = self;
+        let Config { world_size, zero, .. } = self.config;
+        Facts { rank: RANK, world_size: *world_size, params, zero, dtype: *dtype, tier: *tier, ledger }
     }
 
-    fn zero(&self) -> &ZeroConfig {
-        &self.config.zero
-    }
-
-    fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    fn world_size(&self) -> usize {
-        self.config.world_size
-    }
-
-    fn rank(&self) -> usize {
-        RANK
-    }
-
-    fn ledger(&self) -> &Ledger {
-        &self.ledger
+    fn is_evaluating(&self) -> bool {
+        false
     }
 
     fn groups(&self) -> MutexGuard<'_, Vec<SubGroup<Self>>> {
@@ -282,18 +229,18 @@ impl Rank for Rehearsal<'_> {
     }
 
     fn windows(&self) -> Windows {
-        Windows::new(optimizer_files(&self.config.zero), self.requests.access)
+        Windows::new(self.config.zero.optimizer_files(), self.requests.access)
     }
 
-    fn collective(&self, kind: Collective, wire: Wire, buffer: Blank, _: &[ParamId]) -> Blank {
-        self.count(kind, wire, (buffer.len(), buffer.dtype()));
-        let mut result = buffer;
+    fn collective(&self, kind: Collective, wire: Wire, mut buffer: Blank, _: &[ParamId]) -> Blank {
+        let (len, world) = (buffer.len(), self.world_size());
+        self.traffic.borrow_mut().collective(kind, len, buffer.dtype(), wire, world);
         match kind {
-            Collective::ReduceScatter => result.truncate(buffer.len() / self.world_size()),
-            Collective::AllGather => result.extend_zeros(buffer.len() * (self.world_size() - 1)),
+            Collective::ReduceScatter => buffer.truncate(len / world),
+            Collective::AllGather => buffer.extend_zeros(len * (world - 1)),
             Collective::AllReduce | Collective::Control | Collective::Barrier => {}
         }
-        result
+        buffer
     }
 
     fn wait(&self, result: Blank) -> Result<Blank> {
@@ -301,49 +248,17 @@ impl Rank for Rehearsal<'_> {
     }
 
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
-        self.count(Collective::Control, Wire::Exact, (values.len(), DType::F64));
+        let mut traffic = self.traffic.borrow_mut();
+        traffic.collective(Collective::Control, values.len(), DType::F64, Wire::Exact, self.world_size());
         Ok(vec![values])
     }
-}
 
-impl gather::Carrier for Rehearsal<'_> {
-    type Gathering = Vec<Held>;
-
-    fn is_evaluating(&self) -> bool {
-        false
-    }
-
-    fn launch(&self, bundle: &Bundle) -> Vec<Held> {
-        let groups = self.groups();
-        let launch = |parcel: &Parcel| {
-            for (group, slot) in parcel.params.iter().map(|p| self.places[*p]) {
-                if let Some(Home::File(_)) = &groups[group].weights {
-                    self.traffic.borrow_mut().read(groups[group].slots[slot].len, self.dtype);
-                }
-            }
-            let chunks = Blank::with_capacity(self.dtype, parcel.chunk * self.world_size());
-            self.ledger.hold(Kind::Gathered, chunks.capacity_in_bytes())
-        };
-        bundle.parcels.iter().map(launch).collect()
-    }
-
-    fn install(&self, bundle: &Bundle, gathering: Vec<Held>, kind: Kind) -> Result<()> {
-        for (parcel, held) in bundle.parcels.iter().zip(gathering) {
-            self.count(Collective::AllGather, bundle.wire, (parcel.chunk, self.dtype));
-            drop(held);
-            for p in &parcel.params {
-                // A parameter that travelled alone takes the buffer over, padding included.
-                let alone = parcel.params.len() == 1;
-                let elements = if alone { parcel.chunk * self.world_size() } else { self.params[*p].numel };
-                let held = self.ledger.hold_in(self.tier, kind, elements * self.dtype.size_in_bytes());
-                *lock(&self.params[*p].residency) = Residency::Whole(held);
-            }
-        }
+    fn copy(&self, _: &Param, range: Range<usize>, to: &mut Blank) -> Result<()> {
+        to.extend_zeros(range.len());
         Ok(())
     }
 
-    /// In the recorded order, which a rehearsal never leaves, nothing is gathered that nobody comes for.
-    fn forget(&self, _: Vec<Held>) -> Result<()> {
+    fn put(&self, _: &Param, _: Blank) -> Result<()> {
         Ok(())
     }
 }
@@ -369,18 +284,6 @@ impl walk::Carrier for Rehearsal<'_> {
         _: Option<&mut Window<usize>>,
         _: &mut impl FnMut(&Slot, Range<usize>, Part<'_, '_>),
     ) -> Result<()> {
-        Ok(())
-    }
-}
-
-impl publish::Carrier for Rehearsal<'_> {
-    fn shards(&self, parcel: &Parcel) -> Result<Blank> {
-        let mut shards = Blank::with_capacity(self.dtype, parcel.chunk * self.world_size());
-        shards.extend_zeros(parcel.chunk);
-        Ok(shards)
-    }
-
-    fn publish(&self, _: &Parcel, _: Blank) -> Result<()> {
         Ok(())
     }
 }

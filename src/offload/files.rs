@@ -5,6 +5,7 @@ use super::arena::Extent;
 use super::io::{Io, Transfer};
 use crate::error::Result;
 use crate::memory::Tracked;
+use crate::precision::Flat;
 use candle_core::DType;
 use std::ops::Range;
 
@@ -16,8 +17,10 @@ pub(crate) trait Files {
     type Staging;
     /// A window on its way.
     type Transfer;
-    /// A state in memory.
-    type Memory;
+    /// Elements in memory.
+    type Buffer;
+    /// Elements on their way into a buffer.
+    type Reading;
     /// A state on its way to its file, after which its memory is free.
     type Writing;
 
@@ -27,18 +30,18 @@ pub(crate) trait Files {
     fn staging(bytes: usize) -> Self::Staging;
     /// Its bytes.
     fn len(staging: &Self::Staging) -> usize;
-    /// Begins to fill a window.
-    fn read(&self, staging: Self::Staging, extent: &Self::Extent, range: Range<usize>) -> Self::Transfer;
-    /// Fills a window with zeros.
-    fn clear(&self, staging: Self::Staging) -> Self::Transfer;
+    /// Begins to fill a window from a file, or fills it with zeros.
+    fn read(&self, staging: Self::Staging, from: Option<(&Self::Extent, Range<usize>)>) -> Self::Transfer;
     /// Begins to bring a window back.
     fn write(&self, staging: Self::Staging, extent: &Self::Extent, range: Range<usize>) -> Self::Transfer;
     /// Waits for a window, and gives its memory back.
     fn wait(&self, transfer: Self::Transfer) -> Result<Self::Staging>;
-    /// Fills `memory`.
-    fn fetch(&self, memory: Self::Memory, extent: &Self::Extent, range: Range<usize>) -> Result<Self::Memory>;
-    /// Begins to write `memory`, which is then free. Waits first where much is unwritten yet.
-    fn store(&self, memory: Self::Memory, extent: &Self::Extent, range: Range<usize>) -> Self::Writing;
+    /// Begins to fill parts of a buffer: each of `pieces` from an element of the buffer on.
+    fn fill(&self, buffer: Self::Buffer, pieces: Vec<(Self::Extent, Range<usize>, usize)>) -> Self::Reading;
+    /// Waits until they are.
+    fn filled(&self, reading: Self::Reading) -> Result<Self::Buffer>;
+    /// Begins to write a state, whose memory is then free. Waits first where much is unwritten yet.
+    fn store(&self, memory: Tracked<Self::Buffer>, extent: &Self::Extent, range: Range<usize>) -> Self::Writing;
     /// Waits until it is written.
     fn written(&self, writing: Self::Writing) -> Result<()>;
 }
@@ -47,7 +50,8 @@ impl Files for Io {
     type Extent = Extent;
     type Staging = Aligned;
     type Transfer = Transfer<Aligned>;
-    type Memory = Tracked;
+    type Buffer = Flat;
+    type Reading = Transfer<Flat>;
     type Writing = Transfer<Tracked>;
 
     fn dtype(extent: &Extent) -> DType {
@@ -62,13 +66,11 @@ impl Files for Io {
         staging.len()
     }
 
-    fn read(&self, staging: Aligned, extent: &Extent, range: Range<usize>) -> Transfer<Aligned> {
-        Self::read(self, staging, vec![extent.piece(range, 0)])
-    }
-
-    fn clear(&self, mut staging: Aligned) -> Transfer<Aligned> {
-        staging.bytes_mut().fill(0);
-        Self::read(self, staging, Vec::new())
+    fn read(&self, mut staging: Aligned, from: Option<(&Extent, Range<usize>)>) -> Transfer<Aligned> {
+        if from.is_none() {
+            staging.bytes_mut().fill(0);
+        }
+        Self::read(self, staging, from.into_iter().map(|(extent, range)| extent.piece(range, 0)).collect())
     }
 
     fn write(&self, staging: Aligned, extent: &Extent, range: Range<usize>) -> Transfer<Aligned> {
@@ -79,8 +81,13 @@ impl Files for Io {
         transfer.wait()
     }
 
-    fn fetch(&self, memory: Tracked, extent: &Extent, range: Range<usize>) -> Result<Tracked> {
-        Self::read(self, memory, vec![extent.piece(range, 0)]).wait()
+    fn fill(&self, buffer: Flat, pieces: Vec<(Extent, Range<usize>, usize)>) -> Transfer<Flat> {
+        let pieces = pieces.into_iter().map(|(extent, range, at)| extent.piece(range, at)).collect();
+        Self::read(self, buffer, pieces)
+    }
+
+    fn filled(&self, reading: Transfer<Flat>) -> Result<Flat> {
+        reading.wait()
     }
 
     fn store(&self, memory: Tracked, extent: &Extent, range: Range<usize>) -> Transfer<Tracked> {

@@ -221,11 +221,8 @@ impl<'a, F: Files> Pipeline<'a, F> {
                     F::staging(room)
                 }
             };
-            reading.push(match reads {
-                true => self.files.read(buffer, extent, range.clone()),
-                // What lies between parameters goes to the file too.
-                false => self.files.clear(buffer),
-            });
+            // Where nothing is read there are zeros: what lies between parameters goes to the file too.
+            reading.push(self.files.read(buffer, reads.then(|| (extent, range.clone()))));
         }
         self.ahead.push_back(reading);
     }

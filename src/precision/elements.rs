@@ -2,34 +2,53 @@
 
 use super::{Flat, FlatMut, FlatRef};
 use candle_core::DType;
+use std::ops::Range;
 
-/// Elements of one dtype: in memory, or only counted.
+/// Elements of one dtype: in memory, or only counted. Only counted ones have no values.
 pub(crate) trait Elements: Sized {
     /// No elements, and room for `capacity` of them.
     fn with_capacity(dtype: DType, capacity: usize) -> Self;
-    /// As many zeros.
-    fn zeros(dtype: DType, len: usize) -> Self;
     fn dtype(&self) -> DType;
     fn len(&self) -> usize;
     fn capacity_in_bytes(&self) -> usize;
+    /// Makes room for exactly `more` elements, if there is less.
     fn reserve_exact(&mut self, more: usize);
-    fn extend_cast(&mut self, values: FlatRef<'_>);
     fn extend_zeros(&mut self, count: usize);
     fn truncate(&mut self, len: usize);
     fn shrink_to_fit(&mut self);
-    /// The values; `None` where elements are only counted.
-    fn values(&self) -> Option<FlatRef<'_>>;
-    /// The same, writable.
-    fn values_mut(&mut self) -> Option<FlatMut<'_>>;
+
+    fn values(&self) -> Option<FlatRef<'_>> {
+        None
+    }
+
+    fn values_mut(&mut self) -> Option<FlatMut<'_>> {
+        None
+    }
+
+    /// Appends elements; of counted ones, their number.
+    fn extend_cast(&mut self, values: FlatRef<'_>) {
+        self.extend_zeros(values.len());
+    }
+
+    /// So many zeros.
+    fn zeros(dtype: DType, len: usize) -> Self {
+        let mut zeros = Self::with_capacity(dtype, len);
+        zeros.extend_zeros(len);
+        zeros
+    }
+
+    /// Appends elements `range` of another buffer.
+    fn extend_from(&mut self, from: &Self, range: Range<usize>) {
+        match from.values() {
+            Some(values) => self.extend_cast(values.slice(range)),
+            None => self.extend_zeros(range.len()),
+        }
+    }
 }
 
 impl Elements for Flat {
     fn with_capacity(dtype: DType, capacity: usize) -> Self {
         Self::with_capacity(dtype, capacity)
-    }
-
-    fn zeros(dtype: DType, len: usize) -> Self {
-        Self::zeros(dtype, len)
     }
 
     fn dtype(&self) -> DType {
@@ -46,10 +65,6 @@ impl Elements for Flat {
 
     fn reserve_exact(&mut self, more: usize) {
         self.reserve_exact(more);
-    }
-
-    fn extend_cast(&mut self, values: FlatRef<'_>) {
-        self.extend_cast(values);
     }
 
     fn extend_zeros(&mut self, count: usize) {
@@ -70,5 +85,13 @@ impl Elements for Flat {
 
     fn values_mut(&mut self) -> Option<FlatMut<'_>> {
         Some(self.as_mut())
+    }
+
+    fn extend_cast(&mut self, values: FlatRef<'_>) {
+        self.extend_cast(values);
+    }
+
+    fn zeros(dtype: DType, len: usize) -> Self {
+        Self::zeros(dtype, len)
     }
 }

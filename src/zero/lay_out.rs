@@ -6,6 +6,7 @@
 use super::core::Core;
 use super::rank::{ExtentOf, Rank};
 use super::sub_group::{GradShare, Home, Slot, SubGroup};
+use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::layout::{Place, Placement, Sharing, groups_in_memory, shard_range};
 use crate::memory::{Kind, Ledger, Tracked};
@@ -20,6 +21,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// The rules by which states are laid out.
+#[derive(Clone)]
 pub(crate) struct Rules {
     pub rank: usize,
     pub world_size: usize,
@@ -38,6 +40,22 @@ pub(crate) struct Rules {
 }
 
 impl Rules {
+    /// Those of `config`, for gradients that are accumulated in `grad_dtype`.
+    pub fn new(config: &Config, grad_dtype: DType, rank: usize, grouping: Arc<Grouping>) -> Self {
+        let zero = &config.zero;
+        Self {
+            rank,
+            world_size: config.world_size,
+            placement: zero.stage.placement(),
+            dtype: config.precision.dtype(),
+            grad_dtype,
+            sub_group_size: zero.sub_group_size,
+            grouping,
+            weights_in_memory: zero.param_files().map(|files| files.max_in_cpu),
+            states_in_files: zero.optimizer_files().map(|files| files.ratio),
+        }
+    }
+
     /// Some states lie in files.
     pub fn has_files(&self) -> bool {
         self.weights_in_memory.is_some() || self.states_in_files.is_some()
@@ -71,10 +89,14 @@ pub(crate) trait Carrier<R: Rank> {
     fn begin(&self, state: State, role: Role, dtype: DType) -> ExtentOf<R>;
     /// Reserves `count` more elements.
     fn grow(&mut self, extent: &ExtentOf<R>, count: usize) -> Result<()>;
-    /// Begins to write `values` from element `at` on.
-    fn write(&mut self, extent: &ExtentOf<R>, at: usize, values: FlatRef<'_>) -> Result<()>;
+    /// Begins to write `values` from element `at` on, if there are any.
+    fn write(&mut self, _: &ExtentOf<R>, _: usize, _: FlatRef<'_>) -> Result<()> {
+        Ok(())
+    }
     /// Waits until everything is written.
-    fn written(&mut self) -> Result<()>;
+    fn written(&mut self) -> Result<()> {
+        Ok(())
+    }
     /// Reads `count` elements into `room` and gives their place back; nothing where they had none.
     fn take_back(
         &mut self,

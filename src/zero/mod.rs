@@ -16,7 +16,7 @@
 //! | `publish.rs` | updated shards, brought to all ranks |
 //! | `export.rs` | whole parameters in a file |
 //!
-//! The decisions of a step are made once, over what a rank is (`rank.rs`); a `Carrier` beside them carries them out.
+//! The decisions of a step are written once, over [`rank::Rank`]; the core and a rehearsal carry them out.
 
 mod batch;
 pub(crate) mod core;
@@ -26,7 +26,7 @@ pub(crate) mod gradients;
 mod kept_input;
 pub(crate) mod lay_out;
 pub(crate) mod parcel;
-pub(crate) mod publish;
+mod publish;
 pub(crate) mod rank;
 pub(crate) mod share;
 pub(crate) mod step;

@@ -1,8 +1,8 @@
 //! One rank, as the decisions of a training step see it.
 //!
-//! What decides is written once, over [`Rank`]; who carries it out is the engine's [`Core`], or the rehearsal of
-//! [`crate::estimate`], which has sizes in the place of values and counts what travels. What either does with values
-//! stands, as a trait `Carrier`, beside the decisions: in `gather.rs`, `gradients.rs`, `walk.rs` and `publish.rs`.
+//! What decides is written once, over [`Rank`]. What carries it out is the engine's [`Core`], or the rehearsal of an
+//! estimate, which has sizes in the place of values and counts what travels. What either does with values of gradients
+//! and states stands, as a trait `Carrier`, beside the decisions: in `gradients.rs` and `walk.rs`.
 
 use super::core::Core;
 use super::sub_group::SubGroup;
@@ -10,12 +10,26 @@ use crate::comm::{Kind as Collective, Pending, Wire};
 use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::layout::Placement;
-use crate::memory::{Ledger, Tracked};
+use crate::memory::{ElementBytes, Ledger, MemoryReport, Tier};
 use crate::offload::{Files, Io, Windows};
-use crate::param::{Param, ParamId, lock};
+use crate::param::{Param, ParamId, lock, residency};
 use crate::precision::{Elements, Flat};
 use candle_core::DType;
+use std::ops::Range;
 use std::sync::MutexGuard;
+
+/// What stays as it is while a rank trains.
+pub(crate) struct Facts<'a> {
+    pub rank: usize,
+    pub world_size: usize,
+    pub params: &'a [Param],
+    pub zero: &'a ZeroConfig,
+    /// The model's.
+    pub dtype: DType,
+    /// Where whole parameters are.
+    pub tier: Tier,
+    pub ledger: &'a Ledger,
+}
 
 /// A rank that trains, or rehearses it.
 pub(crate) trait Rank: Sized {
@@ -24,16 +38,11 @@ pub(crate) trait Rank: Sized {
     /// A collective under way.
     type Pending;
     /// Where states lie that are not in memory.
-    type Files: Files<Memory = Tracked<Self::Buffer>>;
-    /// All parameters.
-    fn params(&self) -> &[Param];
-    fn zero(&self) -> &ZeroConfig;
-    /// The model's dtype.
-    fn dtype(&self) -> DType;
-    fn world_size(&self) -> usize;
-    /// The number of this rank.
-    fn rank(&self) -> usize;
-    fn ledger(&self) -> &Ledger;
+    type Files: Files<Buffer = Self::Buffer>;
+
+    fn facts(&self) -> Facts<'_>;
+    /// A model is only evaluated.
+    fn is_evaluating(&self) -> bool;
     /// This rank's share.
     fn groups(&self) -> MutexGuard<'_, Vec<SubGroup<Self>>>;
     /// Sub-group and slot of a parameter.
@@ -47,10 +56,41 @@ pub(crate) trait Rank: Sized {
     fn wait(&self, pending: Self::Pending) -> Result<Self::Buffer>;
     /// A few numbers of every rank, in rank order.
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>>;
+    /// Appends elements `range` of a whole parameter to a buffer.
+    fn copy(&self, param: &Param, range: Range<usize>, to: &mut Self::Buffer) -> Result<()>;
+    /// Puts a whole parameter into its tensor.
+    fn put(&self, param: &Param, whole: Self::Buffer) -> Result<()>;
 
-    /// What is sharded.
+    fn rank(&self) -> usize {
+        self.facts().rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.facts().world_size
+    }
+
+    fn params(&self) -> &[Param] {
+        self.facts().params
+    }
+
+    fn zero(&self) -> &ZeroConfig {
+        self.facts().zero
+    }
+
     fn placement(&self) -> Placement {
         self.zero().stage.placement()
+    }
+
+    fn dtype(&self) -> DType {
+        self.facts().dtype
+    }
+
+    fn tier(&self) -> Tier {
+        self.facts().tier
+    }
+
+    fn ledger(&self) -> &Ledger {
+        self.facts().ledger
     }
 
     /// Parameters that travel together, for people.
@@ -60,6 +100,23 @@ pub(crate) trait Rank: Sized {
             [param] => self.params()[*param].name.clone(),
             [first, rest @ ..] => format!("{} + {}", self.params()[*first].name, rest.len()),
         }
+    }
+
+    /// What the ledger has counted beside the formula, for gradients that are accumulated in `accumulate`.
+    fn memory_report(&self, accumulate: DType) -> MemoryReport {
+        let Facts { world_size, params, zero, dtype, ledger, .. } = self.facts();
+        let groups = self.groups();
+        let numel = |group: &SubGroup<Self>| group.slots.iter().map(|s| params[s.param].numel).sum::<usize>();
+        let each = ElementBytes {
+            params: dtype.size_in_bytes(),
+            grads: accumulate.size_in_bytes(),
+            master: if dtype == DType::F32 { 0 } else { 4 },
+            moments: groups.iter().map(|group| 4 * numel(group) * group.moments.len()).sum(),
+        };
+        let parameters = params.iter().map(|p| p.numel).sum();
+        let share = groups.iter().map(|group| group.len).sum();
+        let moments = groups.iter().map(|group| 4 * group.len * group.moments.len()).sum();
+        MemoryReport::new(ledger, zero.stage, world_size, parameters, [share, moments], each)
     }
 }
 
@@ -74,28 +131,20 @@ impl Rank for Core {
     type Pending = Pending<Flat>;
     type Files = Io;
 
-    fn params(&self) -> &[Param] {
-        &self.params
+    fn facts(&self) -> Facts<'_> {
+        Facts {
+            rank: self.comm.rank(),
+            world_size: self.comm.size(),
+            params: &self.params,
+            zero: &self.zero,
+            dtype: self.dtype,
+            tier: self.tensor_tier,
+            ledger: &self.ledger,
+        }
     }
 
-    fn zero(&self) -> &ZeroConfig {
-        &self.zero
-    }
-
-    fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    fn world_size(&self) -> usize {
-        self.comm.size()
-    }
-
-    fn rank(&self) -> usize {
-        self.comm.rank()
-    }
-
-    fn ledger(&self) -> &Ledger {
-        &self.ledger
+    fn is_evaluating(&self) -> bool {
+        Self::is_evaluating(self)
     }
 
     fn groups(&self) -> MutexGuard<'_, Vec<SubGroup>> {
@@ -130,5 +179,13 @@ impl Rank for Core {
 
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
         self.comm.gather_f64(values).wait()
+    }
+
+    fn copy(&self, param: &Param, range: Range<usize>, to: &mut Flat) -> Result<()> {
+        Ok(residency::with_view(&param.tensor, |whole| to.extend_cast(whole.slice(range)))?)
+    }
+
+    fn put(&self, param: &Param, whole: Flat) -> Result<()> {
+        Ok(residency::put(&param.tensor, whole)?)
     }
 }

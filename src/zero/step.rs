@@ -9,10 +9,10 @@
 //! ```
 
 use super::core::Core;
-use super::publish::{self, Publisher};
+use super::publish::Publisher;
 use super::rank::Rank;
 use super::sub_group::{GradShare, Pass, Slot, SubGroup};
-use super::walk::{self, Part, pass};
+use super::walk::{Carrier, Part, pass};
 use super::whole::{trust_ratios, update_whole};
 use crate::error::Result;
 use crate::offload::Files;
@@ -62,7 +62,7 @@ pub(crate) fn vote<R: Rank>(core: &R, loss: f64, loss_is_finite: bool, accumulat
 }
 
 /// Updates this rank's share, sub-group by sub-group, and publishes it where parameters are replicated.
-pub(crate) fn update<C: walk::Carrier + publish::Carrier>(core: &C, recipe: &Recipe<'_>) -> Result<()> {
+pub(crate) fn update<C: Carrier>(core: &C, recipe: &Recipe<'_>) -> Result<()> {
     let mut publisher = Publisher::new(core.zero().allgather_bucket_size);
     let mut publish = |slot: &Slot| publisher.push(core, slot.param);
     let mut groups = core.groups();

@@ -151,7 +151,8 @@ impl<R: Rank> SubGroup<R> {
             (GradShare::File { writing, .. }, Some(extent), Some(files)) => {
                 writing.map_or(Ok(()), |writing| files.written(writing))?;
                 let room = self.zeroed_grads(slot, rank.ledger(), R::Files::dtype(extent));
-                files.fetch(room, extent, self.slots[slot].padded()).map(Some)
+                let pieces = vec![(extent.clone(), self.slots[slot].padded(), 0)];
+                room.try_map(|room| files.filled(files.fill(room, pieces))).map(Some)
             }
             _ => Ok(None),
         }
