@@ -6,10 +6,7 @@ use crate::config::Config;
 use crate::memory::MemoryReport;
 use crate::offload::OffloadReport;
 use crate::optim::Momentum;
-use crate::param::lock;
-use crate::zero::rank::Rank;
 use candle_core::{DType, Device};
-use std::time::Duration;
 
 /// Milliseconds that the last optimizer step took on this rank, accumulation included.
 #[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
@@ -24,36 +21,6 @@ pub struct StepTimings {
     pub comm_ms: f64,
     /// Waiting for files, a part of the others.
     pub disk_ms: f64,
-}
-
-/// Times of the optimizer step under way, and of the last one.
-#[derive(Default)]
-pub(super) struct Clock {
-    pub forward: Duration,
-    pub backward: Duration,
-    pub step: Duration,
-    /// Seconds waited for collectives in backward.
-    pub backward_wait: f64,
-    /// Seconds waited for collectives, and for files, until the last boundary.
-    pub waited: [f64; 2],
-    pub last: StepTimings,
-    pub last_backward_wait_ms: f64,
-}
-
-impl Clock {
-    /// An optimizer step is over; `waited` are the totals of seconds waited for collectives and for files.
-    pub fn boundary(&mut self, waited: [f64; 2]) {
-        let ms = |d: Duration| d.as_secs_f64() * 1e3;
-        self.last = StepTimings {
-            forward_ms: ms(self.forward),
-            backward_ms: ms(self.backward),
-            step_ms: ms(self.step),
-            comm_ms: (waited[0] - self.waited[0]) * 1e3,
-            disk_ms: (waited[1] - self.waited[1]) * 1e3,
-        };
-        let last_backward_wait_ms = self.backward_wait * 1e3;
-        *self = Self { waited, last: self.last, last_backward_wait_ms, ..Self::default() };
-    }
 }
 
 impl<M> Engine<M> {
@@ -112,18 +79,17 @@ impl<M> Engine<M> {
 
     /// Bytes of model state that this rank holds, beside the ZeRO formula.
     pub fn memory_report(&self) -> MemoryReport {
-        let accumulate = lock(&self.core.gradients).accumulate_dtype();
-        Rank::memory_report(&*self.core, accumulate)
+        self.core.memory_report()
     }
 
     /// File access of this rank so far; zeros where nothing is offloaded to files.
     pub fn offload_report(&self) -> OffloadReport {
-        self.core.offload.as_ref().map_or_else(OffloadReport::default, |o| o.report())
+        self.core.offload_report().unwrap_or_default()
     }
 
     /// Collectives of this rank so far.
     pub fn comm_report(&self) -> CommReport {
-        self.core.comm.report()
+        self.core.comm().report()
     }
 
     /// How long the last optimizer step took.
@@ -133,12 +99,12 @@ impl<M> Engine<M> {
 
     /// This rank, from 0.
     pub fn rank(&self) -> usize {
-        self.core.comm.rank()
+        self.core.comm().rank()
     }
 
     /// Number of ranks.
     pub fn world_size(&self) -> usize {
-        self.core.comm.size()
+        self.core.comm().size()
     }
 
     /// The resolved configuration.
@@ -153,7 +119,7 @@ impl<M> Engine<M> {
 
     /// The model's dtype.
     pub fn dtype(&self) -> DType {
-        self.core.dtype
+        self.core.dtype()
     }
 
     /// The model. Its parameters may be used only inside [`forward`](Self::forward) and [`eval`](Self::eval).

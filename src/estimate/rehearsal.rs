@@ -191,7 +191,7 @@ impl<'a> Rehearsal<'a> {
 
     /// What the ledger has counted, beside the formula.
     pub fn report(&self) -> MemoryReport {
-        self.memory_report(self.plan.accumulate)
+        self.ledger_report(self.plan.accumulate)
     }
 
     /// The half of the optimizer that trains a parameter.

@@ -5,6 +5,7 @@
 
 use super::core::Core;
 use super::rank::{ExtentOf, Rank};
+use super::share_plan::SharePlan;
 use super::sub_group::{GradShare, Home, Slot, SubGroup};
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -13,7 +14,6 @@ use crate::memory::{Kind, Ledger, Tracked};
 use crate::offload::{Extent, Offload, STEP, Transfer};
 use crate::optim::{Grouping, Role};
 use crate::param::ParamId;
-use crate::param::registry::Holding;
 use crate::precision::{Elements, Flat, FlatRef};
 use candle_core::DType;
 use std::collections::VecDeque;
@@ -229,16 +229,16 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
 }
 
 impl SubGroupBuilder {
-    pub fn new(holding: &Holding, ledger: Ledger) -> Self {
-        let offload = holding.offload.as_ref();
+    pub fn new(plan: &SharePlan, ledger: Ledger) -> Self {
+        let offload = plan.offload.as_ref();
         let rules = Rules {
-            rank: holding.rank,
-            world_size: holding.world_size,
-            placement: holding.placement,
-            dtype: holding.dtype,
-            grad_dtype: holding.grad_dtype,
-            sub_group_size: holding.sub_group_size,
-            grouping: holding.grouping.clone(),
+            rank: plan.rank,
+            world_size: plan.world_size,
+            placement: plan.placement,
+            dtype: plan.dtype,
+            grad_dtype: plan.grad_dtype,
+            sub_group_size: plan.sub_group_size,
+            grouping: plan.grouping.clone(),
             weights_in_memory: offload.and_then(|o| Some(o.params.as_ref()?.in_memory)),
             states_in_files: offload.and_then(|o| Some(o.optimizer.as_ref()?.settings.ratio)),
         };

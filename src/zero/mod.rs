@@ -6,6 +6,8 @@
 //! | `kept_input.rs` | what recomputation keeps, and where |
 //! | `core.rs` | the state of one rank, shared by engine and graph |
 //! | `rank.rs` | what decisions see of a rank: the core, or a rehearsal that only counts |
+//! | `run.rs` | forward and backward, as engine, units and parameters call them |
+//! | `registry.rs`, `share_plan.rs` | the `VarBuilder` backend: parameters registered, and shared among ranks |
 //! | `sub_group.rs`, `lay_out.rs` | this rank's share of the model, and how it is laid out |
 //! | `parcel.rs`, `batch.rs` | what travels together, and what is under way |
 //! | `gather.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
@@ -28,7 +30,10 @@ pub(crate) mod lay_out;
 pub(crate) mod parcel;
 mod publish;
 pub(crate) mod rank;
+pub(crate) mod registry;
+mod run;
 pub(crate) mod share;
+pub(crate) mod share_plan;
 pub(crate) mod step;
 pub(crate) mod sub_group;
 pub(crate) mod trace;

@@ -103,7 +103,7 @@ pub(crate) trait Rank: Sized {
     }
 
     /// What the ledger has counted beside the formula, for gradients that are accumulated in `accumulate`.
-    fn memory_report(&self, accumulate: DType) -> MemoryReport {
+    fn ledger_report(&self, accumulate: DType) -> MemoryReport {
         let Facts { world_size, params, zero, dtype, ledger, .. } = self.facts();
         let groups = self.groups();
         let numel = |group: &SubGroup<Self>| group.slots.iter().map(|s| params[s.param].numel).sum::<usize>();

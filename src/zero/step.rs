@@ -35,6 +35,13 @@ pub(crate) struct Vote {
     pub loss: f64,
 }
 
+impl Vote {
+    /// Whether any rank saw something not finite.
+    pub fn has_overflow(&self) -> bool {
+        !self.overflowed.is_empty()
+    }
+}
+
 /// Collective: norm and overflow over all ranks. Each rank looks at its shard of every gradient, parameter by
 /// parameter, also where it holds the whole; so the sum is formed in the same order at every stage.
 pub(crate) fn vote<R: Rank>(core: &R, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
@@ -88,7 +95,8 @@ pub(super) fn needs<'a, R: Rank>(group: &SubGroup<R>, recipe: &Recipe<'a>) -> Ne
 
 impl Core {
     /// [`vote`], of this rank.
-    pub fn vote(&self, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
+    pub fn vote(&self, loss: f64, loss_is_finite: bool) -> Result<Vote> {
+        let accumulate = lock(&self.gradients).accumulate_dtype();
         vote(self, loss, loss_is_finite, accumulate)
     }
 
