@@ -1,16 +1,13 @@
 //! Communicators from outside of the crate: four methods are enough, collectives may run on a thread of their own, and
 //! training gives the bits of shared memory.
-#![allow(clippy::unwrap_used)]
 
-mod common;
-
+use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::DType;
 use candle_zero::comm::{Communicator, Pending, Wire, threads};
 use candle_zero::error::{CommError, Error};
 use candle_zero::memory::MemoryReport;
 use candle_zero::precision::{Flat, FlatMut, FlatRef, Ints};
 use candle_zero::{Engine, Result};
-use common::{Shape, Tiny, batch, config};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
