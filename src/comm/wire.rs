@@ -5,11 +5,13 @@
 
 use super::collectives::{give_each, given, others, pieces};
 use super::exchange::Exchange;
+use super::fingerprint::Kind;
 use super::shm::SLOT_BYTES;
 use crate::error::CommError;
 use crate::kernels::simd::{Level, Loop};
 use crate::precision::cast::{accumulate, narrow, widen};
 use crate::precision::{BLOCK, Flat, FlatMut, Ints};
+use candle_core::DType;
 use std::ops::Range;
 
 /// How elements travel.
@@ -30,6 +32,24 @@ impl Wire {
             Self::Blocks(_) => BLOCK,
         }
     }
+
+    /// Bytes that one of `world` ranks takes from the others in a collective whose argument has `elements` elements.
+    pub(crate) fn bytes(self, kind: Kind, elements: usize, dtype: DType, world: usize) -> usize {
+        let exact = |elements: usize| elements * dtype.size_in_bytes();
+        let coded = |elements: usize| match self {
+            Self::Exact => exact(elements),
+            Self::Blocks(ints) => ints.encoded_len(elements),
+        };
+        let of_each = match kind {
+            // A reduction brings every other rank's part of this rank's chunk; an all-reduce brings the others' sums too,
+            // which are never coded.
+            Kind::ReduceScatter => coded(elements / world),
+            Kind::AllReduce => coded(elements.div_ceil(world)) + exact(elements.div_ceil(world)),
+            Kind::AllGather | Kind::Control => coded(elements),
+            Kind::Barrier => 0,
+        };
+        of_each * (world - 1)
+    }
 }
 
 /// As the reduction of a piece of exact elements, with a peer's part as [`Ints`]. This rank's is added as it is.
@@ -45,8 +65,7 @@ pub(super) fn reduce_piece(
     give_each(ex, bytes, |r, part| ints.encode(input.slice(r * chunk + range.start..r * chunk + range.end), part))?;
     let exact = range.len() * input.dtype().size_in_bytes();
     let peers: Vec<_> = given(ex, bytes, exact).collect();
-    let (own, sum) = (rank * chunk + range.start, at + range.start);
-    Level::best().run(Sum { ints, values: input.as_mut(), own, sum, len: range.len(), rank, peers: &peers });
+    sum_blocks(ints, input, (rank * chunk + range.start, at + range.start), range.len(), rank, &peers);
     Ok(())
 }
 
@@ -70,6 +89,18 @@ pub(super) fn all_gather(ex: &mut Exchange, ints: Ints, mut shard: Flat) -> Resu
         }
     }
     Ok(shard)
+}
+
+/// Adds the peers' blocks to elements `own ..` of `values`, and writes the sums to elements `to ..`.
+pub(super) fn sum_blocks(
+    ints: Ints,
+    values: &mut Flat,
+    (own, to): (usize, usize),
+    len: usize,
+    rank: usize,
+    peers: &[&[u8]],
+) {
+    Level::best().run(Sum { ints, values: values.as_mut(), own, sum: to, len, rank, peers });
 }
 
 /// Elements `own ..` of `values` and the peers' blocks, summed in rank order in f32, rounded once and written to
