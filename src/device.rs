@@ -9,7 +9,7 @@ use candle_core::Device;
 /// No GPU answers; a rank's environment that cannot be read.
 #[cfg(feature = "cuda")]
 pub(crate) fn default() -> Result<Device> {
-    use crate::launch::RankEnv;
+    use crate::comm::RankEnv;
     use candle_core::cuda_backend::{WrapErr, cudarc::driver::CudaContext};
 
     let RankEnv { local_rank, local_world_size: ranks, .. } = RankEnv::from_env()?;

@@ -20,6 +20,7 @@ mod bandwidth;
 mod collectives;
 mod counters;
 mod defaults;
+pub(crate) mod env;
 mod exchange;
 mod fingerprint;
 mod log;
@@ -35,6 +36,7 @@ mod wire;
 
 pub use bandwidth::{Bandwidth, size_text, trimmed_mean};
 pub use counters::{CommReport, KindReport};
+pub use env::RankEnv;
 pub use fingerprint::Kind;
 pub use log::{CommLog, CommLogRow, CommSummary};
 pub use pending::Pending;
@@ -189,7 +191,7 @@ pub trait Communicator: Send + Sync {
 ///
 /// # Errors
 /// Memory that is not this job's; a rank that has joined before, also where that was this process.
-pub fn from_env(env: &crate::launch::RankEnv) -> Result<Arc<dyn Communicator>> {
+pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
     match env.shm_fd {
         Some(fd) if env.world_size > 1 => {
             let region = region_of_this_process(fd, env.world_size)?;

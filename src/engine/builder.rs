@@ -2,9 +2,9 @@
 
 use super::Engine;
 use crate::comm::Communicator;
+use crate::comm::RankEnv;
 use crate::config::{Config, ConfigSource, RunValues};
 use crate::error::Result;
-use crate::launch::RankEnv;
 use crate::monitor::{Monitor, Opening};
 use crate::offload::DiskAccess;
 use crate::optim::{LrSchedule, Optimizer, ParameterGroup};

@@ -1,14 +1,12 @@
-//! Starting a program on N ranks, and how a rank finds out who it is.
+//! Starting a program on N ranks.
 //!
 //! `zerorun train.rs` goes one way: `script` finds the package that the file belongs to or generates one (`package`; its
 //! manifest may stand in front of the code, see `frontmatter`), `build` lets cargo make the executable, and `ranks` starts it
 //! N times, carries its output (`output`, `tail`) and its signals (`signals`), and stops everything when a rank fails
-//! (`report`); `restarts` decides whether it starts again. What `zerorun` itself prints goes through `console`. On the other
-//! side `discover` reads the variables that the launcher has set.
+//! (`report`); `restarts` decides whether it starts again. What `zerorun` itself prints goes through `console`.
 
 pub(crate) mod build;
 pub(crate) mod console;
-mod discover;
 mod frontmatter;
 mod output;
 mod package;
@@ -18,8 +16,6 @@ mod restarts;
 pub(crate) mod script;
 pub(crate) mod signals;
 mod tail;
-
-pub use discover::RankEnv;
 
 use crate::{Result, timeline};
 use console::say;

@@ -74,7 +74,7 @@ impl Drop for Recorder {
 
 /// Whether this process is one rank of several; ranks that are threads share a file.
 fn is_process_of_several() -> bool {
-    crate::launch::RankEnv::from_env().is_ok_and(|env| env.world_size > 1)
+    crate::comm::RankEnv::from_env().is_ok_and(|env| env.world_size > 1)
 }
 
 /// `trace.json` of rank 1: `trace.rank-1.json`.
