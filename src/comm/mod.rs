@@ -34,7 +34,8 @@ mod stream;
 pub mod threads;
 mod wire;
 
-pub use bandwidth::{Bandwidth, size_text, trimmed_mean};
+pub use bandwidth::Bandwidth;
+pub(crate) use bandwidth::{size_text, trimmed_mean};
 pub use counters::{CommReport, KindReport};
 pub use env::RankEnv;
 pub use fingerprint::Kind;

@@ -13,6 +13,7 @@ mod offload;
 mod optim;
 mod print;
 mod problem;
+#[cfg(test)]
 mod reference;
 mod resolve;
 mod resolved;
@@ -26,7 +27,6 @@ pub use auto::RunValues;
 pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring};
 pub(crate) use problem::Listed;
 pub use problem::{ConfigProblem, Place, Rule};
-pub use reference::reference_markdown;
 pub use resolved::*;
 pub use schema::json_schema;
 pub use source::ConfigSource;
