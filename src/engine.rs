@@ -14,19 +14,19 @@ mod reports;
 mod telling;
 
 pub use builder::EngineBuilder;
-pub use reports::StepTimings;
 
 use crate::checkpoint::Saving;
 use crate::config::{Config, Precision};
 use crate::error::{Error, Result, without_backtrace};
 use crate::graph::{once, without_gradients};
-use crate::monitor::say;
 use crate::nn::draw_from;
+use crate::notice::say;
 use crate::optim::Trainer;
-use crate::param::{ROOT, lock};
+use crate::param::ROOT;
 use crate::precision::{LossScaler, ScalerState, gradient_multiplier};
 use crate::profiler::spans::Half;
 use crate::timeline::{self, Recorder, Span};
+use crate::util::lock;
 use crate::zero::core::Core;
 use crate::zero::trace::Event;
 use candle_core::{DType, Device, Tensor};

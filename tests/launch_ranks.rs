@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use candle_zero::comm;
-use candle_zero::launch::RankEnv;
+use candle_zero::comm::RankEnv;
 use candle_zero::precision::Flat;
 use launch_support::{pids, program, runs, send, start, stderr, stdout, wait_for, wait_until_gone, zerorun};
 use rustix::process::Signal;

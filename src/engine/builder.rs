@@ -8,18 +8,20 @@ use super::reports::Clock;
 use super::telling::Telling;
 use super::{Engine, Phase};
 use crate::comm::Communicator;
+use crate::comm::RankEnv;
 use crate::config::{Config, ConfigSource, RunValues};
 use crate::error::{Error, Result};
-use crate::launch::RankEnv;
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
-use crate::monitor::{Monitor, Opening, say};
+use crate::monitor::{Monitor, Opening};
+use crate::notice::say;
 use crate::offload::{DiskAccess, Offload};
 use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, Trainer};
+use crate::param::Source;
 use crate::param::registry::{Holding, Registry};
-use crate::param::{Source, fnv1a, lock};
 use crate::precision::LossScaler;
 use crate::timeline::{self, Recorder};
+use crate::util::{fnv1a, lock};
 use crate::zero::core::{Core, Link};
 use crate::zero::gradients::ReducePlan;
 use crate::zero::unit::building;
@@ -147,6 +149,7 @@ impl EngineBuilder {
         config: impl Into<ConfigSource>,
     ) -> Result<Engine<M>> {
         let env = RankEnv::from_env();
+        let is_process_of_several = env.as_ref().is_ok_and(|env| env.world_size > 1);
         let comm = match self.communicator.clone() {
             Some(comm) => comm,
             None => crate::comm::from_env(&env?)?,
@@ -155,7 +158,9 @@ impl EngineBuilder {
             Some(device) => device,
             None => crate::device::default()?,
         };
-        let recorder = Recorder::open(self.timeline.clone(), comm.rank(), comm.size());
+        // Ranks that are threads share a file.
+        let ranks_are_processes = is_process_of_several && comm.size() > 1;
+        let recorder = Recorder::open(self.timeline.clone(), comm.rank(), ranks_are_processes);
         let recorder = recorder.inspect_err(|e| comm.abort(&e.to_string()))?;
         let _here = timeline::enter(recorder.as_ref());
         let _span = timeline::span(timeline::Kind::Engine, "initialize");
@@ -255,7 +260,8 @@ impl<M> Engine<M> {
             say(&format!("offload: files are read and written {access}"));
         }
         let recompute = [config.activation_checkpointing, config.cpu_checkpointing];
-        let (trainer, empty) = Trainer::new(grouping, &mut registered.params, own_schedule, config.scheduler.as_ref())?;
+        let groups = registered.params.iter_mut().map(|param| &mut param.group).collect();
+        let (trainer, empty) = Trainer::new(grouping, groups, own_schedule, config.scheduler.as_ref())?;
         for group in empty.iter().filter(|_| rank == 0) {
             say(&format!("parameter group {group} (from 0) selects no parameter that is left: it is dropped"));
         }

@@ -6,24 +6,10 @@ use crate::config::Config;
 use crate::memory::{ElementBytes, MemoryReport};
 use crate::offload::OffloadReport;
 use crate::optim::Momentum;
-use crate::param::lock;
+use crate::profiler::StepTimings;
+use crate::util::lock;
 use candle_core::{DType, Device};
 use std::time::Duration;
-
-/// Milliseconds that the last optimizer step took on this rank, accumulation included.
-#[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
-pub struct StepTimings {
-    /// In `forward`.
-    pub forward_ms: f64,
-    /// In `backward`.
-    pub backward_ms: f64,
-    /// In `step`.
-    pub step_ms: f64,
-    /// Waiting for collectives, a part of the others.
-    pub comm_ms: f64,
-    /// Waiting for files, a part of the others.
-    pub disk_ms: f64,
-}
 
 /// Times of the optimizer step under way, and of the last one.
 #[derive(Default)]

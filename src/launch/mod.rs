@@ -3,7 +3,7 @@
 //! `zerorun train.rs` goes one way: `args` reads what was typed, `script` finds the package that the file belongs
 //! to or generates one (`package`; its manifest may stand in front of the code, see `frontmatter`), `build` lets cargo make
 //! the executable, and `ranks` starts it N times, carries its output and its signals, and stops everything when a
-//! rank fails; `restarts` decides whether it starts again. On the other side `discover` reads the variables that the launcher has set.
+//! rank fails; `restarts` decides whether it starts again. On the other side `comm/env.rs` reads the variables that the launcher has set.
 //!
 //! What `zerorun` does besides are tools, found by the first word (`tools`): `zerorun bench disk PATH` (`bench`),
 //! `zerorun inspect DIR` (`inspect`), `zerorun consolidate DIR OUT` (`consolidate`), `zerorun check FILE` (`check`,
@@ -15,7 +15,6 @@ mod bench;
 mod build;
 mod check;
 mod consolidate;
-mod discover;
 mod estimate;
 mod frontmatter;
 mod import;
@@ -37,7 +36,6 @@ mod tools;
 mod tune;
 mod verify;
 
-pub use discover::RankEnv;
 pub use ranks::KEEP_MEMORY;
 
 use std::io::Write;

@@ -20,6 +20,7 @@
 //! | `arena.rs` | one file: space reserved first, then read and written in blocks |
 //! | `access.rs` | around the page cache, through it, or through a mapping |
 //! | `io.rs` | threads that carry out requests; transfers that own their buffers |
+//! | `buffer.rs` | memory that a transfer owns |
 //! | `aligned.rs` | memory that files are read into without a copy |
 //! | `pipeline.rs` | windows of the optimizer step: read ahead, updated, written behind |
 //! | `spill.rs` | what recomputing units keep, in a file until backward |
@@ -30,6 +31,7 @@ mod access;
 mod aligned;
 mod arena;
 pub mod bench;
+mod buffer;
 mod folder;
 mod io;
 mod pipeline;
@@ -41,8 +43,8 @@ pub use access::DiskAccess;
 pub use report::OffloadReport;
 
 pub(crate) use access::available_memory;
-pub(crate) use aligned::Aligned;
-pub(crate) use arena::{ALIGN, Extent, open_direct};
+pub(crate) use aligned::{ALIGN, Aligned};
+pub(crate) use arena::{Extent, open_direct};
 pub(crate) use folder::{free as free_space, is_memory};
 pub(crate) use io::{Transfer, UNWRITTEN, block_size, threads};
 pub(crate) use pipeline::{Pipeline, Plan, STEP, Staged, Stream, Window, window_len, windows};

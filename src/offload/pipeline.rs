@@ -9,8 +9,9 @@
 //! Without a flag, its part is waited for. There are as many sets of buffers as windows at a time: one, two or three.
 
 use super::access::DiskAccess;
+use super::aligned::ALIGN;
 use super::aligned::Aligned;
-use super::arena::{ALIGN, Extent};
+use super::arena::Extent;
 use super::io::{Io, Transfer};
 use crate::error::Result;
 use crate::memory::{Held, Kind, Ledger};

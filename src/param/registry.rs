@@ -3,13 +3,15 @@
 //! For each parameter that the model asks for: make its initial values (at stage 3 only this rank's share), lay the
 //! share into its sub-group, and hand the model a tensor. At no time does stage 3 hold a whole parameter here.
 
-use super::{Param, ROOT, Residency, Source, UnitId, capture, lock, residency};
+use super::{Param, ROOT, Residency, Source, UnitId, capture};
 use crate::error::{Error, Result};
 use crate::layout::{Placement, ZeroStage, shard_range};
 use crate::memory::{Kind, Ledger, Tier};
 use crate::offload::Offload;
 use crate::optim::Grouping;
 use crate::precision::{Flat, FlatRef};
+use crate::tensor::residency;
+use crate::util::lock;
 use crate::zero::core::Link;
 use crate::zero::sub_group::{SubGroup, SubGroupBuilder};
 use candle_core::{DType, Device, Shape, Tensor};

@@ -15,8 +15,10 @@ use crate::layout::Placement;
 use crate::memory::{Ledger, Tier};
 use crate::offload::Offload;
 use crate::param::registry::Registered;
-use crate::param::{Param, ParamId, ROOT, UnitId, lock, residency};
+use crate::param::{Param, ParamId, ROOT, UnitId};
+use crate::tensor::residency;
 use crate::timeline::{self, Span};
+use crate::util::{fnv1a, list, lock};
 use candle_core::DType;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -194,7 +196,7 @@ impl Core {
             let absent: Vec<&str> = self.params.iter().filter(|p| !p.is_whole()).map(|p| p.name.as_str()).collect();
             if !absent.is_empty() {
                 let why = crate::error::without_backtrace(&error.to_string());
-                return Error::ParameterAbsent { names: crate::param::list(&absent), why };
+                return Error::ParameterAbsent { names: list(&absent), why };
             }
         }
         error.into()
@@ -202,6 +204,7 @@ impl Core {
 
     /// A hash of which parameters travel together, for the collectives' fingerprints.
     pub fn tag(&self, params: &[ParamId]) -> u64 {
-        params.iter().fold(0xcbf2_9ce4_8422_2325, |h, p| (h ^ *p as u64).wrapping_mul(0x0000_0100_0000_01b3))
+        let bytes: Vec<u8> = params.iter().flat_map(|param| param.to_le_bytes()).collect();
+        fnv1a(&bytes)
     }
 }

@@ -22,9 +22,11 @@ use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::memory::{Held, Kind};
 use crate::offload::Transfer;
-use crate::param::{Param, ParamId, ROOT, Residency, UnitId, lock, residency};
+use crate::param::{Param, ParamId, ROOT, Residency, UnitId};
 use crate::precision::{Flat, Ints};
+use crate::tensor::residency;
 use crate::timeline;
+use crate::util::lock;
 
 /// What carries out the decisions of a [`Gatherer`]: the engine's core, or a rehearsal that only counts.
 pub(crate) trait Carrier {

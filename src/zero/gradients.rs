@@ -23,9 +23,10 @@ use crate::error::{Error, Result};
 use crate::graph::Grad;
 use crate::layout::{BucketRule, PACKED_BELOW, Placement, chunk_offsets, shard_len, shard_range};
 use crate::memory::{Held, Kind, Tracked};
-use crate::param::{ParamId, lock};
+use crate::param::ParamId;
 use crate::precision::{Flat, Ints};
 use crate::timeline;
+use crate::util::{list, lock};
 use candle_core::DType;
 use std::collections::VecDeque;
 
@@ -140,7 +141,7 @@ impl Gradients {
             let missing = params.filter(|(arrived, p)| !**arrived && p.numel > 0);
             let missing: Vec<&str> = missing.map(|(_, p)| p.name.as_str()).collect();
             if !missing.is_empty() {
-                return Err(Error::NoGradient { count: missing.len(), names: crate::param::list(&missing) });
+                return Err(Error::NoGradient { count: missing.len(), names: list(&missing) });
             }
         }
         for arrived in std::mem::take(&mut self.held) {

@@ -5,8 +5,9 @@ use super::sub_group::{Home, SubGroup};
 use crate::checkpoint::WEIGHTS;
 use crate::error::Result;
 use crate::offload::{Offload, STEP};
-use crate::param::{lock, residency};
 use crate::precision::{Flat, FlatRef};
+use crate::tensor::residency;
+use crate::util::lock;
 use std::ops::Range;
 
 /// Elements that are on their way at a time: a multiple of [`STEP`].

@@ -3,34 +3,14 @@
 //! A rank that sends makes the blocks in its slot, a rank that receives reads them there: no buffer of them is kept.
 //! Blocks are counted from the start of each rank's chunk, so that they do not depend on the pieces that it travels in.
 
-use super::collectives::{give_each, given, others, pieces};
 use super::exchange::Exchange;
+use super::pieces::{give_each, given, others, pieces};
 use super::shm::SLOT_BYTES;
 use crate::error::CommError;
 use crate::kernels::simd::{Level, Loop};
 use crate::precision::cast::{accumulate, narrow, widen};
 use crate::precision::{BLOCK, Flat, FlatMut, Ints};
 use std::ops::Range;
-
-/// How elements travel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Wire {
-    /// As they are in memory.
-    #[default]
-    Exact,
-    /// As integers with a scale per [`BLOCK`] elements: ZeRO++.
-    Blocks(Ints),
-}
-
-impl Wire {
-    /// Elements that are coded together. What begins at a multiple of it in a rank's chunk has blocks of its own.
-    pub fn alignment(self) -> usize {
-        match self {
-            Self::Exact => 1,
-            Self::Blocks(_) => BLOCK,
-        }
-    }
-}
 
 /// As the reduction of a piece of exact elements, with a peer's part as [`Ints`]. This rank's is added as it is.
 pub(super) fn reduce_piece(
