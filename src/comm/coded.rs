@@ -4,8 +4,8 @@
 //! Blocks are counted from the start of each rank's chunk, so that they do not depend on the pieces that it travels in.
 
 use super::exchange::Exchange;
-use super::pieces::{give_each, given, others, pieces};
 use super::shm::SLOT_BYTES;
+use super::split::{give_each, given, others, pieces};
 use crate::error::CommError;
 use crate::kernels::simd::{Level, Loop};
 use crate::precision::cast::{accumulate, narrow, widen};

@@ -27,6 +27,8 @@ mod pieces;
 mod queue;
 pub mod shm;
 mod solo;
+mod split;
+mod state;
 mod stream;
 pub mod threads;
 
