@@ -9,7 +9,7 @@ use super::gradients::{Gradients, ReducePlan};
 use super::sub_group::SubGroup;
 use crate::comm::Communicator;
 use crate::config::ZeroConfig;
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::graph::Grad;
 use crate::layout::Placement;
 use crate::memory::{ElementBytes, Ledger, MemoryReport, Tier};
