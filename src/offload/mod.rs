@@ -21,6 +21,7 @@
 //! | `access.rs` | around the page cache, through it, or through a mapping |
 //! | `io.rs` | threads that carry out requests; transfers that own their buffers |
 //! | `buffer.rs` | memory that a transfer owns |
+//! | `files.rs` | what the step asks of files; a rehearsal answers by counting |
 //! | `aligned.rs` | memory that files are read into without a copy |
 //! | `pipeline.rs` | windows of the optimizer step: read ahead, updated, written behind |
 //! | `spill.rs` | what recomputing units keep, in a file until backward |
@@ -32,6 +33,7 @@ mod aligned;
 mod arena;
 pub mod bench;
 mod buffer;
+mod files;
 mod folder;
 mod io;
 mod pipeline;
@@ -45,8 +47,9 @@ pub use report::OffloadReport;
 pub(crate) use access::available_memory;
 pub(crate) use aligned::{ALIGN, Aligned};
 pub(crate) use arena::{Extent, open_direct};
+pub(crate) use files::Files;
 pub(crate) use folder::{free as free_space, is_memory};
-pub(crate) use io::{Transfer, UNWRITTEN, block_size, threads};
-pub(crate) use pipeline::{Pipeline, Plan, STEP, Staged, Stream, Window, window_len, windows};
+pub(crate) use io::{Io, Transfer, UNWRITTEN, block_size, threads};
+pub(crate) use pipeline::{Pipeline, Plan, STEP, Staged, Stream, Window, Windows, windows};
 pub(crate) use spill::Spilled;
 pub(crate) use store::Offload;

@@ -38,4 +38,4 @@ pub use groups::ParameterGroup;
 pub(crate) use groups::{Grouping, Role};
 pub use optimizer::{Layerwise, Momentum, Needs, Optimizer, SQUARES_BLOCK, Squares, StepContext, Wholewise};
 pub use schedule::{LrSchedule, Schedule, validate};
-pub(crate) use trainer::{Trained, Trainer};
+pub(crate) use trainer::{GroupStep, Trainer};
