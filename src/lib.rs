@@ -51,13 +51,17 @@ pub mod nn;
 mod notice;
 pub mod offload;
 pub mod optim;
-pub mod param;
+mod param;
 pub mod precision;
 pub mod profiler;
 mod tensor;
 mod timeline;
+#[cfg(feature = "cli")]
+mod tools;
 mod util;
 pub mod zero;
+#[cfg(feature = "cli")]
+pub mod zerorun;
 
 pub use config::Config;
 pub use engine::{Engine, EngineBuilder};

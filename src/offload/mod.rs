@@ -31,7 +31,8 @@
 mod access;
 mod aligned;
 mod arena;
-pub mod bench;
+#[cfg(feature = "cli")]
+pub(crate) mod bench;
 mod buffer;
 mod files;
 mod folder;

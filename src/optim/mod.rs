@@ -37,5 +37,5 @@ pub use from_config::{base_lr, from_config, momentum};
 pub use groups::ParameterGroup;
 pub(crate) use groups::{Grouping, Role};
 pub use optimizer::{Layerwise, Momentum, Needs, Optimizer, SQUARES_BLOCK, Squares, StepContext, Wholewise};
-pub use schedule::{LrSchedule, Schedule, validate};
+pub use schedule::{LrSchedule, Schedule};
 pub(crate) use trainer::{GroupStep, Trainer};
