@@ -7,10 +7,10 @@ use super::manifest::{MANIFEST, Manifest};
 use super::rank_file::RankFile;
 use crate::comm::agree::{Failure, agree};
 use crate::error::{Error, Result};
-use crate::monitor::say;
+use crate::notice::say;
 use crate::optim::Trainer;
-use crate::param::{list, lock};
 use crate::precision::Flat;
+use crate::util::{list, lock};
 use crate::zero::core::Core;
 use crate::zero::share::{State, WEIGHTS};
 use serde_json::Value;
@@ -69,7 +69,8 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`Error::Checkpoint`] with the file that is missing, damaged or not readable.
-    pub fn open(dir: &Path, tag: Option<&str>) -> Result<Option<Self>> {
+    pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Option<Self>> {
+        let dir = dir.as_ref();
         let tag = match tag {
             Some(tag) => tag.to_owned(),
             None => match folder::latest(dir)? {

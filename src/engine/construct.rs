@@ -13,11 +13,12 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
-use crate::monitor::say;
+use crate::notice::say;
 use crate::offload::{DiskAccess, Offload};
 use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, Trainer};
-use crate::param::{Source, fnv1a};
+use crate::param::Source;
 use crate::precision::LossScaler;
+use crate::util::fnv1a;
 use crate::zero::core::{Core, CoreParts, Link, Recomputation, Registered};
 use crate::zero::gradients::ReducePlan;
 use crate::zero::registry::Registry;
@@ -56,8 +57,8 @@ impl<M> Engine<M> {
         let offload = open_offload(&config, &grouping, &*comm, disk_access, &ledger)?;
         let reduce_plan =
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
-        let share_plan = share_plan(&config, &*comm, &device, reduce_plan, &grouping, &offload);
-        let registry = Registry::new(share_plan, source, link.clone(), ledger.clone());
+        let share_plan = SharePlan::new(&config, reduce_plan.accumulate, comm.rank(), grouping.clone());
+        let registry = Registry::new(share_plan, device.clone(), offload.clone(), source, link.clone(), ledger.clone());
         let (model, mut registered) = build_model(build, &registry, &config, &device)?;
         if let Some(offload) = &offload {
             choose_access(offload, &*comm)?;
@@ -157,27 +158,6 @@ fn open_offload(
     Ok(offload)
 }
 
-fn share_plan(
-    config: &Config,
-    comm: &dyn Communicator,
-    device: &Device,
-    reduce_plan: ReducePlan,
-    grouping: &Arc<Grouping>,
-    offload: &Option<Arc<Offload>>,
-) -> SharePlan {
-    SharePlan {
-        rank: comm.rank(),
-        world_size: comm.size(),
-        placement: config.zero.stage.placement(),
-        dtype: config.precision.dtype(),
-        device: device.clone(),
-        sub_group_size: config.zero.sub_group_size,
-        grad_dtype: reduce_plan.accumulate,
-        grouping: grouping.clone(),
-        offload: offload.clone(),
-    }
-}
-
 /// Builds the model; its parameters are shared among the ranks as they are registered.
 fn build_model<M>(
     build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
@@ -209,7 +189,8 @@ fn trainer(
     config: &Config,
     rank: usize,
 ) -> Result<Trainer> {
-    let (trainer, empty) = Trainer::new(grouping, &mut registered.params, schedule, config.scheduler.as_ref())?;
+    let groups = registered.params.iter_mut().map(|param| &mut param.group).collect();
+    let (trainer, empty) = Trainer::new(grouping, groups, schedule, config.scheduler.as_ref())?;
     for group in empty.iter().filter(|_| rank == 0) {
         say(&format!("parameter group {group} (from 0) selects no parameter that is left: it is dropped"));
     }

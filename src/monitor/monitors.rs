@@ -1,8 +1,9 @@
 //! The monitors of a run, all told the same.
 
-use super::{CsvMonitor, Event, Monitor, Prometheus, TensorBoard, say};
+use super::{CsvMonitor, Event, Monitor, Prometheus, TensorBoard};
 use crate::Result;
 use crate::config::Monitoring;
+use crate::notice::say;
 
 /// Makes a monitor, on the rank that writes.
 pub(crate) type Opening = Box<dyn FnOnce() -> Result<Box<dyn Monitor>> + Send>;
@@ -16,10 +17,10 @@ impl Monitors {
     pub fn open(config: &Monitoring, more: Vec<Opening>) -> Result<Self> {
         let mut all: Vec<Box<dyn Monitor>> = Vec::new();
         if let Some(tensorboard) = &config.tensorboard {
-            all.push(Box::new(TensorBoard::create(&tensorboard.folder())?));
+            all.push(Box::new(TensorBoard::create(tensorboard.folder())?));
         }
         if let Some(csv) = &config.csv_monitor {
-            all.push(Box::new(CsvMonitor::create(&csv.folder())?));
+            all.push(Box::new(CsvMonitor::create(csv.folder())?));
         }
         match Prometheus::asked_for()? {
             // The port was given to the process, not to one of its engines.

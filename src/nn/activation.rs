@@ -4,7 +4,7 @@ use crate::graph::{Grad, Inputs};
 use crate::kernels::gemm::Activation;
 use crate::kernels::{activation, buffer};
 use crate::nn::composed;
-use crate::nn::element::{Element, with_all, with_element, with_elements};
+use crate::tensor::element::{Element, with_all, with_element, with_elements};
 use candle_core::{Result, Tensor, bail};
 
 /// GELU by its tanh approximation (Hendrycks and Gimpel 2016), GPT-2's activation:
@@ -59,7 +59,8 @@ fn apply(name: &'static str, x: &Tensor, function: Activation) -> Result<Tensor>
 
 /// silu(gate) * up, elementwise, computed in f32 and rounded once (Shazeer 2020): the middle of Llama's MLP.
 ///
-/// Errors: tensors of different shapes.
+/// # Errors
+/// Tensors of different shapes.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     const NAME: &str = "swiglu";
     if gate.shape() != up.shape() {

@@ -3,14 +3,15 @@
 use crate::graph::{Inputs, advance_draws, draws, is_without_gradients};
 use crate::kernels::buffer;
 use crate::kernels::dropout as kernel;
-use crate::nn::element::{Element, with_element, with_elements};
+use crate::tensor::element::{Element, with_element, with_elements};
 use candle_core::{Result, Tensor, bail};
 use candle_nn::Module;
 
 /// x / (1 - p) where an element is kept, and 0 with probability `p` in [0, 1). Which elements are kept follows from
 /// `seed`, `draw` and their positions alone (Philox4x32-10, Salmon et al. 2011): nothing is kept for backward.
 ///
-/// Errors: a probability outside [0, 1).
+/// # Errors
+/// A probability outside [0, 1).
 pub fn dropout(x: &Tensor, p: f32, seed: u64, draw: u64) -> Result<Tensor> {
     const NAME: &str = "dropout";
     if !(0.0..1.0).contains(&p) {

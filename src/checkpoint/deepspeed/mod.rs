@@ -7,7 +7,7 @@
 //! ```no_run
 //! use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, State};
 //! # fn main() -> candle_zero::Result<()> {
-//! let checkpoint = DeepSpeedCheckpoint::open("checkpoints".as_ref(), None)?;
+//! let checkpoint = DeepSpeedCheckpoint::open("checkpoints", None)?;
 //! for (index, parameter) in checkpoint.parameters().iter().enumerate() {
 //!     let master: Vec<f32> = checkpoint.read(State::Master, index)?;
 //!     println!("{} {:?} {}", parameter.name, parameter.shape, master[0]);
@@ -92,8 +92,8 @@ impl DeepSpeedCheckpoint {
     /// `latest` names the tag.
     ///
     /// All is checked but the elements themselves: that the files of all ranks are there, complete, and of one shape.
-    pub fn open(dir: &Path, tag: Option<&str>) -> Result<Self> {
-        let files = Files::list(folder::find(dir, tag)?)?;
+    pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Self> {
+        let files = Files::list(folder::find(dir.as_ref(), tag)?)?;
         let first = OptimFile::open(files.optim(0)?)?;
         let model_path = files.model(first.stage)?;
         let model = ModelFile::open(&model_path)?;
@@ -343,7 +343,7 @@ impl<'a> Part<'a> {
 /// The error of a state that a group does not have.
 fn without(rank: &OptimFile, state: State, group: usize) -> Error {
     let names: Vec<_> = rank.groups.get(group).into_iter().flat_map(|group| group.states.keys()).collect();
-    let found = if names.is_empty() { "nothing".into() } else { crate::param::list(&names) };
+    let found = if names.is_empty() { "nothing".into() } else { crate::util::list(&names) };
     let name = state.name();
     let problem = format!(
         "it holds no {name} of group {group}, but {found}. Adam's moments can be read of checkpoints that were saved \

@@ -1,0 +1,364 @@
+//! How a rank finds out who it is: the variables that launchers set.
+//!
+//! The first row that matches wins. A row matches when its rank or its world is set.
+//!
+//! | launcher | rank, world | on this host |
+//! | --- | --- | --- |
+//! | zerorun, torchrun, DeepSpeed | `RANK`, `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` (DeepSpeed: `LOCAL_SIZE`) |
+//! | OpenMPI | `OMPI_COMM_WORLD_RANK`, `_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `_LOCAL_SIZE` |
+//! | MPICH, Intel MPI (Hydra) | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
+//! | Slurm's srun | `SLURM_PROCID`, `SLURM_NTASKS` (`SLURM_NPROCS`) | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` |
+//! | none | rank 0 of 1 | |
+
+use std::os::fd::RawFd;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::{Error, Result};
+
+/// File descriptor of the memory that the ranks share.
+pub(crate) const SHM_FD: &str = "CANDLE_ZERO_SHM_FD";
+/// How long a rank waits for the others, in milliseconds.
+pub(crate) const TIMEOUT_MS: &str = "CANDLE_ZERO_TIMEOUT_MS";
+
+/// DeepSpeed's default for `init_distributed`.
+pub(crate) const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
+const DEFAULT_ADDR: &str = "127.0.0.1";
+/// DeepSpeed's and torchrun's default.
+const DEFAULT_PORT: u16 = 29500;
+
+/// Who this process is among the ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RankEnv {
+    /// This rank, below `world_size`.
+    pub rank: usize,
+    /// Number of ranks, at least 1.
+    pub world_size: usize,
+    /// This rank among those of its host.
+    pub local_rank: usize,
+    /// Number of ranks on this host.
+    pub local_world_size: usize,
+    /// Host of rank 0 (`MASTER_ADDR`).
+    pub master_addr: String,
+    /// Port for a rendezvous on that host (`MASTER_PORT`).
+    pub master_port: u16,
+    /// The inherited file descriptor of the memory that the ranks of this host share; set by zerorun.
+    pub shm_fd: Option<RawFd>,
+    /// How long a rank waits for the others in a collective.
+    pub timeout: Duration,
+}
+
+/// A variable that was found, with its number.
+#[derive(Debug, Clone, Copy)]
+struct Number {
+    name: &'static str,
+    value: usize,
+}
+
+/// What one row of the table says.
+struct Found {
+    rank: Number,
+    world: Number,
+    local: Option<(Number, Number)>,
+}
+
+impl RankEnv {
+    /// Reads the environment of this process; nothing set means rank 0 of 1.
+    ///
+    /// # Errors
+    /// A variable that cannot be read, a half-set group of variables, a rank that is not below its world, several ranks
+    /// without shared memory (not started by zerorun), ranks on several hosts.
+    pub fn from_env() -> Result<Self> {
+        // A value that is not UTF-8 is no number: its replacement characters are refused by name.
+        Self::from_lookup(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    }
+
+    /// The same from any source of variables.
+    pub(crate) fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let vars = Vars(&lookup);
+        let timeout = match vars.parsed::<u64>(TIMEOUT_MS, "a whole number of milliseconds, at least 1")? {
+            None => DEFAULT_TIMEOUT,
+            Some(0) => return Err(vars.refused(TIMEOUT_MS, "a whole number of milliseconds, at least 1")),
+            Some(milliseconds) => Duration::from_millis(milliseconds),
+        };
+        let shm_fd = vars.parsed::<RawFd>(SHM_FD, "the number of an open file descriptor")?;
+        if shm_fd.is_some_and(|fd| fd < 0) {
+            return Err(vars.refused(SHM_FD, "the number of an open file descriptor"));
+        }
+        let master_addr = vars.get("MASTER_ADDR").unwrap_or_else(|| DEFAULT_ADDR.to_string());
+        let master_port = vars.parsed::<u16>("MASTER_PORT", "a port number from 1 to 65535")?.unwrap_or(DEFAULT_PORT);
+
+        let Some(found) = vars.find()? else {
+            return Ok(Self {
+                rank: 0,
+                world_size: 1,
+                local_rank: 0,
+                local_world_size: 1,
+                master_addr,
+                master_port,
+                shm_fd,
+                timeout,
+            });
+        };
+        let Found { rank, world, local } = found;
+        below(rank, world)?;
+        let (local_rank, local_world_size) = match local {
+            None => (rank.value, world.value),
+            Some((local_rank, local_world)) => {
+                below(local_rank, local_world)?;
+                (local_rank.value, local_world.value)
+            }
+        };
+        if world.value > 1 {
+            if local_world_size != world.value {
+                return Err(Error::SeveralHosts { local_world: local_world_size, world: world.value });
+            }
+            if shm_fd.is_none() {
+                return Err(Error::RanksNotJoined { rank_name: rank.name, rank: rank.value, world: world.value });
+            }
+        }
+        Ok(Self {
+            rank: rank.value,
+            world_size: world.value,
+            local_rank,
+            local_world_size,
+            master_addr,
+            master_port,
+            shm_fd,
+            timeout,
+        })
+    }
+}
+
+fn below(rank: Number, world: Number) -> Result<()> {
+    if rank.value < world.value {
+        return Ok(());
+    }
+    Err(Error::RankOutOfRange { rank_name: rank.name, rank: rank.value, world_name: world.name, world: world.value })
+}
+
+const COUNT: &str = "a whole number";
+
+/// The variables, by name.
+struct Vars<'a>(&'a dyn Fn(&str) -> Option<String>);
+
+impl Vars<'_> {
+    /// An empty value counts as not set, as shells make it with `RANK= command`.
+    fn get(&self, name: &str) -> Option<String> {
+        (self.0)(name).filter(|value| !value.is_empty())
+    }
+
+    fn refused(&self, name: &'static str, expected: &'static str) -> Error {
+        Error::RankVariable { name, value: self.get(name).unwrap_or_default(), expected }
+    }
+
+    fn parsed<T: FromStr>(&self, name: &'static str, expected: &'static str) -> Result<Option<T>> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(value) => value.trim().parse().map(Some).map_err(|_| Error::RankVariable { name, value, expected }),
+        }
+    }
+
+    fn number(&self, name: &'static str) -> Result<Option<Number>> {
+        Ok(self.parsed(name, COUNT)?.map(|value| Number { name, value }))
+    }
+
+    /// The first of several names that is set.
+    fn first_of(&self, names: &[&'static str]) -> Result<Option<Number>> {
+        for name in names {
+            if let Some(number) = self.number(name)? {
+                return Ok(Some(number));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Two numbers that belong together: both or neither.
+    fn pair(&self, first: &'static str, second: &[&'static str]) -> Result<Option<(Number, Number)>> {
+        match (self.number(first)?, self.first_of(second)?) {
+            (None, None) => Ok(None),
+            (Some(first), Some(second)) => Ok(Some((first, second))),
+            (Some(first), None) => Err(Error::RankVariablesIncomplete { set: first.name, missing: second[0] }),
+            (None, Some(second)) => Err(Error::RankVariablesIncomplete { set: second.name, missing: first }),
+        }
+    }
+
+    fn find(&self) -> Result<Option<Found>> {
+        let local = self.pair("LOCAL_RANK", &["LOCAL_WORLD_SIZE", "LOCAL_SIZE"]);
+        if let Some((rank, world)) = self.pair("RANK", &["WORLD_SIZE"])? {
+            return Ok(Some(Found { rank, world, local: local? }));
+        }
+        if let Some((local_rank, _)) = local? {
+            return Err(Error::RankVariablesIncomplete { set: local_rank.name, missing: "RANK" });
+        }
+        if let Some((rank, world)) = self.pair("OMPI_COMM_WORLD_RANK", &["OMPI_COMM_WORLD_SIZE"])? {
+            let local = self.pair("OMPI_COMM_WORLD_LOCAL_RANK", &["OMPI_COMM_WORLD_LOCAL_SIZE"])?;
+            return Ok(Some(Found { rank, world, local }));
+        }
+        if let Some((rank, world)) = self.pair("PMI_RANK", &["PMI_SIZE"])? {
+            let local = self.pair("MPI_LOCALRANKID", &["MPI_LOCALNRANKS"])?;
+            return Ok(Some(Found { rank, world, local }));
+        }
+        // SLURM_NTASKS alone is no half-set group: every shell inside an allocation has it, tasks have SLURM_PROCID too.
+        if self.get("SLURM_PROCID").is_some()
+            && let Some((rank, world)) = self.pair("SLURM_PROCID", &["SLURM_NTASKS", "SLURM_NPROCS"])?
+        {
+            return Ok(Some(Found { rank, world, local: self.slurm_local()? }));
+        }
+        Ok(None)
+    }
+
+    fn slurm_local(&self) -> Result<Option<(Number, Number)>> {
+        const TASKS: &str = "SLURM_STEP_TASKS_PER_NODE";
+        const GRAMMAR: &str = "tasks per node as in 2(x3),1, with an entry for SLURM_NODEID";
+        let (Some(local_rank), Some(tasks)) = (self.number("SLURM_LOCALID")?, self.get(TASKS)) else {
+            return Ok(None);
+        };
+        let node = self.number("SLURM_NODEID")?.map_or(0, |node| node.value);
+        match tasks_of_node(&tasks, node) {
+            Some(value) => Ok(Some((local_rank, Number { name: TASKS, value }))),
+            None => Err(Error::RankVariable { name: TASKS, value: tasks, expected: GRAMMAR }),
+        }
+    }
+}
+
+/// Entry `node` of Slurm's run-length list: `2(x3),1` is 2, 2, 2, 1.
+fn tasks_of_node(list: &str, node: usize) -> Option<usize> {
+    let mut first = 0usize;
+    for entry in list.split(',') {
+        let (tasks, times) = match entry.split_once("(x") {
+            Some((tasks, times)) => (tasks, times.strip_suffix(')')?.parse().ok()?),
+            None => (entry, 1),
+        };
+        let tasks = tasks.parse().ok()?;
+        first = first.checked_add(times)?;
+        if node < first {
+            return Some(tasks);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn read(vars: &[(&str, &str)]) -> Result<RankEnv> {
+        RankEnv::from_lookup(|name| vars.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_string()))
+    }
+
+    fn refusal(vars: &[(&str, &str)]) -> String {
+        read(vars).unwrap_err().to_string()
+    }
+
+    fn numbers(env: &RankEnv) -> [usize; 4] {
+        [env.rank, env.world_size, env.local_rank, env.local_world_size]
+    }
+
+    #[test]
+    fn nothing_set_is_rank_0_of_1() {
+        let alone = RankEnv {
+            rank: 0,
+            world_size: 1,
+            local_rank: 0,
+            local_world_size: 1,
+            master_addr: "127.0.0.1".to_string(),
+            master_port: 29500,
+            shm_fd: None,
+            timeout: Duration::from_secs(600),
+        };
+        assert_eq!(read(&[]).unwrap(), alone);
+        assert_eq!(read(&[("RANK", ""), ("SLURM_NTASKS", "4")]).unwrap(), alone, "a shell in a Slurm allocation");
+    }
+
+    #[test]
+    fn what_zerorun_sets_is_read_whole() {
+        let env = read(&[
+            ("RANK", "2"),
+            ("WORLD_SIZE", "4"),
+            ("LOCAL_RANK", "2"),
+            ("LOCAL_WORLD_SIZE", "4"),
+            ("LOCAL_SIZE", "4"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "4711"),
+            ("CANDLE_ZERO_SHM_FD", "5"),
+            ("CANDLE_ZERO_TIMEOUT_MS", "1500"),
+            ("PMI_RANK", "7"),
+        ])
+        .unwrap();
+        assert_eq!(numbers(&env), [2, 4, 2, 4]);
+        assert_eq!((env.master_port, env.shm_fd, env.timeout), (4711, Some(5), Duration::from_millis(1500)));
+    }
+
+    #[test]
+    fn other_launchers_names_are_known() {
+        let fd = ("CANDLE_ZERO_SHM_FD", "3");
+        let deepspeed = [("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2"), fd];
+        assert_eq!(numbers(&read(&deepspeed).unwrap()), [1, 2, 1, 2]);
+        assert_eq!(numbers(&read(&[("RANK", "1"), ("WORLD_SIZE", "2"), fd]).unwrap()), [1, 2, 1, 2]);
+        let open_mpi = [
+            ("OMPI_COMM_WORLD_RANK", "1"),
+            ("OMPI_COMM_WORLD_SIZE", "3"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "3"),
+            fd,
+        ];
+        assert_eq!(numbers(&read(&open_mpi).unwrap()), [1, 3, 1, 3]);
+        let mpich = [("PMI_RANK", "0"), ("PMI_SIZE", "2"), ("MPI_LOCALRANKID", "0"), ("MPI_LOCALNRANKS", "2"), fd];
+        assert_eq!(numbers(&read(&mpich).unwrap()), [0, 2, 0, 2]);
+        let slurm = [
+            ("SLURM_PROCID", "3"),
+            ("SLURM_NPROCS", "4"),
+            ("SLURM_LOCALID", "3"),
+            ("SLURM_STEP_TASKS_PER_NODE", "4"),
+            fd,
+        ];
+        assert_eq!(numbers(&read(&slurm).unwrap()), [3, 4, 3, 4]);
+        assert_eq!(numbers(&read(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1")]).unwrap()), [0, 1, 0, 1]);
+    }
+
+    #[test]
+    fn a_half_set_group_is_refused_by_name() {
+        insta::assert_snapshot!(refusal(&[("RANK", "0")]), @"RANK is set but WORLD_SIZE is not: a rank needs both; start the program with zerorun, or unset RANK");
+        insta::assert_snapshot!(refusal(&[("WORLD_SIZE", "2")]), @"WORLD_SIZE is set but RANK is not: a rank needs both; start the program with zerorun, or unset WORLD_SIZE");
+        insta::assert_snapshot!(refusal(&[("LOCAL_RANK", "0"), ("LOCAL_SIZE", "1")]), @"LOCAL_RANK is set but RANK is not: a rank needs both; start the program with zerorun, or unset LOCAL_RANK");
+        insta::assert_snapshot!(refusal(&[("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")]), @"LOCAL_RANK is set but LOCAL_WORLD_SIZE is not: a rank needs both; start the program with zerorun, or unset LOCAL_RANK");
+        insta::assert_snapshot!(refusal(&[("OMPI_COMM_WORLD_RANK", "0")]), @"OMPI_COMM_WORLD_RANK is set but OMPI_COMM_WORLD_SIZE is not: a rank needs both; start the program with zerorun, or unset OMPI_COMM_WORLD_RANK");
+        insta::assert_snapshot!(refusal(&[("PMI_SIZE", "2")]), @"PMI_SIZE is set but PMI_RANK is not: a rank needs both; start the program with zerorun, or unset PMI_SIZE");
+        insta::assert_snapshot!(refusal(&[("SLURM_PROCID", "0")]), @"SLURM_PROCID is set but SLURM_NTASKS is not: a rank needs both; start the program with zerorun, or unset SLURM_PROCID");
+    }
+
+    #[test]
+    fn wrong_values_are_refused_by_name() {
+        let shared = ("CANDLE_ZERO_SHM_FD", "3");
+        insta::assert_snapshot!(refusal(&[("RANK", "two"), ("WORLD_SIZE", "2")]), @"environment variable RANK is `two`; it must be a whole number");
+        insta::assert_snapshot!(refusal(&[("RANK", "-1"), ("WORLD_SIZE", "2")]), @"environment variable RANK is `-1`; it must be a whole number");
+        insta::assert_snapshot!(refusal(&[("RANK", "2"), ("WORLD_SIZE", "2"), shared]), @"RANK is 2 but WORLD_SIZE is 2; it must be below that");
+        insta::assert_snapshot!(refusal(&[("RANK", "0"), ("WORLD_SIZE", "0")]), @"RANK is 0 but WORLD_SIZE is 0; it must be below that");
+        insta::assert_snapshot!(refusal(&[("RANK", "1"), ("WORLD_SIZE", "2")]), @"RANK says rank 1 of 2, but CANDLE_ZERO_SHM_FD is not set, so the ranks cannot reach one another; start the program with `zerorun --num_ranks 2` on one host (several hosts are not offered yet)");
+        insta::assert_snapshot!(refusal(&[("CANDLE_ZERO_SHM_FD", "-1")]), @"environment variable CANDLE_ZERO_SHM_FD is `-1`; it must be the number of an open file descriptor");
+        insta::assert_snapshot!(refusal(&[("CANDLE_ZERO_TIMEOUT_MS", "0")]), @"environment variable CANDLE_ZERO_TIMEOUT_MS is `0`; it must be a whole number of milliseconds, at least 1");
+        insta::assert_snapshot!(refusal(&[("MASTER_PORT", "70000")]), @"environment variable MASTER_PORT is `70000`; it must be a port number from 1 to 65535");
+        insta::assert_snapshot!(
+            refusal(&[("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2"), shared]),
+            @"2 of 4 ranks are on this host: several hosts are not offered yet; start all ranks on one host with `zerorun --num_ranks 4`"
+        );
+    }
+
+    #[test]
+    fn slurms_task_lists_are_expanded() {
+        for (list, node, tasks) in [
+            ("2", 0, Some(2)),
+            ("2(x3),1", 2, Some(2)),
+            ("2(x3),1", 3, Some(1)),
+            ("2(x3),1", 4, None),
+            ("2,1", 1, Some(1)),
+            ("", 0, None),
+            ("2(x", 0, None),
+            ("a", 0, None),
+        ] {
+            assert_eq!(tasks_of_node(list, node), tasks, "{list} node {node}");
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Taking a tensor's storage out and putting one in, while the model and the autograd graph hold the tensor.
+//!
+//! Candle's in-place operations hand out `&mut CpuStorage` (`&mut CudaStorage`). A tensor keeps its dtype in a field
+//! of its own, so an absent parameter carries an empty storage of a dtype that Candle refuses to compute with: using
+//! it is an error. (An empty storage of the true dtype would be read out of bounds by Candle's matmul.)
+
+use crate::precision::{Flat, FlatRef};
+use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, DType, Device, Error, InplaceOp1, Layout, Result, Shape, Storage, Tensor,
+    op::BackpropOp,
+};
+use std::sync::Mutex;
+
+/// The dtype that stands for "absent".
+const ABSENT: DType = DType::F6E2M3;
+
+fn absent() -> CpuStorage {
+    CpuStorage::F6E2M3(Vec::new())
+}
+
+/// Candle makes no CUDA storage of this dtype out of host values, so its slice is put together here.
+#[cfg(feature = "cuda")]
+fn absent_on_cuda(device: &CudaDevice) -> Result<CudaStorage> {
+    // One byte: not every driver allocates none.
+    let slice = candle_core::cuda_backend::CudaStorageSlice::F6E2M3(device.alloc_zeros::<u8>(1)?);
+    Ok(CudaStorage { slice, device: device.clone() })
+}
+
+#[cfg(not(feature = "cuda"))]
+fn absent_on_cuda(_: &CudaDevice) -> Result<CudaStorage> {
+    Err(Error::NotCompiledWithCudaSupport)
+}
+
+fn on_cuda(device: &CudaDevice, values: CpuStorage) -> Result<CudaStorage> {
+    if values.dtype() == ABSENT { absent_on_cuda(device) } else { device.storage_from_cpu_storage_owned(values) }
+}
+
+/// Whether `error` is how Candle refuses to compute with an absent parameter.
+pub(crate) fn is_refusal(error: &Error) -> bool {
+    let text = error.to_string();
+    // Candle checks dtypes before it computes and names both where they differ, and the CPU's operations name the one
+    // that they do not support. Some of CUDA's do not.
+    let nameless = ["Map1 does not", "internal error 'dtype mismatch in", "internal error 'Dummy types"];
+    text.contains(&format!("{ABSENT:?}")) || nameless.iter().any(|n| text.contains(n))
+}
+
+/// A flat buffer as Candle's storage.
+pub(crate) fn to_storage(flat: Flat) -> CpuStorage {
+    match flat {
+        Flat::F32(v) => CpuStorage::F32(v),
+        Flat::BF16(v) => CpuStorage::BF16(v),
+        Flat::F16(v) => CpuStorage::F16(v),
+    }
+}
+
+fn from_storage(storage: CpuStorage) -> Result<Flat> {
+    match storage {
+        CpuStorage::F32(v) => Ok(Flat::F32(v)),
+        CpuStorage::BF16(v) => Ok(Flat::BF16(v)),
+        CpuStorage::F16(v) => Ok(Flat::F16(v)),
+        other => candle_core::bail!("a parameter's storage holds {:?}", other.dtype()),
+    }
+}
+
+/// Exchanges a tensor's storage for another, on whatever device the tensor is. The other lies on the host.
+struct Swap(Mutex<CpuStorage>);
+
+impl InplaceOp1 for Swap {
+    fn name(&self) -> &'static str {
+        "swap-storage"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
+        std::mem::swap(storage, &mut crate::util::lock(&self.0));
+        Ok(())
+    }
+
+    fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> Result<()> {
+        let mut other = crate::util::lock(&self.0);
+        let taken = if storage.dtype() == ABSENT { absent() } else { storage.to_cpu_storage()? };
+        let put = std::mem::replace(&mut *other, taken);
+        *storage = on_cuda(storage.device(), put)?;
+        Ok(())
+    }
+}
+
+/// Puts `storage` into `tensor` and returns what was there.
+fn swap(tensor: &Tensor, storage: CpuStorage) -> Result<CpuStorage> {
+    let op = Swap(Mutex::new(storage));
+    tensor.inplace_op1(&op)?;
+    Ok(crate::util::unpoisoned(op.0.into_inner()))
+}
+
+/// Fills an absent parameter.
+pub(crate) fn put(tensor: &Tensor, values: Flat) -> Result<()> {
+    assert_eq!(values.len(), tensor.elem_count());
+    assert_eq!(values.dtype(), tensor.dtype());
+    swap(tensor, to_storage(values)).map(drop)
+}
+
+/// Empties a tensor: it keeps shape and dtype, and computing with it becomes an error.
+pub(crate) fn clear(tensor: &Tensor) -> Result<()> {
+    struct Clear;
+    impl InplaceOp1 for Clear {
+        fn name(&self) -> &'static str {
+            "clear-storage"
+        }
+
+        fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
+            *storage = absent();
+            Ok(())
+        }
+
+        fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> Result<()> {
+            *storage = absent_on_cuda(storage.device())?;
+            Ok(())
+        }
+    }
+    tensor.inplace_op1(&Clear)
+}
+
+/// Lets `change` work on a parameter's values on the host; on another device they travel there and back.
+pub(crate) fn with_values<T>(tensor: &Tensor, change: impl FnOnce(&mut Flat) -> T) -> Result<T> {
+    let mut flat = from_storage(swap(tensor, absent())?)?;
+    let result = change(&mut flat);
+    swap(tensor, to_storage(flat))?;
+    Ok(result)
+}
+
+/// Lets `look` see a tensor's values on the host, in row-major order.
+pub(crate) fn with_view<T>(tensor: &Tensor, look: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
+    let tensor = tensor.contiguous()?;
+    let (storage, layout) = tensor.storage_and_layout();
+    let range = layout.start_offset()..layout.start_offset() + layout.shape().elem_count();
+    match &*storage {
+        Storage::Cpu(CpuStorage::F32(v)) => Ok(look(FlatRef::F32(&v[range]))),
+        Storage::Cpu(CpuStorage::BF16(v)) => Ok(look(FlatRef::BF16(&v[range]))),
+        Storage::Cpu(CpuStorage::F16(v)) => Ok(look(FlatRef::F16(&v[range]))),
+        Storage::Cpu(other) => candle_core::bail!("a tensor of {:?} where f32, bf16 or f16 belongs", other.dtype()),
+        Storage::Cuda(cuda) => Ok(look(from_storage(cuda.to_cpu_storage()?)?.slice(range))),
+        Storage::Metal(_) => Err(Error::Msg("training on Metal is not supported; use the CPU or CUDA".into())),
+    }
+}
+
+/// A storage on `device` made of host values.
+pub(crate) fn storage_on(device: &Device, values: CpuStorage) -> Result<Storage> {
+    match device {
+        Device::Cpu => Ok(Storage::Cpu(values)),
+        Device::Cuda(cuda) => Ok(Storage::Cuda(on_cuda(cuda, values)?)),
+        Device::Metal(_) => Err(Error::Msg("training on Metal is not supported; use the CPU or CUDA".into())),
+    }
+}
+
+/// A variable of `shape` without elements: the leaf under a parameter.
+pub(crate) fn empty_leaf(device: &Device, shape: &Shape) -> Result<Tensor> {
+    let storage = storage_on(device, absent())?;
+    Ok(Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), true))
+}

@@ -1,0 +1,158 @@
+//! `zerorun consolidate`: a checkpoint's parameters as Hugging Face's files.
+
+use super::progress::ByteProgress;
+use crate::checkpoint::{Checkpoint, ConsolidateSettings, Consolidated, ConsolidatedDtype};
+use crate::checkpoint::{absent_or_empty, consolidate, find, place};
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
+use clap::{Parser, ValueEnum};
+use std::ffi::OsString;
+use std::fmt::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Writes a checkpoint's parameters into a folder, in the layout of Hugging Face's models.
+///
+/// Exit code: 0 all is written, 1 the checkpoint is damaged or a file cannot be written, 2 there is no checkpoint or the
+/// command line is wrong. Unless it is 0, OUT is as it was.
+#[derive(Debug, Parser)]
+#[command(name = "consolidate", bin_name = "zerorun consolidate")]
+struct Typed {
+    /// The folder that checkpoints were saved to, or that of one tag
+    dir: PathBuf,
+
+    /// The folder for the files: absent or empty
+    out: PathBuf,
+
+    /// The checkpoint [default: the one that `latest` names]
+    #[arg(long)]
+    tag: Option<String>,
+
+    /// Precision of the files; the checkpoint has f32
+    #[arg(long, value_enum, default_value = "f32")]
+    dtype: Dtype,
+
+    /// Bytes of parameters in one file: 5GB, 500MB, 2GiB; a bare number is bytes
+    #[arg(long = "max_shard_size", alias = "max-shard-size", value_name = "SIZE", default_value = "5GB", value_parser = size)]
+    max_shard_size: u64,
+
+    /// Attention heads of a GPT-2, for config.json, where the checkpoint does not tell them
+    #[arg(long = "n_head", alias = "n-head", value_name = "N")]
+    n_head: Option<usize>,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Dtype {
+    F32,
+    Bf16,
+    F16,
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
+    Ok(Typed::try_parse_from(words).map_err(Refused)?.run())
+}
+
+impl Typed {
+    fn run(self) -> ExitCode {
+        let tag = place(&self.dir, self.tag.as_deref()).and_then(|(dir, tag)| {
+            absent_or_empty(&self.out)?;
+            find(&dir).choose(tag).map(|tag| (dir, tag))
+        });
+        let (dir, tag) = match tag {
+            Ok(found) => found,
+            Err(error) => return refused(&error, EXIT_SETUP),
+        };
+        let checkpoint = match Checkpoint::open(&dir, Some(&tag)) {
+            Ok(Some(checkpoint)) => checkpoint,
+            Ok(None) => unreachable!("a tag is given"),
+            Err(error) => return refused(&error, 1),
+        };
+        let settings = self.settings();
+        if let Err(error) = settings.check(&checkpoint) {
+            return refused(&error, EXIT_SETUP);
+        }
+        let (mut progress, total) = (ByteProgress::default(), settings.bytes(&checkpoint));
+        let done = consolidate(&checkpoint, &self.out, &settings, &mut |bytes| progress.tell(bytes, total));
+        progress.finish();
+        match done {
+            Ok(done) if print(Report { out: &self.out, done: &done }) => ExitCode::SUCCESS,
+            Ok(_) => ExitCode::FAILURE,
+            Err(error) => refused(&error, 1),
+        }
+    }
+
+    fn settings(&self) -> ConsolidateSettings {
+        let dtype = match self.dtype {
+            Dtype::F32 => ConsolidatedDtype::F32,
+            Dtype::Bf16 => ConsolidatedDtype::Bf16,
+            Dtype::F16 => ConsolidatedDtype::F16,
+        };
+        ConsolidateSettings { dtype, max_shard_size: self.max_shard_size, n_head: self.n_head }
+    }
+}
+
+/// `5GB`, `500MB`, `2GiB`, `4096`.
+fn size(text: &str) -> Result<u64, String> {
+    let wrong =
+        || "give bytes, or a whole number with KB, MB, GB, TB, KiB, MiB, GiB or TiB, for example 5GB".to_string();
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let unit: u64 = match unit {
+        "" => 1,
+        "KB" => 1000,
+        "MB" => 1000 * 1000,
+        "GB" => 1000 * 1000 * 1000,
+        "TB" => 1000 * 1000 * 1000 * 1000,
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        "TiB" => 1 << 40,
+        _ => return Err(wrong()),
+    };
+    let bytes = number.parse::<u64>().map_err(|_| wrong())?.checked_mul(unit);
+    match bytes {
+        Some(0) => Err("a file of 0 bytes holds no parameter: give 1 or more".to_string()),
+        Some(bytes) => Ok(bytes),
+        None => Err("no disk is as large".to_string()),
+    }
+}
+
+/// For people.
+struct Report<'a> {
+    out: &'a Path,
+    done: &'a Consolidated,
+}
+
+impl fmt::Display for Report<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Consolidated { files, bytes, without_config } = self.done;
+        let count = files.len();
+        write!(f, "{}: {bytes} bytes of parameters in ", self.out.display())?;
+        match files.as_slice() {
+            [one] => f.write_str(one)?,
+            _ => write!(f, "{count} files and model.safetensors.index.json")?,
+        }
+        match without_config {
+            None => f.write_str(", and config.json"),
+            Some(why) => {
+                f.write_char('\n')?;
+                write!(f, "There is no config.json: {why}.")
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_take_a_unit_of_either_kind_or_are_bytes() {
+        for (text, bytes) in [("7", 7), ("5GB", 5_000_000_000), ("2KB", 2000), ("2KiB", 2048), ("1TiB", 1 << 40)] {
+            assert_eq!(size(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "GB", "-1", "1.5GB", "0", "0GB", "5 GB", "5gb", "99999999TiB", "99999999999999999999"] {
+            assert!(size(text).is_err(), "{text}");
+        }
+    }
+}

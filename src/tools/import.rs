@@ -1,0 +1,65 @@
+//! `zerorun import`: a checkpoint of DeepSpeed as one of this library's.
+
+use super::progress::ByteProgress;
+use crate::Error;
+use crate::checkpoint::deepspeed::DeepSpeedCheckpoint;
+use crate::checkpoint::{import, new_place};
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
+use clap::Parser;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Writes what a checkpoint of DeepSpeed holds (ZeRO stages 1 to 3: weights, Adam's moments, counters) as a checkpoint
+/// of this library. No pickle is executed.
+///
+/// Exit code: 0 all is written, 1 the checkpoint is damaged or a file cannot be written, 2 there is no checkpoint or the
+/// command line is wrong. Unless it is 0, OUT has no new checkpoint.
+#[derive(Debug, Parser)]
+#[command(name = "import", bin_name = "zerorun import")]
+struct Typed {
+    /// The folder that DeepSpeed's save_checkpoint was given, or that of one tag
+    dir: PathBuf,
+
+    /// The folder of checkpoints to write to
+    out: PathBuf,
+
+    /// DeepSpeed's tag [default: the one that `latest` names]
+    #[arg(long)]
+    tag: Option<String>,
+
+    /// Name of the new checkpoint [default: global_stepN, by the steps]
+    #[arg(long = "as", value_name = "NAME")]
+    name: Option<String>,
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
+    Ok(Typed::try_parse_from(words).map_err(Refused)?.run())
+}
+
+impl Typed {
+    fn run(self) -> ExitCode {
+        let from = match DeepSpeedCheckpoint::open(&self.dir, self.tag.as_deref()) {
+            Ok(from) => from,
+            Err(error) => {
+                // A file that is there is damaged.
+                let is_there = matches!(&error, Error::DeepSpeedCheckpoint { path, .. } if path.is_file());
+                return refused(&error, if is_there { 1 } else { EXIT_SETUP });
+            }
+        };
+        let name = self.name.unwrap_or_else(|| format!("global_step{}", from.global_steps()));
+        if let Err(error) = new_place(&self.out, &name) {
+            return refused(&error, EXIT_SETUP);
+        }
+        let mut progress = ByteProgress::default();
+        let done =
+            from.verify().and_then(|()| import(&from, &self.out, &name, |done, total| progress.tell(done, total)));
+        progress.finish();
+        match done {
+            Ok(path) if print(path.display()) => ExitCode::SUCCESS,
+            Ok(_) => ExitCode::FAILURE,
+            Err(error) => refused(&error, 1),
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! `zerorun inspect`: which checkpoints a folder holds, and whether one is whole.
+
+use super::progress::ByteProgress;
+use crate::checkpoint::{Examined, Listing, Manifest, Parameter, examine, find, place};
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
+use clap::Parser;
+use serde_json::{Value, json};
+use std::ffi::OsString;
+use std::fmt::{self, Write as _};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Shows which checkpoints a folder holds, and whether one is whole.
+///
+/// Exit code: 0 it is whole, 1 it is damaged, 2 there is none or the command line is wrong.
+#[derive(Debug, Parser)]
+#[command(name = "inspect", bin_name = "zerorun inspect")]
+struct Typed {
+    /// The folder that checkpoints were saved to, or that of one tag
+    dir: PathBuf,
+
+    /// The checkpoint to look at [default: the one that `latest` names]
+    #[arg(long)]
+    tag: Option<String>,
+
+    /// Read every byte and compare it with its checksum
+    #[arg(long)]
+    verify: bool,
+
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
+    Ok(Typed::try_parse_from(words).map_err(Refused)?.run())
+}
+
+impl Typed {
+    fn run(self) -> ExitCode {
+        let (dir, tag) = match place(&self.dir, self.tag.as_deref()) {
+            Ok(place) => place,
+            Err(error) => return refused(&error, EXIT_SETUP),
+        };
+        let listing = find(&dir);
+        let lists = if self.json { list_json(&listing) } else { Value::String(list(&listing)) };
+        let latest_is_damaged = tag.is_none() && listing.latest.is_err();
+        let tag = match listing.choose(tag) {
+            Ok(tag) => tag,
+            Err(error) => {
+                if self.json {
+                    print(json!({"folder": dir, "problem": error.to_string(), "found": lists}));
+                } else if let Value::String(text) = &lists {
+                    print(text.trim_end());
+                }
+                let code = refused(&error, EXIT_SETUP);
+                return if latest_is_damaged { ExitCode::FAILURE } else { code };
+            }
+        };
+        let mut progress = ByteProgress::default();
+        let mut tell = |done: u64, total: u64| progress.tell(done, total);
+        let examined = examine(&dir, &tag, if self.verify { Some(&mut tell) } else { None });
+        progress.finish();
+        let one = Report { tag: &tag, examined: &examined, verified: self.verify };
+        let printed = match lists {
+            Value::String(text) => print(format!("{text}\n{one}").trim_end()),
+            found => print(json!({"folder": dir, "found": found, "checkpoint": one.json()})),
+        };
+        if printed && examined.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    }
+}
+
+/// One line for every tag.
+fn list(listing: &Listing) -> String {
+    let count = listing.tags.len();
+    let mut text = format!("{}: {count} checkpoint{}\n", listing.dir.display(), if count == 1 { "" } else { "s" });
+    let latest = listing.latest.as_ref().ok().and_then(Option::as_deref);
+    for (tag, manifest) in &listing.tags {
+        let what = manifest.as_ref().map_or_else(|e| e.to_string(), |m| format!("step {}", m.global_steps));
+        let mark = if latest == Some(tag) { "  (latest)" } else { "" };
+        let _ = writeln!(text, "  {tag:24}{what}{mark}");
+    }
+    for tag in &listing.unfinished {
+        let _ = writeln!(text, "  {tag:24}being saved, or a save that did not end: the next save removes it");
+    }
+    if let Err(error) = &listing.latest {
+        let _ = writeln!(text, "  {error}");
+    }
+    text
+}
+
+fn list_json(listing: &Listing) -> Value {
+    let latest = listing.latest.as_ref().ok().and_then(Option::as_deref);
+    let tags = listing.tags.iter().map(|(tag, manifest)| match manifest {
+        Ok(manifest) => json!({"tag": tag, "global_steps": manifest.global_steps, "problem": null}),
+        Err(error) => json!({"tag": tag, "global_steps": null, "problem": error.to_string()}),
+    });
+    json!({"latest": latest, "tags": tags.collect::<Vec<_>>(), "unfinished": listing.unfinished})
+}
+
+/// What is known of a checkpoint.
+struct Report<'a> {
+    tag: &'a str,
+    examined: &'a Examined,
+    verified: bool,
+}
+
+impl Report<'_> {
+    fn json(&self) -> Value {
+        let Examined { path, manifest, problems } = self.examined;
+        let problems: Vec<String> = problems.iter().map(ToString::to_string).collect();
+        let mut all = json!({
+            "tag": self.tag, "path": path, "whole": problems.is_empty(), "verified": self.verified,
+            "problems": problems,
+        });
+        if let (Some(m), Value::Object(all)) = (manifest, &mut all) {
+            let more = json!({
+                "world_size": m.world_size, "stage": m.stage, "dtype": m.dtype, "optimizer": m.optimizer,
+                "global_steps": m.global_steps, "skipped_steps": m.skipped_steps,
+                "global_samples": m.global_samples, "states": m.states, "parameters": m.parameters.len(),
+                "elements": elements(m), "bytes": bytes(m), "client_state_keys": client_state_keys(m),
+            });
+            all.extend(more.as_object().cloned().unwrap_or_default());
+        }
+        all
+    }
+}
+
+fn elements(manifest: &Manifest) -> usize {
+    manifest.parameters.iter().map(Parameter::numel).sum()
+}
+
+fn bytes(manifest: &Manifest) -> u64 {
+    manifest.files.iter().map(|file| file.bytes).sum()
+}
+
+fn client_state_keys(manifest: &Manifest) -> Vec<&str> {
+    manifest.client_state.as_object().into_iter().flat_map(|map| map.keys().map(String::as_str)).collect()
+}
+
+impl fmt::Display for Report<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Examined { path, manifest, problems } = self.examined;
+        writeln!(f, "{}", path.display())?;
+        if let Some(m) = manifest {
+            let mut row = |name: &str, value: String| writeln!(f, "  {name:14}{value}");
+            row("saved by", format!("{} ranks at stage {}, {}", m.world_size, m.stage, m.dtype))?;
+            row("optimizer", m.optimizer.clone().unwrap_or_else(|| "none".into()))?;
+            row("steps", format!("{}, {} of them skipped", m.global_steps, m.skipped_steps))?;
+            row("samples", m.global_samples.to_string())?;
+            row("states", m.states.join(", "))?;
+            row("parameters", format!("{} with {} elements", m.parameters.len(), elements(m)))?;
+            row("bytes", format!("{} in {} files", bytes(m), m.files.len()))?;
+            let keys = client_state_keys(m);
+            row("client state", if keys.is_empty() { "no keys".into() } else { keys.join(", ") })?;
+        }
+        for problem in problems {
+            writeln!(f, "  damaged: {problem}")?;
+        }
+        match (problems.is_empty(), self.verified) {
+            (true, true) => writeln!(f, "  whole: every byte is what was written"),
+            (true, false) => writeln!(f, "  whole: manifest, lengths and headers (--verify reads all data too)"),
+            (false, true) => writeln!(f, "  {} damaged", files(problems.len())),
+            (false, false) => writeln!(f, "  {} damaged (--verify reads all data too)", files(problems.len())),
+        }
+    }
+}
+
+fn files(count: usize) -> String {
+    format!("{count} {}", if count == 1 { "file is" } else { "files are" })
+}

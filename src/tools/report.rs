@@ -1,0 +1,193 @@
+//! `zerorun report`: what this machine has, and what that means for training.
+
+use crate::Error;
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
+use crate::offload::{available_memory, free_space, is_memory, open_direct};
+use clap::Parser;
+use rustix::process::{Resource, getrlimit};
+use serde::Serialize;
+use std::ffi::OsString;
+use std::fmt::{self, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Shows what this machine has for training: processor, memory, disk, GPU, and what this program was built with.
+///
+/// Exit code: 0, or 2 where DIR is no folder or the command line is wrong.
+#[derive(Debug, Parser)]
+#[command(name = "report", bin_name = "zerorun report")]
+struct Typed {
+    /// A folder on the disk that checkpoints or offloaded state will lie on
+    #[arg(default_value = ".")]
+    dir: PathBuf,
+
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
+    Ok(Typed::try_parse_from(words).map_err(Refused)?.run())
+}
+
+impl Typed {
+    fn run(self) -> ExitCode {
+        let machine = match Machine::look(&self.dir) {
+            Ok(machine) => machine,
+            Err(error) => return refused(&error, EXIT_SETUP),
+        };
+        let text = match self.json {
+            true => serde_json::to_string(&machine).unwrap_or_else(|e| unreachable!("strings and numbers: {e}")),
+            false => machine.to_string(),
+        };
+        if print(text) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    }
+}
+
+/// Instruction sets that kernels here or in the gemm crate use, as Linux calls them.
+const USED: [&str; 8] = ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"];
+
+/// Bytes of model state per parameter: weights, gradient and two moments in f32; or with bf16 or fp16 weights and gradient
+/// in two bytes each, and master weights.
+const STATE_BYTES: u64 = 16;
+
+#[derive(Debug, Serialize)]
+struct Machine {
+    version: &'static str,
+    kernel: String,
+    processor: String,
+    /// Cores that this process may use.
+    cores: usize,
+    simd: Vec<&'static str>,
+    memory: Memory,
+    disk: Disk,
+    gpus: Vec<String>,
+    /// Optional features that this program was built with.
+    features: Vec<&'static str>,
+    verdicts: Vec<String>,
+}
+
+/// In bytes.
+#[derive(Debug, Serialize)]
+struct Memory {
+    total: u64,
+    available: u64,
+    /// RLIMIT_DATA.
+    limit: Option<u64>,
+}
+
+#[derive(Debug, Serialize)]
+struct Disk {
+    folder: PathBuf,
+    free: u64,
+    is_memory: bool,
+    direct_access: bool,
+}
+
+impl Machine {
+    fn look(folder: &Path) -> Result<Self, Error> {
+        let wrong = |source| Error::Io { action: "write a file in", path: folder.to_owned(), source };
+        let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+        let (cpu, memory) = (read("/proc/cpuinfo"), read("/proc/meminfo"));
+        let flags = field(&cpu, "flags").unwrap_or_default();
+        let total = field(&memory, "MemTotal").and_then(|text| text.strip_suffix(" kB")?.parse().ok());
+        // In a file without a name.
+        let direct_access = open_direct(&tempfile::tempfile_in(folder).map_err(wrong)?).is_some();
+        let mut machine = Self {
+            version: env!("CARGO_PKG_VERSION"),
+            kernel: format!("Linux {}", read("/proc/sys/kernel/osrelease").trim()),
+            processor: field(&cpu, "model name").unwrap_or("unknown").to_owned(),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            simd: USED.into_iter().filter(|used| flags.split(' ').any(|flag| flag == *used)).collect(),
+            memory: Memory {
+                total: total.map_or(0, |kib: u64| kib.saturating_mul(1024)),
+                available: available_memory(),
+                limit: getrlimit(Resource::Data).current,
+            },
+            disk: Disk {
+                folder: folder.to_owned(),
+                free: free_space(folder),
+                is_memory: is_memory(folder),
+                direct_access,
+            },
+            gpus: gpus(),
+            features: if cfg!(feature = "cuda") { vec!["cuda"] } else { vec![] },
+            verdicts: vec![],
+        };
+        machine.verdicts = machine.verdicts();
+        Ok(machine)
+    }
+
+    /// Plain sentences.
+    fn verdicts(&self) -> Vec<String> {
+        let has = |name: &str| self.simd.contains(&name);
+        let products = match (has("avx512f"), has("avx512_bf16")) {
+            (true, true) => "products in f32 and bf16 run on kernels of this library; bf16 is the faster one",
+            (true, false) => "products run on kernels of this library; without avx512_bf16, bf16 is no faster than f32",
+            (false, _) => "products run on the gemm crate; without AVX-512, train in f32: bf16 is slower",
+        };
+        let limit = self.memory.limit.unwrap_or(u64::MAX);
+        let each = |bytes: u64| bytes as f64 / STATE_BYTES as f64 / 1e6;
+        let mut verdicts = vec![
+            products.to_owned(),
+            format!("up to {} ranks; more share cores, and each rank gets its part of the threads", self.cores),
+            format!(
+                "memory that is free now holds the state of {:.0} million parameters ({STATE_BYTES} bytes each), \
+                 activations aside",
+                each(self.memory.available.min(limit))
+            ),
+        ];
+        verdicts.push(match (self.disk.is_memory, self.disk.direct_access) {
+            (true, _) => "the folder lies in memory: what is offloaded to it saves none".to_owned(),
+            (false, direct) => format!(
+                "its disk has room for the offloaded state of {:.0} million more; it is accessed {}",
+                each(self.disk.free),
+                if direct { "around the page cache" } else { "through the page cache, slower" }
+            ),
+        });
+        verdicts.push(match (self.gpus.is_empty(), self.features.contains(&"cuda")) {
+            (true, _) => "no NVIDIA GPU: models run on the processor".to_owned(),
+            (false, true) => "models can run on the GPU (Device::new_cuda)".to_owned(),
+            (false, false) => "a GPU is there and this program cannot use it: build with --features cuda".to_owned(),
+        });
+        verdicts
+    }
+}
+
+impl fmt::Display for Machine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30));
+        let or_none = |list: &[&str]| if list.is_empty() { "none".to_owned() } else { list.join(" ") };
+        let gpus: Vec<&str> = self.gpus.iter().map(String::as_str).collect();
+        let limit = self.memory.limit.map_or(String::new(), |bytes| format!(", limited to {}", gib(bytes)));
+        writeln!(f, "candle-zero  {}, features: {}", self.version, or_none(&self.features))?;
+        writeln!(f, "system       {}", self.kernel)?;
+        writeln!(f, "processor    {}, {} cores", self.processor, self.cores)?;
+        writeln!(f, "simd         {}", or_none(&self.simd))?;
+        writeln!(f, "memory       {}, {} available{limit}", gib(self.memory.total), gib(self.memory.available))?;
+        writeln!(f, "disk         {} free in {}", gib(self.disk.free), self.disk.folder.display())?;
+        write!(f, "gpu          {}", or_none(&gpus))?;
+        let mut text = String::new();
+        self.verdicts.iter().try_for_each(|verdict| write!(text, "\n- {verdict}"))?;
+        f.write_str(&text)
+    }
+}
+
+/// What a file of /proc says about `name`.
+fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
+    text.lines().find_map(|line| {
+        let (found, value) = line.split_once(':')?;
+        (found.trim() == name).then(|| value.trim())
+    })
+}
+
+/// NVIDIA GPUs, as their driver names them.
+fn gpus() -> Vec<String> {
+    let entries = std::fs::read_dir("/proc/driver/nvidia/gpus").into_iter().flatten().flatten();
+    let text = |entry: std::fs::DirEntry| std::fs::read_to_string(entry.path().join("information")).ok();
+    let mut names: Vec<String> =
+        entries.filter_map(text).filter_map(|text| Some(field(&text, "Model")?.to_owned())).collect();
+    names.sort();
+    names
+}

@@ -1,0 +1,100 @@
+//! What is finished: one JSON line for each experiment, in a file that is always whole.
+
+use super::outcome::Outcome;
+use super::space::Candidate;
+use crate::{Error, Result, files};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+/// A candidate and what became of it.
+pub(super) struct Row {
+    pub(super) candidate: Candidate,
+    pub(super) outcome: Outcome,
+    /// Samples of a step, where the original has others.
+    pub(super) other_batch: Option<usize>,
+}
+
+/// One line of the file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Line {
+    id: String,
+    changes: Map<String, Value>,
+    #[serde(flatten)]
+    outcome: Outcome,
+}
+
+/// The file.
+pub(super) struct Record {
+    path: PathBuf,
+    lines: Vec<Line>,
+    /// Held as long as the search goes on.
+    _lock: File,
+}
+
+impl Record {
+    /// Reads `results.jsonl` in `folder`, which is created where it is not there, and locks the folder.
+    pub(super) fn open(folder: &Path) -> Result<Self> {
+        let io = |action| move |source| Error::Io { action, path: folder.to_owned(), source };
+        std::fs::create_dir_all(folder).map_err(io("create"))?;
+        let lock = File::open(folder).map_err(io("open"))?;
+        // Where the file system knows no locks, nobody asks for them either.
+        if flock(&lock, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK) {
+            let folder = folder.display();
+            let problem = format!(
+                "another search is under way in {folder}: let it end, or give another folder with --results_dir"
+            );
+            return Err(Error::TuneScript { problem });
+        }
+        let path = folder.join("results.jsonl");
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == ErrorKind::NotFound => String::new(),
+            Err(source) => return Err(Error::Io { action: "read", path, source }),
+        };
+        // A line that is no experiment of ours is one that has to be made again.
+        let lines = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+        Ok(Self { path, lines, _lock: lock })
+    }
+
+    /// What became of an experiment that ended well. Any other is made again: it may have wanted time, memory or a mend.
+    pub(super) fn find(&self, id: &str) -> Option<Outcome> {
+        let mut finished = self.lines.iter().filter(|line| line.outcome.is_well());
+        finished.find(|line| line.id == id).map(|line| line.outcome.clone())
+    }
+
+    /// An experiment is finished.
+    pub(super) fn add(&mut self, id: &str, candidate: &Candidate, outcome: &Outcome) -> Result<()> {
+        self.lines.retain(|line| line.id != id);
+        self.lines.push(Line { id: id.into(), changes: candidate.0.clone(), outcome: outcome.clone() });
+        let mut text = String::new();
+        for line in &self.lines {
+            let json = serde_json::to_string(line).unwrap_or_else(|e| unreachable!("strings and numbers: {e}"));
+            _ = writeln!(text, "{json}");
+        }
+        write_whole(&self.path, &text)
+    }
+}
+
+/// Writes a file so that it is there whole or not at all.
+pub(super) fn write_whole(path: &Path, text: &str) -> Result<()> {
+    let written = files::write_whole(path, ".candle-zero-", text.as_bytes());
+    written.map(drop).map_err(|source| Error::Io { action: "write", path: path.to_owned(), source })
+}
+
+/// The rows, in the order in which they come.
+pub(super) fn table(rows: &[Row]) -> String {
+    let names: Vec<String> = rows.iter().map(|row| row.candidate.to_string()).collect();
+    let width = names.iter().map(String::len).max().unwrap_or(0);
+    let lines = rows.iter().zip(&names).map(|(row, name)| {
+        let batch = row.other_batch.filter(|_| row.outcome.is_well());
+        let batch = batch.map_or(String::new(), |samples| format!(", train batch {samples}"));
+        format!("{name:width$}  {}{batch}", row.outcome)
+    });
+    lines.collect::<Vec<_>>().join("\n")
+}

@@ -1,0 +1,255 @@
+//! The section `autotuning`, as far as it has a counterpart here.
+
+use super::outcome::Outcome;
+use crate::{Error, Result};
+use serde_json::Value;
+use std::cmp::Ordering;
+use std::path::PathBuf;
+
+/// What is best.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Metric {
+    /// Most samples or tokens per second. DeepSpeed's `flops` orders runs of one model in the same way.
+    Throughput,
+    /// The shortest step.
+    Latency,
+}
+
+impl Metric {
+    /// The better one first, those that did not end well last.
+    pub(super) fn order(self, a: &Outcome, b: &Outcome) -> Ordering {
+        let cost = |outcome: &Outcome| match (self, outcome) {
+            (Self::Throughput, Outcome::Ran { throughput, .. }) => -throughput,
+            (Self::Latency, Outcome::Ran { step_ms, .. }) => *step_ms,
+            _ => f64::INFINITY,
+        };
+        cost(a).total_cmp(&cost(b))
+    }
+}
+
+/// How to search.
+#[derive(Debug, Clone)]
+pub(super) struct Settings {
+    pub(super) fast: bool,
+    pub(super) results_dir: PathBuf,
+    pub(super) exps_dir: Option<PathBuf>,
+    /// Number, from 1, of the first step that is measured.
+    pub(super) first_measured: u64,
+    pub(super) steps: u64,
+    pub(super) metric: Metric,
+    /// Keys of the configuration, and the flags by which the script wants to hear their values too.
+    pub(super) mappings: Vec<(String, String)>,
+    pub(super) early_stopping: Option<usize>,
+    pub(super) trials: usize,
+    /// Least and most samples of a step.
+    pub(super) batch: (usize, usize),
+    /// Least, where it is given, and most samples of a micro batch.
+    pub(super) micro_batch: (Option<usize>, usize),
+    pub(super) micro_batches: usize,
+    /// What has to be said about keys that have no effect.
+    pub(super) unused: Vec<String>,
+}
+
+impl Settings {
+    /// Reads the section of `config`; what was typed wins.
+    pub(super) fn read(config: &Value, steps: Option<u64>, fast: bool) -> Result<Self> {
+        let section = Section(&config["autotuning"]);
+        let steps = match steps {
+            Some(steps) => steps,
+            None => section.number("end_profile_step")?.unwrap_or(5).clamp(2, 100_000) as u64,
+        };
+        // Of a run that is too short for that, the last step counts.
+        let first_measured = (section.number("start_profile_step")?.unwrap_or(3).max(1) as u64).min(steps);
+        let count = |key| Ok::<_, Error>(section.number(key)?.filter(|n| *n > 0));
+        Ok(Self {
+            fast: fast || section.switch("fast")?.unwrap_or(false),
+            results_dir: section.text("results_dir")?.unwrap_or_else(|| "autotuning_results".into()).into(),
+            exps_dir: section.text("exps_dir")?.map(PathBuf::from),
+            first_measured,
+            steps,
+            metric: match section.text("metric")?.as_deref() {
+                None | Some("throughput" | "flops") => Metric::Throughput,
+                Some("latency") => Metric::Latency,
+                Some(other) => return Err(section.wrong("metric", other, "throughput, latency or flops")),
+            },
+            mappings: section.mappings()?,
+            early_stopping: count("tuner_early_stopping")?,
+            trials: count("tuner_num_trials")?.unwrap_or(50),
+            batch: (count("min_train_batch_size")?.unwrap_or(1), count("max_train_batch_size")?.unwrap_or(usize::MAX)),
+            micro_batch: (
+                count("min_train_micro_batch_size_per_gpu")?,
+                count("max_train_micro_batch_size_per_gpu")?.unwrap_or(1024),
+            ),
+            micro_batches: count("num_tuning_micro_batch_sizes")?.unwrap_or(3),
+            unused: section.unused(),
+        })
+    }
+}
+
+impl Settings {
+    /// The keys that `arg_mappings` names are keys of the `original` configuration, or of what it is `resolved` to.
+    pub(super) fn check_mappings(&self, original: &Value, resolved: &Value) -> Result<()> {
+        let is_in = |config: &Value, key: &str| config.pointer(&format!("/{}", key.replace('.', "/"))).is_some();
+        let allowed = "a key of the configuration, as \"train_micro_batch_size_per_gpu\" or \"optimizer.params.lr\"";
+        match self.mappings.iter().find(|(key, _)| !is_in(original, key) && !is_in(resolved, key)) {
+            Some((key, _)) => Err(Section(&Value::Null).wrong("arg_mappings", format!("of {key:?}"), allowed)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Keys that count.
+const COUNT: [&str; 15] = [
+    "enabled",
+    "fast",
+    "results_dir",
+    "exps_dir",
+    "start_profile_step",
+    "end_profile_step",
+    "metric",
+    "tuner_early_stopping",
+    "tuner_num_trials",
+    "arg_mappings",
+    "max_train_batch_size",
+    "min_train_batch_size",
+    "max_train_micro_batch_size_per_gpu",
+    "min_train_micro_batch_size_per_gpu",
+    "num_tuning_micro_batch_sizes",
+];
+
+/// Keys that do not, and why.
+const UNUSED: [(&str, &str); 6] = [
+    ("overwrite", "finished experiments are always kept; remove the folder of results to begin anew"),
+    ("metric_path", "the measure comes from the script's --metrics"),
+    ("tuner_type", "the search goes through all candidates in order"),
+    ("model_info", "the model is looked at itself"),
+    ("model_info_path", "the model is looked at itself"),
+    ("mp_size", "there is no model parallelism"),
+];
+
+/// How alike two names have to be, from 0 to 1, before one is suggested for the other.
+const ALIKE: f64 = 0.5;
+
+struct Section<'a>(&'a Value);
+
+impl Section<'_> {
+    fn wrong(&self, key: &str, found: impl std::fmt::Display, allowed: &str) -> Error {
+        Error::TuneSetting { key: key.into(), found: found.to_string(), allowed: allowed.into() }
+    }
+
+    fn number(&self, key: &str) -> Result<Option<usize>> {
+        match &self.0[key] {
+            Value::Null => Ok(None),
+            value => match value.as_u64().or_else(|| whole(value)).and_then(|n| usize::try_from(n).ok()) {
+                Some(number) => Ok(Some(number)),
+                None => Err(self.wrong(key, value, "a whole number, 0 or more")),
+            },
+        }
+    }
+
+    fn switch(&self, key: &str) -> Result<Option<bool>> {
+        match &self.0[key] {
+            Value::Null => Ok(None),
+            Value::Bool(on) => Ok(Some(*on)),
+            value => Err(self.wrong(key, value, "true or false")),
+        }
+    }
+
+    fn text(&self, key: &str) -> Result<Option<String>> {
+        match &self.0[key] {
+            Value::Null => Ok(None),
+            Value::String(text) if !text.is_empty() => Ok(Some(text.clone())),
+            value => Err(self.wrong(key, value, "a string that is not empty")),
+        }
+    }
+
+    fn mappings(&self) -> Result<Vec<(String, String)>> {
+        let value = &self.0["arg_mappings"];
+        let Some(map) = value.as_object() else {
+            return if value.is_null() { Ok(Vec::new()) } else { Err(self.wrong("arg_mappings", value, "an object")) };
+        };
+        let flag = |(key, flag): (&String, &Value)| match flag.as_str() {
+            Some(flag) if flag.starts_with('-') => Ok((key.clone(), flag.to_string())),
+            _ => Err(self.wrong("arg_mappings", flag, "a flag of the script for each key, as \"--batch_size\"")),
+        };
+        map.iter().map(flag).collect()
+    }
+
+    /// What has to be said about keys that have no effect.
+    fn unused(&self) -> Vec<String> {
+        let is_set = |key: &str| !matches!(&self.0[key], Value::Null) && self.0[key] != "gridsearch";
+        let unused = UNUSED.iter().filter(|(key, _)| is_set(key));
+        let known = || COUNT.into_iter().chain(UNUSED.map(|(key, _)| key));
+        let given = self.0.as_object().into_iter().flatten().map(|(key, _)| key);
+        // A name that starts so is a comment.
+        let unknown = given.filter(|key| !key.starts_with('_') && known().all(|name| name != key.as_str()));
+        let advice = |key: &String| {
+            let alike = |name: &&'static str| strsim::normalized_damerau_levenshtein(name, key);
+            let nearest = known().max_by(|a, b| alike(a).total_cmp(&alike(b))).filter(|name| alike(name) >= ALIKE);
+            match nearest {
+                Some(name) => format!("{key}: no key of the section; did you mean `{name}`?"),
+                None => format!("{key}: no key of the section, and none is alike. Remove it"),
+            }
+        };
+        let unused = unused.map(|(key, why)| format!("{key}: has no effect here: {why}"));
+        unused.chain(unknown.map(advice)).collect()
+    }
+}
+
+/// The whole number that a float is.
+fn whole(value: &Value) -> Option<u64> {
+    value.as_f64().filter(|n| n.fract() == 0.0 && (0.0..=u64::MAX as f64).contains(n)).map(|n| n as u64)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn the_section_counts_and_what_is_typed_wins() {
+        let section = json!({"autotuning": {
+            "enabled": true, "fast": true, "metric": "latency", "start_profile_step": 4, "end_profile_step": 9,
+            "tuner_early_stopping": 3, "arg_mappings": {"train_micro_batch_size_per_gpu": "--batch"},
+            "max_train_micro_batch_size_per_gpu": 16, "mp_size": 1,
+        }});
+        let settings = Settings::read(&section, None, false).unwrap();
+        assert_eq!((settings.fast, settings.metric), (true, Metric::Latency));
+        assert_eq!((settings.first_measured, settings.steps, settings.early_stopping), (4, 9, Some(3)));
+        assert_eq!((settings.micro_batch, settings.unused.len()), ((None, 16), 1));
+        assert_eq!(settings.mappings, [("train_micro_batch_size_per_gpu".to_string(), "--batch".to_string())]);
+        let settings = Settings::read(&section, Some(3), false).unwrap();
+        assert_eq!((settings.first_measured, settings.steps), (3, 3));
+        let settings = Settings::read(&json!({}), None, false).unwrap();
+        assert_eq!((settings.first_measured, settings.steps, settings.trials), (3, 5, 50));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (section, words) in [
+            (json!({"metric": "speed"}), "autotuning.metric"),
+            (json!({"end_profile_step": "five"}), "autotuning.end_profile_step"),
+            (json!({"results_dir": ""}), "autotuning.results_dir"),
+            (json!({"arg_mappings": {"a": "b"}}), "autotuning.arg_mappings"),
+            (json!({"fast": "no"}), "autotuning.fast is \"no\", but must be true or false"),
+            (json!({"tuner_num_trials": -1.0}), "autotuning.tuner_num_trials"),
+        ] {
+            let error = Settings::read(&json!({"autotuning": section}), None, false).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        }
+    }
+
+    #[test]
+    fn whole_floats_count_and_unknown_keys_are_said_with_the_nearest() {
+        let section = json!({"autotuning": {"end_profile_step": 7.0, "tuner_early_stoping": 3, "_note": "", "zzz": 1}});
+        let settings = Settings::read(&section, None, false).unwrap();
+        assert_eq!((settings.steps, settings.early_stopping), (7, None));
+        assert!(settings.unused[0].contains("did you mean `tuner_early_stopping`?"), "{:?}", settings.unused);
+        assert!(settings.unused[1].contains("zzz: no key of the section, and none"), "{:?}", settings.unused);
+        let section = json!({"autotuning": {"arg_mappings": {"train_micro": "--batch"}}});
+        let settings = Settings::read(&section, None, false).unwrap();
+        let error = settings.check_mappings(&section, &json!({"train_micro_batch_size_per_gpu": 1})).unwrap_err();
+        assert!(error.to_string().contains("\"train_micro\""), "{error}");
+    }
+}

@@ -1,0 +1,191 @@
+//! `zerorun verify`: trains the same small GPT at every stage, with and without offload, and compares bits.
+//!
+//! Each row is a job of its own, as `zerorun` runs any: ranks are processes that share memory. They are started from this
+//! executable (`train`) and leave their logs in a folder; `compare` finds the first difference between two rows.
+
+mod compare;
+mod rows;
+mod train;
+
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
+use crate::launch::ranks::{self, End, Job};
+use crate::launch::report::Ended;
+use crate::launch::signals::{self, Event};
+use crate::{Error, Result};
+use clap::Parser;
+use compare::{Difference, RankLog};
+use rows::{Precision, ROWS, Row};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::mpsc::Receiver;
+
+/// Trains a small GPT at stages 0, 1, 2 and 3 and at stage 3 with offload to host memory and to files, in f32, bf16 and
+/// fp16, with accumulation and clipping, and compares the bits of every loss and every parameter after every step with
+/// those of stage 0.
+///
+/// Exit code: 0 all are the same, 1 some differ, or a rank failed, 2 the command line is wrong or there is no such folder.
+#[derive(Debug, Parser)]
+#[command(name = "verify", bin_name = "zerorun verify")]
+struct Typed {
+    /// Ranks of each job
+    #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "2",
+          value_parser = clap::value_parser!(u16).range(1..=64))]
+    ranks: u16,
+
+    /// Optimizer steps of each job
+    #[arg(long, value_name = "N", default_value = "6", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    steps: u32,
+
+    /// Folder for offloaded state [default: that of temporary files]
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    json: bool,
+
+    /// What a rank of these jobs is started with
+    #[arg(long = "rank_of", value_name = "FOLDER", hide = true)]
+    rank_of: Option<PathBuf>,
+}
+
+/// Why there is no verdict.
+enum Stop {
+    /// What the user must mend.
+    SetUp(Error),
+    /// A rank failed; this is the report on it.
+    Failed(String),
+    /// A signal asked for the end.
+    Asked(Signal),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Self::SetUp(error)
+    }
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
+    Ok(Typed::try_parse_from(words).map_err(Refused)?.run())
+}
+
+impl Typed {
+    fn run(&self) -> ExitCode {
+        if let Some(folder) = &self.rank_of {
+            return match train::run(folder, self.steps) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(error) => refused(&error, 1),
+            };
+        }
+        match self.compare_all() {
+            Ok(true) => ExitCode::SUCCESS,
+            Ok(false) => ExitCode::FAILURE,
+            Err(Stop::SetUp(error)) => refused(&error, EXIT_SETUP),
+            Err(Stop::Failed(report)) => {
+                say(&report);
+                ExitCode::FAILURE
+            }
+            Err(Stop::Asked(signal)) => {
+                say(&format!("zerorun: stopped by {}", signals::name(signal.as_raw())));
+                ExitCode::from(Ended::Signal(signal.as_raw()).exit_code())
+            }
+        }
+    }
+
+    /// All rows, told one by one; whether all are as they must be, and have been told.
+    fn compare_all(&self) -> Result<bool, Stop> {
+        let parent = self.dir.clone().unwrap_or_else(std::env::temp_dir);
+        let wrong = |source| Error::Io { action: "make a folder in", path: parent.clone(), source };
+        let folder = tempfile::Builder::new().prefix("candle-zero-verify-").tempdir_in(&parent).map_err(wrong)?;
+        let events = signals::listen()?;
+        let (mut told, mut list) = (true, Vec::new());
+        let mut first = None;
+        if !self.json {
+            told &= print(rows::HEAD);
+        }
+        for (number, precision) in Precision::ALL.into_iter().enumerate() {
+            let mut reference: Option<Vec<RankLog>> = None;
+            for (of_precision, row) in ROWS.into_iter().enumerate() {
+                let number = number * ROWS.len() + of_precision;
+                let logs = self.train(row, precision, &folder.path().join(number.to_string()), number, &events)?;
+                let difference = reference.as_ref().and_then(|reference| compare::first_difference(reference, &logs));
+                if self.json {
+                    list.push(rows::json(row, precision, &logs, difference.as_ref()));
+                } else {
+                    told &= print(rows::line(row, precision, &logs, difference.as_ref()));
+                }
+                if let (Some(difference), None) = (difference, &first) {
+                    first = Some((row, precision, difference));
+                }
+                reference.get_or_insert(logs);
+            }
+        }
+        told &= print(if self.json { self.object(list).to_string() } else { self.verdict(first.as_ref()) });
+        Ok(told && first.is_none())
+    }
+
+    /// Runs the job of one row.
+    fn train(
+        &self,
+        row: Row,
+        precision: Precision,
+        folder: &Path,
+        number: usize,
+        events: &Receiver<Event>,
+    ) -> Result<Vec<RankLog>, Stop> {
+        let wrong = |source| Error::Io { action: "write", path: folder.to_owned(), source };
+        std::fs::create_dir(folder).map_err(wrong)?;
+        let config = rows::config(row, precision, folder).to_string();
+        std::fs::write(folder.join(train::CONFIG), config).map_err(wrong)?;
+        let program = std::env::current_exe()
+            .map_err(|source| Error::LauncherSetup { what: "finding the program itself", source })?;
+        let (steps, ranks) = (self.steps.to_string(), usize::from(self.ranks));
+        let mut args: Vec<OsString> = ["verify", "--steps", &steps, "--rank_of"].map(Into::into).into();
+        args.push(folder.into());
+        // As a restart of the first job: what the launcher has to say about the number of ranks, it says once.
+        let restart = u32::try_from(number).unwrap_or(u32::MAX);
+        let job = Job {
+            program,
+            args,
+            world: ranks,
+            timeout: None,
+            master_port: None,
+            prometheus: None,
+            restart,
+            timeline: None,
+        };
+        match ranks::run(&job, events)? {
+            End::Well => Ok((0..ranks).map(|rank| RankLog::read(&train::file(folder, rank))).collect::<Result<_>>()?),
+            End::Asked(signal) => Err(Stop::Asked(signal)),
+            End::Failed(failure) => Err(Stop::Failed(failure.report)),
+        }
+    }
+
+    fn object(&self, rows: Vec<Value>) -> Value {
+        let ok = rows.iter().all(|row| row["difference"].is_null());
+        json!({"ok": ok, "num_ranks": self.ranks, "steps": self.steps, "rows": rows})
+    }
+
+    fn verdict(&self, first: Option<&(Row, Precision, Difference)>) -> String {
+        let Self { ranks, steps, .. } = self;
+        match first {
+            None => format!(
+                "All the same bits: in each precision every loss and every parameter of {steps} step{} on {ranks} rank{} is \
+                 that of stage 0.",
+                if *steps == 1 { "" } else { "s" },
+                if *ranks == 1 { "" } else { "s" }
+            ),
+            Some((row, precision, difference)) => {
+                format!(
+                    "Not the same bits: in {}, {} differs from stage 0 first at {difference}.",
+                    precision.name(),
+                    row.name()
+                )
+            }
+        }
+    }
+}

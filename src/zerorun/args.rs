@@ -1,0 +1,315 @@
+//! What was typed. Everything after the script's name belongs to the script.
+
+use crate::launch::Options;
+use crate::launch::console::Refused;
+use crate::tools;
+use clap::error::ErrorKind;
+use clap::{CommandFactory, FromArgMatches, Parser};
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+const EXAMPLES: &str = "\
+Examples:
+  zerorun train.rs                                  one rank
+  zerorun --num_ranks 4 train.rs --steps 100        four ranks; `--steps 100` goes to the script
+  zerorun -n 2 examples/train_gpt.rs ds_config.json an example of the package around it
+  zerorun -n 2 --features cuda train.rs             with a cargo feature
+  zerorun -n 2 ./target/release/train               a program that is built already
+  zerorun --print_package train.rs                  where the package generated from a script is
+
+A script is one Rust file. It may begin with its manifest:
+  #!/usr/bin/env zerorun
+  ---
+  [dependencies]
+  candle-zero = \"0.1\"
+  candle-core = \"0.11.1\"
+  ---
+  fn main() { ... }
+
+Without a manifest it gets candle-zero, candle-core, candle-nn and anyhow.";
+
+const USAGE: &str = "zerorun [OPTIONS] SCRIPT [ARGS]...";
+
+/// Starts a training script on N ranks of this host: builds it, runs it, stops all ranks when one fails.
+#[derive(Debug, Parser)]
+#[command(name = "zerorun", version, override_usage = USAGE)]
+struct Typed {
+    /// Number of ranks (processes)
+    #[arg(
+        short = 'n',
+        long = "num_ranks",
+        visible_aliases = ["num_gpus", "num_accelerators"],
+        aliases = ["num-ranks", "num-gpus", "num-accelerators"],
+        value_name = "N",
+        default_value = "1",
+        value_parser = clap::value_parser!(u16).range(1..=1024),
+    )]
+    ranks: u16,
+
+    /// How long a rank waits for the others before it gives up: 500ms, 90s, 10m, 2h; a bare number is seconds
+    /// [default: $CANDLE_ZERO_TIMEOUT_MS, else 10m]
+    #[arg(long, value_name = "DURATION", value_parser = duration)]
+    timeout: Option<Duration>,
+
+    /// Cargo features for the build, as for `cargo build --features`
+    #[arg(long, value_name = "FEATURES")]
+    features: Option<String>,
+
+    /// MASTER_PORT of the ranks [default: a free port]
+    #[arg(long = "master_port", alias = "master-port", value_name = "PORT",
+          value_parser = clap::value_parser!(u16).range(1..))]
+    master_port: Option<u16>,
+
+    /// Serve the training's metrics for Prometheus on this port of 127.0.0.1, from rank 0; 0 is a free port
+    #[arg(long, value_name = "PORT")]
+    prometheus: Option<u16>,
+
+    /// How often the job is started again, in total, after a rank has failed
+    #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
+    max_restarts: u32,
+
+    /// With --max_restarts: the fewest ranks to go on with when starts keep failing within 10 s
+    /// [default: that of --num_ranks]
+    #[arg(long = "min_ranks", alias = "min-ranks", value_name = "M",
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    min_ranks: Option<u16>,
+
+    /// Record what all ranks do when, as a trace in FILE that Perfetto (ui.perfetto.dev) opens
+    /// [default: $CANDLE_ZERO_TIMELINE]
+    #[arg(long, value_name = "FILE")]
+    timeline: Option<PathBuf>,
+
+    /// Print the folder of the package that would be built (generating it for a script), and stop
+    #[arg(long = "print_package", alias = "print-package")]
+    print_package: bool,
+
+    /// A Rust file or an executable, then its own arguments
+    // One positional for both: clap would otherwise take the script's `--timeout` for ours.
+    #[arg(value_names = ["SCRIPT", "ARGS"], required = true, num_args = 1.., trailing_var_arg = true)]
+    command: Vec<OsString>,
+}
+
+/// Reads a command line whose first word is the program's own name.
+pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Options, Refused> {
+    let mut reader = Typed::command().after_help(format!("{}\n{EXAMPLES}", tools::help()));
+    let typed = reader.try_get_matches_from_mut(words).and_then(|matches| Typed::from_arg_matches(&matches));
+    let typed = typed.map_err(|e| Refused(e.format(&mut reader)))?;
+    if let Some(text) = wrong_min_ranks(&typed) {
+        return Err(Refused(reader.error(ErrorKind::ArgumentConflict, text)));
+    }
+    let mut command = typed.command.into_iter();
+    let script = command.next().map(PathBuf::from).unwrap_or_default();
+    if let Some(tools::Tool { name, .. }) = tools::named(script.as_os_str()) {
+        let text = format!(
+            "`{name}` is a tool and must be the first word: `zerorun {name} ...`. A script of that name is started as \
+             ./{name}"
+        );
+        return Err(Refused(reader.error(ErrorKind::ArgumentConflict, text)));
+    }
+    Ok(Options {
+        ranks: usize::from(typed.ranks),
+        timeout: typed.timeout,
+        features: typed.features,
+        master_port: typed.master_port,
+        prometheus: typed.prometheus,
+        max_restarts: typed.max_restarts,
+        min_ranks: usize::from(typed.min_ranks.unwrap_or(typed.ranks)),
+        timeline: typed.timeline,
+        print_package: typed.print_package,
+        script,
+        script_args: command.collect(),
+    })
+}
+
+/// What is wrong with `--min_ranks` beside the other options.
+fn wrong_min_ranks(typed: &Typed) -> Option<String> {
+    let (fewest, ranks) = (typed.min_ranks?, typed.ranks);
+    if typed.max_restarts == 0 {
+        return Some(format!(
+            "--min_ranks {fewest} says how few ranks a restart may have, and nothing is restarted: give --max_restarts \
+             of at least 1, or leave --min_ranks out"
+        ));
+    }
+    (fewest > ranks).then(|| {
+        format!("--min_ranks {fewest} is above --num_ranks {ranks}: give at most {ranks}, or a larger --num_ranks")
+    })
+}
+
+/// `500ms`, `90s`, `10m`, `2h`, `90`.
+fn duration(text: &str) -> Result<Duration, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let milliseconds = match unit {
+        "ms" => 1,
+        "" | "s" => 1000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        _ => return Err("give a whole number with ms, s, m or h, for example 90s or 10m".to_string()),
+    };
+    let number: u64 = number.parse().map_err(|_| "give a whole number with ms, s, m or h, for example 90s or 10m")?;
+    match number.checked_mul(milliseconds) {
+        Some(0) => Err("a rank cannot wait for zero time".to_string()),
+        // The ranks count in milliseconds and add to a clock: keep far from its end.
+        Some(total) if total <= 1000 * 3_600_000 => Ok(Duration::from_millis(total)),
+        _ => Err("at most 1000h".to_string()),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn typed(words: &str) -> Result<Options, Refused> {
+        read(std::iter::once("zerorun").chain(words.split_whitespace()).map(OsString::from))
+    }
+
+    fn refusal(words: &str) -> String {
+        typed(words).unwrap_err().message()
+    }
+
+    #[test]
+    fn everything_after_the_script_belongs_to_the_script() {
+        let options = typed("--num_ranks 3 train.rs --num_ranks 7 --help -- -n x").unwrap();
+        assert_eq!(options.ranks, 3);
+        assert_eq!(options.script, PathBuf::from("train.rs"));
+        assert_eq!(options.script_args, ["--num_ranks", "7", "--help", "--", "-n", "x"]);
+        let options = typed("-- train.rs --timeout 1").unwrap();
+        assert_eq!((options.ranks, options.timeout), (1, None));
+        assert_eq!(options.script_args, ["--timeout", "1"]);
+    }
+
+    #[test]
+    fn the_number_of_ranks_has_deepspeed_names_in_both_spellings() {
+        for name in
+            ["--num_ranks", "--num-ranks", "--num_gpus", "--num-gpus", "--num_accelerators", "--num-accelerators"]
+        {
+            assert_eq!(typed(&format!("{name} 5 x.rs")).unwrap().ranks, 5, "{name}");
+            assert_eq!(typed(&format!("{name}=5 x.rs")).unwrap().ranks, 5, "{name}=");
+        }
+        assert_eq!(typed("-n 2 x.rs").unwrap().ranks, 2);
+        assert_eq!(typed("x.rs").unwrap().ranks, 1);
+    }
+
+    #[test]
+    fn restarts_are_asked_for_in_both_spellings() {
+        for (restarts, ranks) in [("--max_restarts", "--min_ranks"), ("--max-restarts", "--min-ranks")] {
+            let options = typed(&format!("-n 4 {restarts} 3 {ranks}=2 x.rs")).unwrap();
+            assert_eq!((options.max_restarts, options.min_ranks), (3, 2));
+        }
+        let options = typed("-n 4 --max_restarts 1 x.rs --min_ranks 9").unwrap();
+        assert_eq!((options.max_restarts, options.min_ranks), (1, 4));
+        assert_eq!(typed("x.rs").unwrap().max_restarts, 0);
+    }
+
+    #[test]
+    fn a_script_with_the_name_of_a_tool_has_a_folder_in_front() {
+        assert_eq!(typed("-n 2 ./bench disk").unwrap().script, PathBuf::from("./bench"));
+        assert_eq!(typed("train.rs bench").unwrap().script_args, ["bench"]);
+    }
+
+    #[test]
+    fn help_lists_the_tools() {
+        let help = refusal("--help");
+        assert!(help.contains("\n  bench     "), "{help}");
+    }
+
+    #[test]
+    fn durations_take_a_unit_or_are_seconds() {
+        for (text, milliseconds) in
+            [("500ms", 500), ("90s", 90_000), ("90", 90_000), ("10m", 600_000), ("2h", 7_200_000)]
+        {
+            let options = typed(&format!("--timeout {text} x.rs")).unwrap();
+            assert_eq!(options.timeout, Some(Duration::from_millis(milliseconds)), "{text}");
+        }
+        for text in ["", "s", "0", "0ms", "1.5h", "-3", "3 s", "1d", "99999999999999999999h", "1001h"] {
+            assert!(duration(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_command_line_says_what_is_wrong() {
+        insta::assert_snapshot!(refusal(""), @r#"
+        zerorun: the following required arguments were not provided:
+          <SCRIPT> [ARGS]...
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_ranks 0 train.rs"), @r#"
+        zerorun: invalid value '0' for '--num_ranks <N>': 0 is not in 1..=1024
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_ranks two train.rs"), @r#"
+        zerorun: invalid value 'two' for '--num_ranks <N>': invalid digit found in string
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_ranks 2 --num_gpus 3 train.rs"), @r#"
+        zerorun: the argument '--num_ranks <N>' cannot be used multiple times
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_rank 2 train.rs"), @r#"
+        zerorun: unexpected argument '--num_rank' found
+
+          tip: a similar argument exists: '--num_ranks'
+          tip: to pass '--num_rank' as a value, use '-- --num_rank'
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--timeout 10days train.rs"), @r#"
+        zerorun: invalid value '10days' for '--timeout <DURATION>': give a whole number with ms, s, m or h, for example 90s or 10m
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--master_port 0 train.rs"), @r#"
+        zerorun: invalid value '0' for '--master_port <PORT>': 0 is not in 1..=65535
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--max_restarts often train.rs"), @r#"
+        zerorun: invalid value 'often' for '--max_restarts <K>': invalid digit found in string
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--max_restarts 1 --min_ranks 0 train.rs"), @r#"
+        zerorun: invalid value '0' for '--min_ranks <M>': 0 is not in 1..=1024
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("-n 2 --max_restarts 1 --min_ranks 3 train.rs"), @r#"
+        zerorun: --min_ranks 3 is above --num_ranks 2: give at most 2, or a larger --num_ranks
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("-n 2 --min_ranks 2 train.rs"), @r#"
+        zerorun: --min_ranks 2 says how few ranks a restart may have, and nothing is restarted: give --max_restarts of at least 1, or leave --min_ranks out
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_ranks 2 bench disk /x"), @r#"
+        zerorun: `bench` is a tool and must be the first word: `zerorun bench ...`. A script of that name is started as ./bench
+
+        Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+        For more information, try '--help'.
+        "#);
+        insta::assert_snapshot!(refusal("--num_ranks"), @r#"
+        zerorun: a value is required for '--num_ranks <N>' but none was supplied
+
+        For more information, try '--help'.
+        "#);
+    }
+}
