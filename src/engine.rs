@@ -10,6 +10,7 @@
 //! The engine owns no arithmetic: each word is a module of its own.
 
 mod builder;
+pub(crate) mod error;
 mod reports;
 mod telling;
 
@@ -18,7 +19,7 @@ pub use reports::StepTimings;
 
 use crate::checkpoint::Saving;
 use crate::config::{Config, Precision};
-use crate::error::{Error, Result, without_backtrace};
+use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
 use crate::graph::{once, without_gradients};
 use crate::monitor::say;
 use crate::nn::draw_from;
@@ -125,11 +126,11 @@ impl<M> Engine<M> {
     /// Parameters are in memory while `run` runs; at stage 3 those of a unit only while the unit runs.
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] between backward and step; what `run` returns; a failed collective.
+    /// [`EngineError::OutOfOrder`] between backward and step; what `run` returns; a failed collective.
     pub fn forward(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.not_stopped()?;
         if self.phase == Phase::Backwarded {
-            return Err(Error::OutOfOrder { call: "forward", when: "after backward without a step" });
+            return Err(EngineError::OutOfOrder { call: "forward", when: "after backward without a step" }.into());
         }
         self.tell_memory("before forward", self.global_steps + 1);
         let start = Instant::now();
@@ -176,20 +177,22 @@ impl<M> Engine<M> {
     /// Gradients are reduced over ranks while this runs.
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] without a forward before; [`Error::NonFiniteLoss`] in f32; [`Error::NoGradient`] after
-    /// the first backward; a failed collective.
+    /// [`EngineError::OutOfOrder`] without a forward before; [`EngineError::NonFiniteLoss`] in f32;
+    /// [`EngineError::NoGradient`] after the first backward; a failed collective.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.not_stopped()?;
         match self.phase {
             Phase::Forwarded => {}
-            Phase::Ready => return Err(Error::OutOfOrder { call: "backward", when: "before forward" }),
-            Phase::Backwarded => return Err(Error::OutOfOrder { call: "backward", when: "twice on one loss" }),
+            Phase::Ready => return Err(EngineError::OutOfOrder { call: "backward", when: "before forward" }.into()),
+            Phase::Backwarded => {
+                return Err(EngineError::OutOfOrder { call: "backward", when: "twice on one loss" }.into());
+            }
         }
         if !self.trainer.can_train() {
-            return Err(Error::NoOptimizer);
+            return Err(OptimError::NoOptimizer.into());
         }
         if loss.elem_count() != 1 {
-            return Err(Error::LossShape { shape: loss.dims().to_vec() });
+            return Err(EngineError::LossShape { shape: loss.dims().to_vec() }.into());
         }
         let (start, waited) = (Instant::now(), self.core.comm.report().waited_s);
         let profile = self.record(Half::Backward);
@@ -208,7 +211,7 @@ impl<M> Engine<M> {
         if !value.is_finite() {
             if self.config.precision == Precision::F32 {
                 let (rank, step, micro_step) = (self.rank(), self.global_steps, self.micro_steps);
-                return Err(Error::NonFiniteLoss { loss: value, rank, step, micro_step });
+                return Err(EngineError::NonFiniteLoss { loss: value, rank, step, micro_step }.into());
             }
             self.loss_is_finite = false;
         }
@@ -233,13 +236,13 @@ impl<M> Engine<M> {
     /// `check_grad_overflow`).
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] without a backward before; [`Error::NonFiniteGradient`] in f32;
-    /// [`Error::LossScaleAtMinimum`]; a failed collective. What a save in the background could not do: then the step has
-    /// been made, and the engine can go on.
+    /// [`EngineError::OutOfOrder`] without a backward before; [`EngineError::NonFiniteGradient`] in f32;
+    /// [`EngineError::LossScaleAtMinimum`]; a failed collective. What a save in the background could not do: then the
+    /// step has been made, and the engine can go on.
     pub fn step(&mut self) -> Result<()> {
         self.not_stopped()?;
         if self.phase != Phase::Backwarded {
-            return Err(Error::OutOfOrder { call: "step", when: "before backward" });
+            return Err(EngineError::OutOfOrder { call: "step", when: "before backward" }.into());
         }
         let start = Instant::now();
         let span = self.span("step");
@@ -262,7 +265,7 @@ impl<M> Engine<M> {
 
     fn optimizer_step(&mut self) -> Result<()> {
         if !self.trainer.can_train() {
-            return Err(Error::NoOptimizer);
+            return Err(OptimError::NoOptimizer.into());
         }
         let accumulate = lock(&self.core.gradients).accumulate_dtype();
         let loss = self.telling.losses / self.config.batch.gradient_accumulation_steps as f64;
@@ -279,7 +282,7 @@ impl<M> Engine<M> {
                     None => format!("gradients are not finite on ranks {:?}", vote.overflowed),
                 };
                 self.end_saving()?;
-                return Err(Error::NonFiniteGradient { where_, step: self.global_steps });
+                return Err(EngineError::NonFiniteGradient { where_, step: self.global_steps }.into());
             }
             Precision::Bf16 { check_grad_overflow: false } => true,
             _ => !overflow,
@@ -366,7 +369,10 @@ impl<M> Engine<M> {
         self.not_stopped()?;
         let accumulation = self.config.batch.gradient_accumulation_steps as u64;
         match self.phase == Phase::Backwarded || !self.micro_steps.is_multiple_of(accumulation) {
-            true => Err(Error::OutOfOrder { call, when: "in the middle of an accumulation, before its last step" }),
+            true => {
+                Err(EngineError::OutOfOrder { call, when: "in the middle of an accumulation, before its last step" }
+                    .into())
+            }
             false => Ok(()),
         }
     }
@@ -433,7 +439,7 @@ impl<M> Engine<M> {
     }
 
     fn not_stopped(&self) -> Result<()> {
-        self.stopped.as_ref().map_or(Ok(()), |why| Err(Error::Stopped(why.clone())))
+        self.stopped.as_ref().map_or(Ok(()), |why| Err(EngineError::Stopped(why.clone()).into()))
     }
 }
 

@@ -5,9 +5,10 @@ mod common;
 mod launch_support;
 
 use candle_core::Device;
+use candle_zero::Engine;
 use candle_zero::checkpoint::{Checkpoint, LoadOptions};
 use candle_zero::comm::threads;
-use candle_zero::{Engine, Error, Result};
+use candle_zero::error::{CheckpointError, Error, Result};
 use common::{Shape, Tiny, batch, config};
 use launch_support::{descendants, example, runs, start, wait_for, wait_up_to, zerorun};
 use proptest::prelude::*;
@@ -74,7 +75,7 @@ fn refusals(dir: &Path, tag: Option<&str>) -> Vec<String> {
         step(engine)?;
         let before = state(engine, states.path())?;
         let error = engine.load_checkpoint(dir, tag, &LoadOptions::default()).unwrap_err();
-        assert!(matches!(error, Error::Checkpoint { .. }), "{error}");
+        assert!(matches!(error, Error::Checkpoint(CheckpointError::Unusable { .. })), "{error}");
         assert_eq!(before, state(engine, states.path())?, "the engine has changed");
         assert_eq!((engine.global_steps(), engine.micro_steps()), (1, 1));
         step(engine)?;

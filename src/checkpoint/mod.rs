@@ -17,6 +17,7 @@
 mod consolidate;
 pub mod deepspeed;
 mod disk;
+pub(crate) mod error;
 mod examine;
 mod folder;
 mod hugging_face;

@@ -15,7 +15,7 @@ use super::manifest::{FORMAT, FileEntry, Manifest, Parameter, VERSION, file_name
 use super::rank_file::RankWriter;
 use crate::config::TagValidation;
 use crate::engine::Engine;
-use crate::error::{Error, Result, without_backtrace};
+use crate::error::{CheckpointError, Result, without_backtrace};
 use crate::monitor::say;
 use crate::optim::Trainer;
 use crate::param::fnv1a;
@@ -73,9 +73,9 @@ impl<M> Engine<M> {
     /// `checkpoint.tag_validation` says what happens. Gives the folder of the checkpoint.
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] between micro steps of an accumulation; a file cannot be written: on all ranks, the engine
-    /// can go on and earlier checkpoints are untouched; the error of an earlier save in the background; a failed
-    /// collective.
+    /// [`EngineError::OutOfOrder`](crate::error::EngineError::OutOfOrder) between micro steps of an accumulation; a
+    /// file cannot be written: on all ranks, the engine can go on and earlier checkpoints are untouched; the error of
+    /// an earlier save in the background; a failed collective.
     pub fn save_checkpoint(
         &mut self,
         dir: impl AsRef<Path>,
@@ -262,7 +262,7 @@ impl Core {
             Writing::Done(result) => result,
             Writing::Thread(thread) => thread.join().unwrap_or_else(|_| {
                 let problem = "the thread that wrote it panicked; its own words say why".into();
-                Err(Error::Checkpoint { path: dir.clone(), problem })
+                Err(CheckpointError::Unusable { path: dir.clone(), problem }.into())
             }),
         };
         let seconds;
@@ -322,8 +322,8 @@ impl Core {
         let first = failed.iter().position(|flag| flag[0] != 0.0);
         Ok(match (result, first) {
             (Ok(_), Some(rank)) => {
-                let problem = format!("rank {rank} found it so; its own error says why");
-                Err(Error::Checkpoint { path: path.to_owned(), problem })
+                let problem = format!("rank {rank} failed; see its error for the cause");
+                Err(CheckpointError::Unusable { path: path.to_owned(), problem }.into())
             }
             (result, _) => result,
         })
@@ -338,9 +338,9 @@ impl Core {
             Some(rank) => {
                 let word = without_backtrace(word);
                 let problem = format!(
-                    "rank {rank} and rank 0 name different {what}; this rank names {word}. Give all ranks the same"
+                    "rank {rank} and rank 0 name different {what}; this rank names {word}; give all ranks the same"
                 );
-                Err(Error::Checkpoint { path: path.to_owned(), problem })
+                Err(CheckpointError::Unusable { path: path.to_owned(), problem }.into())
             }
         })
     }

@@ -17,6 +17,7 @@
 mod bandwidth;
 mod collectives;
 mod counters;
+pub(crate) mod error;
 mod exchange;
 mod fingerprint;
 mod log;

@@ -310,7 +310,7 @@ mod tests {
         }
     }
 
-    /// With `UPDATE_EMBEDDED=1` in the environment the test mends the list.
+    /// With `UPDATE_EMBEDDED=1` in the environment the test corrects the list.
     #[test]
     fn the_list_names_every_source_and_document() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));

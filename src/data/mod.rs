@@ -6,6 +6,7 @@
 //! nothing but that number, and the global order of samples does not depend on the number of ranks.
 
 mod embedded;
+pub(crate) mod error;
 mod loader;
 mod sampler;
 mod tokens;

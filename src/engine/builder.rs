@@ -9,7 +9,7 @@ use super::telling::Telling;
 use super::{Engine, Phase};
 use crate::comm::Communicator;
 use crate::config::{Config, ConfigSource, RunValues};
-use crate::error::{Error, Result};
+use crate::error::{EngineError, Error, OptimError, Result};
 use crate::launch::RankEnv;
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
@@ -313,10 +313,10 @@ impl Core {
         let describe = |v: &[f64]| format!("{} parameters of {} elements, {:08x}", v[0], v[1], v[3] as u64);
         Err(match () {
             () if mine[..4] != theirs[..4] => {
-                Error::ModelsDiffer { rank, other, mine: describe(mine), theirs: describe(theirs) }
+                EngineError::ModelsDiffer { rank, other, mine: describe(mine), theirs: describe(theirs) }.into()
             }
-            () if mine[4..6] != theirs[4..6] => Error::ConfigsDiffer { rank, other },
-            () => Error::WeightsDiffer { rank, other },
+            () if mine[4..6] != theirs[4..6] => Error::from(EngineError::ConfigsDiffer { rank, other }),
+            () => Error::from(EngineError::WeightsDiffer { rank, other }),
         })
     }
 }
@@ -325,7 +325,7 @@ impl Core {
 fn allowed(own: Arc<dyn Optimizer>, config: &Config) -> Result<Arc<dyn Optimizer>> {
     let stage = config.zero.stage;
     if stage > ZeroStage::Zero && !config.allows_untested_optimizer {
-        return Err(Error::UntestedOptimizer { name: own.name().into(), stage: stage.number() });
+        return Err(OptimError::Untested { name: own.name().into(), stage: stage.number() }.into());
     }
     Ok(own)
 }

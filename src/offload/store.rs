@@ -146,7 +146,8 @@ impl Offload {
     /// Whether all files of all ranks have got the space that they asked for. Collective, when all have asked.
     ///
     /// # Errors
-    /// [`OffloadSpace`](crate::Error::OffloadSpace) on all ranks, with the bytes that all of them need on the disk that is too small.
+    /// [`OffloadError::Space`](crate::error::OffloadError::Space) on all ranks, with the bytes that all of them need on
+    /// the disk that is too small.
     pub fn check_space(&self, comm: &dyn Communicator) -> Result<()> {
         // Exact in f64: no disk has 2^53 bytes, and device numbers are short.
         let told = |d: Demand| [d.device, d.free, d.asked, d.got, u64::from(d.is_full)].map(|n| n as f64);

@@ -9,7 +9,7 @@ use super::sub_group::SubGroup;
 use super::trace::Event;
 use crate::comm::Communicator;
 use crate::config::ZeroConfig;
-use crate::error::{Error, Result};
+use crate::error::{Error, ParamError, Result};
 use crate::graph::Grad;
 use crate::layout::Placement;
 use crate::memory::{Ledger, Tier};
@@ -194,7 +194,7 @@ impl Core {
             let absent: Vec<&str> = self.params.iter().filter(|p| !p.is_whole()).map(|p| p.name.as_str()).collect();
             if !absent.is_empty() {
                 let why = crate::error::without_backtrace(&error.to_string());
-                return Error::ParameterAbsent { names: crate::param::list(&absent), why };
+                return ParamError::Absent { names: crate::param::list(&absent), why }.into();
             }
         }
         error.into()

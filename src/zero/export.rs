@@ -26,7 +26,7 @@ impl Core {
         let written = file.map_or(Ok(()), |file| file.and_then(|file| file.finish(path)));
         let failed = self.comm.gather_f64(vec![f64::from(u8::from(written.is_err()))]).wait()?[0][0] != 0.0;
         let written = match written {
-            Ok(()) if failed => Err(std::io::Error::other("rank 0 could not; its own error says why")),
+            Ok(()) if failed => Err(std::io::Error::other("rank 0 failed; see its error for the cause")),
             written => written,
         };
         Ok(written.map_err(|source| Error::Io { action: "write", path: path.to_owned(), source }))

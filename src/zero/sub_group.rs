@@ -15,7 +15,7 @@
 //! others. Gradients have a buffer per parameter: the one that a large gradient was reduced in.
 
 use super::core::Core;
-use crate::error::{Error, Result};
+use crate::error::{Error, OffloadError, Result};
 use crate::layout::{Laid, Sharing, groups_in_memory};
 use crate::memory::{Kind, Ledger, Tracked};
 use crate::offload::{Extent, Offload, STEP, Staged, Stream, Transfer};
@@ -249,7 +249,7 @@ impl SubGroupBuilder {
             return Ok(());
         }
         match extent.grow(count) {
-            Err(Error::OffloadSpace { .. }) => {
+            Err(Error::Offload(OffloadError::Space { .. })) => {
                 self.too_small = true;
                 Ok(())
             }
