@@ -1,6 +1,6 @@
 //! Names, shapes and units of a model's parameters, without the parameters.
 
-use crate::error::{Error, ModelError, ParamError, Result};
+use crate::error::{Error, ParamError, Result};
 use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
 use crate::param::registry::{Registered, Registry};
 use crate::param::{Param, WeightFile};
@@ -184,6 +184,7 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::error::ModelError;
 
     #[test]
     fn a_preset_has_its_published_parameters_and_a_unit_for_each_block() {

@@ -143,7 +143,7 @@ impl Typed {
         let config = rows::config(row, precision, folder).to_string();
         std::fs::write(folder.join(train::CONFIG), config).map_err(wrong)?;
         let program = std::env::current_exe()
-            .map_err(|source| LaunchError::Setup { what: "finding the program itself", source })?;
+            .map_err(|source| Error::from(LaunchError::Setup { what: "finding the program itself", source }))?;
         let (steps, ranks) = (self.steps.to_string(), usize::from(self.ranks));
         let mut args: Vec<OsString> = ["verify", "--steps", &steps, "--rank_of"].map(Into::into).into();
         args.push(folder.into());
