@@ -12,6 +12,7 @@
 mod builder;
 mod checkpoints;
 mod construct;
+pub(crate) mod error;
 mod reports;
 mod telling;
 mod watch;
@@ -22,7 +23,7 @@ pub use reports::StepTimings;
 use crate::checkpoint::Saving;
 use crate::comm::agree::Failure;
 use crate::config::{Config, Precision};
-use crate::error::{Error, Result, without_backtrace};
+use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
 use crate::graph::draw_from;
 use crate::monitor::say;
 use crate::optim::Trainer;
@@ -113,7 +114,7 @@ impl<M> Engine<M> {
     /// Parameters are in memory while `run` runs; at stage 3 those of a unit only while the unit runs.
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] between backward and step; what `run` returns; a failed collective.
+    /// [`EngineError::OutOfOrder`] between backward and step; what `run` returns; a failed collective.
     pub fn forward(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.check_order("forward", &[Phase::Ready, Phase::Forwarded])?;
         let watch = self.watch(Call::Forward);
@@ -137,8 +138,8 @@ impl<M> Engine<M> {
     /// Gradients are reduced over ranks while this runs.
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] without a forward before; [`Error::NonFiniteLoss`] in f32; [`Error::NoGradient`] after
-    /// the first backward; a failed collective.
+    /// [`EngineError::OutOfOrder`] without a forward before; [`EngineError::NonFiniteLoss`] in f32;
+    /// [`EngineError::NoGradient`] after the first backward; a failed collective.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.check_order("backward", &[Phase::Forwarded])?;
         self.check_loss(loss)?;
@@ -158,9 +159,9 @@ impl<M> Engine<M> {
     /// `check_grad_overflow`).
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] without a backward before; [`Error::NonFiniteGradient`] in f32;
-    /// [`Error::LossScaleAtMinimum`]; a failed collective. What a save in the background could not do: then the step has
-    /// been made, and the engine can go on.
+    /// [`EngineError::OutOfOrder`] without a backward before; [`EngineError::NonFiniteGradient`] in f32;
+    /// [`EngineError::LossScaleAtMinimum`]; a failed collective. What a save in the background could not do: then the
+    /// step has been made, and the engine can go on.
     pub fn step(&mut self) -> Result<()> {
         self.check_order("step", &[Phase::Backwarded])?;
         let watch = self.watch(Call::Step);
@@ -207,16 +208,16 @@ impl<M> Engine<M> {
             (Phase::Backwarded, _) => "after backward without a step",
             _ => "before backward",
         };
-        Err(Error::OutOfOrder { call, when })
+        Err(EngineError::OutOfOrder { call, when }.into())
     }
 
     /// An error for a loss that cannot be differentiated, or not here.
     fn check_loss(&self, loss: &Tensor) -> Result<()> {
         if !self.trainer.can_train() {
-            return Err(Error::NoOptimizer);
+            return Err(OptimError::NoOptimizer.into());
         }
         if loss.elem_count() != 1 {
-            return Err(Error::LossShape { shape: loss.dims().to_vec() });
+            return Err(EngineError::LossShape { shape: loss.dims().to_vec() }.into());
         }
         Ok(())
     }
@@ -226,7 +227,7 @@ impl<M> Engine<M> {
         let value = loss.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?[0];
         if !value.is_finite() && self.config.precision == Precision::F32 {
             let (rank, step, micro_step) = (self.rank(), self.global_steps, self.micro_steps);
-            return Err(Error::NonFiniteLoss { loss: value, rank, step, micro_step });
+            return Err(EngineError::NonFiniteLoss { loss: value, rank, step, micro_step }.into());
         }
         self.losses.sum += value;
         self.losses.any_non_finite |= !value.is_finite();
@@ -264,7 +265,7 @@ impl<M> Engine<M> {
             Some(name) => format!("the gradient of {name} is not finite on rank {}", self.rank()),
             None => format!("gradients are not finite on ranks {:?}", vote.overflowed),
         };
-        Error::NonFiniteGradient { where_, step: self.global_steps }
+        EngineError::NonFiniteGradient { where_, step: self.global_steps }.into()
     }
 
     /// Updates the weights by the gradients times `multiplier`, and publishes them.
@@ -301,7 +302,7 @@ impl<M> Engine<M> {
     }
 
     fn not_stopped(&self) -> Result<()> {
-        self.stopped.as_ref().map_or(Ok(()), |why| Err(Error::Stopped(why.clone())))
+        self.stopped.as_ref().map_or(Ok(()), |why| Err(EngineError::Stopped(why.clone()).into()))
     }
 }
 

@@ -20,6 +20,7 @@ mod bandwidth;
 mod collectives;
 mod counters;
 mod defaults;
+pub(crate) mod error;
 mod exchange;
 mod fingerprint;
 mod log;

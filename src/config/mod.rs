@@ -5,6 +5,7 @@
 
 mod auto;
 mod batch;
+pub(crate) mod error;
 mod json;
 mod keys;
 mod monitoring;
@@ -12,7 +13,6 @@ mod nearest;
 mod offload;
 mod optim;
 mod print;
-mod problem;
 mod reference;
 mod resolve;
 mod resolved;
@@ -23,9 +23,8 @@ mod value;
 mod walk;
 
 pub use auto::RunValues;
+pub use error::{ConfigProblem, Place, Rule};
 pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring};
-pub(crate) use problem::Listed;
-pub use problem::{ConfigProblem, Place, Rule};
 pub use reference::reference_markdown;
 pub use resolved::*;
 pub use schema::json_schema;

@@ -80,7 +80,7 @@ impl Loader {
     ///
     /// # Errors
     ///
-    /// [`Error::DataTooShort`](crate::Error::DataTooShort) when `data` does not hold one sample.
+    /// [`DataError::TooShort`](crate::error::DataError::TooShort) when `data` does not hold one sample.
     ///
     /// # Panics
     ///
@@ -141,8 +141,8 @@ impl Loader {
     ///
     /// # Errors
     ///
-    /// [`Error::TokenOutOfVocabulary`](crate::Error::TokenOutOfVocabulary); Candle's error when the device is out of
-    /// memory.
+    /// [`DataError::TokenOutOfVocabulary`](crate::error::DataError::TokenOutOfVocabulary); Candle's error when the
+    /// device is out of memory.
     pub fn batch(&self, step: u64, accumulation_index: usize) -> Result<Batch> {
         let (micro, ctx) = (self.shape.micro, self.ctx);
         let mut inputs = Vec::with_capacity(micro * ctx);

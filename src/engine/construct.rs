@@ -10,7 +10,7 @@ use super::{Engine, EngineBuilder, Losses, Phase};
 use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
 use crate::config::Config;
-use crate::error::{Error, Result};
+use crate::error::{EngineError, OptimError, Result};
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
 use crate::monitor::say;
@@ -136,7 +136,7 @@ fn grouping(
 fn allowed(own: Arc<dyn Optimizer>, config: &Config) -> Result<Arc<dyn Optimizer>> {
     let stage = config.zero.stage;
     if stage > ZeroStage::Zero && !config.allows_untested_optimizer {
-        return Err(Error::UntestedOptimizer { name: own.name().into(), stage: stage.number() });
+        return Err(OptimError::Untested { name: own.name().into(), stage: stage.number() }.into());
     }
     Ok(own)
 }
@@ -253,10 +253,10 @@ fn check_same_on_all_ranks(core: &Core, config: &Config, own: Own, trainer: &Tra
     let (mine, theirs) = (all[rank], all[other]);
     let model = |f: Fingerprint| (f.parameters, f.elements, f.model);
     Err(if model(mine) != model(theirs) {
-        Error::ModelsDiffer { rank, other, mine: mine.describe(), theirs: theirs.describe() }
+        EngineError::ModelsDiffer { rank, other, mine: mine.describe(), theirs: theirs.describe() }.into()
     } else if mine.config != theirs.config {
-        Error::ConfigsDiffer { rank, other }
+        EngineError::ConfigsDiffer { rank, other }.into()
     } else {
-        Error::WeightsDiffer { rank, other }
+        EngineError::WeightsDiffer { rank, other }.into()
     })
 }

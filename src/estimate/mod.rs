@@ -42,7 +42,7 @@ pub use shapes::{Shapes, UnitRule};
 pub use traffic::{Collectives, Traffic};
 
 use crate::config::Config;
-use crate::error::{Error, Result};
+use crate::error::{ModelError, Result};
 use crate::memory::MemoryReport;
 use crate::offload::DiskAccess;
 use rehearsal::Rehearsal;
@@ -91,7 +91,9 @@ impl Estimate {
         let parameters = shapes.num_parameters();
         if parameters > MOST_PARAMETERS {
             let allowed = format!("at most {MOST_PARAMETERS}");
-            return Err(Error::ModelConfig { key: "number of parameters", found: parameters.to_string(), allowed });
+            return Err(
+                ModelError::Config { key: "number of parameters", found: parameters.to_string(), allowed }.into()
+            );
         }
         let (params, units) = shapes.registered();
         let flags = [setting.recompute, setting.gpu];

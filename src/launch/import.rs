@@ -2,9 +2,9 @@
 
 use super::args::Refused;
 use super::tools::{ByteProgress, print, refused};
-use crate::Error;
 use crate::checkpoint::deepspeed::DeepSpeedCheckpoint;
 use crate::checkpoint::{import, new_place};
+use crate::error::{CheckpointError, Error};
 use clap::Parser;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -44,7 +44,8 @@ impl Typed {
             Ok(from) => from,
             Err(error) => {
                 // A file that is there is damaged.
-                let is_there = matches!(&error, Error::DeepSpeedCheckpoint { path, .. } if path.is_file());
+                let is_there =
+                    matches!(&error, Error::Checkpoint(CheckpointError::DeepSpeed { path, .. }) if path.is_file());
                 return refused(&error, if is_there { 1 } else { super::EXIT_SETUP });
             }
         };

@@ -16,6 +16,7 @@ mod build;
 mod check;
 mod consolidate;
 mod discover;
+pub(crate) mod error;
 mod estimate;
 mod frontmatter;
 mod import;
@@ -43,8 +44,8 @@ pub use ranks::KEEP_MEMORY;
 use std::io::Write;
 use std::process::ExitCode;
 
+use crate::error::{Error, LaunchError, Result};
 use crate::timeline;
-use crate::{Error, Result};
 use args::Asked;
 use script::Target;
 
@@ -72,7 +73,7 @@ pub fn main() -> ExitCode {
         Err(error) => {
             say(&format!("zerorun: {error}"));
             ExitCode::from(match error {
-                Error::ScriptDoesNotCompile { .. } => EXIT_COMPILE,
+                Error::Launch(LaunchError::ScriptDoesNotCompile { .. }) => EXIT_COMPILE,
                 _ => EXIT_SETUP,
             })
         }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::tail::Tail;
-use crate::{Error, Result};
+use crate::error::{LaunchError, Result};
 
 /// Where a line goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -194,7 +194,7 @@ impl Output {
         std::thread::Builder::new()
             .name(format!("output of rank {rank}"))
             .spawn(work)
-            .map_err(|source| Error::LauncherSetup { what: "starting a thread for a rank's output", source })?;
+            .map_err(|source| LaunchError::Setup { what: "starting a thread for a rank's output", source })?;
         self.running += 1;
         Ok(())
     }

@@ -21,9 +21,9 @@ use super::say;
 use super::signals::{self, Event, die_with_parent};
 use super::tail::Tail;
 use crate::comm::shm::{Fault, Region};
+use crate::error::{Error, LaunchError, Result};
 use crate::monitor::PROMETHEUS_PORT;
 use crate::timeline;
-use crate::{Error, Result};
 
 /// How long the others may take to leave by themselves after a failure.
 const PATIENCE_BY_THEMSELVES: Duration = Duration::from_secs(2);
@@ -158,7 +158,7 @@ fn is_set(name: &str) -> bool {
 
 fn free_port() -> Result<u16> {
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|socket| Ok(socket.local_addr()?.port()));
-    port.map_err(|source| Error::LauncherSetup { what: "finding a free port", source })
+    port.map_err(|source| Error::from(LaunchError::Setup { what: "finding a free port", source }))
 }
 
 /// Why the ranks come to their end.
@@ -241,8 +241,11 @@ impl Ranks {
             // A process group in the background that reads from the terminal is stopped by the kernel.
             command.stdin(Stdio::null());
         }
-        let mut child =
-            command.spawn().map_err(|source| Error::RankNotStarted { rank, program: job.program.clone(), source })?;
+        let mut child = command.spawn().map_err(|source| LaunchError::RankNotStarted {
+            rank,
+            program: job.program.clone(),
+            source,
+        })?;
         let (out, err) = (child.stdout.take(), child.stderr.take());
         let pid = Pid::from_child(&child);
         self.all.push(Rank { child, pid, request: Request::Nothing, fate: None });

@@ -3,8 +3,8 @@
 use super::args::Refused;
 use super::tools::refused;
 use crate::config::Config;
+use crate::error::{OptimError, Result};
 use crate::optim::{Momentum, Schedule};
-use crate::{Error, Result};
 use clap::Parser;
 use serde_json::json;
 use std::ffi::OsString;
@@ -73,7 +73,7 @@ impl Typed {
         for note in config.notes.iter().filter(|n| ["optimizer.", "scheduler."].iter().any(|s| n.path.starts_with(s))) {
             super::say(&format!("zerorun: {}: {}", note.path, note.message));
         }
-        let optimizer = config.optimizer.as_ref().ok_or(Error::NoOptimizer)?;
+        let optimizer = config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
         Schedule::new(config.scheduler.as_ref(), Some(optimizer))
     }
 

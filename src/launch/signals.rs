@@ -9,7 +9,7 @@ use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
-use crate::{Error, Result};
+use crate::error::{Error, LaunchError, Result};
 
 /// Something the launcher waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub(super) enum Event {
 
 /// Listens from now on; must be called before the first rank is started.
 pub(super) fn listen() -> Result<Receiver<Event>> {
-    let setup = |source| Error::LauncherSetup { what: "listening to signals", source };
+    let setup = |source| Error::from(LaunchError::Setup { what: "listening to signals", source });
     // nohup and shells without job control start programs that ignore some of these: that must stay so.
     let ignored = ignored_signals();
     let heard = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGTSTP].into_iter().filter(|n| !ignored(*n));

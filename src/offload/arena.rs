@@ -7,7 +7,7 @@ use super::access::DiskAccess;
 use super::aligned::Aligned;
 use super::folder::Folder;
 use super::io::Piece;
-use crate::error::{Error, Result};
+use crate::error::{Error, OffloadError, Result};
 use crate::files;
 use crate::memory::{Held, Kind, Ledger, Tier};
 use candle_core::DType;
@@ -238,7 +238,7 @@ impl Arena {
     }
 
     pub fn error(&self, action: &'static str, source: IoError) -> Error {
-        Error::OffloadIo { action, what: self.name, path: self.folder.path().to_owned(), source }
+        OffloadError::Io { action, what: self.name, path: self.folder.path().to_owned(), source }.into()
     }
 }
 

@@ -30,6 +30,7 @@ mod access;
 mod aligned;
 mod arena;
 pub mod bench;
+pub(crate) mod error;
 mod folder;
 mod io;
 mod pipeline;

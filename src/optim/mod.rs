@@ -20,6 +20,7 @@
 mod adagrad;
 mod adam;
 mod chunks;
+pub(crate) mod error;
 mod groups;
 mod lamb;
 mod lion;

@@ -3,7 +3,7 @@
 use super::event::Event;
 use super::now;
 use super::trace::write_trace;
-use crate::error::{Error, Result};
+use crate::error::{Error, MonitorError, Result};
 use crate::files::{folder_of, new_beside};
 use crate::monitor::say;
 use crate::param::lock;
@@ -184,7 +184,7 @@ impl Sink {
 
 /// Why there is no timeline.
 pub(super) fn cannot_write(path: &Path, error: &std::io::Error) -> Error {
-    Error::Timeline { path: path.into(), problem: error.to_string() }
+    MonitorError::Timeline { path: path.into(), problem: error.to_string() }.into()
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use super::gradients::{Gradients, ReducePlan};
 use super::sub_group::SubGroup;
 use crate::comm::Communicator;
 use crate::config::ZeroConfig;
-use crate::error::Error;
+use crate::error::{Error, ParamError};
 use crate::graph::Grad;
 use crate::layout::Placement;
 use crate::memory::{ElementBytes, Ledger, MemoryReport, Tier};
@@ -214,7 +214,7 @@ impl Core {
             let absent: Vec<&str> = self.params.iter().filter(|p| !p.is_whole()).map(|p| p.name.as_str()).collect();
             if !absent.is_empty() {
                 let why = crate::error::without_backtrace(&error.to_string());
-                return Error::ParameterAbsent { names: crate::param::list(&absent), why };
+                return ParamError::Absent { names: crate::param::list(&absent), why }.into();
             }
         }
         error.into()

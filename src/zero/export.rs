@@ -27,7 +27,7 @@ impl Core {
         }
         let written = file.map_or(Ok(()), |file| file.and_then(|file| file.finish(path)));
         let failed = |source| Error::Io { action: "write", path: path.to_owned(), source };
-        let elsewhere = |_| failed(std::io::Error::other("rank 0 could not; its own error says why"));
+        let elsewhere = |_| failed(std::io::Error::other("rank 0 failed; see its error for the cause"));
         agree(self.comm(), written.map_err(failed), elsewhere)
     }
 

@@ -19,7 +19,7 @@ use super::core::Core;
 use super::sub_group::{GradShare, Slot};
 use crate::comm::{Pending, Wire};
 use crate::config::{Config, GradientOp};
-use crate::error::{Error, Result};
+use crate::error::{EngineError, Result};
 use crate::graph::Grad;
 use crate::layout::{BucketRule, PACKED_BELOW, Placement, chunk_offsets, shard_len, shard_range};
 use crate::memory::{Held, Kind, Tracked};
@@ -132,7 +132,7 @@ impl Gradients {
     /// Backward is over: the rest travels, and everything under way is waited for.
     ///
     /// # Errors
-    /// [`Error::NoGradient`] after the first backward if it left parameters out.
+    /// [`EngineError::NoGradient`] after the first backward if it left parameters out.
     pub fn end_backward(&mut self, core: &Core) -> Result<()> {
         if let Some(arrived) = self.arrived.take() {
             let params = arrived.iter().zip(&core.params);
@@ -140,7 +140,9 @@ impl Gradients {
             let missing = params.filter(|(arrived, p)| !**arrived && p.numel > 0);
             let missing: Vec<&str> = missing.map(|(_, p)| p.name.as_str()).collect();
             if !missing.is_empty() {
-                return Err(Error::NoGradient { count: missing.len(), names: crate::param::list(&missing) });
+                return Err(
+                    EngineError::NoGradient { count: missing.len(), names: crate::param::list(&missing) }.into()
+                );
             }
         }
         for arrived in std::mem::take(&mut self.held) {

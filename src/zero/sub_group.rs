@@ -16,7 +16,7 @@
 
 use super::core::Core;
 use super::share_plan::SharePlan;
-use crate::error::{Error, Result};
+use crate::error::{Error, OffloadError, Result};
 use crate::layout::{Laid, Sharing, groups_in_memory};
 use crate::memory::{Kind, Ledger, Tracked};
 use crate::offload::{Extent, Offload, STEP, Staged, Stream, Transfer};
@@ -249,7 +249,7 @@ impl SubGroupBuilder {
             return Ok(());
         }
         match extent.grow(count) {
-            Err(Error::OffloadSpace { .. }) => {
+            Err(Error::Offload(OffloadError::Space { .. })) => {
                 self.too_small = true;
                 Ok(())
             }

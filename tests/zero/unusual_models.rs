@@ -348,7 +348,7 @@ fn a_file_that_cannot_be_written_costs_nothing_but_the_file() {
     });
     let texts: Vec<_> = ended.unwrap().into_iter().map(|r| r.unwrap()).collect();
     assert!(texts[0].starts_with("cannot write FOLDER/none/model.safetensors: No such file"), "{}", texts[0]);
-    insta::assert_snapshot!(texts[1], @"cannot write FOLDER/none/model.safetensors: rank 0 could not; its own error says why");
+    insta::assert_snapshot!(texts[1], @"cannot write FOLDER/none/model.safetensors: rank 0 failed; see its error for the cause");
     let plain_file = folder.path().join("plain");
     std::fs::write(&plain_file, "").unwrap();
     let mode = |path| std::fs::metadata(path).unwrap().permissions().mode();

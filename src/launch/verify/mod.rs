@@ -12,7 +12,7 @@ use super::ranks::{self, End, Job};
 use super::report::Ended;
 use super::signals::{self, Event};
 use super::tools::{print, refused};
-use crate::{Error, Result};
+use crate::error::{Error, LaunchError, Result};
 use clap::Parser;
 use compare::{Difference, Seen};
 use rows::{Precision, ROWS, Row};
@@ -55,7 +55,7 @@ struct Typed {
 
 /// Why there is no verdict.
 enum Stop {
-    /// What the user must mend.
+    /// An error that the user must fix.
     SetUp(Error),
     /// A rank failed; this is the report on it.
     Failed(String),
@@ -143,7 +143,7 @@ impl Typed {
         let config = rows::config(row, precision, folder).to_string();
         std::fs::write(folder.join(train::CONFIG), config).map_err(wrong)?;
         let program = std::env::current_exe()
-            .map_err(|source| Error::LauncherSetup { what: "finding the program itself", source })?;
+            .map_err(|source| Error::from(LaunchError::Setup { what: "finding the program itself", source }))?;
         let (steps, ranks) = (self.steps.to_string(), usize::from(self.ranks));
         let mut args: Vec<OsString> = ["verify", "--steps", &steps, "--rank_of"].map(Into::into).into();
         args.push(folder.into());
