@@ -118,7 +118,7 @@ const ACTIVATION_CHECKPOINTING: &[super::Key] = keys! {
     "partition_activations": Bool, "false", H, "Switches recomputation on; nothing is split.";
     "cpu_checkpointing": Bool, "false", H, "Switches recomputation on; what a unit keeps, its inputs, goes from the GPU to the host, or to a file where something is offloaded to nvme.";
     "contiguous_memory_optimization": Bool, "false", H, "Switches recomputation on; there is no common buffer.";
-    "number_checkpoints": POSITIVE, "null", H, "A number switches recomputation on; every unit is one checkpoint, whatever the number.";
+    "number_checkpoints": POSITIVE, "null", H, "A number switches recomputation on. Every unit is one checkpoint, whatever the number.";
     "synchronize_checkpoint_boundary": Bool, "false", none("nothing runs past a boundary"), "Synchronize the device at edges.";
     "profile": Bool, "false", none("use wall_clock_breakdown"), "Time each region.";
 };
