@@ -17,7 +17,6 @@ use crate::param::ParamId;
 use crate::precision::{Elements, Flat, FlatRef};
 use candle_core::DType;
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::Arc;
 
 /// The rules by which states are laid out.
@@ -125,16 +124,9 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
         Self { rules, sharing, files, ledger, done: Vec::new(), open: [None, None] }
     }
 
-    /// Adds a parameter of `numel` elements of which this rank owns `owned`, with those elements' initial values, to the
-    /// sub-groups of a half of the optimizer.
-    pub fn push(
-        &mut self,
-        param: ParamId,
-        numel: usize,
-        owned: Range<usize>,
-        values: FlatRef<'_>,
-        role: Role,
-    ) -> Result<()> {
+    /// Adds a parameter of `numel` elements, with the initial values of those that this rank owns, to the sub-groups of a
+    /// half of the optimizer.
+    pub fn push(&mut self, param: ParamId, numel: usize, values: FlatRef<'_>, role: Role) -> Result<()> {
         let Place { share, room, begins, closes, spills } = self.sharing.push(numel, role as usize);
         if begins {
             self.close();
@@ -156,6 +148,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
             }
         }
         let shard = shard_range(numel, self.rules.world_size, self.rules.rank);
+        let owned = if self.rules.placement.optim.is_sharded() { shard.clone() } else { 0..numel };
         let shard = shard.start - owned.start..shard.end - owned.start;
         group.slots.push(Slot { param, owned, shard, at, len: share });
         group.grads.push(GradShare::Absent);

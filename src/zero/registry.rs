@@ -132,7 +132,7 @@ impl Inner {
         let own = &values[owned.start - made.start..owned.end - made.start];
         // In f32: the master weights begin with all digits of the source.
         let group = plan.grouping.group(name, shape.dims());
-        self.groups.push(id, numel, owned.clone(), FlatRef::F32(own), Grouping::role(group))?;
+        self.groups.push(id, numel, FlatRef::F32(own), Grouping::role(group))?;
 
         let (tensor, residency) = if plan.placement.params.is_sharded() {
             (self.absent(&plan, &shape)?, Residency::Absent)
