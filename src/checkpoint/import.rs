@@ -16,9 +16,15 @@ use std::path::{Path, PathBuf};
 /// Its file is that of one rank; any number of ranks loads it. Loading goes on where DeepSpeed stopped.
 ///
 /// # Errors
-/// [`CheckpointError::Unusable`] if `dir` has a checkpoint of that name already; [`CheckpointError::DeepSpeed`] for
-/// what cannot be read; [`Error::Io`]. Then `dir` has no new checkpoint.
-pub fn import(from: &DeepSpeedCheckpoint, dir: &Path, tag: &str, mut tell: impl FnMut(u64, u64)) -> Result<PathBuf> {
+/// [`Error::Checkpoint`] if `dir` has a checkpoint of that name already; [`Error::DeepSpeedCheckpoint`] for what cannot
+/// be read; [`Error::Io`]. Then `dir` has no new checkpoint.
+pub fn import(
+    from: &DeepSpeedCheckpoint,
+    dir: impl AsRef<Path>,
+    tag: &str,
+    mut tell: impl FnMut(u64, u64),
+) -> Result<PathBuf> {
+    let dir = dir.as_ref();
     let path = new_place(dir, tag)?;
     let states = [State::Master, State::ExpAvg, State::ExpAvgSq].into_iter().filter(|state| from.has(*state));
     let states: Vec<State> = states.collect();

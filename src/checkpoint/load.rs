@@ -68,8 +68,9 @@ impl Checkpoint {
     /// Opens checkpoint `tag` of folder `dir`, or the one that `latest` names; nothing if there is no `latest` either.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`] with the file that is missing, damaged or not readable.
-    pub fn open(dir: &Path, tag: Option<&str>) -> Result<Option<Self>> {
+    /// [`Error::Checkpoint`] with the file that is missing, damaged or not readable.
+    pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Option<Self>> {
+        let dir = dir.as_ref();
         let tag = match tag {
             Some(tag) => tag.to_owned(),
             None => match folder::latest(dir)? {

@@ -29,8 +29,7 @@ impl Sampler {
     /// The samples of `ctx` input tokens (and as many targets, shifted by one) that `data` holds.
     ///
     /// # Errors
-    ///
-    /// [`DataError::TooShort`] when it does not hold one.
+    /// [`Error::DataTooShort`] when it does not hold one.
     ///
     /// # Panics
     ///

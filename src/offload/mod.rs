@@ -30,8 +30,8 @@
 mod access;
 mod aligned;
 mod arena;
-pub mod bench;
-pub(crate) mod error;
+#[cfg(feature = "cli")]
+pub(crate) mod bench;
 mod files;
 mod folder;
 mod io;

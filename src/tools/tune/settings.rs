@@ -1,7 +1,7 @@
 //! The section `autotuning`, as far as it has a counterpart here.
 
-use super::experiment::Outcome;
-use crate::error::{Error, Result, ToolError};
+use super::outcome::Outcome;
+use crate::{Error, Result};
 use serde_json::Value;
 use std::cmp::Ordering;
 use std::path::PathBuf;
