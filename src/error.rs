@@ -19,12 +19,15 @@ pub use crate::comm::error::{CommError, RankEnvError};
 pub use crate::config::error::ConfigError;
 pub use crate::data::error::DataError;
 pub use crate::engine::error::EngineError;
-pub use crate::launch::error::{LaunchError, ToolError};
+#[cfg(feature = "cli")]
+pub use crate::launch::error::LaunchError;
 pub use crate::models::error::ModelError;
 pub use crate::monitor::error::MonitorError;
 pub use crate::offload::error::OffloadError;
 pub use crate::optim::error::OptimError;
 pub use crate::param::error::ParamError;
+#[cfg(feature = "cli")]
+pub use crate::tools::error::ToolError;
 use std::path::PathBuf;
 
 /// Result with [`Error`].
@@ -81,9 +84,11 @@ pub enum Error {
     #[error(transparent)]
     Monitor(#[from] MonitorError),
     /// The launcher.
+    #[cfg(feature = "cli")]
     #[error(transparent)]
     Launch(#[from] LaunchError),
     /// A command of zerorun.
+    #[cfg(feature = "cli")]
     #[error(transparent)]
     Tool(#[from] ToolError),
 }

@@ -16,8 +16,8 @@ use std::path::{Path, PathBuf};
 /// Its file is that of one rank; any number of ranks loads it. Loading goes on where DeepSpeed stopped.
 ///
 /// # Errors
-/// [`Error::Checkpoint`] if `dir` has a checkpoint of that name already; [`Error::DeepSpeedCheckpoint`] for what cannot
-/// be read; [`Error::Io`]. Then `dir` has no new checkpoint.
+/// [`CheckpointError::Unusable`] if `dir` has a checkpoint of that name already; [`CheckpointError::DeepSpeed`] for
+/// what cannot be read; [`Error::Io`]. Then `dir` has no new checkpoint.
 pub fn import(
     from: &DeepSpeedCheckpoint,
     dir: impl AsRef<Path>,

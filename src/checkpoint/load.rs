@@ -68,7 +68,7 @@ impl Checkpoint {
     /// Opens checkpoint `tag` of folder `dir`, or the one that `latest` names; nothing if there is no `latest` either.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] with the file that is missing, damaged or not readable.
+    /// [`CheckpointError::Unusable`] with the file that is missing, damaged or not readable.
     pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Option<Self>> {
         let dir = dir.as_ref();
         let tag = match tag {

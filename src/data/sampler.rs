@@ -29,7 +29,7 @@ impl Sampler {
     /// The samples of `ctx` input tokens (and as many targets, shifted by one) that `data` holds.
     ///
     /// # Errors
-    /// [`Error::DataTooShort`] when it does not hold one.
+    /// [`DataError::TooShort`] when it does not hold one.
     ///
     /// # Panics
     ///

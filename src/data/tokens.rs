@@ -43,8 +43,8 @@ impl TokenData {
     /// - `None`: the sources and documents of this library.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::NotText`] for a single file that is not UTF-8; [`Error::NoText`] for a folder without text;
-    /// [`Error::OddTokenFile`] for half a token.
+    /// [`Error::Io`]; [`DataError::NotText`] for a single file that is not UTF-8; [`DataError::NoText`] for a folder
+    /// without text; [`DataError::OddTokenFile`] for half a token.
     pub fn open(path: Option<&Path>) -> Result<Self> {
         let Some(path) = path else { return Ok(Self::embedded()) };
         let name = path.display().to_string();
@@ -165,7 +165,7 @@ impl TokenData {
     /// Checks that tokens `tokens`, which start at position `start`, are below `vocab`.
     ///
     /// # Errors
-    /// [`Error::TokenOutOfVocabulary`] with the first that is not.
+    /// [`DataError::TokenOutOfVocabulary`] with the first that is not.
     pub(super) fn check_vocab(&self, start: usize, tokens: &[u32], vocab: usize) -> Result<()> {
         // The largest is found in vectors; only an error is worth a search for the first.
         let largest = tokens.iter().fold(0, |largest, t| largest.max(*t));

@@ -2,7 +2,7 @@
 
 use super::console::say;
 use super::signals::die_with_parent;
-use crate::{Error, Result};
+use crate::error::{Error, LaunchError, Result};
 use rustix::process::Signal;
 use serde::Deserialize;
 use std::ffi::OsString;

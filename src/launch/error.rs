@@ -1,4 +1,4 @@
-//! Errors of the launcher and of the commands of zerorun.
+//! Errors of the launcher.
 
 use std::path::PathBuf;
 
@@ -77,27 +77,5 @@ pub enum LaunchError {
         what: &'static str,
         /// The system's reason.
         source: std::io::Error,
-    },
-}
-
-/// Errors of the commands of zerorun.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ToolError {
-    /// A search for settings that cannot begin as it is asked for.
-    #[error("autotuning.{key} is {found}, but must be {allowed}")]
-    TuneSetting {
-        /// The key.
-        key: String,
-        /// What it is.
-        found: String,
-        /// What it may be.
-        allowed: String,
-    },
-    /// A script whose settings cannot be searched for.
-    #[error("cannot tune: {problem}")]
-    Tune {
-        /// What was found, and how to fix it.
-        problem: String,
     },
 }

@@ -9,6 +9,7 @@
 pub(crate) mod build;
 pub(crate) mod console;
 mod discover;
+pub(crate) mod error;
 mod frontmatter;
 mod output;
 mod package;

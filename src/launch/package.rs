@@ -6,7 +6,7 @@
 
 use super::build::{Build, Kind, PrintedPath};
 use super::script::Single;
-use crate::{Error, Result};
+use crate::error::{Error, LaunchError, Result};
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 

@@ -2,7 +2,7 @@
 
 use super::build::{Build, Kind};
 use super::frontmatter::{self, Parts};
-use crate::{Error, Result};
+use crate::error::{Error, LaunchError, Result};
 use std::io::ErrorKind;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};

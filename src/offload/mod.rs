@@ -32,6 +32,7 @@ mod aligned;
 mod arena;
 #[cfg(feature = "cli")]
 pub(crate) mod bench;
+pub(crate) mod error;
 mod files;
 mod folder;
 mod io;

@@ -2,8 +2,8 @@
 
 use super::picture::{self, Trouble};
 use crate::config::{Checked, Config, Note, RunValues, check, read_file};
+use crate::error::{ConfigError, Error, Result};
 use crate::launch::console::{EXIT_SETUP, Refused};
-use crate::{Error, Result};
 use clap::Parser;
 use serde_json::{Value, json};
 use std::ffi::OsString;

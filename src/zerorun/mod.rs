@@ -5,8 +5,9 @@
 
 mod args;
 
+use crate::error::{Error, LaunchError};
 use crate::launch::{self, console};
-use crate::{Error, tools};
+use crate::tools;
 use std::process::ExitCode;
 
 /// Exit code for a script that does not compile, the same as cargo's.
@@ -28,7 +29,7 @@ pub fn main() -> ExitCode {
     };
     match launch::start(&options) {
         Ok(code) => ExitCode::from(code),
-        Err(error @ Error::ScriptDoesNotCompile { .. }) => console::refused(&error, EXIT_COMPILE),
+        Err(error @ Error::Launch(LaunchError::ScriptDoesNotCompile { .. })) => console::refused(&error, EXIT_COMPILE),
         Err(error) => console::refused(&error, console::EXIT_SETUP),
     }
 }

@@ -2,7 +2,8 @@
 
 use super::outcome::Outcome;
 use super::space::Candidate;
-use crate::{Error, Result, files};
+use crate::error::{Error, Result, ToolError};
+use crate::files;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};

@@ -1,7 +1,7 @@
 //! The section `autotuning`, as far as it has a counterpart here.
 
 use super::outcome::Outcome;
-use crate::{Error, Result};
+use crate::error::{Error, Result, ToolError};
 use serde_json::Value;
 use std::cmp::Ordering;
 use std::path::PathBuf;

@@ -7,11 +7,11 @@ mod compare;
 mod rows;
 mod train;
 
+use crate::error::{Error, LaunchError, Result};
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
 use crate::launch::ranks::{self, End, Job};
 use crate::launch::report::Ended;
 use crate::launch::signals::{self, Event};
-use crate::{Error, Result};
 use clap::Parser;
 use compare::{Difference, RankLog};
 use rows::{Precision, ROWS, Row};
