@@ -1,7 +1,7 @@
 //! `zerorun schedule`: the learning rate and the momentum of each optimizer step, without training.
 
 use crate::config::Config;
-use crate::error::OptimError;
+use crate::error::{OptimError, Result};
 use crate::launch::console::{EXIT_SETUP, Refused, refused, say};
 use crate::optim::{Momentum, Schedule};
 use clap::Parser;

@@ -4,7 +4,7 @@ use super::outcome::Outcome;
 use super::record::write_whole;
 use super::space::get;
 use crate::config::Config;
-use crate::error::{LaunchError, ToolError};
+use crate::error::{Error, LaunchError, Result, ToolError};
 use crate::launch::signals::die_with_parent;
 use crate::monitor::PROMETHEUS_PORT;
 use crate::param::fnv1a;

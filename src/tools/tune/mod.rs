@@ -16,7 +16,7 @@ use super::bench::size;
 use super::estimate::binary;
 use super::sizes::Sizes;
 use crate::config::{Config, RunValues};
-use crate::error::{Error, OptimError, Result, ToolError};
+use crate::error::{OptimError, Result, ToolError};
 use crate::estimate::{Estimate, Shapes};
 use crate::files::folder_of;
 use crate::launch::build;
