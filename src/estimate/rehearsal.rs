@@ -19,9 +19,10 @@ use crate::param::{Param, ParamId, ROOT, Residency, lock};
 use crate::precision::{Elements, FlatRef};
 use crate::zero::gather::Gatherer;
 use crate::zero::gradients::{self, Arrived, Gradients, ReducePlan};
-use crate::zero::lay_out::{Rules, SubGroupBuilder};
+use crate::zero::lay_out::SubGroupBuilder;
 use crate::zero::parcel::Parcel;
 use crate::zero::rank::{Facts, Rank};
+use crate::zero::share_plan::SharePlan;
 use crate::zero::step::{update, vote};
 use crate::zero::sub_group::{Pass, Slot, SubGroup, places};
 use crate::zero::trace::Event;
@@ -75,13 +76,13 @@ impl<'a> Rehearsal<'a> {
         let largest = params.iter().map(|p| p.numel).max().unwrap_or(0);
         let access = setting.disk_access.unwrap_or(DiskAccess::Direct);
         let mut requests = Requests::new(&config.aio, largest, access, ledger.clone(), traffic.clone());
-        let rules = Rules::new(config, plan.accumulate, RANK, grouping.clone());
-        if rules.has_files() {
+        let share_plan = SharePlan::new(config, plan.accumulate, RANK, grouping.clone());
+        if share_plan.has_files() {
             // While the files are filled they are accessed around the page cache, unless the user wants it otherwise.
             requests.hold_copies();
         }
         let tier = if setting.gpu { Tier::Device } else { Tier::Host };
-        let mut builder = SubGroupBuilder::with(rules, Spaces(ledger.clone()), ledger.clone());
+        let mut builder = SubGroupBuilder::with(share_plan, Spaces(ledger.clone()), ledger.clone());
         let mut whole = Vec::new();
         for (id, Param { name, shape, numel, .. }) in params.iter().enumerate() {
             let role = Grouping::role(grouping.group(name, shape.dims()));
