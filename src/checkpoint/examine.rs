@@ -3,7 +3,7 @@
 use super::folder;
 use super::manifest::{MANIFEST, Manifest};
 use super::rank_file::RankFile;
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Error, Result};
 use crate::util::list;
 use std::path::{Path, PathBuf};
 

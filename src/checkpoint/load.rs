@@ -6,7 +6,7 @@ use super::layout::Places;
 use super::manifest::{MANIFEST, Manifest};
 use super::rank_file::RankFile;
 use crate::comm::agree::{Failure, agree};
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Error, Result};
 use crate::notice::say;
 use crate::optim::Trainer;
 use crate::precision::Flat;

@@ -23,6 +23,7 @@ mod counters;
 mod defaults;
 mod encoding;
 pub(crate) mod env;
+pub(crate) mod error;
 mod exchange;
 mod fingerprint;
 mod log;

@@ -8,6 +8,7 @@
 
 pub(crate) mod build;
 pub(crate) mod console;
+pub(crate) mod error;
 mod frontmatter;
 mod output;
 mod package;

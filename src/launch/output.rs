@@ -4,8 +4,8 @@
 //! written, which is what a terminal would show in the end.
 
 use super::tail::Tail;
+use crate::error::{Error, LaunchError, Result};
 use crate::util::lock;
-use crate::{Error, Result};
 use std::io::{self, IsTerminal, Read, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};

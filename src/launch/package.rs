@@ -6,8 +6,8 @@
 
 use super::build::{Build, Kind, PrintedPath};
 use super::script::Single;
+use crate::error::{Error, LaunchError, Result};
 use crate::util::fnv1a;
-use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 

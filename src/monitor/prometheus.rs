@@ -1,9 +1,9 @@
 //! The last value of every tag for Prometheus, on a port of this host.
 
 use super::{Event, Monitor};
+use crate::error::{Error, MonitorError, Result};
 use crate::notice::say;
 use crate::util::lock;
-use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{Read, Write};

@@ -1,6 +1,6 @@
 //! The folder of `nvme_path`: looked at before anything is built, locked against other jobs, and asked for space.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, OffloadError, Result};
 use crate::notice::say;
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use std::fs::File;

@@ -15,7 +15,7 @@ use super::arena::{Arena, Bounce, Piece};
 use super::buffer::Buffer;
 use super::report::{Meter, OffloadReport};
 use crate::config::Aio;
-use crate::error::{Error, Result};
+use crate::error::{Error, OffloadError, Result};
 use crate::timeline::{self, Carried, Lane};
 use crate::util::{lock, unpoisoned};
 use std::collections::VecDeque;

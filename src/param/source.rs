@@ -1,7 +1,7 @@
 //! Where initial values come from: a random rule, or a safetensors file.
 
 use super::init::init_values;
-use crate::error::{Error, Result};
+use crate::error::{Error, ParamError, Result};
 use crate::util::{fnv1a, list};
 use candle_core::Shape;
 use candle_nn::Init;

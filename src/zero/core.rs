@@ -193,7 +193,7 @@ impl Core {
             let absent: Vec<&str> = self.params.iter().filter(|p| !p.is_whole()).map(|p| p.name.as_str()).collect();
             if !absent.is_empty() {
                 let why = crate::error::without_backtrace(&error.to_string());
-                return Error::ParameterAbsent { names: list(&absent), why };
+                return ParamError::Absent { names: list(&absent), why }.into();
             }
         }
         error.into()

@@ -22,6 +22,7 @@ use super::rank::Rank;
 use super::sub_group::{GradShare, Slot};
 use crate::comm::{Kind as Collective, Wire};
 use crate::config::{Config, GradientOp};
+use crate::error::EngineError;
 use crate::error::{EngineError, Result};
 use crate::graph::Grad;
 use crate::layout::{PACKED_BELOW, Placement, shard_range};
@@ -141,7 +142,7 @@ impl<C: Carrier> Gradients<C> {
             let missing = params.filter(|(arrived, p)| !**arrived && p.numel > 0);
             let missing: Vec<&str> = missing.map(|(_, p)| p.name.as_str()).collect();
             if !missing.is_empty() {
-                return Err(Error::NoGradient { count: missing.len(), names: list(&missing) });
+                return Err(EngineError::NoGradient { count: missing.len(), names: list(&missing) }.into());
             }
         }
         for arrived in std::mem::take(&mut self.held) {
