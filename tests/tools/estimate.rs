@@ -364,7 +364,7 @@ fn an_index_stands_for_its_files_and_no_data_is_read() {
         matches!(&error, Error::Param(ParamError::BadWeightFile { why, .. }) if why.contains("weight_map")),
         "{error}"
     );
-    let error = Shapes::safetensors(&folder.path().join("c.safetensors"), &UnitRule::Numbered).unwrap_err();
+    let error = Shapes::safetensors(folder.path().join("c.safetensors"), &UnitRule::Numbered).unwrap_err();
     assert!(matches!(&error, Error::Io { .. }), "{error}");
 }
 
