@@ -24,10 +24,9 @@ mod source;
 mod value;
 mod walk;
 
+pub use error::{ConfigProblem, Place, Rule};
 pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring};
 pub use note::Note;
-pub(crate) use problem::Listed;
-pub use problem::{ConfigProblem, Place, Rule};
 pub use reference::reference_markdown;
 pub use resolved::*;
 pub use run_values::RunValues;

@@ -22,7 +22,6 @@ use super::rank::Rank;
 use super::sub_group::{GradShare, Slot};
 use crate::comm::{Kind as Collective, Wire};
 use crate::config::{Config, GradientOp};
-use crate::error::EngineError;
 use crate::error::{EngineError, Result};
 use crate::graph::Grad;
 use crate::layout::{PACKED_BELOW, Placement, shard_range};
