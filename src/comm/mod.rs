@@ -44,6 +44,7 @@ pub use wire::Wire;
 
 use crate::error::Result;
 use crate::precision::Flat;
+use defaults::ByGather;
 use std::sync::{Arc, Mutex};
 
 /// The rank of this process in the job and what it can do together with the others.
@@ -148,29 +149,29 @@ pub trait Communicator: Send + Sync {
     /// rank, as in [`reduce_scatter_as`](Self::reduce_scatter_as) with chunks of equal length, and the sums travel exact:
     /// both give the same bits.
     fn all_reduce_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
-        defaults::all_reduce(self, wire, input, tag)
+        by_gather(self).all_reduce(wire, input, tag)
     }
 
     /// [`reduce_scatter`](Self::reduce_scatter) in which elements travel as `wire` says. The part that a rank adds to its
     /// own does not travel, and is not rounded.
     fn reduce_scatter_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
-        defaults::reduce_scatter(self, wire, input, tag)
+        by_gather(self).reduce_scatter(wire, input, tag)
     }
 
     /// [`all_gather`](Self::all_gather) in which elements travel as `wire` says. All ranks receive the same values: those
     /// that they would take from the wire, also of their own shard.
     fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
-        defaults::all_gather(self, wire, shard, tag)
+        by_gather(self).all_gather(wire, shard, tag)
     }
 
     /// Every rank receives the values of every rank, in rank order. For a few numbers: votes, norms, metrics.
     fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {
-        defaults::gather_f64(self, &values)
+        by_gather(self).gather_f64(&values)
     }
 
     /// Waits until every rank has come here.
     fn barrier(&self) -> Pending<()> {
-        defaults::barrier(self)
+        by_gather(self).barrier()
     }
 
     /// Calls and bytes so far; nothing where a communicator does not count.
@@ -183,6 +184,11 @@ pub trait Communicator: Send + Sync {
     fn log_into(&self, log: Option<Arc<CommLog>>) {
         _ = log;
     }
+}
+
+/// The collectives that `comm` has because it has one.
+fn by_gather<C: Communicator + ?Sized>(comm: &C) -> ByGather<impl FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> {
+    ByGather { rank: comm.rank(), size: comm.size(), gather: |bytes| comm.gather_bytes(bytes) }
 }
 
 /// The communicator of a job of one rank or, under `zerorun`, of all its processes.
