@@ -55,8 +55,8 @@ use std::sync::{Arc, Mutex};
 ///
 /// # A communicator of your own
 /// Four methods are enough: [`rank`](Self::rank), [`size`](Self::size), [`gather_bytes`](Self::gather_bytes) and
-/// [`abort`](Self::abort). All others are made of these, with the same bits as over shared memory; override those that
-/// your network does better. Collectives take place in the order in which they are launched, while results are waited
+/// [`abort`](Self::abort). All others are made of these, with the same bits as over shared memory. Override those that
+/// your network does better; of the sums and gathers, those whose names end in `_as`, which the others call. Collectives take place in the order in which they are launched, while results are waited
 /// for in any order: a thread of its own that does one after the other is a good communicator.
 ///
 /// ```
