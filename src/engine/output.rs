@@ -2,13 +2,13 @@
 
 use super::Engine;
 use super::clock::Waited;
+use crate::Result;
 use crate::comm::CommSummary;
 use crate::config::Precision;
 use crate::files::write_whole;
 use crate::monitor::{Event, rss_bytes, rss_peak_bytes, say};
 use crate::optim::Momentum;
 use crate::profiler::{FlopsProfile, peak_flops, spans};
-use crate::Result;
 
 impl<M> Engine<M> {
     /// Writes values of your own to the monitors, as DeepSpeed's `monitor.write_events`. On other ranks than 0 it does
