@@ -8,9 +8,10 @@
 //! The bits are those of shared memory. Every rank receives everything, so a reduction moves more bytes than it needs.
 
 use super::Pending;
+use super::coded::sum_blocks;
 use super::collectives::sum_exact;
+use super::encoding::Wire;
 use super::fingerprint::{Fingerprint, Kind};
-use super::wire::{Wire, sum_blocks};
 use crate::error::CommError;
 use crate::precision::{Flat, FlatRef};
 use candle_core::DType;

@@ -17,35 +17,40 @@
 
 pub(crate) mod agree;
 mod bandwidth;
+mod coded;
 mod collectives;
 mod counters;
 mod defaults;
+mod encoding;
+pub(crate) mod env;
 mod exchange;
 mod fingerprint;
+mod join;
 mod log;
 mod pending;
 mod pieces;
 mod queue;
 pub(crate) mod shm;
 mod solo;
+mod split;
 mod state;
 mod stream;
 pub mod threads;
-mod wire;
 
 pub use bandwidth::{Bandwidth, size_text, trimmed_mean};
 pub use counters::{CommReport, KindReport};
+pub use encoding::Wire;
+pub use env::RankEnv;
 pub use fingerprint::Kind;
+pub use join::from_env;
 pub use log::{CommLog, CommLogRow, CommSummary};
 pub use pending::Pending;
 pub use queue::Shared;
 pub use solo::Solo;
-pub use wire::Wire;
 
-use crate::error::Result;
 use crate::precision::Flat;
 use defaults::ByGather;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 /// The rank of this process in the job and what it can do together with the others.
 ///
@@ -189,29 +194,4 @@ pub trait Communicator: Send + Sync {
 /// The collectives that `comm` has because it has one.
 fn by_gather<C: Communicator + ?Sized>(comm: &C) -> ByGather<impl FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> {
     ByGather { rank: comm.rank(), size: comm.size(), gather: |bytes| comm.gather_bytes(bytes) }
-}
-
-/// The communicator of a job of one rank or, under `zerorun`, of all its processes.
-///
-/// # Errors
-/// Memory that is not this job's; a rank that has joined before, also where that was this process.
-pub fn from_env(env: &crate::launch::RankEnv) -> Result<Arc<dyn Communicator>> {
-    match env.shm_fd {
-        Some(fd) if env.world_size > 1 => {
-            let region = region_of_this_process(fd, env.world_size)?;
-            Ok(Arc::new(Shared::new(region, env.rank, env.timeout)?))
-        }
-        _ => Ok(Arc::new(Solo::default())),
-    }
-}
-
-/// The inherited region. It stays mapped for good: the descriptor can be taken over only once, and whoever asks again
-/// must learn that the rank is taken rather than find a closed or a foreign descriptor.
-fn region_of_this_process(fd: std::os::fd::RawFd, world_size: usize) -> Result<Arc<shm::Region>> {
-    static REGION: Mutex<Option<Arc<shm::Region>>> = Mutex::new(None);
-    let mut region = REGION.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    match &*region {
-        Some(region) => Ok(region.clone()),
-        None => Ok(region.insert(Arc::new(shm::Region::inherit(fd, world_size)?)).clone()),
-    }
 }

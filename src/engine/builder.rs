@@ -2,9 +2,9 @@
 
 use super::Engine;
 use crate::comm::Communicator;
+use crate::comm::RankEnv;
 use crate::config::{Config, ConfigSource, RunValues};
 use crate::error::Result;
-use crate::launch::RankEnv;
 use crate::monitor::{Monitor, Opening};
 use crate::offload::DiskAccess;
 use crate::optim::{LrSchedule, Optimizer, ParameterGroup};
@@ -134,6 +134,7 @@ impl EngineBuilder {
         config: impl Into<ConfigSource>,
     ) -> Result<Engine<M>> {
         let env = RankEnv::from_env();
+        let is_process_of_several = env.as_ref().is_ok_and(|env| env.world_size > 1);
         let comm = match self.communicator.clone() {
             Some(comm) => comm,
             None => crate::comm::from_env(&env?)?,
@@ -142,7 +143,9 @@ impl EngineBuilder {
             Some(device) => device,
             None => crate::device::default()?,
         };
-        let recorder = Recorder::open(self.timeline.clone(), comm.rank(), comm.size());
+        // Ranks that are threads share a file.
+        let ranks_are_processes = is_process_of_several && comm.size() > 1;
+        let recorder = Recorder::open(self.timeline.clone(), comm.rank(), ranks_are_processes);
         let recorder = recorder.inspect_err(|e| comm.abort(&e.to_string()))?;
         let _here = timeline::enter(recorder.as_ref());
         let _span = timeline::span(timeline::Kind::Engine, "initialize");

@@ -1,7 +1,6 @@
 //! The calls of a micro step, and the time that they take.
 
-use super::StepTimings;
-use crate::profiler::spans;
+use crate::profiler::{StepTimings, spans};
 use crate::timeline::Span;
 use std::time::{Duration, Instant};
 

@@ -6,7 +6,8 @@ use crate::Result;
 use crate::comm::CommSummary;
 use crate::config::Precision;
 use crate::files::write_whole;
-use crate::monitor::{Event, rss_bytes, rss_peak_bytes, say};
+use crate::monitor::{Event, rss_bytes, rss_peak_bytes};
+use crate::notice::say;
 use crate::optim::Momentum;
 use crate::profiler::{FlopsProfile, peak_flops, spans};
 
