@@ -11,10 +11,15 @@
 
 mod builder;
 mod checkpoints;
+mod clock;
 mod construct;
+<<<<<<< HEAD
 pub(crate) mod error;
+=======
+mod output;
+mod reporter;
+>>>>>>> next
 mod reports;
-mod telling;
 mod watch;
 
 pub use builder::EngineBuilder;
@@ -31,9 +36,9 @@ use crate::timeline::{self, Recorder};
 use crate::zero::core::Core;
 use crate::zero::step::Vote;
 use candle_core::{DType, Device, Tensor};
+use clock::{Call, Clock};
+use reporter::Reporter;
 use std::sync::Arc;
-use telling::Telling;
-use watch::{Call, Clock};
 
 /// Wraps a model and trains it under ZeRO.
 ///
@@ -78,7 +83,7 @@ pub struct Engine<M> {
     was_applied: bool,
     grad_norm: Option<f64>,
     clock: Clock,
-    telling: Telling,
+    reporter: Reporter,
     /// A checkpoint that is being written.
     saving: Option<Saving>,
     /// Why it could not be, until it has been told.
@@ -239,7 +244,7 @@ impl<M> Engine<M> {
     fn vote(&mut self) -> Result<Vote> {
         let Losses { sum, any_non_finite } = std::mem::take(&mut self.losses);
         let vote = self.core.vote(sum / self.config.batch.gradient_accumulation_steps as f64, !any_non_finite)?;
-        self.telling.loss = vote.loss;
+        self.reporter.loss = vote.loss;
         Ok(vote)
     }
 

@@ -18,7 +18,7 @@ use super::rank_file::RankWriter;
 use crate::comm::Communicator;
 use crate::comm::agree::{Failure, agree, gather_u64, text_of_rank_0};
 use crate::config::{Config, TagValidation};
-use crate::error::{CheckpointError, Error, Result};
+use crate::error::{CheckpointError, Result};
 use crate::notice::say;
 use crate::optim::Trainer;
 use crate::timeline;

@@ -4,7 +4,7 @@
 //! written, which is what a terminal would show in the end.
 
 use super::tail::Tail;
-use crate::error::{Error, LaunchError, Result};
+use crate::error::{LaunchError, Result};
 use crate::util::lock;
 use std::io::{self, IsTerminal, Read, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};

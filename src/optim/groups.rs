@@ -8,7 +8,7 @@
 //! the empty ones are dropped, as in DeepSpeed, and the others are counted.
 
 use super::{Momentum, Optimizer};
-use crate::error::{Error, OptimError, Result};
+use crate::error::{OptimError, Result};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 

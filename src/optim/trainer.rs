@@ -4,7 +4,7 @@ use super::groups::{Numbers, Settled};
 use super::schedule::GroupBase;
 use super::{Grouping, LrSchedule, Momentum, Optimizer, Role, Schedule, StepContext};
 use crate::config::SchedulerConfig;
-use crate::error::{Error, OptimError, Result};
+use crate::error::{OptimError, Result};
 use std::fmt;
 use std::sync::Arc;
 
