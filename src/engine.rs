@@ -13,12 +13,9 @@ mod builder;
 mod checkpoints;
 mod clock;
 mod construct;
-<<<<<<< HEAD
 pub(crate) mod error;
-=======
 mod output;
 mod reporter;
->>>>>>> next
 mod reports;
 mod watch;
 

@@ -14,11 +14,7 @@ mod note;
 mod offload;
 mod optim;
 mod print;
-<<<<<<< HEAD
-=======
-mod problem;
 #[cfg(test)]
->>>>>>> next
 mod reference;
 mod resolve;
 mod resolved;
@@ -32,12 +28,6 @@ mod walk;
 pub use error::{ConfigProblem, Place, Rule};
 pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring};
 pub use note::Note;
-<<<<<<< HEAD
-pub use reference::reference_markdown;
-=======
-pub(crate) use problem::Listed;
-pub use problem::{ConfigProblem, Place, Rule};
->>>>>>> next
 pub use resolved::*;
 pub use run_values::RunValues;
 pub use schema::json_schema;
