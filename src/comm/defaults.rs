@@ -10,7 +10,8 @@
 use super::coded::sum_blocks;
 use super::collectives::sum_exact;
 use super::encoding::Wire;
-use super::fingerprint::{Fingerprint, Kind};
+use super::fingerprint::Fingerprint;
+use super::kind::Kind;
 use super::{Communicator, Pending};
 use crate::error::CommError;
 use crate::precision::{Flat, FlatRef};

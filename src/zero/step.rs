@@ -11,6 +11,7 @@
 use super::core::Core;
 use super::publish::Publisher;
 use super::rank::Rank;
+use super::recipe::{Recipe, needs};
 use super::sub_group::{GradShare, Pass, Slot, SubGroup};
 use super::walk::{Carrier, Part, pass};
 use super::whole::{trust_ratios, update_whole};
@@ -22,9 +23,6 @@ use crate::timeline;
 use crate::util::lock;
 use candle_core::DType;
 use std::ops::Range;
-
-/// What each parameter is trained with.
-pub(crate) type Recipe<'a> = dyn Fn(ParamId) -> GroupStep<'a> + 'a;
 
 /// What all ranks agree on before a step.
 pub(crate) struct Vote {
@@ -87,11 +85,6 @@ pub(crate) fn update<C: Carrier>(core: &C, recipe: &Recipe<'_>) -> Result<()> {
     drop(groups);
     let _span = timeline::span(timeline::Kind::Optimizer, "publish");
     publisher.finish(core)
-}
-
-/// What the optimizer of a sub-group needs of its parameters.
-pub(super) fn needs<'a, R: Rank>(group: &SubGroup<R>, recipe: &Recipe<'a>) -> Needs<'a> {
-    group.slots.first().map_or(Needs::Elements, |slot| recipe(slot.param).optimizer.needs())
 }
 
 impl Core {
