@@ -1,7 +1,6 @@
 //! What the engine sees of the other ranks.
 
-use super::{CommLog, CommReport, Kind, Pending, Wire, defaults};
-use crate::error::Result;
+use super::{CommLog, CommReport, Pending, Wire, defaults};
 use crate::precision::Flat;
 use std::sync::Arc;
 

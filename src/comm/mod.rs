@@ -39,7 +39,8 @@ mod state;
 mod stream;
 pub mod threads;
 
-pub use bandwidth::{Bandwidth, size_text, trimmed_mean};
+pub use bandwidth::Bandwidth;
+pub(crate) use bandwidth::{size_text, trimmed_mean};
 pub use communicator::Communicator;
 pub use counters::{CommReport, KindReport};
 pub use encoding::Wire;
