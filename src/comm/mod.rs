@@ -19,14 +19,13 @@ pub(crate) mod agree;
 mod bandwidth;
 mod coded;
 mod collectives;
-mod communicator;
 mod counters;
 mod defaults;
 mod encoding;
 pub(crate) mod env;
 mod exchange;
 mod fingerprint;
-mod from_env;
+mod join;
 mod kind;
 mod log;
 mod pending;
@@ -41,14 +40,161 @@ pub mod threads;
 
 pub use bandwidth::Bandwidth;
 pub(crate) use bandwidth::{size_text, trimmed_mean};
-pub use communicator::Communicator;
 pub use counters::{CommReport, KindReport};
 pub use encoding::Wire;
 pub use env::RankEnv;
-pub use from_env::from_env;
+pub use join::from_env;
 pub use kind::Kind;
 pub use log::{CommLog, CommLogRow, CommSummary};
 pub use pending::Pending;
 pub use queue::Shared;
 pub use solo::Solo;
 pub(crate) use state::Fault;
+
+use crate::precision::Flat;
+use defaults::ByGather;
+use std::sync::Arc;
+
+/// The rank of this process in the job and what it can do together with the others.
+///
+/// Every method that exchanges data is collective: all ranks call the same methods, in the same order, with the same
+/// element counts and dtypes. That is checked; ranks that diverge get an error that shows both sides. `tag`
+/// identifies the content (say a hash of the parameters in a bucket) and is checked too.
+///
+/// # A communicator of your own
+/// Four methods are enough: [`rank`](Self::rank), [`size`](Self::size), [`gather_bytes`](Self::gather_bytes) and
+/// [`abort`](Self::abort). All others are made of these, with the same bits as over shared memory. Override those that
+/// your network does better; of the sums and gathers, those whose names end in `_as`, which the others call. Collectives take place in the order in which they are launched, while results are waited
+/// for in any order: a thread of its own that does one after the other is a good communicator.
+///
+/// ```
+/// use candle_zero::comm::{Communicator, Pending};
+/// use candle_zero::error::CommError;
+/// use std::sync::mpsc::{Receiver, Sender, channel};
+///
+/// type Message = Vec<u8>;
+///
+/// /// Ranks as threads that send each other messages.
+/// struct Channels {
+///     rank: usize,
+///     size: usize,
+///     jobs: Sender<(Message, Sender<Option<Vec<Message>>>)>,
+/// }
+///
+/// impl Channels {
+///     /// `to` and `from`: one channel to and from each rank, this one included.
+///     fn new(rank: usize, to: Vec<Sender<Message>>, from: Vec<Receiver<Message>>) -> Self {
+///         let (size, (jobs, launched)) = (to.len(), channel::<(Message, Sender<_>)>());
+///         std::thread::spawn(move || {
+///             for (message, result) in launched {
+///                 to.iter().for_each(|rank| _ = rank.send(message.clone()));
+///                 // None if a rank is gone.
+///                 _ = result.send(from.iter().map(|rank| rank.recv().ok()).collect());
+///             }
+///         });
+///         Self { rank, size, jobs }
+///     }
+/// }
+///
+/// impl Communicator for Channels {
+///     fn rank(&self) -> usize {
+///         self.rank
+///     }
+///
+///     fn size(&self) -> usize {
+///         self.size
+///     }
+///
+///     fn gather_bytes(&self, bytes: Message) -> Pending<Vec<Message>> {
+///         let (result, receiver) = channel();
+///         _ = self.jobs.send((bytes, result));
+///         let gone = || CommError::other("a rank is gone").into();
+///         Pending::from_fn(move || receiver.recv().ok().flatten().ok_or_else(gone))
+///     }
+///
+///     fn abort(&self, why: &str) {
+///         eprintln!("rank {} gives up: {why}", self.rank);
+///     }
+/// }
+/// # let (to, from) = channel();
+/// # let comm = Channels::new(0, vec![to], vec![from]);
+/// # let sum = comm.all_reduce(candle_zero::precision::Flat::from(vec![1.5]), 0);
+/// # assert_eq!(sum.wait()?, candle_zero::precision::Flat::from(vec![1.5]));
+/// # Ok::<(), candle_zero::Error>(())
+/// ```
+pub trait Communicator: Send + Sync {
+    /// This rank, from 0.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks.
+    fn size(&self) -> usize;
+
+    /// Every rank receives the bytes of every rank, in rank order. All give the same number of bytes.
+    fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>>;
+
+    /// Tells the other ranks that this one gives up, and why. Their collectives return an error that says so.
+    fn abort(&self, why: &str);
+
+    /// Sums `input` over ranks, elementwise and in rank order; every rank receives the whole sum, in the memory of
+    /// `input`.
+    fn all_reduce(&self, input: Flat, tag: u64) -> Pending<Flat> {
+        self.all_reduce_as(Wire::Exact, input, tag)
+    }
+
+    /// Sums `input` (world size x n elements) over ranks; rank r receives elements `r * n .. (r + 1) * n`, in
+    /// the memory of `input` (whose capacity it keeps).
+    fn reduce_scatter(&self, input: Flat, tag: u64) -> Pending<Flat> {
+        self.reduce_scatter_as(Wire::Exact, input, tag)
+    }
+
+    /// Concatenates the `shard`s (n elements each) of all ranks in rank order. A `shard` with capacity for the whole is
+    /// where the whole will lie; for others memory is allocated.
+    fn all_gather(&self, shard: Flat, tag: u64) -> Pending<Flat> {
+        self.all_gather_as(Wire::Exact, shard, tag)
+    }
+
+    /// [`all_reduce`](Self::all_reduce) in which the summands travel as `wire` says. Each element is summed by one
+    /// rank, as in [`reduce_scatter_as`](Self::reduce_scatter_as) with chunks of equal length, and the sums travel exact:
+    /// both give the same bits.
+    fn all_reduce_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
+        by_gather(self).all_reduce(wire, input, tag)
+    }
+
+    /// [`reduce_scatter`](Self::reduce_scatter) in which elements travel as `wire` says. The part that a rank adds to its
+    /// own does not travel, and is not rounded.
+    fn reduce_scatter_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
+        by_gather(self).reduce_scatter(wire, input, tag)
+    }
+
+    /// [`all_gather`](Self::all_gather) in which elements travel as `wire` says. All ranks receive the same values: those
+    /// that they would take from the wire, also of their own shard.
+    fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
+        by_gather(self).all_gather(wire, shard, tag)
+    }
+
+    /// Every rank receives the values of every rank, in rank order. For a few numbers: votes, norms, metrics.
+    fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {
+        by_gather(self).gather_f64(&values)
+    }
+
+    /// Waits until every rank has come here.
+    fn barrier(&self) -> Pending<()> {
+        by_gather(self).barrier()
+    }
+
+    /// Calls and bytes so far; nothing where a communicator does not count.
+    fn report(&self) -> CommReport {
+        CommReport::default()
+    }
+
+    /// From now on, collectives are logged in `log`, or in none. A communicator of your own, and that of a world of one,
+    /// need not log.
+    fn log_into(&self, log: Option<Arc<CommLog>>) {
+        _ = log;
+    }
+}
+
+/// The collectives that `comm` has because it has one.
+fn by_gather<C: Communicator + ?Sized>(comm: &C) -> ByGather<impl FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> {
+    ByGather { rank: comm.rank(), size: comm.size(), gather: |bytes| comm.gather_bytes(bytes) }
+}

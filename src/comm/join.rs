@@ -1,7 +1,10 @@
-//! The communicator that the environment of a rank asks for.
+//! Joining the job that the environment names.
 
-use super::{Communicator, RankEnv, Shared, Solo, shm};
+use super::env::RankEnv;
+use super::shm::Region;
+use super::{Communicator, Shared, Solo};
 use crate::error::Result;
+use crate::util::lock;
 use std::sync::{Arc, Mutex};
 
 /// The communicator of a job of one rank or, under `zerorun`, of all its processes.
@@ -20,11 +23,11 @@ pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
 
 /// The inherited region. It stays mapped for good: the descriptor can be taken over only once, and whoever asks again
 /// must learn that the rank is taken rather than find a closed or a foreign descriptor.
-fn region_of_this_process(fd: std::os::fd::RawFd, world_size: usize) -> Result<Arc<shm::Region>> {
-    static REGION: Mutex<Option<Arc<shm::Region>>> = Mutex::new(None);
-    let mut region = crate::util::lock(&REGION);
+fn region_of_this_process(fd: std::os::fd::RawFd, world_size: usize) -> Result<Arc<Region>> {
+    static REGION: Mutex<Option<Arc<Region>>> = Mutex::new(None);
+    let mut region = lock(&REGION);
     match &*region {
         Some(region) => Ok(region.clone()),
-        None => Ok(region.insert(Arc::new(shm::Region::inherit(fd, world_size)?)).clone()),
+        None => Ok(region.insert(Arc::new(Region::inherit(fd, world_size)?)).clone()),
     }
 }
