@@ -6,7 +6,7 @@ use super::shm::SLOT_BYTES;
 use super::stream;
 use super::wire::{self, Wire};
 use crate::error::CommError;
-use crate::kernels::simd::{Level, Loop};
+use crate::kernels::simd::{Loop, level};
 use crate::precision::{Flat, FlatMut, FlatRef, cast};
 use candle_core::DType;
 use std::mem::MaybeUninit;
@@ -125,7 +125,7 @@ fn reduce_piece(ex: &mut Exchange, wire: Wire, input: &mut Flat, at: usize, rang
     })?;
     let peers: Vec<_> = given(ex, bytes, bytes).map(|part| typed(dtype, part)).collect();
     let (own, sum) = (rank * chunk + range.start, at + range.start);
-    Level::best().run(Sum { values: input.as_mut(), own, sum, len: range.len(), rank, peers: &peers });
+    level().run(Sum { values: input.as_mut(), own, sum, len: range.len(), rank, peers: &peers });
     Ok(())
 }
 
@@ -151,7 +151,7 @@ fn reduce_whole(ex: &mut Exchange, input: &mut Flat) -> Result<()> {
     let bytes = input.size_in_bytes();
     ex.piece(bytes, |slot| slot.copy_from_slice(input.as_bytes()))?;
     let peers: Vec<_> = others(world, rank).map(|(r, _)| typed(dtype, ex.peer(r, 0, bytes))).collect();
-    Level::best().run(Sum { values: input.as_mut(), own: 0, sum: 0, len, rank, peers: &peers });
+    level().run(Sum { values: input.as_mut(), own: 0, sum: 0, len, rank, peers: &peers });
     Ok(())
 }
 

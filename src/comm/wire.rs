@@ -7,7 +7,7 @@ use super::collectives::{give_each, given, others, pieces};
 use super::exchange::Exchange;
 use super::shm::SLOT_BYTES;
 use crate::error::CommError;
-use crate::kernels::simd::{Level, Loop};
+use crate::kernels::simd::{Loop, level};
 use crate::precision::cast::{accumulate, narrow, widen};
 use crate::precision::{BLOCK, Flat, FlatMut, Ints};
 use std::ops::Range;
@@ -46,7 +46,7 @@ pub(super) fn reduce_piece(
     let exact = range.len() * input.dtype().size_in_bytes();
     let peers: Vec<_> = given(ex, bytes, exact).collect();
     let (own, sum) = (rank * chunk + range.start, at + range.start);
-    Level::best().run(Sum { ints, values: input.as_mut(), own, sum, len: range.len(), rank, peers: &peers });
+    level().run(Sum { ints, values: input.as_mut(), own, sum, len: range.len(), rank, peers: &peers });
     Ok(())
 }
 

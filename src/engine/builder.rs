@@ -10,6 +10,7 @@ use super::{Engine, Phase};
 use crate::comm::Communicator;
 use crate::config::{Config, ConfigSource, RunValues};
 use crate::error::{Error, Result};
+use crate::kernels;
 use crate::launch::RankEnv;
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
@@ -151,6 +152,7 @@ impl EngineBuilder {
             Some(comm) => comm,
             None => crate::comm::from_env(&env?)?,
         };
+        kernels::checked_level().inspect_err(|e| comm.abort(&e.to_string()))?;
         let device = match self.device.clone() {
             Some(device) => device,
             None => crate::device::default()?,

@@ -43,6 +43,7 @@ pub use ranks::KEEP_MEMORY;
 use std::io::Write;
 use std::process::ExitCode;
 
+use crate::kernels::checked_level;
 use crate::timeline;
 use crate::{Error, Result};
 use args::Asked;
@@ -61,6 +62,9 @@ const EXIT_COMPILE: u8 = 101;
 pub fn main() -> ExitCode {
     let mut words = std::env::args_os().skip(1).peekable();
     if let Some(tool) = words.peek().and_then(|word| tools::named(word)) {
+        if let Err(error) = checked_level() {
+            return tools::refused(&error.into(), EXIT_SETUP);
+        }
         return (tool.run)(words.collect()).unwrap_or_else(|refused| refused.print());
     }
     let asked = match args::read(std::env::args_os()) {
@@ -85,6 +89,8 @@ fn say(line: &str) {
 }
 
 fn carry_out(asked: &Asked) -> Result<u8> {
+    // Every rank would fail with it.
+    checked_level()?;
     let target = script::find(&asked.script)?;
     let program = match target {
         Target::Program { path } => path,

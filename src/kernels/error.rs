@@ -1,0 +1,29 @@
+//! What a user can get wrong about the kernels.
+
+/// The SIMD level that `CANDLE_ZERO_SIMD` asks for cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum KernelError {
+    /// No level has that name.
+    #[error(
+        "environment variable CANDLE_ZERO_SIMD is `{found}`, which is no SIMD level; this processor allows {} or auto",
+        available.join(", ")
+    )]
+    UnknownLevel {
+        /// The variable's value.
+        found: String,
+        /// The levels that this processor has, widest first.
+        available: Vec<&'static str>,
+    },
+    /// The processor does not have that level's instructions.
+    #[error(
+        "environment variable CANDLE_ZERO_SIMD is `{found}`, which this processor lacks; it allows {} or auto",
+        available.join(", ")
+    )]
+    LevelNotAvailable {
+        /// The variable's value.
+        found: String,
+        /// The levels that this processor has, widest first.
+        available: Vec<&'static str>,
+    },
+}
