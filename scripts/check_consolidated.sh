@@ -10,5 +10,5 @@ venv=$(cd "$venv" && pwd)
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-CANDLE_ZERO_CONSOLIDATED=$folder cargo test --release --test checkpoint_tools -- --ignored models_and_logits_for_transformers
+CANDLE_ZERO_CONSOLIDATED=$folder cargo test --release --test tools -- --ignored models_and_logits_for_transformers
 "$venv/bin/python" scripts/check_consolidated.py "$folder"

@@ -4,5 +4,5 @@
 # compares its end with that of a job that was left alone.
 set -eu
 cd "$(dirname "$0")/.."
-CHECKPOINT_KILLS="${1:-200}" RESTART_KILLS="${2:-10}" exec cargo test --release --test checkpoint_faults -- --nocapture \
-    a_job_
+CHECKPOINT_KILLS="${1:-200}" RESTART_KILLS="${2:-10}" exec cargo test --release --test checkpoint -- --nocapture \
+    faults::a_job_

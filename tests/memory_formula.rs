@@ -1,8 +1,9 @@
 //! What each rank holds equals the ZeRO formula plus named padding, and the ledger equals what the allocator gave.
 #![allow(clippy::unwrap_used)]
 
-mod common;
+mod support;
 
+use crate::support::tiny::{Shape, config, train};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use candle_zero::Engine;
@@ -10,7 +11,6 @@ use candle_zero::comm::threads;
 use candle_zero::memory::{Kind, MemoryReport};
 use candle_zero::offload::DiskAccess;
 use candle_zero::zero::{Unit, unit};
-use common::{Shape, config, train};
 use serde_json::{Value, json};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;

@@ -2,14 +2,14 @@
 //! and ranks get hardly a page from the system.
 #![allow(clippy::unwrap_used)]
 
-mod launch_support;
+mod support;
 
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+use crate::support::processes::{example, stderr, zerorun};
 use candle_core::{Device, Tensor};
 use candle_zero::Engine;
 use candle_zero::comm::threads;
 use candle_zero::models::{Gpt, GptConfig};
-#[cfg(all(target_os = "linux", target_env = "gnu"))]
-use launch_support::{example, stderr, zerorun};
 use serde_json::json;
 use std::alloc::{GlobalAlloc, Layout, System};
 #[cfg(all(target_os = "linux", target_env = "gnu"))]

@@ -1,20 +1,16 @@
 //! The one primitive under every collective: each rank shows the others one piece of data.
 //!
-//! ```text
-//!   rank 0   write piece k -> publish k -> wait for all k -> read peers' k -> write k+1 -> publish k+1 -> ...
-//!   rank 1   write piece k -> publish k -> wait for all k -> read peers' k -> ...
-//! ```
-//!
-//! A piece lies in the even or the odd slot of its rank. Piece k+2 overwrites piece k: that is safe because a rank
-//! writes k+2 only after it saw every peer publish k+1, and a peer publishes k+1 only after it has read all of k.
-//! So one wait per piece is enough.
+//! How pieces go through shared memory is in [`super::pieces`]. Here each gets the fingerprint of its collective, and a
+//! wait gets its limits.
 //!
 //! A wait ends with an error when a peer has died, given up or left, when its heartbeat stops, or when the time
 //! limit is over. It never hangs. What can be completed is completed: a peer's failure counts only for a piece that
 //! it has not published. The failure that came first is the one that every rank is told.
 
 use super::fingerprint::{Fingerprint, Kind};
-use super::shm::{Fault, RankState, Region, SLOT_BYTES};
+use super::pieces::{Patience, Pieces};
+use super::shm::Region;
+use super::state::{Failure, Fault};
 use super::wire::Wire;
 use crate::error::CommError;
 use candle_core::DType;
@@ -23,22 +19,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Turns of a wait before the thread sleeps. It spins first, some ten microseconds. Then it lets other threads run in
-/// between: one that the awaited rank needs may have been put on this core.
-#[derive(Debug, Clone, Copy)]
-struct Patience {
-    spins: u32,
-    yields: u32,
-}
-
 /// Of the comm thread: it takes time from the thread that computes.
 const BESIDE_WORK: Patience = Patience { spins: 500, yields: 20 };
 /// Of a thread that has nothing else to do.
 const IDLE: Patience = Patience { spins: 500, yields: 500 };
 /// Where ranks share cores, and the awaited rank may need this one.
 const CROWDED: Patience = Patience { spins: 20, yields: 20 };
-/// How long a sleeping wait goes before it looks at the peers' states.
-const NAP_MILLIS: u32 = 20;
 /// Silence of a heartbeat, which beats four times a second, that counts as death.
 const HEARTBEAT_LIMIT: Duration = Duration::from_secs(8);
 /// The most that one turn of a wait, which naps and looks, can have lasted. See [`Clock`].
@@ -55,11 +41,8 @@ pub(super) enum Runner {
 
 /// One rank's side of the region.
 pub(super) struct Exchange {
-    region: Arc<Region>,
-    rank: usize,
+    pieces: Pieces,
     timeout: Duration,
-    /// Pieces published so far.
-    pieces: u32,
     /// Collectives begun so far.
     sequence: u64,
     current: Option<Fingerprint>,
@@ -76,10 +59,8 @@ impl Exchange {
     pub(super) fn new(region: Arc<Region>, rank: usize, timeout: Duration) -> Self {
         let roomy = std::thread::available_parallelism().is_ok_and(|cores| cores.get() >= region.world_size());
         Self {
-            region,
-            rank,
+            pieces: Pieces::new(region, rank, 0),
             timeout,
-            pieces: 0,
             sequence: 0,
             current: None,
             wire_bytes: Cell::new(0),
@@ -90,11 +71,11 @@ impl Exchange {
     }
 
     pub(super) fn rank(&self) -> usize {
-        self.rank
+        self.pieces.rank()
     }
 
     pub(super) fn size(&self) -> usize {
-        self.region.world_size()
+        self.pieces.region().world_size()
     }
 
     /// Who runs the next collective: the thread that needs its result, or one beside a thread that computes.
@@ -122,27 +103,17 @@ impl Exchange {
     /// Lets `fill` write this rank's next piece (at most SLOT_BYTES) and publishes it. [`Exchange::await_peers`] comes
     /// next.
     pub(super) fn publish(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) {
-        assert!(len <= SLOT_BYTES, "a piece of {len} bytes");
-        let fingerprint = self.fingerprint();
-        let next = self.pieces.wrapping_add(1);
-        let parity = (next & 1) as usize;
-        // SAFETY: the slot is this rank's and holds SLOT_BYTES. No peer reads it now: see the module's argument.
-        fill(unsafe { std::slice::from_raw_parts_mut(self.region.slot(self.rank, parity), len) });
-        for (i, word) in fingerprint.words().into_iter().enumerate() {
-            self.region.fingerprint_word(self.rank, parity, i).store(word, Ordering::Relaxed);
-        }
-        self.region.publish(self.rank, next);
-        self.pieces = next;
+        self.pieces.publish(self.fingerprint().words(), len, fill);
     }
 
     /// Waits until every peer has published its own piece. They can be read with [`Exchange::peer`] until this rank
     /// publishes the next one.
     pub(super) fn await_peers(&mut self) -> Result<(), CommError> {
-        let (fingerprint, parity) = (self.fingerprint(), (self.pieces & 1) as usize);
+        let fingerprint = self.fingerprint();
         let mut clock = None;
-        for peer in (0..self.size()).filter(|r| *r != self.rank) {
+        for peer in (0..self.size()).filter(|r| *r != self.rank()) {
             self.wait_for(peer, &mut clock)?;
-            self.compare(peer, parity, &fingerprint)?;
+            self.compare(peer, &fingerprint)?;
         }
         Ok(())
     }
@@ -164,88 +135,42 @@ impl Exchange {
 
     /// The same, where what takes `len` bytes here takes `exact` in memory.
     pub(super) fn coded(&self, peer: usize, offset: usize, len: usize, exact: usize) -> &[u8] {
-        assert!(peer != self.rank && offset + len <= SLOT_BYTES);
         self.wire_bytes.set(self.wire_bytes.get() + len);
         self.exact_bytes.set(self.exact_bytes.get() + exact);
-        let parity = (self.pieces & 1) as usize;
-        // SAFETY: inside the slot. The peer published this piece (Acquire in wait_for) and does not write the slot
-        // again before this rank publishes its next piece, which needs &mut self and so ends this borrow.
-        unsafe { std::slice::from_raw_parts(self.region.slot(peer, parity).add(offset), len) }
+        self.pieces.bytes(peer, offset, len)
     }
 
     /// Waits for the present piece of `peer`. `clock` goes on over all peers of one piece.
     fn wait_for(&self, peer: usize, clock: &mut Option<Clock>) -> Result<(), CommError> {
-        let Patience { spins, yields } = self.patience;
-        for turn in 0..spins + yields {
-            if self.has_published(peer) {
-                return Ok(());
-            }
-            if turn < spins { std::hint::spin_loop() } else { std::thread::yield_now() }
+        if self.pieces.spin_for(peer, self.patience) {
+            return Ok(());
         }
-        let word = self.region.published(peer);
-        let beat = || self.region.heartbeat(peer).load(Ordering::Relaxed);
+        let beat = || self.pieces.region().heartbeat(peer).load(Ordering::Relaxed);
         let clock = clock.get_or_insert_with(|| Clock::new(Instant::now()));
         clock.watch(beat());
-        loop {
-            let seen = word.load(Ordering::Acquire);
-            let trouble = self.look_at_ranks();
-            // In this order: a peer that published and then failed or left has done its part of this piece.
-            if self.has_published(peer) {
-                return Ok(());
-            }
-            trouble?;
+        let overdue = || {
             clock.turn(Instant::now(), beat());
-            let (rank, op) = (self.rank, || self.op());
             if clock.silence > HEARTBEAT_LIMIT {
-                self.region.blame(peer, Fault::Silent);
-                return Err(CommError::HeartbeatLost { rank, peer, op: op(), seconds: HEARTBEAT_LIMIT.as_secs() });
+                Some(Fault::Silent)
+            } else if clock.waited > self.timeout {
+                Some(Fault::Late)
+            } else {
+                None
             }
-            if clock.waited > self.timeout {
-                self.region.blame(peer, Fault::Late);
-                return Err(CommError::Timeout { rank, peer, op: op(), limit: self.timeout });
-            }
-            self.region.sleep_until_published(peer, seen, NAP_MILLIS);
-        }
+        };
+        self.pieces.sleep_for(peer, overdue).map_err(|failure| self.error(failure))
     }
 
-    /// Whether `peer` has published the present piece (or, one ahead, the next one).
-    fn has_published(&self, peer: usize) -> bool {
-        let published = self.region.published(peer).load(Ordering::Acquire);
-        published.wrapping_sub(self.pieces) as i32 >= 0
-    }
-
-    /// An error if the job cannot go on: a rank has died or given up, or one has left that this piece needs.
-    fn look_at_ranks(&self) -> Result<(), CommError> {
-        let (rank, op) = (self.rank, || self.op());
-        // The first failure explains all later ones, which are often but its echo.
-        if let Some((peer, fault)) = self.region.first_failure()
-            && peer != rank
-        {
-            match (fault, self.region.state(peer)) {
-                (Fault::Left, _) => return Err(CommError::RankLeft { rank, peer, op: op() }),
-                (Fault::Silent, _) => {
-                    let seconds = HEARTBEAT_LIMIT.as_secs();
-                    return Err(CommError::HeartbeatLost { rank, peer, op: op(), seconds });
-                }
-                (_, RankState::Dead(why)) => return Err(CommError::RankDied { rank, peer, why, op: op() }),
-                (_, RankState::Aborted(why)) => return Err(CommError::RankAborted { rank, peer, why, op: op() }),
-                // Late, or recorded a moment before its state.
-                (Fault::Late | Fault::Died | Fault::GaveUp, _) => {}
-            }
+    /// The failure as this rank reports it.
+    fn error(&self, Failure { peer, fault, why }: Failure) -> CommError {
+        let (rank, op) = (self.rank(), self.op());
+        match fault {
+            Fault::Died => CommError::RankDied { rank, peer, why, op },
+            Fault::GaveUp => CommError::RankAborted { rank, peer, why, op },
+            Fault::Left => CommError::RankLeft { rank, peer, op },
+            Fault::Silent => CommError::HeartbeatLost { rank, peer, op, seconds: HEARTBEAT_LIMIT.as_secs() },
+            Fault::Late => CommError::Timeout { rank, peer, op, limit: self.timeout },
         }
-        for peer in 0..self.size() {
-            match self.region.state(peer) {
-                RankState::Dead(why) => return Err(CommError::RankDied { rank, peer, why, op: op() }),
-                RankState::Aborted(why) => return Err(CommError::RankAborted { rank, peer, why, op: op() }),
-                // It publishes nothing more.
-                RankState::Finished if !self.has_published(peer) => {
-                    self.region.blame(peer, Fault::Left);
-                    return Err(CommError::RankLeft { rank, peer, op: op() });
-                }
-                RankState::Finished | RankState::Running | RankState::Absent => {}
-            }
-        }
-        Ok(())
     }
 
     /// The present collective, for messages.
@@ -253,13 +178,12 @@ impl Exchange {
         self.current.map(|fingerprint| fingerprint.to_string()).unwrap_or_default()
     }
 
-    fn compare(&self, peer: usize, parity: usize, mine: &Fingerprint) -> Result<(), CommError> {
-        let words = std::array::from_fn(|i| self.region.fingerprint_word(peer, parity, i).load(Ordering::Relaxed));
-        let theirs = Fingerprint::from_words(words);
+    fn compare(&self, peer: usize, mine: &Fingerprint) -> Result<(), CommError> {
+        let theirs = Fingerprint::from_words(self.pieces.header(peer));
         if theirs == *mine {
             return Ok(());
         }
-        Err(CommError::Diverged { rank: self.rank, here: mine.to_string(), peer, there: theirs.to_string() })
+        Err(CommError::Diverged { rank: self.rank(), here: mine.to_string(), peer, there: theirs.to_string() })
     }
 }
 
@@ -343,7 +267,7 @@ mod tests {
                 scope.spawn(move || {
                     region.enter(rank).unwrap();
                     let mut exchange = Exchange::new(region.clone(), rank, Duration::from_secs(10));
-                    exchange.pieces = before;
+                    exchange.pieces = Pieces::new(region.clone(), rank, before);
                     for round in 0u8..10 {
                         exchange.begin(Kind::Barrier, Wire::Exact, DType::U8, 1, 0);
                         exchange.piece(1, |slot| slot[0] = 10 * rank as u8 + round).unwrap();
@@ -351,7 +275,7 @@ mod tests {
                             assert_eq!(exchange.peer(peer, 0, 1), [10 * peer as u8 + round]);
                         }
                     }
-                    assert_eq!(exchange.pieces, 5);
+                    assert_eq!(exchange.pieces.published(), 5);
                     region.finish(rank);
                 });
             }

@@ -7,7 +7,7 @@ use std::fmt::Write;
 const HEAD: &str = "\
 # Configuration keys
 
-Generated from the table of keys in the code; `UPDATE_DOCS=1 cargo test --release --test config_docs` writes it anew.
+Generated from the table of keys in the code; `UPDATE_DOCS=1 cargo test --release --test config docs::` writes it anew.
 
 A configuration is a DeepSpeed JSON file (0.19.8). Comments (`#`, `//`, `/* */`) and trailing commas are allowed.
 An unknown key is an error wherever it stands, with its line, its column and the nearest known key. At the top level a key

@@ -217,7 +217,7 @@ mod tests {
         let (mut run, mut skipped) = (0, vec![]);
         for case in file.as_array().unwrap().iter().filter(|c| c["area"] == "loss-scaler") {
             let id = case["id"].as_str().unwrap();
-            // Counts an engine's steps: tests/overflow.rs.
+            // Counts an engine's steps: tests/engine/overflow.rs.
             if id == "bf16-check" {
                 skipped.push(id);
                 continue;

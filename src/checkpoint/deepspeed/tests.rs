@@ -1,5 +1,5 @@
 //! Checkpoints of every small size, written here in DeepSpeed's layout: those that DeepSpeed itself wrote are few
-//! (tests/deepspeed_import.rs).
+//! (tests/checkpoint/deepspeed_import.rs).
 #![allow(clippy::unwrap_used)]
 
 use super::*;

@@ -1,0 +1,56 @@
+#!/usr/bin/env python3
+"""Names of all tests in src/ and tests/, read from the sources: no test may be lost when files move.
+
+    scripts/test_names.py            each name (the last part of its path) and how many tests have it
+    scripts/test_names.py COMMIT     which names COMMIT has more often than the working tree, and the other way round;
+                                     the exit code is 1 if a name is lost
+"""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Attributes and comments may stand between `#[test]` and the function.
+TEST = re.compile(r"#\[test\]\s*(?:(?:#\[.*\]|//.*)\s*)*(?:pub )?fn\s+(\$?\w+)")
+# A macro that makes tests: its calls are lines `name: ...;`.
+MACRO = re.compile(r"macro_rules!\s*(\w+)\s*\{(.*?)^\}", re.S | re.M)
+
+
+def names_in(text):
+    names = [name for name in TEST.findall(text) if not name.startswith("$")]
+    for macro, body in MACRO.findall(text):
+        if any(name.startswith("$") for name in TEST.findall(body)):
+            for call in re.findall(rf"^{macro}!\s*\{{(.*?)^\}}", text, re.S | re.M):
+                names += re.findall(r"^\s*(\w+):", call, re.M)
+    return names
+
+
+def names_now():
+    files = [file for folder in ("src", "tests") for file in (ROOT / folder).rglob("*.rs")]
+    return Counter(name for file in files for name in names_in(file.read_text()))
+
+
+def names_at(commit):
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+    files = git("ls-tree", "-r", "--name-only", commit, "src", "tests").splitlines()
+    texts = (git("show", f"{commit}:{file}") for file in files if file.endswith(".rs"))
+    return Counter(name for text in texts for name in names_in(text))
+
+
+now = names_now()
+if len(sys.argv) == 1:
+    for name, count in sorted(now.items()):
+        print(count, name)
+    sys.exit()
+before = names_at(sys.argv[1])
+lost, new = before - now, now - before
+print(f"{sys.argv[1]}: {before.total()} tests; now: {now.total()}; lost: {lost.total()}; new: {new.total()}")
+for word, names in ("lost", lost), ("new", new):
+    for name, count in sorted(names.items()):
+        print(f"{word}: {name}" + (f" ({count})" if count > 1 else ""))
+sys.exit(lost.total() > 0)

@@ -1,0 +1,188 @@
+//! Pieces of data that ranks show each other: who writes and reads what, and in which order.
+//!
+//! ```text
+//!   rank 0   write piece k -> publish k -> wait for all k -> read peers' k -> write k+1 -> publish k+1 -> ...
+//!   rank 1   write piece k -> publish k -> wait for all k -> read peers' k -> ...
+//! ```
+//!
+//! A piece lies in the even or the odd slot of its rank. Piece k+2 overwrites piece k: that is safe because a rank
+//! writes k+2 only after it saw every peer publish k+1, and a peer publishes k+1 only after it has read all of k.
+//! So one wait per piece is enough.
+//!
+//! # Orderings
+//!
+//! `published` is stored with Release (and stronger) after the piece's data and header, and loaded with Acquire before
+//! a peer reads them. The same pair orders a peer's reads of piece k before this rank's writes of piece k+2. Between
+//! `published` and `sleepers`, SeqCst keeps a rank from falling asleep as the piece comes that it waits for. What
+//! `state` orders stands in [`super::state`]. Nothing else carries an ordering.
+//!
+//! # Checked with loom
+//!
+//! `tests/loom` compiles this file and `state.rs` with loom's memory in the place of [`super::shm`] and runs them in
+//! every order in which their accesses can take effect: two ranks and three pieces, so that slots are written again, in
+//! all of them; three ranks, sleep, and ranks that give up or leave, in those with few switches between threads.
+//! It finds no race on slots or texts, no wrong byte, no sleep that nobody ends and no wait that misses a failure; and
+//! it does find the orderings and the order of operations that its tests weaken on purpose.
+
+use super::shm::{Region, SLOT_BYTES, sleep_on, spin_loop, wake, yield_now};
+use super::state::{Failure, Fault, RankState};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// How long a sleeping wait goes before it looks at the peers' states.
+const NAP_MILLIS: u32 = 20;
+
+/// Turns of a wait before the thread sleeps. It spins first, some ten microseconds. Then it lets other threads run in
+/// between: one that the awaited rank needs may have been put on this core.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Patience {
+    pub spins: u32,
+    pub yields: u32,
+}
+
+/// One rank's pieces, and its view of those of its peers.
+pub(super) struct Pieces {
+    region: Arc<Region>,
+    rank: usize,
+    /// Pieces published so far, modulo 2^32. The last of them is the present one.
+    published: u32,
+}
+
+impl Pieces {
+    /// Of a rank that has published `published` pieces.
+    pub(super) fn new(region: Arc<Region>, rank: usize, published: u32) -> Self {
+        Self { region, rank, published }
+    }
+
+    pub(super) fn region(&self) -> &Region {
+        &self.region
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Pieces published so far, modulo 2^32.
+    #[cfg(test)]
+    pub(super) fn published(&self) -> u32 {
+        self.published
+    }
+
+    /// Lets `fill` write the `len` bytes of this rank's next piece, and publishes it with its `header`. A wait for
+    /// every peer comes next.
+    pub(super) fn publish<const N: usize>(&mut self, header: [u64; N], len: usize, fill: impl FnOnce(&mut [u8])) {
+        assert!(len <= SLOT_BYTES, "a piece of {len} bytes");
+        let next = self.published.wrapping_add(1);
+        let parity = (next & 1) as usize;
+        // SAFETY: the slot is this rank's and holds SLOT_BYTES. No peer reads it now: see the module's argument.
+        fill(unsafe { std::slice::from_raw_parts_mut(self.region.slot_mut(self.rank, parity), len) });
+        for (i, word) in header.into_iter().enumerate() {
+            self.region.header_word(self.rank, parity, i).store(word, Ordering::Relaxed);
+        }
+        let word = self.region.published(self.rank);
+        // In the one order of all SeqCst operations either this store comes before the sleeper's look at the word, and
+        // it does not sleep, or its count comes before the look at the count here, and it is woken.
+        word.store(next, Ordering::SeqCst);
+        if self.region.sleepers(self.rank).load(Ordering::SeqCst) > 0 {
+            wake(word);
+        }
+        self.published = next;
+    }
+
+    /// Waits for the present piece of `peer` without sleep. Whether it came.
+    pub(super) fn spin_for(&self, peer: usize, patience: Patience) -> bool {
+        let Patience { spins, yields } = patience;
+        for turn in 0..spins + yields {
+            if self.has_published(peer) {
+                return true;
+            }
+            if turn < spins { spin_loop() } else { yield_now() }
+        }
+        false
+    }
+
+    /// Waits for the present piece of `peer` in naps. `overdue` says after each whether `peer` is to be blamed.
+    ///
+    /// # Errors
+    /// The piece cannot be waited for: its rank has failed or left, or another has failed.
+    pub(super) fn sleep_for(&self, peer: usize, mut overdue: impl FnMut() -> Option<Fault>) -> Result<(), Failure> {
+        loop {
+            let seen = self.region.published(peer).load(Ordering::Acquire);
+            let trouble = self.look_at_ranks();
+            // In this order: a peer that published and then failed or left has done its part of this piece.
+            if self.has_published(peer) {
+                return Ok(());
+            }
+            trouble?;
+            if let Some(fault) = overdue() {
+                self.region.blame(peer, fault);
+                return Err(Failure { peer, fault, why: String::new() });
+            }
+            self.sleep_until_published(peer, seen);
+        }
+    }
+
+    /// The header of the present piece of `peer`, which has published it.
+    pub(super) fn header<const N: usize>(&self, peer: usize) -> [u64; N] {
+        std::array::from_fn(|i| self.region.header_word(peer, self.parity(), i).load(Ordering::Relaxed))
+    }
+
+    /// Bytes of the present piece of `peer`, which has published it.
+    pub(super) fn bytes(&self, peer: usize, offset: usize, len: usize) -> &[u8] {
+        assert!(peer != self.rank && offset + len <= SLOT_BYTES);
+        // SAFETY: inside the slot. The peer published this piece (Acquire in has_published) and does not write the
+        // slot again before this rank publishes its next piece, which needs &mut self and so ends this borrow.
+        unsafe { std::slice::from_raw_parts(self.region.slot(peer, self.parity()).add(offset), len) }
+    }
+
+    /// Which of a rank's two slots has the present piece.
+    fn parity(&self) -> usize {
+        (self.published & 1) as usize
+    }
+
+    /// Whether `peer` has published the present piece (or, one ahead, the next one).
+    fn has_published(&self, peer: usize) -> bool {
+        let published = self.region.published(peer).load(Ordering::Acquire);
+        published.wrapping_sub(self.published) as i32 >= 0
+    }
+
+    /// Sleeps until `peer` has published more than the `seen` pieces, it has left, or about a nap is over.
+    fn sleep_until_published(&self, peer: usize, seen: u32) {
+        let (word, sleepers) = (self.region.published(peer), self.region.sleepers(peer));
+        sleepers.fetch_add(1, Ordering::SeqCst);
+        if word.load(Ordering::SeqCst) == seen {
+            sleep_on(word, seen, NAP_MILLIS);
+        }
+        sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// An error if the job cannot go on: a rank has died or given up, or one has left that this piece needs.
+    fn look_at_ranks(&self) -> Result<(), Failure> {
+        let failure = |peer, fault, why| Err(Failure { peer, fault, why });
+        // The first failure explains all later ones, which are often but its echo.
+        if let Some((peer, fault)) = self.region.first_failure()
+            && peer != self.rank
+        {
+            match (fault, self.region.state(peer)) {
+                (Fault::Left | Fault::Silent, _) => return failure(peer, fault, String::new()),
+                (_, RankState::Dead(why)) => return failure(peer, Fault::Died, why),
+                (_, RankState::Aborted(why)) => return failure(peer, Fault::GaveUp, why),
+                // Late, or recorded a moment before its state.
+                (Fault::Late | Fault::Died | Fault::GaveUp, _) => {}
+            }
+        }
+        for peer in 0..self.region.world_size() {
+            match self.region.state(peer) {
+                RankState::Dead(why) => return failure(peer, Fault::Died, why),
+                RankState::Aborted(why) => return failure(peer, Fault::GaveUp, why),
+                // It publishes nothing more.
+                RankState::Finished if !self.has_published(peer) => {
+                    self.region.blame(peer, Fault::Left);
+                    return failure(peer, Fault::Left, String::new());
+                }
+                RankState::Finished | RankState::Running | RankState::Absent => {}
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,10 @@
+//! Checkpoints: saved, loaded, damaged, interrupted, and those that DeepSpeed wrote.
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod deepspeed_continue;
+mod deepspeed_import;
+mod faults;
+mod save_and_load;

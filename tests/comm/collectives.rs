@@ -1,0 +1,328 @@
+//! Collectives between ranks as threads: right sums, exact and of blocks, right bytes, and an error instead of every hang.
+
+use candle_core::DType;
+use candle_zero::comm::{Communicator, Kind, Wire, threads};
+use candle_zero::error::{CommError, Error};
+use candle_zero::precision::{Flat, Ints};
+use half::bf16;
+use proptest::prelude::*;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+fn value(rank: usize, i: usize) -> f32 {
+    ((i * 7 + rank * 13) % 101) as f32 - 50.0
+}
+
+fn all<T: Send>(world: usize, f: impl Fn(Arc<dyn Communicator>) -> candle_zero::Result<T> + Sync) -> Vec<T> {
+    threads::run(world, f).unwrap().into_iter().map(|r| r.unwrap()).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn sums_and_gathers_are_right_for_any_size(world in 1usize..5, n in 0usize..700_000) {
+        let results = all(world, |comm| {
+            let (rank, world) = (comm.rank(), comm.size());
+            let data = |r: usize, len: usize| Flat::from((0..len).map(|i| value(r, i)).collect::<Vec<_>>());
+            // Launched together, waited for later: the queue keeps the order.
+            let reduced = comm.reduce_scatter(data(rank, n * world), 1);
+            let whole = comm.all_reduce(data(rank, n + 1), 2);
+            let gathered = comm.all_gather(data(rank, n), 3);
+            Ok((reduced.wait()?, whole.wait()?, gathered.wait()?))
+        });
+        for (rank, (reduced, whole, gathered)) in results.into_iter().enumerate() {
+            let sum = |i: usize| (0..world).map(|r| value(r, i)).sum::<f32>();
+            let expect = |range: std::ops::Range<usize>| Flat::from(range.map(sum).collect::<Vec<_>>());
+            prop_assert_eq!(reduced, expect(rank * n..(rank + 1) * n));
+            prop_assert_eq!(whole, expect(0..n + 1));
+            let parts = (0..world).flat_map(|r| (0..n).map(move |i| value(r, i))).collect::<Vec<_>>();
+            prop_assert_eq!(gathered, Flat::from(parts));
+        }
+    }
+}
+
+/// What arrives of `values` that travel as `ints`.
+fn arrived(ints: Ints, values: &[f32], dtype: DType) -> Flat {
+    let sent = Flat::from_f32(values.to_vec(), dtype);
+    let mut bytes = vec![0; ints.encoded_len(sent.len())];
+    ints.encode(sent.as_ref(), &mut bytes);
+    let mut arrived = Flat::zeros(dtype, sent.len());
+    ints.decode(&bytes, arrived.as_mut());
+    arrived
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn blocks_are_summed_in_rank_order_and_gathered(world in 2usize..5, n in 0usize..300_000, kind in 0usize..4) {
+        let ints = [Ints::Int8, Ints::Int4][kind % 2];
+        // In bf16 what arrives would be rounded once more here than in a sum: gathers alone.
+        let dtype = [DType::F32, DType::BF16][kind / 2];
+        let of = |r: usize| -> Vec<f32> { (0..n * world).map(|i| value(r, i) * 0.37).collect() };
+        let results = all(world, |comm| {
+            let (rank, wire) = (comm.rank(), Wire::Blocks(ints));
+            let reduced = comm.reduce_scatter_as(wire, Flat::from(of(rank)), 1);
+            let whole = comm.all_reduce_as(wire, Flat::from(of(rank)), 2);
+            let gathered = comm.all_gather_as(wire, Flat::from_f32(of(rank)[..n].to_vec(), dtype), 3);
+            Ok((reduced.wait()?, whole.wait()?, gathered.wait()?))
+        });
+        let mut sums = vec![];
+        for (rank, (reduced, ..)) in results.iter().enumerate() {
+            let mut sum = vec![0f32; n];
+            for r in 0..world {
+                let part = &of(r)[rank * n..(rank + 1) * n];
+                let part = if r == rank { Flat::from(part.to_vec()) } else { arrived(ints, part, DType::F32) };
+                sum.iter_mut().enumerate().for_each(|(i, s)| *s += part.as_ref().get(i));
+            }
+            prop_assert_eq!(reduced, &Flat::from(sum.clone()));
+            sums.extend(sum);
+        }
+        let mut parts = Flat::zeros(dtype, 0);
+        (0..world).for_each(|r| parts.extend_cast(arrived(ints, &of(r)[..n], dtype).as_ref()));
+        for (_, whole, gathered) in results {
+            prop_assert_eq!(whole, Flat::from(sums.clone()));
+            prop_assert_eq!(gathered, parts.clone());
+        }
+    }
+}
+
+#[test]
+fn results_lie_in_the_memory_of_the_arguments_where_that_has_room() {
+    // Several pieces, and more than goes through the cache.
+    let (world, n) = (3, 500_001);
+    all(world, |comm| {
+        let mut shard = Flat::with_capacity(DType::F32, n * world);
+        shard.extend_cast(Flat::from((0..n).map(|i| value(comm.rank(), i)).collect::<Vec<_>>()).as_ref());
+        let place = shard.as_bytes().as_ptr() as usize;
+        let whole = comm.all_gather(shard, 0).wait()?;
+        assert_eq!(whole.as_bytes().as_ptr() as usize, place);
+        let parts = (0..world).flat_map(|r| (0..n).map(move |i| value(r, i))).collect::<Vec<_>>();
+        assert!(whole == Flat::from(parts));
+        let sum = comm.all_reduce(whole, 1).wait()?;
+        assert_eq!(sum.as_bytes().as_ptr() as usize, place);
+        let chunk = comm.reduce_scatter(sum, 2).wait()?;
+        assert_eq!((chunk.as_bytes().as_ptr() as usize, chunk.len()), (place, n));
+        let exact = (0..n).map(|i| (world * world) as f32 * value(comm.rank(), i)).collect::<Vec<_>>();
+        assert!(chunk == Flat::from(exact));
+        Ok(())
+    });
+}
+
+#[test]
+fn sums_of_bf16_are_formed_in_f32_and_rounded_once() {
+    // 256 + 1 + 1 + 1: in bf16 every partial sum would fall back to 256.
+    let parts = [256.0, 1.0, 1.0, 1.0];
+    for sum in all(4, |comm| comm.all_reduce(Flat::BF16(vec![bf16::from_f32(parts[comm.rank()]); 9]), 0).wait()) {
+        assert_eq!(sum, Flat::BF16(vec![bf16::from_f32(259.0); 9]));
+    }
+}
+
+#[test]
+fn bytes_on_the_wire_are_counted_as_the_formula_says() {
+    let (world, n) = (4, 300_000);
+    for report in all(world, |comm| {
+        comm.reduce_scatter(Flat::from(vec![1.0; n * world]), 0).wait()?;
+        comm.all_gather(Flat::from(vec![1.0; n]), 0).wait()?;
+        comm.all_reduce(Flat::from(vec![1.0; n * world]), 0).wait()?;
+        Ok(comm.report())
+    }) {
+        let whole = (n * world * 4) as u64;
+        let part = whole * (world as u64 - 1) / world as u64;
+        assert_eq!(report.kind(Kind::ReduceScatter).wire_bytes, part);
+        assert_eq!(report.kind(Kind::AllGather).wire_bytes, part);
+        assert_eq!(report.kind(Kind::AllReduce).wire_bytes, 2 * part);
+        assert_eq!(report.kind(Kind::AllReduce).calls, 1);
+    }
+}
+
+#[test]
+fn bytes_of_blocks_are_counted_with_their_scales_beside_what_they_would_have_been() {
+    // Several pieces, and a last block that is not full.
+    let (world, n) = (4, 300_001);
+    for ints in [Ints::Int8, Ints::Int4] {
+        for report in all(world, |comm| {
+            let wire = Wire::Blocks(ints);
+            comm.reduce_scatter_as(wire, Flat::from(vec![1.0; n * world]), 0).wait()?;
+            comm.all_gather_as(wire, Flat::zeros(DType::BF16, n), 0).wait()?;
+            comm.all_reduce_as(wire, Flat::from(vec![1.0; n * world]), 0).wait()?;
+            Ok(comm.report())
+        }) {
+            let others = world as u64 - 1;
+            let (codes, exact) = (ints.encoded_len(n) as u64 * others, (4 * n) as u64 * others);
+            let bytes = |kind| (report.kind(kind).wire_bytes, report.kind(kind).exact_bytes);
+            assert_eq!(bytes(Kind::ReduceScatter), (codes, exact));
+            assert_eq!(bytes(Kind::AllGather), (codes, exact / 2));
+            assert_eq!(bytes(Kind::AllReduce), (codes + exact, 2 * exact), "the sums travel exact");
+            assert_eq!(report.data_wire_bytes(), 3 * codes + exact);
+            let text = report.to_string();
+            let line = format!("quantized: {} bytes of gradients and weights instead of", 3 * codes + exact);
+            assert!(text.contains(&line), "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_sends_another_form_of_the_same_elements_is_told_apart() {
+    let odd = |comm: Arc<dyn Communicator>| {
+        let sum = comm.all_reduce_as(Wire::Blocks(Ints::Int4), Flat::from(vec![1.0; 8]), 7);
+        assert!(sum.wait().is_err());
+    };
+    for error in told(odd) {
+        let text = error.to_string();
+        assert!(text.contains("of 8 f32 as int4") && text.contains("of 8 f32 (content"), "{text}");
+    }
+}
+
+#[test]
+fn control_values_arrive_in_rank_order() {
+    for values in all(3, |comm| comm.gather_f64(vec![comm.rank() as f64, 0.5]).wait()) {
+        assert_eq!(values, [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]]);
+    }
+}
+
+/// Runs `odd` on rank 1 and an all-reduce of 8 elements on the others; returns what the others were told.
+fn told(odd: impl Fn(Arc<dyn Communicator>) + Sync) -> Vec<CommError> {
+    let start = Instant::now();
+    let results = threads::run(3, |comm| {
+        if comm.rank() == 1 {
+            odd(comm);
+            return Ok(None);
+        }
+        match comm.all_reduce(Flat::from(vec![1.0; 8]), 7).wait() {
+            Err(Error::Comm(e)) => Ok(Some(e)),
+            other => panic!("{other:?}"),
+        }
+    });
+    assert!(start.elapsed() < Duration::from_secs(5));
+    results.unwrap().into_iter().filter_map(|r| r.unwrap()).collect()
+}
+
+#[test]
+fn ranks_that_diverge_are_told_both_sides() {
+    let errors = told(|comm| {
+        let mine = comm.all_gather(Flat::from(vec![1.0; 5]), 7).wait().unwrap_err();
+        assert!(matches!(mine, Error::Comm(CommError::Diverged { rank: 1, .. })), "{mine}");
+    });
+    insta::assert_snapshot!(errors[0], @"ranks have diverged: rank 0 is in all_reduce no. 1 of 8 f32 (content 00000007), rank 1 in all_gather no. 1 of 5 f32 (content 00000007); every rank must run the same model with the same configuration, in the same order");
+}
+
+#[test]
+fn a_rank_that_leaves_early_is_named() {
+    let errors = told(drop);
+    insta::assert_snapshot!(errors[1], @"rank 1 has left the job while rank 2 waits for it in all_reduce no. 1 of 8 f32 (content 00000007); every rank must make the same number of steps and collective calls");
+}
+
+#[test]
+fn a_rank_that_gives_up_is_named_with_its_reason() {
+    let errors = told(|comm| comm.abort("the loss is NaN"));
+    insta::assert_snapshot!(errors[0], @"rank 1 stopped (the loss is NaN) while rank 0 waited in all_reduce no. 1 of 8 f32 (content 00000007)");
+}
+
+#[test]
+fn a_rank_that_panics_is_named() {
+    let result = std::panic::catch_unwind(|| told(|_comm| panic!("on purpose")));
+    assert_eq!(*result.unwrap_err().downcast::<&str>().unwrap(), "on purpose");
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_a_timeout() {
+    let mut ranks = threads::communicators(2, Duration::from_millis(300)).unwrap();
+    let absent = ranks.pop().unwrap();
+    let error = ranks[0].barrier().wait().unwrap_err();
+    insta::assert_snapshot!(error, @"rank 0 waited 300ms for rank 1 in barrier no. 1 of 0 bytes (content 00000000); if a step may take longer, raise the limit (zerorun --timeout)");
+    // Out of step, for good: the same error again, at once.
+    assert!(matches!(ranks[0].barrier().wait(), Err(Error::Comm(CommError::Timeout { .. }))));
+    drop(ranks);
+    drop(absent);
+}
+
+#[test]
+fn all_ranks_are_told_of_the_first_failure_and_not_of_its_echo() {
+    for round in 0..40 {
+        let errors = threads::run(4, |comm| {
+            for step in 0..10 {
+                if comm.rank() == 2 && step == round % 10 {
+                    comm.abort("the disk is full");
+                    return Ok(None);
+                }
+                if let Err(error) = comm.all_reduce(Flat::from(vec![1.0; 8]), 7).wait() {
+                    return Ok(Some(error));
+                }
+            }
+            panic!("rank 2 gives up before");
+        });
+        for error in errors.unwrap().into_iter().filter_map(|r| r.unwrap()) {
+            assert!(matches!(error, Error::Comm(CommError::RankAborted { peer: 2, .. })), "round {round}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_has_left_is_named_although_another_one_is_awaited_first() {
+    let start = Instant::now();
+    let errors = threads::run(3, |comm| match comm.rank() {
+        0 => {
+            let error = comm.barrier().wait().unwrap_err();
+            assert!(start.elapsed() < Duration::from_millis(900), "told while rank 1 still computes");
+            Ok(Some(error))
+        }
+        1 => {
+            std::thread::sleep(Duration::from_secs(1));
+            Ok(Some(comm.barrier().wait().unwrap_err()))
+        }
+        _ => Ok(None),
+    });
+    for error in errors.unwrap().into_iter().filter_map(|r| r.unwrap()) {
+        assert!(matches!(error, Error::Comm(CommError::RankLeft { peer: 2, .. })), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_right_after_its_last_piece_has_failed_nobody() {
+    for round in 0..200 {
+        all(3, |comm| {
+            // Each rank is the slow one at times.
+            let late = (comm.rank() + round) % 3;
+            (0..late * 50).for_each(|_| std::hint::spin_loop());
+            comm.all_reduce(Flat::from(vec![1.0; 3]), 0).wait()?;
+            comm.barrier().wait()
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_gives_up_does_not_wait_for_its_own_collectives() {
+    let mut ranks = threads::communicators(2, Duration::from_secs(600)).unwrap();
+    let absent = ranks.pop().unwrap();
+    let start = Instant::now();
+    let under_way = [ranks[0].barrier(), ranks[0].barrier()];
+    ranks[0].abort("enough");
+    for pending in under_way {
+        assert!(matches!(pending.wait(), Err(Error::Comm(CommError::RankAborted { peer: 0, .. }))));
+    }
+    drop(ranks);
+    assert!(start.elapsed() < Duration::from_secs(5));
+    drop(absent);
+}
+
+#[test]
+fn a_failed_collective_is_told_to_the_others_although_nobody_has_come_for_its_result() {
+    let ranks = threads::communicators(3, Duration::from_millis(800)).unwrap();
+    let not_looked_at = ranks[0].barrier();
+    std::thread::sleep(Duration::from_millis(400));
+    // Rank 2 never comes. Rank 1 learns that when rank 0's patience ends, before its own does.
+    let error = ranks[1].barrier().wait().unwrap_err();
+    assert!(matches!(&error, Error::Comm(CommError::RankAborted { peer: 0, .. })), "{error}");
+    assert!(error.to_string().contains("rank 0 waited 800ms for rank 2"), "{error}");
+    drop(not_looked_at);
+}
+
+#[test]
+fn a_result_that_nobody_wants_is_computed_all_the_same() {
+    for sum in all(3, |comm| {
+        drop(comm.all_reduce(Flat::from(vec![5.0]), 1));
+        comm.all_reduce(Flat::from(vec![comm.rank() as f32]), 2).wait()
+    }) {
+        assert_eq!(sum, Flat::from(vec![3.0]));
+    }
+}

@@ -1,0 +1,9 @@
+//! Collectives: their results, their errors, and the bytes that travel.
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod collectives;
+mod compression;
+mod wire_bytes;

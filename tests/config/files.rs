@@ -1,0 +1,803 @@
+//! Whole configurations: the bundled ones, what is noted, what is translated, and the way back to JSON.
+
+use candle_core::DType;
+use candle_zero::Error;
+use candle_zero::config::{
+    AdagradConfig, AdamConfig, Aio, Batch, Config, GradientOp, LambConfig, LionConfig, OffloadOptimizer, OffloadParam,
+    OffloadTo, OneCycleConfig, OptimizerConfig, Precision, RunValues, SchedulerConfig, SgdConfig, WarmupType,
+};
+use candle_zero::layout::ZeroStage;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+use std::path::PathBuf;
+
+fn bundled(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("ds_configs").join(name)
+}
+
+fn load(value: Value) -> Config {
+    Config::load(value, 1).unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// A configuration that is complete but for what `more` says.
+fn with(more: Value) -> Value {
+    let mut value = json!({"train_batch_size": 8});
+    value.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    value
+}
+
+fn notes(config: &Config) -> String {
+    config.notes.iter().map(|note| format!("{}: {}", note.path, note.message)).collect::<Vec<_>>().join("\n")
+}
+
+/// Paths of the problems of a configuration.
+fn refused(more: Value) -> Vec<String> {
+    match Config::load(with(more.clone()), 2) {
+        Err(Error::Config { problems, .. }) => problems.into_iter().map(|problem| problem.path).collect(),
+        other => panic!("{more}: {other:?}"),
+    }
+}
+
+#[test]
+fn every_bundled_configuration_loads_without_notes_under_1_2_and_4_ranks() {
+    let table = [
+        ("zero0.json", ZeroStage::Zero, "f32", 4, (1e-3, 20)),
+        ("zero1.json", ZeroStage::One, "f32", 4, (1e-3, 20)),
+        ("zero2.json", ZeroStage::Two, "f32", 4, (1e-3, 20)),
+        ("zero3.json", ZeroStage::Three, "f32", 4, (1e-3, 20)),
+        ("zero3_bf16.json", ZeroStage::Three, "bf16", 4, (1e-3, 20)),
+        ("zero2_fp16.json", ZeroStage::Two, "fp16", 4, (1e-3, 20)),
+        ("zero2_cpu_offload.json", ZeroStage::Two, "f32", 4, (1e-3, 20)),
+        ("zero3_nvme.json", ZeroStage::Three, "f32", 4, (1e-3, 20)),
+        ("infinity.json", ZeroStage::Three, "bf16", 1, (3e-4, 5)),
+    ];
+    for (name, stage, format, micro, (lr, warmup_num_steps)) in table {
+        for world_size in [1, 2, 4] {
+            let config = Config::load(bundled(name), world_size).unwrap_or_else(|e| panic!("{e}"));
+            assert_eq!(config.zero.stage, stage, "{name}");
+            assert_eq!(config.batch.train_batch_size, micro * world_size);
+            let batch = (config.batch.train_micro_batch_size_per_gpu, config.batch.gradient_accumulation_steps);
+            assert_eq!(batch, (micro, 1));
+            let found = match config.precision {
+                Precision::F32 => "f32",
+                Precision::Bf16 { .. } => "bf16",
+                Precision::Fp16(_) => "fp16",
+            };
+            assert_eq!((found, notes(&config).as_str()), (format, ""), "{name}");
+            let adam = AdamConfig {
+                lr,
+                betas: (0.9, 0.95),
+                eps: 1e-8,
+                weight_decay: 0.1,
+                bias_correction: true,
+                decoupled: true,
+            };
+            assert_eq!(config.optimizer, Some(OptimizerConfig::Adam(adam)), "{name}");
+            assert_eq!(
+                config.scheduler,
+                Some(SchedulerConfig::WarmupLr {
+                    warmup_min_lr: 0.0.into(),
+                    warmup_max_lr: Some(lr.into()),
+                    warmup_num_steps,
+                    warmup_type: WarmupType::Linear,
+                })
+            );
+        }
+    }
+    assert_eq!(std::fs::read_dir(bundled("")).unwrap().count(), table.len(), "a bundled file is not in the table");
+}
+
+#[test]
+fn the_smallest_configuration_gets_deepspeeds_defaults() {
+    let config = load(json!({"train_batch_size": 8}));
+    assert_eq!(
+        config.batch,
+        Batch { train_batch_size: 8, train_micro_batch_size_per_gpu: 8, gradient_accumulation_steps: 1 }
+    );
+    assert_eq!((config.gradient_clipping, config.gradient_predivide_factor), (1.0, 1.0));
+    assert_eq!((config.precision, config.gradient_allreduce_op), (Precision::F32, GradientOp::Mean));
+    assert_eq!((config.communication_data_type, config.grad_accum_dtype), (None, None));
+    assert_eq!((config.optimizer, config.scheduler, config.steps_per_print), (None, None, None));
+    assert_eq!((config.seed, config.wall_clock_breakdown, config.activation_checkpointing), (42, false, false));
+    assert!(config.notes.is_empty());
+    let zero = &config.zero;
+    assert_eq!((zero.stage, zero.overlap_comm, zero.reduce_scatter), (ZeroStage::Zero, false, true));
+    assert_eq!((zero.reduce_bucket_size, zero.allgather_bucket_size), (500_000_000, 500_000_000));
+    assert_eq!((zero.sub_group_size, zero.prefetch_bucket_size), (1_000_000_000, 50_000_000));
+    assert_eq!((zero.param_persistence_threshold, zero.max_live_parameters), (100_000, 1_000_000_000));
+    assert_eq!(zero.model_persistence_threshold, i64::MAX as usize);
+    assert_eq!(zero.max_reuse_distance, 1_000_000_000);
+}
+
+#[test]
+fn honoured_keys_reach_the_resolved_configuration() {
+    let config = load(with(json!({
+        "gradient_clipping": 0, "prescale_gradients": true, "gradient_predivide_factor": 2, "seed": 7,
+        "gradient_allreduce_op": "SUM", "communication_data_type": "BF16", "steps_per_print": 1e5,
+        "wall_clock_breakdown": true, "data_types": {"grad_accum_dtype": "fp32"},
+        "activation_checkpointing": {"number_checkpoints": 4},
+        "fp16": {"enabled": "true", "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500,
+                 "hysteresis": 3, "consecutive_hysteresis": true, "min_loss_scale": 2},
+        "zero_optimization": {"stage": 1, "overlap_comm": true, "reduce_scatter": false, "sub_group_size": 1e12},
+    })));
+    assert_eq!((config.gradient_clipping, config.gradient_predivide_factor, config.seed), (0.0, 2.0, 7));
+    assert_eq!((config.prescale_gradients, config.gradient_allreduce_op), (true, GradientOp::Sum));
+    assert_eq!((config.communication_data_type, config.grad_accum_dtype), (Some(DType::BF16), Some(DType::F32)));
+    assert_eq!((config.steps_per_print, config.wall_clock_breakdown), (Some(100_000), true));
+    assert!(config.activation_checkpointing && config.zero.overlap_comm && !config.zero.reduce_scatter);
+    assert_eq!(config.zero.sub_group_size, 1_000_000_000_000);
+    let Precision::Fp16(fp16) = config.precision else { panic!("fp16 is on") };
+    assert_eq!((fp16.loss_scale, fp16.initial_scale_power, fp16.loss_scale_window), (0.0, 12, 500));
+    assert_eq!((fp16.hysteresis, fp16.consecutive_hysteresis, fp16.min_loss_scale), (3, true, 2.0));
+}
+
+#[test]
+fn overlap_is_on_by_default_at_stage_3_only() {
+    for stage in 0..4 {
+        assert_eq!(load(with(json!({"zero_optimization": {"stage": stage}}))).zero.overlap_comm, stage == 3);
+    }
+    assert!(!load(with(json!({"zero_optimization": {"stage": 3, "overlap_comm": false}}))).zero.overlap_comm);
+}
+
+#[test]
+fn adam_means_decoupled_decay_unless_told_otherwise() {
+    for (name, params, decoupled) in [
+        ("Adam", json!({}), true),
+        ("adam", json!({"adam_w_mode": false}), false),
+        ("ADAM", json!({"torch_adam": true, "adam_w_mode": false}), false),
+        ("Adam", json!({"torch_adam": true, "adam_w_mode": true}), true),
+        ("AdamW", json!({"adam_w_mode": false}), true),
+        ("adamw", json!({"torch_adam": true}), true),
+    ] {
+        let config = load(with(json!({"optimizer": {"type": name, "params": params}})));
+        let Some(OptimizerConfig::Adam(adam)) = config.optimizer else { panic!("{name}") };
+        assert_eq!(adam.decoupled, decoupled, "{name}");
+    }
+}
+
+#[test]
+fn torch_adam_with_decoupled_decay_has_pytorchs_default_decay() {
+    for (name, params, decay) in [
+        ("AdamW", json!({}), 0.0),
+        ("AdamW", json!({"torch_adam": true}), 0.01),
+        ("AdamW", json!({"torch_adam": true, "adam_w_mode": false}), 0.01),
+        ("AdamW", json!({"torch_adam": true, "weight_decay": 0}), 0.0),
+        ("Adam", json!({"torch_adam": true}), 0.01),
+        ("Adam", json!({"torch_adam": true, "weight_decay": 0.1}), 0.1),
+        ("Adam", json!({"torch_adam": true, "adam_w_mode": false}), 0.0),
+    ] {
+        let config = load(with(json!({"optimizer": {"type": name, "params": params}})));
+        let Some(OptimizerConfig::Adam(adam)) = config.optimizer else { panic!("{name}") };
+        assert_eq!(adam.weight_decay, decay, "{name} {params}");
+    }
+}
+
+#[test]
+fn lion_adagrad_and_lamb_resolve() {
+    let optimizer = |kind: &str, params: Value| {
+        load(with(json!({"optimizer": {"type": kind, "params": params}}))).optimizer.unwrap()
+    };
+    let lion = LionConfig { lr: 1e-3, betas: (0.9, 0.999), weight_decay: 0.0 };
+    assert_eq!(optimizer("lion", json!({})), OptimizerConfig::Lion(lion));
+    let lion = LionConfig { lr: 1e-4, betas: (0.95, 0.98), weight_decay: 0.1 };
+    let params = json!({"lr": 1e-4, "betas": [0.95, 0.98], "weight_decay": 0.1});
+    assert_eq!(optimizer("Lion", params), OptimizerConfig::Lion(lion));
+    let adagrad = AdagradConfig { lr: 1e-2, eps: 1e-10, weight_decay: 0.0 };
+    assert_eq!(optimizer("adagrad", json!({})), OptimizerConfig::Adagrad(adagrad));
+    let adagrad = AdagradConfig { lr: 0.1, eps: 1e-3, weight_decay: 0.05 };
+    let params = json!({"lr": 0.1, "eps": 1e-3, "weight_decay": 0.05, "lr_decay": 0});
+    assert_eq!(optimizer("Adagrad", params), OptimizerConfig::Adagrad(adagrad));
+    let lamb = LambConfig {
+        lr: 1e-3,
+        betas: (0.9, 0.999),
+        eps: 1e-8,
+        weight_decay: 0.0,
+        bias_correction: true,
+        eps_inside_sqrt: false,
+        max_coeff: 10.0,
+        min_coeff: 0.01,
+    };
+    assert_eq!(optimizer("LAMB", json!({})), OptimizerConfig::Lamb(lamb));
+    let lamb = LambConfig {
+        lr: 0.1,
+        betas: (0.8, 0.95),
+        eps: 1e-4,
+        weight_decay: 0.1,
+        bias_correction: false,
+        eps_inside_sqrt: true,
+        max_coeff: 0.3,
+        min_coeff: 0.1,
+    };
+    let params = json!({"lr": 0.1, "betas": [0.8, 0.95], "eps": 1e-4, "weight_decay": 0.1, "bias_correction": false,
+        "eps_inside_sqrt": true, "max_coeff": 0.3, "min_coeff": 0.1});
+    assert_eq!(optimizer("Lamb", params), OptimizerConfig::Lamb(lamb));
+}
+
+#[test]
+fn sgd_and_every_schedule_resolve() {
+    let config = load(with(json!({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}})));
+    let sgd = SgdConfig { lr: 0.1, momentum: 0.9, dampening: 0.0, weight_decay: 0.0, nesterov: false };
+    assert_eq!(config.optimizer, Some(OptimizerConfig::Sgd(sgd)));
+    let schedule = |kind: &str, params: Value| {
+        load(with(json!({"scheduler": {"type": kind, "params": params}}))).scheduler.unwrap()
+    };
+    let (warmup_num_steps, warmup_type) = (1000, WarmupType::Log);
+    assert_eq!(
+        schedule("WarmupLR", json!({})),
+        SchedulerConfig::WarmupLr { warmup_min_lr: 0.0.into(), warmup_max_lr: None, warmup_num_steps, warmup_type }
+    );
+    assert_eq!(
+        schedule("WarmupDecayLR", json!({"total_num_steps": 1e4})),
+        SchedulerConfig::WarmupDecayLr {
+            total_num_steps: 10_000,
+            warmup_min_lr: 0.0.into(),
+            warmup_max_lr: 0.001.into(),
+            warmup_num_steps,
+            warmup_type
+        }
+    );
+    assert_eq!(
+        schedule("WarmupCosineLR", json!({"total_num_steps": 5000, "warmup_type": "linear"})),
+        SchedulerConfig::WarmupCosineLr {
+            total_num_steps: 5000,
+            warmup_min_ratio: 0.0,
+            warmup_num_steps,
+            cos_min_ratio: 0.0001,
+            warmup_type: WarmupType::Linear
+        }
+    );
+    assert_eq!(
+        schedule("OneCycle", json!({"cycle_min_lr": [1e-4], "cycle_max_lr": 1})),
+        SchedulerConfig::OneCycle(OneCycleConfig::new(1e-4, 1.0))
+    );
+    // The way down is like the way up.
+    assert_eq!(
+        schedule(
+            "OneCycle",
+            json!({"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 9, "cycle_first_stair_count": 3})
+        ),
+        SchedulerConfig::OneCycle(OneCycleConfig {
+            cycle_first_step_size: 9.0,
+            cycle_second_step_size: 9.0,
+            cycle_first_stair_count: 3,
+            cycle_second_stair_count: 3,
+            ..OneCycleConfig::new(0.0, 1.0)
+        })
+    );
+    assert_eq!(
+        schedule("LRRangeTest", json!({})),
+        SchedulerConfig::LrRangeTest {
+            lr_range_test_min_lr: 0.001.into(),
+            lr_range_test_step_size: 2000,
+            lr_range_test_step_rate: 1.0,
+            lr_range_test_staircase: false
+        }
+    );
+}
+
+#[test]
+fn keys_without_effect_are_noted_once_each_and_defaults_are_not() {
+    let config = load(with(json!({
+        "_comment": "hello", "dump_state": true, "memory_breakdown": false, "dataloader_drop_last": true,
+        "zero_allow_untested_optimizer": true, "zero_force_ds_cpu_optimizer": false,
+        "bfloat16": {"enabled": "auto"},
+        "zero_optimization": {
+            "stage": 3, "contiguous_gradients": false, "cpu_offload_param": true, "reduce_bucket_size": "auto",
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/scratch", "pin_memory": false, "fast_init": true,
+                                  "super_offload": true, "cpuadam_cores_perc": 0.5, "pipeline_read": true},
+            "stage3_gather_fp16_weights_on_model_save": true, "zero_hpz_partition_size": 8,
+        },
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": true, "adam_w_mode": false}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5, "warmup_type": "cubic"}},
+        "aio": {"thread_count": 4, "queue_depth": 32, "single_submit": true, "overlap_events": false, "use_gds": true},
+        "wandb": {"enabled": true, "team": 3, "x": null},
+        "tensorboard": {"enabled": false, "job_name": "x"}, "comms_logger": {"enabled": false},
+        "compile": {"backend": "inductor"}, "tensor_parallel": {"autotp_size": 1},
+        "flops_profiler": {"enabled": true}, "checkpoint": {"tag_validation": "fail"},
+        "activation_checkpointing": {"partition_activations": true, "profile": false},
+    })));
+    insta::assert_snapshot!(notes(&config));
+    assert!(config.wall_clock_breakdown && config.activation_checkpointing);
+}
+
+#[test]
+fn quantized_weights_need_stage_3_and_the_keys_are_printed_again() {
+    for stage in 0..4 {
+        let zero = json!({"stage": stage, "zero_quantized_weights": true, "zero_quantized_gradients": true});
+        let config = load(with(json!({"zero_optimization": zero})));
+        assert!(config.zero.quantized_weights && config.zero.quantized_gradients);
+        let noted = notes(&config);
+        assert_eq!(noted.contains("zero_optimization.zero_quantized_weights: accepted and has no effect"), stage < 3);
+        assert!(!noted.contains("zero_quantized_gradients"), "{noted}");
+        let printed = config.to_deepspeed_json();
+        assert_eq!(printed["zero_optimization"]["zero_quantized_gradients"], true);
+        assert_eq!(load(printed).zero, config.zero);
+    }
+    let config = load(with(json!({"zero_optimization": {"zero_quantized_nontrainable_weights": true}})));
+    assert!(notes(&config).contains("there are no frozen ones"), "{}", notes(&config));
+}
+
+/// Both sections with `nvme` and values of their own, and what they resolve to.
+fn both_on_nvme() -> (Value, OffloadOptimizer, OffloadParam) {
+    let optimizer = OffloadOptimizer {
+        to: OffloadTo::Nvme { path: "/fast/states".into() },
+        buffer_count: 6,
+        pipeline_read: true,
+        pipeline_write: false,
+        ratio: 0.25,
+    };
+    let param = OffloadParam {
+        to: OffloadTo::Nvme { path: "/fast/params".into() },
+        buffer_count: 3,
+        buffer_size: 1_000_000,
+        max_in_cpu: 0,
+    };
+    let zero = json!({
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/fast/states", "buffer_count": 6, "pipeline_read": true,
+                              "ratio": 0.25},
+        "offload_param": {"device": "nvme", "nvme_path": "/fast/params", "buffer_count": 3, "buffer_size": 1e6,
+                          "max_in_cpu": 0},
+    });
+    (zero, optimizer, param)
+}
+
+#[test]
+fn offload_resolves_with_deepspeeds_defaults() {
+    let config = load(with(json!({
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+    })));
+    let cpu = OffloadTo::Cpu;
+    let optimizer =
+        OffloadOptimizer { to: cpu.clone(), buffer_count: 4, pipeline_read: false, pipeline_write: false, ratio: 1.0 };
+    let param = OffloadParam { to: cpu, buffer_count: 5, buffer_size: 100_000_000, max_in_cpu: 1_000_000_000 };
+    assert_eq!((config.zero.offload_optimizer, config.zero.offload_param), (Some(optimizer), Some(param)));
+    assert_eq!(config.aio, Aio { block_size: 1 << 20, queue_depth: 8, intra_op_parallelism: 1 });
+    assert!(config.notes.is_empty() && !config.cpu_checkpointing);
+}
+
+#[test]
+fn every_key_of_offload_reaches_the_resolved_configuration_without_a_note() {
+    let (mut zero, optimizer, param) = both_on_nvme();
+    zero["stage"] = json!(3);
+    let config = load(with(json!({
+        "zero_optimization": zero, "aio": {"block_size": 4096, "queue_depth": 2, "intra_op_parallelism": 3},
+        "activation_checkpointing": {"cpu_checkpointing": true},
+    })));
+    assert_eq!(notes(&config), "");
+    assert_eq!((config.zero.offload_optimizer, config.zero.offload_param), (Some(optimizer), Some(param)));
+    assert_eq!(config.aio, Aio { block_size: 4096, queue_depth: 2, intra_op_parallelism: 3 });
+    assert!(config.cpu_checkpointing && config.activation_checkpointing);
+}
+
+#[test]
+fn offload_below_its_stage_is_noted_and_resolves_to_none() {
+    let said = |stage: u8| {
+        let nvme = json!({"device": "nvme"});
+        let zero = json!({"stage": stage, "offload_optimizer": {"device": "cpu"}, "offload_param": nvme});
+        let config = load(with(json!({ "zero_optimization": zero })));
+        assert_eq!(config.zero.offload_optimizer.is_some(), stage > 0);
+        assert_eq!(config.zero.offload_param, None);
+        notes(&config)
+    };
+    insta::assert_snapshot!(said(0), @"
+    zero_optimization.offload_optimizer: accepted and has no effect at stage 0, as in DeepSpeed: it needs stage 1, 2 or 3
+    zero_optimization.offload_param: accepted and has no effect at stage 0, as in DeepSpeed: it needs stage 3
+    ");
+    insta::assert_snapshot!(said(2), @"zero_optimization.offload_param: accepted and has no effect at stage 2, as in DeepSpeed: it needs stage 3");
+    let config = load(with(json!({"zero_optimization": {"stage": 1, "cpu_offload": true}})));
+    insta::assert_snapshot!(notes(&config), @r#"zero_optimization.cpu_offload: deprecated: taken as `zero_optimization.offload_optimizer.device` = "cpu""#);
+    assert_eq!(config.zero.offload_optimizer.map(|offload| offload.to), Some(OffloadTo::Cpu));
+}
+
+#[test]
+fn recomputation_says_what_it_does_not_do() {
+    for (key, text) in [
+        ("cpu_checkpointing", ""),
+        (
+            "partition_activations",
+            "activation_checkpointing: units recompute their forward; what they keep, their inputs, stays whole, each \
+             in its own memory",
+        ),
+    ] {
+        let config = load(with(json!({"activation_checkpointing": {key: true}})));
+        assert_eq!((notes(&config).as_str(), config.activation_checkpointing), (text, true), "{key}");
+        assert_eq!(config.cpu_checkpointing, key == "cpu_checkpointing");
+    }
+}
+
+#[test]
+fn changed_offload_wins_over_what_the_file_said() {
+    let (mut zero, optimizer, param) = both_on_nvme();
+    zero["stage"] = json!(3);
+    let said = load(with(json!({"zero_optimization": zero, "activation_checkpointing": {"cpu_checkpointing": true}})));
+    let silent = load(with(json!({"zero_optimization": {"stage": 3}})));
+    let again = |config: &Config| load(config.to_deepspeed_json());
+
+    let mut config = said.clone();
+    config.zero.offload_optimizer = None;
+    config.zero.offload_param.as_mut().unwrap().to = OffloadTo::Cpu;
+    config.cpu_checkpointing = false;
+    let printed = again(&config);
+    assert_eq!(printed.zero, config.zero);
+    assert!(printed.activation_checkpointing && !printed.cpu_checkpointing);
+
+    let mut config = said;
+    config.activation_checkpointing = false;
+    assert!(!again(&config).activation_checkpointing);
+
+    let mut config = silent;
+    (config.zero.offload_optimizer, config.zero.offload_param) = (Some(optimizer), Some(param));
+    (config.activation_checkpointing, config.cpu_checkpointing) = (true, true);
+    config.aio.queue_depth = 5;
+    let printed = again(&config);
+    assert_eq!((printed.zero, printed.aio), (config.zero, config.aio));
+    assert!(printed.cpu_checkpointing);
+}
+
+#[test]
+fn off_forms_of_unsupported_features_are_accepted() {
+    let config = load(with(json!({
+        "torch_autocast": {"enabled": false, "dtype": "bfloat16"}, "sequence_parallel_size": 1,
+        "data_efficiency": {"enabled": false, "data_routing": {"enabled": true, "random_ltd": {"enabled": true}}},
+        "pipeline": {"stages": "auto"}, "expert_parallel": {"enabled": false},
+        "zero_optimization": {"zero_quantized_weights": false, "zenflow": null, "offload_param": null},
+        "bf16": {"enabled": true, "bf16_master_weights_and_grads": false},
+    })));
+    insta::assert_snapshot!(notes(&config));
+}
+
+#[test]
+fn features_whose_silent_loss_would_change_training_are_refused() {
+    for (more, path) in [
+        (json!({"torch_autocast": {"enabled": true}}), "torch_autocast.enabled"),
+        (json!({"data_efficiency": {"enabled": true}}), "data_efficiency.enabled"),
+        (
+            json!({"data_efficiency": {"enabled": true,
+                   "data_routing": {"enabled": true, "random_ltd": {"enabled": true}}}}),
+            "data_efficiency.data_routing.random_ltd",
+        ),
+        (json!({"tensor_parallel": {"autotp_size": 2}}), "tensor_parallel.autotp_size"),
+        (json!({"tensor_parallel": {"tp": {"tp_size": 2}}}), "tensor_parallel.tensor_parallel.tp_size"),
+        (json!({"pipeline": {"stages": 2}}), "pipeline.stages"),
+        (json!({"expert_parallel": {"enabled": true}}), "expert_parallel.enabled"),
+        (json!({"sequence_parallel_size": 2}), "sequence_parallel_size"),
+        (json!({"managed_gradient_accumulation": false}), "managed_gradient_accumulation"),
+        (json!({"zero_optimization": {"zenflow": {}}}), "zero_optimization.zenflow"),
+        (json!({"zero_optimization": {"legacy_stage1": true}}), "zero_optimization.legacy_stage1"),
+        (json!({"zero_optimization": {"mics_shard_size": -1}}), "zero_optimization.mics_shard_size"),
+        (json!({"amp": {"enabled": true}}), "amp"),
+        (json!({"nebula": {"enabled": false}}), "nebula"),
+        (json!({"elasticity": {}}), "elasticity"),
+        (json!({"optimizer": {"type": "MuSGD"}}), "optimizer.type"),
+        (json!({"optimizer": {"type": "Muon", "params": {"per_head_muon": true}}}), "optimizer.params.per_head_muon"),
+        (json!({"optimizer": {"type": "Muon", "params": {"momentum": 1}}}), "optimizer.params.momentum"),
+        (json!({"optimizer": {"type": "Muon", "params": {"ns_method": "svd"}}}), "optimizer.params.ns_method"),
+        (json!({"optimizer": {"type": "Adam", "params": {"amsgrad": true}}}), "optimizer.params.amsgrad"),
+        (json!({"optimizer": {"type": "Lion", "params": {"eps": 0.1}}}), "optimizer.params.eps"),
+        (json!({"optimizer": {"type": "Adagrad", "params": {"lr_decay": 0.1}}}), "optimizer.params.lr_decay"),
+        (
+            json!({"optimizer": {"type": "Adagrad", "params": {"initial_accumulator_value": 1}}}),
+            "optimizer.params.initial_accumulator_value",
+        ),
+        (json!({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 0}}}), "optimizer.params.max_grad_norm"),
+        (json!({"optimizer": {"type": "Adam", "params": {"freeze_step": 2}}}), "optimizer.params.freeze_step"),
+        (json!({"scheduler": {"type": "OneCycleLR", "params": {"max_lr": 0}}}), "scheduler.type"),
+        (json!({"scheduler": {"type": "warmuplr"}}), "scheduler.type"),
+        (json!({"scheduler": {"params": {}}}), "scheduler.type"),
+        (json!({"optimizer": {}}), "optimizer.type"),
+        (
+            json!({"bf16": {"enabled": true}, "data_types": {"keep_in_fp32_modules": ["x"]},
+                "zero_optimization": {"stage": 1}}),
+            "data_types.keep_in_fp32_modules",
+        ),
+    ] {
+        assert_eq!(refused(more), [path]);
+    }
+}
+
+#[test]
+fn rules_between_keys_hold() {
+    let zero = |stage: u8, more: Value| {
+        let mut zero = json!({"stage": stage});
+        zero.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        json!({"zero_optimization": zero})
+    };
+    let sgd = json!({"type": "SGD"});
+    let cycle = |more: Value| {
+        let mut params = json!({"cycle_min_lr": 0, "cycle_max_lr": 1});
+        params.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        json!({"scheduler": {"type": "OneCycle", "params": params}})
+    };
+    let cases = [
+        (zero(2, json!({"allgather_bucket_size": 77})), "zero_optimization.allgather_bucket_size"),
+        (zero(1, json!({"offload_optimizer": {"ratio": 0.5}})), "zero_optimization.offload_optimizer.ratio"),
+        (zero(3, json!({"compute_grad_norm": false})), "zero_optimization.compute_grad_norm"),
+        (zero(1, json!({"cpu_offload": true, "offload_optimizer": {}})), "zero_optimization.cpu_offload"),
+        (
+            zero(3, json!({"max_live_parameters": 1, "stage3_max_live_parameters": 1})),
+            "zero_optimization.stage3_max_live_parameters",
+        ),
+        (json!({"prescale_gradients": true, "zero_optimization": {"stage": 2}}), "prescale_gradients"),
+        (json!({"gradient_predivide_factor": 2, "zero_optimization": {"stage": 3}}), "gradient_predivide_factor"),
+        (json!({"gradient_predivide_factor": 0}), "gradient_predivide_factor"),
+        (json!({"gradient_clipping": -1}), "gradient_clipping"),
+        (json!({"optimizer": sgd, "zero_optimization": {"stage": 1}}), "optimizer.type"),
+        (json!({"optimizer": {"type": "SGD", "params": {"nesterov": true}}}), "optimizer.params.nesterov"),
+        (json!({"optimizer": {"type": "Lamb"}, "zero_optimization": {"stage": 1}}), "optimizer.type"),
+        (json!({"optimizer": {"type": "Lamb", "params": {"min_coeff": 11}}}), "optimizer.params.min_coeff"),
+        (json!({"optimizer": {"type": "Lamb", "params": {"max_coeff": 0.001}}}), "optimizer.params.max_coeff"),
+        (json!({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1]}}}), "optimizer.params.betas"),
+        (json!({"scheduler": {"type": "WarmupDecayLR"}}), "scheduler.params.total_num_steps"),
+        (cycle(json!({"cycle_max_lr": null})), "scheduler.params.cycle_max_lr"),
+        (cycle(json!({"cycle_max_lr": []})), "scheduler.params.cycle_max_lr"),
+        (cycle(json!({"cycle_first_step_size": 0})), "scheduler.params.cycle_first_step_size"),
+        (cycle(json!({"cycle_second_step_size": -1})), "scheduler.params.cycle_second_step_size"),
+        (cycle(json!({"cycle_max_mom": 1})), "scheduler.params.cycle_max_mom"),
+        (cycle(json!({"last_batch_iteration": 3})), "scheduler.params.last_batch_iteration"),
+        (
+            json!({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}),
+            "scheduler.params.warmup_num_steps",
+        ),
+        (zero(1, json!({"offload_optimizer": {"device": "nvme"}})), "zero_optimization.offload_optimizer.nvme_path"),
+        (
+            zero(3, json!({"offload_param": {"device": "nvme", "nvme_path": ""}})),
+            "zero_optimization.offload_param.nvme_path",
+        ),
+        (
+            zero(3, json!({"offload_param": {"device": "nvme", "nvme_path": "/x", "buffer_size": 0}})),
+            "zero_optimization.offload_param.buffer_size",
+        ),
+        (json!({"aio": {"block_size": 0}}), "aio.block_size"),
+        (json!({"data_types": {"param_dtype": "bf16"}}), "data_types.param_dtype"),
+        (json!({"data_types": {"grad_accum_dtype": "bf16"}}), "data_types.grad_accum_dtype"),
+        (json!({"fp16": {"enabled": true, "initial_scale_power": 128}}), "fp16.initial_scale_power"),
+        (json!({"fp16": {"enabled": true, "hysteresis": 0}}), "fp16.hysteresis"),
+        (json!({"train_batch_size": 0}), "train_batch_size"),
+        (json!({"train_batch_size": "8"}), "train_batch_size"),
+        (json!({"optimizer": {"type": "auto"}}), "optimizer.type"),
+    ];
+    for (more, path) in cases {
+        assert_eq!(refused(more), [path]);
+    }
+    // The same without what is forbidden.
+    for more in [
+        zero(3, json!({"allgather_bucket_size": 77})),
+        zero(3, json!({"offload_optimizer": {"ratio": 0.5}})),
+        zero(0, json!({"offload_optimizer": {"device": "nvme"}})),
+        zero(2, json!({"offload_param": {"device": "nvme", "buffer_count": 0}})),
+        zero(3, json!({"offload_optimizer": {"device": "cpu", "buffer_count": 0}})),
+        json!({"prescale_gradients": true, "zero_optimization": {"stage": 2, "reduce_scatter": false}}),
+        json!({"optimizer": sgd, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": true}),
+        json!({"optimizer": {"type": "Lion"}, "zero_optimization": {"stage": 1}}),
+        json!({"optimizer": {"type": "Adagrad"}, "zero_optimization": {"stage": 1}}),
+        json!({"optimizer": {"type": "Lamb", "params": {"min_coeff": 10}}}),
+        json!({"gradient_clipping": 0, "zero_optimization": {"stage": 2, "compute_grad_norm": false}}),
+        cycle(json!({"cycle_second_step_size": 0, "cycle_max_mom": 1, "cycle_momentum": false})),
+        json!({"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}),
+    ] {
+        load(with(more));
+    }
+}
+
+#[test]
+fn an_auto_batch_key_follows_from_the_others_and_is_noted() {
+    let config = Config::load(
+        json!({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": "auto"}),
+        2,
+    )
+    .unwrap();
+    assert_eq!((config.batch.train_batch_size, config.batch.gradient_accumulation_steps), (6, 1));
+    insta::assert_snapshot!(notes(&config), @r#"
+    train_batch_size: "auto": worked out as 6 from the other batch keys
+    gradient_accumulation_steps: "auto": taken as 1
+    "#);
+}
+
+#[test]
+fn an_auto_of_the_run_has_the_runs_value() {
+    let run = RunValues {
+        train_micro_batch_size_per_gpu: 3,
+        gradient_accumulation_steps: 5,
+        lr: 0.25,
+        warmup_num_steps: Some(7),
+        total_num_steps: Some(70),
+        hidden_size: Some(64),
+    };
+    let text = json!({
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "zero_optimization": {
+            "stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto", "sub_group_size": "auto",
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {
+            "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto",
+        }},
+    });
+    let config = Config::load_for(text.clone(), 2, &run).unwrap();
+    assert_eq!((config.batch.train_batch_size, config.batch.gradient_accumulation_steps), (30, 5));
+    let zero = &config.zero;
+    assert_eq!(
+        (zero.reduce_bucket_size, zero.prefetch_bucket_size, zero.param_persistence_threshold, zero.sub_group_size),
+        (4096, 3686, 640, 1_000_000_000)
+    );
+    assert_eq!(
+        config.scheduler,
+        Some(SchedulerConfig::WarmupDecayLr {
+            total_num_steps: 70,
+            warmup_min_lr: 0.0.into(),
+            warmup_max_lr: 0.25.into(),
+            warmup_num_steps: 7,
+            warmup_type: WarmupType::Log,
+        })
+    );
+    // A train batch that is given decides; values of the run are checked as those of a file.
+    let config = Config::load_for(with(text.clone()), 2, &run).unwrap();
+    assert_eq!((config.batch.train_micro_batch_size_per_gpu, config.batch.gradient_accumulation_steps), (4, 1));
+    let wrong = RunValues { lr: -1.0, train_micro_batch_size_per_gpu: 0, hidden_size: Some(0), ..run };
+    let Err(Error::Config { problems, .. }) = Config::load_for(text, 2, &wrong) else { panic!("it is taken") };
+    let paths: Vec<&str> = problems.iter().map(|problem| problem.path.as_str()).collect();
+    assert_eq!(
+        paths,
+        ["zero_optimization.reduce_bucket_size", "train_micro_batch_size_per_gpu", "optimizer.params.lr",]
+    );
+}
+
+#[test]
+fn a_removed_feature_that_is_off_is_noted() {
+    for name in ["amp", "elasticity", "eigenvalue", "curriculum_learning", "progressive_layer_drop"] {
+        let config = load(with(json!({name: {"enabled": false, "x": 1}})));
+        assert_eq!(notes(&config), format!("{name}: is off; nothing like it is offered here"));
+        assert_eq!(refused(json!({name: {"enabled": true}})), [name]);
+    }
+}
+
+#[test]
+fn a_resolved_configuration_is_taken_as_it_is_for_the_same_world_only() {
+    let mut config = Config::load(with(json!({})), 2).unwrap();
+    config.seed = 99;
+    assert_eq!(Config::load(config.clone(), 2).unwrap(), config);
+    insta::assert_snapshot!(Config::load(config, 4).unwrap_err(), @"the Config was resolved for 2 rank(s), but the run has 4. Load it again from its file or text: the batch keys depend on the number of ranks.");
+}
+
+/// Honoured keys with values that all go together.
+fn any_config() -> impl Strategy<Value = Value> {
+    let device = || prop::option::of(prop::sample::select(vec!["none", "cpu", "nvme"]));
+    let offload = (device(), device(), 4..9_u32, 1..9_u32, 0.0..=1.0, any::<[bool; 2]>()).prop_map(
+        |(optimizer, param, count, size, ratio, [read, write])| {
+            let optimizer = optimizer.map(|device| {
+                json!({
+                    "device": device, "nvme_path": "/a", "buffer_count": count, "pipeline_read": read,
+                    "pipeline_write": write, "ratio": ratio,
+                })
+            });
+            let param = param.map(|device| {
+                json!({
+                    "device": device, "nvme_path": "/b", "buffer_count": count, "buffer_size": size, "max_in_cpu": size,
+                })
+            });
+            (optimizer, param)
+        },
+    );
+    let zero = (0..4_u8, 1_u32..1_000_000, any::<bool>(), prop::option::of(any::<bool>()), 0..3_u32, offload).prop_map(
+        |(stage, bucket, scatter, overlap, threshold, (mut optimizer, param))| {
+            if let (Some(optimizer), 0..3) = (&mut optimizer, stage) {
+                optimizer["ratio"] = json!(1);
+            }
+            json!({
+                "stage": stage, "reduce_bucket_size": bucket, "reduce_scatter": scatter, "overlap_comm": overlap,
+                "stage3_param_persistence_threshold": threshold, "allgather_bucket_size": 2 * bucket,
+                "offload_optimizer": optimizer, "offload_param": param,
+            })
+        },
+    );
+    let optimizer = prop_oneof![
+        Just(Value::Null),
+        (0.0..1.0, 0.0..0.999, any::<bool>()).prop_map(|(lr, beta, mode)| json!({
+            "type": "Adam", "params": {"lr": lr, "betas": [beta, 0.95], "adam_w_mode": mode}})),
+        (0.0..1.0, 0.01..0.99, any::<bool>()).prop_map(|(lr, momentum, nesterov)| json!({
+            "type": "SGD", "params": {"lr": lr, "momentum": momentum, "nesterov": nesterov}})),
+        (0.0..1.0, 0.0..0.999, 0.0..1.0).prop_map(|(lr, beta, decay)| json!({
+            "type": "Lion", "params": {"lr": lr, "betas": [beta, 0.95], "weight_decay": decay}})),
+        (0.0..1.0, 0.0..1.0, 0.0..1.0).prop_map(|(lr, eps, decay)| json!({
+            "type": "Adagrad", "params": {"lr": lr, "eps": eps, "weight_decay": decay}})),
+        (0.0..1.0, 0.0..1.0, 1.0..9.0, any::<bool>(), any::<bool>()).prop_map(|(lr, low, high, inside, bias)| json!({
+            "type": "Lamb", "params": {"lr": lr, "min_coeff": low, "max_coeff": high, "eps_inside_sqrt": inside,
+                                       "bias_correction": bias}})),
+    ];
+    let scheduler = prop_oneof![
+        Just(Value::Null),
+        (1..9_u64).prop_map(|steps| json!({"type": "WarmupLR", "params": {"warmup_num_steps": steps}})),
+        (9..99_u64, 1..9_u64).prop_map(|(total, steps)| json!({
+            "type": "WarmupCosineLR", "params": {"warmup_num_steps": steps, "total_num_steps": total}})),
+        (9..99_u64, 1..9_u64).prop_map(|(total, steps)| json!({
+            "type": "WarmupDecayLR", "params": {"warmup_num_steps": steps, "total_num_steps": total}})),
+        (1..9_u64, prop::option::of(0..9_u64), 0..4_u64, any::<bool>()).prop_map(
+            |(up, down, stairs, momentum)| json!({
+            "type": "OneCycle", "params": {
+                "cycle_min_lr": 0.1, "cycle_max_lr": [1], "cycle_first_step_size": up, "cycle_second_step_size": down,
+                "cycle_first_stair_count": stairs, "cycle_momentum": momentum, "decay_step_size": stairs,
+                "decay_mom_rate": 0.1}})
+        ),
+        (1..9_u64, any::<bool>()).prop_map(|(size, stairs)| json!({
+            "type": "LRRangeTest", "params": {"lr_range_test_step_size": size, "lr_range_test_staircase": stairs}})),
+    ];
+    let precision = prop_oneof![
+        Just(json!({})),
+        any::<bool>().prop_map(|check| json!({"bf16": {"enabled": true, "check_grad_overflow": check}})),
+        (0..2_u8, 0..20_u8).prop_map(|(scale, power)| json!({
+            "fp16": {"enabled": true, "loss_scale": scale, "initial_scale_power": power}})),
+    ];
+    let keeping = (prop::option::of(1..9_u8), any::<bool>());
+    (zero, optimizer, scheduler, precision, 1..64_u32, keeping).prop_map(
+        |(zero, optimizer, scheduler, precision, micro, (checkpoints, cpu))| {
+            let mut value = json!({
+                "train_micro_batch_size_per_gpu": micro, "zero_optimization": zero, "optimizer": optimizer,
+                "scheduler": scheduler, "zero_allow_untested_optimizer": true, "gradient_clipping": 0.5,
+                "activation_checkpointing": {"number_checkpoints": checkpoints, "cpu_checkpointing": cpu},
+                "aio": {"block_size": 4096 * micro, "queue_depth": micro},
+            });
+            value.as_object_mut().unwrap().extend(precision.as_object().unwrap().clone());
+            value
+        },
+    )
+}
+
+proptest! {
+    #[test]
+    fn the_printed_configuration_loads_as_the_same_configuration(value in any_config(), world_size in 1..5_usize) {
+        let config = Config::load(value, world_size).unwrap();
+        let plain = |mut config: Config| {
+            config.notes.clear();
+            config.recorded.clear();
+            config
+        };
+        let again = Config::load(config.to_deepspeed_json(), world_size).unwrap();
+        prop_assert_eq!(plain(again), plain(config.clone()));
+        // Also as text.
+        let text = serde_json::to_string_pretty(&config.to_deepspeed_json()).unwrap();
+        prop_assert_eq!(plain(Config::load(text, world_size).unwrap()), plain(config));
+    }
+}
+
+/// Every path of a tree, with lists as leaves.
+fn paths(tree: &Value, path: &str, into: &mut Vec<String>) {
+    for (key, value) in tree.as_object().into_iter().flatten() {
+        into.push(format!("{path}/{key}"));
+        paths(value, &format!("{path}/{key}"), into);
+    }
+}
+
+#[test]
+fn no_value_of_any_key_makes_loading_panic() {
+    let decay = json!({"type": "WarmupDecayLR", "params": {"total_num_steps": 5000}});
+    let cycle = json!({"type": "OneCycle", "params": {
+        "cycle_min_lr": 0, "cycle_max_lr": 1, "decay_step_size": 1, "decay_mom_rate": 1}});
+    for scheduler in [decay, cycle] {
+        no_value_makes_loading_panic(&scheduler);
+    }
+}
+
+fn no_value_makes_loading_panic(scheduler: &Value) {
+    let whole = json!({"train_batch_size": 8, "weight_quantization": {}, "checkpoint": {"writer": {}},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"},
+                              "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}},
+        "optimizer": {"type": "Adam"}, "scheduler": scheduler});
+    let whole = load(whole).to_deepspeed_json();
+    let mut all = Vec::new();
+    paths(&whole, "", &mut all);
+    assert!(all.len() > 200, "{}", all.len());
+    let values = json!([null, true, -1, 0, i64::MAX, 0.5, 1e300, "auto", "x", [0.5, 0.25], {}]);
+    for path in all {
+        for value in values.as_array().unwrap() {
+            let mut config = whole.clone();
+            *config.pointer_mut(&path).unwrap() = value.clone();
+            // A refused value is an error; what is accepted can be printed and loaded again.
+            if let Ok(config) = Config::load(config, 2)
+                && !config.notes.is_empty()
+            {
+                Config::load(config.to_deepspeed_json(), 2).unwrap_or_else(|e| panic!("{path} = {value}: {e}"));
+            }
+        }
+    }
+}

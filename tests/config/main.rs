@@ -1,0 +1,11 @@
+//! Configurations: what is accepted, what is said about them, and what is refused with which message.
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod configs_in_the_wild;
+mod docs;
+mod files;
+mod messages;
+mod wrong_configs;

@@ -1,0 +1,148 @@
+//! What a user reads when a configuration is wrong.
+
+use candle_zero::config::Config;
+use serde_json::json;
+
+fn refusal(text: &str, world_size: usize) -> String {
+    Config::load(text, world_size).unwrap_err().to_string()
+}
+
+/// The message for a file, with its folder left out.
+fn of_file(text: &str) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ds.json");
+    std::fs::write(&path, text).unwrap();
+    let message = Config::load(path, 1).unwrap_err().to_string();
+    message.replace(&format!("{}/", folder.path().display()), "")
+}
+
+#[test]
+fn a_missing_file() {
+    insta::assert_snapshot!(refusal("no/such/ds.json", 1), @"cannot read the configuration no/such/ds.json: No such file or directory (os error 2). Give the path of a DeepSpeed JSON file, or JSON text that starts with `{`.");
+}
+
+#[test]
+fn a_folder_in_place_of_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let message = Config::load(folder.path(), 1).unwrap_err().to_string();
+    insta::assert_snapshot!(message.replace(&folder.path().display().to_string(), "FOLDER"), @"cannot read the configuration FOLDER: Is a directory (os error 21). Give the path of a DeepSpeed JSON file, or JSON text that starts with `{`.");
+}
+
+#[test]
+fn broken_json_in_a_file() {
+    insta::assert_snapshot!(of_file("{\n  \"train_batch_size\": 8\n  \"bf16\": {}\n}"), @r#"ds.json: line 3, column 3: expected `,` or `}` after the value of `train_batch_size`, found `"`."#);
+}
+
+#[test]
+fn a_list_at_the_top_of_a_file() {
+    insta::assert_snapshot!(of_file("[1, 2]"), @"ds.json: line 1, column 1: expected an object `{...}` as the outermost value, found `[`.");
+}
+
+#[test]
+fn a_duplicate_key() {
+    insta::assert_snapshot!(of_file("{\"bf16\": {\"enabled\": true,\n  \"enabled\": false}}"), @"ds.json: duplicate key: `bf16.enabled` is given twice: line 1, column 11 and line 2, column 3. Remove one of them.");
+}
+
+#[test]
+fn wrong_types() {
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": \"8\"}", 1), @r#"the configuration text: line 1, column 22: `train_batch_size`: a whole number is needed, the string "8" found"#);
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"fp16\": null}", 1), @"the configuration text: line 1, column 33: `fp16`: an object `{...}` is needed, null found");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"zero_optimization\": {\"stage\": [1]}}", 1), @"the configuration text: line 1, column 56: `zero_optimization.stage`: a whole number (0 to 3) is needed, a list of 1 found");
+}
+
+#[test]
+fn stage_7() {
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8,\n \"zero_optimization\": {\"stage\": 7}}", 1), @"the configuration text: line 2, column 33: `zero_optimization.stage`: 7 found, allowed is 0 to 3");
+}
+
+#[test]
+fn an_unknown_key_and_a_misplaced_one() {
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"gradient_cliping\": 1}", 1), @"the configuration text: line 1, column 25: `gradient_cliping`: no key at the top level; did you mean `gradient_clipping`?");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8,\n  \"offload_optimizer\": {}}", 1), @"the configuration text: line 2, column 3: `offload_optimizer`: no key at the top level: it belongs at `zero_optimization.offload_optimizer`. Move it there");
+}
+
+#[test]
+fn an_inconsistent_batch() {
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 32, \"train_micro_batch_size_per_gpu\": 4, \"gradient_accumulation_steps\": 3}", 2), @"the configuration text: line 1, column 2: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 32 != 4 * 3 * 2. With the other two, train_batch_size 24 fits");
+    insta::assert_snapshot!(refusal("{\"gradient_accumulation_steps\": 3}", 2), @"the configuration text: `train_batch_size`: either train_batch_size or train_micro_batch_size_per_gpu (the micro_batch of a rank) has to be given");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 33, \"train_micro_batch_size_per_gpu\": 17}", 2), @"the configuration text: line 1, column 2: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 33 != 17 * 0 (worked out) * 2. Choose a train_batch_size that is a multiple of 34");
+}
+
+#[test]
+fn a_world_that_does_not_divide_the_batch() {
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 64}", 3), @"the configuration text: line 1, column 2: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 64 != 21 (worked out) * 1 (worked out) * 3. Choose a train_batch_size that is a multiple of 3");
+}
+
+#[test]
+fn no_ranks() {
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 64}", 0), @"the world size is 0: a run has at least 1 rank.");
+}
+
+#[test]
+fn fp16_and_bf16() {
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"fp16\": {\"enabled\": true}, \"bf16\": {\"enabled\": true}}", 1), @"the configuration text: line 1, column 61: `bf16.enabled`: bf16 (bfloat16) and fp16 are both enabled, and exclude one another: switch one of them off");
+}
+
+/// The refusal of one offload section at stage 3.
+fn of_offload(section: &str, keys: &str, optimizer: &str) -> String {
+    let text = format!(
+        "{{\"train_batch_size\": 8, \"optimizer\": {optimizer}, \"zero_allow_untested_optimizer\": true,\n \
+         \"zero_optimization\": {{\"stage\": 3,\n  \"{section}\": {{\"device\": \"nvme\", {keys}}}}}}}"
+    );
+    refusal(&text, 1)
+}
+
+const ADAM: &str = "{\"type\": \"Adam\"}";
+
+#[test]
+fn nvme_without_a_folder() {
+    insta::assert_snapshot!(of_offload("offload_optimizer", "", ADAM), @r#"the configuration text: line 3, column 25: `zero_optimization.offload_optimizer.nvme_path`: has to be given: device "nvme" needs a folder on a fast local disk. Give its path, or use device "cpu""#);
+    insta::assert_snapshot!(of_offload("offload_param", "\"nvme_path\": \"\"", ADAM), @r#"the configuration text: line 3, column 39: `zero_optimization.offload_param.nvme_path`: "" found: device "nvme" needs a folder on a fast local disk. Give its path, or use device "cpu""#);
+}
+
+#[test]
+fn too_few_buffers() {
+    let momentum = "{\"type\": \"SGD\", \"params\": {\"momentum\": 0.9}}";
+    let count = |count: u8| format!("\"nvme_path\": \"/x\", \"buffer_count\": {count}");
+    insta::assert_snapshot!(of_offload("offload_optimizer", &count(3), ADAM), @r#"the configuration text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: 3 found, allowed with device "nvme" is 4 or more: Adam works on gradient, weights and two moments"#);
+    insta::assert_snapshot!(of_offload("offload_optimizer", &count(2), momentum), @r#"the configuration text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: 2 found, allowed with device "nvme" is 3 or more: SGD with momentum works on gradient, weights and momentum"#);
+    insta::assert_snapshot!(of_offload("offload_optimizer", &count(1), "{\"type\": \"SGD\"}"), @r#"the configuration text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: 1 found, allowed with device "nvme" is 2 or more: a step works on gradient and weights"#);
+    insta::assert_snapshot!(of_offload("offload_param", &count(0), ADAM), @r#"the configuration text: line 3, column 58: `zero_optimization.offload_param.buffer_count`: 0 found, allowed with device "nvme" is 1 or more"#);
+    insta::assert_snapshot!(of_offload("offload_param", "\"nvme_path\": \"/x\", \"buffer_size\": 0", ADAM), @r#"the configuration text: line 3, column 58: `zero_optimization.offload_param.buffer_size`: 0 found, allowed with device "nvme" is 1 or more"#);
+}
+
+#[test]
+fn requests_of_no_bytes() {
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"aio\": {\"block_size\": 0}}", 1), @"the configuration text: line 1, column 47: `aio.block_size`: 0 found, allowed is 1 or more");
+}
+
+#[test]
+fn auto_where_nothing_can_answer() {
+    insta::assert_snapshot!(refusal("{\"gradient_accumulation_steps\": \"auto\"}", 1), @"the configuration text: `train_batch_size`: either train_batch_size or train_micro_batch_size_per_gpu (the micro_batch of a rank) has to be given");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"scheduler\": {\"type\": \"WarmupDecayLR\", \"params\": {\"total_num_steps\": \"auto\"}}}", 1), @r#"the configuration text: line 1, column 94: `scheduler.params.total_num_steps`: "auto" has no value here: give a whole number (1 or more), or load the configuration with RunValues::total_num_steps (zerorun check: --total_num_steps)"#);
+}
+
+#[test]
+fn an_unsupported_optimizer_and_an_unknown_one() {
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"MuSGD\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "MuSGD" is not supported: use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon"#);
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"AdamX\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "AdamX" is unknown: use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon. Did you mean "AdamW"?"#);
+}
+
+#[test]
+fn all_problems_of_a_file_in_its_order() {
+    let text = "{\n  \"bf16\": {\"enabled\": true, \"loss_scale\": 0},\n  \"amp\": {},\n  \"zero_optimization\": {\n    \
+                \"reduce_bucket_size\": 0\n  }\n}";
+    insta::assert_snapshot!(of_file(text), @r#"
+    ds.json has 4 problems:
+      line 2, column 29: `bf16.loss_scale`: no key of `bf16`: it belongs at `fp16.loss_scale`. Move it there
+      line 3, column 3: `amp`: not offered, and DeepSpeed 0.19.8 refuses the whole file for it: remove it, or set its `enabled` to false
+      line 5, column 27: `zero_optimization.reduce_bucket_size`: 0 found, allowed is 1 or more
+      `train_batch_size`: either train_batch_size or train_micro_batch_size_per_gpu (the micro_batch of a rank) has to be given
+    "#);
+}
+
+#[test]
+fn a_value_that_was_never_text_has_no_place() {
+    let error = Config::load(json!({"train_batch_size": 8, "steps_per_print": 0}), 1).unwrap_err();
+    insta::assert_snapshot!(error, @"the configuration value: `steps_per_print`: 0 found, allowed is 1 or more");
+}

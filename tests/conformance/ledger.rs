@@ -1,0 +1,82 @@
+//! The books on the recorded cases of DeepSpeed's behaviour: each is in a fixture, which a test of its area runs, or in
+//! the list of those that are left out (tests/fixtures/left_out.json), with the reason.
+
+use crate::support::recorded::{is_left_out, left_out};
+use crate::support::skips::skipped;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+/// The areas of which nearly every case has to hold.
+const STRICT: [(&str, &[&str]); 8] = [
+    ("config", &["batch", "config", "config-default", "config-engine", "config-file"]),
+    ("schedules", &["lr-schedule"]),
+    ("scaling", &["loss-scaler"]),
+    ("layout", &["partition", "zero12-layout", "zero3-layout", "gradient-bucket"]),
+    ("optimizers", &["optimizer-choice", "optimizer-math"]),
+    ("clipping", &["grad-clip"]),
+    ("estimates", &["memory-estimate"]),
+    ("data loading", &["data-loader"]),
+];
+
+/// The most of them that may be left out, in percent.
+const MOST_LEFT_OUT: usize = 5;
+
+fn read(path: &Path) -> Vec<Value> {
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+/// The cases of all fixtures by id; one that two areas' tests use is in two.
+fn fixtures() -> BTreeMap<String, Value> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let cases = files
+        .filter(|path| path.file_name().unwrap().to_str().unwrap().starts_with("conformance_"))
+        .flat_map(|p| read(&p));
+    cases.map(|case| (case["id"].as_str().unwrap().to_string(), case)).collect()
+}
+
+#[test]
+fn at_most_a_twentieth_of_the_cases_that_matter_most_is_left_out() {
+    let (cases, mut all, mut out) = (fixtures(), 0, 0);
+    for (concern, areas) in STRICT {
+        let of_concern: Vec<_> =
+            cases.values().filter(|case| areas.contains(&case["area"].as_str().unwrap())).collect();
+        let left_out = of_concern.iter().filter(|case| is_left_out(case)).count();
+        println!("{concern}: {left_out} of {} cases left out", of_concern.len());
+        assert!(!of_concern.is_empty(), "no cases of {concern}");
+        (all, out) = (all + of_concern.len(), out + left_out);
+    }
+    println!("together: {out} of {all}");
+    assert!(out * 100 <= all * MOST_LEFT_OUT, "{out} of {all}");
+}
+
+#[test]
+fn every_recorded_case_is_held_or_left_out_with_a_reason() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/conformance/cases.json");
+    if !path.exists() {
+        return skipped(
+            every_recorded_case_is_held_or_left_out_with_a_reason,
+            format_args!("there is no {}", path.display()),
+        );
+    }
+    let (recorded, fixtures, left_out) = (read(&path), fixtures(), left_out());
+    for case in &recorded {
+        let id = case["id"].as_str().unwrap();
+        let Some(copy) = fixtures.get(id) else {
+            assert!(left_out.contains_key(id), "{id} of {} is neither in a fixture nor left out", case["area"]);
+            continue;
+        };
+        for (key, value) in case.as_object().unwrap().iter().filter(|(key, _)| *key != "source") {
+            assert_eq!(&copy[key], value, "{key} of {id} differs from what was recorded");
+        }
+    }
+    let ids: BTreeSet<_> = recorded.iter().map(|case| case["id"].as_str().unwrap()).collect();
+    for id in left_out.keys().chain(fixtures.keys()) {
+        assert!(ids.contains(id.as_str()), "{id} is no recorded case");
+    }
+    let mut by_reason = BTreeMap::<_, Vec<_>>::new();
+    left_out.iter().for_each(|(id, why)| by_reason.entry(why).or_default().push(id.as_str()));
+    println!("{} of {} cases are left out:", left_out.len(), recorded.len());
+    by_reason.iter().for_each(|(why, ids)| println!("  {why}: {}", ids.join(", ")));
+}

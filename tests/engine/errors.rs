@@ -1,0 +1,374 @@
+//! What goes wrong in a job of several ranks, and what each rank is told.
+
+use crate::support::tiny::config;
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{Init, Linear, Module, VarBuilder, linear};
+use candle_zero::comm::threads;
+use candle_zero::zero::{Unit, unit};
+use candle_zero::{Engine, EngineBuilder, Error};
+use safetensors::tensor::{Dtype, TensorView};
+use serde_json::{Value, json};
+use std::path::Path;
+
+fn plain(stage: u8) -> Value {
+    config(stage, 1, json!({"stage3_param_persistence_threshold": 0}), json!({}))
+}
+
+/// The errors of all ranks, as texts; every rank must have one.
+fn errors<T: Send + std::fmt::Debug>(results: Vec<candle_zero::Result<T>>) -> Vec<String> {
+    results.into_iter().map(|r| r.unwrap_err().to_string()).collect()
+}
+
+// ---- absent parameters -----------------------------------------------------------------------------------------
+
+struct Leaky {
+    unit: Unit<Linear>,
+    /// The unit's weight, within reach of everybody.
+    weight: Tensor,
+    other: Linear,
+}
+
+impl Leaky {
+    fn new(vb: VarBuilder<'_>) -> Result<Self> {
+        let mut weight = None;
+        let unit = unit(vb.pp("inner"), |vb| {
+            let layer = linear(4, 4, vb)?;
+            weight = Some(layer.weight().clone());
+            Ok(layer)
+        })?;
+        Ok(Self { unit, weight: weight.unwrap(), other: linear(4, 1, vb.pp("other"))? })
+    }
+
+    fn loss(&self) -> Result<Tensor> {
+        let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu)?;
+        let y = self.unit.forward(&x)?.matmul(&self.weight)?;
+        self.other.forward(&y)?.sqr()?.mean_all()
+    }
+}
+
+#[test]
+fn a_parameter_used_outside_of_its_unit_is_named_at_stage_3_and_fine_below() {
+    for stage in 0..3 {
+        let mut engine = Engine::initialize(Leaky::new, plain(stage)).unwrap();
+        let loss = engine.forward(Leaky::loss).unwrap();
+        engine.backward(&loss).unwrap();
+        engine.step().unwrap();
+    }
+    let mut config = plain(3);
+    config["zero_optimization"]["stage3_max_reuse_distance"] = json!(0);
+    let results = threads::run(2, |comm| {
+        let mut engine = Engine::builder().communicator(comm).initialize(Leaky::new, config.clone())?;
+        engine.forward(Leaky::loss)
+    });
+    for error in results.unwrap() {
+        let error = error.unwrap_err();
+        assert!(matches!(error, Error::ParameterAbsent { .. }));
+        insta::allow_duplicates! { insta::assert_snapshot!(error, @"an operation used a parameter that is not gathered now: inner.weight, inner.bias; use parameters only inside the closure given to engine.forward, and a unit's parameters only inside that unit's forward (dtype mismatch in matmul, lhs: F32, rhs: F6E2M3)"); }
+    }
+}
+
+#[test]
+fn a_parameter_used_outside_of_forward_is_an_error_too_at_stage_3() {
+    let engine = Engine::initialize(|vb| linear(4, 3, vb), plain(3)).unwrap();
+    let weight = engine.model().weight();
+    let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+    assert!(x.matmul(&weight.t().unwrap()).is_err());
+    assert!((weight * 2.0).is_err());
+    assert!(weight.to_vec2::<f32>().is_err());
+}
+
+// ---- losses and gradients that are not finite ------------------------------------------------------------------
+
+fn loss_of(factor: f64) -> impl FnOnce(&Linear) -> Result<Tensor> {
+    move |model| model.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()? * factor
+}
+
+fn one_step(engine: &mut Engine<Linear>, factor: f64) -> candle_zero::Result<()> {
+    let loss = engine.forward(loss_of(factor))?;
+    engine.backward(&loss)?;
+    engine.step()
+}
+
+/// Which collective a rank was in depends on how far it got.
+fn without_collective(text: &str) -> String {
+    let end = text.find(" while rank").unwrap_or(text.len());
+    text[..end].to_string()
+}
+
+#[test]
+fn a_loss_of_one_rank_that_is_not_a_number_stops_all_ranks_in_f32_and_names_that_rank() {
+    for stage in 0..4 {
+        let results = threads::run(3, |comm| {
+            let rank = comm.rank();
+            let mut engine = Engine::builder().communicator(comm).initialize(|vb| linear(4, 3, vb), plain(stage))?;
+            one_step(&mut engine, 1.0)?;
+            one_step(&mut engine, if rank == 1 { f64::NAN } else { 1.0 })
+        });
+        let texts = errors(results.unwrap());
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(texts[1], @"the loss is NaN on rank 1 in optimizer step 1 (micro step 1); lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step");
+            insta::assert_snapshot!(without_collective(&texts[0]), @"rank 1 stopped (the loss is NaN on rank 1 in optimizer step 1 (micro step 1); lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step)");
+            insta::assert_snapshot!(without_collective(&texts[2]), @"rank 1 stopped (the loss is NaN on rank 1 in optimizer step 1 (micro step 1); lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step)");
+        }
+    }
+}
+
+#[test]
+fn a_loss_that_is_not_a_number_skips_the_step_in_fp16_and_halves_the_scale_after_the_hysteresis() {
+    let folder = tempfile::tempdir().unwrap();
+    let (before, after) = (folder.path().join("before"), folder.path().join("after"));
+    for stage in 0..4 {
+        let mut config = plain(stage);
+        config["fp16"] = json!({"enabled": true, "initial_scale_power": 8, "hysteresis": 2});
+        let results = threads::run(2, |comm| {
+            let rank = comm.rank();
+            let builder = Engine::builder().communicator(comm);
+            let mut engine = builder.initialize(|vb| linear(4, 3, vb), config.clone())?;
+            let run = |engine: &mut Engine<Linear>, factor: f64| {
+                let x = Tensor::ones((2, 4), DType::F16, &Device::Cpu)?;
+                let loss = engine.forward(|m| m.forward(&x)?.to_dtype(DType::F32)?.sqr()?.mean_all()? * factor)?;
+                engine.backward(&loss)?;
+                engine.step()
+            };
+            run(&mut engine, 1.0)?;
+            engine.export_safetensors(&before)?;
+            let mut rows = vec![];
+            for _ in 0..3 {
+                // Only rank 1's loss: the others skip with it.
+                run(&mut engine, if rank == 1 { f64::NAN } else { 1.0 })?;
+                assert!(!engine.was_step_applied());
+                assert_eq!(engine.get_global_grad_norm(), Some(f64::INFINITY));
+                rows.push((engine.skipped_steps(), engine.loss_scale()));
+            }
+            engine.export_safetensors(&after)?;
+            run(&mut engine, 1.0)?;
+            assert!(engine.was_step_applied() && engine.get_global_grad_norm().unwrap().is_finite());
+            assert_eq!((engine.global_steps(), engine.skipped_steps()), (5, 3));
+            Ok(rows)
+        });
+        // DeepSpeed's stage 0 knows no hysteresis.
+        let scales = if stage == 0 { [128.0, 64.0, 32.0] } else { [256.0, 128.0, 64.0] };
+        for rows in results.unwrap() {
+            assert_eq!(rows.unwrap(), [(1, scales[0]), (2, scales[1]), (3, scales[2])], "stage {stage}");
+        }
+        assert!(std::fs::read(&before).unwrap() == std::fs::read(&after).unwrap(), "weights are unchanged");
+    }
+}
+
+/// A finite loss, 0, whose gradient is infinite on rank 1: the root's slope at 0.
+fn root_loss(rank: usize) -> impl FnOnce(&Tensor) -> Result<Tensor> {
+    move |param| if rank == 1 { (param * 0.5)?.sqrt()?.sum_all() } else { param.sum_all() }
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_with_a_finite_loss_stops_f32_and_names_the_parameter() {
+    for stage in 0..4 {
+        let results = threads::run(2, |comm| {
+            let rank = comm.rank();
+            let build = |vb: VarBuilder<'_>| vb.get_with_hints(6, "radius", Init::Const(0.0));
+            let mut engine = Engine::builder().communicator(comm).initialize(build, plain(stage))?;
+            let loss = engine.forward(root_loss(rank))?;
+            assert_eq!(loss.to_scalar::<f32>()?, 0.0);
+            engine.backward(&loss)?;
+            let error = engine.step().unwrap_err();
+            assert!(matches!(error, Error::NonFiniteGradient { .. }));
+            assert_eq!(engine.global_steps(), 0);
+            if stage < 3 {
+                assert_eq!(engine.model().to_vec1::<f32>()?, [0.0; 6], "the weights are unchanged");
+            }
+            Ok(error.to_string())
+        });
+        let texts: Vec<String> = results.unwrap().into_iter().map(|r| r.unwrap()).collect();
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(texts[0], @"the gradient of radius is not finite on rank 0 in optimizer step 0; the weights are unchanged. Lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step");
+            insta::assert_snapshot!(texts[1], @"the gradient of radius is not finite on rank 1 in optimizer step 0; the weights are unchanged. Lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step");
+        }
+    }
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_in_one_shard_names_its_rank_to_the_others() {
+    // Only the last of six elements is bad; it lies in rank 1's shard at every stage.
+    for stage in 0..4 {
+        let results = threads::run(2, |comm| {
+            let build = |vb: VarBuilder<'_>| vb.get_with_hints(6, "radius", Init::Const(0.0));
+            let mut engine = Engine::builder().communicator(comm).initialize(build, plain(stage))?;
+            let shift = Tensor::new(&[1f32, 1.0, 1.0, 1.0, 1.0, 0.0], &Device::Cpu)?;
+            let loss = engine.forward(|param| (param + shift)?.sqrt()?.sum_all())?;
+            engine.backward(&loss)?;
+            engine.step()
+        });
+        let texts = errors(results.unwrap());
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(texts[0], @"gradients are not finite on ranks [1] in optimizer step 0; the weights are unchanged. Lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step");
+            insta::assert_snapshot!(texts[1], @"the gradient of radius is not finite on rank 1 in optimizer step 0; the weights are unchanged. Lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step");
+        }
+    }
+}
+
+// ---- ranks that differ -----------------------------------------------------------------------------------------
+
+#[test]
+fn models_that_differ_between_ranks_are_refused_on_every_rank() {
+    for stage in 0..4 {
+        let results = threads::run(2, |comm| {
+            let outputs = 3 + comm.rank();
+            Engine::builder().communicator(comm).initialize(|vb| linear(4, outputs, vb), plain(stage)).map(drop)
+        });
+        let texts = errors(results.unwrap());
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(texts[0], @"rank 0 built a model that differs from rank 1's: 2 parameters of 15 elements, 613a06c0 against 2 parameters of 20 elements, 1bc91174 (with a hash of names, shapes and units); every rank must build the same model");
+            insta::assert_snapshot!(texts[1], @"rank 1 built a model that differs from rank 0's: 2 parameters of 20 elements, 1bc91174 against 2 parameters of 15 elements, 613a06c0 (with a hash of names, shapes and units); every rank must build the same model");
+        }
+    }
+    // Equal sizes, other names; other units.
+    let results = threads::run(2, |comm| {
+        let name = ["left", "right"][comm.rank()];
+        Engine::builder().communicator(comm).initialize(|vb| linear(4, 3, vb.pp(name)), plain(2)).map(drop)
+    });
+    insta::assert_snapshot!(errors(results.unwrap())[0], @"rank 0 built a model that differs from rank 1's: 2 parameters of 15 elements, 86ab49c2 against 2 parameters of 15 elements, 4b275c74 (with a hash of names, shapes and units); every rank must build the same model");
+    let results = threads::run(2, |comm| {
+        let rank = comm.rank();
+        let build = |vb: VarBuilder<'_>| {
+            if rank == 0 { linear(4, 3, vb).map(drop) } else { unit(vb, |vb| linear(4, 3, vb)).map(drop) }
+        };
+        Engine::builder().communicator(comm).initialize(build, plain(3)).map(drop)
+    });
+    assert!(results.unwrap().into_iter().all(|r| matches!(r, Err(Error::ModelsDiffer { .. }))));
+}
+
+#[test]
+fn configurations_that_differ_between_ranks_are_refused_on_every_rank() {
+    let with = |key: &str, value: Value| {
+        let mut config = plain(2);
+        config[key] = value;
+        config
+    };
+    let others = [
+        with("gradient_clipping", json!(0.25)),
+        with("gradient_accumulation_steps", json!(2)),
+        with("zero_optimization", json!({"stage": 3, "stage3_param_persistence_threshold": 0})),
+        with("bf16", json!({"enabled": true})),
+    ];
+    for other in others {
+        let results = threads::run(3, |comm| {
+            let config = if comm.rank() == 2 { other.clone() } else { plain(2) };
+            Engine::builder().communicator(comm).initialize(|vb| linear(4, 3, vb), config).map(drop)
+        });
+        let texts = errors(results.unwrap());
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(texts[0], @"rank 0 reads another configuration than rank 2; every rank must be given the same file or value, and the same schedule");
+            insta::assert_snapshot!(texts[2], @"rank 2 reads another configuration than rank 0; every rank must be given the same file or value, and the same schedule");
+        }
+    }
+}
+
+#[test]
+fn weights_that_differ_between_ranks_are_refused_on_every_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let files = ["a", "b"].map(|name| folder.path().join(name));
+    for (file, fill) in files.iter().zip([0u8, 1]) {
+        write_filled(file, &[("weight", Dtype::F32, &[3, 4]), ("bias", Dtype::F32, &[3])], fill);
+    }
+    let seeds = |rank: usize| Engine::builder().seed(rank as u64);
+    let weights = |rank: usize| Engine::builder().init_from(&files[rank]);
+    let builders: [&(dyn Fn(usize) -> EngineBuilder + Sync); 2] = [&seeds, &weights];
+    for builder in builders {
+        let results = threads::run(2, |comm| {
+            builder(comm.rank()).communicator(comm).initialize(|vb| linear(4, 3, vb), plain(3)).map(drop)
+        });
+        let texts = errors(results.unwrap());
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(texts[0], @"rank 0 begins with other weights than rank 1: another seed, or another init_from file; every rank must be given the same (unlike DeepSpeed, rank 0's weights are not sent to the others)");
+            insta::assert_snapshot!(texts[1], @"rank 1 begins with other weights than rank 0: another seed, or another init_from file; every rank must be given the same (unlike DeepSpeed, rank 0's weights are not sent to the others)");
+        }
+    }
+}
+
+#[test]
+fn a_configuration_refused_on_one_rank_stops_the_others_with_its_words() {
+    let results = threads::run(2, |comm| {
+        let mut config = plain(2);
+        if comm.rank() == 1 {
+            config["gradient_cliping"] = json!(1.0);
+        }
+        Engine::builder().communicator(comm).initialize(|vb| linear(4, 3, vb), config).map(drop)
+    });
+    let texts = errors(results.unwrap());
+    insta::assert_snapshot!(texts[1], @"the configuration value: `gradient_cliping`: no key at the top level; did you mean `gradient_clipping`?");
+    insta::assert_snapshot!(without_collective(&texts[0]), @"rank 1 stopped (the configuration value: `gradient_cliping`: no key at the top level; did you mean `gradient_clipping`?)");
+}
+
+// ---- weight files ----------------------------------------------------------------------------------------------
+
+fn write(path: &Path, tensors: &[(&str, Dtype, &[usize])]) {
+    write_filled(path, tensors, 0);
+}
+
+/// Tensors of which every byte is `fill`.
+fn write_filled(path: &Path, tensors: &[(&str, Dtype, &[usize])], fill: u8) {
+    let bytes = vec![fill; 4096];
+    let view = |dtype: Dtype, shape: &[usize]| {
+        let size = shape.iter().product::<usize>() * dtype.bitsize() / 8;
+        TensorView::new(dtype, shape.to_vec(), &bytes[..size]).unwrap()
+    };
+    let views = tensors.iter().map(|(name, dtype, shape)| (*name, view(*dtype, shape)));
+    safetensors::serialize_to_file(views, None, path).unwrap();
+}
+
+/// What every rank is told about a weight file for a linear layer of 4 inputs and 3 outputs; the same on all ranks.
+fn refusal(tensors: &[(&str, Dtype, &[usize])]) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.safetensors");
+    write(&file, tensors);
+    refusal_of(&file)
+}
+
+fn refusal_of(file: &Path) -> String {
+    let folder = format!("{}/", file.parent().unwrap().display());
+    let mut all = vec![];
+    for stage in 0..4 {
+        let results = threads::run(2, |comm| {
+            let builder = Engine::builder().communicator(comm).init_from(file);
+            builder.initialize(|vb| linear(4, 3, vb), plain(stage)).map(drop)
+        });
+        all.extend(errors(results.unwrap()).into_iter().map(|text| text.replace(&folder, "")));
+    }
+    assert!(all.iter().all(|text| *text == all[0]), "{all:?}");
+    all.remove(0)
+}
+
+#[test]
+fn a_weight_file_must_hold_exactly_the_models_parameters() {
+    use Dtype::{BF16, F16, F32, F64, I64};
+    let bias: (&str, Dtype, &[usize]) = ("bias", F32, &[3]);
+    insta::assert_snapshot!(refusal(&[bias]), @"model.safetensors has no tensor weight of shape [3, 4], which the model needs; the file must hold exactly the model's parameters");
+    insta::assert_snapshot!(refusal(&[("weight", F32, &[3, 4]), bias, ("lm_head.weight", F32, &[2]), ("extra", F32, &[1])]), @"model.safetensors holds tensors that the model does not have: extra, lm_head.weight; is it the file of another model or size?");
+    insta::assert_snapshot!(refusal(&[("weight", F32, &[4, 3]), bias]), @"tensor weight in model.safetensors has shape [4, 3], but the model's parameter has [3, 4]; check the model's sizes");
+    insta::assert_snapshot!(refusal(&[("weight", I64, &[3, 4]), bias]), @"tensor weight in model.safetensors is of type I64; F32, F16 and BF16 can be read");
+    insta::assert_snapshot!(refusal(&[("weight", F64, &[3, 4]), bias]), @"tensor weight in model.safetensors is of type F64; F32, F16 and BF16 can be read");
+    // 16-bit files are read.
+    let folder = tempfile::tempdir().unwrap();
+    for dtype in [F16, BF16, F32] {
+        let file = folder.path().join("model.safetensors");
+        write(&file, &[("weight", dtype, &[3, 4]), bias]);
+        let mut engine = Engine::builder().init_from(&file).initialize(|vb| linear(4, 3, vb), plain(2)).unwrap();
+        assert_eq!(engine.eval(loss_of(1.0)).unwrap().to_scalar::<f32>().unwrap(), 0.0);
+    }
+}
+
+#[test]
+fn a_weight_file_must_be_there_and_be_safetensors() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.safetensors");
+    insta::assert_snapshot!(refusal_of(&file), @"cannot read model.safetensors: No such file or directory (os error 2)");
+    std::fs::write(&file, b"PK\x03\x04 this is a pickle in a zip").unwrap();
+    insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a safetensors file that can be read: header too large");
+    std::fs::write(&file, b"").unwrap();
+    insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a safetensors file that can be read: header too small");
+    // Cut short: the header speaks of data that is not there.
+    write(&file, &[("weight", Dtype::F32, &[3, 4]), ("bias", Dtype::F32, &[3])]);
+    let bytes = std::fs::read(&file).unwrap();
+    std::fs::write(&file, &bytes[..bytes.len() - 8]).unwrap();
+    insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a safetensors file that can be read: incomplete metadata, file not fully covered");
+}

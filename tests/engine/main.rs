@@ -1,0 +1,16 @@
+//! The engine as a user meets it: its methods and errors, optimizers and schedules, data, monitors and the timeline.
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod api;
+mod data_loader;
+mod errors;
+mod monitors;
+mod muon;
+mod overflow;
+mod own_optimizer;
+mod parameter_groups;
+mod schedules;
+mod timeline;

@@ -1,0 +1,422 @@
+//! Monitors, printed lines and profiles as a user finds them: files, standard error, a port.
+
+use crate::support::processes::{self, example, start, stderr, wait_for, zerorun};
+use crate::support::tiny::{Shape, Tiny, batch, config, train};
+use candle_core::{DType, Tensor};
+use candle_zero::comm::{Bandwidth, Kind, size_text, threads, trimmed_mean};
+use candle_zero::models::{Gpt, GptConfig};
+use candle_zero::monitor::{CsvMonitor, Event, JsonLines, Monitor};
+use candle_zero::profiler::FlopsProfile;
+use candle_zero::{Engine, Error};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Command, Output};
+
+fn cases(area: &str) -> Vec<Value> {
+    let all: Vec<Value> = serde_json::from_str(include_str!("../fixtures/conformance_monitor.json")).unwrap();
+    all.into_iter().filter(|case| case["area"] == area).collect()
+}
+
+/// Header and rows of a CSV file.
+fn csv(path: &Path) -> (String, Vec<(u64, f64)>) {
+    let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    let (header, rows) = text.split_once('\n').unwrap();
+    let row = |line: &str| {
+        let (step, value) = line.split_once(',').unwrap();
+        (step.parse().unwrap(), value.parse().unwrap())
+    };
+    (header.to_string(), rows.lines().map(row).collect())
+}
+
+// ---- files -----------------------------------------------------------------------------------------------------
+
+#[test]
+fn csv_files_have_the_recorded_names_headers_and_rows() {
+    for case in cases("monitor") {
+        let dir = tempfile::tempdir().unwrap();
+        let (input, expect) = (&case["input"], &case["expect"]);
+        let [path, job] = ["output_path", "job_name"].map(|key| input[key].as_str().unwrap());
+        let mut monitor = CsvMonitor::create(&dir.path().join(path).join(job)).unwrap();
+        for event in input["events"].as_array().unwrap() {
+            let (tag, value, step) = (event[0].as_str(), event[1].as_f64(), event[2].as_u64());
+            monitor.write(&[Event::new(tag.unwrap(), value.unwrap(), step.unwrap())]).unwrap();
+        }
+        let (header, rows) = csv(&dir.path().join(expect["file"].as_str().unwrap()));
+        assert_eq!(json!(header.split(',').collect::<Vec<_>>()), expect["header"]);
+        let rows: Vec<Value> = rows.iter().map(|(step, value)| json!([step, value])).collect();
+        assert_eq!(json!(rows), expect["rows"]);
+    }
+}
+
+#[test]
+fn every_optimizer_step_is_written_once_with_losses_of_all_ranks_and_the_coming_rate() {
+    let dir = tempfile::tempdir().unwrap();
+    let more = json!({
+        "csv_monitor": {"enabled": true, "output_path": dir.path(), "job_name": "job"},
+        "tensorboard": {"enabled": true, "output_path": dir.path().join("tb"), "job_name": ""},
+        "wall_clock_breakdown": true, "steps_per_print": 1000,
+    });
+    let lines = dir.path().join("events.jsonl");
+    let (world, steps) = (2, 3);
+    let ranks = threads::run(world, |comm| {
+        let rank = comm.rank();
+        let lines = lines.clone();
+        let builder = Engine::builder().communicator(comm).monitor(move || JsonLines::append(lines));
+        let shape = Shape { layers: 1, ..Shape::default() };
+        let config = config(1, 2, json!({}), more.clone());
+        let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config)?;
+        let mut told = vec![];
+        for step in 0..steps {
+            let mut losses = 0.0;
+            for micro in 0..2 {
+                let (ids, targets) = batch((2 * step + micro) * world + rank);
+                let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+                engine.backward(&loss)?;
+                engine.step()?;
+                losses += f64::from(loss.to_scalar::<f32>()?);
+            }
+            told.push((losses / 2.0, engine.get_lr()[0], engine.get_global_grad_norm().unwrap()));
+        }
+        engine.write_events(&[Event::new("Own/value", rank as f64 + 0.5, engine.global_samples())]);
+        Ok(told)
+    });
+    let ranks: Vec<Vec<(f64, f64, f64)>> =
+        ranks.unwrap().into_iter().map(|r: candle_zero::Result<_>| r.unwrap()).collect();
+    let samples = |step: usize| 8 * (step as u64 + 1);
+    let file = |name: &str| csv(&dir.path().join("job").join(format!("Train_Samples_{name}.csv")));
+    let expected = |value: fn(&[(f64, f64, f64)]) -> f64| -> Vec<(u64, f64)> {
+        let at = |step: usize| value(&ranks.iter().map(|rank| rank[step]).collect::<Vec<_>>());
+        (0..steps).map(|step| (samples(step), at(step))).collect()
+    };
+    let mean = |all: &[(f64, f64, f64)]| (all[0].0 + all[1].0) / 2.0;
+    assert_eq!(file("train_loss"), ("step,train_loss".into(), expected(mean)));
+    assert_eq!(file("lr"), ("step,lr".into(), expected(|all| all[0].1)));
+    assert_eq!(file("grad_norm"), ("step,grad_norm".into(), expected(|all| all[0].2)));
+    let time = |name: &str| file(&format!("elapsed_time_ms_{name}")).1;
+    for ((whole, inner), reduce) in time("backward").iter().zip(time("backward_inner")).zip(time("backward_allreduce"))
+    {
+        assert!(inner.1 > 0.0 && reduce.1 >= 0.0 && (inner.1 + reduce.1 - whole.1).abs() < 1e-9);
+    }
+    // Without fp16 there is no loss scale; rank 1 has written nothing.
+    assert!(!dir.path().join("job/Train_Samples_loss_scale.csv").exists());
+    assert_eq!(csv(&dir.path().join("job/Own_value.csv")).1, [(samples(steps - 1), 0.5)]);
+    assert_eq!(std::fs::read_dir(dir.path().join("tb")).unwrap().count(), 1);
+
+    let text = std::fs::read_to_string(&lines).unwrap();
+    let mut by_tag = BTreeMap::<String, Vec<(u64, f64)>>::new();
+    for line in text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()) {
+        let row = (line["step"].as_u64().unwrap(), line["value"].as_f64().unwrap());
+        by_tag.entry(line["tag"].as_str().unwrap().into()).or_default().push(row);
+    }
+    assert_eq!(by_tag.len(), 9);
+    assert_eq!(by_tag["Train/Samples/train_loss"], expected(mean));
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_an_error_of_every_rank_before_training() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("file"), "").unwrap();
+    for section in ["tensorboard", "csv_monitor"] {
+        let more = json!({section: {"enabled": true, "output_path": dir.path().join("file")}});
+        let ranks = threads::run(2, |comm| {
+            let builder = Engine::builder().communicator(comm);
+            builder.initialize(|vb| candle_nn::linear(4, 3, vb), config(1, 1, json!({}), more.clone())).map(drop)
+        });
+        let errors: Vec<Error> = ranks.unwrap().into_iter().map(|r| r.unwrap_err()).collect();
+        assert!(
+            matches!(&errors[0], Error::Io { path, .. } if path.ends_with("file/DeepSpeedJobName")),
+            "{}",
+            errors[0]
+        );
+        assert!(errors[1].to_string().contains("file/DeepSpeedJobName"), "{}", errors[1]);
+    }
+}
+
+// ---- formulas --------------------------------------------------------------------------------------------------
+
+#[test]
+fn bandwidths_sizes_and_trimmed_means_are_as_recorded() {
+    let near = |a: f64, b: &Value| (a - b.as_f64().unwrap()).abs() <= 1e-9 * a.abs();
+    for case in cases("comms-log") {
+        let (id, input, expect) = (&case["id"], &case["input"], &case["expect"]);
+        let bytes = input["bytes"].as_f64().unwrap();
+        if let Some(text) = expect["text"].as_str() {
+            assert_eq!(size_text(bytes as u64), text);
+            continue;
+        }
+        let (op, ms, world) = (input["op"].as_str(), input["ms"].as_f64(), input["world_size"].as_u64());
+        let found = Bandwidth::of(op.unwrap(), bytes, ms.unwrap(), world.unwrap() as usize);
+        assert!(
+            near(found.algorithm, &expect["algbw_gbps"]) && near(found.bus, &expect["busbw_gbps"]),
+            "{id} {found:?}"
+        );
+    }
+    for case in cases("timers") {
+        let values: Vec<f64> = case["input"]["data"].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect();
+        let mean = trimmed_mean(&values, case["input"]["p"].as_f64().unwrap());
+        assert!(near(mean, &case["expect"]["mean"]), "{} {mean}", case["id"]);
+    }
+    assert_eq!((cases("comms-log").len(), cases("timers").len()), (8, 3));
+    let texts = [1, 1023, 1024, 1536, (1 << 20) + (1 << 18), 1 << 30].map(size_text);
+    assert_eq!(texts, ["1.0 B", "1023.0 B", "1.0 KB", "1.5 KB", "1.25 MB", "1.0 GB"]);
+    assert_eq!(trimmed_mean(&[1.0, 2.0], 0.5), 0.0);
+}
+
+#[test]
+fn the_comms_logger_counts_what_the_report_counts() {
+    let train = |more: Value| {
+        let ranks = threads::run(2, |comm| {
+            let builder = Engine::builder().communicator(comm);
+            let mut engine =
+                builder.initialize(|vb| Tiny::new(Shape::default(), vb), config(1, 1, json!({}), more.clone()))?;
+            let (ids, targets) = batch(0);
+            let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+            engine.backward(&loss)?;
+            engine.step()?;
+            Ok((engine.comm_summary(), engine.comm_report()))
+        });
+        ranks.unwrap().into_iter().map(|r: candle_zero::Result<_>| r.unwrap()).collect::<Vec<_>>()
+    };
+    for (summary, report) in train(json!({"comms_logger": {}})) {
+        let rows = summary.unwrap().rows;
+        for (kind, counted) in &report.kinds {
+            let of_kind: Vec<_> = rows.iter().filter(|row| row.kind == *kind).collect();
+            assert_eq!(of_kind.iter().map(|row| row.calls).sum::<u64>(), counted.calls, "{kind:?}");
+            let parts = if *kind == Kind::ReduceScatter { 2 } else { 1 };
+            let size = if *kind == Kind::Control { 8 } else { 4 };
+            let bytes: u64 = of_kind.iter().map(|row| row.bytes * row.calls).sum();
+            assert_eq!(bytes * parts, counted.elements * size, "{kind:?}");
+            assert!(of_kind.iter().all(|row| row.total_ms > 0.0 && row.bus_gbps <= row.algorithm_gbps));
+        }
+        assert!(rows.iter().any(|row| row.kind == Kind::AllGather && row.bus_gbps > 0.0));
+    }
+    assert!(train(json!({})).iter().all(|(summary, _)| summary.is_none()));
+}
+
+#[test]
+fn collectives_are_printed_as_they_come_and_in_a_table_at_the_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let more = json!({"comms_logger": {"verbose": true, "prof_all": false, "prof_ops": ["all_gather", "gossip"]}});
+    let output = train_gpt(dir.path(), &["-n", "2"], more, &["--steps", "2"]).output().unwrap();
+    let lines = said(&output);
+    assert!(
+        lines[0].starts_with("config: comms_logger.prof_ops: there is no operation `gossip` here, only all_reduce,")
+    );
+    assert!(lines[1].starts_with("rank=0 | comm op: all_gather | time (ms): "), "{}", lines[1]);
+    assert!(lines[1].contains(" | msg size: ") && lines[1].contains(" | algbw (Gbps): "), "{}", lines[1]);
+    let ops = lines.iter().filter(|line| line.starts_with("rank=0 | comm op: ")).count();
+    assert_eq!((lines.len(), lines.last().unwrap().as_str()), (ops + 2, "collectives of rank 0"));
+    let text = stderr(&output);
+    let table: Vec<&str> = text.lines().skip_while(|line| !line.contains("Comm. Op")).collect();
+    assert!(table.len() > 1 && table[1..].iter().all(|line| line.contains("all_gather ")), "{text}");
+    let calls = table[1..].iter().map(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        words[words.len() - 5].parse::<usize>().unwrap()
+    });
+    assert_eq!(calls.sum::<usize>(), ops);
+}
+
+// ---- what a run prints -----------------------------------------------------------------------------------------
+
+/// `zerorun -n RANKS train_gpt` with a small model and `more` in its configuration.
+fn train_gpt(dir: &Path, options: &[&str], more: Value, args: &[&str]) -> Command {
+    let mut config = json!({
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95]}},
+        "zero_optimization": {"stage": 2},
+    });
+    config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    std::fs::write(dir.join("ds_config.json"), config.to_string()).unwrap();
+    let mut command = zerorun();
+    command.current_dir(dir).args(options).arg(example("train_gpt"));
+    command.args(["--n_layer", "2", "--n_head", "2", "--n_embd", "32", "--ctx", "32", "--sample", "0"]);
+    command.args(["--ds_config", "ds_config.json", "--metrics", "metrics.jsonl"]).args(args);
+    command
+}
+
+/// What the engine said, without the rank and its own mark.
+fn said(output: &Output) -> Vec<String> {
+    assert!(output.status.success(), "{}", stderr(output));
+    stderr(output).lines().filter_map(|line| Some(line.split_once("[candle-zero] ")?.1.to_string())).collect()
+}
+
+#[test]
+fn progress_throughput_times_and_memory_are_printed_in_the_rhythm_of_steps_per_print() {
+    let dir = tempfile::tempdir().unwrap();
+    let more = json!({"steps_per_print": 2, "wall_clock_breakdown": true, "memory_breakdown": true});
+    let lines = said(&train_gpt(dir.path(), &["-n", "2"], more, &["--steps", "5"]).output().unwrap());
+    let starting = |start: &str| lines.iter().filter(|line| line.starts_with(start)).collect::<Vec<_>>();
+    let progress = |step| format!("step={step}, skipped=0, lr=[0.003], mom=[[0.9, 0.95]]");
+    assert_eq!(starting("step="), [&progress(2), &progress(4)]);
+    assert_eq!(starting("time (ms) | forward ").len(), 2);
+    // The first two steps are not timed.
+    let [speed] = starting("micro_step=")[..] else { panic!("{lines:?}") };
+    assert!(speed.starts_with("micro_step=8/global_step=4, RunningAvgSamplesPerSec="), "{speed}");
+    let number = |name: &str| {
+        let text = speed.split(name).nth(1).unwrap().split([',', 'G']).next().unwrap();
+        text.parse::<f64>().unwrap()
+    };
+    let numbers = ["RunningAvgSamplesPerSec=", "CurrSamplesPerSec=", "MemAllocated=", "MaxMemAllocated="].map(number);
+    assert!(numbers.iter().all(|n| *n > 0.0) && numbers[3] >= numbers[2], "{speed}");
+    for step in ["before forward", "after forward", "after backward"] {
+        // Two micro steps in each of two optimizer steps.
+        assert_eq!(starting(&format!("memory (MiB) {step} | parameters ")).len(), 4, "{step}");
+    }
+    let after = starting("memory (MiB) after step | parameters ");
+    assert!(after.len() == 2 && after.iter().all(|line| line.contains(" | moments ")), "{after:?}");
+    assert!(after.iter().all(|line| line.contains(" | resident ") && line.contains(", at most ")), "{after:?}");
+}
+
+#[test]
+fn the_state_is_dumped_once_at_the_start_and_without_keys_nothing_is_printed() {
+    let dir = tempfile::tempdir().unwrap();
+    let lines = said(&train_gpt(dir.path(), &[], json!({}), &["--steps", "1"]).output().unwrap());
+    assert_eq!(lines, [""; 0]);
+    let output = train_gpt(dir.path(), &["-n", "2"], json!({"dump_state": true}), &["--steps", "1"]).output().unwrap();
+    assert_eq!(said(&output), ["configuration: {"]);
+    let text = stderr(&output);
+    for line in ["\"train_batch_size\": 8", "ranks: 2", "dtype: F32", "in 2 units and outside", "moments "] {
+        assert_eq!(text.matches(line).count(), 1, "{line}: {text}");
+    }
+}
+
+// ---- Prometheus ------------------------------------------------------------------------------------------------
+
+#[test]
+fn prometheus_reads_a_running_job_and_a_taken_port_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = ["-n", "2", "--prometheus", "0"];
+    let mut job = start(&mut train_gpt(dir.path(), &options, json!({}), &["--steps", "100000"]));
+    let mut output = BufReader::new(job.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("metrics for Prometheus: http://") {
+        line.clear();
+        assert!(output.read_line(&mut line).unwrap() > 0, "the job ended");
+    }
+    let address = line.split("http://").nth(1).unwrap().split('/').next().unwrap().to_string();
+    // Somebody has to read on.
+    let rest = std::thread::spawn(move || std::io::copy(&mut output, &mut std::io::sink()));
+    let body = wait_for("a step", || {
+        let mut client = TcpStream::connect(&address).unwrap();
+        client.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).unwrap();
+        answer.contains("train_loss").then_some(answer)
+    });
+    assert!(body.contains("\ncandle_zero_value{tag=\"Train/Samples/lr\"} 0.003\n"), "{body}");
+    let loss = body.split("candle_zero_value{tag=\"Train/Samples/train_loss\"} ").nth(1).unwrap();
+    assert!((0.1..7.0).contains(&loss.lines().next().unwrap().parse::<f64>().unwrap()), "{body}");
+
+    let port = address.split(':').nth(1).unwrap();
+    let second = tempfile::tempdir().unwrap();
+    let taken = train_gpt(second.path(), &["--prometheus", port], json!({}), &["--steps", "1"]).output().unwrap();
+    assert!(!taken.status.success());
+    assert!(
+        stderr(&taken).contains(&format!("on port {port} of 127.0.0.1: Address already in use")),
+        "{}",
+        stderr(&taken)
+    );
+    processes::send(rustix::process::Signal::TERM, &job);
+    job.wait().unwrap();
+    rest.join().unwrap().unwrap();
+}
+
+// ---- flops -----------------------------------------------------------------------------------------------------
+
+/// The profile of the second step of a GPT on every rank of `world`, in two micro steps of one sample a rank.
+fn profiled(world: usize, stage: u8, sizes: &GptConfig, more: Value) -> FlopsProfile {
+    let mut sections = json!({"flops_profiler": {"enabled": true}});
+    sections.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    let config = config(stage, 2, json!({"stage3_param_persistence_threshold": 0}), sections);
+    let profiles = threads::run(world, |comm| {
+        let mut engine = Engine::builder().communicator(comm).initialize(|vb| Gpt::new(sizes, vb), config.clone())?;
+        let ids = Tensor::zeros((2, sizes.ctx), DType::U32, engine.device())?;
+        for micro in 0..6 {
+            // One step before the profile, and one after it.
+            assert_eq!(engine.flops_profile().is_some(), micro >= 4 && engine.rank() == 0);
+            let loss = engine.forward(|model| model.loss(&ids, &ids))?;
+            engine.backward(&loss)?;
+            engine.step()?;
+        }
+        Ok(engine.flops_profile().cloned())
+    });
+    let mut profiles: Vec<_> = profiles.unwrap().into_iter().map(|r: candle_zero::Result<_>| r.unwrap()).collect();
+    assert!(profiles[1..].iter().all(Option::is_none));
+    profiles.remove(0).unwrap()
+}
+
+#[test]
+fn the_multiply_adds_of_the_nano_gpt_are_those_of_the_formula_to_the_unit() {
+    let nano = GptConfig::preset("nano").unwrap();
+    let (batch, time, width, vocab) = (2 * 2, nano.ctx as u64, nano.n_embd as u64, nano.vocab as u64);
+    let tokens = batch * time;
+    // In a block c_attn has 3, c_proj 1 and the MLP 8 matrices of width x width; a query sees (time + 1) / 2 keys on
+    // average, and each pair is a product for the score and one for the value.
+    let (linear, attention) = (tokens * 12 * width * width, batch * time * (time + 1) * width);
+    let head = tokens * vocab * width;
+    for (world, stage, recompute) in [(1, 0, false), (2, 2, false), (2, 3, false), (1, 1, true), (2, 3, true)] {
+        let sizes = GptConfig { checkpoint_activations: recompute, ..nano.clone() };
+        let profile = profiled(world, stage, &sizes, json!({}));
+        let [outside, blocks @ ..] = &profile.modules[..] else { panic!() };
+        let names: Vec<&str> = blocks.iter().map(|block| block.name.as_str()).collect();
+        assert_eq!((names, outside.name.as_str()), (vec!["h.0", "h.1", "h.2", "h.3"], ""));
+        for block in blocks {
+            assert_eq!(block.parameters as u64, 12 * width * width + 13 * width);
+            assert_eq!(block.forward_macs, linear + attention, "{stage}");
+            let again = if recompute { linear + attention } else { 0 };
+            // Backward: two products for each one of a matrix; five instead of two for a pair.
+            assert_eq!(block.backward_macs, again + 2 * linear + attention / 2 * 5, "{stage}");
+            assert!(block.forward_ms > 0.0 && block.backward_ms > 0.0, "{block:?}");
+        }
+        // The loss makes its gradients in forward.
+        assert_eq!((outside.forward_macs, outside.backward_macs), (3 * head, 0));
+        assert_eq!(outside.parameters as u64, (vocab + time + 2) * width);
+        if !recompute {
+            // 6 operations for each token and each parameter of a matrix, beside attention.
+            let matrices = 4 * 12 * width * width + vocab * width;
+            assert_eq!(profile.flops(), 6 * matrices * tokens + 4 * 7 * attention);
+        }
+        let total = profile.total();
+        let parts = [(total.forward_ms, profile.timings.forward_ms), (total.backward_ms, profile.timings.backward_ms)];
+        assert!(parts.iter().all(|(parts, whole)| *parts <= *whole && *parts > 0.7 * whole), "{parts:?}");
+        assert!(profile.peak_flops > 1e8 && profile.mfu() > 0.0 && profile.mfu() < 2.0, "{}", profile.mfu());
+        assert_eq!((profile.step, profile.world_size, profile.samples), (2, world, 4 * world));
+    }
+}
+
+#[test]
+fn profiling_changes_no_bit_of_training() {
+    for (stage, checkpointed) in [(0, false), (2, false), (3, false), (3, true)] {
+        let run = |more: Value| {
+            let shape = Shape { units: true, checkpointed, layers: 2 };
+            let config = config(stage, 2, json!({"stage3_param_persistence_threshold": 0}), more);
+            train(2, shape, &config, 3).into_iter().map(|o| (o.losses, o.norms, o.exported)).collect::<Vec<_>>()
+        };
+        assert_eq!(run(json!({"flops_profiler": {"enabled": true}})), run(json!({})), "stage {stage}");
+    }
+}
+
+#[test]
+fn the_profile_is_printed_after_its_step_or_written_to_a_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let more = |file: Value| {
+        json!({"flops_profiler": {"enabled": true, "profile_step": 2, "output_file": file},
+                                    "steps_per_print": 1000})
+    };
+    let output = train_gpt(dir.path(), &["-n", "2"], more(Value::Null), &["--steps", "3"]).output().unwrap();
+    assert_eq!(said(&output), ["flops profile of step 3"]);
+    let text = stderr(&output);
+    for word in ["samples/second", "MFU ", "fwd+bwd flops of rank 0", "top modules at depth 2", "\nmodules\n", "h.1 "] {
+        let text = text.replace("[0] ", "").replace("[rank 0] ", "");
+        assert!(text.contains(word), "{word}: {text}");
+    }
+    let output = train_gpt(dir.path(), &["-n", "2"], more(json!("profile.txt")), &["--steps", "3"]).output().unwrap();
+    assert_eq!(said(&output), [""; 0]);
+    let text = std::fs::read_to_string(dir.path().join("profile.txt")).unwrap();
+    assert!(text.starts_with("flops profile of step 3\n") && text.contains("\ntop modules at depth 1\n"), "{text}");
+    let nowhere = train_gpt(dir.path(), &[], more(json!("no/such/profile.txt")), &["--steps", "1"]).output().unwrap();
+    assert!(stderr(&nowhere).contains("cannot write to no/such: "), "{}", stderr(&nowhere));
+}

@@ -1,0 +1,386 @@
+//! What a user meets who makes a mistake: the text on stderr of `zerorun` and `train_gpt`, as it stands there.
+
+use std::path::{Path, PathBuf};
+use std::process::Output;
+use std::sync::OnceLock;
+
+use crate::support::processes::{example, stderr, stdout, zerorun};
+use serde_json::{Value, json};
+
+fn train_gpt() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| example("train_gpt"))
+}
+
+/// The folder in which the mistakes are made.
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    /// With a configuration `ok.json`.
+    fn new() -> Self {
+        let folder = Self(tempfile::tempdir().unwrap());
+        folder.write("ok.json", config(json!({})).to_string());
+        folder
+    }
+
+    fn write(&self, name: &str, bytes: impl AsRef<[u8]>) {
+        std::fs::write(self.0.path().join(name), bytes).unwrap();
+    }
+
+    fn run(&self, ranks: usize, args: &str, backtrace: &str) -> Output {
+        let mut command = zerorun();
+        command.current_dir(self.0.path()).env("RUST_BACKTRACE", backtrace).env_remove("RUST_LIB_BACKTRACE");
+        command.env("RAYON_NUM_THREADS", "1").args(["-n", &ranks.to_string()]).arg(train_gpt());
+        let args: Vec<&str> = args.split_whitespace().collect();
+        let small = [("--n_layer", "1"), ("--n_embd", "16"), ("--ctx", "8"), ("--steps", "1"), ("--sample", "0")];
+        for (flag, value) in small.into_iter().filter(|(flag, _)| !args.contains(flag)) {
+            command.args([flag, value]);
+        }
+        command.args(args).output().unwrap()
+    }
+
+    /// Exit code and stderr of `zerorun -n 1 train_gpt ARGS`: the same with and without backtraces.
+    fn mistake(&self, args: &str) -> String {
+        let told = ["0", "1"].map(|backtrace| {
+            let output = self.run(1, args, backtrace);
+            assert_eq!(stdout(&output), "");
+            format!("{}{}", comparable(&stderr(&output)), output.status)
+        });
+        assert_eq!(told[0], told[1], "a backtrace in the message");
+        let [told, _] = told;
+        told
+    }
+
+    /// As [`Folder::mistake`] with two ranks: what the ranks say (each of them the same, apart from its number), and
+    /// then `zerorun`.
+    fn mistake_of_two(&self, args: &str) -> String {
+        let output = self.run(2, args, "0");
+        let errors = comparable(&stderr(&output));
+        let (mut of_ranks, of_zerorun): (Vec<&str>, Vec<&str>) =
+            errors.lines().partition(|line| line.starts_with("[rank "));
+        of_ranks.sort();
+        [of_ranks, of_zerorun].concat().join("\n") + &format!("\n{}", output.status)
+    }
+}
+
+/// Without the time that it took.
+fn comparable(errors: &str) -> String {
+    let time = |line: &str| match line.rsplit_once(" after ") {
+        Some((text, time)) if line.starts_with("zerorun: rank ") && time.ends_with(" s") => {
+            format!("{text} after T s\n")
+        }
+        _ => format!("{line}\n"),
+    };
+    errors.lines().map(time).collect()
+}
+
+/// A good configuration with `more` in it.
+fn config(more: Value) -> Value {
+    let mut config = json!({
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 2},
+    });
+    config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    config
+}
+
+#[test]
+fn a_correct_start_says_nothing_of_the_kind() {
+    let output = Folder::new().run(1, "--ds_config ok.json", "0");
+    assert!(output.status.success());
+    assert_eq!(stderr(&output).lines().count(), 1, "{}", stderr(&output));
+}
+
+#[test]
+fn configurations_that_cannot_be_read() {
+    let folder = Folder::new();
+    folder.write("broken.json", "{\n  \"train_batch_size\": 4,\n  \"optimizer\": {\"type\": AdamW}\n}\n");
+    folder.write("twice.json", "{\n  \"train_batch_size\": 4,\n  \"train_batch_size\": 8\n}\n");
+    folder.write("empty.json", "");
+    insta::assert_snapshot!(folder.mistake(""), @r#"
+    error: the following required arguments were not provided:
+      --ds_config <FILE>
+
+    Usage: train_gpt --ds_config <FILE> --n_layer <N_LAYER> --n_embd <N_EMBD> --ctx <CTX> --steps <STEPS> --sample <N>
+
+    For more information, try '--help'.
+    zerorun: rank 0 failed: it ended with exit code 2 after T s
+    exit status: 2
+    "#);
+    insta::assert_snapshot!(folder.mistake("--ds_config missing.json"), @r#"
+    error: cannot read the configuration missing.json: No such file or directory (os error 2). Give the path of a DeepSpeed JSON file, or JSON text that starts with `{`.
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(folder.mistake("--ds_config ."), @r#"
+    error: cannot read the configuration .: Is a directory (os error 21). Give the path of a DeepSpeed JSON file, or JSON text that starts with `{`.
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(folder.mistake("--ds_config broken.json"), @r#"
+    error: broken.json: line 3, column 25: expected a JSON value of `type` (text goes in double quotes), found `AdamW`.
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(folder.mistake("--ds_config twice.json"), @r#"
+    error: twice.json: duplicate key: `train_batch_size` is given twice: line 2, column 3 and line 3, column 3. Remove one of them.
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(folder.mistake("--ds_config empty.json"), @r#"
+    error: empty.json: line 1, column 1: expected an object `{...}` as the outermost value, found the end of the text.
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+}
+
+#[test]
+fn configurations_that_break_rules() {
+    let folder = Folder::new();
+    let mistake = |more: Value| {
+        folder.write("bad.json", serde_json::to_string_pretty(&config(more)).unwrap());
+        folder.mistake("--ds_config bad.json")
+    };
+    insta::assert_snapshot!(mistake(json!({"train_batch_size": "four"})), @r#"
+    error: bad.json: line 8, column 23: `train_batch_size`: a whole number is needed, the string "four" found
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake(json!({"gradient_cliping": 1.0})), @r#"
+    error: bad.json: line 2, column 3: `gradient_cliping`: no key at the top level; did you mean `gradient_clipping`?
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake(json!({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2})), @r#"
+    error: bad.json: line 9, column 3: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 4 != 3 * 2 * 1. With the other two, train_batch_size 6 fits
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake(json!({"fp16": {"enabled": true}, "bf16": {"enabled": true}})), @r#"
+    error: bad.json: line 3, column 5: `bf16.enabled`: bf16 (bfloat16) and fp16 are both enabled, and exclude one another: switch one of them off
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake(json!({"zero_optimization": {"stage": 7}})), @r#"
+    error: bad.json: line 10, column 14: `zero_optimization.stage`: 7 found, allowed is 0 to 3
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake(json!({"optimizer": {"type": "AdamX", "params": {"lr": -1.0}}})), @r#"
+    error: bad.json: line 6, column 5: `optimizer.type`: "AdamX" is unknown: use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon. Did you mean "AdamW"?
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+}
+
+#[test]
+fn data_that_cannot_be_used() {
+    let folder = Folder::new();
+    folder.write("short.txt", "eight at");
+    folder.write("latin1.txt", b"caf\xe9 au lait, s'il vous plait");
+    folder.write("odd.u16", [0; 99]);
+    let tokens: Vec<u8> = (0..100u16).flat_map(|i| (if i == 7 { 256 } else { i }).to_le_bytes()).collect();
+    folder.write("tokens.u16", tokens);
+    std::fs::create_dir(folder.0.path().join("empty")).unwrap();
+    let mistake = |data: &str| folder.mistake(&format!("--ds_config ok.json --order sequential --data {data}"));
+    insta::assert_snapshot!(mistake("missing.txt"), @r#"
+    error: cannot read missing.txt: No such file or directory (os error 2)
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("empty"), @r#"
+    error: empty holds no text (files that are not UTF-8: 0); hidden files and folders named target are not read, and token files (.bin, .u16) are given by their own path
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("short.txt"), @r#"
+    error: short.txt has 8 tokens; a sample of context 8 needs 10: give more data or take a shorter context
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("latin1.txt"), @r#"
+    error: latin1.txt is not UTF-8 text (byte 3); a file of little-endian 16-bit tokens must end in .bin or .u16
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("odd.u16"), @r#"
+    error: odd.u16 has 99 bytes; 16-bit tokens need an even number: is it a token file, and complete?
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("tokens.u16"), @r#"
+    error: token 256 at position 7 of tokens.u16 is out of the model's vocabulary of 256; allowed is 0 to 255: use data of that vocabulary, or a model with a vocabulary of 257 or more
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+}
+
+#[test]
+fn models_that_there_are_not() {
+    let folder = Folder::new();
+    let mistake = |flags: &str| folder.mistake(&format!("--ds_config ok.json {flags}"));
+    insta::assert_snapshot!(mistake("--model gpt3"), @r#"
+    error: there is no model preset "gpt3" (did you mean "gpt2"?); the presets are nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("--n_head 3"), @r#"
+    error: model configuration: n_embd is 16, but must be a multiple of n_head (3), so that every head has the same width
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("--vocab 0"), @r#"
+    error: model configuration: vocab is 0, but must be at least 1
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("--n_layers 3"), @r#"
+    error: unexpected argument '--n_layers' found
+
+      tip: a similar argument exists: '--n_layer'
+
+    Usage: train_gpt --ds_config <FILE> --n_layer <N_LAYER> --n_embd <N_EMBD> --ctx <CTX> --steps <STEPS> --sample <N>
+
+    For more information, try '--help'.
+    zerorun: rank 0 failed: it ended with exit code 2 after T s
+    exit status: 2
+    "#);
+}
+
+#[test]
+fn weights_that_do_not_fit() {
+    let folder = Folder::new();
+    let ok = folder.run(1, "--ds_config ok.json --export ok.safetensors", "0");
+    assert!(ok.status.success(), "{}", stderr(&ok));
+    folder.write("empty.safetensors", "");
+    folder.write("short.safetensors", &std::fs::read(folder.0.path().join("ok.safetensors")).unwrap()[..5000]);
+    let mistake = |flags: &str| folder.mistake(&format!("--ds_config ok.json --init {flags}"));
+    insta::assert_snapshot!(mistake("missing.safetensors"), @r#"
+    error: cannot read missing.safetensors: No such file or directory (os error 2)
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("."), @r#"
+    error: cannot read .: is a directory
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("ok.json"), @r#"
+    error: ok.json is not a safetensors file that can be read: header too large
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("empty.safetensors"), @r#"
+    error: empty.safetensors is not a safetensors file that can be read: header too small
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("short.safetensors"), @r#"
+    error: short.safetensors is not a safetensors file that can be read: incomplete metadata, file not fully covered
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("ok.safetensors --n_layer 2"), @r#"
+    error: ok.safetensors has no tensor h.1.ln_1.weight of shape [16], which the model needs; the file must hold exactly the model's parameters
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("ok.safetensors --ctx 16"), @r#"
+    error: tensor wpe.weight in ok.safetensors has shape [8, 16], but the model's parameter has [16, 16]; check the model's sizes
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    let ok = folder.run(1, "--ds_config ok.json --n_layer 3 --export deep.safetensors", "0");
+    assert!(ok.status.success(), "{}", stderr(&ok));
+    insta::assert_snapshot!(mistake("deep.safetensors"), @r#"
+    error: deep.safetensors holds tensors that the model does not have: h.1.attn.c_attn.bias, h.1.attn.c_attn.weight, h.1.attn.c_proj.bias, h.1.attn.c_proj.weight, h.1.ln_1.bias, h.1.ln_1.weight, h.1.ln_2.bias, h.1.ln_2.weight and 16 more; is it the file of another model or size?
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+}
+
+#[test]
+fn outputs_that_cannot_be_written() {
+    let folder = Folder::new();
+    let mistake = |flags: &str| folder.mistake(&format!("--ds_config ok.json {flags}"));
+    insta::assert_snapshot!(mistake("--export no/such/model.safetensors"), @r#"
+    error: cannot write no/such/model.safetensors: there is no folder no/such; create it first
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("--export ."), @r#"
+    error: cannot write .: it is a folder; give the name of a file
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("--metrics no/such/metrics.jsonl"), @r#"
+    error: cannot create no/such/metrics.jsonl: No such file or directory (os error 2)
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake("--metrics /dev/full"), @r#"
+    error: cannot write /dev/full: No space left on device (os error 28)
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+}
+
+#[test]
+fn with_several_ranks_the_last_lines_tell_the_cause() {
+    let folder = Folder::new();
+    folder.write("odd.json", config(json!({"train_batch_size": 7})).to_string());
+    // Both ranks find it, at the same time: which of them was first is chance.
+    let any_rank = |told: String| told.replace("rank 1", "rank 0");
+    insta::assert_snapshot!(any_rank(folder.mistake_of_two("--ds_config odd.json")), @r#"
+    [rank 0] error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (worked out) * 1 (worked out) * 2. Choose a train_batch_size that is a multiple of 2
+    [rank 0] error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (worked out) * 1 (worked out) * 2. Choose a train_batch_size that is a multiple of 2
+    zerorun: rank 0 failed first: it ended with exit code 1 after T s
+    zerorun:   | error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (worked out) * 1 (worked out) * 2. Choose a train_batch_size that is a multiple of 2
+    zerorun:   rank 0: ended with exit code 1 by itself
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(any_rank(folder.mistake_of_two("--ds_config ok.json --data missing.txt")), @r#"
+    [rank 0] error: cannot read missing.txt: No such file or directory (os error 2)
+    [rank 0] error: cannot read missing.txt: No such file or directory (os error 2)
+    zerorun: rank 0 failed first: it ended with exit code 1 after T s
+    zerorun:   | error: cannot read missing.txt: No such file or directory (os error 2)
+    zerorun:   rank 0: ended with exit code 1 by itself
+    exit status: 1
+    "#);
+    // Rank 1 alone reads the sample with the token.
+    let tokens: Vec<u8> = (0..100u16).flat_map(|i| (if i == 27 { 256 } else { i }).to_le_bytes()).collect();
+    folder.write("tokens.u16", tokens);
+    insta::assert_snapshot!(folder.mistake_of_two("--ds_config ok.json --order sequential --data tokens.u16"), @r#"
+    [rank 0] error: rank 1 has left the job while rank 0 waits for it in reduce_scatter no. 2 of 7536 f32 (content f19d96a5); every rank must make the same number of steps and collective calls
+    [rank 1] error: token 256 at position 27 of tokens.u16 is out of the model's vocabulary of 256; allowed is 0 to 255: use data of that vocabulary, or a model with a vocabulary of 257 or more
+    zerorun: rank 1 failed first: it ended with exit code 1 after T s
+    zerorun:   | error: token 256 at position 27 of tokens.u16 is out of the model's vocabulary of 256; allowed is 0 to 255: use data of that vocabulary, or a model with a vocabulary of 257 or more
+    zerorun:   rank 0: ended with exit code 1 by itself
+    exit status: 1
+    "#);
+}
+
+#[test]
+fn programs_that_cannot_be_started() {
+    let folder = Folder::new();
+    let mistake = |args: &[&str]| {
+        let output = zerorun().current_dir(folder.0.path()).args(args).output().unwrap();
+        assert_eq!(stdout(&output), "");
+        format!("{}{}", comparable(&stderr(&output)), output.status)
+    };
+    insta::assert_snapshot!(mistake(&["--num_ranks", "2", "ok.json", "--ds_config", "ok.json"]), @r#"
+    zerorun: cannot start ok.json: its name does not end in .rs and it is not executable; give a Rust file (.rs) or an executable
+    exit status: 2
+    "#);
+    insta::assert_snapshot!(mistake(&["--ds_config", "ok.json", "train_gpt.rs"]), @r#"
+    zerorun: unexpected argument '--ds_config' found
+
+      tip: to pass '--ds_config' as a value, use '-- --ds_config'
+
+    Usage: zerorun [OPTIONS] SCRIPT [ARGS]...
+
+    For more information, try '--help'.
+    exit status: 2
+    "#);
+}

@@ -1,0 +1,439 @@
+//! Ranks that die, panic, leave, hang or fall silent in the middle of real training under the real `zerorun`: the
+//! others end by themselves with an error that names the rank, in seconds, and nothing is left behind.
+//!
+//! The training program is this very test binary (`training_program` below), started again by `zerorun` on each rank
+//! with the fault in its environment: so it is built with the tests, and there is no example that a user could take
+//! for one.
+
+use std::collections::BTreeSet;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ExitStatus};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use crate::support::processes::{as_program, send, start, wait_for, wait_until_gone, zerorun};
+use candle_core::{CpuStorage, CustomOp1, Device, Layout, Shape, Tensor};
+use candle_zero::Engine;
+use candle_zero::models::{Gpt, GptConfig};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
+use tempfile::TempDir;
+
+const RANKS: usize = 4;
+/// From the fault to the end of everything.
+const LIMIT: Duration = Duration::from_secs(10);
+
+// ---- the training program ---------------------------------------------------------------------------------------
+
+/// What goes wrong, where and when, on one rank. Travels through the environment as words.
+#[derive(Debug, Clone, Copy)]
+struct Fault {
+    rank: usize,
+    place: &'static str,
+    /// How many times the place is passed before.
+    nth: u64,
+    deed: Deed,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Deed {
+    /// Nothing; says that it is there.
+    GoOn,
+    /// Says that it is there and lets the others wait for half a second.
+    Pause,
+    /// Says that it is there and stays for good.
+    Stay,
+    Panic,
+    /// An error, then slowly out.
+    Fail,
+    /// Ends as if all were done.
+    Leave,
+}
+
+const PLACES: [&str; 7] = ["start", "initialize", "forward", "between", "backward", "step", "export"];
+const DEEDS: [Deed; 6] = [Deed::GoOn, Deed::Pause, Deed::Stay, Deed::Panic, Deed::Fail, Deed::Leave];
+
+impl Fault {
+    fn to_words(self) -> String {
+        let Self { rank, place, nth, deed } = self;
+        format!("{rank} {place} {nth} {deed:?}")
+    }
+
+    fn from_words(words: &str) -> Self {
+        let words: Vec<&str> = words.split(' ').collect();
+        let [rank, place, nth, deed] = words[..] else { panic!("{words:?}") };
+        Self {
+            rank: rank.parse().unwrap(),
+            place: PLACES.into_iter().find(|p| *p == place).unwrap(),
+            nth: nth.parse().unwrap(),
+            deed: DEEDS.into_iter().find(|d| format!("{d:?}") == deed).unwrap(),
+        }
+    }
+}
+
+/// One rank's knowledge of the fault.
+struct Plan(Option<Fault>);
+
+impl Plan {
+    fn deed(&self, place: &str, nth: u64) -> Option<Deed> {
+        self.0.filter(|fault| (fault.place, fault.nth) == (place, nth)).map(|fault| fault.deed)
+    }
+
+    /// Passes a place; `true`: leave.
+    fn pass(&self, place: &str, nth: u64) -> candle_core::Result<bool> {
+        let Some(deed) = self.deed(place, nth) else { return Ok(false) };
+        println!("at {place} {nth}");
+        match deed {
+            Deed::GoOn => Ok(false),
+            Deed::Pause => {
+                std::thread::sleep(Duration::from_millis(500));
+                Ok(false)
+            }
+            Deed::Stay => loop {
+                std::thread::sleep(Duration::from_secs(100));
+            },
+            Deed::Panic => panic!("on purpose"),
+            Deed::Fail => candle_core::bail!("failed on purpose"),
+            Deed::Leave => Ok(true),
+        }
+    }
+}
+
+/// Identity whose backward passes the place "backward".
+struct Backward(Plan, u64);
+
+impl CustomOp1 for Backward {
+    fn name(&self) -> &'static str {
+        "backward"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let CpuStorage::F32(loss) = storage else { panic!("the loss is f32") };
+        Ok((CpuStorage::F32(vec![loss[layout.start_offset()]]), layout.shape().clone()))
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        self.0.pass("backward", self.1)?;
+        Ok(Some(grad.clone()))
+    }
+}
+
+fn train(fault: Option<Fault>, out: &Path, stage: u8, steps: u64) -> candle_zero::Result<()> {
+    let plan = Plan(fault);
+    if plan.pass("start", 0)? {
+        return Ok(());
+    }
+    let config = json!({
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 20_000, "stage3_prefetch_bucket_size": 100_000},
+    });
+    let gpt = GptConfig { n_layer: 3, n_head: 4, n_embd: 64, ctx: 64, vocab: 99, ..GptConfig::preset("nano").unwrap() };
+    let mut engine = Engine::initialize(
+        |vb| {
+            let gpt = Gpt::new(&gpt, vb)?;
+            plan.pass("initialize", 0)?;
+            Ok(gpt)
+        },
+        config,
+    )?;
+    let tokens = |shift: usize| {
+        let numbers = (0..128).map(|i| ((7 * i + 3 * engine.rank() + shift) % 99) as u32);
+        Tensor::from_iter(numbers, &Device::Cpu)?.reshape((2, 64))
+    };
+    let (inputs, targets) = (tokens(0)?, tokens(7)?);
+    for step in 0..steps {
+        let loss = engine.forward(|gpt| {
+            plan.pass("forward", step)?;
+            gpt.loss(&inputs, &targets)?.apply_op1(Backward(Plan(fault), step))
+        })?;
+        if plan.pass("between", step)? {
+            return Ok(());
+        }
+        engine.backward(&loss)?;
+        plan.pass("step", step)?;
+        engine.step()?;
+    }
+    for nth in 0..3 {
+        plan.pass("export", nth)?;
+        engine.export_safetensors(&out.join("model.safetensors"))?;
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "what the tests of this file start on each rank"]
+fn training_program() {
+    let Ok(words) = std::env::var("TEST_FAULT") else { return };
+    let number = |name: &str| std::env::var(name).unwrap().parse::<u64>().unwrap();
+    // The harness has begun a line of its own.
+    println!("\npid {}", std::process::id());
+    let fault = Some(Fault::from_words(&words)).filter(|fault| fault.rank as u64 == number("RANK"));
+    let out = PathBuf::from(std::env::var_os("TEST_OUT").unwrap());
+    if let Err(error) = train(fault, &out, number("TEST_STAGE") as u8, number("TEST_STEPS")) {
+        eprintln!("error: {error}");
+        if fault.is_some() {
+            std::thread::sleep(Duration::from_millis(number("TEST_LINGER_MS")));
+            std::process::exit(7);
+        }
+        std::process::exit(1);
+    }
+}
+
+// ---- running it -------------------------------------------------------------------------------------------------
+
+/// How the program is started, and with which fault.
+#[derive(Clone, Copy)]
+struct Case {
+    fault: Fault,
+    stage: u8,
+    steps: u64,
+    timeout: &'static str,
+    linger_ms: u64,
+    backtrace: &'static str,
+}
+
+fn case(rank: usize, place: &'static str, nth: u64, deed: Deed) -> Case {
+    // So that ten cases in a row meet every stage.
+    let stage = ((rank + nth as usize) % 4) as u8;
+    Case { fault: Fault { rank, place, nth, deed }, stage, steps: 6, timeout: "60s", linger_ms: 0, backtrace: "0" }
+}
+
+/// A run under way.
+struct Run {
+    case: Case,
+    zerorun: Child,
+    lines: Receiver<String>,
+    errors: std::thread::JoinHandle<String>,
+    pids: [Option<i32>; RANKS],
+    /// Temporary folder, folder of the exported model, and what /dev/shm held before.
+    dir: TempDir,
+    shared_memory: BTreeSet<PathBuf>,
+}
+
+fn names_in(dir: &Path) -> BTreeSet<PathBuf> {
+    std::fs::read_dir(dir).map(|entries| entries.map(|e| e.unwrap().path()).collect()).unwrap_or_default()
+}
+
+impl Run {
+    fn start(case: Case) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        ["tmp", "out"].iter().for_each(|name| std::fs::create_dir(dir.path().join(name)).unwrap());
+        let shared_memory = names_in(Path::new("/dev/shm"));
+        let mut command = zerorun();
+        command.args(["--num_ranks", &RANKS.to_string(), "--timeout", case.timeout]);
+        command.arg(std::env::current_exe().unwrap());
+        command.args(as_program(module_path!(), "training_program"));
+        command.env("RAYON_NUM_THREADS", "1").env("CANDLE_NUM_THREADS", "1").env("RUST_BACKTRACE", case.backtrace);
+        command.env("TMPDIR", dir.path().join("tmp")).env("TEST_OUT", dir.path().join("out"));
+        command.env("TEST_FAULT", case.fault.to_words()).env("TEST_STAGE", case.stage.to_string());
+        command.env("TEST_STEPS", case.steps.to_string()).env("TEST_LINGER_MS", case.linger_ms.to_string());
+        let mut zerorun = start(&mut command);
+        let (sender, lines) = channel();
+        let stdout = BufReader::new(zerorun.stdout.take().unwrap());
+        std::thread::spawn(move || stdout.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
+        let mut stderr = zerorun.stderr.take().unwrap();
+        let errors = std::thread::spawn(move || {
+            let mut text = String::new();
+            stderr.read_to_string(&mut text).unwrap();
+            text
+        });
+        Self { case, zerorun, lines, errors, pids: [None; RANKS], dir, shared_memory }
+    }
+
+    /// Reads the ranks' output up to a line that ends with `end`, or to the end.
+    fn read_until(&mut self, end: Option<&str>) {
+        while let Ok(line) = self.lines.recv_timeout(Duration::from_secs(60)) {
+            let (rank, text) = line.strip_prefix("[rank ").unwrap().split_once("] ").unwrap();
+            if let Some(pid) = text.strip_prefix("pid ") {
+                self.pids[rank.parse::<usize>().unwrap()] = Some(pid.parse().unwrap());
+            }
+            if end.is_some_and(|end| text.ends_with(end)) {
+                return;
+            }
+        }
+        assert!(end.is_none(), "the output ended, or was silent for a minute, before {end:?}: {:?}", self.case.fault);
+    }
+
+    /// Waits until the rank of the fault is there; gives its process.
+    fn wait_for_the_place(&mut self) -> Pid {
+        let Fault { rank, place, nth, .. } = self.case.fault;
+        self.read_until(Some(&format!("at {place} {nth}")));
+        Pid::from_raw(self.pids[rank].unwrap()).unwrap()
+    }
+
+    /// Waits for the end of everything and checks what holds after every fault.
+    fn end(mut self) -> Ended {
+        self.read_until(None);
+        let status = self.zerorun.wait().unwrap();
+        let errors = self.errors.join().unwrap();
+        let pids: Vec<i32> = self.pids.iter().flatten().copied().collect();
+        wait_until_gone(&pids);
+        assert_eq!(names_in(&self.dir.path().join("tmp")), BTreeSet::new(), "left in the temporary folder");
+        // Other programs of this machine may use it too, for a moment.
+        wait_for("/dev/shm to be as before", || {
+            names_in(Path::new("/dev/shm")).is_subset(&self.shared_memory).then_some(())
+        });
+        let exported = names_in(&self.dir.path().join("out"));
+        let complete = self.dir.path().join("out/model.safetensors");
+        assert!(exported.iter().all(|path| *path == complete), "left beside the exported file: {exported:?}");
+        Ended { rank: self.case.fault.rank, status, errors }
+    }
+}
+
+/// How it ended.
+struct Ended {
+    /// The rank of the fault.
+    rank: usize,
+    status: ExitStatus,
+    errors: String,
+}
+
+impl Ended {
+    /// Each of the other ranks has said `what` and ended by itself; `zerorun` ends with `code` and blames the right
+    /// one with `deed`.
+    fn check(&self, what: &str, code: i32, deed: &str) {
+        let Self { rank: culprit, status, errors } = self;
+        for rank in (0..RANKS).filter(|rank| rank != culprit) {
+            let own =
+                |line: &&str| line.strip_prefix(&format!("[rank {rank}] error: ")).is_some_and(|e| e.contains(what));
+            assert!(errors.lines().any(|line| own(&line)), "rank {rank} has not said `{what}`:\n{errors}");
+        }
+        let report = errors.split_once("zerorun: rank ").unwrap_or_else(|| panic!("{errors}")).1;
+        assert!(report.starts_with(&format!("{culprit} failed first: {deed}")), "{errors}");
+        let others = ["ranks 1-3", "ranks 0, 2-3", "ranks 0-1, 3", "ranks 0-2"][*culprit];
+        assert!(report.contains(&format!("zerorun:   {others}: ended with exit code 1 by itself\n")), "{errors}");
+        assert_eq!(status.code(), Some(code), "{errors}");
+    }
+}
+
+fn killed(case: Case, delay_ms: u64) {
+    let mut run = Run::start(case);
+    let pid = run.wait_for_the_place();
+    std::thread::sleep(Duration::from_millis(delay_ms));
+    kill_process(pid, Signal::KILL).unwrap();
+    let at = Instant::now();
+    let ended = run.end();
+    assert!(at.elapsed() < LIMIT, "{:?}", at.elapsed());
+    let what = format!("rank {} died (its process was killed by SIGKILL (9))", case.fault.rank);
+    ended.check(&what, 137, "it was killed by SIGKILL (9)");
+}
+
+#[test]
+fn a_rank_that_is_killed_is_named_by_all_others_within_seconds() {
+    killed(case(1, "start", 0, Deed::Stay), 0);
+    killed(case(3, "initialize", 0, Deed::Stay), 10);
+    killed(Case { steps: 1000, ..case(2, "initialize", 0, Deed::GoOn) }, 1);
+    killed(case(0, "forward", 3, Deed::Stay), 5);
+    killed(case(2, "between", 1, Deed::Stay), 0);
+    // In full run, wherever it may be.
+    killed(Case { steps: 1000, ..case(1, "step", 3, Deed::GoOn) }, 0);
+    killed(Case { steps: 1000, ..case(3, "step", 2, Deed::GoOn) }, 4);
+    killed(Case { steps: 1000, ..case(2, "step", 0, Deed::GoOn) }, 9);
+    killed(Case { steps: 1000, ..case(0, "step", 3, Deed::GoOn) }, 17);
+    killed(case(1, "export", 2, Deed::Stay), 0);
+}
+
+#[test]
+fn a_rank_that_panics_is_named_by_all_others_within_seconds() {
+    for (rank, place, nth) in [
+        (0, "initialize", 0),
+        (3, "initialize", 0),
+        (1, "forward", 0),
+        (2, "forward", 3),
+        (3, "between", 2),
+        (0, "backward", 1),
+        (2, "backward", 1),
+        (1, "step", 3),
+        (3, "step", 0),
+        (2, "export", 1),
+    ] {
+        let mut run = Run::start(case(rank, place, nth, Deed::Panic));
+        run.wait_for_the_place();
+        let at = Instant::now();
+        let ended = run.end();
+        assert!(at.elapsed() < LIMIT, "{:?}", at.elapsed());
+        let what = format!("rank {rank} stopped (it panicked; its own output tells where)");
+        ended.check(&what, 101, "it ended with exit code 101");
+        assert!(ended.errors.contains("\nzerorun:   | on purpose\n"), "{}", ended.errors);
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_early_is_named_by_all_others_and_its_exit_code_0_does_not_count() {
+    for (rank, place, nth) in [
+        (2, "start", 0),
+        (0, "between", 0),
+        (1, "between", 1),
+        (2, "between", 2),
+        (3, "between", 3),
+        (0, "between", 3),
+        (1, "between", 4),
+        (2, "between", 4),
+        (3, "between", 5),
+        (0, "between", 5),
+    ] {
+        let mut run = Run::start(case(rank, place, nth, Deed::Leave));
+        run.wait_for_the_place();
+        let at = Instant::now();
+        let ended = run.end();
+        assert!(at.elapsed() < LIMIT, "{:?}", at.elapsed());
+        let deed = "it left the job while other ranks needed it, and ended with exit code 0";
+        ended.check(&format!("rank {rank} has left the job"), 1, deed);
+    }
+}
+
+#[test]
+fn a_rank_that_fails_and_lingers_is_blamed_although_the_others_end_first() {
+    // An error inside an engine's method, which tells the others; its process ends a second later, or not at all.
+    let slow = Case { linger_ms: 1000, ..case(3, "forward", 1, Deed::Fail) };
+    // Candle adds a backtrace to its messages; the others' messages stay readable.
+    let ended = Run::start(Case { backtrace: "1", ..slow }).end();
+    ended.check("rank 3 stopped (failed on purpose)", 7, "it ended with exit code 7");
+    let report = "\nzerorun:   | error: failed on purpose\nzerorun:   ranks 0-2: ended";
+    assert!(ended.errors.contains(report), "{}", ended.errors);
+    let never = Case { linger_ms: 100_000, ..case(0, "backward", 1, Deed::Fail) };
+    let ended = Run::start(never).end();
+    ended.check("rank 0 stopped (failed on purpose)", 1, "it gave up after an error, and was stopped by zerorun");
+    // An error of the script's own, which the engine does not see: the rank leaves in good order, and then fails.
+    let unseen = Case { linger_ms: 500, ..case(1, "between", 2, Deed::Fail) };
+    Run::start(unseen).end().check("rank 1 has left the job", 7, "it ended with exit code 7");
+}
+
+#[test]
+fn a_rank_that_is_stopped_is_named_when_its_heart_has_been_silent_for_eight_seconds() {
+    let mut run = Run::start(Case { steps: 1000, ..case(2, "step", 1, Deed::GoOn) });
+    let pid = run.wait_for_the_place();
+    kill_process(pid, Signal::STOP).unwrap();
+    let at = Instant::now();
+    let ended = run.end();
+    assert!(at.elapsed() > Duration::from_secs(8) && at.elapsed() < Duration::from_secs(16), "{:?}", at.elapsed());
+    let deed = "it showed no sign of life for too long, and was stopped by zerorun with SIGTERM";
+    ended.check("rank 2 has shown no sign of life for 8 s", 1, deed);
+}
+
+#[test]
+fn a_rank_that_hangs_in_code_of_the_script_is_a_timeout_that_names_it() {
+    let mut run = Run::start(Case { timeout: "3s", ..case(1, "between", 1, Deed::Stay) });
+    run.wait_for_the_place();
+    let at = Instant::now();
+    let ended = run.end();
+    assert!(at.elapsed() > Duration::from_secs(3) && at.elapsed() < LIMIT, "{:?}", at.elapsed());
+    let deed = "other ranks waited for it longer than they may (--timeout), and it was stopped by zerorun with SIGTERM";
+    ended.check("waited 3s for rank 1", 1, deed);
+}
+
+#[test]
+fn a_job_that_was_suspended_for_longer_than_a_heartbeat_may_be_silent_goes_on() {
+    let mut run = Run::start(Case { timeout: "5s", ..case(3, "between", 1, Deed::Pause) });
+    run.wait_for_the_place();
+    // The others have begun to wait for it.
+    std::thread::sleep(Duration::from_millis(200));
+    send(Signal::TSTP, &run.zerorun);
+    std::thread::sleep(Duration::from_secs(10));
+    assert!(run.lines.try_recv().is_err(), "it was not stopped");
+    send(Signal::CONT, &run.zerorun);
+    let ended = run.end();
+    assert!(ended.status.success(), "{}", ended.errors);
+}

@@ -1,0 +1,12 @@
+//! `zerorun` as the launcher of ranks: how they start, fail, end and start again.
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod bad_input;
+mod faults;
+mod ranks;
+mod restarts;
+mod script;
+mod train_gpt;

@@ -1,0 +1,131 @@
+//! Models that know nothing of this library: trained as they stand, or refused by name where Candle cuts their graph.
+
+use candle_core::{DType, Device, Tensor};
+use candle_nn::{LayerNorm, Linear, Module, VarBuilder, layer_norm, linear};
+use candle_transformers::models::stable_diffusion::unet_2d_blocks::{UNetMidBlock2D, UNetMidBlock2DConfig};
+use candle_transformers::models::stable_diffusion::vae::{AutoEncoderKL, AutoEncoderKLConfig};
+use candle_zero::comm::threads;
+use candle_zero::{Engine, Error};
+use serde_json::{Value, json};
+
+const WORLD: usize = 2;
+
+fn config(stage: u8) -> Value {
+    json!({
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+        "zero_optimization": {
+            "stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
+        },
+    })
+}
+
+/// An image of `channels` x 8 x 8 with something in it, different for each rank.
+fn image(channels: usize, rank: usize) -> Tensor {
+    let pixel = |i: usize| ((i * (7 + rank)) % 16) as f32 / 8.0 - 1.0;
+    Tensor::from_iter((0..channels * 64).map(pixel), &Device::Cpu).unwrap().reshape((1, channels, 8, 8)).unwrap()
+}
+
+/// The losses of every rank over some steps.
+fn train<M>(
+    stage: u8,
+    build: impl Fn(VarBuilder<'_>) -> candle_core::Result<M> + Sync,
+    loss: impl Fn(&M, usize) -> candle_core::Result<Tensor> + Sync,
+) -> Vec<Vec<f32>> {
+    let results = threads::run(WORLD, |comm| {
+        let rank = comm.rank();
+        let mut engine = Engine::builder().communicator(comm).initialize(&build, config(stage))?;
+        let mut losses = vec![];
+        for _ in 0..12 {
+            let value = engine.forward(|model| loss(model, rank))?;
+            losses.push(value.to_dtype(DType::F32)?.to_scalar::<f32>()?);
+            engine.backward(&value)?;
+            engine.step()?;
+        }
+        Ok(losses)
+    });
+    results.unwrap().into_iter().map(|r| r.unwrap()).collect()
+}
+
+#[test]
+fn the_autoencoder_of_stable_diffusion_trains_at_every_stage() {
+    let sizes = || AutoEncoderKLConfig {
+        block_out_channels: vec![8, 16],
+        layers_per_block: 1,
+        latent_channels: 4,
+        norm_num_groups: 4,
+        use_quant_conv: true,
+        use_post_quant_conv: true,
+    };
+    for stage in 0..4 {
+        let losses = train(
+            stage,
+            |vb| AutoEncoderKL::new(vb, 3, 3, sizes()),
+            // The model draws its latent sample from an unseeded generator, so bits cannot be compared here.
+            |model, rank| {
+                let x = image(3, rank);
+                (model.decode(&model.encode(&x)?.sample()?)? - x)?.sqr()?.mean_all()
+            },
+        );
+        for losses in losses {
+            let (first, last) = (losses[0], losses[losses.len() - 1]);
+            assert!(last < first * 0.9, "stage {stage}: {losses:?}");
+        }
+    }
+}
+
+#[test]
+fn residual_and_attention_blocks_of_a_unet_give_the_same_bits_at_every_stage() {
+    let run = |stage| {
+        let sizes =
+            UNetMidBlock2DConfig { resnet_groups: Some(4), attn_num_head_channels: Some(8), ..Default::default() };
+        train(
+            stage,
+            move |vb| UNetMidBlock2D::new(vb, 16, None, sizes),
+            |model, rank| {
+                let x = image(16, rank);
+                (model.forward(&x, None)? - x.roll(1, 3)?)?.sqr()?.mean_all()
+            },
+        )
+    };
+    let reference = run(0);
+    assert!(reference[0][11] < reference[0][0] * 0.9, "{reference:?}");
+    for stage in 1..4 {
+        assert_eq!(run(stage), reference, "stage {stage}");
+    }
+}
+
+/// A model as people write it: candle-nn's LayerNorm runs as a fused operation without backward.
+struct Cut {
+    l1: Linear,
+    norm: LayerNorm,
+    l2: Linear,
+}
+
+#[test]
+fn a_model_whose_graph_is_cut_is_refused_with_the_names_of_its_parameters() {
+    let build = |vb: VarBuilder<'_>| {
+        Ok(Cut {
+            l1: linear(6, 6, vb.pp("l1"))?,
+            norm: layer_norm(6, 1e-5, vb.pp("norm"))?,
+            l2: linear(6, 1, vb.pp("l2"))?,
+        })
+    };
+    for stage in 0..4 {
+        let results = threads::run(WORLD, |comm| {
+            let mut engine = Engine::builder().communicator(comm).initialize(build, config(stage))?;
+            let x = Tensor::ones((2, 6), DType::F32, &Device::Cpu)?;
+            let run = |m: &Cut| m.l2.forward(&m.norm.forward(&m.l1.forward(&x)?)?)?.sqr()?.mean_all();
+            let loss = engine.forward(run)?;
+            let error = engine.backward(&loss).unwrap_err();
+            // The engine does not go on after this.
+            assert!(matches!(engine.forward(run), Err(Error::Stopped(_))));
+            Ok(error.to_string())
+        });
+        for error in results.unwrap() {
+            insta::allow_duplicates! {
+                insta::assert_snapshot!(error.unwrap(), @"4 trainable parameters received no gradient in the first backward: l1.weight, l1.bias, norm.weight, norm.bias. Either the model does not use them, or an operation without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa do; use candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow");
+            }
+        }
+    }
+}

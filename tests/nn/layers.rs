@@ -1,0 +1,270 @@
+//! Every layer op: values and gradients against the same function composed of Candle's ops in f64, and gradients
+//! against finite differences of the op itself.
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_zero::nn::{self, Activation, Then, WeightLayout, composed};
+
+/// Numbers in [-1, 1) that differ from seed to seed.
+fn numbers(n: usize, seed: u32) -> Vec<f32> {
+    let mix = |i: u32| {
+        let mut x = i.wrapping_mul(0x9E37_79B1).wrapping_add(seed.wrapping_mul(0x85EB_CA77)) ^ 0x5A5A_1234;
+        x = (x ^ (x >> 15)).wrapping_mul(0x2C1B_3C6D);
+        x = (x ^ (x >> 12)).wrapping_mul(0x297A_2D39);
+        x ^ (x >> 15)
+    };
+    (0..n as u32).map(|i| mix(i) as f32 / 2f32.powi(31) - 1.0).collect()
+}
+
+/// A tensor of such numbers, rounded to `dtype`.
+fn tensor(shape: &[usize], seed: u32, dtype: DType) -> Tensor {
+    let data = numbers(shape.iter().product(), seed);
+    Tensor::from_vec(data, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap()
+}
+
+type Function = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
+
+struct Case {
+    name: String,
+    /// Shapes of the differentiable arguments.
+    shapes: Vec<Vec<usize>>,
+    op: Function,
+    composed: Function,
+    /// 16-bit numbers are rounded on the way too, as products of 16-bit operands demand: probabilities in attention,
+    /// logits before a softmax, the value before an activation.
+    rounds_on_the_way: bool,
+}
+
+fn case(
+    name: impl Into<String>,
+    shapes: &[&[usize]],
+    op: impl Fn(&[Tensor]) -> Result<Tensor> + 'static,
+    composed: impl Fn(&[Tensor]) -> Result<Tensor> + 'static,
+) -> Case {
+    let shapes = shapes.iter().map(|s| s.to_vec()).collect();
+    let (op, composed): (Function, Function) = (Box::new(op), Box::new(composed));
+    Case { name: name.into(), shapes, op, composed, rounds_on_the_way: false }
+}
+
+fn rounding_on_the_way(case: Case) -> Case {
+    Case { rounds_on_the_way: true, ..case }
+}
+
+fn ids(shape: &[usize], below: u32) -> Tensor {
+    let n = shape.iter().product::<usize>() as u32;
+    Tensor::from_iter((0..n).map(|i| (i * 7 + i * i * 3) % below), &Device::Cpu).unwrap().reshape(shape).unwrap()
+}
+
+fn onto(activation: Option<Activation>, residual: &Tensor) -> Then<'_> {
+    Then { activation, residual: Some(residual) }
+}
+
+fn cases() -> Vec<Case> {
+    let mut all = Vec::new();
+    for (rows, inputs, outputs) in [(vec![3, 2], 5, 4), (vec![1], 1, 1), (vec![2, 7], 33, 3), (vec![131], 6, 259)] {
+        for layout in [WeightLayout::OutIn, WeightLayout::InOut] {
+            let x = [&rows[..], &[inputs]].concat();
+            let w = if layout == WeightLayout::OutIn { [outputs, inputs] } else { [inputs, outputs] };
+            all.push(case(
+                format!("linear {rows:?} {inputs}->{outputs} {layout:?}"),
+                &[&x, &w],
+                move |a| nn::linear(&a[0], &a[1], None, layout),
+                move |a| composed::linear(&a[0], &a[1], None, layout),
+            ));
+            all.push(case(
+                format!("linear {rows:?} {inputs}->{outputs} {layout:?} with bias"),
+                &[&x, &w, &[outputs]],
+                move |a| nn::linear(&a[0], &a[1], Some(&a[2]), layout),
+                move |a| composed::linear(&a[0], &a[1], Some(&a[2]), layout),
+            ));
+        }
+    }
+    for (shape, rows, width) in [(vec![2, 5], 7, 3), (vec![40], 150, 9), (vec![1, 1], 1, 1)] {
+        let (i, j) = (ids(&shape, rows as u32), ids(&shape, rows as u32));
+        all.push(case(
+            format!("embedding {shape:?} of {rows}x{width}"),
+            &[&[rows, width]],
+            move |a| nn::embedding(&i, &a[0]),
+            move |a| composed::embedding(&j, &a[0]),
+        ));
+    }
+    for shape in [vec![3, 5], vec![2, 3, 33], vec![150, 4]] {
+        let width = shape[shape.len() - 1];
+        all.push(case(
+            format!("layer_norm {shape:?}"),
+            &[&shape, &[width], &[width]],
+            |a| nn::layer_norm(&a[0], &a[1], &a[2], 1e-5),
+            |a| composed::layer_norm(&a[0], &a[1], &a[2], 1e-5),
+        ));
+    }
+    // Scaled, so that both tails and the bend are met.
+    all.push(case(
+        "gelu_tanh",
+        &[&[3, 1501]],
+        |a| nn::gelu_tanh(&(&a[0] * 8.0)?),
+        |a| composed::gelu_tanh(&(&a[0] * 8.0)?),
+    ));
+    for (batch, time, heads, head) in [(2, 5, 3, 4), (1, 1, 1, 1), (2, 67, 2, 5), (1, 130, 1, 3)] {
+        all.push(rounding_on_the_way(case(
+            format!("causal_attention {batch} x {time}, {heads} heads of {head}"),
+            &[&[batch, time, 3 * heads * head]],
+            move |a| nn::causal_attention(&(&a[0] * 2.0)?, heads),
+            move |a| composed::causal_attention(&(&a[0] * 2.0)?, heads),
+        )));
+    }
+    for (batch, time, heads, kv_heads, head) in [(2, 5, 4, 2, 4), (1, 70, 6, 1, 3), (1, 33, 2, 2, 64)] {
+        let (q, kv) = ([batch, time, heads * head], [batch, time, kv_heads * head]);
+        all.push(rounding_on_the_way(case(
+            format!("grouped_attention {batch} x {time}, {heads} heads and {kv_heads} of {head}"),
+            &[&q, &kv, &kv],
+            move |a| nn::grouped_attention(&(&a[0] * 2.0)?, &a[1], &a[2], heads, kv_heads),
+            move |a| composed::grouped_attention(&(&a[0] * 2.0)?, &a[1], &a[2], heads, kv_heads),
+        )));
+    }
+    for activation in [None, Some(Activation::GeluTanh), Some(Activation::Silu)] {
+        let (rows, inputs, outputs) = (19, 7, 35);
+        let all_shapes: [&[usize]; 4] = [&[rows, inputs], &[inputs, outputs], &[outputs], &[rows, outputs]];
+        all.push(rounding_on_the_way(case(
+            format!("linear_then {activation:?}"),
+            &all_shapes,
+            move |a| nn::linear_then(&a[0], &a[1], Some(&a[2]), WeightLayout::InOut, onto(activation, &a[3])),
+            move |a| composed::linear_then(&a[0], &a[1], Some(&a[2]), WeightLayout::InOut, onto(activation, &a[3])),
+        )));
+    }
+    for shape in [vec![3, 17], vec![1, 2], vec![2, 3, 64]] {
+        let width = [shape[shape.len() - 1]];
+        all.push(case(
+            format!("rms_norm {shape:?}"),
+            &[&shape, &width],
+            |a| nn::rms_norm(&a[0], &a[1], 1e-5),
+            |a| composed::rms_norm(&a[0], &a[1], 1e-5),
+        ));
+        all.push(case(format!("silu {shape:?}"), &[&shape], |a| nn::silu(&a[0]), |a| composed::silu(&a[0])));
+        let two: [&[usize]; 2] = [&shape, &shape];
+        let (op, composed) = (|a: &[Tensor]| nn::swiglu(&a[0], &a[1]), |a: &[Tensor]| composed::swiglu(&a[0], &a[1]));
+        all.push(case(format!("swiglu {shape:?}"), &two, op, composed));
+        all.push(case(format!("add {shape:?}"), &two, |a| nn::add(&a[0], &a[1]), |a| &a[0] + &a[1]));
+    }
+    for (batch, time, heads, head) in [(2, 5, 3, 4), (1, 1, 1, 2), (1, 40, 2, 64)] {
+        let rotary = nn::Rotary::new(head, 64, 10_000.0).unwrap();
+        all.push(case(
+            format!("rotary {batch} x {time}, {heads} heads of {head}"),
+            &[&[batch, time, heads * head]],
+            move |a| rotary.forward(&a[0]),
+            move |a| composed::rotary(&a[0], head, 10_000.0),
+        ));
+    }
+    for (layout, classes) in [(WeightLayout::OutIn, 11), (WeightLayout::InOut, 300)] {
+        let targets = ids(&[2, 9], classes as u32);
+        let weight = if layout == WeightLayout::OutIn { [classes, 5] } else { [5, classes] };
+        let again = targets.clone();
+        all.push(rounding_on_the_way(case(
+            format!("linear_cross_entropy {layout:?}"),
+            &[&[2, 9, 5], &weight],
+            move |a| nn::linear_cross_entropy(&a[0], &a[1], layout, &targets),
+            move |a| composed::cross_entropy(&composed::linear(&a[0], &a[1], None, layout)?, &again),
+        )));
+    }
+    for shape in [vec![2, 3, 11], vec![5, 33], vec![1, 1]] {
+        let classes = shape[shape.len() - 1] as u32;
+        let (i, j) = (ids(&shape[..shape.len() - 1], classes), ids(&shape[..shape.len() - 1], classes));
+        all.push(case(
+            format!("cross_entropy {shape:?}"),
+            &[&shape],
+            move |a| nn::cross_entropy(&(&a[0] * 4.0)?, &i),
+            move |a| composed::cross_entropy(&(&a[0] * 4.0)?, &j),
+        ));
+    }
+    all
+}
+
+fn flat(t: &Tensor) -> Vec<f64> {
+    t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// The result and every argument's gradient, for a gradient of the result that has the same values in every dtype.
+fn run(function: &Function, args: &[Tensor]) -> (Vec<f64>, Vec<Vec<f64>>) {
+    let vars: Vec<Var> = args.iter().map(|a| Var::from_tensor(a).unwrap()).collect();
+    let tensors: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
+    let y = function(&tensors).unwrap();
+    let grad = tensor(y.dims(), 99, DType::BF16).to_dtype(DType::F16).unwrap().to_dtype(y.dtype()).unwrap();
+    let grads = y.mul(&grad).unwrap().sum_all().unwrap().backward().unwrap();
+    (flat(&y), tensors.iter().map(|t| flat(grads.get(t).expect("a gradient for every argument"))).collect())
+}
+
+/// Asserts that `got` is `want` up to `relative` of each value and `absolute` of the largest.
+fn close(got: &[f64], want: &[f64], relative: f64, absolute: f64, what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}: number of elements");
+    let largest = want.iter().fold(1e-3f64, |m, x| m.max(x.abs()));
+    for (i, (g, w)) in got.iter().zip(want).enumerate() {
+        assert!((g - w).abs() <= relative * w.abs() + absolute * largest, "{what}: element {i} is {g}, not {w}");
+    }
+}
+
+fn compare(dtype: DType, composed_tolerance: f64, relative: f64, absolute: f64) {
+    for case in cases() {
+        let args: Vec<Tensor> = (0..).zip(&case.shapes).map(|(i, s)| tensor(s, i, dtype)).collect();
+        // Of the largest element: what is rounded on the way is as large as that, and errors add up.
+        let absolute = if case.rounds_on_the_way && dtype != DType::F32 { 4.0 * relative } else { absolute };
+        let args_f64: Vec<Tensor> = args.iter().map(|a| a.to_dtype(DType::F64).unwrap()).collect();
+        let (y, grads) = run(&case.op, &args);
+        let (want_y, want_grads) = run(&case.composed, &args_f64);
+        close(&y, &want_y, relative, absolute, &format!("{} {dtype:?} value", case.name));
+        let (_, composed_grads) = run(&case.composed, &args);
+        for (i, want) in want_grads.iter().enumerate() {
+            close(&grads[i], want, relative, absolute, &format!("{} {dtype:?} gradient {i}", case.name));
+            let what = format!("{} {dtype:?} composed gradient {i}", case.name);
+            close(&composed_grads[i], want, composed_tolerance, composed_tolerance, &what);
+        }
+    }
+}
+
+#[test]
+fn f32_values_and_gradients_are_those_of_f64_up_to_rounding() {
+    compare(DType::F32, 1e-5, 1e-6, 4e-6);
+}
+
+// One rounding, at most 2^-8 of the value in bf16 and 2^-11 in f16, and what f32 sums add. (The powers of two by which
+// some arguments are scaled round nothing.)
+
+#[test]
+fn bf16_values_and_gradients_are_rounded_once() {
+    compare(DType::BF16, 3e-2, 2f64.powi(-8), 4e-6);
+}
+
+#[test]
+fn f16_values_and_gradients_are_rounded_once() {
+    compare(DType::F16, 4e-3, 2f64.powi(-11), 4e-6);
+}
+
+#[test]
+fn gradients_are_the_slopes_of_the_values() {
+    let step = 2f32.powi(-7);
+    for case in cases() {
+        let args: Vec<Tensor> = (0..).zip(&case.shapes).map(|(i, s)| tensor(s, i, DType::F32)).collect();
+        let weights = {
+            let y = (case.op)(&args).unwrap();
+            flat(&tensor(y.dims(), 99, DType::BF16))
+        };
+        let value =
+            |args: &[Tensor]| -> f64 { flat(&(case.op)(args).unwrap()).iter().zip(&weights).map(|(y, w)| y * w).sum() };
+        let (_, grads) = run(&case.op, &args);
+        for (a, grad) in grads.iter().enumerate() {
+            let largest = grad.iter().fold(0.05f64, |m, x| m.max(x.abs()));
+            let data: Vec<f32> = args[a].flatten_all().unwrap().to_vec1().unwrap();
+            // A spread of elements of large arguments, all of small ones.
+            for i in (0..data.len()).step_by(data.len().div_ceil(40)) {
+                let shifted = |by: f32| {
+                    let mut data = data.clone();
+                    data[i] += by;
+                    let mut args = args.clone();
+                    args[a] = Tensor::from_vec(data, args[a].shape(), &Device::Cpu).unwrap();
+                    value(&args)
+                };
+                let slope = (shifted(step) - shifted(-step)) / f64::from(2.0 * step);
+                // The third derivative bounds the difference; scaled arguments have a large one.
+                let error = (slope - grad[i]).abs();
+                assert!(error <= 5e-3 * largest, "{} argument {a} element {i}: {slope} not {}", case.name, grad[i]);
+            }
+        }
+    }
+}

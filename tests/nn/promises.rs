@@ -1,0 +1,256 @@
+//! What the layers promise beyond right values: bits, memory, refusals.
+
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Tensor, Var};
+use candle_zero::nn::{self, WeightLayout};
+use std::sync::Mutex;
+
+fn tensor(shape: &[usize], seed: u32) -> Tensor {
+    let n = shape.iter().product::<usize>() as u32;
+    let data = (0..n).map(|i| ((i ^ seed.wrapping_mul(0x85EB_CA77)).wrapping_mul(2_654_435_761) >> 8) as f32);
+    Tensor::from_iter(data.map(|x| x / 8_388_608.0 - 1.0), &Device::Cpu).unwrap().reshape(shape).unwrap()
+}
+
+fn ids(shape: &[usize], below: u32) -> Tensor {
+    let n = shape.iter().product::<usize>() as u32;
+    Tensor::from_iter((0..n).map(|i| (i * 7 + 3) % below), &Device::Cpu).unwrap().reshape(shape).unwrap()
+}
+
+fn bits(t: &Tensor) -> Vec<f32> {
+    t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// A small network of every op, and the variables in it.
+fn network(dtype: DType) -> (Tensor, Vec<Var>) {
+    let shapes: [&[usize]; 8] = [&[50, 24], &[24], &[24], &[24, 72], &[72], &[300, 24], &[300], &[50, 300]];
+    let vars: Vec<Var> = (0..)
+        .zip(shapes)
+        .map(|(i, shape)| Var::from_tensor(&tensor(shape, i).to_dtype(dtype).unwrap()).unwrap())
+        .collect();
+    let x = nn::embedding(&ids(&[3, 90], 50), &vars[0]).unwrap();
+    let x = nn::layer_norm(&x, &vars[1], &vars[2], 1e-5).unwrap();
+    let x = nn::linear(&x, &vars[3], Some(&vars[4]), WeightLayout::InOut).unwrap();
+    let x = nn::causal_attention(&x, 4).unwrap();
+    let x = nn::linear(&x, &vars[5], Some(&vars[6]), WeightLayout::OutIn).unwrap();
+    let x = nn::linear(&nn::gelu_tanh(&x).unwrap(), &vars[7], None, WeightLayout::OutIn).unwrap();
+    (nn::cross_entropy(&x, &ids(&[3, 90], 50)).unwrap(), vars)
+}
+
+#[test]
+fn any_number_of_threads_gives_the_same_bits() {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let run = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            pool.install(|| {
+                let (loss, vars) = network(dtype);
+                let grads = loss.backward().unwrap();
+                let grads: Vec<_> = vars.iter().map(|v| bits(grads.get(v).unwrap())).collect();
+                (bits(&loss), grads)
+            })
+        };
+        let one = run(1);
+        assert!(one.1.iter().flatten().any(|x| *x != 0.0));
+        assert!(one == run(2) && one == run(3), "{dtype:?}");
+    }
+}
+
+#[test]
+fn rows_do_not_depend_on_how_many_rows_there_are() {
+    let (w, b, qkv_w) = (tensor(&[24, 40], 1), tensor(&[40], 2), tensor(&[48, 24], 3));
+    type Function = Box<dyn Fn(&Tensor) -> Tensor>;
+    let functions: [(&str, Function); 4] = [
+        ("linear in-out", Box::new(move |x| nn::linear(x, &w, Some(&b), WeightLayout::InOut).unwrap())),
+        ("linear out-in", Box::new(move |x| nn::linear(x, &qkv_w, None, WeightLayout::OutIn).unwrap())),
+        ("layer_norm", Box::new(|x| nn::layer_norm(x, &tensor(&[24], 4), &tensor(&[24], 5), 1e-5).unwrap())),
+        ("causal_attention", Box::new(|x| nn::causal_attention(x, 2).unwrap())),
+    ];
+    let x = tensor(&[200, 3, 24], 6);
+    for (name, f) in functions {
+        let all = Var::from_tensor(&x).unwrap();
+        let y = f(&all);
+        let grad = y.sqr().unwrap().sum_all().unwrap().backward().unwrap().remove(&all).unwrap();
+        for rows in [1, 2, 47] {
+            let some = Var::from_tensor(&x.narrow(0, 150, rows).unwrap()).unwrap();
+            let z = f(&some);
+            let z_grad = z.sqr().unwrap().sum_all().unwrap().backward().unwrap().remove(&some).unwrap();
+            assert!(bits(&z) == bits(&y.narrow(0, 150, rows).unwrap()), "{name}, {rows} rows");
+            assert!(bits(&z_grad) == bits(&grad.narrow(0, 150, rows).unwrap()), "{name}, gradient, {rows} rows");
+        }
+    }
+}
+
+#[test]
+fn views_give_what_their_copies_give() {
+    // Transposed, cut out of a larger tensor, and broadcast: none of them contiguous.
+    let x = tensor(&[6, 4, 5], 0).transpose(0, 1).unwrap();
+    let wide = tensor(&[4, 9, 24], 1).narrow(1, 2, 6).unwrap();
+    let (w, b) = (tensor(&[9, 5], 2).t().unwrap(), tensor(&[1], 3).broadcast_as(9).unwrap());
+    let run = |copy: bool| {
+        let arg = |t: &Tensor| if copy { t.contiguous().unwrap() } else { t.clone() };
+        let [x, wide, w, b] = [&x, &wide, &w, &b].map(|t| Var::from_tensor(&t.contiguous().unwrap()).unwrap());
+        // The variables are contiguous; what the ops see are views of them again.
+        let view = |v: &Var| arg(&v.transpose(0, v.rank() - 1).unwrap().contiguous().unwrap());
+        let (xt, wt) = (view(&x).transpose(0, 2).unwrap(), view(&w).t().unwrap());
+        let (xt, wt) = (arg(&xt), arg(&wt));
+        assert_eq!(xt.is_contiguous(), copy);
+        let y = nn::linear(&xt, &wt, Some(&b), WeightLayout::InOut).unwrap();
+        let n = nn::layer_norm(
+            &xt,
+            &arg(&wide.narrow(2, 0, 1).unwrap().flatten_all().unwrap()).narrow(0, 3, 5).unwrap(),
+            &tensor(&[5], 9),
+            1e-5,
+        )
+        .unwrap();
+        let a = nn::causal_attention(&arg(&wide.transpose(0, 1).unwrap()), 2).unwrap();
+        let g = nn::gelu_tanh(&arg(&a.transpose(1, 2).unwrap())).unwrap();
+        let e = nn::embedding(&arg(&ids(&[3, 4], 5).t().unwrap()), &wt).unwrap();
+        let c = nn::cross_entropy(&arg(&y.transpose(0, 1).unwrap()), &arg(&ids(&[4, 6], 9).t().unwrap())).unwrap();
+        // Gradients that come back as views: of a transpose and of a broadcast.
+        let all = [y.transpose(0, 2), n.transpose(0, 1), g.transpose(0, 1), e.transpose(0, 1)];
+        let sum =
+            all.into_iter().fold(c.clone(), |sum, t| (sum + t.unwrap().sqr().unwrap().sum_all().unwrap()).unwrap());
+        let grads = sum.backward().unwrap();
+        let values = [&y, &n, &a, &g, &e, &c].map(bits).to_vec();
+        (values, [&x, &wide, &w, &b].map(|v| bits(grads.get(v).unwrap())).to_vec())
+    };
+    let (views, copies) = (run(false), run(true));
+    assert!(views.0 == copies.0);
+    assert!(views.1 == copies.1);
+}
+
+#[test]
+fn half_gradients_are_summed_in_f32() {
+    // Summed one after another, ones stop at 256 in bf16 and at 2048 in f16.
+    for (dtype, n) in [(DType::BF16, 1024), (DType::F16, 8192)] {
+        let table = Var::zeros((3, 2), dtype, &Device::Cpu).unwrap();
+        let looked_up = nn::embedding(&Tensor::ones(n, DType::U32, &Device::Cpu).unwrap(), &table).unwrap();
+        let ones = looked_up.ones_like().unwrap();
+        let grads = looked_up.mul(&ones).unwrap().sum_all().unwrap().backward().unwrap();
+        assert_eq!(bits(grads.get(&table).unwrap()), [0.0, 0.0, n as f32, n as f32, 0.0, 0.0]);
+
+        let weight = Var::ones((1, 2), dtype, &Device::Cpu).unwrap();
+        let bias = Var::zeros(2, dtype, &Device::Cpu).unwrap();
+        let x = Tensor::ones((n, 1), dtype, &Device::Cpu).unwrap();
+        let y = nn::linear(&x, &weight, Some(&bias), WeightLayout::InOut).unwrap();
+        let grads = y.mul(&y.ones_like().unwrap()).unwrap().sum_all().unwrap().backward().unwrap();
+        assert_eq!(bits(grads.get(&weight).unwrap()), [n as f32; 2]);
+        assert_eq!(bits(grads.get(&bias).unwrap()), [n as f32; 2]);
+    }
+}
+
+#[test]
+fn the_loss_gradient_is_multiplied_by_the_f32_scale_before_rounding() {
+    // A loss scale over three micro batches, which f16 cannot hold.
+    let scale = 65536.0 / 3.0f32;
+    for (dtype, precision) in [(DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {
+        let logits = tensor(&[2, 7], 5).to_dtype(dtype).unwrap();
+        let var = Var::from_tensor(&logits).unwrap();
+        let targets = ids(&[2], 7);
+        let loss = nn::cross_entropy(&var, &targets).unwrap();
+        let grads = (loss * f64::from(scale)).unwrap().backward().unwrap();
+        let got = bits(grads.get(&var).unwrap());
+        let rows: Vec<Vec<f64>> = logits.to_dtype(DType::F64).unwrap().to_vec2().unwrap();
+        for (r, row) in rows.iter().enumerate() {
+            let sum: f64 = row.iter().map(|x| x.exp()).sum();
+            for (c, x) in row.iter().enumerate() {
+                let hot = if c as u32 == targets.to_vec1::<u32>().unwrap()[r] { 1.0 } else { 0.0 };
+                let want = (x.exp() / sum - hot) * f64::from(scale) / 2.0;
+                let error = (f64::from(got[r * 7 + c]) - want).abs();
+                assert!(error <= precision * want.abs() * 1.001, "{dtype:?} {r} {c}: {} {want}", got[r * 7 + c]);
+            }
+        }
+    }
+}
+
+/// Exchanges a tensor's storage.
+struct Swap(Mutex<CpuStorage>);
+
+impl InplaceOp1 for Swap {
+    fn name(&self) -> &'static str {
+        "swap"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
+        std::mem::swap(storage, &mut self.0.lock().unwrap());
+        Ok(())
+    }
+}
+
+fn swap(t: &Tensor, storage: CpuStorage) -> CpuStorage {
+    let op = Swap(Mutex::new(storage));
+    t.inplace_op1(&op).unwrap();
+    op.0.into_inner().unwrap()
+}
+
+#[test]
+fn parameters_may_leave_between_forward_and_backward_and_are_missed_by_name_of_the_op() {
+    let absent = || CpuStorage::F6E2M3(Vec::new());
+    let plain = {
+        let (loss, vars) = network(DType::F32);
+        let grads = loss.backward().unwrap();
+        vars.iter().map(|v| bits(grads.get(v).unwrap())).collect::<Vec<_>>()
+    };
+    let (loss, vars) = network(DType::F32);
+    let kept: Vec<CpuStorage> = vars.iter().map(|v| swap(v, absent())).collect();
+    let text = loss.backward().unwrap_err().to_string();
+    assert!(text.contains("F6E2M3") && text.contains("linear"), "{text}");
+    for (var, storage) in vars.iter().zip(kept) {
+        swap(var, storage);
+    }
+    let grads = loss.backward().unwrap();
+    assert!(plain == vars.iter().map(|v| bits(grads.get(v).unwrap())).collect::<Vec<_>>());
+
+    let x = tensor(&[2, 24], 0);
+    let (w, b) = (&vars[3], &vars[4]);
+    swap(b, absent());
+    assert!(nn::linear(&x, w, Some(b), WeightLayout::InOut).unwrap_err().to_string().contains("F6E2M3"));
+    swap(&vars[0], absent());
+    assert!(nn::embedding(&ids(&[2], 50), &vars[0]).unwrap_err().to_string().contains("F6E2M3"));
+    swap(&vars[1], CpuStorage::F32(Vec::new()));
+    assert!(nn::layer_norm(&x, &vars[1], &vars[2], 1e-5).unwrap_err().to_string().contains("holds 0 elements"));
+}
+
+#[test]
+fn frozen_arguments_get_no_gradient_and_cost_nothing() {
+    let (x, w) = (tensor(&[3, 4], 0), tensor(&[4, 5], 1));
+    let b = Var::from_tensor(&tensor(&[5], 2)).unwrap();
+    let y = nn::linear(&x, &w, Some(&b), WeightLayout::InOut).unwrap();
+    let grads = y.sum_all().unwrap().backward().unwrap();
+    assert!(grads.get(&w).is_none() && grads.get(&x).is_none());
+    assert_eq!(bits(grads.get(&b).unwrap()), [3.0; 5]);
+    let gamma = Var::from_tensor(&tensor(&[4], 3)).unwrap();
+    let y = nn::layer_norm(&x, &gamma, &tensor(&[4], 4), 1e-5).unwrap();
+    let grads = y.sum_all().unwrap().backward().unwrap();
+    assert!(grads.get(&gamma).is_some() && grads.get(&x).is_none());
+}
+
+#[test]
+fn empty_batches_pass_through() {
+    let w = Var::from_tensor(&tensor(&[4, 5], 1)).unwrap();
+    let x = Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap();
+    let y = nn::linear(&x, &w, None, WeightLayout::InOut).unwrap();
+    assert_eq!(y.dims(), [0, 5]);
+    assert_eq!(nn::layer_norm(&x, &tensor(&[4], 0), &tensor(&[4], 0), 1e-5).unwrap().dims(), [0, 4]);
+    assert_eq!(nn::gelu_tanh(&x).unwrap().dims(), [0, 4]);
+    let none = Tensor::zeros((0, 3), DType::U32, &Device::Cpu).unwrap();
+    assert_eq!(nn::embedding(&none, &w).unwrap().dims(), [0, 3, 5]);
+    let qkv = Tensor::zeros((2, 0, 12), DType::F32, &Device::Cpu).unwrap();
+    assert_eq!(nn::causal_attention(&qkv, 2).unwrap().dims(), [2, 0, 4]);
+    assert!(nn::cross_entropy(&x, &Tensor::zeros(0, DType::U32, &Device::Cpu).unwrap()).is_err());
+}
+
+#[test]
+fn shapes_and_dtypes_that_do_not_fit_are_refused() {
+    let text = |r: Result<Tensor>| {
+        let text = r.unwrap_err().to_string();
+        text.lines().next().unwrap().to_string()
+    };
+    let (x, w) = (tensor(&[3, 4], 0), tensor(&[5, 4], 1));
+    insta::assert_snapshot!(text(nn::linear(&x, &w, None, WeightLayout::InOut)), @"linear: the input has shape [3, 4]; its last dimension must be 5, the weight's inputs");
+    insta::assert_snapshot!(text(nn::linear(&x, &w, Some(&tensor(&[4], 2)), WeightLayout::OutIn)), @"linear: the bias has shape [4]; the weight's outputs ask for [5]");
+    insta::assert_snapshot!(text(nn::linear(&x, &w.to_dtype(DType::BF16).unwrap(), None, WeightLayout::OutIn)), @"dtype mismatch in linear, lhs: F32, rhs: BF16");
+    insta::assert_snapshot!(text(nn::gelu_tanh(&x.to_dtype(DType::F64).unwrap())), @"unsupported dtype F64 for op gelu_tanh");
+    insta::assert_snapshot!(text(nn::causal_attention(&tensor(&[1, 2, 12], 0), 3)), @"causal_attention: the input has shape [1, 2, 12]; [batch, time, 3 * width] with a width that the 3 heads divide is needed");
+    insta::assert_snapshot!(text(nn::layer_norm(&x, &tensor(&[3], 0), &tensor(&[4], 0), 1e-5)), @"layer_norm: weight [3] and bias [4] must have the length of the input's last dimension, [3, 4]");
+    insta::assert_snapshot!(text(nn::embedding(&ids(&[2], 3).to_dtype(DType::I64).unwrap(), &w)), @"embedding: the ids have dtype I64; u32 is needed: convert them with to_dtype(DType::U32)");
+    insta::assert_snapshot!(text(nn::cross_entropy(&x, &ids(&[2], 3))), @"cross_entropy: logits [3, 4] need targets of shape [3], not [2]");
+}

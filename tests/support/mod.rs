@@ -1,0 +1,8 @@
+//! What the tests share.
+#![allow(dead_code, reason = "each test binary uses a part of it")]
+
+pub mod processes;
+pub mod recorded;
+pub mod skips;
+pub mod synth;
+pub mod tiny;

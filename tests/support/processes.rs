@@ -1,0 +1,133 @@
+//! What the launcher's tests share: `zerorun` in a clean environment, small programs, and waiting.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// `zerorun` without the variables that it sets itself or that steer builds.
+pub fn zerorun() -> Command {
+    // A shell starts background jobs with SIGINT ignored, nohup a command with SIGHUP, and zerorun leaves ignored signals
+    // ignored.
+    let mut command = Command::new("env");
+    command.args(["--default-signal=INT,HUP", env!("CARGO_BIN_EXE_zerorun")]);
+    for name in [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_PORT",
+        "RAYON_NUM_THREADS",
+        "CANDLE_NUM_THREADS",
+        "GLIBC_TUNABLES",
+        "CANDLE_ZERO_TIMEOUT_MS",
+        "CARGO_TARGET_DIR",
+        "RUSTFLAGS",
+        "CARGO_TERM_COLOR",
+    ] {
+        command.env_remove(name);
+    }
+    command.stdin(Stdio::null());
+    command
+}
+
+/// The executable of an example of this package, built in the way in which this test was built.
+pub fn example(name: &str) -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    // TARGET/PROFILE/deps/TEST
+    let built = test.ancestors().nth(2).unwrap();
+    let profile = match built.file_name().unwrap().to_str().unwrap() {
+        "debug" => "dev",
+        profile => profile,
+    };
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args(["build", "--quiet", "--manifest-path", concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")]);
+    cargo.args(["--example", name, "--profile", profile, "--target-dir"]).arg(built.parent().unwrap());
+    if cfg!(feature = "cuda") {
+        cargo.args(["--features", "cuda"]);
+    }
+    let output = cargo.output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    built.join("examples").join(name)
+}
+
+/// An executable shell script.
+pub fn program(dir: &Path, name: &str, text: &str) -> PathBuf {
+    let path = dir.join(name);
+    std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+pub fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+pub fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+/// The arguments with which a test binary runs one test of a module and nothing else: the test is then a program.
+pub fn as_program(module: &str, test: &str) -> [String; 5] {
+    // The first part of a module's path is the binary; tests are named without it.
+    let (_, module) = module.split_once("::").unwrap();
+    let exact = format!("{module}::{test}");
+    ["--exact", &exact, "--include-ignored", "--nocapture", "--test-threads=1"].map(String::from)
+}
+
+/// Starts with both outputs kept.
+pub fn start(command: &mut Command) -> Child {
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+/// The processes that `pid` has started, and those that they have.
+pub fn descendants(pid: i32) -> Vec<i32> {
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    let children: Vec<i32> = children.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
+    let further: Vec<i32> = children.iter().flat_map(|pid| descendants(*pid)).collect();
+    children.into_iter().chain(further).collect()
+}
+
+/// Waits until `done` gives something.
+pub fn wait_for<T>(what: &str, done: impl FnMut() -> Option<T>) -> T {
+    wait_up_to(Duration::from_secs(20), what, done)
+}
+
+/// The same, for what takes longer.
+pub fn wait_up_to<T>(limit: Duration, what: &str, mut done: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(value) = done() {
+            return value;
+        }
+        assert!(start.elapsed() < limit, "waited too long for {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// The process numbers that `count` processes have written to files `dir/pid.*`.
+pub fn pids(dir: &Path, count: usize) -> Vec<i32> {
+    wait_for("the processes to start", || {
+        let mut pids = Vec::new();
+        for entry in std::fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.file_name().unwrap().to_str().unwrap().starts_with("pid.") {
+                pids.extend(std::fs::read_to_string(path).unwrap().trim().parse::<i32>().ok());
+            }
+        }
+        (pids.len() == count).then_some(pids)
+    })
+}
+
+/// Whether a process runs (a zombie, or one that is gone, does not).
+pub fn runs(pid: i32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
+
+pub fn wait_until_gone(pids: &[i32]) {
+    wait_for("the processes to end", || pids.iter().all(|pid| !runs(*pid)).then_some(()));
+}
+
+pub fn send(signal: rustix::process::Signal, to: &Child) {
+    rustix::process::kill_process(rustix::process::Pid::from_child(to), signal).unwrap();
+}

@@ -1,0 +1,220 @@
+//! A tiny transformer, and ranks as threads that train it.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{Module, VarBuilder};
+use candle_zero::comm::{CommReport, threads};
+use candle_zero::memory::MemoryReport;
+use candle_zero::nn::{Conv1D, Embedding, LayerNorm, causal_attention, cross_entropy, gelu_tanh};
+use candle_zero::zero::{Unit, unit};
+use candle_zero::{Engine, EngineBuilder, Error};
+use serde_json::{Value, json};
+
+pub const VOCAB: usize = 37;
+pub const WIDTH: usize = 12;
+pub const TIME: usize = 6;
+
+/// How the tiny model is put together.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Shape {
+    pub units: bool,
+    pub checkpointed: bool,
+    pub layers: usize,
+}
+
+pub struct Block {
+    norm: LayerNorm,
+    qkv: Conv1D,
+    proj: Conv1D,
+}
+
+impl Block {
+    fn new(vb: VarBuilder<'_>) -> Result<Self> {
+        Ok(Self {
+            norm: LayerNorm::new(WIDTH, 1e-5, vb.pp("norm"))?,
+            qkv: Conv1D::new(WIDTH, 3 * WIDTH, 0.2, vb.pp("qkv"))?,
+            proj: Conv1D::new(WIDTH, WIDTH, 0.2, vb.pp("proj"))?,
+        })
+    }
+}
+
+impl Module for Block {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let y = causal_attention(&self.qkv.forward(&self.norm.forward(x)?)?, 2)?;
+        x + gelu_tanh(&self.proj.forward(&y)?)?
+    }
+}
+
+pub enum Layer {
+    Unit(Unit<Block>),
+    Plain(Block),
+}
+
+/// Embedding, blocks, output projection of odd sizes, so that shards are padded.
+pub struct Tiny {
+    embed: Embedding,
+    layers: Vec<Layer>,
+    head: Conv1D,
+}
+
+impl Tiny {
+    pub fn new(shape: Shape, vb: VarBuilder<'_>) -> Result<Self> {
+        let layer = |i: usize| {
+            let vb = vb.pp(format!("layer.{i}"));
+            Ok(if shape.units {
+                Layer::Unit(unit(vb, Block::new)?.checkpointed(shape.checkpointed))
+            } else {
+                Layer::Plain(Block::new(vb)?)
+            })
+        };
+        Ok(Self {
+            embed: Embedding::new(VOCAB, WIDTH, vb.pp("embed"))?,
+            layers: (0..shape.layers).map(layer).collect::<Result<_>>()?,
+            head: Conv1D::new(WIDTH, VOCAB, 0.2, vb.pp("head"))?,
+        })
+    }
+
+    pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        let mut x = self.embed.forward(ids)?;
+        for layer in &self.layers {
+            x = match layer {
+                Layer::Unit(unit) => unit.forward(&x)?,
+                Layer::Plain(block) => block.forward(&x)?,
+            };
+        }
+        cross_entropy(&self.head.forward(&x)?, targets)
+    }
+}
+
+/// Two sequences of a sample number, and their targets.
+pub fn batch(sample: usize) -> (Tensor, Tensor) {
+    // Each token follows from the one before, so there is something to learn.
+    let token = |i: usize| ((0..i).fold(sample * 13 + 1, |t, _| (5 * t + 3) % VOCAB) % VOCAB) as u32;
+    let ids = |shift| Tensor::from_iter((0..2 * TIME).map(|i| token(i + shift)), &Device::Cpu).unwrap();
+    (ids(0).reshape((2, TIME)).unwrap(), ids(1).reshape((2, TIME)).unwrap())
+}
+
+/// What a run leaves behind.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Outcome {
+    /// Bits of the loss of every micro step of this rank.
+    pub losses: Vec<u32>,
+    /// Bits of every gradient norm.
+    pub norms: Vec<u64>,
+    /// The exported file.
+    pub exported: Vec<u8>,
+    pub memory: MemoryReport,
+    pub comm: CommReport,
+}
+
+/// A configuration with `more` merged into the top level.
+pub fn config(stage: u8, accumulation: usize, zero: Value, more: Value) -> Value {
+    let mut config = json!({
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 1e-2}},
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+    });
+    for (key, value) in zero.as_object().unwrap() {
+        config["zero_optimization"][key] = value.clone();
+    }
+    for (key, value) in more.as_object().unwrap() {
+        config[key] = value.clone();
+    }
+    config
+}
+
+/// Trains the tiny model for `steps` optimizer steps on every rank of `world`, on the CPU.
+pub fn train(world: usize, shape: Shape, config: &Value, steps: usize) -> Vec<Outcome> {
+    train_with(world, shape, config, steps, |builder| builder)
+}
+
+/// The same with more said to the engine's builder.
+pub fn train_with(
+    world: usize,
+    shape: Shape,
+    config: &Value,
+    steps: usize,
+    more: impl Fn(EngineBuilder) -> EngineBuilder + Sync,
+) -> Vec<Outcome> {
+    train_as(|builder| Ok(more(builder.device(Device::Cpu))), world, shape, config, steps)
+}
+
+/// The same on a device of each rank's own.
+pub fn train_on(
+    device: impl Fn() -> Result<Device> + Sync,
+    world: usize,
+    shape: Shape,
+    config: &Value,
+    steps: usize,
+) -> Vec<Outcome> {
+    train_as(|builder| Ok(builder.device(device()?)), world, shape, config, steps)
+}
+
+fn train_as(
+    builder: impl Fn(EngineBuilder) -> Result<EngineBuilder> + Sync,
+    world: usize,
+    shape: Shape,
+    config: &Value,
+    steps: usize,
+) -> Vec<Outcome> {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.safetensors");
+    let outcomes = threads::run(world, |comm| {
+        let rank = comm.rank();
+        let builder = builder(Engine::builder().communicator(comm))?;
+        let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config.clone())?;
+        let accumulation = engine.config().batch.gradient_accumulation_steps;
+        let (mut losses, mut norms) = (vec![], vec![]);
+        for micro in 0..steps * accumulation {
+            let (ids, targets) = batch(micro * world + rank);
+            let (ids, targets) = (ids.to_device(engine.device())?, targets.to_device(engine.device())?);
+            let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+            losses.push(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?.to_bits());
+            engine.backward(&loss)?;
+            let boundary = engine.is_gradient_accumulation_boundary();
+            engine.step()?;
+            if boundary {
+                norms.push(engine.get_global_grad_norm().unwrap().to_bits());
+            }
+        }
+        let (memory, comm) = (engine.memory_report(), engine.comm_report());
+        engine.export_safetensors(&file)?;
+        Ok((losses, norms, memory, comm))
+    });
+    let exported = std::fs::read(&file).unwrap();
+    let outcome = |r: candle_zero::Result<_>| {
+        let (losses, norms, memory, comm) = r.unwrap();
+        Outcome { losses, norms, exported: exported.clone(), memory, comm }
+    };
+    outcomes.unwrap().into_iter().map(outcome).collect()
+}
+
+/// At stage 3, using the parameter of a unit outside of the unit is an error that names it, in whatever operation.
+pub fn absent_parameters_are_named(device: fn() -> Result<Device>) {
+    type Use = fn(&Tensor, &Tensor) -> Result<Tensor>;
+    let uses: [(&str, Use); 7] = [
+        ("product", |w, x| x.matmul(w)),
+        ("product of two", |w, _| w.matmul(w)),
+        ("sum of all", |w, _| w.sum_all()),
+        ("affine", |w, _| w.affine(2.0, 0.0)),
+        ("both operands", |w, _| w.add(w)),
+        ("transposed copy", |w, _| w.t()?.contiguous()),
+        ("rows", |w, _| w.index_select(&Tensor::new(&[0u32, 2], w.device())?, 0)),
+    ];
+    for (name, run) in uses {
+        let config = config(3, 1, json!({"stage3_param_persistence_threshold": 0}), json!({}));
+        let results = threads::run(1, |comm| {
+            let build = |vb: VarBuilder<'_>| unit(vb.pp("layer"), |vb| candle_nn::linear(4, 4, vb));
+            let builder = Engine::builder().communicator(comm).device(device()?);
+            let mut engine = builder.initialize(build, config.clone())?;
+            let x = Tensor::ones((2, 4), DType::F32, engine.device())?;
+            engine.forward(|model| model.forward(&x))?;
+            engine.forward(|model| run(model.inner().weight(), &x))
+        });
+        let error = results.unwrap().remove(0).unwrap_err();
+        let named = matches!(&error, Error::ParameterAbsent { names, .. } if names.contains("layer.weight"));
+        assert!(named, "{name}: {error}");
+    }
+}

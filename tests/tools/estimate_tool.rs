@@ -1,0 +1,133 @@
+//! `zerorun estimate`: what a run needs, before it runs.
+
+use crate::support::processes::{stderr, stdout, zerorun};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::process::Output;
+
+fn estimate(args: &[&str]) -> Output {
+    zerorun().arg("estimate").args(args).output().unwrap()
+}
+
+/// A configuration in a folder that is removed when it is dropped.
+fn config(zero: &Value) -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let file = folder.path().join("ds_config.json");
+    let config = json!({
+        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"},
+        "zero_optimization": zero,
+    });
+    std::fs::write(&file, config.to_string()).unwrap();
+    (folder, file)
+}
+
+#[test]
+fn a_model_is_estimated_in_words_and_as_json() {
+    let (_folder, file) = config(&json!({"stage": 2}));
+    let args = ["--model", "gpt2", "--ds_config", file.to_str().unwrap(), "-n", "2"];
+    let output = estimate(&args);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = stdout(&output);
+    for line in [
+        "gpt2: 124439808 parameters, 12 units; stage 2 on 2 ranks",
+        "parameters                     237.4 MiB       237.4 MiB",
+        "gradients                              -       118.7 MiB",
+        "master weights                 237.4 MiB       237.4 MiB",
+        "moments                        474.7 MiB       474.7 MiB",
+        "formula of the paper             1.0 GiB",
+        "not included:\n- activations",
+    ] {
+        assert!(text.contains(line), "{line}: {text}");
+    }
+    assert!(text.contains("on this machine 2 ranks need at most "), "{text}");
+
+    let output = estimate(&[&args[..], &["--json", "--deepspeed", "--gpu"]].concat());
+    let all: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!((&all["model"], &all["units"]), (&json!("gpt2"), &json!(12)));
+    assert_eq!(all["memory"]["parameters"], 124_439_808);
+    assert_eq!(all["memory"]["rows"][0]["device"]["held"], 2 * 124_439_808);
+    assert_eq!(all["memory"]["rows"][3]["host"]["held"], 8 * 124_439_808 / 2);
+    assert_eq!(all["deepspeed"]["stage 2, optimizer offloaded"]["gpu_bytes"], 2 * 124_439_808);
+    assert_eq!(all["totals"]["file"], 0);
+    // 2 Psi (N - 1) / N elements of two bytes.
+    let wire = |kind: &str| all["step"]["collectives"][kind]["wire_bytes"].as_u64().unwrap();
+    assert_eq!(wire("reduce_scatter") + wire("all_gather"), 2 * 124_439_808);
+}
+
+#[test]
+fn auto_is_what_the_engine_takes_it_as_and_that_is_said() {
+    let (_folder, file) = config(&json!({"stage": 2, "reduce_bucket_size": "auto"}));
+    let file = file.to_str().unwrap();
+    let args = ["--model", "gpt2", "--ds_config", file, "-n", "2"];
+    let text = stdout(&estimate(&args));
+    let said = |width: u64| format!("- zero_optimization.reduce_bucket_size: \"auto\": taken as {}", width * width);
+    assert!(text.contains(&said(768)), "{text}");
+    let output = estimate(&[&args[..], &["--n_embd", "96", "--json"]].concat());
+    let all: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(all["said"][0]["path"], "zero_optimization.reduce_bucket_size");
+    assert!(said(96).ends_with(all["said"][0]["message"].as_str().unwrap()), "{all}");
+}
+
+#[test]
+fn what_no_machine_has_is_said_to_be_missing() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (_folder, file) =
+        config(&json!({"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": folder.path()}}));
+    let file = file.to_str().unwrap();
+    let large =
+        ["--model", "llama-2-7b", "--n_layer", "8000", "--n_embd", "16384", "--n_head", "128", "--n_kv_head", "8"];
+    let output = estimate(&[&large[..], &["--ds_config", file]].concat());
+    let text = stdout(&output);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(text.matches("they do not fit: ").count(), 2, "{text}");
+    let output = estimate(&[&large[..], &["--ds_config", file, "--json"]].concat());
+    let all: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(all["machine"]["fits"], false);
+    assert!(all["machine"]["files_needed"].as_u64() > all["machine"]["files_available"].as_u64());
+    assert!(std::fs::read_dir(folder.path()).unwrap().next().is_none(), "an estimate leaves nothing behind");
+}
+
+#[test]
+fn the_papers_table_is_printed() {
+    let text = stdout(&estimate(&["--table"]));
+    insta::assert_snapshot!(text.trim_end(), @"
+    Gigabytes of model state per device, mixed precision with Adam (arXiv 1910.02054, table 1)
+
+       DP     7.5B Pos   7.5B Pos+g 7.5B Pos+g+p     128B Pos   128B Pos+g 128B Pos+g+p       1T Pos     1T Pos+g   1T Pos+g+p
+        1          120          120          120         2048         2048         2048        16000        16000        16000
+        4         52.5         41.3           30          896          704          512         7000         5500         4000
+       16         35.6         21.6          7.5          608          368          128         4750         2875         1000
+       64         31.4         16.6         1.88          536          284           32         4187         2218          250
+      256         30.4         15.4         0.47          518          263            8         4046         2054         62.5
+     1024         30.1         15.1         0.12          513          257            2         4011         2013         15.6
+    ");
+    let cells: Value = serde_json::from_str(&stdout(&estimate(&["--table", "--json"]))).unwrap();
+    assert_eq!(cells.as_array().unwrap().len(), 54);
+    assert_eq!(
+        cells[11],
+        json!({"model": "7.5B", "ranks": 64, "stage": "Pos+g+p", "bytes": 1_875_000_000.0, "printed_gb": "1.88"})
+    );
+}
+
+#[test]
+fn what_is_wrong_ends_with_code_2_and_its_name() {
+    let (_folder, file) = config(&json!({"stage": 2}));
+    let file = file.to_str().unwrap();
+    for (args, words) in [
+        (vec![], "required"),
+        (vec!["--model", "gpt3", "--ds_config", file], "gpt2"),
+        (vec!["--model", "gpt2"], "--ds_config"),
+        (vec!["--model", "gpt2", "--table"], "cannot be used with"),
+        (vec!["--model", "gpt2", "--ds_config", "/no/such.json"], "/no/such.json"),
+        (vec!["--model", "gpt2", "--n_head", "7", "--ds_config", file], "n_embd"),
+        (vec!["--model", "gpt2", "--n_inner", "7", "--ds_config", file], "n_inner"),
+        (vec!["--model", "gpt2", "--vocab", "99999999999", "--ds_config", file], "--vocab"),
+        (vec!["--safetensors", file, "--ds_config", file], "weight_map"),
+        (vec!["--safetensors", "/no/such.safetensors", "--ds_config", file], "/no/such.safetensors"),
+    ] {
+        let output = estimate(&args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+        assert!(stderr(&output).contains(words), "{words}: {}", stderr(&output));
+        assert!(stdout(&output).is_empty());
+    }
+}

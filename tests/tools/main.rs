@@ -1,0 +1,15 @@
+//! The commands of `zerorun` beside the launch: inspect, consolidate, check, estimate, tune and the others.
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod bench_disk;
+mod check;
+mod checkpoint;
+mod estimate;
+mod estimate_tool;
+mod report;
+mod schedule;
+mod tune;
+mod verify;
