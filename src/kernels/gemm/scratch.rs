@@ -61,7 +61,7 @@ mod tests {
             });
             used.join().expect("no panic")
         };
-        assert_eq!((kept(100), kept(1 << 20), kept(MOST)), (128, 1 << 20, MOST));
+        assert_eq!((kept(1 << 10), kept(1 << 20), kept(MOST)), (1 << 10, 1 << 20, MOST));
         assert_eq!(kept(MOST + 64), 0);
     }
 }
