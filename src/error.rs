@@ -768,6 +768,9 @@ pub enum CommError {
         /// What became of its first holder.
         state: String,
     },
+    /// A communicator of the user's own failed.
+    #[error(transparent)]
+    Other(Arc<dyn std::error::Error + Send + Sync>),
     /// A peer's process ended.
     #[error(
         "rank {peer} died ({why}) while rank {rank} waited in {op}; look at rank {peer}'s output, or the kernel log for an out-of-memory kill"
@@ -851,6 +854,13 @@ pub enum CommError {
     /// The communication thread is gone.
     #[error("the communication thread of this rank has ended after an earlier failure; the first error tells why")]
     ThreadEnded,
+}
+
+impl CommError {
+    /// The failure of a communicator of your own.
+    pub fn other(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Self::Other(Arc::from(source.into()))
+    }
 }
 
 /// What to do about a file of offloaded state that fails.

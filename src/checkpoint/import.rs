@@ -2,12 +2,11 @@
 
 use super::deepspeed::{DeepSpeedCheckpoint, State};
 use super::folder;
-use super::layout::WEIGHTS;
 use super::manifest::{FORMAT, Manifest, Parameter, VERSION};
 use super::rank_file::RankWriter;
 use crate::error::{Error, Result};
 use crate::precision::{FlatRef, ScalerState};
-use crate::zero::share::pieces;
+use crate::zero::share::{WEIGHTS, pieces};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 

@@ -23,9 +23,6 @@ pub(super) const BLOCK: usize = 1 << 20;
 /// The data of headers begins at a multiple of this.
 pub(super) const PAGE: usize = 4096;
 
-/// Name of the state that every checkpoint has: parameters with all their digits.
-pub(crate) const WEIGHTS: &str = "fp32";
-
 /// The files' layout.
 #[derive(Debug, Clone)]
 pub(super) struct Layout {

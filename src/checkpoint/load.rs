@@ -1,16 +1,18 @@
 //! Loading: each rank reads the byte ranges of its own shards, whoever saved them.
 
+use super::agreement::{failed_elsewhere, same_on_all_ranks};
 use super::folder;
-use super::layout::{Places, WEIGHTS};
+use super::layout::Places;
 use super::manifest::{MANIFEST, Manifest};
 use super::rank_file::RankFile;
-use crate::engine::{Engine, Progress};
+use crate::comm::agree::{Failure, agree};
 use crate::error::{Error, Result};
 use crate::monitor::say;
+use crate::optim::Trainer;
 use crate::param::{list, lock};
 use crate::precision::Flat;
 use crate::zero::core::Core;
-use crate::zero::share::State;
+use crate::zero::share::{State, WEIGHTS};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -126,6 +128,12 @@ impl Checkpoint {
         Ok(())
     }
 
+    /// What a load of it gives.
+    pub(crate) fn into_loaded(self) -> Loaded {
+        let Manifest { client_state, global_samples, .. } = self.manifest;
+        Loaded { path: self.path, client_state, global_samples }
+    }
+
     /// Reads what `wanted` lies in, and compares it with its checksums.
     fn check(&self, wanted: &[Wanted]) -> Result<()> {
         let mut blocks: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
@@ -154,137 +162,105 @@ struct Wanted {
     range: Range<usize>,
 }
 
-impl<M> Engine<M> {
-    /// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, whatever stage, number of ranks, precision
-    /// and offload it was saved with. Nothing is loaded, and none is the result, if there is no `latest` either.
-    /// Collective.
-    ///
-    /// Everything that is needed is checked before anything changes. The data goes on where
-    /// [`Loaded::global_samples`] says: see [`crate::data::Loader::resume`].
-    ///
-    /// # Errors
-    /// [`Error::Checkpoint`] on all ranks for a checkpoint that is damaged or belongs to another model or optimizer: the
-    /// engine is as it was. [`Error::OutOfOrder`] in the middle of an accumulation; a failed collective.
-    pub fn load_checkpoint(
-        &mut self,
-        dir: impl AsRef<Path>,
-        tag: Option<&str>,
-        options: &LoadOptions,
-    ) -> Result<Option<Loaded>> {
-        self.wait_for_checkpoint()?;
-        self.between_steps("load_checkpoint")?;
-        let dir = dir.as_ref();
-        let opened = Checkpoint::open(dir, tag);
-        let opened = self.attempt(|engine| engine.core().agree(opened, dir))??;
-        let found = opened.as_ref().map_or_else(String::new, |c| {
-            let checksum = XxHash3_64::oneshot(c.manifest.to_text().as_bytes());
-            format!("{} with a manifest of checksum {checksum:016x}", c.path.display())
-        });
-        self.attempt(|engine| engine.core().same_on_all_ranks("checkpoints", &found, dir))??;
-        let Some(checkpoint) = opened else {
-            if self.rank() == 0 {
-                say(&format!("there is no checkpoint in {}: nothing is loaded", dir.display()));
-            }
-            return Ok(None);
-        };
-        let wanted = self.wanted(&checkpoint, options).and_then(|wanted| {
-            checkpoint.check(&wanted)?;
-            Ok(wanted)
-        });
-        let wanted = self.attempt(|engine| engine.core().agree(wanted, &checkpoint.path))??;
-        self.attempt(|engine| engine.core().set_all(&checkpoint, &wanted))?;
-        let Manifest { client_state, global_samples, .. } = checkpoint.manifest.clone();
-        self.forget_forward();
-        if !options.load_module_only {
-            self.restore(&checkpoint.manifest, options);
+/// Loads checkpoint `tag` of folder `dir` into a core, or the one that `latest` names. Everything that is needed is checked
+/// before anything changes. Collective.
+///
+/// # Errors
+/// A checkpoint that is damaged or belongs to another model or optimizer, on all ranks; a failed collective.
+pub(crate) fn load(
+    core: &Core,
+    trainer: &Trainer,
+    dir: &Path,
+    tag: Option<&str>,
+    options: &LoadOptions,
+) -> Result<Option<Checkpoint>, Failure> {
+    let comm = core.comm();
+    let opened = agree(comm, Checkpoint::open(dir, tag), failed_elsewhere(dir))?;
+    let found = opened.as_ref().map_or_else(String::new, |c| {
+        let checksum = XxHash3_64::oneshot(c.manifest.to_text().as_bytes());
+        format!("{} with a manifest of checksum {checksum:016x}", c.path.display())
+    });
+    same_on_all_ranks(comm, "checkpoints", &found, dir)?;
+    let Some(checkpoint) = opened else {
+        if comm.rank() == 0 {
+            say(&format!("there is no checkpoint in {}: nothing is loaded", dir.display()));
         }
-        Ok(Some(Loaded { path: checkpoint.path, client_state, global_samples }))
-    }
-
-    /// What this rank needs of a checkpoint, if it is one of this model.
-    fn wanted(&self, checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Vec<Wanted>> {
-        let (core, manifest) = (self.core(), &checkpoint.manifest);
-        let wrong = |problem: String| Error::Checkpoint { path: checkpoint.path.join(MANIFEST), problem };
-        let saved: BTreeMap<&str, usize> =
-            manifest.parameters.iter().enumerate().map(|(i, p)| (p.name.as_str(), i)).collect();
-        let own: BTreeSet<&str> = core.params.iter().map(|p| p.name.as_str()).collect();
-        if options.load_module_strict {
-            let missing: Vec<&str> = own.iter().copied().filter(|name| !saved.contains_key(name)).collect();
-            let extra: Vec<&str> = saved.keys().copied().filter(|name| !own.contains(name)).collect();
-            for (names, what) in [(missing, "it lacks"), (extra, "the model lacks")] {
-                if !names.is_empty() {
-                    return Err(wrong(format!(
-                        "{what} {}. Build the model that was saved, or load with load_module_strict false",
-                        list(&names)
-                    )));
-                }
-            }
-        }
-        let mut states = vec![WEIGHTS];
-        if options.load_optimizer_states && !options.load_module_only {
-            states.extend(self.trainer().all_state_names());
-        }
-        let mut wanted = Vec::new();
-        for name in states {
-            for (param, own) in core.params.iter().enumerate() {
-                let Some(kind) = State::of(name, self.trainer().state_names(own.group)) else { continue };
-                let Some(&saved) = saved.get(own.name.as_str()) else { continue };
-                let found = &manifest.parameters[saved];
-                if found.shape != own.shape.dims() {
-                    let (name, found, shape) = (&own.name, &found.shape, own.shape.dims());
-                    return Err(wrong(format!(
-                        "{name} has shape {found:?} in it, and {shape:?} in the model. Build the model that was saved"
-                    )));
-                }
-                let state = manifest.states.iter().position(|s| s == name && found.has(s)).ok_or_else(|| {
-                    let of = if found.states.is_some() { format!(" of {}", own.name) } else { String::new() };
-                    wrong(format!(
-                        "it has the states {}{of}, and this optimizer needs {name}. Train with the optimizer that was \
-                         saved ({}) and its parameter groups, or load with load_optimizer_states false",
-                        list(found.states.as_ref().unwrap_or(&manifest.states)),
-                        manifest.optimizer.as_deref().unwrap_or("none")
-                    ))
-                })?;
-                // Whole parameters get all their elements from the files, not from other ranks.
-                let is_whole = kind == State::Weights && !core.placement.params.is_sharded();
-                let range = if is_whole { 0..own.numel } else { core.owned(param) };
-                wanted.push(Wanted { state, saved, kind, param, range });
-            }
-        }
+        return Ok(None);
+    };
+    let wanted = wanted(core, trainer, &checkpoint, options).and_then(|wanted| {
+        checkpoint.check(&wanted)?;
         Ok(wanted)
-    }
-
-    fn restore(&mut self, manifest: &Manifest, options: &LoadOptions) {
-        let now = self.progress();
-        let with_optimizer = options.load_optimizer_states;
-        self.set_progress(Progress {
-            global_steps: manifest.global_steps,
-            skipped_steps: manifest.skipped_steps,
-            global_samples: manifest.global_samples,
-            optimizer_steps: if with_optimizer { manifest.optimizer_steps } else { now.optimizer_steps },
-            scaler: if with_optimizer { manifest.scaler } else { None },
-            last_batch_iteration: match options.load_lr_scheduler_states {
-                true => manifest.last_batch_iteration,
-                false => now.last_batch_iteration,
-            },
-        });
-    }
+    });
+    let wanted = agree(comm, wanted, failed_elsewhere(&checkpoint.path))?;
+    set_all(core, &checkpoint, &wanted)?;
+    Ok(Some(checkpoint))
 }
 
-impl Core {
-    fn set_all(&self, checkpoint: &Checkpoint, wanted: &[Wanted]) -> Result<()> {
-        debug_assert_eq!(checkpoint.manifest.states[0], WEIGHTS);
-        // What a forward without a backward has gathered is from before.
-        lock(&self.gather).end(self)?;
-        for Wanted { state, saved, kind, param, range } in wanted {
-            let values = |part| checkpoint.read(*state, *saved, part).map(Flat::F32);
-            if *kind == State::Weights && !self.placement.params.is_sharded() {
-                self.write_whole(*param, values)?;
-                self.write_state(*kind, *param, self.owned(*param), values)?;
-            } else {
-                self.write_state(*kind, *param, range.clone(), values)?;
+/// The parts of a checkpoint that this rank needs, if it is one of this model.
+fn wanted(core: &Core, trainer: &Trainer, checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Vec<Wanted>> {
+    let manifest = &checkpoint.manifest;
+    let wrong = |problem: String| Error::Checkpoint { path: checkpoint.path.join(MANIFEST), problem };
+    let saved: BTreeMap<&str, usize> =
+        manifest.parameters.iter().enumerate().map(|(i, p)| (p.name.as_str(), i)).collect();
+    let own: BTreeSet<&str> = core.params().iter().map(|p| p.name.as_str()).collect();
+    if options.load_module_strict {
+        let missing: Vec<&str> = own.iter().copied().filter(|name| !saved.contains_key(name)).collect();
+        let extra: Vec<&str> = saved.keys().copied().filter(|name| !own.contains(name)).collect();
+        for (names, what) in [(missing, "it lacks"), (extra, "the model lacks")] {
+            if !names.is_empty() {
+                return Err(wrong(format!(
+                    "{what} {}. Build the model that was saved, or load with load_module_strict false",
+                    list(&names)
+                )));
             }
         }
-        lock(&self.gather).refresh_persistent(self)
     }
+    let mut states = vec![WEIGHTS];
+    if options.load_optimizer_states && !options.load_module_only {
+        states.extend(trainer.all_state_names());
+    }
+    let mut wanted = Vec::new();
+    for name in states {
+        for (param, own) in core.params().iter().enumerate() {
+            let Some(kind) = State::of(name, trainer.state_names(own.group)) else { continue };
+            let Some(&saved) = saved.get(own.name.as_str()) else { continue };
+            let found = &manifest.parameters[saved];
+            if found.shape != own.shape.dims() {
+                let (name, found, shape) = (&own.name, &found.shape, own.shape.dims());
+                return Err(wrong(format!(
+                    "{name} has shape {found:?} in it, and {shape:?} in the model. Build the model that was saved"
+                )));
+            }
+            let state = manifest.states.iter().position(|s| s == name && found.has(s)).ok_or_else(|| {
+                let of = if found.states.is_some() { format!(" of {}", own.name) } else { String::new() };
+                wrong(format!(
+                    "it has the states {}{of}, and this optimizer needs {name}. Train with the optimizer that was \
+                     saved ({}) and its parameter groups, or load with load_optimizer_states false",
+                    list(found.states.as_ref().unwrap_or(&manifest.states)),
+                    manifest.optimizer.as_deref().unwrap_or("none")
+                ))
+            })?;
+            // Whole parameters get all their elements from the files, not from other ranks.
+            let is_whole = kind == State::Weights && !core.shards_params();
+            let range = if is_whole { 0..own.numel } else { core.owned(param) };
+            wanted.push(Wanted { state, saved, kind, param, range });
+        }
+    }
+    Ok(wanted)
+}
+
+fn set_all(core: &Core, checkpoint: &Checkpoint, wanted: &[Wanted]) -> Result<()> {
+    debug_assert_eq!(checkpoint.manifest.states[0], WEIGHTS);
+    // What a forward without a backward has gathered is from before.
+    core.release_all()?;
+    for Wanted { state, saved, kind, param, range } in wanted {
+        let values = |part| checkpoint.read(*state, *saved, part).map(Flat::F32);
+        if *kind == State::Weights && !core.shards_params() {
+            core.write_whole(*param, values)?;
+            core.write_state(*kind, *param, core.owned(*param), values)?;
+        } else {
+            core.write_state(*kind, *param, range.clone(), values)?;
+        }
+    }
+    core.refresh()
 }

@@ -1,7 +1,8 @@
 //! What a checkpoint holds, as JSON with a checksum of its own in its last line.
 
-use super::layout::{Layout, PAGE, WEIGHTS};
+use super::layout::{Layout, PAGE};
 use crate::error::{Error, Result};
+use crate::zero::share::WEIGHTS;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::Path;

@@ -14,6 +14,7 @@
 //! its parameters by rounding them, as after every step, so that a run which goes on has the bits of one that never
 //! stopped. [`crate::Engine::save_checkpoint`] and [`crate::Engine::load_checkpoint`] are the way in.
 
+mod agreement;
 mod consolidate;
 pub mod deepspeed;
 mod disk;
@@ -24,6 +25,7 @@ mod import;
 mod layout;
 mod load;
 mod manifest;
+mod progress;
 mod rank_file;
 mod save;
 
@@ -32,8 +34,9 @@ pub use consolidate::{ConsolidateSettings, Consolidated, ConsolidatedDtype, cons
 pub(crate) use examine::{Examined, Found, examine, find, place};
 pub use import::import;
 pub(crate) use import::new_place;
-pub(crate) use layout::WEIGHTS;
+pub(crate) use load::load;
 pub use load::{Checkpoint, LoadOptions, Loaded};
 pub use manifest::{FileEntry, Manifest, Parameter};
+pub(crate) use progress::Progress;
 pub use save::SaveOptions;
-pub(crate) use save::Saving;
+pub(crate) use save::{SaveRequest, Saving, manifest};

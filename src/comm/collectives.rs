@@ -85,15 +85,17 @@ pub(super) fn all_reduce(ex: &mut Exchange, wire: Wire, mut input: Flat, tag: u6
     Ok(input)
 }
 
-pub(super) fn gather_f64(ex: &mut Exchange, values: &[f64]) -> Result<Vec<Vec<f64>>> {
-    ex.begin(Kind::Control, Wire::Exact, DType::F64, values.len(), 0);
-    let mine: &[u8] = bytemuck::cast_slice(values);
-    assert!(mine.len() <= SLOT_BYTES, "control messages are a few numbers");
-    ex.piece(mine.len(), |slot| slot.copy_from_slice(mine))?;
-    let rank = ex.rank();
-    Ok((0..ex.size())
-        .map(|r| if r == rank { values.to_vec() } else { bytemuck::cast_slice(ex.peer(r, 0, mine.len())).to_vec() })
-        .collect())
+pub(super) fn gather_bytes(ex: &mut Exchange, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+    ex.begin(Kind::Control, Wire::Exact, DType::U8, bytes.len(), 0);
+    let mut all = vec![Vec::new(); ex.size()];
+    for range in pieces(bytes.len(), SLOT_BYTES) {
+        let own = &bytes[range];
+        ex.piece(own.len(), |slot| slot.copy_from_slice(own))?;
+        for (r, message) in all.iter_mut().enumerate() {
+            message.extend_from_slice(if r == ex.rank() { own } else { ex.peer(r, 0, own.len()) });
+        }
+    }
+    Ok(all)
 }
 
 pub(super) fn barrier(ex: &mut Exchange) -> Result<()> {
@@ -124,8 +126,7 @@ fn reduce_piece(ex: &mut Exchange, wire: Wire, input: &mut Flat, at: usize, rang
         part.copy_from_slice(input.slice(r * chunk + range.start..r * chunk + range.end).as_bytes());
     })?;
     let peers: Vec<_> = given(ex, bytes, bytes).map(|part| typed(dtype, part)).collect();
-    let (own, sum) = (rank * chunk + range.start, at + range.start);
-    level().run(Sum { values: input.as_mut(), own, sum, len: range.len(), rank, peers: &peers });
+    sum_exact(input, (rank * chunk + range.start, at + range.start), range.len(), rank, &peers);
     Ok(())
 }
 
@@ -151,13 +152,18 @@ fn reduce_whole(ex: &mut Exchange, input: &mut Flat) -> Result<()> {
     let bytes = input.size_in_bytes();
     ex.piece(bytes, |slot| slot.copy_from_slice(input.as_bytes()))?;
     let peers: Vec<_> = others(world, rank).map(|(r, _)| typed(dtype, ex.peer(r, 0, bytes))).collect();
-    level().run(Sum { values: input.as_mut(), own: 0, sum: 0, len, rank, peers: &peers });
+    sum_exact(input, (0, 0), len, rank, &peers);
     Ok(())
 }
 
 /// The ranks but `rank`, counted.
 pub(super) fn others(world: usize, rank: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..world).filter(move |r| *r != rank).zip(0..)
+}
+
+/// Adds the peers' parts to elements `own ..` of `values`, and writes the sums to elements `to ..`.
+pub(super) fn sum_exact(values: &mut Flat, (own, to): (usize, usize), len: usize, rank: usize, peers: &[FlatRef<'_>]) {
+    level().run(Sum { values: values.as_mut(), own, sum: to, len, rank, peers });
 }
 
 /// Elements `own ..` of `values` and the peers' parts, summed in rank order in f32, rounded once and written to

@@ -16,7 +16,7 @@ pub enum Kind {
     ReduceScatter = 2,
     /// Parts of all ranks, joined on every rank.
     AllGather = 3,
-    /// A few numbers of every rank: votes, norms, metrics.
+    /// A few numbers of every rank: votes, norms, metrics. Counted in elements of 8 bytes.
     Control = 4,
     /// Nothing but waiting for each other.
     Barrier = 5,
@@ -25,6 +25,11 @@ pub enum Kind {
 impl Kind {
     /// Every kind.
     pub const ALL: [Self; 5] = [Self::AllReduce, Self::ReduceScatter, Self::AllGather, Self::Control, Self::Barrier];
+
+    /// Elements of a control message: its numbers of 8 bytes.
+    pub(super) fn words(message: &[u8]) -> usize {
+        message.len().div_ceil(8)
+    }
 
     /// Name as in reports.
     pub fn name(self) -> &'static str {

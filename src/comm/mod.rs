@@ -7,19 +7,23 @@
 //!
 //! [`Communicator`] is what the engine sees: rank, size, and collectives on flat buffers in two halves, launch and
 //! wait. [`Solo`] is a world of one. [`Shared`] carries every other world of one machine: ranks as threads of one
-//! process ([`threads`]) over anonymous memory, or ranks as processes over the memfd that `zerorun` made ([`shm`]).
+//! process ([`threads`]) over anonymous memory, or ranks as processes over the memfd that `zerorun` made ([`shm`]). A
+//! program can bring its own.
 //!
 //! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces that a buffer travels
 //! in. That is what makes stages 0 to 3 give the same bits.
 //!
 //! Elements travel as they are, or as small integers with a scale per block: [`Wire`].
 
+pub(crate) mod agree;
 mod bandwidth;
 mod collectives;
 mod counters;
+mod defaults;
 mod exchange;
 mod fingerprint;
 mod log;
+mod pending;
 mod pieces;
 mod queue;
 pub mod shm;
@@ -33,7 +37,8 @@ pub use bandwidth::{Bandwidth, size_text, trimmed_mean};
 pub use counters::{CommReport, KindReport};
 pub use fingerprint::Kind;
 pub use log::{CommLog, CommLogRow, CommSummary};
-pub use queue::{Pending, Shared};
+pub use pending::Pending;
+pub use queue::Shared;
 pub use solo::Solo;
 pub use wire::Wire;
 
@@ -46,12 +51,80 @@ use std::sync::{Arc, Mutex};
 /// Every method that exchanges data is collective: all ranks call the same methods, in the same order, with the same
 /// element counts and dtypes. That is checked; ranks that diverge get an error that shows both sides. `tag`
 /// identifies the content (say a hash of the parameters in a bucket) and is checked too.
+///
+/// # A communicator of your own
+/// Four methods are enough: [`rank`](Self::rank), [`size`](Self::size), [`gather_bytes`](Self::gather_bytes) and
+/// [`abort`](Self::abort). All others are made of these, with the same bits as over shared memory; override those that
+/// your network does better. Collectives take place in the order in which they are launched, while results are waited
+/// for in any order: a thread of its own that does one after the other is a good communicator.
+///
+/// ```
+/// use candle_zero::comm::{Communicator, Pending};
+/// use candle_zero::error::CommError;
+/// use std::sync::mpsc::{Receiver, Sender, channel};
+///
+/// type Message = Vec<u8>;
+///
+/// /// Ranks as threads that send each other messages.
+/// struct Channels {
+///     rank: usize,
+///     size: usize,
+///     jobs: Sender<(Message, Sender<Option<Vec<Message>>>)>,
+/// }
+///
+/// impl Channels {
+///     /// `to` and `from`: one channel to and from each rank, this one included.
+///     fn new(rank: usize, to: Vec<Sender<Message>>, from: Vec<Receiver<Message>>) -> Self {
+///         let (size, (jobs, launched)) = (to.len(), channel::<(Message, Sender<_>)>());
+///         std::thread::spawn(move || {
+///             for (message, result) in launched {
+///                 to.iter().for_each(|rank| _ = rank.send(message.clone()));
+///                 // None if a rank is gone.
+///                 _ = result.send(from.iter().map(|rank| rank.recv().ok()).collect());
+///             }
+///         });
+///         Self { rank, size, jobs }
+///     }
+/// }
+///
+/// impl Communicator for Channels {
+///     fn rank(&self) -> usize {
+///         self.rank
+///     }
+///
+///     fn size(&self) -> usize {
+///         self.size
+///     }
+///
+///     fn gather_bytes(&self, bytes: Message) -> Pending<Vec<Message>> {
+///         let (result, receiver) = channel();
+///         _ = self.jobs.send((bytes, result));
+///         let gone = || CommError::other("a rank is gone").into();
+///         Pending::from_fn(move || receiver.recv().ok().flatten().ok_or_else(gone))
+///     }
+///
+///     fn abort(&self, why: &str) {
+///         eprintln!("rank {} gives up: {why}", self.rank);
+///     }
+/// }
+/// # let (to, from) = channel();
+/// # let comm = Channels::new(0, vec![to], vec![from]);
+/// # let sum = comm.all_reduce(candle_zero::precision::Flat::from(vec![1.5]), 0);
+/// # assert_eq!(sum.wait()?, candle_zero::precision::Flat::from(vec![1.5]));
+/// # Ok::<(), candle_zero::Error>(())
+/// ```
 pub trait Communicator: Send + Sync {
     /// This rank, from 0.
     fn rank(&self) -> usize;
 
     /// Number of ranks.
     fn size(&self) -> usize;
+
+    /// Every rank receives the bytes of every rank, in rank order. All give the same number of bytes.
+    fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>>;
+
+    /// Tells the other ranks that this one gives up, and why. Their collectives return an error that says so.
+    fn abort(&self, why: &str);
 
     /// Sums `input` over ranks, elementwise and in rank order; every rank receives the whole sum, in the memory of
     /// `input`.
@@ -74,27 +147,36 @@ pub trait Communicator: Send + Sync {
     /// [`all_reduce`](Self::all_reduce) in which the summands travel as `wire` says. Each element is summed by one
     /// rank, as in [`reduce_scatter_as`](Self::reduce_scatter_as) with chunks of equal length, and the sums travel exact:
     /// both give the same bits.
-    fn all_reduce_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat>;
+    fn all_reduce_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
+        defaults::all_reduce(self, wire, input, tag)
+    }
 
-    /// [`reduce_scatter`](Self::reduce_scatter) in which elements travel as `wire` says. What a rank adds to its own
-    /// part does not travel, and is not rounded.
-    fn reduce_scatter_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat>;
+    /// [`reduce_scatter`](Self::reduce_scatter) in which elements travel as `wire` says. The part that a rank adds to its
+    /// own does not travel, and is not rounded.
+    fn reduce_scatter_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
+        defaults::reduce_scatter(self, wire, input, tag)
+    }
 
-    /// [`all_gather`](Self::all_gather) in which elements travel as `wire` says. All ranks receive the same values: what
-    /// they would take from the wire, also of their own shard.
-    fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat>;
+    /// [`all_gather`](Self::all_gather) in which elements travel as `wire` says. All ranks receive the same values: those
+    /// that they would take from the wire, also of their own shard.
+    fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
+        defaults::all_gather(self, wire, shard, tag)
+    }
 
     /// Every rank receives the values of every rank, in rank order. For a few numbers: votes, norms, metrics.
-    fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>>;
+    fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {
+        defaults::gather_f64(self, &values)
+    }
 
     /// Waits until every rank has come here.
-    fn barrier(&self) -> Pending<()>;
+    fn barrier(&self) -> Pending<()> {
+        defaults::barrier(self)
+    }
 
-    /// Tells the other ranks that this one gives up, and why. Their collectives return an error that says so.
-    fn abort(&self, why: &str);
-
-    /// Calls and bytes so far.
-    fn report(&self) -> CommReport;
+    /// Calls and bytes so far; nothing where a communicator does not count.
+    fn report(&self) -> CommReport {
+        CommReport::default()
+    }
 
     /// From now on, collectives are logged in `log`, or in none. A communicator of your own, and that of a world of one,
     /// need not log.

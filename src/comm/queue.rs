@@ -14,14 +14,14 @@ use super::collectives;
 use super::counters::Counters;
 use super::exchange::{Exchange, Runner};
 use super::shm::Region;
-use super::{CommLog, CommReport, Communicator, Kind, Wire};
+use super::{CommLog, CommReport, Communicator, Kind, Pending, Wire};
 use crate::error::{CommError, Result, without_backtrace};
 use crate::param::lock;
 use crate::precision::Flat;
-use crate::timeline::{self, Carried, Lane};
+use crate::timeline::{self, Lane};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver, TryRecvError};
+use std::sync::mpsc::{self, TryRecvError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -30,43 +30,6 @@ use std::time::{Duration, Instant};
 const SHORT_BYTES: usize = 16 << 10;
 /// The longest that a short collective stays in the queue while nobody waits for it.
 const GRACE: Duration = Duration::from_millis(5);
-
-/// A collective under way. Dropping it does not stop the collective: the other ranks count on it.
-#[must_use = "a collective's result is waited for"]
-pub struct Pending<T>(State<T>);
-
-enum State<T> {
-    Ready(T),
-    Launched { receiver: Receiver<Result<T, CommError>>, queue: Arc<Queue>, counters: Arc<Counters>, carried: Carried },
-}
-
-impl<T> Pending<T> {
-    /// A result that is there already.
-    pub fn ready(value: T) -> Self {
-        Self(State::Ready(value))
-    }
-
-    /// Waits for the result.
-    ///
-    /// # Errors
-    /// [`CommError`]: a peer died, gave up, left, fell silent or diverged, or the time limit is over.
-    pub fn wait(self) -> Result<T> {
-        match self.0 {
-            State::Ready(value) => Ok(value),
-            State::Launched { receiver, queue, counters, carried } => {
-                let _span = timeline::span(timeline::Kind::Wait, "wait").of_carried(&carried);
-                let start = Instant::now();
-                let result = queue.run_until(|| match receiver.try_recv() {
-                    Ok(result) => Some(result),
-                    Err(TryRecvError::Disconnected) => Some(Err(CommError::ThreadEnded)),
-                    Err(TryRecvError::Empty) => None,
-                });
-                counters.waited(start.elapsed());
-                Ok(result?)
-            }
-        }
-    }
-}
 
 type Job = Box<dyn FnOnce(&mut Worker) + Send>;
 
@@ -267,7 +230,18 @@ impl Shared {
             let _ = sender.send(result);
         });
         self.queue.push(job, bytes > SHORT_BYTES);
-        Pending(State::Launched { receiver, queue: self.queue.clone(), counters: self.counters.clone(), carried })
+        let (queue, counters) = (self.queue.clone(), self.counters.clone());
+        Pending::from_fn(move || {
+            let _span = timeline::span(timeline::Kind::Wait, "wait").of_carried(&carried);
+            let start = Instant::now();
+            let result = queue.run_until(|| match receiver.try_recv() {
+                Ok(result) => Some(result),
+                Err(TryRecvError::Disconnected) => Some(Err(CommError::ThreadEnded)),
+                Err(TryRecvError::Empty) => None,
+            });
+            counters.waited(start.elapsed());
+            Ok(result?)
+        })
     }
 }
 
@@ -297,10 +271,8 @@ impl Communicator for Shared {
         self.launch(Kind::AllGather, size(&shard), move |ex| collectives::all_gather(ex, wire, shard, tag))
     }
 
-    fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {
-        self.launch(Kind::Control, (values.len(), size_of_val(&*values)), move |ex| {
-            collectives::gather_f64(ex, &values)
-        })
+    fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
+        self.launch(Kind::Control, (Kind::words(&bytes), bytes.len()), move |ex| collectives::gather_bytes(ex, &bytes))
     }
 
     fn barrier(&self) -> Pending<()> {

@@ -39,8 +39,8 @@ impl Communicator for Solo {
         self.count(Kind::AllGather, shard.len(), shard)
     }
 
-    fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {
-        self.count(Kind::Control, values.len(), vec![values])
+    fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
+        self.count(Kind::Control, Kind::words(&bytes), vec![bytes])
     }
 
     fn barrier(&self) -> Pending<()> {

@@ -45,8 +45,7 @@ pub(super) fn reduce_piece(
     give_each(ex, bytes, |r, part| ints.encode(input.slice(r * chunk + range.start..r * chunk + range.end), part))?;
     let exact = range.len() * input.dtype().size_in_bytes();
     let peers: Vec<_> = given(ex, bytes, exact).collect();
-    let (own, sum) = (rank * chunk + range.start, at + range.start);
-    level().run(Sum { ints, values: input.as_mut(), own, sum, len: range.len(), rank, peers: &peers });
+    sum_blocks(ints, input, (rank * chunk + range.start, at + range.start), range.len(), rank, &peers);
     Ok(())
 }
 
@@ -70,6 +69,18 @@ pub(super) fn all_gather(ex: &mut Exchange, ints: Ints, mut shard: Flat) -> Resu
         }
     }
     Ok(shard)
+}
+
+/// Adds the peers' blocks to elements `own ..` of `values`, and writes the sums to elements `to ..`.
+pub(super) fn sum_blocks(
+    ints: Ints,
+    values: &mut Flat,
+    (own, to): (usize, usize),
+    len: usize,
+    rank: usize,
+    peers: &[&[u8]],
+) {
+    level().run(Sum { ints, values: values.as_mut(), own, sum: to, len, rank, peers });
 }
 
 /// Elements `own ..` of `values` and the peers' blocks, summed in rank order in f32, rounded once and written to

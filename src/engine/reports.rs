@@ -3,12 +3,10 @@
 use super::Engine;
 use crate::comm::CommReport;
 use crate::config::Config;
-use crate::memory::{ElementBytes, MemoryReport};
+use crate::memory::MemoryReport;
 use crate::offload::OffloadReport;
 use crate::optim::Momentum;
-use crate::param::lock;
 use candle_core::{DType, Device};
-use std::time::Duration;
 
 /// Milliseconds that the last optimizer step took on this rank, accumulation included.
 #[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
@@ -23,36 +21,6 @@ pub struct StepTimings {
     pub comm_ms: f64,
     /// Waiting for files, a part of the others.
     pub disk_ms: f64,
-}
-
-/// Times of the optimizer step under way, and of the last one.
-#[derive(Default)]
-pub(super) struct Clock {
-    pub forward: Duration,
-    pub backward: Duration,
-    pub step: Duration,
-    /// Seconds waited for collectives in backward.
-    pub backward_wait: f64,
-    /// Seconds waited for collectives, and for files, until the last boundary.
-    pub waited: [f64; 2],
-    pub last: StepTimings,
-    pub last_backward_wait_ms: f64,
-}
-
-impl Clock {
-    /// An optimizer step is over; `waited` are the totals of seconds waited for collectives and for files.
-    pub fn boundary(&mut self, waited: [f64; 2]) {
-        let ms = |d: Duration| d.as_secs_f64() * 1e3;
-        self.last = StepTimings {
-            forward_ms: ms(self.forward),
-            backward_ms: ms(self.backward),
-            step_ms: ms(self.step),
-            comm_ms: (waited[0] - self.waited[0]) * 1e3,
-            disk_ms: (waited[1] - self.waited[1]) * 1e3,
-        };
-        let last_backward_wait_ms = self.backward_wait * 1e3;
-        *self = Self { waited, last: self.last, last_backward_wait_ms, ..Self::default() };
-    }
 }
 
 impl<M> Engine<M> {
@@ -111,28 +79,17 @@ impl<M> Engine<M> {
 
     /// Bytes of model state that this rank holds, beside the ZeRO formula.
     pub fn memory_report(&self) -> MemoryReport {
-        let core = &self.core;
-        let share = lock(&core.groups).iter().map(|g| g.len).sum();
-        let master = if core.dtype == DType::F32 { 0 } else { 4 };
-        let each = ElementBytes {
-            params: core.dtype.size_in_bytes(),
-            grads: lock(&core.gradients).accumulate_dtype().size_in_bytes(),
-            master,
-            moments: core.params.iter().map(|p| 4 * p.numel * self.trainer.state_names(p.group).len()).sum(),
-        };
-        let moments = lock(&core.groups).iter().map(|g| 4 * g.len * g.moments.len()).sum();
-        let parameters = core.params.iter().map(|p| p.numel).sum();
-        MemoryReport::new(&core.ledger, self.config.zero.stage, self.world_size(), parameters, [share, moments], each)
+        self.core.memory_report(|param| self.trainer.state_names(param.group).len())
     }
 
     /// File access of this rank so far; zeros where nothing is offloaded to files.
     pub fn offload_report(&self) -> OffloadReport {
-        self.core.offload.as_ref().map_or_else(OffloadReport::default, |o| o.report())
+        self.core.offload_report().unwrap_or_default()
     }
 
     /// Collectives of this rank so far.
     pub fn comm_report(&self) -> CommReport {
-        self.core.comm.report()
+        self.core.comm().report()
     }
 
     /// How long the last optimizer step took.
@@ -142,12 +99,12 @@ impl<M> Engine<M> {
 
     /// This rank, from 0.
     pub fn rank(&self) -> usize {
-        self.core.comm.rank()
+        self.core.comm().rank()
     }
 
     /// Number of ranks.
     pub fn world_size(&self) -> usize {
-        self.core.comm.size()
+        self.core.comm().size()
     }
 
     /// The resolved configuration.
@@ -162,7 +119,7 @@ impl<M> Engine<M> {
 
     /// The model's dtype.
     pub fn dtype(&self) -> DType {
-        self.core.dtype
+        self.core.dtype()
     }
 
     /// The model. Its parameters may be used only inside [`forward`](Self::forward) and [`eval`](Self::eval).

@@ -1,12 +1,13 @@
 //! What the engine tells while it trains: printed lines, and events for monitors. All from rank 0.
 
 use super::Engine;
+use super::watch::Waited;
 use crate::comm::{CommLog, CommSummary, Communicator};
 use crate::config::{Monitoring, Precision};
 use crate::files::{folder_of, new_beside, write_whole};
 use crate::monitor::{Event, Monitors, Opening, Throughput, rss_bytes, rss_peak_bytes, say};
 use crate::optim::Momentum;
-use crate::profiler::spans::{self, Half, Span};
+use crate::profiler::spans;
 use crate::profiler::{FlopsProfile, peak_flops};
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -19,8 +20,6 @@ pub(super) struct Telling {
     throughput: Throughput,
     /// When this micro step's forward began.
     pub(super) micro_step: Option<Instant>,
-    /// Sum of this rank's losses in this accumulation.
-    pub(super) losses: f64,
     /// Mean loss of the last optimizer step, over ranks and micro steps.
     pub(super) loss: f64,
     /// `flops_profiler`, after its step.
@@ -82,32 +81,16 @@ impl<M> Engine<M> {
         self.telling.profile.as_ref()
     }
 
-    /// Records a half of a micro step for `flops_profiler`, until the result is dropped.
-    pub(super) fn record(&self, half: Half) -> Option<Span> {
-        let profiler = self.config.monitoring.flops_profiler.as_ref()?;
-        let first = self.micro_steps.is_multiple_of(self.config.batch.gradient_accumulation_steps as u64);
-        if self.rank() != 0 || profiler.profile_step != self.global_steps {
-            return None;
-        }
-        if first && half == Half::Forward {
-            spans::clear();
-        }
-        Some(spans::record(half))
-    }
-
     /// Ends the profile after its step. Collective there: rank 0 measures the machine while the others wait.
-    pub(super) fn end_profile(&mut self) -> Result<()> {
+    fn end_profile(&mut self) -> Result<()> {
         let Some(profiler) = self.config.monitoring.flops_profiler.as_ref() else { return Ok(()) };
         if profiler.profile_step.checked_add(1) != Some(self.global_steps) {
             return Ok(());
         }
         if self.rank() == 0 {
-            let core = &self.core;
-            let mut units: Vec<(String, usize)> = core.units.iter().map(|name| (name.clone(), 0)).collect();
-            core.params.iter().for_each(|param| units[param.unit].1 += param.numel);
             let run = (self.global_steps, self.config.batch.train_batch_size, self.world_size());
-            let peak = peak_flops(core.dtype);
-            let profile = FlopsProfile::new(units, &spans::take(), run, self.clock.last, peak);
+            let peak = peak_flops(self.dtype());
+            let profile = FlopsProfile::new(self.core.units(), &spans::take(), run, self.clock.last, peak);
             let text = profile.text(profiler);
             match &profiler.output_file {
                 None => say(&text),
@@ -119,7 +102,7 @@ impl<M> Engine<M> {
             }
             self.telling.profile = Some(profile);
         }
-        self.core.comm.barrier().wait()
+        self.core.comm().barrier().wait()
     }
 
     /// The engine is dropped.
@@ -129,8 +112,15 @@ impl<M> Engine<M> {
         }
     }
 
-    /// An optimizer step is over.
-    pub(super) fn tell(&mut self) {
+    /// An optimizer step is over. Collective in the step that `flops_profiler` names.
+    pub(super) fn tell(&mut self) -> Result<()> {
+        let waited = Waited { collectives: self.comm_report().waited_s, files: self.offload_report().waited_s };
+        self.clock.boundary(waited);
+        self.tell_progress();
+        self.end_profile()
+    }
+
+    fn tell_progress(&mut self) {
         let speed = self.telling.throughput.boundary(self.config.batch.train_batch_size);
         if self.rank() != 0 {
             return;
@@ -174,7 +164,8 @@ impl<M> Engine<M> {
     fn time_line(&self) -> String {
         let t = self.clock.last;
         let (f, b, s, c) = (t.forward_ms, t.backward_ms, t.step_ms, t.comm_ms);
-        let files = if self.core.offload.is_some() { format!(", for files {:.2}", t.disk_ms) } else { String::new() };
+        let files =
+            if self.core.offload_report().is_some() { format!(", for files {:.2}", t.disk_ms) } else { String::new() };
         format!("time (ms) | forward {f:.2} | backward {b:.2} | step {s:.2} | of which waiting {c:.2}{files}")
     }
 
@@ -229,13 +220,13 @@ impl<M> Engine<M> {
         }
         let config = &self.config.to_deepspeed_json();
         let config = serde_json::to_string_pretty(config).expect("a tree of values is JSON");
-        let (units, params) = (self.core.units.len() - 1, self.core.params.len());
+        let (units, params) = (self.core.units().len() - 1, self.core.params().len());
         say(&format!(
             "configuration: {config}\nranks: {}\ndevice: {:?}\ndtype: {:?}\nparameters: {params}, in {units} units and \
              outside of them\noptimizer: {:?}\nloss scale: {:?}\nmemory: {}",
             self.world_size(),
             self.device,
-            self.core.dtype,
+            self.dtype(),
             self.trainer,
             self.loss_scale(),
             self.memory_report()

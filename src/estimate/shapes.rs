@@ -2,8 +2,9 @@
 
 use crate::error::{Error, Result};
 use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
-use crate::param::registry::{Registered, Registry};
 use crate::param::{Param, WeightFile};
+use crate::zero::core::Registered;
+use crate::zero::registry::Registry;
 use crate::zero::unit::building;
 use candle_core::{DType, Device, Shape};
 use candle_nn::var_builder::SimpleBackend;

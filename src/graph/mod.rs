@@ -17,11 +17,13 @@
 //! Any other tensor that a layer is given (a `Var`, the result of Candle's operations) gets a token of its own for that
 //! one use, whose backward hands the slot's content to Candle.
 
+mod draws;
 mod grad;
 mod node;
 pub(crate) mod prepared;
 mod record;
 
+pub(crate) use draws::{advance_draws, draw_from, draws, place_of_draws};
 pub(crate) use grad::{Grad, Slot};
 pub(crate) use node::{Kept, can_remake, node_of, with_token};
 pub(crate) use record::{Inputs, OwnResult, Sink, Value, is_once, is_without_gradients, once, without_gradients};

@@ -1,46 +1,11 @@
 //! Dropout (Srivastava et al. 2014) from a counter-based generator.
 
-use crate::graph::{Inputs, is_without_gradients};
+use crate::graph::{Inputs, advance_draws, draws, is_without_gradients};
 use crate::kernels::buffer;
 use crate::kernels::dropout as kernel;
 use crate::nn::element::{Element, with_element, with_elements};
 use candle_core::{Result, Tensor, bail};
 use candle_nn::Module;
-use std::cell::Cell;
-
-/// Where a thread's draws are.
-#[derive(Clone, Copy)]
-struct Draws {
-    stream: u64,
-    /// The number of the next draw.
-    next: u64,
-    /// Whether an engine's training said so ([`draw_from`]). Then elements are dropped even where nothing is recorded:
-    /// a unit that recomputes runs its first forward so, and must give what its second one gives.
-    in_training: bool,
-}
-
-thread_local! {
-    static DRAWS: Cell<Draws> = const { Cell::new(Draws { stream: 0, next: 0, in_training: false }) };
-}
-
-/// Runs `run` as training, with the draws of this thread taken from number `next` of `stream` on; afterwards they go on
-/// where they were. Returns what `run` did.
-pub(crate) fn draw_from<T>((stream, next): (u64, u64), run: impl FnOnce() -> T) -> T {
-    struct Reset(Draws);
-    impl Drop for Reset {
-        fn drop(&mut self) {
-            DRAWS.set(self.0);
-        }
-    }
-    let _reset = Reset(DRAWS.replace(Draws { stream, next, in_training: true }));
-    run()
-}
-
-/// Where this thread's draws are: for [`draw_from`], to repeat what follows.
-pub(crate) fn draws() -> (u64, u64) {
-    let Draws { stream, next, .. } = DRAWS.get();
-    (stream, next)
-}
 
 /// x / (1 - p) where an element is kept, and 0 with probability `p` in [0, 1). Which elements are kept follows from
 /// `seed`, `draw` and their positions alone (Philox4x32-10, Salmon et al. 2011): nothing is kept for backward.
@@ -98,11 +63,11 @@ impl Dropout {
 
 impl Module for Dropout {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let draws = DRAWS.get();
+        let draws = draws();
         if is_without_gradients() && !draws.in_training {
             return Ok(x.clone());
         }
-        DRAWS.set(Draws { next: draws.next + 1, ..draws });
+        advance_draws();
         dropout(x, self.p, self.seed ^ draws.stream.wrapping_mul(0x9e37_79b9_7f4a_7c15), draws.next)
     }
 }

@@ -37,7 +37,6 @@ pub use activation::{gelu_tanh, silu, swiglu};
 pub use attention::{causal_attention, grouped_attention};
 pub use cross_entropy::{cross_entropy, linear_cross_entropy};
 pub use dropout::{Dropout, dropout};
-pub(crate) use dropout::{draw_from, draws};
 pub use embedding::{Embedding, embedding};
 pub use linear::{Activation, Conv1D, Linear, Then, WeightLayout, linear, linear_then};
 pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm};

@@ -8,6 +8,7 @@ use super::pipeline::{self, Pipeline, Plan};
 use super::report::OffloadReport;
 use super::spill::Spill;
 use crate::comm::Communicator;
+use crate::comm::agree::gather_u64;
 use crate::config::{Config, OffloadOptimizer, OffloadParam, OffloadTo, Precision};
 use crate::error::Result;
 use crate::memory::{Kind, Ledger};
@@ -148,20 +149,11 @@ impl Offload {
     /// # Errors
     /// [`OffloadSpace`](crate::Error::OffloadSpace) on all ranks, with the bytes that all of them need on the disk that is too small.
     pub fn check_space(&self, comm: &dyn Communicator) -> Result<()> {
-        // Exact in f64: no disk has 2^53 bytes, and device numbers are short.
-        let told = |d: Demand| [d.device, d.free, d.asked, d.got, u64::from(d.is_full)].map(|n| n as f64);
-        let own = self.folders.iter().flat_map(|f| told(f.demand())).collect();
-        let all = comm.gather_f64(own).wait()?.into_iter().flatten().collect::<Vec<f64>>();
-        let all: Vec<Demand> = all
-            .chunks_exact(5)
-            .map(|n| Demand {
-                device: n[0] as u64,
-                free: n[1] as u64,
-                asked: n[2] as u64,
-                got: n[3] as u64,
-                is_full: n[4] > 0.0,
-            })
-            .collect();
+        let numbers = |d: Demand| [d.device, d.free, d.asked, d.got, u64::from(d.is_full)];
+        let own: Vec<u64> = self.folders.iter().flat_map(|f| numbers(f.demand())).collect();
+        let demand = |n: &[u64; 5]| Demand { device: n[0], free: n[1], asked: n[2], got: n[3], is_full: n[4] != 0 };
+        let all = gather_u64(comm, &own)?;
+        let all: Vec<Demand> = all.iter().flat_map(|rank| rank.as_chunks().0.iter().map(demand)).collect();
         let Some(full) = all.iter().find(|d| d.is_full) else { return Ok(()) };
         // Folders on one disk share it.
         let there = || all.iter().filter(|d| d.device == full.device);

@@ -12,15 +12,20 @@
 use super::ParamId;
 use super::residency::empty_leaf;
 use crate::graph::prepared::{one, prepared};
-use crate::graph::{Slot, with_token};
-use crate::zero::core::Link;
+use crate::graph::{Grad, Slot, with_token};
 use candle_core::{Device, Result, Shape, Storage, Tensor};
 use std::sync::Arc;
 
-/// Makes a parameter's tensor that begins with `storage`.
+/// Takes the gradients of parameters as they become complete.
+pub(crate) trait GradientSink: Send + Sync {
+    /// The gradient of `param` is complete, as far as this backward goes.
+    fn gradient_arrived(&self, param: ParamId, grad: Grad) -> Result<()>;
+}
+
+/// Makes a parameter's tensor that begins with `storage`; its gradients go to `sink`.
 pub(crate) fn capture(
     param: ParamId,
-    link: Link,
+    sink: Arc<dyn GradientSink>,
     device: &Device,
     (storage, shape): (Storage, Shape),
 ) -> Result<Tensor> {
@@ -28,8 +33,8 @@ pub(crate) fn capture(
     let complete = slot.clone();
     let leaf = empty_leaf(device, &Shape::from(1))?;
     let token = prepared("capture-gradient", &leaf, one(device)?, move |_, _| {
-        if let (Some(grad), Some(core)) = (complete.take(), link.core()) {
-            core.gradient_arrived(param, grad)?;
+        if let Some(grad) = complete.take() {
+            sink.gradient_arrived(param, grad)?;
         }
         Ok(None)
     })?;

@@ -1,12 +1,11 @@
 //! Parameters: registered by name while a model is built, initialized by name, whole or absent in memory.
 //!
-//! Three mechanisms of Candle carry this, each in a file: `registry.rs` (a `VarBuilder` backend sees every parameter),
+//! Three mechanisms of Candle carry this, each in a file: `zero/registry.rs` (a `VarBuilder` backend sees every parameter),
 //! `capture.rs` (an operation whose backward takes a parameter's complete gradient) and `residency.rs` (a tensor's
 //! storage is taken out and put back while model and graph hold the tensor).
 
 pub(crate) mod capture;
 mod init;
-pub(crate) mod registry;
 pub(crate) mod residency;
 mod source;
 

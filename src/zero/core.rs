@@ -1,53 +1,78 @@
-//! What the engine and the operations inside the autograd graph share.
+//! The partitioned state of one rank, which the engine and the operations inside the autograd graph share.
 //!
 //! Operations hold a [`Link`]: it leads to the [`Core`] while the engine lives, and to nothing before and after, so
-//! that a model outside of an engine is a plain Candle model.
+//! that a model outside of an engine is a plain Candle model. Modules above this one use the core's methods; its fields
+//! are known inside of `zero/` alone.
 
 use super::gather::Gatherer;
 use super::gradients::{Gradients, ReducePlan};
 use super::sub_group::SubGroup;
-use super::trace::Event;
 use crate::comm::Communicator;
 use crate::config::ZeroConfig;
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::graph::Grad;
 use crate::layout::Placement;
-use crate::memory::{Ledger, Tier};
-use crate::offload::Offload;
-use crate::param::registry::Registered;
+use crate::memory::{ElementBytes, Ledger, MemoryReport, Tier};
+use crate::offload::{Offload, OffloadReport};
+use crate::param::capture::GradientSink;
 use crate::param::{Param, ParamId, ROOT, UnitId, lock, residency};
-use crate::timeline::{self, Span};
 use candle_core::DType;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 /// The partitioned state of one rank.
 pub(crate) struct Core {
-    pub comm: Arc<dyn Communicator>,
-    pub placement: Placement,
-    pub zero: ZeroConfig,
-    pub dtype: DType,
+    pub(super) comm: Arc<dyn Communicator>,
+    pub(super) placement: Placement,
+    pub(super) zero: ZeroConfig,
+    pub(super) dtype: DType,
     /// Where whole parameters are.
-    pub tensor_tier: Tier,
+    pub(super) tensor_tier: Tier,
+    pub(super) ledger: Ledger,
+    /// The files of offloaded state.
+    pub(super) offload: Option<Arc<Offload>>,
+    pub(super) params: Vec<Param>,
+    /// Names of the units, the root (an empty name) first.
+    pub(super) units: Vec<String>,
+    /// Sub-group and slot of each parameter.
+    pub(super) places: Vec<(usize, usize)>,
+    pub(super) groups: Mutex<Vec<SubGroup>>,
+    pub(super) gather: Mutex<Gatherer>,
+    pub(super) gradients: Mutex<Gradients>,
+    pub(super) recomputation: Recomputation,
+    /// A model is only evaluated: nothing is recorded or kept.
+    pub(super) evaluating: AtomicBool,
+    /// The first error inside an operation; Candle's own error type cannot carry it.
+    failure: Mutex<Option<Error>>,
+}
+
+/// The parts that a core is made of.
+pub(crate) struct CoreParts {
+    pub comm: Arc<dyn Communicator>,
+    pub zero: ZeroConfig,
+    pub reduce_plan: ReducePlan,
+    pub dtype: DType,
+    pub recomputation: Recomputation,
+    pub registered: Registered,
     pub ledger: Ledger,
-    /// The files of what is offloaded.
     pub offload: Option<Arc<Offload>>,
+}
+
+/// A model's parameters and units, and this rank's share of them.
+pub(crate) struct Registered {
     pub params: Vec<Param>,
     /// Names of the units, the root (an empty name) first.
     pub units: Vec<String>,
-    /// Sub-group and slot of each parameter.
-    pub places: Vec<(usize, usize)>,
-    pub groups: Mutex<Vec<SubGroup>>,
-    pub gather: Mutex<Gatherer>,
-    pub gradients: Mutex<Gradients>,
+    pub groups: Vec<SubGroup>,
+}
+
+/// The configuration's `activation_checkpointing`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Recomputation {
     /// Every unit recomputes its forward in backward.
-    pub recompute: bool,
-    /// What recomputing units keep leaves the model's memory.
+    pub every_unit: bool,
+    /// The inputs that recomputing units keep leave the model's memory.
     pub cpu_checkpointing: bool,
-    /// A model is only evaluated: nothing is recorded or kept.
-    evaluating: AtomicBool,
-    /// The first error inside an operation; Candle's own error type cannot carry it.
-    failure: Mutex<Option<Error>>,
 }
 
 /// The way from an operation to the engine.
@@ -59,22 +84,23 @@ impl Link {
     pub fn core(&self) -> Option<Arc<Core>> {
         self.0.get().and_then(Weak::upgrade)
     }
+
+    /// The engine is there.
+    pub fn connect(&self, core: &Arc<Core>) {
+        assert!(self.0.set(Arc::downgrade(core)).is_ok(), "a link is connected once");
+    }
+}
+
+impl GradientSink for Link {
+    fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
+        self.core().map_or(Ok(()), |core| core.gradient_arrived(param, grad))
+    }
 }
 
 impl Core {
-    /// Builds the core of a registered model and connects `link` to it.
-    #[expect(clippy::too_many_arguments, reason = "called in one place, and each is a thing of its own")]
-    pub fn new(
-        comm: Arc<dyn Communicator>,
-        zero: ZeroConfig,
-        plan: ReducePlan,
-        dtype: DType,
-        [recompute, cpu_checkpointing]: [bool; 2],
-        registered: Registered,
-        ledger: Ledger,
-        offload: Option<Arc<Offload>>,
-        link: &Link,
-    ) -> Arc<Self> {
+    /// The core of a registered model.
+    pub fn new(parts: CoreParts) -> Self {
+        let CoreParts { comm, zero, reduce_plan, dtype, recomputation, registered, ledger, offload } = parts;
         let Registered { params, units, groups } = registered;
         let mut places = vec![(0, 0); params.len()];
         for (g, group) in groups.iter().enumerate() {
@@ -84,8 +110,8 @@ impl Core {
         }
         let ahead = offload.as_ref().and_then(|o| o.params.as_ref()).map(|p| p.ahead);
         let gather = Gatherer::new(&params, units.len(), &zero, comm.size(), ahead);
-        let gradients = Gradients::new(plan, zero.reduce_bucket_size, params.len());
-        let core = Arc::new(Self {
+        let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, params.len());
+        Self {
             comm,
             placement: zero.stage.placement(),
             zero,
@@ -99,49 +125,67 @@ impl Core {
             groups: Mutex::new(groups),
             gather: Mutex::new(gather),
             gradients: Mutex::new(gradients),
-            recompute,
-            cpu_checkpointing,
+            recomputation,
             evaluating: AtomicBool::new(false),
             failure: Mutex::new(None),
-        });
-        assert!(link.0.set(Arc::downgrade(&core)).is_ok(), "a link is connected once");
-        core
-    }
-
-    /// Called by a parameter's capture operation.
-    pub fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
-        let arrived = lock(&self.gradients).arrive(self, param, grad);
-        arrived.and_then(|()| self.release_param(param)).map_err(|e| self.stash(e))
-    }
-
-    fn release_param(&self, param: ParamId) -> Result<()> {
-        if self.placement.params.is_sharded() { lock(&self.gather).release_param(self, param) } else { Ok(()) }
-    }
-
-    /// A unit is about to run forward or backward.
-    pub fn enter(&self, event: Event) -> candle_core::Result<()> {
-        if let Event::Backward(_) = event {
-            timeline::end_section();
         }
-        lock(&self.gather).enter(self, event).map_err(|e| self.stash(e))?;
-        if let Event::Backward(unit) = event {
-            timeline::section(timeline::Kind::Unit, "backward", || self.unit_name(unit));
-        }
-        Ok(())
     }
 
-    /// A unit's forward in the timeline, from now on.
-    pub fn forward_span(&self, unit: UnitId) -> Span {
-        timeline::span(timeline::Kind::Unit, "forward").of(|| self.unit_name(unit))
+    /// The rank's communicator.
+    pub fn comm(&self) -> &dyn Communicator {
+        &*self.comm
+    }
+
+    /// The model's dtype.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The model's parameters, in order of registration.
+    pub fn params(&self) -> &[Param] {
+        &self.params
+    }
+
+    /// Name and elements of each unit, the root (an empty name) first.
+    pub fn units(&self) -> Vec<(String, usize)> {
+        let mut units: Vec<(String, usize)> = self.units.iter().map(|name| (name.clone(), 0)).collect();
+        self.params.iter().for_each(|param| units[param.unit].1 += param.numel);
+        units
+    }
+
+    /// Whether parameters are gathered and released; else they stay whole.
+    pub fn shards_params(&self) -> bool {
+        self.placement.params.is_sharded()
+    }
+
+    /// Bytes of model state, beside the ZeRO formula. `states` says how many states the optimizer has of a parameter.
+    pub fn memory_report(&self, states: impl Fn(&Param) -> usize) -> MemoryReport {
+        let grads = lock(&self.gradients).accumulate_dtype().size_in_bytes();
+        let groups = lock(&self.groups);
+        let share = groups.iter().map(|g| g.len).sum();
+        let moments = groups.iter().map(|g| 4 * g.len * g.moments.len()).sum();
+        let each = ElementBytes {
+            params: self.dtype.size_in_bytes(),
+            grads,
+            master: if self.dtype == DType::F32 { 0 } else { 4 },
+            moments: self.params.iter().map(|p| 4 * p.numel * states(p)).sum(),
+        };
+        let parameters = self.params.iter().map(|p| p.numel).sum();
+        MemoryReport::new(&self.ledger, self.zero.stage, self.comm.size(), parameters, [share, moments], each)
+    }
+
+    /// File access so far; nothing where nothing is offloaded to files.
+    pub fn offload_report(&self) -> Option<OffloadReport> {
+        self.offload.as_ref().map(|offload| offload.report())
     }
 
     /// A unit's name for people.
-    pub fn unit_name(&self, unit: UnitId) -> String {
+    pub(super) fn unit_name(&self, unit: UnitId) -> String {
         if unit == ROOT { "root".to_owned() } else { self.units[unit].clone() }
     }
 
     /// Parameters that travel together, for people.
-    pub fn names(&self, params: &[ParamId]) -> String {
+    pub(super) fn names(&self, params: &[ParamId]) -> String {
         match params {
             [] => String::new(),
             [param] => self.params[*param].name.clone(),
@@ -149,44 +193,20 @@ impl Core {
         }
     }
 
-    /// A unit's forward is over.
-    pub fn leave_forward(&self, unit: UnitId) -> candle_core::Result<()> {
-        lock(&self.gather).leave_forward(self, unit).map_err(|e| self.stash(e))
-    }
-
-    /// A unit will run again in backward.
-    pub fn will_recompute(&self) {
-        lock(&self.gather).will_recompute();
-    }
-
-    /// Runs a backward inside of the engine's.
-    pub fn nested<T>(&self, backward: impl FnOnce() -> T) -> T {
-        lock(&self.gather).nest();
-        let _sections = timeline::sections();
-        let result = backward();
-        lock(&self.gather).unnest();
-        result
-    }
-
-    /// Whether a model is only evaluated.
-    pub fn is_evaluating(&self) -> bool {
-        self.evaluating.load(Ordering::Relaxed)
-    }
-
-    /// Switches between training and evaluation.
-    pub fn set_evaluating(&self, evaluating: bool) {
-        self.evaluating.store(evaluating, Ordering::Relaxed);
+    /// A hash of which parameters travel together, for the collectives' fingerprints.
+    pub(super) fn tag(&self, params: &[ParamId]) -> u64 {
+        params.iter().fold(0xcbf2_9ce4_8422_2325, |h, p| (h ^ *p as u64).wrapping_mul(0x0000_0100_0000_01b3))
     }
 
     /// Keeps `error` for the engine and gives Candle its text.
-    pub fn stash(&self, error: Error) -> candle_core::Error {
+    pub(super) fn stash(&self, error: Error) -> candle_core::Error {
         let text = error.to_string();
         lock(&self.failure).get_or_insert(error);
         candle_core::Error::Msg(text)
     }
 
     /// The typed error behind a failed Candle operation.
-    pub fn explain(&self, error: candle_core::Error) -> Error {
+    pub(super) fn explain(&self, error: candle_core::Error) -> Error {
         if let Some(failure) = lock(&self.failure).take() {
             return failure;
         }
@@ -198,10 +218,5 @@ impl Core {
             }
         }
         error.into()
-    }
-
-    /// A hash of which parameters travel together, for the collectives' fingerprints.
-    pub fn tag(&self, params: &[ParamId]) -> u64 {
-        params.iter().fold(0xcbf2_9ce4_8422_2325, |h, p| (h ^ *p as u64).wrapping_mul(0x0000_0100_0000_01b3))
     }
 }

@@ -2,6 +2,7 @@
 
 use super::core::Core;
 use super::sub_group::Home;
+use crate::comm::agree::{Failure, agree};
 use crate::error::{Error, Result};
 use crate::files::{folder_of, new_beside, sync_folder};
 use crate::layout::{shard_len, shard_range};
@@ -15,21 +16,19 @@ use tempfile::NamedTempFile;
 impl Core {
     /// Collective: parameters, rounded to `dtype`. The file appears under its name only when it is complete and on disk.
     ///
-    /// The outer error is one of communication. The inner one is rank 0's of writing, and leaves the ranks in step:
-    /// a full disk or a wrong path must not cost the model.
-    pub fn export(&self, path: &Path, dtype: DType) -> Result<Result<()>> {
+    /// # Errors
+    /// One of communication; one of rank 0's writing, which leaves the ranks in step: a full disk or a wrong path must not
+    /// cost the model.
+    pub fn export(&self, path: &Path, dtype: DType) -> Result<(), Failure> {
         let mut file = (self.comm.rank() == 0).then(|| NewFile::begin(path, &self.params, dtype));
         for param in 0..self.params.len() {
             let whole = self.whole_f32(param)?;
             file = file.map(|file| file.and_then(|file| file.append(whole.as_ref())));
         }
         let written = file.map_or(Ok(()), |file| file.and_then(|file| file.finish(path)));
-        let failed = self.comm.gather_f64(vec![f64::from(u8::from(written.is_err()))]).wait()?[0][0] != 0.0;
-        let written = match written {
-            Ok(()) if failed => Err(std::io::Error::other("rank 0 could not; its own error says why")),
-            written => written,
-        };
-        Ok(written.map_err(|source| Error::Io { action: "write", path: path.to_owned(), source }))
+        let failed = |source| Error::Io { action: "write", path: path.to_owned(), source };
+        let elsewhere = |_| failed(std::io::Error::other("rank 0 could not; its own error says why"));
+        agree(self.comm(), written.map_err(failed), elsewhere)
     }
 
     /// Collective: a whole parameter in f32, from the master weights where there are any.

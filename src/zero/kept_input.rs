@@ -20,7 +20,7 @@ impl Core {
     /// Keeps `input` where `cpu_checkpointing` says, without a graph.
     pub(super) fn keep_input(&self, input: &Tensor) -> Result<KeptInput> {
         let input = input.detach();
-        if !self.cpu_checkpointing || !matches!(input.dtype(), DType::F32 | DType::BF16 | DType::F16) {
+        if !self.recomputation.cpu_checkpointing || !matches!(input.dtype(), DType::F32 | DType::BF16 | DType::F16) {
             return Ok(KeptInput::Here(input));
         }
         let device = input.device().clone();

@@ -5,6 +5,8 @@
 //! | `unit.rs` | what is gathered and released together; recomputation |
 //! | `kept_input.rs` | what recomputation keeps, and where |
 //! | `core.rs` | the state of one rank, shared by engine and graph |
+//! | `run.rs` | forward and backward, as engine, units and parameters call them |
+//! | `registry.rs`, `share_plan.rs` | the `VarBuilder` backend: parameters registered, and shared among ranks |
 //! | `sub_group.rs` | this rank's share of the model |
 //! | `gather.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
 //! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
@@ -19,7 +21,10 @@ pub(crate) mod gather;
 pub(crate) mod gradients;
 mod kept_input;
 pub(crate) mod parcel;
+pub(crate) mod registry;
+mod run;
 pub(crate) mod share;
+pub(crate) mod share_plan;
 pub(crate) mod step;
 pub(crate) mod sub_group;
 pub(crate) mod trace;

@@ -2,12 +2,14 @@
 
 use super::core::Core;
 use super::sub_group::{Home, SubGroup};
-use crate::checkpoint::WEIGHTS;
 use crate::error::Result;
 use crate::offload::{Offload, STEP};
 use crate::param::{lock, residency};
 use crate::precision::{Flat, FlatRef};
 use std::ops::Range;
+
+/// Name of the state that every parameter has: its weights with all their digits.
+pub(crate) const WEIGHTS: &str = "fp32";
 
 /// Elements that are on their way at a time: a multiple of [`STEP`].
 pub(crate) const PIECE: usize = 512 * STEP;

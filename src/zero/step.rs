@@ -21,7 +21,6 @@ use crate::optim::{Needs, StepContext, Trained};
 use crate::param::{ParamId, lock, residency};
 use crate::precision::{Flat, sum_of_squares};
 use crate::timeline;
-use candle_core::DType;
 use std::collections::VecDeque;
 use std::ops::Range;
 
@@ -38,10 +37,18 @@ pub(crate) struct Vote {
     pub loss: f64,
 }
 
+impl Vote {
+    /// Whether any rank saw something not finite.
+    pub fn has_overflow(&self) -> bool {
+        !self.overflowed.is_empty()
+    }
+}
+
 impl Core {
     /// Collective: norm and overflow over all ranks. Each rank looks at its shard of every gradient, parameter by
     /// parameter, also where it holds the whole; so the sum is formed in the same order at every stage.
-    pub fn vote(&self, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
+    pub fn vote(&self, loss: f64, loss_is_finite: bool) -> Result<Vote> {
+        let accumulate = lock(&self.gradients).accumulate_dtype();
         let _span = timeline::span(timeline::Kind::Optimizer, "vote");
         let mut sum = 0f64;
         for group in lock(&self.groups).iter_mut() {

@@ -15,13 +15,13 @@
 //! others. Gradients have a buffer per parameter: the one that a large gradient was reduced in.
 
 use super::core::Core;
+use super::share_plan::SharePlan;
 use crate::error::{Error, Result};
 use crate::layout::{Laid, Sharing, groups_in_memory};
 use crate::memory::{Kind, Ledger, Tracked};
 use crate::offload::{Extent, Offload, STEP, Staged, Stream, Transfer};
 use crate::optim::Role;
 use crate::param::ParamId;
-use crate::param::registry::Holding;
 use crate::precision::{Flat, FlatMut, FlatRef, sum_of_squares};
 use candle_core::DType;
 use std::collections::VecDeque;
@@ -139,7 +139,7 @@ impl Pass {
 /// Lays out sub-groups while parameters are registered.
 pub(crate) struct SubGroupBuilder {
     sharing: Sharing,
-    holding: Holding,
+    plan: SharePlan,
     ledger: Ledger,
     done: Vec<SubGroup>,
     /// By role.
@@ -157,16 +157,16 @@ const PIECE: usize = 1 << 20;
 const IN_FLIGHT: usize = 8;
 
 impl SubGroupBuilder {
-    pub fn new(holding: &Holding, ledger: Ledger) -> Self {
-        let sharing = Sharing::new(holding.world_size, holding.placement.optim.is_sharded(), holding.sub_group_size);
-        let sharing = match &holding.offload {
+    pub fn new(plan: &SharePlan, ledger: Ledger) -> Self {
+        let sharing = Sharing::new(plan.world_size, plan.placement.optim.is_sharded(), plan.sub_group_size);
+        let sharing = match &plan.offload {
             // In files a parameter's share begins where a request may begin.
             Some(offload) => sharing.in_files(STEP, offload.params.as_ref().map(|file| file.in_memory)),
             None => sharing,
         };
         Self {
             sharing,
-            holding: holding.clone(),
+            plan: plan.clone(),
             ledger,
             done: Vec::new(),
             open: [None, None],
@@ -219,7 +219,7 @@ impl SubGroupBuilder {
 
     /// A sub-group whose weights lie in a file if they `spill`.
     fn empty_group(&self, role: Role, spills: bool) -> SubGroup {
-        let Holding { placement, dtype, offload, .. } = &self.holding;
+        let SharePlan { placement, dtype, offload, .. } = &self.plan;
         let memory = |kind, dtype| Home::Memory(Tracked::new(&self.ledger, kind, Flat::with_capacity(dtype, 0)));
         let params = offload.as_ref().and_then(|o| o.params.as_ref()).filter(|_| spills);
         let weights = || match params {
@@ -259,7 +259,7 @@ impl SubGroupBuilder {
 
     /// Begins to write `values` from element `at` on.
     fn write(&mut self, extent: &Extent, at: usize, values: FlatRef<'_>) -> Result<()> {
-        let Some(offload) = self.holding.offload.as_ref().filter(|_| !self.too_small) else { return Ok(()) };
+        let Some(offload) = self.plan.offload.as_ref().filter(|_| !self.too_small) else { return Ok(()) };
         for start in (0..values.len()).step_by(PIECE) {
             let part = values.slice(start..values.len().min(start + PIECE));
             let mut piece = Flat::with_capacity(extent.dtype(), part.len());
@@ -289,15 +289,15 @@ impl SubGroupBuilder {
         // So that the order of parameters, and of sums over them, does not depend on where sub-groups end.
         groups.sort_by_key(|group| group.role);
         self.writing.drain(..).try_for_each(Transfer::written)?;
-        let offload = self.holding.offload.clone();
+        let offload = self.plan.offload.clone();
         let optimizer = offload.as_ref().and_then(|o| o.optimizer.as_ref());
         let stay = optimizer.map_or(groups.len(), |o| groups_in_memory(groups.len(), o.settings.ratio));
         for (i, group) in groups.iter_mut().enumerate() {
-            let names = self.holding.grouping.state_names(group.role);
+            let names = self.plan.grouping.state_names(group.role);
             match optimizer.filter(|_| i >= stay) {
                 Some(files) => {
                     let extent = |arena, dtype| Extent::at_end_of(arena, dtype);
-                    let grads = extent(&files.gradients, self.holding.grad_dtype);
+                    let grads = extent(&files.gradients, self.plan.grad_dtype);
                     let moments: Vec<Extent> =
                         names.iter().map(|name| extent(&files.moments[name], DType::F32)).collect();
                     for extent in moments.iter().chain([&grads]) {

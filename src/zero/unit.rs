@@ -6,18 +6,18 @@
 //! ```
 //!
 //! The mark runs before the unit's last operation is differentiated, and so before any of its operations: as a hook of
-//! that operation where it is one of this library's, else as an identity operation on the unit's output. Without an engine, and where parameters are not sharded, a unit passes through.
+//! that operation where it is one of this library's, else as an identity operation on the unit's output. Without an engine,
+//! and where parameters are not sharded, a unit passes through.
 //!
 //! A unit may recompute (activation checkpointing): forward keeps only its input, and backward runs forward again.
 
 use super::core::{Core, Link};
 use super::kept_input::KeptInput;
+use super::registry::Registry;
 use super::trace::Event;
 use crate::graph::prepared::{copy_of, prepared};
-use crate::graph::{Grad, Inputs, Value, node_of, once, without_gradients};
-use crate::nn::{draw_from, draws};
+use crate::graph::{Grad, Inputs, Value, draw_from, node_of, once, place_of_draws, without_gradients};
 use crate::param::UnitId;
-use crate::param::registry::Registry;
 use crate::param::residency::{storage_on, to_storage};
 use crate::precision::Flat;
 use crate::profiler::spans::{self, Half};
@@ -105,62 +105,19 @@ impl<M> Unit<M> {
 impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
     /// Runs the module on `x`, with its parameters in memory.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let Some((id, link, core)) = self.core() else { return self.inner.forward(x) };
-        if core.is_evaluating() {
-            return Ok(self.run(id, &core, &x.detach())?.detach());
+        let Some(hook) = self.connected() else { return self.inner.forward(x) };
+        if hook.core.is_evaluating() {
+            return Ok(self.run(&hook, &x.detach())?.detach());
         }
+        let recomputes = self.recompute || hook.core.recomputation.every_unit;
         // Recomputation delivers the parameters' gradients to an engine; without one they belong in Candle's graph. An
         // untracked input would keep the operation's backward from ever being called.
-        if (self.recompute || core.recompute) && x.track_op() {
-            core.will_recompute();
-            let draws = draws();
-            let (storage, shape) = copy_of(&without_gradients(|| self.run(id, &core, &x.detach()))?)?;
-            let (unit, input, device) = (self.clone(), core.keep_input(x)?, x.device().clone());
-            return Inputs::of([Some(x)])?.result(
-                "recompute-unit",
-                Value(storage),
-                shape.clone(),
-                move |grad, [to_x]| {
-                    let grad = grad.into_tensor(&shape, &device)?;
-                    match draw_from(draws, || unit.run_again(&input, &grad))? {
-                        Some(grad) => to_x.give(Grad::Shared(grad)),
-                        None => Ok(()),
-                    }
-                },
-            );
+        if recomputes && x.track_op() {
+            return self.forward_to_recompute(&hook, x);
         }
-        let y = self.run(id, &core, x)?;
-        let profiled = spans::is_recording();
-        if let (true, Some(node)) = (profiled, node_of(x)) {
-            node.slot.before_backward(Box::new(move || {
-                spans::end_backward(id);
-                Ok(())
-            }));
-        }
-        if !core.placement.params.is_sharded() && !profiled && !timeline::is_recording() {
-            return Ok(y);
-        }
-        let link = link.clone();
-        let enter = move || {
-            spans::begin_backward(id);
-            match link.core() {
-                Some(core) if core.placement.params.is_sharded() || timeline::is_recording() => {
-                    core.enter(Event::Backward(id))
-                }
-                _ => Ok(()),
-            }
-        };
-        if let Some(node) = node_of(&y) {
-            node.slot.before_backward(Box::new(enter));
-            return Ok(y);
-        }
-        if !core.placement.params.is_sharded() {
-            return Ok(y);
-        }
-        prepared("unit-output", &y, copy_of(&y)?, move |_, grad| {
-            enter()?;
-            Ok(Some(grad.clone()))
-        })
+        let y = self.run(&hook, x)?;
+        hook.profile_input(x);
+        hook.mark_output(y)
     }
 }
 
@@ -177,34 +134,33 @@ impl<M: std::fmt::Debug> std::fmt::Debug for Unit<M> {
 }
 
 impl<M: Module> Unit<M> {
-    fn core(&self) -> Option<(UnitId, &Link, Arc<Core>)> {
-        let (unit, link) = self.hook.as_ref()?;
-        Some((*unit, link, link.core()?))
+    /// The way to the engine, where there is one.
+    fn connected(&self) -> Option<Connected> {
+        let (unit, link) = self.hook.clone()?;
+        let core = link.core()?;
+        Some(Connected { unit, link, core })
     }
 
-    fn run(&self, id: UnitId, core: &Core, x: &Tensor) -> Result<Tensor> {
-        let _span = spans::enter(Half::Forward, id);
-        if !core.placement.params.is_sharded() {
-            let _span = core.forward_span(id);
-            return self.inner.forward(x);
-        }
-        core.enter(Event::Forward(id))?;
-        let span = core.forward_span(id);
+    /// Forward: the unit's parameters are in memory while the module runs.
+    fn run(&self, Connected { unit, core, .. }: &Connected, x: &Tensor) -> Result<Tensor> {
+        let _profile = spans::enter(Half::Forward, *unit);
+        core.enter(Event::Forward(*unit))?;
+        let span = core.forward_span(*unit);
         let y = self.inner.forward(x)?;
         drop(span);
-        core.leave_forward(id)?;
+        core.leave_forward(*unit)?;
         Ok(y)
     }
 
     /// The gradient of the input by the output's gradient, from a second forward and a backward of its own.
     fn run_again(&self, input: &KeptInput, grad: &Tensor) -> Result<Option<Tensor>> {
-        let Some((id, _, core)) = self.core() else {
+        let Some(Connected { unit, core, .. }) = self.connected() else {
             candle_core::bail!(
                 "a unit that recomputes was differentiated after its engine was dropped; keep the engine"
             )
         };
-        let _span = spans::enter(Half::Backward, id);
-        let backward = || {
+        let _profile = spans::enter(Half::Backward, unit);
+        core.nested_backward(unit, || {
             let input = Var::from_tensor(&core.kept_input(input)?)?;
             let y = self.inner.forward(input.as_tensor())?;
             // A scalar whose derivative by y is `grad`: its backward seeds the graph with it.
@@ -212,14 +168,67 @@ impl<M: Module> Unit<M> {
             let grad = grad.clone();
             let seed = prepared("seed", &y, (zero, Shape::from(())), move |_, _| Ok(Some(grad.clone())))?;
             Ok(once(|| seed.backward())?.remove(input.as_tensor()))
-        };
-        if !core.placement.params.is_sharded() {
-            let _span = timeline::span(timeline::Kind::Unit, "backward").of(|| core.unit_name(id));
-            return backward();
+        })
+    }
+}
+
+impl<M: Module + Send + Sync + 'static> Unit<M> {
+    /// Forward without a graph, as one operation whose backward runs the unit again.
+    fn forward_to_recompute(&self, hook: &Connected, x: &Tensor) -> Result<Tensor> {
+        hook.core.will_recompute();
+        let draws = place_of_draws();
+        let (storage, shape) = copy_of(&without_gradients(|| self.run(hook, &x.detach()))?)?;
+        let (unit, input, device) = (self.clone(), hook.core.keep_input(x)?, x.device().clone());
+        Inputs::of([Some(x)])?.result("recompute-unit", Value(storage), shape.clone(), move |grad, [to_x]| {
+            let grad = grad.into_tensor(&shape, &device)?;
+            match draw_from(draws, || unit.run_again(&input, &grad))? {
+                Some(grad) => to_x.give(Grad::Shared(grad)),
+                None => Ok(()),
+            }
+        })
+    }
+}
+
+/// A unit's number and its engine.
+struct Connected {
+    unit: UnitId,
+    link: Link,
+    core: Arc<Core>,
+}
+
+impl Connected {
+    /// For the profile, the unit's backward ends when its input has its gradient.
+    fn profile_input(&self, x: &Tensor) {
+        let unit = self.unit;
+        if let (true, Some(node)) = (spans::is_recording(), node_of(x)) {
+            node.slot.before_backward(Box::new(move || {
+                spans::end_backward(unit);
+                Ok(())
+            }));
         }
-        core.nested(|| {
-            core.enter(Event::Backward(id))?;
-            backward()
+    }
+
+    /// Lets the unit's backward begin before the last of its operations is differentiated.
+    fn mark_output(&self, y: Tensor) -> Result<Tensor> {
+        let shards_params = self.core.shards_params();
+        if !shards_params && !spans::is_recording() && !timeline::is_recording() {
+            return Ok(y);
+        }
+        let (unit, link) = (self.unit, self.link.clone());
+        let begin = move || {
+            spans::begin_backward(unit);
+            link.core().map_or(Ok(()), |core| core.enter(Event::Backward(unit)))
+        };
+        if let Some(node) = node_of(&y) {
+            node.slot.before_backward(Box::new(begin));
+            return Ok(y);
+        }
+        if !shards_params {
+            return Ok(y);
+        }
+        prepared("unit-output", &y, copy_of(&y)?, move |_, grad| {
+            begin()?;
+            Ok(Some(grad.clone()))
         })
     }
 }

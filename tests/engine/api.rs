@@ -290,8 +290,8 @@ impl Communicator for Recording {
         self.inner.all_gather_as(wire, shard, tag)
     }
 
-    fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {
-        self.inner.gather_f64(values)
+    fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
+        self.inner.gather_bytes(bytes)
     }
 
     fn barrier(&self) -> Pending<()> {
@@ -433,14 +433,14 @@ fn the_comm_report_is_a_table() {
                 collective         calls       elements     wire bytes    busy s
                 reduce_scatter         2           4444           8888     0.250
                 all_gather             2           2222           8888     0.250
-                control                3             14            112     0.250
+                control                3             11             88     0.250
                 training thread waited 1.500 s
                 "),
             _ => insta::assert_snapshot!(report, @r"
                 collective         calls       elements     wire bytes    busy s
                 reduce_scatter         2           4444           8888     0.250
                 all_gather            12           4444          17776     0.250
-                control                3             14            112     0.250
+                control                3             11             88     0.250
                 training thread waited 1.500 s
                 "),
         }

@@ -29,8 +29,7 @@ pub(super) fn run(folder: &Path, steps: u32) -> Result<()> {
     let shape = BatchShape::new(&batch, engine.world_size(), engine.rank());
     let order = Order::Shuffled { seed: engine.config().seed };
     let loader = Loader::new(TokenData::embedded(), order, shape, TOKENS, sizes.vocab, engine.device())?;
-    let mut seen =
-        Seen { names: engine.core().params.iter().map(|param| param.name.clone()).collect(), ..Seen::default() };
+    let mut seen = Seen { names: engine.parameter_names(), ..Seen::default() };
     let mut times = Vec::new();
     for step in 0..u64::from(steps) {
         let mut losses = Vec::new();
@@ -42,7 +41,7 @@ pub(super) fn run(folder: &Path, steps: u32) -> Result<()> {
             losses.push(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?.to_bits());
         }
         seen.losses.push(losses);
-        let hash = |param| Ok(XxHash3_64::oneshot(engine.core().whole_f32(param)?.as_ref().as_bytes()));
+        let hash = |param| Ok(XxHash3_64::oneshot(engine.whole_parameter(param)?.as_ref().as_bytes()));
         seen.parameters.push((0..seen.names.len()).map(hash).collect::<Result<_>>()?);
         let time = engine.timings();
         times.push(time.forward_ms + time.backward_ms + time.step_ms);

@@ -3,44 +3,27 @@
 //! For each parameter that the model asks for: make its initial values (at stage 3 only this rank's share), lay the
 //! share into its sub-group, and hand the model a tensor. At no time does stage 3 hold a whole parameter here.
 
-use super::{Param, ROOT, Residency, Source, UnitId, capture, lock, residency};
+use super::core::{Link, Registered};
+use super::share_plan::SharePlan;
+use super::sub_group::SubGroupBuilder;
 use crate::error::{Error, Result};
-use crate::layout::{Placement, ZeroStage, shard_range};
+use crate::layout::{ZeroStage, shard_range};
 use crate::memory::{Kind, Ledger, Tier};
-use crate::offload::Offload;
 use crate::optim::Grouping;
+use crate::param::{Param, ROOT, Residency, Source, UnitId, capture, lock, residency};
 use crate::precision::{Flat, FlatRef};
-use crate::zero::core::Link;
-use crate::zero::sub_group::{SubGroup, SubGroupBuilder};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex};
 
-/// What decides how a parameter is held.
-#[derive(Clone)]
-pub(crate) struct Holding {
-    pub rank: usize,
-    pub world_size: usize,
-    pub placement: Placement,
-    pub dtype: DType,
-    pub device: Device,
-    pub sub_group_size: usize,
-    /// What gradients are accumulated in.
-    pub grad_dtype: DType,
-    /// What decides which states a parameter has.
-    pub grouping: Arc<Grouping>,
-    /// The files of what is offloaded.
-    pub offload: Option<Arc<Offload>>,
-}
-
 /// Collects the parameters of a model under construction.
 #[derive(Clone)]
 pub(crate) struct Registry(Arc<Mutex<Inner>>);
 
 struct Inner {
-    holding: Holding,
+    plan: SharePlan,
     source: Source,
     link: Link,
     ledger: Ledger,
@@ -55,19 +38,11 @@ struct Inner {
     failure: Option<Error>,
 }
 
-/// A finished registration.
-pub(crate) struct Registered {
-    pub params: Vec<Param>,
-    /// Names of the units, the root (an empty name) first.
-    pub units: Vec<String>,
-    pub groups: Vec<SubGroup>,
-}
-
 impl Registry {
-    pub fn new(holding: Holding, source: Source, link: Link, ledger: Ledger) -> Self {
-        let groups = SubGroupBuilder::new(&holding, ledger.clone());
+    pub fn new(plan: SharePlan, source: Source, link: Link, ledger: Ledger) -> Self {
+        let groups = SubGroupBuilder::new(&plan, ledger.clone());
         Self(Arc::new(Mutex::new(Inner {
-            holding,
+            plan,
             source,
             link,
             ledger,
@@ -83,7 +58,7 @@ impl Registry {
 
     /// A registry that learns names, shapes and units, for a model that is only looked at: its tensors are absent.
     pub fn of_shapes(dtype: DType) -> Self {
-        let holding = Holding {
+        let plan = SharePlan {
             rank: 0,
             world_size: 1,
             placement: ZeroStage::Three.placement(),
@@ -94,7 +69,7 @@ impl Registry {
             grouping: Arc::default(),
             offload: None,
         };
-        let registry = Self::new(holding, Source::Random { seed: 0 }, Link::default(), Ledger::default());
+        let registry = Self::new(plan, Source::Random { seed: 0 }, Link::default(), Ledger::default());
         lock(&registry.0).shapes_only = true;
         registry
     }
@@ -118,7 +93,7 @@ impl Registry {
     }
 
     /// Ends the registration.
-    pub fn finish(self) -> Result<Registered> {
+    pub fn finish(&self) -> Result<Registered> {
         let mut inner = lock(&self.0);
         let params = std::mem::take(&mut inner.params);
         if params.is_empty() {
@@ -138,47 +113,47 @@ impl Inner {
             }
             return Ok(known.tensor.clone());
         }
-        let h = self.holding.clone();
-        if dtype != h.dtype {
-            let (found, expected) = (format!("{dtype:?}"), format!("{:?}", h.dtype));
+        let plan = self.plan.clone();
+        if dtype != plan.dtype {
+            let (found, expected) = (format!("{dtype:?}"), format!("{:?}", plan.dtype));
             return Err(Error::ParameterDtype { name: name.into(), found, expected });
         }
         if self.shapes_only {
-            let tensor = self.absent(&h, &shape)?;
+            let tensor = self.absent(&plan, &shape)?;
             return Ok(self.add(name, shape, 0, tensor, Residency::Absent));
         }
         let numel = shape.elem_count();
-        let shard = shard_range(numel, h.world_size, h.rank);
-        let made = if h.placement.params.is_sharded() { shard.clone() } else { 0..numel };
+        let shard = shard_range(numel, plan.world_size, plan.rank);
+        let made = if plan.placement.params.is_sharded() { shard.clone() } else { 0..numel };
         let values = self.source.values(name, &shape, init, made.clone())?;
 
         let id = self.params.len();
-        let owned = if h.placement.optim.is_sharded() { shard } else { 0..numel };
+        let owned = if plan.placement.optim.is_sharded() { shard } else { 0..numel };
         let own = &values[owned.start - made.start..owned.end - made.start];
         // In f32: the master weights begin with all digits of the source.
-        let group = h.grouping.group(name, shape.dims());
+        let group = plan.grouping.group(name, shape.dims());
         self.groups.push(id, numel, owned.clone(), FlatRef::F32(own), Grouping::role(group))?;
 
-        let (tensor, residency) = if h.placement.params.is_sharded() {
-            (self.absent(&h, &shape)?, Residency::Absent)
+        let (tensor, residency) = if plan.placement.params.is_sharded() {
+            (self.absent(&plan, &shape)?, Residency::Absent)
         } else {
             let values = Flat::from_f32(values, dtype);
-            let held = self.ledger.hold_in(Tier::of(&h.device), Kind::Parameters, values.capacity_in_bytes());
-            (self.tensor(&h, &shape, values)?, Residency::Whole(held))
+            let held = self.ledger.hold_in(Tier::of(&plan.device), Kind::Parameters, values.capacity_in_bytes());
+            (self.tensor(&plan, &shape, values)?, Residency::Whole(held))
         };
         Ok(self.add(name, shape, group, tensor, residency))
     }
 
     /// The tensor of the next parameter, which begins with `values`.
-    fn tensor(&self, h: &Holding, shape: &Shape, values: Flat) -> Result<Tensor> {
-        let storage = residency::storage_on(&h.device, residency::to_storage(values))?;
-        Ok(capture::capture(self.params.len(), self.link.clone(), &h.device, (storage, shape.clone()))?)
+    fn tensor(&self, plan: &SharePlan, shape: &Shape, values: Flat) -> Result<Tensor> {
+        let storage = residency::storage_on(&plan.device, residency::to_storage(values))?;
+        Ok(capture::capture(self.params.len(), Arc::new(self.link.clone()), &plan.device, (storage, shape.clone()))?)
     }
 
     /// The tensor of the next parameter, absent.
-    fn absent(&self, h: &Holding, shape: &Shape) -> Result<Tensor> {
+    fn absent(&self, plan: &SharePlan, shape: &Shape) -> Result<Tensor> {
         // A storage of the true dtype, from which the tensor takes its own; one element, as CUDA may refuse none.
-        let tensor = self.tensor(h, shape, Flat::zeros(h.dtype, 1))?;
+        let tensor = self.tensor(plan, shape, Flat::zeros(plan.dtype, 1))?;
         residency::clear(&tensor)?;
         Ok(tensor)
     }

@@ -1,0 +1,112 @@
+//! Agreement between ranks: whether all succeeded, whether all say the same, and what each of them says.
+
+use super::Communicator;
+use crate::error::{Error, Result};
+use crate::param::fnv1a;
+
+/// Why ranks could not do something together.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// Communication failed, or this rank alone gave up: the ranks are out of step.
+    OutOfStep(Error),
+    /// All ranks know that one failed: they are in step, and can go on.
+    InStep(Error),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::OutOfStep(error)
+    }
+}
+
+/// Collective: the value of `own`, if all ranks have one. Where this rank has one and another has not, `elsewhere` makes the
+/// error from the number of the first such rank.
+///
+/// # Errors
+/// [`Failure::InStep`] on all ranks where one failed; a failed collective.
+pub(crate) fn agree<T>(
+    comm: &dyn Communicator,
+    own: Result<T>,
+    elsewhere: impl FnOnce(usize) -> Error,
+) -> Result<T, Failure> {
+    let failed = comm.gather_bytes(vec![u8::from(own.is_err())]).wait()?;
+    match (own, failed.iter().position(|flag| *flag != [0])) {
+        (Ok(_), Some(rank)) => Err(Failure::InStep(elsewhere(rank))),
+        (own, _) => own.map_err(Failure::InStep),
+    }
+}
+
+/// Collective: the first rank whose `text` is not that of rank 0, by a hash.
+///
+/// # Errors
+/// A failed collective.
+pub(crate) fn first_to_differ(comm: &dyn Communicator, text: &str) -> Result<Option<usize>> {
+    let all = gather_u64(comm, &[fnv1a(text.as_bytes())])?;
+    Ok(all.iter().position(|other| *other != all[0]))
+}
+
+/// Collective: the `text` of rank 0. Texts may be of different lengths.
+///
+/// # Errors
+/// A failed collective.
+pub(crate) fn text_of_rank_0(comm: &dyn Communicator, text: &str) -> Result<String> {
+    let lengths = gather_u64(comm, &[text.len() as u64])?;
+    let longest = lengths.iter().map(|length| length[0]).max().unwrap_or(0);
+    let mut bytes = text.as_bytes().to_vec();
+    bytes.resize(longest as usize, 0);
+    let all = comm.gather_bytes(bytes).wait()?;
+    Ok(String::from_utf8_lossy(&all[0][..lengths[0][0] as usize]).into())
+}
+
+/// Collective: the `numbers` of every rank, in rank order. As many on all ranks.
+///
+/// # Errors
+/// A failed collective.
+pub(crate) fn gather_u64(comm: &dyn Communicator, numbers: &[u64]) -> Result<Vec<Vec<u64>>> {
+    let bytes = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
+    let all = comm.gather_bytes(bytes).wait()?;
+    let numbers = |bytes: &Vec<u8>| bytes.as_chunks::<8>().0.iter().map(|n| u64::from_le_bytes(*n)).collect();
+    Ok(all.iter().map(numbers).collect())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::comm::threads;
+
+    fn on_three<T: Send>(rank: impl Fn(&dyn Communicator) -> Result<T> + Sync) -> Vec<T> {
+        threads::run(3, |comm| rank(&*comm)).unwrap().into_iter().map(|r| r.unwrap()).collect()
+    }
+
+    #[test]
+    fn where_one_rank_fails_all_learn_it_and_are_in_step() {
+        let told = on_three(|comm| {
+            let own = if comm.rank() == 1 { Err(Error::NoParameters) } else { Ok(comm.rank()) };
+            let agreed = agree(comm, own, |rank| Error::Stopped(format!("rank {rank}")));
+            comm.barrier().wait()?;
+            Ok(match agreed {
+                Err(Failure::InStep(Error::NoParameters)) => "own".to_string(),
+                Err(Failure::InStep(Error::Stopped(why))) => why,
+                other => panic!("{other:?}"),
+            })
+        });
+        assert_eq!(told, ["rank 1", "own", "rank 1"]);
+        assert_eq!(on_three(|comm| Ok(agree(comm, Ok(comm.rank()), |_| unreachable!()).unwrap())), [0, 1, 2]);
+    }
+
+    #[test]
+    fn numbers_arrive_exactly_and_texts_of_any_length() {
+        let numbers = |rank: u64| vec![u64::MAX - rank, 1 << 53 | 1];
+        for all in on_three(|comm| gather_u64(comm, &numbers(comm.rank() as u64))) {
+            assert_eq!(all, [numbers(0), numbers(1), numbers(2)]);
+        }
+        for texts in [["a", "longer", ""], ["long", "", "a"]] {
+            let got = on_three(|comm| text_of_rank_0(comm, texts[comm.rank()]));
+            assert_eq!(got, [texts[0]; 3]);
+        }
+        assert_eq!(on_three(|comm| first_to_differ(comm, "same")), [None; 3]);
+        let other = on_three(|comm| first_to_differ(comm, if comm.rank() == 2 { "other" } else { "same" }));
+        assert_eq!(other, [Some(2); 3]);
+    }
+}

@@ -1,0 +1,191 @@
+//! Saving, loading and exporting an engine's state.
+
+use super::{Engine, Losses, Phase};
+use crate::checkpoint::{self, LoadOptions, Loaded, Progress, SaveOptions, SaveRequest, Saving};
+use crate::comm::agree::Failure;
+use crate::error::{Error, Result};
+use crate::precision::Flat;
+use crate::timeline;
+use candle_core::DType;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+impl<M> Engine<M> {
+    /// Saves all state of the training run as checkpoint `tag` of the folder `dir`, and lets `latest` name it; in the
+    /// background where `checkpoint.writer.decoupled` asks for it. Without a tag it is `global_stepN`. Collective: every
+    /// rank calls it, with the same arguments; `client_state` is rank 0's. Where the tags differ after all,
+    /// `checkpoint.tag_validation` says what happens. Gives the folder of the checkpoint.
+    ///
+    /// # Errors
+    /// [`Error::OutOfOrder`] between micro steps of an accumulation; a file cannot be written: on all ranks, the engine
+    /// can go on and earlier checkpoints are untouched; the error of an earlier save in the background; a failed
+    /// collective.
+    pub fn save_checkpoint(
+        &mut self,
+        dir: impl AsRef<Path>,
+        tag: Option<&str>,
+        client_state: Value,
+    ) -> Result<PathBuf> {
+        let options = SaveOptions { in_background: self.config.saves_in_background, ..SaveOptions::default() };
+        self.save_checkpoint_with(dir, tag, client_state, &options)
+    }
+
+    /// The same with options. A save in the background ends in the next [`step`](Self::step) that changes weights, in
+    /// [`wait_for_checkpoint`](Self::wait_for_checkpoint), or when the engine is dropped.
+    ///
+    /// # Errors
+    /// As [`save_checkpoint`](Self::save_checkpoint). A save in the background that fails says so where it ends.
+    pub fn save_checkpoint_with(
+        &mut self,
+        dir: impl AsRef<Path>,
+        tag: Option<&str>,
+        client_state: Value,
+        options: &SaveOptions,
+    ) -> Result<PathBuf> {
+        self.wait_for_checkpoint()?;
+        self.between_steps("save_checkpoint")?;
+        let progress = self.progress();
+        let manifest = checkpoint::manifest(&self.core, &self.trainer, &self.config, progress, tag, client_state);
+        let _here = timeline::enter(self.recorder.as_ref());
+        let _span = timeline::span(timeline::Kind::Checkpoint, "save").of(|| manifest.tag.clone());
+        let request = SaveRequest {
+            dir: dir.as_ref().to_owned(),
+            manifest,
+            options: options.clone(),
+            validation: self.config.tag_validation,
+            shows_statistics: self.config.shows_save_statistics,
+        };
+        let saving = self.attempt(|engine| Saving::begin(engine.core.clone(), &engine.trainer, request))?;
+        let path = saving.path();
+        self.saving = Some(saving);
+        if !options.in_background {
+            self.wait_for_checkpoint()?;
+        }
+        Ok(path)
+    }
+
+    /// Ends a save in the background, if there is one. Collective.
+    ///
+    /// # Errors
+    /// What the save could not do: the checkpoints before it are untouched, and the engine can go on.
+    pub fn wait_for_checkpoint(&mut self) -> Result<()> {
+        match self.saving.take() {
+            Some(saving) => self.attempt(|_| saving.end()),
+            None => Ok(()),
+        }
+    }
+
+    /// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, whatever stage, number of ranks, precision
+    /// and offload it was saved with. Nothing is loaded, and none is the result, if there is no `latest` either.
+    /// Collective.
+    ///
+    /// Everything that is needed is checked before anything changes. The data goes on where
+    /// [`Loaded::global_samples`] says: see [`crate::data::Loader::resume`].
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] on all ranks for a checkpoint that is damaged or belongs to another model or optimizer: the
+    /// engine is as it was. [`Error::OutOfOrder`] in the middle of an accumulation; a failed collective.
+    pub fn load_checkpoint(
+        &mut self,
+        dir: impl AsRef<Path>,
+        tag: Option<&str>,
+        options: &LoadOptions,
+    ) -> Result<Option<Loaded>> {
+        self.wait_for_checkpoint()?;
+        self.between_steps("load_checkpoint")?;
+        let load = |engine: &mut Self| checkpoint::load(&engine.core, &engine.trainer, dir.as_ref(), tag, options);
+        let Some(checkpoint) = self.attempt(load)? else { return Ok(None) };
+        self.forget_forward();
+        if !options.load_module_only {
+            self.set_progress(Progress::of(checkpoint.manifest(), self.progress(), options));
+        }
+        Ok(Some(checkpoint.into_loaded()))
+    }
+
+    /// Collective: writes whole f32 parameters (master weights where there are any) to `path` as safetensors, from
+    /// rank 0, one parameter in memory at a time. The file appears when it is complete.
+    ///
+    /// # Errors
+    /// The file cannot be written, on all ranks: the engine can go on, and export elsewhere. A failed collective.
+    pub fn export_safetensors(&mut self, path: impl AsRef<Path>) -> Result<()> {
+        self.attempt(|engine| engine.core.export(path.as_ref(), DType::F32))
+    }
+
+    /// Collective: writes whole parameters in the precision that the model computes in (DeepSpeed's call; an f32 model's
+    /// stay f32) to `file_name` in `dir`, which is created, as safetensors, at every stage and without a key that asks for
+    /// gathering. Otherwise as [`export_safetensors`](Self::export_safetensors).
+    ///
+    /// # Errors
+    /// As [`export_safetensors`](Self::export_safetensors).
+    pub fn save_16bit_model(&mut self, dir: impl AsRef<Path>, file_name: &str) -> Result<()> {
+        let dtype = self.dtype();
+        let path = dir.as_ref().join(file_name);
+        if self.rank() == 0 {
+            // Where that fails, so does the file, which says why for all ranks.
+            _ = std::fs::create_dir_all(dir);
+        }
+        self.attempt(|engine| engine.core.export(&path, dtype))
+    }
+
+    /// Names of the parameters, in order of registration.
+    pub(crate) fn parameter_names(&self) -> Vec<String> {
+        self.core.params().iter().map(|param| param.name.clone()).collect()
+    }
+
+    /// Collective: a whole parameter in f32, by its place among the names.
+    pub(crate) fn whole_parameter(&self, param: usize) -> Result<Flat> {
+        self.core.whole_f32(param)
+    }
+
+    /// Ends a save in the background before weights change; where that failed, the step says so when it has been made.
+    pub(super) fn end_saving(&mut self) -> Result<()> {
+        match self.saving.take().map_or(Ok(()), Saving::end) {
+            Ok(()) => Ok(()),
+            Err(Failure::InStep(error)) => {
+                self.failed_save = Some(error);
+                Ok(())
+            }
+            Err(Failure::OutOfStep(error)) => Err(error),
+        }
+    }
+
+    fn progress(&self) -> Progress {
+        Progress {
+            global_steps: self.global_steps,
+            skipped_steps: self.skipped_steps,
+            optimizer_steps: self.optimizer_steps,
+            global_samples: self.global_samples,
+            scaler: self.scaler.state(),
+            last_batch_iteration: self.trainer.last_batch_iteration(),
+        }
+    }
+
+    fn set_progress(&mut self, progress: Progress) {
+        self.global_steps = progress.global_steps;
+        self.skipped_steps = progress.skipped_steps;
+        self.optimizer_steps = progress.optimizer_steps;
+        self.global_samples = progress.global_samples;
+        self.micro_steps = progress.global_steps.saturating_mul(self.config.batch.gradient_accumulation_steps as u64);
+        self.trainer.restore(progress.last_batch_iteration);
+        if let Some(state) = &progress.scaler {
+            self.scaler.restore(state);
+        }
+        (self.grad_norm, self.was_applied) = (None, false);
+    }
+
+    /// There was no forward since the last step: its loss is that of other weights.
+    fn forget_forward(&mut self) {
+        self.phase = Phase::Ready;
+        self.losses = Losses::default();
+    }
+
+    /// An error in the middle of an accumulation: its gradients are no part of a checkpoint.
+    fn between_steps(&self, call: &'static str) -> Result<()> {
+        self.not_stopped()?;
+        let accumulation = self.config.batch.gradient_accumulation_steps as u64;
+        match self.phase == Phase::Backwarded || !self.micro_steps.is_multiple_of(accumulation) {
+            true => Err(Error::OutOfOrder { call, when: "in the middle of an accumulation, before its last step" }),
+            false => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! How an engine comes to be.
+//!
+//! ```text
+//!   configuration -> communicator -> model, parameter by parameter -> shares -> optimizer states -> all ranks compared
+//! ```
+
+use super::telling::Telling;
+use super::watch::Clock;
+use super::{Engine, EngineBuilder, Losses, Phase};
+use crate::comm::Communicator;
+use crate::comm::agree::gather_u64;
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::layout::ZeroStage;
+use crate::memory::Ledger;
+use crate::monitor::say;
+use crate::offload::{DiskAccess, Offload};
+use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, Trainer};
+use crate::param::{Source, fnv1a};
+use crate::precision::LossScaler;
+use crate::zero::core::{Core, CoreParts, Link, Recomputation, Registered};
+use crate::zero::gradients::ReducePlan;
+use crate::zero::registry::Registry;
+use crate::zero::share_plan::SharePlan;
+use crate::zero::unit::building;
+use candle_core::Device;
+use candle_nn::VarBuilder;
+use std::sync::Arc;
+
+/// Parts of the user's own that stand in for those of the configuration.
+#[derive(Debug, Clone, Copy)]
+struct Own {
+    optimizer: bool,
+    schedule: bool,
+}
+
+impl<M> Engine<M> {
+    /// Builds the model and partitions it. Collective.
+    pub(super) fn new(
+        build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
+        config: Config,
+        source: Source,
+        comm: Arc<dyn Communicator>,
+        device: Device,
+        options: EngineBuilder,
+    ) -> Result<Self> {
+        let EngineBuilder { disk_access, schedule, optimizer, parameter_groups, monitors, .. } = options;
+        let own = Own { optimizer: optimizer.is_some(), schedule: schedule.is_some() };
+        if comm.rank() == 0 {
+            tell_notes(&config, own);
+        }
+        let telling = Telling::open(&config.monitoring, &*comm, monitors)?;
+        let (ledger, link) = (Ledger::default(), Link::default());
+        let weights = source.fingerprint();
+        let grouping = grouping(&config, optimizer, parameter_groups)?;
+        let offload = open_offload(&config, &grouping, &*comm, disk_access, &ledger)?;
+        let reduce_plan =
+            ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
+        let share_plan = share_plan(&config, &*comm, &device, reduce_plan, &grouping, &offload);
+        let registry = Registry::new(share_plan, source, link.clone(), ledger.clone());
+        let (model, mut registered) = build_model(build, &registry, &config, &device)?;
+        if let Some(offload) = &offload {
+            choose_access(offload, &*comm)?;
+        }
+        let trainer = trainer(grouping, &mut registered, schedule, &config, comm.rank())?;
+        let core = Arc::new(Core::new(CoreParts {
+            comm,
+            zero: config.zero.clone(),
+            reduce_plan,
+            dtype: config.precision.dtype(),
+            recomputation: Recomputation {
+                every_unit: config.activation_checkpointing,
+                cpu_checkpointing: config.cpu_checkpointing,
+            },
+            registered,
+            ledger,
+            offload,
+        }));
+        link.connect(&core);
+        check_same_on_all_ranks(&core, &config, own, &trainer, weights)?;
+        core.refresh()?;
+        let engine = Self {
+            model,
+            core,
+            trainer,
+            scaler: LossScaler::new(&config.precision, config.zero.stage),
+            config,
+            device,
+            phase: Phase::Ready,
+            losses: Losses::default(),
+            global_steps: 0,
+            micro_steps: 0,
+            skipped_steps: 0,
+            optimizer_steps: 0,
+            global_samples: 0,
+            was_applied: false,
+            grad_norm: None,
+            clock: Clock::default(),
+            telling,
+            saving: None,
+            failed_save: None,
+            stopped: None,
+            recorder: None,
+        };
+        engine.dump_state();
+        Ok(engine)
+    }
+}
+
+/// The configuration's notes, and which of its sections are not used.
+fn tell_notes(config: &Config, own: Own) {
+    config.notes.iter().for_each(|note| say(&format!("config: {}: {}", note.path, note.message)));
+    let sections = [
+        ("optimizer", config.optimizer.is_some() && own.optimizer),
+        ("scheduler", config.scheduler.is_some() && own.schedule),
+    ];
+    for (section, _) in sections.into_iter().filter(|(_, is_replaced)| *is_replaced) {
+        say(&format!("config: {section}: not used, the engine was given one of its user's own"));
+    }
+}
+
+/// The optimizer, the user's own or that of the configuration, with the user's parameter groups.
+fn grouping(
+    config: &Config,
+    own: Option<Arc<dyn Optimizer>>,
+    parameter_groups: Vec<ParameterGroup>,
+) -> Result<Arc<Grouping>> {
+    let optimizer = match own {
+        Some(own) => Some(allowed(own, config)?),
+        None => config.optimizer.as_ref().map(|config| Arc::from(optim::from_config(config))),
+    };
+    Ok(Arc::new(Grouping::new(optimizer, parameter_groups)?))
+}
+
+/// An optimizer of the user's own, if the configuration lets it train.
+fn allowed(own: Arc<dyn Optimizer>, config: &Config) -> Result<Arc<dyn Optimizer>> {
+    let stage = config.zero.stage;
+    if stage > ZeroStage::Zero && !config.allows_untested_optimizer {
+        return Err(Error::UntestedOptimizer { name: own.name().into(), stage: stage.number() });
+    }
+    Ok(own)
+}
+
+/// The files of what is offloaded.
+fn open_offload(
+    config: &Config,
+    grouping: &Grouping,
+    comm: &dyn Communicator,
+    access: Option<DiskAccess>,
+    ledger: &Ledger,
+) -> Result<Option<Arc<Offload>>> {
+    let offload = Offload::open(config, grouping, comm.rank() == 0, access, ledger)?;
+    if offload.is_some() {
+        // Nothing is written before the first rank has locked the folders, and all know what is free in them.
+        comm.barrier().wait()?;
+    }
+    Ok(offload)
+}
+
+fn share_plan(
+    config: &Config,
+    comm: &dyn Communicator,
+    device: &Device,
+    reduce_plan: ReducePlan,
+    grouping: &Arc<Grouping>,
+    offload: &Option<Arc<Offload>>,
+) -> SharePlan {
+    SharePlan {
+        rank: comm.rank(),
+        world_size: comm.size(),
+        placement: config.zero.stage.placement(),
+        dtype: config.precision.dtype(),
+        device: device.clone(),
+        sub_group_size: config.zero.sub_group_size,
+        grad_dtype: reduce_plan.accumulate,
+        grouping: grouping.clone(),
+        offload: offload.clone(),
+    }
+}
+
+/// Builds the model; its parameters are shared among the ranks as they are registered.
+fn build_model<M>(
+    build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
+    registry: &Registry,
+    config: &Config,
+    device: &Device,
+) -> Result<(M, Registered)> {
+    let vb = VarBuilder::from_backend(Box::new(registry.clone()), config.precision.dtype(), device.clone());
+    let model = building(registry, || build(vb));
+    let model = model.map_err(|e| registry.take_failure().unwrap_or_else(|| e.into()))?;
+    Ok((model, registry.finish()?))
+}
+
+/// Everything has its place in the files, on all ranks: chooses how they are accessed.
+fn choose_access(offload: &Offload, comm: &dyn Communicator) -> Result<()> {
+    offload.check_space(comm)?;
+    let access = offload.choose_access(comm.size());
+    if comm.rank() == 0 {
+        say(&format!("offload: files are read and written {access}"));
+    }
+    Ok(())
+}
+
+/// Settles the parameter groups.
+fn trainer(
+    grouping: Arc<Grouping>,
+    registered: &mut Registered,
+    schedule: Option<Arc<dyn LrSchedule>>,
+    config: &Config,
+    rank: usize,
+) -> Result<Trainer> {
+    let (trainer, empty) = Trainer::new(grouping, &mut registered.params, schedule, config.scheduler.as_ref())?;
+    for group in empty.iter().filter(|_| rank == 0) {
+        say(&format!("parameter group {group} (from 0) selects no parameter that is left: it is dropped"));
+    }
+    Ok(trainer)
+}
+
+/// The parts of an engine that all ranks must have in common, as numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Fingerprint {
+    parameters: u64,
+    elements: u64,
+    /// Hashes.
+    model: u64,
+    config: u64,
+    weights: u64,
+}
+
+impl Fingerprint {
+    fn describe(&self) -> String {
+        let Self { parameters, elements, model, .. } = self;
+        format!("{parameters} parameters of {elements} elements, {:08x}", *model as u32)
+    }
+}
+
+/// Collective: an error where ranks built different models, read different configurations, begin with different
+/// `weights` (a hash), or with another optimizer, schedule or parameter groups.
+fn check_same_on_all_ranks(core: &Core, config: &Config, own: Own, trainer: &Trainer, weights: u64) -> Result<()> {
+    let params = core.params();
+    let model: String = params.iter().map(|p| format!("{} {:?} {};", p.name, p.shape, p.unit)).collect();
+    let groups: Vec<usize> = params.iter().map(|p| p.group).collect();
+    let config = format!("{:?} {own:?} {trainer:?} {groups:?}", Config { notes: Vec::new(), ..config.clone() });
+    let elements: usize = params.iter().map(|p| p.numel).sum();
+    let own = [params.len() as u64, elements as u64, fnv1a(model.as_bytes()), fnv1a(config.as_bytes()), weights];
+    let fingerprint = |numbers: &Vec<u64>| match numbers[..] {
+        [parameters, elements, model, config, weights] => Fingerprint { parameters, elements, model, config, weights },
+        _ => unreachable!("all ranks give as many numbers"),
+    };
+    let all: Vec<Fingerprint> = gather_u64(core.comm(), &own)?.iter().map(fingerprint).collect();
+    let rank = core.comm().rank();
+    let Some(other) = (0..all.len()).find(|r| all[*r] != all[rank]) else { return Ok(()) };
+    let (mine, theirs) = (all[rank], all[other]);
+    let model = |f: Fingerprint| (f.parameters, f.elements, f.model);
+    Err(if model(mine) != model(theirs) {
+        Error::ModelsDiffer { rank, other, mine: mine.describe(), theirs: theirs.describe() }
+    } else if mine.config != theirs.config {
+        Error::ConfigsDiffer { rank, other }
+    } else {
+        Error::WeightsDiffer { rank, other }
+    })
+}

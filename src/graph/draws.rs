@@ -1,0 +1,51 @@
+//! Where a thread's random draws are: which layer draws which numbers.
+//!
+//! The engine gives each forward of each rank a stream of its own, and a unit that recomputes its forward goes back to where
+//! the first one began.
+
+use std::cell::Cell;
+
+/// Where a thread's draws are.
+#[derive(Clone, Copy)]
+pub(crate) struct Draws {
+    pub stream: u64,
+    /// The number of the next draw.
+    pub next: u64,
+    /// Whether an engine's training said so ([`draw_from`]). Then elements are dropped even where nothing is recorded:
+    /// a unit that recomputes runs its first forward so, and must give what its second one gives.
+    pub in_training: bool,
+}
+
+thread_local! {
+    static DRAWS: Cell<Draws> = const { Cell::new(Draws { stream: 0, next: 0, in_training: false }) };
+}
+
+/// Runs `run` as training, with the draws of this thread taken from number `next` of `stream` on; afterwards they go on
+/// where they were. Returns the result of `run`.
+pub(crate) fn draw_from<T>((stream, next): (u64, u64), run: impl FnOnce() -> T) -> T {
+    struct Reset(Draws);
+    impl Drop for Reset {
+        fn drop(&mut self) {
+            DRAWS.set(self.0);
+        }
+    }
+    let _reset = Reset(DRAWS.replace(Draws { stream, next, in_training: true }));
+    run()
+}
+
+/// Where this thread's draws are.
+pub(crate) fn draws() -> Draws {
+    DRAWS.get()
+}
+
+/// The same as [`draw_from`] takes it, to repeat the draws that follow.
+pub(crate) fn place_of_draws() -> (u64, u64) {
+    let Draws { stream, next, .. } = DRAWS.get();
+    (stream, next)
+}
+
+/// One more draw has been made.
+pub(crate) fn advance_draws() {
+    let draws = DRAWS.get();
+    DRAWS.set(Draws { next: draws.next + 1, ..draws });
+}
