@@ -9,7 +9,7 @@ set -euo pipefail
 venv=${1:?usage: scripts/check_tensorboard.sh VENV}
 venv=$(cd "$venv" && pwd)
 cd "$(dirname "$0")/.."
-cargo build --release --example train_gpt --bin zerorun
+cargo build --release --workspace --bin zerorun --bin train_gpt
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
@@ -28,7 +28,7 @@ JSON
 train() {
     local name=$1
     shift
-    exec target/release/zerorun -n 2 target/release/examples/train_gpt --n_layer 2 --n_head 2 --n_embd 32 --ctx 32 \
+    exec target/release/zerorun -n 2 target/release/train_gpt --n_layer 2 --n_head 2 --n_embd 32 --ctx 32 \
         --sample 0 --ds_config "$folder/$name.json" --metrics "$folder/$name.jsonl" "$@" 2> /dev/null
 }
 

@@ -13,12 +13,12 @@ steps=${4:-12}
 cd "$(dirname "$0")/.."
 peer=${PEER:-../shared/peer}
 [ -f "$peer/compare.py" ] || { echo "there is no compare.py in $peer; set PEER to the folder of the peer's scripts" >&2; exit 1; }
-cargo build --release --bin zerorun --example train_gpt
+cargo build --release --workspace --bin zerorun --bin train_gpt
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
 row() { # preset dtype stage ranks samples-per-rank model [tokens per sample]
-    local ours=(target/release/zerorun --num_ranks {world} target/release/examples/train_gpt --model "$6")
+    local ours=(target/release/zerorun --num_ranks {world} target/release/train_gpt --model "$6")
     [ -z "${7:-}" ] || ours+=(--seq_len "$7")
     echo "== $6 $2 $4 $3" | tee -a "$log"
     python3 "$peer/compare.py" --venv "$venv" --preset "$1" --dtype "$2" --stage "$3" --world "$4" --micro "$5" \

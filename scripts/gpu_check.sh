@@ -27,7 +27,7 @@ work=$(mktemp -d)
 trap 'kill "${sampler:-}" 2>/dev/null; rm -rf "$work"' EXIT
 
 # 1. It builds.
-if ! cargo build --release --features cuda --bin zerorun --example train_gpt; then
+if ! cargo build --release --features cuda --workspace --bin zerorun --bin train_gpt; then
     verdict FAIL "cargo build --features cuda"
     exit 1
 fi

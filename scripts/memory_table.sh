@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 steps=${1:-3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-cargo build --release --bin zerorun --example train_gpt
+cargo build --release --workspace --bin zerorun --bin train_gpt
 
 for stage in 0 1 2 3; do
     cat >"$work/$stage.json" <<JSON

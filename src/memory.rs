@@ -4,7 +4,7 @@
 //! both side by side.
 
 use crate::layout::ZeroStage;
-use crate::precision::{Flat, FlatMut, FlatRef};
+use crate::precision::{Elements, Flat, FlatMut, FlatRef};
 use candle_core::Device;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -148,6 +148,11 @@ impl Tier {
 }
 
 impl Held {
+    /// Its bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
     /// The allocation has now `bytes` bytes.
     pub fn resize(&mut self, bytes: usize) {
         self.ledger.change(self.tier, self.kind, self.bytes, bytes);
@@ -281,23 +286,44 @@ impl fmt::Display for MemoryReport {
 
 /// A buffer with its entry in the ledger.
 #[derive(Debug)]
-pub(crate) struct Tracked {
-    flat: Flat,
+pub(crate) struct Tracked<B = Flat> {
+    flat: B,
     held: Held,
 }
 
-impl Tracked {
-    pub fn new(ledger: &Ledger, kind: Kind, flat: Flat) -> Self {
+impl<B: Elements> Tracked<B> {
+    pub fn new(ledger: &Ledger, kind: Kind, flat: B) -> Self {
         let held = ledger.hold(kind, flat.capacity_in_bytes());
         Self { flat, held }
     }
 
     /// Lets `grow` change the buffer's size, and accounts for it.
-    pub fn resize(&mut self, grow: impl FnOnce(&mut Flat)) {
+    pub fn resize(&mut self, grow: impl FnOnce(&mut B)) {
         grow(&mut self.flat);
         self.held.resize(self.flat.capacity_in_bytes());
     }
 
+    /// Lets `change` work on the buffer, whose size stays.
+    pub fn try_map<E>(self, change: impl FnOnce(B) -> Result<B, E>) -> Result<Self, E> {
+        Ok(Self { flat: change(self.flat)?, held: self.held })
+    }
+
+    pub fn buffer(&self) -> &B {
+        &self.flat
+    }
+
+    /// The values, where there are any.
+    pub fn values(&self) -> Option<FlatRef<'_>> {
+        self.flat.values()
+    }
+
+    /// The same, writable.
+    pub fn values_mut(&mut self) -> Option<FlatMut<'_>> {
+        self.flat.values_mut()
+    }
+}
+
+impl Tracked {
     /// The raw bytes, writable.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.flat.as_bytes_mut()

@@ -5,11 +5,13 @@
 
 use super::collectives::{give_each, given, others, pieces};
 use super::exchange::Exchange;
+use super::fingerprint::Kind;
 use super::shm::SLOT_BYTES;
 use crate::error::CommError;
 use crate::kernels::simd::{Loop, level};
 use crate::precision::cast::{accumulate, narrow, widen};
 use crate::precision::{BLOCK, Flat, FlatMut, Ints};
+use candle_core::DType;
 use std::ops::Range;
 
 /// How elements travel.
@@ -29,6 +31,24 @@ impl Wire {
             Self::Exact => 1,
             Self::Blocks(_) => BLOCK,
         }
+    }
+
+    /// Bytes that one of `world` ranks takes from the others in a collective whose argument has `elements` elements.
+    pub(crate) fn bytes(self, kind: Kind, elements: usize, dtype: DType, world: usize) -> usize {
+        let exact = |elements: usize| elements * dtype.size_in_bytes();
+        let coded = |elements: usize| match self {
+            Self::Exact => exact(elements),
+            Self::Blocks(ints) => ints.encoded_len(elements),
+        };
+        let of_each = match kind {
+            // A reduction brings every other rank's part of this rank's chunk; an all-reduce brings the others' sums too,
+            // which are never coded.
+            Kind::ReduceScatter => coded(elements / world),
+            Kind::AllReduce => coded(elements.div_ceil(world)) + exact(elements.div_ceil(world)),
+            Kind::AllGather | Kind::Control => coded(elements),
+            Kind::Barrier => 0,
+        };
+        of_each * (world - 1)
     }
 }
 

@@ -79,7 +79,7 @@ impl<M> Engine<M> {
 
     /// Bytes of model state that this rank holds, beside the ZeRO formula.
     pub fn memory_report(&self) -> MemoryReport {
-        self.core.memory_report(|param| self.trainer.state_names(param.group).len())
+        self.core.memory_report()
     }
 
     /// File access of this rank so far; zeros where nothing is offloaded to files.

@@ -14,8 +14,8 @@
 //! # Ok::<(), candle_zero::Error>(())
 //! ```
 //!
-//! Only names and shapes of the parameters are looked at, never a weight. The engine's own rules lay them out
-//! ([`crate::layout`]) and decide what is gathered when, and a ledger like the engine's counts; see `rehearsal.rs`. What
+//! Only names and shapes of the parameters are looked at, never a weight. The engine's own code lays them out
+//! and decides what is gathered, reduced, updated and published when, and a ledger like the engine's counts; see `rehearsal.rs`. What
 //! `Engine::memory_report` finds held between steps, and what a step moves, is therefore the same to the byte, and so are
 //! the peaks of a model whose units run in the order in which they were built.
 //!
@@ -23,19 +23,17 @@
 //! | --- | --- |
 //! | `shapes.rs` | the parameters of a model, of a preset or of safetensors files |
 //! | `rehearsal.rs` | a training step that only counts |
-//! | `step.rs` | the optimizer's part of it |
-//! | `gradients.rs`, `files.rs` | its gradients; its passes over files |
+//! | `blank.rs`, `files.rs` | its buffers and its files |
 //! | `traffic.rs` | what is moved |
 //! | `paper.rs` | table 1 of the ZeRO paper |
 //! | `deepspeed.rs` | the formulas of DeepSpeed's estimators |
 
+mod blank;
 pub mod deepspeed;
 mod files;
-mod gradients;
 pub mod paper;
 mod rehearsal;
 mod shapes;
-mod step;
 mod traffic;
 
 pub use shapes::{Shapes, UnitRule};
@@ -94,8 +92,7 @@ impl Estimate {
             return Err(Error::ModelConfig { key: "number of parameters", found: parameters.to_string(), allowed });
         }
         let (params, units) = shapes.registered();
-        let flags = [setting.recompute, setting.gpu];
-        let rehearsal = Rehearsal::new(params, units, config, flags, setting.disk_access)?;
+        let rehearsal = Rehearsal::new(params, units, config, setting)?;
         let step = rehearsal.train()?;
         Ok(Self { memory: rehearsal.report(), step })
     }

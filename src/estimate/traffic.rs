@@ -34,32 +34,11 @@ impl Traffic {
     }
 
     /// Counts one collective whose argument has `elements` of a dtype on each of `world` ranks.
-    pub(super) fn collective(&mut self, kind: Kind, elements: usize, (dtype, wire): (DType, Wire), world: usize) {
-        let exact = |elements: usize| elements * dtype.size_in_bytes();
-        let coded = |elements: usize| match wire {
-            Wire::Exact => exact(elements),
-            Wire::Blocks(ints) => ints.encoded_len(elements),
-        };
-        let part = match kind {
-            // A reduction brings every other rank's part of this rank's chunk; an all-reduce brings the others' sums too,
-            // which are never coded.
-            Kind::ReduceScatter => coded(elements / world),
-            Kind::AllReduce => coded(elements.div_ceil(world)) + exact(elements.div_ceil(world)),
-            Kind::AllGather | Kind::Control => coded(elements),
-            Kind::Barrier => 0,
-        };
+    pub(super) fn collective(&mut self, kind: Kind, elements: usize, dtype: DType, wire: Wire, world: usize) {
         let entry = self.collectives.entry(kind).or_default();
         entry.calls += 1;
         entry.elements += elements as u64;
-        entry.wire_bytes += (part * (world - 1)) as u64;
-    }
-
-    pub(super) fn read(&mut self, elements: usize, dtype: DType) {
-        self.bytes_read += (elements * dtype.size_in_bytes()) as u64;
-    }
-
-    pub(super) fn write(&mut self, elements: usize, dtype: DType) {
-        self.bytes_written += (elements * dtype.size_in_bytes()) as u64;
+        entry.wire_bytes += wire.bytes(kind, elements, dtype, world) as u64;
     }
 
     /// What came since `before`.

@@ -1,6 +1,6 @@
 //! What a user can get wrong about the kernels.
 
-/// The SIMD level that `CANDLE_ZERO_SIMD` asks for cannot be used.
+/// The SIMD level of the kernels, best or as `CANDLE_ZERO_SIMD` says, cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KernelError {
@@ -14,6 +14,19 @@ pub enum KernelError {
         found: String,
         /// The levels that this processor has, widest first.
         available: Vec<&'static str>,
+    },
+    /// Ranks would compute different bits.
+    #[error(
+        "rank {rank} computes at the SIMD level {level} and rank {other} at another; every rank must have the same \
+         CANDLE_ZERO_SIMD"
+    )]
+    LevelsDiffer {
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+        /// This rank's level.
+        level: &'static str,
     },
     /// The processor does not have that level's instructions.
     #[error(

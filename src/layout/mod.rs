@@ -11,5 +11,5 @@ pub use bucket::{BucketRule, PACKED_BELOW, chunk_offsets};
 pub use deepspeed::FlatLayout;
 pub use partition::{partition_balanced, partition_uniform};
 pub use shard::{SubGroups, shard_len, shard_padding, shard_range};
-pub use sharing::{Laid, Sharing, groups_in_memory};
+pub use sharing::{Place, Sharing, groups_in_memory};
 pub use stage::{Placement, Sharding, ZeroStage};

@@ -17,7 +17,7 @@ use super::aligned::Aligned;
 use super::arena::{Arena, Bounce, Extent};
 use super::folder::Folder;
 use super::io::{Io, Piece, Transfer, threads};
-use super::pipeline::{Pipeline, Plan, STEP, Stream, window_len, windows};
+use super::pipeline::{Pipeline, Plan, STEP, Stream, Windows, windows};
 use crate::config::{AdamConfig, Aio, OptimizerConfig};
 use crate::error::Result;
 use crate::memory::{Kind, Ledger};
@@ -322,7 +322,7 @@ impl Bench<'_> {
                 seconds.push(self.time(&what, |files| files.step(io, (read, write), &mut adam, 1))?);
             }
         }
-        let mut windows = self.files.windows(Pipeline::sets(true, true));
+        let mut windows = self.files.windows(Windows::default().at_a_time());
         for _ in 0..ROUNDS {
             updates.push(self.time("the update alone", |files| {
                 for (i, range) in files.ranges().enumerate() {
@@ -398,7 +398,7 @@ impl Bench<'_> {
 /// The files of [`STREAMS`].
 struct Files {
     arenas: Vec<Arc<Arena>>,
-    streams: Vec<Stream>,
+    streams: Vec<Stream<Extent>>,
     /// What the engine would choose for files that the page cache cannot hold.
     access: DiskAccess,
     elements: usize,
@@ -433,7 +433,8 @@ impl Files {
         let is_direct = arenas.iter().all(|arena| arena.allows_direct());
         let access = if is_direct { DiskAccess::Direct } else { DiskAccess::Mapped };
         // As with the default buffer_count.
-        let window = window_len(access, elements, STREAMS.len(), STREAMS.len() * Pipeline::sets(true, true));
+        let windows = Windows { buffer_count: Some(STREAMS.len()), access, ..Windows::default() };
+        let window = windows.len(elements, STREAMS.len());
         Ok(Self { arenas, streams, access, elements, window, ledger })
     }
 
@@ -514,7 +515,8 @@ impl Files {
     /// The engine's step, which updates every window `updates` times.
     fn step(&self, io: &Io, (read_ahead, write_behind): (bool, bool), adam: &mut Adam, updates: usize) -> Result<()> {
         let plan = self.ranges().map(|range| Plan { range, streams: self.streams.clone() }).collect();
-        let mut pipeline = Pipeline::new(io, &self.ledger, plan, read_ahead, write_behind);
+        let windows = Windows { read_ahead, write_behind, ..Windows::default() };
+        let mut pipeline = Pipeline::new(io, &self.ledger, plan, windows);
         for range in self.ranges() {
             let mut window = pipeline.next()?;
             for _ in 0..updates {

@@ -20,6 +20,7 @@
 //! | `arena.rs` | one file: space reserved first, then read and written in blocks |
 //! | `access.rs` | around the page cache, through it, or through a mapping |
 //! | `io.rs` | threads that carry out requests; transfers that own their buffers |
+//! | `files.rs` | what the step asks of files; a rehearsal answers by counting |
 //! | `aligned.rs` | memory that files are read into without a copy |
 //! | `pipeline.rs` | windows of the optimizer step: read ahead, updated, written behind |
 //! | `spill.rs` | what recomputing units keep, in a file until backward |
@@ -30,6 +31,7 @@ mod access;
 mod aligned;
 mod arena;
 pub mod bench;
+mod files;
 mod folder;
 mod io;
 mod pipeline;
@@ -43,8 +45,9 @@ pub use report::OffloadReport;
 pub(crate) use access::available_memory;
 pub(crate) use aligned::Aligned;
 pub(crate) use arena::{ALIGN, Extent, open_direct};
+pub(crate) use files::Files;
 pub(crate) use folder::{free as free_space, is_memory};
-pub(crate) use io::{Transfer, UNWRITTEN, block_size, threads};
-pub(crate) use pipeline::{Pipeline, Plan, STEP, Staged, Stream, Window, window_len, windows};
+pub(crate) use io::{Io, Transfer, UNWRITTEN, block_size, threads};
+pub(crate) use pipeline::{Pipeline, Plan, STEP, Staged, Stream, Window, Windows, windows};
 pub(crate) use spill::Spilled;
 pub(crate) use store::Offload;

@@ -10,8 +10,9 @@
 
 use super::access::DiskAccess;
 use super::aligned::Aligned;
-use super::arena::{ALIGN, Extent};
-use super::io::{Io, Transfer};
+use super::arena::ALIGN;
+use super::files::Files;
+use crate::config::OffloadOptimizer;
 use crate::error::Result;
 use crate::memory::{Held, Kind, Ledger};
 use crate::precision::FlatMut;
@@ -28,31 +29,76 @@ fn longest(access: DiskAccess) -> usize {
 /// Elements after which the position in every file is one that requests may begin at.
 pub(crate) const STEP: usize = ALIGN / 2;
 
+/// How a pass goes through files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Windows {
+    /// `pipeline_read`
+    pub read_ahead: bool,
+    /// `pipeline_write`
+    pub write_behind: bool,
+    /// `buffer_count`, where the optimizer's state lies in files.
+    pub buffer_count: Option<usize>,
+    pub access: DiskAccess,
+}
+
+impl Default for Windows {
+    /// Parameters alone, for which there are no such keys, always travel in a pipeline.
+    fn default() -> Self {
+        Self { read_ahead: true, write_behind: true, buffer_count: None, access: DiskAccess::Direct }
+    }
+}
+
+impl Windows {
+    /// `optimizer`: what is said of optimizer state in files, if it lies in some.
+    pub fn new(optimizer: Option<&OffloadOptimizer>, access: DiskAccess) -> Self {
+        match optimizer {
+            Some(OffloadOptimizer { pipeline_read, pipeline_write, buffer_count, .. }) => Self {
+                read_ahead: *pipeline_read,
+                write_behind: *pipeline_write,
+                buffer_count: Some(*buffer_count),
+                access,
+            },
+            None => Self { access, ..Self::default() },
+        }
+    }
+
+    /// Windows that are in memory at a time.
+    pub fn at_a_time(self) -> usize {
+        1 + usize::from(self.read_ahead) + usize::from(self.write_behind)
+    }
+
+    /// Elements of a window, of `streams` kinds of state in sub-groups of at most `largest` elements.
+    pub fn len(self, largest: usize, streams: usize) -> usize {
+        let buffers = streams * self.at_a_time();
+        window_len(self.access, largest, self.buffer_count.unwrap_or(buffers), buffers)
+    }
+}
+
 /// One kind of state of a sub-group on its way through memory.
 #[derive(Clone)]
-pub(crate) struct Stream {
-    pub extent: Extent,
+pub(crate) struct Stream<E> {
+    pub extent: E,
     pub reads: bool,
     pub writes: bool,
 }
 
 /// Elements of a sub-group that are in memory together.
-pub(crate) struct Plan {
+pub(crate) struct Plan<E> {
     pub range: Range<usize>,
-    pub streams: Vec<Stream>,
+    pub streams: Vec<Stream<E>>,
 }
 
 /// One kind of state in a window.
-pub(crate) struct Staged {
-    buffer: Aligned,
+pub(crate) struct Staged<S = Aligned> {
+    buffer: S,
     dtype: DType,
     /// Place of the first element in the sub-group.
     start: usize,
 }
 
 /// A window whose states are in memory, in the order of its streams.
-pub(crate) struct Window {
-    pub staged: Vec<Staged>,
+pub(crate) struct Window<S = Aligned> {
+    pub staged: Vec<Staged<S>>,
     /// Its place in the plan.
     index: usize,
 }
@@ -65,7 +111,7 @@ impl Staged {
 }
 
 /// Elements of a window so that `buffer_count` buffers of `largest` elements, f32, hold all `buffers` of the pipeline.
-pub(crate) fn window_len(access: DiskAccess, largest: usize, buffer_count: usize, buffers: usize) -> usize {
+fn window_len(access: DiskAccess, largest: usize, buffer_count: usize, buffers: usize) -> usize {
     let room = (largest as u128 * buffer_count as u128 / buffers.max(1) as u128).min(longest(access) as u128) as usize;
     room.next_multiple_of(STEP).max(STEP)
 }
@@ -76,32 +122,30 @@ pub(crate) fn windows(len: usize, window: usize) -> impl Iterator<Item = Range<u
 }
 
 /// Brings windows into memory and back, in order.
-pub(crate) struct Pipeline<'a> {
-    io: &'a Io,
+pub(crate) struct Pipeline<'a, F: Files> {
+    files: &'a F,
     ledger: &'a Ledger,
-    plan: Vec<Plan>,
+    plan: Vec<Plan<F::Extent>>,
     /// Elements of the longest window.
     window: usize,
-    read_ahead: bool,
-    write_behind: bool,
+    windows: Windows,
     /// Windows whose reading has begun.
     begun: usize,
-    ahead: VecDeque<Vec<Transfer<Aligned>>>,
-    behind: VecDeque<Vec<Transfer<Aligned>>>,
-    free: Vec<Aligned>,
+    ahead: VecDeque<Vec<F::Transfer>>,
+    behind: VecDeque<Vec<F::Transfer>>,
+    free: Vec<F::Staging>,
     held: Vec<Held>,
     at: usize,
 }
 
-impl<'a> Pipeline<'a> {
-    pub fn new(io: &'a Io, ledger: &'a Ledger, plan: Vec<Plan>, read_ahead: bool, write_behind: bool) -> Self {
+impl<'a, F: Files> Pipeline<'a, F> {
+    pub fn new(files: &'a F, ledger: &'a Ledger, plan: Vec<Plan<F::Extent>>, windows: Windows) -> Self {
         Self {
-            io,
+            files,
             ledger,
             window: plan.iter().map(|p| p.range.len()).max().unwrap_or(0),
             plan,
-            read_ahead,
-            write_behind,
+            windows,
             begun: 0,
             ahead: VecDeque::new(),
             behind: VecDeque::new(),
@@ -111,56 +155,45 @@ impl<'a> Pipeline<'a> {
         }
     }
 
-    /// Windows at a time.
-    pub fn sets(read_ahead: bool, write_behind: bool) -> usize {
-        1 + usize::from(read_ahead) + usize::from(write_behind)
-    }
-
     /// The next window, in memory.
     ///
     /// # Panics
     /// If there is none.
-    pub fn next(&mut self) -> Result<Window> {
+    pub fn next(&mut self) -> Result<Window<F::Staging>> {
         let index = self.at;
         self.at += 1;
         // What is asked for first is carried out first, so that the disk never waits for the update.
-        let wanted = (index + 1 + usize::from(self.read_ahead)).min(self.plan.len());
+        let wanted = (index + 1 + usize::from(self.windows.read_ahead)).min(self.plan.len());
         while self.begun < wanted {
             // A new window gets the buffers of the one that has been on its way back for longest.
-            let sets = Self::sets(self.read_ahead, self.write_behind);
-            while self.ahead.len() + self.behind.len() >= sets && !self.behind.is_empty() {
+            while self.ahead.len() + self.behind.len() >= self.windows.at_a_time() && !self.behind.is_empty() {
                 self.reclaim()?;
             }
-            self.begin_reading()?;
+            self.begin_reading();
         }
         let transfers = self.ahead.pop_front().expect("a window is asked for no more often than planned");
         let Plan { range, streams } = &self.plan[index];
         let start = range.start;
         let staged = transfers.into_iter().zip(streams).map(|(transfer, stream)| {
-            let mut staged = Staged { buffer: transfer.wait()?, dtype: stream.extent.dtype(), start };
-            if !stream.reads {
-                // What lies between parameters goes to the file too.
-                staged.buffer.bytes_mut().fill(0);
-            }
-            Ok(staged)
+            Ok(Staged { buffer: self.files.wait(transfer)?, dtype: F::dtype(&stream.extent), start })
         });
         let staged = staged.collect::<Result<_>>()?;
         Ok(Window { staged, index })
     }
 
     /// A window is up to date: brings back what has changed.
-    pub fn done(&mut self, window: Window) -> Result<()> {
+    pub fn done(&mut self, window: Window<F::Staging>) -> Result<()> {
         let Window { staged, index, .. } = window;
         let Plan { range, streams } = &self.plan[index];
         let mut writing = Vec::new();
         for (staged, stream) in staged.into_iter().zip(streams) {
             match stream.writes {
-                true => writing.push(self.io.write(staged.buffer, vec![stream.extent.piece(range.clone(), 0)])),
+                true => writing.push(self.files.write(staged.buffer, &stream.extent, range.clone())),
                 false => self.free.push(staged.buffer),
             }
         }
         self.behind.push_back(writing);
-        if !self.write_behind {
+        if !self.windows.write_behind {
             self.reclaim()?;
         }
         Ok(())
@@ -174,31 +207,30 @@ impl<'a> Pipeline<'a> {
         Ok(())
     }
 
-    fn begin_reading(&mut self) -> Result<()> {
+    fn begin_reading(&mut self) {
         let Plan { range, streams } = &self.plan[self.begun];
         self.begun += 1;
         let mut reading = Vec::new();
         for Stream { extent, reads, .. } in streams {
             // All of one dtype are equally long, also where a window is not.
-            let room = self.window * extent.dtype().size_in_bytes();
-            let buffer = match self.free.iter().position(|b| b.len() == room) {
+            let room = self.window * F::dtype(extent).size_in_bytes();
+            let buffer = match self.free.iter().position(|buffer| F::len(buffer) == room) {
                 Some(i) => self.free.swap_remove(i),
                 None => {
                     self.held.push(self.ledger.hold(Kind::Staging, room + ALIGN - 1));
-                    Aligned::new(room)
+                    F::staging(room)
                 }
             };
-            let pieces = if *reads { vec![extent.piece(range.clone(), 0)] } else { vec![] };
-            reading.push(self.io.read(buffer, pieces));
+            // Where nothing is read there are zeros: what lies between parameters goes to the file too.
+            reading.push(self.files.read(buffer, reads.then(|| (extent, range.clone()))));
         }
         self.ahead.push_back(reading);
-        Ok(())
     }
 
     /// Waits for the oldest window that is on its way back.
     fn reclaim(&mut self) -> Result<()> {
         for transfer in self.behind.pop_front().into_iter().flatten() {
-            self.free.push(transfer.wait()?);
+            self.free.push(self.files.wait(transfer)?);
         }
         Ok(())
     }
@@ -208,8 +240,9 @@ impl<'a> Pipeline<'a> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::access::DiskAccess;
-    use super::super::arena::{Arena, Bounce};
+    use super::super::arena::{Arena, Bounce, Extent};
     use super::super::folder::Folder;
+    use super::super::io::Io;
     use super::*;
     use crate::config::Aio;
     use crate::precision::FlatRef;
@@ -289,7 +322,8 @@ mod tests {
             }
             let ranges: Vec<_> = plan.iter().map(|p| p.range.clone()).collect();
             let most = groups.iter().map(|(_, streams)| streams.len()).max().unwrap();
-            let mut pipeline = Pipeline::new(&io, &ledger, plan, flags[0], flags[1]);
+            let passes = Windows { read_ahead: flags[0], write_behind: flags[1], ..Windows::default() };
+            let mut pipeline = Pipeline::new(&io, &ledger, plan, passes);
             for range in ranges {
                 let mut window = pipeline.next().unwrap();
                 for (s, staged) in window.staged.iter_mut().enumerate() {
@@ -314,7 +348,7 @@ mod tests {
                 same.elements(extent.dtype(), 0..expected.len()).copy_scaled(FlatRef::F32(&expected), 1.0);
                 prop_assert!(found.bytes_mut() == same.bytes_mut());
             }
-            let sets = Pipeline::sets(flags[0], flags[1]);
+            let sets = passes.at_a_time();
             // Each dtype may need a buffer for every stream.
             let room = sets * 2 * most * (window * 4 + ALIGN - 1);
             prop_assert!(ledger.bytes(Kind::Staging).peak <= room);

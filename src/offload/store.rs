@@ -4,7 +4,7 @@ use super::access::DiskAccess;
 use super::arena::Arena;
 use super::folder::{Demand, Folder};
 use super::io::Io;
-use super::pipeline::{self, Pipeline, Plan};
+use super::pipeline::Windows;
 use super::report::OffloadReport;
 use super::spill::Spill;
 use crate::comm::Communicator;
@@ -124,24 +124,9 @@ impl Offload {
         access
     }
 
-    /// Elements of a window of the step, whose pipeline has `streams` kinds of state in sub-groups of at most `largest`
-    /// elements.
-    pub fn window_len(&self, largest: usize, streams: usize) -> usize {
-        let (read_ahead, write_behind) = self.flags();
-        let buffers = streams * Pipeline::sets(read_ahead, write_behind);
-        let count = self.optimizer.as_ref().map_or(buffers, |o| o.settings.buffer_count);
-        pipeline::window_len(self.io.access(), largest, count, buffers)
-    }
-
-    /// The pipeline of one step.
-    pub fn pipeline<'a>(&'a self, ledger: &'a Ledger, plan: Vec<Plan>) -> Pipeline<'a> {
-        let (read_ahead, write_behind) = self.flags();
-        Pipeline::new(&self.io, ledger, plan, read_ahead, write_behind)
-    }
-
-    /// `pipeline_read` and `pipeline_write`; parameters alone have no such keys.
-    fn flags(&self) -> (bool, bool) {
-        self.optimizer.as_ref().map_or((true, true), |o| (o.settings.pipeline_read, o.settings.pipeline_write))
+    /// How a pass goes through the files.
+    pub fn windows(&self) -> Windows {
+        Windows::new(self.optimizer.as_ref().map(|o| &o.settings), self.io.access())
     }
 
     /// Whether all files of all ranks have got the space that they asked for. Collective, when all have asked.

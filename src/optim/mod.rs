@@ -32,7 +32,7 @@ mod trainer;
 pub use groups::ParameterGroup;
 pub(crate) use groups::{Grouping, Role};
 pub use schedule::{LrSchedule, Momentum, Schedule, validate};
-pub(crate) use trainer::{Trained, Trainer};
+pub(crate) use trainer::{GroupStep, Trainer};
 
 use crate::config::OptimizerConfig;
 use crate::precision::{FlatMut, FlatRef};

@@ -25,7 +25,7 @@ struct Group {
 
 /// What the parameters of one group are trained with in a step.
 #[derive(Clone, Copy)]
-pub(crate) struct Trained<'a> {
+pub(crate) struct GroupStep<'a> {
     pub optimizer: &'a dyn Optimizer,
     pub ctx: StepContext,
 }
@@ -98,13 +98,13 @@ impl Trainer {
     ///
     /// # Errors
     /// Values of a schedule that no optimizer can take.
-    pub fn for_step(&self, step: u64, grad_scale: f32) -> Result<Vec<Trained<'_>>> {
+    pub fn for_step(&self, step: u64, grad_scale: f32) -> Result<Vec<GroupStep<'_>>> {
         let of_group = |group: &Group| {
             let (lr, betas) = group.schedule.in_force()?;
             let Numbers { betas: own, eps, weight_decay } = group.numbers;
             let ctx = StepContext { lr, betas: betas.or(own), eps, weight_decay, step, grad_scale };
             let optimizer = self.grouping.optimizer(group.role).ok_or(Error::NoOptimizer)?;
-            Ok(Trained { optimizer, ctx })
+            Ok(GroupStep { optimizer, ctx })
         };
         self.groups.iter().map(of_group).collect()
     }

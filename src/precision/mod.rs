@@ -2,12 +2,14 @@
 
 mod blocks;
 pub(crate) mod cast;
+mod elements;
 mod flat;
 mod norm;
 mod pages;
 mod scaler;
 
 pub use blocks::{BLOCK, Ints};
+pub(crate) use elements::Elements;
 pub use flat::{Flat, FlatMut, FlatRef};
 pub(crate) use norm::{LANES, add_squares};
 pub use norm::{clip_factor, gradient_multiplier, has_non_finite, sum_of_squares};

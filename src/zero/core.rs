@@ -6,13 +6,14 @@
 
 use super::gather::Gatherer;
 use super::gradients::{Gradients, ReducePlan};
-use super::sub_group::SubGroup;
+use super::rank::Rank;
+use super::sub_group::{SubGroup, places};
 use crate::comm::Communicator;
 use crate::config::ZeroConfig;
 use crate::error::Error;
 use crate::graph::Grad;
 use crate::layout::Placement;
-use crate::memory::{ElementBytes, Ledger, MemoryReport, Tier};
+use crate::memory::{Ledger, MemoryReport, Tier};
 use crate::offload::{Offload, OffloadReport};
 use crate::param::capture::GradientSink;
 use crate::param::{Param, ParamId, ROOT, UnitId, lock, residency};
@@ -102,12 +103,7 @@ impl Core {
     pub fn new(parts: CoreParts) -> Self {
         let CoreParts { comm, zero, reduce_plan, dtype, recomputation, registered, ledger, offload } = parts;
         let Registered { params, units, groups } = registered;
-        let mut places = vec![(0, 0); params.len()];
-        for (g, group) in groups.iter().enumerate() {
-            for (s, slot) in group.slots.iter().enumerate() {
-                places[slot.param] = (g, s);
-            }
-        }
+        let places = places(&groups, params.len());
         let ahead = offload.as_ref().and_then(|o| o.params.as_ref()).map(|p| p.ahead);
         let gather = Gatherer::new(&params, units.len(), &zero, comm.size(), ahead);
         let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, params.len());
@@ -158,20 +154,10 @@ impl Core {
         self.placement.params.is_sharded()
     }
 
-    /// Bytes of model state, beside the ZeRO formula. `states` says how many states the optimizer has of a parameter.
-    pub fn memory_report(&self, states: impl Fn(&Param) -> usize) -> MemoryReport {
-        let grads = lock(&self.gradients).accumulate_dtype().size_in_bytes();
-        let groups = lock(&self.groups);
-        let share = groups.iter().map(|g| g.len).sum();
-        let moments = groups.iter().map(|g| 4 * g.len * g.moments.len()).sum();
-        let each = ElementBytes {
-            params: self.dtype.size_in_bytes(),
-            grads,
-            master: if self.dtype == DType::F32 { 0 } else { 4 },
-            moments: self.params.iter().map(|p| 4 * p.numel * states(p)).sum(),
-        };
-        let parameters = self.params.iter().map(|p| p.numel).sum();
-        MemoryReport::new(&self.ledger, self.zero.stage, self.comm.size(), parameters, [share, moments], each)
+    /// Bytes of model state, beside the ZeRO formula.
+    pub fn memory_report(&self) -> MemoryReport {
+        let accumulate = lock(&self.gradients).accumulate_dtype();
+        self.ledger_report(accumulate)
     }
 
     /// File access so far; nothing where nothing is offloaded to files.
@@ -182,15 +168,6 @@ impl Core {
     /// A unit's name for people.
     pub(super) fn unit_name(&self, unit: UnitId) -> String {
         if unit == ROOT { "root".to_owned() } else { self.units[unit].clone() }
-    }
-
-    /// Parameters that travel together, for people.
-    pub(super) fn names(&self, params: &[ParamId]) -> String {
-        match params {
-            [] => String::new(),
-            [param] => self.params[*param].name.clone(),
-            [first, rest @ ..] => format!("{} + {}", self.params[*first].name, rest.len()),
-        }
     }
 
     /// A hash of which parameters travel together, for the collectives' fingerprints.

@@ -15,37 +15,21 @@
 
 use super::core::Core;
 use super::parcel::Parcel;
-use super::sub_group::{Home, Slot};
+use super::rank::Rank;
+use super::sub_group::Home;
 use super::trace::{Event, Trace};
-use crate::comm::{Pending, Wire};
+use crate::comm::{Kind as Collective, Wire};
 use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::memory::{Held, Kind};
-use crate::offload::Transfer;
+use crate::offload::Files;
 use crate::param::{Param, ParamId, ROOT, Residency, UnitId, lock, residency};
-use crate::precision::{Flat, Ints};
+use crate::precision::{Elements, Ints};
 use crate::timeline;
 
-/// What carries out the decisions of a [`Gatherer`]: the engine's core, or a rehearsal that only counts.
-pub(crate) trait Carrier {
-    /// The parcels of a bundle that are under way.
-    type Gathering;
-    /// All parameters.
-    fn params(&self) -> &[Param];
-    fn zero(&self) -> &ZeroConfig;
-    /// A model is only evaluated.
-    fn is_evaluating(&self) -> bool;
-    /// Begins the all-gathers of this rank's shares, or to read them.
-    fn launch(&self, bundle: &Bundle) -> Self::Gathering;
-    /// Waits for the parcels and puts the whole parameters into their tensors.
-    fn install(&self, bundle: &Bundle, gathering: Self::Gathering, kind: Kind) -> Result<()>;
-    /// Waits for parcels that nobody came for.
-    fn forget(&self, gathering: Self::Gathering) -> Result<()>;
-}
-
 /// Gathers and releases the sharded parameters of every unit.
-pub(crate) struct Gatherer<G = Gathering> {
-    units: Vec<UnitState<G>>,
+pub(crate) struct Gatherer<R: Rank = Core> {
+    units: Vec<UnitState<R>>,
     persistent: Bundle,
     /// By parameter.
     is_persistent: Vec<bool>,
@@ -62,19 +46,19 @@ pub(crate) struct Gatherer<G = Gathering> {
     depth: usize,
 }
 
-struct UnitState<G> {
+struct UnitState<R: Rank> {
     bundle: Bundle,
-    state: State<G>,
+    state: State<R>,
     /// Depth of the backward that was the last to enter the unit.
     depth: usize,
 }
 
 /// What of a unit's parameters is in memory.
-enum State<G> {
+enum State<R: Rank> {
     /// Only this rank's shares.
     Released,
     /// A gather is under way.
-    InFlight(G),
+    InFlight(Gathering<R>),
     /// All of them.
     Gathered,
     /// Some of them: backward is releasing one after the other.
@@ -82,23 +66,23 @@ enum State<G> {
 }
 
 /// Parameters that are gathered and released together, in one all-gather for each large one and one for all small ones.
-pub(crate) struct Bundle {
+struct Bundle {
     params: Vec<ParamId>,
-    pub parcels: Vec<Parcel>,
+    parcels: Vec<Parcel>,
     numel: usize,
-    pub wire: Wire,
+    wire: Wire,
 }
 
 /// The parcels of a bundle that are under way.
-pub(crate) type Gathering = Vec<(Way, Held)>;
+type Gathering<R> = Vec<(Way<R>, Held)>;
 
 /// How far a parcel has come.
-pub(crate) enum Way {
+enum Way<R: Rank> {
     /// This rank's shards are being read from a file. The all-gather begins when they are asked for, so that all ranks
     /// issue it at the same point.
-    Reading(Transfer<Flat>),
+    Reading(<R::Files as Files>::Reading),
     /// The all-gather is under way.
-    Travelling(Pending<Flat>),
+    Travelling(R::Pending),
 }
 
 impl Bundle {
@@ -117,92 +101,78 @@ impl Bundle {
         Ok(released)
     }
 
-    fn gather(&self, core: &Core, parcel: &Parcel, chunk: Flat) -> Pending<Flat> {
-        core.comm.all_gather_as(self.wire, chunk, core.tag(&parcel.params))
-    }
-}
-
-impl Carrier for Core {
-    type Gathering = Gathering;
-
-    fn params(&self) -> &[Param] {
-        &self.params
-    }
-
-    fn zero(&self) -> &ZeroConfig {
-        &self.zero
-    }
-
-    fn is_evaluating(&self) -> bool {
-        Self::is_evaluating(self)
-    }
-
-    fn launch(&self, bundle: &Bundle) -> Gathering {
-        let core = self;
-        let groups = lock(&core.groups);
-        let world = core.comm.size();
+    /// Begins the all-gathers of this rank's shares, or to read them.
+    fn launch<R: Rank>(&self, core: &R) -> Gathering<R> {
+        let groups = core.groups();
+        let world = core.world_size();
         let launch = |parcel: &Parcel| {
             let _about = timeline::about(|| core.names(&parcel.params));
             let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
             // Room for the chunks of all ranks: the others' arrive in the same buffer.
-            let mut chunk = Flat::with_capacity(core.dtype, parcel.chunk * world);
+            let mut chunk = R::Buffer::with_capacity(core.dtype(), parcel.chunk * world);
             let mut pieces = Vec::new();
             for (p, offset) in parcel.params.iter().zip(&parcel.offsets) {
                 chunk.extend_zeros(offset - chunk.len());
-                let (group, slot) = core.places[*p];
-                let Slot { at, len, .. } = groups[group].slots[slot];
+                let (group, slot) = core.place(*p);
+                let share = groups[group].slots[slot].padded();
                 match &groups[group].weights {
-                    Some(Home::Memory(weights)) => chunk.extend_cast(weights.slice(at..at + len)),
+                    Some(Home::Memory(weights)) => chunk.extend_from(weights.buffer(), share),
                     Some(Home::File(weights)) => {
-                        pieces.push(weights.piece(at..at + len, chunk.len()));
-                        chunk.extend_zeros(len);
+                        pieces.push((weights.clone(), share.clone(), chunk.len()));
+                        chunk.extend_zeros(share.len());
                     }
                     None => unreachable!("sharded parameters lie in their sub-group"),
                 }
             }
-            let held = core.ledger.hold(Kind::Gathered, parcel.chunk * world * core.dtype.size_in_bytes());
-            let way = match &core.offload {
-                Some(offload) if !pieces.is_empty() => Way::Reading(offload.io.read(chunk, pieces)),
-                _ => Way::Travelling(bundle.gather(core, parcel, chunk)),
+            let held = core.ledger().hold(Kind::Gathered, chunk.capacity_in_bytes());
+            let way = match core.files() {
+                Some(files) if !pieces.is_empty() => Way::Reading(files.fill(chunk, pieces)),
+                _ => Way::Travelling(self.gather(core, parcel, chunk)),
             };
             (way, held)
         };
-        bundle.parcels.iter().map(launch).collect()
+        self.parcels.iter().map(launch).collect()
     }
 
-    fn install(&self, bundle: &Bundle, gathering: Gathering, kind: Kind) -> Result<()> {
-        let core = self;
+    fn gather<R: Rank>(&self, core: &R, parcel: &Parcel, chunk: R::Buffer) -> R::Pending {
+        core.collective(Collective::AllGather, self.wire, chunk, &parcel.params)
+    }
+
+    /// Waits for the parcels and puts the whole parameters into their tensors.
+    fn install<R: Rank>(&self, core: &R, gathering: Gathering<R>, kind: Kind) -> Result<()> {
         // All of them travel before the first is waited for.
-        let travel = |(parcel, (way, held)): (&Parcel, (Way, Held))| {
+        let travel = |(parcel, (way, held)): (&Parcel, (Way<R>, Held))| {
             let _about = timeline::about(|| core.names(&parcel.params));
-            let pending = match way {
-                Way::Reading(reading) => bundle.gather(core, parcel, reading.wait()?),
-                Way::Travelling(pending) => pending,
+            let pending = match (way, core.files()) {
+                (Way::Reading(reading), Some(files)) => self.gather(core, parcel, files.filled(reading)?),
+                (Way::Reading(_), None) => unreachable!("what is read lies in files"),
+                (Way::Travelling(pending), _) => pending,
             };
             Ok((pending, held))
         };
-        let travelling = bundle.parcels.iter().zip(gathering).map(travel).collect::<Result<Vec<_>>>()?;
-        for (parcel, (pending, held)) in bundle.parcels.iter().zip(travelling) {
-            let chunks = pending.wait()?;
+        let travelling = self.parcels.iter().zip(gathering).map(travel).collect::<Result<Vec<_>>>()?;
+        for (parcel, (pending, held)) in self.parcels.iter().zip(travelling) {
+            let chunks = core.wait(pending)?;
             drop(held);
             let _span = timeline::span(timeline::Kind::Gather, "install").of(|| core.names(&parcel.params));
             parcel.unpack(core, chunks, |param, whole| {
-                let held = core.ledger.hold_in(core.tensor_tier, kind, whole.capacity_in_bytes());
-                residency::put(&param.tensor, whole)?;
+                let held = core.ledger().hold_in(core.tier(), kind, whole.capacity_in_bytes());
+                core.put(param, whole)?;
                 *lock(&param.residency) = Residency::Whole(held);
                 Ok(())
             })?;
         }
         Ok(())
     }
+}
 
-    fn forget(&self, gathering: Gathering) -> Result<()> {
-        // Also what is only being read: the step may write there.
-        gathering.into_iter().try_for_each(|(way, _)| match way {
-            Way::Travelling(pending) => pending.wait().map(drop),
-            Way::Reading(transfer) => transfer.wait().map(drop),
-        })
-    }
+/// Waits for parcels that nobody came for: also for what is only being read, since the step may write there.
+fn forget<R: Rank>(core: &R, gathering: Gathering<R>) -> Result<()> {
+    gathering.into_iter().try_for_each(|(way, _)| match (way, core.files()) {
+        (Way::Travelling(pending), _) => core.wait(pending).map(drop),
+        (Way::Reading(reading), Some(files)) => files.filled(reading).map(drop),
+        (Way::Reading(_), None) => unreachable!("what is read lies in files"),
+    })
 }
 
 /// Empties a parameter's tensor; false if it was empty already.
@@ -215,7 +185,7 @@ fn release(param: &Param) -> Result<bool> {
     Ok(true)
 }
 
-impl<G> Gatherer<G> {
+impl<R: Rank> Gatherer<R> {
     /// For parameters that are sharded; at stages 0 to 2 there is nothing to gather and every call is idle. Where shards
     /// lie in a file, `ahead` bounds the elements that are read ahead.
     pub fn new(params: &[Param], num_units: usize, zero: &ZeroConfig, world_size: usize, ahead: Option<usize>) -> Self {
@@ -251,17 +221,17 @@ impl<G> Gatherer<G> {
     }
 
     /// Gathers the persistent parameters again, after the weights have changed.
-    pub fn refresh_persistent<C: Carrier<Gathering = G>>(&mut self, core: &C) -> Result<()> {
+    pub fn refresh_persistent(&mut self, core: &R) -> Result<()> {
         if self.persistent.params.is_empty() {
             return Ok(());
         }
-        let gathering = core.launch(&self.persistent);
+        let gathering = self.persistent.launch(core);
         self.persistent.release(core.params())?;
-        core.install(&self.persistent, gathering, Kind::Persistent)
+        self.persistent.install(core, gathering, Kind::Persistent)
     }
 
     /// A unit is about to run: gathers it if need be, and begins to gather what comes next.
-    pub fn enter<C: Carrier<Gathering = G>>(&mut self, core: &C, event: Event) -> Result<()> {
+    pub fn enter(&mut self, core: &R, event: Event) -> Result<()> {
         self.trace(core).advance(event);
         if let Event::Backward(unit) = event {
             self.units[unit].depth = self.depth;
@@ -287,7 +257,7 @@ impl<G> Gatherer<G> {
     }
 
     /// A unit's forward is over: releases it, unless its backward comes within `stage3_max_reuse_distance`.
-    pub fn leave_forward<C: Carrier<Gathering = G>>(&mut self, core: &C, unit: UnitId) -> Result<()> {
+    pub fn leave_forward(&mut self, core: &R, unit: UnitId) -> Result<()> {
         if self.is_needed_soon(core, unit) { Ok(()) } else { self.release_unit(core, unit) }
     }
 
@@ -295,7 +265,7 @@ impl<G> Gatherer<G> {
     ///
     /// Another one may. What is used inside of a recomputing unit and outside has a gradient from each: a parameter of
     /// a unit that was entered in a backward around this one stays, and so do the root's while units will recompute.
-    pub fn release_param<C: Carrier<Gathering = G>>(&mut self, core: &C, param: ParamId) -> Result<()> {
+    pub fn release_param(&mut self, core: &R, param: ParamId) -> Result<()> {
         let params = core.params();
         let id = params[param].unit;
         let unit = &mut self.units[id];
@@ -311,7 +281,7 @@ impl<G> Gatherer<G> {
     }
 
     /// The micro step is over: releases whatever is left (unused parameters, gathers that nobody came for).
-    pub fn end<C: Carrier<Gathering = G>>(&mut self, core: &C) -> Result<()> {
+    pub fn end(&mut self, core: &R) -> Result<()> {
         for unit in 0..self.units.len() {
             self.settle(core, unit)?;
             self.release_unit(core, unit)?;
@@ -322,11 +292,11 @@ impl<G> Gatherer<G> {
     }
 
     /// The trace of what the model is used for now.
-    fn trace<C: Carrier<Gathering = G>>(&mut self, core: &C) -> &mut Trace {
+    fn trace(&mut self, core: &R) -> &mut Trace {
         &mut self.traces[usize::from(core.is_evaluating())]
     }
 
-    fn need<C: Carrier<Gathering = G>>(&mut self, core: &C, unit: UnitId) -> Result<()> {
+    fn need(&mut self, core: &R, unit: UnitId) -> Result<()> {
         if matches!(self.units[unit].state, State::Partly) {
             self.release_unit(core, unit)?;
         }
@@ -337,22 +307,22 @@ impl<G> Gatherer<G> {
         if let State::InFlight(gathering) = std::mem::replace(state, State::Gathered) {
             self.in_flight -= bundle.numel;
             self.live += bundle.numel;
-            core.install(bundle, gathering, Kind::Gathered)?;
+            bundle.install(core, gathering, Kind::Gathered)?;
         }
         Ok(())
     }
 
-    fn launch<C: Carrier<Gathering = G>>(&mut self, core: &C, unit: UnitId) {
+    fn launch(&mut self, core: &R, unit: UnitId) {
         let UnitState { bundle, state, .. } = &mut self.units[unit];
         if bundle.params.is_empty() {
             *state = State::Gathered;
             return;
         }
-        *state = State::InFlight(core.launch(bundle));
+        *state = State::InFlight(bundle.launch(core));
         self.in_flight += bundle.numel;
     }
 
-    fn prefetch<C: Carrier<Gathering = G>>(&mut self, core: &C) {
+    fn prefetch(&mut self, core: &R) {
         if !core.zero().overlap_comm {
             return;
         }
@@ -370,7 +340,7 @@ impl<G> Gatherer<G> {
         }
     }
 
-    fn is_needed_soon<C: Carrier<Gathering = G>>(&self, core: &C, unit: UnitId) -> bool {
+    fn is_needed_soon(&self, core: &R, unit: UnitId) -> bool {
         let mut distance = 0usize;
         for event in self.traces[usize::from(core.is_evaluating())].coming() {
             if event.unit() == unit {
@@ -384,12 +354,12 @@ impl<G> Gatherer<G> {
     }
 
     /// Waits for a gather that nobody came for and forgets it; the other ranks count on it.
-    fn settle<C: Carrier<Gathering = G>>(&mut self, core: &C, unit: UnitId) -> Result<()> {
+    fn settle(&mut self, core: &R, unit: UnitId) -> Result<()> {
         let UnitState { bundle, state, .. } = &mut self.units[unit];
         match std::mem::replace(state, State::Released) {
             State::InFlight(gathering) => {
                 self.in_flight -= bundle.numel;
-                core.forget(gathering)
+                forget(core, gathering)
             }
             other => {
                 *state = other;
@@ -398,7 +368,7 @@ impl<G> Gatherer<G> {
         }
     }
 
-    fn release_unit<C: Carrier<Gathering = G>>(&mut self, core: &C, unit: UnitId) -> Result<()> {
+    fn release_unit(&mut self, core: &R, unit: UnitId) -> Result<()> {
         let UnitState { bundle, state, .. } = &mut self.units[unit];
         if matches!(state, State::Gathered | State::Partly) {
             self.live -= bundle.release(core.params())?;

@@ -15,22 +15,21 @@
 //! Every stage reduces in every micro step, also where it could wait for the accumulation boundary: a sum over micro
 //! steps of sums over ranks. Only so do all stages add the same numbers in the same order, and give the same bits.
 
+use super::batch::{Batcher, IN_FLIGHT};
 use super::core::Core;
+use super::parcel::Parcel;
+use super::rank::Rank;
 use super::sub_group::{GradShare, Slot};
-use crate::comm::{Pending, Wire};
+use crate::comm::{Kind as Collective, Wire};
 use crate::config::{Config, GradientOp};
 use crate::error::{Error, Result};
 use crate::graph::Grad;
-use crate::layout::{BucketRule, PACKED_BELOW, Placement, chunk_offsets, shard_len, shard_range};
+use crate::layout::{PACKED_BELOW, Placement, shard_range};
 use crate::memory::{Held, Kind, Tracked};
-use crate::param::{ParamId, lock};
-use crate::precision::{Flat, Ints};
+use crate::param::ParamId;
+use crate::precision::{Elements, Flat, Ints};
 use crate::timeline;
 use candle_core::DType;
-use std::collections::VecDeque;
-
-/// Reductions under way before the oldest is waited for: one travels while the next bucket fills.
-pub(crate) const IN_FLIGHT: usize = 2;
 
 /// How gradients are reduced.
 #[derive(Debug, Clone, Copy)]
@@ -77,50 +76,51 @@ impl ReducePlan {
     }
 }
 
+/// What carries out the decisions of [`Gradients`]: the engine's core, or a rehearsal that only counts.
+pub(crate) trait Carrier: Rank {
+    /// A gradient as backward has made it.
+    type Grad;
+    /// Its bytes.
+    fn bytes(grad: &Self::Grad) -> usize;
+    /// The gradients of a parcel, rank by rank, as they will travel. Each is dropped when it has been copied.
+    fn pack(&self, plan: &ReducePlan, parcel: &Parcel, grads: Vec<Arrived<Self::Grad>>) -> Result<Self::Buffer>;
+}
+
 /// Gradients of the micro step under way.
-pub(crate) struct Gradients {
+pub(crate) struct Gradients<C: Carrier = Core> {
     plan: ReducePlan,
-    rule: BucketRule,
-    bucket: Vec<Arrived>,
-    held: Vec<Arrived>,
-    in_flight: VecDeque<Reduction>,
+    batcher: Batcher<Arrived<C::Grad>, Reduction<C>>,
+    held: Vec<Arrived<C::Grad>>,
     /// Parameters whose gradient has arrived in the first backward; `None` once that has been checked.
     arrived: Option<Vec<bool>>,
 }
 
 /// A gradient that has arrived, and its entry in the ledger.
-struct Arrived {
+pub(crate) struct Arrived<G> {
     param: ParamId,
-    grad: Grad,
-    held: Held,
+    pub grad: G,
+    pub held: Held,
 }
 
 /// A bucket under way.
-struct Reduction {
-    params: Vec<ParamId>,
-    pending: Pending<Flat>,
+struct Reduction<C: Carrier> {
+    parcel: Parcel,
+    pending: C::Pending,
     held: Held,
 }
 
-impl Gradients {
+impl<C: Carrier> Gradients<C> {
     pub fn new(plan: ReducePlan, bucket_size: usize, num_params: usize) -> Self {
-        Self {
-            plan,
-            rule: BucketRule::new(bucket_size),
-            bucket: Vec::new(),
-            held: Vec::new(),
-            in_flight: VecDeque::new(),
-            arrived: Some(vec![false; num_params]),
-        }
+        Self { plan, batcher: Batcher::new(bucket_size), held: Vec::new(), arrived: Some(vec![false; num_params]) }
     }
 
     /// A parameter's gradient is complete.
-    pub fn arrive(&mut self, core: &Core, param: ParamId, grad: Grad) -> Result<()> {
+    pub fn arrive(&mut self, core: &C, param: ParamId, grad: C::Grad) -> Result<()> {
         if let Some(arrived) = &mut self.arrived {
             arrived[param] = true;
         }
         let kind = if self.plan.hold { Kind::Gradients } else { Kind::Buckets };
-        let held = core.ledger.hold(kind, grad.len() * grad.dtype().size_in_bytes());
+        let held = core.ledger().hold(kind, C::bytes(&grad));
         let arrived = Arrived { param, grad, held };
         if self.plan.hold {
             self.held.push(arrived);
@@ -133,9 +133,9 @@ impl Gradients {
     ///
     /// # Errors
     /// [`Error::NoGradient`] after the first backward if it left parameters out.
-    pub fn end_backward(&mut self, core: &Core) -> Result<()> {
+    pub fn end_backward(&mut self, core: &C) -> Result<()> {
         if let Some(arrived) = self.arrived.take() {
-            let params = arrived.iter().zip(&core.params);
+            let params = arrived.iter().zip(core.params());
             // Nothing can be learned where there are no elements.
             let missing = params.filter(|(arrived, p)| !**arrived && p.numel > 0);
             let missing: Vec<&str> = missing.map(|(_, p)| p.name.as_str()).collect();
@@ -146,147 +146,93 @@ impl Gradients {
         for arrived in std::mem::take(&mut self.held) {
             self.collect(core, arrived)?;
         }
-        self.flush(core)?;
+        if let Some(bucket) = self.batcher.rest() {
+            self.reduce(core, bucket)?;
+        }
         self.finish(core, 0)
     }
 
-    fn collect(&mut self, core: &Core, arrived: Arrived) -> Result<()> {
-        if arrived.grad.len() >= PACKED_BELOW {
-            return self.launch_alone(core, arrived);
+    fn collect(&mut self, core: &C, arrived: Arrived<C::Grad>) -> Result<()> {
+        let numel = core.params()[arrived.param].numel;
+        match self.batcher.push(arrived, numel) {
+            Some(bucket) => self.reduce(core, bucket),
+            None => Ok(()),
         }
-        if self.rule.push(arrived.grad.len()) {
-            self.launch_bucket(core)?;
-        }
-        self.bucket.push(arrived);
-        Ok(())
     }
 
-    fn flush(&mut self, core: &Core) -> Result<()> {
-        self.rule.reset();
-        if self.bucket.is_empty() { Ok(()) } else { self.launch_bucket(core) }
-    }
-
-    /// Begins the reduction of one gradient, in its own buffer where nobody else sees it.
-    fn launch_alone(&mut self, core: &Core, Arrived { param, grad, held }: Arrived) -> Result<()> {
-        let _span = timeline::span(timeline::Kind::Reduce, "pack").of(|| core.names(&[param]));
-        let padded = core.padded(param);
-        let flat = match grad {
-            Grad::Own(mut flat) if flat.dtype() == self.plan.dtype => {
-                // Exact: spare room of a large gradient would be waste.
-                flat.reserve_exact(padded - flat.len());
-                flat.extend_zeros(padded - flat.len());
-                if self.plan.before != 1.0 {
-                    flat.as_mut().scale(self.plan.before);
-                }
-                flat
-            }
-            other => other.view(|values| {
-                let mut flat = Flat::zeros(self.plan.dtype, padded);
-                flat.slice_mut(0..values.len()).copy_scaled(values, self.plan.before);
-                flat
-            })?,
-        };
-        drop(held);
-        self.reduce(core, vec![param], flat)
-    }
-
-    /// Packs the bucket, rank by rank, and begins its reduction. Gradients are dropped as they are packed.
-    fn launch_bucket(&mut self, core: &Core) -> Result<()> {
-        let world = core.comm.size();
-        let items = std::mem::take(&mut self.bucket);
-        let params: Vec<ParamId> = items.iter().map(|i| i.param).collect();
-        let _span = timeline::span(timeline::Kind::Reduce, "pack").of(|| core.names(&params));
-        let (offsets, chunk) = self.chunk_offsets(core, &params);
-        let mut flat = Flat::zeros(self.plan.dtype, chunk * world);
-        for (Arrived { param, grad, held }, offset) in items.into_iter().zip(offsets) {
-            grad.view(|values| {
-                for r in 0..world {
-                    let shard = shard_range(core.params[param].numel, world, r);
-                    let start = r * chunk + offset;
-                    let part = flat.slice_mut(start..start + shard.len());
-                    part.copy_scaled(values.slice(shard), self.plan.before);
-                }
-            })?;
-            drop((grad, held));
-        }
-        self.reduce(core, params, flat)
-    }
-
-    fn reduce(&mut self, core: &Core, params: Vec<ParamId>, flat: Flat) -> Result<()> {
-        let about = timeline::about(|| core.names(&params));
-        let held = core.ledger.hold(Kind::Buckets, flat.capacity_in_bytes());
-        let tag = core.tag(&params);
-        let ReducePlan { scatter, wire, .. } = self.plan;
-        let comm = &core.comm;
-        let pending =
-            if scatter { comm.reduce_scatter_as(wire, flat, tag) } else { comm.all_reduce_as(wire, flat, tag) };
+    /// Begins the reduction of a bucket, or of one large gradient.
+    fn reduce(&mut self, core: &C, bucket: Vec<Arrived<C::Grad>>) -> Result<()> {
+        let ReducePlan { scatter, wire, overlap, .. } = self.plan;
+        let params = bucket.iter().map(|arrived| arrived.param).collect();
+        let parcel = Parcel::new(params, core.params(), core.world_size(), wire);
+        let _span = timeline::span(timeline::Kind::Reduce, "pack").of(|| core.names(&parcel.params));
+        let buffer = core.pack(&self.plan, &parcel, bucket)?;
+        let about = timeline::about(|| core.names(&parcel.params));
+        let held = core.ledger().hold(Kind::Buckets, buffer.capacity_in_bytes());
+        let kind = if scatter { Collective::ReduceScatter } else { Collective::AllReduce };
+        let pending = core.collective(kind, wire, buffer, &parcel.params);
         drop(about);
-        self.in_flight.push_back(Reduction { params, pending, held });
-        self.finish(core, if self.plan.overlap { IN_FLIGHT - 1 } else { 0 })
+        self.batcher.launched(Reduction { parcel, pending, held });
+        self.finish(core, if overlap { IN_FLIGHT - 1 } else { 0 })
     }
 
     /// Waits for the oldest reductions until at most `left` are under way, and adds them to this rank's share.
-    fn finish(&mut self, core: &Core, left: usize) -> Result<()> {
-        while self.in_flight.len() > left {
-            let Some(Reduction { params, pending, held }) = self.in_flight.pop_front() else { break };
-            let sum = pending.wait()?;
+    fn finish(&mut self, core: &C, left: usize) -> Result<()> {
+        while let Some(Reduction { parcel, pending, held }) = self.batcher.due(left) {
+            let sum = core.wait(pending)?;
             drop(held);
-            self.accumulate(core, &params, sum)?;
+            self.accumulate(core, &parcel, sum)?;
         }
         Ok(())
     }
 
-    fn accumulate(&self, core: &Core, params: &[ParamId], mut sum: Flat) -> Result<()> {
+    fn accumulate(&self, core: &C, Parcel { params, offsets, chunk }: &Parcel, mut sum: C::Buffer) -> Result<()> {
         let _about = timeline::about(|| core.names(params));
         let _span = timeline::span(timeline::Kind::Reduce, "accumulate").of(|| core.names(params));
-        let (world, rank) = (core.comm.size(), core.comm.rank());
-        let (offsets, chunk) = self.chunk_offsets(core, params);
+        let ReducePlan { scatter, after, accumulate, .. } = self.plan;
+        let (world, rank) = (core.world_size(), core.rank());
         // The chunks that this rank keeps, and where they start in what it received.
-        let chunks: Vec<(usize, usize)> = match (core.placement.optim.is_sharded(), self.plan.scatter) {
+        let chunks: Vec<(usize, usize)> = match (core.placement().optim.is_sharded(), scatter) {
             (true, true) => vec![(rank, 0)],
             (true, false) => vec![(rank, rank * chunk)],
             (false, _) => (0..world).map(|r| (r, r * chunk)).collect(),
         };
-        let mut groups = lock(&core.groups);
+        let mut groups = core.groups();
         for (param, offset) in params.iter().zip(offsets) {
-            let (group, slot) = core.places[*param];
+            let (group, slot) = core.place(*param);
             let group = &mut groups[group];
             let Slot { owned, len, .. } = group.slots[slot].clone();
             let known = group.take_grads(slot, core)?;
-            let fits = sum.dtype() == self.plan.accumulate && chunks[0].1 == 0 && sum.len() >= len;
+            let fits = sum.dtype() == accumulate && chunks[0].1 == 0 && sum.len() >= len;
             if known.is_none() && params.len() == 1 && fits {
                 // A large parameter's pieces lie one after the other, as in its share.
                 sum.truncate(len);
                 sum.shrink_to_fit();
-                if self.plan.after != 1.0 {
-                    sum.as_mut().scale(self.plan.after);
+                if let Some(values) = sum.values_mut().filter(|_| after != 1.0) {
+                    values.scale(after);
                 }
-                group.put_grads(slot, Tracked::new(&core.ledger, Kind::Gradients, sum), core);
+                group.put_grads(slot, Tracked::new(core.ledger(), Kind::Gradients, sum), core);
                 return Ok(());
             }
-            let mut grads = known.unwrap_or_else(|| group.zeroed_grads(slot, &core.ledger, self.plan.accumulate));
-            for (r, start) in &chunks {
-                let shard = shard_range(core.params[*param].numel, world, *r);
-                let from = start + offset;
-                // A tail shard may be empty and lie at the end of the parameter.
-                let to = shard.start - owned.start;
-                let source = sum.slice(from..from + shard.len());
-                grads.slice_mut(to..to + shard.len()).add_scaled(source, self.plan.after);
+            let mut grads = known.unwrap_or_else(|| group.zeroed_grads(slot, core.ledger(), accumulate));
+            if let (Some(mut grads), Some(sum)) = (grads.values_mut(), sum.values()) {
+                for (r, start) in &chunks {
+                    let shard = shard_range(core.params()[*param].numel, world, *r);
+                    let from = start + offset;
+                    // A tail shard may be empty and lie at the end of the parameter.
+                    let to = shard.start - owned.start;
+                    let source = sum.slice(from..from + shard.len());
+                    grads.reborrow().slice(to..to + shard.len()).add_scaled(source, after);
+                }
             }
             group.put_grads(slot, grads, core);
         }
         Ok(())
     }
 
-    /// Where each parameter's shard lies in a rank's chunk, and the chunk's length.
-    fn chunk_offsets(&self, core: &Core, params: &[ParamId]) -> (Vec<usize>, usize) {
-        let numels: Vec<usize> = params.iter().map(|p| core.params[*p].numel).collect();
-        chunk_offsets(&numels, core.comm.size(), self.plan.wire.alignment())
-    }
-
     /// After an optimizer step: no gradients.
-    pub fn clear(&self, core: &Core) {
-        lock(&core.groups).iter_mut().for_each(|group| group.grads.fill_with(|| GradShare::Absent));
+    pub fn clear(&self, core: &C) {
+        core.groups().iter_mut().for_each(|group| group.grads.fill_with(|| GradShare::Absent));
     }
 
     /// What gradients are accumulated in.
@@ -295,9 +241,56 @@ impl Gradients {
     }
 }
 
+impl Carrier for Core {
+    type Grad = Grad;
+
+    fn bytes(grad: &Grad) -> usize {
+        grad.len() * grad.dtype().size_in_bytes()
+    }
+
+    fn pack(&self, plan: &ReducePlan, parcel: &Parcel, mut grads: Vec<Arrived<Grad>>) -> Result<Flat> {
+        match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
+            Some(large) => prepare(plan, parcel.chunk * self.comm.size(), large),
+            None => self.pack_small(plan, parcel, grads),
+        }
+    }
+}
+
+/// One gradient with its padding, in its own buffer where nobody else sees it.
+fn prepare(plan: &ReducePlan, padded: usize, Arrived { grad, .. }: Arrived<Grad>) -> Result<Flat> {
+    match grad {
+        Grad::Own(mut flat) if flat.dtype() == plan.dtype => {
+            // Exact: spare room of a large gradient would be waste.
+            flat.reserve_exact(padded - flat.len());
+            flat.extend_zeros(padded - flat.len());
+            if plan.before != 1.0 {
+                flat.as_mut().scale(plan.before);
+            }
+            Ok(flat)
+        }
+        other => Ok(other.view(|values| {
+            let mut flat = Flat::zeros(plan.dtype, padded);
+            flat.slice_mut(0..values.len()).copy_scaled(values, plan.before);
+            flat
+        })?),
+    }
+}
+
 impl Core {
-    /// Elements of a parameter's shards of all ranks, padding included.
-    fn padded(&self, param: ParamId) -> usize {
-        shard_len(self.params[param].numel, self.comm.size()) * self.comm.size()
+    fn pack_small(&self, plan: &ReducePlan, parcel: &Parcel, grads: Vec<Arrived<Grad>>) -> Result<Flat> {
+        let world = self.comm.size();
+        let mut flat = Flat::zeros(plan.dtype, parcel.chunk * world);
+        for (Arrived { param, grad, held }, offset) in grads.into_iter().zip(&parcel.offsets) {
+            grad.view(|values| {
+                for r in 0..world {
+                    let shard = shard_range(self.params[param].numel, world, r);
+                    let start = r * parcel.chunk + offset;
+                    let part = flat.slice_mut(start..start + shard.len());
+                    part.copy_scaled(values.slice(shard), plan.before);
+                }
+            })?;
+            drop((grad, held));
+        }
+        Ok(flat)
     }
 }

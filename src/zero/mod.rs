@@ -5,22 +5,31 @@
 //! | `unit.rs` | what is gathered and released together; recomputation |
 //! | `kept_input.rs` | what recomputation keeps, and where |
 //! | `core.rs` | the state of one rank, shared by engine and graph |
+//! | `rank.rs` | what decisions see of a rank: the core, or a rehearsal that only counts |
 //! | `run.rs` | forward and backward, as engine, units and parameters call them |
 //! | `registry.rs`, `share_plan.rs` | the `VarBuilder` backend: parameters registered, and shared among ranks |
-//! | `sub_group.rs` | this rank's share of the model |
+//! | `sub_group.rs`, `lay_out.rs` | this rank's share of the model, and how it is laid out |
+//! | `parcel.rs`, `batch.rs` | what travels together, and what is under way |
 //! | `gather.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
 //! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
-//! | `step.rs` | vote, update, publish |
+//! | `step.rs` | vote, update |
 //! | `walk.rs` | a pass through the share, in memory and in files |
 //! | `whole.rs` | norms of whole parameters, and directions made of whole ones |
+//! | `publish.rs` | updated shards, brought to all ranks |
 //! | `export.rs` | whole parameters in a file |
+//!
+//! The decisions of a step are written once, over [`rank::Rank`]; the core and a rehearsal carry them out.
 
+mod batch;
 pub(crate) mod core;
 mod export;
 pub(crate) mod gather;
 pub(crate) mod gradients;
 mod kept_input;
+pub(crate) mod lay_out;
 pub(crate) mod parcel;
+mod publish;
+pub(crate) mod rank;
 pub(crate) mod registry;
 mod run;
 pub(crate) mod share;
@@ -29,7 +38,7 @@ pub(crate) mod step;
 pub(crate) mod sub_group;
 pub(crate) mod trace;
 pub(crate) mod unit;
-mod walk;
-pub(crate) mod whole;
+pub(crate) mod walk;
+mod whole;
 
 pub use unit::{Unit, unit};

@@ -3,12 +3,12 @@
 //! The chunks of all ranks, one after the other, are a parameter that travels alone: it takes the buffer over. Small
 //! parameters share a parcel, and are copied out of it piece by piece.
 
-use super::core::Core;
+use super::rank::Rank;
 use crate::comm::Wire;
 use crate::error::Result;
 use crate::layout::{PACKED_BELOW, chunk_offsets, shard_range};
 use crate::param::{Param, ParamId};
-use crate::precision::Flat;
+use crate::precision::Elements;
 
 /// Parameters whose shards travel in one all-gather.
 pub(crate) struct Parcel {
@@ -36,25 +36,25 @@ impl Parcel {
     }
 
     /// Gives each whole parameter to `install`. `chunks` are those of all ranks, in their order.
-    pub fn unpack(
+    pub fn unpack<R: Rank>(
         &self,
-        core: &Core,
-        mut chunks: Flat,
-        mut install: impl FnMut(&Param, Flat) -> Result<()>,
+        rank: &R,
+        mut chunks: R::Buffer,
+        mut install: impl FnMut(&Param, R::Buffer) -> Result<()>,
     ) -> Result<()> {
         if let [param] = &self.params[..] {
-            let param = &core.params[*param];
+            let param = &rank.params()[*param];
             // What is left over is padding, less than an element for each rank.
             chunks.truncate(param.numel);
             return install(param, chunks);
         }
-        let world = core.comm.size();
+        let world = rank.world_size();
         for (p, offset) in self.params.iter().zip(&self.offsets) {
-            let param = &core.params[*p];
-            let mut whole = Flat::with_capacity(core.dtype, param.numel);
+            let param = &rank.params()[*p];
+            let mut whole = R::Buffer::with_capacity(rank.dtype(), param.numel);
             for r in 0..world {
                 let start = r * self.chunk + offset;
-                whole.extend_cast(chunks.slice(start..start + shard_range(param.numel, world, r).len()));
+                whole.extend_from(&chunks, start..start + shard_range(param.numel, world, r).len());
             }
             install(param, whole)?;
         }

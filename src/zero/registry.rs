@@ -4,8 +4,8 @@
 //! share into its sub-group, and hand the model a tensor. At no time does stage 3 hold a whole parameter here.
 
 use super::core::{Link, Registered};
+use super::lay_out::SubGroupBuilder;
 use super::share_plan::SharePlan;
-use super::sub_group::SubGroupBuilder;
 use crate::error::{Error, Result};
 use crate::layout::{ZeroStage, shard_range};
 use crate::memory::{Kind, Ledger, Tier};

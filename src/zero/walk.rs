@@ -4,6 +4,7 @@
 //! back if the pass changes it.
 
 use super::core::Core;
+use super::rank::{Rank, StagingOf};
 use super::sub_group::{GradShare, Pass, Slot, SubGroup};
 use crate::error::Result;
 use crate::offload::{Pipeline, Plan, STEP, Window, windows};
@@ -12,8 +13,21 @@ use crate::precision::{FlatMut, FlatRef};
 use crate::timeline;
 use std::ops::Range;
 
+/// What carries out a [`Walk`]: the engine's core, or a rehearsal that only counts.
+pub(crate) trait Carrier: Rank {
+    /// Calls `work` with the parts of a sub-group that lie in its elements `range`, where there are values.
+    fn parts(
+        &self,
+        group: &mut SubGroup<Self>,
+        range: &Range<usize>,
+        pass: Pass,
+        window: Option<&mut Window<StagingOf<Self>>>,
+        work: &mut impl FnMut(&Slot, Range<usize>, Part<'_, '_>),
+    ) -> Result<()>;
+}
+
 /// The part of a parameter that a pass works on at a time. Of what a pass does not have there are no elements.
-pub(super) struct Part<'a, 's> {
+pub(crate) struct Part<'a, 's> {
     /// Weights in f32.
     pub param: &'a mut [f32],
     pub grad: FlatRef<'a>,
@@ -32,7 +46,7 @@ pub(super) struct Span {
 
 impl Span {
     /// All of a slot, up to where a request to a file may end.
-    pub fn of_slot(groups: &[SubGroup], group: usize, slot: usize, pass: Pass) -> Self {
+    pub fn of_slot<R: Rank>(groups: &[SubGroup<R>], group: usize, slot: usize, pass: Pass) -> Self {
         let Slot { at, len, .. } = groups[group].slots[slot];
         let is_in_files = !groups[group].streams(pass).is_empty();
         let len = if is_in_files { len.next_multiple_of(STEP) } else { len };
@@ -41,19 +55,19 @@ impl Span {
 }
 
 /// Spans on their way through memory, in an order that is known from the beginning.
-pub(super) struct Walk<'a> {
-    core: &'a Core,
+pub(super) struct Walk<'a, C: Carrier> {
+    core: &'a C,
     window_len: usize,
-    pipeline: Option<Pipeline<'a>>,
+    pipeline: Option<Pipeline<'a, C::Files>>,
 }
 
-impl<'a> Walk<'a> {
+impl<'a, C: Carrier> Walk<'a, C> {
     /// Plans a walk through `spans`.
-    pub fn new(core: &'a Core, groups: &[SubGroup], spans: &[Span]) -> Self {
-        let Some(offload) = &core.offload else { return Self { core, window_len: usize::MAX, pipeline: None } };
+    pub fn new(core: &'a C, groups: &[SubGroup<C>], spans: &[Span]) -> Self {
+        let Some(files) = core.files() else { return Self { core, window_len: usize::MAX, pipeline: None } };
         let largest = spans.iter().map(|span| span.range.len()).max().unwrap_or(0);
         let streams = |span: &Span| groups[span.group].streams(span.pass);
-        let window_len = offload.window_len(largest, spans.iter().map(|s| streams(s).len()).max().unwrap_or(0));
+        let window_len = core.windows().len(largest, spans.iter().map(|s| streams(s).len()).max().unwrap_or(0));
         let plan = spans.iter().flat_map(|span| {
             let streams = streams(span);
             let ranges = if streams.is_empty() { 0..0 } else { span.range.clone() };
@@ -62,14 +76,15 @@ impl<'a> Walk<'a> {
                 streams: streams.clone(),
             })
         });
-        Self { core, window_len, pipeline: Some(offload.pipeline(&core.ledger, plan.collect())) }
+        let pipeline = Pipeline::new(files, core.ledger(), plan.collect(), core.windows());
+        Self { core, window_len, pipeline: Some(pipeline) }
     }
 
     /// Calls `work` with all parts of the next span, in order, with the elements of the slot that each is, and
     /// `complete` when all parts of a slot have been worked on.
     pub fn visit(
         &mut self,
-        groups: &mut [SubGroup],
+        groups: &mut [SubGroup<C>],
         span: &Span,
         work: &mut impl FnMut(&Slot, Range<usize>, Part<'_, '_>),
         mut complete: impl FnMut(&Slot) -> Result<()>,
@@ -108,25 +123,24 @@ impl<'a> Walk<'a> {
     }
 }
 
-impl Core {
-    /// Walks through the sub-groups `which` of this rank's share, as [`Walk::visit`] does through each.
-    pub(super) fn pass(
-        &self,
-        groups: &mut [SubGroup],
-        which: &[usize],
-        pass: Pass,
-        mut work: impl FnMut(&Slot, Range<usize>, Part<'_, '_>),
-        mut complete: impl FnMut(&Slot) -> Result<()>,
-    ) -> Result<()> {
-        let spans: Vec<Span> = which.iter().map(|g| Span { group: *g, range: 0..groups[*g].len, pass }).collect();
-        let mut walk = Walk::new(self, groups, &spans);
-        for span in &spans {
-            walk.visit(groups, span, &mut work, &mut complete)?;
-        }
-        walk.finish()
+/// Walks through the sub-groups `which` of this rank's share, as [`Walk::visit`] does through each.
+pub(super) fn pass<C: Carrier>(
+    core: &C,
+    groups: &mut [SubGroup<C>],
+    which: &[usize],
+    pass: Pass,
+    mut work: impl FnMut(&Slot, Range<usize>, Part<'_, '_>),
+    mut complete: impl FnMut(&Slot) -> Result<()>,
+) -> Result<()> {
+    let spans: Vec<Span> = which.iter().map(|g| Span { group: *g, range: 0..groups[*g].len, pass }).collect();
+    let mut walk = Walk::new(core, groups, &spans);
+    for span in &spans {
+        walk.visit(groups, span, &mut work, &mut complete)?;
     }
+    walk.finish()
+}
 
-    /// Calls `work` with the parts of a sub-group that lie in its elements `range`.
+impl Carrier for Core {
     fn parts(
         &self,
         group: &mut SubGroup,

@@ -6,4 +6,5 @@ mod support;
 
 mod collectives;
 mod compression;
+mod own_communicator;
 mod wire_bytes;

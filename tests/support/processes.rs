@@ -30,7 +30,7 @@ pub fn zerorun() -> Command {
     command
 }
 
-/// The executable of an example of this package, built in the way in which this test was built.
+/// The executable of one of the examples, built in the way in which this test was built.
 pub fn example(name: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
     // TARGET/PROFILE/deps/TEST
@@ -40,14 +40,14 @@ pub fn example(name: &str) -> PathBuf {
         profile => profile,
     };
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args(["build", "--quiet", "--manifest-path", concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")]);
-    cargo.args(["--example", name, "--profile", profile, "--target-dir"]).arg(built.parent().unwrap());
+    cargo.args(["build", "--quiet", "--manifest-path", concat!(env!("CARGO_MANIFEST_DIR"), "/examples/Cargo.toml")]);
+    cargo.args(["--bin", name, "--profile", profile, "--target-dir"]).arg(built.parent().unwrap());
     if cfg!(feature = "cuda") {
         cargo.args(["--features", "cuda"]);
     }
     let output = cargo.output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
-    built.join("examples").join(name)
+    built.join(name)
 }
 
 /// An executable shell script.

@@ -5,6 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_zero::nn::{WeightLayout, linear};
 use candle_zero::{Engine, Error};
 use serde_json::{Value, json};
+use std::os::unix::fs::PermissionsExt;
 
 #[test]
 fn the_report_has_what_the_system_says() {
@@ -108,6 +109,29 @@ fn an_engine_and_a_layer_without_one_refuse_a_wrong_level() {
     let x = Tensor::ones((2, 2), DType::F32, &Device::Cpu).unwrap();
     let error = linear(&x, &x, None, WeightLayout::InOut).unwrap_err();
     assert!(error.to_string().contains(MESSAGE), "{error}");
+}
+
+#[test]
+fn ranks_at_different_levels_are_told_apart() {
+    const HERE: &str = "ranks_at_different_levels_are_told_apart";
+    if std::env::var_os("RANK").is_some() {
+        // A rank of the job below.
+        let built = Engine::initialize(|vb| candle_nn::linear(2, 2, vb), json!({"train_batch_size": 2}));
+        let error = built.map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains("computes at the SIMD level"), "{error}");
+        return;
+    }
+    let (best, _) = level_of(&report_at("auto"));
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let script = folder.path().join("ranks");
+    let program = std::env::current_exe().unwrap();
+    let text =
+        format!("#!/bin/sh\n[ $RANK = 1 ] && export CANDLE_ZERO_SIMD=portable\nexec '{}' {HERE}\n", program.display());
+    std::fs::write(&script, text).unwrap();
+    std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let output = zerorun().args(["-n", "2"]).arg(&script).output().unwrap();
+    // Where the best level is the portable one, the ranks agree, and each of them finds no error.
+    assert_eq!(output.status.success(), best != "portable", "{}{}", stdout(&output), stderr(&output));
 }
 
 #[test]

@@ -1,0 +1,100 @@
+//! What moves states between files and memory: the threads of an [`Io`], or a rehearsal that only counts.
+
+use super::aligned::Aligned;
+use super::arena::Extent;
+use super::io::{Io, Transfer};
+use crate::error::Result;
+use crate::memory::Tracked;
+use crate::precision::Flat;
+use candle_core::DType;
+use std::ops::Range;
+
+/// Files of states. Ranges are elements of an extent, and begin where a file allows it.
+pub(crate) trait Files {
+    /// The place of a state.
+    type Extent: Clone;
+    /// Memory of a window.
+    type Staging;
+    /// A window on its way.
+    type Transfer;
+    /// Elements in memory.
+    type Buffer;
+    /// Elements on their way into a buffer.
+    type Reading;
+    /// A state on its way to its file, after which its memory is free.
+    type Writing;
+
+    /// Element type.
+    fn dtype(extent: &Self::Extent) -> DType;
+    /// Memory of `bytes` bytes.
+    fn staging(bytes: usize) -> Self::Staging;
+    /// Its bytes.
+    fn len(staging: &Self::Staging) -> usize;
+    /// Begins to fill a window from a file, or fills it with zeros.
+    fn read(&self, staging: Self::Staging, from: Option<(&Self::Extent, Range<usize>)>) -> Self::Transfer;
+    /// Begins to bring a window back.
+    fn write(&self, staging: Self::Staging, extent: &Self::Extent, range: Range<usize>) -> Self::Transfer;
+    /// Waits for a window, and gives its memory back.
+    fn wait(&self, transfer: Self::Transfer) -> Result<Self::Staging>;
+    /// Begins to fill parts of a buffer: each of `pieces` from an element of the buffer on.
+    fn fill(&self, buffer: Self::Buffer, pieces: Vec<(Self::Extent, Range<usize>, usize)>) -> Self::Reading;
+    /// Waits until they are.
+    fn filled(&self, reading: Self::Reading) -> Result<Self::Buffer>;
+    /// Begins to write a state, whose memory is then free. Waits first where much is unwritten yet.
+    fn store(&self, memory: Tracked<Self::Buffer>, extent: &Self::Extent, range: Range<usize>) -> Self::Writing;
+    /// Waits until it is written.
+    fn written(&self, writing: Self::Writing) -> Result<()>;
+}
+
+impl Files for Io {
+    type Extent = Extent;
+    type Staging = Aligned;
+    type Transfer = Transfer<Aligned>;
+    type Buffer = Flat;
+    type Reading = Transfer<Flat>;
+    type Writing = Transfer<Tracked>;
+
+    fn dtype(extent: &Extent) -> DType {
+        extent.dtype()
+    }
+
+    fn staging(bytes: usize) -> Aligned {
+        Aligned::new(bytes)
+    }
+
+    fn len(staging: &Aligned) -> usize {
+        staging.len()
+    }
+
+    fn read(&self, mut staging: Aligned, from: Option<(&Extent, Range<usize>)>) -> Transfer<Aligned> {
+        if from.is_none() {
+            staging.bytes_mut().fill(0);
+        }
+        Self::read(self, staging, from.into_iter().map(|(extent, range)| extent.piece(range, 0)).collect())
+    }
+
+    fn write(&self, staging: Aligned, extent: &Extent, range: Range<usize>) -> Transfer<Aligned> {
+        Self::write(self, staging, vec![extent.piece(range, 0)])
+    }
+
+    fn wait(&self, transfer: Transfer<Aligned>) -> Result<Aligned> {
+        transfer.wait()
+    }
+
+    fn fill(&self, buffer: Flat, pieces: Vec<(Extent, Range<usize>, usize)>) -> Transfer<Flat> {
+        let pieces = pieces.into_iter().map(|(extent, range, at)| extent.piece(range, at)).collect();
+        Self::read(self, buffer, pieces)
+    }
+
+    fn filled(&self, reading: Transfer<Flat>) -> Result<Flat> {
+        reading.wait()
+    }
+
+    fn store(&self, memory: Tracked, extent: &Extent, range: Range<usize>) -> Transfer<Tracked> {
+        self.write_and_drop(memory, vec![extent.piece(range, 0)])
+    }
+
+    fn written(&self, writing: Transfer<Tracked>) -> Result<()> {
+        writing.written()
+    }
+}

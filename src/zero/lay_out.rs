@@ -1,0 +1,317 @@
+//! Sub-groups, laid out while parameters are registered.
+//!
+//! A share goes to the end of the open sub-group of its half of the optimizer: its initial values into memory, or into
+//! files, which grow with every share. When all parameters are there, gradients and moments get their places.
+
+use super::core::Core;
+use super::rank::{ExtentOf, Rank};
+use super::share_plan::SharePlan;
+use super::sub_group::{GradShare, Home, Slot, SubGroup};
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::layout::{Place, Placement, Sharing, groups_in_memory, shard_range};
+use crate::memory::{Kind, Ledger, Tracked};
+use crate::offload::{Extent, Offload, STEP, Transfer};
+use crate::optim::{Grouping, Role};
+use crate::param::ParamId;
+use crate::precision::{Elements, Flat, FlatRef};
+use candle_core::DType;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The rules by which states are laid out.
+#[derive(Clone)]
+pub(crate) struct Rules {
+    pub rank: usize,
+    pub world_size: usize,
+    pub placement: Placement,
+    /// The model's.
+    pub dtype: DType,
+    /// That of accumulated gradients.
+    pub grad_dtype: DType,
+    pub sub_group_size: usize,
+    /// Decides which states a parameter has.
+    pub grouping: Arc<Grouping>,
+    /// Elements of weights that stay in memory (`max_in_cpu`), where the others lie in files.
+    pub weights_in_memory: Option<usize>,
+    /// The part of the sub-groups whose optimizer state lies in files (`ratio`), where any does.
+    pub states_in_files: Option<f64>,
+}
+
+impl Rules {
+    /// Those of `config`, for gradients that are accumulated in `grad_dtype`.
+    pub fn new(config: &Config, grad_dtype: DType, rank: usize, grouping: Arc<Grouping>) -> Self {
+        let zero = &config.zero;
+        Self {
+            rank,
+            world_size: config.world_size,
+            placement: zero.stage.placement(),
+            dtype: config.precision.dtype(),
+            grad_dtype,
+            sub_group_size: zero.sub_group_size,
+            grouping,
+            weights_in_memory: zero.param_files().map(|files| files.max_in_cpu),
+            states_in_files: zero.optimizer_files().map(|files| files.ratio),
+        }
+    }
+
+    /// Some states lie in files.
+    pub fn has_files(&self) -> bool {
+        self.weights_in_memory.is_some() || self.states_in_files.is_some()
+    }
+}
+
+/// A state that may lie in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum State {
+    Weights,
+    Master,
+    Gradients,
+    /// By name.
+    Moment(&'static str),
+}
+
+impl State {
+    pub fn kind(self) -> Kind {
+        match self {
+            Self::Weights => Kind::Parameters,
+            Self::Master => Kind::MasterWeights,
+            Self::Gradients => Kind::Gradients,
+            Self::Moment(_) => Kind::Moments,
+        }
+    }
+}
+
+/// Files under construction: those of this rank, or of a rehearsal that only counts.
+pub(crate) trait Carrier<R: Rank> {
+    /// A place at the end of a state's file, without elements yet.
+    fn begin(&self, state: State, role: Role, dtype: DType) -> ExtentOf<R>;
+    /// Reserves `count` more elements.
+    fn grow(&mut self, extent: &ExtentOf<R>, count: usize) -> Result<()>;
+    /// Begins to write `values` from element `at` on, if there are any.
+    fn write(&mut self, _: &ExtentOf<R>, _: usize, _: FlatRef<'_>) -> Result<()> {
+        Ok(())
+    }
+    /// Waits until everything is written.
+    fn written(&mut self) -> Result<()> {
+        Ok(())
+    }
+    /// Reads `count` elements into `room` and gives their place back; nothing where they had none.
+    fn take_back(
+        &mut self,
+        extent: &ExtentOf<R>,
+        count: usize,
+        room: impl FnOnce() -> Tracked<R::Buffer>,
+    ) -> Result<Option<Tracked<R::Buffer>>>;
+}
+
+/// Lays out sub-groups while parameters are registered.
+pub(crate) struct SubGroupBuilder<R: Rank = Core, C = Arenas> {
+    rules: Rules,
+    sharing: Sharing,
+    files: C,
+    ledger: Ledger,
+    done: Vec<SubGroup<R>>,
+    /// By role.
+    open: [Option<SubGroup<R>>; Role::ALL.len()],
+}
+
+impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
+    pub fn with(rules: Rules, files: C, ledger: Ledger) -> Self {
+        let sharing = Sharing::new(rules.world_size, rules.placement.optim.is_sharded(), rules.sub_group_size);
+        // In files a parameter's share begins where a request may begin.
+        let sharing = if rules.has_files() { sharing.in_files(STEP, rules.weights_in_memory) } else { sharing };
+        Self { rules, sharing, files, ledger, done: Vec::new(), open: [None, None] }
+    }
+
+    /// Adds a parameter of `numel` elements of which this rank owns `owned`, with those elements' initial values, to the
+    /// sub-groups of a half of the optimizer.
+    pub fn push(
+        &mut self,
+        param: ParamId,
+        numel: usize,
+        owned: Range<usize>,
+        values: FlatRef<'_>,
+        role: Role,
+    ) -> Result<()> {
+        let Place { share, room, begins, closes, spills } = self.sharing.push(numel, role as usize);
+        if begins {
+            self.close();
+        }
+        let mut group = self.open[role as usize].take().unwrap_or_else(|| self.empty_group(role, spills));
+        let at = group.len;
+        for home in [&mut group.weights, &mut group.master].into_iter().flatten() {
+            match home {
+                Home::File(extent) => {
+                    self.files.grow(extent, room)?;
+                    self.files.write(extent, at, values)?;
+                }
+                // Exact: a large buffer grows in place (the allocator remaps its pages), and spare room would be waste.
+                Home::Memory(buffer) => buffer.resize(|flat| {
+                    flat.reserve_exact(room);
+                    flat.extend_cast(values);
+                    flat.extend_zeros(room - values.len());
+                }),
+            }
+        }
+        let shard = shard_range(numel, self.rules.world_size, self.rules.rank);
+        let shard = shard.start - owned.start..shard.end - owned.start;
+        group.slots.push(Slot { param, owned, shard, at, len: share });
+        group.grads.push(GradShare::Absent);
+        group.len += room;
+        self.open[role as usize] = Some(group);
+        if closes {
+            self.done.extend(self.open[role as usize].take());
+        }
+        Ok(())
+    }
+
+    /// A sub-group whose weights lie in a file if they `spill`.
+    fn empty_group(&self, role: Role, spills: bool) -> SubGroup<R> {
+        let Rules { placement, dtype, weights_in_memory, states_in_files, .. } = &self.rules;
+        let home = |state: State, dtype, in_file| match in_file {
+            true => Home::File(self.files.begin(state, role, dtype)),
+            false => Home::Memory(Tracked::new(&self.ledger, state.kind(), R::Buffer::with_capacity(dtype, 0))),
+        };
+        let weights = || home(State::Weights, *dtype, spills && weights_in_memory.is_some());
+        let master = || home(State::Master, DType::F32, states_in_files.is_some());
+        SubGroup {
+            role,
+            slots: Vec::new(),
+            len: 0,
+            weights: placement.params.is_sharded().then(weights),
+            master: (*dtype != DType::F32).then(master),
+            grads: Vec::new(),
+            grad_file: None,
+            moments: Vec::new(),
+        }
+    }
+
+    fn close(&mut self) {
+        self.done.extend(self.open.iter_mut().filter_map(Option::take));
+    }
+
+    /// Ends the layout: reserves the files of gradients and moments, and allocates what stays in memory.
+    ///
+    /// Where a file got no space, the groups are not to be used: [`Offload::check_space`] says so.
+    ///
+    /// # Errors
+    /// A file operation.
+    pub fn finish(&mut self) -> Result<Vec<SubGroup<R>>> {
+        self.close();
+        let mut groups = std::mem::take(&mut self.done);
+        // So that the order of parameters, and of sums over them, does not depend on where sub-groups end.
+        groups.sort_by_key(|group| group.role);
+        self.files.written()?;
+        let Self { rules, files, ledger, .. } = self;
+        let stay = rules.states_in_files.map_or(groups.len(), |ratio| groups_in_memory(groups.len(), ratio));
+        for (i, group) in groups.iter_mut().enumerate() {
+            let (role, len) = (group.role, group.len);
+            let names = rules.grouping.state_names(role);
+            if i < stay {
+                let zeros = |kind| Tracked::new(ledger, kind, R::Buffer::zeros(DType::F32, len));
+                if let Some(Home::File(extent)) = &group.master {
+                    let values = files.take_back(extent, len, || zeros(Kind::MasterWeights))?;
+                    group.master = values.map(Home::Memory).or(group.master.take());
+                }
+                group.moments = names.iter().map(|_| Home::Memory(zeros(Kind::Moments))).collect();
+                continue;
+            }
+            let grads = files.begin(State::Gradients, role, rules.grad_dtype);
+            let moments: Vec<_> = names.iter().map(|name| files.begin(State::Moment(name), role, DType::F32)).collect();
+            moments.iter().chain([&grads]).try_for_each(|extent| files.grow(extent, len))?;
+            group.grad_file = Some(grads);
+            group.moments = moments.into_iter().map(Home::File).collect();
+        }
+        Ok(groups)
+    }
+}
+
+impl SubGroupBuilder {
+    pub fn new(plan: &SharePlan, ledger: Ledger) -> Self {
+        let offload = plan.offload.as_ref();
+        let rules = Rules {
+            rank: plan.rank,
+            world_size: plan.world_size,
+            placement: plan.placement,
+            dtype: plan.dtype,
+            grad_dtype: plan.grad_dtype,
+            sub_group_size: plan.sub_group_size,
+            grouping: plan.grouping.clone(),
+            weights_in_memory: offload.and_then(|o| Some(o.params.as_ref()?.in_memory)),
+            states_in_files: offload.and_then(|o| Some(o.optimizer.as_ref()?.settings.ratio)),
+        };
+        let files = Arenas { offload: offload.cloned(), writing: VecDeque::new(), too_small: false };
+        Self::with(rules, files, ledger)
+    }
+}
+
+/// The files of this rank.
+pub(crate) struct Arenas {
+    offload: Option<Arc<Offload>>,
+    /// Initial values on their way.
+    writing: VecDeque<Transfer<Flat>>,
+    /// A file could not get the space that it asked for: the rest is only counted.
+    too_small: bool,
+}
+
+/// Elements of initial values that are written together.
+const PIECE: usize = 1 << 20;
+
+/// Pieces under way before the oldest is waited for.
+const IN_FLIGHT: usize = 8;
+
+impl Carrier<Core> for Arenas {
+    fn begin(&self, state: State, role: Role, dtype: DType) -> Extent {
+        let (params, optimizer) =
+            self.offload.as_ref().map_or((None, None), |o| (o.params.as_ref(), o.optimizer.as_ref()));
+        let arena = match state {
+            State::Weights => params.map(|files| &files.arenas[role as usize]),
+            State::Master => optimizer.and_then(|files| Some(&files.master.as_ref()?[role as usize])),
+            State::Gradients => optimizer.map(|files| &files.gradients),
+            State::Moment(name) => optimizer.map(|files| &files.moments[name]),
+        };
+        Extent::at_end_of(arena.expect("a state that lies in a file has one"), dtype)
+    }
+
+    fn grow(&mut self, extent: &Extent, count: usize) -> Result<()> {
+        if self.too_small {
+            extent.ask_for(count);
+            return Ok(());
+        }
+        match extent.grow(count) {
+            Err(Error::OffloadSpace { .. }) => {
+                self.too_small = true;
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    fn write(&mut self, extent: &Extent, at: usize, values: FlatRef<'_>) -> Result<()> {
+        let Some(offload) = self.offload.as_ref().filter(|_| !self.too_small) else { return Ok(()) };
+        for start in (0..values.len()).step_by(PIECE) {
+            let part = values.slice(start..values.len().min(start + PIECE));
+            let mut piece = Flat::with_capacity(extent.dtype(), part.len());
+            piece.extend_cast(part);
+            let place = extent.piece(at + start..at + start + part.len(), 0);
+            self.writing.push_back(offload.io.write(piece, vec![place]));
+            if self.writing.len() > IN_FLIGHT {
+                self.writing.pop_front().map_or(Ok(()), Transfer::written)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn written(&mut self) -> Result<()> {
+        self.writing.drain(..).try_for_each(Transfer::written)
+    }
+
+    fn take_back(&mut self, extent: &Extent, count: usize, room: impl FnOnce() -> Tracked) -> Result<Option<Tracked>> {
+        let Some(offload) = self.offload.as_ref().filter(|_| !self.too_small) else { return Ok(None) };
+        let values = offload.io.read(room(), vec![extent.piece(0..count, 0)]).wait()?;
+        extent.give_back(count);
+        Ok(Some(values))
+    }
+}

@@ -1,0 +1,191 @@
+//! One rank, as the decisions of a training step see it.
+//!
+//! What decides is written once, over [`Rank`]. What carries it out is the engine's [`Core`], or the rehearsal of an
+//! estimate, which has sizes in the place of values and counts what travels. What either does with values of gradients
+//! and states stands, as a trait `Carrier`, beside the decisions: in `gradients.rs` and `walk.rs`.
+
+use super::core::Core;
+use super::sub_group::SubGroup;
+use crate::comm::{Kind as Collective, Pending, Wire};
+use crate::config::ZeroConfig;
+use crate::error::Result;
+use crate::layout::Placement;
+use crate::memory::{ElementBytes, Ledger, MemoryReport, Tier};
+use crate::offload::{Files, Io, Windows};
+use crate::param::{Param, ParamId, lock, residency};
+use crate::precision::{Elements, Flat};
+use candle_core::DType;
+use std::ops::Range;
+use std::sync::MutexGuard;
+
+/// What stays as it is while a rank trains.
+pub(crate) struct Facts<'a> {
+    pub rank: usize,
+    pub world_size: usize,
+    pub params: &'a [Param],
+    pub zero: &'a ZeroConfig,
+    /// The model's.
+    pub dtype: DType,
+    /// Where whole parameters are.
+    pub tier: Tier,
+    pub ledger: &'a Ledger,
+}
+
+/// A rank that trains, or rehearses it.
+pub(crate) trait Rank: Sized {
+    /// Elements in memory.
+    type Buffer: Elements;
+    /// A collective under way.
+    type Pending;
+    /// Where states lie that are not in memory.
+    type Files: Files<Buffer = Self::Buffer>;
+
+    fn facts(&self) -> Facts<'_>;
+    /// A model is only evaluated.
+    fn is_evaluating(&self) -> bool;
+    /// This rank's share.
+    fn groups(&self) -> MutexGuard<'_, Vec<SubGroup<Self>>>;
+    /// Sub-group and slot of a parameter.
+    fn place(&self, param: ParamId) -> (usize, usize);
+    fn files(&self) -> Option<&Self::Files>;
+    /// How a pass goes through files.
+    fn windows(&self) -> Windows;
+    /// Begins an all-reduce, a reduce-scatter or an all-gather of what belongs to `params`.
+    fn collective(&self, kind: Collective, wire: Wire, buffer: Self::Buffer, params: &[ParamId]) -> Self::Pending;
+    /// Waits for its result, which lies in the memory of its argument.
+    fn wait(&self, pending: Self::Pending) -> Result<Self::Buffer>;
+    /// A few numbers of every rank, in rank order.
+    fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>>;
+    /// Appends elements `range` of a whole parameter to a buffer.
+    fn copy(&self, param: &Param, range: Range<usize>, to: &mut Self::Buffer) -> Result<()>;
+    /// Puts a whole parameter into its tensor.
+    fn put(&self, param: &Param, whole: Self::Buffer) -> Result<()>;
+
+    fn rank(&self) -> usize {
+        self.facts().rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.facts().world_size
+    }
+
+    fn params(&self) -> &[Param] {
+        self.facts().params
+    }
+
+    fn zero(&self) -> &ZeroConfig {
+        self.facts().zero
+    }
+
+    fn placement(&self) -> Placement {
+        self.zero().stage.placement()
+    }
+
+    fn dtype(&self) -> DType {
+        self.facts().dtype
+    }
+
+    fn tier(&self) -> Tier {
+        self.facts().tier
+    }
+
+    fn ledger(&self) -> &Ledger {
+        self.facts().ledger
+    }
+
+    /// Parameters that travel together, for people.
+    fn names(&self, params: &[ParamId]) -> String {
+        match params {
+            [] => String::new(),
+            [param] => self.params()[*param].name.clone(),
+            [first, rest @ ..] => format!("{} + {}", self.params()[*first].name, rest.len()),
+        }
+    }
+
+    /// What the ledger has counted beside the formula, for gradients that are accumulated in `accumulate`.
+    fn ledger_report(&self, accumulate: DType) -> MemoryReport {
+        let Facts { world_size, params, zero, dtype, ledger, .. } = self.facts();
+        let groups = self.groups();
+        let numel = |group: &SubGroup<Self>| group.slots.iter().map(|s| params[s.param].numel).sum::<usize>();
+        let each = ElementBytes {
+            params: dtype.size_in_bytes(),
+            grads: accumulate.size_in_bytes(),
+            master: if dtype == DType::F32 { 0 } else { 4 },
+            moments: groups.iter().map(|group| 4 * numel(group) * group.moments.len()).sum(),
+        };
+        let parameters = params.iter().map(|p| p.numel).sum();
+        let share = groups.iter().map(|group| group.len).sum();
+        let moments = groups.iter().map(|group| 4 * group.len * group.moments.len()).sum();
+        MemoryReport::new(ledger, zero.stage, world_size, parameters, [share, moments], each)
+    }
+}
+
+/// A place in a file.
+pub(crate) type ExtentOf<R> = <<R as Rank>::Files as Files>::Extent;
+
+/// Memory of a window of the optimizer step.
+pub(crate) type StagingOf<R> = <<R as Rank>::Files as Files>::Staging;
+
+impl Rank for Core {
+    type Buffer = Flat;
+    type Pending = Pending<Flat>;
+    type Files = Io;
+
+    fn facts(&self) -> Facts<'_> {
+        Facts {
+            rank: self.comm.rank(),
+            world_size: self.comm.size(),
+            params: &self.params,
+            zero: &self.zero,
+            dtype: self.dtype,
+            tier: self.tensor_tier,
+            ledger: &self.ledger,
+        }
+    }
+
+    fn is_evaluating(&self) -> bool {
+        Self::is_evaluating(self)
+    }
+
+    fn groups(&self) -> MutexGuard<'_, Vec<SubGroup>> {
+        lock(&self.groups)
+    }
+
+    fn place(&self, param: ParamId) -> (usize, usize) {
+        self.places[param]
+    }
+
+    fn files(&self) -> Option<&Io> {
+        self.offload.as_ref().map(|offload| &offload.io)
+    }
+
+    fn windows(&self) -> Windows {
+        self.offload.as_ref().map_or_else(Windows::default, |offload| offload.windows())
+    }
+
+    fn collective(&self, kind: Collective, wire: Wire, buffer: Flat, params: &[ParamId]) -> Pending<Flat> {
+        let tag = self.tag(params);
+        match kind {
+            Collective::AllReduce => self.comm.all_reduce_as(wire, buffer, tag),
+            Collective::ReduceScatter => self.comm.reduce_scatter_as(wire, buffer, tag),
+            Collective::AllGather => self.comm.all_gather_as(wire, buffer, tag),
+            Collective::Control | Collective::Barrier => unreachable!("no buffers travel in these"),
+        }
+    }
+
+    fn wait(&self, pending: Pending<Flat>) -> Result<Flat> {
+        pending.wait()
+    }
+
+    fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
+        self.comm.gather_f64(values).wait()
+    }
+
+    fn copy(&self, param: &Param, range: Range<usize>, to: &mut Flat) -> Result<()> {
+        Ok(residency::with_view(&param.tensor, |whole| to.extend_cast(whole.slice(range)))?)
+    }
+
+    fn put(&self, param: &Param, whole: Flat) -> Result<()> {
+        Ok(residency::put(&param.tensor, whole)?)
+    }
+}

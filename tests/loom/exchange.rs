@@ -1,0 +1,226 @@
+//! The protocol between ranks, run by loom in every order that the memory model allows.
+//!
+//! `src/comm/pieces.rs` and `src/comm/state.rs` are compiled here as they are; `shm.rs` gives them memory that loom
+//! watches. The last tests plant an error in that memory and pass when loom finds it.
+//!
+//!     cargo test --release --manifest-path tests/loom/Cargo.toml
+
+#[path = "../../src/comm/pieces.rs"]
+#[allow(dead_code)]
+mod pieces;
+mod shm;
+#[path = "../../src/comm/state.rs"]
+#[allow(dead_code)]
+mod state;
+
+use pieces::{Patience, Pieces};
+use shm::{Plant, Region, Sleep};
+use state::{Failure, Fault};
+use std::sync::Arc;
+
+/// A wait that never sleeps: loom runs another thread at each turn.
+const AWAKE: Patience = Patience { spins: 1000, yields: 0 };
+/// A wait that looks once before it sleeps.
+const SLEEPY: Patience = Patience { spins: 1, yields: 0 };
+
+/// What a rank does in the memory that all share.
+type Rank = fn(Arc<Region>, usize);
+
+/// Runs `rank(region, r)` for every rank r of a job in every order with at most so many `switches` away from a thread
+/// that could go on; in every order at all where that is None.
+fn in_every_order(switches: Option<usize>, region: impl Fn() -> Region + Send + Sync + 'static, rank: Rank) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = switches;
+    model.max_branches = 10_000;
+    model.check(move || {
+        let region = Arc::new(region());
+        let others: Vec<_> = (1..region.world_size())
+            .map(|r| {
+                let region = region.clone();
+                loom::thread::spawn(move || rank(region, r))
+            })
+            .collect();
+        rank(region.clone(), 0);
+        others.into_iter().for_each(|other| other.join().unwrap());
+    });
+}
+
+/// Byte of piece `k` of `rank`.
+fn byte(rank: usize, k: u64) -> u8 {
+    (16 * (rank as u64 + 1) + k) as u8
+}
+
+fn wait_for(pieces: &Pieces, peer: usize, patience: Patience) -> Result<(), Failure> {
+    if pieces.spin_for(peer, patience) { Ok(()) } else { pieces.sleep_for(peer, || None) }
+}
+
+/// Publishes piece `k` and waits for that of every peer, which it reads: first each as it comes, as a check of headers
+/// does, then all of them.
+fn exchange(pieces: &mut Pieces, k: u64, patience: Patience) -> Result<(), Failure> {
+    let rank = pieces.rank();
+    pieces.publish([k], 1, |slot| slot[0] = byte(rank, k));
+    let peers = || (0..pieces.region().world_size()).filter(|peer| *peer != rank);
+    for peer in peers() {
+        wait_for(pieces, peer, patience)?;
+        assert_eq!(pieces.header(peer), [k], "header of rank {peer}");
+    }
+    for peer in peers() {
+        assert_eq!(pieces.bytes(peer, 0, 1), [byte(peer, k)], "piece of rank {peer}");
+    }
+    Ok(())
+}
+
+/// Every rank exchanges `count` pieces.
+fn all_exchange(region: Arc<Region>, rank: usize, count: u64, patience: Patience) {
+    let mut pieces = Pieces::new(region, rank, 0);
+    for k in 1..=count {
+        exchange(&mut pieces, k, patience).unwrap();
+    }
+}
+
+/// Three pieces: the third lies where the first lay.
+#[test]
+fn two_ranks_see_each_others_pieces_in_every_order() {
+    in_every_order(
+        None,
+        || Region::new(2, Sleep::Never, Plant::None),
+        |region, rank| all_exchange(region, rank, 3, AWAKE),
+    );
+}
+
+#[test]
+fn three_ranks_see_each_others_pieces() {
+    in_every_order(
+        Some(1),
+        || Region::new(3, Sleep::UntilWoken, Plant::None),
+        |region, rank| all_exchange(region, rank, 3, SLEEPY),
+    );
+}
+
+/// A sleep that nobody ends would be a deadlock.
+#[test]
+fn a_rank_that_sleeps_is_woken_by_the_piece_that_it_waits_for() {
+    in_every_order(
+        Some(4),
+        || Region::new(2, Sleep::UntilWoken, Plant::None),
+        |region, rank| all_exchange(region, rank, 3, SLEEPY),
+    );
+}
+
+#[test]
+fn a_rank_that_waits_is_told_why_its_peer_gave_up() {
+    in_every_order(
+        None,
+        || Region::new(2, Sleep::Nap, Plant::None),
+        |region, rank| {
+            region.start(rank).unwrap();
+            if rank == 0 {
+                region.abort(0, "no disk");
+                return;
+            }
+            let mut pieces = Pieces::new(region.clone(), rank, 0);
+            let failure = exchange(&mut pieces, 1, SLEEPY).unwrap_err();
+            assert_eq!(failure, Failure { peer: 0, fault: Fault::GaveUp, why: "no disk".into() });
+        },
+    );
+}
+
+/// What can be completed is completed.
+#[test]
+fn a_piece_arrives_although_its_rank_leaves_right_after_it() {
+    in_every_order(
+        Some(4),
+        || Region::new(2, Sleep::Nap, Plant::None),
+        |region, rank| {
+            region.start(rank).unwrap();
+            all_exchange(region.clone(), rank, 2, SLEEPY);
+            region.finish(rank);
+        },
+    );
+}
+
+#[test]
+fn a_rank_that_leaves_too_early_is_blamed() {
+    in_every_order(
+        None,
+        || Region::new(2, Sleep::Nap, Plant::None),
+        |region, rank| {
+            region.start(rank).unwrap();
+            if rank == 0 {
+                region.finish(0);
+                return;
+            }
+            let mut pieces = Pieces::new(region.clone(), rank, 0);
+            let failure = exchange(&mut pieces, 1, SLEEPY).unwrap_err();
+            assert_eq!(failure, Failure { peer: 0, fault: Fault::Left, why: String::new() });
+            assert_eq!(region.first_failure(), Some((0, Fault::Left)));
+        },
+    );
+}
+
+/// Rank 0 fails, ranks 1 and 2 wait; each gives up in its turn, and is not taken for the cause.
+#[test]
+fn every_rank_is_told_the_failure_that_came_first() {
+    in_every_order(
+        Some(2),
+        || Region::new(3, Sleep::Nap, Plant::None),
+        |region, rank| {
+            region.start(rank).unwrap();
+            if rank == 0 {
+                region.abort(0, "no disk");
+                return;
+            }
+            let mut pieces = Pieces::new(region.clone(), rank, 0);
+            let failure = exchange(&mut pieces, 1, SLEEPY).unwrap_err();
+            region.abort(rank, "echo");
+            assert_eq!(failure, Failure { peer: 0, fault: Fault::GaveUp, why: "no disk".into() });
+            assert_eq!(region.first_failure(), Some((0, Fault::GaveUp)));
+        },
+    );
+}
+
+/// What loom finds in a job of two ranks in which `plant` is wrong: `None` if it finds nothing.
+fn found(plant: Plant, sleep: Sleep, rank: Rank) -> Option<String> {
+    let check = || in_every_order(Some(3), move || Region::new(2, sleep, plant), rank);
+    let panic = std::panic::catch_unwind(check).err()?;
+    let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+    Some(text.unwrap_or("a panic without a text").to_string())
+}
+
+#[track_caller]
+fn assert_found(found: Option<String>, what: &str) {
+    assert!(found.as_ref().is_some_and(|text| text.contains(what)), "not {what:?} but {found:?}");
+}
+
+const RACE: &str = "Causality violation";
+
+#[test]
+fn loom_finds_a_publication_that_is_ordered_before_the_data() {
+    let three_pieces: Rank = |region, rank| all_exchange(region, rank, 3, AWAKE);
+    for plant in [Plant::PublicationBeforeData, Plant::RelaxedPublication, Plant::RelaxedLookAtPublication] {
+        println!("{plant:?}");
+        assert_found(found(plant, Sleep::Never, three_pieces), RACE);
+    }
+}
+
+#[test]
+fn loom_finds_a_slot_that_is_written_while_a_peer_reads_it() {
+    assert_found(found(Plant::OneSlot, Sleep::Never, |region, rank| all_exchange(region, rank, 2, AWAKE)), RACE);
+}
+
+#[test]
+fn loom_finds_a_sleep_that_nobody_ends() {
+    let two_pieces: Rank = |region, rank| all_exchange(region, rank, 2, SLEEPY);
+    assert_found(found(Plant::NoTotalOrder, Sleep::UntilWoken, two_pieces), "deadlock");
+}
+
+#[test]
+fn loom_finds_a_text_that_is_read_while_it_is_written() {
+    for plant in [Plant::RelaxedState, Plant::RelaxedLookAtState] {
+        println!("{plant:?}");
+        let look: Rank = |region, rank| {
+            if rank == 0 { region.abort(0, "no disk") } else { drop(region.state(0)) }
+        };
+        assert_found(found(plant, Sleep::Never, look), RACE);
+    }
+}
