@@ -6,26 +6,22 @@
 //!     cargo bench --bench checkpoint -- [ROUNDS] [FOLDER]
 #![allow(clippy::unwrap_used)]
 
+mod keep_memory;
+
 use candle_core::{Device, Tensor};
 use candle_zero::checkpoint::SaveOptions;
-use candle_zero::launch::KEEP_MEMORY;
 use candle_zero::models::{Gpt, GptConfig};
 use candle_zero::{Engine, Result};
 use serde_json::{Value, json};
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
-use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::time::Instant;
 
 fn main() {
+    keep_memory::start_as_a_rank(&[]);
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
-    if std::env::var_os(KEEP_MEMORY.0).is_none() {
-        // As zerorun does: the C library reads it before main.
-        let mut again = std::process::Command::new(std::env::current_exe().unwrap());
-        panic!("cannot start again: {}", again.args(&args).env(KEEP_MEMORY.0, KEEP_MEMORY.1).exec());
-    }
     let rounds = args.first().and_then(|arg| arg.parse().ok()).unwrap_or(3);
     let folder = args.get(1).map_or_else(std::env::temp_dir, Into::into);
     let folder = tempfile::tempdir_in(folder).unwrap();

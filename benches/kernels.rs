@@ -8,8 +8,9 @@
 //! small tables, which sum the rows of what comes to them.
 #![allow(clippy::unwrap_used)]
 
+mod keep_memory;
+
 use candle_core::{DType, Device, Tensor, Var, WithDType};
-use candle_zero::launch::KEEP_MEMORY;
 use candle_zero::nn::{
     Activation, Then, WeightLayout, causal_attention, embedding, gelu_tanh, layer_norm, linear, linear_cross_entropy,
     linear_then, rms_norm,
@@ -21,13 +22,7 @@ use half::bf16;
 use std::hint::black_box;
 
 fn main() {
-    use std::os::unix::process::CommandExt;
-    if std::env::var_os(KEEP_MEMORY.0).is_none() {
-        // The C library reads it before main.
-        let mut again = std::process::Command::new(std::env::current_exe().unwrap());
-        let error = again.args(std::env::args_os().skip(1)).env(KEEP_MEMORY.0, KEEP_MEMORY.1).exec();
-        panic!("cannot start again: {error}");
-    }
+    keep_memory::start_as_a_rank(&[]);
     println!("{} threads", rayon::current_num_threads());
     divan::main();
 }

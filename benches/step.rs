@@ -8,11 +8,12 @@
 //!     cargo bench --bench step -- engine_cost [ROUNDS]
 #![allow(clippy::unwrap_used)]
 
+mod keep_memory;
+
 use candle_core::{CpuStorage, DType, Device, InplaceOp2, Layout, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use candle_zero::comm::threads;
 use candle_zero::config::Config;
-use candle_zero::launch::KEEP_MEMORY;
 use candle_zero::models::{Gpt, GptConfig};
 use candle_zero::optim::{Optimizer, StepContext, base_lr, from_config};
 use candle_zero::precision::{FlatMut, FlatRef};
@@ -29,18 +30,12 @@ const RANKS: usize = 2;
 const MICRO_BATCH: usize = 4;
 
 fn main() {
-    use std::os::unix::process::CommandExt;
     let args: Vec<String> = std::env::args().skip(1).collect();
     let engine_cost = args.iter().position(|arg| arg == "engine_cost");
-    if std::env::var_os(KEEP_MEMORY.0).is_none() {
-        // The C library reads it before main; the threads of a rank are zerorun's division of the cores.
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let threads = if engine_cost.is_some() { cores } else { (cores / RANKS).max(1) }.to_string();
-        let mut again = std::process::Command::new(std::env::current_exe().unwrap());
-        let again = again.args(&args).env(KEEP_MEMORY.0, KEEP_MEMORY.1);
-        let error = again.env("RAYON_NUM_THREADS", &threads).env("CANDLE_NUM_THREADS", &threads).exec();
-        panic!("cannot start again: {error}");
-    }
+    // The threads of a rank are zerorun's division of the cores.
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = if engine_cost.is_some() { cores } else { (cores / RANKS).max(1) }.to_string();
+    keep_memory::start_as_a_rank(&[("RAYON_NUM_THREADS", &threads), ("CANDLE_NUM_THREADS", &threads)]);
     match engine_cost {
         Some(at) => {
             let rounds = args.get(at + 1).and_then(|rounds| rounds.parse().ok()).unwrap_or(15);

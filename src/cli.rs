@@ -1,26 +1,28 @@
-//! What training scripts take from their command line.
-//!
-//! ```
-//! use clap::Parser;
-//!
-//! #[derive(Parser)]
-//! struct Args {
-//!     #[command(flatten)]
-//!     deepspeed: candle_zero::cli::DsArgs,
-//!     /// Number of optimizer steps.
-//!     #[arg(long, default_value_t = 100)]
-//!     steps: u64,
-//! }
-//!
-//! let args = Args::parse_from(["train", "--ds_config", "ds.json", "--local_rank", "0"]);
-//! assert_eq!(args.deepspeed.ds_config, std::path::Path::new("ds.json"));
-//! ```
+//! What training scripts take from their command line: `DsArgs` for scripts with clap (feature `cli`), and
+//! [`ds_config_from_args`] for those without.
 
 use crate::{Error, Result};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// The arguments of a DeepSpeed script, to be flattened into a script's own clap struct.
+/// The arguments of a DeepSpeed script, to be flattened into a script's own clap struct. Needs feature `cli`.
+///
+/// ```
+/// use clap::Parser;
+///
+/// #[derive(Parser)]
+/// struct Args {
+///     #[command(flatten)]
+///     deepspeed: candle_zero::cli::DsArgs,
+///     /// Number of optimizer steps.
+///     #[arg(long, default_value_t = 100)]
+///     steps: u64,
+/// }
+///
+/// let args = Args::parse_from(["train", "--ds_config", "ds.json", "--local_rank", "0"]);
+/// assert_eq!(args.deepspeed.ds_config, std::path::Path::new("ds.json"));
+/// ```
+#[cfg(feature = "cli")]
 #[derive(Debug, Clone, PartialEq, Eq, clap::Args)]
 pub struct DsArgs {
     /// DeepSpeed JSON configuration.
@@ -70,6 +72,7 @@ fn find_ds_config(args: impl Iterator<Item = OsString>) -> Result<PathBuf> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    #[cfg(feature = "cli")]
     use clap::Parser;
 
     fn find(args: &[&str]) -> Result<PathBuf> {
@@ -106,6 +109,7 @@ mod tests {
         "#);
     }
 
+    #[cfg(feature = "cli")]
     #[derive(Parser)]
     struct Args {
         #[command(flatten)]
@@ -114,6 +118,7 @@ mod tests {
         steps: Option<u64>,
     }
 
+    #[cfg(feature = "cli")]
     #[test]
     fn a_script_flattens_them_into_its_own() {
         let args = Args::try_parse_from(["t", "--deepspeed_config=a.json", "--local_rank", "-1", "--steps", "3"]);

@@ -50,11 +50,15 @@ pub mod monitor;
 pub mod nn;
 pub mod offload;
 pub mod optim;
-pub mod param;
+mod param;
 pub mod precision;
 pub mod profiler;
 mod timeline;
+#[cfg(feature = "cli")]
+mod tools;
 pub mod zero;
+#[cfg(feature = "cli")]
+pub mod zerorun;
 
 pub use config::Config;
 pub use engine::{Engine, EngineBuilder, StepTimings};

@@ -78,7 +78,7 @@ pub struct Bytes {
 
 /// Counts allocations by kind and tier.
 #[derive(Debug, Clone, Default)]
-pub struct Ledger(Arc<Mutex<Entries>>);
+pub(crate) struct Ledger(Arc<Mutex<Entries>>);
 
 #[derive(Debug, Default)]
 struct Entries {
@@ -89,7 +89,7 @@ struct Entries {
 
 /// One allocation in the ledger; dropped together with the memory that it stands for.
 #[derive(Debug)]
-pub struct Held {
+pub(crate) struct Held {
     ledger: Ledger,
     tier: Tier,
     kind: Kind,
@@ -211,15 +211,21 @@ pub(crate) struct ElementBytes {
     pub moments: usize,
 }
 
+/// What a rank owns of all parameters together, padding included.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OwnShares {
+    pub elements: usize,
+    pub moment_bytes: usize,
+}
+
 impl MemoryReport {
-    /// Puts the ledger beside the formula. `share` is the number of elements of a rank's shares, and `moments` that of the
-    /// bytes of its moments, padding included.
+    /// Puts the ledger beside the formula.
     pub(crate) fn new(
         ledger: &Ledger,
         stage: ZeroStage,
         world_size: usize,
         parameters: usize,
-        [share, moments]: [usize; 2],
+        own: OwnShares,
         each: ElementBytes,
     ) -> Self {
         let placement = stage.placement();
@@ -235,13 +241,13 @@ impl MemoryReport {
         };
         let row = |kind, size: usize, sharded: bool| {
             let exact = parameters as f64 / if sharded { world_size as f64 } else { 1.0 };
-            let padding = if sharded { share as f64 - exact } else { 0.0 };
+            let padding = if sharded { own.elements as f64 - exact } else { 0.0 };
             let size = size as f64;
             MemoryRow { formula: Some(exact * size), padding: padding * size, ..free(kind) }
         };
         let ranks = if placement.optim.is_sharded() { world_size as f64 } else { 1.0 };
         let exact_moments = each.moments as f64 / ranks;
-        let padding = if placement.optim.is_sharded() { moments as f64 - exact_moments } else { 0.0 };
+        let padding = if placement.optim.is_sharded() { own.moment_bytes as f64 - exact_moments } else { 0.0 };
         let rows = vec![
             row(Kind::Parameters, each.params, placement.params.is_sharded()),
             row(Kind::Gradients, each.grads, placement.grads.is_sharded()),

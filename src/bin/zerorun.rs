@@ -1,7 +1,7 @@
-//! `zerorun`: starts a training script on N ranks. The work is in [`candle_zero::launch`].
+//! `zerorun`: starts a training script on N ranks, or runs a tool. The work is in [`candle_zero::zerorun`].
 
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    candle_zero::launch::main()
+    candle_zero::zerorun::main()
 }

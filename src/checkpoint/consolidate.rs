@@ -130,10 +130,11 @@ impl ConsolidatedDtype {
 /// value that the precision cannot hold; [`Error::Io`] where files cannot be written. `out` is as it was.
 pub fn consolidate(
     checkpoint: &Checkpoint,
-    out: &Path,
+    out: impl AsRef<Path>,
     settings: &ConsolidateSettings,
     tell: &mut dyn FnMut(u64),
 ) -> Result<Consolidated> {
+    let out = out.as_ref();
     let wrong = |action| move |source| Error::Io { action, path: out.to_owned(), source };
     let out = &absent_or_empty(out)?;
     settings.check(checkpoint)?;

@@ -8,7 +8,7 @@ use crate::param::list;
 use std::path::{Path, PathBuf};
 
 /// What a folder of checkpoints holds.
-pub(crate) struct Found {
+pub(crate) struct Listing {
     /// The folder.
     pub dir: PathBuf,
     /// What `latest` says, if there is such a file.
@@ -47,15 +47,15 @@ pub(crate) fn place(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<St
 }
 
 /// What the folder `dir` holds.
-pub(crate) fn find(dir: &Path) -> Found {
+pub(crate) fn find(dir: &Path) -> Listing {
     let manifest = |tag: &String| Manifest::read(&dir.join(tag).join(MANIFEST));
     let mut tags: Vec<_> =
         folder::tags(dir).into_iter().map(|tag| (manifest(&tag), tag)).map(|(m, t)| (t, m)).collect();
     tags.sort_by_key(|(_, manifest)| manifest.as_ref().map_or(u64::MAX, |m| m.global_steps));
-    Found { dir: dir.to_owned(), latest: folder::latest(dir), tags, unfinished: folder::unfinished(dir) }
+    Listing { dir: dir.to_owned(), latest: folder::latest(dir), tags, unfinished: folder::unfinished(dir) }
 }
 
-impl Found {
+impl Listing {
     /// `tag`, or the one that `latest` names.
     ///
     /// # Errors

@@ -18,7 +18,13 @@ use std::path::{Path, PathBuf};
 /// # Errors
 /// [`Error::Checkpoint`] if `dir` has a checkpoint of that name already; [`Error::DeepSpeedCheckpoint`] for what cannot
 /// be read; [`Error::Io`]. Then `dir` has no new checkpoint.
-pub fn import(from: &DeepSpeedCheckpoint, dir: &Path, tag: &str, mut tell: impl FnMut(u64, u64)) -> Result<PathBuf> {
+pub fn import(
+    from: &DeepSpeedCheckpoint,
+    dir: impl AsRef<Path>,
+    tag: &str,
+    mut tell: impl FnMut(u64, u64),
+) -> Result<PathBuf> {
+    let dir = dir.as_ref();
     let path = new_place(dir, tag)?;
     let states = [State::Master, State::ExpAvg, State::ExpAvgSq].into_iter().filter(|state| from.has(*state));
     let states: Vec<State> = states.collect();

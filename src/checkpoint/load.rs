@@ -69,7 +69,8 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`Error::Checkpoint`] with the file that is missing, damaged or not readable.
-    pub fn open(dir: &Path, tag: Option<&str>) -> Result<Option<Self>> {
+    pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Option<Self>> {
+        let dir = dir.as_ref();
         let tag = match tag {
             Some(tag) => tag.to_owned(),
             None => match folder::latest(dir)? {

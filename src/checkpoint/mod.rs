@@ -31,7 +31,7 @@ mod save;
 
 pub(crate) use consolidate::absent_or_empty;
 pub use consolidate::{ConsolidateSettings, Consolidated, ConsolidatedDtype, consolidate};
-pub(crate) use examine::{Examined, Found, examine, find, place};
+pub(crate) use examine::{Examined, Listing, examine, find, place};
 pub use import::import;
 pub(crate) use import::new_place;
 pub(crate) use load::load;

@@ -7,7 +7,7 @@
 //!
 //! [`Communicator`] is what the engine sees: rank, size, and collectives on flat buffers in two halves, launch and
 //! wait. [`Solo`] is a world of one. [`Shared`] carries every other world of one machine: ranks as threads of one
-//! process ([`threads`]) over anonymous memory, or ranks as processes over the memfd that `zerorun` made ([`shm`]). A
+//! process ([`threads`]) over anonymous memory, or ranks as processes over the memfd that `zerorun` made (`shm`). A
 //! program can bring its own.
 //!
 //! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces that a buffer travels
@@ -26,7 +26,7 @@ mod log;
 mod pending;
 mod pieces;
 mod queue;
-pub mod shm;
+pub(crate) mod shm;
 mod solo;
 mod state;
 mod stream;

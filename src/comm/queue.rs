@@ -169,7 +169,7 @@ impl Shared {
     ///
     /// # Errors
     /// The rank is taken already, or a thread cannot be started.
-    pub fn new(region: Arc<Region>, rank: usize, timeout: Duration) -> Result<Self> {
+    pub(crate) fn new(region: Arc<Region>, rank: usize, timeout: Duration) -> Result<Self> {
         region.enter(rank)?;
         let voice = Arc::new(Voice { region: region.clone(), rank, used: AtomicBool::new(false) });
         let counters = Arc::new(Counters::default());

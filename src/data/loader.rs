@@ -79,7 +79,6 @@ impl Loader {
     /// Batches of `ctx` tokens for a model of `vocab` tokens, on `device`, from the start.
     ///
     /// # Errors
-    ///
     /// [`Error::DataTooShort`](crate::Error::DataTooShort) when `data` does not hold one sample.
     ///
     /// # Panics
@@ -140,7 +139,6 @@ impl Loader {
     /// [resumed](Self::resume).
     ///
     /// # Errors
-    ///
     /// [`Error::TokenOutOfVocabulary`](crate::Error::TokenOutOfVocabulary); Candle's error when the device is out of
     /// memory.
     pub fn batch(&self, step: u64, accumulation_index: usize) -> Result<Batch> {

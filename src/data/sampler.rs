@@ -29,7 +29,6 @@ impl Sampler {
     /// The samples of `ctx` input tokens (and as many targets, shifted by one) that `data` holds.
     ///
     /// # Errors
-    ///
     /// [`Error::DataTooShort`] when it does not hold one.
     ///
     /// # Panics

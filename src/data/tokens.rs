@@ -43,7 +43,6 @@ impl TokenData {
     /// - `None`: the sources and documents of this library.
     ///
     /// # Errors
-    ///
     /// [`Error::Io`]; [`Error::NotText`] for a single file that is not UTF-8; [`Error::NoText`] for a folder without text;
     /// [`Error::OddTokenFile`] for half a token.
     pub fn open(path: Option<&Path>) -> Result<Self> {
@@ -166,7 +165,6 @@ impl TokenData {
     /// Checks that tokens `tokens`, which start at position `start`, are below `vocab`.
     ///
     /// # Errors
-    ///
     /// [`Error::TokenOutOfVocabulary`] with the first that is not.
     pub(super) fn check_vocab(&self, start: usize, tokens: &[u32], vocab: usize) -> Result<()> {
         // The largest is found in vectors; only an error is worth a search for the first.

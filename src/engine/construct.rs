@@ -57,8 +57,8 @@ impl<M> Engine<M> {
         let offload = open_offload(&config, &grouping, &*comm, disk_access, &ledger)?;
         let reduce_plan =
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
-        let share_plan = share_plan(&config, &*comm, &device, reduce_plan, &grouping, &offload);
-        let registry = Registry::new(share_plan, source, link.clone(), ledger.clone());
+        let share_plan = SharePlan::new(&config, reduce_plan.accumulate, comm.rank(), grouping.clone());
+        let registry = Registry::new(share_plan, device.clone(), offload.clone(), source, link.clone(), ledger.clone());
         let (model, mut registered) = build_model(build, &registry, &config, &device)?;
         if let Some(offload) = &offload {
             choose_access(offload, &*comm)?;
@@ -156,27 +156,6 @@ fn open_offload(
         comm.barrier().wait()?;
     }
     Ok(offload)
-}
-
-fn share_plan(
-    config: &Config,
-    comm: &dyn Communicator,
-    device: &Device,
-    reduce_plan: ReducePlan,
-    grouping: &Arc<Grouping>,
-    offload: &Option<Arc<Offload>>,
-) -> SharePlan {
-    SharePlan {
-        rank: comm.rank(),
-        world_size: comm.size(),
-        placement: config.zero.stage.placement(),
-        dtype: config.precision.dtype(),
-        device: device.clone(),
-        sub_group_size: config.zero.sub_group_size,
-        grad_dtype: reduce_plan.accumulate,
-        grouping: grouping.clone(),
-        offload: offload.clone(),
-    }
 }
 
 /// Builds the model; its parameters are shared among the ranks as they are registered.

@@ -12,17 +12,17 @@ use super::traffic::Traffic;
 use crate::comm::{Kind as Collective, Wire};
 use crate::config::{Config, OptimizerConfig, SgdConfig};
 use crate::error::Result;
-use crate::layout::shard_range;
 use crate::memory::{Held, Kind, Ledger, MemoryReport, Tier};
 use crate::offload::{DiskAccess, Window, Windows};
-use crate::optim::{self, GroupStep, Grouping, Role, StepContext};
+use crate::optim::{self, GroupStep, Grouping, StepContext};
 use crate::param::{Param, ParamId, ROOT, Residency, lock};
 use crate::precision::{Elements, FlatRef};
 use crate::zero::gather::Gatherer;
 use crate::zero::gradients::{self, Arrived, Gradients, ReducePlan};
-use crate::zero::lay_out::{Rules, SubGroupBuilder};
+use crate::zero::lay_out::SubGroupBuilder;
 use crate::zero::parcel::Parcel;
 use crate::zero::rank::{Facts, Rank};
+use crate::zero::share_plan::SharePlan;
 use crate::zero::step::{update, vote};
 use crate::zero::sub_group::{Pass, Slot, SubGroup, places};
 use crate::zero::trace::Event;
@@ -37,7 +37,6 @@ use std::sync::{Arc, Mutex, MutexGuard};
 pub(super) struct Rehearsal<'a> {
     params: &'a [Param],
     config: &'a Config,
-    dtype: DType,
     plan: ReducePlan,
     /// Where whole parameters are.
     tier: Tier,
@@ -77,18 +76,17 @@ impl<'a> Rehearsal<'a> {
         let largest = params.iter().map(|p| p.numel).max().unwrap_or(0);
         let access = setting.disk_access.unwrap_or(DiskAccess::Direct);
         let mut requests = Requests::new(&config.aio, largest, access, ledger.clone(), traffic.clone());
-        let rules = Rules::new(config, plan.accumulate, RANK, grouping.clone());
-        if rules.has_files() {
+        let share_plan = SharePlan::new(config, plan.accumulate, RANK, grouping.clone());
+        if share_plan.has_files() {
             // While the files are filled they are accessed around the page cache, unless the user wants it otherwise.
             requests.hold_copies();
         }
         let tier = if setting.gpu { Tier::Device } else { Tier::Host };
-        let mut builder = SubGroupBuilder::with(rules, Spaces(ledger.clone()), ledger.clone());
+        let mut builder = SubGroupBuilder::with(share_plan, Spaces(ledger.clone()), ledger.clone());
         let mut whole = Vec::new();
         for (id, Param { name, shape, numel, .. }) in params.iter().enumerate() {
-            let owned = if placement.optim.is_sharded() { shard_range(*numel, world_size, RANK) } else { 0..*numel };
             let role = Grouping::role(grouping.group(name, shape.dims()));
-            builder.push(id, *numel, owned, FlatRef::F32(&[]), role)?;
+            builder.push(id, *numel, FlatRef::F32(&[]), role)?;
             if !placement.params.is_sharded() {
                 whole.push(ledger.hold_in(tier, Kind::Parameters, numel * dtype.size_in_bytes()));
             }
@@ -96,13 +94,12 @@ impl<'a> Rehearsal<'a> {
         let groups = builder.finish()?;
         if setting.disk_access.is_none() {
             let kinds = [Kind::Parameters, Kind::Gradients, Kind::MasterWeights, Kind::Moments];
-            let bytes: usize = kinds.iter().map(|kind| ledger.bytes_in(Tier::File, *kind).held).sum();
-            requests.access = DiskAccess::fastest((bytes as u64).saturating_mul(world_size as u64), true);
+            let bytes = kinds.map(|kind| ledger.bytes_in(Tier::File, kind).held as u64).iter().sum::<u64>();
+            requests.access = DiskAccess::fastest(bytes.saturating_mul(world_size as u64), true);
         }
         Ok(Self {
             params,
             config,
-            dtype,
             plan,
             tier,
             recompute: setting.recompute || config.activation_checkpointing,
@@ -120,8 +117,7 @@ impl<'a> Rehearsal<'a> {
     /// Trains for some steps and gives what one of them moves.
     pub fn train(&self) -> Result<Traffic> {
         let zero = &self.config.zero;
-        let ahead = zero.param_files().map(|p| p.ahead());
-        let mut gather = Gatherer::new(self.params, self.num_units, zero, self.world_size(), ahead);
+        let mut gather = Gatherer::new(self.params, self.num_units, zero, self.world_size());
         let mut gradients = Gradients::new(self.plan, zero.reduce_bucket_size, self.params.len());
         gather.refresh_persistent(self)?;
         // From the third micro step on all of a step are alike: what they move can be multiplied.
@@ -139,8 +135,10 @@ impl<'a> Rehearsal<'a> {
             }
             vote(self, 0.0, true, self.plan.accumulate)?;
             update(self, &|param| {
-                let optimizer = self.grouping.optimizer(self.role(&self.params[param]));
-                GroupStep { optimizer: optimizer.expect("there is one"), ctx: StepContext::new(0.0, 1) }
+                let Param { name, shape, .. } = &self.params[param];
+                let optimizer = self.grouping.optimizer(Grouping::role(self.grouping.group(name, shape.dims())));
+                let optimizer = optimizer.expect("a role that is given is there");
+                GroupStep { optimizer, ctx: StepContext::new(0.0, 1) }
             })?;
             gradients.clear(self);
             gather.refresh_persistent(self)?;
@@ -175,7 +173,7 @@ impl<'a> Rehearsal<'a> {
                 gather.enter(self, Event::Backward(unit))?;
             }
             for (id, param) in (0..end).zip(&self.params[..end]).rev().take(params.len()) {
-                gradients.arrive(self, id, Blank::zeros(self.dtype, param.numel))?;
+                gradients.arrive(self, id, Blank::zeros(self.dtype(), param.numel))?;
                 if sharded {
                     gather.release_param(self, id)?;
                 }
@@ -193,11 +191,6 @@ impl<'a> Rehearsal<'a> {
     pub fn report(&self) -> MemoryReport {
         self.ledger_report(self.plan.accumulate)
     }
-
-    /// The half of the optimizer that trains a parameter.
-    fn role(&self, param: &Param) -> Role {
-        Grouping::role(self.grouping.group(&param.name, param.shape.dims()))
-    }
 }
 
 impl Rank for Rehearsal<'_> {
@@ -207,9 +200,8 @@ impl Rank for Rehearsal<'_> {
     type Files = Requests;
 
     fn facts(&self) -> Facts<'_> {
-        let Self { params, dtype, tier, ledger, .. } = self;
-        let Config { world_size, zero, .. } = self.config;
-        Facts { rank: RANK, world_size: *world_size, params, zero, dtype: *dtype, tier: *tier, ledger }
+        let Self { params, config: Config { world_size, zero, precision, .. }, tier, ledger, .. } = self;
+        Facts { rank: RANK, world_size: *world_size, params, zero, dtype: precision.dtype(), tier: *tier, ledger }
     }
 
     fn is_evaluating(&self) -> bool {

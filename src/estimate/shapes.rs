@@ -67,7 +67,8 @@ impl Shapes {
     ///
     /// # Errors
     /// A file that cannot be read or is no safetensors file; no tensors.
-    pub fn safetensors(path: &Path, rule: &UnitRule) -> Result<Self> {
+    pub fn safetensors(path: impl AsRef<Path>, rule: &UnitRule) -> Result<Self> {
+        let path = path.as_ref();
         let mut tensors = Vec::new();
         for file in files(path)? {
             tensors.extend(WeightFile::open(&file)?.shapes());

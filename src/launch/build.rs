@@ -1,16 +1,14 @@
 //! Lets cargo make the executable, and shows rustc's messages with the script's own path.
 
+use super::console::say;
+use super::signals::die_with_parent;
+use crate::{Error, Result};
+use rustix::process::Signal;
+use serde::Deserialize;
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-
-use rustix::process::Signal;
-use serde::Deserialize;
-
-use super::say;
-use super::signals::die_with_parent;
-use crate::{Error, Result};
 
 /// What kind of target cargo is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,7 +28,7 @@ impl Kind {
 
 /// One call of cargo.
 #[derive(Debug)]
-pub(super) struct Build {
+pub(crate) struct Build {
     /// As typed, for messages.
     pub(super) script: PathBuf,
     /// Folder of the Cargo.toml.
@@ -76,7 +74,7 @@ struct BuiltTarget {
 }
 
 /// Builds and gives the path of the executable. rustc's messages go to stderr.
-pub(super) fn build(build: &Build) -> Result<PathBuf> {
+pub(crate) fn build(build: &Build) -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
     let read_error = |source| Error::LauncherSetup { what: "reading cargo's messages", source };
     let mut child = command(build, &cargo).spawn().map_err(|source| Error::CargoNotStarted {

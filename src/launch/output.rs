@@ -3,14 +3,13 @@
 //! A progress line that is redrawn with carriage returns is shown live on a terminal; in a file only its last state is
 //! written, which is what a terminal would show in the end.
 
+use super::tail::Tail;
+use crate::{Error, Result};
 use std::io::{self, IsTerminal, Read, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-
-use super::tail::Tail;
-use crate::{Error, Result};
 
 /// Where a line goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,13 +4,11 @@
 //! packages share one target folder, one profile and, where possible, one set of dependency versions: a new script
 //! compiles its own lines only.
 
-use std::path::{Path, PathBuf};
-
-use toml::{Table, Value};
-
 use super::build::{Build, Kind, PrintedPath};
 use super::script::Single;
 use crate::{Error, Result};
+use std::path::{Path, PathBuf};
+use toml::{Table, Value};
 
 /// The package that this library and `zerorun` were built from.
 const OWN_DIR: &str = env!("CARGO_MANIFEST_DIR");
@@ -61,7 +59,7 @@ fn own_checkout() -> Option<&'static Path> {
 
 impl Single {
     /// Writes the package (where it is not there already) and says how to build it.
-    pub(super) fn generate(&self, features: Option<&str>) -> Result<Build> {
+    pub(crate) fn generate(&self, features: Option<&str>) -> Result<Build> {
         let cache = cache_dir(|name| std::env::var_os(name).map(PathBuf::from))?;
         let name = package_name(&self.path);
         let package_dir = cache.join("packages").join(&name);

@@ -3,6 +3,17 @@
 //! When a rank fails, the others are told through the shared memory and may leave by themselves; then they get SIGTERM,
 //! then SIGKILL. However the launcher itself ends, the kernel kills the ranks.
 
+use super::console::say;
+use super::discover::{SHM_FD, TIMEOUT_MS};
+use super::output::{Output, Stream};
+use super::report::{self, Culprit, Ended, Fate, Request};
+use super::signals::{self, Event, die_with_parent};
+use super::tail::Tail;
+use crate::comm::shm::{Fault, Region};
+use crate::monitor::PROMETHEUS_PORT;
+use crate::timeline;
+use crate::{Error, Result};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::fd::AsRawFd;
@@ -11,19 +22,6 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
-
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
-
-use super::discover::{SHM_FD, TIMEOUT_MS};
-use super::output::{Output, Stream};
-use super::report::{self, Culprit, Ended, Fate, Request};
-use super::say;
-use super::signals::{self, Event, die_with_parent};
-use super::tail::Tail;
-use crate::comm::shm::{Fault, Region};
-use crate::monitor::PROMETHEUS_PORT;
-use crate::timeline;
-use crate::{Error, Result};
 
 /// How long the others may take to leave by themselves after a failure.
 const PATIENCE_BY_THEMSELVES: Duration = Duration::from_secs(2);
@@ -43,27 +41,27 @@ const TORCH_RESTART: &str = "TORCHELASTIC_RESTART_COUNT";
 
 /// What to start.
 #[derive(Debug)]
-pub(super) struct Job {
+pub(crate) struct Job {
     /// Absolute path of the executable.
-    pub(super) program: PathBuf,
-    pub(super) args: Vec<OsString>,
+    pub(crate) program: PathBuf,
+    pub(crate) args: Vec<OsString>,
     /// Number of ranks.
-    pub(super) world: usize,
+    pub(crate) world: usize,
     /// `None`: as the environment says, else the ranks' default.
-    pub(super) timeout: Option<Duration>,
+    pub(crate) timeout: Option<Duration>,
     /// `None`: a free port, another one at each start.
-    pub(super) master_port: Option<u16>,
+    pub(crate) master_port: Option<u16>,
     /// The port on which rank 0 serves metrics; `None`: as the environment says.
-    pub(super) prometheus: Option<u16>,
+    pub(crate) prometheus: Option<u16>,
     /// How often the job was started before.
-    pub(super) restart: u32,
+    pub(crate) restart: u32,
     /// Where ranks put the parts of their timeline.
-    pub(super) timeline: Option<PathBuf>,
+    pub(crate) timeline: Option<PathBuf>,
 }
 
 /// How a run ended.
 #[derive(Debug)]
-pub(super) enum End {
+pub(crate) enum End {
     /// All ranks ended with 0.
     Well,
     /// The launcher got this signal.
@@ -73,21 +71,21 @@ pub(super) enum End {
 
 /// A run that a rank brought down.
 #[derive(Debug)]
-pub(super) struct Failure {
+pub(crate) struct Failure {
     /// From the start to the first failure.
-    pub(super) after: Duration,
+    pub(crate) after: Duration,
     /// Which rank failed and how, without a line end.
-    pub(super) headline: String,
+    pub(crate) headline: String,
     /// The headline, that rank's own words, and what became of the others.
-    pub(super) report: String,
+    pub(crate) report: String,
     /// The launcher's exit code for it.
-    pub(super) code: u8,
+    pub(crate) code: u8,
     /// A signal that asked the launcher to end while the failure was being cleared away.
-    pub(super) asked: Option<Signal>,
+    pub(crate) asked: Option<Signal>,
 }
 
 /// Runs the ranks to their end. Call it on the main thread.
-pub(super) fn run(job: &Job, events: &Receiver<Event>) -> Result<End> {
+pub(crate) fn run(job: &Job, events: &Receiver<Event>) -> Result<End> {
     let region = Region::create(job.world)?;
     let mut output = Output::new();
     let common = common_environment(job)?;
@@ -149,7 +147,7 @@ fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
 ///
 /// A training step asks for the same buffers again and again, and getting pages from the system each time costs up to a
 /// fifth of it. `zerorun` gives it to its ranks; a program that is started otherwise must find it when it starts.
-pub const KEEP_MEMORY: (&str, &str) =
+const KEEP_MEMORY: (&str, &str) =
     ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184");
 
 fn is_set(name: &str) -> bool {

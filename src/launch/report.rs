@@ -1,15 +1,14 @@
 //! The last words: which rank failed first, how, and what became of the others.
 
+use super::signals;
+use crate::comm::shm::Fault;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::time::Duration;
 
-use super::signals;
-use crate::comm::shm::Fault;
-
 /// How a rank's process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Ended {
+pub(crate) enum Ended {
     Code(u8),
     Signal(i32),
 }
@@ -28,7 +27,7 @@ impl Ended {
     }
 
     /// The launcher's exit code for a rank that failed so, as shells have it.
-    pub(super) fn exit_code(self) -> u8 {
+    pub(crate) fn exit_code(self) -> u8 {
         match self {
             Self::Code(code) => code,
             Self::Signal(number) => 128 + (number & 0x7f) as u8,

@@ -1,15 +1,13 @@
 //! Starting the job again after a rank has failed: how often, how soon, and with how many ranks.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::{Duration, Instant};
-
-use rustix::process::Signal;
-
+use super::console::say;
 use super::ranks::{self, End, Failure, Job};
 use super::report::Ended;
-use super::say;
 use super::signals::{self, Event};
 use crate::Result;
+use rustix::process::Signal;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
 
 /// The pause after a run that has lasted; each further run that dies soon doubles it.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);

@@ -1,16 +1,15 @@
 //! What the named file is: a program, a target of the cargo package around it, or a package of its own.
 
+use super::build::{Build, Kind};
+use super::frontmatter::{self, Parts};
+use crate::{Error, Result};
 use std::io::ErrorKind;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use super::build::{Build, Kind};
-use super::frontmatter::{self, Parts};
-use crate::{Error, Result};
-
 /// What is to be started.
 #[derive(Debug)]
-pub(super) enum Target {
+pub(crate) enum Target {
     /// An executable, started as it is.
     Program {
         /// Absolute, so that a name without a slash is not looked up in `PATH`.
@@ -24,7 +23,7 @@ pub(super) enum Target {
 
 /// A target of a package that exists.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct InPackage {
+pub(crate) struct InPackage {
     /// Folder of the package's Cargo.toml.
     pub(super) manifest_dir: PathBuf,
     pub(super) kind: Kind,
@@ -34,7 +33,7 @@ pub(super) struct InPackage {
 
 /// A file that becomes a package of its own.
 #[derive(Debug)]
-pub(super) struct Single {
+pub(crate) struct Single {
     /// As typed.
     pub(super) typed: PathBuf,
     /// Absolute, without symbolic links.
@@ -43,7 +42,7 @@ pub(super) struct Single {
 }
 
 /// Looks at the file.
-pub(super) fn find(typed: &Path) -> Result<Target> {
+pub(crate) fn find(typed: &Path) -> Result<Target> {
     let read = |source| Error::Io { action: "read", path: typed.to_path_buf(), source };
     let metadata = match std::fs::metadata(typed) {
         Ok(metadata) => metadata,
@@ -142,7 +141,7 @@ fn usual_target(package: Option<&toml::Table>, dir: &Path, path: &Path) -> Optio
 
 impl InPackage {
     /// The build of this target, in its package's own target folder.
-    pub(super) fn into_build(self, typed: &Path, features: Option<&str>) -> Build {
+    pub(crate) fn into_build(self, typed: &Path, features: Option<&str>) -> Build {
         Build {
             script: typed.to_path_buf(),
             package_dir: self.manifest_dir,

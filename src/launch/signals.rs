@@ -1,19 +1,17 @@
 //! Signals: what reaches the launcher, what it passes on, and what the kernel sends when the launcher is gone.
 
+use crate::{Error, Result};
+use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::Signals;
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::sync::mpsc::{Receiver, channel};
 
-use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
-use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
-use signal_hook::iterator::Signals;
-
-use crate::{Error, Result};
-
 /// Something the launcher waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Event {
+pub(crate) enum Event {
     /// A child may have ended.
     Child,
     /// The launcher is asked to end, and the ranks with it.
@@ -25,7 +23,7 @@ pub(super) enum Event {
 }
 
 /// Listens from now on; must be called before the first rank is started.
-pub(super) fn listen() -> Result<Receiver<Event>> {
+pub(crate) fn listen() -> Result<Receiver<Event>> {
     let setup = |source| Error::LauncherSetup { what: "listening to signals", source };
     // nohup and shells without job control start programs that ignore some of these: that must stay so.
     let ignored = ignored_signals();
@@ -61,7 +59,7 @@ pub(super) fn suspend_self() {
 }
 
 /// The name of a signal as in `SIGKILL`, or its number.
-pub(super) fn name(number: i32) -> String {
+pub(crate) fn name(number: i32) -> String {
     match signal_hook::low_level::signal_name(number) {
         Some(name) => format!("{name} ({number})"),
         None => format!("signal {number}"),
@@ -83,7 +81,7 @@ fn ignored_mask(status: &str) -> u64 {
 /// Lets the kernel send `signal` to the child when the launcher dies, however it dies.
 ///
 /// The kernel watches the *thread* that starts the child, so that must be the main thread.
-pub(super) fn die_with_parent(command: &mut Command, signal: Signal) {
+pub(crate) fn die_with_parent(command: &mut Command, signal: Signal) {
     let parent = getpid();
     let in_child = move || {
         set_parent_process_death_signal(Some(signal))?;

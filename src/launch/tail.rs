@@ -1,9 +1,8 @@
 //! What a rank wrote last to stderr: the lines in which its failure is explained once more at the very end, below the
 //! echoes of all other ranks.
 
-use std::collections::VecDeque;
-
 use crate::error::begins_backtrace;
+use std::collections::VecDeque;
 
 /// Lines that are remembered: enough to find the beginning of a message before its backtrace.
 const KEPT: usize = 200;

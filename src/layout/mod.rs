@@ -7,9 +7,10 @@ mod shard;
 mod sharing;
 mod stage;
 
-pub use bucket::{BucketRule, PACKED_BELOW, chunk_offsets};
+pub use bucket::BucketRule;
+pub(crate) use bucket::{PACKED_BELOW, chunk_offsets};
 pub use deepspeed::FlatLayout;
 pub use partition::{partition_balanced, partition_uniform};
 pub use shard::{SubGroups, shard_len, shard_padding, shard_range};
-pub use sharing::{Place, Sharing, groups_in_memory};
+pub(crate) use sharing::{Place, Sharing, groups_in_memory};
 pub use stage::{Placement, Sharding, ZeroStage};

@@ -5,7 +5,8 @@ use std::fmt::Display;
 
 /// The preset called `name`.
 ///
-/// Errors: an unknown name; the message lists the known ones.
+/// # Errors
+/// An unknown name; the message lists the known ones.
 pub(super) fn find_preset<'a, P>(presets: &'a [P], name_of: impl Fn(&P) -> &'static str, name: &str) -> Result<&'a P> {
     if let Some(preset) = presets.iter().find(|preset| name_of(preset) == name) {
         return Ok(preset);

@@ -44,7 +44,8 @@ impl GptConfig {
     /// The sizes known as `name`: "nano" and "mini" (bytes as tokens, for tests and trials), "gpt2", "gpt2-medium",
     /// "gpt2-large" and "gpt2-xl" as published.
     ///
-    /// Errors: an unknown name; the message lists the known ones.
+    /// # Errors
+    /// An unknown name; the message lists the known ones.
     pub fn preset(name: &str) -> Result<Self> {
         let &(_, n_layer, n_head, n_embd, ctx, vocab) = find_preset(&PRESETS, |preset| preset.0, name)?;
         let (eps, checkpoint_activations, dropout) = (1e-5, false, 0.0);
@@ -58,7 +59,8 @@ impl GptConfig {
 
     /// Checks that the sizes make a model.
     ///
-    /// Errors: a size of 0, a width that the heads do not divide, an eps that is not positive and finite, a probability
+    /// # Errors
+    /// A size of 0, a width that the heads do not divide, an eps that is not positive and finite, a probability
     /// outside [0, 1).
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[

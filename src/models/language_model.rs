@@ -14,7 +14,8 @@ pub trait Architecture: Sized {
 
     /// Builds the layers over the parameters that `vb` gives.
     ///
-    /// Errors: sizes that make no model, and whatever the builder says about a parameter.
+    /// # Errors
+    /// Sizes that make no model, and whatever the builder says about a parameter.
     fn new(config: &Self::Config, vb: VarBuilder<'_>) -> Result<Self>;
 
     /// The longest input, in tokens.
@@ -38,7 +39,8 @@ pub struct LanguageModel<A: Architecture> {
 impl<A: Architecture> LanguageModel<A> {
     /// Builds the model over the parameters that `vb` gives.
     ///
-    /// Errors: sizes that make no model, and whatever the builder says about a parameter.
+    /// # Errors
+    /// Sizes that make no model, and whatever the builder says about a parameter.
     pub fn new(config: &A::Config, vb: VarBuilder<'_>) -> Result<Self> {
         Ok(Self { config: config.clone(), layers: A::new(config, vb)? })
     }
@@ -64,14 +66,16 @@ impl<A: Architecture> LanguageModel<A> {
 
     /// Logits `[batch, time, vocab]`, in the parameters' dtype, of ids `[batch, time]` (u32).
     ///
-    /// Errors: more tokens in a sequence than the context has, an id outside the vocabulary.
+    /// # Errors
+    /// More tokens in a sequence than the context has, an id outside the vocabulary.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         self.project(&self.states(ids)?)
     }
 
     /// The mean cross entropy, a scalar of f32, of `targets` `[batch, time]` (u32): each the token after its input.
     ///
-    /// Errors: as [`LanguageModel::forward`], and targets outside the vocabulary.
+    /// # Errors
+    /// As [`LanguageModel::forward`], and targets outside the vocabulary.
     pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
         linear_cross_entropy(&self.states(ids)?, self.layers.output(), WeightLayout::OutIn, targets)
     }
@@ -79,7 +83,8 @@ impl<A: Architecture> LanguageModel<A> {
     /// The logits `[vocab]`, widened to f32, of the token after `tokens`; of more than the context holds the last ones
     /// count. Nothing is recorded for a backward, and no dropout drops anything.
     ///
-    /// Errors: no tokens, or an id outside the vocabulary.
+    /// # Errors
+    /// No tokens, or an id outside the vocabulary.
     pub fn last_logits(&self, tokens: &[u32]) -> Result<Vec<f32>> {
         if tokens.is_empty() {
             candle_core::bail!("the model continues a text of at least one token, and none was given")
@@ -95,7 +100,8 @@ impl<A: Architecture> LanguageModel<A> {
 
     /// `n` tokens that continue `prompt`: the most likely ones at temperature 0, else drawn with `seed`.
     ///
-    /// Errors: as [`LanguageModel::last_logits`].
+    /// # Errors
+    /// As [`LanguageModel::last_logits`].
     pub fn generate(&self, prompt: &[u32], n: usize, temperature: f64, seed: u64) -> Result<Vec<u32>> {
         let mut rng = TokenRng::new(seed);
         let mut tokens = prompt.to_vec();

@@ -66,7 +66,8 @@ impl LlamaConfig {
     /// 8192 to one of 131072. Rotary positions are never scaled here and the presets end at 8192: right for training
     /// from the start, but not what those weights expect.
     ///
-    /// Errors: an unknown name; the message lists the known ones.
+    /// # Errors
+    /// An unknown name; the message lists the known ones.
     pub fn preset(name: &str) -> Result<Self> {
         let preset = find_preset(&PRESETS, |preset| preset.name, name)?;
         Ok(Self {
@@ -91,7 +92,8 @@ impl LlamaConfig {
 
     /// Checks that the sizes make a model.
     ///
-    /// Errors: a size of 0, heads that do not divide what they should or have an odd width, an eps or a theta that is
+    /// # Errors
+    /// A size of 0, heads that do not divide what they should or have an odd width, an eps or a theta that is
     /// not positive and finite.
     pub fn validate(&self) -> Result<()> {
         require_sizes(&[

@@ -17,7 +17,8 @@ pub use sampling::{TokenRng, next_token};
 
 /// `name`, if a model of any architecture is known by it.
 ///
-/// Errors: an unknown name; the message lists the known ones.
+/// # Errors
+/// An unknown name; the message lists the known ones.
 pub(crate) fn preset_named(name: &str) -> crate::Result<&'static str> {
     let names: Vec<&str> = GptConfig::preset_names().chain(LlamaConfig::preset_names()).collect();
     config::find_preset(&names, |known| known, name).copied()

@@ -23,7 +23,8 @@ impl CsvMonitor {
     ///
     /// # Errors
     /// [`Error::Io`] where the folder cannot be created, or no file in it.
-    pub fn create(folder: &Path) -> Result<Self> {
+    pub fn create(folder: impl AsRef<Path>) -> Result<Self> {
+        let folder = folder.as_ref();
         let probe = std::fs::create_dir_all(folder).and_then(|()| new_beside(folder, ".candle-zero-"));
         probe.map_err(|source| Error::Io { action: "write to", path: folder.into(), source })?;
         Ok(Self { folder: folder.into(), known: HashSet::new() })
@@ -107,7 +108,7 @@ mod tests {
     #[test]
     fn a_tag_leads_to_no_other_folder() {
         let dir = tempfile::tempdir().unwrap();
-        let mut monitor = CsvMonitor::create(&dir.path().join("in")).unwrap();
+        let mut monitor = CsvMonitor::create(dir.path().join("in")).unwrap();
         monitor.write(&[Event::new("../../x", f64::NAN, 1)]).unwrap();
         assert_eq!(text(&dir, "in/.._.._x.csv"), "step,x\n1,NaN\n");
     }

@@ -15,7 +15,7 @@ impl JsonLines {
     /// # Errors
     /// [`Error::Io`](crate::Error::Io).
     pub fn append(path: impl AsRef<Path>) -> Result<Self> {
-        MetricsWriter::append(path.as_ref()).map(Self)
+        MetricsWriter::append(path).map(Self)
     }
 }
 

@@ -20,9 +20,9 @@ impl MetricsWriter {
     /// Creates the file, or empties it.
     ///
     /// # Errors
-    ///
     /// [`Error::Io`].
-    pub fn create(path: &Path) -> Result<Self> {
+    pub fn create(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
         let file = File::create(path).map_err(|source| Error::Io { action: "create", path: path.into(), source })?;
         Ok(Self { file, path: path.into() })
     }
@@ -30,9 +30,9 @@ impl MetricsWriter {
     /// Appends to the file, or creates it.
     ///
     /// # Errors
-    ///
     /// [`Error::Io`].
-    pub fn append(path: &Path) -> Result<Self> {
+    pub fn append(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
         let open = || {
             let file = OpenOptions::new().create(true).append(true).read(true).open(path)?;
             end_last_line(&file)?;
@@ -46,9 +46,9 @@ impl MetricsWriter {
     /// will be written again. Without a file it begins one.
     ///
     /// # Errors
-    ///
     /// [`Error::Io`].
-    pub fn resume(path: &Path, step: u64) -> Result<Self> {
+    pub fn resume(path: impl AsRef<Path>, step: u64) -> Result<Self> {
+        let path = path.as_ref();
         let wrong = |source| Error::Io { action: "go on with", path: path.into(), source };
         let text = match std::fs::read_to_string(path) {
             Ok(text) => text,
@@ -71,7 +71,6 @@ impl MetricsWriter {
     /// Appends one line. Numbers that are not finite become `null`, since JSON has no word for them.
     ///
     /// # Errors
-    ///
     /// [`Error::Io`], also when `record` cannot be JSON (a map whose keys are not text).
     pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
         let write = |file: &mut File| {

@@ -16,10 +16,10 @@ impl Monitors {
     pub fn open(config: &Monitoring, more: Vec<Opening>) -> Result<Self> {
         let mut all: Vec<Box<dyn Monitor>> = Vec::new();
         if let Some(tensorboard) = &config.tensorboard {
-            all.push(Box::new(TensorBoard::create(&tensorboard.folder())?));
+            all.push(Box::new(TensorBoard::create(tensorboard.folder())?));
         }
         if let Some(csv) = &config.csv_monitor {
-            all.push(Box::new(CsvMonitor::create(&csv.folder())?));
+            all.push(Box::new(CsvMonitor::create(csv.folder())?));
         }
         match Prometheus::asked_for()? {
             // The port was given to the process, not to one of its engines.

@@ -1,7 +1,10 @@
 //! Progress for people: a bar on a terminal, plain lines in a pipe or a file. Both go to standard error.
 
+#[cfg(feature = "cli")]
 use indicatif::{ProgressBar, ProgressStyle};
-use std::io::{IsTerminal, Write as _};
+#[cfg(feature = "cli")]
+use std::io::IsTerminal as _;
+use std::io::Write as _;
 use std::time::{Duration, Instant};
 
 /// Pause between two lines when no step count is asked for.
@@ -17,6 +20,7 @@ pub struct Progress {
 #[derive(Debug)]
 enum Display {
     Nothing,
+    #[cfg(feature = "cli")]
     Bar(ProgressBar),
     Lines(Rhythm),
 }
@@ -29,19 +33,14 @@ struct Rhythm {
 }
 
 impl Progress {
-    /// Progress over `total` steps: a bar if standard error is a terminal, else a line every `every` steps, or about
-    /// every second. The first and the last step always show.
+    /// Progress over `total` steps: a bar if standard error is a terminal (with feature `cli`), else a line every `every`
+    /// steps, or about every second. The first and the last step always show.
     pub fn new(total: u64, every: Option<u64>) -> Self {
-        let display = if std::io::stderr().is_terminal() {
-            let bar = ProgressBar::new(total);
-            if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} [{elapsed} < {eta}] {msg}") {
-                bar.set_style(style);
-            }
-            Display::Bar(bar)
-        } else {
-            Display::Lines(Rhythm { every, last_line: None })
-        };
-        Self { total, display }
+        #[cfg(feature = "cli")]
+        if std::io::stderr().is_terminal() {
+            return Self { total, display: Display::Bar(bar(total)) };
+        }
+        Self { total, display: Display::Lines(Rhythm { every, last_line: None }) }
     }
 
     /// Shows nothing: for all ranks but one.
@@ -53,6 +52,7 @@ impl Progress {
     pub fn step(&mut self, done: u64, message: impl FnOnce() -> String) {
         match &mut self.display {
             Display::Nothing => {}
+            #[cfg(feature = "cli")]
             Display::Bar(bar) => {
                 bar.set_message(message());
                 bar.set_position(done);
@@ -67,10 +67,20 @@ impl Progress {
 
     /// Leaves the bar as it is and frees the line below it.
     pub fn finish(&self) {
+        #[cfg(feature = "cli")]
         if let Display::Bar(bar) = &self.display {
             bar.abandon();
         }
     }
+}
+
+#[cfg(feature = "cli")]
+fn bar(total: u64) -> ProgressBar {
+    let bar = ProgressBar::new(total);
+    if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} [{elapsed} < {eta}] {msg}") {
+        bar.set_style(style);
+    }
+    bar
 }
 
 impl Rhythm {

@@ -29,7 +29,8 @@ impl TensorBoard {
     ///
     /// # Errors
     /// [`Error::Io`].
-    pub fn create(folder: &Path) -> Result<Self> {
+    pub fn create(folder: impl AsRef<Path>) -> Result<Self> {
+        let folder = folder.as_ref();
         let failed = |path: &Path| {
             let path = path.to_path_buf();
             |source| Error::Io { action: "create", path, source }
@@ -209,7 +210,7 @@ mod tests {
     #[test]
     fn records_read_back_with_every_bit_of_value_and_step() {
         let dir = tempfile::tempdir().unwrap();
-        let mut board = TensorBoard::create(&dir.path().join("a/b")).unwrap();
+        let mut board = TensorBoard::create(dir.path().join("a/b")).unwrap();
         let long = "Train/".repeat(50);
         let written = [
             Event::new("Train/Samples/lr", 1e-3, 0),
@@ -252,7 +253,7 @@ mod tests {
     fn a_folder_that_cannot_be_is_named() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("file"), "").unwrap();
-        let error = TensorBoard::create(&dir.path().join("file/logs")).unwrap_err().to_string();
+        let error = TensorBoard::create(dir.path().join("file/logs")).unwrap_err().to_string();
         assert!(error.starts_with("cannot create ") && error.contains("file/logs: "), "{error}");
     }
 }

@@ -59,7 +59,8 @@ fn apply(name: &'static str, x: &Tensor, function: Activation) -> Result<Tensor>
 
 /// silu(gate) * up, elementwise, computed in f32 and rounded once (Shazeer 2020): the middle of Llama's MLP.
 ///
-/// Errors: tensors of different shapes.
+/// # Errors
+/// Tensors of different shapes.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     const NAME: &str = "swiglu";
     if gate.shape() != up.shape() {

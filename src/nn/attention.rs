@@ -13,7 +13,8 @@ use candle_core::{Result, Tensor, bail};
 /// GPT-2's c_attn gives them; the result is `[batch, time, width]`. Position t sees positions 0 to t. Arithmetic is f32
 /// for every dtype. Worked in tiles: no memory quadratic in time, and no work for positions that are not seen.
 ///
-/// Errors: another rank, or a width that 3 `n_head` does not divide.
+/// # Errors
+/// Another rank, or a width that 3 `n_head` does not divide.
 pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
     let (batch, time, fused) = match *qkv.dims() {
         [batch, time, fused] if n_head > 0 && fused > 0 && fused % (3 * n_head) == 0 => (batch, time, fused),
@@ -66,7 +67,8 @@ pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
 /// each of the key and value heads serves `n_head / n_kv_head` query heads in a row. The result has the shape of `q`.
 /// Otherwise as [`causal_attention`].
 ///
-/// Errors: shapes or numbers of heads that do not fit.
+/// # Errors
+/// Shapes or numbers of heads that do not fit.
 pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv_head: usize) -> Result<Tensor> {
     let heads = match (q.dims(), k.dims()) {
         (&[batch, time, width], &[kv_batch, kv_time, kv_width])

@@ -18,7 +18,8 @@ use std::sync::Mutex;
 /// arithmetic is f32, the mean's sum f64. The backward is (softmax - onehot) * (incoming gradient / rows), with the
 /// incoming gradient - a loss scale may be in it - taken as the f32 number it is, and rounded once to the logits' dtype.
 ///
-/// Errors: shapes that do not fit, no rows at all, or a target that is no class: the message names the target, its
+/// # Errors
+/// Shapes that do not fit, no rows at all, or a target that is no class: the message names the target, its
 /// position and the number of classes.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let Some((&classes, leading)) = logits.dims().split_last() else {
@@ -65,7 +66,8 @@ const CHUNK: usize = 26 << 20;
 /// Where gradients are wanted they are computed together with the loss, in f32 and without the incoming gradient,
 /// which multiplies them in backward before they are rounded. Kept until then: the gradients of `h` and `weight`, f32.
 ///
-/// Errors: as [`cross_entropy`] and [`crate::nn::linear()`].
+/// # Errors
+/// As [`cross_entropy`] and [`crate::nn::linear()`].
 pub fn linear_cross_entropy(h: &Tensor, weight: &Tensor, layout: WeightLayout, targets: &Tensor) -> Result<Tensor> {
     let (classes, width) = match layout {
         WeightLayout::OutIn => weight.dims2()?,

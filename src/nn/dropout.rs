@@ -10,7 +10,8 @@ use candle_nn::Module;
 /// x / (1 - p) where an element is kept, and 0 with probability `p` in [0, 1). Which elements are kept follows from
 /// `seed`, `draw` and their positions alone (Philox4x32-10, Salmon et al. 2011): nothing is kept for backward.
 ///
-/// Errors: a probability outside [0, 1).
+/// # Errors
+/// A probability outside [0, 1).
 pub fn dropout(x: &Tensor, p: f32, seed: u64, draw: u64) -> Result<Tensor> {
     const NAME: &str = "dropout";
     if !(0.0..1.0).contains(&p) {

@@ -14,7 +14,8 @@ use candle_nn::{Module, VarBuilder};
 /// The backward touches only the rows of the table's gradient that were looked up; where one was looked up several
 /// times the gradients are summed in f32, in the order of their positions, and rounded once.
 ///
-/// Errors: ids of another dtype, or not below the table's rows: the message names the id, its position and the rows.
+/// # Errors
+/// Ids of another dtype, or not below the table's rows: the message names the id, its position and the rows.
 pub fn embedding(ids: &Tensor, table: &Tensor) -> Result<Tensor> {
     let (rows, width) = table.dims2()?;
     let host = host_ids(ids, "embedding", "ids")?;

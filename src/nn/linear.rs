@@ -34,7 +34,8 @@ pub struct Then<'a> {
 /// Sums are in f32 whatever the dtype and are rounded once. Parameters are read when they are needed, in forward and
 /// again in backward: they may leave memory in between.
 ///
-/// Errors: shapes that do not fit, operands of different dtypes, a dtype other than f32, bf16, f16 on the CPU.
+/// # Errors
+/// Shapes that do not fit, operands of different dtypes, a dtype other than f32, bf16, f16 on the CPU.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: WeightLayout) -> Result<Tensor> {
     linear_then(x, weight, bias, layout, Then::default())
 }
@@ -42,7 +43,8 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: Weight
 /// [`linear()`] and what follows it: residual + activation(x w + bias). The activation is computed from the result
 /// rounded to its dtype, which is kept for backward.
 ///
-/// Errors: as [`linear()`], and a residual of another shape than the result.
+/// # Errors
+/// As [`linear()`], and a residual of another shape than the result.
 pub fn linear_then(
     x: &Tensor,
     weight: &Tensor,

@@ -12,7 +12,8 @@ use candle_nn::{Module, VarBuilder, init};
 /// `[width]`, of x's dtype. The variance is the biased one. Statistics are in f32 and kept for backward, results are
 /// rounded once.
 ///
-/// Errors: a weight or bias of another length.
+/// # Errors
+/// A weight or bias of another length.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     let width = width_of(LAYER_NORM, x, &[("weight", weight), ("bias", bias)])?;
     if !x.device().is_cpu() {
@@ -54,7 +55,8 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 /// x / sqrt(mean(x^2) + eps) * weight over the last dimension of x `[.., width]`; weight `[width]`, of x's dtype.
 /// Statistics are in f32 and kept for backward, results are rounded once.
 ///
-/// Errors: a weight of another length.
+/// # Errors
+/// A weight of another length.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let width = width_of(RMS_NORM, x, &[("weight", weight)])?;
     if !x.device().is_cpu() {

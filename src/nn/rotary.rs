@@ -20,7 +20,8 @@ impl Rotary {
     /// For heads of `head` elements, an even number, at positions below `ctx`; the slowest frequency follows from
     /// `theta` (10000 in most models). Hugging Face's convention: an element is paired with the one half a head away.
     ///
-    /// Errors: an odd head.
+    /// # Errors
+    /// An odd head.
     pub fn new(head: usize, ctx: usize, theta: f64) -> Result<Self> {
         if head == 0 || !head.is_multiple_of(2) {
             bail!("rotary: heads have {head} elements; an even number is needed, for they are rotated in pairs")
@@ -30,7 +31,8 @@ impl Rotary {
 
     /// `x` `[batch, time, heads * head]` with the heads at position t rotated by t times each pair's frequency.
     ///
-    /// Errors: another shape, or more positions than the tables have.
+    /// # Errors
+    /// Another shape, or more positions than the tables have.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         const NAME: &str = "rotary";
         let (time, width) = match *x.dims() {

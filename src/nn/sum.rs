@@ -10,7 +10,8 @@ use candle_core::{Result, Tensor, bail};
 /// What Candle's `+` gives, with a gradient that does not travel through Candle's graph. To add the result of a linear
 /// layer to a residual stream, [`crate::nn::linear_then`] needs no pass of its own.
 ///
-/// Errors: tensors of different shapes.
+/// # Errors
+/// Tensors of different shapes.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     const NAME: &str = "add";
     if a.shape() != b.shape() {

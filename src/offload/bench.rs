@@ -85,7 +85,7 @@ pub struct DiskBench {
     /// The optimizer step.
     pub step: Step,
     /// The step by block size and queue depth, the fastest first. Empty unless asked for.
-    pub sweep: Vec<Tried>,
+    pub sweep: Vec<SweepRow>,
 }
 
 /// How requests are cut and how many are under way: the section `aio` of a configuration.
@@ -184,7 +184,7 @@ pub struct Piped {
 
 /// The step with both flags and other requests.
 #[derive(Debug, Clone, Serialize)]
-pub struct Tried {
+pub struct SweepRow {
     /// The requests.
     pub aio: Requests,
     /// Its times.
@@ -374,24 +374,24 @@ impl Bench<'_> {
         Ok(Balanced { updates, one_after_the_other, overlapped, speedup })
     }
 
-    fn sweep(&mut self, access: DiskAccess, tried: &[Aio]) -> Result<Vec<Tried>> {
+    fn sweep(&mut self, access: DiskAccess, settings: &[Aio]) -> Result<Vec<SweepRow>> {
         let mut adam = Adam::new();
-        let mut rounds = vec![Vec::new(); tried.len()];
+        let mut rounds = vec![Vec::new(); settings.len()];
         for _ in 0..ROUNDS {
-            for (aio, seconds) in tried.iter().zip(&mut rounds) {
+            for (aio, seconds) in settings.iter().zip(&mut rounds) {
                 let io = Io::start(aio, access)?;
                 let what = format!("step with block_size {}, queue_depth {}", aio.block_size, aio.queue_depth);
                 seconds.push(self.time(&what, |files| files.step(&io, (true, true), &mut adam, 1))?);
             }
         }
         let bytes = self.files.bytes_of_step();
-        let mut tried: Vec<Tried> = tried
+        let mut rows: Vec<SweepRow> = settings
             .iter()
             .zip(rounds)
-            .map(|(aio, rounds)| Tried { aio: aio.into(), timing: Timing::new(bytes, rounds) })
+            .map(|(aio, rounds)| SweepRow { aio: aio.into(), timing: Timing::new(bytes, rounds) })
             .collect();
-        tried.sort_by(|a, b| a.timing.seconds.total_cmp(&b.timing.seconds));
-        Ok(tried)
+        rows.sort_by(|a, b| a.timing.seconds.total_cmp(&b.timing.seconds));
+        Ok(rows)
     }
 }
 

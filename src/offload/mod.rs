@@ -30,7 +30,8 @@
 mod access;
 mod aligned;
 mod arena;
-pub mod bench;
+#[cfg(feature = "cli")]
+pub(crate) mod bench;
 mod files;
 mod folder;
 mod io;

@@ -35,10 +35,6 @@ pub(crate) struct Offload {
 pub(crate) struct ParamFile {
     /// One for each half of the optimizer, whose sub-groups grow side by side.
     pub arenas: Vec<Arc<Arena>>,
-    /// Elements that stay in memory (`max_in_cpu`).
-    pub in_memory: usize,
-    /// Elements that may be read ahead (`buffer_count` x `buffer_size`).
-    pub ahead: usize,
 }
 
 /// The files of optimizer state.
@@ -77,11 +73,9 @@ impl Offload {
         let moments = grouping.all_state_names();
         let zero = &config.zero;
         let params = match &zero.offload_param {
-            Some(settings @ OffloadParam { to: OffloadTo::Nvme { path }, max_in_cpu, .. }) => Some(ParamFile {
-                arenas: for_roles(&folder(path)?, Kind::Parameters, "parameters")?,
-                in_memory: *max_in_cpu,
-                ahead: settings.ahead(),
-            }),
+            Some(OffloadParam { to: OffloadTo::Nvme { path }, .. }) => {
+                Some(ParamFile { arenas: for_roles(&folder(path)?, Kind::Parameters, "parameters")? })
+            }
             _ => None,
         };
         let optimizer = match &zero.offload_optimizer {

@@ -31,7 +31,7 @@ mod trainer;
 
 pub use groups::ParameterGroup;
 pub(crate) use groups::{Grouping, Role};
-pub use schedule::{LrSchedule, Momentum, Schedule, validate};
+pub use schedule::{LrSchedule, Momentum, Schedule};
 pub(crate) use trainer::{GroupStep, Trainer};
 
 use crate::config::OptimizerConfig;

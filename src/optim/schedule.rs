@@ -170,10 +170,9 @@ fn counter(applied: u64) -> f64 {
 /// Refuses the parameter sets that DeepSpeed's constructors refuse.
 ///
 /// # Errors
-///
 /// [`Error::ScheduleParameter`] when `warmup_num_steps`, `lr_range_test_step_size` or `cycle_first_step_size` is 0, or a
 /// size of OneCycle is negative. (A `total_num_steps` below `warmup_num_steps` is allowed: DeepSpeed only warns.)
-pub fn validate(config: &SchedulerConfig) -> Result<()> {
+fn validate(config: &SchedulerConfig) -> Result<()> {
     const CONSTANT: &str = "leave the scheduler section out to train with the optimizer's constant lr";
     let refused = |key, found: String, allowed, mend| Err(Error::ScheduleParameter { key, found, allowed, mend });
     match config {
@@ -237,8 +236,7 @@ impl Schedule {
     /// first optimizer step in force. Without a scheduler they are the optimizer's for ever; without an optimizer, 0.
     ///
     /// # Errors
-    ///
-    /// What [`validate`] refuses; a list of rates for several groups.
+    /// [`Error::ScheduleParameter`] for a parameter that DeepSpeed refuses too, and for a list of rates for several groups.
     pub fn new(scheduler: Option<&SchedulerConfig>, optimizer: Option<&OptimizerConfig>) -> Result<Self> {
         let momentum = optimizer.map_or(Momentum::Factor(0.0), momentum);
         let base = GroupBase { lr: optimizer.map_or(0.0, base_lr), momentum, cycles: true, group: 0, groups: 1 };
@@ -248,7 +246,6 @@ impl Schedule {
     /// The schedule of one parameter group.
     ///
     /// # Errors
-    ///
     /// As [`new`](Self::new).
     pub(crate) fn of_group(scheduler: Option<&SchedulerConfig>, base: GroupBase) -> Result<Self> {
         let GroupBase { lr: base_lr, group, groups, .. } = base;
@@ -294,7 +291,6 @@ impl Schedule {
     /// The learning rate and the betas in force, if an optimizer can take them.
     ///
     /// # Errors
-    ///
     /// [`Error::ScheduleValue`] for a rate that is negative or not finite, and for betas outside 0 to below 1.
     pub fn in_force(&self) -> Result<(f64, Option<(f64, f64)>)> {
         let refused = |what, found, allowed| {

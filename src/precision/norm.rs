@@ -40,7 +40,7 @@ pub fn has_non_finite(values: FlatRef<'_>) -> bool {
 ///
 /// `norm_unscaled` is the global norm with the loss scale divided out. `max_norm` is `gradient_clipping`; 0 switches
 /// clipping off. DeepSpeed's rule for stages 1 to 3, (norm + 1e-6) / max_norm where that is above 1, for every stage.
-pub fn clip_factor(norm_unscaled: f64, max_norm: f64) -> f64 {
+fn clip_factor(norm_unscaled: f64, max_norm: f64) -> f64 {
     if max_norm > 0.0 { ((norm_unscaled + CLIP_EPSILON) / max_norm).max(1.0) } else { 1.0 }
 }
 

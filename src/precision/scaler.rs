@@ -105,7 +105,6 @@ impl LossScaler {
     /// Reports one optimizer step. `overflow`: a gradient on any rank was not finite. All ranks must report the same.
     ///
     /// # Errors
-    ///
     /// [`Error::LossScaleAtMinimum`] on an overflow that finds the dynamic scale at `fp16.min_loss_scale`, at stages 1
     /// to 3.
     pub fn update(&mut self, overflow: bool) -> Result<()> {

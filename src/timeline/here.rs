@@ -6,9 +6,9 @@ use super::recorder::{Recorder, Track, any_records};
 use std::cell::RefCell;
 use std::sync::Arc;
 
-/// What a thread works on.
+/// The work of a thread.
 #[derive(Default)]
-struct Here {
+struct Context {
     /// The engine that it works for, and its lane there.
     track: Option<(Arc<Track>, Lane)>,
     /// What that is about.
@@ -18,7 +18,7 @@ struct Here {
 }
 
 thread_local! {
-    static HERE: RefCell<Here> = RefCell::default();
+    static HERE: RefCell<Context> = RefCell::default();
 }
 
 /// Whether the present thread works for an engine that records.
@@ -109,11 +109,11 @@ pub(crate) fn enter(recorder: Option<&Recorder>) -> Entered {
 
 /// Gives the thread back what it worked on before.
 #[must_use = "ends when it is dropped"]
-pub(crate) struct Entered(Option<Here>);
+pub(crate) struct Entered(Option<Context>);
 
 impl Entered {
     fn new(track: Option<(Arc<Track>, Lane)>) -> Self {
-        let here = |track| Here { track: Some(track), ..Here::default() };
+        let here = |track| Context { track: Some(track), ..Context::default() };
         // What is entered again stays as it is: calls of an engine lie within one another.
         let same = |(track, _): &(Arc<Track>, Lane)| {
             HERE.with_borrow(|here| here.track.as_ref().is_some_and(|(known, _)| Arc::ptr_eq(known, track)))
@@ -165,7 +165,7 @@ pub(crate) fn section(kind: Kind, name: &'static str, of: impl FnOnce() -> Strin
 
 fn replace_section(next: impl FnOnce() -> Span) {
     if is_recording() {
-        let take = |here: &mut Here| here.sections.last_mut().map(std::mem::take);
+        let take = |here: &mut Context| here.sections.last_mut().map(std::mem::take);
         if HERE.with_borrow_mut(take).is_some() {
             let next = next();
             HERE.with_borrow_mut(|here| here.sections.last_mut().map(|section| *section = next));

@@ -104,8 +104,7 @@ impl Core {
         let CoreParts { comm, zero, reduce_plan, dtype, recomputation, registered, ledger, offload } = parts;
         let Registered { params, units, groups } = registered;
         let places = places(&groups, params.len());
-        let ahead = offload.as_ref().and_then(|o| o.params.as_ref()).map(|p| p.ahead);
-        let gather = Gatherer::new(&params, units.len(), &zero, comm.size(), ahead);
+        let gather = Gatherer::new(&params, units.len(), &zero, comm.size());
         let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, params.len());
         Self {
             comm,

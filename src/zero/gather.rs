@@ -186,9 +186,8 @@ fn release(param: &Param) -> Result<bool> {
 }
 
 impl<R: Rank> Gatherer<R> {
-    /// For parameters that are sharded; at stages 0 to 2 there is nothing to gather and every call is idle. Where shards
-    /// lie in a file, `ahead` bounds the elements that are read ahead.
-    pub fn new(params: &[Param], num_units: usize, zero: &ZeroConfig, world_size: usize, ahead: Option<usize>) -> Self {
+    /// For parameters that are sharded; at stages 0 to 2 there is nothing to gather and every call is idle.
+    pub fn new(params: &[Param], num_units: usize, zero: &ZeroConfig, world_size: usize) -> Self {
         let sharded = zero.stage.placement().params.is_sharded();
         let mut persistent = Vec::new();
         let mut by_unit = vec![Vec::new(); num_units];
@@ -214,7 +213,7 @@ impl<R: Rank> Gatherer<R> {
             traces: Default::default(),
             live: 0,
             in_flight: 0,
-            ahead: ahead.unwrap_or(usize::MAX).min(zero.prefetch_bucket_size),
+            ahead: zero.param_files().map_or(usize::MAX, |files| files.ahead()).min(zero.prefetch_bucket_size),
             recomputes: false,
             depth: 0,
         }

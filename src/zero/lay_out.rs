@@ -7,60 +7,16 @@ use super::core::Core;
 use super::rank::{ExtentOf, Rank};
 use super::share_plan::SharePlan;
 use super::sub_group::{GradShare, Home, Slot, SubGroup};
-use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::layout::{Place, Placement, Sharing, groups_in_memory, shard_range};
+use crate::layout::{Place, Sharing, groups_in_memory, shard_range};
 use crate::memory::{Kind, Ledger, Tracked};
 use crate::offload::{Extent, Offload, STEP, Transfer};
-use crate::optim::{Grouping, Role};
+use crate::optim::Role;
 use crate::param::ParamId;
 use crate::precision::{Elements, Flat, FlatRef};
 use candle_core::DType;
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::Arc;
-
-/// The rules by which states are laid out.
-#[derive(Clone)]
-pub(crate) struct Rules {
-    pub rank: usize,
-    pub world_size: usize,
-    pub placement: Placement,
-    /// The model's.
-    pub dtype: DType,
-    /// That of accumulated gradients.
-    pub grad_dtype: DType,
-    pub sub_group_size: usize,
-    /// Decides which states a parameter has.
-    pub grouping: Arc<Grouping>,
-    /// Elements of weights that stay in memory (`max_in_cpu`), where the others lie in files.
-    pub weights_in_memory: Option<usize>,
-    /// The part of the sub-groups whose optimizer state lies in files (`ratio`), where any does.
-    pub states_in_files: Option<f64>,
-}
-
-impl Rules {
-    /// Those of `config`, for gradients that are accumulated in `grad_dtype`.
-    pub fn new(config: &Config, grad_dtype: DType, rank: usize, grouping: Arc<Grouping>) -> Self {
-        let zero = &config.zero;
-        Self {
-            rank,
-            world_size: config.world_size,
-            placement: zero.stage.placement(),
-            dtype: config.precision.dtype(),
-            grad_dtype,
-            sub_group_size: zero.sub_group_size,
-            grouping,
-            weights_in_memory: zero.param_files().map(|files| files.max_in_cpu),
-            states_in_files: zero.optimizer_files().map(|files| files.ratio),
-        }
-    }
-
-    /// Some states lie in files.
-    pub fn has_files(&self) -> bool {
-        self.weights_in_memory.is_some() || self.states_in_files.is_some()
-    }
-}
 
 /// A state that may lie in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,7 +64,7 @@ pub(crate) trait Carrier<R: Rank> {
 
 /// Lays out sub-groups while parameters are registered.
 pub(crate) struct SubGroupBuilder<R: Rank = Core, C = Arenas> {
-    rules: Rules,
+    plan: SharePlan,
     sharing: Sharing,
     files: C,
     ledger: Ledger,
@@ -118,23 +74,16 @@ pub(crate) struct SubGroupBuilder<R: Rank = Core, C = Arenas> {
 }
 
 impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
-    pub fn with(rules: Rules, files: C, ledger: Ledger) -> Self {
-        let sharing = Sharing::new(rules.world_size, rules.placement.optim.is_sharded(), rules.sub_group_size);
+    pub fn with(plan: SharePlan, files: C, ledger: Ledger) -> Self {
+        let sharing = Sharing::new(plan.world_size, plan.placement.optim.is_sharded(), plan.sub_group_size);
         // In files a parameter's share begins where a request may begin.
-        let sharing = if rules.has_files() { sharing.in_files(STEP, rules.weights_in_memory) } else { sharing };
-        Self { rules, sharing, files, ledger, done: Vec::new(), open: [None, None] }
+        let sharing = if plan.has_files() { sharing.in_files(STEP, plan.weights_in_memory) } else { sharing };
+        Self { plan, sharing, files, ledger, done: Vec::new(), open: [None, None] }
     }
 
-    /// Adds a parameter of `numel` elements of which this rank owns `owned`, with those elements' initial values, to the
-    /// sub-groups of a half of the optimizer.
-    pub fn push(
-        &mut self,
-        param: ParamId,
-        numel: usize,
-        owned: Range<usize>,
-        values: FlatRef<'_>,
-        role: Role,
-    ) -> Result<()> {
+    /// Adds a parameter of `numel` elements, with the initial values of those that this rank owns, to the sub-groups of a
+    /// half of the optimizer.
+    pub fn push(&mut self, param: ParamId, numel: usize, values: FlatRef<'_>, role: Role) -> Result<()> {
         let Place { share, room, begins, closes, spills } = self.sharing.push(numel, role as usize);
         if begins {
             self.close();
@@ -155,7 +104,8 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
                 }),
             }
         }
-        let shard = shard_range(numel, self.rules.world_size, self.rules.rank);
+        let shard = shard_range(numel, self.plan.world_size, self.plan.rank);
+        let owned = if self.plan.placement.optim.is_sharded() { shard.clone() } else { 0..numel };
         let shard = shard.start - owned.start..shard.end - owned.start;
         group.slots.push(Slot { param, owned, shard, at, len: share });
         group.grads.push(GradShare::Absent);
@@ -169,7 +119,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
 
     /// A sub-group whose weights lie in a file if they `spill`.
     fn empty_group(&self, role: Role, spills: bool) -> SubGroup<R> {
-        let Rules { placement, dtype, weights_in_memory, states_in_files, .. } = &self.rules;
+        let SharePlan { placement, dtype, weights_in_memory, states_in_files, .. } = &self.plan;
         let home = |state: State, dtype, in_file| match in_file {
             true => Home::File(self.files.begin(state, role, dtype)),
             false => Home::Memory(Tracked::new(&self.ledger, state.kind(), R::Buffer::with_capacity(dtype, 0))),
@@ -204,11 +154,11 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
         // So that the order of parameters, and of sums over them, does not depend on where sub-groups end.
         groups.sort_by_key(|group| group.role);
         self.files.written()?;
-        let Self { rules, files, ledger, .. } = self;
-        let stay = rules.states_in_files.map_or(groups.len(), |ratio| groups_in_memory(groups.len(), ratio));
+        let Self { plan, files, ledger, .. } = self;
+        let stay = plan.states_in_files.map_or(groups.len(), |ratio| groups_in_memory(groups.len(), ratio));
         for (i, group) in groups.iter_mut().enumerate() {
             let (role, len) = (group.role, group.len);
-            let names = rules.grouping.state_names(role);
+            let names = plan.grouping.state_names(role);
             if i < stay {
                 let zeros = |kind| Tracked::new(ledger, kind, R::Buffer::zeros(DType::F32, len));
                 if let Some(Home::File(extent)) = &group.master {
@@ -218,7 +168,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
                 group.moments = names.iter().map(|_| Home::Memory(zeros(Kind::Moments))).collect();
                 continue;
             }
-            let grads = files.begin(State::Gradients, role, rules.grad_dtype);
+            let grads = files.begin(State::Gradients, role, plan.grad_dtype);
             let moments: Vec<_> = names.iter().map(|name| files.begin(State::Moment(name), role, DType::F32)).collect();
             moments.iter().chain([&grads]).try_for_each(|extent| files.grow(extent, len))?;
             group.grad_file = Some(grads);
@@ -229,21 +179,9 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
 }
 
 impl SubGroupBuilder {
-    pub fn new(plan: &SharePlan, ledger: Ledger) -> Self {
-        let offload = plan.offload.as_ref();
-        let rules = Rules {
-            rank: plan.rank,
-            world_size: plan.world_size,
-            placement: plan.placement,
-            dtype: plan.dtype,
-            grad_dtype: plan.grad_dtype,
-            sub_group_size: plan.sub_group_size,
-            grouping: plan.grouping.clone(),
-            weights_in_memory: offload.and_then(|o| Some(o.params.as_ref()?.in_memory)),
-            states_in_files: offload.and_then(|o| Some(o.optimizer.as_ref()?.settings.ratio)),
-        };
-        let files = Arenas { offload: offload.cloned(), writing: VecDeque::new(), too_small: false };
-        Self::with(rules, files, ledger)
+    /// With the files of this rank, if it has any.
+    pub fn new(plan: SharePlan, offload: Option<Arc<Offload>>, ledger: Ledger) -> Self {
+        Self::with(plan, Arenas { offload, writing: VecDeque::new(), too_small: false }, ledger)
     }
 }
 

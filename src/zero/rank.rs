@@ -10,7 +10,7 @@ use crate::comm::{Kind as Collective, Pending, Wire};
 use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::layout::Placement;
-use crate::memory::{ElementBytes, Ledger, MemoryReport, Tier};
+use crate::memory::{ElementBytes, Ledger, MemoryReport, OwnShares, Tier};
 use crate::offload::{Files, Io, Windows};
 use crate::param::{Param, ParamId, lock, residency};
 use crate::precision::{Elements, Flat};
@@ -114,9 +114,11 @@ pub(crate) trait Rank: Sized {
             moments: groups.iter().map(|group| 4 * numel(group) * group.moments.len()).sum(),
         };
         let parameters = params.iter().map(|p| p.numel).sum();
-        let share = groups.iter().map(|group| group.len).sum();
-        let moments = groups.iter().map(|group| 4 * group.len * group.moments.len()).sum();
-        MemoryReport::new(ledger, zero.stage, world_size, parameters, [share, moments], each)
+        let own = OwnShares {
+            elements: groups.iter().map(|group| group.len).sum(),
+            moment_bytes: groups.iter().map(|group| 4 * group.len * group.moments.len()).sum(),
+        };
+        MemoryReport::new(ledger, zero.stage, world_size, parameters, own, each)
     }
 }
 

@@ -9,6 +9,7 @@ use super::share_plan::SharePlan;
 use crate::error::{Error, Result};
 use crate::layout::{ZeroStage, shard_range};
 use crate::memory::{Kind, Ledger, Tier};
+use crate::offload::Offload;
 use crate::optim::Grouping;
 use crate::param::{Param, ROOT, Residency, Source, UnitId, capture, lock, residency};
 use crate::precision::{Flat, FlatRef};
@@ -24,6 +25,7 @@ pub(crate) struct Registry(Arc<Mutex<Inner>>);
 
 struct Inner {
     plan: SharePlan,
+    device: Device,
     source: Source,
     link: Link,
     ledger: Ledger,
@@ -39,10 +41,19 @@ struct Inner {
 }
 
 impl Registry {
-    pub fn new(plan: SharePlan, source: Source, link: Link, ledger: Ledger) -> Self {
-        let groups = SubGroupBuilder::new(&plan, ledger.clone());
+    /// `offload`: the files of offloaded state.
+    pub fn new(
+        plan: SharePlan,
+        device: Device,
+        offload: Option<Arc<Offload>>,
+        source: Source,
+        link: Link,
+        ledger: Ledger,
+    ) -> Self {
+        let groups = SubGroupBuilder::new(plan.clone(), offload, ledger.clone());
         Self(Arc::new(Mutex::new(Inner {
             plan,
+            device,
             source,
             link,
             ledger,
@@ -63,13 +74,14 @@ impl Registry {
             world_size: 1,
             placement: ZeroStage::Three.placement(),
             dtype,
-            device: Device::Cpu,
             sub_group_size: usize::MAX,
             grad_dtype: dtype,
             grouping: Arc::default(),
-            offload: None,
+            weights_in_memory: None,
+            states_in_files: None,
         };
-        let registry = Self::new(plan, Source::Random { seed: 0 }, Link::default(), Ledger::default());
+        let registry =
+            Self::new(plan, Device::Cpu, None, Source::Random { seed: 0 }, Link::default(), Ledger::default());
         lock(&registry.0).shapes_only = true;
         registry
     }
@@ -119,7 +131,7 @@ impl Inner {
             return Err(Error::ParameterDtype { name: name.into(), found, expected });
         }
         if self.shapes_only {
-            let tensor = self.absent(&plan, &shape)?;
+            let tensor = self.absent(&shape)?;
             return Ok(self.add(name, shape, 0, tensor, Residency::Absent));
         }
         let numel = shape.elem_count();
@@ -132,28 +144,28 @@ impl Inner {
         let own = &values[owned.start - made.start..owned.end - made.start];
         // In f32: the master weights begin with all digits of the source.
         let group = plan.grouping.group(name, shape.dims());
-        self.groups.push(id, numel, owned.clone(), FlatRef::F32(own), Grouping::role(group))?;
+        self.groups.push(id, numel, FlatRef::F32(own), Grouping::role(group))?;
 
         let (tensor, residency) = if plan.placement.params.is_sharded() {
-            (self.absent(&plan, &shape)?, Residency::Absent)
+            (self.absent(&shape)?, Residency::Absent)
         } else {
             let values = Flat::from_f32(values, dtype);
-            let held = self.ledger.hold_in(Tier::of(&plan.device), Kind::Parameters, values.capacity_in_bytes());
-            (self.tensor(&plan, &shape, values)?, Residency::Whole(held))
+            let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Parameters, values.capacity_in_bytes());
+            (self.tensor(&shape, values)?, Residency::Whole(held))
         };
         Ok(self.add(name, shape, group, tensor, residency))
     }
 
     /// The tensor of the next parameter, which begins with `values`.
-    fn tensor(&self, plan: &SharePlan, shape: &Shape, values: Flat) -> Result<Tensor> {
-        let storage = residency::storage_on(&plan.device, residency::to_storage(values))?;
-        Ok(capture::capture(self.params.len(), Arc::new(self.link.clone()), &plan.device, (storage, shape.clone()))?)
+    fn tensor(&self, shape: &Shape, values: Flat) -> Result<Tensor> {
+        let storage = residency::storage_on(&self.device, residency::to_storage(values))?;
+        Ok(capture::capture(self.params.len(), Arc::new(self.link.clone()), &self.device, (storage, shape.clone()))?)
     }
 
     /// The tensor of the next parameter, absent.
-    fn absent(&self, plan: &SharePlan, shape: &Shape) -> Result<Tensor> {
+    fn absent(&self, shape: &Shape) -> Result<Tensor> {
         // A storage of the true dtype, from which the tensor takes its own; one element, as CUDA may refuse none.
-        let tensor = self.tensor(plan, shape, Flat::zeros(plan.dtype, 1))?;
+        let tensor = self.tensor(shape, Flat::zeros(self.plan.dtype, 1))?;
         residency::clear(&tensor)?;
         Ok(tensor)
     }

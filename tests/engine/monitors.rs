@@ -39,7 +39,7 @@ fn csv_files_have_the_recorded_names_headers_and_rows() {
         let dir = tempfile::tempdir().unwrap();
         let (input, expect) = (&case["input"], &case["expect"]);
         let [path, job] = ["output_path", "job_name"].map(|key| input[key].as_str().unwrap());
-        let mut monitor = CsvMonitor::create(&dir.path().join(path).join(job)).unwrap();
+        let mut monitor = CsvMonitor::create(dir.path().join(path).join(job)).unwrap();
         for event in input["events"].as_array().unwrap() {
             let (tag, value, step) = (event[0].as_str(), event[1].as_f64(), event[2].as_u64());
             monitor.write(&[Event::new(tag.unwrap(), value.unwrap(), step.unwrap())]).unwrap();

@@ -7,7 +7,7 @@
 //! ```no_run
 //! use candle_zero::checkpoint::deepspeed::{DeepSpeedCheckpoint, State};
 //! # fn main() -> candle_zero::Result<()> {
-//! let checkpoint = DeepSpeedCheckpoint::open("checkpoints".as_ref(), None)?;
+//! let checkpoint = DeepSpeedCheckpoint::open("checkpoints", None)?;
 //! for (index, parameter) in checkpoint.parameters().iter().enumerate() {
 //!     let master: Vec<f32> = checkpoint.read(State::Master, index)?;
 //!     println!("{} {:?} {}", parameter.name, parameter.shape, master[0]);
@@ -92,8 +92,8 @@ impl DeepSpeedCheckpoint {
     /// `latest` names the tag.
     ///
     /// All is checked but the elements themselves: that the files of all ranks are there, complete, and of one shape.
-    pub fn open(dir: &Path, tag: Option<&str>) -> Result<Self> {
-        let files = Files::list(folder::find(dir, tag)?)?;
+    pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Self> {
+        let files = Files::list(folder::find(dir.as_ref(), tag)?)?;
         let first = OptimFile::open(files.optim(0)?)?;
         let model_path = files.model(first.stage)?;
         let model = ModelFile::open(&model_path)?;

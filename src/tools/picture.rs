@@ -1,6 +1,5 @@
 //! Pictures of what is wrong with a configuration: its line, with the place underlined.
 
-use super::check::Trouble;
 use crate::config::Place;
 use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
 use std::fmt::Write;
@@ -9,6 +8,25 @@ use std::ops::Range;
 
 /// More than so many are only listed: a file of 4 MiB may have a problem every few bytes.
 const MOST: usize = 100;
+
+/// One thing that is wrong, whatever kind of error said it.
+pub(super) struct Trouble {
+    /// Path of the key; `$` is the whole file.
+    pub(super) path: String,
+    /// The rule that is broken, in words.
+    pub(super) rule: &'static str,
+    pub(super) place: Option<Place>,
+    /// Of a duplicate key, where it stands first.
+    pub(super) first: Option<Place>,
+    pub(super) message: String,
+}
+
+impl Trouble {
+    /// One that stands at one place, or at none.
+    pub(super) fn new(path: String, rule: &'static str, place: Option<Place>, message: String) -> Self {
+        Self { path, rule, place, first: None, message }
+    }
+}
 
 /// One picture for each trouble. In colour if standard output is a terminal and `NO_COLOR` is not set.
 pub(super) fn of_all(file: &str, text: &str, troubles: &[Trouble]) -> String {

@@ -56,7 +56,8 @@ impl Sizes {
 
     /// The parameters of the preset `name` with the changes.
     ///
-    /// Errors: an unknown name, sizes that make no model.
+    /// # Errors
+    /// An unknown name, sizes that make no model.
     pub(super) fn shapes(&self, name: &str) -> Result<Shapes> {
         let name = preset_named(name)?;
         if LlamaConfig::preset_names().any(|known| known == name) {

@@ -1,8 +1,8 @@
 //! `zerorun inspect`: which checkpoints a folder holds, and whether one is whole.
 
-use super::args::Refused;
-use super::tools::{ByteProgress, print, refused};
-use crate::checkpoint::{Examined, Found, Manifest, Parameter, examine, find, place};
+use super::progress::ByteProgress;
+use crate::checkpoint::{Examined, Listing, Manifest, Parameter, examine, find, place};
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use clap::Parser;
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -41,12 +41,12 @@ impl Typed {
     fn run(self) -> ExitCode {
         let (dir, tag) = match place(&self.dir, self.tag.as_deref()) {
             Ok(place) => place,
-            Err(error) => return refused(&error, super::EXIT_SETUP),
+            Err(error) => return refused(&error, EXIT_SETUP),
         };
-        let found = find(&dir);
-        let lists = if self.json { list_json(&found) } else { Value::String(list(&found)) };
-        let latest_is_damaged = tag.is_none() && found.latest.is_err();
-        let tag = match found.choose(tag) {
+        let listing = find(&dir);
+        let lists = if self.json { list_json(&listing) } else { Value::String(list(&listing)) };
+        let latest_is_damaged = tag.is_none() && listing.latest.is_err();
+        let tag = match listing.choose(tag) {
             Ok(tag) => tag,
             Err(error) => {
                 if self.json {
@@ -54,7 +54,7 @@ impl Typed {
                 } else if let Value::String(text) = &lists {
                     print(text.trim_end());
                 }
-                let code = refused(&error, super::EXIT_SETUP);
+                let code = refused(&error, EXIT_SETUP);
                 return if latest_is_damaged { ExitCode::FAILURE } else { code };
             }
         };
@@ -72,31 +72,31 @@ impl Typed {
 }
 
 /// One line for every tag.
-fn list(found: &Found) -> String {
-    let count = found.tags.len();
-    let mut text = format!("{}: {count} checkpoint{}\n", found.dir.display(), if count == 1 { "" } else { "s" });
-    let latest = found.latest.as_ref().ok().and_then(Option::as_deref);
-    for (tag, manifest) in &found.tags {
+fn list(listing: &Listing) -> String {
+    let count = listing.tags.len();
+    let mut text = format!("{}: {count} checkpoint{}\n", listing.dir.display(), if count == 1 { "" } else { "s" });
+    let latest = listing.latest.as_ref().ok().and_then(Option::as_deref);
+    for (tag, manifest) in &listing.tags {
         let what = manifest.as_ref().map_or_else(|e| e.to_string(), |m| format!("step {}", m.global_steps));
         let mark = if latest == Some(tag) { "  (latest)" } else { "" };
         let _ = writeln!(text, "  {tag:24}{what}{mark}");
     }
-    for tag in &found.unfinished {
+    for tag in &listing.unfinished {
         let _ = writeln!(text, "  {tag:24}being saved, or a save that did not end: the next save removes it");
     }
-    if let Err(error) = &found.latest {
+    if let Err(error) = &listing.latest {
         let _ = writeln!(text, "  {error}");
     }
     text
 }
 
-fn list_json(found: &Found) -> Value {
-    let latest = found.latest.as_ref().ok().and_then(Option::as_deref);
-    let tags = found.tags.iter().map(|(tag, manifest)| match manifest {
+fn list_json(listing: &Listing) -> Value {
+    let latest = listing.latest.as_ref().ok().and_then(Option::as_deref);
+    let tags = listing.tags.iter().map(|(tag, manifest)| match manifest {
         Ok(manifest) => json!({"tag": tag, "global_steps": manifest.global_steps, "problem": null}),
         Err(error) => json!({"tag": tag, "global_steps": null, "problem": error.to_string()}),
     });
-    json!({"latest": latest, "tags": tags.collect::<Vec<_>>(), "unfinished": found.unfinished})
+    json!({"latest": latest, "tags": tags.collect::<Vec<_>>(), "unfinished": listing.unfinished})
 }
 
 /// What is known of a checkpoint.

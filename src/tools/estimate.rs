@@ -1,12 +1,11 @@
 //! `zerorun estimate`: bytes of a training run before it runs.
 
-use super::args::Refused;
 use super::sizes::Sizes;
-use super::tools::{print, refused};
 use crate::comm::Kind as Collective;
 use crate::config::{Config, RunValues};
 use crate::estimate::deepspeed::{Machines, Needs, Offloaded, zero2, zero3};
 use crate::estimate::{Estimate, Setting, Shapes, UnitRule, paper};
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use crate::memory::MemoryRow;
 use crate::offload::{available_memory, free_space};
 use crate::{Error, Result};
@@ -87,16 +86,16 @@ impl Typed {
         let text = match (self.table, self.json) {
             (true, true) => Ok(table_json().to_string()),
             (true, false) => Ok(paper::table()),
-            (false, json) => self.asked().map(|asked| if json { asked.json().to_string() } else { asked.text() }),
+            (false, json) => self.answer().map(|answer| if json { answer.json().to_string() } else { answer.text() }),
         };
         match text {
             Ok(text) if print(&text) => ExitCode::SUCCESS,
             Ok(_) => ExitCode::FAILURE,
-            Err(error) => refused(&error, super::EXIT_SETUP),
+            Err(error) => refused(&error, EXIT_SETUP),
         }
     }
 
-    fn asked(&self) -> Result<Asked> {
+    fn answer(&self) -> Result<Answer> {
         let shapes = match (&self.safetensors, &self.model) {
             (Some(path), _) => Shapes::safetensors(path, &self.unit_rule())?,
             (None, name) => self.sizes.shapes(name.as_deref().unwrap_or_default())?,
@@ -112,7 +111,7 @@ impl Typed {
         config.optimizer.as_ref().ok_or(Error::NoOptimizer)?;
         let setting = Setting { gpu: self.gpu, recompute: self.recompute, disk_access: None };
         let estimate = Estimate::with(&shapes, &config, setting)?;
-        Ok(Asked { need: Need::new(&estimate, &config), shapes, config, estimate, deepspeed: self.deepspeed })
+        Ok(Answer { need: Need::new(&estimate, &config), shapes, config, estimate, deepspeed: self.deepspeed })
     }
 
     fn unit_rule(&self) -> UnitRule {
@@ -179,8 +178,8 @@ impl Need {
 /// A column of the table.
 type BytesOf = fn(&MemoryRow) -> usize;
 
-/// What was asked for, and the answer.
-struct Asked {
+/// The numbers, with what they are about.
+struct Answer {
     shapes: Shapes,
     config: Config,
     estimate: Estimate,
@@ -195,7 +194,7 @@ const NOT_INCLUDED: [&str; 3] = [
     "the program itself: its code, its threads, and memory that the allocator keeps",
 ];
 
-impl Asked {
+impl Answer {
     fn assumed(&self) -> Vec<String> {
         let mut assumed = self.shapes.assumed().to_vec();
         assumed

@@ -1,9 +1,8 @@
 //! `zerorun report`: what this machine has, and what that means for training.
 
-use super::args::Refused;
-use super::tools::{print, refused};
 use crate::Error;
 use crate::kernels::{self, Level};
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use crate::offload::{available_memory, free_space, is_memory, open_direct};
 use clap::Parser;
 use rustix::process::{Resource, getrlimit};
@@ -37,7 +36,7 @@ impl Typed {
     fn run(self) -> ExitCode {
         let machine = match Machine::look(&self.dir) {
             Ok(machine) => machine,
-            Err(error) => return refused(&error, super::EXIT_SETUP),
+            Err(error) => return refused(&error, EXIT_SETUP),
         };
         let text = match self.json {
             true => serde_json::to_string(&machine).unwrap_or_else(|e| unreachable!("strings and numbers: {e}")),

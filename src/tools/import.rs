@@ -1,10 +1,10 @@
 //! `zerorun import`: a checkpoint of DeepSpeed as one of this library's.
 
-use super::args::Refused;
-use super::tools::{ByteProgress, print, refused};
+use super::progress::ByteProgress;
 use crate::Error;
 use crate::checkpoint::deepspeed::DeepSpeedCheckpoint;
 use crate::checkpoint::{import, new_place};
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use clap::Parser;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -45,12 +45,12 @@ impl Typed {
             Err(error) => {
                 // A file that is there is damaged.
                 let is_there = matches!(&error, Error::DeepSpeedCheckpoint { path, .. } if path.is_file());
-                return refused(&error, if is_there { 1 } else { super::EXIT_SETUP });
+                return refused(&error, if is_there { 1 } else { EXIT_SETUP });
             }
         };
         let name = self.name.unwrap_or_else(|| format!("global_step{}", from.global_steps()));
         if let Err(error) = new_place(&self.out, &name) {
-            return refused(&error, super::EXIT_SETUP);
+            return refused(&error, EXIT_SETUP);
         }
         let mut progress = ByteProgress::default();
         let done =

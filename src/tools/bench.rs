@@ -1,7 +1,7 @@
 //! `zerorun bench`: measures this machine.
 
-use super::args::Refused;
 use crate::config::Aio;
+use crate::launch::console::{EXIT_SETUP, Refused, refused};
 use crate::monitor::Progress;
 use crate::offload::bench::{Balanced, DiskBench, Requests, Settings, Timing, measure};
 use clap::{Args, Parser, Subcommand};
@@ -86,10 +86,7 @@ impl Disk {
         let text = match measured {
             Ok(bench) if self.json => serde_json::to_string(&bench).unwrap_or_else(|e| unreachable!("numbers: {e}")),
             Ok(bench) => Table(&bench).to_string(),
-            Err(error) => {
-                super::say(&format!("zerorun: {error}"));
-                return ExitCode::from(super::EXIT_SETUP);
-            }
+            Err(error) => return refused(&error, EXIT_SETUP),
         };
         match writeln!(std::io::stdout(), "{}", text.trim_end()) {
             Ok(()) => ExitCode::SUCCESS,
@@ -196,8 +193,8 @@ impl fmt::Display for Table<'_> {
         )?;
         if let Some(best) = sweep.first() {
             writeln!(f, "\n{:40}{:>12}{:>12}", "step with both flags", "read+write", "seconds")?;
-            for tried in sweep {
-                writeln!(f, "{:40}{:>12}{:>12.2}", requests(&tried.aio), speed(&tried.timing), tried.timing.seconds)?;
+            for row in sweep {
+                writeln!(f, "{:40}{:>12}{:>12.2}", requests(&row.aio), speed(&row.timing), row.timing.seconds)?;
             }
             let section = json!({ "aio": best.aio });
             let text = serde_json::to_string_pretty(&section).map_err(|_| fmt::Error)?;
@@ -214,7 +211,7 @@ impl fmt::Display for Table<'_> {
 mod tests {
     use super::*;
     use crate::offload::DiskAccess;
-    use crate::offload::bench::{Piped, Plain, Sequential, Step, Tried};
+    use crate::offload::bench::{Piped, Plain, Sequential, Step, SweepRow};
 
     fn typed(words: &str) -> Result<Disk, Refused> {
         let words = std::iter::once("bench").chain(words.split_whitespace()).map(OsString::from);
@@ -334,7 +331,7 @@ mod tests {
                     speedup: 20.0 / 11.0,
                 },
             },
-            sweep: vec![Tried { aio, timing: timing(9.0) }],
+            sweep: vec![SweepRow { aio, timing: timing(9.0) }],
         };
         insta::assert_snapshot!(Table(&bench).to_string(), @r#"
         /disk: files of 14.90 GiB, blocks of 1024 KiB, 8 at a time; medians of 3 rounds

@@ -1,4 +1,4 @@
-//! What ranks see while they train, and where two jobs part.
+//! The losses and parameters of each rank while it trains, and the first difference between two jobs.
 
 use crate::files::{folder_of, new_beside};
 use crate::{Error, Result};
@@ -7,9 +7,9 @@ use serde_json::{Value, json};
 use std::fmt;
 use std::path::Path;
 
-/// What one rank sees.
+/// Losses, parameters, time and memory of one rank.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct Seen {
+pub(super) struct RankLog {
     /// Names of the parameters.
     pub names: Vec<String>,
     /// Of each step, the bits of the loss of each micro step.
@@ -67,8 +67,8 @@ impl Difference {
 }
 
 /// Where `other` is first not as `reference`, step by step; within a step losses come first, then parameters.
-pub(super) fn first_difference(reference: &[Seen], other: &[Seen]) -> Option<Difference> {
-    let steps = reference.iter().chain(other).map(|seen| seen.losses.len().max(seen.parameters.len())).max()?;
+pub(super) fn first_difference(reference: &[RankLog], other: &[RankLog]) -> Option<Difference> {
+    let steps = reference.iter().chain(other).map(|log| log.losses.len().max(log.parameters.len())).max()?;
     (0..steps).find_map(|step| {
         let ranks = 0..reference.len().max(other.len());
         let at = |rank: usize, what| Difference { step: step + 1, rank, what };
@@ -98,10 +98,10 @@ fn first_unequal<T: PartialEq>(a: Option<&Vec<T>>, b: Option<&Vec<T>>) -> Option
     }
 }
 
-impl Seen {
+impl RankLog {
     pub fn write(&self, path: &Path) -> Result<()> {
         let write = || {
-            let file = new_beside(folder_of(path), "seen-")?;
+            let file = new_beside(folder_of(path), "rank-")?;
             serde_json::to_writer(&file, self)?;
             file.persist(path).map_err(|e| e.error).map(drop)
         };
@@ -120,18 +120,18 @@ mod tests {
     use super::*;
 
     /// Two ranks, three steps of two micro steps, two parameters.
-    fn job() -> Vec<Seen> {
-        let seen = |rank: u32| Seen {
+    fn job() -> Vec<RankLog> {
+        let log = |rank: u32| RankLog {
             names: vec!["wte".to_string(), "h.0".to_string()],
             losses: (0..3).map(|step| vec![100 * rank + step, 7]).collect(),
             parameters: (0..3).map(|step| vec![step, step + 50]).collect(),
-            ..Seen::default()
+            ..RankLog::default()
         };
-        vec![seen(0), seen(1)]
+        vec![log(0), log(1)]
     }
 
     /// What is said of a job that was changed.
-    fn said(change: impl FnOnce(&mut Vec<Seen>)) -> Option<String> {
+    fn said(change: impl FnOnce(&mut Vec<RankLog>)) -> Option<String> {
         let mut other = job();
         change(&mut other);
         first_difference(&job(), &other).map(|difference| difference.to_string())
@@ -145,15 +145,15 @@ mod tests {
 
     #[test]
     fn the_first_difference_is_named() {
-        let bit = |job: &mut Vec<Seen>| job[1].parameters[1][1] ^= 1;
+        let bit = |job: &mut Vec<RankLog>| job[1].parameters[1][1] ^= 1;
         assert_eq!(said(bit).unwrap(), "step 2, rank 1: parameter h.0");
-        let loss = |job: &mut Vec<Seen>| {
+        let loss = |job: &mut Vec<RankLog>| {
             bit(job);
             job[0].losses[2][1] ^= 1;
             job[1].losses[2][0] ^= 1;
         };
         assert_eq!(said(loss).unwrap(), "step 2, rank 1: parameter h.0", "earlier steps first");
-        let both = |job: &mut Vec<Seen>| {
+        let both = |job: &mut Vec<RankLog>| {
             bit(job);
             job[1].losses[1][0] ^= 1;
         };
@@ -180,10 +180,10 @@ mod tests {
     fn what_a_rank_saw_is_read_as_it_was_written() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("rank.json");
-        let mut seen = job().remove(1);
-        (seen.parameters[2][0], seen.ms_per_step) = (u64::MAX, 0.1);
-        seen.write(&path).unwrap();
-        assert_eq!(Seen::read(&path).unwrap(), seen);
-        assert!(Seen::read(&folder.path().join("none")).is_err());
+        let mut log = job().remove(1);
+        (log.parameters[2][0], log.ms_per_step) = (u64::MAX, 0.1);
+        log.write(&path).unwrap();
+        assert_eq!(RankLog::read(&path).unwrap(), log);
+        assert!(RankLog::read(&folder.path().join("none")).is_err());
     }
 }

@@ -1,8 +1,8 @@
 //! `zerorun check`: reads, checks and resolves a configuration without a job.
 
-use super::args::Refused;
-use super::picture;
-use crate::config::{Checked, Config, Note, Place, RunValues, check, read_file};
+use super::picture::{self, Trouble};
+use crate::config::{Checked, Config, Note, RunValues, check, read_file};
+use crate::launch::console::{EXIT_SETUP, Refused};
 use crate::{Error, Result};
 use clap::Parser;
 use serde_json::{Value, json};
@@ -59,26 +59,7 @@ impl Typed {
             report(&self.file, &String::from_utf8_lossy(&bytes), checked, world_size)
         };
         let printed = std::io::stdout().write_all(text.as_bytes()).is_ok();
-        if ok && printed { ExitCode::SUCCESS } else { ExitCode::from(super::EXIT_SETUP) }
-    }
-}
-
-/// One thing that is wrong, whatever kind of error said it.
-pub(super) struct Trouble {
-    /// Path of the key; `$` is the whole file.
-    pub(super) path: String,
-    /// The rule that is broken, in words.
-    rule: &'static str,
-    pub(super) place: Option<Place>,
-    /// Of a duplicate key, where it stands first.
-    pub(super) first: Option<Place>,
-    pub(super) message: String,
-}
-
-impl Trouble {
-    /// One that stands at one place, or at none.
-    pub(super) fn new(path: String, rule: &'static str, place: Option<Place>, message: String) -> Self {
-        Self { path, rule, place, first: None, message }
+        if ok && printed { ExitCode::SUCCESS } else { ExitCode::from(EXIT_SETUP) }
     }
 }
 

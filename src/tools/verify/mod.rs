@@ -1,20 +1,19 @@
 //! `zerorun verify`: trains the same small GPT at every stage, with and without offload, and compares bits.
 //!
 //! Each row is a job of its own, as `zerorun` runs any: ranks are processes that share memory. They are started from this
-//! executable (`train`) and leave what they saw in a folder; `compare` says where two rows part.
+//! executable (`train`) and leave their logs in a folder; `compare` finds the first difference between two rows.
 
 mod compare;
 mod rows;
 mod train;
 
-use super::args::Refused;
-use super::ranks::{self, End, Job};
-use super::report::Ended;
-use super::signals::{self, Event};
-use super::tools::{print, refused};
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
+use crate::launch::ranks::{self, End, Job};
+use crate::launch::report::Ended;
+use crate::launch::signals::{self, Event};
 use crate::{Error, Result};
 use clap::Parser;
-use compare::{Difference, Seen};
+use compare::{Difference, RankLog};
 use rows::{Precision, ROWS, Row};
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -85,13 +84,13 @@ impl Typed {
         match self.compare_all() {
             Ok(true) => ExitCode::SUCCESS,
             Ok(false) => ExitCode::FAILURE,
-            Err(Stop::SetUp(error)) => refused(&error, super::EXIT_SETUP),
+            Err(Stop::SetUp(error)) => refused(&error, EXIT_SETUP),
             Err(Stop::Failed(report)) => {
-                super::say(&report);
+                say(&report);
                 ExitCode::FAILURE
             }
             Err(Stop::Asked(signal)) => {
-                super::say(&format!("zerorun: stopped by {}", signals::name(signal.as_raw())));
+                say(&format!("zerorun: stopped by {}", signals::name(signal.as_raw())));
                 ExitCode::from(Ended::Signal(signal.as_raw()).exit_code())
             }
         }
@@ -109,20 +108,20 @@ impl Typed {
             told &= print(rows::HEAD);
         }
         for (number, precision) in Precision::ALL.into_iter().enumerate() {
-            let mut reference: Option<Vec<Seen>> = None;
+            let mut reference: Option<Vec<RankLog>> = None;
             for (of_precision, row) in ROWS.into_iter().enumerate() {
                 let number = number * ROWS.len() + of_precision;
-                let seen = self.train(row, precision, &folder.path().join(number.to_string()), number, &events)?;
-                let difference = reference.as_ref().and_then(|reference| compare::first_difference(reference, &seen));
+                let logs = self.train(row, precision, &folder.path().join(number.to_string()), number, &events)?;
+                let difference = reference.as_ref().and_then(|reference| compare::first_difference(reference, &logs));
                 if self.json {
-                    list.push(rows::json(row, precision, &seen, difference.as_ref()));
+                    list.push(rows::json(row, precision, &logs, difference.as_ref()));
                 } else {
-                    told &= print(rows::line(row, precision, &seen, difference.as_ref()));
+                    told &= print(rows::line(row, precision, &logs, difference.as_ref()));
                 }
                 if let (Some(difference), None) = (difference, &first) {
                     first = Some((row, precision, difference));
                 }
-                reference.get_or_insert(seen);
+                reference.get_or_insert(logs);
             }
         }
         told &= print(if self.json { self.object(list).to_string() } else { self.verdict(first.as_ref()) });
@@ -137,7 +136,7 @@ impl Typed {
         folder: &Path,
         number: usize,
         events: &Receiver<Event>,
-    ) -> Result<Vec<Seen>, Stop> {
+    ) -> Result<Vec<RankLog>, Stop> {
         let wrong = |source| Error::Io { action: "write", path: folder.to_owned(), source };
         std::fs::create_dir(folder).map_err(wrong)?;
         let config = rows::config(row, precision, folder).to_string();
@@ -160,7 +159,7 @@ impl Typed {
             timeline: None,
         };
         match ranks::run(&job, events)? {
-            End::Well => Ok((0..ranks).map(|rank| Seen::read(&train::file(folder, rank))).collect::<Result<_>>()?),
+            End::Well => Ok((0..ranks).map(|rank| RankLog::read(&train::file(folder, rank))).collect::<Result<_>>()?),
             End::Asked(signal) => Err(Stop::Asked(signal)),
             End::Failed(failure) => Err(Stop::Failed(failure.report)),
         }

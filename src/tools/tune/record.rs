@@ -1,8 +1,8 @@
 //! What is finished: one JSON line for each experiment, in a file that is always whole.
 
-use super::experiment::Outcome;
+use super::outcome::Outcome;
 use super::space::Candidate;
-use crate::{Error, Result};
+use crate::{Error, Result, files};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -77,8 +77,14 @@ impl Record {
             let json = serde_json::to_string(line).unwrap_or_else(|e| unreachable!("strings and numbers: {e}"));
             _ = writeln!(text, "{json}");
         }
-        super::write_whole(&self.path, &text)
+        write_whole(&self.path, &text)
     }
+}
+
+/// Writes a file so that it is there whole or not at all.
+pub(super) fn write_whole(path: &Path, text: &str) -> Result<()> {
+    let written = files::write_whole(path, ".candle-zero-", text.as_bytes());
+    written.map(drop).map_err(|source| Error::Io { action: "write", path: path.to_owned(), source })
 }
 
 /// The rows, in the order in which they come.

@@ -1,6 +1,6 @@
 //! The section `autotuning`, as far as it has a counterpart here.
 
-use super::experiment::Outcome;
+use super::outcome::Outcome;
 use crate::{Error, Result};
 use serde_json::Value;
 use std::cmp::Ordering;

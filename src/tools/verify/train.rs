@@ -1,6 +1,6 @@
-//! A rank of one row: trains, and writes down what it saw.
+//! A rank of one row: trains, and writes its log.
 
-use super::compare::Seen;
+use super::compare::RankLog;
 use crate::data::{BatchShape, Loader, Order, TokenData};
 use crate::memory::MemoryReport;
 use crate::models::{Gpt, GptConfig};
@@ -14,7 +14,7 @@ pub(super) const CONFIG: &str = "ds_config.json";
 /// Tokens of a sample.
 const TOKENS: usize = 48;
 
-/// The file of what a rank saw.
+/// The file of a rank's log.
 pub(super) fn file(folder: &Path, rank: usize) -> PathBuf {
     folder.join(format!("rank-{rank}.json"))
 }
@@ -29,7 +29,7 @@ pub(super) fn run(folder: &Path, steps: u32) -> Result<()> {
     let shape = BatchShape::new(&batch, engine.world_size(), engine.rank());
     let order = Order::Shuffled { seed: engine.config().seed };
     let loader = Loader::new(TokenData::embedded(), order, shape, TOKENS, sizes.vocab, engine.device())?;
-    let mut seen = Seen { names: engine.parameter_names(), ..Seen::default() };
+    let mut log = RankLog { names: engine.parameter_names(), ..RankLog::default() };
     let mut times = Vec::new();
     for step in 0..u64::from(steps) {
         let mut losses = Vec::new();
@@ -40,16 +40,16 @@ pub(super) fn run(folder: &Path, steps: u32) -> Result<()> {
             engine.step()?;
             losses.push(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?.to_bits());
         }
-        seen.losses.push(losses);
+        log.losses.push(losses);
         let hash = |param| Ok(XxHash3_64::oneshot(engine.whole_parameter(param)?.as_ref().as_bytes()));
-        seen.parameters.push((0..seen.names.len()).map(hash).collect::<Result<_>>()?);
+        log.parameters.push((0..log.names.len()).map(hash).collect::<Result<_>>()?);
         let time = engine.timings();
         times.push(time.forward_ms + time.backward_ms + time.step_ms);
     }
     times.sort_by(f64::total_cmp);
-    seen.ms_per_step = times[times.len() / 2];
+    log.ms_per_step = times[times.len() / 2];
     let memory: MemoryReport = engine.memory_report();
-    seen.peak_bytes = memory.model_state_peak();
-    seen.file_bytes = memory.rows.iter().map(|row| row.file.peak).sum();
-    seen.write(&file(folder, engine.rank()))
+    log.peak_bytes = memory.model_state_peak();
+    log.file_bytes = memory.rows.iter().map(|row| row.file.peak).sum();
+    log.write(&file(folder, engine.rank()))
 }

@@ -7,29 +7,30 @@
 //! ```
 
 mod experiment;
+mod outcome;
 mod record;
 mod settings;
 mod space;
 
-use super::args::Refused;
 use super::bench::size;
 use super::estimate::binary;
-use super::script::{self, Target};
 use super::sizes::Sizes;
-use super::tools::{print, refused};
-use super::{build, say};
 use crate::config::{Config, RunValues};
 use crate::estimate::{Estimate, Shapes};
-use crate::files::{self, folder_of};
+use crate::files::folder_of;
+use crate::launch::build;
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
+use crate::launch::script::{self, Target};
 use crate::offload::available_memory;
 use crate::{Error, Result};
 use clap::Parser;
-use experiment::{Outcome, Trial};
-use record::{Record, Row};
+use experiment::Trial;
+use outcome::Outcome;
+use record::{Record, Row, write_whole};
 use settings::Settings;
 use space::{Candidate, Space};
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -110,7 +111,7 @@ pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, Refused
     let typed = Typed::try_parse_from(words).map_err(Refused)?;
     Ok(match Search::new(typed) {
         Ok(search) => search.run().unwrap_or_else(|error| refused(&error, 1)),
-        Err(error) => refused(&error, super::EXIT_SETUP),
+        Err(error) => refused(&error, EXIT_SETUP),
     })
 }
 
@@ -315,10 +316,4 @@ fn model_of(args: &[OsString]) -> Option<(Shapes, u64)> {
     }
     let model = Model::try_parse_from(words).ok()?;
     Some((model.sizes.shapes(&model.model).ok()?, model.sizes.width(Some(&model.model))?))
-}
-
-/// Writes a file so that it is there whole or not at all.
-fn write_whole(path: &Path, text: &str) -> Result<()> {
-    let written = files::write_whole(path, ".candle-zero-", text.as_bytes());
-    written.map(drop).map_err(|source| Error::Io { action: "write", path: path.to_owned(), source })
 }

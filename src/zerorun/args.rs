@@ -1,13 +1,13 @@
 //! What was typed. Everything after the script's name belongs to the script.
 
-use super::tools;
-use std::ffi::OsString;
-use std::path::PathBuf;
-use std::process::ExitCode;
-use std::time::Duration;
-
+use crate::launch::Options;
+use crate::launch::console::Refused;
+use crate::tools;
 use clap::error::ErrorKind;
 use clap::{CommandFactory, FromArgMatches, Parser};
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -90,53 +90,8 @@ struct Typed {
     command: Vec<OsString>,
 }
 
-/// The command line, read and checked.
-#[derive(Debug)]
-pub(super) struct Asked {
-    pub(super) ranks: usize,
-    /// `None`: as the environment says, else the default of the ranks.
-    pub(super) timeout: Option<Duration>,
-    pub(super) features: Option<String>,
-    /// `None`: a free port.
-    pub(super) master_port: Option<u16>,
-    /// `None`: as the environment says.
-    pub(super) prometheus: Option<u16>,
-    pub(super) max_restarts: u32,
-    /// At most `ranks`.
-    pub(super) min_ranks: usize,
-    /// `None`: as the environment says.
-    pub(super) timeline: Option<PathBuf>,
-    pub(super) print_package: bool,
-    /// As typed.
-    pub(super) script: PathBuf,
-    pub(super) script_args: Vec<OsString>,
-}
-
-/// Why there is nothing to carry out: help or version was asked for, or the command line is wrong.
-#[derive(Debug)]
-pub(super) struct Refused(pub(super) clap::Error);
-
-impl Refused {
-    /// Prints the text where it belongs and gives the exit code.
-    pub(super) fn print(&self) -> ExitCode {
-        if self.0.use_stderr() {
-            super::say(self.message().trim_end());
-            ExitCode::from(super::EXIT_SETUP)
-        } else {
-            // Help on a closed pipe is nobody's loss.
-            let _ = self.0.print();
-            ExitCode::SUCCESS
-        }
-    }
-
-    pub(super) fn message(&self) -> String {
-        let text = self.0.render().to_string();
-        format!("zerorun: {}", text.strip_prefix("error: ").unwrap_or(&text))
-    }
-}
-
 /// Reads a command line whose first word is the program's own name.
-pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Asked, Refused> {
+pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Options, Refused> {
     let mut reader = Typed::command().after_help(format!("{}\n{EXAMPLES}", tools::help()));
     let typed = reader.try_get_matches_from_mut(words).and_then(|matches| Typed::from_arg_matches(&matches));
     let typed = typed.map_err(|e| Refused(e.format(&mut reader)))?;
@@ -152,7 +107,7 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Asked, R
         );
         return Err(Refused(reader.error(ErrorKind::ArgumentConflict, text)));
     }
-    Ok(Asked {
+    Ok(Options {
         ranks: usize::from(typed.ranks),
         timeout: typed.timeout,
         features: typed.features,
@@ -206,7 +161,7 @@ fn duration(text: &str) -> Result<Duration, String> {
 mod tests {
     use super::*;
 
-    fn typed(words: &str) -> Result<Asked, Refused> {
+    fn typed(words: &str) -> Result<Options, Refused> {
         read(std::iter::once("zerorun").chain(words.split_whitespace()).map(OsString::from))
     }
 
@@ -216,13 +171,13 @@ mod tests {
 
     #[test]
     fn everything_after_the_script_belongs_to_the_script() {
-        let asked = typed("--num_ranks 3 train.rs --num_ranks 7 --help -- -n x").unwrap();
-        assert_eq!(asked.ranks, 3);
-        assert_eq!(asked.script, PathBuf::from("train.rs"));
-        assert_eq!(asked.script_args, ["--num_ranks", "7", "--help", "--", "-n", "x"]);
-        let asked = typed("-- train.rs --timeout 1").unwrap();
-        assert_eq!((asked.ranks, asked.timeout), (1, None));
-        assert_eq!(asked.script_args, ["--timeout", "1"]);
+        let options = typed("--num_ranks 3 train.rs --num_ranks 7 --help -- -n x").unwrap();
+        assert_eq!(options.ranks, 3);
+        assert_eq!(options.script, PathBuf::from("train.rs"));
+        assert_eq!(options.script_args, ["--num_ranks", "7", "--help", "--", "-n", "x"]);
+        let options = typed("-- train.rs --timeout 1").unwrap();
+        assert_eq!((options.ranks, options.timeout), (1, None));
+        assert_eq!(options.script_args, ["--timeout", "1"]);
     }
 
     #[test]
@@ -240,11 +195,11 @@ mod tests {
     #[test]
     fn restarts_are_asked_for_in_both_spellings() {
         for (restarts, ranks) in [("--max_restarts", "--min_ranks"), ("--max-restarts", "--min-ranks")] {
-            let asked = typed(&format!("-n 4 {restarts} 3 {ranks}=2 x.rs")).unwrap();
-            assert_eq!((asked.max_restarts, asked.min_ranks), (3, 2));
+            let options = typed(&format!("-n 4 {restarts} 3 {ranks}=2 x.rs")).unwrap();
+            assert_eq!((options.max_restarts, options.min_ranks), (3, 2));
         }
-        let asked = typed("-n 4 --max_restarts 1 x.rs --min_ranks 9").unwrap();
-        assert_eq!((asked.max_restarts, asked.min_ranks), (1, 4));
+        let options = typed("-n 4 --max_restarts 1 x.rs --min_ranks 9").unwrap();
+        assert_eq!((options.max_restarts, options.min_ranks), (1, 4));
         assert_eq!(typed("x.rs").unwrap().max_restarts, 0);
     }
 
@@ -265,8 +220,8 @@ mod tests {
         for (text, milliseconds) in
             [("500ms", 500), ("90s", 90_000), ("90", 90_000), ("10m", 600_000), ("2h", 7_200_000)]
         {
-            let asked = typed(&format!("--timeout {text} x.rs")).unwrap();
-            assert_eq!(asked.timeout, Some(Duration::from_millis(milliseconds)), "{text}");
+            let options = typed(&format!("--timeout {text} x.rs")).unwrap();
+            assert_eq!(options.timeout, Some(Duration::from_millis(milliseconds)), "{text}");
         }
         for text in ["", "s", "0", "0ms", "1.5h", "-3", "3 s", "1d", "99999999999999999999h", "1001h"] {
             assert!(duration(text).is_err(), "{text}");

@@ -1,9 +1,9 @@
 //! `zerorun consolidate`: a checkpoint's parameters as Hugging Face's files.
 
-use super::args::Refused;
-use super::tools::{ByteProgress, print, refused};
+use super::progress::ByteProgress;
 use crate::checkpoint::{Checkpoint, ConsolidateSettings, Consolidated, ConsolidatedDtype};
 use crate::checkpoint::{absent_or_empty, consolidate, find, place};
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use clap::{Parser, ValueEnum};
 use std::ffi::OsString;
 use std::fmt::{self, Write as _};
@@ -60,7 +60,7 @@ impl Typed {
         });
         let (dir, tag) = match tag {
             Ok(found) => found,
-            Err(error) => return refused(&error, super::EXIT_SETUP),
+            Err(error) => return refused(&error, EXIT_SETUP),
         };
         let checkpoint = match Checkpoint::open(&dir, Some(&tag)) {
             Ok(Some(checkpoint)) => checkpoint,
@@ -69,7 +69,7 @@ impl Typed {
         };
         let settings = self.settings();
         if let Err(error) = settings.check(&checkpoint) {
-            return refused(&error, super::EXIT_SETUP);
+            return refused(&error, EXIT_SETUP);
         }
         let (mut progress, total) = (ByteProgress::default(), settings.bytes(&checkpoint));
         let done = consolidate(&checkpoint, &self.out, &settings, &mut |bytes| progress.tell(bytes, total));

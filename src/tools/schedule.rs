@@ -1,8 +1,7 @@
 //! `zerorun schedule`: the learning rate and the momentum of each optimizer step, without training.
 
-use super::args::Refused;
-use super::tools::refused;
 use crate::config::Config;
+use crate::launch::console::{EXIT_SETUP, Refused, refused, say};
 use crate::optim::{Momentum, Schedule};
 use crate::{Error, Result};
 use clap::Parser;
@@ -55,14 +54,14 @@ impl Typed {
     fn run(self) -> ExitCode {
         let schedule = match self.schedule() {
             Ok(schedule) => schedule,
-            Err(error) => return refused(&error, super::EXIT_SETUP),
+            Err(error) => return refused(&error, EXIT_SETUP),
         };
         let mut out = BufWriter::new(std::io::stdout().lock());
         let shown = if self.plot { self.draw(schedule, &mut out) } else { self.list(schedule, &mut out) };
         let written = out.flush();
         match (shown, written) {
             (Ok(Ok(())), Ok(())) => ExitCode::SUCCESS,
-            (Err(error), _) => refused(&error, super::EXIT_SETUP),
+            (Err(error), _) => refused(&error, EXIT_SETUP),
             _ => ExitCode::FAILURE,
         }
     }
@@ -71,7 +70,7 @@ impl Typed {
     fn schedule(&self) -> Result<Schedule> {
         let config = Config::load(self.ds_config.clone(), usize::from(self.ranks))?;
         for note in config.notes.iter().filter(|n| ["optimizer.", "scheduler."].iter().any(|s| n.path.starts_with(s))) {
-            super::say(&format!("zerorun: {}: {}", note.path, note.message));
+            say(&format!("zerorun: {}: {}", note.path, note.message));
         }
         let optimizer = config.optimizer.as_ref().ok_or(Error::NoOptimizer)?;
         Schedule::new(config.scheduler.as_ref(), Some(optimizer))

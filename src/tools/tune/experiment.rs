@@ -1,17 +1,16 @@
 //! One candidate: a short run of the script by the launcher, and what its metrics say.
 
+use super::outcome::Outcome;
+use super::record::write_whole;
 use super::space::get;
 use crate::config::Config;
-use crate::launch::estimate::binary;
 use crate::launch::signals::die_with_parent;
 use crate::monitor::PROMETHEUS_PORT;
 use crate::param::fnv1a;
 use crate::{Error, Result, timeline};
 use rustix::process::Signal;
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::ffi::OsString;
-use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
@@ -21,78 +20,6 @@ use std::time::{Duration, Instant};
 const TICK: Duration = Duration::from_millis(20);
 /// From the asking of a run to end until it is made to.
 const PATIENCE: Duration = Duration::from_secs(5);
-
-/// What became of a candidate.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case", tag = "outcome")]
-pub(super) enum Outcome {
-    /// It ran to its end.
-    Ran {
-        /// Of the measured steps together.
-        throughput: f64,
-        /// What is counted: tokens or samples.
-        unit: String,
-        /// A step on average.
-        step_ms: f64,
-        /// Of the rank that used most, at its peak.
-        memory_bytes: Option<u64>,
-    },
-    /// It ran to its end with more memory than allowed.
-    OverLimit { memory_bytes: u64 },
-    /// It did not.
-    Failed { reason: String },
-    /// It did not, for want of memory.
-    OutOfMemory { reason: String },
-    /// It was ended.
-    TimedOut { seconds: u64 },
-    /// It need not be run: the model's state alone does not fit.
-    TooLarge { needs: u64 },
-    /// It need not be run.
-    NotRun { reason: String },
-}
-
-impl Outcome {
-    /// The same under a limit of memory.
-    pub(super) fn within(self, limit: u64) -> Self {
-        match self {
-            Self::Ran { memory_bytes: Some(memory_bytes), .. } if memory_bytes > limit => {
-                Self::OverLimit { memory_bytes }
-            }
-            other => other,
-        }
-    }
-
-    pub(super) fn is_well(&self) -> bool {
-        matches!(self, Self::Ran { .. })
-    }
-
-    pub(super) fn has_run(&self) -> bool {
-        !matches!(self, Self::NotRun { .. } | Self::TooLarge { .. })
-    }
-
-    /// Whether a larger micro batch, which needs more memory, can only do worse.
-    pub(super) fn is_too_large(&self) -> bool {
-        matches!(self, Self::OverLimit { .. } | Self::OutOfMemory { .. } | Self::TooLarge { .. })
-    }
-}
-
-impl fmt::Display for Outcome {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Ran { throughput, unit, step_ms, memory_bytes } => {
-                write!(f, "{throughput:.0} {unit}/s, {step_ms:.1} ms a step")?;
-                memory_bytes.map_or(Ok(()), |bytes| write!(f, ", {}", binary(bytes)))
-            }
-            Self::OverLimit { memory_bytes } => write!(f, "over the limit: it used {}", binary(*memory_bytes)),
-            Self::Failed { reason } | Self::OutOfMemory { reason } => write!(f, "failed: {reason}"),
-            Self::TimedOut { seconds } => write!(f, "failed: it took longer than {seconds} s"),
-            Self::TooLarge { needs } => {
-                write!(f, "not run: the model's state alone needs {} by the estimate", binary(*needs))
-            }
-            Self::NotRun { reason } => write!(f, "not run: {reason}"),
-        }
-    }
-}
 
 /// How candidates are run.
 #[derive(Debug)]
@@ -167,7 +94,7 @@ impl Trial {
         // The script may run in another folder.
         let folder = std::fs::canonicalize(&folder).map_err(io("find", &folder))?;
         let [file, metrics, log] = ["ds_config.json", "metrics.jsonl", "log.txt"].map(|name| folder.join(name));
-        super::write_whole(&file, &format!("{:#}\n", quiet(config)))?;
+        write_whole(&file, &format!("{:#}\n", quiet(config)))?;
         // Of a run that was stopped.
         _ = std::fs::remove_file(&metrics);
         let out = File::create(&log).map_err(io("create", &log))?;

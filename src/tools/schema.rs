@@ -1,7 +1,6 @@
 //! `zerorun schema`: a JSON Schema of the configuration, for editors.
 
-use super::args::Refused;
-use super::tools::print;
+use crate::launch::console::{EXIT_SETUP, Refused, print};
 use clap::Parser;
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -20,6 +19,6 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
     Ok(if print(format_args!("{:#}", crate::config::json_schema())) {
         ExitCode::SUCCESS
     } else {
-        ExitCode::from(super::EXIT_SETUP)
+        ExitCode::from(EXIT_SETUP)
     })
 }

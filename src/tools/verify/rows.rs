@@ -1,6 +1,6 @@
 //! What is compared: the rows of the table, and the configuration of each.
 
-use super::compare::{Difference, Seen};
+use super::compare::{Difference, RankLog};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -98,9 +98,9 @@ pub(super) const HEAD: &str = "precision  states in        losses            par
                                the bits of stage 0";
 
 /// A row's line.
-pub(super) fn line(row: Row, precision: Precision, seen: &[Seen], difference: Option<&Difference>) -> String {
-    let [losses, parameters] = fingerprints(seen);
-    let mib = |bytes: fn(&Seen) -> usize| most(seen, bytes) as f64 / f64::from(1 << 20);
+pub(super) fn line(row: Row, precision: Precision, logs: &[RankLog], difference: Option<&Difference>) -> String {
+    let [losses, parameters] = fingerprints(logs);
+    let mib = |bytes: fn(&RankLog) -> usize| most(logs, bytes) as f64 / f64::from(1 << 20);
     let verdict = match (row, difference) {
         (Row::Stage(0), _) => String::new(),
         (_, None) => "same".to_string(),
@@ -110,40 +110,40 @@ pub(super) fn line(row: Row, precision: Precision, seen: &[Seen], difference: Op
         "{:9}  {:14}  {losses}  {parameters}  {:7.1}  {:10.2}  {:9.2}  {verdict}",
         precision.name(),
         row.name(),
-        slowest(seen),
-        mib(|seen| seen.peak_bytes),
-        mib(|seen| seen.file_bytes),
+        slowest(logs),
+        mib(|log| log.peak_bytes),
+        mib(|log| log.file_bytes),
     );
     line.trim_end().to_string()
 }
 
 /// A row as part of an object.
-pub(super) fn json(row: Row, precision: Precision, seen: &[Seen], difference: Option<&Difference>) -> Value {
-    let [losses, parameters] = fingerprints(seen);
+pub(super) fn json(row: Row, precision: Precision, logs: &[RankLog], difference: Option<&Difference>) -> Value {
+    let [losses, parameters] = fingerprints(logs);
     json!({
         "precision": precision.name(), "stage": row.stage(), "offload": row.device(),
-        "losses": losses, "parameters": parameters, "ms_per_step": slowest(seen),
-        "peak_bytes": most(seen, |seen| seen.peak_bytes), "file_bytes": most(seen, |seen| seen.file_bytes),
+        "losses": losses, "parameters": parameters, "ms_per_step": slowest(logs),
+        "peak_bytes": most(logs, |log| log.peak_bytes), "file_bytes": most(logs, |log| log.file_bytes),
         "difference": difference.map(Difference::json),
     })
 }
 
 /// Of all losses of all ranks, and of the parameters in the end.
-fn fingerprints(seen: &[Seen]) -> [String; 2] {
+fn fingerprints(logs: &[RankLog]) -> [String; 2] {
     let hash = |numbers: Vec<u64>| {
         let bytes: Vec<u8> = numbers.into_iter().flat_map(u64::to_le_bytes).collect();
         format!("{:016x}", twox_hash::XxHash3_64::oneshot(&bytes))
     };
-    let losses = seen.iter().flat_map(|seen| seen.losses.iter().flatten().map(|bits| u64::from(*bits)));
-    let parameters = seen.iter().take(1).flat_map(|seen| seen.parameters.last().cloned().unwrap_or_default());
+    let losses = logs.iter().flat_map(|log| log.losses.iter().flatten().map(|bits| u64::from(*bits)));
+    let parameters = logs.iter().take(1).flat_map(|log| log.parameters.last().cloned().unwrap_or_default());
     [hash(losses.collect()), hash(parameters.collect())]
 }
 
 /// Of the rank that has most.
-fn most(seen: &[Seen], bytes: fn(&Seen) -> usize) -> usize {
-    seen.iter().map(bytes).max().unwrap_or(0)
+fn most(logs: &[RankLog], bytes: fn(&RankLog) -> usize) -> usize {
+    logs.iter().map(bytes).max().unwrap_or(0)
 }
 
-fn slowest(seen: &[Seen]) -> f64 {
-    seen.iter().map(|seen| seen.ms_per_step).fold(0.0, f64::max)
+fn slowest(logs: &[RankLog]) -> f64 {
+    logs.iter().map(|log| log.ms_per_step).fold(0.0, f64::max)
 }

@@ -1,0 +1,27 @@
+//! Progress of a tool that works through files.
+
+use crate::monitor::Progress;
+
+/// Progress over bytes, shown in MiB from the first report on.
+#[derive(Default)]
+pub(super) struct ByteProgress(Option<(Progress, u64)>);
+
+impl ByteProgress {
+    /// Reports that `done` of `total` bytes are done.
+    pub(super) fn tell(&mut self, done: u64, total: u64) {
+        let (done, total) = (done.div_ceil(1 << 20), total.div_ceil(1 << 20));
+        let (progress, shown) = self.0.get_or_insert_with(|| (Progress::new(total, None), 0));
+        // Once for each MiB: otherwise the last line is redrawn over and over.
+        if done > *shown {
+            *shown = done;
+            progress.step(done, || "MiB".to_string());
+        }
+    }
+
+    /// Frees the line below.
+    pub(super) fn finish(self) {
+        if let Some((progress, _)) = self.0 {
+            progress.finish();
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! The `zerorun` command: starts a training script on N ranks of this host, or runs a tool.
+//!
+//! The first word decides: one that names a tool goes to `tools`; else `args` reads the command line of a start, and
+//! `launch` carries it out.
+
+mod args;
+
+use crate::kernels::checked_level;
+use crate::launch::{self, console};
+use crate::{Error, tools};
+use std::process::ExitCode;
+
+/// Exit code for a script that does not compile, the same as cargo's.
+const EXIT_COMPILE: u8 = 101;
+
+/// The whole of `zerorun`: reads the command line, builds the script, runs the ranks; or runs a tool.
+///
+/// Must be called on the main thread: the kernel kills the ranks when the thread that started them ends.
+/// The result is the exit code: that of the first rank that failed in the last run, 128 + n for a signal n, 2 for a wrong
+/// command line or set-up, 101 for a script that does not compile.
+pub fn main() -> ExitCode {
+    let mut words = std::env::args_os().skip(1).peekable();
+    if let Some(tool) = words.peek().and_then(|word| tools::named(word)) {
+        if let Err(error) = checked_level() {
+            return console::refused(&error.into(), console::EXIT_SETUP);
+        }
+        return (tool.run)(words.collect()).unwrap_or_else(|refused| refused.print());
+    }
+    let options = match args::read(std::env::args_os()) {
+        Ok(options) => options,
+        Err(refused) => return refused.print(),
+    };
+    match launch::start(&options) {
+        Ok(code) => ExitCode::from(code),
+        Err(error @ Error::ScriptDoesNotCompile { .. }) => console::refused(&error, EXIT_COMPILE),
+        Err(error) => console::refused(&error, console::EXIT_SETUP),
+    }
+}
