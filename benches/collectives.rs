@@ -12,8 +12,8 @@
 #![allow(clippy::unwrap_used)]
 
 use candle_core::DType;
+use candle_zero::comm::RankEnv;
 use candle_zero::comm::{self, Communicator, Wire};
-use candle_zero::launch::RankEnv;
 use candle_zero::precision::{Flat, Ints};
 use memmap2::{MmapMut, MmapOptions};
 use std::fs::File;

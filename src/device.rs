@@ -9,13 +9,13 @@ use candle_core::Device;
 /// No GPU answers; a rank's environment that cannot be read.
 #[cfg(feature = "cuda")]
 pub(crate) fn default() -> Result<Device> {
-    use crate::launch::RankEnv;
+    use crate::comm::RankEnv;
     use candle_core::cuda_backend::{WrapErr, cudarc::driver::CudaContext};
 
     let RankEnv { local_rank, local_world_size: ranks, .. } = RankEnv::from_env()?;
     let gpus = usize::try_from(CudaContext::device_count().w()?).unwrap_or(0);
     if local_rank == 0 && (1..ranks).contains(&gpus) {
-        crate::monitor::say(&format!("{ranks} ranks share {gpus} GPU(s)"));
+        crate::notice::say(&format!("{ranks} ranks share {gpus} GPU(s)"));
     }
     // Without any, number 0 leads to the driver's own error.
     Ok(Device::new_cuda(local_rank % gpus.max(1))?)

@@ -17,14 +17,13 @@ mod telling;
 mod watch;
 
 pub use builder::EngineBuilder;
-pub use reports::StepTimings;
 
 use crate::checkpoint::Saving;
 use crate::comm::agree::Failure;
 use crate::config::{Config, Precision};
 use crate::error::{Error, Result, without_backtrace};
 use crate::graph::draw_from;
-use crate::monitor::say;
+use crate::notice::say;
 use crate::optim::Trainer;
 use crate::precision::{LossScaler, gradient_multiplier};
 use crate::timeline::{self, Recorder};

@@ -48,21 +48,25 @@ pub mod memory;
 pub mod models;
 pub mod monitor;
 pub mod nn;
+mod notice;
 pub mod offload;
 pub mod optim;
 mod param;
 pub mod precision;
 pub mod profiler;
+mod tensor;
 mod timeline;
 #[cfg(feature = "cli")]
 mod tools;
+mod util;
 pub mod zero;
 #[cfg(feature = "cli")]
 pub mod zerorun;
 
 pub use config::Config;
-pub use engine::{Engine, EngineBuilder, StepTimings};
+pub use engine::{Engine, EngineBuilder};
 pub use error::{Error, Result};
+pub use profiler::StepTimings;
 
 /// README's code, compiled and run as a doc test.
 #[cfg(doctest)]

@@ -129,7 +129,7 @@ impl Ledger {
     }
 
     fn lock(&self) -> MutexGuard<'_, Entries> {
-        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        crate::util::lock(&self.0)
     }
 }
 

@@ -4,7 +4,7 @@ use super::folder;
 use super::manifest::{MANIFEST, Manifest};
 use super::rank_file::RankFile;
 use crate::error::{Error, Result};
-use crate::param::list;
+use crate::util::list;
 use std::path::{Path, PathBuf};
 
 /// What a folder of checkpoints holds.

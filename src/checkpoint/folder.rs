@@ -205,7 +205,7 @@ pub(super) fn existing(dir: &Path, tag: &str) -> Result<PathBuf> {
     let there = tags(dir);
     let problem = match there.is_empty() {
         true => "there is no such checkpoint, and no other in that folder. Correct the folder".to_string(),
-        false => format!("there is no such checkpoint. There are: {}", crate::param::list(&there)),
+        false => format!("there is no such checkpoint. There are: {}", crate::util::list(&there)),
     };
     Err(Error::Checkpoint { path, problem })
 }

@@ -13,7 +13,6 @@
 //!
 //! A rank saves the same elements at every stage, so the files of a checkpoint do not depend on it.
 
-use super::manifest::Parameter;
 use crate::layout::shard_range;
 use std::ops::Range;
 
@@ -44,11 +43,6 @@ pub(super) struct Piece {
 }
 
 impl Layout {
-    pub fn new(parameters: &[Parameter], states: &[String], world_size: usize) -> Self {
-        let states = states.iter().map(|state| parameters.iter().map(|p| p.has(state)).collect()).collect();
-        Self { world_size, numels: parameters.iter().map(Parameter::numel).collect(), states }
-    }
-
     /// Elements of a state of parameter `param` that the file of `rank` has.
     pub fn shard(&self, state: usize, param: usize, rank: usize) -> Range<usize> {
         if self.states[state][param] { shard_range(self.numels[param], self.world_size, rank) } else { 0..0 }

@@ -192,7 +192,12 @@ impl Manifest {
     }
 
     pub(super) fn layout(&self) -> Layout {
-        Layout::new(&self.parameters, &self.states, self.world_size)
+        let has = |state: &String| self.parameters.iter().map(|p| p.has(state)).collect();
+        Layout {
+            world_size: self.world_size,
+            numels: self.parameters.iter().map(Parameter::numel).collect(),
+            states: self.states.iter().map(has).collect(),
+        }
     }
 }
 

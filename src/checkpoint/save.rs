@@ -19,7 +19,7 @@ use crate::comm::Communicator;
 use crate::comm::agree::{Failure, agree, gather_u64, text_of_rank_0};
 use crate::config::{Config, TagValidation};
 use crate::error::{Error, Result};
-use crate::monitor::say;
+use crate::notice::say;
 use crate::optim::Trainer;
 use crate::timeline;
 use crate::zero::core::Core;

@@ -2,7 +2,7 @@
 
 use super::Communicator;
 use crate::error::{Error, Result};
-use crate::param::fnv1a;
+use crate::util::fnv1a;
 
 /// Why ranks could not do something together.
 #[derive(Debug)]

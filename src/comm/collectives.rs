@@ -1,10 +1,12 @@
 //! The collectives, as sequences of pieces.
 
+use super::coded;
+use super::encoding::Wire;
 use super::exchange::Exchange;
 use super::fingerprint::Kind;
 use super::shm::SLOT_BYTES;
+use super::split::{give_each, given, others, pieces};
 use super::stream;
-use super::wire::{self, Wire};
 use crate::error::CommError;
 use crate::kernels::simd::{Loop, level};
 use crate::precision::{Flat, FlatMut, FlatRef, cast};
@@ -20,13 +22,6 @@ const SHORT_BYTES: usize = 16 << 10;
 const PAST_CACHE_BYTES: usize = 4 << 20;
 
 type Result<T> = std::result::Result<T, CommError>;
-
-/// Ranges of at most `step` elements that cover `len`; one empty range for an empty buffer, so that every collective
-/// meets its peers at least once.
-pub(super) fn pieces(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
-    let count = len.div_ceil(step).max(1);
-    (0..count).map(move |i| i * step..((i + 1) * step).min(len))
-}
 
 /// The sum lies where `input` lay.
 pub(super) fn reduce_scatter(ex: &mut Exchange, wire: Wire, mut input: Flat, tag: u64) -> Result<Flat> {
@@ -44,7 +39,7 @@ pub(super) fn reduce_scatter(ex: &mut Exchange, wire: Wire, mut input: Flat, tag
 pub(super) fn all_gather(ex: &mut Exchange, wire: Wire, mut shard: Flat, tag: u64) -> Result<Flat> {
     ex.begin(Kind::AllGather, wire, shard.dtype(), shard.len(), tag);
     if let Wire::Blocks(ints) = wire {
-        return wire::all_gather(ex, ints, shard);
+        return coded::all_gather(ex, ints, shard);
     }
     let (whole, bytes) = (shard.len() * ex.size(), shard.size_in_bytes());
     let mut apart = None;
@@ -117,7 +112,7 @@ fn piece_len(ex: &Exchange, wire: Wire, dtype: DType) -> usize {
 /// published by then, or is this rank's.
 fn reduce_piece(ex: &mut Exchange, wire: Wire, input: &mut Flat, at: usize, range: Range<usize>) -> Result<()> {
     if let Wire::Blocks(ints) = wire {
-        return wire::reduce_piece(ex, ints, input, at, range);
+        return coded::reduce_piece(ex, ints, input, at, range);
     }
     let (rank, dtype) = (ex.rank(), input.dtype());
     let chunk = input.len() / ex.size();
@@ -130,22 +125,6 @@ fn reduce_piece(ex: &mut Exchange, wire: Wire, input: &mut Flat, at: usize, rang
     Ok(())
 }
 
-/// Publishes a piece of `bytes` for each peer, one after the other: `write` makes that of a rank.
-pub(super) fn give_each(ex: &mut Exchange, bytes: usize, mut write: impl FnMut(usize, &mut [u8])) -> Result<()> {
-    let (world, rank) = (ex.size(), ex.rank());
-    ex.piece(bytes * (world - 1), |slot| {
-        others(world, rank).for_each(|(r, place)| write(r, &mut slot[place * bytes..(place + 1) * bytes]));
-    })
-}
-
-/// What the peers gave to this rank in [`give_each`], in rank order; `exact` bytes each as it is in memory.
-pub(super) fn given(ex: &Exchange, bytes: usize, exact: usize) -> impl Iterator<Item = &[u8]> {
-    let (world, rank) = (ex.size(), ex.rank());
-    // Among the others, as rank r counts them.
-    let place = move |r: usize| if rank < r { rank } else { rank - 1 };
-    others(world, rank).map(move |(r, _)| ex.coded(r, place(r) * bytes, bytes, exact))
-}
-
 /// The sum of all ranks' `input`, when all of it fits into one piece.
 fn reduce_whole(ex: &mut Exchange, input: &mut Flat) -> Result<()> {
     let (world, rank, dtype, len) = (ex.size(), ex.rank(), input.dtype(), input.len());
@@ -154,11 +133,6 @@ fn reduce_whole(ex: &mut Exchange, input: &mut Flat) -> Result<()> {
     let peers: Vec<_> = others(world, rank).map(|(r, _)| typed(dtype, ex.peer(r, 0, bytes))).collect();
     sum_exact(input, (0, 0), len, rank, &peers);
     Ok(())
-}
-
-/// The ranks but `rank`, counted.
-pub(super) fn others(world: usize, rank: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..world).filter(move |r| *r != rank).zip(0..)
 }
 
 /// Adds the peers' parts to elements `own ..` of `values`, and writes the sums to elements `to ..`.

@@ -91,6 +91,6 @@ impl Counters {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, CommReport> {
-        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        crate::util::lock(&self.0)
     }
 }

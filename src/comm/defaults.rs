@@ -7,9 +7,10 @@
 //!
 //! The bits are those of shared memory. Every rank receives everything, so a reduction moves more bytes than it needs.
 
+use super::coded::sum_blocks;
 use super::collectives::sum_exact;
+use super::encoding::Wire;
 use super::fingerprint::{Fingerprint, Kind};
-use super::wire::{Wire, sum_blocks};
 use super::{Communicator, Pending};
 use crate::error::CommError;
 use crate::precision::{Flat, FlatRef};

@@ -7,11 +7,11 @@
 //! limit is over. It never hangs. What can be completed is completed: a peer's failure counts only for a piece that
 //! it has not published. The failure that came first is the one that every rank is told.
 
+use super::encoding::Wire;
 use super::fingerprint::{Fingerprint, Kind};
 use super::pieces::{Patience, Pieces};
 use super::shm::Region;
 use super::state::{Failure, Fault};
-use super::wire::Wire;
 use crate::error::CommError;
 use candle_core::DType;
 use std::cell::Cell;

@@ -1,6 +1,6 @@
 //! What a rank says about a collective before its data is touched.
 
-use super::wire::Wire;
+use super::encoding::Wire;
 use crate::precision::Ints;
 use candle_core::DType;
 use std::fmt;

@@ -2,8 +2,8 @@
 
 use super::{Bandwidth, Kind, size_text, trimmed_mean};
 use crate::config::CommsLogger;
-use crate::monitor::say;
-use crate::param::lock;
+use crate::notice::say;
+use crate::util::lock;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;

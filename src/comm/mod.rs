@@ -17,9 +17,12 @@
 
 pub(crate) mod agree;
 mod bandwidth;
+mod coded;
 mod collectives;
 mod counters;
 mod defaults;
+mod encoding;
+pub(crate) mod env;
 mod exchange;
 mod fingerprint;
 mod log;
@@ -28,19 +31,20 @@ mod pieces;
 mod queue;
 pub(crate) mod shm;
 mod solo;
+mod split;
 mod state;
 mod stream;
 pub mod threads;
-mod wire;
 
 pub use bandwidth::{Bandwidth, size_text, trimmed_mean};
 pub use counters::{CommReport, KindReport};
+pub use encoding::Wire;
+pub use env::RankEnv;
 pub use fingerprint::Kind;
 pub use log::{CommLog, CommLogRow, CommSummary};
 pub use pending::Pending;
 pub use queue::Shared;
 pub use solo::Solo;
-pub use wire::Wire;
 
 use crate::error::Result;
 use crate::precision::Flat;
@@ -189,7 +193,7 @@ pub trait Communicator: Send + Sync {
 ///
 /// # Errors
 /// Memory that is not this job's; a rank that has joined before, also where that was this process.
-pub fn from_env(env: &crate::launch::RankEnv) -> Result<Arc<dyn Communicator>> {
+pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
     match env.shm_fd {
         Some(fd) if env.world_size > 1 => {
             let region = region_of_this_process(fd, env.world_size)?;
@@ -203,7 +207,7 @@ pub fn from_env(env: &crate::launch::RankEnv) -> Result<Arc<dyn Communicator>> {
 /// must learn that the rank is taken rather than find a closed or a foreign descriptor.
 fn region_of_this_process(fd: std::os::fd::RawFd, world_size: usize) -> Result<Arc<shm::Region>> {
     static REGION: Mutex<Option<Arc<shm::Region>>> = Mutex::new(None);
-    let mut region = REGION.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let mut region = crate::util::lock(&REGION);
     match &*region {
         Some(region) => Ok(region.clone()),
         None => Ok(region.insert(Arc::new(shm::Region::inherit(fd, world_size)?)).clone()),

@@ -16,9 +16,9 @@ use super::exchange::{Exchange, Runner};
 use super::shm::Region;
 use super::{CommLog, CommReport, Communicator, Kind, Pending, Wire};
 use crate::error::{CommError, Result, without_backtrace};
-use crate::param::lock;
 use crate::precision::Flat;
 use crate::timeline::{self, Lane};
+use crate::util::{lock, unpoisoned};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, TryRecvError};
@@ -53,7 +53,7 @@ struct Jobs {
 
 impl Queue {
     fn jobs(&self) -> MutexGuard<'_, Jobs> {
-        self.jobs.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        lock(&self.jobs)
     }
 
     /// Appends a job; drops it if the queue is closed.
@@ -91,7 +91,7 @@ impl Queue {
             let jobs = self.jobs();
             let idle = |jobs: &mut Jobs| !jobs.urgent && !jobs.closed;
             let wait = self.changed.wait_timeout_while(jobs, GRACE, idle);
-            let (mut jobs, _) = wait.unwrap_or_else(|poisoned| poisoned.into_inner());
+            let (mut jobs, _) = unpoisoned(wait);
             if jobs.waiting.is_empty() {
                 if jobs.closed {
                     return;

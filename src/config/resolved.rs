@@ -1,6 +1,6 @@
 //! The configuration as the engine uses it: every default filled in, every rule checked.
 
-use super::Monitoring;
+use super::{Monitoring, Note};
 use crate::layout::ZeroStage;
 use candle_core::DType;
 use std::path::{Path, PathBuf};
@@ -270,6 +270,16 @@ pub enum OptimizerConfig {
     Muon(MuonConfig),
 }
 
+impl OptimizerConfig {
+    /// Whether the optimizer has betas, which a schedule may change, rather than one factor.
+    pub(crate) fn has_betas(&self) -> bool {
+        match self {
+            Self::Adam(_) | Self::Lion(_) | Self::Lamb(_) => true,
+            Self::Sgd(_) | Self::Adagrad(_) | Self::Muon(_) => false,
+        }
+    }
+}
+
 /// Parameters of Adam and AdamW.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamConfig {
@@ -505,13 +515,4 @@ impl OneCycleConfig {
             decay_mom_rate: 0.0,
         }
     }
-}
-
-/// One thing that has to be said about a configuration, once, by path.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Note {
-    /// Path of the key, such as `zero_optimization.contiguous_gradients`.
-    pub path: String,
-    /// What is to be known.
-    pub message: String,
 }

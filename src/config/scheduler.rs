@@ -3,7 +3,6 @@
 use super::optim::{needs_type, parameters, stranger};
 use super::walk::Walk;
 use super::{OneCycleConfig, OptimizerConfig, PerGroup, Rule, SchedulerConfig, WarmupType};
-use crate::optim::{Momentum, momentum};
 use serde_json::Value;
 
 /// Schedules, in exact letter case.
@@ -183,7 +182,7 @@ fn one_cycle(walk: &mut Walk<'_>, optimizer: Option<&OptimizerConfig>) -> Option
 
 /// What has to be said about a momentum that goes down and up.
 fn cycled_momentum(walk: &mut Walk<'_>, cycle: &OneCycleConfig, optimizer: Option<&OptimizerConfig>) {
-    if let Some(Momentum::Factor(_)) = optimizer.map(momentum) {
+    if optimizer.is_some_and(|optimizer| !optimizer.has_betas()) {
         let text = "has no effect on an optimizer without betas, which keeps its momentum, as in DeepSpeed";
         return walk.note(&of("cycle_momentum"), text);
     }

@@ -2,10 +2,10 @@
 
 use super::Engine;
 use crate::comm::Communicator;
+use crate::comm::RankEnv;
 use crate::config::{Config, ConfigSource, RunValues};
 use crate::error::Result;
 use crate::kernels;
-use crate::launch::RankEnv;
 use crate::monitor::{Monitor, Opening};
 use crate::offload::DiskAccess;
 use crate::optim::{LrSchedule, Optimizer, ParameterGroup};
@@ -135,6 +135,7 @@ impl EngineBuilder {
         config: impl Into<ConfigSource>,
     ) -> Result<Engine<M>> {
         let env = RankEnv::from_env();
+        let is_process_of_several = env.as_ref().is_ok_and(|env| env.world_size > 1);
         let comm = match self.communicator.clone() {
             Some(comm) => comm,
             None => crate::comm::from_env(&env?)?,
@@ -144,7 +145,9 @@ impl EngineBuilder {
             Some(device) => device,
             None => crate::device::default()?,
         };
-        let recorder = Recorder::open(self.timeline.clone(), comm.rank(), comm.size());
+        // Ranks that are threads share a file.
+        let ranks_are_processes = is_process_of_several && comm.size() > 1;
+        let recorder = Recorder::open(self.timeline.clone(), comm.rank(), ranks_are_processes);
         let recorder = recorder.inspect_err(|e| comm.abort(&e.to_string()))?;
         let _here = timeline::enter(recorder.as_ref());
         let _span = timeline::span(timeline::Kind::Engine, "initialize");

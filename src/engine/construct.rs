@@ -14,11 +14,12 @@ use crate::error::{Error, KernelError, Result};
 use crate::kernels::checked_level;
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
-use crate::monitor::say;
+use crate::notice::say;
 use crate::offload::{DiskAccess, Offload};
 use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, Trainer};
-use crate::param::{Source, fnv1a};
+use crate::param::Source;
 use crate::precision::LossScaler;
+use crate::util::fnv1a;
 use crate::zero::core::{Core, CoreParts, Link, Recomputation, Registered};
 use crate::zero::gradients::ReducePlan;
 use crate::zero::registry::Registry;
@@ -189,7 +190,8 @@ fn trainer(
     config: &Config,
     rank: usize,
 ) -> Result<Trainer> {
-    let (trainer, empty) = Trainer::new(grouping, &mut registered.params, schedule, config.scheduler.as_ref())?;
+    let groups = registered.params.iter_mut().map(|param| &mut param.group).collect();
+    let (trainer, empty) = Trainer::new(grouping, groups, schedule, config.scheduler.as_ref())?;
     for group in empty.iter().filter(|_| rank == 0) {
         say(&format!("parameter group {group} (from 0) selects no parameter that is left: it is dropped"));
     }

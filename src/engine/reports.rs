@@ -6,22 +6,8 @@ use crate::config::Config;
 use crate::memory::MemoryReport;
 use crate::offload::OffloadReport;
 use crate::optim::Momentum;
+use crate::profiler::StepTimings;
 use candle_core::{DType, Device};
-
-/// Milliseconds that the last optimizer step took on this rank, accumulation included.
-#[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
-pub struct StepTimings {
-    /// In `forward`.
-    pub forward_ms: f64,
-    /// In `backward`.
-    pub backward_ms: f64,
-    /// In `step`.
-    pub step_ms: f64,
-    /// Waiting for collectives, a part of the others.
-    pub comm_ms: f64,
-    /// Waiting for files, a part of the others.
-    pub disk_ms: f64,
-}
 
 impl<M> Engine<M> {
     /// Samples that all ranks together have trained on.

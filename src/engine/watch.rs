@@ -1,6 +1,7 @@
 //! One guard over a call of a micro step: its time, its events in timeline and profile, its memory lines.
 
-use super::{Engine, StepTimings};
+use super::Engine;
+use crate::profiler::StepTimings;
 use crate::profiler::spans::{self, Half};
 use crate::timeline::{self, Recorder, Span};
 use std::time::{Duration, Instant};

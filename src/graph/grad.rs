@@ -2,10 +2,10 @@
 
 use crate::kernels::add::add_into;
 use crate::kernels::buffer;
-use crate::nn::element::{Element, with_elements};
-use crate::param::lock;
-use crate::param::residency::{storage_on, to_storage, with_view};
 use crate::precision::{Flat, FlatRef};
+use crate::tensor::element::{Element, with_elements};
+use crate::tensor::residency::{storage_on, to_storage, with_view};
+use crate::util::lock;
 use candle_core::{DType, Device, Result, Shape, Tensor, op::BackpropOp};
 use std::cell::Cell;
 use std::sync::Mutex;

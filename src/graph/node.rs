@@ -2,6 +2,7 @@
 
 use super::grad::{Grad, Slot};
 use super::prepared::prepared;
+use crate::util::unpoisoned;
 use candle_core::{Result, Shape, Storage, Tensor, TensorId};
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, OnceLock, RwLock};
@@ -28,13 +29,13 @@ static NODES: LazyLock<RwLock<HashMap<TensorId, Node>>> = LazyLock::new(RwLock::
 
 /// The node of a tensor that has one.
 pub(crate) fn node_of(tensor: &Tensor) -> Option<Node> {
-    NODES.read().unwrap_or_else(|poisoned| poisoned.into_inner()).get(&tensor.id()).cloned()
+    unpoisoned(NODES.read()).get(&tensor.id()).cloned()
 }
 
 /// Says how `tensor`'s values can be computed once more, cheaply and to the same bits, from what its own operation
 /// keeps for backward. Operations that need them in backward then need not keep the tensor; see [`Kept`].
 pub(crate) fn can_remake(tensor: &Tensor, remake: impl Fn() -> Result<Tensor> + Send + Sync + 'static) {
-    let mut nodes = NODES.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let mut nodes = unpoisoned(NODES.write());
     if let Some(node) = nodes.get_mut(&tensor.id()) {
         node.remake = Some(Arc::new(remake));
     }
@@ -68,7 +69,7 @@ struct Entry(Arc<OnceLock<TensorId>>);
 impl Drop for Entry {
     fn drop(&mut self) {
         let Some(id) = self.0.get() else { return };
-        let node = NODES.write().unwrap_or_else(|poisoned| poisoned.into_inner()).remove(id);
+        let node = unpoisoned(NODES.write()).remove(id);
         // Dropped outside of the lock: it may be the last hold on other tensors with nodes.
         drop(node);
     }
@@ -91,6 +92,6 @@ pub(crate) fn with_token(
     })?;
     // Set before the entry exists: whoever sees the entry can remove it.
     let _ = id.set(tensor.id());
-    NODES.write().unwrap_or_else(|poisoned| poisoned.into_inner()).insert(tensor.id(), Node::new(token, slot));
+    unpoisoned(NODES.write()).insert(tensor.id(), Node::new(token, slot));
     Ok(tensor)
 }

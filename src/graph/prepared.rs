@@ -3,8 +3,8 @@
 //! Candle's forward of a custom operation returns a storage of its own. Nothing is to be computed there; what matters
 //! is that the result depends on the argument, and that backward comes by.
 
-use crate::param::lock;
-use crate::param::residency::{storage_on, to_storage, with_view};
+use crate::tensor::residency::{storage_on, to_storage, with_view};
+use crate::util::lock;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Device, Layout, Result, Shape, Storage, Tensor};
 use std::sync::Mutex;

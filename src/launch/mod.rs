@@ -4,11 +4,10 @@
 //! manifest may stand in front of the code, see `frontmatter`), `build` lets cargo make the executable, and `ranks` starts it
 //! N times, carries its output (`output`, `tail`) and its signals (`signals`), and stops everything when a rank fails
 //! (`report`); `restarts` decides whether it starts again. What `zerorun` itself prints goes through `console`. On the other
-//! side `discover` reads the variables that the launcher has set.
+//! side `comm/env.rs` reads the variables that the launcher has set.
 
 pub(crate) mod build;
 pub(crate) mod console;
-mod discover;
 mod frontmatter;
 mod output;
 mod package;
@@ -18,8 +17,6 @@ mod restarts;
 pub(crate) mod script;
 pub(crate) mod signals;
 mod tail;
-
-pub use discover::RankEnv;
 
 use crate::kernels::checked_level;
 use crate::{Result, timeline};

@@ -4,11 +4,12 @@
 //! written, which is what a terminal would show in the end.
 
 use super::tail::Tail;
+use crate::util::lock;
 use crate::{Error, Result};
 use std::io::{self, IsTerminal, Read, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Where a line goes.
@@ -106,7 +107,7 @@ impl Screen {
             Piece::Progress(_) if !on_terminal => return Ok(()),
             Piece::Progress(text) => (text, b""),
         };
-        let mut shown = self.progress_shown.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shown = lock(&self.progress_shown);
         let erase = if on_terminal && *shown { ERASE_LINE } else { b"" };
         let bytes = [erase, prefix, text, end].concat();
         match stream {
@@ -120,7 +121,7 @@ impl Screen {
     }
 
     fn leave_progress(&self) {
-        let mut shown = self.progress_shown.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shown = lock(&self.progress_shown);
         if std::mem::take(&mut *shown) {
             // The terminal may be gone.
             let _ = if self.err_is_terminal { io::stderr().write_all(b"\n") } else { io::stdout().write_all(b"\n") };
@@ -210,12 +211,12 @@ impl Output {
             }
         }
         self.screen.leave_progress();
-        std::mem::take(&mut *self.tails.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *lock(&self.tails))
     }
 }
 
 fn remember(tails: &Mutex<Vec<Tail>>, rank: usize, line: &[u8]) {
-    let mut tails = tails.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut tails = lock(tails);
     if tails.len() <= rank {
         tails.resize_with(rank + 1, Tail::default);
     }

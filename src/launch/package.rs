@@ -6,6 +6,7 @@
 
 use super::build::{Build, Kind, PrintedPath};
 use super::script::Single;
+use crate::util::fnv1a;
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
@@ -34,11 +35,6 @@ fn cache_dir(lookup: impl Fn(&str) -> Option<PathBuf>) -> Result<PathBuf> {
     std::path::absolute(&dir).map_err(|source| Error::Io { action: "find", path: dir, source })
 }
 
-/// FNV-1a, 64 bits: the names in the cache must stay the same from one build of zerorun to the next.
-fn hash(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
-}
-
 /// A package name for the script. The hash keeps two scripts of one name apart: they share a target folder.
 fn package_name(path: &Path) -> String {
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();
@@ -49,7 +45,7 @@ fn package_name(path: &Path) -> String {
     if !slug.starts_with(|c: char| c.is_ascii_alphabetic()) {
         slug.insert_str(0, "script-");
     }
-    format!("{slug}-{:016x}", hash(path.as_os_str().as_encoded_bytes()))
+    format!("{slug}-{:016x}", fnv1a(path.as_os_str().as_encoded_bytes()))
 }
 
 /// The checkout to take this library from; `None` if it is gone and the registry must serve.
@@ -376,10 +372,10 @@ mod tests {
     #[test]
     fn names_are_valid_and_tell_scripts_of_one_name_apart() {
         let name = package_name(Path::new("/a/Train GPT.v2.rs"));
-        assert_eq!(name, format!("train-gpt-v2-{:016x}", hash(b"/a/Train GPT.v2.rs")));
+        assert_eq!(name, format!("train-gpt-v2-{:016x}", fnv1a(b"/a/Train GPT.v2.rs")));
         assert_ne!(package_name(Path::new("/a/train.rs")), package_name(Path::new("/b/train.rs")));
         assert!(package_name(Path::new("/a/2nd.rs")).starts_with("script-2nd-"));
-        assert_eq!(hash(b"a"), 0xaf63_dc4c_8601_ec8c, "published test value of FNV-1a");
+        assert_eq!(fnv1a(b"a"), 0xaf63_dc4c_8601_ec8c, "published test value of FNV-1a");
     }
 
     #[test]

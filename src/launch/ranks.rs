@@ -4,11 +4,11 @@
 //! then SIGKILL. However the launcher itself ends, the kernel kills the ranks.
 
 use super::console::say;
-use super::discover::{SHM_FD, TIMEOUT_MS};
 use super::output::{Output, Stream};
 use super::report::{self, Culprit, Ended, Fate, Request};
 use super::signals::{self, Event, die_with_parent};
 use super::tail::Tail;
+use crate::comm::env::{DEFAULT_TIMEOUT, SHM_FD, TIMEOUT_MS};
 use crate::comm::shm::{Fault, Region};
 use crate::monitor::PROMETHEUS_PORT;
 use crate::timeline;
@@ -118,7 +118,7 @@ fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
     match job.timeout {
         Some(timeout) => variables.push((TIMEOUT_MS, timeout.as_millis().to_string())),
         None if is_set(TIMEOUT_MS) => {}
-        None => variables.push((TIMEOUT_MS, super::discover::DEFAULT_TIMEOUT.as_millis().to_string())),
+        None => variables.push((TIMEOUT_MS, DEFAULT_TIMEOUT.as_millis().to_string())),
     }
     variables.extend(job.prometheus.map(|port| (PROMETHEUS_PORT, port.to_string())));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

@@ -26,15 +26,3 @@ pub(crate) use prometheus::PORT as PROMETHEUS_PORT;
 pub use prometheus::Prometheus;
 pub use tensorboard::TensorBoard;
 pub(crate) use throughput::Throughput;
-
-use std::io::Write as _;
-
-/// Says something to the user, once and aloud: through `tracing` where a subscriber listens, else on stderr.
-pub fn say(message: &str) {
-    if tracing::dispatcher::has_been_set() {
-        tracing::info!(target: "candle_zero", "{message}");
-    } else {
-        // A stream that is closed or full is no reason to stop training.
-        _ = writeln!(std::io::stderr(), "[candle-zero] {message}");
-    }
-}

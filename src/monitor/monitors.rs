@@ -1,8 +1,9 @@
 //! The monitors of a run, all told the same.
 
-use super::{CsvMonitor, Event, Monitor, Prometheus, TensorBoard, say};
+use super::{CsvMonitor, Event, Monitor, Prometheus, TensorBoard};
 use crate::Result;
 use crate::config::Monitoring;
+use crate::notice::say;
 
 /// Makes a monitor, on the rank that writes.
 pub(crate) type Opening = Box<dyn FnOnce() -> Result<Box<dyn Monitor>> + Send>;

@@ -1,7 +1,8 @@
 //! The last value of every tag for Prometheus, on a port of this host.
 
-use super::{Event, Monitor, say};
-use crate::param::lock;
+use super::{Event, Monitor};
+use crate::notice::say;
+use crate::util::lock;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

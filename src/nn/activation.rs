@@ -4,7 +4,7 @@ use crate::graph::{Grad, Inputs};
 use crate::kernels::gemm::Activation;
 use crate::kernels::{activation, buffer};
 use crate::nn::composed;
-use crate::nn::element::{Element, with_all, with_element, with_elements};
+use crate::tensor::element::{Element, with_all, with_element, with_elements};
 use candle_core::{Result, Tensor, bail};
 
 /// GELU by its tanh approximation (Hendrycks and Gimpel 2016), GPT-2's activation:

@@ -4,7 +4,7 @@ use crate::graph::{Grad, Inputs, OwnResult};
 use crate::kernels::attention::{self, Heads, Rows, RowsMut};
 use crate::kernels::buffer;
 use crate::nn::composed;
-use crate::nn::element::{Element, with_all, with_element};
+use crate::tensor::element::{Element, with_all, with_element};
 use candle_core::{Result, Tensor, bail};
 
 /// softmax(q k^T / sqrt(head width), causal) v for `n_head` heads.

@@ -4,11 +4,11 @@ use crate::Error;
 use crate::graph::{Grad, Inputs, is_once};
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
 use crate::kernels::{self, buffer};
-use crate::nn::element::{Element, with_all, with_element, with_elements};
 use crate::nn::embedding::host_ids;
 use crate::nn::{WeightLayout, composed, refuse};
-use crate::param::lock;
 use crate::precision::{Flat, FlatMut, FlatRef};
+use crate::tensor::element::{Element, with_all, with_element, with_elements};
+use crate::util::lock;
 use candle_core::{CpuStorage, Result, Tensor, bail};
 use std::sync::Mutex;
 

@@ -3,7 +3,7 @@
 use crate::graph::{Inputs, advance_draws, draws, is_without_gradients};
 use crate::kernels::buffer;
 use crate::kernels::dropout as kernel;
-use crate::nn::element::{Element, with_element, with_elements};
+use crate::tensor::element::{Element, with_element, with_elements};
 use candle_core::{Result, Tensor, bail};
 use candle_nn::Module;
 

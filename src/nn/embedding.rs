@@ -4,8 +4,8 @@ use crate::Error;
 use crate::graph::Inputs;
 use crate::kernels::{self, buffer};
 use crate::nn::composed;
-use crate::nn::element::{Element, with_element, with_elements};
 use crate::nn::{normal, refuse};
+use crate::tensor::element::{Element, with_element, with_elements};
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder};
 

@@ -1,33 +1,14 @@
 //! Linear layers in both orientations of the weight, with what follows them in the same pass.
 
+use super::{Activation, Then, WeightLayout};
 use crate::graph::{Grad, Inputs, Kept, Sink, can_remake};
 use crate::kernels::buffer;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
-use crate::nn::element::{Element, with_all, with_element, with_elements};
 use crate::nn::{activation, composed};
+use crate::tensor::element::{Element, with_all, with_element, with_elements};
 use candle_core::{Device, Result, Shape, Tensor, bail};
 use candle_nn::{Init, Module, VarBuilder, init};
 use std::sync::Arc;
-
-pub use crate::kernels::gemm::Activation;
-
-/// How a linear layer's weight lies in memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WeightLayout {
-    /// `[out, in]`, as PyTorch's and candle-nn's Linear: y = x w^T + b.
-    OutIn,
-    /// `[in, out]`, as GPT-2's Conv1D: y = x w + b.
-    InOut,
-}
-
-/// What is done with a linear layer's result in the same pass over memory. Default: nothing.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Then<'a> {
-    /// Applied to the result.
-    pub activation: Option<Activation>,
-    /// Added after that; of the result's shape.
-    pub residual: Option<&'a Tensor>,
-}
 
 /// y = x w (+ bias) with true backward for x `[.., in]`, of the weight's dtype, and a bias `[out]`.
 ///

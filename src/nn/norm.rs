@@ -4,7 +4,7 @@
 use crate::graph::{Inputs, can_remake};
 use crate::kernels::{buffer, norm};
 use crate::nn::composed;
-use crate::nn::element::{Element, with_all, with_element};
+use crate::tensor::element::{Element, with_all, with_element};
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder, init};
 

@@ -3,7 +3,7 @@
 use crate::graph::Inputs;
 use crate::kernels::{buffer, rope};
 use crate::nn::composed;
-use crate::nn::element::{Element, with_element, with_elements};
+use crate::tensor::element::{Element, with_element, with_elements};
 use candle_core::{Result, Tensor, bail};
 use std::sync::Arc;
 

@@ -2,7 +2,7 @@
 
 use crate::graph::Inputs;
 use crate::kernels::add::add_into;
-use crate::nn::element::{Element, with_all, with_element};
+use crate::tensor::element::{Element, with_all, with_element};
 use candle_core::{Result, Tensor, bail};
 
 /// a + b, elementwise, computed in f32 and rounded once.

@@ -1,6 +1,5 @@
 //! How a file is read and written.
 
-use super::arena::Arena;
 use std::fmt;
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -77,10 +76,10 @@ impl Chosen {
         DiskAccess::ALL[usize::from(self.0.load(Ordering::Relaxed))]
     }
 
-    /// The access for `arena`, which may not allow the chosen one.
-    pub fn of(&self, arena: &Arena) -> DiskAccess {
+    /// The access to a file, which may not allow the chosen one.
+    pub fn of_file(&self, allows_direct: bool) -> DiskAccess {
         match self.get() {
-            DiskAccess::Direct if !arena.allows_direct() => DiskAccess::Mapped,
+            DiskAccess::Direct if !allows_direct => DiskAccess::Mapped,
             access => access,
         }
     }

@@ -1,10 +1,12 @@
 //! Memory that begins at a page, so that files are read into it and written from it without a copy.
 
-use super::ALIGN;
-use super::io::Buffer;
+use super::buffer::Buffer;
 use crate::precision::{FlatMut, prefer_huge};
 use candle_core::DType;
 use std::ops::Range;
+
+/// Offsets and lengths in files, and memory for direct access, are multiples of this many bytes.
+pub(crate) const ALIGN: usize = 4096;
 
 /// Zeroed bytes whose first one lies at a multiple of [`ALIGN`].
 #[derive(Debug)]

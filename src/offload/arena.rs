@@ -4,12 +4,12 @@
 //! space stays, and a mapped page of it is always there.
 
 use super::access::DiskAccess;
-use super::aligned::Aligned;
+use super::aligned::{ALIGN, Aligned};
 use super::folder::Folder;
-use super::io::Piece;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::memory::{Held, Kind, Ledger, Tier};
+use crate::util::lock;
 use candle_core::DType;
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::{Advice, FallocateFlags, IFlags, ioctl_getflags, ioctl_setflags};
@@ -21,8 +21,13 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 
-/// Offsets and lengths in files, and memory for direct access, are multiples of this many bytes.
-pub(crate) const ALIGN: usize = 4096;
+/// A place in a file and the bytes of a buffer that belong there.
+pub(crate) struct Piece {
+    pub arena: Arc<Arena>,
+    /// Offset in the file, a multiple of [`ALIGN`].
+    pub at: u64,
+    pub memory: Range<usize>,
+}
 
 /// A file under `nvme_path`.
 #[derive(Debug)]
@@ -83,7 +88,7 @@ impl Arena {
     /// Reserves `bytes` more at the end and returns where they begin. They read as zeros.
     pub fn reserve(&self, bytes: usize) -> Result<u64> {
         assert!(bytes.is_multiple_of(ALIGN), "files grow by whole pages");
-        let mut reserved = crate::param::lock(&self.reserved);
+        let mut reserved = lock(&self.reserved);
         let start = reserved.bytes;
         let len = bytes as u64;
         if bytes == 0 {
@@ -124,7 +129,7 @@ impl Arena {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         // Where a file system cannot, the space stays reserved until the job ends.
         if len > 0 && rustix::fs::fallocate(&self.cached, flags, range.start, len).is_ok() {
-            let mut reserved = crate::param::lock(&self.reserved);
+            let mut reserved = lock(&self.reserved);
             reserved.given_back += len;
             self.account(&mut reserved);
         }
@@ -195,7 +200,7 @@ impl Arena {
 
     /// The whole file, mapped; anew after it has grown.
     fn map(&self) -> std::io::Result<Arc<MmapRaw>> {
-        let mut reserved = crate::param::lock(&self.reserved);
+        let mut reserved = lock(&self.reserved);
         let len = usize::try_from(reserved.bytes).map_err(|_| IoError::from(ErrorKind::FileTooLarge))?;
         match &reserved.map {
             Some(map) if map.len() == len => Ok(map.clone()),
@@ -223,7 +228,7 @@ impl Arena {
         advise(Advice::DontNeed)?;
         // Looking at a page must not make the system read its neighbours.
         advise(Advice::Random)?;
-        let pages = crate::param::lock(&self.reserved).bytes / ALIGN as u64;
+        let pages = lock(&self.reserved).bytes / ALIGN as u64;
         let is_there = |i: u64| {
             let (mut byte, at) = ([0u8], u64::midpoint(i * pages / SAMPLES, (i + 1) * pages / SAMPLES) * ALIGN as u64);
             match preadv2(&self.cached, &mut [IoSliceMut::new(&mut byte)], at, ReadWriteFlags::NOWAIT) {
@@ -282,7 +287,7 @@ pub(crate) struct Extent {
 impl Extent {
     /// Elements without a place yet: those that the next ones reserved in `arena` will be.
     pub fn at_end_of(arena: &Arc<Arena>, dtype: DType) -> Self {
-        Self { arena: arena.clone(), start: crate::param::lock(&arena.reserved).bytes, dtype }
+        Self { arena: arena.clone(), start: lock(&arena.reserved).bytes, dtype }
     }
 
     /// Reserves `count` more elements. Nothing else may have been reserved in the file since the extent began.

@@ -14,9 +14,10 @@
 
 use super::access::DiskAccess;
 use super::aligned::Aligned;
+use super::arena::Piece;
 use super::arena::{Arena, Bounce, Extent};
 use super::folder::Folder;
-use super::io::{Io, Piece, Transfer, threads};
+use super::io::{Io, Transfer, threads};
 use super::pipeline::{Pipeline, Plan, STEP, Stream, Windows, windows};
 use crate::config::{AdamConfig, Aio, OptimizerConfig};
 use crate::error::Result;

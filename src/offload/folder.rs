@@ -1,7 +1,7 @@
 //! The folder of `nvme_path`: looked at before anything is built, locked against other jobs, and asked for space.
 
 use crate::error::{Error, Result};
-use crate::monitor::say;
+use crate::notice::say;
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;

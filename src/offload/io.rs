@@ -9,17 +9,16 @@
 //! memory that the system is filling. A place in a file takes part in one transfer at a time; whoever wants to read
 //! what was written waits for the writing first.
 
-use super::ALIGN;
 use super::access::{Chosen, DiskAccess};
-use super::arena::{Arena, Bounce};
+use super::aligned::ALIGN;
+use super::arena::{Arena, Bounce, Piece};
+use super::buffer::Buffer;
 use super::report::{Meter, OffloadReport};
 use crate::config::Aio;
 use crate::error::{Error, Result};
-use crate::memory::Tracked;
-use crate::precision::Flat;
 use crate::timeline::{self, Carried, Lane};
+use crate::util::{lock, unpoisoned};
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
@@ -33,37 +32,6 @@ const LARGEST_BLOCK: usize = 16 << 20;
 
 /// Bytes of [`Io::write_and_drop`] that may be waiting to be written, unless one transfer alone is larger.
 pub(crate) const UNWRITTEN: usize = 256 << 20;
-
-/// Memory that a transfer can own.
-///
-/// # Safety
-/// The bytes lie on the heap and stay there when the value moves.
-pub(crate) unsafe trait Buffer: Send + 'static {
-    /// All of it.
-    fn bytes(&mut self) -> &mut [u8];
-}
-
-// SAFETY: the bytes are those of a vector.
-unsafe impl Buffer for Flat {
-    fn bytes(&mut self) -> &mut [u8] {
-        self.as_bytes_mut()
-    }
-}
-
-// SAFETY: the bytes are those of a vector.
-unsafe impl Buffer for Tracked {
-    fn bytes(&mut self) -> &mut [u8] {
-        self.as_bytes_mut()
-    }
-}
-
-/// A place in a file and the bytes of a buffer that belong there.
-pub(crate) struct Piece {
-    pub arena: Arc<Arena>,
-    /// Offset in the file, a multiple of [`ALIGN`].
-    pub at: u64,
-    pub memory: Range<usize>,
-}
 
 /// The threads of one rank.
 pub(crate) struct Io {
@@ -217,7 +185,7 @@ impl Io {
         let mut queue = self.shared.lock();
         let start = Instant::now();
         while queue.unwritten > 0 && queue.unwritten + bytes > UNWRITTEN {
-            queue = self.shared.written.wait(queue).unwrap_or_else(|poisoned| poisoned.into_inner());
+            queue = unpoisoned(self.shared.written.wait(queue));
         }
         queue.unwritten += bytes;
         drop(queue);
@@ -231,7 +199,7 @@ impl Io {
         let batch = Arc::new(Batch { state: Mutex::new(state), over: Condvar::new() });
         let carried = timeline::carry();
         let mut queue = self.shared.lock();
-        let mut state = crate::param::lock(&batch.state);
+        let mut state = lock(&batch.state);
         if let Some(buffer) = &mut state.buffer {
             let bytes = buffer.bytes();
             for Piece { arena, at, memory } in pieces {
@@ -271,7 +239,7 @@ impl Drop for Io {
 
 impl Shared {
     fn lock(&self) -> std::sync::MutexGuard<'_, Queue> {
-        crate::param::lock(&self.queue)
+        lock(&self.queue)
     }
 
     /// What one thread does.
@@ -297,7 +265,7 @@ impl Shared {
                 if queue.is_closed {
                     return;
                 }
-                queue = self.wanted.wait(queue).unwrap_or_else(|poisoned| poisoned.into_inner());
+                queue = unpoisoned(self.wanted.wait(queue));
             };
             drop(queue);
             let span = request.carried.span(Lane::File(thread), timeline::Kind::File, request.direction.name());
@@ -307,7 +275,7 @@ impl Shared {
     }
 
     fn carry_out(&self, Request { batch, arena, direction, at, memory, len, .. }: Request, bounce: &mut Bounce) {
-        let access = self.chosen.of(&arena);
+        let access = self.chosen.of_file(arena.allows_direct());
         // SAFETY: see the `Send` of requests: these bytes are inside of a live buffer, and nobody else's meanwhile.
         let memory = unsafe { std::slice::from_raw_parts_mut(memory, len) };
         self.meter.begin();
@@ -330,7 +298,7 @@ impl<B: Buffer> Block for Batch<B> {
     fn is_over(&self, result: std::result::Result<(), Error>, shared: &Shared) {
         // Both locks are taken in the order of `submit`.
         let mut queue = shared.lock();
-        let mut state = crate::param::lock(&self.state);
+        let mut state = lock(&self.state);
         if let Err(error) = result {
             state.error.get_or_insert(error);
         }
@@ -362,10 +330,10 @@ impl<B> Transfer<B> {
     /// The first request that failed.
     fn finish(self) -> Result<Option<B>> {
         let start = Instant::now();
-        let mut state = crate::param::lock(&self.batch.state);
+        let mut state = lock(&self.batch.state);
         let _span = timeline::span(timeline::Kind::Wait, "wait for file");
         while state.left > 0 {
-            state = self.batch.over.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
+            state = unpoisoned(self.batch.over.wait(state));
         }
         self.shared.meter.waited(start.elapsed());
         match state.error.take() {
@@ -400,6 +368,7 @@ mod tests {
     use super::super::folder::Folder;
     use super::*;
     use crate::memory::{Kind, Ledger};
+    use crate::precision::Flat;
     use proptest::prelude::*;
 
     fn arena(path: &std::path::Path, pages: usize) -> Arc<Arena> {

@@ -20,6 +20,7 @@
 //! | `arena.rs` | one file: space reserved first, then read and written in blocks |
 //! | `access.rs` | around the page cache, through it, or through a mapping |
 //! | `io.rs` | threads that carry out requests; transfers that own their buffers |
+//! | `buffer.rs` | memory that a transfer owns |
 //! | `files.rs` | what the step asks of files; a rehearsal answers by counting |
 //! | `aligned.rs` | memory that files are read into without a copy |
 //! | `pipeline.rs` | windows of the optimizer step: read ahead, updated, written behind |
@@ -32,6 +33,7 @@ mod aligned;
 mod arena;
 #[cfg(feature = "cli")]
 pub(crate) mod bench;
+mod buffer;
 mod files;
 mod folder;
 mod io;
@@ -44,8 +46,8 @@ pub use access::DiskAccess;
 pub use report::OffloadReport;
 
 pub(crate) use access::available_memory;
-pub(crate) use aligned::Aligned;
-pub(crate) use arena::{ALIGN, Extent, open_direct};
+pub(crate) use aligned::{ALIGN, Aligned};
+pub(crate) use arena::{Extent, open_direct};
 pub(crate) use files::Files;
 pub(crate) use folder::{free as free_space, is_memory};
 pub(crate) use io::{Io, Transfer, UNWRITTEN, block_size, threads};

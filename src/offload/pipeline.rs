@@ -9,8 +9,8 @@
 //! Without a flag, its part is waited for. There are as many sets of buffers as windows at a time: one, two or three.
 
 use super::access::DiskAccess;
+use super::aligned::ALIGN;
 use super::aligned::Aligned;
-use super::arena::ALIGN;
 use super::files::Files;
 use crate::config::OffloadOptimizer;
 use crate::error::Result;

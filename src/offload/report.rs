@@ -93,7 +93,7 @@ impl Meter {
     }
 
     fn lock(&self) -> MutexGuard<'_, Counts> {
-        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        crate::util::lock(&self.0)
     }
 }
 

@@ -1,17 +1,18 @@
 //! What recomputing units keep, in a file from their forward to their backward.
 
-use super::arena::{ALIGN, Arena};
-use super::io::{Piece, Transfer};
-use super::store::Offload;
+use super::aligned::ALIGN;
+use super::arena::{Arena, Piece};
+use super::io::{Io, Transfer};
 use crate::error::Result;
-use crate::param::lock;
 use crate::precision::Flat;
+use crate::util::lock;
 use candle_core::DType;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 /// A file of places that are used again.
 pub(super) struct Spill {
+    io: Arc<Io>,
     arena: Arc<Arena>,
     /// Free places by their length in bytes.
     free: Mutex<BTreeMap<usize, Vec<u64>>>,
@@ -19,7 +20,7 @@ pub(super) struct Spill {
 
 /// Values in a file.
 pub(crate) struct Spilled {
-    offload: Arc<Offload>,
+    spill: Arc<Spill>,
     at: u64,
     /// Bytes of its place.
     room: usize,
@@ -29,8 +30,8 @@ pub(crate) struct Spilled {
 }
 
 impl Spill {
-    pub fn new(arena: Arc<Arena>) -> Self {
-        Self { arena, free: Mutex::default() }
+    pub fn new(io: Arc<Io>, arena: Arc<Arena>) -> Self {
+        Self { io, arena, free: Mutex::default() }
     }
 
     /// The smallest free place of `room` bytes or more, and its size.
@@ -43,21 +44,18 @@ impl Spill {
         }
         Some((at, room))
     }
-}
 
-impl Offload {
     /// Begins to write `values`, whose memory is then freed.
-    pub fn spill(self: &Arc<Self>, values: Flat) -> Result<Spilled> {
-        let spill = &self.spill;
+    pub fn write(self: &Arc<Self>, values: Flat) -> Result<Spilled> {
         let (len, dtype) = (values.len(), values.dtype());
         let room = values.size_in_bytes().next_multiple_of(ALIGN);
-        let (at, room) = match spill.free_place(room) {
+        let (at, room) = match self.free_place(room) {
             Some(place) => place,
-            None => (spill.arena.reserve(room)?, room),
+            None => (self.arena.reserve(room)?, room),
         };
-        let piece = Piece { arena: spill.arena.clone(), at, memory: 0..values.size_in_bytes() };
+        let piece = Piece { arena: self.arena.clone(), at, memory: 0..values.size_in_bytes() };
         let writing = Mutex::new(Some(self.io.write_and_drop(values, vec![piece])));
-        Ok(Spilled { offload: self.clone(), at, room, len, dtype, writing })
+        Ok(Spilled { spill: self.clone(), at, room, len, dtype, writing })
     }
 }
 
@@ -66,8 +64,8 @@ impl Spilled {
     pub fn fetch(&self) -> Result<Flat> {
         self.settle()?;
         let values = Flat::zeros(self.dtype, self.len);
-        let piece = Piece { arena: self.offload.spill.arena.clone(), at: self.at, memory: 0..values.size_in_bytes() };
-        self.offload.io.read(values, vec![piece]).wait()
+        let piece = Piece { arena: self.spill.arena.clone(), at: self.at, memory: 0..values.size_in_bytes() };
+        self.spill.io.read(values, vec![piece]).wait()
     }
 
     fn settle(&self) -> Result<()> {
@@ -79,6 +77,6 @@ impl Drop for Spilled {
     fn drop(&mut self) {
         // An error here concerns values that nobody wants any more.
         let _ = self.settle();
-        lock(&self.offload.spill.free).entry(self.room).or_default().push(self.at);
+        lock(&self.spill.free).entry(self.room).or_default().push(self.at);
     }
 }

@@ -6,26 +6,27 @@ use super::folder::{Demand, Folder};
 use super::io::Io;
 use super::pipeline::Windows;
 use super::report::OffloadReport;
-use super::spill::Spill;
+use super::spill::{Spill, Spilled};
 use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
 use crate::config::{Config, OffloadOptimizer, OffloadParam, OffloadTo, Precision};
 use crate::error::Result;
 use crate::memory::{Kind, Ledger};
 use crate::optim::Grouping;
+use crate::precision::Flat;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
 /// Offloaded state of one rank. Exists where something is offloaded to `nvme`.
 pub(crate) struct Offload {
-    pub io: Io,
+    pub io: Arc<Io>,
     /// Parameter shards.
     pub params: Option<ParamFile>,
     /// Master weights, gradients and moments.
     pub optimizer: Option<OptimizerFiles>,
     /// What recomputing units keep; empty without `cpu_checkpointing`.
-    pub(super) spill: Spill,
+    spill: Arc<Spill>,
     folders: Vec<Arc<Folder>>,
     /// What the user asked for, instead of what is fastest.
     access: Option<DiskAccess>,
@@ -98,9 +99,10 @@ impl Offload {
             _ => None,
         };
         let Some(any) = folders.first() else { return Ok(None) };
-        let spill = Spill::new(Arena::create(any, Kind::Activations, "activations", ledger)?);
+        let activations = Arena::create(any, Kind::Activations, "activations", ledger)?;
         // Nothing is in the page cache yet, and what is written first is read much later.
-        let io = Io::start(&config.aio, access.unwrap_or(DiskAccess::Direct))?;
+        let io = Arc::new(Io::start(&config.aio, access.unwrap_or(DiskAccess::Direct))?);
+        let spill = Arc::new(Spill::new(io.clone(), activations));
         Ok(Some(Arc::new(Self { io, params, optimizer, spill, folders, access })))
     }
 
@@ -141,6 +143,11 @@ impl Offload {
         // A rank that has no folder there learns of it from the others.
         let folder = folders.clone().find(|f| f.demand().is_full).or(folders.next());
         folder.map_or(Ok(()), |folder| Err(folder.too_small(asked, full.free, got)))
+    }
+
+    /// Begins to write `values` of a unit that recomputes to a file; their memory is then freed.
+    pub fn spill(&self, values: Flat) -> Result<Spilled> {
+        self.spill.write(values)
     }
 
     pub fn report(&self) -> OffloadReport {

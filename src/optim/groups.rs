@@ -9,7 +9,6 @@
 
 use super::{Momentum, Optimizer};
 use crate::error::{Error, Result};
-use crate::param::Param;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
@@ -244,13 +243,14 @@ impl Grouping {
     }
 
     /// Drops the groups without parameters, and numbers the others: the given ones in their order, then the rest; of each
-    /// the optimizer's own parameters, then its auxiliary's. Tells which of the given groups are dropped.
-    pub(super) fn settle(&self, params: &mut [Param]) -> (Vec<Settled>, Vec<usize>) {
-        let mut used: Vec<usize> = params.iter().map(|p| p.group).collect();
+    /// the optimizer's own parameters, then its auxiliary's. `groups` has the number of each parameter's group, before and
+    /// after. Tells which of the given groups are dropped.
+    pub(super) fn settle(&self, mut groups: Vec<&mut usize>) -> (Vec<Settled>, Vec<usize>) {
+        let mut used: Vec<usize> = groups.iter().map(|group| **group).collect();
         used.sort_unstable();
         used.dedup();
-        for param in params {
-            param.group = used.binary_search(&param.group).unwrap_or_else(|_| unreachable!("it is among those used"));
+        for group in &mut groups {
+            **group = used.binary_search(group).unwrap_or_else(|_| unreachable!("it is among those used"));
         }
         let given = |group: &usize| group / Role::ALL.len();
         let settled = used.iter().map(|group| {

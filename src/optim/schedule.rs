@@ -7,7 +7,7 @@
 mod cycle;
 mod warmup;
 
-use super::{base_lr, momentum};
+use super::{Momentum, base_lr, momentum};
 use crate::config::{OptimizerConfig, PerGroup, SchedulerConfig};
 use crate::{Error, Result};
 use std::fmt;
@@ -69,15 +69,6 @@ impl<F: Fn(u64) -> f64 + Send + Sync> LrSchedule for F {
     fn lr(&self, applied: u64) -> f64 {
         self(applied)
     }
-}
-
-/// What an optimizer has for momentum.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Momentum {
-    /// The decays of two moments. A schedule may change them.
-    Betas(f64, f64),
-    /// One factor (SGD's; 0 where there is none). No schedule changes it.
-    Factor(f64),
 }
 
 /// Learning rate and momentum that change with the applied optimizer steps.

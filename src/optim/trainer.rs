@@ -5,7 +5,6 @@ use super::schedule::GroupBase;
 use super::{Grouping, LrSchedule, Momentum, Optimizer, Role, Schedule, StepContext};
 use crate::config::SchedulerConfig;
 use crate::error::{Error, Result};
-use crate::param::Param;
 use std::fmt;
 use std::sync::Arc;
 
@@ -31,18 +30,18 @@ pub(crate) struct GroupStep<'a> {
 }
 
 impl Trainer {
-    /// Settles the groups of registered parameters, and gives each its schedule: the user's `own`, or the configuration's.
+    /// Settles the groups of registered parameters (the number of each one's), and gives each its schedule: the user's `own`, or the configuration's.
     /// Also gives the numbers of the user's groups that select nothing.
     ///
     /// # Errors
     /// What a schedule refuses.
     pub fn new(
         grouping: Arc<Grouping>,
-        params: &mut [Param],
+        parameter_groups: Vec<&mut usize>,
         own: Option<Arc<dyn LrSchedule>>,
         scheduler: Option<&SchedulerConfig>,
     ) -> Result<(Self, Vec<usize>)> {
-        let (settled, empty) = grouping.settle(params);
+        let (settled, empty) = grouping.settle(parameter_groups);
         let main = grouping.optimizer(Role::Main).map(|o| o.momentum());
         let cycles = matches!(main, Some(Momentum::Betas(..)));
         let count = settled.len();

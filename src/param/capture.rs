@@ -10,9 +10,9 @@
 //! operation of this backward needs the parameter's values any more. See [`crate::graph`] for the token.
 
 use super::ParamId;
-use super::residency::empty_leaf;
 use crate::graph::prepared::{one, prepared};
 use crate::graph::{Grad, Slot, with_token};
+use crate::tensor::residency::empty_leaf;
 use candle_core::{Device, Result, Shape, Storage, Tensor};
 use std::sync::Arc;
 

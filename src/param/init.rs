@@ -1,6 +1,7 @@
 //! Initial values that depend on the seed, the parameter's name and the element alone: never on rank, world size,
 //! stage or thread. So a rank can make its share without making the whole.
 
+use crate::util::fnv1a;
 use candle_core::Shape;
 use candle_nn::Init;
 use candle_nn::init::NormalOrUniform;
@@ -57,11 +58,6 @@ fn mix(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
-}
-
-/// A stable 64-bit hash (FNV-1a); std's hasher may change between releases of Rust.
-pub(crate) fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
 #[cfg(test)]

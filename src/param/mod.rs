@@ -1,19 +1,18 @@
 //! Parameters: registered by name while a model is built, initialized by name, whole or absent in memory.
 //!
 //! Three mechanisms of Candle carry this, each in a file: `zero/registry.rs` (a `VarBuilder` backend sees every parameter),
-//! `capture.rs` (an operation whose backward takes a parameter's complete gradient) and `residency.rs` (a tensor's
+//! `capture.rs` (an operation whose backward takes a parameter's complete gradient) and `tensor/residency.rs` (a tensor's
 //! storage is taken out and put back while model and graph hold the tensor).
 
 pub(crate) mod capture;
 mod init;
-pub(crate) mod residency;
 mod source;
 
-pub(crate) use init::fnv1a;
 pub use source::Source;
-pub(crate) use source::{WeightFile, list};
+pub(crate) use source::WeightFile;
 
 use crate::memory::Held;
+use crate::util::lock;
 use candle_core::{Shape, Tensor};
 use std::sync::Mutex;
 
@@ -54,9 +53,4 @@ impl Param {
     pub fn is_whole(&self) -> bool {
         matches!(*lock(&self.residency), Residency::Whole(_))
     }
-}
-
-/// Locks; a panic of another holder has been reported already and leaves nothing half-done that matters here.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }

@@ -1,7 +1,8 @@
 //! Where initial values come from: a random rule, or a safetensors file.
 
-use super::init::{fnv1a, init_values};
+use super::init::init_values;
 use crate::error::{Error, Result};
+use crate::util::{fnv1a, list};
 use candle_core::Shape;
 use candle_nn::Init;
 use half::{bf16, f16};
@@ -129,14 +130,4 @@ impl WeightFile {
             }
         }
     }
-}
-
-/// Names for a message: the first few, and how many more.
-pub(crate) fn list<S: AsRef<str>>(names: &[S]) -> String {
-    const SHOWN: usize = 8;
-    let mut text = names.iter().take(SHOWN).map(|n| n.as_ref()).collect::<Vec<_>>().join(", ");
-    if names.len() > SHOWN {
-        text += &format!(" and {} more", names.len() - SHOWN);
-    }
-    text
 }

@@ -16,6 +16,31 @@ const CHUNK: usize = 128 * 1024;
 /// Elements that are widened, computed and narrowed together.
 const BLOCK: usize = 1024;
 
+impl FlatMut<'_> {
+    /// Copies `src` of equal length times `factor`; the product is formed in f32 and rounded once.
+    pub fn copy_scaled(self, src: FlatRef<'_>, factor: f32) {
+        if factor == 1.0 {
+            return self.copy_cast(src);
+        }
+        copy_scaled(self, src, factor);
+    }
+
+    /// Multiplies every element, in f32, rounded once.
+    pub fn scale(self, factor: f32) {
+        scale(self, factor);
+    }
+
+    /// Adds `src` of equal length times `factor`, in f32, rounded once.
+    pub fn add_scaled(self, src: FlatRef<'_>, factor: f32) {
+        add_scaled(self, src, factor);
+    }
+
+    /// Copies `src` of equal length, cast (round to nearest even).
+    pub fn copy_cast(self, src: FlatRef<'_>) {
+        copy(self, src);
+    }
+}
+
 /// Copies `src` into `dst` of equal length, rounding to nearest even where the format narrows.
 pub(super) fn copy(dst: FlatMut<'_>, src: FlatRef<'_>) {
     in_chunks(dst, src, &|dst, src| level().run(Cast { dst, src }));

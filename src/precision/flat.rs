@@ -328,29 +328,6 @@ impl<'a> FlatMut<'a> {
     pub fn fill_zero(&mut self) {
         each!(FlatMut, self, v => v.fill(Default::default()))
     }
-
-    /// Copies `src` of equal length times `factor`; the product is formed in f32 and rounded once.
-    pub fn copy_scaled(self, src: FlatRef<'_>, factor: f32) {
-        if factor == 1.0 {
-            return self.copy_cast(src);
-        }
-        super::cast::copy_scaled(self, src, factor);
-    }
-
-    /// Multiplies every element, in f32, rounded once.
-    pub fn scale(self, factor: f32) {
-        super::cast::scale(self, factor);
-    }
-
-    /// Adds `src` of equal length times `factor`, in f32, rounded once.
-    pub fn add_scaled(self, src: FlatRef<'_>, factor: f32) {
-        super::cast::add_scaled(self, src, factor);
-    }
-
-    /// Copies `src` of equal length, cast (round to nearest even).
-    pub fn copy_cast(self, src: FlatRef<'_>) {
-        super::cast::copy(self, src);
-    }
 }
 
 impl From<Vec<f32>> for Flat {

@@ -7,6 +7,8 @@
 mod peak;
 mod report;
 pub(crate) mod spans;
+mod timings;
 
 pub(crate) use peak::peak_flops;
 pub use report::{FlopsProfile, ModuleProfile};
+pub use timings::StepTimings;

@@ -1,8 +1,8 @@
 //! What a profile says.
 
 use super::spans::{Half, Spent};
+use super::timings::StepTimings;
 use crate::config::FlopsProfiler;
-use crate::engine::StepTimings;
 use crate::param::{ROOT, UnitId};
 use serde::Serialize;
 use std::collections::BTreeMap;

@@ -73,6 +73,14 @@ impl Drop for Span {
     }
 }
 
+impl Recorder {
+    /// Begins an event of the thread that calls the engine; nothing without a recorder.
+    pub fn span(recorder: Option<&Self>, kind: Kind, name: &'static str) -> Span {
+        recorder
+            .map_or_else(Span::default, |recorder| Span::begin((recorder.track().clone(), Lane::Training), kind, name))
+    }
+}
+
 /// Begins an event of the present thread.
 pub(crate) fn span(kind: Kind, name: &'static str) -> Span {
     if !any_records() {

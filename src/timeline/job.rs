@@ -1,7 +1,7 @@
 //! The timeline of a job of `zerorun`: its ranks write parts, the launcher puts them together.
 
 use super::now;
-use super::sink::cannot_write;
+use super::trace::cannot_write;
 use super::trace::{Summary, write_trace};
 use crate::error::{Error, Result};
 use crate::files::folder_of;

@@ -1,7 +1,5 @@
 //! An engine that records.
 
-use super::event::{Kind, Lane};
-use super::here::Span;
 use super::sink::Sink;
 use super::{FILE, PARTS};
 use crate::error::Result;
@@ -30,16 +28,16 @@ pub(super) struct Track {
 pub(crate) struct Recorder(Arc<Track>);
 
 impl Recorder {
-    /// For rank `rank` of `ranks`: into the parts of `zerorun --timeline`, else into `file`, else as the environment says.
-    /// Ranks that are processes and have no launcher that puts their parts together write a file each.
+    /// For rank `rank`: into the parts of `zerorun --timeline`, else into `file`, else as the environment says. Where
+    /// each rank is a process (`ranks_are_processes`) and no launcher puts their parts together, each writes a file.
     ///
     /// # Errors
     /// A file that cannot be written.
-    pub fn open(file: Option<PathBuf>, rank: usize, ranks: usize) -> Result<Option<Self>> {
+    pub fn open(file: Option<PathBuf>, rank: usize, ranks_are_processes: bool) -> Result<Option<Self>> {
         let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let sink = match (variable(PARTS), file.or_else(|| variable(FILE))) {
             (Some(folder), _) => Sink::part(&folder)?,
-            (None, Some(file)) if ranks > 1 && is_process_of_several() => Sink::whole(&of_rank(&file, rank))?,
+            (None, Some(file)) if ranks_are_processes => Sink::whole(&of_rank(&file, rank))?,
             (None, Some(file)) => Sink::whole(&file)?,
             (None, None) => return Ok(None),
         };
@@ -50,11 +48,6 @@ impl Recorder {
 
     pub(super) fn track(&self) -> &Arc<Track> {
         &self.0
-    }
-
-    /// Begins an event of the thread that calls the engine; nothing without a recorder.
-    pub fn span(recorder: Option<&Self>, kind: Kind, name: &'static str) -> Span {
-        recorder.map_or_else(Span::default, |recorder| Span::begin((recorder.0.clone(), Lane::Training), kind, name))
     }
 
     /// Brings what has been recorded to its part, for the process may end.
@@ -70,11 +63,6 @@ impl Drop for Recorder {
         RECORDERS.fetch_sub(1, Ordering::Relaxed);
         self.0.sink.leave(self.0.rank, self.0.engine);
     }
-}
-
-/// Whether this process is one rank of several; ranks that are threads share a file.
-fn is_process_of_several() -> bool {
-    crate::launch::RankEnv::from_env().is_ok_and(|env| env.world_size > 1)
 }
 
 /// `trace.json` of rank 1: `trace.rank-1.json`.

@@ -2,11 +2,11 @@
 
 use super::event::Event;
 use super::now;
-use super::trace::write_trace;
-use crate::error::{Error, Result};
+use super::trace::{cannot_write, write_trace};
+use crate::error::Result;
 use crate::files::{folder_of, new_beside};
-use crate::monitor::say;
-use crate::param::lock;
+use crate::notice::say;
+use crate::util::lock;
 use std::fmt::Write as _;
 use std::fs::File;
 use std::io::Write as _;
@@ -180,11 +180,6 @@ impl Sink {
             say(&format!("{}. It ends here", cannot_write(path, &error)));
         }
     }
-}
-
-/// Why there is no timeline.
-pub(super) fn cannot_write(path: &Path, error: &std::io::Error) -> Error {
-    Error::Timeline { path: path.into(), problem: error.to_string() }
 }
 
 #[cfg(test)]

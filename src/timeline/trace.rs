@@ -1,8 +1,7 @@
 //! The trace: Chrome's JSON format, which Perfetto (ui.perfetto.dev) opens. A process is a rank, a thread a lane.
 
 use super::event::{Lane, Line};
-use super::sink::cannot_write;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::files::{folder_of, new_beside};
 use memmap2::Mmap;
 use std::collections::BTreeSet;
@@ -107,6 +106,11 @@ impl fmt::Display for Microseconds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{:03}", self.0 / 1000, self.0 % 1000)
     }
+}
+
+/// Why there is no timeline.
+pub(super) fn cannot_write(path: &Path, error: &std::io::Error) -> Error {
+    Error::Timeline { path: path.into(), problem: error.to_string() }
 }
 
 #[cfg(test)]

@@ -16,7 +16,9 @@ use crate::layout::Placement;
 use crate::memory::{Ledger, MemoryReport, Tier};
 use crate::offload::{Offload, OffloadReport};
 use crate::param::capture::GradientSink;
-use crate::param::{Param, ParamId, ROOT, UnitId, lock, residency};
+use crate::param::{Param, ParamId, ROOT, UnitId};
+use crate::tensor::residency;
+use crate::util::{list, lock};
 use candle_core::DType;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -171,7 +173,8 @@ impl Core {
 
     /// A hash of which parameters travel together, for the collectives' fingerprints.
     pub(super) fn tag(&self, params: &[ParamId]) -> u64 {
-        params.iter().fold(0xcbf2_9ce4_8422_2325, |h, p| (h ^ *p as u64).wrapping_mul(0x0000_0100_0000_01b3))
+        let bytes: Vec<u8> = params.iter().flat_map(|param| param.to_le_bytes()).collect();
+        crate::util::fnv1a(&bytes)
     }
 
     /// Keeps `error` for the engine and gives Candle its text.
@@ -190,7 +193,7 @@ impl Core {
             let absent: Vec<&str> = self.params.iter().filter(|p| !p.is_whole()).map(|p| p.name.as_str()).collect();
             if !absent.is_empty() {
                 let why = crate::error::without_backtrace(&error.to_string());
-                return Error::ParameterAbsent { names: crate::param::list(&absent), why };
+                return Error::ParameterAbsent { names: list(&absent), why };
             }
         }
         error.into()

@@ -23,9 +23,11 @@ use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::memory::{Held, Kind};
 use crate::offload::Files;
-use crate::param::{Param, ParamId, ROOT, Residency, UnitId, lock, residency};
+use crate::param::{Param, ParamId, ROOT, Residency, UnitId};
 use crate::precision::{Elements, Ints};
+use crate::tensor::residency;
 use crate::timeline;
+use crate::util::lock;
 
 /// Gathers and releases the sharded parameters of every unit.
 pub(crate) struct Gatherer<R: Rank = Core> {

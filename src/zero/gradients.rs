@@ -29,6 +29,7 @@ use crate::memory::{Held, Kind, Tracked};
 use crate::param::ParamId;
 use crate::precision::{Elements, Flat, Ints};
 use crate::timeline;
+use crate::util::list;
 use candle_core::DType;
 
 /// How gradients are reduced.
@@ -140,7 +141,7 @@ impl<C: Carrier> Gradients<C> {
             let missing = params.filter(|(arrived, p)| !**arrived && p.numel > 0);
             let missing: Vec<&str> = missing.map(|(_, p)| p.name.as_str()).collect();
             if !missing.is_empty() {
-                return Err(Error::NoGradient { count: missing.len(), names: crate::param::list(&missing) });
+                return Err(Error::NoGradient { count: missing.len(), names: list(&missing) });
             }
         }
         for arrived in std::mem::take(&mut self.held) {

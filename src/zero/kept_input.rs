@@ -2,7 +2,7 @@
 
 use super::core::Core;
 use crate::offload::Spilled;
-use crate::param::residency::{storage_on, to_storage, with_view};
+use crate::tensor::residency::{storage_on, to_storage, with_view};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 

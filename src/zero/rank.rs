@@ -12,8 +12,10 @@ use crate::error::Result;
 use crate::layout::Placement;
 use crate::memory::{ElementBytes, Ledger, MemoryReport, OwnShares, Tier};
 use crate::offload::{Files, Io, Windows};
-use crate::param::{Param, ParamId, lock, residency};
+use crate::param::{Param, ParamId};
 use crate::precision::{Elements, Flat};
+use crate::tensor::residency;
+use crate::util::lock;
 use candle_core::DType;
 use std::ops::Range;
 use std::sync::MutexGuard;
@@ -158,7 +160,7 @@ impl Rank for Core {
     }
 
     fn files(&self) -> Option<&Io> {
-        self.offload.as_ref().map(|offload| &offload.io)
+        self.offload.as_ref().map(|offload| &*offload.io)
     }
 
     fn windows(&self) -> Windows {

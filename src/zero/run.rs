@@ -9,8 +9,9 @@ use super::core::Core;
 use super::trace::Event;
 use crate::error::Result;
 use crate::graph::{Grad, once, without_gradients};
-use crate::param::{ParamId, ROOT, UnitId, lock};
+use crate::param::{ParamId, ROOT, UnitId};
 use crate::timeline::{self, Span};
+use crate::util::lock;
 use candle_core::Tensor;
 use std::sync::atomic::Ordering;
 

@@ -4,8 +4,9 @@ use super::core::Core;
 use super::sub_group::{Home, SubGroup};
 use crate::error::Result;
 use crate::offload::{Offload, STEP};
-use crate::param::{lock, residency};
 use crate::precision::{Flat, FlatRef};
+use crate::tensor::residency;
+use crate::util::lock;
 use std::ops::Range;
 
 /// Name of the state that every parameter has: its weights with all their digits.

@@ -17,8 +17,9 @@ use super::whole::{trust_ratios, update_whole};
 use crate::error::Result;
 use crate::offload::Files;
 use crate::optim::{GroupStep, Needs, StepContext};
-use crate::param::{ParamId, lock};
+use crate::param::ParamId;
 use crate::timeline;
+use crate::util::lock;
 use candle_core::DType;
 use std::ops::Range;
 

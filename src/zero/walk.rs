@@ -8,8 +8,8 @@ use super::rank::{Rank, StagingOf};
 use super::sub_group::{GradShare, Pass, Slot, SubGroup};
 use crate::error::Result;
 use crate::offload::{Pipeline, Plan, STEP, Window, windows};
-use crate::param::residency;
 use crate::precision::{FlatMut, FlatRef};
+use crate::tensor::residency;
 use crate::timeline;
 use std::ops::Range;
 

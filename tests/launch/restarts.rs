@@ -10,7 +10,7 @@ use crate::support::processes::{
     as_program, pids, program, runs, send, start, stderr, stdout, wait_for, wait_until_gone, zerorun,
 };
 use candle_zero::comm;
-use candle_zero::launch::RankEnv;
+use candle_zero::comm::RankEnv;
 use candle_zero::precision::Flat;
 use rustix::process::Signal;
 

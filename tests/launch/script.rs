@@ -139,7 +139,7 @@ fn a_script_without_manifest_gets_candle_and_this_library() {
         );
     }
     let dir = tempfile::tempdir().unwrap();
-    let code = "mod helper;\nuse candle_core::{Device, Tensor};\nuse candle_zero::launch::RankEnv;\n\
+    let code = "mod helper;\nuse candle_core::{Device, Tensor};\nuse candle_zero::comm::RankEnv;\n\
                 fn main() -> anyhow::Result<()> {\n    let env = RankEnv::from_env()?;\n    \
                 let x = Tensor::ones(3, candle_core::DType::F32, &Device::Cpu)?;\n    \
                 let x = candle_nn::ops::sigmoid(&x)?.affine(0.0, helper::FACTOR)?;\n    \

@@ -56,7 +56,7 @@ impl Files {
         self.optim.get(&rank).map(PathBuf::as_path).ok_or_else(|| {
             let name = format!("{}zero_pp_rank_{rank}_mp_rank_00{OPTIM_SUFFIX}", self.prefix);
             let ranks: Vec<_> = self.optim.keys().map(usize::to_string).collect();
-            let found = crate::param::list(&ranks);
+            let found = crate::util::list(&ranks);
             let problem = format!(
                 "this file of rank {rank} is missing (the folder has those of rank {found}). Copy the files of all \
                  ranks into one folder"
@@ -193,5 +193,5 @@ fn tags(dir: &Path) -> String {
     let folders = std::fs::read_dir(dir).into_iter().flatten().flatten().filter(|e| e.path().is_dir());
     let mut names: Vec<_> = folders.filter_map(|e| e.file_name().into_string().ok()).collect();
     names.sort();
-    if names.is_empty() { "none".into() } else { crate::param::list(&names) }
+    if names.is_empty() { "none".into() } else { crate::util::list(&names) }
 }

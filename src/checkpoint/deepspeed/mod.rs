@@ -343,7 +343,7 @@ impl<'a> Part<'a> {
 /// The error of a state that a group does not have.
 fn without(rank: &OptimFile, state: State, group: usize) -> Error {
     let names: Vec<_> = rank.groups.get(group).into_iter().flat_map(|group| group.states.keys()).collect();
-    let found = if names.is_empty() { "nothing".into() } else { crate::param::list(&names) };
+    let found = if names.is_empty() { "nothing".into() } else { crate::util::list(&names) };
     let name = state.name();
     let problem = format!(
         "it holds no {name} of group {group}, but {found}. Adam's moments can be read of checkpoints that were saved \

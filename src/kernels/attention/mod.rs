@@ -13,10 +13,13 @@
 mod avx512;
 mod backward;
 mod forward;
+mod heads;
 mod portable;
+mod scratch;
 mod strided;
 mod tiles;
 
+pub use heads::Heads;
 pub use strided::{Rows, RowsMut};
 
 use crate::kernels::count;
@@ -25,52 +28,9 @@ use crate::kernels::element::Element;
 use crate::kernels::element::Kind;
 use crate::kernels::par::{Chunks, for_each_part};
 use crate::kernels::simd::{Level, level};
+use heads::{BAND, BLOCK, LOG2_E};
+use scratch::Scratch;
 use std::cell::RefCell;
-
-/// Queries and keys of a tile.
-const BLOCK: usize = 64;
-/// Tiles on the diagonal are cut into bands of this many keys or queries, one vector of f32.
-const BAND: usize = 16;
-/// log2(e): scores are scaled by it too, so that probabilities are powers of 2.
-const LOG2_E: f32 = std::f32::consts::LOG2_E;
-
-/// The sizes of an attention.
-#[derive(Debug, Clone, Copy)]
-pub struct Heads {
-    /// Sequences.
-    pub batch: usize,
-    /// Positions of a sequence.
-    pub time: usize,
-    /// Query heads.
-    pub heads: usize,
-    /// Key and value heads; divides `heads`. Query head h uses key head h / (heads / kv_heads).
-    pub kv_heads: usize,
-    /// Elements of one head's vector.
-    pub head: usize,
-}
-
-impl Heads {
-    fn scale(&self) -> f32 {
-        1.0 / (self.head as f32).sqrt()
-    }
-
-    /// Pairs of a query and a key that it sees.
-    fn pairs(&self) -> usize {
-        self.batch * self.heads * (self.time * (self.time + 1) / 2)
-    }
-
-    /// Query heads that share a key head.
-    fn group(&self) -> usize {
-        self.heads / self.kv_heads
-    }
-
-    /// Panics unless the slices fit the sizes.
-    fn check(&self, out: usize, lse: usize) {
-        assert!(self.kv_heads > 0 && self.head > 0 && self.heads.is_multiple_of(self.kv_heads), "{self:?}");
-        assert_eq!(out, self.batch * self.time * self.heads * self.head, "{self:?}: elements of the result");
-        assert_eq!(lse, self.batch * self.heads * self.time, "{self:?}: rows of log-sum-exp");
-    }
-}
 
 /// The ways to compute a tile.
 #[derive(Debug, Clone, Copy)]
@@ -196,29 +156,7 @@ fn backward_on<E: Element>(
 
 thread_local! {
     /// The working memory of a thread: kept, because its pages cost more to get than a small head to compute.
-    static SCRATCH: RefCell<Scratch> = const { RefCell::new(Scratch(Vec::new())) };
-}
-
-/// Working memory, handed out in pieces that start on cache lines.
-struct Scratch(Vec<f32>);
-
-impl Scratch {
-    /// Pieces of these lengths, each a multiple of a cache line's sixteen; their contents are anything.
-    fn pieces<const N: usize>(&mut self, lengths: [usize; N]) -> [&mut [f32]; N] {
-        const LINE: usize = 16;
-        let total = lengths.iter().sum::<usize>() + LINE;
-        if self.0.len() < total {
-            self.0.resize(total, 0.0);
-        }
-        let skip = self.0.as_ptr().align_offset(LINE * size_of::<f32>()).min(LINE);
-        let mut rest = &mut self.0[skip..];
-        lengths.map(|length| {
-            debug_assert!(length.is_multiple_of(LINE));
-            let (piece, after) = std::mem::take(&mut rest).split_at_mut(length);
-            rest = after;
-            piece
-        })
-    }
+    static SCRATCH: RefCell<Scratch> = const { RefCell::new(Scratch::new()) };
 }
 
 #[cfg(test)]

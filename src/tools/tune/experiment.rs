@@ -6,7 +6,7 @@ use super::space::get;
 use crate::config::Config;
 use crate::launch::signals::die_with_parent;
 use crate::monitor::PROMETHEUS_PORT;
-use crate::param::fnv1a;
+use crate::util::fnv1a;
 use crate::{Error, Result, timeline};
 use rustix::process::Signal;
 use serde_json::Value;

@@ -17,12 +17,12 @@ use std::time::Duration;
 use crate::{Error, Result};
 
 /// File descriptor of the memory that the ranks share.
-pub(super) const SHM_FD: &str = "CANDLE_ZERO_SHM_FD";
+pub(crate) const SHM_FD: &str = "CANDLE_ZERO_SHM_FD";
 /// How long a rank waits for the others, in milliseconds.
-pub(super) const TIMEOUT_MS: &str = "CANDLE_ZERO_TIMEOUT_MS";
+pub(crate) const TIMEOUT_MS: &str = "CANDLE_ZERO_TIMEOUT_MS";
 
 /// DeepSpeed's default for `init_distributed`.
-pub(super) const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
+pub(crate) const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
 const DEFAULT_ADDR: &str = "127.0.0.1";
 /// DeepSpeed's and torchrun's default.
 const DEFAULT_PORT: u16 = 29500;

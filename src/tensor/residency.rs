@@ -72,12 +72,12 @@ impl InplaceOp1 for Swap {
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
-        std::mem::swap(storage, &mut super::lock(&self.0));
+        std::mem::swap(storage, &mut crate::util::lock(&self.0));
         Ok(())
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> Result<()> {
-        let mut other = super::lock(&self.0);
+        let mut other = crate::util::lock(&self.0);
         let taken = if storage.dtype() == ABSENT { absent() } else { storage.to_cpu_storage()? };
         let put = std::mem::replace(&mut *other, taken);
         *storage = on_cuda(storage.device(), put)?;
@@ -89,7 +89,7 @@ impl InplaceOp1 for Swap {
 fn swap(tensor: &Tensor, storage: CpuStorage) -> Result<CpuStorage> {
     let op = Swap(Mutex::new(storage));
     tensor.inplace_op1(&op)?;
-    Ok(op.0.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()))
+    Ok(crate::util::unpoisoned(op.0.into_inner()))
 }
 
 /// Fills an absent parameter.

@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+"""Checks that a module uses only modules of lower floors.
+
+    scripts/check_floors.py [SRC]        reads every path in SRC (src) against scripts/floors.txt
+    scripts/check_floors.py --arrows     prints which room uses which
+
+Prints every arrow (see source_paths.py) that does not lead to a lower floor, and every circle of files that the table
+does not allow; then exits with code 1.
+"""
+import pathlib
+import re
+import sys
+
+sys.dont_write_bytecode = True
+from source_paths import Crate
+
+MOST_CIRCLES = 3
+
+
+class Table:
+    """The order of the floors and the circles that may stand, as scripts/floors.txt has them."""
+
+    def __init__(self, text):
+        self.floor, self.files, self.circles = {}, {}, []
+        section, number = None, 0
+        for line in text.splitlines():
+            line = line.partition("#")[0].strip()
+            if line.startswith("["):
+                section = line
+            elif section == "[floors]" and line:
+                number += 1
+                for name, patterns in re.findall(r"([\w.]+)(?:\s*\(([^)]*)\))?", line):
+                    self.floor[name] = number
+                    self.files[name] = (patterns or f"{name}.rs {name}/").split()
+            elif section == "[circles]" and line:
+                files, _, reason = line.partition(":")
+                self.circles.append((set(files.split()), reason.strip()))
+
+    def room(self, file):
+        """The room with the longest pattern that the file has; None where no room has it."""
+        found = [
+            (len(pattern), name)
+            for name, patterns in self.files.items()
+            for pattern in patterns
+            if re.fullmatch(pattern.replace("*", "[^/]*") + (".*" if pattern.endswith("/") else ""), file)
+        ]
+        return max(found, default=(0, None))[1]
+
+
+def circles_of(arrows):
+    """Sets of files that reach each other (Tarjan's strongly connected components of more than one file)."""
+    to = {}
+    for a, b, *_ in arrows:
+        to.setdefault(a, []).append(b)
+    index, low, stack, found = {}, {}, [], []
+
+    def visit(file):
+        index[file] = low[file] = len(index)
+        stack.append(file)
+        for other in to.get(file, []):
+            if other not in index:
+                visit(other)
+                low[file] = min(low[file], low[other])
+            elif other in stack:
+                low[file] = min(low[file], index[other])
+        if low[file] == index[file]:
+            at = stack.index(file)
+            circle = set(stack[at:])
+            del stack[at:]
+            if len(circle) > 1:
+                found.append(circle)
+
+    sys.setrecursionlimit(10000)
+    for file in sorted(to):
+        if file not in index:
+            visit(file)
+    return found
+
+
+def problems(src, table):
+    """What is wrong, one line each."""
+    arrows, files = Crate(src).arrows(), sorted(path.relative_to(src).as_posix() for path in src.rglob("*.rs"))
+    rooms = {file: table.room(file) for file in files}
+    found = [f"{file}: in no room of the table" for file in files if rooms[file] is None]
+    found += [f"the table's room {name} has no file" for name in table.floor if name not in rooms.values()]
+    for a, b, line, _ in sorted(arrows):
+        here, there = rooms[a], rooms[b]
+        if here and there and here != there and table.floor[there] >= table.floor[here]:
+            way = "upwards" if table.floor[there] > table.floor[here] else "along the floor"
+            found.append(f"{a}:{line}: {here} uses {there} ({b}), {way}")
+    inside = [arrow for arrow in arrows if rooms[arrow[0]] == rooms[arrow[1]] and not arrow[3]]
+    stood = []
+    for circle in circles_of(inside):
+        allowed = next((files for files, _ in table.circles if circle <= files), None)
+        stood.append(allowed)
+        if allowed is None:
+            found.append(f"a circle of {len(circle)} files:")
+            found += [f"    {a}:{line}: uses {b}" for a, b, line, _ in sorted(inside) if a in circle and b in circle]
+    for files, reason in table.circles:
+        if files not in stood or not reason:
+            found.append(f"the table's circle {' '.join(sorted(files))} " + ("is none any more" if reason else "has no reason"))
+    if len(table.circles) > MOST_CIRCLES:
+        found.append(f"the table has {len(table.circles)} circles; at most {MOST_CIRCLES} may stand")
+    return found
+
+
+def main():
+    words = sys.argv[1:]
+    home = pathlib.Path(__file__).resolve().parent
+    src = pathlib.Path(next((word for word in words if not word.startswith("-")), home.parent / "src"))
+    table = Table((home / "floors.txt").read_text())
+    if "--arrows" in words:
+        between = {(table.room(a), table.room(b)): None for a, b, *_ in sorted(Crate(src).arrows())}
+        return print("\n".join(f"{a} -> {b}" for a, b in between if a != b))
+    found = problems(src, table)
+    print("\n".join(found) if found else f"{len(table.floor)} rooms, every arrow downwards, {len(table.circles)} circles of files")
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+//! How a buffer is split: what of it travels in one exchange, and who gives which part to whom.
+
+use super::exchange::Exchange;
+use crate::error::CommError;
+use std::ops::Range;
+
+/// Ranges of at most `step` elements that cover `len`; one empty range for an empty buffer, so that every collective
+/// meets its peers at least once.
+pub(super) fn pieces(len: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
+    let count = len.div_ceil(step).max(1);
+    (0..count).map(move |i| i * step..((i + 1) * step).min(len))
+}
+
+/// The ranks but `rank`, counted.
+pub(super) fn others(world: usize, rank: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..world).filter(move |r| *r != rank).zip(0..)
+}
+
+/// Publishes a piece of `bytes` for each peer, one after the other: `write` makes that of a rank.
+pub(super) fn give_each(
+    ex: &mut Exchange,
+    bytes: usize,
+    mut write: impl FnMut(usize, &mut [u8]),
+) -> Result<(), CommError> {
+    let (world, rank) = (ex.size(), ex.rank());
+    ex.piece(bytes * (world - 1), |slot| {
+        others(world, rank).for_each(|(r, place)| write(r, &mut slot[place * bytes..(place + 1) * bytes]));
+    })
+}
+
+/// What the peers gave to this rank in [`give_each`], in rank order; `exact` bytes each as it is in memory.
+pub(super) fn given(ex: &Exchange, bytes: usize, exact: usize) -> impl Iterator<Item = &[u8]> {
+    let (world, rank) = (ex.size(), ex.rank());
+    // Among the others, as rank r counts them.
+    let place = move |r: usize| if rank < r { rank } else { rank - 1 };
+    others(world, rank).map(move |(r, _)| ex.coded(r, place(r) * bytes, bytes, exact))
+}

@@ -1,0 +1,27 @@
+//! Working memory of a thread.
+
+/// Working memory, handed out in pieces that start on cache lines.
+pub(super) struct Scratch(Vec<f32>);
+
+impl Scratch {
+    pub(super) const fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    /// Pieces of these lengths, each a multiple of a cache line's sixteen; their contents are anything.
+    pub(super) fn pieces<const N: usize>(&mut self, lengths: [usize; N]) -> [&mut [f32]; N] {
+        const LINE: usize = 16;
+        let total = lengths.iter().sum::<usize>() + LINE;
+        if self.0.len() < total {
+            self.0.resize(total, 0.0);
+        }
+        let skip = self.0.as_ptr().align_offset(LINE * size_of::<f32>()).min(LINE);
+        let mut rest = &mut self.0[skip..];
+        lengths.map(|length| {
+            debug_assert!(length.is_multiple_of(LINE));
+            let (piece, after) = std::mem::take(&mut rest).split_at_mut(length);
+            rest = after;
+            piece
+        })
+    }
+}

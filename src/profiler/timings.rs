@@ -1,0 +1,16 @@
+//! How long a step took.
+
+/// Milliseconds that the last optimizer step took on this rank, accumulation included.
+#[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
+pub struct StepTimings {
+    /// In `forward`.
+    pub forward_ms: f64,
+    /// In `backward`.
+    pub backward_ms: f64,
+    /// In `step`.
+    pub step_ms: f64,
+    /// Waiting for collectives, a part of the others.
+    pub comm_ms: f64,
+    /// Waiting for files, a part of the others.
+    pub disk_ms: f64,
+}
