@@ -14,10 +14,9 @@
 //! # Ok::<(), candle_zero::Error>(())
 //! ```
 //!
-//! Only names and shapes of the parameters are looked at, never a weight. The engine's own code lays them out
-//! and decides what is gathered, reduced, updated and published when, and a ledger like the engine's counts; see `rehearsal.rs`. What
-//! `Engine::memory_report` finds held between steps, and what a step moves, is therefore the same to the byte, and so are
-//! the peaks of a model whose units run in the order in which they were built.
+//! The estimate reads names and shapes of the parameters, never a weight. The engine's own code lays them out and decides
+//! what travels when, on a ledger like the engine's (`rehearsal.rs`). So held bytes and traffic are those of the engine, to
+//! the byte, and so are the peaks of a model whose units run in the order in which they were built.
 //!
 //! | file | what |
 //! | --- | --- |

@@ -19,7 +19,7 @@ use crate::param::{Param, ParamId, ROOT, Residency};
 use crate::precision::{Elements, FlatRef};
 use crate::util::lock;
 use crate::zero::gather::Gatherer;
-use crate::zero::gradients::{self, Arrived, Gradients, ReducePlan};
+use crate::zero::gradients::{self, Arrival, Gradients, ReducePlan};
 use crate::zero::lay_out::SubGroupBuilder;
 use crate::zero::parcel::Parcel;
 use crate::zero::rank::{Facts, Rank};
@@ -263,7 +263,7 @@ impl gradients::Carrier for Rehearsal<'_> {
         grad.capacity_in_bytes()
     }
 
-    fn pack(&self, plan: &ReducePlan, parcel: &Parcel, _: Vec<Arrived<Blank>>) -> Result<Blank> {
+    fn pack(&self, plan: &ReducePlan, parcel: &Parcel, _: Vec<Arrival<Blank>>) -> Result<Blank> {
         Ok(Blank::zeros(plan.dtype, parcel.chunk * self.world_size()))
     }
 }
