@@ -19,6 +19,7 @@ pub use crate::comm::error::{CommError, RankEnvError};
 pub use crate::config::error::ConfigError;
 pub use crate::data::error::DataError;
 pub use crate::engine::error::EngineError;
+pub use crate::kernels::error::KernelError;
 #[cfg(feature = "cli")]
 pub use crate::launch::error::LaunchError;
 pub use crate::models::error::ModelError;
@@ -74,6 +75,9 @@ pub enum Error {
     /// Training.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// The kernels cannot run as the environment says.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
     /// A checkpoint, of this library or of DeepSpeed.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),

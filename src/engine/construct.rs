@@ -10,7 +10,8 @@ use super::{Engine, EngineBuilder, Losses, Phase};
 use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
 use crate::config::Config;
-use crate::error::{EngineError, OptimError, Result};
+use crate::error::{EngineError, KernelError, OptimError, Result};
+use crate::kernels::checked_level;
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
 use crate::notice::say;
@@ -206,6 +207,7 @@ struct Fingerprint {
     model: u64,
     config: u64,
     weights: u64,
+    simd: u64,
 }
 
 impl Fingerprint {
@@ -216,16 +218,19 @@ impl Fingerprint {
 }
 
 /// Collective: an error where ranks built different models, read different configurations, begin with different
-/// `weights` (a hash), or with another optimizer, schedule or parameter groups.
+/// `weights` (a hash), or with another optimizer, schedule or parameter groups, or compute at another level of SIMD.
 fn check_same_on_all_ranks(core: &Core, config: &Config, own: Own, trainer: &Trainer, weights: u64) -> Result<()> {
     let params = core.params();
     let model: String = params.iter().map(|p| format!("{} {:?} {};", p.name, p.shape, p.unit)).collect();
     let groups: Vec<usize> = params.iter().map(|p| p.group).collect();
     let config = format!("{:?} {own:?} {trainer:?} {groups:?}", Config { notes: Vec::new(), ..config.clone() });
     let elements: usize = params.iter().map(|p| p.numel).sum();
-    let own = [params.len() as u64, elements as u64, fnv1a(model.as_bytes()), fnv1a(config.as_bytes()), weights];
+    let simd = fnv1a(checked_level()?.name().as_bytes());
+    let own = [params.len() as u64, elements as u64, fnv1a(model.as_bytes()), fnv1a(config.as_bytes()), weights, simd];
     let fingerprint = |numbers: &Vec<u64>| match numbers[..] {
-        [parameters, elements, model, config, weights] => Fingerprint { parameters, elements, model, config, weights },
+        [parameters, elements, model, config, weights, simd] => {
+            Fingerprint { parameters, elements, model, config, weights, simd }
+        }
         _ => unreachable!("all ranks give as many numbers"),
     };
     let all: Vec<Fingerprint> = gather_u64(core.comm(), &own)?.iter().map(fingerprint).collect();
@@ -237,7 +242,9 @@ fn check_same_on_all_ranks(core: &Core, config: &Config, own: Own, trainer: &Tra
         EngineError::ModelsDiffer { rank, other, mine: mine.describe(), theirs: theirs.describe() }.into()
     } else if mine.config != theirs.config {
         EngineError::ConfigsDiffer { rank, other }.into()
-    } else {
+    } else if mine.weights != theirs.weights {
         EngineError::WeightsDiffer { rank, other }.into()
+    } else {
+        KernelError::LevelsDiffer { rank, other, level: checked_level()?.name() }.into()
     })
 }
