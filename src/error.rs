@@ -1,5 +1,7 @@
 //! The one error type. Every message names what was found, where, what is allowed, and the mend.
 
+pub use crate::kernels::error::KernelError;
+
 use crate::config::{ConfigProblem, Listed, Place};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -687,6 +689,9 @@ pub enum Error {
         /// What is allowed.
         expected: &'static str,
     },
+    /// The kernels cannot run as the environment says.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
     /// A rank number is not below the number of ranks.
     #[error("{rank_name} is {rank} but {world_name} is {world}; it must be below that")]
     RankOutOfRange {

@@ -1,4 +1,4 @@
-//! Starting a program on N ranks, and how a rank finds out who it is.
+//! Starting a program on N ranks.
 //!
 //! `zerorun train.rs` goes one way: `script` finds the package that the file belongs to or generates one (`package`; its
 //! manifest may stand in front of the code, see `frontmatter`), `build` lets cargo make the executable, and `ranks` starts it
@@ -18,6 +18,7 @@ pub(crate) mod script;
 pub(crate) mod signals;
 mod tail;
 
+use crate::kernels::checked_level;
 use crate::{Result, timeline};
 use console::say;
 use script::Target;
@@ -51,6 +52,8 @@ pub(crate) struct Options {
 ///
 /// Call it on the main thread: the kernel kills the ranks when the thread that started them ends.
 pub(crate) fn start(options: &Options) -> Result<u8> {
+    // Every rank would fail with it.
+    checked_level()?;
     let target = script::find(&options.script)?;
     let program = match target {
         Target::Program { path } => path,

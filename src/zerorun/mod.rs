@@ -5,6 +5,7 @@
 
 mod args;
 
+use crate::kernels::checked_level;
 use crate::launch::{self, console};
 use crate::{Error, tools};
 use std::process::ExitCode;
@@ -20,6 +21,9 @@ const EXIT_COMPILE: u8 = 101;
 pub fn main() -> ExitCode {
     let mut words = std::env::args_os().skip(1).peekable();
     if let Some(tool) = words.peek().and_then(|word| tools::named(word)) {
+        if let Err(error) = checked_level() {
+            return console::refused(&error.into(), console::EXIT_SETUP);
+        }
         return (tool.run)(words.collect()).unwrap_or_else(|refused| refused.print());
     }
     let options = match args::read(std::env::args_os()) {

@@ -7,11 +7,10 @@
 //! - The futex is a mutex and a condition variable around the same comparison that the kernel makes. A nap has no clock:
 //!   it goes on until any rank has published or left since the nap before.
 //!
-//! Loom takes SeqCst for acquire and release (and a little more), so a SeqCst access gets a SeqCst fence beside it, which
-//! loom knows. A fence, or the mutex, may also hide a missing Acquire or Release, so there are tests in which nobody sleeps;
-//! they have no use for SeqCst, and do without fences.
+//! Loom takes SeqCst for acquire and release (and a little more), so a thread passes a SeqCst fence, which loom knows,
+//! between a SeqCst store and its next SeqCst load. A fence, or the mutex, may also hide a missing Acquire or Release, so
+//! there are tests in which nobody sleeps; they have no use for SeqCst, and do without fences.
 
-use crate::state::Text;
 use loom::cell::UnsafeCell;
 pub use loom::hint::spin_loop;
 use loom::sync::atomic::{self, Ordering, fence};
@@ -64,6 +63,8 @@ struct Changes {
 loom::thread_local! {
     /// Changes up to the end of this thread's nap before.
     static KNOWN: Cell<u32> = Cell::new(0);
+    /// Whether this thread has made a SeqCst store since its last fence.
+    static STORED: Cell<bool> = Cell::new(false);
 }
 
 /// An atomic number and the queue of those who sleep on it.
@@ -96,13 +97,13 @@ macro_rules! word {
             }
 
             pub fn load(&self, ordering: Ordering) -> $number {
-                self.fence(ordering);
+                self.before_load(ordering);
                 self.value.load(if ordering == Ordering::Relaxed { ordering } else { self.load })
             }
 
             pub fn store(&self, value: $number, ordering: Ordering) {
                 self.value.store(value, if ordering == Ordering::Relaxed { ordering } else { self.store });
-                self.fence(ordering);
+                self.after_store(ordering);
             }
 
             pub fn compare_exchange(
@@ -128,20 +129,28 @@ macro_rules! word {
 
             #[allow(dead_code)]
             pub fn fetch_add(&self, value: $number, ordering: Ordering) -> $number {
+                self.before_load(ordering);
                 let before = self.value.fetch_add(value, ordering);
-                self.fence(ordering);
+                self.after_store(ordering);
                 before
             }
 
             #[allow(dead_code)]
             pub fn fetch_sub(&self, value: $number, ordering: Ordering) -> $number {
+                self.before_load(ordering);
                 let before = self.value.fetch_sub(value, ordering);
-                self.fence(ordering);
+                self.after_store(ordering);
                 before
             }
 
-            fn fence(&self, ordering: Ordering) {
+            fn after_store(&self, ordering: Ordering) {
                 if ordering == Ordering::SeqCst && self.fences {
+                    STORED.with(|stored| stored.set(true));
+                }
+            }
+
+            fn before_load(&self, ordering: Ordering) {
+                if ordering == Ordering::SeqCst && self.fences && STORED.with(|stored| stored.replace(false)) {
                     fence(Ordering::SeqCst);
                 }
             }
@@ -198,6 +207,15 @@ struct Block {
     slots: [UnsafeCell<[u8; SLOT_BYTES]>; 2],
     texts: [UnsafeCell<[u8; TEXT_BYTES]>; 2],
     text_lens: [Word32; 2],
+}
+
+/// A text of a rank's control block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Text {
+    /// Why the rank has given up, in its own words.
+    LastWords,
+    /// Why it died, in the launcher's.
+    Cause,
 }
 
 /// The memory that the ranks share.
