@@ -11,9 +11,11 @@
 
 mod builder;
 mod checkpoints;
+mod clock;
 mod construct;
+mod output;
+mod reporter;
 mod reports;
-mod telling;
 mod watch;
 
 pub use builder::EngineBuilder;
@@ -30,9 +32,9 @@ use crate::timeline::{self, Recorder};
 use crate::zero::core::Core;
 use crate::zero::step::Vote;
 use candle_core::{DType, Device, Tensor};
+use clock::{Call, Clock};
+use reporter::Reporter;
 use std::sync::Arc;
-use telling::Telling;
-use watch::{Call, Clock};
 
 /// Wraps a model and trains it under ZeRO.
 ///
@@ -77,7 +79,7 @@ pub struct Engine<M> {
     was_applied: bool,
     grad_norm: Option<f64>,
     clock: Clock,
-    telling: Telling,
+    reporter: Reporter,
     /// A checkpoint that is being written.
     saving: Option<Saving>,
     /// Why it could not be, until it has been told.
@@ -238,7 +240,7 @@ impl<M> Engine<M> {
     fn vote(&mut self) -> Result<Vote> {
         let Losses { sum, any_non_finite } = std::mem::take(&mut self.losses);
         let vote = self.core.vote(sum / self.config.batch.gradient_accumulation_steps as f64, !any_non_finite)?;
-        self.telling.loss = vote.loss;
+        self.reporter.loss = vote.loss;
         Ok(vote)
     }
 

@@ -71,3 +71,45 @@ pub fn trimmed_mean(values: &[f64], p: f64) -> f64 {
     let kept = sorted.get(cut..sorted.len().saturating_sub(cut)).unwrap_or_default();
     if kept.is_empty() { 0.0 } else { kept.iter().sum::<f64>() / kept.len() as f64 }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    fn cases(area: &str) -> Vec<Value> {
+        let all: Vec<Value> =
+            serde_json::from_str(include_str!("../../tests/fixtures/conformance_monitor.json")).unwrap();
+        all.into_iter().filter(|case| case["area"] == area).collect()
+    }
+
+    #[test]
+    fn bandwidths_sizes_and_trimmed_means_are_as_recorded() {
+        let near = |a: f64, b: &Value| (a - b.as_f64().unwrap()).abs() <= 1e-9 * a.abs();
+        for case in cases("comms-log") {
+            let (id, input, expect) = (&case["id"], &case["input"], &case["expect"]);
+            let bytes = input["bytes"].as_f64().unwrap();
+            if let Some(text) = expect["text"].as_str() {
+                assert_eq!(size_text(bytes as u64), text);
+                continue;
+            }
+            let (op, ms, world) = (input["op"].as_str(), input["ms"].as_f64(), input["world_size"].as_u64());
+            let found = Bandwidth::of(op.unwrap(), bytes, ms.unwrap(), world.unwrap() as usize);
+            assert!(
+                near(found.algorithm, &expect["algbw_gbps"]) && near(found.bus, &expect["busbw_gbps"]),
+                "{id} {found:?}"
+            );
+        }
+        for case in cases("timers") {
+            let values: Vec<f64> =
+                case["input"]["data"].as_array().unwrap().iter().map(|v| v.as_f64().unwrap()).collect();
+            let mean = trimmed_mean(&values, case["input"]["p"].as_f64().unwrap());
+            assert!(near(mean, &case["expect"]["mean"]), "{} {mean}", case["id"]);
+        }
+        assert_eq!((cases("comms-log").len(), cases("timers").len()), (8, 3));
+        let texts = [1, 1023, 1024, 1536, (1 << 20) + (1 << 18), 1 << 30].map(size_text);
+        assert_eq!(texts, ["1.0 B", "1023.0 B", "1.0 KB", "1.5 KB", "1.25 MB", "1.0 GB"]);
+        assert_eq!(trimmed_mean(&[1.0, 2.0], 0.5), 0.0);
+    }
+}

@@ -3,7 +3,7 @@
 use super::coded;
 use super::encoding::Wire;
 use super::exchange::Exchange;
-use super::fingerprint::Kind;
+use super::kind::Kind;
 use super::shm::SLOT_BYTES;
 use super::split::{give_each, given, others, pieces};
 use super::stream;

@@ -14,6 +14,7 @@ mod offload;
 mod optim;
 mod print;
 mod problem;
+#[cfg(test)]
 mod reference;
 mod resolve;
 mod resolved;
@@ -28,7 +29,6 @@ pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring};
 pub use note::Note;
 pub(crate) use problem::Listed;
 pub use problem::{ConfigProblem, Place, Rule};
-pub use reference::reference_markdown;
 pub use resolved::*;
 pub use run_values::RunValues;
 pub use schema::json_schema;

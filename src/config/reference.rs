@@ -1,4 +1,4 @@
-//! docs/config.md, from the table of keys.
+//! docs/config.md, from the table of keys: a test compares the file, or writes it anew.
 
 use super::keys::{Key, Kind, NO_DEFAULT, Section, Status, sections};
 use super::value;
@@ -7,7 +7,7 @@ use std::fmt::Write;
 const HEAD: &str = "\
 # Configuration keys
 
-Generated from the table of keys in the code; `UPDATE_DOCS=1 cargo test --release --test config docs::` writes it anew.
+Generated from the table of keys in the code; `UPDATE_DOCS=1 cargo test --release --lib config::reference` writes it anew.
 
 A configuration is a DeepSpeed JSON file (0.19.8). Comments (`#`, `//`, `/* */`) and trailing commas are allowed.
 An unknown key is an error wherever it stands, with its line, its column and the nearest known key. At the top level a key
@@ -26,7 +26,7 @@ and the steps of the schedule), a batch key that follows from the others, or els
 ";
 
 /// The reference of all keys as Markdown, as docs/config.md holds it.
-pub fn reference_markdown() -> String {
+fn reference_markdown() -> String {
     let mut text = HEAD.to_string();
     for section in sections() {
         heading(&mut text, section);
@@ -96,4 +96,19 @@ fn status(status: Status) -> (&'static str, Option<String>) {
         Status::RemovedUnlessOff(why) => ("removed unless off", Some(why.into())),
         Status::Moved(to) => ("translated", Some(format!("to {to}"))),
     }
+}
+
+#[test]
+#[allow(clippy::unwrap_used)]
+fn the_reference_of_keys_is_the_table_of_keys() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/config.md");
+    let wanted = reference_markdown();
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        std::fs::write(path, &wanted).unwrap();
+    }
+    let found = std::fs::read_to_string(path).unwrap_or_default();
+    assert!(
+        found == wanted,
+        "docs/config.md is out of date: UPDATE_DOCS=1 cargo test --release --lib config::reference"
+    );
 }

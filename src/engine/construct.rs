@@ -4,8 +4,8 @@
 //!   configuration -> communicator -> model, parameter by parameter -> shares -> optimizer states -> all ranks compared
 //! ```
 
-use super::telling::Telling;
-use super::watch::Clock;
+use super::clock::Clock;
+use super::reporter::Reporter;
 use super::{Engine, EngineBuilder, Losses, Phase};
 use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
@@ -50,7 +50,7 @@ impl<M> Engine<M> {
         if comm.rank() == 0 {
             tell_notes(&config, own);
         }
-        let telling = Telling::open(&config.monitoring, &*comm, monitors)?;
+        let reporter = Reporter::open(&config.monitoring, &*comm, monitors)?;
         let (ledger, link) = (Ledger::default(), Link::default());
         let weights = source.fingerprint();
         let grouping = grouping(&config, optimizer, parameter_groups)?;
@@ -97,7 +97,7 @@ impl<M> Engine<M> {
             was_applied: false,
             grad_norm: None,
             clock: Clock::default(),
-            telling,
+            reporter,
             saving: None,
             failed_save: None,
             stopped: None,

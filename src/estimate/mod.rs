@@ -14,10 +14,9 @@
 //! # Ok::<(), candle_zero::Error>(())
 //! ```
 //!
-//! Only names and shapes of the parameters are looked at, never a weight. The engine's own code lays them out
-//! and decides what is gathered, reduced, updated and published when, and a ledger like the engine's counts; see `rehearsal.rs`. What
-//! `Engine::memory_report` finds held between steps, and what a step moves, is therefore the same to the byte, and so are
-//! the peaks of a model whose units run in the order in which they were built.
+//! The estimate reads names and shapes of the parameters, never a weight. The engine's own code lays them out and decides
+//! what travels when, on a ledger like the engine's (`rehearsal.rs`). So held bytes and traffic are those of the engine, to
+//! the byte, and so are the peaks of a model whose units run in the order in which they were built.
 //!
 //! | file | what |
 //! | --- | --- |
@@ -33,16 +32,17 @@ pub mod deepspeed;
 mod files;
 pub mod paper;
 mod rehearsal;
+mod setting;
 mod shapes;
 mod traffic;
 
+pub use setting::Setting;
 pub use shapes::{Shapes, UnitRule};
 pub use traffic::{Collectives, Traffic};
 
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::memory::MemoryReport;
-use crate::offload::DiskAccess;
 use rehearsal::Rehearsal;
 use serde::Serialize;
 
@@ -59,17 +59,6 @@ pub struct Estimate {
     pub memory: MemoryReport,
     /// What a rank moves in one optimizer step.
     pub step: Traffic,
-}
-
-/// What an estimate depends on besides model and configuration.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Setting {
-    /// The model computes on a GPU.
-    pub gpu: bool,
-    /// The model's units recompute their forward, also where the configuration does not ask for it.
-    pub recompute: bool,
-    /// How files are accessed. Default: as the engine would choose on this machine.
-    pub disk_access: Option<DiskAccess>,
 }
 
 impl Estimate {

@@ -1,4 +1,4 @@
-//! Starting a program on N ranks, and how a rank finds out who it is.
+//! Starting a program on N ranks.
 //!
 //! `zerorun train.rs` goes one way: `script` finds the package that the file belongs to or generates one (`package`; its
 //! manifest may stand in front of the code, see `frontmatter`), `build` lets cargo make the executable, and `ranks` starts it

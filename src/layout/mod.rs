@@ -1,16 +1,12 @@
 //! Who holds what: pure integer arithmetic, no tensors, no communication.
 
 mod bucket;
-mod deepspeed;
-mod partition;
 mod shard;
 mod sharing;
 mod stage;
 
 pub use bucket::BucketRule;
 pub(crate) use bucket::{PACKED_BELOW, chunk_offsets};
-pub use deepspeed::FlatLayout;
-pub use partition::{partition_balanced, partition_uniform};
-pub use shard::{SubGroups, shard_len, shard_padding, shard_range};
+pub use shard::{SubGroups, shard_len, shard_range};
 pub(crate) use sharing::{Place, Sharing, groups_in_memory};
 pub use stage::{Placement, Sharding, ZeroStage};

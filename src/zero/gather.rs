@@ -76,10 +76,10 @@ struct Bundle {
 }
 
 /// The parcels of a bundle that are under way.
-type Gathering<R> = Vec<(Way<R>, Held)>;
+type Gathering<R> = Vec<(Transit<R>, Held)>;
 
 /// How far a parcel has come.
-enum Way<R: Rank> {
+enum Transit<R: Rank> {
     /// This rank's shards are being read from a file. The all-gather begins when they are asked for, so that all ranks
     /// issue it at the same point.
     Reading(<R::Files as Files>::Reading),
@@ -128,8 +128,8 @@ impl Bundle {
             }
             let held = core.ledger().hold(Kind::Gathered, chunk.capacity_in_bytes());
             let way = match core.files() {
-                Some(files) if !pieces.is_empty() => Way::Reading(files.fill(chunk, pieces)),
-                _ => Way::Travelling(self.gather(core, parcel, chunk)),
+                Some(files) if !pieces.is_empty() => Transit::Reading(files.fill(chunk, pieces)),
+                _ => Transit::Travelling(self.gather(core, parcel, chunk)),
             };
             (way, held)
         };
@@ -143,12 +143,12 @@ impl Bundle {
     /// Waits for the parcels and puts the whole parameters into their tensors.
     fn install<R: Rank>(&self, core: &R, gathering: Gathering<R>, kind: Kind) -> Result<()> {
         // All of them travel before the first is waited for.
-        let travel = |(parcel, (way, held)): (&Parcel, (Way<R>, Held))| {
+        let travel = |(parcel, (way, held)): (&Parcel, (Transit<R>, Held))| {
             let _about = timeline::about(|| core.names(&parcel.params));
             let pending = match (way, core.files()) {
-                (Way::Reading(reading), Some(files)) => self.gather(core, parcel, files.filled(reading)?),
-                (Way::Reading(_), None) => unreachable!("what is read lies in files"),
-                (Way::Travelling(pending), _) => pending,
+                (Transit::Reading(reading), Some(files)) => self.gather(core, parcel, files.filled(reading)?),
+                (Transit::Reading(_), None) => unreachable!("what is read lies in files"),
+                (Transit::Travelling(pending), _) => pending,
             };
             Ok((pending, held))
         };
@@ -171,9 +171,9 @@ impl Bundle {
 /// Waits for parcels that nobody came for: also for what is only being read, since the step may write there.
 fn forget<R: Rank>(core: &R, gathering: Gathering<R>) -> Result<()> {
     gathering.into_iter().try_for_each(|(way, _)| match (way, core.files()) {
-        (Way::Travelling(pending), _) => core.wait(pending).map(drop),
-        (Way::Reading(reading), Some(files)) => files.filled(reading).map(drop),
-        (Way::Reading(_), None) => unreachable!("what is read lies in files"),
+        (Transit::Travelling(pending), _) => core.wait(pending).map(drop),
+        (Transit::Reading(reading), Some(files)) => files.filled(reading).map(drop),
+        (Transit::Reading(_), None) => unreachable!("what is read lies in files"),
     })
 }
 

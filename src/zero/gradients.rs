@@ -84,20 +84,20 @@ pub(crate) trait Carrier: Rank {
     /// Its bytes.
     fn bytes(grad: &Self::Grad) -> usize;
     /// The gradients of a parcel, rank by rank, as they will travel. Each is dropped when it has been copied.
-    fn pack(&self, plan: &ReducePlan, parcel: &Parcel, grads: Vec<Arrived<Self::Grad>>) -> Result<Self::Buffer>;
+    fn pack(&self, plan: &ReducePlan, parcel: &Parcel, grads: Vec<Arrival<Self::Grad>>) -> Result<Self::Buffer>;
 }
 
 /// Gradients of the micro step under way.
 pub(crate) struct Gradients<C: Carrier = Core> {
     plan: ReducePlan,
-    batcher: Batcher<Arrived<C::Grad>, Reduction<C>>,
-    held: Vec<Arrived<C::Grad>>,
+    batcher: Batcher<Arrival<C::Grad>, Reduction<C>>,
+    held: Vec<Arrival<C::Grad>>,
     /// Parameters whose gradient has arrived in the first backward; `None` once that has been checked.
     arrived: Option<Vec<bool>>,
 }
 
 /// A gradient that has arrived, and its entry in the ledger.
-pub(crate) struct Arrived<G> {
+pub(crate) struct Arrival<G> {
     param: ParamId,
     pub grad: G,
     pub held: Held,
@@ -122,7 +122,7 @@ impl<C: Carrier> Gradients<C> {
         }
         let kind = if self.plan.hold { Kind::Gradients } else { Kind::Buckets };
         let held = core.ledger().hold(kind, C::bytes(&grad));
-        let arrived = Arrived { param, grad, held };
+        let arrived = Arrival { param, grad, held };
         if self.plan.hold {
             self.held.push(arrived);
             return Ok(());
@@ -153,7 +153,7 @@ impl<C: Carrier> Gradients<C> {
         self.finish(core, 0)
     }
 
-    fn collect(&mut self, core: &C, arrived: Arrived<C::Grad>) -> Result<()> {
+    fn collect(&mut self, core: &C, arrived: Arrival<C::Grad>) -> Result<()> {
         let numel = core.params()[arrived.param].numel;
         match self.batcher.push(arrived, numel) {
             Some(bucket) => self.reduce(core, bucket),
@@ -162,7 +162,7 @@ impl<C: Carrier> Gradients<C> {
     }
 
     /// Begins the reduction of a bucket, or of one large gradient.
-    fn reduce(&mut self, core: &C, bucket: Vec<Arrived<C::Grad>>) -> Result<()> {
+    fn reduce(&mut self, core: &C, bucket: Vec<Arrival<C::Grad>>) -> Result<()> {
         let ReducePlan { scatter, wire, overlap, .. } = self.plan;
         let params = bucket.iter().map(|arrived| arrived.param).collect();
         let parcel = Parcel::new(params, core.params(), core.world_size(), wire);
@@ -249,7 +249,7 @@ impl Carrier for Core {
         grad.len() * grad.dtype().size_in_bytes()
     }
 
-    fn pack(&self, plan: &ReducePlan, parcel: &Parcel, mut grads: Vec<Arrived<Grad>>) -> Result<Flat> {
+    fn pack(&self, plan: &ReducePlan, parcel: &Parcel, mut grads: Vec<Arrival<Grad>>) -> Result<Flat> {
         match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
             Some(large) => prepare(plan, parcel.chunk * self.comm.size(), large),
             None => self.pack_small(plan, parcel, grads),
@@ -258,7 +258,7 @@ impl Carrier for Core {
 }
 
 /// One gradient with its padding, in its own buffer where nobody else sees it.
-fn prepare(plan: &ReducePlan, padded: usize, Arrived { grad, .. }: Arrived<Grad>) -> Result<Flat> {
+fn prepare(plan: &ReducePlan, padded: usize, Arrival { grad, .. }: Arrival<Grad>) -> Result<Flat> {
     match grad {
         Grad::Own(mut flat) if flat.dtype() == plan.dtype => {
             // Exact: spare room of a large gradient would be waste.
@@ -278,10 +278,10 @@ fn prepare(plan: &ReducePlan, padded: usize, Arrived { grad, .. }: Arrived<Grad>
 }
 
 impl Core {
-    fn pack_small(&self, plan: &ReducePlan, parcel: &Parcel, grads: Vec<Arrived<Grad>>) -> Result<Flat> {
+    fn pack_small(&self, plan: &ReducePlan, parcel: &Parcel, grads: Vec<Arrival<Grad>>) -> Result<Flat> {
         let world = self.comm.size();
         let mut flat = Flat::zeros(plan.dtype, parcel.chunk * world);
-        for (Arrived { param, grad, held }, offset) in grads.into_iter().zip(&parcel.offsets) {
+        for (Arrival { param, grad, held }, offset) in grads.into_iter().zip(&parcel.offsets) {
             grad.view(|values| {
                 for r in 0..world {
                     let shard = shard_range(self.params[param].numel, world, r);

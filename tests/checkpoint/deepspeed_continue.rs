@@ -24,7 +24,7 @@ fn temporary() -> tempfile::TempDir {
 
 /// Imports the checkpoint of `folder` into a new folder.
 fn imported(folder: &Path) -> (tempfile::TempDir, DeepSpeedCheckpoint) {
-    let from = DeepSpeedCheckpoint::open(&folder.join("checkpoint"), None).unwrap();
+    let from = DeepSpeedCheckpoint::open(folder.join("checkpoint"), None).unwrap();
     let to = temporary();
     import(&from, to.path(), "imported", |_, _| {}).unwrap();
     (to, from)

@@ -29,7 +29,7 @@ fn all<T: Fn()>(test: T) -> Vec<PathBuf> {
 }
 
 fn open(folder: &Path) -> DeepSpeedCheckpoint {
-    DeepSpeedCheckpoint::open(&folder.join("checkpoint"), None).unwrap()
+    DeepSpeedCheckpoint::open(folder.join("checkpoint"), None).unwrap()
 }
 
 fn json_of(path: PathBuf) -> Value {

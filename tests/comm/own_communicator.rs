@@ -55,9 +55,12 @@ impl Network {
     }
 }
 
+/// Something for each pair of ranks.
+type Pairs<T> = Vec<Vec<T>>;
+
 /// The ends that all ranks of a world need: entry [a][b] leads from rank a to rank b.
-fn channels<T>(world: usize) -> (Vec<Vec<Sender<T>>>, Vec<Vec<Receiver<T>>>) {
-    let mut from: Vec<Vec<Receiver<T>>> = (0..world).map(|_| vec![]).collect();
+fn channels<T>(world: usize) -> (Pairs<Sender<T>>, Pairs<Receiver<T>>) {
+    let mut from: Pairs<Receiver<T>> = (0..world).map(|_| vec![]).collect();
     let to = (0..world)
         .map(|_| {
             from.iter_mut()

@@ -5,7 +5,6 @@
 mod support;
 
 mod configs_in_the_wild;
-mod docs;
 mod files;
 mod messages;
 mod wrong_configs;

@@ -1,8 +1,8 @@
 //! DeepSpeed's layouts, as recorded from DeepSpeed 0.19.8.
 
-use candle_zero::layout::{
-    BucketRule, FlatLayout, SubGroups, partition_balanced, partition_uniform, shard_len, shard_range,
-};
+use crate::flat_layout::FlatLayout;
+use crate::partition::{partition_balanced, partition_uniform};
+use candle_zero::layout::{BucketRule, SubGroups, shard_len, shard_range};
 use serde_json::{Value, json};
 
 fn numbers(v: &Value) -> Vec<usize> {

@@ -241,7 +241,7 @@ fn training_goes_on_from_an_export_as_from_the_original_without_optimizer_state(
                 engine.backward(&loss)?;
                 engine.step()?;
             }
-            engine.export_safetensors(&file("in_one_go"))?;
+            engine.export_safetensors(file("in_one_go"))?;
             Ok(engine.global_steps())
         });
         assert_eq!(outcomes, [4, 4, 4]);
@@ -465,7 +465,7 @@ fn a_stopped_engine_says_why_at_every_call() {
     let errors = [
         engine.forward(linear_loss).unwrap_err(),
         engine.eval(linear_loss).unwrap_err(),
-        engine.export_safetensors(&folder.path().join("model")).unwrap_err(),
+        engine.export_safetensors(folder.path().join("model")).unwrap_err(),
     ];
     for error in errors {
         assert!(matches!(error, Error::Stopped(_)));

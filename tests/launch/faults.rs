@@ -157,7 +157,7 @@ fn train(fault: Option<Fault>, out: &Path, stage: u8, steps: u64) -> candle_zero
     }
     for nth in 0..3 {
         plan.pass("export", nth)?;
-        engine.export_safetensors(&out.join("model.safetensors"))?;
+        engine.export_safetensors(out.join("model.safetensors"))?;
     }
     Ok(())
 }

@@ -360,7 +360,7 @@ fn an_index_stands_for_its_files_and_no_data_is_read() {
     std::fs::write(&index, "{\"weight_map\": 3}").unwrap();
     let error = Shapes::safetensors(&index, &UnitRule::Numbered).unwrap_err();
     assert!(matches!(&error, Error::BadWeightFile { why, .. } if why.contains("weight_map")), "{error}");
-    let error = Shapes::safetensors(&folder.path().join("c.safetensors"), &UnitRule::Numbered).unwrap_err();
+    let error = Shapes::safetensors(folder.path().join("c.safetensors"), &UnitRule::Numbered).unwrap_err();
     assert!(matches!(&error, Error::Io { .. }), "{error}");
 }
 

@@ -316,7 +316,7 @@ fn ranks_that_begin_with_different_weights_are_refused() {
     let file = |seed| folder.path().join(format!("{seed}.safetensors"));
     for seed in [1, 2] {
         let mut engine = Engine::builder().seed(seed).initialize(three_units, config.clone()).unwrap();
-        engine.export_safetensors(&file(seed)).unwrap();
+        engine.export_safetensors(file(seed)).unwrap();
     }
     let initialize = |builders: [EngineBuilder; 2]| {
         let builders = builders.map(|b| Mutex::new(Some(b)));
