@@ -1,7 +1,7 @@
 //! What training scripts take from their command line: `DsArgs` for scripts with clap (feature `cli`), and
 //! [`ds_config_from_args`] for those without.
 
-use crate::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -46,7 +46,8 @@ fn find_ds_config(args: impl Iterator<Item = OsString>) -> Result<PathBuf> {
     const NAMES: [&str; 3] = ["--ds_config", "--deepspeed_config", "--ds-config"];
     let mut args = args;
     let program = args.next().map_or_else(|| "PROGRAM".into(), |program| program.to_string_lossy().into_owned());
-    let wrong = |problem: &str| Error::ConfigArgument { problem: problem.into(), program: program.clone() };
+    let wrong =
+        |problem: &str| Error::from(ConfigError::Argument { problem: problem.into(), program: program.clone() });
     let mut found: Option<PathBuf> = None;
     while let Some(arg) = args.next() {
         if arg == "--" {
@@ -101,11 +102,11 @@ mod tests {
         ];
         let text = all.map(|result| result.unwrap_err().to_string()).join("\n");
         insta::assert_snapshot!(text, @r#"
-        the argument --ds_config is missing. Start it as: train --ds_config FILE
-        --ds_config has no file after it. Start it as: train --ds_config FILE
-        --ds_config has no file after it. Start it as: train --ds_config FILE
-        --ds_config has no file after it. Start it as: train --ds_config FILE
-        --ds_config is given twice. Start it as: train --ds_config FILE
+        the argument --ds_config is missing; start it as: train --ds_config FILE
+        --ds_config has no file after it; start it as: train --ds_config FILE
+        --ds_config has no file after it; start it as: train --ds_config FILE
+        --ds_config has no file after it; start it as: train --ds_config FILE
+        --ds_config is given twice; start it as: train --ds_config FILE
         "#);
     }
 

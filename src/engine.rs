@@ -11,9 +11,12 @@
 
 mod builder;
 mod checkpoints;
+mod clock;
 mod construct;
+pub(crate) mod error;
+mod output;
+mod reporter;
 mod reports;
-mod telling;
 mod watch;
 
 pub use builder::EngineBuilder;
@@ -21,7 +24,7 @@ pub use builder::EngineBuilder;
 use crate::checkpoint::Saving;
 use crate::comm::agree::Failure;
 use crate::config::{Config, Precision};
-use crate::error::{Error, Result, without_backtrace};
+use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
 use crate::graph::draw_from;
 use crate::notice::say;
 use crate::optim::Trainer;
@@ -30,9 +33,9 @@ use crate::timeline::{self, Recorder};
 use crate::zero::core::Core;
 use crate::zero::step::Vote;
 use candle_core::{DType, Device, Tensor};
+use clock::{Call, Clock};
+use reporter::Reporter;
 use std::sync::Arc;
-use telling::Telling;
-use watch::{Call, Clock};
 
 /// Wraps a model and trains it under ZeRO.
 ///
@@ -77,7 +80,7 @@ pub struct Engine<M> {
     was_applied: bool,
     grad_norm: Option<f64>,
     clock: Clock,
-    telling: Telling,
+    reporter: Reporter,
     /// A checkpoint that is being written.
     saving: Option<Saving>,
     /// Why it could not be, until it has been told.
@@ -112,7 +115,7 @@ impl<M> Engine<M> {
     /// Parameters are in memory while `run` runs; at stage 3 those of a unit only while the unit runs.
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] between backward and step; what `run` returns; a failed collective.
+    /// [`EngineError::OutOfOrder`] between backward and step; what `run` returns; a failed collective.
     pub fn forward(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.check_order("forward", &[Phase::Ready, Phase::Forwarded])?;
         let watch = self.watch(Call::Forward);
@@ -136,8 +139,8 @@ impl<M> Engine<M> {
     /// Gradients are reduced over ranks while this runs.
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] without a forward before; [`Error::NonFiniteLoss`] in f32; [`Error::NoGradient`] after
-    /// the first backward; a failed collective.
+    /// [`EngineError::OutOfOrder`] without a forward before; [`EngineError::NonFiniteLoss`] in f32;
+    /// [`EngineError::NoGradient`] after the first backward; a failed collective.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.check_order("backward", &[Phase::Forwarded])?;
         self.check_loss(loss)?;
@@ -157,9 +160,9 @@ impl<M> Engine<M> {
     /// `check_grad_overflow`).
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] without a backward before; [`Error::NonFiniteGradient`] in f32;
-    /// [`Error::LossScaleAtMinimum`]; a failed collective. What a save in the background could not do: then the step has
-    /// been made, and the engine can go on.
+    /// [`EngineError::OutOfOrder`] without a backward before; [`EngineError::NonFiniteGradient`] in f32;
+    /// [`EngineError::LossScaleAtMinimum`]; a failed collective. What a save in the background could not do: then the
+    /// step has been made, and the engine can go on.
     pub fn step(&mut self) -> Result<()> {
         self.check_order("step", &[Phase::Backwarded])?;
         let watch = self.watch(Call::Step);
@@ -206,16 +209,16 @@ impl<M> Engine<M> {
             (Phase::Backwarded, _) => "after backward without a step",
             _ => "before backward",
         };
-        Err(Error::OutOfOrder { call, when })
+        Err(EngineError::OutOfOrder { call, when }.into())
     }
 
     /// An error for a loss that cannot be differentiated, or not here.
     fn check_loss(&self, loss: &Tensor) -> Result<()> {
         if !self.trainer.can_train() {
-            return Err(Error::NoOptimizer);
+            return Err(OptimError::NoOptimizer.into());
         }
         if loss.elem_count() != 1 {
-            return Err(Error::LossShape { shape: loss.dims().to_vec() });
+            return Err(EngineError::LossShape { shape: loss.dims().to_vec() }.into());
         }
         Ok(())
     }
@@ -225,7 +228,7 @@ impl<M> Engine<M> {
         let value = loss.flatten_all()?.to_dtype(DType::F64)?.to_vec1::<f64>()?[0];
         if !value.is_finite() && self.config.precision == Precision::F32 {
             let (rank, step, micro_step) = (self.rank(), self.global_steps, self.micro_steps);
-            return Err(Error::NonFiniteLoss { loss: value, rank, step, micro_step });
+            return Err(EngineError::NonFiniteLoss { loss: value, rank, step, micro_step }.into());
         }
         self.losses.sum += value;
         self.losses.any_non_finite |= !value.is_finite();
@@ -238,7 +241,7 @@ impl<M> Engine<M> {
     fn vote(&mut self) -> Result<Vote> {
         let Losses { sum, any_non_finite } = std::mem::take(&mut self.losses);
         let vote = self.core.vote(sum / self.config.batch.gradient_accumulation_steps as f64, !any_non_finite)?;
-        self.telling.loss = vote.loss;
+        self.reporter.loss = vote.loss;
         Ok(vote)
     }
 
@@ -263,7 +266,7 @@ impl<M> Engine<M> {
             Some(name) => format!("the gradient of {name} is not finite on rank {}", self.rank()),
             None => format!("gradients are not finite on ranks {:?}", vote.overflowed),
         };
-        Error::NonFiniteGradient { where_, step: self.global_steps }
+        EngineError::NonFiniteGradient { where_, step: self.global_steps }.into()
     }
 
     /// Updates the weights by the gradients times `multiplier`, and publishes them.
@@ -300,7 +303,7 @@ impl<M> Engine<M> {
     }
 
     fn not_stopped(&self) -> Result<()> {
-        self.stopped.as_ref().map_or(Ok(()), |why| Err(Error::Stopped(why.clone())))
+        self.stopped.as_ref().map_or(Ok(()), |why| Err(EngineError::Stopped(why.clone()).into()))
     }
 }
 

@@ -4,7 +4,7 @@
 mod support;
 
 use crate::support::tiny::{Shape, config, train};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use candle_zero::Engine;
 use candle_zero::comm::threads;
@@ -230,11 +230,30 @@ impl Wide {
     }
 }
 
+/// The most that a thread may keep for the operands of Candle's products: as much as a second-level cache, of which the
+/// gemm crate keeps one on each thread from its first product on, where the instructions that it uses need one.
+const PACKING: isize = 8 << 20;
+
+/// The products of a model, without an engine.
+fn multiply() -> candle_core::Result<()> {
+    let x = Var::ones((2, WIDTH), DType::F32, &Device::Cpu)?;
+    let w = Var::ones((WIDTH, WIDTH), DType::F32, &Device::Cpu)?;
+    x.matmul(&w.t()?)?.sum_all()?.backward()?;
+    Ok(())
+}
+
 /// Live bytes between steps of all ranks together beside the ledger's sum.
 fn live_and_ledger(world: usize, config: &Value, access: Option<DiskAccess>) -> (isize, isize) {
-    let before = LIVE.load(Ordering::SeqCst);
     let results = threads::run(world, |comm| {
         let barrier = comm.clone();
+        let start = LIVE.load(Ordering::SeqCst);
+        barrier.barrier().wait()?;
+        // Memory that threads keep for products is no model's: it is there, and bounded, before the count begins.
+        multiply()?;
+        barrier.barrier().wait()?;
+        let before = LIVE.load(Ordering::SeqCst);
+        assert!(before - start <= world as isize * PACKING, "{} bytes for packing", before - start);
+        barrier.barrier().wait()?;
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
         let builder = match access {
             Some(access) => builder.disk_access(access),

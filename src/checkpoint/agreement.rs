@@ -2,13 +2,18 @@
 
 use crate::comm::Communicator;
 use crate::comm::agree::{Failure, first_to_differ};
-use crate::error::{Error, without_backtrace};
+use crate::error::{CheckpointError, Error, without_backtrace};
 use std::path::Path;
 
 /// The error about `path` on a rank that succeeded where another one failed.
 pub(super) fn failed_elsewhere(path: &Path) -> impl FnOnce(usize) -> Error {
     let path = path.to_owned();
-    move |rank| Error::Checkpoint { path, problem: format!("rank {rank} failed; see its error for the cause") }
+    move |rank| {
+        Error::from(CheckpointError::Unusable {
+            path,
+            problem: format!("rank {rank} failed; see its error for the cause"),
+        })
+    }
 }
 
 /// Collective: whether `word`, one of `what`, is the same on all ranks.
@@ -19,6 +24,6 @@ pub(super) fn same_on_all_ranks(comm: &dyn Communicator, what: &str, word: &str,
     let Some(rank) = first_to_differ(comm, word)? else { return Ok(()) };
     let word = without_backtrace(word);
     let problem =
-        format!("rank {rank} and rank 0 name different {what}; this rank names {word}. Give all ranks the same");
-    Err(Failure::InStep(Error::Checkpoint { path: path.to_owned(), problem }))
+        format!("rank {rank} and rank 0 name different {what}; this rank names {word}; give all ranks the same");
+    Err(Failure::InStep(Error::from(CheckpointError::Unusable { path: path.to_owned(), problem })))
 }

@@ -12,7 +12,7 @@
 use super::hugging_face::{Described, describe};
 use super::load::Checkpoint;
 use super::manifest::Parameter;
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Error, Result};
 use crate::files::{folder_of, sync_folder};
 use serde_json::{Map, Value, json};
 use std::fs::{File, Permissions};
@@ -62,12 +62,12 @@ impl ConsolidateSettings {
     /// Whether they suit `checkpoint`.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] for an `n_head` that does not lead to a `config.json`.
+    /// [`CheckpointError::Unusable`] for an `n_head` that does not lead to a `config.json`.
     pub fn check(&self, checkpoint: &Checkpoint) -> Result<()> {
         match (self.n_head, self.describe(checkpoint).config) {
             (Some(n_head), Err(why)) => {
                 let problem = format!("n_head {n_head} is given for its config.json, and there can be none: {why}");
-                Err(Error::Checkpoint { path: checkpoint.path().to_owned(), problem })
+                Err(CheckpointError::Unusable { path: checkpoint.path().to_owned(), problem }.into())
             }
             _ => Ok(()),
         }
@@ -126,8 +126,8 @@ impl ConsolidatedDtype {
 /// that have been written.
 ///
 /// # Errors
-/// [`Error::Checkpoint`] for a folder that is not empty, settings that do not suit the checkpoint, one that is damaged, or a
-/// value that the precision cannot hold; [`Error::Io`] where files cannot be written. `out` is as it was.
+/// [`CheckpointError::Unusable`] for a folder that is not empty, settings that do not suit the checkpoint, one that is
+/// damaged, or a value that the precision cannot hold; [`Error::Io`] where files cannot be written. `out` is as it was.
 pub fn consolidate(
     checkpoint: &Checkpoint,
     out: impl AsRef<Path>,
@@ -164,7 +164,7 @@ pub(crate) fn absent_or_empty(out: &Path) -> Result<PathBuf> {
         }
         Err(source) => return Err(wrong(source)),
     };
-    Err(Error::Checkpoint { path: out, problem: format!("{problem}. Give another folder") })
+    Err(CheckpointError::Unusable { path: out, problem: format!("{problem}; give another folder") }.into())
 }
 
 /// A folder beside `out`, as readable as any new one.
@@ -313,9 +313,9 @@ impl Writing<'_> {
         let numel = parameter.numel();
         for start in (0..numel).step_by(PIECE) {
             let values = self.checkpoint.read(0, param, start..numel.min(start + PIECE))?;
-            let bytes = self.settings.dtype.encode(&values).map_err(|value| Error::Checkpoint {
+            let bytes = self.settings.dtype.encode(&values).map_err(|value| CheckpointError::Unusable {
                 path: self.checkpoint.path().to_owned(),
-                problem: format!("{} has the value {value}, which f16 cannot hold. Take bf16 or f32", parameter.name),
+                problem: format!("{} has the value {value}, which f16 cannot hold; take bf16 or f32", parameter.name),
             })?;
             take(&bytes)?;
         }

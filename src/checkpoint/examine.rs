@@ -3,7 +3,7 @@
 use super::folder;
 use super::manifest::{MANIFEST, Manifest};
 use super::rank_file::RankFile;
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Error, Result};
 use crate::util::list;
 use std::path::{Path, PathBuf};
 
@@ -30,7 +30,7 @@ pub(crate) struct Examined {
 /// The folder of checkpoints and the tag that `dir` means: it may be the folder of a tag itself.
 ///
 /// # Errors
-/// [`Error::Io`] if it cannot be read; [`Error::Checkpoint`] for the folder of a tag and another tag.
+/// [`Error::Io`] if it cannot be read; [`CheckpointError::Unusable`] for the folder of a tag and another tag.
 pub(crate) fn place(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<String>)> {
     let dir = dir.canonicalize().map_err(|source| Error::Io { action: "read", path: dir.to_owned(), source })?;
     let own = dir.file_name().map(|name| name.to_string_lossy().into_owned());
@@ -38,8 +38,8 @@ pub(crate) fn place(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<St
         (Some(parent), Some(own)) if folder::is_tag(&dir) => match tag.filter(|tag| *tag != own) {
             None => Ok((parent.to_owned(), Some(own))),
             Some(tag) => {
-                let problem = format!("it is itself the folder of a tag, so {tag:?} is not in it. Leave the tag out");
-                Err(Error::Checkpoint { path: dir, problem })
+                let problem = format!("it is itself the folder of a tag, so {tag:?} is not in it; leave the tag out");
+                Err(CheckpointError::Unusable { path: dir, problem }.into())
             }
         },
         _ => Ok((dir, tag.map(str::to_owned))),
@@ -59,7 +59,7 @@ impl Listing {
     /// `tag`, or the one that `latest` names.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] if there is neither.
+    /// [`CheckpointError::Unusable`] if there is neither.
     pub fn choose(self, tag: Option<String>) -> Result<String> {
         if let Some(tag) = tag {
             return folder::existing(&self.dir, &tag).map(|_| tag);
@@ -67,10 +67,10 @@ impl Listing {
         let names: Vec<String> = self.tags.into_iter().map(|(tag, _)| tag).collect();
         let problem = match self.latest? {
             Some(tag) => return Ok(tag),
-            None if names.is_empty() => "there is no checkpoint in it. Correct the folder".to_string(),
-            None => format!("it has no file `latest`. Give a tag with --tag; there are: {}", list(&names)),
+            None if names.is_empty() => "there is no checkpoint in it; correct the folder".to_string(),
+            None => format!("it has no file `latest`; give a tag with --tag; there are: {}", list(&names)),
         };
-        Err(Error::Checkpoint { path: self.dir, problem })
+        Err(CheckpointError::Unusable { path: self.dir, problem }.into())
     }
 }
 

@@ -9,7 +9,7 @@
 //! A folder under its final name is always complete. What a dead job was writing is removed by the next save.
 
 use super::manifest::{FileEntry, MANIFEST, Manifest};
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Error, Result};
 use crate::files::{folder_of, sync_folder, write_whole};
 use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
 use std::fs::File;
@@ -41,10 +41,10 @@ pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
         return Ok(());
     }
     let problem = format!(
-        "the tag {tag:?} is not the name of a folder in it. Give a name without slashes, leading dots and space around \
+        "the tag {tag:?} is not the name of a folder in it; give a name without slashes, leading dots and space around \
          it, of at most {MAX_TAG} bytes, such as global_step100"
     );
-    Err(Error::Checkpoint { path: dir.to_owned(), problem })
+    Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into())
 }
 
 /// An empty folder for `tag`, on rank 0, which nobody else clears as long as the file is open; what saves of the past did
@@ -52,8 +52,8 @@ pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
 pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
     let (path, from) = (dir.join(tag), saving(dir, tag));
     if path.symlink_metadata().is_ok() && !is_tag(&path) {
-        let problem = "it is there and is no checkpoint, so it is not replaced. Give another tag or folder".into();
-        return Err(Error::Checkpoint { path, problem });
+        let problem = "it is there and is no checkpoint, so it is not replaced; give another tag or folder".into();
+        return Err(CheckpointError::Unusable { path, problem }.into());
     }
     let clear = || {
         for entry in std::fs::read_dir(dir)?.flatten() {
@@ -71,8 +71,8 @@ pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
     while from.exists() {
         if start.elapsed() > DYING {
             let problem =
-                format!("another save of {tag} is under way there. Let it end, or give another tag or folder");
-            return Err(Error::Checkpoint { path: dir.to_owned(), problem });
+                format!("another save of {tag} is under way there; let it end, or give another tag or folder");
+            return Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into());
         }
         std::thread::sleep(Duration::from_millis(10));
         clear().map_err(|e| not_written(dir, &e))?;
@@ -103,20 +103,20 @@ fn create_all(dir: &Path) -> IoResult<()> {
 
 /// That a save could not write to `path`.
 pub(super) fn not_written(path: &Path, source: &std::io::Error) -> Error {
-    let mend = match source.kind() {
-        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "Free space there, or save elsewhere",
-        _ => "Mend that, or save elsewhere",
+    let fix = match source.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free space there, or save elsewhere",
+        _ => "correct that, or save elsewhere",
     };
-    let problem = format!("it cannot be written: {source}. {mend}; checkpoints that were saved before are whole");
-    Error::Checkpoint { path: path.to_owned(), problem }
+    let problem = format!("it cannot be written: {source}; {fix}; checkpoints that were saved before are whole");
+    CheckpointError::Unusable { path: path.to_owned(), problem }.into()
 }
 
 /// Gives the written files their manifest and their name, on rank 0. A checkpoint of that name is replaced at once.
 pub(super) fn publish(dir: &Path, manifest: &Manifest, is_latest: bool) -> Result<()> {
     let text = manifest.to_text();
     if let Err(problem) = Manifest::parse(&text) {
-        let problem = format!("it could not be loaded again: {problem}. Give a client_state that is plain JSON");
-        return Err(Error::Checkpoint { path: saving(dir, &manifest.tag), problem });
+        let problem = format!("it could not be loaded again: {problem}; give a client_state that is plain JSON");
+        return Err(CheckpointError::Unusable { path: saving(dir, &manifest.tag), problem }.into());
     }
     name(dir, &manifest.tag, &text, is_latest).map_err(|e| not_written(dir, &e))
 }
@@ -189,9 +189,11 @@ pub(super) fn latest(dir: &Path) -> Result<Option<String>> {
             Ok(Some(tag))
         }
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-        Err(e) => {
-            Err(Error::Checkpoint { path, problem: format!("{e}. Give the tag to load, or write it into this file") })
+        Err(e) => Err(CheckpointError::Unusable {
+            path,
+            problem: format!("{e}; give the tag to load, or write it into this file"),
         }
+        .into()),
     }
 }
 
@@ -204,10 +206,10 @@ pub(super) fn existing(dir: &Path, tag: &str) -> Result<PathBuf> {
     }
     let there = tags(dir);
     let problem = match there.is_empty() {
-        true => "there is no such checkpoint, and no other in that folder. Correct the folder".to_string(),
-        false => format!("there is no such checkpoint. There are: {}", crate::util::list(&there)),
+        true => "there is no such checkpoint, and no other in that folder; correct the folder".to_string(),
+        false => format!("there is no such checkpoint; there are: {}", crate::util::list(&there)),
     };
-    Err(Error::Checkpoint { path, problem })
+    Err(CheckpointError::Unusable { path, problem }.into())
 }
 
 /// Whether `dir` is the folder of a tag: it has a manifest, or the files of ranks whose manifest is lost.

@@ -94,9 +94,9 @@ fn gpt_config(model: &Value, sizes: GptSizes, n_head: Option<usize>) -> Result<G
     let said = model["n_head"].as_u64().and_then(|n| usize::try_from(n).ok());
     let n_head = match (said, n_head) {
         (Some(said), Some(given)) if said != given => {
-            return Err(format!("its client state says n_head {said}, and {given} is given. Leave n_head out"));
+            return Err(format!("its client state says n_head {said}, and {given} is given; leave n_head out"));
         }
-        (said, given) => said.or(given).ok_or("the shapes do not tell the number of heads. Give it with --n_head")?,
+        (said, given) => said.or(given).ok_or("the shapes do not tell the number of heads; give it with --n_head")?,
     };
     let eps = model["eps"].as_f64().unwrap_or(1e-5);
     let dropout = model["dropout"].as_f64().unwrap_or(0.0) as f32;

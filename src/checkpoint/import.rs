@@ -4,7 +4,7 @@ use super::deepspeed::{DeepSpeedCheckpoint, State};
 use super::folder;
 use super::manifest::{FORMAT, Manifest, Parameter, VERSION};
 use super::rank_file::RankWriter;
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Result};
 use crate::precision::{FlatRef, ScalerState};
 use crate::zero::share::{WEIGHTS, pieces};
 use serde_json::Value;
@@ -16,8 +16,8 @@ use std::path::{Path, PathBuf};
 /// Its file is that of one rank; any number of ranks loads it. Loading goes on where DeepSpeed stopped.
 ///
 /// # Errors
-/// [`Error::Checkpoint`] if `dir` has a checkpoint of that name already; [`Error::DeepSpeedCheckpoint`] for what cannot
-/// be read; [`Error::Io`]. Then `dir` has no new checkpoint.
+/// [`CheckpointError::Unusable`] if `dir` has a checkpoint of that name already; [`CheckpointError::DeepSpeed`] for
+/// what cannot be read; [`Error::Io`]. Then `dir` has no new checkpoint.
 pub fn import(
     from: &DeepSpeedCheckpoint,
     dir: impl AsRef<Path>,
@@ -48,8 +48,8 @@ pub(crate) fn new_place(dir: &Path, tag: &str) -> Result<PathBuf> {
     let path = dir.join(tag);
     if path.exists() {
         let problem =
-            "there is a checkpoint of that name already. Give another folder, or another name with --as".into();
-        return Err(Error::Checkpoint { path, problem });
+            "there is a checkpoint of that name already; give another folder, or another name with --as".into();
+        return Err(CheckpointError::Unusable { path, problem }.into());
     }
     Ok(path)
 }

@@ -6,7 +6,7 @@ use super::layout::Places;
 use super::manifest::{MANIFEST, Manifest};
 use super::rank_file::RankFile;
 use crate::comm::agree::{Failure, agree};
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Error, Result};
 use crate::notice::say;
 use crate::optim::Trainer;
 use crate::precision::Flat;
@@ -68,7 +68,7 @@ impl Checkpoint {
     /// Opens checkpoint `tag` of folder `dir`, or the one that `latest` names; nothing if there is no `latest` either.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] with the file that is missing, damaged or not readable.
+    /// [`CheckpointError::Unusable`] with the file that is missing, damaged or not readable.
     pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Option<Self>> {
         let dir = dir.as_ref();
         let tag = match tag {
@@ -98,7 +98,7 @@ impl Checkpoint {
     /// Elements `range` of parameter `param` (by its place in the manifest) of state `state` (likewise), in f32.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] where bytes are not what was written.
+    /// [`CheckpointError::Unusable`] where bytes are not what was written.
     ///
     /// # Panics
     /// If the manifest has no such state, parameter or element.
@@ -116,7 +116,7 @@ impl Checkpoint {
     /// Reads every byte and compares it with its checksum. `tell` learns the bytes read so far.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] with the first file that is damaged, and where.
+    /// [`CheckpointError::Unusable`] with the first file that is damaged, and where.
     pub fn verify(&self, mut tell: impl FnMut(u64)) -> Result<()> {
         let mut done = 0;
         for file in &self.files {
@@ -200,7 +200,8 @@ pub(crate) fn load(
 /// The parts of a checkpoint that this rank needs, if it is one of this model.
 fn wanted(core: &Core, trainer: &Trainer, checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Vec<Wanted>> {
     let manifest = &checkpoint.manifest;
-    let wrong = |problem: String| Error::Checkpoint { path: checkpoint.path.join(MANIFEST), problem };
+    let wrong =
+        |problem: String| Error::from(CheckpointError::Unusable { path: checkpoint.path.join(MANIFEST), problem });
     let saved: BTreeMap<&str, usize> =
         manifest.parameters.iter().enumerate().map(|(i, p)| (p.name.as_str(), i)).collect();
     let own: BTreeSet<&str> = core.params().iter().map(|p| p.name.as_str()).collect();
@@ -210,7 +211,7 @@ fn wanted(core: &Core, trainer: &Trainer, checkpoint: &Checkpoint, options: &Loa
         for (names, what) in [(missing, "it lacks"), (extra, "the model lacks")] {
             if !names.is_empty() {
                 return Err(wrong(format!(
-                    "{what} {}. Build the model that was saved, or load with load_module_strict false",
+                    "{what} {}; build the model that was saved, or load with load_module_strict false",
                     list(&names)
                 )));
             }
@@ -229,13 +230,13 @@ fn wanted(core: &Core, trainer: &Trainer, checkpoint: &Checkpoint, options: &Loa
             if found.shape != own.shape.dims() {
                 let (name, found, shape) = (&own.name, &found.shape, own.shape.dims());
                 return Err(wrong(format!(
-                    "{name} has shape {found:?} in it, and {shape:?} in the model. Build the model that was saved"
+                    "{name} has shape {found:?} in it, and {shape:?} in the model; build the model that was saved"
                 )));
             }
             let state = manifest.states.iter().position(|s| s == name && found.has(s)).ok_or_else(|| {
                 let of = if found.states.is_some() { format!(" of {}", own.name) } else { String::new() };
                 wrong(format!(
-                    "it has the states {}{of}, and this optimizer needs {name}. Train with the optimizer that was \
+                    "it has the states {}{of}, and this optimizer needs {name}; train with the optimizer that was \
                      saved ({}) and its parameter groups, or load with load_optimizer_states false",
                     list(found.states.as_ref().unwrap_or(&manifest.states)),
                     manifest.optimizer.as_deref().unwrap_or("none")

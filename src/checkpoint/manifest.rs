@@ -1,7 +1,7 @@
 //! What a checkpoint holds, as JSON with a checksum of its own in its last line.
 
 use super::layout::{Layout, PAGE};
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Error, Result};
 use crate::zero::share::WEIGHTS;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -115,20 +115,20 @@ impl Manifest {
 
     /// Reads and checks the manifest at `path`.
     pub(super) fn read(path: &Path) -> Result<Self> {
-        let wrong = |problem: String| Error::Checkpoint { path: path.to_owned(), problem };
+        let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: path.to_owned(), problem });
         let text = match std::fs::read_to_string(path) {
             Ok(text) => text,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                return Err(wrong("there is no such file, so there is no checkpoint. Give another tag".into()));
+                return Err(wrong("there is no such file, so there is no checkpoint; give another tag".into()));
             }
-            Err(e) => return Err(wrong(format!("{e}. Make it readable, or load another tag"))),
+            Err(e) => return Err(wrong(format!("{e}; make it readable, or load another tag"))),
         };
         Self::parse(&text).map_err(wrong)
     }
 
     /// What is wrong with it, else.
     pub(super) fn parse(text: &str) -> std::result::Result<Self, String> {
-        let damaged = |what: &str| format!("it is damaged: {what}. Load another tag");
+        let damaged = |what: &str| format!("it is damaged: {what}; load another tag");
         let at = text.rfind(",\n  \"checksum\": ").ok_or_else(|| damaged("its last line is no checksum"))?;
         let (body, end) = text.split_at(at);
         let whole: std::result::Result<Value, _> = serde_json::from_str(&format!("{body}\n}}"));
@@ -138,7 +138,7 @@ impl Manifest {
         }
         if let Some(version) = version.filter(|v| *v != u64::from(VERSION)) {
             return Err(format!(
-                "its format has version {version}, and this program knows version {VERSION}. Load it with the release that \
+                "its format has version {version}, and this program knows version {VERSION}; load it with the release that \
                  wrote it"
             ));
         }

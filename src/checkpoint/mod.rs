@@ -18,6 +18,7 @@ mod agreement;
 mod consolidate;
 pub mod deepspeed;
 mod disk;
+pub(crate) mod error;
 mod examine;
 mod folder;
 mod hugging_face;

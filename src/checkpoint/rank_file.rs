@@ -3,7 +3,7 @@
 use super::disk::Disk;
 use super::layout::{BLOCK, Layout, PAGE};
 use super::manifest::{FileEntry, Manifest, file_name};
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Error, Result};
 use crate::offload::Aligned;
 use crate::precision::FlatRef;
 use crate::zero::share::PIECE;
@@ -145,26 +145,26 @@ impl RankFile {
     pub fn open(folder: &Path, manifest: &Manifest, rank: usize) -> Result<Self> {
         let entry = &manifest.files[rank];
         let path = folder.join(&entry.name);
-        let wrong = |problem: String| Error::Checkpoint { path: path.clone(), problem };
+        let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: path.clone(), problem });
         let unreadable = |e: std::io::Error| match e.kind() {
-            std::io::ErrorKind::NotFound => wrong("the file is missing. Load another tag".into()),
-            _ => wrong(format!("{e}. Make it readable, or load another tag")),
+            std::io::ErrorKind::NotFound => wrong("the file is missing; load another tag".into()),
+            _ => wrong(format!("{e}; make it readable, or load another tag")),
         };
         let file = File::open(&path).map_err(unreadable)?;
         let found = file.metadata().map_err(unreadable)?.len();
         if found != entry.bytes {
             let bytes = entry.bytes;
-            return Err(wrong(format!("it has {found} bytes, and {bytes} were written. Load another tag")));
+            return Err(wrong(format!("it has {found} bytes, and {bytes} were written; load another tag")));
         }
         let header_bytes = usize::try_from(entry.header_bytes).map_err(|e| wrong(e.to_string()))?;
         let mut header = vec![0; header_bytes];
         file.read_exact_at(&mut header, 0).map_err(unreadable)?;
         if format!("{:016x}", XxHash3_64::oneshot(&header)) != entry.header_checksum {
-            return Err(wrong("its header is damaged, or it is another file. Load another tag".into()));
+            return Err(wrong("its header is damaged, or it is another file; load another tag".into()));
         }
         let data_len = entry.bytes - entry.header_bytes;
         let checksums = checksums_in(&header, data_len.div_ceil(BLOCK as u64))
-            .ok_or_else(|| wrong("its header has no checksums of its data. Load another tag".into()))?;
+            .ok_or_else(|| wrong("its header has no checksums of its data; load another tag".into()))?;
         Ok(Self { path, file, data_start: entry.header_bytes, data_len, checksums, block: Vec::new(), index: None })
     }
 
@@ -185,15 +185,15 @@ impl RankFile {
             let at = block as u64 * BLOCK as u64;
             let len = (self.data_len - at).min(BLOCK as u64) as usize;
             self.block.resize(len, 0);
-            let wrong = |problem: String| Error::Checkpoint { path: self.path.clone(), problem };
+            let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: self.path.clone(), problem });
             let from = self.data_start + at;
             self.file
                 .read_exact_at(&mut self.block, from)
-                .map_err(|e| wrong(format!("{e} at byte {from}. Load another tag")))?;
+                .map_err(|e| wrong(format!("{e} at byte {from}; load another tag")))?;
             if XxHash3_64::oneshot(&self.block) != self.checksums[block] {
                 let to = from + len as u64;
                 return Err(wrong(format!(
-                    "bytes {from} to {to} are damaged: they have another checksum than when they were written. Load another \
+                    "bytes {from} to {to} are damaged: they have another checksum than when they were written; load another \
                      tag"
                 )));
             }

@@ -18,7 +18,7 @@ use super::rank_file::RankWriter;
 use crate::comm::Communicator;
 use crate::comm::agree::{Failure, agree, gather_u64, text_of_rank_0};
 use crate::config::{Config, TagValidation};
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Result};
 use crate::notice::say;
 use crate::optim::Trainer;
 use crate::timeline;
@@ -159,7 +159,7 @@ impl Saving {
             Writing::Done(result) => result,
             Writing::Thread(thread) => thread.join().unwrap_or_else(|_| {
                 let problem = "the thread that wrote it panicked; its own words say why".into();
-                Err(Error::Checkpoint { path: dir.clone(), problem })
+                Err(CheckpointError::Unusable { path: dir.clone(), problem }.into())
             }),
         };
         let own = agree(comm, written, failed_elsewhere(&dir)).inspect_err(|failure| {

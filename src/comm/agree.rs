@@ -74,6 +74,7 @@ pub(crate) fn gather_u64(comm: &dyn Communicator, numbers: &[u64]) -> Result<Vec
 mod tests {
     use super::*;
     use crate::comm::threads;
+    use crate::error::{EngineError, ParamError};
 
     fn on_three<T: Send>(rank: impl Fn(&dyn Communicator) -> Result<T> + Sync) -> Vec<T> {
         threads::run(3, |comm| rank(&*comm)).unwrap().into_iter().map(|r| r.unwrap()).collect()
@@ -82,12 +83,12 @@ mod tests {
     #[test]
     fn where_one_rank_fails_all_learn_it_and_are_in_step() {
         let told = on_three(|comm| {
-            let own = if comm.rank() == 1 { Err(Error::NoParameters) } else { Ok(comm.rank()) };
-            let agreed = agree(comm, own, |rank| Error::Stopped(format!("rank {rank}")));
+            let own = if comm.rank() == 1 { Err(ParamError::NoParameters.into()) } else { Ok(comm.rank()) };
+            let agreed = agree(comm, own, |rank| Error::from(EngineError::Stopped(format!("rank {rank}"))));
             comm.barrier().wait()?;
             Ok(match agreed {
-                Err(Failure::InStep(Error::NoParameters)) => "own".to_string(),
-                Err(Failure::InStep(Error::Stopped(why))) => why,
+                Err(Failure::InStep(Error::Param(ParamError::NoParameters))) => "own".to_string(),
+                Err(Failure::InStep(Error::Engine(EngineError::Stopped(why)))) => why,
                 other => panic!("{other:?}"),
             })
         });

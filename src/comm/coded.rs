@@ -7,7 +7,7 @@ use super::exchange::Exchange;
 use super::shm::SLOT_BYTES;
 use super::split::{give_each, given, others, pieces};
 use crate::error::CommError;
-use crate::kernels::simd::{Level, Loop};
+use crate::kernels::simd::{Loop, level};
 use crate::precision::cast::{accumulate, narrow, widen};
 use crate::precision::{BLOCK, Flat, FlatMut, Ints};
 use std::ops::Range;
@@ -60,7 +60,7 @@ pub(super) fn sum_blocks(
     rank: usize,
     peers: &[&[u8]],
 ) {
-    Level::best().run(Sum { ints, values: values.as_mut(), own, sum: to, len, rank, peers });
+    level().run(Sum { ints, values: values.as_mut(), own, sum: to, len, rank, peers });
 }
 
 /// Elements `own ..` of `values` and the peers' blocks, summed in rank order in f32, rounded once and written to

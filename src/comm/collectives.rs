@@ -3,12 +3,12 @@
 use super::coded;
 use super::encoding::Wire;
 use super::exchange::Exchange;
-use super::fingerprint::Kind;
+use super::kind::Kind;
 use super::shm::SLOT_BYTES;
 use super::split::{give_each, given, others, pieces};
 use super::stream;
 use crate::error::CommError;
-use crate::kernels::simd::{Level, Loop};
+use crate::kernels::simd::{Loop, level};
 use crate::precision::{Flat, FlatMut, FlatRef, cast};
 use candle_core::DType;
 use std::mem::MaybeUninit;
@@ -137,7 +137,7 @@ fn reduce_whole(ex: &mut Exchange, input: &mut Flat) -> Result<()> {
 
 /// Adds the peers' parts to elements `own ..` of `values`, and writes the sums to elements `to ..`.
 pub(super) fn sum_exact(values: &mut Flat, (own, to): (usize, usize), len: usize, rank: usize, peers: &[FlatRef<'_>]) {
-    Level::best().run(Sum { values: values.as_mut(), own, sum: to, len, rank, peers });
+    level().run(Sum { values: values.as_mut(), own, sum: to, len, rank, peers });
 }
 
 /// Elements `own ..` of `values` and the peers' parts, summed in rank order in f32, rounded once and written to

@@ -1,4 +1,4 @@
-//! Every collective made of one, [`Communicator::gather_bytes`]: what a communicator has that brings nothing better.
+//! Every collective made of one, `gather_bytes`: what a communicator has that brings nothing better.
 //!
 //! ```text
 //!   launch   fingerprint | elements as they travel ----> gather_bytes
@@ -7,118 +7,124 @@
 //!
 //! The bits are those of shared memory. Every rank receives everything, so a reduction moves more bytes than it needs.
 
+use super::Pending;
 use super::coded::sum_blocks;
 use super::collectives::sum_exact;
 use super::encoding::Wire;
-use super::fingerprint::{Fingerprint, Kind};
-use super::{Communicator, Pending};
+use super::fingerprint::Fingerprint;
+use super::kind::Kind;
 use crate::error::CommError;
 use crate::precision::{Flat, FlatRef};
 use candle_core::DType;
 
-/// As [`Communicator::all_gather_as`].
-pub(super) fn all_gather<C: Communicator + ?Sized>(comm: &C, wire: Wire, mut shard: Flat, tag: u64) -> Pending<Flat> {
-    let len = shard.len();
-    let call = Fingerprint::new(0, Kind::AllGather, wire, shard.dtype(), len, tag);
-    let arriving = exchange(comm, call, encoded(wire, shard.as_ref()));
-    let world = comm.size();
-    Pending::from_fn(move || {
-        let arrived = arriving.wait()?;
-        // Where there is room for the whole, that is where it will lie.
-        shard.reserve_exact(len * (world - 1));
-        shard.extend_zeros(len * (world - 1));
-        for (rank, bytes) in arrived.iter().enumerate() {
-            decode(wire, bytes, &mut shard, rank * len, len);
-        }
-        Ok(shard)
-    })
+/// A rank's place in its world and the collective that it has.
+pub(super) struct ByGather<G> {
+    pub rank: usize,
+    pub size: usize,
+    /// `gather_bytes`.
+    pub gather: G,
 }
 
-/// As [`Communicator::reduce_scatter_as`].
-pub(super) fn reduce_scatter<C: Communicator + ?Sized>(
-    comm: &C,
-    wire: Wire,
-    mut input: Flat,
-    tag: u64,
-) -> Pending<Flat> {
-    let (world, own) = (comm.size(), comm.rank());
-    assert!(input.len().is_multiple_of(world), "{} elements in {world} equal chunks", input.len());
-    let chunk = input.len() / world;
-    let call = Fingerprint::new(0, Kind::ReduceScatter, wire, input.dtype(), input.len(), tag);
-    // Each chunk has blocks of its own.
-    let parts: Vec<Vec<u8>> = (0..world).map(|r| encoded(wire, input.slice(r * chunk..(r + 1) * chunk))).collect();
-    let bytes = parts[own].len();
-    let arriving = exchange(comm, call, parts.concat());
-    Pending::from_fn(move || {
-        let arrived = arriving.wait()?;
-        let peers = others(&arrived, own).map(|all| &all[own * bytes..(own + 1) * bytes]).collect();
-        sum(wire, &mut input, own * chunk, chunk, own, peers);
-        input.truncate(chunk);
-        Ok(input)
-    })
-}
-
-/// As [`Communicator::all_reduce_as`]. Summands travel exact; the receiver codes what would have been coded.
-pub(super) fn all_reduce<C: Communicator + ?Sized>(comm: &C, wire: Wire, mut input: Flat, tag: u64) -> Pending<Flat> {
-    let (world, len, dtype) = (comm.size(), input.len(), input.dtype());
-    let call = Fingerprint::new(0, Kind::AllReduce, wire, dtype, len, tag);
-    let chunk = len.div_ceil(world);
-    input.extend_zeros(chunk * world - len);
-    let arriving = exchange(comm, call, encoded(Wire::Exact, input.as_ref()));
-    Pending::from_fn(move || {
-        let arrived = arriving.wait()?;
-        input.truncate(0);
-        // Each chunk as the rank sums it to which it belongs.
-        for owner in 0..world {
-            let part = |bytes: &Vec<u8>| {
-                let mut part = Flat::zeros(dtype, chunk);
-                let size = chunk * dtype.size_in_bytes();
-                part.as_bytes_mut().copy_from_slice(&bytes[owner * size..(owner + 1) * size]);
-                part
-            };
-            let mut total = part(&arrived[owner]);
-            let peers: Vec<Vec<u8>> = others(&arrived, owner).map(|b| encoded(wire, part(b).as_ref())).collect();
-            sum(wire, &mut total, 0, chunk, owner, peers.iter().map(|bytes| &bytes[..]).collect());
-            input.extend_cast(total.as_ref());
-        }
-        input.truncate(len);
-        Ok(input)
-    })
-}
-
-/// As [`Communicator::barrier`].
-pub(super) fn barrier<C: Communicator + ?Sized>(comm: &C) -> Pending<()> {
-    exchange(comm, Fingerprint::new(0, Kind::Barrier, Wire::Exact, DType::U8, 0, 0), Vec::new()).map(drop)
-}
-
-/// As [`Communicator::gather_f64`].
-pub(super) fn gather_f64<C: Communicator + ?Sized>(comm: &C, values: &[f64]) -> Pending<Vec<Vec<f64>>> {
-    let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-    let values = |bytes: Vec<u8>| bytes.as_chunks::<8>().0.iter().map(|value| f64::from_le_bytes(*value)).collect();
-    comm.gather_bytes(bytes).map(move |all| all.into_iter().map(values).collect())
-}
-
-/// Brings `bytes` of a call to all ranks, and checks that they are in the same call.
-fn exchange<C: Communicator + ?Sized>(comm: &C, call: Fingerprint, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
-    const HEADER: usize = 8 * Fingerprint::WORDS;
-    let own = comm.rank();
-    let header = call.words().into_iter().flat_map(u64::to_le_bytes);
-    let arriving = comm.gather_bytes(header.chain(bytes).collect());
-    Pending::from_fn(move || {
-        let mut arrived = arriving.wait()?;
-        for (peer, bytes) in arrived.iter_mut().enumerate() {
-            let data = bytes.split_off(HEADER.min(bytes.len()));
-            let mut words = [0; Fingerprint::WORDS];
-            words.iter_mut().zip(bytes.as_chunks::<8>().0).for_each(|(word, bytes)| *word = u64::from_le_bytes(*bytes));
-            let theirs = Fingerprint::from_words(words);
-            if theirs != call {
-                let (here, there) = (call.to_string(), theirs.to_string());
-                return Err(CommError::Diverged { rank: own, here, peer, there }.into());
+impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> ByGather<G> {
+    /// As `Communicator::all_gather_as`.
+    pub fn all_gather(self, wire: Wire, mut shard: Flat, tag: u64) -> Pending<Flat> {
+        let (world, len) = (self.size, shard.len());
+        let call = Fingerprint::new(0, Kind::AllGather, wire, shard.dtype(), len, tag);
+        let arriving = self.exchange(call, encoded(wire, shard.as_ref()));
+        Pending::from_fn(move || {
+            let arrived = arriving.wait()?;
+            // Where there is room for the whole, that is where it will lie.
+            shard.reserve_exact(len * (world - 1));
+            shard.extend_zeros(len * (world - 1));
+            for (rank, bytes) in arrived.iter().enumerate() {
+                decode(wire, bytes, &mut shard, rank * len, len);
             }
-            *bytes = data;
-        }
-        Ok(arrived)
-    })
+            Ok(shard)
+        })
+    }
+
+    /// As `Communicator::reduce_scatter_as`.
+    pub fn reduce_scatter(self, wire: Wire, mut input: Flat, tag: u64) -> Pending<Flat> {
+        let (world, own) = (self.size, self.rank);
+        assert!(input.len().is_multiple_of(world), "{} elements in {world} equal chunks", input.len());
+        let chunk = input.len() / world;
+        let call = Fingerprint::new(0, Kind::ReduceScatter, wire, input.dtype(), input.len(), tag);
+        // Each chunk has blocks of its own.
+        let parts: Vec<Vec<u8>> = (0..world).map(|r| encoded(wire, input.slice(r * chunk..(r + 1) * chunk))).collect();
+        let bytes = parts[own].len();
+        let arriving = self.exchange(call, parts.concat());
+        Pending::from_fn(move || {
+            let arrived = arriving.wait()?;
+            let peers = others(&arrived, own).map(|all| &all[own * bytes..(own + 1) * bytes]).collect();
+            sum(wire, &mut input, own * chunk, chunk, own, peers);
+            input.truncate(chunk);
+            Ok(input)
+        })
+    }
+
+    /// As `Communicator::all_reduce_as`. Summands travel exact; the receiver codes those that would have been coded.
+    pub fn all_reduce(self, wire: Wire, mut input: Flat, tag: u64) -> Pending<Flat> {
+        let (world, len, dtype) = (self.size, input.len(), input.dtype());
+        let call = Fingerprint::new(0, Kind::AllReduce, wire, dtype, len, tag);
+        let chunk = len.div_ceil(world);
+        input.extend_zeros(chunk * world - len);
+        let arriving = self.exchange(call, encoded(Wire::Exact, input.as_ref()));
+        Pending::from_fn(move || {
+            let arrived = arriving.wait()?;
+            input.truncate(0);
+            // Each chunk as the rank sums it to which it belongs.
+            for owner in 0..world {
+                let part = |bytes: &Vec<u8>| {
+                    let mut part = Flat::zeros(dtype, chunk);
+                    let size = chunk * dtype.size_in_bytes();
+                    part.as_bytes_mut().copy_from_slice(&bytes[owner * size..(owner + 1) * size]);
+                    part
+                };
+                let mut total = part(&arrived[owner]);
+                let peers: Vec<Vec<u8>> = others(&arrived, owner).map(|b| encoded(wire, part(b).as_ref())).collect();
+                sum(wire, &mut total, 0, chunk, owner, peers.iter().map(|bytes| &bytes[..]).collect());
+                input.extend_cast(total.as_ref());
+            }
+            input.truncate(len);
+            Ok(input)
+        })
+    }
+
+    /// As `Communicator::barrier`.
+    pub fn barrier(self) -> Pending<()> {
+        self.exchange(Fingerprint::new(0, Kind::Barrier, Wire::Exact, DType::U8, 0, 0), Vec::new()).map(drop)
+    }
+
+    /// As `Communicator::gather_f64`.
+    pub fn gather_f64(self, values: &[f64]) -> Pending<Vec<Vec<f64>>> {
+        let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let values = |bytes: Vec<u8>| bytes.as_chunks::<8>().0.iter().map(|value| f64::from_le_bytes(*value)).collect();
+        (self.gather)(bytes).map(move |all| all.into_iter().map(values).collect())
+    }
+
+    /// Brings `bytes` of a call to all ranks, and checks that they are in the same call.
+    fn exchange(self, call: Fingerprint, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
+        const HEADER: usize = 8 * Fingerprint::WORDS;
+        let rank = self.rank;
+        let header = call.words().into_iter().flat_map(u64::to_le_bytes);
+        let arriving = (self.gather)(header.chain(bytes).collect());
+        Pending::from_fn(move || {
+            let mut arrived = arriving.wait()?;
+            for (peer, bytes) in arrived.iter_mut().enumerate() {
+                let data = bytes.split_off(HEADER.min(bytes.len()));
+                let mut words = [0; Fingerprint::WORDS];
+                let header = bytes.as_chunks::<8>().0;
+                words.iter_mut().zip(header).for_each(|(word, bytes)| *word = u64::from_le_bytes(*bytes));
+                let theirs = Fingerprint::from_words(words);
+                if theirs != call {
+                    let (here, there) = (call.to_string(), theirs.to_string());
+                    return Err(CommError::Diverged { rank, here, peer, there }.into());
+                }
+                *bytes = data;
+            }
+            Ok(arrived)
+        })
+    }
 }
 
 /// The messages of the other ranks, in rank order.

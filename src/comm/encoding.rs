@@ -1,6 +1,6 @@
 //! How elements are encoded on the way between ranks.
 
-use super::fingerprint::Kind;
+use super::kind::Kind;
 use crate::precision::{BLOCK, Ints};
 use candle_core::DType;
 

@@ -14,7 +14,7 @@ use std::os::fd::RawFd;
 use std::str::FromStr;
 use std::time::Duration;
 
-use crate::{Error, Result};
+use crate::error::{Error, RankEnvError, Result};
 
 /// File descriptor of the memory that the ranks share.
 pub(crate) const SHM_FD: &str = "CANDLE_ZERO_SHM_FD";
@@ -111,10 +111,12 @@ impl RankEnv {
         };
         if world.value > 1 {
             if local_world_size != world.value {
-                return Err(Error::SeveralHosts { local_world: local_world_size, world: world.value });
+                return Err(RankEnvError::SeveralHosts { local_world: local_world_size, world: world.value }.into());
             }
             if shm_fd.is_none() {
-                return Err(Error::RanksNotJoined { rank_name: rank.name, rank: rank.value, world: world.value });
+                return Err(
+                    RankEnvError::NotJoined { rank_name: rank.name, rank: rank.value, world: world.value }.into()
+                );
             }
         }
         Ok(Self {
@@ -134,7 +136,8 @@ fn below(rank: Number, world: Number) -> Result<()> {
     if rank.value < world.value {
         return Ok(());
     }
-    Err(Error::RankOutOfRange { rank_name: rank.name, rank: rank.value, world_name: world.name, world: world.value })
+    Err(RankEnvError::OutOfRange { rank_name: rank.name, rank: rank.value, world_name: world.name, world: world.value }
+        .into())
 }
 
 const COUNT: &str = "a whole number";
@@ -149,13 +152,17 @@ impl Vars<'_> {
     }
 
     fn refused(&self, name: &'static str, expected: &'static str) -> Error {
-        Error::RankVariable { name, value: self.get(name).unwrap_or_default(), expected }
+        RankEnvError::Variable { name, value: self.get(name).unwrap_or_default(), expected }.into()
     }
 
     fn parsed<T: FromStr>(&self, name: &'static str, expected: &'static str) -> Result<Option<T>> {
         match self.get(name) {
             None => Ok(None),
-            Some(value) => value.trim().parse().map(Some).map_err(|_| Error::RankVariable { name, value, expected }),
+            Some(value) => value
+                .trim()
+                .parse()
+                .map(Some)
+                .map_err(|_| Error::from(RankEnvError::Variable { name, value, expected })),
         }
     }
 
@@ -178,8 +185,8 @@ impl Vars<'_> {
         match (self.number(first)?, self.first_of(second)?) {
             (None, None) => Ok(None),
             (Some(first), Some(second)) => Ok(Some((first, second))),
-            (Some(first), None) => Err(Error::RankVariablesIncomplete { set: first.name, missing: second[0] }),
-            (None, Some(second)) => Err(Error::RankVariablesIncomplete { set: second.name, missing: first }),
+            (Some(first), None) => Err(RankEnvError::Incomplete { set: first.name, missing: second[0] }.into()),
+            (None, Some(second)) => Err(RankEnvError::Incomplete { set: second.name, missing: first }.into()),
         }
     }
 
@@ -189,7 +196,7 @@ impl Vars<'_> {
             return Ok(Some(Found { rank, world, local: local? }));
         }
         if let Some((local_rank, _)) = local? {
-            return Err(Error::RankVariablesIncomplete { set: local_rank.name, missing: "RANK" });
+            return Err(RankEnvError::Incomplete { set: local_rank.name, missing: "RANK" }.into());
         }
         if let Some((rank, world)) = self.pair("OMPI_COMM_WORLD_RANK", &["OMPI_COMM_WORLD_SIZE"])? {
             let local = self.pair("OMPI_COMM_WORLD_LOCAL_RANK", &["OMPI_COMM_WORLD_LOCAL_SIZE"])?;
@@ -217,7 +224,7 @@ impl Vars<'_> {
         let node = self.number("SLURM_NODEID")?.map_or(0, |node| node.value);
         match tasks_of_node(&tasks, node) {
             Some(value) => Ok(Some((local_rank, Number { name: TASKS, value }))),
-            None => Err(Error::RankVariable { name: TASKS, value: tasks, expected: GRAMMAR }),
+            None => Err(RankEnvError::Variable { name: TASKS, value: tasks, expected: GRAMMAR }.into()),
         }
     }
 }

@@ -8,7 +8,8 @@
 //! it has not published. The failure that came first is the one that every rank is told.
 
 use super::encoding::Wire;
-use super::fingerprint::{Fingerprint, Kind};
+use super::fingerprint::Fingerprint;
+use super::kind::Kind;
 use super::pieces::{Patience, Pieces};
 use super::shm::Region;
 use super::state::{Failure, Fault};

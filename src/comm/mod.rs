@@ -23,8 +23,11 @@ mod counters;
 mod defaults;
 mod encoding;
 pub(crate) mod env;
+pub(crate) mod error;
 mod exchange;
 mod fingerprint;
+mod join;
+mod kind;
 mod log;
 mod pending;
 mod pieces;
@@ -41,15 +44,17 @@ pub(crate) use bandwidth::{size_text, trimmed_mean};
 pub use counters::{CommReport, KindReport};
 pub use encoding::Wire;
 pub use env::RankEnv;
-pub use fingerprint::Kind;
+pub use join::from_env;
+pub use kind::Kind;
 pub use log::{CommLog, CommLogRow, CommSummary};
 pub use pending::Pending;
 pub use queue::Shared;
 pub use solo::Solo;
+pub(crate) use state::Fault;
 
-use crate::error::Result;
 use crate::precision::Flat;
-use std::sync::{Arc, Mutex};
+use defaults::ByGather;
+use std::sync::Arc;
 
 /// The rank of this process in the job and what it can do together with the others.
 ///
@@ -59,8 +64,8 @@ use std::sync::{Arc, Mutex};
 ///
 /// # A communicator of your own
 /// Four methods are enough: [`rank`](Self::rank), [`size`](Self::size), [`gather_bytes`](Self::gather_bytes) and
-/// [`abort`](Self::abort). All others are made of these, with the same bits as over shared memory; override those that
-/// your network does better. Collectives take place in the order in which they are launched, while results are waited
+/// [`abort`](Self::abort). All others are made of these, with the same bits as over shared memory. Override those that
+/// your network does better; of the sums and gathers, those whose names end in `_as`, which the others call. Collectives take place in the order in which they are launched, while results are waited
 /// for in any order: a thread of its own that does one after the other is a good communicator.
 ///
 /// ```
@@ -153,29 +158,29 @@ pub trait Communicator: Send + Sync {
     /// rank, as in [`reduce_scatter_as`](Self::reduce_scatter_as) with chunks of equal length, and the sums travel exact:
     /// both give the same bits.
     fn all_reduce_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
-        defaults::all_reduce(self, wire, input, tag)
+        by_gather(self).all_reduce(wire, input, tag)
     }
 
     /// [`reduce_scatter`](Self::reduce_scatter) in which elements travel as `wire` says. The part that a rank adds to its
     /// own does not travel, and is not rounded.
     fn reduce_scatter_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
-        defaults::reduce_scatter(self, wire, input, tag)
+        by_gather(self).reduce_scatter(wire, input, tag)
     }
 
     /// [`all_gather`](Self::all_gather) in which elements travel as `wire` says. All ranks receive the same values: those
     /// that they would take from the wire, also of their own shard.
     fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
-        defaults::all_gather(self, wire, shard, tag)
+        by_gather(self).all_gather(wire, shard, tag)
     }
 
     /// Every rank receives the values of every rank, in rank order. For a few numbers: votes, norms, metrics.
     fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {
-        defaults::gather_f64(self, &values)
+        by_gather(self).gather_f64(&values)
     }
 
     /// Waits until every rank has come here.
     fn barrier(&self) -> Pending<()> {
-        defaults::barrier(self)
+        by_gather(self).barrier()
     }
 
     /// Calls and bytes so far; nothing where a communicator does not count.
@@ -190,27 +195,7 @@ pub trait Communicator: Send + Sync {
     }
 }
 
-/// The communicator of a job of one rank or, under `zerorun`, of all its processes.
-///
-/// # Errors
-/// Memory that is not this job's; a rank that has joined before, also where that was this process.
-pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
-    match env.shm_fd {
-        Some(fd) if env.world_size > 1 => {
-            let region = region_of_this_process(fd, env.world_size)?;
-            Ok(Arc::new(Shared::new(region, env.rank, env.timeout)?))
-        }
-        _ => Ok(Arc::new(Solo::default())),
-    }
-}
-
-/// The inherited region. It stays mapped for good: the descriptor can be taken over only once, and whoever asks again
-/// must learn that the rank is taken rather than find a closed or a foreign descriptor.
-fn region_of_this_process(fd: std::os::fd::RawFd, world_size: usize) -> Result<Arc<shm::Region>> {
-    static REGION: Mutex<Option<Arc<shm::Region>>> = Mutex::new(None);
-    let mut region = crate::util::lock(&REGION);
-    match &*region {
-        Some(region) => Ok(region.clone()),
-        None => Ok(region.insert(Arc::new(shm::Region::inherit(fd, world_size)?)).clone()),
-    }
+/// The collectives that `comm` has because it has one.
+fn by_gather<C: Communicator + ?Sized>(comm: &C) -> ByGather<impl FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> {
+    ByGather { rank: comm.rank(), size: comm.size(), gather: |bytes| comm.gather_bytes(bytes) }
 }

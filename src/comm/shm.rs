@@ -12,8 +12,6 @@
 //! A rank's block is written by that rank alone (`cause` and the step from a living state to DEAD by the launcher). Here is
 //! where each word lies; the order in which they are written and read is in [`super::pieces`] and [`super::state`].
 
-pub(crate) use super::state::Fault;
-use super::state::Text;
 use crate::error::{CommError, Error, Result};
 use memmap2::{MmapOptions, MmapRaw};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -44,6 +42,15 @@ const HEARTBEAT: usize = 128;
 const HEADERS: usize = 192; // two, of 64 bytes
 const TEXT: usize = 1024;
 const CAUSE: usize = 2048;
+
+/// A text of a rank's control block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Text {
+    /// Why the rank has given up, in its own words.
+    LastWords,
+    /// Why it died, in the launcher's.
+    Cause,
+}
 
 /// Shared memory of one job: a control block and two data slots per rank.
 pub struct Region {

@@ -6,7 +6,7 @@
 //! first failure is set before the state that tells of it, so that the echo of a failure, which follows from that
 //! state, cannot be taken for the first. Loom checks both: see [`super::pieces`].
 
-use super::shm::{Region, TEXT_BYTES, wake};
+use super::shm::{Region, TEXT_BYTES, Text, wake};
 use std::sync::atomic::Ordering;
 
 /// How a rank stands in the job.
@@ -51,15 +51,6 @@ pub(super) struct Failure {
     pub fault: Fault,
     /// The text of a rank that died or gave up.
     pub why: String,
-}
-
-/// A text of a rank's control block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Text {
-    /// Why the rank has given up, in its own words.
-    LastWords,
-    /// Why it died, in the launcher's.
-    Cause,
 }
 
 const ABSENT: u32 = 0;

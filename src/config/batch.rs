@@ -3,7 +3,7 @@
 use super::auto::BATCH_KEYS;
 use super::walk::Walk;
 use super::{Batch, Rule};
-use crate::{Error, Result};
+use crate::error::{ConfigError, Result};
 
 /// Why three numbers do not make a batch: the key to blame, and the message.
 type Fault = (usize, String);
@@ -27,7 +27,7 @@ impl Batch {
                 train_micro_batch_size_per_gpu: micro_batch,
                 gradient_accumulation_steps: train_batch_size / unit,
             }),
-            None => Err(Error::BatchSize { train_batch_size, micro_batch, world_size }),
+            None => Err(ConfigError::BatchSize { train_batch_size, micro_batch, world_size }.into()),
         }
     }
 }
@@ -105,15 +105,15 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], Fault> {
     }
     // Floor divisions hide what does not divide until here; a zero is named by the same rule.
     let fits = m.max(1).checked_mul(g.max(1)).and_then(|p| p.checked_mul(world));
-    let mend = match fits {
+    let fix = match fits {
         Some(fits) if positive[2].is_none() || positive[1].is_none() => {
-            format!("Choose a train_batch_size that is a multiple of {}", unit(positive, world).unwrap_or(fits))
+            format!("choose a train_batch_size that is a multiple of {}", unit(positive, world).unwrap_or(fits))
         }
-        Some(fits) => format!("With the other two, train_batch_size {fits} fits"),
-        None => "Choose smaller numbers".into(),
+        Some(fits) => format!("with the other two, train_batch_size {fits} fits"),
+        None => "choose smaller numbers".into(),
     };
     let found = format!("{t} != {m}{} * {g}{} * {world}", inferred(1), inferred(2));
-    Err((0, format!("{RULE}: {found}. {mend}")))
+    Err((0, format!("{RULE}: {found}; {fix}")))
 }
 
 /// What a train batch has to be a multiple of when one or both of the other keys are worked out.
@@ -159,7 +159,7 @@ mod tests {
         let batch = Batch { train_batch_size: 24, train_micro_batch_size_per_gpu: 3, gradient_accumulation_steps: 2 };
         let new = batch.with_train_batch_size(60, 4).unwrap();
         assert_eq!((new.train_micro_batch_size_per_gpu, new.gradient_accumulation_steps), (3, 5));
-        insta::assert_snapshot!(batch.with_train_batch_size(61, 4).unwrap_err(), @"train_batch_size 61 does not fit train_micro_batch_size_per_gpu 3 on 4 rank(s): a positive multiple of 3 * 4 is needed.");
+        insta::assert_snapshot!(batch.with_train_batch_size(61, 4).unwrap_err(), @"train_batch_size 61 does not fit train_micro_batch_size_per_gpu 3 on 4 rank(s); a positive multiple of 3 * 4 is needed");
         assert!(batch.with_train_batch_size(0, 4).is_err());
     }
 

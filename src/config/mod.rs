@@ -5,6 +5,7 @@
 
 mod auto;
 mod batch;
+pub(crate) mod error;
 mod json;
 mod keys;
 mod monitoring;
@@ -13,7 +14,6 @@ mod note;
 mod offload;
 mod optim;
 mod print;
-mod problem;
 #[cfg(test)]
 mod reference;
 mod resolve;
@@ -25,10 +25,9 @@ mod source;
 mod value;
 mod walk;
 
+pub use error::{ConfigProblem, Place, Rule};
 pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring};
 pub use note::Note;
-pub(crate) use problem::Listed;
-pub use problem::{ConfigProblem, Place, Rule};
 pub use resolved::*;
 pub use run_values::RunValues;
 pub use schema::json_schema;

@@ -16,7 +16,7 @@ pub(crate) fn advice(section: &Section, name: &str) -> (Rule, String) {
     }
     if let Some(home) = elsewhere(section, name).find(|(_, _, score)| *score == 1.0) {
         let home = home.0.join(home.1);
-        return (Rule::MisplacedKey, format!("no key {place}: it belongs at `{home}`. Move it there"));
+        return (Rule::MisplacedKey, format!("no key {place}: it belongs at `{home}`; move it there"));
     }
     let here = names(section).map(|own| (section, own, likeness(name, own))).filter(|found| found.2 >= ALIKE);
     let far = elsewhere(section, name).filter(|found| found.2 >= ALIKE_ELSEWHERE);
@@ -24,9 +24,9 @@ pub(crate) fn advice(section: &Section, name: &str) -> (Rule, String) {
     let text = match nearest {
         Some((section, near, _)) => format!("no key {place}; did you mean `{}`?", section.join(near)),
         None if section.path.is_empty() => {
-            format!("no key {place}, and none is alike. Remove it, or start its name with `_` if it is a comment")
+            format!("no key {place}, and none is alike; remove it, or start its name with `_` if it is a comment")
         }
-        None => format!("no key {place}, and none is alike. Remove it"),
+        None => format!("no key {place}, and none is alike; remove it"),
     };
     (Rule::UnknownKey, text)
 }

@@ -40,7 +40,7 @@ impl Section {
             found => {
                 let found = if found.is_some() { "\"\" found" } else { "has to be given" };
                 let text = format!(
-                    "{found}: device \"nvme\" needs a folder on a fast local disk. Give its path, or use device \"cpu\""
+                    "{found}: device \"nvme\" needs a folder on a fast local disk; give its path, or use device \"cpu\""
                 );
                 let place = walk.place(&key).or_else(|| walk.place(&self.join("device")));
                 walk.problem(Rule::Conflict, &key, place, text);

@@ -229,7 +229,7 @@ fn check_zero(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) {
     // Only where the key itself is given: the deprecated `allgather_size` may be odd.
     if stage <= ZeroStage::Two && !size.is_multiple_of(2) && walk.given.contains_key(bucket) {
         let place = walk.place(bucket);
-        let text = format!("{size} found: at stage 0 to 2 it has to be even, as in DeepSpeed. Use {}", size - 1);
+        let text = format!("{size} found: at stage 0 to 2 it has to be even, as in DeepSpeed; use {}", size - 1);
         walk.problem(Rule::Range, bucket, place, text);
     }
     let ratio = "zero_optimization.offload_optimizer.ratio";
@@ -250,7 +250,7 @@ fn check_zero(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) {
             walk.note(key, "accepted and has no effect here: the whole model is f32");
         } else {
             let place = walk.place(key);
-            let text = "not supported: all parameters get the one format of fp16 or bf16. Remove it, or train in f32";
+            let text = "not supported: all parameters get the one format of fp16 or bf16; remove it, or train in f32";
             walk.problem(Rule::Unsupported, key, place, text);
         }
     }
@@ -304,7 +304,7 @@ fn check_data_efficiency(walk: &mut Walk<'_>) {
             Rule::Unsupported,
             &path,
             place,
-            "is on and not supported: it would change training. Switch it off",
+            "is on and not supported: it would change training; switch it off",
         );
     }
 }

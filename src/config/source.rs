@@ -2,7 +2,7 @@
 
 use super::json::{self, Node, ReadError};
 use super::{Config, Note, RunValues, resolve};
-use crate::{Error, Result};
+use crate::error::{ConfigError, Error, Result};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -38,12 +38,12 @@ impl Config {
     /// Those of [`Config::load`].
     pub fn load_for(source: impl Into<ConfigSource>, world_size: usize, run: &RunValues) -> Result<Self> {
         if world_size == 0 {
-            return Err(Error::ConfigNoRanks);
+            return Err(ConfigError::NoRanks.into());
         }
         let (origin, root) = match source.into() {
             ConfigSource::Resolved(config) if config.world_size == world_size => return Ok(*config),
             ConfigSource::Resolved(config) => {
-                return Err(Error::ConfigWorldSize { resolved: config.world_size, world_size });
+                return Err(ConfigError::WorldSize { resolved: config.world_size, world_size }.into());
             }
             ConfigSource::Value(value) => ("the configuration value".to_string(), Node::from_value(&value)),
             ConfigSource::Text(text) => {
@@ -58,7 +58,8 @@ impl Config {
                 (origin, root)
             }
         };
-        resolve::resolve(&root, world_size, run).map_err(|refused| Error::Config { origin, problems: refused.problems })
+        resolve::resolve(&root, world_size, run)
+            .map_err(|refused| Error::from(ConfigError::Problems { origin, problems: refused.problems }))
     }
 }
 
@@ -80,7 +81,7 @@ pub(crate) fn check(path: &Path, bytes: &[u8], world_size: usize, run: &RunValue
     match resolve::resolve(&root, world_size, run) {
         Ok(config) => Checked { notes: config.notes.clone(), outcome: Ok(config) },
         Err(resolve::Refused { problems, notes }) => {
-            Checked { notes, outcome: Err(Error::Config { origin, problems }) }
+            Checked { notes, outcome: Err(ConfigError::Problems { origin, problems }.into()) }
         }
     }
 }
@@ -91,7 +92,7 @@ pub(crate) fn read_file(path: &Path) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     std::fs::File::open(path)
         .and_then(|file| file.take(json::MAX_BYTES as u64 + 1).read_to_end(&mut bytes))
-        .map_err(|source| Error::ConfigFile { path: path.into(), source })?;
+        .map_err(|source| ConfigError::File { path: path.into(), source })?;
     Ok(bytes)
 }
 
@@ -103,8 +104,12 @@ pub(crate) fn read_value(path: &Path) -> Result<Value> {
 fn read(origin: &str, bytes: &[u8]) -> Result<Node> {
     let origin = origin.to_string();
     json::read_object(bytes).map_err(|error| match error {
-        ReadError::Syntax { place, expected, found } => Error::ConfigSyntax { origin, place, expected, found },
-        ReadError::Duplicate { path, first, second } => Error::ConfigDuplicateKey { origin, path, first, second },
+        ReadError::Syntax { place, expected, found } => {
+            Error::from(ConfigError::Syntax { origin, place, expected, found })
+        }
+        ReadError::Duplicate { path, first, second } => {
+            Error::from(ConfigError::DuplicateKey { origin, path, first, second })
+        }
     })
 }
 

@@ -44,7 +44,7 @@ impl<'a> Walk<'a> {
                 continue;
             };
             if let Some(other) = first_name.insert(key.name, &entry.key) {
-                let message = format!("the same as `{}`, which is given too. Remove one of them", section.join(other));
+                let message = format!("the same as `{}`, which is given too; remove one of them", section.join(other));
                 self.problem(Rule::Conflict, &path, entry.place, message);
                 continue;
             }
@@ -119,7 +119,7 @@ impl<'a> Walk<'a> {
             }
             Json::Object(inner) => {
                 if let Status::Refused(why) = key.status {
-                    let message = format!("not supported: {why}. Remove the section");
+                    let message = format!("not supported: {why}; remove the section");
                     return self.problem(Rule::Unsupported, &path, entry.place, message);
                 }
                 let section = keys::section(&path);
@@ -171,7 +171,7 @@ impl<'a> Walk<'a> {
         };
         let target = section.join(to.split('.').next().unwrap_or(to));
         if self.given.contains_key(&target) && target.starts_with("zero_optimization.") {
-            let message = format!("deprecated, and its new form `{target}` is given too. Remove this one");
+            let message = format!("deprecated, and its new form `{target}` is given too; remove this one");
             return self.problem(Rule::Conflict, &path, entry.place, message);
         }
         match (key.name, value) {

@@ -79,7 +79,7 @@ impl Loader {
     /// Batches of `ctx` tokens for a model of `vocab` tokens, on `device`, from the start.
     ///
     /// # Errors
-    /// [`Error::DataTooShort`](crate::Error::DataTooShort) when `data` does not hold one sample.
+    /// [`DataError::TooShort`](crate::error::DataError::TooShort) when `data` does not hold one sample.
     ///
     /// # Panics
     ///
@@ -139,8 +139,8 @@ impl Loader {
     /// [resumed](Self::resume).
     ///
     /// # Errors
-    /// [`Error::TokenOutOfVocabulary`](crate::Error::TokenOutOfVocabulary); Candle's error when the device is out of
-    /// memory.
+    /// [`DataError::TokenOutOfVocabulary`](crate::error::DataError::TokenOutOfVocabulary); Candle's error when the
+    /// device is out of memory.
     pub fn batch(&self, step: u64, accumulation_index: usize) -> Result<Batch> {
         let (micro, ctx) = (self.shape.micro, self.ctx);
         let mut inputs = Vec::with_capacity(micro * ctx);

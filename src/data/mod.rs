@@ -5,6 +5,7 @@
 //! Everything is index arithmetic: which tokens a step sees follows from its number alone, so a resumed run needs
 //! nothing but that number, and the global order of samples does not depend on the number of ranks.
 
+pub(crate) mod error;
 mod loader;
 mod sampler;
 mod tokens;

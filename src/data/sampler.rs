@@ -1,7 +1,7 @@
 //! Which sample comes when: integer arithmetic, no data.
 
 use super::TokenData;
-use crate::{Error, Result};
+use crate::error::{DataError, Result};
 
 /// Order of the samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -29,7 +29,7 @@ impl Sampler {
     /// The samples of `ctx` input tokens (and as many targets, shifted by one) that `data` holds.
     ///
     /// # Errors
-    /// [`Error::DataTooShort`] when it does not hold one.
+    /// [`DataError::TooShort`] when it does not hold one.
     ///
     /// # Panics
     ///
@@ -39,7 +39,7 @@ impl Sampler {
         // A sample is ctx inputs and one target more. The sequential rule's modulus must not be 0 either.
         let needed = ctx + 1 + usize::from(order == Order::Sequential);
         if data.len() < needed {
-            return Err(Error::DataTooShort { data: data.name().into(), tokens: data.len(), ctx, needed });
+            return Err(DataError::TooShort { data: data.name().into(), tokens: data.len(), ctx, needed }.into());
         }
         Ok(Self::of_len(order, data.len() as u64, ctx as u64))
     }

@@ -1,6 +1,6 @@
 //! Where tokens come from: text as bytes, files of 16-bit tokens, or the embedded corpus.
 
-use crate::{Error, Result};
+use crate::error::{DataError, Error, Result};
 use memmap2::{Advice, Mmap};
 use rayon::prelude::*;
 use std::fs::{self, File};
@@ -43,8 +43,8 @@ impl TokenData {
     /// - `None`: the sources and documents of this library.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::NotText`] for a single file that is not UTF-8; [`Error::NoText`] for a folder without text;
-    /// [`Error::OddTokenFile`] for half a token.
+    /// [`Error::Io`]; [`DataError::NotText`] for a single file that is not UTF-8; [`DataError::NoText`] for a folder
+    /// without text; [`DataError::OddTokenFile`] for half a token.
     pub fn open(path: Option<&Path>) -> Result<Self> {
         let Some(path) = path else { return Ok(Self::embedded()) };
         let name = path.display().to_string();
@@ -57,7 +57,7 @@ impl TokenData {
             _ => {
                 let bytes = fs::read(path).map_err(|source| io("read", path, source))?;
                 if let Err(error) = std::str::from_utf8(&bytes) {
-                    return Err(Error::NotText { path: path.into(), offset: error.valid_up_to() });
+                    return Err(DataError::NotText { path: path.into(), offset: error.valid_up_to() }.into());
                 }
                 Tokens::Bytes(bytes)
             }
@@ -88,7 +88,7 @@ impl TokenData {
             }
         }
         if bytes.is_empty() {
-            return Err(Error::NoText { path: path.into(), skipped: skipped_files });
+            return Err(DataError::NoText { path: path.into(), skipped: skipped_files }.into());
         }
         let files = files.len() - skipped_files;
         Ok(Self { tokens: Tokens::Bytes(bytes), name, files, skipped_files })
@@ -165,7 +165,7 @@ impl TokenData {
     /// Checks that tokens `tokens`, which start at position `start`, are below `vocab`.
     ///
     /// # Errors
-    /// [`Error::TokenOutOfVocabulary`] with the first that is not.
+    /// [`DataError::TokenOutOfVocabulary`] with the first that is not.
     pub(super) fn check_vocab(&self, start: usize, tokens: &[u32], vocab: usize) -> Result<()> {
         // The largest is found in vectors; only an error is worth a search for the first.
         let largest = tokens.iter().fold(0, |largest, t| largest.max(*t));
@@ -174,12 +174,13 @@ impl TokenData {
         }
         match tokens.iter().position(|t| *t as usize >= vocab) {
             None => Ok(()),
-            Some(at) => Err(Error::TokenOutOfVocabulary {
+            Some(at) => Err(DataError::TokenOutOfVocabulary {
                 token: tokens[at],
                 position: start + at,
                 vocab,
                 data: self.name.clone(),
-            }),
+            }
+            .into()),
         }
     }
 }
@@ -195,7 +196,7 @@ fn map_tokens(path: &Path) -> Result<Mmap> {
     // while it is mapped is excluded by the contract of `TokenData::open`.
     let map = unsafe { Mmap::map(&file) }.map_err(|source| io("map", path, source))?;
     if map.len() % 2 == 1 {
-        return Err(Error::OddTokenFile { path: path.into(), bytes: map.len() });
+        return Err(DataError::OddTokenFile { path: path.into(), bytes: map.len() }.into());
     }
     Ok(map)
 }

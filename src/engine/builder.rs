@@ -5,6 +5,7 @@ use crate::comm::Communicator;
 use crate::comm::RankEnv;
 use crate::config::{Config, ConfigSource, RunValues};
 use crate::error::Result;
+use crate::kernels;
 use crate::monitor::{Monitor, Opening};
 use crate::offload::DiskAccess;
 use crate::optim::{LrSchedule, Optimizer, ParameterGroup};
@@ -140,6 +141,7 @@ impl EngineBuilder {
             Some(comm) => comm,
             None => crate::comm::from_env(&env?)?,
         };
+        kernels::checked_level().inspect_err(|e| comm.abort(&e.to_string()))?;
         let device = match self.device.clone() {
             Some(device) => device,
             None => crate::device::default()?,

@@ -3,7 +3,7 @@
 use super::{Engine, Losses, Phase};
 use crate::checkpoint::{self, LoadOptions, Loaded, Progress, SaveOptions, SaveRequest, Saving};
 use crate::comm::agree::Failure;
-use crate::error::{Error, Result};
+use crate::error::{EngineError, Result};
 use crate::precision::Flat;
 use crate::timeline;
 use candle_core::DType;
@@ -17,8 +17,8 @@ impl<M> Engine<M> {
     /// `checkpoint.tag_validation` says what happens. Gives the folder of the checkpoint.
     ///
     /// # Errors
-    /// [`Error::OutOfOrder`] between micro steps of an accumulation; a file cannot be written: on all ranks, the engine
-    /// can go on and earlier checkpoints are untouched; the error of an earlier save in the background; a failed
+    /// [`EngineError::OutOfOrder`] between micro steps of an accumulation; a file cannot be written: on all ranks, the
+    /// engine can go on and earlier checkpoints are untouched; the error of an earlier save in the background; a failed
     /// collective.
     pub fn save_checkpoint(
         &mut self,
@@ -83,8 +83,9 @@ impl<M> Engine<M> {
     /// [`Loaded::global_samples`] says: see [`crate::data::Loader::resume`].
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] on all ranks for a checkpoint that is damaged or belongs to another model or optimizer: the
-    /// engine is as it was. [`Error::OutOfOrder`] in the middle of an accumulation; a failed collective.
+    /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks for a checkpoint that is
+    /// damaged or belongs to another model or optimizer: the engine is as it was. [`EngineError::OutOfOrder`] in the
+    /// middle of an accumulation; a failed collective.
     pub fn load_checkpoint(
         &mut self,
         dir: impl AsRef<Path>,
@@ -184,7 +185,10 @@ impl<M> Engine<M> {
         self.not_stopped()?;
         let accumulation = self.config.batch.gradient_accumulation_steps as u64;
         match self.phase == Phase::Backwarded || !self.micro_steps.is_multiple_of(accumulation) {
-            true => Err(Error::OutOfOrder { call, when: "in the middle of an accumulation, before its last step" }),
+            true => {
+                Err(EngineError::OutOfOrder { call, when: "in the middle of an accumulation, before its last step" }
+                    .into())
+            }
             false => Ok(()),
         }
     }

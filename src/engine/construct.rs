@@ -4,13 +4,14 @@
 //!   configuration -> communicator -> model, parameter by parameter -> shares -> optimizer states -> all ranks compared
 //! ```
 
-use super::telling::Telling;
-use super::watch::Clock;
+use super::clock::Clock;
+use super::reporter::Reporter;
 use super::{Engine, EngineBuilder, Losses, Phase};
 use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
 use crate::config::Config;
-use crate::error::{Error, Result};
+use crate::error::{EngineError, KernelError, OptimError, Result};
+use crate::kernels::checked_level;
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
 use crate::notice::say;
@@ -50,7 +51,7 @@ impl<M> Engine<M> {
         if comm.rank() == 0 {
             tell_notes(&config, own);
         }
-        let telling = Telling::open(&config.monitoring, &*comm, monitors)?;
+        let reporter = Reporter::open(&config.monitoring, &*comm, monitors)?;
         let (ledger, link) = (Ledger::default(), Link::default());
         let weights = source.fingerprint();
         let grouping = grouping(&config, optimizer, parameter_groups)?;
@@ -97,7 +98,7 @@ impl<M> Engine<M> {
             was_applied: false,
             grad_norm: None,
             clock: Clock::default(),
-            telling,
+            reporter,
             saving: None,
             failed_save: None,
             stopped: None,
@@ -137,7 +138,7 @@ fn grouping(
 fn allowed(own: Arc<dyn Optimizer>, config: &Config) -> Result<Arc<dyn Optimizer>> {
     let stage = config.zero.stage;
     if stage > ZeroStage::Zero && !config.allows_untested_optimizer {
-        return Err(Error::UntestedOptimizer { name: own.name().into(), stage: stage.number() });
+        return Err(OptimError::Untested { name: own.name().into(), stage: stage.number() }.into());
     }
     Ok(own)
 }
@@ -206,6 +207,7 @@ struct Fingerprint {
     model: u64,
     config: u64,
     weights: u64,
+    simd: u64,
 }
 
 impl Fingerprint {
@@ -216,16 +218,19 @@ impl Fingerprint {
 }
 
 /// Collective: an error where ranks built different models, read different configurations, begin with different
-/// `weights` (a hash), or with another optimizer, schedule or parameter groups.
+/// `weights` (a hash), or with another optimizer, schedule or parameter groups, or compute at another level of SIMD.
 fn check_same_on_all_ranks(core: &Core, config: &Config, own: Own, trainer: &Trainer, weights: u64) -> Result<()> {
     let params = core.params();
     let model: String = params.iter().map(|p| format!("{} {:?} {};", p.name, p.shape, p.unit)).collect();
     let groups: Vec<usize> = params.iter().map(|p| p.group).collect();
     let config = format!("{:?} {own:?} {trainer:?} {groups:?}", Config { notes: Vec::new(), ..config.clone() });
     let elements: usize = params.iter().map(|p| p.numel).sum();
-    let own = [params.len() as u64, elements as u64, fnv1a(model.as_bytes()), fnv1a(config.as_bytes()), weights];
+    let simd = fnv1a(checked_level()?.name().as_bytes());
+    let own = [params.len() as u64, elements as u64, fnv1a(model.as_bytes()), fnv1a(config.as_bytes()), weights, simd];
     let fingerprint = |numbers: &Vec<u64>| match numbers[..] {
-        [parameters, elements, model, config, weights] => Fingerprint { parameters, elements, model, config, weights },
+        [parameters, elements, model, config, weights, simd] => {
+            Fingerprint { parameters, elements, model, config, weights, simd }
+        }
         _ => unreachable!("all ranks give as many numbers"),
     };
     let all: Vec<Fingerprint> = gather_u64(core.comm(), &own)?.iter().map(fingerprint).collect();
@@ -234,10 +239,12 @@ fn check_same_on_all_ranks(core: &Core, config: &Config, own: Own, trainer: &Tra
     let (mine, theirs) = (all[rank], all[other]);
     let model = |f: Fingerprint| (f.parameters, f.elements, f.model);
     Err(if model(mine) != model(theirs) {
-        Error::ModelsDiffer { rank, other, mine: mine.describe(), theirs: theirs.describe() }
+        EngineError::ModelsDiffer { rank, other, mine: mine.describe(), theirs: theirs.describe() }.into()
     } else if mine.config != theirs.config {
-        Error::ConfigsDiffer { rank, other }
+        EngineError::ConfigsDiffer { rank, other }.into()
+    } else if mine.weights != theirs.weights {
+        EngineError::WeightsDiffer { rank, other }.into()
     } else {
-        Error::WeightsDiffer { rank, other }
+        KernelError::LevelsDiffer { rank, other, level: checked_level()?.name() }.into()
     })
 }

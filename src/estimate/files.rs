@@ -1,15 +1,12 @@
 //! Files of a rehearsal: space is entered in the ledger, and requests are counted.
 
 use super::blank::Blank;
-use super::rehearsal::Rehearsal;
 use super::traffic::Traffic;
 use crate::config::Aio;
 use crate::error::Result;
-use crate::memory::{Held, Kind, Ledger, Tier, Tracked};
+use crate::memory::{Held, Kind, Ledger, Tracked};
 use crate::offload::{ALIGN, DiskAccess, Files, UNWRITTEN, block_size, threads};
-use crate::optim::Role;
 use crate::precision::Elements;
-use crate::zero::lay_out::{self, State};
 use candle_core::DType;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -19,36 +16,12 @@ use std::rc::Rc;
 /// Space of a file, which is entered in the ledger.
 #[derive(Clone)]
 pub(super) struct Space {
-    dtype: DType,
-    held: Rc<RefCell<Held>>,
+    pub dtype: DType,
+    pub held: Rc<RefCell<Held>>,
 }
 
 /// Files while sub-groups are laid out.
 pub(super) struct Spaces(pub Ledger);
-
-impl<'a> lay_out::Carrier<Rehearsal<'a>> for Spaces {
-    fn begin(&self, state: State, _: Role, dtype: DType) -> Space {
-        Space { dtype, held: Rc::new(RefCell::new(self.0.hold_in(Tier::File, state.kind(), 0))) }
-    }
-
-    fn grow(&mut self, space: &Space, count: usize) -> Result<()> {
-        let mut held = space.held.borrow_mut();
-        let bytes = held.bytes() + count * space.dtype.size_in_bytes();
-        held.resize(bytes);
-        Ok(())
-    }
-
-    fn take_back(
-        &mut self,
-        space: &Space,
-        _: usize,
-        room: impl FnOnce() -> Tracked<Blank>,
-    ) -> Result<Option<Tracked<Blank>>> {
-        let memory = room();
-        space.held.borrow_mut().resize(0);
-        Ok(Some(memory))
-    }
-}
 
 /// Requests to files.
 pub(super) struct Requests {

@@ -32,16 +32,17 @@ pub mod deepspeed;
 mod files;
 pub mod paper;
 mod rehearsal;
+mod setting;
 mod shapes;
 mod traffic;
 
+pub use setting::Setting;
 pub use shapes::{Shapes, UnitRule};
 pub use traffic::{Collectives, Traffic};
 
 use crate::config::Config;
-use crate::error::{Error, Result};
+use crate::error::{ModelError, Result};
 use crate::memory::MemoryReport;
-use crate::offload::DiskAccess;
 use rehearsal::Rehearsal;
 use serde::Serialize;
 
@@ -58,17 +59,6 @@ pub struct Estimate {
     pub memory: MemoryReport,
     /// What a rank moves in one optimizer step.
     pub step: Traffic,
-}
-
-/// What an estimate depends on besides model and configuration.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Setting {
-    /// The model computes on a GPU.
-    pub gpu: bool,
-    /// The model's units recompute their forward, also where the configuration does not ask for it.
-    pub recompute: bool,
-    /// How files are accessed. Default: as the engine would choose on this machine.
-    pub disk_access: Option<DiskAccess>,
 }
 
 impl Estimate {
@@ -88,7 +78,9 @@ impl Estimate {
         let parameters = shapes.num_parameters();
         if parameters > MOST_PARAMETERS {
             let allowed = format!("at most {MOST_PARAMETERS}");
-            return Err(Error::ModelConfig { key: "number of parameters", found: parameters.to_string(), allowed });
+            return Err(
+                ModelError::Config { key: "number of parameters", found: parameters.to_string(), allowed }.into()
+            );
         }
         let (params, units) = shapes.registered();
         let rehearsal = Rehearsal::new(params, units, config, setting)?;

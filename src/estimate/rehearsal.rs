@@ -7,20 +7,20 @@
 
 use super::Setting;
 use super::blank::Blank;
-use super::files::{Requests, Spaces};
+use super::files::{Requests, Space, Spaces};
 use super::traffic::Traffic;
 use crate::comm::{Kind as Collective, Wire};
 use crate::config::{Config, OptimizerConfig, SgdConfig};
 use crate::error::Result;
-use crate::memory::{Held, Kind, Ledger, MemoryReport, Tier};
+use crate::memory::{Held, Kind, Ledger, MemoryReport, Tier, Tracked};
 use crate::offload::{DiskAccess, Window, Windows};
-use crate::optim::{self, GroupStep, Grouping, StepContext};
+use crate::optim::{self, GroupStep, Grouping, Role, StepContext};
 use crate::param::{Param, ParamId, ROOT, Residency};
 use crate::precision::{Elements, FlatRef};
 use crate::util::lock;
 use crate::zero::gather::Gatherer;
 use crate::zero::gradients::{self, Arrival, Gradients, ReducePlan};
-use crate::zero::lay_out::SubGroupBuilder;
+use crate::zero::lay_out::{self, State, SubGroupBuilder};
 use crate::zero::parcel::Parcel;
 use crate::zero::rank::{Facts, Rank};
 use crate::zero::share_plan::SharePlan;
@@ -191,6 +191,30 @@ impl<'a> Rehearsal<'a> {
     /// What the ledger has counted, beside the formula.
     pub fn report(&self) -> MemoryReport {
         self.ledger_report(self.plan.accumulate)
+    }
+}
+
+impl<'a> lay_out::Carrier<Rehearsal<'a>> for Spaces {
+    fn begin(&self, state: State, _: Role, dtype: DType) -> Space {
+        Space { dtype, held: Rc::new(RefCell::new(self.0.hold_in(Tier::File, state.kind(), 0))) }
+    }
+
+    fn grow(&mut self, space: &Space, count: usize) -> Result<()> {
+        let mut held = space.held.borrow_mut();
+        let bytes = held.bytes() + count * space.dtype.size_in_bytes();
+        held.resize(bytes);
+        Ok(())
+    }
+
+    fn take_back(
+        &mut self,
+        space: &Space,
+        _: usize,
+        room: impl FnOnce() -> Tracked<Blank>,
+    ) -> Result<Option<Tracked<Blank>>> {
+        let memory = room();
+        space.held.borrow_mut().resize(0);
+        Ok(Some(memory))
     }
 }
 

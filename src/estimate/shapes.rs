@@ -1,6 +1,6 @@
 //! Names, shapes and units of a model's parameters, without the parameters.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ParamError, Result};
 use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
 use crate::param::{Param, WeightFile};
 use crate::zero::core::Registered;
@@ -173,7 +173,7 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
     if path.extension().is_none_or(|extension| extension != "json") {
         return Ok(vec![path.to_owned()]);
     }
-    let bad = |why: &str| Error::BadWeightFile { path: path.to_owned(), why: why.into() };
+    let bad = |why: &str| Error::from(ParamError::BadWeightFile { path: path.to_owned(), why: why.into() });
     let bytes = std::fs::read(path).map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })?;
     let index: Value = serde_json::from_slice(&bytes).map_err(|e| bad(&format!("the index is no JSON: {e}")))?;
     let map = index["weight_map"].as_object().ok_or_else(|| bad("an index has an object \"weight_map\""))?;
@@ -186,6 +186,7 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::error::ModelError;
 
     #[test]
     fn a_preset_has_its_published_parameters_and_a_unit_for_each_block() {
@@ -195,7 +196,7 @@ mod tests {
             let shapes = Shapes::preset(name).unwrap();
             assert_eq!((shapes.num_parameters(), shapes.num_units()), (parameters, units), "{name}");
         }
-        assert!(matches!(Shapes::preset("gpt3").unwrap_err(), Error::UnknownModelPreset { .. }));
+        assert!(matches!(Shapes::preset("gpt3").unwrap_err(), Error::Model(ModelError::UnknownPreset { .. })));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Arithmetic on slices: what the layers, the optimizers and the engine compute with on the CPU.
 //!
 //! Nothing here knows of tensors. A kernel reads elements of one storage dtype, computes in f32, and rounds a result
-//! once when it is stored. SIMD is chosen at run time. Results have the same bits for any number of threads, and a
+//! once when it is stored. SIMD is chosen at run time ([`simd::level`]). Results have the same bits for any number of threads, and a
 //! row's result does not depend on how many other rows there are.
 
 pub(crate) mod activation;
@@ -12,7 +12,9 @@ pub(crate) mod cross_entropy;
 pub(crate) mod dropout;
 pub(crate) mod element;
 pub(crate) mod embedding;
+pub mod error;
 pub(crate) mod gemm;
+mod level;
 pub(crate) mod math;
 pub(crate) mod norm;
 pub(crate) mod par;
@@ -22,6 +24,7 @@ pub(crate) mod simd;
 pub(crate) mod wide;
 
 pub(crate) use element::Element;
+pub(crate) use level::{AUTO, Level, SIMD, checked_level};
 
 /// A buffer of `len` elements for a kernel that writes all of them; what is in it before is not to be relied on.
 pub(crate) fn buffer<E: Element>(len: usize) -> Vec<E> {

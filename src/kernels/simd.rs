@@ -1,8 +1,10 @@
 //! Loops compiled for several instruction sets, chosen at run time.
 //!
 //! The crate is built for the oldest CPU of its architecture; a loop that the compiler vectorizes then gets vectors of
-//! four. A [`Loop`] is compiled once more per [`Level`] and runs on the widest that this CPU has. All levels give the
+//! four. A [`Loop`] is compiled once more per [`Level`] and runs at the [`level`] of this process. All levels give the
 //! same bits: the operations of an element stay what they are in the source, and a product and a sum are never fused.
+
+pub(crate) use super::level::{Level, level};
 
 /// A loop, with the data that it runs over.
 pub(crate) trait Loop {
@@ -14,55 +16,7 @@ pub(crate) trait Loop {
     fn run(self) -> Self::Output;
 }
 
-/// A set of vector instructions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Level {
-    /// What every CPU of the architecture has.
-    Portable,
-    /// Vectors of eight f32.
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    /// Vectors of sixteen f32.
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-}
-
 impl Level {
-    /// Every level of the architecture, widest first.
-    const ALL: &[Self] = &[
-        #[cfg(target_arch = "x86_64")]
-        Self::Avx512,
-        #[cfg(target_arch = "x86_64")]
-        Self::Avx2,
-        Self::Portable,
-    ];
-
-    /// The levels that this CPU has, widest first.
-    pub(crate) fn available() -> impl Iterator<Item = Self> {
-        Self::ALL.iter().copied().filter(|level| level.is_available())
-    }
-
-    /// The widest level that this CPU has.
-    pub(crate) fn best() -> Self {
-        Self::available().next().unwrap_or(Self::Portable)
-    }
-
-    /// The standard library asks the CPU once and keeps the answer.
-    fn is_available(self) -> bool {
-        match self {
-            Self::Portable => true,
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => is_x86_feature_detected!("avx2"),
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => {
-                is_x86_feature_detected!("avx512f")
-                    && is_x86_feature_detected!("avx512bw")
-                    && is_x86_feature_detected!("avx512dq")
-                    && is_x86_feature_detected!("avx512vl")
-            }
-        }
-    }
-
     /// Runs `l` with the instructions of this level.
     ///
     /// # Panics

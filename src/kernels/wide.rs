@@ -2,7 +2,7 @@
 //! dispatch that compiles such a loop for the widest vectors at hand.
 
 use crate::kernels::element::{Element, Kind};
-use crate::kernels::simd::{Level, Loop};
+use crate::kernels::simd::{Loop, level};
 
 /// The value of an expression, compiled for the widest vector instructions of this machine: it and what is inlined into it
 /// (functions and closures that are called in it should be `#[inline(always)]`).
@@ -27,7 +27,7 @@ pub(crate) fn dispatch<R>(f: impl FnOnce() -> R) -> R {
             (self.0)()
         }
     }
-    Level::best().run(Call(f))
+    level().run(Call(f))
 }
 
 /// The element as f32.

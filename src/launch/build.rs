@@ -2,7 +2,7 @@
 
 use super::console::say;
 use super::signals::die_with_parent;
-use crate::{Error, Result};
+use crate::error::{Error, LaunchError, Result};
 use rustix::process::Signal;
 use serde::Deserialize;
 use std::ffi::OsString;
@@ -76,8 +76,8 @@ struct BuiltTarget {
 /// Builds and gives the path of the executable. rustc's messages go to stderr.
 pub(crate) fn build(build: &Build) -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
-    let read_error = |source| Error::LauncherSetup { what: "reading cargo's messages", source };
-    let mut child = command(build, &cargo).spawn().map_err(|source| Error::CargoNotStarted {
+    let read_error = |source| Error::from(LaunchError::Setup { what: "reading cargo's messages", source });
+    let mut child = command(build, &cargo).spawn().map_err(|source| LaunchError::CargoNotStarted {
         cargo: cargo.to_string_lossy().into_owned(),
         script: build.script.clone(),
         source,
@@ -106,16 +106,18 @@ pub(crate) fn build(build: &Build) -> Result<PathBuf> {
         }
     }
     let status = child.wait().map_err(read_error)?;
-    let failed = |problem: String| Error::CargoFailed {
-        script: build.script.clone(),
-        package: build.package_dir.clone(),
-        problem,
+    let failed = |problem: String| {
+        Error::from(LaunchError::CargoFailed {
+            script: build.script.clone(),
+            package: build.package_dir.clone(),
+            problem,
+        })
     };
     if status.success() {
         return executable.ok_or_else(|| failed("it named no executable".to_string()));
     }
     if errors > 0 {
-        return Err(Error::ScriptDoesNotCompile { script: build.script.clone() });
+        return Err(LaunchError::ScriptDoesNotCompile { script: build.script.clone() }.into());
     }
     Err(failed(format!("{status}, its message is above")))
 }

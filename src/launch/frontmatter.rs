@@ -20,7 +20,7 @@ pub(super) struct Problem {
     /// Line in the script, from 1.
     pub(super) line: usize,
     pub(super) found: String,
-    pub(super) mend: String,
+    pub(super) fix: String,
 }
 
 /// Takes a script apart.
@@ -39,7 +39,7 @@ pub(super) fn split(script: &str) -> Result<Parts, Problem> {
         return Err(Problem {
             line,
             found: format!("the frontmatter is marked `{info}`"),
-            mend: "only `cargo`, or nothing, may follow the dashes".to_string(),
+            fix: "only `cargo`, or nothing, may follow the dashes".to_string(),
         });
     }
     let closing = lines.iter().skip(opening + 1).position(|line| dashes(line) >= fence).map(|at| opening + 1 + at);
@@ -47,14 +47,14 @@ pub(super) fn split(script: &str) -> Result<Parts, Problem> {
         return Err(Problem {
             line,
             found: "the frontmatter that begins here has no end".to_string(),
-            mend: format!("close it with a line `{}`", "-".repeat(fence)),
+            fix: format!("close it with a line `{}`", "-".repeat(fence)),
         });
     };
     if lines[closing].trim_end().len() != fence {
         return Err(Problem {
             line: closing + 1,
             found: format!("`{}` does not close the frontmatter of line {line}", shortened(lines[closing].trim_end())),
-            mend: format!("close it with a line `{}` and nothing else", "-".repeat(fence)),
+            fix: format!("close it with a line `{}` and nothing else", "-".repeat(fence)),
         });
     }
     let manifest = lines[opening + 1..closing].concat();
@@ -107,7 +107,7 @@ mod tests {
 
     fn problem(script: &str) -> String {
         let problem = split(script).unwrap_err();
-        format!("{}: {}; {}", problem.line, problem.found, problem.mend)
+        format!("{}: {}; {}", problem.line, problem.found, problem.fix)
     }
 
     #[test]

@@ -8,6 +8,7 @@
 
 pub(crate) mod build;
 pub(crate) mod console;
+pub(crate) mod error;
 mod frontmatter;
 mod output;
 mod package;
@@ -18,6 +19,7 @@ pub(crate) mod script;
 pub(crate) mod signals;
 mod tail;
 
+use crate::kernels::checked_level;
 use crate::{Result, timeline};
 use console::say;
 use script::Target;
@@ -51,6 +53,8 @@ pub(crate) struct Options {
 ///
 /// Call it on the main thread: the kernel kills the ranks when the thread that started them ends.
 pub(crate) fn start(options: &Options) -> Result<u8> {
+    // Every rank would fail with it.
+    checked_level()?;
     let target = script::find(&options.script)?;
     let program = match target {
         Target::Program { path } => path,

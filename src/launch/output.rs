@@ -4,8 +4,8 @@
 //! written, which is what a terminal would show in the end.
 
 use super::tail::Tail;
+use crate::error::{LaunchError, Result};
 use crate::util::lock;
-use crate::{Error, Result};
 use std::io::{self, IsTerminal, Read, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -194,7 +194,7 @@ impl Output {
         std::thread::Builder::new()
             .name(format!("output of rank {rank}"))
             .spawn(work)
-            .map_err(|source| Error::LauncherSetup { what: "starting a thread for a rank's output", source })?;
+            .map_err(|source| LaunchError::Setup { what: "starting a thread for a rank's output", source })?;
         self.running += 1;
         Ok(())
     }

@@ -6,8 +6,8 @@
 
 use super::build::{Build, Kind, PrintedPath};
 use super::script::Single;
+use crate::error::{Error, LaunchError, Result};
 use crate::util::fnv1a;
-use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
@@ -31,7 +31,7 @@ fn cache_dir(lookup: impl Fn(&str) -> Option<PathBuf>) -> Result<PathBuf> {
     let dir = set("ZERORUN_CACHE_DIR")
         .or_else(|| Some(set("XDG_CACHE_HOME")?.join("zerorun")))
         .or_else(|| Some(set("HOME")?.join(".cache").join("zerorun")))
-        .ok_or(Error::NoScriptCache)?;
+        .ok_or(LaunchError::NoScriptCache)?;
     std::path::absolute(&dir).map_err(|source| Error::Io { action: "find", path: dir, source })
 }
 
@@ -112,10 +112,10 @@ impl Single {
         set_default(package, "publish", false);
         // A script may be called build.rs.
         package.insert("build".to_string(), Value::from(false));
-        let source = source.to_str().ok_or_else(|| Error::NotStartable {
+        let source = source.to_str().ok_or_else(|| LaunchError::NotStartable {
             path: self.typed.clone(),
             found: "its path is not UTF-8".to_string(),
-            mend: "cargo needs a path in UTF-8: rename it".to_string(),
+            fix: "cargo needs a path in UTF-8: rename it".to_string(),
         })?;
         let bin =
             Table::from_iter([("name".to_string(), Value::from(name)), ("path".to_string(), Value::from(source))]);
@@ -140,17 +140,21 @@ impl Single {
 
     fn read_manifest(&self, text: &str, first_line: usize) -> Result<Table> {
         let line_at = |offset: usize| first_line + text[..offset].matches('\n').count();
-        let manifest: Table = text.parse().map_err(|error: toml::de::Error| Error::Frontmatter {
-            path: self.typed.clone(),
-            line: line_at(error.span().map_or(0, |span| span.start.min(text.trim_end().len()))),
-            problem: format!("the manifest is no valid TOML: {}", error.message().trim().replace('\n', ", ")),
-            mend: "write it as in a Cargo.toml".to_string(),
+        let manifest: Table = text.parse().map_err(|error: toml::de::Error| {
+            Error::from(LaunchError::Frontmatter {
+                path: self.typed.clone(),
+                line: line_at(error.span().map_or(0, |span| span.start.min(text.trim_end().len()))),
+                problem: format!("the manifest is no valid TOML: {}", error.message().trim().replace('\n', ", ")),
+                fix: "write it as in a Cargo.toml".to_string(),
+            })
         })?;
-        let refused = |key: &str, shown: String| Error::Frontmatter {
-            path: self.typed.clone(),
-            line: line_at(text.find(key).unwrap_or(0)),
-            problem: format!("a script's manifest cannot have `{shown}`"),
-            mend: "the script is the package's one program; make a cargo package for more".to_string(),
+        let refused = |key: &str, shown: String| {
+            Error::from(LaunchError::Frontmatter {
+                path: self.typed.clone(),
+                line: line_at(text.find(key).unwrap_or(0)),
+                problem: format!("a script's manifest cannot have `{shown}`"),
+                fix: "the script is the package's one program; make a cargo package for more".to_string(),
+            })
         };
         if let Some(key) = REFUSED.iter().find(|key| manifest.contains_key(**key)) {
             return Err(refused(key, (*key).to_string()));
@@ -166,12 +170,13 @@ impl Single {
     fn table_in<'a>(&self, parent: &'a mut Table, key: &str) -> Result<&'a mut Table> {
         parent.entry(key).or_insert_with(|| Value::Table(Table::new())).as_table_mut().ok_or_else(|| {
             let (text, first_line) = self.parts.manifest.as_ref().map_or(("", 1), |(text, line)| (text, *line));
-            Error::Frontmatter {
+            LaunchError::Frontmatter {
                 path: self.typed.clone(),
                 line: first_line + text[..text.find(key).unwrap_or(0)].matches('\n').count(),
                 problem: format!("`{key}` is not a table"),
-                mend: "write it as in a Cargo.toml".to_string(),
+                fix: "write it as in a Cargo.toml".to_string(),
             }
+            .into()
         })
     }
 }
@@ -394,7 +399,7 @@ mod tests {
         assert_eq!(with(&all).unwrap(), Path::new("/z"));
         assert_eq!(with(&all[1..]).unwrap(), Path::new("/x/zerorun"));
         assert_eq!(with(&[("XDG_CACHE_HOME", ""), ("HOME", "/h")]).unwrap(), Path::new("/h/.cache/zerorun"));
-        assert!(matches!(with(&[]), Err(Error::NoScriptCache)));
+        assert!(matches!(with(&[]), Err(Error::Launch(LaunchError::NoScriptCache))));
     }
 
     #[test]

@@ -8,11 +8,12 @@ use super::output::{Output, Stream};
 use super::report::{self, Culprit, Ended, Fate, Request};
 use super::signals::{self, Event, die_with_parent};
 use super::tail::Tail;
+use crate::comm::Fault;
 use crate::comm::env::{DEFAULT_TIMEOUT, SHM_FD, TIMEOUT_MS};
-use crate::comm::shm::{Fault, Region};
+use crate::comm::shm::Region;
+use crate::error::{Error, LaunchError, Result};
 use crate::monitor::PROMETHEUS_PORT;
 use crate::timeline;
-use crate::{Error, Result};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, TcpListener};
@@ -156,7 +157,7 @@ fn is_set(name: &str) -> bool {
 
 fn free_port() -> Result<u16> {
     let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|socket| Ok(socket.local_addr()?.port()));
-    port.map_err(|source| Error::LauncherSetup { what: "finding a free port", source })
+    port.map_err(|source| Error::from(LaunchError::Setup { what: "finding a free port", source }))
 }
 
 /// Why the ranks come to their end.
@@ -239,8 +240,11 @@ impl Ranks {
             // A process group in the background that reads from the terminal is stopped by the kernel.
             command.stdin(Stdio::null());
         }
-        let mut child =
-            command.spawn().map_err(|source| Error::RankNotStarted { rank, program: job.program.clone(), source })?;
+        let mut child = command.spawn().map_err(|source| LaunchError::RankNotStarted {
+            rank,
+            program: job.program.clone(),
+            source,
+        })?;
         let (out, err) = (child.stdout.take(), child.stderr.take());
         let pid = Pid::from_child(&child);
         self.all.push(Rank { child, pid, request: Request::Nothing, fate: None });

@@ -1,7 +1,7 @@
 //! The last words: which rank failed first, how, and what became of the others.
 
 use super::signals;
-use crate::comm::shm::Fault;
+use crate::comm::Fault;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::time::Duration;

@@ -2,7 +2,7 @@
 
 use super::build::{Build, Kind};
 use super::frontmatter::{self, Parts};
-use crate::{Error, Result};
+use crate::error::{Error, LaunchError, Result};
 use std::io::ErrorKind;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -49,10 +49,12 @@ pub(crate) fn find(typed: &Path) -> Result<Target> {
         Err(error) if error.kind() == ErrorKind::NotFound => return Err(not_found(typed)),
         Err(error) => return Err(read(error)),
     };
-    let not_startable = |found: &str| Error::NotStartable {
-        path: typed.to_path_buf(),
-        found: found.to_string(),
-        mend: "give a Rust file (.rs) or an executable".to_string(),
+    let not_startable = |found: &str| {
+        Error::from(LaunchError::NotStartable {
+            path: typed.to_path_buf(),
+            found: found.to_string(),
+            fix: "give a Rust file (.rs) or an executable".to_string(),
+        })
     };
     if !metadata.is_file() {
         return Err(not_startable(if metadata.is_dir() { "it is a folder" } else { "it is no regular file" }));
@@ -65,11 +67,11 @@ pub(crate) fn find(typed: &Path) -> Result<Target> {
     }
     let path = std::fs::canonicalize(typed).map_err(read)?;
     let text = std::fs::read_to_string(&path).map_err(read)?;
-    let parts = frontmatter::split(&text).map_err(|problem| Error::Frontmatter {
+    let parts = frontmatter::split(&text).map_err(|problem| LaunchError::Frontmatter {
         path: typed.to_path_buf(),
         line: problem.line,
         problem: problem.found,
-        mend: problem.mend,
+        fix: problem.fix,
     })?;
     // rustc refuses a frontmatter on stable Rust, so a file that has one cannot be a target of the package around it.
     if parts.manifest.is_none()
@@ -85,11 +87,11 @@ fn not_found(typed: &Path) -> Error {
     with_ending.push(".rs");
     let with_ending = PathBuf::from(with_ending);
     let example = Path::new("examples").join(if typed.extension().is_some() { typed } else { &with_ending });
-    let mend = match [with_ending, example].into_iter().find(|path| path.is_file()) {
+    let fix = match [with_ending, example].into_iter().find(|path| path.is_file()) {
         Some(path) => format!("did you mean {}?", path.display()),
         None => "give a Rust file (.rs) or an executable".to_string(),
     };
-    Error::NotStartable { path: typed.to_path_buf(), found: "there is no such file".to_string(), mend }
+    LaunchError::NotStartable { path: typed.to_path_buf(), found: "there is no such file".to_string(), fix }.into()
 }
 
 /// The target that `path` (absolute, without symbolic links) is in the nearest package around it, by cargo's rules for

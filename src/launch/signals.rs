@@ -1,6 +1,6 @@
 //! Signals: what reaches the launcher, what it passes on, and what the kernel sends when the launcher is gone.
 
-use crate::{Error, Result};
+use crate::error::{Error, LaunchError, Result};
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
@@ -24,7 +24,7 @@ pub(crate) enum Event {
 
 /// Listens from now on; must be called before the first rank is started.
 pub(crate) fn listen() -> Result<Receiver<Event>> {
-    let setup = |source| Error::LauncherSetup { what: "listening to signals", source };
+    let setup = |source| Error::from(LaunchError::Setup { what: "listening to signals", source });
     // nohup and shells without job control start programs that ignore some of these: that must stay so.
     let ignored = ignored_signals();
     let heard = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGTSTP].into_iter().filter(|n| !ignored(*n));

@@ -1,6 +1,6 @@
 //! What the models' configurations have in common: presets by name, and refusals.
 
-use crate::{Error, Result};
+use crate::error::{Error, ModelError, Result};
 use std::fmt::Display;
 
 /// The preset called `name`.
@@ -17,16 +17,17 @@ pub(super) fn find_preset<'a, P>(presets: &'a [P], name_of: impl Fn(&P) -> &'sta
         .map(|known| (strsim::damerau_levenshtein(known, name), known))
         .filter(|(distance, _)| *distance <= 3)
         .min_by_key(|(distance, _)| *distance);
-    Err(Error::UnknownModelPreset {
+    Err(ModelError::UnknownPreset {
         found: name.to_string(),
         suggestion: near.map(|(_, known)| known.to_string()),
         known: names.join(", "),
-    })
+    }
+    .into())
 }
 
 /// The error about a field that makes no model.
 pub(super) fn refused(key: &'static str, found: impl Display, allowed: &str) -> Error {
-    Error::ModelConfig { key, found: found.to_string(), allowed: allowed.into() }
+    ModelError::Config { key, found: found.to_string(), allowed: allowed.into() }.into()
 }
 
 /// Checks that no size is 0.

@@ -1,7 +1,7 @@
 //! What language models have in common: logits, loss and generation over a stack of blocks.
 
 use super::{TokenRng, next_token};
-use crate::Error;
+use crate::error::ModelError;
 use crate::graph::without_gradients;
 use crate::nn::{WeightLayout, linear, linear_cross_entropy, refuse};
 use candle_core::{DType, Result, Tensor};
@@ -54,7 +54,7 @@ impl<A: Architecture> LanguageModel<A> {
     fn states(&self, ids: &Tensor) -> Result<Tensor> {
         let (length, context) = (ids.dims2()?.1, A::ctx(&self.config));
         if length > context {
-            return Err(refuse(Error::SequenceTooLong { length, context }));
+            return Err(refuse(ModelError::SequenceTooLong { length, context }.into()));
         }
         self.layers.states(ids)
     }

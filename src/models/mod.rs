@@ -1,6 +1,7 @@
 //! Models on [`candle_nn::VarBuilder`] and [`crate::nn`]: trainable as they stand, with or without an engine.
 
 mod config;
+pub(crate) mod error;
 mod gpt;
 mod gpt_config;
 mod language_model;

@@ -5,6 +5,7 @@
 
 mod crc32c;
 mod csv;
+pub(crate) mod error;
 mod events;
 mod json_lines;
 mod memory;

@@ -1,9 +1,9 @@
 //! The last value of every tag for Prometheus, on a port of this host.
 
 use super::{Event, Monitor};
+use crate::error::{Error, MonitorError, Result};
 use crate::notice::say;
 use crate::util::lock;
-use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::io::{Read, Write};
@@ -39,9 +39,9 @@ impl Prometheus {
     /// Listens on a port; 0 is a free one. Where is said once.
     ///
     /// # Errors
-    /// [`Error::PrometheusPort`]: the port is taken, or not allowed.
+    /// [`MonitorError::PrometheusPort`]: the port is taken, or not allowed.
     pub fn listen(port: u16) -> Result<Self> {
-        let failed = |source| Error::PrometheusPort { port, source };
+        let failed = |source| Error::from(MonitorError::PrometheusPort { port, source });
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let (last, stop) = (Arc::<Mutex<Last>>::default(), Arc::<AtomicBool>::default());
@@ -68,13 +68,13 @@ impl Prometheus {
     /// The port on which `CANDLE_ZERO_PROMETHEUS` asks for a monitor.
     ///
     /// # Errors
-    /// [`Error::RankVariable`]: it is no port.
+    /// [`MonitorError::PrometheusVariable`]: it is no port.
     pub(crate) fn asked_for() -> Result<Option<u16>> {
         let Some(value) = std::env::var_os(PORT) else { return Ok(None) };
         let value = value.to_string_lossy().into_owned();
         match value.parse() {
             Ok(port) => Ok(Some(port)),
-            Err(_) => Err(Error::RankVariable { name: PORT, value, expected: "a port number from 0 to 65535" }),
+            Err(_) => Err(MonitorError::PrometheusVariable { name: PORT, value }.into()),
         }
     }
 
@@ -217,6 +217,6 @@ mod tests {
         let other = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let port = other.local_addr().unwrap().port();
         let error = Prometheus::listen(port).unwrap_err().to_string().replace(&port.to_string(), "PORT");
-        insta::assert_snapshot!(error, @"cannot serve metrics for Prometheus on port PORT of 127.0.0.1: Address already in use (os error 98). Give another port, or 0 for a free one.");
+        insta::assert_snapshot!(error, @"cannot serve metrics for Prometheus on port PORT of 127.0.0.1: Address already in use (os error 98); give another port, or 0 for a free one");
     }
 }

@@ -1,6 +1,6 @@
 //! The mean cross entropy against target classes: of logits, and of hidden states through an output projection.
 
-use crate::Error;
+use crate::error::ModelError;
 use crate::graph::{Grad, Inputs, is_once};
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
 use crate::kernels::{self, buffer};
@@ -190,7 +190,7 @@ fn host_targets(targets: &Tensor, classes: usize, shapes: &str) -> Result<Vec<u3
         bail!("cross_entropy: the mean over no rows at all is not defined; {shapes}")
     }
     if let Some(position) = host.iter().position(|t| *t as usize >= classes) {
-        return Err(refuse(Error::TargetOutOfRange { target: host[position], position, classes }));
+        return Err(refuse(ModelError::TargetOutOfRange { target: host[position], position, classes }.into()));
     }
     Ok(host)
 }

@@ -1,6 +1,6 @@
 //! Lookup of rows of a table by token id.
 
-use crate::Error;
+use crate::error::ModelError;
 use crate::graph::Inputs;
 use crate::kernels::{self, buffer};
 use crate::nn::composed;
@@ -20,7 +20,7 @@ pub fn embedding(ids: &Tensor, table: &Tensor) -> Result<Tensor> {
     let (rows, width) = table.dims2()?;
     let host = host_ids(ids, "embedding", "ids")?;
     if let Some(position) = host.iter().position(|id| *id as usize >= rows) {
-        return Err(refuse(Error::TokenOutOfRange { id: host[position], position, rows }));
+        return Err(refuse(ModelError::TokenOutOfRange { id: host[position], position, rows }.into()));
     }
     if !table.device().is_cpu() {
         return composed::embedding(ids, table);

@@ -6,7 +6,7 @@
 use super::access::DiskAccess;
 use super::aligned::{ALIGN, Aligned};
 use super::folder::Folder;
-use crate::error::{Error, Result};
+use crate::error::{Error, OffloadError, Result};
 use crate::files;
 use crate::memory::{Held, Kind, Ledger, Tier};
 use crate::util::lock;
@@ -243,7 +243,7 @@ impl Arena {
     }
 
     pub fn error(&self, action: &'static str, source: IoError) -> Error {
-        Error::OffloadIo { action, what: self.name, path: self.folder.path().to_owned(), source }
+        OffloadError::Io { action, what: self.name, path: self.folder.path().to_owned(), source }.into()
     }
 }
 

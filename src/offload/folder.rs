@@ -1,6 +1,6 @@
 //! The folder of `nvme_path`: looked at before anything is built, locked against other jobs, and asked for space.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, OffloadError, Result};
 use crate::notice::say;
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use std::fs::File;
@@ -41,16 +41,16 @@ pub(super) struct Demand {
 impl Folder {
     /// Looks at `path`; the first rank of a job locks it for all of them.
     pub fn open(path: &Path, is_first: bool) -> Result<Arc<Self>> {
-        let wrong = |problem: String| Error::OffloadFolder { path: path.to_owned(), problem };
+        let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
         let metadata = match std::fs::metadata(path) {
             Ok(metadata) => metadata,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                return Err(wrong("there is no such folder. Create it, or correct nvme_path".into()));
+                return Err(wrong("there is no such folder; create it, or correct nvme_path".into()));
             }
-            Err(e) => return Err(wrong(format!("{e}. Correct nvme_path"))),
+            Err(e) => return Err(wrong(format!("{e}; correct nvme_path"))),
         };
         if !metadata.is_dir() {
-            return Err(wrong("it is a file. nvme_path names a folder".into()));
+            return Err(wrong("it is a file; nvme_path names a folder".into()));
         }
         let lock = if is_first { Some(lock(path, &metadata)?) } else { None };
         let folder = Self {
@@ -67,8 +67,8 @@ impl Folder {
             folder.remove_leftovers();
             if is_memory(path) {
                 say(&format!(
-                    "warning: {} is on tmpfs: what is offloaded to it stays in memory. Let nvme_path name a folder on \
-                     a disk.",
+                    "warning: {} is on tmpfs: what is offloaded to it stays in memory; let nvme_path name a folder on \
+                     a disk",
                     path.display()
                 ));
             }
@@ -92,8 +92,8 @@ impl Folder {
                 Err(error) => error.kind().to_string(),
             },
         };
-        let problem = format!("no file can be created in it: {why}. Give a folder that can be written to");
-        Err(Error::OffloadFolder { path: self.path.clone(), problem })
+        let problem = format!("no file can be created in it: {why}; give a folder that can be written to");
+        Err(OffloadError::Folder { path: self.path.clone(), problem }.into())
     }
 
     /// Files of a job that died in the moment in which they had a name.
@@ -143,7 +143,7 @@ impl Folder {
     pub(super) fn too_small(&self, needed: u64, available: u64, got: u64) -> Error {
         // With a quota, or where somebody else takes what is free, less can be had than what is free.
         let available = if available < needed { available } else { got };
-        Error::OffloadSpace { path: self.path.clone(), needed, available }
+        OffloadError::Space { path: self.path.clone(), needed, available }.into()
     }
 
     /// Bytes that the file system can give to this rank's files, those included that they have.
@@ -158,14 +158,14 @@ pub(crate) fn free(path: &Path) -> u64 {
 }
 
 fn lock(path: &Path, metadata: &std::fs::Metadata) -> Result<File> {
-    let wrong = |problem: String| Error::OffloadFolder { path: path.to_owned(), problem };
-    let folder = File::open(path).map_err(|e| wrong(format!("{e}. Give a folder that this user may open")))?;
+    let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
+    let folder = File::open(path).map_err(|e| wrong(format!("{e}; give a folder that this user may open")))?;
     match rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(folder),
         Err(rustix::io::Errno::WOULDBLOCK) => {
-            Err(Error::OffloadBusy { path: path.to_owned(), owner: owner_of_lock(metadata.ino()) })
+            Err(OffloadError::Busy { path: path.to_owned(), owner: owner_of_lock(metadata.ino()) }.into())
         }
-        Err(errno) => Err(wrong(format!("it cannot be locked: {errno}. Give a folder on a local disk"))),
+        Err(errno) => Err(wrong(format!("it cannot be locked: {errno}; give a folder on a local disk"))),
     }
 }
 

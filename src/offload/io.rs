@@ -15,7 +15,7 @@ use super::arena::{Arena, Bounce, Piece};
 use super::buffer::Buffer;
 use super::report::{Meter, OffloadReport};
 use crate::config::Aio;
-use crate::error::{Error, Result};
+use crate::error::{Error, OffloadError, Result};
 use crate::timeline::{self, Carried, Lane};
 use crate::util::{lock, unpoisoned};
 use std::collections::VecDeque;
@@ -144,7 +144,7 @@ impl Io {
         for i in 0..threads(aio) {
             let shared = io.shared.clone();
             let thread = std::thread::Builder::new().name(format!("offload-{i}")).stack_size(256 << 10);
-            io.threads.push(thread.spawn(move || shared.work(i)).map_err(Error::OffloadThread)?);
+            io.threads.push(thread.spawn(move || shared.work(i)).map_err(OffloadError::Thread)?);
         }
         Ok(io)
     }
@@ -444,7 +444,7 @@ mod tests {
             let read = || io.read(Flat::F32(vec![1.0; pages * ALIGN / 4]), (0..pages).map(piece).collect()).wait();
             for _ in 0..2 {
                 match read() {
-                    Err(Error::OffloadIo { action: "read", what: "a test", .. }) => prop_assert!(bad < pages),
+                    Err(Error::Offload(OffloadError::Io { action: "read", what: "a test", .. })) => prop_assert!(bad < pages),
                     Err(error) => prop_assert!(false, "{}", error),
                     Ok(flat) => prop_assert!(bad >= pages && flat == Flat::F32(vec![0.0; pages * ALIGN / 4])),
                 }

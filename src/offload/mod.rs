@@ -34,6 +34,7 @@ mod arena;
 #[cfg(feature = "cli")]
 pub(crate) mod bench;
 mod buffer;
+pub(crate) mod error;
 mod files;
 mod folder;
 mod io;

@@ -128,7 +128,8 @@ impl Offload {
     /// Whether all files of all ranks have got the space that they asked for. Collective, when all have asked.
     ///
     /// # Errors
-    /// [`OffloadSpace`](crate::Error::OffloadSpace) on all ranks, with the bytes that all of them need on the disk that is too small.
+    /// [`OffloadError::Space`](crate::error::OffloadError::Space) on all ranks, with the bytes that all of them need on
+    /// the disk that is too small.
     pub fn check_space(&self, comm: &dyn Communicator) -> Result<()> {
         let numbers = |d: Demand| [d.device, d.free, d.asked, d.got, u64::from(d.is_full)];
         let own: Vec<u64> = self.folders.iter().flat_map(|f| numbers(f.demand())).collect();

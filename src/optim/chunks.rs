@@ -5,7 +5,7 @@
 //! step reads and writes each buffer in memory once.
 
 use crate::kernels::par;
-use crate::kernels::simd::{self, Level, Loop};
+use crate::kernels::simd::{self, Loop, level};
 use crate::precision::{FlatMut, FlatRef, cast};
 
 /// Elements that one thread takes at a time.
@@ -62,7 +62,7 @@ impl<'a, const N: usize> Slices<'a, N> {
     pub(super) fn update_with<K: Kernel<N>>(self, kernel: &K) {
         let len = self.param.len();
         if len <= CHUNK {
-            return Level::best().run(Pass { slices: self, kernel });
+            return level().run(Pass { slices: self, kernel });
         }
         let (front, back) = self.split_at((len / 2).next_multiple_of(CHUNK));
         par::join(|| front.update_with(kernel), || back.update_with(kernel));

@@ -8,7 +8,7 @@
 //! the empty ones are dropped, as in DeepSpeed, and the others are counted.
 
 use super::{Momentum, Optimizer};
-use crate::error::{Error, Result};
+use crate::error::{OptimError, Result};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
@@ -175,7 +175,7 @@ pub(super) struct Settled {
 
 impl Grouping {
     /// # Errors
-    /// [`Error::ParameterGroup`] for numbers that no optimizer can work with; [`Error::OptimizerStates`] for names of
+    /// [`OptimError::ParameterGroup`] for numbers that no optimizer can work with; [`OptimError::States`] for names of
     /// states that a checkpoint cannot tell apart.
     pub fn new(optimizer: Option<Arc<dyn Optimizer>>, given: Vec<ParameterGroup>) -> Result<Self> {
         if let Some(optimizer) = &optimizer {
@@ -184,7 +184,7 @@ impl Grouping {
             }
             for (index, group) in given.iter().enumerate() {
                 if let Some(problem) = group.problem(&**optimizer) {
-                    return Err(Error::ParameterGroup { index, problem });
+                    return Err(OptimError::ParameterGroup { index, problem }.into());
                 }
             }
         }
@@ -275,7 +275,7 @@ fn check_states(optimizer: &dyn Optimizer) -> Result<()> {
             _ => continue,
         };
         let (optimizer, names) = (optimizer.name().into(), names.join(", "));
-        return Err(Error::OptimizerStates { optimizer, names, problem });
+        return Err(OptimError::States { optimizer, names, problem }.into());
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use super::chunks::{Kernel, Slices};
 use super::{Layerwise, Momentum, Needs, Optimizer, SQUARES_BLOCK, Squares, StepContext};
 use crate::config::LambConfig;
 use crate::kernels::par;
-use crate::kernels::simd::{Level, Loop};
+use crate::kernels::simd::{Loop, level};
 use crate::precision::{FlatMut, FlatRef, LANES, add_squares, cast};
 
 /// Elements whose squares one thread sums in one go.
@@ -108,7 +108,7 @@ impl Layerwise for Lamb {
         let scalars = self.scalars(ctx);
         let chunks = par::map(len.div_ceil(CHUNK), |i| {
             let range = i * CHUNK..len.min((i + 1) * CHUNK);
-            Level::best().run(ChunkSquares {
+            level().run(ChunkSquares {
                 scalars: &scalars,
                 param: &param[range.clone()],
                 grad: grad.slice(range.clone()),

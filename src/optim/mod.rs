@@ -22,6 +22,7 @@
 mod adagrad;
 mod adam;
 mod chunks;
+pub(crate) mod error;
 mod from_config;
 mod groups;
 mod lamb;

@@ -9,7 +9,7 @@ mod warmup;
 
 use super::{Momentum, base_lr, momentum};
 use crate::config::{OptimizerConfig, PerGroup, SchedulerConfig};
-use crate::{Error, Result};
+use crate::error::{OptimError, Result};
 use std::fmt;
 use std::sync::Arc;
 
@@ -161,11 +161,13 @@ fn counter(applied: u64) -> f64 {
 /// Refuses the parameter sets that DeepSpeed's constructors refuse.
 ///
 /// # Errors
-/// [`Error::ScheduleParameter`] when `warmup_num_steps`, `lr_range_test_step_size` or `cycle_first_step_size` is 0, or a
-/// size of OneCycle is negative. (A `total_num_steps` below `warmup_num_steps` is allowed: DeepSpeed only warns.)
+/// [`OptimError::ScheduleParameter`] when `warmup_num_steps`, `lr_range_test_step_size` or `cycle_first_step_size` is
+/// 0, or a size of OneCycle is negative. (A `total_num_steps` below `warmup_num_steps` is allowed: DeepSpeed only
+/// warns.)
 fn validate(config: &SchedulerConfig) -> Result<()> {
     const CONSTANT: &str = "leave the scheduler section out to train with the optimizer's constant lr";
-    let refused = |key, found: String, allowed, mend| Err(Error::ScheduleParameter { key, found, allowed, mend });
+    let refused =
+        |key, found: String, allowed, fix| Err(OptimError::ScheduleParameter { key, found, allowed, fix }.into());
     match config {
         SchedulerConfig::WarmupLr { warmup_num_steps: 0, .. }
         | SchedulerConfig::WarmupDecayLr { warmup_num_steps: 0, .. }
@@ -181,8 +183,8 @@ fn validate(config: &SchedulerConfig) -> Result<()> {
         }
         SchedulerConfig::OneCycle(cycle) if !(0.0..).contains(&cycle.cycle_second_step_size) => {
             let found = cycle.cycle_second_step_size.to_string();
-            let mend = "give the steps of the fall, 0 for none";
-            refused("scheduler.params.cycle_second_step_size", found, "a number of at least 0", mend)
+            let fix = "give the steps of the fall, 0 for none";
+            refused("scheduler.params.cycle_second_step_size", found, "a number of at least 0", fix)
         }
         _ => Ok(()),
     }
@@ -211,12 +213,13 @@ fn validate_lists(config: &SchedulerConfig, groups: usize) -> Result<()> {
     for (key, rate) in rates {
         let Some(PerGroup::Each(rates)) = rate else { continue };
         if rates.len() != groups {
-            return Err(Error::ScheduleParameter {
+            return Err(OptimError::ScheduleParameter {
                 key,
                 found: format!("a list of {}, and the number of parameter groups is {groups}", rates.len()),
                 allowed: "a number, or a list of one for each group",
-                mend: "correct the list, or the parameter groups that the engine's builder is given",
-            });
+                fix: "correct the list, or the parameter groups that the engine's builder is given",
+            }
+            .into());
         }
     }
     Ok(())
@@ -227,7 +230,8 @@ impl Schedule {
     /// first optimizer step in force. Without a scheduler they are the optimizer's own, and constant; without an optimizer, 0.
     ///
     /// # Errors
-    /// [`Error::ScheduleParameter`] for a parameter that DeepSpeed refuses too, and for a list of rates for several groups.
+    /// [`OptimError::ScheduleParameter`] for a parameter that DeepSpeed refuses too, and for a list of rates for
+    /// several groups.
     pub fn new(scheduler: Option<&SchedulerConfig>, optimizer: Option<&OptimizerConfig>) -> Result<Self> {
         let momentum = optimizer.map_or(Momentum::Factor(0.0), momentum);
         let base = GroupBase { lr: optimizer.map_or(0.0, base_lr), momentum, cycles: true, group: 0, groups: 1 };
@@ -282,11 +286,11 @@ impl Schedule {
     /// The learning rate and the betas in force, if an optimizer can take them.
     ///
     /// # Errors
-    /// [`Error::ScheduleValue`] for a rate that is negative or not finite, and for betas outside 0 to below 1.
+    /// [`OptimError::ScheduleValue`] for a rate that is negative or not finite, and for betas outside 0 to below 1.
     pub fn in_force(&self) -> Result<(f64, Option<(f64, f64)>)> {
         let refused = |what, found, allowed| {
             let step = self.last_batch_iteration.saturating_add(2);
-            Err(Error::ScheduleValue { what, step, found, allowed })
+            Err(OptimError::ScheduleValue { what, step, found, allowed }.into())
         };
         if !(0.0..f64::INFINITY).contains(&self.lr) {
             return refused("learning rate", self.lr, "a finite number of at least 0");

@@ -4,7 +4,7 @@ use super::groups::{Numbers, Settled};
 use super::schedule::GroupBase;
 use super::{Grouping, LrSchedule, Momentum, Optimizer, Role, Schedule, StepContext};
 use crate::config::SchedulerConfig;
-use crate::error::{Error, Result};
+use crate::error::{OptimError, Result};
 use std::fmt;
 use std::sync::Arc;
 
@@ -102,7 +102,7 @@ impl Trainer {
             let (lr, betas) = group.schedule.in_force()?;
             let Numbers { betas: own, eps, weight_decay } = group.numbers;
             let ctx = StepContext { lr, betas: betas.or(own), eps, weight_decay, step, grad_scale };
-            let optimizer = self.grouping.optimizer(group.role).ok_or(Error::NoOptimizer)?;
+            let optimizer = self.grouping.optimizer(group.role).ok_or(OptimError::NoOptimizer)?;
             Ok(GroupStep { optimizer, ctx })
         };
         self.groups.iter().map(of_group).collect()

@@ -5,6 +5,7 @@
 //! storage is taken out and put back while model and graph hold the tensor).
 
 pub(crate) mod capture;
+pub(crate) mod error;
 mod init;
 mod source;
 

@@ -1,7 +1,7 @@
 //! Where initial values come from: a random rule, or a safetensors file.
 
 use super::init::init_values;
-use crate::error::{Error, Result};
+use crate::error::{Error, ParamError, Result};
 use crate::util::{fnv1a, list};
 use candle_core::Shape;
 use candle_nn::Init;
@@ -74,7 +74,7 @@ impl Source {
         extra.sort();
         match extra.is_empty() {
             true => Ok(()),
-            false => Err(Error::ExtraTensors { path: file.path.clone(), names: list(&extra) }),
+            false => Err(ParamError::ExtraTensors { path: file.path.clone(), names: list(&extra) }.into()),
         }
     }
 }
@@ -91,7 +91,9 @@ impl WeightFile {
         // SAFETY: the map is only read. A file that another process cuts short meanwhile would raise SIGBUS; weights
         // are not written in place by anything here, and copying a model of any size to avoid that would cost more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
-        let bad = |e: safetensors::SafeTensorError| Error::BadWeightFile { path: path.to_owned(), why: e.to_string() };
+        let bad = |e: safetensors::SafeTensorError| {
+            Error::from(ParamError::BadWeightFile { path: path.to_owned(), why: e.to_string() })
+        };
         let (header, metadata) = SafeTensors::read_metadata(&map).map_err(bad)?;
         // read_metadata has checked that the header's tensors lie inside the file without gaps.
         Ok(Self { path: path.to_owned(), data_start: header + 8, map, metadata })
@@ -105,11 +107,13 @@ impl WeightFile {
     fn values(&self, name: &str, shape: &Shape, range: Range<usize>) -> Result<Vec<f32>> {
         let path = || self.path.clone();
         let Some(info) = self.metadata.info(name) else {
-            return Err(Error::MissingTensor { path: path(), name: name.into(), shape: shape.dims().to_vec() });
+            return Err(
+                ParamError::MissingTensor { path: path(), name: name.into(), shape: shape.dims().to_vec() }.into()
+            );
         };
         if info.shape != shape.dims() {
             let (found, expected) = (info.shape.clone(), shape.dims().to_vec());
-            return Err(Error::MisshapenTensor { path: path(), name: name.into(), found, expected });
+            return Err(ParamError::MisshapenTensor { path: path(), name: name.into(), found, expected }.into());
         }
         let bytes = |size: usize| {
             let start = self.data_start + info.data_offsets.0;
@@ -126,7 +130,7 @@ impl WeightFile {
             safetensors::Dtype::F16 => Ok(read(bytes(2), |b| f16::from_le_bytes(b).to_f32())),
             other => {
                 let found = format!("{other:?}");
-                Err(Error::TensorDtype { path: path(), name: name.into(), found })
+                Err(ParamError::TensorDtype { path: path(), name: name.into(), found }.into())
             }
         }
     }

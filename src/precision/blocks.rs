@@ -12,7 +12,7 @@
 
 use super::cast::{narrow, widen};
 use super::{FlatMut, FlatRef};
-use crate::kernels::simd::{Level, Loop};
+use crate::kernels::simd::{Loop, level};
 
 /// Elements that share a scale.
 pub const BLOCK: usize = 128;
@@ -54,13 +54,13 @@ impl Ints {
     /// Writes the blocks of `src` to `dst`, of [`encoded_len`](Self::encoded_len) bytes.
     pub fn encode(self, src: FlatRef<'_>, dst: &mut [u8]) {
         assert_eq!(dst.len(), self.encoded_len(src.len()), "room for the codes");
-        Level::best().run(Encode { ints: self, src, dst });
+        level().run(Encode { ints: self, src, dst });
     }
 
     /// The values of the blocks in `src`, rounded to the dtype of `dst`.
     pub fn decode(self, src: &[u8], dst: FlatMut<'_>) {
         assert_eq!(src.len(), self.encoded_len(dst.len()), "codes of as many elements");
-        Level::best().run(Decode { ints: self, src, dst });
+        level().run(Decode { ints: self, src, dst });
     }
 
     fn code_bytes(self, elements: usize) -> usize {
@@ -181,6 +181,7 @@ impl Loop for Decode<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::simd::Level;
     use crate::precision::Flat;
     use candle_core::DType;
     use proptest::prelude::*;

@@ -5,7 +5,7 @@
 use super::{FlatMut, FlatRef};
 use crate::kernels::Element;
 use crate::kernels::par;
-use crate::kernels::simd::{Level, Loop};
+use crate::kernels::simd::{Loop, level};
 use crate::kernels::wide::put;
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
@@ -43,17 +43,17 @@ impl FlatMut<'_> {
 
 /// Copies `src` into `dst` of equal length, rounding to nearest even where the format narrows.
 pub(super) fn copy(dst: FlatMut<'_>, src: FlatRef<'_>) {
-    in_chunks(dst, src, &|dst, src| Level::best().run(Cast { dst, src }));
+    in_chunks(dst, src, &|dst, src| level().run(Cast { dst, src }));
 }
 
 /// `dst[i] = src[i] * factor`, computed in f32 and rounded once.
 pub(super) fn copy_scaled(dst: FlatMut<'_>, src: FlatRef<'_>, factor: f32) {
-    in_chunks(dst, src, &|dst, src| Level::best().run(Scale { dst, src, factor }));
+    in_chunks(dst, src, &|dst, src| level().run(Scale { dst, src, factor }));
 }
 
 /// `dst[i] += src[i] * factor`, computed in f32 and rounded once.
 pub(super) fn add_scaled(dst: FlatMut<'_>, src: FlatRef<'_>, factor: f32) {
-    in_chunks(dst, src, &|dst, src| Level::best().run(AddScaled { dst, src, factor }));
+    in_chunks(dst, src, &|dst, src| level().run(AddScaled { dst, src, factor }));
 }
 
 /// Runs `f` over equal parts of both, on the threads of the pool.
@@ -211,6 +211,7 @@ pub(super) fn scale(dst: FlatMut<'_>, factor: f32) {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::kernels::simd::Level;
     use crate::precision::Flat;
     use candle_core::DType;
     use half::f16;

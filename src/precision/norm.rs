@@ -6,7 +6,7 @@
 
 use super::{FlatRef, cast};
 use crate::kernels::par;
-use crate::kernels::simd::{Level, Loop};
+use crate::kernels::simd::{Loop, level};
 
 /// Elements that are summed by one thread, in one go.
 const CHUNK: usize = 64 * 1024;
@@ -26,14 +26,14 @@ const CLIP_EPSILON: f64 = 1e-6;
 /// Not finite exactly when an element is not finite.
 pub fn sum_of_squares(values: FlatRef<'_>) -> f64 {
     let chunks = values.len().div_ceil(CHUNK);
-    let sums = par::map(chunks, |i| Level::best().run(ChunkSum(chunk(values, i))));
+    let sums = par::map(chunks, |i| level().run(ChunkSum(chunk(values, i))));
     sums.iter().sum()
 }
 
 /// Whether any element is infinite or not a number.
 pub fn has_non_finite(values: FlatRef<'_>) -> bool {
     let chunks = values.len().div_ceil(CHUNK);
-    par::any(chunks, |i| Level::best().run(ChunkHasNonFinite(chunk(values, i))))
+    par::any(chunks, |i| level().run(ChunkHasNonFinite(chunk(values, i))))
 }
 
 /// What gradients are divided by so that their L2 norm is at most `max_norm`: 1 or more.
@@ -114,6 +114,7 @@ impl Loop for ChunkHasNonFinite<'_> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::kernels::simd::Level;
     use half::{bf16, f16};
     use serde_json::Value;
 

@@ -7,8 +7,8 @@
 //! end the run when the scale cannot fall any further; stage 0 halves at once and never ends the run.
 
 use crate::config::{Fp16, Precision};
+use crate::error::{EngineError, Result};
 use crate::layout::ZeroStage;
-use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// The factor of the loss, and how it reacts to overflow.
@@ -105,8 +105,8 @@ impl LossScaler {
     /// Reports one optimizer step. `overflow`: a gradient on any rank was not finite. All ranks must report the same.
     ///
     /// # Errors
-    /// [`Error::LossScaleAtMinimum`] on an overflow that finds the dynamic scale at `fp16.min_loss_scale`, at stages 1
-    /// to 3.
+    /// [`EngineError::LossScaleAtMinimum`] on an overflow that finds the dynamic scale at `fp16.min_loss_scale`, at
+    /// stages 1 to 3.
     pub fn update(&mut self, overflow: bool) -> Result<()> {
         match self {
             Self::None | Self::Static { .. } => Ok(()),
@@ -146,7 +146,7 @@ impl DynamicScale {
         if self.patience_left > 1 {
             self.patience_left -= 1;
         } else if self.scale == self.min && self.ends_at_min {
-            return Err(Error::LossScaleAtMinimum { scale: self.scale, step: self.steps + 1 });
+            return Err(EngineError::LossScaleAtMinimum { scale: self.scale, step: self.steps + 1 }.into());
         } else {
             self.scale = (self.scale / 2.0).max(self.min);
         }

@@ -44,10 +44,11 @@ element!(f32, F32);
 element!(bf16, BF16);
 element!(f16, F16);
 /// Runs `$body` with `$E` standing for the Rust type of `$dtype`; any other dtype is Candle's "unsupported" error of
-/// the op named `$op`.
+/// the op named `$op`, and a SIMD level that kernels cannot run at is an error too.
 macro_rules! with_element {
     ($dtype:expr, $op:expr, $E:ident => $body:expr) => {
         match $dtype {
+            _ if let Err(error) = $crate::kernels::checked_level() => Err(candle_core::Error::wrap(error)),
             candle_core::DType::F32 => {
                 type $E = f32;
                 $body

@@ -3,7 +3,7 @@
 use super::now;
 use super::trace::cannot_write;
 use super::trace::{Summary, write_trace};
-use crate::error::{Error, Result};
+use crate::error::{Error, MonitorError, Result};
 use crate::files::folder_of;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -20,20 +20,20 @@ impl Job {
     /// Begins now.
     ///
     /// # Errors
-    /// [`Error::Timeline`]: the file's folder is not there or cannot be written.
+    /// [`MonitorError::Timeline`]: the file's folder is not there or cannot be written.
     pub fn begin(file: &Path) -> Result<Self> {
         let wrong = |e: std::io::Error| match e.kind() {
             std::io::ErrorKind::NotFound => {
                 let problem =
                     format!("the folder {} does not exist; create it, or name another", folder_of(file).display());
-                Error::Timeline { path: file.into(), problem }
+                MonitorError::Timeline { path: file.into(), problem }.into()
             }
             _ => cannot_write(file, &e),
         };
         let absolute = std::path::absolute(file).map_err(wrong)?;
         if absolute.is_dir() {
             let problem = "it is a folder; name a file in it".to_string();
-            return Err(Error::Timeline { path: file.into(), problem });
+            return Err(MonitorError::Timeline { path: file.into(), problem }.into());
         }
         let parts = tempfile::Builder::new().prefix(".candle-zero-timeline-").tempdir_in(folder_of(&absolute));
         Ok(Self { file: absolute, parts: parts.map_err(wrong)?, zero: now() })
@@ -47,15 +47,15 @@ impl Job {
     /// Makes the trace of what is there, also where ranks have failed.
     ///
     /// # Errors
-    /// [`Error::Timeline`].
+    /// [`MonitorError::Timeline`].
     pub fn finish(self) -> Result<Summary> {
         self.merge().map_err(|error| {
             // Hours may have been recorded: what there is stays.
             let parts = self.parts.keep();
             match error {
-                Error::Timeline { path, problem } => {
-                    let problem = format!("{problem} What the ranks have recorded stays in {}", parts.display());
-                    Error::Timeline { path, problem }
+                Error::Monitor(MonitorError::Timeline { path, problem }) => {
+                    let problem = format!("{problem}; the records of the ranks stay in {}", parts.display());
+                    MonitorError::Timeline { path, problem }.into()
                 }
                 other => other,
             }

@@ -1,7 +1,7 @@
 //! The trace: Chrome's JSON format, which Perfetto (ui.perfetto.dev) opens. A process is a rank, a thread a lane.
 
 use super::event::{Lane, Line};
-use crate::error::{Error, Result};
+use crate::error::{Error, MonitorError, Result};
 use crate::files::{folder_of, new_beside};
 use memmap2::Mmap;
 use std::collections::BTreeSet;
@@ -110,7 +110,7 @@ impl fmt::Display for Microseconds {
 
 /// Why there is no timeline.
 pub(super) fn cannot_write(path: &Path, error: &std::io::Error) -> Error {
-    Error::Timeline { path: path.into(), problem: error.to_string() }
+    MonitorError::Timeline { path: path.into(), problem: error.to_string() }.into()
 }
 
 #[cfg(test)]

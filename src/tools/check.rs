@@ -2,8 +2,8 @@
 
 use super::picture::{self, Trouble};
 use crate::config::{Checked, Config, Note, RunValues, check, read_file};
+use crate::error::{ConfigError, Error, Result};
 use crate::launch::console::{EXIT_SETUP, Refused};
-use crate::{Error, Result};
 use clap::Parser;
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -67,14 +67,14 @@ impl Typed {
 fn troubles(error: Error) -> Vec<Trouble> {
     let of_file = |rule, place, message| vec![Trouble::new("$".into(), rule, place, message)];
     match error {
-        Error::Config { problems, .. } => {
+        Error::Config(ConfigError::Problems { problems, .. }) => {
             problems.into_iter().map(|p| Trouble::new(p.path, p.rule.name(), p.place, p.message)).collect()
         }
-        Error::ConfigSyntax { place, expected, found, .. } => {
+        Error::Config(ConfigError::Syntax { place, expected, found, .. }) => {
             of_file("syntax", Some(place), format!("expected {expected}, found {found}"))
         }
-        Error::ConfigDuplicateKey { path, first, second, .. } => {
-            let message = format!("is given twice: {first} and {second}. Remove one of them");
+        Error::Config(ConfigError::DuplicateKey { path, first, second, .. }) => {
+            let message = format!("is given twice: {first} and {second}; remove one of them");
             vec![Trouble { first: Some(first), ..Trouble::new(path, "duplicate key", Some(second), message) }]
         }
         other => of_file("file", None, other.to_string()),

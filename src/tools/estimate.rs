@@ -3,12 +3,12 @@
 use super::sizes::Sizes;
 use crate::comm::Kind as Collective;
 use crate::config::{Config, RunValues};
+use crate::error::{OptimError, Result};
 use crate::estimate::deepspeed::{Machines, Needs, Offloaded, zero2, zero3};
 use crate::estimate::{Estimate, Setting, Shapes, UnitRule, paper};
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use crate::memory::MemoryRow;
 use crate::offload::{available_memory, free_space};
-use crate::{Error, Result};
 use clap::{ArgGroup, Parser};
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -108,7 +108,7 @@ impl Typed {
             ..RunValues::default()
         };
         let config = Config::load_for(file, self.ranks as usize, &run)?;
-        config.optimizer.as_ref().ok_or(Error::NoOptimizer)?;
+        config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
         let setting = Setting { gpu: self.gpu, recompute: self.recompute, disk_access: None };
         let estimate = Estimate::with(&shapes, &config, setting)?;
         Ok(Answer { need: Need::new(&estimate, &config), shapes, config, estimate, deepspeed: self.deepspeed })

@@ -1,9 +1,9 @@
 //! `zerorun import`: a checkpoint of DeepSpeed as one of this library's.
 
 use super::progress::ByteProgress;
-use crate::Error;
 use crate::checkpoint::deepspeed::DeepSpeedCheckpoint;
 use crate::checkpoint::{import, new_place};
+use crate::error::{CheckpointError, Error};
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use clap::Parser;
 use std::ffi::OsString;
@@ -44,7 +44,8 @@ impl Typed {
             Ok(from) => from,
             Err(error) => {
                 // A file that is there is damaged.
-                let is_there = matches!(&error, Error::DeepSpeedCheckpoint { path, .. } if path.is_file());
+                let is_there =
+                    matches!(&error, Error::Checkpoint(CheckpointError::DeepSpeed { path, .. }) if path.is_file());
                 return refused(&error, if is_there { 1 } else { EXIT_SETUP });
             }
         };

@@ -6,6 +6,7 @@
 mod bench;
 mod check;
 mod consolidate;
+pub(crate) mod error;
 mod estimate;
 mod import;
 mod inspect;

@@ -1,6 +1,7 @@
 //! `zerorun report`: what this machine has, and what that means for training.
 
 use crate::Error;
+use crate::kernels::{self, Level};
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use crate::offload::{available_memory, free_space, is_memory, open_direct};
 use clap::Parser;
@@ -60,12 +61,23 @@ struct Machine {
     /// Cores that this process may use.
     cores: usize,
     simd: Vec<&'static str>,
+    simd_level: SimdLevel,
     memory: Memory,
     disk: Disk,
     gpus: Vec<String>,
     /// Optional features that this program was built with.
     features: Vec<&'static str>,
     verdicts: Vec<String>,
+}
+
+/// The level of every kernel.
+#[derive(Debug, Serialize)]
+struct SimdLevel {
+    name: &'static str,
+    /// What `CANDLE_ZERO_SIMD` says.
+    variable: String,
+    /// The levels of this processor, widest first.
+    available: Vec<&'static str>,
 }
 
 /// In bytes.
@@ -87,6 +99,8 @@ struct Disk {
 
 impl Machine {
     fn look(folder: &Path) -> Result<Self, Error> {
+        let level = kernels::checked_level()?;
+        let variable = std::env::var(kernels::SIMD).ok().filter(|value| !value.is_empty());
         let wrong = |source| Error::Io { action: "write a file in", path: folder.to_owned(), source };
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let (cpu, memory) = (read("/proc/cpuinfo"), read("/proc/meminfo"));
@@ -100,6 +114,11 @@ impl Machine {
             processor: field(&cpu, "model name").unwrap_or("unknown").to_owned(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             simd: USED.into_iter().filter(|used| flags.split(' ').any(|flag| flag == *used)).collect(),
+            simd_level: SimdLevel {
+                name: level.name(),
+                variable: variable.unwrap_or_else(|| kernels::AUTO.to_owned()),
+                available: Level::available().map(Level::name).collect(),
+            },
             memory: Memory {
                 total: total.map_or(0, |kib: u64| kib.saturating_mul(1024)),
                 available: available_memory(),
@@ -121,11 +140,13 @@ impl Machine {
 
     /// Plain sentences.
     fn verdicts(&self) -> Vec<String> {
-        let has = |name: &str| self.simd.contains(&name);
-        let products = match (has("avx512f"), has("avx512_bf16")) {
-            (true, true) => "products in f32 and bf16 run on kernels of this library; bf16 is the faster one",
-            (true, false) => "products run on kernels of this library; without avx512_bf16, bf16 is no faster than f32",
-            (false, _) => "products run on the gemm crate; without AVX-512, train in f32: bf16 is slower",
+        let products = match (self.simd_level.name, self.simd.contains(&"avx512_bf16")) {
+            ("avx512", true) => "products in f32 and bf16 run on kernels of this library; bf16 is the faster one",
+            ("avx512", false) => {
+                "products run on kernels of this library; without avx512_bf16, bf16 is no faster than f32"
+            }
+            ("avx2", _) => "products run on kernels of the gemm crate; without AVX-512, train in f32: bf16 is slower",
+            _ => "products run in plain loops: slow, and the same bits on every machine",
         };
         let limit = self.memory.limit.unwrap_or(u64::MAX);
         let each = |bytes: u64| bytes as f64 / STATE_BYTES as f64 / 1e6;
@@ -165,6 +186,9 @@ impl fmt::Display for Machine {
         writeln!(f, "system       {}", self.kernel)?;
         writeln!(f, "processor    {}, {} cores", self.processor, self.cores)?;
         writeln!(f, "simd         {}", or_none(&self.simd))?;
+        let SimdLevel { name, variable, available } = &self.simd_level;
+        let available = available.join(", ");
+        writeln!(f, "simd level   {name} (CANDLE_ZERO_SIMD={variable}; this processor has {available})")?;
         writeln!(f, "memory       {}, {} available{limit}", gib(self.memory.total), gib(self.memory.available))?;
         writeln!(f, "disk         {} free in {}", gib(self.disk.free), self.disk.folder.display())?;
         write!(f, "gpu          {}", or_none(&gpus))?;

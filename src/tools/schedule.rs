@@ -1,9 +1,9 @@
 //! `zerorun schedule`: the learning rate and the momentum of each optimizer step, without training.
 
 use crate::config::Config;
+use crate::error::{OptimError, Result};
 use crate::launch::console::{EXIT_SETUP, Refused, refused, say};
 use crate::optim::{Momentum, Schedule};
-use crate::{Error, Result};
 use clap::Parser;
 use serde_json::json;
 use std::ffi::OsString;
@@ -72,7 +72,7 @@ impl Typed {
         for note in config.notes.iter().filter(|n| ["optimizer.", "scheduler."].iter().any(|s| n.path.starts_with(s))) {
             say(&format!("zerorun: {}: {}", note.path, note.message));
         }
-        let optimizer = config.optimizer.as_ref().ok_or(Error::NoOptimizer)?;
+        let optimizer = config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
         Schedule::new(config.scheduler.as_ref(), Some(optimizer))
     }
 

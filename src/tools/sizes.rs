@@ -1,8 +1,8 @@
 //! Sizes of a model on the command line: a preset, and what is changed of it. The names are those of `train_gpt`.
 
+use crate::error::{ModelError, Result};
 use crate::estimate::Shapes;
 use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
-use crate::{Error, Result};
 use clap::Args;
 
 /// A preset and changes.
@@ -81,7 +81,7 @@ impl Sizes {
         if let Some(key) = [("n_kv_head", self.n_kv_head), ("n_inner", self.n_inner)].iter().find(|(_, n)| n.is_some())
         {
             let allowed = "absent: a GPT-2 has none".to_string();
-            return Err(Error::ModelConfig { key: key.0, found: key.1.unwrap_or(0).to_string(), allowed });
+            return Err(ModelError::Config { key: key.0, found: key.1.unwrap_or(0).to_string(), allowed }.into());
         }
         let config = GptConfig {
             n_layer: or(self.n_layer, preset.n_layer),

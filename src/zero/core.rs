@@ -10,7 +10,7 @@ use super::rank::Rank;
 use super::sub_group::{SubGroup, places};
 use crate::comm::Communicator;
 use crate::config::ZeroConfig;
-use crate::error::Error;
+use crate::error::{Error, ParamError};
 use crate::graph::Grad;
 use crate::layout::Placement;
 use crate::memory::{Ledger, MemoryReport, Tier};
@@ -193,7 +193,7 @@ impl Core {
             let absent: Vec<&str> = self.params.iter().filter(|p| !p.is_whole()).map(|p| p.name.as_str()).collect();
             if !absent.is_empty() {
                 let why = crate::error::without_backtrace(&error.to_string());
-                return Error::ParameterAbsent { names: list(&absent), why };
+                return ParamError::Absent { names: list(&absent), why }.into();
             }
         }
         error.into()

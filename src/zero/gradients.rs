@@ -22,7 +22,7 @@ use super::rank::Rank;
 use super::sub_group::{GradShare, Slot};
 use crate::comm::{Kind as Collective, Wire};
 use crate::config::{Config, GradientOp};
-use crate::error::{Error, Result};
+use crate::error::{EngineError, Result};
 use crate::graph::Grad;
 use crate::layout::{PACKED_BELOW, Placement, shard_range};
 use crate::memory::{Held, Kind, Tracked};
@@ -133,7 +133,7 @@ impl<C: Carrier> Gradients<C> {
     /// Backward is over: the rest travels, and everything under way is waited for.
     ///
     /// # Errors
-    /// [`Error::NoGradient`] after the first backward if it left parameters out.
+    /// [`EngineError::NoGradient`] after the first backward if it left parameters out.
     pub fn end_backward(&mut self, core: &C) -> Result<()> {
         if let Some(arrived) = self.arrived.take() {
             let params = arrived.iter().zip(core.params());
@@ -141,7 +141,7 @@ impl<C: Carrier> Gradients<C> {
             let missing = params.filter(|(arrived, p)| !**arrived && p.numel > 0);
             let missing: Vec<&str> = missing.map(|(_, p)| p.name.as_str()).collect();
             if !missing.is_empty() {
-                return Err(Error::NoGradient { count: missing.len(), names: list(&missing) });
+                return Err(EngineError::NoGradient { count: missing.len(), names: list(&missing) }.into());
             }
         }
         for arrived in std::mem::take(&mut self.held) {

@@ -7,7 +7,7 @@ use super::core::Core;
 use super::rank::{ExtentOf, Rank};
 use super::share_plan::SharePlan;
 use super::sub_group::{GradShare, Home, Slot, SubGroup};
-use crate::error::{Error, Result};
+use crate::error::{Error, OffloadError, Result};
 use crate::layout::{Place, Sharing, groups_in_memory, shard_range};
 use crate::memory::{Kind, Ledger, Tracked};
 use crate::offload::{Extent, Offload, STEP, Transfer};
@@ -219,7 +219,7 @@ impl Carrier<Core> for Arenas {
             return Ok(());
         }
         match extent.grow(count) {
-            Err(Error::OffloadSpace { .. }) => {
+            Err(Error::Offload(OffloadError::Space { .. })) => {
                 self.too_small = true;
                 Ok(())
             }

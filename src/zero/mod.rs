@@ -30,6 +30,7 @@ pub(crate) mod lay_out;
 pub(crate) mod parcel;
 mod publish;
 pub(crate) mod rank;
+mod recipe;
 pub(crate) mod registry;
 mod run;
 pub(crate) mod share;

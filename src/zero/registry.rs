@@ -6,7 +6,7 @@
 use super::core::{Link, Registered};
 use super::lay_out::SubGroupBuilder;
 use super::share_plan::SharePlan;
-use crate::error::{Error, Result};
+use crate::error::{Error, ParamError, Result};
 use crate::layout::{ZeroStage, shard_range};
 use crate::memory::{Kind, Ledger, Tier};
 use crate::offload::Offload;
@@ -111,7 +111,7 @@ impl Registry {
         let mut inner = lock(&self.0);
         let params = std::mem::take(&mut inner.params);
         if params.is_empty() {
-            return Err(Error::NoParameters);
+            return Err(ParamError::NoParameters.into());
         }
         inner.source.check_all_used(&params.iter().map(|p| p.name.as_str()).collect::<BTreeSet<_>>())?;
         Ok(Registered { params, units: std::mem::take(&mut inner.units), groups: inner.groups.finish()? })
@@ -123,14 +123,14 @@ impl Inner {
         if let Some(known) = self.known(name) {
             if known.shape != shape {
                 let (first, second) = (known.shape.dims().to_vec(), shape.dims().to_vec());
-                return Err(Error::ParameterTwice { name: name.into(), first, second });
+                return Err(ParamError::Twice { name: name.into(), first, second }.into());
             }
             return Ok(known.tensor.clone());
         }
         let plan = self.plan.clone();
         if dtype != plan.dtype {
             let (found, expected) = (format!("{dtype:?}"), format!("{:?}", plan.dtype));
-            return Err(Error::ParameterDtype { name: name.into(), found, expected });
+            return Err(ParamError::Dtype { name: name.into(), found, expected }.into());
         }
         if self.shapes_only {
             let tensor = self.absent(&shape)?;
@@ -221,7 +221,7 @@ impl SimpleBackend for Registry {
         if let Some(known) = inner.known(name) {
             return Ok(known.tensor.clone());
         }
-        Err(inner.fail(Error::ParameterWithoutShape { name: name.into() }))
+        Err(inner.fail(ParamError::WithoutShape { name: name.into() }.into()))
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

@@ -11,20 +11,17 @@
 use super::core::Core;
 use super::publish::Publisher;
 use super::rank::Rank;
-use super::sub_group::{GradShare, Pass, Slot, SubGroup};
+use super::recipe::{Recipe, needs};
+use super::sub_group::{GradShare, Pass, Slot};
 use super::walk::{Carrier, Part, pass};
 use super::whole::{trust_ratios, update_whole};
 use crate::error::Result;
 use crate::offload::Files;
 use crate::optim::{GroupStep, Needs, StepContext};
-use crate::param::ParamId;
 use crate::timeline;
 use crate::util::lock;
 use candle_core::DType;
 use std::ops::Range;
-
-/// What each parameter is trained with.
-pub(crate) type Recipe<'a> = dyn Fn(ParamId) -> GroupStep<'a> + 'a;
 
 /// What all ranks agree on before a step.
 pub(crate) struct Vote {
@@ -87,11 +84,6 @@ pub(crate) fn update<C: Carrier>(core: &C, recipe: &Recipe<'_>) -> Result<()> {
     drop(groups);
     let _span = timeline::span(timeline::Kind::Optimizer, "publish");
     publisher.finish(core)
-}
-
-/// What the optimizer of a sub-group needs of its parameters.
-pub(super) fn needs<'a, R: Rank>(group: &SubGroup<R>, recipe: &Recipe<'a>) -> Needs<'a> {
-    group.slots.first().map_or(Needs::Elements, |slot| recipe(slot.param).optimizer.needs())
 }
 
 impl Core {

@@ -13,7 +13,7 @@
 //! elements are computed from the same numbers at every stage.
 
 use super::rank::Rank;
-use super::step::{Recipe, needs};
+use super::recipe::{Recipe, needs};
 use super::sub_group::{Pass, Slot, SubGroup};
 use super::walk::{Carrier, Part, Span, Walk, as_f32, pass};
 use crate::comm::{Kind as Collective, Wire};

@@ -5,8 +5,10 @@
 
 mod args;
 
+use crate::error::{Error, LaunchError};
+use crate::kernels::checked_level;
 use crate::launch::{self, console};
-use crate::{Error, tools};
+use crate::tools;
 use std::process::ExitCode;
 
 /// Exit code for a script that does not compile, the same as cargo's.
@@ -20,6 +22,9 @@ const EXIT_COMPILE: u8 = 101;
 pub fn main() -> ExitCode {
     let mut words = std::env::args_os().skip(1).peekable();
     if let Some(tool) = words.peek().and_then(|word| tools::named(word)) {
+        if let Err(error) = checked_level() {
+            return console::refused(&error.into(), console::EXIT_SETUP);
+        }
         return (tool.run)(words.collect()).unwrap_or_else(|refused| refused.print());
     }
     let options = match args::read(std::env::args_os()) {
@@ -28,7 +33,7 @@ pub fn main() -> ExitCode {
     };
     match launch::start(&options) {
         Ok(code) => ExitCode::from(code),
-        Err(error @ Error::ScriptDoesNotCompile { .. }) => console::refused(&error, EXIT_COMPILE),
+        Err(error @ Error::Launch(LaunchError::ScriptDoesNotCompile { .. })) => console::refused(&error, EXIT_COMPILE),
         Err(error) => console::refused(&error, console::EXIT_SETUP),
     }
 }

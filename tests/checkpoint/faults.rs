@@ -4,9 +4,10 @@ use crate::support::processes::{self, as_program, descendants, example, runs, st
 use crate::support::skips::skipped;
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::Device;
+use candle_zero::Engine;
 use candle_zero::checkpoint::{Checkpoint, LoadOptions};
 use candle_zero::comm::threads;
-use candle_zero::{Engine, Error, Result};
+use candle_zero::error::{CheckpointError, Error, Result};
 use proptest::prelude::*;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -71,7 +72,7 @@ fn refusals(dir: &Path, tag: Option<&str>) -> Vec<String> {
         step(engine)?;
         let before = state(engine, states.path())?;
         let error = engine.load_checkpoint(dir, tag, &LoadOptions::default()).unwrap_err();
-        assert!(matches!(error, Error::Checkpoint { .. }), "{error}");
+        assert!(matches!(error, Error::Checkpoint(CheckpointError::Unusable { .. })), "{error}");
         assert_eq!(before, state(engine, states.path())?, "the engine has changed");
         assert_eq!((engine.global_steps(), engine.micro_steps()), (1, 1));
         step(engine)?;

@@ -2,9 +2,10 @@
 
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::{DType, Device, Tensor};
+use candle_zero::Engine;
 use candle_zero::checkpoint::{Checkpoint, LoadOptions, SaveOptions};
 use candle_zero::comm::threads;
-use candle_zero::{Engine, Error, Result};
+use candle_zero::error::{CheckpointError, EngineError, Error, Result};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -227,7 +228,7 @@ fn without_a_checkpoint_nothing_is_loaded_and_a_wrong_tag_is_an_error_that_names
             assert!(engine.load_checkpoint(dir.path(), None, &options)?.is_none());
             engine.save_checkpoint(dir.path(), Some("first"), Value::Null)?;
             let error = engine.load_checkpoint(dir.path(), Some("frist"), &options).unwrap_err();
-            assert!(matches!(error, Error::Checkpoint { .. }));
+            assert!(matches!(error, Error::Checkpoint(CheckpointError::Unusable { .. })));
             assert!(error.to_string().contains("There are: first"), "{error}");
             for tag in ["../first", "a/b", "", ".", "..", "latest", ".hidden", "end ", &"x".repeat(201)] {
                 let error = engine.save_checkpoint(dir.path(), Some(tag), Value::Null).unwrap_err();
@@ -347,7 +348,7 @@ fn a_load_after_a_forward_alone_forgets_what_that_forward_gathered() {
                 let loss = engine.forward(|model| model.loss(&ids, &targets))?;
                 engine.load_checkpoint(dir.path(), None, &LoadOptions::default())?.unwrap();
                 let error = engine.backward(&loss).unwrap_err();
-                assert!(matches!(error, Error::OutOfOrder { .. }), "{error}");
+                assert!(matches!(error, Error::Engine(EngineError::OutOfOrder { .. })), "{error}");
             }
             Ok(())
         });
@@ -414,7 +415,7 @@ fn a_save_in_the_background_outlives_a_step_that_fails() {
         engine.save_checkpoint_with(dir.path(), Some("before"), Value::Null, &options)?;
         // A finite loss with gradients that are not: the root's slope at 0.
         let error = train_on(engine, |loss| &loss + (&loss - &loss)?.sqrt()?).unwrap_err();
-        assert!(matches!(error, Error::NonFiniteGradient { .. }), "{error}");
+        assert!(matches!(error, Error::Engine(EngineError::NonFiniteGradient { .. })), "{error}");
         Ok(())
     });
     assert_eq!(names(dir.path()), ["before", "latest"]);

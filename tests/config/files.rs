@@ -1,11 +1,11 @@
 //! Whole configurations: the bundled ones, what is noted, what is translated, and the way back to JSON.
 
 use candle_core::DType;
-use candle_zero::Error;
 use candle_zero::config::{
     AdagradConfig, AdamConfig, Aio, Batch, Config, GradientOp, LambConfig, LionConfig, OffloadOptimizer, OffloadParam,
     OffloadTo, OneCycleConfig, OptimizerConfig, Precision, RunValues, SchedulerConfig, SgdConfig, WarmupType,
 };
+use candle_zero::error::{ConfigError, Error};
 use candle_zero::layout::ZeroStage;
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -33,7 +33,9 @@ fn notes(config: &Config) -> String {
 /// Paths of the problems of a configuration.
 fn refused(more: Value) -> Vec<String> {
     match Config::load(with(more.clone()), 2) {
-        Err(Error::Config { problems, .. }) => problems.into_iter().map(|problem| problem.path).collect(),
+        Err(Error::Config(ConfigError::Problems { problems, .. })) => {
+            problems.into_iter().map(|problem| problem.path).collect()
+        }
         other => panic!("{more}: {other:?}"),
     }
 }
@@ -635,7 +637,9 @@ fn an_auto_of_the_run_has_the_runs_value() {
     let config = Config::load_for(with(text.clone()), 2, &run).unwrap();
     assert_eq!((config.batch.train_micro_batch_size_per_gpu, config.batch.gradient_accumulation_steps), (4, 1));
     let wrong = RunValues { lr: -1.0, train_micro_batch_size_per_gpu: 0, hidden_size: Some(0), ..run };
-    let Err(Error::Config { problems, .. }) = Config::load_for(text, 2, &wrong) else { panic!("it is taken") };
+    let Err(Error::Config(ConfigError::Problems { problems, .. })) = Config::load_for(text, 2, &wrong) else {
+        panic!("it is taken")
+    };
     let paths: Vec<&str> = problems.iter().map(|problem| problem.path.as_str()).collect();
     assert_eq!(
         paths,
@@ -657,7 +661,7 @@ fn a_resolved_configuration_is_taken_as_it_is_for_the_same_world_only() {
     let mut config = Config::load(with(json!({})), 2).unwrap();
     config.seed = 99;
     assert_eq!(Config::load(config.clone(), 2).unwrap(), config);
-    insta::assert_snapshot!(Config::load(config, 4).unwrap_err(), @"the Config was resolved for 2 rank(s), but the run has 4. Load it again from its file or text: the batch keys depend on the number of ranks.");
+    insta::assert_snapshot!(Config::load(config, 4).unwrap_err(), @"the Config was resolved for 2 rank(s), but the run has 4; load it again from its file or text: the batch keys depend on the number of ranks");
 }
 
 /// Honoured keys with values that all go together.

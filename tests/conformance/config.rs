@@ -2,7 +2,7 @@
 
 use crate::support::recorded::is_left_out;
 use candle_zero::config::{Batch, Config};
-use candle_zero::{Error, Result};
+use candle_zero::error::{ConfigError, Error, Result};
 use serde_json::{Value, json};
 
 fn cases() -> Vec<Value> {
@@ -102,7 +102,10 @@ fn every_recorded_case_is_answered_as_recorded() {
     // What is left out is refused by name, and not taken silently.
     for case in out {
         let error = load(case).unwrap_err();
-        assert!(matches!(error, Error::Config { .. }) && error.to_string().contains("not supported"), "{error}");
+        assert!(
+            matches!(error, Error::Config(ConfigError::Problems { .. })) && error.to_string().contains("not supported"),
+            "{error}"
+        );
     }
 }
 

@@ -4,13 +4,14 @@
 use crate::support::recorded::is_left_out;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
+use candle_zero::Engine;
 use candle_zero::comm::threads;
 use candle_zero::config::{Config, OptimizerConfig};
+use candle_zero::error::{ConfigError, Error};
 use candle_zero::layout::shard_len;
 use candle_zero::memory::Kind;
 use candle_zero::optim::Schedule;
 use candle_zero::zero::{Unit, unit};
-use candle_zero::{Engine, Error};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
@@ -351,7 +352,7 @@ fn configurations_train_or_are_refused_as_recorded() {
         };
         match (train(), case["expect"]["ok"].as_bool().unwrap()) {
             (Ok(applied), true) => assert!(applied, "{id}"),
-            (Err(Error::Config { .. }), false) => {}
+            (Err(Error::Config(ConfigError::Problems { .. })), false) => {}
             (result, ok) => panic!("{id}: {result:?}, recorded ok: {ok}"),
         }
     }

@@ -1,8 +1,9 @@
 //! Learning-rate schedules against the rates and betas that DeepSpeed recorded, from the configuration on.
 
+use candle_zero::Config;
 use candle_zero::config::ConfigProblem;
+use candle_zero::error::{ConfigError, Error, OptimError};
 use candle_zero::optim::{Momentum, Schedule};
-use candle_zero::{Config, Error};
 use serde_json::{Value, json};
 
 /// A recorded case as a configuration with the one parameter group `group`: of a list its entry, in a list of one.
@@ -23,7 +24,7 @@ fn load(case: &Value, group: usize, base_lr: &Value) -> Result<Config, Vec<Confi
         "train_batch_size": 1, "optimizer": optimizer, "scheduler": {"type": case["type"], "params": params},
     });
     Config::load(config, 1).map_err(|error| match error {
-        Error::Config { problems, .. } => problems,
+        Error::Config(ConfigError::Problems { problems, .. }) => problems,
         other => panic!("{other}"),
     })
 }
@@ -38,7 +39,7 @@ fn refused_keys(case: &Value) -> Vec<String> {
     match load(case, 0, &json!(0.1)) {
         Err(problems) => problems.into_iter().map(|problem| problem.path).collect(),
         Ok(config) => match Schedule::new(config.scheduler.as_ref(), config.optimizer.as_ref()) {
-            Err(Error::ScheduleParameter { key, .. }) => vec![key.into()],
+            Err(Error::Optim(OptimError::ScheduleParameter { key, .. })) => vec![key.into()],
             result => result.map(|_| vec![]).unwrap(),
         },
     }

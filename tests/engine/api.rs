@@ -3,11 +3,12 @@
 use crate::support::tiny::{Shape, Tiny, batch, config, train};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};
+use candle_zero::Engine;
 use candle_zero::comm::{CommReport, Communicator, Kind as Collective, Pending, Wire, threads};
+use candle_zero::error::{EngineError, Error};
 use candle_zero::memory::Kind;
 use candle_zero::precision::Flat;
 use candle_zero::zero::{Unit, unit};
-use candle_zero::{Engine, Error};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -468,7 +469,7 @@ fn a_stopped_engine_says_why_at_every_call() {
         engine.export_safetensors(folder.path().join("model")).unwrap_err(),
     ];
     for error in errors {
-        assert!(matches!(error, Error::Stopped(_)));
+        assert!(matches!(error, Error::Engine(EngineError::Stopped(_))));
         assert_eq!(error.to_string(), "the engine stopped after an earlier error: no data today");
     }
     // The order of calls no longer matters.
@@ -476,8 +477,8 @@ fn a_stopped_engine_says_why_at_every_call() {
     let loss = engine.forward(linear_loss).unwrap();
     let infinite = loss.affine(f64::INFINITY, 0.0).unwrap();
     let first = engine.backward(&infinite).unwrap_err();
-    assert!(matches!(first, Error::NonFiniteLoss { .. }), "{first}");
+    assert!(matches!(first, Error::Engine(EngineError::NonFiniteLoss { .. })), "{first}");
     for error in [engine.backward(&loss).unwrap_err(), engine.step().unwrap_err()] {
-        assert!(matches!(error, Error::Stopped(_)), "{error}");
+        assert!(matches!(error, Error::Engine(EngineError::Stopped(_))), "{error}");
     }
 }

@@ -4,8 +4,9 @@ use crate::support::tiny::config;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Init, Linear, Module, VarBuilder, linear};
 use candle_zero::comm::threads;
+use candle_zero::error::{EngineError, Error, ParamError};
 use candle_zero::zero::{Unit, unit};
-use candle_zero::{Engine, EngineBuilder, Error};
+use candle_zero::{Engine, EngineBuilder};
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -62,7 +63,7 @@ fn a_parameter_used_outside_of_its_unit_is_named_at_stage_3_and_fine_below() {
     });
     for error in results.unwrap() {
         let error = error.unwrap_err();
-        assert!(matches!(error, Error::ParameterAbsent { .. }));
+        assert!(matches!(error, Error::Param(ParamError::Absent { .. })));
         insta::allow_duplicates! { insta::assert_snapshot!(error, @"an operation used a parameter that is not gathered now: inner.weight, inner.bias; use parameters only inside the closure given to engine.forward, and a unit's parameters only inside that unit's forward (dtype mismatch in matmul, lhs: F32, rhs: F6E2M3)"); }
     }
 }
@@ -171,7 +172,7 @@ fn a_gradient_that_is_not_finite_with_a_finite_loss_stops_f32_and_names_the_para
             assert_eq!(loss.to_scalar::<f32>()?, 0.0);
             engine.backward(&loss)?;
             let error = engine.step().unwrap_err();
-            assert!(matches!(error, Error::NonFiniteGradient { .. }));
+            assert!(matches!(error, Error::Engine(EngineError::NonFiniteGradient { .. })));
             assert_eq!(engine.global_steps(), 0);
             if stage < 3 {
                 assert_eq!(engine.model().to_vec1::<f32>()?, [0.0; 6], "the weights are unchanged");
@@ -180,8 +181,8 @@ fn a_gradient_that_is_not_finite_with_a_finite_loss_stops_f32_and_names_the_para
         });
         let texts: Vec<String> = results.unwrap().into_iter().map(|r| r.unwrap()).collect();
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[0], @"the gradient of radius is not finite on rank 0 in optimizer step 0; the weights are unchanged. Lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step");
-            insta::assert_snapshot!(texts[1], @"the gradient of radius is not finite on rank 1 in optimizer step 0; the weights are unchanged. Lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step");
+            insta::assert_snapshot!(texts[0], @"the gradient of radius is not finite on rank 0 in optimizer step 0; the weights are unchanged; lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step");
+            insta::assert_snapshot!(texts[1], @"the gradient of radius is not finite on rank 1 in optimizer step 0; the weights are unchanged; lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step");
         }
     }
 }
@@ -200,8 +201,8 @@ fn a_gradient_that_is_not_finite_in_one_shard_names_its_rank_to_the_others() {
         });
         let texts = errors(results.unwrap());
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[0], @"gradients are not finite on ranks [1] in optimizer step 0; the weights are unchanged. Lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step");
-            insta::assert_snapshot!(texts[1], @"the gradient of radius is not finite on rank 1 in optimizer step 0; the weights are unchanged. Lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step");
+            insta::assert_snapshot!(texts[0], @"gradients are not finite on ranks [1] in optimizer step 0; the weights are unchanged; lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step");
+            insta::assert_snapshot!(texts[1], @"the gradient of radius is not finite on rank 1 in optimizer step 0; the weights are unchanged; lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step");
         }
     }
 }
@@ -234,7 +235,7 @@ fn models_that_differ_between_ranks_are_refused_on_every_rank() {
         };
         Engine::builder().communicator(comm).initialize(build, plain(3)).map(drop)
     });
-    assert!(results.unwrap().into_iter().all(|r| matches!(r, Err(Error::ModelsDiffer { .. }))));
+    assert!(results.unwrap().into_iter().all(|r| matches!(r, Err(Error::Engine(EngineError::ModelsDiffer { .. })))));
 }
 
 #[test]

@@ -2,11 +2,12 @@
 
 use crate::support::tiny::{Shape, Tiny, batch, config, train, train_with};
 use candle_core::Device;
+use candle_zero::Engine;
 use candle_zero::checkpoint::LoadOptions;
 use candle_zero::comm::threads;
+use candle_zero::error::{EngineError, Error, Result};
 use candle_zero::optim::{Momentum, Optimizer, ParameterGroup, StepContext};
 use candle_zero::precision::{FlatMut, FlatRef};
-use candle_zero::{Engine, Error, Result};
 use serde_json::{Value, json};
 
 const SHAPE: Shape = Shape { layers: 2, units: true, checkpointed: false };
@@ -197,6 +198,6 @@ fn ranks_with_different_ones_are_an_error_on_all_of_them() {
         start(comm, 2, own).map(|_| ())
     });
     for rank in ranks.unwrap() {
-        assert!(matches!(rank, Err(Error::ConfigsDiffer { .. })), "{rank:?}");
+        assert!(matches!(rank, Err(Error::Engine(EngineError::ConfigsDiffer { .. }))), "{rank:?}");
     }
 }

@@ -5,8 +5,9 @@ use candle_core::{Device, Tensor};
 use candle_nn::{Init, VarBuilder};
 use candle_zero::checkpoint::LoadOptions;
 use candle_zero::comm::threads;
+use candle_zero::error::{EngineError, Error, Result};
 use candle_zero::optim::{LrSchedule, Momentum, ParameterGroup};
-use candle_zero::{Engine, EngineBuilder, Error, Result};
+use candle_zero::{Engine, EngineBuilder};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 
@@ -204,7 +205,7 @@ fn ranks_with_different_groups_are_an_error() {
         start(builder.communicator(comm), config).map(|_| ())
     });
     for rank in ranks.unwrap() {
-        assert!(matches!(rank, Err(Error::ConfigsDiffer { .. })), "{rank:?}");
+        assert!(matches!(rank, Err(Error::Engine(EngineError::ConfigsDiffer { .. }))), "{rank:?}");
     }
 }
 

@@ -4,8 +4,9 @@ use candle_core::{Device, Tensor};
 use candle_nn::{Init, VarBuilder};
 use candle_zero::checkpoint::LoadOptions;
 use candle_zero::comm::threads;
+use candle_zero::error::{EngineError, Error, Result};
 use candle_zero::optim::{LrSchedule, Momentum};
-use candle_zero::{Engine, EngineBuilder, Error, Result};
+use candle_zero::{Engine, EngineBuilder};
 use serde_json::{Value, json};
 
 const SIZE: usize = 7;
@@ -169,6 +170,6 @@ fn a_schedule_that_comes_to_no_number_or_differs_between_ranks_is_an_error() {
         start(builder, &config(1, adam(), Value::Null)).map(|_| ())
     });
     for rank in ranks.unwrap() {
-        assert!(matches!(rank, Err(Error::ConfigsDiffer { .. })), "{rank:?}");
+        assert!(matches!(rank, Err(Error::Engine(EngineError::ConfigsDiffer { .. }))), "{rank:?}");
     }
 }

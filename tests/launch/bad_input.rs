@@ -109,27 +109,27 @@ fn configurations_that_cannot_be_read() {
     exit status: 2
     "#);
     insta::assert_snapshot!(folder.mistake("--ds_config missing.json"), @r#"
-    error: cannot read the configuration missing.json: No such file or directory (os error 2). Give the path of a DeepSpeed JSON file, or JSON text that starts with `{`.
+    error: cannot read the configuration missing.json: No such file or directory (os error 2); give the path of a DeepSpeed JSON file, or JSON text that starts with `{`
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(folder.mistake("--ds_config ."), @r#"
-    error: cannot read the configuration .: Is a directory (os error 21). Give the path of a DeepSpeed JSON file, or JSON text that starts with `{`.
+    error: cannot read the configuration .: Is a directory (os error 21); give the path of a DeepSpeed JSON file, or JSON text that starts with `{`
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(folder.mistake("--ds_config broken.json"), @r#"
-    error: broken.json: line 3, column 25: expected a JSON value of `type` (text goes in double quotes), found `AdamW`.
+    error: broken.json: line 3, column 25: expected a JSON value of `type` (text goes in double quotes), found `AdamW`
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(folder.mistake("--ds_config twice.json"), @r#"
-    error: twice.json: duplicate key: `train_batch_size` is given twice: line 2, column 3 and line 3, column 3. Remove one of them.
+    error: twice.json: duplicate key: `train_batch_size` is given twice: line 2, column 3 and line 3, column 3; remove one of them
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
     insta::assert_snapshot!(folder.mistake("--ds_config empty.json"), @r#"
-    error: empty.json: line 1, column 1: expected an object `{...}` as the outermost value, found the end of the text.
+    error: empty.json: line 1, column 1: expected an object `{...}` as the outermost value, found the end of the text
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -153,7 +153,7 @@ fn configurations_that_break_rules() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake(json!({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2})), @r#"
-    error: bad.json: line 9, column 3: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 4 != 3 * 2 * 1. With the other two, train_batch_size 6 fits
+    error: bad.json: line 9, column 3: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 4 != 3 * 2 * 1; with the other two, train_batch_size 6 fits
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -333,10 +333,10 @@ fn with_several_ranks_the_last_lines_tell_the_cause() {
     // Both ranks find it, at the same time: which of them was first is chance.
     let any_rank = |told: String| told.replace("rank 1", "rank 0");
     insta::assert_snapshot!(any_rank(folder.mistake_of_two("--ds_config odd.json")), @r#"
-    [rank 0] error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (worked out) * 1 (worked out) * 2. Choose a train_batch_size that is a multiple of 2
-    [rank 0] error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (worked out) * 1 (worked out) * 2. Choose a train_batch_size that is a multiple of 2
+    [rank 0] error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (worked out) * 1 (worked out) * 2; choose a train_batch_size that is a multiple of 2
+    [rank 0] error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (worked out) * 1 (worked out) * 2; choose a train_batch_size that is a multiple of 2
     zerorun: rank 0 failed first: it ended with exit code 1 after T s
-    zerorun:   | error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (worked out) * 1 (worked out) * 2. Choose a train_batch_size that is a multiple of 2
+    zerorun:   | error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (worked out) * 1 (worked out) * 2; choose a train_batch_size that is a multiple of 2
     zerorun:   rank 0: ended with exit code 1 by itself
     exit status: 1
     "#);

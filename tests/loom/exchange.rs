@@ -135,6 +135,25 @@ fn a_piece_arrives_although_its_rank_leaves_right_after_it() {
             region.start(rank).unwrap();
             all_exchange(region.clone(), rank, 2, SLEEPY);
             region.finish(rank);
+            assert_eq!(region.first_failure(), None);
+        },
+    );
+}
+
+#[test]
+fn a_piece_arrives_although_its_rank_gives_up_right_after_it() {
+    in_every_order(
+        Some(4),
+        || Region::new(2, Sleep::Nap, Plant::None),
+        |region, rank| {
+            region.start(rank).unwrap();
+            let mut pieces = Pieces::new(region.clone(), rank, 0);
+            if rank == 0 {
+                pieces.publish([1], 1, |slot| slot[0] = byte(0, 1));
+                region.abort(0, "no disk");
+            } else {
+                exchange(&mut pieces, 1, SLEEPY).unwrap();
+            }
         },
     );
 }

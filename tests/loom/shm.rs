@@ -11,7 +11,6 @@
 //! between a SeqCst store and its next SeqCst load. A fence, or the mutex, may also hide a missing Acquire or Release, so
 //! there are tests in which nobody sleeps; they have no use for SeqCst, and do without fences.
 
-use crate::state::Text;
 use loom::cell::UnsafeCell;
 pub use loom::hint::spin_loop;
 use loom::sync::atomic::{self, Ordering, fence};
@@ -208,6 +207,15 @@ struct Block {
     slots: [UnsafeCell<[u8; SLOT_BYTES]>; 2],
     texts: [UnsafeCell<[u8; TEXT_BYTES]>; 2],
     text_lens: [Word32; 2],
+}
+
+/// A text of a rank's control block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Text {
+    /// Why the rank has given up, in its own words.
+    LastWords,
+    /// Why it died, in the launcher's.
+    Cause,
 }
 
 /// The memory that the ranks share.

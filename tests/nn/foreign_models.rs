@@ -4,8 +4,9 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{LayerNorm, Linear, Module, VarBuilder, layer_norm, linear};
 use candle_transformers::models::stable_diffusion::unet_2d_blocks::{UNetMidBlock2D, UNetMidBlock2DConfig};
 use candle_transformers::models::stable_diffusion::vae::{AutoEncoderKL, AutoEncoderKLConfig};
+use candle_zero::Engine;
 use candle_zero::comm::threads;
-use candle_zero::{Engine, Error};
+use candle_zero::error::{EngineError, Error};
 use serde_json::{Value, json};
 
 const WORLD: usize = 2;
@@ -119,12 +120,12 @@ fn a_model_whose_graph_is_cut_is_refused_with_the_names_of_its_parameters() {
             let loss = engine.forward(run)?;
             let error = engine.backward(&loss).unwrap_err();
             // The engine does not go on after this.
-            assert!(matches!(engine.forward(run), Err(Error::Stopped(_))));
+            assert!(matches!(engine.forward(run), Err(Error::Engine(EngineError::Stopped(_)))));
             Ok(error.to_string())
         });
         for error in results.unwrap() {
             insta::allow_duplicates! {
-                insta::assert_snapshot!(error.unwrap(), @"4 trainable parameters received no gradient in the first backward: l1.weight, l1.bias, norm.weight, norm.bias. Either the model does not use them, or an operation without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa do; use candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow");
+                insta::assert_snapshot!(error.unwrap(), @"4 trainable parameters received no gradient in the first backward: l1.weight, l1.bias, norm.weight, norm.bias; either the model does not use them, or an operation without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa do; use candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow");
             }
         }
     }

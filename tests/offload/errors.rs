@@ -6,9 +6,10 @@
 use crate::support::processes::as_program;
 use crate::support::skips::skipped;
 use crate::support::tiny::{Shape, Tiny, batch, config};
+use candle_zero::Engine;
 use candle_zero::comm::{Communicator, threads};
+use candle_zero::error::{Error, OffloadError, Result};
 use candle_zero::offload::DiskAccess;
-use candle_zero::{Engine, Error, Result};
 use serde_json::{Value, json};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -60,15 +61,15 @@ fn refusal(folder: &Path) -> String {
 fn what_is_no_folder_to_write_to_is_refused_before_anything_is_built() {
     let folder = folder();
     let name = |text: String| text.replace(folder.path().to_str().unwrap(), "FOLDER");
-    insta::assert_snapshot!(name(refusal(&folder.path().join("none"))), @"cannot offload to FOLDER/none: there is no such folder. Create it, or correct nvme_path.");
+    insta::assert_snapshot!(name(refusal(&folder.path().join("none"))), @"cannot offload to FOLDER/none: there is no such folder; create it, or correct nvme_path");
     let file = folder.path().join("file");
     std::fs::write(&file, "mine").unwrap();
-    insta::assert_snapshot!(name(refusal(&file)), @"cannot offload to FOLDER/file: it is a file. nvme_path names a folder.");
-    insta::assert_snapshot!(name(refusal(&file.join("below"))), @"cannot offload to FOLDER/file/below: Not a directory (os error 20). Correct nvme_path.");
+    insta::assert_snapshot!(name(refusal(&file)), @"cannot offload to FOLDER/file: it is a file; nvme_path names a folder");
+    insta::assert_snapshot!(name(refusal(&file.join("below"))), @"cannot offload to FOLDER/file/below: Not a directory (os error 20); correct nvme_path");
     assert_eq!(std::fs::read(&file).unwrap(), b"mine");
     // A file system in which nobody can create files, whatever permission bits say.
     let text = refusal(Path::new("/sys")).replace("it is read-only for this user", "permission denied");
-    insta::assert_snapshot!(text, @"cannot offload to /sys: no file can be created in it: permission denied. Give a folder that can be written to.");
+    insta::assert_snapshot!(text, @"cannot offload to /sys: no file can be created in it: permission denied; give a folder that can be written to");
 }
 
 #[test]
@@ -81,16 +82,18 @@ fn a_folder_belongs_to_one_job_at_a_time_and_to_all_of_its_ranks() {
         if engine.rank() == 0 {
             let busy =
                 threads::run(1, |comm| start(comm, &all_in(folder.path())).map(drop)).unwrap().remove(0).unwrap_err();
-            assert!(matches!(busy, Error::OffloadBusy { owner: Some(pid), .. } if pid == std::process::id()));
+            assert!(
+                matches!(busy, Error::Offload(OffloadError::Busy { owner: Some(pid), .. }) if pid == std::process::id())
+            );
             let text = busy.to_string().replace(folder.path().to_str().unwrap(), "FOLDER");
             let text = text.replace(&format!("process {}", std::process::id()), "process PID");
-            insta::assert_snapshot!(text, @"cannot offload to FOLDER: a job that is running uses it already (process PID). Give each job a folder of its own as nvme_path, or stop the other one.");
+            insta::assert_snapshot!(text, @"cannot offload to FOLDER: a job that is running uses it already (process PID); give each job a folder of its own as nvme_path, or stop the other one");
             // The same folder by another name.
             let link = folder.path().with_extension("link");
             std::os::unix::fs::symlink(folder.path(), &link).unwrap();
             let busy = threads::run(1, |comm| start(comm, &all_in(&link)).map(drop)).unwrap().remove(0);
             std::fs::remove_file(&link).unwrap();
-            assert!(matches!(busy, Err(Error::OffloadBusy { .. })));
+            assert!(matches!(busy, Err(Error::Offload(OffloadError::Busy { .. }))));
         }
         barrier.barrier().wait()?;
         // What was refused has disturbed nobody.
@@ -121,7 +124,7 @@ fn a_rank_whose_folder_is_refused_stops_the_others_with_its_words() {
     let texts: Vec<String> = results.unwrap().into_iter().map(|r| r.unwrap_err().to_string()).collect();
     let text = texts[0].replace(folder.path().to_str().unwrap(), "FOLDER");
     let text = &text[..text.find(" while rank").unwrap_or(text.len())];
-    insta::assert_snapshot!(text, @"rank 1 stopped (cannot offload to FOLDER/none: there is no such folder. Create it, or correct nvme_path.)");
+    insta::assert_snapshot!(text, @"rank 1 stopped (cannot offload to FOLDER/none: there is no such folder; create it, or correct nvme_path)");
 }
 
 // ---- file systems ----------------------------------------------------------------------------------------------
@@ -181,7 +184,7 @@ fn train_on_2_ranks(at: &Path) -> Vec<(u32, u64)> {
 
 fn too_small(at: &Path, other: &Path) -> Value {
     let alone = threads::run(1, |comm| start(comm, &all_in(at)).map(drop)).unwrap().remove(0).unwrap_err();
-    let Error::OffloadSpace { needed, available, .. } = &alone else { panic!("{alone}") };
+    let Error::Offload(OffloadError::Space { needed, available, .. }) = &alone else { panic!("{alone}") };
     // Only rank 1's files do not fit.
     let both = threads::run(2, |comm| {
         let path = [other, at][comm.rank()];
@@ -217,7 +220,7 @@ fn full(at: &Path) -> Value {
                 // There is no space for another job.
                 let another = threads::run(1, |comm| start(comm, &all_in(&at.join("others"))).map(drop));
                 let error = another.unwrap().remove(0).unwrap_err();
-                assert!(matches!(error, Error::OffloadSpace { .. }), "{error}");
+                assert!(matches!(error, Error::Offload(OffloadError::Space { .. })), "{error}");
                 steps
             });
             std::fs::remove_file(at.join("filler")).unwrap();
@@ -254,7 +257,7 @@ fn a_folder_on_a_read_only_file_system_is_refused() {
         Err(why) => return skipped(a_folder_on_a_read_only_file_system_is_refused, why),
     };
     let text = found(&output).as_str().unwrap().replace(folder.path().to_str().unwrap(), "FOLDER");
-    insta::assert_snapshot!(text, @"cannot offload to FOLDER: no file can be created in it: it is read-only for this user. Give a folder that can be written to.");
+    insta::assert_snapshot!(text, @"cannot offload to FOLDER: no file can be created in it: it is read-only for this user; give a folder that can be written to");
 }
 
 #[test]
@@ -267,7 +270,7 @@ fn a_folder_in_memory_is_warned_about_once_and_works() {
     let stderr = String::from_utf8_lossy(&output.stderr);
     let warnings: Vec<&str> = stderr.lines().filter(|line| line.contains("tmpfs")).collect();
     let text = warnings.join("\n").replace(folder.path().to_str().unwrap(), "FOLDER");
-    insta::assert_snapshot!(text, @"[candle-zero] warning: FOLDER is on tmpfs: what is offloaded to it stays in memory. Let nvme_path name a folder on a disk.");
+    insta::assert_snapshot!(text, @"[candle-zero] warning: FOLDER is on tmpfs: what is offloaded to it stays in memory; let nvme_path name a folder on a disk");
     assert_eq!(found(&output), json!(train_on_2_ranks(disk.path())));
 }
 
@@ -299,7 +302,7 @@ fn a_disk_that_is_too_small_is_refused_before_the_first_step_with_the_bytes_that
     let name = |text: &Value| text.as_str().unwrap().replace(folder.path().to_str().unwrap(), "FOLDER");
     let missing = number("needed") - number("available");
     let expected = format!(
-        "cannot offload to FOLDER: files there need {} bytes, and {} are there: {missing} bytes are missing. Free \
+        "cannot offload to FOLDER: files there need {} bytes, and {} are there: {missing} bytes are missing; free \
          that space, or name a folder on a larger disk as nvme_path.",
         number("needed"),
         number("available")
@@ -350,7 +353,7 @@ fn a_disk_that_fills_up_during_training_does_not_matter() {
         } else {
             // What recomputing units keep asks for its space when it is kept for the first time.
             let text = run.as_str().unwrap_or_else(|| panic!("{found}"));
-            assert!(text.contains("bytes are missing. Free that space"), "{text}");
+            assert!(text.contains("bytes are missing; free that space"), "{text}");
         }
     }
 }

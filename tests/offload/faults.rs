@@ -137,9 +137,9 @@ fn a_disk_that_refuses_writes_ends_the_job_with_an_error_on_every_rank() {
         let (success, lines, errors) = with_a_limit(stage, access, limit);
         assert!(!success && !lines.contains("done"), "{lines}");
         let own = error_of(1, &errors);
-        let mend = "Raise the limit of file sizes (`ulimit -f`), or name a folder on a file system that allows larger files as \
+        let fix = "raise the limit of file sizes (`ulimit -f`), or name a folder on a file system that allows larger files as \
                     nvme_path";
-        let text = |what| format!("cannot write the file of {what} in FOLDER: File too large (os error 27). {mend}");
+        let text = |what| format!("cannot write the file of {what} in FOLDER: File too large (os error 27); {fix}");
         assert!(what.iter().any(|what| own == text(what)), "{own}");
         let others = error_of(0, &errors);
         assert!(others.starts_with(&format!("rank 1 stopped ({own})")), "{others}");

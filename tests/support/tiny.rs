@@ -3,10 +3,11 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 use candle_zero::comm::{CommReport, threads};
+use candle_zero::error::{Error, ParamError};
 use candle_zero::memory::MemoryReport;
 use candle_zero::nn::{Conv1D, Embedding, LayerNorm, causal_attention, cross_entropy, gelu_tanh};
 use candle_zero::zero::{Unit, unit};
-use candle_zero::{Engine, EngineBuilder, Error};
+use candle_zero::{Engine, EngineBuilder};
 use serde_json::{Value, json};
 
 pub const VOCAB: usize = 37;
@@ -214,7 +215,7 @@ pub fn absent_parameters_are_named(device: fn() -> Result<Device>) {
             engine.forward(|model| run(model.inner().weight(), &x))
         });
         let error = results.unwrap().remove(0).unwrap_err();
-        let named = matches!(&error, Error::ParameterAbsent { names, .. } if names.contains("layer.weight"));
+        let named = matches!(&error, Error::Param(ParamError::Absent { names, .. }) if names.contains("layer.weight"));
         assert!(named, "{name}: {error}");
     }
 }

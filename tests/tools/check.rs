@@ -41,7 +41,7 @@ const BROKEN: &str = "{
 #[test]
 fn every_problem_has_a_picture_and_then_comes_what_was_said() {
     insta::assert_snapshot!(refused(BROKEN), @r##"
-    error: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 33 != 4 * 8 (worked out) * 1. Choose a train_batch_size that is a multiple of 4
+    error: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 33 != 4 * 8 (worked out) * 1; choose a train_batch_size that is a multiple of 4
      --> ds.json:3:3
       |
     3 |   "train_batch_size": 33,
@@ -92,7 +92,7 @@ fn text_that_cannot_be_read_has_a_picture_too() {
     ds.json: 1 problem
     ");
     insta::assert_snapshot!(refused("{\"seed\": 1,\n\"aio\": {},\n\n\n\n\"seed\": 2}"), @r#"
-    error: `seed`: is given twice: line 1, column 2 and line 6, column 1. Remove one of them
+    error: `seed`: is given twice: line 1, column 2 and line 6, column 1; remove one of them
      --> ds.json:6:1
       |
     1 | {"seed": 1,

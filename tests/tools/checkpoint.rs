@@ -247,7 +247,7 @@ fn a_gpt2_has_the_names_and_the_config_of_transformers() {
     let cases: [(Value, &[&str], std::result::Result<(), &str>); 4] = [
         (json!({"model": told}), &[], Ok(())),
         (Value::Null, &["--n_head", "3"], Ok(())),
-        (Value::Null, &[], Err("do not tell the number of heads. Give it with --n_head")),
+        (Value::Null, &[], Err("do not tell the number of heads; give it with --n_head")),
         (json!({"model": other}), &[], Err("says n_layer 5, and its parameters 2")),
     ];
     for (client_state, more, expected) in cases {

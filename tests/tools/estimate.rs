@@ -1,14 +1,15 @@
 //! What an estimate says before a run is what the engine then counts, to the byte.
 
 use candle_core::{Device, Tensor};
+use candle_zero::Engine;
 use candle_zero::comm::{CommReport, Kind as Collective, threads};
 use candle_zero::config::Config;
+use candle_zero::error::{Error, ParamError};
 use candle_zero::estimate::deepspeed::{Machines, Needs, Offloaded, zero2, zero3};
 use candle_zero::estimate::{Collectives, Estimate, Setting, Shapes, UnitRule};
 use candle_zero::memory::{Kind, MemoryReport};
 use candle_zero::models::{Architecture, GptConfig, GptLayers, LanguageModel, LlamaConfig, LlamaLayers};
 use candle_zero::offload::{DiskAccess, OffloadReport};
-use candle_zero::{Engine, Error};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -359,7 +360,10 @@ fn an_index_stands_for_its_files_and_no_data_is_read() {
 
     std::fs::write(&index, "{\"weight_map\": 3}").unwrap();
     let error = Shapes::safetensors(&index, &UnitRule::Numbered).unwrap_err();
-    assert!(matches!(&error, Error::BadWeightFile { why, .. } if why.contains("weight_map")), "{error}");
+    assert!(
+        matches!(&error, Error::Param(ParamError::BadWeightFile { why, .. }) if why.contains("weight_map")),
+        "{error}"
+    );
     let error = Shapes::safetensors(folder.path().join("c.safetensors"), &UnitRule::Numbered).unwrap_err();
     assert!(matches!(&error, Error::Io { .. }), "{error}");
 }

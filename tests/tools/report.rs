@@ -1,7 +1,11 @@
 //! `zerorun report` says what the system says.
 
 use crate::support::processes::{stderr, stdout, zerorun};
-use serde_json::Value;
+use candle_core::{DType, Device, Tensor};
+use candle_zero::nn::{WeightLayout, linear};
+use candle_zero::{Engine, Error};
+use serde_json::{Value, json};
+use std::os::unix::fs::PermissionsExt;
 
 #[test]
 fn the_report_has_what_the_system_says() {
@@ -39,6 +43,95 @@ fn the_text_has_a_line_of_each_and_memory_is_no_disk() {
         assert!(text.lines().any(|line| line.starts_with(start)), "{start}: {text}");
     }
     assert!(text.contains("the folder lies in memory"), "{text}");
+}
+
+/// Levels of SIMD, narrowest first.
+const LEVELS: [&str; 3] = ["portable", "avx2", "avx512"];
+
+fn report_at(level: &str) -> std::process::Output {
+    zerorun().args(["report", "--json"]).env("CANDLE_ZERO_SIMD", level).output().unwrap()
+}
+
+/// The level, and those of this processor.
+fn level_of(output: &std::process::Output) -> (String, Vec<String>) {
+    assert!(output.status.success(), "{}", stderr(output));
+    let report: Value = serde_json::from_str(&stdout(output)).unwrap();
+    let text = |value: &Value| value.as_str().unwrap().to_owned();
+    let level = &report["simd_level"];
+    (text(&level["name"]), level["available"].as_array().unwrap().iter().map(text).collect())
+}
+
+#[test]
+fn the_level_of_the_kernels_is_the_best_unless_one_is_forced() {
+    let (best, available) = level_of(&report_at("auto"));
+    assert_eq!(best, available[0], "widest first");
+    assert_eq!(available.last().unwrap(), "portable", "every processor has it");
+    assert_eq!(level_of(&report_at("")).0, best);
+    for level in &available {
+        assert_eq!(level_of(&report_at(level)), (level.clone(), available.clone()));
+        let text = stdout(&zerorun().arg("report").env("CANDLE_ZERO_SIMD", level).output().unwrap());
+        let all = available.join(", ");
+        let line = format!("simd level   {level} (CANDLE_ZERO_SIMD={level}; this processor has {all})");
+        assert!(text.lines().any(|found| found == line), "{line}: {text}");
+    }
+}
+
+#[test]
+fn a_level_that_is_not_there_is_refused_with_those_that_are() {
+    let (_, available) = level_of(&report_at("auto"));
+    let allowed = format!("{} or auto", available.join(", "));
+    let lacking = LEVELS.iter().filter(|level| !available.iter().any(|has| has == *level));
+    let lacking = lacking.map(|level| (*level, "which this processor lacks; it allows"));
+    for (level, why) in lacking.chain([("sse9", "which is no SIMD level; this processor allows")]) {
+        let expected = format!("zerorun: environment variable CANDLE_ZERO_SIMD is `{level}`, {why} {allowed}\n");
+        for words in [vec!["report"], vec!["-n", "2", "no_such_script.rs"]] {
+            let output = zerorun().args(&words).env("CANDLE_ZERO_SIMD", level).output().unwrap();
+            assert_eq!((output.status.code(), stderr(&output)), (Some(2), expected.clone()), "{words:?}");
+        }
+    }
+}
+
+#[test]
+fn an_engine_and_a_layer_without_one_refuse_a_wrong_level() {
+    const HERE: &str = "an_engine_and_a_layer_without_one_refuse_a_wrong_level";
+    const MESSAGE: &str = "environment variable CANDLE_ZERO_SIMD is `sse9`, which is no SIMD level";
+    if std::env::var("CANDLE_ZERO_SIMD").as_deref() != Ok("sse9") {
+        // The level is read once in a process: this test again in another one.
+        let program = std::env::current_exe().unwrap();
+        let output = std::process::Command::new(program).arg(HERE).env("CANDLE_ZERO_SIMD", "sse9").output().unwrap();
+        assert!(output.status.success() && stdout(&output).contains("1 passed"), "{}", stdout(&output));
+        return;
+    }
+    let config = json!({"train_batch_size": 1});
+    let built = Engine::initialize(|vb| candle_nn::linear(2, 2, vb), config).map(|_| ());
+    let error = built.unwrap_err();
+    assert!(matches!(error, Error::Kernel(_)) && error.to_string().starts_with(MESSAGE), "{error}");
+    let x = Tensor::ones((2, 2), DType::F32, &Device::Cpu).unwrap();
+    let error = linear(&x, &x, None, WeightLayout::InOut).unwrap_err();
+    assert!(error.to_string().contains(MESSAGE), "{error}");
+}
+
+#[test]
+fn ranks_at_different_levels_are_told_apart() {
+    const HERE: &str = "ranks_at_different_levels_are_told_apart";
+    if std::env::var_os("RANK").is_some() {
+        // A rank of the job below.
+        let built = Engine::initialize(|vb| candle_nn::linear(2, 2, vb), json!({"train_batch_size": 2}));
+        let error = built.map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains("computes at the SIMD level"), "{error}");
+        return;
+    }
+    let (best, _) = level_of(&report_at("auto"));
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let script = folder.path().join("ranks");
+    let program = std::env::current_exe().unwrap();
+    let text =
+        format!("#!/bin/sh\n[ $RANK = 1 ] && export CANDLE_ZERO_SIMD=portable\nexec '{}' {HERE}\n", program.display());
+    std::fs::write(&script, text).unwrap();
+    std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let output = zerorun().args(["-n", "2"]).arg(&script).output().unwrap();
+    // Where the best level is the portable one, the ranks agree, and each of them finds no error.
+    assert_eq!(output.status.success(), best != "portable", "{}{}", stdout(&output), stderr(&output));
 }
 
 #[test]

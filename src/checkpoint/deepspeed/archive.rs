@@ -2,7 +2,7 @@
 
 use super::pickle::{Pickle, Problem};
 use super::tensor::Tensor;
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Error, Result};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
@@ -141,10 +141,10 @@ fn verify(file: BufReader<File>) -> Result<(), Problem> {
 /// The error of a file that cannot be understood.
 pub(super) fn damaged(path: &Path, problem: &str) -> Error {
     let problem = format!(
-        "{problem}. The file is damaged, or its layout is not DeepSpeed 0.19's: copy it again, or save the checkpoint \
+        "{problem}; the file is damaged, or its layout is not DeepSpeed 0.19's: copy it again, or save the checkpoint \
          again with that version"
     );
-    Error::DeepSpeedCheckpoint { path: path.to_owned(), problem }
+    CheckpointError::DeepSpeed { path: path.to_owned(), problem }.into()
 }
 
 /// The folder in the archive under which everything lies: the file's name when it was saved.

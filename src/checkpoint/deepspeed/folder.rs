@@ -1,7 +1,7 @@
 //! Which files of a checkpoint folder hold what, by their names.
 
 use super::pickle::Problem;
-use crate::error::{Error, Result};
+use crate::error::{CheckpointError, Error, Result};
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::{Component, Path, PathBuf};
@@ -46,7 +46,7 @@ impl Files {
             true => Ok(path),
             false => Err(wrong(
                 &path,
-                format!("this file is missing, which names the parameters at stage {stage}. Copy it beside the others"),
+                format!("this file is missing, which names the parameters at stage {stage}; copy it beside the others"),
             )),
         }
     }
@@ -58,7 +58,7 @@ impl Files {
             let ranks: Vec<_> = self.optim.keys().map(usize::to_string).collect();
             let found = crate::util::list(&ranks);
             let problem = format!(
-                "this file of rank {rank} is missing (the folder has those of rank {found}). Copy the files of all \
+                "this file of rank {rank} is missing (the folder has those of rank {found}); copy the files of all \
                  ranks into one folder"
             );
             wrong(&self.folder.join(name), problem)
@@ -71,7 +71,7 @@ impl Files {
             None => Ok(()),
             Some((rank, path)) => {
                 let problem = format!(
-                    "this is a file of rank {rank}, but the checkpoint is of {world_size} rank(s). Files of two \
+                    "this is a file of rank {rank}, but the checkpoint is of {world_size} rank(s); files of two \
                      checkpoints lie in one folder: remove those that do not belong to it"
                 );
                 Err(wrong(path, problem))
@@ -82,7 +82,7 @@ impl Files {
 
 /// An error about what the user can see in the folder.
 pub(super) fn wrong(path: &Path, problem: String) -> Error {
-    Error::DeepSpeedCheckpoint { path: path.to_owned(), problem }
+    CheckpointError::DeepSpeed { path: path.to_owned(), problem }.into()
 }
 
 /// The prefix of the optimizer files, and the one of each rank.
@@ -93,17 +93,17 @@ fn optim_files(names: &[String]) -> Result<(&'static str, BTreeMap<usize, &Strin
         let (prefix, rank) = parse(name)?;
         prefixes[usize::from(!prefix.is_empty())] = true;
         if let Some(other) = files.insert(rank, name) {
-            return Err(format!("{other} and {name} are both of rank {rank}. Keep the files of one run only"));
+            return Err(format!("{other} and {name} are both of rank {rank}; keep the files of one run only"));
         }
     }
     match prefixes {
         [true, true] => {
-            Err("some optimizer files begin with bf16_ and some do not. Keep the files of one run only".into())
+            Err("some optimizer files begin with bf16_ and some do not; keep the files of one run only".into())
         }
         [false, true] => Ok(("bf16_", files)),
         [true, false] => Ok(("", files)),
         [false, false] => Err(
-            "it has no file that ends in _optim_states.pt. Checkpoints of ZeRO stages 1, 2 and 3 can be read, saved \
+            "it has no file that ends in _optim_states.pt; checkpoints of ZeRO stages 1, 2 and 3 can be read, saved \
              with their optimizer states; of stage 0 they cannot"
                 .into(),
         ),
@@ -140,7 +140,7 @@ pub(super) fn find(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
         |source| Error::Io { action: "read", path, source }
     };
     if !std::fs::metadata(dir).map_err(io(dir))?.is_dir() {
-        let problem = "it is a file. Give the folder that save_checkpoint was given".to_owned();
+        let problem = "it is a file; give the folder that save_checkpoint was given".to_owned();
         return Err(wrong(dir, problem));
     }
     let latest = dir.join("latest");
@@ -165,7 +165,7 @@ pub(super) fn find(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
         true => Ok(folder),
         false => {
             let problem =
-                format!("there is no such folder for the tag {tag:?}; tags here: {}. Give one of them", tags(dir));
+                format!("there is no such folder for the tag {tag:?}; tags here: {}; give one of them", tags(dir));
             Err(wrong(&folder, problem))
         }
     }
@@ -180,7 +180,7 @@ fn tag_itself(dir: &Path, latest: &Path) -> Result<PathBuf> {
         None => Err(wrong(
             latest,
             format!(
-                "this file is missing, which names the tag; folders here: {}. Give the tag, or the folder that \
+                "this file is missing, which names the tag; folders here: {}; give the tag, or the folder that \
                  save_checkpoint was given",
                 tags(dir)
             ),

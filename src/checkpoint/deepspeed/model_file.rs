@@ -115,7 +115,7 @@ fn beyond(root: &Value<'_>) -> Result<Option<String>, Problem> {
     let parts = root.find("mp_world_size").map_or(Ok(1), |size| size.integer())?;
     if parts != 1 {
         return Ok(Some(format!(
-            "mp_world_size is {parts}: the model was split (tensor parallel). Only models that each rank has whole can \
+            "mp_world_size is {parts}: the model was split (tensor parallel); only models that each rank has whole can \
              be read"
         )));
     }
@@ -123,7 +123,7 @@ fn beyond(root: &Value<'_>) -> Result<Option<String>, Problem> {
     let names: Vec<_> = frozen.iter().take(NAMES_SHOWN).map(|(_, value)| value.place()).collect();
     Ok((!names.is_empty()).then(|| {
         format!(
-            "{} parameter(s) are frozen ({}). Only models of which every parameter is trained can be read",
+            "{} parameter(s) are frozen ({}); only models of which every parameter is trained can be read",
             frozen.len(),
             names.join(", ")
         )

@@ -94,7 +94,7 @@ impl OptimFile {
         let differs = facts(self).into_iter().zip(facts(first)).find(|(mine, theirs)| mine != theirs);
         let Some(((what, mine), (_, theirs))) = differs else { return Ok(()) };
         let problem = format!(
-            "{what} is {mine}, but {theirs} in {}. The files of one checkpoint belong together: copy it again",
+            "{what} is {mine}, but {theirs} in {}; the files of one checkpoint belong together: copy it again",
             first.archive.path().display()
         );
         Err(wrong(self.archive.path(), problem))

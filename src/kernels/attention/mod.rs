@@ -5,8 +5,9 @@
 //! the log-sum-exp that forward keeps. A task is one (batch, head) in forward and one (batch, key head) in backward;
 //! within a task the order is fixed, so results have the same bits for any number of threads.
 //!
-//! The tile operations exist three times, behind the trait [`tiles::Tiles`]: portable loops, AVX-512 in f32, and AVX-512
-//! with products of bf16 numbers for bf16 elements. The path is chosen at run time.
+//! The tile operations exist three times, behind the trait [`tiles::Tiles`]: loops (portable, and with the vectors of AVX2
+//! the same bits), AVX-512 in f32, and AVX-512 with products of bf16 numbers for bf16 elements. [`Path::of`] says which one
+//! a level of SIMD takes.
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -26,6 +27,7 @@ use crate::kernels::element::Element;
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::element::Kind;
 use crate::kernels::par::{Chunks, for_each_part};
+use crate::kernels::simd::{Level, level};
 use heads::{BAND, BLOCK, LOG2_E};
 use scratch::Scratch;
 use std::cell::RefCell;
@@ -41,10 +43,10 @@ enum Path {
 }
 
 impl Path {
-    /// The best that this machine can run for elements `E`.
-    fn best<E: Element>() -> Self {
+    /// That of a level, for elements `E`.
+    fn of<E: Element>(level: Level) -> Self {
         #[cfg(target_arch = "x86_64")]
-        {
+        if level == Level::Avx512 {
             if E::KIND == Kind::BF16
                 && let Some(tiles) = avx512::Bf16Tiles::new()
             {
@@ -54,6 +56,7 @@ impl Path {
                 return Self::Avx512(tiles);
             }
         }
+        // Loops: they run at the level too.
         Self::Portable(portable::Portable)
     }
 }
@@ -81,7 +84,7 @@ macro_rules! with_tiles {
 pub fn forward<E: Element>(h: &Heads, q: Rows<'_, E>, k: Rows<'_, E>, v: Rows<'_, E>, out: &mut [E], lse: &mut [f32]) {
     // Scores, and their sum of values.
     count::add([2, h.pairs(), h.head]);
-    forward_on(Path::best::<E>(), h, [q, k, v], out, lse);
+    forward_on(Path::of::<E>(level()), h, [q, k, v], out, lse);
 }
 
 /// The gradients of [`forward()`]'s inputs, overwriting `dq`, `dk` and `dv`.
@@ -106,7 +109,7 @@ pub fn backward<E: Element>(
     let result = backward::Result { out, lse, dout };
     // Scores once more, the probabilities' gradients, and the three results.
     count::add([5, h.pairs(), h.head]);
-    backward_on(Path::best::<E>(), h, [q, k, v], result, [dq, dk, dv]);
+    backward_on(Path::of::<E>(level()), h, [q, k, v], result, [dq, dk, dv]);
 }
 
 fn forward_on<E: Element>(path: Path, h: &Heads, [q, k, v]: [Rows<'_, E>; 3], out: &mut [E], lse: &mut [f32]) {

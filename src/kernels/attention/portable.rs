@@ -1,4 +1,4 @@
-//! The tile operations as plain loops in f32, for any machine.
+//! The tile operations as plain loops in f32, for any machine: compiled for every level, and at each the same bits.
 
 use super::strided::HeadRows;
 use super::tiles::{Left, Shape, Softmax, Tiles};

@@ -4,13 +4,13 @@ use super::*;
 use crate::kernels::wide::{get, put};
 use half::{bf16, f16};
 
-/// The paths that compute elements `E` here, portable loops always among them.
+/// The paths that compute elements `E` here, loops always among them.
 fn paths<E: Element>() -> Vec<Path> {
-    let mut paths = vec![Path::Portable(portable::Portable)];
+    let mut paths: Vec<Path> = Level::available().map(Path::of::<E>).collect();
+    paths.dedup_by_key(|path| std::mem::discriminant(path));
     #[cfg(target_arch = "x86_64")]
-    {
+    if paths.iter().any(|path| matches!(path, Path::Avx512Bf16(_))) {
         paths.extend(avx512::F32Tiles::new().map(Path::Avx512));
-        paths.extend((E::KIND == Kind::BF16).then(avx512::Bf16Tiles::new).flatten().map(Path::Avx512Bf16));
     }
     paths
 }

@@ -3,10 +3,13 @@
 //! Sums are kept in f32 and rounded once, when they are stored. An element of the result has the same bits whatever
 //! the number of rows around it and whatever the number of threads.
 //!
-//! On processors with AVX-512 the product is this module's own: operands are packed into the order in which a
-//! register-blocked microkernel reads them, bf16 operands stay in bf16 and are multiplied in pairs (`vdpbf16ps`, which
-//! takes denormal operands and results as 0). Elsewhere the `gemm` crate computes the sums.
+//! Each level of SIMD has a method of its own, and [`Method::of`] is the one place that says which. With AVX-512 operands
+//! are packed into the order in which a register-blocked microkernel reads them, bf16 operands stay in bf16 and are
+//! multiplied in pairs (`vdpbf16ps`, which takes denormal operands and results as 0). With AVX2 kernels of the `gemm`
+//! crate compute the sums, and plain loops anywhere else.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod column_sums;
@@ -21,6 +24,7 @@ pub use matrix::{Matrix, MatrixMut};
 
 use crate::kernels::count;
 use crate::kernels::element::Element;
+use crate::kernels::simd::{Level, level};
 use epilogue::Sink;
 
 /// `c = epilogue(a b)`, for `a` of `[m, k]` and `b` of `[k, n]`.
@@ -34,7 +38,7 @@ pub fn gemm<E: Element, C: Element>(
     epilogue: Epilogue<'_, C>,
 ) {
     count::add([a.rows(), a.cols(), b.cols()]);
-    gemm_by(Method::best::<E>(), c, a, b, epilogue);
+    gemm_by(Method::of::<E>(level()), c, a, b, epilogue);
 }
 
 /// A way to compute the sums.
@@ -42,17 +46,21 @@ pub fn gemm<E: Element, C: Element>(
 enum Method {
     Portable,
     #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
     Avx512(avx512::Arithmetic),
 }
 
 impl Method {
-    /// The fastest that this machine has for operands of a dtype.
-    fn best<E: Element>() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        if let Some(arithmetic) = avx512::Arithmetic::best::<E>() {
-            return Self::Avx512(arithmetic);
+    /// That of a level, for operands of a dtype.
+    fn of<E: Element>(level: Level) -> Self {
+        match level {
+            Level::Portable => Self::Portable,
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => Self::Avx2,
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => Self::Avx512(avx512::Arithmetic::of::<E>()),
         }
-        Self::Portable
     }
 }
 
@@ -71,6 +79,8 @@ fn gemm_by<E: Element, C: Element>(
     }
     match method {
         Method::Portable => portable::gemm(&sink, a, b),
+        #[cfg(target_arch = "x86_64")]
+        Method::Avx2 => avx2::gemm(&sink, a, b),
         #[cfg(target_arch = "x86_64")]
         Method::Avx512(arithmetic) => avx512::gemm(arithmetic, &sink, a, b),
     }

@@ -9,6 +9,9 @@ struct Line {
     _words: [u32; 16],
 }
 
+/// Bytes of the largest buffer that is kept: what a product needs beyond that costs little beside the product itself.
+const MOST: usize = 16 << 20;
+
 thread_local! {
     /// Buffers of this thread that are not in use. A stack: nested uses put them back in the reverse order, so that
     /// the same use finds the same buffer the next time.
@@ -25,6 +28,40 @@ pub(super) fn with_words<R>(words: usize, f: impl FnOnce(*mut u32) -> R) -> R {
         buffer.resize(lines, Line { _words: [0; 16] });
     }
     let result = f(buffer.as_mut_ptr().cast());
+    if size_of_val(&buffer[..]) > MOST {
+        buffer = Vec::new();
+    }
     FREE.with_borrow_mut(|free| free.push(buffer));
     result
+}
+
+/// The same for `n` f32.
+pub(super) fn with_floats<R>(n: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
+    // SAFETY: the words are initialized, aligned for f32, and this closure's alone; every bit pattern is an f32.
+    with_words(n, |words| f(unsafe { std::slice::from_raw_parts_mut(words.cast::<f32>(), n) }))
+}
+
+/// Bytes of the buffers of this thread that are not in use.
+#[cfg(test)]
+pub(super) fn bytes_kept() -> usize {
+    FREE.with_borrow(|free| free.iter().map(|buffer| buffer.capacity() * size_of::<Line>()).sum())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_is_kept_for_the_next_use_unless_it_is_large() {
+        // A thread of its own: nothing else has used its buffers.
+        let kept = |bytes: usize| {
+            let used = std::thread::spawn(move || {
+                with_words(bytes / 4, |_| ());
+                bytes_kept()
+            });
+            used.join().expect("no panic")
+        };
+        assert_eq!((kept(1 << 10), kept(1 << 20), kept(MOST)), (1 << 10, 1 << 20, MOST));
+        assert_eq!(kept(MOST + 64), 0);
+    }
 }

@@ -24,14 +24,20 @@ fn wide<E: Element>(values: &[E]) -> Vec<f32> {
 }
 
 fn methods<E: Element>() -> Vec<Method> {
-    let mut methods = vec![Method::Portable];
+    let mut methods: Vec<Method> = Level::available().map(Method::of::<E>).collect();
     #[cfg(target_arch = "x86_64")]
-    if let Some(best) = avx512::Arithmetic::best::<E>() {
+    if methods.contains(&Method::Avx512(avx512::Arithmetic::Pairs)) {
         methods.push(Method::Avx512(avx512::Arithmetic::Single));
-        methods.push(Method::Avx512(best));
-        methods.dedup();
     }
     methods
+}
+
+#[test]
+fn each_level_has_a_method_of_its_own() {
+    let mut methods: Vec<Method> = Level::available().map(Method::of::<f32>).collect();
+    assert_eq!(methods.last(), Some(&Method::Portable));
+    methods.dedup();
+    assert_eq!(methods.len(), Level::available().count());
 }
 
 /// Relative distance of neighbouring numbers.
@@ -160,6 +166,72 @@ fn operands_that_are_packed_in_several_regions_give_the_right_product() {
         let mut got = vec![0f32; m * n];
         gemm_by(method, MatrixMut::new(&mut got, m, n), a.view(), b.view(), Epilogue::default());
         assert!(got.iter().zip(&want).all(|(got, want)| (f64::from(*got) - want).abs() < 1e-4), "{method:?}");
+    }
+}
+
+/// The sums of a product in f32 by a loop over the inner dimension, in blocks of `steps`.
+fn sums_in_order<E: Element>(
+    a: Matrix<'_, E>,
+    b: Matrix<'_, E>,
+    steps: usize,
+    multiply_add: fn(f32, f32, f32) -> f32,
+) -> Vec<f32> {
+    let (m, n, k) = (a.rows(), b.cols(), a.cols());
+    let at = |x: Matrix<'_, E>, i, j| wide(&[x.at(i, j)])[0];
+    let element = |i: usize, j: usize| {
+        (0..k).step_by(steps).fold(0.0, |sum, start| {
+            let block = start..k.min(start + steps);
+            sum + block.fold(0.0, |sum, l| multiply_add(at(a, i, l), at(b, l, j), sum))
+        })
+    };
+    (0..m * n).map(|at| element(at / n, at % n)).collect()
+}
+
+fn check_order<E: Element>(level: Level, steps: usize, multiply_add: fn(f32, f32, f32) -> f32) {
+    for (m, n, k) in [(1, 1, 1), (1, 300, 7), (3, 5, 2), (7, 64, 33), (65, 129, 513), (20, 40, 1049)] {
+        for (ta, tb) in [(false, false), (false, true), (true, false), (true, true)] {
+            let (a, b) = (Stored::<E>::new(m, k, 0, ta, 1), Stored::<E>::new(k, n, 0, tb, 2));
+            let mut got = vec![0f32; m * n];
+            let c = MatrixMut::new(&mut got, m, n);
+            gemm_by(Method::of::<E>(level), c, a.view(), b.view(), Epilogue::default());
+            let want = sums_in_order(a.view(), b.view(), steps, multiply_add);
+            let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert!(bits(&got) == bits(&want), "{level:?} {m}x{n}x{k}, transposed: {ta} {tb}");
+        }
+    }
+}
+
+#[test]
+fn portable_products_have_the_bits_of_a_plain_loop_and_so_the_same_on_every_machine() {
+    check_order::<f32>(Level::Portable, 256, |a, b, sum| a * b + sum);
+    check_order::<bf16>(Level::Portable, 256, |a, b, sum| a * b + sum);
+    check_order::<f16>(Level::Portable, 256, |a, b, sum| a * b + sum);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn products_with_avx2_have_the_bits_of_a_fused_loop_whatever_else_the_processor_has() {
+    if Level::available().any(|level| level == Level::Avx2) {
+        check_order::<f32>(Level::Avx2, 512, f32::mul_add);
+        check_order::<bf16>(Level::Avx2, 512, f32::mul_add);
+        check_order::<f16>(Level::Avx2, 512, f32::mul_add);
+    }
+}
+
+#[test]
+fn what_a_thread_keeps_for_the_next_product_is_bounded() {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool");
+    for method in methods::<f32>() {
+        for (m, n, k) in [(300, 300, 300), (1500, 700, 900), (700, 300, 2049)] {
+            let (a, b) = (Stored::<f32>::new(m, k, 0, true, 1), Stored::<f32>::new(k, n, 0, true, 2));
+            let mut c = vec![0f32; m * n];
+            let kept = pool.install(|| {
+                gemm_by(method, MatrixMut::new(&mut c, m, n), a.view(), b.view(), Epilogue::default());
+                scratch::bytes_kept()
+            });
+            // With AVX-512 up to 4 MiB of `a`, 512 KiB of `b` and some rows of sums; less at other levels.
+            assert!(kept > 0 && kept < 8 << 20, "{method:?} {m}x{n}x{k}: {kept} bytes");
+        }
     }
 }
 

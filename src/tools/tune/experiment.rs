@@ -4,10 +4,11 @@ use super::outcome::Outcome;
 use super::record::write_whole;
 use super::space::get;
 use crate::config::Config;
+use crate::error::{Error, LaunchError, Result, ToolError};
 use crate::launch::signals::die_with_parent;
 use crate::monitor::PROMETHEUS_PORT;
+use crate::timeline;
 use crate::util::fnv1a;
-use crate::{Error, Result, timeline};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::ffi::OsString;
@@ -58,7 +59,7 @@ pub(super) fn take(args: &mut Vec<OsString>, names: &[&str]) -> Option<(usize, O
 
 /// Takes the configuration file out of the script's arguments, and what the trials give instead of the user.
 pub(super) fn take_config(args: &mut Vec<OsString>) -> Result<(usize, PathBuf)> {
-    let wrong = |problem: &str| Error::TuneScript { problem: problem.into() };
+    let wrong = |problem: &str| Error::from(ToolError::Tune { problem: problem.into() });
     for name in ["--save", "--export"] {
         if take(&mut args.clone(), &[name]).is_some() {
             let why = "short runs would write over what is there; leave it out";
@@ -100,7 +101,7 @@ impl Trial {
         let out = File::create(&log).map_err(io("create", &log))?;
         let err = out.try_clone().map_err(io("open", &log))?;
         let launcher = std::env::current_exe()
-            .map_err(|source| Error::LauncherSetup { what: "finding the launcher itself", source })?;
+            .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
         let mut command = Command::new(launcher);
         command.args(["--num_ranks", &self.ranks.to_string()]).arg(&self.program);
         command.args(self.arguments(&resolved.to_deepspeed_json(), &file, &metrics));
@@ -145,7 +146,7 @@ impl Trial {
 
     /// Waits for a run to end; nothing if it took too long and was ended.
     fn wait(&self, command: &mut Command) -> Result<Option<ExitStatus>> {
-        let failed = |source| Error::LauncherSetup { what: "running an experiment", source };
+        let failed = |source| Error::from(LaunchError::Setup { what: "running an experiment", source });
         let mut child = command.spawn().map_err(failed)?;
         let start = Instant::now();
         // The launcher ends its ranks; where it does not, they end with it.

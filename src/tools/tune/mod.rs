@@ -16,13 +16,13 @@ use super::bench::size;
 use super::estimate::binary;
 use super::sizes::Sizes;
 use crate::config::{Config, RunValues};
+use crate::error::{OptimError, Result, ToolError};
 use crate::estimate::{Estimate, Shapes};
 use crate::files::folder_of;
 use crate::launch::build;
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
 use crate::launch::script::{self, Target};
 use crate::offload::available_memory;
-use crate::{Error, Result};
 use clap::Parser;
 use experiment::Trial;
 use outcome::Outcome;
@@ -143,7 +143,7 @@ impl Search {
         let run = RunValues { total_num_steps: Some(settings.steps), hidden_size, ..RunValues::default() };
         // Without a configuration that loads there is nothing to vary.
         let config = Config::load_for(file.1.clone(), ranks, &run)?;
-        config.optimizer.as_ref().ok_or(Error::NoOptimizer)?;
+        config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
         settings.check_mappings(&original, &config.to_deepspeed_json())?;
         let target = script::find(&script)?;
         let results = typed.results_dir.unwrap_or_else(|| settings.results_dir.clone());
@@ -152,7 +152,7 @@ impl Search {
         if !folder_of(&out).is_dir() {
             let folder = folder_of(&out).display();
             let problem = format!("{folder}, the folder of --out, is not there: create it, or give another file");
-            return Err(Error::TuneScript { problem });
+            return Err(ToolError::Tune { problem }.into());
         }
         let program = match target {
             Target::Program { path } => path,

@@ -2,7 +2,8 @@
 
 use super::outcome::Outcome;
 use super::space::Candidate;
-use crate::{Error, Result, files};
+use crate::error::{Error, Result, ToolError};
+use crate::files;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -49,7 +50,7 @@ impl Record {
             let problem = format!(
                 "another search is under way in {folder}: let it end, or give another folder with --results_dir"
             );
-            return Err(Error::TuneScript { problem });
+            return Err(ToolError::Tune { problem }.into());
         }
         let path = folder.join("results.jsonl");
         let text = match std::fs::read_to_string(&path) {
@@ -62,7 +63,8 @@ impl Record {
         Ok(Self { path, lines, _lock: lock })
     }
 
-    /// What became of an experiment that ended well. Any other is made again: it may have wanted time, memory or a mend.
+    /// The outcome of an experiment that ended well. Any other is made again: it may have wanted more time, more memory
+    /// or a correction.
     pub(super) fn find(&self, id: &str) -> Option<Outcome> {
         let mut finished = self.lines.iter().filter(|line| line.outcome.is_well());
         finished.find(|line| line.id == id).map(|line| line.outcome.clone())

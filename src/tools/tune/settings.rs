@@ -1,7 +1,7 @@
 //! The section `autotuning`, as far as it has a counterpart here.
 
 use super::outcome::Outcome;
-use crate::{Error, Result};
+use crate::error::{Error, Result, ToolError};
 use serde_json::Value;
 use std::cmp::Ordering;
 use std::path::PathBuf;
@@ -134,7 +134,7 @@ struct Section<'a>(&'a Value);
 
 impl Section<'_> {
     fn wrong(&self, key: &str, found: impl std::fmt::Display, allowed: &str) -> Error {
-        Error::TuneSetting { key: key.into(), found: found.to_string(), allowed: allowed.into() }
+        ToolError::TuneSetting { key: key.into(), found: found.to_string(), allowed: allowed.into() }.into()
     }
 
     fn number(&self, key: &str) -> Result<Option<usize>> {
@@ -188,7 +188,7 @@ impl Section<'_> {
             let nearest = known().max_by(|a, b| alike(a).total_cmp(&alike(b))).filter(|name| alike(name) >= ALIKE);
             match nearest {
                 Some(name) => format!("{key}: no key of the section; did you mean `{name}`?"),
-                None => format!("{key}: no key of the section, and none is alike. Remove it"),
+                None => format!("{key}: no key of the section, and none is alike; remove it"),
             }
         };
         let unused = unused.map(|(key, why)| format!("{key}: has no effect here: {why}"));

@@ -2,7 +2,7 @@
 
 use super::settings::Settings;
 use crate::config::{Config, RunValues};
-use crate::{Error, Result};
+use crate::error::{Result, ToolError};
 use serde_json::{Map, Value, json};
 use std::fmt;
 use std::path::PathBuf;
@@ -75,7 +75,7 @@ impl Space {
                  train_batch_size (where the configuration has it) and lie within the bounds of autotuning",
                 config.world_size
             );
-            return Err(Error::TuneScript { problem });
+            return Err(ToolError::Tune { problem }.into());
         }
         Ok(Self {
             original: with_section(original.clone()),

@@ -7,11 +7,11 @@ mod compare;
 mod rows;
 mod train;
 
+use crate::error::{Error, LaunchError, Result};
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
 use crate::launch::ranks::{self, End, Job};
 use crate::launch::report::Ended;
 use crate::launch::signals::{self, Event};
-use crate::{Error, Result};
 use clap::Parser;
 use compare::{Difference, RankLog};
 use rows::{Precision, ROWS, Row};
@@ -54,7 +54,7 @@ struct Typed {
 
 /// Why there is no verdict.
 enum Stop {
-    /// What the user must mend.
+    /// An error that the user must fix.
     SetUp(Error),
     /// A rank failed; this is the report on it.
     Failed(String),
@@ -142,7 +142,7 @@ impl Typed {
         let config = rows::config(row, precision, folder).to_string();
         std::fs::write(folder.join(train::CONFIG), config).map_err(wrong)?;
         let program = std::env::current_exe()
-            .map_err(|source| Error::LauncherSetup { what: "finding the program itself", source })?;
+            .map_err(|source| Error::from(LaunchError::Setup { what: "finding the program itself", source }))?;
         let (steps, ranks) = (self.steps.to_string(), usize::from(self.ranks));
         let mut args: Vec<OsString> = ["verify", "--steps", &steps, "--rank_of"].map(Into::into).into();
         args.push(folder.into());

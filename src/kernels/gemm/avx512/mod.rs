@@ -24,21 +24,13 @@ pub(super) enum Arithmetic {
 }
 
 impl Arithmetic {
-    /// The fastest that this machine has for operands of a dtype; none without AVX-512.
-    pub(super) fn best<E: Element>() -> Option<Self> {
-        if !(is_x86_feature_detected!("avx512f")
-            && is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512vl"))
-        {
-            return None;
-        }
-        let pairs = E::KIND == Kind::BF16 && is_x86_feature_detected!("avx512bf16");
-        Some(if pairs { Self::Pairs } else { Self::Single })
+    /// The fastest that a processor with AVX-512, as this one, has for operands of a dtype.
+    pub(super) fn of<E: Element>() -> Self {
+        if E::KIND == Kind::BF16 && is_x86_feature_detected!("avx512bf16") { Self::Pairs } else { Self::Single }
     }
 }
 
-/// `c = epilogue(a b)`, by an arithmetic that [`Arithmetic::best`] has found for `E`, or by `Single`.
+/// `c = epilogue(a b)`, by an arithmetic that [`Arithmetic::of`] has found for `E`, or by `Single`.
 pub(super) fn gemm<E: Element, C: Element>(
     arithmetic: Arithmetic,
     sink: &Sink<'_, C>,

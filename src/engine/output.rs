@@ -1,51 +1,15 @@
-//! What the engine tells while it trains: printed lines, and events for monitors. All from rank 0.
+//! Output of an engine that trains, from rank 0: printed lines, and events for monitors.
 
 use super::Engine;
-use super::watch::Waited;
-use crate::comm::{CommLog, CommSummary, Communicator};
-use crate::config::{Monitoring, Precision};
-use crate::files::{folder_of, new_beside, write_whole};
-use crate::monitor::{Event, Monitors, Opening, Throughput, rss_bytes, rss_peak_bytes};
+use super::clock::Waited;
+use crate::Result;
+use crate::comm::CommSummary;
+use crate::config::Precision;
+use crate::files::write_whole;
+use crate::monitor::{Event, rss_bytes, rss_peak_bytes};
 use crate::notice::say;
 use crate::optim::Momentum;
-use crate::profiler::spans;
-use crate::profiler::{FlopsProfile, peak_flops};
-use crate::{Error, Result};
-use std::sync::Arc;
-use std::time::Instant;
-
-/// What is gathered for it.
-#[derive(Default)]
-pub(super) struct Telling {
-    monitors: Monitors,
-    throughput: Throughput,
-    /// When this micro step's forward began.
-    pub(super) micro_step: Option<Instant>,
-    /// Mean loss of the last optimizer step, over ranks and micro steps.
-    pub(super) loss: f64,
-    /// `flops_profiler`, after its step.
-    profile: Option<FlopsProfile>,
-    /// `comms_logger`.
-    comm_log: Option<Arc<CommLog>>,
-}
-
-impl Telling {
-    /// Opens the monitors, on rank 0, and the log of collectives.
-    pub(super) fn open(config: &Monitoring, comm: &dyn Communicator, more: Vec<Opening>) -> Result<Self> {
-        let (rank, world_size) = (comm.rank(), comm.size());
-        if let (0, Some(file)) = (rank, config.flops_profiler.as_ref().and_then(|config| config.output_file.as_ref())) {
-            let folder = folder_of(file);
-            let probe = new_beside(folder, ".candle-zero-");
-            probe.map_err(|source| Error::Io { action: "write to", path: folder.into(), source })?;
-        }
-        let monitors = if rank == 0 { Monitors::open(config, more)? } else { Monitors::default() };
-        let comm_log = config.comms_logger.as_ref().map(|config| Arc::new(CommLog::new(config, rank, world_size)));
-        if let Some(log) = &comm_log {
-            comm.log_into(Some(log.clone()));
-        }
-        Ok(Self { monitors, comm_log, ..Self::default() })
-    }
-}
+use crate::profiler::{FlopsProfile, peak_flops, spans};
 
 impl<M> Engine<M> {
     /// Writes values of your own to the monitors, as DeepSpeed's `monitor.write_events`. On other ranks than 0 it does
@@ -68,18 +32,18 @@ impl<M> Engine<M> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn write_events(&mut self, events: &[Event]) {
-        self.telling.monitors.write(events);
+        self.reporter.monitors.write(events);
     }
 
     /// The collectives of this rank so far by kind and size, where `comms_logger` is on; rank 0 prints them when the
     /// engine is dropped. As DeepSpeed's `log_summary`.
     pub fn comm_summary(&self) -> Option<CommSummary> {
-        self.telling.comm_log.as_ref().map(|log| log.summary())
+        self.reporter.comm_log.as_ref().map(|log| log.summary())
     }
 
     /// Operations and time of the step that `flops_profiler` names, after it, on rank 0.
     pub fn flops_profile(&self) -> Option<&FlopsProfile> {
-        self.telling.profile.as_ref()
+        self.reporter.profile.as_ref()
     }
 
     /// Ends the profile after its step. Collective there: rank 0 measures the machine while the others wait.
@@ -101,7 +65,7 @@ impl<M> Engine<M> {
                     }
                 }
             }
-            self.telling.profile = Some(profile);
+            self.reporter.profile = Some(profile);
         }
         self.core.comm().barrier().wait()
     }
@@ -122,7 +86,7 @@ impl<M> Engine<M> {
     }
 
     fn tell_progress(&mut self) {
-        let speed = self.telling.throughput.boundary(self.config.batch.train_batch_size);
+        let speed = self.reporter.throughput.boundary(self.config.batch.train_batch_size);
         if self.rank() != 0 {
             return;
         }
@@ -144,9 +108,9 @@ impl<M> Engine<M> {
                 say(&self.time_line());
             }
         }
-        if !self.telling.monitors.is_empty() {
+        if !self.reporter.monitors.is_empty() {
             let events = self.events();
-            self.telling.monitors.write(&events);
+            self.reporter.monitors.write(&events);
         }
     }
 
@@ -172,7 +136,7 @@ impl<M> Engine<M> {
 
     /// The optimizer step's events under DeepSpeed's tags.
     fn events(&self) -> Vec<Event> {
-        let mut values = vec![("train_loss", self.telling.loss), ("lr", self.get_lr()[0])];
+        let mut values = vec![("train_loss", self.reporter.loss), ("lr", self.get_lr()[0])];
         if let Precision::Fp16(_) = self.config.precision {
             values.push(("loss_scale", self.loss_scale()));
         }
@@ -194,8 +158,8 @@ impl<M> Engine<M> {
 
     /// A micro step's step is over.
     pub(super) fn end_micro_step(&mut self) {
-        if let Some(start) = self.telling.micro_step.take() {
-            self.telling.throughput.add(start.elapsed());
+        if let Some(start) = self.reporter.micro_step.take() {
+            self.reporter.throughput.add(start.elapsed());
         }
     }
 

@@ -1,0 +1,26 @@
+//! Errors of checkpoints.
+
+use std::path::PathBuf;
+
+/// Errors of checkpoints.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// A checkpoint that cannot be written, read or used. Nothing has changed: neither the engine nor other
+    /// checkpoints.
+    #[error("the checkpoint {} cannot be used: {problem}", path.display())]
+    Unusable {
+        /// The folder or file.
+        path: PathBuf,
+        /// What was found, what is allowed, and how to fix it.
+        problem: String,
+    },
+    /// A checkpoint that DeepSpeed wrote cannot be read.
+    #[error("cannot read the DeepSpeed checkpoint {}: {problem}", path.display())]
+    DeepSpeed {
+        /// The folder, or the file in it.
+        path: PathBuf,
+        /// What is wrong with it, what is allowed, and how to fix it.
+        problem: String,
+    },
+}

@@ -1,0 +1,197 @@
+//! Errors of communication between ranks, and of the environment that tells a process its rank.
+
+use std::sync::Arc;
+
+/// Errors of communication between ranks. Cloned, because every later collective fails as the first one did.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommError {
+    /// The shared memory or a thread could not be created.
+    #[error(
+        "cannot {action} the memory that ranks share: {source}; check the limits of memory and processes (ulimit -a)"
+    )]
+    Region {
+        /// What was attempted.
+        action: &'static str,
+        /// The system's reason.
+        #[source]
+        source: Arc<std::io::Error>,
+    },
+    /// The inherited descriptor is not the launcher's.
+    #[error(
+        "file descriptor {fd} (CANDLE_ZERO_SHM_FD) is not the shared memory of this job: found {found}; start the \
+         program with zerorun, and unset CANDLE_ZERO_SHM_FD where it is left over from another job"
+    )]
+    ForeignRegion {
+        /// The descriptor.
+        fd: i32,
+        /// What it is.
+        found: String,
+    },
+    /// Two processes claim one rank.
+    #[error("rank {rank} is taken already ({state}); an engine may be initialized once per rank and job")]
+    RankTaken {
+        /// The rank.
+        rank: usize,
+        /// What became of its first holder.
+        state: String,
+    },
+    /// A communicator of the user's own failed.
+    #[error(transparent)]
+    Other(Arc<dyn std::error::Error + Send + Sync>),
+    /// A peer's process ended.
+    #[error(
+        "rank {peer} died ({why}) while rank {rank} waited in {op}; look at rank {peer}'s output, or the kernel log \
+         for an out-of-memory kill"
+    )]
+    RankDied {
+        /// This rank.
+        rank: usize,
+        /// The dead one.
+        peer: usize,
+        /// How the launcher saw it end.
+        why: String,
+        /// The collective.
+        op: String,
+    },
+    /// A peer gave up.
+    #[error("rank {peer} stopped ({why}) while rank {rank} waited in {op}")]
+    RankAborted {
+        /// This rank.
+        rank: usize,
+        /// The one that gave up.
+        peer: usize,
+        /// Its last words.
+        why: String,
+        /// The collective.
+        op: String,
+    },
+    /// A peer left in good order while others still need it.
+    #[error(
+        "rank {peer} has left the job while rank {rank} waits for it in {op}; every rank must make the same number of \
+         steps and collective calls"
+    )]
+    RankLeft {
+        /// This rank.
+        rank: usize,
+        /// The one that left.
+        peer: usize,
+        /// The collective.
+        op: String,
+    },
+    /// A peer's process shows no life.
+    #[error(
+        "rank {peer} has shown no sign of life for {seconds} s while rank {rank} waited in {op}; it was stopped or \
+         its machine is overloaded"
+    )]
+    HeartbeatLost {
+        /// This rank.
+        rank: usize,
+        /// The silent one.
+        peer: usize,
+        /// The collective.
+        op: String,
+        /// Length of the silence.
+        seconds: u64,
+    },
+    /// A peer lives but does not come.
+    #[error(
+        "rank {rank} waited {limit:?} for rank {peer} in {op}; if a step may take longer, raise the limit (zerorun \
+         --timeout)"
+    )]
+    Timeout {
+        /// This rank.
+        rank: usize,
+        /// The awaited one.
+        peer: usize,
+        /// The collective.
+        op: String,
+        /// The limit.
+        limit: std::time::Duration,
+    },
+    /// Ranks issued different collectives.
+    #[error(
+        "ranks have diverged: rank {rank} is in {here}, rank {peer} in {there}; every rank must run the same model \
+         with the same configuration, in the same order"
+    )]
+    Diverged {
+        /// This rank.
+        rank: usize,
+        /// What it issued.
+        here: String,
+        /// The other rank.
+        peer: usize,
+        /// What that one issued.
+        there: String,
+    },
+    /// The communication thread is gone.
+    #[error("the communication thread of this rank has ended after an earlier failure; the first error tells why")]
+    ThreadEnded,
+}
+
+impl CommError {
+    /// The failure of a communicator of your own.
+    pub fn other(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Self::Other(Arc::from(source.into()))
+    }
+}
+
+/// Errors of the environment variables that tell a process its rank.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RankEnvError {
+    /// Some of the variables that tell a process its rank are set, others are missing.
+    #[error("{set} is set but {missing} is not: a rank needs both; start the program with zerorun, or unset {set}")]
+    Incomplete {
+        /// A variable that is set.
+        set: &'static str,
+        /// The variable (or variables) that is missing.
+        missing: &'static str,
+    },
+    /// A variable about ranks has a value that cannot be read.
+    #[error("environment variable {name} is `{value}`; it must be {expected}")]
+    Variable {
+        /// The variable.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What is allowed.
+        expected: &'static str,
+    },
+    /// A rank number is not below the number of ranks.
+    #[error("{rank_name} is {rank} but {world_name} is {world}; it must be below that")]
+    OutOfRange {
+        /// Variable with the rank.
+        rank_name: &'static str,
+        /// The rank.
+        rank: usize,
+        /// Variable with the number of ranks.
+        world_name: &'static str,
+        /// The number of ranks.
+        world: usize,
+    },
+    /// The environment says that there are several ranks, but nothing joins them.
+    #[error(
+        "{rank_name} says rank {rank} of {world}, but CANDLE_ZERO_SHM_FD is not set, so the ranks cannot reach one \
+         another; start the program with `zerorun --num_ranks {world}` on one host (several hosts are not offered yet)"
+    )]
+    NotJoined {
+        /// Variable with the rank.
+        rank_name: &'static str,
+        /// The rank.
+        rank: usize,
+        /// The number of ranks.
+        world: usize,
+    },
+    /// Ranks on several hosts.
+    #[error(
+        "{local_world} of {world} ranks are on this host: several hosts are not offered yet; \
+         start all ranks on one host with `zerorun --num_ranks {world}`"
+    )]
+    SeveralHosts {
+        /// Ranks on this host.
+        local_world: usize,
+        /// All ranks.
+        world: usize,
+    },
+}

@@ -1,0 +1,43 @@
+//! The monitors and logs that an engine reports to, and what they are told next.
+
+use crate::comm::{CommLog, Communicator};
+use crate::config::Monitoring;
+use crate::files::{folder_of, new_beside};
+use crate::monitor::{Monitors, Opening, Throughput};
+use crate::profiler::FlopsProfile;
+use crate::{Error, Result};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// The monitors and logs that an engine reports to.
+#[derive(Default)]
+pub(super) struct Reporter {
+    pub monitors: Monitors,
+    pub throughput: Throughput,
+    /// When this micro step's forward began.
+    pub micro_step: Option<Instant>,
+    /// Mean loss of the last optimizer step, over ranks and micro steps.
+    pub loss: f64,
+    /// `flops_profiler`, after its step.
+    pub profile: Option<FlopsProfile>,
+    /// `comms_logger`.
+    pub comm_log: Option<Arc<CommLog>>,
+}
+
+impl Reporter {
+    /// Opens the monitors, on rank 0, and the log of collectives.
+    pub fn open(config: &Monitoring, comm: &dyn Communicator, more: Vec<Opening>) -> Result<Self> {
+        let (rank, world_size) = (comm.rank(), comm.size());
+        if let (0, Some(file)) = (rank, config.flops_profiler.as_ref().and_then(|config| config.output_file.as_ref())) {
+            let folder = folder_of(file);
+            let probe = new_beside(folder, ".candle-zero-");
+            probe.map_err(|source| Error::Io { action: "write to", path: folder.into(), source })?;
+        }
+        let monitors = if rank == 0 { Monitors::open(config, more)? } else { Monitors::default() };
+        let comm_log = config.comms_logger.as_ref().map(|config| Arc::new(CommLog::new(config, rank, world_size)));
+        if let Some(log) = &comm_log {
+            comm.log_into(Some(log.clone()));
+        }
+        Ok(Self { monitors, comm_log, ..Self::default() })
+    }
+}

@@ -1,0 +1,14 @@
+//! What an estimate depends on besides model and configuration.
+
+use crate::offload::DiskAccess;
+
+/// What an estimate depends on besides model and configuration.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Setting {
+    /// The model computes on a GPU.
+    pub gpu: bool,
+    /// The model's units recompute their forward, also where the configuration does not ask for it.
+    pub recompute: bool,
+    /// How files are accessed. Default: as the engine would choose on this machine.
+    pub disk_access: Option<DiskAccess>,
+}

@@ -1,0 +1,42 @@
+//! What a user can get wrong about the kernels.
+
+/// The SIMD level of the kernels, best or as `CANDLE_ZERO_SIMD` says, cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum KernelError {
+    /// No level has that name.
+    #[error(
+        "environment variable CANDLE_ZERO_SIMD is `{found}`, which is no SIMD level; this processor allows {} or auto",
+        available.join(", ")
+    )]
+    UnknownLevel {
+        /// The variable's value.
+        found: String,
+        /// The levels that this processor has, widest first.
+        available: Vec<&'static str>,
+    },
+    /// Ranks would compute different bits.
+    #[error(
+        "rank {rank} computes at the SIMD level {level} and rank {other} at another; every rank must have the same \
+         CANDLE_ZERO_SIMD"
+    )]
+    LevelsDiffer {
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+        /// This rank's level.
+        level: &'static str,
+    },
+    /// The processor does not have that level's instructions.
+    #[error(
+        "environment variable CANDLE_ZERO_SIMD is `{found}`, which this processor lacks; it allows {} or auto",
+        available.join(", ")
+    )]
+    LevelNotAvailable {
+        /// The variable's value.
+        found: String,
+        /// The levels that this processor has, widest first.
+        available: Vec<&'static str>,
+    },
+}

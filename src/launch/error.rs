@@ -1,0 +1,81 @@
+//! Errors of the launcher.
+
+use std::path::PathBuf;
+
+/// Errors of the launcher.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// What was to be started is neither a Rust file nor an executable.
+    #[error("cannot start {}: {found}; {fix}", path.display())]
+    NotStartable {
+        /// The path as it was typed.
+        path: PathBuf,
+        /// What is at that path.
+        found: String,
+        /// What to give instead.
+        fix: String,
+    },
+    /// The manifest in front of a script (its frontmatter) cannot be used.
+    #[error("{}:{line}: {problem}; {fix}", path.display())]
+    Frontmatter {
+        /// The script.
+        path: PathBuf,
+        /// Line in the script, counted from 1.
+        line: usize,
+        /// What was found.
+        problem: String,
+        /// What is allowed.
+        fix: String,
+    },
+    /// No folder for the packages that are generated from scripts.
+    #[error("no folder for script builds: ZERORUN_CACHE_DIR, XDG_CACHE_HOME and HOME are all unset; set one of them")]
+    NoScriptCache,
+    /// Cargo could not be started.
+    #[error(
+        "cannot start {cargo} to build {}: {source}; install Rust (rustup.rs) or start a built executable",
+        script.display()
+    )]
+    CargoNotStarted {
+        /// The cargo program that was tried.
+        cargo: String,
+        /// What was to be built.
+        script: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// rustc refused the script; its messages have been printed.
+    #[error("{} does not compile", script.display())]
+    ScriptDoesNotCompile {
+        /// The script.
+        script: PathBuf,
+    },
+    /// Cargo failed for another reason than an error in the code; its message has been printed.
+    #[error("cargo could not build {}: {problem} (package in {})", script.display(), package.display())]
+    CargoFailed {
+        /// The script.
+        script: PathBuf,
+        /// Folder of the package that was built.
+        package: PathBuf,
+        /// What cargo did.
+        problem: String,
+    },
+    /// A rank's process could not be started.
+    #[error("cannot start rank {rank} ({}): {source}", program.display())]
+    RankNotStarted {
+        /// The rank.
+        rank: usize,
+        /// The program.
+        program: PathBuf,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// Signals, pipes or threads that the launcher itself needs could not be set up.
+    #[error("cannot set up the launcher: {what}: {source}")]
+    Setup {
+        /// What was attempted.
+        what: &'static str,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+}

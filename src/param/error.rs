@@ -1,0 +1,119 @@
+//! Errors of parameters and of the files that they begin with.
+
+use std::path::PathBuf;
+
+/// Errors of parameters and of the files that they begin with.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ParamError {
+    /// The model's constructor asked for nothing.
+    #[error(
+        "the model has no parameters: its constructor took nothing from the VarBuilder; take every weight with \
+         vb.get, vb.get_with_hints or candle_nn's layers"
+    )]
+    NoParameters,
+    /// One name, two shapes.
+    #[error(
+        "parameter {name} is asked for twice, with shape {first:?} and with {second:?}; give the layers different \
+         prefixes (vb.pp)"
+    )]
+    Twice {
+        /// The name.
+        name: String,
+        /// Shape at the first request.
+        first: Vec<usize>,
+        /// Shape at the second.
+        second: Vec<usize>,
+    },
+    /// A dtype other than the engine's.
+    #[error(
+        "parameter {name} is asked for as {found}, but this engine trains in {expected} (the fp16 and bf16 sections \
+         decide); take it without a dtype of its own"
+    )]
+    Dtype {
+        /// The name.
+        name: String,
+        /// What the model wants.
+        found: String,
+        /// What the configuration says.
+        expected: String,
+    },
+    /// A request without a shape.
+    #[error(
+        "parameter {name} is asked for without a shape (get_unchecked), which works only after it has been \
+         registered; use vb.get with its shape"
+    )]
+    WithoutShape {
+        /// The name.
+        name: String,
+    },
+    /// A parameter was used while it was sharded.
+    #[error(
+        "an operation used a parameter that is not gathered now: {names}; use parameters only inside the closure \
+         given to engine.forward, and a unit's parameters only inside that unit's forward ({why})"
+    )]
+    Absent {
+        /// Candidates: parameters that were absent.
+        names: String,
+        /// Candle's words, without a backtrace.
+        why: String,
+    },
+    /// Not a safetensors file.
+    #[error("{} is not a safetensors file that can be read: {why}", path.display())]
+    BadWeightFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// A parameter without its tensor.
+    #[error(
+        "{} has no tensor {name} of shape {shape:?}, which the model needs; the file must hold exactly the model's \
+         parameters",
+        path.display()
+    )]
+    MissingTensor {
+        /// The file.
+        path: PathBuf,
+        /// The parameter.
+        name: String,
+        /// Its shape in the model.
+        shape: Vec<usize>,
+    },
+    /// Tensors without a parameter.
+    #[error(
+        "{} holds tensors that the model does not have: {names}; is it the file of another model or size?",
+        path.display()
+    )]
+    ExtraTensors {
+        /// The file.
+        path: PathBuf,
+        /// The first few names.
+        names: String,
+    },
+    /// A tensor of another shape.
+    #[error(
+        "tensor {name} in {} has shape {found:?}, but the model's parameter has {expected:?}; check the model's sizes",
+        path.display()
+    )]
+    MisshapenTensor {
+        /// The file.
+        path: PathBuf,
+        /// The parameter.
+        name: String,
+        /// Shape in the file.
+        found: Vec<usize>,
+        /// Shape in the model.
+        expected: Vec<usize>,
+    },
+    /// A tensor that is not floating point.
+    #[error("tensor {name} in {} is of type {found}; F32, F16 and BF16 can be read", path.display())]
+    TensorDtype {
+        /// The file.
+        path: PathBuf,
+        /// The parameter.
+        name: String,
+        /// Its type.
+        found: String,
+    },
+}

@@ -1,0 +1,23 @@
+//! Errors of the commands of zerorun.
+
+/// Errors of the commands of zerorun.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ToolError {
+    /// A search for settings that cannot begin as it is asked for.
+    #[error("autotuning.{key} is {found}, but must be {allowed}")]
+    TuneSetting {
+        /// The key.
+        key: String,
+        /// What it is.
+        found: String,
+        /// What it may be.
+        allowed: String,
+    },
+    /// A script whose settings cannot be searched for.
+    #[error("cannot tune: {problem}")]
+    Tune {
+        /// What was found, and how to fix it.
+        problem: String,
+    },
+}
