@@ -1,7 +1,7 @@
 //! How long saving takes: GPT-2 (124 million parameters, bf16) on one rank, beside plain loops that write as many
 //! bytes in blocks of 1 MiB and sync, through the page cache and around it, in turn; and what a save in the background
-//! delays the step that it begins in, with a sequence of the model's own length and one of half of it, whose step is over
-//! before the disk is.
+//! delays the step that it begins in, with a sequence of the model's own length and one of half of it, whose step is
+//! over before the disk is.
 //!
 //!     cargo bench --bench checkpoint -- [ROUNDS] [FOLDER]
 #![allow(clippy::unwrap_used)]

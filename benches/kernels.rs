@@ -94,8 +94,8 @@ fn measure<const N: usize>(
     bencher.bench_local(once);
 }
 
-/// A tensor of the same shape, made of some of the rows. It is no variable itself: Candle adds the gradient of a variable
-/// to zeros, one element after the other in bf16, which no parameter of an engine goes through.
+/// A tensor of the same shape, made of some of the rows. It is no variable itself: Candle adds the gradient of a
+/// variable to zeros, one element after the other in bf16, which no parameter of an engine goes through.
 fn wanting_gradient(tensor: &Tensor) -> Tensor {
     let (&width, leading) = tensor.dims().split_last().unwrap();
     let rows = leading.iter().product::<usize>();

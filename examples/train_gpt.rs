@@ -4,7 +4,7 @@
 //!     zerorun --num_ranks 2 examples/train_gpt.rs --ds_config ds_configs/zero3.json --arch llama --steps 200
 //!
 //! Everything about batches, precision, optimizer and ZeRO stage comes from the DeepSpeed configuration; the flags
-//! here choose model, data and outputs. Without `--data` the model reads this library's own sources.
+//! here choose model, data and outputs. Without `--data` the model reads the corpus embedded in the library.
 
 use anyhow::Context;
 use candle_core::{DType, Device, Tensor};
@@ -36,8 +36,8 @@ struct Args {
     /// Kind of model
     #[arg(long, value_enum, default_value = "gpt2")]
     arch: Arch,
-    /// Size of the model: nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl; with --arch llama: llama-nano, llama-mini,
-    /// tinyllama-1.1b, llama-3.2-1b, llama-3.2-3b, llama-2-7b [default: nano or llama-nano]
+    /// Size of the model: nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl; with --arch llama: llama-nano,
+    /// llama-mini, tinyllama-1.1b, llama-3.2-1b, llama-3.2-3b, llama-2-7b [default: nano or llama-nano]
     #[arg(long)]
     model: Option<String>,
     /// Number of blocks, instead of the model's own
@@ -64,7 +64,7 @@ struct Args {
     /// Vocabulary, instead of the model's own
     #[arg(long)]
     vocab: Option<usize>,
-    /// A text file, a folder of text, or a .bin or .u16 file of 16-bit tokens [default: this library's sources]
+    /// A text file, a folder of text, or a .bin or .u16 file of 16-bit tokens [default: the embedded corpus]
     #[arg(long, value_name = "PATH")]
     data: Option<PathBuf>,
     /// Order of the samples
@@ -88,14 +88,14 @@ struct Args {
     /// Folder of checkpoints; one is saved at the end
     #[arg(long, value_name = "DIR")]
     save: Option<PathBuf>,
-    /// Save one after so many optimizer steps too, while training goes on
+    /// Also save a checkpoint every N optimizer steps, while training continues
     #[arg(long = "save_every", alias = "save-every", value_name = "N", requires = "save",
           value_parser = clap::value_parser!(u64).range(1..))]
     save_every: Option<u64>,
-    /// How many checkpoints stay in the folder, the newest [default: all]
+    /// Number of newest checkpoints that stay in the folder [default: all]
     #[arg(long, value_name = "K", requires = "save")]
     keep: Option<NonZeroUsize>,
-    /// Go on from the newest checkpoint in the folder of --save, or start if there is none
+    /// Resume from the newest checkpoint in the folder of --save, or start if there is none
     #[arg(long, requires = "save")]
     resume: bool,
     /// Where to write one JSON line per optimizer step
@@ -131,11 +131,11 @@ struct StepMetrics {
     step: u64,
     /// Mean over ranks and micro batches.
     loss: f64,
-    /// In force for this step.
+    /// The learning rate of this step.
     lr: f64,
     /// Before clipping, with the loss scale taken out.
     grad_norm: Option<f64>,
-    /// That the gradients of this step were made with.
+    /// The scale of this step's gradients.
     loss_scale: f64,
     /// Whether overflow kept the weights as they were.
     skipped: bool,
@@ -146,16 +146,16 @@ struct StepMetrics {
     comm_ms: f64,
     /// Waiting for files of offloaded state; a part of the others.
     disk_ms: f64,
-    /// To and from files, on rank 0.
+    /// Bytes to and from files, on rank 0.
     disk_read_bytes: u64,
     disk_written_bytes: u64,
     /// While requests to files were under way, on rank 0.
     disk_bytes_per_s: f64,
-    /// Of the rank that used most.
+    /// The peak of the rank that used most.
     rss_peak_bytes: Option<u64>,
 }
 
-/// What the ranks tell each other after a step.
+/// The figures that ranks exchange after a step.
 struct OverRanks {
     loss: f64,
     rss_peak_bytes: Option<u64>,

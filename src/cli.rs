@@ -1,4 +1,4 @@
-//! What training scripts take from their command line: `DsArgs` for scripts with clap (feature `cli`), and
+//! The arguments of training scripts: `DsArgs` for scripts with clap (feature `cli`), and
 //! [`ds_config_from_args`] for those without.
 
 use crate::error::{ConfigError, Error, Result};

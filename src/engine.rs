@@ -129,7 +129,7 @@ impl<M> Engine<M> {
     /// Runs the model without keeping a graph and without counting anything. Collective at stage 3.
     ///
     /// # Errors
-    /// What `run` returns; a failed collective.
+    /// The error of `run`; a failed collective.
     pub fn eval(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         let _span = self.span("eval");
         self.attempt(|engine| engine.core.evaluate(|| run(&engine.model)))

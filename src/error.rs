@@ -1,5 +1,5 @@
-//! The error type of the library. Each module has a small enum of its own beside the code that raises it; [`Error`] joins
-//! them.
+//! The error type of the library. Each module has a small enum of its own beside the code that raises it; [`Error`]
+//! joins them.
 //!
 //! Every message says what was found, what is allowed and how to fix it, without a full stop at its end.
 //!
@@ -41,7 +41,7 @@ pub enum Error {
     /// A file or folder could not be read, written or created.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
-        /// What was attempted, as a verb ("read", "create", ...).
+        /// The attempted action, as a verb ("read", "create", ...).
         action: &'static str,
         /// The file or folder.
         path: PathBuf,

@@ -11,14 +11,14 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// A new file in `folder` whose name begins with `prefix`, removed when it is dropped. It is readable for whom the umask
-/// allows, as any new file: tempfile's default is the owner alone.
+/// A new file in `folder` whose name begins with `prefix`, removed when it is dropped. It is readable for whom the
+/// umask allows, as any new file: tempfile's default is the owner alone.
 pub(crate) fn new_beside(folder: &Path, prefix: &str) -> Result<NamedTempFile> {
     tempfile::Builder::new().prefix(prefix).permissions(Permissions::from_mode(0o666)).tempfile_in(folder)
 }
 
-/// Writes a file that is there whole or not at all, under a name that begins with `prefix` until it is. Gives the file, at
-/// its end. The folder is not synced.
+/// Writes a file that is there whole or not at all, under a name that begins with `prefix` until it is. Gives the file,
+/// at its end. The folder is not synced.
 pub(crate) fn write_whole(path: &Path, prefix: &str, bytes: &[u8]) -> Result<File> {
     let mut file = new_beside(folder_of(path), prefix)?;
     file.write_all(bytes)?;

@@ -29,7 +29,8 @@
 //!
 //! [`Engine`] tells this story; the modules below are its words. Begin with the README and `engine.rs`.
 #![deny(missing_docs)]
-// Without the commands, what only they use is unused, and the compiler leaves it out. The build with them finds dead code.
+// Without the commands, what only they use is unused, and the compiler leaves it out. The build with them finds dead
+// code.
 #![cfg_attr(not(feature = "cli"), allow(dead_code, unused_imports))]
 
 pub mod checkpoint;

@@ -12,7 +12,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What a piece of model-state memory is for.
+/// The purpose of a piece of model-state memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
@@ -32,7 +32,7 @@ pub enum Kind {
     Buckets,
     /// Windows of the optimizer step, between files and the update, and copies that direct access to files needs.
     Staging,
-    /// What recomputing units keep in a file until backward.
+    /// Inputs that recomputing units keep in a file until backward.
     Activations,
 }
 
@@ -169,7 +169,7 @@ impl Drop for Held {
 /// One line of the report: what is held of a kind beside what the ZeRO formula says.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MemoryRow {
-    /// What for.
+    /// Its purpose.
     pub kind: Kind,
     /// Bytes in memory now, and at most: device and host together.
     #[serde(flatten)]
@@ -201,8 +201,8 @@ pub struct MemoryReport {
     pub rows: Vec<MemoryRow>,
 }
 
-/// Bytes per element of each state, from which the formula is made; of the moments, of which a parameter may have others
-/// than the next, all bytes.
+/// Bytes per element of each state, from which the formula is made; of the moments, of which a parameter may have
+/// others than the next, all bytes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ElementBytes {
     pub params: usize,
@@ -211,7 +211,7 @@ pub(crate) struct ElementBytes {
     pub moments: usize,
 }
 
-/// What a rank owns of all parameters together, padding included.
+/// A rank's part of all parameters together, padding included.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct OwnShares {
     pub elements: usize,

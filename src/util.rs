@@ -7,7 +7,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     unpoisoned(mutex.lock())
 }
 
-/// What a lock or a condition variable hands out, also after a panic of another holder (see [`lock`]).
+/// The value that a lock or a condition variable hands out, also after a panic of another holder (see [`lock`]).
 pub(crate) fn unpoisoned<T>(result: LockResult<T>) -> T {
     result.unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,4 +1,4 @@
-//! What each rank holds equals the ZeRO formula plus named padding, and the ledger equals what the allocator gave.
+//! The memory of each rank equals the ZeRO formula plus named padding, and the ledger equals what the allocator gave.
 #![allow(clippy::unwrap_used)]
 
 mod support;

@@ -157,8 +157,8 @@ fn memory_does_not_grow_from_step_to_step() {
     let _alone = alone();
     for (bf16, world, stage) in cases() {
         let steps = &train(world as usize, stage, bf16, 10)[4..];
-        // What leaks, leaks in every step. A list of collectives under way may double once, in the step in which more of
-        // them happen to wait than ever before.
+        // What leaks, leaks in every step. A list of collectives under way may double once, in the step in which more
+        // of them happen to wait than ever before.
         let without_growth = steps.iter().filter(|step| step.grown == 0).count();
         let grown: i64 = steps.iter().map(|step| step.grown).sum();
         let what = format!("bf16 {bf16}, {world} ranks, stage {stage}: {grown} bytes more, {steps:?}");
@@ -194,8 +194,8 @@ fn faults_of_run(program: &Path, folder: &Path, steps: usize) -> u64 {
     faults_of_children() - before
 }
 
-/// In a step of both ranks: half of what the activations of one block's wide layer would cost one of them, 1 MiB in pages
-/// of 4 KiB. About 12 are measured; 670 to 6900 where ranks do not keep freed memory.
+/// In a step of both ranks: half of what the activations of one block's wide layer would cost one of them, 1 MiB in
+/// pages of 4 KiB. About 12 are measured; 670 to 6900 where ranks do not keep freed memory.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 const MOST_FAULTS: f64 = 128.0;
 

@@ -7,8 +7,8 @@ use std::process::Command;
 const KEEP_MEMORY: (&str, &str) =
     ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184");
 
-/// Starts this program again with the C library's settings of a rank and the variables of `more`, unless it has them: the
-/// library reads them before main.
+/// Starts this program again with the C library's settings of a rank and the variables of `more`, unless it has them:
+/// the library reads them before main.
 pub fn start_as_a_rank(more: &[(&str, &str)]) {
     let (name, value) = KEEP_MEMORY;
     if std::env::var_os(name).is_none() {

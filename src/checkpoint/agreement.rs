@@ -1,4 +1,4 @@
-//! What ranks must agree on before a checkpoint is saved or loaded, and the errors where they do not.
+//! The agreement of ranks before a checkpoint is saved or loaded, and the errors without it.
 
 use crate::comm::Communicator;
 use crate::comm::agree::{Failure, first_to_differ};

@@ -78,7 +78,7 @@ impl ConsolidateSettings {
     }
 }
 
-/// What was written.
+/// The written files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Consolidated {
     /// Names of the files with parameters.

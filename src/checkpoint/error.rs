@@ -12,7 +12,7 @@ pub enum CheckpointError {
     Unusable {
         /// The folder or file.
         path: PathBuf,
-        /// What was found, what is allowed, and how to fix it.
+        /// The problem, the allowed values, and how to fix it.
         problem: String,
     },
     /// A checkpoint that DeepSpeed wrote cannot be read.
@@ -20,7 +20,7 @@ pub enum CheckpointError {
     DeepSpeed {
         /// The folder, or the file in it.
         path: PathBuf,
-        /// What is wrong with it, what is allowed, and how to fix it.
+        /// The problem, the allowed values, and how to fix it.
         problem: String,
     },
 }

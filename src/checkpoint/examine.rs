@@ -7,11 +7,11 @@ use crate::error::{CheckpointError, Error, Result};
 use crate::util::list;
 use std::path::{Path, PathBuf};
 
-/// What a folder of checkpoints holds.
+/// The content of a folder of checkpoints.
 pub(crate) struct Listing {
     /// The folder.
     pub dir: PathBuf,
-    /// What `latest` says, if there is such a file.
+    /// The content of `latest`, if there is such a file.
     pub latest: Result<Option<String>>,
     /// Every tag with its manifest, by steps; those that cannot be read are last.
     pub tags: Vec<(String, Result<Manifest>)>,
@@ -46,7 +46,7 @@ pub(crate) fn place(dir: &Path, tag: Option<&str>) -> Result<(PathBuf, Option<St
     }
 }
 
-/// What the folder `dir` holds.
+/// The content of the folder `dir`.
 pub(crate) fn find(dir: &Path) -> Listing {
     let manifest = |tag: &String| Manifest::read(&dir.join(tag).join(MANIFEST));
     let mut tags: Vec<_> =

@@ -47,8 +47,8 @@ pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
     Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into())
 }
 
-/// An empty folder for `tag`, on rank 0, which nobody else clears as long as the file is open; what saves of the past did
-/// not end is removed.
+/// An empty folder for `tag`, on rank 0, which nobody else clears as long as the file is open; what saves of the past
+/// did not end is removed.
 pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
     let (path, from) = (dir.join(tag), saving(dir, tag));
     if path.symlink_metadata().is_ok() && !is_tag(&path) {

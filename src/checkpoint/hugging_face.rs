@@ -17,7 +17,7 @@ pub(super) struct Described {
     pub config: Result<Value, String>,
 }
 
-/// What the checkpoint is of, by its client state's `model` or its parameters; `dtype` is that of the files.
+/// The model of the checkpoint, by its client state's `model` or its parameters; `dtype` is that of the files.
 pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) -> Described {
     let model = &manifest.client_state["model"];
     let shapes: Shapes =
@@ -45,7 +45,7 @@ fn unknown(why: &str) -> Described {
 /// Shapes by name.
 type Shapes<'a> = BTreeMap<&'a str, &'a [usize]>;
 
-/// What the shapes of a GPT-2 tell of it: all but its heads.
+/// The sizes of a GPT-2 that follow from its shapes: all but its heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct GptSizes {
     n_layer: usize,
@@ -132,7 +132,7 @@ fn gpt_json(config: &GptConfig, dtype: &str) -> Value {
     })
 }
 
-/// What the client state's `model` says, if the parameters are those of such a Llama.
+/// The client state's `model`, if the parameters are those of such a Llama.
 fn llama_config(model: &Value, shapes: &Shapes) -> Result<LlamaConfig, String> {
     let mut sizes = model.clone();
     if let Some(sizes) = sizes.as_object_mut() {

@@ -8,8 +8,8 @@
 //!     exp_avg_sq  the same
 //! ```
 //!
-//! Of a parameter that has not all of the states (Muon's matrices have one moment, its other parameters two) there are no
-//! elements among the others.
+//! Of a parameter that has not all of the states (Muon's matrices have one moment, its other parameters two) there are
+//! no elements among the others.
 //!
 //! A rank saves the same elements at every stage, so the files of a checkpoint do not depend on it.
 

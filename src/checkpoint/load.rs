@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use twox_hash::XxHash3_64;
 
-/// What of a checkpoint is loaded. Names and defaults are DeepSpeed's.
+/// The parts of a checkpoint that are loaded. Names and defaults are DeepSpeed's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadOptions {
     /// The optimizer's states, and the loss scale. Default true.
@@ -29,8 +29,8 @@ pub struct LoadOptions {
     pub load_lr_scheduler_states: bool,
     /// Parameters and nothing else: no state, no counter. Default false.
     pub load_module_only: bool,
-    /// The checkpoint must have exactly the model's parameters. Else those that it lacks stay as they are, and its others
-    /// are left out. Default true.
+    /// The checkpoint must have exactly the model's parameters. Else those that it lacks stay as they are, and its
+    /// others are left out. Default true.
     pub load_module_strict: bool,
 }
 
@@ -45,12 +45,12 @@ impl Default for LoadOptions {
     }
 }
 
-/// What was loaded.
+/// The loaded checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Loaded {
     /// The folder of the checkpoint.
     pub path: PathBuf,
-    /// What the user saved.
+    /// The client state that was saved.
     pub client_state: Value,
     /// Samples that all ranks together have trained on: where the data goes on.
     pub global_samples: u64,
@@ -85,7 +85,7 @@ impl Checkpoint {
         Ok(Some(Self { path, places: Places::new(manifest.layout()), manifest, files }))
     }
 
-    /// What it holds.
+    /// Its content.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
@@ -129,7 +129,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// What a load of it gives.
+    /// The result of loading it.
     pub(crate) fn into_loaded(self) -> Loaded {
         let Manifest { client_state, global_samples, .. } = self.manifest;
         Loaded { path: self.path, client_state, global_samples }
@@ -163,8 +163,8 @@ struct Wanted {
     range: Range<usize>,
 }
 
-/// Loads checkpoint `tag` of folder `dir` into a core, or the one that `latest` names. Everything that is needed is checked
-/// before anything changes. Collective.
+/// Loads checkpoint `tag` of folder `dir` into a core, or the one that `latest` names. Everything that is needed is
+/// checked before anything changes. Collective.
 ///
 /// # Errors
 /// A checkpoint that is damaged or belongs to another model or optimizer, on all ranks; a failed collective.

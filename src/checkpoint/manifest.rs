@@ -1,4 +1,4 @@
-//! What a checkpoint holds, as JSON with a checksum of its own in its last line.
+//! The content of a checkpoint, as JSON with a checksum of its own in its last line.
 
 use super::layout::{Layout, PAGE};
 use crate::error::{CheckpointError, Error, Result};
@@ -14,7 +14,7 @@ pub(super) const MANIFEST: &str = "manifest.json";
 pub(super) const FORMAT: &str = "candle-zero checkpoint";
 pub(super) const VERSION: u32 = 1;
 
-/// What a checkpoint holds.
+/// The content of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
@@ -50,7 +50,7 @@ pub struct Manifest {
     pub files: Vec<FileEntry>,
     /// The resolved configuration, under DeepSpeed's names.
     pub config: Value,
-    /// What the user gave.
+    /// The client state.
     pub client_state: Value,
 }
 
@@ -126,7 +126,7 @@ impl Manifest {
         Self::parse(&text).map_err(wrong)
     }
 
-    /// What is wrong with it, else.
+    /// The problem, otherwise.
     pub(super) fn parse(text: &str) -> std::result::Result<Self, String> {
         let damaged = |what: &str| format!("it is damaged: {what}; load another tag");
         let at = text.rfind(",\n  \"checksum\": ").ok_or_else(|| damaged("its last line is no checksum"))?;

@@ -10,9 +10,9 @@
 //!   load   every rank checks what it needs -> all agree that it is whole -> every rank reads what it needs
 //! ```
 //!
-//! The files hold f32: parameters with all digits of the master weights, and the optimizer's states. A 16-bit model gets
-//! its parameters by rounding them, as after every step, so that a run which goes on has the bits of one that never
-//! stopped. [`crate::Engine::save_checkpoint`] and [`crate::Engine::load_checkpoint`] are the way in.
+//! The files hold f32: parameters with all digits of the master weights, and the optimizer's states. A 16-bit model
+//! gets its parameters by rounding them, as after every step, so that a run which goes on has the bits of one that
+//! never stopped. [`crate::Engine::save_checkpoint`] and [`crate::Engine::load_checkpoint`] are the way in.
 
 mod agreement;
 mod consolidate;

@@ -26,7 +26,7 @@ const BUFFER: usize = BLOCK + 8 * PIECE * 4;
 pub(super) struct RankWriter {
     file: File,
     header: Header,
-    /// What has not been written yet.
+    /// The bytes that have not been written yet.
     buffer: Aligned,
     filled: usize,
     /// Where it goes.

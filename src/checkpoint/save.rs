@@ -48,7 +48,7 @@ impl Default for SaveOptions {
     }
 }
 
-/// What is saved, where and how.
+/// The state that is saved, the place and the options.
 pub(crate) struct SaveRequest {
     pub dir: PathBuf,
     /// The state now, without files.
@@ -179,7 +179,7 @@ impl Saving {
     }
 }
 
-/// What a rank writes.
+/// The part that a rank writes.
 #[derive(Clone)]
 struct Share {
     core: Arc<Core>,

@@ -19,8 +19,8 @@ impl From<Error> for Failure {
     }
 }
 
-/// Collective: the value of `own`, if all ranks have one. Where this rank has one and another has not, `elsewhere` makes the
-/// error from the number of the first such rank.
+/// Collective: the value of `own`, if all ranks have one. Where this rank has one and another has not, `elsewhere`
+/// makes the error from the number of the first such rank.
 ///
 /// # Errors
 /// [`Failure::InStep`] on all ranks where one failed; a failed collective.

@@ -1,4 +1,4 @@
-//! What a collective's time says about the wires: DeepSpeed's formulas.
+//! Bandwidths from a collective's time: DeepSpeed's formulas.
 
 use super::Kind;
 use std::fmt::Write as _;
@@ -13,8 +13,8 @@ pub struct Bandwidth {
 }
 
 impl Bandwidth {
-    /// Of an operation by DeepSpeed's name (`all_reduce`, `all_gather_into_tensor`, ...), `bytes` of one rank's part and
-    /// `ms` milliseconds, between `world_size` ranks. Zeros where no time was measured.
+    /// Of an operation by DeepSpeed's name (`all_reduce`, `all_gather_into_tensor`, ...), `bytes` of one rank's part
+    /// and `ms` milliseconds, between `world_size` ranks. Zeros where no time was measured.
     pub fn of(op: &str, bytes: f64, ms: f64, world_size: usize) -> Self {
         if ms <= 0.0 {
             return Self::default();

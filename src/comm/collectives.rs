@@ -184,8 +184,8 @@ enum Own<'a> {
     Apart(&'a [u8]),
 }
 
-/// Writes bytes `range` of the parts of all ranks to their places in `whole`. Pieces must come in order: one that lies at
-/// the start, in the place of rank 0's, is moved to its own before that one arrives.
+/// Writes bytes `range` of the parts of all ranks to their places in `whole`. Pieces must come in order: one that lies
+/// at the start, in the place of rank 0's, is moved to its own before that one arrives.
 fn gather_piece(ex: &mut Exchange, whole: &mut [MaybeUninit<u8>], own: Own<'_>, range: Range<usize>) -> Result<()> {
     let (world, rank) = (ex.size(), ex.rank());
     let past_cache = whole.len() >= PAST_CACHE_BYTES;

@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Mutex;
 use std::time::Duration;
 
-/// What one kind of collective has cost one rank so far.
+/// The cost of one kind of collective for one rank so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct KindReport {
     /// Collectives.
@@ -16,7 +16,7 @@ pub struct KindReport {
     pub elements: u64,
     /// Bytes that this rank took from other ranks.
     pub wire_bytes: u64,
-    /// What they would have been if nothing had been quantized.
+    /// Their number without quantization.
     pub exact_bytes: u64,
     /// Seconds in which the comm thread worked or waited for peers.
     pub busy_s: f64,
@@ -32,7 +32,7 @@ pub struct CommReport {
 }
 
 impl CommReport {
-    /// What `kind` has cost; zeros if it never ran.
+    /// The cost of `kind`; zeros if it never ran.
     pub fn kind(&self, kind: Kind) -> KindReport {
         self.kinds.get(&kind).copied().unwrap_or_default()
     }
@@ -42,7 +42,7 @@ impl CommReport {
         self.data().map(|k| k.wire_bytes).sum()
     }
 
-    /// What [`data_wire_bytes`](Self::data_wire_bytes) would be if nothing had been quantized.
+    /// The value of [`data_wire_bytes`](Self::data_wire_bytes) without quantization.
     pub fn data_exact_bytes(&self) -> u64 {
         self.data().map(|k| k.exact_bytes).sum()
     }

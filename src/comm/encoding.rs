@@ -31,8 +31,8 @@ impl Wire {
             Self::Blocks(ints) => ints.encoded_len(elements),
         };
         let of_each = match kind {
-            // A reduction brings every other rank's part of this rank's chunk; an all-reduce brings the others' sums too,
-            // which are never coded.
+            // A reduction brings every other rank's part of this rank's chunk; an all-reduce brings the others' sums
+            // too, which are never coded.
             Kind::ReduceScatter => coded(elements / world),
             Kind::AllReduce => coded(elements.div_ceil(world)) + exact(elements.div_ceil(world)),
             Kind::AllGather | Kind::Control => coded(elements),

@@ -55,7 +55,7 @@ struct Number {
     value: usize,
 }
 
-/// What one row of the table says.
+/// The values of one row of the table.
 struct Found {
     rank: Number,
     world: Number,
@@ -206,7 +206,8 @@ impl Vars<'_> {
             let local = self.pair("MPI_LOCALRANKID", &["MPI_LOCALNRANKS"])?;
             return Ok(Some(Found { rank, world, local }));
         }
-        // SLURM_NTASKS alone is no half-set group: every shell inside an allocation has it, tasks have SLURM_PROCID too.
+        // SLURM_NTASKS alone is no half-set group: every shell inside an allocation has it, tasks have SLURM_PROCID
+        // too.
         if self.get("SLURM_PROCID").is_some()
             && let Some((rank, world)) = self.pair("SLURM_PROCID", &["SLURM_NTASKS", "SLURM_NPROCS"])?
         {

@@ -11,7 +11,7 @@ pub enum CommError {
         "cannot {action} the memory that ranks share: {source}; check the limits of memory and processes (ulimit -a)"
     )]
     Region {
-        /// What was attempted.
+        /// The attempted action.
         action: &'static str,
         /// The system's reason.
         #[source]
@@ -25,7 +25,7 @@ pub enum CommError {
     ForeignRegion {
         /// The descriptor.
         fd: i32,
-        /// What it is.
+        /// The value found.
         found: String,
     },
     /// Two processes claim one rank.
@@ -33,7 +33,7 @@ pub enum CommError {
     RankTaken {
         /// The rank.
         rank: usize,
-        /// What became of its first holder.
+        /// The fate of its first holder.
         state: String,
     },
     /// A communicator of the user's own failed.
@@ -117,11 +117,11 @@ pub enum CommError {
     Diverged {
         /// This rank.
         rank: usize,
-        /// What it issued.
+        /// The collective that it issued.
         here: String,
         /// The other rank.
         peer: usize,
-        /// What that one issued.
+        /// The collective that the other rank issued.
         there: String,
     },
     /// The communication thread is gone.
@@ -155,7 +155,7 @@ pub enum RankEnvError {
         name: &'static str,
         /// Its value.
         value: String,
-        /// What is allowed.
+        /// The allowed values.
         expected: &'static str,
     },
     /// A rank number is not below the number of ranks.

@@ -49,7 +49,7 @@ pub(super) struct Exchange {
     current: Option<Fingerprint>,
     /// Bytes read from peers in the current collective.
     wire_bytes: Cell<usize>,
-    /// What they would have been as they are in memory.
+    /// Their number without any encoding.
     exact_bytes: Cell<usize>,
     /// Whether each rank has a core to itself.
     roomy: bool,

@@ -1,4 +1,4 @@
-//! What a rank says about a collective before its data is touched.
+//! A rank's description of a collective, compared before its data is touched.
 
 use super::encoding::Wire;
 use super::kind::Kind;
@@ -20,7 +20,7 @@ pub(super) struct Fingerprint {
     pub dtype: u64,
     /// Elements of the call's argument.
     pub elements: u64,
-    /// What the buffer holds, as the caller hashes it.
+    /// The content of the buffer, as the caller hashes it.
     pub tag: u64,
 }
 

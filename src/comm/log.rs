@@ -34,7 +34,7 @@ struct Entry {
     times: Vec<f64>,
 }
 
-/// What collectives of one kind and size have cost.
+/// The cost of collectives of one kind and size.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CommLogRow {
     /// Kind of collective.
@@ -77,7 +77,7 @@ impl CommLog {
         Self { rank, world_size, kinds, verbose: config.verbose && rank == 0, entries: Mutex::default() }
     }
 
-    /// A collective whose argument has so many bytes took so long.
+    /// Adds a collective with an argument of `bytes` bytes and its time.
     pub(super) fn add(&self, kind: Kind, argument: usize, took: Duration) {
         if self.kinds.as_ref().is_some_and(|kinds| !kinds.contains(&kind)) {
             return;
@@ -105,7 +105,7 @@ impl CommLog {
         entry.total_ms += ms;
     }
 
-    /// What was logged so far.
+    /// The log so far.
     pub(crate) fn summary(&self) -> CommSummary {
         let row = |(&(kind, bytes), Entry { calls, total_ms, times }): (&(Kind, u64), &Entry)| {
             let mean = |values: Vec<f64>| trimmed_mean(&values, TRIMMED);

@@ -65,8 +65,9 @@ use std::sync::Arc;
 /// # A communicator of your own
 /// Four methods are enough: [`rank`](Self::rank), [`size`](Self::size), [`gather_bytes`](Self::gather_bytes) and
 /// [`abort`](Self::abort). All others are made of these, with the same bits as over shared memory. Override those that
-/// your network does better; of the sums and gathers, those whose names end in `_as`, which the others call. Collectives take place in the order in which they are launched, while results are waited
-/// for in any order: a thread of its own that does one after the other is a good communicator.
+/// your network does better; of the sums and gathers, those whose names end in `_as`, which the others call.
+/// Collectives take place in the order in which they are launched, while results are waited for in any order: a thread
+/// of its own that does one after the other is a good communicator.
 ///
 /// ```
 /// use candle_zero::comm::{Communicator, Pending};
@@ -133,7 +134,7 @@ pub trait Communicator: Send + Sync {
     /// Every rank receives the bytes of every rank, in rank order. All give the same number of bytes.
     fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>>;
 
-    /// Tells the other ranks that this one gives up, and why. Their collectives return an error that says so.
+    /// Tells the other ranks that this one gives up, and why. Their collectives return an error with the reason.
     fn abort(&self, why: &str);
 
     /// Sums `input` over ranks, elementwise and in rank order; every rank receives the whole sum, in the memory of
@@ -155,20 +156,20 @@ pub trait Communicator: Send + Sync {
     }
 
     /// [`all_reduce`](Self::all_reduce) in which the summands travel as `wire` says. Each element is summed by one
-    /// rank, as in [`reduce_scatter_as`](Self::reduce_scatter_as) with chunks of equal length, and the sums travel exact:
-    /// both give the same bits.
+    /// rank, as in [`reduce_scatter_as`](Self::reduce_scatter_as) with chunks of equal length, and the sums travel
+    /// exact: both give the same bits.
     fn all_reduce_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
         by_gather(self).all_reduce(wire, input, tag)
     }
 
-    /// [`reduce_scatter`](Self::reduce_scatter) in which elements travel as `wire` says. The part that a rank adds to its
-    /// own does not travel, and is not rounded.
+    /// [`reduce_scatter`](Self::reduce_scatter) in which elements travel as `wire` says. The part that a rank adds to
+    /// its own does not travel, and is not rounded.
     fn reduce_scatter_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
         by_gather(self).reduce_scatter(wire, input, tag)
     }
 
-    /// [`all_gather`](Self::all_gather) in which elements travel as `wire` says. All ranks receive the same values: those
-    /// that they would take from the wire, also of their own shard.
+    /// [`all_gather`](Self::all_gather) in which elements travel as `wire` says. All ranks receive the same values:
+    /// those that they would take from the wire, also of their own shard.
     fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
         by_gather(self).all_gather(wire, shard, tag)
     }
@@ -188,8 +189,8 @@ pub trait Communicator: Send + Sync {
         CommReport::default()
     }
 
-    /// From now on, collectives are logged in `log`, or in none. A communicator of your own, and that of a world of one,
-    /// need not log.
+    /// From now on, collectives are logged in `log`, or in none. A communicator of your own, and that of a world of
+    /// one, need not log.
     fn log_into(&self, log: Option<Arc<CommLog>>) {
         _ = log;
     }

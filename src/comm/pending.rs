@@ -47,8 +47,8 @@ impl<T> Pending<T> {
     /// Waits for the result.
     ///
     /// # Errors
-    /// [`CommError`](crate::error::CommError): a peer died, gave up, left, fell silent or diverged, or the time limit is
-    /// over.
+    /// [`CommError`](crate::error::CommError): a peer died, gave up, left, fell silent or diverged, or the time limit
+    /// is over.
     pub fn wait(self) -> Result<T> {
         match self.0 {
             State::Ready(value) => Ok(value),

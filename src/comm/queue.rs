@@ -6,9 +6,9 @@
 //! ```
 //!
 //! Whoever runs jobs holds the worker and takes the first, so the order of issue holds whoever that is. A thread that
-//! waits would only look on while another one is woken, runs the job and wakes it again, which takes longer than a short
-//! collective itself. For the same reason the comm thread is not woken for short ones: they begin when somebody waits
-//! for them, with the next long one, or after [`GRACE`].
+//! waits would only look on while another one is woken, runs the job and wakes it again, which takes longer than a
+//! short collective itself. For the same reason the comm thread is not woken for short ones: they begin when somebody
+//! waits for them, with the next long one, or after [`GRACE`].
 
 use super::collectives;
 use super::counters::Counters;
@@ -33,7 +33,7 @@ const GRACE: Duration = Duration::from_millis(5);
 
 type Job = Box<dyn FnOnce(&mut Worker) + Send>;
 
-/// What is launched and not begun, and the means to run it.
+/// The jobs that are launched and not begun, and the means to run them.
 struct Queue {
     jobs: Mutex<Jobs>,
     /// Tells the comm thread that `jobs` is urgent or closed.
@@ -139,7 +139,7 @@ pub struct Shared {
     log: Mutex<Option<Arc<CommLog>>>,
 }
 
-/// What running a job takes.
+/// The means to run a job.
 struct Worker {
     exchange: Exchange,
     voice: Arc<Voice>,

@@ -9,8 +9,9 @@
 //! `zerorun` makes the region as a memfd and the ranks inherit it: it has no name, needs no /dev/shm, and is gone
 //! with the last process. Ranks as threads share the same layout in anonymous memory.
 //!
-//! A rank's block is written by that rank alone (`cause` and the step from a living state to DEAD by the launcher). Here is
-//! where each word lies; the order in which they are written and read is in [`super::pieces`] and [`super::state`].
+//! A rank's block is written by that rank alone (`cause` and the step from a living state to DEAD by the launcher).
+//! Here is where each word lies; the order in which they are written and read is in [`super::pieces`] and
+//! [`super::state`].
 
 use crate::error::{CommError, Error, Result};
 use memmap2::{MmapOptions, MmapRaw};

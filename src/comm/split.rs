@@ -28,7 +28,7 @@ pub(super) fn give_each(
     })
 }
 
-/// What the peers gave to this rank in [`give_each`], in rank order; `exact` bytes each as it is in memory.
+/// The bytes that the peers gave to this rank in [`give_each`], in rank order; `exact` bytes each as it is in memory.
 pub(super) fn given(ex: &Exchange, bytes: usize, exact: usize) -> impl Iterator<Item = &[u8]> {
     let (world, rank) = (ex.size(), ex.rank());
     // Among the others, as rank r counts them.

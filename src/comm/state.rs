@@ -24,7 +24,7 @@ pub(super) enum RankState {
     Dead(String),
 }
 
-/// What the first rank to fail did.
+/// The action of the first rank to fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
     /// Its process ended badly.

@@ -2,8 +2,8 @@
 
 use std::mem::MaybeUninit;
 
-/// Copies `src` to `dst` of equal length. With `past_cache` the stores go around the caches where the CPU can do that: a
-/// plain store first reads the line that it overwrites, and drives out another one that was of use.
+/// Copies `src` to `dst` of equal length. With `past_cache` the stores go around the caches where the CPU can do that:
+/// a plain store first reads the line that it overwrites, and drives out another one that was of use.
 pub(super) fn copy(dst: &mut [MaybeUninit<u8>], src: &[u8], past_cache: bool) {
     assert_eq!(dst.len(), src.len(), "a copy between buffers of different length");
     #[cfg(target_arch = "x86_64")]

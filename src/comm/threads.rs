@@ -22,7 +22,7 @@ pub fn communicators(world_size: usize, timeout: Duration) -> Result<Vec<Arc<dyn
 /// Runs `rank` once per rank, each on a thread with a big stack, and returns the results in rank order.
 ///
 /// # Errors
-/// What a rank returned stands in its place. A panic of a rank is passed on once all have ended.
+/// The result of a rank stands in its place. A panic of a rank is passed on once all have ended.
 ///
 /// ```
 /// let sums = candle_zero::comm::threads::run(3, |comm| {

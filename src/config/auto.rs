@@ -11,7 +11,7 @@ pub(crate) const BATCH_KEYS: [&str; 3] =
     ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
 impl Walk<'_> {
-    /// Resolves the `"auto"` of a key and says its value.
+    /// Resolves the `"auto"` of a key and notes its value.
     pub fn auto(&mut self, section: &Section, key: &Key, entry: &Entry, path: String) {
         if !section.checked {
             return;
@@ -40,7 +40,7 @@ impl Walk<'_> {
         }
     }
 
-    /// What the run says of a key.
+    /// The run's value for a key.
     fn of_run(&self, path: &str) -> Option<Value> {
         let run = self.run;
         let (owner, name) = path.rsplit_once('.')?;

@@ -116,7 +116,7 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], Fault> {
     Err((0, format!("{RULE}: {found}; {fix}")))
 }
 
-/// What a train batch has to be a multiple of when one or both of the other keys are worked out.
+/// The number that must divide a train batch when one or both of the other keys are worked out.
 fn unit(positive: [Option<u64>; 3], world: u64) -> Option<u64> {
     positive[1].or(positive[2]).unwrap_or(1).checked_mul(world)
 }

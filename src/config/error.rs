@@ -1,4 +1,4 @@
-//! What is wrong with a configuration, and where.
+//! The problems of a configuration, and their places.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -26,9 +26,9 @@ pub enum ConfigError {
         origin: String,
         /// Where.
         place: Place,
-        /// What may stand there.
+        /// The allowed values.
         expected: String,
-        /// What stands there.
+        /// The value found.
         found: String,
     },
     /// A key stands twice in one object.
@@ -48,7 +48,7 @@ pub enum ConfigError {
     Problems {
         /// The file, "the configuration text" or "the configuration value".
         origin: String,
-        /// What is wrong; at least one.
+        /// The problems; at least one.
         problems: Vec<ConfigProblem>,
     },
     /// A run of no ranks was asked for.
@@ -81,7 +81,7 @@ pub enum ConfigError {
     /// A script was started without its configuration.
     #[error("{problem}; start it as: {program} --ds_config FILE")]
     Argument {
-        /// What is wrong with the arguments.
+        /// The problem with the arguments.
         problem: String,
         /// The program as it was started.
         program: String,
@@ -153,7 +153,7 @@ pub struct ConfigProblem {
     pub path: String,
     /// Where the key or its value is; `None`: the key is absent, or the source is no text.
     pub place: Option<Place>,
-    /// What was found, what is allowed, and how to fix it.
+    /// The value found, the allowed values, and how to fix it.
     pub message: String,
 }
 

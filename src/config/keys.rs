@@ -1,4 +1,4 @@
-//! The one table of DeepSpeed's keys: path, type, default, meaning, and what becomes of each here.
+//! The one table of DeepSpeed's keys: path, type, default, meaning and treatment.
 //!
 //! Everything else reads it: the walk over a file, the nearest known key of a misspelt one, the printed configuration
 //! and docs/config.md. Defaults are those of DeepSpeed 0.19.8's source.

@@ -1,10 +1,10 @@
-//! What a run tells about itself: the sections of monitors, loggers and profilers.
+//! The output of a run: the sections of monitors, loggers and profilers.
 
 use super::walk::{Walk, set};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
-/// The sections and keys that say what is told while a job trains. None of them changes training.
+/// The sections and keys that choose the output of a job while it trains. None of them changes training.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Monitoring {
     /// `tensorboard`, where it is enabled: rank 0 writes event files.

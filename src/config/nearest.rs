@@ -5,10 +5,10 @@ use super::keys::{Kind, Section, sections};
 
 /// How alike two names have to be, from 0 to 1, before one is suggested for the other.
 const ALIKE: f64 = 0.5;
-/// The same for a key of another section: a chance likeness is more probable among so many.
+/// The same for a key of another section: a chance likeness is more probable among so many keys.
 const ALIKE_ELSEWHERE: f64 = 0.8;
 
-/// What to say about a key that its section does not have.
+/// The message about a key that its section does not have.
 pub(crate) fn advice(section: &Section, name: &str) -> (Rule, String) {
     let place = if section.path.is_empty() { "at the top level".into() } else { format!("of `{}`", section.path) };
     if section.path.rsplit('.').next() == Some(name) && section.key("enabled").is_some() {
@@ -44,7 +44,7 @@ fn elsewhere<'a>(here: &'a Section, name: &'a str) -> impl Iterator<Item = (&'a 
         .map(move |(section, own)| (section, own, likeness(name, own)))
 }
 
-/// The canonical names of a section, without what nobody should be led to.
+/// The canonical names of a section, without those that nobody should be led to.
 fn names(section: &Section) -> impl Iterator<Item = &'static str> {
     section
         .keys

@@ -1,10 +1,10 @@
-//! What is said about a configuration that is taken.
+//! Notes about an accepted configuration.
 
-/// One thing that has to be said about a configuration, once, by path.
+/// A note about a configuration, printed once, with the key's path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Note {
     /// Path of the key, such as `zero_optimization.contiguous_gradients`.
     pub path: String,
-    /// What is to be known.
+    /// The text of the note.
     pub message: String,
 }

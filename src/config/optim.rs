@@ -223,7 +223,7 @@ fn untested(walk: &mut Walk<'_>, name: Option<&str>, stage: ZeroStage) {
                     stage 1 to 3 need it";
         walk.note("zero_allow_untested_optimizer", text);
     }
-    // Said whatever its value, as its default promises something too.
+    // Noted whatever its value, because its default promises something too.
     let key = "zero_force_ds_cpu_optimizer";
     if walk.given.contains_key(key) && walk.bool(key) {
         walk.note(key, "accepted and has no effect here: there is one optimizer for memory and files");

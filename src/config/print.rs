@@ -24,7 +24,7 @@ impl Config {
         set(&mut tree, "scheduler", self.scheduler.as_ref().map_or(Value::Null, scheduler_json));
         self.precision_json(&mut tree);
         self.checkpointing_json(&mut tree);
-        // Where there is no such section, it says false.
+        // Without such a section it is false.
         let has_writer = tree.get("checkpoint").is_some_and(|section| section["writer"].is_object());
         for (key, value) in [("decoupled", self.saves_in_background), ("show_statistics", self.shows_save_statistics)] {
             if value || has_writer {
@@ -123,7 +123,7 @@ impl Config {
         }
     }
 
-    /// What is offloaded; a recorded section that has no effect at this stage stays as it is.
+    /// The offload sections; a recorded section that has no effect at this stage stays as it is.
     fn offload_json(&self, tree: &mut Map<String, Value>) {
         let zero = &self.zero;
         let optimizer = zero.offload_optimizer.as_ref().map(|offload| {

@@ -10,7 +10,7 @@ use crate::layout::ZeroStage;
 use candle_core::DType;
 use serde_json::Value;
 
-/// What is wrong with a tree, in file order, and what else has to be said about it.
+/// The problems of a tree, in file order, and the notes about it.
 pub(super) struct Refused {
     pub problems: Vec<ConfigProblem>,
     pub notes: Vec<Note>,
@@ -43,7 +43,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
     let Some(batch) = batch.filter(|_| walk.problems.is_empty()) else {
         // Problems without a place go last.
         walk.problems.sort_by_key(|problem| problem.place.map_or((true, None), |place| (false, Some(place))));
-        // What is refused was not accepted.
+        // A refused key was not accepted.
         walk.notes.retain(|note| walk.problems.iter().all(|problem| problem.path != note.path));
         return Err(Refused { problems: walk.problems, notes: walk.notes });
     };

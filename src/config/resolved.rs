@@ -55,10 +55,10 @@ pub struct Config {
     pub saves_in_background: bool,
     /// `checkpoint.writer.show_statistics`: rank 0 says how many bytes a checkpoint has and how fast they were written.
     pub shows_save_statistics: bool,
-    /// What has to be said about this file: accepted without effect, translated, not supported.
+    /// The notes about this file: keys accepted without effect, translated, or not supported.
     pub notes: Vec<Note>,
     /// Every key of DeepSpeed's with its resolved value, also those without effect here; see
-    /// [`Config::to_deepspeed_json`]. The fields above win over it.
+    /// [`Config::to_deepspeed_json`]. The fields above take precedence.
     pub recorded: serde_json::Map<String, serde_json::Value>,
 }
 
@@ -129,7 +129,7 @@ pub enum GradientOp {
 pub enum TagValidation {
     /// All ranks take rank 0's.
     Ignore,
-    /// The same, and rank 0 says so (default).
+    /// The same, with a message from rank 0 (default).
     Warn,
     /// An error on all ranks.
     Fail,
@@ -211,8 +211,8 @@ impl OffloadTo {
 pub struct OffloadOptimizer {
     /// `device`.
     pub to: OffloadTo,
-    /// `buffer_count`: what the step works in has together at most the elements of so many of the largest sub-group.
-    /// Default 4.
+    /// `buffer_count`: the buffers of the step together have at most the elements of this many of the largest
+    /// sub-group. Default 4.
     pub buffer_count: usize,
     /// `pipeline_read`: read what comes next while the step computes. Default false.
     pub pipeline_read: bool,
@@ -366,7 +366,7 @@ pub struct MuonConfig {
     pub weight_decay: f64,
     /// Default gram.
     pub ns_method: NsMethod,
-    /// What trains the parameters that are no matrices. Its `lr` is `adam_lr`: default `lr`, else 3e-4.
+    /// The optimizer of the parameters that are no matrices. Its `lr` is `adam_lr`: default `lr`, else 3e-4.
     pub adam: AdamConfig,
 }
 

@@ -1,6 +1,6 @@
-//! What a run knows before it reads its configuration.
+//! Values that a run knows before it reads its configuration.
 
-/// What `"auto"` stands for where the run decides; see [`Config::load_for`](super::Config::load_for).
+/// The values of `"auto"` where the run decides; see [`Config::load_for`](super::Config::load_for).
 ///
 /// Any other key that says `"auto"` has its default.
 #[derive(Debug, Clone, Copy, PartialEq)]

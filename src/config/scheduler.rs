@@ -180,7 +180,7 @@ fn one_cycle(walk: &mut Walk<'_>, optimizer: Option<&OptimizerConfig>) -> Option
     Some(cycle)
 }
 
-/// What has to be said about a momentum that goes down and up.
+/// The note about a momentum that falls and rises.
 fn cycled_momentum(walk: &mut Walk<'_>, cycle: &OneCycleConfig, optimizer: Option<&OptimizerConfig>) {
     if optimizer.is_some_and(|optimizer| !optimizer.has_betas()) {
         let text = "has no effect on an optimizer without betas, which keeps its momentum, as in DeepSpeed";

@@ -5,8 +5,8 @@ use serde_json::{Map, Value, json};
 
 /// A JSON Schema (draft 2020-12) of the configuration: every key with its type, bounds, default and meaning.
 ///
-/// It takes plain forms and `"auto"`. Files may say more than it knows of: strict sections also take `"3"` for 3 and
-/// `"true"` for true. Rules between keys are not in it; `zerorun check` knows them all.
+/// It takes plain forms and `"auto"`. Files may contain more than it describes: strict sections also take `"3"` for 3
+/// and `"true"` for true. Rules between keys are not in it; `zerorun check` knows them all.
 pub fn json_schema() -> Value {
     let mut root = object(section(""));
     let defs = sections().skip(1).map(|section| (name(section), definition(section))).collect::<Map<_, _>>();
@@ -74,7 +74,7 @@ fn typed(schema: &mut Value, section: &Section, choices: &[&Section]) {
     }
     schema["properties"]["type"]["anyOf"] = known.into();
     schema["required"] = json!(["type"]);
-    // Which keys `params` may have, its type says.
+    // The type decides which keys `params` may have.
     schema["properties"]["params"] = json!({"type": "object", "description": "Its parameters."});
     let branches = choices.iter().map(|choice| {
         let of_type = choice.types.iter().map(one).collect::<Vec<_>>();
@@ -120,7 +120,7 @@ fn property(section: &'static Section, key: &'static Key) -> Value {
     schema
 }
 
-/// What a kind takes, without `null` and `"auto"`.
+/// The values that a kind accepts, without `null` and `"auto"`.
 fn value(kind: Kind) -> Value {
     let strings = json!({"type": "array", "items": {"type": "string"}});
     match kind {

@@ -23,8 +23,8 @@ impl Config {
     /// Reads, checks and resolves a configuration for `world_size` ranks.
     ///
     /// `source` is a path, JSON text (a string whose first character beside blanks is `{`), a [`serde_json::Value`], or
-    /// a `Config`, of which only the number of ranks is checked again. Comments (`#`, `//`, `/* */`) and trailing commas
-    /// are allowed in text. Keys without effect here are said in [`Config::notes`].
+    /// a `Config`, of which only the number of ranks is checked again. Comments (`#`, `//`, `/* */`) and trailing
+    /// commas are allowed in text. Keys without effect here are listed in [`Config::notes`].
     ///
     /// # Errors
     /// A file that cannot be read, text that is no JSON, a duplicate key, or any broken rule, with line and column.
@@ -63,9 +63,9 @@ impl Config {
     }
 }
 
-/// A configuration that has been looked at, whether it loads or not.
+/// The result of checking a configuration, whether it loads or not.
 pub(crate) struct Checked {
-    /// What has to be said about it.
+    /// The notes about it.
     pub notes: Vec<Note>,
     /// The configuration, or what is wrong with it.
     pub outcome: Result<Config>,

@@ -156,7 +156,7 @@ fn float_range(min: f64, max: f64) -> String {
     }
 }
 
-/// What a kind takes, as words of a message.
+/// The values that a kind accepts, as words of a message.
 pub(crate) fn needed(kind: Kind) -> String {
     match kind {
         Kind::Bool => "true or false".into(),
@@ -183,7 +183,7 @@ fn quoted(words: &[&str]) -> String {
     words.iter().map(|word| format!("\"{word}\"")).collect::<Vec<_>>().join(", ")
 }
 
-/// What was found, as words of a message.
+/// The value found, as words of a message.
 pub(crate) fn found(node: &Node) -> String {
     const LONGEST: usize = 40;
     match &node.value {

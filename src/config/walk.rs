@@ -6,7 +6,7 @@ use super::{ConfigProblem, Note, Place, Rule, RunValues, nearest, value};
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 
-/// What a walk brings home.
+/// The result of a walk.
 #[derive(Default)]
 pub(crate) struct Walk<'a> {
     /// Every value under DeepSpeed's names, defaults filled in.
@@ -17,7 +17,7 @@ pub(crate) struct Walk<'a> {
     pub params: HashMap<String, &'a [Entry]>,
     /// Batch keys whose value is `"auto"`.
     pub autos: Vec<String>,
-    /// What any other `"auto"` may stand for.
+    /// The run's values, for any other `"auto"`.
     pub run: RunValues,
     pub problems: Vec<ConfigProblem>,
     pub notes: Vec<Note>,

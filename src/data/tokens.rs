@@ -9,15 +9,15 @@ use std::path::{Path, PathBuf};
 /// Vocabulary of byte-level text.
 const BYTES: usize = 256;
 
-/// The default data: sources and documents of this project as they were on one day. Frozen, so that the losses of a first
-/// training run, and the tables made from them, change with the code that trains and not with every edited line.
+/// The default data: sources and documents of this project as they were on one day. Frozen, so that the losses of a
+/// first training run, and the tables made from them, change with the code that trains and not with every edited line.
 const CORPUS: &str = include_str!("corpus.txt");
 
 /// A sequence of tokens.
 #[derive(Debug)]
 pub struct TokenData {
     tokens: Tokens,
-    /// What messages call it.
+    /// Its name in messages.
     name: String,
     files: usize,
     skipped_files: usize,
@@ -112,7 +112,7 @@ impl TokenData {
         matches!(self.tokens, Tokens::Bytes(_))
     }
 
-    /// What messages call this data: its path, or that it is embedded.
+    /// The name of this data in messages: its path, or that it is embedded.
     pub fn name(&self) -> &str {
         &self.name
     }

@@ -84,7 +84,7 @@ impl EngineBuilder {
         self
     }
 
-    /// What `"auto"` in the configuration stands for.
+    /// The values of `"auto"` in the configuration.
     #[must_use]
     pub fn run_values(mut self, values: RunValues) -> Self {
         self.run_values = values;
@@ -92,7 +92,8 @@ impl EngineBuilder {
     }
 
     /// A monitor besides those of the configuration: [`JsonLines`](crate::monitor::JsonLines),
-    /// [`Prometheus`](crate::monitor::Prometheus), or your own. `open` is called on rank 0 alone, when the engine is built.
+    /// [`Prometheus`](crate::monitor::Prometheus), or your own. `open` is called on rank 0 alone, when the engine is
+    /// built.
     #[must_use]
     pub fn monitor<N: Monitor + 'static>(mut self, open: impl FnOnce() -> Result<N> + Send + 'static) -> Self {
         self.monitors.push(Box::new(|| Ok(Box::new(open()?))));
@@ -100,25 +101,26 @@ impl EngineBuilder {
     }
 
     /// An optimizer of your own, the same on all ranks. It takes precedence over the configuration's
-    /// `optimizer`. At stage 1 to 3 the configuration has to allow it: `zero_allow_untested_optimizer`, as in DeepSpeed.
+    /// `optimizer`. At stage 1 to 3 the configuration has to allow it: `zero_allow_untested_optimizer`, as in
+    /// DeepSpeed.
     #[must_use]
     pub fn optimizer(mut self, optimizer: impl Optimizer + 'static) -> Self {
         self.optimizer = Some(Arc::new(optimizer));
         self
     }
 
-    /// Parameters with a learning rate, a weight decay or betas of their own, the same on all ranks. The first group that
-    /// selects a parameter has it; what none selects forms a last group.
+    /// Parameters with a learning rate, a weight decay or betas of their own, the same on all ranks. The first group
+    /// that selects a parameter has it; what none selects forms a last group.
     #[must_use]
     pub fn parameter_groups(mut self, groups: Vec<ParameterGroup>) -> Self {
         self.parameter_groups = groups;
         self
     }
 
-    /// Records what this rank does when, as a trace for Perfetto (ui.perfetto.dev) in `file`, which appears when the last
-    /// engine of the process that records into it is dropped. Ranks that are processes write a file each, `file` with the
-    /// rank's number in its name; `zerorun --timeline` makes one of all, and takes precedence. Default: the file that the
-    /// environment variable `CANDLE_ZERO_TIMELINE` names, nothing without it.
+    /// Records what this rank does when, as a trace for Perfetto (ui.perfetto.dev) in `file`, which appears when the
+    /// last engine of the process that records into it is dropped. Ranks that are processes write a file each, `file`
+    /// with the rank's number in its name; `zerorun --timeline` makes one of all, and takes precedence. Default: the
+    /// file that the environment variable `CANDLE_ZERO_TIMELINE` names, nothing without it.
     #[must_use]
     pub fn timeline(mut self, file: impl Into<PathBuf>) -> Self {
         self.timeline = Some(file.into());

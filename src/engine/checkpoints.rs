@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 
 impl<M> Engine<M> {
     /// Saves all state of the training run as checkpoint `tag` of the folder `dir`, and lets `latest` name it; in the
-    /// background where `checkpoint.writer.decoupled` asks for it. Without a tag it is `global_stepN`. Collective: every
-    /// rank calls it, with the same arguments; `client_state` is rank 0's. Where the tags differ after all,
+    /// background where `checkpoint.writer.decoupled` asks for it. Without a tag it is `global_stepN`. Collective:
+    /// every rank calls it, with the same arguments; `client_state` is rank 0's. Where the tags differ after all,
     /// `checkpoint.tag_validation` says what happens. Gives the folder of the checkpoint.
     ///
     /// # Errors
@@ -34,7 +34,7 @@ impl<M> Engine<M> {
     /// [`wait_for_checkpoint`](Self::wait_for_checkpoint), or when the engine is dropped.
     ///
     /// # Errors
-    /// As [`save_checkpoint`](Self::save_checkpoint). A save in the background that fails says so where it ends.
+    /// As [`save_checkpoint`](Self::save_checkpoint). A failure of a save in the background is reported where it ends.
     pub fn save_checkpoint_with(
         &mut self,
         dir: impl AsRef<Path>,
@@ -67,7 +67,7 @@ impl<M> Engine<M> {
     /// Ends a save in the background, if there is one. Collective.
     ///
     /// # Errors
-    /// What the save could not do: the checkpoints before it are untouched, and the engine can go on.
+    /// The failure of the save: the checkpoints before it are untouched, and the engine can continue.
     pub fn wait_for_checkpoint(&mut self) -> Result<()> {
         match self.saving.take() {
             Some(saving) => self.attempt(|_| saving.end()),
@@ -75,9 +75,9 @@ impl<M> Engine<M> {
         }
     }
 
-    /// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, whatever stage, number of ranks, precision
-    /// and offload it was saved with. Nothing is loaded, and none is the result, if there is no `latest` either.
-    /// Collective.
+    /// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, whatever stage, number of ranks,
+    /// precision and offload it was saved with. Nothing is loaded, and none is the result, if there is no `latest`
+    /// either. Collective.
     ///
     /// Everything that is needed is checked before anything changes. The data goes on where
     /// [`Loaded::global_samples`] says: see [`crate::data::Loader::resume`].
@@ -112,9 +112,9 @@ impl<M> Engine<M> {
         self.attempt(|engine| engine.core.export(path.as_ref(), DType::F32))
     }
 
-    /// Collective: writes whole parameters in the precision that the model computes in (DeepSpeed's call; an f32 model's
-    /// stay f32) to `file_name` in `dir`, which is created, as safetensors, at every stage and without a key that asks for
-    /// gathering. Otherwise as [`export_safetensors`](Self::export_safetensors).
+    /// Collective: writes whole parameters in the precision that the model computes in (DeepSpeed's call; an f32
+    /// model's stay f32) to `file_name` in `dir`, which is created, as safetensors, at every stage and without a key
+    /// that asks for gathering. Otherwise as [`export_safetensors`](Self::export_safetensors).
     ///
     /// # Errors
     /// As [`export_safetensors`](Self::export_safetensors).
@@ -138,7 +138,8 @@ impl<M> Engine<M> {
         self.core.whole_f32(param)
     }
 
-    /// Ends a save in the background before weights change; where that failed, the step says so when it has been made.
+    /// Ends a save in the background before weights change; if that failed, the step returns the error after it has
+    /// been made.
     pub(super) fn end_saving(&mut self) -> Result<()> {
         match self.saving.take().map_or(Ok(()), Saving::end) {
             Ok(()) => Ok(()),

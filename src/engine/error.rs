@@ -9,7 +9,7 @@ pub enum EngineError {
     OutOfOrder {
         /// The method.
         call: &'static str,
-        /// What preceded it.
+        /// The event before it.
         when: &'static str,
     },
     /// `backward` on something that is no scalar.

@@ -1,4 +1,4 @@
-//! What an engine says of itself: counters, rates, memory, traffic and times.
+//! The reports of an engine: counters, rates, memory, traffic and times.
 
 use super::Engine;
 use crate::comm::CommReport;
@@ -41,8 +41,8 @@ impl<M> Engine<M> {
     }
 
     /// Learning rate of the coming optimizer step, one per parameter group: those that the
-    /// [builder](super::EngineBuilder::parameter_groups) was given and that have parameters, in their order, then the group of all
-    /// other parameters. With Muon each group counts as two, its matrices and its other parameters.
+    /// [builder](super::EngineBuilder::parameter_groups) was given and that have parameters, in their order, then the
+    /// group of all other parameters. With Muon each group counts as two, its matrices and its other parameters.
     pub fn get_lr(&self) -> Vec<f64> {
         self.trainer.lr()
     }

@@ -3,7 +3,7 @@
 use crate::precision::Elements;
 use candle_core::DType;
 
-/// So many elements of a dtype, and room for so many, of which none is there.
+/// A number of elements of a dtype, and room for a number of them, without memory for any.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Blank {
     dtype: DType,

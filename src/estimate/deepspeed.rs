@@ -1,8 +1,9 @@
-//! What DeepSpeed's estimators say of a model: `estimate_zero2_model_states_mem_needs` and
+//! The figures of DeepSpeed's estimators for a model: `estimate_zero2_model_states_mem_needs` and
 //! `estimate_zero3_model_states_mem_needs` of DeepSpeed 0.19.8, to compare with.
 //!
-//! They are rules of thumb. No activations, buckets and prefetched parameters are counted, and 18 bytes per parameter (16-bit
-//! gradients beside f32 ones) are what DeepSpeed needs, not this engine: see [`Estimate`](super::Estimate) for that.
+//! They are rules of thumb. No activations, buckets and prefetched parameters are counted, and 18 bytes per parameter
+//! (16-bit gradients beside f32 ones) are what DeepSpeed needs, not this engine: see [`Estimate`](super::Estimate) for
+//! that.
 
 use serde::Serialize;
 
@@ -29,7 +30,7 @@ impl Machines {
     }
 }
 
-/// What goes to the host's memory at stage 3.
+/// The parts that go to the host's memory at stage 3.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Offloaded {
     /// Nothing.
@@ -40,7 +41,7 @@ pub enum Offloaded {
     OptimizerAndParameters,
 }
 
-/// What an estimator says.
+/// The figures of an estimator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Needs {
     /// Bytes of the host's memory, for each machine.
@@ -60,8 +61,8 @@ pub fn zero2(parameters: u64, machines: Machines, cpu_offload: bool) -> Needs {
     Needs { cpu_bytes: (cpu * machines.buffer_factor) as u64, gpu_bytes: gpu as u64 }
 }
 
-/// `estimate_zero3_model_states_mem_needs` of a model with `parameters` parameters, `largest_layer` of them in its largest
-/// layer. `zero_init`: parameters are partitioned as they are made, and no machine ever holds all of them.
+/// `estimate_zero3_model_states_mem_needs` of a model with `parameters` parameters, `largest_layer` of them in its
+/// largest layer. `zero_init`: parameters are partitioned as they are made, and no machine ever holds all of them.
 pub fn zero3(parameters: u64, largest_layer: u64, machines: Machines, offloaded: Offloaded, zero_init: bool) -> Needs {
     let (p, layer, all) = (parameters as f64, largest_layer as f64, machines.gpus());
     let here = 1.0 / machines.nodes as f64;

@@ -1,5 +1,5 @@
-//! What a configuration needs, before anything runs: bytes of each rank by kind and tier, bytes on the wire and of files
-//! in each step.
+//! The needs of a configuration, before anything runs: bytes of each rank by kind and tier, bytes on the wire and of
+//! files in each step.
 //!
 //! ```
 //! use candle_zero::config::Config;
@@ -14,9 +14,9 @@
 //! # Ok::<(), candle_zero::Error>(())
 //! ```
 //!
-//! The estimate reads names and shapes of the parameters, never a weight. The engine's own code lays them out and decides
-//! what travels when, on a ledger like the engine's (`rehearsal.rs`). So held bytes and traffic are those of the engine, to
-//! the byte, and so are the peaks of a model whose units run in the order in which they were built.
+//! The estimate reads names and shapes of the parameters, never a weight. The engine's own code lays them out and
+//! decides what travels when, on a ledger like the engine's (`rehearsal.rs`). So held bytes and traffic are those of
+//! the engine, to the byte, and so are the peaks of a model whose units run in the order in which they were built.
 //!
 //! | file | what |
 //! | --- | --- |
@@ -49,15 +49,15 @@ use serde::Serialize;
 /// Parameters at most: their state is counted in bytes.
 const MOST_PARAMETERS: usize = 1 << 57;
 
-/// What each rank needs.
+/// The needs of each rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Estimate {
     /// Model state of a rank, as [`Engine::memory_report`](crate::Engine::memory_report) will count it.
     ///
-    /// Held bytes are exact. So are peaks, but for what depends on how fast a disk is: gradients on their way to files, and
-    /// copies for direct access (a part of staging), are counted at their most.
+    /// Held bytes are exact. So are peaks, but for what depends on how fast a disk is: gradients on their way to files,
+    /// and copies for direct access (a part of staging), are counted at their most.
     pub memory: MemoryReport,
-    /// What a rank moves in one optimizer step.
+    /// The traffic of a rank in one optimizer step.
     pub step: Traffic,
 }
 

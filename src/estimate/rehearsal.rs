@@ -59,7 +59,7 @@ pub(super) struct Rehearsal<'a> {
 /// The number of the rank.
 const RANK: usize = 0;
 
-/// What is kept of a parameter without an optimizer: nothing, as with this one.
+/// The states of a parameter without an optimizer: none, as with this one.
 const PLAIN: OptimizerConfig =
     OptimizerConfig::Sgd(SgdConfig { lr: 0.0, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false });
 
@@ -188,7 +188,7 @@ impl<'a> Rehearsal<'a> {
         gather.end(self)
     }
 
-    /// What the ledger has counted, beside the formula.
+    /// The ledger's counts, beside the formula.
     pub fn report(&self) -> MemoryReport {
         self.ledger_report(self.plan.accumulate)
     }

@@ -1,8 +1,8 @@
-//! What an estimate depends on besides model and configuration.
+//! The circumstances that an estimate depends on besides model and configuration.
 
 use crate::offload::DiskAccess;
 
-/// What an estimate depends on besides model and configuration.
+/// The circumstances that an estimate depends on besides model and configuration.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Setting {
     /// The model computes on a GPU.

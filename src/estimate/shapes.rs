@@ -36,11 +36,11 @@ pub enum UnitRule {
 const DTYPE: DType = DType::F32;
 
 impl Shapes {
-    /// Those of the model that `build` makes, `name` for people. Its tensors are absent, so `build` must not compute with
-    /// them; at stage 3 it must not either.
+    /// Those of the model that `build` makes, `name` for people. Its tensors are absent, so `build` must not compute
+    /// with them; at stage 3 it must not either.
     ///
     /// # Errors
-    /// What `build` returns; a model without parameters.
+    /// The error of `build`; a model without parameters.
     pub fn of<M>(name: &str, build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>) -> Result<Self> {
         let registry = Registry::of_shapes(DTYPE);
         let vb = VarBuilder::from_backend(Box::new(registry.clone()), DTYPE, Device::Cpu);
@@ -112,7 +112,7 @@ impl Shapes {
         &self.name
     }
 
-    /// What has been taken for granted.
+    /// The assumptions that were made.
     pub fn assumed(&self) -> &[String] {
         &self.assumed
     }

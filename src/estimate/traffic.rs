@@ -1,4 +1,4 @@
-//! What a rank moves: collectives by kind, and bytes of files.
+//! The traffic of a rank: collectives by kind, and bytes of files.
 
 use crate::comm::{Kind, Wire};
 use candle_core::DType;
@@ -16,7 +16,7 @@ pub struct Collectives {
     pub wire_bytes: u64,
 }
 
-/// What one rank moves in one optimizer step, accumulation included.
+/// The traffic of one rank in one optimizer step, accumulation included.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Traffic {
     /// By kind, as [`CommReport`](crate::comm::CommReport) counts them; kinds that do not occur are missing.
@@ -28,7 +28,7 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// What `kind` moves; zeros if it does not occur.
+    /// The traffic of `kind`; zeros if it does not occur.
     pub fn kind(&self, kind: Kind) -> Collectives {
         self.collectives.get(&kind).copied().unwrap_or_default()
     }
@@ -41,7 +41,7 @@ impl Traffic {
         entry.wire_bytes += wire.bytes(kind, elements, dtype, world) as u64;
     }
 
-    /// What came since `before`.
+    /// The traffic since `before`.
     pub(super) fn since(&self, before: &Self) -> Self {
         let collectives = self.collectives.iter().map(|(kind, c)| {
             let b = before.kind(*kind);

@@ -1,7 +1,7 @@
 //! Where a thread's random draws are: which layer draws which numbers.
 //!
-//! The engine gives each forward of each rank a stream of its own, and a unit that recomputes its forward goes back to where
-//! the first one began.
+//! The engine gives each forward of each rank a stream of its own, and a unit that recomputes its forward goes back to
+//! where the first one began.
 
 use std::cell::Cell;
 

@@ -105,7 +105,7 @@ pub(crate) struct Slot {
     before: Mutex<Vec<Hook>>,
 }
 
-/// What runs before the operation that made a tensor is differentiated.
+/// A function that runs before the operation that made a tensor is differentiated.
 pub(crate) type Hook = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
 impl Slot {

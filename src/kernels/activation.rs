@@ -1,4 +1,5 @@
-//! Activation functions over slices, computed in f32 and rounded once: GELU by its tanh approximation, SiLU, and SwiGLU.
+//! Activation functions over slices, computed in f32 and rounded once: GELU by its tanh approximation, SiLU, and
+//! SwiGLU.
 
 use crate::kernels::element::Element;
 use crate::kernels::math;

@@ -14,7 +14,7 @@ pub(super) fn add<const N: usize>(sizes: [usize; N]) {
     MACS.set(MACS.get().wrapping_add(macs));
 }
 
-/// What this thread has asked for since it began.
+/// The operations that this thread has asked for since it began.
 pub(crate) fn macs() -> u64 {
     MACS.get()
 }

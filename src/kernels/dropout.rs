@@ -1,5 +1,5 @@
-//! Dropout whose mask is a function of a seed and of an element's position: nothing is stored for backward, and the mask
-//! depends neither on the number of threads nor on how a slice is cut into calls.
+//! Dropout whose mask is a function of a seed and of an element's position: nothing is stored for backward, and the
+//! mask depends neither on the number of threads nor on how a slice is cut into calls.
 //!
 //! The random numbers are Philox4x32-10's (Salmon et al. 2011): ten rounds of multiplications turn a counter into four
 //! words of 32 bits, with no state from one counter to the next, so that many counters go through vectors at once.
@@ -16,7 +16,7 @@ const GROUP: usize = 4 * LANES;
 const CHUNK: usize = 1 << 13;
 
 const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
-/// What the key grows by from round to round.
+/// The increment of the key from round to round.
 const KEY_STEPS: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
 const ROUNDS: usize = 10;
 

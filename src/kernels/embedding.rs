@@ -23,7 +23,8 @@ pub fn embedding<E: Element>(ids: &[u32], table: &[E], width: usize, out: &mut [
 }
 
 /// Adds the gradient of the table's rows to `grad` `[rows, width]`: the rows of `dy` at an id's
-/// positions are summed in f32, in their order, and the sum is added and rounded once. Rows whose ids do not occur are not touched.
+/// positions are summed in f32, in their order, and the sum is added and rounded once. Rows whose ids do not occur are
+/// not touched.
 ///
 /// Panics if `dy` has another number of rows than there are ids, or an id is no row of `grad`.
 pub fn embedding_backward_into<E: Element>(ids: &[u32], dy: &[E], width: usize, grad: &mut [E]) {
@@ -51,7 +52,8 @@ pub fn embedding_backward_into<E: Element>(ids: &[u32], dy: &[E], width: usize, 
     });
 }
 
-/// The (id, position) of every row of `dy`, by id and then by position: what belongs to a row of the table lies together.
+/// The (id, position) of every row of `dy`, by id and then by position: what belongs to a row of the table lies
+/// together.
 fn by_id<E>(ids: &[u32], dy: &[E], width: usize) -> Vec<(u32, u32)> {
     assert_eq!(dy.len(), ids.len() * width, "elements of {} rows of {width}", ids.len());
     let mut order: Vec<(u32, u32)> = ids.iter().copied().zip(0..).collect();

@@ -1,4 +1,4 @@
-//! What a user can get wrong about the kernels.
+//! Errors of the kernels' settings.
 
 /// The SIMD level of the kernels, best or as `CANDLE_ZERO_SIMD` says, cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -7,13 +7,13 @@ use std::sync::OnceLock;
 /// The environment variable that forces the level of every kernel of this process.
 pub(crate) const SIMD: &str = "CANDLE_ZERO_SIMD";
 
-/// What the variable holds for the best level; the same as nothing.
+/// The variable's value for the best level; the same as nothing.
 pub(crate) const AUTO: &str = "auto";
 
 /// A set of vector instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Level {
-    /// What every CPU of the architecture has. Its kernels give the same bits on every machine.
+    /// The instructions of every CPU of the architecture. Its kernels give the same bits on every machine.
     Portable,
     /// Vectors of eight f32, with the fused multiply-add (in products) and the conversions of f16 that come with them.
     #[cfg(target_arch = "x86_64")]

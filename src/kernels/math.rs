@@ -90,8 +90,8 @@ fn gelu_odds(x: f32) -> f32 {
     odds(-2.0 * GELU_SCALE * (x + GELU_CUBIC * x * x * x))
 }
 
-/// exp(x) to be added to 1. Where it would be a denormal number, with which processors compute slowly, it is not, and adds
-/// nothing all the same.
+/// exp(x) to be added to 1. Where it would be a denormal number, with which processors compute slowly, it is not, and
+/// adds nothing all the same.
 #[inline(always)]
 fn odds(x: f32) -> f32 {
     exp_from(-80.0, x)

@@ -1,8 +1,8 @@
 //! Arithmetic on slices: what the layers, the optimizers and the engine compute with on the CPU.
 //!
 //! Nothing here knows of tensors. A kernel reads elements of one storage dtype, computes in f32, and rounds a result
-//! once when it is stored. SIMD is chosen at run time ([`simd::level`]). Results have the same bits for any number of threads, and a
-//! row's result does not depend on how many other rows there are.
+//! once when it is stored. SIMD is chosen at run time ([`simd::level`]). Results have the same bits for any number of
+//! threads, and a row's result does not depend on how many other rows there are.
 
 pub(crate) mod activation;
 pub(crate) mod add;

@@ -11,8 +11,8 @@ use crate::kernels::wide::{get, narrow, put, vectorized, widen};
 /// Rows that one task computes. Part of the summation order of the parameters' gradients: a constant.
 const ROWS_PER_TASK: usize = 64;
 
-/// y = (x - mean) / sqrt(variance + eps) * weight + bias for rows of `weight.len()` elements; the variance is the biased
-/// one. `stats` receives each row's mean and 1 / sqrt(variance + eps).
+/// y = (x - mean) / sqrt(variance + eps) * weight + bias for rows of `weight.len()` elements; the variance is the
+/// biased one. `stats` receives each row's mean and 1 / sqrt(variance + eps).
 ///
 /// Panics if the slices do not fit; so do all functions here.
 pub fn layer_norm<E: Element>(x: &[E], weight: &[E], bias: &[E], eps: f32, y: &mut [E], stats: &mut [[f32; 2]]) {
@@ -111,7 +111,8 @@ pub fn rms_norm<E: Element>(x: &[E], weight: &[E], eps: f32, y: &mut [E], stats:
     });
 }
 
-/// The gradients of [`rms_norm`]'s input and weight, those that are wanted; as [`layer_norm_backward`], without the means.
+/// The gradients of [`rms_norm`]'s input and weight, those that are wanted; as [`layer_norm_backward`], without the
+/// means.
 pub fn rms_norm_backward<E: Element>(
     x: &[E],
     weight: &[E],
@@ -139,8 +140,8 @@ pub fn rms_norm_backward<E: Element>(
     );
 }
 
-/// Both norms' backward. `normalize(row, x, h)` computes the normalized row h and returns its factor, and by what the sum
-/// of d enters: 1 / width where forward subtracted the mean, else 0.
+/// Both norms' backward. `normalize(row, x, h)` computes the normalized row h and returns its factor, and by what the
+/// sum of d enters: 1 / width where forward subtracted the mean, else 0.
 fn normalized_backward<E: Element>(
     x: &[E],
     weight: Vec<f32>,

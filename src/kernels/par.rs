@@ -1,6 +1,6 @@
 //! Parallelism of the kernels: a fixed list of tasks, taken dynamically by the threads of rayon's current pool.
 //!
-//! What a task computes never depends on the thread that takes it, so results have the same bits for any number of
+//! The result of a task never depends on the thread that takes it, so results have the same bits for any number of
 //! threads.
 
 use rayon::prelude::*;
@@ -40,7 +40,7 @@ pub fn for_each(n_tasks: usize, task: impl Fn(usize) + Sync) {
 ///
 /// Parts of different indices never overlap.
 pub unsafe trait Parts: Sync {
-    /// What one task gets.
+    /// The part of one task.
     type Part;
 
     /// The part with this index.

@@ -1,5 +1,5 @@
-//! Rotary position embedding (Su et al. 2021) in Hugging Face's convention: element i of a head's first half and element
-//! i of its second half are one pair, turned by position * base^(-2 i / head).
+//! Rotary position embedding (Su et al. 2021) in Hugging Face's convention: element i of a head's first half and
+//! element i of its second half are one pair, turned by position * base^(-2 i / head).
 
 use crate::kernels::element::Element;
 use crate::kernels::par::{Chunks, for_each_part};

@@ -1,4 +1,5 @@
-//! Reductions over one row, in a fixed order that vectorizes: running vectors of sixteen lanes, then the lanes pairwise.
+//! Reductions over one row, in a fixed order that vectorizes: running vectors of sixteen lanes, then the lanes
+//! pairwise.
 
 /// Numbers of a vector.
 const LANES: usize = 16;

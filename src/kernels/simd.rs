@@ -8,11 +8,11 @@ pub(crate) use super::level::{Level, level};
 
 /// A loop, with the data that it runs over.
 pub(crate) trait Loop {
-    /// What it finds out.
+    /// Its result.
     type Output;
 
-    /// Runs it. Mark it `#[inline(always)]`, with everything that it calls per element: only what is inlined is compiled
-    /// for the level.
+    /// Runs it. Mark it `#[inline(always)]`, with everything that it calls per element: only what is inlined is
+    /// compiled for the level.
     fn run(self) -> Self::Output;
 }
 

@@ -4,8 +4,8 @@
 use crate::kernels::element::{Element, Kind};
 use crate::kernels::simd::{Loop, level};
 
-/// The value of an expression, compiled for the widest vector instructions of this machine: it and what is inlined into it
-/// (functions and closures that are called in it should be `#[inline(always)]`).
+/// The value of an expression, compiled for the widest vector instructions of this machine: it and what is inlined into
+/// it (functions and closures that are called in it should be `#[inline(always)]`).
 macro_rules! vectorized {
     ($body:expr $(,)?) => {
         $crate::kernels::wide::dispatch(

@@ -1,4 +1,4 @@
-//! What `zerorun` itself prints, and the exit code that goes with it.
+//! The messages of `zerorun` itself, and the exit codes that go with them.
 
 use crate::Error;
 use std::fmt::Display;

@@ -6,14 +6,14 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// What was to be started is neither a Rust file nor an executable.
+    /// The script is neither a Rust file nor an executable.
     #[error("cannot start {}: {found}; {fix}", path.display())]
     NotStartable {
         /// The path as it was typed.
         path: PathBuf,
-        /// What is at that path.
+        /// The finding at that path.
         found: String,
-        /// What to give instead.
+        /// The remedy.
         fix: String,
     },
     /// The manifest in front of a script (its frontmatter) cannot be used.
@@ -23,9 +23,9 @@ pub enum LaunchError {
         path: PathBuf,
         /// Line in the script, counted from 1.
         line: usize,
-        /// What was found.
+        /// The problem.
         problem: String,
-        /// What is allowed.
+        /// The remedy.
         fix: String,
     },
     /// No folder for the packages that are generated from scripts.
@@ -39,7 +39,7 @@ pub enum LaunchError {
     CargoNotStarted {
         /// The cargo program that was tried.
         cargo: String,
-        /// What was to be built.
+        /// The target.
         script: PathBuf,
         /// The system's reason.
         source: std::io::Error,
@@ -57,7 +57,7 @@ pub enum LaunchError {
         script: PathBuf,
         /// Folder of the package that was built.
         package: PathBuf,
-        /// What cargo did.
+        /// The failure of cargo.
         problem: String,
     },
     /// A rank's process could not be started.
@@ -73,7 +73,7 @@ pub enum LaunchError {
     /// Signals, pipes or threads that the launcher itself needs could not be set up.
     #[error("cannot set up the launcher: {what}: {source}")]
     Setup {
-        /// What was attempted.
+        /// The attempted action.
         what: &'static str,
         /// The system's reason.
         source: std::io::Error,

@@ -1,4 +1,5 @@
-//! The manifest in front of a script, in the syntax of Rust's frontmatter (RFC 3503) as cargo scripts use it (RFC 3502).
+//! The manifest in front of a script, in the syntax of Rust's frontmatter (RFC 3503) as cargo scripts use it (RFC
+//! 3502).
 //!
 //! An optional first line `#!...`, then lines of white space only, then a fence of three or more dashes, perhaps
 //! followed by the word `cargo`; then TOML; then the same fence. rustc refuses it on stable Rust, so the lines are
@@ -14,7 +15,7 @@ pub(super) struct Parts {
     pub(super) code: String,
 }
 
-/// What is wrong with a frontmatter.
+/// The problem of a frontmatter.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Problem {
     /// Line in the script, from 1.

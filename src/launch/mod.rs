@@ -1,10 +1,10 @@
 //! Starting a program on N ranks.
 //!
-//! `zerorun train.rs` goes one way: `script` finds the package that the file belongs to or generates one (`package`; its
-//! manifest may stand in front of the code, see `frontmatter`), `build` lets cargo make the executable, and `ranks` starts it
-//! N times, carries its output (`output`, `tail`) and its signals (`signals`), and stops everything when a rank fails
-//! (`report`); `restarts` decides whether it starts again. What `zerorun` itself prints goes through `console`. On the other
-//! side `comm/env.rs` reads the variables that the launcher has set.
+//! `zerorun train.rs` goes one way: `script` finds the package that the file belongs to or generates one (`package`;
+//! its manifest may stand in front of the code, see `frontmatter`), `build` lets cargo make the executable, and `ranks`
+//! starts it N times, carries its output (`output`, `tail`) and its signals (`signals`), and stops everything when a
+//! rank fails (`report`); `restarts` decides whether it starts again. What `zerorun` itself prints goes through
+//! `console`. On the other side `comm/env.rs` reads the variables that the launcher has set.
 
 pub(crate) mod build;
 pub(crate) mod console;

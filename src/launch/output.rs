@@ -39,7 +39,7 @@ enum Piece<'a> {
 struct Splitter {
     /// Behind the last line end or carriage return.
     pending: Vec<u8>,
-    /// What stood before the last carriage return of this line.
+    /// The text before the last carriage return of this line.
     redrawn: Vec<u8>,
     returned: bool,
 }

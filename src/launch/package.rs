@@ -15,7 +15,7 @@ use toml::{Table, Value};
 const OWN_DIR: &str = env!("CARGO_MANIFEST_DIR");
 const OWN_NAME: &str = env!("CARGO_PKG_NAME");
 const OWN_VERSION: &str = env!("CARGO_PKG_VERSION");
-/// What a script without a manifest gets besides: the versions that this package itself uses.
+/// The further dependencies of a script without a manifest: the versions that this package itself uses.
 const COMPANIONS: [(&str, &str); 3] = [("anyhow", "1.0"), ("candle-core", "0.11.1"), ("candle-nn", "0.11.1")];
 
 /// Keys that describe other targets than the script, or another place for it.

@@ -28,9 +28,11 @@ use std::time::{Duration, Instant};
 const PATIENCE_BY_THEMSELVES: Duration = Duration::from_secs(2);
 /// How long they may take after SIGTERM.
 const PATIENCE_AFTER_TERM: Duration = Duration::from_secs(2);
-/// How long the ranks may take after a signal to the launcher (time for a checkpoint; Slurm and Kubernetes give as much).
+/// How long the ranks may take after a signal to the launcher (time for a checkpoint; Slurm and Kubernetes give as
+/// much).
 const PATIENCE_AFTER_SIGNAL: Duration = Duration::from_secs(30);
-/// `timeout` and some schedulers send a signal to the launcher and to its process group: it comes twice and counts once.
+/// `timeout` and some schedulers send a signal to the launcher and to its process group: it comes twice and counts
+/// once.
 const SAME_SIGNAL: Duration = Duration::from_millis(250);
 /// Should the news of a child's end be lost, it is seen this much later.
 const TICK: Duration = Duration::from_millis(500);
@@ -40,7 +42,7 @@ const RESTART: &str = "ZERORUN_RESTART";
 /// The same as torchrun names it.
 const TORCH_RESTART: &str = "TORCHELASTIC_RESTART_COUNT";
 
-/// What to start.
+/// The job to start.
 #[derive(Debug)]
 pub(crate) struct Job {
     /// Absolute path of the executable.

@@ -44,7 +44,7 @@ impl std::fmt::Display for Ended {
     }
 }
 
-/// What the launcher had asked of a rank before it ended.
+/// The launcher's request to a rank before it ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Request {
     /// Nothing: it ended by itself.
@@ -73,7 +73,7 @@ pub(super) struct Culprit {
 }
 
 impl Culprit {
-    /// What it did, as a sentence about "it".
+    /// Its end, as a sentence about "it".
     fn deed(&self) -> String {
         let Fate { ended, request, .. } = self.fate;
         let end = match request {
@@ -101,7 +101,8 @@ pub(super) fn headline(first: &Culprit, after: Duration, ranks: usize) -> String
     format!("zerorun: rank {} {which}: {} after {after:.1} s", first.fate.rank, first.deed())
 }
 
-/// The message about a run that `first` brought down, its headline first; `words` are its own about that. `fates` are those of all ranks.
+/// The message about a run that `first` brought down, its headline first; `words` are its own about that. `fates` are
+/// those of all ranks.
 pub(super) fn of_failure(first: &Culprit, after: Duration, words: &[String], fates: &[Fate]) -> String {
     let mut text = headline(first, after, fates.len());
     let first = first.fate;

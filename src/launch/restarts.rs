@@ -14,7 +14,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// A run that fails earlier died soon: what brought it down is perhaps still there.
 const SOON: Duration = Duration::from_secs(60);
-/// A run that fails earlier never got going: perhaps this host cannot carry so many ranks any more.
+/// A run that fails earlier never got going: perhaps this host can no longer carry this many ranks.
 const AT_ONCE: Duration = Duration::from_secs(10);
 
 /// When a job is started again.
@@ -44,7 +44,7 @@ struct Next {
 }
 
 impl Rule {
-    /// What follows the failed runs of a job, oldest first; `None` when no restart is left.
+    /// The restart after the failed runs of a job, oldest first; `None` when no restart is left.
     ///
     /// Two runs in a row that had the same number of ranks and failed within 10 s take one rank away, down to
     /// `min_ranks`. Ranks that were taken away do not come back.

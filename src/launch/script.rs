@@ -1,4 +1,4 @@
-//! What the named file is: a program, a target of the cargo package around it, or a package of its own.
+//! The kind of the named file: a program, a target of the cargo package around it, or a package of its own.
 
 use super::build::{Build, Kind};
 use super::frontmatter::{self, Parts};
@@ -7,7 +7,7 @@ use std::io::ErrorKind;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-/// What is to be started.
+/// The program to start.
 #[derive(Debug)]
 pub(crate) enum Target {
     /// An executable, started as it is.

@@ -1,4 +1,4 @@
-//! What a rank wrote last to stderr: the lines in which its failure is explained once more at the very end, below the
+//! The last lines of a rank on stderr: those in which its failure is explained once more at the very end, below the
 //! echoes of all other ranks.
 
 use crate::error::begins_backtrace;
@@ -41,7 +41,7 @@ impl Tail {
     }
 }
 
-/// What `fn main() -> Result` prints, what command-line programs print, and what a panic prints.
+/// The forms in which `fn main() -> Result`, command-line programs and panics print errors.
 fn begins_message(line: &str) -> bool {
     line.starts_with("Error: ") || line.starts_with("error: ") || line.contains("panicked at ")
 }

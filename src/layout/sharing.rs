@@ -10,12 +10,12 @@ pub struct Sharing {
     world_size: usize,
     /// A rank owns its shard of a parameter, not the whole.
     sharded: bool,
-    /// Room is a multiple of so many elements.
+    /// Room is a multiple of this many elements.
     step: usize,
     /// Elements of weights that stay in memory, where others lie in a file.
     weights_in_memory: Option<usize>,
     sub_group_size: usize,
-    /// By class.
+    /// The open sub-group of each class.
     rules: Vec<SubGroups>,
     /// Elements of weights so far; nothing from the first on that does not stay.
     kept: Option<usize>,
@@ -49,8 +49,8 @@ impl Sharing {
         Self { step, weights_in_memory, ..self }
     }
 
-    /// Lays the share of a parameter of `numel` elements. Parameters of different classes (numbers from 0) lie in different
-    /// sub-groups, as not the same is kept of them.
+    /// Lays the share of a parameter of `numel` elements. Parameters of different classes (numbers from 0) lie in
+    /// different sub-groups, as not the same is kept of them.
     pub fn push(&mut self, numel: usize, class: usize) -> Place {
         let shard = shard_len(numel, self.world_size);
         let share = if self.sharded { shard } else { numel };

@@ -25,7 +25,7 @@ pub enum ZeroStage {
     Three,
 }
 
-/// What a stage shards.
+/// The parts of the state that a stage shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Placement {
     /// Parameters in the model's dtype.

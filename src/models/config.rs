@@ -1,4 +1,4 @@
-//! What the models' configurations have in common: presets by name, and refusals.
+//! The common parts of the models' configurations: presets by name, and refusals.
 
 use crate::error::{Error, ModelError, Result};
 use std::fmt::Display;

@@ -11,7 +11,7 @@ pub enum ModelError {
         key: &'static str,
         /// Its value.
         found: String,
-        /// What it may be.
+        /// The allowed values.
         allowed: String,
     },
     /// A preset name that nobody defined.

@@ -1,4 +1,4 @@
-//! What language models have in common: logits, loss and generation over a stack of blocks.
+//! The common parts of language models: logits, loss and generation over a stack of blocks.
 
 use super::{TokenRng, next_token};
 use crate::error::ModelError;
@@ -7,7 +7,7 @@ use crate::nn::{WeightLayout, linear, linear_cross_entropy, refuse};
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 
-/// What one architecture has of its own: from token ids to the states that the output projection takes.
+/// The part that differs between architectures: from token ids to the states that the output projection takes.
 pub trait Architecture: Sized {
     /// The sizes.
     type Config: Clone;
@@ -50,7 +50,7 @@ impl<A: Architecture> LanguageModel<A> {
         &self.config
     }
 
-    /// What the output projection takes, of ids that are not too many.
+    /// The input of the output projection, for ids that fit into the context.
     fn states(&self, ids: &Tensor) -> Result<Tensor> {
         let (length, context) = (ids.dims2()?.1, A::ctx(&self.config));
         if length > context {

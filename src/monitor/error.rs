@@ -30,7 +30,7 @@ pub enum MonitorError {
     Timeline {
         /// The file.
         path: PathBuf,
-        /// What is wrong, and how to fix it.
+        /// The problem, and how to fix it.
         problem: String,
     },
 }

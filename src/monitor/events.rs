@@ -1,4 +1,4 @@
-//! What a monitor is, and what it is told.
+//! The trait of a monitor, and its events.
 
 use crate::Result;
 
@@ -22,8 +22,8 @@ impl Event {
 
 /// Where events go: files, a port, or something of your own.
 ///
-/// Whatever makes a monitor opens what it writes to, so that a folder that cannot be written is an error before the first
-/// step. A monitor that fails later is dropped, which is said once, and training goes on.
+/// Whatever makes a monitor opens what it writes to, so that a folder that cannot be written is an error before the
+/// first step. A monitor that fails later is dropped with one message, and training continues.
 pub trait Monitor: Send {
     /// Takes events, in the order in which they happened. What was taken must be visible outside of the process when
     /// this returns: the process may be killed at any time.

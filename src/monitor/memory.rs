@@ -1,4 +1,4 @@
-//! What the operating system says about this process's memory.
+//! The operating system's figures for this process's memory.
 
 /// The most memory that this process ever had resident, in bytes (`VmHWM` of /proc/self/status). `None` where the
 /// system does not tell.

@@ -1,7 +1,7 @@
-//! What a run tells while it goes: metrics for programs, progress for people.
+//! The output of a run while it trains: metrics for programs, progress for people.
 //!
-//! The engine writes its [`Event`]s to the [`Monitor`]s that the configuration asks for (`tensorboard`, `csv_monitor`) and
-//! to those that its builder is given.
+//! The engine writes its [`Event`]s to the [`Monitor`]s that the configuration asks for (`tensorboard`, `csv_monitor`)
+//! and to those that its builder is given.
 
 mod crc32c;
 mod csv;

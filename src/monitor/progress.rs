@@ -33,8 +33,8 @@ struct Rhythm {
 }
 
 impl Progress {
-    /// Progress over `total` steps: a bar if standard error is a terminal (with feature `cli`), else a line every `every`
-    /// steps, or about every second. The first and the last step always show.
+    /// Progress over `total` steps: a bar if standard error is a terminal (with feature `cli`), else a line every
+    /// `every` steps, or about every second. The first and the last step always show.
     pub fn new(total: u64, every: Option<u64>) -> Self {
         #[cfg(feature = "cli")]
         if std::io::stderr().is_terminal() {

@@ -36,7 +36,7 @@ type Last = BTreeMap<String, (f64, u64)>;
 static LISTENING: AtomicUsize = AtomicUsize::new(0);
 
 impl Prometheus {
-    /// Listens on a port; 0 is a free one. Where is said once.
+    /// Listens on a port; 0 is a free one. A message names the address.
     ///
     /// # Errors
     /// [`MonitorError::PrometheusPort`]: the port is taken, or not allowed.

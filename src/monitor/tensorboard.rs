@@ -63,7 +63,8 @@ impl Monitor for TensorBoard {
     }
 }
 
-/// `events.out.tfevents.SECONDS.HOST.PROCESS.NUMBER`: TensorBoard looks for the first words, and the rest makes it unique.
+/// `events.out.tfevents.SECONDS.HOST.PROCESS.NUMBER`: TensorBoard looks for the first words, and the rest makes it
+/// unique.
 fn file_name() -> String {
     static FILES: AtomicU64 = AtomicU64::new(0);
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
@@ -141,7 +142,8 @@ impl Message {
 mod tests {
     use super::*;
 
-    /// CRC-32C as a division of polynomials, bit by bit from the highest power: no table, nothing reversed but the bytes.
+    /// CRC-32C as a division of polynomials, bit by bit from the highest power: no table, nothing reversed but the
+    /// bytes.
     fn crc_by_division(bytes: &[u8]) -> u32 {
         const DIVISOR: u64 = 0x1_1EDC_6F41;
         let bits = bytes.iter().flat_map(|byte| (0..8).map(move |bit| byte >> bit & 1));

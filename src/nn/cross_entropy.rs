@@ -16,7 +16,8 @@ use std::sync::Mutex;
 ///
 /// `logits` `[.., classes]` (f32, bf16, f16), `targets` u32 with the shape of the logits' leading dimensions. All
 /// arithmetic is f32, the mean's sum f64. The backward is (softmax - onehot) * (incoming gradient / rows), with the
-/// incoming gradient - a loss scale may be in it - taken as the f32 number it is, and rounded once to the logits' dtype.
+/// incoming gradient - a loss scale may be in it - taken as the f32 number it is, and rounded once to the logits'
+/// dtype.
 ///
 /// # Errors
 /// Shapes that do not fit, no rows at all, or a target that is no class: the message names the target, its

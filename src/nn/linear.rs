@@ -130,7 +130,7 @@ impl Sizes {
     }
 }
 
-/// What backward needs.
+/// The values that backward needs.
 struct Backward<E> {
     x: Kept,
     weight: Tensor,

@@ -13,7 +13,7 @@ pub enum WeightLayout {
     InOut,
 }
 
-/// What is done with a linear layer's result in the same pass over memory. Default: nothing.
+/// Operations on a linear layer's result in the same pass over memory. Default: none.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Then<'a> {
     /// Applied to the result.

@@ -1,7 +1,7 @@
 //! Layers whose backward is true, for training.
 //!
 //! Candle's own fast layers cannot be trained. In Candle 0.11 these go through ops **without a backward and cut the
-//! graph silently** - everything before them gets no gradient, and no error says so:
+//! graph silently** - everything before them gets no gradient, and no error reports it:
 //!
 //! - `candle_nn::ops::{softmax_last_dim, rms_norm, layer_norm, sdpa}`;
 //! - `candle_nn::rotary_emb::{rope, rope_i, rope_thd}`;

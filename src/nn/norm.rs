@@ -92,8 +92,8 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     })
 }
 
-/// What a result is made of once more: the input, and copies of the parameters, which may have left memory by then.
-/// Nothing where no backward will ask for it.
+/// The inputs from which a result is computed again: the input, and copies of the parameters, which may have left
+/// memory by then. Nothing where no backward will ask for it.
 fn remade<const N: usize>(inputs: &Inputs<N>, operands: [&Tensor; N]) -> Result<Option<[Tensor; N]>> {
     if !inputs.are_wanted() {
         return Ok(None);

@@ -7,8 +7,8 @@ use candle_core::{Result, Tensor, bail};
 
 /// a + b, elementwise, computed in f32 and rounded once.
 ///
-/// What Candle's `+` gives, with a gradient that does not travel through Candle's graph. To add the result of a linear
-/// layer to a residual stream, [`crate::nn::linear_then`] needs no pass of its own.
+/// The sum, as Candle's `+` gives it, with a gradient that does not travel through Candle's graph. To add the result of
+/// a linear layer to a residual stream, [`crate::nn::linear_then`] needs no pass of its own.
 ///
 /// # Errors
 /// Tensors of different shapes.

@@ -23,7 +23,7 @@ pub enum DiskAccess {
 impl DiskAccess {
     pub(super) const ALL: [Self; 3] = [Self::Direct, Self::Cached, Self::Mapped];
 
-    /// What is fastest for files of `bytes` bytes in all, of all ranks on this host.
+    /// The fastest access for files of `bytes` bytes in all, of all ranks on this host.
     pub(crate) fn fastest(bytes: u64, direct_is_possible: bool) -> Self {
         match () {
             () if bytes <= available_memory() / 2 => Self::Cached,

@@ -54,7 +54,7 @@ const STREAMS: [(Kind, &str, DType, bool, bool); 5] = [
 const SWEEP_BLOCKS: [usize; 3] = [256 << 10, 1 << 20, 4 << 20];
 const SWEEP_DEPTHS: [usize; 5] = [1, 4, 8, 16, 32];
 
-/// What is measured.
+/// The settings of a measurement.
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// The folder, as in `nvme_path`.
@@ -145,7 +145,7 @@ pub struct Step {
     pub balanced: Balanced,
 }
 
-/// What overlapping can gain at best: the step with a longer update, where computing takes as long as the disk needs
+/// The most that overlapping can gain: the step with a longer update, where computing takes as long as the disk needs
 /// for a step without flags.
 #[derive(Debug, Clone, Serialize)]
 pub struct Balanced {
@@ -400,7 +400,7 @@ impl Bench<'_> {
 struct Files {
     arenas: Vec<Arc<Arena>>,
     streams: Vec<Stream<Extent>>,
-    /// What the engine would choose for files that the page cache cannot hold.
+    /// The engine's choice for files that the page cache cannot hold.
     access: DiskAccess,
     elements: usize,
     /// Elements of a window of the step.

@@ -11,7 +11,7 @@ pub enum OffloadError {
     Folder {
         /// `nvme_path`.
         path: PathBuf,
-        /// What is wrong with it, and how to fix it.
+        /// The problem, and how to fix it.
         problem: String,
     },
     /// Another job offloads to the same folder.
@@ -45,9 +45,9 @@ pub enum OffloadError {
     /// A file of offloaded state could not be read, written or made larger.
     #[error("cannot {action} the file of {what} in {}: {source}; {}", path.display(), fix_of(source))]
     Io {
-        /// What was attempted, as a verb.
+        /// The attempted action, as a verb.
         action: &'static str,
-        /// What the file holds.
+        /// The content of the file.
         what: &'static str,
         /// `nvme_path`.
         path: PathBuf,
@@ -59,7 +59,7 @@ pub enum OffloadError {
     Thread(std::io::Error),
 }
 
-/// What to do about a file of offloaded state that fails.
+/// The advice about a failed file of offloaded state.
 fn fix_of(source: &std::io::Error) -> &'static str {
     match source.kind() {
         std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {

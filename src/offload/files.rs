@@ -1,4 +1,4 @@
-//! What moves states between files and memory: the threads of an [`Io`], or a rehearsal that only counts.
+//! The trait behind transfers between files and memory: the threads of an [`Io`], or a rehearsal that only counts.
 
 use super::aligned::Aligned;
 use super::arena::Extent;

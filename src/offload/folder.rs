@@ -28,7 +28,7 @@ pub(crate) struct Folder {
     device: u64,
 }
 
-/// What a rank's files have asked of a folder: what ranks tell each other to know what is missing.
+/// The space that a rank's files have asked of a folder: ranks exchange it to find out how much is missing.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Demand {
     pub device: u64,
@@ -120,7 +120,7 @@ impl Folder {
         self.got.load(Ordering::Relaxed)
     }
 
-    /// What this rank's files have asked for until now.
+    /// The space that this rank's files have asked for so far.
     pub(super) fn demand(&self) -> Demand {
         let load = |bytes: &AtomicU64| bytes.load(Ordering::Relaxed);
         Demand {
@@ -179,7 +179,8 @@ fn owner_of_lock(inode: u64) -> Option<u32> {
         let is_it = words.get(1) == Some(&"FLOCK") && words.get(5).is_some_and(|w| w.ends_with(&suffix));
         if is_it { words.get(4)?.parse().ok() } else { None }
     });
-    // File systems number their files alike, and not all show there the device that they are on: of two, neither is named.
+    // File systems number their files alike, and not all show there the device that they are on: of two, neither is
+    // named.
     owners.next().filter(|_| owners.next().is_none())
 }
 

@@ -94,7 +94,7 @@ struct Request {
 // transfer are disjoint, so each is touched by the one thread that has the request.
 unsafe impl Send for Request {}
 
-/// What a request tells its transfer.
+/// The results of a request, for its transfer.
 trait Block: Send + Sync {
     fn is_over(&self, result: std::result::Result<(), Error>, shared: &Shared);
 }
@@ -242,7 +242,7 @@ impl Shared {
         lock(&self.queue)
     }
 
-    /// What one thread does.
+    /// The work of one thread.
     fn work(&self, thread: usize) {
         let (mut bounce, mut holds) = (Bounce::default(), false);
         loop {

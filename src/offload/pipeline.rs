@@ -248,7 +248,7 @@ mod tests {
     use crate::precision::FlatRef;
     use proptest::prelude::*;
 
-    /// What the test's step does to an element; what was not read counts as zero.
+    /// The operation of the test's step on an element; an element that was not read counts as zero.
     fn next(value: f32, stream: usize) -> f32 {
         value * 0.5 + 1.0 + stream as f32
     }

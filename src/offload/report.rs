@@ -24,7 +24,7 @@ impl OffloadReport {
         if self.busy_s > 0.0 { (self.bytes_read + self.bytes_written) as f64 / self.busy_s } else { 0.0 }
     }
 
-    /// What happened since `before`, an earlier report of the same engine.
+    /// The traffic since `before`, an earlier report of the same engine.
     #[must_use]
     pub fn since(&self, before: &Self) -> Self {
         Self {

@@ -1,4 +1,4 @@
-//! What recomputing units keep, in a file from their forward to their backward.
+//! Inputs that recomputing units keep in a file from their forward to their backward.
 
 use super::aligned::ALIGN;
 use super::arena::{Arena, Piece};

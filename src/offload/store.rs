@@ -25,10 +25,10 @@ pub(crate) struct Offload {
     pub params: Option<ParamFile>,
     /// Master weights, gradients and moments.
     pub optimizer: Option<OptimizerFiles>,
-    /// What recomputing units keep; empty without `cpu_checkpointing`.
+    /// Inputs of recomputing units; empty without `cpu_checkpointing`.
     spill: Arc<Spill>,
     folders: Vec<Arc<Folder>>,
-    /// What the user asked for, instead of what is fastest.
+    /// The access that the user chose, instead of the fastest.
     access: Option<DiskAccess>,
 }
 
@@ -49,7 +49,8 @@ pub(crate) struct OptimizerFiles {
 }
 
 impl Offload {
-    /// Opens the files that `config` asks for, for an optimizer whose states `grouping` knows. Nothing if there are none.
+    /// Opens the files that `config` asks for, for an optimizer whose states `grouping` knows. Nothing if there are
+    /// none.
     pub fn open(
         config: &Config,
         grouping: &Grouping,

@@ -59,7 +59,7 @@ impl Optimizer for Adagrad {
     }
 }
 
-/// What is the same for all elements of a step.
+/// The constants of a step, the same for all elements.
 #[derive(Debug, Clone, Copy)]
 struct Scalars {
     grad_scale: f32,

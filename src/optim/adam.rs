@@ -25,7 +25,7 @@ pub(super) struct Adam {
     config: AdamConfig,
 }
 
-/// What is the same for all elements of a step, computed in f64 and rounded once.
+/// The constants of a step, the same for all elements, computed in f64 and rounded once.
 #[derive(Debug, Clone, Copy)]
 struct Scalars {
     grad_scale: f32,

@@ -28,7 +28,7 @@ pub enum OptimError {
         optimizer: String,
         /// Its states.
         names: String,
-        /// What is wrong.
+        /// The problem.
         problem: &'static str,
     },
     /// A parameter group that no optimizer can work with.
@@ -36,7 +36,7 @@ pub enum OptimError {
     ParameterGroup {
         /// Its number among those given.
         index: usize,
-        /// What is wrong, and how to fix it.
+        /// The problem, and how to fix it.
         problem: String,
     },
     /// A parameter of the learning-rate schedule that no schedule can have.
@@ -46,9 +46,9 @@ pub enum OptimError {
         key: &'static str,
         /// Its value.
         found: String,
-        /// What it may be.
+        /// The allowed values.
         allowed: &'static str,
-        /// What to do.
+        /// The remedy.
         fix: &'static str,
     },
     /// A value of a schedule that no optimizer can work with.
@@ -63,7 +63,7 @@ pub enum OptimError {
         step: i64,
         /// The value.
         found: f64,
-        /// What it may be.
+        /// The allowed values.
         allowed: &'static str,
     },
 }

@@ -40,7 +40,7 @@ pub struct ParameterGroup {
     numbers: Numbers,
 }
 
-/// What a group may have instead of the optimizer's own.
+/// The settings that a group may have instead of the optimizer's own.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(super) struct Numbers {
     pub betas: Option<(f64, f64)>,
@@ -66,7 +66,7 @@ impl ParameterGroup {
         self
     }
 
-    /// Only parameters with so many dimensions.
+    /// Only parameters with this many dimensions.
     #[must_use]
     pub fn dims(mut self, dims: RangeInclusive<usize>) -> Self {
         self.dims = Some(dims);
@@ -74,8 +74,8 @@ impl ParameterGroup {
     }
 
     /// Learning rate without a schedule, and the base of one (WarmupCosineLR, WarmupLR without `warmup_max_lr`). Other
-    /// schedules give all groups the rates of their own parameters, as in DeepSpeed; so does one of your own that has no
-    /// [`lr_of_group`](super::LrSchedule::lr_of_group).
+    /// schedules give all groups the rates of their own parameters, as in DeepSpeed; so does one of your own that has
+    /// no [`lr_of_group`](super::LrSchedule::lr_of_group).
     #[must_use]
     pub fn lr(mut self, lr: f64) -> Self {
         self.lr = Some(lr);
@@ -96,7 +96,8 @@ impl ParameterGroup {
         self
     }
 
-    /// What an adaptive optimizer adds to its denominator; without effect on one that has no such number (SGD, Lion).
+    /// The number that an adaptive optimizer adds to its denominator; without effect on one that has no such number
+    /// (SGD, Lion).
     #[must_use]
     pub fn eps(mut self, eps: f64) -> Self {
         self.numbers.eps = Some(eps);
@@ -104,8 +105,9 @@ impl ParameterGroup {
     }
 
     /// DeepSpeed's attribute of parameters: whether Muon itself trains the matrices of this group, or AdamW, whatever
-    /// their names. (What is no matrix AdamW trains.) Without it names with `embed` or `lm_head` are AdamW's, as in DeepSpeed,
-    /// so GPT-2's embeddings, `wte` and `wpe`, are trained as matrices. Other optimizers train all parameters.
+    /// their names. (What is no matrix AdamW trains.) Without it names with `embed` or `lm_head` are AdamW's, as in
+    /// DeepSpeed, so GPT-2's embeddings, `wte` and `wpe`, are trained as matrices. Other optimizers train all
+    /// parameters.
     #[must_use]
     pub fn use_muon(mut self, use_muon: bool) -> Self {
         self.use_muon = Some(use_muon);
@@ -117,7 +119,7 @@ impl ParameterGroup {
             && self.dims.as_ref().is_none_or(|dims| dims.contains(&shape.len()))
     }
 
-    /// What is wrong with its numbers.
+    /// The problem with its numbers, if any.
     fn problem(&self, optimizer: &dyn Optimizer) -> Option<String> {
         let Numbers { betas, eps, weight_decay } = self.numbers;
         for (what, number) in [("lr", self.lr), ("weight_decay", weight_decay), ("eps", eps)] {
@@ -242,9 +244,9 @@ impl Grouping {
         all
     }
 
-    /// Drops the groups without parameters, and numbers the others: the given ones in their order, then the rest; of each
-    /// the optimizer's own parameters, then its auxiliary's. `groups` has the number of each parameter's group, before and
-    /// after. Tells which of the given groups are dropped.
+    /// Drops the groups without parameters, and numbers the others: the given ones in their order, then the rest; of
+    /// each the optimizer's own parameters, then its auxiliary's. `groups` has the number of each parameter's group,
+    /// before and after. Tells which of the given groups are dropped.
     pub(super) fn settle(&self, mut groups: Vec<&mut usize>) -> (Vec<Settled>, Vec<usize>) {
         let mut used: Vec<usize> = groups.iter().map(|group| **group).collect();
         used.sort_unstable();

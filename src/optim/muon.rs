@@ -19,8 +19,9 @@ const NO_MATRICES: [&str; 2] = ["embed", "lm_head"];
 /// p  = p * (1 - lr * wd) - lr * u
 /// ```
 ///
-/// A tensor of four dimensions, a convolution's, is a matrix with its first dimension as rows, and the root is of its last
-/// two dimensions, as in DeepSpeed; of others with more than two dimensions the last two are matrices, each by itself.
+/// A tensor of four dimensions, a convolution's, is a matrix with its first dimension as rows, and the root is of its
+/// last two dimensions, as in DeepSpeed; of others with more than two dimensions the last two are matrices, each by
+/// itself.
 #[derive(Debug)]
 pub(super) struct Muon {
     config: MuonConfig,
@@ -33,7 +34,7 @@ struct Matrices {
     rows: usize,
     cols: usize,
     count: usize,
-    /// What an orthogonalized one is multiplied by.
+    /// The factor of an orthogonalized direction.
     scale: f32,
 }
 

@@ -1,14 +1,14 @@
-//! What an optimizer is: a step on slices, and what it may need besides.
+//! The trait of an optimizer: a step on slices, and what it may need besides.
 
 use crate::precision::{FlatMut, FlatRef};
 
-/// What one optimizer step needs besides the buffers.
+/// The inputs of one optimizer step besides the buffers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepContext {
     /// Learning rate in force.
     pub lr: f64,
-    /// Betas in force where a schedule or a [`ParameterGroup`](super::ParameterGroup) changes them; `None`: the optimizer's own. An optimizer
-    /// without betas ignores them.
+    /// Betas in force where a schedule or a [`ParameterGroup`](super::ParameterGroup) changes them; `None`: the
+    /// optimizer's own. An optimizer without betas ignores them.
     pub betas: Option<(f64, f64)>,
     /// `eps` where a [`ParameterGroup`](super::ParameterGroup) has one; `None`: the optimizer's own.
     pub eps: Option<f64>,
@@ -28,7 +28,7 @@ impl StepContext {
     }
 }
 
-/// What an optimizer has for momentum.
+/// The momentum of an optimizer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Momentum {
     /// The decays of two moments. A schedule may change them.
@@ -87,7 +87,7 @@ pub enum Momentum {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub trait Optimizer: Send + Sync {
-    /// What it is called in checkpoints and messages. Default: the name of its type.
+    /// Its name in checkpoints and messages. Default: the name of its type.
     fn name(&self) -> &str {
         std::any::type_name::<Self>()
     }
@@ -97,7 +97,7 @@ pub trait Optimizer: Send + Sync {
         1e-3
     }
 
-    /// What it has for momentum: betas are what a schedule such as OneCycle changes. Default: none.
+    /// Its momentum: the betas that a schedule such as OneCycle changes. Default: none.
     fn momentum(&self) -> Momentum {
         Momentum::Factor(0.0)
     }
@@ -124,7 +124,7 @@ pub trait Optimizer: Send + Sync {
         half: Option<FlatMut<'_>>,
     );
 
-    /// What comes before the update, if a step depends on more of a parameter than the element that it updates.
+    /// The pass before the update, if a step depends on more of a parameter than the element that it updates.
     fn needs(&self) -> Needs<'_> {
         Needs::Elements
     }
@@ -143,7 +143,7 @@ pub trait Optimizer: Send + Sync {
     }
 }
 
-/// What an optimizer's step in a parameter depends on.
+/// The values that an optimizer's step in a parameter depends on.
 #[derive(Clone, Copy)]
 pub enum Needs<'a> {
     /// Each element on itself alone.
@@ -157,11 +157,11 @@ pub enum Needs<'a> {
 /// An optimizer whose direction in a parameter depends on all its elements at once.
 ///
 /// Its step has three parts: [`Wholewise::momentum`] on slices, which makes a rough direction of the gradient and the
-/// states; [`Wholewise::finish`] on the whole rough direction, each parameter's on one rank; then [`Optimizer::update`] on
-/// slices, with the finished direction in the place of the gradient, in f32, and without states.
+/// states; [`Wholewise::finish`] on the whole rough direction, each parameter's on one rank; then [`Optimizer::update`]
+/// on slices, with the finished direction in the place of the gradient, in f32, and without states.
 pub trait Wholewise {
-    /// Updates the states of a slice with its gradient and writes its rough direction. Slices may come in any order; each
-    /// has to give the bits that the whole would give.
+    /// Updates the states of a slice with its gradient and writes its rough direction. Slices may come in any order;
+    /// each has to give the bits that the whole would give.
     ///
     /// # Panics
     ///
@@ -175,7 +175,8 @@ pub trait Wholewise {
     /// Bytes that [`finish`](Self::finish) allocates meanwhile.
     fn workspace(&self, shape: &[usize]) -> usize;
 
-    /// About how long [`finish`](Self::finish) takes, in any unit: parameters of like cost are finished at the same time.
+    /// About how long [`finish`](Self::finish) takes, in any unit: parameters of like cost are finished at the same
+    /// time.
     fn cost(&self, shape: &[usize]) -> u128;
 }
 
@@ -206,6 +207,6 @@ pub trait Layerwise {
     /// As [`Optimizer::update`].
     fn add_squares(&self, ctx: &StepContext, param: &[f32], grad: FlatRef<'_>, state: &[&[f32]], squares: &mut Squares);
 
-    /// What the learning rate is multiplied by in a parameter of which these are the squares.
+    /// The factor of the learning rate for a parameter with these sums of squares.
     fn trust_ratio(&self, squares: Squares) -> f64;
 }

@@ -51,8 +51,8 @@ pub trait LrSchedule: Send + Sync {
     /// The rate of the optimizer step that comes after `applied` ones: `lr(0)` is that of the first.
     fn lr(&self, applied: u64) -> f64;
 
-    /// The rate of a parameter group of that step, counted as in [`Engine::get_lr`](crate::Engine::get_lr). Default: that
-    /// of all, whatever the group's own rate.
+    /// The rate of a parameter group of that step, counted as in [`Engine::get_lr`](crate::Engine::get_lr). Default:
+    /// that of all, whatever the group's own rate.
     fn lr_of_group(&self, applied: u64, group: usize) -> f64 {
         _ = group;
         self.lr(applied)
@@ -227,7 +227,8 @@ fn validate_lists(config: &SchedulerConfig, groups: usize) -> Result<()> {
 
 impl Schedule {
     /// The schedule of a configuration's two sections for one parameter group of all parameters, with the values of the
-    /// first optimizer step in force. Without a scheduler they are the optimizer's own, and constant; without an optimizer, 0.
+    /// first optimizer step in force. Without a scheduler they are the optimizer's own, and constant; without an
+    /// optimizer, 0.
     ///
     /// # Errors
     /// [`OptimError::ScheduleParameter`] for a parameter that DeepSpeed refuses too, and for a list of rates for
@@ -397,7 +398,7 @@ mod tests {
             cycle_second_stair_count: 3,
             ..OneCycleConfig::new(0.0, 1.0)
         };
-        // In sevenths and thirds, after so many steps.
+        // In sevenths and thirds, after this many steps.
         let height = |applied: u64, stairs: f64| cycle::lr(&config, 0, counter(applied)) * stairs;
         for applied in 0..=49 {
             assert!((height(applied, 7.0) - (applied / 7) as f64).abs() < 1e-12, "{applied}");

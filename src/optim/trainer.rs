@@ -22,7 +22,7 @@ struct Group {
     schedule: Schedule,
 }
 
-/// What the parameters of one group are trained with in a step.
+/// The settings of one group's parameters in a step.
 #[derive(Clone, Copy)]
 pub(crate) struct GroupStep<'a> {
     pub optimizer: &'a dyn Optimizer,
@@ -30,11 +30,11 @@ pub(crate) struct GroupStep<'a> {
 }
 
 impl Trainer {
-    /// Settles the groups of registered parameters (the number of each one's), and gives each its schedule: the user's `own`, or the configuration's.
-    /// Also gives the numbers of the user's groups that select nothing.
+    /// Settles the groups of registered parameters (the number of each one's), and gives each its schedule: the user's
+    /// `own`, or the configuration's. Also gives the numbers of the user's groups that select nothing.
     ///
     /// # Errors
-    /// What a schedule refuses.
+    /// The errors of a schedule.
     pub fn new(
         grouping: Arc<Grouping>,
         parameter_groups: Vec<&mut usize>,
@@ -93,7 +93,7 @@ impl Trainer {
         self.groups.iter().map(|g| g.schedule.momentum()).collect()
     }
 
-    /// What each group is trained with in optimizer step `step`.
+    /// The settings of each group in optimizer step `step`.
     ///
     /// # Errors
     /// Values of a schedule that no optimizer can take.

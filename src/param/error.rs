@@ -33,9 +33,9 @@ pub enum ParamError {
     Dtype {
         /// The name.
         name: String,
-        /// What the model wants.
+        /// The model's value.
         found: String,
-        /// What the configuration says.
+        /// The configuration's value.
         expected: String,
     },
     /// A request without a shape.
@@ -63,7 +63,7 @@ pub enum ParamError {
     BadWeightFile {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         why: String,
     },
     /// A parameter without its tensor.

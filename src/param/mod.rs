@@ -1,8 +1,8 @@
 //! Parameters: registered by name while a model is built, initialized by name, whole or absent in memory.
 //!
-//! Three mechanisms of Candle carry this, each in a file: `zero/registry.rs` (a `VarBuilder` backend sees every parameter),
-//! `capture.rs` (an operation whose backward takes a parameter's complete gradient) and `tensor/residency.rs` (a tensor's
-//! storage is taken out and put back while model and graph hold the tensor).
+//! Three mechanisms of Candle carry this, each in a file: `zero/registry.rs` (a `VarBuilder` backend sees every
+//! parameter), `capture.rs` (an operation whose backward takes a parameter's complete gradient) and
+//! `tensor/residency.rs` (a tensor's storage is taken out and put back while model and graph hold the tensor).
 
 pub(crate) mod capture;
 pub(crate) mod error;
@@ -26,7 +26,7 @@ pub(crate) type UnitId = usize;
 /// The unit of parameters outside of any unit, and of those that several units use.
 pub(crate) const ROOT: UnitId = 0;
 
-/// What of a parameter is in its tensor.
+/// The part of a parameter that its tensor holds.
 #[derive(Debug)]
 pub(crate) enum Residency {
     /// All of it.
@@ -44,7 +44,7 @@ pub(crate) struct Param {
     pub unit: UnitId,
     /// Its parameter group.
     pub group: usize,
-    /// What the model holds: the result of a capture operation on an empty leaf.
+    /// The model's tensor: the result of a capture operation on an empty leaf.
     pub tensor: Tensor,
     pub residency: Mutex<Residency>,
 }

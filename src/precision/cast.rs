@@ -1,6 +1,6 @@
 //! Casts between flat buffers of different dtypes, and arithmetic across them in f32.
 //!
-//! What crosses dtypes goes through f32 blocks that stay in the first-level cache, in parallel where it is long enough.
+//! Conversions go through f32 blocks that stay in the first-level cache, in parallel where a buffer is long enough.
 
 use super::{FlatMut, FlatRef};
 use crate::kernels::Element;

@@ -36,7 +36,7 @@ pub fn has_non_finite(values: FlatRef<'_>) -> bool {
     par::any(chunks, |i| level().run(ChunkHasNonFinite(chunk(values, i))))
 }
 
-/// What gradients are divided by so that their L2 norm is at most `max_norm`: 1 or more.
+/// The divisor of gradients that brings their L2 norm to at most `max_norm`: 1 or more.
 ///
 /// `norm_unscaled` is the global norm with the loss scale divided out. `max_norm` is `gradient_clipping`; 0 switches
 /// clipping off. DeepSpeed's rule for stages 1 to 3, (norm + 1e-6) / max_norm where that is above 1, for every stage.
@@ -44,7 +44,7 @@ fn clip_factor(norm_unscaled: f64, max_norm: f64) -> f64 {
     if max_norm > 0.0 { ((norm_unscaled + CLIP_EPSILON) / max_norm).max(1.0) } else { 1.0 }
 }
 
-/// What gradients are multiplied by before the update: loss scale and clipping taken out in one product.
+/// The factor of gradients before the update: loss scale and clipping in one product.
 ///
 /// `scaled_norm` is the global norm of the gradients as they are, `loss_scale` the scale that they were made with,
 /// `clipping` is `gradient_clipping`. Exactly 1 when there is nothing to do.

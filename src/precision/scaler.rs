@@ -33,7 +33,7 @@ pub struct DynamicScale {
     window: u64,
     /// `fp16.hysteresis`: overflows in a row of which only the last halves the scale.
     patience: u32,
-    /// What is left of it.
+    /// The remaining hysteresis.
     patience_left: u32,
     /// An overflow with the scale at its minimum ends the run.
     ends_at_min: bool,
@@ -43,13 +43,13 @@ pub struct DynamicScale {
     clean: u64,
 }
 
-/// What changes of a loss scale while a run goes on.
+/// The part of a loss scale that changes during a run.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScalerState {
     /// The factor.
     pub scale: f64,
-    /// What is left of `fp16.hysteresis`.
+    /// The rest of `fp16.hysteresis`.
     pub patience_left: u32,
     /// Steps so far.
     pub steps: u64,
@@ -92,7 +92,7 @@ impl LossScaler {
         }
     }
 
-    /// What the next loss is to be multiplied by. Gradients must be divided by the scale that their loss was
+    /// The factor for the next loss. Gradients must be divided by the scale that their loss was
     /// multiplied with: read it before [`update`](Self::update).
     pub fn scale(&self) -> f64 {
         match self {

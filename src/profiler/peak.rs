@@ -1,4 +1,4 @@
-//! What this machine can do at most, measured.
+//! The machine's peak, measured.
 
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
 use crate::kernels::{Element, buffer};

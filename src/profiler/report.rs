@@ -1,4 +1,4 @@
-//! What a profile says.
+//! The report of a profile.
 
 use super::spans::{Half, Spent};
 use super::timings::StepTimings;
@@ -44,7 +44,7 @@ pub struct FlopsProfile {
     pub world_size: usize,
     /// Samples of all ranks in the step.
     pub samples: usize,
-    /// What is outside of units first, then the units in the order in which they were built.
+    /// Work outside of units first, then the units in the order in which they were built.
     pub modules: Vec<ModuleProfile>,
     /// How long the step took.
     pub timings: StepTimings,

@@ -31,7 +31,7 @@ pub(crate) struct Spent {
 
 #[derive(Default)]
 struct Spans {
-    /// What runs, since when, and what the thread had counted by then. `None` between the engine's calls.
+    /// The work that runs, its start, and the thread's count at that time. `None` between the engine's calls.
     now: Option<(Part, Instant, u64)>,
     spent: BTreeMap<Part, Spent>,
 }
@@ -98,7 +98,7 @@ pub(crate) fn clear() {
     SPANS.take();
 }
 
-/// What was recorded since [`clear`].
+/// The records since [`clear`].
 pub(crate) fn take() -> BTreeMap<Part, Spent> {
     SPANS.take().spent
 }

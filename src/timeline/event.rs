@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::fmt::Write;
 use std::sync::Arc;
 
-/// What an event is about: its category in the trace.
+/// The subject of an event: its category in the trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// A call of the engine.
@@ -90,7 +90,7 @@ impl Lane {
     }
 }
 
-/// What was done from `start` to `end`.
+/// The work from `start` to `end`.
 #[derive(Debug, Clone)]
 pub(super) struct Event {
     pub start: u64,
@@ -100,7 +100,7 @@ pub(super) struct Event {
     pub lane: usize,
     pub kind: Kind,
     pub name: &'static str,
-    /// What it was done with: a unit, parameters.
+    /// The object of the work: a unit, parameters.
     pub of: Option<Arc<str>>,
     /// Named numbers; those without a name do not count.
     pub numbers: [(&'static str, u64); 2],

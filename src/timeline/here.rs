@@ -1,4 +1,4 @@
-//! What the present thread records: spans, sections that follow one another, and what other threads do for it.
+//! The records of the present thread: spans, sections that follow one another, and what other threads do for it.
 
 use super::event::{Event, Kind, Lane};
 use super::now;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 struct Context {
     /// The engine that it works for, and its lane there.
     track: Option<(Arc<Track>, Lane)>,
-    /// What that is about.
+    /// The subject of that.
     of: Option<Arc<str>>,
     /// Sections that have not ended, from the outside in.
     sections: Vec<Span>,
@@ -37,7 +37,7 @@ impl Span {
         Self(Some((track, Event { start, end: start, rank, lane, kind, name, of: None, numbers: [("", 0); 2] })))
     }
 
-    /// What it is done with.
+    /// The object of the work.
     pub fn of(mut self, of: impl FnOnce() -> String) -> Self {
         if let Some((_, event)) = &mut self.0 {
             event.of = Some(of().into());
@@ -181,7 +181,7 @@ fn replace_section(next: impl FnOnce() -> Span) {
     }
 }
 
-/// What work takes along that another thread may do.
+/// The context that work takes along to another thread.
 #[derive(Clone, Default)]
 pub(crate) struct Carried(Option<Arc<Load>>);
 

@@ -1,4 +1,4 @@
-//! What each rank did when: events of all ranks on one clock, as a trace that Perfetto shows.
+//! The work of each rank over time: events of all ranks on one clock, as a trace that Perfetto shows.
 //!
 //! ```text
 //!   span, section -> events in memory -> [every 250 ms, on a thread] lines of a part -> trace (all parts, sorted)
@@ -6,9 +6,9 @@
 //! ```
 //!
 //! A span is a guard: what lies between its making and its end is an event. Spans cost one relaxed load while no engine
-//! of the process records. An engine records where [`EngineBuilder::timeline`](crate::EngineBuilder::timeline), `zerorun
-//! --timeline` or the environment say so; a thread records for the engine whose call it carries out, and work that it
-//! hands to another thread takes along ([`Carried`]) whose it is and what it is about.
+//! of the process records. An engine records where [`EngineBuilder::timeline`](crate::EngineBuilder::timeline),
+//! `zerorun --timeline` or the environment say so; a thread records for the engine whose call it carries out, and work
+//! that it hands to another thread takes along ([`Carried`]) whose it is and what it is about.
 
 mod event;
 mod here;

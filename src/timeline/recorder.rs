@@ -23,8 +23,8 @@ pub(super) struct Track {
     pub engine: usize,
 }
 
-/// Lets the events of an engine be recorded. When the last one of a process that records into a file of its own is gone,
-/// the file is there.
+/// Lets the events of an engine be recorded. When the last one of a process that records into a file of its own is
+/// gone, the file is there.
 pub(crate) struct Recorder(Arc<Track>);
 
 impl Recorder {

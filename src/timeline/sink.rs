@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// What a process that is killed loses at most.
+/// The most that a killed process loses.
 const PERIOD: Duration = Duration::from_millis(250);
 /// Events in memory; whoever records one more writes them down.
 const IN_MEMORY: usize = 1 << 14;
@@ -24,7 +24,7 @@ const MOST: usize = 1 << 20;
 /// All sinks of this process. They stay, so that engines that come one after the other fill the same file.
 static SINKS: Mutex<Vec<Arc<Sink>>> = Mutex::new(Vec::new());
 
-/// What becomes of the lines.
+/// The destination of the lines.
 #[derive(Debug, PartialEq, Eq)]
 enum Destination {
     /// A file in this folder, that the launcher reads.
@@ -42,7 +42,7 @@ pub(super) struct Sink {
     lines: Mutex<Lines>,
 }
 
-/// What is not written yet.
+/// The lines that are not written yet.
 struct Memory {
     events: Vec<Event>,
     /// Events that may still come.

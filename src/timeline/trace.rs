@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// What is in a trace.
+/// The content of a trace.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Summary {
     file: PathBuf,

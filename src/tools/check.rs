@@ -27,7 +27,7 @@ struct Typed {
     #[arg(long = "world_size", alias = "world-size", value_name = "N", default_value = "1")]
     world_size: NonZeroUsize,
 
-    /// What "auto" is taken as for total_num_steps of the schedule
+    /// The value of "auto" for total_num_steps of the schedule
     #[arg(long = "total_num_steps", alias = "total-num-steps", value_name = "N")]
     total_num_steps: Option<u64>,
 

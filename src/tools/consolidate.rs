@@ -12,8 +12,8 @@ use std::process::ExitCode;
 
 /// Writes a checkpoint's parameters into a folder, in the layout of Hugging Face's models.
 ///
-/// Exit code: 0 all is written, 1 the checkpoint is damaged or a file cannot be written, 2 there is no checkpoint or the
-/// command line is wrong. Unless it is 0, OUT is as it was.
+/// Exit code: 0 all is written, 1 the checkpoint is damaged or a file cannot be written, 2 there is no checkpoint or
+/// the command line is wrong. Unless it is 0, OUT is as it was.
 #[derive(Debug, Parser)]
 #[command(name = "consolidate", bin_name = "zerorun consolidate")]
 struct Typed {

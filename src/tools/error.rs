@@ -9,15 +9,15 @@ pub enum ToolError {
     TuneSetting {
         /// The key.
         key: String,
-        /// What it is.
+        /// The value found.
         found: String,
-        /// What it may be.
+        /// The allowed values.
         allowed: String,
     },
     /// A script whose settings cannot be searched for.
     #[error("cannot tune: {problem}")]
     Tune {
-        /// What was found, and how to fix it.
+        /// The finding, and how to fix it.
         problem: String,
     },
 }

@@ -16,26 +16,26 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Says what training a model with a configuration needs, before anything runs: bytes of each rank by kind, on the wire and
-/// of files in each step, and whether this machine has them. No weights are read or made.
+/// Says what training a model with a configuration needs, before anything runs: bytes of each rank by kind, on the wire
+/// and of files in each step, and whether this machine has them. No weights are read or made.
 ///
 /// Exit code: 0, or 2 where the model, the configuration or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "estimate", bin_name = "zerorun estimate",
           group = ArgGroup::new("what").args(["model", "safetensors", "table"]).required(true))]
 struct Typed {
-    /// A model of this library: nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-nano, llama-mini, tinyllama-1.1b,
-    /// llama-3.2-1b, llama-3.2-3b, llama-2-7b
+    /// A model of this library: nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-nano, llama-mini,
+    /// tinyllama-1.1b, llama-3.2-1b, llama-3.2-3b, llama-2-7b
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
 
-    /// The parameters of a safetensors file, or of the files that an index (model.safetensors.index.json) names: headers
-    /// are read, no weights
+    /// The parameters of a safetensors file, or of the files that an index (model.safetensors.index.json) names:
+    /// headers are read, no weights
     #[arg(long, value_name = "FILE")]
     safetensors: Option<PathBuf>,
 
-    /// With --safetensors: what makes a unit, the part of names before a number, as model.layers; may be repeated; "none"
-    /// for a model without units [default: the part of each name up to its first number]
+    /// With --safetensors: what makes a unit, the part of names before a number, as model.layers; may be repeated;
+    /// "none" for a model without units [default: the part of each name up to its first number]
     #[arg(long, value_name = "PREFIX", requires = "safetensors")]
     unit: Vec<String>,
 
@@ -55,7 +55,7 @@ struct Typed {
           value_parser = clap::value_parser!(u32).range(1..=65536))]
     ranks: u32,
 
-    /// What "auto" is taken as for total_num_steps of the schedule, which no number of the estimate depends on
+    /// The value of "auto" for total_num_steps of the schedule, which no number of the estimate depends on
     #[arg(long = "total_num_steps", alias = "total-num-steps", value_name = "N", default_value = "1000")]
     total_num_steps: u64,
 
@@ -123,7 +123,7 @@ impl Typed {
     }
 }
 
-/// What all ranks need together, beside what this machine has.
+/// The needs of all ranks together, compared with this machine.
 struct Need {
     host: u64,
     available: u64,
@@ -187,7 +187,7 @@ struct Answer {
     deepspeed: bool,
 }
 
-/// What no configuration knows.
+/// The needs that no configuration determines.
 const NOT_INCLUDED: [&str; 3] = [
     "activations, which depend on the micro batch and the length of the samples, and what recomputing units keep",
     "data on its way to the model, and a checkpoint while it is written",
@@ -206,7 +206,7 @@ impl Answer {
         assumed
     }
 
-    /// What DeepSpeed's estimators say of all ranks as the GPUs of one machine.
+    /// The figures of DeepSpeed's estimators for all ranks as the GPUs of one machine.
     fn deepspeed(&self) -> Vec<(&'static str, Needs)> {
         let (all, layer) = (self.shapes.num_parameters() as u64, self.shapes.largest_unit() as u64);
         let machines = Machines::new(self.config.world_size as u64, 1);
@@ -309,7 +309,7 @@ impl Answer {
         _ = writeln!(text, "\n{:<24}{:>16}", "formula of the paper", binary(formula as u64));
     }
 
-    /// What a step moves.
+    /// The traffic of a step.
     fn write_step(&self, text: &mut String) {
         let step = &self.estimate.step;
         _ = writeln!(text, "\n{:<24}{:>16}{:>16}", "of each rank, per step", "collectives", "bytes in");

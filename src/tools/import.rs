@@ -13,8 +13,8 @@ use std::process::ExitCode;
 /// Writes what a checkpoint of DeepSpeed holds (ZeRO stages 1 to 3: weights, Adam's moments, counters) as a checkpoint
 /// of this library. No pickle is executed.
 ///
-/// Exit code: 0 all is written, 1 the checkpoint is damaged or a file cannot be written, 2 there is no checkpoint or the
-/// command line is wrong. Unless it is 0, OUT has no new checkpoint.
+/// Exit code: 0 all is written, 1 the checkpoint is damaged or a file cannot be written, 2 there is no checkpoint or
+/// the command line is wrong. Unless it is 0, OUT has no new checkpoint.
 #[derive(Debug, Parser)]
 #[command(name = "import", bin_name = "zerorun import")]
 struct Typed {

@@ -99,7 +99,7 @@ fn list_json(listing: &Listing) -> Value {
     json!({"latest": latest, "tags": tags.collect::<Vec<_>>(), "unfinished": listing.unfinished})
 }
 
-/// What is known of a checkpoint.
+/// The known facts about a checkpoint.
 struct Report<'a> {
     tag: &'a str,
     examined: &'a Examined,

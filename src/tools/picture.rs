@@ -6,7 +6,7 @@ use std::fmt::Write;
 use std::io::IsTerminal;
 use std::ops::Range;
 
-/// More than so many are only listed: a file of 4 MiB may have a problem every few bytes.
+/// More than this many are only listed: a file of 4 MiB may have a problem every few bytes.
 const MOST: usize = 100;
 
 /// One thing that is wrong, whatever kind of error said it.

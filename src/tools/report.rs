@@ -1,4 +1,4 @@
-//! `zerorun report`: what this machine has, and what that means for training.
+//! `zerorun report`: describes this machine and what it can train.
 
 use crate::Error;
 use crate::kernels::{self, Level};
@@ -49,8 +49,8 @@ impl Typed {
 /// Instruction sets that kernels here or in the gemm crate use, as Linux calls them.
 const USED: [&str; 8] = ["avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"];
 
-/// Bytes of model state per parameter: weights, gradient and two moments in f32; or with bf16 or fp16 weights and gradient
-/// in two bytes each, and master weights.
+/// Bytes of model state per parameter: weights, gradient and two moments in f32; or with bf16 or fp16 weights and
+/// gradient in two bytes each, and master weights.
 const STATE_BYTES: u64 = 16;
 
 #[derive(Debug, Serialize)]
@@ -74,7 +74,7 @@ struct Machine {
 #[derive(Debug, Serialize)]
 struct SimdLevel {
     name: &'static str,
-    /// What `CANDLE_ZERO_SIMD` says.
+    /// The value of `CANDLE_ZERO_SIMD`.
     variable: String,
     /// The levels of this processor, widest first.
     available: Vec<&'static str>,
@@ -198,7 +198,7 @@ impl fmt::Display for Machine {
     }
 }
 
-/// What a file of /proc says about `name`.
+/// The value of `name` in a file of /proc.
 fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     text.lines().find_map(|line| {
         let (found, value) = line.split_once(':')?;

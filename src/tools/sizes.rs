@@ -37,7 +37,7 @@ pub(super) struct Sizes {
     vocab: Option<u32>,
 }
 
-/// What was typed, or the preset's own.
+/// The typed value, or the preset's own.
 fn or(typed: Option<u32>, own: usize) -> usize {
     typed.map_or(own, |n| n as usize)
 }

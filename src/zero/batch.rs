@@ -1,7 +1,7 @@
 //! Which parameters travel together, and how many batches of them are under way.
 //!
-//! A large parameter travels alone: nothing is packed. Small ones are collected until they would be more elements than a
-//! bucket may have.
+//! A large parameter travels alone: nothing is packed. Small ones are collected until they would be more elements than
+//! a bucket may have.
 
 use crate::layout::{BucketRule, PACKED_BELOW};
 use std::collections::VecDeque;

@@ -16,11 +16,12 @@ use std::path::Path;
 use tempfile::NamedTempFile;
 
 impl Core {
-    /// Collective: parameters, rounded to `dtype`. The file appears under its name only when it is complete and on disk.
+    /// Collective: parameters, rounded to `dtype`. The file appears under its name only when it is complete and on
+    /// disk.
     ///
     /// # Errors
-    /// One of communication; one of rank 0's writing, which leaves the ranks in step: a full disk or a wrong path must not
-    /// cost the model.
+    /// One of communication; one of rank 0's writing, which leaves the ranks in step: a full disk or a wrong path must
+    /// not cost the model.
     pub fn export(&self, path: &Path, dtype: DType) -> Result<(), Failure> {
         let mut file = (self.comm.rank() == 0).then(|| NewFile::begin(path, &self.params, dtype));
         for param in 0..self.params.len() {

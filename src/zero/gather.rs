@@ -6,8 +6,9 @@
 //!   backward   ... gather u1 | run u1, releasing each parameter when its gradient has arrived | gather u0 | ...
 //! ```
 //!
-//! Where shards lie in a file, a gather begins with reading them. With `zero_quantized_weights` it carries int8: all ranks,
-//! the owner of a shard too, compute with what arrives, while the owner keeps the exact weights that the optimizer changes.
+//! Where shards lie in a file, a gather begins with reading them. With `zero_quantized_weights` it carries int8: all
+//! ranks, the owner of a shard too, compute with what arrives, while the owner keeps the exact weights that the
+//! optimizer changes.
 //!
 //! From the second micro step on, while one unit runs the next ones are already on their way, as far as
 //! `stage3_prefetch_bucket_size` and `stage3_max_live_parameters` allow. Every decision depends on counts alone,
@@ -55,7 +56,7 @@ struct UnitState<R: Rank> {
     depth: usize,
 }
 
-/// What of a unit's parameters is in memory.
+/// The parts of a unit's parameters that are in memory.
 enum State<R: Rank> {
     /// Only this rank's shares.
     Released,

@@ -9,8 +9,8 @@
 //! goes on. At stage 1 every rank holds its whole gradient until backward is over, as ZeRO defines it. At stage 0 the
 //! whole sum is kept.
 //!
-//! With `zero_quantized_gradients` what a rank sends of its gradients is int4, in blocks that depend on the parameter and
-//! the number of ranks alone; sums are formed in f32, as always, and at stage 0 travel exact.
+//! With `zero_quantized_gradients` what a rank sends of its gradients is int4, in blocks that depend on the parameter
+//! and the number of ranks alone; sums are formed in f32, as always, and at stage 0 travel exact.
 //!
 //! Every stage reduces in every micro step, also where it could wait for the accumulation boundary: a sum over micro
 //! steps of sums over ranks. Only so do all stages add the same numbers in the same order, and give the same bits.
@@ -45,11 +45,11 @@ pub(crate) struct ReducePlan {
     before: f32,
     /// Factor after it.
     after: f32,
-    /// What gradients and their sums are rounded to before they travel.
+    /// The dtype to which gradients and their sums are rounded before they travel.
     pub dtype: DType,
     /// How the gradients then travel.
     pub wire: Wire,
-    /// What they are accumulated in.
+    /// The dtype in which they are accumulated.
     pub accumulate: DType,
 }
 
@@ -77,7 +77,7 @@ impl ReducePlan {
     }
 }
 
-/// What carries out the decisions of [`Gradients`]: the engine's core, or a rehearsal that only counts.
+/// The executor of the decisions of [`Gradients`]: the engine's core, or a rehearsal that only counts.
 pub(crate) trait Carrier: Rank {
     /// A gradient as backward has made it.
     type Grad;
@@ -236,7 +236,7 @@ impl<C: Carrier> Gradients<C> {
         core.groups().iter_mut().for_each(|group| group.grads.fill_with(|| GradShare::Absent));
     }
 
-    /// What gradients are accumulated in.
+    /// The dtype in which gradients are accumulated.
     pub fn accumulate_dtype(&self) -> DType {
         self.plan.accumulate
     }

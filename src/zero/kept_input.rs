@@ -1,4 +1,4 @@
-//! What a recomputing unit keeps from its forward to its backward: its input, where `cpu_checkpointing` says.
+//! The input that a recomputing unit keeps from its forward to its backward, where `cpu_checkpointing` puts it.
 
 use super::core::Core;
 use crate::offload::Spilled;

@@ -81,8 +81,8 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
         Self { plan, sharing, files, ledger, done: Vec::new(), open: [None, None] }
     }
 
-    /// Adds a parameter of `numel` elements, with the initial values of those that this rank owns, to the sub-groups of a
-    /// half of the optimizer.
+    /// Adds a parameter of `numel` elements, with the initial values of those that this rank owns, to the sub-groups of
+    /// a half of the optimizer.
     pub fn push(&mut self, param: ParamId, numel: usize, values: FlatRef<'_>, role: Role) -> Result<()> {
         let Place { share, room, begins, closes, spills } = self.sharing.push(numel, role as usize);
         if begins {
@@ -144,7 +144,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
 
     /// Ends the layout: reserves the files of gradients and moments, and allocates what stays in memory.
     ///
-    /// Where a file got no space, the groups are not to be used: [`Offload::check_space`] says so.
+    /// Where a file got no space, the groups must not be used: [`Offload::check_space`] returns the error.
     ///
     /// # Errors
     /// A file operation.

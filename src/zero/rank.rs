@@ -1,6 +1,6 @@
 //! One rank, as the decisions of a training step see it.
 //!
-//! What decides is written once, over [`Rank`]. What carries it out is the engine's [`Core`], or the rehearsal of an
+//! Decisions are written once, over [`Rank`]. They are carried out by the engine's [`Core`], or the rehearsal of an
 //! estimate, which has sizes in the place of values and counts what travels. What either does with values of gradients
 //! and states stands, as a trait `Carrier`, beside the decisions: in `gradients.rs` and `walk.rs`.
 
@@ -20,7 +20,7 @@ use candle_core::DType;
 use std::ops::Range;
 use std::sync::MutexGuard;
 
-/// What stays as it is while a rank trains.
+/// The constants of a rank while it trains.
 pub(crate) struct Facts<'a> {
     pub rank: usize,
     pub world_size: usize,
@@ -104,7 +104,7 @@ pub(crate) trait Rank: Sized {
         }
     }
 
-    /// What the ledger has counted beside the formula, for gradients that are accumulated in `accumulate`.
+    /// The ledger's counts beside the formula, for gradients that are accumulated in `accumulate`.
     fn ledger_report(&self, accumulate: DType) -> MemoryReport {
         let Facts { world_size, params, zero, dtype, ledger, .. } = self.facts();
         let groups = self.groups();

@@ -42,8 +42,8 @@ impl Core {
         Ok(output?.detach())
     }
 
-    /// Differentiates `loss`. When this returns, all gradients are reduced and added to this rank's share, and nothing is
-    /// gathered.
+    /// Differentiates `loss`. When this returns, all gradients are reduced and added to this rank's share, and nothing
+    /// is gathered.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
         let run = || {
             let _sections = timeline::sections();

@@ -23,7 +23,7 @@ use crate::util::lock;
 use candle_core::DType;
 use std::ops::Range;
 
-/// What all ranks agree on before a step.
+/// The agreement of all ranks before a step.
 pub(crate) struct Vote {
     /// Global L2 norm of the gradients as they are, loss scale included; not finite if any gradient is not.
     pub norm: f64,

@@ -11,8 +11,8 @@
 //! | `master` | 16-bit only | 16-bit only | 16-bit only |
 //! | `grads`, `moments` | whole | shards | shards |
 //!
-//! Where nothing is offloaded to files, all of it is in memory. `offload_param` moves `weights`, `offload_optimizer` the
-//! others. Gradients have a buffer per parameter: the one that a large gradient was reduced in.
+//! Where nothing is offloaded to files, all of it is in memory. `offload_param` moves `weights`, `offload_optimizer`
+//! the others. Gradients have a buffer per parameter: the one that a large gradient was reduced in.
 
 use super::core::Core;
 use super::rank::{ExtentOf, Rank};
@@ -115,7 +115,7 @@ pub(crate) struct SubGroup<R: Rank = Core> {
     pub moments: Vec<Home<R>>,
 }
 
-/// What a pass through a share has in memory, and whether it changes it.
+/// The states that a pass through a share has in memory, and whether it changes them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pass {
     /// Everything, which stays as it is.
@@ -189,8 +189,8 @@ impl<R: Rank> SubGroup<R> {
         grads.values().map_or(0.0, |values| sum_of_squares(values.slice(self.slots[slot].shard.clone())))
     }
 
-    /// What a window of a pass brings in from files and back, in the order in which [`Home::part`] asks for it:
-    /// weights, master weights, moments, gradients.
+    /// The states that a window of a pass reads from files and writes back, in the order in which [`Home::part`] asks
+    /// for it: weights, master weights, moments, gradients.
     pub fn streams(&self, pass: Pass) -> Vec<Stream<ExtentOf<R>>> {
         let writes = pass.changes();
         let changes = |home: &Home<R>| home.file().map(|e| Stream { extent: e.clone(), reads: true, writes });

@@ -50,7 +50,7 @@ impl Trace {
         self.at = 0;
     }
 
-    /// What will be needed next, in order; nothing while recording.
+    /// The units that will be needed next, in order; empty while recording.
     pub fn coming(&self) -> &[Event] {
         if self.complete { &self.events[self.at..] } else { &[] }
     }

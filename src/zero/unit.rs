@@ -6,8 +6,8 @@
 //! ```
 //!
 //! The mark runs before the unit's last operation is differentiated, and so before any of its operations: as a hook of
-//! that operation where it is one of this library's, else as an identity operation on the unit's output. Without an engine,
-//! and where parameters are not sharded, a unit passes through.
+//! that operation where it is one of this library's, else as an identity operation on the unit's output. Without an
+//! engine, and where parameters are not sharded, a unit passes through.
 //!
 //! A unit may recompute (activation checkpointing): forward keeps only its input, and backward runs forward again.
 

@@ -1,6 +1,6 @@
 //! A pass through this rank's share: the parts of parameters in their order, wherever they lie.
 //!
-//! What lies in memory is worked on where it is. Of what lies in files, one window after the other is in memory, and goes
+//! State in memory is worked on in place. Of state in files, one window after the other is in memory, and goes
 //! back if the pass changes it.
 
 use super::core::Core;
@@ -13,7 +13,7 @@ use crate::tensor::residency;
 use crate::timeline;
 use std::ops::Range;
 
-/// What carries out a [`Walk`]: the engine's core, or a rehearsal that only counts.
+/// The executor of a [`Walk`]: the engine's core, or a rehearsal that only counts.
 pub(crate) trait Carrier: Rank {
     /// Calls `work` with the parts of a sub-group that lie in its elements `range`, where there are values.
     fn parts(

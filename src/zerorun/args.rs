@@ -1,4 +1,4 @@
-//! What was typed. Everything after the script's name belongs to the script.
+//! The command line. Everything after the script's name belongs to the script.
 
 use crate::launch::Options;
 use crate::launch::console::Refused;
@@ -122,7 +122,7 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Options,
     })
 }
 
-/// What is wrong with `--min_ranks` beside the other options.
+/// The problem of `--min_ranks` with the other options, if any.
 fn wrong_min_ranks(typed: &Typed) -> Option<String> {
     let (fewest, ranks) = (typed.min_ranks?, typed.ranks);
     if typed.max_restarts == 0 {

@@ -17,8 +17,8 @@ const EXIT_COMPILE: u8 = 101;
 /// The whole of `zerorun`: reads the command line, builds the script, runs the ranks; or runs a tool.
 ///
 /// Must be called on the main thread: the kernel kills the ranks when the thread that started them ends.
-/// The result is the exit code: that of the first rank that failed in the last run, 128 + n for a signal n, 2 for a wrong
-/// command line or set-up, 101 for a script that does not compile.
+/// The result is the exit code: that of the first rank that failed in the last run, 128 + n for a signal n, 2 for a
+/// wrong command line or set-up, 101 for a script that does not compile.
 pub fn main() -> ExitCode {
     let mut words = std::env::args_os().skip(1).peekable();
     if let Some(tool) = words.peek().and_then(|word| tools::named(word)) {

@@ -16,8 +16,8 @@ fn tiny() -> [PathBuf; 2] {
     ["zero2_fp16_tiny", "zero3_f32_tiny"].map(|name| fixtures.join(name))
 }
 
-/// With the larger ones, which lie beside the repository where they were made; where they are missing, `test` leaves them
-/// out.
+/// With the larger ones, which lie beside the repository where they were made; where they are missing, `test` leaves
+/// them out.
 fn all<T: Fn()>(test: T) -> Vec<PathBuf> {
     let shared = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/deepspeed_checkpoints");
     let mut folders = tiny().to_vec();

@@ -285,7 +285,7 @@ fn small_disk_program() {
             let mut saved = Ok(());
             for i in 0..8 {
                 saved = engine.save_checkpoint_with(&dir, Some(&format!("more{i}")), Value::Null, &options).map(drop);
-                // In the background, the step says so when it has been made.
+                // In the background, the step returns the error when it has been made.
                 saved = saved.and_then(|()| step(engine));
                 if saved.is_err() {
                     break;

@@ -1,4 +1,5 @@
-//! Collectives between ranks as threads: right sums, exact and of blocks, right bytes, and an error instead of every hang.
+//! Collectives between ranks as threads: right sums, exact and of blocks, right bytes, and an error instead of every
+//! hang.
 
 use candle_core::DType;
 use candle_zero::comm::{Communicator, Kind, Wire, threads};

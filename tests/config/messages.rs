@@ -1,4 +1,4 @@
-//! What a user reads when a configuration is wrong.
+//! The messages about wrong configurations.
 
 use candle_zero::config::Config;
 use serde_json::json;

@@ -1,4 +1,5 @@
-//! What `zerorun check` shows of wrong configurations: for each the place, what was found, what is allowed and how to fix it.
+//! The output of `zerorun check` for wrong configurations: for each the place, what was found, what is allowed and how
+//! to fix it.
 //!
 //! One snapshot for each kind of mistake (snapshots/config__wrong_configs__*.snap); every configuration has exactly the
 //! number of problems that stands beside it, and exit code 2.

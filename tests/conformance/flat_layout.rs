@@ -1,4 +1,5 @@
-//! DeepSpeed's flat layout of stages 1 and 2: arithmetic that the recorded cases describe, and the engine has no use for.
+//! DeepSpeed's flat layout of stages 1 and 2: arithmetic that the recorded cases describe, and the engine has no use
+//! for.
 //!
 //! All parameters lie one after the other in one flat buffer, padded at its end to a multiple of twice the world
 //! size; rank r owns the r-th equal part of it. A parameter may straddle parts. (This engine shards parameter by

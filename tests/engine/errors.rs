@@ -1,4 +1,4 @@
-//! What goes wrong in a job of several ranks, and what each rank is told.
+//! Failures in a job of several ranks, and the errors on each rank.
 
 use crate::support::tiny::config;
 use candle_core::{DType, Device, Result, Tensor};

@@ -1,4 +1,4 @@
-//! What a user meets who makes a mistake: the text on stderr of `zerorun` and `train_gpt`, as it stands there.
+//! The messages for a user's mistakes: the text on stderr of `zerorun` and `train_gpt`, as it stands there.
 
 use std::path::{Path, PathBuf};
 use std::process::Output;

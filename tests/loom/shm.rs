@@ -4,12 +4,12 @@
 //! - Slots and texts are loom's cells: loom objects to two accesses of which one writes, unless one happens before the
 //!   other. An access is noted where the pointer is taken; between there and the last use of the pointer stands no
 //!   operation of loom, so that no other thread runs in between.
-//! - The futex is a mutex and a condition variable around the same comparison that the kernel makes. A nap has no clock:
-//!   it goes on until any rank has published or left since the nap before.
+//! - The futex is a mutex and a condition variable around the same comparison that the kernel makes. A nap has no
+//!   clock: it goes on until any rank has published or left since the nap before.
 //!
 //! Loom takes SeqCst for acquire and release (and a little more), so a thread passes a SeqCst fence, which loom knows,
-//! between a SeqCst store and its next SeqCst load. A fence, or the mutex, may also hide a missing Acquire or Release, so
-//! there are tests in which nobody sleeps; they have no use for SeqCst, and do without fences.
+//! between a SeqCst store and its next SeqCst load. A fence, or the mutex, may also hide a missing Acquire or Release,
+//! so there are tests in which nobody sleeps; they have no use for SeqCst, and do without fences.
 
 use loom::cell::UnsafeCell;
 pub use loom::hint::spin_loop;

@@ -1,4 +1,4 @@
-//! What the launcher's tests share: `zerorun` in a clean environment, small programs, and waiting.
+//! Shared helpers of the launcher's tests: `zerorun` in a clean environment, small programs, and waiting.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 /// `zerorun` without the variables that it sets itself or that steer builds.
 pub fn zerorun() -> Command {
-    // A shell starts background jobs with SIGINT ignored, nohup a command with SIGHUP, and zerorun leaves ignored signals
-    // ignored.
+    // A shell starts background jobs with SIGINT ignored, nohup a command with SIGHUP, and zerorun leaves ignored
+    // signals ignored.
     let mut command = Command::new("env");
     command.args(["--default-signal=INT,HUP", env!("CARGO_BIN_EXE_zerorun")]);
     for name in [

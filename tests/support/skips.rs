@@ -1,7 +1,7 @@
 //! Tests that cannot run on this machine, because files, rights or a program are missing.
 //!
-//! They pass, as far as the test runner knows. So each writes a line past its capture to standard error, and to the file
-//! that the variable `CANDLE_ZERO_SKIPS` names, of which `.ci/run` makes a list and a count.
+//! They pass, as far as the test runner knows. So each writes a line past its capture to standard error, and to the
+//! file that the variable `CANDLE_ZERO_SKIPS` names, of which `.ci/run` makes a list and a count.
 
 use std::fmt::Display;
 use std::io::Write;

@@ -1,4 +1,4 @@
-//! What an estimate says before a run is what the engine then counts, to the byte.
+//! An estimate before a run equals what the engine then counts, to the byte.
 
 use candle_core::{Device, Tensor};
 use candle_zero::Engine;
@@ -67,8 +67,8 @@ fn config(accumulation: usize, zero: Value, more: Value) -> Value {
     config
 }
 
-/// Compares all rows and what a step moves. Gradients on their way to a file are in memory for as long as the disk takes:
-/// of them the estimate says at most how many.
+/// Compares all rows and what a step moves. Gradients on their way to a file are in memory for as long as the disk
+/// takes: of them the estimate says at most how many.
 fn compare(estimate: &Estimate, ranks: &[Counted], what: &str) {
     for counted in ranks {
         let (expected, found) = (&estimate.memory, &counted.memory);

@@ -47,7 +47,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use tensor::Tensor;
 
-/// What a checkpoint holds of each parameter, in f32.
+/// The values of each parameter in a checkpoint, in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum State {
     /// The master weights.
@@ -172,7 +172,7 @@ impl DeepSpeedCheckpoint {
         &self.model.ds_config
     }
 
-    /// What the script gave to `save_checkpoint` as client state. What JSON has no form for is null.
+    /// The client state that the script gave to `save_checkpoint`. Values that JSON cannot express are null.
     pub fn client_state(&self) -> &Map<String, Json> {
         &self.model.client_state
     }

@@ -1,4 +1,4 @@
-//! What the first rank's model file says: the parameters, counters, and what the user's script stored beside them.
+//! The content of the first rank's model file: the parameters, counters, and the values that the user's script stored.
 
 use super::archive::{Archive, damaged};
 use super::folder::wrong;
@@ -110,7 +110,7 @@ impl ModelFile {
     }
 }
 
-/// What a sound checkpoint has that cannot be read here.
+/// The parts of a sound checkpoint that cannot be read here.
 fn beyond(root: &Value<'_>) -> Result<Option<String>, Problem> {
     let parts = root.find("mp_world_size").map_or(Ok(1), |size| size.integer())?;
     if parts != 1 {

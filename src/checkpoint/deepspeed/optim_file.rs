@@ -1,4 +1,4 @@
-//! What one rank's optimizer file says: where its masters and moments lie, and its counters.
+//! The content of one rank's optimizer file: where its masters and moments lie, and its counters.
 
 use super::archive::{Archive, damaged};
 use super::folder::wrong;
@@ -50,7 +50,7 @@ pub struct DynamicScaler {
     pub min_scale: f64,
     /// Overflows of which only the last shrinks it (`fp16.hysteresis`).
     pub delayed_shift: i64,
-    /// What is left of them.
+    /// The rest of them.
     pub cur_hysteresis: i64,
     /// Whether each clean step refills them.
     pub consecutive_hysteresis: bool,

@@ -26,7 +26,7 @@ pub(super) enum Node {
     Dict(Vec<(Id, Id)>),
     /// The name of a class or function, `module.name`.
     Global(String),
-    /// What a class or function would have returned.
+    /// The value that a class or function would have returned.
     Object {
         class: Id,
         arguments: Id,

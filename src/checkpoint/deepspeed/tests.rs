@@ -112,7 +112,7 @@ impl Saved {
     }
 }
 
-/// What a checkpoint is to be like.
+/// The properties of a checkpoint to be made.
 #[derive(Debug, Clone)]
 struct Case {
     stage: u8,

@@ -146,7 +146,7 @@ impl<'a> Value<'a> {
         }
     }
 
-    /// What a storage is known by.
+    /// The key of a storage.
     pub fn storage(&self) -> Option<Self> {
         match self.node() {
             Node::Persistent(id) => Some(Self { id: *id, ..self.clone() }),

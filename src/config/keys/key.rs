@@ -1,4 +1,4 @@
-//! What the table says of a key, and of a section of keys.
+//! The rows of the table: keys, and sections of keys.
 
 /// The kind of value that a key takes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -31,7 +31,7 @@ pub(crate) enum Kind {
     Section,
 }
 
-/// What becomes of a key.
+/// The treatment of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Status {
     /// Does here what it does in DeepSpeed.
@@ -80,17 +80,17 @@ pub(crate) struct Section {
     pub strict: bool,
     /// Whether its contents are looked at. False: it cannot change training and is ignored whole.
     pub checked: bool,
-    /// What becomes of the section when it is on.
+    /// The treatment of the section when it is on.
     pub status: Status,
     /// The key that switches it on; without one it is on as soon as a value differs from its default.
     pub switch: Option<&'static str>,
-    /// Said once when the section is there but not on.
+    /// A note, given once when the section is present but not on.
     pub when_off: Option<&'static str>,
     pub keys: &'static [Key],
 }
 
 impl Section {
-    /// A section whose keys speak for themselves.
+    /// A section whose keys are judged one by one.
     pub(super) const fn new(path: &'static str, strict: bool, keys: &'static [Key]) -> Self {
         Self { path, types: &[], strict, checked: true, status: Status::Honoured, switch: None, when_off: None, keys }
     }

@@ -11,7 +11,7 @@ use crate::kernels::element::Element;
 use crate::kernels::rows;
 use crate::kernels::wide::{get, vectorized};
 
-/// What forward computed, and its gradient.
+/// The result of forward, and its gradient.
 pub(super) struct Result<'a, E> {
     /// Dense rows of all heads.
     pub out: &'a [E],

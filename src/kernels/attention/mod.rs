@@ -1,13 +1,13 @@
 //! Causal attention with grouped heads: softmax(q k^T / sqrt(head), causal) v, and its gradients.
 //!
 //! Each head is computed in square tiles of [`BLOCK`] keys and queries with a running softmax, so that nothing
-//! quadratic in time is ever held, and no tile above the diagonal is touched. Backward recomputes the probabilities from
-//! the log-sum-exp that forward keeps. A task is one (batch, head) in forward and one (batch, key head) in backward;
-//! within a task the order is fixed, so results have the same bits for any number of threads.
+//! quadratic in time is ever held, and no tile above the diagonal is touched. Backward recomputes the probabilities
+//! from the log-sum-exp that forward keeps. A task is one (batch, head) in forward and one (batch, key head) in
+//! backward; within a task the order is fixed, so results have the same bits for any number of threads.
 //!
-//! The tile operations exist three times, behind the trait [`tiles::Tiles`]: loops (portable, and with the vectors of AVX2
-//! the same bits), AVX-512 in f32, and AVX-512 with products of bf16 numbers for bf16 elements. [`Path::of`] says which one
-//! a level of SIMD takes.
+//! The tile operations exist three times, behind the trait [`tiles::Tiles`]: loops (portable, and with the vectors of
+//! AVX2 the same bits), AVX-512 in f32, and AVX-512 with products of bf16 numbers for bf16 elements. [`Path::of`] says
+//! which one a level of SIMD takes.
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -77,8 +77,8 @@ macro_rules! with_tiles {
 /// out = softmax(q k^T / sqrt(head), causal) v.
 ///
 /// `q` has `heads` heads side by side in each row, `k` and `v` have `kv_heads`; row b * time + t is position t of
-/// sequence b. `out` has dense rows of `heads * head` elements. `lse` `[batch, heads, time]` receives the log-sum-exp of
-/// each query's scaled scores, which [`backward()`] needs.
+/// sequence b. `out` has dense rows of `heads * head` elements. `lse` `[batch, heads, time]` receives the log-sum-exp
+/// of each query's scaled scores, which [`backward()`] needs.
 ///
 /// Panics if the slices do not fit the sizes.
 pub fn forward<E: Element>(h: &Heads, q: Rows<'_, E>, k: Rows<'_, E>, v: Rows<'_, E>, out: &mut [E], lse: &mut [f32]) {

@@ -1,4 +1,4 @@
-//! What attention does with tiles, and the products of tiles with their causal bounds.
+//! Operations of attention on tiles, and the products of tiles with their causal bounds.
 //!
 //! Working memory is counted in words of 32 bits: one f32, or two bf16 numbers that are neighbors in the direction of
 //! summation. A tile of scores has keys as rows and queries as columns, so that a softmax over the keys of sixteen
@@ -34,7 +34,7 @@ pub(super) struct Softmax {
     pub max: [f32; BLOCK],
     /// The sum of 2^(score - max).
     pub sum: [f32; BLOCK],
-    /// What the last tile's new maximum shrinks earlier sums by.
+    /// The factor by which the last tile's new maximum shrinks earlier sums.
     pub shrink: [f32; BLOCK],
 }
 
@@ -49,7 +49,8 @@ pub(super) trait Tiles: Copy {
     /// Numbers in a word.
     const PAIR: usize;
 
-    /// Rows `first..first + n` with neighbors in a row paired: word (t, w) is `t * words + w`. Zeros fill up both sides.
+    /// Rows `first..first + n` with neighbors in a row paired: word (t, w) is `t * words + w`. Zeros fill up both
+    /// sides.
     fn pack_rows<E: Element>(self, src: HeadRows<'_, E>, first: usize, n: usize, words: usize, dst: &mut [f32]);
 
     /// Packed rows with neighbors in a column paired instead: word (t, c) is `t * words * PAIR + c`, t counting words.
@@ -63,8 +64,8 @@ pub(super) trait Tiles: Copy {
     /// [`BAND`]. `c` and `b` are (words, elements from row to row).
     fn product(self, c: (&mut [f32], usize), add: bool, a: Left<'_>, b: (&[f32], usize), size: [usize; 3]);
 
-    /// Takes a tile of scores to probabilities relative to the running maximum, paired along the keys: word (key, query)
-    /// is `key * BLOCK + query`, key counting words.
+    /// Takes a tile of scores to probabilities relative to the running maximum, paired along the keys: word (key,
+    /// query) is `key * BLOCK + query`, key counting words.
     fn softmax(self, tile: &mut [f32], shape: Shape, scale: f32, softmax: &mut Softmax);
 
     /// Takes a tile of scores to probabilities, in f32; `lse` in powers of 2.
@@ -72,9 +73,9 @@ pub(super) trait Tiles: Copy {
 
     /// From probabilities p and their gradients g: the scores' gradients p (g - along).
     ///
-    /// After it, `p` and `g` hold the probabilities and the scores' gradients paired along the queries: word (key, query)
-    /// is `key * BLOCK + query`, query counting words. Where words are pairs, `g_keys` holds the latter paired along the
-    /// keys, as [`Tiles::softmax`] gives them.
+    /// After it, `p` and `g` hold the probabilities and the scores' gradients paired along the queries: word (key,
+    /// query) is `key * BLOCK + query`, query counting words. Where words are pairs, `g_keys` holds the latter paired
+    /// along the keys, as [`Tiles::softmax`] gives them.
     fn score_gradients(self, p: &mut [f32], g: &mut [f32], g_keys: &mut [f32], shape: Shape, along: &[f32; BLOCK]);
 }
 

@@ -1,8 +1,8 @@
 //! The product with AVX2 and FMA, by the kernels of the `gemm` crate for these, tile by tile of the result.
 //!
 //! The crate's own entrance takes the widest kernels of the processor, whatever the level; so what it calls for AVX2 is
-//! called here. What a thread packs lies in memory of the crate, as large as a core's second-level cache and kept for the
-//! next product, and in [`scratch`].
+//! called here. What a thread packs lies in memory of the crate, as large as a core's second-level cache and kept for
+//! the next product, and in [`scratch`].
 //!
 //! The crate alone does not promise that an element of the result has the same bits whatever the number of rows around
 //! it: it takes special paths, with other summation orders, for vectors and for results of at most 256 elements.

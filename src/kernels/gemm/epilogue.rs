@@ -1,10 +1,10 @@
-//! What becomes of the sums of a product before they are rounded and stored.
+//! The operations on the sums of a product before they are rounded and stored.
 
 use super::matrix::{Matrix, MatrixMut};
 use crate::kernels::element::Element;
 use crate::kernels::math;
 
-/// What becomes of the sums before they are rounded and stored:
+/// The operations on the sums before they are rounded and stored:
 /// `c = activation(scale * sum + bias) + residual (+ c)`, everything in f32, rounded once.
 #[derive(Debug)]
 pub struct Epilogue<'a, E> {

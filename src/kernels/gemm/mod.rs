@@ -3,10 +3,10 @@
 //! Sums are kept in f32 and rounded once, when they are stored. An element of the result has the same bits whatever
 //! the number of rows around it and whatever the number of threads.
 //!
-//! Each level of SIMD has a method of its own, and [`Method::of`] is the one place that says which. With AVX-512 operands
-//! are packed into the order in which a register-blocked microkernel reads them, bf16 operands stay in bf16 and are
-//! multiplied in pairs (`vdpbf16ps`, which takes denormal operands and results as 0). With AVX2 kernels of the `gemm`
-//! crate compute the sums, and plain loops anywhere else.
+//! Each level of SIMD has a method of its own, and [`Method::of`] is the one place that says which. With AVX-512
+//! operands are packed into the order in which a register-blocked microkernel reads them, bf16 operands stay in bf16
+//! and are multiplied in pairs (`vdpbf16ps`, which takes denormal operands and results as 0). With AVX2 kernels of the
+//! `gemm` crate compute the sums, and plain loops anywhere else.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;

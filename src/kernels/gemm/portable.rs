@@ -1,8 +1,9 @@
 //! The product on any machine, in plain loops: the same bits everywhere.
 //!
 //! A tile of the result is summed block by block of the inner dimension. A block of both operands is widened to f32 and
-//! packed into panels, as wide as the result of a microkernel, which keeps its sums in registers. The sums of a block are
-//! added in the order of the inner dimension, and those of the blocks in theirs; a product and a sum are never fused.
+//! packed into panels, as wide as the result of a microkernel, which keeps its sums in registers. The sums of a block
+//! are added in the order of the inner dimension, and those of the blocks in theirs; a product and a sum are never
+//! fused.
 
 use super::epilogue::Sink;
 use super::matrix::Matrix;

@@ -83,8 +83,8 @@ impl Trial {
         format!("{:016x}", fnv1a(all.as_bytes()))
     }
 
-    /// Runs the script with `config`, which is `resolved` here. What goes wrong in the run is an outcome; an error is what
-    /// keeps it from beginning.
+    /// Runs the script with `config`, which is `resolved` here. What goes wrong in the run is an outcome; an error is
+    /// what keeps it from beginning.
     pub(super) fn run(&self, id: &str, config: &Value, resolved: &Config) -> Result<Outcome> {
         let folder = self.folder.join(id);
         let io = |action, path: &Path| {
@@ -197,7 +197,7 @@ fn failed(status: ExitStatus, reason: String) -> Outcome {
     }
 }
 
-/// What a run said last about an error, or last of all.
+/// The last line of a run about an error, or its last line.
 fn last_words(log: &Path) -> String {
     const LONGEST: usize = 300;
     let text = String::from_utf8_lossy(&std::fs::read(log).unwrap_or_default()).into_owned();
@@ -207,7 +207,7 @@ fn last_words(log: &Path) -> String {
     line.chars().take(LONGEST).collect()
 }
 
-/// What the lines of the metrics file say from step `first` (counted from 1) on, of steps of `samples`.
+/// The figures of the metrics file from step `first` (counted from 1) on, of steps of `samples`.
 fn measured(path: &Path, first: u64, samples: usize) -> Option<Outcome> {
     let text = std::fs::read_to_string(path).ok()?;
     let lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();

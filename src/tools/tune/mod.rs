@@ -34,13 +34,13 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// Finds the fastest configuration of a training script on this machine: runs it for a few steps with other stages, micro
-/// batches, offload, and then buckets, and writes the fastest one that stays within the memory limit.
+/// Finds the fastest configuration of a training script on this machine: runs it for a few steps with other stages,
+/// micro batches, offload, and then buckets, and writes the fastest one that stays within the memory limit.
 ///
-/// The script must take --ds_config FILE, --steps N and --metrics FILE, as examples/train_gpt.rs does. What is finished is
-/// kept: the same command goes on where it was stopped. Of the configuration's section autotuning these keys count: fast,
-/// results_dir, exps_dir, start_profile_step, end_profile_step, metric, arg_mappings, tuner_early_stopping (where it is
-/// given), tuner_num_trials, min_ and max_train_batch_size, min_ and max_train_micro_batch_size_per_gpu,
+/// The script must take --ds_config FILE, --steps N and --metrics FILE, as examples/train_gpt.rs does. What is finished
+/// is kept: the same command goes on where it was stopped. Of the configuration's section autotuning these keys count:
+/// fast, results_dir, exps_dir, start_profile_step, end_profile_step, metric, arg_mappings, tuner_early_stopping (where
+/// it is given), tuner_num_trials, min_ and max_train_batch_size, min_ and max_train_micro_batch_size_per_gpu,
 /// num_tuning_micro_batch_sizes.
 ///
 /// Exit code: 0 the fastest configuration is written, 1 none ran or a file cannot be written, 2 the configuration, the

@@ -4,7 +4,7 @@ use crate::tools::estimate::binary;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What became of a candidate.
+/// The outcome of a candidate.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "outcome")]
 pub(super) enum Outcome {
@@ -12,7 +12,7 @@ pub(super) enum Outcome {
     Ran {
         /// Of the measured steps together.
         throughput: f64,
-        /// What is counted: tokens or samples.
+        /// The counted unit: tokens or samples.
         unit: String,
         /// A step on average.
         step_ms: f64,

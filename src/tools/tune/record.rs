@@ -1,4 +1,4 @@
-//! What is finished: one JSON line for each experiment, in a file that is always whole.
+//! The finished experiments: one JSON line for each experiment, in a file that is always whole.
 
 use super::outcome::Outcome;
 use super::space::Candidate;

@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::cmp::Ordering;
 use std::path::PathBuf;
 
-/// What is best.
+/// The criterion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Metric {
     /// Most samples or tokens per second. DeepSpeed's `flops` orders runs of one model in the same way.
@@ -46,7 +46,7 @@ pub(super) struct Settings {
     /// Least, where it is given, and most samples of a micro batch.
     pub(super) micro_batch: (Option<usize>, usize),
     pub(super) micro_batches: usize,
-    /// What has to be said about keys that have no effect.
+    /// The notes about keys that have no effect.
     pub(super) unused: Vec<String>,
 }
 
@@ -175,7 +175,7 @@ impl Section<'_> {
         map.iter().map(flag).collect()
     }
 
-    /// What has to be said about keys that have no effect.
+    /// The notes about keys that have no effect.
     fn unused(&self) -> Vec<String> {
         let is_set = |key: &str| !matches!(&self.0[key], Value::Null) && self.0[key] != "gridsearch";
         let unused = UNUSED.iter().filter(|(key, _)| is_set(key));

@@ -135,7 +135,7 @@ impl Space {
         ladders
     }
 
-    /// What may be offloaded at a stage: with a folder to offload to, nothing as well.
+    /// The choices of offload at a stage; with a folder to offload to, also none.
     fn offloads(&self, stage: u8) -> Vec<Map<String, Value>> {
         let Some(folder) = &self.nvme_path else { return vec![Map::new()] };
         let section = |path: &str, place: &str| {

@@ -130,7 +130,7 @@ mod tests {
         vec![log(0), log(1)]
     }
 
-    /// What is said of a job that was changed.
+    /// The message about a job that was changed.
     fn said(change: impl FnOnce(&mut Vec<RankLog>)) -> Option<String> {
         let mut other = job();
         change(&mut other);

@@ -1,7 +1,7 @@
 //! `zerorun verify`: trains the same small GPT at every stage, with and without offload, and compares bits.
 //!
-//! Each row is a job of its own, as `zerorun` runs any: ranks are processes that share memory. They are started from this
-//! executable (`train`) and leave their logs in a folder; `compare` finds the first difference between two rows.
+//! Each row is a job of its own, as `zerorun` runs any: ranks are processes that share memory. They are started from
+//! this executable (`train`) and leave their logs in a folder; `compare` finds the first difference between two rows.
 
 mod compare;
 mod rows;
@@ -26,7 +26,8 @@ use std::sync::mpsc::Receiver;
 /// fp16, with accumulation and clipping, and compares the bits of every loss and every parameter after every step with
 /// those of stage 0.
 ///
-/// Exit code: 0 all are the same, 1 some differ, or a rank failed, 2 the command line is wrong or there is no such folder.
+/// Exit code: 0 all are the same, 1 some differ, or a rank failed, 2 the command line is wrong or there is no such
+/// folder.
 #[derive(Debug, Parser)]
 #[command(name = "verify", bin_name = "zerorun verify")]
 struct Typed {

@@ -1,4 +1,4 @@
-//! What is compared: the rows of the table, and the configuration of each.
+//! The compared jobs: the rows of the table, and the configuration of each.
 
 use super::compare::{Difference, RankLog};
 use serde_json::{Value, json};
@@ -18,7 +18,7 @@ pub(super) enum Row {
 /// The first is what the others are compared with.
 pub(super) const ROWS: [Row; 6] = [Row::Stage(0), Row::Stage(1), Row::Stage(2), Row::Stage(3), Row::Cpu, Row::Nvme];
 
-/// What the model computes in.
+/// The dtype of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Precision {
     F32,

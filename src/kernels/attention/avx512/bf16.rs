@@ -1,5 +1,5 @@
-//! The tile operations with products of bf16 numbers and sums in f32: twice the f32 products' speed. Probabilities and the
-//! scores' gradients are rounded to bf16 before they are multiplied; everything else is as in f32.
+//! The tile operations with products of bf16 numbers and sums in f32: twice the f32 products' speed. Probabilities and
+//! the scores' gradients are rounded to bf16 before they are multiplied; everything else is as in f32.
 
 use super::product::{check_product, in_bf16};
 use super::{Tile, probabilities, score_gradients, softmax, transpose};

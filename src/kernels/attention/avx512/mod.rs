@@ -1,5 +1,5 @@
-//! The tile operations in AVX-512: products in f32 here, of bf16 numbers in [`bf16`]. The two differ in what a word holds
-//! and in the instruction that multiplies words.
+//! The tile operations in AVX-512: products in f32 here, of bf16 numbers in [`bf16`]. The two differ in what a word
+//! holds and in the instruction that multiplies words.
 
 mod bf16;
 mod product;

@@ -1,8 +1,8 @@
 //! The loops around the microkernels: blocks for the caches, tasks for the threads.
 //!
 //! The result is cut into tasks of some columns, and of all rows or many. A task packs its columns of `b`, which then
-//! stay in its core's L2 cache, while strips of a few rows of `a` stream past them, each read once. So the cores exchange
-//! nothing but `a` where that must be packed; packed columns that another core has written would come slowly.
+//! stay in its core's L2 cache, while strips of a few rows of `a` stream past them, each read once. So the cores
+//! exchange nothing but `a` where that must be packed; packed columns that another core has written would come slowly.
 //!
 //! Where `a` must be packed, the first tasks do it, once for all threads. The others wait until it is done: tasks start
 //! in order, so that they wait for tasks that are already running.
@@ -262,8 +262,8 @@ impl<E: Element, C: Element> Part<'_, E, C> {
     /// Packs the panels of `b` from a column on, each panel's words together.
     fn pack_b<W: Word<E>>(&self, col: usize, panels: Panels, to: *mut u32) {
         let steps = self.steps();
-        // Where columns are contiguous, they are packed one panel after the other; else in turns, so that what lies side
-        // by side in rows is read together.
+        // Where columns are contiguous, they are packed one panel after the other; else in turns, so that what lies
+        // side by side in rows is read together.
         let turn = if self.b.inner_stride == 1 { steps.len().max(1) } else { STEPS_AHEAD };
         for start in (0..steps.len()).step_by(turn) {
             for panel in 0..panels.count() {

@@ -31,9 +31,9 @@ impl<C: Element> Sink<'_, C> {
 /// Finishes and stores a tile of sums, of which the rows begin `stride` apart. They are overwritten.
 ///
 /// # Safety
-/// The processor has the features of [`super::Arithmetic::best`], and of `Pairs` with `native`; rows of sums are aligned
-/// and can be read and written up to a multiple of 16 columns; the elements are the result's, and nobody else accesses
-/// them meanwhile.
+/// The processor has the features of [`super::Arithmetic::best`], and of `Pairs` with `native`; rows of sums are
+/// aligned and can be read and written up to a multiple of 16 columns; the elements are the result's, and nobody else
+/// accesses them meanwhile.
 #[inline]
 pub(super) unsafe fn finish<C: Element>(sink: &Sink<'_, C>, native: bool, place: Place, sums: *mut f32, stride: usize) {
     debug_assert!(place.cols <= COLS);
@@ -53,8 +53,8 @@ unsafe fn finish_plain<C: Element>(sink: &Sink<'_, C>, place: Place, sums: *mut 
     unsafe { finish_tile::<C, false>(sink, place, sums, stride) }
 }
 
-/// The tile is gone over once for each kind of work, not row by row: a row is too short for the processor to overlap the
-/// long chain of an activation with that of the next.
+/// The tile is gone over once for each kind of work, not row by row: a row is too short for the processor to overlap
+/// the long chain of an activation with that of the next.
 #[inline(always)]
 unsafe fn finish_tile<C: Element, const NATIVE: bool>(sink: &Sink<'_, C>, place: Place, sums: *mut f32, stride: usize) {
     let Place { row, rows, col, cols } = place;

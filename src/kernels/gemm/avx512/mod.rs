@@ -14,7 +14,7 @@ use super::epilogue::Sink;
 use super::matrix::Matrix;
 use crate::kernels::element::{Element, Kind};
 
-/// What a word holds, and so how words are multiplied.
+/// The content of a word, which decides how words are multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Arithmetic {
     /// One f32.

@@ -4,15 +4,16 @@ use super::kernel::{self, Kernel, LANES, ROWS};
 use crate::kernels::element::{Element, Kind};
 use std::arch::x86_64::*;
 
-/// How far reading is ahead of packing: what lies side by side is too short, or in too many places, for the processor to
-/// see where reading goes. In steps, for columns that are packed in turns of so many steps;
+/// How far reading is ahead of packing: what lies side by side is too short, or in too many places, for the processor
+/// to see where reading goes. In steps, for columns that are packed in turns of this many steps;
 pub(super) const STEPS_AHEAD: usize = 32;
 /// in elements side by side, for rows of which a task packs few steps;
 const NEIGHBORS_AHEAD: usize = 96;
 /// in bytes, for elements that lie side by side along the inner dimension.
 const BYTES_AHEAD: usize = 256;
 
-/// What a word holds. The functions need AVX-512 F, BW, DQ and VL, and are meant to be inlined where these are enabled.
+/// The content of a word. The functions need AVX-512 F, BW, DQ and VL, and are meant to be inlined where these are
+/// enabled.
 pub(super) trait Word<E: Element> {
     /// Elements of a word.
     const DEPTH: usize;
