@@ -37,14 +37,14 @@ class Table:
                 self.circles.append((set(files.split()), reason.strip()))
 
     def room(self, file):
-        """The room with the longest pattern that the file has; None where no room has it."""
+        """The room with the longest pattern that the file has, of a file before a folder; None where no room has it."""
         found = [
-            (len(pattern), name)
+            (not pattern.endswith("/"), len(pattern), name)
             for name, patterns in self.files.items()
             for pattern in patterns
             if re.fullmatch(pattern.replace("*", "[^/]*") + (".*" if pattern.endswith("/") else ""), file)
         ]
-        return max(found, default=(0, None))[1]
+        return max(found, default=(False, 0, None))[2]
 
 
 def circles_of(arrows):

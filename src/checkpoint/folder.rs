@@ -6,7 +6,7 @@
 //!   latest                     written beside, synced, renamed: last
 //! ```
 //!
-//! A folder that has its name is whole. What a dead job was writing is removed by the next save.
+//! A folder under its final name is always complete. What a dead job was writing is removed by the next save.
 
 use super::manifest::{FileEntry, MANIFEST, Manifest};
 use crate::error::{CheckpointError, Error, Result};

@@ -122,7 +122,7 @@ fn lamb(walk: &mut Walk<'_>) -> LambConfig {
     lamb
 }
 
-/// Muon with its AdamW. Each half's own rate wins over the common one.
+/// Muon with its AdamW. Each half's own rate takes precedence over the common one.
 fn muon(walk: &mut Walk<'_>) -> MuonConfig {
     let momentum = walk.float(&of("momentum"));
     if momentum == 1.0 {

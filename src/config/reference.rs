@@ -1,4 +1,4 @@
-//! docs/config.md, from the table of keys: a test compares the file, or writes it anew.
+//! docs/config.md, from the table of keys: a test compares the file, or regenerates it.
 
 use super::keys::{Key, Kind, NO_DEFAULT, Section, Status, sections};
 use super::value;
@@ -7,22 +7,22 @@ use std::fmt::Write;
 const HEAD: &str = "\
 # Configuration keys
 
-Generated from the table of keys in the code; `UPDATE_DOCS=1 cargo test --release --lib config::reference` writes it anew.
+Generated from the table of keys in the code; `UPDATE_DOCS=1 cargo test --release --lib config::reference` regenerates it.
 
 A configuration is a DeepSpeed JSON file (0.19.8). Comments (`#`, `//`, `/* */`) and trailing commas are allowed.
 An unknown key is an error wherever it stands, with its line, its column and the nearest known key. At the top level a key
 that starts with `_`, `//` or `comment` is a comment. Sections marked *strict* take `\"3\"` for 3 and `\"true\"` or 1 for
-true. `\"auto\"` is what the run knows (`RunValues`: micro batch 1, accumulation 1 and lr 5e-5 unless the script says others,
-and the steps of the schedule), a batch key that follows from the others, or else the default; its value is said once.
+true. `\"auto\"` is what the run knows (`RunValues`: micro batch 1, accumulation 1 and lr 5e-5 unless the script gives others,
+and the steps of the schedule), a batch key that follows from the others, or else the default; its value is printed once.
 
 | status | meaning |
 | --- | --- |
 | honoured | does what it does in DeepSpeed |
-| noted | another value than the default is accepted, has no effect, and is said once |
+| noted | another value than the default is accepted, has no effect, and is noted once |
 | refused | another value than the default is an error, because its silent loss would change training |
 | removed | its presence is an error, as in DeepSpeed 0.19.8 |
-| removed unless off | the same, but `enabled` false is accepted and said once |
-| translated | a deprecated key, taken as its successor, and said once |
+| removed unless off | the same, but `enabled` false is accepted and noted once |
+| translated | a deprecated key, taken as its successor, and noted once |
 ";
 
 /// The reference of all keys as Markdown, as docs/config.md holds it.

@@ -34,7 +34,7 @@ pub struct Config {
     pub allows_untested_optimizer: bool,
     /// `scheduler`; without one the optimizer's `lr` holds.
     pub scheduler: Option<SchedulerConfig>,
-    /// `steps_per_print`: a log line each so many optimizer steps; `None`: never.
+    /// `steps_per_print`: log every N optimizer steps; `None`: never.
     pub steps_per_print: Option<u64>,
     /// `wall_clock_breakdown`: log how long each phase took, with `steps_per_print`'s rhythm (each step without it).
     pub wall_clock_breakdown: bool,

@@ -76,7 +76,8 @@ impl EngineBuilder {
         self
     }
 
-    /// A learning-rate schedule of your own, the same on all ranks. It wins over the configuration's `scheduler`.
+    /// A learning-rate schedule of your own, the same on all ranks. It takes precedence over the configuration's
+    /// `scheduler`.
     #[must_use]
     pub fn schedule(mut self, schedule: impl LrSchedule + 'static) -> Self {
         self.schedule = Some(Arc::new(schedule));
@@ -98,8 +99,8 @@ impl EngineBuilder {
         self
     }
 
-    /// An optimizer of your own, the same on all ranks. It wins over the configuration's `optimizer`. At stage 1 to 3 the
-    /// configuration has to allow it: `zero_allow_untested_optimizer`, as in DeepSpeed.
+    /// An optimizer of your own, the same on all ranks. It takes precedence over the configuration's
+    /// `optimizer`. At stage 1 to 3 the configuration has to allow it: `zero_allow_untested_optimizer`, as in DeepSpeed.
     #[must_use]
     pub fn optimizer(mut self, optimizer: impl Optimizer + 'static) -> Self {
         self.optimizer = Some(Arc::new(optimizer));
@@ -116,7 +117,7 @@ impl EngineBuilder {
 
     /// Records what this rank does when, as a trace for Perfetto (ui.perfetto.dev) in `file`, which appears when the last
     /// engine of the process that records into it is dropped. Ranks that are processes write a file each, `file` with the
-    /// rank's number in its name; `zerorun --timeline` makes one of all, and wins over this. Default: the file that the
+    /// rank's number in its name; `zerorun --timeline` makes one of all, and takes precedence. Default: the file that the
     /// environment variable `CANDLE_ZERO_TIMELINE` names, nothing without it.
     #[must_use]
     pub fn timeline(mut self, file: impl Into<PathBuf>) -> Self {

@@ -1,4 +1,4 @@
-//! How fast a folder is: the engine's own transfers, and the optimizer step over files, beside plain loops.
+//! Measures the speed of a folder: the engine's own transfers, and the optimizer step over files, beside plain loops.
 //! `zerorun bench disk` prints it.
 //!
 //! ```text

@@ -24,7 +24,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Threads at most, whatever `aio` says.
+/// Upper bound on threads, regardless of `aio`.
 const MAX_THREADS: usize = 64;
 
 /// Bytes of a request at most: every thread may keep as many for a copy.
@@ -283,7 +283,7 @@ impl Shared {
             Direction::Read => [len, 0],
             Direction::Write => [0, len],
         };
-        // Whoever waits learns of a panic too; else it would wait for ever.
+        // Whoever waits learns of a panic too; else it would wait forever.
         let done = catch_unwind(AssertUnwindSafe(|| match direction {
             Direction::Read => arena.read(access, at, memory, bounce),
             Direction::Write => arena.write(access, at, memory, bounce),

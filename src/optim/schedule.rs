@@ -227,7 +227,7 @@ fn validate_lists(config: &SchedulerConfig, groups: usize) -> Result<()> {
 
 impl Schedule {
     /// The schedule of a configuration's two sections for one parameter group of all parameters, with the values of the
-    /// first optimizer step in force. Without a scheduler they are the optimizer's for ever; without an optimizer, 0.
+    /// first optimizer step in force. Without a scheduler they are the optimizer's own, and constant; without an optimizer, 0.
     ///
     /// # Errors
     /// [`OptimError::ScheduleParameter`] for a parameter that DeepSpeed refuses too, and for a list of rates for

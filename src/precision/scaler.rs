@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 pub enum LossScaler {
     /// No scaling: f32 and bf16.
     None,
-    /// `fp16.loss_scale` above 0: that scale for ever. An overflowed step is still skipped.
+    /// `fp16.loss_scale` above 0: a constant scale. An overflowed step is still skipped.
     Static {
         /// The factor.
         scale: f64,

@@ -1,6 +1,6 @@
 //! `flops_profiler`: operations and time of one optimizer step, unit by unit.
 //!
-//! Counted are the multiply-adds of the matrix products and of the causal attention of [`nn`](crate::nn)'s layers on the
+//! This counts the multiply-adds of the matrix products and of the causal attention of [`nn`](crate::nn)'s layers on the
 //! CPU, as they run: what a unit recomputes counts again, and of attention only what the causal mask leaves. Not counted
 //! are elementwise operations, norms, and the operations that a model takes from Candle itself.
 

@@ -34,17 +34,17 @@ pub(crate) struct Tool {
 
 /// All of them, in the order of the help.
 const ALL: [Tool; 11] = [
-    Tool { name: "bench", about: "How fast a folder for offloaded state is", run: bench::run },
-    Tool { name: "check", about: "A configuration, without a job: all that is wrong with it", run: check::run },
-    Tool { name: "consolidate", about: "A checkpoint's parameters as Hugging Face's files", run: consolidate::run },
-    Tool { name: "estimate", about: "What a training run needs, before it runs", run: estimate::run },
-    Tool { name: "import", about: "A checkpoint of DeepSpeed as one of this library's", run: import::run },
-    Tool { name: "inspect", about: "A folder's checkpoints, and whether one is whole", run: inspect::run },
-    Tool { name: "report", about: "What this machine has, and what that means for training", run: report::run },
-    Tool { name: "schedule", about: "Learning rate and momentum by step, without training", run: schedule::run },
-    Tool { name: "schema", about: "A JSON Schema of the configuration, for editors", run: schema::run },
-    Tool { name: "tune", about: "The fastest configuration of a script, by short runs", run: tune::run },
-    Tool { name: "verify", about: "Whether all stages and offload give the same bits here", run: verify::run },
+    Tool { name: "bench", about: "Measure the speed of an offload folder", run: bench::run },
+    Tool { name: "check", about: "Check a configuration and list every problem", run: check::run },
+    Tool { name: "consolidate", about: "Write a checkpoint's parameters as Hugging Face files", run: consolidate::run },
+    Tool { name: "estimate", about: "Compute memory and traffic before training", run: estimate::run },
+    Tool { name: "import", about: "Convert a DeepSpeed checkpoint", run: import::run },
+    Tool { name: "inspect", about: "Look into a folder of checkpoints", run: inspect::run },
+    Tool { name: "report", about: "Describe this machine and what it can train", run: report::run },
+    Tool { name: "schedule", about: "Show learning rate and momentum of each step", run: schedule::run },
+    Tool { name: "schema", about: "Print a JSON Schema of the configuration, for editors", run: schema::run },
+    Tool { name: "tune", about: "Find the fastest configuration of a script by short runs", run: tune::run },
+    Tool { name: "verify", about: "Prove that all stages give the same bits on this machine", run: verify::run },
 ];
 
 /// The tool of that name.

@@ -262,7 +262,7 @@ impl<R: Rank> Gatherer<R> {
         if self.is_needed_soon(core, unit) { Ok(()) } else { self.release_unit(core, unit) }
     }
 
-    /// A parameter's gradient has arrived: the backward that made it needs the values no more.
+    /// A parameter's gradient has arrived: the backward that made it no longer needs the values.
     ///
     /// Another one may. What is used inside of a recomputing unit and outside has a gradient from each: a parameter of
     /// a unit that was entered in a backward around this one stays, and so do the root's while units will recompute.

@@ -34,7 +34,7 @@ const ROOT: &[super::Key] = keys! {
     "gradient_predivide_factor": NOT_NEGATIVE, "1.0", H, "The part of the division that comes before the reduction.";
     "gradient_allreduce_op": OneOfAnyCase(&["mean", "sum"]), "\"mean\"", H, "Average or sum over ranks.";
     "communication_data_type": DTYPE, "null", H, "Format that gradients and their sums are rounded to on their way; null: the model's. Sums are formed in f32.";
-    "steps_per_print": POSITIVE, "null", H, "A log line each so many optimizer steps; null: never.";
+    "steps_per_print": POSITIVE, "null", H, "Log every N optimizer steps; null: never.";
     "wall_clock_breakdown": Bool, "false", H, "Log how long each phase of a step took.";
     "seed": COUNT, "42", H, "Seed of the initial weights. A key of this engine, not of DeepSpeed.";
     "activation_checkpointing": Object, "{}", H, "Recompute activations in backward.";

@@ -122,7 +122,7 @@ const WARMUP_LR: &[super::Key] = keys! {
 };
 
 const WARMUP_DECAY_LR: &[super::Key] = keys! {
-    "total_num_steps": POSITIVE, "-", H, "Required. The learning rate is 0 (warmup_min_lr) after so many steps.";
+    "total_num_steps": POSITIVE, "-", H, "Required. The learning rate is 0 (warmup_min_lr) after this many steps.";
     "warmup_min_lr": RATE_PER_GROUP, "0.0", H, "Learning rate at the start and at the end.";
     "warmup_max_lr": RATE_PER_GROUP, "0.001", H, "Learning rate after the warm-up.";
     "warmup_num_steps": POSITIVE, "1000", H, "Steps of the warm-up.";

@@ -25,7 +25,7 @@ const ZERO: &[super::Key] = keys! {
     "stage3_param_persistence_threshold" | "param_persistence_threshold": COUNT, "100000", H, "Parameters with fewer elements stay gathered.";
     "stage3_model_persistence_threshold" | "model_persistence_threshold": COUNT, "9223372036854775807", H, "Cap on the elements of all such parameters.";
     "stage3_max_live_parameters" | "max_live_parameters": COUNT, "1000000000", H, "Gathered elements at once before prefetching stops.";
-    "stage3_max_reuse_distance" | "max_reuse_distance": COUNT, "1000000000", H, "A parameter used again within so many elements is not released.";
+    "stage3_max_reuse_distance" | "max_reuse_distance": COUNT, "1000000000", H, "A parameter used again within this many elements is not released.";
     "stage3_allgather_sequential" | "allgather_sequential": Bool, "false", H, "Gather parameters one by one: a prefetch bucket of 1.";
     "stage3_gather_16bit_weights_on_model_save" | "gather_16bit_weights_on_model_save": Bool, "false", none("Engine::save_16bit_model gathers whenever it is called"), "Whole 16-bit weights on save.";
     "stage3_gather_fp16_weights_on_model_save" | "gather_fp16_weights_on_model_save": Bool, "-", moved("stage3_gather_16bit_weights_on_model_save"), "Old name.";
@@ -49,7 +49,7 @@ const ZERO: &[super::Key] = keys! {
     "zero_hpz_partition_size": COUNT, "1", yet("parameters are sharded over all ranks; results are the same"), "Second shard group (ZeRO++).";
     "zero_quantized_weights": Bool, "false", H, "Gathers of stage 3 carry int8 with a scale per 128 elements (ZeRO++ qwZ); all ranks compute with what arrives, owners keep the exact weights.";
     "zero_quantized_nontrainable_weights": Bool, "false", none("every parameter is trained: there are no frozen ones to quantize"), "Quantized frozen weights.";
-    "zero_quantized_gradients": Bool, "false", H, "What a rank sends of its gradients is int4 with a scale per 128 elements (ZeRO++ qgZ), at every stage; they are summed in f32, and at stage 0 the sums travel exact.";
+    "zero_quantized_gradients": Bool, "false", H, "Gradients travel as int4 with a scale per 128 elements (ZeRO++ qgZ), at every stage; they are summed in f32, and at stage 0 the sums travel exact.";
     "leaf_module": Object, "{}", S, "Modules gathered as one.";
     "enable_sanity_checks": Bool, "false", none("the calls of all ranks are always compared"), "Compare ranks at stage 3.";
     "log_trace_cache_warnings": Bool, "false", none("there is no trace to warn about"), "Say when the order of modules changed.";
@@ -71,14 +71,14 @@ const OFFLOAD_PARAM: &[super::Key] = keys! {
     "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it.";
     "buffer_count": COUNT, "5", H, "With nvme: buffer_count x buffer_size elements bound what is read ahead.";
     "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs 1 or more of both.";
-    "max_in_cpu": COUNT, "1000000000", H, "With nvme: the first so many elements of a rank's shards stay in memory.";
+    "max_in_cpu": COUNT, "1000000000", H, "With nvme: this many first elements of a rank's shards stay in memory.";
     "pin_memory": Bool, "true", none(NOT_PINNED), "Page-locked memory.";
 };
 
 const OFFLOAD_OPTIMIZER: &[super::Key] = keys! {
     "device": DEVICE, "\"none\"", H, "Where master weights, moments and gradient shares live from stage 1 on: cpu is host memory, nvme a file of each kind and rank (DeepSpeed: at stage 3 only).";
     "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it.";
-    "buffer_count": COUNT, "4", H, "With nvme: all that a step works in has together at most the elements of so many of the largest sub-group, and 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
+    "buffer_count": COUNT, "4", H, "With nvme: all that a step works in has together at most the elements of this many of the largest sub-group, and 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
     "pin_memory": Bool, "true", none(NOT_PINNED), "Page-locked memory.";
     "pipeline_read": Bool, "false", H, "With nvme: read what comes next while the step computes.";
     "pipeline_write": Bool, "false", H, "With nvme: write what is done while the step computes.";

@@ -1,0 +1,40 @@
+//! The lists that lead a newcomer are whole: README's table of the sources and the indexes of the documents.
+
+use std::path::Path;
+
+/// The `wanted` names in `folder`, relative to the package.
+fn names(folder: &str, wanted: impl Fn(&Path) -> Option<String>) -> Vec<String> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
+    let mut names: Vec<String> =
+        std::fs::read_dir(folder).unwrap().filter_map(|entry| wanted(&entry.unwrap().path())).collect();
+    names.sort();
+    names
+}
+
+fn text(file: &str) -> String {
+    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap()
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().unwrap().to_str().unwrap().to_owned()
+}
+
+fn documents(path: &Path) -> Option<String> {
+    let name = file_name(path);
+    (name.ends_with(".md") && name != "README.md").then(|| format!("({name})"))
+}
+
+#[test]
+fn the_list_names_every_source_and_document() {
+    let folders = names("src", |path| path.is_dir().then(|| format!("`src/{}/", file_name(path))));
+    let lists = [
+        ("README.md", folders),
+        ("docs/README.md", names("docs", documents)),
+        ("docs/tools/README.md", names("docs/tools", documents)),
+    ];
+    for (file, names) in lists {
+        let list = text(file);
+        let missing: Vec<_> = names.iter().filter(|name| !list.contains(*name)).collect();
+        assert!(names.len() > 5 && missing.is_empty(), "{file} has no word of {missing:?}");
+    }
+}
