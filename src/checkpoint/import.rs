@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 ///
 /// # Errors
 /// [`CheckpointError::Unusable`] if `dir` has a checkpoint of that name already; [`CheckpointError::DeepSpeed`] for
-/// what cannot be read; [`Error::Io`]. Then `dir` has no new checkpoint.
+/// what cannot be read; [`Error::Io`](crate::Error::Io). Then `dir` has no new checkpoint.
 pub fn import(
     from: &DeepSpeedCheckpoint,
     dir: impl AsRef<Path>,

@@ -3,7 +3,7 @@
 use super::{Momentum, Optimizer, adagrad, adam, lamb, lion, muon, sgd};
 use crate::config::OptimizerConfig;
 
-/// The optimizer that the configuration names. Its learning rate comes with each [`StepContext`].
+/// The optimizer that the configuration names. Its learning rate comes with each [`StepContext`](super::StepContext).
 pub fn from_config(config: &OptimizerConfig) -> Box<dyn Optimizer> {
     match config {
         OptimizerConfig::Adam(config) => Box::new(adam::Adam::new(*config)),
@@ -15,12 +15,13 @@ pub fn from_config(config: &OptimizerConfig) -> Box<dyn Optimizer> {
     }
 }
 
-/// The learning rate that the optimizer section names: the base of a [`Schedule`], and the rate without one.
+/// The learning rate that the optimizer section names: the base of a [`Schedule`](super::Schedule), and the rate
+/// without one.
 pub fn base_lr(config: &OptimizerConfig) -> f64 {
     from_config(config).lr()
 }
 
-/// The momentum that the optimizer section names: what a [`Schedule`] starts from.
+/// The momentum that the optimizer section names: what a [`Schedule`](super::Schedule) starts from.
 pub fn momentum(config: &OptimizerConfig) -> Momentum {
     from_config(config).momentum()
 }

@@ -18,7 +18,7 @@
 //! | `publish.rs` | updated shards, brought to all ranks |
 //! | `export.rs` | whole parameters in a file |
 //!
-//! The decisions of a step are written once, over [`rank::Rank`]; the core and a rehearsal carry them out.
+//! The decisions of a step are written once, over `rank::Rank`; the core and a rehearsal carry them out.
 
 mod batch;
 pub(crate) mod core;

@@ -31,9 +31,9 @@ impl<C: Element> Sink<'_, C> {
 /// Finishes and stores a tile of sums, of which the rows begin `stride` apart. They are overwritten.
 ///
 /// # Safety
-/// The processor has the features of [`super::Arithmetic::best`], and of `Pairs` with `native`; rows of sums are
-/// aligned and can be read and written up to a multiple of 16 columns; the elements are the result's, and nobody else
-/// accesses them meanwhile.
+/// The processor has the features of `Arithmetic`, and of `Pairs` with `native`; rows of sums are aligned
+/// and can be read and written up to a multiple of 16 columns; the elements are the result's, and nobody else accesses
+/// them meanwhile.
 #[inline]
 pub(super) unsafe fn finish<C: Element>(sink: &Sink<'_, C>, native: bool, place: Place, sums: *mut f32, stride: usize) {
     debug_assert!(place.cols <= COLS);
