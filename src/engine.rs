@@ -21,7 +21,7 @@ mod watch;
 
 pub use builder::EngineBuilder;
 
-use crate::checkpoint::Saving;
+use crate::checkpoint::SaveJob;
 use crate::comm::agree::Failure;
 use crate::config::{Config, Precision};
 use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
@@ -82,7 +82,7 @@ pub struct Engine<M> {
     clock: Clock,
     reporter: Reporter,
     /// A checkpoint that is being written.
-    saving: Option<Saving>,
+    saving: Option<SaveJob>,
     /// Why it could not be, until it has been told.
     failed_save: Option<Error>,
     /// The error that ended the job for this rank.

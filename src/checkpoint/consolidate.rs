@@ -9,7 +9,7 @@
 //!
 //! Everything is written into a folder beside OUT, synced and renamed, so OUT is never half there.
 
-use super::hugging_face::{Described, describe};
+use super::hugging_face::{Description, describe};
 use super::load::Checkpoint;
 use super::manifest::Parameter;
 use crate::error::{CheckpointError, Error, Result};
@@ -73,7 +73,7 @@ impl ConsolidateSettings {
         }
     }
 
-    fn describe(&self, checkpoint: &Checkpoint) -> Described {
+    fn describe(&self, checkpoint: &Checkpoint) -> Description {
         describe(checkpoint.manifest(), self.n_head, self.dtype.names().1)
     }
 }
@@ -141,7 +141,7 @@ pub fn consolidate(
     let described = settings.describe(checkpoint);
     let beside = begin(out).map_err(wrong("create"))?;
     let mut count = Count { written: 0, tell };
-    let writing = Writing { checkpoint, folder: beside.path(), settings, described: &described };
+    let writing = Writer { checkpoint, folder: beside.path(), settings, described: &described };
     let files = writing.all(&mut count)?;
     let bytes = count.written;
     finish(beside, out).map_err(wrong("write"))?;
@@ -211,14 +211,14 @@ struct Count<'a> {
 }
 
 /// Files under construction.
-struct Writing<'a> {
+struct Writer<'a> {
     checkpoint: &'a Checkpoint,
     folder: &'a Path,
     settings: &'a ConsolidateSettings,
-    described: &'a Described,
+    described: &'a Description,
 }
 
-impl Writing<'_> {
+impl Writer<'_> {
     /// Names of the files with parameters.
     fn all(&self, count: &mut Count) -> Result<Vec<String>> {
         let parameters = &self.checkpoint.manifest().parameters;

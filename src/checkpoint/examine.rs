@@ -20,7 +20,7 @@ pub(crate) struct Listing {
 }
 
 /// A checkpoint and all that is wrong with it.
-pub(crate) struct Examined {
+pub(crate) struct Examination {
     pub path: PathBuf,
     pub manifest: Option<Manifest>,
     /// One for each file that is damaged; none if it is whole.
@@ -76,12 +76,12 @@ impl Listing {
 
 /// Looks at checkpoint `tag` of `dir`: its manifest, lengths and headers of its files, and with `tell` every byte.
 /// `tell` learns the bytes read and those that there are.
-pub(crate) fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64, u64)>) -> Examined {
+pub(crate) fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64, u64)>) -> Examination {
     let path = dir.join(tag);
     let read = folder::existing(dir, tag).and_then(|path| Manifest::read(&path.join(MANIFEST)));
     let manifest = match read {
         Ok(manifest) => manifest,
-        Err(error) => return Examined { path, manifest: None, problems: vec![error] },
+        Err(error) => return Examination { path, manifest: None, problems: vec![error] },
     };
     let mut problems = Vec::new();
     let (mut done, total) = (0, manifest.files.iter().map(|file| file.bytes).sum());
@@ -98,5 +98,5 @@ pub(crate) fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64
         problems.extend(looked.err());
         done += manifest.files[rank].bytes;
     }
-    Examined { path, manifest: Some(manifest), problems }
+    Examination { path, manifest: Some(manifest), problems }
 }

@@ -10,7 +10,7 @@ const GPT_PREFIX: &str = "transformer.";
 
 /// How a checkpoint looks to transformers.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Described {
+pub(super) struct Description {
     /// In front of every name.
     pub prefix: &'static str,
     /// `config.json`, or why there is none.
@@ -18,17 +18,17 @@ pub(super) struct Described {
 }
 
 /// The model of the checkpoint, by its client state's `model` or its parameters; `dtype` is that of the files.
-pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) -> Described {
+pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) -> Description {
     let model = &manifest.client_state["model"];
     let shapes: Shapes =
         manifest.parameters.iter().map(|p: &Parameter| (p.name.as_str(), p.shape.as_slice())).collect();
     match (model["architecture"].as_str(), gpt_sizes(&shapes)) {
         (Some("gpt2") | None, Some(sizes)) => {
-            Described { prefix: GPT_PREFIX, config: gpt_config(model, sizes, n_head).map(|c| gpt_json(&c, dtype)) }
+            Description { prefix: GPT_PREFIX, config: gpt_config(model, sizes, n_head).map(|c| gpt_json(&c, dtype)) }
         }
         (Some("gpt2"), None) => unknown("its parameters are not those of a GPT-2, as its client state says"),
         (Some("llama"), _) => {
-            Described { prefix: "", config: llama_config(model, &shapes).map(|config| llama_json(&config, dtype)) }
+            Description { prefix: "", config: llama_config(model, &shapes).map(|config| llama_json(&config, dtype)) }
         }
         (Some(other), _) => unknown(&format!("its client state says that it is a {other:?}; gpt2 and llama are known")),
         (None, None) => unknown(
@@ -38,8 +38,8 @@ pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) 
     }
 }
 
-fn unknown(why: &str) -> Described {
-    Described { prefix: "", config: Err(why.to_owned()) }
+fn unknown(why: &str) -> Description {
+    Description { prefix: "", config: Err(why.to_owned()) }
 }
 
 /// Shapes by name.

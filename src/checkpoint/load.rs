@@ -136,9 +136,9 @@ impl Checkpoint {
     }
 
     /// Reads what `wanted` lies in, and compares it with its checksums.
-    fn check(&self, wanted: &[Wanted]) -> Result<()> {
+    fn check(&self, wanted: &[NeededElements]) -> Result<()> {
         let mut blocks: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
-        for Wanted { state, saved, range, .. } in wanted {
+        for NeededElements { state, saved, range, .. } in wanted {
             for piece in self.places.pieces(*state, *saved, range.clone()) {
                 blocks.entry(piece.rank).or_default().extend(RankFile::blocks_of(&piece.bytes));
             }
@@ -153,7 +153,7 @@ impl Checkpoint {
 
 /// Elements of a saved parameter that this rank needs.
 #[derive(Debug, Clone)]
-struct Wanted {
+struct NeededElements {
     /// By place in the manifest.
     state: usize,
     saved: usize,
@@ -198,7 +198,12 @@ pub(crate) fn load(
 }
 
 /// The parts of a checkpoint that this rank needs, if it is one of this model.
-fn wanted(core: &Core, trainer: &Trainer, checkpoint: &Checkpoint, options: &LoadOptions) -> Result<Vec<Wanted>> {
+fn wanted(
+    core: &Core,
+    trainer: &Trainer,
+    checkpoint: &Checkpoint,
+    options: &LoadOptions,
+) -> Result<Vec<NeededElements>> {
     let manifest = &checkpoint.manifest;
     let wrong =
         |problem: String| Error::from(CheckpointError::Unusable { path: checkpoint.path.join(MANIFEST), problem });
@@ -245,17 +250,17 @@ fn wanted(core: &Core, trainer: &Trainer, checkpoint: &Checkpoint, options: &Loa
             // Whole parameters get all their elements from the files, not from other ranks.
             let is_whole = kind == State::Weights && !core.shards_params();
             let range = if is_whole { 0..own.numel } else { core.owned(param) };
-            wanted.push(Wanted { state, saved, kind, param, range });
+            wanted.push(NeededElements { state, saved, kind, param, range });
         }
     }
     Ok(wanted)
 }
 
-fn set_all(core: &Core, checkpoint: &Checkpoint, wanted: &[Wanted]) -> Result<()> {
+fn set_all(core: &Core, checkpoint: &Checkpoint, wanted: &[NeededElements]) -> Result<()> {
     debug_assert_eq!(checkpoint.manifest.states[0], WEIGHTS);
     // What a forward without a backward has gathered is from before.
     core.release_all()?;
-    for Wanted { state, saved, kind, param, range } in wanted {
+    for NeededElements { state, saved, kind, param, range } in wanted {
         let values = |part| checkpoint.read(*state, *saved, part).map(Flat::F32);
         if *kind == State::Weights && !core.shards_params() {
             core.write_whole(*param, values)?;

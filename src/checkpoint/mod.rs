@@ -32,7 +32,7 @@ mod save;
 
 pub(crate) use consolidate::absent_or_empty;
 pub use consolidate::{ConsolidateSettings, Consolidated, ConsolidatedDtype, consolidate};
-pub(crate) use examine::{Examined, Listing, examine, find, place};
+pub(crate) use examine::{Examination, Listing, examine, find, place};
 pub use import::import;
 pub(crate) use import::new_place;
 pub(crate) use load::load;
@@ -40,4 +40,4 @@ pub use load::{Checkpoint, LoadOptions, Loaded};
 pub use manifest::{FileEntry, Manifest, Parameter};
 pub(crate) use progress::Progress;
 pub use save::SaveOptions;
-pub(crate) use save::{SaveRequest, Saving, manifest};
+pub(crate) use save::{SaveJob, SaveRequest, manifest};

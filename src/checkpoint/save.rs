@@ -60,15 +60,15 @@ pub(crate) struct SaveRequest {
 }
 
 /// A save that is not over.
-pub(crate) struct Saving {
+pub(crate) struct SaveJob {
     core: Arc<Core>,
     request: SaveRequest,
-    writing: Writing,
+    writing: WriteJob,
     /// Rank 0's hold on the folder.
     lock: Option<File>,
 }
 
-enum Writing {
+enum WriteJob {
     Done(Result<Written>),
     Thread(JoinHandle<Result<Written>>),
 }
@@ -115,7 +115,7 @@ pub(crate) fn manifest(
     }
 }
 
-impl Saving {
+impl SaveJob {
     /// Begins a checkpoint: this rank's share is written, or a thread has begun to write it. Collective.
     ///
     /// # Errors
@@ -125,7 +125,7 @@ impl Saving {
         (request.manifest.tag, lock) = begin(core.comm(), &request)?;
         let share = Share::new(core.clone(), &request, trainer);
         let writing = match request.options.in_background {
-            false => Writing::Done(share.write()),
+            false => WriteJob::Done(share.write()),
             true => match std::thread::Builder::new().name("checkpoint".into()).spawn({
                 let (share, carried) = (share.clone(), timeline::carry());
                 move || {
@@ -133,9 +133,9 @@ impl Saving {
                     share.write()
                 }
             }) {
-                Ok(thread) => Writing::Thread(thread),
+                Ok(thread) => WriteJob::Thread(thread),
                 // Without a thread it is written now.
-                Err(_) => Writing::Done(share.write()),
+                Err(_) => WriteJob::Done(share.write()),
             },
         };
         Ok(Self { core, request, writing, lock })
@@ -156,8 +156,8 @@ impl Saving {
         let _span = timeline::span(timeline::Kind::Checkpoint, "end save").of(|| manifest.tag.clone());
         let (comm, is_first) = (core.comm(), core.comm().rank() == 0);
         let written = match writing {
-            Writing::Done(result) => result,
-            Writing::Thread(thread) => thread.join().unwrap_or_else(|_| {
+            WriteJob::Done(result) => result,
+            WriteJob::Thread(thread) => thread.join().unwrap_or_else(|_| {
                 let problem = "the thread that wrote it panicked; its own words say why".into();
                 Err(CheckpointError::Unusable { path: dir.clone(), problem }.into())
             }),

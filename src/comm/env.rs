@@ -56,7 +56,7 @@ struct Number {
 }
 
 /// The values of one row of the table.
-struct Found {
+struct RankNumbers {
     rank: Number,
     world: Number,
     local: Option<(Number, Number)>,
@@ -100,7 +100,7 @@ impl RankEnv {
                 timeout,
             });
         };
-        let Found { rank, world, local } = found;
+        let RankNumbers { rank, world, local } = found;
         below(rank, world)?;
         let (local_rank, local_world_size) = match local {
             None => (rank.value, world.value),
@@ -190,28 +190,28 @@ impl Vars<'_> {
         }
     }
 
-    fn find(&self) -> Result<Option<Found>> {
+    fn find(&self) -> Result<Option<RankNumbers>> {
         let local = self.pair("LOCAL_RANK", &["LOCAL_WORLD_SIZE", "LOCAL_SIZE"]);
         if let Some((rank, world)) = self.pair("RANK", &["WORLD_SIZE"])? {
-            return Ok(Some(Found { rank, world, local: local? }));
+            return Ok(Some(RankNumbers { rank, world, local: local? }));
         }
         if let Some((local_rank, _)) = local? {
             return Err(RankEnvError::Incomplete { set: local_rank.name, missing: "RANK" }.into());
         }
         if let Some((rank, world)) = self.pair("OMPI_COMM_WORLD_RANK", &["OMPI_COMM_WORLD_SIZE"])? {
             let local = self.pair("OMPI_COMM_WORLD_LOCAL_RANK", &["OMPI_COMM_WORLD_LOCAL_SIZE"])?;
-            return Ok(Some(Found { rank, world, local }));
+            return Ok(Some(RankNumbers { rank, world, local }));
         }
         if let Some((rank, world)) = self.pair("PMI_RANK", &["PMI_SIZE"])? {
             let local = self.pair("MPI_LOCALRANKID", &["MPI_LOCALNRANKS"])?;
-            return Ok(Some(Found { rank, world, local }));
+            return Ok(Some(RankNumbers { rank, world, local }));
         }
         // SLURM_NTASKS alone is no half-set group: every shell inside an allocation has it, tasks have SLURM_PROCID
         // too.
         if self.get("SLURM_PROCID").is_some()
             && let Some((rank, world)) = self.pair("SLURM_PROCID", &["SLURM_NTASKS", "SLURM_NPROCS"])?
         {
-            return Ok(Some(Found { rank, world, local: self.slurm_local()? }));
+            return Ok(Some(RankNumbers { rank, world, local: self.slurm_local()? }));
         }
         Ok(None)
     }

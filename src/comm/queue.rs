@@ -131,7 +131,7 @@ impl Queue {
 pub struct Shared {
     region: Arc<Region>,
     rank: usize,
-    voice: Arc<Voice>,
+    abort_signal: Arc<AbortSignal>,
     counters: Arc<Counters>,
     queue: Arc<Queue>,
     comm_thread: Option<JoinHandle<()>>,
@@ -142,20 +142,20 @@ pub struct Shared {
 /// The means to run a job.
 struct Worker {
     exchange: Exchange,
-    voice: Arc<Voice>,
+    abort_signal: Arc<AbortSignal>,
     counters: Arc<Counters>,
     /// The first failure; every later collective returns it again, for the ranks are out of step after it.
     failed: Option<CommError>,
 }
 
 /// Tells the others, once, that this rank gives up. Training thread and comm thread share it.
-struct Voice {
+struct AbortSignal {
     region: Arc<Region>,
     rank: usize,
     used: AtomicBool,
 }
 
-impl Voice {
+impl AbortSignal {
     fn abort(&self, why: &str) {
         if !self.used.swap(true, Ordering::Relaxed) {
             // A backtrace would be in the way of the others' own messages.
@@ -171,14 +171,14 @@ impl Shared {
     /// The rank is taken already, or a thread cannot be started.
     pub(crate) fn new(region: Arc<Region>, rank: usize, timeout: Duration) -> Result<Self> {
         region.enter(rank)?;
-        let voice = Arc::new(Voice { region: region.clone(), rank, used: AtomicBool::new(false) });
+        let abort_signal = Arc::new(AbortSignal { region: region.clone(), rank, used: AtomicBool::new(false) });
         let counters = Arc::new(Counters::default());
         let exchange = Exchange::new(region.clone(), rank, timeout);
-        let worker = Worker { exchange, voice: voice.clone(), counters: counters.clone(), failed: None };
+        let worker = Worker { exchange, abort_signal: abort_signal.clone(), counters: counters.clone(), failed: None };
         let queue = Queue { jobs: Mutex::default(), changed: Condvar::new(), worker: Mutex::new(worker) };
         let queue = Arc::new(queue);
         let spawn_failed = |e| {
-            voice.abort("it could not start a thread");
+            abort_signal.abort("it could not start a thread");
             CommError::Region { action: "start a thread for", source: Arc::new(e) }
         };
         let served = queue.clone();
@@ -192,7 +192,16 @@ impl Shared {
         } else {
             None
         };
-        Ok(Self { region, rank, voice, counters, queue, comm_thread: Some(comm_thread), heart, log: Mutex::default() })
+        Ok(Self {
+            region,
+            rank,
+            abort_signal,
+            counters,
+            queue,
+            comm_thread: Some(comm_thread),
+            heart,
+            log: Mutex::default(),
+        })
     }
 
     fn launch<T: Send + 'static>(
@@ -223,7 +232,7 @@ impl Shared {
             }
             if let (Err(error), None) = (&result, &worker.failed) {
                 // At once: the training thread may compute for long before it comes for the result.
-                worker.voice.abort(&error.to_string());
+                worker.abort_signal.abort(&error.to_string());
                 worker.failed = Some(error.clone());
             }
             // Nobody waits for a result whose Pending was dropped.
@@ -280,7 +289,7 @@ impl Communicator for Shared {
     }
 
     fn abort(&self, why: &str) {
-        self.voice.abort(why);
+        self.abort_signal.abort(why);
     }
 
     fn report(&self) -> CommReport {
@@ -296,13 +305,13 @@ impl Drop for Shared {
     /// Leaves the job: what was launched is finished first, because peers count on it, unless this rank panics.
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.voice.abort("it panicked; its own output tells where");
+            self.abort_signal.abort("it panicked; its own output tells where");
         }
         self.queue.close();
         if let Some(thread) = self.comm_thread.take() {
             // A panic of the comm thread has been printed; the state below tells the peers.
             if thread.join().is_err() {
-                self.voice.abort("its communication thread panicked");
+                self.abort_signal.abort("its communication thread panicked");
             }
         }
         self.region.finish(self.rank);

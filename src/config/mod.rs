@@ -32,4 +32,4 @@ pub use resolved::*;
 pub use run_values::RunValues;
 pub use schema::json_schema;
 pub use source::ConfigSource;
-pub(crate) use source::{Checked, check, read_file, read_value};
+pub(crate) use source::{CheckOutcome, check, read_file, read_value};

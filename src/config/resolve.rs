@@ -11,17 +11,17 @@ use candle_core::DType;
 use serde_json::Value;
 
 /// The problems of a tree, in file order, and the notes about it.
-pub(super) struct Refused {
+pub(super) struct Rejection {
     pub problems: Vec<ConfigProblem>,
     pub notes: Vec<Note>,
 }
 
 /// Resolves a whole tree.
-pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result<Config, Refused> {
+pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result<Config, Rejection> {
     let Json::Object(entries) = &root.value else {
         let message = format!("an object `{{...}}` is needed, {} found", value::found(root));
         let problem = ConfigProblem { rule: Rule::Type, path: "(top)".into(), place: root.place, message };
-        return Err(Refused { problems: vec![problem], notes: Vec::new() });
+        return Err(Rejection { problems: vec![problem], notes: Vec::new() });
     };
     let mut walk = Walk::new(entries, run);
     let walk_ref = &mut walk;
@@ -45,7 +45,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
         walk.problems.sort_by_key(|problem| problem.place.map_or((true, None), |place| (false, Some(place))));
         // A refused key was not accepted.
         walk.notes.retain(|note| walk.problems.iter().all(|problem| problem.path != note.path));
-        return Err(Refused { problems: walk.problems, notes: walk.notes });
+        return Err(Rejection { problems: walk.problems, notes: walk.notes });
     };
     Ok(Config {
         world_size,

@@ -64,7 +64,7 @@ impl Config {
 }
 
 /// The result of checking a configuration, whether it loads or not.
-pub(crate) struct Checked {
+pub(crate) struct CheckOutcome {
     /// The notes about it.
     pub notes: Vec<Note>,
     /// The configuration, or what is wrong with it.
@@ -72,16 +72,16 @@ pub(crate) struct Checked {
 }
 
 /// Reads, checks and resolves the bytes of a file.
-pub(crate) fn check(path: &Path, bytes: &[u8], world_size: usize, run: &RunValues) -> Checked {
+pub(crate) fn check(path: &Path, bytes: &[u8], world_size: usize, run: &RunValues) -> CheckOutcome {
     let origin = path.display().to_string();
     let root = match read(&origin, bytes) {
         Ok(root) => root,
-        Err(error) => return Checked { notes: Vec::new(), outcome: Err(error) },
+        Err(error) => return CheckOutcome { notes: Vec::new(), outcome: Err(error) },
     };
     match resolve::resolve(&root, world_size, run) {
-        Ok(config) => Checked { notes: config.notes.clone(), outcome: Ok(config) },
-        Err(resolve::Refused { problems, notes }) => {
-            Checked { notes, outcome: Err(ConfigError::Problems { origin, problems }.into()) }
+        Ok(config) => CheckOutcome { notes: config.notes.clone(), outcome: Ok(config) },
+        Err(resolve::Rejection { problems, notes }) => {
+            CheckOutcome { notes, outcome: Err(ConfigError::Problems { origin, problems }.into()) }
         }
     }
 }

@@ -6,7 +6,7 @@ use crate::comm::RankEnv;
 use crate::config::{Config, ConfigSource, RunValues};
 use crate::error::Result;
 use crate::kernels;
-use crate::monitor::{Monitor, Opening};
+use crate::monitor::{Monitor, MonitorOpener};
 use crate::offload::DiskAccess;
 use crate::optim::{LrSchedule, Optimizer, ParameterGroup};
 use crate::param::Source;
@@ -26,7 +26,7 @@ pub struct EngineBuilder {
     pub(super) disk_access: Option<DiskAccess>,
     pub(super) schedule: Option<Arc<dyn LrSchedule>>,
     run_values: RunValues,
-    pub(super) monitors: Vec<Opening>,
+    pub(super) monitors: Vec<MonitorOpener>,
     pub(super) optimizer: Option<Arc<dyn Optimizer>>,
     pub(super) parameter_groups: Vec<ParameterGroup>,
     timeline: Option<PathBuf>,

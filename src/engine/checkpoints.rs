@@ -1,7 +1,7 @@
 //! Saving, loading and exporting an engine's state.
 
 use super::{Engine, Losses, Phase};
-use crate::checkpoint::{self, LoadOptions, Loaded, Progress, SaveOptions, SaveRequest, Saving};
+use crate::checkpoint::{self, LoadOptions, Loaded, Progress, SaveJob, SaveOptions, SaveRequest};
 use crate::comm::agree::Failure;
 use crate::error::{EngineError, Result};
 use crate::precision::Flat;
@@ -55,7 +55,7 @@ impl<M> Engine<M> {
             validation: self.config.tag_validation,
             shows_statistics: self.config.shows_save_statistics,
         };
-        let saving = self.attempt(|engine| Saving::begin(engine.core.clone(), &engine.trainer, request))?;
+        let saving = self.attempt(|engine| SaveJob::begin(engine.core.clone(), &engine.trainer, request))?;
         let path = saving.path();
         self.saving = Some(saving);
         if !options.in_background {
@@ -141,7 +141,7 @@ impl<M> Engine<M> {
     /// Ends a save in the background before weights change; if that failed, the step returns the error after it has
     /// been made.
     pub(super) fn end_saving(&mut self) -> Result<()> {
-        match self.saving.take().map_or(Ok(()), Saving::end) {
+        match self.saving.take().map_or(Ok(()), SaveJob::end) {
             Ok(()) => Ok(()),
             Err(Failure::InStep(error)) => {
                 self.failed_save = Some(error);

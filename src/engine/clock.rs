@@ -33,21 +33,21 @@ pub(super) struct Clock {
     /// Seconds waited for collectives in backward.
     pub backward_wait: f64,
     /// Seconds waited for collectives, and for files, until the last boundary.
-    waited: Waited,
+    waited: WaitSeconds,
     pub last: StepTimings,
     pub last_backward_wait_ms: f64,
 }
 
 /// Seconds waited since the start.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Waited {
+pub(super) struct WaitSeconds {
     pub collectives: f64,
     pub files: f64,
 }
 
 impl Clock {
     /// An optimizer step is over.
-    pub fn boundary(&mut self, waited: Waited) {
+    pub fn boundary(&mut self, waited: WaitSeconds) {
         let ms = |d: Duration| d.as_secs_f64() * 1e3;
         self.last = StepTimings {
             forward_ms: ms(self.forward),

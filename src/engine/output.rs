@@ -1,7 +1,7 @@
 //! Output of an engine that trains, from rank 0: printed lines, and events for monitors.
 
 use super::Engine;
-use super::clock::Waited;
+use super::clock::WaitSeconds;
 use crate::Result;
 use crate::comm::CommSummary;
 use crate::config::Precision;
@@ -79,7 +79,7 @@ impl<M> Engine<M> {
 
     /// An optimizer step is over. Collective in the step that `flops_profiler` names.
     pub(super) fn tell(&mut self) -> Result<()> {
-        let waited = Waited { collectives: self.comm_report().waited_s, files: self.offload_report().waited_s };
+        let waited = WaitSeconds { collectives: self.comm_report().waited_s, files: self.offload_report().waited_s };
         self.clock.boundary(waited);
         self.tell_progress();
         self.end_profile()

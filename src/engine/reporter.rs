@@ -3,7 +3,7 @@
 use crate::comm::{CommLog, Communicator};
 use crate::config::Monitoring;
 use crate::files::{folder_of, new_beside};
-use crate::monitor::{Monitors, Opening, Throughput};
+use crate::monitor::{MonitorOpener, Monitors, Throughput};
 use crate::profiler::FlopsProfile;
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub(super) struct Reporter {
 
 impl Reporter {
     /// Opens the monitors, on rank 0, and the log of collectives.
-    pub fn open(config: &Monitoring, comm: &dyn Communicator, more: Vec<Opening>) -> Result<Self> {
+    pub fn open(config: &Monitoring, comm: &dyn Communicator, more: Vec<MonitorOpener>) -> Result<Self> {
         let (rank, world_size) = (comm.rank(), comm.size());
         if let (0, Some(file)) = (rank, config.flops_profiler.as_ref().and_then(|config| config.output_file.as_ref())) {
             let folder = folder_of(file);

@@ -9,7 +9,7 @@ use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Device, Layout, Result, Shape, Storage, Tensor};
 use std::sync::Mutex;
 
-struct Prepared<B> {
+struct PreparedOp<B> {
     name: &'static str,
     /// Handed out by forward, which runs once.
     result: Mutex<Option<(Storage, Shape)>>,
@@ -21,7 +21,7 @@ pub(crate) fn prepared<B>(name: &'static str, arg: &Tensor, result: (Storage, Sh
 where
     B: Fn(&Tensor, &Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
 {
-    arg.apply_op1(Prepared { name, result: Mutex::new(Some(result)), backward })
+    arg.apply_op1(PreparedOp { name, result: Mutex::new(Some(result)), backward })
 }
 
 /// A token's result: one element on `device`.
@@ -46,7 +46,7 @@ pub(crate) fn copy_of(tensor: &Tensor) -> Result<(Storage, Shape)> {
     Ok((copy, tensor.shape().clone()))
 }
 
-impl<B> Prepared<B> {
+impl<B> PreparedOp<B> {
     fn take(&self) -> Result<(Storage, Shape)> {
         match lock(&self.result).take() {
             Some(result) => Ok(result),
@@ -59,7 +59,7 @@ impl<B> Prepared<B> {
     }
 }
 
-impl<B> CustomOp1 for Prepared<B>
+impl<B> CustomOp1 for PreparedOp<B>
 where
     B: Fn(&Tensor, &Tensor) -> Result<Option<Tensor>> + Send + Sync,
 {

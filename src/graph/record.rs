@@ -235,7 +235,7 @@ impl Operation {
     fn over(self, mut tokens: Vec<Tensor>) -> Result<Tensor> {
         // From the back: of a join's arguments the second is differentiated first, and so are the last inputs.
         while let [.., a, b] = &tokens[..] {
-            let joined = a.apply_op2(b, Joined)?;
+            let joined = a.apply_op2(b, JoinTokens)?;
             tokens.truncate(tokens.len() - 2);
             tokens.push(joined);
         }
@@ -293,9 +293,9 @@ fn one_on_cuda(beside: &CudaStorage) -> Result<(CudaStorage, Shape)> {
 }
 
 /// Two tokens as one.
-struct Joined;
+struct JoinTokens;
 
-impl CustomOp2 for Joined {
+impl CustomOp2 for JoinTokens {
     fn name(&self) -> &'static str {
         "joined-tokens"
     }

@@ -68,7 +68,7 @@ pub(crate) enum End {
     /// All ranks ended with 0.
     Well,
     /// The launcher got this signal.
-    Asked(Signal),
+    Interrupted(Signal),
     Failed(Failure),
 }
 
@@ -170,7 +170,7 @@ enum Why {
     /// A rank failed. `first` is the one that was seen to end first; another may have brought it to that.
     Failure { first: Fate, at: Instant },
     /// The launcher got a signal.
-    Asked { signal: Signal, at: Instant },
+    Interrupted { signal: Signal, at: Instant },
 }
 
 #[derive(Debug)]
@@ -303,7 +303,7 @@ impl Ranks {
         let (term, kill) = match self.why {
             Why::Running => return now + TICK,
             Why::Failure { at, .. } => (at + PATIENCE_BY_THEMSELVES, at + PATIENCE_BY_THEMSELVES + PATIENCE_AFTER_TERM),
-            Why::Asked { at, .. } => (at + PATIENCE_AFTER_SIGNAL, at + PATIENCE_AFTER_SIGNAL),
+            Why::Interrupted { at, .. } => (at + PATIENCE_AFTER_SIGNAL, at + PATIENCE_AFTER_SIGNAL),
         };
         if now >= kill {
             self.demand(Request::Kill);
@@ -346,10 +346,10 @@ impl Ranks {
                 self.signal_all(Signal::CONT);
             }
             (Event::End(signal), Why::Running) => {
-                self.why = Why::Asked { signal, at: Instant::now() };
+                self.why = Why::Interrupted { signal, at: Instant::now() };
                 self.signal_all(signal);
             }
-            (Event::End(again), Why::Asked { signal, at }) if again == signal && at.elapsed() < SAME_SIGNAL => {}
+            (Event::End(again), Why::Interrupted { signal, at }) if again == signal && at.elapsed() < SAME_SIGNAL => {}
             // Asked for the second time, or while a failure is being cleared away.
             (Event::End(_), _) => self.demand(Request::Kill),
         }
@@ -360,7 +360,7 @@ impl Ranks {
         match self.why {
             Why::Running => End::Well,
             Why::Failure { first, at } => End::Failed(self.failure(first, at, tails)),
-            Why::Asked { signal, .. } => End::Asked(signal),
+            Why::Interrupted { signal, .. } => End::Interrupted(signal),
         }
     }
 

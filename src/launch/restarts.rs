@@ -75,7 +75,7 @@ pub(super) fn run(mut job: Job, rule: &Rule) -> Result<u8> {
     loop {
         let failure = match ranks::run(&job, &events)? {
             End::Well => return Ok(0),
-            End::Asked(signal) => return Ok(stopped_by(signal)),
+            End::Interrupted(signal) => return Ok(stopped_by(signal)),
             End::Failed(failure) => failure,
         };
         failed.push(Failed { ranks: job.world, after: failure.after });

@@ -21,7 +21,7 @@ pub use events::{Event, Monitor};
 pub use json_lines::JsonLines;
 pub use memory::{rss_bytes, rss_peak_bytes};
 pub use metrics::MetricsWriter;
-pub(crate) use monitors::{Monitors, Opening};
+pub(crate) use monitors::{MonitorOpener, Monitors};
 pub use progress::Progress;
 pub(crate) use prometheus::PORT as PROMETHEUS_PORT;
 pub use prometheus::Prometheus;

@@ -6,7 +6,7 @@ use crate::config::Monitoring;
 use crate::notice::say;
 
 /// Makes a monitor, on the rank that writes.
-pub(crate) type Opening = Box<dyn FnOnce() -> Result<Box<dyn Monitor>> + Send>;
+pub(crate) type MonitorOpener = Box<dyn FnOnce() -> Result<Box<dyn Monitor>> + Send>;
 
 /// The monitors of rank 0; other ranks have none.
 #[derive(Default)]
@@ -14,7 +14,7 @@ pub(crate) struct Monitors(Vec<Box<dyn Monitor>>);
 
 impl Monitors {
     /// Opens those that the configuration, the environment and the engine's builder ask for.
-    pub fn open(config: &Monitoring, more: Vec<Opening>) -> Result<Self> {
+    pub fn open(config: &Monitoring, more: Vec<MonitorOpener>) -> Result<Self> {
         let mut all: Vec<Box<dyn Monitor>> = Vec::new();
         if let Some(tensorboard) = &config.tensorboard {
             all.push(Box::new(TensorBoard::create(tensorboard.folder())?));
@@ -73,8 +73,8 @@ mod tests {
     #[test]
     fn a_monitor_that_fails_is_dropped_and_the_others_go_on() {
         let (sender, told) = channel();
-        let full: Opening = Box::new(|| Ok(Box::new(JsonLines::append("/dev/full")?)));
-        let own: Opening = Box::new(|| Ok(Box::new(Told(sender))));
+        let full: MonitorOpener = Box::new(|| Ok(Box::new(JsonLines::append("/dev/full")?)));
+        let own: MonitorOpener = Box::new(|| Ok(Box::new(Told(sender))));
         let mut monitors = Monitors::open(&Monitoring::default(), vec![full, own]).unwrap();
         for left in [2, 1, 1] {
             assert_eq!(monitors.0.len(), left);

@@ -38,12 +38,12 @@ pub(crate) struct Arena {
     cached: File,
     /// The same file, around the page cache, where the file system allows that.
     direct: Option<File>,
-    reserved: Mutex<Reserved>,
+    reserved: Mutex<Reservation>,
     ledger: Ledger,
 }
 
 #[derive(Debug)]
-struct Reserved {
+struct Reservation {
     /// Length of the file.
     bytes: u64,
     given_back: u64,
@@ -80,7 +80,7 @@ impl Arena {
             name,
             cached,
             direct,
-            reserved: Mutex::new(Reserved { bytes: 0, given_back: 0, held, map: None }),
+            reserved: Mutex::new(Reservation { bytes: 0, given_back: 0, held, map: None }),
             ledger: ledger.clone(),
         }))
     }
@@ -135,7 +135,7 @@ impl Arena {
         }
     }
 
-    fn account(&self, reserved: &mut Reserved) {
+    fn account(&self, reserved: &mut Reservation) {
         reserved.held.resize(usize::try_from(reserved.bytes - reserved.given_back).unwrap_or(usize::MAX));
     }
 

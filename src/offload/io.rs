@@ -16,7 +16,7 @@ use super::buffer::Buffer;
 use super::report::{Meter, OffloadReport};
 use crate::config::Aio;
 use crate::error::{Error, OffloadError, Result};
-use crate::timeline::{self, Carried, Lane};
+use crate::timeline::{self, CarriedContext, Lane};
 use crate::util::{lock, unpoisoned};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -87,7 +87,7 @@ struct Request {
     at: u64,
     memory: *mut u8,
     len: usize,
-    carried: Carried,
+    carried: CarriedContext,
 }
 
 // SAFETY: `memory` points into the buffer that `batch` owns and keeps until its last request is over. Blocks of one

@@ -19,7 +19,7 @@ pub(super) struct Spill {
 }
 
 /// Values in a file.
-pub(crate) struct Spilled {
+pub(crate) struct SpilledTensor {
     spill: Arc<Spill>,
     at: u64,
     /// Bytes of its place.
@@ -46,7 +46,7 @@ impl Spill {
     }
 
     /// Begins to write `values`, whose memory is then freed.
-    pub fn write(self: &Arc<Self>, values: Flat) -> Result<Spilled> {
+    pub fn write(self: &Arc<Self>, values: Flat) -> Result<SpilledTensor> {
         let (len, dtype) = (values.len(), values.dtype());
         let room = values.size_in_bytes().next_multiple_of(ALIGN);
         let (at, room) = match self.free_place(room) {
@@ -55,11 +55,11 @@ impl Spill {
         };
         let piece = Piece { arena: self.arena.clone(), at, memory: 0..values.size_in_bytes() };
         let writing = Mutex::new(Some(self.io.write_and_drop(values, vec![piece])));
-        Ok(Spilled { spill: self.clone(), at, room, len, dtype, writing })
+        Ok(SpilledTensor { spill: self.clone(), at, room, len, dtype, writing })
     }
 }
 
-impl Spilled {
+impl SpilledTensor {
     /// Reads the values.
     pub fn fetch(&self) -> Result<Flat> {
         self.settle()?;
@@ -73,7 +73,7 @@ impl Spilled {
     }
 }
 
-impl Drop for Spilled {
+impl Drop for SpilledTensor {
     fn drop(&mut self) {
         // An error here concerns values that nobody wants any more.
         let _ = self.settle();

@@ -6,7 +6,7 @@ use super::folder::{Demand, Folder};
 use super::io::Io;
 use super::pipeline::Windows;
 use super::report::OffloadReport;
-use super::spill::{Spill, Spilled};
+use super::spill::{Spill, SpilledTensor};
 use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
 use crate::config::{Config, OffloadOptimizer, OffloadParam, OffloadTo, Precision};
@@ -148,7 +148,7 @@ impl Offload {
     }
 
     /// Begins to write `values` of a unit that recomputes to a file; their memory is then freed.
-    pub fn spill(&self, values: Flat) -> Result<Spilled> {
+    pub fn spill(&self, values: Flat) -> Result<SpilledTensor> {
         self.spill.write(values)
     }
 

@@ -169,7 +169,7 @@ pub(crate) struct Grouping {
 
 /// A group that has parameters.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Settled {
+pub(super) struct GroupSettings {
     pub role: Role,
     pub lr: Option<f64>,
     pub numbers: Numbers,
@@ -247,7 +247,7 @@ impl Grouping {
     /// Drops the groups without parameters, and numbers the others: the given ones in their order, then the rest; of
     /// each the optimizer's own parameters, then its auxiliary's. `groups` has the number of each parameter's group,
     /// before and after. Tells which of the given groups are dropped.
-    pub(super) fn settle(&self, mut groups: Vec<&mut usize>) -> (Vec<Settled>, Vec<usize>) {
+    pub(super) fn settle(&self, mut groups: Vec<&mut usize>) -> (Vec<GroupSettings>, Vec<usize>) {
         let mut used: Vec<usize> = groups.iter().map(|group| **group).collect();
         used.sort_unstable();
         used.dedup();
@@ -257,7 +257,7 @@ impl Grouping {
         let given = |group: &usize| group / Role::ALL.len();
         let settled = used.iter().map(|group| {
             let ParameterGroup { lr, numbers, .. } = self.given.get(given(group)).cloned().unwrap_or_default();
-            Settled { role: Self::role(*group), lr, numbers }
+            GroupSettings { role: Self::role(*group), lr, numbers }
         });
         let empty = (0..self.given.len()).filter(|index| !used.iter().any(|group| given(group) == *index));
         (settled.collect(), empty.collect())

@@ -1,6 +1,6 @@
 //! An engine's optimizer with its parameter groups, each with the schedule of its learning rate.
 
-use super::groups::{Numbers, Settled};
+use super::groups::{GroupSettings, Numbers};
 use super::schedule::GroupBase;
 use super::{Grouping, LrSchedule, Momentum, Optimizer, Role, Schedule, StepContext};
 use crate::config::SchedulerConfig;
@@ -45,7 +45,7 @@ impl Trainer {
         let main = grouping.optimizer(Role::Main).map(|o| o.momentum());
         let cycles = matches!(main, Some(Momentum::Betas(..)));
         let count = settled.len();
-        let groups = settled.into_iter().enumerate().map(|(group, Settled { role, lr, numbers })| {
+        let groups = settled.into_iter().enumerate().map(|(group, GroupSettings { role, lr, numbers })| {
             let optimizer = grouping.optimizer(role);
             let momentum = match (optimizer.map_or(Momentum::Factor(0.0), |o| o.momentum()), numbers.betas) {
                 (Momentum::Betas(..), Some((beta1, beta2))) => Momentum::Betas(beta1, beta2),

@@ -46,7 +46,7 @@ impl Span {
     }
 
     /// The same, as it was where work was handed over.
-    pub fn of_carried(mut self, carried: &Carried) -> Self {
+    pub fn of_carried(mut self, carried: &CarriedContext) -> Self {
         if let (Some((_, event)), Some(carried)) = (&mut self.0, &carried.0) {
             event.of = carried.of.clone();
         }
@@ -111,15 +111,15 @@ impl Drop for About {
 }
 
 /// The present thread works for the engine of `recorder` from now on.
-pub(crate) fn enter(recorder: Option<&Recorder>) -> Entered {
-    Entered::new(recorder.map(|recorder| (recorder.track().clone(), Lane::Training)))
+pub(crate) fn enter(recorder: Option<&Recorder>) -> EntryGuard {
+    EntryGuard::new(recorder.map(|recorder| (recorder.track().clone(), Lane::Training)))
 }
 
 /// Gives the thread back what it worked on before.
 #[must_use = "ends when it is dropped"]
-pub(crate) struct Entered(Option<Context>);
+pub(crate) struct EntryGuard(Option<Context>);
 
-impl Entered {
+impl EntryGuard {
     fn new(track: Option<(Arc<Track>, Lane)>) -> Self {
         let here = |track| Context { track: Some(track), ..Context::default() };
         // What is entered again stays as it is: calls of an engine lie within one another.
@@ -130,7 +130,7 @@ impl Entered {
     }
 }
 
-impl Drop for Entered {
+impl Drop for EntryGuard {
     fn drop(&mut self) {
         if let Some(before) = self.0.take() {
             // Its sections end outside of the borrow.
@@ -183,7 +183,7 @@ fn replace_section(next: impl FnOnce() -> Span) {
 
 /// The context that work takes along to another thread.
 #[derive(Clone, Default)]
-pub(crate) struct Carried(Option<Arc<Load>>);
+pub(crate) struct CarriedContext(Option<Arc<Load>>);
 
 struct Load {
     track: Arc<Track>,
@@ -193,17 +193,17 @@ struct Load {
 }
 
 /// For work that the present thread hands over.
-pub(crate) fn carry() -> Carried {
+pub(crate) fn carry() -> CarriedContext {
     if !any_records() {
-        return Carried::default();
+        return CarriedContext::default();
     }
     HERE.with_borrow(|here| {
         let load = |(track, _): &(Arc<Track>, Lane)| Load { track: track.clone(), of: here.of.clone(), at: now() };
-        Carried(here.track.as_ref().map(load).map(Arc::new))
+        CarriedContext(here.track.as_ref().map(load).map(Arc::new))
     })
 }
 
-impl Carried {
+impl CarriedContext {
     /// Begins an event of that work, with the microseconds that it has waited.
     pub fn span(&self, lane: Lane, kind: Kind, name: &'static str) -> Span {
         let Some(load) = &self.0 else { return Span::default() };
@@ -215,7 +215,7 @@ impl Carried {
     }
 
     /// The present thread does nothing else than that work from now on.
-    pub fn enter(&self, lane: Lane) -> Entered {
-        Entered::new(self.0.as_ref().map(|load| (load.track.clone(), lane)))
+    pub fn enter(&self, lane: Lane) -> EntryGuard {
+        EntryGuard::new(self.0.as_ref().map(|load| (load.track.clone(), lane)))
     }
 }

@@ -18,7 +18,7 @@ mod sink;
 mod trace;
 
 pub(crate) use event::{Kind, Lane};
-pub(crate) use here::{Carried, Span, about, carry, end_section, enter, is_recording, section, sections, span};
+pub(crate) use here::{CarriedContext, Span, about, carry, end_section, enter, is_recording, section, sections, span};
 pub(crate) use job::Job;
 pub(crate) use recorder::Recorder;
 

@@ -15,7 +15,7 @@ use std::process::ExitCode;
 /// Measures this machine.
 #[derive(Debug, Parser)]
 #[command(name = "bench", bin_name = "zerorun bench", disable_help_subcommand = true)]
-struct Typed {
+struct Arguments {
     #[command(subcommand)]
     what: What,
 }
@@ -60,7 +60,7 @@ struct Disk {
 
 /// The tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    let What::Disk(disk) = Typed::try_parse_from(words).map_err(Refused)?.what;
+    let What::Disk(disk) = Arguments::try_parse_from(words).map_err(Refused)?.what;
     Ok(disk.run())
 }
 
@@ -215,7 +215,7 @@ mod tests {
 
     fn typed(words: &str) -> Result<Disk, Refused> {
         let words = std::iter::once("bench").chain(words.split_whitespace()).map(OsString::from);
-        let What::Disk(disk) = Typed::try_parse_from(words).map_err(Refused)?.what;
+        let What::Disk(disk) = Arguments::try_parse_from(words).map_err(Refused)?.what;
         Ok(disk)
     }
 

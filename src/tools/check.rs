@@ -1,7 +1,7 @@
 //! `zerorun check`: reads, checks and resolves a configuration without a job.
 
 use super::picture::{self, Trouble};
-use crate::config::{Checked, Config, Note, RunValues, check, read_file};
+use crate::config::{CheckOutcome, Config, Note, RunValues, check, read_file};
 use crate::error::{ConfigError, Error, Result};
 use crate::launch::console::{EXIT_SETUP, Refused};
 use clap::Parser;
@@ -19,7 +19,7 @@ use std::process::ExitCode;
 /// Exit code: 0 a job would take it, 2 it would not, or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "check", bin_name = "zerorun check")]
-struct Typed {
+struct Arguments {
     /// The DeepSpeed JSON file
     file: PathBuf,
 
@@ -38,10 +38,10 @@ struct Typed {
 
 /// The tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    Ok(Typed::try_parse_from(words).map_err(Refused)?.run())
+    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
 }
 
-impl Typed {
+impl Arguments {
     fn run(&self) -> ExitCode {
         let world_size = self.world_size.get();
         let run = RunValues { total_num_steps: self.total_num_steps, ..RunValues::default() };
@@ -50,7 +50,7 @@ impl Typed {
                 let checked = check(&self.file, &bytes, world_size, &run);
                 (bytes, checked)
             }
-            Err(error) => (Vec::new(), Checked { notes: Vec::new(), outcome: Err(error) }),
+            Err(error) => (Vec::new(), CheckOutcome { notes: Vec::new(), outcome: Err(error) }),
         };
         let ok = checked.outcome.is_ok();
         let text = if self.json {
@@ -81,7 +81,7 @@ fn troubles(error: Error) -> Vec<Trouble> {
     }
 }
 
-fn json(checked: Checked) -> Value {
+fn json(checked: CheckOutcome) -> Value {
     let said: Vec<Value> = checked.notes.iter().map(|n| json!({"path": n.path, "message": n.message})).collect();
     let (errors, resolved) = match checked.outcome {
         Ok(config) => (Vec::new(), config.to_deepspeed_json()),
@@ -97,7 +97,7 @@ fn json(checked: Checked) -> Value {
 }
 
 /// Pictures of what is wrong, or the configuration in one line; then what was said.
-fn report(file: &Path, text: &str, checked: Checked, world_size: usize) -> String {
+fn report(file: &Path, text: &str, checked: CheckOutcome, world_size: usize) -> String {
     let name = file.display();
     let mut all = String::new();
     // Writing to a String cannot fail.

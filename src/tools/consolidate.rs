@@ -16,7 +16,7 @@ use std::process::ExitCode;
 /// the command line is wrong. Unless it is 0, OUT is as it was.
 #[derive(Debug, Parser)]
 #[command(name = "consolidate", bin_name = "zerorun consolidate")]
-struct Typed {
+struct Arguments {
     /// The folder that checkpoints were saved to, or that of one tag
     dir: PathBuf,
 
@@ -49,10 +49,10 @@ enum Dtype {
 
 /// The tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    Ok(Typed::try_parse_from(words).map_err(Refused)?.run())
+    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
 }
 
-impl Typed {
+impl Arguments {
     fn run(self) -> ExitCode {
         let tag = place(&self.dir, self.tag.as_deref()).and_then(|(dir, tag)| {
             absent_or_empty(&self.out)?;

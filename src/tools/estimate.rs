@@ -23,7 +23,7 @@ use std::process::ExitCode;
 #[derive(Debug, Parser)]
 #[command(name = "estimate", bin_name = "zerorun estimate",
           group = ArgGroup::new("what").args(["model", "safetensors", "table"]).required(true))]
-struct Typed {
+struct Arguments {
     /// A model of this library: nano, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, llama-nano, llama-mini,
     /// tinyllama-1.1b, llama-3.2-1b, llama-3.2-3b, llama-2-7b
     #[arg(long, value_name = "NAME")]
@@ -78,10 +78,10 @@ struct Typed {
 
 /// The tool.
 pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, Refused> {
-    Ok(Typed::try_parse_from(words).map_err(Refused)?.run())
+    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
 }
 
-impl Typed {
+impl Arguments {
     fn run(self) -> ExitCode {
         let text = match (self.table, self.json) {
             (true, true) => Ok(table_json().to_string()),

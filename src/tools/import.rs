@@ -17,7 +17,7 @@ use std::process::ExitCode;
 /// the command line is wrong. Unless it is 0, OUT has no new checkpoint.
 #[derive(Debug, Parser)]
 #[command(name = "import", bin_name = "zerorun import")]
-struct Typed {
+struct Arguments {
     /// The folder that DeepSpeed's save_checkpoint was given, or that of one tag
     dir: PathBuf,
 
@@ -35,10 +35,10 @@ struct Typed {
 
 /// The tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    Ok(Typed::try_parse_from(words).map_err(Refused)?.run())
+    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
 }
 
-impl Typed {
+impl Arguments {
     fn run(self) -> ExitCode {
         let from = match DeepSpeedCheckpoint::open(&self.dir, self.tag.as_deref()) {
             Ok(from) => from,

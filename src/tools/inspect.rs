@@ -1,7 +1,7 @@
 //! `zerorun inspect`: which checkpoints a folder holds, and whether one is whole.
 
 use super::progress::ByteProgress;
-use crate::checkpoint::{Examined, Listing, Manifest, Parameter, examine, find, place};
+use crate::checkpoint::{Examination, Listing, Manifest, Parameter, examine, find, place};
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use clap::Parser;
 use serde_json::{Value, json};
@@ -15,7 +15,7 @@ use std::process::ExitCode;
 /// Exit code: 0 it is whole, 1 it is damaged, 2 there is none or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "inspect", bin_name = "zerorun inspect")]
-struct Typed {
+struct Arguments {
     /// The folder that checkpoints were saved to, or that of one tag
     dir: PathBuf,
 
@@ -34,10 +34,10 @@ struct Typed {
 
 /// The tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    Ok(Typed::try_parse_from(words).map_err(Refused)?.run())
+    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
 }
 
-impl Typed {
+impl Arguments {
     fn run(self) -> ExitCode {
         let (dir, tag) = match place(&self.dir, self.tag.as_deref()) {
             Ok(place) => place,
@@ -102,13 +102,13 @@ fn list_json(listing: &Listing) -> Value {
 /// The known facts about a checkpoint.
 struct Report<'a> {
     tag: &'a str,
-    examined: &'a Examined,
+    examined: &'a Examination,
     verified: bool,
 }
 
 impl Report<'_> {
     fn json(&self) -> Value {
-        let Examined { path, manifest, problems } = self.examined;
+        let Examination { path, manifest, problems } = self.examined;
         let problems: Vec<String> = problems.iter().map(ToString::to_string).collect();
         let mut all = json!({
             "tag": self.tag, "path": path, "whole": problems.is_empty(), "verified": self.verified,
@@ -141,7 +141,7 @@ fn client_state_keys(manifest: &Manifest) -> Vec<&str> {
 
 impl fmt::Display for Report<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Examined { path, manifest, problems } = self.examined;
+        let Examination { path, manifest, problems } = self.examined;
         writeln!(f, "{}", path.display())?;
         if let Some(m) = manifest {
             let mut row = |name: &str, value: String| writeln!(f, "  {name:14}{value}");

@@ -17,7 +17,7 @@ use std::process::ExitCode;
 /// Exit code: 0, or 2 where DIR is no folder or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "report", bin_name = "zerorun report")]
-struct Typed {
+struct Arguments {
     /// A folder on the disk that checkpoints or offloaded state will lie on
     #[arg(default_value = ".")]
     dir: PathBuf,
@@ -29,10 +29,10 @@ struct Typed {
 
 /// The tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    Ok(Typed::try_parse_from(words).map_err(Refused)?.run())
+    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
 }
 
-impl Typed {
+impl Arguments {
     fn run(self) -> ExitCode {
         let machine = match Machine::look(&self.dir) {
             Ok(machine) => machine,

@@ -26,7 +26,7 @@ const COLUMNS: usize = 64;
 /// schedule comes to a value that no optimizer can take.
 #[derive(Debug, Parser)]
 #[command(name = "schedule", bin_name = "zerorun schedule")]
-struct Typed {
+struct Arguments {
     /// The configuration file
     #[arg(long = "ds_config", alias = "ds-config", value_name = "FILE")]
     ds_config: PathBuf,
@@ -47,10 +47,10 @@ struct Typed {
 
 /// The tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    Ok(Typed::try_parse_from(words).map_err(Refused)?.run())
+    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
 }
 
-impl Typed {
+impl Arguments {
     fn run(self) -> ExitCode {
         let schedule = match self.schedule() {
             Ok(schedule) => schedule,

@@ -11,11 +11,11 @@ use std::process::ExitCode;
 /// Exit code: 0 it is printed, 2 standard output did not take it or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "schema", bin_name = "zerorun schema")]
-struct Typed {}
+struct Arguments {}
 
 /// The tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    let Typed {} = Typed::try_parse_from(words).map_err(Refused)?;
+    let Arguments {} = Arguments::try_parse_from(words).map_err(Refused)?;
     Ok(if print(format_args!("{:#}", crate::config::json_schema())) {
         ExitCode::SUCCESS
     } else {

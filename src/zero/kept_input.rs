@@ -1,7 +1,7 @@
 //! The input that a recomputing unit keeps from its forward to its backward, where `cpu_checkpointing` puts it.
 
 use super::core::Core;
-use crate::offload::Spilled;
+use crate::offload::SpilledTensor;
 use crate::tensor::residency::{storage_on, to_storage, with_view};
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Result, Shape, Tensor};
@@ -13,7 +13,7 @@ pub(super) enum KeptInput {
     /// On the host, for a model on a GPU.
     Host(Tensor, Device),
     /// In a file.
-    File(Spilled, Shape, Device),
+    File(SpilledTensor, Shape, Device),
 }
 
 impl Core {

@@ -135,14 +135,14 @@ impl<M: std::fmt::Debug> std::fmt::Debug for Unit<M> {
 
 impl<M: Module> Unit<M> {
     /// The way to the engine, where there is one.
-    fn connected(&self) -> Option<Connected> {
+    fn connected(&self) -> Option<UnitContext> {
         let (unit, link) = self.hook.clone()?;
         let core = link.core()?;
-        Some(Connected { unit, link, core })
+        Some(UnitContext { unit, link, core })
     }
 
     /// Forward: the unit's parameters are in memory while the module runs.
-    fn run(&self, Connected { unit, core, .. }: &Connected, x: &Tensor) -> Result<Tensor> {
+    fn run(&self, UnitContext { unit, core, .. }: &UnitContext, x: &Tensor) -> Result<Tensor> {
         let _profile = spans::enter(Half::Forward, *unit);
         core.enter(Event::Forward(*unit))?;
         let span = core.forward_span(*unit);
@@ -154,7 +154,7 @@ impl<M: Module> Unit<M> {
 
     /// The gradient of the input by the output's gradient, from a second forward and a backward of its own.
     fn run_again(&self, input: &KeptInput, grad: &Tensor) -> Result<Option<Tensor>> {
-        let Some(Connected { unit, core, .. }) = self.connected() else {
+        let Some(UnitContext { unit, core, .. }) = self.connected() else {
             candle_core::bail!(
                 "a unit that recomputes was differentiated after its engine was dropped; keep the engine"
             )
@@ -174,7 +174,7 @@ impl<M: Module> Unit<M> {
 
 impl<M: Module + Send + Sync + 'static> Unit<M> {
     /// Forward without a graph, as one operation whose backward runs the unit again.
-    fn forward_to_recompute(&self, hook: &Connected, x: &Tensor) -> Result<Tensor> {
+    fn forward_to_recompute(&self, hook: &UnitContext, x: &Tensor) -> Result<Tensor> {
         hook.core.will_recompute();
         let draws = place_of_draws();
         let (storage, shape) = copy_of(&without_gradients(|| self.run(hook, &x.detach()))?)?;
@@ -190,13 +190,13 @@ impl<M: Module + Send + Sync + 'static> Unit<M> {
 }
 
 /// A unit's number and its engine.
-struct Connected {
+struct UnitContext {
     unit: UnitId,
     link: Link,
     core: Arc<Core>,
 }
 
-impl Connected {
+impl UnitContext {
     /// For the profile, the unit's backward ends when its input has its gradient.
     fn profile_input(&self, x: &Tensor) {
         let unit = self.unit;

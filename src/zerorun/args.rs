@@ -34,7 +34,7 @@ const USAGE: &str = "zerorun [OPTIONS] SCRIPT [ARGS]...";
 /// Starts a training script on N ranks of this host: builds it, runs it, stops all ranks when one fails.
 #[derive(Debug, Parser)]
 #[command(name = "zerorun", version, override_usage = USAGE)]
-struct Typed {
+struct Arguments {
     /// Number of ranks (processes)
     #[arg(
         short = 'n',
@@ -92,8 +92,8 @@ struct Typed {
 
 /// Reads a command line whose first word is the program's own name.
 pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Options, Refused> {
-    let mut reader = Typed::command().after_help(format!("{}\n{EXAMPLES}", tools::help()));
-    let typed = reader.try_get_matches_from_mut(words).and_then(|matches| Typed::from_arg_matches(&matches));
+    let mut reader = Arguments::command().after_help(format!("{}\n{EXAMPLES}", tools::help()));
+    let typed = reader.try_get_matches_from_mut(words).and_then(|matches| Arguments::from_arg_matches(&matches));
     let typed = typed.map_err(|e| Refused(e.format(&mut reader)))?;
     if let Some(text) = wrong_min_ranks(&typed) {
         return Err(Refused(reader.error(ErrorKind::ArgumentConflict, text)));
@@ -123,7 +123,7 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Options,
 }
 
 /// The problem of `--min_ranks` with the other options, if any.
-fn wrong_min_ranks(typed: &Typed) -> Option<String> {
+fn wrong_min_ranks(typed: &Arguments) -> Option<String> {
     let (fewest, ranks) = (typed.min_ranks?, typed.ranks);
     if typed.max_restarts == 0 {
         return Some(format!(

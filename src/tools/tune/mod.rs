@@ -51,7 +51,7 @@ use std::time::Duration;
     bin_name = "zerorun tune",
     override_usage = "zerorun tune [OPTIONS] SCRIPT --ds_config FILE [ARGS]..."
 )]
-struct Typed {
+struct Arguments {
     /// Ranks of each run
     #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "1",
           value_parser = clap::value_parser!(u16).range(1..=1024))]
@@ -108,7 +108,7 @@ struct Typed {
 
 /// The tool.
 pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, Refused> {
-    let typed = Typed::try_parse_from(words).map_err(Refused)?;
+    let typed = Arguments::try_parse_from(words).map_err(Refused)?;
     Ok(match Search::new(typed) {
         Ok(search) => search.run().unwrap_or_else(|error| refused(&error, 1)),
         Err(error) => refused(&error, EXIT_SETUP),
@@ -130,7 +130,7 @@ struct Search {
 }
 
 impl Search {
-    fn new(typed: Typed) -> Result<Self> {
+    fn new(typed: Arguments) -> Result<Self> {
         let mut command = typed.command.into_iter();
         let script = command.next().map(PathBuf::from).unwrap_or_default();
         let mut args: Vec<OsString> = command.collect();

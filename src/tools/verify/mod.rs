@@ -30,7 +30,7 @@ use std::sync::mpsc::Receiver;
 /// folder.
 #[derive(Debug, Parser)]
 #[command(name = "verify", bin_name = "zerorun verify")]
-struct Typed {
+struct Arguments {
     /// Ranks of each job
     #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "2",
           value_parser = clap::value_parser!(u16).range(1..=64))]
@@ -60,7 +60,7 @@ enum Stop {
     /// A rank failed; this is the report on it.
     Failed(String),
     /// A signal asked for the end.
-    Asked(Signal),
+    Interrupted(Signal),
 }
 
 impl From<Error> for Stop {
@@ -71,10 +71,10 @@ impl From<Error> for Stop {
 
 /// The tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    Ok(Typed::try_parse_from(words).map_err(Refused)?.run())
+    Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
 }
 
-impl Typed {
+impl Arguments {
     fn run(&self) -> ExitCode {
         if let Some(folder) = &self.rank_of {
             return match train::run(folder, self.steps) {
@@ -90,7 +90,7 @@ impl Typed {
                 say(&report);
                 ExitCode::FAILURE
             }
-            Err(Stop::Asked(signal)) => {
+            Err(Stop::Interrupted(signal)) => {
                 say(&format!("zerorun: stopped by {}", signals::name(signal.as_raw())));
                 ExitCode::from(Ended::Signal(signal.as_raw()).exit_code())
             }
@@ -161,7 +161,7 @@ impl Typed {
         };
         match ranks::run(&job, events)? {
             End::Well => Ok((0..ranks).map(|rank| RankLog::read(&train::file(folder, rank))).collect::<Result<_>>()?),
-            End::Asked(signal) => Err(Stop::Asked(signal)),
+            End::Interrupted(signal) => Err(Stop::Interrupted(signal)),
             End::Failed(failure) => Err(Stop::Failed(failure.report)),
         }
     }
