@@ -222,6 +222,9 @@ fn recorded_weights_and_states_are_met() {
                     () if exact_betas && hyper["bias_correction"] == false => 4e-6,
                     // Newton-Schulz in bf16.
                     () if hyper["ns_method"] == "standard" && shape.len() > 1 => 2e-2,
+                    // In f32, and the order of a product's sums is not PyTorch's; what is recorded is 9e-7 from the formula
+                    // in f64 itself.
+                    () if hyper["ns_method"] == "gram" && shape.len() > 1 => 2e-6,
                     () => 1e-6,
                 };
                 let off = distance(&run.param, &floats(&recorded["param"]));
