@@ -2,8 +2,7 @@
 //! `estimate_zero3_model_states_mem_needs` of DeepSpeed 0.19.8, to compare with.
 //!
 //! They are rules of thumb. No activations, buckets and prefetched parameters are counted, and 18 bytes per parameter
-//! (16-bit gradients beside f32 ones) are what DeepSpeed needs, not this engine: see [`Estimate`](super::Estimate) for
-//! that.
+//! (16-bit gradients beside f32 ones) are DeepSpeed's need; [`Estimate`](super::Estimate) has this engine's.
 
 use serde::Serialize;
 

@@ -78,9 +78,8 @@ impl Estimate {
         let parameters = shapes.num_parameters();
         if parameters > MOST_PARAMETERS {
             let allowed = format!("at most {MOST_PARAMETERS}");
-            return Err(
-                ModelError::Config { key: "number of parameters", found: parameters.to_string(), allowed }.into()
-            );
+            let found = parameters.to_string();
+            return Err(ModelError::Config { key: "number of parameters", found, allowed }.into());
         }
         let (params, units) = shapes.registered();
         let rehearsal = Rehearsal::new(params, units, config, setting)?;

@@ -34,7 +34,7 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// The first rank, on paper.
+/// Rank 0, on paper.
 pub(super) struct Rehearsal<'a> {
     params: &'a [Param],
     config: &'a Config,
@@ -56,9 +56,6 @@ pub(super) struct Rehearsal<'a> {
     _whole: Vec<Held>,
 }
 
-/// The number of the rank.
-const RANK: usize = 0;
-
 /// The states of a parameter without an optimizer: none, as with this one.
 const PLAIN: OptimizerConfig =
     OptimizerConfig::Sgd(SgdConfig { lr: 0.0, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false });
@@ -77,7 +74,7 @@ impl<'a> Rehearsal<'a> {
         let largest = params.iter().map(|p| p.numel).max().unwrap_or(0);
         let access = setting.disk_access.unwrap_or(DiskAccess::Direct);
         let mut requests = Requests::new(&config.aio, largest, access, ledger.clone(), traffic.clone());
-        let share_plan = SharePlan::new(config, plan.accumulate, RANK, grouping.clone());
+        let share_plan = SharePlan::new(config, plan.accumulate, 0, grouping.clone());
         if share_plan.has_files() {
             // While the files are filled they are accessed around the page cache, unless the user wants it otherwise.
             requests.hold_copies();
@@ -226,7 +223,7 @@ impl Rank for Rehearsal<'_> {
 
     fn facts(&self) -> Facts<'_> {
         let Self { params, config: Config { world_size, zero, precision, .. }, tier, ledger, .. } = self;
-        Facts { rank: RANK, world_size: *world_size, params, zero, dtype: precision.dtype(), tier: *tier, ledger }
+        Facts { rank: 0, world_size: *world_size, params, zero, dtype: precision.dtype(), tier: *tier, ledger }
     }
 
     fn is_evaluating(&self) -> bool {

@@ -222,9 +222,9 @@ fn recorded_weights_and_states_are_met() {
                     () if exact_betas && hyper["bias_correction"] == false => 4e-6,
                     // Newton-Schulz in bf16.
                     () if hyper["ns_method"] == "standard" && shape.len() > 1 => 2e-2,
-                    // In f32, and the order of a product's sums is not PyTorch's; what is recorded is 9e-7 from the formula
-                    // in f64 itself.
-                    () if hyper["ns_method"] == "gram" && shape.len() > 1 => 2e-6,
+                    // The portable level rounds each product before it adds it, PyTorch does not; the recorded values are 9e-7
+                    // from the formula in f64 themselves.
+                    () if hyper["ns_method"] == "gram" && shape.len() > 1 && products_are_rounded() => 2e-6,
                     () => 1e-6,
                 };
                 let off = distance(&run.param, &floats(&recorded["param"]));
@@ -429,4 +429,15 @@ fn the_gradient_scale_takes_a_power_of_two_out_again() {
         }
         assert_eq!(plain.param, scaled.param, "{config:?}");
     }
+}
+
+/// Whether kernels run at the portable level, which has no fused multiply-add.
+fn products_are_rounded() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    let best_is_fused =
+        is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+    #[cfg(not(target_arch = "x86_64"))]
+    let best_is_fused = false;
+    let asked = std::env::var("CANDLE_ZERO_SIMD").unwrap_or_default();
+    asked == "portable" || !best_is_fused
 }
