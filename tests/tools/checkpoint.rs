@@ -137,7 +137,7 @@ fn where_there_is_nothing_the_exit_code_is_2() {
     save(dir.path(), &["tag"]);
     let output = inspect(dir.path(), &["--tag", "tga"]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(stderr(&output).contains("There are: tag"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("there are: tag"), "{}", stderr(&output));
     let output = inspect(&dir.path().join("tag"), &["--tag", "other"]);
     assert_eq!(output.status.code(), Some(2));
     std::fs::remove_file(dir.path().join("latest")).unwrap();
@@ -342,7 +342,7 @@ fn nothing_is_overwritten_and_nothing_is_left_of_what_fails() {
     let cases: [(&Path, &Path, &[&str], &str); 6] = [
         (dir.path(), &out, &[], "and it has files"),
         (dir.path(), &out.join("mine"), &[], "and it is a file"),
-        (dir.path(), &absent, &["--tag", "tga"], "There are: tag"),
+        (dir.path(), &absent, &["--tag", "tga"], "there are: tag"),
         (dir.path(), &absent, &["--max_shard_size", "0"], "give 1 or more"),
         (dir.path(), &absent, &["--dtype", "f64"], "invalid value 'f64'"),
         (&out, &absent, &[], "there is no checkpoint in it"),
