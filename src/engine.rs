@@ -1,4 +1,4 @@
-//! A training step told in order: initialize, forward, backward, step.
+//! One training step, in order: initialize, forward, backward, step.
 //!
 //! ```text
 //!   initialize   configuration -> communicator -> model, parameter by parameter -> shares -> optimizer states
@@ -83,7 +83,7 @@ pub struct Engine<M> {
     reporter: Reporter,
     /// A checkpoint that is being written.
     saving: Option<SaveJob>,
-    /// Why it could not be, until it has been told.
+    /// The reason for a failure, until it has been reported.
     failed_save: Option<Error>,
     /// The error that ended the job for this rank.
     stopped: Option<String>,

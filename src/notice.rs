@@ -1,4 +1,4 @@
-//! Messages to the user of a run that goes on: warnings, and facts that are worth a line.
+//! Messages to the user of a run that continues: warnings, and facts that are worth a line.
 
 use std::io::Write as _;
 

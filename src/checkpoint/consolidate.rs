@@ -43,7 +43,7 @@ pub struct ConsolidateSettings {
     pub dtype: ConsolidatedDtype,
     /// Bytes of parameters in a file; a parameter that is larger has a file of its own. Default 5 GB.
     pub max_shard_size: u64,
-    /// Attention heads of a GPT-2 whose checkpoint does not tell them. Default none.
+    /// Attention heads of a GPT-2 whose checkpoint does not contain their number. Default none.
     pub n_head: Option<usize>,
 }
 

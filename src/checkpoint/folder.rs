@@ -101,7 +101,7 @@ fn create_all(dir: &Path) -> IoResult<()> {
     }
 }
 
-/// That a save could not write to `path`.
+/// The error of a save that could not write to `path`.
 pub(super) fn not_written(path: &Path, source: &std::io::Error) -> Error {
     let fix = match source.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free space there, or save elsewhere",

@@ -5,13 +5,13 @@ use crate::models::{GptConfig, LlamaConfig};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// In front of the names of a GPT-2.
+/// The prefix of the names of a GPT-2.
 const GPT_PREFIX: &str = "transformer.";
 
 /// How a checkpoint looks to transformers.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Description {
-    /// In front of every name.
+    /// The prefix of every name.
     pub prefix: &'static str,
     /// `config.json`, or why there is none.
     pub config: Result<Value, String>,

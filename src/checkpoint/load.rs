@@ -154,7 +154,7 @@ impl Checkpoint {
 /// Elements of a saved parameter that this rank needs.
 #[derive(Debug, Clone)]
 struct NeededElements {
-    /// By place in the manifest.
+    /// The state's place in the manifest.
     state: usize,
     saved: usize,
     /// The engine's.

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 /// Gigabits per second of one collective.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Bandwidth {
-    /// Of the operation: what it moves by its definition, by time.
+    /// The bandwidth of the operation: the bytes that it moves by its definition, per second.
     pub algorithm: f64,
     /// Of the busiest wire of an ideal algorithm: comparable between operations and numbers of ranks.
     pub bus: f64,

@@ -180,7 +180,7 @@ impl Loop for Sum<'_> {
 enum Own<'a> {
     /// In the buffer that is filled, from this byte on: in its place, or at the start.
     At(usize),
-    /// In memory of its own.
+    /// The bytes are in memory of their own.
     Apart(&'a [u8]),
 }
 

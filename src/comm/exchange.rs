@@ -20,9 +20,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Of the comm thread: it takes time from the thread that computes.
+/// The patience of the comm thread, which takes time from the thread that computes.
 const BESIDE_WORK: Patience = Patience { spins: 500, yields: 20 };
-/// Of a thread that has nothing else to do.
+/// The patience of a thread that has nothing else to do.
 const IDLE: Patience = Patience { spins: 500, yields: 500 };
 /// Where ranks share cores, and the awaited rank may need this one.
 const CROWDED: Patience = Patience { spins: 20, yields: 20 };

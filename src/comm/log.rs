@@ -58,7 +58,7 @@ pub struct CommLogRow {
 pub struct CommSummary {
     /// Number of ranks.
     pub world_size: usize,
-    /// By kind and size.
+    /// Rows by kind and size.
     pub rows: Vec<CommLogRow>,
 }
 

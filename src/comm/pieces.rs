@@ -50,7 +50,7 @@ pub(super) struct Pieces {
 }
 
 impl Pieces {
-    /// Of a rank that has published `published` pieces.
+    /// The pieces of a rank that has published `published` of them.
     pub(super) fn new(region: Arc<Region>, rank: usize, published: u32) -> Self {
         Self { region, rank, published }
     }

@@ -1,4 +1,4 @@
-//! A JSON reader that knows where every key and value stands, so that messages can say it.
+//! A JSON reader that keeps the place of every key and value for messages.
 //!
 //! JSON plus what DeepSpeed's Hjson reading commonly meets: `#`, `//` and `/* */` comments and trailing commas.
 

@@ -301,7 +301,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Whether a section says that it is off.
+/// Whether a section is switched off.
 fn is_off(value: &Json) -> bool {
     match value {
         Json::Object(entries) => {

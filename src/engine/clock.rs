@@ -18,9 +18,9 @@ pub(super) struct Watch {
     pub start: Instant,
     /// Seconds waited for collectives until then.
     pub waited: f64,
-    /// For `flops_profiler`.
+    /// The span of `flops_profiler`.
     pub profile: Option<spans::Span>,
-    /// In the timeline.
+    /// The span in the timeline.
     pub span: Span,
 }
 

@@ -20,7 +20,7 @@ pub struct Machines {
 }
 
 impl Machines {
-    /// With DeepSpeed's own factor.
+    /// An estimator with DeepSpeed's own factor.
     pub fn new(gpus_per_node: u64, nodes: u64) -> Self {
         Self { gpus_per_node, nodes, buffer_factor: 1.5 }
     }

@@ -62,7 +62,7 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// For a model on the CPU; `config` knows the number of ranks.
+    /// The estimate for a model on the CPU; `config` knows the number of ranks.
     ///
     /// # Errors
     /// As [`Estimate::with`].
@@ -70,7 +70,7 @@ impl Estimate {
         Self::with(shapes, config, Setting::default())
     }
 
-    /// With more said about the run.
+    /// The estimate in a given [`Setting`].
     ///
     /// # Errors
     /// More parameters than bytes of them can be counted.

@@ -107,7 +107,7 @@ impl Shapes {
         Ok(Self { name: path.display().to_string(), registered, assumed })
     }
 
-    /// For people.
+    /// The name that people see.
     pub fn name(&self) -> &str {
         &self.name
     }

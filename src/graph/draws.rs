@@ -11,7 +11,7 @@ pub(crate) struct Draws {
     pub stream: u64,
     /// The number of the next draw.
     pub next: u64,
-    /// Whether an engine's training said so ([`draw_from`]). Then elements are dropped even where nothing is recorded:
+    /// Whether an engine is training ([`draw_from`]). Then elements are dropped even where nothing is recorded:
     /// a unit that recomputes runs its first forward so, and must give what its second one gives.
     pub in_training: bool,
 }

@@ -39,7 +39,7 @@ pub(crate) struct Options {
     /// `None`: as the environment says.
     pub(crate) prometheus: Option<u16>,
     pub(crate) max_restarts: u32,
-    /// At most `ranks`.
+    /// The fewest ranks, at most `ranks`.
     pub(crate) min_ranks: usize,
     /// `None`: as the environment says.
     pub(crate) timeline: Option<PathBuf>,

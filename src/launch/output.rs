@@ -37,7 +37,7 @@ enum Piece<'a> {
 /// Cuts bytes into lines.
 #[derive(Debug, Default)]
 struct Splitter {
-    /// Behind the last line end or carriage return.
+    /// The bytes after the last line end or carriage return.
     pending: Vec<u8>,
     /// The text before the last carriage return of this line.
     redrawn: Vec<u8>,

@@ -75,7 +75,7 @@ pub(crate) enum End {
 /// A run that a rank brought down.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    /// From the start to the first failure.
+    /// The time from the start to the first failure.
     pub(crate) after: Duration,
     /// Which rank failed and how, without a line end.
     pub(crate) headline: String,

@@ -30,7 +30,7 @@ pub(super) struct Rule {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Failed {
     ranks: usize,
-    /// From its start to its first failure.
+    /// The time from its start to its first failure.
     after: Duration,
 }
 

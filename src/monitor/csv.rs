@@ -10,7 +10,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// Appends to `FOLDER/TAG.csv`, with `_` for `/` and blanks in the tag. The first line of a file is `step,NAME`, with
-/// the tag's last component. A run that goes on appends to the files that are there.
+/// the tag's last component. A resumed run appends to the files that are there.
 #[derive(Debug)]
 pub struct CsvMonitor {
     folder: PathBuf,

@@ -6,7 +6,7 @@ pub fn rss_peak_bytes() -> Option<u64> {
     bytes_of("VmHWM:", &std::fs::read_to_string("/proc/self/status").ok()?)
 }
 
-/// The memory that this process has resident now, in bytes (`VmRSS`). `None` where the system does not tell.
+/// The memory that this process has resident now, in bytes (`VmRSS`). `None` where the system does not report it.
 pub fn rss_bytes() -> Option<u64> {
     bytes_of("VmRSS:", &std::fs::read_to_string("/proc/self/status").ok()?)
 }

@@ -1,4 +1,4 @@
-//! The monitors of a run, all told the same.
+//! The monitors of a run, which all get the same events.
 
 use super::{CsvMonitor, Event, Monitor, Prometheus, TensorBoard};
 use crate::Result;
@@ -41,12 +41,12 @@ impl Monitors {
         self.0.is_empty()
     }
 
-    /// Tells all. One that fails is told no more.
+    /// Writes to all. A monitor that fails is dropped.
     pub fn write(&mut self, events: &[Event]) {
         self.0.retain_mut(|monitor| match monitor.write(events) {
             Ok(()) => true,
             Err(error) => {
-                say(&format!("a monitor failed, and training goes on without it: {error}"));
+                say(&format!("a monitor failed, and training continues without it: {error}"));
                 false
             }
         });

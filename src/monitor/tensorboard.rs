@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Writes one event file. A run that goes on later writes another one into the same folder: TensorBoard joins them.
+/// Writes one event file. A resumed run writes another one into the same folder: TensorBoard joins them.
 #[derive(Debug)]
 pub struct TensorBoard {
     file: File,
@@ -76,7 +76,7 @@ fn file_name() -> String {
     format!("events.out.tfevents.{:010}.{host}.{}.{number}", seconds() as u64, std::process::id())
 }
 
-/// Since 1970.
+/// Seconds since 1970.
 fn seconds() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }

@@ -10,7 +10,7 @@ const WARM_UP: u64 = 2;
 pub(crate) struct Throughput {
     /// Optimizer steps of this process.
     steps: u64,
-    /// Of the timed ones.
+    /// Total time of the timed steps.
     total: Duration,
     step: Duration,
 }
@@ -18,9 +18,9 @@ pub(crate) struct Throughput {
 /// Samples of all ranks per second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Speed {
-    /// In the last optimizer step.
+    /// Samples per second in the last optimizer step.
     pub current: f64,
-    /// In all timed ones.
+    /// Samples per second in all timed steps.
     pub average: f64,
 }
 
@@ -30,7 +30,7 @@ impl Throughput {
         self.step += took;
     }
 
-    /// An optimizer step of `samples` is over. Nothing is said of the first two.
+    /// An optimizer step of `samples` is over. The first two are not reported.
     pub fn boundary(&mut self, samples: usize) -> Option<Speed> {
         let took = std::mem::take(&mut self.step);
         self.steps += 1;

@@ -151,9 +151,9 @@ pub struct Step {
 pub struct Balanced {
     /// How often a window is updated.
     pub updates: usize,
-    /// With no flag.
+    /// The step with neither flag.
     pub one_after_the_other: Timing,
-    /// With both flags.
+    /// The step with both flags.
     pub overlapped: Timing,
     /// How many times faster the latter is.
     pub speedup: f64,

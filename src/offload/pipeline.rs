@@ -49,7 +49,7 @@ impl Default for Windows {
 }
 
 impl Windows {
-    /// `optimizer`: what is said of optimizer state in files, if it lies in some.
+    /// `optimizer`: the settings of optimizer state in files, if it lies in some.
     pub fn new(optimizer: Option<&OffloadOptimizer>, access: DiskAccess) -> Self {
         match optimizer {
             Some(OffloadOptimizer { pipeline_read, pipeline_write, buffer_count, .. }) => Self {

@@ -43,7 +43,7 @@ pub(crate) struct OptimizerFiles {
     /// With 16-bit parameters. One for each half of the optimizer.
     pub master: Option<Vec<Arc<Arena>>>,
     pub gradients: Arc<Arena>,
-    /// By name.
+    /// Moments by name.
     pub moments: BTreeMap<&'static str, Arc<Arena>>,
     pub settings: OffloadOptimizer,
 }

@@ -186,9 +186,9 @@ pub const SQUARES_BLOCK: usize = 1024;
 /// Sums of squares over a parameter or a part of it.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Squares {
-    /// Of the weights.
+    /// Sum of squares of the weights.
     pub weights: f64,
-    /// Of the update that they would get, before the learning rate.
+    /// Sum of squares of the update that they would get, before the learning rate.
     pub update: f64,
 }
 

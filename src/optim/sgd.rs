@@ -84,7 +84,7 @@ impl Kernel<0> for Plain {
     }
 }
 
-/// With momentum, of either variant.
+/// SGD with momentum, in either variant.
 struct Momentum {
     lr: f32,
     scale: f32,

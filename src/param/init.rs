@@ -48,7 +48,7 @@ fn gauss(key: u64, i: u64) -> f64 {
     (-2.0 * (1.0 - unit(a)).ln()).sqrt() * (std::f64::consts::TAU * unit(b)).cos()
 }
 
-/// In [0, 1), 53 bits.
+/// A number in [0, 1) with 53 random bits.
 fn unit(x: u64) -> f64 {
     (x >> 11) as f64 / (1u64 << 53) as f64
 }

@@ -30,7 +30,7 @@ pub(crate) trait Elements: Sized {
         self.extend_zeros(values.len());
     }
 
-    /// So many zeros.
+    /// `len` zeros.
     fn zeros(dtype: DType, len: usize) -> Self {
         let mut zeros = Self::with_capacity(dtype, len);
         zeros.extend_zeros(len);

@@ -53,7 +53,7 @@ pub struct FlopsProfile {
 }
 
 impl FlopsProfile {
-    /// From what was recorded; `units` has name and parameters of each.
+    /// A report of the recorded spans; `units` has name and parameters of each.
     pub(crate) fn new(
         units: Vec<(String, usize)>,
         spent: &BTreeMap<(Half, UnitId), Spent>,

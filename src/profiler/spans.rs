@@ -19,7 +19,7 @@ pub(crate) enum Half {
     Backward,
 }
 
-/// Whose work it is.
+/// The owner of work.
 type Part = (Half, UnitId);
 
 /// Time and multiply-adds.

@@ -3,11 +3,11 @@
 /// Milliseconds that the last optimizer step took on this rank, accumulation included.
 #[derive(Debug, Clone, Copy, Default, PartialEq, serde::Serialize)]
 pub struct StepTimings {
-    /// In `forward`.
+    /// Milliseconds in `forward`.
     pub forward_ms: f64,
-    /// In `backward`.
+    /// Milliseconds in `backward`.
     pub backward_ms: f64,
-    /// In `step`.
+    /// Milliseconds in `step`.
     pub step_ms: f64,
     /// Waiting for collectives, a part of the others.
     pub comm_ms: f64,

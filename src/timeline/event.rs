@@ -96,7 +96,7 @@ pub(super) struct Event {
     pub start: u64,
     pub end: u64,
     pub rank: usize,
-    /// By its number.
+    /// The lane's number.
     pub lane: usize,
     pub kind: Kind,
     pub name: &'static str,
@@ -136,7 +136,7 @@ pub(super) enum Line<'a> {
         lane: usize,
         rest: &'a str,
     },
-    /// So many events more were not kept.
+    /// The number of further events, which were not kept.
     Dropped(u64),
 }
 

@@ -26,7 +26,7 @@ pub(crate) fn is_recording() -> bool {
     any_records() && HERE.with_borrow(|here| here.track.is_some())
 }
 
-/// From now to its end, an event; nothing where nothing is recorded.
+/// An event from now to the span's end; nothing where nothing is recorded.
 #[must_use = "an event ends when its span is dropped"]
 #[derive(Default)]
 pub(crate) struct Span(Option<(Arc<Track>, Event)>);
@@ -192,7 +192,7 @@ struct Load {
     at: u64,
 }
 
-/// For work that the present thread hands over.
+/// The context for work that the present thread hands over.
 pub(crate) fn carry() -> CarriedContext {
     if !any_records() {
         return CarriedContext::default();

@@ -8,7 +8,7 @@
 //! A span is a guard: what lies between its making and its end is an event. Spans cost one relaxed load while no engine
 //! of the process records. An engine records where [`EngineBuilder::timeline`](crate::EngineBuilder::timeline),
 //! `zerorun --timeline` or the environment say so; a thread records for the engine whose call it carries out, and work
-//! that it hands to another thread takes along ([`Carried`]) whose it is and what it is about.
+//! that it hands to another thread takes along ([`CarriedContext`]) whose it is and what it is about.
 
 mod event;
 mod here;

@@ -61,12 +61,12 @@ struct Lines {
 }
 
 impl Sink {
-    /// For the launcher that made `folder`.
+    /// A sink for the launcher that made `folder`.
     pub fn part(folder: &Path) -> Result<Arc<Self>> {
         Self::of(Destination::Part { folder: folder.into() })
     }
 
-    /// For the trace `file`.
+    /// A sink for the trace `file`.
     pub fn whole(file: &Path) -> Result<Arc<Self>> {
         let file = std::path::absolute(file).map_err(|e| cannot_write(file, &e))?;
         Self::of(Destination::Whole { file })

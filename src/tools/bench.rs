@@ -25,7 +25,7 @@ enum What {
     Disk(Disk),
 }
 
-/// How fast files of offloaded state are in a folder: sequential access, and the optimizer step beside a plain loop
+/// Measures files of offloaded state in a folder: sequential access, and the optimizer step beside a plain loop
 #[derive(Debug, Args)]
 struct Disk {
     /// The folder, as in `nvme_path`; nothing stays there
@@ -129,7 +129,7 @@ fn block_size(text: &str) -> Result<usize, String> {
         .ok_or_else(|| "give 4KiB to 16MiB, a multiple of 4KiB".to_string())
 }
 
-/// For people.
+/// The text form.
 struct Table<'a>(&'a DiskBench);
 
 /// `1.23 GB/s`

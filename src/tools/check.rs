@@ -13,10 +13,10 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Reads, checks and resolves a configuration, and says all that is wrong with it at once, with places; then what else
-/// there is to know: what has no effect here, what is translated, what `"auto"` is taken as.
+/// Checks and resolves a configuration and lists every problem with its place; then the notes that a job
+/// would print: keys without effect, translated settings, and the value of each `"auto"`.
 ///
-/// Exit code: 0 a job would take it, 2 it would not, or the command line is wrong.
+/// Exit code: 0 a job would accept it, 2 it would not, or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "check", bin_name = "zerorun check")]
 struct Arguments {
@@ -96,7 +96,7 @@ fn json(checked: CheckOutcome) -> Value {
     json!({"ok": errors.is_empty(), "errors": errors, "said": said, "resolved": resolved})
 }
 
-/// Pictures of what is wrong, or the configuration in one line; then what was said.
+/// Pictures of the problems, or the configuration in one line; then the notes.
 fn report(file: &Path, text: &str, checked: CheckOutcome, world_size: usize) -> String {
     let name = file.display();
     let mut all = String::new();

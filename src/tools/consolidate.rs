@@ -35,7 +35,7 @@ struct Arguments {
     #[arg(long = "max_shard_size", alias = "max-shard-size", value_name = "SIZE", default_value = "5GB", value_parser = size)]
     max_shard_size: u64,
 
-    /// Attention heads of a GPT-2, for config.json, where the checkpoint does not tell them
+    /// Attention heads of a GPT-2, for config.json, where the checkpoint does not contain their number
     #[arg(long = "n_head", alias = "n-head", value_name = "N")]
     n_head: Option<usize>,
 }
@@ -117,7 +117,7 @@ fn size(text: &str) -> Result<u64, String> {
     }
 }
 
-/// For people.
+/// The text form.
 struct Report<'a> {
     out: &'a Path,
     done: &'a Consolidated,

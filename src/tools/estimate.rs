@@ -16,8 +16,8 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Says what training a model with a configuration needs, before anything runs: bytes of each rank by kind, on the wire
-/// and of files in each step, and whether this machine has them. No weights are read or made.
+/// Computes the needs of a model and a configuration before anything runs: bytes of each rank by kind, on the wire
+/// and to and from files in each step, and whether this machine has them. No weights are read or made.
 ///
 /// Exit code: 0, or 2 where the model, the configuration or the command line is wrong.
 #[derive(Debug, Parser)]
@@ -34,8 +34,8 @@ struct Arguments {
     #[arg(long, value_name = "FILE")]
     safetensors: Option<PathBuf>,
 
-    /// With --safetensors: what makes a unit, the part of names before a number, as model.layers; may be repeated;
-    /// "none" for a model without units [default: the part of each name up to its first number]
+    /// With --safetensors: the prefix of units, the part of names before a number, such as model.layers; may be
+    /// repeated; "none" for a model without units [default: the part of each name up to its first number]
     #[arg(long, value_name = "PREFIX", requires = "safetensors")]
     unit: Vec<String>,
 
@@ -67,7 +67,7 @@ struct Arguments {
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     recompute: bool,
 
-    /// Show what DeepSpeed's own estimators say too, for this many GPUs of one machine
+    /// Also print what DeepSpeed's own estimators compute, for this many GPUs of one machine
     #[arg(long)]
     deepspeed: bool,
 

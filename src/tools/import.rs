@@ -10,7 +10,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Writes what a checkpoint of DeepSpeed holds (ZeRO stages 1 to 3: weights, Adam's moments, counters) as a checkpoint
+/// Converts a checkpoint of DeepSpeed (ZeRO stages 1 to 3: weights, Adam's moments, counters) into a checkpoint
 /// of this library. No pickle is executed.
 ///
 /// Exit code: 0 all is written, 1 the checkpoint is damaged or a file cannot be written, 2 there is no checkpoint or

@@ -10,9 +10,9 @@ use std::fmt::{self, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Shows which checkpoints a folder holds, and whether one is whole.
+/// Shows the checkpoints in a folder, and whether one is complete.
 ///
-/// Exit code: 0 it is whole, 1 it is damaged, 2 there is none or the command line is wrong.
+/// Exit code: 0 it is complete, 1 it is damaged, 2 there is none or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "inspect", bin_name = "zerorun inspect")]
 struct Arguments {

@@ -9,14 +9,14 @@ use std::ops::Range;
 /// More than this many are only listed: a file of 4 MiB may have a problem every few bytes.
 const MOST: usize = 100;
 
-/// One thing that is wrong, whatever kind of error said it.
+/// One problem, from any kind of error.
 pub(super) struct Trouble {
     /// Path of the key; `$` is the whole file.
     pub(super) path: String,
     /// The rule that is broken, in words.
     pub(super) rule: &'static str,
     pub(super) place: Option<Place>,
-    /// Of a duplicate key, where it stands first.
+    /// The first place of a duplicate key.
     pub(super) first: Option<Place>,
     pub(super) message: String,
 }

@@ -12,7 +12,7 @@ use std::fmt::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Shows what this machine has for training: processor, memory, disk, GPU, and what this program was built with.
+/// Describes this machine for training: processor, memory, disk, GPU, and the features of this build.
 ///
 /// Exit code: 0, or 2 where DIR is no folder or the command line is wrong.
 #[derive(Debug, Parser)]
@@ -80,7 +80,7 @@ struct SimdLevel {
     available: Vec<&'static str>,
 }
 
-/// In bytes.
+/// Sizes in bytes.
 #[derive(Debug, Serialize)]
 struct Memory {
     total: u64,

@@ -23,7 +23,7 @@ const COLUMNS: usize = 64;
 /// object a line, `{"step":1,"lr":0.001,"betas":[0.9,0.999]}`, or with SGD `"momentum":0.9`.
 ///
 /// Exit code: 0 all is shown, 1 it could not be written, 2 the configuration or the command line is wrong, or the
-/// schedule comes to a value that no optimizer can take.
+/// schedule reaches a value that no optimizer accepts.
 #[derive(Debug, Parser)]
 #[command(name = "schedule", bin_name = "zerorun schedule")]
 struct Arguments {
@@ -66,7 +66,7 @@ impl Arguments {
         }
     }
 
-    /// The schedule of the file; what has to be said about its two sections is said.
+    /// The schedule of the file, after the notes about its two sections are printed.
     fn schedule(&self) -> Result<Schedule> {
         let config = Config::load(self.ds_config.clone(), usize::from(self.ranks))?;
         for note in config.notes.iter().filter(|n| ["optimizer.", "scheduler."].iter().any(|s| n.path.starts_with(s))) {

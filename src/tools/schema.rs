@@ -5,10 +5,10 @@ use clap::Parser;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-/// Prints a JSON Schema (draft 2020-12) of the configuration file: an editor that is given it completes keys, shows
+/// Prints a JSON Schema (draft 2020-12) of the configuration file: an editor that uses it completes keys, shows
 /// their meaning and default, and marks unknown ones.
 ///
-/// Exit code: 0 it is printed, 2 standard output did not take it or the command line is wrong.
+/// Exit code: 0 it is printed, 2 standard output refused it or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "schema", bin_name = "zerorun schema")]
 struct Arguments {}

@@ -17,7 +17,7 @@ pub(super) struct Batcher<I, T> {
 }
 
 impl<I, T> Batcher<I, T> {
-    /// For batches of at most `limit` elements, where parameters allow.
+    /// A batcher with batches of at most `limit` elements, where parameters allow.
     pub fn new(limit: usize) -> Self {
         Self { rule: BucketRule::new(limit), batch: Vec::new(), in_flight: VecDeque::new() }
     }

@@ -34,9 +34,9 @@ use crate::util::lock;
 pub(crate) struct Gatherer<R: Rank = Core> {
     units: Vec<UnitState<R>>,
     persistent: Bundle,
-    /// By parameter.
+    /// Whether each parameter is persistent.
     is_persistent: Vec<bool>,
-    /// Of training, and of evaluation, which has forwards only.
+    /// The trace of training, and that of evaluation, which has forwards only.
     traces: [Trace; 2],
     /// Elements of gathered parameters, without the persistent ones.
     live: usize,

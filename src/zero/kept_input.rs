@@ -8,11 +8,11 @@ use candle_core::{DType, Device, Result, Shape, Tensor};
 
 /// The input of a recomputing unit.
 pub(super) enum KeptInput {
-    /// As it was.
+    /// The input stays where it was.
     Here(Tensor),
-    /// On the host, for a model on a GPU.
+    /// The input is on the host, for a model on a GPU.
     Host(Tensor, Device),
-    /// In a file.
+    /// The input is in a file.
     File(SpilledTensor, Shape, Device),
 }
 

@@ -24,7 +24,7 @@ pub(crate) enum State {
     Weights,
     Master,
     Gradients,
-    /// By name.
+    /// The moment of that name.
     Moment(&'static str),
 }
 
@@ -69,7 +69,7 @@ pub(crate) struct SubGroupBuilder<R: Rank = Core, C = Arenas> {
     files: C,
     ledger: Ledger,
     done: Vec<SubGroup<R>>,
-    /// By role.
+    /// The open sub-group of each role.
     open: [Option<SubGroup<R>>; Role::ALL.len()],
 }
 
@@ -179,7 +179,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
 }
 
 impl SubGroupBuilder {
-    /// With the files of this rank, if it has any.
+    /// A builder with the files of this rank, if it has any.
     pub fn new(plan: SharePlan, offload: Option<Arc<Offload>>, ledger: Ledger) -> Self {
         Self::with(plan, Arenas { offload, writing: VecDeque::new(), too_small: false }, ledger)
     }

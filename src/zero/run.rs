@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering;
 const BACKWARD_STACK: usize = 64 << 20;
 const RED_ZONE: usize = 16 << 20;
 
-/// For the engine.
+/// Methods for the engine.
 impl Core {
     /// Runs a model; parameters outside of units are in memory meanwhile.
     pub fn forward(&self, run: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
@@ -72,7 +72,7 @@ impl Core {
     }
 }
 
-/// For units and parameters.
+/// Methods for units and parameters.
 impl Core {
     /// A parameter's gradient is complete, as far as this backward goes.
     pub(super) fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {

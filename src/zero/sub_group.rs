@@ -58,9 +58,9 @@ impl Slot {
 
 /// Where one kind of state of a sub-group lies.
 pub(crate) enum Home<R: Rank = Core> {
-    /// In memory, all of it.
+    /// All of it is in memory.
     Memory(Tracked<R::Buffer>),
-    /// In a file; in memory only what the step is working on.
+    /// It is in a file; only the part that the step works on is in memory.
     File(ExtentOf<R>),
 }
 
@@ -88,9 +88,9 @@ impl Home {
 pub(crate) enum GradShare<R: Rank = Core> {
     /// None has arrived since the last step.
     Absent,
-    /// In memory.
+    /// The gradient is in memory.
     Memory(Tracked<R::Buffer>),
-    /// In the sub-group's gradient file, or on its way there.
+    /// The gradient is in the sub-group's gradient file, or on its way there.
     File {
         /// The way there, until it has been waited for.
         writing: Option<<R::Files as Files>::Writing>,

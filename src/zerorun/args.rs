@@ -69,13 +69,13 @@ struct Arguments {
     #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
     max_restarts: u32,
 
-    /// With --max_restarts: the fewest ranks to go on with when starts keep failing within 10 s
+    /// With --max_restarts: the fewest ranks to continue with when starts keep failing within 10 s
     /// [default: that of --num_ranks]
     #[arg(long = "min_ranks", alias = "min-ranks", value_name = "M",
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     min_ranks: Option<u16>,
 
-    /// Record what all ranks do when, as a trace in FILE that Perfetto (ui.perfetto.dev) opens
+    /// Record the work of all ranks over time, as a trace in FILE that Perfetto (ui.perfetto.dev) opens
     /// [default: $CANDLE_ZERO_TIMELINE]
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,

@@ -29,7 +29,7 @@ pub(super) struct OptimFile {
 #[derive(Debug)]
 pub(super) struct Group {
     pub master: Tensor,
-    /// By DeepSpeed's name; none before the first step.
+    /// States by DeepSpeed's name; none before the first step.
     pub states: BTreeMap<String, Tensor>,
 }
 

@@ -43,7 +43,7 @@ enum Path {
 }
 
 impl Path {
-    /// That of a level, for elements `E`.
+    /// The path of a level, for elements `E`.
     fn of<E: Element>(level: Level) -> Self {
         #[cfg(target_arch = "x86_64")]
         if level == Level::Avx512 {

@@ -52,7 +52,7 @@ enum Method {
 }
 
 impl Method {
-    /// That of a level, for operands of a dtype.
+    /// The path of a level, for operands of a dtype.
     fn of<E: Element>(level: Level) -> Self {
         match level {
             Level::Portable => Self::Portable,

@@ -7,7 +7,7 @@ const BETA2: f64 = 0.99;
 
 /// Where a counter is.
 enum Place {
-    /// In the cycle: 0 at its ends, 1 at its top.
+    /// The place in the cycle: 0 at its ends, 1 at its top.
     Cycle(f64),
     /// After it: steps of the decay, in units of `decay_step_size`.
     Decay(f64),

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 /// How often the end of a run is looked for.
 const TICK: Duration = Duration::from_millis(20);
-/// From the asking of a run to end until it is made to.
+/// The time from a run's SIGTERM to its SIGKILL.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// How candidates are run.

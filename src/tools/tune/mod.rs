@@ -3,7 +3,7 @@
 //! ```text
 //!   stages x offload x micro batches    short runs, those left out that the estimate or a smaller batch rules out
 //!   the fastest of them                 its buckets and overlaps, one key after the other
-//!   results.jsonl                       what is finished; a second search goes on from there
+//!   results.jsonl                       finished runs; a second search resumes from them
 //! ```
 
 mod experiment;
@@ -37,8 +37,8 @@ use std::time::Duration;
 /// Finds the fastest configuration of a training script on this machine: runs it for a few steps with other stages,
 /// micro batches, offload, and then buckets, and writes the fastest one that stays within the memory limit.
 ///
-/// The script must take --ds_config FILE, --steps N and --metrics FILE, as examples/train_gpt.rs does. What is finished
-/// is kept: the same command goes on where it was stopped. Of the configuration's section autotuning these keys count:
+/// The script must accept --ds_config FILE, --steps N and --metrics FILE, as examples/train_gpt.rs does. Finished runs
+/// are kept: the same command resumes an interrupted search. These keys of the section autotuning have an effect:
 /// fast, results_dir, exps_dir, start_profile_step, end_profile_step, metric, arg_mappings, tuner_early_stopping (where
 /// it is given), tuner_num_trials, min_ and max_train_batch_size, min_ and max_train_micro_batch_size_per_gpu,
 /// num_tuning_micro_batch_sizes.
@@ -76,7 +76,7 @@ struct Arguments {
           value_parser = clap::value_parser!(u32).range(1..))]
     micro_batches: Vec<u32>,
 
-    /// Try offload to files in this folder too
+    /// Also try offload to files in this folder
     #[arg(long = "nvme_path", alias = "nvme-path", value_name = "DIR")]
     nvme_path: Option<PathBuf>,
 
@@ -231,7 +231,7 @@ impl Search {
         Ok(true)
     }
 
-    /// Of the fastest so far, one key after the other.
+    /// Searches further keys of the fastest so far, one after the other.
     fn search_keys(&mut self) -> Result<()> {
         for key in 0.. {
             let Some(best) = self.best() else { return Ok(()) };

@@ -10,13 +10,13 @@ use std::fmt;
 pub(super) enum Outcome {
     /// It ran to its end.
     Ran {
-        /// Of the measured steps together.
+        /// Throughput of the measured steps together.
         throughput: f64,
         /// The counted unit: tokens or samples.
         unit: String,
         /// A step on average.
         step_ms: f64,
-        /// Of the rank that used most, at its peak.
+        /// Peak memory of the rank that used most.
         memory_bytes: Option<u64>,
     },
     /// It ran to its end with more memory than allowed.

@@ -12,22 +12,22 @@ use std::path::Path;
 pub(super) struct RankLog {
     /// Names of the parameters.
     pub names: Vec<String>,
-    /// Of each step, the bits of the loss of each micro step.
+    /// The bits of the losses: for each step, those of its micro steps.
     pub losses: Vec<Vec<u32>>,
-    /// Of each step, a hash of each whole parameter after it.
+    /// For each step, a hash of each whole parameter after it.
     pub parameters: Vec<Vec<u64>>,
     /// Median.
     pub ms_per_step: f64,
     /// Peak of parameters, gradients, master weights and optimizer states in memory, counted from allocations.
     pub peak_bytes: usize,
-    /// In files.
+    /// Bytes of model state in files.
     pub file_bytes: usize,
 }
 
 /// The first thing that is not the same.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Difference {
-    /// From 1.
+    /// The step, from 1.
     step: usize,
     rank: usize,
     what: What,
@@ -37,7 +37,7 @@ pub(super) struct Difference {
 enum What {
     /// Micro step of the step, from 1.
     Loss { micro_step: usize },
-    /// By name, after the step.
+    /// The parameter of that name, after the step.
     Parameter(String),
     /// One job has more of something: it was another training.
     Amount,

@@ -48,7 +48,7 @@ struct Arguments {
     #[arg(long)]
     json: bool,
 
-    /// What a rank of these jobs is started with
+    /// The argument with which a rank of these jobs is started
     #[arg(long = "rank_of", value_name = "FOLDER", hide = true)]
     rank_of: Option<PathBuf>,
 }
@@ -97,7 +97,7 @@ impl Arguments {
         }
     }
 
-    /// All rows, told one by one; whether all are as they must be, and have been told.
+    /// Reports all rows one by one; true if all are as they must be and could be reported.
     fn compare_all(&self) -> Result<bool, Stop> {
         let parent = self.dir.clone().unwrap_or_else(std::env::temp_dir);
         let wrong = |source| Error::Io { action: "make a folder in", path: parent.clone(), source };

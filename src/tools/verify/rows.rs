@@ -7,7 +7,7 @@ use std::path::Path;
 /// Where states are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Row {
-    /// In memory, as the stage says.
+    /// All states are in memory, at this stage.
     Stage(u8),
     /// Stage 3, parameters and optimizer states in the host's memory.
     Cpu,
@@ -128,7 +128,7 @@ pub(super) fn json(row: Row, precision: Precision, logs: &[RankLog], difference:
     })
 }
 
-/// Of all losses of all ranks, and of the parameters in the end.
+/// Fingerprints of all losses of all ranks, and of the final parameters.
 fn fingerprints(logs: &[RankLog]) -> [String; 2] {
     let hash = |numbers: Vec<u64>| {
         let bytes: Vec<u8> = numbers.into_iter().flat_map(u64::to_le_bytes).collect();
@@ -139,7 +139,7 @@ fn fingerprints(logs: &[RankLog]) -> [String; 2] {
     [hash(losses.collect()), hash(parameters.collect())]
 }
 
-/// Of the rank that has most.
+/// The bytes of the rank that has most.
 fn most(logs: &[RankLog], bytes: fn(&RankLog) -> usize) -> usize {
     logs.iter().map(bytes).max().unwrap_or(0)
 }

@@ -12,7 +12,7 @@ pub(super) struct Place {
     pub(super) row: usize,
     pub(super) rows: usize,
     pub(super) col: usize,
-    /// At most [`COLS`].
+    /// Number of columns, at most [`COLS`].
     pub(super) cols: usize,
 }
 
