@@ -46,7 +46,7 @@ impl Monitors {
         self.0.retain_mut(|monitor| match monitor.write(events) {
             Ok(()) => true,
             Err(error) => {
-                say(&format!("a monitor failed, and training goes on without it: {error}"));
+                say(&format!("a monitor failed, and training continues without it: {error}"));
                 false
             }
         });

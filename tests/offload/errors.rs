@@ -303,7 +303,7 @@ fn a_disk_that_is_too_small_is_refused_before_the_first_step_with_the_bytes_that
     let missing = number("needed") - number("available");
     let expected = format!(
         "cannot offload to FOLDER: files there need {} bytes, and {} are there: {missing} bytes are missing; free \
-         that space, or name a folder on a larger disk as nvme_path.",
+         that space, or name a folder on a larger disk as nvme_path",
         number("needed"),
         number("available")
     );

@@ -116,7 +116,7 @@ const DATA_TYPES: &[super::Key] = keys! {
 
 const ACTIVATION_CHECKPOINTING: &[super::Key] = keys! {
     "partition_activations": Bool, "false", H, "Switches recomputation on; nothing is split.";
-    "cpu_checkpointing": Bool, "false", H, "Switches recomputation on; what a unit keeps, its inputs, goes from the GPU to the host, or to a file where something is offloaded to nvme.";
+    "cpu_checkpointing": Bool, "false", H, "Switches recomputation on; the inputs that a unit keeps go from the GPU to the host, or to a file where something is offloaded to nvme.";
     "contiguous_memory_optimization": Bool, "false", H, "Switches recomputation on; there is no common buffer.";
     "number_checkpoints": POSITIVE, "null", H, "A number switches recomputation on. Every unit is one checkpoint, whatever the number.";
     "synchronize_checkpoint_boundary": Bool, "false", none("nothing runs past a boundary"), "Synchronize the device at edges.";

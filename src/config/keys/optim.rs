@@ -159,6 +159,6 @@ const LR_RANGE_TEST: &[super::Key] = keys! {
     "lr_range_test_min_lr": RATE_PER_GROUP, "0.001", H, "Learning rate at the start.";
     "lr_range_test_step_size": POSITIVE, "2000", H, "Steps in which the learning rate grows by min_lr times step_rate.";
     "lr_range_test_step_rate": NOT_NEGATIVE, "1.0", H, "How fast it grows.";
-    "lr_range_test_staircase": Bool, "false", H, "It grows at the end of so many steps at once.";
+    "lr_range_test_staircase": Bool, "false", H, "It grows in one jump after each lr_range_test_step_size steps.";
     "last_batch_iteration": INT, "-1", refuse(FROM_START), "Where the schedule starts.";
 };

@@ -54,7 +54,7 @@ const CHECKPOINT: &[super::Key] = keys! {
     "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", H, "What happens when ranks save under different tags: all take rank 0's, silently or with a warning, or it is an error.";
     "load_universal": Bool, "false", none("every checkpoint loads at any number of ranks"), "Load the universal layout.";
     "use_node_local_storage": Bool, "false", none("all ranks save into one folder, which rank 0 has to see whole"), "Each node writes to its own disk.";
-    "parallel_write": Object, "{}", S, "Who writes what.";
+    "parallel_write": Object, "{}", S, "Division of the writing.";
     "checkpoint_serialization": Bool, "true", none("files are safetensors"), "PyTorch's zip format.";
     "writer": Object, "null", S, "Checkpoint writer.";
 };
@@ -65,19 +65,19 @@ const PARALLEL_WRITE: &[super::Key] = keys! {
 
 const WRITER: &[super::Key] = keys! {
     "type": OneOfAnyCase(&["mock", "python", "fast"]), "\"fast\"", none(ONE_WRITER), "Writer engine.";
-    "decoupled": Bool, "false", H, "Training goes on while a checkpoint is written: `Engine::save_checkpoint` saves in the background.";
+    "decoupled": Bool, "false", H, "Training continues while a checkpoint is written: `Engine::save_checkpoint` saves in the background.";
     "io_buffer_size": POSITIVE, "67108864", none("two buffers of 33 MiB"), "Bytes of the staging buffer.";
     "io_buffer_double": Bool, "true", none("there are always two"), "Two staging buffers.";
-    "show_statistics": Bool, "false", H, "Rank 0 says of every checkpoint how many bytes all ranks wrote, in what time.";
+    "show_statistics": Bool, "false", H, "Rank 0 prints for every checkpoint how many bytes all ranks wrote, and in what time.";
     "data_parallel": OneOf(&["replica", "socket", "machine"]), "null", none("every rank writes its own share"), "Split the write over ranks.";
     "io_multiplier": POSITIVE, "1", none(ONE_WRITER), "Writers per unit.";
 };
 
 const FLOPS_PROFILER: &[super::Key] = keys! {
     "enabled": Bool, "false", H, "Count the operations of matrix products and attention in one step, by unit; also switches wall_clock_breakdown on.";
-    "recompute_fwd_factor": FLOAT, "0.0", none("what is recomputed is counted when it runs"), "Extra forward share from recomputation.";
+    "recompute_fwd_factor": FLOAT, "0.0", none("recomputation is counted when it runs"), "Extra forward share from recomputation.";
     "profile_step": COUNT, "1", H, "Optimizer steps before the one that is profiled.";
-    "module_depth": super::Kind::Int(-1, i64::MAX), "-1", H, "Components of a unit's name that are told apart; -1: all.";
+    "module_depth": super::Kind::Int(-1, i64::MAX), "-1", H, "Components of a unit's name that are distinguished; -1: all.";
     "top_modules": COUNT, "1", H, "Rows of the ranking at each depth.";
     "detailed": Bool, "true", H, "A row for each module.";
     "output_file": Str, "null", H, "File for the profile; null: it is printed.";
@@ -136,13 +136,13 @@ const AUTOTUNING: &[super::Key] = keys! {
     "fast": Bool, "false", H, "`zerorun tune`: stages, offload and micro batches only, no buckets.";
     "results_dir": Str, "\"autotuning_results\"", H, "`zerorun tune`: folder of results.";
     "exps_dir": Str, "null", H, "`zerorun tune`: folder of the runs; null: `experiments` in the folder of results.";
-    "overwrite": Bool, "true", none("finished runs are kept; remove the folder of results to begin anew"), "Overwrite results.";
+    "overwrite": Bool, "true", none("finished runs are kept; remove the folder of results to start over"), "Overwrite results.";
     "start_profile_step": INT, "3", H, "`zerorun tune`: the first measured step, counted from 1.";
     "end_profile_step": INT, "5", H, "`zerorun tune`: steps of each run.";
-    "metric": OneOf(&["throughput", "latency", "flops"]), "\"throughput\"", H, "`zerorun tune`: what is best; flops is taken as throughput.";
+    "metric": OneOf(&["throughput", "latency", "flops"]), "\"throughput\"", H, "`zerorun tune`: the criterion; flops is taken as throughput.";
     "metric_path": Str, "null", none("the measure comes from the script's --metrics"), "File of the metric.";
     "tuner_type": OneOf(&["gridsearch", "random", "model_based"]), "\"gridsearch\"", none("the search goes through all candidates in order"), "Order of the search.";
-    "tuner_early_stopping": INT, "null", H, "`zerorun tune`: runs without gain before the search ends; null or 0: it goes on.";
+    "tuner_early_stopping": INT, "null", H, "`zerorun tune`: runs without gain before the search ends; null or 0: it continues.";
     "tuner_num_trials": INT, "50", H, "`zerorun tune`: runs at most; 0: 50.";
     "arg_mappings": Any, "null", H, "`zerorun tune`: keys, by path, to flags of the script that are to have their values too.";
     "model_info": Any, "null", none("the model is looked at itself"), "Facts of the model.";

@@ -69,7 +69,7 @@ const NOT_SPECULATIVE: &str = "no step is made before its gradients are checked;
 const OFFLOAD_PARAM: &[super::Key] = keys! {
     "device": DEVICE, "\"none\"", H, "Where parameter shards live at stage 3: cpu is host memory, nvme a file of each rank.";
     "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it.";
-    "buffer_count": COUNT, "5", H, "With nvme: buffer_count x buffer_size elements bound what is read ahead.";
+    "buffer_count": COUNT, "5", H, "With nvme: buffer_count x buffer_size elements bound the reading ahead.";
     "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs 1 or more of both.";
     "max_in_cpu": COUNT, "1000000000", H, "With nvme: this many first elements of a rank's shards stay in memory.";
     "pin_memory": Bool, "true", none(NOT_PINNED), "Page-locked memory.";
@@ -78,10 +78,10 @@ const OFFLOAD_PARAM: &[super::Key] = keys! {
 const OFFLOAD_OPTIMIZER: &[super::Key] = keys! {
     "device": DEVICE, "\"none\"", H, "Where master weights, moments and gradient shares live from stage 1 on: cpu is host memory, nvme a file of each kind and rank (DeepSpeed: at stage 3 only).";
     "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it.";
-    "buffer_count": COUNT, "4", H, "With nvme: all that a step works in has together at most the elements of this many of the largest sub-group, and 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
+    "buffer_count": COUNT, "4", H, "With nvme: all the buffers of a step have together at most the elements of this many of the largest sub-group, and 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
     "pin_memory": Bool, "true", none(NOT_PINNED), "Page-locked memory.";
-    "pipeline_read": Bool, "false", H, "With nvme: read what comes next while the step computes.";
-    "pipeline_write": Bool, "false", H, "With nvme: write what is done while the step computes.";
+    "pipeline_read": Bool, "false", H, "With nvme: read the next window while the step computes.";
+    "pipeline_write": Bool, "false", H, "With nvme: write the finished window while the step computes.";
     "fast_init": Bool, "false", none("states begin as reserved file space: nothing is written at the start"), "Faster first creation of states.";
     "ratio": SHARE, "1.0", H, "With nvme: share of the sub-groups that is offloaded, the first ones stay in memory (while the model is built, all master weights need space in the file); < 1 needs stage 3.";
     "super_offload": Bool, "false", none(NOT_SPECULATIVE), "Speculative step on the CPU.";

@@ -119,7 +119,7 @@ const COUNT: [&str; 15] = [
 
 /// Keys that do not, and why.
 const UNUSED: [(&str, &str); 6] = [
-    ("overwrite", "finished experiments are always kept; remove the folder of results to begin anew"),
+    ("overwrite", "finished experiments are always kept; remove the folder of results to start over"),
     ("metric_path", "the measure comes from the script's --metrics"),
     ("tuner_type", "the search goes through all candidates in order"),
     ("model_info", "the model is looked at itself"),
