@@ -17,7 +17,7 @@ const PREFIX: &str = ".candle-zero-offload-";
 pub(crate) struct Folder {
     path: PathBuf,
     /// Locked by the first rank as long as this lives.
-    _lock: Option<File>,
+    _lock: Option<Lock>,
     /// Bytes that this rank's files have been given, and bytes that they have asked for.
     got: AtomicU64,
     asked: AtomicU64,
@@ -157,11 +157,23 @@ pub(crate) fn free(path: &Path) -> u64 {
     rustix::fs::statvfs(path).map_or(0, |s| s.f_bavail.saturating_mul(s.f_frsize))
 }
 
-fn lock(path: &Path, metadata: &std::fs::Metadata) -> Result<File> {
+/// A folder that this job has locked.
+#[derive(Debug)]
+struct Lock(File);
+
+impl Drop for Lock {
+    /// Closing the file is not enough: a process that another thread is starting holds a copy of it until it runs its program.
+    fn drop(&mut self) {
+        // An error leaves the lock to the end of the last copy.
+        let _ = rustix::fs::flock(&self.0, FlockOperation::Unlock);
+    }
+}
+
+fn lock(path: &Path, metadata: &std::fs::Metadata) -> Result<Lock> {
     let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
     let folder = File::open(path).map_err(|e| wrong(format!("{e}; give a folder that this user may open")))?;
     match rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(folder),
+        Ok(()) => Ok(Lock(folder)),
         Err(rustix::io::Errno::WOULDBLOCK) => {
             Err(OffloadError::Busy { path: path.to_owned(), owner: owner_of_lock(metadata.ino()) }.into())
         }
