@@ -1,4 +1,4 @@
-//! Which shards travel in one all-gather, and how whole parameters are made of what arrives.
+//! Shards or gradients that travel in one collective: how they lie in it, and how whole parameters are made of it.
 //!
 //! The chunks of all ranks, one after the other, are a parameter that travels alone: it takes the buffer over. Small
 //! parameters share a parcel, and are copied out of it piece by piece.
@@ -10,7 +10,7 @@ use crate::layout::{PACKED_BELOW, chunk_offsets, shard_range};
 use crate::param::{Param, ParamId};
 use crate::precision::Elements;
 
-/// Parameters whose shards travel in one all-gather.
+/// Parameters whose shards or gradients travel in one collective.
 pub(crate) struct Parcel {
     pub params: Vec<ParamId>,
     /// Offset of each parameter's shard in a rank's chunk. What lies between two shards is zeros.
