@@ -1,6 +1,7 @@
 //! Agreement between ranks: whether all succeeded, whether all say the same, and what each of them says.
 
 use super::Communicator;
+use super::defaults::of_equal_length;
 use crate::error::{Error, Result};
 use crate::util::fnv1a;
 
@@ -54,7 +55,7 @@ pub(crate) fn text_of_rank_0(comm: &dyn Communicator, text: &str) -> Result<Stri
     let longest = lengths.iter().map(|length| length[0]).max().unwrap_or(0);
     let mut bytes = text.as_bytes().to_vec();
     bytes.resize(longest as usize, 0);
-    let all = comm.gather_bytes(bytes).wait()?;
+    let all = of_equal_length(comm.gather_bytes(bytes).wait()?, comm.size(), comm.rank())?;
     Ok(String::from_utf8_lossy(&all[0][..lengths[0][0] as usize]).into())
 }
 
@@ -64,7 +65,7 @@ pub(crate) fn text_of_rank_0(comm: &dyn Communicator, text: &str) -> Result<Stri
 /// A failed collective.
 pub(crate) fn gather_u64(comm: &dyn Communicator, numbers: &[u64]) -> Result<Vec<Vec<u64>>> {
     let bytes = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
-    let all = comm.gather_bytes(bytes).wait()?;
+    let all = of_equal_length(comm.gather_bytes(bytes).wait()?, comm.size(), comm.rank())?;
     let numbers = |bytes: &Vec<u8>| bytes.as_chunks::<8>().0.iter().map(|n| u64::from_le_bytes(*n)).collect();
     Ok(all.iter().map(numbers).collect())
 }

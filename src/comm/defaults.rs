@@ -99,13 +99,15 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> ByGather<G> {
     pub fn gather_f64(self, values: &[f64]) -> Pending<Vec<Vec<f64>>> {
         let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         let values = |bytes: Vec<u8>| bytes.as_chunks::<8>().0.iter().map(|value| f64::from_le_bytes(*value)).collect();
-        (self.gather)(bytes).map(move |all| all.into_iter().map(values).collect())
+        let (size, rank) = (self.size, self.rank);
+        let arriving = (self.gather)(bytes);
+        Pending::from_fn(move || Ok(of_equal_length(arriving.wait()?, size, rank)?.into_iter().map(values).collect()))
     }
 
     /// Brings `bytes` of a call to all ranks, and checks that they are in the same call.
     fn exchange(self, call: Fingerprint, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
         const HEADER: usize = 8 * Fingerprint::WORDS;
-        let rank = self.rank;
+        let (size, rank) = (self.size, self.rank);
         let header = call.words().into_iter().flat_map(u64::to_le_bytes);
         let arriving = (self.gather)(header.chain(bytes).collect());
         Pending::from_fn(move || {
@@ -122,8 +124,30 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> ByGather<G> {
                 }
                 *bytes = data;
             }
-            Ok(arrived)
+            Ok(of_equal_length(arrived, size, rank)?)
         })
+    }
+}
+
+/// The messages of all `size` ranks, if there are so many and each is as long as that of this `rank`.
+///
+/// # Errors
+/// [`CommError::Other`]: the communicator has lost something, or another rank is in another call.
+pub(super) fn of_equal_length(all: Vec<Vec<u8>>, size: usize, rank: usize) -> Result<Vec<Vec<u8>>, CommError> {
+    if all.len() != size {
+        let found = all.len();
+        return Err(CommError::other(format!(
+            "gather_bytes gave {found} messages on rank {rank}; it must give one for each of the {size} ranks"
+        )));
+    }
+    let sent = all[rank].len();
+    match all.iter().position(|message| message.len() != sent) {
+        None => Ok(all),
+        Some(peer) => Err(CommError::other(format!(
+            "gather_bytes gave {} bytes of rank {peer} and {sent} of rank {rank}; every rank must make the same calls \
+             in the same order",
+            all[peer].len()
+        ))),
     }
 }
 

@@ -60,7 +60,7 @@ impl<M> Engine<M> {
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
         let share_plan = SharePlan::new(&config, reduce_plan.accumulate, comm.rank(), grouping.clone());
         let registry = Registry::new(share_plan, device.clone(), offload.clone(), source, link.clone(), ledger.clone());
-        let (model, mut registered) = build_model(build, &registry, &config, &device)?;
+        let (model, mut registered) = build_model(build, registry, &config, &device)?;
         if let Some(offload) = &offload {
             choose_access(offload, &*comm)?;
         }
@@ -162,12 +162,12 @@ fn open_offload(
 /// Builds the model; its parameters are shared among the ranks as they are registered.
 fn build_model<M>(
     build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
-    registry: &Registry,
+    registry: Registry,
     config: &Config,
     device: &Device,
 ) -> Result<(M, Registered)> {
     let vb = VarBuilder::from_backend(Box::new(registry.clone()), config.precision.dtype(), device.clone());
-    let model = building(registry, || build(vb));
+    let model = building(&registry, || build(vb));
     let model = model.map_err(|e| registry.take_failure().unwrap_or_else(|| e.into()))?;
     Ok((model, registry.finish()?))
 }

@@ -314,3 +314,41 @@ fn an_error_of_my_own_communicator_reaches_the_one_who_trains() {
         assert_eq!(error.to_string(), "this network carries exact elements");
     }
 }
+
+/// Rank 0 of two, whose peer is an echo that `spoil` changes.
+struct Spoilt(fn(Vec<Vec<u8>>) -> Vec<Vec<u8>>);
+
+impl Communicator for Spoilt {
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn size(&self) -> usize {
+        2
+    }
+
+    fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
+        Pending::ready((self.0)(vec![bytes.clone(), bytes]))
+    }
+
+    fn abort(&self, _: &str) {}
+}
+
+#[test]
+fn messages_that_are_missing_or_too_short_are_errors_that_say_so() {
+    let sum =
+        |spoil| Spoilt(spoil).all_reduce(Flat::zeros(DType::F32, 4), 0).wait().map(|_| ()).map_err(|e| e.to_string());
+    assert_eq!(sum(|all| all), Ok(()));
+    let few = sum(|mut all| {
+        all.truncate(1);
+        all
+    });
+    assert_eq!(few.unwrap_err(), "gather_bytes gave 1 messages on rank 0; it must give one for each of the 2 ranks");
+    let short = sum(|mut all| {
+        all[1].pop();
+        all
+    });
+    let expected =
+        "gather_bytes gave 15 bytes of rank 1 and 16 of rank 0; every rank must make the same calls in the same order";
+    assert_eq!(short.unwrap_err(), expected);
+}

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 const STEPS: usize = 6;
 const SHAPE: Shape = Shape { layers: 2, units: true, checkpointed: false };
 
-/// The optimizers that stage_equality.rs and offload.rs do not train with.
+/// The optimizers that stage_equality.rs and tests/offload/stages.rs do not train with.
 fn optimizers() -> [Value; 4] {
     [
         json!({"type": "Lion", "params": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}}),
