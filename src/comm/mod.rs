@@ -132,6 +132,9 @@ pub trait Communicator: Send + Sync {
     fn size(&self) -> usize;
 
     /// Every rank receives the bytes of every rank, in rank order. All give the same number of bytes.
+    ///
+    /// Votes and other control messages travel as they are, without a mark of their call. A network that may lose or
+    /// reorder messages numbers them, and fails where ranks are in different calls.
     fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>>;
 
     /// Tells the other ranks that this one gives up, and why. Their collectives return an error with the reason.
