@@ -1,8 +1,8 @@
 //! What the layers promise beyond right values: bits, memory, refusals.
 
-use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Tensor, Var};
+use crate::support::swap::swap;
+use candle_core::{CpuStorage, DType, Device, Result, Tensor, Var};
 use candle_zero::nn::{self, WeightLayout};
-use std::sync::Mutex;
 
 fn tensor(shape: &[usize], seed: u32) -> Tensor {
     let n = shape.iter().product::<usize>() as u32;
@@ -159,26 +159,6 @@ fn the_loss_gradient_is_multiplied_by_the_f32_scale_before_rounding() {
             }
         }
     }
-}
-
-/// Exchanges a tensor's storage.
-struct Swap(Mutex<CpuStorage>);
-
-impl InplaceOp1 for Swap {
-    fn name(&self) -> &'static str {
-        "swap"
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
-        std::mem::swap(storage, &mut self.0.lock().unwrap());
-        Ok(())
-    }
-}
-
-fn swap(t: &Tensor, storage: CpuStorage) -> CpuStorage {
-    let op = Swap(Mutex::new(storage));
-    t.inplace_op1(&op).unwrap();
-    op.0.into_inner().unwrap()
 }
 
 #[test]

@@ -4,5 +4,6 @@
 pub mod processes;
 pub mod recorded;
 pub mod skips;
+pub mod swap;
 pub mod synth;
 pub mod tiny;

@@ -2,9 +2,9 @@
 //! then the place named in the test can be thought over.
 
 use crate::support::processes::as_program;
-use candle_core::{CpuStorage, CustomOp1, D, DType, Device, InplaceOp1, Layout, Module, Result, Shape, Tensor, Var};
+use crate::support::swap::swap;
+use candle_core::{CpuStorage, CustomOp1, D, DType, Device, Layout, Module, Result, Shape, Tensor, Var};
 use candle_nn::{LayerNorm, Linear};
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 const CPU: Device = Device::Cpu;
@@ -90,26 +90,6 @@ fn a_deep_graph_needs_a_big_stack() {
         .unwrap();
     assert!(!child.status.success(), "a stack of 2 MiB is enough now");
     assert!(String::from_utf8_lossy(&child.stderr).contains("overflowed its stack"));
-}
-
-/// Exchanges a tensor's storage.
-struct Swap(Mutex<CpuStorage>);
-
-impl InplaceOp1 for Swap {
-    fn name(&self) -> &'static str {
-        "swap"
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
-        std::mem::swap(storage, &mut self.0.lock().unwrap());
-        Ok(())
-    }
-}
-
-fn swap(t: &Tensor, storage: CpuStorage) -> CpuStorage {
-    let op = Swap(Mutex::new(storage));
-    t.inplace_op1(&op).unwrap();
-    op.0.into_inner().unwrap()
 }
 
 /// How parameters leave and come back.

@@ -1,0 +1,25 @@
+//! A tensor's storage taken out and put back, as the engine does it.
+
+use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor};
+use std::sync::Mutex;
+
+/// Exchanges a tensor's storage.
+struct Swap(Mutex<CpuStorage>);
+
+impl InplaceOp1 for Swap {
+    fn name(&self) -> &'static str {
+        "swap"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
+        std::mem::swap(storage, &mut self.0.lock().unwrap());
+        Ok(())
+    }
+}
+
+/// Puts `storage` into a tensor and gives the one that was there.
+pub fn swap(t: &Tensor, storage: CpuStorage) -> CpuStorage {
+    let op = Swap(Mutex::new(storage));
+    t.inplace_op1(&op).unwrap();
+    op.0.into_inner().unwrap()
+}
