@@ -12,8 +12,8 @@
 use super::epilogue::Sink;
 use super::matrix::Matrix;
 use super::scratch;
+use super::tiles::for_each_tile;
 use crate::kernels::element::Element;
-use crate::kernels::par;
 use gemm_common::gemm::gemm_basic_generic;
 use gemm_common::simd::V3;
 use gemm_f32::microkernel::fma::f32::{H_M, H_N, H_UKR, MR_DIV_N, NR, UKR};
@@ -32,10 +32,8 @@ const SMALL_RESULT: usize = 256;
 /// `c = epilogue(a b)`.
 pub(super) fn gemm<E: Element, C: Element>(sink: &Sink<'_, C>, a: Matrix<'_, E>, b: Matrix<'_, E>) {
     let (m, n) = (a.rows(), b.cols());
-    let tiles_across = n.div_ceil(TILE_COLS);
-    par::for_each(m.div_ceil(TILE_ROWS) * tiles_across, |t| {
-        let (row, col) = (t / tiles_across * TILE_ROWS, t % tiles_across * TILE_COLS);
-        let (rows, cols) = (TILE_ROWS.min(m - row), TILE_COLS.min(n - col));
+    for_each_tile((m, n), (TILE_ROWS, TILE_COLS), |in_rows, in_cols| {
+        let (row, rows, col, cols) = (in_rows.start, in_rows.len(), in_cols.start, in_cols.len());
         scratch::with_floats(rows * cols, |sums| {
             sum(sums, a.block(row, rows, 0, a.cols()), b.block(0, b.rows(), col, cols));
             for (i, sums) in sums.chunks_exact_mut(cols).enumerate() {

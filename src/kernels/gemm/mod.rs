@@ -17,6 +17,7 @@ mod epilogue;
 mod matrix;
 mod portable;
 mod scratch;
+mod tiles;
 
 pub use column_sums::column_sums;
 pub use epilogue::{Activation, Epilogue};

@@ -8,8 +8,8 @@
 use super::epilogue::Sink;
 use super::matrix::Matrix;
 use super::scratch;
+use super::tiles::for_each_tile;
 use crate::kernels::element::Element;
-use crate::kernels::par;
 use crate::kernels::wide::{get, widen};
 
 /// Rows of a tile of the result.
@@ -26,10 +26,8 @@ const COLS: usize = 8;
 /// `c = epilogue(a b)`.
 pub(super) fn gemm<E: Element, C: Element>(sink: &Sink<'_, C>, a: Matrix<'_, E>, b: Matrix<'_, E>) {
     let (m, n) = (a.rows(), b.cols());
-    let tiles_across = n.div_ceil(TILE_COLS);
-    par::for_each(m.div_ceil(TILE_ROWS) * tiles_across, |t| {
-        let (row, col) = (t / tiles_across * TILE_ROWS, t % tiles_across * TILE_COLS);
-        let (rows, cols) = (TILE_ROWS.min(m - row), TILE_COLS.min(n - col));
+    for_each_tile((m, n), (TILE_ROWS, TILE_COLS), |in_rows, in_cols| {
+        let (row, rows, col, cols) = (in_rows.start, in_rows.len(), in_cols.start, in_cols.len());
         let (a, b) = (a.block(row, rows, 0, a.cols()), b.block(0, b.rows(), col, cols));
         scratch::with_floats(rows.next_multiple_of(ROWS) * cols.next_multiple_of(COLS), |sums| {
             sum(sums, a, b);
