@@ -9,4 +9,5 @@ mod faults;
 mod ranks;
 mod restarts;
 mod script;
+mod stuck;
 mod train_gpt;

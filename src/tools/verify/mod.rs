@@ -154,13 +154,17 @@ impl Arguments {
             args,
             world: ranks,
             timeout: None,
+            grace: ranks::DEFAULT_GRACE,
+            script: None,
             master_port: None,
             prometheus: None,
             restart,
             timeline: None,
         };
         match ranks::run(&job, events)? {
-            End::Well => Ok((0..ranks).map(|rank| RankLog::read(&train::file(folder, rank))).collect::<Result<_>>()?),
+            End::Well | End::Unwritten => {
+                Ok((0..ranks).map(|rank| RankLog::read(&train::file(folder, rank))).collect::<Result<_>>()?)
+            }
             End::Interrupted(signal) => Err(Stop::Interrupted(signal)),
             End::Failed(failure) => Err(Stop::Failed(failure.report)),
         }
