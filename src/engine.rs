@@ -17,6 +17,7 @@ pub(crate) mod error;
 mod output;
 mod reporter;
 mod reports;
+mod trainable;
 mod watch;
 
 pub use builder::EngineBuilder;

@@ -47,6 +47,8 @@ pub(crate) struct Gatherer<R: Rank = Core> {
     recomputes: bool,
     /// Backwards that run inside of the engine's: a recomputing unit runs one of its own.
     depth: usize,
+    /// The unit that each of these backwards, the engine's first, was the last to enter.
+    entered: Vec<UnitId>,
 }
 
 struct UnitState<R: Rank> {
@@ -54,6 +56,8 @@ struct UnitState<R: Rank> {
     state: State<R>,
     /// Depth of the backward that was the last to enter the unit.
     depth: usize,
+    /// That backward has gone on to another unit.
+    passed: bool,
 }
 
 /// The parts of a unit's parameters that are in memory.
@@ -208,7 +212,7 @@ impl<R: Rank> Gatherer<R> {
         }
         let wire = if zero.quantized_weights { Wire::Blocks(Ints::Int8) } else { Wire::Exact };
         let bundle = |p| Bundle::new(p, params, world_size, wire);
-        let unit = |p| UnitState { bundle: bundle(p), state: State::Released, depth: 0 };
+        let unit = |p| UnitState { bundle: bundle(p), state: State::Released, depth: 0, passed: false };
         Self {
             units: by_unit.into_iter().map(unit).collect(),
             persistent: bundle(persistent),
@@ -219,6 +223,7 @@ impl<R: Rank> Gatherer<R> {
             ahead: zero.param_files().map_or(usize::MAX, |files| files.ahead()).min(zero.prefetch_bucket_size),
             recomputes: false,
             depth: 0,
+            entered: vec![ROOT],
         }
     }
 
@@ -237,6 +242,11 @@ impl<R: Rank> Gatherer<R> {
         self.trace(core).advance(event);
         if let Event::Backward(unit) = event {
             self.units[unit].depth = self.depth;
+            self.units[unit].passed = false;
+            let before = std::mem::replace(&mut self.entered[self.depth], unit);
+            if before != unit {
+                self.pass(core, before)?;
+            }
         }
         self.need(core, event.unit())?;
         self.prefetch(core);
@@ -251,11 +261,32 @@ impl<R: Rank> Gatherer<R> {
     /// A backward inside of a backward begins.
     pub fn nest(&mut self) {
         self.depth += 1;
+        self.entered.push(ROOT);
     }
 
     /// It is over.
-    pub fn unnest(&mut self) {
+    pub fn unnest(&mut self, core: &R) -> Result<()> {
+        let last = self.entered.pop().unwrap_or(ROOT);
+        let passed = self.pass(core, last);
         self.depth -= 1;
+        passed
+    }
+
+    /// The backward under way has gone on from a unit, whose input has its gradient: nothing needs the unit's frozen
+    /// parameters any more, unless a trained one still waits for its gradient.
+    fn pass(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        if unit == ROOT || self.units[unit].depth < self.depth {
+            return Ok(());
+        }
+        self.units[unit].passed = true;
+        self.release_frozen(core, unit)
+    }
+
+    fn release_frozen(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        let UnitState { bundle, passed, .. } = &self.units[unit];
+        let params = || bundle.params.iter().map(|p| &core.params()[*p]);
+        let is_over = *passed && !params().any(|p| p.is_trained() && p.is_whole());
+        if is_over { self.release_unit(core, unit) } else { Ok(()) }
     }
 
     /// A unit's forward is over: releases it, unless its backward comes within `stage3_max_reuse_distance`.
@@ -279,7 +310,7 @@ impl<R: Rank> Gatherer<R> {
             let any = unit.bundle.params.iter().any(|p| params[*p].is_whole());
             unit.state = if any { State::Partly } else { State::Released };
         }
-        Ok(())
+        self.release_frozen(core, id)
     }
 
     /// The micro step is over: releases whatever is left (unused parameters, gathers that nobody came for).
@@ -287,7 +318,9 @@ impl<R: Rank> Gatherer<R> {
         for unit in 0..self.units.len() {
             self.settle(core, unit)?;
             self.release_unit(core, unit)?;
+            self.units[unit].passed = false;
         }
+        self.entered.fill(ROOT);
         self.trace(core).end();
         self.recomputes &= core.is_evaluating();
         Ok(())

@@ -76,7 +76,11 @@ impl Core {
 impl Core {
     /// A parameter's gradient is complete, as far as this backward goes.
     pub(super) fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
-        let arrived = lock(&self.gradients).arrive(self, param, grad);
+        // Candle's operations make gradients of frozen parameters too.
+        let arrived = match self.params[param].is_trained() {
+            true => lock(&self.gradients).arrive(self, param, grad),
+            false => Ok(drop(grad)),
+        };
         arrived.and_then(|()| self.release_param(param)).map_err(|e| self.stash(e))
     }
 
@@ -125,8 +129,8 @@ impl Core {
         lock(&self.gather).nest();
         let _sections = timeline::sections();
         let result = self.enter(Event::Backward(unit)).and_then(|()| backward());
-        lock(&self.gather).unnest();
-        result
+        let released = lock(&self.gather).unnest(self).map_err(|e| self.stash(e));
+        result.and_then(|result| released.map(|()| result))
     }
 
     /// Whether a model is only evaluated.

@@ -8,6 +8,7 @@ mod absent_parameter;
 mod candle_facts;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod frozen;
 mod optimizer_stages;
 mod stage_equality;
 mod unusual_models;
