@@ -165,7 +165,7 @@ impl<'a> Rehearsal<'a> {
             // A unit that recomputes runs a backward of its own.
             let nests = sharded && unit != ROOT && self.recompute;
             if nests {
-                gather.nest();
+                gather.nest(false);
             }
             if sharded && unit != ROOT {
                 gather.enter(self, Event::Backward(unit))?;
@@ -177,7 +177,7 @@ impl<'a> Rehearsal<'a> {
                 }
             }
             if nests {
-                gather.unnest();
+                gather.unnest(false);
             }
             end -= params.len();
         }

@@ -9,5 +9,6 @@ mod candle_facts;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod optimizer_stages;
+mod passing_backward;
 mod stage_equality;
 mod unusual_models;
