@@ -42,6 +42,11 @@ impl Engine<()> {
 
 impl EngineBuilder {
     /// The job to take part in. Default: the one that the environment names (zerorun, mpirun, srun, torchrun).
+    ///
+    /// A process may have several engines, at the same time or one after the other: a GAN, a teacher beside a student.
+    /// Those of a job share its communicator, by default or given to each of them, so all ranks make and call them in
+    /// the same order, and from one thread. An error that stops one of them stops the others, and
+    /// [`Engine::comm_report`] counts what all of them did.
     #[must_use]
     pub fn communicator(mut self, communicator: Arc<dyn Communicator>) -> Self {
         self.communicator = Some(communicator);

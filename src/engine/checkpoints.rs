@@ -169,6 +169,7 @@ impl<M> Engine<M> {
         self.optimizer_steps = progress.optimizer_steps;
         self.global_samples = progress.global_samples;
         self.micro_steps = progress.global_steps.saturating_mul(self.config.batch.gradient_accumulation_steps as u64);
+        self.forwards = 0;
         self.trainer.restore(progress.last_batch_iteration);
         if let Some(state) = &progress.scaler {
             self.scaler.restore(state);

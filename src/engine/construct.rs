@@ -94,6 +94,7 @@ impl<M> Engine<M> {
             losses: Losses::default(),
             global_steps: 0,
             micro_steps: 0,
+            forwards: 0,
             skipped_steps: 0,
             optimizer_steps: 0,
             global_samples: 0,

@@ -172,7 +172,7 @@ impl<'a> Rehearsal<'a> {
             // A unit that recomputes runs a backward of its own.
             let nests = sharded && unit != ROOT && self.recompute;
             if nests {
-                gather.nest();
+                gather.nest(false);
             }
             if sharded && unit != ROOT {
                 gather.enter(self, Event::Backward(unit))?;
@@ -187,7 +187,7 @@ impl<'a> Rehearsal<'a> {
                 }
             }
             if nests {
-                gather.unnest(self)?;
+                gather.unnest(self, false)?;
             }
             end -= params.len();
         }

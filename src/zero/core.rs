@@ -24,6 +24,7 @@ use candle_core::DType;
 use std::collections::BTreeSet;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
+use std::thread::ThreadId;
 
 /// The partitioned state of one rank.
 pub(crate) struct Core {
@@ -50,6 +51,8 @@ pub(crate) struct Core {
     pub(super) recomputation: Recomputation,
     /// A model is only evaluated: nothing is recorded or kept.
     pub(super) evaluating: AtomicBool,
+    /// The thread that runs the engine's backward: gradients count in that one alone.
+    pub(super) backward_on: Mutex<Option<ThreadId>>,
     /// The first error inside an operation; Candle's own error type cannot carry it.
     failure: Mutex<Option<Error>>,
 }
@@ -103,6 +106,14 @@ impl Link {
 }
 
 impl GradientSink for Link {
+    fn takes_gradients(&self) -> bool {
+        self.core().is_some_and(|core| core.is_in_backward())
+    }
+
+    fn passed_by(&self, param: ParamId) -> candle_core::Result<()> {
+        self.core().map_or(Ok(()), |core| core.passed_by(param))
+    }
+
     fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
         self.core().map_or(Ok(()), |core| core.gradient_arrived(param, grad))
     }
@@ -135,6 +146,7 @@ impl Core {
             gradients: Mutex::new(gradients),
             recomputation,
             evaluating: AtomicBool::new(false),
+            backward_on: Mutex::new(None),
             failure: Mutex::new(None),
         }
     }
@@ -204,6 +216,11 @@ impl Core {
         let text = error.to_string();
         lock(&self.failure).get_or_insert(error);
         candle_core::Error::Msg(text)
+    }
+
+    /// Forgets the error of an operation outside of the engine's calls.
+    pub(super) fn forget_failure(&self) {
+        *lock(&self.failure) = None;
     }
 
     /// The typed error behind a failed Candle operation.

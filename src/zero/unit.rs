@@ -14,6 +14,7 @@
 use super::core::{Core, Link};
 use super::kept_input::KeptInput;
 use super::registry::Registry;
+use super::run::before_backward;
 use super::trace::Event;
 use crate::graph::prepared::{copy_of, prepared};
 use crate::graph::{Grad, Inputs, Value, draw_from, node_of, once, place_of_draws, without_gradients};
@@ -164,9 +165,12 @@ impl<M: Module> Unit<M> {
             )
         };
         let _profile = spans::enter(Half::Backward, unit);
-        core.nested_backward(unit, || {
+        let forward = || {
             let input = Var::from_tensor(&core.kept_input(input)?)?;
             let y = self.inner.forward(input.as_tensor())?;
+            Ok((input, y))
+        };
+        core.nested_backward(unit, forward, |(input, y)| {
             // A scalar whose derivative by y is `grad`: its backward seeds the graph with it.
             let zero = storage_on(y.device(), to_storage(Flat::zeros(y.dtype(), 1)))?;
             let grad = grad.clone();
@@ -220,19 +224,15 @@ impl UnitContext {
         }
         let (unit, link) = (self.unit, self.link.clone());
         let begin = move || {
-            spans::begin_backward(unit);
-            link.core().map_or(Ok(()), |core| core.enter(Event::Backward(unit)))
+            let Some(core) = link.core() else { return Ok(()) };
+            if core.is_in_backward() {
+                spans::begin_backward(unit);
+            }
+            core.begin_backward(unit)
         };
-        if let Some(node) = node_of(&y) {
-            node.slot.before_backward(Box::new(begin));
+        if !shards_params && node_of(&y).is_none() {
             return Ok(y);
         }
-        if !shards_params {
-            return Ok(y);
-        }
-        prepared("unit-output", &y, copy_of(&y)?, move |_, grad| {
-            begin()?;
-            Ok(Some(grad.clone()))
-        })
+        before_backward(y, "unit-output", begin)
     }
 }
