@@ -11,7 +11,7 @@ pub(crate) mod console;
 pub(crate) mod error;
 mod frontmatter;
 mod output;
-mod package;
+pub(crate) mod package;
 pub(crate) mod ranks;
 pub(crate) mod report;
 mod restarts;
@@ -59,7 +59,12 @@ pub(crate) fn start(options: &Options) -> Result<u8> {
     checked_level()?;
     let target = script::find(&options.script)?;
     let program = match target {
-        Target::Program { path } => path,
+        Target::Program { path } => {
+            if let Some(features) = &options.features {
+                say(&format!("zerorun: --features {features} has no effect: {} is built already", path.display()));
+            }
+            path
+        }
         Target::InPackage(in_package) => {
             if options.print_package {
                 return Ok(u8::from(!print(in_package.manifest_dir.display())));

@@ -56,6 +56,12 @@ impl Source {
 
     /// Elements `range` of parameter `name`, in f32.
     pub(crate) fn values(&self, name: &str, shape: &Shape, init: Init, range: Range<usize>) -> Result<Vec<f32>> {
+        // A size beyond all memory is an error rather than the end of the process.
+        let mut probe = Vec::<f32>::new();
+        if probe.try_reserve_exact(range.len()).is_err() {
+            return Err(ParamError::NoMemory { name: name.into(), elements: range.len() }.into());
+        }
+        drop(probe);
         match self {
             Self::Random { seed } => Ok(init_values(*seed, name, shape, init, range)),
             Self::File(file) => file.values(name, shape, range),
@@ -64,13 +70,16 @@ impl Source {
 
     /// Whether a parameter of that name is known to exist.
     pub(crate) fn contains(&self, name: &str) -> bool {
-        matches!(self, Self::File(file) if file.metadata.info(name).is_some())
+        matches!(self, Self::File(file) if file.info(name).is_some())
     }
 
     /// An error if the file holds tensors that the model has not asked for.
     pub(crate) fn check_all_used(&self, used: &BTreeSet<&str>) -> Result<()> {
         let Self::File(file) = self else { return Ok(()) };
-        let mut extra: Vec<_> = file.metadata.tensors().into_keys().filter(|n| !used.contains(n.as_str())).collect();
+        let used: BTreeSet<String> = used.iter().map(|name| file.name_of(name)).collect();
+        let tensors = file.metadata.tensors().into_iter();
+        let unused = tensors.filter(|(name, info)| !used.contains(name) && !is_mask(name, info));
+        let mut extra: Vec<String> = unused.map(|(name, _)| name).collect();
         extra.sort();
         match extra.is_empty() {
             true => Ok(()),
@@ -79,12 +88,28 @@ impl Source {
     }
 }
 
+/// The weights in a folder of Hugging Face.
+const FILE_OF_FOLDER: &str = "model.safetensors";
+/// In front of the names of a GPT-2 with a language model's head.
+const PREFIX: &str = "transformer.";
+
+/// Whether a tensor is no weight but the causal mask of a GPT-2's attention, which old files hold.
+fn is_mask(name: &str, info: &TensorInfo) -> bool {
+    name.ends_with(".attn.masked_bias")
+        || (name.ends_with(".attn.bias") && matches!(info.shape[..], [1, 1, a, b] if a == b))
+}
+
 impl WeightFile {
-    /// Opens and maps a file, and reads its header.
+    /// Opens and maps a file, or `model.safetensors` in a folder, and reads its header.
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = std::fs::File::open(path).map_err(io)?;
-        if file.metadata().map_err(io)?.is_dir() {
+        let found = file.metadata().map_err(io)?;
+        let of_folder = path.join(FILE_OF_FOLDER);
+        if found.is_dir() && of_folder.is_file() {
+            return Self::open(&of_folder);
+        }
+        if found.is_dir() {
             // The system's words for mapping a folder are "no such device".
             return Err(io(std::io::ErrorKind::IsADirectory.into()));
         }
@@ -92,7 +117,11 @@ impl WeightFile {
         // are not written in place by anything here, and copying a model of any size to avoid that would cost more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let bad = |e: safetensors::SafeTensorError| {
-            Error::from(ParamError::BadWeightFile { path: path.to_owned(), why: e.to_string() })
+            let why = match path.extension() {
+                Some(ending) if ending == "json" => "an index of several files is not read, give one file".into(),
+                _ => e.to_string(),
+            };
+            Error::from(ParamError::BadWeightFile { path: path.to_owned(), why })
         };
         let (header, metadata) = SafeTensors::read_metadata(&map).map_err(bad)?;
         // read_metadata has checked that the header's tensors lie inside the file without gaps.
@@ -104,12 +133,32 @@ impl WeightFile {
         self.metadata.tensors().into_iter().map(|(name, info)| (name, info.shape.clone())).collect()
     }
 
+    /// The name of a parameter's tensor. Hugging Face writes a GPT-2 with a language model's head under `transformer.`,
+    /// and one without, as the published files are, without it.
+    fn name_of(&self, parameter: &str) -> String {
+        let with_prefix = format!("{PREFIX}{parameter}");
+        let is_there = |name: &str| self.metadata.info(name).is_some();
+        match parameter.strip_prefix(PREFIX) {
+            _ if is_there(parameter) => parameter.into(),
+            _ if is_there(&with_prefix) => with_prefix,
+            Some(bare) if is_there(bare) => bare.into(),
+            _ => parameter.into(),
+        }
+    }
+
+    fn info(&self, parameter: &str) -> Option<&TensorInfo> {
+        self.metadata.info(&self.name_of(parameter))
+    }
+
     fn values(&self, name: &str, shape: &Shape, range: Range<usize>) -> Result<Vec<f32>> {
         let path = || self.path.clone();
-        let Some(info) = self.metadata.info(name) else {
-            return Err(
-                ParamError::MissingTensor { path: path(), name: name.into(), shape: shape.dims().to_vec() }.into()
-            );
+        let Some(info) = self.info(name) else {
+            let mut names: Vec<String> = self.metadata.tensors().into_keys().collect();
+            names.sort();
+            let (few, more) = names.split_at(names.len().min(3));
+            let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
+            let (name, shape, has) = (name.into(), shape.dims().to_vec(), format!("{}{more}", few.join(", ")));
+            return Err(ParamError::MissingTensor { path: path(), name, shape, has }.into());
         };
         if info.shape != shape.dims() {
             let (found, expected) = (info.shape.clone(), shape.dims().to_vec());

@@ -12,3 +12,4 @@ mod restarts;
 mod script;
 mod stuck;
 mod train_gpt;
+mod train_gpt_ends;
