@@ -26,7 +26,7 @@ use crate::comm::agree::Failure;
 use crate::config::{Config, Precision};
 use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
 use crate::graph::draw_from;
-use crate::notice::say;
+use crate::notice::warn;
 use crate::optim::Trainer;
 use crate::precision::{LossScaler, gradient_multiplier};
 use crate::timeline::{self, Recorder};
@@ -315,7 +315,7 @@ impl<M> Drop for Engine<M> {
             && !std::thread::panicking()
             && let Err(error) = self.wait_for_checkpoint()
         {
-            say(&format!("a checkpoint was not saved: {error}"));
+            warn(&format!("a checkpoint was not saved: {error}"));
         }
         if !std::thread::panicking() {
             self.tell_at_end();

@@ -1,10 +1,14 @@
 //! The walk over a file beside the table: values, problems and notes.
 
-use super::json::{Entry, Json};
 use super::keys::{self, Key, Kind, Section, Status, join};
+use super::node::{Entry, Json};
+use super::note::shown;
 use super::{ConfigProblem, Note, Place, Rule, RunValues, nearest, value};
 use serde_json::{Map, Value};
 use std::collections::HashMap;
+
+/// The old name of `bf16`.
+const OLD_BF16: &str = "bfloat16";
 
 /// The result of a walk.
 #[derive(Default)]
@@ -37,8 +41,13 @@ impl<'a> Walk<'a> {
         let problems_before = self.problems.len();
         let mut first_name: HashMap<&str, &str> = HashMap::new();
         let mut moved = Vec::new();
+        let has_bf16 = section.path.is_empty() && entries.iter().any(|entry| entry.key == "bf16");
         for entry in entries {
-            let path = section.join(&entry.key);
+            if has_bf16 && entry.key == OLD_BF16 {
+                self.note(OLD_BF16, "an old name: not looked at, because `bf16` is given too, as in DeepSpeed");
+                continue;
+            }
+            let path = section.join(&shown(&entry.key));
             let Some(key) = section.key(&entry.key) else {
                 self.unknown(section, entry, path);
                 continue;
@@ -70,8 +79,8 @@ impl<'a> Walk<'a> {
 
     fn key(&mut self, section: &'static Section, key: &'static Key, entry: &'a Entry) {
         let path = section.join(key.name);
-        if entry.key == "bfloat16" {
-            self.note("bfloat16", "an old name: taken as `bf16`");
+        if entry.key == OLD_BF16 {
+            self.note(OLD_BF16, "an old name: taken as `bf16`");
         }
         if key.kind == Kind::Section {
             return self.object(key, entry, path);

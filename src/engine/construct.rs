@@ -14,7 +14,7 @@ use crate::error::{EngineError, KernelError, OptimError, Result};
 use crate::kernels::checked_level;
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
-use crate::notice::say;
+use crate::notice::{say, say_from};
 use crate::offload::{DiskAccess, Offload};
 use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, Trainer};
 use crate::param::Source;
@@ -47,6 +47,9 @@ impl<M> Engine<M> {
         options: EngineBuilder,
     ) -> Result<Self> {
         let EngineBuilder { disk_access, schedule, optimizer, parameter_groups, monitors, .. } = options;
+        if let Some(level) = config.monitoring.log_level {
+            say_from(level);
+        }
         let own = Own { optimizer: optimizer.is_some(), schedule: schedule.is_some() };
         if comm.rank() == 0 {
             tell_notes(&config, own);

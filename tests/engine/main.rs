@@ -5,6 +5,7 @@
 mod support;
 
 mod api;
+mod config_keys;
 mod data_loader;
 mod errors;
 mod monitors;
