@@ -97,7 +97,7 @@ fn loaded(stage: u8, world: usize, from_f32: bool) -> Vec<(String, Vec<f32>)> {
             engine.backward(&loss)?;
             engine.step()?;
         }
-        engine.save_checkpoint(folder.path().join("saved"), Some("t"), &json!({}), &Default::default())?;
+        engine.save_checkpoint(folder.path().join("saved"), Some("t"), json!({}))?;
         drop(engine);
         let mut engine = start(comm)?;
         engine.load_checkpoint(folder.path().join("saved"), None, &Default::default())?;
