@@ -3,7 +3,7 @@
 //! Hjson is JSON with `#`, `//` and `/* */` comments, without the outer braces, the quotes of keys and the commas at
 //! ends of lines where these say nothing, with strings in single quotes or `'''`, and with strings without quotes,
 //! which go to the end of their line. Where such a string took in what was not meant for it (a bracket that it does
-//! not open, a comma at its end, the next key), it is refused: DeepSpeed reads it, or fails far from its place.
+//! not open, the next key), it is refused: DeepSpeed reads it, or fails far from its place.
 
 use super::Place;
 use super::node::{Entry, Json, Node};
@@ -300,12 +300,11 @@ impl<'a> Reader<'a> {
                 None => "the end of the text after the outermost value".to_string(),
             }));
         }
-        if unopened || text.ends_with(',') {
+        if unopened {
             if !is_value && let Err((expected, found)) = broken_number(first) {
                 return Err(ReadError::Syntax { place: self.place, expected: expected.into(), found });
             }
-            let what = if unopened { "a bracket in it" } else { "a comma at its end" };
-            return Err(self.no_value(&format!("; without them it is its whole line, here with {what}")));
+            return Err(self.no_value("; without them it is its whole line, here with a bracket in it"));
         }
         Ok(())
     }

@@ -116,7 +116,6 @@ fn status(status: Status) -> (&'static str, Option<String>) {
         Status::OfRefused => ("refused", Some("with its section".into())),
         Status::AsEveryUnit(why) => ("noted", Some(format!("taken as every_unit; {why}"))),
         Status::NoEffect(why) => ("noted", Some(why.into())),
-        Status::NotYet(why) => ("noted", Some(format!("not supported yet: {why}"))),
         Status::Refused(why) => ("refused", Some(why.into())),
         Status::RefusedAbove1(why) => ("refused", Some(format!("above 1: {why}"))),
         Status::Removed(why) => ("removed", Some(why.into())),

@@ -177,7 +177,6 @@ fn description(key: &Key) -> String {
         Status::Honoured | Status::OfSection | Status::OfRefused => meaning.to_string(),
         Status::AsEveryUnit(why) => format!("{meaning} Only asks for every_unit here: {why}."),
         Status::NoEffect(why) => format!("{meaning} Has no effect here: {why}."),
-        Status::NotYet(why) => format!("{meaning} Not supported yet: {why}."),
         Status::Refused(why) => format!("{meaning} Only the default is accepted: {why}."),
         Status::RefusedAbove1(why) => format!("{meaning} More than 1 is refused: {why}."),
         Status::Removed(why) | Status::RemovedUnlessOff(why) => format!("{meaning} Refused: {why}."),

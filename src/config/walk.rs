@@ -88,6 +88,12 @@ impl<'a> Walk<'a> {
         if entry.node.value == Json::String("auto".into()) && !matches!(key.kind, Kind::AutoOr(_) | Kind::Any) {
             return self.auto(section, key, entry, path);
         }
+        if let (Kind::Str, Json::String(text)) = (key.kind, &entry.node.value)
+            && text.ends_with(',')
+        {
+            let text = shown(text);
+            self.note(&path, format!("\"{text}\" ends with a comma: a string without quotes is its whole line"));
+        }
         match value::convert(&entry.node, key, section.strict) {
             Ok(value) => {
                 if section.checked {
@@ -109,7 +115,6 @@ impl<'a> Walk<'a> {
         let place = entry.node.place;
         match key.status {
             Status::NoEffect(why) => self.note(path, format!("accepted and has no effect here: {why}")),
-            Status::NotYet(why) => self.note(path, format!("not supported yet: {why}")),
             Status::Refused(why) => self.problem(Rule::Unsupported, path, place, unsupported(value, why)),
             Status::RefusedAbove1(why) if value.as_i64().is_some_and(|n| n > 1) => {
                 self.problem(Rule::Unsupported, path, place, unsupported(value, why));
@@ -241,7 +246,6 @@ impl<'a> Walk<'a> {
         };
         match section.status {
             Status::NoEffect(why) if on => self.note(section.path, format!("accepted and has no effect here: {why}")),
-            Status::NotYet(why) if on => self.note(section.path, format!("not supported yet: {why}")),
             Status::Refused(why) if on => {
                 let path = join(section.path, section.switch.unwrap_or_default());
                 let place = self.place(&path);

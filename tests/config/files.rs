@@ -364,7 +364,7 @@ fn every_key_of_offload_reaches_the_resolved_configuration_without_a_note() {
     zero["stage"] = json!(3);
     let config = load(with(json!({
         "zero_optimization": zero, "aio": {"block_size": 4096, "queue_depth": 2, "intra_op_parallelism": 3},
-        "activation_checkpointing": {"cpu_checkpointing": true},
+        "activation_checkpointing": {"cpu_checkpointing": true, "every_unit": true},
     })));
     assert_eq!(notes(&config), "");
     assert_eq!((config.zero.offload_optimizer, config.zero.offload_param), (Some(optimizer), Some(param)));
@@ -446,6 +446,13 @@ fn a_file_is_read_as_hjson() {
         let config = Config::load(&path, 1).unwrap();
         assert_eq!((config.batch.train_batch_size, config.zero.stage), (8, ZeroStage::Two), "{text}");
     }
+    // A comma belongs to a string without quotes: this is not the folder that was meant.
+    std::fs::write(&path, "{train_batch_size: 8\ncsv_monitor: {\n  output_path: out,\n}}").unwrap();
+    let config = Config::load(&path, 1).unwrap();
+    assert_eq!(
+        notes(&config),
+        "csv_monitor.output_path: \"out,\" ends with a comma: a string without quotes is its whole line"
+    );
     std::fs::write(&path, "train_batch_size: 8\noptimizer: {\n  type: AdamW\n  params: {\n    lr: 1e-3\n  }\n}\n")
         .unwrap();
     assert!(matches!(Config::load(&path, 1).unwrap().optimizer, Some(OptimizerConfig::Adam(_))));
@@ -471,8 +478,8 @@ fn a_warm_up_to_a_lower_rate_is_noted() {
             "scheduler": {"type": "WarmupLR", "params": params}})));
         notes(&config)
     };
-    insta::assert_snapshot!(said(json!({"warmup_min_lr": 1, "warmup_max_lr": 0.1})), @"");
-    insta::assert_snapshot!(said(json!({"warmup_min_lr": 1})), @"");
+    insta::assert_snapshot!(said(json!({"warmup_min_lr": 1, "warmup_max_lr": 0.1})), @"scheduler.params.warmup_min_lr: 1 is above warmup_max_lr 0.1: the rate falls during the warm-up, as in DeepSpeed");
+    insta::assert_snapshot!(said(json!({"warmup_min_lr": 1})), @"scheduler.params.warmup_min_lr: 1 is above the optimizer's lr 0.5: the rate falls during the warm-up, as in DeepSpeed");
     assert_eq!(said(json!({"warmup_min_lr": 0.1})), "");
 }
 

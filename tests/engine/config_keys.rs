@@ -85,7 +85,7 @@ fn a_changed_order_of_units_is_said_where_the_file_asks() {
 fn loaded(stage: u8, world: usize, from_f32: bool) -> Vec<(String, Vec<f32>)> {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let file = folder.path().join("model.safetensors");
-    threads::run(world, |comm| {
+    let ranks = threads::run(world, |comm| {
         let zero = json!({"load_from_fp32_weights": from_f32});
         let config = config(stage, 1, zero, json!({"bf16": {"enabled": true}}));
         let build = |vb: VarBuilder<'_>| Tiny::new(Shape { units: true, layers: 1, ..Shape::default() }, vb);
@@ -104,6 +104,7 @@ fn loaded(stage: u8, world: usize, from_f32: bool) -> Vec<(String, Vec<f32>)> {
         engine.export_safetensors(&file)?;
         Result::Ok(())
     });
+    ranks.unwrap().into_iter().for_each(|rank| rank.unwrap());
     let tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
     let mut all: Vec<(String, Vec<f32>)> = tensors
         .into_iter()

@@ -40,8 +40,6 @@ pub(crate) enum Status {
     OfSection,
     /// Another value than the default is noted.
     NoEffect(&'static str),
-    /// Another value than the default is noted.
-    NotYet(&'static str),
     /// Another value than the default is an error, because its silent loss would change training.
     Refused(&'static str),
     /// A number above 1 is an error.

@@ -20,9 +20,6 @@ pub(super) const fn none(why: &'static str) -> Status {
 pub(super) const fn as_every_unit(why: &'static str) -> Status {
     Status::AsEveryUnit(why)
 }
-pub(super) const fn yet(why: &'static str) -> Status {
-    Status::NotYet(why)
-}
 pub(super) const fn refuse(why: &'static str) -> Status {
     Status::Refused(why)
 }
