@@ -23,6 +23,9 @@ const RED_ZONE: usize = 16 << 20;
 impl Core {
     /// Runs a model; parameters outside of units are in memory meanwhile.
     pub fn forward(&self, run: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
+        if !self.is_evaluating() {
+            self.buffers.before_forward(self.comm())?;
+        }
         let run = || {
             self.enter(Event::Forward(ROOT))?;
             let output = run()?;
@@ -58,6 +61,7 @@ impl Core {
     /// An optimizer step is over: gradients are gone, and persistent parameters are gathered anew if weights changed.
     pub fn end_step(&self, weights_changed: bool) -> Result<()> {
         lock(&self.gradients).clear(self);
+        self.buffers.after_step(self.comm())?;
         if weights_changed { self.refresh() } else { Ok(()) }
     }
 
