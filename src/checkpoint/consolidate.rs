@@ -9,6 +9,7 @@
 //!
 //! Everything is written into a folder beside OUT, synced and renamed, so OUT is never half there.
 
+use super::buffers::SavedBuffer;
 use super::hugging_face::{Description, describe};
 use super::load::Checkpoint;
 use super::manifest::Parameter;
@@ -54,9 +55,11 @@ impl Default for ConsolidateSettings {
 }
 
 impl ConsolidateSettings {
-    /// Bytes of all parameters of `checkpoint`, as they are written.
+    /// Bytes of all parameters and buffers of `checkpoint`, as they are written.
     pub fn bytes(&self, checkpoint: &Checkpoint) -> u64 {
-        checkpoint.manifest().parameters.iter().map(|p| self.dtype.bytes() * p.numel() as u64).sum()
+        let buffers: u64 = checkpoint.buffers().iter().map(|buffer| buffer.bytes.len() as u64).sum();
+        let parameters = checkpoint.manifest().parameters.iter().map(|p| self.dtype.bytes() * p.numel() as u64);
+        buffers + parameters.sum::<u64>()
     }
 
     /// Whether they suit `checkpoint`.
@@ -122,7 +125,7 @@ impl ConsolidatedDtype {
     }
 }
 
-/// Writes the parameters of `checkpoint` into the folder `out`, which must be absent or empty. `tell` learns the bytes
+/// Writes the parameters of `checkpoint`, and its buffers in their own types, into the folder `out`, which must be absent or empty. `tell` learns the bytes
 /// that have been written.
 ///
 /// # Errors
@@ -204,6 +207,12 @@ fn split(bytes: &[u64], limit: u64) -> Vec<Range<usize>> {
     files
 }
 
+/// A tensor of the files.
+enum Tensor<'a> {
+    Parameter(&'a Parameter),
+    Buffer(&'a SavedBuffer),
+}
+
 /// How far it is.
 struct Count<'a> {
     written: u64,
@@ -222,7 +231,8 @@ impl Writer<'_> {
     /// Names of the files with parameters.
     fn all(&self, count: &mut Count) -> Result<Vec<String>> {
         let parameters = &self.checkpoint.manifest().parameters;
-        let bytes: Vec<u64> = parameters.iter().map(|p| self.bytes(p)).collect();
+        let buffers = self.checkpoint.buffers().iter().map(|buffer| buffer.bytes.len() as u64);
+        let bytes: Vec<u64> = parameters.iter().map(|p| self.bytes(p)).chain(buffers).collect();
         let parts = split(&bytes, self.settings.max_shard_size);
         let name = |at: usize| match parts.len() {
             1 => "model.safetensors".to_string(),
@@ -250,8 +260,21 @@ impl Writer<'_> {
         parameter.numel() as u64 * self.settings.dtype.bytes()
     }
 
-    fn name(&self, param: usize) -> String {
-        format!("{}{}", self.described.prefix, self.checkpoint.manifest().parameters[param].name)
+    /// The name of a parameter, or, with a number behind those of the parameters, of a buffer.
+    fn name(&self, number: usize) -> String {
+        let name = match self.tensor(number) {
+            Tensor::Parameter(parameter) => &parameter.name,
+            Tensor::Buffer(buffer) => &buffer.name,
+        };
+        format!("{}{name}", self.described.prefix)
+    }
+
+    fn tensor(&self, number: usize) -> Tensor<'_> {
+        let parameters = &self.checkpoint.manifest().parameters;
+        match parameters.get(number) {
+            Some(parameter) => Tensor::Parameter(parameter),
+            None => Tensor::Buffer(&self.checkpoint.buffers()[number - parameters.len()]),
+        }
     }
 
     fn json(&self, name: &str, value: &Value) -> Result<()> {
@@ -294,11 +317,13 @@ impl Writer<'_> {
         header.insert("__metadata__".into(), json!({"format": "pt"}));
         let mut end = 0;
         for param in params {
-            let parameter = &self.checkpoint.manifest().parameters[param];
+            let (bytes, dtype, shape) = match self.tensor(param) {
+                Tensor::Parameter(p) => (self.bytes(p), self.settings.dtype.names().0.to_string(), &p.shape),
+                Tensor::Buffer(b) => (b.bytes.len() as u64, format!("{:?}", b.dtype), &b.shape),
+            };
             let start = end;
-            end += self.bytes(parameter);
-            let dtype = self.settings.dtype.names().0;
-            let info = json!({"dtype": dtype, "shape": parameter.shape, "data_offsets": [start, end]});
+            end += bytes;
+            let info = json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]});
             header.insert(self.name(param), info);
         }
         let mut header = Value::Object(header).to_string().into_bytes();
@@ -307,9 +332,12 @@ impl Writer<'_> {
         header
     }
 
-    /// Gives the bytes of a parameter to `take`, piece by piece.
+    /// Gives the bytes of a parameter to `take`, piece by piece; those of a buffer at once, in its own type.
     fn parameter(&self, param: usize, mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-        let parameter = &self.checkpoint.manifest().parameters[param];
+        let parameter = match self.tensor(param) {
+            Tensor::Parameter(parameter) => parameter,
+            Tensor::Buffer(buffer) => return take(&buffer.bytes),
+        };
         let numel = parameter.numel();
         for start in (0..numel).step_by(PIECE) {
             let values = self.checkpoint.read(0, param, start..numel.min(start + PIECE))?;

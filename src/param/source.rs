@@ -139,7 +139,7 @@ impl WeightFile {
             let (found, expected) = (info.shape.clone(), expected.to_vec());
             return Err(ParamError::MisshapenTensor { path: path(), name: name.into(), found, expected }.into());
         }
-        let found = dtype_in_file(info.dtype);
+        let found = bytes::dtype_in_file(info.dtype);
         let (start, end) = info.data_offsets;
         let bytes = &self.map[self.data_start + start..self.data_start + end];
         found.and_then(|found| bytes::converted(bytes, found, dtype)).ok_or_else(|| {
@@ -178,21 +178,4 @@ impl WeightFile {
             }
         }
     }
-}
-
-/// The type of a tensor in a file as one of Candle's, where buffers can have it.
-fn dtype_in_file(dtype: safetensors::Dtype) -> Option<DType> {
-    use safetensors::Dtype as In;
-    Some(match dtype {
-        In::BOOL | In::U8 => DType::U8,
-        In::U32 => DType::U32,
-        In::I16 => DType::I16,
-        In::I32 => DType::I32,
-        In::I64 => DType::I64,
-        In::BF16 => DType::BF16,
-        In::F16 => DType::F16,
-        In::F32 => DType::F32,
-        In::F64 => DType::F64,
-        _ => return None,
-    })
 }

@@ -4,6 +4,7 @@ use super::residency::{storage_on, swap};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, Tensor, bail};
 use half::{bf16, f16};
+use safetensors::Dtype as InFile;
 
 /// Runs `$body` with `$T` standing for the Rust type and `$variant` for the storage's variant of `$dtype`; `$other` for
 /// types that are no numbers of whole bytes.
@@ -91,6 +92,32 @@ float! {
 pub(crate) fn has_bytes(dtype: DType) -> bool {
     with_number!(dtype, T, V => size_of::<T>() > 0, _ => false)
 }
+
+/// The type of a tensor in a safetensors file as one of Candle's that has bytes here.
+pub(crate) fn dtype_in_file(dtype: InFile) -> Option<DType> {
+    match dtype {
+        // A byte that is 0 or 1.
+        InFile::BOOL => Some(DType::U8),
+        dtype => IN_FILE.iter().find(|(_, in_file)| *in_file == dtype).map(|(dtype, _)| *dtype),
+    }
+}
+
+/// The type in a safetensors file, of one that has bytes here.
+pub(crate) fn dtype_for_file(dtype: DType) -> Option<InFile> {
+    IN_FILE.iter().find(|(own, _)| *own == dtype).map(|(_, in_file)| *in_file)
+}
+
+const IN_FILE: [(DType, InFile); 9] = [
+    (DType::U8, InFile::U8),
+    (DType::U32, InFile::U32),
+    (DType::I16, InFile::I16),
+    (DType::I32, InFile::I32),
+    (DType::I64, InFile::I64),
+    (DType::BF16, InFile::BF16),
+    (DType::F16, InFile::F16),
+    (DType::F32, InFile::F32),
+    (DType::F64, InFile::F64),
+];
 
 /// A tensor's elements, in row-major order.
 pub(crate) fn to_bytes(tensor: &Tensor) -> Result<Vec<u8>> {

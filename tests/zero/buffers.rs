@@ -1,6 +1,6 @@
 //! Buffers: what they are, that they agree between ranks, and that Candle's batch norm trains with them.
 
-use crate::support::convnet::{Outcome, Shape, batch, engine, steps, train};
+use crate::support::convnet::{Shape, batch, engine, steps, train};
 use crate::support::tiny::config;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Init, Module, VarBuilder, VarMap};
