@@ -15,6 +15,7 @@ use super::load::Checkpoint;
 use super::manifest::Parameter;
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::{folder_of, sync_folder};
+use crate::zero::share::WEIGHTS;
 use serde_json::{Map, Value, json};
 use std::fs::{File, Permissions};
 use std::io::{BufWriter, Result as IoResult, Write};
@@ -57,9 +58,7 @@ impl Default for ConsolidateSettings {
 impl ConsolidateSettings {
     /// Bytes of all parameters and buffers of `checkpoint`, as they are written.
     pub fn bytes(&self, checkpoint: &Checkpoint) -> u64 {
-        let buffers: u64 = checkpoint.buffers().iter().map(|buffer| buffer.bytes.len() as u64).sum();
-        let parameters = checkpoint.manifest().parameters.iter().map(|p| self.dtype.bytes() * p.numel() as u64);
-        buffers + parameters.sum::<u64>()
+        saved(checkpoint).into_iter().map(|number| tensor(checkpoint, number).bytes(self.dtype)).sum()
     }
 
     /// Whether they suit `checkpoint`.
@@ -144,7 +143,8 @@ pub fn consolidate(
     let described = settings.describe(checkpoint);
     let beside = begin(out).map_err(wrong("create"))?;
     let mut count = Count { written: 0, tell };
-    let writing = Writer { checkpoint, folder: beside.path(), settings, described: &described };
+    let params = saved(checkpoint);
+    let writing = Writer { checkpoint, params, folder: beside.path(), settings, described: &described };
     let files = writing.all(&mut count)?;
     let bytes = count.written;
     finish(beside, out).map_err(wrong("write"))?;
@@ -207,10 +207,42 @@ fn split(bytes: &[u64], limit: u64) -> Vec<Range<usize>> {
     files
 }
 
+/// Numbers of the tensors that the checkpoint has: places of parameters in the manifest, of which frozen ones may have
+/// been left out, and behind all of these those of buffers.
+fn saved(checkpoint: &Checkpoint) -> Vec<usize> {
+    let parameters = &checkpoint.manifest().parameters;
+    let saved = (0..parameters.len()).filter(|place| parameters[*place].has(WEIGHTS));
+    saved.chain(parameters.len()..parameters.len() + checkpoint.buffers().len()).collect()
+}
+
 /// A tensor of the files.
 enum Tensor<'a> {
     Parameter(&'a Parameter),
     Buffer(&'a SavedBuffer),
+}
+
+fn tensor(checkpoint: &Checkpoint, number: usize) -> Tensor<'_> {
+    let parameters = &checkpoint.manifest().parameters;
+    match parameters.get(number) {
+        Some(parameter) => Tensor::Parameter(parameter),
+        None => Tensor::Buffer(&checkpoint.buffers()[number - parameters.len()]),
+    }
+}
+
+impl Tensor<'_> {
+    fn name(&self) -> &str {
+        match self {
+            Self::Parameter(parameter) => &parameter.name,
+            Self::Buffer(buffer) => &buffer.name,
+        }
+    }
+
+    fn bytes(&self, dtype: ConsolidatedDtype) -> u64 {
+        match self {
+            Self::Parameter(parameter) => parameter.numel() as u64 * dtype.bytes(),
+            Self::Buffer(buffer) => buffer.bytes.len() as u64,
+        }
+    }
 }
 
 /// How far it is.
@@ -222,6 +254,8 @@ struct Count<'a> {
 /// Files under construction.
 struct Writer<'a> {
     checkpoint: &'a Checkpoint,
+    /// Numbers of the tensors that are written.
+    params: Vec<usize>,
     folder: &'a Path,
     settings: &'a ConsolidateSettings,
     described: &'a Description,
@@ -230,9 +264,7 @@ struct Writer<'a> {
 impl Writer<'_> {
     /// Names of the files with parameters.
     fn all(&self, count: &mut Count) -> Result<Vec<String>> {
-        let parameters = &self.checkpoint.manifest().parameters;
-        let buffers = self.checkpoint.buffers().iter().map(|buffer| buffer.bytes.len() as u64);
-        let bytes: Vec<u64> = parameters.iter().map(|p| self.bytes(p)).chain(buffers).collect();
+        let bytes: Vec<u64> = self.params.iter().map(|p| self.bytes(*p)).collect();
         let parts = split(&bytes, self.settings.max_shard_size);
         let name = |at: usize| match parts.len() {
             1 => "model.safetensors".to_string(),
@@ -240,11 +272,12 @@ impl Writer<'_> {
         };
         let files: Vec<String> = (0..parts.len()).map(name).collect();
         for (file, params) in files.iter().zip(&parts) {
-            self.file(file, params.clone(), count)?;
+            self.file(file, &self.params[params.clone()], count)?;
         }
         if files.len() > 1 {
             let in_file = |(file, params): (&String, &Range<usize>)| {
-                params.clone().map(|p| (self.name(p), Value::from(file.as_str()))).collect::<Vec<_>>()
+                let params = self.params[params.clone()].iter();
+                params.map(|p| (self.name(*p), Value::from(file.as_str()))).collect::<Vec<_>>()
             };
             let map: Map<String, Value> = files.iter().zip(&parts).flat_map(in_file).collect();
             let index = json!({"metadata": {"total_size": bytes.iter().sum::<u64>()}, "weight_map": map});
@@ -256,25 +289,12 @@ impl Writer<'_> {
         Ok(files)
     }
 
-    fn bytes(&self, parameter: &Parameter) -> u64 {
-        parameter.numel() as u64 * self.settings.dtype.bytes()
+    fn bytes(&self, param: usize) -> u64 {
+        tensor(self.checkpoint, param).bytes(self.settings.dtype)
     }
 
-    /// The name of a parameter, or, with a number behind those of the parameters, of a buffer.
-    fn name(&self, number: usize) -> String {
-        let name = match self.tensor(number) {
-            Tensor::Parameter(parameter) => &parameter.name,
-            Tensor::Buffer(buffer) => &buffer.name,
-        };
-        format!("{}{name}", self.described.prefix)
-    }
-
-    fn tensor(&self, number: usize) -> Tensor<'_> {
-        let parameters = &self.checkpoint.manifest().parameters;
-        match parameters.get(number) {
-            Some(parameter) => Tensor::Parameter(parameter),
-            None => Tensor::Buffer(&self.checkpoint.buffers()[number - parameters.len()]),
-        }
+    fn name(&self, param: usize) -> String {
+        format!("{}{}", self.described.prefix, tensor(self.checkpoint, param).name())
     }
 
     fn json(&self, name: &str, value: &Value) -> Result<()> {
@@ -294,14 +314,14 @@ impl Writer<'_> {
     }
 
     /// A safetensors file with `params`.
-    fn file(&self, name: &str, params: Range<usize>, count: &mut Count) -> Result<()> {
+    fn file(&self, name: &str, params: &[usize], count: &mut Count) -> Result<()> {
         self.create(name, |file| {
-            let header = self.header(params.clone());
+            let header = self.header(params);
             let mut put = |bytes: &[u8]| file.write_all(bytes).map_err(|source| self.wrong(name, source));
             put(&(header.len() as u64).to_le_bytes())?;
             put(&header)?;
             for param in params {
-                self.parameter(param, |bytes| {
+                self.parameter(*param, |bytes| {
                     count.written += bytes.len() as u64;
                     (count.tell)(count.written);
                     put(bytes)
@@ -311,20 +331,20 @@ impl Writer<'_> {
         })
     }
 
-    fn header(&self, params: Range<usize>) -> Vec<u8> {
+    fn header(&self, params: &[usize]) -> Vec<u8> {
         let mut header = Map::new();
         // transformers refuses files that do not say so.
         header.insert("__metadata__".into(), json!({"format": "pt"}));
         let mut end = 0;
         for param in params {
-            let (bytes, dtype, shape) = match self.tensor(param) {
-                Tensor::Parameter(p) => (self.bytes(p), self.settings.dtype.names().0.to_string(), &p.shape),
-                Tensor::Buffer(b) => (b.bytes.len() as u64, format!("{:?}", b.dtype), &b.shape),
+            let (dtype, shape) = match tensor(self.checkpoint, *param) {
+                Tensor::Parameter(p) => (self.settings.dtype.names().0.to_string(), &p.shape),
+                Tensor::Buffer(b) => (format!("{:?}", b.dtype), &b.shape),
             };
             let start = end;
-            end += bytes;
+            end += self.bytes(*param);
             let info = json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]});
-            header.insert(self.name(param), info);
+            header.insert(self.name(*param), info);
         }
         let mut header = Value::Object(header).to_string().into_bytes();
         // The format wants the data aligned to 8 bytes; spaces are allowed there.
@@ -334,7 +354,7 @@ impl Writer<'_> {
 
     /// Gives the bytes of a parameter to `take`, piece by piece; those of a buffer at once, in its own type.
     fn parameter(&self, param: usize, mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-        let parameter = match self.tensor(param) {
+        let parameter = match tensor(self.checkpoint, param) {
             Tensor::Parameter(parameter) => parameter,
             Tensor::Buffer(buffer) => return take(&buffer.bytes),
         };

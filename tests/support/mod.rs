@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
 pub mod convnet;
+pub mod gan;
 pub mod processes;
 pub mod recorded;
 pub mod skips;
