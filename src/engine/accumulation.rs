@@ -4,15 +4,6 @@ use super::{Engine, Losses, Phase};
 use crate::error::{EngineError, Result};
 use crate::layout::ZeroStage;
 
-/// The accumulation under way.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Accumulation {
-    /// Micro steps that it has behind it.
-    pub micro_steps: u64,
-    /// A [`no_sync`](Engine::no_sync) is running.
-    pub in_no_sync: bool,
-}
-
 impl<M> Engine<M> {
     /// Runs micro steps whose gradients are not reduced (DeepSpeed's `no_sync`): inside of `run` each rank adds its own
     /// up, whole, in the dtype of `data_types.grad_accum_dtype`. The first backward outside reduces their sum together
@@ -168,7 +159,6 @@ impl<M> Engine<M> {
         let all = self.attempt(|engine| engine.gather_f64(&own))?;
         match all.iter().position(|theirs| theirs[..] != own) {
             Some(other) => Err(EngineError::ArgumentsDiffer { call, rank: self.rank(), other }.into()),
-            // Another rank may differ from this one's equal.
             None => Ok(()),
         }
     }

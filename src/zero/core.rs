@@ -8,6 +8,7 @@ use super::gather::Gatherer;
 use super::gradients::{Gradients, ReducePlan};
 use super::rank::Rank;
 use super::sub_group::{SubGroup, places};
+use super::unreduced::Unreduced;
 use crate::comm::Communicator;
 use crate::config::ZeroConfig;
 use crate::error::{Error, ParamError};
@@ -42,6 +43,8 @@ pub(crate) struct Core {
     pub(super) groups: Mutex<Vec<SubGroup>>,
     pub(super) gather: Mutex<Gatherer>,
     pub(super) gradients: Mutex<Gradients>,
+    /// Gradients that are not reduced yet.
+    pub(super) unreduced: Mutex<Unreduced>,
     pub(super) recomputation: Recomputation,
     /// A model is only evaluated: nothing is recorded or kept.
     pub(super) evaluating: AtomicBool,
@@ -122,6 +125,7 @@ impl Core {
             groups: Mutex::new(groups),
             gather: Mutex::new(gather),
             gradients: Mutex::new(gradients),
+            unreduced: Mutex::default(),
             recomputation,
             evaluating: AtomicBool::new(false),
             failure: Mutex::new(None),
