@@ -15,7 +15,7 @@ pub enum EngineError {
     /// A checkpoint has no gradients, so none is made of an accumulation that has begun; batch sizes stay in it too.
     #[error(
         "{call} was called in the middle of an accumulation: after backward {backwards} of {of}, before the step that \
-         updates the weights; gradients are in no checkpoint; call it when \
+         updates the weights; these gradients would be lost; call it when \
          is_between_accumulations() is true"
     )]
     MidAccumulation {
@@ -133,6 +133,16 @@ pub enum EngineError {
         count: usize,
         /// The first few.
         names: String,
+    },
+    /// Ranks want to train different parameters.
+    #[error(
+        "rank {rank} trains other parameters than rank {other}; every rank must call set_trainable with the same rule"
+    )]
+    TrainableDiffers {
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
     },
     /// Ranks read different configurations, or have different schedules of their own.
     #[error(

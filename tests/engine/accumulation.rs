@@ -286,7 +286,7 @@ fn the_batch_size_of_a_running_engine_changes_the_accumulation_at_its_boundary()
         assert!(engine.set_train_batch_size(0).is_err() && engine.set_train_micro_batch_size(0).is_err());
         pass(&mut engine, 0)?;
         insta::allow_duplicates! {
-            insta::assert_snapshot!(engine.set_train_batch_size(8).unwrap_err(), @"set_train_batch_size was called in the middle of an accumulation: after backward 1 of 4, before the step that updates the weights; gradients are in no checkpoint; call it when is_between_accumulations() is true");
+            insta::assert_snapshot!(engine.set_train_batch_size(8).unwrap_err(), @"set_train_batch_size was called in the middle of an accumulation: after backward 1 of 4, before the step that updates the weights; these gradients would be lost; call it when is_between_accumulations() is true");
         }
         engine.step()?;
         (1..4).try_for_each(|micro| pass(&mut engine, micro).and_then(|()| engine.step()))?;
@@ -388,7 +388,7 @@ fn a_save_in_the_middle_of_an_accumulation_is_refused_before_anything_is_written
             for _ in 0..2 {
                 let error = engine.save_checkpoint(folder.path(), None, Value::Null).unwrap_err();
                 insta::allow_duplicates! {
-                    insta::assert_snapshot!(error, @"save_checkpoint was called in the middle of an accumulation: after backward 1 of 3, before the step that updates the weights; gradients are in no checkpoint; call it when is_between_accumulations() is true");
+                    insta::assert_snapshot!(error, @"save_checkpoint was called in the middle of an accumulation: after backward 1 of 3, before the step that updates the weights; these gradients would be lost; call it when is_between_accumulations() is true");
                 }
                 if !engine.is_between_accumulations() && engine.micro_steps() == 0 {
                     engine.step()?;

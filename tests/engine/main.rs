@@ -7,6 +7,7 @@ mod support;
 mod accumulation;
 mod api;
 mod data_loader;
+mod draws;
 mod errors;
 mod monitors;
 mod muon;
