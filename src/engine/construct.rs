@@ -7,7 +7,7 @@
 use super::clock::Clock;
 use super::common::{Own, check_same_on_all_ranks};
 use super::reporter::Reporter;
-use super::{Engine, EngineBuilder, Losses, Phase};
+use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
 use crate::comm::Communicator;
 use crate::config::Config;
 use crate::error::{OptimError, ParamError, Result};
@@ -89,6 +89,7 @@ impl<M> Engine<M> {
             losses: Losses::default(),
             global_steps: 0,
             micro_steps: 0,
+            accumulation: Accumulation::default(),
             forwards: 0,
             skipped_steps: 0,
             optimizer_steps: 0,
