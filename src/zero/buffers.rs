@@ -1,6 +1,5 @@
 //! The buffers of a model on this rank: what ranks have in common, and what a recomputing unit puts back.
 
-use super::core::Core;
 use crate::comm::Communicator;
 use crate::error::Result;
 use crate::param::{Buffer, BufferSync, UnitId};
@@ -50,7 +49,7 @@ impl Buffers {
     }
 
     /// Collective: all ranks get the same values, by the rule; without a rule, rank 0's.
-    fn agree(&self, comm: &dyn Communicator) -> Result<()> {
+    pub(super) fn agree(&self, comm: &dyn Communicator) -> Result<()> {
         if self.sync == BufferSync::Mean { self.take_mean(comm) } else { self.take_rank_zeros(comm) }
     }
 
@@ -105,13 +104,13 @@ impl Buffers {
     }
 
     /// The values of the buffers of a unit that is about to run.
-    fn of_unit(&self, unit: UnitId) -> Result<KeptBuffers> {
+    pub(super) fn of_unit(&self, unit: UnitId) -> Result<KeptBuffers> {
         let own = self.list.iter().enumerate().filter(|(_, buffer)| buffer.units.contains(&unit));
         own.map(|(number, buffer)| Ok((number, buffer.bytes()?))).collect::<Result<_>>().map(KeptBuffers)
     }
 
     /// Only those that have changed since.
-    fn that_changed(&self, KeptBuffers(mut kept): KeptBuffers) -> Result<KeptBuffers> {
+    pub(super) fn that_changed(&self, KeptBuffers(mut kept): KeptBuffers) -> Result<KeptBuffers> {
         let mut failure = Ok(());
         kept.retain(|(number, before)| match self.list[*number].bytes() {
             Ok(now) => now != *before,
@@ -123,48 +122,12 @@ impl Buffers {
         failure.map(|()| KeptBuffers(kept))
     }
 
-    fn exchange(&self, KeptBuffers(kept): &KeptBuffers) -> Result<KeptBuffers> {
+    pub(super) fn exchange(&self, KeptBuffers(kept): &KeptBuffers) -> Result<KeptBuffers> {
         let exchange = |(number, before): &(usize, Vec<u8>)| {
             let now = self.list[*number].bytes()?;
             self.list[*number].set(before)?;
             Ok((*number, now))
         };
         kept.iter().map(exchange).collect::<Result<_>>().map(KeptBuffers)
-    }
-}
-
-impl Core {
-    /// The model's buffers.
-    pub fn buffers(&self) -> &Buffers {
-        &self.buffers
-    }
-
-    /// Collective: all ranks have the same buffers afterwards.
-    pub fn agree_on_buffers(&self) -> Result<()> {
-        self.buffers.agree(self.comm())
-    }
-
-    /// Runs a unit's forward, and keeps the values of the buffers that it changes.
-    pub(super) fn keeping_buffers<T>(
-        &self,
-        unit: UnitId,
-        forward: impl FnOnce() -> candle_core::Result<T>,
-    ) -> candle_core::Result<(T, KeptBuffers)> {
-        let before = self.buffers.of_unit(unit).map_err(|e| self.stash(e))?;
-        let result = forward()?;
-        let kept = self.buffers.that_changed(before).map_err(|e| self.stash(e))?;
-        Ok((result, kept))
-    }
-
-    /// Runs a unit's forward again with the buffers that the first one found, and leaves them as they are now.
-    pub(super) fn with_buffers_of_then<T>(
-        &self,
-        kept: &KeptBuffers,
-        forward: impl FnOnce() -> candle_core::Result<T>,
-    ) -> candle_core::Result<T> {
-        let now = self.buffers.exchange(kept).map_err(|e| self.stash(e))?;
-        let result = forward();
-        self.buffers.exchange(&now).map_err(|e| self.stash(e))?;
-        result
     }
 }
