@@ -30,6 +30,7 @@ pub struct EngineBuilder {
     pub(super) optimizer: Option<Arc<dyn Optimizer>>,
     pub(super) parameter_groups: Vec<ParameterGroup>,
     timeline: Option<PathBuf>,
+    ignore_unused_parameters: bool,
 }
 
 impl Engine<()> {
@@ -117,6 +118,18 @@ impl EngineBuilder {
         self
     }
 
+    /// A parameter that no backward reaches has a gradient of zeros in place of an error; rank 0 names those of the
+    /// first step once. Ranks may miss different parameters in one step. The same as
+    /// `zero_optimization.ignore_unused_parameters: true`.
+    ///
+    /// What will not come is known only when backward is over. So gradients are held until then, at every stage, as
+    /// stage 1 always does: a rank's memory then has its whole gradient once per micro step.
+    #[must_use]
+    pub fn ignore_unused_parameters(mut self) -> Self {
+        self.ignore_unused_parameters = true;
+        self
+    }
+
     /// Records what this rank does when, as a trace for Perfetto (ui.perfetto.dev) in `file`, which appears when the
     /// last engine of the process that records into it is dropped. Ranks that are processes write a file each, `file`
     /// with the rank's number in its name; `zerorun --timeline` makes one of all, and takes precedence. Default: the
@@ -154,7 +167,8 @@ impl EngineBuilder {
         let recorder = recorder.inspect_err(|e| comm.abort(&e.to_string()))?;
         let _here = timeline::enter(recorder.as_ref());
         let _span = timeline::span(timeline::Kind::Engine, "initialize");
-        let engine = Config::load_for(config, comm.size(), &self.run_values).and_then(|config| {
+        let engine = Config::load_for(config, comm.size(), &self.run_values).and_then(|mut config| {
+            config.zero.ignore_unused_parameters |= self.ignore_unused_parameters;
             let source = match &self.init_from {
                 Some(path) => Source::file(path)?,
                 None => Source::Random { seed: self.seed.unwrap_or(config.seed) },

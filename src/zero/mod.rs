@@ -39,6 +39,7 @@ pub(crate) mod step;
 pub(crate) mod sub_group;
 pub(crate) mod trace;
 pub(crate) mod unit;
+mod unused;
 pub(crate) mod walk;
 mod whole;
 
