@@ -23,12 +23,12 @@ struct Branches {
 
 /// The parts of the model that one micro step uses.
 #[derive(Clone, Copy)]
-struct Path_ {
+struct Way {
     layers: [bool; 3],
     heads: [bool; 2],
 }
 
-const ALL: Path_ = Path_ { layers: [true; 3], heads: [true; 2] };
+const ALL: Way = Way { layers: [true; 3], heads: [true; 2] };
 
 impl Branches {
     fn new(vb: VarBuilder<'_>) -> Result<Self> {
@@ -37,7 +37,7 @@ impl Branches {
         Ok(Self { trunk: (0..3).map(layer).collect::<Result<_>>()?, heads: [head(0)?, head(1)?] })
     }
 
-    fn loss(&self, x: &Tensor, path: Path_) -> Result<Tensor> {
+    fn loss(&self, x: &Tensor, path: Way) -> Result<Tensor> {
         let mut x = x.clone();
         for (layer, _) in self.trunk.iter().zip(path.layers).filter(|(_, used)| *used) {
             x = layer.forward(&x)?.tanh()?;
@@ -48,7 +48,7 @@ impl Branches {
     }
 
     /// The same loss and gradients, zeros for what is not used: each unused parameter times zeros is added.
-    fn loss_with_zeros(&self, x: &Tensor, path: Path_) -> Result<Tensor> {
+    fn loss_with_zeros(&self, x: &Tensor, path: Way) -> Result<Tensor> {
         let mut zeros = vec![];
         let mut x = x.clone();
         for (layer, used) in self.trunk.iter().zip(path.layers) {
@@ -80,7 +80,7 @@ fn engine(comm: Arc<dyn Communicator>, config: &Value) -> candle_zero::Result<En
 }
 
 /// One micro step; the loss's bits.
-fn micro_step(engine: &mut Engine<Branches>, sample: usize, path: Path_) -> candle_zero::Result<u32> {
+fn micro_step(engine: &mut Engine<Branches>, sample: usize, path: Way) -> candle_zero::Result<u32> {
     let loss = engine.forward(|model| model.loss(&input(sample), path))?;
     engine.backward(&loss)?;
     engine.step()?;
@@ -92,7 +92,7 @@ fn run(
     world: usize,
     config: &Value,
     more: impl Fn(EngineBuilder) -> EngineBuilder + Sync,
-    path: impl Fn(usize, usize) -> Path_ + Sync,
+    path: impl Fn(usize, usize) -> Way + Sync,
     with_zeros: bool,
 ) -> (Vec<Vec<u32>>, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
@@ -128,7 +128,7 @@ fn ignoring() -> Value {
 
 #[test]
 fn heads_may_take_turns_within_an_accumulation() {
-    let path = |micro: usize, _| Path_ { heads: [micro % 2 == 0, micro % 2 == 1], ..ALL };
+    let path = |micro: usize, _| Way { heads: [micro % 2 == 0, micro % 2 == 1], ..ALL };
     let reference = run(2, &config(0, 2, json!({}), json!({})), |b| b, path, false);
     for stage in 1..4 {
         assert_eq!(run(2, &config(stage, 2, gathering(), json!({})), |b| b, path, false), reference, "stage {stage}");
@@ -137,7 +137,7 @@ fn heads_may_take_turns_within_an_accumulation() {
 
 #[test]
 fn a_run_that_skips_a_unit_goes_on_from_its_checkpoint() {
-    let skipping = Path_ { layers: [true, false, true], heads: [true, false] };
+    let skipping = Way { layers: [true, false, true], heads: [true, false] };
     for stage in 0..4 {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let config = config(stage, 1, gathering(), json!({}));
@@ -172,7 +172,7 @@ fn a_loaded_model_without_its_progress_is_judged_anew() {
     let mut engine = Engine::initialize(Branches::new, config.clone()).unwrap();
     let options = LoadOptions { load_module_only: true, ..LoadOptions::default() };
     engine.load_checkpoint(folder.path(), None, &options).unwrap().unwrap();
-    let error = micro_step(&mut engine, 1, Path_ { heads: [true, false], ..ALL }).unwrap_err();
+    let error = micro_step(&mut engine, 1, Way { heads: [true, false], ..ALL }).unwrap_err();
     assert!(matches!(error, Error::Engine(EngineError::NoGradient { count: 2, .. })), "{error}");
 }
 
@@ -182,7 +182,7 @@ fn what_no_micro_step_reaches_is_an_error_of_the_first_step_that_names_it_and_th
         let config = config(stage, 2, gathering(), json!({}));
         let ranks = threads::run(2, |comm| {
             let mut engine = engine(comm, &config)?;
-            let path = Path_ { heads: [true, false], ..ALL };
+            let path = Way { heads: [true, false], ..ALL };
             micro_step(&mut engine, 0, path)?;
             Ok(micro_step(&mut engine, 1, path).unwrap_err().to_string())
         });
@@ -198,9 +198,9 @@ fn what_no_micro_step_reaches_is_an_error_of_the_first_step_that_names_it_and_th
 }
 
 /// Layers are dropped and heads chosen by the step, the same on all ranks.
-fn dropped(micro: usize, _: usize) -> Path_ {
+fn dropped(micro: usize, _: usize) -> Way {
     let kept = |layer: usize| !(micro + layer).is_multiple_of(3);
-    Path_ { layers: [0, 1, 2].map(kept), heads: [true, micro >= 6] }
+    Way { layers: [0, 1, 2].map(kept), heads: [true, micro >= 6] }
 }
 
 #[test]
@@ -223,7 +223,7 @@ fn layers_may_be_dropped_from_the_first_step_on_where_unused_parameters_are_igno
 #[test]
 fn ranks_may_miss_different_parameters_where_unused_parameters_are_ignored() {
     // Rank 0 trains one head, rank 1 the other, in some steps both.
-    let path = |micro: usize, rank: usize| Path_ { heads: [micro == 3 || rank == 0, micro == 3 || rank > 0], ..ALL };
+    let path = |micro: usize, rank: usize| Way { heads: [micro == 3 || rank == 0, micro == 3 || rank > 0], ..ALL };
     for (world, accumulation) in [(2, 1), (3, 2)] {
         let reference = run(world, &config(0, accumulation, json!({}), json!({})), |b| b, path, true);
         for stage in 0..4 {
@@ -252,7 +252,7 @@ fn a_gradient_that_never_comes_is_zeros() {
     };
     for stage in 0..4 {
         let config = config(stage, 1, ignoring(), optimizer.clone());
-        let (_, exported) = run(2, &config, |b| b, |_, _| Path_ { heads: [true, false], ..ALL }, false);
+        let (_, exported) = run(2, &config, |b| b, |_, _| Way { heads: [true, false], ..ALL }, false);
         let exported = candle_core::safetensors::load_buffer(&exported, &Device::Cpu).unwrap();
         for (name, value) in &exported {
             let difference = value.sub(&initial[name]).unwrap().abs().unwrap().max_all().unwrap();
