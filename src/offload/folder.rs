@@ -2,12 +2,14 @@
 
 use crate::error::{Error, OffloadError, Result};
 use crate::notice::say;
+use crate::util::lock as unpoisoned_lock;
 use rustix::fs::{FlockOperation, Mode, OFlags};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
 
 /// Beginning of the names of files on file systems that know no files without a name. They have one for a moment.
 const PREFIX: &str = ".candle-zero-offload-";
@@ -16,8 +18,8 @@ const PREFIX: &str = ".candle-zero-offload-";
 #[derive(Debug)]
 pub(crate) struct Folder {
     path: PathBuf,
-    /// Locked by the first rank as long as this lives.
-    _lock: Option<Lock>,
+    /// Locked by the first rank as long as this lives; the engines of a process share the lock.
+    _lock: Option<Arc<Lock>>,
     /// Bytes that this rank's files have been given, and bytes that they have asked for.
     got: AtomicU64,
     asked: AtomicU64,
@@ -39,7 +41,8 @@ pub(super) struct Demand {
 }
 
 impl Folder {
-    /// Looks at `path`; the first rank of a job locks it for all of them.
+    /// Looks at `path`; the first rank of a job locks it for all of them. Files have no names, so several engines of a
+    /// process have no need of folders of their own.
     pub fn open(path: &Path, is_first: bool) -> Result<Arc<Self>> {
         let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
         let metadata = match std::fs::metadata(path) {
@@ -169,7 +172,22 @@ impl Drop for Lock {
     }
 }
 
-fn lock(path: &Path, metadata: &std::fs::Metadata) -> Result<Lock> {
+/// The lock of this process on a folder: a new one, or that of another engine.
+fn lock(path: &Path, metadata: &std::fs::Metadata) -> Result<Arc<Lock>> {
+    type Locks = BTreeMap<(u64, u64), Weak<Lock>>;
+    static LOCKS: Mutex<Locks> = Mutex::new(Locks::new());
+    let mut locks = unpoisoned_lock(&LOCKS);
+    locks.retain(|_, lock| lock.strong_count() > 0);
+    let key = (metadata.dev(), metadata.ino());
+    if let Some(known) = locks.get(&key).and_then(Weak::upgrade) {
+        return Ok(known);
+    }
+    let new = Arc::new(new_lock(path, metadata)?);
+    locks.insert(key, Arc::downgrade(&new));
+    Ok(new)
+}
+
+fn new_lock(path: &Path, metadata: &std::fs::Metadata) -> Result<Lock> {
     let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
     let folder = File::open(path).map_err(|e| wrong(format!("{e}; give a folder that this user may open")))?;
     match rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive) {

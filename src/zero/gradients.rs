@@ -29,7 +29,7 @@ use crate::comm::{Kind as Collective, Wire};
 use crate::config::{Config, GradientOp};
 use crate::error::Result;
 use crate::graph::{Grad, Slot as Sum};
-use crate::layout::{PACKED_BELOW, Placement, shard_range};
+use crate::layout::{PACKED_BELOW, Placement};
 use crate::memory::{Held, Kind, Tracked};
 use crate::param::{Param, ParamId};
 use crate::precision::{Elements, Flat, Ints};
@@ -111,7 +111,7 @@ pub(crate) struct Gradients<C: Carrier = Core> {
 
 /// Whether a backward has to give this parameter a gradient. Nothing can be learned where there are no elements.
 pub(super) fn is_expected(param: &Param) -> bool {
-    param.numel > 0
+    param.is_trained() && param.numel > 0
 }
 
 /// A gradient that has arrived, and its entry in the ledger.
@@ -260,7 +260,7 @@ impl<C: Carrier> Gradients<C> {
             let mut grads = known.unwrap_or_else(|| group.zeroed_grads(slot, core.ledger(), accumulate));
             if let (Some(mut grads), Some(sum)) = (grads.values_mut(), sum.values()) {
                 for (r, start) in &chunks {
-                    let shard = shard_range(core.params()[*param].numel, world, *r);
+                    let shard = core.params()[*param].shard(world, *r);
                     let from = start + offset;
                     // A tail shard may be empty and lie at the end of the parameter.
                     let to = shard.start - owned.start;
@@ -337,7 +337,7 @@ impl Core {
         for (Arrival { param, grad, held }, offset) in grads.into_iter().zip(&parcel.offsets) {
             grad.view(|values| {
                 for r in 0..world {
-                    let shard = shard_range(self.params[param].numel, world, r);
+                    let shard = self.params[param].shard(world, r);
                     let start = r * parcel.chunk + offset;
                     let part = flat.slice_mut(start..start + shard.len());
                     part.copy_scaled(values.slice(shard), plan.before);

@@ -73,35 +73,43 @@ fn what_is_no_folder_to_write_to_is_refused_before_anything_is_built() {
 }
 
 #[test]
-fn a_folder_belongs_to_one_job_at_a_time_and_to_all_of_its_ranks() {
+fn a_folder_belongs_to_one_job_at_a_time() {
+    let folder = folder();
+    // Another job: a lock that no engine of this process holds.
+    let other = std::fs::File::open(folder.path()).unwrap();
+    other.try_lock().unwrap();
+    let text = refusal(folder.path()).replace(folder.path().to_str().unwrap(), "FOLDER");
+    let text = text.replace(&format!("process {}", std::process::id()), "process PID");
+    insta::assert_snapshot!(text, @"cannot offload to FOLDER: a job that is running uses it already (process PID); give each job a folder of its own as nvme_path, or stop the other one");
+    // The same folder by another name.
+    let link = folder.path().with_extension("link");
+    std::os::unix::fs::symlink(folder.path(), &link).unwrap();
+    let text = refusal(&link);
+    std::fs::remove_file(&link).unwrap();
+    assert!(text.contains("a job that is running uses it already"), "{text}");
+    drop(other);
+    threads::run(1, |comm| start(comm, &all_in(folder.path())).map(drop)).unwrap().remove(0).unwrap();
+}
+
+#[test]
+fn all_ranks_and_engines_of_a_process_share_a_folder() {
     let folder = folder();
     let results = threads::run(2, |comm| {
-        let barrier = comm.clone();
-        let mut engine = start(comm, &all_in(folder.path()))?;
-        step(&mut engine)?;
-        if engine.rank() == 0 {
-            let busy =
-                threads::run(1, |comm| start(comm, &all_in(folder.path())).map(drop)).unwrap().remove(0).unwrap_err();
-            assert!(
-                matches!(busy, Error::Offload(OffloadError::Busy { owner: Some(pid), .. }) if pid == std::process::id())
-            );
-            let text = busy.to_string().replace(folder.path().to_str().unwrap(), "FOLDER");
-            let text = text.replace(&format!("process {}", std::process::id()), "process PID");
-            insta::assert_snapshot!(text, @"cannot offload to FOLDER: a job that is running uses it already (process PID); give each job a folder of its own as nvme_path, or stop the other one");
-            // The same folder by another name.
-            let link = folder.path().with_extension("link");
-            std::os::unix::fs::symlink(folder.path(), &link).unwrap();
-            let busy = threads::run(1, |comm| start(comm, &all_in(&link)).map(drop)).unwrap().remove(0);
-            std::fs::remove_file(&link).unwrap();
-            assert!(matches!(busy, Err(Error::Offload(OffloadError::Busy { .. }))));
+        let mut first = start(comm.clone(), &all_in(folder.path()))?;
+        step(&mut first)?;
+        let mut second = start(comm.clone(), &all_in(folder.path()))?;
+        step(&mut second)?;
+        step(&mut first)?;
+        drop(first);
+        step(&mut second)?;
+        if comm.rank() == 0 {
+            // The lock is still held.
+            assert!(std::fs::File::open(folder.path()).unwrap().try_lock().is_err());
         }
-        barrier.barrier().wait()?;
-        // What was refused has disturbed nobody.
-        step(&mut engine)
+        comm.barrier().wait()
     });
     assert!(results.unwrap().iter().all(Result::is_ok));
-    let again = threads::run(1, |comm| start(comm, &all_in(folder.path())).map(drop));
-    again.unwrap().remove(0).unwrap();
+    std::fs::File::open(folder.path()).unwrap().try_lock().unwrap();
 }
 
 #[test]

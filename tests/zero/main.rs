@@ -9,6 +9,8 @@ mod candle_facts;
 mod conditional;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod frozen;
 mod optimizer_stages;
+mod passing_backward;
 mod stage_equality;
 mod unusual_models;
