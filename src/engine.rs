@@ -161,8 +161,7 @@ impl<M> Engine<M> {
     /// gradients of inputs (`Var`s) as ever. At stage 3 they gather parameters: all ranks run them, in the same order.
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] without a forward before; [`EngineError::NonFiniteLoss`] in f32;
-    /// [`EngineError::NoGradient`] after the first backward; a failed collective.
+    /// [`EngineError::OutOfOrder`] without a forward before; [`EngineError::NonFiniteLoss`] in f32; a failed collective.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.check_order("backward", &[Phase::Forwarded])?;
         self.check_loss(loss)?;
@@ -183,7 +182,7 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] without a backward before; [`EngineError::NonFiniteGradient`] in f32;
-    /// [`EngineError::LossScaleAtMinimum`]; a failed collective. What a save in the background could not do: then the
+    /// [`EngineError::LossScaleAtMinimum`]; [`EngineError::NoGradient`] in the first step; a failed collective. What a save in the background could not do: then the
     /// step has been made, and the engine can go on.
     pub fn step(&mut self) -> Result<()> {
         self.check_order("step", &[Phase::Backwarded, Phase::Held])?;

@@ -102,6 +102,9 @@ impl<M> Engine<M> {
         if !options.load_module_only {
             self.set_progress(Progress::of(checkpoint.manifest(), self.progress(), options));
         }
+        if self.global_steps > 0 {
+            self.core.unused_was_judged();
+        }
         Ok(Some(checkpoint.into_loaded()))
     }
 

@@ -121,12 +121,13 @@ pub enum EngineError {
         /// Optimizer steps so far, skipped ones and this one included.
         step: u64,
     },
-    /// Parameters that the first backward did not reach.
+    /// Parameters that no backward of the first optimizer step has reached, on any rank.
     #[error(
-        "{count} trainable parameters received no gradient in the first backward: {names}; either the model does not \
-         use them, or an operation without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, \
-         softmax_last_dim, rope and sdpa do; use candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, \
-         softmax(D::Minus1), rope_slow"
+        "{count} trainable parameters received no gradient in the first optimizer step: {names}; either an operation \
+         without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa \
+         do; use candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow; or the \
+         model does not use them: where it need not, set zero_optimization.ignore_unused_parameters to true, or call \
+         EngineBuilder::ignore_unused_parameters"
     )]
     NoGradient {
         /// How many.

@@ -137,7 +137,8 @@ impl Core {
         let Registered { params, units, used_by, groups, buffers, .. } = registered;
         let places = places(&groups, params.len());
         let gather = Gatherer::new(&params, units.len(), &zero, comm.size());
-        let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, params.len());
+        let optional = vec![zero.ignore_unused_parameters; params.len()];
+        let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, optional);
         Self {
             comm,
             placement: zero.stage.placement(),

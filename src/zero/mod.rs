@@ -18,6 +18,7 @@
 //! | `walk.rs` | a pass through the share, in memory and in files |
 //! | `whole.rs` | norms of whole parameters, and directions made of whole ones |
 //! | `publish.rs` | updated shards, brought to all ranks |
+//! | `unused.rs` | parameters that no backward reaches |
 //! | `freeze.rs` | parameters frozen and thawed between steps |
 //! | `export.rs` | whole parameters in a file |
 //!
@@ -46,6 +47,7 @@ pub(crate) mod sub_group;
 pub(crate) mod trace;
 pub(crate) mod unit;
 mod unreduced;
+mod unused;
 pub(crate) mod walk;
 mod whole;
 

@@ -7,6 +7,7 @@ mod support;
 mod absent_parameter;
 mod buffers;
 mod candle_facts;
+mod conditional;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod frozen;
