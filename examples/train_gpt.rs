@@ -227,6 +227,10 @@ fn run<A: Architecture>(
     let shape = BatchShape::new(&engine.config().batch, engine.world_size(), engine.rank());
     let mut loader = Loader::new(data, order, shape, seq_len, vocab, engine.device())?;
 
+    if let Some(dir) = &args.save {
+        // Now rather than after hours of training.
+        engine.check_save_dir(dir)?;
+    }
     if let (true, Some(dir)) = (args.resume, &args.save)
         && let Some(loaded) = engine.load_checkpoint(dir, None, &LoadOptions::default())?
     {

@@ -262,7 +262,7 @@ fn weights_that_do_not_fit() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("."), @r#"
-    error: cannot read .: is a directory
+    error: cannot read .: Is a directory (os error 21)
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);

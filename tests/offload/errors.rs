@@ -357,3 +357,15 @@ fn a_disk_that_fills_up_during_training_does_not_matter() {
         }
     }
 }
+
+#[test]
+fn a_lock_on_the_folder_itself_is_nobodys_business() {
+    let folder = folder();
+    // As of `flock DIR sleep 60`.
+    let held = std::fs::File::open(folder.path()).unwrap();
+    rustix::fs::flock(&held, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
+    threads::run(2, |comm| start(comm, &all_in(folder.path())).and_then(|mut engine| step(&mut engine)))
+        .unwrap()
+        .into_iter()
+        .for_each(|rank| drop(rank.unwrap()));
+}
