@@ -3,7 +3,7 @@
 
 mod lock;
 
-pub(crate) use lock::{FolderLock, LOCK};
+pub(crate) use lock::{FolderLock, LOCK, owner as lock_owner};
 
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io::{Error, ErrorKind, Read as _, Result, Write as _};
