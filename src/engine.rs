@@ -17,6 +17,7 @@ pub(crate) mod error;
 mod output;
 mod reporter;
 mod reports;
+mod trainable;
 mod watch;
 
 pub use builder::EngineBuilder;
@@ -25,7 +26,7 @@ use crate::checkpoint::{HeldFolders, Place, SaveJob};
 use crate::comm::agree::Failure;
 use crate::config::{Config, Precision};
 use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
-use crate::graph::draw_from;
+use crate::graph::{draw_from, stream_of};
 use crate::notice::say;
 use crate::optim::Trainer;
 use crate::precision::{LossScaler, gradient_multiplier};
@@ -72,6 +73,8 @@ pub struct Engine<M> {
     losses: Losses,
     global_steps: u64,
     micro_steps: u64,
+    /// Forwards of this micro step.
+    forwards: u64,
     skipped_steps: u64,
     /// Updates that the optimizer's states have seen.
     optimizer_steps: u64,
@@ -123,8 +126,9 @@ impl<M> Engine<M> {
     pub fn forward(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.check_order("forward", &[Phase::Ready, Phase::Forwarded])?;
         let watch = self.watch(Call::Forward);
-        let draws = ((self.rank() as u64) << 40 | self.micro_steps, 0);
-        let output = self.attempt(|engine| draw_from(draws, || engine.core.forward(|| run(&engine.model))))?;
+        let stream = stream_of(self.rank() as u64, self.micro_steps, self.forwards);
+        let output = self.attempt(|engine| draw_from((stream, 0), || engine.core.forward(|| run(&engine.model))))?;
+        self.forwards += 1;
         self.phase = Phase::Forwarded;
         self.end_watch(watch);
         Ok(output)
@@ -141,6 +145,10 @@ impl<M> Engine<M> {
 
     /// Differentiates `loss`, which has one element: scaled by the loss scale, divided by the accumulation steps.
     /// Gradients are reduced over ranks while this runs.
+    ///
+    /// Gradients of the model's parameters count here alone. Candle's own `loss.backward()`, and the backward of
+    /// another engine whose loss passes through this model (a GAN's generator), leave the engine as it is and give the
+    /// gradients of inputs (`Var`s) as ever. At stage 3 they gather parameters: all ranks run them, in the same order.
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] without a forward before; [`EngineError::NonFiniteLoss`] in f32;
@@ -179,6 +187,7 @@ impl<M> Engine<M> {
             self.attempt(Self::tell)?;
         }
         self.micro_steps += 1;
+        self.forwards = 0;
         self.phase = Phase::Ready;
         self.failed_save.take().map_or(Ok(()), Err)
     }

@@ -90,8 +90,12 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Manifest
         () => "f32",
     };
     let name = |state: &State| if *state == State::Master { WEIGHTS } else { state.name() };
-    let parameters =
-        from.parameters().iter().map(|p| Parameter { name: p.name.clone(), shape: p.shape.clone(), states: None });
+    let parameters = from.parameters().iter().map(|p| Parameter {
+        name: p.name.clone(),
+        shape: p.shape.clone(),
+        states: None,
+        updates_before: 0,
+    });
     let updates = from.global_steps().saturating_sub(from.skipped_steps());
     Manifest {
         format: FORMAT.into(),

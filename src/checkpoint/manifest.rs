@@ -70,9 +70,17 @@ pub struct Parameter {
     pub name: String,
     /// Its shape.
     pub shape: Vec<usize>,
-    /// The states that the files have of it, where these are not all that the manifest names.
+    /// The states that the files have of it, where these are not all that the manifest names: weights alone of a frozen
+    /// parameter, nothing of one that was left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub states: Option<Vec<String>>,
+    /// Updates of the weights before the first of its own, if it was frozen then.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub updates_before: u64,
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 /// A file of a checkpoint.
@@ -192,7 +200,8 @@ impl Manifest {
         say(scale.is_finite() && scale > 0.0, format!("its loss scale is {scale}"))?;
         for p in &self.parameters {
             let own = p.states.as_ref().unwrap_or(&self.states);
-            let are_known = p.has(WEIGHTS) && own.iter().all(|state| self.states.contains(state));
+            let are_known = (own.is_empty() || p.has(WEIGHTS)) && own.iter().all(|state| self.states.contains(state));
+            let are_known = are_known && p.updates_before <= self.optimizer_steps;
             say(are_known, format!("{} has the states {own:?}, of {:?}", p.name, self.states))?;
         }
         let mut sum = 0u64;

@@ -29,6 +29,7 @@ use serde_json::Value;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -39,6 +40,9 @@ pub struct SaveOptions {
     pub save_latest: bool,
     /// Training goes on while it is written. Default false.
     pub in_background: bool,
+    /// Frozen parameters are left out, as those of the base under an adapter (DeepSpeed's `exclude_frozen_parameters`);
+    /// loading leaves them as they are. Default false.
+    pub exclude_frozen_parameters: bool,
     /// How many of the checkpoints that are saved without a tag stay in the folder: the newest of this run, back over
     /// those that it goes on from, then those of others. Older ones are removed; what has a name of the user's, and what
     /// `latest` names, is not. Default all.
@@ -47,7 +51,7 @@ pub struct SaveOptions {
 
 impl Default for SaveOptions {
     fn default() -> Self {
-        Self { save_latest: true, in_background: false, keep: None }
+        Self { save_latest: true, in_background: false, exclude_frozen_parameters: false, keep: None }
     }
 }
 
@@ -87,14 +91,17 @@ pub(crate) fn manifest(
     progress: Progress,
     tag: Option<&str>,
     client_state: Value,
+    options: &SaveOptions,
 ) -> Manifest {
     let all = trainer.all_state_names();
     let states = std::iter::once(WEIGHTS).chain(all.iter().copied());
     let parameters = core.params().iter().map(|p| {
-        let own = trainer.state_names(p.group);
-        let states = std::iter::once(WEIGHTS).chain(own.iter().copied()).map(str::to_owned);
-        let states = (own.len() < all.len()).then(|| states.collect());
-        Parameter { name: p.name.clone(), shape: p.shape.dims().to_vec(), states }
+        let own = core.moments(p, trainer);
+        let is_left_out = options.exclude_frozen_parameters && !p.is_trained();
+        let states = std::iter::once(WEIGHTS).chain(own.iter().copied()).filter(|_| !is_left_out);
+        let states = (is_left_out || own.len() < all.len()).then(|| states.map(str::to_owned).collect());
+        let updates_before = p.updates_before.load(Ordering::Relaxed);
+        Parameter { name: p.name.clone(), shape: p.shape.dims().to_vec(), states, updates_before }
     });
     Manifest {
         format: FORMAT.into(),
@@ -214,7 +221,7 @@ struct Share {
 
 impl Share {
     fn new(core: Arc<Core>, SaveRequest { dir, manifest, .. }: &SaveRequest, trainer: &Trainer) -> Self {
-        let moments = core.params().iter().map(|p| trainer.state_names(p.group)).collect();
+        let moments = core.params().iter().map(|p| core.moments(p, trainer)).collect();
         let folder = folder::saving(dir, &manifest.tag);
         Self { core, folder, layout: manifest.layout(), states: manifest.states.clone(), moments }
     }

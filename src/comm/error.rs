@@ -29,7 +29,9 @@ pub enum CommError {
         found: String,
     },
     /// Two processes claim one rank.
-    #[error("rank {rank} is taken already ({state}); an engine may be initialized once per rank and job")]
+    #[error(
+        "rank {rank} is taken already ({state}) by another process of this job; each process needs a rank of its own"
+    )]
     RankTaken {
         /// The rank.
         rank: usize,
@@ -65,6 +67,14 @@ pub enum CommError {
         why: String,
         /// The collective.
         op: String,
+    },
+    /// This rank has given up before, for instance after an error of another engine of its process.
+    #[error("rank {rank} has given up before ({why}): it takes part in no collective any more")]
+    GaveUp {
+        /// This rank.
+        rank: usize,
+        /// Its last words.
+        why: String,
     },
     /// A peer left in good order while others still need it.
     #[error(

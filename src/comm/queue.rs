@@ -22,7 +22,7 @@ use crate::util::{lock, unpoisoned};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, TryRecvError};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -152,15 +152,22 @@ struct Worker {
 struct AbortSignal {
     region: Arc<Region>,
     rank: usize,
-    used: AtomicBool,
+    /// What this rank has told.
+    why: OnceLock<String>,
 }
 
 impl AbortSignal {
     fn abort(&self, why: &str) {
-        if !self.used.swap(true, Ordering::Relaxed) {
-            // A backtrace would be in the way of the others' own messages.
-            self.region.abort(self.rank, &without_backtrace(why));
+        // A backtrace would be in the way of the others' own messages.
+        let why = without_backtrace(why);
+        if self.why.set(why.clone()).is_ok() {
+            self.region.abort(self.rank, &why);
         }
+    }
+
+    /// The error of every collective of this rank after it has given up.
+    fn error(&self) -> Option<CommError> {
+        self.why.get().map(|why| CommError::GaveUp { rank: self.rank, why: why.clone() })
     }
 }
 
@@ -171,7 +178,7 @@ impl Shared {
     /// The rank is taken already, or a thread cannot be started.
     pub(crate) fn new(region: Arc<Region>, rank: usize, timeout: Duration) -> Result<Self> {
         region.enter(rank)?;
-        let abort_signal = Arc::new(AbortSignal { region: region.clone(), rank, used: AtomicBool::new(false) });
+        let abort_signal = Arc::new(AbortSignal { region: region.clone(), rank, why: OnceLock::new() });
         let counters = Arc::new(Counters::default());
         let exchange = Exchange::new(region.clone(), rank, timeout);
         let worker = Worker { exchange, abort_signal: abort_signal.clone(), counters: counters.clone(), failed: None };
@@ -204,6 +211,16 @@ impl Shared {
         })
     }
 
+    /// This rank panics: tells the others.
+    pub(super) fn abort_in_panic(&self) {
+        self.abort_signal.abort("it panicked; its own output tells where");
+    }
+
+    /// Waits until everything that was launched has been done.
+    pub(super) fn finish_launched(&self) {
+        self.queue.run_until(|| self.queue.jobs().waiting.is_empty().then_some(()));
+    }
+
     fn launch<T: Send + 'static>(
         &self,
         kind: Kind,
@@ -216,8 +233,9 @@ impl Shared {
         let on_the_wire = carried.clone();
         let job: Job = Box::new(move |worker| {
             let begin = Instant::now();
-            let result = match &worker.failed {
-                Some(failure) => Err(failure.clone()),
+            let failed = worker.failed.clone().or_else(|| worker.abort_signal.error());
+            let result = match failed {
+                Some(failure) => Err(failure),
                 None => {
                     let start = Instant::now();
                     let span = on_the_wire.span(Lane::Collectives, timeline::Kind::Collective, kind.name());
@@ -305,7 +323,7 @@ impl Drop for Shared {
     /// Leaves the job: what was launched is finished first, because peers count on it, unless this rank panics.
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.abort_signal.abort("it panicked; its own output tells where");
+            self.abort_in_panic();
         }
         self.queue.close();
         if let Some(thread) = self.comm_thread.take() {

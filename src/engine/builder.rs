@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::kernels;
 use crate::monitor::{Monitor, MonitorOpener};
 use crate::offload::DiskAccess;
-use crate::optim::{LrSchedule, Optimizer, ParameterGroup};
+use crate::optim::{LrSchedule, Optimizer, ParameterGroup, TrainableRule};
 use crate::param::Source;
 use crate::timeline::{self, Recorder};
 use candle_core::Device;
@@ -29,6 +29,7 @@ pub struct EngineBuilder {
     pub(super) monitors: Vec<MonitorOpener>,
     pub(super) optimizer: Option<Arc<dyn Optimizer>>,
     pub(super) parameter_groups: Vec<ParameterGroup>,
+    pub(super) trainable: Option<TrainableRule>,
     timeline: Option<PathBuf>,
 }
 
@@ -41,6 +42,11 @@ impl Engine<()> {
 
 impl EngineBuilder {
     /// The job to take part in. Default: the one that the environment names (zerorun, mpirun, srun, torchrun).
+    ///
+    /// A process may have several engines, at the same time or one after the other: a GAN, a teacher beside a student.
+    /// Those of a job share its communicator, by default or given to each of them, so all ranks make and call them in
+    /// the same order, and from one thread. An error that stops one of them stops the others, and
+    /// [`Engine::comm_report`] counts what all of them did.
     #[must_use]
     pub fn communicator(mut self, communicator: Arc<dyn Communicator>) -> Self {
         self.communicator = Some(communicator);
@@ -114,6 +120,20 @@ impl EngineBuilder {
     #[must_use]
     pub fn parameter_groups(mut self, groups: Vec<ParameterGroup>) -> Self {
         self.parameter_groups = groups;
+        self
+    }
+
+    /// Trains only the parameters of which `rule` says so, by name and shape, and freezes all others; the same on all
+    /// ranks. Frozen parameters are sharded, gathered and offloaded as all others, and have no gradient, master weights
+    /// or optimizer states. [`Engine::set_trainable`] changes it between steps. Default: all are trained, but for those
+    /// of [frozen groups](ParameterGroup::frozen).
+    ///
+    /// A unit whose parameters are all frozen keeps no graph where its input has none. Outside of units, operations of
+    /// Candle's own still compute gradients of frozen parameters, which are dropped; those of
+    /// [`candle_zero::nn`](crate::nn) do not.
+    #[must_use]
+    pub fn trainable(mut self, rule: impl Fn(&str, &[usize]) -> bool + Send + Sync + 'static) -> Self {
+        self.trainable = Some(Arc::new(rule));
         self
     }
 

@@ -46,7 +46,8 @@ impl<M> Engine<M> {
         self.wait_for_checkpoint()?;
         self.between_steps("save_checkpoint")?;
         let progress = self.progress();
-        let mut manifest = checkpoint::manifest(&self.core, &self.trainer, &self.config, progress, tag, client_state);
+        let mut manifest =
+            checkpoint::manifest(&self.core, &self.trainer, &self.config, progress, tag, client_state, options);
         manifest.previous = self.place.as_ref().and_then(|place| place.before(dir.as_ref(), &manifest.tag));
         let _here = timeline::enter(self.recorder.as_ref());
         let _span = timeline::span(timeline::Kind::Checkpoint, "save").of(|| manifest.tag.clone());
@@ -192,6 +193,7 @@ impl<M> Engine<M> {
         self.optimizer_steps = progress.optimizer_steps;
         self.global_samples = progress.global_samples;
         self.micro_steps = progress.global_steps.saturating_mul(self.config.batch.gradient_accumulation_steps as u64);
+        self.forwards = 0;
         self.trainer.restore(progress.last_batch_iteration);
         if let Some(state) = &progress.scaler {
             self.scaler.restore(state);
@@ -200,13 +202,13 @@ impl<M> Engine<M> {
     }
 
     /// There was no forward since the last step: its loss is that of other weights.
-    fn forget_forward(&mut self) {
+    pub(super) fn forget_forward(&mut self) {
         self.phase = Phase::Ready;
         self.losses = Losses::default();
     }
 
     /// An error in the middle of an accumulation: its gradients are no part of a checkpoint.
-    fn between_steps(&self, call: &'static str) -> Result<()> {
+    pub(super) fn between_steps(&self, call: &'static str) -> Result<()> {
         self.not_stopped()?;
         let accumulation = self.config.batch.gradient_accumulation_steps as u64;
         match self.phase == Phase::Backwarded || !self.micro_steps.is_multiple_of(accumulation) {

@@ -11,13 +11,13 @@ use crate::checkpoint::HeldFolders;
 use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
 use crate::config::Config;
-use crate::error::{EngineError, KernelError, OptimError, Result};
+use crate::error::{EngineError, KernelError, OptimError, ParamError, Result};
 use crate::kernels::checked_level;
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
 use crate::notice::say;
 use crate::offload::{DiskAccess, Offload};
-use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, Trainer};
+use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, TrainableRule, Trainer};
 use crate::param::Source;
 use crate::precision::LossScaler;
 use crate::util::fnv1a;
@@ -47,7 +47,7 @@ impl<M> Engine<M> {
         device: Device,
         options: EngineBuilder,
     ) -> Result<Self> {
-        let EngineBuilder { disk_access, schedule, optimizer, parameter_groups, monitors, .. } = options;
+        let EngineBuilder { disk_access, schedule, optimizer, parameter_groups, trainable, monitors, .. } = options;
         let own = Own { optimizer: optimizer.is_some(), schedule: schedule.is_some() };
         if comm.rank() == 0 {
             tell_notes(&config, own);
@@ -55,12 +55,13 @@ impl<M> Engine<M> {
         let reporter = Reporter::open(&config.monitoring, &*comm, monitors)?;
         let (ledger, link) = (Ledger::default(), Link::default());
         let weights = source.fingerprint();
-        let grouping = grouping(&config, optimizer, parameter_groups)?;
-        let offload = open_offload(&config, &grouping, &*comm, disk_access, &ledger)?;
+        let grouping = grouping(&config, optimizer, parameter_groups, trainable)?;
+        let offload = open_offload(&config, &*comm, disk_access, &ledger)?;
         let reduce_plan =
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
         let share_plan = SharePlan::new(&config, reduce_plan.accumulate, comm.rank(), grouping.clone());
-        let registry = Registry::new(share_plan, device.clone(), offload.clone(), source, link.clone(), ledger.clone());
+        let registry =
+            Registry::new(share_plan.clone(), device.clone(), offload.clone(), source, link.clone(), ledger.clone());
         let (model, mut registered) = build_model(build, registry, &config, &device)?;
         if let Some(offload) = &offload {
             choose_access(offload, &*comm)?;
@@ -70,6 +71,7 @@ impl<M> Engine<M> {
             comm,
             zero: config.zero.clone(),
             reduce_plan,
+            share_plan,
             dtype: config.precision.dtype(),
             recomputation: Recomputation {
                 every_unit: config.activation_checkpointing,
@@ -93,6 +95,7 @@ impl<M> Engine<M> {
             losses: Losses::default(),
             global_steps: 0,
             micro_steps: 0,
+            forwards: 0,
             skipped_steps: 0,
             optimizer_steps: 0,
             global_samples: 0,
@@ -129,12 +132,13 @@ fn grouping(
     config: &Config,
     own: Option<Arc<dyn Optimizer>>,
     parameter_groups: Vec<ParameterGroup>,
+    trainable: Option<TrainableRule>,
 ) -> Result<Arc<Grouping>> {
     let optimizer = match own {
         Some(own) => Some(allowed(own, config)?),
         None => config.optimizer.as_ref().map(|config| Arc::from(optim::from_config(config))),
     };
-    Ok(Arc::new(Grouping::new(optimizer, parameter_groups)?))
+    Ok(Arc::new(Grouping::new(optimizer, parameter_groups)?.trainable(trainable)))
 }
 
 /// An optimizer of the user's own, if the configuration lets it train.
@@ -149,12 +153,11 @@ fn allowed(own: Arc<dyn Optimizer>, config: &Config) -> Result<Arc<dyn Optimizer
 /// The files of what is offloaded.
 fn open_offload(
     config: &Config,
-    grouping: &Grouping,
     comm: &dyn Communicator,
     access: Option<DiskAccess>,
     ledger: &Ledger,
 ) -> Result<Option<Arc<Offload>>> {
-    let offload = Offload::open(config, grouping, comm.rank() == 0, access, ledger)?;
+    let offload = Offload::open(config, comm.rank() == 0, access, ledger)?;
     if offload.is_some() {
         // Nothing is written before the first rank has locked the folders, and all know what is free in them.
         comm.barrier().wait()?;
@@ -193,8 +196,16 @@ fn trainer(
     config: &Config,
     rank: usize,
 ) -> Result<Trainer> {
+    let freezing: Vec<usize> = grouping.freezing().collect();
     let groups = registered.params.iter_mut().map(|param| &mut param.group).collect();
     let (trainer, empty) = Trainer::new(grouping, groups, schedule, config.scheduler.as_ref())?;
+    if let Some(index) = empty.iter().copied().find(|index| freezing.contains(index)) {
+        return Err(ParamError::NothingFrozen { index }.into());
+    }
+    let count = registered.params.len();
+    if trainer.can_train() && !registered.params.iter().any(|param| param.is_trained() && param.numel > 0) {
+        return Err(ParamError::NothingTrained { count }.into());
+    }
     for group in empty.iter().filter(|_| rank == 0) {
         say(&format!("parameter group {group} (from 0) selects no parameter that is left: it is dropped"));
     }
@@ -224,7 +235,8 @@ impl Fingerprint {
 /// `weights` (a hash), or with another optimizer, schedule or parameter groups, or compute at another level of SIMD.
 fn check_same_on_all_ranks(core: &Core, config: &Config, own: Own, trainer: &Trainer, weights: u64) -> Result<()> {
     let params = core.params();
-    let model: String = params.iter().map(|p| format!("{} {:?} {};", p.name, p.shape, p.unit)).collect();
+    let model: String =
+        params.iter().map(|p| format!("{} {:?} {} {};", p.name, p.shape, p.unit, p.is_trained())).collect();
     let groups: Vec<usize> = params.iter().map(|p| p.group).collect();
     let config = format!("{:?} {own:?} {trainer:?} {groups:?}", Config { notes: Vec::new(), ..config.clone() });
     let elements: usize = params.iter().map(|p| p.numel).sum();

@@ -69,6 +69,16 @@ pub enum EngineError {
         /// The first few.
         names: String,
     },
+    /// Ranks want to train different parameters.
+    #[error(
+        "rank {rank} trains other parameters than rank {other}; every rank must call set_trainable with the same rule"
+    )]
+    TrainableDiffers {
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+    },
     /// Ranks read different configurations, or have different schedules of their own.
     #[error(
         "rank {rank} reads another configuration than rank {other}; every rank must be given the same file or value, \

@@ -14,7 +14,7 @@ use crate::config::{Config, OptimizerConfig, SgdConfig};
 use crate::error::Result;
 use crate::memory::{Held, Kind, Ledger, MemoryReport, Tier, Tracked};
 use crate::offload::{DiskAccess, Window, Windows};
-use crate::optim::{self, GroupStep, Grouping, Role, StepContext};
+use crate::optim::{self, Class, GroupStep, Grouping, StepContext};
 use crate::param::{Param, ParamId, ROOT, Residency};
 use crate::precision::{Elements, FlatRef};
 use crate::util::lock;
@@ -82,9 +82,11 @@ impl<'a> Rehearsal<'a> {
         let tier = if setting.gpu { Tier::Device } else { Tier::Host };
         let mut builder = SubGroupBuilder::with(share_plan, Spaces(ledger.clone()), ledger.clone());
         let mut whole = Vec::new();
-        for (id, Param { name, shape, numel, .. }) in params.iter().enumerate() {
+        for (id, param) in params.iter().enumerate() {
+            let Param { name, shape, numel, .. } = param;
             let role = Grouping::role(grouping.group(name, shape.dims()));
-            builder.push(id, *numel, FlatRef::F32(&[]), role)?;
+            let class = if param.is_trained() { Class::Trained(role) } else { Class::Frozen };
+            builder.push(id, param.cut(), FlatRef::F32(&[]), class)?;
             if !placement.params.is_sharded() {
                 whole.push(ledger.hold_in(tier, Kind::Parameters, numel * dtype.size_in_bytes()));
             }
@@ -160,24 +162,32 @@ impl<'a> Rehearsal<'a> {
         gather.leave_forward(self, ROOT)?;
         gather.enter(self, Event::Backward(ROOT))?;
         let mut end = self.params.len();
+        // Frozen units before the first trained parameter keep no graph.
+        let first_trained = self.params.iter().position(Param::is_trained).unwrap_or(end);
         for params in self.params.chunk_by(|a, b| a.unit == b.unit).rev() {
             let unit = params[0].unit;
+            if unit != ROOT && end <= first_trained {
+                break;
+            }
             // A unit that recomputes runs a backward of its own.
             let nests = sharded && unit != ROOT && self.recompute;
             if nests {
-                gather.nest();
+                gather.nest(false);
             }
             if sharded && unit != ROOT {
                 gather.enter(self, Event::Backward(unit))?;
             }
             for (id, param) in (0..end).zip(&self.params[..end]).rev().take(params.len()) {
+                if !param.is_trained() {
+                    continue;
+                }
                 gradients.arrive(self, id, Blank::zeros(self.dtype(), param.numel))?;
                 if sharded {
                     gather.release_param(self, id)?;
                 }
             }
             if nests {
-                gather.unnest();
+                gather.unnest(self, false)?;
             }
             end -= params.len();
         }
@@ -192,8 +202,8 @@ impl<'a> Rehearsal<'a> {
 }
 
 impl<'a> lay_out::Carrier<Rehearsal<'a>> for Spaces {
-    fn begin(&self, state: State, _: Role, dtype: DType) -> Space {
-        Space { dtype, held: Rc::new(RefCell::new(self.0.hold_in(Tier::File, state.kind(), 0))) }
+    fn begin(&self, state: State, _: Class, dtype: DType) -> Result<Space> {
+        Ok(Space { dtype, held: Rc::new(RefCell::new(self.0.hold_in(Tier::File, state.kind(), 0))) })
     }
 
     fn grow(&mut self, space: &Space, count: usize) -> Result<()> {

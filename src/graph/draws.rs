@@ -1,6 +1,6 @@
 //! Where a thread's random draws are: which layer draws which numbers.
 //!
-//! The engine gives each forward of each rank a stream of its own, and a unit that recomputes its forward goes back to
+//! The engine gives each forward of each rank a stream of its own ([`stream_of`]), and a unit that recomputes its forward goes back to
 //! where the first one began.
 
 use std::cell::Cell;
@@ -18,6 +18,12 @@ pub(crate) struct Draws {
 
 thread_local! {
     static DRAWS: Cell<Draws> = const { Cell::new(Draws { stream: 0, next: 0, in_training: false }) };
+}
+
+/// The stream of the `forward`-th forward, from 0, of a rank's micro step: a stream of its own for each.
+pub(crate) fn stream_of(rank: u64, micro_step: u64, forward: u64) -> u64 {
+    // An odd factor, so that streams that differ in `forward` alone differ.
+    (rank << 40 | micro_step) ^ forward.wrapping_mul(0xd6e8_feb8_6659_fd93)
 }
 
 /// Runs `run` as training, with the draws of this thread taken from number `next` of `stream` on; afterwards they go on

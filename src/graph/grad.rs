@@ -93,8 +93,9 @@ fn new_pass() -> u64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// Forgets the gradients of the backward of this thread that has just failed: the next one begins without them.
-pub(super) fn abandon() {
+/// Forgets the gradients that earlier backwards of this thread left in slots when they failed: the next one begins
+/// without them.
+pub(crate) fn abandon() {
     PASS.set(new_pass());
 }
 
@@ -103,15 +104,38 @@ pub(super) fn abandon() {
 pub(crate) struct Slot {
     grad: Mutex<Option<(u64, Grad)>>,
     before: Mutex<Vec<Hook>>,
+    /// Says whether gradients are taken now; always, where there is none.
+    gate: Option<Gate>,
 }
+
+/// Says, for the backward that this thread runs, whether a slot takes gradients.
+pub(crate) type Gate = Box<dyn Fn() -> bool + Send + Sync>;
 
 /// A function that runs before the operation that made a tensor is differentiated.
 pub(crate) type Hook = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
 impl Slot {
+    /// A slot that takes gradients while `gate` says so, and drops them otherwise: a parameter's.
+    pub fn behind(gate: Gate) -> Self {
+        Self { gate: Some(gate), ..Self::default() }
+    }
+
+    /// Whether gradients are taken now.
+    pub fn is_open(&self) -> bool {
+        self.gate.as_ref().is_none_or(|is_open| is_open())
+    }
+
+    /// Whether the slot is a parameter's.
+    pub fn is_behind_a_gate(&self) -> bool {
+        self.gate.is_some()
+    }
+
     /// Adds a gradient. The first one is kept as it is; sums are rounded to the tensor's dtype one after the other, in
     /// the order of their coming.
     pub fn add(&self, grad: Grad) -> Result<()> {
+        if !self.is_open() {
+            return Ok(());
+        }
         let sum = match (self.take(), grad) {
             (None, grad) => grad,
             (Some(Grad::Shared(a)), Grad::Shared(b)) => Grad::Shared((a + b)?),
@@ -151,6 +175,9 @@ impl Slot {
     /// Lets `write` add to the gradient in place, or, with `false`, make it: then it is given `len` elements of any
     /// value and must write all of them.
     pub fn accumulate<E: Element>(&self, len: usize, write: impl FnOnce(&mut [E], bool) -> Result<()>) -> Result<()> {
+        if !self.is_open() {
+            return Ok(());
+        }
         let Some(grad) = self.take() else {
             let mut values = buffer::<E>(len);
             write(&mut values, false)?;

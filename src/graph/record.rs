@@ -54,9 +54,13 @@ pub(crate) fn is_once() -> bool {
 pub(crate) struct Sink(Option<Arc<Slot>>);
 
 impl Sink {
-    /// Whether anybody wants the gradient.
+    /// Whether anybody wants the gradient in the backward under way.
     pub fn is_wanted(&self) -> bool {
-        self.0.is_some()
+        self.open().is_some()
+    }
+
+    fn open(&self) -> Option<&Slot> {
+        self.0.as_deref().filter(|slot| slot.is_open())
     }
 
     /// Delivers a gradient, or a part of it.
@@ -65,7 +69,7 @@ impl Sink {
     }
 
     fn give_if_empty(&self, grad: impl FnOnce() -> Grad) -> Result<()> {
-        self.0.as_ref().filter(|slot| slot.is_empty()).map_or(Ok(()), |slot| slot.add(grad()))
+        self.open().filter(|slot| slot.is_empty()).map_or(Ok(()), |slot| slot.add(grad()))
     }
 
     /// See [`Slot::accumulate`]; nothing happens where the gradient is not wanted.
@@ -82,7 +86,7 @@ impl Sink {
         len: usize,
         write: impl FnOnce(Option<(&mut [E], bool)>) -> Result<()>,
     ) -> Result<()> {
-        match &self.0 {
+        match self.open() {
             Some(slot) => slot.accumulate(len, |grad, add| write(Some((grad, add)))),
             None => write(None),
         }
@@ -97,7 +101,7 @@ impl Sink {
 
     /// Delivers a gradient of `len` elements; `write` is given any values and must write all of them.
     pub fn make<E: Element>(&self, len: usize, write: impl FnOnce(&mut [E]) -> Result<()>) -> Result<()> {
-        let Some(slot) = &self.0 else { return Ok(()) };
+        let Some(slot) = self.open() else { return Ok(()) };
         let mut values = buffer::<E>(len);
         write(&mut values)?;
         slot.add(Grad::own(values))
@@ -136,6 +140,7 @@ impl<const N: usize> Inputs<N> {
                 return Ok(Sink(None));
             };
             let Node { token, slot, .. } = match node_of(input) {
+                Some(node) if !node.is_wanted() => return Ok(Sink(None)),
                 Some(node) => node,
                 None => adapted(input)?,
             };
@@ -154,9 +159,9 @@ impl<const N: usize> Inputs<N> {
         !self.tokens.is_empty()
     }
 
-    /// Whether the gradient of input `i` is wanted.
+    /// Whether a backward may want the gradient of input `i`.
     pub fn wants(&self, i: usize) -> bool {
-        self.sinks[i].is_wanted()
+        self.sinks[i].0.is_some()
     }
 
     /// The operation's result. `backward` gets its gradient and delivers those of the inputs, in their order.

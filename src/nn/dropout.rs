@@ -47,8 +47,8 @@ pub fn dropout(x: &Tensor, p: f32, seed: u64, draw: u64) -> Result<Tensor> {
     })
 }
 
-/// Dropout as a layer. Inside of an engine each forward of each rank draws anew, a recomputing unit draws again what it
-/// drew first, and evaluation passes everything through. Without an engine every use draws anew.
+/// Dropout as a layer. Inside of an engine each forward of each rank draws anew, also each of several forwards of one
+/// micro step; a recomputing unit draws again what it drew first, and evaluation passes everything through. Without an engine every use draws anew.
 #[derive(Debug, Clone)]
 pub struct Dropout {
     p: f32,

@@ -7,6 +7,7 @@
 use super::gather::Gatherer;
 use super::gradients::{Gradients, ReducePlan};
 use super::rank::Rank;
+use super::share_plan::SharePlan;
 use super::sub_group::{SubGroup, places};
 use crate::comm::Communicator;
 use crate::config::ZeroConfig;
@@ -18,10 +19,12 @@ use crate::offload::{Offload, OffloadReport};
 use crate::param::capture::GradientSink;
 use crate::param::{Param, ParamId, ROOT, UnitId};
 use crate::tensor::residency;
-use crate::util::{list, lock};
+use crate::util::{list, lock, unpoisoned};
 use candle_core::DType;
+use std::collections::BTreeSet;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
+use std::thread::ThreadId;
 
 /// The partitioned state of one rank.
 pub(crate) struct Core {
@@ -38,13 +41,18 @@ pub(crate) struct Core {
     /// Names of the units, the root (an empty name) first.
     pub(super) units: Vec<String>,
     /// Sub-group and slot of each parameter.
-    pub(super) places: Vec<(usize, usize)>,
+    pub(super) places: RwLock<Vec<(usize, usize)>>,
+    pub(super) share_plan: SharePlan,
+    /// The parameters that each unit uses, its own and others'.
+    used_by: Vec<BTreeSet<ParamId>>,
     pub(super) groups: Mutex<Vec<SubGroup>>,
     pub(super) gather: Mutex<Gatherer>,
     pub(super) gradients: Mutex<Gradients>,
     pub(super) recomputation: Recomputation,
     /// A model is only evaluated: nothing is recorded or kept.
     pub(super) evaluating: AtomicBool,
+    /// The thread that runs the engine's backward: gradients count in that one alone.
+    pub(super) backward_on: Mutex<Option<ThreadId>>,
     /// The first error inside an operation; Candle's own error type cannot carry it.
     failure: Mutex<Option<Error>>,
 }
@@ -54,6 +62,7 @@ pub(crate) struct CoreParts {
     pub comm: Arc<dyn Communicator>,
     pub zero: ZeroConfig,
     pub reduce_plan: ReducePlan,
+    pub share_plan: SharePlan,
     pub dtype: DType,
     pub recomputation: Recomputation,
     pub registered: Registered,
@@ -66,6 +75,8 @@ pub(crate) struct Registered {
     pub params: Vec<Param>,
     /// Names of the units, the root (an empty name) first.
     pub units: Vec<String>,
+    /// The parameters that each unit uses, its own and others'.
+    pub used_by: Vec<BTreeSet<ParamId>>,
     pub groups: Vec<SubGroup>,
 }
 
@@ -95,6 +106,14 @@ impl Link {
 }
 
 impl GradientSink for Link {
+    fn takes_gradients(&self) -> bool {
+        self.core().is_some_and(|core| core.is_in_backward())
+    }
+
+    fn passed_by(&self, param: ParamId) -> candle_core::Result<()> {
+        self.core().map_or(Ok(()), |core| core.passed_by(param))
+    }
+
     fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
         self.core().map_or(Ok(()), |core| core.gradient_arrived(param, grad))
     }
@@ -103,8 +122,9 @@ impl GradientSink for Link {
 impl Core {
     /// The core of a registered model.
     pub fn new(parts: CoreParts) -> Self {
-        let CoreParts { comm, zero, reduce_plan, dtype, recomputation, registered, ledger, offload } = parts;
-        let Registered { params, units, groups } = registered;
+        let CoreParts { comm, zero, reduce_plan, share_plan, dtype, recomputation, registered, ledger, offload } =
+            parts;
+        let Registered { params, units, used_by, groups } = registered;
         let places = places(&groups, params.len());
         let gather = Gatherer::new(&params, units.len(), &zero, comm.size());
         let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, params.len());
@@ -118,12 +138,15 @@ impl Core {
             offload,
             params,
             units,
-            places,
+            places: RwLock::new(places),
+            share_plan,
+            used_by,
             groups: Mutex::new(groups),
             gather: Mutex::new(gather),
             gradients: Mutex::new(gradients),
             recomputation,
             evaluating: AtomicBool::new(false),
+            backward_on: Mutex::new(None),
             failure: Mutex::new(None),
         }
     }
@@ -166,6 +189,17 @@ impl Core {
         self.offload.as_ref().map(|offload| offload.report())
     }
 
+    /// Sub-group and slot of a parameter.
+    pub(super) fn place_of(&self, param: ParamId) -> (usize, usize) {
+        unpoisoned(self.places.read())[param]
+    }
+
+    /// Whether a unit uses parameters, and all of them are frozen.
+    pub(super) fn is_frozen(&self, unit: UnitId) -> bool {
+        let used = &self.used_by[unit];
+        !used.is_empty() && used.iter().all(|param| !self.params[*param].is_trained())
+    }
+
     /// A unit's name for people.
     pub(super) fn unit_name(&self, unit: UnitId) -> String {
         if unit == ROOT { "root".to_owned() } else { self.units[unit].clone() }
@@ -182,6 +216,11 @@ impl Core {
         let text = error.to_string();
         lock(&self.failure).get_or_insert(error);
         candle_core::Error::Msg(text)
+    }
+
+    /// Forgets the error of an operation outside of the engine's calls.
+    pub(super) fn forget_failure(&self) {
+        *lock(&self.failure) = None;
     }
 
     /// The typed error behind a failed Candle operation.

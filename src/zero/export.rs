@@ -5,7 +5,6 @@ use super::sub_group::Home;
 use crate::comm::agree::{Failure, agree};
 use crate::error::{Error, Result};
 use crate::files::{folder_of, new_beside, sync_folder};
-use crate::layout::{shard_len, shard_range};
 use crate::param::Param;
 use crate::precision::{Flat, FlatRef};
 use crate::tensor::residency;
@@ -38,7 +37,7 @@ impl Core {
     pub fn whole_f32(&self, param: usize) -> Result<Flat> {
         let (world, numel) = (self.comm.size(), self.params[param].numel);
         let groups = lock(&self.groups);
-        let (group, slot) = self.places[param];
+        let (group, slot) = self.place_of(param);
         let (group, slot) = (&groups[group], &groups[group].slots[slot]);
         let mut own = Flat::with_capacity(DType::F32, 0);
         match group.master.as_ref().or(group.weights.as_ref()) {
@@ -60,12 +59,12 @@ impl Core {
         if world == 1 || !self.placement.optim.is_sharded() {
             return Ok(own);
         }
-        let shard = shard_len(numel, world);
+        let shard = self.params[param].shard_len(world);
         own.extend_zeros(shard - own.len());
         let chunks = self.comm.all_gather(own, self.tag(&[param])).wait()?;
         let mut whole = Flat::with_capacity(DType::F32, numel);
         for r in 0..world {
-            whole.extend_cast(chunks.slice(r * shard..r * shard + shard_range(numel, world, r).len()));
+            whole.extend_cast(chunks.slice(r * shard..r * shard + self.params[param].shard(world, r).len()));
         }
         Ok(whole)
     }

@@ -45,8 +45,12 @@ pub(crate) struct Gatherer<R: Rank = Core> {
     ahead: usize,
     /// Units of this micro step will run again in backward.
     recomputes: bool,
-    /// Backwards that run inside of the engine's: a recomputing unit runs one of its own.
+    /// Backwards that run inside of others: a recomputing unit runs one of its own.
     depth: usize,
+    /// The unit that each of these backwards, the engine's first, was the last to enter.
+    entered: Vec<UnitId>,
+    /// Those of them that run inside of a backward that is not the engine's.
+    passing: usize,
 }
 
 struct UnitState<R: Rank> {
@@ -54,6 +58,10 @@ struct UnitState<R: Rank> {
     state: State<R>,
     /// Depth of the backward that was the last to enter the unit.
     depth: usize,
+    /// That backward has gone on to another unit.
+    is_behind: bool,
+    /// Gathered for a backward that is not the engine's, and nothing else.
+    passed: bool,
 }
 
 /// The parts of a unit's parameters that are in memory.
@@ -208,7 +216,8 @@ impl<R: Rank> Gatherer<R> {
         }
         let wire = if zero.quantized_weights { Wire::Blocks(Ints::Int8) } else { Wire::Exact };
         let bundle = |p| Bundle::new(p, params, world_size, wire);
-        let unit = |p| UnitState { bundle: bundle(p), state: State::Released, depth: 0 };
+        let unit =
+            |p| UnitState { bundle: bundle(p), state: State::Released, depth: 0, is_behind: false, passed: false };
         Self {
             units: by_unit.into_iter().map(unit).collect(),
             persistent: bundle(persistent),
@@ -219,6 +228,8 @@ impl<R: Rank> Gatherer<R> {
             ahead: zero.param_files().map_or(usize::MAX, |files| files.ahead()).min(zero.prefetch_bucket_size),
             recomputes: false,
             depth: 0,
+            entered: vec![ROOT],
+            passing: 0,
         }
     }
 
@@ -234,13 +245,55 @@ impl<R: Rank> Gatherer<R> {
 
     /// A unit is about to run: gathers it if need be, and begins to gather what comes next.
     pub fn enter(&mut self, core: &R, event: Event) -> Result<()> {
+        if self.passing > 0 {
+            return self.pass(core, event.unit());
+        }
         self.trace(core).advance(event);
         if let Event::Backward(unit) = event {
             self.units[unit].depth = self.depth;
+            self.units[unit].is_behind = false;
+            let before = std::mem::replace(&mut self.entered[self.depth], unit);
+            if before != unit {
+                self.leave_behind(core, before)?;
+            }
         }
         self.need(core, event.unit())?;
+        self.units[event.unit()].passed = false;
         self.prefetch(core);
         Ok(())
+    }
+
+    /// A unit is about to run in a backward that is not the engine's: gathers it if need be. Nothing is gathered ahead,
+    /// and the record of the engine's own order stays as it is.
+    pub fn pass(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        let UnitState { state, depth, passed, .. } = &mut self.units[unit];
+        *passed |= matches!(state, State::Released);
+        *depth = self.depth;
+        let passed = *passed;
+        // What is left of it in memory is released on the way.
+        self.need(core, unit)?;
+        self.units[unit].passed = passed;
+        Ok(())
+    }
+
+    /// A backward that is not the engine's no longer needs a parameter: releases it if it was gathered for that.
+    pub fn release_passed_param(&mut self, core: &R, param: ParamId) -> Result<()> {
+        if self.units[core.params()[param].unit].passed { self.release_param(core, param) } else { Ok(()) }
+    }
+
+    /// Releases what backwards that are not the engine's have left.
+    pub fn release_passed(&mut self, core: &R) -> Result<()> {
+        for unit in 0..self.units.len() {
+            if self.units[unit].passed {
+                self.release_unit(core, unit)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a unit has parameters that are gathered and released.
+    pub fn has_params(&self, unit: UnitId) -> bool {
+        !self.units[unit].bundle.params.is_empty()
     }
 
     /// A unit of this micro step will run again in backward.
@@ -248,18 +301,44 @@ impl<R: Rank> Gatherer<R> {
         self.recomputes = true;
     }
 
-    /// A backward inside of a backward begins.
-    pub fn nest(&mut self) {
+    /// A backward inside of a backward begins; `passes` if that one is not the engine's.
+    pub fn nest(&mut self, passes: bool) {
         self.depth += 1;
+        self.passing += usize::from(passes);
+        self.entered.push(ROOT);
     }
 
     /// It is over.
-    pub fn unnest(&mut self) {
+    pub fn unnest(&mut self, core: &R, passes: bool) -> Result<()> {
+        let last = self.entered.pop().unwrap_or(ROOT);
+        let left = self.leave_behind(core, last);
         self.depth -= 1;
+        self.passing -= usize::from(passes);
+        left
+    }
+
+    /// The backward under way has gone on from a unit, whose input has its gradient: nothing needs the unit's frozen
+    /// parameters any more, unless a trained one still waits for its gradient.
+    fn leave_behind(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        if unit == ROOT || self.units[unit].depth < self.depth {
+            return Ok(());
+        }
+        self.units[unit].is_behind = true;
+        self.release_frozen(core, unit)
+    }
+
+    fn release_frozen(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        let UnitState { bundle, is_behind, .. } = &self.units[unit];
+        let params = || bundle.params.iter().map(|p| &core.params()[*p]);
+        let is_over = *is_behind && !params().any(|p| p.is_trained() && p.is_whole());
+        if is_over { self.release_unit(core, unit) } else { Ok(()) }
     }
 
     /// A unit's forward is over: releases it, unless its backward comes within `stage3_max_reuse_distance`.
     pub fn leave_forward(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        if self.passing > 0 {
+            return if self.units[unit].passed { self.release_unit(core, unit) } else { Ok(()) };
+        }
         if self.is_needed_soon(core, unit) { Ok(()) } else { self.release_unit(core, unit) }
     }
 
@@ -279,7 +358,7 @@ impl<R: Rank> Gatherer<R> {
             let any = unit.bundle.params.iter().any(|p| params[*p].is_whole());
             unit.state = if any { State::Partly } else { State::Released };
         }
-        Ok(())
+        self.release_frozen(core, id)
     }
 
     /// The micro step is over: releases whatever is left (unused parameters, gathers that nobody came for).
@@ -287,7 +366,9 @@ impl<R: Rank> Gatherer<R> {
         for unit in 0..self.units.len() {
             self.settle(core, unit)?;
             self.release_unit(core, unit)?;
+            self.units[unit].is_behind = false;
         }
+        self.entered.fill(ROOT);
         self.trace(core).end();
         self.recomputes &= core.is_evaluating();
         Ok(())
@@ -371,7 +452,8 @@ impl<R: Rank> Gatherer<R> {
     }
 
     fn release_unit(&mut self, core: &R, unit: UnitId) -> Result<()> {
-        let UnitState { bundle, state, .. } = &mut self.units[unit];
+        let UnitState { bundle, state, passed, .. } = &mut self.units[unit];
+        *passed = false;
         if matches!(state, State::Gathered | State::Partly) {
             self.live -= bundle.release(core.params())?;
             *state = State::Released;

@@ -24,7 +24,7 @@ use crate::comm::{Kind as Collective, Wire};
 use crate::config::{Config, GradientOp};
 use crate::error::{EngineError, Result};
 use crate::graph::Grad;
-use crate::layout::{PACKED_BELOW, Placement, shard_range};
+use crate::layout::{PACKED_BELOW, Placement};
 use crate::memory::{Held, Kind, Tracked};
 use crate::param::ParamId;
 use crate::precision::{Elements, Flat, Ints};
@@ -138,7 +138,7 @@ impl<C: Carrier> Gradients<C> {
         if let Some(arrived) = self.arrived.take() {
             let params = arrived.iter().zip(core.params());
             // Nothing can be learned where there are no elements.
-            let missing = params.filter(|(arrived, p)| !**arrived && p.numel > 0);
+            let missing = params.filter(|(arrived, p)| !**arrived && p.is_trained() && p.numel > 0);
             let missing: Vec<&str> = missing.map(|(_, p)| p.name.as_str()).collect();
             if !missing.is_empty() {
                 return Err(EngineError::NoGradient { count: missing.len(), names: list(&missing) }.into());
@@ -218,7 +218,7 @@ impl<C: Carrier> Gradients<C> {
             let mut grads = known.unwrap_or_else(|| group.zeroed_grads(slot, core.ledger(), accumulate));
             if let (Some(mut grads), Some(sum)) = (grads.values_mut(), sum.values()) {
                 for (r, start) in &chunks {
-                    let shard = shard_range(core.params()[*param].numel, world, *r);
+                    let shard = core.params()[*param].shard(world, *r);
                     let from = start + offset;
                     // A tail shard may be empty and lie at the end of the parameter.
                     let to = shard.start - owned.start;
@@ -284,7 +284,7 @@ impl Core {
         for (Arrival { param, grad, held }, offset) in grads.into_iter().zip(&parcel.offsets) {
             grad.view(|values| {
                 for r in 0..world {
-                    let shard = shard_range(self.params[param].numel, world, r);
+                    let shard = self.params[param].shard(world, r);
                     let start = r * parcel.chunk + offset;
                     let part = flat.slice_mut(start..start + shard.len());
                     part.copy_scaled(values.slice(shard), plan.before);

@@ -16,6 +16,7 @@
 //! | `walk.rs` | a pass through the share, in memory and in files |
 //! | `whole.rs` | norms of whole parameters, and directions made of whole ones |
 //! | `publish.rs` | updated shards, brought to all ranks |
+//! | `freeze.rs` | parameters frozen and thawed between steps |
 //! | `export.rs` | whole parameters in a file |
 //!
 //! The decisions of a step are written once, over `rank::Rank`; the core and a rehearsal carry them out.
@@ -23,6 +24,7 @@
 mod batch;
 pub(crate) mod core;
 mod export;
+mod freeze;
 pub(crate) mod gather;
 pub(crate) mod gradients;
 mod kept_input;

@@ -6,7 +6,7 @@
 use super::rank::Rank;
 use crate::comm::Wire;
 use crate::error::Result;
-use crate::layout::{PACKED_BELOW, chunk_offsets, shard_range};
+use crate::layout::{Cut, PACKED_BELOW, chunk_offsets};
 use crate::param::{Param, ParamId};
 use crate::precision::Elements;
 
@@ -30,8 +30,8 @@ impl Parcel {
 
     /// Parameters that are coded have blocks of their own: they do not depend on what travels with them.
     pub fn new(params: Vec<ParamId>, all: &[Param], world_size: usize, wire: Wire) -> Self {
-        let numels: Vec<usize> = params.iter().map(|p| all[*p].numel).collect();
-        let (offsets, chunk) = chunk_offsets(&numels, world_size, wire.alignment());
+        let cuts: Vec<Cut> = params.iter().map(|p| all[*p].cut()).collect();
+        let (offsets, chunk) = chunk_offsets(&cuts, world_size, wire.alignment());
         Self { params, offsets, chunk }
     }
 
@@ -54,7 +54,7 @@ impl Parcel {
             let mut whole = R::Buffer::with_capacity(rank.dtype(), param.numel);
             for r in 0..world {
                 let start = r * self.chunk + offset;
-                whole.extend_from(&chunks, start..start + shard_range(param.numel, world, r).len());
+                whole.extend_from(&chunks, start..start + param.shard(world, r).len());
             }
             install(param, whole)?;
         }

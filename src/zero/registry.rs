@@ -7,11 +7,11 @@ use super::core::{Link, Registered};
 use super::lay_out::SubGroupBuilder;
 use super::share_plan::SharePlan;
 use crate::error::{Error, ParamError, Result};
-use crate::layout::{ZeroStage, shard_range};
+use crate::layout::{Cut, ZeroStage};
 use crate::memory::{Kind, Ledger, Tier};
 use crate::offload::Offload;
-use crate::optim::Grouping;
-use crate::param::{Param, ROOT, Residency, Source, UnitId, capture};
+use crate::optim::{Class, Grouping, Role};
+use crate::param::{Param, ParamId, ROOT, Residency, Source, UnitId, capture};
 use crate::precision::{Flat, FlatRef};
 use crate::tensor::residency;
 use crate::util::lock;
@@ -19,6 +19,7 @@ use candle_core::{DType, Device, Shape, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
 use std::collections::{BTreeSet, HashMap};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
 /// Collects the parameters of a model under construction.
@@ -35,6 +36,8 @@ struct Inner {
     by_name: HashMap<String, usize>,
     units: Vec<String>,
     open_units: Vec<UnitId>,
+    /// The parameters that each unit uses, its own and others'.
+    used_by: Vec<BTreeSet<ParamId>>,
     groups: SubGroupBuilder,
     /// Names, shapes and units only: no parameter gets memory, nor a share.
     shapes_only: bool,
@@ -63,6 +66,7 @@ impl Registry {
             by_name: HashMap::new(),
             units: vec![String::new()],
             open_units: vec![ROOT],
+            used_by: vec![BTreeSet::new()],
             groups,
             shapes_only: false,
             failure: None,
@@ -93,6 +97,7 @@ impl Registry {
         let mut inner = lock(&self.0);
         let id = inner.units.len();
         inner.units.push(name);
+        inner.used_by.push(BTreeSet::new());
         inner.open_units.push(id);
         (id, inner.link.clone())
     }
@@ -114,7 +119,8 @@ impl Registry {
             return Err(ParamError::NoParameters.into());
         }
         inner.source.check_all_used(&params.iter().map(|p| p.name.as_str()).collect::<BTreeSet<_>>())?;
-        Ok(Registered { params, units: std::mem::take(&mut inner.units), groups: inner.groups.finish()? })
+        let (units, used_by) = (std::mem::take(&mut inner.units), std::mem::take(&mut inner.used_by));
+        Ok(Registered { params, units, used_by, groups: inner.groups.finish()? })
     }
 }
 
@@ -132,12 +138,15 @@ impl Inner {
             let (found, expected) = (format!("{dtype:?}"), format!("{:?}", plan.dtype));
             return Err(ParamError::Dtype { name: name.into(), found, expected }.into());
         }
+        let is_trained = plan.grouping.trains(name, shape.dims());
+        let trained = Arc::new(AtomicBool::new(is_trained));
         if self.shapes_only {
-            let tensor = self.absent(&shape)?;
-            return Ok(self.add(name, shape, 0, tensor, Residency::Absent));
+            let tensor = self.absent(&shape, &trained)?;
+            return Ok(self.add(name, shape, (0, Role::Main), trained, tensor, Residency::Absent));
         }
         let numel = shape.elem_count();
-        let shard = shard_range(numel, plan.world_size, plan.rank);
+        let cut = Cut::anywhere(numel);
+        let shard = cut.shard(plan.world_size, plan.rank);
         let made = if plan.placement.params.is_sharded() { shard.clone() } else { 0..numel };
         let values = self.source.values(name, &shape, init, made.clone())?;
 
@@ -146,41 +155,57 @@ impl Inner {
         let own = &values[owned.start - made.start..owned.end - made.start];
         // In f32: the master weights begin with all digits of the source.
         let group = plan.grouping.group(name, shape.dims());
-        self.groups.push(id, numel, FlatRef::F32(own), Grouping::role(group))?;
+        let role = Grouping::role(group);
+        let class = if is_trained { Class::Trained(role) } else { Class::Frozen };
+        self.groups.push(id, cut, FlatRef::F32(own), class)?;
 
         let (tensor, residency) = if plan.placement.params.is_sharded() {
-            (self.absent(&shape)?, Residency::Absent)
+            (self.absent(&shape, &trained)?, Residency::Absent)
         } else {
             let values = Flat::from_f32(values, dtype);
             let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Parameters, values.capacity_in_bytes());
-            (self.tensor(&shape, values)?, Residency::Whole(held))
+            (self.tensor(&shape, values, &trained)?, Residency::Whole(held))
         };
-        Ok(self.add(name, shape, group, tensor, residency))
+        Ok(self.add(name, shape, (group, role), trained, tensor, residency))
     }
 
     /// The tensor of the next parameter, which begins with `values`.
-    fn tensor(&self, shape: &Shape, values: Flat) -> Result<Tensor> {
+    fn tensor(&self, shape: &Shape, values: Flat, trained: &Arc<AtomicBool>) -> Result<Tensor> {
         let storage = residency::storage_on(&self.device, residency::to_storage(values))?;
-        Ok(capture::capture(self.params.len(), Arc::new(self.link.clone()), &self.device, (storage, shape.clone()))?)
+        let (id, sink) = (self.params.len(), Arc::new(self.link.clone()));
+        Ok(capture::capture(id, trained.clone(), sink, &self.device, (storage, shape.clone()))?)
     }
 
     /// The tensor of the next parameter, absent.
-    fn absent(&self, shape: &Shape) -> Result<Tensor> {
+    fn absent(&self, shape: &Shape, trained: &Arc<AtomicBool>) -> Result<Tensor> {
         // A storage of the true dtype, from which the tensor takes its own; one element, as CUDA may refuse none.
-        let tensor = self.tensor(shape, Flat::zeros(self.plan.dtype, 1))?;
+        let tensor = self.tensor(shape, Flat::zeros(self.plan.dtype, 1), trained)?;
         residency::clear(&tensor)?;
         Ok(tensor)
     }
 
     /// Adds a parameter, and gives its tensor.
-    fn add(&mut self, name: &str, shape: Shape, group: usize, tensor: Tensor, residency: Residency) -> Tensor {
+    fn add(
+        &mut self,
+        name: &str,
+        shape: Shape,
+        (group, role): (usize, Role),
+        trained: Arc<AtomicBool>,
+        tensor: Tensor,
+        residency: Residency,
+    ) -> Tensor {
         self.by_name.insert(name.into(), self.params.len());
+        self.is_used(self.params.len());
         self.params.push(Param {
             name: name.into(),
             numel: shape.elem_count(),
+            block: 1,
             shape,
             group,
             unit: self.open_unit(),
+            trained,
+            role,
+            updates_before: AtomicU64::new(0),
             tensor: tensor.clone(),
             residency: Mutex::new(residency),
         });
@@ -192,10 +217,18 @@ impl Inner {
         self.open_units.last().copied().unwrap_or(ROOT)
     }
 
+    /// The units under construction use a parameter.
+    fn is_used(&mut self, param: ParamId) {
+        for unit in &self.open_units {
+            self.used_by[*unit].insert(param);
+        }
+    }
+
     /// The parameter that was registered under `name`, for one more use of it.
     fn known(&mut self, name: &str) -> Option<&Param> {
-        let unit = self.open_unit();
-        let known = &mut self.params[*self.by_name.get(name)?];
+        let (unit, id) = (self.open_unit(), *self.by_name.get(name)?);
+        self.is_used(id);
+        let known = &mut self.params[id];
         if known.unit != unit {
             // One unit would release what another one is using; the root's parameters are there for all of them.
             known.unit = ROOT;

@@ -2,18 +2,25 @@
 //!
 //! ```text
 //!   engine    forward | backward ....................... | (vote, update: step.rs) | end_step
-//!   graph     enter, leave_forward | enter, gradient_arrived
+//!   graph     enter, leave_forward | begin_backward, gradient_arrived
 //! ```
+//!
+//! A backward of somebody else may pass through the model: Candle's own `loss.backward()`, or that of another engine.
+//! It may come at any time, and nobody says when it is over. Gradients of parameters do not count there; what it needs
+//! is gathered for it, and released when it has passed or at the engine's next call.
 
 use super::core::Core;
 use super::trace::Event;
 use crate::error::Result;
-use crate::graph::{Grad, once, without_gradients};
+use crate::graph::prepared::{copy_of, prepared};
+use crate::graph::{Grad, abandon, node_of, once, without_gradients};
 use crate::param::{ParamId, ROOT, UnitId};
 use crate::timeline::{self, Span};
 use crate::util::lock;
 use candle_core::Tensor;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::thread::{self, ThreadId};
 
 /// Stack that Candle's recursive backward may use, and how much of it must be left before a new one is taken.
 const BACKWARD_STACK: usize = 64 << 20;
@@ -22,18 +29,38 @@ const RED_ZONE: usize = 16 << 20;
 /// Methods for the engine.
 impl Core {
     /// Runs a model; parameters outside of units are in memory meanwhile.
-    pub fn forward(&self, run: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
+    pub fn forward(self: &Arc<Self>, run: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
+        self.begin_call()?;
         let run = || {
             self.enter(Event::Forward(ROOT))?;
             let output = run()?;
             self.leave_forward(ROOT)?;
-            Ok(output)
+            self.mark_output(output)
         };
         run().map_err(|e| self.explain(e))
     }
 
+    /// What is left of a backward of somebody else goes.
+    fn begin_call(&self) -> Result<()> {
+        self.forget_failure();
+        lock(&self.gather).release_passed(self)
+    }
+
+    /// Lets a backward of somebody else begin with the root's parameters. The engine's own gathers them by itself.
+    fn mark_output(self: &Arc<Self>, output: Tensor) -> candle_core::Result<Tensor> {
+        let needed = output.track_op() && output.dtype().is_float() && !self.is_evaluating();
+        if !needed || !self.shards_params() || !lock(&self.gather).has_params(ROOT) {
+            return Ok(output);
+        }
+        let core = Arc::downgrade(self);
+        before_backward(output, "model-output", move || match core.upgrade() {
+            Some(core) if !core.is_in_backward() => core.begin_backward(ROOT),
+            _ => Ok(()),
+        })
+    }
+
     /// Runs a model without a graph. Afterwards nothing is gathered.
-    pub fn evaluate(&self, run: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
+    pub fn evaluate(self: &Arc<Self>, run: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.evaluating.store(true, Ordering::Relaxed);
         let output = without_gradients(|| self.forward(run));
         let released = self.release_all();
@@ -45,9 +72,13 @@ impl Core {
     /// Differentiates `loss`. When this returns, all gradients are reduced and added to this rank's share, and nothing
     /// is gathered.
     pub fn backward(&self, loss: &Tensor) -> Result<()> {
+        self.begin_call()?;
+        // What backwards that failed have left in the parameters' slots.
+        abandon();
         let run = || {
             let _sections = timeline::sections();
-            self.enter(Event::Backward(ROOT))?;
+            let _own = Replaced::with(&self.backward_on, Some(thread::current().id()));
+            self.begin_backward(ROOT)?;
             once(|| stacker::maybe_grow(RED_ZONE, BACKWARD_STACK, || loss.backward())).map(drop)
         };
         run().map_err(|e| self.explain(e))?;
@@ -58,12 +89,15 @@ impl Core {
     /// An optimizer step is over: gradients are gone, and persistent parameters are gathered anew if weights changed.
     pub fn end_step(&self, weights_changed: bool) -> Result<()> {
         lock(&self.gradients).clear(self);
+        lock(&self.gather).release_passed(self)?;
         if weights_changed { self.refresh() } else { Ok(()) }
     }
 
     /// Gathers the persistent parameters again, after weights have changed.
     pub fn refresh(&self) -> Result<()> {
-        lock(&self.gather).refresh_persistent(self)
+        let mut gather = lock(&self.gather);
+        gather.release_passed(self)?;
+        gather.refresh_persistent(self)
     }
 
     /// Releases all parameters but the persistent ones.
@@ -76,25 +110,48 @@ impl Core {
 impl Core {
     /// A parameter's gradient is complete, as far as this backward goes.
     pub(super) fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
-        let arrived = lock(&self.gradients).arrive(self, param, grad);
+        // Candle's operations make gradients of frozen parameters too.
+        let arrived = match self.params[param].is_trained() {
+            true => lock(&self.gradients).arrive(self, param, grad),
+            false => Ok(drop(grad)),
+        };
         arrived.and_then(|()| self.release_param(param)).map_err(|e| self.stash(e))
+    }
+
+    /// A backward of somebody else no longer needs a parameter.
+    pub(super) fn passed_by(&self, param: ParamId) -> candle_core::Result<()> {
+        if !self.shards_params() {
+            return Ok(());
+        }
+        lock(&self.gather).release_passed_param(self, param).map_err(|e| self.stash(e))
     }
 
     fn release_param(&self, param: ParamId) -> Result<()> {
         if self.shards_params() { lock(&self.gather).release_param(self, param) } else { Ok(()) }
     }
 
-    /// A unit is about to run forward or backward.
+    /// Whether this thread runs the engine's own backward.
+    pub(super) fn is_in_backward(&self) -> bool {
+        lock(&self.backward_on).is_some_and(|thread| thread == thread::current().id())
+    }
+
+    /// A unit is about to run forward.
     pub(super) fn enter(&self, event: Event) -> candle_core::Result<()> {
-        if let Event::Backward(_) = event {
-            timeline::end_section();
+        if !self.shards_params() {
+            return Ok(());
         }
-        if self.shards_params() {
-            lock(&self.gather).enter(self, event).map_err(|e| self.stash(e))?;
+        lock(&self.gather).enter(self, event).map_err(|e| self.stash(e))
+    }
+
+    /// A unit's backward is about to begin, or that of the root.
+    pub(super) fn begin_backward(&self, unit: UnitId) -> candle_core::Result<()> {
+        if !self.is_in_backward() {
+            let pass = || lock(&self.gather).pass(self, unit);
+            return if self.shards_params() { pass().map_err(|e| self.stash(e)) } else { Ok(()) };
         }
-        if let Event::Backward(unit) = event {
-            timeline::section(timeline::Kind::Unit, "backward", || self.unit_name(unit));
-        }
+        timeline::end_section();
+        self.enter(Event::Backward(unit))?;
+        timeline::section(timeline::Kind::Unit, "backward", || self.unit_name(unit));
         Ok(())
     }
 
@@ -116,21 +173,61 @@ impl Core {
         lock(&self.gather).will_recompute();
     }
 
-    /// Runs the backward of a unit inside of the engine's.
-    pub(super) fn nested_backward<T>(
+    /// Runs the backward of a unit inside of another one: forward again, then `backward`.
+    pub(super) fn nested_backward<F, T>(
         &self,
         unit: UnitId,
-        backward: impl FnOnce() -> candle_core::Result<T>,
+        forward: impl FnOnce() -> candle_core::Result<F>,
+        backward: impl FnOnce(F) -> candle_core::Result<T>,
     ) -> candle_core::Result<T> {
-        lock(&self.gather).nest();
+        let passes = !self.is_in_backward();
+        lock(&self.gather).nest(passes);
         let _sections = timeline::sections();
-        let result = self.enter(Event::Backward(unit)).and_then(|()| backward());
-        lock(&self.gather).unnest();
-        result
+        let again = || {
+            // What the model itself may differentiate in its forward is not the engine's backward.
+            let _not_own = Replaced::with(&self.backward_on, None);
+            forward()
+        };
+        let result = self.begin_backward(unit).and_then(|()| again()).and_then(backward);
+        let released = lock(&self.gather).unnest(self, passes).map_err(|e| self.stash(e));
+        result.and_then(|result| released.map(|()| result))
     }
 
     /// Whether a model is only evaluated.
     pub(super) fn is_evaluating(&self) -> bool {
         self.evaluating.load(Ordering::Relaxed)
     }
+}
+
+/// Another value for a while.
+struct Replaced<'a>(&'a Mutex<Option<ThreadId>>, Option<ThreadId>);
+
+impl<'a> Replaced<'a> {
+    fn with(place: &'a Mutex<Option<ThreadId>>, value: Option<ThreadId>) -> Self {
+        Self(place, std::mem::replace(&mut *lock(place), value))
+    }
+}
+
+impl Drop for Replaced<'_> {
+    fn drop(&mut self) {
+        *lock(self.0) = self.1;
+    }
+}
+
+/// `tensor`, with `hook` running before the operation that made it is differentiated: as a hook of that operation where
+/// it is one of this library's, else in an operation of its own, `name`, on a copy.
+pub(super) fn before_backward(
+    tensor: Tensor,
+    name: &'static str,
+    hook: impl Fn() -> candle_core::Result<()> + Send + Sync + 'static,
+) -> candle_core::Result<Tensor> {
+    // A parameter is made by no operation that could run hooks.
+    if let Some(node) = node_of(&tensor).filter(|node| !node.slot.is_behind_a_gate()) {
+        node.slot.before_backward(Box::new(hook));
+        return Ok(tensor);
+    }
+    prepared(name, &tensor, copy_of(&tensor)?, move |_, grad| {
+        hook()?;
+        Ok(Some(grad.clone()))
+    })
 }

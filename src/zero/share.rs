@@ -4,6 +4,8 @@ use super::core::Core;
 use super::sub_group::{Home, SubGroup};
 use crate::error::Result;
 use crate::offload::{Offload, STEP};
+use crate::optim::Trainer;
+use crate::param::Param;
 use crate::precision::{Flat, FlatRef};
 use crate::tensor::residency;
 use crate::util::lock;
@@ -42,9 +44,14 @@ impl State {
 }
 
 impl Core {
+    /// Names of the optimizer states that there are of a parameter.
+    pub fn moments(&self, param: &Param, trainer: &Trainer) -> &'static [&'static str] {
+        if param.is_trained() { trainer.state_names(param.group) } else { &[] }
+    }
+
     /// Elements of parameter `param` that this rank holds optimizer state of.
     pub fn owned(&self, param: usize) -> Range<usize> {
-        let (group, slot) = self.places[param];
+        let (group, slot) = self.place_of(param);
         lock(&self.groups)[group].slots[slot].owned.clone()
     }
 
@@ -58,7 +65,7 @@ impl Core {
         take: impl FnOnce(FlatRef<'_>),
     ) -> Result<()> {
         let mut groups = lock(&self.groups);
-        let (group, slot) = self.places[param];
+        let (group, slot) = self.place_of(param);
         let group = &mut groups[group];
         let place = group.slots[slot].place(&range);
         match state.home(group) {
@@ -83,7 +90,7 @@ impl Core {
         range: Range<usize>,
         mut values: impl FnMut(Range<usize>) -> Result<Flat>,
     ) -> Result<()> {
-        let (group, slot) = self.places[param];
+        let (group, slot) = self.place_of(param);
         if state.home(&mut lock(&self.groups)[group]).is_none() {
             // It lies in the parameter's tensor: nothing is to be read for it.
             return Ok(());
@@ -105,7 +112,8 @@ impl Core {
         Ok(())
     }
 
-    fn set(&self, home: &mut Home, place: Range<usize>, values: FlatRef<'_>) -> Result<()> {
+    /// Sets elements of a state's home.
+    pub(super) fn set(&self, home: &mut Home, place: Range<usize>, values: FlatRef<'_>) -> Result<()> {
         match home {
             Home::Memory(share) => {
                 share.slice_mut(place).copy_cast(values);

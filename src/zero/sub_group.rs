@@ -1,8 +1,9 @@
 //! This rank's share of the model, sub-group by sub-group: what the optimizer works through.
 //!
 //! A sub-group is a run of parameters whose shares lie one after the other, in one buffer or one part of a file per
-//! kind of state, and that one half of the optimizer trains: Muon's matrices and AdamW's vectors have different states,
-//! so each half has sub-groups of its own. The optimizer step goes from sub-group to sub-group.
+//! kind of state, and that are of one class: Muon's matrices and AdamW's vectors have different states, and of frozen
+//! parameters there are weights alone, so each class has sub-groups of its own. The optimizer step goes from sub-group
+//! to sub-group.
 //!
 //! | | stage 0 | stages 1, 2 | stage 3 |
 //! |---|---|---|---|
@@ -19,7 +20,7 @@ use super::rank::{ExtentOf, Rank};
 use crate::error::Result;
 use crate::memory::{Kind, Ledger, Tracked};
 use crate::offload::{Files, Staged, Stream};
-use crate::optim::Role;
+use crate::optim::Class;
 use crate::param::ParamId;
 use crate::precision::{Elements, FlatMut, sum_of_squares};
 use candle_core::DType;
@@ -101,8 +102,7 @@ pub(crate) enum GradShare<R: Rank = Core> {
 
 /// One sub-group of this rank's share.
 pub(crate) struct SubGroup<R: Rank = Core> {
-    /// The half of the optimizer that trains it.
-    pub role: Role,
+    pub class: Class,
     pub slots: Vec<Slot>,
     /// Elements of each kind of state, padding included.
     pub len: usize,

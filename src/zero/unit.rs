@@ -14,6 +14,7 @@
 use super::core::{Core, Link};
 use super::kept_input::KeptInput;
 use super::registry::Registry;
+use super::run::before_backward;
 use super::trace::Event;
 use crate::graph::prepared::{copy_of, prepared};
 use crate::graph::{Grad, Inputs, Value, draw_from, node_of, once, place_of_draws, without_gradients};
@@ -109,6 +110,10 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
         if hook.core.is_evaluating() {
             return Ok(self.run(&hook, &x.detach())?.detach());
         }
+        if !x.track_op() && hook.core.is_frozen(hook.unit) {
+            // Nothing in it or below it is trained: no graph, and no backward.
+            return Ok(without_gradients(|| self.run(&hook, x))?.detach());
+        }
         let recomputes = self.recompute || hook.core.recomputation.every_unit;
         // Recomputation delivers the parameters' gradients to an engine; without one they belong in Candle's graph. An
         // untracked input would keep the operation's backward from ever being called.
@@ -160,9 +165,12 @@ impl<M: Module> Unit<M> {
             )
         };
         let _profile = spans::enter(Half::Backward, unit);
-        core.nested_backward(unit, || {
+        let forward = || {
             let input = Var::from_tensor(&core.kept_input(input)?)?;
             let y = self.inner.forward(input.as_tensor())?;
+            Ok((input, y))
+        };
+        core.nested_backward(unit, forward, |(input, y)| {
             // A scalar whose derivative by y is `grad`: its backward seeds the graph with it.
             let zero = storage_on(y.device(), to_storage(Flat::zeros(y.dtype(), 1)))?;
             let grad = grad.clone();
@@ -216,19 +224,15 @@ impl UnitContext {
         }
         let (unit, link) = (self.unit, self.link.clone());
         let begin = move || {
-            spans::begin_backward(unit);
-            link.core().map_or(Ok(()), |core| core.enter(Event::Backward(unit)))
+            let Some(core) = link.core() else { return Ok(()) };
+            if core.is_in_backward() {
+                spans::begin_backward(unit);
+            }
+            core.begin_backward(unit)
         };
-        if let Some(node) = node_of(&y) {
-            node.slot.before_backward(Box::new(begin));
+        if !shards_params && node_of(&y).is_none() {
             return Ok(y);
         }
-        if !shards_params {
-            return Ok(y);
-        }
-        prepared("unit-output", &y, copy_of(&y)?, move |_, grad| {
-            begin()?;
-            Ok(Some(grad.clone()))
-        })
+        before_backward(y, "unit-output", begin)
     }
 }

@@ -6,6 +6,7 @@ mod support;
 
 mod api;
 mod data_loader;
+mod draws;
 mod errors;
 mod monitors;
 mod muon;

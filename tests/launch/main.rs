@@ -5,6 +5,7 @@
 mod support;
 
 mod bad_input;
+mod engines;
 mod faults;
 mod ranks;
 mod restarts;

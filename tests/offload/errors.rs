@@ -61,7 +61,7 @@ fn refusal(folder: &Path) -> String {
 fn what_is_no_folder_to_write_to_is_refused_before_anything_is_built() {
     let folder = folder();
     let name = |text: String| text.replace(folder.path().to_str().unwrap(), "FOLDER");
-    insta::assert_snapshot!(name(refusal(&folder.path().join("none"))), @"cannot offload to FOLDER/none: there is no such folder; create it, or correct nvme_path");
+    insta::assert_snapshot!(name(refusal(&folder.path().join("no/such"))), @"cannot offload to FOLDER/no/such: there is no such folder, nor the one that it would be in; create it (mkdir -p FOLDER/no/such), or correct nvme_path");
     let file = folder.path().join("file");
     std::fs::write(&file, "mine").unwrap();
     insta::assert_snapshot!(name(refusal(&file)), @"cannot offload to FOLDER/file: it is a file; nvme_path names a folder");
@@ -73,35 +73,43 @@ fn what_is_no_folder_to_write_to_is_refused_before_anything_is_built() {
 }
 
 #[test]
-fn a_folder_belongs_to_one_job_at_a_time_and_to_all_of_its_ranks() {
+fn a_folder_belongs_to_one_job_at_a_time() {
+    let folder = folder();
+    // Another job: a lock that no engine of this process holds.
+    let other = std::fs::File::create(folder.path().join(".candle-zero.lock")).unwrap();
+    other.try_lock().unwrap();
+    let text = refusal(folder.path()).replace(folder.path().to_str().unwrap(), "FOLDER");
+    let text = text.replace(&format!("process {}", std::process::id()), "process PID");
+    insta::assert_snapshot!(text, @"cannot offload to FOLDER: a job that is running uses it already (process PID); give each job a folder of its own as nvme_path, or stop the other one");
+    // The same folder by another name.
+    let link = folder.path().with_extension("link");
+    std::os::unix::fs::symlink(folder.path(), &link).unwrap();
+    let text = refusal(&link);
+    std::fs::remove_file(&link).unwrap();
+    assert!(text.contains("a job that is running uses it already"), "{text}");
+    drop(other);
+    threads::run(1, |comm| start(comm, &all_in(folder.path())).map(drop)).unwrap().remove(0).unwrap();
+}
+
+#[test]
+fn all_ranks_and_engines_of_a_process_share_a_folder() {
     let folder = folder();
     let results = threads::run(2, |comm| {
-        let barrier = comm.clone();
-        let mut engine = start(comm, &all_in(folder.path()))?;
-        step(&mut engine)?;
-        if engine.rank() == 0 {
-            let busy =
-                threads::run(1, |comm| start(comm, &all_in(folder.path())).map(drop)).unwrap().remove(0).unwrap_err();
-            assert!(
-                matches!(busy, Error::Offload(OffloadError::Busy { owner: Some(pid), .. }) if pid == std::process::id())
-            );
-            let text = busy.to_string().replace(folder.path().to_str().unwrap(), "FOLDER");
-            let text = text.replace(&format!("process {}", std::process::id()), "process PID");
-            insta::assert_snapshot!(text, @"cannot offload to FOLDER: a job that is running uses it already (process PID); give each job a folder of its own as nvme_path, or stop the other one");
-            // The same folder by another name.
-            let link = folder.path().with_extension("link");
-            std::os::unix::fs::symlink(folder.path(), &link).unwrap();
-            let busy = threads::run(1, |comm| start(comm, &all_in(&link)).map(drop)).unwrap().remove(0);
-            std::fs::remove_file(&link).unwrap();
-            assert!(matches!(busy, Err(Error::Offload(OffloadError::Busy { .. }))));
+        let mut first = start(comm.clone(), &all_in(folder.path()))?;
+        step(&mut first)?;
+        let mut second = start(comm.clone(), &all_in(folder.path()))?;
+        step(&mut second)?;
+        step(&mut first)?;
+        drop(first);
+        step(&mut second)?;
+        if comm.rank() == 0 {
+            // The lock is still held.
+            assert!(std::fs::File::open(folder.path().join(".candle-zero.lock")).unwrap().try_lock().is_err());
         }
-        barrier.barrier().wait()?;
-        // What was refused has disturbed nobody.
-        step(&mut engine)
+        comm.barrier().wait()
     });
     assert!(results.unwrap().iter().all(Result::is_ok));
-    let again = threads::run(1, |comm| start(comm, &all_in(folder.path())).map(drop));
-    again.unwrap().remove(0).unwrap();
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
 #[test]
@@ -118,13 +126,13 @@ fn what_a_dead_job_left_is_removed_and_nothing_else() {
 fn a_rank_whose_folder_is_refused_stops_the_others_with_its_words() {
     let folder = folder();
     let results = threads::run(2, |comm| {
-        let path = [folder.path().to_owned(), folder.path().join("none")][comm.rank()].clone();
+        let path = [folder.path().to_owned(), folder.path().join("no/such")][comm.rank()].clone();
         start(comm, &all_in(&path)).map(drop)
     });
     let texts: Vec<String> = results.unwrap().into_iter().map(|r| r.unwrap_err().to_string()).collect();
     let text = texts[0].replace(folder.path().to_str().unwrap(), "FOLDER");
     let text = &text[..text.find(" while rank").unwrap_or(text.len())];
-    insta::assert_snapshot!(text, @"rank 1 stopped (cannot offload to FOLDER/none: there is no such folder; create it, or correct nvme_path)");
+    insta::assert_snapshot!(text, @"rank 1 stopped (cannot offload to FOLDER/no/such: there is no such folder, nor the one that it would be in; create it (mkdir -p FOLDER/no/such), or correct nvme_path)");
 }
 
 // ---- file systems ----------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ mod absent_parameter;
 mod candle_facts;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod frozen;
 mod optimizer_stages;
+mod passing_backward;
 mod stage_equality;
 mod unusual_models;

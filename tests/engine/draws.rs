@@ -1,0 +1,104 @@
+//! What an engine's forwards draw at random.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{Module, VarBuilder};
+use candle_zero::comm::threads;
+use candle_zero::nn::Dropout;
+use candle_zero::zero::{Unit, unit};
+use candle_zero::{Engine, EngineBuilder};
+use serde_json::{Value, json};
+
+fn config(more: Value) -> Value {
+    let mut config = json!({
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "gradient_clipping": 0.0,
+    });
+    for (key, value) in more.as_object().unwrap() {
+        config[key] = value.clone();
+    }
+    config
+}
+
+fn on_cpu() -> EngineBuilder {
+    Engine::builder().device(Device::Cpu)
+}
+
+/// x * w with dropout.
+struct Scaled {
+    w: Tensor,
+    dropout: Dropout,
+}
+
+impl Scaled {
+    fn new(vb: VarBuilder<'_>) -> Result<Self> {
+        Ok(Self { w: vb.get_with_hints(64, "w", candle_nn::Init::Const(1.0))?, dropout: Dropout::new(0.5, 7) })
+    }
+}
+
+impl Module for Scaled {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.dropout.forward(&x.broadcast_mul(&self.w)?)
+    }
+}
+
+fn ones() -> Tensor {
+    Tensor::ones((1, 64), DType::F32, &Device::Cpu).unwrap()
+}
+
+fn values(y: &Tensor) -> Result<Vec<f32>> {
+    y.flatten_all()?.to_vec1()
+}
+
+#[test]
+fn each_forward_of_a_micro_step_draws_its_own_masks() {
+    let mut engine = on_cpu().initialize(Scaled::new, config(json!({}))).unwrap();
+    let x = ones();
+    let mut forward = || values(&engine.forward(|m| m.forward(&x)).unwrap()).unwrap();
+    let masks = [forward(), forward(), forward()];
+    assert!(masks[0] != masks[1] && masks[1] != masks[2] && masks[0] != masks[2]);
+}
+
+#[test]
+fn the_masks_of_a_second_forward_are_those_of_its_gradients_also_where_they_are_recomputed() {
+    let build = |recompute: bool| {
+        move |vb: VarBuilder<'_>| -> Result<Unit<Scaled>> { Ok(unit(vb.pp("u"), Scaled::new)?.checkpointed(recompute)) }
+    };
+    for recompute in [false, true] {
+        let mut engine = on_cpu().initialize(build(recompute), config(json!({}))).unwrap();
+        let x = candle_core::Var::from_tensor(&ones()).unwrap();
+        let outputs = [(); 2].map(|()| engine.forward(|m| m.forward(&x)).unwrap());
+        let loss = outputs.iter().map(|y| y.sum_all().unwrap()).reduce(|a, b| (a + b).unwrap()).unwrap();
+        engine.backward(&loss).unwrap();
+        engine.step().unwrap();
+        // One step of SGD at rate 1: what the weight has lost is the sum of both masks, 2 where an element was kept.
+        let after = engine.eval(|m| m.forward(&ones())).unwrap();
+        let expected: Vec<f32> =
+            values(&outputs[0]).unwrap().iter().zip(values(&outputs[1]).unwrap()).map(|(a, b)| 1.0 - a - b).collect();
+        assert_eq!(values(&after).unwrap(), expected, "recompute: {recompute}");
+    }
+}
+
+#[test]
+fn the_first_forward_of_every_micro_step_draws_what_it_always_drew() {
+    // Recorded before later forwards of a micro step drew their own: positions of what is kept of 64 elements.
+    let masks = threads::run(2, |comm| {
+        let mut engine = on_cpu().communicator(comm).initialize(Scaled::new, config(json!({})))?;
+        let mut masks = vec![];
+        for _ in 0..2 {
+            let y = engine.forward(|m| m.forward(&ones()))?;
+            let kept = values(&y)?.iter().enumerate().map(|(i, v)| u64::from(*v != 0.0) << i).sum::<u64>();
+            masks.push(kept);
+            let loss = (y.sum_all()? * 0.0)?.add(&engine.forward(|m| m.forward(&ones()))?.sum_all()?)?;
+            engine.backward(&loss)?;
+            engine.step()?;
+        }
+        Ok(masks)
+    });
+    let masks: Vec<Vec<u64>> = masks.unwrap().into_iter().map(|masks| masks.unwrap()).collect();
+    assert_eq!(masks, RECORDED);
+}
+
+/// Of two ranks, in two micro steps.
+const RECORDED: [[u64; 2]; 2] =
+    [[2_501_429_309_727_772_225, 153_126_803_686_146_084], [9_252_438_015_401_749_142, 4_800_911_986_810_717_189]];

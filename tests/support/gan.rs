@@ -1,0 +1,113 @@
+//! A GAN of two engines: the generator's loss passes through the discriminator's model.
+
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{Linear, Module, VarBuilder, linear};
+use candle_zero::comm::Communicator;
+use candle_zero::{Engine, EngineBuilder};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// Samples of a rank in a step.
+const BATCH: usize = 8;
+
+/// Two layers.
+pub struct Net(Linear, Linear);
+
+impl Net {
+    fn new(inner: usize, outer: usize, vb: VarBuilder<'_>) -> Result<Self> {
+        Ok(Self(linear(inner, 17, vb.pp("hidden"))?, linear(17, outer, vb.pp("out"))?))
+    }
+}
+
+impl Module for Net {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.1.forward(&self.0.forward(x)?.tanh()?)
+    }
+}
+
+/// Generator and discriminator.
+pub struct Gan {
+    pub generator: Engine<Net>,
+    pub discriminator: Engine<Net>,
+}
+
+/// Numbers between -1 and 1 by rule.
+fn values(seed: usize, shape: (usize, usize)) -> Result<Tensor> {
+    let value = |i: usize| (((i * 7919 + seed * 104_729 + 13) % 2003) as f32 / 1001.5) - 1.0;
+    Tensor::from_iter((0..shape.0 * shape.1).map(value), &Device::Cpu)?.reshape(shape)
+}
+
+/// How far `scores` are from `goal`.
+fn distance(scores: &Tensor, goal: f64) -> Result<Tensor> {
+    (scores - goal)?.sqr()?.mean_all()
+}
+
+pub fn config(stage: u8) -> Value {
+    json!({
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {"type": "Adam", "params": {"lr": 2e-3, "betas": [0.5, 0.9]}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    })
+}
+
+impl Gan {
+    /// On the job that `comm` is, or that the environment names.
+    pub fn new(stage: u8, comm: Option<Arc<dyn Communicator>>) -> candle_zero::Result<Self> {
+        let builder = |seed: u64| -> EngineBuilder {
+            let builder = Engine::builder().device(Device::Cpu).seed(seed);
+            comm.iter().fold(builder, |builder, comm| builder.communicator(comm.clone()))
+        };
+        Ok(Self {
+            generator: builder(1).initialize(|vb| Net::new(3, 2, vb), config(stage))?,
+            discriminator: builder(2).initialize(|vb| Net::new(2, 1, vb), config(stage))?,
+        })
+    }
+
+    /// A step of the discriminator, on real samples and detached fake ones.
+    pub fn judge(&mut self, step: usize) -> candle_zero::Result<Tensor> {
+        let seed = step * 64 + self.generator.rank();
+        let fake = self.generator.eval(|g| g.forward(&values(seed, (BATCH, 3))?))?;
+        let real = (values(seed + 32, (BATCH, 2))? * 0.1)?.affine(1.0, 0.5)?;
+        let loss =
+            self.discriminator.forward(|d| distance(&d.forward(&real)?, 1.0)? + distance(&d.forward(&fake)?, 0.0)?)?;
+        self.discriminator.backward(&loss)?;
+        self.discriminator.step()?;
+        Ok(loss)
+    }
+
+    /// A step of the generator, through the discriminator.
+    pub fn generate(&mut self, step: usize) -> candle_zero::Result<Tensor> {
+        let Self { generator, discriminator } = self;
+        let seed = step * 64 + 7 + generator.rank();
+        let through = |g: &Net| -> Result<Tensor> {
+            let fake = g.forward(&values(seed, (BATCH, 3))?)?;
+            let scores = discriminator.forward(|d| d.forward(&fake)).map_err(candle_core::Error::wrap)?;
+            distance(&scores, 1.0)
+        };
+        let loss = generator.forward(through)?;
+        generator.backward(&loss)?;
+        generator.step()?;
+        Ok(loss)
+    }
+
+    /// Trains for `steps` steps. Gives the bits of all losses and norms of this rank, and those of the weights.
+    pub fn train(&mut self, steps: usize) -> candle_zero::Result<Vec<u64>> {
+        let mut bits = vec![];
+        for step in 0..steps {
+            for loss in [self.judge(step)?, self.generate(step)?] {
+                bits.push(u64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?.to_bits()));
+            }
+            let norms = [self.discriminator.get_global_grad_norm(), self.generator.get_global_grad_norm()];
+            bits.extend(norms.map(|norm| norm.unwrap_or(f64::NAN).to_bits()));
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("weights");
+        for engine in [&mut self.generator, &mut self.discriminator] {
+            // Rank 0 writes the file, in its own folder; the other ranks have their losses only.
+            engine.export_safetensors(&file)?;
+            let bytes = if engine.rank() == 0 { std::fs::read(&file).unwrap() } else { vec![] };
+            bits.extend(bytes.iter().map(|byte| u64::from(*byte)));
+        }
+        Ok(bits)
+    }
+}
