@@ -132,3 +132,17 @@ fn count(walk: &Walk<'_>, path: &str) -> usize {
     // Beyond usize (on 32 bits) there is no difference to "all".
     usize::try_from(walk.count(path)).unwrap_or(usize::MAX)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_that_begins_with_a_tilde_and_a_slash_lies_in_the_users_home() {
+        let home = std::env::home_dir();
+        assert_eq!(whole_path("~/.cache/offload"), home.map(|home| home.join(".cache/offload")));
+        for path in ["/a/~/b", "~", "~user/a", "a"] {
+            assert_eq!(whole_path(path), Some(path.into()));
+        }
+    }
+}

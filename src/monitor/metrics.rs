@@ -10,6 +10,10 @@ use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read as _, Write};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// How long a process that was killed may hold the file.
+const DYING: Duration = Duration::from_secs(2);
 
 /// Writes one JSON object per line. Each line is handed to the system at once, so a run that dies leaves whole lines.
 ///
@@ -113,11 +117,15 @@ fn claim(file: &File, path: &Path) -> Result<bool> {
     if !found.is_file() {
         return Ok(false);
     }
+    let start = Instant::now();
     // Where the file system knows no locks, nobody asks for them either.
-    if flock(file, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK) {
-        let owner = lock_owner(found.ino());
-        if owner != Some(std::process::id()) {
-            return Err(MonitorError::MetricsBusy { path: path.into(), owner }.into());
+    while flock(file, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK) {
+        match lock_owner(found.ino()) {
+            Some(owner) if owner == std::process::id() => break,
+            owner if start.elapsed() > DYING => {
+                return Err(MonitorError::MetricsBusy { path: path.into(), owner }.into());
+            }
+            _ => std::thread::sleep(Duration::from_millis(10)),
         }
     }
     Ok(true)

@@ -53,7 +53,7 @@ pub enum OffloadError {
         path: PathBuf,
         /// Bytes of all files on that file system, of all ranks; after the first step, of this rank.
         needed: u64,
-        /// Bytes of memory that were free when it was opened.
+        /// Bytes of memory that were free when the folder was opened.
         available: u64,
     },
     /// A file of offloaded state could not be read, written or made larger.

@@ -17,7 +17,7 @@ use std::time::Duration;
 const PREFIX: &str = ".candle-zero-offload-";
 
 /// How long a process that was killed may hold the folder.
-const DYING: Duration = Duration::from_millis(500);
+const DYING: Duration = Duration::from_secs(2);
 
 /// The part of the memory that was free which files on tmpfs leave to everything else.
 const LEFT_OVER: u64 = 16;
@@ -36,8 +36,18 @@ pub(crate) struct Folder {
     /// Bytes that were free when it was opened, and the number of the file system.
     free: u64,
     device: u64,
-    /// What says how much memory is free now, where that is what files take.
-    memory: Option<fn() -> u64>,
+    /// Where files take memory.
+    memory: Option<Memory>,
+}
+
+/// The memory that files take.
+#[derive(Debug)]
+struct Memory {
+    /// Bytes that were free when the folder was opened, and what says how many are now.
+    free: u64,
+    now: fn() -> u64,
+    /// Whether a file was refused for it.
+    is_full: AtomicBool,
 }
 
 /// The space that a rank's files have asked of a folder: ranks exchange it to find out how much is missing.
@@ -48,6 +58,8 @@ pub(super) struct Demand {
     pub asked: u64,
     pub got: u64,
     pub is_full: bool,
+    /// Bytes of memory that were free, where a file was refused for it; else 0.
+    pub memory: u64,
 }
 
 impl Folder {
@@ -71,22 +83,22 @@ impl Folder {
         }
         drop(unnamed_file(path)?);
         let lock = if is_first { Some(lock(path)?) } else { None };
-        let memory: Option<fn() -> u64> = is_memory(path).then_some(available_memory);
+        let memory = Memory { free: available_memory(), now: available_memory, is_full: false.into() };
         let folder = Self {
             path: path.to_owned(),
             _lock: lock,
             got: 0.into(),
             asked: 0.into(),
             is_full: false.into(),
-            free: memory.map_or_else(|| free(path), |memory| memory()),
+            free: free(path),
             device: metadata.dev(),
-            memory,
+            memory: is_memory(path).then_some(memory),
         };
         // What another engine of this process has is none of a dead job's.
         if folder._lock.as_ref().is_some_and(|lock| Arc::strong_count(lock) == 1) {
             folder.remove_leftovers();
         }
-        if is_first && memory.is_some() {
+        if is_first && folder.memory.is_some() {
             say(&format!(
                 "warning: {} is on tmpfs: what is offloaded to it stays in memory; let nvme_path name a folder on a disk",
                 path.display()
@@ -117,7 +129,11 @@ impl Folder {
     /// system would give them, and kill somebody for it later.
     pub fn ask_for(&self, bytes: u64) -> bool {
         self.asked.fetch_add(bytes, Ordering::Relaxed);
-        self.memory.is_none_or(|memory| self.free == 0 || bytes.saturating_add(self.free / LEFT_OVER) <= memory())
+        let Some(Memory { free, now, is_full }) = &self.memory else { return true };
+        // 0 where the system does not say.
+        let fits = *free == 0 || bytes.saturating_add(free / LEFT_OVER) <= now();
+        is_full.fetch_or(!fits, Ordering::Relaxed);
+        fits
     }
 
     /// It has got them.
@@ -139,25 +155,27 @@ impl Folder {
             asked: load(&self.asked),
             got: load(&self.got),
             is_full: self.is_full.load(Ordering::Relaxed),
+            memory: self.memory.as_ref().filter(|m| m.is_full.load(Ordering::Relaxed)).map_or(0, |m| m.free),
         }
     }
 
     /// A file was refused what it asked for: the error for this rank alone.
     pub fn refused(&self) -> Error {
         self.is_full.store(true, Ordering::Relaxed);
-        let Demand { asked, got, .. } = self.demand();
-        self.too_small(asked, got.saturating_add(free(&self.path)), got)
+        let own = self.demand();
+        self.too_small(Demand { free: own.got.saturating_add(free(&self.path)), ..own })
     }
 
-    /// The error of files that need `needed` bytes, where `got` of `available` bytes were to be had.
-    pub(super) fn too_small(&self, needed: u64, available: u64, got: u64) -> Error {
-        // With a quota, or where somebody else takes what is free, less can be had than what is free.
-        let less = if available < needed { available } else { got };
+    /// The error of files that ask for more than they have got.
+    pub(super) fn too_small(&self, demand: Demand) -> Error {
+        let Demand { free, asked, got, memory, .. } = demand;
         let path = self.path.clone();
-        match self.memory {
-            Some(_) => OffloadError::Memory { path, needed, available: self.free }.into(),
-            None => OffloadError::Space { path, needed, available: less }.into(),
+        if memory > 0 {
+            return OffloadError::Memory { path, needed: asked, available: memory }.into();
         }
+        // With a quota, or where somebody else takes what is free, less can be had than what is free.
+        let available = if free < asked { free } else { got };
+        OffloadError::Space { path, needed: asked, available }.into()
     }
 
     /// Bytes that the file system can give to this rank's files, those included that they have.
@@ -240,10 +258,10 @@ mod tests {
     fn files_in_memory_that_would_not_fit_are_refused_before_they_take_any() {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let folder = Folder::open(dir.path(), true).unwrap();
-        assert!(folder.memory.is_some() && folder.free > 0);
-        // As where little memory is free.
         let mut folder = Arc::into_inner(folder).unwrap();
-        (folder.memory, folder.free) = (Some(|| 1 << 20), 1 << 20);
+        assert!(folder.memory.as_ref().unwrap().free > 0);
+        // As where little memory is free.
+        folder.memory = Some(Memory { free: 1 << 20, now: || 1 << 20, is_full: false.into() });
         let arena = Arena::create(&Arc::new(folder), Kind::Gradients, "gradients", &Ledger::default()).unwrap();
         arena.reserve(512 << 10).unwrap();
         let error = arena.reserve(1 << 20).unwrap_err();

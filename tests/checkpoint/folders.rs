@@ -191,8 +191,8 @@ fn pipes_sockets_and_devices_in_place_of_its_files_are_errors_in_words() {
         let found = text();
         assert!(found.contains("it is a pipe, and a file is needed"), "{name}: {found}");
         std::fs::remove_file(&path).unwrap();
-        let _socket = std::os::unix::net::UnixListener::bind(&path);
-        if _socket.is_ok() {
+        let listener = std::os::unix::net::UnixListener::bind(&path);
+        if listener.is_ok() {
             let found = text();
             assert!(found.contains("it is a socket, and a file is needed"), "{name}: {found}");
             std::fs::remove_file(&path).unwrap();
