@@ -267,7 +267,7 @@ mod tests {
         let error = arena.reserve(1 << 20).unwrap_err();
         assert!(matches!(error, Error::Offload(OffloadError::Memory { needed: 0x18_0000, available: 0x10_0000, .. })));
         let text = error.to_string().replace(dir.path().to_str().unwrap(), "FOLDER");
-        insta::assert_snapshot!(text, @"");
+        insta::assert_snapshot!(text, @"cannot offload to FOLDER: it is on tmpfs, so files there stay in memory: they need 1572864 bytes or more, and 1048576 were free; let nvme_path name a folder on a disk");
     }
 
     #[test]
@@ -278,7 +278,7 @@ mod tests {
         assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o700);
         assert_eq!(std::fs::read_dir(&path).unwrap().count(), 0);
         let text = Folder::open(&dir.path().join("no/such"), true).unwrap_err().to_string();
-        insta::assert_snapshot!(text.replace(dir.path().to_str().unwrap(), "DIR"), @"");
+        insta::assert_snapshot!(text.replace(dir.path().to_str().unwrap(), "DIR"), @"cannot offload to DIR/no/such: there is no such folder, nor the one that it would be in; create it (mkdir -p DIR/no/such), or correct nvme_path");
         assert!(!dir.path().join("no").exists());
     }
 }

@@ -9,9 +9,9 @@ use candle_zero::comm::threads;
 use candle_zero::error::{CheckpointError, Error, Result};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Lines};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 const SHAPE: Shape = Shape { units: true, checkpointed: false, layers: 1 };
@@ -150,13 +150,13 @@ fn checkpoints_without_latest_are_an_error_that_lists_them_and_an_empty_folder_i
     });
     let latest = dir.path().join("latest");
     std::fs::remove_file(&latest).unwrap();
-    insta::assert_snapshot!(load_error(dir.path()), @"");
+    insta::assert_snapshot!(load_error(dir.path()), @"the checkpoint DIR cannot be used: it has no file `latest`, which names the checkpoint to load; give its tag, or write that into such a file; there are: global_step1, global_step2");
     std::os::unix::fs::symlink("gone", &latest).unwrap();
-    insta::assert_snapshot!(load_error(dir.path()), @"");
+    insta::assert_snapshot!(load_error(dir.path()), @"the checkpoint DIR/latest cannot be used: it is a link to nothing; give the tag to load, or replace this file by one that names it; there are: global_step1, global_step2");
     for steps in [1, 2] {
         std::fs::remove_dir_all(dir.path().join(format!("global_step{steps}"))).unwrap();
     }
-    insta::assert_snapshot!(load_error(dir.path()), @"");
+    insta::assert_snapshot!(load_error(dir.path()), @"the checkpoint DIR/latest cannot be used: it is a link to nothing; give the tag to load, or replace this file by one that names it");
 }
 
 // ---- what is no file ---------------------------------------------------------------------------------------------
@@ -222,34 +222,44 @@ fn saver() {
     });
 }
 
-fn start_saver(dir: &Path) -> Child {
+/// That job, and what it says.
+struct Saver(Child, Lines<BufReader<ChildStdout>>);
+
+impl Saver {
+    fn end(mut self) {
+        drop(self.0.stdin.take());
+        self.1.for_each(drop);
+        assert!(self.0.wait().unwrap().success());
+    }
+}
+
+fn start_saver(dir: &Path) -> Saver {
     let mut program = Command::new(std::env::current_exe().unwrap());
     program.args(as_program(module_path!(), "saver")).env("DIR_OF_TEST", dir);
     let mut child = program.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    assert!(lines.map_while(std::io::Result::ok).any(|line| line.contains("saved")));
-    child
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(lines.by_ref().map_while(std::io::Result::ok).any(|line| line.contains("saved")));
+    Saver(child, lines)
 }
 
 #[test]
 fn the_second_job_that_saves_into_a_folder_is_told_and_one_that_only_loads_is_not_disturbed() {
     let dir = folder();
-    let mut other = start_saver(dir.path());
+    let other = start_saver(dir.path());
     alone(|engine| {
         engine.load_checkpoint(dir.path(), None, &LoadOptions::default())?.unwrap();
         let error = engine.save_checkpoint(dir.path(), Some("mine"), Value::Null).unwrap_err().to_string();
         let error = error.replace(dir.path().to_str().unwrap(), "DIR");
-        let error = error.replace(&format!("process {}", other.id()), "process PID");
-        insta::assert_snapshot!(error, @"");
+        let error = error.replace(&format!("process {}", other.0.id()), "process PID");
+        insta::assert_snapshot!(error, @"cannot save checkpoints into DIR: a job that is running saves there already (process PID); give each job a folder of its own, or stop the other one");
         Ok(())
     });
-    drop(other.stdin.take());
-    assert!(other.wait().unwrap().success());
+    other.end();
     assert_eq!(names(dir.path()), ["global_step5", "latest"]);
     // The folder is free again, also after a job that was killed.
     let mut killed = start_saver(dir.path());
-    killed.kill().unwrap();
-    killed.wait().unwrap();
+    killed.0.kill().unwrap();
+    killed.0.wait().unwrap();
     assert_eq!(names(dir.path()), [".candle-zero.lock", "global_step5", "latest"]);
     alone(|engine| engine.save_checkpoint(dir.path(), Some("mine"), Value::Null));
     assert_eq!(names(dir.path()), ["global_step5", "latest", "mine"]);
@@ -266,23 +276,22 @@ fn a_folder_that_cannot_be_saved_into_is_found_without_a_save() {
             let text = engine.check_save_dir(path).unwrap_err().to_string();
             text.replace(dir.path().to_str().unwrap(), "DIR")
         };
-        insta::assert_snapshot!(error(&dir.path().join("file")), @"");
-        insta::assert_snapshot!(error(&dir.path().join("file/below")), @"");
-        insta::assert_snapshot!(error(Path::new("/proc/x")), @"");
+        insta::assert_snapshot!(error(&dir.path().join("file")), @"the checkpoint DIR/file cannot be used: it is a file, and checkpoints are saved into a folder; give another path");
+        insta::assert_snapshot!(error(&dir.path().join("file/below")), @"the checkpoint DIR/file/below cannot be used: it cannot be written: File exists (os error 17); correct that, or save elsewhere; checkpoints that were saved before are whole");
+        insta::assert_snapshot!(error(Path::new("/proc/x")), @"the checkpoint /proc/x cannot be used: it cannot be written: No such file or directory (os error 2); correct that, or save elsewhere; checkpoints that were saved before are whole");
         // What was refused costs nothing.
         train(engine, 1)?;
         engine.check_save_dir(dir.path().join("new/ck"))?;
         engine.save_checkpoint(dir.path().join("new/ck"), Some("one"), Value::Null)
     });
     assert_eq!(names(&dir.path().join("new/ck")), ["latest", "one"]);
-    let mut other = start_saver(dir.path());
+    let other = start_saver(dir.path());
     alone(|engine| {
         let error = engine.check_save_dir(dir.path()).unwrap_err();
         assert!(
-            matches!(error, Error::Checkpoint(CheckpointError::Busy { owner: Some(pid), .. }) if pid == other.id())
+            matches!(error, Error::Checkpoint(CheckpointError::Busy { owner: Some(pid), .. }) if pid == other.0.id())
         );
         Ok(())
     });
-    drop(other.stdin.take());
-    other.wait().unwrap();
+    other.end();
 }
