@@ -8,6 +8,7 @@ use super::clock::Clock;
 use super::common::{Own, check_same_on_all_ranks};
 use super::reporter::Reporter;
 use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
+use crate::checkpoint::HeldFolders;
 use crate::comm::Communicator;
 use crate::config::Config;
 use crate::error::{OptimError, ParamError, Result};
@@ -99,6 +100,8 @@ impl<M> Engine<M> {
             clock: Clock::default(),
             reporter,
             saving: None,
+            place: None,
+            held_folders: HeldFolders::default(),
             failed_save: None,
             stopped: None,
             recorder: None,

@@ -8,4 +8,5 @@ mod buffers;
 mod deepspeed_continue;
 mod deepspeed_import;
 mod faults;
+mod folders;
 mod save_and_load;
