@@ -76,3 +76,8 @@ pub use profiler::StepTimings;
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// The code of docs/frozen.md, likewise.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/frozen.md")]
+struct FrozenPage;
