@@ -11,6 +11,7 @@ mod norm;
 mod packing;
 mod pages;
 mod scaler;
+pub(crate) mod stochastic;
 
 pub use blocks::{BLOCK, Ints};
 pub(crate) use elements::Elements;

@@ -11,7 +11,7 @@
 //! all of a tensor: here each 256 blocks have their own, so that they can be made without the others.
 
 use super::cast::{narrow, widen};
-use super::dynamic::SIGNED as SCALES;
+use super::dynamic::{SIGNED as SCALES, SMALLEST, largest};
 use super::{FlatMut, FlatRef};
 use crate::kernels::simd::Loop;
 
@@ -68,9 +68,6 @@ static PAIRS: [[f32; 2]; 256] = {
     }
     pairs
 };
-
-/// Below that, the inverse of a scale would be no number.
-pub(super) const SMALLEST: f32 = 1e-38;
 
 /// How the scales of blocks are kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -193,12 +190,6 @@ fn block<'a>(src: FlatRef<'a>, i: usize, room: &'a mut [f32; BLOCK]) -> &'a [f32
             values
         }
     }
-}
-
-/// The largest magnitude; a nan is larger than all numbers.
-#[inline(always)]
-pub(super) fn largest(values: &[f32]) -> f32 {
-    f32::from_bits(values.iter().fold(0, |m, x| (x.to_bits() & 0x7fff_ffff).max(m)))
 }
 
 #[inline(always)]
