@@ -71,10 +71,10 @@ impl Core {
         let group = &mut groups[group];
         if let Some((packing, home)) = group.packed() {
             let (slot, words) = (&group.slots[slot], self.words(home, &group.slots[slot])?);
-            // Whole units, from the one on in which the range begins.
+            // What the model computes with: whole units, from the one on in which the range begins.
             let from = (range.start - slot.owned.start) / packing.unit() * packing.unit();
             let to = range.end - slot.owned.start;
-            let mut values = Flat::zeros(DType::F32, to - from);
+            let mut values = Flat::zeros(self.dtype, to - from);
             packed::unpack(packing, words.as_ref(), from, values.as_mut());
             take(values.slice(values.len() - range.len()..values.len()));
             return Ok(());
