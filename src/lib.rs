@@ -71,6 +71,8 @@ pub use config::Config;
 pub use engine::{Engine, EngineBuilder};
 pub use error::{Error, Result};
 pub use profiler::StepTimings;
+/// The crate whose `Value` and `json!` stand in calls of this one: for programs that do not name it themselves.
+pub use serde_json;
 
 /// README's code, compiled and run as a doc test.
 #[cfg(doctest)]

@@ -311,6 +311,11 @@ impl<B: Elements> Tracked<B> {
         Ok(Self { flat: change(self.flat)?, held: self.held })
     }
 
+    /// The buffer, out of the ledger.
+    pub fn into_buffer(self) -> B {
+        self.flat
+    }
+
     pub fn buffer(&self) -> &B {
         &self.flat
     }

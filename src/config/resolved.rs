@@ -168,6 +168,9 @@ pub struct ZeroConfig {
     pub quantized_nontrainable_weights: bool,
     /// `zero_quantized_gradients`: what a rank sends of its gradients is int4 with a scale per block.
     pub quantized_gradients: bool,
+    /// `ignore_unused_parameters`: a parameter that no backward reaches has a gradient of zeros in place of an error.
+    /// Where the file does not say it: false (DeepSpeed: true).
+    pub ignore_unused_parameters: bool,
     /// `offload_optimizer`; `None` where nothing is offloaded (`device` none, stage 0).
     pub offload_optimizer: Option<OffloadOptimizer>,
     /// `offload_param`; `None` where nothing is offloaded (`device` none, stages below 3).

@@ -33,6 +33,7 @@ pub struct EngineBuilder {
     pub(super) trainable: Option<TrainableRule>,
     pub(super) quantized: Option<(Packing, TrainableRule)>,
     timeline: Option<PathBuf>,
+    ignore_unused_parameters: bool,
 }
 
 impl Engine<()> {
@@ -125,6 +126,18 @@ impl EngineBuilder {
         self
     }
 
+    /// A parameter that no backward reaches has a gradient of zeros in place of an error; rank 0 names those of the
+    /// first step once. Ranks may miss different parameters in one step. The same as
+    /// `zero_optimization.ignore_unused_parameters: true`.
+    ///
+    /// What will not come is known only when backward is over. So gradients are held until then, at every stage, as
+    /// stage 1 always does: a rank's memory then has its whole gradient once per micro step.
+    #[must_use]
+    pub fn ignore_unused_parameters(mut self) -> Self {
+        self.ignore_unused_parameters = true;
+        self
+    }
+
     /// Trains only the parameters of which `rule` says so, by name and shape, and freezes all others; the same on all
     /// ranks. Frozen parameters are sharded, gathered and offloaded as all others, and have no gradient, master weights
     /// or optimizer states. [`Engine::set_trainable`] changes it between steps. Default: all are trained, but for those
@@ -192,7 +205,8 @@ impl EngineBuilder {
         let recorder = recorder.inspect_err(|e| comm.abort(&e.to_string()))?;
         let _here = timeline::enter(recorder.as_ref());
         let _span = timeline::span(timeline::Kind::Engine, "initialize");
-        let engine = Config::load_for(config, comm.size(), &self.run_values).and_then(|config| {
+        let engine = Config::load_for(config, comm.size(), &self.run_values).and_then(|mut config| {
+            config.zero.ignore_unused_parameters |= self.ignore_unused_parameters;
             let source = match &self.init_from {
                 Some(path) => Source::file(path)?,
                 None => Source::Random { seed: self.seed.unwrap_or(config.seed) },

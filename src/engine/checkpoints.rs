@@ -3,7 +3,7 @@
 use super::{Engine, Losses, Phase};
 use crate::checkpoint::{self, LoadOptions, Loaded, Progress, SaveJob, SaveOptions, SaveRequest};
 use crate::comm::agree::Failure;
-use crate::error::{EngineError, Result};
+use crate::error::Result;
 use crate::precision::Flat;
 use crate::timeline;
 use candle_core::DType;
@@ -17,7 +17,8 @@ impl<M> Engine<M> {
     /// `checkpoint.tag_validation` says what happens. Gives the folder of the checkpoint.
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] between micro steps of an accumulation; a file cannot be written: on all ranks, the
+    /// [`EngineError::MidAccumulation`] in the middle of an accumulation, whose gradients no checkpoint has, before
+    /// anything is written; a file cannot be written: on all ranks, the
     /// engine can go on and earlier checkpoints are untouched; the error of an earlier save in the background; a failed
     /// collective.
     pub fn save_checkpoint(
@@ -85,8 +86,8 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks for a checkpoint that is
-    /// damaged or belongs to another model or optimizer: the engine is as it was. [`EngineError::OutOfOrder`] in the
-    /// middle of an accumulation; a failed collective.
+    /// damaged or belongs to another model or optimizer: the engine is as it was. [`EngineError::MidAccumulation`] in
+    /// the middle of an accumulation; a failed collective.
     pub fn load_checkpoint(
         &mut self,
         dir: impl AsRef<Path>,
@@ -100,6 +101,9 @@ impl<M> Engine<M> {
         self.forget_forward();
         if !options.load_module_only {
             self.set_progress(Progress::of(checkpoint.manifest(), self.progress(), options));
+        }
+        if self.global_steps > 0 {
+            self.core.unused_was_judged();
         }
         Ok(Some(checkpoint.into_loaded()))
     }
@@ -181,18 +185,5 @@ impl<M> Engine<M> {
     pub(super) fn forget_forward(&mut self) {
         self.phase = Phase::Ready;
         self.losses = Losses::default();
-    }
-
-    /// An error in the middle of an accumulation: its gradients are no part of a checkpoint.
-    pub(super) fn between_steps(&self, call: &'static str) -> Result<()> {
-        self.not_stopped()?;
-        let accumulation = self.config.batch.gradient_accumulation_steps as u64;
-        match self.phase == Phase::Backwarded || !self.micro_steps.is_multiple_of(accumulation) {
-            true => {
-                Err(EngineError::OutOfOrder { call, when: "in the middle of an accumulation, before its last step" }
-                    .into())
-            }
-            false => Ok(()),
-        }
     }
 }

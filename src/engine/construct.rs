@@ -6,7 +6,7 @@
 
 use super::clock::Clock;
 use super::reporter::Reporter;
-use super::{Engine, EngineBuilder, Losses, Phase};
+use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
 use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
 use crate::config::Config;
@@ -96,6 +96,7 @@ impl<M> Engine<M> {
             losses: Losses::default(),
             global_steps: 0,
             micro_steps: 0,
+            accumulation: Accumulation::default(),
             forwards: 0,
             skipped_steps: 0,
             optimizer_steps: 0,

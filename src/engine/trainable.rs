@@ -12,7 +12,7 @@ impl<M> Engine<M> {
     /// rank's share is in memory, or in the files, twice.
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`](crate::error::EngineError::OutOfOrder) in the middle of an accumulation;
+    /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation;
     /// [`ParamError::NothingTrained`] for a rule that freezes everything; [`ParamError::QuantizedTrained`] for one that
     /// trains a quantized parameter;
     /// [`EngineError::TrainableDiffers`](crate::error::EngineError::TrainableDiffers) where ranks have different rules;

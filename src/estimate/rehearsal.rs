@@ -118,7 +118,8 @@ impl<'a> Rehearsal<'a> {
     pub fn train(&self) -> Result<Traffic> {
         let zero = &self.config.zero;
         let mut gather = Gatherer::new(self.params, self.num_units, zero, self.world_size());
-        let mut gradients = Gradients::new(self.plan, zero.reduce_bucket_size, self.params.len());
+        let optional = vec![zero.ignore_unused_parameters; self.params.len()];
+        let mut gradients = Gradients::new(self.plan, zero.reduce_bucket_size, optional);
         gather.refresh_persistent(self)?;
         // From the third micro step on all of a step are alike: what they move can be multiplied.
         let accumulation = self.config.batch.gradient_accumulation_steps;
@@ -292,6 +293,14 @@ impl gradients::Carrier for Rehearsal<'_> {
 
     fn bytes(grad: &Blank) -> usize {
         grad.capacity_in_bytes()
+    }
+
+    fn zeros(&self, param: &Param) -> Blank {
+        Blank::zeros(self.dtype(), param.numel)
+    }
+
+    fn sum(a: Blank, _: Blank) -> Result<Blank> {
+        Ok(a)
     }
 
     fn pack(&self, plan: &ReducePlan, parcel: &Parcel, _: Vec<Arrival<Blank>>) -> Result<Blank> {

@@ -9,6 +9,7 @@ use super::gradients::{Gradients, ReducePlan};
 use super::rank::Rank;
 use super::share_plan::SharePlan;
 use super::sub_group::{SubGroup, places};
+use super::unreduced::Unreduced;
 use crate::comm::Communicator;
 use crate::config::ZeroConfig;
 use crate::error::{Error, ParamError};
@@ -48,6 +49,8 @@ pub(crate) struct Core {
     pub(super) groups: Mutex<Vec<SubGroup>>,
     pub(super) gather: Mutex<Gatherer>,
     pub(super) gradients: Mutex<Gradients>,
+    /// Gradients that are not reduced yet.
+    pub(super) unreduced: Mutex<Unreduced>,
     pub(super) recomputation: Recomputation,
     /// A model is only evaluated: nothing is recorded or kept.
     pub(super) evaluating: AtomicBool,
@@ -127,7 +130,8 @@ impl Core {
         let Registered { params, units, used_by, groups } = registered;
         let places = places(&groups, params.len());
         let gather = Gatherer::new(&params, units.len(), &zero, comm.size());
-        let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, params.len());
+        let optional = vec![zero.ignore_unused_parameters; params.len()];
+        let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, optional);
         Self {
             comm,
             placement: zero.stage.placement(),
@@ -144,6 +148,7 @@ impl Core {
             groups: Mutex::new(groups),
             gather: Mutex::new(gather),
             gradients: Mutex::new(gradients),
+            unreduced: Mutex::default(),
             recomputation,
             evaluating: AtomicBool::new(false),
             backward_on: Mutex::new(None),

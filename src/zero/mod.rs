@@ -14,9 +14,11 @@
 //! | `gather.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
 //! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
 //! | `step.rs` | vote, update |
+//! | `unreduced.rs`, `no_sync.rs` | gradients that a rank keeps for itself until they are reduced |
 //! | `walk.rs` | a pass through the share, in memory and in files |
 //! | `whole.rs` | norms of whole parameters, and directions made of whole ones |
 //! | `publish.rs` | updated shards, brought to all ranks |
+//! | `unused.rs` | parameters that no backward reaches |
 //! | `freeze.rs` | parameters frozen and thawed between steps |
 //! | `export.rs` | whole parameters in a file |
 //!
@@ -30,6 +32,7 @@ pub(crate) mod gather;
 pub(crate) mod gradients;
 mod kept_input;
 pub(crate) mod lay_out;
+mod no_sync;
 mod packed;
 pub(crate) mod parcel;
 mod publish;
@@ -43,6 +46,8 @@ pub(crate) mod step;
 pub(crate) mod sub_group;
 pub(crate) mod trace;
 pub(crate) mod unit;
+mod unreduced;
+mod unused;
 pub(crate) mod walk;
 mod whole;
 

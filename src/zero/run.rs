@@ -82,7 +82,10 @@ impl Core {
             once(|| stacker::maybe_grow(RED_ZONE, BACKWARD_STACK, || loss.backward())).map(drop)
         };
         run().map_err(|e| self.explain(e))?;
-        lock(&self.gradients).end_backward(self)?;
+        if !self.holds_unreduced() {
+            self.release_unreduced()?;
+            lock(&self.gradients).end_backward(self)?;
+        }
         self.release_all()
     }
 
@@ -111,9 +114,10 @@ impl Core {
     /// A parameter's gradient is complete, as far as this backward goes.
     pub(super) fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
         // Candle's operations make gradients of frozen parameters too.
-        let arrived = match self.params[param].is_trained() {
-            true => lock(&self.gradients).arrive(self, param, grad),
-            false => Ok(drop(grad)),
+        let grad = Some(grad).filter(|_| self.params[param].is_trained());
+        let arrived = match grad.map_or(Ok(None), |grad| self.to_reduce(param, grad))? {
+            Some(grad) => lock(&self.gradients).arrive(self, param, grad),
+            None => Ok(()),
         };
         arrived.and_then(|()| self.release_param(param)).map_err(|e| self.stash(e))
     }

@@ -6,6 +6,7 @@ mod support;
 
 mod absent_parameter;
 mod candle_facts;
+mod conditional;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod frozen;

@@ -42,7 +42,7 @@ const ZERO: &[super::Key] = keys! {
     "round_robin_gradients": Bool, "false", none("shares are equal parts already"), "Spread parameters over ranks by turn.";
     "parameter_alignment": Bool, "false", none("layout does not change values"), "Pad each parameter to 16 bytes.";
     "compute_grad_norm": Bool, "true", none("the norm is always computed"), "False skips the norm; only with gradient_clipping 0 at stage 1 or 2.";
-    "ignore_unused_parameters": Bool, "true", none("a trainable parameter without a gradient is always an error"), "False: a parameter without gradient is an error.";
+    "ignore_unused_parameters": Bool, "false", H, "True: a parameter that no backward reaches has a gradient of zeros; gradients are then held until backward ends, at every stage. False: it is an error of the first optimizer step that names it (DeepSpeed's default is true).";
     "load_from_fp32_weights": Bool, "true", none("a checkpoint holds master weights"), "On load rebuild master weights from f32.";
     "elastic_checkpoint": Bool, "false", none("every checkpoint loads at any number of ranks"), "Checkpoints that load at any world size.";
     "pipeline_loading_checkpoint": Bool, "false", none("it does not change values"), "Overlap the reading of checkpoint files.";
