@@ -3,10 +3,6 @@
 //! The codes are the places of 256 sorted values in [-1, 1], or in [0, 1]: seven decades, the larger the more values
 //! in it. An element is the value of its code times the largest magnitude of its block.
 
-<<<<<<< HEAD
-use super::nf4::{SMALLEST, largest};
-=======
->>>>>>> next
 use std::sync::LazyLock;
 
 /// The ends of the map's decades.
@@ -24,12 +20,9 @@ const SMALLEST_EXPONENT: u32 = 127 - 24;
 /// Places of magnitudes up to 1.
 const PLACES: usize = 24 * (1 << MANTISSA) + 1;
 
-<<<<<<< HEAD
-=======
 /// Below that, the inverse of a scale would be no number.
 pub(super) const SMALLEST: f32 = 1e-38;
 
->>>>>>> next
 /// 256 values, and how the nearest of them is found.
 pub(crate) struct DynamicMap {
     values: [f32; 256],
@@ -118,15 +111,12 @@ impl DynamicMap {
     }
 }
 
-<<<<<<< HEAD
-=======
 /// The largest magnitude; a nan is larger than all numbers.
 #[inline(always)]
 pub(super) fn largest(values: &[f32]) -> f32 {
     f32::from_bits(values.iter().fold(0, |m, x| (x.to_bits() & 0x7fff_ffff).max(m)))
 }
 
->>>>>>> next
 /// The map of numbers of both signs, of this process.
 pub(crate) static SIGNED: LazyLock<DynamicMap> = LazyLock::new(DynamicMap::signed);
 
