@@ -23,7 +23,7 @@ mod watch;
 
 pub use builder::EngineBuilder;
 
-use crate::checkpoint::SaveJob;
+use crate::checkpoint::{HeldFolders, Place, SaveJob};
 use crate::comm::agree::Failure;
 use crate::config::{Config, Precision};
 use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
@@ -88,6 +88,10 @@ pub struct Engine<M> {
     reporter: Reporter,
     /// A checkpoint that is being written.
     saving: Option<SaveJob>,
+    /// The checkpoint that was saved or loaded last.
+    place: Option<Place>,
+    /// Where this job saves.
+    held_folders: HeldFolders,
     /// The reason for a failure, until it has been reported.
     failed_save: Option<Error>,
     /// The error that ended the job for this rank.

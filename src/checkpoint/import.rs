@@ -102,6 +102,8 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Manifest
         format: FORMAT.into(),
         version: VERSION,
         tag: tag.into(),
+        is_named: true,
+        previous: None,
         world_size: 1,
         stage: from.stage(),
         dtype: dtype.into(),

@@ -3,6 +3,7 @@
 use super::agreement::{failed_elsewhere, same_on_all_ranks};
 use super::folder;
 use super::layout::Places;
+use super::line::Place;
 use super::manifest::{MANIFEST, Manifest};
 use super::rank_file::RankFile;
 use crate::comm::agree::{Failure, agree};
@@ -66,17 +67,18 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens checkpoint `tag` of folder `dir`, or the one that `latest` names; nothing if there is no `latest` either.
+    /// Opens checkpoint `tag` of folder `dir`, or the one that `latest` names; nothing if there is no checkpoint.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`] with the file that is missing, damaged or not readable.
+    /// [`CheckpointError::Unusable`] with the file that is missing, damaged or not readable; for checkpoints without
+    /// `latest` and without a tag.
     pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Option<Self>> {
         let dir = dir.as_ref();
         let tag = match tag {
             Some(tag) => tag.to_owned(),
             None => match folder::latest(dir)? {
                 Some(tag) => tag,
-                None => return Ok(None),
+                None => return folder::without_latest(dir).map(|()| None),
             },
         };
         let path = folder::existing(dir, &tag)?;
@@ -84,6 +86,13 @@ impl Checkpoint {
         let files = (0..manifest.world_size).map(|rank| RankFile::open(&path, &manifest, rank).map(Mutex::new));
         let files = files.collect::<Result<Vec<_>>>()?;
         Ok(Some(Self { path, places: Places::new(manifest.layout()), manifest, files }))
+    }
+
+    /// What a save that comes next follows.
+    pub(crate) fn place(&self) -> Option<Place> {
+        // Its folder may have been renamed.
+        let tag = self.path.file_name()?.to_str()?;
+        Place::new(self.path.parent()?, tag, &self.manifest)
     }
 
     /// Its content.

@@ -4,6 +4,7 @@ use super::disk::Disk;
 use super::layout::{BLOCK, Layout, PAGE};
 use super::manifest::{FileEntry, Manifest, file_name};
 use crate::error::{CheckpointError, Error, Result};
+use crate::files;
 use crate::offload::Aligned;
 use crate::precision::FlatRef;
 use crate::zero::share::PIECE;
@@ -150,7 +151,7 @@ impl RankFile {
             std::io::ErrorKind::NotFound => wrong("the file is missing; load another tag".into()),
             _ => wrong(format!("{e}; make it readable, or load another tag")),
         };
-        let file = File::open(&path).map_err(unreadable)?;
+        let file = files::open(&path).map_err(unreadable)?;
         let found = file.metadata().map_err(unreadable)?.len();
         if found != entry.bytes {
             let bytes = entry.bytes;

@@ -7,6 +7,7 @@
 use super::clock::Clock;
 use super::reporter::Reporter;
 use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
+use crate::checkpoint::HeldFolders;
 use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
 use crate::config::Config;
@@ -106,6 +107,8 @@ impl<M> Engine<M> {
             clock: Clock::default(),
             reporter,
             saving: None,
+            place: None,
+            held_folders: HeldFolders::default(),
             failed_save: None,
             stopped: None,
             recorder: None,
