@@ -3,6 +3,7 @@
 use super::layout::{BLOCK, Layout, PAGE};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::read_text;
+use crate::layout::Cut;
 use crate::zero::share::WEIGHTS;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -77,6 +78,9 @@ pub struct Parameter {
     /// parameter, nothing of one that was left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub states: Option<Vec<String>>,
+    /// Elements that lie in one file together, the blocks in which a state is coded; 0 where there are none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub block: u64,
     /// Updates of the weights before the first of its own, if it was frozen then.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub updates_before: u64,
@@ -121,6 +125,11 @@ impl Parameter {
     /// Number of elements. A manifest that has been read has none that overflows.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// How the ranks' files share it.
+    pub(super) fn cut(&self) -> Cut {
+        Cut { numel: self.numel(), block: usize::try_from(self.block).unwrap_or(usize::MAX).max(1) }
     }
 
     fn checked_numel(&self) -> Option<usize> {
@@ -216,7 +225,7 @@ impl Manifest {
         for p in &self.parameters {
             let own = p.states.as_ref().unwrap_or(&self.states);
             let are_known = (own.is_empty() || p.has(WEIGHTS)) && own.iter().all(|state| self.states.contains(state));
-            let are_known = are_known && p.updates_before <= self.optimizer_steps;
+            let are_known = are_known && p.updates_before <= self.optimizer_steps && p.block < 1 << 20;
             say(are_known, format!("{} has the states {own:?}, of {:?}", p.name, self.states))?;
         }
         let mut sum = 0u64;
@@ -261,7 +270,7 @@ impl Manifest {
         let has = |state: &String| self.parameters.iter().map(|p| p.has(state)).collect();
         Layout {
             world_size: self.world_size,
-            numels: self.parameters.iter().map(Parameter::numel).collect(),
+            cuts: self.parameters.iter().map(Parameter::cut).collect(),
             states: self.states.iter().map(has).collect(),
         }
     }

@@ -10,6 +10,7 @@ use crate::monitor::{Monitor, MonitorOpener};
 use crate::offload::DiskAccess;
 use crate::optim::{LrSchedule, Optimizer, ParameterGroup, TrainableRule};
 use crate::param::{BufferRule, BufferSync, Source};
+use crate::precision::Packing;
 use crate::timeline::{self, Recorder};
 use candle_core::Device;
 use candle_nn::VarBuilder;
@@ -30,6 +31,7 @@ pub struct EngineBuilder {
     pub(super) optimizer: Option<Arc<dyn Optimizer>>,
     pub(super) parameter_groups: Vec<ParameterGroup>,
     pub(super) trainable: Option<TrainableRule>,
+    pub(super) quantized: Option<(Packing, TrainableRule)>,
     timeline: Option<PathBuf>,
     pub(super) buffer_rule: Option<BufferRule>,
     pub(super) buffer_sync: BufferSync,
@@ -169,6 +171,22 @@ impl EngineBuilder {
     #[must_use]
     pub fn trainable(mut self, rule: impl Fn(&str, &[usize]) -> bool + Send + Sync + 'static) -> Self {
         self.trainable = Some(Arc::new(rule));
+        self
+    }
+
+    /// Quantizes the frozen parameters of which `rule` says so, by name and shape; the same on all ranks. At stage 3 a
+    /// rank's share is packed in memory and in files, packed bytes are gathered, and a unit's parameters are unpacked
+    /// while the unit needs them. Below stage 3, where parameters stay whole, the model computes with the same values,
+    /// and memory is that of the model's precision. Takes precedence over `zero_quantized_nontrainable_weights`.
+    ///
+    /// Blocks run through a parameter's elements in row-major order; the last one may be shorter.
+    #[must_use]
+    pub fn quantized(
+        mut self,
+        packing: Packing,
+        rule: impl Fn(&str, &[usize]) -> bool + Send + Sync + 'static,
+    ) -> Self {
+        self.quantized = Some((packing, Arc::new(rule)));
         self
     }
 

@@ -73,8 +73,10 @@ pub(super) fn check_same_on_all_ranks(
     inits: &[Init],
 ) -> Result<()> {
     let (params, buffers) = (core.params(), core.buffers().list());
-    let mut model: String =
-        params.iter().map(|p| format!("{} {:?} {} {};", p.name, p.shape, p.unit, p.is_trained())).collect();
+    let mut model: String = params
+        .iter()
+        .map(|p| format!("{} {:?} {} {} {:?};", p.name, p.shape, p.unit, p.is_trained(), p.packing))
+        .collect();
     model.extend(buffers.iter().map(|b| format!("{} {:?} {:?};", b.name, b.tensor.shape(), b.tensor.dtype())));
     let groups: Vec<usize> = params.iter().map(|p| p.group).collect();
     let config = format!("{:?} {own:?} {trainer:?} {groups:?}", Config { notes: Vec::new(), ..config.clone() });

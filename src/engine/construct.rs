@@ -18,7 +18,7 @@ use crate::notice::say;
 use crate::offload::{DiskAccess, Offload};
 use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, TrainableRule, Trainer};
 use crate::param::Source;
-use crate::precision::LossScaler;
+use crate::precision::{LossScaler, Packing};
 use crate::zero::core::{Core, CoreParts, Link, Recomputation, Registered};
 use crate::zero::gradients::ReducePlan;
 use crate::zero::registry::Registry;
@@ -38,8 +38,10 @@ impl<M> Engine<M> {
         device: Device,
         options: EngineBuilder,
     ) -> Result<Self> {
-        let EngineBuilder { disk_access, schedule, optimizer, parameter_groups, trainable, monitors, .. } = options;
         let (buffer_rule, buffer_sync) = (options.buffer_rule, options.buffer_sync);
+        let EngineBuilder {
+            disk_access, schedule, optimizer, parameter_groups, trainable, quantized, monitors, ..
+        } = options;
         let own = Own { optimizer: optimizer.is_some(), schedule: schedule.is_some(), buffer_sync };
         if comm.rank() == 0 {
             tell_notes(&config, own);
@@ -47,7 +49,7 @@ impl<M> Engine<M> {
         let reporter = Reporter::open(&config.monitoring, &*comm, monitors)?;
         let (ledger, link) = (Ledger::default(), Link::default());
         let weights = source.fingerprint();
-        let grouping = grouping(&config, optimizer, parameter_groups, trainable)?;
+        let grouping = grouping(&config, optimizer, parameter_groups, trainable, quantized)?;
         let offload = open_offload(&config, &*comm, disk_access, &ledger)?;
         let reduce_plan =
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
@@ -129,12 +131,24 @@ fn grouping(
     own: Option<Arc<dyn Optimizer>>,
     parameter_groups: Vec<ParameterGroup>,
     trainable: Option<TrainableRule>,
+    quantized: Option<(Packing, TrainableRule)>,
 ) -> Result<Arc<Grouping>> {
     let optimizer = match own {
         Some(own) => Some(allowed(own, config)?),
         None => config.optimizer.as_ref().map(|config| Arc::from(optim::from_config(config))),
     };
-    Ok(Arc::new(Grouping::new(optimizer, parameter_groups)?.trainable(trainable)))
+    let grouping = Grouping::new(optimizer, parameter_groups)?.trainable(trainable);
+    let quantized = match quantized {
+        None if config.zero.quantized_nontrainable_weights => Some(frozen_matrices(&grouping)),
+        own => own,
+    };
+    Ok(Arc::new(grouping.quantized(quantized)))
+}
+
+/// The rule of `zero_quantized_nontrainable_weights`: eight bits for all matrices that begin frozen.
+fn frozen_matrices(grouping: &Grouping) -> (Packing, TrainableRule) {
+    let trains = grouping.trains_rule();
+    (Packing::Int8, Arc::new(move |name, shape| shape.len() >= 2 && !trains(name, shape)))
 }
 
 /// An optimizer of the user's own, if the configuration lets it train.

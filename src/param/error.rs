@@ -21,6 +21,15 @@ pub enum ParamError {
         /// The model's parameters.
         count: usize,
     },
+    /// A rule that quantizes what is trained.
+    #[error(
+        "parameter {name} is quantized and trained, and only frozen ones can be quantized; freeze it \
+         (EngineBuilder::trainable, a frozen group), or let EngineBuilder::quantized leave it out"
+    )]
+    QuantizedTrained {
+        /// The parameter.
+        name: String,
+    },
     /// A group that freezes nothing.
     #[error(
         "parameter group {index} (from 0) is frozen and selects no parameter that an earlier group left; correct its \

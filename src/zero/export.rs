@@ -1,6 +1,7 @@
 //! Whole parameters as a safetensors file, gathered one at a time and written by rank 0 as they come.
 
 use super::core::Core;
+use super::share::State;
 use super::sub_group::Home;
 use crate::comm::agree::{Failure, agree};
 use crate::error::{Error, Result};
@@ -40,7 +41,10 @@ impl Core {
 
     /// Collective: a whole parameter in f32, from the master weights where there are any.
     pub fn whole_f32(&self, param: usize) -> Result<Flat> {
-        let (world, numel) = (self.comm.size(), self.params[param].numel);
+        if self.params[param].packing.is_some() && self.shards_params() {
+            let own = self.own_values(State::Weights, param, self.owned(param))?;
+            return self.gather_whole(param, own);
+        }
         let groups = lock(&self.groups);
         let (group, slot) = self.place_of(param);
         let (group, slot) = (&groups[group], &groups[group].slots[slot]);
@@ -60,6 +64,12 @@ impl Core {
             }
         }
         drop(groups);
+        self.gather_whole(param, own)
+    }
+
+    /// Collective: a whole parameter of the elements that each rank owns.
+    fn gather_whole(&self, param: usize, mut own: Flat) -> Result<Flat> {
+        let (world, numel) = (self.comm.size(), self.params[param].numel);
         // Not a question of how much this rank owns: a parameter of one element lies on one rank alone.
         if world == 1 || !self.placement.optim.is_sharded() {
             return Ok(own);

@@ -10,6 +10,7 @@
 //! | `run.rs` | forward and backward, as engine, units and parameters call them |
 //! | `registry.rs`, `share_plan.rs` | the `VarBuilder` backend: parameters registered, and shared among ranks |
 //! | `sub_group.rs`, `lay_out.rs` | this rank's share of the model, and how it is laid out |
+//! | `packed.rs` | packed weights, as words |
 //! | `parcel.rs`, `batch.rs` | what travels together, and what is under way |
 //! | `gather.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
 //! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
@@ -34,6 +35,7 @@ pub(crate) mod gradients;
 mod kept_input;
 pub(crate) mod lay_out;
 mod no_sync;
+mod packed;
 pub(crate) mod parcel;
 mod publish;
 pub(crate) mod rank;

@@ -5,6 +5,7 @@
 
 use super::core::{Link, Registered};
 use super::lay_out::SubGroupBuilder;
+use super::packed;
 use super::share_plan::SharePlan;
 use crate::error::{Error, ParamError, Result};
 use crate::layout::{Cut, ZeroStage};
@@ -13,7 +14,7 @@ use crate::offload::Offload;
 use crate::optim::{Class, Grouping, Role};
 use crate::param::{Buffer, BufferRule, Param, ParamId, ROOT, Residency, Source, UnitId, capture};
 use crate::param::{dtype_of_buffer, has_name_of_buffer};
-use crate::precision::{Flat, FlatRef};
+use crate::precision::{Flat, FlatRef, Packing};
 use crate::tensor::{bytes, residency};
 use crate::util::lock;
 use candle_core::{DType, Device, Shape, Tensor};
@@ -140,6 +141,14 @@ impl Registry {
     }
 }
 
+/// What is kept of a parameter.
+struct Kept {
+    group: usize,
+    role: Role,
+    trained: Arc<AtomicBool>,
+    packing: Option<Packing>,
+}
+
 impl Inner {
     fn register(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
         if self.is_buffer(name, &shape, dtype) {
@@ -159,12 +168,18 @@ impl Inner {
         }
         let is_trained = plan.grouping.trains(name, shape.dims());
         let trained = Arc::new(AtomicBool::new(is_trained));
+        let packing = plan.grouping.packing(name, shape.dims());
+        if packing.is_some() && is_trained {
+            return Err(ParamError::QuantizedTrained { name: name.into() }.into());
+        }
+        let group = plan.grouping.group(name, shape.dims());
+        let kept = Kept { group, role: Grouping::role(group), trained, packing };
         if self.shapes_only {
-            let tensor = self.absent(&shape, &trained)?;
-            return Ok(self.add(name, shape, (0, Role::Main), trained, tensor, Residency::Absent));
+            let tensor = self.absent(&shape, &kept.trained)?;
+            return Ok(self.add(name, shape, kept, tensor, Residency::Absent));
         }
         let numel = shape.elem_count();
-        let cut = Cut::anywhere(numel);
+        let cut = Cut { numel, block: packing.map_or(1, Packing::unit) };
         let shard = cut.shard(plan.world_size, plan.rank);
         let made = if plan.placement.params.is_sharded() { shard.clone() } else { 0..numel };
         let values = self.source.values(name, &shape, init, made.clone())?;
@@ -174,19 +189,20 @@ impl Inner {
         let owned = if plan.placement.optim.is_sharded() { shard } else { 0..numel };
         let own = &values[owned.start - made.start..owned.end - made.start];
         // In f32: the master weights begin with all digits of the source.
-        let group = plan.grouping.group(name, shape.dims());
-        let role = Grouping::role(group);
-        let class = if is_trained { Class::Trained(role) } else { Class::Frozen };
-        self.groups.push(id, cut, FlatRef::F32(own), class)?;
+        self.groups.push(id, cut, FlatRef::F32(own), Class::of(kept.role, is_trained, packing))?;
 
         let (tensor, residency) = if plan.placement.params.is_sharded() {
-            (self.absent(&shape, &trained)?, Residency::Absent)
+            (self.absent(&shape, &kept.trained)?, Residency::Absent)
         } else {
-            let values = Flat::from_f32(values, dtype);
+            let values = match packing {
+                // The values that stage 3 computes with.
+                Some(packing) => packed::rounded(packing, FlatRef::F32(&values), dtype),
+                None => Flat::from_f32(values, dtype),
+            };
             let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Parameters, values.capacity_in_bytes());
-            (self.tensor(&shape, values, &trained)?, Residency::Whole(held))
+            (self.tensor(&shape, values, &kept.trained)?, Residency::Whole(held))
         };
-        Ok(self.add(name, shape, (group, role), trained, tensor, residency))
+        Ok(self.add(name, shape, kept, tensor, residency))
     }
 
     /// Whether the model asks for a buffer.
@@ -242,21 +258,15 @@ impl Inner {
     }
 
     /// Adds a parameter, and gives its tensor.
-    fn add(
-        &mut self,
-        name: &str,
-        shape: Shape,
-        (group, role): (usize, Role),
-        trained: Arc<AtomicBool>,
-        tensor: Tensor,
-        residency: Residency,
-    ) -> Tensor {
+    fn add(&mut self, name: &str, shape: Shape, kept: Kept, tensor: Tensor, residency: Residency) -> Tensor {
+        let Kept { group, role, trained, packing } = kept;
         self.by_name.insert(name.into(), self.params.len());
         self.is_used(self.params.len());
         self.params.push(Param {
             name: name.into(),
             numel: shape.elem_count(),
-            block: 1,
+            block: packing.map_or(1, Packing::unit),
+            packing,
             shape,
             group,
             unit: self.open_unit(),

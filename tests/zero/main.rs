@@ -13,5 +13,6 @@ mod cuda;
 mod frozen;
 mod optimizer_stages;
 mod passing_backward;
+mod quantized;
 mod stage_equality;
 mod unusual_models;

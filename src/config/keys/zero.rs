@@ -48,7 +48,7 @@ const ZERO: &[super::Key] = keys! {
     "pipeline_loading_checkpoint": Bool, "false", none("it does not change values"), "Overlap the reading of checkpoint files.";
     "zero_hpz_partition_size": COUNT, "1", yet("parameters are sharded over all ranks; results are the same"), "Second shard group (ZeRO++).";
     "zero_quantized_weights": Bool, "false", H, "Gathers of stage 3 carry int8 with a scale per 128 elements (ZeRO++ qwZ); all ranks compute with what arrives, owners keep the exact weights.";
-    "zero_quantized_nontrainable_weights": Bool, "false", none("every parameter is trained: there are no frozen ones to quantize"), "Quantized frozen weights.";
+    "zero_quantized_nontrainable_weights": Bool, "false", H, "Frozen matrices are held at rest and gathered in eight bits with a scale per 128 elements at stage 3; below it, where parameters stay whole, the model computes with the same values. EngineBuilder::quantized chooses NF4, or other parameters.";
     "zero_quantized_gradients": Bool, "false", H, "Gradients travel as int4 with a scale per 128 elements (ZeRO++ qgZ), at every stage; they are summed in f32, and at stage 0 the sums travel exact.";
     "leaf_module": Object, "{}", S, "Modules gathered as one.";
     "enable_sanity_checks": Bool, "false", none("the calls of all ranks are always compared"), "Compare ranks at stage 3.";
