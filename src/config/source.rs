@@ -4,6 +4,7 @@ use super::hjson::{self, ReadError};
 use super::node::Node;
 use super::{Config, Note, RunValues, resolve};
 use crate::error::{ConfigError, Error, Result};
+use crate::files;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -92,7 +93,7 @@ pub(crate) fn check(path: &Path, bytes: &[u8], world_size: usize, run: &RunValue
 pub(crate) fn read_file(path: &Path) -> Result<Vec<u8>> {
     use std::io::Read;
     let mut bytes = Vec::new();
-    std::fs::File::open(path)
+    files::open(path)
         .and_then(|file| file.take(hjson::MAX_BYTES as u64 + 1).read_to_end(&mut bytes))
         .map_err(|source| ConfigError::File { path: path.into(), source })?;
     Ok(bytes)

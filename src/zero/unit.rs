@@ -11,6 +11,7 @@
 //!
 //! A unit may recompute (activation checkpointing): forward keeps only its input, and backward runs forward again.
 
+use super::buffers::KeptBuffers;
 use super::core::{Core, Link};
 use super::kept_input::KeptInput;
 use super::registry::Registry;
@@ -158,7 +159,7 @@ impl<M: Module> Unit<M> {
     }
 
     /// The gradient of the input by the output's gradient, from a second forward and a backward of its own.
-    fn run_again(&self, input: &KeptInput, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn run_again(&self, input: &KeptInput, buffers: &KeptBuffers, grad: &Tensor) -> Result<Option<Tensor>> {
         let Some(UnitContext { unit, core, .. }) = self.connected() else {
             candle_core::bail!(
                 "a unit that recomputes was differentiated after its engine was dropped; keep the engine"
@@ -167,7 +168,7 @@ impl<M: Module> Unit<M> {
         let _profile = spans::enter(Half::Backward, unit);
         let forward = || {
             let input = Var::from_tensor(&core.kept_input(input)?)?;
-            let y = self.inner.forward(input.as_tensor())?;
+            let y = core.with_buffers_of_then(buffers, || self.inner.forward(input.as_tensor()))?;
             Ok((input, y))
         };
         core.nested_backward(unit, forward, |(input, y)| {
@@ -185,11 +186,13 @@ impl<M: Module + Send + Sync + 'static> Unit<M> {
     fn forward_to_recompute(&self, hook: &UnitContext, x: &Tensor) -> Result<Tensor> {
         hook.core.will_recompute();
         let draws = place_of_draws();
-        let (storage, shape) = copy_of(&without_gradients(|| self.run(hook, &x.detach()))?)?;
+        let forward = || without_gradients(|| self.run(hook, &x.detach()));
+        let (y, buffers) = hook.core.keeping_buffers(hook.unit, forward)?;
+        let (storage, shape) = copy_of(&y)?;
         let (unit, input, device) = (self.clone(), hook.core.keep_input(x)?, x.device().clone());
         Inputs::of([Some(x)])?.result("recompute-unit", Value(storage), shape.clone(), move |grad, [to_x]| {
             let grad = grad.into_tensor(&shape, &device)?;
-            match draw_from(draws, || unit.run_again(&input, &grad))? {
+            match draw_from(draws, || unit.run_again(&input, &buffers, &grad))? {
                 Some(grad) => to_x.give(Grad::Shared(grad)),
                 None => Ok(()),
             }
