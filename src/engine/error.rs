@@ -69,6 +69,17 @@ pub enum EngineError {
         /// The first few.
         names: String,
     },
+    /// A unit that recomputes gave another output when backward ran it again.
+    #[error(
+        "unit {unit} gave another output when backward ran it again: gradients would be those of another function; \
+         Candle's own randomness (candle_nn::Dropout, Tensor::rand) cannot be repeated, nor can draws on threads of \
+         the model's own: use candle_zero::nn::Dropout, or let the unit keep its activations (checkpointed(false), \
+         no activation_checkpointing section)"
+    )]
+    RecomputationDiffers {
+        /// The unit's name.
+        unit: String,
+    },
     /// Ranks read different configurations, or have different schedules of their own.
     #[error(
         "rank {rank} reads another configuration than rank {other}; every rank must be given the same file or value, \

@@ -15,7 +15,7 @@ use crate::param::{Param, ROOT, Residency, Source, UnitId, capture};
 use crate::precision::{Flat, FlatRef};
 use crate::tensor::residency;
 use crate::util::lock;
-use candle_core::{DType, Device, Shape, Tensor};
+use candle_core::{DType, Device, Shape, Storage, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
 use std::collections::{BTreeSet, HashMap};
@@ -36,6 +36,9 @@ struct Inner {
     units: Vec<String>,
     open_units: Vec<UnitId>,
     groups: SubGroupBuilder,
+    /// Whole parameters and their values, which they get when the model is built: what a model computes of them before
+    /// would keep the first values for ever.
+    waiting: Vec<(Tensor, Storage)>,
     /// Names, shapes and units only: no parameter gets memory, nor a share.
     shapes_only: bool,
     /// The first error; Candle's own error type cannot carry it.
@@ -64,6 +67,7 @@ impl Registry {
             units: vec![String::new()],
             open_units: vec![ROOT],
             groups,
+            waiting: Vec::new(),
             shapes_only: false,
             failure: None,
         })))
@@ -101,15 +105,26 @@ impl Registry {
         lock(&self.0).open_units.pop();
     }
 
-    /// The error behind a failed construction, if it is one of ours.
-    pub fn take_failure(&self) -> Option<Error> {
-        lock(&self.0).failure.take()
+    /// The typed error behind a failed construction.
+    pub fn explain(&self, error: candle_core::Error) -> Error {
+        let mut inner = lock(&self.0);
+        if let Some(failure) = inner.failure.take() {
+            return failure;
+        }
+        let last = inner.params.last().filter(|_| residency::names_absent(&error));
+        match last {
+            Some(last) => ParamError::UsedWhileBuilding { last: last.name.clone() }.into(),
+            None => error.into(),
+        }
     }
 
     /// Ends the registration.
     pub fn finish(&self) -> Result<Registered> {
         let mut inner = lock(&self.0);
         let params = std::mem::take(&mut inner.params);
+        for (tensor, values) in std::mem::take(&mut inner.waiting) {
+            residency::fill(&tensor, values)?;
+        }
         if params.is_empty() {
             return Err(ParamError::NoParameters.into());
         }
@@ -153,7 +168,10 @@ impl Inner {
         } else {
             let values = Flat::from_f32(values, dtype);
             let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Parameters, values.capacity_in_bytes());
-            (self.tensor(&shape, values)?, Residency::Whole(held))
+            let tensor = self.absent(&shape)?;
+            let values = residency::storage_on(&self.device, residency::to_storage(values))?;
+            self.waiting.push((tensor.clone(), values));
+            (tensor, Residency::Whole(held))
         };
         Ok(self.add(name, shape, group, tensor, residency))
     }

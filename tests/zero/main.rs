@@ -10,5 +10,6 @@ mod candle_facts;
 mod cuda;
 mod optimizer_stages;
 mod passing_backward;
+mod recomputation;
 mod stage_equality;
 mod unusual_models;
