@@ -195,27 +195,28 @@ pub struct MemoryReport {
     pub stage: u8,
     /// Number of ranks.
     pub world_size: usize,
-    /// Trainable elements of the whole model (Psi).
+    /// Elements of the whole model (Psi), frozen ones included.
     pub parameters: usize,
+    /// Elements of frozen parameters, of which there are weights alone.
+    pub frozen: usize,
     /// One row per kind.
     pub rows: Vec<MemoryRow>,
 }
 
-/// Bytes per element of each state, from which the formula is made; of the moments, of which a parameter may have
-/// others than the next, all bytes.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct ElementBytes {
-    pub params: usize,
-    pub grads: usize,
-    pub master: usize,
-    pub moments: usize,
+/// Bytes of one kind of state: of the whole model, and of this rank's part of it where it is sharded, padding included.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct StateBytes {
+    pub whole: usize,
+    pub own: usize,
 }
 
-/// A rank's part of all parameters together, padding included.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct OwnShares {
-    pub elements: usize,
-    pub moment_bytes: usize,
+/// Bytes of each kind of state, from which the formula is made.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct ModelBytes {
+    pub params: StateBytes,
+    pub grads: StateBytes,
+    pub master: StateBytes,
+    pub moments: StateBytes,
 }
 
 impl MemoryReport {
@@ -224,9 +225,8 @@ impl MemoryReport {
         ledger: &Ledger,
         stage: ZeroStage,
         world_size: usize,
-        parameters: usize,
-        own: OwnShares,
-        each: ElementBytes,
+        (parameters, frozen): (usize, usize),
+        bytes: ModelBytes,
     ) -> Self {
         let placement = stage.placement();
         let free = |kind| MemoryRow {
@@ -239,27 +239,23 @@ impl MemoryReport {
             formula: None,
             padding: 0.0,
         };
-        let row = |kind, size: usize, sharded: bool| {
-            let exact = parameters as f64 / if sharded { world_size as f64 } else { 1.0 };
-            let padding = if sharded { own.elements as f64 - exact } else { 0.0 };
-            let size = size as f64;
-            MemoryRow { formula: Some(exact * size), padding: padding * size, ..free(kind) }
+        let row = |kind, StateBytes { whole, own }: StateBytes, sharded: bool| {
+            let exact = whole as f64 / if sharded { world_size as f64 } else { 1.0 };
+            let padding = if sharded { own as f64 - exact } else { 0.0 };
+            MemoryRow { formula: Some(exact), padding, ..free(kind) }
         };
-        let ranks = if placement.optim.is_sharded() { world_size as f64 } else { 1.0 };
-        let exact_moments = each.moments as f64 / ranks;
-        let padding = if placement.optim.is_sharded() { own.moment_bytes as f64 - exact_moments } else { 0.0 };
         let rows = vec![
-            row(Kind::Parameters, each.params, placement.params.is_sharded()),
-            row(Kind::Gradients, each.grads, placement.grads.is_sharded()),
-            row(Kind::MasterWeights, each.master, placement.optim.is_sharded()),
-            MemoryRow { formula: Some(exact_moments), padding, ..free(Kind::Moments) },
+            row(Kind::Parameters, bytes.params, placement.params.is_sharded()),
+            row(Kind::Gradients, bytes.grads, placement.grads.is_sharded()),
+            row(Kind::MasterWeights, bytes.master, placement.optim.is_sharded()),
+            row(Kind::Moments, bytes.moments, placement.optim.is_sharded()),
             free(Kind::Persistent),
             free(Kind::Gathered),
             free(Kind::Buckets),
             free(Kind::Staging),
             free(Kind::Activations),
         ];
-        Self { stage: stage.number(), world_size, parameters, rows }
+        Self { stage: stage.number(), world_size, parameters, frozen, rows }
     }
 
     /// The row of `kind`.
@@ -276,7 +272,8 @@ impl MemoryReport {
 impl fmt::Display for MemoryReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (psi, stage, world) = (self.parameters, self.stage, self.world_size);
-        writeln!(f, "{psi} parameters at stage {stage} on {world} ranks; bytes of this rank:")?;
+        let frozen = if self.frozen == 0 { String::new() } else { format!(", {} of them frozen,", self.frozen) };
+        writeln!(f, "{psi} parameters{frozen} at stage {stage} on {world} ranks; bytes of this rank:")?;
         write!(f, "{:<15} {:>14} {:>14} {:>14} {:>14}", "kind", "device", "host", "peak in memory", "files")?;
         write!(f, " {:>16} {:>12}", "formula", "padding")?;
         for row in &self.rows {
@@ -312,6 +309,11 @@ impl<B: Elements> Tracked<B> {
     /// Lets `change` work on the buffer, whose size stays.
     pub fn try_map<E>(self, change: impl FnOnce(B) -> Result<B, E>) -> Result<Self, E> {
         Ok(Self { flat: change(self.flat)?, held: self.held })
+    }
+
+    /// The buffer, out of the ledger.
+    pub fn into_buffer(self) -> B {
+        self.flat
     }
 
     pub fn buffer(&self) -> &B {

@@ -11,9 +11,9 @@
 
 use super::hugging_face::{Description, describe};
 use super::load::Checkpoint;
-use super::manifest::Parameter;
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::{folder_of, sync_folder};
+use crate::zero::share::WEIGHTS;
 use serde_json::{Map, Value, json};
 use std::fs::{File, Permissions};
 use std::io::{BufWriter, Result as IoResult, Write};
@@ -56,7 +56,7 @@ impl Default for ConsolidateSettings {
 impl ConsolidateSettings {
     /// Bytes of all parameters of `checkpoint`, as they are written.
     pub fn bytes(&self, checkpoint: &Checkpoint) -> u64 {
-        checkpoint.manifest().parameters.iter().map(|p| self.dtype.bytes() * p.numel() as u64).sum()
+        saved(checkpoint).iter().map(|p| self.dtype.bytes() * checkpoint.manifest().parameters[*p].numel() as u64).sum()
     }
 
     /// Whether they suit `checkpoint`.
@@ -141,7 +141,8 @@ pub fn consolidate(
     let described = settings.describe(checkpoint);
     let beside = begin(out).map_err(wrong("create"))?;
     let mut count = Count { written: 0, tell };
-    let writing = Writer { checkpoint, folder: beside.path(), settings, described: &described };
+    let params = saved(checkpoint);
+    let writing = Writer { checkpoint, params, folder: beside.path(), settings, described: &described };
     let files = writing.all(&mut count)?;
     let bytes = count.written;
     finish(beside, out).map_err(wrong("write"))?;
@@ -204,6 +205,12 @@ fn split(bytes: &[u64], limit: u64) -> Vec<Range<usize>> {
     files
 }
 
+/// Places in the manifest of the parameters that the checkpoint has: frozen ones may have been left out.
+fn saved(checkpoint: &Checkpoint) -> Vec<usize> {
+    let parameters = checkpoint.manifest().parameters.iter().enumerate();
+    parameters.filter(|(_, parameter)| parameter.has(WEIGHTS)).map(|(place, _)| place).collect()
+}
+
 /// How far it is.
 struct Count<'a> {
     written: u64,
@@ -213,6 +220,8 @@ struct Count<'a> {
 /// Files under construction.
 struct Writer<'a> {
     checkpoint: &'a Checkpoint,
+    /// Places in the manifest of the parameters that are written.
+    params: Vec<usize>,
     folder: &'a Path,
     settings: &'a ConsolidateSettings,
     described: &'a Description,
@@ -221,8 +230,7 @@ struct Writer<'a> {
 impl Writer<'_> {
     /// Names of the files with parameters.
     fn all(&self, count: &mut Count) -> Result<Vec<String>> {
-        let parameters = &self.checkpoint.manifest().parameters;
-        let bytes: Vec<u64> = parameters.iter().map(|p| self.bytes(p)).collect();
+        let bytes: Vec<u64> = self.params.iter().map(|p| self.bytes(*p)).collect();
         let parts = split(&bytes, self.settings.max_shard_size);
         let name = |at: usize| match parts.len() {
             1 => "model.safetensors".to_string(),
@@ -230,11 +238,12 @@ impl Writer<'_> {
         };
         let files: Vec<String> = (0..parts.len()).map(name).collect();
         for (file, params) in files.iter().zip(&parts) {
-            self.file(file, params.clone(), count)?;
+            self.file(file, &self.params[params.clone()], count)?;
         }
         if files.len() > 1 {
             let in_file = |(file, params): (&String, &Range<usize>)| {
-                params.clone().map(|p| (self.name(p), Value::from(file.as_str()))).collect::<Vec<_>>()
+                let params = self.params[params.clone()].iter();
+                params.map(|p| (self.name(*p), Value::from(file.as_str()))).collect::<Vec<_>>()
             };
             let map: Map<String, Value> = files.iter().zip(&parts).flat_map(in_file).collect();
             let index = json!({"metadata": {"total_size": bytes.iter().sum::<u64>()}, "weight_map": map});
@@ -246,8 +255,8 @@ impl Writer<'_> {
         Ok(files)
     }
 
-    fn bytes(&self, parameter: &Parameter) -> u64 {
-        parameter.numel() as u64 * self.settings.dtype.bytes()
+    fn bytes(&self, param: usize) -> u64 {
+        self.checkpoint.manifest().parameters[param].numel() as u64 * self.settings.dtype.bytes()
     }
 
     fn name(&self, param: usize) -> String {
@@ -271,14 +280,14 @@ impl Writer<'_> {
     }
 
     /// A safetensors file with `params`.
-    fn file(&self, name: &str, params: Range<usize>, count: &mut Count) -> Result<()> {
+    fn file(&self, name: &str, params: &[usize], count: &mut Count) -> Result<()> {
         self.create(name, |file| {
-            let header = self.header(params.clone());
+            let header = self.header(params);
             let mut put = |bytes: &[u8]| file.write_all(bytes).map_err(|source| self.wrong(name, source));
             put(&(header.len() as u64).to_le_bytes())?;
             put(&header)?;
             for param in params {
-                self.parameter(param, |bytes| {
+                self.parameter(*param, |bytes| {
                     count.written += bytes.len() as u64;
                     (count.tell)(count.written);
                     put(bytes)
@@ -288,18 +297,18 @@ impl Writer<'_> {
         })
     }
 
-    fn header(&self, params: Range<usize>) -> Vec<u8> {
+    fn header(&self, params: &[usize]) -> Vec<u8> {
         let mut header = Map::new();
         // transformers refuses files that do not say so.
         header.insert("__metadata__".into(), json!({"format": "pt"}));
         let mut end = 0;
         for param in params {
-            let parameter = &self.checkpoint.manifest().parameters[param];
+            let parameter = &self.checkpoint.manifest().parameters[*param];
             let start = end;
-            end += self.bytes(parameter);
+            end += self.bytes(*param);
             let dtype = self.settings.dtype.names().0;
             let info = json!({"dtype": dtype, "shape": parameter.shape, "data_offsets": [start, end]});
-            header.insert(self.name(param), info);
+            header.insert(self.name(*param), info);
         }
         let mut header = Value::Object(header).to_string().into_bytes();
         // The format wants the data aligned to 8 bytes; spaces are allowed there.

@@ -2,6 +2,7 @@
 
 use super::manifest::{Manifest, Parameter};
 use crate::models::{GptConfig, LlamaConfig};
+use crate::zero::share::WEIGHTS;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
@@ -22,7 +23,7 @@ pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) 
     let model = &manifest.client_state["model"];
     let shapes: Shapes =
         manifest.parameters.iter().map(|p: &Parameter| (p.name.as_str(), p.shape.as_slice())).collect();
-    match (model["architecture"].as_str(), gpt_sizes(&shapes)) {
+    let mut description = match (model["architecture"].as_str(), gpt_sizes(&shapes)) {
         (Some("gpt2") | None, Some(sizes)) => {
             Description { prefix: GPT_PREFIX, config: gpt_config(model, sizes, n_head).map(|c| gpt_json(&c, dtype)) }
         }
@@ -35,7 +36,11 @@ pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) 
             "its parameters are not those of a GPT-2, and its client state has no `model` with the architecture and sizes \
              of a known one",
         ),
+    };
+    if manifest.parameters.iter().any(|parameter| !parameter.has(WEIGHTS)) {
+        description.config = Err("its frozen parameters were left out of it".to_owned());
     }
+    description
 }
 
 fn unknown(why: &str) -> Description {

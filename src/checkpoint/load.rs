@@ -3,6 +3,7 @@
 use super::agreement::{failed_elsewhere, same_on_all_ranks};
 use super::folder;
 use super::layout::Places;
+use super::line::Place;
 use super::manifest::{MANIFEST, Manifest};
 use super::rank_file::RankFile;
 use crate::comm::agree::{Failure, agree};
@@ -18,6 +19,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+use std::sync::atomic::Ordering;
 use twox_hash::XxHash3_64;
 
 /// The parts of a checkpoint that are loaded. Names and defaults are DeepSpeed's.
@@ -65,17 +67,18 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens checkpoint `tag` of folder `dir`, or the one that `latest` names; nothing if there is no `latest` either.
+    /// Opens checkpoint `tag` of folder `dir`, or the one that `latest` names; nothing if there is no checkpoint.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`] with the file that is missing, damaged or not readable.
+    /// [`CheckpointError::Unusable`] with the file that is missing, damaged or not readable; for checkpoints without
+    /// `latest` and without a tag.
     pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Option<Self>> {
         let dir = dir.as_ref();
         let tag = match tag {
             Some(tag) => tag.to_owned(),
             None => match folder::latest(dir)? {
                 Some(tag) => tag,
-                None => return Ok(None),
+                None => return folder::without_latest(dir).map(|()| None),
             },
         };
         let path = folder::existing(dir, &tag)?;
@@ -83,6 +86,13 @@ impl Checkpoint {
         let files = (0..manifest.world_size).map(|rank| RankFile::open(&path, &manifest, rank).map(Mutex::new));
         let files = files.collect::<Result<Vec<_>>>()?;
         Ok(Some(Self { path, places: Places::new(manifest.layout()), manifest, files }))
+    }
+
+    /// What a save that comes next follows.
+    pub(crate) fn place(&self) -> Option<Place> {
+        // Its folder may have been renamed.
+        let tag = self.path.file_name()?.to_str()?;
+        Place::new(self.path.parent()?, tag, &self.manifest)
     }
 
     /// Its content.
@@ -194,6 +204,9 @@ pub(crate) fn load(
     });
     let wanted = agree(comm, wanted, failed_elsewhere(&checkpoint.path))?;
     set_all(core, &checkpoint, &wanted)?;
+    if options.load_optimizer_states && !options.load_module_only {
+        set_counts(core, &checkpoint.manifest);
+    }
     Ok(Some(checkpoint))
 }
 
@@ -229,7 +242,7 @@ fn wanted(
     let mut wanted = Vec::new();
     for name in states {
         for (param, own) in core.params().iter().enumerate() {
-            let Some(kind) = State::of(name, trainer.state_names(own.group)) else { continue };
+            let Some(kind) = State::of(name, core.moments(own, trainer)) else { continue };
             let Some(&saved) = saved.get(own.name.as_str()) else { continue };
             let found = &manifest.parameters[saved];
             if found.shape != own.shape.dims() {
@@ -237,6 +250,14 @@ fn wanted(
                 return Err(wrong(format!(
                     "{name} has shape {found:?} in it, and {shape:?} in the model; build the model that was saved"
                 )));
+            }
+            let saved_states = found.states.as_deref();
+            let was_frozen = kind != State::Weights && saved_states.is_some_and(|saved| saved == [WEIGHTS]);
+            match saved_states {
+                Some([]) if !own.is_trained() => continue,
+                Some([]) => return Err(wrong(trained_since(&own.name, "was left out of it"))),
+                Some(_) if was_frozen => return Err(wrong(trained_since(&own.name, "was frozen"))),
+                _ => {}
             }
             let state = manifest.states.iter().position(|s| s == name && found.has(s)).ok_or_else(|| {
                 let of = if found.states.is_some() { format!(" of {}", own.name) } else { String::new() };
@@ -270,4 +291,21 @@ fn set_all(core: &Core, checkpoint: &Checkpoint, wanted: &[NeededElements]) -> R
         }
     }
     core.refresh()
+}
+
+/// The problem with a parameter that was not trained when it was saved.
+fn trained_since(name: &str, what: &str) -> String {
+    format!(
+        "{name} {what} when it was saved, and is trained here; freeze it (EngineBuilder::trainable, set_trainable), load, \
+         and thaw it then"
+    )
+}
+
+/// Each trained parameter goes on with its own count of updates.
+fn set_counts(core: &Core, manifest: &Manifest) {
+    let saved: BTreeMap<&str, u64> = manifest.parameters.iter().map(|p| (p.name.as_str(), p.updates_before)).collect();
+    for param in core.params().iter().filter(|param| param.is_trained()) {
+        let updates_before = saved.get(param.name.as_str()).copied().unwrap_or_default();
+        param.updates_before.store(updates_before, Ordering::Relaxed);
+    }
 }

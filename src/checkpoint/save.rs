@@ -12,7 +12,8 @@
 use super::agreement::{failed_elsewhere, same_on_all_ranks};
 use super::folder;
 use super::layout::Layout;
-use super::manifest::{FORMAT, FileEntry, Manifest, Parameter, VERSION, file_name};
+use super::line::{HeldFolders, Place, try_to_write};
+use super::manifest::{FORMAT, FileEntry, Manifest, Parameter, VERSION, automatic_tag, file_name};
 use super::progress::Progress;
 use super::rank_file::RankWriter;
 use crate::comm::Communicator;
@@ -28,6 +29,7 @@ use serde_json::Value;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -38,13 +40,18 @@ pub struct SaveOptions {
     pub save_latest: bool,
     /// Training goes on while it is written. Default false.
     pub in_background: bool,
-    /// How many checkpoints stay in the folder, the newest by their steps; older ones are removed. Default all.
+    /// Frozen parameters are left out, as those of the base under an adapter (DeepSpeed's `exclude_frozen_parameters`);
+    /// loading leaves them as they are. Default false.
+    pub exclude_frozen_parameters: bool,
+    /// How many of the checkpoints that are saved without a tag stay in the folder: the newest of this run, back over
+    /// those that it goes on from, then those of others. Older ones are removed; what has a name of the user's, and what
+    /// `latest` names, is not. Default all.
     pub keep: Option<usize>,
 }
 
 impl Default for SaveOptions {
     fn default() -> Self {
-        Self { save_latest: true, in_background: false, keep: None }
+        Self { save_latest: true, in_background: false, exclude_frozen_parameters: false, keep: None }
     }
 }
 
@@ -84,19 +91,25 @@ pub(crate) fn manifest(
     progress: Progress,
     tag: Option<&str>,
     client_state: Value,
+    options: &SaveOptions,
 ) -> Manifest {
     let all = trainer.all_state_names();
     let states = std::iter::once(WEIGHTS).chain(all.iter().copied());
     let parameters = core.params().iter().map(|p| {
-        let own = trainer.state_names(p.group);
-        let states = std::iter::once(WEIGHTS).chain(own.iter().copied()).map(str::to_owned);
-        let states = (own.len() < all.len()).then(|| states.collect());
-        Parameter { name: p.name.clone(), shape: p.shape.dims().to_vec(), states }
+        let own = core.moments(p, trainer);
+        let is_left_out = options.exclude_frozen_parameters && !p.is_trained();
+        let states = std::iter::once(WEIGHTS).chain(own.iter().copied()).filter(|_| !is_left_out);
+        let states = (is_left_out || own.len() < all.len()).then(|| states.map(str::to_owned).collect());
+        let updates_before = p.updates_before.load(Ordering::Relaxed);
+        let block = if p.block > 1 { p.block as u64 } else { 0 };
+        Parameter { name: p.name.clone(), shape: p.shape.dims().to_vec(), states, block, updates_before }
     });
     Manifest {
         format: FORMAT.into(),
         version: VERSION,
-        tag: tag.map_or_else(|| format!("global_step{}", progress.global_steps), str::to_owned),
+        tag: tag.map_or_else(|| automatic_tag(progress.global_steps), str::to_owned),
+        is_named: tag.is_some(),
+        previous: None,
         world_size: core.comm().size(),
         stage: config.zero.stage as u8,
         dtype: format!("{:?}", core.dtype()).to_lowercase(),
@@ -120,9 +133,14 @@ impl SaveJob {
     ///
     /// # Errors
     /// A tag or folder that cannot be used, on all ranks; a failed collective.
-    pub fn begin(core: Arc<Core>, trainer: &Trainer, mut request: SaveRequest) -> Result<Self, Failure> {
+    pub fn begin(
+        core: Arc<Core>,
+        trainer: &Trainer,
+        mut request: SaveRequest,
+        held: &mut HeldFolders,
+    ) -> Result<Self, Failure> {
         let lock;
-        (request.manifest.tag, lock) = begin(core.comm(), &request)?;
+        (request.manifest.tag, lock) = begin(core.comm(), &request, held)?;
         let share = Share::new(core.clone(), &request, trainer);
         let writing = match request.options.in_background {
             false => WriteJob::Done(share.write()),
@@ -146,11 +164,11 @@ impl SaveJob {
         self.request.dir.join(&self.request.manifest.tag)
     }
 
-    /// Waits for the files, and makes a checkpoint of them. Collective.
+    /// Waits for the files, and makes a checkpoint of them: gives where. Collective.
     ///
     /// # Errors
     /// A file that a rank could not write, on all ranks; a failed collective.
-    pub fn end(self) -> Result<(), Failure> {
+    pub fn end(self) -> Result<Option<Place>, Failure> {
         let Self { core, request, writing, lock: _lock } = self;
         let SaveRequest { dir, mut manifest, options, shows_statistics, .. } = request;
         let _span = timeline::span(timeline::Kind::Checkpoint, "end save").of(|| manifest.tag.clone());
@@ -175,8 +193,20 @@ impl SaveJob {
             let rate = bytes as f64 / seconds.max(1e-9) / 1e6;
             say(&format!("checkpoint {}: {bytes} bytes written in {seconds:.3} s, {rate:.0} MB/s", manifest.tag));
         }
-        agree(comm, published, failed_elsewhere(&dir))
+        agree(comm, published, failed_elsewhere(&dir))?;
+        Ok(Place::new(&dir, &manifest.tag, &manifest))
     }
+}
+
+/// Whether all ranks can save into `dir`, which is created and held for this job as by a save. Collective.
+///
+/// # Errors
+/// Those of a save into it, on all ranks; a failed collective.
+pub(crate) fn check_dir(comm: &dyn Communicator, dir: &Path, held: &mut HeldFolders) -> Result<(), Failure> {
+    same_on_all_ranks(comm, "folders", &dir.to_string_lossy(), dir)?;
+    let ready = if comm.rank() == 0 { held.hold(dir) } else { Ok(()) };
+    agree(comm, ready, failed_elsewhere(dir))?;
+    agree(comm, try_to_write(dir), failed_elsewhere(dir))
 }
 
 /// The part that a rank writes.
@@ -192,7 +222,7 @@ struct Share {
 
 impl Share {
     fn new(core: Arc<Core>, SaveRequest { dir, manifest, .. }: &SaveRequest, trainer: &Trainer) -> Self {
-        let moments = core.params().iter().map(|p| trainer.state_names(p.group)).collect();
+        let moments = core.params().iter().map(|p| core.moments(p, trainer)).collect();
         let folder = folder::saving(dir, &manifest.tag);
         Self { core, folder, layout: manifest.layout(), states: manifest.states.clone(), moments }
     }
@@ -218,7 +248,11 @@ impl Share {
 }
 
 /// Begins a checkpoint, and gives the tag that all ranks save under, and rank 0's hold on the folder.
-fn begin(comm: &dyn Communicator, request: &SaveRequest) -> Result<(String, Option<File>), Failure> {
+fn begin(
+    comm: &dyn Communicator,
+    request: &SaveRequest,
+    held: &mut HeldFolders,
+) -> Result<(String, Option<File>), Failure> {
     let SaveRequest { dir, manifest: Manifest { tag, .. }, validation, .. } = request;
     agree(comm, folder::check_tag(dir, tag), failed_elsewhere(dir))?;
     same_on_all_ranks(comm, "folders", &dir.to_string_lossy(), dir)?;
@@ -235,7 +269,7 @@ fn begin(comm: &dyn Communicator, request: &SaveRequest) -> Result<(String, Opti
         Err(failure) => return Err(failure),
     };
     let begun = match comm.rank() {
-        0 => folder::begin(dir, &tag).map(Some),
+        0 => held.hold(dir).and_then(|()| folder::begin(dir, &tag)).map(Some),
         _ => Ok(None),
     };
     Ok((tag, agree(comm, begun, failed_elsewhere(dir))?))

@@ -119,7 +119,9 @@ fn zero(walk: &mut Walk<'_>) -> ZeroConfig {
         max_live_parameters: count("stage3_max_live_parameters"),
         max_reuse_distance: count("stage3_max_reuse_distance"),
         quantized_weights: walk.bool("zero_optimization.zero_quantized_weights"),
+        quantized_nontrainable_weights: walk.bool("zero_optimization.zero_quantized_nontrainable_weights"),
         quantized_gradients: walk.bool("zero_optimization.zero_quantized_gradients"),
+        ignore_unused_parameters: walk.bool("zero_optimization.ignore_unused_parameters"),
         // Resolved when stage and optimizer are known.
         offload_optimizer: None,
         offload_param: None,

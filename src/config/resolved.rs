@@ -164,8 +164,13 @@ pub struct ZeroConfig {
     pub max_reuse_distance: usize,
     /// `zero_quantized_weights`: gathers of stage 3 carry int8 with a scale per block. Stages below gather no weights.
     pub quantized_weights: bool,
+    /// `zero_quantized_nontrainable_weights`: frozen matrices are held and gathered in eight bits at stage 3.
+    pub quantized_nontrainable_weights: bool,
     /// `zero_quantized_gradients`: what a rank sends of its gradients is int4 with a scale per block.
     pub quantized_gradients: bool,
+    /// `ignore_unused_parameters`: a parameter that no backward reaches has a gradient of zeros in place of an error.
+    /// Where the file does not say it: false (DeepSpeed: true).
+    pub ignore_unused_parameters: bool,
     /// `offload_optimizer`; `None` where nothing is offloaded (`device` none, stage 0).
     pub offload_optimizer: Option<OffloadOptimizer>,
     /// `offload_param`; `None` where nothing is offloaded (`device` none, stages below 3).

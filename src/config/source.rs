@@ -3,6 +3,7 @@
 use super::json::{self, Node, ReadError};
 use super::{Config, Note, RunValues, resolve};
 use crate::error::{ConfigError, Error, Result};
+use crate::files;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
@@ -90,7 +91,7 @@ pub(crate) fn check(path: &Path, bytes: &[u8], world_size: usize, run: &RunValue
 pub(crate) fn read_file(path: &Path) -> Result<Vec<u8>> {
     use std::io::Read;
     let mut bytes = Vec::new();
-    std::fs::File::open(path)
+    files::open(path)
         .and_then(|file| file.take(json::MAX_BYTES as u64 + 1).read_to_end(&mut bytes))
         .map_err(|source| ConfigError::File { path: path.into(), source })?;
     Ok(bytes)

@@ -6,19 +6,20 @@
 
 use super::clock::Clock;
 use super::reporter::Reporter;
-use super::{Engine, EngineBuilder, Losses, Phase};
+use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
+use crate::checkpoint::HeldFolders;
 use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
 use crate::config::Config;
-use crate::error::{EngineError, KernelError, OptimError, Result};
+use crate::error::{EngineError, KernelError, OptimError, ParamError, Result};
 use crate::kernels::checked_level;
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
 use crate::notice::say;
 use crate::offload::{DiskAccess, Offload};
-use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, Trainer};
+use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, TrainableRule, Trainer};
 use crate::param::Source;
-use crate::precision::LossScaler;
+use crate::precision::{LossScaler, Packing};
 use crate::util::fnv1a;
 use crate::zero::core::{Core, CoreParts, Link, Recomputation, Registered};
 use crate::zero::gradients::ReducePlan;
@@ -46,7 +47,9 @@ impl<M> Engine<M> {
         device: Device,
         options: EngineBuilder,
     ) -> Result<Self> {
-        let EngineBuilder { disk_access, schedule, optimizer, parameter_groups, monitors, .. } = options;
+        let EngineBuilder {
+            disk_access, schedule, optimizer, parameter_groups, trainable, quantized, monitors, ..
+        } = options;
         let own = Own { optimizer: optimizer.is_some(), schedule: schedule.is_some() };
         if comm.rank() == 0 {
             tell_notes(&config, own);
@@ -54,12 +57,13 @@ impl<M> Engine<M> {
         let reporter = Reporter::open(&config.monitoring, &*comm, monitors)?;
         let (ledger, link) = (Ledger::default(), Link::default());
         let weights = source.fingerprint();
-        let grouping = grouping(&config, optimizer, parameter_groups)?;
-        let offload = open_offload(&config, &grouping, &*comm, disk_access, &ledger)?;
+        let grouping = grouping(&config, optimizer, parameter_groups, trainable, quantized)?;
+        let offload = open_offload(&config, &*comm, disk_access, &ledger)?;
         let reduce_plan =
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
         let share_plan = SharePlan::new(&config, reduce_plan.accumulate, comm.rank(), grouping.clone());
-        let registry = Registry::new(share_plan, device.clone(), offload.clone(), source, link.clone(), ledger.clone());
+        let registry =
+            Registry::new(share_plan.clone(), device.clone(), offload.clone(), source, link.clone(), ledger.clone());
         let (model, mut registered) = build_model(build, registry, &config, &device)?;
         if let Some(offload) = &offload {
             choose_access(offload, &*comm)?;
@@ -69,6 +73,7 @@ impl<M> Engine<M> {
             comm,
             zero: config.zero.clone(),
             reduce_plan,
+            share_plan,
             dtype: config.precision.dtype(),
             recomputation: Recomputation {
                 every_unit: config.activation_checkpointing,
@@ -92,6 +97,7 @@ impl<M> Engine<M> {
             losses: Losses::default(),
             global_steps: 0,
             micro_steps: 0,
+            accumulation: Accumulation::default(),
             forwards: 0,
             skipped_steps: 0,
             optimizer_steps: 0,
@@ -101,6 +107,8 @@ impl<M> Engine<M> {
             clock: Clock::default(),
             reporter,
             saving: None,
+            place: None,
+            held_folders: HeldFolders::default(),
             failed_save: None,
             stopped: None,
             recorder: None,
@@ -127,12 +135,25 @@ fn grouping(
     config: &Config,
     own: Option<Arc<dyn Optimizer>>,
     parameter_groups: Vec<ParameterGroup>,
+    trainable: Option<TrainableRule>,
+    quantized: Option<(Packing, TrainableRule)>,
 ) -> Result<Arc<Grouping>> {
     let optimizer = match own {
         Some(own) => Some(allowed(own, config)?),
         None => config.optimizer.as_ref().map(|config| Arc::from(optim::from_config(config))),
     };
-    Ok(Arc::new(Grouping::new(optimizer, parameter_groups)?))
+    let grouping = Grouping::new(optimizer, parameter_groups)?.trainable(trainable);
+    let quantized = match quantized {
+        None if config.zero.quantized_nontrainable_weights => Some(frozen_matrices(&grouping)),
+        own => own,
+    };
+    Ok(Arc::new(grouping.quantized(quantized)))
+}
+
+/// The rule of `zero_quantized_nontrainable_weights`: eight bits for all matrices that begin frozen.
+fn frozen_matrices(grouping: &Grouping) -> (Packing, TrainableRule) {
+    let trains = grouping.trains_rule();
+    (Packing::Int8, Arc::new(move |name, shape| shape.len() >= 2 && !trains(name, shape)))
 }
 
 /// An optimizer of the user's own, if the configuration lets it train.
@@ -147,12 +168,11 @@ fn allowed(own: Arc<dyn Optimizer>, config: &Config) -> Result<Arc<dyn Optimizer
 /// The files of what is offloaded.
 fn open_offload(
     config: &Config,
-    grouping: &Grouping,
     comm: &dyn Communicator,
     access: Option<DiskAccess>,
     ledger: &Ledger,
 ) -> Result<Option<Arc<Offload>>> {
-    let offload = Offload::open(config, grouping, comm.rank() == 0, access, ledger)?;
+    let offload = Offload::open(config, comm.rank() == 0, access, ledger)?;
     if offload.is_some() {
         // Nothing is written before the first rank has locked the folders, and all know what is free in them.
         comm.barrier().wait()?;
@@ -191,8 +211,16 @@ fn trainer(
     config: &Config,
     rank: usize,
 ) -> Result<Trainer> {
+    let freezing: Vec<usize> = grouping.freezing().collect();
     let groups = registered.params.iter_mut().map(|param| &mut param.group).collect();
     let (trainer, empty) = Trainer::new(grouping, groups, schedule, config.scheduler.as_ref())?;
+    if let Some(index) = empty.iter().copied().find(|index| freezing.contains(index)) {
+        return Err(ParamError::NothingFrozen { index }.into());
+    }
+    let count = registered.params.len();
+    if trainer.can_train() && !registered.params.iter().any(|param| param.is_trained() && param.numel > 0) {
+        return Err(ParamError::NothingTrained { count }.into());
+    }
     for group in empty.iter().filter(|_| rank == 0) {
         say(&format!("parameter group {group} (from 0) selects no parameter that is left: it is dropped"));
     }
@@ -222,7 +250,10 @@ impl Fingerprint {
 /// `weights` (a hash), or with another optimizer, schedule or parameter groups, or compute at another level of SIMD.
 fn check_same_on_all_ranks(core: &Core, config: &Config, own: Own, trainer: &Trainer, weights: u64) -> Result<()> {
     let params = core.params();
-    let model: String = params.iter().map(|p| format!("{} {:?} {};", p.name, p.shape, p.unit)).collect();
+    let model: String = params
+        .iter()
+        .map(|p| format!("{} {:?} {} {} {:?};", p.name, p.shape, p.unit, p.is_trained(), p.packing))
+        .collect();
     let groups: Vec<usize> = params.iter().map(|p| p.group).collect();
     let config = format!("{:?} {own:?} {trainer:?} {groups:?}", Config { notes: Vec::new(), ..config.clone() });
     let elements: usize = params.iter().map(|p| p.numel).sum();

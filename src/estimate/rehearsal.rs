@@ -14,7 +14,7 @@ use crate::config::{Config, OptimizerConfig, SgdConfig};
 use crate::error::Result;
 use crate::memory::{Held, Kind, Ledger, MemoryReport, Tier, Tracked};
 use crate::offload::{DiskAccess, Window, Windows};
-use crate::optim::{self, GroupStep, Grouping, Role, StepContext};
+use crate::optim::{self, Class, GroupStep, Grouping, StepContext};
 use crate::param::{Param, ParamId, ROOT, Residency};
 use crate::precision::{Elements, FlatRef};
 use crate::util::lock;
@@ -82,9 +82,11 @@ impl<'a> Rehearsal<'a> {
         let tier = if setting.gpu { Tier::Device } else { Tier::Host };
         let mut builder = SubGroupBuilder::with(share_plan, Spaces(ledger.clone()), ledger.clone());
         let mut whole = Vec::new();
-        for (id, Param { name, shape, numel, .. }) in params.iter().enumerate() {
+        for (id, param) in params.iter().enumerate() {
+            let Param { name, shape, numel, .. } = param;
             let role = Grouping::role(grouping.group(name, shape.dims()));
-            builder.push(id, *numel, FlatRef::F32(&[]), role)?;
+            let class = Class::of(role, param.is_trained(), param.packing);
+            builder.push(id, param.cut(), FlatRef::F32(&[]), class)?;
             if !placement.params.is_sharded() {
                 whole.push(ledger.hold_in(tier, Kind::Parameters, numel * dtype.size_in_bytes()));
             }
@@ -116,7 +118,8 @@ impl<'a> Rehearsal<'a> {
     pub fn train(&self) -> Result<Traffic> {
         let zero = &self.config.zero;
         let mut gather = Gatherer::new(self.params, self.num_units, zero, self.world_size());
-        let mut gradients = Gradients::new(self.plan, zero.reduce_bucket_size, self.params.len());
+        let optional = vec![zero.ignore_unused_parameters; self.params.len()];
+        let mut gradients = Gradients::new(self.plan, zero.reduce_bucket_size, optional);
         gather.refresh_persistent(self)?;
         // From the third micro step on all of a step are alike: what they move can be multiplied.
         let accumulation = self.config.batch.gradient_accumulation_steps;
@@ -160,8 +163,13 @@ impl<'a> Rehearsal<'a> {
         gather.leave_forward(self, ROOT)?;
         gather.enter(self, Event::Backward(ROOT))?;
         let mut end = self.params.len();
+        // Frozen units before the first trained parameter keep no graph.
+        let first_trained = self.params.iter().position(Param::is_trained).unwrap_or(end);
         for params in self.params.chunk_by(|a, b| a.unit == b.unit).rev() {
             let unit = params[0].unit;
+            if unit != ROOT && end <= first_trained {
+                break;
+            }
             // A unit that recomputes runs a backward of its own.
             let nests = sharded && unit != ROOT && self.recompute;
             if nests {
@@ -171,13 +179,16 @@ impl<'a> Rehearsal<'a> {
                 gather.enter(self, Event::Backward(unit))?;
             }
             for (id, param) in (0..end).zip(&self.params[..end]).rev().take(params.len()) {
+                if !param.is_trained() {
+                    continue;
+                }
                 gradients.arrive(self, id, Blank::zeros(self.dtype(), param.numel))?;
                 if sharded {
                     gather.release_param(self, id)?;
                 }
             }
             if nests {
-                gather.unnest(false);
+                gather.unnest(self, false)?;
             }
             end -= params.len();
         }
@@ -192,8 +203,8 @@ impl<'a> Rehearsal<'a> {
 }
 
 impl<'a> lay_out::Carrier<Rehearsal<'a>> for Spaces {
-    fn begin(&self, state: State, _: Role, dtype: DType) -> Space {
-        Space { dtype, held: Rc::new(RefCell::new(self.0.hold_in(Tier::File, state.kind(), 0))) }
+    fn begin(&self, state: State, _: Class, dtype: DType) -> Result<Space> {
+        Ok(Space { dtype, held: Rc::new(RefCell::new(self.0.hold_in(Tier::File, state.kind(), 0))) })
     }
 
     fn grow(&mut self, space: &Space, count: usize) -> Result<()> {
@@ -282,6 +293,14 @@ impl gradients::Carrier for Rehearsal<'_> {
 
     fn bytes(grad: &Blank) -> usize {
         grad.capacity_in_bytes()
+    }
+
+    fn zeros(&self, param: &Param) -> Blank {
+        Blank::zeros(self.dtype(), param.numel)
+    }
+
+    fn sum(a: Blank, _: Blank) -> Result<Blank> {
+        Ok(a)
     }
 
     fn pack(&self, plan: &ReducePlan, parcel: &Parcel, _: Vec<Arrival<Blank>>) -> Result<Blank> {

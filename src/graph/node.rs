@@ -5,6 +5,7 @@ use super::prepared::prepared;
 use crate::util::unpoisoned;
 use candle_core::{Result, Shape, Storage, Tensor, TensorId};
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, OnceLock, RwLock};
 
 /// A tensor's token and slot.
@@ -13,6 +14,8 @@ pub(crate) struct Node {
     pub token: Tensor,
     pub slot: Arc<Slot>,
     remake: Option<Remake>,
+    /// Where it says no, operations made now do not want the tensor's gradient.
+    wanted: Option<Arc<AtomicBool>>,
 }
 
 /// Computes a tensor's values once more.
@@ -20,7 +23,12 @@ type Remake = Arc<dyn Fn() -> Result<Tensor> + Send + Sync>;
 
 impl Node {
     pub fn new(token: Tensor, slot: Arc<Slot>) -> Self {
-        Self { token, slot, remake: None }
+        Self { token, slot, remake: None, wanted: None }
+    }
+
+    /// Whether an operation that is made now has to give the tensor a gradient.
+    pub fn is_wanted(&self) -> bool {
+        self.wanted.as_ref().is_none_or(|wanted| wanted.load(Ordering::Relaxed))
     }
 }
 
@@ -38,6 +46,13 @@ pub(crate) fn can_remake(tensor: &Tensor, remake: impl Fn() -> Result<Tensor> + 
     let mut nodes = unpoisoned(NODES.write());
     if let Some(node) = nodes.get_mut(&tensor.id()) {
         node.remake = Some(Arc::new(remake));
+    }
+}
+
+/// This library's operations give `tensor` a gradient only where `wanted` says so when they are made.
+pub(crate) fn only_while(tensor: &Tensor, wanted: Arc<AtomicBool>) {
+    if let Some(node) = unpoisoned(NODES.write()).get_mut(&tensor.id()) {
+        node.wanted = Some(wanted);
     }
 }
 

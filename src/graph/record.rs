@@ -140,6 +140,7 @@ impl<const N: usize> Inputs<N> {
                 return Ok(Sink(None));
             };
             let Node { token, slot, .. } = match node_of(input) {
+                Some(node) if !node.is_wanted() => return Ok(Sink(None)),
                 Some(node) => node,
                 None => adapted(input)?,
             };

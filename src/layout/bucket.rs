@@ -8,7 +8,7 @@
 //!     chunk of rank 0    chunk of rank 1
 //! ```
 
-use super::shard::shard_len;
+use super::shard::Cut;
 
 /// Parameters of at least this many elements travel alone, whatever the bucket size: their shards lie rank by rank in
 /// the whole parameter already, so that nothing is packed, and nothing is gained by making the message larger.
@@ -42,13 +42,13 @@ impl BucketRule {
 }
 
 /// Offset of each parameter's shard within a chunk, a multiple of `alignment`, and the chunk's length.
-pub fn chunk_offsets(numels: &[usize], world_size: usize, alignment: usize) -> (Vec<usize>, usize) {
+pub fn chunk_offsets(params: &[Cut], world_size: usize, alignment: usize) -> (Vec<usize>, usize) {
     let mut end = 0usize;
-    let offsets = numels
+    let offsets = params
         .iter()
-        .map(|n| {
+        .map(|cut| {
             let start = end.next_multiple_of(alignment);
-            end = start + shard_len(*n, world_size);
+            end = start + cut.shard_len(world_size);
             start
         })
         .collect();
@@ -79,11 +79,12 @@ mod tests {
 
         #[test]
         fn shards_tile_a_chunk(numels in prop::collection::vec(0usize..40, 0..20), world in 1usize..9, alignment in 1usize..9) {
-            let (offsets, len) = chunk_offsets(&numels, world, alignment);
+            let cuts: Vec<Cut> = numels.iter().map(|n| Cut::anywhere(*n)).collect();
+            let (offsets, len) = chunk_offsets(&cuts, world, alignment);
             let mut next = 0;
-            for (offset, numel) in offsets.iter().zip(&numels) {
+            for (offset, cut) in offsets.iter().zip(&cuts) {
                 prop_assert!(*offset >= next && *offset < next + alignment && offset % alignment == 0);
-                next = offset + shard_len(*numel, world);
+                next = offset + cut.shard_len(world);
             }
             prop_assert_eq!(len, next);
         }

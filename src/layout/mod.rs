@@ -7,6 +7,6 @@ mod stage;
 
 pub use bucket::BucketRule;
 pub(crate) use bucket::{PACKED_BELOW, chunk_offsets};
-pub use shard::{SubGroups, shard_len, shard_range};
+pub use shard::{Cut, SubGroups, shard_len, shard_range};
 pub(crate) use sharing::{Place, Sharing, groups_in_memory};
 pub use stage::{Placement, Sharding, ZeroStage};

@@ -21,6 +21,33 @@ pub fn shard_range(numel: usize, world_size: usize, rank: usize) -> Range<usize>
     (rank * len).min(numel)..((rank + 1) * len).min(numel)
 }
 
+/// How a parameter is cut into shards: between any two elements, or between blocks that stay whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cut {
+    /// Elements of the parameter.
+    pub numel: usize,
+    /// Elements that lie on one rank together: 1, or the length of the blocks in which a state is coded.
+    pub block: usize,
+}
+
+impl Cut {
+    /// Between any two of `numel` elements.
+    pub fn anywhere(numel: usize) -> Self {
+        Self { numel, block: 1 }
+    }
+
+    /// Elements that each rank holds, padding included: a number of whole blocks.
+    pub fn shard_len(self, world_size: usize) -> usize {
+        shard_len(self.numel.div_ceil(self.block), world_size) * self.block
+    }
+
+    /// The elements that `rank` owns; shorter than [`shard_len`](Self::shard_len), or empty, at the tail.
+    pub fn shard(self, world_size: usize, rank: usize) -> Range<usize> {
+        let blocks = shard_range(self.numel.div_ceil(self.block), world_size, rank);
+        (blocks.start * self.block).min(self.numel)..(blocks.end * self.block).min(self.numel)
+    }
+}
+
 /// Collects parameters into groups in order: a group is closed by the parameter with which its sum of sizes reaches
 /// the limit. DeepSpeed's rule for `sub_group_size`.
 #[derive(Debug, Clone)]
@@ -62,6 +89,21 @@ mod tests {
                 next = range.end;
             }
             prop_assert_eq!(next, numel);
+        }
+
+        #[test]
+        fn a_block_lies_on_one_rank(numel in 0usize..10_000, world in 1usize..9, block in 1usize..300) {
+            let cut = Cut { numel, block };
+            let mut next = 0;
+            for rank in 0..world {
+                let shard = cut.shard(world, rank);
+                prop_assert_eq!(shard.start, next);
+                prop_assert!(shard.start.is_multiple_of(block) || shard.start == numel);
+                prop_assert!(shard.len() <= cut.shard_len(world));
+                next = shard.end;
+            }
+            prop_assert_eq!(next, numel);
+            prop_assert_eq!(Cut::anywhere(numel).shard_len(world), shard_len(numel, world));
         }
 
         #[test]

@@ -54,4 +54,4 @@ pub(crate) use folder::{free as free_space, is_memory};
 pub(crate) use io::{Io, Transfer, UNWRITTEN, block_size, threads};
 pub(crate) use pipeline::{Pipeline, Plan, STEP, Staged, Stream, Window, Windows, windows};
 pub(crate) use spill::SpilledTensor;
-pub(crate) use store::Offload;
+pub(crate) use store::{Content, Offload};

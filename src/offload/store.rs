@@ -9,51 +9,46 @@ use super::report::OffloadReport;
 use super::spill::{Spill, SpilledTensor};
 use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
-use crate::config::{Config, OffloadOptimizer, OffloadParam, OffloadTo, Precision};
+use crate::config::{Config, OffloadOptimizer, OffloadParam, OffloadTo};
 use crate::error::Result;
 use crate::memory::{Kind, Ledger};
-use crate::optim::Grouping;
+use crate::optim::Class;
 use crate::precision::Flat;
+use crate::util::lock;
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// Offloaded state of one rank. Exists where something is offloaded to `nvme`.
 pub(crate) struct Offload {
     pub io: Arc<Io>,
-    /// Parameter shards.
-    pub params: Option<ParamFile>,
-    /// Master weights, gradients and moments.
-    pub optimizer: Option<OptimizerFiles>,
+    /// Where parameter shards lie.
+    params: Option<Arc<Folder>>,
+    /// Where master weights, gradients and moments lie.
+    optimizer: Option<Arc<Folder>>,
+    settings: Option<OffloadOptimizer>,
+    files: Mutex<BTreeMap<Content, Arc<Arena>>>,
     /// Inputs of recomputing units; empty without `cpu_checkpointing`.
     spill: Arc<Spill>,
     folders: Vec<Arc<Folder>>,
     /// The access that the user chose, instead of the fastest.
     access: Option<DiskAccess>,
+    ledger: Ledger,
 }
 
-/// The files of parameter shards.
-pub(crate) struct ParamFile {
-    /// One for each half of the optimizer, whose sub-groups grow side by side.
-    pub arenas: Vec<Arc<Arena>>,
-}
-
-/// The files of optimizer state.
-pub(crate) struct OptimizerFiles {
-    /// With 16-bit parameters. One for each half of the optimizer.
-    pub master: Option<Vec<Arc<Arena>>>,
-    pub gradients: Arc<Arena>,
-    /// Moments by name.
-    pub moments: BTreeMap<&'static str, Arc<Arena>>,
-    pub settings: OffloadOptimizer,
+/// What a file holds: one kind of state, and of those whose sub-groups grow side by side, of one class of parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Content {
+    pub kind: Kind,
+    /// For people; of moments, that of the state.
+    pub name: &'static str,
+    pub class: Option<Class>,
 }
 
 impl Offload {
-    /// Opens the files that `config` asks for, for an optimizer whose states `grouping` knows. Nothing if there are
-    /// none.
+    /// Opens the folders that `config` asks for. Nothing if there are none.
     pub fn open(
         config: &Config,
-        grouping: &Grouping,
         is_first_rank: bool,
         access: Option<DiskAccess>,
         ledger: &Ledger,
@@ -69,50 +64,50 @@ impl Offload {
             folders.push(Folder::open(path, is_first_rank)?);
             Ok(folders[folders.len() - 1].clone())
         };
-        let for_roles = |folder: &Arc<Folder>, kind, name| -> Result<Vec<Arc<Arena>>> {
-            grouping.roles().iter().map(|_| Arena::create(folder, kind, name, ledger)).collect()
-        };
-        let moments = grouping.all_state_names();
         let zero = &config.zero;
         let params = match &zero.offload_param {
-            Some(OffloadParam { to: OffloadTo::Nvme { path }, .. }) => {
-                Some(ParamFile { arenas: for_roles(&folder(path)?, Kind::Parameters, "parameters")? })
-            }
+            Some(OffloadParam { to: OffloadTo::Nvme { path }, .. }) => Some(folder(path)?),
             _ => None,
         };
-        let optimizer = match &zero.offload_optimizer {
+        let (optimizer, settings) = match &zero.offload_optimizer {
             Some(settings @ OffloadOptimizer { to: OffloadTo::Nvme { path }, .. }) => {
-                let folder = folder(path)?;
-                let file = |kind, name| Arena::create(&folder, kind, name, ledger);
-                let has_master = config.precision != Precision::F32;
-                Some(OptimizerFiles {
-                    master: has_master
-                        .then(|| for_roles(&folder, Kind::MasterWeights, "master weights"))
-                        .transpose()?,
-                    gradients: file(Kind::Gradients, "gradients")?,
-                    moments: moments
-                        .into_iter()
-                        .map(|name| Ok((name, file(Kind::Moments, name)?)))
-                        .collect::<Result<_>>()?,
-                    settings: settings.clone(),
-                })
+                (Some(folder(path)?), Some(settings.clone()))
             }
-            _ => None,
+            _ => (None, None),
         };
         let Some(any) = folders.first() else { return Ok(None) };
         let activations = Arena::create(any, Kind::Activations, "activations", ledger)?;
         // Nothing is in the page cache yet, and what is written first is read much later.
         let io = Arc::new(Io::start(&config.aio, access.unwrap_or(DiskAccess::Direct))?);
         let spill = Arc::new(Spill::new(io.clone(), activations));
-        Ok(Some(Arc::new(Self { io, params, optimizer, spill, folders, access })))
+        let (files, ledger) = (Mutex::default(), ledger.clone());
+        Ok(Some(Arc::new(Self { io, params, optimizer, settings, files, spill, folders, access, ledger })))
+    }
+
+    /// The file of `content`, which is made when it is first asked for.
+    pub fn file(&self, content: Content) -> Result<Arc<Arena>> {
+        let Content { kind, name, .. } = content;
+        let folder = if kind == Kind::Parameters { &self.params } else { &self.optimizer };
+        let folder = folder.as_ref().expect("a state that lies in a file has a folder");
+        let mut files = lock(&self.files);
+        if let Some(file) = files.get(&content) {
+            return Ok(file.clone());
+        }
+        let file = Arena::create(folder, kind, name, &self.ledger)?;
+        files.insert(content, file.clone());
+        Ok(file)
+    }
+
+    /// From now on states get new files; those of today are gone with the last place in them.
+    pub fn begin_anew(&self) {
+        lock(&self.files).clear();
     }
 
     /// Everything has its place: chooses how the files are accessed from now on, by their size.
     pub fn choose_access(&self, world_size: usize) -> DiskAccess {
         let bytes = self.folders.iter().map(|f| f.reserved()).sum::<u64>().saturating_mul(world_size as u64);
-        let mut arenas = self.params.iter().flat_map(|p| &p.arenas).chain(self.optimizer.iter().map(|o| &o.gradients));
         // A file that does not allow it is mapped; where none does, that is what is chosen, and told.
-        let direct_is_possible = arenas.any(|a| a.allows_direct());
+        let direct_is_possible = lock(&self.files).values().any(|file| file.allows_direct());
         let access = match self.access.unwrap_or_else(|| DiskAccess::fastest(bytes, direct_is_possible)) {
             DiskAccess::Direct if !direct_is_possible => DiskAccess::Mapped,
             access => access,
@@ -123,7 +118,7 @@ impl Offload {
 
     /// How a pass goes through the files.
     pub fn windows(&self) -> Windows {
-        Windows::new(self.optimizer.as_ref().map(|o| &o.settings), self.io.access())
+        Windows::new(self.settings.as_ref(), self.io.access())
     }
 
     /// Whether all files of all ranks have got the space that they asked for. Collective, when all have asked.
@@ -132,9 +127,12 @@ impl Offload {
     /// [`OffloadError::Space`](crate::error::OffloadError::Space) on all ranks, with the bytes that all of them need on
     /// the disk that is too small.
     pub fn check_space(&self, comm: &dyn Communicator) -> Result<()> {
-        let numbers = |d: Demand| [d.device, d.free, d.asked, d.got, u64::from(d.is_full)];
+        let numbers = |d: Demand| [d.device, d.free, d.asked, d.got, u64::from(d.is_full), d.memory];
         let own: Vec<u64> = self.folders.iter().flat_map(|f| numbers(f.demand())).collect();
-        let demand = |n: &[u64; 5]| Demand { device: n[0], free: n[1], asked: n[2], got: n[3], is_full: n[4] != 0 };
+        let demand = |n: &[u64; 6]| {
+            let is_full = n[4] != 0;
+            Demand { device: n[0], free: n[1], asked: n[2], got: n[3], is_full, memory: n[5] }
+        };
         let all = gather_u64(comm, &own)?;
         let all: Vec<Demand> = all.iter().flat_map(|rank| rank.as_chunks().0.iter().map(demand)).collect();
         let Some(full) = all.iter().find(|d| d.is_full) else { return Ok(()) };
@@ -144,7 +142,7 @@ impl Offload {
         let mut folders = self.folders.iter().filter(|f| f.demand().device == full.device);
         // A rank that has no folder there learns of it from the others.
         let folder = folders.clone().find(|f| f.demand().is_full).or(folders.next());
-        folder.map_or(Ok(()), |folder| Err(folder.too_small(asked, full.free, got)))
+        folder.map_or(Ok(()), |folder| Err(folder.too_small(Demand { asked, got, ..*full })))
     }
 
     /// Begins to write `values` of a unit that recomputes to a file; their memory is then freed.

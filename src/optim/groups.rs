@@ -9,6 +9,7 @@
 
 use super::{Momentum, Optimizer};
 use crate::error::{OptimError, Result};
+use crate::precision::Packing;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
@@ -38,6 +39,7 @@ pub struct ParameterGroup {
     use_muon: Option<bool>,
     lr: Option<f64>,
     numbers: Numbers,
+    is_frozen: bool,
 }
 
 /// The settings that a group may have instead of the optimizer's own.
@@ -114,6 +116,14 @@ impl ParameterGroup {
         self
     }
 
+    /// Its parameters are frozen: they have no gradients, master weights or optimizer states.
+    /// [`Engine::set_trainable`](crate::Engine::set_trainable) may change that later.
+    #[must_use]
+    pub fn frozen(mut self) -> Self {
+        self.is_frozen = true;
+        self
+    }
+
     fn selects(&self, name: &str, shape: &[usize]) -> bool {
         self.names.as_ref().is_none_or(|patterns| patterns.iter().any(|pattern| matches(pattern, name)))
             && self.dims.as_ref().is_none_or(|dims| dims.contains(&shape.len()))
@@ -160,11 +170,16 @@ impl Role {
     pub const ALL: [Self; 2] = [Self::Main, Self::Auxiliary];
 }
 
-/// An engine's optimizer, and the rule that puts parameters into groups.
+/// Says of a parameter's name and shape whether it is trained.
+pub(crate) type TrainableRule = Arc<dyn Fn(&str, &[usize]) -> bool + Send + Sync>;
+
+/// An engine's optimizer, and the rules that put parameters into groups and freeze them.
 #[derive(Default)]
 pub(crate) struct Grouping {
     optimizer: Option<Arc<dyn Optimizer>>,
     given: Vec<ParameterGroup>,
+    trainable: Option<TrainableRule>,
+    quantized: Option<(Packing, TrainableRule)>,
 }
 
 /// A group that has parameters.
@@ -190,7 +205,43 @@ impl Grouping {
                 }
             }
         }
-        Ok(Self { optimizer, given })
+        Ok(Self { optimizer, given, trainable: None, quantized: None })
+    }
+
+    /// Only what `rule` says is trained.
+    #[must_use]
+    pub fn trainable(self, rule: Option<TrainableRule>) -> Self {
+        Self { trainable: rule, ..self }
+    }
+
+    /// Frozen parameters are packed so where `rule` says so.
+    #[must_use]
+    pub fn quantized(self, rule: Option<(Packing, TrainableRule)>) -> Self {
+        Self { quantized: rule, ..self }
+    }
+
+    /// How a parameter is packed.
+    pub fn packing(&self, name: &str, shape: &[usize]) -> Option<Packing> {
+        self.quantized.as_ref().filter(|(_, rule)| rule(name, shape)).map(|(packing, _)| *packing)
+    }
+
+    /// Whether a parameter begins as one that is trained.
+    pub fn trains(&self, name: &str, shape: &[usize]) -> bool {
+        self.trains_rule()(name, shape)
+    }
+
+    /// The same as a rule of its own.
+    pub fn trains_rule(&self) -> TrainableRule {
+        let (given, trainable) = (self.given.clone(), self.trainable.clone());
+        Arc::new(move |name, shape| {
+            let group = given.iter().find(|group| group.selects(name, shape));
+            !group.is_some_and(|group| group.is_frozen) && trainable.as_ref().is_none_or(|rule| rule(name, shape))
+        })
+    }
+
+    /// The given groups, by number, that freeze parameters.
+    pub fn freezing(&self) -> impl Iterator<Item = usize> + '_ {
+        self.given.iter().enumerate().filter(|(_, group)| group.is_frozen).map(|(index, _)| index)
     }
 
     /// The number, before groups are [settled](Self::settle), of a parameter's group.
@@ -211,12 +262,6 @@ impl Grouping {
     /// The half that trains the parameters of a group that is not settled.
     pub fn role(group: usize) -> Role {
         Role::ALL[group % Role::ALL.len()]
-    }
-
-    /// Halves that an optimizer may have parameters for.
-    pub fn roles(&self) -> &'static [Role] {
-        let has_auxiliary = self.optimizer.as_ref().is_some_and(|o| o.auxiliary().is_some());
-        if has_auxiliary { &Role::ALL } else { &Role::ALL[..1] }
     }
 
     /// The optimizer of a role.

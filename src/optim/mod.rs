@@ -16,12 +16,14 @@
 //! | `muon.rs`, `newton_schulz.rs` | Muon: momentum of matrices, orthogonalized |
 //! | `chunks.rs` | how one pass over all the buffers runs in parallel |
 //! | `groups.rs` | parameter groups: which parameters have a learning rate or a decay of their own |
+//! | `class.rs` | what is kept of a parameter: who trains it, if anybody does |
 //! | `trainer.rs` | an engine's optimizer, its parameter groups and their schedules |
 //! | `schedule.rs` | learning rate and momentum by step |
 
 mod adagrad;
 mod adam;
 mod chunks;
+mod class;
 pub(crate) mod error;
 mod from_config;
 mod groups;
@@ -34,9 +36,10 @@ mod schedule;
 mod sgd;
 mod trainer;
 
+pub(crate) use class::Class;
 pub use from_config::{base_lr, from_config, momentum};
 pub use groups::ParameterGroup;
-pub(crate) use groups::{Grouping, Role};
+pub(crate) use groups::{Grouping, Role, TrainableRule};
 pub use optimizer::{Layerwise, Momentum, Needs, Optimizer, SQUARES_BLOCK, Squares, StepContext, Wholewise};
 pub use schedule::{LrSchedule, Schedule};
 pub(crate) use trainer::{GroupStep, Trainer};

@@ -14,10 +14,11 @@
 
 use super::ParamId;
 use crate::graph::prepared::{one, prepared};
-use crate::graph::{Grad, Slot, with_token};
+use crate::graph::{Grad, Slot, only_while, with_token};
 use crate::tensor::residency::empty_leaf;
 use candle_core::{Device, Result, Shape, Storage, Tensor};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// Takes the gradients of parameters as they become complete.
 pub(crate) trait GradientSink: Send + Sync {
@@ -30,9 +31,11 @@ pub(crate) trait GradientSink: Send + Sync {
     fn passed_by(&self, param: ParamId) -> Result<()>;
 }
 
-/// Makes a parameter's tensor that begins with `storage`; its gradients go to `sink`.
+/// Makes a parameter's tensor that begins with `storage`; its gradients go to `sink`. This library's operations make
+/// none while it is not `trained`; Candle's do, and the sink leaves them out.
 pub(crate) fn capture(
     param: ParamId,
+    trained: Arc<AtomicBool>,
     sink: Arc<dyn GradientSink>,
     device: &Device,
     (storage, shape): (Storage, Shape),
@@ -49,5 +52,7 @@ pub(crate) fn capture(
         }
         Ok(None)
     })?;
-    with_token(token, slot, "parameter", (storage, shape))
+    let tensor = with_token(token, slot, "parameter", (storage, shape))?;
+    only_while(&tensor, trained);
+    Ok(tensor)
 }

@@ -12,6 +12,33 @@ pub enum ParamError {
          vb.get, vb.get_with_hints or candle_nn's layers"
     )]
     NoParameters,
+    /// A rule that freezes everything.
+    #[error(
+        "all {count} parameters are frozen, so there is nothing to train; let EngineBuilder::trainable, set_trainable or \
+         the parameter groups leave some"
+    )]
+    NothingTrained {
+        /// The model's parameters.
+        count: usize,
+    },
+    /// A rule that quantizes what is trained.
+    #[error(
+        "parameter {name} is quantized and trained, and only frozen ones can be quantized; freeze it \
+         (EngineBuilder::trainable, a frozen group), or let EngineBuilder::quantized leave it out"
+    )]
+    QuantizedTrained {
+        /// The parameter.
+        name: String,
+    },
+    /// A group that freezes nothing.
+    #[error(
+        "parameter group {index} (from 0) is frozen and selects no parameter that an earlier group left; correct its \
+         names, or leave it out"
+    )]
+    NothingFrozen {
+        /// The group's place.
+        index: usize,
+    },
     /// One name, two shapes.
     #[error(
         "parameter {name} is asked for twice, with shape {first:?} and with {second:?}; give the layers different \

@@ -12,10 +12,15 @@ mod source;
 pub use source::Source;
 pub(crate) use source::WeightFile;
 
+use crate::layout::Cut;
 use crate::memory::Held;
+use crate::optim::{Class, Role};
+use crate::precision::Packing;
 use crate::util::lock;
 use candle_core::{Shape, Tensor};
-use std::sync::Mutex;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 /// Number of a parameter in order of registration, equal on all ranks.
 pub(crate) type ParamId = usize;
@@ -35,21 +40,56 @@ pub(crate) enum Residency {
     Absent,
 }
 
-/// One trainable parameter.
+/// One parameter.
 #[derive(Debug)]
 pub(crate) struct Param {
     pub name: String,
     pub shape: Shape,
     pub numel: usize,
+    /// Elements that lie on one rank together.
+    pub block: usize,
+    /// How its weights are held and travel at stage 3, if not as they are.
+    pub packing: Option<Packing>,
     pub unit: UnitId,
+    /// The half of the optimizer that trains it, while it is trained.
+    pub role: Role,
+    /// Updates of the weights before the first of its own: those while it was frozen.
+    pub updates_before: AtomicU64,
     /// Its parameter group.
     pub group: usize,
+    /// Whether it is trained, or frozen. The graph asks for it too.
+    pub trained: Arc<AtomicBool>,
     /// The model's tensor: the result of a capture operation on an empty leaf.
     pub tensor: Tensor,
     pub residency: Mutex<Residency>,
 }
 
 impl Param {
+    /// How it is cut into shards.
+    pub fn cut(&self) -> Cut {
+        Cut { numel: self.numel, block: self.block }
+    }
+
+    /// The elements that `rank` of `world_size` owns.
+    pub fn shard(&self, world_size: usize, rank: usize) -> Range<usize> {
+        self.cut().shard(world_size, rank)
+    }
+
+    /// Elements of every rank's shard, padding included.
+    pub fn shard_len(&self, world_size: usize) -> usize {
+        self.cut().shard_len(world_size)
+    }
+
+    /// What is kept of it, if it is `trained` or not.
+    pub fn class(&self, trained: bool) -> Class {
+        Class::of(self.role, trained, self.packing)
+    }
+
+    /// Whether it has a gradient, and is updated.
+    pub fn is_trained(&self) -> bool {
+        self.trained.load(Ordering::Relaxed)
+    }
+
     /// Whether the tensor holds the parameter.
     pub fn is_whole(&self) -> bool {
         matches!(*lock(&self.residency), Residency::Whole(_))

@@ -2,6 +2,7 @@
 
 use super::init::init_values;
 use crate::error::{Error, ParamError, Result};
+use crate::files;
 use crate::util::{fnv1a, list};
 use candle_core::Shape;
 use candle_nn::Init;
@@ -83,11 +84,7 @@ impl WeightFile {
     /// Opens and maps a file, and reads its header.
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
-        let file = std::fs::File::open(path).map_err(io)?;
-        if file.metadata().map_err(io)?.is_dir() {
-            // The system's words for mapping a folder are "no such device".
-            return Err(io(std::io::ErrorKind::IsADirectory.into()));
-        }
+        let file = files::open(path).map_err(io)?;
         // SAFETY: the map is only read. A file that another process cuts short meanwhile would raise SIGBUS; weights
         // are not written in place by anything here, and copying a model of any size to avoid that would cost more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;

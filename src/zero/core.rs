@@ -7,7 +7,9 @@
 use super::gather::Gatherer;
 use super::gradients::{Gradients, ReducePlan};
 use super::rank::Rank;
+use super::share_plan::SharePlan;
 use super::sub_group::{SubGroup, places};
+use super::unreduced::Unreduced;
 use crate::comm::Communicator;
 use crate::config::ZeroConfig;
 use crate::error::{Error, ParamError};
@@ -18,10 +20,11 @@ use crate::offload::{Offload, OffloadReport};
 use crate::param::capture::GradientSink;
 use crate::param::{Param, ParamId, ROOT, UnitId};
 use crate::tensor::residency;
-use crate::util::{list, lock};
+use crate::util::{list, lock, unpoisoned};
 use candle_core::DType;
+use std::collections::BTreeSet;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
 use std::thread::ThreadId;
 
 /// The partitioned state of one rank.
@@ -39,10 +42,15 @@ pub(crate) struct Core {
     /// Names of the units, the root (an empty name) first.
     pub(super) units: Vec<String>,
     /// Sub-group and slot of each parameter.
-    pub(super) places: Vec<(usize, usize)>,
+    pub(super) places: RwLock<Vec<(usize, usize)>>,
+    pub(super) share_plan: SharePlan,
+    /// The parameters that each unit uses, its own and others'.
+    used_by: Vec<BTreeSet<ParamId>>,
     pub(super) groups: Mutex<Vec<SubGroup>>,
     pub(super) gather: Mutex<Gatherer>,
     pub(super) gradients: Mutex<Gradients>,
+    /// Gradients that are not reduced yet.
+    pub(super) unreduced: Mutex<Unreduced>,
     pub(super) recomputation: Recomputation,
     /// A model is only evaluated: nothing is recorded or kept.
     pub(super) evaluating: AtomicBool,
@@ -57,6 +65,7 @@ pub(crate) struct CoreParts {
     pub comm: Arc<dyn Communicator>,
     pub zero: ZeroConfig,
     pub reduce_plan: ReducePlan,
+    pub share_plan: SharePlan,
     pub dtype: DType,
     pub recomputation: Recomputation,
     pub registered: Registered,
@@ -69,6 +78,8 @@ pub(crate) struct Registered {
     pub params: Vec<Param>,
     /// Names of the units, the root (an empty name) first.
     pub units: Vec<String>,
+    /// The parameters that each unit uses, its own and others'.
+    pub used_by: Vec<BTreeSet<ParamId>>,
     pub groups: Vec<SubGroup>,
 }
 
@@ -114,11 +125,13 @@ impl GradientSink for Link {
 impl Core {
     /// The core of a registered model.
     pub fn new(parts: CoreParts) -> Self {
-        let CoreParts { comm, zero, reduce_plan, dtype, recomputation, registered, ledger, offload } = parts;
-        let Registered { params, units, groups } = registered;
+        let CoreParts { comm, zero, reduce_plan, share_plan, dtype, recomputation, registered, ledger, offload } =
+            parts;
+        let Registered { params, units, used_by, groups } = registered;
         let places = places(&groups, params.len());
         let gather = Gatherer::new(&params, units.len(), &zero, comm.size());
-        let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, params.len());
+        let optional = vec![zero.ignore_unused_parameters; params.len()];
+        let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, optional);
         Self {
             comm,
             placement: zero.stage.placement(),
@@ -129,10 +142,13 @@ impl Core {
             offload,
             params,
             units,
-            places,
+            places: RwLock::new(places),
+            share_plan,
+            used_by,
             groups: Mutex::new(groups),
             gather: Mutex::new(gather),
             gradients: Mutex::new(gradients),
+            unreduced: Mutex::default(),
             recomputation,
             evaluating: AtomicBool::new(false),
             backward_on: Mutex::new(None),
@@ -176,6 +192,17 @@ impl Core {
     /// File access so far; nothing where nothing is offloaded to files.
     pub fn offload_report(&self) -> Option<OffloadReport> {
         self.offload.as_ref().map(|offload| offload.report())
+    }
+
+    /// Sub-group and slot of a parameter.
+    pub(super) fn place_of(&self, param: ParamId) -> (usize, usize) {
+        unpoisoned(self.places.read())[param]
+    }
+
+    /// Whether a unit uses parameters, and all of them are frozen.
+    pub(super) fn is_frozen(&self, unit: UnitId) -> bool {
+        let used = &self.used_by[unit];
+        !used.is_empty() && used.iter().all(|param| !self.params[*param].is_trained())
     }
 
     /// A unit's name for people.

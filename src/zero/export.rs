@@ -1,11 +1,11 @@
 //! Whole parameters as a safetensors file, gathered one at a time and written by rank 0 as they come.
 
 use super::core::Core;
+use super::share::State;
 use super::sub_group::Home;
 use crate::comm::agree::{Failure, agree};
 use crate::error::{Error, Result};
 use crate::files::{folder_of, new_beside, sync_folder};
-use crate::layout::{shard_len, shard_range};
 use crate::param::Param;
 use crate::precision::{Flat, FlatRef};
 use crate::tensor::residency;
@@ -36,9 +36,12 @@ impl Core {
 
     /// Collective: a whole parameter in f32, from the master weights where there are any.
     pub fn whole_f32(&self, param: usize) -> Result<Flat> {
-        let (world, numel) = (self.comm.size(), self.params[param].numel);
+        if self.params[param].packing.is_some() && self.shards_params() {
+            let own = self.own_values(State::Weights, param, self.owned(param))?;
+            return self.gather_whole(param, own);
+        }
         let groups = lock(&self.groups);
-        let (group, slot) = self.places[param];
+        let (group, slot) = self.place_of(param);
         let (group, slot) = (&groups[group], &groups[group].slots[slot]);
         let mut own = Flat::with_capacity(DType::F32, 0);
         match group.master.as_ref().or(group.weights.as_ref()) {
@@ -56,16 +59,22 @@ impl Core {
             }
         }
         drop(groups);
+        self.gather_whole(param, own)
+    }
+
+    /// Collective: a whole parameter of the elements that each rank owns.
+    fn gather_whole(&self, param: usize, mut own: Flat) -> Result<Flat> {
+        let (world, numel) = (self.comm.size(), self.params[param].numel);
         // Not a question of how much this rank owns: a parameter of one element lies on one rank alone.
         if world == 1 || !self.placement.optim.is_sharded() {
             return Ok(own);
         }
-        let shard = shard_len(numel, world);
+        let shard = self.params[param].shard_len(world);
         own.extend_zeros(shard - own.len());
         let chunks = self.comm.all_gather(own, self.tag(&[param])).wait()?;
         let mut whole = Flat::with_capacity(DType::F32, numel);
         for r in 0..world {
-            whole.extend_cast(chunks.slice(r * shard..r * shard + shard_range(numel, world, r).len()));
+            whole.extend_cast(chunks.slice(r * shard..r * shard + self.params[param].shard(world, r).len()));
         }
         Ok(whole)
     }

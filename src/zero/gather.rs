@@ -47,6 +47,8 @@ pub(crate) struct Gatherer<R: Rank = Core> {
     recomputes: bool,
     /// Backwards that run inside of others: a recomputing unit runs one of its own.
     depth: usize,
+    /// The unit that each of these backwards, the engine's first, was the last to enter.
+    entered: Vec<UnitId>,
     /// Those of them that run inside of a backward that is not the engine's.
     passing: usize,
 }
@@ -56,6 +58,8 @@ struct UnitState<R: Rank> {
     state: State<R>,
     /// Depth of the backward that was the last to enter the unit.
     depth: usize,
+    /// That backward has gone on to another unit.
+    is_behind: bool,
     /// Gathered for a backward that is not the engine's, and nothing else.
     passed: bool,
 }
@@ -116,7 +120,7 @@ impl Bundle {
             let _about = timeline::about(|| core.names(&parcel.params));
             let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
             // Room for the chunks of all ranks: the others' arrive in the same buffer.
-            let mut chunk = R::Buffer::with_capacity(core.dtype(), parcel.chunk * world);
+            let mut chunk = R::Buffer::with_capacity(parcel.dtype(core.dtype()), parcel.chunk * world);
             let mut pieces = Vec::new();
             for (p, offset) in parcel.params.iter().zip(&parcel.offsets) {
                 chunk.extend_zeros(offset - chunk.len());
@@ -142,7 +146,7 @@ impl Bundle {
     }
 
     fn gather<R: Rank>(&self, core: &R, parcel: &Parcel, chunk: R::Buffer) -> R::Pending {
-        core.collective(Collective::AllGather, self.wire, chunk, &parcel.params)
+        core.collective(Collective::AllGather, parcel.wire(self.wire), chunk, &parcel.params)
     }
 
     /// Waits for the parcels and puts the whole parameters into their tensors.
@@ -212,7 +216,8 @@ impl<R: Rank> Gatherer<R> {
         }
         let wire = if zero.quantized_weights { Wire::Blocks(Ints::Int8) } else { Wire::Exact };
         let bundle = |p| Bundle::new(p, params, world_size, wire);
-        let unit = |p| UnitState { bundle: bundle(p), state: State::Released, depth: 0, passed: false };
+        let unit =
+            |p| UnitState { bundle: bundle(p), state: State::Released, depth: 0, is_behind: false, passed: false };
         Self {
             units: by_unit.into_iter().map(unit).collect(),
             persistent: bundle(persistent),
@@ -223,6 +228,7 @@ impl<R: Rank> Gatherer<R> {
             ahead: zero.param_files().map_or(usize::MAX, |files| files.ahead()).min(zero.prefetch_bucket_size),
             recomputes: false,
             depth: 0,
+            entered: vec![ROOT],
             passing: 0,
         }
     }
@@ -245,6 +251,11 @@ impl<R: Rank> Gatherer<R> {
         self.trace(core).advance(event);
         if let Event::Backward(unit) = event {
             self.units[unit].depth = self.depth;
+            self.units[unit].is_behind = false;
+            let before = std::mem::replace(&mut self.entered[self.depth], unit);
+            if before != unit {
+                self.leave_behind(core, before)?;
+            }
         }
         self.need(core, event.unit())?;
         self.units[event.unit()].passed = false;
@@ -294,12 +305,33 @@ impl<R: Rank> Gatherer<R> {
     pub fn nest(&mut self, passes: bool) {
         self.depth += 1;
         self.passing += usize::from(passes);
+        self.entered.push(ROOT);
     }
 
     /// It is over.
-    pub fn unnest(&mut self, passes: bool) {
+    pub fn unnest(&mut self, core: &R, passes: bool) -> Result<()> {
+        let last = self.entered.pop().unwrap_or(ROOT);
+        let left = self.leave_behind(core, last);
         self.depth -= 1;
         self.passing -= usize::from(passes);
+        left
+    }
+
+    /// The backward under way has gone on from a unit, whose input has its gradient: nothing needs the unit's frozen
+    /// parameters any more, unless a trained one still waits for its gradient.
+    fn leave_behind(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        if unit == ROOT || self.units[unit].depth < self.depth {
+            return Ok(());
+        }
+        self.units[unit].is_behind = true;
+        self.release_frozen(core, unit)
+    }
+
+    fn release_frozen(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        let UnitState { bundle, is_behind, .. } = &self.units[unit];
+        let params = || bundle.params.iter().map(|p| &core.params()[*p]);
+        let is_over = *is_behind && !params().any(|p| p.is_trained() && p.is_whole());
+        if is_over { self.release_unit(core, unit) } else { Ok(()) }
     }
 
     /// A unit's forward is over: releases it, unless its backward comes within `stage3_max_reuse_distance`.
@@ -326,7 +358,7 @@ impl<R: Rank> Gatherer<R> {
             let any = unit.bundle.params.iter().any(|p| params[*p].is_whole());
             unit.state = if any { State::Partly } else { State::Released };
         }
-        Ok(())
+        self.release_frozen(core, id)
     }
 
     /// The micro step is over: releases whatever is left (unused parameters, gathers that nobody came for).
@@ -334,7 +366,9 @@ impl<R: Rank> Gatherer<R> {
         for unit in 0..self.units.len() {
             self.settle(core, unit)?;
             self.release_unit(core, unit)?;
+            self.units[unit].is_behind = false;
         }
+        self.entered.fill(ROOT);
         self.trace(core).end();
         self.recomputes &= core.is_evaluating();
         Ok(())

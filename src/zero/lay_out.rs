@@ -4,14 +4,15 @@
 //! files, which grow with every share. When all parameters are there, gradients and moments get their places.
 
 use super::core::Core;
+use super::packed;
 use super::rank::{ExtentOf, Rank};
 use super::share_plan::SharePlan;
 use super::sub_group::{GradShare, Home, Slot, SubGroup};
 use crate::error::{Error, OffloadError, Result};
-use crate::layout::{Place, Sharing, groups_in_memory, shard_range};
+use crate::layout::{Cut, Place, Sharing, groups_in_memory};
 use crate::memory::{Kind, Ledger, Tracked};
-use crate::offload::{Extent, Offload, STEP, Transfer};
-use crate::optim::Role;
+use crate::offload::{Content, Extent, Offload, STEP, Transfer};
+use crate::optim::Class;
 use crate::param::ParamId;
 use crate::precision::{Elements, Flat, FlatRef};
 use candle_core::DType;
@@ -42,7 +43,7 @@ impl State {
 /// Files under construction: those of this rank, or of a rehearsal that only counts.
 pub(crate) trait Carrier<R: Rank> {
     /// A place at the end of a state's file, without elements yet.
-    fn begin(&self, state: State, role: Role, dtype: DType) -> ExtentOf<R>;
+    fn begin(&self, state: State, class: Class, dtype: DType) -> Result<ExtentOf<R>>;
     /// Reserves `count` more elements.
     fn grow(&mut self, extent: &ExtentOf<R>, count: usize) -> Result<()>;
     /// Begins to write `values` from element `at` on, if there are any.
@@ -69,26 +70,37 @@ pub(crate) struct SubGroupBuilder<R: Rank = Core, C = Arenas> {
     files: C,
     ledger: Ledger,
     done: Vec<SubGroup<R>>,
-    /// The open sub-group of each role.
-    open: [Option<SubGroup<R>>; Role::ALL.len()],
+    /// The open sub-group of each class.
+    open: [Option<SubGroup<R>>; Class::COUNT],
 }
 
 impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
     pub fn with(plan: SharePlan, files: C, ledger: Ledger) -> Self {
-        let sharing = Sharing::new(plan.world_size, plan.placement.optim.is_sharded(), plan.sub_group_size);
+        let sharing = Sharing::new(plan.placement.optim.is_sharded(), plan.sub_group_size);
         // In files a parameter's share begins where a request may begin.
         let sharing = if plan.has_files() { sharing.in_files(STEP, plan.weights_in_memory) } else { sharing };
-        Self { plan, sharing, files, ledger, done: Vec::new(), open: [None, None] }
+        Self { plan, sharing, files, ledger, done: Vec::new(), open: [const { None }; Class::COUNT] }
     }
 
-    /// Adds a parameter of `numel` elements, with the initial values of those that this rank owns, to the sub-groups of
-    /// a half of the optimizer.
-    pub fn push(&mut self, param: ParamId, numel: usize, values: FlatRef<'_>, role: Role) -> Result<()> {
-        let Place { share, room, begins, closes, spills } = self.sharing.push(numel, role as usize);
+    /// Adds a parameter, with the initial values of the elements that this rank owns, to the sub-groups of a class.
+    pub fn push(&mut self, param: ParamId, cut: Cut, values: FlatRef<'_>, class: Class) -> Result<()> {
+        let shard_len = cut.shard_len(self.plan.world_size);
+        let packed;
+        let (shard_len, values) = match class.packing().filter(|_| self.plan.placement.params.is_sharded()) {
+            Some(packing) => {
+                packed = packed::pack(packing, values, shard_len);
+                (packed::words(packing, shard_len), packed.as_ref())
+            }
+            None => (shard_len, values),
+        };
+        let Place { share, room, begins, closes, spills } = self.sharing.push(shard_len, cut.numel, class.index());
         if begins {
             self.close();
         }
-        let mut group = self.open[role as usize].take().unwrap_or_else(|| self.empty_group(role, spills));
+        let mut group = match self.open[class.index()].take() {
+            Some(group) => group,
+            None => self.empty_group(class, spills)?,
+        };
         let at = group.len;
         for home in [&mut group.weights, &mut group.master].into_iter().flatten() {
             match home {
@@ -104,38 +116,41 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
                 }),
             }
         }
-        let shard = shard_range(numel, self.plan.world_size, self.plan.rank);
-        let owned = if self.plan.placement.optim.is_sharded() { shard.clone() } else { 0..numel };
+        let shard = cut.shard(self.plan.world_size, self.plan.rank);
+        let owned = if self.plan.placement.optim.is_sharded() { shard.clone() } else { 0..cut.numel };
         let shard = shard.start - owned.start..shard.end - owned.start;
         group.slots.push(Slot { param, owned, shard, at, len: share });
         group.grads.push(GradShare::Absent);
         group.len += room;
-        self.open[role as usize] = Some(group);
+        self.open[class.index()] = Some(group);
         if closes {
-            self.done.extend(self.open[role as usize].take());
+            self.done.extend(self.open[class.index()].take());
         }
         Ok(())
     }
 
     /// A sub-group whose weights lie in a file if they `spill`.
-    fn empty_group(&self, role: Role, spills: bool) -> SubGroup<R> {
+    fn empty_group(&self, class: Class, spills: bool) -> Result<SubGroup<R>> {
         let SharePlan { placement, dtype, weights_in_memory, states_in_files, .. } = &self.plan;
         let home = |state: State, dtype, in_file| match in_file {
-            true => Home::File(self.files.begin(state, role, dtype)),
-            false => Home::Memory(Tracked::new(&self.ledger, state.kind(), R::Buffer::with_capacity(dtype, 0))),
+            true => self.files.begin(state, class, dtype).map(Home::File),
+            false => Ok(Home::Memory(Tracked::new(&self.ledger, state.kind(), R::Buffer::with_capacity(dtype, 0)))),
         };
-        let weights = || home(State::Weights, *dtype, spills && weights_in_memory.is_some());
+        // Packed weights are 32-bit words.
+        let dtype_of_weights = class.packing().map_or(*dtype, |_| DType::F32);
+        let weights = || home(State::Weights, dtype_of_weights, spills && weights_in_memory.is_some());
         let master = || home(State::Master, DType::F32, states_in_files.is_some());
-        SubGroup {
-            role,
+        let has_master = class.is_trained() && *dtype != DType::F32;
+        Ok(SubGroup {
+            class,
             slots: Vec::new(),
             len: 0,
-            weights: placement.params.is_sharded().then(weights),
-            master: (*dtype != DType::F32).then(master),
+            weights: placement.params.is_sharded().then(weights).transpose()?,
+            master: has_master.then(master).transpose()?,
             grads: Vec::new(),
             grad_file: None,
             moments: Vec::new(),
-        }
+        })
     }
 
     fn close(&mut self) {
@@ -152,12 +167,15 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
         self.close();
         let mut groups = std::mem::take(&mut self.done);
         // So that the order of parameters, and of sums over them, does not depend on where sub-groups end.
-        groups.sort_by_key(|group| group.role);
+        groups.sort_by_key(|group| group.class);
         self.files.written()?;
         let Self { plan, files, ledger, .. } = self;
-        let stay = plan.states_in_files.map_or(groups.len(), |ratio| groups_in_memory(groups.len(), ratio));
+        // The trained ones are the first.
+        let trained = groups.iter().filter(|group| group.class.is_trained()).count();
+        let stay = plan.states_in_files.map_or(trained, |ratio| groups_in_memory(trained, ratio));
         for (i, group) in groups.iter_mut().enumerate() {
-            let (role, len) = (group.role, group.len);
+            let (class, len) = (group.class, group.len);
+            let Some(role) = class.role() else { continue };
             let names = plan.grouping.state_names(role);
             if i < stay {
                 let zeros = |kind| Tracked::new(ledger, kind, R::Buffer::zeros(DType::F32, len));
@@ -168,8 +186,9 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
                 group.moments = names.iter().map(|_| Home::Memory(zeros(Kind::Moments))).collect();
                 continue;
             }
-            let grads = files.begin(State::Gradients, role, plan.grad_dtype);
-            let moments: Vec<_> = names.iter().map(|name| files.begin(State::Moment(name), role, DType::F32)).collect();
+            let grads = files.begin(State::Gradients, class, plan.grad_dtype)?;
+            let moments = names.iter().map(|name| files.begin(State::Moment(name), class, DType::F32));
+            let moments = moments.collect::<Result<Vec<_>>>()?;
             moments.iter().chain([&grads]).try_for_each(|extent| files.grow(extent, len))?;
             group.grad_file = Some(grads);
             group.moments = moments.into_iter().map(Home::File).collect();
@@ -201,16 +220,16 @@ const PIECE: usize = 1 << 20;
 const IN_FLIGHT: usize = 8;
 
 impl Carrier<Core> for Arenas {
-    fn begin(&self, state: State, role: Role, dtype: DType) -> Extent {
-        let (params, optimizer) =
-            self.offload.as_ref().map_or((None, None), |o| (o.params.as_ref(), o.optimizer.as_ref()));
-        let arena = match state {
-            State::Weights => params.map(|files| &files.arenas[role as usize]),
-            State::Master => optimizer.and_then(|files| Some(&files.master.as_ref()?[role as usize])),
-            State::Gradients => optimizer.map(|files| &files.gradients),
-            State::Moment(name) => optimizer.map(|files| &files.moments[name]),
+    fn begin(&self, state: State, class: Class, dtype: DType) -> Result<Extent> {
+        // Weights of all classes grow side by side; what is reserved when all parameters are there does not.
+        let (name, class) = match state {
+            State::Weights => ("parameters", Some(class)),
+            State::Master => ("master weights", Some(class)),
+            State::Gradients => ("gradients", None),
+            State::Moment(name) => (name, None),
         };
-        Extent::at_end_of(arena.expect("a state that lies in a file has one"), dtype)
+        let offload = self.offload.as_ref().expect("a state that lies in a file has one");
+        Ok(Extent::at_end_of(&offload.file(Content { kind: state.kind(), name, class })?, dtype))
     }
 
     fn grow(&mut self, extent: &Extent, count: usize) -> Result<()> {

@@ -9,13 +9,17 @@
 //! | `run.rs` | forward and backward, as engine, units and parameters call them |
 //! | `registry.rs`, `share_plan.rs` | the `VarBuilder` backend: parameters registered, and shared among ranks |
 //! | `sub_group.rs`, `lay_out.rs` | this rank's share of the model, and how it is laid out |
+//! | `packed.rs` | packed weights, as words |
 //! | `parcel.rs`, `batch.rs` | what travels together, and what is under way |
 //! | `gather.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
 //! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
 //! | `step.rs` | vote, update |
+//! | `unreduced.rs`, `no_sync.rs` | gradients that a rank keeps for itself until they are reduced |
 //! | `walk.rs` | a pass through the share, in memory and in files |
 //! | `whole.rs` | norms of whole parameters, and directions made of whole ones |
 //! | `publish.rs` | updated shards, brought to all ranks |
+//! | `unused.rs` | parameters that no backward reaches |
+//! | `freeze.rs` | parameters frozen and thawed between steps |
 //! | `export.rs` | whole parameters in a file |
 //!
 //! The decisions of a step are written once, over `rank::Rank`; the core and a rehearsal carry them out.
@@ -23,10 +27,13 @@
 mod batch;
 pub(crate) mod core;
 mod export;
+mod freeze;
 pub(crate) mod gather;
 pub(crate) mod gradients;
 mod kept_input;
 pub(crate) mod lay_out;
+mod no_sync;
+mod packed;
 pub(crate) mod parcel;
 mod publish;
 pub(crate) mod rank;
@@ -40,6 +47,8 @@ pub(crate) mod step;
 pub(crate) mod sub_group;
 pub(crate) mod trace;
 pub(crate) mod unit;
+mod unreduced;
+mod unused;
 pub(crate) mod walk;
 mod whole;
 

@@ -5,7 +5,6 @@ use super::parcel::Parcel;
 use super::rank::Rank;
 use crate::comm::{Kind as Collective, Wire};
 use crate::error::Result;
-use crate::layout::{shard_len, shard_range};
 use crate::memory::{Held, Kind};
 use crate::param::ParamId;
 use crate::precision::Elements;
@@ -56,8 +55,8 @@ impl<R: Rank> Publisher<R> {
         // The chunks of the other ranks arrive in the same buffer.
         let mut shards = R::Buffer::with_capacity(core.dtype(), parcel.chunk * world);
         for param in parcel.params.iter().map(|p| &core.params()[*p]) {
-            let shard = shard_range(param.numel, world, rank);
-            let padding = shard_len(param.numel, world) - shard.len();
+            let shard = param.shard(world, rank);
+            let padding = param.shard_len(world) - shard.len();
             core.copy(param, shard, &mut shards)?;
             shards.extend_zeros(padding);
         }

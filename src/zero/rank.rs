@@ -10,10 +10,10 @@ use crate::comm::{Kind as Collective, Pending, Wire};
 use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::layout::Placement;
-use crate::memory::{ElementBytes, Ledger, MemoryReport, OwnShares, Tier};
+use crate::memory::{Ledger, MemoryReport, ModelBytes, StateBytes, Tier};
 use crate::offload::{Files, Io, Windows};
 use crate::param::{Param, ParamId};
-use crate::precision::{Elements, Flat};
+use crate::precision::{Elements, Flat, Packing};
 use crate::tensor::residency;
 use crate::util::lock;
 use candle_core::DType;
@@ -107,20 +107,27 @@ pub(crate) trait Rank: Sized {
     /// The ledger's counts beside the formula, for gradients that are accumulated in `accumulate`.
     fn ledger_report(&self, accumulate: DType) -> MemoryReport {
         let Facts { world_size, params, zero, dtype, ledger, .. } = self.facts();
-        let groups = self.groups();
-        let numel = |group: &SubGroup<Self>| group.slots.iter().map(|s| params[s.param].numel).sum::<usize>();
-        let each = ElementBytes {
-            params: dtype.size_in_bytes(),
-            grads: accumulate.size_in_bytes(),
-            master: if dtype == DType::F32 { 0 } else { 4 },
-            moments: groups.iter().map(|group| 4 * numel(group) * group.moments.len()).sum(),
-        };
-        let parameters = params.iter().map(|p| p.numel).sum();
-        let own = OwnShares {
-            elements: groups.iter().map(|group| group.len).sum(),
-            moment_bytes: groups.iter().map(|group| 4 * group.len * group.moments.len()).sum(),
-        };
-        MemoryReport::new(ledger, zero.stage, world_size, parameters, own, each)
+        let mut bytes = ModelBytes::default();
+        for group in self.groups().iter() {
+            let numel: usize = group.slots.iter().map(|s| params[s.param].numel).sum();
+            let of = |size: usize| StateBytes { whole: numel * size, own: group.len * size };
+            let add = |sum: &mut StateBytes, more: StateBytes| {
+                *sum = StateBytes { whole: sum.whole + more.whole, own: sum.own + more.own };
+            };
+            let packed = |packing: Packing| {
+                let whole = group.slots.iter().map(|s| packing.packed_len(params[s.param].numel)).sum();
+                StateBytes { whole, own: group.len * size_of::<f32>() }
+            };
+            let weights = group.packed().map_or_else(|| of(dtype.size_in_bytes()), |(packing, _)| packed(packing));
+            add(&mut bytes.params, weights);
+            if group.class.is_trained() {
+                add(&mut bytes.grads, of(accumulate.size_in_bytes()));
+                add(&mut bytes.master, of(if dtype == DType::F32 { 0 } else { 4 }));
+                add(&mut bytes.moments, of(4 * group.moments.len()));
+            }
+        }
+        let elements = |frozen: bool| params.iter().filter(|p| !frozen || !p.is_trained()).map(|p| p.numel).sum();
+        MemoryReport::new(ledger, zero.stage, world_size, (elements(false), elements(true)), bytes)
     }
 }
 
@@ -156,7 +163,7 @@ impl Rank for Core {
     }
 
     fn place(&self, param: ParamId) -> (usize, usize) {
-        self.places[param]
+        self.place_of(param)
     }
 
     fn files(&self) -> Option<&Io> {

@@ -5,20 +5,22 @@
 
 use super::core::{Link, Registered};
 use super::lay_out::SubGroupBuilder;
+use super::packed;
 use super::share_plan::SharePlan;
 use crate::error::{Error, ParamError, Result};
-use crate::layout::{ZeroStage, shard_range};
+use crate::layout::{Cut, ZeroStage};
 use crate::memory::{Kind, Ledger, Tier};
 use crate::offload::Offload;
-use crate::optim::Grouping;
-use crate::param::{Param, ROOT, Residency, Source, UnitId, capture};
-use crate::precision::{Flat, FlatRef};
+use crate::optim::{Class, Grouping, Role};
+use crate::param::{Param, ParamId, ROOT, Residency, Source, UnitId, capture};
+use crate::precision::{Flat, FlatRef, Packing};
 use crate::tensor::residency;
 use crate::util::lock;
 use candle_core::{DType, Device, Shape, Storage, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
 use std::collections::{BTreeSet, HashMap};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex};
 
 /// Collects the parameters of a model under construction.
@@ -35,6 +37,8 @@ struct Inner {
     by_name: HashMap<String, usize>,
     units: Vec<String>,
     open_units: Vec<UnitId>,
+    /// The parameters that each unit uses, its own and others'.
+    used_by: Vec<BTreeSet<ParamId>>,
     groups: SubGroupBuilder,
     /// Whole parameters and their values, which they get when the model is built: what a model computes of them before
     /// would keep the first values for ever.
@@ -66,6 +70,7 @@ impl Registry {
             by_name: HashMap::new(),
             units: vec![String::new()],
             open_units: vec![ROOT],
+            used_by: vec![BTreeSet::new()],
             groups,
             waiting: Vec::new(),
             shapes_only: false,
@@ -97,6 +102,7 @@ impl Registry {
         let mut inner = lock(&self.0);
         let id = inner.units.len();
         inner.units.push(name);
+        inner.used_by.push(BTreeSet::new());
         inner.open_units.push(id);
         (id, inner.link.clone())
     }
@@ -129,8 +135,17 @@ impl Registry {
             return Err(ParamError::NoParameters.into());
         }
         inner.source.check_all_used(&params.iter().map(|p| p.name.as_str()).collect::<BTreeSet<_>>())?;
-        Ok(Registered { params, units: std::mem::take(&mut inner.units), groups: inner.groups.finish()? })
+        let (units, used_by) = (std::mem::take(&mut inner.units), std::mem::take(&mut inner.used_by));
+        Ok(Registered { params, units, used_by, groups: inner.groups.finish()? })
     }
+}
+
+/// What is kept of a parameter.
+struct Kept {
+    group: usize,
+    role: Role,
+    trained: Arc<AtomicBool>,
+    packing: Option<Packing>,
 }
 
 impl Inner {
@@ -147,12 +162,21 @@ impl Inner {
             let (found, expected) = (format!("{dtype:?}"), format!("{:?}", plan.dtype));
             return Err(ParamError::Dtype { name: name.into(), found, expected }.into());
         }
+        let is_trained = plan.grouping.trains(name, shape.dims());
+        let trained = Arc::new(AtomicBool::new(is_trained));
+        let packing = plan.grouping.packing(name, shape.dims());
+        if packing.is_some() && is_trained {
+            return Err(ParamError::QuantizedTrained { name: name.into() }.into());
+        }
+        let group = plan.grouping.group(name, shape.dims());
+        let kept = Kept { group, role: Grouping::role(group), trained, packing };
         if self.shapes_only {
-            let tensor = self.absent(&shape)?;
-            return Ok(self.add(name, shape, 0, tensor, Residency::Absent));
+            let tensor = self.absent(&shape, &kept.trained)?;
+            return Ok(self.add(name, shape, kept, tensor, Residency::Absent));
         }
         let numel = shape.elem_count();
-        let shard = shard_range(numel, plan.world_size, plan.rank);
+        let cut = Cut { numel, block: packing.map_or(1, Packing::unit) };
+        let shard = cut.shard(plan.world_size, plan.rank);
         let made = if plan.placement.params.is_sharded() { shard.clone() } else { 0..numel };
         let values = self.source.values(name, &shape, init, made.clone())?;
 
@@ -160,45 +184,56 @@ impl Inner {
         let owned = if plan.placement.optim.is_sharded() { shard } else { 0..numel };
         let own = &values[owned.start - made.start..owned.end - made.start];
         // In f32: the master weights begin with all digits of the source.
-        let group = plan.grouping.group(name, shape.dims());
-        self.groups.push(id, numel, FlatRef::F32(own), Grouping::role(group))?;
+        self.groups.push(id, cut, FlatRef::F32(own), Class::of(kept.role, is_trained, packing))?;
 
         let (tensor, residency) = if plan.placement.params.is_sharded() {
-            (self.absent(&shape)?, Residency::Absent)
+            (self.absent(&shape, &kept.trained)?, Residency::Absent)
         } else {
-            let values = Flat::from_f32(values, dtype);
+            let values = match packing {
+                // The values that stage 3 computes with.
+                Some(packing) => packed::rounded(packing, FlatRef::F32(&values), dtype),
+                None => Flat::from_f32(values, dtype),
+            };
             let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Parameters, values.capacity_in_bytes());
-            let tensor = self.absent(&shape)?;
+            let tensor = self.absent(&shape, &kept.trained)?;
             let values = residency::storage_on(&self.device, residency::to_storage(values))?;
             self.waiting.push((tensor.clone(), values));
             (tensor, Residency::Whole(held))
         };
-        Ok(self.add(name, shape, group, tensor, residency))
+        Ok(self.add(name, shape, kept, tensor, residency))
     }
 
     /// The tensor of the next parameter, which begins with `values`.
-    fn tensor(&self, shape: &Shape, values: Flat) -> Result<Tensor> {
+    fn tensor(&self, shape: &Shape, values: Flat, trained: &Arc<AtomicBool>) -> Result<Tensor> {
         let storage = residency::storage_on(&self.device, residency::to_storage(values))?;
-        Ok(capture::capture(self.params.len(), Arc::new(self.link.clone()), &self.device, (storage, shape.clone()))?)
+        let (id, sink) = (self.params.len(), Arc::new(self.link.clone()));
+        Ok(capture::capture(id, trained.clone(), sink, &self.device, (storage, shape.clone()))?)
     }
 
     /// The tensor of the next parameter, absent.
-    fn absent(&self, shape: &Shape) -> Result<Tensor> {
+    fn absent(&self, shape: &Shape, trained: &Arc<AtomicBool>) -> Result<Tensor> {
         // A storage of the true dtype, from which the tensor takes its own; one element, as CUDA may refuse none.
-        let tensor = self.tensor(shape, Flat::zeros(self.plan.dtype, 1))?;
+        let tensor = self.tensor(shape, Flat::zeros(self.plan.dtype, 1), trained)?;
         residency::clear(&tensor)?;
         Ok(tensor)
     }
 
     /// Adds a parameter, and gives its tensor.
-    fn add(&mut self, name: &str, shape: Shape, group: usize, tensor: Tensor, residency: Residency) -> Tensor {
+    fn add(&mut self, name: &str, shape: Shape, kept: Kept, tensor: Tensor, residency: Residency) -> Tensor {
+        let Kept { group, role, trained, packing } = kept;
         self.by_name.insert(name.into(), self.params.len());
+        self.is_used(self.params.len());
         self.params.push(Param {
             name: name.into(),
             numel: shape.elem_count(),
+            block: packing.map_or(1, Packing::unit),
+            packing,
             shape,
             group,
             unit: self.open_unit(),
+            trained,
+            role,
+            updates_before: AtomicU64::new(0),
             tensor: tensor.clone(),
             residency: Mutex::new(residency),
         });
@@ -210,10 +245,18 @@ impl Inner {
         self.open_units.last().copied().unwrap_or(ROOT)
     }
 
+    /// The units under construction use a parameter.
+    fn is_used(&mut self, param: ParamId) {
+        for unit in &self.open_units {
+            self.used_by[*unit].insert(param);
+        }
+    }
+
     /// The parameter that was registered under `name`, for one more use of it.
     fn known(&mut self, name: &str) -> Option<&Param> {
-        let unit = self.open_unit();
-        let known = &mut self.params[*self.by_name.get(name)?];
+        let (unit, id) = (self.open_unit(), *self.by_name.get(name)?);
+        self.is_used(id);
+        let known = &mut self.params[id];
         if known.unit != unit {
             // One unit would release what another one is using; the root's parameters are there for all of them.
             known.unit = ROOT;

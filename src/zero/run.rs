@@ -82,7 +82,10 @@ impl Core {
             once(|| stacker::maybe_grow(RED_ZONE, BACKWARD_STACK, || loss.backward())).map(drop)
         };
         run().map_err(|e| self.explain(e))?;
-        lock(&self.gradients).end_backward(self)?;
+        if !self.holds_unreduced() {
+            self.release_unreduced()?;
+            lock(&self.gradients).end_backward(self)?;
+        }
         self.release_all()
     }
 
@@ -110,7 +113,12 @@ impl Core {
 impl Core {
     /// A parameter's gradient is complete, as far as this backward goes.
     pub(super) fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
-        let arrived = lock(&self.gradients).arrive(self, param, grad);
+        // Candle's operations make gradients of frozen parameters too.
+        let grad = Some(grad).filter(|_| self.params[param].is_trained());
+        let arrived = match grad.map_or(Ok(None), |grad| self.to_reduce(param, grad))? {
+            Some(grad) => lock(&self.gradients).arrive(self, param, grad),
+            None => Ok(()),
+        };
         arrived.and_then(|()| self.release_param(param)).map_err(|e| self.stash(e))
     }
 
@@ -185,8 +193,8 @@ impl Core {
             forward()
         };
         let result = self.begin_backward(unit).and_then(|()| again()).and_then(backward);
-        lock(&self.gather).unnest(passes);
-        result
+        let released = lock(&self.gather).unnest(self, passes).map_err(|e| self.stash(e));
+        result.and_then(|result| released.map(|()| result))
     }
 
     /// Whether a model is only evaluated.

@@ -22,6 +22,7 @@ use crate::timeline;
 use crate::util::lock;
 use candle_core::DType;
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 
 /// The agreement of all ranks before a step.
 pub(crate) struct Vote {
@@ -45,7 +46,7 @@ impl Vote {
 pub(crate) fn vote<R: Rank>(core: &R, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
     let _span = timeline::span(timeline::Kind::Optimizer, "vote");
     let mut sum = 0f64;
-    for group in core.groups().iter_mut() {
+    for group in core.groups().iter_mut().filter(|group| group.class.is_trained()) {
         for slot in 0..group.slots.len() {
             if group.grad_file.is_none() && matches!(group.grads[slot], GradShare::Absent) {
                 group.grads[slot] = GradShare::Memory(group.zeroed_grads(slot, core.ledger(), accumulate));
@@ -72,8 +73,9 @@ pub(crate) fn update<C: Carrier>(core: &C, recipe: &Recipe<'_>) -> Result<()> {
     let mut publish = |slot: &Slot| publisher.push(core, slot.param);
     let mut groups = core.groups();
     let ratios = trust_ratios(core, &mut groups, recipe)?;
-    let by_elements: Vec<usize> =
-        (0..groups.len()).filter(|g| !matches!(needs(&groups[*g], recipe), Needs::Whole(_))).collect();
+    let by_elements: Vec<usize> = (0..groups.len())
+        .filter(|g| matches!(needs(&groups[*g], recipe), Some(Needs::Elements | Needs::Norms(_))))
+        .collect();
     let update = |slot: &Slot, _: Range<usize>, Part { param, grad, state, half }: Part<'_, '_>| {
         let GroupStep { optimizer, ctx } = recipe(slot.param);
         let ratio = ratios.get(slot.param).copied().unwrap_or(1.0);
@@ -87,15 +89,21 @@ pub(crate) fn update<C: Carrier>(core: &C, recipe: &Recipe<'_>) -> Result<()> {
 }
 
 impl Core {
-    /// [`vote`], of this rank.
+    /// [`vote`], of this rank. In the first step of training all ranks judge first what no backward has reached.
     pub fn vote(&self, loss: f64, loss_is_finite: bool) -> Result<Vote> {
+        self.judge_unused()?;
         let accumulate = lock(&self.gradients).accumulate_dtype();
         vote(self, loss, loss_is_finite, accumulate)
     }
 
     /// [`update`] of this rank's share. `steps` says with what, by parameter group.
     pub fn update(&self, steps: &[GroupStep<'_>]) -> Result<()> {
-        update(self, &|param| steps[self.params[param].group])
+        update(self, &|param| {
+            let param = &self.params[param];
+            let GroupStep { optimizer, ctx } = steps[param.group];
+            let step = ctx.step.saturating_sub(param.updates_before.load(Ordering::Relaxed));
+            GroupStep { optimizer, ctx: StepContext { step, ..ctx } }
+        })
     }
 
     /// The first parameter whose gradient is not finite in this rank's shard.

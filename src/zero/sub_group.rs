@@ -1,8 +1,9 @@
 //! This rank's share of the model, sub-group by sub-group: what the optimizer works through.
 //!
 //! A sub-group is a run of parameters whose shares lie one after the other, in one buffer or one part of a file per
-//! kind of state, and that one half of the optimizer trains: Muon's matrices and AdamW's vectors have different states,
-//! so each half has sub-groups of its own. The optimizer step goes from sub-group to sub-group.
+//! kind of state, and that are of one class: Muon's matrices and AdamW's vectors have different states, and of frozen
+//! parameters there are weights alone, so each class has sub-groups of its own. The optimizer step goes from sub-group
+//! to sub-group.
 //!
 //! | | stage 0 | stages 1, 2 | stage 3 |
 //! |---|---|---|---|
@@ -19,9 +20,9 @@ use super::rank::{ExtentOf, Rank};
 use crate::error::Result;
 use crate::memory::{Kind, Ledger, Tracked};
 use crate::offload::{Files, Staged, Stream};
-use crate::optim::Role;
+use crate::optim::Class;
 use crate::param::ParamId;
-use crate::precision::{Elements, FlatMut, sum_of_squares};
+use crate::precision::{Elements, FlatMut, Packing, sum_of_squares};
 use candle_core::DType;
 use std::ops::Range;
 
@@ -33,9 +34,9 @@ pub(crate) struct Slot {
     pub owned: Range<usize>,
     /// Of these, counted from the first, this rank's shard: all of them where optimizer states are sharded.
     pub shard: Range<usize>,
-    /// Offset of the first of them in the sub-group.
+    /// Offset of the first of them in the sub-group. Packed weights are counted in words.
     pub at: usize,
-    /// Elements of a rank's share of the parameter, the padding of the last ranks included.
+    /// Elements, or words, of a rank's share of the parameter, the padding of the last ranks included.
     pub len: usize,
 }
 
@@ -101,8 +102,7 @@ pub(crate) enum GradShare<R: Rank = Core> {
 
 /// One sub-group of this rank's share.
 pub(crate) struct SubGroup<R: Rank = Core> {
-    /// The half of the optimizer that trains it.
-    pub role: Role,
+    pub class: Class,
     pub slots: Vec<Slot>,
     /// Elements of each kind of state, padding included.
     pub len: usize,
@@ -144,6 +144,11 @@ impl Pass {
 }
 
 impl<R: Rank> SubGroup<R> {
+    /// The packing of its weights and where they lie, if they are packed.
+    pub fn packed(&self) -> Option<(Packing, &Home<R>)> {
+        self.class.packing().zip(self.weights.as_ref())
+    }
+
     /// Takes a gradient out, to be added to and put back; nothing where none has arrived.
     pub fn take_grads(&mut self, slot: usize, rank: &R) -> Result<Option<Tracked<R::Buffer>>> {
         match (std::mem::replace(&mut self.grads[slot], GradShare::Absent), &self.grad_file, rank.files()) {

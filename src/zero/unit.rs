@@ -117,6 +117,10 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
         if hook.core.is_evaluating() {
             return Ok(self.run(&hook, &x.detach())?.detach());
         }
+        if !x.track_op() && hook.core.is_frozen(hook.unit) {
+            // Nothing in it or below it is trained: no graph, and no backward.
+            return Ok(without_gradients(|| self.run(&hook, x))?.detach());
+        }
         let recomputes = self.recompute || hook.core.recomputation.every_unit;
         // Recomputation delivers the parameters' gradients to an engine; without one they belong in Candle's graph. An
         // untracked input would keep the operation's backward from ever being called.

@@ -18,7 +18,6 @@ use super::sub_group::{Pass, Slot, SubGroup};
 use super::walk::{Carrier, Part, Span, Walk, as_f32, pass};
 use crate::comm::{Kind as Collective, Wire};
 use crate::error::Result;
-use crate::layout::{shard_len, shard_range};
 use crate::memory::{Held, Kind};
 use crate::optim::{GroupStep, Needs, Squares, Wholewise};
 use crate::precision::Elements;
@@ -46,7 +45,7 @@ struct Direction<B> {
 /// a vote, each rank sums its shard of every parameter, also where it holds the whole.
 pub(super) fn trust_ratios<C: Carrier>(core: &C, groups: &mut [SubGroup<C>], recipe: &Recipe<'_>) -> Result<Vec<f64>> {
     let which: Vec<usize> =
-        (0..groups.len()).filter(|g| matches!(needs(&groups[*g], recipe), Needs::Norms(_))).collect();
+        (0..groups.len()).filter(|g| matches!(needs(&groups[*g], recipe), Some(Needs::Norms(_)))).collect();
     if which.is_empty() {
         return Ok(Vec::new());
     }
@@ -89,7 +88,7 @@ pub(super) fn update_whole<C: Carrier>(
     let shape = |param: usize| core.params()[param].shape.dims();
     let mut items: Vec<(Item, &dyn Wholewise, u128)> = Vec::new();
     for (group, sub_group) in groups.iter().enumerate() {
-        let Needs::Whole(wholewise) = needs(sub_group, recipe) else { continue };
+        let Some(Needs::Whole(wholewise)) = needs(sub_group, recipe) else { continue };
         let slots = sub_group.slots.iter().enumerate();
         items.extend(
             slots.map(|(slot, Slot { param, .. })| (Item { group, slot }, wholewise, wholewise.cost(shape(*param)))),
@@ -150,9 +149,9 @@ fn rough_direction<C: Carrier>(
 ) -> Result<Direction<C::Buffer>> {
     let world = core.world_size();
     let Slot { param, owned, .. } = slot_of(groups, item).clone();
-    let numel = core.params()[param].numel;
+    let (numel, shard_len) = (core.params()[param].numel, core.params()[param].shard_len(world));
     // Room for the shards of all ranks, padding included: the others' arrive in the same buffer.
-    let room = shard_len(numel, world) * world;
+    let room = shard_len * world;
     let mut values = C::Buffer::with_capacity(DType::F32, room);
     let _held = core.ledger().hold(Kind::Buckets, values.capacity_in_bytes());
     values.extend_zeros(owned.len());
@@ -165,7 +164,7 @@ fn rough_direction<C: Carrier>(
     };
     walk.visit(groups, span, &mut momentum, |_| Ok(()))?;
     if core.placement().optim.is_sharded() {
-        values.extend_zeros(shard_len(numel, world) - owned.len());
+        values.extend_zeros(shard_len - owned.len());
         values = core.wait(core.collective(Collective::AllGather, Wire::Exact, values, &[param]))?;
         values.truncate(numel);
     }
@@ -173,13 +172,9 @@ fn rough_direction<C: Carrier>(
 }
 
 /// Collective: what this rank owns of a finished direction, which one of them has: `whole`.
-fn own_direction<C: Carrier>(
-    core: &C,
-    param: usize,
-    whole: Option<Direction<C::Buffer>>,
-) -> Result<Direction<C::Buffer>> {
-    let (world, rank, numel) = (core.world_size(), core.rank(), core.params()[param].numel);
-    let padded = shard_len(numel, world) * world;
+fn own_direction<C: Carrier>(core: &C, id: usize, whole: Option<Direction<C::Buffer>>) -> Result<Direction<C::Buffer>> {
+    let (world, rank, param) = (core.world_size(), core.rank(), &core.params()[id]);
+    let (numel, padded) = (param.numel, param.shard_len(world) * world);
     let mut own = whole.unwrap_or_else(|| {
         let values = C::Buffer::zeros(DType::F32, padded);
         Direction { _held: core.ledger().hold(Kind::Buckets, values.capacity_in_bytes()), values }
@@ -187,14 +182,14 @@ fn own_direction<C: Carrier>(
     let (kind, owned) = match core.placement().optim.is_sharded() {
         true => {
             own.values.extend_zeros(padded - own.values.len());
-            (Collective::ReduceScatter, shard_range(numel, world, rank).len())
+            (Collective::ReduceScatter, param.shard(world, rank).len())
         }
         false => {
             own.values.truncate(numel);
             (Collective::AllReduce, numel)
         }
     };
-    own.values = core.wait(core.collective(kind, Wire::Exact, own.values, &[param]))?;
+    own.values = core.wait(core.collective(kind, Wire::Exact, own.values, &[id]))?;
     own.values.truncate(owned);
     Ok(own)
 }

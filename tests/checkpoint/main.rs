@@ -7,4 +7,5 @@ mod support;
 mod deepspeed_continue;
 mod deepspeed_import;
 mod faults;
+mod folders;
 mod save_and_load;

@@ -4,6 +4,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod accumulation;
 mod api;
 mod data_loader;
 mod draws;

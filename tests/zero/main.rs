@@ -6,10 +6,13 @@ mod support;
 
 mod absent_parameter;
 mod candle_facts;
+mod conditional;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod frozen;
 mod optimizer_stages;
 mod passing_backward;
+mod quantized;
 mod recomputation;
 mod stage_equality;
 mod unusual_models;

@@ -42,13 +42,13 @@ const ZERO: &[super::Key] = keys! {
     "round_robin_gradients": Bool, "false", none("shares are equal parts already"), "Spread parameters over ranks by turn.";
     "parameter_alignment": Bool, "false", none("layout does not change values"), "Pad each parameter to 16 bytes.";
     "compute_grad_norm": Bool, "true", none("the norm is always computed"), "False skips the norm; only with gradient_clipping 0 at stage 1 or 2.";
-    "ignore_unused_parameters": Bool, "true", none("a trainable parameter without a gradient is always an error"), "False: a parameter without gradient is an error.";
+    "ignore_unused_parameters": Bool, "false", H, "True: a parameter that no backward reaches has a gradient of zeros; gradients are then held until backward ends, at every stage. False: it is an error of the first optimizer step that names it (DeepSpeed's default is true).";
     "load_from_fp32_weights": Bool, "true", none("a checkpoint holds master weights"), "On load rebuild master weights from f32.";
     "elastic_checkpoint": Bool, "false", none("every checkpoint loads at any number of ranks"), "Checkpoints that load at any world size.";
     "pipeline_loading_checkpoint": Bool, "false", none("it does not change values"), "Overlap the reading of checkpoint files.";
     "zero_hpz_partition_size": COUNT, "1", yet("parameters are sharded over all ranks; results are the same"), "Second shard group (ZeRO++).";
     "zero_quantized_weights": Bool, "false", H, "Gathers of stage 3 carry int8 with a scale per 128 elements (ZeRO++ qwZ); all ranks compute with what arrives, owners keep the exact weights.";
-    "zero_quantized_nontrainable_weights": Bool, "false", none("every parameter is trained: there are no frozen ones to quantize"), "Quantized frozen weights.";
+    "zero_quantized_nontrainable_weights": Bool, "false", H, "Frozen matrices are held at rest and gathered in eight bits with a scale per 128 elements at stage 3; below it, where parameters stay whole, the model computes with the same values. EngineBuilder::quantized chooses NF4, or other parameters.";
     "zero_quantized_gradients": Bool, "false", H, "Gradients travel as int4 with a scale per 128 elements (ZeRO++ qgZ), at every stage; they are summed in f32, and at stage 0 the sums travel exact.";
     "leaf_module": Object, "{}", S, "Modules gathered as one.";
     "enable_sanity_checks": Bool, "false", none("the calls of all ranks are always compared"), "Compare ranks at stage 3.";
@@ -68,7 +68,7 @@ const NOT_SPECULATIVE: &str = "no step is made before its gradients are checked;
 
 const OFFLOAD_PARAM: &[super::Key] = keys! {
     "device": DEVICE, "\"none\"", H, "Where parameter shards live at stage 3: cpu is host memory, nvme a file of each rank.";
-    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it.";
+    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home.";
     "buffer_count": COUNT, "5", H, "With nvme: buffer_count x buffer_size elements bound the reading ahead.";
     "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs 1 or more of both.";
     "max_in_cpu": COUNT, "1000000000", H, "With nvme: this many first elements of a rank's shards stay in memory.";
@@ -77,7 +77,7 @@ const OFFLOAD_PARAM: &[super::Key] = keys! {
 
 const OFFLOAD_OPTIMIZER: &[super::Key] = keys! {
     "device": DEVICE, "\"none\"", H, "Where master weights, moments and gradient shares live from stage 1 on: cpu is host memory, nvme a file of each kind and rank (DeepSpeed: at stage 3 only).";
-    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it.";
+    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home.";
     "buffer_count": COUNT, "4", H, "With nvme: all the buffers of a step have together at most the elements of this many of the largest sub-group, and 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
     "pin_memory": Bool, "true", none(NOT_PINNED), "Page-locked memory.";
     "pipeline_read": Bool, "false", H, "With nvme: read the next window while the step computes.";

@@ -1,0 +1,43 @@
+//! Which parameters are trained, while an engine runs: gradual unfreezing.
+
+use super::Engine;
+use crate::error::{ParamError, Result};
+
+impl<M> Engine<M> {
+    /// Trains the parameters of which `rule` says so, by name and shape, and freezes all others, from the next forward
+    /// on. Collective, with the same rule on all ranks.
+    ///
+    /// A parameter that is thawed begins with fresh optimizer states, and its first update counts as its first. One that
+    /// is frozen loses them; in 16 bits it goes on from its 16-bit weights. Shares are laid out anew: meanwhile this
+    /// rank's share is in memory, or in the files, twice.
+    ///
+    /// # Errors
+    /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation;
+    /// [`ParamError::NothingTrained`] for a rule that freezes everything; [`ParamError::QuantizedTrained`] for one that
+    /// trains a quantized parameter;
+    /// [`EngineError::TrainableDiffers`](crate::error::EngineError::TrainableDiffers) where ranks have different rules;
+    /// a file that gets no space. In all these cases nothing has changed. A failed collective.
+    pub fn set_trainable(&mut self, rule: impl Fn(&str, &[usize]) -> bool) -> Result<()> {
+        self.wait_for_checkpoint()?;
+        self.between_steps("set_trainable")?;
+        let params = self.core.params();
+        let trained: Vec<bool> = params.iter().map(|p| rule(&p.name, p.shape.dims())).collect();
+        let any = params.iter().zip(&trained).any(|(param, trained)| *trained && param.numel > 0);
+        if self.trainer.can_train() && !any {
+            return Err(ParamError::NothingTrained { count: params.len() }.into());
+        }
+        if let Some((param, _)) =
+            params.iter().zip(&trained).find(|(param, trained)| **trained && param.packing.is_some())
+        {
+            return Err(ParamError::QuantizedTrained { name: param.name.clone() }.into());
+        }
+        self.forget_forward();
+        let updates = self.optimizer_steps;
+        self.attempt(|engine| engine.core.set_trained(&trained, updates))
+    }
+
+    /// Names of the parameters that are trained, in order of registration.
+    pub fn trainable_parameters(&self) -> Vec<String> {
+        self.core.params().iter().filter(|param| param.is_trained()).map(|param| param.name.clone()).collect()
+    }
+}
