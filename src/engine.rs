@@ -13,6 +13,7 @@ mod accumulation;
 mod builder;
 mod checkpoints;
 mod clock;
+mod common;
 mod construct;
 pub(crate) mod error;
 mod output;
@@ -314,6 +315,15 @@ impl<M> Engine<M> {
     /// A failed collective.
     pub fn gather_f64(&self, values: &[f64]) -> Result<Vec<Vec<f64>>> {
         self.core.comm().gather_f64(values.to_vec()).wait()
+    }
+
+    /// Collective: all ranks have the same buffers afterwards, by the rule of
+    /// [`EngineBuilder::buffer_sync`]; without a rule, rank 0's. For an evaluation that is to give the same on all ranks.
+    ///
+    /// # Errors
+    /// [`ParamError::BufferChanged`](crate::error::ParamError::BufferChanged); a failed collective.
+    pub fn sync_buffers(&mut self) -> Result<()> {
+        self.attempt(|engine| engine.core.agree_on_buffers())
     }
 
     /// Runs `call`; after an error that leaves this rank out of step, it tells the others and refuses to go on.

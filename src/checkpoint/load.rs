@@ -1,6 +1,7 @@
 //! Loading: each rank reads the byte ranges of its own shards, whoever saved them.
 
 use super::agreement::{failed_elsewhere, same_on_all_ranks};
+use super::buffers::{self, SavedBuffer};
 use super::folder;
 use super::layout::Places;
 use super::line::Place;
@@ -64,6 +65,7 @@ pub struct Checkpoint {
     manifest: Manifest,
     places: Places,
     files: Vec<Mutex<RankFile>>,
+    buffers: Vec<SavedBuffer>,
 }
 
 impl Checkpoint {
@@ -85,7 +87,8 @@ impl Checkpoint {
         let manifest = Manifest::read(&path.join(MANIFEST))?;
         let files = (0..manifest.world_size).map(|rank| RankFile::open(&path, &manifest, rank).map(Mutex::new));
         let files = files.collect::<Result<Vec<_>>>()?;
-        Ok(Some(Self { path, places: Places::new(manifest.layout()), manifest, files }))
+        let buffers = manifest.buffers.as_ref().map_or(Ok(Vec::new()), |entry| buffers::read(&path, entry))?;
+        Ok(Some(Self { path, places: Places::new(manifest.layout()), manifest, files, buffers }))
     }
 
     /// What a save that comes next follows.
@@ -98,6 +101,11 @@ impl Checkpoint {
     /// Its content.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
+    }
+
+    /// Its buffers, by name.
+    pub(super) fn buffers(&self) -> &[SavedBuffer] {
+        &self.buffers
     }
 
     /// Its folder.
@@ -200,10 +208,12 @@ pub(crate) fn load(
     };
     let wanted = wanted(core, trainer, &checkpoint, options).and_then(|wanted| {
         checkpoint.check(&wanted)?;
-        Ok(wanted)
+        let (own, strict) = (core.buffers().list(), options.load_module_strict);
+        Ok((wanted, buffers::wanted(own, &checkpoint.buffers, strict, &checkpoint.path)?))
     });
-    let wanted = agree(comm, wanted, failed_elsewhere(&checkpoint.path))?;
+    let (wanted, buffers) = agree(comm, wanted, failed_elsewhere(&checkpoint.path))?;
     set_all(core, &checkpoint, &wanted)?;
+    buffers.iter().try_for_each(|(number, bytes)| core.buffers().list()[*number].set(bytes))?;
     if options.load_optimizer_states && !options.load_module_only {
         set_counts(core, &checkpoint.manifest);
     }

@@ -193,6 +193,20 @@ pub enum EngineError {
         /// Another rank.
         other: usize,
     },
+    /// A parameter or buffer does not begin with the same values on all ranks.
+    #[error(
+        "{what} begins with other values on rank {rank} than on rank {other}{hint}; initial values may depend on the seed,          the name and the shape, and not on the rank"
+    )]
+    InitialValuesDiffer {
+        /// Parameter or buffer, with its name.
+        what: String,
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+        /// What this rank asked for, where it is known.
+        hint: String,
+    },
     /// An earlier error ended the job.
     #[error("the engine stopped after an earlier error: {0}")]
     Stopped(String),

@@ -133,6 +133,11 @@ impl Shapes {
         self.registered.units.len() - 1
     }
 
+    /// Bytes of the buffers, which every rank has.
+    pub fn buffer_bytes(&self) -> usize {
+        self.registered.buffers.iter().map(|buffer| buffer.size()).sum()
+    }
+
     pub(super) fn registered(&self) -> (&[Param], usize) {
         (&self.registered.params, self.registered.units.len())
     }

@@ -163,4 +163,51 @@ pub enum ParamError {
         /// Its type.
         found: String,
     },
+    /// A buffer of a type that buffers cannot have.
+    #[error("buffer {name} is asked for as {found}; buffers are u8, u32, i16, i32, i64, bf16, f16, f32 or f64")]
+    BufferDtype {
+        /// The name.
+        name: String,
+        /// Its type.
+        found: String,
+    },
+    /// One buffer, two types.
+    #[error("buffer {name} is asked for as {second} after it was asked for as {first}; ask for it as one type")]
+    BufferTwice {
+        /// The name.
+        name: String,
+        /// Type at the first request.
+        first: String,
+        /// Type at the second.
+        second: String,
+    },
+    /// A buffer whose memory is no longer of its size.
+    #[error(
+        "buffer {name} of shape {shape:?} holds {found} bytes where {expected} belong; a buffer keeps the shape and type          with which it was asked for: change its values with Var::set"
+    )]
+    BufferChanged {
+        /// The name.
+        name: String,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Bytes that it holds.
+        found: usize,
+        /// Bytes of its shape.
+        expected: usize,
+    },
+    /// A tensor for a buffer that is of another kind of number.
+    #[error(
+        "tensor {name} in {} is of type {found}, and the model's buffer is {expected}; a buffer is read from a tensor of          its own kind, integer or floating point, whose values it can hold",
+        path.display()
+    )]
+    BufferFileDtype {
+        /// The file.
+        path: PathBuf,
+        /// The buffer.
+        name: String,
+        /// Type in the file.
+        found: String,
+        /// Type in the model.
+        expected: String,
+    },
 }

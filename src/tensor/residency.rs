@@ -104,7 +104,7 @@ impl InplaceOp1 for Swap {
 }
 
 /// Puts `storage` into `tensor` and returns what was there.
-fn swap(tensor: &Tensor, storage: CpuStorage) -> Result<CpuStorage> {
+pub(super) fn swap(tensor: &Tensor, storage: CpuStorage) -> Result<CpuStorage> {
     let op = Swap(Mutex::new(storage));
     tensor.inplace_op1(&op)?;
     Ok(crate::util::unpoisoned(op.0.into_inner()))

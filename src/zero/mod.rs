@@ -2,6 +2,7 @@
 //!
 //! | file | what |
 //! | --- | --- |
+//! | `buffers.rs` | tensors that are no parameters: the same on all ranks |
 //! | `unit.rs` | what is gathered and released together; recomputation |
 //! | `kept_input.rs`, `replay.rs` | what recomputation keeps, and where; whether it gives the same again |
 //! | `core.rs` | the state of one rank, shared by engine and graph |
@@ -25,6 +26,7 @@
 //! The decisions of a step are written once, over `rank::Rank`; the core and a rehearsal carry them out.
 
 mod batch;
+pub(crate) mod buffers;
 pub(crate) mod core;
 mod export;
 mod freeze;
@@ -52,4 +54,5 @@ mod unused;
 pub(crate) mod walk;
 mod whole;
 
+pub use crate::param::BufferSync;
 pub use unit::{Unit, unit};

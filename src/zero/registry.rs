@@ -12,9 +12,10 @@ use crate::layout::{Cut, ZeroStage};
 use crate::memory::{Kind, Ledger, Tier};
 use crate::offload::Offload;
 use crate::optim::{Class, Grouping, Role};
-use crate::param::{Param, ParamId, ROOT, Residency, Source, UnitId, capture};
+use crate::param::{Buffer, BufferRule, Param, ParamId, ROOT, Residency, Source, UnitId, capture};
+use crate::param::{dtype_of_buffer, has_name_of_buffer};
 use crate::precision::{Flat, FlatRef, Packing};
-use crate::tensor::residency;
+use crate::tensor::{bytes, residency};
 use crate::util::lock;
 use candle_core::{DType, Device, Shape, Storage, Tensor};
 use candle_nn::Init;
@@ -34,6 +35,10 @@ struct Inner {
     link: Link,
     ledger: Ledger,
     params: Vec<Param>,
+    inits: Vec<Init>,
+    buffers: Vec<Buffer>,
+    /// Besides those that are buffers by their names and types.
+    buffer_rule: Option<BufferRule>,
     by_name: HashMap<String, usize>,
     units: Vec<String>,
     open_units: Vec<UnitId>,
@@ -67,6 +72,9 @@ impl Registry {
             link,
             ledger,
             params: Vec::new(),
+            inits: Vec::new(),
+            buffers: Vec::new(),
+            buffer_rule: None,
             by_name: HashMap::new(),
             units: vec![String::new()],
             open_units: vec![ROOT],
@@ -95,6 +103,11 @@ impl Registry {
             Self::new(plan, Device::Cpu, None, Source::Random { seed: 0 }, Link::default(), Ledger::default());
         lock(&registry.0).shapes_only = true;
         registry
+    }
+
+    /// From now on, what `rule` selects by name and shape is a buffer too.
+    pub fn also_buffers(&self, rule: Option<BufferRule>) {
+        lock(&self.0).buffer_rule = rule;
     }
 
     /// Begins a unit: parameters registered until [`Registry::close_unit`] belong to it.
@@ -134,9 +147,12 @@ impl Registry {
         if params.is_empty() {
             return Err(ParamError::NoParameters.into());
         }
-        inner.source.check_all_used(&params.iter().map(|p| p.name.as_str()).collect::<BTreeSet<_>>())?;
+        let buffers = std::mem::take(&mut inner.buffers);
+        let names = params.iter().map(|p| p.name.as_str()).chain(buffers.iter().map(|b| b.name.as_str()));
+        inner.source.check_all_used(&names.collect::<BTreeSet<_>>())?;
         let (units, used_by) = (std::mem::take(&mut inner.units), std::mem::take(&mut inner.used_by));
-        Ok(Registered { params, units, used_by, groups: inner.groups.finish()? })
+        let inits = std::mem::take(&mut inner.inits);
+        Ok(Registered { params, units, used_by, groups: inner.groups.finish()?, buffers, inits })
     }
 }
 
@@ -150,6 +166,9 @@ struct Kept {
 
 impl Inner {
     fn register(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
+        if self.is_buffer(name, &shape, dtype) {
+            return self.buffer(name, shape, init, dtype);
+        }
         if let Some(known) = self.known(name) {
             if known.shape != shape {
                 let (first, second) = (known.shape.dims().to_vec(), shape.dims().to_vec());
@@ -179,6 +198,7 @@ impl Inner {
         let shard = cut.shard(plan.world_size, plan.rank);
         let made = if plan.placement.params.is_sharded() { shard.clone() } else { 0..numel };
         let values = self.source.values(name, &shape, init, made.clone())?;
+        self.inits.push(self.source.hint(init));
 
         let id = self.params.len();
         let owned = if plan.placement.optim.is_sharded() { shard } else { 0..numel };
@@ -201,6 +221,43 @@ impl Inner {
             (tensor, Residency::Whole(held))
         };
         Ok(self.add(name, shape, kept, tensor, residency))
+    }
+
+    /// Whether the model asks for a buffer.
+    fn is_buffer(&self, name: &str, shape: &Shape, dtype: DType) -> bool {
+        let is_chosen = || self.buffer_rule.as_ref().is_some_and(|rule| rule(name, shape.dims()));
+        !self.by_name.contains_key(name)
+            && (self.known_buffer(name).is_some() || dtype.is_int() || has_name_of_buffer(name) || is_chosen())
+    }
+
+    fn known_buffer(&self, name: &str) -> Option<&Buffer> {
+        self.buffers.iter().find(|buffer| buffer.name == name)
+    }
+
+    /// The tensor of a buffer, which is a variable.
+    fn buffer(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
+        let dtype = dtype_of_buffer(name, dtype, self.plan.dtype);
+        let open = self.open_units.clone();
+        if let Some(known) = self.buffers.iter_mut().find(|buffer| buffer.name == name) {
+            if *known.tensor.shape() != shape {
+                let (first, second) = (known.tensor.dims().to_vec(), shape.dims().to_vec());
+                return Err(ParamError::Twice { name: name.into(), first, second }.into());
+            }
+            if known.tensor.dtype() != dtype {
+                let (first, second) = (format!("{:?}", known.tensor.dtype()), format!("{dtype:?}"));
+                return Err(ParamError::BufferTwice { name: name.into(), first, second }.into());
+            }
+            known.units.extend(open);
+            return Ok(known.tensor.clone());
+        }
+        if !bytes::has_bytes(dtype) {
+            return Err(ParamError::BufferDtype { name: name.into(), found: format!("{dtype:?}") }.into());
+        }
+        let values = self.source.buffer(name, &shape, init, dtype)?;
+        let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Buffers, values.len());
+        let tensor = bytes::variable(&self.device, dtype, shape, &values)?;
+        self.buffers.push(Buffer { name: name.into(), tensor: tensor.clone(), units: open, held });
+        Ok(tensor)
     }
 
     /// The tensor of the next parameter, which begins with `values`.
@@ -282,11 +339,14 @@ impl SimpleBackend for Registry {
         if let Some(known) = inner.known(name) {
             return Ok(known.tensor.clone());
         }
+        if let Some(known) = inner.known_buffer(name) {
+            return Ok(known.tensor.clone());
+        }
         Err(inner.fail(ParamError::WithoutShape { name: name.into() }.into()))
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
         let inner = lock(&self.0);
-        inner.by_name.contains_key(name) || inner.source.contains(name)
+        inner.by_name.contains_key(name) || inner.known_buffer(name).is_some() || inner.source.contains(name)
     }
 }

@@ -11,6 +11,7 @@
 //!
 //! A unit may recompute (activation checkpointing): forward keeps only its input, and backward runs forward again.
 
+use super::buffers::KeptBuffers;
 use super::core::{Core, Link};
 use super::kept_input::KeptInput;
 use super::registry::Registry;
@@ -166,7 +167,7 @@ impl<M: Module> Unit<M> {
 
     /// The gradient of the input by the output's gradient, from a second forward, which gives what the `first` gave,
     /// and a backward of its own.
-    fn run_again(&self, input: &KeptInput, first: &Outcome, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn run_again(&self, first: &FirstRun, grad: &Tensor) -> Result<Option<Tensor>> {
         let Some(UnitContext { unit, core, .. }) = self.connected() else {
             candle_core::bail!(
                 "a unit that recomputes was differentiated after its engine was dropped; keep the engine"
@@ -174,9 +175,9 @@ impl<M: Module> Unit<M> {
         };
         let _profile = spans::enter(Half::Backward, unit);
         let forward = || {
-            let input = Var::from_tensor(&core.kept_input(input)?)?;
-            let y = self.inner.forward(input.as_tensor())?;
-            if !first.is_again(&y)? {
+            let input = Var::from_tensor(&core.kept_input(&first.input)?)?;
+            let y = core.with_buffers_of_then(&first.buffers, || self.inner.forward(input.as_tensor()))?;
+            if !first.output.is_again(&y)? {
                 return Err(core.stash(EngineError::RecomputationDiffers { unit: core.unit_name(unit) }.into()));
             }
             Ok((input, y))
@@ -198,18 +199,28 @@ impl<M: Module + Send + Sync + 'static> Unit<M> {
         let draws = place_of_draws();
         // As it will lie in memory the second time: the order of a sum may follow from that.
         let input = x.detach().contiguous()?;
-        let y = without_gradients(|| self.run(hook, &input))?;
-        let (first, (storage, shape)) = (Outcome::of(&y)?, copy_of(&y)?);
+        let forward = || without_gradients(|| self.run(hook, &input));
+        let (y, buffers) = hook.core.keeping_buffers(hook.unit, forward)?;
+        let (output, (storage, shape)) = (Outcome::of(&y)?, copy_of(&y)?);
         drop(y);
-        let (unit, input, device) = (self.clone(), hook.core.keep_input(&input)?, x.device().clone());
+        let first = FirstRun { input: hook.core.keep_input(&input)?, output, buffers };
+        let (unit, device) = (self.clone(), x.device().clone());
         Inputs::of([Some(x)])?.result("recompute-unit", Value(storage), shape.clone(), move |grad, [to_x]| {
             let grad = grad.into_tensor(&shape, &device)?;
-            match draw_from(draws, || unit.run_again(&input, &first, &grad))? {
+            match draw_from(draws, || unit.run_again(&first, &grad))? {
                 Some(grad) => to_x.give(Grad::Shared(grad)),
                 None => Ok(()),
             }
         })
     }
+}
+
+/// What a unit that recomputes keeps of its first run.
+struct FirstRun {
+    input: KeptInput,
+    output: Outcome,
+    /// As they were before it.
+    buffers: KeptBuffers,
 }
 
 /// A unit's number and its engine.
