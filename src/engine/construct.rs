@@ -187,7 +187,7 @@ fn build_model<M>(
 ) -> Result<(M, Registered)> {
     let vb = VarBuilder::from_backend(Box::new(registry.clone()), config.precision.dtype(), device.clone());
     let model = building(&registry, || build(vb));
-    let model = model.map_err(|e| registry.take_failure().unwrap_or_else(|| e.into()))?;
+    let model = model.map_err(|e| registry.explain(e))?;
     Ok((model, registry.finish()?))
 }
 

@@ -74,15 +74,35 @@ pub enum ParamError {
         /// The name.
         name: String,
     },
+    /// The model's constructor computed with a parameter.
+    #[error(
+        "the model computes with a parameter while it is built ({last} was the last that it took): the result would \
+         keep the first values for ever while the parameter is trained; compute it in forward (views as t() and \
+         reshape may be taken at once)"
+    )]
+    UsedWhileBuilding {
+        /// The parameter that was taken last.
+        last: String,
+    },
     /// A parameter was used while it was sharded.
     #[error(
-        "an operation used a parameter that is not gathered now: {names}; use parameters only inside the closure \
-         given to engine.forward, and a unit's parameters only inside that unit's forward ({why})"
+        "an operation used a parameter that is sharded and not gathered now: {names}; use parameters only inside the \
+         closure given to engine.forward or engine.eval, and a unit's parameters only inside that unit's forward \
+         ({why})"
     )]
     Absent {
         /// Candidates: parameters that were absent.
         names: String,
         /// Candle's words, without a backtrace.
+        why: String,
+    },
+    /// A parameter of another engine was used while it was sharded.
+    #[error(
+        "an operation used a parameter of another engine that is sharded and not gathered now; use it inside the \
+         closure given to that engine's own forward or eval ({why})"
+    )]
+    AbsentElsewhere {
+        /// The operation's words, without a backtrace.
         why: String,
     },
     /// Not a safetensors file.

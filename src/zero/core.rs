@@ -253,9 +253,12 @@ impl Core {
         }
         if residency::is_refusal(&error) {
             let absent: Vec<&str> = self.params.iter().filter(|p| !p.is_whole()).map(|p| p.name.as_str()).collect();
+            let why = crate::error::without_backtrace(&error.to_string());
             if !absent.is_empty() {
-                let why = crate::error::without_backtrace(&error.to_string());
                 return ParamError::Absent { names: list(&absent), why }.into();
+            }
+            if residency::names_absent(&error) {
+                return ParamError::AbsentElsewhere { why }.into();
             }
         }
         error.into()
