@@ -259,6 +259,10 @@ fn run<A: Architecture>(
     let shape = BatchShape::new(&engine.config().batch, engine.world_size(), engine.rank());
     let mut loader = Loader::new(data, order, shape, seq_len, vocab, engine.device())?;
 
+    if let Some(dir) = &args.save {
+        // Now rather than after hours of training.
+        engine.check_save_dir(dir)?;
+    }
     if let (true, Some(dir)) = (args.resume, &args.save)
         && let Some(loaded) = engine.load_checkpoint(dir, None, &LoadOptions::default())?
     {
@@ -438,9 +442,7 @@ fn train<A: Architecture>(
             disk_bytes_per_s: files.bytes_per_s(),
             rss_peak_bytes: over_ranks.rss_peak_bytes,
         };
-        if let Some(metrics) = &mut metrics {
-            metrics.write(&line)?;
-        }
+        write(&mut metrics, &line);
         progress
             .step(step + 1, || format!("loss {:.4} lr {:.3e} {:.0} tokens/s", line.loss, line.lr, line.tokens_per_s));
         if is_due(step + 1, args) {
@@ -453,18 +455,17 @@ fn train<A: Architecture>(
     if first && files != OffloadReport::default() {
         say(&files)?;
     }
-    if let Some(metrics) = &mut metrics {
-        metrics.write(&json!({
-            "summary": true,
-            "world_size": engine.world_size(),
-            "steps": args.steps,
-            "skipped_steps": engine.skipped_steps(),
-            "seconds": start.elapsed().as_secs_f64(),
-            "memory": engine.memory_report(),
-            "comm": engine.comm_report(),
-            "offload": engine.offload_report(),
-        }))?;
-    }
+    let summary = json!({
+        "summary": true,
+        "world_size": engine.world_size(),
+        "steps": args.steps,
+        "skipped_steps": engine.skipped_steps(),
+        "seconds": start.elapsed().as_secs_f64(),
+        "memory": engine.memory_report(),
+        "comm": engine.comm_report(),
+        "offload": engine.offload_report(),
+    });
+    write(&mut metrics, &summary);
     let (made, skipped) = (args.steps.saturating_sub(first_step), engine.skipped_steps() - skipped_before);
     anyhow::ensure!(
         made == 0 || skipped < made,
@@ -472,6 +473,14 @@ fn train<A: Architecture>(
          adapt (fp16.loss_scale 0), give a smaller one (fp16.initial_scale_power), or train in bf16"
     );
     Ok(Ended::Trained)
+}
+
+/// Writes a line of metrics. Training is worth more than its log: one that cannot be written ends, and says so.
+fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
+    if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
+        _ = writeln!(std::io::stderr(), "{error}: training goes on, and the metrics end here");
+        *metrics = None;
+    }
 }
 
 /// Whether a checkpoint is saved after `steps` steps.

@@ -22,6 +22,21 @@ struct Group {
     schedule: Schedule,
     /// The user has given the group a rate, from which its schedule does not start.
     ignores_own_rate: bool,
+    /// Whether the schedule changes the rate.
+    is_scheduled: bool,
+    /// The rate that stands in for the schedule's, until that goes on.
+    set_lr: Option<f64>,
+}
+
+impl Group {
+    fn lr(&self) -> f64 {
+        self.set_lr.unwrap_or_else(|| self.schedule.lr())
+    }
+
+    /// The schedule has gone on: what was set is over, unless there is none.
+    fn follow_schedule(&mut self) {
+        self.set_lr = self.set_lr.filter(|_| !self.is_scheduled);
+    }
 }
 
 /// The settings of one group's parameters in a step.
@@ -47,6 +62,7 @@ impl Trainer {
         let main = grouping.optimizer(Role::Main).map(|o| o.momentum());
         let cycles = matches!(main, Some(Momentum::Betas(..)));
         let count = settled.len();
+        let is_scheduled = own.is_some() || scheduler.is_some();
         let groups = settled.into_iter().enumerate().map(|(group, GroupSettings { role, lr, numbers })| {
             let optimizer = grouping.optimizer(role);
             let momentum = match (optimizer.map_or(Momentum::Factor(0.0), |o| o.momentum()), numbers.betas) {
@@ -68,7 +84,7 @@ impl Trainer {
                 && own
                     .as_ref()
                     .is_none_or(|own| STEPS_LOOKED_AT.iter().all(|n| own.lr_of_group(*n, group) == own.lr(*n)));
-            Ok(Group { role, lr, numbers, schedule, ignores_own_rate })
+            Ok(Group { role, lr, numbers, schedule, ignores_own_rate, is_scheduled, set_lr: None })
         });
         let groups = groups.collect::<Result<_>>()?;
         Ok((Self { grouping, groups }, empty))
@@ -101,7 +117,12 @@ impl Trainer {
 
     /// Learning rate of the coming step, by group.
     pub fn lr(&self) -> Vec<f64> {
-        self.groups.iter().map(|g| g.schedule.lr()).collect()
+        self.groups.iter().map(Group::lr).collect()
+    }
+
+    /// Sets the learning rate of each group, until its schedule goes on.
+    pub fn set_lr(&mut self, lr: &[f64]) {
+        self.groups.iter_mut().zip(lr).for_each(|(group, lr)| group.set_lr = Some(*lr));
     }
 
     /// Momentum of the coming step, by group.
@@ -116,6 +137,7 @@ impl Trainer {
     pub fn for_step(&self, step: u64, grad_scale: f32) -> Result<Vec<GroupStep<'_>>> {
         let of_group = |group: &Group| {
             let (lr, betas) = group.schedule.in_force()?;
+            let lr = group.set_lr.unwrap_or(lr);
             let Numbers { betas: own, eps, weight_decay } = group.numbers;
             let ctx = StepContext { lr, betas: betas.or(own), eps, weight_decay, step, grad_scale };
             let optimizer = self.grouping.optimizer(group.role).ok_or(OptimError::NoOptimizer)?;
@@ -126,7 +148,10 @@ impl Trainer {
 
     /// A step has been applied.
     pub fn step(&mut self) {
-        self.groups.iter_mut().for_each(|g| g.schedule.step());
+        for group in &mut self.groups {
+            group.schedule.step();
+            group.follow_schedule();
+        }
     }
 
     /// DeepSpeed's counter, the same in all groups.
@@ -136,7 +161,10 @@ impl Trainer {
 
     /// Goes on where a counter says.
     pub fn restore(&mut self, last_batch_iteration: i64) {
-        self.groups.iter_mut().for_each(|g| g.schedule.restore(last_batch_iteration));
+        for group in &mut self.groups {
+            group.schedule.restore(last_batch_iteration);
+            group.follow_schedule();
+        }
     }
 }
 

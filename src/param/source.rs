@@ -1,9 +1,12 @@
 //! Where initial values come from: a random rule, or a safetensors file.
 
+use super::buffer::is_batch_counter;
 use super::init::init_values;
 use crate::error::{Error, ParamError, Result};
+use crate::files;
+use crate::tensor::bytes;
 use crate::util::{fnv1a, list};
-use candle_core::Shape;
+use candle_core::{DType, Shape};
 use candle_nn::Init;
 use half::{bf16, f16};
 use memmap2::Mmap;
@@ -68,17 +71,37 @@ impl Source {
         }
     }
 
+    /// What a parameter is asked to begin with, as far as that decides it: a file does not heed it.
+    pub(crate) fn hint(&self, init: Init) -> Init {
+        if let Self::Random { .. } = self { init } else { Init::Const(0.0) }
+    }
+
+    /// The bytes of buffer `name` in `dtype`.
+    pub(crate) fn buffer(&self, name: &str, shape: &Shape, init: Init, dtype: DType) -> Result<Vec<u8>> {
+        let numel = shape.elem_count();
+        match (self, init) {
+            (Self::File(file), _) => file.buffer(name, shape, dtype),
+            // Not by way of f32, which has not all integers.
+            (Self::Random { .. }, Init::Const(value)) => Ok(bytes::encode(dtype, std::iter::repeat_n(value, numel))),
+            (Self::Random { seed }, init) => {
+                let values = init_values(*seed, name, shape, init, 0..numel);
+                Ok(bytes::encode(dtype, values.into_iter().map(f64::from)))
+            }
+        }
+    }
+
     /// Whether a parameter of that name is known to exist.
     pub(crate) fn contains(&self, name: &str) -> bool {
         matches!(self, Self::File(file) if file.info(name).is_some())
     }
 
-    /// An error if the file holds tensors that the model has not asked for.
+    /// An error if the file holds tensors that the model has not asked for, but PyTorch's counts of batches.
     pub(crate) fn check_all_used(&self, used: &BTreeSet<&str>) -> Result<()> {
         let Self::File(file) = self else { return Ok(()) };
         let used: BTreeSet<String> = used.iter().map(|name| file.name_of(name)).collect();
         let tensors = file.metadata.tensors().into_iter();
-        let unused = tensors.filter(|(name, info)| !used.contains(name) && !is_mask(name, info));
+        let unused =
+            tensors.filter(|(name, info)| !used.contains(name) && !is_mask(name, info) && !is_batch_counter(name));
         let mut extra: Vec<String> = unused.map(|(name, _)| name).collect();
         extra.sort();
         match extra.is_empty() {
@@ -102,17 +125,10 @@ fn is_mask(name: &str, info: &TensorInfo) -> bool {
 impl WeightFile {
     /// Opens and maps a file, or `model.safetensors` in a folder, and reads its header.
     pub fn open(path: &Path) -> Result<Self> {
-        let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
-        let file = std::fs::File::open(path).map_err(io)?;
-        let found = file.metadata().map_err(io)?;
         let of_folder = path.join(FILE_OF_FOLDER);
-        if found.is_dir() && of_folder.is_file() {
-            return Self::open(&of_folder);
-        }
-        if found.is_dir() {
-            // The system's words for mapping a folder are "no such device".
-            return Err(io(std::io::ErrorKind::IsADirectory.into()));
-        }
+        let path = if of_folder.is_file() { &of_folder } else { path };
+        let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
+        let file = files::open(path).map_err(io)?;
         // SAFETY: the map is only read. A file that another process cuts short meanwhile would raise SIGBUS; weights
         // are not written in place by anything here, and copying a model of any size to avoid that would cost more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
@@ -150,16 +166,39 @@ impl WeightFile {
         self.metadata.info(&self.name_of(parameter))
     }
 
+    /// The error about a tensor that is not there.
+    fn missing(&self, name: &str, shape: &Shape) -> Error {
+        let mut names: Vec<String> = self.metadata.tensors().into_keys().collect();
+        names.sort();
+        let (few, more) = names.split_at(names.len().min(3));
+        let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
+        let (name, shape, has) = (name.into(), shape.dims().to_vec(), format!("{}{more}", few.join(", ")));
+        ParamError::MissingTensor { path: self.path.clone(), name, shape, has }.into()
+    }
+
+    /// The bytes of a buffer in `dtype`.
+    fn buffer(&self, name: &str, shape: &Shape, dtype: DType) -> Result<Vec<u8>> {
+        let path = || self.path.clone();
+        let expected = shape.dims();
+        let Some(info) = self.info(name) else { return Err(self.missing(name, shape)) };
+        // A single number has one dimension or none.
+        let is_one = |dims: &[usize]| dims.iter().all(|dim| *dim == 1) && dims.len() < 2;
+        if info.shape != expected && !(is_one(&info.shape) && is_one(expected)) {
+            let (found, expected) = (info.shape.clone(), expected.to_vec());
+            return Err(ParamError::MisshapenTensor { path: path(), name: name.into(), found, expected }.into());
+        }
+        let found = bytes::dtype_in_file(info.dtype);
+        let (start, end) = info.data_offsets;
+        let bytes = &self.map[self.data_start + start..self.data_start + end];
+        found.and_then(|found| bytes::converted(bytes, found, dtype)).ok_or_else(|| {
+            let (found, expected) = (format!("{:?}", info.dtype), format!("{dtype:?}"));
+            ParamError::BufferFileDtype { path: path(), name: name.into(), found, expected }.into()
+        })
+    }
+
     fn values(&self, name: &str, shape: &Shape, range: Range<usize>) -> Result<Vec<f32>> {
         let path = || self.path.clone();
-        let Some(info) = self.info(name) else {
-            let mut names: Vec<String> = self.metadata.tensors().into_keys().collect();
-            names.sort();
-            let (few, more) = names.split_at(names.len().min(3));
-            let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
-            let (name, shape, has) = (name.into(), shape.dims().to_vec(), format!("{}{more}", few.join(", ")));
-            return Err(ParamError::MissingTensor { path: path(), name, shape, has }.into());
-        };
+        let Some(info) = self.info(name) else { return Err(self.missing(name, shape)) };
         if info.shape != shape.dims() {
             let (found, expected) = (info.shape.clone(), shape.dims().to_vec());
             return Err(ParamError::MisshapenTensor { path: path(), name: name.into(), found, expected }.into());

@@ -1,0 +1,198 @@
+//! Eight bits whose steps are fine near zero: the dynamic map of arXiv 2110.02861, section 1.3, as bitsandbytes makes it.
+//!
+//! The codes are the places of 256 sorted values in [-1, 1], or in [0, 1]: seven decades, the larger the more values
+//! in it. An element is the value of its code times the largest magnitude of its block.
+
+use std::sync::LazyLock;
+
+/// The ends of the map's decades.
+const SIZES: [f32; 7] = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0];
+
+/// Elements of an optimizer state that share a scale.
+pub(crate) const BLOCK: usize = 256;
+
+/// Bits of a magnitude's mantissa that choose where the search for its code begins.
+const MANTISSA: u32 = 7;
+
+/// Exponent of the smallest magnitude that is looked up: smaller ones are nearer to zero than to any other value.
+const SMALLEST_EXPONENT: u32 = 127 - 24;
+
+/// Places of magnitudes up to 1.
+const PLACES: usize = 24 * (1 << MANTISSA) + 1;
+
+/// Below that, the inverse of a scale would be no number.
+pub(super) const SMALLEST: f32 = 1e-38;
+
+/// 256 values, and how the nearest of them is found.
+pub(crate) struct DynamicMap {
+    values: [f32; 256],
+    /// Between a value and the next; what lies on a bound belongs to the lower one. The last one is beyond all.
+    bounds: [f32; 256],
+    /// By place of a magnitude, first of positive numbers, then of negative ones: the lowest code that a number there may have.
+    /// No place has more than two.
+    first: Box<[[u8; PLACES]; 2]>,
+}
+
+impl DynamicMap {
+    /// Values from -0.993 to 1.
+    pub fn signed() -> Self {
+        Self::new(true)
+    }
+
+    /// Values from 0 to 1, twice as fine.
+    pub fn unsigned() -> Self {
+        Self::new(false)
+    }
+
+    fn new(signed: bool) -> Self {
+        let mut values = vec![0.0, 1.0];
+        for (decade, size) in SIZES.into_iter().enumerate() {
+            let count: usize = if signed { 1 << decade } else { 2 << decade };
+            // The middles of equal parts of 0.1..1.
+            let step = (1.0f32 - 0.1) / count as f32;
+            let edge = |i: usize| {
+                let from_below = i < count.div_ceil(2);
+                if from_below { 0.1 + step * i as f32 } else { 1.0 - step * (count - i) as f32 }
+            };
+            for i in 0..count {
+                let value = size * ((edge(i) + edge(i + 1)) / 2.0);
+                values.push(value);
+                values.extend(signed.then_some(-value));
+            }
+        }
+        values.sort_by(f32::total_cmp);
+        let values: [f32; 256] = values.try_into().unwrap_or_else(|_| unreachable!("a map has 256 values"));
+        let bounds: [f32; 256] = std::array::from_fn(|i| match values.get(i + 1) {
+            Some(next) => (values[i] + next) / 2.0,
+            None => f32::INFINITY,
+        });
+        let code = |x: f32| bounds.iter().take_while(|bound| x > **bound).count() as u8;
+        let mut first = Box::new([[0; PLACES]; 2]);
+        for place in 0..PLACES {
+            let magnitude =
+                |place: usize| f32::from_bits(((SMALLEST_EXPONENT << MANTISSA) + place as u32) << (23 - MANTISSA));
+            first[0][place] = if place == 0 { code(0.0) } else { code(magnitude(place)) };
+            first[1][place] = code(-magnitude(place + 1));
+        }
+        Self { values, bounds, first }
+    }
+
+    /// The value of a code.
+    #[inline(always)]
+    pub fn value(&self, code: u8) -> f32 {
+        self.values[usize::from(code)]
+    }
+
+    /// The code of the value nearest to `x`, which lies in [-1, 1]; of something else, any.
+    #[inline(always)]
+    fn code(&self, x: f32) -> u8 {
+        let bits = x.to_bits();
+        let magnitude = (bits & 0x7fff_ffff) >> (23 - MANTISSA);
+        let place = (magnitude.max(SMALLEST_EXPONENT << MANTISSA) - (SMALLEST_EXPONENT << MANTISSA)) as usize;
+        let first = self.first[(bits >> 31) as usize][place.min(PLACES - 1)];
+        first + u8::from(x > self.bounds[usize::from(first)])
+    }
+
+    /// The codes of a block, and its scale.
+    #[inline(always)]
+    pub fn quantize(&self, values: &[f32], codes: &mut [u8]) -> f32 {
+        let scale = largest(values);
+        let inverse = 1.0 / scale.max(SMALLEST);
+        let codes = codes.iter_mut().zip(values);
+        codes.for_each(|(code, x)| *code = self.code(x * inverse));
+        scale
+    }
+
+    /// The values of a block.
+    #[inline(always)]
+    pub fn dequantize(&self, codes: &[u8], scale: f32, values: &mut [f32]) {
+        let values = values.iter_mut().zip(codes);
+        values.for_each(|(x, code)| *x = self.values[usize::from(*code)] * scale);
+    }
+}
+
+/// The largest magnitude; a nan is larger than all numbers.
+#[inline(always)]
+pub(super) fn largest(values: &[f32]) -> f32 {
+    f32::from_bits(values.iter().fold(0, |m, x| (x.to_bits() & 0x7fff_ffff).max(m)))
+}
+
+/// The map of numbers of both signs, of this process.
+pub(crate) static SIGNED: LazyLock<DynamicMap> = LazyLock::new(DynamicMap::signed);
+
+/// The map of numbers without a sign, of this process.
+pub(crate) static UNSIGNED: LazyLock<DynamicMap> = LazyLock::new(DynamicMap::unsigned);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn nearest(map: &DynamicMap, x: f32) -> f32 {
+        map.values.iter().copied().min_by(|a, b| (a - x).abs().total_cmp(&(b - x).abs())).expect("256 values")
+    }
+
+    fn back(map: &DynamicMap, values: &[f32]) -> Vec<f32> {
+        let mut codes = vec![0; values.len()];
+        let scale = map.quantize(values, &mut codes);
+        let mut back = vec![f32::NAN; values.len()];
+        map.dequantize(&codes, scale, &mut back);
+        back
+    }
+
+    #[test]
+    fn every_number_gets_the_code_that_a_search_through_all_bounds_finds() {
+        for map in [&*SIGNED, &*UNSIGNED] {
+            let around = map.bounds.iter().chain(&map.values).filter(|x| x.is_finite());
+            let close = around.flat_map(|x| [-1, 0, 1].map(|d| f32::from_bits(x.to_bits().wrapping_add_signed(d))));
+            let all = (0..=1 << 16).flat_map(|i| [i as f32 / 65536.0, (i as f32 / 65536.0).powi(6)]);
+            for x in close.chain(all).flat_map(|x| [x, -x]).filter(|x| x.abs() <= 1.0) {
+                let expect = map.bounds.iter().take_while(|bound| x > **bound).count();
+                assert_eq!(usize::from(map.code(x)), expect, "{x:e}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_maps_have_the_values_that_were_published() {
+        // Decade by decade: the middle of 0.1..1, the middles of its halves, of its quarters, ...
+        let close = |x: f32, y: f64| (f64::from(x) / y - 1.0).abs() < 1e-6;
+        assert_eq!(
+            [SIGNED.values[127], SIGNED.values[255], UNSIGNED.values[0], UNSIGNED.values[255]],
+            [0.0, 1.0, 0.0, 1.0]
+        );
+        assert!(close(SIGNED.values[128], 0.55e-6) && close(SIGNED.values[126], -0.55e-6));
+        assert!(close(SIGNED.values[129], 0.325e-5) && close(SIGNED.values[130], 0.775e-5));
+        assert!(close(SIGNED.values[0], -(1.0 - 0.45 / 64.0)) && close(SIGNED.values[254], 1.0 - 0.45 / 64.0));
+        assert!(close(UNSIGNED.values[1], 0.325e-6) && close(UNSIGNED.values[254], 1.0 - 0.45 / 128.0));
+        assert!(SIGNED.values.is_sorted() && UNSIGNED.values.is_sorted());
+    }
+
+    proptest! {
+        #[test]
+        fn an_element_becomes_the_nearest_value_of_its_block(
+            values in prop::collection::vec((-1f32..1.0, -7i32..1).prop_map(|(x, e)| x * 10f32.powi(e)), 1..300),
+            size in -20i32..20,
+        ) {
+            let values: Vec<f32> = values.into_iter().map(|x| x * 10f32.powi(size)).collect();
+            let scale = values.iter().fold(0f32, |m, x| m.max(x.abs()));
+            prop_assume!(scale > 0.0);
+            for (x, y) in values.iter().zip(back(&SIGNED, &values)) {
+                prop_assert!(((y / scale - x / scale).abs() - (nearest(&SIGNED, x / scale) - x / scale).abs()).abs() < 1e-6);
+            }
+            let magnitudes: Vec<f32> = values.iter().map(|x| x.abs()).collect();
+            for (x, y) in magnitudes.iter().zip(back(&UNSIGNED, &magnitudes)) {
+                prop_assert!((y / scale - nearest(&UNSIGNED, x / scale)).abs() < 1e-2 * x / scale + 1e-9);
+            }
+        }
+    }
+
+    #[test]
+    fn zeros_stay_zeros_and_what_is_not_finite_is_seen() {
+        assert_eq!(back(&SIGNED, &[0.0; 9]), [0.0; 9]);
+        assert_eq!(back(&UNSIGNED, &[0.0; 9]), [0.0; 9]);
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            assert!(back(&SIGNED, &[1.0, bad, 0.5]).iter().all(|x| !x.is_finite()));
+        }
+    }
+}

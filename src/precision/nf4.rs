@@ -1,0 +1,222 @@
+//! NF4: sixteen levels of a normal distribution, with one scale per block (arXiv 2305.14314, section 3).
+//!
+//! ```text
+//!   scales of 16 bits   | scale (bf16) 32 bytes of codes | ... a block of 64 elements each
+//!   double-quantized    | offset (f32) scale (f32) | 256 codes of scales | 256 x 32 bytes of codes | ...
+//! ```
+//!
+//! A byte holds two elements, the first in its high half, as bitsandbytes packs them; a block that is not full takes
+//! its whole place all the same. The scale of a block is its largest magnitude. Double-quantized, the scales of 256 blocks
+//! lose their mean and become codes of the [dynamic map](super::dynamic), as in bitsandbytes, which takes the mean over
+//! all of a tensor: here each 256 blocks have their own, so that they can be made without the others.
+
+use super::cast::{narrow, widen};
+use super::dynamic::{SIGNED as SCALES, SMALLEST, largest};
+use super::{FlatMut, FlatRef};
+use crate::kernels::simd::Loop;
+
+/// Elements that share a scale.
+pub(super) const BLOCK: usize = 64;
+
+/// Bytes of a block's codes.
+const CODES: usize = BLOCK / 2;
+
+/// Blocks whose scales are quantized together.
+const NESTED: usize = 256;
+
+/// Bytes before the codes of nested scales: what was subtracted from them, and their own scale.
+const NESTED_HEAD: usize = 2 * size_of::<f32>();
+
+/// The values of the sixteen codes.
+pub(crate) const LEVELS: [f32; 16] = [
+    -1.0,
+    -0.696_192_8,
+    -0.525_073_05,
+    -0.394_917_5,
+    -0.284_441_38,
+    -0.184_773_43,
+    -0.091_050_036,
+    0.0,
+    0.079_580_3,
+    0.160_930_2,
+    0.246_112_3,
+    0.337_915_24,
+    0.440_709_83,
+    0.562_617,
+    0.722_956_84,
+    1.0,
+];
+
+/// Between two levels; what lies on a bound belongs to the lower one.
+const BOUNDS: [f32; 15] = {
+    let mut bounds = [0.0; 15];
+    let mut i = 0;
+    while i < bounds.len() {
+        bounds[i] = (LEVELS[i] + LEVELS[i + 1]) / 2.0;
+        i += 1;
+    }
+    bounds
+};
+
+/// The two values of every byte.
+static PAIRS: [[f32; 2]; 256] = {
+    let mut pairs = [[0.0; 2]; 256];
+    let mut byte = 0;
+    while byte < pairs.len() {
+        pairs[byte] = [LEVELS[byte >> 4], LEVELS[byte & 15]];
+        byte += 1;
+    }
+    pairs
+};
+
+/// How the scales of blocks are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Nf4Scales {
+    /// 16 bits each, rounded to nearest: 0.531 bytes an element.
+    Bf16,
+    /// 8 bits each, and 8 bytes for 256 of them: 0.516 bytes an element.
+    DoubleQuantized,
+}
+
+impl Nf4Scales {
+    /// Elements that are packed independently of all others.
+    pub(super) fn unit(self) -> usize {
+        match self {
+            Self::Bf16 => BLOCK,
+            Self::DoubleQuantized => NESTED * BLOCK,
+        }
+    }
+
+    pub(super) fn packed_len(self, elements: usize) -> usize {
+        let blocks = elements.div_ceil(BLOCK);
+        match self {
+            Self::Bf16 => blocks * (2 + CODES),
+            Self::DoubleQuantized => blocks * (1 + CODES) + blocks.div_ceil(NESTED) * NESTED_HEAD,
+        }
+    }
+}
+
+pub(super) struct Pack<'a> {
+    pub scales: Nf4Scales,
+    pub src: FlatRef<'a>,
+    pub dst: &'a mut [u8],
+}
+
+impl Loop for Pack<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { scales, src, dst } = self;
+        let mut room = [0f32; BLOCK];
+        match scales {
+            Nf4Scales::Bf16 => {
+                for (i, record) in dst.chunks_exact_mut(2 + CODES).enumerate() {
+                    let values = block(src, i, &mut room);
+                    let (scale, codes) = record.split_at_mut(2);
+                    let largest = largest(values);
+                    scale.copy_from_slice(&half::bf16::from_f32(largest).to_le_bytes());
+                    pack_block(values, largest, codes);
+                }
+            }
+            Nf4Scales::DoubleQuantized => {
+                for (i, record) in dst.chunks_mut(scales.packed_len(scales.unit())).enumerate() {
+                    let blocks = (record.len() - NESTED_HEAD) / (1 + CODES);
+                    let (head, rest) = record.split_at_mut(NESTED_HEAD);
+                    let (nested, codes) = rest.split_at_mut(blocks);
+                    let mut largest_of = [0f32; NESTED];
+                    for (b, codes) in codes.chunks_exact_mut(CODES).enumerate() {
+                        let values = block(src, i * NESTED + b, &mut room);
+                        largest_of[b] = largest(values);
+                        pack_block(values, largest_of[b], codes);
+                    }
+                    let scales = &mut largest_of[..blocks];
+                    let mean = (scales.iter().map(|s| f64::from(*s)).sum::<f64>() / blocks.max(1) as f64) as f32;
+                    scales.iter_mut().for_each(|s| *s -= mean);
+                    let scale = SCALES.quantize(scales, nested);
+                    head[..4].copy_from_slice(&mean.to_le_bytes());
+                    head[4..].copy_from_slice(&scale.to_le_bytes());
+                }
+            }
+        }
+    }
+}
+
+pub(super) struct Unpack<'a> {
+    pub scales: Nf4Scales,
+    pub src: &'a [u8],
+    pub dst: FlatMut<'a>,
+}
+
+impl Loop for Unpack<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { scales, src, mut dst } = self;
+        match scales {
+            Nf4Scales::Bf16 => {
+                for (i, record) in src.chunks_exact(2 + CODES).enumerate() {
+                    let scale = half::bf16::from_le_bytes([record[0], record[1]]).to_f32();
+                    unpack_block(&record[2..], scale, &mut dst, i);
+                }
+            }
+            Nf4Scales::DoubleQuantized => {
+                for (i, record) in src.chunks(scales.packed_len(scales.unit())).enumerate() {
+                    let blocks = (record.len() - NESTED_HEAD) / (1 + CODES);
+                    let (head, rest) = record.split_at(NESTED_HEAD);
+                    let (nested, codes) = rest.split_at(blocks);
+                    let float = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().unwrap_or_default());
+                    let (mean, scale) = (float(&head[..4]), float(&head[4..]));
+                    for (b, codes) in codes.chunks_exact(CODES).enumerate() {
+                        let scale = SCALES.value(nested[b]) * scale + mean;
+                        unpack_block(codes, scale, &mut dst, i * NESTED + b);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Block `i` of the elements, in f32.
+#[inline(always)]
+fn block<'a>(src: FlatRef<'a>, i: usize, room: &'a mut [f32; BLOCK]) -> &'a [f32] {
+    let range = i * BLOCK..src.len().min((i + 1) * BLOCK);
+    match src.slice(range) {
+        FlatRef::F32(values) => values,
+        narrow => {
+            let values = &mut room[..narrow.len()];
+            widen(values, narrow);
+            values
+        }
+    }
+}
+
+#[inline(always)]
+fn pack_block(values: &[f32], largest: f32, codes: &mut [u8]) {
+    let inverse = 1.0 / largest.max(SMALLEST);
+    let mut of = [0u8; BLOCK];
+    // What is not there is a zero.
+    of[values.len()..].fill(7);
+    for (code, x) in of.iter_mut().zip(values) {
+        let x = x * inverse;
+        *code = BOUNDS.iter().map(|bound| u8::from(x > *bound)).sum();
+    }
+    for (byte, pair) in codes.iter_mut().zip(of.as_chunks::<2>().0) {
+        *byte = pair[0] << 4 | pair[1];
+    }
+}
+
+/// Writes block `i` of `dst`.
+#[inline(always)]
+fn unpack_block(codes: &[u8], scale: f32, dst: &mut FlatMut<'_>, i: usize) {
+    let mut values = [[0f32; 2]; CODES];
+    for (pair, byte) in values.iter_mut().zip(codes) {
+        *pair = PAIRS[usize::from(*byte)];
+    }
+    let values = values.as_flattened_mut();
+    values.iter_mut().for_each(|x| *x *= scale);
+    let range = i * BLOCK..dst.len().min((i + 1) * BLOCK);
+    let len = range.len();
+    narrow(dst.reborrow().slice(range), &values[..len]);
+}
