@@ -93,7 +93,7 @@ fn a_rank_whose_output_cannot_be_written_ends_with_an_error_and_no_panic() {
 
 #[test]
 fn consolidated_weights_are_weights_to_start_from() {
-    for (arch, sizes) in [("gpt2", &[][..]), ("llama", &["--n_inner", "48"][..])] {
+    for (arch, sizes) in [("gpt2", &[][..]), ("llama", &["--n_inner", "48", "--n_kv_head", "1"][..])] {
         let folder = Folder::new(2);
         let model = [&["--arch", arch], sizes].concat();
         let first = folder.train(2, &[&model[..], &["--steps", "2", "--save", "saved"]].concat());
