@@ -59,11 +59,10 @@ fn a_signal_ends_training_after_a_checkpoint_of_one_step_on_all_ranks() {
     let args = ["--ds_config", "ds_config.json", "--sample", "0", "--steps", "100000", "--save", "saved"];
     for signal in [Signal::TERM, Signal::INT] {
         let resumed = [&args[..], &["--resume"]].concat();
+        let lines = || std::fs::read_to_string(folder.path("metrics.jsonl")).unwrap_or_default().lines().count();
+        let before = lines();
         let child = start(&mut folder.command(2, &resumed));
-        wait_for("two steps", || {
-            let metrics = std::fs::read_to_string(folder.path("metrics.jsonl")).unwrap_or_default();
-            (metrics.lines().count() >= 2).then_some(())
-        });
+        wait_for("two steps of this run", || (lines() >= before + 2).then_some(()));
         send(signal, &child);
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(128 + signal.as_raw()), "{}", stderr(&output));
