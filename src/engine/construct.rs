@@ -9,7 +9,7 @@ use super::reporter::Reporter;
 use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
 use crate::comm::Communicator;
 use crate::comm::agree::gather_u64;
-use crate::config::Config;
+use crate::config::{Config, LeafModule};
 use crate::error::{EngineError, KernelError, OptimError, ParamError, Result};
 use crate::kernels::checked_level;
 use crate::layout::ZeroStage;
@@ -19,7 +19,7 @@ use crate::offload::{DiskAccess, Offload};
 use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, TrainableRule, Trainer};
 use crate::param::Source;
 use crate::precision::LossScaler;
-use crate::util::fnv1a;
+use crate::util::{fnv1a, list};
 use crate::zero::core::{Core, CoreParts, Link, Recomputation, Registered};
 use crate::zero::gradients::ReducePlan;
 use crate::zero::registry::Registry;
@@ -46,7 +46,9 @@ impl<M> Engine<M> {
         device: Device,
         options: EngineBuilder,
     ) -> Result<Self> {
-        let EngineBuilder { disk_access, schedule, optimizer, parameter_groups, trainable, monitors, .. } = options;
+        let EngineBuilder {
+            disk_access, schedule, optimizer, parameter_groups, trainable, monitors, leaf_units, ..
+        } = options;
         let own = Own { optimizer: optimizer.is_some(), schedule: schedule.is_some() };
         if comm.rank() == 0 {
             tell_notes(&config, own);
@@ -62,6 +64,7 @@ impl<M> Engine<M> {
         let registry =
             Registry::new(share_plan.clone(), device.clone(), offload.clone(), source, link.clone(), ledger.clone());
         let (model, mut registered) = build_model(build, registry, &config, &device)?;
+        mark_leaves(&mut registered, &config.zero.leaf_module, &leaf_units, comm.rank())?;
         if let Some(offload) = &offload {
             choose_access(offload, &*comm)?;
         }
@@ -176,6 +179,25 @@ fn build_model<M>(
     Ok((model, registry.finish()?))
 }
 
+/// Marks the units that the configuration and the builder name.
+fn mark_leaves(registered: &mut Registered, config: &LeafModule, named: &[String], rank: usize) -> Result<()> {
+    let Registered { units, leaves, .. } = registered;
+    for name in leaves.mark_named(units, config).into_iter().filter(|_| rank == 0) {
+        say(&format!("config: zero_optimization.leaf_module: no unit's name is or ends with {name}: it has no effect"));
+    }
+    for name in named {
+        let own = match name.strip_prefix('*') {
+            Some(suffix) => LeafModule { name_suffixes: vec![suffix.into()], ..LeafModule::default() },
+            None => LeafModule { names: vec![name.clone()], ..LeafModule::default() },
+        };
+        if !leaves.mark_named(units, &own).is_empty() {
+            let units: Vec<&str> = units.iter().skip(1).map(String::as_str).collect();
+            return Err(ParamError::NoSuchUnit { name: name.clone(), units: list(&units) }.into());
+        }
+    }
+    Ok(())
+}
+
 /// Everything has its place in the files, on all ranks: chooses how they are accessed.
 fn choose_access(offload: &Offload, comm: &dyn Communicator) -> Result<()> {
     offload.check_space(comm)?;
@@ -235,6 +257,7 @@ fn check_same_on_all_ranks(core: &Core, config: &Config, own: Own, trainer: &Tra
     let params = core.params();
     let model: String =
         params.iter().map(|p| format!("{} {:?} {} {};", p.name, p.shape, p.unit, p.is_trained())).collect();
+    let model = format!("{model} {:?}", core.leaves());
     let groups: Vec<usize> = params.iter().map(|p| p.group).collect();
     let config = format!("{:?} {own:?} {trainer:?} {groups:?}", Config { notes: Vec::new(), ..config.clone() });
     let elements: usize = params.iter().map(|p| p.numel).sum();

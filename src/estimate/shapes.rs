@@ -1,9 +1,11 @@
 //! Names, shapes and units of a model's parameters, without the parameters.
 
+use crate::config::LeafModule;
 use crate::error::{Error, ParamError, Result};
 use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
 use crate::param::{Param, WeightFile};
 use crate::zero::core::Registered;
+use crate::zero::leaf::Leaves;
 use crate::zero::registry::Registry;
 use crate::zero::unit::building;
 use candle_core::{DType, Device, Shape};
@@ -125,7 +127,8 @@ impl Shapes {
     /// Elements of the units (all parameters outside of units together count as one) with most.
     pub fn largest_unit(&self) -> usize {
         let mut elements = vec![0usize; self.registered.units.len()];
-        self.registered.params.iter().for_each(|p| elements[p.unit] += p.numel);
+        let homes = self.registered.leaves.homes();
+        self.registered.params.iter().for_each(|p| elements[homes[p.unit]] += p.numel);
         elements.into_iter().max().unwrap_or(0)
     }
 
@@ -134,8 +137,12 @@ impl Shapes {
         self.registered.units.len() - 1
     }
 
-    pub(super) fn registered(&self) -> (&[Param], usize) {
-        (&self.registered.params, self.registered.units.len())
+    /// The parameters, and which units are leaves: in the model, or as `named`.
+    pub(super) fn registered(&self, named: &LeafModule) -> (&[Param], Leaves) {
+        let Registered { params, units, leaves, .. } = &self.registered;
+        let mut leaves = leaves.clone();
+        leaves.mark_named(units, named);
+        (params, leaves)
     }
 }
 

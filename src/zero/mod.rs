@@ -25,12 +25,14 @@
 
 mod batch;
 pub(crate) mod core;
+mod diverged;
 mod export;
 mod freeze;
 pub(crate) mod gather;
 pub(crate) mod gradients;
 mod kept_input;
 pub(crate) mod lay_out;
+pub(crate) mod leaf;
 mod no_sync;
 pub(crate) mod parcel;
 mod publish;

@@ -5,6 +5,7 @@
 
 use super::core::{Link, Registered};
 use super::lay_out::SubGroupBuilder;
+use super::leaf::Leaves;
 use super::share_plan::SharePlan;
 use crate::error::{Error, ParamError, Result};
 use crate::layout::{Cut, ZeroStage};
@@ -35,6 +36,7 @@ struct Inner {
     params: Vec<Param>,
     by_name: HashMap<String, usize>,
     units: Vec<String>,
+    leaves: Leaves,
     open_units: Vec<UnitId>,
     /// The parameters that each unit uses, its own and others'.
     used_by: Vec<BTreeSet<ParamId>>,
@@ -65,6 +67,7 @@ impl Registry {
             params: Vec::new(),
             by_name: HashMap::new(),
             units: vec![String::new()],
+            leaves: Leaves::default(),
             open_units: vec![ROOT],
             used_by: vec![BTreeSet::new()],
             groups,
@@ -95,11 +98,17 @@ impl Registry {
     /// Begins a unit: parameters registered until [`Registry::close_unit`] belong to it.
     pub fn open_unit(&self, name: String) -> (UnitId, Link) {
         let mut inner = lock(&self.0);
-        let id = inner.units.len();
+        let (id, around) = (inner.units.len(), inner.open_unit());
         inner.units.push(name);
+        inner.leaves.push(around);
         inner.used_by.push(BTreeSet::new());
         inner.open_units.push(id);
         (id, inner.link.clone())
+    }
+
+    /// A unit is gathered as one with all units inside.
+    pub fn mark_leaf(&self, unit: UnitId) {
+        lock(&self.0).leaves.mark(unit);
     }
 
     pub fn close_unit(&self) {
@@ -120,7 +129,8 @@ impl Registry {
         }
         inner.source.check_all_used(&params.iter().map(|p| p.name.as_str()).collect::<BTreeSet<_>>())?;
         let (units, used_by) = (std::mem::take(&mut inner.units), std::mem::take(&mut inner.used_by));
-        Ok(Registered { params, units, used_by, groups: inner.groups.finish()? })
+        let leaves = std::mem::take(&mut inner.leaves);
+        Ok(Registered { params, units, leaves, used_by, groups: inner.groups.finish()? })
     }
 }
 

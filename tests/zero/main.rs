@@ -10,6 +10,7 @@ mod conditional;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod frozen;
+mod mixture;
 mod optimizer_stages;
 mod passing_backward;
 mod stage_equality;
