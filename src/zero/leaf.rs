@@ -40,11 +40,6 @@ impl Leaves {
         self.is_marked.push(false);
     }
 
-    /// The root and all units.
-    pub fn num_units(&self) -> usize {
-        self.around.len()
-    }
-
     pub fn mark(&mut self, unit: UnitId) {
         self.is_marked[unit] = true;
     }

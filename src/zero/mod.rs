@@ -17,6 +17,8 @@
 //! | `walk.rs` | a pass through the share, in memory and in files |
 //! | `whole.rs` | norms of whole parameters, and directions made of whole ones |
 //! | `publish.rs` | updated shards, brought to all ranks |
+//! | `leaf.rs` | units that are gathered as one with all units inside |
+//! | `diverged.rs` | the parts that ranks were in when their calls differed |
 //! | `unused.rs` | parameters that no backward reaches |
 //! | `freeze.rs` | parameters frozen and thawed between steps |
 //! | `export.rs` | whole parameters in a file |
