@@ -135,6 +135,17 @@ pub enum EngineError {
         /// The first few.
         names: String,
     },
+    /// A unit that recomputes gave another output when backward ran it again.
+    #[error(
+        "unit {unit} gave another output when backward ran it again: gradients would be those of another function; \
+         Candle's own randomness (candle_nn::Dropout, Tensor::rand) cannot be repeated, nor can draws on threads of \
+         the model's own: use candle_zero::nn::Dropout, or let the unit keep its activations (checkpointed(false), \
+         no activation_checkpointing section)"
+    )]
+    RecomputationDiffers {
+        /// The unit's name.
+        unit: String,
+    },
     /// Ranks want to train different parameters.
     #[error(
         "rank {rank} trains other parameters than rank {other}; every rank must call set_trainable with the same rule"
@@ -198,6 +209,20 @@ pub enum EngineError {
         rank: usize,
         /// Another rank.
         other: usize,
+    },
+    /// A parameter or buffer does not begin with the same values on all ranks.
+    #[error(
+        "{what} begins with other values on rank {rank} than on rank {other}{hint}; initial values may depend on the seed,          the name and the shape, and not on the rank"
+    )]
+    InitialValuesDiffer {
+        /// Parameter or buffer, with its name.
+        what: String,
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+        /// What this rank asked for, where it is known.
+        hint: String,
     },
     /// An earlier error ended the job.
     #[error("the engine stopped after an earlier error: {0}")]

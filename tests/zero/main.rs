@@ -5,6 +5,7 @@
 mod support;
 
 mod absent_parameter;
+mod buffers;
 mod candle_facts;
 mod conditional;
 #[cfg(feature = "cuda")]
@@ -13,5 +14,7 @@ mod frozen;
 mod mixture;
 mod optimizer_stages;
 mod passing_backward;
+mod quantized;
+mod recomputation;
 mod stage_equality;
 mod unusual_models;
