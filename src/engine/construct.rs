@@ -83,6 +83,7 @@ impl<M> Engine<M> {
         core.refresh()?;
         let engine = Self {
             model,
+            for_eval: None,
             core,
             trainer,
             scaler: LossScaler::new(&config.precision, config.zero.stage),

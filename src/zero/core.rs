@@ -57,6 +57,8 @@ pub(crate) struct Core {
     pub(super) recomputation: Recomputation,
     /// A model is only evaluated: nothing is recorded or kept.
     pub(super) evaluating: AtomicBool,
+    /// The engine's forward is running.
+    pub(super) in_forward: AtomicBool,
     /// The thread that runs the engine's backward: gradients count in that one alone.
     pub(super) backward_on: Mutex<Option<ThreadId>>,
     /// The first error inside an operation; Candle's own error type cannot carry it.
@@ -115,6 +117,12 @@ impl Link {
     }
 }
 
+impl std::fmt::Debug for Link {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Link").field("is_connected", &self.core().is_some()).finish()
+    }
+}
+
 impl GradientSink for Link {
     fn takes_gradients(&self) -> bool {
         self.core().is_some_and(|core| core.is_in_backward())
@@ -159,6 +167,7 @@ impl Core {
             unreduced: Mutex::default(),
             recomputation,
             evaluating: AtomicBool::new(false),
+            in_forward: AtomicBool::new(false),
             backward_on: Mutex::new(None),
             failure: Mutex::new(None),
         }
@@ -211,6 +220,11 @@ impl Core {
     pub(super) fn is_frozen(&self, unit: UnitId) -> bool {
         let used = &self.used_by[unit];
         !used.is_empty() && used.iter().all(|param| !self.params[*param].is_trained())
+    }
+
+    /// The unit of this name.
+    pub(super) fn unit_named(&self, name: &str) -> Option<UnitId> {
+        self.units.iter().skip(1).position(|unit| unit == name).map(|at| at + 1)
     }
 
     /// A unit's name for people.

@@ -21,6 +21,7 @@
 //! | `publish.rs` | updated shards, brought to all ranks |
 //! | `unused.rs` | parameters that no backward reaches |
 //! | `freeze.rs` | parameters frozen and thawed between steps |
+//! | `for_eval.rs` | a second instance of the model, for evaluation |
 //! | `export.rs` | whole parameters in a file |
 //!
 //! The decisions of a step are written once, over `rank::Rank`; the core and a rehearsal carry them out.
@@ -29,6 +30,7 @@ mod batch;
 pub(crate) mod buffers;
 pub(crate) mod core;
 mod export;
+pub(crate) mod for_eval;
 mod freeze;
 pub(crate) mod gather;
 pub(crate) mod gradients;

@@ -7,6 +7,7 @@ use super::core::{Link, Registered};
 use super::lay_out::SubGroupBuilder;
 use super::packed;
 use super::share_plan::SharePlan;
+use super::unit::Units;
 use crate::error::{Error, ParamError, Result};
 use crate::layout::{Cut, ZeroStage};
 use crate::memory::{Kind, Ledger, Tier};
@@ -325,6 +326,20 @@ impl Inner {
         let text = error.to_string();
         self.failure.get_or_insert(error);
         candle_core::Error::Msg(text)
+    }
+}
+
+impl Units for Registry {
+    fn open_unit(&self, name: String) -> candle_core::Result<(UnitId, Link)> {
+        Ok(self.open_unit(name))
+    }
+
+    fn close_unit(&self) {
+        self.close_unit();
+    }
+
+    fn link(&self) -> Link {
+        lock(&self.0).link.clone()
     }
 }
 

@@ -9,6 +9,7 @@ mod api;
 mod data_loader;
 mod draws;
 mod errors;
+mod for_eval;
 mod monitors;
 mod muon;
 mod overflow;
