@@ -178,6 +178,16 @@ impl Core {
         &*self.comm
     }
 
+    /// Micro steps of training so far that used units in another order than the one before.
+    pub fn order_changes(&self) -> u64 {
+        lock(&self.gather).order_changes()
+    }
+
+    /// `load_from_fp32_weights` false: loaded weights are rounded to this, master weights too.
+    pub fn rounds_loaded_weights_to(&self) -> DType {
+        if self.zero.load_from_fp32_weights { DType::F32 } else { self.dtype }
+    }
+
     /// The model's dtype.
     pub fn dtype(&self) -> DType {
         self.dtype
