@@ -11,3 +11,4 @@ mod ranks;
 mod restarts;
 mod script;
 mod train_gpt;
+mod train_vision;
