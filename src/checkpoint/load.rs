@@ -15,6 +15,7 @@ use crate::precision::Flat;
 use crate::util::{list, lock};
 use crate::zero::core::Core;
 use crate::zero::share::{State, WEIGHTS};
+use candle_core::DType;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -292,7 +293,8 @@ fn set_all(core: &Core, checkpoint: &Checkpoint, wanted: &[NeededElements]) -> R
     // What a forward without a backward has gathered is from before.
     core.release_all()?;
     for NeededElements { state, saved, kind, param, range } in wanted {
-        let values = |part| checkpoint.read(*state, *saved, part).map(Flat::F32);
+        let dtype = if *kind == State::Weights { core.rounds_loaded_weights_to() } else { DType::F32 };
+        let values = |part| checkpoint.read(*state, *saved, part).map(|values| Flat::from_f32(values, dtype));
         if *kind == State::Weights && !core.shards_params() {
             core.write_whole(*param, values)?;
             core.write_state(*kind, *param, core.owned(*param), values)?;

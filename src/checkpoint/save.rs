@@ -21,7 +21,7 @@ use crate::comm::Communicator;
 use crate::comm::agree::{Failure, agree, gather_u64, text_of_rank_0};
 use crate::config::{Config, TagValidation};
 use crate::error::{CheckpointError, Result};
-use crate::notice::say;
+use crate::notice::{say, warn};
 use crate::optim::Trainer;
 use crate::timeline;
 use crate::zero::core::Core;
@@ -287,7 +287,7 @@ fn begin(
         Err(Failure::InStep(_)) if *validation != TagValidation::Fail => {
             let common = text_of_rank_0(comm, tag)?;
             if comm.rank() == 0 && *validation == TagValidation::Warn {
-                say(&format!("warning: ranks save under different tags; all take rank 0's, {common}"));
+                warn(&format!("warning: ranks save under different tags; all take rank 0's, {common}"));
             }
             common
         }
@@ -307,7 +307,7 @@ fn publish(dir: &Path, manifest: &Manifest, options: &SaveOptions) -> Result<()>
         && let Err(error) = folder::keep_newest(dir, keep.max(1), &manifest.tag)
     {
         // The checkpoint is saved all the same.
-        say(&format!("warning: {error}. They stay; checkpoint {} is saved", manifest.tag));
+        warn(&format!("warning: {error}. They stay; checkpoint {} is saved", manifest.tag));
     }
     Ok(())
 }

@@ -14,7 +14,7 @@ use crate::config::Config;
 use crate::error::{OptimError, ParamError, Result};
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
-use crate::notice::say;
+use crate::notice::{say, say_from};
 use crate::offload::{DiskAccess, Offload};
 use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, TrainableRule, Trainer};
 use crate::param::Source;
@@ -38,6 +38,9 @@ impl<M> Engine<M> {
         device: Device,
         options: EngineBuilder,
     ) -> Result<Self> {
+        if let Some(level) = config.monitoring.log_level {
+            say_from(level);
+        }
         let (buffer_rule, buffer_sync) = (options.buffer_rule, options.buffer_sync);
         let EngineBuilder {
             disk_access, schedule, optimizer, parameter_groups, trainable, quantized, monitors, ..
@@ -184,7 +187,7 @@ fn build_model<M>(
 ) -> Result<(M, Registered)> {
     let vb = VarBuilder::from_backend(Box::new(registry.clone()), config.precision.dtype(), device.clone());
     let model = building(&registry, || build(vb));
-    let model = model.map_err(|e| registry.take_failure().unwrap_or_else(|| e.into()))?;
+    let model = model.map_err(|e| registry.explain(e))?;
     Ok((model, registry.finish()?))
 }
 
@@ -218,6 +221,13 @@ fn trainer(
     }
     for group in empty.iter().filter(|_| rank == 0) {
         say(&format!("parameter group {group} (from 0) selects no parameter that is left: it is dropped"));
+    }
+    for group in trainer.with_ignored_rates().iter().filter(|_| rank == 0) {
+        say(&format!(
+            "parameter group {group} (from 0): its own learning rate has no effect, the schedule gives it {:e} in the \
+             first step; give the scheduler a list of rates, one for each group, or leave it out",
+            trainer.lr()[*group]
+        ));
     }
     Ok(trainer)
 }

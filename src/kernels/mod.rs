@@ -10,6 +10,7 @@ pub(crate) mod attention;
 pub(crate) mod batch_norm;
 pub(crate) mod count;
 pub(crate) mod cross_entropy;
+pub(crate) mod digest;
 pub(crate) mod dropout;
 pub(crate) mod element;
 pub(crate) mod embedding;

@@ -169,6 +169,16 @@ impl Core {
         &*self.comm
     }
 
+    /// Micro steps of training so far that used units in another order than the one before.
+    pub fn order_changes(&self) -> u64 {
+        lock(&self.gather).order_changes()
+    }
+
+    /// `load_from_fp32_weights` false: loaded weights are rounded to this, master weights too.
+    pub fn rounds_loaded_weights_to(&self) -> DType {
+        if self.zero.load_from_fp32_weights { DType::F32 } else { self.dtype }
+    }
+
     /// The model's dtype.
     pub fn dtype(&self) -> DType {
         self.dtype
@@ -243,9 +253,12 @@ impl Core {
         }
         if residency::is_refusal(&error) {
             let absent: Vec<&str> = self.params.iter().filter(|p| !p.is_whole()).map(|p| p.name.as_str()).collect();
+            let why = crate::error::without_backtrace(&error.to_string());
             if !absent.is_empty() {
-                let why = crate::error::without_backtrace(&error.to_string());
                 return ParamError::Absent { names: list(&absent), why }.into();
+            }
+            if residency::names_absent(&error) {
+                return ParamError::AbsentElsewhere { why }.into();
             }
         }
         error.into()

@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | `buffers.rs` | tensors that are no parameters: the same on all ranks |
 //! | `unit.rs` | what is gathered and released together; recomputation |
-//! | `kept_input.rs` | what recomputation keeps, and where |
+//! | `kept_input.rs`, `replay.rs` | what recomputation keeps, and where; whether it gives the same again |
 //! | `core.rs` | the state of one rank, shared by engine and graph |
 //! | `rank.rs` | what decisions see of a rank: the core, or a rehearsal that only counts |
 //! | `run.rs` | forward and backward, as engine, units and parameters call them |
@@ -41,6 +41,7 @@ mod publish;
 pub(crate) mod rank;
 mod recipe;
 pub(crate) mod registry;
+mod replay;
 mod run;
 pub(crate) mod share;
 pub(crate) mod share_plan;

@@ -17,7 +17,7 @@ use crate::param::{dtype_of_buffer, has_name_of_buffer};
 use crate::precision::{Flat, FlatRef, Packing};
 use crate::tensor::{bytes, residency};
 use crate::util::lock;
-use candle_core::{DType, Device, Shape, Tensor};
+use candle_core::{DType, Device, Shape, Storage, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
 use std::collections::{BTreeSet, HashMap};
@@ -45,6 +45,9 @@ struct Inner {
     /// The parameters that each unit uses, its own and others'.
     used_by: Vec<BTreeSet<ParamId>>,
     groups: SubGroupBuilder,
+    /// Whole parameters and their values, which they get when the model is built: what a model computes of them before
+    /// would keep the first values for ever.
+    waiting: Vec<(Tensor, Storage)>,
     /// Names, shapes and units only: no parameter gets memory, nor a share.
     shapes_only: bool,
     /// The first error; Candle's own error type cannot carry it.
@@ -77,6 +80,7 @@ impl Registry {
             open_units: vec![ROOT],
             used_by: vec![BTreeSet::new()],
             groups,
+            waiting: Vec::new(),
             shapes_only: false,
             failure: None,
         })))
@@ -125,15 +129,26 @@ impl Registry {
         lock(&self.0).open_units.pop();
     }
 
-    /// The error behind a failed construction, if it is one of ours.
-    pub fn take_failure(&self) -> Option<Error> {
-        lock(&self.0).failure.take()
+    /// The typed error behind a failed construction.
+    pub fn explain(&self, error: candle_core::Error) -> Error {
+        let mut inner = lock(&self.0);
+        if let Some(failure) = inner.failure.take() {
+            return failure;
+        }
+        let last = inner.params.last().filter(|_| residency::names_absent(&error));
+        match last {
+            Some(last) => ParamError::UsedWhileBuilding { last: last.name.clone() }.into(),
+            None => error.into(),
+        }
     }
 
     /// Ends the registration.
     pub fn finish(&self) -> Result<Registered> {
         let mut inner = lock(&self.0);
         let params = std::mem::take(&mut inner.params);
+        for (tensor, values) in std::mem::take(&mut inner.waiting) {
+            residency::fill(&tensor, values)?;
+        }
         if params.is_empty() {
             return Err(ParamError::NoParameters.into());
         }
@@ -205,7 +220,10 @@ impl Inner {
                 None => Flat::from_f32(values, dtype),
             };
             let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Parameters, values.capacity_in_bytes());
-            (self.tensor(&shape, values, &kept.trained)?, Residency::Whole(held))
+            let tensor = self.absent(&shape, &kept.trained)?;
+            let values = residency::storage_on(&self.device, residency::to_storage(values))?;
+            self.waiting.push((tensor.clone(), values));
+            (tensor, Residency::Whole(held))
         };
         Ok(self.add(name, shape, kept, tensor, residency))
     }

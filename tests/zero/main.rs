@@ -14,5 +14,6 @@ mod frozen;
 mod optimizer_stages;
 mod passing_backward;
 mod quantized;
+mod recomputation;
 mod stage_equality;
 mod unusual_models;
