@@ -13,7 +13,7 @@
 //!
 //! A rank saves the same elements at every stage, so the files of a checkpoint do not depend on it.
 
-use crate::layout::shard_range;
+use crate::layout::Cut;
 use std::ops::Range;
 
 /// Bytes that have one checksum.
@@ -26,7 +26,8 @@ pub(super) const PAGE: usize = 4096;
 #[derive(Debug, Clone)]
 pub(super) struct Layout {
     pub world_size: usize,
-    pub numels: Vec<usize>,
+    /// How each parameter is cut.
+    pub cuts: Vec<Cut>,
     /// Per state, per parameter: whether there is such a state of it.
     pub states: Vec<Vec<bool>>,
 }
@@ -45,7 +46,7 @@ pub(super) struct Piece {
 impl Layout {
     /// Elements of a state of parameter `param` that the file of `rank` has.
     pub fn shard(&self, state: usize, param: usize, rank: usize) -> Range<usize> {
-        if self.states[state][param] { shard_range(self.numels[param], self.world_size, rank) } else { 0..0 }
+        if self.states[state][param] { self.cuts[param].shard(self.world_size, rank) } else { 0..0 }
     }
 
     /// Bytes of the data of `rank`'s file.
@@ -55,7 +56,7 @@ impl Layout {
 
     /// Where the shards of every parameter end in the file of `rank`: of the first state, of the second, ...
     fn ends(&self, rank: usize) -> impl Iterator<Item = u64> {
-        let all = (0..self.states.len()).flat_map(|state| (0..self.numels.len()).map(move |param| (state, param)));
+        let all = (0..self.states.len()).flat_map(|state| (0..self.cuts.len()).map(move |param| (state, param)));
         all.scan(0u64, move |at, (state, param)| {
             *at += self.shard(state, param, rank).len() as u64 * 4;
             Some(*at)
@@ -85,7 +86,7 @@ impl Places {
             if elements.is_empty() {
                 return None;
             }
-            let first = self.starts[rank][state * self.layout.numels.len() + param];
+            let first = self.starts[rank][state * self.layout.cuts.len() + param];
             let at = |element: usize| first + (element - shard.start) as u64 * 4;
             Some(Piece { rank, bytes: at(elements.start)..at(elements.end), elements })
         })
@@ -100,15 +101,16 @@ mod tests {
     proptest! {
         #[test]
         fn pieces_cover_a_range_once_and_places_never_overlap(
-            numels in prop::collection::vec(0usize..50, 1..8), world_size in 1usize..6,
+            numels in prop::collection::vec((0usize..50, 1usize..9), 1..8), world_size in 1usize..6,
             has in prop::collection::vec(prop::collection::vec(any::<bool>(), 8), 1..4),
         ) {
             let states: Vec<Vec<bool>> = has.iter().map(|has| has[..numels.len()].to_vec()).collect();
-            let layout = Layout { world_size, numels: numels.clone(), states: states.clone() };
+            let cuts = numels.iter().map(|(numel, block)| Cut { numel: *numel, block: *block }).collect();
+            let layout = Layout { world_size, cuts, states: states.clone() };
             let places = Places::new(layout.clone());
             let mut used: Vec<Vec<u8>> = (0..world_size).map(|rank| vec![0; layout.bytes(rank) as usize]).collect();
             for (state, has) in states.iter().enumerate() {
-                for (param, numel) in numels.iter().enumerate() {
+                for (param, (numel, _)) in numels.iter().enumerate() {
                     let mut next = 0;
                     for piece in places.pieces(state, param, 0..*numel) {
                         prop_assert_eq!(piece.elements.start, next);

@@ -2,6 +2,7 @@
 
 use super::layout::{Layout, PAGE};
 use crate::error::{CheckpointError, Error, Result};
+use crate::layout::Cut;
 use crate::zero::share::WEIGHTS;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -66,9 +67,20 @@ pub struct Parameter {
     /// parameter, nothing of one that was left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub states: Option<Vec<String>>,
+    /// Elements that lie on one rank together: shards begin at multiples of them.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub block: usize,
     /// Updates of the weights before the first of its own, if it was frozen then.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub updates_before: u64,
+}
+
+fn one() -> usize {
+    1
+}
+
+fn is_one(count: &usize) -> bool {
+    *count == 1
 }
 
 fn is_zero(count: &u64) -> bool {
@@ -107,6 +119,9 @@ impl Parameter {
 
 /// Bytes of a header, which is read into memory: beyond those of a file of 60 TB.
 const MAX_HEADER: u64 = 1 << 30;
+
+/// Elements that lie on one rank together, at most.
+const MAX_BLOCK: usize = 1 << 20;
 
 /// The name of a rank's file.
 pub(super) fn file_name(rank: usize, world_size: usize) -> String {
@@ -184,6 +199,9 @@ impl Manifest {
                 .ok_or_else(|| format!("shape {:?} of {} is larger than any memory", p.shape, p.name))?;
         }
         sum.checked_add(self.world_size as u64 * MAX_HEADER).ok_or("files that are larger than any disk")?;
+        for p in &self.parameters {
+            say((1..=MAX_BLOCK).contains(&p.block), format!("{} has blocks of {} elements", p.name, p.block))?;
+        }
         let layout = self.layout();
         for (rank, file) in self.files.iter().enumerate() {
             let name = file_name(rank, self.world_size);
@@ -204,7 +222,7 @@ impl Manifest {
         let has = |state: &String| self.parameters.iter().map(|p| p.has(state)).collect();
         Layout {
             world_size: self.world_size,
-            numels: self.parameters.iter().map(Parameter::numel).collect(),
+            cuts: self.parameters.iter().map(|p| Cut { numel: p.numel(), block: p.block }).collect(),
             states: self.states.iter().map(has).collect(),
         }
     }

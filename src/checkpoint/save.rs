@@ -98,7 +98,8 @@ pub(crate) fn manifest(
         let states = std::iter::once(WEIGHTS).chain(own.iter().copied()).filter(|_| !is_left_out);
         let states = (is_left_out || own.len() < all.len()).then(|| states.map(str::to_owned).collect());
         let updates_before = p.updates_before.load(Ordering::Relaxed);
-        Parameter { name: p.name.clone(), shape: p.shape.dims().to_vec(), states, updates_before }
+        let (name, shape) = (p.name.clone(), p.shape.dims().to_vec());
+        Parameter { name, shape, states, block: p.cut().block, updates_before }
     });
     Manifest {
         format: FORMAT.into(),

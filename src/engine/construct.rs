@@ -46,7 +46,17 @@ impl<M> Engine<M> {
         device: Device,
         options: EngineBuilder,
     ) -> Result<Self> {
-        let EngineBuilder { disk_access, schedule, optimizer, parameter_groups, trainable, monitors, .. } = options;
+        let EngineBuilder {
+            disk_access,
+            schedule,
+            stochastic_rounding,
+            seed,
+            optimizer,
+            parameter_groups,
+            trainable,
+            monitors,
+            ..
+        } = options;
         let own = Own { optimizer: optimizer.is_some(), schedule: schedule.is_some() };
         if comm.rank() == 0 {
             tell_notes(&config, own);
@@ -76,6 +86,7 @@ impl<M> Engine<M> {
                 every_unit: config.activation_checkpointing,
                 cpu_checkpointing: config.cpu_checkpointing,
             },
+            rounding: stochastic_rounding.then_some(seed.unwrap_or(config.seed)),
             registered,
             ledger,
             offload,

@@ -32,6 +32,7 @@ use candle_core::DType;
 use std::cell::RefCell;
 use std::ops::Range;
 use std::rc::Rc;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Rank 0, on paper.
@@ -80,11 +81,12 @@ impl<'a> Rehearsal<'a> {
             requests.hold_copies();
         }
         let tier = if setting.gpu { Tier::Device } else { Tier::Host };
-        let mut builder = SubGroupBuilder::with(share_plan, Spaces(ledger.clone()), ledger.clone());
+        let mut builder = SubGroupBuilder::with(share_plan.clone(), Spaces(ledger.clone()), ledger.clone());
         let mut whole = Vec::new();
         for (id, param) in params.iter().enumerate() {
             let Param { name, shape, numel, .. } = param;
             let role = Grouping::role(grouping.group(name, shape.dims()));
+            param.block.store(share_plan.block(role), Ordering::Relaxed);
             let class = if param.is_trained() { Class::Trained(role) } else { Class::Frozen };
             builder.push(id, param.cut(), FlatRef::F32(&[]), class)?;
             if !placement.params.is_sharded() {

@@ -54,7 +54,7 @@ impl Sharing {
     pub fn push(&mut self, cut: Cut, class: usize) -> Place {
         let shard = cut.shard_len(self.world_size);
         let share = if self.sharded { shard } else { cut.numel };
-        let room = share.next_multiple_of(self.step);
+        let room = share.next_multiple_of(cut.block).next_multiple_of(self.step);
         let begins = self.fills_memory(room);
         if begins {
             // A sub-group's weights have one home, so where they change it, a new one begins.

@@ -18,7 +18,7 @@ use crate::optim::Role;
 use crate::util::lock;
 use candle_core::{Shape, Tensor};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// Number of a parameter in order of registration, equal on all ranks.
@@ -45,8 +45,8 @@ pub(crate) struct Param {
     pub name: String,
     pub shape: Shape,
     pub numel: usize,
-    /// Elements that lie on one rank together.
-    pub block: usize,
+    /// Elements that lie on one rank together; an estimate sets it for each configuration.
+    pub block: AtomicUsize,
     pub unit: UnitId,
     /// The half of the optimizer that trains it, while it is trained.
     pub role: Role,
@@ -64,7 +64,7 @@ pub(crate) struct Param {
 impl Param {
     /// How it is cut into shards.
     pub fn cut(&self) -> Cut {
-        Cut { numel: self.numel, block: self.block }
+        Cut { numel: self.numel, block: self.block.load(Ordering::Relaxed) }
     }
 
     /// The elements that `rank` of `world_size` owns.

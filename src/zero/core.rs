@@ -22,7 +22,7 @@ use crate::tensor::residency;
 use crate::util::{list, lock, unpoisoned};
 use candle_core::DType;
 use std::collections::BTreeSet;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
 use std::thread::ThreadId;
 
@@ -49,6 +49,10 @@ pub(crate) struct Core {
     pub(super) gather: Mutex<Gatherer>,
     pub(super) gradients: Mutex<Gradients>,
     pub(super) recomputation: Recomputation,
+    /// The seed of stochastic rounding; `None`: to nearest.
+    pub(super) rounding: Option<u64>,
+    /// The number of the update under way, on which rounding depends.
+    pub(super) update: AtomicU64,
     /// A model is only evaluated: nothing is recorded or kept.
     pub(super) evaluating: AtomicBool,
     /// The thread that runs the engine's backward: gradients count in that one alone.
@@ -65,6 +69,8 @@ pub(crate) struct CoreParts {
     pub share_plan: SharePlan,
     pub dtype: DType,
     pub recomputation: Recomputation,
+    /// The seed of stochastic rounding; `None`: to nearest.
+    pub rounding: Option<u64>,
     pub registered: Registered,
     pub ledger: Ledger,
     pub offload: Option<Arc<Offload>>,
@@ -122,8 +128,8 @@ impl GradientSink for Link {
 impl Core {
     /// The core of a registered model.
     pub fn new(parts: CoreParts) -> Self {
-        let CoreParts { comm, zero, reduce_plan, share_plan, dtype, recomputation, registered, ledger, offload } =
-            parts;
+        let CoreParts { comm, zero, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
+        let CoreParts { rounding, registered, ledger, offload, .. } = parts;
         let Registered { params, units, used_by, groups } = registered;
         let places = places(&groups, params.len());
         let gather = Gatherer::new(&params, units.len(), &zero, comm.size());
@@ -145,6 +151,8 @@ impl Core {
             gather: Mutex::new(gather),
             gradients: Mutex::new(gradients),
             recomputation,
+            rounding,
+            update: AtomicU64::new(0),
             evaluating: AtomicBool::new(false),
             backward_on: Mutex::new(None),
             failure: Mutex::new(None),

@@ -14,6 +14,7 @@
 //! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
 //! | `step.rs` | vote, update |
 //! | `walk.rs` | a pass through the share, in memory and in files |
+//! | `moment.rs`, `kept.rs` | optimizer states in formats other than f32, and their way to f32 and back |
 //! | `whole.rs` | norms of whole parameters, and directions made of whole ones |
 //! | `publish.rs` | updated shards, brought to all ranks |
 //! | `freeze.rs` | parameters frozen and thawed between steps |
@@ -27,8 +28,10 @@ mod export;
 mod freeze;
 pub(crate) mod gather;
 pub(crate) mod gradients;
+mod kept;
 mod kept_input;
 pub(crate) mod lay_out;
+pub(crate) mod moment;
 pub(crate) mod parcel;
 mod publish;
 pub(crate) mod rank;

@@ -6,6 +6,7 @@
 use super::core::{Link, Registered};
 use super::lay_out::SubGroupBuilder;
 use super::share_plan::SharePlan;
+use crate::config::StatePrecision;
 use crate::error::{Error, ParamError, Result};
 use crate::layout::{Cut, ZeroStage};
 use crate::memory::{Kind, Ledger, Tier};
@@ -19,7 +20,7 @@ use candle_core::{DType, Device, Shape, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
 use std::collections::{BTreeSet, HashMap};
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex};
 
 /// Collects the parameters of a model under construction.
@@ -76,6 +77,7 @@ impl Registry {
     /// A registry that learns names, shapes and units, for a model that is only looked at: its tensors are absent.
     pub fn of_shapes(dtype: DType) -> Self {
         let plan = SharePlan {
+            states: StatePrecision { master_weights: true, bf16_moments: false },
             rank: 0,
             world_size: 1,
             placement: ZeroStage::Three.placement(),
@@ -142,10 +144,12 @@ impl Inner {
         let trained = Arc::new(AtomicBool::new(is_trained));
         if self.shapes_only {
             let tensor = self.absent(&shape, &trained)?;
-            return Ok(self.add(name, shape, (0, Role::Main), trained, tensor, Residency::Absent));
+            return Ok(self.add(name, (shape, 1), (0, Role::Main), trained, tensor, Residency::Absent));
         }
         let numel = shape.elem_count();
-        let cut = Cut::anywhere(numel);
+        let group = plan.grouping.group(name, shape.dims());
+        let role = Grouping::role(group);
+        let cut = Cut { numel, block: plan.block(role) };
         let shard = cut.shard(plan.world_size, plan.rank);
         let made = if plan.placement.params.is_sharded() { shard.clone() } else { 0..numel };
         let values = self.source.values(name, &shape, init, made.clone())?;
@@ -154,8 +158,6 @@ impl Inner {
         let owned = if plan.placement.optim.is_sharded() { shard } else { 0..numel };
         let own = &values[owned.start - made.start..owned.end - made.start];
         // In f32: the master weights begin with all digits of the source.
-        let group = plan.grouping.group(name, shape.dims());
-        let role = Grouping::role(group);
         let class = if is_trained { Class::Trained(role) } else { Class::Frozen };
         self.groups.push(id, cut, FlatRef::F32(own), class)?;
 
@@ -166,7 +168,7 @@ impl Inner {
             let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Parameters, values.capacity_in_bytes());
             (self.tensor(&shape, values, &trained)?, Residency::Whole(held))
         };
-        Ok(self.add(name, shape, (group, role), trained, tensor, residency))
+        Ok(self.add(name, (shape, cut.block), (group, role), trained, tensor, residency))
     }
 
     /// The tensor of the next parameter, which begins with `values`.
@@ -188,7 +190,7 @@ impl Inner {
     fn add(
         &mut self,
         name: &str,
-        shape: Shape,
+        (shape, block): (Shape, usize),
         (group, role): (usize, Role),
         trained: Arc<AtomicBool>,
         tensor: Tensor,
@@ -199,7 +201,7 @@ impl Inner {
         self.params.push(Param {
             name: name.into(),
             numel: shape.elem_count(),
-            block: 1,
+            block: AtomicUsize::new(block),
             shape,
             group,
             unit: self.open_unit(),

@@ -11,5 +11,6 @@ mod cuda;
 mod frozen;
 mod optimizer_stages;
 mod passing_backward;
+mod small_states;
 mod stage_equality;
 mod unusual_models;
