@@ -9,9 +9,11 @@
 //!
 //! The engine owns no arithmetic: each word is a module of its own.
 
+mod accumulation;
 mod builder;
 mod checkpoints;
 mod clock;
+mod common;
 mod construct;
 pub(crate) mod error;
 mod output;
@@ -22,12 +24,12 @@ mod watch;
 
 pub use builder::EngineBuilder;
 
-use crate::checkpoint::SaveJob;
+use crate::checkpoint::{HeldFolders, Place, SaveJob};
 use crate::comm::agree::Failure;
 use crate::config::{Config, Precision};
 use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
 use crate::graph::{draw_from, stream_of};
-use crate::notice::say;
+use crate::notice::warn;
 use crate::optim::Trainer;
 use crate::precision::{LossScaler, gradient_multiplier};
 use crate::timeline::{self, Recorder};
@@ -73,6 +75,7 @@ pub struct Engine<M> {
     losses: Losses,
     global_steps: u64,
     micro_steps: u64,
+    accumulation: Accumulation,
     /// Forwards of this micro step.
     forwards: u64,
     skipped_steps: u64,
@@ -86,6 +89,10 @@ pub struct Engine<M> {
     reporter: Reporter,
     /// A checkpoint that is being written.
     saving: Option<SaveJob>,
+    /// The checkpoint that was saved or loaded last.
+    place: Option<Place>,
+    /// Where this job saves.
+    held_folders: HeldFolders,
     /// The reason for a failure, until it has been reported.
     failed_save: Option<Error>,
     /// The error that ended the job for this rank.
@@ -103,6 +110,17 @@ enum Phase {
     Forwarded,
     /// Its gradients exist.
     Backwarded,
+    /// Its gradients exist on each rank alone: [`no_sync`](Engine::no_sync).
+    Held,
+}
+
+/// The accumulation under way.
+#[derive(Debug, Clone, Copy, Default)]
+struct Accumulation {
+    /// Micro steps that it has behind it.
+    micro_steps: u64,
+    /// A [`no_sync`](Engine::no_sync) is running.
+    in_no_sync: bool,
 }
 
 /// This rank's losses in the accumulation under way.
@@ -120,7 +138,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`EngineError::OutOfOrder`] between backward and step; what `run` returns; a failed collective.
     pub fn forward(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
-        self.check_order("forward", &[Phase::Ready, Phase::Forwarded])?;
+        self.check_order("forward", &[Phase::Ready, Phase::Forwarded, Phase::Held])?;
         let watch = self.watch(Call::Forward);
         let stream = stream_of(self.rank() as u64, self.micro_steps, self.forwards);
         let output = self.attempt(|engine| draw_from((stream, 0), || engine.core.forward(|| run(&engine.model))))?;
@@ -147,8 +165,7 @@ impl<M> Engine<M> {
     /// gradients of inputs (`Var`s) as ever. At stage 3 they gather parameters: all ranks run them, in the same order.
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] without a forward before; [`EngineError::NonFiniteLoss`] in f32;
-    /// [`EngineError::NoGradient`] after the first backward; a failed collective.
+    /// [`EngineError::OutOfOrder`] without a forward before; [`EngineError::NonFiniteLoss`] in f32; a failed collective.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.check_order("backward", &[Phase::Forwarded])?;
         self.check_loss(loss)?;
@@ -157,7 +174,7 @@ impl<M> Engine<M> {
             let scaled = engine.scaled(loss)?;
             engine.core.backward(&scaled)
         })?;
-        self.phase = Phase::Backwarded;
+        self.phase = if self.accumulation.in_no_sync { Phase::Held } else { Phase::Backwarded };
         self.end_watch(watch);
         Ok(())
     }
@@ -169,10 +186,13 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] without a backward before; [`EngineError::NonFiniteGradient`] in f32;
-    /// [`EngineError::LossScaleAtMinimum`]; a failed collective. What a save in the background could not do: then the
+    /// [`EngineError::LossScaleAtMinimum`]; [`EngineError::NoGradient`] in the first step; a failed collective. What a save in the background could not do: then the
     /// step has been made, and the engine can go on.
     pub fn step(&mut self) -> Result<()> {
-        self.check_order("step", &[Phase::Backwarded])?;
+        self.check_order("step", &[Phase::Backwarded, Phase::Held])?;
+        if self.accumulation.in_no_sync {
+            return Err(EngineError::OutOfOrder { call: "step", when: "inside of no_sync" }.into());
+        }
         let watch = self.watch(Call::Step);
         let updates = self.is_gradient_accumulation_boundary();
         if updates {
@@ -183,6 +203,7 @@ impl<M> Engine<M> {
             self.attempt(Self::tell)?;
         }
         self.micro_steps += 1;
+        self.accumulation.micro_steps = if updates { 0 } else { self.accumulation.micro_steps + 1 };
         self.forwards = 0;
         self.phase = Phase::Ready;
         self.failed_save.take().map_or(Ok(()), Err)
@@ -190,6 +211,7 @@ impl<M> Engine<M> {
 
     /// Vote, scaler, clip, update, publish.
     fn optimizer_step(&mut self) -> Result<()> {
+        self.core.reduce_unreduced()?;
         let vote = self.vote()?;
         // Gradients carry the scale that they were made with, so they are unscaled with it before it changes.
         let scale = self.scaler.scale();
@@ -214,7 +236,7 @@ impl<M> Engine<M> {
         }
         let when = match (self.phase, belongs) {
             (Phase::Ready, [Phase::Forwarded]) => "before forward",
-            (Phase::Backwarded, [Phase::Forwarded]) => "twice on one loss",
+            (Phase::Backwarded | Phase::Held, [Phase::Forwarded]) => "twice on one loss",
             (Phase::Backwarded, _) => "after backward without a step",
             _ => "before backward",
         };
@@ -295,6 +317,15 @@ impl<M> Engine<M> {
         self.core.comm().gather_f64(values.to_vec()).wait()
     }
 
+    /// Collective: all ranks have the same buffers afterwards, by the rule of
+    /// [`EngineBuilder::buffer_sync`]; without a rule, rank 0's. For an evaluation that is to give the same on all ranks.
+    ///
+    /// # Errors
+    /// [`ParamError::BufferChanged`](crate::error::ParamError::BufferChanged); a failed collective.
+    pub fn sync_buffers(&mut self) -> Result<()> {
+        self.attempt(|engine| engine.core.agree_on_buffers())
+    }
+
     /// Runs `call`; after an error that leaves this rank out of step, it tells the others and refuses to go on.
     fn attempt<T, E: Into<Failure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
         self.not_stopped()?;
@@ -324,7 +355,7 @@ impl<M> Drop for Engine<M> {
             && !std::thread::panicking()
             && let Err(error) = self.wait_for_checkpoint()
         {
-            say(&format!("a checkpoint was not saved: {error}"));
+            warn(&format!("a checkpoint was not saved: {error}"));
         }
         if !std::thread::panicking() {
             self.tell_at_end();

@@ -71,8 +71,15 @@ pub use config::Config;
 pub use engine::{Engine, EngineBuilder};
 pub use error::{Error, Result};
 pub use profiler::StepTimings;
+/// The crate whose `Value` and `json!` stand in calls of this one: for programs that do not name it themselves.
+pub use serde_json;
 
 /// README's code, compiled and run as a doc test.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// The code of docs/frozen.md, likewise.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/frozen.md")]
+struct FrozenPage;

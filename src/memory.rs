@@ -34,6 +34,8 @@ pub enum Kind {
     Staging,
     /// Inputs that recomputing units keep in a file until backward.
     Activations,
+    /// Tensors of the model that are no parameters (running statistics, position ids), whole on every rank.
+    Buffers,
 }
 
 /// Where a piece of model-state memory is.
@@ -63,6 +65,7 @@ impl Kind {
             Self::Buckets => "buckets",
             Self::Staging => "staging",
             Self::Activations => "activations",
+            Self::Buffers => "buffers",
         }
     }
 }
@@ -254,6 +257,7 @@ impl MemoryReport {
             free(Kind::Buckets),
             free(Kind::Staging),
             free(Kind::Activations),
+            free(Kind::Buffers),
         ];
         Self { stage: stage.number(), world_size, parameters, frozen, rows }
     }
@@ -309,6 +313,11 @@ impl<B: Elements> Tracked<B> {
     /// Lets `change` work on the buffer, whose size stays.
     pub fn try_map<E>(self, change: impl FnOnce(B) -> Result<B, E>) -> Result<Self, E> {
         Ok(Self { flat: change(self.flat)?, held: self.held })
+    }
+
+    /// The buffer, out of the ledger.
+    pub fn into_buffer(self) -> B {
+        self.flat
     }
 
     pub fn buffer(&self) -> &B {

@@ -94,7 +94,7 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Manifest
         name: p.name.clone(),
         shape: p.shape.clone(),
         states: None,
-        block: 1,
+        block: 0,
         updates_before: 0,
     });
     let updates = from.global_steps().saturating_sub(from.skipped_steps());
@@ -102,6 +102,8 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Manifest
         format: FORMAT.into(),
         version: VERSION,
         tag: tag.into(),
+        is_named: true,
+        previous: None,
         world_size: 1,
         stage: from.stage(),
         dtype: dtype.into(),
@@ -122,6 +124,7 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Manifest
         states: states.iter().map(|state| name(state).to_owned()).collect(),
         parameters: parameters.collect(),
         files: vec![],
+        buffers: None,
         config: config.clone(),
         client_state: Value::Object(from.client_state().clone()),
     }

@@ -12,6 +12,71 @@ pub enum EngineError {
         /// The event before it.
         when: &'static str,
     },
+    /// A checkpoint has no gradients, so none is made of an accumulation that has begun; batch sizes stay in it too.
+    #[error(
+        "{call} was called in the middle of an accumulation: after backward {backwards} of {of}, before the step that \
+         updates the weights; these gradients would be lost; call it when \
+         is_between_accumulations() is true"
+    )]
+    MidAccumulation {
+        /// The method.
+        call: &'static str,
+        /// Backwards of this accumulation.
+        backwards: u64,
+        /// Its micro steps.
+        of: u64,
+    },
+    /// `no_sync` where gradients are sharded.
+    #[error(
+        "no_sync is offered at stages 0 and 1, and this engine is at stage {stage}: there a gradient is reduced as soon \
+         as it is made, and no rank has room for whole ones; leave no_sync out, or choose stage 1"
+    )]
+    NoSyncStage {
+        /// The stage.
+        stage: u8,
+    },
+    /// `no_sync` inside of `no_sync`.
+    #[error(
+        "no_sync was called inside of no_sync; leave the inner one out: nothing is reduced until the outer one ends"
+    )]
+    NoSyncInside,
+    /// A batch size that the ranks cannot share.
+    #[error(
+        "a train_batch_size of {train_batch_size} is not possible: it must be a multiple, above 0, of \
+         train_micro_batch_size_per_gpu x ranks = {micro_batch} x {ranks}; give such a number"
+    )]
+    BatchSize {
+        /// Samples per optimizer step.
+        train_batch_size: usize,
+        /// Samples per rank and forward.
+        micro_batch: usize,
+        /// Number of ranks.
+        ranks: usize,
+    },
+    /// A learning rate that no optimizer can take.
+    #[error("a learning rate of {lr} is not possible; give a finite number of at least 0")]
+    LearningRate {
+        /// The rate.
+        lr: f64,
+    },
+    /// Learning rates for another number of groups.
+    #[error("{found} learning rates were given for {groups} parameter groups; give one for each, in get_lr's order")]
+    LearningRates {
+        /// How many.
+        found: usize,
+        /// The number of groups.
+        groups: usize,
+    },
+    /// Ranks gave a call different arguments.
+    #[error("rank {rank} called {call} with other arguments than rank {other}; every rank must give the same")]
+    ArgumentsDiffer {
+        /// The method.
+        call: &'static str,
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+    },
     /// `backward` on something that is no scalar.
     #[error("backward needs a loss of one element, and got a tensor of shape {shape:?}; reduce it first (mean_all)")]
     LossShape {
@@ -56,18 +121,30 @@ pub enum EngineError {
         /// Optimizer steps so far, skipped ones and this one included.
         step: u64,
     },
-    /// Parameters that the first backward did not reach.
+    /// Parameters that no backward of the first optimizer step has reached, on any rank.
     #[error(
-        "{count} trainable parameters received no gradient in the first backward: {names}; either the model does not \
-         use them, or an operation without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, \
-         softmax_last_dim, rope and sdpa do; use candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, \
-         softmax(D::Minus1), rope_slow"
+        "{count} trainable parameters received no gradient in the first optimizer step: {names}; either an operation \
+         without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa \
+         do; use candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow; or the \
+         model does not use them: where it need not, set zero_optimization.ignore_unused_parameters to true, or call \
+         EngineBuilder::ignore_unused_parameters"
     )]
     NoGradient {
         /// How many.
         count: usize,
         /// The first few.
         names: String,
+    },
+    /// A unit that recomputes gave another output when backward ran it again.
+    #[error(
+        "unit {unit} gave another output when backward ran it again: gradients would be those of another function; \
+         Candle's own randomness (candle_nn::Dropout, Tensor::rand) cannot be repeated, nor can draws on threads of \
+         the model's own: use candle_zero::nn::Dropout, or let the unit keep its activations (checkpointed(false), \
+         no activation_checkpointing section)"
+    )]
+    RecomputationDiffers {
+        /// The unit's name.
+        unit: String,
     },
     /// Ranks want to train different parameters.
     #[error(
@@ -115,6 +192,20 @@ pub enum EngineError {
         rank: usize,
         /// Another rank.
         other: usize,
+    },
+    /// A parameter or buffer does not begin with the same values on all ranks.
+    #[error(
+        "{what} begins with other values on rank {rank} than on rank {other}{hint}; initial values may depend on the seed,          the name and the shape, and not on the rank"
+    )]
+    InitialValuesDiffer {
+        /// Parameter or buffer, with its name.
+        what: String,
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+        /// What this rank asked for, where it is known.
+        hint: String,
     },
     /// An earlier error ended the job.
     #[error("the engine stopped after an earlier error: {0}")]

@@ -1,6 +1,6 @@
 //! The reports of an engine: counters, rates, memory, traffic and times.
 
-use super::Engine;
+use super::{Engine, Phase};
 use crate::comm::CommReport;
 use crate::config::Config;
 use crate::memory::MemoryReport;
@@ -15,9 +15,38 @@ impl<M> Engine<M> {
         self.global_samples
     }
 
-    /// Whether the coming [`step`](Self::step) updates the weights.
+    /// Whether the coming [`step`](Self::step) updates the weights, as in DeepSpeed: asked after a step, it is about the
+    /// next one already. Whether a step has ended an accumulation is said by
+    /// [`is_between_accumulations`](Self::is_between_accumulations) after it.
     pub fn is_gradient_accumulation_boundary(&self) -> bool {
-        (self.micro_steps + 1).is_multiple_of(self.config.batch.gradient_accumulation_steps as u64)
+        self.accumulation.micro_steps + 1 >= self.config.batch.gradient_accumulation_steps as u64
+    }
+
+    /// Whether no accumulation is under way: the last [`step`](Self::step) ended one, and no backward has come since.
+    /// The place for an evaluation or a checkpoint.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Tensor};
+    /// # use candle_nn::Module;
+    /// # use candle_zero::Engine;
+    /// # let config = r#"{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
+    /// #     "optimizer": {"type": "AdamW"}}"#;
+    /// # let folder = tempfile::tempdir()?;
+    /// # let mut engine = Engine::initialize(|vb| candle_nn::linear(4, 1, vb), config)?;
+    /// # let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu)?;
+    /// for _micro_batch in 0..8 {
+    ///     let loss = engine.forward(|model| model.forward(&x)?.sqr()?.mean_all())?;
+    ///     engine.backward(&loss)?;
+    ///     engine.step()?;
+    ///     if engine.is_between_accumulations() {
+    ///         engine.save_checkpoint(folder.path(), None, candle_zero::serde_json::Value::Null)?;
+    ///     }
+    /// }
+    /// assert_eq!(engine.global_steps(), 2);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn is_between_accumulations(&self) -> bool {
+        self.accumulation.micro_steps == 0 && matches!(self.phase, Phase::Ready | Phase::Forwarded)
     }
 
     /// Optimizer steps so far, skipped ones included.

@@ -59,7 +59,7 @@ impl<M> Engine<M> {
     /// Records a half of a micro step for `flops_profiler`, until the result is dropped.
     fn record(&self, half: Half) -> Option<spans::Span> {
         let profiler = self.config.monitoring.flops_profiler.as_ref()?;
-        let first = self.micro_steps.is_multiple_of(self.config.batch.gradient_accumulation_steps as u64);
+        let first = self.accumulation.micro_steps == 0;
         if self.rank() != 0 || profiler.profile_step != self.global_steps {
             return None;
         }

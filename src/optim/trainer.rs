@@ -20,6 +20,21 @@ struct Group {
     lr: f64,
     numbers: Numbers,
     schedule: Schedule,
+    /// Whether the schedule changes the rate.
+    is_scheduled: bool,
+    /// The rate that stands in for the schedule's, until that goes on.
+    set_lr: Option<f64>,
+}
+
+impl Group {
+    fn lr(&self) -> f64 {
+        self.set_lr.unwrap_or_else(|| self.schedule.lr())
+    }
+
+    /// The schedule has gone on: what was set is over, unless there is none.
+    fn follow_schedule(&mut self) {
+        self.set_lr = self.set_lr.filter(|_| !self.is_scheduled);
+    }
 }
 
 /// The settings of one group's parameters in a step.
@@ -45,6 +60,7 @@ impl Trainer {
         let main = grouping.optimizer(Role::Main).map(|o| o.momentum());
         let cycles = matches!(main, Some(Momentum::Betas(..)));
         let count = settled.len();
+        let is_scheduled = own.is_some() || scheduler.is_some();
         let groups = settled.into_iter().enumerate().map(|(group, GroupSettings { role, lr, numbers })| {
             let optimizer = grouping.optimizer(role);
             let momentum = match (optimizer.map_or(Momentum::Factor(0.0), |o| o.momentum()), numbers.betas) {
@@ -57,7 +73,7 @@ impl Trainer {
                 Some(own) => Schedule::custom_of_group(own.clone(), base),
                 None => Schedule::of_group(scheduler, base)?,
             };
-            Ok(Group { role, lr, numbers, schedule })
+            Ok(Group { role, lr, numbers, schedule, is_scheduled, set_lr: None })
         });
         let groups = groups.collect::<Result<_>>()?;
         Ok((Self { grouping, groups }, empty))
@@ -85,7 +101,12 @@ impl Trainer {
 
     /// Learning rate of the coming step, by group.
     pub fn lr(&self) -> Vec<f64> {
-        self.groups.iter().map(|g| g.schedule.lr()).collect()
+        self.groups.iter().map(Group::lr).collect()
+    }
+
+    /// Sets the learning rate of each group, until its schedule goes on.
+    pub fn set_lr(&mut self, lr: &[f64]) {
+        self.groups.iter_mut().zip(lr).for_each(|(group, lr)| group.set_lr = Some(*lr));
     }
 
     /// Momentum of the coming step, by group.
@@ -100,6 +121,7 @@ impl Trainer {
     pub fn for_step(&self, step: u64, grad_scale: f32) -> Result<Vec<GroupStep<'_>>> {
         let of_group = |group: &Group| {
             let (lr, betas) = group.schedule.in_force()?;
+            let lr = group.set_lr.unwrap_or(lr);
             let Numbers { betas: own, eps, weight_decay } = group.numbers;
             let ctx = StepContext { lr, betas: betas.or(own), eps, weight_decay, step, grad_scale };
             let optimizer = self.grouping.optimizer(group.role).ok_or(OptimError::NoOptimizer)?;
@@ -110,7 +132,10 @@ impl Trainer {
 
     /// A step has been applied.
     pub fn step(&mut self) {
-        self.groups.iter_mut().for_each(|g| g.schedule.step());
+        for group in &mut self.groups {
+            group.schedule.step();
+            group.follow_schedule();
+        }
     }
 
     /// DeepSpeed's counter, the same in all groups.
@@ -120,7 +145,10 @@ impl Trainer {
 
     /// Goes on where a counter says.
     pub fn restore(&mut self, last_batch_iteration: i64) {
-        self.groups.iter_mut().for_each(|g| g.schedule.restore(last_batch_iteration));
+        for group in &mut self.groups {
+            group.schedule.restore(last_batch_iteration);
+            group.follow_schedule();
+        }
     }
 }
 

@@ -4,11 +4,13 @@
 //! that a model outside of an engine is a plain Candle model. Modules above this one use the core's methods; its fields
 //! are known inside of `zero/` alone.
 
+use super::buffers::Buffers;
 use super::gather::Gatherer;
 use super::gradients::{Gradients, ReducePlan};
 use super::rank::Rank;
 use super::share_plan::SharePlan;
 use super::sub_group::{SubGroup, places};
+use super::unreduced::Unreduced;
 use crate::comm::Communicator;
 use crate::config::ZeroConfig;
 use crate::error::{Error, ParamError};
@@ -17,10 +19,11 @@ use crate::layout::Placement;
 use crate::memory::{Ledger, MemoryReport, Tier};
 use crate::offload::{Offload, OffloadReport};
 use crate::param::capture::GradientSink;
-use crate::param::{Param, ParamId, ROOT, UnitId};
+use crate::param::{Buffer, BufferSync, Param, ParamId, ROOT, UnitId};
 use crate::tensor::residency;
 use crate::util::{list, lock, unpoisoned};
 use candle_core::DType;
+use candle_nn::Init;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
@@ -40,6 +43,7 @@ pub(crate) struct Core {
     pub(super) params: Vec<Param>,
     /// Names of the units, the root (an empty name) first.
     pub(super) units: Vec<String>,
+    pub(super) buffers: Buffers,
     /// Sub-group and slot of each parameter.
     pub(super) places: RwLock<Vec<(usize, usize)>>,
     pub(super) share_plan: SharePlan,
@@ -48,6 +52,8 @@ pub(crate) struct Core {
     pub(super) groups: Mutex<Vec<SubGroup>>,
     pub(super) gather: Mutex<Gatherer>,
     pub(super) gradients: Mutex<Gradients>,
+    /// Gradients that are not reduced yet.
+    pub(super) unreduced: Mutex<Unreduced>,
     pub(super) recomputation: Recomputation,
     /// The seed of stochastic rounding; `None`: to nearest.
     pub(super) rounding: Option<u64>,
@@ -72,6 +78,7 @@ pub(crate) struct CoreParts {
     /// The seed of stochastic rounding; `None`: to nearest.
     pub rounding: Option<u64>,
     pub registered: Registered,
+    pub buffer_sync: BufferSync,
     pub ledger: Ledger,
     pub offload: Option<Arc<Offload>>,
 }
@@ -84,6 +91,9 @@ pub(crate) struct Registered {
     /// The parameters that each unit uses, its own and others'.
     pub used_by: Vec<BTreeSet<ParamId>>,
     pub groups: Vec<SubGroup>,
+    pub buffers: Vec<Buffer>,
+    /// What each parameter was asked to begin with; of a file, the file says it.
+    pub inits: Vec<Init>,
 }
 
 /// The configuration's `activation_checkpointing`.
@@ -129,11 +139,12 @@ impl Core {
     /// The core of a registered model.
     pub fn new(parts: CoreParts) -> Self {
         let CoreParts { comm, zero, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
-        let CoreParts { rounding, registered, ledger, offload, .. } = parts;
-        let Registered { params, units, used_by, groups } = registered;
+        let CoreParts { rounding, registered, buffer_sync, ledger, offload, .. } = parts;
+        let Registered { params, units, used_by, groups, buffers, .. } = registered;
         let places = places(&groups, params.len());
         let gather = Gatherer::new(&params, units.len(), &zero, comm.size());
-        let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, params.len());
+        let optional = vec![zero.ignore_unused_parameters; params.len()];
+        let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, optional);
         Self {
             comm,
             placement: zero.stage.placement(),
@@ -144,12 +155,14 @@ impl Core {
             offload,
             params,
             units,
+            buffers: Buffers::new(buffers, buffer_sync),
             places: RwLock::new(places),
             share_plan,
             used_by,
             groups: Mutex::new(groups),
             gather: Mutex::new(gather),
             gradients: Mutex::new(gradients),
+            unreduced: Mutex::default(),
             recomputation,
             rounding,
             update: AtomicU64::new(0),
@@ -162,6 +175,16 @@ impl Core {
     /// The rank's communicator.
     pub fn comm(&self) -> &dyn Communicator {
         &*self.comm
+    }
+
+    /// Micro steps of training so far that used units in another order than the one before.
+    pub fn order_changes(&self) -> u64 {
+        lock(&self.gather).order_changes()
+    }
+
+    /// `load_from_fp32_weights` false: loaded weights are rounded to this, master weights too.
+    pub fn rounds_loaded_weights_to(&self) -> DType {
+        if self.zero.load_from_fp32_weights { DType::F32 } else { self.dtype }
     }
 
     /// The model's dtype.
@@ -238,9 +261,12 @@ impl Core {
         }
         if residency::is_refusal(&error) {
             let absent: Vec<&str> = self.params.iter().filter(|p| !p.is_whole()).map(|p| p.name.as_str()).collect();
+            let why = crate::error::without_backtrace(&error.to_string());
             if !absent.is_empty() {
-                let why = crate::error::without_backtrace(&error.to_string());
                 return ParamError::Absent { names: list(&absent), why }.into();
+            }
+            if residency::names_absent(&error) {
+                return ParamError::AbsentElsewhere { why }.into();
             }
         }
         error.into()

@@ -2,27 +2,32 @@
 //!
 //! | file | what |
 //! | --- | --- |
+//! | `buffers.rs` | tensors that are no parameters: the same on all ranks |
 //! | `unit.rs` | what is gathered and released together; recomputation |
-//! | `kept_input.rs` | what recomputation keeps, and where |
+//! | `kept_input.rs`, `replay.rs` | what recomputation keeps, and where; whether it gives the same again |
 //! | `core.rs` | the state of one rank, shared by engine and graph |
 //! | `rank.rs` | what decisions see of a rank: the core, or a rehearsal that only counts |
 //! | `run.rs` | forward and backward, as engine, units and parameters call them |
 //! | `registry.rs`, `share_plan.rs` | the `VarBuilder` backend: parameters registered, and shared among ranks |
 //! | `sub_group.rs`, `lay_out.rs` | this rank's share of the model, and how it is laid out |
+//! | `packed.rs` | packed weights, as words |
 //! | `parcel.rs`, `batch.rs` | what travels together, and what is under way |
 //! | `gather.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
 //! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
 //! | `step.rs` | vote, update |
+//! | `unreduced.rs`, `no_sync.rs` | gradients that a rank keeps for itself until they are reduced |
 //! | `walk.rs` | a pass through the share, in memory and in files |
 //! | `moment.rs`, `kept.rs` | optimizer states in formats other than f32, and their way to f32 and back |
 //! | `whole.rs` | norms of whole parameters, and directions made of whole ones |
 //! | `publish.rs` | updated shards, brought to all ranks |
+//! | `unused.rs` | parameters that no backward reaches |
 //! | `freeze.rs` | parameters frozen and thawed between steps |
 //! | `export.rs` | whole parameters in a file |
 //!
 //! The decisions of a step are written once, over `rank::Rank`; the core and a rehearsal carry them out.
 
 mod batch;
+pub(crate) mod buffers;
 pub(crate) mod core;
 mod export;
 mod freeze;
@@ -32,11 +37,14 @@ mod kept;
 mod kept_input;
 pub(crate) mod lay_out;
 pub(crate) mod moment;
+mod no_sync;
+mod packed;
 pub(crate) mod parcel;
 mod publish;
 pub(crate) mod rank;
 mod recipe;
 pub(crate) mod registry;
+mod replay;
 mod run;
 pub(crate) mod share;
 pub(crate) mod share_plan;
@@ -44,7 +52,10 @@ pub(crate) mod step;
 pub(crate) mod sub_group;
 pub(crate) mod trace;
 pub(crate) mod unit;
+mod unreduced;
+mod unused;
 pub(crate) mod walk;
 mod whole;
 
+pub use crate::param::BufferSync;
 pub use unit::{Unit, unit};

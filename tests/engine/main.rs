@@ -4,7 +4,9 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod accumulation;
 mod api;
+mod config_keys;
 mod data_loader;
 mod draws;
 mod errors;

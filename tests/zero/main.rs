@@ -5,12 +5,16 @@
 mod support;
 
 mod absent_parameter;
+mod buffers;
 mod candle_facts;
+mod conditional;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod frozen;
 mod optimizer_stages;
 mod passing_backward;
+mod quantized;
+mod recomputation;
 mod small_states;
 mod stage_equality;
 mod unusual_models;

@@ -1,0 +1,176 @@
+//! Gradient accumulation: how far it is, micro steps without reduction, and what is changed between two accumulations.
+
+use super::{Engine, Losses, Phase};
+use crate::error::{EngineError, Result};
+use crate::layout::ZeroStage;
+
+impl<M> Engine<M> {
+    /// Runs micro steps whose gradients are not reduced (DeepSpeed's `no_sync`): inside of `run` each rank adds its own
+    /// up, whole, in the dtype of `data_types.grad_accum_dtype`. The first backward outside reduces their sum together
+    /// with its own gradients; where none comes, the step that updates the weights does. That saves a reduction for
+    /// each micro step inside, and costs memory for a whole gradient, which [`memory_report`](Self::memory_report)
+    /// counts. All ranks call it for the same micro steps.
+    ///
+    /// Inside, [`step`](Self::step) is refused, as in DeepSpeed: it is called after `no_sync`, or left out. Without it
+    /// the backwards of several micro steps count as one: each is divided by `gradient_accumulation_steps`, and the
+    /// reported loss is their sum.
+    ///
+    /// The sum has other last bits than without `no_sync`: ranks are added up last instead of micro steps.
+    ///
+    /// ```
+    /// # use candle_core::{DType, Device, Tensor};
+    /// # use candle_nn::Module;
+    /// # use candle_zero::Engine;
+    /// # let config = r#"{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,
+    /// #     "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}"#;
+    /// # let mut engine = Engine::initialize(|vb| candle_nn::linear(4, 1, vb), config)?;
+    /// # let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu)?;
+    /// while engine.global_steps() == 0 {
+    ///     let micro_step = |engine: &mut Engine<candle_nn::Linear>| {
+    ///         let loss = engine.forward(|model| model.forward(&x)?.sqr()?.mean_all())?;
+    ///         engine.backward(&loss)
+    ///     };
+    ///     if engine.is_gradient_accumulation_boundary() {
+    ///         micro_step(&mut engine)?;
+    ///     } else {
+    ///         engine.no_sync(micro_step)?;
+    ///     }
+    ///     engine.step()?;
+    /// }
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`EngineError::NoSyncStage`] at stages 2 and 3; [`EngineError::NoSyncInside`] inside of `no_sync`; what `run`
+    /// returns.
+    pub fn no_sync<T>(&mut self, run: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        self.not_stopped()?;
+        let stage = self.config.zero.stage;
+        if stage > ZeroStage::One {
+            return Err(EngineError::NoSyncStage { stage: stage.number() }.into());
+        }
+        if self.accumulation.in_no_sync {
+            return Err(EngineError::NoSyncInside.into());
+        }
+        self.set_no_sync(true);
+        let result = run(self);
+        self.set_no_sync(false);
+        result
+    }
+
+    fn set_no_sync(&mut self, on: bool) {
+        self.accumulation.in_no_sync = on;
+        self.core.hold_unreduced(on);
+    }
+
+    /// Drops the gradients of the accumulation under way, and its losses; also those that
+    /// [`no_sync`](Self::no_sync) holds. All ranks call it at the same place.
+    ///
+    /// As in DeepSpeed, the count of micro steps stays: the next update comes when it would have come. After a backward
+    /// without a step the micro step is as if it had not begun, and forward comes next; a loss whose backward has not
+    /// run may still be used. [`step`](Self::step) drops gradients by itself after an update.
+    ///
+    /// # Errors
+    /// A file of offloaded gradients that cannot be written; [`EngineError::Stopped`].
+    pub fn zero_grad(&mut self) -> Result<()> {
+        self.attempt(|engine| engine.core.zero_grad())?;
+        self.losses = Losses::default();
+        if matches!(self.phase, Phase::Backwarded | Phase::Held) {
+            self.phase = Phase::Ready;
+        }
+        Ok(())
+    }
+
+    /// Changes the samples per optimizer step of all ranks together, from the next accumulation on, as DeepSpeed does
+    /// it: `gradient_accumulation_steps` becomes `train_batch_size / (micro batch x ranks)`. Collective.
+    ///
+    /// # Errors
+    /// [`EngineError::BatchSize`] if that is no whole number above 0; [`EngineError::MidAccumulation`] in the middle of
+    /// an accumulation; [`EngineError::ArgumentsDiffer`] between ranks. Then nothing has changed.
+    pub fn set_train_batch_size(&mut self, train_batch_size: usize) -> Result<()> {
+        self.same_on_all_ranks("set_train_batch_size", &[train_batch_size as f64])?;
+        self.between_steps("set_train_batch_size")?;
+        let (micro_batch, ranks) = (self.config.batch.train_micro_batch_size_per_gpu, self.world_size());
+        let of_micro_step = micro_batch.saturating_mul(ranks);
+        if train_batch_size == 0 || !train_batch_size.is_multiple_of(of_micro_step) {
+            return Err(EngineError::BatchSize { train_batch_size, micro_batch, ranks }.into());
+        }
+        self.config.batch.train_batch_size = train_batch_size;
+        self.config.batch.gradient_accumulation_steps = train_batch_size / of_micro_step;
+        Ok(())
+    }
+
+    /// Changes the samples per rank and forward, from the next accumulation on, as DeepSpeed does it:
+    /// `train_batch_size` follows, `gradient_accumulation_steps` stays. The caller makes batches of the new size.
+    /// Collective.
+    ///
+    /// # Errors
+    /// As [`set_train_batch_size`](Self::set_train_batch_size).
+    pub fn set_train_micro_batch_size(&mut self, micro_batch: usize) -> Result<()> {
+        self.same_on_all_ranks("set_train_micro_batch_size", &[micro_batch as f64])?;
+        self.between_steps("set_train_micro_batch_size")?;
+        let (steps, ranks) = (self.config.batch.gradient_accumulation_steps, self.world_size());
+        let train_batch_size = micro_batch.checked_mul(steps).and_then(|samples| samples.checked_mul(ranks));
+        let Some(train_batch_size) = train_batch_size.filter(|samples| *samples > 0) else {
+            return Err(EngineError::BatchSize { train_batch_size: 0, micro_batch, ranks }.into());
+        };
+        self.config.batch.train_micro_batch_size_per_gpu = micro_batch;
+        self.config.batch.train_batch_size = train_batch_size;
+        Ok(())
+    }
+
+    /// Sets the learning rate of all parameter groups. As in DeepSpeed and PyTorch a schedule overwrites it after the
+    /// next update; without one it holds until the next call. A checkpoint does not have it. Collective.
+    ///
+    /// # Errors
+    /// [`EngineError::LearningRate`] for one that is negative or not finite; [`EngineError::ArgumentsDiffer`] between
+    /// ranks. Then nothing has changed.
+    pub fn set_lr(&mut self, lr: f64) -> Result<()> {
+        let groups = self.get_lr().len();
+        self.set_lr_of("set_lr", &vec![lr; groups])
+    }
+
+    /// The same with a rate for each parameter group, in the order of [`get_lr`](Self::get_lr).
+    ///
+    /// # Errors
+    /// As [`set_lr`](Self::set_lr); [`EngineError::LearningRates`] for another number of them.
+    pub fn set_lr_of_groups(&mut self, lr: &[f64]) -> Result<()> {
+        self.set_lr_of("set_lr_of_groups", lr)
+    }
+
+    fn set_lr_of(&mut self, call: &'static str, lr: &[f64]) -> Result<()> {
+        self.same_on_all_ranks(call, lr)?;
+        let groups = self.get_lr().len();
+        if lr.len() != groups {
+            return Err(EngineError::LearningRates { found: lr.len(), groups }.into());
+        }
+        if let Some(wrong) = lr.iter().find(|lr| !(0.0..f64::INFINITY).contains(*lr)) {
+            return Err(EngineError::LearningRate { lr: *wrong }.into());
+        }
+        self.trainer.set_lr(lr);
+        Ok(())
+    }
+
+    /// Collective: an error on all ranks unless all have given a call the same numbers.
+    pub(super) fn same_on_all_ranks(&mut self, call: &'static str, values: &[f64]) -> Result<()> {
+        let bits: Vec<u8> = values.iter().flat_map(|value| value.to_bits().to_le_bytes()).collect();
+        // As many numbers on every rank, however many values a caller gives.
+        let own = [values.len() as f64, f64::from(crate::util::fnv1a(&bits) as u32)];
+        let all = self.attempt(|engine| engine.gather_f64(&own))?;
+        match all.iter().position(|theirs| theirs[..] != own) {
+            Some(other) => Err(EngineError::ArgumentsDiffer { call, rank: self.rank(), other }.into()),
+            None => Ok(()),
+        }
+    }
+
+    /// An error in the middle of an accumulation, whose gradients are no part of a checkpoint.
+    pub(super) fn between_steps(&self, call: &'static str) -> Result<()> {
+        self.not_stopped()?;
+        let of = self.config.batch.gradient_accumulation_steps as u64;
+        let under_way = u64::from(matches!(self.phase, Phase::Backwarded | Phase::Held));
+        match self.accumulation.micro_steps + under_way {
+            0 => Ok(()),
+            backwards => Err(EngineError::MidAccumulation { call, backwards, of }.into()),
+        }
+    }
+}

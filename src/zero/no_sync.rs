@@ -1,0 +1,56 @@
+//! The core's part in `no_sync` and `zero_grad`: gradients that are kept unreduced, reduced later, or dropped.
+
+use super::core::Core;
+use super::sub_group::GradShare;
+use crate::error::Result;
+use crate::graph::Grad;
+use crate::param::ParamId;
+use crate::util::lock;
+
+impl Core {
+    /// From now on gradients are kept by the rank that made them, or reduced.
+    pub fn hold_unreduced(&self, holds: bool) {
+        lock(&self.unreduced).holds = holds;
+    }
+
+    /// Whether gradients are kept by the rank that made them.
+    pub(super) fn holds_unreduced(&self) -> bool {
+        lock(&self.unreduced).holds
+    }
+
+    /// The gradient that is to be reduced now that `grad` has arrived; nothing where it is kept.
+    pub(super) fn to_reduce(&self, param: ParamId, grad: Grad) -> candle_core::Result<Option<Grad>> {
+        let dtype = lock(&self.gradients).accumulate_dtype();
+        lock(&self.unreduced).add(param, grad, dtype, &self.ledger)
+    }
+
+    /// Hands over the sums of the parameters that the present backward has not reached.
+    pub(super) fn release_unreduced(&self) -> Result<()> {
+        let sums = std::mem::take(&mut lock(&self.unreduced).sums);
+        let mut gradients = lock(&self.gradients);
+        sums.into_iter().try_for_each(|(param, sum)| gradients.arrive(self, param, Grad::Own(sum.into_buffer())))
+    }
+
+    /// Collective: reduces the gradients that were kept, if there are any.
+    pub fn reduce_unreduced(&self) -> Result<()> {
+        if lock(&self.unreduced).sums.is_empty() {
+            return Ok(());
+        }
+        self.release_unreduced()?;
+        lock(&self.gradients).end_backward(self)
+    }
+
+    /// Drops all gradients.
+    pub fn zero_grad(&self) -> Result<()> {
+        lock(&self.unreduced).sums.clear();
+        for group in lock(&self.groups).iter_mut() {
+            for grads in &mut group.grads {
+                // Its place in the file is written again before long.
+                if let GradShare::File { writing: Some(writing), .. } = std::mem::replace(grads, GradShare::Absent) {
+                    writing.written()?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
