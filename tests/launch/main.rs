@@ -10,4 +10,6 @@ mod faults;
 mod ranks;
 mod restarts;
 mod script;
+mod stuck;
 mod train_gpt;
+mod train_gpt_ends;
