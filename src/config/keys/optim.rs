@@ -115,7 +115,6 @@ const ADAM_8BIT: &[super::Key] = keys! {
     "optim_bits": INT, "32", none("the name says it: 8"), "Bits of the moments.";
     "args": Any, "null", none("these keys are all that there are"), "bitsandbytes: an object with the same settings.";
     "is_paged": Bool, "false", none("offload_optimizer says where moments are"), "bitsandbytes: moments in paged memory.";
-    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
 };
 
 const ADAMW_8BIT: &[super::Key] = keys! {
@@ -130,7 +129,6 @@ const ADAMW_8BIT: &[super::Key] = keys! {
     "optim_bits": INT, "32", none("the name says it: 8"), "Bits of the moments.";
     "args": Any, "null", none("these keys are all that there are"), "bitsandbytes: an object with the same settings.";
     "is_paged": Bool, "false", none("offload_optimizer says where moments are"), "bitsandbytes: moments in paged memory.";
-    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
 };
 
 const LION_8BIT: &[super::Key] = keys! {
@@ -143,7 +141,6 @@ const LION_8BIT: &[super::Key] = keys! {
     "optim_bits": INT, "32", none("the name says it: 8"), "Bits of the moments.";
     "args": Any, "null", none("these keys are all that there are"), "bitsandbytes: an object with the same settings.";
     "is_paged": Bool, "false", none("offload_optimizer says where moments are"), "bitsandbytes: moments in paged memory.";
-    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
 };
 
 const SCHEDULER: &[super::Key] = keys! {
