@@ -58,6 +58,7 @@ pub mod optim;
 mod param;
 pub mod precision;
 pub mod profiler;
+mod stop;
 mod tensor;
 mod timeline;
 #[cfg(feature = "cli")]
@@ -78,3 +79,8 @@ pub use serde_json;
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// The code of docs/frozen.md, likewise.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/frozen.md")]
+struct FrozenPage;

@@ -3,6 +3,7 @@
 use super::layout::{BLOCK, Layout, PAGE};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::read_text;
+use crate::layout::Cut;
 use crate::zero::share::WEIGHTS;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -56,6 +57,9 @@ pub struct Manifest {
     pub parameters: Vec<Parameter>,
     /// The file of every rank. Empty until they are written.
     pub files: Vec<FileEntry>,
+    /// The file with the model's buffers, where it has any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub buffers: Option<BufferFile>,
     /// The resolved configuration, under DeepSpeed's names.
     pub config: Value,
     /// The client state.
@@ -74,6 +78,9 @@ pub struct Parameter {
     /// parameter, nothing of one that was left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub states: Option<Vec<String>>,
+    /// Elements that lie in one file together, the blocks in which a state is coded; 0 where there are none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub block: u64,
     /// Updates of the weights before the first of its own, if it was frozen then.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub updates_before: u64,
@@ -97,6 +104,18 @@ pub struct FileEntry {
     pub header_checksum: String,
 }
 
+/// The file with the buffers of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BufferFile {
+    /// Its name in the folder of the tag.
+    pub name: String,
+    /// Its length.
+    pub bytes: u64,
+    /// XXH3 (64 bits) of all of it, in hexadecimal.
+    pub checksum: String,
+}
+
 impl Parameter {
     /// Whether the files have a state of it.
     pub fn has(&self, state: &str) -> bool {
@@ -106,6 +125,11 @@ impl Parameter {
     /// Number of elements. A manifest that has been read has none that overflows.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// How the ranks' files share it.
+    pub(super) fn cut(&self) -> Cut {
+        Cut { numel: self.numel(), block: usize::try_from(self.block).unwrap_or(usize::MAX).max(1) }
     }
 
     fn checked_numel(&self) -> Option<usize> {
@@ -201,7 +225,7 @@ impl Manifest {
         for p in &self.parameters {
             let own = p.states.as_ref().unwrap_or(&self.states);
             let are_known = (own.is_empty() || p.has(WEIGHTS)) && own.iter().all(|state| self.states.contains(state));
-            let are_known = are_known && p.updates_before <= self.optimizer_steps;
+            let are_known = are_known && p.updates_before <= self.optimizer_steps && p.block < 1 << 20;
             say(are_known, format!("{} has the states {own:?}, of {:?}", p.name, self.states))?;
         }
         let mut sum = 0u64;
@@ -212,6 +236,10 @@ impl Manifest {
                 .ok_or_else(|| format!("shape {:?} of {} is larger than any memory", p.shape, p.name))?;
         }
         sum.checked_add(self.world_size as u64 * MAX_HEADER).ok_or("files that are larger than any disk")?;
+        if let Some(BufferFile { name, .. }) = &self.buffers {
+            let is_of_the_folder = !name.is_empty() && !name.starts_with('.') && !name.contains('/');
+            say(is_of_the_folder, format!("the file of its buffers is called {name:?}"))?;
+        }
         let layout = self.layout();
         for (rank, file) in self.files.iter().enumerate() {
             let name = file_name(rank, self.world_size);
@@ -242,7 +270,7 @@ impl Manifest {
         let has = |state: &String| self.parameters.iter().map(|p| p.has(state)).collect();
         Layout {
             world_size: self.world_size,
-            numels: self.parameters.iter().map(Parameter::numel).collect(),
+            cuts: self.parameters.iter().map(Parameter::cut).collect(),
             states: self.states.iter().map(has).collect(),
         }
     }
@@ -278,6 +306,7 @@ pub(super) mod tests {
             optimizer: None,
             states: vec![WEIGHTS.into()],
             parameters: vec![],
+            buffers: None,
             files: vec![FileEntry {
                 name: file_name(0, 1),
                 bytes: PAGE as u64,

@@ -229,7 +229,7 @@ impl<C: Carrier> Gradients<C> {
         Ok(())
     }
 
-    fn accumulate(&self, core: &C, Parcel { params, offsets, chunk }: &Parcel, mut sum: C::Buffer) -> Result<()> {
+    fn accumulate(&self, core: &C, Parcel { params, offsets, chunk, .. }: &Parcel, mut sum: C::Buffer) -> Result<()> {
         let _about = timeline::about(|| core.names(params));
         let _span = timeline::span(timeline::Kind::Reduce, "accumulate").of(|| core.names(params));
         let ReducePlan { scatter, after, accumulate, .. } = self.plan;

@@ -2,13 +2,15 @@
 //!
 //! | file | what |
 //! | --- | --- |
+//! | `buffers.rs` | tensors that are no parameters: the same on all ranks |
 //! | `unit.rs` | what is gathered and released together; recomputation |
-//! | `kept_input.rs` | what recomputation keeps, and where |
+//! | `kept_input.rs`, `replay.rs` | what recomputation keeps, and where; whether it gives the same again |
 //! | `core.rs` | the state of one rank, shared by engine and graph |
 //! | `rank.rs` | what decisions see of a rank: the core, or a rehearsal that only counts |
 //! | `run.rs` | forward and backward, as engine, units and parameters call them |
 //! | `registry.rs`, `share_plan.rs` | the `VarBuilder` backend: parameters registered, and shared among ranks |
 //! | `sub_group.rs`, `lay_out.rs` | this rank's share of the model, and how it is laid out |
+//! | `packed.rs` | packed weights, as words |
 //! | `parcel.rs`, `batch.rs` | what travels together, and what is under way |
 //! | `gather.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
 //! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
@@ -24,6 +26,7 @@
 //! The decisions of a step are written once, over `rank::Rank`; the core and a rehearsal carry them out.
 
 mod batch;
+pub(crate) mod buffers;
 pub(crate) mod core;
 mod export;
 mod freeze;
@@ -32,11 +35,13 @@ pub(crate) mod gradients;
 mod kept_input;
 pub(crate) mod lay_out;
 mod no_sync;
+mod packed;
 pub(crate) mod parcel;
 mod publish;
 pub(crate) mod rank;
 mod recipe;
 pub(crate) mod registry;
+mod replay;
 mod run;
 pub(crate) mod share;
 pub(crate) mod share_plan;
@@ -49,4 +54,5 @@ mod unused;
 pub(crate) mod walk;
 mod whole;
 
+pub use crate::param::BufferSync;
 pub use unit::{Unit, unit};
