@@ -25,7 +25,7 @@ use crate::util::{list, lock, unpoisoned};
 use candle_core::DType;
 use candle_nn::Init;
 use std::collections::BTreeSet;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
 use std::thread::ThreadId;
 
@@ -55,6 +55,10 @@ pub(crate) struct Core {
     /// Gradients that are not reduced yet.
     pub(super) unreduced: Mutex<Unreduced>,
     pub(super) recomputation: Recomputation,
+    /// The seed of stochastic rounding; `None`: to nearest.
+    pub(super) rounding: Option<u64>,
+    /// The number of the update under way, on which rounding depends.
+    pub(super) update: AtomicU64,
     /// A model is only evaluated: nothing is recorded or kept.
     pub(super) evaluating: AtomicBool,
     /// The engine's forward is running.
@@ -73,6 +77,8 @@ pub(crate) struct CoreParts {
     pub share_plan: SharePlan,
     pub dtype: DType,
     pub recomputation: Recomputation,
+    /// The seed of stochastic rounding; `None`: to nearest.
+    pub rounding: Option<u64>,
     pub registered: Registered,
     pub buffer_sync: BufferSync,
     pub ledger: Ledger,
@@ -141,7 +147,7 @@ impl Core {
     /// The core of a registered model.
     pub fn new(parts: CoreParts) -> Self {
         let CoreParts { comm, zero, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
-        let CoreParts { registered, buffer_sync, ledger, offload, .. } = parts;
+        let CoreParts { rounding, registered, buffer_sync, ledger, offload, .. } = parts;
         let Registered { params, units, used_by, groups, buffers, .. } = registered;
         let places = places(&groups, params.len());
         let gather = Gatherer::new(&params, units.len(), &zero, comm.size());
@@ -166,6 +172,8 @@ impl Core {
             gradients: Mutex::new(gradients),
             unreduced: Mutex::default(),
             recomputation,
+            rounding,
+            update: AtomicU64::new(0),
             evaluating: AtomicBool::new(false),
             in_forward: AtomicBool::new(false),
             backward_on: Mutex::new(None),
