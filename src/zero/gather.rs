@@ -307,9 +307,14 @@ impl<R: Rank> Gatherer<R> {
         if self.homes[unit] != unit {
             return Ok(());
         }
-        let UnitState { state, depth, passed, .. } = &mut self.units[unit];
+        let before = std::mem::replace(&mut self.entered[self.depth], unit);
+        if before != unit && self.units[before].passed {
+            self.leave_behind(core, before)?;
+        }
+        let UnitState { state, depth, is_behind, passed, .. } = &mut self.units[unit];
         *passed |= matches!(state, State::Released);
         *depth = self.depth;
+        *is_behind = false;
         let passed = *passed;
         // What is left of it in memory is released on the way.
         self.need(core, unit)?;
