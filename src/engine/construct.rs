@@ -252,7 +252,7 @@ fn check_same_on_all_ranks(core: &Core, config: &Config, own: Own, trainer: &Tra
     let params = core.params();
     let model: String = params
         .iter()
-        .map(|p| format!("{} {:?} {} {} {:?};", p.name, p.shape, p.unit, p.is_trained(), p.packing))
+        .map(|p| format!("{} {:?} {} {} {:?};", p.name, p.shape, p.unit, p.is_trained(), p.weights))
         .collect();
     let groups: Vec<usize> = params.iter().map(|p| p.group).collect();
     let config = format!("{:?} {own:?} {trainer:?} {groups:?}", Config { notes: Vec::new(), ..config.clone() });

@@ -36,7 +36,7 @@ mod schedule;
 mod sgd;
 mod trainer;
 
-pub(crate) use class::Class;
+pub(crate) use class::{Class, Weights};
 pub use from_config::{base_lr, from_config, momentum};
 pub use groups::ParameterGroup;
 pub(crate) use groups::{Grouping, Role, TrainableRule};

@@ -118,11 +118,12 @@ pub(crate) trait Rank: Sized {
                 let whole = group.slots.iter().map(|s| packing.packed_len(params[s.param].numel)).sum();
                 StateBytes { whole, own: group.len * size_of::<f32>() }
             };
-            let weights = group.packed().map_or_else(|| of(dtype.size_in_bytes()), |(packing, _)| packed(packing));
+            let plain = || of(group.class.weights.dtype(dtype).size_in_bytes());
+            let weights = group.packed().map_or_else(plain, |(packing, _)| packed(packing));
             add(&mut bytes.params, weights);
             if group.class.is_trained() {
                 add(&mut bytes.grads, of(accumulate.size_in_bytes()));
-                add(&mut bytes.master, of(if dtype == DType::F32 { 0 } else { 4 }));
+                add(&mut bytes.master, of(if group.class.has_master(dtype) { 4 } else { 0 }));
                 add(&mut bytes.moments, of(4 * group.moments.len()));
             }
         }
