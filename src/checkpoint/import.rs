@@ -124,6 +124,7 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Manifest
         states: states.iter().map(|state| name(state).to_owned()).collect(),
         parameters: parameters.collect(),
         files: vec![],
+        buffers: None,
         config: config.clone(),
         client_state: Value::Object(from.client_state().clone()),
     }

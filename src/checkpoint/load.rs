@@ -1,6 +1,7 @@
 //! Loading: each rank reads the byte ranges of its own shards, whoever saved them.
 
 use super::agreement::{failed_elsewhere, same_on_all_ranks};
+use super::buffers::{self, SavedBuffer};
 use super::folder;
 use super::layout::Places;
 use super::line::Place;
@@ -14,6 +15,7 @@ use crate::precision::Flat;
 use crate::util::{list, lock};
 use crate::zero::core::Core;
 use crate::zero::share::{State, WEIGHTS};
+use candle_core::DType;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -64,6 +66,7 @@ pub struct Checkpoint {
     manifest: Manifest,
     places: Places,
     files: Vec<Mutex<RankFile>>,
+    buffers: Vec<SavedBuffer>,
 }
 
 impl Checkpoint {
@@ -85,7 +88,8 @@ impl Checkpoint {
         let manifest = Manifest::read(&path.join(MANIFEST))?;
         let files = (0..manifest.world_size).map(|rank| RankFile::open(&path, &manifest, rank).map(Mutex::new));
         let files = files.collect::<Result<Vec<_>>>()?;
-        Ok(Some(Self { path, places: Places::new(manifest.layout()), manifest, files }))
+        let buffers = manifest.buffers.as_ref().map_or(Ok(Vec::new()), |entry| buffers::read(&path, entry))?;
+        Ok(Some(Self { path, places: Places::new(manifest.layout()), manifest, files, buffers }))
     }
 
     /// What a save that comes next follows.
@@ -98,6 +102,11 @@ impl Checkpoint {
     /// Its content.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
+    }
+
+    /// Its buffers, by name.
+    pub(super) fn buffers(&self) -> &[SavedBuffer] {
+        &self.buffers
     }
 
     /// Its folder.
@@ -200,10 +209,12 @@ pub(crate) fn load(
     };
     let wanted = wanted(core, trainer, &checkpoint, options).and_then(|wanted| {
         checkpoint.check(&wanted)?;
-        Ok(wanted)
+        let (own, strict) = (core.buffers().list(), options.load_module_strict);
+        Ok((wanted, buffers::wanted(own, &checkpoint.buffers, strict, &checkpoint.path)?))
     });
-    let wanted = agree(comm, wanted, failed_elsewhere(&checkpoint.path))?;
+    let (wanted, buffers) = agree(comm, wanted, failed_elsewhere(&checkpoint.path))?;
     set_all(core, &checkpoint, &wanted)?;
+    buffers.iter().try_for_each(|(number, bytes)| core.buffers().list()[*number].set(bytes))?;
     if options.load_optimizer_states && !options.load_module_only {
         set_counts(core, &checkpoint.manifest);
     }
@@ -282,7 +293,8 @@ fn set_all(core: &Core, checkpoint: &Checkpoint, wanted: &[NeededElements]) -> R
     // What a forward without a backward has gathered is from before.
     core.release_all()?;
     for NeededElements { state, saved, kind, param, range } in wanted {
-        let values = |part| checkpoint.read(*state, *saved, part).map(Flat::F32);
+        let dtype = if *kind == State::Weights { core.rounds_loaded_weights_to() } else { DType::F32 };
+        let values = |part| checkpoint.read(*state, *saved, part).map(|values| Flat::from_f32(values, dtype));
         if *kind == State::Weights && !core.shards_params() {
             core.write_whole(*param, values)?;
             core.write_state(*kind, *param, core.owned(*param), values)?;

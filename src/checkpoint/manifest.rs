@@ -57,6 +57,9 @@ pub struct Manifest {
     pub parameters: Vec<Parameter>,
     /// The file of every rank. Empty until they are written.
     pub files: Vec<FileEntry>,
+    /// The file with the model's buffers, where it has any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub buffers: Option<BufferFile>,
     /// The resolved configuration, under DeepSpeed's names.
     pub config: Value,
     /// The client state.
@@ -99,6 +102,18 @@ pub struct FileEntry {
     pub header_bytes: u64,
     /// XXH3 (64 bits) of the header, in hexadecimal.
     pub header_checksum: String,
+}
+
+/// The file with the buffers of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BufferFile {
+    /// Its name in the folder of the tag.
+    pub name: String,
+    /// Its length.
+    pub bytes: u64,
+    /// XXH3 (64 bits) of all of it, in hexadecimal.
+    pub checksum: String,
 }
 
 impl Parameter {
@@ -221,6 +236,10 @@ impl Manifest {
                 .ok_or_else(|| format!("shape {:?} of {} is larger than any memory", p.shape, p.name))?;
         }
         sum.checked_add(self.world_size as u64 * MAX_HEADER).ok_or("files that are larger than any disk")?;
+        if let Some(BufferFile { name, .. }) = &self.buffers {
+            let is_of_the_folder = !name.is_empty() && !name.starts_with('.') && !name.contains('/');
+            say(is_of_the_folder, format!("the file of its buffers is called {name:?}"))?;
+        }
         let layout = self.layout();
         for (rank, file) in self.files.iter().enumerate() {
             let name = file_name(rank, self.world_size);
@@ -287,6 +306,7 @@ pub(super) mod tests {
             optimizer: None,
             states: vec![WEIGHTS.into()],
             parameters: vec![],
+            buffers: None,
             files: vec![FileEntry {
                 name: file_name(0, 1),
                 bytes: PAGE as u64,

@@ -10,6 +10,7 @@
 //! step that changes them waits until the files are written.
 
 use super::agreement::{failed_elsewhere, same_on_all_ranks};
+use super::buffers;
 use super::folder;
 use super::layout::Layout;
 use super::line::{HeldFolders, Place, try_to_write};
@@ -20,7 +21,7 @@ use crate::comm::Communicator;
 use crate::comm::agree::{Failure, agree, gather_u64, text_of_rank_0};
 use crate::config::{Config, TagValidation};
 use crate::error::{CheckpointError, Result};
-use crate::notice::say;
+use crate::notice::{say, warn};
 use crate::optim::Trainer;
 use crate::timeline;
 use crate::zero::core::Core;
@@ -123,6 +124,7 @@ pub(crate) fn manifest(
         states: states.map(str::to_owned).collect(),
         parameters: parameters.collect(),
         files: vec![],
+        buffers: None,
         config: config.to_deepspeed_json(),
         client_state,
     }
@@ -139,9 +141,11 @@ impl SaveJob {
         mut request: SaveRequest,
         held: &mut HeldFolders,
     ) -> Result<Self, Failure> {
+        let buffers = snapshot_of_buffers(&core, &request.dir)?;
+        request.manifest.buffers = buffers.as_deref().map(buffers::entry);
         let lock;
         (request.manifest.tag, lock) = begin(core.comm(), &request, held)?;
-        let share = Share::new(core.clone(), &request, trainer);
+        let share = Share::new(core.clone(), &request, buffers, trainer);
         let writing = match request.options.in_background {
             false => WriteJob::Done(share.write()),
             true => match std::thread::Builder::new().name("checkpoint".into()).spawn({
@@ -218,13 +222,21 @@ struct Share {
     states: Vec<String>,
     /// The states that the optimizer has of each parameter.
     moments: Vec<&'static [&'static str]>,
+    /// The file of buffers, on rank 0.
+    buffers: Option<Arc<[u8]>>,
 }
 
 impl Share {
-    fn new(core: Arc<Core>, SaveRequest { dir, manifest, .. }: &SaveRequest, trainer: &Trainer) -> Self {
+    fn new(
+        core: Arc<Core>,
+        SaveRequest { dir, manifest, .. }: &SaveRequest,
+        buffers: Option<Vec<u8>>,
+        trainer: &Trainer,
+    ) -> Self {
         let moments = core.params().iter().map(|p| core.moments(p, trainer)).collect();
         let folder = folder::saving(dir, &manifest.tag);
-        Self { core, folder, layout: manifest.layout(), states: manifest.states.clone(), moments }
+        let buffers = buffers.map(Arc::from);
+        Self { core, folder, layout: manifest.layout(), states: manifest.states.clone(), moments, buffers }
     }
 
     fn write(&self) -> Result<Written> {
@@ -232,6 +244,9 @@ impl Share {
         let start = Instant::now();
         let wrong = |source| folder::not_written(&self.folder, &source);
         let rank = self.core.comm().rank();
+        if let Some(bytes) = &self.buffers {
+            buffers::write(&self.folder, bytes)?;
+        }
         let names: Vec<&str> = self.core.params().iter().map(|p| p.name.as_str()).collect();
         let mut file = RankWriter::create(&self.folder, &self.layout, &names, &self.states, rank).map_err(wrong)?;
         for (state, name) in self.states.iter().enumerate() {
@@ -245,6 +260,16 @@ impl Share {
         }
         Ok((file.finish().map_err(wrong)?, start.elapsed()))
     }
+}
+
+/// Collective, of a model with buffers: their file, on rank 0.
+fn snapshot_of_buffers(core: &Core, dir: &Path) -> Result<Option<Vec<u8>>, Failure> {
+    let list = core.buffers().list();
+    if list.is_empty() {
+        return Ok(None);
+    }
+    let own = if core.comm().rank() == 0 { buffers::snapshot(list, dir) } else { Ok(None) };
+    agree(core.comm(), own, failed_elsewhere(dir))
 }
 
 /// Begins a checkpoint, and gives the tag that all ranks save under, and rank 0's hold on the folder.
@@ -262,7 +287,7 @@ fn begin(
         Err(Failure::InStep(_)) if *validation != TagValidation::Fail => {
             let common = text_of_rank_0(comm, tag)?;
             if comm.rank() == 0 && *validation == TagValidation::Warn {
-                say(&format!("warning: ranks save under different tags; all take rank 0's, {common}"));
+                warn(&format!("warning: ranks save under different tags; all take rank 0's, {common}"));
             }
             common
         }
@@ -282,7 +307,7 @@ fn publish(dir: &Path, manifest: &Manifest, options: &SaveOptions) -> Result<()>
         && let Err(error) = folder::keep_newest(dir, keep.max(1), &manifest.tag)
     {
         // The checkpoint is saved all the same.
-        say(&format!("warning: {error}. They stay; checkpoint {} is saved", manifest.tag));
+        warn(&format!("warning: {error}. They stay; checkpoint {} is saved", manifest.tag));
     }
     Ok(())
 }

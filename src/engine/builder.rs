@@ -9,7 +9,7 @@ use crate::kernels;
 use crate::monitor::{Monitor, MonitorOpener};
 use crate::offload::DiskAccess;
 use crate::optim::{LrSchedule, Optimizer, ParameterGroup, TrainableRule};
-use crate::param::Source;
+use crate::param::{BufferRule, BufferSync, Source};
 use crate::precision::Packing;
 use crate::timeline::{self, Recorder};
 use candle_core::Device;
@@ -33,6 +33,8 @@ pub struct EngineBuilder {
     pub(super) trainable: Option<TrainableRule>,
     pub(super) quantized: Option<(Packing, TrainableRule)>,
     timeline: Option<PathBuf>,
+    pub(super) buffer_rule: Option<BufferRule>,
+    pub(super) buffer_sync: BufferSync,
     ignore_unused_parameters: bool,
 }
 
@@ -126,6 +128,26 @@ impl EngineBuilder {
         self
     }
 
+    /// Tensors that the model changes itself, or that are not trained: `rule` says by name and shape which tensors of
+    /// the `VarBuilder` are buffers. Besides them are buffers: all tensors of integers, and those whose last part of the
+    /// name is `running_mean`, `running_var`, `num_batches_tracked`, `position_ids` or `inv_freq`.
+    ///
+    /// A buffer is whole on every rank and stays a variable of the dtype that was asked for (running statistics in a
+    /// 16-bit model are f32). It has no gradient and is no parameter, and is saved, loaded and exported with them.
+    #[must_use]
+    pub fn buffers(mut self, rule: impl Fn(&str, &[usize]) -> bool + Send + 'static) -> Self {
+        self.buffer_rule = Some(Box::new(rule));
+        self
+    }
+
+    /// The rule by which ranks have the same buffers. Default: [`BufferSync::FromRankZero`], as in PyTorch's
+    /// `DistributedDataParallel`.
+    #[must_use]
+    pub fn buffer_sync(mut self, sync: BufferSync) -> Self {
+        self.buffer_sync = sync;
+        self
+    }
+
     /// A parameter that no backward reaches has a gradient of zeros in place of an error; rank 0 names those of the
     /// first step once. Ranks may miss different parameters in one step. The same as
     /// `zero_optimization.ignore_unused_parameters: true`.
@@ -205,6 +227,7 @@ impl EngineBuilder {
         let recorder = recorder.inspect_err(|e| comm.abort(&e.to_string()))?;
         let _here = timeline::enter(recorder.as_ref());
         let _span = timeline::span(timeline::Kind::Engine, "initialize");
+        let _call = crate::comm::calls::during("initialize");
         let engine = Config::load_for(config, comm.size(), &self.run_values).and_then(|mut config| {
             config.zero.ignore_unused_parameters |= self.ignore_unused_parameters;
             let source = match &self.init_from {

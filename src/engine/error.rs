@@ -121,6 +121,25 @@ pub enum EngineError {
         /// Optimizer steps so far, skipped ones and this one included.
         step: u64,
     },
+    /// A constant loss scale with which every gradient overflows.
+    #[error(
+        "gradients overflowed in {steps} optimizer steps in a row, and the loss scale stays {scale} \
+         (fp16.loss_scale): no weight will ever change; let the scale adapt (fp16.loss_scale 0), give a smaller one, \
+         or train in bf16"
+    )]
+    StaticLossScaleTooLarge {
+        /// The scale.
+        scale: f64,
+        /// Steps that were skipped in a row, this one included.
+        steps: u32,
+    },
+    /// Signals could not be listened to.
+    #[error("cannot listen to the signals that ask a program to end: {source}")]
+    Signals {
+        /// The system's reason.
+        #[source]
+        source: std::io::Error,
+    },
     /// Parameters that no backward of the first optimizer step has reached, on any rank.
     #[error(
         "{count} trainable parameters received no gradient in the first optimizer step: {names}; either an operation \
@@ -134,6 +153,17 @@ pub enum EngineError {
         count: usize,
         /// The first few.
         names: String,
+    },
+    /// A unit that recomputes gave another output when backward ran it again.
+    #[error(
+        "unit {unit} gave another output when backward ran it again: gradients would be those of another function; \
+         Candle's own randomness (candle_nn::Dropout, Tensor::rand) cannot be repeated, nor can draws on threads of \
+         the model's own: use candle_zero::nn::Dropout, or let the unit keep its activations (checkpointed(false), \
+         no activation_checkpointing section)"
+    )]
+    RecomputationDiffers {
+        /// The unit's name.
+        unit: String,
     },
     /// Ranks want to train different parameters.
     #[error(
@@ -181,6 +211,20 @@ pub enum EngineError {
         rank: usize,
         /// Another rank.
         other: usize,
+    },
+    /// A parameter or buffer does not begin with the same values on all ranks.
+    #[error(
+        "{what} begins with other values on rank {rank} than on rank {other}{hint}; initial values may depend on the seed,          the name and the shape, and not on the rank"
+    )]
+    InitialValuesDiffer {
+        /// Parameter or buffer, with its name.
+        what: String,
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+        /// What this rank asked for, where it is known.
+        hint: String,
     },
     /// An earlier error ended the job.
     #[error("the engine stopped after an earlier error: {0}")]

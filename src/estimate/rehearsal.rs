@@ -52,7 +52,9 @@ pub(super) struct Rehearsal<'a> {
     requests: Requests,
     traffic: Rc<RefCell<Traffic>>,
     num_units: usize,
-    /// Parameters that are whole from the start to the end.
+    /// Bytes of the model's buffers, which every training forward brings from rank 0.
+    buffers: usize,
+    /// Parameters that are whole from the start to the end, and buffers.
     _whole: Vec<Held>,
 }
 
@@ -110,8 +112,16 @@ impl<'a> Rehearsal<'a> {
             requests,
             traffic,
             num_units,
+            buffers: 0,
             _whole: whole,
         })
+    }
+
+    /// The same with buffers of so many bytes.
+    pub fn with_buffers(mut self, bytes: usize) -> Self {
+        self.buffers = bytes;
+        self._whole.push(self.ledger.hold_in(self.tier, Kind::Buffers, bytes));
+        self
     }
 
     /// Trains for some steps and gives what one of them moves.
@@ -151,6 +161,10 @@ impl<'a> Rehearsal<'a> {
 
     /// Forward and backward.
     fn micro_step(&self, gather: &mut Gatherer<Self>, gradients: &mut Gradients<Self>) -> Result<()> {
+        if self.buffers > 0 && self.world_size() > 1 {
+            let (words, world) = (self.buffers.div_ceil(8), self.world_size());
+            self.traffic.borrow_mut().collective(Collective::Control, words, DType::F64, Wire::Exact, world);
+        }
         let sharded = self.placement().params.is_sharded();
         gather.enter(self, Event::Forward(ROOT))?;
         for unit in (0..self.num_units).filter(|unit| *unit != ROOT && sharded) {

@@ -45,7 +45,7 @@ impl Shapes {
     pub fn of<M>(name: &str, build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>) -> Result<Self> {
         let registry = Registry::of_shapes(DTYPE);
         let vb = VarBuilder::from_backend(Box::new(registry.clone()), DTYPE, Device::Cpu);
-        building(&registry, || build(vb)).map_err(|e| registry.take_failure().unwrap_or_else(|| e.into()))?;
+        building(&registry, || build(vb)).map_err(|e| registry.explain(e))?;
         Ok(Self { name: name.into(), registered: registry.finish()?, assumed: Vec::new() })
     }
 
@@ -90,9 +90,7 @@ impl Shapes {
                 open = unit;
             }
             let zeros = Init::Const(0.0);
-            registry
-                .get(Shape::from(shape), &name, zeros, DTYPE, &Device::Cpu)
-                .map_err(|e| registry.take_failure().unwrap_or_else(|| e.into()))?;
+            registry.get(Shape::from(shape), &name, zeros, DTYPE, &Device::Cpu).map_err(|e| registry.explain(e))?;
         }
         let registered = registry.finish()?;
         let units = registered.units.len() - 1;
@@ -133,6 +131,11 @@ impl Shapes {
     /// Units, that of all parameters outside of units not counted.
     pub fn num_units(&self) -> usize {
         self.registered.units.len() - 1
+    }
+
+    /// Bytes of the buffers, which every rank has.
+    pub fn buffer_bytes(&self) -> usize {
+        self.registered.buffers.iter().map(|buffer| buffer.size()).sum()
     }
 
     pub(super) fn registered(&self) -> (&[Param], usize) {

@@ -23,6 +23,7 @@
 
 mod activation;
 mod attention;
+mod batch_norm;
 pub mod composed;
 mod cross_entropy;
 mod dropout;
@@ -35,6 +36,7 @@ mod sum;
 
 pub use activation::{gelu_tanh, silu, swiglu};
 pub use attention::{causal_attention, grouped_attention};
+pub use batch_norm::{SyncBatchNorm, sync_batch_norm};
 pub use cross_entropy::{cross_entropy, linear_cross_entropy};
 pub use dropout::{Dropout, dropout};
 pub use embedding::{Embedding, embedding};
@@ -43,6 +45,13 @@ pub use linear_options::{Activation, Then, WeightLayout};
 pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm};
 pub use rotary::Rotary;
 pub use sum::add;
+
+/// Whether this thread runs a model for an engine that trains: in its forward, and where a unit runs again in backward;
+/// not in its `eval`, and not without an engine. For layers that differ in training and evaluation inside of modules
+/// that are not told: `norm.forward_t(x, in_training())`.
+pub fn in_training() -> bool {
+    crate::graph::draws().in_training
+}
 
 /// An init hint: normal with mean 0.
 pub(crate) fn normal(std: f64) -> candle_nn::Init {

@@ -4,11 +4,14 @@
 //! parameter), `capture.rs` (an operation whose backward takes a parameter's complete gradient) and
 //! `tensor/residency.rs` (a tensor's storage is taken out and put back while model and graph hold the tensor).
 
+mod buffer;
 pub(crate) mod capture;
 pub(crate) mod error;
 mod init;
 mod source;
 
+pub use buffer::BufferSync;
+pub(crate) use buffer::{Buffer, BufferRule, dtype_of_buffer, has_name_of_buffer};
 pub use source::Source;
 pub(crate) use source::WeightFile;
 

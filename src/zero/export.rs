@@ -3,10 +3,10 @@
 use super::core::Core;
 use super::share::State;
 use super::sub_group::Home;
-use crate::comm::agree::{Failure, agree};
+use crate::comm::agree::{Failure, agree, rank_failed};
 use crate::error::{Error, Result};
 use crate::files::{folder_of, new_beside, sync_folder};
-use crate::param::Param;
+use crate::param::{Buffer, Param};
 use crate::precision::{Flat, FlatRef};
 use crate::tensor::residency;
 use crate::util::lock;
@@ -16,21 +16,26 @@ use std::path::Path;
 use tempfile::NamedTempFile;
 
 impl Core {
-    /// Collective: parameters, rounded to `dtype`. The file appears under its name only when it is complete and on
+    /// Collective: parameters, rounded to `dtype`, and rank 0's buffers in their own types. The file appears under its name only when it is complete and on
     /// disk.
     ///
     /// # Errors
     /// One of communication; one of rank 0's writing, which leaves the ranks in step: a full disk or a wrong path must
     /// not cost the model.
     pub fn export(&self, path: &Path, dtype: DType) -> Result<(), Failure> {
-        let mut file = (self.comm.rank() == 0).then(|| NewFile::begin(path, &self.params, dtype));
+        let mut file = (self.comm.rank() == 0).then(|| NewFile::begin(path, &self.params, self.buffers.list(), dtype));
         for param in 0..self.params.len() {
             let whole = self.whole_f32(param)?;
             file = file.map(|file| file.and_then(|file| file.append(whole.as_ref())));
         }
+        for buffer in self.buffers.list() {
+            let Some(Ok(open)) = file else { break };
+            let bytes = buffer.bytes().map_err(std::io::Error::other);
+            file = Some(bytes.and_then(|bytes| open.append_bytes(&bytes)));
+        }
         let written = file.map_or(Ok(()), |file| file.and_then(|file| file.finish(path)));
         let failed = |source| Error::Io { action: "write", path: path.to_owned(), source };
-        let elsewhere = |_| failed(std::io::Error::other("rank 0 failed; see its error for the cause"));
+        let elsewhere = |rank| failed(std::io::Error::other(rank_failed(rank)));
         agree(self.comm(), written.map_err(failed), elsewhere)
     }
 
@@ -88,16 +93,18 @@ struct NewFile {
 
 impl NewFile {
     /// Writes the header.
-    fn begin(path: &Path, params: &[Param], dtype: DType) -> std::io::Result<Self> {
+    fn begin(path: &Path, params: &[Param], buffers: &[Buffer], dtype: DType) -> std::io::Result<Self> {
         let mut end = 0usize;
         let mut header = serde_json::Map::new();
-        for param in params {
+        let params = params.iter().map(|p| (&p.name, p.shape.dims(), dtype));
+        let buffers = buffers.iter().map(|b| (&b.name, b.tensor.dims(), b.tensor.dtype()));
+        for (name, dims, dtype) in params.chain(buffers) {
             let start = end;
-            end += param.numel * dtype.size_in_bytes();
+            end += dims.iter().product::<usize>() * dtype.size_in_bytes();
             let info = serde_json::json!({
-                "dtype": format!("{dtype:?}"), "shape": param.shape.dims(), "data_offsets": [start, end],
+                "dtype": format!("{dtype:?}"), "shape": dims, "data_offsets": [start, end],
             });
-            header.insert(param.name.clone(), info);
+            header.insert(name.clone(), info);
         }
         let mut header = serde_json::Value::Object(header).to_string().into_bytes();
         // The format wants the data aligned to 8 bytes; spaces are allowed there.
@@ -117,6 +124,11 @@ impl NewFile {
             piece.extend_cast(values.slice(start..values.len().min(start + PIECE)));
             self.file.write_all(piece.as_ref().as_bytes())?;
         }
+        Ok(self)
+    }
+
+    fn append_bytes(mut self, bytes: &[u8]) -> std::io::Result<Self> {
+        self.file.write_all(bytes)?;
         Ok(self)
     }
 

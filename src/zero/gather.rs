@@ -374,6 +374,11 @@ impl<R: Rank> Gatherer<R> {
         Ok(())
     }
 
+    /// Micro steps of training so far that used units in another order than the one before.
+    pub fn order_changes(&self) -> u64 {
+        self.traces[0].changes()
+    }
+
     /// The trace of what the model is used for now.
     fn trace(&mut self, core: &R) -> &mut Trace {
         &mut self.traces[usize::from(core.is_evaluating())]

@@ -2,8 +2,9 @@
 //!
 //! | file | what |
 //! | --- | --- |
+//! | `buffers.rs` | tensors that are no parameters: the same on all ranks |
 //! | `unit.rs` | what is gathered and released together; recomputation |
-//! | `kept_input.rs` | what recomputation keeps, and where |
+//! | `kept_input.rs`, `replay.rs` | what recomputation keeps, and where; whether it gives the same again |
 //! | `core.rs` | the state of one rank, shared by engine and graph |
 //! | `rank.rs` | what decisions see of a rank: the core, or a rehearsal that only counts |
 //! | `run.rs` | forward and backward, as engine, units and parameters call them |
@@ -25,6 +26,7 @@
 //! The decisions of a step are written once, over `rank::Rank`; the core and a rehearsal carry them out.
 
 mod batch;
+pub(crate) mod buffers;
 pub(crate) mod core;
 mod export;
 mod freeze;
@@ -39,6 +41,7 @@ mod publish;
 pub(crate) mod rank;
 mod recipe;
 pub(crate) mod registry;
+mod replay;
 mod run;
 pub(crate) mod share;
 pub(crate) mod share_plan;
@@ -51,4 +54,5 @@ mod unused;
 pub(crate) mod walk;
 mod whole;
 
+pub use crate::param::BufferSync;
 pub use unit::{Unit, unit};

@@ -12,11 +12,12 @@ use crate::layout::{Cut, ZeroStage};
 use crate::memory::{Kind, Ledger, Tier};
 use crate::offload::Offload;
 use crate::optim::{Class, Grouping, Role, Weights};
-use crate::param::{Param, ParamId, ROOT, Residency, Source, UnitId, capture};
+use crate::param::{Buffer, BufferRule, Param, ParamId, ROOT, Residency, Source, UnitId, capture};
+use crate::param::{dtype_of_buffer, has_name_of_buffer};
 use crate::precision::{Flat, FlatRef, Packing};
-use crate::tensor::residency;
+use crate::tensor::{bytes, residency};
 use crate::util::lock;
-use candle_core::{DType, Device, Shape, Tensor};
+use candle_core::{DType, Device, Shape, Storage, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
 use std::collections::{BTreeSet, HashMap};
@@ -34,12 +35,19 @@ struct Inner {
     link: Link,
     ledger: Ledger,
     params: Vec<Param>,
+    inits: Vec<Init>,
+    buffers: Vec<Buffer>,
+    /// Besides those that are buffers by their names and types.
+    buffer_rule: Option<BufferRule>,
     by_name: HashMap<String, usize>,
     units: Vec<String>,
     open_units: Vec<UnitId>,
     /// The parameters that each unit uses, its own and others'.
     used_by: Vec<BTreeSet<ParamId>>,
     groups: SubGroupBuilder,
+    /// Whole parameters and their values, which they get when the model is built: what a model computes of them before
+    /// would keep the first values for ever.
+    waiting: Vec<(Tensor, Storage)>,
     /// Names, shapes and units only: no parameter gets memory, nor a share.
     shapes_only: bool,
     /// The first error; Candle's own error type cannot carry it.
@@ -64,11 +72,15 @@ impl Registry {
             link,
             ledger,
             params: Vec::new(),
+            inits: Vec::new(),
+            buffers: Vec::new(),
+            buffer_rule: None,
             by_name: HashMap::new(),
             units: vec![String::new()],
             open_units: vec![ROOT],
             used_by: vec![BTreeSet::new()],
             groups,
+            waiting: Vec::new(),
             shapes_only: false,
             failure: None,
         })))
@@ -93,6 +105,16 @@ impl Registry {
         registry
     }
 
+    /// From now on, what `rule` selects by name and shape is a buffer too.
+    pub fn also_buffers(&self, rule: Option<BufferRule>) {
+        lock(&self.0).buffer_rule = rule;
+    }
+
+    /// The way to the engine that the model is built for.
+    pub fn link(&self) -> Link {
+        lock(&self.0).link.clone()
+    }
+
     /// Begins a unit: parameters registered until [`Registry::close_unit`] belong to it.
     pub fn open_unit(&self, name: String) -> (UnitId, Link) {
         let mut inner = lock(&self.0);
@@ -107,21 +129,35 @@ impl Registry {
         lock(&self.0).open_units.pop();
     }
 
-    /// The error behind a failed construction, if it is one of ours.
-    pub fn take_failure(&self) -> Option<Error> {
-        lock(&self.0).failure.take()
+    /// The typed error behind a failed construction.
+    pub fn explain(&self, error: candle_core::Error) -> Error {
+        let mut inner = lock(&self.0);
+        if let Some(failure) = inner.failure.take() {
+            return failure;
+        }
+        let last = inner.params.last().filter(|_| residency::names_absent(&error));
+        match last {
+            Some(last) => ParamError::UsedWhileBuilding { last: last.name.clone() }.into(),
+            None => error.into(),
+        }
     }
 
     /// Ends the registration.
     pub fn finish(&self) -> Result<Registered> {
         let mut inner = lock(&self.0);
         let params = std::mem::take(&mut inner.params);
+        for (tensor, values) in std::mem::take(&mut inner.waiting) {
+            residency::fill(&tensor, values)?;
+        }
         if params.is_empty() {
             return Err(ParamError::NoParameters.into());
         }
-        inner.source.check_all_used(&params.iter().map(|p| p.name.as_str()).collect::<BTreeSet<_>>())?;
+        let buffers = std::mem::take(&mut inner.buffers);
+        let names = params.iter().map(|p| p.name.as_str()).chain(buffers.iter().map(|b| b.name.as_str()));
+        inner.source.check_all_used(&names.collect::<BTreeSet<_>>())?;
         let (units, used_by) = (std::mem::take(&mut inner.units), std::mem::take(&mut inner.used_by));
-        Ok(Registered { params, units, used_by, groups: inner.groups.finish()? })
+        let inits = std::mem::take(&mut inner.inits);
+        Ok(Registered { params, units, used_by, groups: inner.groups.finish()?, buffers, inits })
     }
 }
 
@@ -135,6 +171,9 @@ struct Kept {
 
 impl Inner {
     fn register(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
+        if self.is_buffer(name, &shape, dtype) {
+            return self.buffer(name, shape, init, dtype);
+        }
         if let Some(known) = self.known(name) {
             if known.shape != shape {
                 let (first, second) = (known.shape.dims().to_vec(), shape.dims().to_vec());
@@ -169,6 +208,7 @@ impl Inner {
         let shard = cut.shard(plan.world_size, plan.rank);
         let made = if plan.placement.params.is_sharded() { shard.clone() } else { 0..numel };
         let values = self.source.values(name, &shape, init, made.clone())?;
+        self.inits.push(self.source.hint(init));
 
         let id = self.params.len();
         let owned = if plan.placement.optim.is_sharded() { shard } else { 0..numel };
@@ -185,9 +225,49 @@ impl Inner {
                 None => Flat::from_f32(values, dtype),
             };
             let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Parameters, values.capacity_in_bytes());
-            (self.tensor(&shape, values, &kept.trained)?, Residency::Whole(held))
+            let tensor = self.absent(&shape, dtype, &kept.trained)?;
+            let values = residency::storage_on(&self.device, residency::to_storage(values))?;
+            self.waiting.push((tensor.clone(), values));
+            (tensor, Residency::Whole(held))
         };
         Ok(self.add(name, shape, kept, tensor, residency))
+    }
+
+    /// Whether the model asks for a buffer.
+    fn is_buffer(&self, name: &str, shape: &Shape, dtype: DType) -> bool {
+        let is_chosen = || self.buffer_rule.as_ref().is_some_and(|rule| rule(name, shape.dims()));
+        !self.by_name.contains_key(name)
+            && (self.known_buffer(name).is_some() || dtype.is_int() || has_name_of_buffer(name) || is_chosen())
+    }
+
+    fn known_buffer(&self, name: &str) -> Option<&Buffer> {
+        self.buffers.iter().find(|buffer| buffer.name == name)
+    }
+
+    /// The tensor of a buffer, which is a variable.
+    fn buffer(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
+        let dtype = dtype_of_buffer(name, dtype, self.plan.dtype);
+        let open = self.open_units.clone();
+        if let Some(known) = self.buffers.iter_mut().find(|buffer| buffer.name == name) {
+            if *known.tensor.shape() != shape {
+                let (first, second) = (known.tensor.dims().to_vec(), shape.dims().to_vec());
+                return Err(ParamError::Twice { name: name.into(), first, second }.into());
+            }
+            if known.tensor.dtype() != dtype {
+                let (first, second) = (format!("{:?}", known.tensor.dtype()), format!("{dtype:?}"));
+                return Err(ParamError::BufferTwice { name: name.into(), first, second }.into());
+            }
+            known.units.extend(open);
+            return Ok(known.tensor.clone());
+        }
+        if !bytes::has_bytes(dtype) {
+            return Err(ParamError::BufferDtype { name: name.into(), found: format!("{dtype:?}") }.into());
+        }
+        let values = self.source.buffer(name, &shape, init, dtype)?;
+        let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Buffers, values.len());
+        let tensor = bytes::variable(&self.device, dtype, shape, &values)?;
+        self.buffers.push(Buffer { name: name.into(), tensor: tensor.clone(), units: open, held });
+        Ok(tensor)
     }
 
     /// The tensor of the next parameter, which begins with `values`.
@@ -269,11 +349,14 @@ impl SimpleBackend for Registry {
         if let Some(known) = inner.known(name) {
             return Ok(known.tensor.clone());
         }
+        if let Some(known) = inner.known_buffer(name) {
+            return Ok(known.tensor.clone());
+        }
         Err(inner.fail(ParamError::WithoutShape { name: name.into() }.into()))
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
         let inner = lock(&self.0);
-        inner.by_name.contains_key(name) || inner.source.contains(name)
+        inner.by_name.contains_key(name) || inner.known_buffer(name).is_some() || inner.source.contains(name)
     }
 }

@@ -4,6 +4,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod buffers;
 mod deepspeed_continue;
 mod deepspeed_import;
 mod faults;

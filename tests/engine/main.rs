@@ -6,6 +6,7 @@ mod support;
 
 mod accumulation;
 mod api;
+mod config_keys;
 mod data_loader;
 mod draws;
 mod errors;

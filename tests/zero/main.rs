@@ -5,6 +5,7 @@
 mod support;
 
 mod absent_parameter;
+mod buffers;
 mod candle_facts;
 mod conditional;
 #[cfg(feature = "cuda")]
@@ -14,5 +15,6 @@ mod keep_f32;
 mod optimizer_stages;
 mod passing_backward;
 mod quantized;
+mod recomputation;
 mod stage_equality;
 mod unusual_models;
