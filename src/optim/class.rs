@@ -1,8 +1,21 @@
 //! What is kept of a parameter, by which sub-groups are divided.
 
-use super::Role;
 use crate::precision::{Nf4Scales, Packing};
 use candle_core::DType;
+
+/// Which of an optimizer's two halves trains a parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) enum Role {
+    /// The optimizer itself.
+    Main,
+    /// Its auxiliary.
+    Auxiliary,
+}
+
+impl Role {
+    /// Both, in the order in which a group's halves are counted.
+    pub const ALL: [Self; 2] = [Self::Main, Self::Auxiliary];
+}
 
 /// How a parameter's weights are held and travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

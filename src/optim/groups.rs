@@ -7,7 +7,7 @@
 //! Groups are chosen while parameters are registered, for what an optimizer keeps of a parameter depends on them. Then
 //! the empty ones are dropped, as in DeepSpeed, and the others are counted.
 
-use super::{Momentum, Optimizer, Weights};
+use super::{Momentum, Optimizer, Role, Weights};
 use crate::error::{OptimError, Result};
 use crate::precision::Packing;
 use std::ops::RangeInclusive;
@@ -164,20 +164,6 @@ fn matches(pattern: &str, name: &str) -> bool {
     let Some(name) = name.strip_prefix(head) else { return false };
     // An end of the name that begins at a character's first byte.
     (0..=name.len()).filter(|at| name.is_char_boundary(*at)).any(|at| matches(rest, &name[at..]))
-}
-
-/// Which of an optimizer's two halves trains a parameter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum Role {
-    /// The optimizer itself.
-    Main,
-    /// Its auxiliary.
-    Auxiliary,
-}
-
-impl Role {
-    /// Both, in the order in which a group's halves are counted.
-    pub const ALL: [Self; 2] = [Self::Main, Self::Auxiliary];
 }
 
 /// Says of a parameter's name and shape whether it is trained.
