@@ -13,3 +13,4 @@ mod script;
 mod stuck;
 mod train_gpt;
 mod train_gpt_ends;
+mod train_vision;
