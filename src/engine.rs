@@ -29,6 +29,7 @@ use crate::comm::agree::Failure;
 use crate::config::{Config, Precision};
 use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
 use crate::graph::{draw_from, stream_of};
+use crate::nn::autocast;
 use crate::notice::warn;
 use crate::optim::Trainer;
 use crate::precision::{LossScaler, gradient_multiplier};
@@ -141,11 +142,17 @@ impl<M> Engine<M> {
         self.check_order("forward", &[Phase::Ready, Phase::Forwarded, Phase::Held])?;
         let watch = self.watch(Call::Forward);
         let stream = stream_of(self.rank() as u64, self.micro_steps, self.forwards);
-        let output = self.attempt(|engine| draw_from((stream, 0), || engine.core.forward(|| run(&engine.model))))?;
+        let output = self
+            .attempt(|engine| draw_from((stream, 0), || engine.cast(|| engine.core.forward(|| run(&engine.model)))))?;
         self.forwards += 1;
         self.phase = Phase::Forwarded;
         self.end_watch(watch);
         Ok(output)
+    }
+
+    /// Runs `run` with `torch_autocast`'s products.
+    fn cast<T>(&self, run: impl FnOnce() -> T) -> T {
+        autocast(self.config.autocast, run)
     }
 
     /// Runs the model without keeping a graph and without counting anything. Collective at stage 3.
@@ -154,7 +161,7 @@ impl<M> Engine<M> {
     /// The error of `run`; a failed collective.
     pub fn eval(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         let _span = self.span("eval");
-        self.attempt(|engine| engine.core.evaluate(|| run(&engine.model)))
+        self.attempt(|engine| engine.cast(|| engine.core.evaluate(|| run(&engine.model))))
     }
 
     /// Differentiates `loss`, which has one element: scaled by the loss scale, divided by the accumulation steps.
@@ -172,7 +179,7 @@ impl<M> Engine<M> {
         let watch = self.watch(Call::Backward);
         self.attempt(|engine| {
             let scaled = engine.scaled(loss)?;
-            engine.core.backward(&scaled)
+            engine.cast(|| engine.core.backward(&scaled))
         })?;
         self.phase = if self.accumulation.in_no_sync { Phase::Held } else { Phase::Backwarded };
         self.end_watch(watch);

@@ -4,7 +4,7 @@ use super::{Activation, Then, WeightLayout};
 use crate::graph::{Grad, Inputs, Kept, Sink, can_remake};
 use crate::kernels::buffer;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
-use crate::nn::{activation, composed};
+use crate::nn::{activation, autocast, composed};
 use crate::tensor::element::{Element, with_all, with_element, with_elements};
 use candle_core::{Device, Result, Shape, Tensor, bail};
 use candle_nn::{Init, Module, VarBuilder, init};
@@ -33,6 +33,9 @@ pub fn linear_then(
     layout: WeightLayout,
     then: Then<'_>,
 ) -> Result<Tensor> {
+    if let Some(dtype) = autocast::lower(x, weight) {
+        return autocast::linear_then(x, weight, bias, layout, then, dtype);
+    }
     if !x.device().is_cpu() {
         return composed::linear_then(x, weight, bias, layout, then);
     }
@@ -85,15 +88,15 @@ const NAME: &str = "linear";
 
 /// Sizes of one application: `rows` rows of `inputs` elements become rows of `outputs`.
 #[derive(Clone, Copy)]
-struct Sizes {
-    rows: usize,
-    inputs: usize,
-    outputs: usize,
-    layout: WeightLayout,
+pub(super) struct Sizes {
+    pub rows: usize,
+    pub inputs: usize,
+    pub outputs: usize,
+    pub layout: WeightLayout,
 }
 
 impl Sizes {
-    fn new(x: &Shape, weight: &Shape, bias: Option<&Shape>, layout: WeightLayout) -> Result<Self> {
+    pub fn new(x: &Shape, weight: &Shape, bias: Option<&Shape>, layout: WeightLayout) -> Result<Self> {
         let (inputs, outputs) = match (weight.dims(), layout) {
             (&[outputs, inputs], WeightLayout::OutIn) | (&[inputs, outputs], WeightLayout::InOut) => (inputs, outputs),
             (dims, _) => bail!("linear: the weight must have two dimensions, not {dims:?}"),
@@ -114,7 +117,7 @@ impl Sizes {
         Ok(Self { rows, inputs, outputs, layout })
     }
 
-    fn result_shape(&self, x: &Shape) -> Shape {
+    pub fn result_shape(&self, x: &Shape) -> Shape {
         let mut dims = x.dims().to_vec();
         let last = dims.len() - 1;
         dims[last] = self.outputs;
@@ -122,7 +125,7 @@ impl Sizes {
     }
 
     /// The weight as a matrix `[in, out]`.
-    fn weight<'a, E: Copy>(&self, weight: &'a [E]) -> Matrix<'a, E> {
+    pub fn weight<'a, E: Copy>(&self, weight: &'a [E]) -> Matrix<'a, E> {
         match self.layout {
             WeightLayout::OutIn => Matrix::new(weight, self.outputs, self.inputs).t(),
             WeightLayout::InOut => Matrix::new(weight, self.inputs, self.outputs),
