@@ -227,6 +227,7 @@ impl EngineBuilder {
         let recorder = recorder.inspect_err(|e| comm.abort(&e.to_string()))?;
         let _here = timeline::enter(recorder.as_ref());
         let _span = timeline::span(timeline::Kind::Engine, "initialize");
+        let _call = crate::comm::calls::during("initialize");
         let engine = Config::load_for(config, comm.size(), &self.run_values).and_then(|mut config| {
             config.zero.ignore_unused_parameters |= self.ignore_unused_parameters;
             let source = match &self.init_from {

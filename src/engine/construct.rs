@@ -222,5 +222,12 @@ fn trainer(
     for group in empty.iter().filter(|_| rank == 0) {
         say(&format!("parameter group {group} (from 0) selects no parameter that is left: it is dropped"));
     }
+    for group in trainer.with_ignored_rates().iter().filter(|_| rank == 0) {
+        say(&format!(
+            "parameter group {group} (from 0): its own learning rate has no effect, the schedule gives it {:e} in the \
+             first step; give the scheduler a list of rates, one for each group, or leave it out",
+            trainer.lr()[*group]
+        ));
+    }
     Ok(trainer)
 }

@@ -116,7 +116,7 @@ pub enum ParamError {
     /// A parameter without its tensor.
     #[error(
         "{} has no tensor {name} of shape {shape:?}, which the model needs; the file must hold exactly the model's \
-         parameters",
+         parameters, and it has {has}",
         path.display()
     )]
     MissingTensor {
@@ -126,6 +126,19 @@ pub enum ParamError {
         name: String,
         /// Its shape in the model.
         shape: Vec<usize>,
+        /// The first few names in the file.
+        has: String,
+    },
+    /// A parameter that is larger than any memory.
+    #[error(
+        "parameter {name} begins with {elements} elements on this rank, for which the system gives no memory; take a \
+         smaller model, or more ranks at stage 3"
+    )]
+    NoMemory {
+        /// The parameter.
+        name: String,
+        /// Its elements here.
+        elements: usize,
     },
     /// Tensors without a parameter.
     #[error(

@@ -111,6 +111,11 @@ impl Registry {
         lock(&self.0).buffer_rule = rule;
     }
 
+    /// The way to the engine that the model is built for.
+    pub fn link(&self) -> Link {
+        lock(&self.0).link.clone()
+    }
+
     /// Begins a unit: parameters registered until [`Registry::close_unit`] belong to it.
     pub fn open_unit(&self, name: String) -> (UnitId, Link) {
         let mut inner = lock(&self.0);

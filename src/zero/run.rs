@@ -241,8 +241,13 @@ pub(super) fn before_backward(
     })
 }
 
-/// Methods about buffers.
+/// Methods about buffers, and for layers that compute together with those of other ranks.
 impl Core {
+    /// Collective: a few numbers of every rank, in rank order.
+    pub fn numbers_of_all(&self, own: Vec<f64>) -> candle_core::Result<Vec<Vec<f64>>> {
+        self.comm().gather_f64(own).wait().map_err(|e| self.stash(e))
+    }
+
     /// The model's buffers.
     pub fn buffers(&self) -> &Buffers {
         &self.buffers

@@ -48,6 +48,11 @@ pub(crate) fn building<T>(registry: &Registry, build: impl FnOnce() -> T) -> T {
     build()
 }
 
+/// The way to the engine that this thread is building a model for; to nothing outside of that.
+pub(crate) fn link_under_construction() -> Link {
+    BUILDING.with_borrow(|registry| registry.as_ref().map(Registry::link)).unwrap_or_default()
+}
+
 /// A part of a model whose parameters are gathered and released together at stage 3.
 pub struct Unit<M> {
     inner: Arc<M>,
