@@ -74,6 +74,15 @@ pub enum ParamError {
         /// The name.
         name: String,
     },
+    /// A second instance of the model asks for what the first one does not have.
+    #[error(
+        "the model that is built for evaluation takes {name}, which the engine's model does not have; build it as the \
+         engine's own"
+    )]
+    NotTheModel {
+        /// A parameter or a unit.
+        name: String,
+    },
     /// The model's constructor computed with a parameter.
     #[error(
         "the model computes with a parameter while it is built ({last} was the last that it took): the result would \

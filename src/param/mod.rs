@@ -22,7 +22,7 @@ use crate::precision::Packing;
 use crate::util::lock;
 use candle_core::{Shape, Tensor};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// Number of a parameter in order of registration, equal on all ranks.
@@ -49,8 +49,8 @@ pub(crate) struct Param {
     pub name: String,
     pub shape: Shape,
     pub numel: usize,
-    /// Elements that lie on one rank together.
-    pub block: usize,
+    /// Elements that lie on one rank together; an estimate sets it for each configuration.
+    pub block: AtomicUsize,
     /// How its weights are held and travel at stage 3, if not as they are.
     pub packing: Option<Packing>,
     pub unit: UnitId,
@@ -70,7 +70,7 @@ pub(crate) struct Param {
 impl Param {
     /// How it is cut into shards.
     pub fn cut(&self) -> Cut {
-        Cut { numel: self.numel, block: self.block }
+        Cut { numel: self.numel, block: self.block.load(Ordering::Relaxed) }
     }
 
     /// The elements that `rank` of `world_size` owns.

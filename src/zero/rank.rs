@@ -122,8 +122,16 @@ pub(crate) trait Rank: Sized {
             add(&mut bytes.params, weights);
             if group.class.is_trained() {
                 add(&mut bytes.grads, of(accumulate.size_in_bytes()));
-                add(&mut bytes.master, of(if dtype == DType::F32 { 0 } else { 4 }));
-                add(&mut bytes.moments, of(4 * group.moments.len()));
+                add(&mut bytes.master, of(if group.master.is_some() { 4 } else { 0 }));
+                for format in group.moments.iter().map(|moment| moment.format) {
+                    let own = format.bytes(group.len);
+                    let whole = match zero.stage.placement().optim.is_sharded() {
+                        true => group.slots.iter().map(|slot| format.bytes(params[slot.param].numel)).sum(),
+                        // A block that is not full takes its whole place.
+                        false => own,
+                    };
+                    add(&mut bytes.moments, StateBytes { whole, own });
+                }
             }
         }
         let elements = |frozen: bool| params.iter().filter(|p| !frozen || !p.is_trained()).map(|p| p.numel).sum();

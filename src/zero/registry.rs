@@ -7,6 +7,8 @@ use super::core::{Link, Registered};
 use super::lay_out::SubGroupBuilder;
 use super::packed;
 use super::share_plan::SharePlan;
+use super::unit::Units;
+use crate::config::StatePrecision;
 use crate::error::{Error, ParamError, Result};
 use crate::layout::{Cut, ZeroStage};
 use crate::memory::{Kind, Ledger, Tier};
@@ -21,7 +23,7 @@ use candle_core::{DType, Device, Shape, Storage, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
 use std::collections::{BTreeSet, HashMap};
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex};
 
 /// Collects the parameters of a model under construction.
@@ -89,6 +91,7 @@ impl Registry {
     /// A registry that learns names, shapes and units, for a model that is only looked at: its tensors are absent.
     pub fn of_shapes(dtype: DType) -> Self {
         let plan = SharePlan {
+            states: StatePrecision { master_weights: true, bf16_moments: false },
             rank: 0,
             world_size: 1,
             placement: ZeroStage::Three.placement(),
@@ -109,11 +112,6 @@ impl Registry {
     /// From now on, what `rule` selects by name and shape is a buffer too.
     pub fn also_buffers(&self, rule: Option<BufferRule>) {
         lock(&self.0).buffer_rule = rule;
-    }
-
-    /// The way to the engine that the model is built for.
-    pub fn link(&self) -> Link {
-        lock(&self.0).link.clone()
     }
 
     /// Begins a unit: parameters registered until [`Registry::close_unit`] belong to it.
@@ -197,10 +195,10 @@ impl Inner {
         let kept = Kept { group, role: Grouping::role(group), trained, packing };
         if self.shapes_only {
             let tensor = self.absent(&shape, &kept.trained)?;
-            return Ok(self.add(name, shape, kept, tensor, Residency::Absent));
+            return Ok(self.add(name, (shape, 1), kept, tensor, Residency::Absent));
         }
         let numel = shape.elem_count();
-        let cut = Cut { numel, block: packing.map_or(1, Packing::unit) };
+        let cut = Cut { numel, block: packing.map_or_else(|| plan.block(kept.role), Packing::unit) };
         let shard = cut.shard(plan.world_size, plan.rank);
         let made = if plan.placement.params.is_sharded() { shard.clone() } else { 0..numel };
         let values = self.source.values(name, &shape, init, made.clone())?;
@@ -226,7 +224,7 @@ impl Inner {
             self.waiting.push((tensor.clone(), values));
             (tensor, Residency::Whole(held))
         };
-        Ok(self.add(name, shape, kept, tensor, residency))
+        Ok(self.add(name, (shape, cut.block), kept, tensor, residency))
     }
 
     /// Whether the model asks for a buffer.
@@ -285,14 +283,21 @@ impl Inner {
     }
 
     /// Adds a parameter, and gives its tensor.
-    fn add(&mut self, name: &str, shape: Shape, kept: Kept, tensor: Tensor, residency: Residency) -> Tensor {
+    fn add(
+        &mut self,
+        name: &str,
+        (shape, block): (Shape, usize),
+        kept: Kept,
+        tensor: Tensor,
+        residency: Residency,
+    ) -> Tensor {
         let Kept { group, role, trained, packing } = kept;
         self.by_name.insert(name.into(), self.params.len());
         self.is_used(self.params.len());
         self.params.push(Param {
             name: name.into(),
             numel: shape.elem_count(),
-            block: packing.map_or(1, Packing::unit),
+            block: AtomicUsize::new(block),
             packing,
             shape,
             group,
@@ -334,6 +339,20 @@ impl Inner {
         let text = error.to_string();
         self.failure.get_or_insert(error);
         candle_core::Error::Msg(text)
+    }
+}
+
+impl Units for Registry {
+    fn open_unit(&self, name: String) -> candle_core::Result<(UnitId, Link)> {
+        Ok(self.open_unit(name))
+    }
+
+    fn close_unit(&self) {
+        self.close_unit();
+    }
+
+    fn link(&self) -> Link {
+        lock(&self.0).link.clone()
     }
 }
 

@@ -15,5 +15,6 @@ mod optimizer_stages;
 mod passing_backward;
 mod quantized;
 mod recomputation;
+mod small_states;
 mod stage_equality;
 mod unusual_models;
