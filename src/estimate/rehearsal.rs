@@ -88,9 +88,9 @@ impl<'a> Rehearsal<'a> {
         for (id, param) in params.iter().enumerate() {
             let Param { name, shape, numel, .. } = param;
             let role = Grouping::role(grouping.group(name, shape.dims()));
-            let block = param.packing.map_or_else(|| share_plan.block(role), Packing::unit);
+            let block = param.packing().map_or_else(|| share_plan.block(role), Packing::unit);
             param.block.store(block, Ordering::Relaxed);
-            let class = Class::of(role, param.is_trained(), param.packing);
+            let class = Class::new(role, param.is_trained(), param.weights);
             builder.push(id, param.cut(), FlatRef::F32(&[]), class)?;
             if !placement.params.is_sharded() {
                 whole.push(ledger.hold_in(tier, Kind::Parameters, numel * dtype.size_in_bytes()));

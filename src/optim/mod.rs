@@ -40,10 +40,10 @@ mod sgd;
 mod state_format;
 mod trainer;
 
-pub(crate) use class::Class;
+pub(crate) use class::{Class, Role, Weights};
 pub use from_config::{base_lr, from_config, momentum};
 pub use groups::ParameterGroup;
-pub(crate) use groups::{Grouping, Role, TrainableRule};
+pub(crate) use groups::{Grouping, TrainableRule};
 pub use optimizer::{Layerwise, Momentum, Needs, Optimizer, SQUARES_BLOCK, Squares, StepContext, Wholewise};
 pub use schedule::{LrSchedule, Schedule};
 pub use state_format::StateFormat;

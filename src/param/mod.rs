@@ -17,7 +17,7 @@ pub(crate) use source::WeightFile;
 
 use crate::layout::Cut;
 use crate::memory::Held;
-use crate::optim::{Class, Role};
+use crate::optim::{Class, Role, Weights};
 use crate::precision::Packing;
 use crate::util::lock;
 use candle_core::{Shape, Tensor};
@@ -51,8 +51,8 @@ pub(crate) struct Param {
     pub numel: usize,
     /// Elements that lie on one rank together; an estimate sets it for each configuration.
     pub block: AtomicUsize,
-    /// How its weights are held and travel at stage 3, if not as they are.
-    pub packing: Option<Packing>,
+    /// How its weights are held and travel.
+    pub weights: Weights,
     pub unit: UnitId,
     /// The half of the optimizer that trains it, while it is trained.
     pub role: Role,
@@ -85,7 +85,12 @@ impl Param {
 
     /// What is kept of it, if it is `trained` or not.
     pub fn class(&self, trained: bool) -> Class {
-        Class::of(self.role, trained, self.packing)
+        Class::new(self.role, trained, self.weights)
+    }
+
+    /// How it is packed, where parameters are sharded.
+    pub fn packing(&self) -> Option<Packing> {
+        self.weights.packing()
     }
 
     /// Whether it has a gradient, and is updated.

@@ -87,7 +87,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
     pub fn push(&mut self, param: ParamId, cut: Cut, values: FlatRef<'_>, class: Class) -> Result<()> {
         let shard_len = cut.shard_len(self.plan.world_size);
         let packed;
-        let (shard_len, values) = match class.packing().filter(|_| self.plan.placement.params.is_sharded()) {
+        let (shard_len, values) = match class.weights.packing().filter(|_| self.plan.placement.params.is_sharded()) {
             Some(packing) => {
                 packed = packed::pack(packing, values, shard_len);
                 (packed::words(packing, shard_len), packed.as_ref())
@@ -140,10 +140,10 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
             false => Ok(Home::Memory(Tracked::new(&self.ledger, state.kind(), R::Buffer::with_capacity(dtype, 0)))),
         };
         // Packed weights are 32-bit words.
-        let dtype_of_weights = class.packing().map_or(*dtype, |_| DType::F32);
+        let dtype_of_weights = class.weights.packing().map_or(class.weights.dtype(*dtype), |_| DType::F32);
         let weights = || home(State::Weights, dtype_of_weights, spills && weights_in_memory.is_some());
         let master = || home(State::Master, DType::F32, states_in_files.is_some());
-        let has_master = class.is_trained() && self.plan.has_master();
+        let has_master = class.has_master(*dtype) && self.plan.has_master();
         Ok(SubGroup {
             class,
             slots: Vec::new(),

@@ -118,7 +118,8 @@ pub(crate) trait Rank: Sized {
                 let whole = group.slots.iter().map(|s| packing.packed_len(params[s.param].numel)).sum();
                 StateBytes { whole, own: group.len * size_of::<f32>() }
             };
-            let weights = group.packed().map_or_else(|| of(dtype.size_in_bytes()), |(packing, _)| packed(packing));
+            let plain = || of(group.class.weights.dtype(dtype).size_in_bytes());
+            let weights = group.packed().map_or_else(plain, |(packing, _)| packed(packing));
             add(&mut bytes.params, weights);
             if group.class.is_trained() {
                 add(&mut bytes.grads, of(accumulate.size_in_bytes()));

@@ -13,7 +13,7 @@ use crate::error::{Error, ParamError, Result};
 use crate::layout::{Cut, ZeroStage};
 use crate::memory::{Kind, Ledger, Tier};
 use crate::offload::Offload;
-use crate::optim::{Class, Grouping, Role};
+use crate::optim::{Class, Grouping, Role, Weights};
 use crate::param::{Buffer, BufferRule, Param, ParamId, ROOT, Residency, Source, UnitId, capture};
 use crate::param::{dtype_of_buffer, has_name_of_buffer};
 use crate::precision::{Flat, FlatRef, Packing};
@@ -165,7 +165,7 @@ struct Kept {
     group: usize,
     role: Role,
     trained: Arc<AtomicBool>,
-    packing: Option<Packing>,
+    weights: Weights,
 }
 
 impl Inner {
@@ -187,14 +187,19 @@ impl Inner {
         }
         let is_trained = plan.grouping.trains(name, shape.dims());
         let trained = Arc::new(AtomicBool::new(is_trained));
-        let packing = plan.grouping.packing(name, shape.dims());
+        let mut weights = plan.grouping.weights(name, shape.dims());
+        if weights == Weights::F32 && plan.dtype == DType::F32 {
+            weights = Weights::Model;
+        }
+        let packing = weights.packing();
         if packing.is_some() && is_trained {
             return Err(ParamError::QuantizedTrained { name: name.into() }.into());
         }
         let group = plan.grouping.group(name, shape.dims());
-        let kept = Kept { group, role: Grouping::role(group), trained, packing };
+        let kept = Kept { group, role: Grouping::role(group), trained, weights };
+        let dtype = weights.dtype(dtype);
         if self.shapes_only {
-            let tensor = self.absent(&shape, &kept.trained)?;
+            let tensor = self.absent(&shape, dtype, &kept.trained)?;
             return Ok(self.add(name, (shape, 1), kept, tensor, Residency::Absent));
         }
         let numel = shape.elem_count();
@@ -208,10 +213,10 @@ impl Inner {
         let owned = if plan.placement.optim.is_sharded() { shard } else { 0..numel };
         let own = &values[owned.start - made.start..owned.end - made.start];
         // In f32: the master weights begin with all digits of the source.
-        self.groups.push(id, cut, FlatRef::F32(own), Class::of(kept.role, is_trained, packing))?;
+        self.groups.push(id, cut, FlatRef::F32(own), Class::new(kept.role, is_trained, weights))?;
 
         let (tensor, residency) = if plan.placement.params.is_sharded() {
-            (self.absent(&shape, &kept.trained)?, Residency::Absent)
+            (self.absent(&shape, dtype, &kept.trained)?, Residency::Absent)
         } else {
             let values = match packing {
                 // The values that stage 3 computes with.
@@ -219,7 +224,7 @@ impl Inner {
                 None => Flat::from_f32(values, dtype),
             };
             let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Parameters, values.capacity_in_bytes());
-            let tensor = self.absent(&shape, &kept.trained)?;
+            let tensor = self.absent(&shape, dtype, &kept.trained)?;
             let values = residency::storage_on(&self.device, residency::to_storage(values))?;
             self.waiting.push((tensor.clone(), values));
             (tensor, Residency::Whole(held))
@@ -275,9 +280,9 @@ impl Inner {
     }
 
     /// The tensor of the next parameter, absent.
-    fn absent(&self, shape: &Shape, trained: &Arc<AtomicBool>) -> Result<Tensor> {
+    fn absent(&self, shape: &Shape, dtype: DType, trained: &Arc<AtomicBool>) -> Result<Tensor> {
         // A storage of the true dtype, from which the tensor takes its own; one element, as CUDA may refuse none.
-        let tensor = self.tensor(shape, Flat::zeros(self.plan.dtype, 1), trained)?;
+        let tensor = self.tensor(shape, Flat::zeros(dtype, 1), trained)?;
         residency::clear(&tensor)?;
         Ok(tensor)
     }
@@ -291,14 +296,14 @@ impl Inner {
         tensor: Tensor,
         residency: Residency,
     ) -> Tensor {
-        let Kept { group, role, trained, packing } = kept;
+        let Kept { group, role, trained, weights } = kept;
         self.by_name.insert(name.into(), self.params.len());
         self.is_used(self.params.len());
         self.params.push(Param {
             name: name.into(),
             numel: shape.elem_count(),
             block: AtomicUsize::new(block),
-            packing,
+            weights,
             shape,
             group,
             unit: self.open_unit(),

@@ -112,7 +112,7 @@ impl Core {
             // It lies in the parameter's tensor: nothing is to be read for it.
             return Ok(());
         }
-        if let Some(packing) = self.params[param].packing {
+        if let Some(packing) = self.params[param].packing() {
             return self.write_packed(packing, (group, slot), range, values);
         }
         for part in pieces(&range) {
@@ -199,7 +199,7 @@ impl Core {
     /// Sets elements of a parameter that is whole on this rank.
     pub fn write_whole(&self, param: usize, mut values: impl FnMut(Range<usize>) -> Result<Flat>) -> Result<()> {
         let Some(param) = self.params.get(param).filter(|_| !self.placement.params.is_sharded()) else { return Ok(()) };
-        if let Some(packing) = param.packing {
+        if let Some(packing) = param.packing() {
             let mut new = Flat::with_capacity(self.dtype, param.numel);
             for part in pieces(&(0..param.numel)) {
                 new.extend_cast(values(part)?.as_ref());

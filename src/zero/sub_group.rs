@@ -147,7 +147,7 @@ impl Pass {
 impl<R: Rank> SubGroup<R> {
     /// The packing of its weights and where they lie, if they are packed.
     pub fn packed(&self) -> Option<(Packing, &Home<R>)> {
-        self.class.packing().zip(self.weights.as_ref())
+        self.class.weights.packing().zip(self.weights.as_ref())
     }
 
     /// Takes a gradient out, to be added to and put back; nothing where none has arrived.

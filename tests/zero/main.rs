@@ -11,6 +11,7 @@ mod conditional;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod frozen;
+mod keep_f32;
 mod optimizer_stages;
 mod passing_backward;
 mod quantized;
