@@ -3,7 +3,7 @@
 //! Parameters, activations and gradients are f32; a linear layer rounds its input and its weight to the lower format,
 //! multiplies them, and widens the result. Everything else computes in f32 as it would without.
 
-use super::linear::Sizes;
+use super::product::Sizes;
 use super::{Activation, Then, WeightLayout, composed, gelu_tanh, silu};
 use crate::graph::Inputs;
 use crate::kernels::buffer;

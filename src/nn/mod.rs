@@ -32,6 +32,7 @@ mod embedding;
 mod linear;
 mod linear_options;
 mod norm;
+mod product;
 mod rotary;
 mod sum;
 
