@@ -16,6 +16,7 @@ mod clock;
 mod common;
 mod construct;
 pub(crate) mod error;
+mod for_eval;
 mod output;
 mod reporter;
 mod reports;
@@ -68,6 +69,8 @@ use std::sync::Arc;
 /// ```
 pub struct Engine<M> {
     model: M,
+    /// What evaluations run instead, if it was built.
+    for_eval: Option<M>,
     config: Config,
     core: Arc<Core>,
     trainer: Trainer,
@@ -150,13 +153,21 @@ impl<M> Engine<M> {
         Ok(output)
     }
 
-    /// Runs the model without keeping a graph and without counting anything. Collective at stage 3.
+    /// Runs the model without a graph and without counting anything. Collective at stage 3.
+    ///
+    /// This library's layers keep nothing for a backward. Of its own operations on parameters Candle does, to the end of
+    /// the unit that they are in, and outside of units to the end of `run`;
+    /// [`build_for_eval`](Self::build_for_eval) spares that memory too. Nothing is dropped by
+    /// [`nn::Dropout`](crate::nn::Dropout).
     ///
     /// # Errors
     /// The error of `run`; a failed collective.
     pub fn eval(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         let (_call, _span) = (during("eval"), self.span("eval"));
-        self.attempt(|engine| engine.core.evaluate(|| run(&engine.model)))
+        self.attempt(|engine| {
+            let model = engine.for_eval.as_ref().unwrap_or(&engine.model);
+            engine.core.evaluate(|| run(model))
+        })
     }
 
     /// Differentiates `loss`, which has one element: scaled by the loss scale, divided by the accumulation steps.
@@ -391,6 +402,7 @@ impl<M> Engine<M> {
         call(self).map_err(|failure| match failure.into() {
             Failure::InStep(error) => error,
             Failure::OutOfStep(error) => {
+                let error = self.core.name_parts(error);
                 let why = without_backtrace(&error.to_string());
                 self.core.comm().abort(&why);
                 self.stopped = Some(why);

@@ -22,7 +22,7 @@ use std::sync::Arc;
 pub struct EngineBuilder {
     communicator: Option<Arc<dyn Communicator>>,
     device: Option<Device>,
-    seed: Option<u64>,
+    pub(super) seed: Option<u64>,
     init_from: Option<PathBuf>,
     pub(super) disk_access: Option<DiskAccess>,
     pub(super) schedule: Option<Arc<dyn LrSchedule>>,
@@ -31,11 +31,13 @@ pub struct EngineBuilder {
     pub(super) optimizer: Option<Arc<dyn Optimizer>>,
     pub(super) parameter_groups: Vec<ParameterGroup>,
     pub(super) trainable: Option<TrainableRule>,
+    pub(super) stochastic_rounding: bool,
     pub(super) quantized: Option<(Packing, TrainableRule)>,
     timeline: Option<PathBuf>,
     pub(super) buffer_rule: Option<BufferRule>,
     pub(super) buffer_sync: BufferSync,
     ignore_unused_parameters: bool,
+    pub(super) leaf_units: Vec<String>,
 }
 
 impl Engine<()> {
@@ -77,6 +79,16 @@ impl EngineBuilder {
     #[must_use]
     pub fn init_from(mut self, path: impl Into<PathBuf>) -> Self {
         self.init_from = Some(path.into());
+        self
+    }
+
+    /// Weights and optimizer states that are kept in bfloat16 (`bf16_master_weights_and_grads`,
+    /// `bf16_optimizer_states`) are rounded up or down by chance after a step, so that small changes are not lost. The
+    /// chances follow from the seed, the parameter's name, the element and the step: they are the same at all stages and
+    /// numbers of ranks, and after a resume. Default false: to nearest.
+    #[must_use]
+    pub fn stochastic_rounding(mut self, stochastic_rounding: bool) -> Self {
+        self.stochastic_rounding = stochastic_rounding;
         self
     }
 
@@ -171,6 +183,15 @@ impl EngineBuilder {
     #[must_use]
     pub fn trainable(mut self, rule: impl Fn(&str, &[usize]) -> bool + Send + Sync + 'static) -> Self {
         self.trainable = Some(Arc::new(rule));
+        self
+    }
+
+    /// Marks units as leaves, as [`Unit::leaf`](crate::zero::Unit::leaf) does: by their names, or by endings of names
+    /// after a `*`, as in `*.moe`. A unit's name is the prefix of the `VarBuilder` that it was built from. What names no
+    /// unit is an error.
+    #[must_use]
+    pub fn leaf_units<N: Into<String>>(mut self, names: impl IntoIterator<Item = N>) -> Self {
+        self.leaf_units.extend(names.into_iter().map(Into::into));
         self
     }
 

@@ -39,6 +39,17 @@ pub enum ParamError {
         /// The group's place.
         index: usize,
     },
+    /// A unit to be marked that is not there.
+    #[error(
+        "EngineBuilder::leaf_units names {name}, but no unit of the model is named so; its units are {units} (a name is \
+         the prefix of the VarBuilder that the unit was built from)"
+    )]
+    NoSuchUnit {
+        /// The name, or its ending after a `*`.
+        name: String,
+        /// The first few units.
+        units: String,
+    },
     /// One name, two shapes.
     #[error(
         "parameter {name} is asked for twice, with shape {first:?} and with {second:?}; give the layers different \
@@ -72,6 +83,15 @@ pub enum ParamError {
     )]
     WithoutShape {
         /// The name.
+        name: String,
+    },
+    /// A second instance of the model asks for what the first one does not have.
+    #[error(
+        "the model that is built for evaluation takes {name}, which the engine's model does not have; build it as the \
+         engine's own"
+    )]
+    NotTheModel {
+        /// A parameter or a unit.
         name: String,
     },
     /// The model's constructor computed with a parameter.

@@ -41,7 +41,7 @@ impl Core {
 
     /// Collective: a whole parameter in f32, from the master weights where there are any.
     pub fn whole_f32(&self, param: usize) -> Result<Flat> {
-        if self.params[param].packing.is_some() && self.shards_params() {
+        if self.params[param].packing().is_some() && self.shards_params() {
             let own = self.own_values(State::Weights, param, self.owned(param))?;
             return self.gather_whole(param, own);
         }

@@ -5,13 +5,16 @@
 
 use super::core::{Link, Registered};
 use super::lay_out::SubGroupBuilder;
+use super::leaf::Leaves;
 use super::packed;
 use super::share_plan::SharePlan;
+use super::unit::Units;
+use crate::config::StatePrecision;
 use crate::error::{Error, ParamError, Result};
 use crate::layout::{Cut, ZeroStage};
 use crate::memory::{Kind, Ledger, Tier};
 use crate::offload::Offload;
-use crate::optim::{Class, Grouping, Role};
+use crate::optim::{Class, Grouping, Role, Weights};
 use crate::param::{Buffer, BufferRule, Param, ParamId, ROOT, Residency, Source, UnitId, capture};
 use crate::param::{dtype_of_buffer, has_name_of_buffer};
 use crate::precision::{Flat, FlatRef, Packing};
@@ -21,7 +24,7 @@ use candle_core::{DType, Device, Shape, Storage, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
 use std::collections::{BTreeSet, HashMap};
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex};
 
 /// Collects the parameters of a model under construction.
@@ -41,6 +44,7 @@ struct Inner {
     buffer_rule: Option<BufferRule>,
     by_name: HashMap<String, usize>,
     units: Vec<String>,
+    leaves: Leaves,
     open_units: Vec<UnitId>,
     /// The parameters that each unit uses, its own and others'.
     used_by: Vec<BTreeSet<ParamId>>,
@@ -77,6 +81,7 @@ impl Registry {
             buffer_rule: None,
             by_name: HashMap::new(),
             units: vec![String::new()],
+            leaves: Leaves::default(),
             open_units: vec![ROOT],
             used_by: vec![BTreeSet::new()],
             groups,
@@ -89,6 +94,7 @@ impl Registry {
     /// A registry that learns names, shapes and units, for a model that is only looked at: its tensors are absent.
     pub fn of_shapes(dtype: DType) -> Self {
         let plan = SharePlan {
+            states: StatePrecision { master_weights: true, bf16_moments: false },
             rank: 0,
             world_size: 1,
             placement: ZeroStage::Three.placement(),
@@ -110,16 +116,12 @@ impl Registry {
         lock(&self.0).buffer_rule = rule;
     }
 
-    /// The way to the engine that the model is built for.
-    pub fn link(&self) -> Link {
-        lock(&self.0).link.clone()
-    }
-
     /// Begins a unit: parameters registered until [`Registry::close_unit`] belong to it.
     pub fn open_unit(&self, name: String) -> (UnitId, Link) {
         let mut inner = lock(&self.0);
-        let id = inner.units.len();
+        let (id, around) = (inner.units.len(), inner.open_unit());
         inner.units.push(name);
+        inner.leaves.push(around);
         inner.used_by.push(BTreeSet::new());
         inner.open_units.push(id);
         (id, inner.link.clone())
@@ -156,8 +158,9 @@ impl Registry {
         let names = params.iter().map(|p| p.name.as_str()).chain(buffers.iter().map(|b| b.name.as_str()));
         inner.source.check_all_used(&names.collect::<BTreeSet<_>>())?;
         let (units, used_by) = (std::mem::take(&mut inner.units), std::mem::take(&mut inner.used_by));
+        let leaves = std::mem::take(&mut inner.leaves);
         let inits = std::mem::take(&mut inner.inits);
-        Ok(Registered { params, units, used_by, groups: inner.groups.finish()?, buffers, inits })
+        Ok(Registered { params, units, leaves, used_by, groups: inner.groups.finish()?, buffers, inits })
     }
 }
 
@@ -166,7 +169,7 @@ struct Kept {
     group: usize,
     role: Role,
     trained: Arc<AtomicBool>,
-    packing: Option<Packing>,
+    weights: Weights,
 }
 
 impl Inner {
@@ -188,18 +191,23 @@ impl Inner {
         }
         let is_trained = plan.grouping.trains(name, shape.dims());
         let trained = Arc::new(AtomicBool::new(is_trained));
-        let packing = plan.grouping.packing(name, shape.dims());
+        let mut weights = plan.grouping.weights(name, shape.dims());
+        if weights == Weights::F32 && plan.dtype == DType::F32 {
+            weights = Weights::Model;
+        }
+        let packing = weights.packing();
         if packing.is_some() && is_trained {
             return Err(ParamError::QuantizedTrained { name: name.into() }.into());
         }
         let group = plan.grouping.group(name, shape.dims());
-        let kept = Kept { group, role: Grouping::role(group), trained, packing };
+        let kept = Kept { group, role: Grouping::role(group), trained, weights };
+        let dtype = weights.dtype(dtype);
         if self.shapes_only {
-            let tensor = self.absent(&shape, &kept.trained)?;
-            return Ok(self.add(name, shape, kept, tensor, Residency::Absent));
+            let tensor = self.absent(&shape, dtype, &kept.trained)?;
+            return Ok(self.add(name, (shape, 1), kept, tensor, Residency::Absent));
         }
         let numel = shape.elem_count();
-        let cut = Cut { numel, block: packing.map_or(1, Packing::unit) };
+        let cut = Cut { numel, block: packing.map_or_else(|| plan.block(kept.role), Packing::unit) };
         let shard = cut.shard(plan.world_size, plan.rank);
         let made = if plan.placement.params.is_sharded() { shard.clone() } else { 0..numel };
         let values = self.source.values(name, &shape, init, made.clone())?;
@@ -209,10 +217,10 @@ impl Inner {
         let owned = if plan.placement.optim.is_sharded() { shard } else { 0..numel };
         let own = &values[owned.start - made.start..owned.end - made.start];
         // In f32: the master weights begin with all digits of the source.
-        self.groups.push(id, cut, FlatRef::F32(own), Class::of(kept.role, is_trained, packing))?;
+        self.groups.push(id, cut, FlatRef::F32(own), Class::new(kept.role, is_trained, weights))?;
 
         let (tensor, residency) = if plan.placement.params.is_sharded() {
-            (self.absent(&shape, &kept.trained)?, Residency::Absent)
+            (self.absent(&shape, dtype, &kept.trained)?, Residency::Absent)
         } else {
             let values = match packing {
                 // The values that stage 3 computes with.
@@ -220,12 +228,12 @@ impl Inner {
                 None => Flat::from_f32(values, dtype),
             };
             let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Parameters, values.capacity_in_bytes());
-            let tensor = self.absent(&shape, &kept.trained)?;
+            let tensor = self.absent(&shape, dtype, &kept.trained)?;
             let values = residency::storage_on(&self.device, residency::to_storage(values))?;
             self.waiting.push((tensor.clone(), values));
             (tensor, Residency::Whole(held))
         };
-        Ok(self.add(name, shape, kept, tensor, residency))
+        Ok(self.add(name, (shape, cut.block), kept, tensor, residency))
     }
 
     /// Whether the model asks for a buffer.
@@ -273,23 +281,30 @@ impl Inner {
     }
 
     /// The tensor of the next parameter, absent.
-    fn absent(&self, shape: &Shape, trained: &Arc<AtomicBool>) -> Result<Tensor> {
+    fn absent(&self, shape: &Shape, dtype: DType, trained: &Arc<AtomicBool>) -> Result<Tensor> {
         // A storage of the true dtype, from which the tensor takes its own; one element, as CUDA may refuse none.
-        let tensor = self.tensor(shape, Flat::zeros(self.plan.dtype, 1), trained)?;
+        let tensor = self.tensor(shape, Flat::zeros(dtype, 1), trained)?;
         residency::clear(&tensor)?;
         Ok(tensor)
     }
 
     /// Adds a parameter, and gives its tensor.
-    fn add(&mut self, name: &str, shape: Shape, kept: Kept, tensor: Tensor, residency: Residency) -> Tensor {
-        let Kept { group, role, trained, packing } = kept;
+    fn add(
+        &mut self,
+        name: &str,
+        (shape, block): (Shape, usize),
+        kept: Kept,
+        tensor: Tensor,
+        residency: Residency,
+    ) -> Tensor {
+        let Kept { group, role, trained, weights } = kept;
         self.by_name.insert(name.into(), self.params.len());
         self.is_used(self.params.len());
         self.params.push(Param {
             name: name.into(),
             numel: shape.elem_count(),
-            block: packing.map_or(1, Packing::unit),
-            packing,
+            block: AtomicUsize::new(block),
+            weights,
             shape,
             group,
             unit: self.open_unit(),
@@ -330,6 +345,24 @@ impl Inner {
         let text = error.to_string();
         self.failure.get_or_insert(error);
         candle_core::Error::Msg(text)
+    }
+}
+
+impl Units for Registry {
+    fn open_unit(&self, name: String) -> candle_core::Result<(UnitId, Link)> {
+        Ok(self.open_unit(name))
+    }
+
+    fn close_unit(&self) {
+        self.close_unit();
+    }
+
+    fn mark_leaf(&self, unit: UnitId) {
+        lock(&self.0).leaves.mark(unit);
+    }
+
+    fn link(&self) -> Link {
+        lock(&self.0).link.clone()
     }
 }
 

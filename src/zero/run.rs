@@ -19,7 +19,7 @@ use crate::param::{ParamId, ROOT, UnitId};
 use crate::timeline::{self, Span};
 use crate::util::lock;
 use candle_core::Tensor;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 
@@ -37,7 +37,9 @@ impl Core {
         }
         let run = || {
             self.enter(Event::Forward(ROOT))?;
+            let running = Raised::raise(&self.in_forward);
             let output = run()?;
+            drop(running);
             self.leave_forward(ROOT)?;
             self.mark_output(output)
         };
@@ -198,13 +200,34 @@ impl Core {
             forward()
         };
         let result = self.begin_backward(unit).and_then(|()| again()).and_then(backward);
-        let released = lock(&self.gather).unnest(self, passes).map_err(|e| self.stash(e));
+        let released = lock(&self.gather).unnest(self, unit, passes).map_err(|e| self.stash(e));
         result.and_then(|result| released.map(|()| result))
     }
 
+    /// Whether the engine's forward, or its evaluation, is running, on whatever thread.
+    pub(crate) fn is_in_forward(&self) -> bool {
+        self.in_forward.load(Ordering::Relaxed)
+    }
+
     /// Whether a model is only evaluated.
-    pub(super) fn is_evaluating(&self) -> bool {
+    pub(crate) fn is_evaluating(&self) -> bool {
         self.evaluating.load(Ordering::Relaxed)
+    }
+}
+
+/// A flag that is raised for a while.
+struct Raised<'a>(&'a AtomicBool);
+
+impl<'a> Raised<'a> {
+    fn raise(flag: &'a AtomicBool) -> Self {
+        flag.store(true, Ordering::Relaxed);
+        Self(flag)
+    }
+}
+
+impl Drop for Raised<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Relaxed);
     }
 }
 

@@ -14,7 +14,7 @@
 use super::buffers::KeptBuffers;
 use super::core::{Core, Link};
 use super::kept_input::KeptInput;
-use super::registry::Registry;
+use super::leaf::InLeaf;
 use super::replay::Outcome;
 use super::run::before_backward;
 use super::trace::Event;
@@ -24,33 +24,45 @@ use crate::graph::{Grad, Inputs, Value, draw_from, node_of, once, place_of_draws
 use crate::param::UnitId;
 use crate::precision::Flat;
 use crate::profiler::spans::{self, Half};
-use crate::tensor::residency::{storage_on, to_storage};
+use crate::tensor::residency::{empty_leaf, storage_on, to_storage};
 use crate::timeline;
-use candle_core::{Result, Shape, Tensor, Var};
+use candle_core::{DType, Result, Shape, Tensor, Var};
 use candle_nn::{Module, VarBuilder};
 use std::cell::RefCell;
 use std::sync::Arc;
 
 thread_local! {
-    /// The registry of the model that this thread is building for an engine.
-    static BUILDING: RefCell<Option<Registry>> = const { RefCell::new(None) };
+    /// Where the model that this thread is building for an engine has its units.
+    static BUILDING: RefCell<Option<Arc<dyn Units>>> = const { RefCell::new(None) };
 }
 
-/// Runs `build` with `registry` as the one that [`unit()`] finds.
-pub(crate) fn building<T>(registry: &Registry, build: impl FnOnce() -> T) -> T {
-    struct Reset(Option<Registry>);
+/// The units of a model under construction.
+pub(crate) trait Units {
+    /// Begins a unit of this name, and gives its number and the way to the engine.
+    fn open_unit(&self, name: String) -> Result<(UnitId, Link)>;
+    /// The unit is built.
+    fn close_unit(&self);
+    /// A unit is gathered as one with all units inside.
+    fn mark_leaf(&self, unit: UnitId);
+    /// The way to the engine.
+    fn link(&self) -> Link;
+}
+
+/// The way to the engine for which this thread is building a model; a way to nowhere where there is none.
+pub(crate) fn link_under_construction() -> Link {
+    BUILDING.with_borrow(|units| units.as_ref().map(|units| units.link())).unwrap_or_default()
+}
+
+/// Runs `build` with `units` as those that [`unit()`] finds.
+pub(crate) fn building<T>(units: &(impl Units + Clone + 'static), build: impl FnOnce() -> T) -> T {
+    struct Reset(Option<Arc<dyn Units>>);
     impl Drop for Reset {
         fn drop(&mut self) {
             BUILDING.set(self.0.take());
         }
     }
-    let _reset = Reset(BUILDING.replace(Some(registry.clone())));
+    let _reset = Reset(BUILDING.replace(Some(Arc::new(units.clone()))));
     build()
-}
-
-/// The way to the engine that this thread is building a model for; to nothing outside of that.
-pub(crate) fn link_under_construction() -> Link {
-    BUILDING.with_borrow(|registry| registry.as_ref().map(Registry::link)).unwrap_or_default()
 }
 
 /// A part of a model whose parameters are gathered and released together at stage 3.
@@ -85,13 +97,13 @@ pub struct Unit<M> {
 /// }
 /// ```
 pub fn unit<M>(vb: VarBuilder<'_>, build: impl FnOnce(VarBuilder<'_>) -> Result<M>) -> Result<Unit<M>> {
-    let registry = BUILDING.with_borrow(|r| r.clone());
-    let Some(registry) = registry else {
+    let units = BUILDING.with_borrow(|units| units.clone());
+    let Some(units) = units else {
         return Ok(Unit { inner: Arc::new(build(vb)?), hook: None, recompute: false });
     };
-    let hook = registry.open_unit(vb.prefix());
+    let hook = units.open_unit(vb.prefix())?;
     let inner = build(vb);
-    registry.close_unit();
+    units.close_unit();
     Ok(Unit { inner: Arc::new(inner?), hook: Some(hook), recompute: false })
 }
 
@@ -107,6 +119,21 @@ impl<M> Unit<M> {
     #[must_use]
     pub fn checkpointed(mut self, recompute: bool) -> Self {
         self.recompute = recompute;
+        self
+    }
+
+    /// Makes this unit a leaf: it is gathered as one with all units inside, for modules of which ranks run different
+    /// parts, as the experts of a mixture. All ranks have to run the leaf itself; what a rank's run of it does not use
+    /// has a gradient of zeros. Also by [`EngineBuilder::leaf_units`](crate::EngineBuilder::leaf_units) and
+    /// `zero_optimization.leaf_module`. Called while the model is built; without an engine it has no effect.
+    ///
+    /// The gradients of a leaf are held until backward ends, and so are, at stage 3, the values that a rank has not used,
+    /// unless the leaf recomputes ([`checkpointed`](Self::checkpointed)).
+    #[must_use]
+    pub fn leaf(self) -> Self {
+        if let Some((unit, _)) = &self.hook {
+            BUILDING.with_borrow(|units| units.iter().for_each(|units| units.mark_leaf(*unit)));
+        }
         self
     }
 
@@ -127,7 +154,8 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
             // Nothing in it or below it is trained: no graph, and no backward.
             return Ok(without_gradients(|| self.run(&hook, x))?.detach());
         }
-        let recomputes = self.recompute || hook.core.recomputation.every_unit;
+        // Where every unit recomputes, a leaf does as one.
+        let recomputes = self.recompute || (hook.core.recomputation.every_unit && hook.place() != InLeaf::Inside);
         // Recomputation delivers the parameters' gradients to an engine; without one they belong in Candle's graph. An
         // untracked input would keep the operation's backward from ever being called.
         if recomputes && x.track_op() {
@@ -135,7 +163,7 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
         }
         let y = self.run(&hook, x)?;
         hook.profile_input(x);
-        hook.mark_output(y)
+        if hook.place() == InLeaf::Leaf { hook.mark_leaf(x, &y) } else { hook.mark_output(y) }
     }
 }
 
@@ -210,11 +238,12 @@ impl<M: Module + Send + Sync + 'static> Unit<M> {
         drop(y);
         let first = FirstRun { input: hook.core.keep_input(&input)?, output, buffers };
         let (unit, device) = (self.clone(), x.device().clone());
+        let unused = (hook.place() == InLeaf::Leaf).then(|| Zeros::like(x));
         Inputs::of([Some(x)])?.result("recompute-unit", Value(storage), shape.clone(), move |grad, [to_x]| {
             let grad = grad.into_tensor(&shape, &device)?;
             match draw_from(draws, || unit.run_again(&first, &grad))? {
                 Some(grad) => to_x.give(Grad::Shared(grad)),
-                None => Ok(()),
+                None => unused.iter().try_for_each(|unused| to_x.give(unused.gradient())),
             }
         })
     }
@@ -235,7 +264,66 @@ struct UnitContext {
     core: Arc<Core>,
 }
 
+/// The gradient of an input that a leaf makes nothing of.
+struct Zeros {
+    dtype: DType,
+    numel: usize,
+}
+
+impl Zeros {
+    fn like(x: &Tensor) -> Self {
+        Self { dtype: x.dtype(), numel: x.elem_count() }
+    }
+
+    fn gradient(&self) -> Grad {
+        Grad::Own(Flat::zeros(self.dtype, self.numel))
+    }
+}
+
 impl UnitContext {
+    fn place(&self) -> InLeaf {
+        self.core.leaves[self.unit]
+    }
+
+    /// Begins the unit's backward.
+    fn begin_backward(&self) -> impl Fn() -> Result<()> + Send + Sync + 'static {
+        let (unit, link) = (self.unit, self.link.clone());
+        move || {
+            let Some(core) = link.core() else { return Ok(()) };
+            if core.is_in_backward() {
+                spans::begin_backward(unit);
+            }
+            core.begin_backward(unit)
+        }
+    }
+
+    /// [`mark_output`](Self::mark_output) of a leaf: its backward begins on all ranks, and goes on to what lies before
+    /// the leaf, whether or not this rank's run has used its parameters or its input.
+    fn mark_leaf(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
+        let begin = self.begin_backward();
+        if !x.track_op() && !y.track_op() {
+            let anchor = empty_leaf(y.device(), &Shape::from(1))?;
+            return prepared("leaf-output", &anchor, copy_of(y)?, move |_, _| begin().map(|()| None));
+        }
+        let ((storage, shape), unused) = (copy_of(y)?, Zeros::like(x));
+        // Of two inputs the second is differentiated first: what the output alone depends on.
+        let y = Inputs::of([Some(x), Some(y)])?.result(
+            "leaf-output",
+            Value(storage),
+            shape,
+            move |grad, [to_x, to_y]| {
+                if to_x.is_wanted() {
+                    to_x.give(unused.gradient())?;
+                }
+                to_y.give(grad)
+            },
+        )?;
+        if let Some(node) = node_of(&y) {
+            node.slot.before_backward(Box::new(begin));
+        }
+        Ok(y)
+    }
+
     /// For the profile, the unit's backward ends when its input has its gradient.
     fn profile_input(&self, x: &Tensor) {
         let unit = self.unit;
@@ -249,18 +337,11 @@ impl UnitContext {
 
     /// Lets the unit's backward begin before the last of its operations is differentiated.
     fn mark_output(&self, y: Tensor) -> Result<Tensor> {
-        let shards_params = self.core.shards_params();
+        let shards_params = self.core.shards_params() && self.place() != InLeaf::Inside;
         if !shards_params && !spans::is_recording() && !timeline::is_recording() {
             return Ok(y);
         }
-        let (unit, link) = (self.unit, self.link.clone());
-        let begin = move || {
-            let Some(core) = link.core() else { return Ok(()) };
-            if core.is_in_backward() {
-                spans::begin_backward(unit);
-            }
-            core.begin_backward(unit)
-        };
+        let begin = self.begin_backward();
         if !shards_params && node_of(&y).is_none() {
             return Ok(y);
         }
