@@ -30,6 +30,36 @@ pub enum ParamError {
         /// The group's place.
         index: usize,
     },
+    /// A name that no parameter has.
+    #[error("the model has no parameter {name}: {near}")]
+    Unknown {
+        /// The name.
+        name: String,
+        /// Names that are like it.
+        near: String,
+    },
+    /// An optimizer state that the parameter does not have.
+    #[error("parameter {name} has no optimizer state {key}: there are {has}")]
+    UnknownState {
+        /// The parameter.
+        name: String,
+        /// The state.
+        key: String,
+        /// Its states.
+        has: String,
+    },
+    /// A value of another shape than the parameter's.
+    #[error(
+        "a value of shape {found:?} is given for parameter {name}, whose shape is {expected:?}; give one of that shape"
+    )]
+    ValueShape {
+        /// The parameter.
+        name: String,
+        /// The value's shape.
+        found: Vec<usize>,
+        /// The parameter's.
+        expected: Vec<usize>,
+    },
     /// One name, two shapes.
     #[error(
         "parameter {name} is asked for twice, with shape {first:?} and with {second:?}; give the layers different \

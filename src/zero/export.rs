@@ -35,7 +35,6 @@ impl Core {
 
     /// Collective: a whole parameter in f32, from the master weights where there are any.
     pub fn whole_f32(&self, param: usize) -> Result<Flat> {
-        let (world, numel) = (self.comm.size(), self.params[param].numel);
         let groups = lock(&self.groups);
         let (group, slot) = self.place_of(param);
         let (group, slot) = (&groups[group], &groups[group].slots[slot]);
@@ -55,6 +54,12 @@ impl Core {
             }
         }
         drop(groups);
+        self.whole_of(param, own)
+    }
+
+    /// Collective: the whole of which each rank gives the part that it owns.
+    pub(super) fn whole_of(&self, param: usize, mut own: Flat) -> Result<Flat> {
+        let (world, numel) = (self.comm.size(), self.params[param].numel);
         // Not a question of how much this rank owns: a parameter of one element lies on one rank alone.
         if world == 1 || !self.placement.optim.is_sharded() {
             return Ok(own);

@@ -18,10 +18,12 @@
 //! | `whole.rs` | norms of whole parameters, and directions made of whole ones |
 //! | `publish.rs` | updated shards, brought to all ranks |
 //! | `freeze.rs` | parameters frozen and thawed between steps |
+//! | `access.rs` | one parameter, its gradient and states, read and set |
 //! | `export.rs` | whole parameters in a file |
 //!
 //! The decisions of a step are written once, over `rank::Rank`; the core and a rehearsal carry them out.
 
+mod access;
 mod batch;
 pub(crate) mod core;
 mod export;

@@ -4,6 +4,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod access;
 mod accumulation;
 mod api;
 mod data_loader;
@@ -15,4 +16,5 @@ mod overflow;
 mod own_optimizer;
 mod parameter_groups;
 mod schedules;
+mod several_engines;
 mod timeline;
