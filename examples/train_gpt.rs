@@ -227,6 +227,10 @@ fn run<A: Architecture>(
     let shape = BatchShape::new(&engine.config().batch, engine.world_size(), engine.rank());
     let mut loader = Loader::new(data, order, shape, seq_len, vocab, engine.device())?;
 
+    if let Some(dir) = &args.save {
+        // Now rather than after hours of training.
+        engine.check_save_dir(dir)?;
+    }
     if let (true, Some(dir)) = (args.resume, &args.save)
         && let Some(loaded) = engine.load_checkpoint(dir, None, &LoadOptions::default())?
     {
@@ -366,9 +370,7 @@ fn train<A: Architecture>(
             disk_bytes_per_s: files.bytes_per_s(),
             rss_peak_bytes: over_ranks.rss_peak_bytes,
         };
-        if let Some(metrics) = &mut metrics {
-            metrics.write(&line)?;
-        }
+        write(&mut metrics, &line);
         progress
             .step(step + 1, || format!("loss {:.4} lr {:.3e} {:.0} tokens/s", line.loss, line.lr, line.tokens_per_s));
         save(engine, args, sizes)?;
@@ -379,19 +381,26 @@ fn train<A: Architecture>(
     if first && files != OffloadReport::default() {
         println!("{files}");
     }
-    if let Some(metrics) = &mut metrics {
-        metrics.write(&json!({
-            "summary": true,
-            "world_size": engine.world_size(),
-            "steps": args.steps,
-            "skipped_steps": engine.skipped_steps(),
-            "seconds": start.elapsed().as_secs_f64(),
-            "memory": engine.memory_report(),
-            "comm": engine.comm_report(),
-            "offload": engine.offload_report(),
-        }))?;
-    }
+    let summary = json!({
+        "summary": true,
+        "world_size": engine.world_size(),
+        "steps": args.steps,
+        "skipped_steps": engine.skipped_steps(),
+        "seconds": start.elapsed().as_secs_f64(),
+        "memory": engine.memory_report(),
+        "comm": engine.comm_report(),
+        "offload": engine.offload_report(),
+    });
+    write(&mut metrics, &summary);
     Ok(())
+}
+
+/// Writes a line of metrics. Training is worth more than its log: one that cannot be written ends, and says so.
+fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
+    if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
+        eprintln!("{error}: training goes on, and the metrics end here");
+        *metrics = None;
+    }
 }
 
 /// Saves a checkpoint if it is time for one.

@@ -14,6 +14,7 @@ mod accumulation;
 mod builder;
 mod checkpoints;
 mod clock;
+mod common;
 mod construct;
 pub(crate) mod error;
 mod output;
@@ -24,12 +25,12 @@ mod watch;
 
 pub use builder::EngineBuilder;
 
-use crate::checkpoint::SaveJob;
+use crate::checkpoint::{HeldFolders, Place, SaveJob};
 use crate::comm::agree::Failure;
 use crate::config::{Config, Precision};
 use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
 use crate::graph::{draw_from, stream_of};
-use crate::notice::say;
+use crate::notice::warn;
 use crate::optim::Trainer;
 use crate::precision::{LossScaler, gradient_multiplier};
 use crate::timeline::{self, Recorder};
@@ -89,6 +90,10 @@ pub struct Engine<M> {
     reporter: Reporter,
     /// A checkpoint that is being written.
     saving: Option<SaveJob>,
+    /// The checkpoint that was saved or loaded last.
+    place: Option<Place>,
+    /// Where this job saves.
+    held_folders: HeldFolders,
     /// The reason for a failure, until it has been reported.
     failed_save: Option<Error>,
     /// The error that ended the job for this rank.
@@ -161,8 +166,7 @@ impl<M> Engine<M> {
     /// gradients of inputs (`Var`s) as ever. At stage 3 they gather parameters: all ranks run them, in the same order.
     ///
     /// # Errors
-    /// [`EngineError::OutOfOrder`] without a forward before; [`EngineError::NonFiniteLoss`] in f32;
-    /// [`EngineError::NoGradient`] after the first backward; a failed collective.
+    /// [`EngineError::OutOfOrder`] without a forward before; [`EngineError::NonFiniteLoss`] in f32; a failed collective.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.check_order("backward", &[Phase::Forwarded])?;
         self.check_loss(loss)?;
@@ -183,7 +187,7 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] without a backward before; [`EngineError::NonFiniteGradient`] in f32;
-    /// [`EngineError::LossScaleAtMinimum`]; a failed collective. What a save in the background could not do: then the
+    /// [`EngineError::LossScaleAtMinimum`]; [`EngineError::NoGradient`] in the first step; a failed collective. What a save in the background could not do: then the
     /// step has been made, and the engine can go on.
     pub fn step(&mut self) -> Result<()> {
         self.check_order("step", &[Phase::Backwarded, Phase::Held])?;
@@ -314,6 +318,15 @@ impl<M> Engine<M> {
         self.core.comm().gather_f64(values.to_vec()).wait()
     }
 
+    /// Collective: all ranks have the same buffers afterwards, by the rule of
+    /// [`EngineBuilder::buffer_sync`]; without a rule, rank 0's. For an evaluation that is to give the same on all ranks.
+    ///
+    /// # Errors
+    /// [`ParamError::BufferChanged`](crate::error::ParamError::BufferChanged); a failed collective.
+    pub fn sync_buffers(&mut self) -> Result<()> {
+        self.attempt(|engine| engine.core.agree_on_buffers())
+    }
+
     /// Runs `call`; after an error that leaves this rank out of step, it tells the others and refuses to go on.
     fn attempt<T, E: Into<Failure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
         self.not_stopped()?;
@@ -343,7 +356,7 @@ impl<M> Drop for Engine<M> {
             && !std::thread::panicking()
             && let Err(error) = self.wait_for_checkpoint()
         {
-            say(&format!("a checkpoint was not saved: {error}"));
+            warn(&format!("a checkpoint was not saved: {error}"));
         }
         if !std::thread::panicking() {
             self.tell_at_end();

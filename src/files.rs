@@ -1,8 +1,13 @@
-//! Files that appear under their names whole: written beside, synced, renamed, their folder synced.
+//! Files that appear under their names whole: written beside, synced, renamed, their folder synced; and files that are
+//! read, whatever stands under their names.
 
-use std::fs::{File, OpenOptions, Permissions};
-use std::io::{Result, Write as _};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+mod lock;
+
+pub(crate) use lock::{FolderLock, LOCK, owner as lock_owner};
+
+use std::fs::{File, Metadata, OpenOptions, Permissions};
+use std::io::{Error, ErrorKind, Read as _, Result, Write as _};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 use tempfile::NamedTempFile;
 
@@ -35,4 +40,67 @@ pub(crate) fn sync_folder(folder: &Path) -> Result<()> {
 pub(crate) fn open_direct(path: impl AsRef<Path>) -> Option<File> {
     let flags = rustix::fs::OFlags::DIRECT.bits().cast_signed();
     OpenOptions::new().read(true).write(true).custom_flags(flags).open(path).ok()
+}
+
+/// Opens the file at `path` to read it. What is no file is an error that says what it is: a pipe would be waited for,
+/// and a device may never end.
+pub(crate) fn open(path: impl AsRef<Path>) -> Result<File> {
+    let path = path.as_ref();
+    // Looked at first, since to open a device can do something; and again, since it may be another by then.
+    only_a_file(&path.metadata()?)?;
+    let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    only_a_file(&file.metadata()?)?;
+    Ok(file)
+}
+
+/// All of the file at `path`, which has `most` bytes at most.
+pub(crate) fn read(path: impl AsRef<Path>, most: u64) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open(path)?.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
+    match bytes.len() as u64 <= most {
+        true => Ok(bytes),
+        false => Err(Error::new(ErrorKind::FileTooLarge, format!("it is larger than {most} bytes"))),
+    }
+}
+
+/// The same, as text.
+pub(crate) fn read_text(path: impl AsRef<Path>, most: u64) -> Result<String> {
+    String::from_utf8(read(path, most)?).map_err(|_| Error::new(ErrorKind::InvalidData, "it is not UTF-8 text"))
+}
+
+/// An error for what is no file, in words.
+fn only_a_file(found: &Metadata) -> Result<()> {
+    let kind = found.file_type();
+    let what = match () {
+        () if kind.is_file() => return Ok(()),
+        () if kind.is_dir() => return Err(rustix::io::Errno::ISDIR.into()),
+        () if kind.is_fifo() => "a pipe",
+        () if kind.is_socket() => "a socket",
+        () => "a device",
+    };
+    Err(Error::new(ErrorKind::InvalidInput, format!("it is {what}, and a file is needed")))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_file_is_named_and_never_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let [pipe, socket, file] = ["pipe", "socket", "file"].map(|name| dir.path().join(name));
+        let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR);
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, kind, mode, 0).unwrap();
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let text = |path: &Path| read(path, 10).unwrap_err().to_string();
+        assert_eq!(text(&pipe), "it is a pipe, and a file is needed");
+        assert_eq!(text(&socket), "it is a socket, and a file is needed");
+        assert_eq!(text(Path::new("/dev/zero")), "it is a device, and a file is needed");
+        assert_eq!(text(dir.path()), "Is a directory (os error 21)");
+        std::fs::write(&file, [0; 10]).unwrap();
+        assert_eq!(read(&file, 10).unwrap(), [0; 10]);
+        assert_eq!(read(&file, 9).unwrap_err().to_string(), "it is larger than 9 bytes");
+    }
 }

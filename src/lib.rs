@@ -78,3 +78,8 @@ pub use serde_json;
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// The code of docs/frozen.md, likewise.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/frozen.md")]
+struct FrozenPage;

@@ -34,6 +34,8 @@ pub enum Kind {
     Staging,
     /// Inputs that recomputing units keep in a file until backward.
     Activations,
+    /// Tensors of the model that are no parameters (running statistics, position ids), whole on every rank.
+    Buffers,
 }
 
 /// Where a piece of model-state memory is.
@@ -63,6 +65,7 @@ impl Kind {
             Self::Buckets => "buckets",
             Self::Staging => "staging",
             Self::Activations => "activations",
+            Self::Buffers => "buffers",
         }
     }
 }
@@ -254,6 +257,7 @@ impl MemoryReport {
             free(Kind::Buckets),
             free(Kind::Staging),
             free(Kind::Activations),
+            free(Kind::Buffers),
         ];
         Self { stage: stage.number(), world_size, parameters, frozen, rows }
     }

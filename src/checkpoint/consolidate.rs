@@ -9,8 +9,10 @@
 //!
 //! Everything is written into a folder beside OUT, synced and renamed, so OUT is never half there.
 
+use super::buffers::SavedBuffer;
 use super::hugging_face::{Description, describe};
 use super::load::Checkpoint;
+use super::manifest::Parameter;
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::{folder_of, sync_folder};
 use crate::zero::share::WEIGHTS;
@@ -54,9 +56,9 @@ impl Default for ConsolidateSettings {
 }
 
 impl ConsolidateSettings {
-    /// Bytes of all parameters of `checkpoint`, as they are written.
+    /// Bytes of all parameters and buffers of `checkpoint`, as they are written.
     pub fn bytes(&self, checkpoint: &Checkpoint) -> u64 {
-        saved(checkpoint).iter().map(|p| self.dtype.bytes() * checkpoint.manifest().parameters[*p].numel() as u64).sum()
+        saved(checkpoint).into_iter().map(|number| tensor(checkpoint, number).bytes(self.dtype)).sum()
     }
 
     /// Whether they suit `checkpoint`.
@@ -122,7 +124,7 @@ impl ConsolidatedDtype {
     }
 }
 
-/// Writes the parameters of `checkpoint` into the folder `out`, which must be absent or empty. `tell` learns the bytes
+/// Writes the parameters of `checkpoint`, and its buffers in their own types, into the folder `out`, which must be absent or empty. `tell` learns the bytes
 /// that have been written.
 ///
 /// # Errors
@@ -205,10 +207,42 @@ fn split(bytes: &[u64], limit: u64) -> Vec<Range<usize>> {
     files
 }
 
-/// Places in the manifest of the parameters that the checkpoint has: frozen ones may have been left out.
+/// Numbers of the tensors that the checkpoint has: places of parameters in the manifest, of which frozen ones may have
+/// been left out, and behind all of these those of buffers.
 fn saved(checkpoint: &Checkpoint) -> Vec<usize> {
-    let parameters = checkpoint.manifest().parameters.iter().enumerate();
-    parameters.filter(|(_, parameter)| parameter.has(WEIGHTS)).map(|(place, _)| place).collect()
+    let parameters = &checkpoint.manifest().parameters;
+    let saved = (0..parameters.len()).filter(|place| parameters[*place].has(WEIGHTS));
+    saved.chain(parameters.len()..parameters.len() + checkpoint.buffers().len()).collect()
+}
+
+/// A tensor of the files.
+enum Tensor<'a> {
+    Parameter(&'a Parameter),
+    Buffer(&'a SavedBuffer),
+}
+
+fn tensor(checkpoint: &Checkpoint, number: usize) -> Tensor<'_> {
+    let parameters = &checkpoint.manifest().parameters;
+    match parameters.get(number) {
+        Some(parameter) => Tensor::Parameter(parameter),
+        None => Tensor::Buffer(&checkpoint.buffers()[number - parameters.len()]),
+    }
+}
+
+impl Tensor<'_> {
+    fn name(&self) -> &str {
+        match self {
+            Self::Parameter(parameter) => &parameter.name,
+            Self::Buffer(buffer) => &buffer.name,
+        }
+    }
+
+    fn bytes(&self, dtype: ConsolidatedDtype) -> u64 {
+        match self {
+            Self::Parameter(parameter) => parameter.numel() as u64 * dtype.bytes(),
+            Self::Buffer(buffer) => buffer.bytes.len() as u64,
+        }
+    }
 }
 
 /// How far it is.
@@ -220,7 +254,7 @@ struct Count<'a> {
 /// Files under construction.
 struct Writer<'a> {
     checkpoint: &'a Checkpoint,
-    /// Places in the manifest of the parameters that are written.
+    /// Numbers of the tensors that are written.
     params: Vec<usize>,
     folder: &'a Path,
     settings: &'a ConsolidateSettings,
@@ -256,11 +290,11 @@ impl Writer<'_> {
     }
 
     fn bytes(&self, param: usize) -> u64 {
-        self.checkpoint.manifest().parameters[param].numel() as u64 * self.settings.dtype.bytes()
+        tensor(self.checkpoint, param).bytes(self.settings.dtype)
     }
 
     fn name(&self, param: usize) -> String {
-        format!("{}{}", self.described.prefix, self.checkpoint.manifest().parameters[param].name)
+        format!("{}{}", self.described.prefix, tensor(self.checkpoint, param).name())
     }
 
     fn json(&self, name: &str, value: &Value) -> Result<()> {
@@ -303,11 +337,13 @@ impl Writer<'_> {
         header.insert("__metadata__".into(), json!({"format": "pt"}));
         let mut end = 0;
         for param in params {
-            let parameter = &self.checkpoint.manifest().parameters[*param];
+            let (dtype, shape) = match tensor(self.checkpoint, *param) {
+                Tensor::Parameter(p) => (self.settings.dtype.names().0.to_string(), &p.shape),
+                Tensor::Buffer(b) => (format!("{:?}", b.dtype), &b.shape),
+            };
             let start = end;
             end += self.bytes(*param);
-            let dtype = self.settings.dtype.names().0;
-            let info = json!({"dtype": dtype, "shape": parameter.shape, "data_offsets": [start, end]});
+            let info = json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]});
             header.insert(self.name(*param), info);
         }
         let mut header = Value::Object(header).to_string().into_bytes();
@@ -316,9 +352,12 @@ impl Writer<'_> {
         header
     }
 
-    /// Gives the bytes of a parameter to `take`, piece by piece.
+    /// Gives the bytes of a parameter to `take`, piece by piece; those of a buffer at once, in its own type.
     fn parameter(&self, param: usize, mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-        let parameter = &self.checkpoint.manifest().parameters[param];
+        let parameter = match tensor(self.checkpoint, param) {
+            Tensor::Parameter(parameter) => parameter,
+            Tensor::Buffer(buffer) => return take(&buffer.bytes),
+        };
         let numel = parameter.numel();
         for start in (0..numel).step_by(PIECE) {
             let values = self.checkpoint.read(0, param, start..numel.min(start + PIECE))?;

@@ -15,6 +15,19 @@ pub enum CheckpointError {
         /// The problem, the allowed values, and how to fix it.
         problem: String,
     },
+    /// Another job saves into the same folder.
+    #[error(
+        "cannot save checkpoints into {}: a job that is running saves there already{}; give each job a folder of its \
+         own, or stop the other one",
+        path.display(),
+        owner.map_or(String::new(), |pid| format!(" (process {pid})"))
+    )]
+    Busy {
+        /// The folder.
+        path: PathBuf,
+        /// The process that locked it, where the system says.
+        owner: Option<u32>,
+    },
     /// A checkpoint that DeepSpeed wrote cannot be read.
     #[error("cannot read the DeepSpeed checkpoint {}: {problem}", path.display())]
     DeepSpeed {

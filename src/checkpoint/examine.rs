@@ -1,5 +1,6 @@
 //! Looking at checkpoints without an engine: which there are, and whether one is whole.
 
+use super::buffers;
 use super::folder;
 use super::manifest::{MANIFEST, Manifest};
 use super::rank_file::RankFile;
@@ -84,6 +85,7 @@ pub(crate) fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64
         Err(error) => return Examination { path, manifest: None, problems: vec![error] },
     };
     let mut problems = Vec::new();
+    problems.extend(manifest.buffers.as_ref().and_then(|entry| buffers::read(&path, entry).err()));
     let (mut done, total) = (0, manifest.files.iter().map(|file| file.bytes).sum());
     for rank in 0..manifest.world_size {
         let looked = RankFile::open(&path, &manifest, rank).and_then(|mut file| {

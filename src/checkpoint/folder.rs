@@ -2,29 +2,43 @@
 //!
 //! ```text
 //!   .candle-zero-saving-TAG/   files written and synced by all ranks, then the manifest
-//!   TAG/                       the same folder under its name: rename, sync of the parent
-//!   latest                     written beside, synced, renamed: last
+//!   .candle-zero-latest-XXX    the tag, written and synced
+//!   TAG/                       the first folder under its name: rename, sync of the parent
+//!   latest                     the second file under its name: last
 //! ```
 //!
-//! A folder under its final name is always complete. What a dead job was writing is removed by the next save.
+//! A folder under its final name is always complete. What a dead job was writing is removed by the next save. One that
+//! died before its checkpoint was the latest has left the second file, which counts where there is no `latest`.
 
 use super::manifest::{FileEntry, MANIFEST, Manifest};
 use crate::error::{CheckpointError, Error, Result};
-use crate::files::{folder_of, sync_folder, write_whole};
+use crate::files::{folder_of, new_beside, read_text, sync_folder};
+use crate::util::list;
 use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
-use std::fs::File;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Result as IoResult, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
+use tempfile::NamedTempFile;
 
 const LATEST: &str = "latest";
 const SAVING: &str = ".candle-zero-saving-";
 const NEW_LATEST: &str = ".candle-zero-latest-";
+/// Where a checkpoint is while another takes its name, on a file system that cannot exchange names.
+const REPLACED: &str = ".candle-zero-replaced-";
+/// The end of that name as it was once.
+const OLD_REPLACED: &str = ".replaced";
+
+/// Bytes of `latest`, with room for what editors leave there.
+const MAX_LATEST: u64 = 4096;
 
 /// How long a process that was killed may hold what it was writing.
 const DYING: Duration = Duration::from_secs(5);
 
-/// Bytes of a tag: names of files have 255 at most, and [`SAVING`] comes before it.
+/// Bytes of a tag: names of files have 255 at most, and [`REPLACED`] comes before it.
 pub(super) const MAX_TAG: usize = 200;
 
 /// Where `tag` is written before it is whole.
@@ -55,19 +69,8 @@ pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
         let problem = "it is there and is no checkpoint, so it is not replaced; give another tag or folder".into();
         return Err(CheckpointError::Unusable { path, problem }.into());
     }
-    let clear = || {
-        for entry in std::fs::read_dir(dir)?.flatten() {
-            let name = entry.file_name();
-            if name.to_string_lossy().starts_with(SAVING) && !is_locked(&entry.path()) {
-                std::fs::remove_dir_all(entry.path())?;
-            } else if name.to_string_lossy().starts_with(NEW_LATEST) {
-                std::fs::remove_file(entry.path())?;
-            }
-        }
-        Ok(())
-    };
     let start = Instant::now();
-    create_all(dir).and_then(|()| clear()).map_err(|e| not_written(dir, &e))?;
+    create_all(dir).and_then(|()| clear(dir)).map_err(|e| not_written(dir, &e))?;
     while from.exists() {
         if start.elapsed() > DYING {
             let problem =
@@ -75,7 +78,7 @@ pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
             return Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into());
         }
         std::thread::sleep(Duration::from_millis(10));
-        clear().map_err(|e| not_written(dir, &e))?;
+        clear(dir).map_err(|e| not_written(dir, &e))?;
     }
     let lock = std::fs::create_dir(&from).and_then(|()| File::open(&from)).map_err(|e| not_written(dir, &e))?;
     // Where the file system knows no locks, nobody asks for them either.
@@ -83,14 +86,53 @@ pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
     Ok(lock)
 }
 
-/// Whether a save that is still alive writes to folder `path`.
+/// Ends, or takes back, what saves that died have left in `dir`.
+fn clear(dir: &Path) -> IoResult<()> {
+    for entry in std::fs::read_dir(dir)?.flatten() {
+        let (name, path) = (entry.file_name().to_string_lossy().into_owned(), entry.path());
+        let is_of = |prefix: &str| name.starts_with(prefix) && !is_locked(&path);
+        if is_of(SAVING) {
+            std::fs::remove_dir_all(path)?;
+        } else if is_of(NEW_LATEST) {
+            match named_by(dir, &path).filter(|_| dir.join(LATEST).symlink_metadata().is_err()) {
+                Some(_) => std::fs::rename(path, dir.join(LATEST))?,
+                None => std::fs::remove_file(path)?,
+            }
+        } else if let Some(tag) = replaced_tag(dir, &name).filter(|_| !is_locked(&path)) {
+            match dir.join(tag).symlink_metadata() {
+                Ok(_) => std::fs::remove_dir_all(path)?,
+                Err(_) => std::fs::rename(&path, dir.join(tag))?,
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The tag of a checkpoint that was there under `name` while another took its place.
+fn replaced_tag<'a>(dir: &Path, name: &'a str) -> Option<&'a str> {
+    name.strip_prefix(REPLACED).or_else(|| {
+        let tag = name.strip_suffix(OLD_REPLACED)?;
+        Manifest::read(&dir.join(name).join(MANIFEST)).is_ok_and(|m| m.tag == tag).then_some(tag)
+    })
+}
+
+/// The whole checkpoint of `dir` that the file at `path` names.
+fn named_by(dir: &Path, path: &Path) -> Option<String> {
+    let tag = read_text(path, MAX_LATEST).ok()?;
+    let is_one = check_tag(dir, &tag).is_ok() && dir.join(&tag).join(MANIFEST).is_file();
+    is_one.then_some(tag)
+}
+
+/// Whether a save that is still alive holds `path`.
 fn is_locked(path: &Path) -> bool {
-    let asked = File::open(path).map(|file| flock(&file, FlockOperation::NonBlockingLockExclusive));
+    let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+    let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
+    let asked = opened.map(|file| flock(&file, FlockOperation::NonBlockingLockExclusive));
     matches!(asked, Ok(Err(rustix::io::Errno::WOULDBLOCK)))
 }
 
 /// Creates `dir` and the folders above it, on disk.
-fn create_all(dir: &Path) -> IoResult<()> {
+pub(super) fn create_all(dir: &Path) -> IoResult<()> {
     if dir.is_dir() {
         return Ok(());
     }
@@ -114,8 +156,9 @@ pub(super) fn not_written(path: &Path, source: &std::io::Error) -> Error {
 /// Gives the written files their manifest and their name, on rank 0. A checkpoint of that name is replaced at once.
 pub(super) fn publish(dir: &Path, manifest: &Manifest, is_latest: bool) -> Result<()> {
     let text = manifest.to_text();
-    if let Err(problem) = Manifest::parse(&text) {
-        let problem = format!("it could not be loaded again: {problem}; give a client_state that is plain JSON");
+    if let Err(problem) = Manifest::check_length(&text).and_then(|()| Manifest::parse(&text)) {
+        let problem =
+            format!("it could not be loaded again: {problem}; give a client_state that is small and plain JSON");
         return Err(CheckpointError::Unusable { path: saving(dir, &manifest.tag), problem }.into());
     }
     name(dir, &manifest.tag, &text, is_latest).map_err(|e| not_written(dir, &e))
@@ -127,6 +170,7 @@ fn name(dir: &Path, tag: &str, manifest: &str, is_latest: bool) -> IoResult<()> 
     file.write_all(manifest.as_bytes())?;
     file.sync_all()?;
     sync_folder(&from)?;
+    let latest = if is_latest { Some(new_latest(dir, tag)?) } else { None };
     let to = dir.join(tag);
     if !to.exists() {
         std::fs::rename(&from, &to)?;
@@ -135,19 +179,39 @@ fn name(dir: &Path, tag: &str, manifest: &str, is_latest: bool) -> IoResult<()> 
         sync_folder(dir)?;
         std::fs::remove_dir_all(&from)?;
     } else {
-        // A file system that cannot exchange names: the one that was there keeps a visible name until all is done.
-        let replaced = dir.join(format!("{tag}.replaced"));
-        std::fs::rename(&to, &replaced)?;
-        std::fs::rename(&from, &to)?;
-        sync_folder(dir)?;
-        std::fs::remove_dir_all(replaced)?;
+        replace(dir, tag)?;
     }
     sync_folder(dir)?;
-    if is_latest {
-        write_whole(&dir.join(LATEST), NEW_LATEST, tag.as_bytes())?;
+    if let Some(latest) = latest {
+        latest.persist(dir.join(LATEST))?;
         sync_folder(dir)?;
     }
     Ok(())
+}
+
+/// The file that `latest` will be, which nobody clears away.
+fn new_latest(dir: &Path, tag: &str) -> IoResult<NamedTempFile> {
+    let mut file = new_beside(dir, NEW_LATEST)?;
+    _ = flock(file.as_file(), FlockOperation::NonBlockingLockExclusive);
+    file.write_all(tag.as_bytes())?;
+    file.as_file().sync_all()?;
+    sync_folder(dir)?;
+    Ok(file)
+}
+
+/// Puts the saved checkpoint in the place of the one that has its name, on a file system that cannot exchange names.
+/// Between the two renames the old one is found by a name of its own.
+fn replace(dir: &Path, tag: &str) -> IoResult<()> {
+    let (from, to, replaced) = (saving(dir, tag), dir.join(tag), dir.join(format!("{REPLACED}{tag}")));
+    let hold = File::open(&to)?;
+    _ = flock(&hold, FlockOperation::NonBlockingLockExclusive);
+    if replaced.exists() {
+        std::fs::remove_dir_all(&replaced)?;
+    }
+    std::fs::rename(&to, &replaced)?;
+    std::fs::rename(&from, &to).inspect_err(|_| _ = std::fs::rename(&replaced, &to))?;
+    sync_folder(dir)?;
+    std::fs::remove_dir_all(replaced)
 }
 
 /// Removes what a failed save has written.
@@ -156,20 +220,31 @@ pub(super) fn give_up(dir: &Path, tag: &str) {
     let _ = std::fs::remove_dir_all(saving(dir, tag));
 }
 
-/// Removes all whole checkpoints but the `keep` newest, by their steps, `saved`, and the one that `latest` names.
+/// Removes all whole checkpoints that were saved without a tag but the `keep` newest, `saved`, and the one that
+/// `latest` names. The newest are those that `saved` comes from, one after the other; what other runs have left, or
+/// this one before it went back, goes first, by its steps.
 pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
     let latest = latest(dir)?;
-    let whole = |tag: &str| {
+    let read = |tag: String| Some((Manifest::read(&dir.join(&tag).join(MANIFEST)).ok()?, tag));
+    let known: BTreeMap<String, Manifest> = tags(dir).into_iter().filter_map(read).map(|(m, tag)| (tag, m)).collect();
+    let mut line = vec![saved];
+    while let Some(previous) = known.get(line[line.len() - 1]).and_then(|m| m.previous.as_deref()) {
+        if line.contains(&previous) {
+            break;
+        }
+        line.push(previous);
+    }
+    let is_whole = |tag: &str, manifest: &Manifest| {
         let folder = dir.join(tag);
-        let manifest = Manifest::read(&folder.join(MANIFEST)).ok()?;
         let is_there = |file: &FileEntry| folder.join(&file.name).metadata().is_ok_and(|m| m.len() == file.bytes);
-        manifest.files.iter().all(is_there).then_some(manifest.global_steps)
+        manifest.files.iter().all(is_there)
     };
-    let mut known: Vec<(u64, String)> = tags(dir).into_iter().filter_map(|tag| Some((whole(&tag)?, tag))).collect();
-    known.sort();
-    known.reverse();
+    let automatic = known.iter().filter(|(tag, m)| m.is_automatic() && **tag == m.tag && is_whole(tag, m));
+    let place = |tag: &str| line.iter().position(|of_line| *of_line == tag).unwrap_or(usize::MAX);
+    let mut newest: Vec<(&String, u64)> = automatic.map(|(tag, m)| (tag, m.global_steps)).collect();
+    newest.sort_by_key(|(tag, steps)| (place(tag), Reverse(*steps)));
     let is_kept = |tag: &String| tag == saved || Some(tag) == latest.as_ref();
-    let old: Vec<&String> = known.iter().skip(keep).map(|(_, tag)| tag).filter(|tag| !is_kept(tag)).collect();
+    let old: Vec<&String> = newest.into_iter().skip(keep).map(|(tag, _)| tag).filter(|tag| !is_kept(tag)).collect();
     let remove = || {
         // Not whole from now on, so it must not have its name.
         old.iter().try_for_each(|tag| std::fs::rename(dir.join(tag), saving(dir, tag)))?;
@@ -182,18 +257,47 @@ pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
 /// The tag that `latest` names; nothing if there is no such file.
 pub(super) fn latest(dir: &Path) -> Result<Option<String>> {
     let path = dir.join(LATEST);
-    match std::fs::read_to_string(&path) {
+    let why = match read_text(&path, MAX_LATEST) {
         Ok(text) => {
             let tag = text.trim_end().to_string();
             check_tag(dir, &tag)?;
-            Ok(Some(tag))
+            return Ok(Some(tag));
         }
-        Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(CheckpointError::Unusable {
-            path,
-            problem: format!("{e}; give the tag to load, or write it into this file"),
+        Err(e) if e.kind() == ErrorKind::NotFound => match path.symlink_metadata() {
+            Ok(_) => "it is a link to nothing".to_string(),
+            Err(_) => return Ok(almost_latest(dir)),
+        },
+        Err(e) => e.to_string(),
+    };
+    let problem = format!("{why}; give the tag to load, or replace this file by one that names it{}", there(dir));
+    Err(CheckpointError::Unusable { path, problem }.into())
+}
+
+/// The tag of the first checkpoint of a run that died before `latest` had its name.
+fn almost_latest(dir: &Path) -> Option<String> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut new = entries.filter(|e| e.file_name().to_string_lossy().starts_with(NEW_LATEST));
+    new.find_map(|e| named_by(dir, &e.path()))
+}
+
+/// The checkpoints in a folder, at the end of a message.
+fn there(dir: &Path) -> String {
+    let there = tags(dir);
+    if there.is_empty() { String::new() } else { format!("; there are: {}", list(&there)) }
+}
+
+/// An error if `dir`, which has no `latest`, has checkpoints all the same: which one is meant?
+pub(super) fn without_latest(dir: &Path) -> Result<()> {
+    match tags(dir).is_empty() {
+        true => Ok(()),
+        false => {
+            let problem = format!(
+                "it has no file `latest`, which names the checkpoint to load; give its tag, or write that into such a \
+                 file{}",
+                there(dir)
+            );
+            Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into())
         }
-        .into()),
     }
 }
 
@@ -201,13 +305,14 @@ pub(super) fn latest(dir: &Path) -> Result<Option<String>> {
 pub(super) fn existing(dir: &Path, tag: &str) -> Result<PathBuf> {
     check_tag(dir, tag)?;
     let path = dir.join(tag);
-    if path.is_dir() {
-        return Ok(path);
+    // The second is what a job that died in the middle of replacing it has left.
+    if let Some(found) = [path.clone(), dir.join(format!("{REPLACED}{tag}"))].into_iter().find(|p| p.is_dir()) {
+        return Ok(found);
     }
     let there = tags(dir);
     let problem = match there.is_empty() {
         true => "there is no such checkpoint, and no other in that folder; correct the folder".to_string(),
-        false => format!("there is no such checkpoint; there are: {}", crate::util::list(&there)),
+        false => format!("there is no such checkpoint; there are: {}", list(&there)),
     };
     Err(CheckpointError::Unusable { path, problem }.into())
 }
@@ -235,7 +340,85 @@ pub(super) fn unfinished(dir: &Path) -> Vec<String> {
 pub(super) fn tags(dir: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let names = entries.filter(|e| e.path().join(MANIFEST).is_file()).map(|e| e.file_name().to_string_lossy().into());
-    let mut tags: Vec<String> = names.filter(|name: &String| !name.starts_with('.')).collect();
+    let is_one = |name: &String| !name.starts_with('.') && replaced_tag(dir, name).is_none();
+    let mut tags: Vec<String> = names.filter(is_one).collect();
     tags.sort();
     tags
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::manifest::tests::manifest;
+    use super::*;
+
+    /// A folder with a manifest of `tag`, as a save that ended left it, or would have.
+    fn put(dir: &Path, folder: &Path, tag: &str, steps: u64) {
+        std::fs::create_dir_all(folder).unwrap();
+        let manifest = Manifest { global_steps: steps, ..manifest(tag) };
+        std::fs::write(folder.join(MANIFEST), manifest.to_text()).unwrap();
+        assert!(folder.starts_with(dir));
+    }
+
+    fn steps(dir: &Path, tag: &str) -> u64 {
+        Manifest::read(&existing(dir, tag).unwrap().join(MANIFEST)).unwrap().global_steps
+    }
+
+    #[test]
+    fn a_checkpoint_is_replaced_where_names_cannot_be_exchanged() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        put(dir, &dir.join("T"), "T", 1);
+        put(dir, &saving(dir, "T"), "T", 2);
+        replace(dir, "T").unwrap();
+        assert_eq!((tags(dir), steps(dir, "T")), (vec!["T".to_string()], 2));
+        assert_eq!(std::fs::read_dir(dir).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn what_a_job_that_died_while_it_replaced_a_checkpoint_left_loads_and_is_put_right() {
+        for old in [format!("{REPLACED}T"), "T.replaced".to_string()] {
+            let dir = tempfile::tempdir().unwrap();
+            let dir = dir.path();
+            // It died between the two names.
+            put(dir, &dir.join(&old), "T", 1);
+            put(dir, &saving(dir, "T"), "T", 2);
+            assert_eq!(tags(dir), Vec::<String>::new(), "{old}");
+            if old.starts_with('.') {
+                assert_eq!(steps(dir, "T"), 1);
+            }
+            drop(begin(dir, "other").unwrap());
+            assert_eq!((tags(dir), steps(dir, "T")), (vec!["T".to_string()], 1), "{old}");
+            // It died before the old one was gone.
+            put(dir, &dir.join(&old), "T", 0);
+            assert_eq!(tags(dir), ["T"]);
+            put(dir, &saving(dir, "T"), "T", 3);
+            replace(dir, "T").unwrap();
+            drop(begin(dir, "other").unwrap());
+            assert_eq!((tags(dir), steps(dir, "T"), dir.join(&old).exists()), (vec!["T".to_string()], 3, false));
+        }
+        // A tag of the user's that ends so is one.
+        let dir = tempfile::tempdir().unwrap();
+        put(dir.path(), &dir.path().join("T.replaced"), "T.replaced", 1);
+        assert_eq!(tags(dir.path()), ["T.replaced"]);
+    }
+
+    #[test]
+    fn the_first_checkpoint_of_a_run_that_died_before_it_was_the_latest_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        let left = |tag: &str| new_latest(dir, tag).unwrap().keep().map(drop).unwrap();
+        left("T");
+        assert_eq!(latest(dir).unwrap(), None);
+        put(dir, &dir.join("T"), "T", 1);
+        assert_eq!(latest(dir).unwrap().as_deref(), Some("T"));
+        // Also after another run has begun to save, and died too.
+        drop(begin(dir, "other").unwrap());
+        assert_eq!(std::fs::read_to_string(dir.join(LATEST)).unwrap(), "T");
+        left("T");
+        std::fs::write(dir.join(LATEST), "elsewhere").unwrap();
+        drop(begin(dir, "other").unwrap());
+        assert_eq!(latest(dir).unwrap().as_deref(), Some("elsewhere"));
+        assert_eq!(almost_latest(dir), None);
+    }
 }

@@ -67,7 +67,7 @@ fn write(
     let names: Vec<&str> = manifest.parameters.iter().map(|p| p.name.as_str()).collect();
     let mut file = RankWriter::create(folder, &layout, &names, &manifest.states, 0).map_err(io)?;
     for state in states {
-        for (param, numel) in layout.numels.iter().copied().enumerate() {
+        for (param, numel) in layout.cuts.iter().map(|cut| cut.numel).enumerate() {
             for piece in pieces(&(0..numel)) {
                 let values = from.read_range(*state, param, piece)?;
                 file.make_room(values.len()).map_err(io)?;
@@ -94,6 +94,7 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Manifest
         name: p.name.clone(),
         shape: p.shape.clone(),
         states: None,
+        block: 0,
         updates_before: 0,
     });
     let updates = from.global_steps().saturating_sub(from.skipped_steps());
@@ -101,6 +102,8 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Manifest
         format: FORMAT.into(),
         version: VERSION,
         tag: tag.into(),
+        is_named: true,
+        previous: None,
         world_size: 1,
         stage: from.stage(),
         dtype: dtype.into(),
@@ -121,6 +124,7 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Manifest
         states: states.iter().map(|state| name(state).to_owned()).collect(),
         parameters: parameters.collect(),
         files: vec![],
+        buffers: None,
         config: config.clone(),
         client_state: Value::Object(from.client_state().clone()),
     }

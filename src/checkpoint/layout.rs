@@ -13,7 +13,7 @@
 //!
 //! A rank saves the same elements at every stage, so the files of a checkpoint do not depend on it.
 
-use crate::layout::shard_range;
+use crate::layout::Cut;
 use std::ops::Range;
 
 /// Bytes that have one checksum.
@@ -26,7 +26,7 @@ pub(super) const PAGE: usize = 4096;
 #[derive(Debug, Clone)]
 pub(super) struct Layout {
     pub world_size: usize,
-    pub numels: Vec<usize>,
+    pub cuts: Vec<Cut>,
     /// Per state, per parameter: whether there is such a state of it.
     pub states: Vec<Vec<bool>>,
 }
@@ -45,7 +45,7 @@ pub(super) struct Piece {
 impl Layout {
     /// Elements of a state of parameter `param` that the file of `rank` has.
     pub fn shard(&self, state: usize, param: usize, rank: usize) -> Range<usize> {
-        if self.states[state][param] { shard_range(self.numels[param], self.world_size, rank) } else { 0..0 }
+        if self.states[state][param] { self.cuts[param].shard(self.world_size, rank) } else { 0..0 }
     }
 
     /// Bytes of the data of `rank`'s file.
@@ -55,7 +55,7 @@ impl Layout {
 
     /// Where the shards of every parameter end in the file of `rank`: of the first state, of the second, ...
     fn ends(&self, rank: usize) -> impl Iterator<Item = u64> {
-        let all = (0..self.states.len()).flat_map(|state| (0..self.numels.len()).map(move |param| (state, param)));
+        let all = (0..self.states.len()).flat_map(|state| (0..self.cuts.len()).map(move |param| (state, param)));
         all.scan(0u64, move |at, (state, param)| {
             *at += self.shard(state, param, rank).len() as u64 * 4;
             Some(*at)
@@ -85,7 +85,7 @@ impl Places {
             if elements.is_empty() {
                 return None;
             }
-            let first = self.starts[rank][state * self.layout.numels.len() + param];
+            let first = self.starts[rank][state * self.layout.cuts.len() + param];
             let at = |element: usize| first + (element - shard.start) as u64 * 4;
             Some(Piece { rank, bytes: at(elements.start)..at(elements.end), elements })
         })
@@ -104,7 +104,8 @@ mod tests {
             has in prop::collection::vec(prop::collection::vec(any::<bool>(), 8), 1..4),
         ) {
             let states: Vec<Vec<bool>> = has.iter().map(|has| has[..numels.len()].to_vec()).collect();
-            let layout = Layout { world_size, numels: numels.clone(), states: states.clone() };
+            let cuts = numels.iter().enumerate().map(|(i, numel)| Cut { numel: *numel, block: 1 + 6 * (i % 2) }).collect();
+            let layout = Layout { world_size, cuts, states: states.clone() };
             let places = Places::new(layout.clone());
             let mut used: Vec<Vec<u8>> = (0..world_size).map(|rank| vec![0; layout.bytes(rank) as usize]).collect();
             for (state, has) in states.iter().enumerate() {

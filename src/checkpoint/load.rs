@@ -1,8 +1,10 @@
 //! Loading: each rank reads the byte ranges of its own shards, whoever saved them.
 
 use super::agreement::{failed_elsewhere, same_on_all_ranks};
+use super::buffers::{self, SavedBuffer};
 use super::folder;
 use super::layout::Places;
+use super::line::Place;
 use super::manifest::{MANIFEST, Manifest};
 use super::rank_file::RankFile;
 use crate::comm::agree::{Failure, agree};
@@ -13,6 +15,7 @@ use crate::precision::Flat;
 use crate::util::{list, lock};
 use crate::zero::core::Core;
 use crate::zero::share::{State, WEIGHTS};
+use candle_core::DType;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -63,32 +66,47 @@ pub struct Checkpoint {
     manifest: Manifest,
     places: Places,
     files: Vec<Mutex<RankFile>>,
+    buffers: Vec<SavedBuffer>,
 }
 
 impl Checkpoint {
-    /// Opens checkpoint `tag` of folder `dir`, or the one that `latest` names; nothing if there is no `latest` either.
+    /// Opens checkpoint `tag` of folder `dir`, or the one that `latest` names; nothing if there is no checkpoint.
     ///
     /// # Errors
-    /// [`CheckpointError::Unusable`] with the file that is missing, damaged or not readable.
+    /// [`CheckpointError::Unusable`] with the file that is missing, damaged or not readable; for checkpoints without
+    /// `latest` and without a tag.
     pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Option<Self>> {
         let dir = dir.as_ref();
         let tag = match tag {
             Some(tag) => tag.to_owned(),
             None => match folder::latest(dir)? {
                 Some(tag) => tag,
-                None => return Ok(None),
+                None => return folder::without_latest(dir).map(|()| None),
             },
         };
         let path = folder::existing(dir, &tag)?;
         let manifest = Manifest::read(&path.join(MANIFEST))?;
         let files = (0..manifest.world_size).map(|rank| RankFile::open(&path, &manifest, rank).map(Mutex::new));
         let files = files.collect::<Result<Vec<_>>>()?;
-        Ok(Some(Self { path, places: Places::new(manifest.layout()), manifest, files }))
+        let buffers = manifest.buffers.as_ref().map_or(Ok(Vec::new()), |entry| buffers::read(&path, entry))?;
+        Ok(Some(Self { path, places: Places::new(manifest.layout()), manifest, files, buffers }))
+    }
+
+    /// What a save that comes next follows.
+    pub(crate) fn place(&self) -> Option<Place> {
+        // Its folder may have been renamed.
+        let tag = self.path.file_name()?.to_str()?;
+        Place::new(self.path.parent()?, tag, &self.manifest)
     }
 
     /// Its content.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
+    }
+
+    /// Its buffers, by name.
+    pub(super) fn buffers(&self) -> &[SavedBuffer] {
+        &self.buffers
     }
 
     /// Its folder.
@@ -191,10 +209,12 @@ pub(crate) fn load(
     };
     let wanted = wanted(core, trainer, &checkpoint, options).and_then(|wanted| {
         checkpoint.check(&wanted)?;
-        Ok(wanted)
+        let (own, strict) = (core.buffers().list(), options.load_module_strict);
+        Ok((wanted, buffers::wanted(own, &checkpoint.buffers, strict, &checkpoint.path)?))
     });
-    let wanted = agree(comm, wanted, failed_elsewhere(&checkpoint.path))?;
+    let (wanted, buffers) = agree(comm, wanted, failed_elsewhere(&checkpoint.path))?;
     set_all(core, &checkpoint, &wanted)?;
+    buffers.iter().try_for_each(|(number, bytes)| core.buffers().list()[*number].set(bytes))?;
     if options.load_optimizer_states && !options.load_module_only {
         set_counts(core, &checkpoint.manifest);
     }
@@ -273,7 +293,8 @@ fn set_all(core: &Core, checkpoint: &Checkpoint, wanted: &[NeededElements]) -> R
     // What a forward without a backward has gathered is from before.
     core.release_all()?;
     for NeededElements { state, saved, kind, param, range } in wanted {
-        let values = |part| checkpoint.read(*state, *saved, part).map(Flat::F32);
+        let dtype = if *kind == State::Weights { core.rounds_loaded_weights_to() } else { DType::F32 };
+        let values = |part| checkpoint.read(*state, *saved, part).map(|values| Flat::from_f32(values, dtype));
         if *kind == State::Weights && !core.shards_params() {
             core.write_whole(*param, values)?;
             core.write_state(*kind, *param, core.owned(*param), values)?;

@@ -1,7 +1,9 @@
 //! The content of a checkpoint, as JSON with a checksum of its own in its last line.
 
-use super::layout::{Layout, PAGE};
+use super::layout::{BLOCK, Layout, PAGE};
 use crate::error::{CheckpointError, Error, Result};
+use crate::files::read_text;
+use crate::layout::Cut;
 use crate::zero::share::WEIGHTS;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -22,6 +24,13 @@ pub struct Manifest {
     pub(super) version: u32,
     /// Its name.
     pub tag: String,
+    /// Whether the user gave it that name. Automatic ones are `global_stepN`, and removed by
+    /// [`SaveOptions::keep`](crate::checkpoint::SaveOptions::keep).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_named: bool,
+    /// The checkpoint of the same folder that its run had saved or loaded last.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub previous: Option<String>,
     /// Ranks that saved it.
     pub world_size: usize,
     /// ZeRO stage that it was saved at. Loading does not depend on it.
@@ -48,6 +57,9 @@ pub struct Manifest {
     pub parameters: Vec<Parameter>,
     /// The file of every rank. Empty until they are written.
     pub files: Vec<FileEntry>,
+    /// The file with the model's buffers, where it has any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub buffers: Option<BufferFile>,
     /// The resolved configuration, under DeepSpeed's names.
     pub config: Value,
     /// The client state.
@@ -66,6 +78,9 @@ pub struct Parameter {
     /// parameter, nothing of one that was left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub states: Option<Vec<String>>,
+    /// Elements that lie in one file together, the blocks in which a state is coded; 0 where there are none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub block: u64,
     /// Updates of the weights before the first of its own, if it was frozen then.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub updates_before: u64,
@@ -89,6 +104,18 @@ pub struct FileEntry {
     pub header_checksum: String,
 }
 
+/// The file with the buffers of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BufferFile {
+    /// Its name in the folder of the tag.
+    pub name: String,
+    /// Its length.
+    pub bytes: u64,
+    /// XXH3 (64 bits) of all of it, in hexadecimal.
+    pub checksum: String,
+}
+
 impl Parameter {
     /// Whether the files have a state of it.
     pub fn has(&self, state: &str) -> bool {
@@ -100,6 +127,11 @@ impl Parameter {
         self.shape.iter().product()
     }
 
+    /// How the ranks' files share it.
+    pub(super) fn cut(&self) -> Cut {
+        Cut { numel: self.numel(), block: usize::try_from(self.block).unwrap_or(usize::MAX).max(1) }
+    }
+
     fn checked_numel(&self) -> Option<usize> {
         self.shape.iter().try_fold(1usize, |n, dim| n.checked_mul(*dim))
     }
@@ -107,6 +139,14 @@ impl Parameter {
 
 /// Bytes of a header, which is read into memory: beyond those of a file of 60 TB.
 const MAX_HEADER: u64 = 1 << 30;
+
+/// Bytes of a manifest, which is read into memory: some ten times as many as those of a hundred thousand parameters.
+const MAX_MANIFEST: u64 = 256 << 20;
+
+/// The name of a checkpoint that was given none.
+pub(super) fn automatic_tag(global_steps: u64) -> String {
+    format!("global_step{global_steps}")
+}
 
 /// The name of a rank's file.
 pub(super) fn file_name(rank: usize, world_size: usize) -> String {
@@ -124,7 +164,7 @@ impl Manifest {
     /// Reads and checks the manifest at `path`.
     pub(super) fn read(path: &Path) -> Result<Self> {
         let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: path.to_owned(), problem });
-        let text = match std::fs::read_to_string(path) {
+        let text = match read_text(path, MAX_MANIFEST) {
             Ok(text) => text,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                 return Err(wrong("there is no such file, so there is no checkpoint; give another tag".into()));
@@ -132,6 +172,18 @@ impl Manifest {
             Err(e) => return Err(wrong(format!("{e}; make it readable, or load another tag"))),
         };
         Self::parse(&text).map_err(wrong)
+    }
+
+    /// An error in words for a text that would not be read.
+    pub(super) fn check_length(text: &str) -> std::result::Result<(), String> {
+        let bytes = text.len() as u64;
+        let problem = || format!("it has {bytes} bytes, and {MAX_MANIFEST} are read");
+        if bytes <= MAX_MANIFEST { Ok(()) } else { Err(problem()) }
+    }
+
+    /// Whether it is one of those that have their name from their step.
+    pub(super) fn is_automatic(&self) -> bool {
+        !self.is_named && self.tag == automatic_tag(self.global_steps)
     }
 
     /// The problem, otherwise.
@@ -173,7 +225,7 @@ impl Manifest {
         for p in &self.parameters {
             let own = p.states.as_ref().unwrap_or(&self.states);
             let are_known = (own.is_empty() || p.has(WEIGHTS)) && own.iter().all(|state| self.states.contains(state));
-            let are_known = are_known && p.updates_before <= self.optimizer_steps;
+            let are_known = are_known && p.updates_before <= self.optimizer_steps && p.block < 1 << 20;
             say(are_known, format!("{} has the states {own:?}, of {:?}", p.name, self.states))?;
         }
         let mut sum = 0u64;
@@ -184,12 +236,17 @@ impl Manifest {
                 .ok_or_else(|| format!("shape {:?} of {} is larger than any memory", p.shape, p.name))?;
         }
         sum.checked_add(self.world_size as u64 * MAX_HEADER).ok_or("files that are larger than any disk")?;
+        if let Some(BufferFile { name, .. }) = &self.buffers {
+            let is_of_the_folder = !name.is_empty() && !name.starts_with('.') && !name.contains('/');
+            say(is_of_the_folder, format!("the file of its buffers is called {name:?}"))?;
+        }
         let layout = self.layout();
         for (rank, file) in self.files.iter().enumerate() {
             let name = file_name(rank, self.world_size);
             say(file.name == name, format!("the file of rank {rank} is called {:?}, not {name:?}", file.name))?;
+            let most = self.most_header_bytes(layout.bytes(rank)).min(MAX_HEADER);
             let header_is_possible =
-                (8..MAX_HEADER).contains(&file.header_bytes) && file.header_bytes.is_multiple_of(PAGE as u64);
+                (8..most).contains(&file.header_bytes) && file.header_bytes.is_multiple_of(PAGE as u64);
             say(header_is_possible, format!("{name} has a header of {} bytes", file.header_bytes))?;
             let bytes = file.header_bytes.checked_add(layout.bytes(rank));
             say(
@@ -200,11 +257,20 @@ impl Manifest {
         Ok(())
     }
 
+    /// More bytes than the header of a file of `data` bytes has: names, some numbers, and the checksums of its blocks.
+    fn most_header_bytes(&self, data: u64) -> u64 {
+        // A character of a name takes six bytes at most.
+        let names: u64 = self.parameters.iter().map(|p| 6 * p.name.len() as u64 + 200).sum();
+        let states: u64 = self.states.iter().map(|state| 6 * state.len() as u64 * self.parameters.len() as u64).sum();
+        let infos = names.saturating_mul(self.states.len() as u64).saturating_add(states);
+        infos.saturating_add(data.div_ceil(BLOCK as u64) * 16).saturating_add(4 * PAGE as u64)
+    }
+
     pub(super) fn layout(&self) -> Layout {
         let has = |state: &String| self.parameters.iter().map(|p| p.has(state)).collect();
         Layout {
             world_size: self.world_size,
-            numels: self.parameters.iter().map(Parameter::numel).collect(),
+            cuts: self.parameters.iter().map(Parameter::cut).collect(),
             states: self.states.iter().map(has).collect(),
         }
     }
@@ -213,4 +279,51 @@ impl Manifest {
 /// The last lines of a manifest that begins with `body`.
 fn ending(body: &str) -> String {
     format!(",\n  \"checksum\": \"{:016x}\"\n}}\n", XxHash3_64::oneshot(body.as_bytes()))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(super) mod tests {
+    use super::*;
+
+    /// The manifest of a model without parameters.
+    pub fn manifest(tag: &str) -> Manifest {
+        Manifest {
+            format: FORMAT.into(),
+            version: VERSION,
+            tag: tag.into(),
+            is_named: false,
+            previous: None,
+            world_size: 1,
+            stage: 0,
+            dtype: "f32".into(),
+            global_steps: 0,
+            skipped_steps: 0,
+            global_samples: 0,
+            scaler: None,
+            optimizer_steps: 0,
+            last_batch_iteration: -1,
+            optimizer: None,
+            states: vec![WEIGHTS.into()],
+            parameters: vec![],
+            files: vec![FileEntry {
+                name: file_name(0, 1),
+                bytes: PAGE as u64,
+                header_bytes: PAGE as u64,
+                header_checksum: String::new(),
+            }],
+            config: Value::Null,
+            client_state: Value::Null,
+        }
+    }
+
+    #[test]
+    fn a_header_that_its_file_has_no_use_for_is_refused_before_it_is_read() {
+        let mut manifest = manifest("T");
+        assert_eq!(Manifest::parse(&manifest.to_text()).unwrap(), manifest);
+        let file = &mut manifest.files[0];
+        (file.bytes, file.header_bytes) = (1 << 29, 1 << 29);
+        let problem = Manifest::parse(&manifest.to_text()).unwrap_err();
+        assert!(problem.contains("has a header of 536870912 bytes"), "{problem}");
+    }
 }

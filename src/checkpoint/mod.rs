@@ -5,6 +5,7 @@
 //!   DIR/TAG/manifest.json                 what it holds, with a checksum of every file and of itself
 //!   DIR/TAG/rank_00000_of_00002.safetensors
 //!   DIR/TAG/rank_00001_of_00002.safetensors
+//!   DIR/TAG/buffers.safetensors           of a model with buffers, in their own types; rank 0 writes it
 //!
 //!   save   every rank writes its shards, syncs -> rank 0 writes the manifest, renames the folder, writes `latest`
 //!   load   every rank checks what it needs -> all agree that it is whole -> every rank reads what it needs
@@ -15,6 +16,7 @@
 //! never stopped. [`crate::Engine::save_checkpoint`] and [`crate::Engine::load_checkpoint`] are the way in.
 
 mod agreement;
+mod buffers;
 mod consolidate;
 pub mod deepspeed;
 mod disk;
@@ -24,6 +26,7 @@ mod folder;
 mod hugging_face;
 mod import;
 mod layout;
+mod line;
 mod load;
 mod manifest;
 mod progress;
@@ -35,9 +38,10 @@ pub use consolidate::{ConsolidateSettings, Consolidated, ConsolidatedDtype, cons
 pub(crate) use examine::{Examination, Listing, examine, find, place};
 pub use import::import;
 pub(crate) use import::new_place;
+pub(crate) use line::{HeldFolders, Place};
 pub(crate) use load::load;
 pub use load::{Checkpoint, LoadOptions, Loaded};
-pub use manifest::{FileEntry, Manifest, Parameter};
+pub use manifest::{BufferFile, FileEntry, Manifest, Parameter};
 pub(crate) use progress::Progress;
 pub use save::SaveOptions;
-pub(crate) use save::{SaveJob, SaveRequest, manifest};
+pub(crate) use save::{SaveJob, SaveRequest, check_dir, manifest};

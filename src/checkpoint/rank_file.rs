@@ -4,6 +4,7 @@ use super::disk::Disk;
 use super::layout::{BLOCK, Layout, PAGE};
 use super::manifest::{FileEntry, Manifest, file_name};
 use crate::error::{CheckpointError, Error, Result};
+use crate::files;
 use crate::offload::Aligned;
 use crate::precision::FlatRef;
 use crate::zero::share::PIECE;
@@ -150,7 +151,7 @@ impl RankFile {
             std::io::ErrorKind::NotFound => wrong("the file is missing; load another tag".into()),
             _ => wrong(format!("{e}; make it readable, or load another tag")),
         };
-        let file = File::open(&path).map_err(unreadable)?;
+        let file = files::open(&path).map_err(unreadable)?;
         let found = file.metadata().map_err(unreadable)?.len();
         if found != entry.bytes {
             let bytes = entry.bytes;
@@ -230,6 +231,7 @@ fn checksums_in(header: &[u8], blocks: u64) -> Option<Vec<u64>> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::layout::Cut;
     use crate::zero::share::pieces;
 
     #[test]
@@ -237,7 +239,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         // Neither pieces, blocks nor pages end where parameters do.
         let numels = [BUFFER / 4 + 12_345, 3, BUFFER / 2 + 1];
-        let layout = Layout { world_size: 1, numels: numels.to_vec(), states: vec![vec![true; 3]] };
+        let cuts = numels.map(Cut::anywhere).to_vec();
+        let layout = Layout { world_size: 1, cuts, states: vec![vec![true; 3]] };
         let mut file = RankWriter::create(folder.path(), &layout, &["a", "b", "c"], &["fp32".into()], 0).unwrap();
         let value = |i: usize| (i.wrapping_mul(2_654_435_761) >> 8) as u32 as f32;
         let mut before = 0;

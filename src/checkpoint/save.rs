@@ -10,16 +10,18 @@
 //! step that changes them waits until the files are written.
 
 use super::agreement::{failed_elsewhere, same_on_all_ranks};
+use super::buffers;
 use super::folder;
 use super::layout::Layout;
-use super::manifest::{FORMAT, FileEntry, Manifest, Parameter, VERSION, file_name};
+use super::line::{HeldFolders, Place, try_to_write};
+use super::manifest::{FORMAT, FileEntry, Manifest, Parameter, VERSION, automatic_tag, file_name};
 use super::progress::Progress;
 use super::rank_file::RankWriter;
 use crate::comm::Communicator;
 use crate::comm::agree::{Failure, agree, gather_u64, text_of_rank_0};
 use crate::config::{Config, TagValidation};
 use crate::error::{CheckpointError, Result};
-use crate::notice::say;
+use crate::notice::{say, warn};
 use crate::optim::Trainer;
 use crate::timeline;
 use crate::zero::core::Core;
@@ -42,7 +44,9 @@ pub struct SaveOptions {
     /// Frozen parameters are left out, as those of the base under an adapter (DeepSpeed's `exclude_frozen_parameters`);
     /// loading leaves them as they are. Default false.
     pub exclude_frozen_parameters: bool,
-    /// How many checkpoints stay in the folder, the newest by their steps; older ones are removed. Default all.
+    /// How many of the checkpoints that are saved without a tag stay in the folder: the newest of this run, back over
+    /// those that it goes on from, then those of others. Older ones are removed; what has a name of the user's, and what
+    /// `latest` names, is not. Default all.
     pub keep: Option<usize>,
 }
 
@@ -98,12 +102,15 @@ pub(crate) fn manifest(
         let states = std::iter::once(WEIGHTS).chain(own.iter().copied()).filter(|_| !is_left_out);
         let states = (is_left_out || own.len() < all.len()).then(|| states.map(str::to_owned).collect());
         let updates_before = p.updates_before.load(Ordering::Relaxed);
-        Parameter { name: p.name.clone(), shape: p.shape.dims().to_vec(), states, updates_before }
+        let block = if p.block > 1 { p.block as u64 } else { 0 };
+        Parameter { name: p.name.clone(), shape: p.shape.dims().to_vec(), states, block, updates_before }
     });
     Manifest {
         format: FORMAT.into(),
         version: VERSION,
-        tag: tag.map_or_else(|| format!("global_step{}", progress.global_steps), str::to_owned),
+        tag: tag.map_or_else(|| automatic_tag(progress.global_steps), str::to_owned),
+        is_named: tag.is_some(),
+        previous: None,
         world_size: core.comm().size(),
         stage: config.zero.stage as u8,
         dtype: format!("{:?}", core.dtype()).to_lowercase(),
@@ -117,6 +124,7 @@ pub(crate) fn manifest(
         states: states.map(str::to_owned).collect(),
         parameters: parameters.collect(),
         files: vec![],
+        buffers: None,
         config: config.to_deepspeed_json(),
         client_state,
     }
@@ -127,10 +135,17 @@ impl SaveJob {
     ///
     /// # Errors
     /// A tag or folder that cannot be used, on all ranks; a failed collective.
-    pub fn begin(core: Arc<Core>, trainer: &Trainer, mut request: SaveRequest) -> Result<Self, Failure> {
+    pub fn begin(
+        core: Arc<Core>,
+        trainer: &Trainer,
+        mut request: SaveRequest,
+        held: &mut HeldFolders,
+    ) -> Result<Self, Failure> {
+        let buffers = snapshot_of_buffers(&core, &request.dir)?;
+        request.manifest.buffers = buffers.as_deref().map(buffers::entry);
         let lock;
-        (request.manifest.tag, lock) = begin(core.comm(), &request)?;
-        let share = Share::new(core.clone(), &request, trainer);
+        (request.manifest.tag, lock) = begin(core.comm(), &request, held)?;
+        let share = Share::new(core.clone(), &request, buffers, trainer);
         let writing = match request.options.in_background {
             false => WriteJob::Done(share.write()),
             true => match std::thread::Builder::new().name("checkpoint".into()).spawn({
@@ -153,11 +168,11 @@ impl SaveJob {
         self.request.dir.join(&self.request.manifest.tag)
     }
 
-    /// Waits for the files, and makes a checkpoint of them. Collective.
+    /// Waits for the files, and makes a checkpoint of them: gives where. Collective.
     ///
     /// # Errors
     /// A file that a rank could not write, on all ranks; a failed collective.
-    pub fn end(self) -> Result<(), Failure> {
+    pub fn end(self) -> Result<Option<Place>, Failure> {
         let Self { core, request, writing, lock: _lock } = self;
         let SaveRequest { dir, mut manifest, options, shows_statistics, .. } = request;
         let _span = timeline::span(timeline::Kind::Checkpoint, "end save").of(|| manifest.tag.clone());
@@ -182,8 +197,20 @@ impl SaveJob {
             let rate = bytes as f64 / seconds.max(1e-9) / 1e6;
             say(&format!("checkpoint {}: {bytes} bytes written in {seconds:.3} s, {rate:.0} MB/s", manifest.tag));
         }
-        agree(comm, published, failed_elsewhere(&dir))
+        agree(comm, published, failed_elsewhere(&dir))?;
+        Ok(Place::new(&dir, &manifest.tag, &manifest))
     }
+}
+
+/// Whether all ranks can save into `dir`, which is created and held for this job as by a save. Collective.
+///
+/// # Errors
+/// Those of a save into it, on all ranks; a failed collective.
+pub(crate) fn check_dir(comm: &dyn Communicator, dir: &Path, held: &mut HeldFolders) -> Result<(), Failure> {
+    same_on_all_ranks(comm, "folders", &dir.to_string_lossy(), dir)?;
+    let ready = if comm.rank() == 0 { held.hold(dir) } else { Ok(()) };
+    agree(comm, ready, failed_elsewhere(dir))?;
+    agree(comm, try_to_write(dir), failed_elsewhere(dir))
 }
 
 /// The part that a rank writes.
@@ -195,13 +222,21 @@ struct Share {
     states: Vec<String>,
     /// The states that the optimizer has of each parameter.
     moments: Vec<&'static [&'static str]>,
+    /// The file of buffers, on rank 0.
+    buffers: Option<Arc<[u8]>>,
 }
 
 impl Share {
-    fn new(core: Arc<Core>, SaveRequest { dir, manifest, .. }: &SaveRequest, trainer: &Trainer) -> Self {
+    fn new(
+        core: Arc<Core>,
+        SaveRequest { dir, manifest, .. }: &SaveRequest,
+        buffers: Option<Vec<u8>>,
+        trainer: &Trainer,
+    ) -> Self {
         let moments = core.params().iter().map(|p| core.moments(p, trainer)).collect();
         let folder = folder::saving(dir, &manifest.tag);
-        Self { core, folder, layout: manifest.layout(), states: manifest.states.clone(), moments }
+        let buffers = buffers.map(Arc::from);
+        Self { core, folder, layout: manifest.layout(), states: manifest.states.clone(), moments, buffers }
     }
 
     fn write(&self) -> Result<Written> {
@@ -209,6 +244,9 @@ impl Share {
         let start = Instant::now();
         let wrong = |source| folder::not_written(&self.folder, &source);
         let rank = self.core.comm().rank();
+        if let Some(bytes) = &self.buffers {
+            buffers::write(&self.folder, bytes)?;
+        }
         let names: Vec<&str> = self.core.params().iter().map(|p| p.name.as_str()).collect();
         let mut file = RankWriter::create(&self.folder, &self.layout, &names, &self.states, rank).map_err(wrong)?;
         for (state, name) in self.states.iter().enumerate() {
@@ -224,8 +262,22 @@ impl Share {
     }
 }
 
+/// Collective, of a model with buffers: their file, on rank 0.
+fn snapshot_of_buffers(core: &Core, dir: &Path) -> Result<Option<Vec<u8>>, Failure> {
+    let list = core.buffers().list();
+    if list.is_empty() {
+        return Ok(None);
+    }
+    let own = if core.comm().rank() == 0 { buffers::snapshot(list, dir) } else { Ok(None) };
+    agree(core.comm(), own, failed_elsewhere(dir))
+}
+
 /// Begins a checkpoint, and gives the tag that all ranks save under, and rank 0's hold on the folder.
-fn begin(comm: &dyn Communicator, request: &SaveRequest) -> Result<(String, Option<File>), Failure> {
+fn begin(
+    comm: &dyn Communicator,
+    request: &SaveRequest,
+    held: &mut HeldFolders,
+) -> Result<(String, Option<File>), Failure> {
     let SaveRequest { dir, manifest: Manifest { tag, .. }, validation, .. } = request;
     agree(comm, folder::check_tag(dir, tag), failed_elsewhere(dir))?;
     same_on_all_ranks(comm, "folders", &dir.to_string_lossy(), dir)?;
@@ -235,14 +287,14 @@ fn begin(comm: &dyn Communicator, request: &SaveRequest) -> Result<(String, Opti
         Err(Failure::InStep(_)) if *validation != TagValidation::Fail => {
             let common = text_of_rank_0(comm, tag)?;
             if comm.rank() == 0 && *validation == TagValidation::Warn {
-                say(&format!("warning: ranks save under different tags; all take rank 0's, {common}"));
+                warn(&format!("warning: ranks save under different tags; all take rank 0's, {common}"));
             }
             common
         }
         Err(failure) => return Err(failure),
     };
     let begun = match comm.rank() {
-        0 => folder::begin(dir, &tag).map(Some),
+        0 => held.hold(dir).and_then(|()| folder::begin(dir, &tag)).map(Some),
         _ => Ok(None),
     };
     Ok((tag, agree(comm, begun, failed_elsewhere(dir))?))
@@ -255,7 +307,7 @@ fn publish(dir: &Path, manifest: &Manifest, options: &SaveOptions) -> Result<()>
         && let Err(error) = folder::keep_newest(dir, keep.max(1), &manifest.tag)
     {
         // The checkpoint is saved all the same.
-        say(&format!("warning: {error}. They stay; checkpoint {} is saved", manifest.tag));
+        warn(&format!("warning: {error}. They stay; checkpoint {} is saved", manifest.tag));
     }
     Ok(())
 }

@@ -28,7 +28,8 @@ pub(super) fn reduce_scatter(ex: &mut Exchange, wire: Wire, mut input: Flat, tag
     ex.begin(Kind::ReduceScatter, wire, input.dtype(), input.len(), tag);
     assert!(input.len().is_multiple_of(ex.size()), "{} elements in {} equal chunks", input.len(), ex.size());
     let chunk = input.len() / ex.size();
-    for range in pieces(chunk, piece_len(ex, wire, input.dtype())) {
+    let (wire, step) = piece_of(ex.size(), wire, input.dtype());
+    for range in pieces(chunk, step) {
         reduce_piece(ex, wire, &mut input, 0, range)?;
     }
     input.truncate(chunk);
@@ -70,8 +71,8 @@ pub(super) fn all_reduce(ex: &mut Exchange, wire: Wire, mut input: Flat, tag: u6
     input.extend_zeros(chunk * ex.size() - len);
     let own = ex.rank() * chunk;
     // The sums are gathered as they are, in the same pieces.
-    let step = piece_len(ex, wire, input.dtype()).min(SLOT_BYTES / size);
-    for range in pieces(chunk, step) {
+    let (wire, step) = piece_of(ex.size(), wire, input.dtype());
+    for range in pieces(chunk, step.min(SLOT_BYTES / size)) {
         reduce_piece(ex, wire, &mut input, own, range.clone())?;
         let whole = input.room_bytes(chunk * ex.size());
         gather_piece(ex, whole, Own::At(own * size), range.start * size..range.end * size)?;
@@ -98,13 +99,12 @@ pub(super) fn barrier(ex: &mut Exchange) -> Result<()> {
     ex.piece(0, |_| {})
 }
 
-/// Elements of every peer's chunk in one piece of a reduction.
-fn piece_len(ex: &Exchange, wire: Wire, dtype: DType) -> usize {
-    let bytes = SLOT_BYTES / (ex.size() - 1).max(1);
-    match wire {
-        Wire::Exact => bytes / dtype.size_in_bytes(),
-        Wire::Blocks(ints) => ints.whole_blocks_in(bytes),
-    }
+/// How the elements of a reduction travel, and how many of every peer's chunk in one piece. Where a slot has no room for
+/// a block for each peer (Int8, from 994 ranks on) they travel as they are.
+fn piece_of(world: usize, wire: Wire, dtype: DType) -> (Wire, usize) {
+    let bytes = SLOT_BYTES / (world - 1).max(1);
+    let blocks = if let Wire::Blocks(ints) = wire { ints.whole_blocks_in(bytes) } else { 0 };
+    if blocks > 0 { (wire, blocks) } else { (Wire::Exact, bytes / dtype.size_in_bytes()) }
 }
 
 /// Sums elements `range` of this rank's chunk of all ranks' `input` (world size x n elements) and writes them to
@@ -222,5 +222,26 @@ fn typed(dtype: DType, bytes: &[u8]) -> FlatRef<'_> {
         DType::BF16 => FlatRef::BF16(bytemuck::cast_slice(bytes)),
         DType::F16 => FlatRef::F16(bytemuck::cast_slice(bytes)),
         other => panic!("a flat buffer of {other:?}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::precision::{BLOCK, Ints};
+
+    #[test]
+    fn a_piece_of_a_reduction_has_elements_for_every_peer_in_any_world() {
+        for world in 2..=2048 {
+            for wire in [Wire::Exact, Wire::Blocks(Ints::Int8), Wire::Blocks(Ints::Int4)] {
+                let (travels, step) = piece_of(world, wire, DType::F32);
+                let bytes = match travels {
+                    Wire::Exact => 4 * step,
+                    Wire::Blocks(ints) => ints.encoded_len(step),
+                };
+                assert!(step > 0 && bytes * (world - 1) <= SLOT_BYTES, "{world} ranks, {wire:?}: {step}");
+                assert!(travels == wire && (wire == Wire::Exact || step.is_multiple_of(BLOCK)) || world >= 994);
+            }
+        }
     }
 }

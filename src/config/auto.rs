@@ -1,7 +1,7 @@
 //! `"auto"`: the value that the run knows, as the Hugging Face trainer puts it in, or the key's default.
 
-use super::json::{Entry, Node};
 use super::keys::{Key, Section};
+use super::node::{Entry, Node};
 use super::walk::Walk;
 use super::{Rule, value};
 use serde_json::Value;
@@ -53,7 +53,8 @@ impl Walk<'_> {
                 // The optimizer has been read before.
                 Some(self.get("optimizer.params.lr").cloned().unwrap_or_else(|| run.lr.into()))
             }
-            ("scheduler.params", "warmup_num_steps") => steps(run.warmup_num_steps),
+            // The Trainer's default is no warm-up; a schedule has at least one step of it.
+            ("scheduler.params", "warmup_num_steps") => steps(Some(run.warmup_num_steps.unwrap_or(0).max(1))),
             ("scheduler.params", "total_num_steps") => steps(run.total_num_steps),
             ("zero_optimization", "reduce_bucket_size") => run.hidden_size.map(|h| count(squared(h))),
             ("zero_optimization", "stage3_prefetch_bucket_size") => {

@@ -40,7 +40,7 @@ mod tests {
             for key in section.keys {
                 let Some(default) = key.default_value() else { continue };
                 if !default.is_null() && key.kind != Kind::Section {
-                    let node = crate::config::json::Node::from_value(&default);
+                    let node = crate::config::node::Node::from_value(&default);
                     let read = value::convert(&node, key, false);
                     assert_eq!(read.as_ref(), Ok(&default), "{}", section.join(key.name));
                 }

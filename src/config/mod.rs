@@ -1,15 +1,16 @@
 //! DeepSpeed's JSON configuration, read, checked and resolved.
 //!
-//! The way of a file: text -> values with their places (`json`) -> a walk beside the one table of keys (`keys`, `walk`)
+//! The way of a file: text -> values with their places (`hjson`) -> a walk beside the one table of keys (`keys`, `walk`)
 //! -> [`Config`], in which every default is filled in and every rule between keys has been checked (`resolve`).
 
 mod auto;
 mod batch;
 pub(crate) mod error;
-mod json;
+mod hjson;
 mod keys;
 mod monitoring;
 mod nearest;
+mod node;
 mod note;
 mod offload;
 mod optim;
@@ -25,6 +26,7 @@ mod source;
 mod value;
 mod walk;
 
+pub use crate::notice::LogLevel;
 pub use error::{ConfigProblem, Place, Rule};
 pub use monitoring::{CommsLogger, FlopsProfiler, MonitorFolder, Monitoring};
 pub use note::Note;

@@ -1,6 +1,7 @@
 //! The output of a run: the sections of monitors, loggers and profilers.
 
 use super::walk::{Walk, set};
+use crate::notice::LogLevel;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
@@ -18,11 +19,21 @@ pub struct Monitoring {
     pub memory_breakdown: bool,
     /// `dump_state`: the configuration and the engine's state are printed at the start.
     pub dump_state: bool,
+    /// `log_level`: what is below it is not said in this process; `None`: it stays as it is.
+    pub log_level: Option<LogLevel>,
     /// `comms_logger`; its presence alone switches it on, as in DeepSpeed.
     pub comms_logger: Option<CommsLogger>,
     /// `flops_profiler`, where it is enabled.
     pub flops_profiler: Option<FlopsProfiler>,
 }
+
+const LEVELS: [(&str, LogLevel); 5] = [
+    ("debug", LogLevel::Debug),
+    ("info", LogLevel::Info),
+    ("warning", LogLevel::Warning),
+    ("error", LogLevel::Error),
+    ("critical", LogLevel::Critical),
+];
 
 /// Where a monitor writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -87,6 +98,7 @@ pub(super) fn resolve(walk: &Walk<'_>) -> Monitoring {
         throughput: walk.bool("timers.throughput.enabled"),
         memory_breakdown: walk.bool("memory_breakdown"),
         dump_state: walk.bool("dump_state"),
+        log_level: walk.str("log_level").and_then(|name| LEVELS.iter().find(|(own, _)| *own == name)).map(|own| own.1),
         comms_logger: comms_logger(walk),
         flops_profiler: flops_profiler(walk),
     }
@@ -126,6 +138,8 @@ impl Monitoring {
         set(tree, "timers.throughput.enabled", json!(self.throughput));
         set(tree, "memory_breakdown", json!(self.memory_breakdown));
         set(tree, "dump_state", json!(self.dump_state));
+        let name = self.log_level.and_then(|level| LEVELS.iter().find(|(_, own)| *own == level)).map(|own| own.0);
+        set(tree, "log_level", json!(name));
         match &self.comms_logger {
             // Its presence would switch it on.
             None => set(tree, "comms_logger", Value::Null),

@@ -8,9 +8,41 @@ const ALIKE: f64 = 0.5;
 /// The same for a key of another section: a chance likeness is more probable among so many keys.
 const ALIKE_ELSEWHERE: f64 = 0.8;
 
+/// Names longer than this are like no key, and are not compared: that takes seconds for very long ones.
+const LONGEST: usize = 100;
+
+/// What PyTorch, Transformers and Lightning call keys of DeepSpeed's.
+const OTHER_NAMES: [(&str, &str); 16] = [
+    ("learning_rate", "lr"),
+    ("epsilon", "eps"),
+    ("adam_epsilon", "eps"),
+    ("beta1", "betas"),
+    ("beta2", "betas"),
+    ("adam_beta1", "betas"),
+    ("adam_beta2", "betas"),
+    ("wd", "weight_decay"),
+    ("warmup_steps", "warmup_num_steps"),
+    ("num_warmup_steps", "warmup_num_steps"),
+    ("max_steps", "total_num_steps"),
+    ("num_training_steps", "total_num_steps"),
+    ("max_grad_norm", "gradient_clipping"),
+    ("clip_grad_norm", "gradient_clipping"),
+    ("accumulate_grad_batches", "gradient_accumulation_steps"),
+    ("per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
+];
+
 /// The message about a key that its section does not have.
 pub(crate) fn advice(section: &Section, name: &str) -> (Rule, String) {
     let place = if section.path.is_empty() { "at the top level".into() } else { format!("of `{}`", section.path) };
+    if name.len() > LONGEST {
+        return (Rule::UnknownKey, format!("no key {place}, and none is alike; remove it"));
+    }
+    if let Some((_, own)) = OTHER_NAMES.iter().find(|(other, _)| other.eq_ignore_ascii_case(name)) {
+        let home = if section.key(own).is_some() { Some(section) } else { sections().find(|s| s.key(own).is_some()) };
+        if let Some(home) = home {
+            return (Rule::UnknownKey, format!("no key {place}; did you mean `{}`?", home.join(own)));
+        }
+    }
     if section.path.rsplit('.').next() == Some(name) && section.key("enabled").is_some() {
         return (Rule::UnknownKey, format!("no key {place}; did you mean `{}`?", section.join("enabled")));
     }
@@ -68,9 +100,18 @@ fn likeness(a: &str, b: &str) -> f64 {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::config::keys::section;
+
+    #[test]
+    fn a_very_long_name_is_not_compared() {
+        let name = "train_batch_size".repeat(10_000);
+        let began = std::time::Instant::now();
+        assert!(advice(section(""), &name).1.contains("none is alike"));
+        assert!(began.elapsed() < std::time::Duration::from_secs(1));
+    }
 
     #[test]
     fn the_nearest_key_of_the_section_is_named_first() {
@@ -79,6 +120,9 @@ mod tests {
             ("", "comms_config", "`comms_logger`"),
             ("", "monitor_config", "`csv_monitor`"),
             ("", "train_batch", "`train_batch_size`"),
+            ("", "max_grad_norm", "`gradient_clipping`"),
+            ("optimizer", "learning_rate", "`optimizer.params.lr`"),
+            ("optimizer.params", "learning_rate", "`optimizer.params.lr`"),
             ("fp16", "enable", "`fp16.enabled`"),
             ("fp16", "fp16", "`fp16.enabled`"),
             ("zero_optimization", "reduce_bukcet_size", "`zero_optimization.reduce_bucket_size`"),
@@ -88,7 +132,8 @@ mod tests {
                 "`zero_optimization.stage3_param_persistence_threshold`",
             ),
         ] {
-            let (rule, text) = advice(section(path), name);
+            let table = sections().find(|section| section.path == path).unwrap();
+            let (rule, text) = advice(table, name);
             assert_eq!(rule, Rule::UnknownKey, "{name}");
             assert!(text.contains(near), "{name}: {text}");
         }

@@ -8,3 +8,20 @@ pub struct Note {
     /// The text of the note.
     pub message: String,
 }
+
+/// Text of a file as messages show it: without control characters, and not longer than a line.
+pub(crate) fn shown(text: &str) -> String {
+    const LONGEST: usize = 60;
+    let mut safe: String = text
+        .chars()
+        .take(LONGEST)
+        .flat_map(|c| {
+            let escape = c.is_control();
+            c.escape_debug().filter(move |_| escape).chain((!escape).then_some(c))
+        })
+        .collect();
+    if text.chars().nth(LONGEST).is_some() {
+        safe.push_str("...");
+    }
+    safe
+}

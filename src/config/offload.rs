@@ -3,6 +3,7 @@
 use super::walk::Walk;
 use super::{Aio, OffloadOptimizer, OffloadParam, OffloadTo, OptimizerConfig, Rule};
 use crate::layout::ZeroStage;
+use std::path::PathBuf;
 
 /// An offload section, and the first stage at which it has an effect, as in DeepSpeed.
 pub(super) struct Section {
@@ -36,7 +37,15 @@ impl Section {
         }
         let key = self.join("nvme_path");
         match walk.str(&key) {
-            Some(path) if !path.is_empty() => Some(OffloadTo::Nvme { path: path.into() }),
+            Some(path) if !path.is_empty() => match whole_path(path) {
+                Some(path) => Some(OffloadTo::Nvme { path }),
+                None => {
+                    let text = format!("{path:?} found: this user has no home folder; give a path that begins with /");
+                    let place = walk.place(&key);
+                    walk.problem(Rule::Conflict, &key, place, text);
+                    None
+                }
+            },
             found => {
                 let found = if found.is_some() { "\"\" found" } else { "has to be given" };
                 let text = format!(
@@ -59,6 +68,14 @@ impl Section {
             walk.problem(Rule::Range, &path, place, text);
         }
         found
+    }
+}
+
+/// A path that begins with `~/` lies in the user's home, as in a shell.
+fn whole_path(path: &str) -> Option<PathBuf> {
+    match path.strip_prefix("~/") {
+        None => Some(path.into()),
+        Some(rest) => std::env::home_dir().filter(|home| home.is_absolute()).map(|home| home.join(rest)),
     }
 }
 
@@ -114,4 +131,18 @@ pub(super) fn aio(walk: &Walk<'_>) -> Aio {
 fn count(walk: &Walk<'_>, path: &str) -> usize {
     // Beyond usize (on 32 bits) there is no difference to "all".
     usize::try_from(walk.count(path)).unwrap_or(usize::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_that_begins_with_a_tilde_and_a_slash_lies_in_the_users_home() {
+        let home = std::env::home_dir();
+        assert_eq!(whole_path("~/.cache/offload"), home.map(|home| home.join(".cache/offload")));
+        for path in ["/a/~/b", "~", "~user/a", "a"] {
+            assert_eq!(whole_path(path), Some(path.into()));
+        }
+    }
 }

@@ -1,6 +1,7 @@
 //! `optimizer`: the table of parameters depends on the type.
 
 use super::keys::typed_section;
+use super::note::shown;
 use super::walk::{Walk, defaults};
 use super::{
     AdagradConfig, AdamConfig, LambConfig, LionConfig, MuonConfig, NsMethod, OptimizerConfig, Rule, SgdConfig,
@@ -195,16 +196,20 @@ pub(super) fn needs_type(walk: &mut Walk<'_>, owner: &str, names: &[&str]) {
 /// Complains about a type that is not offered.
 pub(super) fn stranger(walk: &mut Walk<'_>, path: &str, found: &str, names: &[&str], others: &[&str], any_case: bool) {
     const ALIKE: f64 = 0.6;
+    /// Longer names are like none, and comparing very long ones takes seconds.
+    const LONGEST: usize = 100;
     let same = |name: &&&str| if any_case { name.eq_ignore_ascii_case(found) } else { **name == found };
     let place = walk.place(path);
     let offered = names.join(", ");
+    let told = shown(found);
     if others.iter().any(|name| same(&name)) {
-        return walk.problem(Rule::Unsupported, path, place, format!("\"{found}\" is not supported: use {offered}"));
+        return walk.problem(Rule::Unsupported, path, place, format!("\"{told}\" is not supported: use {offered}"));
     }
+    let found: String = found.chars().take(LONGEST).collect();
     let likeness = |name: &str| strsim::normalized_damerau_levenshtein(&name.to_lowercase(), &found.to_lowercase());
     let near = names.iter().filter(|name| likeness(name) >= ALIKE).max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
     let near = near.map(|near| format!(" Did you mean \"{near}\"?")).unwrap_or_default();
-    walk.problem(Rule::Range, path, place, format!("\"{found}\" is unknown: use {offered}.{near}"));
+    walk.problem(Rule::Range, path, place, format!("\"{told}\" is unknown: use {offered}.{near}"));
 }
 
 /// `zero_allow_untested_optimizer`: SGD and Lamb under ZeRO have to be asked for.

@@ -65,6 +65,8 @@ impl Config {
             ("zero_optimization.reduce_bucket_size", json!(zero.reduce_bucket_size)),
             ("zero_optimization.allgather_bucket_size", json!(zero.allgather_bucket_size)),
             ("zero_optimization.overlap_comm", json!(zero.overlap_comm)),
+            ("zero_optimization.load_from_fp32_weights", json!(zero.load_from_fp32_weights)),
+            ("zero_optimization.log_trace_cache_warnings", json!(zero.log_trace_cache_warnings)),
             ("zero_optimization.contiguous_gradients", json!(zero.contiguous_gradients)),
             ("zero_optimization.reduce_scatter", json!(zero.reduce_scatter)),
             ("zero_optimization.sub_group_size", json!(zero.sub_group_size)),
@@ -73,7 +75,9 @@ impl Config {
             ("zero_optimization.stage3_model_persistence_threshold", json!(zero.model_persistence_threshold)),
             ("zero_optimization.stage3_max_live_parameters", json!(zero.max_live_parameters)),
             ("zero_optimization.stage3_max_reuse_distance", json!(zero.max_reuse_distance)),
+            ("zero_optimization.ignore_unused_parameters", json!(zero.ignore_unused_parameters)),
             ("zero_optimization.zero_quantized_weights", json!(zero.quantized_weights)),
+            ("zero_optimization.zero_quantized_nontrainable_weights", json!(zero.quantized_nontrainable_weights)),
             ("zero_optimization.zero_quantized_gradients", json!(zero.quantized_gradients)),
             ("checkpoint.tag_validation", json!(tags)),
             ("aio.block_size", json!(self.aio.block_size)),
@@ -105,22 +109,10 @@ impl Config {
         }
     }
 
-    /// The recorded keys stay when they say the same as the field, which may have been changed since.
+    /// Whatever the other keys of the section ask for, this one decides.
     fn checkpointing_json(&self, tree: &mut Map<String, Value>) {
-        const SWITCHES: [&str; 3] = ["partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"];
-        if self.activation_checkpointing {
-            set(tree, "activation_checkpointing.cpu_checkpointing", json!(self.cpu_checkpointing));
-        }
-        let section = tree.get("activation_checkpointing");
-        let of = |key: &str| section.and_then(|section| section.get(key));
-        let recorded = SWITCHES.iter().any(|key| of(key) == Some(&Value::Bool(true)))
-            || of("number_checkpoints").is_some_and(Value::is_number);
-        if recorded && !self.activation_checkpointing {
-            SWITCHES.iter().for_each(|key| set(tree, &format!("activation_checkpointing.{key}"), json!(false)));
-            set(tree, "activation_checkpointing.number_checkpoints", Value::Null);
-        } else if self.activation_checkpointing && !recorded {
-            set(tree, "activation_checkpointing.number_checkpoints", json!(1));
-        }
+        set(tree, "activation_checkpointing.every_unit", json!(self.activation_checkpointing));
+        set(tree, "activation_checkpointing.cpu_checkpointing", json!(self.cpu_checkpointing));
     }
 
     /// The offload sections; a recorded section that has no effect at this stage stays as it is.

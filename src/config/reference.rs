@@ -9,11 +9,12 @@ const HEAD: &str = "\
 
 Generated from the table of keys in the code; `UPDATE_DOCS=1 cargo test --release --lib config::reference` regenerates it.
 
-A configuration is a DeepSpeed JSON file (0.19.8). Comments (`#`, `//`, `/* */`) and trailing commas are allowed.
+A configuration is a DeepSpeed JSON file (0.19.8), read as Hjson: comments (`#`, `//`, `/* */`), keys and strings without
+quotes, ends of lines for commas and a file without its outer braces are allowed.
 An unknown key is an error wherever it stands, with its line, its column and the nearest known key. At the top level a key
 that starts with `_`, `//` or `comment` is a comment. Sections marked *strict* take `\"3\"` for 3 and `\"true\"` or 1 for
-true. `\"auto\"` is what the run knows (`RunValues`: micro batch 1, accumulation 1 and lr 5e-5 unless the script gives others,
-and the steps of the schedule), a batch key that follows from the others, or else the default; its value is printed once.
+true. `\"auto\"` is what the run knows (`RunValues`: micro batch 1, accumulation 1, lr 5e-5 and no warm-up unless the script gives
+others, and the steps of the schedule), a batch key that follows from the others, or else the default; its value is printed once.
 
 | status | meaning |
 | --- | --- |
@@ -28,6 +29,18 @@ and the steps of the schedule), a batch key that follows from the others, or els
 /// The reference of all keys as Markdown, as docs/config.md holds it.
 fn reference_markdown() -> String {
     let mut text = HEAD.to_string();
+    let of = |word: &str| words().filter(|own| *own == word).count();
+    // Writing to a String cannot fail.
+    let _ = writeln!(
+        text,
+        "\n{} keys are honoured, {} have no effect (each with its reason, or its section's), {} are refused, {} removed and {} \
+         translated.",
+        of("honoured"),
+        of("noted"),
+        of("refused"),
+        of("removed") + of("removed unless off"),
+        of("translated"),
+    );
     for section in sections() {
         heading(&mut text, section);
         text.push_str("\n| key | type | default | meaning | status |\n| --- | --- | --- | --- | --- |\n");
@@ -36,6 +49,22 @@ fn reference_markdown() -> String {
         }
     }
     text
+}
+
+/// The word for each key that is no section.
+fn words() -> impl Iterator<Item = &'static str> {
+    let keys = sections().flat_map(|section| section.keys.iter().map(move |key| (section, key)));
+    keys.filter(|(_, key)| key.kind != Kind::Section || key.status != Status::OfSection)
+        .map(|(section, key)| of_key(section, key).0)
+}
+
+/// The word for a key, and its reason.
+fn of_key(section: &Section, key: &Key) -> (&'static str, Option<String>) {
+    match key.status {
+        Status::OfSection if key.kind == Kind::Section => ("see its section", None),
+        Status::OfSection => (status(section.status).0, None),
+        own => status(own),
+    }
 }
 
 fn heading(text: &mut String, section: &Section) {
@@ -72,12 +101,8 @@ fn row(text: &mut String, section: &Section, key: &Key) {
         long if long.len() > 60 => "DeepSpeed's list".to_string(),
         short => format!("`{short}`"),
     };
-    let (word, why) = match key.status {
-        Status::OfSection if key.kind == Kind::Section => ("see its section", None),
-        Status::OfSection => status(section.status),
-        own => status(own),
-    };
-    let why = why.filter(|_| key.status != Status::OfSection).map(|why| format!(": {why}")).unwrap_or_default();
+    let (word, why) = of_key(section, key);
+    let why = why.map(|why| format!(": {why}")).unwrap_or_default();
     let kind = kind.replace('|', "\\|");
     let _ = writeln!(text, "| {name} | {kind} | {default} | {} | {word}{why} |", key.meaning);
 }
@@ -88,8 +113,9 @@ fn status(status: Status) -> (&'static str, Option<String>) {
         Status::Honoured => ("honoured", None),
         // Inside a section whose switch is refused, or whose one honoured key decides.
         Status::OfSection => ("noted", None),
+        Status::OfRefused => ("refused", Some("with its section".into())),
+        Status::AsEveryUnit(why) => ("noted", Some(format!("taken as every_unit; {why}"))),
         Status::NoEffect(why) => ("noted", Some(why.into())),
-        Status::NotYet(why) => ("noted", Some(format!("not supported yet: {why}"))),
         Status::Refused(why) => ("refused", Some(why.into())),
         Status::RefusedAbove1(why) => ("refused", Some(format!("above 1: {why}"))),
         Status::Removed(why) => ("removed", Some(why.into())),

@@ -1,6 +1,6 @@
 //! From a walked file to a [`Config`]: typed values, and the rules that hold between keys.
 
-use super::json::{Json, Node};
+use super::node::{Json, Node};
 use super::walk::Walk;
 use super::{
     Config, ConfigProblem, Fp16, GradientOp, Note, Precision, Rule, RunValues, TagValidation, ZeroConfig, batch,
@@ -34,6 +34,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
     check_zero(walk_ref, zero.stage, precision);
     check_data_types(walk_ref, zero.stage, precision);
     check_data_efficiency(walk_ref);
+    check_vocabulary(walk_ref);
     zero.offload_optimizer = offload::optimizer(walk_ref, zero.stage, optimizer.as_ref());
     zero.offload_param = offload::param(walk_ref, zero.stage);
     let activation_checkpointing = activation_checkpointing(walk_ref);
@@ -110,6 +111,8 @@ fn zero(walk: &mut Walk<'_>) -> ZeroConfig {
         reduce_bucket_size: count("reduce_bucket_size"),
         allgather_bucket_size: count("allgather_bucket_size"),
         overlap_comm: overlap_comm.unwrap_or(stage == ZeroStage::Three),
+        load_from_fp32_weights: walk.bool("zero_optimization.load_from_fp32_weights"),
+        log_trace_cache_warnings: walk.bool("zero_optimization.log_trace_cache_warnings"),
         contiguous_gradients: walk.bool("zero_optimization.contiguous_gradients"),
         reduce_scatter: walk.bool("zero_optimization.reduce_scatter"),
         sub_group_size: count("sub_group_size"),
@@ -119,7 +122,9 @@ fn zero(walk: &mut Walk<'_>) -> ZeroConfig {
         max_live_parameters: count("stage3_max_live_parameters"),
         max_reuse_distance: count("stage3_max_reuse_distance"),
         quantized_weights: walk.bool("zero_optimization.zero_quantized_weights"),
+        quantized_nontrainable_weights: walk.bool("zero_optimization.zero_quantized_nontrainable_weights"),
         quantized_gradients: walk.bool("zero_optimization.zero_quantized_gradients"),
+        ignore_unused_parameters: walk.bool("zero_optimization.ignore_unused_parameters"),
         // Resolved when stage and optimizer are known.
         offload_optimizer: None,
         offload_param: None,
@@ -210,7 +215,7 @@ fn check_gradients(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) 
     if !walk.bool(norm) {
         let f32_sums = matches!(precision, Precision::Bf16 { .. })
             && stage == ZeroStage::One
-            && matches!(walk.str("data_types.grad_accum_dtype"), None | Some("fp32"));
+            && walk.str("data_types.grad_accum_dtype") == Some("fp32");
         let offloaded = walk.str("zero_optimization.offload_optimizer.device").is_some_and(|device| device != "none");
         let middle = matches!(stage, ZeroStage::One | ZeroStage::Two);
         if !middle || walk.float("gradient_clipping") != 0.0 || offloaded || f32_sums {
@@ -279,6 +284,16 @@ fn check_data_types(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision)
     }
 }
 
+/// `vocabulary_size`: a hint, and all that DeepSpeed does with it is this.
+fn check_vocabulary(walk: &mut Walk<'_>) {
+    const TILE: i64 = 8;
+    if let Some(size) = walk.int("vocabulary_size").filter(|size| size % TILE != 0) {
+        let next = size.saturating_add(TILE - size % TILE);
+        let text = format!("{size} is no multiple of {TILE}: matrix units of GPUs like one, such as {next}");
+        walk.note("vocabulary_size", text);
+    }
+}
+
 /// `data_efficiency`: each feature that is on is named.
 fn check_data_efficiency(walk: &mut Walk<'_>) {
     if !walk.bool("data_efficiency.enabled") {
@@ -309,16 +324,20 @@ fn check_data_efficiency(walk: &mut Walk<'_>) {
     }
 }
 
-/// Recomputation, by any key that asks for it.
+/// Whether every unit recomputes: by the key of this engine, or else by any other key that asks for it, with a note.
 fn activation_checkpointing(walk: &mut Walk<'_>) -> bool {
-    let path = "activation_checkpointing";
-    let on = |walk: &Walk<'_>, key: &str| walk.bool(&format!("{path}.{key}"));
-    let arranged = on(walk, "partition_activations") || on(walk, "contiguous_memory_optimization");
-    if arranged {
-        walk.note(
-            path,
-            "units recompute their forward; what they keep, their inputs, stays whole, each in its own memory",
-        );
+    let path = |key: &str| format!("activation_checkpointing.{key}");
+    if let Some(on) = walk.get(&path("every_unit")).and_then(Value::as_bool) {
+        return on;
     }
-    arranged || on(walk, "cpu_checkpointing") || walk.int("activation_checkpointing.number_checkpoints").is_some()
+    let asks = ["partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"];
+    let key = asks.into_iter().find(|key| walk.bool(&path(key)));
+    let key = key.or(walk.int(&path("number_checkpoints")).map(|_| "number_checkpoints"));
+    if let Some(key) = key {
+        let text = "taken as `every_unit`: every unit recomputes its forward in backward, for about a third more time and \
+                    without a change of results (in DeepSpeed only what a model gives to deepspeed.checkpointing does); \
+                    set `every_unit` of this section to true or false to choose";
+        walk.note(&path(key), text);
+    }
+    key.is_some()
 }

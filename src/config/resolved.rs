@@ -42,7 +42,8 @@ pub struct Config {
     pub monitoring: Monitoring,
     /// `seed` of the initial weights. Default 42.
     pub seed: u64,
-    /// Units recompute their forward in backward (a key of `activation_checkpointing` asks for it).
+    /// `activation_checkpointing.every_unit`, or another key of that section that asks for it: every unit recomputes its
+    /// forward in backward.
     pub activation_checkpointing: bool,
     /// `activation_checkpointing.cpu_checkpointing`: what recomputing units keep, their inputs, leaves the model's
     /// memory: to the host where the model is on a GPU, and to a file where something is offloaded to `nvme`.
@@ -146,6 +147,11 @@ pub struct ZeroConfig {
     pub allgather_bucket_size: usize,
     /// `overlap_comm`: reductions and gathers run while the model computes. Default: true at stage 3 only.
     pub overlap_comm: bool,
+    /// `load_from_fp32_weights` (default true): a load takes master weights as they were saved; false: rounded to the
+    /// model's dtype.
+    pub load_from_fp32_weights: bool,
+    /// `log_trace_cache_warnings`: rank 0 says when units are used in another order than before. Default false.
+    pub log_trace_cache_warnings: bool,
     /// `contiguous_gradients`. Buckets here are always contiguous; kept for the record.
     pub contiguous_gradients: bool,
     /// `reduce_scatter`: reduce to owners; false: all-reduce and keep the owned part.
@@ -164,8 +170,13 @@ pub struct ZeroConfig {
     pub max_reuse_distance: usize,
     /// `zero_quantized_weights`: gathers of stage 3 carry int8 with a scale per block. Stages below gather no weights.
     pub quantized_weights: bool,
+    /// `zero_quantized_nontrainable_weights`: frozen matrices are held and gathered in eight bits at stage 3.
+    pub quantized_nontrainable_weights: bool,
     /// `zero_quantized_gradients`: what a rank sends of its gradients is int4 with a scale per block.
     pub quantized_gradients: bool,
+    /// `ignore_unused_parameters`: a parameter that no backward reaches has a gradient of zeros in place of an error.
+    /// Where the file does not say it: false (DeepSpeed: true).
+    pub ignore_unused_parameters: bool,
     /// `offload_optimizer`; `None` where nothing is offloaded (`device` none, stage 0).
     pub offload_optimizer: Option<OffloadOptimizer>,
     /// `offload_param`; `None` where nothing is offloaded (`device` none, stages below 3).

@@ -11,7 +11,8 @@ pub struct RunValues {
     pub gradient_accumulation_steps: usize,
     /// `lr` of the optimizer. Default 5e-5.
     pub lr: f64,
-    /// `warmup_num_steps` of the schedule; `None`: the key's default.
+    /// `warmup_num_steps` of the schedule; `None` or 0: 1, the least that a schedule has (the Hugging Face trainer's
+    /// default is 0, which DeepSpeed refuses).
     pub warmup_num_steps: Option<u64>,
     /// `total_num_steps` of the schedule; `None`: `"auto"` is an error there.
     pub total_num_steps: Option<u64>,

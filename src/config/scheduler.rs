@@ -1,5 +1,6 @@
 //! `scheduler`: the table of parameters depends on the type.
 
+use super::note::shown;
 use super::optim::{needs_type, parameters, stranger};
 use super::walk::Walk;
 use super::{OneCycleConfig, OptimizerConfig, PerGroup, Rule, SchedulerConfig, WarmupType};
@@ -54,7 +55,7 @@ pub(super) fn scheduler(walk: &mut Walk<'_>, optimizer: Option<&OptimizerConfig>
             lr_range_test_step_rate: walk.float(&of("lr_range_test_step_rate")),
             lr_range_test_staircase: walk.bool(&of("lr_range_test_staircase")),
         }),
-        _ => warm_up(walk, name),
+        _ => warm_up(walk, name, optimizer),
     }
 }
 
@@ -91,11 +92,27 @@ fn required(walk: &mut Walk<'_>, key: &str, why: &str) {
     }
 }
 
-fn warm_up(walk: &mut Walk<'_>, name: &str) -> Option<SchedulerConfig> {
+/// The note about a warm-up from a rate to a lower one, which DeepSpeed takes too.
+fn falling(walk: &mut Walk<'_>, optimizer: Option<&OptimizerConfig>) {
+    let Some(min) = walk.get(&of("warmup_min_lr")).and_then(Value::as_f64) else { return };
+    let own = |walk: &Walk<'_>| optimizer.and_then(|_| walk.get("optimizer.params.lr")).and_then(Value::as_f64);
+    let given = walk.get(&of("warmup_max_lr")).and_then(Value::as_f64);
+    let (max, of_whom) = match given {
+        Some(max) => (Some(max), "warmup_max_lr"),
+        None => (own(walk), "the optimizer's lr"),
+    };
+    if let Some(max) = max.filter(|max| min > *max) {
+        let text = format!("{min} is above {of_whom} {max}: the rate falls during the warm-up, as in DeepSpeed");
+        walk.note(&of("warmup_min_lr"), text);
+    }
+}
+
+fn warm_up(walk: &mut Walk<'_>, name: &str, optimizer: Option<&OptimizerConfig>) -> Option<SchedulerConfig> {
     let warmup_type = match walk.str(&of("warmup_type")) {
         Some("linear") => WarmupType::Linear,
         Some("log") | None => WarmupType::Log,
         Some(other) => {
+            let other = shown(other);
             let text = format!("\"{other}\" is unknown (log or linear): taken as \"log\", as in DeepSpeed");
             walk.note(&of("warmup_type"), text);
             walk.set(&of("warmup_type"), "log".into());
@@ -103,6 +120,7 @@ fn warm_up(walk: &mut Walk<'_>, name: &str) -> Option<SchedulerConfig> {
         }
     };
     let warmup_num_steps = walk.count(&of("warmup_num_steps"));
+    falling(walk, optimizer);
     if name == "WarmupLR" {
         return Some(SchedulerConfig::WarmupLr {
             warmup_min_lr: rate(walk, "warmup_min_lr"),

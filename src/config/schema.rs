@@ -174,9 +174,9 @@ fn bound(schema: &mut Value, word: &str, at: Option<Value>) {
 fn description(key: &Key) -> String {
     let meaning = key.meaning;
     match key.status {
-        Status::Honoured | Status::OfSection => meaning.to_string(),
+        Status::Honoured | Status::OfSection | Status::OfRefused => meaning.to_string(),
+        Status::AsEveryUnit(why) => format!("{meaning} Only asks for every_unit here: {why}."),
         Status::NoEffect(why) => format!("{meaning} Has no effect here: {why}."),
-        Status::NotYet(why) => format!("{meaning} Not supported yet: {why}."),
         Status::Refused(why) => format!("{meaning} Only the default is accepted: {why}."),
         Status::RefusedAbove1(why) => format!("{meaning} More than 1 is refused: {why}."),
         Status::Removed(why) | Status::RemovedUnlessOff(why) => format!("{meaning} Refused: {why}."),
@@ -194,7 +194,8 @@ fn extend(schema: &mut Value, more: Value) {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::config::json::{Json, read_object};
+    use crate::config::hjson::read_object;
+    use crate::config::node::Json;
     use std::collections::BTreeSet;
 
     /// The definition that a property leads to, by `$ref` or through `anyOf`.
@@ -256,7 +257,7 @@ mod tests {
                 (plain, _) => {
                     let wanted: &[&str] = match plain {
                         Json::Bool(_) => &["boolean"],
-                        Json::Int(_) => &["integer", "number"],
+                        Json::Int(_) | Json::Long(_) => &["integer", "number"],
                         Json::Float(_) => &["integer", "number"],
                         Json::String(_) => &["string", "enum"],
                         Json::List(_) => &["array"],

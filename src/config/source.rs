@@ -1,17 +1,19 @@
 //! Where a configuration comes from.
 
-use super::json::{self, Node, ReadError};
+use super::hjson::{self, ReadError};
+use super::node::Node;
 use super::{Config, Note, RunValues, resolve};
 use crate::error::{ConfigError, Error, Result};
+use crate::files;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// A configuration in any of its forms; see [`Config::load`].
 #[derive(Debug, Clone)]
 pub enum ConfigSource {
-    /// A file of JSON text.
+    /// A file of JSON or Hjson text.
     Path(PathBuf),
-    /// JSON text.
+    /// JSON or Hjson text.
     Text(String),
     /// A JSON value.
     Value(Value),
@@ -23,11 +25,12 @@ impl Config {
     /// Reads, checks and resolves a configuration for `world_size` ranks.
     ///
     /// `source` is a path, JSON text (a string whose first character beside blanks is `{`), a [`serde_json::Value`], or
-    /// a `Config`, of which only the number of ranks is checked again. Comments (`#`, `//`, `/* */`) and trailing
-    /// commas are allowed in text. Keys without effect here are listed in [`Config::notes`].
+    /// a `Config`, of which only the number of ranks is checked again. Text is Hjson, as in DeepSpeed: JSON with comments
+    /// (`#`, `//`, `/* */`), and without quotes of keys, commas at the ends of lines and, in a file, the outer braces.
+    /// Keys without effect here are listed in [`Config::notes`].
     ///
     /// # Errors
-    /// A file that cannot be read, text that is no JSON, a duplicate key, or any broken rule, with line and column.
+    /// A file that cannot be read, text that is no Hjson, a duplicate key, or any broken rule, with line and column.
     pub fn load(source: impl Into<ConfigSource>, world_size: usize) -> Result<Self> {
         Self::load_for(source, world_size, &RunValues::default())
     }
@@ -90,8 +93,8 @@ pub(crate) fn check(path: &Path, bytes: &[u8], world_size: usize, run: &RunValue
 pub(crate) fn read_file(path: &Path) -> Result<Vec<u8>> {
     use std::io::Read;
     let mut bytes = Vec::new();
-    std::fs::File::open(path)
-        .and_then(|file| file.take(json::MAX_BYTES as u64 + 1).read_to_end(&mut bytes))
+    files::open(path)
+        .and_then(|file| file.take(hjson::MAX_BYTES as u64 + 1).read_to_end(&mut bytes))
         .map_err(|source| ConfigError::File { path: path.into(), source })?;
     Ok(bytes)
 }
@@ -103,7 +106,7 @@ pub(crate) fn read_value(path: &Path) -> Result<Value> {
 
 fn read(origin: &str, bytes: &[u8]) -> Result<Node> {
     let origin = origin.to_string();
-    json::read_object(bytes).map_err(|error| match error {
+    hjson::read_object(bytes).map_err(|error| match error {
         ReadError::Syntax { place, expected, found } => {
             Error::from(ConfigError::Syntax { origin, place, expected, found })
         }

@@ -1,8 +1,9 @@
 //! A value of a file as the value of a key: kinds, lax forms, bounds.
 
 use super::Rule;
-use super::json::{Json, Node};
 use super::keys::{Key, Kind};
+use super::node::{Json, Node};
+use super::note::shown;
 use serde_json::Value;
 
 /// Why a value does not fit its key.
@@ -25,7 +26,14 @@ fn of_kind(node: &Node, kind: Kind, strict: bool) -> Result<Value, Misfit> {
         Kind::Int(min, max) | Kind::IntNoBool(min, max) => {
             let bool_is_one = strict && matches!(kind, Kind::Int(..));
             match integer(node, strict, bool_is_one) {
-                None => wrong(),
+                None => match &node.value {
+                    Json::Long(digits) => {
+                        let bound =
+                            if digits.starts_with('-') { format!("{min} or more") } else { format!("at most {max}") };
+                        Err((Rule::Range, format!("{} found, allowed is {bound}", shown(digits))))
+                    }
+                    _ => wrong(),
+                },
                 Some(i) if (min..=max).contains(&i) => Ok(Value::from(i)),
                 Some(i) => Err((Rule::Range, format!("{i} found, allowed is {}", int_range(min, max)))),
             }
@@ -134,6 +142,7 @@ fn integer(node: &Node, strict: bool, bool_is_one: bool) -> Option<i64> {
 fn float(node: &Node, strict: bool) -> Option<f64> {
     match &node.value {
         Json::Int(i) => Some(*i as f64),
+        Json::Long(digits) => digits.parse().ok().filter(|x: &f64| x.is_finite()),
         Json::Float(x) => Some(*x).filter(|x| x.is_finite()),
         Json::String(s) if strict => s.trim().parse().ok().filter(|x: &f64| x.is_finite()),
         _ => None,
@@ -190,8 +199,9 @@ pub(crate) fn found(node: &Node) -> String {
         Json::Null => "null".into(),
         Json::Bool(b) => format!("{b}"),
         Json::Int(i) => format!("the number {i}"),
+        Json::Long(digits) => format!("the number {}", shown(digits)),
         Json::Float(x) => format!("the number {x}"),
-        Json::String(s) if s.chars().count() > LONGEST => {
+        Json::String(s) if s.chars().nth(LONGEST).is_some() => {
             format!("the string \"{}...\"", s.chars().take(LONGEST).collect::<String>().escape_debug())
         }
         Json::String(s) => format!("the string \"{}\"", s.escape_debug()),

@@ -1,10 +1,14 @@
 //! The walk over a file beside the table: values, problems and notes.
 
-use super::json::{Entry, Json};
 use super::keys::{self, Key, Kind, Section, Status, join};
+use super::node::{Entry, Json};
+use super::note::shown;
 use super::{ConfigProblem, Note, Place, Rule, RunValues, nearest, value};
 use serde_json::{Map, Value};
 use std::collections::HashMap;
+
+/// The old name of `bf16`.
+const OLD_BF16: &str = "bfloat16";
 
 /// The result of a walk.
 #[derive(Default)]
@@ -37,8 +41,13 @@ impl<'a> Walk<'a> {
         let problems_before = self.problems.len();
         let mut first_name: HashMap<&str, &str> = HashMap::new();
         let mut moved = Vec::new();
+        let has_bf16 = section.path.is_empty() && entries.iter().any(|entry| entry.key == "bf16");
         for entry in entries {
-            let path = section.join(&entry.key);
+            if has_bf16 && entry.key == OLD_BF16 {
+                self.note(OLD_BF16, "an old name: not looked at, because `bf16` is given too, as in DeepSpeed");
+                continue;
+            }
+            let path = section.join(&shown(&entry.key));
             let Some(key) = section.key(&entry.key) else {
                 self.unknown(section, entry, path);
                 continue;
@@ -70,14 +79,20 @@ impl<'a> Walk<'a> {
 
     fn key(&mut self, section: &'static Section, key: &'static Key, entry: &'a Entry) {
         let path = section.join(key.name);
-        if entry.key == "bfloat16" {
-            self.note("bfloat16", "an old name: taken as `bf16`");
+        if entry.key == OLD_BF16 {
+            self.note(OLD_BF16, "an old name: taken as `bf16`");
         }
         if key.kind == Kind::Section {
             return self.object(key, entry, path);
         }
         if entry.node.value == Json::String("auto".into()) && !matches!(key.kind, Kind::AutoOr(_) | Kind::Any) {
             return self.auto(section, key, entry, path);
+        }
+        if let (Kind::Str, Json::String(text)) = (key.kind, &entry.node.value)
+            && text.ends_with(',')
+        {
+            let text = shown(text);
+            self.note(&path, format!("\"{text}\" ends with a comma: a string without quotes is its whole line"));
         }
         match value::convert(&entry.node, key, section.strict) {
             Ok(value) => {
@@ -100,7 +115,6 @@ impl<'a> Walk<'a> {
         let place = entry.node.place;
         match key.status {
             Status::NoEffect(why) => self.note(path, format!("accepted and has no effect here: {why}")),
-            Status::NotYet(why) => self.note(path, format!("not supported yet: {why}")),
             Status::Refused(why) => self.problem(Rule::Unsupported, path, place, unsupported(value, why)),
             Status::RefusedAbove1(why) if value.as_i64().is_some_and(|n| n > 1) => {
                 self.problem(Rule::Unsupported, path, place, unsupported(value, why));
@@ -232,7 +246,6 @@ impl<'a> Walk<'a> {
         };
         match section.status {
             Status::NoEffect(why) if on => self.note(section.path, format!("accepted and has no effect here: {why}")),
-            Status::NotYet(why) if on => self.note(section.path, format!("not supported yet: {why}")),
             Status::Refused(why) if on => {
                 let path = join(section.path, section.switch.unwrap_or_default());
                 let place = self.place(&path);

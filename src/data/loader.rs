@@ -79,7 +79,9 @@ impl Loader {
     /// Batches of `ctx` tokens for a model of `vocab` tokens, on `device`, from the start.
     ///
     /// # Errors
-    /// [`DataError::TooShort`](crate::error::DataError::TooShort) when `data` does not hold one sample.
+    /// [`DataError::TooShort`](crate::error::DataError::TooShort) when `data` does not hold one sample;
+    /// [`DataError::TokenOutOfVocabulary`](crate::error::DataError::TokenOutOfVocabulary) for data of at most 64 Mi
+    /// tokens with one that the model does not know. In longer data it is found when it is used.
     ///
     /// # Panics
     ///
@@ -96,6 +98,7 @@ impl Loader {
         assert!(shape.rank < shape.world, "rank {} of {}", shape.rank, shape.world);
         let data = data.into();
         let sampler = Sampler::new(order, &data, ctx)?;
+        data.check_all(vocab)?;
         Ok(Self { data, sampler, shape, ctx, vocab, device: device.clone(), position: 0, first: 0 })
     }
 

@@ -8,6 +8,7 @@
 pub(crate) mod error;
 mod loader;
 mod sampler;
+mod text;
 mod tokens;
 
 pub use loader::{Batch, BatchShape, Loader};

@@ -1,13 +1,19 @@
 //! Where tokens come from: text as bytes, files of 16-bit tokens, or the embedded corpus.
 
+use super::text::{MAP_FROM, Text};
 use crate::error::{DataError, Error, Result};
+use crate::files;
 use memmap2::{Advice, Mmap};
 use rayon::prelude::*;
-use std::fs::{self, File};
+use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// Vocabulary of byte-level text.
 const BYTES: usize = 256;
+
+/// Tokens that are compared with a vocabulary before the first is used: so many take some hundredths of a second.
+const CHECKED_AT_ONCE: usize = 64 << 20;
 
 /// The default data: sources and documents of this project as they were on one day. Frozen, so that the losses of a
 /// first training run, and the tables made from them, change with the code that trains and not with every edited line.
@@ -25,8 +31,8 @@ pub struct TokenData {
 
 #[derive(Debug)]
 enum Tokens {
-    /// Text: each byte is a token.
-    Bytes(Vec<u8>),
+    /// Each byte is a token.
+    Text(Text),
     /// A mapped file of little-endian u16.
     U16(Mmap),
 }
@@ -36,7 +42,8 @@ impl TokenData {
     ///
     /// - a file ending in `.bin` or `.u16`: little-endian 16-bit tokens, mapped, not read. It must not be shortened
     ///   while it is in use.
-    /// - any other file: UTF-8 text, each byte a token.
+    /// - any other file: UTF-8 text, each byte a token. One of 1 MiB or more is mapped, so that the ranks of a machine
+    ///   share its memory, and must not be shortened while it is in use either.
     /// - a folder: all UTF-8 text files below it in the order of their paths, each ending in a newline. Hidden
     ///   entries, folders named `target` and links to folders are left out; other files that are not UTF-8 are
     ///   skipped and counted.
@@ -55,11 +62,12 @@ impl TokenData {
         let tokens = match path.extension().and_then(|e| e.to_str()) {
             Some("bin" | "u16") => Tokens::U16(map_tokens(path)?),
             _ => {
-                let bytes = fs::read(path).map_err(|source| io("read", path, source))?;
-                if let Err(error) = std::str::from_utf8(&bytes) {
+                let (mut text, bytes) = (Text::default(), open(path)?);
+                if let Err(error) = std::str::from_utf8(bytes.as_ref()) {
                     return Err(DataError::NotText { path: path.into(), offset: error.valid_up_to() }.into());
                 }
-                Tokens::Bytes(bytes)
+                bytes.append_to(&mut text);
+                Tokens::Text(text)
             }
         };
         Ok(Self { tokens, name, files: 1, skipped_files: 0 })
@@ -67,7 +75,7 @@ impl TokenData {
 
     /// The corpus inside this library: 2 MB of Rust and Markdown, the same in every version.
     pub fn embedded() -> Self {
-        let tokens = Tokens::Bytes(CORPUS.as_bytes().to_vec());
+        let tokens = Tokens::Text(Text::of_static(CORPUS));
         Self { tokens, name: "the embedded corpus".into(), files: 1, skipped_files: 0 }
     }
 
@@ -75,29 +83,30 @@ impl TokenData {
         let mut files = vec![];
         list_files(path, &mut files)?;
         files.sort();
-        let (mut bytes, mut skipped_files) = (vec![], 0);
+        let (mut text, mut skipped_files) = (Text::default(), 0);
         for file in &files {
-            let text = fs::read(file).map_err(|source| io("read", file, source))?;
-            if std::str::from_utf8(&text).is_err() {
+            let bytes = open(file)?;
+            if std::str::from_utf8(bytes.as_ref()).is_err() {
                 skipped_files += 1;
                 continue;
             }
-            bytes.extend_from_slice(&text);
-            if text.last().is_some_and(|last| *last != b'\n') {
-                bytes.push(b'\n');
+            let ends_a_line = bytes.as_ref().last().is_none_or(|last| *last == b'\n');
+            bytes.append_to(&mut text);
+            if !ends_a_line {
+                text.append(b"\n");
             }
         }
-        if bytes.is_empty() {
+        if text.len() == 0 {
             return Err(DataError::NoText { path: path.into(), skipped: skipped_files }.into());
         }
         let files = files.len() - skipped_files;
-        Ok(Self { tokens: Tokens::Bytes(bytes), name, files, skipped_files })
+        Ok(Self { tokens: Tokens::Text(text), name, files, skipped_files })
     }
 
     /// Number of tokens.
     pub fn len(&self) -> usize {
         match &self.tokens {
-            Tokens::Bytes(bytes) => bytes.len(),
+            Tokens::Text(text) => text.len(),
             Tokens::U16(map) => map.len() / 2,
         }
     }
@@ -109,7 +118,7 @@ impl TokenData {
 
     /// Whether each token is a byte of text.
     pub fn is_byte_level(&self) -> bool {
-        matches!(self.tokens, Tokens::Bytes(_))
+        matches!(self.tokens, Tokens::Text(_))
     }
 
     /// The name of this data in messages: its path, or that it is embedded.
@@ -134,7 +143,9 @@ impl TokenData {
     /// If the range ends after the last token.
     pub fn extend(&self, start: usize, count: usize, to: &mut Vec<u32>) {
         match &self.tokens {
-            Tokens::Bytes(bytes) => to.extend(bytes[start..start + count].iter().map(|b| u32::from(*b))),
+            Tokens::Text(text) => {
+                text.parts(start, count).for_each(|part| to.extend(part.iter().map(|b| u32::from(*b))));
+            }
             Tokens::U16(map) => to.extend(map[2 * start..2 * (start + count)].chunks_exact(2).map(token)),
         }
     }
@@ -147,9 +158,10 @@ impl TokenData {
     /// If the range ends after the last token.
     pub(super) fn will_need(&self, start: usize, count: usize) {
         assert!(start + count <= self.len(), "tokens {start} .. {} of {}", start + count, self.len());
-        if let Tokens::U16(map) = &self.tokens {
+        match &self.tokens {
             // A hint: without it the tokens are read when they are touched.
-            let _ = map.advise_range(Advice::WillNeed, 2 * start, 2 * count);
+            Tokens::U16(map) => _ = map.advise_range(Advice::WillNeed, 2 * start, 2 * count),
+            Tokens::Text(text) => text.will_need(start, count),
         }
     }
 
@@ -157,9 +169,27 @@ impl TokenData {
     /// once from end to end.
     pub fn vocab_needed(&self) -> usize {
         match &self.tokens {
-            Tokens::Bytes(_) => BYTES,
+            Tokens::Text(_) => BYTES,
             Tokens::U16(map) => map.par_chunks_exact(2).map(token).max().map_or(0, |largest| largest as usize + 1),
         }
+    }
+
+    /// Checks that all tokens are below `vocab`, where that takes no time worth mentioning.
+    ///
+    /// # Errors
+    /// [`DataError::TokenOutOfVocabulary`] with the first that is not.
+    pub(super) fn check_all(&self, vocab: usize) -> Result<()> {
+        const PIECE: usize = 1 << 16;
+        if self.is_byte_level() && vocab >= BYTES || self.len() > CHECKED_AT_ONCE {
+            return Ok(());
+        }
+        let pieces = self.len().div_ceil(PIECE);
+        let check = |piece: usize| {
+            let (start, mut tokens) = (piece * PIECE, Vec::with_capacity(PIECE));
+            self.extend(start, PIECE.min(self.len() - start), &mut tokens);
+            self.check_vocab(start, &tokens, vocab)
+        };
+        (0..pieces).into_par_iter().map(check).find_first(Result::is_err).unwrap_or(Ok(()))
     }
 
     /// Checks that tokens `tokens`, which start at position `start`, are below `vocab`.
@@ -189,8 +219,49 @@ fn token(bytes: &[u8]) -> u32 {
     u32::from(u16::from_le_bytes([bytes[0], bytes[1]]))
 }
 
+/// The bytes of a file of text.
+enum Bytes {
+    Read(Vec<u8>),
+    Mapped(Mmap),
+}
+
+impl Bytes {
+    fn append_to(self, text: &mut Text) {
+        match self {
+            Self::Read(bytes) => text.append(&bytes),
+            Self::Mapped(map) => text.append_map(map),
+        }
+    }
+}
+
+impl AsRef<[u8]> for Bytes {
+    fn as_ref(&self) -> &[u8] {
+        match self {
+            Self::Read(bytes) => bytes,
+            Self::Mapped(map) => map,
+        }
+    }
+}
+
+/// Reads a file of text, or maps it where it is large.
+fn open(path: &Path) -> Result<Bytes> {
+    let wrong = |source| io("read", path, source);
+    let mut file = files::open(path).map_err(wrong)?;
+    if file.metadata().map_err(wrong)?.len() >= MAP_FROM {
+        // SAFETY: the map is read-only and private to this value. Another process that changes the file changes the
+        // bytes that we see, each of which is a token; shortening it while it is mapped is excluded by the contract of
+        // `TokenData::open`.
+        if let Ok(map) = unsafe { Mmap::map(&file) } {
+            return Ok(Bytes::Mapped(map));
+        }
+    }
+    let mut bytes = vec![];
+    file.read_to_end(&mut bytes).map_err(wrong)?;
+    Ok(Bytes::Read(bytes))
+}
+
 fn map_tokens(path: &Path) -> Result<Mmap> {
-    let file = File::open(path).map_err(|source| io("open", path, source))?;
+    let file = files::open(path).map_err(|source| io("open", path, source))?;
     // SAFETY: the map is read-only and private to this value. Another process that changes the file changes the
     // tokens that we see, which are checked against the vocabulary each time they are read; shortening the file
     // while it is mapped is excluded by the contract of `TokenData::open`.

@@ -9,7 +9,8 @@ use crate::kernels;
 use crate::monitor::{Monitor, MonitorOpener};
 use crate::offload::DiskAccess;
 use crate::optim::{LrSchedule, Optimizer, ParameterGroup, TrainableRule};
-use crate::param::Source;
+use crate::param::{BufferRule, BufferSync, Source};
+use crate::precision::Packing;
 use crate::timeline::{self, Recorder};
 use candle_core::Device;
 use candle_nn::VarBuilder;
@@ -30,7 +31,11 @@ pub struct EngineBuilder {
     pub(super) optimizer: Option<Arc<dyn Optimizer>>,
     pub(super) parameter_groups: Vec<ParameterGroup>,
     pub(super) trainable: Option<TrainableRule>,
+    pub(super) quantized: Option<(Packing, TrainableRule)>,
     timeline: Option<PathBuf>,
+    pub(super) buffer_rule: Option<BufferRule>,
+    pub(super) buffer_sync: BufferSync,
+    ignore_unused_parameters: bool,
 }
 
 impl Engine<()> {
@@ -123,6 +128,38 @@ impl EngineBuilder {
         self
     }
 
+    /// Tensors that the model changes itself, or that are not trained: `rule` says by name and shape which tensors of
+    /// the `VarBuilder` are buffers. Besides them are buffers: all tensors of integers, and those whose last part of the
+    /// name is `running_mean`, `running_var`, `num_batches_tracked`, `position_ids` or `inv_freq`.
+    ///
+    /// A buffer is whole on every rank and stays a variable of the dtype that was asked for (running statistics in a
+    /// 16-bit model are f32). It has no gradient and is no parameter, and is saved, loaded and exported with them.
+    #[must_use]
+    pub fn buffers(mut self, rule: impl Fn(&str, &[usize]) -> bool + Send + 'static) -> Self {
+        self.buffer_rule = Some(Box::new(rule));
+        self
+    }
+
+    /// The rule by which ranks have the same buffers. Default: [`BufferSync::FromRankZero`], as in PyTorch's
+    /// `DistributedDataParallel`.
+    #[must_use]
+    pub fn buffer_sync(mut self, sync: BufferSync) -> Self {
+        self.buffer_sync = sync;
+        self
+    }
+
+    /// A parameter that no backward reaches has a gradient of zeros in place of an error; rank 0 names those of the
+    /// first step once. Ranks may miss different parameters in one step. The same as
+    /// `zero_optimization.ignore_unused_parameters: true`.
+    ///
+    /// What will not come is known only when backward is over. So gradients are held until then, at every stage, as
+    /// stage 1 always does: a rank's memory then has its whole gradient once per micro step.
+    #[must_use]
+    pub fn ignore_unused_parameters(mut self) -> Self {
+        self.ignore_unused_parameters = true;
+        self
+    }
+
     /// Trains only the parameters of which `rule` says so, by name and shape, and freezes all others; the same on all
     /// ranks. Frozen parameters are sharded, gathered and offloaded as all others, and have no gradient, master weights
     /// or optimizer states. [`Engine::set_trainable`] changes it between steps. Default: all are trained, but for those
@@ -134,6 +171,22 @@ impl EngineBuilder {
     #[must_use]
     pub fn trainable(mut self, rule: impl Fn(&str, &[usize]) -> bool + Send + Sync + 'static) -> Self {
         self.trainable = Some(Arc::new(rule));
+        self
+    }
+
+    /// Quantizes the frozen parameters of which `rule` says so, by name and shape; the same on all ranks. At stage 3 a
+    /// rank's share is packed in memory and in files, packed bytes are gathered, and a unit's parameters are unpacked
+    /// while the unit needs them. Below stage 3, where parameters stay whole, the model computes with the same values,
+    /// and memory is that of the model's precision. Takes precedence over `zero_quantized_nontrainable_weights`.
+    ///
+    /// Blocks run through a parameter's elements in row-major order; the last one may be shorter.
+    #[must_use]
+    pub fn quantized(
+        mut self,
+        packing: Packing,
+        rule: impl Fn(&str, &[usize]) -> bool + Send + Sync + 'static,
+    ) -> Self {
+        self.quantized = Some((packing, Arc::new(rule)));
         self
     }
 
@@ -174,7 +227,8 @@ impl EngineBuilder {
         let recorder = recorder.inspect_err(|e| comm.abort(&e.to_string()))?;
         let _here = timeline::enter(recorder.as_ref());
         let _span = timeline::span(timeline::Kind::Engine, "initialize");
-        let engine = Config::load_for(config, comm.size(), &self.run_values).and_then(|config| {
+        let engine = Config::load_for(config, comm.size(), &self.run_values).and_then(|mut config| {
+            config.zero.ignore_unused_parameters |= self.ignore_unused_parameters;
             let source = match &self.init_from {
                 Some(path) => Source::file(path)?,
                 None => Source::Random { seed: self.seed.unwrap_or(config.seed) },

@@ -18,9 +18,9 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// [`EngineError::MidAccumulation`] in the middle of an accumulation, whose gradients no checkpoint has, before
-    /// anything is written; a file cannot be written: on all ranks, the
-    /// engine can go on and earlier checkpoints are untouched; the error of an earlier save in the background; a failed
-    /// collective.
+    /// anything is written; a file cannot be written, or [another job](crate::error::CheckpointError::Busy) saves into
+    /// the folder: on all ranks, the engine can go on and earlier checkpoints are untouched; the error of an earlier
+    /// save in the background; a failed collective.
     pub fn save_checkpoint(
         &mut self,
         dir: impl AsRef<Path>,
@@ -46,8 +46,9 @@ impl<M> Engine<M> {
         self.wait_for_checkpoint()?;
         self.between_steps("save_checkpoint")?;
         let progress = self.progress();
-        let manifest =
+        let mut manifest =
             checkpoint::manifest(&self.core, &self.trainer, &self.config, progress, tag, client_state, options);
+        manifest.previous = self.place.as_ref().and_then(|place| place.before(dir.as_ref(), &manifest.tag));
         let _here = timeline::enter(self.recorder.as_ref());
         let _span = timeline::span(timeline::Kind::Checkpoint, "save").of(|| manifest.tag.clone());
         let request = SaveRequest {
@@ -57,7 +58,9 @@ impl<M> Engine<M> {
             validation: self.config.tag_validation,
             shows_statistics: self.config.shows_save_statistics,
         };
-        let saving = self.attempt(|engine| SaveJob::begin(engine.core.clone(), &engine.trainer, request))?;
+        let saving = self.attempt(|engine| {
+            SaveJob::begin(engine.core.clone(), &engine.trainer, request, &mut engine.held_folders)
+        })?;
         let path = saving.path();
         self.saving = Some(saving);
         if !options.in_background {
@@ -71,23 +74,36 @@ impl<M> Engine<M> {
     /// # Errors
     /// The failure of the save: the checkpoints before it are untouched, and the engine can continue.
     pub fn wait_for_checkpoint(&mut self) -> Result<()> {
-        match self.saving.take() {
-            Some(saving) => self.attempt(|_| saving.end()),
-            None => Ok(()),
+        if let Some(saving) = self.saving.take() {
+            self.place = self.attempt(|_| saving.end())?;
         }
+        Ok(())
+    }
+
+    /// Whether [`save_checkpoint`](Self::save_checkpoint) can save into the folder `dir`: to know now what a save would
+    /// say after hours of training. The folder is created where it is missing, and belongs to this job from now on, as
+    /// after a save: until the engine is dropped no other job can save into it. Collective.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks where one of them cannot
+    /// write there; [`CheckpointError::Busy`](crate::error::CheckpointError::Busy) where another job saves into it; a
+    /// failed collective.
+    pub fn check_save_dir(&mut self, dir: impl AsRef<Path>) -> Result<()> {
+        self.not_stopped()?;
+        self.attempt(|engine| checkpoint::check_dir(engine.core.comm(), dir.as_ref(), &mut engine.held_folders))
     }
 
     /// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, whatever stage, number of ranks,
-    /// precision and offload it was saved with. Nothing is loaded, and none is the result, if there is no `latest`
-    /// either. Collective.
+    /// precision and offload it was saved with. Nothing is loaded, and none is the result, if there is no checkpoint
+    /// there. Collective.
     ///
     /// Everything that is needed is checked before anything changes. The data goes on where
     /// [`Loaded::global_samples`] says: see [`crate::data::Loader::resume`].
     ///
     /// # Errors
     /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks for a checkpoint that is
-    /// damaged or belongs to another model or optimizer: the engine is as it was. [`EngineError::MidAccumulation`] in
-    /// the middle of an accumulation; a failed collective.
+    /// damaged or belongs to another model or optimizer, or where none is named and there are some: the engine is as it
+    /// was. [`EngineError::MidAccumulation`] in the middle of an accumulation; a failed collective.
     pub fn load_checkpoint(
         &mut self,
         dir: impl AsRef<Path>,
@@ -99,8 +115,13 @@ impl<M> Engine<M> {
         let load = |engine: &mut Self| checkpoint::load(&engine.core, &engine.trainer, dir.as_ref(), tag, options);
         let Some(checkpoint) = self.attempt(load)? else { return Ok(None) };
         self.forget_forward();
+        self.place = None;
         if !options.load_module_only {
+            self.place = checkpoint.place();
             self.set_progress(Progress::of(checkpoint.manifest(), self.progress(), options));
+        }
+        if self.global_steps > 0 {
+            self.core.unused_was_judged();
         }
         Ok(Some(checkpoint.into_loaded()))
     }
@@ -143,8 +164,12 @@ impl<M> Engine<M> {
     /// Ends a save in the background before weights change; if that failed, the step returns the error after it has
     /// been made.
     pub(super) fn end_saving(&mut self) -> Result<()> {
-        match self.saving.take().map_or(Ok(()), SaveJob::end) {
-            Ok(()) => Ok(()),
+        let Some(saving) = self.saving.take() else { return Ok(()) };
+        match saving.end() {
+            Ok(place) => {
+                self.place = place;
+                Ok(())
+            }
             Err(Failure::InStep(error)) => {
                 self.failed_save = Some(error);
                 Ok(())

@@ -5,21 +5,20 @@
 //! ```
 
 use super::clock::Clock;
+use super::common::{Own, check_same_on_all_ranks};
 use super::reporter::Reporter;
 use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
+use crate::checkpoint::HeldFolders;
 use crate::comm::Communicator;
-use crate::comm::agree::gather_u64;
 use crate::config::Config;
-use crate::error::{EngineError, KernelError, OptimError, ParamError, Result};
-use crate::kernels::checked_level;
+use crate::error::{OptimError, ParamError, Result};
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
-use crate::notice::say;
+use crate::notice::{say, say_from};
 use crate::offload::{DiskAccess, Offload};
 use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, TrainableRule, Trainer};
 use crate::param::Source;
-use crate::precision::LossScaler;
-use crate::util::fnv1a;
+use crate::precision::{LossScaler, Packing};
 use crate::zero::core::{Core, CoreParts, Link, Recomputation, Registered};
 use crate::zero::gradients::ReducePlan;
 use crate::zero::registry::Registry;
@@ -28,13 +27,6 @@ use crate::zero::unit::building;
 use candle_core::Device;
 use candle_nn::VarBuilder;
 use std::sync::Arc;
-
-/// Parts of the user's own that stand in for those of the configuration.
-#[derive(Debug, Clone, Copy)]
-struct Own {
-    optimizer: bool,
-    schedule: bool,
-}
 
 impl<M> Engine<M> {
     /// Builds the model and partitions it. Collective.
@@ -46,26 +38,34 @@ impl<M> Engine<M> {
         device: Device,
         options: EngineBuilder,
     ) -> Result<Self> {
-        let EngineBuilder { disk_access, schedule, optimizer, parameter_groups, trainable, monitors, .. } = options;
-        let own = Own { optimizer: optimizer.is_some(), schedule: schedule.is_some() };
+        if let Some(level) = config.monitoring.log_level {
+            say_from(level);
+        }
+        let (buffer_rule, buffer_sync) = (options.buffer_rule, options.buffer_sync);
+        let EngineBuilder {
+            disk_access, schedule, optimizer, parameter_groups, trainable, quantized, monitors, ..
+        } = options;
+        let own = Own { optimizer: optimizer.is_some(), schedule: schedule.is_some(), buffer_sync };
         if comm.rank() == 0 {
             tell_notes(&config, own);
         }
         let reporter = Reporter::open(&config.monitoring, &*comm, monitors)?;
         let (ledger, link) = (Ledger::default(), Link::default());
         let weights = source.fingerprint();
-        let grouping = grouping(&config, optimizer, parameter_groups, trainable)?;
+        let grouping = grouping(&config, optimizer, parameter_groups, trainable, quantized)?;
         let offload = open_offload(&config, &*comm, disk_access, &ledger)?;
         let reduce_plan =
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
         let share_plan = SharePlan::new(&config, reduce_plan.accumulate, comm.rank(), grouping.clone());
         let registry =
             Registry::new(share_plan.clone(), device.clone(), offload.clone(), source, link.clone(), ledger.clone());
+        registry.also_buffers(buffer_rule);
         let (model, mut registered) = build_model(build, registry, &config, &device)?;
         if let Some(offload) = &offload {
             choose_access(offload, &*comm)?;
         }
         let trainer = trainer(grouping, &mut registered, schedule, &config, comm.rank())?;
+        let inits = std::mem::take(&mut registered.inits);
         let core = Arc::new(Core::new(CoreParts {
             comm,
             zero: config.zero.clone(),
@@ -77,11 +77,12 @@ impl<M> Engine<M> {
                 cpu_checkpointing: config.cpu_checkpointing,
             },
             registered,
+            buffer_sync,
             ledger,
             offload,
         }));
         link.connect(&core);
-        check_same_on_all_ranks(&core, &config, own, &trainer, weights)?;
+        check_same_on_all_ranks(&core, &config, own, &trainer, weights, &inits)?;
         core.refresh()?;
         let engine = Self {
             model,
@@ -104,6 +105,8 @@ impl<M> Engine<M> {
             clock: Clock::default(),
             reporter,
             saving: None,
+            place: None,
+            held_folders: HeldFolders::default(),
             failed_save: None,
             stopped: None,
             recorder: None,
@@ -131,12 +134,24 @@ fn grouping(
     own: Option<Arc<dyn Optimizer>>,
     parameter_groups: Vec<ParameterGroup>,
     trainable: Option<TrainableRule>,
+    quantized: Option<(Packing, TrainableRule)>,
 ) -> Result<Arc<Grouping>> {
     let optimizer = match own {
         Some(own) => Some(allowed(own, config)?),
         None => config.optimizer.as_ref().map(|config| Arc::from(optim::from_config(config))),
     };
-    Ok(Arc::new(Grouping::new(optimizer, parameter_groups)?.trainable(trainable)))
+    let grouping = Grouping::new(optimizer, parameter_groups)?.trainable(trainable);
+    let quantized = match quantized {
+        None if config.zero.quantized_nontrainable_weights => Some(frozen_matrices(&grouping)),
+        own => own,
+    };
+    Ok(Arc::new(grouping.quantized(quantized)))
+}
+
+/// The rule of `zero_quantized_nontrainable_weights`: eight bits for all matrices that begin frozen.
+fn frozen_matrices(grouping: &Grouping) -> (Packing, TrainableRule) {
+    let trains = grouping.trains_rule();
+    (Packing::Int8, Arc::new(move |name, shape| shape.len() >= 2 && !trains(name, shape)))
 }
 
 /// An optimizer of the user's own, if the configuration lets it train.
@@ -172,7 +187,7 @@ fn build_model<M>(
 ) -> Result<(M, Registered)> {
     let vb = VarBuilder::from_backend(Box::new(registry.clone()), config.precision.dtype(), device.clone());
     let model = building(&registry, || build(vb));
-    let model = model.map_err(|e| registry.take_failure().unwrap_or_else(|| e.into()))?;
+    let model = model.map_err(|e| registry.explain(e))?;
     Ok((model, registry.finish()?))
 }
 
@@ -208,56 +223,4 @@ fn trainer(
         say(&format!("parameter group {group} (from 0) selects no parameter that is left: it is dropped"));
     }
     Ok(trainer)
-}
-
-/// The parts of an engine that all ranks must have in common, as numbers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Fingerprint {
-    parameters: u64,
-    elements: u64,
-    /// Hashes.
-    model: u64,
-    config: u64,
-    weights: u64,
-    simd: u64,
-}
-
-impl Fingerprint {
-    fn describe(&self) -> String {
-        let Self { parameters, elements, model, .. } = self;
-        format!("{parameters} parameters of {elements} elements, {:08x}", *model as u32)
-    }
-}
-
-/// Collective: an error where ranks built different models, read different configurations, begin with different
-/// `weights` (a hash), or with another optimizer, schedule or parameter groups, or compute at another level of SIMD.
-fn check_same_on_all_ranks(core: &Core, config: &Config, own: Own, trainer: &Trainer, weights: u64) -> Result<()> {
-    let params = core.params();
-    let model: String =
-        params.iter().map(|p| format!("{} {:?} {} {};", p.name, p.shape, p.unit, p.is_trained())).collect();
-    let groups: Vec<usize> = params.iter().map(|p| p.group).collect();
-    let config = format!("{:?} {own:?} {trainer:?} {groups:?}", Config { notes: Vec::new(), ..config.clone() });
-    let elements: usize = params.iter().map(|p| p.numel).sum();
-    let simd = fnv1a(checked_level()?.name().as_bytes());
-    let own = [params.len() as u64, elements as u64, fnv1a(model.as_bytes()), fnv1a(config.as_bytes()), weights, simd];
-    let fingerprint = |numbers: &Vec<u64>| match numbers[..] {
-        [parameters, elements, model, config, weights, simd] => {
-            Fingerprint { parameters, elements, model, config, weights, simd }
-        }
-        _ => unreachable!("all ranks give as many numbers"),
-    };
-    let all: Vec<Fingerprint> = gather_u64(core.comm(), &own)?.iter().map(fingerprint).collect();
-    let rank = core.comm().rank();
-    let Some(other) = (0..all.len()).find(|r| all[*r] != all[rank]) else { return Ok(()) };
-    let (mine, theirs) = (all[rank], all[other]);
-    let model = |f: Fingerprint| (f.parameters, f.elements, f.model);
-    Err(if model(mine) != model(theirs) {
-        EngineError::ModelsDiffer { rank, other, mine: mine.describe(), theirs: theirs.describe() }.into()
-    } else if mine.config != theirs.config {
-        EngineError::ConfigsDiffer { rank, other }.into()
-    } else if mine.weights != theirs.weights {
-        EngineError::WeightsDiffer { rank, other }.into()
-    } else {
-        KernelError::LevelsDiffer { rank, other, level: checked_level()?.name() }.into()
-    })
 }

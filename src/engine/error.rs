@@ -130,18 +130,30 @@ pub enum EngineError {
         /// Optimizer steps so far, skipped ones and this one included.
         step: u64,
     },
-    /// Parameters that the first backward did not reach.
+    /// Parameters that no backward of the first optimizer step has reached, on any rank.
     #[error(
-        "{count} trainable parameters received no gradient in the first backward: {names}; either the model does not \
-         use them, or an operation without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, \
-         softmax_last_dim, rope and sdpa do; use candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, \
-         softmax(D::Minus1), rope_slow"
+        "{count} trainable parameters received no gradient in the first optimizer step: {names}; either an operation \
+         without backward cuts the graph before them: candle_nn's LayerNorm, RmsNorm, softmax_last_dim, rope and sdpa \
+         do; use candle_zero::nn's layers, or layer_norm_slow, rms_norm_slow, softmax(D::Minus1), rope_slow; or the \
+         model does not use them: where it need not, set zero_optimization.ignore_unused_parameters to true, or call \
+         EngineBuilder::ignore_unused_parameters"
     )]
     NoGradient {
         /// How many.
         count: usize,
         /// The first few.
         names: String,
+    },
+    /// A unit that recomputes gave another output when backward ran it again.
+    #[error(
+        "unit {unit} gave another output when backward ran it again: gradients would be those of another function; \
+         Candle's own randomness (candle_nn::Dropout, Tensor::rand) cannot be repeated, nor can draws on threads of \
+         the model's own: use candle_zero::nn::Dropout, or let the unit keep its activations (checkpointed(false), \
+         no activation_checkpointing section)"
+    )]
+    RecomputationDiffers {
+        /// The unit's name.
+        unit: String,
     },
     /// Ranks want to train different parameters.
     #[error(
@@ -189,6 +201,20 @@ pub enum EngineError {
         rank: usize,
         /// Another rank.
         other: usize,
+    },
+    /// A parameter or buffer does not begin with the same values on all ranks.
+    #[error(
+        "{what} begins with other values on rank {rank} than on rank {other}{hint}; initial values may depend on the seed,          the name and the shape, and not on the rank"
+    )]
+    InitialValuesDiffer {
+        /// Parameter or buffer, with its name.
+        what: String,
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+        /// What this rank asked for, where it is known.
+        hint: String,
     },
     /// An earlier error ended the job.
     #[error("the engine stopped after an earlier error: {0}")]

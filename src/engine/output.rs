@@ -7,7 +7,7 @@ use crate::comm::CommSummary;
 use crate::config::Precision;
 use crate::files::write_whole;
 use crate::monitor::{Event, rss_bytes, rss_peak_bytes};
-use crate::notice::say;
+use crate::notice::{say, warn};
 use crate::optim::Momentum;
 use crate::profiler::{FlopsProfile, peak_flops, spans};
 
@@ -61,7 +61,7 @@ impl<M> Engine<M> {
                 None => say(&text),
                 Some(path) => {
                     if let Err(error) = write_whole(path, ".candle-zero-", format!("{text}\n").as_bytes()) {
-                        say(&format!("flops_profiler: cannot write {}: {error}; here it is\n{text}", path.display()));
+                        warn(&format!("flops_profiler: cannot write {}: {error}; here it is\n{text}", path.display()));
                     }
                 }
             }
@@ -81,8 +81,22 @@ impl<M> Engine<M> {
     pub(super) fn tell(&mut self) -> Result<()> {
         let waited = WaitSeconds { collectives: self.comm_report().waited_s, files: self.offload_report().waited_s };
         self.clock.boundary(waited);
+        self.tell_order();
         self.tell_progress();
         self.end_profile()
+    }
+
+    /// `log_trace_cache_warnings`.
+    fn tell_order(&mut self) {
+        let changes = self.core.order_changes();
+        let new = changes - std::mem::replace(&mut self.reporter.order_changes, changes);
+        if new > 0 && self.config.zero.log_trace_cache_warnings && self.rank() == 0 {
+            warn(&format!(
+                "step {}: units were used in another order than before in {new} micro step(s): what comes next could not \
+                 be gathered ahead there",
+                self.global_steps
+            ));
+        }
     }
 
     fn tell_progress(&mut self) {

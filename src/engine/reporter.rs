@@ -18,6 +18,8 @@ pub(super) struct Reporter {
     pub micro_step: Option<Instant>,
     /// Mean loss of the last optimizer step, over ranks and micro steps.
     pub loss: f64,
+    /// Micro steps with another order of units that have been told.
+    pub order_changes: u64,
     /// `flops_profiler`, after its step.
     pub profile: Option<FlopsProfile>,
     /// `comms_logger`.

@@ -13,7 +13,8 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation;
-    /// [`ParamError::NothingTrained`] for a rule that freezes everything;
+    /// [`ParamError::NothingTrained`] for a rule that freezes everything; [`ParamError::QuantizedTrained`] for one that
+    /// trains a quantized parameter;
     /// [`EngineError::TrainableDiffers`](crate::error::EngineError::TrainableDiffers) where ranks have different rules;
     /// a file that gets no space. In all these cases nothing has changed. A failed collective.
     pub fn set_trainable(&mut self, rule: impl Fn(&str, &[usize]) -> bool) -> Result<()> {
@@ -24,6 +25,11 @@ impl<M> Engine<M> {
         let any = params.iter().zip(&trained).any(|(param, trained)| *trained && param.numel > 0);
         if self.trainer.can_train() && !any {
             return Err(ParamError::NothingTrained { count: params.len() }.into());
+        }
+        if let Some((param, _)) =
+            params.iter().zip(&trained).find(|(param, trained)| **trained && param.packing.is_some())
+        {
+            return Err(ParamError::QuantizedTrained { name: param.name.clone() }.into());
         }
         self.forget_forward();
         let updates = self.optimizer_steps;

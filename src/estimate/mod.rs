@@ -82,7 +82,7 @@ impl Estimate {
             return Err(ModelError::Config { key: "number of parameters", found, allowed }.into());
         }
         let (params, units) = shapes.registered();
-        let rehearsal = Rehearsal::new(params, units, config, setting)?;
+        let rehearsal = Rehearsal::new(params, units, config, setting)?.with_buffers(shapes.buffer_bytes());
         let step = rehearsal.train()?;
         Ok(Self { memory: rehearsal.report(), step })
     }

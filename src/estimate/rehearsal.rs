@@ -52,7 +52,9 @@ pub(super) struct Rehearsal<'a> {
     requests: Requests,
     traffic: Rc<RefCell<Traffic>>,
     num_units: usize,
-    /// Parameters that are whole from the start to the end.
+    /// Bytes of the model's buffers, which every training forward brings from rank 0.
+    buffers: usize,
+    /// Parameters that are whole from the start to the end, and buffers.
     _whole: Vec<Held>,
 }
 
@@ -85,7 +87,7 @@ impl<'a> Rehearsal<'a> {
         for (id, param) in params.iter().enumerate() {
             let Param { name, shape, numel, .. } = param;
             let role = Grouping::role(grouping.group(name, shape.dims()));
-            let class = if param.is_trained() { Class::Trained(role) } else { Class::Frozen };
+            let class = Class::of(role, param.is_trained(), param.packing);
             builder.push(id, param.cut(), FlatRef::F32(&[]), class)?;
             if !placement.params.is_sharded() {
                 whole.push(ledger.hold_in(tier, Kind::Parameters, numel * dtype.size_in_bytes()));
@@ -110,15 +112,24 @@ impl<'a> Rehearsal<'a> {
             requests,
             traffic,
             num_units,
+            buffers: 0,
             _whole: whole,
         })
+    }
+
+    /// The same with buffers of so many bytes.
+    pub fn with_buffers(mut self, bytes: usize) -> Self {
+        self.buffers = bytes;
+        self._whole.push(self.ledger.hold_in(self.tier, Kind::Buffers, bytes));
+        self
     }
 
     /// Trains for some steps and gives what one of them moves.
     pub fn train(&self) -> Result<Traffic> {
         let zero = &self.config.zero;
         let mut gather = Gatherer::new(self.params, self.num_units, zero, self.world_size());
-        let mut gradients = Gradients::new(self.plan, zero.reduce_bucket_size, self.params.len());
+        let optional = vec![zero.ignore_unused_parameters; self.params.len()];
+        let mut gradients = Gradients::new(self.plan, zero.reduce_bucket_size, optional);
         gather.refresh_persistent(self)?;
         // From the third micro step on all of a step are alike: what they move can be multiplied.
         let accumulation = self.config.batch.gradient_accumulation_steps;
@@ -150,6 +161,10 @@ impl<'a> Rehearsal<'a> {
 
     /// Forward and backward.
     fn micro_step(&self, gather: &mut Gatherer<Self>, gradients: &mut Gradients<Self>) -> Result<()> {
+        if self.buffers > 0 && self.world_size() > 1 {
+            let (words, world) = (self.buffers.div_ceil(8), self.world_size());
+            self.traffic.borrow_mut().collective(Collective::Control, words, DType::F64, Wire::Exact, world);
+        }
         let sharded = self.placement().params.is_sharded();
         gather.enter(self, Event::Forward(ROOT))?;
         for unit in (0..self.num_units).filter(|unit| *unit != ROOT && sharded) {
@@ -292,6 +307,14 @@ impl gradients::Carrier for Rehearsal<'_> {
 
     fn bytes(grad: &Blank) -> usize {
         grad.capacity_in_bytes()
+    }
+
+    fn zeros(&self, param: &Param) -> Blank {
+        Blank::zeros(self.dtype(), param.numel)
+    }
+
+    fn sum(a: Blank, _: Blank) -> Result<Blank> {
+        Ok(a)
     }
 
     fn pack(&self, plan: &ReducePlan, parcel: &Parcel, _: Vec<Arrival<Blank>>) -> Result<Blank> {

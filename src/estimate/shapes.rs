@@ -1,6 +1,7 @@
 //! Names, shapes and units of a model's parameters, without the parameters.
 
 use crate::error::{Error, ParamError, Result};
+use crate::files;
 use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
 use crate::param::{Param, WeightFile};
 use crate::zero::core::Registered;
@@ -44,7 +45,7 @@ impl Shapes {
     pub fn of<M>(name: &str, build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>) -> Result<Self> {
         let registry = Registry::of_shapes(DTYPE);
         let vb = VarBuilder::from_backend(Box::new(registry.clone()), DTYPE, Device::Cpu);
-        building(&registry, || build(vb)).map_err(|e| registry.take_failure().unwrap_or_else(|| e.into()))?;
+        building(&registry, || build(vb)).map_err(|e| registry.explain(e))?;
         Ok(Self { name: name.into(), registered: registry.finish()?, assumed: Vec::new() })
     }
 
@@ -89,9 +90,7 @@ impl Shapes {
                 open = unit;
             }
             let zeros = Init::Const(0.0);
-            registry
-                .get(Shape::from(shape), &name, zeros, DTYPE, &Device::Cpu)
-                .map_err(|e| registry.take_failure().unwrap_or_else(|| e.into()))?;
+            registry.get(Shape::from(shape), &name, zeros, DTYPE, &Device::Cpu).map_err(|e| registry.explain(e))?;
         }
         let registered = registry.finish()?;
         let units = registered.units.len() - 1;
@@ -134,6 +133,11 @@ impl Shapes {
         self.registered.units.len() - 1
     }
 
+    /// Bytes of the buffers, which every rank has.
+    pub fn buffer_bytes(&self) -> usize {
+        self.registered.buffers.iter().map(|buffer| buffer.size()).sum()
+    }
+
     pub(super) fn registered(&self) -> (&[Param], usize) {
         (&self.registered.params, self.registered.units.len())
     }
@@ -168,18 +172,22 @@ fn natural(name: &str) -> Vec<(u64, String)> {
     name.split('.').map(|part| part.parse().map_or((u64::MAX, part.to_string()), |n| (n, String::new()))).collect()
 }
 
+/// Bytes of an index: a line of some hundred for each tensor.
+const MAX_INDEX: u64 = 256 << 20;
+
 /// The safetensors files that `path`, one of them or an index, stands for.
 fn files(path: &Path) -> Result<Vec<PathBuf>> {
     if path.extension().is_none_or(|extension| extension != "json") {
         return Ok(vec![path.to_owned()]);
     }
     let bad = |why: &str| Error::from(ParamError::BadWeightFile { path: path.to_owned(), why: why.into() });
-    let bytes = std::fs::read(path).map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })?;
+    let bytes =
+        files::read(path, MAX_INDEX).map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })?;
     let index: Value = serde_json::from_slice(&bytes).map_err(|e| bad(&format!("the index is no JSON: {e}")))?;
     let map = index["weight_map"].as_object().ok_or_else(|| bad("an index has an object \"weight_map\""))?;
     let names: Option<BTreeSet<&str>> = map.values().map(Value::as_str).collect();
     let names = names.ok_or_else(|| bad("\"weight_map\" gives the name of a file for each tensor"))?;
-    Ok(names.into_iter().map(|name| crate::files::folder_of(path).join(name)).collect())
+    Ok(names.into_iter().map(|name| files::folder_of(path).join(name)).collect())
 }
 
 #[cfg(test)]

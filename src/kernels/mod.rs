@@ -9,6 +9,7 @@ pub(crate) mod add;
 pub(crate) mod attention;
 pub(crate) mod count;
 pub(crate) mod cross_entropy;
+pub(crate) mod digest;
 pub(crate) mod dropout;
 pub(crate) mod element;
 pub(crate) mod embedding;

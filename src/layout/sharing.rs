@@ -2,12 +2,11 @@
 //!
 //! The engine lays its buffers and files out by this, and `zerorun estimate` counts by it.
 
-use super::shard::{Cut, SubGroups};
+use super::shard::SubGroups;
 
 /// Lays shares into sub-groups, in order of registration.
 #[derive(Debug, Clone)]
 pub struct Sharing {
-    world_size: usize,
     /// A rank owns its shard of a parameter, not the whole.
     sharded: bool,
     /// Room is a multiple of this many elements.
@@ -38,8 +37,8 @@ pub struct Place {
 
 impl Sharing {
     /// Sub-groups of about `sub_group_size` elements of shards; shares are whole parameters unless `sharded`.
-    pub fn new(world_size: usize, sharded: bool, sub_group_size: usize) -> Self {
-        Self { world_size, sharded, step: 1, weights_in_memory: None, sub_group_size, rules: Vec::new(), kept: Some(0) }
+    pub fn new(sharded: bool, sub_group_size: usize) -> Self {
+        Self { sharded, step: 1, weights_in_memory: None, sub_group_size, rules: Vec::new(), kept: Some(0) }
     }
 
     /// Something lies in files, where a share begins at a multiple of `step` elements. `weights_in_memory`
@@ -49,11 +48,10 @@ impl Sharing {
         Self { step, weights_in_memory, ..self }
     }
 
-    /// Lays the share of a parameter. Parameters of different classes (numbers from 0) lie in
+    /// Lays the share of a parameter: `shard` elements of each rank where shares are shards, else `whole`. Parameters of different classes (numbers from 0) lie in
     /// different sub-groups, as not the same is kept of them.
-    pub fn push(&mut self, cut: Cut, class: usize) -> Place {
-        let shard = cut.shard_len(self.world_size);
-        let share = if self.sharded { shard } else { cut.numel };
+    pub fn push(&mut self, shard: usize, whole: usize, class: usize) -> Place {
+        let share = if self.sharded { shard } else { whole };
         let room = share.next_multiple_of(self.step);
         let begins = self.fills_memory(room);
         if begins {
@@ -88,9 +86,9 @@ mod tests {
 
     #[test]
     fn weights_beyond_the_limit_begin_a_sub_group_in_the_file() {
-        let mut sharing = Sharing::new(2, true, 100).in_files(8, Some(24));
+        let mut sharing = Sharing::new(true, 100).in_files(8, Some(24));
         let laid: Vec<Place> =
-            [20, 21, 10, 300, 2].into_iter().map(|numel| sharing.push(Cut::anywhere(numel), 0)).collect();
+            [20, 21, 10, 300, 2].into_iter().map(|numel: usize| sharing.push(numel.div_ceil(2), numel, 0)).collect();
         let rooms: Vec<_> = laid.iter().map(|l| (l.share, l.room)).collect();
         assert_eq!(rooms, [(10, 16), (11, 16), (5, 8), (150, 152), (1, 8)]);
         // 16 elements stay, 32 would be too many; and what comes later lies in the file too.
@@ -101,16 +99,16 @@ mod tests {
 
     #[test]
     fn without_files_every_share_lies_next_to_the_one_before() {
-        let mut sharing = Sharing::new(4, false, 3);
-        let laid = sharing.push(Cut::anywhere(10), 0);
+        let mut sharing = Sharing::new(false, 3);
+        let laid = sharing.push(3, 10, 0);
         assert_eq!(laid, Place { share: 10, room: 10, begins: false, closes: true, spills: false });
     }
 
     #[test]
     fn classes_fill_sub_groups_of_their_own_until_the_weights_spill() {
-        let mut sharing = Sharing::new(1, true, 10).in_files(1, Some(16));
+        let mut sharing = Sharing::new(true, 10).in_files(1, Some(16));
         let laid: Vec<Place> =
-            [(6, 0), (6, 1), (4, 0), (1, 1), (9, 1)].map(|(n, class)| sharing.push(Cut::anywhere(n), class)).into();
+            [(6, 0), (6, 1), (4, 0), (1, 1), (9, 1)].map(|(n, class)| sharing.push(n, n, class)).into();
         assert_eq!(laid.iter().map(|l| l.closes).collect::<Vec<_>>(), [false, false, true, false, true]);
         assert_eq!(laid.iter().map(|l| l.begins).collect::<Vec<_>>(), [false, false, false, true, false]);
     }

@@ -25,6 +25,19 @@ pub enum MonitorError {
         /// Its value.
         value: String,
     },
+    /// Another job writes metrics into the same file.
+    #[error(
+        "cannot write metrics to {}: a job that is running writes them there already{}; give each job a file of its \
+         own, or stop the other one",
+        path.display(),
+        owner.map_or(String::new(), |pid| format!(" (process {pid})"))
+    )]
+    MetricsBusy {
+        /// The file.
+        path: PathBuf,
+        /// The process that locked it, where the system says.
+        owner: Option<u32>,
+    },
     /// The timeline of a job cannot be written.
     #[error("cannot write the timeline {}: {problem}", path.display())]
     Timeline {

@@ -1,15 +1,24 @@
 //! Metrics as JSON lines.
 
-use crate::files::write_whole;
+use crate::error::MonitorError;
+use crate::files::{self, lock_owner, write_whole};
 use crate::{Error, Result};
+use rustix::fs::{FlockOperation, flock};
 use serde::Serialize;
 use serde_json::Value;
 use std::fs::{File, OpenOptions};
-use std::io::{ErrorKind, Write};
-use std::os::unix::fs::FileExt as _;
+use std::io::{ErrorKind, Read as _, Write};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// How long a process that was killed may hold the file.
+const DYING: Duration = Duration::from_secs(2);
 
 /// Writes one JSON object per line. Each line is handed to the system at once, so a run that dies leaves whole lines.
+///
+/// A file that was [created](Self::create) or [resumed](Self::resume) belongs to this process until the writer is
+/// dropped. Lines that several processes [append](Self::append) to one file stay whole.
 #[derive(Debug)]
 pub struct MetricsWriter {
     file: File,
@@ -20,10 +29,15 @@ impl MetricsWriter {
     /// Creates the file, or empties it.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// [`Error::Io`]; [`MonitorError::MetricsBusy`] where another process writes it.
     pub fn create(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let file = File::create(path).map_err(|source| Error::Io { action: "create", path: path.into(), source })?;
+        let wrong = |source| Error::Io { action: "create", path: path.into(), source };
+        let file = OpenOptions::new().create(true).append(true).open(path).map_err(wrong)?;
+        // Not before it is this process's.
+        if claim(&file, path)? {
+            file.set_len(0).map_err(wrong)?;
+        }
         Ok(Self { file, path: path.into() })
     }
 
@@ -46,25 +60,27 @@ impl MetricsWriter {
     /// will be written again. Without a file it begins one.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// [`Error::Io`]; [`MonitorError::MetricsBusy`] where another process writes it.
     pub fn resume(path: impl AsRef<Path>, step: u64) -> Result<Self> {
         let path = path.as_ref();
         let wrong = |source| Error::Io { action: "go on with", path: path.into(), source };
-        let text = match std::fs::read_to_string(path) {
-            Ok(text) => text,
-            Err(e) if e.kind() == ErrorKind::NotFound => String::new(),
+        let mut before = match files::open(path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Self::create(path),
             Err(e) => return Err(wrong(e)),
         };
+        claim(&before, path)?;
+        let mut text = String::new();
+        before.read_to_string(&mut text).map_err(wrong)?;
         let is_earlier = |line: &&str| {
             let line: Option<Value> = serde_json::from_str(line).ok();
             line.and_then(|line| line["step"].as_u64()).is_some_and(|s| s < step)
         };
         let kept: String = text.lines().filter(is_earlier).map(|line| format!("{line}\n")).collect();
-        if text.is_empty() {
-            return Self::create(path);
-        }
         // Beside, then under its name: a kill in between must not cost the log.
-        let file = write_whole(path, ".candle-zero-", kept.as_bytes()).map_err(wrong)?;
+        write_whole(path, ".candle-zero-", kept.as_bytes()).map_err(wrong)?;
+        let file = OpenOptions::new().append(true).open(path).map_err(wrong)?;
+        claim(&file, path)?;
         Ok(Self { file, path: path.into() })
     }
 
@@ -76,10 +92,43 @@ impl MetricsWriter {
         let write = |file: &mut File| {
             let mut line = serde_json::to_vec(record)?;
             line.push(b'\n');
-            file.write_all(&line)
+            let before = file.metadata()?;
+            file.write_all(&line).inspect_err(|_| {
+                // What a full disk has taken of it is no line.
+                if before.is_file() {
+                    _ = file.set_len(before.len());
+                }
+            })
         };
         write(&mut self.file).map_err(|source| Error::Io { action: "write", path: self.path.clone(), source })
     }
+}
+
+impl Drop for MetricsWriter {
+    /// A process that another thread is starting holds a copy of the file until it runs its program.
+    fn drop(&mut self) {
+        _ = flock(&self.file, FlockOperation::Unlock);
+    }
+}
+
+/// Keeps other processes from the file as long as it is open. False for what is no file: a device is everybody's.
+fn claim(file: &File, path: &Path) -> Result<bool> {
+    let found = file.metadata().map_err(|source| Error::Io { action: "read", path: path.into(), source })?;
+    if !found.is_file() {
+        return Ok(false);
+    }
+    let start = Instant::now();
+    // Where the file system knows no locks, nobody asks for them either.
+    while flock(file, FlockOperation::NonBlockingLockExclusive) == Err(rustix::io::Errno::WOULDBLOCK) {
+        match lock_owner(found.ino()) {
+            Some(owner) if owner == std::process::id() => break,
+            owner if start.elapsed() > DYING => {
+                return Err(MonitorError::MetricsBusy { path: path.into(), owner }.into());
+            }
+            _ => std::thread::sleep(Duration::from_millis(10)),
+        }
+    }
+    Ok(true)
 }
 
 /// Takes away what a full disk or a kill has left of a last line. Other things than files stay as they are.
@@ -130,6 +179,35 @@ mod tests {
         writer.write(&json!({"step": 2, "loss": 1})).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         assert_eq!(text, "{\"step\":0}\n{\"step\":1}\n{\"loss\":1,\"step\":2}\n");
+    }
+
+    #[test]
+    fn a_file_that_another_job_writes_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("m.jsonl");
+        let mut first = MetricsWriter::create(&path).unwrap();
+        first.write(&json!({"step": 0})).unwrap();
+        // The shell of another process: this one may open its own file twice.
+        drop(MetricsWriter::resume(&path, 1).unwrap());
+        drop(first);
+        let mut other = std::process::Command::new("flock");
+        other.arg(&path).args(["sh", "-c", "echo held; read line"]);
+        let mut other = match other.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped()).spawn() {
+            Ok(other) => other,
+            // Without util-linux there is none.
+            Err(e) if e.kind() == ErrorKind::NotFound => return,
+            Err(e) => panic!("{e}"),
+        };
+        other.stdout.as_mut().unwrap().read_exact(&mut [0; 5]).unwrap();
+        for open in [MetricsWriter::create(&path), MetricsWriter::resume(&path, 1)] {
+            let text = open.unwrap_err().to_string().replace(dir.path().to_str().unwrap(), "DIR");
+            let text = text.replace(&format!("process {}", other.id()), "process PID");
+            insta::assert_snapshot!(text, @"cannot write metrics to DIR/m.jsonl: a job that is running writes them there already (process PID); give each job a file of its own, or stop the other one");
+        }
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "{\"step\":0}\n");
+        drop(other.stdin.take());
+        other.wait().unwrap();
+        MetricsWriter::create(&path).unwrap();
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::{CsvMonitor, Event, Monitor, Prometheus, TensorBoard};
 use crate::Result;
 use crate::config::Monitoring;
-use crate::notice::say;
+use crate::notice::{say, warn};
 
 /// Makes a monitor, on the rank that writes.
 pub(crate) type MonitorOpener = Box<dyn FnOnce() -> Result<Box<dyn Monitor>> + Send>;
@@ -46,7 +46,7 @@ impl Monitors {
         self.0.retain_mut(|monitor| match monitor.write(events) {
             Ok(()) => true,
             Err(error) => {
-                say(&format!("a monitor failed, and training continues without it: {error}"));
+                warn(&format!("a monitor failed, and training continues without it: {error}"));
                 false
             }
         });

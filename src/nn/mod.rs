@@ -44,6 +44,13 @@ pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm};
 pub use rotary::Rotary;
 pub use sum::add;
 
+/// Whether this thread runs a model for an engine that trains: in its forward, and where a unit runs again in backward;
+/// not in its `eval`, and not without an engine. For layers that differ in training and evaluation inside of modules
+/// that are not told: `norm.forward_t(x, in_training())`.
+pub fn in_training() -> bool {
+    crate::graph::draws().in_training
+}
+
 /// An init hint: normal with mean 0.
 pub(crate) fn normal(std: f64) -> candle_nn::Init {
     candle_nn::Init::Randn { mean: 0.0, stdev: std }

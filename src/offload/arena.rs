@@ -94,10 +94,9 @@ impl Arena {
         if bytes == 0 {
             return Ok(start);
         }
-        self.folder.ask_for(len);
-        let result = match rustix::fs::fallocate(&self.cached, FallocateFlags::empty(), start, len) {
-            Err(Errno::OPNOTSUPP) => self.fill(start, bytes),
-            result => result.map_err(IoError::from),
+        let result = match self.folder.ask_for(len) {
+            true => self.grow(start, bytes),
+            false => Err(ErrorKind::StorageFull.into()),
         };
         if let Err(error) = result {
             // Some file systems keep what they could give. If that cannot be undone, it is only reported as used.
@@ -111,6 +110,13 @@ impl Arena {
         reserved.bytes += len;
         self.account(&mut reserved);
         Ok(start)
+    }
+
+    fn grow(&self, start: u64, bytes: usize) -> std::io::Result<()> {
+        match rustix::fs::fallocate(&self.cached, FallocateFlags::empty(), start, bytes as u64) {
+            Err(Errno::OPNOTSUPP) => self.fill(start, bytes),
+            result => result.map_err(IoError::from),
+        }
     }
 
     /// Reserves by writing zeros, where the file system knows no other way.

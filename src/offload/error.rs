@@ -42,6 +42,20 @@ pub enum OffloadError {
         /// Bytes that the file system can give to them, those included that they have.
         available: u64,
     },
+    /// The folder lies in memory, which cannot hold what is to be offloaded.
+    #[error(
+        "cannot offload to {}: it is on tmpfs, so files there stay in memory: they need {needed} bytes or more, and \
+         {available} were free; let nvme_path name a folder on a disk",
+        path.display()
+    )]
+    Memory {
+        /// `nvme_path`.
+        path: PathBuf,
+        /// Bytes of all files on that file system, of all ranks; after the first step, of this rank.
+        needed: u64,
+        /// Bytes of memory that were free when the folder was opened.
+        available: u64,
+    },
     /// A file of offloaded state could not be read, written or made larger.
     #[error("cannot {action} the file of {what} in {}: {source}; {}", path.display(), fix_of(source))]
     Io {

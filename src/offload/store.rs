@@ -127,9 +127,12 @@ impl Offload {
     /// [`OffloadError::Space`](crate::error::OffloadError::Space) on all ranks, with the bytes that all of them need on
     /// the disk that is too small.
     pub fn check_space(&self, comm: &dyn Communicator) -> Result<()> {
-        let numbers = |d: Demand| [d.device, d.free, d.asked, d.got, u64::from(d.is_full)];
+        let numbers = |d: Demand| [d.device, d.free, d.asked, d.got, u64::from(d.is_full), d.memory];
         let own: Vec<u64> = self.folders.iter().flat_map(|f| numbers(f.demand())).collect();
-        let demand = |n: &[u64; 5]| Demand { device: n[0], free: n[1], asked: n[2], got: n[3], is_full: n[4] != 0 };
+        let demand = |n: &[u64; 6]| {
+            let is_full = n[4] != 0;
+            Demand { device: n[0], free: n[1], asked: n[2], got: n[3], is_full, memory: n[5] }
+        };
         let all = gather_u64(comm, &own)?;
         let all: Vec<Demand> = all.iter().flat_map(|rank| rank.as_chunks().0.iter().map(demand)).collect();
         let Some(full) = all.iter().find(|d| d.is_full) else { return Ok(()) };
@@ -139,7 +142,7 @@ impl Offload {
         let mut folders = self.folders.iter().filter(|f| f.demand().device == full.device);
         // A rank that has no folder there learns of it from the others.
         let folder = folders.clone().find(|f| f.demand().is_full).or(folders.next());
-        folder.map_or(Ok(()), |folder| Err(folder.too_small(asked, full.free, got)))
+        folder.map_or(Ok(()), |folder| Err(folder.too_small(Demand { asked, got, ..*full })))
     }
 
     /// Begins to write `values` of a unit that recomputes to a file; their memory is then freed.

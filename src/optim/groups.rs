@@ -9,6 +9,7 @@
 
 use super::{Momentum, Optimizer};
 use crate::error::{OptimError, Result};
+use crate::precision::Packing;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
@@ -178,6 +179,7 @@ pub(crate) struct Grouping {
     optimizer: Option<Arc<dyn Optimizer>>,
     given: Vec<ParameterGroup>,
     trainable: Option<TrainableRule>,
+    quantized: Option<(Packing, TrainableRule)>,
 }
 
 /// A group that has parameters.
@@ -203,7 +205,7 @@ impl Grouping {
                 }
             }
         }
-        Ok(Self { optimizer, given, trainable: None })
+        Ok(Self { optimizer, given, trainable: None, quantized: None })
     }
 
     /// Only what `rule` says is trained.
@@ -212,10 +214,29 @@ impl Grouping {
         Self { trainable: rule, ..self }
     }
 
+    /// Frozen parameters are packed so where `rule` says so.
+    #[must_use]
+    pub fn quantized(self, rule: Option<(Packing, TrainableRule)>) -> Self {
+        Self { quantized: rule, ..self }
+    }
+
+    /// How a parameter is packed.
+    pub fn packing(&self, name: &str, shape: &[usize]) -> Option<Packing> {
+        self.quantized.as_ref().filter(|(_, rule)| rule(name, shape)).map(|(packing, _)| *packing)
+    }
+
     /// Whether a parameter begins as one that is trained.
     pub fn trains(&self, name: &str, shape: &[usize]) -> bool {
-        let group = self.given.iter().find(|group| group.selects(name, shape));
-        !group.is_some_and(|group| group.is_frozen) && self.trainable.as_ref().is_none_or(|rule| rule(name, shape))
+        self.trains_rule()(name, shape)
+    }
+
+    /// The same as a rule of its own.
+    pub fn trains_rule(&self) -> TrainableRule {
+        let (given, trainable) = (self.given.clone(), self.trainable.clone());
+        Arc::new(move |name, shape| {
+            let group = given.iter().find(|group| group.selects(name, shape));
+            !group.is_some_and(|group| group.is_frozen) && trainable.as_ref().is_none_or(|rule| rule(name, shape))
+        })
     }
 
     /// The given groups, by number, that freeze parameters.

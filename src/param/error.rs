@@ -21,6 +21,15 @@ pub enum ParamError {
         /// The model's parameters.
         count: usize,
     },
+    /// A rule that quantizes what is trained.
+    #[error(
+        "parameter {name} is quantized and trained, and only frozen ones can be quantized; freeze it \
+         (EngineBuilder::trainable, a frozen group), or let EngineBuilder::quantized leave it out"
+    )]
+    QuantizedTrained {
+        /// The parameter.
+        name: String,
+    },
     /// A group that freezes nothing.
     #[error(
         "parameter group {index} (from 0) is frozen and selects no parameter that an earlier group left; correct its \
@@ -95,15 +104,35 @@ pub enum ParamError {
         /// The name.
         name: String,
     },
+    /// The model's constructor computed with a parameter.
+    #[error(
+        "the model computes with a parameter while it is built ({last} was the last that it took): the result would \
+         keep the first values for ever while the parameter is trained; compute it in forward (views as t() and \
+         reshape may be taken at once)"
+    )]
+    UsedWhileBuilding {
+        /// The parameter that was taken last.
+        last: String,
+    },
     /// A parameter was used while it was sharded.
     #[error(
-        "an operation used a parameter that is not gathered now: {names}; use parameters only inside the closure \
-         given to engine.forward, and a unit's parameters only inside that unit's forward ({why})"
+        "an operation used a parameter that is sharded and not gathered now: {names}; use parameters only inside the \
+         closure given to engine.forward or engine.eval, and a unit's parameters only inside that unit's forward \
+         ({why})"
     )]
     Absent {
         /// Candidates: parameters that were absent.
         names: String,
         /// Candle's words, without a backtrace.
+        why: String,
+    },
+    /// A parameter of another engine was used while it was sharded.
+    #[error(
+        "an operation used a parameter of another engine that is sharded and not gathered now; use it inside the \
+         closure given to that engine's own forward or eval ({why})"
+    )]
+    AbsentElsewhere {
+        /// The operation's words, without a backtrace.
         why: String,
     },
     /// Not a safetensors file.
@@ -163,5 +192,52 @@ pub enum ParamError {
         name: String,
         /// Its type.
         found: String,
+    },
+    /// A buffer of a type that buffers cannot have.
+    #[error("buffer {name} is asked for as {found}; buffers are u8, u32, i16, i32, i64, bf16, f16, f32 or f64")]
+    BufferDtype {
+        /// The name.
+        name: String,
+        /// Its type.
+        found: String,
+    },
+    /// One buffer, two types.
+    #[error("buffer {name} is asked for as {second} after it was asked for as {first}; ask for it as one type")]
+    BufferTwice {
+        /// The name.
+        name: String,
+        /// Type at the first request.
+        first: String,
+        /// Type at the second.
+        second: String,
+    },
+    /// A buffer whose memory is no longer of its size.
+    #[error(
+        "buffer {name} of shape {shape:?} holds {found} bytes where {expected} belong; a buffer keeps the shape and type          with which it was asked for: change its values with Var::set"
+    )]
+    BufferChanged {
+        /// The name.
+        name: String,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Bytes that it holds.
+        found: usize,
+        /// Bytes of its shape.
+        expected: usize,
+    },
+    /// A tensor for a buffer that is of another kind of number.
+    #[error(
+        "tensor {name} in {} is of type {found}, and the model's buffer is {expected}; a buffer is read from a tensor of          its own kind, integer or floating point, whose values it can hold",
+        path.display()
+    )]
+    BufferFileDtype {
+        /// The file.
+        path: PathBuf,
+        /// The buffer.
+        name: String,
+        /// Type in the file.
+        found: String,
+        /// Type in the model.
+        expected: String,
     },
 }

@@ -4,17 +4,21 @@
 //! parameter), `capture.rs` (an operation whose backward takes a parameter's complete gradient) and
 //! `tensor/residency.rs` (a tensor's storage is taken out and put back while model and graph hold the tensor).
 
+mod buffer;
 pub(crate) mod capture;
 pub(crate) mod error;
 mod init;
 mod source;
 
+pub use buffer::BufferSync;
+pub(crate) use buffer::{Buffer, BufferRule, dtype_of_buffer, has_name_of_buffer};
 pub use source::Source;
 pub(crate) use source::WeightFile;
 
 use crate::layout::Cut;
 use crate::memory::Held;
-use crate::optim::Role;
+use crate::optim::{Class, Role};
+use crate::precision::Packing;
 use crate::util::lock;
 use candle_core::{Shape, Tensor};
 use std::ops::Range;
@@ -47,6 +51,8 @@ pub(crate) struct Param {
     pub numel: usize,
     /// Elements that lie on one rank together.
     pub block: usize,
+    /// How its weights are held and travel at stage 3, if not as they are.
+    pub packing: Option<Packing>,
     pub unit: UnitId,
     /// The half of the optimizer that trains it, while it is trained.
     pub role: Role,
@@ -75,6 +81,11 @@ impl Param {
     /// Elements of every rank's shard, padding included.
     pub fn shard_len(&self, world_size: usize) -> usize {
         self.cut().shard_len(world_size)
+    }
+
+    /// What is kept of it, if it is `trained` or not.
+    pub fn class(&self, trained: bool) -> Class {
+        Class::of(self.role, trained, self.packing)
     }
 
     /// Whether it has a gradient, and is updated.

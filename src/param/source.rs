@@ -1,9 +1,12 @@
 //! Where initial values come from: a random rule, or a safetensors file.
 
+use super::buffer::is_batch_counter;
 use super::init::init_values;
 use crate::error::{Error, ParamError, Result};
+use crate::files;
+use crate::tensor::bytes;
 use crate::util::{fnv1a, list};
-use candle_core::Shape;
+use candle_core::{DType, Shape};
 use candle_nn::Init;
 use half::{bf16, f16};
 use memmap2::Mmap;
@@ -62,15 +65,35 @@ impl Source {
         }
     }
 
+    /// What a parameter is asked to begin with, as far as that decides it: a file does not heed it.
+    pub(crate) fn hint(&self, init: Init) -> Init {
+        if let Self::Random { .. } = self { init } else { Init::Const(0.0) }
+    }
+
+    /// The bytes of buffer `name` in `dtype`.
+    pub(crate) fn buffer(&self, name: &str, shape: &Shape, init: Init, dtype: DType) -> Result<Vec<u8>> {
+        let numel = shape.elem_count();
+        match (self, init) {
+            (Self::File(file), _) => file.buffer(name, shape, dtype),
+            // Not by way of f32, which has not all integers.
+            (Self::Random { .. }, Init::Const(value)) => Ok(bytes::encode(dtype, std::iter::repeat_n(value, numel))),
+            (Self::Random { seed }, init) => {
+                let values = init_values(*seed, name, shape, init, 0..numel);
+                Ok(bytes::encode(dtype, values.into_iter().map(f64::from)))
+            }
+        }
+    }
+
     /// Whether a parameter of that name is known to exist.
     pub(crate) fn contains(&self, name: &str) -> bool {
         matches!(self, Self::File(file) if file.metadata.info(name).is_some())
     }
 
-    /// An error if the file holds tensors that the model has not asked for.
+    /// An error if the file holds tensors that the model has not asked for, but PyTorch's counts of batches.
     pub(crate) fn check_all_used(&self, used: &BTreeSet<&str>) -> Result<()> {
         let Self::File(file) = self else { return Ok(()) };
-        let mut extra: Vec<_> = file.metadata.tensors().into_keys().filter(|n| !used.contains(n.as_str())).collect();
+        let is_extra = |name: &String| !used.contains(name.as_str()) && !is_batch_counter(name);
+        let mut extra: Vec<_> = file.metadata.tensors().into_keys().filter(is_extra).collect();
         extra.sort();
         match extra.is_empty() {
             true => Ok(()),
@@ -83,11 +106,7 @@ impl WeightFile {
     /// Opens and maps a file, and reads its header.
     pub fn open(path: &Path) -> Result<Self> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
-        let file = std::fs::File::open(path).map_err(io)?;
-        if file.metadata().map_err(io)?.is_dir() {
-            // The system's words for mapping a folder are "no such device".
-            return Err(io(std::io::ErrorKind::IsADirectory.into()));
-        }
+        let file = files::open(path).map_err(io)?;
         // SAFETY: the map is only read. A file that another process cuts short meanwhile would raise SIGBUS; weights
         // are not written in place by anything here, and copying a model of any size to avoid that would cost more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
@@ -102,6 +121,28 @@ impl WeightFile {
     /// Names and shapes of the tensors, in no order.
     pub fn shapes(&self) -> Vec<(String, Vec<usize>)> {
         self.metadata.tensors().into_iter().map(|(name, info)| (name, info.shape.clone())).collect()
+    }
+
+    /// The bytes of a buffer in `dtype`.
+    fn buffer(&self, name: &str, shape: &Shape, dtype: DType) -> Result<Vec<u8>> {
+        let path = || self.path.clone();
+        let expected = shape.dims();
+        let Some(info) = self.metadata.info(name) else {
+            return Err(ParamError::MissingTensor { path: path(), name: name.into(), shape: expected.to_vec() }.into());
+        };
+        // A single number has one dimension or none.
+        let is_one = |dims: &[usize]| dims.iter().all(|dim| *dim == 1) && dims.len() < 2;
+        if info.shape != expected && !(is_one(&info.shape) && is_one(expected)) {
+            let (found, expected) = (info.shape.clone(), expected.to_vec());
+            return Err(ParamError::MisshapenTensor { path: path(), name: name.into(), found, expected }.into());
+        }
+        let found = bytes::dtype_in_file(info.dtype);
+        let (start, end) = info.data_offsets;
+        let bytes = &self.map[self.data_start + start..self.data_start + end];
+        found.and_then(|found| bytes::converted(bytes, found, dtype)).ok_or_else(|| {
+            let (found, expected) = (format!("{:?}", info.dtype), format!("{dtype:?}"));
+            ParamError::BufferFileDtype { path: path(), name: name.into(), found, expected }.into()
+        })
     }
 
     fn values(&self, name: &str, shape: &Shape, range: Range<usize>) -> Result<Vec<f32>> {

@@ -70,7 +70,7 @@ static PAIRS: [[f32; 2]; 256] = {
 };
 
 /// How the scales of blocks are kept.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Nf4Scales {
     /// 16 bits each, rounded to nearest: 0.531 bytes an element.
     Bf16,

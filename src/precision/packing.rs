@@ -12,7 +12,7 @@ use crate::kernels::simd::level;
 const CHUNK: usize = 256 * 1024;
 
 /// How elements become bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Packing {
     /// Eight bits, and a scale (f32) for 128 elements: 1.03 bytes an element.
     Int8,

@@ -1,5 +1,6 @@
 //! Access to a tensor's elements for the kernels, and the way between Rust's types and Candle's storages.
 
+use super::residency::refusal;
 use crate::kernels;
 use crate::precision::Flat;
 use candle_core::{CpuStorage, DType, Error, Layout, Result, Storage, Tensor, WithDType};
@@ -75,6 +76,9 @@ pub(crate) fn elements<'a, E: WithDType>(s: &'a CpuStorage, l: &Layout, op: &'st
     use candle_core::backend::BackendStorage;
     let found = s.dtype();
     if found != E::DTYPE {
+        if let Some(refusal) = refusal(found, l.shape(), op) {
+            return Err(refusal);
+        }
         return Err(match found {
             DType::F32 | DType::BF16 | DType::F16 => {
                 Error::DTypeMismatchBinaryOp { lhs: E::DTYPE, rhs: found, op }.bt()
@@ -139,6 +143,7 @@ mod tests {
         assert!(text.contains("gelu_tanh") && text.contains("F64"), "{text}");
         let absent = CpuStorage::F6E2M3(Vec::new());
         let layout = Layout::contiguous(Shape::from(4));
-        assert!(elements::<f32>(&absent, &layout, "linear").is_err());
+        let text = elements::<f32>(&absent, &layout, "linear").unwrap_err().to_string();
+        assert!(text.contains("linear: the parameter of shape [4] is sharded"), "{text}");
     }
 }

@@ -36,13 +36,31 @@ fn on_cuda(device: &CudaDevice, values: CpuStorage) -> Result<CudaStorage> {
     if values.dtype() == ABSENT { absent_on_cuda(device) } else { device.storage_from_cpu_storage_owned(values) }
 }
 
-/// Whether `error` is how Candle refuses to compute with an absent parameter.
+/// Whether `error` is how Candle refuses to compute with an absent parameter, or may be.
 pub(crate) fn is_refusal(error: &Error) -> bool {
+    // Some of CUDA's operations name no dtype.
+    let nameless = ["Map1 does not", "internal error 'dtype mismatch in", "internal error 'Dummy types"];
+    let text = error.to_string();
+    names_absent(error) || nameless.iter().any(|n| text.contains(n))
+}
+
+/// Whether `error` says itself that it is about an absent parameter.
+pub(crate) fn names_absent(error: &Error) -> bool {
     let text = error.to_string();
     // Candle checks dtypes before it computes and names both where they differ, and the CPU's operations name the one
-    // that they do not support. Some of CUDA's do not.
-    let nameless = ["Map1 does not", "internal error 'dtype mismatch in", "internal error 'Dummy types"];
-    text.contains(&format!("{ABSENT:?}")) || nameless.iter().any(|n| text.contains(n))
+    // that they do not support.
+    text.contains(&format!("{ABSENT:?}")) || text.contains(SHARDED)
+}
+
+const SHARDED: &str = "is sharded and not gathered now";
+
+/// How this library's operation `op` refuses to compute with a storage of `dtype`, if that stands for an absent
+/// parameter, of `shape`.
+pub(crate) fn refusal(dtype: DType, shape: &Shape, op: &str) -> Option<Error> {
+    (dtype == ABSENT).then(|| {
+        let dims = shape.dims();
+        Error::Msg(format!("{op}: the parameter of shape {dims:?} {SHARDED}; use it inside of engine.forward or eval"))
+    })
 }
 
 /// A flat buffer as Candle's storage.
@@ -86,7 +104,7 @@ impl InplaceOp1 for Swap {
 }
 
 /// Puts `storage` into `tensor` and returns what was there.
-fn swap(tensor: &Tensor, storage: CpuStorage) -> Result<CpuStorage> {
+pub(super) fn swap(tensor: &Tensor, storage: CpuStorage) -> Result<CpuStorage> {
     let op = Swap(Mutex::new(storage));
     tensor.inplace_op1(&op)?;
     Ok(crate::util::unpoisoned(op.0.into_inner()))
@@ -118,6 +136,38 @@ pub(crate) fn clear(tensor: &Tensor) -> Result<()> {
         }
     }
     tensor.inplace_op1(&Clear)
+}
+
+/// Fills a tensor that was made absent with `storage`, which lies on the tensor's device.
+pub(crate) fn fill(tensor: &Tensor, storage: Storage) -> Result<()> {
+    struct Fill(Mutex<Option<Storage>>);
+    impl Fill {
+        fn take(&self) -> Result<Storage> {
+            crate::util::lock(&self.0).take().ok_or_else(|| Error::Msg("a storage is put in twice".into()))
+        }
+    }
+    impl InplaceOp1 for Fill {
+        fn name(&self) -> &'static str {
+            "fill-storage"
+        }
+
+        fn cpu_fwd(&self, storage: &mut CpuStorage, _: &Layout) -> Result<()> {
+            match self.take()? {
+                Storage::Cpu(values) => *storage = values,
+                _ => candle_core::bail!("a storage for the CPU was made elsewhere"),
+            }
+            Ok(())
+        }
+
+        fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout) -> Result<()> {
+            match self.take()? {
+                Storage::Cuda(values) => *storage = values,
+                _ => candle_core::bail!("a storage for the GPU was made elsewhere"),
+            }
+            Ok(())
+        }
+    }
+    tensor.inplace_op1(&Fill(Mutex::new(Some(storage))))
 }
 
 /// Lets `change` work on a parameter's values on the host; on another device they travel there and back.

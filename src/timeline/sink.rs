@@ -5,7 +5,7 @@ use super::now;
 use super::trace::{cannot_write, write_trace};
 use crate::error::Result;
 use crate::files::{folder_of, new_beside};
-use crate::notice::say;
+use crate::notice::{say, warn};
 use crate::util::lock;
 use std::fmt::Write as _;
 use std::fs::File;
@@ -126,7 +126,7 @@ impl Sink {
             match write_trace(&[&lock(&self.lines).file], self.zero, file) {
                 Ok(summary) if summary.dropped > 0 => say(&format!("timeline: {summary}")),
                 Ok(_) => {}
-                Err(error) => say(&error.to_string()),
+                Err(error) => warn(&error.to_string()),
             }
         }
     }
@@ -177,7 +177,7 @@ impl Sink {
             lines.has_failed = true;
             lock(&self.memory).room = 0;
             let (Destination::Part { folder: path } | Destination::Whole { file: path }) = &self.destination;
-            say(&format!("{}. It ends here", cannot_write(path, &error)));
+            warn(&format!("{}. It ends here", cannot_write(path, &error)));
         }
     }
 }

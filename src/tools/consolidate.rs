@@ -54,13 +54,20 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
 
 impl Arguments {
     fn run(self) -> ExitCode {
-        let tag = place(&self.dir, self.tag.as_deref()).and_then(|(dir, tag)| {
+        let placed = place(&self.dir, self.tag.as_deref()).and_then(|found| {
             absent_or_empty(&self.out)?;
-            find(&dir).choose(tag).map(|tag| (dir, tag))
+            Ok(found)
         });
-        let (dir, tag) = match tag {
+        let (dir, tag) = match placed {
             Ok(found) => found,
             Err(error) => return refused(&error, EXIT_SETUP),
+        };
+        let listing = find(&dir);
+        let latest_is_damaged = tag.is_none() && listing.latest.is_err();
+        let tag = match listing.choose(tag) {
+            Ok(tag) => tag,
+            // As `inspect` has it: a folder that is damaged is no wrong command line.
+            Err(error) => return refused(&error, if latest_is_damaged { 1 } else { EXIT_SETUP }),
         };
         let checkpoint = match Checkpoint::open(&dir, Some(&tag)) {
             Ok(Some(checkpoint)) => checkpoint,

@@ -33,12 +33,12 @@ impl Core {
 
     /// Collective: a whole optimizer state, in f32.
     pub fn whole_state(&self, state: State, param: ParamId) -> Result<Flat> {
-        self.whole_of(param, self.own_state(state, param)?)
+        self.gather_whole(param, self.own_state(state, param)?)
     }
 
     /// Collective: a whole gradient, in f32.
     pub fn whole_gradient(&self, param: ParamId) -> Result<Option<Flat>> {
-        self.own_gradient(param)?.map(|own| self.whole_of(param, own)).transpose()
+        self.own_gradient(param)?.map(|own| self.gather_whole(param, own)).transpose()
     }
 
     /// Sets a state on every rank that has a part of it; weights also where they are whole or in 16 bits.

@@ -4,6 +4,7 @@
 //! that a model outside of an engine is a plain Candle model. Modules above this one use the core's methods; its fields
 //! are known inside of `zero/` alone.
 
+use super::buffers::Buffers;
 use super::gather::Gatherer;
 use super::gradients::{Gradients, ReducePlan};
 use super::rank::Rank;
@@ -18,10 +19,11 @@ use crate::layout::Placement;
 use crate::memory::{Ledger, MemoryReport, Tier};
 use crate::offload::{Offload, OffloadReport};
 use crate::param::capture::GradientSink;
-use crate::param::{Param, ParamId, ROOT, UnitId};
+use crate::param::{Buffer, BufferSync, Param, ParamId, ROOT, UnitId};
 use crate::tensor::residency;
 use crate::util::{list, lock, unpoisoned};
 use candle_core::DType;
+use candle_nn::Init;
 use std::collections::BTreeSet;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
@@ -41,6 +43,7 @@ pub(crate) struct Core {
     pub(super) params: Vec<Param>,
     /// Names of the units, the root (an empty name) first.
     pub(super) units: Vec<String>,
+    pub(super) buffers: Buffers,
     /// Sub-group and slot of each parameter.
     pub(super) places: RwLock<Vec<(usize, usize)>>,
     pub(super) share_plan: SharePlan,
@@ -69,6 +72,7 @@ pub(crate) struct CoreParts {
     pub dtype: DType,
     pub recomputation: Recomputation,
     pub registered: Registered,
+    pub buffer_sync: BufferSync,
     pub ledger: Ledger,
     pub offload: Option<Arc<Offload>>,
 }
@@ -81,6 +85,9 @@ pub(crate) struct Registered {
     /// The parameters that each unit uses, its own and others'.
     pub used_by: Vec<BTreeSet<ParamId>>,
     pub groups: Vec<SubGroup>,
+    pub buffers: Vec<Buffer>,
+    /// What each parameter was asked to begin with; of a file, the file says it.
+    pub inits: Vec<Init>,
 }
 
 /// The configuration's `activation_checkpointing`.
@@ -125,12 +132,13 @@ impl GradientSink for Link {
 impl Core {
     /// The core of a registered model.
     pub fn new(parts: CoreParts) -> Self {
-        let CoreParts { comm, zero, reduce_plan, share_plan, dtype, recomputation, registered, ledger, offload } =
-            parts;
-        let Registered { params, units, used_by, groups } = registered;
+        let CoreParts { comm, zero, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
+        let CoreParts { registered, buffer_sync, ledger, offload, .. } = parts;
+        let Registered { params, units, used_by, groups, buffers, .. } = registered;
         let places = places(&groups, params.len());
         let gather = Gatherer::new(&params, units.len(), &zero, comm.size());
-        let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, params.len());
+        let optional = vec![zero.ignore_unused_parameters; params.len()];
+        let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, optional);
         Self {
             comm,
             placement: zero.stage.placement(),
@@ -141,6 +149,7 @@ impl Core {
             offload,
             params,
             units,
+            buffers: Buffers::new(buffers, buffer_sync),
             places: RwLock::new(places),
             share_plan,
             used_by,
@@ -158,6 +167,16 @@ impl Core {
     /// The rank's communicator.
     pub fn comm(&self) -> &dyn Communicator {
         &*self.comm
+    }
+
+    /// Micro steps of training so far that used units in another order than the one before.
+    pub fn order_changes(&self) -> u64 {
+        lock(&self.gather).order_changes()
+    }
+
+    /// `load_from_fp32_weights` false: loaded weights are rounded to this, master weights too.
+    pub fn rounds_loaded_weights_to(&self) -> DType {
+        if self.zero.load_from_fp32_weights { DType::F32 } else { self.dtype }
     }
 
     /// The model's dtype.
@@ -234,9 +253,12 @@ impl Core {
         }
         if residency::is_refusal(&error) {
             let absent: Vec<&str> = self.params.iter().filter(|p| !p.is_whole()).map(|p| p.name.as_str()).collect();
+            let why = crate::error::without_backtrace(&error.to_string());
             if !absent.is_empty() {
-                let why = crate::error::without_backtrace(&error.to_string());
                 return ParamError::Absent { names: list(&absent), why }.into();
+            }
+            if residency::names_absent(&error) {
+                return ParamError::AbsentElsewhere { why }.into();
             }
         }
         error.into()

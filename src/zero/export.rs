@@ -1,11 +1,12 @@
 //! Whole parameters as a safetensors file, gathered one at a time and written by rank 0 as they come.
 
 use super::core::Core;
+use super::share::State;
 use super::sub_group::Home;
 use crate::comm::agree::{Failure, agree};
 use crate::error::{Error, Result};
 use crate::files::{folder_of, new_beside, sync_folder};
-use crate::param::Param;
+use crate::param::{Buffer, Param};
 use crate::precision::{Flat, FlatRef};
 use crate::tensor::residency;
 use crate::util::lock;
@@ -15,17 +16,22 @@ use std::path::Path;
 use tempfile::NamedTempFile;
 
 impl Core {
-    /// Collective: parameters, rounded to `dtype`. The file appears under its name only when it is complete and on
+    /// Collective: parameters, rounded to `dtype`, and rank 0's buffers in their own types. The file appears under its name only when it is complete and on
     /// disk.
     ///
     /// # Errors
     /// One of communication; one of rank 0's writing, which leaves the ranks in step: a full disk or a wrong path must
     /// not cost the model.
     pub fn export(&self, path: &Path, dtype: DType) -> Result<(), Failure> {
-        let mut file = (self.comm.rank() == 0).then(|| NewFile::begin(path, &self.params, dtype));
+        let mut file = (self.comm.rank() == 0).then(|| NewFile::begin(path, &self.params, self.buffers.list(), dtype));
         for param in 0..self.params.len() {
             let whole = self.whole_f32(param)?;
             file = file.map(|file| file.and_then(|file| file.append(whole.as_ref())));
+        }
+        for buffer in self.buffers.list() {
+            let Some(Ok(open)) = file else { break };
+            let bytes = buffer.bytes().map_err(std::io::Error::other);
+            file = Some(bytes.and_then(|bytes| open.append_bytes(&bytes)));
         }
         let written = file.map_or(Ok(()), |file| file.and_then(|file| file.finish(path)));
         let failed = |source| Error::Io { action: "write", path: path.to_owned(), source };
@@ -35,6 +41,10 @@ impl Core {
 
     /// Collective: a whole parameter in f32, from the master weights where there are any.
     pub fn whole_f32(&self, param: usize) -> Result<Flat> {
+        if self.params[param].packing.is_some() && self.shards_params() {
+            let own = self.own_values(State::Weights, param, self.owned(param))?;
+            return self.gather_whole(param, own);
+        }
         let groups = lock(&self.groups);
         let (group, slot) = self.place_of(param);
         let (group, slot) = (&groups[group], &groups[group].slots[slot]);
@@ -54,11 +64,11 @@ impl Core {
             }
         }
         drop(groups);
-        self.whole_of(param, own)
+        self.gather_whole(param, own)
     }
 
-    /// Collective: the whole of which each rank gives the part that it owns.
-    pub(super) fn whole_of(&self, param: usize, mut own: Flat) -> Result<Flat> {
+    /// Collective: a whole parameter of the elements that each rank owns.
+    pub(super) fn gather_whole(&self, param: usize, mut own: Flat) -> Result<Flat> {
         let (world, numel) = (self.comm.size(), self.params[param].numel);
         // Not a question of how much this rank owns: a parameter of one element lies on one rank alone.
         if world == 1 || !self.placement.optim.is_sharded() {
@@ -83,16 +93,18 @@ struct NewFile {
 
 impl NewFile {
     /// Writes the header.
-    fn begin(path: &Path, params: &[Param], dtype: DType) -> std::io::Result<Self> {
+    fn begin(path: &Path, params: &[Param], buffers: &[Buffer], dtype: DType) -> std::io::Result<Self> {
         let mut end = 0usize;
         let mut header = serde_json::Map::new();
-        for param in params {
+        let params = params.iter().map(|p| (&p.name, p.shape.dims(), dtype));
+        let buffers = buffers.iter().map(|b| (&b.name, b.tensor.dims(), b.tensor.dtype()));
+        for (name, dims, dtype) in params.chain(buffers) {
             let start = end;
-            end += param.numel * dtype.size_in_bytes();
+            end += dims.iter().product::<usize>() * dtype.size_in_bytes();
             let info = serde_json::json!({
-                "dtype": format!("{dtype:?}"), "shape": param.shape.dims(), "data_offsets": [start, end],
+                "dtype": format!("{dtype:?}"), "shape": dims, "data_offsets": [start, end],
             });
-            header.insert(param.name.clone(), info);
+            header.insert(name.clone(), info);
         }
         let mut header = serde_json::Value::Object(header).to_string().into_bytes();
         // The format wants the data aligned to 8 bytes; spaces are allowed there.
@@ -112,6 +124,11 @@ impl NewFile {
             piece.extend_cast(values.slice(start..values.len().min(start + PIECE)));
             self.file.write_all(piece.as_ref().as_bytes())?;
         }
+        Ok(self)
+    }
+
+    fn append_bytes(mut self, bytes: &[u8]) -> std::io::Result<Self> {
+        self.file.write_all(bytes)?;
         Ok(self)
     }
 

@@ -13,7 +13,6 @@ use super::share::{State, pieces};
 use super::sub_group::places;
 use crate::comm::agree::{Failure, gather_u64};
 use crate::error::{EngineError, Result};
-use crate::optim::Class;
 use crate::precision::{Flat, FlatRef};
 use crate::util::{fnv1a, lock, unpoisoned};
 use candle_core::DType;
@@ -36,13 +35,10 @@ impl Core {
         if let Some(offload) = &self.offload {
             offload.begin_anew();
         }
-        let class = |param: usize| {
-            if trained[param] { Class::Trained(self.params[param].role) } else { Class::Frozen }
-        };
         let mut builder = SubGroupBuilder::new(self.share_plan.clone(), self.offload.clone(), self.ledger.clone());
         for (id, param) in self.params.iter().enumerate() {
             let weights = self.own_values(State::Weights, id, self.owned(id))?;
-            builder.push(id, param.cut(), weights.as_ref(), class(id))?;
+            builder.push(id, param.cut(), weights.as_ref(), param.class(trained[id]))?;
         }
         let mut groups = builder.finish()?;
         if let Some(offload) = &self.offload {
@@ -72,7 +68,7 @@ impl Core {
     }
 
     /// Elements `range`, of those that this rank owns, of a state in f32.
-    fn own_values(&self, state: State, param: usize, range: Range<usize>) -> Result<Flat> {
+    pub(super) fn own_values(&self, state: State, param: usize, range: Range<usize>) -> Result<Flat> {
         let mut values = Flat::with_capacity(DType::F32, range.len());
         let take = |found: FlatRef<'_>| values.extend_cast(found);
         self.read_state(state, param, range, take)?;

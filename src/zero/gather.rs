@@ -122,7 +122,7 @@ impl Bundle {
             let _about = timeline::about(|| core.names(&parcel.params));
             let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
             // Room for the chunks of all ranks: the others' arrive in the same buffer.
-            let mut chunk = R::Buffer::with_capacity(core.dtype(), parcel.chunk * world);
+            let mut chunk = R::Buffer::with_capacity(parcel.dtype(core.dtype()), parcel.chunk * world);
             let mut pieces = Vec::new();
             for (p, offset) in parcel.params.iter().zip(&parcel.offsets) {
                 chunk.extend_zeros(offset - chunk.len());
@@ -148,7 +148,7 @@ impl Bundle {
     }
 
     fn gather<R: Rank>(&self, core: &R, parcel: &Parcel, chunk: R::Buffer) -> R::Pending {
-        core.collective(Collective::AllGather, self.wire, chunk, &parcel.params)
+        core.collective(Collective::AllGather, parcel.wire(self.wire), chunk, &parcel.params)
     }
 
     /// Waits for the parcels and puts the whole parameters into their tensors.
@@ -376,6 +376,11 @@ impl<R: Rank> Gatherer<R> {
         self.trace(core).end();
         self.recomputes &= core.is_evaluating();
         Ok(())
+    }
+
+    /// Micro steps of training so far that used units in another order than the one before.
+    pub fn order_changes(&self) -> u64 {
+        self.traces[0].changes()
     }
 
     /// The trace of what the model is used for now.

@@ -9,6 +9,11 @@
 //! goes on. At stage 1 every rank holds its whole gradient until backward is over, as ZeRO defines it. At stage 0 the
 //! whole sum is kept.
 //!
+//! A parameter that ranks may miss (`ignore_unused_parameters`, the experts of a leaf unit) waits until this rank's
+//! backward is over: Candle gives no earlier point at which it is known that a gradient will not come. Then all of them
+//! travel in one order, with zeros for what has not come, so that ranks which missed different ones still issue the
+//! same collectives.
+//!
 //! With `zero_quantized_gradients` what a rank sends of its gradients is int4, in blocks that depend on the parameter
 //! and the number of ranks alone; sums are formed in f32, as always, and at stage 0 travel exact.
 //!
@@ -22,15 +27,15 @@ use super::rank::Rank;
 use super::sub_group::{GradShare, Slot};
 use crate::comm::{Kind as Collective, Wire};
 use crate::config::{Config, GradientOp};
-use crate::error::{EngineError, Result};
-use crate::graph::Grad;
+use crate::error::Result;
+use crate::graph::{Grad, Slot as Sum};
 use crate::layout::{PACKED_BELOW, Placement};
 use crate::memory::{Held, Kind, Tracked};
-use crate::param::ParamId;
+use crate::param::{Param, ParamId};
 use crate::precision::{Elements, Flat, Ints};
 use crate::timeline;
-use crate::util::list;
 use candle_core::DType;
+use std::collections::BTreeMap;
 
 /// How gradients are reduced.
 #[derive(Debug, Clone, Copy)]
@@ -83,6 +88,10 @@ pub(crate) trait Carrier: Rank {
     type Grad;
     /// Its bytes.
     fn bytes(grad: &Self::Grad) -> usize;
+    /// A gradient of zeros.
+    fn zeros(&self, param: &Param) -> Self::Grad;
+    /// The sum of two gradients of one parameter.
+    fn sum(a: Self::Grad, b: Self::Grad) -> Result<Self::Grad>;
     /// The gradients of a parcel, rank by rank, as they will travel. Each is dropped when it has been copied.
     fn pack(&self, plan: &ReducePlan, parcel: &Parcel, grads: Vec<Arrival<Self::Grad>>) -> Result<Self::Buffer>;
 }
@@ -92,8 +101,17 @@ pub(crate) struct Gradients<C: Carrier = Core> {
     plan: ReducePlan,
     batcher: Batcher<Arrival<C::Grad>, Reduction<C>>,
     held: Vec<Arrival<C::Grad>>,
-    /// Parameters whose gradient has arrived in the first backward; `None` once that has been checked.
-    arrived: Option<Vec<bool>>,
+    /// Parameters that ranks may miss; what has not come counts as zeros.
+    optional: Vec<bool>,
+    /// Those whose gradient has come, until backward ends.
+    waiting: BTreeMap<ParamId, Arrival<C::Grad>>,
+    /// Parameters whose gradient has come in the first accumulation; `None` once that has been judged.
+    seen: Option<Vec<bool>>,
+}
+
+/// Whether a backward has to give this parameter a gradient. Nothing can be learned where there are no elements.
+pub(super) fn is_expected(param: &Param) -> bool {
+    param.is_trained() && param.numel > 0
 }
 
 /// A gradient that has arrived, and its entry in the ledger.
@@ -111,18 +129,25 @@ struct Reduction<C: Carrier> {
 }
 
 impl<C: Carrier> Gradients<C> {
-    pub fn new(plan: ReducePlan, bucket_size: usize, num_params: usize) -> Self {
-        Self { plan, batcher: Batcher::new(bucket_size), held: Vec::new(), arrived: Some(vec![false; num_params]) }
+    /// `optional`, for each parameter: ranks may miss it.
+    pub fn new(plan: ReducePlan, bucket_size: usize, optional: Vec<bool>) -> Self {
+        let seen = Some(vec![false; optional.len()]);
+        let (batcher, held, waiting) = (Batcher::new(bucket_size), Vec::new(), BTreeMap::new());
+        Self { plan, batcher, held, optional, waiting, seen }
     }
 
     /// A parameter's gradient is complete.
     pub fn arrive(&mut self, core: &C, param: ParamId, grad: C::Grad) -> Result<()> {
-        if let Some(arrived) = &mut self.arrived {
-            arrived[param] = true;
+        if let Some(seen) = &mut self.seen {
+            seen[param] = true;
         }
-        let kind = if self.plan.hold { Kind::Gradients } else { Kind::Buckets };
-        let held = core.ledger().hold(kind, C::bytes(&grad));
-        let arrived = Arrival { param, grad, held };
+        if self.optional[param] && !is_expected(&core.params()[param]) {
+            return Ok(());
+        }
+        let arrived = self.enter(core, param, grad);
+        if self.optional[param] {
+            return self.wait_for_others(arrived);
+        }
         if self.plan.hold {
             self.held.push(arrived);
             return Ok(());
@@ -131,26 +156,43 @@ impl<C: Carrier> Gradients<C> {
     }
 
     /// Backward is over: the rest travels, and everything under way is waited for.
-    ///
-    /// # Errors
-    /// [`EngineError::NoGradient`] after the first backward if it left parameters out.
     pub fn end_backward(&mut self, core: &C) -> Result<()> {
-        if let Some(arrived) = self.arrived.take() {
-            let params = arrived.iter().zip(core.params());
-            // Nothing can be learned where there are no elements.
-            let missing = params.filter(|(arrived, p)| !**arrived && p.is_trained() && p.numel > 0);
-            let missing: Vec<&str> = missing.map(|(_, p)| p.name.as_str()).collect();
-            if !missing.is_empty() {
-                return Err(EngineError::NoGradient { count: missing.len(), names: list(&missing) }.into());
-            }
-        }
         for arrived in std::mem::take(&mut self.held) {
             self.collect(core, arrived)?;
+        }
+        for (param, about) in core.params().iter().enumerate().rev() {
+            if self.optional[param] && is_expected(about) {
+                let arrived = self.waiting.remove(&param);
+                let arrived = arrived.unwrap_or_else(|| self.enter(core, param, core.zeros(about)));
+                self.collect(core, arrived)?;
+            }
         }
         if let Some(bucket) = self.batcher.rest() {
             self.reduce(core, bucket)?;
         }
         self.finish(core, 0)
+    }
+
+    /// Whether each parameter's gradient has come since the start; `None` if that was asked before.
+    pub fn take_seen(&mut self) -> Option<Vec<bool>> {
+        self.seen.take()
+    }
+
+    fn enter(&self, core: &C, param: ParamId, grad: C::Grad) -> Arrival<C::Grad> {
+        let kind = if self.plan.hold { Kind::Gradients } else { Kind::Buckets };
+        let held = core.ledger().hold(kind, C::bytes(&grad));
+        Arrival { param, grad, held }
+    }
+
+    /// A parameter that is used inside of a recomputing unit and outside has a gradient from each; ranks may differ in
+    /// that too, so the sum travels.
+    fn wait_for_others(&mut self, Arrival { param, grad, held }: Arrival<C::Grad>) -> Result<()> {
+        let arrived = match self.waiting.remove(&param) {
+            Some(first) => Arrival { grad: C::sum(first.grad, grad)?, ..first },
+            None => Arrival { param, grad, held },
+        };
+        self.waiting.insert(param, arrived);
+        Ok(())
     }
 
     fn collect(&mut self, core: &C, arrived: Arrival<C::Grad>) -> Result<()> {
@@ -187,7 +229,7 @@ impl<C: Carrier> Gradients<C> {
         Ok(())
     }
 
-    fn accumulate(&self, core: &C, Parcel { params, offsets, chunk }: &Parcel, mut sum: C::Buffer) -> Result<()> {
+    fn accumulate(&self, core: &C, Parcel { params, offsets, chunk, .. }: &Parcel, mut sum: C::Buffer) -> Result<()> {
         let _about = timeline::about(|| core.names(params));
         let _span = timeline::span(timeline::Kind::Reduce, "accumulate").of(|| core.names(params));
         let ReducePlan { scatter, after, accumulate, .. } = self.plan;
@@ -247,6 +289,17 @@ impl Carrier for Core {
 
     fn bytes(grad: &Grad) -> usize {
         grad.len() * grad.dtype().size_in_bytes()
+    }
+
+    fn zeros(&self, param: &Param) -> Grad {
+        Grad::Own(Flat::zeros(param.tensor.dtype(), param.numel))
+    }
+
+    fn sum(a: Grad, b: Grad) -> Result<Grad> {
+        let sum = Sum::default();
+        sum.add(a)?;
+        sum.add(b)?;
+        Ok(sum.take().expect("two gradients have a sum"))
     }
 
     fn pack(&self, plan: &ReducePlan, parcel: &Parcel, mut grads: Vec<Arrival<Grad>>) -> Result<Flat> {

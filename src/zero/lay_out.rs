@@ -4,6 +4,7 @@
 //! files, which grow with every share. When all parameters are there, gradients and moments get their places.
 
 use super::core::Core;
+use super::packed;
 use super::rank::{ExtentOf, Rank};
 use super::share_plan::SharePlan;
 use super::sub_group::{GradShare, Home, Slot, SubGroup};
@@ -75,7 +76,7 @@ pub(crate) struct SubGroupBuilder<R: Rank = Core, C = Arenas> {
 
 impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
     pub fn with(plan: SharePlan, files: C, ledger: Ledger) -> Self {
-        let sharing = Sharing::new(plan.world_size, plan.placement.optim.is_sharded(), plan.sub_group_size);
+        let sharing = Sharing::new(plan.placement.optim.is_sharded(), plan.sub_group_size);
         // In files a parameter's share begins where a request may begin.
         let sharing = if plan.has_files() { sharing.in_files(STEP, plan.weights_in_memory) } else { sharing };
         Self { plan, sharing, files, ledger, done: Vec::new(), open: [const { None }; Class::COUNT] }
@@ -83,7 +84,16 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
 
     /// Adds a parameter, with the initial values of the elements that this rank owns, to the sub-groups of a class.
     pub fn push(&mut self, param: ParamId, cut: Cut, values: FlatRef<'_>, class: Class) -> Result<()> {
-        let Place { share, room, begins, closes, spills } = self.sharing.push(cut, class.index());
+        let shard_len = cut.shard_len(self.plan.world_size);
+        let packed;
+        let (shard_len, values) = match class.packing().filter(|_| self.plan.placement.params.is_sharded()) {
+            Some(packing) => {
+                packed = packed::pack(packing, values, shard_len);
+                (packed::words(packing, shard_len), packed.as_ref())
+            }
+            None => (shard_len, values),
+        };
+        let Place { share, room, begins, closes, spills } = self.sharing.push(shard_len, cut.numel, class.index());
         if begins {
             self.close();
         }
@@ -126,7 +136,9 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
             true => self.files.begin(state, class, dtype).map(Home::File),
             false => Ok(Home::Memory(Tracked::new(&self.ledger, state.kind(), R::Buffer::with_capacity(dtype, 0)))),
         };
-        let weights = || home(State::Weights, *dtype, spills && weights_in_memory.is_some());
+        // Packed weights are 32-bit words.
+        let dtype_of_weights = class.packing().map_or(*dtype, |_| DType::F32);
+        let weights = || home(State::Weights, dtype_of_weights, spills && weights_in_memory.is_some());
         let master = || home(State::Master, DType::F32, states_in_files.is_some());
         let has_master = class.is_trained() && *dtype != DType::F32;
         Ok(SubGroup {

@@ -2,13 +2,15 @@
 //!
 //! | file | what |
 //! | --- | --- |
+//! | `buffers.rs` | tensors that are no parameters: the same on all ranks |
 //! | `unit.rs` | what is gathered and released together; recomputation |
-//! | `kept_input.rs` | what recomputation keeps, and where |
+//! | `kept_input.rs`, `replay.rs` | what recomputation keeps, and where; whether it gives the same again |
 //! | `core.rs` | the state of one rank, shared by engine and graph |
 //! | `rank.rs` | what decisions see of a rank: the core, or a rehearsal that only counts |
 //! | `run.rs` | forward and backward, as engine, units and parameters call them |
 //! | `registry.rs`, `share_plan.rs` | the `VarBuilder` backend: parameters registered, and shared among ranks |
 //! | `sub_group.rs`, `lay_out.rs` | this rank's share of the model, and how it is laid out |
+//! | `packed.rs` | packed weights, as words |
 //! | `parcel.rs`, `batch.rs` | what travels together, and what is under way |
 //! | `gather.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
 //! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
@@ -17,6 +19,7 @@
 //! | `walk.rs` | a pass through the share, in memory and in files |
 //! | `whole.rs` | norms of whole parameters, and directions made of whole ones |
 //! | `publish.rs` | updated shards, brought to all ranks |
+//! | `unused.rs` | parameters that no backward reaches |
 //! | `freeze.rs` | parameters frozen and thawed between steps |
 //! | `access.rs` | one parameter, its gradient and states, read and set |
 //! | `export.rs` | whole parameters in a file |
@@ -25,6 +28,7 @@
 
 mod access;
 mod batch;
+pub(crate) mod buffers;
 pub(crate) mod core;
 mod export;
 mod freeze;
@@ -33,11 +37,13 @@ pub(crate) mod gradients;
 mod kept_input;
 pub(crate) mod lay_out;
 mod no_sync;
+mod packed;
 pub(crate) mod parcel;
 mod publish;
 pub(crate) mod rank;
 mod recipe;
 pub(crate) mod registry;
+mod replay;
 mod run;
 pub(crate) mod share;
 pub(crate) mod share_plan;
@@ -46,7 +52,9 @@ pub(crate) mod sub_group;
 pub(crate) mod trace;
 pub(crate) mod unit;
 mod unreduced;
+mod unused;
 pub(crate) mod walk;
 mod whole;
 
+pub use crate::param::BufferSync;
 pub use unit::{Unit, unit};

@@ -3,12 +3,15 @@
 //! The chunks of all ranks, one after the other, are a parameter that travels alone: it takes the buffer over. Small
 //! parameters share a parcel, and are copied out of it piece by piece.
 
+use super::packed;
 use super::rank::Rank;
 use crate::comm::Wire;
 use crate::error::Result;
 use crate::layout::{Cut, PACKED_BELOW, chunk_offsets};
 use crate::param::{Param, ParamId};
-use crate::precision::Elements;
+use crate::precision::{Elements, Packing};
+use candle_core::DType;
+use std::collections::BTreeMap;
 
 /// Parameters whose shards or gradients travel in one collective.
 pub(crate) struct Parcel {
@@ -17,22 +20,50 @@ pub(crate) struct Parcel {
     pub offsets: Vec<usize>,
     /// Elements of a rank's chunk.
     pub chunk: usize,
+    /// How its parameters are packed; elements are words then.
+    pub packing: Option<Packing>,
 }
 
 impl Parcel {
-    /// One parcel for each large parameter and one for all others.
+    /// One parcel for each large parameter and one for all others that are packed alike.
     pub fn split(params: &[ParamId], all: &[Param], world_size: usize, wire: Wire) -> Vec<Self> {
-        let (large, small): (Vec<_>, Vec<_>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
+        let (large, small): (Vec<ParamId>, Vec<ParamId>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
         let alone = large.into_iter().map(|p| vec![p]);
-        let parcels = alone.chain((!small.is_empty()).then_some(small));
-        parcels.map(|params| Self::new(params, all, world_size, wire)).collect()
+        let mut together: BTreeMap<Option<Packing>, Vec<ParamId>> = BTreeMap::new();
+        small.into_iter().for_each(|p| together.entry(all[p].packing).or_default().push(p));
+        alone.chain(together.into_values()).map(|params| Self::of_weights(params, all, world_size, wire)).collect()
+    }
+
+    /// Weights on the wire, some of which are packed already.
+    fn of_weights(params: Vec<ParamId>, all: &[Param], world_size: usize, wire: Wire) -> Self {
+        let Some(packing) = params.first().and_then(|p| all[*p].packing) else {
+            return Self::new(params, all, world_size, wire);
+        };
+        let mut chunk = 0;
+        let offset = |p: &ParamId| {
+            let offset = chunk;
+            chunk += packed::words(packing, all[*p].shard_len(world_size));
+            offset
+        };
+        let offsets = params.iter().map(offset).collect();
+        Self { params, offsets, chunk, packing: Some(packing) }
+    }
+
+    /// The dtype of its elements, for weights in `dtype`.
+    pub fn dtype(&self, dtype: DType) -> DType {
+        self.packing.map_or(dtype, |_| DType::F32)
+    }
+
+    /// How it travels, if weights go by `wire`: what is packed is coded already.
+    pub fn wire(&self, wire: Wire) -> Wire {
+        self.packing.map_or(wire, |_| Wire::Exact)
     }
 
     /// Parameters that are coded have blocks of their own: they do not depend on what travels with them.
     pub fn new(params: Vec<ParamId>, all: &[Param], world_size: usize, wire: Wire) -> Self {
         let cuts: Vec<Cut> = params.iter().map(|p| all[*p].cut()).collect();
         let (offsets, chunk) = chunk_offsets(&cuts, world_size, wire.alignment());
-        Self { params, offsets, chunk }
+        Self { params, offsets, chunk, packing: None }
     }
 
     /// Gives each whole parameter to `install`. `chunks` are those of all ranks, in their order.
@@ -42,6 +73,14 @@ impl Parcel {
         mut chunks: R::Buffer,
         mut install: impl FnMut(&Param, R::Buffer) -> Result<()>,
     ) -> Result<()> {
+        if let Some(packing) = self.packing {
+            for (p, offset) in self.params.iter().zip(&self.offsets) {
+                let param = &rank.params()[*p];
+                let at = (self.chunk, *offset);
+                install(param, packed::whole(packing, param, &chunks, at, rank.dtype(), rank.world_size()))?;
+            }
+            return Ok(());
+        }
         if let [param] = &self.params[..] {
             let param = &rank.params()[*param];
             // What is left over is padding, less than an element for each rank.

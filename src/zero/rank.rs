@@ -13,7 +13,7 @@ use crate::layout::Placement;
 use crate::memory::{Ledger, MemoryReport, ModelBytes, StateBytes, Tier};
 use crate::offload::{Files, Io, Windows};
 use crate::param::{Param, ParamId};
-use crate::precision::{Elements, Flat};
+use crate::precision::{Elements, Flat, Packing};
 use crate::tensor::residency;
 use crate::util::lock;
 use candle_core::DType;
@@ -114,7 +114,12 @@ pub(crate) trait Rank: Sized {
             let add = |sum: &mut StateBytes, more: StateBytes| {
                 *sum = StateBytes { whole: sum.whole + more.whole, own: sum.own + more.own };
             };
-            add(&mut bytes.params, of(dtype.size_in_bytes()));
+            let packed = |packing: Packing| {
+                let whole = group.slots.iter().map(|s| packing.packed_len(params[s.param].numel)).sum();
+                StateBytes { whole, own: group.len * size_of::<f32>() }
+            };
+            let weights = group.packed().map_or_else(|| of(dtype.size_in_bytes()), |(packing, _)| packed(packing));
+            add(&mut bytes.params, weights);
             if group.class.is_trained() {
                 add(&mut bytes.grads, of(accumulate.size_in_bytes()));
                 add(&mut bytes.master, of(if dtype == DType::F32 { 0 } else { 4 }));

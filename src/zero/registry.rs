@@ -5,17 +5,19 @@
 
 use super::core::{Link, Registered};
 use super::lay_out::SubGroupBuilder;
+use super::packed;
 use super::share_plan::SharePlan;
 use crate::error::{Error, ParamError, Result};
 use crate::layout::{Cut, ZeroStage};
 use crate::memory::{Kind, Ledger, Tier};
 use crate::offload::Offload;
 use crate::optim::{Class, Grouping, Role};
-use crate::param::{Param, ParamId, ROOT, Residency, Source, UnitId, capture};
-use crate::precision::{Flat, FlatRef};
-use crate::tensor::residency;
+use crate::param::{Buffer, BufferRule, Param, ParamId, ROOT, Residency, Source, UnitId, capture};
+use crate::param::{dtype_of_buffer, has_name_of_buffer};
+use crate::precision::{Flat, FlatRef, Packing};
+use crate::tensor::{bytes, residency};
 use crate::util::lock;
-use candle_core::{DType, Device, Shape, Tensor};
+use candle_core::{DType, Device, Shape, Storage, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
 use std::collections::{BTreeSet, HashMap};
@@ -33,12 +35,19 @@ struct Inner {
     link: Link,
     ledger: Ledger,
     params: Vec<Param>,
+    inits: Vec<Init>,
+    buffers: Vec<Buffer>,
+    /// Besides those that are buffers by their names and types.
+    buffer_rule: Option<BufferRule>,
     by_name: HashMap<String, usize>,
     units: Vec<String>,
     open_units: Vec<UnitId>,
     /// The parameters that each unit uses, its own and others'.
     used_by: Vec<BTreeSet<ParamId>>,
     groups: SubGroupBuilder,
+    /// Whole parameters and their values, which they get when the model is built: what a model computes of them before
+    /// would keep the first values for ever.
+    waiting: Vec<(Tensor, Storage)>,
     /// Names, shapes and units only: no parameter gets memory, nor a share.
     shapes_only: bool,
     /// The first error; Candle's own error type cannot carry it.
@@ -63,11 +72,15 @@ impl Registry {
             link,
             ledger,
             params: Vec::new(),
+            inits: Vec::new(),
+            buffers: Vec::new(),
+            buffer_rule: None,
             by_name: HashMap::new(),
             units: vec![String::new()],
             open_units: vec![ROOT],
             used_by: vec![BTreeSet::new()],
             groups,
+            waiting: Vec::new(),
             shapes_only: false,
             failure: None,
         })))
@@ -92,6 +105,11 @@ impl Registry {
         registry
     }
 
+    /// From now on, what `rule` selects by name and shape is a buffer too.
+    pub fn also_buffers(&self, rule: Option<BufferRule>) {
+        lock(&self.0).buffer_rule = rule;
+    }
+
     /// Begins a unit: parameters registered until [`Registry::close_unit`] belong to it.
     pub fn open_unit(&self, name: String) -> (UnitId, Link) {
         let mut inner = lock(&self.0);
@@ -106,26 +124,51 @@ impl Registry {
         lock(&self.0).open_units.pop();
     }
 
-    /// The error behind a failed construction, if it is one of ours.
-    pub fn take_failure(&self) -> Option<Error> {
-        lock(&self.0).failure.take()
+    /// The typed error behind a failed construction.
+    pub fn explain(&self, error: candle_core::Error) -> Error {
+        let mut inner = lock(&self.0);
+        if let Some(failure) = inner.failure.take() {
+            return failure;
+        }
+        let last = inner.params.last().filter(|_| residency::names_absent(&error));
+        match last {
+            Some(last) => ParamError::UsedWhileBuilding { last: last.name.clone() }.into(),
+            None => error.into(),
+        }
     }
 
     /// Ends the registration.
     pub fn finish(&self) -> Result<Registered> {
         let mut inner = lock(&self.0);
         let params = std::mem::take(&mut inner.params);
+        for (tensor, values) in std::mem::take(&mut inner.waiting) {
+            residency::fill(&tensor, values)?;
+        }
         if params.is_empty() {
             return Err(ParamError::NoParameters.into());
         }
-        inner.source.check_all_used(&params.iter().map(|p| p.name.as_str()).collect::<BTreeSet<_>>())?;
+        let buffers = std::mem::take(&mut inner.buffers);
+        let names = params.iter().map(|p| p.name.as_str()).chain(buffers.iter().map(|b| b.name.as_str()));
+        inner.source.check_all_used(&names.collect::<BTreeSet<_>>())?;
         let (units, used_by) = (std::mem::take(&mut inner.units), std::mem::take(&mut inner.used_by));
-        Ok(Registered { params, units, used_by, groups: inner.groups.finish()? })
+        let inits = std::mem::take(&mut inner.inits);
+        Ok(Registered { params, units, used_by, groups: inner.groups.finish()?, buffers, inits })
     }
+}
+
+/// What is kept of a parameter.
+struct Kept {
+    group: usize,
+    role: Role,
+    trained: Arc<AtomicBool>,
+    packing: Option<Packing>,
 }
 
 impl Inner {
     fn register(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
+        if self.is_buffer(name, &shape, dtype) {
+            return self.buffer(name, shape, init, dtype);
+        }
         if let Some(known) = self.known(name) {
             if known.shape != shape {
                 let (first, second) = (known.shape.dims().to_vec(), shape.dims().to_vec());
@@ -140,33 +183,81 @@ impl Inner {
         }
         let is_trained = plan.grouping.trains(name, shape.dims());
         let trained = Arc::new(AtomicBool::new(is_trained));
+        let packing = plan.grouping.packing(name, shape.dims());
+        if packing.is_some() && is_trained {
+            return Err(ParamError::QuantizedTrained { name: name.into() }.into());
+        }
+        let group = plan.grouping.group(name, shape.dims());
+        let kept = Kept { group, role: Grouping::role(group), trained, packing };
         if self.shapes_only {
-            let tensor = self.absent(&shape, &trained)?;
-            return Ok(self.add(name, shape, (0, Role::Main), trained, tensor, Residency::Absent));
+            let tensor = self.absent(&shape, &kept.trained)?;
+            return Ok(self.add(name, shape, kept, tensor, Residency::Absent));
         }
         let numel = shape.elem_count();
-        let cut = Cut::anywhere(numel);
+        let cut = Cut { numel, block: packing.map_or(1, Packing::unit) };
         let shard = cut.shard(plan.world_size, plan.rank);
         let made = if plan.placement.params.is_sharded() { shard.clone() } else { 0..numel };
         let values = self.source.values(name, &shape, init, made.clone())?;
+        self.inits.push(self.source.hint(init));
 
         let id = self.params.len();
         let owned = if plan.placement.optim.is_sharded() { shard } else { 0..numel };
         let own = &values[owned.start - made.start..owned.end - made.start];
         // In f32: the master weights begin with all digits of the source.
-        let group = plan.grouping.group(name, shape.dims());
-        let role = Grouping::role(group);
-        let class = if is_trained { Class::Trained(role) } else { Class::Frozen };
-        self.groups.push(id, cut, FlatRef::F32(own), class)?;
+        self.groups.push(id, cut, FlatRef::F32(own), Class::of(kept.role, is_trained, packing))?;
 
         let (tensor, residency) = if plan.placement.params.is_sharded() {
-            (self.absent(&shape, &trained)?, Residency::Absent)
+            (self.absent(&shape, &kept.trained)?, Residency::Absent)
         } else {
-            let values = Flat::from_f32(values, dtype);
+            let values = match packing {
+                // The values that stage 3 computes with.
+                Some(packing) => packed::rounded(packing, FlatRef::F32(&values), dtype),
+                None => Flat::from_f32(values, dtype),
+            };
             let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Parameters, values.capacity_in_bytes());
-            (self.tensor(&shape, values, &trained)?, Residency::Whole(held))
+            let tensor = self.absent(&shape, &kept.trained)?;
+            let values = residency::storage_on(&self.device, residency::to_storage(values))?;
+            self.waiting.push((tensor.clone(), values));
+            (tensor, Residency::Whole(held))
         };
-        Ok(self.add(name, shape, (group, role), trained, tensor, residency))
+        Ok(self.add(name, shape, kept, tensor, residency))
+    }
+
+    /// Whether the model asks for a buffer.
+    fn is_buffer(&self, name: &str, shape: &Shape, dtype: DType) -> bool {
+        let is_chosen = || self.buffer_rule.as_ref().is_some_and(|rule| rule(name, shape.dims()));
+        !self.by_name.contains_key(name)
+            && (self.known_buffer(name).is_some() || dtype.is_int() || has_name_of_buffer(name) || is_chosen())
+    }
+
+    fn known_buffer(&self, name: &str) -> Option<&Buffer> {
+        self.buffers.iter().find(|buffer| buffer.name == name)
+    }
+
+    /// The tensor of a buffer, which is a variable.
+    fn buffer(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
+        let dtype = dtype_of_buffer(name, dtype, self.plan.dtype);
+        let open = self.open_units.clone();
+        if let Some(known) = self.buffers.iter_mut().find(|buffer| buffer.name == name) {
+            if *known.tensor.shape() != shape {
+                let (first, second) = (known.tensor.dims().to_vec(), shape.dims().to_vec());
+                return Err(ParamError::Twice { name: name.into(), first, second }.into());
+            }
+            if known.tensor.dtype() != dtype {
+                let (first, second) = (format!("{:?}", known.tensor.dtype()), format!("{dtype:?}"));
+                return Err(ParamError::BufferTwice { name: name.into(), first, second }.into());
+            }
+            known.units.extend(open);
+            return Ok(known.tensor.clone());
+        }
+        if !bytes::has_bytes(dtype) {
+            return Err(ParamError::BufferDtype { name: name.into(), found: format!("{dtype:?}") }.into());
+        }
+        let values = self.source.buffer(name, &shape, init, dtype)?;
+        let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Buffers, values.len());
+        let tensor = bytes::variable(&self.device, dtype, shape, &values)?;
+        self.buffers.push(Buffer { name: name.into(), tensor: tensor.clone(), units: open, held });
+        Ok(tensor)
     }
 
     /// The tensor of the next parameter, which begins with `values`.
@@ -185,21 +276,15 @@ impl Inner {
     }
 
     /// Adds a parameter, and gives its tensor.
-    fn add(
-        &mut self,
-        name: &str,
-        shape: Shape,
-        (group, role): (usize, Role),
-        trained: Arc<AtomicBool>,
-        tensor: Tensor,
-        residency: Residency,
-    ) -> Tensor {
+    fn add(&mut self, name: &str, shape: Shape, kept: Kept, tensor: Tensor, residency: Residency) -> Tensor {
+        let Kept { group, role, trained, packing } = kept;
         self.by_name.insert(name.into(), self.params.len());
         self.is_used(self.params.len());
         self.params.push(Param {
             name: name.into(),
             numel: shape.elem_count(),
-            block: 1,
+            block: packing.map_or(1, Packing::unit),
+            packing,
             shape,
             group,
             unit: self.open_unit(),
@@ -254,11 +339,14 @@ impl SimpleBackend for Registry {
         if let Some(known) = inner.known(name) {
             return Ok(known.tensor.clone());
         }
+        if let Some(known) = inner.known_buffer(name) {
+            return Ok(known.tensor.clone());
+        }
         Err(inner.fail(ParamError::WithoutShape { name: name.into() }.into()))
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
         let inner = lock(&self.0);
-        inner.by_name.contains_key(name) || inner.source.contains(name)
+        inner.by_name.contains_key(name) || inner.known_buffer(name).is_some() || inner.source.contains(name)
     }
 }

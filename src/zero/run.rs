@@ -9,6 +9,7 @@
 //! It may come at any time, and nobody says when it is over. Gradients of parameters do not count there; what it needs
 //! is gathered for it, and released when it has passed or at the engine's next call.
 
+use super::buffers::{Buffers, KeptBuffers};
 use super::core::Core;
 use super::trace::Event;
 use crate::error::Result;
@@ -31,6 +32,9 @@ impl Core {
     /// Runs a model; parameters outside of units are in memory meanwhile.
     pub fn forward(self: &Arc<Self>, run: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.begin_call()?;
+        if !self.is_evaluating() {
+            self.buffers.before_forward(self.comm())?;
+        }
         let run = || {
             self.enter(Event::Forward(ROOT))?;
             let output = run()?;
@@ -82,7 +86,9 @@ impl Core {
             once(|| stacker::maybe_grow(RED_ZONE, BACKWARD_STACK, || loss.backward())).map(drop)
         };
         run().map_err(|e| self.explain(e))?;
-        if !self.holds_unreduced() {
+        if self.holds_unreduced() {
+            self.keep_unreduced();
+        } else {
             self.release_unreduced()?;
             lock(&self.gradients).end_backward(self)?;
         }
@@ -92,6 +98,7 @@ impl Core {
     /// An optimizer step is over: gradients are gone, and persistent parameters are gathered anew if weights changed.
     pub fn end_step(&self, weights_changed: bool) -> Result<()> {
         lock(&self.gradients).clear(self);
+        self.buffers.after_step(self.comm())?;
         lock(&self.gather).release_passed(self)?;
         if weights_changed { self.refresh() } else { Ok(()) }
     }
@@ -234,4 +241,41 @@ pub(super) fn before_backward(
         hook()?;
         Ok(Some(grad.clone()))
     })
+}
+
+/// Methods about buffers.
+impl Core {
+    /// The model's buffers.
+    pub fn buffers(&self) -> &Buffers {
+        &self.buffers
+    }
+
+    /// Collective: all ranks have the same buffers afterwards.
+    pub fn agree_on_buffers(&self) -> Result<()> {
+        self.buffers.agree(self.comm())
+    }
+
+    /// Runs a unit's forward, and keeps the values of the buffers that it changes.
+    pub(super) fn keeping_buffers<T>(
+        &self,
+        unit: UnitId,
+        forward: impl FnOnce() -> candle_core::Result<T>,
+    ) -> candle_core::Result<(T, KeptBuffers)> {
+        let before = self.buffers.of_unit(unit).map_err(|e| self.stash(e))?;
+        let result = forward()?;
+        let kept = self.buffers.that_changed(before).map_err(|e| self.stash(e))?;
+        Ok((result, kept))
+    }
+
+    /// Runs a unit's forward again with the buffers that the first one found, and leaves them as they are now.
+    pub(super) fn with_buffers_of_then<T>(
+        &self,
+        kept: &KeptBuffers,
+        forward: impl FnOnce() -> candle_core::Result<T>,
+    ) -> candle_core::Result<T> {
+        let now = self.buffers.exchange(kept).map_err(|e| self.stash(e))?;
+        let result = forward();
+        self.buffers.exchange(&now).map_err(|e| self.stash(e))?;
+        result
+    }
 }

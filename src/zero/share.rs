@@ -1,14 +1,16 @@
 //! This rank's share of the model's state, read and written by parameter, wherever it lies.
 
 use super::core::Core;
-use super::sub_group::{Home, SubGroup};
+use super::packed;
+use super::sub_group::{Home, Slot, SubGroup};
 use crate::error::Result;
 use crate::offload::{Offload, STEP};
 use crate::optim::Trainer;
 use crate::param::Param;
-use crate::precision::{Flat, FlatRef};
+use crate::precision::{Flat, FlatRef, Packing};
 use crate::tensor::residency;
 use crate::util::lock;
+use candle_core::DType;
 use std::ops::Range;
 
 /// Name of the state that every parameter has: its weights with all their digits.
@@ -67,6 +69,16 @@ impl Core {
         let mut groups = lock(&self.groups);
         let (group, slot) = self.place_of(param);
         let group = &mut groups[group];
+        if let Some((packing, home)) = group.packed() {
+            let (slot, words) = (&group.slots[slot], self.words(home, &group.slots[slot])?);
+            // What the model computes with: whole units, from the one on in which the range begins.
+            let from = (range.start - slot.owned.start) / packing.unit() * packing.unit();
+            let to = range.end - slot.owned.start;
+            let mut values = Flat::zeros(self.dtype, to - from);
+            packed::unpack(packing, words.as_ref(), from, values.as_mut());
+            take(values.slice(values.len() - range.len()..values.len()));
+            return Ok(());
+        }
         let place = group.slots[slot].place(&range);
         match state.home(group) {
             Some(Home::Memory(share)) => take(share.slice(place)),
@@ -95,6 +107,9 @@ impl Core {
             // It lies in the parameter's tensor: nothing is to be read for it.
             return Ok(());
         }
+        if let Some(packing) = self.params[param].packing {
+            return self.write_packed(packing, (group, slot), range, values);
+        }
         for part in pieces(&range) {
             let values = values(part.clone())?;
             let mut groups = lock(&self.groups);
@@ -110,6 +125,50 @@ impl Core {
             }
         }
         Ok(())
+    }
+
+    /// Packs the elements `range`, all that this rank owns of a parameter. Those that it has already stay as they are:
+    /// packing what came out of a packing need not give the same codes.
+    fn write_packed(
+        &self,
+        packing: Packing,
+        (group, slot): (usize, usize),
+        range: Range<usize>,
+        mut values: impl FnMut(Range<usize>) -> Result<Flat>,
+    ) -> Result<()> {
+        let mut new = Flat::with_capacity(DType::F32, range.len());
+        for part in pieces(&range) {
+            new.extend_cast(values(part)?.as_ref());
+        }
+        let mut groups = lock(&self.groups);
+        let SubGroup { slots, weights, .. } = &mut groups[group];
+        let (slot, Some(home)) = (&slots[slot], weights) else { return Ok(()) };
+        assert_eq!(slot.owned, range, "packed weights are set as a whole");
+        let mut old = Flat::zeros(DType::F32, range.len());
+        packed::unpack(packing, self.words(home, slot)?.as_ref(), 0, old.as_mut());
+        // In the model's dtype: a checkpoint of a lower stage has what the model computes with.
+        let seen = |values: &Flat| {
+            let mut seen = Flat::with_capacity(self.dtype, values.len());
+            seen.extend_cast(values.as_ref());
+            seen
+        };
+        if seen(&old) == seen(&new) {
+            return Ok(());
+        }
+        let mut words = Flat::zeros(DType::F32, slot.len);
+        let bytes = packing.packed_len(new.len());
+        packing.pack(new.as_ref(), &mut words.as_bytes_mut()[..bytes]);
+        self.set(home, slot.padded(), words.as_ref())
+    }
+
+    /// The words of a packed share.
+    fn words(&self, home: &Home, slot: &Slot) -> Result<Flat> {
+        match home {
+            Home::Memory(share) => Ok(share.slice(slot.padded()).to_flat()),
+            Home::File(extent) => {
+                self.files().io.read(Flat::zeros(DType::F32, slot.len), vec![extent.piece(slot.padded(), 0)]).wait()
+            }
+        }
     }
 
     /// Sets elements of a state's home.
@@ -130,6 +189,19 @@ impl Core {
     /// Sets elements of a parameter that is whole on this rank.
     pub fn write_whole(&self, param: usize, mut values: impl FnMut(Range<usize>) -> Result<Flat>) -> Result<()> {
         let Some(param) = self.params.get(param).filter(|_| !self.placement.params.is_sharded()) else { return Ok(()) };
+        if let Some(packing) = param.packing {
+            let mut new = Flat::with_capacity(self.dtype, param.numel);
+            for part in pieces(&(0..param.numel)) {
+                new.extend_cast(values(part)?.as_ref());
+            }
+            return Ok(residency::with_values(&param.tensor, |whole| {
+                if *whole != new {
+                    let mut wide = Flat::with_capacity(DType::F32, param.numel);
+                    wide.extend_cast(new.as_ref());
+                    *whole = packed::rounded(packing, wide.as_ref(), self.dtype);
+                }
+            })?);
+        }
         residency::with_values(&param.tensor, |whole| {
             pieces(&(0..param.numel)).try_for_each(|part| {
                 whole.slice_mut(part.clone()).copy_cast(values(part)?.as_ref());

@@ -89,8 +89,9 @@ pub(crate) fn update<C: Carrier>(core: &C, recipe: &Recipe<'_>) -> Result<()> {
 }
 
 impl Core {
-    /// [`vote`], of this rank.
+    /// [`vote`], of this rank. In the first step of training all ranks judge first what no backward has reached.
     pub fn vote(&self, loss: f64, loss_is_finite: bool) -> Result<Vote> {
+        self.judge_unused()?;
         let accumulate = lock(&self.gradients).accumulate_dtype();
         vote(self, loss, loss_is_finite, accumulate)
     }

@@ -22,7 +22,7 @@ use crate::memory::{Kind, Ledger, Tracked};
 use crate::offload::{Files, Staged, Stream};
 use crate::optim::Class;
 use crate::param::ParamId;
-use crate::precision::{Elements, FlatMut, sum_of_squares};
+use crate::precision::{Elements, FlatMut, Packing, sum_of_squares};
 use candle_core::DType;
 use std::ops::Range;
 
@@ -34,9 +34,9 @@ pub(crate) struct Slot {
     pub owned: Range<usize>,
     /// Of these, counted from the first, this rank's shard: all of them where optimizer states are sharded.
     pub shard: Range<usize>,
-    /// Offset of the first of them in the sub-group.
+    /// Offset of the first of them in the sub-group. Packed weights are counted in words.
     pub at: usize,
-    /// Elements of a rank's share of the parameter, the padding of the last ranks included.
+    /// Elements, or words, of a rank's share of the parameter, the padding of the last ranks included.
     pub len: usize,
 }
 
@@ -144,6 +144,11 @@ impl Pass {
 }
 
 impl<R: Rank> SubGroup<R> {
+    /// The packing of its weights and where they lie, if they are packed.
+    pub fn packed(&self) -> Option<(Packing, &Home<R>)> {
+        self.class.packing().zip(self.weights.as_ref())
+    }
+
     /// Takes a gradient out, to be added to and put back; nothing where none has arrived.
     pub fn take_grads(&mut self, slot: usize, rank: &R) -> Result<Option<Tracked<R::Buffer>>> {
         match (std::mem::replace(&mut self.grads[slot], GradShare::Absent), &self.grad_file, rank.files()) {

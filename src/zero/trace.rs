@@ -26,6 +26,10 @@ pub(crate) struct Trace {
     /// Events of this micro step so far.
     at: usize,
     complete: bool,
+    /// Micro steps that differed from the record.
+    changes: u64,
+    /// This micro step does.
+    differs: bool,
 }
 
 impl Trace {
@@ -34,6 +38,7 @@ impl Trace {
         if self.complete && self.events.get(self.at) != Some(&event) {
             self.events.truncate(self.at);
             self.complete = false;
+            self.differs = true;
         }
         if !self.complete {
             self.events.push(event);
@@ -45,9 +50,16 @@ impl Trace {
     pub fn end(&mut self) {
         if self.complete && self.at != self.events.len() {
             self.events.truncate(self.at);
+            self.differs = true;
         }
+        self.changes += u64::from(std::mem::take(&mut self.differs));
         self.complete = !self.events.is_empty();
         self.at = 0;
+    }
+
+    /// Micro steps so far that used units in another order than the one before, or only some of them.
+    pub fn changes(&self) -> u64 {
+        self.changes
     }
 
     /// The units that will be needed next, in order; empty while recording.
@@ -90,5 +102,6 @@ mod tests {
         assert_eq!(run(&mut trace, &other), [2, 1, 0]);
         assert_eq!(run(&mut trace, &other[..2]), [2, 1]);
         assert_eq!(run(&mut trace, &other[..2]), [1, 0]);
+        assert_eq!(trace.changes(), 2);
     }
 }

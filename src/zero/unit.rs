@@ -11,11 +11,14 @@
 //!
 //! A unit may recompute (activation checkpointing): forward keeps only its input, and backward runs forward again.
 
+use super::buffers::KeptBuffers;
 use super::core::{Core, Link};
 use super::kept_input::KeptInput;
 use super::registry::Registry;
+use super::replay::Outcome;
 use super::run::before_backward;
 use super::trace::Event;
+use crate::error::EngineError;
 use crate::graph::prepared::{copy_of, prepared};
 use crate::graph::{Grad, Inputs, Value, draw_from, node_of, once, place_of_draws, without_gradients};
 use crate::param::UnitId;
@@ -91,6 +94,11 @@ impl<M> Unit<M> {
     /// With `true`, backward runs the unit's forward again instead of keeping its activations. The results are the
     /// same bits; memory falls to the unit's input, and a step takes about a third longer. Without an engine it has no
     /// effect.
+    ///
+    /// The second forward must give what the first one gave, which every backward checks
+    /// ([`EngineError::RecomputationDiffers`]): what a module draws at random comes from
+    /// [`nn::Dropout`](crate::nn::Dropout), whose draws are repeated. Candle's own (`candle_nn::Dropout`,
+    /// `Tensor::rand`) cannot be.
     #[must_use]
     pub fn checkpointed(mut self, recompute: bool) -> Self {
         self.recompute = recompute;
@@ -157,8 +165,9 @@ impl<M: Module> Unit<M> {
         Ok(y)
     }
 
-    /// The gradient of the input by the output's gradient, from a second forward and a backward of its own.
-    fn run_again(&self, input: &KeptInput, grad: &Tensor) -> Result<Option<Tensor>> {
+    /// The gradient of the input by the output's gradient, from a second forward, which gives what the `first` gave,
+    /// and a backward of its own.
+    fn run_again(&self, first: &FirstRun, grad: &Tensor) -> Result<Option<Tensor>> {
         let Some(UnitContext { unit, core, .. }) = self.connected() else {
             candle_core::bail!(
                 "a unit that recomputes was differentiated after its engine was dropped; keep the engine"
@@ -166,8 +175,11 @@ impl<M: Module> Unit<M> {
         };
         let _profile = spans::enter(Half::Backward, unit);
         let forward = || {
-            let input = Var::from_tensor(&core.kept_input(input)?)?;
-            let y = self.inner.forward(input.as_tensor())?;
+            let input = Var::from_tensor(&core.kept_input(&first.input)?)?;
+            let y = core.with_buffers_of_then(&first.buffers, || self.inner.forward(input.as_tensor()))?;
+            if !first.output.is_again(&y)? {
+                return Err(core.stash(EngineError::RecomputationDiffers { unit: core.unit_name(unit) }.into()));
+            }
             Ok((input, y))
         };
         core.nested_backward(unit, forward, |(input, y)| {
@@ -185,16 +197,30 @@ impl<M: Module + Send + Sync + 'static> Unit<M> {
     fn forward_to_recompute(&self, hook: &UnitContext, x: &Tensor) -> Result<Tensor> {
         hook.core.will_recompute();
         let draws = place_of_draws();
-        let (storage, shape) = copy_of(&without_gradients(|| self.run(hook, &x.detach()))?)?;
-        let (unit, input, device) = (self.clone(), hook.core.keep_input(x)?, x.device().clone());
+        // As it will lie in memory the second time: the order of a sum may follow from that.
+        let input = x.detach().contiguous()?;
+        let forward = || without_gradients(|| self.run(hook, &input));
+        let (y, buffers) = hook.core.keeping_buffers(hook.unit, forward)?;
+        let (output, (storage, shape)) = (Outcome::of(&y)?, copy_of(&y)?);
+        drop(y);
+        let first = FirstRun { input: hook.core.keep_input(&input)?, output, buffers };
+        let (unit, device) = (self.clone(), x.device().clone());
         Inputs::of([Some(x)])?.result("recompute-unit", Value(storage), shape.clone(), move |grad, [to_x]| {
             let grad = grad.into_tensor(&shape, &device)?;
-            match draw_from(draws, || unit.run_again(&input, &grad))? {
+            match draw_from(draws, || unit.run_again(&first, &grad))? {
                 Some(grad) => to_x.give(Grad::Shared(grad)),
                 None => Ok(()),
             }
         })
     }
+}
+
+/// What a unit that recomputes keeps of its first run.
+struct FirstRun {
+    input: KeptInput,
+    output: Outcome,
+    /// As they were before it.
+    buffers: KeptBuffers,
 }
 
 /// A unit's number and its engine.

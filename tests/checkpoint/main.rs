@@ -4,7 +4,9 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod buffers;
 mod deepspeed_continue;
 mod deepspeed_import;
 mod faults;
+mod folders;
 mod save_and_load;

@@ -484,28 +484,31 @@ fn what_was_just_saved_and_what_latest_names_is_always_kept() {
     let dir = folder();
     let quiet = SaveOptions { save_latest: false, keep: Some(2), ..SaveOptions::default() };
     alone(|engine| {
-        engine.save_checkpoint_with(dir.path(), Some("named"), Value::Null, &quiet)?;
+        engine.save_checkpoint_with(dir.path(), None, Value::Null, &quiet)?;
         // As an editor writes it.
-        std::fs::write(dir.path().join("latest"), "named\n").unwrap();
-        for step in 1..=3 {
+        std::fs::write(dir.path().join("latest"), "global_step0\n").unwrap();
+        for _ in 1..=3 {
             train(engine)?;
-            engine.save_checkpoint_with(dir.path(), Some(&format!("step{step}")), Value::Null, &quiet)?;
+            engine.save_checkpoint_with(dir.path(), None, Value::Null, &quiet)?;
         }
         Ok(())
     });
-    assert_eq!(names(dir.path()), ["latest", "named", "step2", "step3"]);
+    assert_eq!(names(dir.path()), ["global_step0", "global_step2", "global_step3", "latest"]);
     // One that is not whole does not count.
-    std::fs::remove_file(dir.path().join("step3/rank_00000_of_00001.safetensors")).unwrap();
-    alone(|engine| engine.save_checkpoint_with(dir.path(), Some("again"), Value::Null, &quiet));
-    assert_eq!(names(dir.path()), ["again", "latest", "named", "step2", "step3"]);
+    std::fs::remove_file(dir.path().join("global_step3/rank_00000_of_00001.safetensors")).unwrap();
+    let train_and_save = |steps: usize| {
+        alone(|engine| {
+            (0..steps).try_for_each(|_| train(engine))?;
+            engine.save_checkpoint_with(dir.path(), None, Value::Null, &quiet).map(drop)
+        });
+    };
+    train_and_save(1);
+    assert_eq!(names(dir.path()), ["global_step0", "global_step1", "global_step2", "global_step3", "latest"]);
     // Nothing is removed where `latest` cannot be read, and the save is one all the same.
     std::fs::write(dir.path().join("latest"), [0xff]).unwrap();
-    alone(|engine| {
-        train(engine)?;
-        train(engine)?;
-        engine.save_checkpoint_with(dir.path(), Some("blind"), Value::Null, &quiet)
-    });
-    assert_eq!(names(dir.path()), ["again", "blind", "latest", "named", "step2", "step3"]);
+    train_and_save(4);
+    let all = ["global_step0", "global_step1", "global_step2", "global_step3", "global_step4", "latest"];
+    assert_eq!(names(dir.path()), all);
 }
 
 #[test]

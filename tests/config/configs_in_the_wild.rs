@@ -55,9 +55,8 @@ fn differences(expected: &Value, batch: Option<&Value>, printed: &Value) -> Vec<
 /// Expected errors that are not named.
 fn errors(expected: &Value, printed: &Value) -> Vec<String> {
     let ours = list(printed, "errors");
-    // The root of a file has braces here.
-    let braces = list(expected, "errors_of_a_reader_that_needs_braces");
-    let wanted = if braces.is_empty() { list(expected, "errors") } else { braces };
+    let hjson = list(expected, "errors_of_a_full_hjson_reader");
+    let wanted = if hjson.is_empty() { list(expected, "errors") } else { hjson };
     let missing = wanted.iter().filter(|error| {
         !ours.iter().any(|our| {
             // Where a key of that name stands elsewhere, it is a key in the wrong place here.

@@ -2,8 +2,9 @@
 
 use candle_core::DType;
 use candle_zero::config::{
-    AdagradConfig, AdamConfig, Aio, Batch, Config, GradientOp, LambConfig, LionConfig, OffloadOptimizer, OffloadParam,
-    OffloadTo, OneCycleConfig, OptimizerConfig, Precision, RunValues, SchedulerConfig, SgdConfig, WarmupType,
+    AdagradConfig, AdamConfig, Aio, Batch, Config, GradientOp, LambConfig, LionConfig, LogLevel, OffloadOptimizer,
+    OffloadParam, OffloadTo, OneCycleConfig, OptimizerConfig, Precision, RunValues, SchedulerConfig, SgdConfig,
+    WarmupType,
 };
 use candle_zero::error::{ConfigError, Error};
 use candle_zero::layout::ZeroStage;
@@ -316,7 +317,7 @@ fn quantized_weights_need_stage_3_and_the_keys_are_printed_again() {
         assert_eq!(load(printed).zero, config.zero);
     }
     let config = load(with(json!({"zero_optimization": {"zero_quantized_nontrainable_weights": true}})));
-    assert!(notes(&config).contains("there are no frozen ones"), "{}", notes(&config));
+    assert_eq!((config.zero.quantized_nontrainable_weights, notes(&config).as_str()), (true, ""));
 }
 
 /// Both sections with `nvme` and values of their own, and what they resolve to.
@@ -363,7 +364,7 @@ fn every_key_of_offload_reaches_the_resolved_configuration_without_a_note() {
     zero["stage"] = json!(3);
     let config = load(with(json!({
         "zero_optimization": zero, "aio": {"block_size": 4096, "queue_depth": 2, "intra_op_parallelism": 3},
-        "activation_checkpointing": {"cpu_checkpointing": true},
+        "activation_checkpointing": {"cpu_checkpointing": true, "every_unit": true},
     })));
     assert_eq!(notes(&config), "");
     assert_eq!((config.zero.offload_optimizer, config.zero.offload_param), (Some(optimizer), Some(param)));
@@ -392,19 +393,129 @@ fn offload_below_its_stage_is_noted_and_resolves_to_none() {
 }
 
 #[test]
-fn recomputation_says_what_it_does_not_do() {
-    for (key, text) in [
-        ("cpu_checkpointing", ""),
-        (
-            "partition_activations",
-            "activation_checkpointing: units recompute their forward; what they keep, their inputs, stays whole, each \
-             in its own memory",
-        ),
+fn a_file_that_switches_recomputation_on_is_told_so() {
+    for (key, value) in [
+        ("cpu_checkpointing", json!(true)),
+        ("partition_activations", json!(true)),
+        ("contiguous_memory_optimization", json!(true)),
+        ("number_checkpoints", json!(4)),
     ] {
-        let config = load(with(json!({"activation_checkpointing": {key: true}})));
-        assert_eq!((notes(&config).as_str(), config.activation_checkpointing), (text, true), "{key}");
+        let section = json!({key: value});
+        let config = load(with(json!({"activation_checkpointing": section})));
+        assert!(config.activation_checkpointing, "{key}");
+        let noted = notes(&config);
+        assert!(noted.starts_with(&format!("activation_checkpointing.{key}: taken as `every_unit`")), "{noted}");
         assert_eq!(config.cpu_checkpointing, key == "cpu_checkpointing");
+        // What the key of this engine says, decides, and needs no note.
+        for every_unit in [true, false] {
+            let mut section = section.clone();
+            section["every_unit"] = json!(every_unit);
+            let config = load(with(json!({"activation_checkpointing": section})));
+            assert_eq!((config.activation_checkpointing, notes(&config).as_str()), (every_unit, ""), "{key}");
+        }
     }
+    let off = json!({"number_checkpoints": null, "cpu_checkpointing": false, "partition_activations": false});
+    let config = load(with(json!({ "activation_checkpointing": off })));
+    assert_eq!((config.activation_checkpointing, notes(&config).as_str()), (false, ""));
+}
+
+#[test]
+fn the_old_name_of_bf16_loses_to_the_new_one() {
+    for text in [
+        r#"{"train_batch_size": 8, "bfloat16": {"enabled": true}, "bf16": {"enabled": false}}"#,
+        r#"{"train_batch_size": 8, "bf16": {"enabled": false}, "bfloat16": {"enabled": true, "nonsense": 1}}"#,
+    ] {
+        let config = Config::load(text, 1).unwrap();
+        assert_eq!(config.precision, Precision::F32);
+        assert!(notes(&config).starts_with("bfloat16: an old name: not looked at"), "{}", notes(&config));
+    }
+    let config = Config::load(r#"{"train_batch_size": 8, "bfloat16": {"enabled": true}}"#, 1).unwrap();
+    assert_eq!(config.precision, Precision::Bf16 { check_grad_overflow: true });
+}
+
+#[test]
+fn a_file_is_read_as_hjson() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ds.hjson");
+    for text in [
+        "{ train_batch_size: 8, zero_optimization: { stage: 2 } }",
+        "# no braces\ntrain_batch_size: 8\nzero_optimization: {\n  stage: 2 // of 3\n}\n",
+        "{\n  'train_batch_size': 8\n  \"zero_optimization\": {\"stage\": 2}\n}",
+    ] {
+        std::fs::write(&path, text).unwrap();
+        let config = Config::load(&path, 1).unwrap();
+        assert_eq!((config.batch.train_batch_size, config.zero.stage), (8, ZeroStage::Two), "{text}");
+    }
+    // A comma belongs to a string without quotes: this is not the folder that was meant.
+    std::fs::write(&path, "{train_batch_size: 8\ncsv_monitor: {\n  output_path: out,\n}}").unwrap();
+    let config = Config::load(&path, 1).unwrap();
+    assert_eq!(
+        notes(&config),
+        "csv_monitor.output_path: \"out,\" ends with a comma: a string without quotes is its whole line"
+    );
+    std::fs::write(&path, "train_batch_size: 8\noptimizer: {\n  type: AdamW\n  params: {\n    lr: 1e-3\n  }\n}\n")
+        .unwrap();
+    assert!(matches!(Config::load(&path, 1).unwrap().optimizer, Some(OptimizerConfig::Adam(_))));
+}
+
+#[test]
+fn an_auto_warm_up_is_none_unless_the_run_knows_one() {
+    let text = json!({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}});
+    for (given, steps) in [(None, 1), (Some(0), 1), (Some(30), 30)] {
+        let run = RunValues { warmup_num_steps: given, ..RunValues::default() };
+        let config = Config::load_for(with(text.clone()), 1, &run).unwrap();
+        let Some(SchedulerConfig::WarmupLr { warmup_num_steps, .. }) = config.scheduler else { panic!("WarmupLR") };
+        assert_eq!(warmup_num_steps, steps);
+        assert_eq!(notes(&config), format!("scheduler.params.warmup_num_steps: \"auto\": taken as {steps}"));
+    }
+}
+
+#[test]
+fn a_warm_up_to_a_lower_rate_is_noted() {
+    let said = |params: Value| {
+        let config = load(with(json!({
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+            "scheduler": {"type": "WarmupLR", "params": params}})));
+        notes(&config)
+    };
+    insta::assert_snapshot!(said(json!({"warmup_min_lr": 1, "warmup_max_lr": 0.1})), @"scheduler.params.warmup_min_lr: 1 is above warmup_max_lr 0.1: the rate falls during the warm-up, as in DeepSpeed");
+    insta::assert_snapshot!(said(json!({"warmup_min_lr": 1})), @"scheduler.params.warmup_min_lr: 1 is above the optimizer's lr 0.5: the rate falls during the warm-up, as in DeepSpeed");
+    assert_eq!(said(json!({"warmup_min_lr": 0.1})), "");
+}
+
+#[test]
+fn a_vocabulary_that_is_no_multiple_of_8_is_noted() {
+    let said = |size: u32| notes(&load(with(json!({ "vocabulary_size": size }))));
+    insta::assert_snapshot!(said(50257), @"vocabulary_size: 50257 is no multiple of 8: matrix units of GPUs like one, such as 50264");
+    assert_eq!(said(50264), "");
+}
+
+#[test]
+fn the_level_of_messages_and_the_keys_of_loading_reach_the_resolved_configuration() {
+    let config = load(with(json!({"log_level": "Warning", "zero_optimization": {
+        "load_from_fp32_weights": false, "log_trace_cache_warnings": true}})));
+    assert_eq!((config.monitoring.log_level, notes(&config).as_str()), (Some(LogLevel::Warning), ""));
+    assert!(!config.zero.load_from_fp32_weights && config.zero.log_trace_cache_warnings);
+    let again = load(config.to_deepspeed_json());
+    assert_eq!((again.monitoring.log_level, again.zero), (Some(LogLevel::Warning), config.zero));
+    assert_eq!(load(with(json!({}))).monitoring.log_level, None);
+    assert_eq!(refused(json!({"log_level": "loud"})), ["log_level"]);
+}
+
+#[test]
+fn the_norm_may_be_left_out_where_deepspeed_lets_it() {
+    let bf16 = |more: Value| {
+        let mut value = json!({"bf16": {"enabled": true}, "gradient_clipping": 0,
+            "zero_optimization": {"stage": 1, "compute_grad_norm": false}});
+        value.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        value
+    };
+    load(with(bf16(json!({}))));
+    load(with(bf16(json!({"data_types": {"grad_accum_dtype": "bf16"}}))));
+    assert_eq!(
+        refused(bf16(json!({"data_types": {"grad_accum_dtype": "fp32"}}))),
+        ["zero_optimization.compute_grad_norm"]
+    );
 }
 
 #[test]

@@ -35,6 +35,9 @@ fn text_that_is_not_json() {
             (r#"{"train_batch_size": 08}"#, 1),
             (r#"{"train_batch_size": 8} {"train_batch_size": 8}"#, 1),
             (r#"{"train_batch_size" 8}"#, 1),
+            ("{\n  \"train_batch_size\": 8 \"steps_per_print\": 1\n}", 1),
+            ("{\n  train_batch_size: 8\n  optimizer: { type: AdamW }\n}", 1),
+            ("{\n  \"train_batch_size\": 8,\n  \"bf16\": {\"enabled\": true\n}", 1),
             (r#"{"optimizer": {"type": "Adam}}"#, 1),
             (r#"{"train_batch_size": 8, /* a comment"#, 1),
             (r#""train_batch_size""#, 1),
@@ -116,7 +119,6 @@ fn settings_that_contradict_each_other() {
         2,
         &[
             (r#"{"train_batch_size": 8, "fp16": {"enabled": true}, "bf16": {"enabled": true}}"#, 1),
-            (r#"{"train_batch_size": 8, "bf16": {"enabled": true}, "bfloat16": {"enabled": true}}"#, 1),
             ("{\"train_batch_size\": 8,\n \"train_batch_size\": 16}", 1),
             (r#"{"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"param_dtype": "fp16"}}"#, 1),
             (

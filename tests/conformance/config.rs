@@ -101,6 +101,10 @@ fn every_recorded_case_is_answered_as_recorded() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     // What is left out is refused by name, and not taken silently.
     for case in out {
+        if case["area"] == "config-default" {
+            assert!(check(case).is_some(), "{} is the default here too", case["id"]);
+            continue;
+        }
         let error = load(case).unwrap_err();
         assert!(
             matches!(error, Error::Config(ConfigError::Problems { .. })) && error.to_string().contains("not supported"),

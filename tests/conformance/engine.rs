@@ -8,7 +8,7 @@ use candle_nn::{Init, VarBuilder};
 use candle_zero::Engine;
 use candle_zero::comm::threads;
 use candle_zero::config::{Config, OptimizerConfig};
-use candle_zero::error::{ConfigError, Error};
+use candle_zero::error::{ConfigError, EngineError, Error};
 use candle_zero::layout::shard_len;
 use candle_zero::memory::Kind;
 use candle_zero::optim::Schedule;
@@ -345,10 +345,18 @@ fn configurations_train_or_are_refused_as_recorded() {
                 config[key] = value.clone();
             }
         }
+        if let Some(value) = input.get("ignore_unused_parameters") {
+            config["zero_optimization"]["ignore_unused_parameters"] = value.clone();
+            config["zero_optimization"]["offload_optimizer"] = json!({"device": "cpu"});
+            config["optimizer"]["type"] = json!("AdamW");
+        }
         let train = || -> candle_zero::Result<bool> {
-            let param = |vb: VarBuilder<'_>| vb.get_with_hints(6, "param", Init::Const(0.5));
-            let mut engine = Engine::initialize(param, config.clone())?;
-            let loss = engine.forward(|param| param.to_dtype(DType::F32)?.sqr()?.mean_all())?;
+            let params = |vb: VarBuilder<'_>| {
+                let unused = input.get("model").map(|_| vb.get_with_hints(6, "unused", Init::Const(0.5)));
+                Ok((vb.get_with_hints(6, "param", Init::Const(0.5))?, unused.transpose()?))
+            };
+            let mut engine = Engine::initialize(params, config.clone())?;
+            let loss = engine.forward(|(param, _)| param.to_dtype(DType::F32)?.sqr()?.mean_all())?;
             engine.backward(&loss)?;
             engine.step()?;
             Ok(engine.was_step_applied())
@@ -356,10 +364,14 @@ fn configurations_train_or_are_refused_as_recorded() {
         match (train(), case["expect"]["ok"].as_bool().unwrap()) {
             (Ok(applied), true) => assert!(applied, "{id}"),
             (Err(Error::Config(ConfigError::Problems { .. })), false) => {}
+            (Err(error @ Error::Engine(EngineError::NoGradient { .. })), false) => {
+                let words = case["expect"]["message_mentions"].as_array().unwrap();
+                assert!(words.iter().all(|word| error.to_string().contains(word.as_str().unwrap())), "{id}: {error}");
+            }
             (result, ok) => panic!("{id}: {result:?}, recorded ok: {ok}"),
         }
     }
-    assert_eq!(cases.len(), 17);
+    assert_eq!(cases.len(), 19);
 }
 
 #[test]

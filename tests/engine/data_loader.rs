@@ -136,6 +136,29 @@ fn a_folder_is_read_in_path_order_without_hidden_target_and_binary_files() {
 }
 
 #[test]
+fn large_text_is_no_memory_of_this_process() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let line = "Some text of which there is a lot, and no two bytes in a row are alike.\n";
+    for name in ["a.txt", "b.txt"] {
+        fs::write(dir.path().join(name), line.repeat((32 << 20) / line.len())).unwrap();
+    }
+    fs::write(dir.path().join("c.txt"), "the end").unwrap();
+    let anonymous = || {
+        let status = fs::read_to_string("/proc/self/status").unwrap();
+        let kib = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+        kib.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+    };
+    let before = anonymous();
+    let data = TokenData::open(Some(dir.path())).unwrap();
+    let mut tokens = vec![];
+    data.extend(data.len() - 8 - line.len(), 8 + line.len(), &mut tokens);
+    let text = String::from_utf8(tokens.into_iter().map(|t| t as u8).collect()).unwrap();
+    assert_eq!(text, format!("{line}the end\n"));
+    // Other tests run at the same time.
+    assert!(anonymous().saturating_sub(before) < 48 << 20);
+}
+
+#[test]
 fn token_files_tell_the_vocabulary_they_need() {
     let dir = tempfile::tempdir().unwrap();
     let data = u16_file(dir.path(), [3, 50_256, 0]);
@@ -145,9 +168,15 @@ fn token_files_tell_the_vocabulary_they_need() {
 #[test]
 fn a_token_out_of_the_vocabulary_is_named_with_its_place() {
     let dir = tempfile::tempdir().unwrap();
-    let data = u16_file(dir.path(), (0..40).map(|i| if i == 27 { 700 } else { i }));
+    let data = || u16_file(dir.path(), (0..40).map(|i| if i == 27 { 700 } else { i }));
     let shape = BatchShape { micro: 1, accumulation: 1, world: 1, rank: 0 };
-    let mut loader = Loader::new(data, Order::Sequential, shape, 10, 256, &Device::Cpu).unwrap();
+    let open = |data| Loader::new(data, Order::Sequential, shape, 10, 256, &Device::Cpu);
+    insta::assert_snapshot!(message(open(data()).unwrap_err(), dir.path()), @"token 700 at position 27 of DIR/tokens.u16 is out of the model's vocabulary of 256; allowed is 0 to 255: use data of that vocabulary, or a model with a vocabulary of 701 or more");
+    // What is too long to be looked through is looked at when it is used.
+    drop(data());
+    let file = fs::OpenOptions::new().write(true).open(dir.path().join("tokens.u16")).unwrap();
+    file.set_len(2 * ((64 << 20) + 1)).unwrap();
+    let mut loader = open(TokenData::open(Some(&dir.path().join("tokens.u16"))).unwrap()).unwrap();
     assert!(loader.next().unwrap().is_ok() && loader.next().unwrap().is_ok());
     let error = loader.next().unwrap().unwrap_err();
     insta::assert_snapshot!(message(error, dir.path()), @"token 700 at position 27 of DIR/tokens.u16 is out of the model's vocabulary of 256; allowed is 0 to 255: use data of that vocabulary, or a model with a vocabulary of 701 or more");
@@ -176,6 +205,13 @@ fn files_that_are_no_data_are_refused_by_name() {
     };
     insta::assert_snapshot!(open("half.bin", b"abc"), @"DIR/half.bin has 3 bytes; 16-bit tokens need an even number: is it a token file, and complete?");
     insta::assert_snapshot!(open("image.txt", b"PNG\xff\xfe"), @"DIR/image.txt is not UTF-8 text (byte 3); a file of little-endian 16-bit tokens must end in .bin or .u16");
+    for name in ["tokens.bin", "text"] {
+        let path = dir.path().join(name);
+        std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
+        let text = message(TokenData::open(Some(&path)).unwrap_err(), dir.path());
+        assert!(text.contains("it is a device, and a file is needed"), "{text}");
+        fs::remove_file(&path).unwrap();
+    }
     let missing = TokenData::open(Some(&dir.path().join("missing.txt"))).unwrap_err();
     insta::assert_snapshot!(message(missing, dir.path()), @"cannot read DIR/missing.txt: No such file or directory (os error 2)");
     fs::remove_file(dir.path().join("half.bin")).unwrap();

@@ -64,7 +64,7 @@ fn a_parameter_used_outside_of_its_unit_is_named_at_stage_3_and_fine_below() {
     for error in results.unwrap() {
         let error = error.unwrap_err();
         assert!(matches!(error, Error::Param(ParamError::Absent { .. })));
-        insta::allow_duplicates! { insta::assert_snapshot!(error, @"an operation used a parameter that is not gathered now: inner.weight, inner.bias; use parameters only inside the closure given to engine.forward, and a unit's parameters only inside that unit's forward (dtype mismatch in matmul, lhs: F32, rhs: F6E2M3)"); }
+        insta::allow_duplicates! { insta::assert_snapshot!(error, @"an operation used a parameter that is sharded and not gathered now: inner.weight, inner.bias; use parameters only inside the closure given to engine.forward or engine.eval, and a unit's parameters only inside that unit's forward (dtype mismatch in matmul, lhs: F32, rhs: F6E2M3)"); }
     }
 }
 
@@ -372,4 +372,67 @@ fn a_weight_file_must_be_there_and_be_safetensors() {
     let bytes = std::fs::read(&file).unwrap();
     std::fs::write(&file, &bytes[..bytes.len() - 8]).unwrap();
     insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a safetensors file that can be read: incomplete metadata, file not fully covered");
+}
+
+#[test]
+fn a_tensor_that_is_computed_while_the_model_is_built_is_refused_at_every_stage() {
+    type Derived = fn(&Tensor) -> Result<Tensor>;
+    let derived: [Derived; 4] = [|w| w.t()?.contiguous(), |w| w * 2.0, |w| w.sum_all(), |w| Tensor::cat(&[w, w], 0)];
+    for stage in 0..4 {
+        for derive in derived {
+            let build = |vb: VarBuilder<'_>| {
+                let layer = linear(4, 3, vb.pp("a"))?;
+                let derived = derive(layer.weight())?;
+                Ok((layer, derived))
+            };
+            let error = Engine::initialize(build, plain(stage)).map(drop).unwrap_err();
+            insta::allow_duplicates! { insta::assert_snapshot!(error, @"the model computes with a parameter while it is built (a.bias was the last that it took): the result would keep the first values for ever while the parameter is trained; compute it in forward (views as t() and reshape may be taken at once)"); }
+        }
+    }
+}
+
+#[test]
+fn a_view_that_is_taken_while_the_model_is_built_follows_the_training_at_every_stage() {
+    let losses = |stage: u8| {
+        let build = |vb: VarBuilder<'_>| {
+            let w = vb.get_with_hints((3, 4), "w", candle_nn::init::DEFAULT_KAIMING_NORMAL)?;
+            Ok((w.t()?, w.reshape((2, 6))?))
+        };
+        let mut config = plain(stage);
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = json!(0);
+        let mut engine = Engine::initialize(build, config).unwrap();
+        let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+        let mut step = || {
+            let loss = engine.forward(|(t, r)| x.matmul(t)?.sqr()?.mean_all()? + r.sqr()?.mean_all()?).unwrap();
+            engine.backward(&loss).unwrap();
+            engine.step().unwrap();
+            loss.to_scalar::<f32>().unwrap().to_bits()
+        };
+        // The rate begins at 0.
+        [(); 6].map(|()| step())
+    };
+    let reference = losses(0);
+    assert_ne!(reference[0], reference[5]);
+    (1..4).for_each(|stage| assert_eq!(losses(stage), reference, "stage {stage}"));
+}
+
+#[test]
+fn a_sharded_parameter_of_another_engine_is_said_to_be_that() {
+    for stage in [0, 3] {
+        let other = Engine::initialize(|vb| linear(4, 3, vb), plain(3)).unwrap();
+        let mut engine = Engine::initialize(|vb| linear(4, 4, vb), plain(stage)).unwrap();
+        let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+        let error = engine.forward(|m| other.model().forward(&m.forward(&x)?)).unwrap_err();
+        assert!(matches!(error, Error::Param(ParamError::AbsentElsewhere { .. })), "stage {stage}: {error}");
+    }
+}
+
+#[test]
+fn an_own_layer_says_outside_of_an_engine_that_its_parameter_is_sharded() {
+    let mut config = plain(3);
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = json!(0);
+    let engine = Engine::initialize(|vb| candle_zero::nn::Linear::new(4, 3, vb), config).unwrap();
+    let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+    let error = engine.model().forward(&x).unwrap_err().to_string();
+    insta::assert_snapshot!(error, @"linear: the parameter of shape [3, 4] is sharded and not gathered now; use it inside of engine.forward or eval");
 }

@@ -7,6 +7,7 @@ mod support;
 mod access;
 mod accumulation;
 mod api;
+mod config_keys;
 mod data_loader;
 mod draws;
 mod errors;

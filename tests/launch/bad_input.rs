@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 use std::sync::OnceLock;
 
-use crate::support::processes::{example, stderr, stdout, zerorun};
+use crate::support::processes::{example, program, stderr, stdout, zerorun};
 use serde_json::{Value, json};
 
 fn train_gpt() -> &'static Path {
@@ -262,7 +262,7 @@ fn weights_that_do_not_fit() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("."), @r#"
-    error: cannot read .: is a directory
+    error: cannot read .: Is a directory (os error 21)
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -319,11 +319,47 @@ fn outputs_that_cannot_be_written() {
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
-    insta::assert_snapshot!(mistake("--metrics /dev/full"), @r#"
-    error: cannot write /dev/full: No space left on device (os error 28)
+    folder.write("file", "mine");
+    insta::assert_snapshot!(mistake("--save file"), @r#"
+    error: the checkpoint file cannot be used: it is a file, and checkpoints are saved into a folder; give another path
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
+    insta::assert_snapshot!(mistake("--save /proc/x"), @r#"
+    error: the checkpoint /proc/x cannot be used: it cannot be written: No such file or directory (os error 2); correct that, or save elsewhere; checkpoints that were saved before are whole
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+}
+
+#[test]
+fn metrics_on_a_full_disk_end_and_training_goes_on() {
+    let folder = Folder::new();
+    let output = folder.run(1, "--ds_config ok.json --steps 3 --metrics /dev/full", "0");
+    assert!(output.status.success(), "{}", stderr(&output));
+    let errors = stderr(&output);
+    let told: Vec<&str> = errors.lines().filter(|line| line.contains("/dev/full")).collect();
+    assert_eq!(
+        told,
+        ["cannot write /dev/full: No space left on device (os error 28): training goes on, and the metrics end \
+             here"]
+    );
+}
+
+#[test]
+fn a_timeline_that_cannot_be_written_in_the_end_does_not_make_the_job_one_that_failed() {
+    let folder = Folder::new();
+    // The folder takes the name that the file is to have.
+    let program = program(folder.0.path(), "program", "mkdir trace.json");
+    let mut command = zerorun();
+    command.current_dir(folder.0.path()).args(["-n", "1", "--timeline", "trace.json"]).arg(program);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let errors = stderr(&output);
+    assert!(
+        errors.contains("cannot write the timeline") && errors.contains("the records of the ranks stay in"),
+        "{errors}"
+    );
 }
 
 #[test]

@@ -61,7 +61,7 @@ fn refusal(folder: &Path) -> String {
 fn what_is_no_folder_to_write_to_is_refused_before_anything_is_built() {
     let folder = folder();
     let name = |text: String| text.replace(folder.path().to_str().unwrap(), "FOLDER");
-    insta::assert_snapshot!(name(refusal(&folder.path().join("none"))), @"cannot offload to FOLDER/none: there is no such folder; create it, or correct nvme_path");
+    insta::assert_snapshot!(name(refusal(&folder.path().join("no/such"))), @"cannot offload to FOLDER/no/such: there is no such folder, nor the one that it would be in; create it (mkdir -p FOLDER/no/such), or correct nvme_path");
     let file = folder.path().join("file");
     std::fs::write(&file, "mine").unwrap();
     insta::assert_snapshot!(name(refusal(&file)), @"cannot offload to FOLDER/file: it is a file; nvme_path names a folder");
@@ -76,7 +76,7 @@ fn what_is_no_folder_to_write_to_is_refused_before_anything_is_built() {
 fn a_folder_belongs_to_one_job_at_a_time() {
     let folder = folder();
     // Another job: a lock that no engine of this process holds.
-    let other = std::fs::File::open(folder.path()).unwrap();
+    let other = std::fs::File::create(folder.path().join(".candle-zero.lock")).unwrap();
     other.try_lock().unwrap();
     let text = refusal(folder.path()).replace(folder.path().to_str().unwrap(), "FOLDER");
     let text = text.replace(&format!("process {}", std::process::id()), "process PID");
@@ -104,12 +104,12 @@ fn all_ranks_and_engines_of_a_process_share_a_folder() {
         step(&mut second)?;
         if comm.rank() == 0 {
             // The lock is still held.
-            assert!(std::fs::File::open(folder.path()).unwrap().try_lock().is_err());
+            assert!(std::fs::File::open(folder.path().join(".candle-zero.lock")).unwrap().try_lock().is_err());
         }
         comm.barrier().wait()
     });
     assert!(results.unwrap().iter().all(Result::is_ok));
-    std::fs::File::open(folder.path()).unwrap().try_lock().unwrap();
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
 #[test]
@@ -126,13 +126,13 @@ fn what_a_dead_job_left_is_removed_and_nothing_else() {
 fn a_rank_whose_folder_is_refused_stops_the_others_with_its_words() {
     let folder = folder();
     let results = threads::run(2, |comm| {
-        let path = [folder.path().to_owned(), folder.path().join("none")][comm.rank()].clone();
+        let path = [folder.path().to_owned(), folder.path().join("no/such")][comm.rank()].clone();
         start(comm, &all_in(&path)).map(drop)
     });
     let texts: Vec<String> = results.unwrap().into_iter().map(|r| r.unwrap_err().to_string()).collect();
     let text = texts[0].replace(folder.path().to_str().unwrap(), "FOLDER");
     let text = &text[..text.find(" while rank").unwrap_or(text.len())];
-    insta::assert_snapshot!(text, @"rank 1 stopped (cannot offload to FOLDER/none: there is no such folder; create it, or correct nvme_path)");
+    insta::assert_snapshot!(text, @"rank 1 stopped (cannot offload to FOLDER/no/such: there is no such folder, nor the one that it would be in; create it (mkdir -p FOLDER/no/such), or correct nvme_path)");
 }
 
 // ---- file systems ----------------------------------------------------------------------------------------------
@@ -364,4 +364,16 @@ fn a_disk_that_fills_up_during_training_does_not_matter() {
             assert!(text.contains("bytes are missing; free that space"), "{text}");
         }
     }
+}
+
+#[test]
+fn a_lock_on_the_folder_itself_is_nobodys_business() {
+    let folder = folder();
+    // As of `flock DIR sleep 60`.
+    let held = std::fs::File::open(folder.path()).unwrap();
+    rustix::fs::flock(&held, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
+    threads::run(2, |comm| start(comm, &all_in(folder.path())).and_then(|mut engine| step(&mut engine)))
+        .unwrap()
+        .into_iter()
+        .for_each(|rank| drop(rank.unwrap()));
 }

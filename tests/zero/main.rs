@@ -5,11 +5,15 @@
 mod support;
 
 mod absent_parameter;
+mod buffers;
 mod candle_facts;
+mod conditional;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod frozen;
 mod optimizer_stages;
 mod passing_backward;
+mod quantized;
+mod recomputation;
 mod stage_equality;
 mod unusual_models;

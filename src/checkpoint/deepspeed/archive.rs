@@ -3,6 +3,7 @@
 use super::pickle::{Pickle, Problem};
 use super::tensor::Tensor;
 use crate::error::{CheckpointError, Error, Result};
+use crate::files;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
@@ -36,10 +37,7 @@ impl Archive {
     /// Opens the file and reads its pickle.
     pub fn open(path: &Path) -> Result<(Self, Pickle)> {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
-        let file = File::open(path).map_err(io)?;
-        if file.metadata().map_err(io)?.is_dir() {
-            return Err(io(std::io::ErrorKind::IsADirectory.into()));
-        }
+        let file = files::open(path).map_err(io)?;
         let length = file.metadata().map_err(io)?.len();
         Self::read_entries(path, file, length).map_err(|problem| damaged(path, &problem))
     }
@@ -108,7 +106,7 @@ impl Archive {
     pub fn read(&self, tensor: &Tensor, range: Range<usize>, out: &mut [f32]) -> Result<()> {
         let span = self.span(tensor, range).map_err(|problem| damaged(&self.path, &problem))?;
         let io = |source| Error::Io { action: "read", path: self.path.clone(), source };
-        let mut file = File::open(&self.path).map_err(io)?;
+        let mut file = files::open(&self.path).map_err(io)?;
         file.seek(SeekFrom::Start(span.start)).map_err(io)?;
         let size = tensor.kind.size();
         let mut bytes = vec![0; CHUNK.min(out.len().saturating_mul(size))];
@@ -123,7 +121,7 @@ impl Archive {
     /// An error unless all bytes fit their checksums.
     pub fn verify(&self) -> Result<()> {
         let io = |source| Error::Io { action: "read", path: self.path.clone(), source };
-        let file = File::open(&self.path).map_err(io)?;
+        let file = files::open(&self.path).map_err(io)?;
         verify(BufReader::new(file)).map_err(|problem| damaged(&self.path, &problem))
     }
 }

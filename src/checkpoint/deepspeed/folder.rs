@@ -2,6 +2,7 @@
 
 use super::pickle::Problem;
 use crate::error::{CheckpointError, Error, Result};
+use crate::files;
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::{Component, Path, PathBuf};
@@ -146,7 +147,7 @@ pub(super) fn find(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
     let latest = dir.join("latest");
     let (tag, named_by) = match tag {
         Some(tag) => (tag.to_owned(), dir),
-        None => match std::fs::File::open(&latest) {
+        None => match files::open(&latest) {
             Ok(file) => {
                 let mut text = String::new();
                 file.take(TAG_LIMIT).read_to_string(&mut text).map_err(io(&latest))?;

@@ -12,6 +12,10 @@ pub(super) type Id = usize;
 /// Text of what is wrong; who knows the file adds its name.
 pub(super) type Problem = String;
 
+/// Values of a pickle: a byte can ask for one, which takes some forty times as much memory. Checkpoints of a hundred
+/// thousand tensors have fewer.
+const NODES: usize = 4 << 20;
+
 /// One value.
 #[derive(Debug)]
 pub(super) enum Node {
@@ -53,6 +57,11 @@ impl Pickle {
         let root = loop {
             let start = machine.position;
             match machine.step() {
+                Ok(None) if machine.nodes.len() > NODES => {
+                    return Err(format!(
+                        "data.pkl, byte {start}: more than {NODES} values; torch.save writes some ten for each tensor"
+                    ));
+                }
                 Ok(None) => {}
                 Ok(Some(root)) => break root,
                 Err(problem) => return Err(format!("data.pkl, byte {start}: {problem}")),
@@ -366,6 +375,12 @@ mod tests {
         assert_eq!(numbers(&[0xff, 0]), Some(255));
         assert_eq!(numbers(&[0, 0, 0, 0, 0, 0, 0, 0x80]), Some(i64::MIN));
         assert_eq!(numbers(&[1; 9]), None);
+    }
+
+    #[test]
+    fn a_pickle_of_more_values_than_any_checkpoint_has_is_refused() {
+        let bytes = [&b"\x80\x02"[..], &vec![b'N'; NODES + 8]].concat();
+        assert!(Pickle::parse(&bytes).unwrap_err().contains("more than 4194304 values"));
     }
 
     #[test]

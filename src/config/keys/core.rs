@@ -37,22 +37,22 @@ const ROOT: &[super::Key] = keys! {
     "steps_per_print": POSITIVE, "null", H, "Log every N optimizer steps; null: never.";
     "wall_clock_breakdown": Bool, "false", H, "Log how long each phase of a step took.";
     "seed": COUNT, "42", H, "Seed of the initial weights. A key of this engine, not of DeepSpeed.";
-    "activation_checkpointing": Object, "{}", H, "Recompute activations in backward.";
+    "activation_checkpointing": Object, "{}", S, "Recompute activations in backward.";
     "zero_allow_untested_optimizer": Bool, "false", H, "Allow SGD, Lamb and an optimizer of one's own under stage 1 to 3. The others are always allowed.";
     "zero_force_ds_cpu_optimizer": Bool, "true", none("there is one optimizer for memory and files, and it runs on the CPU"), "Offload needs DeepSpeed's CPU optimizer.";
     "allgather_size": POSITIVE, "-", moved("zero_optimization.allgather_bucket_size"), "All-gather bucket of the deprecated zero_optimization: true.";
     "managed_gradient_accumulation": Bool, "true", refuse("the engine always decides where a step ends"), "The engine decides the accumulation boundary.";
     "seq_parallel_communication_data_type": DTYPE, "\"fp32\"", none("there is no sequence parallelism"), "Format of sequence-parallel gradients.";
     "sequence_parallel_size": POSITIVE, "null", above1("sequence parallelism is not offered"), "Ranks that share one sequence.";
-    "data_parallel_size": POSITIVE, "null", none("every rank is data parallel"), "Data axis of the rank mesh.";
+    "data_parallel_size": POSITIVE, "null", none("every rank is data parallel: it is the number of ranks"), "Data axis of the rank mesh.";
     "use_data_before_expert_parallelism": Bool, "false", none("there are no experts"), "Order of ranks for mixtures of experts.";
-    "disable_allgather": Bool, "false", none("it has none in DeepSpeed either"), "Historic switch.";
-    "dataloader_drop_last": Bool, "false", none("the script owns its data loader"), "Drop the short last batch.";
-    "vocabulary_size": POSITIVE, "null", none("it only feeds a warning of DeepSpeed's"), "Tensor-core alignment hint.";
+    "disable_allgather": Bool, "false", none("it has none in DeepSpeed 0.19.8 either"), "Historic switch.";
+    "dataloader_drop_last": Bool, "false", none("there is no short batch: data::Loader is endless and goes on into the next pass, and a loader of one's own decides for itself"), "Drop the short last batch.";
+    "vocabulary_size": POSITIVE, "null", H, "A size that is no multiple of 8 is noted; it has no other effect.";
     "memory_breakdown": Bool, "false", H, "Print memory at the edges of forward, backward and step, in the rhythm of steps_per_print.";
     "dump_state": Bool, "false", H, "Print the configuration and the engine's state at the start.";
     "disable_python_gc": Bool, "false", none("there is no Python"), "Switch Python's garbage collector off.";
-    "log_level": OneOfAnyCase(&["debug", "info", "warning", "error", "critical"]), "null", none("set RUST_LOG instead"), "Logger threshold.";
+    "log_level": OneOfAnyCase(&["debug", "info", "warning", "error", "critical"]), "null", H, "What is said, on standard error or to a subscriber of tracing: warning leaves out progress and notes, error and critical also what goes wrong while training continues; null: everything.";
     "torch_autocast": Object, "{}", S, "Casts operator by operator.";
     "aio": Object, "{}", H, "How the files of nvme are accessed.";
     "checkpoint": Object, "{}", H, "How checkpoints are written.";
@@ -71,7 +71,7 @@ const ROOT: &[super::Key] = keys! {
     "expert_parallel": Object, "{}", S, "Expert parallelism.";
     "hybrid_engine": Object, "{}", S, "Generation inside training.";
     "weight_quantization": Object, "null", S, "Quantized inference.";
-    "data_efficiency": Object, "{}", H, "Curriculum learning and token dropping.";
+    "data_efficiency": Object, "{}", S, "Curriculum learning and token dropping.";
     "amp": Any, "-", gone_unless_off(GONE_ON), "Apex mixed precision. Use bf16 or fp16.";
     "nebula": Any, "-", gone(GONE), "Azure checkpoint service.";
     "compression_training": Any, "-", gone(GONE), "Pruning and quantization.";
@@ -89,7 +89,7 @@ const ANY_I64: super::Kind = super::Kind::IntNoBool(i64::MIN, i64::MAX);
 
 const FP16: &[super::Key] = keys! {
     "enabled": Bool, "false", H, "Train in half precision with f32 master weights. Not with bf16.";
-    "auto_cast": Bool, "false", none("the closure given to forward makes its own inputs"), "Cast inputs to half precision.";
+    "auto_cast": Bool, "false", none("the engine does not see the inputs: the closure given to forward makes them, in Engine::dtype"), "Cast inputs to half precision.";
     "loss_scale": NOT_NEGATIVE, "0.0", H, "0 is dynamic, more is that static scale.";
     "initial_scale_power": INT, "16", H, "The first dynamic scale is 2 to this power (0 to 127).";
     "loss_scale_window": ANY_I64, "1000", H, "Clean steps before the scale doubles; > 0 when dynamic.";
@@ -115,12 +115,13 @@ const DATA_TYPES: &[super::Key] = keys! {
 };
 
 const ACTIVATION_CHECKPOINTING: &[super::Key] = keys! {
-    "partition_activations": Bool, "false", H, "Switches recomputation on; nothing is split.";
-    "cpu_checkpointing": Bool, "false", H, "Switches recomputation on; the inputs that a unit keeps go from the GPU to the host, or to a file where something is offloaded to nvme.";
-    "contiguous_memory_optimization": Bool, "false", H, "Switches recomputation on; there is no common buffer.";
-    "number_checkpoints": POSITIVE, "null", H, "A number switches recomputation on. Every unit is one checkpoint, whatever the number.";
-    "synchronize_checkpoint_boundary": Bool, "false", none("nothing runs past a boundary"), "Synchronize the device at edges.";
-    "profile": Bool, "false", none("use wall_clock_breakdown"), "Time each region.";
+    "every_unit": Bool, "null", H, "Every unit recomputes its forward in backward, and keeps only its inputs; false: those that the model marks. Null: true, with a note, where a key below asks for it. A key of this engine, not of DeepSpeed.";
+    "partition_activations": Bool, "false", as_every_unit("nothing is split: what a unit keeps, its inputs, stays whole"), "Split what is kept over model-parallel ranks.";
+    "cpu_checkpointing": Bool, "false", H, "The inputs that a recomputing unit keeps go from the GPU to the host, or to a file where something is offloaded to nvme. True also asks for every_unit.";
+    "contiguous_memory_optimization": Bool, "false", as_every_unit("each input is kept in its own memory"), "One buffer for all that is kept.";
+    "number_checkpoints": POSITIVE, "null", as_every_unit("every unit is one checkpoint, whatever the number"), "Size of that buffer.";
+    "synchronize_checkpoint_boundary": Bool, "false", none("an operation on the CPU is over when it returns, and those of a GPU keep their order"), "Synchronize the device at edges.";
+    "profile": Bool, "false", none("wall_clock_breakdown times the phases of a step, and a timeline shows the forwards that run again"), "Time each region.";
 };
 
 const TORCH_AUTOCAST: &[super::Key] = keys! {

@@ -40,8 +40,6 @@ pub(crate) enum Status {
     OfSection,
     /// Another value than the default is noted.
     NoEffect(&'static str),
-    /// Another value than the default is noted.
-    NotYet(&'static str),
     /// Another value than the default is an error, because its silent loss would change training.
     Refused(&'static str),
     /// A number above 1 is an error.
@@ -50,6 +48,10 @@ pub(crate) enum Status {
     Removed(&'static str),
     /// The same unless it is switched off, which is noted.
     RemovedUnlessOff(&'static str),
+    /// Another value than the default only asks for `activation_checkpointing.every_unit`, which is noted.
+    AsEveryUnit(&'static str),
+    /// A key of a section that is refused when it is on.
+    OfRefused,
     /// Translated to another key, and noted.
     Moved(&'static str),
 }

@@ -39,7 +39,6 @@ const ADAM: &[super::Key] = keys! {
     "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here"), "Moments in f32.";
     "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
     "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
-    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
 };
 
 const SGD: &[super::Key] = keys! {
@@ -52,14 +51,12 @@ const SGD: &[super::Key] = keys! {
     "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
     "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
     "differentiable": Bool, "false", refuse("the step has no gradient"), "PyTorch: differentiate the step.";
-    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
 };
 
 const LION: &[super::Key] = keys! {
     "lr": NOT_NEGATIVE, "0.001", H, "Learning rate: every weight moves by it.";
     "betas": Betas, "[0.9,0.999]", H, "Share of the momentum in the direction, and decay of the momentum, each at least 0 and below 1.";
     "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay.";
-    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
 };
 
 const ADAGRAD: &[super::Key] = keys! {
@@ -73,7 +70,6 @@ const ADAGRAD: &[super::Key] = keys! {
     "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
     "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
     "differentiable": Bool, "false", refuse("the step has no gradient"), "PyTorch: differentiate the step.";
-    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
 };
 
 const LAMB: &[super::Key] = keys! {
@@ -86,7 +82,6 @@ const LAMB: &[super::Key] = keys! {
     "max_coeff": NOT_NEGATIVE, "10.0", H, "Largest trust ratio: norm of a parameter over norm of its update.";
     "min_coeff": NOT_NEGATIVE, "0.01", H, "Smallest trust ratio; at most max_coeff.";
     "amsgrad": Bool, "false", refuse("DeepSpeed's Lamb refuses it too"), "The largest second moment.";
-    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
 };
 
 const MUON: &[super::Key] = keys! {
@@ -103,7 +98,6 @@ const MUON: &[super::Key] = keys! {
     "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here"), "Moments in f32.";
     "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
     "per_head_muon": Bool, "false", refuse("matrices are orthogonalized whole"), "Orthogonalize each attention head by itself.";
-    "max_grad_norm": Any, "-", gone("DeepSpeed refuses it too: use gradient_clipping at the top level"), "Use gradient_clipping.";
 };
 
 const SCHEDULER: &[super::Key] = keys! {

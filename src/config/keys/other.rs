@@ -16,8 +16,8 @@ pub(super) static SECTIONS: &[Section] = &[
     Section::new("comms_logger", true, COMMS_LOGGER).switch("enabled"),
     Section::new("tensorboard", true, TENSORBOARD).switch("enabled"),
     Section::new("csv_monitor", true, CSV_MONITOR).switch("enabled"),
-    Section::new("wandb", true, WANDB).status(none("nothing is sent anywhere")).switch("enabled").unchecked(),
-    Section::new("comet", true, COMET).status(none("nothing is sent anywhere")).switch("enabled").unchecked(),
+    Section::new("wandb", true, WANDB).status(none("nothing is sent anywhere; `wandb sync` takes the event files of tensorboard")).switch("enabled").unchecked(),
+    Section::new("comet", true, COMET).status(none("nothing is sent anywhere; tensorboard and csv_monitor write the same values to files")).switch("enabled").unchecked(),
     Section::new("autotuning", false, AUTOTUNING).status(none("a run takes settings as they are; `zerorun tune` goes by it"))
         .when_off("accepted and has no effect here: a run takes settings as they are; `zerorun tune` goes by it").unchecked(),
     Section::new("compile", true, COMPILE).status(none("Rust is compiled already"))
@@ -37,7 +37,6 @@ pub(super) static SECTIONS: &[Section] = &[
     Section::new("data_efficiency.data_routing.random_ltd", false, RANDOM_LTD),
 ];
 
-const SAME_VALUES: &str = "it does not change values";
 const ONE_WRITER: &str = "every rank writes one file, around the page cache where that is possible";
 
 const AIO: &[super::Key] = keys! {
@@ -45,8 +44,8 @@ const AIO: &[super::Key] = keys! {
     "queue_depth": POSITIVE, "8", H, "Requests under way for each of intra_op_parallelism.";
     "intra_op_parallelism": POSITIVE, "1", H, "Multiplies queue_depth; at most 64 requests are under way.";
     "thread_count": POSITIVE, "-", none("DeepSpeed ignores it too; it reads intra_op_parallelism"), "Old key.";
-    "single_submit": Bool, "false", none(SAME_VALUES), "One request per submit call.";
-    "overlap_events": Bool, "true", none(SAME_VALUES), "Submit and collect overlap.";
+    "single_submit": Bool, "false", none("every request is a call of its own to the system"), "One request per submit call.";
+    "overlap_events": Bool, "true", none("threads take requests as they come, and never wait for one another"), "Submit and collect overlap.";
     "use_gds": Bool, "false", none("files are read into host memory"), "GPUDirect storage.";
 };
 
@@ -270,53 +269,53 @@ const WEIGHT_QUANTIZATION: &[super::Key] = keys! {
 };
 
 const DATA_EFFICIENCY: &[super::Key] = keys! {
-    "enabled": Bool, "false", H, "True is refused: it would change which data is trained on.";
-    "seed": INT, "1234", S, "Seed of the sampling.";
+    "enabled": Bool, "false", R, "Choose samples or tokens: it would change what is trained on.";
+    "seed": INT, "1234", R, "Seed of the sampling.";
     "data_sampling": Object, "{}", S, "Which samples.";
     "data_routing": Object, "{}", S, "Which tokens.";
 };
 
 const DATA_SAMPLING: &[super::Key] = keys! {
-    "enabled": Bool, "false", S, "Choose samples.";
-    "num_epochs": INT, "1000", S, "Epochs at most.";
-    "num_workers": INT, "0", S, "Loader processes.";
-    "pin_memory": Bool, "false", S, "Page-locked memory.";
+    "enabled": Bool, "false", R, "Choose samples.";
+    "num_epochs": INT, "1000", R, "Epochs at most.";
+    "num_workers": INT, "0", R, "Loader processes.";
+    "pin_memory": Bool, "false", R, "Page-locked memory.";
     "curriculum_learning": Object, "{}", S, "Easy samples first.";
     "dynamic_batching": Object, "{}", S, "Batches by length.";
 };
 
 const CURRICULUM_LEARNING: &[super::Key] = keys! {
-    "enabled": Bool, "false", S, "Easy samples first.";
-    "data_cluster_path": Str, "null", S, "Folder of indices.";
-    "curriculum_metrics": Any, "null", S, "Metrics of difficulty.";
+    "enabled": Bool, "false", R, "Easy samples first.";
+    "data_cluster_path": Str, "null", R, "Folder of indices.";
+    "curriculum_metrics": Any, "null", R, "Metrics of difficulty.";
 };
 
 const DYNAMIC_BATCHING: &[super::Key] = keys! {
-    "enabled": Bool, "false", S, "Batches by length.";
-    "metrics_path": Str, "null", S, "File of lengths.";
-    "lr_scaling_method": OneOf(&["linear", "sqrt", "none"]), "\"linear\"", S, "How the learning rate follows.";
-    "min_batch_size": INT, "1", S, "Bound.";
-    "max_batch_size": INT, "null", S, "Bound.";
-    "sequence_picking_order": OneOf(&["dataloader", "random", "seqlen"]), "\"dataloader\"", S, "Order.";
-    "max_tokens": INT, "null", S, "Tokens per batch.";
-    "verbose": Bool, "false", S, "Log.";
+    "enabled": Bool, "false", R, "Batches by length.";
+    "metrics_path": Str, "null", R, "File of lengths.";
+    "lr_scaling_method": OneOf(&["linear", "sqrt", "none"]), "\"linear\"", R, "How the learning rate follows.";
+    "min_batch_size": INT, "1", R, "Bound.";
+    "max_batch_size": INT, "null", R, "Bound.";
+    "sequence_picking_order": OneOf(&["dataloader", "random", "seqlen"]), "\"dataloader\"", R, "Order.";
+    "max_tokens": INT, "null", R, "Tokens per batch.";
+    "verbose": Bool, "false", R, "Log.";
 };
 
 const DATA_ROUTING: &[super::Key] = keys! {
-    "enabled": Bool, "false", S, "Choose tokens.";
+    "enabled": Bool, "false", R, "Choose tokens.";
     "random_ltd": Object, "{}", S, "Drop tokens at random in inner layers.";
 };
 
 const RANDOM_LTD: &[super::Key] = keys! {
-    "enabled": Bool, "false", S, "Drop tokens.";
-    "layer_token_lr_schedule": Any, "null", S, "Learning rate by tokens.";
-    "total_layer_num": INT, "null", S, "Layers.";
-    "random_ltd_layer_num": INT, "null", S, "Layers that drop.";
-    "random_ltd_layer_id": Any, "null", S, "Which.";
-    "model_mask_name": Any, "null", S, "Name of the mask.";
-    "model_type": Any, "null", S, "Kind of model.";
-    "hidden_state_order": Any, "null", S, "Order of dimensions.";
-    "random_ltd_schedule": Any, "null", S, "How many tokens when.";
-    "micro_batch_size": INT, "null", S, "Samples per forward.";
-    "global_batch_size": INT, "null", S, "Samples per step.";
+    "enabled": Bool, "false", R, "Drop tokens.";
+    "layer_token_lr_schedule": Any, "null", R, "Learning rate by tokens.";
+    "total_layer_num": INT, "null", R, "Layers.";
+    "random_ltd_layer_num": INT, "null", R, "Layers that drop.";
+    "random_ltd_layer_id": Any, "null", R, "Which.";
+    "model_mask_name": Any, "null", R, "Name of the mask.";
+    "model_type": Any, "null", R, "Kind of model.";
+    "hidden_state_order": Any, "null", R, "Order of dimensions.";
+    "random_ltd_schedule": Any, "null", R, "How many tokens when.";
+    "micro_batch_size": INT, "null", R, "Samples per forward.";
+    "global_batch_size": INT, "null", R, "Samples per step.";
 };

@@ -3,7 +3,7 @@
 pub(super) use super::key::Kind::{
     Any, AutoOr, Betas, Bool, OneOf, OneOfAnyCase, Section as Object, Str, Strings, StringsOrOne,
 };
-pub(super) use super::key::Status::{Honoured as H, OfSection as S};
+pub(super) use super::key::Status::{Honoured as H, OfRefused as R, OfSection as S};
 pub(super) use super::key::{Kind, Section, Status, keys};
 pub(super) const INT: Kind = Kind::Int(i64::MIN, i64::MAX);
 pub(super) const COUNT: Kind = Kind::Int(0, i64::MAX);
@@ -17,8 +17,8 @@ pub(super) const DTYPE: Kind = OneOfAnyCase(&["fp32", "fp16", "bf16"]);
 pub(super) const fn none(why: &'static str) -> Status {
     Status::NoEffect(why)
 }
-pub(super) const fn yet(why: &'static str) -> Status {
-    Status::NotYet(why)
+pub(super) const fn as_every_unit(why: &'static str) -> Status {
+    Status::AsEveryUnit(why)
 }
 pub(super) const fn refuse(why: &'static str) -> Status {
     Status::Refused(why)

@@ -30,29 +30,29 @@ const ZERO: &[super::Key] = keys! {
     "stage3_gather_16bit_weights_on_model_save" | "gather_16bit_weights_on_model_save": Bool, "false", none("Engine::save_16bit_model gathers whenever it is called"), "Whole 16-bit weights on save.";
     "stage3_gather_fp16_weights_on_model_save" | "gather_fp16_weights_on_model_save": Bool, "-", moved("stage3_gather_16bit_weights_on_model_save"), "Old name.";
     "stage3_module_granularity_threshold" | "module_granularity_threshold": INT, "0", none("the model says what a unit is"), "Treat fine modules as one.";
-    "stage3_use_all_reduce_for_fetch_params" | "use_all_reduce_for_fetch_params": Bool, "false", none("gathers give the same values"), "Gather by all-reduce.";
+    "stage3_use_all_reduce_for_fetch_params" | "use_all_reduce_for_fetch_params": Bool, "false", none("a gather moves half of what an all-reduce would; results are the same"), "Gather by all-reduce.";
     "offload_param": Object, "null", H, "Where parameter shards live.";
     "offload_optimizer": Object, "null", H, "Where optimizer states live.";
     "cpu_offload": Bool, "-", moved("offload_optimizer.device"), "Old form of offload_optimizer.";
     "cpu_offload_param": Bool, "-", moved("offload_param.device"), "Old form of offload_param.";
     "cpu_offload_use_pin_memory": Bool, "-", none("DeepSpeed discards it too"), "Old key.";
     "zenflow": Object, "null", refuse("asynchronous updates are not offered"), "Asynchronous optimizer updates.";
-    "use_multi_rank_bucket_allreduce": Bool, "true", none("it does not change values"), "One all-reduce per bucket.";
+    "use_multi_rank_bucket_allreduce": Bool, "true", none("gradients are reduced to their owners; results are the same"), "One all-reduce per bucket.";
     "allgather_partitions": Bool, "true", none("weights are always all-gathered"), "All-gather updated weights, else broadcast them.";
     "round_robin_gradients": Bool, "false", none("shares are equal parts already"), "Spread parameters over ranks by turn.";
-    "parameter_alignment": Bool, "false", none("layout does not change values"), "Pad each parameter to 16 bytes.";
-    "compute_grad_norm": Bool, "true", none("the norm is always computed"), "False skips the norm; only with gradient_clipping 0 at stage 1 or 2.";
-    "ignore_unused_parameters": Bool, "true", none("a trainable parameter without a gradient is always an error"), "False: a parameter without gradient is an error.";
-    "load_from_fp32_weights": Bool, "true", none("a checkpoint holds master weights"), "On load rebuild master weights from f32.";
+    "parameter_alignment": Bool, "false", none("shares are padded to equal parts only; results are the same"), "Pad each parameter to 16 bytes.";
+    "compute_grad_norm": Bool, "true", none("the norm comes with the search for infinite gradients, which every step needs; results are the same"), "False skips the norm; only with gradient_clipping 0 at stage 1 or 2.";
+    "ignore_unused_parameters": Bool, "false", H, "True: a parameter that no backward reaches has a gradient of zeros; gradients are then held until backward ends, at every stage. False: it is an error of the first optimizer step that names it (DeepSpeed's default is true).";
+    "load_from_fp32_weights": Bool, "true", H, "A load takes master weights as they were saved; false: rounded to the model's dtype.";
     "elastic_checkpoint": Bool, "false", none("every checkpoint loads at any number of ranks"), "Checkpoints that load at any world size.";
-    "pipeline_loading_checkpoint": Bool, "false", none("it does not change values"), "Overlap the reading of checkpoint files.";
-    "zero_hpz_partition_size": COUNT, "1", yet("parameters are sharded over all ranks; results are the same"), "Second shard group (ZeRO++).";
+    "pipeline_loading_checkpoint": Bool, "false", none("each rank reads only what it owns; results are the same"), "Overlap the reading of checkpoint files.";
+    "zero_hpz_partition_size": COUNT, "1", none("ranks of one machine read each other's memory: a second copy per group of ranks would not be nearer; results are the same"), "Second shard group (ZeRO++).";
     "zero_quantized_weights": Bool, "false", H, "Gathers of stage 3 carry int8 with a scale per 128 elements (ZeRO++ qwZ); all ranks compute with what arrives, owners keep the exact weights.";
-    "zero_quantized_nontrainable_weights": Bool, "false", none("every parameter is trained: there are no frozen ones to quantize"), "Quantized frozen weights.";
+    "zero_quantized_nontrainable_weights": Bool, "false", H, "Frozen matrices are held at rest and gathered in eight bits with a scale per 128 elements at stage 3; below it, where parameters stay whole, the model computes with the same values. EngineBuilder::quantized chooses NF4, or other parameters.";
     "zero_quantized_gradients": Bool, "false", H, "Gradients travel as int4 with a scale per 128 elements (ZeRO++ qgZ), at every stage; they are summed in f32, and at stage 0 the sums travel exact.";
     "leaf_module": Object, "{}", S, "Modules gathered as one.";
     "enable_sanity_checks": Bool, "false", none("the calls of all ranks are always compared"), "Compare ranks at stage 3.";
-    "log_trace_cache_warnings": Bool, "false", none("there is no trace to warn about"), "Say when the order of modules changed.";
+    "log_trace_cache_warnings": Bool, "false", H, "Rank 0 says after which step units had been used in another order than before (stage 3: nothing was gathered ahead then).";
     "memory_efficient_linear": Bool, "true", none("it is a matter of PyTorch's modules"), "Replace the linear operator.";
     "override_module_apply": Bool, "true", none("it is a matter of PyTorch's modules"), "Gather parameters inside apply.";
     "save_muon_momentum_buffer_in_memory": Bool, "false", none("the momentum lies where offload_optimizer puts all optimizer states"), "Placement of Muon's momentum.";
@@ -68,7 +68,7 @@ const NOT_SPECULATIVE: &str = "no step is made before its gradients are checked;
 
 const OFFLOAD_PARAM: &[super::Key] = keys! {
     "device": DEVICE, "\"none\"", H, "Where parameter shards live at stage 3: cpu is host memory, nvme a file of each rank.";
-    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it.";
+    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home.";
     "buffer_count": COUNT, "5", H, "With nvme: buffer_count x buffer_size elements bound the reading ahead.";
     "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs 1 or more of both.";
     "max_in_cpu": COUNT, "1000000000", H, "With nvme: this many first elements of a rank's shards stay in memory.";
@@ -77,7 +77,7 @@ const OFFLOAD_PARAM: &[super::Key] = keys! {
 
 const OFFLOAD_OPTIMIZER: &[super::Key] = keys! {
     "device": DEVICE, "\"none\"", H, "Where master weights, moments and gradient shares live from stage 1 on: cpu is host memory, nvme a file of each kind and rank (DeepSpeed: at stage 3 only).";
-    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it.";
+    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home.";
     "buffer_count": COUNT, "4", H, "With nvme: all the buffers of a step have together at most the elements of this many of the largest sub-group, and 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
     "pin_memory": Bool, "true", none(NOT_PINNED), "Page-locked memory.";
     "pipeline_read": Bool, "false", H, "With nvme: read the next window while the step computes.";
@@ -97,14 +97,14 @@ const LEAF_MODULE: &[super::Key] = keys! {
 };
 
 const ZENFLOW: &[super::Key] = keys! {
-    "topk_ratio": SHARE, "0.1", S, "Share of gradients updated at once.";
-    "select_strategy": OneOf(&["auto", "step", "epoch"]), "\"auto\"", S, "When the share is chosen.";
-    "select_interval": AutoOr(&INT), "\"auto\"", S, "How often.";
-    "update_interval": AutoOr(&POSITIVE), "\"auto\"", S, "How often the rest is updated.";
-    "overlap_step": Bool, "false", S, "Step while the model computes.";
-    "offload": Bool, "false", S, "Keep the share on the CPU.";
-    "auto_ratio": SHARE, "0.99", S, "Threshold of auto.";
-    "full_warm_up_rounds": COUNT, "0", S, "Full steps at first.";
-    "pt_reserved_cores_perc": SHARE, "0.5", S, "Share of the cores kept for PyTorch.";
-    "steps_per_epoch": INT, "null", S, "Internal.";
+    "topk_ratio": SHARE, "0.1", R, "Share of gradients updated at once.";
+    "select_strategy": OneOf(&["auto", "step", "epoch"]), "\"auto\"", R, "When the share is chosen.";
+    "select_interval": AutoOr(&INT), "\"auto\"", R, "How often.";
+    "update_interval": AutoOr(&POSITIVE), "\"auto\"", R, "How often the rest is updated.";
+    "overlap_step": Bool, "false", R, "Step while the model computes.";
+    "offload": Bool, "false", R, "Keep the share on the CPU.";
+    "auto_ratio": SHARE, "0.99", R, "Threshold of auto.";
+    "full_warm_up_rounds": COUNT, "0", R, "Full steps at first.";
+    "pt_reserved_cores_perc": SHARE, "0.5", R, "Share of the cores kept for PyTorch.";
+    "steps_per_epoch": INT, "null", R, "Internal.";
 };

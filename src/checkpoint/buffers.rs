@@ -1,0 +1,127 @@
+//! The buffers of a checkpoint: one safetensors file, written by rank 0, with a checksum of all of it in the manifest.
+//!
+//! Every rank has the same buffers, or by the model's own choice (`BufferSync::None`) rank 0's are the ones that are
+//! saved. They change in forward, so a save in the background writes what they were when it began.
+
+use super::folder::not_written;
+use super::manifest::{BufferFile, MANIFEST};
+use crate::error::{CheckpointError, Error, Result};
+use crate::param::Buffer;
+use crate::tensor::bytes::{converted, dtype_for_file, dtype_in_file};
+use crate::util::list;
+use candle_core::DType;
+use safetensors::SafeTensors;
+use safetensors::tensor::{TensorView, serialize};
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+use twox_hash::XxHash3_64;
+
+const NAME: &str = "buffers.safetensors";
+
+/// A buffer in a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct SavedBuffer {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub dtype: DType,
+    pub bytes: Vec<u8>,
+}
+
+/// The file's bytes for buffers as they are now; nothing where there are none.
+pub(super) fn snapshot(buffers: &[Buffer], dir: &Path) -> Result<Option<Vec<u8>>> {
+    if buffers.is_empty() {
+        return Ok(None);
+    }
+    let values = buffers.iter().map(Buffer::bytes).collect::<Result<Vec<_>>>()?;
+    let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: dir.join(NAME), problem });
+    let views = buffers.iter().zip(&values).map(|(buffer, bytes)| {
+        let dtype = dtype_for_file(buffer.tensor.dtype())?;
+        Some((buffer.name.clone(), TensorView::new(dtype, buffer.tensor.dims().to_vec(), bytes).ok()?))
+    });
+    let views = views.collect::<Option<Vec<_>>>();
+    let views = views.ok_or_else(|| wrong("a buffer has a type that no file has".into()))?;
+    serialize(views, None).map(Some).map_err(|e| wrong(e.to_string()))
+}
+
+/// The manifest's entry of a file of these bytes.
+pub(super) fn entry(bytes: &[u8]) -> BufferFile {
+    let checksum = format!("{:016x}", XxHash3_64::oneshot(bytes));
+    BufferFile { name: NAME.into(), bytes: bytes.len() as u64, checksum }
+}
+
+/// Writes the file, and brings it to disk.
+pub(super) fn write(folder: &Path, bytes: &[u8]) -> Result<()> {
+    let write = || {
+        let mut file = File::create_new(folder.join(NAME))?;
+        file.write_all(bytes)?;
+        file.sync_all()
+    };
+    write().map_err(|source| not_written(folder, &source))
+}
+
+/// Reads and checks the file of a checkpoint's folder.
+pub(super) fn read(folder: &Path, entry: &BufferFile) -> Result<Vec<SavedBuffer>> {
+    let path = folder.join(&entry.name);
+    let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: path.clone(), problem });
+    let bytes = std::fs::read(&path).map_err(|e| match e.kind() {
+        std::io::ErrorKind::NotFound => wrong("the file is missing; load another tag".into()),
+        _ => wrong(format!("{e}; make it readable, or load another tag")),
+    })?;
+    if self::entry(&bytes) != *entry {
+        return Err(wrong("it is damaged, or another file; load another tag".into()));
+    }
+    let file = SafeTensors::deserialize(&bytes).map_err(|e| wrong(format!("{e}; load another tag")))?;
+    let saved = |(name, view): (String, TensorView<'_>)| {
+        let dtype = dtype_in_file(view.dtype())?;
+        Some(SavedBuffer { name, shape: view.shape().to_vec(), dtype, bytes: view.data().to_vec() })
+    };
+    let all: Option<Vec<SavedBuffer>> = file.tensors().into_iter().map(saved).collect();
+    let mut all = all.ok_or_else(|| wrong("it has a tensor of a type that is no buffer's; load another tag".into()))?;
+    all.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(all)
+}
+
+/// New values of the model's `buffers`, by their numbers, out of a checkpoint's, if they are those of this model.
+///
+/// # Errors
+/// [`CheckpointError::Unusable`] for another shape or kind of number; with `strict`, where one side lacks a buffer.
+pub(super) fn wanted(
+    buffers: &[Buffer],
+    saved: &[SavedBuffer],
+    strict: bool,
+    folder: &Path,
+) -> Result<Vec<(usize, Vec<u8>)>> {
+    let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: folder.join(MANIFEST), problem });
+    let own: BTreeSet<&str> = buffers.iter().map(|b| b.name.as_str()).collect();
+    let theirs: BTreeSet<&str> = saved.iter().map(|b| b.name.as_str()).collect();
+    for (names, what) in [(&own - &theirs, "it lacks"), (&theirs - &own, "the model lacks")] {
+        if strict && !names.is_empty() {
+            let names = list(&names.into_iter().collect::<Vec<_>>());
+            return Err(wrong(format!(
+                "{what} the buffers {names}; build the model that was saved, or load with load_module_strict false"
+            )));
+        }
+    }
+    let mut wanted = Vec::new();
+    for (number, own) in buffers.iter().enumerate() {
+        let Some(found) = saved.iter().find(|saved| saved.name == own.name) else { continue };
+        let (name, dims, dtype) = (&own.name, own.tensor.dims(), own.tensor.dtype());
+        if found.shape != dims {
+            let found = &found.shape;
+            return Err(wrong(format!(
+                "buffer {name} has shape {found:?} in it, and {dims:?} in the model; build the model that was saved"
+            )));
+        }
+        let bytes = converted(&found.bytes, found.dtype, dtype).ok_or_else(|| {
+            let found = found.dtype;
+            wrong(format!(
+                "buffer {name} is {found:?} in it, and {dtype:?} in the model, which cannot hold its values; build the \
+                 model that was saved"
+            ))
+        })?;
+        wanted.push((number, bytes));
+    }
+    Ok(wanted)
+}

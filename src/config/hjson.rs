@@ -1,0 +1,488 @@
+//! A reader of Hjson, as DeepSpeed reads its files, that keeps the place of every key and value for messages.
+//!
+//! Hjson is JSON with `#`, `//` and `/* */` comments, without the outer braces, the quotes of keys and the commas at
+//! ends of lines where these say nothing, with strings in single quotes or `'''`, and with strings without quotes,
+//! which go to the end of their line. Where such a string took in what was not meant for it (a bracket that it does
+//! not open, the next key), it is refused: DeepSpeed reads it, or fails far from its place.
+
+use super::Place;
+use super::node::{Entry, Json, Node};
+use super::note::shown;
+use std::collections::HashMap;
+
+/// Objects and lists in one another, at most. DeepSpeed's deepest section has 5.
+pub(crate) const MAX_DEPTH: usize = 64;
+/// The largest text read, in bytes. Real configurations have a few thousand.
+pub(crate) const MAX_BYTES: usize = 4 << 20;
+
+/// Why a text cannot be read.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum ReadError {
+    Syntax { place: Place, expected: String, found: String },
+    Duplicate { path: String, first: Place, second: Place },
+}
+
+type Result<T> = std::result::Result<T, ReadError>;
+
+/// Reads a whole text whose outermost value is an object.
+pub(crate) fn read_object(bytes: &[u8]) -> Result<Node> {
+    read(bytes, true)
+}
+
+/// Reads a whole text. A byte order mark before it is skipped.
+fn read(bytes: &[u8], only_object: bool) -> Result<Node> {
+    let start = Place { line: 1, column: 1 };
+    let error = |place, expected: &str, found: String| ReadError::Syntax { place, expected: expected.into(), found };
+    if bytes.len() > MAX_BYTES {
+        return Err(error(start, &format!("at most {MAX_BYTES} bytes"), format!("{} bytes", bytes.len())));
+    }
+    let text = match std::str::from_utf8(bytes) {
+        Ok(text) => text.strip_prefix('\u{feff}').unwrap_or(text),
+        Err(e) => {
+            let good = String::from_utf8_lossy(&bytes[..e.valid_up_to()]);
+            let mut reader = Reader::new(&good);
+            while reader.bump().is_some() {}
+            return Err(error(reader.place, "UTF-8 text", format!("the byte 0x{:02x}", bytes[e.valid_up_to()])));
+        }
+    };
+    let mut reader = Reader::new(text);
+    reader.skip_blank()?;
+    let place = Some(reader.place);
+    let node = match reader.peek() {
+        Some('{') => reader.value(0, false)?,
+        None | Some('[') if only_object => {
+            return Err(reader.expected("an object `{...}` as the outermost value"));
+        }
+        _ if only_object => Node { place, value: reader.members(None, 0)? },
+        _ => reader.value(0, false)?,
+    };
+    reader.skip_blank()?;
+    match reader.peek() {
+        None => Ok(node),
+        Some(_) => Err(reader.expected("the end of the text after the outermost value")),
+    }
+}
+
+const AFTER_ITEM: &str = "`,` or `]` after an item of the list";
+
+struct Reader<'a> {
+    rest: std::str::Chars<'a>,
+    place: Place,
+    /// Keys from the root to here, for messages.
+    path: Vec<String>,
+}
+
+impl<'a> Reader<'a> {
+    fn new(text: &'a str) -> Self {
+        Self { rest: text.chars(), place: Place { line: 1, column: 1 }, path: Vec::new() }
+    }
+
+    fn peek(&self) -> Option<char> {
+        self.rest.clone().next()
+    }
+
+    fn bump(&mut self) -> Option<char> {
+        let c = self.rest.next()?;
+        if c == '\n' {
+            self.place = Place { line: self.place.line + 1, column: 1 };
+        } else {
+            self.place.column += 1;
+        }
+        Some(c)
+    }
+
+    fn take_if(&mut self, wanted: char) -> bool {
+        let found = self.peek() == Some(wanted);
+        if found {
+            self.bump();
+        }
+        found
+    }
+
+    /// The error that something else was expected at this place.
+    fn expected(&self, expected: impl Into<String>) -> ReadError {
+        let found = match self.peek() {
+            None => "the end of the text".to_string(),
+            Some('\n' | '\r') => "the end of the line".to_string(),
+            Some(c) if is_word(c) => {
+                const LONGEST: usize = 40;
+                format!("`{}`", self.rest.clone().take_while(|c| is_word(*c)).take(LONGEST).collect::<String>())
+            }
+            Some(c) if c.is_control() => format!("the control character 0x{:02x}", u32::from(c)),
+            Some(c) => format!("`{c}`"),
+        };
+        ReadError::Syntax { place: self.place, expected: expected.into(), found }
+    }
+
+    /// Skips blanks and comments.
+    fn skip_blank(&mut self) -> Result<()> {
+        loop {
+            let second = self.rest.clone().nth(1);
+            match (self.peek(), second) {
+                (Some(' ' | '\t' | '\n' | '\r'), _) => {
+                    self.bump();
+                }
+                (Some('#'), _) | (Some('/'), Some('/')) => while !matches!(self.bump(), None | Some('\n' | '\r')) {},
+                (Some('/'), Some('*')) => {
+                    let start = self.place;
+                    self.bump();
+                    self.bump();
+                    let mut last = ' ';
+                    loop {
+                        match self.bump() {
+                            None => return Err(self.expected(format!("`*/` for the comment that begins at {start}"))),
+                            Some('/') if last == '*' => break,
+                            Some(c) => last = c,
+                        }
+                    }
+                }
+                _ => return Ok(()),
+            }
+        }
+    }
+
+    fn value(&mut self, depth: usize, of_list: bool) -> Result<Node> {
+        let place = self.place;
+        let value = match self.peek() {
+            Some('{' | '[') if depth == MAX_DEPTH => {
+                return Err(self.expected(format!("at most {MAX_DEPTH} objects and lists in one another")));
+            }
+            Some('{') => self.object(depth)?,
+            Some('[') => self.list(depth)?,
+            Some('"') => Json::String(self.string('"')?),
+            Some('\'') if self.rest.as_str().starts_with("'''") => Json::String(self.long_string()?),
+            Some('\'') => Json::String(self.string('\'')?),
+            _ => self.plain(of_list)?,
+        };
+        Ok(Node { place: Some(place), value })
+    }
+
+    fn object(&mut self, depth: usize) -> Result<Json> {
+        let open = self.place;
+        self.bump();
+        self.members(Some(open), depth)
+    }
+
+    /// Keys and values up to the `}` of the object that begins at `open`; without one, to the end of the text.
+    fn members(&mut self, open: Option<Place>, depth: usize) -> Result<Json> {
+        let mut entries: Vec<Entry> = Vec::new();
+        let mut seen: HashMap<String, Place> = HashMap::new();
+        loop {
+            self.skip_blank()?;
+            match (open, self.peek()) {
+                (Some(_), Some('}')) => {
+                    self.bump();
+                    return Ok(Json::Object(entries));
+                }
+                (None, None) => return Ok(Json::Object(entries)),
+                (Some(open), None) => {
+                    return Err(self.expected(format!("`}}` for the object that begins at {open}")));
+                }
+                _ => {}
+            }
+            let place = self.place;
+            let key = self.key(open.is_some())?;
+            self.path.push(key.clone());
+            if let Some(first) = seen.insert(key.clone(), place) {
+                let path = self.path.iter().map(|key| shown(key)).collect::<Vec<_>>().join(".");
+                return Err(ReadError::Duplicate { path, first, second: place });
+            }
+            self.skip_blank()?;
+            if !self.take_if(':') {
+                let pair = if open.is_none() && entries.is_empty() {
+                    "an object `{...}` as the outermost value, or"
+                } else {
+                    ""
+                };
+                let key = shown(&key);
+                return Err(self.expected(format!("{pair} `:` after the key `{key}`").trim_start()));
+            }
+            self.skip_blank()?;
+            let node = self.value(depth + 1, false)?;
+            self.path.pop();
+            self.skip_blank()?;
+            let more = self.take_if(',');
+            if !more && matches!(self.peek(), Some(':' | '[' | ']' | '{')) {
+                let end = if open.is_some() { " or `}`" } else { "" };
+                return Err(self.expected(format!("`,`{end} after the value of `{}`", shown(&key))));
+            }
+            entries.push(Entry { key, place: Some(place), node });
+        }
+    }
+
+    /// A key: text in quotes, or everything before the `:` that has no blanks and no `{}[],` in it.
+    fn key(&mut self, in_braces: bool) -> Result<String> {
+        if let Some(quote @ ('"' | '\'')) = self.peek() {
+            return self.string(quote);
+        }
+        let ends = |c: char| is_blank(c) || is_punctuator(c) || c.is_control();
+        let key: String = self.rest.clone().take_while(|c| !ends(*c)).collect();
+        if key.is_empty() {
+            return Err(self.expected(if in_braces { "a key or `}`" } else { "a key" }));
+        }
+        key.chars().for_each(|_| {
+            self.bump();
+        });
+        Ok(key)
+    }
+
+    fn list(&mut self, depth: usize) -> Result<Json> {
+        let open = self.place;
+        self.bump();
+        let mut items = Vec::new();
+        loop {
+            self.skip_blank()?;
+            if self.take_if(']') {
+                return Ok(Json::List(items));
+            }
+            if self.peek().is_none() {
+                return Err(self.expected(format!("`]` for the list that begins at {open}")));
+            }
+            items.push(self.value(depth + 1, true)?);
+            self.skip_blank()?;
+            if !self.take_if(',') && matches!(self.peek(), Some(':' | '}')) {
+                return Err(self.expected(AFTER_ITEM));
+            }
+        }
+    }
+
+    /// What stands without quotes: a number, `true`, `false`, `null`, or a string that goes to the end of its line.
+    fn plain(&mut self, of_list: bool) -> Result<Json> {
+        let place = self.place;
+        let rest = self.rest.as_str();
+        if rest.is_empty() || rest.starts_with(is_punctuator) {
+            return Err(self.no_value(""));
+        }
+        let ends = |(at, c): &(usize, char)| match c {
+            ',' | '}' | ']' | '#' | '\n' | '\r' => true,
+            '/' => rest[at + 1..].starts_with(['/', '*']),
+            _ => false,
+        };
+        let end = rest.char_indices().find(ends).map_or(rest.len(), |(at, _)| at);
+        if let Some(value) = scalar(rest[..end].trim_end()).map_err(|(expected, found)| ReadError::Syntax {
+            place,
+            expected: expected.into(),
+            found,
+        })? {
+            self.skip(end);
+            return Ok(value);
+        }
+        let text = rest.split(['\n', '\r']).next().unwrap_or_default().trim_end();
+        self.refuse_swallowed(text, of_list)?;
+        self.skip(text.len());
+        Ok(Json::String(text.into()))
+    }
+
+    /// The error of a string without quotes that took in what was not meant for it.
+    fn refuse_swallowed(&mut self, text: &str, of_list: bool) -> Result<()> {
+        let mut open = 0_i64;
+        let unopened = text.chars().any(|c| {
+            open += match c {
+                '{' | '[' => 1,
+                '}' | ']' => -1,
+                _ => 0,
+            };
+            open < 0
+        });
+        let first = text.split(|c| is_blank(c) || is_punctuator(c)).next().unwrap_or_default();
+        let after = text[first.len()..].trim_start_matches(is_blank);
+        let is_value = matches!(scalar(first), Ok(Some(_)));
+        // `8 "bf16": ...` or `8 bf16: ...`: a comma is missing.
+        let next_key = is_value && {
+            let word = after.trim_start_matches(is_word);
+            after.starts_with(['"', '\'']) || (word.len() < after.len() && word.trim_start().starts_with(':'))
+        };
+        if is_value && (next_key || (unopened && !after.starts_with(is_punctuator))) {
+            self.skip(text.len() - after.len());
+            return Err(self.expected(match self.path.last() {
+                _ if of_list => AFTER_ITEM.to_string(),
+                Some(key) => format!("`,` or `}}` after the value of `{}`", shown(key)),
+                None => "the end of the text after the outermost value".to_string(),
+            }));
+        }
+        if unopened {
+            if !is_value && let Err((expected, found)) = broken_number(first) {
+                return Err(ReadError::Syntax { place: self.place, expected: expected.into(), found });
+            }
+            return Err(self.no_value("; without them it is its whole line, here with a bracket in it"));
+        }
+        Ok(())
+    }
+
+    fn no_value(&self, why: &str) -> ReadError {
+        let of = self.path.last().map(|key| format!(" of `{}`", shown(key))).unwrap_or_default();
+        self.expected(format!("a JSON value{of} (text goes in double quotes{why})"))
+    }
+
+    /// Goes on by that many bytes.
+    fn skip(&mut self, bytes: usize) {
+        let left = self.rest.as_str().len().saturating_sub(bytes);
+        while self.rest.as_str().len() > left && self.bump().is_some() {}
+    }
+
+    /// A string in these quotes, on one line.
+    fn string(&mut self, quote: char) -> Result<String> {
+        let start = self.place;
+        self.bump();
+        let mut text = String::new();
+        loop {
+            match self.peek() {
+                Some(c) if c == quote => {
+                    self.bump();
+                    return Ok(text);
+                }
+                Some('\\') => {
+                    self.bump();
+                    text.push(self.escape()?);
+                }
+                Some(c) if c >= ' ' || c == '\t' => {
+                    self.bump();
+                    text.push(c);
+                }
+                _ => return Err(self.expected(format!("`{quote}` for the string that begins at {start}"))),
+            }
+        }
+    }
+
+    /// A string between `'''`, of any number of lines; each loses the blanks before the column of the first quotes.
+    fn long_string(&mut self) -> Result<String> {
+        const QUOTES: &str = "'''";
+        let start = self.place;
+        self.skip(QUOTES.len());
+        let Some(end) = self.rest.as_str().find(QUOTES) else {
+            while self.bump().is_some() {}
+            return Err(self.expected(format!("`{QUOTES}` for the string that begins at {start}")));
+        };
+        let whole = self.rest.as_str()[..end].replace('\r', "");
+        self.skip(end + QUOTES.len());
+        let mut lines = whole.split('\n');
+        let first = lines.next().unwrap_or_default().trim_start_matches([' ', '\t']);
+        let indent = start.column - 1;
+        let rest = lines.map(|line| {
+            let blank = line.chars().take(indent).take_while(|c| matches!(c, ' ' | '\t')).count();
+            &line[blank..]
+        });
+        let mut text = std::iter::once(first).chain(rest).collect::<Vec<_>>().join("\n");
+        if first.is_empty() && text.starts_with('\n') {
+            text.remove(0);
+        }
+        if text.ends_with('\n') {
+            text.pop();
+        }
+        Ok(text)
+    }
+
+    fn escape(&mut self) -> Result<char> {
+        let plain = match self.peek() {
+            Some(c @ ('"' | '\'' | '\\' | '/')) => c,
+            Some('b') => '\u{8}',
+            Some('f') => '\u{c}',
+            Some('n') => '\n',
+            Some('r') => '\r',
+            Some('t') => '\t',
+            Some('u') => {
+                self.bump();
+                let high = self.hex4()?;
+                let code = if (0xd800..0xdc00).contains(&high) {
+                    if !(self.take_if('\\') && self.take_if('u')) {
+                        return Err(self.expected("`\\u` with the second half of a surrogate pair"));
+                    }
+                    match self.hex4()? {
+                        low @ 0xdc00..0xe000 => 0x1_0000 + ((high - 0xd800) << 10) + (low - 0xdc00),
+                        _ => return Err(self.expected("the second half of a surrogate pair before this place")),
+                    }
+                } else {
+                    high
+                };
+                return char::from_u32(code).ok_or_else(|| self.expected("an escape that is a Unicode character"));
+            }
+            _ => return Err(self.expected("one of \" \\ / b f n r t u after a backslash")),
+        };
+        self.bump();
+        Ok(plain)
+    }
+
+    fn hex4(&mut self) -> Result<u32> {
+        let mut code = 0;
+        for _ in 0..4 {
+            let digit = self.peek().and_then(|c| c.to_digit(16)).ok_or_else(|| self.expected("four hex digits"))?;
+            self.bump();
+            code = code * 16 + digit;
+        }
+        Ok(code)
+    }
+}
+
+/// Why a number cannot be taken: what was expected, and what was found.
+type BadNumber = (&'static str, String);
+
+/// The value of a word that is no string; `None`: it is one.
+fn scalar(word: &str) -> std::result::Result<Option<Json>, BadNumber> {
+    match word {
+        "true" => return Ok(Some(Json::Bool(true))),
+        "false" => return Ok(Some(Json::Bool(false))),
+        "null" => return Ok(Some(Json::Null)),
+        _ => {}
+    }
+    if number_length(word) != Some(word.len()) {
+        return Ok(None);
+    }
+    if let Ok(i) = word.parse() {
+        return Ok(Some(Json::Int(i)));
+    }
+    match word.parse::<f64>() {
+        Ok(x) if !x.is_finite() => Err(("a number below 1.8e308", format!("`{}`", shown(word)))),
+        Ok(_) if word.trim_start_matches('-').bytes().all(|c| c.is_ascii_digit()) => Ok(Some(Json::Long(word.into()))),
+        Ok(x) => Ok(Some(Json::Float(x))),
+        Err(_) => Ok(None),
+    }
+}
+
+/// Length of the JSON number at the start.
+fn number_length(text: &str) -> Option<usize> {
+    let bytes = text.as_bytes();
+    let digits = |from: usize| bytes[from..].iter().take_while(|c| c.is_ascii_digit()).count();
+    let mut at = usize::from(bytes.first() == Some(&b'-'));
+    match digits(at) {
+        0 => return None,
+        _ if bytes[at] == b'0' => at += 1,
+        n => at += n,
+    }
+    if bytes.get(at) == Some(&b'.') && digits(at + 1) > 0 {
+        at += 1 + digits(at + 1);
+    }
+    if matches!(bytes.get(at), Some(b'e' | b'E')) {
+        let sign = usize::from(matches!(bytes.get(at + 1), Some(b'+' | b'-')));
+        if at + 1 + sign < bytes.len() && digits(at + 1 + sign) > 0 {
+            at += 1 + sign + digits(at + 1 + sign);
+        }
+    }
+    Some(at)
+}
+
+/// What is wrong with a word of digits that is no number.
+fn broken_number(word: &str) -> std::result::Result<(), BadNumber> {
+    let is_number = |c: char| c.is_ascii_digit() || matches!(c, '.' | '-' | '+' | 'e' | 'E');
+    let digits = word.trim_start_matches('-');
+    if !digits.starts_with(|c: char| c.is_ascii_digit()) || !word.chars().all(is_number) {
+        return Ok(());
+    }
+    let leading_zero = digits.starts_with('0') && digits[1..].starts_with(|c: char| c.is_ascii_digit());
+    let expected = if leading_zero { "a number without leading zeros" } else { "a number" };
+    Err((expected, format!("`{}`", shown(word))))
+}
+
+fn is_blank(c: char) -> bool {
+    matches!(c, ' ' | '\t' | '\n' | '\r')
+}
+
+fn is_punctuator(c: char) -> bool {
+    matches!(c, '{' | '}' | '[' | ']' | ',' | ':')
+}
+
+fn is_word(c: char) -> bool {
+    c.is_alphanumeric() || c == '_'
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,134 @@
+//! What all ranks must have in common when training begins.
+
+use crate::comm::agree::gather_u64;
+use crate::config::Config;
+use crate::error::{EngineError, KernelError, Result};
+use crate::kernels::checked_level;
+use crate::optim::Trainer;
+use crate::param::BufferSync;
+use crate::util::fnv1a;
+use crate::zero::core::Core;
+use candle_nn::Init;
+
+/// Parts of the user's own that stand in for those of the configuration.
+#[derive(Debug, Clone, Copy)]
+#[allow(dead_code, reason = "compared between ranks as text")]
+pub(super) struct Own {
+    pub optimizer: bool,
+    pub schedule: bool,
+    pub buffer_sync: BufferSync,
+}
+
+/// The parts of an engine that all ranks must have in common, as numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Fingerprint {
+    parameters: u64,
+    elements: u64,
+    /// Hashes.
+    model: u64,
+    config: u64,
+    weights: u64,
+    simd: u64,
+    inits: u64,
+    buffers: u64,
+}
+
+impl Fingerprint {
+    const NUMBERS: usize = 8;
+
+    fn numbers(self) -> [u64; Self::NUMBERS] {
+        let Self { parameters, elements, model, config, weights, simd, inits, buffers } = self;
+        [parameters, elements, model, config, weights, simd, inits, buffers]
+    }
+
+    fn of_numbers(numbers: &Vec<u64>) -> Self {
+        match numbers[..] {
+            [parameters, elements, model, config, weights, simd, inits, buffers] => {
+                Self { parameters, elements, model, config, weights, simd, inits, buffers }
+            }
+            _ => unreachable!("all ranks give as many numbers"),
+        }
+    }
+
+    fn describe(&self) -> String {
+        let Self { parameters, elements, model, .. } = self;
+        format!("{parameters} parameters of {elements} elements, {:08x}", *model as u32)
+    }
+
+    /// The same without initial values, which are compared one by one where only they differ.
+    fn of_all_else(self) -> Self {
+        Self { inits: 0, buffers: 0, ..self }
+    }
+}
+
+/// Collective: an error where ranks built different models, read different configurations, begin with different
+/// `weights` (a hash), hints of initial values (`inits`) or buffers, or with another optimizer, schedule or parameter
+/// groups, or compute at another level of SIMD.
+pub(super) fn check_same_on_all_ranks(
+    core: &Core,
+    config: &Config,
+    own: Own,
+    trainer: &Trainer,
+    weights: u64,
+    inits: &[Init],
+) -> Result<()> {
+    let (params, buffers) = (core.params(), core.buffers().list());
+    let mut model: String = params
+        .iter()
+        .map(|p| format!("{} {:?} {} {} {:?};", p.name, p.shape, p.unit, p.is_trained(), p.packing))
+        .collect();
+    model.extend(buffers.iter().map(|b| format!("{} {:?} {:?};", b.name, b.tensor.shape(), b.tensor.dtype())));
+    let groups: Vec<usize> = params.iter().map(|p| p.group).collect();
+    let config = format!("{:?} {own:?} {trainer:?} {groups:?}", Config { notes: Vec::new(), ..config.clone() });
+    let init_hashes: Vec<u64> = inits.iter().map(|init| fnv1a(format!("{init:?}").as_bytes())).collect();
+    let buffer_hashes = core.buffers().hashes()?;
+    let mine = Fingerprint {
+        parameters: params.len() as u64,
+        elements: params.iter().map(|p| p.numel).sum::<usize>() as u64,
+        model: fnv1a(model.as_bytes()),
+        config: fnv1a(config.as_bytes()),
+        weights,
+        simd: fnv1a(checked_level()?.name().as_bytes()),
+        inits: of_all(&init_hashes),
+        buffers: of_all(&buffer_hashes),
+    };
+    let all: Vec<Fingerprint> = gather_u64(core.comm(), &mine.numbers())?.iter().map(Fingerprint::of_numbers).collect();
+    let rank = core.comm().rank();
+    let Some(other) = (0..all.len()).find(|r| all[*r] != mine) else { return Ok(()) };
+    if all.iter().all(|rank| rank.of_all_else() == mine.of_all_else()) {
+        // All ranks come here.
+        return Err(initial_values_differ(core, inits, &[init_hashes, buffer_hashes].concat())?);
+    }
+    let other = (0..all.len()).find(|r| all[*r].of_all_else() != mine.of_all_else()).unwrap_or(other);
+    let theirs = all[other];
+    let model = |f: Fingerprint| (f.parameters, f.elements, f.model);
+    Err(if model(mine) != model(theirs) {
+        EngineError::ModelsDiffer { rank, other, mine: mine.describe(), theirs: theirs.describe() }.into()
+    } else if mine.config != theirs.config {
+        EngineError::ConfigsDiffer { rank, other }.into()
+    } else if mine.weights != theirs.weights {
+        EngineError::WeightsDiffer { rank, other }.into()
+    } else {
+        KernelError::LevelsDiffer { rank, other, level: checked_level()?.name() }.into()
+    })
+}
+
+fn of_all(hashes: &[u64]) -> u64 {
+    fnv1a(&hashes.iter().flat_map(|hash| hash.to_le_bytes()).collect::<Vec<u8>>())
+}
+
+/// Collective: the error with the first parameter or buffer whose `hashes` differ between ranks.
+fn initial_values_differ(core: &Core, inits: &[Init], hashes: &[u64]) -> Result<crate::Error> {
+    let all = gather_u64(core.comm(), hashes)?;
+    let rank = core.comm().rank();
+    let differs = |at: &usize| all.iter().any(|theirs| theirs[*at] != all[0][*at]);
+    let first = (0..hashes.len()).find(differs).unwrap_or(0);
+    let other = (0..all.len()).find(|r| all[*r][first] != hashes[first]).unwrap_or(0);
+    let (what, hint) = match inits.get(first) {
+        Some(init) => {
+            (format!("parameter {}", core.params()[first].name), format!(": its hint is {init:?} on rank {rank}"))
+        }
+        None => (format!("buffer {}", core.buffers().list()[first - inits.len()].name), String::new()),
+    };
+    Ok(EngineError::InitialValuesDiffer { what, rank, other, hint }.into())
+}

@@ -1,0 +1,206 @@
+//! A folder that belongs to one job: `flock` on a file inside of it.
+//!
+//! The file is there as long as the lock is held. Whoever merely opens the folder, or locks that, is in nobody's way;
+//! what a killed job leaves is a file that nobody has locked.
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Result};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+/// Name of the file in the folder.
+pub(crate) const LOCK: &str = ".candle-zero.lock";
+
+/// The folders that this process has locked, by device and number: its engines share them where they ask for that.
+static SHARED: Mutex<Vec<Weak<FolderLock>>> = Mutex::new(Vec::new());
+
+/// A folder that this process has locked; free again when it is dropped.
+#[derive(Debug)]
+pub(crate) struct FolderLock {
+    file: File,
+    path: PathBuf,
+    /// Device and number of the folder.
+    folder: (u64, u64),
+    /// False where the file system knows no locks.
+    holds: bool,
+}
+
+/// What came of asking for a folder.
+pub(crate) enum Asked {
+    /// It is this process's now.
+    Held(FolderLock),
+    /// It is another one's, whose number the system may tell.
+    Busy(Option<u32>),
+}
+
+impl FolderLock {
+    /// Locks `folder`, and waits up to `patience` for the one who holds it.
+    ///
+    /// # Errors
+    /// The file in it cannot be created or opened.
+    pub fn ask(folder: &Path, patience: Duration) -> Result<Asked> {
+        let start = Instant::now();
+        loop {
+            let asked = Self::try_once(folder)?;
+            match asked {
+                Some(Asked::Busy(_)) | None if start.elapsed() < patience => {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                Some(asked) => return Ok(asked),
+                None => return Ok(Asked::Busy(None)),
+            }
+        }
+    }
+
+    /// The same for all who ask in this process: they hold it together.
+    ///
+    /// # Errors
+    /// As [`ask`](Self::ask).
+    pub fn share(folder: &Path, patience: Duration) -> Result<std::result::Result<Arc<Self>, Option<u32>>> {
+        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = number(folder)?;
+        if let Some(known) = shared.iter().filter_map(Weak::upgrade).find(|known| known.folder == number) {
+            return Ok(Ok(known));
+        }
+        match Self::ask(folder, patience)? {
+            Asked::Busy(owner) => Ok(Err(owner)),
+            Asked::Held(held) => {
+                let held = Arc::new(held);
+                shared.retain(|known| known.strong_count() > 0);
+                shared.push(Arc::downgrade(&held));
+                Ok(Ok(held))
+            }
+        }
+    }
+
+    /// Whether it is the one of the folder that has this path now.
+    pub fn is_of(&self, folder: &Path) -> bool {
+        number(folder).is_ok_and(|number| number == self.folder)
+    }
+
+    /// Whether the file system knows locks: else nobody is kept out.
+    pub fn holds(&self) -> bool {
+        self.holds
+    }
+
+    /// Nothing where the file went away meanwhile.
+    fn try_once(folder: &Path) -> Result<Option<Asked>> {
+        let path = folder.join(LOCK);
+        // A link of somebody else's is not followed, and a pipe not waited for.
+        let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
+        let mut open = OpenOptions::new();
+        open.read(true).write(true).create(true).mode(0o600).custom_flags(flags.bits().cast_signed());
+        let file = match open.open(&path) {
+            // It was removed between looking for it and making it.
+            Err(e) if e.kind() == ErrorKind::NotFound && folder.is_dir() => return Ok(None),
+            opened => opened?,
+        };
+        let found = file.metadata()?;
+        super::only_a_file(&found)?;
+        let holds = match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => true,
+            Err(Errno::WOULDBLOCK) => return Ok(Some(Asked::Busy(owner(found.ino())))),
+            Err(Errno::NOLCK | Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => false,
+            Err(errno) => return Err(errno.into()),
+        };
+        // Whoever held it before may have removed the file: then this is a lock on nothing.
+        match path.symlink_metadata() {
+            Ok(now) if (now.dev(), now.ino()) == (found.dev(), found.ino()) => {}
+            _ => return Ok(None),
+        }
+        let folder = number(folder)?;
+        Ok(Some(Asked::Held(Self { file, path, folder, holds })))
+    }
+}
+
+impl Drop for FolderLock {
+    /// Closing the file is not enough: a process that another thread is starting holds a copy of it until it runs its
+    /// program.
+    fn drop(&mut self) {
+        // Errors leave a file that nobody has locked, and the lock to the end of the last copy.
+        if self.holds {
+            _ = std::fs::remove_file(&self.path);
+        }
+        _ = flock(&self.file, FlockOperation::Unlock);
+    }
+}
+
+/// Device and number of a folder.
+fn number(folder: &Path) -> Result<(u64, u64)> {
+    folder.metadata().map(|m| (m.dev(), m.ino()))
+}
+
+/// The process that holds a lock on the file of that number.
+pub(crate) fn owner(inode: u64) -> Option<u32> {
+    // "1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF"
+    let locks = std::fs::read_to_string("/proc/locks").ok()?;
+    let suffix = format!(":{inode}");
+    let mut owners = locks.lines().filter_map(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let is_it = words.get(1) == Some(&"FLOCK") && words.get(5).is_some_and(|w| w.ends_with(&suffix));
+        if is_it { words.get(4)?.parse().ok() } else { None }
+    });
+    // File systems number their files alike, and not all show there the device that they are on: of two, neither is
+    // named.
+    owners.next().filter(|_| owners.next().is_none())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn held(folder: &Path) -> Option<FolderLock> {
+        match FolderLock::ask(folder, Duration::ZERO).unwrap() {
+            Asked::Held(held) => Some(held),
+            Asked::Busy(owner) => {
+                assert_eq!(owner, Some(std::process::id()));
+                None
+            }
+        }
+    }
+
+    #[test]
+    fn a_folder_is_held_once_and_nothing_stays_in_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let (of_folder, path) = (File::open(dir.path()).unwrap(), dir.path().join(LOCK));
+        flock(&of_folder, FlockOperation::NonBlockingLockExclusive).unwrap();
+        let first = held(dir.path()).unwrap();
+        assert!(first.holds());
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
+        assert!(held(dir.path()).is_none());
+        drop(first);
+        assert!(!path.exists());
+        // What a killed job left.
+        std::fs::write(&path, "").unwrap();
+        assert!(held(dir.path()).is_some());
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn those_who_share_a_folder_hold_it_until_the_last_lets_go() {
+        let dir = tempfile::tempdir().unwrap();
+        let share = || FolderLock::share(dir.path(), Duration::ZERO).unwrap().unwrap();
+        let (first, second) = (share(), share());
+        drop(first);
+        assert!(held(dir.path()).is_none());
+        drop(second);
+        assert!(held(dir.path()).is_some());
+    }
+
+    #[test]
+    fn a_link_in_its_place_is_not_followed_and_a_pipe_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(LOCK);
+        std::os::unix::fs::symlink(dir.path().join("elsewhere"), &path).unwrap();
+        assert!(FolderLock::ask(dir.path(), Duration::ZERO).is_err());
+        std::fs::remove_file(&path).unwrap();
+        let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR);
+        rustix::fs::mknodat(rustix::fs::CWD, &path, kind, mode, 0).unwrap();
+        assert!(FolderLock::ask(dir.path(), Duration::ZERO).is_err());
+    }
+}

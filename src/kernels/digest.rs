@@ -1,0 +1,115 @@
+//! A digest of values, by which two computations are compared without keeping the first one's result.
+
+use super::par;
+use super::simd::{Loop, level};
+
+/// Bytes of a task.
+const CHUNK: usize = 1 << 18;
+/// Numbers of 64 bits that are taken in at once.
+const LANES: usize = 8;
+
+/// A digest of `bytes` and their number. Equal bytes have equal digests, whatever the threads and instructions; others
+/// have different ones unless somebody looks for a collision. One pass at the speed of memory.
+pub(crate) fn digest(bytes: &[u8]) -> u64 {
+    let chunks = par::map(bytes.len().div_ceil(CHUNK), |i| {
+        level().run(Absorb(&bytes[i * CHUNK..bytes.len().min((i + 1) * CHUNK)]))
+    });
+    chunks.into_iter().fold(mixed(bytes.len() as u64), |all, chunk| mixed(all ^ chunk).wrapping_add(chunk))
+}
+
+/// The digest of one chunk.
+struct Absorb<'a>(&'a [u8]);
+
+impl Loop for Absorb<'_> {
+    type Output = u64;
+
+    #[inline(always)]
+    fn run(self) -> u64 {
+        let mut keys: [u64; LANES] = std::array::from_fn(|lane| GOLDEN.wrapping_mul(2 * lane as u64 + 1));
+        let mut sums = keys;
+        let (stripes, rest) = self.0.as_chunks::<{ 8 * LANES }>();
+        stripes.iter().for_each(|stripe| absorb(stripe, &mut keys, &mut sums));
+        let mut last = [0; 8 * LANES];
+        last[..rest.len()].copy_from_slice(rest);
+        absorb(&last, &mut keys, &mut sums);
+        sums.into_iter().fold(0, |all, sum| mixed(all ^ sum))
+    }
+}
+
+/// An odd number without a pattern: 2^64 by the golden ratio.
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Takes in one stripe: products of the halves of each number under a key that changes from stripe to stripe, and the
+/// number itself in the neighbouring lane (the inner loop of XXH3, Collet 2019).
+#[inline(always)]
+fn absorb(stripe: &[u8; 8 * LANES], keys: &mut [u64; LANES], sums: &mut [u64; LANES]) {
+    let (numbers, _) = stripe.as_chunks::<8>();
+    let mut values = [0; LANES];
+    for (value, number) in values.iter_mut().zip(numbers) {
+        *value = u64::from_le_bytes(*number);
+    }
+    for lane in 0..LANES {
+        let keyed = values[lane] ^ keys[lane];
+        let product = (keyed & 0xffff_ffff).wrapping_mul(keyed >> 32);
+        sums[lane] = sums[lane].wrapping_add(product).wrapping_add(values[lane ^ 1]);
+        keys[lane] = keys[lane].wrapping_add(GOLDEN);
+    }
+}
+
+/// Spreads every bit over all others (the finalizer of MurmurHash3).
+#[inline(always)]
+fn mixed(mut x: u64) -> u64 {
+    x = (x ^ (x >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
+    x = (x ^ (x >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+    x ^ (x >> 33)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::kernels::level::Level;
+    use std::collections::HashSet;
+
+    fn bytes(len: usize) -> Vec<u8> {
+        (0..len).map(|i| (i * 31 + i / 251) as u8).collect()
+    }
+
+    #[test]
+    fn threads_and_instructions_do_not_change_it() {
+        let bytes = bytes(3 * CHUNK + 77);
+        let pool = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+        let [one, four] = [1, 4].map(|threads| pool(threads).install(|| digest(&bytes)));
+        assert_eq!(one, four);
+        let portable = Level::Portable.run(Absorb(&bytes));
+        assert_eq!(level().run(Absorb(&bytes)), portable);
+    }
+
+    #[test]
+    fn every_bit_length_and_order_counts() {
+        let first = bytes(CHUNK + 200);
+        let mut seen = HashSet::from([digest(&first)]);
+        for bit in (0..8 * first.len()).step_by(997) {
+            let mut other = first.clone();
+            other[bit / 8] ^= 1 << (bit % 8);
+            assert!(seen.insert(digest(&other)), "bit {bit}");
+        }
+        for len in [0, 1, 63, 64, 65, CHUNK - 1, CHUNK, CHUNK + 199] {
+            assert!(seen.insert(digest(&first[..len])), "{len} bytes");
+        }
+        // Stripes and chunks that change places.
+        let mut other = first.clone();
+        other[..128].rotate_left(64);
+        assert!(seen.insert(digest(&other)));
+        let mut other = [bytes(CHUNK), vec![9; CHUNK]].concat();
+        seen.insert(digest(&other));
+        other.rotate_left(CHUNK);
+        assert!(seen.insert(digest(&other)));
+    }
+
+    #[test]
+    fn signs_of_zero_count() {
+        let digests = [[0f32, 1.0], [-0f32, 1.0]].map(|values| digest(bytemuck::cast_slice(&values)));
+        assert_ne!(digests[0], digests[1]);
+    }
+}

@@ -1,0 +1,172 @@
+//! Buffers in checkpoints: saved from rank 0, loaded at another number of ranks and stage, checked like parameters.
+
+use crate::support::convnet::{Net, Shape, batch, engine, steps};
+use crate::support::tiny::config;
+use candle_core::{DType, Device, Tensor, Var};
+use candle_nn::{Init, VarBuilder};
+use candle_zero::Engine;
+use candle_zero::checkpoint::{Checkpoint, ConsolidateSettings, LoadOptions, SaveOptions, consolidate};
+use candle_zero::comm::threads;
+use candle_zero::error::{CheckpointError, Error};
+use serde_json::{Value, json};
+use std::path::Path;
+
+const SHAPE: Shape = Shape { units: true, checkpointed: false };
+
+fn of_stage(stage: u8) -> Value {
+    config(stage, 1, json!({"stage3_param_persistence_threshold": 0}), json!({}))
+}
+
+/// What an engine knows and computes: its statistics and its answer to an image.
+fn state(engine: &mut Engine<Net>) -> candle_zero::Result<(Vec<f32>, Vec<f32>)> {
+    let (x, _) = batch(77, DType::F32);
+    let logits = engine.eval(|net| net.logits(&x))?.flatten_all()?.to_vec1::<f32>()?;
+    Ok((engine.model().statistics(), logits))
+}
+
+/// Trains on 2 ranks and saves; gives rank 0's state.
+fn saved(dir: &Path, stage: u8, options: &SaveOptions) -> (Vec<f32>, Vec<f32>) {
+    let states = threads::run(2, |comm| {
+        let mut engine = engine(comm, SHAPE, &of_stage(stage), |builder| builder)?;
+        steps(&mut engine, 0, 3)?;
+        engine.save_checkpoint_with(dir, Some("three"), Value::Null, options)?;
+        let state = state(&mut engine)?;
+        if options.in_background {
+            // Changes the buffers while they may still be on their way.
+            let batch = batch(5, DType::F32);
+            engine.forward(|net| net.loss(&batch))?;
+            engine.wait_for_checkpoint()?;
+        }
+        Ok::<_, Error>(state)
+    });
+    states.unwrap().remove(0).unwrap()
+}
+
+#[test]
+fn running_statistics_survive_saving_and_loading_at_another_world_size_and_stage() {
+    for (stage, in_background) in [(0, false), (3, false), (2, true)] {
+        let folder = tempfile::tempdir().unwrap();
+        let before = saved(folder.path(), stage, &SaveOptions { in_background, ..SaveOptions::default() });
+        assert!(before.0.iter().any(|value| *value != 0.0 && *value != 1.0));
+        for (world, stage) in [(1, 3), (2, 1), (3, 0), (3, 3)] {
+            let loaded = threads::run(world, |comm| {
+                let mut engine = engine(comm, SHAPE, &of_stage(stage), |builder| builder)?;
+                engine.load_checkpoint(folder.path(), None, &LoadOptions::default())?.unwrap();
+                state(&mut engine)
+            });
+            for (rank, state) in loaded.unwrap().into_iter().enumerate() {
+                assert_eq!(state.unwrap(), before, "rank {rank} of {world}, stage {stage}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_run_that_goes_on_after_loading_has_the_bits_of_one_that_never_stopped() {
+    let folder = tempfile::tempdir().unwrap();
+    let all = threads::run(2, |comm| {
+        let mut engine = engine(comm, SHAPE, &of_stage(2), |builder| builder)?;
+        steps(&mut engine, 0, 2)?;
+        engine.save_checkpoint(folder.path(), None, Value::Null)?;
+        steps(&mut engine, 2, 2)
+    });
+    let resumed = threads::run(2, |comm| {
+        let mut engine = engine(comm, SHAPE, &of_stage(2), |builder| builder)?;
+        engine.load_checkpoint(folder.path(), None, &LoadOptions::default())?;
+        steps(&mut engine, 2, 2)
+    });
+    let outcomes = |ranks: Vec<candle_zero::Result<_>>| ranks.into_iter().map(|rank| rank.unwrap()).collect::<Vec<_>>();
+    assert_eq!(outcomes(resumed.unwrap()), outcomes(all.unwrap()));
+}
+
+#[test]
+fn a_consolidated_checkpoint_has_buffers_in_their_own_type_and_one_can_begin_with_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let before = saved(folder.path(), 1, &SaveOptions::default());
+    let checkpoint = Checkpoint::open(folder.path(), None).unwrap().unwrap();
+    let (out, settings) = (folder.path().join("out"), ConsolidateSettings::default());
+    let mut told = 0;
+    let done = consolidate(&checkpoint, &out, &settings, &mut |bytes| told = bytes).unwrap();
+    assert_eq!((done.bytes, told), (settings.bytes(&checkpoint), settings.bytes(&checkpoint)));
+    let file = out.join("model.safetensors");
+    let tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+    assert_eq!(tensors.keys().filter(|name| name.contains(".running_")).count(), 6);
+    let begun = threads::run(1, |comm| {
+        let mut engine = engine(comm, SHAPE, &of_stage(3), |builder| builder.init_from(&file))?;
+        state(&mut engine)
+    });
+    assert_eq!(begun.unwrap().remove(0).unwrap(), before);
+}
+
+#[test]
+fn a_damaged_or_missing_file_of_buffers_is_found_before_anything_changes() {
+    let folder = tempfile::tempdir().unwrap();
+    saved(folder.path(), 1, &SaveOptions::default());
+    let file = folder.path().join("three/buffers.safetensors");
+    let whole = std::fs::read(&file).unwrap();
+    let mut damaged = whole.clone();
+    *damaged.last_mut().unwrap() ^= 1;
+    for bytes in [Some(damaged), None] {
+        match bytes {
+            Some(bytes) => std::fs::write(&file, bytes).unwrap(),
+            None => std::fs::remove_file(&file).unwrap(),
+        }
+        let results = threads::run(2, |comm| {
+            let mut engine = engine(comm, SHAPE, &of_stage(1), |builder| builder)?;
+            let before = state(&mut engine)?;
+            let error = engine.load_checkpoint(folder.path(), None, &LoadOptions::default()).unwrap_err();
+            assert_eq!(state(&mut engine)?, before);
+            // The engine can go on.
+            steps(&mut engine, 0, 1)?;
+            Ok::<_, Error>(error)
+        });
+        for error in results.unwrap() {
+            let error = error.unwrap();
+            let is_named = matches!(&error, Error::Checkpoint(CheckpointError::Unusable { path, .. }) if *path == file);
+            assert!(is_named, "{error}");
+        }
+    }
+}
+
+/// One weight, and a buffer of ids.
+fn with_ids(len: usize, dtype: DType) -> impl Fn(VarBuilder<'_>) -> candle_core::Result<(Tensor, Var)> {
+    move |vb| {
+        let ids = vb.get_with_hints_dtype(len, "position_ids", Init::Const(7.0), dtype)?;
+        Ok((vb.get(2, "weight")?, Var::from_tensor(&ids)?))
+    }
+}
+
+#[test]
+fn a_buffer_of_another_shape_or_kind_or_none_is_an_error_with_its_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |len, dtype, load: Option<LoadOptions>| {
+        let results = threads::run(1, |comm| {
+            let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+            let mut engine = builder.initialize(with_ids(len, dtype), of_stage(0))?;
+            match load {
+                Some(options) => drop(engine.load_checkpoint(folder.path(), None, &options)?),
+                None => drop(engine.save_checkpoint(folder.path(), None, Value::Null)?),
+            }
+            Ok::<_, Error>(engine.model().1.to_dtype(DType::F64)?.to_vec1::<f64>()?)
+        });
+        results.unwrap().remove(0)
+    };
+    run(3, DType::I64, None).unwrap();
+    let strict = Some(LoadOptions::default());
+    // Another integer that can hold the values.
+    assert_eq!(run(3, DType::U8, strict).unwrap(), [7.0; 3]);
+    for error in [run(4, DType::I64, strict).unwrap_err(), run(3, DType::F64, strict).unwrap_err()] {
+        assert!(error.to_string().contains("buffer position_ids"), "{error}");
+    }
+    let without = |options| {
+        let results = threads::run(1, |comm| {
+            let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+            let mut engine = builder.initialize(|vb| vb.get(2, "weight"), of_stage(0))?;
+            engine.load_checkpoint(folder.path(), None, &options).map(drop)
+        });
+        results.unwrap().remove(0)
+    };
+    let error = without(LoadOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("the model lacks the buffers position_ids"), "{error}");
+    without(LoadOptions { load_module_strict: false, ..LoadOptions::default() }).unwrap();
+}

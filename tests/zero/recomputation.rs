@@ -1,0 +1,123 @@
+//! A unit that recomputes gives the second time what it gave the first time, or an error says why it does not.
+
+use crate::support::tiny::config;
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::{Module, VarBuilder};
+use candle_zero::comm::threads;
+use candle_zero::error::{EngineError, Error};
+use candle_zero::zero::{Unit, unit};
+use candle_zero::{Engine, nn};
+use serde_json::{Value, json};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// x * w, and then something random.
+struct Noisy {
+    w: Tensor,
+    noise: fn(&Tensor) -> Result<Tensor>,
+}
+
+impl Module for Noisy {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        (self.noise)(&x.broadcast_mul(&self.w)?)
+    }
+}
+
+struct Model {
+    scale: Tensor,
+    unit: Unit<Noisy>,
+}
+
+fn build(noise: fn(&Tensor) -> Result<Tensor>, recompute: bool) -> impl Fn(VarBuilder<'_>) -> Result<Model> {
+    move |vb| {
+        let one = candle_nn::Init::Const(1.0);
+        let noisy = |vb: VarBuilder<'_>| Ok(Noisy { w: vb.get_with_hints(64, "w", one)?, noise });
+        Ok(Model {
+            scale: vb.get_with_hints((1, 64), "scale", one)?,
+            unit: unit(vb.pp("block.0"), noisy)?.checkpointed(recompute),
+        })
+    }
+}
+
+type Noise = fn(&Tensor) -> Result<Tensor>;
+
+const NOISES: [(&str, Noise); 3] = [
+    ("dropout", |x| candle_nn::ops::dropout(x, 0.5)),
+    ("uniform noise", |x| x + Tensor::rand(0f32, 1f32, x.shape(), x.device())?),
+    ("a tenth of one element", |x| {
+        let mut values = x.flatten_all()?.to_vec1::<f32>()?;
+        static CALLS: AtomicUsize = AtomicUsize::new(0);
+        values[63] += 0.1 * CALLS.fetch_add(1, Ordering::Relaxed) as f32;
+        x + (Tensor::from_vec(values, x.shape(), x.device())? - x.detach())?
+    }),
+];
+
+/// One step of stochastic gradient descent at rate 1; the output of forward, and what backward says.
+fn step(build: &(impl Fn(VarBuilder<'_>) -> Result<Model> + Sync), config: &Value) -> candle_zero::Result<()> {
+    let ranks = threads::run(1, |comm| {
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+        let mut engine = builder.initialize(build, config.clone())?;
+        let loss = engine.forward(|m| m.unit.forward(&m.scale)?.sum_all())?;
+        engine.backward(&loss)?;
+        engine.step()
+    });
+    ranks.unwrap().remove(0)
+}
+
+/// The two ways to switch recomputation on.
+fn ways(stage: u8) -> [(bool, Value); 2] {
+    let every = json!({"activation_checkpointing": {"number_checkpoints": 1}});
+    [(true, config(stage, 1, json!({}), json!({}))), (false, config(stage, 1, json!({}), every))]
+}
+
+#[test]
+fn randomness_that_cannot_be_drawn_again_is_an_error_that_names_the_unit_and_the_way_out() {
+    for (name, noise) in NOISES {
+        for (recompute, config) in [0, 3].into_iter().flat_map(ways) {
+            let error = step(&build(noise, recompute), &config).unwrap_err();
+            let what = format!("{name}, {config}: {error}");
+            let named =
+                matches!(&error, Error::Engine(EngineError::RecomputationDiffers { unit }) if unit == "block.0");
+            assert!(named, "{what}");
+            assert!(error.to_string().contains("candle_zero::nn::Dropout"), "{what}");
+        }
+        let config = config(3, 1, json!({}), json!({}));
+        step(&build(noise, false), &config).unwrap();
+    }
+}
+
+#[test]
+fn the_error_reaches_a_plain_backward_in_the_same_words() {
+    let ranks = threads::run(1, |comm| {
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+        let mut engine = builder.initialize(build(NOISES[0].1, true), config(0, 1, json!({}), json!({})))?;
+        let x = Var::from_tensor(&Tensor::ones((1, 64), DType::F32, &Device::Cpu)?)?;
+        let loss = engine.forward(|m| m.unit.forward(&x)?.sum_all())?;
+        Ok(loss.backward().map(drop).unwrap_err().to_string())
+    });
+    let text = ranks.unwrap().remove(0).unwrap();
+    assert!(text.contains("block.0") && text.contains("candle_zero::nn::Dropout"), "{text}");
+}
+
+#[test]
+fn what_can_be_drawn_again_trains() {
+    let dropout: Noise = |x| nn::Dropout::new(0.5, 3).forward(x);
+    for (recompute, config) in [0, 3].into_iter().flat_map(ways) {
+        step(&build(dropout, recompute), &config).unwrap();
+    }
+}
+
+#[test]
+fn inputs_that_do_not_lie_row_by_row_are_recomputed_to_the_bit() {
+    // A sum along rows that lie across memory is formed in another order than one along rows that do not.
+    let sum: Noise = |x| x.t()?.sum_keepdim(0)?.broadcast_add(&x.t()?)?.t();
+    for (recompute, config) in [0, 3].into_iter().flat_map(ways) {
+        let ranks = threads::run(1, |comm| {
+            let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+            let mut engine = builder.initialize(build(sum, recompute), config.clone())?;
+            let x = Tensor::arange(0f32, 64f32 * 64f32, &Device::Cpu)?.reshape((64, 64))?.sin()?;
+            let loss = engine.forward(|m| m.unit.forward(&x.broadcast_mul(&m.scale)?.t()?)?.sum_all())?;
+            engine.backward(&loss)
+        });
+        ranks.unwrap().remove(0).unwrap();
+    }
+}
