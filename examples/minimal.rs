@@ -11,7 +11,7 @@ fn mlp(vb: VarBuilder) -> Result<Sequential> {
 }
 
 fn main() -> anyhow::Result<()> {
-    let mut engine = Engine::initialize(mlp, candle_zero::cli::ds_config_from_args()?)?;
+    let mut engine = Engine::initialize(mlp, candle_zero::cli::ds_config_or_exit())?;
     let batch = engine.config().batch;
     let mut number = engine.rank(); // each rank sees samples of its own
     for step in 0..200 {

@@ -11,22 +11,29 @@ use candle_core::{DType, Device, Tensor};
 use candle_zero::Engine;
 use candle_zero::checkpoint::{LoadOptions, SaveOptions};
 use candle_zero::cli::DsArgs;
-use candle_zero::config::RunValues;
+use candle_zero::comm::RankEnv;
+use candle_zero::config::{Config, RunValues};
 use candle_zero::data::{BatchShape, Loader, Order, TokenData};
+use candle_zero::estimate::{Estimate, Shapes};
 use candle_zero::memory::Kind;
 use candle_zero::models::{
     Architecture, GptConfig, GptLayers, LanguageModel, LlamaConfig, LlamaLayers, TokenRng, next_token,
 };
-use candle_zero::monitor::{MetricsWriter, Progress, rss_peak_bytes};
+use candle_zero::monitor::{MetricsWriter, Progress, available_memory, rss_peak_bytes};
 use candle_zero::offload::OffloadReport;
 use candle_zero::optim::ParameterGroup;
 use clap::{Parser, ValueEnum};
 use serde::Serialize;
 use serde_json::{Value, json};
+use std::fmt::Display;
+use std::io::{ErrorKind, Write as _};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
+
+/// Tokens of text: its bytes.
+const BYTES: usize = 256;
 
 #[derive(Parser)]
 #[command(about = "Trains a GPT-2 or a Llama under ZeRO")]
@@ -85,7 +92,7 @@ struct Args {
     /// Where to write the trained weights
     #[arg(long, value_name = "FILE.safetensors")]
     export: Option<PathBuf>,
-    /// Folder of checkpoints; one is saved at the end
+    /// Folder of checkpoints; one is saved at the end, and at SIGTERM or SIGINT, which end the training
     #[arg(long, value_name = "DIR")]
     save: Option<PathBuf>,
     /// Also save a checkpoint every N optimizer steps, while training continues
@@ -171,11 +178,31 @@ fn main() -> ExitCode {
         }
     };
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(Ended::Trained) => ExitCode::SUCCESS,
+        Ok(Ended::Stopped) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("error: {error}");
+            // A stream that is closed does not change the exit code.
+            _ = writeln!(std::io::stderr(), "error: {error}");
             ExitCode::FAILURE
         }
+    }
+}
+
+/// How a run without an error ended.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ended {
+    Trained,
+    /// A signal asked for it: the last step is saved.
+    Stopped,
+}
+
+/// A line on standard output. Nobody reads what is written to a closed pipe, which is no error.
+fn say(text: impl Display) -> anyhow::Result<()> {
+    match writeln!(std::io::stdout(), "{text}") {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(anyhow::anyhow!("cannot write to standard output: {error}"))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -185,7 +212,7 @@ fn run<A: Architecture>(
     config: &A::Config,
     [vocab, width]: [usize; 2],
     sizes: Value,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Ended> {
     let ctx = A::ctx(config);
     let seq_len = args.seq_len.unwrap_or(ctx);
     anyhow::ensure!(
@@ -197,11 +224,13 @@ fn run<A: Architecture>(
     }
     let data = TokenData::open(args.data.as_deref())?;
 
-    let mut builder = Engine::builder().run_values(RunValues {
-        total_num_steps: Some(args.steps),
-        hidden_size: Some(width as u64),
-        ..RunValues::default()
-    });
+    let run_values =
+        RunValues { total_num_steps: Some(args.steps), hidden_size: Some(width as u64), ..RunValues::default() };
+    if let Some(warning) = too_large::<A>(args, config, &run_values) {
+        // On a stream that is closed nobody waits for it.
+        _ = writeln!(std::io::stderr(), "warning: {warning}");
+    }
+    let mut builder = Engine::builder().run_values(run_values);
     if let Some(seed) = args.seed {
         builder = builder.seed(seed);
     }
@@ -218,6 +247,9 @@ fn run<A: Architecture>(
     let in_files = engine.memory_report().row(Kind::Parameters).file.held > 0;
     let sample = args.sample.unwrap_or(if data.is_byte_level() && !in_files { 200 } else { 0 });
     let text = data.is_byte_level();
+    if text && vocab != BYTES && engine.rank() == 0 {
+        say(format!("text is read as bytes, {BYTES} tokens; the model has a vocabulary of {vocab}"))?;
+    }
     let mut prompt = vec![];
     data.extend(0, data.len().min(16).min(ctx), &mut prompt);
     let order = match args.order {
@@ -236,10 +268,16 @@ fn run<A: Architecture>(
     {
         loader.resume(loaded.global_samples);
         if engine.rank() == 0 {
-            println!("goes on after step {}: {}", engine.global_steps(), loaded.path.display());
+            say(format!("goes on after step {}: {}", engine.global_steps(), loaded.path.display()))?;
         }
     }
-    train(&mut engine, &mut loader, args, seq_len, &sizes)?;
+    if train(&mut engine, &mut loader, args, seq_len, &sizes)? == Ended::Stopped {
+        if engine.rank() == 0 {
+            let steps = engine.global_steps();
+            say(format!("a signal asked for the end: step {steps} is saved, --resume goes on from there"))?;
+        }
+        return Ok(Ended::Stopped);
+    }
     if let Some(path) = &args.export {
         engine.export_safetensors(path)?;
     }
@@ -247,10 +285,29 @@ fn run<A: Architecture>(
     if sample > 0 {
         let tokens = generate(&mut engine, prompt, sample, seed)?;
         if engine.rank() == 0 {
-            println!("{}", if text { as_text(&tokens) } else { format!("{tokens:?}") });
+            say(if text { as_text(&tokens) } else { format!("{tokens:?}") })?;
         }
     }
-    Ok(())
+    Ok(Ended::Trained)
+}
+
+/// A line about a model whose training state needs more memory than is left, by the estimate. From rank 0; what is wrong
+/// with the configuration is said elsewhere.
+fn too_large<A: Architecture>(args: &Args, config: &A::Config, run_values: &RunValues) -> Option<String> {
+    let env = RankEnv::from_env().ok().filter(|env| env.rank == 0)?;
+    let ds_config = Config::load_for(args.ds.ds_config.as_path(), env.world_size, run_values).ok()?;
+    let shapes = Shapes::of("model", |vb| LanguageModel::<A>::new(config, vb)).ok()?;
+    let estimate = Estimate::new(&shapes, &ds_config).ok()?;
+    let (needs, left) = (estimate.host_bytes() as f64 * env.world_size as f64, available_memory()? as f64);
+    let gib = |bytes: f64| bytes / f64::from(1 << 30);
+    (needs > left).then(|| {
+        format!(
+            "the training state needs {:.1} GiB of memory and {:.1} GiB are available: take a smaller model, more \
+             sharding or offload (zerorun estimate)",
+            gib(needs),
+            gib(left)
+        )
+    })
 }
 
 /// The preset with the flags on top.
@@ -259,7 +316,7 @@ fn gpt_config(args: &Args) -> anyhow::Result<GptConfig> {
     check_context(args)?;
     let llamas_own = args.n_kv_head.is_none() && args.n_inner.is_none();
     anyhow::ensure!(llamas_own, "a GPT-2 has no --n_kv_head and no --n_inner; leave them out, or give --arch llama");
-    Ok(GptConfig {
+    let config = GptConfig {
         n_layer: args.n_layer.unwrap_or(preset.n_layer),
         n_head: args.n_head.unwrap_or(preset.n_head),
         n_embd: args.n_embd.unwrap_or(preset.n_embd),
@@ -268,7 +325,9 @@ fn gpt_config(args: &Args) -> anyhow::Result<GptConfig> {
         checkpoint_activations: args.activation_checkpointing,
         dropout: args.dropout.unwrap_or(preset.dropout),
         ..preset
-    })
+    };
+    config.validate()?;
+    Ok(config)
 }
 
 /// The preset with the flags on top.
@@ -276,7 +335,7 @@ fn llama_config(args: &Args) -> anyhow::Result<LlamaConfig> {
     let preset = LlamaConfig::preset(args.model.as_deref().unwrap_or("llama-nano"))?;
     check_context(args)?;
     anyhow::ensure!(args.dropout.is_none(), "a Llama has no --dropout; leave it out, or give --arch gpt2");
-    Ok(LlamaConfig {
+    let config = LlamaConfig {
         hidden_size: args.n_embd.unwrap_or(preset.hidden_size),
         intermediate_size: args.n_inner.unwrap_or(preset.intermediate_size),
         num_hidden_layers: args.n_layer.unwrap_or(preset.num_hidden_layers),
@@ -286,7 +345,9 @@ fn llama_config(args: &Args) -> anyhow::Result<LlamaConfig> {
         vocab: args.vocab.unwrap_or(preset.vocab),
         checkpoint_activations: args.activation_checkpointing,
         ..preset
-    })
+    };
+    config.validate()?;
+    Ok(config)
 }
 
 fn gpt_sizes(config: &GptConfig) -> Value {
@@ -301,6 +362,8 @@ fn llama_sizes(config: &LlamaConfig) -> Value {
         "architecture": "llama", "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_hidden_layers, "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads, "ctx": config.ctx, "vocab": config.vocab,
+        "rope_theta": config.rope_theta, "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
     })
 }
 
@@ -318,14 +381,14 @@ fn check_export(path: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// `args.steps` optimizer steps, each reported by rank 0.
+/// `args.steps` optimizer steps, each reported by rank 0. With --save, SIGTERM and SIGINT end them after a checkpoint.
 fn train<A: Architecture>(
     engine: &mut Engine<LanguageModel<A>>,
     loader: &mut Loader,
     args: &Args,
     seq_len: usize,
     sizes: &Value,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Ended> {
     let first = engine.rank() == 0;
     let mut metrics = match &args.metrics {
         Some(path) if first && args.resume => Some(MetricsWriter::resume(path, engine.global_steps())?),
@@ -337,7 +400,16 @@ fn train<A: Architecture>(
     let tokens_per_step = (batch.train_batch_size * seq_len) as f64;
     let start = Instant::now();
 
-    for step in engine.global_steps()..args.steps {
+    let (first_step, skipped_before) = (engine.global_steps(), engine.skipped_steps());
+    for step in first_step..args.steps {
+        if args.save.is_some() && engine.stop_requested()? {
+            engine.wait_for_checkpoint()?;
+            if step > first_step && !is_due(step, args) {
+                save(engine, args, sizes)?;
+            }
+            progress.finish();
+            return Ok(Ended::Stopped);
+        }
         let step_start = Instant::now();
         let files_before = engine.offload_report();
         let (lr, loss_scale) = (engine.get_lr()[0], engine.loss_scale());
@@ -373,13 +445,15 @@ fn train<A: Architecture>(
         write(&mut metrics, &line);
         progress
             .step(step + 1, || format!("loss {:.4} lr {:.3e} {:.0} tokens/s", line.loss, line.lr, line.tokens_per_s));
-        save(engine, args, sizes)?;
+        if is_due(step + 1, args) {
+            save(engine, args, sizes)?;
+        }
     }
     engine.wait_for_checkpoint()?;
     progress.finish();
     let files = engine.offload_report();
     if first && files != OffloadReport::default() {
-        println!("{files}");
+        say(&files)?;
     }
     let summary = json!({
         "summary": true,
@@ -392,27 +466,35 @@ fn train<A: Architecture>(
         "offload": engine.offload_report(),
     });
     write(&mut metrics, &summary);
-    Ok(())
+    let (made, skipped) = (args.steps.saturating_sub(first_step), engine.skipped_steps() - skipped_before);
+    anyhow::ensure!(
+        made == 0 || skipped < made,
+        "nothing was learned: all {made} steps were skipped, because gradients were not finite; let the loss scale \
+         adapt (fp16.loss_scale 0), give a smaller one (fp16.initial_scale_power), or train in bf16"
+    );
+    Ok(Ended::Trained)
 }
 
 /// Writes a line of metrics. Training is worth more than its log: one that cannot be written ends, and says so.
 fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     if let Some(Err(error)) = metrics.as_mut().map(|metrics| metrics.write(line)) {
-        eprintln!("{error}: training goes on, and the metrics end here");
+        _ = writeln!(std::io::stderr(), "{error}: training goes on, and the metrics end here");
         *metrics = None;
     }
 }
 
-/// Saves a checkpoint if it is time for one.
+/// Whether a checkpoint is saved after `steps` steps.
+fn is_due(steps: u64, args: &Args) -> bool {
+    args.save.is_some() && (steps == args.steps || args.save_every.is_some_and(|every| steps.is_multiple_of(every)))
+}
+
+/// Saves a checkpoint, while training goes on if it is one of `--save_every`.
 fn save<M>(engine: &mut Engine<M>, args: &Args, sizes: &Value) -> anyhow::Result<()> {
     let Some(dir) = &args.save else { return Ok(()) };
     let steps = engine.global_steps();
-    let is_last = steps == args.steps;
-    if is_last || args.save_every.is_some_and(|every| steps.is_multiple_of(every)) {
-        let keep = args.keep.map(NonZeroUsize::get);
-        let options = SaveOptions { in_background: !is_last, keep, ..SaveOptions::default() };
-        engine.save_checkpoint_with(dir, None, json!({ "model": sizes }), &options)?;
-    }
+    let in_background = steps != args.steps && is_due(steps, args);
+    let options = SaveOptions { in_background, keep: args.keep.map(NonZeroUsize::get), ..SaveOptions::default() };
+    engine.save_checkpoint_with(dir, None, json!({ "model": sizes }), &options)?;
     Ok(())
 }
 

@@ -3,6 +3,7 @@
 
 use crate::error::{ConfigError, Error, Result};
 use std::ffi::OsString;
+use std::io::Write as _;
 use std::path::PathBuf;
 
 /// The arguments of a DeepSpeed script, to be flattened into a script's own clap struct. Needs feature `cli`.
@@ -39,13 +40,26 @@ pub struct DsArgs {
 /// # Errors
 /// The argument is absent, has no file, or is given twice.
 pub fn ds_config_from_args() -> Result<PathBuf> {
-    find_ds_config(std::env::args_os())
+    // The launcher's own variable: the program is in its cache, and is not what the user has typed.
+    let script = std::env::var_os(crate::comm::env::SCRIPT).filter(|script| !script.is_empty());
+    find_ds_config(std::env::args_os(), script.map(|script| format!("zerorun {}", script.to_string_lossy())))
 }
 
-fn find_ds_config(args: impl Iterator<Item = OsString>) -> Result<PathBuf> {
+/// The same for a `main` that leaves wrong arguments to this call, as clap's `parse` does: the message goes to stderr,
+/// without a backtrace, and the process ends with exit code 2.
+pub fn ds_config_or_exit() -> PathBuf {
+    ds_config_from_args().unwrap_or_else(|error| {
+        // A stderr that is closed does not change the exit code.
+        _ = writeln!(std::io::stderr(), "error: {error}");
+        std::process::exit(2)
+    })
+}
+
+fn find_ds_config(args: impl Iterator<Item = OsString>, typed: Option<String>) -> Result<PathBuf> {
     const NAMES: [&str; 3] = ["--ds_config", "--deepspeed_config", "--ds-config"];
     let mut args = args;
-    let program = args.next().map_or_else(|| "PROGRAM".into(), |program| program.to_string_lossy().into_owned());
+    let program = args.next().map(|program| program.to_string_lossy().into_owned());
+    let program = typed.or(program).unwrap_or_else(|| "PROGRAM".into());
     let wrong =
         |problem: &str| Error::from(ConfigError::Argument { problem: problem.into(), program: program.clone() });
     let mut found: Option<PathBuf> = None;
@@ -77,7 +91,14 @@ mod tests {
     use clap::Parser;
 
     fn find(args: &[&str]) -> Result<PathBuf> {
-        find_ds_config(args.iter().map(OsString::from))
+        find_ds_config(args.iter().map(OsString::from), None)
+    }
+
+    #[test]
+    fn under_zerorun_the_script_is_named_rather_than_the_program_in_the_cache() {
+        let args = ["/home/me/.cache/zerorun/target/release/train-3601f999f4ad10ba"].map(OsString::from);
+        let error = find_ds_config(args.into_iter(), Some("zerorun train.rs".into())).unwrap_err();
+        insta::assert_snapshot!(error, @"the argument --ds_config is missing; start it as: zerorun train.rs --ds_config FILE");
     }
 
     #[test]

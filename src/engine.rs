@@ -17,6 +17,7 @@ mod clock;
 mod common;
 mod construct;
 pub(crate) mod error;
+mod for_eval;
 mod output;
 mod reporter;
 mod reports;
@@ -27,12 +28,14 @@ pub use builder::EngineBuilder;
 
 use crate::checkpoint::{HeldFolders, Place, SaveJob};
 use crate::comm::agree::Failure;
+use crate::comm::calls::during;
 use crate::config::{Config, Precision};
 use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
 use crate::graph::{draw_from, stream_of};
 use crate::notice::warn;
 use crate::optim::Trainer;
 use crate::precision::{LossScaler, gradient_multiplier};
+use crate::stop::asked_to_stop;
 use crate::timeline::{self, Recorder};
 use crate::zero::core::Core;
 use crate::zero::step::Vote;
@@ -67,6 +70,8 @@ use std::sync::Arc;
 /// ```
 pub struct Engine<M> {
     model: M,
+    /// What evaluations run instead, if it was built.
+    for_eval: Option<M>,
     config: Config,
     core: Arc<Core>,
     trainer: Trainer,
@@ -149,13 +154,21 @@ impl<M> Engine<M> {
         Ok(output)
     }
 
-    /// Runs the model without keeping a graph and without counting anything. Collective at stage 3.
+    /// Runs the model without a graph and without counting anything. Collective at stage 3.
+    ///
+    /// This library's layers keep nothing for a backward. Of its own operations on parameters Candle does, to the end of
+    /// the unit that they are in, and outside of units to the end of `run`;
+    /// [`build_for_eval`](Self::build_for_eval) spares that memory too. Nothing is dropped by
+    /// [`nn::Dropout`](crate::nn::Dropout).
     ///
     /// # Errors
     /// The error of `run`; a failed collective.
     pub fn eval(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
-        let _span = self.span("eval");
-        self.attempt(|engine| engine.core.evaluate(|| run(&engine.model)))
+        let (_call, _span) = (during("eval"), self.span("eval"));
+        self.attempt(|engine| {
+            let model = engine.for_eval.as_ref().unwrap_or(&engine.model);
+            engine.core.evaluate(|| run(model))
+        })
     }
 
     /// Differentiates `loss`, which has one element: scaled by the loss scale, divided by the accumulation steps.
@@ -222,6 +235,7 @@ impl<M> Engine<M> {
             self.update(gradient_multiplier(vote.norm, scale, self.config.gradient_clipping))?;
         } else {
             self.skipped_steps += 1;
+            self.tell_overflow(scale);
         }
         self.was_applied = applies;
         self.global_steps += 1;
@@ -310,11 +324,66 @@ impl<M> Engine<M> {
         Ok(())
     }
 
+    /// Rank 0 says that a step was skipped whose gradients had the loss scale `scale`: at each of the first ones, then
+    /// ever more rarely.
+    fn tell_overflow(&self, scale: f64) {
+        const FIRST: u64 = 10;
+        let skipped = self.skipped_steps;
+        if self.rank() != 0 || (skipped > FIRST && !skipped.is_power_of_two()) {
+            return;
+        }
+        let now = self.scaler.scale();
+        let consequence = match &self.scaler {
+            LossScaler::None => "their weights stay as they are".to_string(),
+            LossScaler::Static { .. } => format!("the loss scale stays {scale} (fp16.loss_scale)"),
+            LossScaler::Dynamic(_) if now == scale => format!("the loss scale stays {scale} this time"),
+            LossScaler::Dynamic(_) => format!("the loss scale falls from {scale} to {now}"),
+        };
+        let number = self.global_steps + 1;
+        let more =
+            if skipped == FIRST { "; further ones are told rarely, engine.skipped_steps() counts all" } else { "" };
+        warn(&format!(
+            "step {number} is skipped, a gradient is not finite (skipped so far: {skipped}); {consequence}{more}"
+        ));
+    }
+
+    /// Whether the job is asked to end: whether a rank has got SIGTERM or SIGINT. From the first call on these signals
+    /// do not end the process by themselves, so a loop that asks once per step can save a checkpoint and end in good
+    /// order. Collective, so that all ranks end after the same step.
+    ///
+    /// Without `zerorun` a second such signal ends the process. `zerorun` kills its ranks at a second one, or when the
+    /// time of `--grace` is over.
+    ///
+    /// ```no_run
+    /// # fn run(engine: &mut candle_zero::Engine<candle_nn::Linear>) -> candle_zero::Result<()> {
+    /// while engine.global_steps() < 1000 {
+    ///     // forward, backward, step ...
+    ///     if engine.stop_requested()? {
+    ///         engine.save_checkpoint("checkpoints", None, serde_json::Value::Null)?;
+    ///         break;
+    ///     }
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Signals cannot be listened to; a failed collective.
+    pub fn stop_requested(&self) -> Result<bool> {
+        // All ranks vote, also where one of them cannot listen.
+        let own = asked_to_stop();
+        let vote = *own.as_ref().unwrap_or(&false);
+        let all = self.gather_f64(&[f64::from(u8::from(vote))])?;
+        own.map_err(|source| EngineError::Signals { source })?;
+        Ok(all.iter().any(|rank| rank[0] != 0.0))
+    }
+
     /// Collective: the `values` of every rank, in rank order.
     ///
     /// # Errors
     /// A failed collective.
     pub fn gather_f64(&self, values: &[f64]) -> Result<Vec<Vec<f64>>> {
+        let _call = during("gather_f64");
         self.core.comm().gather_f64(values.to_vec()).wait()
     }
 

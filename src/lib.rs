@@ -58,6 +58,7 @@ pub mod optim;
 mod param;
 pub mod precision;
 pub mod profiler;
+mod stop;
 mod tensor;
 mod timeline;
 #[cfg(feature = "cli")]

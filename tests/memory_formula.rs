@@ -21,24 +21,26 @@ use std::sync::{Barrier, Mutex};
 struct Counting;
 
 static LIVE: AtomicIsize = AtomicIsize::new(0);
+/// The most of them since it was last set.
+static PEAK: AtomicIsize = AtomicIsize::new(0);
 static ALONE: Mutex<()> = Mutex::new(());
 
 // SAFETY: every call is passed on to the system's allocator as it came.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        LIVE.fetch_add(layout.size() as isize, Ordering::Relaxed);
+        add(layout.size() as isize);
         // SAFETY: the caller's promises are the system allocator's.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        LIVE.fetch_add(layout.size() as isize, Ordering::Relaxed);
+        add(layout.size() as isize);
         // SAFETY: as above.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        LIVE.fetch_add(size as isize - layout.size() as isize, Ordering::Relaxed);
+        add(size as isize - layout.size() as isize);
         // SAFETY: as above.
         unsafe { System.realloc(at, layout, size) }
     }
@@ -48,6 +50,11 @@ unsafe impl GlobalAlloc for Counting {
         // SAFETY: as above.
         unsafe { System.dealloc(at, layout) }
     }
+}
+
+fn add(bytes: isize) {
+    let live = LIVE.fetch_add(bytes, Ordering::Relaxed) + bytes;
+    PEAK.fetch_max(live, Ordering::Relaxed);
 }
 
 #[global_allocator]
@@ -341,4 +348,82 @@ fn building_a_model_at_stage_3_never_holds_a_whole_parameter() {
     let shares = 4 * 4_000_000;
     let most = *peak.lock().unwrap();
     assert!(most < shares + 4_000_000, "{most} bytes at most, {shares} in the shares of all ranks");
+}
+
+// ---- evaluation ------------------------------------------------------------------------------------------------
+
+const CHAIN: usize = 100;
+const CHAIN_WIDTH: usize = 32;
+const CHAIN_ROWS: usize = 1024;
+/// Bytes of what one layer of the chain gives.
+const ACTIVATION: isize = (CHAIN_ROWS * CHAIN_WIDTH * 4) as isize;
+
+/// A hundred of candle-nn's layers, `per_unit` of them in a unit, or all outside of units.
+struct Chain(Vec<Unit<Layers>>, Layers);
+
+struct Layers(Vec<Linear>);
+
+impl Module for Layers {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.0.iter().try_fold(x.clone(), |x, layer| layer.forward(&x)?.relu())
+    }
+}
+
+impl Chain {
+    fn new(per_unit: Option<usize>, vb: &VarBuilder<'_>) -> candle_core::Result<Self> {
+        let layers = |first: usize, count: usize, vb: VarBuilder<'_>| {
+            let layer = |i| linear(CHAIN_WIDTH, CHAIN_WIDTH, vb.pp(i));
+            Ok(Layers((first..first + count).map(layer).collect::<candle_core::Result<_>>()?))
+        };
+        let Some(per_unit) = per_unit else { return Ok(Self(vec![], layers(0, CHAIN, vb.pp("layers"))?)) };
+        let unit_of = |i: usize| unit(vb.pp(format!("unit.{i}")), |vb| layers(0, per_unit, vb));
+        Ok(Self((0..CHAIN / per_unit).map(unit_of).collect::<candle_core::Result<_>>()?, Layers(vec![])))
+    }
+
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.1.forward(&self.0.iter().try_fold(x.clone(), |x, unit| unit.forward(&x))?)
+    }
+}
+
+/// The most bytes above those at the beginning that are allocated at a time while `run` runs.
+fn peak_of<T>(run: impl FnOnce() -> T) -> isize {
+    let before = LIVE.load(Ordering::Relaxed);
+    PEAK.store(before, Ordering::Relaxed);
+    drop(run());
+    PEAK.load(Ordering::Relaxed) - before
+}
+
+#[test]
+fn an_evaluation_needs_the_memory_of_a_plain_forward_without_variables() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    let x = Tensor::ones((CHAIN_ROWS, CHAIN_WIDTH), DType::F32, &Device::Cpu).unwrap();
+    let plain = Chain::new(None, &VarBuilder::zeros(DType::F32, &Device::Cpu)).unwrap();
+    let without_variables = peak_of(|| plain.forward(&x).unwrap());
+    assert!(without_variables < 5 * ACTIVATION, "{without_variables}");
+    for stage in [0, 3] {
+        let engine = |per_unit: Option<usize>| {
+            let config = config(stage, 1, zero(), json!({}));
+            Engine::builder().device(Device::Cpu).initialize(move |vb| Chain::new(per_unit, &vb), config).unwrap()
+        };
+        let weights = (CHAIN * CHAIN_WIDTH * (CHAIN_WIDTH + 1) * 4) as isize * isize::from(stage == 3) * 2;
+        // Whoever calls a unit holds the unit's input meanwhile.
+        let slack = ACTIVATION + weights;
+        // One layer in a unit, ten, and none in any.
+        for per_unit in [Some(1), Some(10), None] {
+            let mut engine = engine(per_unit);
+            let what = format!("stage {stage}, {per_unit:?} layers in a unit");
+            // The first one makes what stays.
+            engine.eval(|m| m.forward(&x)).unwrap();
+            let training = peak_of(|| engine.forward(|m| m.forward(&x)).unwrap());
+            assert!(training > 2 * CHAIN as isize * ACTIVATION, "{what}: {training}");
+            let eval = peak_of(|| engine.eval(|m| m.forward(&x)).unwrap());
+            // Candle keeps three results of each layer that has no unit around it, or the same one.
+            let kept = 3 * ACTIVATION * per_unit.unwrap_or(CHAIN) as isize;
+            assert!(eval <= without_variables + kept + slack, "{what}: {eval}, {without_variables}");
+            engine.build_for_eval(|vb| Chain::new(per_unit, &vb)).unwrap();
+            engine.eval(|m| m.forward(&x)).unwrap();
+            let eval = peak_of(|| engine.eval(|m| m.forward(&x)).unwrap());
+            assert!(eval <= without_variables + slack, "{what}, built for eval: {eval}, {without_variables}");
+        }
+    }
 }

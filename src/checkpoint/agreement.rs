@@ -1,19 +1,14 @@
 //! The agreement of ranks before a checkpoint is saved or loaded, and the errors without it.
 
 use crate::comm::Communicator;
-use crate::comm::agree::{Failure, first_to_differ};
+use crate::comm::agree::{Failure, first_to_differ, rank_failed};
 use crate::error::{CheckpointError, Error, without_backtrace};
 use std::path::Path;
 
 /// The error about `path` on a rank that succeeded where another one failed.
 pub(super) fn failed_elsewhere(path: &Path) -> impl FnOnce(usize) -> Error {
     let path = path.to_owned();
-    move |rank| {
-        Error::from(CheckpointError::Unusable {
-            path,
-            problem: format!("rank {rank} failed; see its error for the cause"),
-        })
-    }
+    move |rank| Error::from(CheckpointError::Unusable { path, problem: rank_failed(rank) })
 }
 
 /// Collective: whether `word`, one of `what`, is the same on all ranks.

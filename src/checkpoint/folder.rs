@@ -288,17 +288,17 @@ fn there(dir: &Path) -> String {
 
 /// An error if `dir`, which has no `latest`, has checkpoints all the same: which one is meant?
 pub(super) fn without_latest(dir: &Path) -> Result<()> {
-    match tags(dir).is_empty() {
-        true => Ok(()),
-        false => {
-            let problem = format!(
-                "it has no file `latest`, which names the checkpoint to load; give its tag, or write that into such a \
-                 file{}",
-                there(dir)
-            );
-            Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into())
-        }
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    // Also those that have lost their manifest: whoever goes on must not begin anew without a word.
+    let mut folders = entries.filter(|e| !e.file_name().to_string_lossy().starts_with('.')).map(|e| e.path());
+    if !folders.any(|path| is_tag(&path)) {
+        return Ok(());
     }
+    let problem = format!(
+        "it has no file `latest`, which names the checkpoint to load; give its tag, or write that into such a file{}",
+        there(dir)
+    );
+    Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into())
 }
 
 /// The folder of `tag`, which must be there.

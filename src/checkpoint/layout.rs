@@ -26,6 +26,7 @@ pub(super) const PAGE: usize = 4096;
 #[derive(Debug, Clone)]
 pub(super) struct Layout {
     pub world_size: usize,
+    /// How each parameter is cut.
     pub cuts: Vec<Cut>,
     /// Per state, per parameter: whether there is such a state of it.
     pub states: Vec<Vec<bool>>,
@@ -100,16 +101,16 @@ mod tests {
     proptest! {
         #[test]
         fn pieces_cover_a_range_once_and_places_never_overlap(
-            numels in prop::collection::vec(0usize..50, 1..8), world_size in 1usize..6,
+            numels in prop::collection::vec((0usize..50, 1usize..9), 1..8), world_size in 1usize..6,
             has in prop::collection::vec(prop::collection::vec(any::<bool>(), 8), 1..4),
         ) {
             let states: Vec<Vec<bool>> = has.iter().map(|has| has[..numels.len()].to_vec()).collect();
-            let cuts = numels.iter().enumerate().map(|(i, numel)| Cut { numel: *numel, block: 1 + 6 * (i % 2) }).collect();
+            let cuts = numels.iter().map(|(numel, block)| Cut { numel: *numel, block: *block }).collect();
             let layout = Layout { world_size, cuts, states: states.clone() };
             let places = Places::new(layout.clone());
             let mut used: Vec<Vec<u8>> = (0..world_size).map(|rank| vec![0; layout.bytes(rank) as usize]).collect();
             for (state, has) in states.iter().enumerate() {
-                for (param, numel) in numels.iter().enumerate() {
+                for (param, (numel, _)) in numels.iter().enumerate() {
                     let mut next = 0;
                     for piece in places.pieces(state, param, 0..*numel) {
                         prop_assert_eq!(piece.elements.start, next);

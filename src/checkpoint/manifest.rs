@@ -306,6 +306,7 @@ pub(super) mod tests {
             optimizer: None,
             states: vec![WEIGHTS.into()],
             parameters: vec![],
+            buffers: None,
             files: vec![FileEntry {
                 name: file_name(0, 1),
                 bytes: PAGE as u64,

@@ -102,7 +102,8 @@ pub(crate) fn manifest(
         let states = std::iter::once(WEIGHTS).chain(own.iter().copied()).filter(|_| !is_left_out);
         let states = (is_left_out || own.len() < all.len()).then(|| states.map(str::to_owned).collect());
         let updates_before = p.updates_before.load(Ordering::Relaxed);
-        let block = if p.block > 1 { p.block as u64 } else { 0 };
+        let block = p.cut().block;
+        let block = if block > 1 { block as u64 } else { 0 };
         Parameter { name: p.name.clone(), shape: p.shape.dims().to_vec(), states, block, updates_before }
     });
     Manifest {

@@ -20,6 +20,20 @@ impl From<Error> for Failure {
     }
 }
 
+const SEE_ITS_ERROR: &str = " failed; see its error for the cause";
+
+/// The reason on a rank that succeeded where `rank` failed.
+pub(crate) fn rank_failed(rank: usize) -> String {
+    format!("rank {rank}{SEE_ITS_ERROR}")
+}
+
+/// The rank that a message points at by [`rank_failed`].
+#[cfg(feature = "cli")]
+pub(crate) fn rank_pointed_at(message: &str) -> Option<usize> {
+    let (before, _) = message.split_once(SEE_ITS_ERROR)?;
+    before.rsplit_once("rank ")?.1.parse().ok()
+}
+
 /// Collective: the value of `own`, if all ranks have one. Where this rank has one and another has not, `elsewhere`
 /// makes the error from the number of the first such rank.
 ///
@@ -95,6 +109,15 @@ mod tests {
         });
         assert_eq!(told, ["rank 1", "own", "rank 1"]);
         assert_eq!(on_three(|comm| Ok(agree(comm, Ok(comm.rank()), |_| unreachable!()).unwrap())), [0, 1, 2]);
+    }
+
+    #[cfg(feature = "cli")]
+    #[test]
+    fn a_message_that_points_at_a_rank_is_told_from_others() {
+        assert_eq!(rank_pointed_at(&format!("error: cannot write x: {}", rank_failed(12))), Some(12));
+        for other in ["rank 3 failed", "rank x failed; see its error for the cause", "error: no space"] {
+            assert_eq!(rank_pointed_at(other), None, "{other}");
+        }
     }
 
     #[test]

@@ -21,6 +21,9 @@ pub(crate) const SHM_FD: &str = "CANDLE_ZERO_SHM_FD";
 /// How long a rank waits for the others, in milliseconds.
 pub(crate) const TIMEOUT_MS: &str = "CANDLE_ZERO_TIMEOUT_MS";
 
+/// The script as it was typed behind `zerorun`, by which a rank names its command line.
+pub(crate) const SCRIPT: &str = "ZERORUN_SCRIPT";
+
 /// DeepSpeed's default for `init_distributed`.
 pub(crate) const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
 const DEFAULT_ADDR: &str = "127.0.0.1";

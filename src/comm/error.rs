@@ -122,7 +122,8 @@ pub enum CommError {
     /// Ranks issued different collectives.
     #[error(
         "ranks have diverged: rank {rank} is in {here}, rank {peer} in {there}; every rank must run the same model \
-         with the same configuration, in the same order"
+         with the same configuration, and make the same calls in the same order: forward, step, eval, save_checkpoint, \
+         load_checkpoint and exports are calls of all ranks, never of some alone as inside of `if rank == 0`"
     )]
     Diverged {
         /// This rank.

@@ -20,6 +20,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+/// Words of a piece's header: the fingerprint, and the engine's call, for messages alone.
+const HEADER: usize = Fingerprint::WORDS + 1;
 /// The patience of the comm thread, which takes time from the thread that computes.
 const BESIDE_WORK: Patience = Patience { spins: 500, yields: 20 };
 /// The patience of a thread that has nothing else to do.
@@ -47,6 +49,8 @@ pub(super) struct Exchange {
     /// Collectives begun so far.
     sequence: u64,
     current: Option<Fingerprint>,
+    /// The call of the engine in which the coming collective was launched: see [`super::calls`].
+    call: u64,
     /// Bytes read from peers in the current collective.
     wire_bytes: Cell<usize>,
     /// Their number without any encoding.
@@ -64,6 +68,7 @@ impl Exchange {
             timeout,
             sequence: 0,
             current: None,
+            call: 0,
             wire_bytes: Cell::new(0),
             exact_bytes: Cell::new(0),
             roomy,
@@ -88,6 +93,11 @@ impl Exchange {
         };
     }
 
+    /// The coming collectives were launched in `call`.
+    pub(super) fn called_in(&mut self, call: u64) {
+        self.call = call;
+    }
+
     /// Begins a collective; its fingerprint goes out with every piece.
     pub(super) fn begin(&mut self, kind: Kind, wire: Wire, dtype: DType, elements: usize, tag: u64) {
         self.sequence += 1;
@@ -104,7 +114,9 @@ impl Exchange {
     /// Lets `fill` write this rank's next piece (at most SLOT_BYTES) and publishes it. [`Exchange::await_peers`] comes
     /// next.
     pub(super) fn publish(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) {
-        self.pieces.publish(self.fingerprint().words(), len, fill);
+        let mut header = [self.call; HEADER];
+        header[..Fingerprint::WORDS].copy_from_slice(&self.fingerprint().words());
+        self.pieces.publish(header, len, fill);
     }
 
     /// Waits until every peer has published its own piece. They can be read with [`Exchange::peer`] until this rank
@@ -112,7 +124,9 @@ impl Exchange {
     pub(super) fn await_peers(&mut self) -> Result<(), CommError> {
         let fingerprint = self.fingerprint();
         let mut clock = None;
-        for peer in (0..self.size()).filter(|r| *r != self.rank()) {
+        // The last first: ranks mostly come in their order, and who waits for the last sleeps once rather than once for
+        // each.
+        for peer in (0..self.size()).rev().filter(|r| *r != self.rank()) {
             self.wait_for(peer, &mut clock)?;
             self.compare(peer, &fingerprint)?;
         }
@@ -180,11 +194,13 @@ impl Exchange {
     }
 
     fn compare(&self, peer: usize, mine: &Fingerprint) -> Result<(), CommError> {
-        let theirs = Fingerprint::from_words(self.pieces.header(peer));
+        let [words @ .., call] = self.pieces.header::<HEADER>(peer);
+        let theirs = Fingerprint::from_words(words);
         if theirs == *mine {
             return Ok(());
         }
-        Err(CommError::Diverged { rank: self.rank(), here: mine.to_string(), peer, there: theirs.to_string() })
+        let (here, there) = (mine.within(self.call), theirs.within(call));
+        Err(CommError::Diverged { rank: self.rank(), here, peer, there })
     }
 }
 

@@ -1,5 +1,6 @@
 //! A rank's description of a collective, compared before its data is touched.
 
+use super::calls;
 use super::encoding::Wire;
 use super::kind::Kind;
 use crate::precision::Ints;
@@ -50,6 +51,14 @@ impl Fingerprint {
 
     pub(super) fn from_words(w: [u64; Self::WORDS]) -> Self {
         Self { sequence: w[0], kind: w[1], dtype: w[2], elements: w[3], tag: w[4] }
+    }
+
+    /// The collective and the number of the engine's call that it belongs to, in words.
+    pub(super) fn within(&self, call: u64) -> String {
+        match calls::name(call) {
+            Some(call) => format!("{call} ({self})"),
+            None => self.to_string(),
+        }
     }
 }
 

@@ -17,6 +17,7 @@
 
 pub(crate) mod agree;
 mod bandwidth;
+pub(crate) mod calls;
 mod coded;
 mod collectives;
 mod counters;

@@ -30,8 +30,10 @@ use super::state::{Failure, Fault, RankState};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// How long a sleeping wait goes before it looks at the peers' states.
+/// How long a sleeping wait goes before it looks at the peers' states: this for up to [`FEW_RANKS`] ranks, and longer
+/// the more there are, or many ranks on few cores would do nothing but look.
 const NAP_MILLIS: u32 = 20;
+const FEW_RANKS: usize = 64;
 
 /// Turns of a wait before the thread sleeps. It spins first, some ten microseconds. Then it lets other threads run in
 /// between: one that the awaited rank needs may have been put on this core.
@@ -152,7 +154,8 @@ impl Pieces {
         let (word, sleepers) = (self.region.published(peer), self.region.sleepers(peer));
         sleepers.fetch_add(1, Ordering::SeqCst);
         if word.load(Ordering::SeqCst) == seen {
-            sleep_on(word, seen, NAP_MILLIS);
+            let crowds = self.region.world_size().div_ceil(FEW_RANKS) as u32;
+            sleep_on(word, seen, NAP_MILLIS * crowds);
         }
         sleepers.fetch_sub(1, Ordering::SeqCst);
     }
@@ -164,11 +167,13 @@ impl Pieces {
         // any echo that has been seen.
         match self.region.first_failure() {
             Some((peer, fault)) if peer != self.rank => match (fault, self.region.state(peer)) {
-                (Fault::Left | Fault::Silent, _) => Err(Failure { peer, fault, why: String::new() }),
+                (Fault::Left | Fault::Silent | Fault::Late, _) => Err(Failure { peer, fault, why: String::new() }),
                 (_, RankState::Dead(why)) => Err(Failure { peer, fault: Fault::Died, why }),
                 (_, RankState::Aborted(why)) => Err(Failure { peer, fault: Fault::GaveUp, why }),
-                // Late, or recorded a moment before its state.
-                (Fault::Late | Fault::Died | Fault::GaveUp, _) => seen,
+                // Recorded a moment before its state. The text is there already.
+                (Fault::Died | Fault::GaveUp, _) => {
+                    Err(Failure { peer, fault, why: self.region.explained(peer, fault) })
+                }
             },
             _ => seen,
         }

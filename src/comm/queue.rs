@@ -10,6 +10,7 @@
 //! short collective itself. For the same reason the comm thread is not woken for short ones: they begin when somebody
 //! waits for them, with the next long one, or after [`GRACE`].
 
+use super::calls;
 use super::collectives;
 use super::counters::Counters;
 use super::exchange::{Exchange, Runner};
@@ -30,6 +31,8 @@ use std::time::{Duration, Instant};
 const SHORT_BYTES: usize = 16 << 10;
 /// The longest that a short collective stays in the queue while nobody waits for it.
 const GRACE: Duration = Duration::from_millis(5);
+/// Looks in vain, one each [`GRACE`], after which the comm thread sleeps until a job comes.
+const LOOKS_IN_VAIN: u32 = 100;
 
 type Job = Box<dyn FnOnce(&mut Worker) + Send>;
 
@@ -47,6 +50,8 @@ struct Jobs {
     waiting: VecDeque<Job>,
     /// A long job is among those that wait.
     urgent: bool,
+    /// The comm thread does not look by itself: the next job, however short, has to wake it.
+    asleep: bool,
     /// No more jobs are taken.
     closed: bool,
 }
@@ -61,8 +66,8 @@ impl Queue {
         let mut jobs = self.jobs();
         if !jobs.closed {
             jobs.waiting.push_back(job);
-            if urgent {
-                jobs.urgent = true;
+            jobs.urgent |= urgent;
+            if urgent || jobs.asleep {
                 self.changed.notify_one();
             }
         }
@@ -87,8 +92,15 @@ impl Queue {
 
     /// The comm thread.
     fn serve(&self) {
+        let mut in_vain = 0;
         loop {
-            let jobs = self.jobs();
+            let mut jobs = self.jobs();
+            if in_vain >= LOOKS_IN_VAIN {
+                jobs.asleep = true;
+                let nothing = |jobs: &mut Jobs| jobs.waiting.is_empty() && !jobs.urgent && !jobs.closed;
+                jobs = unpoisoned(self.changed.wait_while(jobs, nothing));
+                jobs.asleep = false;
+            }
             let idle = |jobs: &mut Jobs| !jobs.urgent && !jobs.closed;
             let wait = self.changed.wait_timeout_while(jobs, GRACE, idle);
             let (mut jobs, _) = unpoisoned(wait);
@@ -96,9 +108,11 @@ impl Queue {
                 if jobs.closed {
                     return;
                 }
-                jobs.urgent = false;
+                // Those who wait for results may have run a job just now.
+                in_vain = if std::mem::take(&mut jobs.urgent) { 0 } else { in_vain + 1 };
                 continue;
             }
+            in_vain = 0;
             drop(jobs);
             self.run_first(self.worker(), Runner::CommThread);
         }
@@ -230,6 +244,7 @@ impl Shared {
         let (sender, receiver) = mpsc::channel();
         let log = lock(&self.log).clone();
         let carried = timeline::carry();
+        let call = calls::present();
         let on_the_wire = carried.clone();
         let job: Job = Box::new(move |worker| {
             let begin = Instant::now();
@@ -237,6 +252,7 @@ impl Shared {
             let result = match failed {
                 Some(failure) => Err(failure),
                 None => {
+                    worker.exchange.called_in(call);
                     let start = Instant::now();
                     let span = on_the_wire.span(Lane::Collectives, timeline::Kind::Collective, kind.name());
                     let result = run(&mut worker.exchange);
@@ -365,5 +381,45 @@ impl Drop for Heart {
             // The loop above cannot panic.
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// How often the threads of this process with that name have gone to sleep.
+    fn sleeps(name: &str) -> u64 {
+        let status = |entry: std::fs::DirEntry| std::fs::read_to_string(entry.path().join("status")).ok();
+        let all = std::fs::read_dir("/proc/self/task").unwrap().flatten().filter_map(status);
+        let field = |text: &str, key: &str| {
+            text.lines().find_map(|line| Some(line.strip_prefix(key)?.trim().to_string())).unwrap_or_default()
+        };
+        let ours: Vec<u64> = all
+            .filter(|text| field(text, "Name:") == name)
+            .map(|text| field(&text, "voluntary_ctxt_switches:").parse().unwrap())
+            .collect();
+        assert_eq!(ours.len(), 1, "threads called {name}");
+        ours[0]
+    }
+
+    #[test]
+    fn an_idle_comm_thread_sleeps_and_a_short_job_still_begins_by_itself() {
+        // No other test has so many ranks, so the thread's name is its own.
+        let region = Arc::new(Region::anonymous(38).unwrap());
+        let rank = Shared::new(region, 37, Duration::from_secs(10)).unwrap();
+        std::thread::sleep(GRACE * (LOOKS_IN_VAIN + 60));
+        let before = sleeps("comm-37");
+        std::thread::sleep(GRACE * 60);
+        let slept = sleeps("comm-37") - before;
+        assert!(slept < 5, "it woke {slept} times");
+        let (sender, begun) = mpsc::channel();
+        let pending = rank.launch(Kind::Barrier, (0, 0), move |_| {
+            sender.send(()).unwrap();
+            Ok(())
+        });
+        begun.recv_timeout(Duration::from_secs(5)).expect("nobody waits for it, and it is run");
+        pending.wait().unwrap();
     }
 }

@@ -1,7 +1,7 @@
 //! The memory that the ranks of one machine share.
 //!
 //! ```text
-//!   page 0            magic, version, world size, the first failure
+//!   page 0            magic, version, world size, the first failure, whether all ranks are started
 //!   page 1 + r        control block of rank r: published pieces, state, heartbeat, headers, last words
 //!   then, per rank    two slots of SLOT_BYTES: the data of an even and of an odd piece
 //! ```
@@ -23,15 +23,18 @@ pub(super) use std::hint::spin_loop;
 pub(super) use std::thread::yield_now;
 
 const MAGIC: u64 = 0x6361_6e64_6c65_7a30; // "candlez0"
-const VERSION: u64 = 3;
+const VERSION: u64 = 4;
 const PAGE: usize = 4096;
 /// Bytes of one rank's data in one piece; two such slots per rank. Small enough to stay in cache.
 pub(super) const SLOT_BYTES: usize = 1 << 17;
+/// How long a rank sleeps before it looks by itself whether all ranks are started.
+const ENTRY_NAP_MILLIS: u32 = 900;
 /// Bytes of a rank's last words, and of the cause of its death.
 pub(super) const TEXT_BYTES: usize = 1024;
 
 // Offsets inside page 0.
 const FIRST_FAILURE: usize = 24;
+const ALL_STARTED: usize = 32;
 
 // Offsets inside a control block. The futex word has a cache line of its own.
 const PUBLISHED: usize = 0;
@@ -111,6 +114,7 @@ impl Region {
             .map_err(|source| CommError::Region { action: "map", source: Arc::new(source) })?;
         let region = Self { map: map.into(), fd: None, world_size };
         region.write_header();
+        region.let_in();
         Ok(region)
     }
 
@@ -138,8 +142,22 @@ impl Region {
         self.fd.is_some()
     }
 
+    /// Takes the place of `rank`, and waits until all ranks are started.
     pub(super) fn enter(&self, rank: usize) -> Result<()> {
-        self.start(rank).map_err(|state| CommError::RankTaken { rank, state: state.describe() }.into())
+        self.start(rank).map_err(|state| CommError::RankTaken { rank, state: state.describe() })?;
+        let all_started = self.word32(ALL_STARTED);
+        while all_started.load(Ordering::Acquire) == 0 {
+            sleep_on(all_started, 0, ENTRY_NAP_MILLIS);
+        }
+        Ok(())
+    }
+
+    /// The launcher's word that it has started all ranks that it will start. Those that are there wait for it asleep:
+    /// of many ranks on few cores the first would otherwise take the time in which the last are started.
+    pub fn let_in(&self) {
+        let all_started = self.word32(ALL_STARTED);
+        all_started.store(1, Ordering::Release);
+        wake(all_started);
     }
 
     /// Pieces that `rank` has published, modulo 2^32; the word that waiting ranks sleep on.

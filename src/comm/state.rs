@@ -3,8 +3,8 @@
 //! # Orderings
 //!
 //! `state` is stored with Release after the text that explains it, and loaded with Acquire before the text is read. The
-//! first failure is set before the state that tells of it, so that the echo of a failure, which follows from that
-//! state, cannot be taken for the first. Loom checks both: see [`super::pieces`].
+//! first failure is set between the two, in the same way, so that the echo of a failure, which follows from that
+//! state, cannot be taken for the first, and whoever finds the first failure can read its text. Loom checks both: see [`super::pieces`].
 
 use super::shm::{Region, TEXT_BYTES, Text, wake};
 use std::sync::atomic::Ordering;
@@ -62,8 +62,8 @@ const DEAD: u32 = 4;
 impl Region {
     /// The launcher's word that the process of `rank` has ended badly. Every waiting rank returns an error with `why`.
     pub fn mark_dead(&self, rank: usize, why: &str) {
-        self.blame(rank, Fault::Died);
         self.write_text(rank, Text::Cause, why);
+        self.blame(rank, Fault::Died);
         self.leave(rank, DEAD);
     }
 
@@ -103,6 +103,11 @@ impl Region {
         let fault = Fault::ALL.into_iter().find(|fault| *fault as u64 == value & 0xff)?;
         let rank = (value >> 8).checked_sub(1)? as usize;
         (rank < self.world_size()).then_some((rank, fault))
+    }
+
+    /// The text of the first failure, which was recorded after it was written.
+    pub(super) fn explained(&self, rank: usize, fault: Fault) -> String {
+        self.read_text(rank, if fault == Fault::Died { Text::Cause } else { Text::LastWords })
     }
 
     /// Why `rank` has given up, in its own words.

@@ -1,7 +1,7 @@
 //! `zero_optimization.offload_optimizer`, `zero_optimization.offload_param` and `aio`.
 
 use super::walk::Walk;
-use super::{Aio, OffloadOptimizer, OffloadParam, OffloadTo, OptimizerConfig, Rule};
+use super::{Aio, EightBit, EightBitConfig, OffloadOptimizer, OffloadParam, OffloadTo, OptimizerConfig, Rule};
 use crate::layout::ZeroStage;
 use std::path::PathBuf;
 
@@ -95,6 +95,10 @@ pub(super) fn optimizer(
         Some(OptimizerConfig::Adagrad(_)) => (3, ": Adagrad works on gradient, weights and the sum of squares"),
         Some(OptimizerConfig::Lamb(_)) => (4, ": Lamb works on gradient, weights and two moments"),
         Some(OptimizerConfig::Muon(_)) => (4, ": Muon's AdamW works on gradient, weights and two moments"),
+        Some(OptimizerConfig::EightBit(EightBitConfig { kind: EightBit::Lion(_), .. })) => {
+            (3, ": Lion8bit works on gradient, weights and momentum")
+        }
+        Some(OptimizerConfig::EightBit(_)) => (4, ": Adam works on gradient, weights and two moments"),
         // SGD, or an optimizer that is not given here.
         _ => (2, ": a step works on gradient and weights"),
     };

@@ -4,7 +4,8 @@ use super::keys::typed_section;
 use super::note::shown;
 use super::walk::{Walk, defaults};
 use super::{
-    AdagradConfig, AdamConfig, LambConfig, LionConfig, MuonConfig, NsMethod, OptimizerConfig, Rule, SgdConfig,
+    AdagradConfig, AdamConfig, EightBit, EightBitConfig, LambConfig, LionConfig, MuonConfig, NsMethod, OptimizerConfig,
+    Rule, SgdConfig,
 };
 use crate::layout::ZeroStage;
 use serde_json::Value;
@@ -42,7 +43,7 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
         return None;
     }
     // DeepSpeed's names go in any letter case; ours do all.
-    let names = ["Adam", "AdamW", "SGD", "Lion", "Adagrad", "Lamb", "Muon"];
+    let names = ["Adam", "AdamW", "SGD", "Lion", "Adagrad", "Lamb", "Muon", "Adam8bit", "AdamW8bit", "Lion8bit"];
     let found = walk.str("optimizer.type").map(str::to_string);
     let name = found.and_then(|found| {
         let name = names.into_iter().find(|name| name.eq_ignore_ascii_case(&found));
@@ -59,11 +60,7 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
     untested(walk, Some(name), stage);
     Some(match name {
         "SGD" => OptimizerConfig::Sgd(sgd(walk)),
-        "Lion" => OptimizerConfig::Lion(LionConfig {
-            lr: walk.float(&of("lr")),
-            betas: betas(walk),
-            weight_decay: walk.float(&of("weight_decay")),
-        }),
+        "Lion" => OptimizerConfig::Lion(lion(walk)),
         "Adagrad" => OptimizerConfig::Adagrad(AdagradConfig {
             lr: walk.float(&of("lr")),
             eps: walk.float(&of("eps")),
@@ -71,6 +68,9 @@ pub(super) fn optimizer(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<Optimiz
         }),
         "Lamb" => OptimizerConfig::Lamb(lamb(walk)),
         "Muon" => OptimizerConfig::Muon(muon(walk)),
+        "Adam8bit" => eight_bit(walk, EightBit::Adam(adam_8bit(walk))),
+        "AdamW8bit" => eight_bit(walk, EightBit::AdamW(adam_8bit(walk))),
+        "Lion8bit" => eight_bit(walk, EightBit::Lion(lion(walk))),
         name => OptimizerConfig::Adam(adam(walk, name == "AdamW")),
     })
 }
@@ -84,6 +84,27 @@ fn betas(walk: &Walk<'_>) -> (f64, f64) {
     let betas = walk.get(&of("betas")).and_then(Value::as_array).map(Vec::as_slice);
     let Some([beta1, beta2]) = betas else { panic!("betas are two numbers of the table") };
     (beta1.as_f64().unwrap_or_default(), beta2.as_f64().unwrap_or_default())
+}
+
+fn lion(walk: &Walk<'_>) -> LionConfig {
+    LionConfig { lr: walk.float(&of("lr")), betas: betas(walk), weight_decay: walk.float(&of("weight_decay")) }
+}
+
+/// Decay is decoupled in both of bitsandbytes' Adams.
+fn adam_8bit(walk: &Walk<'_>) -> AdamConfig {
+    AdamConfig {
+        lr: walk.float(&of("lr")),
+        betas: betas(walk),
+        eps: walk.float(&of("eps")),
+        weight_decay: walk.float(&of("weight_decay")),
+        bias_correction: true,
+        decoupled: true,
+    }
+}
+
+fn eight_bit(walk: &Walk<'_>, kind: EightBit) -> OptimizerConfig {
+    let min_8bit_size = usize::try_from(walk.count(&of("min_8bit_size"))).unwrap_or(usize::MAX);
+    OptimizerConfig::EightBit(EightBitConfig { kind, min_8bit_size })
 }
 
 fn sgd(walk: &mut Walk<'_>) -> SgdConfig {

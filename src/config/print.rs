@@ -2,8 +2,8 @@
 
 use super::walk::{defaults, set};
 use super::{
-    Config, GradientOp, NsMethod, OptimizerConfig, PerGroup, Precision, SchedulerConfig, TagValidation, WarmupType,
-    keys, offload,
+    Config, EightBit, EightBitConfig, GradientOp, NsMethod, OptimizerConfig, PerGroup, Precision, SchedulerConfig,
+    TagValidation, WarmupType, keys, offload,
 };
 use candle_core::DType;
 use serde_json::{Map, Value, json};
@@ -94,9 +94,12 @@ impl Config {
             Precision::F32 => {}
             Precision::Bf16 { check_grad_overflow } => {
                 set(tree, "bf16.check_grad_overflow", json!(check_grad_overflow));
+                set(tree, "bf16.bf16_master_weights_and_grads", json!(!self.states.master_weights));
+                set(tree, "bf16.bf16_optimizer_states", json!(self.states.bf16_moments));
             }
             Precision::Fp16(fp16) => {
                 set(tree, "fp16.loss_scale", json!(fp16.loss_scale));
+                set(tree, "fp16.fp16_master_weights_and_grads", json!(!self.states.master_weights));
                 set(tree, "fp16.consecutive_hysteresis", json!(fp16.consecutive_hysteresis));
                 // With a static scale the others are only recorded.
                 if fp16.loss_scale == 0.0 {
@@ -220,6 +223,23 @@ fn optimizer_json(optimizer: &OptimizerConfig) -> Value {
                 "min_coeff": lamb.min_coeff,
             },
         }),
+        OptimizerConfig::EightBit(EightBitConfig { kind, min_8bit_size }) => {
+            let mut params = match kind {
+                EightBit::Adam(adam) | EightBit::AdamW(adam) => json!({
+                    "lr": adam.lr,
+                    "betas": [adam.betas.0, adam.betas.1],
+                    "eps": adam.eps,
+                    "weight_decay": adam.weight_decay,
+                }),
+                EightBit::Lion(lion) => json!({
+                    "lr": lion.lr,
+                    "betas": [lion.betas.0, lion.betas.1],
+                    "weight_decay": lion.weight_decay,
+                }),
+            };
+            params["min_8bit_size"] = json!(min_8bit_size);
+            json!({ "type": kind.name(), "params": params })
+        }
         OptimizerConfig::Muon(muon) => json!({
             "type": "Muon",
             "params": {

@@ -3,8 +3,8 @@
 use super::node::{Json, Node};
 use super::walk::Walk;
 use super::{
-    Config, ConfigProblem, Fp16, GradientOp, Note, Precision, Rule, RunValues, TagValidation, ZeroConfig, batch,
-    monitoring, offload, optim, scheduler, value,
+    Config, ConfigProblem, Fp16, GradientOp, Note, Precision, Rule, RunValues, StatePrecision, TagValidation,
+    ZeroConfig, batch, monitoring, offload, optim, scheduler, value,
 };
 use crate::layout::ZeroStage;
 use candle_core::DType;
@@ -28,6 +28,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
     let batch = batch::resolve(walk_ref, world_size);
     let mut zero = zero(walk_ref);
     let precision = precision(walk_ref);
+    let states = states(walk_ref, zero.stage, precision);
     let optimizer = optim::optimizer(walk_ref, zero.stage);
     let scheduler = scheduler::scheduler(walk_ref, optimizer.as_ref());
     check_gradients(walk_ref, zero.stage, precision);
@@ -52,6 +53,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
         world_size,
         batch,
         precision,
+        states,
         gradient_clipping: walk.float("gradient_clipping"),
         prescale_gradients: walk.bool("prescale_gradients"),
         gradient_predivide_factor: walk.float("gradient_predivide_factor"),
@@ -143,6 +145,29 @@ fn precision(walk: &mut Walk<'_>) -> Precision {
         }
         (true, false) => fp16(walk),
     }
+}
+
+/// Master weights and moments; the rules are DeepSpeed's.
+fn states(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) -> StatePrecision {
+    let keys =
+        ["fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"];
+    let [fp16_master, bf16_master, bf16_moments] = keys.map(|key| walk.bool(key));
+    for key in keys.into_iter().filter(|key| walk.bool(key)).collect::<Vec<_>>() {
+        let section = if key.starts_with("fp16") { "fp16" } else { "bf16" };
+        let is_on = precision.dtype() == if section == "fp16" { DType::F16 } else { DType::BF16 };
+        let text = if stage == ZeroStage::Zero {
+            "true needs stage 1, 2 or 3, as in DeepSpeed".to_owned()
+        } else if key == keys[2] && !bf16_master {
+            "true needs bf16_master_weights_and_grads too, as in DeepSpeed".to_owned()
+        } else if !is_on {
+            format!("true needs {section}: set {section}.enabled to true")
+        } else {
+            continue;
+        };
+        let place = walk.place(key);
+        walk.problem(Rule::Conflict, key, place, text);
+    }
+    StatePrecision { master_weights: !fp16_master && !bf16_master, bf16_moments }
 }
 
 fn fp16(walk: &mut Walk<'_>) -> Precision {

@@ -14,6 +14,8 @@ pub struct Config {
     pub batch: Batch,
     /// `fp16`, `bf16`, or neither.
     pub precision: Precision,
+    /// Master weights and moments.
+    pub states: StatePrecision,
     /// `gradient_clipping`: the largest global L2 norm; 0 switches clipping off. Default 1.0.
     pub gradient_clipping: f64,
     /// `prescale_gradients`: divide by the world size before the reduction.
@@ -97,6 +99,16 @@ impl Precision {
             Self::Fp16(_) => DType::F16,
         }
     }
+}
+
+/// How master weights and moments are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StatePrecision {
+    /// 16-bit parameters have f32 master weights (default true): false with `bf16_master_weights_and_grads` or
+    /// `fp16_master_weights_and_grads`.
+    pub master_weights: bool,
+    /// `bf16_optimizer_states` (default false): moments are kept in bfloat16.
+    pub bf16_moments: bool,
 }
 
 /// The `fp16` section.
@@ -279,6 +291,8 @@ pub enum OptimizerConfig {
     Lamb(LambConfig),
     /// `Muon`.
     Muon(MuonConfig),
+    /// `Adam8bit`, `AdamW8bit` and `Lion8bit`.
+    EightBit(EightBitConfig),
 }
 
 impl OptimizerConfig {
@@ -286,6 +300,7 @@ impl OptimizerConfig {
     pub(crate) fn has_betas(&self) -> bool {
         match self {
             Self::Adam(_) | Self::Lion(_) | Self::Lamb(_) => true,
+            Self::EightBit(_) => true,
             Self::Sgd(_) | Self::Adagrad(_) | Self::Muon(_) => false,
         }
     }
@@ -379,6 +394,37 @@ pub struct MuonConfig {
     pub ns_method: NsMethod,
     /// The optimizer of the parameters that are no matrices. Its `lr` is `adam_lr`: default `lr`, else 3e-4.
     pub adam: AdamConfig,
+}
+
+/// An optimizer whose moments are kept in eight bits, and its parameters.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum EightBit {
+    /// `Adam8bit`, whose decay is decoupled too, as in bitsandbytes.
+    Adam(AdamConfig),
+    /// `AdamW8bit`.
+    AdamW(AdamConfig),
+    /// `Lion8bit`.
+    Lion(LionConfig),
+}
+
+impl EightBit {
+    /// bitsandbytes' name.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Adam(_) => "Adam8bit",
+            Self::AdamW(_) => "AdamW8bit",
+            Self::Lion(_) => "Lion8bit",
+        }
+    }
+}
+
+/// Parameters of Adam8bit, AdamW8bit and Lion8bit.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct EightBitConfig {
+    /// The optimizer.
+    pub kind: EightBit,
+    /// Parameters of fewer elements keep f32 moments. Default 4096.
+    pub min_8bit_size: usize,
 }
 
 /// How Muon orthogonalizes.

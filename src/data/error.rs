@@ -54,6 +54,19 @@ pub enum DataError {
         /// Tokens that the first sample needs.
         needed: usize,
     },
+    /// A micro batch that no forward can take.
+    #[error(
+        "a micro batch of {samples} samples of {ctx} tokens is too large: at most {most} tokens; give a smaller \
+         train_micro_batch_size_per_gpu, or more gradient_accumulation_steps"
+    )]
+    BatchTooLarge {
+        /// Samples of a micro batch on one rank.
+        samples: usize,
+        /// Tokens of a sample.
+        ctx: usize,
+        /// The most tokens.
+        most: usize,
+    },
     /// A token that the model has no embedding for.
     #[error(
         "token {token} at position {position} of {data} is out of the model's vocabulary of {vocab}; allowed is \

@@ -9,8 +9,12 @@
 use super::{Order, Sampler, TokenData};
 use crate::Result;
 use crate::config::Batch as BatchConfig;
+use crate::error::DataError;
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
+
+/// The most tokens of one micro batch.
+const MOST_TOKENS: usize = 1 << 31;
 
 /// One micro batch of one rank.
 #[derive(Debug, Clone)]
@@ -79,8 +83,8 @@ impl Loader {
     /// Batches of `ctx` tokens for a model of `vocab` tokens, on `device`, from the start.
     ///
     /// # Errors
-    /// [`DataError::TooShort`](crate::error::DataError::TooShort) when `data` does not hold one sample;
-    /// [`DataError::TokenOutOfVocabulary`](crate::error::DataError::TokenOutOfVocabulary) for data of at most 64 Mi
+    /// [`DataError::TooShort`] when `data` does not hold one sample; [`DataError::BatchTooLarge`];
+    /// [`DataError::TokenOutOfVocabulary`] for data of at most 64 Mi
     /// tokens with one that the model does not know. In longer data it is found when it is used.
     ///
     /// # Panics
@@ -96,6 +100,10 @@ impl Loader {
     ) -> Result<Self> {
         assert!(shape.micro > 0 && shape.accumulation > 0, "a batch has at least one sample");
         assert!(shape.rank < shape.world, "rank {} of {}", shape.rank, shape.world);
+        let tokens = shape.micro.saturating_mul(ctx);
+        if tokens > MOST_TOKENS {
+            return Err(DataError::BatchTooLarge { samples: shape.micro, ctx, most: MOST_TOKENS }.into());
+        }
         let data = data.into();
         let sampler = Sampler::new(order, &data, ctx)?;
         data.check_all(vocab)?;

@@ -103,7 +103,7 @@ mod tests {
             }
             all.extend(bytes);
         }
-        assert_eq!((text.len(), text.parts.len()), (all.len(), 4));
+        assert_eq!((text.len(), text.parts.len()), (all.len(), 5));
         for start in 0..=all.len() {
             for end in start..=all.len() {
                 let parts: Vec<&[u8]> = text.parts(start, end - start).collect();

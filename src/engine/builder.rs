@@ -22,7 +22,7 @@ use std::sync::Arc;
 pub struct EngineBuilder {
     communicator: Option<Arc<dyn Communicator>>,
     device: Option<Device>,
-    seed: Option<u64>,
+    pub(super) seed: Option<u64>,
     init_from: Option<PathBuf>,
     pub(super) disk_access: Option<DiskAccess>,
     pub(super) schedule: Option<Arc<dyn LrSchedule>>,
@@ -31,6 +31,7 @@ pub struct EngineBuilder {
     pub(super) optimizer: Option<Arc<dyn Optimizer>>,
     pub(super) parameter_groups: Vec<ParameterGroup>,
     pub(super) trainable: Option<TrainableRule>,
+    pub(super) stochastic_rounding: bool,
     pub(super) quantized: Option<(Packing, TrainableRule)>,
     timeline: Option<PathBuf>,
     pub(super) buffer_rule: Option<BufferRule>,
@@ -77,6 +78,16 @@ impl EngineBuilder {
     #[must_use]
     pub fn init_from(mut self, path: impl Into<PathBuf>) -> Self {
         self.init_from = Some(path.into());
+        self
+    }
+
+    /// Weights and optimizer states that are kept in bfloat16 (`bf16_master_weights_and_grads`,
+    /// `bf16_optimizer_states`) are rounded up or down by chance after a step, so that small changes are not lost. The
+    /// chances follow from the seed, the parameter's name, the element and the step: they are the same at all stages and
+    /// numbers of ranks, and after a resume. Default false: to nearest.
+    #[must_use]
+    pub fn stochastic_rounding(mut self, stochastic_rounding: bool) -> Self {
+        self.stochastic_rounding = stochastic_rounding;
         self
     }
 
@@ -227,6 +238,7 @@ impl EngineBuilder {
         let recorder = recorder.inspect_err(|e| comm.abort(&e.to_string()))?;
         let _here = timeline::enter(recorder.as_ref());
         let _span = timeline::span(timeline::Kind::Engine, "initialize");
+        let _call = crate::comm::calls::during("initialize");
         let engine = Config::load_for(config, comm.size(), &self.run_values).and_then(|mut config| {
             config.zero.ignore_unused_parameters |= self.ignore_unused_parameters;
             let source = match &self.init_from {

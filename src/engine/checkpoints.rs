@@ -3,6 +3,7 @@
 use super::{Engine, Losses, Phase};
 use crate::checkpoint::{self, LoadOptions, Loaded, Progress, SaveJob, SaveOptions, SaveRequest};
 use crate::comm::agree::Failure;
+use crate::comm::calls::during;
 use crate::error::Result;
 use crate::precision::Flat;
 use crate::timeline;
@@ -43,6 +44,7 @@ impl<M> Engine<M> {
         client_state: Value,
         options: &SaveOptions,
     ) -> Result<PathBuf> {
+        let _call = during("save_checkpoint");
         self.wait_for_checkpoint()?;
         self.between_steps("save_checkpoint")?;
         let progress = self.progress();
@@ -74,6 +76,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// The failure of the save: the checkpoints before it are untouched, and the engine can continue.
     pub fn wait_for_checkpoint(&mut self) -> Result<()> {
+        let _call = during("wait_for_checkpoint");
         if let Some(saving) = self.saving.take() {
             self.place = self.attempt(|_| saving.end())?;
         }
@@ -110,6 +113,7 @@ impl<M> Engine<M> {
         tag: Option<&str>,
         options: &LoadOptions,
     ) -> Result<Option<Loaded>> {
+        let _call = during("load_checkpoint");
         self.wait_for_checkpoint()?;
         self.between_steps("load_checkpoint")?;
         let load = |engine: &mut Self| checkpoint::load(&engine.core, &engine.trainer, dir.as_ref(), tag, options);
@@ -132,6 +136,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// The file cannot be written, on all ranks: the engine can go on, and export elsewhere. A failed collective.
     pub fn export_safetensors(&mut self, path: impl AsRef<Path>) -> Result<()> {
+        let _call = during("export_safetensors");
         self.attempt(|engine| engine.core.export(path.as_ref(), DType::F32))
     }
 
@@ -142,6 +147,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// As [`export_safetensors`](Self::export_safetensors).
     pub fn save_16bit_model(&mut self, dir: impl AsRef<Path>, file_name: &str) -> Result<()> {
+        let _call = during("save_16bit_model");
         let dtype = self.dtype();
         let path = dir.as_ref().join(file_name);
         if self.rank() == 0 {

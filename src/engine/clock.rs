@@ -1,5 +1,6 @@
 //! The calls of a micro step, and the time that they take.
 
+use crate::comm::calls::During;
 use crate::profiler::{StepTimings, spans};
 use crate::timeline::Span;
 use std::time::{Duration, Instant};
@@ -22,6 +23,8 @@ pub(super) struct Watch {
     pub profile: Option<spans::Span>,
     /// The span in the timeline.
     pub span: Span,
+    /// The call, for what its collectives say where ranks have diverged.
+    pub during: During,
 }
 
 /// Times of the optimizer step under way, and of the last one.

@@ -75,7 +75,7 @@ pub(super) fn check_same_on_all_ranks(
     let (params, buffers) = (core.params(), core.buffers().list());
     let mut model: String = params
         .iter()
-        .map(|p| format!("{} {:?} {} {} {:?};", p.name, p.shape, p.unit, p.is_trained(), p.packing))
+        .map(|p| format!("{} {:?} {} {} {:?};", p.name, p.shape, p.unit, p.is_trained(), p.weights))
         .collect();
     model.extend(buffers.iter().map(|b| format!("{} {:?} {:?};", b.name, b.tensor.shape(), b.tensor.dtype())));
     let groups: Vec<usize> = params.iter().map(|p| p.group).collect();

@@ -42,6 +42,7 @@ impl<M> Engine<M> {
             say_from(level);
         }
         let (buffer_rule, buffer_sync) = (options.buffer_rule, options.buffer_sync);
+        let rounding = options.stochastic_rounding.then_some(options.seed.unwrap_or(config.seed));
         let EngineBuilder {
             disk_access, schedule, optimizer, parameter_groups, trainable, quantized, monitors, ..
         } = options;
@@ -76,6 +77,7 @@ impl<M> Engine<M> {
                 every_unit: config.activation_checkpointing,
                 cpu_checkpointing: config.cpu_checkpointing,
             },
+            rounding,
             registered,
             buffer_sync,
             ledger,
@@ -86,6 +88,7 @@ impl<M> Engine<M> {
         core.refresh()?;
         let engine = Self {
             model,
+            for_eval: None,
             core,
             trainer,
             scaler: LossScaler::new(&config.precision, config.zero.stage),
@@ -221,6 +224,13 @@ fn trainer(
     }
     for group in empty.iter().filter(|_| rank == 0) {
         say(&format!("parameter group {group} (from 0) selects no parameter that is left: it is dropped"));
+    }
+    for group in trainer.with_ignored_rates().iter().filter(|_| rank == 0) {
+        say(&format!(
+            "parameter group {group} (from 0): its own learning rate has no effect, the schedule gives it {:e} in the \
+             first step; give the scheduler a list of rates, one for each group, or leave it out",
+            trainer.lr()[*group]
+        ));
     }
     Ok(trainer)
 }

@@ -130,6 +130,25 @@ pub enum EngineError {
         /// Optimizer steps so far, skipped ones and this one included.
         step: u64,
     },
+    /// A constant loss scale with which every gradient overflows.
+    #[error(
+        "gradients overflowed in {steps} optimizer steps in a row, and the loss scale stays {scale} \
+         (fp16.loss_scale): no weight will ever change; let the scale adapt (fp16.loss_scale 0), give a smaller one, \
+         or train in bf16"
+    )]
+    StaticLossScaleTooLarge {
+        /// The scale.
+        scale: f64,
+        /// Steps that were skipped in a row, this one included.
+        steps: u32,
+    },
+    /// Signals could not be listened to.
+    #[error("cannot listen to the signals that ask a program to end: {source}")]
+    Signals {
+        /// The system's reason.
+        #[source]
+        source: std::io::Error,
+    },
     /// Parameters that no backward of the first optimizer step has reached, on any rank.
     #[error(
         "{count} trainable parameters received no gradient in the first optimizer step: {names}; either an operation \

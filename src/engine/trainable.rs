@@ -27,7 +27,7 @@ impl<M> Engine<M> {
             return Err(ParamError::NothingTrained { count: params.len() }.into());
         }
         if let Some((param, _)) =
-            params.iter().zip(&trained).find(|(param, trained)| **trained && param.packing.is_some())
+            params.iter().zip(&trained).find(|(param, trained)| **trained && param.packing().is_some())
         {
             return Err(ParamError::QuantizedTrained { name: param.name.clone() }.into());
         }

@@ -2,6 +2,7 @@
 
 use super::Engine;
 use super::clock::{Call, Watch};
+use crate::comm::calls::during;
 use crate::profiler::spans::{self, Half};
 use crate::timeline::{self, Recorder, Span};
 use std::time::Instant;
@@ -21,13 +22,14 @@ impl<M> Engine<M> {
         if call == Call::Forward {
             self.reporter.micro_step = Some(start);
         }
+        let during = during(name);
         let span = self.span(name);
         let profile = half.and_then(|half| self.record(half));
-        Watch { call, start, waited: self.core.comm().report().waited_s, profile, span }
+        Watch { call, start, waited: self.core.comm().report().waited_s, profile, span, during }
     }
 
     /// The call has succeeded.
-    pub(super) fn end_watch(&mut self, Watch { call, start, waited, profile, span: _span }: Watch) {
+    pub(super) fn end_watch(&mut self, Watch { call, start, waited, profile, span: _span, during: _during }: Watch) {
         drop(profile);
         let took = start.elapsed();
         match call {

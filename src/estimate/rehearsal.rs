@@ -16,7 +16,7 @@ use crate::memory::{Held, Kind, Ledger, MemoryReport, Tier, Tracked};
 use crate::offload::{DiskAccess, Window, Windows};
 use crate::optim::{self, Class, GroupStep, Grouping, StepContext};
 use crate::param::{Param, ParamId, ROOT, Residency};
-use crate::precision::{Elements, FlatRef};
+use crate::precision::{Elements, FlatRef, Packing};
 use crate::util::lock;
 use crate::zero::gather::Gatherer;
 use crate::zero::gradients::{self, Arrival, Gradients, ReducePlan};
@@ -32,6 +32,7 @@ use candle_core::DType;
 use std::cell::RefCell;
 use std::ops::Range;
 use std::rc::Rc;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Rank 0, on paper.
@@ -82,12 +83,14 @@ impl<'a> Rehearsal<'a> {
             requests.hold_copies();
         }
         let tier = if setting.gpu { Tier::Device } else { Tier::Host };
-        let mut builder = SubGroupBuilder::with(share_plan, Spaces(ledger.clone()), ledger.clone());
+        let mut builder = SubGroupBuilder::with(share_plan.clone(), Spaces(ledger.clone()), ledger.clone());
         let mut whole = Vec::new();
         for (id, param) in params.iter().enumerate() {
             let Param { name, shape, numel, .. } = param;
             let role = Grouping::role(grouping.group(name, shape.dims()));
-            let class = Class::of(role, param.is_trained(), param.packing);
+            let block = param.packing().map_or_else(|| share_plan.block(role), Packing::unit);
+            param.block.store(block, Ordering::Relaxed);
+            let class = Class::new(role, param.is_trained(), param.weights);
             builder.push(id, param.cut(), FlatRef::F32(&[]), class)?;
             if !placement.params.is_sharded() {
                 whole.push(ledger.hold_in(tier, Kind::Parameters, numel * dtype.size_in_bytes()));

@@ -7,6 +7,7 @@
 pub(crate) mod activation;
 pub(crate) mod add;
 pub(crate) mod attention;
+pub(crate) mod batch_norm;
 pub(crate) mod count;
 pub(crate) mod cross_entropy;
 pub(crate) mod digest;

@@ -7,7 +7,7 @@ use rustix::process::Signal;
 use serde::Deserialize;
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, IsTerminal, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// The kind of target that cargo is asked for.
@@ -39,6 +39,8 @@ pub(crate) struct Build {
     /// Cargo's name of the target.
     pub(super) name: String,
     pub(super) features: Option<String>,
+    /// The folder that `zerorun` was built from, where it is gone and the package needs what was in it.
+    pub(super) gone: Option<PathBuf>,
     pub(super) printed_path: Option<PrintedPath>,
 }
 
@@ -76,6 +78,13 @@ struct BuiltTarget {
 /// Builds and gives the path of the executable. rustc's messages go to stderr.
 pub(crate) fn build(build: &Build) -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
+    if let Some(target) = build.target_dir.as_deref().filter(|target| is_first_build(target)) {
+        say(&format!(
+            "zerorun: Candle and candle-zero are compiled into {}: some minutes, this once; further scripts compile \
+             their own lines and what they add",
+            target.display()
+        ));
+    }
     let read_error = |source| Error::from(LaunchError::Setup { what: "reading cargo's messages", source });
     let mut child = command(build, &cargo).spawn().map_err(|source| LaunchError::CargoNotStarted {
         cargo: cargo.to_string_lossy().into_owned(),
@@ -119,7 +128,20 @@ pub(crate) fn build(build: &Build) -> Result<PathBuf> {
     if errors > 0 {
         return Err(LaunchError::ScriptDoesNotCompile { script: build.script.clone() }.into());
     }
-    Err(failed(format!("{status}, its message is above")))
+    let gone = build.gone.as_ref().map(|folder| {
+        format!(
+            "; candle-zero was looked for in the registry, since {}, which zerorun was built from, is gone: install \
+             zerorun from where the sources are now (cargo install --path FOLDER)",
+            folder.display()
+        )
+    });
+    Err(failed(format!("{status}, its message is above{}", gone.unwrap_or_default())))
+}
+
+/// Whether nothing has been compiled for scripts yet.
+fn is_first_build(target: &Path) -> bool {
+    let built = std::fs::read_dir(target.join("release/.fingerprint")).into_iter().flatten().flatten();
+    !built.into_iter().any(|entry| entry.file_name().to_string_lossy().starts_with("candle-zero-"))
 }
 
 fn command(build: &Build, cargo: &OsString) -> Command {
@@ -211,6 +233,16 @@ mod tests {
             shown(" \x1b[1m\x1b[94m--> \x1b[0mtrain.rs:2:18\n"),
             " \x1b[1m\x1b[94m--> \x1b[0m../my/train.rs:2:18\n"
         );
+    }
+
+    #[test]
+    fn the_first_build_is_known_by_what_is_compiled() {
+        let target = tempfile::tempdir().unwrap();
+        assert!(is_first_build(target.path()));
+        std::fs::create_dir_all(target.path().join("release/.fingerprint/candle-core-0123")).unwrap();
+        assert!(is_first_build(target.path()), "it was interrupted");
+        std::fs::create_dir_all(target.path().join("release/.fingerprint/candle-zero-0123")).unwrap();
+        assert!(!is_first_build(target.path()));
     }
 
     #[test]

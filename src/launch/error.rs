@@ -31,6 +31,18 @@ pub enum LaunchError {
     /// No folder for the packages that are generated from scripts.
     #[error("no folder for script builds: ZERORUN_CACHE_DIR, XDG_CACHE_HOME and HOME are all unset; set one of them")]
     NoScriptCache,
+    /// The sources of this library are another user's, who could let a script run any code.
+    #[error(
+        "{} is where zerorun was built from and takes candle-zero from, but {problem}; install zerorun from a folder of \
+         your own (cargo install --path FOLDER)",
+        path.display()
+    )]
+    UntrustedSource {
+        /// The folder, or a file in it.
+        path: PathBuf,
+        /// Who may change it.
+        problem: String,
+    },
     /// Cargo could not be started.
     #[error(
         "cannot start {cargo} to build {}: {source}; install Rust (rustup.rs) or start a built executable",

@@ -11,7 +11,7 @@ pub(crate) mod console;
 pub(crate) mod error;
 mod frontmatter;
 mod output;
-mod package;
+pub(crate) mod package;
 pub(crate) mod ranks;
 pub(crate) mod report;
 mod restarts;
@@ -21,7 +21,7 @@ mod tail;
 
 use crate::kernels::checked_level;
 use crate::{Result, timeline};
-use console::say;
+use console::{print, say};
 use script::Target;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -33,6 +33,8 @@ pub(crate) struct Options {
     pub(crate) ranks: usize,
     /// `None`: as the environment says, else the default of the ranks.
     pub(crate) timeout: Option<Duration>,
+    /// How long the ranks may take to end after a signal to the launcher.
+    pub(crate) grace: Duration,
     pub(crate) features: Option<String>,
     /// `None`: a free port.
     pub(crate) master_port: Option<u16>,
@@ -57,19 +59,22 @@ pub(crate) fn start(options: &Options) -> Result<u8> {
     checked_level()?;
     let target = script::find(&options.script)?;
     let program = match target {
-        Target::Program { path } => path,
+        Target::Program { path } => {
+            if let Some(features) = &options.features {
+                say(&format!("zerorun: --features {features} has no effect: {} is built already", path.display()));
+            }
+            path
+        }
         Target::InPackage(in_package) => {
             if options.print_package {
-                println!("{}", in_package.manifest_dir.display());
-                return Ok(0);
+                return Ok(u8::from(!print(in_package.manifest_dir.display())));
             }
             build::build(&in_package.into_build(&options.script, options.features.as_deref()))?
         }
         Target::Single(single) => {
             let package = single.generate(options.features.as_deref())?;
             if options.print_package {
-                println!("{}", package.package_dir.display());
-                return Ok(0);
+                return Ok(u8::from(!print(package.package_dir.display())));
             }
             build::build(&package)?
         }
@@ -84,6 +89,8 @@ pub(crate) fn start(options: &Options) -> Result<u8> {
         args: options.script_args.clone(),
         world: options.ranks,
         timeout: options.timeout,
+        grace: options.grace,
+        script: Some(options.script.clone()),
         master_port: options.master_port,
         prometheus: options.prometheus,
         restart: 0,

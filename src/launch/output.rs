@@ -3,21 +3,17 @@
 //! A progress line that is redrawn with carriage returns is shown live on a terminal; in a file only its last state is
 //! written, which is what a terminal would show in the end.
 
+use super::console::{self, Stream, say};
+use super::signals::Event;
 use super::tail::Tail;
 use crate::error::{LaunchError, Result};
 use crate::util::lock;
-use std::io::{self, IsTerminal, Read, Write};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use rustix::process::Signal;
+use std::io::{self, IsTerminal, Read};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
-
-/// Where a line goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Stream {
-    Out,
-    Err,
-}
+use std::time::{Duration, Instant};
 
 /// A line longer than this is broken, so that a program that never ends its line cannot fill the memory.
 const LINE_LIMIT: usize = 1 << 20;
@@ -25,6 +21,8 @@ const READ_SIZE: usize = 64 << 10;
 /// How long the last output is waited for after the last rank has ended. Only a process that left its rank's process
 /// group can keep a pipe open longer.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(1);
+/// How often signals are looked for in that time.
+const DRAIN_TICK: Duration = Duration::from_millis(100);
 
 /// A piece of a rank's output.
 #[derive(Debug, PartialEq, Eq)]
@@ -109,11 +107,7 @@ impl Screen {
         };
         let mut shown = lock(&self.progress_shown);
         let erase = if on_terminal && *shown { ERASE_LINE } else { b"" };
-        let bytes = [erase, prefix, text, end].concat();
-        match stream {
-            Stream::Out => write_whole(&mut io::stdout().lock(), &bytes)?,
-            Stream::Err => write_whole(&mut io::stderr().lock(), &bytes)?,
-        }
+        console::write(stream, &[erase, prefix, text, end].concat())?;
         if on_terminal {
             *shown = end.is_empty();
         }
@@ -124,14 +118,9 @@ impl Screen {
         let mut shown = lock(&self.progress_shown);
         if std::mem::take(&mut *shown) {
             // The terminal may be gone.
-            let _ = if self.err_is_terminal { io::stderr().write_all(b"\n") } else { io::stdout().write_all(b"\n") };
+            let _ = console::write(if self.err_is_terminal { Stream::Err } else { Stream::Out }, b"\n");
         }
     }
-}
-
-fn write_whole(to: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
-    to.write_all(bytes)?;
-    to.flush()
 }
 
 /// The threads that carry the ranks' output.
@@ -144,6 +133,19 @@ pub(super) struct Output {
     ended: Receiver<()>,
     running: usize,
     tails: Arc<Mutex<Vec<Tail>>>,
+    /// Some output could not be written, for another reason than that nobody reads it.
+    unwritten: Arc<AtomicBool>,
+}
+
+/// What is left when all output is shown.
+#[derive(Debug)]
+pub(super) struct Drained {
+    /// The ends of the ranks' stderrs, by rank. A rank that has written nothing may be missing.
+    pub(super) tails: Vec<Tail>,
+    /// Some output could not be written, for another reason than that nobody reads it. That has been said.
+    pub(super) unwritten: bool,
+    /// The last signal that asked the launcher to end meanwhile.
+    pub(super) asked: Option<Signal>,
 }
 
 impl Output {
@@ -154,7 +156,15 @@ impl Output {
             err_is_terminal: io::stderr().is_terminal(),
             progress_shown: Mutex::new(false),
         };
-        Self { screen: Arc::new(screen), busy: Arc::default(), ended_sender, ended, running: 0, tails: Arc::default() }
+        Self {
+            screen: Arc::new(screen),
+            busy: Arc::default(),
+            ended_sender,
+            ended,
+            running: 0,
+            tails: Arc::default(),
+            unwritten: Arc::default(),
+        }
     }
 
     /// Carries `from` to `stream` line by line until it ends, on a thread of its own.
@@ -164,6 +174,7 @@ impl Output {
         let ended = self.ended_sender.clone();
         let prefix = format!("[rank {rank}] ").into_bytes();
         let tails = Arc::clone(&self.tails);
+        let unwritten = Arc::clone(&self.unwritten);
         let work = move || {
             let show = |piece: Piece<'_>| {
                 if let (Stream::Err, Piece::Line(line)) = (stream, &piece) {
@@ -182,8 +193,11 @@ impl Output {
                 busy.fetch_add(1, Ordering::SeqCst);
                 let written = splitter.feed(&buffer[..read], show);
                 busy.fetch_sub(1, Ordering::SeqCst);
-                if written.is_err() {
-                    // Our own output is closed. Closing the pipe too tells the rank, as if there were no launcher.
+                if let Err(error) = written {
+                    // Closing the pipe tells the rank, as if there were no launcher.
+                    if error.kind() != io::ErrorKind::BrokenPipe && !unwritten.swap(true, Ordering::SeqCst) {
+                        say(&console::cannot_write(stream, &error));
+                    }
                     break;
                 }
             }
@@ -199,19 +213,31 @@ impl Output {
         Ok(())
     }
 
-    /// Waits until everything that the ranks have written is shown; gives the ends of their stderrs, by rank. A rank
-    /// that has written nothing may be missing.
-    pub(super) fn drain(mut self) -> Vec<Tail> {
+    /// Waits until everything that the ranks have written is shown. After a signal that asks the launcher to end, what
+    /// nobody takes is thrown away (see [`console::write`]).
+    pub(super) fn drain(mut self, events: &Receiver<Event>) -> Drained {
+        let mut asked = None;
+        let mut last_news = Instant::now();
         while self.running > 0 {
-            match self.ended.recv_timeout(DRAIN_PATIENCE) {
-                Ok(()) => self.running -= 1,
+            match self.ended.recv_timeout(DRAIN_TICK) {
+                Ok(()) => {
+                    self.running -= 1;
+                    last_news = Instant::now();
+                }
                 // A reader with text in hand waits for a slow terminal or pipe: that is worth waiting for.
-                Err(RecvTimeoutError::Timeout) if self.busy.load(Ordering::SeqCst) > 0 => {}
+                Err(RecvTimeoutError::Timeout) if self.busy.load(Ordering::SeqCst) > 0 => last_news = Instant::now(),
+                Err(RecvTimeoutError::Timeout) if last_news.elapsed() < DRAIN_PATIENCE => {}
                 Err(_) => break,
+            }
+            for event in events.try_iter() {
+                if let Event::End(signal) = event {
+                    asked = Some(signal);
+                }
             }
         }
         self.screen.leave_progress();
-        std::mem::take(&mut *lock(&self.tails))
+        let tails = std::mem::take(&mut *lock(&self.tails));
+        Drained { tails, unwritten: self.unwritten.load(Ordering::SeqCst), asked }
     }
 }
 

@@ -3,16 +3,18 @@
 //! When a rank fails, the others are told through the shared memory and may leave by themselves; then they get SIGTERM,
 //! then SIGKILL. However the launcher itself ends, the kernel kills the ranks.
 
-use super::console::say;
-use super::output::{Output, Stream};
+use super::console::{Stream, say};
+use super::output::Output;
 use super::report::{self, Culprit, Ended, Fate, Request};
 use super::signals::{self, Event, die_with_parent};
 use super::tail::Tail;
 use crate::comm::Fault;
-use crate::comm::env::{DEFAULT_TIMEOUT, SHM_FD, TIMEOUT_MS};
+use crate::comm::agree::rank_pointed_at;
+use crate::comm::env::{DEFAULT_TIMEOUT, SCRIPT, SHM_FD, TIMEOUT_MS};
 use crate::comm::shm::Region;
 use crate::error::{Error, LaunchError, Result};
 use crate::monitor::PROMETHEUS_PORT;
+use crate::stop::RESTART;
 use crate::timeline;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use std::ffi::OsString;
@@ -28,18 +30,16 @@ use std::time::{Duration, Instant};
 const PATIENCE_BY_THEMSELVES: Duration = Duration::from_secs(2);
 /// How long they may take after SIGTERM.
 const PATIENCE_AFTER_TERM: Duration = Duration::from_secs(2);
-/// How long the ranks may take after a signal to the launcher (time for a checkpoint; Slurm and Kubernetes give as
-/// much).
-const PATIENCE_AFTER_SIGNAL: Duration = Duration::from_secs(30);
+/// How long the ranks may take after a signal to the launcher, unless `--grace` says otherwise (time for a checkpoint;
+/// Slurm and Kubernetes give as much).
+pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(30);
 /// `timeout` and some schedulers send a signal to the launcher and to its process group: it comes twice and counts
 /// once.
 const SAME_SIGNAL: Duration = Duration::from_millis(250);
 /// Should the news of a child's end be lost, it is seen this much later.
 const TICK: Duration = Duration::from_millis(500);
 
-/// How often the job was started before: 0 at the first start.
-const RESTART: &str = "ZERORUN_RESTART";
-/// The same as torchrun names it.
+/// [`RESTART`], how often the job was started before, as torchrun names it.
 const TORCH_RESTART: &str = "TORCHELASTIC_RESTART_COUNT";
 
 /// The job to start.
@@ -52,6 +52,10 @@ pub(crate) struct Job {
     pub(crate) world: usize,
     /// `None`: as the environment says, else the ranks' default.
     pub(crate) timeout: Option<Duration>,
+    /// How long the ranks may take to end after a signal to the launcher.
+    pub(crate) grace: Duration,
+    /// The script as typed, for the ranks' messages about their command line.
+    pub(crate) script: Option<PathBuf>,
     /// `None`: a free port, another one at each start.
     pub(crate) master_port: Option<u16>,
     /// The port on which rank 0 serves metrics; `None`: as the environment says.
@@ -67,6 +71,8 @@ pub(crate) struct Job {
 pub(crate) enum End {
     /// All ranks ended with 0.
     Well,
+    /// All ranks ended with 0, and some of what they wrote could not be passed on, which has been said.
+    Unwritten,
     /// The launcher got this signal.
     Interrupted(Signal),
     Failed(Failure),
@@ -92,14 +98,32 @@ pub(crate) fn run(job: &Job, events: &Receiver<Event>) -> Result<End> {
     let region = Region::create(job.world)?;
     let mut output = Output::new();
     let common = common_environment(job)?;
-    let mut ranks =
-        Ranks { region, all: Vec::with_capacity(job.world), started: Instant::now(), why: Why::Running, asked: None };
+    let mut ranks = Ranks {
+        region,
+        all: Vec::with_capacity(job.world),
+        started: Instant::now(),
+        why: Why::Running,
+        asked: None,
+        grace: job.grace,
+    };
     for rank in 0..job.world {
         ranks.start(rank, job, &common, &mut output)?;
+        events.try_iter().for_each(|event| ranks.handle(event));
+        if !matches!(ranks.why, Why::Running) {
+            break;
+        }
     }
+    for rank in ranks.all.len()..job.world {
+        ranks.region.mark_dead(rank, "it was not started: the job was asked to end");
+    }
+    ranks.region.let_in();
     ranks.supervise(events);
-    let tails = output.drain();
-    Ok(ranks.end(&tails))
+    let drained = output.drain(events);
+    ranks.asked = drained.asked.or(ranks.asked);
+    Ok(match ranks.end(&drained.tails) {
+        End::Well if drained.unwritten => End::Unwritten,
+        end => end,
+    })
 }
 
 /// The variables that are the same for all ranks.
@@ -214,6 +238,7 @@ struct Ranks {
     why: Why,
     /// The last signal that asked the launcher to end.
     asked: Option<Signal>,
+    grace: Duration,
 }
 
 impl Ranks {
@@ -231,6 +256,10 @@ impl Ranks {
             // Rank 0 alone listens.
             command.env_remove(PROMETHEUS_PORT);
         }
+        match &job.script {
+            Some(script) => command.env(SCRIPT, script),
+            None => command.env_remove(SCRIPT),
+        };
         command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string()).env(SHM_FD, fd.to_string());
         // A process group of its own: a signal then reaches the helpers of a rank too, and Ctrl-C reaches the
         // launcher alone, which passes it on.
@@ -268,7 +297,8 @@ impl Ranks {
             }
             let next = self.press();
             match events.recv_timeout(next.saturating_duration_since(Instant::now()).min(TICK)) {
-                Ok(event) => self.handle(event),
+                // Of many ranks many end at once.
+                Ok(event) => [event].into_iter().chain(events.try_iter()).for_each(|event| self.handle(event)),
                 Err(RecvTimeoutError::Timeout) => {}
                 // The thread that listens cannot end before us; if it did, the tick would still serve.
                 Err(RecvTimeoutError::Disconnected) => std::thread::sleep(TICK),
@@ -303,7 +333,7 @@ impl Ranks {
         let (term, kill) = match self.why {
             Why::Running => return now + TICK,
             Why::Failure { at, .. } => (at + PATIENCE_BY_THEMSELVES, at + PATIENCE_BY_THEMSELVES + PATIENCE_AFTER_TERM),
-            Why::Interrupted { at, .. } => (at + PATIENCE_AFTER_SIGNAL, at + PATIENCE_AFTER_SIGNAL),
+            Why::Interrupted { at, .. } => (at + self.grace, at + self.grace),
         };
         if now >= kill {
             self.demand(Request::Kill);
@@ -373,13 +403,15 @@ impl Ranks {
             let fate = fates.iter().find(|fate| fate.rank == rank)?;
             Some(Culprit { fate: *fate, fault })
         });
-        let culprit = culprit.unwrap_or(Culprit { fate: first, fault: Fault::Died });
-        let rank = culprit.fate.rank;
-        let reason = self.region.last_words(rank);
-        let words = match tails.get(rank) {
-            Some(tail) => tail.last_words(reason.as_deref()),
-            None => reason.iter().flat_map(|reason| reason.lines()).map(str::to_string).collect(),
-        };
+        let mut culprit = culprit.unwrap_or(Culprit { fate: first, fault: Fault::Died });
+        let mut words = self.words(&culprit, tails);
+        // Ranks that fail together end in any order: the one that the others point at knows why.
+        let pointed_at = words.iter().find_map(|line| rank_pointed_at(line));
+        let by_itself = |fate: &&Fate| fate.ended.is_failure() && fate.request == Request::Nothing;
+        if let Some(fate) = fates.iter().filter(by_itself).find(|fate| Some(fate.rank) == pointed_at) {
+            culprit = Culprit { fate: *fate, fault: Fault::Died };
+            words = self.words(&culprit, tails);
+        }
         let after = at - self.started;
         let by_itself = culprit.fate.request == Request::Nothing && culprit.fate.ended.is_failure();
         Failure {
@@ -388,6 +420,19 @@ impl Ranks {
             report: report::of_failure(&culprit, after, &words, &fates),
             code: if by_itself { culprit.fate.ended.exit_code() } else { first.ended.exit_code() },
             asked: self.asked,
+        }
+    }
+}
+
+impl Ranks {
+    /// What the rank itself says about its failure.
+    fn words(&self, culprit: &Culprit, tails: &[Tail]) -> Vec<String> {
+        let rank = culprit.fate.rank;
+        let by_itself = culprit.fate.request == Request::Nothing && culprit.fate.ended != Ended::Signal(9);
+        let reason = self.region.last_words(rank);
+        match tails.get(rank) {
+            Some(tail) => tail.last_words(reason.as_deref(), by_itself),
+            None => reason.iter().flat_map(|reason| reason.lines()).map(str::to_string).collect(),
         }
     }
 }

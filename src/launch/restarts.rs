@@ -17,6 +17,9 @@ const SOON: Duration = Duration::from_secs(60);
 /// A run that fails earlier never got going: perhaps this host can no longer carry this many ranks.
 const AT_ONCE: Duration = Duration::from_secs(10);
 
+/// Exit code of a job that went well, while what it wrote could not be passed on.
+const EXIT_UNWRITTEN: u8 = 1;
+
 /// When a job is started again.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rule {
@@ -75,6 +78,7 @@ pub(super) fn run(mut job: Job, rule: &Rule) -> Result<u8> {
     loop {
         let failure = match ranks::run(&job, &events)? {
             End::Well => return Ok(0),
+            End::Unwritten => return Ok(EXIT_UNWRITTEN),
             End::Interrupted(signal) => return Ok(stopped_by(signal)),
             End::Failed(failure) => failure,
         };

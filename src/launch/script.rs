@@ -151,6 +151,7 @@ impl InPackage {
             kind: self.kind,
             name: self.name,
             features: features.map(str::to_string),
+            gone: None,
             printed_path: None,
         }
     }

@@ -1,5 +1,6 @@
 //! Signals: what reaches the launcher, what it passes on, and what the kernel sends when the launcher is gone.
 
+use super::console;
 use crate::error::{Error, LaunchError, Result};
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
@@ -43,12 +44,16 @@ pub(crate) fn listen() -> Result<Receiver<Event>> {
                     SIGUSR1 => Event::Pass(Signal::USR1),
                     _ => Event::Pass(Signal::USR2),
                 };
+                if matches!(event, Event::End(_)) {
+                    console::asked_to_end();
+                }
                 if sender.send(event).is_err() {
                     return;
                 }
             }
         })
         .map_err(setup)?;
+    console::signals_are_heard();
     Ok(receiver)
 }
 

@@ -28,8 +28,9 @@ impl Tail {
         self.0.push_back(String::from_utf8_lossy(&line[..line.len().min(LINE_BYTES)]).trim_end().to_string());
     }
 
-    /// The last error or panic message; else `reason`, which the rank gave to the others; else the last few lines.
-    pub(super) fn last_words(&self, reason: Option<&str>) -> Vec<String> {
+    /// The last error or panic message; else `reason`, which the rank gave to the others; else the last few lines, of a
+    /// rank that `ended_by_itself`: one that was ended had no time to say why, and what it wrote before is no reason.
+    pub(super) fn last_words(&self, reason: Option<&str>, ended_by_itself: bool) -> Vec<String> {
         if let Some(begin) = self.0.iter().rposition(|line| begins_message(line)) {
             let message = self.0.range(begin..).take_while(|line| !ends_message(line));
             return message.take(SHOWN).cloned().collect();
@@ -37,13 +38,20 @@ impl Tail {
         if let Some(reason) = reason {
             return reason.lines().take(SHOWN).map(str::to_string).collect();
         }
-        self.0.range(self.0.len().saturating_sub(SHOWN_OF_ANYTHING)..).cloned().collect()
+        let lines: Vec<&String> = self.0.iter().filter(|line| ended_by_itself && !is_progress(line)).collect();
+        lines[lines.len().saturating_sub(SHOWN_OF_ANYTHING)..].iter().map(|line| (*line).clone()).collect()
     }
 }
 
 /// The forms in which `fn main() -> Result`, command-line programs and panics print errors.
 fn begins_message(line: &str) -> bool {
     line.starts_with("Error: ") || line.starts_with("error: ") || line.contains("panicked at ")
+}
+
+/// `step 3/100 ...`, as [`crate::monitor::Progress`] writes it.
+fn is_progress(line: &str) -> bool {
+    let number = line.strip_prefix("step ").and_then(|rest| rest.split_once('/')).map(|(number, _)| number);
+    number.is_some_and(|number| number.parse::<u64>().is_ok())
 }
 
 /// Backtraces, and the hint how to get one.
@@ -60,7 +68,18 @@ mod tests {
     fn words(text: &str, reason: Option<&str>) -> String {
         let mut tail = Tail::default();
         text.lines().for_each(|line| tail.push(line.as_bytes()));
-        tail.last_words(reason).join("\n")
+        tail.last_words(reason, true).join("\n")
+    }
+
+    #[test]
+    fn progress_is_no_reason_and_what_a_rank_said_before_it_was_ended_neither() {
+        assert_eq!(words("a\nstep 1/9 loss 3\nb\nstep 2/9 loss 2\n", None), "a\nb");
+        let mut tail = Tail::default();
+        ["all is well", "still well"].iter().for_each(|line| tail.push(line.as_bytes()));
+        assert_eq!(tail.last_words(None, false), Vec::<String>::new());
+        assert_eq!(tail.last_words(Some("why"), false), ["why"]);
+        tail.push(b"Error: no more");
+        assert_eq!(tail.last_words(None, false), ["Error: no more"]);
     }
 
     #[test]

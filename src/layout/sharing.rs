@@ -48,11 +48,12 @@ impl Sharing {
         Self { step, weights_in_memory, ..self }
     }
 
-    /// Lays the share of a parameter: `shard` elements of each rank where shares are shards, else `whole`. Parameters of different classes (numbers from 0) lie in
-    /// different sub-groups, as not the same is kept of them.
-    pub fn push(&mut self, shard: usize, whole: usize, class: usize) -> Place {
+    /// Lays the share of a parameter: `shard` elements of each rank where shares are shards, else `whole`, in room for
+    /// whole blocks of `block` elements. Parameters of different classes (numbers from 0) lie in different sub-groups, as
+    /// not the same is kept of them.
+    pub fn push(&mut self, shard: usize, whole: usize, class: usize, block: usize) -> Place {
         let share = if self.sharded { shard } else { whole };
-        let room = share.next_multiple_of(self.step);
+        let room = share.next_multiple_of(block).next_multiple_of(self.step);
         let begins = self.fills_memory(room);
         if begins {
             // A sub-group's weights have one home, so where they change it, a new one begins.
@@ -88,7 +89,7 @@ mod tests {
     fn weights_beyond_the_limit_begin_a_sub_group_in_the_file() {
         let mut sharing = Sharing::new(true, 100).in_files(8, Some(24));
         let laid: Vec<Place> =
-            [20, 21, 10, 300, 2].into_iter().map(|numel: usize| sharing.push(numel.div_ceil(2), numel, 0)).collect();
+            [20, 21, 10, 300, 2].into_iter().map(|numel: usize| sharing.push(numel.div_ceil(2), numel, 0, 1)).collect();
         let rooms: Vec<_> = laid.iter().map(|l| (l.share, l.room)).collect();
         assert_eq!(rooms, [(10, 16), (11, 16), (5, 8), (150, 152), (1, 8)]);
         // 16 elements stay, 32 would be too many; and what comes later lies in the file too.
@@ -100,7 +101,7 @@ mod tests {
     #[test]
     fn without_files_every_share_lies_next_to_the_one_before() {
         let mut sharing = Sharing::new(false, 3);
-        let laid = sharing.push(3, 10, 0);
+        let laid = sharing.push(3, 10, 0, 1);
         assert_eq!(laid, Place { share: 10, room: 10, begins: false, closes: true, spills: false });
     }
 
@@ -108,7 +109,7 @@ mod tests {
     fn classes_fill_sub_groups_of_their_own_until_the_weights_spill() {
         let mut sharing = Sharing::new(true, 10).in_files(1, Some(16));
         let laid: Vec<Place> =
-            [(6, 0), (6, 1), (4, 0), (1, 1), (9, 1)].map(|(n, class)| sharing.push(n, n, class)).into();
+            [(6, 0), (6, 1), (4, 0), (1, 1), (9, 1)].map(|(n, class)| sharing.push(n, n, class, 1)).into();
         assert_eq!(laid.iter().map(|l| l.closes).collect::<Vec<_>>(), [false, false, true, false, true]);
         assert_eq!(laid.iter().map(|l| l.begins).collect::<Vec<_>>(), [false, false, false, true, false]);
     }

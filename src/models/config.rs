@@ -30,10 +30,25 @@ pub(super) fn refused(key: &'static str, found: impl Display, allowed: &str) -> 
     ModelError::Config { key, found: found.to_string(), allowed: allowed.into() }.into()
 }
 
-/// Checks that no size is 0.
+/// The most parameters that a model may have. Their bytes, in any precision and with all that training adds, can be
+/// counted in 64 bits.
+const MOST_PARAMETERS: u128 = 1 << 50;
+
+/// Checks that no size is 0 or larger than a token id or a dimension may be.
 pub(super) fn require_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
-    match sizes.iter().find(|(_, size)| *size == 0) {
-        Some((key, _)) => Err(refused(key, 0, "at least 1")),
+    let most = u32::MAX as usize;
+    match sizes.iter().find(|(_, size)| !(1..=most).contains(size)) {
+        Some((key, 0)) => Err(refused(key, 0, "at least 1")),
+        Some((key, size)) => Err(refused(key, size, &format!("at most {most}"))),
         None => Ok(()),
     }
+}
+
+/// Checks that `parameters` can be counted.
+pub(super) fn require_parameters(parameters: u128) -> Result<()> {
+    if parameters > MOST_PARAMETERS {
+        let allowed = format!("at most {MOST_PARAMETERS} elements: take smaller sizes");
+        return Err(refused("the sum of all parameters", parameters, &allowed));
+    }
+    Ok(())
 }

@@ -1,6 +1,6 @@
 //! Sizes of a GPT-2.
 
-use super::config::{find_preset, refused, require_sizes};
+use super::config::{find_preset, refused, require_parameters, require_sizes};
 use crate::Result;
 use serde::{Deserialize, Serialize};
 
@@ -70,6 +70,7 @@ impl GptConfig {
             ("ctx", self.ctx),
             ("vocab", self.vocab),
         ])?;
+        require_parameters(self.elements())?;
         if !self.n_embd.is_multiple_of(self.n_head) {
             let allowed = format!("a multiple of n_head ({}), so that every head has the same width", self.n_head);
             return Err(refused("n_embd", self.n_embd, &allowed));
@@ -85,9 +86,16 @@ impl GptConfig {
 
     /// Elements of all parameters; the output projection is the token embedding and counts once.
     pub fn num_parameters(&self) -> usize {
-        let d = self.n_embd;
-        let block = (d * 3 * d + 3 * d) + (d * d + d) + (d * 4 * d + 4 * d) + (4 * d * d + d) + 4 * d;
-        self.vocab * d + self.ctx * d + self.n_layer * block + 2 * d
+        usize::try_from(self.elements()).unwrap_or(usize::MAX)
+    }
+
+    /// The same of sizes that were not looked at.
+    fn elements(&self) -> u128 {
+        let [layers, d, ctx, vocab] = [self.n_layer, self.n_embd, self.ctx, self.vocab].map(|size| size as u128);
+        // 12 d d + 13 d
+        let block = d.saturating_mul(d).saturating_mul(12).saturating_add(13 * d);
+        let embeddings = (vocab + ctx + 2).saturating_mul(d);
+        layers.saturating_mul(block).saturating_add(embeddings)
     }
 }
 
@@ -118,6 +126,9 @@ mod tests {
         let text = |config: GptConfig| config.validate().unwrap_err().to_string();
         insta::assert_snapshot!(text(GptConfig { n_head: 3, ..nano.clone() }), @"model configuration: n_embd is 128, but must be a multiple of n_head (3), so that every head has the same width");
         insta::assert_snapshot!(text(GptConfig { vocab: 0, ..nano.clone() }), @"model configuration: vocab is 0, but must be at least 1");
+        insta::assert_snapshot!(text(GptConfig { ctx: usize::MAX, ..nano.clone() }), @"model configuration: ctx is 18446744073709551615, but must be at most 4294967295");
+        let huge = text(GptConfig { n_embd: u32::MAX as usize, n_head: 1, ..nano.clone() });
+        assert!(huge.starts_with("model configuration: the sum of all parameters is 8854437170"), "{huge}");
         insta::assert_snapshot!(text(GptConfig { eps: f64::NAN, ..nano.clone() }), @"model configuration: eps is NaN, but must be a positive finite number, as 1e-5");
         insta::assert_snapshot!(text(GptConfig { dropout: 1.0, ..nano.clone() }), @"model configuration: dropout is 1, but must be at least 0 and below 1");
         insta::assert_snapshot!(text(GptConfig { dropout: f32::NAN, ..nano }), @"model configuration: dropout is NaN, but must be at least 0 and below 1");

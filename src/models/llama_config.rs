@@ -1,6 +1,6 @@
 //! Sizes of a Llama.
 
-use super::config::{find_preset, refused, require_sizes};
+use super::config::{find_preset, refused, require_parameters, require_sizes};
 use crate::Result;
 use serde::{Deserialize, Serialize};
 
@@ -58,6 +58,9 @@ const PRESETS: [Preset; 6] = [
     Preset { name: "llama-2-7b", hidden_size: 4096, intermediate_size: 11_008, layers: 32, heads: 32, kv_heads: 32, ctx: 4096, vocab: 32_000, theta: 1e4, tied: false },
 ];
 
+/// Above it, f32 cannot tell positions apart.
+const MOST_POSITIONS: usize = 1 << 24;
+
 impl LlamaConfig {
     /// The sizes known as `name`: "llama-nano" and "llama-mini" (bytes as tokens, for tests and trials),
     /// "tinyllama-1.1b", "llama-3.2-1b", "llama-3.2-3b" and "llama-2-7b" as published.
@@ -105,6 +108,9 @@ impl LlamaConfig {
             ("ctx", self.ctx),
             ("vocab", self.vocab),
         ])?;
+        if self.ctx > MOST_POSITIONS {
+            return Err(refused("ctx", self.ctx, &format!("at most {MOST_POSITIONS}: positions are counted in f32")));
+        }
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
         if !self.hidden_size.is_multiple_of(2 * heads) {
             let allowed = format!(
@@ -117,6 +123,7 @@ impl LlamaConfig {
             let allowed = format!("a divisor of num_attention_heads ({heads}), so that each serves as many of them");
             return Err(refused("num_key_value_heads", kv_heads, &allowed));
         }
+        require_parameters(self.elements())?;
         for (key, value, example) in
             [("rope_theta", self.rope_theta, "10000"), ("rms_norm_eps", self.rms_norm_eps, "1e-5")]
         {
@@ -139,11 +146,17 @@ impl LlamaConfig {
 
     /// Elements of all parameters; an output projection that is the token embedding counts once.
     pub fn num_parameters(&self) -> usize {
-        let d = self.hidden_size;
-        let attention = 2 * d * d + 2 * d * self.kv_width();
-        let block = attention + 3 * d * self.intermediate_size + 2 * d;
+        usize::try_from(self.elements()).unwrap_or(usize::MAX)
+    }
+
+    /// The same of sizes that were not looked at, the heads aside.
+    fn elements(&self) -> u128 {
+        let sizes = [self.num_hidden_layers, self.hidden_size, self.intermediate_size, self.vocab, self.kv_width()];
+        let [layers, d, inner, vocab, kv] = sizes.map(|size| size as u128);
+        // 2 d d + 2 d kv + 3 d inner + 2 d
+        let block = (2 * d + 2 * kv + 3 * inner + 2).saturating_mul(d);
         let embeddings = if self.tie_word_embeddings { 1 } else { 2 };
-        embeddings * self.vocab * d + self.num_hidden_layers * block + d
+        layers.saturating_mul(block).saturating_add((embeddings * vocab + 1).saturating_mul(d))
     }
 }
 
@@ -174,6 +187,8 @@ mod tests {
         insta::assert_snapshot!(text(LlamaConfig { num_attention_heads: 128, ..nano.clone() }), @"model configuration: hidden_size is 128, but must be a multiple of 2 num_attention_heads (256), so that every head has the same even width");
         insta::assert_snapshot!(text(LlamaConfig { num_key_value_heads: 3, ..nano.clone() }), @"model configuration: num_key_value_heads is 3, but must be a divisor of num_attention_heads (4), so that each serves as many of them");
         insta::assert_snapshot!(text(LlamaConfig { intermediate_size: 0, ..nano.clone() }), @"model configuration: intermediate_size is 0, but must be at least 1");
+        insta::assert_snapshot!(text(LlamaConfig { ctx: usize::MAX, ..nano.clone() }), @"model configuration: ctx is 18446744073709551615, but must be at most 4294967295");
+        insta::assert_snapshot!(text(LlamaConfig { ctx: 1 << 30, ..nano.clone() }), @"model configuration: ctx is 1073741824, but must be at most 16777216: positions are counted in f32");
         insta::assert_snapshot!(text(LlamaConfig { rope_theta: 0.0, ..nano.clone() }), @"model configuration: rope_theta is 0, but must be a positive finite number, as 10000");
         insta::assert_snapshot!(text(LlamaConfig { rms_norm_eps: f64::INFINITY, ..nano }), @"model configuration: rms_norm_eps is inf, but must be a positive finite number, as 1e-5");
     }

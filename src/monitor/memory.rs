@@ -11,6 +11,12 @@ pub fn rss_bytes() -> Option<u64> {
     bytes_of("VmRSS:", &std::fs::read_to_string("/proc/self/status").ok()?)
 }
 
+/// The memory that this process could still take, in bytes: what the system has available, within the limits of the
+/// process's control groups (of a container, or of a job). `None` where the system does not report it.
+pub fn available_memory() -> Option<u64> {
+    Some(crate::offload::available_memory()).filter(|bytes| *bytes > 0)
+}
+
 fn bytes_of(name: &str, status: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

@@ -7,8 +7,10 @@ use std::io::IsTerminal as _;
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
-/// Pause between two lines when no step count is asked for.
-const LINE_PAUSE: Duration = Duration::from_secs(1);
+/// Pauses between two lines when no step count is asked for: a part of the time that the run has lasted, within bounds.
+const PAUSE_PART: u32 = 20;
+const SHORTEST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 /// Shows how far a run is.
 #[derive(Debug)]
@@ -29,18 +31,22 @@ enum Display {
 #[derive(Debug)]
 struct Rhythm {
     every: Option<u64>,
+    start: Instant,
+    /// Steps that were done before the first that is reported.
+    before: u64,
     last_line: Option<Instant>,
 }
 
 impl Progress {
     /// Progress over `total` steps: a bar if standard error is a terminal (with feature `cli`), else a line every
-    /// `every` steps, or about every second. The first and the last step always show.
+    /// `every` steps, or about every second at first and ever more rarely, down to one a minute. The first and the last
+    /// step always show. Lines end with an estimate of the time that is left.
     pub fn new(total: u64, every: Option<u64>) -> Self {
         #[cfg(feature = "cli")]
         if std::io::stderr().is_terminal() {
             return Self { total, display: Display::Bar(bar(total)) };
         }
-        Self { total, display: Display::Lines(Rhythm { every, last_line: None }) }
+        Self { total, display: Display::Lines(Rhythm::new(every, Instant::now())) }
     }
 
     /// Shows nothing: for all ranks but one.
@@ -58,8 +64,11 @@ impl Progress {
                 bar.set_position(done);
             }
             Display::Lines(rhythm) => {
-                if rhythm.is_due(done, self.total, Instant::now()) {
-                    _ = writeln!(std::io::stderr(), "step {done}/{} {}", self.total, message());
+                let now = Instant::now();
+                if rhythm.is_due(done, self.total, now) {
+                    let left = rhythm.left(done, self.total, now).map(|left| format!(", {} left", in_words(left)));
+                    let (total, left) = (self.total, left.unwrap_or_default());
+                    _ = writeln!(std::io::stderr(), "step {done}/{total} {}{left}", message());
                 }
             }
         }
@@ -84,17 +93,45 @@ fn bar(total: u64) -> ProgressBar {
 }
 
 impl Rhythm {
+    fn new(every: Option<u64>, start: Instant) -> Self {
+        Self { every, start, before: 0, last_line: None }
+    }
+
     fn is_due(&mut self, done: u64, total: u64, now: Instant) -> bool {
+        let pause = (now.duration_since(self.start) / PAUSE_PART).clamp(SHORTEST_PAUSE, LONGEST_PAUSE);
         let due = match (self.last_line, self.every) {
-            (None, _) => true,
+            (None, _) => {
+                self.before = done.saturating_sub(1);
+                true
+            }
             _ if done == total => true,
             (_, Some(every)) => done.is_multiple_of(every),
-            (Some(last), None) => now.duration_since(last) >= LINE_PAUSE,
+            (Some(last), None) => now.duration_since(last) >= pause,
         };
         if due {
             self.last_line = Some(now);
         }
         due
+    }
+
+    /// The time that the rest will take at the speed so far. Nothing after the first step, which tells little.
+    fn left(&self, done: u64, total: u64, now: Instant) -> Option<Duration> {
+        let made = done.checked_sub(self.before).filter(|made| *made > 1)?;
+        let rest = total.checked_sub(done).filter(|rest| *rest > 0)?;
+        let seconds = now.duration_since(self.start).as_secs_f64() * rest as f64 / made as f64;
+        Duration::try_from_secs_f64(seconds).ok()
+    }
+}
+
+/// `40s`, `3m 20s`, `2h 5m`, `4d 3h`.
+fn in_words(time: Duration) -> String {
+    let seconds = time.as_secs_f64().round() as u64;
+    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
+    match () {
+        () if days > 0 => format!("{days}d {}h", hours % 24),
+        () if hours > 0 => format!("{hours}h {}m", minutes % 60),
+        () if minutes > 0 => format!("{minutes}m {}s", seconds % 60),
+        () => format!("{seconds}s"),
     }
 }
 
@@ -102,17 +139,40 @@ impl Rhythm {
 mod tests {
     use super::*;
 
-    fn shown(every: Option<u64>, seconds_per_step: f64) -> Vec<u64> {
-        let (mut rhythm, start) = (Rhythm { every, last_line: None }, Instant::now());
+    fn shown(every: Option<u64>, seconds_per_step: f64, steps: u64) -> Vec<u64> {
+        let start = Instant::now();
+        let mut rhythm = Rhythm::new(every, start);
         let at = |step: u64| start + Duration::from_secs_f64(step as f64 * seconds_per_step);
-        (1..=11).filter(|step| rhythm.is_due(*step, 11, at(*step))).collect()
+        (1..=steps).filter(|step| rhythm.is_due(*step, steps, at(*step))).collect()
     }
 
     #[test]
     fn lines_come_every_so_many_steps_or_every_second_and_first_and_last_always() {
-        assert_eq!(shown(Some(4), 0.001), [1, 4, 8, 11]);
-        assert_eq!(shown(None, 0.25), [1, 5, 9, 11]);
-        assert_eq!(shown(None, 2.0), (1..=11).collect::<Vec<_>>());
-        assert_eq!(shown(None, 0.001), [1, 11]);
+        assert_eq!(shown(Some(4), 0.001, 11), [1, 4, 8, 11]);
+        assert_eq!(shown(None, 0.25, 11), [1, 5, 9, 11]);
+        assert_eq!(shown(None, 2.0, 11), (1..=11).collect::<Vec<_>>());
+        assert_eq!(shown(None, 0.001, 11), [1, 11]);
+    }
+
+    #[test]
+    fn lines_become_rarer_in_a_long_run_and_stay_one_a_minute() {
+        let ten_hours = shown(None, 1.0, 36_000);
+        assert!((500..800).contains(&ten_hours.len()), "{} lines", ten_hours.len());
+        assert_eq!(ten_hours[..5], [1, 2, 3, 4, 5]);
+        assert!(ten_hours.windows(2).all(|pair| pair[1] - pair[0] <= 60));
+    }
+
+    #[test]
+    fn the_time_left_goes_by_the_steps_of_this_run() {
+        let start = Instant::now();
+        let mut rhythm = Rhythm::new(None, start);
+        let at = |seconds| start + Duration::from_secs(seconds);
+        // A run that was resumed after step 100.
+        assert!(rhythm.is_due(101, 200, at(10)));
+        assert_eq!(rhythm.left(101, 200, at(10)), None, "one step tells little");
+        assert_eq!(rhythm.left(120, 200, at(200)), Some(Duration::from_secs(800)));
+        assert_eq!(rhythm.left(200, 200, at(200)), None);
+        let words = [40, 200, 7500, 356_400].map(|seconds| in_words(Duration::from_secs(seconds)));
+        assert_eq!(words, ["40s", "3m 20s", "2h 5m", "4d 3h"]);
     }
 }

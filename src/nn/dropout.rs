@@ -4,6 +4,8 @@ use crate::graph::{Inputs, advance_draws, draws, is_without_gradients};
 use crate::kernels::buffer;
 use crate::kernels::dropout as kernel;
 use crate::tensor::element::{Element, with_element, with_elements};
+use crate::zero::core::Link;
+use crate::zero::unit::link_under_construction;
 use candle_core::{Result, Tensor, bail};
 use candle_nn::Module;
 
@@ -48,25 +50,39 @@ pub fn dropout(x: &Tensor, p: f32, seed: u64, draw: u64) -> Result<Tensor> {
 }
 
 /// Dropout as a layer. Inside of an engine each forward of each rank draws anew, also each of several forwards of one
-/// micro step; a recomputing unit draws again what it drew first, and evaluation passes everything through. Without an engine every use draws anew.
+/// micro step; a recomputing unit draws again what it drew first, and evaluation passes everything through. Without an
+/// engine every use draws anew.
+///
+/// Draws belong to the thread that called the engine's `forward`. On other threads (a model that runs its experts in
+/// parallel) the order of draws would be left to chance, so dropout is an error there while an engine trains; in
+/// evaluation it passes everything through.
 #[derive(Debug, Clone)]
 pub struct Dropout {
     p: f32,
     seed: u64,
+    /// To the engine of the model that it is a part of.
+    link: Link,
 }
 
 impl Dropout {
     /// Drops elements with probability `p`.
     pub fn new(p: f32, seed: u64) -> Self {
-        Self { p, seed }
+        Self { p, seed, link: link_under_construction() }
     }
 }
 
 impl Module for Dropout {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let draws = draws();
-        if is_without_gradients() && !draws.in_training {
+        let core = self.link.core();
+        if core.as_ref().is_some_and(|core| core.is_evaluating()) || (is_without_gradients() && !draws.in_training) {
             return Ok(x.clone());
+        }
+        if !draws.in_training && core.is_some_and(|core| core.is_in_forward()) {
+            bail!(
+                "dropout: it runs on a thread of the model's own, where its draws could not be repeated; run it on the \
+                 thread that called engine.forward"
+            )
         }
         advance_draws();
         dropout(x, self.p, self.seed ^ draws.stream.wrapping_mul(0x9e37_79b9_7f4a_7c15), draws.next)

@@ -23,6 +23,7 @@
 
 mod activation;
 mod attention;
+mod batch_norm;
 pub mod composed;
 mod cross_entropy;
 mod dropout;
@@ -35,6 +36,7 @@ mod sum;
 
 pub use activation::{gelu_tanh, silu, swiglu};
 pub use attention::{causal_attention, grouped_attention};
+pub use batch_norm::{SyncBatchNorm, sync_batch_norm};
 pub use cross_entropy::{cross_entropy, linear_cross_entropy};
 pub use dropout::{Dropout, dropout};
 pub use embedding::{Embedding, embedding};

@@ -1,5 +1,6 @@
 //! How a file is read and written.
 
+use super::available::available_memory;
 use std::fmt;
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -41,16 +42,6 @@ impl fmt::Display for DiskAccess {
             Self::Mapped => "through a mapping",
         })
     }
-}
-
-/// Bytes that the system could give to the page cache; 0 where it does not say.
-pub(crate) fn available_memory() -> u64 {
-    let kib = |text: &str| text.trim().strip_suffix("kB").and_then(|n| n.trim().parse::<u64>().ok());
-    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let available = meminfo.lines().find_map(|line| kib(line.strip_prefix("MemAvailable:")?)).unwrap_or(0) * 1024;
-    // The page cache of a container counts against its limit.
-    let limit = std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok().and_then(|text| text.trim().parse().ok());
-    available.min(limit.unwrap_or(u64::MAX))
 }
 
 /// The access in force; it may change while requests are under way, since all of them see the same bytes.

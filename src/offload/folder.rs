@@ -1,6 +1,6 @@
 //! The folder of `nvme_path`: looked at before anything is built, locked against other jobs, and asked for space.
 
-use super::access::available_memory;
+use super::available::available_memory;
 use crate::error::{Error, OffloadError, Result};
 use crate::files::{FolderLock, LOCK, folder_of};
 use crate::notice::say;

@@ -19,6 +19,7 @@
 //! | `folder.rs` | the folder of `nvme_path`: checked, locked, measured |
 //! | `arena.rs` | one file: space reserved first, then read and written in blocks |
 //! | `access.rs` | around the page cache, through it, or through a mapping |
+//! | `available.rs` | memory that is left, within the limits of control groups |
 //! | `io.rs` | threads that carry out requests; transfers that own their buffers |
 //! | `buffer.rs` | memory that a transfer owns |
 //! | `files.rs` | what the step asks of files; a rehearsal answers by counting |
@@ -31,6 +32,7 @@
 mod access;
 mod aligned;
 mod arena;
+mod available;
 #[cfg(feature = "cli")]
 pub(crate) mod bench;
 mod buffer;
@@ -46,9 +48,11 @@ mod store;
 pub use access::DiskAccess;
 pub use report::OffloadReport;
 
-pub(crate) use access::available_memory;
 pub(crate) use aligned::{ALIGN, Aligned};
 pub(crate) use arena::{Extent, open_direct};
+pub(crate) use available::available_memory;
+#[cfg(feature = "cli")]
+pub(crate) use available::group_limit;
 pub(crate) use files::Files;
 pub(crate) use folder::{free as free_space, is_memory};
 pub(crate) use io::{Io, Transfer, UNWRITTEN, block_size, threads};

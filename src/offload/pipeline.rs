@@ -104,6 +104,11 @@ pub(crate) struct Window<S = Aligned> {
 }
 
 impl Staged {
+    /// Bytes `range`, where each element is one.
+    pub fn bytes(&mut self, range: Range<usize>) -> &mut [u8] {
+        &mut self.buffer.bytes_mut()[range.start - self.start..range.end - self.start]
+    }
+
     /// Elements `range` of the sub-group.
     pub fn part(&mut self, range: Range<usize>) -> FlatMut<'_> {
         self.buffer.elements(self.dtype, range.start - self.start..range.end - self.start)

@@ -1,60 +1,105 @@
 //! What is kept of a parameter, by which sub-groups are divided.
 
-use super::Role;
 use crate::precision::{Nf4Scales, Packing};
+use candle_core::DType;
 
-/// What the parameters of a sub-group have in common: which half of the optimizer trains them, if any does.
+/// Which of an optimizer's two halves trains a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum Class {
-    /// Parameters with gradients, master weights and the moments of their half of the optimizer.
-    Trained(Role),
+pub(crate) enum Role {
+    /// The optimizer itself.
+    Main,
+    /// Its auxiliary.
+    Auxiliary,
+}
+
+impl Role {
+    /// Both, in the order in which a group's halves are counted.
+    pub const ALL: [Self; 2] = [Self::Main, Self::Auxiliary];
+}
+
+/// How a parameter's weights are held and travel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) enum Weights {
+    /// In the model's dtype; with master weights where that has 16 bits and they are trained.
+    Model,
+    /// In f32, in a 16-bit model.
+    F32,
+    /// Packed, where parameters are sharded.
+    Packed(Packing),
+}
+
+impl Weights {
+    /// The dtype that the model computes with, in a model of `dtype`.
+    pub fn dtype(self, dtype: DType) -> DType {
+        if self == Self::F32 { DType::F32 } else { dtype }
+    }
+
+    /// How they are packed.
+    pub fn packing(self) -> Option<Packing> {
+        match self {
+            Self::Packed(packing) => Some(packing),
+            Self::Model | Self::F32 => None,
+        }
+    }
+
+    /// Number of variants.
+    const COUNT: usize = 5;
+
+    fn index(self) -> usize {
+        match self {
+            Self::Model => 0,
+            Self::F32 => 1,
+            Self::Packed(Packing::Int8) => 2,
+            Self::Packed(Packing::Nf4(Nf4Scales::Bf16)) => 3,
+            Self::Packed(Packing::Nf4(Nf4Scales::DoubleQuantized)) => 4,
+        }
+    }
+}
+
+/// What the parameters of a sub-group have in common. In order: those that are trained, then the frozen ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Class {
+    training: Training,
+    pub weights: Weights,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Training {
+    /// Parameters with gradients, and the moments of their half of the optimizer.
+    By(Role),
     /// Weights and nothing else.
     Frozen,
-    /// Weights that are packed at rest and on the wire, and nothing else.
-    Packed(Packing),
 }
 
 impl Class {
     /// Number of classes.
-    pub const COUNT: usize = 6;
+    pub const COUNT: usize = (Role::ALL.len() + 1) * Weights::COUNT;
 
-    /// That of a parameter which is trained by the half `role`, or frozen and perhaps packed.
-    pub fn of(role: Role, is_trained: bool, packing: Option<Packing>) -> Self {
-        match packing {
-            _ if is_trained => Self::Trained(role),
-            Some(packing) => Self::Packed(packing),
-            None => Self::Frozen,
-        }
+    /// That of parameters which the half `role` trains, or frozen ones.
+    pub fn new(role: Role, is_trained: bool, weights: Weights) -> Self {
+        Self { training: if is_trained { Training::By(role) } else { Training::Frozen }, weights }
     }
 
     /// Its number, from 0.
     pub fn index(self) -> usize {
-        match self {
-            Self::Trained(role) => role as usize,
-            Self::Frozen => 2,
-            Self::Packed(Packing::Int8) => 3,
-            Self::Packed(Packing::Nf4(Nf4Scales::Bf16)) => 4,
-            Self::Packed(Packing::Nf4(Nf4Scales::DoubleQuantized)) => 5,
-        }
+        let training = self.role().map_or(Role::ALL.len(), |role| role as usize);
+        training * Weights::COUNT + self.weights.index()
     }
 
     /// The half of the optimizer that trains its parameters.
     pub fn role(self) -> Option<Role> {
-        match self {
-            Self::Trained(role) => Some(role),
-            Self::Frozen | Self::Packed(_) => None,
-        }
-    }
-
-    /// How its weights are packed.
-    pub fn packing(self) -> Option<Packing> {
-        match self {
-            Self::Packed(packing) => Some(packing),
-            Self::Trained(_) | Self::Frozen => None,
+        match self.training {
+            Training::By(role) => Some(role),
+            Training::Frozen => None,
         }
     }
 
     pub fn is_trained(self) -> bool {
         self.role().is_some()
+    }
+
+    /// Whether there are f32 weights behind those that a model of `dtype` computes with.
+    pub fn has_master(self, dtype: DType) -> bool {
+        self.is_trained() && self.weights.dtype(dtype) != DType::F32
     }
 }

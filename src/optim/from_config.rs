@@ -1,6 +1,6 @@
 //! The optimizer that a configuration names.
 
-use super::{Momentum, Optimizer, adagrad, adam, lamb, lion, muon, sgd};
+use super::{Momentum, Optimizer, adagrad, adam, eight_bit, lamb, lion, muon, sgd};
 use crate::config::OptimizerConfig;
 
 /// The optimizer that the configuration names. Its learning rate comes with each [`StepContext`](super::StepContext).
@@ -11,6 +11,7 @@ pub fn from_config(config: &OptimizerConfig) -> Box<dyn Optimizer> {
         OptimizerConfig::Lion(config) => Box::new(lion::Lion::new(*config)),
         OptimizerConfig::Adagrad(config) => Box::new(adagrad::Adagrad::new(*config)),
         OptimizerConfig::Lamb(config) => Box::new(lamb::Lamb::new(*config)),
+        OptimizerConfig::EightBit(config) => Box::new(eight_bit::EightBits::new(*config)),
         OptimizerConfig::Muon(config) => Box::new(muon::Muon::new(*config)),
     }
 }

@@ -7,7 +7,7 @@
 //! Groups are chosen while parameters are registered, for what an optimizer keeps of a parameter depends on them. Then
 //! the empty ones are dropped, as in DeepSpeed, and the others are counted.
 
-use super::{Momentum, Optimizer};
+use super::{Momentum, Optimizer, Role, Weights};
 use crate::error::{OptimError, Result};
 use crate::precision::Packing;
 use std::ops::RangeInclusive;
@@ -40,6 +40,7 @@ pub struct ParameterGroup {
     lr: Option<f64>,
     numbers: Numbers,
     is_frozen: bool,
+    keeps_f32: bool,
 }
 
 /// The settings that a group may have instead of the optimizer's own.
@@ -124,6 +125,15 @@ impl ParameterGroup {
         self
     }
 
+    /// In a model of 16 bits its parameters stay in f32, as norms and routers may want it: tensors, gradients of the
+    /// model and shares. They have no master weights then, and travel in f32. The model has to compute with tensors of both dtypes;
+    /// layers of [`candle_zero::nn`](crate::nn) do.
+    #[must_use]
+    pub fn keep_f32(mut self) -> Self {
+        self.keeps_f32 = true;
+        self
+    }
+
     fn selects(&self, name: &str, shape: &[usize]) -> bool {
         self.names.as_ref().is_none_or(|patterns| patterns.iter().any(|pattern| matches(pattern, name)))
             && self.dims.as_ref().is_none_or(|dims| dims.contains(&shape.len()))
@@ -154,20 +164,6 @@ fn matches(pattern: &str, name: &str) -> bool {
     let Some(name) = name.strip_prefix(head) else { return false };
     // An end of the name that begins at a character's first byte.
     (0..=name.len()).filter(|at| name.is_char_boundary(*at)).any(|at| matches(rest, &name[at..]))
-}
-
-/// Which of an optimizer's two halves trains a parameter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum Role {
-    /// The optimizer itself.
-    Main,
-    /// Its auxiliary.
-    Auxiliary,
-}
-
-impl Role {
-    /// Both, in the order in which a group's halves are counted.
-    pub const ALL: [Self; 2] = [Self::Main, Self::Auxiliary];
 }
 
 /// Says of a parameter's name and shape whether it is trained.
@@ -220,9 +216,16 @@ impl Grouping {
         Self { quantized: rule, ..self }
     }
 
-    /// How a parameter is packed.
-    pub fn packing(&self, name: &str, shape: &[usize]) -> Option<Packing> {
-        self.quantized.as_ref().filter(|(_, rule)| rule(name, shape)).map(|(packing, _)| *packing)
+    /// How a parameter's weights are held: packed, before anything else.
+    pub fn weights(&self, name: &str, shape: &[usize]) -> Weights {
+        let packing = self.quantized.as_ref().filter(|(_, rule)| rule(name, shape)).map(|(packing, _)| *packing);
+        let keeps_f32 =
+            || self.given.iter().find(|group| group.selects(name, shape)).is_some_and(|group| group.keeps_f32);
+        match packing {
+            Some(packing) => Weights::Packed(packing),
+            None if keeps_f32() => Weights::F32,
+            None => Weights::Model,
+        }
     }
 
     /// Whether a parameter begins as one that is trained.

@@ -14,6 +14,8 @@
 //! | `adagrad.rs` | Adagrad |
 //! | `lamb.rs` | LAMB |
 //! | `muon.rs`, `newton_schulz.rs` | Muon: momentum of matrices, orthogonalized |
+//! | `eight_bit.rs` | Adam8bit, AdamW8bit and Lion8bit: moments of eight bits |
+//! | `state_format.rs` | how states are kept between steps |
 //! | `chunks.rs` | how one pass over all the buffers runs in parallel |
 //! | `groups.rs` | parameter groups: which parameters have a learning rate or a decay of their own |
 //! | `class.rs` | what is kept of a parameter: who trains it, if anybody does |
@@ -24,6 +26,7 @@ mod adagrad;
 mod adam;
 mod chunks;
 mod class;
+mod eight_bit;
 pub(crate) mod error;
 mod from_config;
 mod groups;
@@ -34,12 +37,15 @@ mod newton_schulz;
 mod optimizer;
 mod schedule;
 mod sgd;
+mod state_format;
 mod trainer;
 
-pub(crate) use class::Class;
+pub(crate) use class::{Class, Role, Weights};
 pub use from_config::{base_lr, from_config, momentum};
 pub use groups::ParameterGroup;
-pub(crate) use groups::{Grouping, Role, TrainableRule};
+pub(crate) use groups::{Grouping, TrainableRule};
 pub use optimizer::{Layerwise, Momentum, Needs, Optimizer, SQUARES_BLOCK, Squares, StepContext, Wholewise};
 pub use schedule::{LrSchedule, Schedule};
+pub use state_format::StateFormat;
+pub(crate) use state_format::{Reading, decode, encode, scales_of};
 pub(crate) use trainer::{GroupStep, Trainer};

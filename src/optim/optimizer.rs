@@ -1,5 +1,6 @@
 //! The trait of an optimizer: a step on slices, and what it may need besides.
 
+use super::StateFormat;
 use crate::precision::{FlatMut, FlatRef};
 
 /// The inputs of one optimizer step besides the buffers.
@@ -105,6 +106,12 @@ pub trait Optimizer: Send + Sync {
     /// Names of the state buffers that [`update`](Self::update) expects, in order, as DeepSpeed's checkpoints call
     /// them. Each is f32, as long as the parameter, and starts with zeros.
     fn state_names(&self) -> &'static [&'static str];
+
+    /// How state number `state` of [`state_names`](Self::state_names) is kept between steps. Default: in f32.
+    fn state_format(&self, state: usize) -> StateFormat {
+        _ = state;
+        StateFormat::F32
+    }
 
     /// One step on one slice, in one pass over memory.
     ///

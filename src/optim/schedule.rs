@@ -71,6 +71,9 @@ impl<F: Fn(u64) -> f64 + Send + Sync> LrSchedule for F {
     }
 }
 
+/// Applied steps at which schedules are compared.
+pub(crate) const STEPS_LOOKED_AT: [u64; 6] = [0, 1, 3, 30, 3000, 1_000_000];
+
 /// Learning rate and momentum that change with the applied optimizer steps.
 ///
 /// ```
@@ -267,6 +270,12 @@ impl Schedule {
         let mut schedule = Self { rule, group, momentum, cycles, last_batch_iteration: -1, lr: 0.0, betas: None };
         schedule.restore(-1);
         schedule
+    }
+
+    /// Whether `other` has the same rates, as far as a few steps show.
+    pub(crate) fn same_rates(&self, other: &Self) -> bool {
+        let rate = |schedule: &Self, step| schedule.rule.lr_of_group(step, schedule.group);
+        STEPS_LOOKED_AT.iter().all(|step| rate(self, *step) == rate(other, *step))
     }
 
     /// The learning rate in force for the coming optimizer step.

@@ -1,7 +1,7 @@
 //! An engine's optimizer with its parameter groups, each with the schedule of its learning rate.
 
 use super::groups::{GroupSettings, Numbers};
-use super::schedule::GroupBase;
+use super::schedule::{GroupBase, STEPS_LOOKED_AT};
 use super::{Grouping, LrSchedule, Momentum, Optimizer, Role, Schedule, StepContext};
 use crate::config::SchedulerConfig;
 use crate::error::{OptimError, Result};
@@ -20,6 +20,8 @@ struct Group {
     lr: f64,
     numbers: Numbers,
     schedule: Schedule,
+    /// The user has given the group a rate, from which its schedule does not start.
+    ignores_own_rate: bool,
     /// Whether the schedule changes the rate.
     is_scheduled: bool,
     /// The rate that stands in for the schedule's, until that goes on.
@@ -67,16 +69,30 @@ impl Trainer {
                 (Momentum::Betas(..), Some((beta1, beta2))) => Momentum::Betas(beta1, beta2),
                 (momentum, _) => momentum,
             };
+            let has_own_rate = lr.is_some();
             let lr = optimizer.map_or(0.0, |o| lr.unwrap_or(o.lr()));
-            let base = GroupBase { lr, momentum, cycles, group, groups: count };
-            let schedule = match &own {
-                Some(own) => Schedule::custom_of_group(own.clone(), base),
-                None => Schedule::of_group(scheduler, base)?,
+            let schedule_from = |lr| {
+                let base = GroupBase { lr, momentum, cycles, group, groups: count };
+                match &own {
+                    Some(own) => Ok(Schedule::custom_of_group(own.clone(), base)),
+                    None => Schedule::of_group(scheduler, base),
+                }
             };
-            Ok(Group { role, lr, numbers, schedule, is_scheduled, set_lr: None })
+            let schedule = schedule_from(lr)?;
+            let ignores_own_rate = has_own_rate
+                && schedule.same_rates(&schedule_from(lr + 1.0)?)
+                && own
+                    .as_ref()
+                    .is_none_or(|own| STEPS_LOOKED_AT.iter().all(|n| own.lr_of_group(*n, group) == own.lr(*n)));
+            Ok(Group { role, lr, numbers, schedule, ignores_own_rate, is_scheduled, set_lr: None })
         });
         let groups = groups.collect::<Result<_>>()?;
         Ok((Self { grouping, groups }, empty))
+    }
+
+    /// The numbers of the groups whose rate was given by the user, and has no effect on their schedule.
+    pub fn with_ignored_rates(&self) -> Vec<usize> {
+        (0..self.groups.len()).filter(|group| self.groups[*group].ignores_own_rate).collect()
     }
 
     /// Whether there is an optimizer.

@@ -104,6 +104,15 @@ pub enum ParamError {
         /// The name.
         name: String,
     },
+    /// A second instance of the model asks for what the first one does not have.
+    #[error(
+        "the model that is built for evaluation takes {name}, which the engine's model does not have; build it as the \
+         engine's own"
+    )]
+    NotTheModel {
+        /// A parameter or a unit.
+        name: String,
+    },
     /// The model's constructor computed with a parameter.
     #[error(
         "the model computes with a parameter while it is built ({last} was the last that it took): the result would \
@@ -146,7 +155,7 @@ pub enum ParamError {
     /// A parameter without its tensor.
     #[error(
         "{} has no tensor {name} of shape {shape:?}, which the model needs; the file must hold exactly the model's \
-         parameters",
+         parameters, and it has {has}",
         path.display()
     )]
     MissingTensor {
@@ -156,6 +165,19 @@ pub enum ParamError {
         name: String,
         /// Its shape in the model.
         shape: Vec<usize>,
+        /// The first few names in the file.
+        has: String,
+    },
+    /// A parameter that is larger than any memory.
+    #[error(
+        "parameter {name} begins with {elements} elements on this rank, for which the system gives no memory; take a \
+         smaller model, or more ranks at stage 3"
+    )]
+    NoMemory {
+        /// The parameter.
+        name: String,
+        /// Its elements here.
+        elements: usize,
     },
     /// Tensors without a parameter.
     #[error(

@@ -17,12 +17,12 @@ pub(crate) use source::WeightFile;
 
 use crate::layout::Cut;
 use crate::memory::Held;
-use crate::optim::{Class, Role};
+use crate::optim::{Class, Role, Weights};
 use crate::precision::Packing;
 use crate::util::lock;
 use candle_core::{Shape, Tensor};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// Number of a parameter in order of registration, equal on all ranks.
@@ -49,10 +49,10 @@ pub(crate) struct Param {
     pub name: String,
     pub shape: Shape,
     pub numel: usize,
-    /// Elements that lie on one rank together.
-    pub block: usize,
-    /// How its weights are held and travel at stage 3, if not as they are.
-    pub packing: Option<Packing>,
+    /// Elements that lie on one rank together; an estimate sets it for each configuration.
+    pub block: AtomicUsize,
+    /// How its weights are held and travel.
+    pub weights: Weights,
     pub unit: UnitId,
     /// The half of the optimizer that trains it, while it is trained.
     pub role: Role,
@@ -70,7 +70,7 @@ pub(crate) struct Param {
 impl Param {
     /// How it is cut into shards.
     pub fn cut(&self) -> Cut {
-        Cut { numel: self.numel, block: self.block }
+        Cut { numel: self.numel, block: self.block.load(Ordering::Relaxed) }
     }
 
     /// The elements that `rank` of `world_size` owns.
@@ -85,7 +85,12 @@ impl Param {
 
     /// What is kept of it, if it is `trained` or not.
     pub fn class(&self, trained: bool) -> Class {
-        Class::of(self.role, trained, self.packing)
+        Class::new(self.role, trained, self.weights)
+    }
+
+    /// How it is packed, where parameters are sharded.
+    pub fn packing(&self) -> Option<Packing> {
+        self.weights.packing()
     }
 
     /// Whether it has a gradient, and is updated.

@@ -59,6 +59,12 @@ impl Source {
 
     /// Elements `range` of parameter `name`, in f32.
     pub(crate) fn values(&self, name: &str, shape: &Shape, init: Init, range: Range<usize>) -> Result<Vec<f32>> {
+        // A size beyond all memory is an error rather than the end of the process.
+        let mut probe = Vec::<f32>::new();
+        if probe.try_reserve_exact(range.len()).is_err() {
+            return Err(ParamError::NoMemory { name: name.into(), elements: range.len() }.into());
+        }
+        drop(probe);
         match self {
             Self::Random { seed } => Ok(init_values(*seed, name, shape, init, range)),
             Self::File(file) => file.values(name, shape, range),
@@ -86,14 +92,17 @@ impl Source {
 
     /// Whether a parameter of that name is known to exist.
     pub(crate) fn contains(&self, name: &str) -> bool {
-        matches!(self, Self::File(file) if file.metadata.info(name).is_some())
+        matches!(self, Self::File(file) if file.info(name).is_some())
     }
 
     /// An error if the file holds tensors that the model has not asked for, but PyTorch's counts of batches.
     pub(crate) fn check_all_used(&self, used: &BTreeSet<&str>) -> Result<()> {
         let Self::File(file) = self else { return Ok(()) };
-        let is_extra = |name: &String| !used.contains(name.as_str()) && !is_batch_counter(name);
-        let mut extra: Vec<_> = file.metadata.tensors().into_keys().filter(is_extra).collect();
+        let used: BTreeSet<String> = used.iter().map(|name| file.name_of(name)).collect();
+        let tensors = file.metadata.tensors().into_iter();
+        let unused =
+            tensors.filter(|(name, info)| !used.contains(name) && !is_mask(name, info) && !is_batch_counter(name));
+        let mut extra: Vec<String> = unused.map(|(name, _)| name).collect();
         extra.sort();
         match extra.is_empty() {
             true => Ok(()),
@@ -102,16 +111,33 @@ impl Source {
     }
 }
 
+/// The weights in a folder of Hugging Face.
+const FILE_OF_FOLDER: &str = "model.safetensors";
+/// In front of the names of a GPT-2 with a language model's head.
+const PREFIX: &str = "transformer.";
+
+/// Whether a tensor is no weight but the causal mask of a GPT-2's attention, which old files hold.
+fn is_mask(name: &str, info: &TensorInfo) -> bool {
+    name.ends_with(".attn.masked_bias")
+        || (name.ends_with(".attn.bias") && matches!(info.shape[..], [1, 1, a, b] if a == b))
+}
+
 impl WeightFile {
-    /// Opens and maps a file, and reads its header.
+    /// Opens and maps a file, or `model.safetensors` in a folder, and reads its header.
     pub fn open(path: &Path) -> Result<Self> {
+        let of_folder = path.join(FILE_OF_FOLDER);
+        let path = if of_folder.is_file() { &of_folder } else { path };
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = files::open(path).map_err(io)?;
         // SAFETY: the map is only read. A file that another process cuts short meanwhile would raise SIGBUS; weights
         // are not written in place by anything here, and copying a model of any size to avoid that would cost more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         let bad = |e: safetensors::SafeTensorError| {
-            Error::from(ParamError::BadWeightFile { path: path.to_owned(), why: e.to_string() })
+            let why = match path.extension() {
+                Some(ending) if ending == "json" => "an index of several files is not read, give one file".into(),
+                _ => e.to_string(),
+            };
+            Error::from(ParamError::BadWeightFile { path: path.to_owned(), why })
         };
         let (header, metadata) = SafeTensors::read_metadata(&map).map_err(bad)?;
         // read_metadata has checked that the header's tensors lie inside the file without gaps.
@@ -123,13 +149,38 @@ impl WeightFile {
         self.metadata.tensors().into_iter().map(|(name, info)| (name, info.shape.clone())).collect()
     }
 
+    /// The name of a parameter's tensor. Hugging Face writes a GPT-2 with a language model's head under `transformer.`,
+    /// and one without, as the published files are, without it.
+    fn name_of(&self, parameter: &str) -> String {
+        let with_prefix = format!("{PREFIX}{parameter}");
+        let is_there = |name: &str| self.metadata.info(name).is_some();
+        match parameter.strip_prefix(PREFIX) {
+            _ if is_there(parameter) => parameter.into(),
+            _ if is_there(&with_prefix) => with_prefix,
+            Some(bare) if is_there(bare) => bare.into(),
+            _ => parameter.into(),
+        }
+    }
+
+    fn info(&self, parameter: &str) -> Option<&TensorInfo> {
+        self.metadata.info(&self.name_of(parameter))
+    }
+
+    /// The error about a tensor that is not there.
+    fn missing(&self, name: &str, shape: &Shape) -> Error {
+        let mut names: Vec<String> = self.metadata.tensors().into_keys().collect();
+        names.sort();
+        let (few, more) = names.split_at(names.len().min(3));
+        let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
+        let (name, shape, has) = (name.into(), shape.dims().to_vec(), format!("{}{more}", few.join(", ")));
+        ParamError::MissingTensor { path: self.path.clone(), name, shape, has }.into()
+    }
+
     /// The bytes of a buffer in `dtype`.
     fn buffer(&self, name: &str, shape: &Shape, dtype: DType) -> Result<Vec<u8>> {
         let path = || self.path.clone();
         let expected = shape.dims();
-        let Some(info) = self.metadata.info(name) else {
-            return Err(ParamError::MissingTensor { path: path(), name: name.into(), shape: expected.to_vec() }.into());
-        };
+        let Some(info) = self.info(name) else { return Err(self.missing(name, shape)) };
         // A single number has one dimension or none.
         let is_one = |dims: &[usize]| dims.iter().all(|dim| *dim == 1) && dims.len() < 2;
         if info.shape != expected && !(is_one(&info.shape) && is_one(expected)) {
@@ -147,11 +198,7 @@ impl WeightFile {
 
     fn values(&self, name: &str, shape: &Shape, range: Range<usize>) -> Result<Vec<f32>> {
         let path = || self.path.clone();
-        let Some(info) = self.metadata.info(name) else {
-            return Err(
-                ParamError::MissingTensor { path: path(), name: name.into(), shape: shape.dims().to_vec() }.into()
-            );
-        };
+        let Some(info) = self.info(name) else { return Err(self.missing(name, shape)) };
         if info.shape != shape.dims() {
             let (found, expected) = (info.shape.clone(), shape.dims().to_vec());
             return Err(ParamError::MisshapenTensor { path: path(), name: name.into(), found, expected }.into());

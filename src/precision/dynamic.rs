@@ -93,11 +93,15 @@ impl DynamicMap {
         first + u8::from(x > self.bounds[usize::from(first)])
     }
 
-    /// The codes of a block, and its scale.
+    /// The codes of a block, and its scale: its largest magnitude, or zero where that is below 1e-38.
     #[inline(always)]
     pub fn quantize(&self, values: &[f32], codes: &mut [u8]) -> f32 {
-        let scale = largest(values);
-        let inverse = 1.0 / scale.max(SMALLEST);
+        let mut scale = largest(values);
+        if scale < SMALLEST {
+            scale = 0.0;
+        }
+        // Then all elements become zeros.
+        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
         let codes = codes.iter_mut().zip(values);
         codes.for_each(|(code, x)| *code = self.code(x * inverse));
         scale
@@ -107,7 +111,18 @@ impl DynamicMap {
     #[inline(always)]
     pub fn dequantize(&self, codes: &[u8], scale: f32, values: &mut [f32]) {
         let values = values.iter_mut().zip(codes);
-        values.for_each(|(x, code)| *x = self.values[usize::from(*code)] * scale);
+        // So that a scale of zero gives zeros of one sign.
+        values.for_each(|(x, code)| *x = self.values[usize::from(*code)] * scale + 0.0);
+    }
+
+    /// The values of a block, so that its codes and scale can be made of them again: the lowest code, which the largest
+    /// magnitude has if it is negative, stands for that magnitude itself.
+    #[inline(always)]
+    pub fn dequantize_restorable(&self, codes: &[u8], scale: f32, values: &mut [f32]) {
+        let lowest = if self.values[0] < 0.0 { -1.0 } else { 0.0 };
+        for (x, code) in values.iter_mut().zip(codes) {
+            *x = if *code == 0 { lowest } else { self.values[usize::from(*code)] } * scale + 0.0;
+        }
     }
 }
 
@@ -191,6 +206,7 @@ mod tests {
     fn zeros_stay_zeros_and_what_is_not_finite_is_seen() {
         assert_eq!(back(&SIGNED, &[0.0; 9]), [0.0; 9]);
         assert_eq!(back(&UNSIGNED, &[0.0; 9]), [0.0; 9]);
+        assert_eq!(back(&SIGNED, &[-1e-39, 1e-40, 0.0]), [0.0; 3]);
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             assert!(back(&SIGNED, &[1.0, bad, 0.5]).iter().all(|x| !x.is_finite()));
         }

@@ -20,10 +20,16 @@ pub enum LossScaler {
     Static {
         /// The factor.
         scale: f64,
+        /// Overflows in a row.
+        overflows: u32,
     },
     /// `fp16.loss_scale` 0.
     Dynamic(DynamicScale),
 }
+
+/// Overflows in a row that end a run with a constant scale. The weights stay as they are meanwhile, so only other data
+/// could bring a gradient that does not overflow.
+const STATIC_OVERFLOWS: u32 = 20;
 
 /// State of a dynamic loss scale.
 #[derive(Debug, Clone, PartialEq)]
@@ -62,7 +68,7 @@ impl LossScaler {
     pub fn state(&self) -> Option<ScalerState> {
         match self {
             Self::None => None,
-            Self::Static { scale } => Some(ScalerState { scale: *scale, patience_left: 1, steps: 0, clean: 0 }),
+            Self::Static { scale, .. } => Some(ScalerState { scale: *scale, patience_left: 1, steps: 0, clean: 0 }),
             Self::Dynamic(d) => {
                 let DynamicScale { scale, patience_left, steps, clean, .. } = *d;
                 Some(ScalerState { scale, patience_left, steps, clean })
@@ -84,7 +90,7 @@ impl LossScaler {
     pub fn new(precision: &Precision, stage: ZeroStage) -> Self {
         match precision {
             Precision::F32 | Precision::Bf16 { .. } => Self::None,
-            Precision::Fp16(fp16) if fp16.loss_scale > 0.0 => Self::Static { scale: fp16.loss_scale },
+            Precision::Fp16(fp16) if fp16.loss_scale > 0.0 => Self::Static { scale: fp16.loss_scale, overflows: 0 },
             Precision::Fp16(fp16) => {
                 let initial = 2.0f64.powf(f64::from(fp16.initial_scale_power));
                 Self::Dynamic(DynamicScale::new(initial, fp16, stage))
@@ -97,7 +103,7 @@ impl LossScaler {
     pub fn scale(&self) -> f64 {
         match self {
             Self::None => 1.0,
-            Self::Static { scale } => *scale,
+            Self::Static { scale, .. } => *scale,
             Self::Dynamic(dynamic) => dynamic.scale,
         }
     }
@@ -106,10 +112,17 @@ impl LossScaler {
     ///
     /// # Errors
     /// [`EngineError::LossScaleAtMinimum`] on an overflow that finds the dynamic scale at `fp16.min_loss_scale`, at
-    /// stages 1 to 3.
+    /// stages 1 to 3; [`EngineError::StaticLossScaleTooLarge`] on the 20th overflow in a row with a constant scale.
     pub fn update(&mut self, overflow: bool) -> Result<()> {
         match self {
-            Self::None | Self::Static { .. } => Ok(()),
+            Self::None => Ok(()),
+            Self::Static { scale, overflows } => {
+                *overflows = if overflow { *overflows + 1 } else { 0 };
+                if *overflows < STATIC_OVERFLOWS {
+                    return Ok(());
+                }
+                Err(EngineError::StaticLossScaleTooLarge { scale: *scale, steps: *overflows }.into())
+            }
             Self::Dynamic(dynamic) => dynamic.update(overflow),
         }
     }
@@ -273,6 +286,16 @@ mod tests {
             scaler.update(true).unwrap();
         }
         assert_eq!(scaler.scale(), 1.0);
+    }
+
+    #[test]
+    fn a_static_scale_that_overflows_for_ever_ends_the_run() {
+        let mut scaler = LossScaler::Static { scale: 1e38, overflows: 0 };
+        for overflow in [vec![true; 19], vec![false], vec![true; 19]].concat() {
+            scaler.update(overflow).unwrap();
+        }
+        insta::assert_snapshot!(scaler.update(true).unwrap_err(), @"gradients overflowed in 20 optimizer steps in a row, and the loss scale stays 100000000000000000000000000000000000000 (fp16.loss_scale): no weight will ever change; let the scale adapt (fp16.loss_scale 0), give a smaller one, or train in bf16");
+        assert_eq!(scaler.state().unwrap().scale, 1e38);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! A script of the same name is started as `./NAME`.
 
 mod bench;
+mod cache;
 mod check;
 mod consolidate;
 pub(crate) mod error;
@@ -33,8 +34,9 @@ pub(crate) struct Tool {
 }
 
 /// All of them, in the order of the help.
-const ALL: [Tool; 11] = [
+const ALL: [Tool; 12] = [
     Tool { name: "bench", about: "Measure the speed of an offload folder", run: bench::run },
+    Tool { name: "cache", about: "Show what builds of scripts take on the disk, and remove it", run: cache::run },
     Tool { name: "check", about: "Check a configuration and list every problem", run: check::run },
     Tool { name: "consolidate", about: "Write a checkpoint's parameters as Hugging Face files", run: consolidate::run },
     Tool { name: "estimate", about: "Compute memory and traffic before training", run: estimate::run },

@@ -3,7 +3,7 @@
 use crate::Error;
 use crate::kernels::{self, Level};
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
-use crate::offload::{available_memory, free_space, is_memory, open_direct};
+use crate::offload::{available_memory, free_space, group_limit, is_memory, open_direct};
 use clap::Parser;
 use rustix::process::{Resource, getrlimit};
 use serde::Serialize;
@@ -87,6 +87,8 @@ struct Memory {
     available: u64,
     /// RLIMIT_DATA.
     limit: Option<u64>,
+    /// Of the control groups: a container's, a job's.
+    group_limit: Option<u64>,
 }
 
 #[derive(Debug, Serialize)]
@@ -123,6 +125,7 @@ impl Machine {
                 total: total.map_or(0, |kib: u64| kib.saturating_mul(1024)),
                 available: available_memory(),
                 limit: getrlimit(Resource::Data).current,
+                group_limit: group_limit(),
             },
             disk: Disk {
                 folder: folder.to_owned(),
@@ -145,7 +148,9 @@ impl Machine {
             ("avx512", false) => {
                 "products run on kernels of this library; without avx512_bf16, bf16 is no faster than f32"
             }
-            ("avx2", _) => "products run on kernels of the gemm crate; without AVX-512, train in f32: bf16 is slower",
+            ("avx2", _) => {
+                "products run on kernels of the gemm crate; below level avx512, train in f32: bf16 is slower"
+            }
             _ => "products run in plain loops: slow, and the same bits on every machine",
         };
         let limit = self.memory.limit.unwrap_or(u64::MAX);
@@ -181,7 +186,9 @@ impl fmt::Display for Machine {
         let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30));
         let or_none = |list: &[&str]| if list.is_empty() { "none".to_owned() } else { list.join(" ") };
         let gpus: Vec<&str> = self.gpus.iter().map(String::as_str).collect();
-        let limit = self.memory.limit.map_or(String::new(), |bytes| format!(", limited to {}", gib(bytes)));
+        let limits = [(self.memory.limit, "limited to"), (self.memory.group_limit, "limited by its control group to")];
+        let limits = limits.iter().filter_map(|(limit, word)| Some(format!(", {word} {}", gib((*limit)?))));
+        let limit: String = limits.collect();
         writeln!(f, "candle-zero  {}, features: {}", self.version, or_none(&self.features))?;
         writeln!(f, "system       {}", self.kernel)?;
         writeln!(f, "processor    {}, {} cores", self.processor, self.cores)?;

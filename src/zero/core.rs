@@ -25,7 +25,7 @@ use crate::util::{list, lock, unpoisoned};
 use candle_core::DType;
 use candle_nn::Init;
 use std::collections::BTreeSet;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
 use std::thread::ThreadId;
 
@@ -55,8 +55,14 @@ pub(crate) struct Core {
     /// Gradients that are not reduced yet.
     pub(super) unreduced: Mutex<Unreduced>,
     pub(super) recomputation: Recomputation,
+    /// The seed of stochastic rounding; `None`: to nearest.
+    pub(super) rounding: Option<u64>,
+    /// The number of the update under way, on which rounding depends.
+    pub(super) update: AtomicU64,
     /// A model is only evaluated: nothing is recorded or kept.
     pub(super) evaluating: AtomicBool,
+    /// The engine's forward is running.
+    pub(super) in_forward: AtomicBool,
     /// The thread that runs the engine's backward: gradients count in that one alone.
     pub(super) backward_on: Mutex<Option<ThreadId>>,
     /// The first error inside an operation; Candle's own error type cannot carry it.
@@ -71,6 +77,8 @@ pub(crate) struct CoreParts {
     pub share_plan: SharePlan,
     pub dtype: DType,
     pub recomputation: Recomputation,
+    /// The seed of stochastic rounding; `None`: to nearest.
+    pub rounding: Option<u64>,
     pub registered: Registered,
     pub buffer_sync: BufferSync,
     pub ledger: Ledger,
@@ -115,6 +123,12 @@ impl Link {
     }
 }
 
+impl std::fmt::Debug for Link {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Link").field("is_connected", &self.core().is_some()).finish()
+    }
+}
+
 impl GradientSink for Link {
     fn takes_gradients(&self) -> bool {
         self.core().is_some_and(|core| core.is_in_backward())
@@ -133,7 +147,7 @@ impl Core {
     /// The core of a registered model.
     pub fn new(parts: CoreParts) -> Self {
         let CoreParts { comm, zero, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
-        let CoreParts { registered, buffer_sync, ledger, offload, .. } = parts;
+        let CoreParts { rounding, registered, buffer_sync, ledger, offload, .. } = parts;
         let Registered { params, units, used_by, groups, buffers, .. } = registered;
         let places = places(&groups, params.len());
         let gather = Gatherer::new(&params, units.len(), &zero, comm.size());
@@ -158,7 +172,10 @@ impl Core {
             gradients: Mutex::new(gradients),
             unreduced: Mutex::default(),
             recomputation,
+            rounding,
+            update: AtomicU64::new(0),
             evaluating: AtomicBool::new(false),
+            in_forward: AtomicBool::new(false),
             backward_on: Mutex::new(None),
             failure: Mutex::new(None),
         }
@@ -221,6 +238,11 @@ impl Core {
     pub(super) fn is_frozen(&self, unit: UnitId) -> bool {
         let used = &self.used_by[unit];
         !used.is_empty() && used.iter().all(|param| !self.params[*param].is_trained())
+    }
+
+    /// The unit of this name.
+    pub(super) fn unit_named(&self, name: &str) -> Option<UnitId> {
+        self.units.iter().skip(1).position(|unit| unit == name).map(|at| at + 1)
     }
 
     /// A unit's name for people.

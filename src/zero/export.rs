@@ -3,7 +3,7 @@
 use super::core::Core;
 use super::share::State;
 use super::sub_group::Home;
-use crate::comm::agree::{Failure, agree};
+use crate::comm::agree::{Failure, agree, rank_failed};
 use crate::error::{Error, Result};
 use crate::files::{folder_of, new_beside, sync_folder};
 use crate::param::{Buffer, Param};
@@ -35,13 +35,13 @@ impl Core {
         }
         let written = file.map_or(Ok(()), |file| file.and_then(|file| file.finish(path)));
         let failed = |source| Error::Io { action: "write", path: path.to_owned(), source };
-        let elsewhere = |_| failed(std::io::Error::other("rank 0 failed; see its error for the cause"));
+        let elsewhere = |rank| failed(std::io::Error::other(rank_failed(rank)));
         agree(self.comm(), written.map_err(failed), elsewhere)
     }
 
     /// Collective: a whole parameter in f32, from the master weights where there are any.
     pub fn whole_f32(&self, param: usize) -> Result<Flat> {
-        if self.params[param].packing.is_some() && self.shards_params() {
+        if self.params[param].packing().is_some() && self.shards_params() {
             let own = self.own_values(State::Weights, param, self.owned(param))?;
             return self.gather_whole(param, own);
         }

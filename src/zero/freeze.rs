@@ -49,10 +49,10 @@ impl Core {
         for id in (0..self.params.len()).filter(stay) {
             let (group, slot) = new[id];
             let group = &mut groups[group];
-            for (number, home) in group.moments.iter_mut().enumerate() {
+            for (number, moment) in group.moments.iter_mut().enumerate() {
                 for piece in pieces(&self.owned(id)) {
                     let values = self.own_values(State::Moment(number), id, piece.clone())?;
-                    self.set(home, group.slots[slot].place(&piece), values.as_ref())?;
+                    moment.write(group.slots[slot].place(&piece), values.as_ref(), self.io())?;
                 }
             }
         }

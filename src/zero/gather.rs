@@ -270,9 +270,14 @@ impl<R: Rank> Gatherer<R> {
     /// A unit is about to run in a backward that is not the engine's: gathers it if need be. Nothing is gathered ahead,
     /// and the record of the engine's own order stays as it is.
     pub fn pass(&mut self, core: &R, unit: UnitId) -> Result<()> {
-        let UnitState { state, depth, passed, .. } = &mut self.units[unit];
+        let before = std::mem::replace(&mut self.entered[self.depth], unit);
+        if before != unit && self.units[before].passed {
+            self.leave_behind(core, before)?;
+        }
+        let UnitState { state, depth, is_behind, passed, .. } = &mut self.units[unit];
         *passed |= matches!(state, State::Released);
         *depth = self.depth;
+        *is_behind = false;
         let passed = *passed;
         // What is left of it in memory is released on the way.
         self.need(core, unit)?;

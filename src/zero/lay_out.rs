@@ -4,6 +4,7 @@
 //! files, which grow with every share. When all parameters are there, gradients and moments get their places.
 
 use super::core::Core;
+use super::moment::Moment;
 use super::packed;
 use super::rank::{ExtentOf, Rank};
 use super::share_plan::SharePlan;
@@ -11,7 +12,7 @@ use super::sub_group::{GradShare, Home, Slot, SubGroup};
 use crate::error::{Error, OffloadError, Result};
 use crate::layout::{Cut, Place, Sharing, groups_in_memory};
 use crate::memory::{Kind, Ledger, Tracked};
-use crate::offload::{Content, Extent, Offload, STEP, Transfer};
+use crate::offload::{Content, Extent, Offload, Transfer};
 use crate::optim::Class;
 use crate::param::ParamId;
 use crate::precision::{Elements, Flat, FlatRef};
@@ -78,7 +79,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
     pub fn with(plan: SharePlan, files: C, ledger: Ledger) -> Self {
         let sharing = Sharing::new(plan.placement.optim.is_sharded(), plan.sub_group_size);
         // In files a parameter's share begins where a request may begin.
-        let sharing = if plan.has_files() { sharing.in_files(STEP, plan.weights_in_memory) } else { sharing };
+        let sharing = if plan.has_files() { sharing.in_files(plan.step(), plan.weights_in_memory) } else { sharing };
         Self { plan, sharing, files, ledger, done: Vec::new(), open: [const { None }; Class::COUNT] }
     }
 
@@ -86,14 +87,16 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
     pub fn push(&mut self, param: ParamId, cut: Cut, values: FlatRef<'_>, class: Class) -> Result<()> {
         let shard_len = cut.shard_len(self.plan.world_size);
         let packed;
-        let (shard_len, values) = match class.packing().filter(|_| self.plan.placement.params.is_sharded()) {
+        let (shard_len, values) = match class.weights.packing().filter(|_| self.plan.placement.params.is_sharded()) {
             Some(packing) => {
                 packed = packed::pack(packing, values, shard_len);
                 (packed::words(packing, shard_len), packed.as_ref())
             }
             None => (shard_len, values),
         };
-        let Place { share, room, begins, closes, spills } = self.sharing.push(shard_len, cut.numel, class.index());
+        let block = class.role().map_or(1, |role| self.plan.block(role));
+        let Place { share, room, begins, closes, spills } =
+            self.sharing.push(shard_len, cut.numel, class.index(), block);
         if begins {
             self.close();
         }
@@ -137,10 +140,10 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
             false => Ok(Home::Memory(Tracked::new(&self.ledger, state.kind(), R::Buffer::with_capacity(dtype, 0)))),
         };
         // Packed weights are 32-bit words.
-        let dtype_of_weights = class.packing().map_or(*dtype, |_| DType::F32);
+        let dtype_of_weights = class.weights.packing().map_or(class.weights.dtype(*dtype), |_| DType::F32);
         let weights = || home(State::Weights, dtype_of_weights, spills && weights_in_memory.is_some());
         let master = || home(State::Master, DType::F32, states_in_files.is_some());
-        let has_master = class.is_trained() && *dtype != DType::F32;
+        let has_master = class.has_master(*dtype) && self.plan.has_master();
         Ok(SubGroup {
             class,
             slots: Vec::new(),
@@ -176,22 +179,25 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
         for (i, group) in groups.iter_mut().enumerate() {
             let (class, len) = (group.class, group.len);
             let Some(role) = class.role() else { continue };
-            let names = plan.grouping.state_names(role);
+            let states = plan.grouping.state_names(role).iter().zip(plan.formats(role));
             if i < stay {
                 let zeros = |kind| Tracked::new(ledger, kind, R::Buffer::zeros(DType::F32, len));
                 if let Some(Home::File(extent)) = &group.master {
                     let values = files.take_back(extent, len, || zeros(Kind::MasterWeights))?;
                     group.master = values.map(Home::Memory).or(group.master.take());
                 }
-                group.moments = names.iter().map(|_| Home::Memory(zeros(Kind::Moments))).collect();
+                group.moments = states.map(|(_, format)| Moment::in_memory(ledger, format, len)).collect();
                 continue;
             }
             let grads = files.begin(State::Gradients, class, plan.grad_dtype)?;
-            let moments = names.iter().map(|name| files.begin(State::Moment(name), class, DType::F32));
-            let moments = moments.collect::<Result<Vec<_>>>()?;
-            moments.iter().chain([&grads]).try_for_each(|extent| files.grow(extent, len))?;
+            let moments = states.map(|(name, format)| {
+                let extent = files.begin(State::Moment(name), class, Moment::<R>::dtype(format))?;
+                files.grow(&extent, len)?;
+                Ok(Moment::in_file(ledger, format, extent, len))
+            });
+            group.moments = moments.collect::<Result<_>>()?;
+            files.grow(&grads, len)?;
             group.grad_file = Some(grads);
-            group.moments = moments.into_iter().map(Home::File).collect();
         }
         Ok(groups)
     }

@@ -17,11 +17,13 @@
 //! | `step.rs` | vote, update |
 //! | `unreduced.rs`, `no_sync.rs` | gradients that a rank keeps for itself until they are reduced |
 //! | `walk.rs` | a pass through the share, in memory and in files |
+//! | `moment.rs`, `kept.rs` | optimizer states in formats other than f32, and their way to f32 and back |
 //! | `whole.rs` | norms of whole parameters, and directions made of whole ones |
 //! | `publish.rs` | updated shards, brought to all ranks |
 //! | `unused.rs` | parameters that no backward reaches |
 //! | `freeze.rs` | parameters frozen and thawed between steps |
 //! | `access.rs` | one parameter, its gradient and states, read and set |
+//! | `for_eval.rs` | a second instance of the model, for evaluation |
 //! | `export.rs` | whole parameters in a file |
 //!
 //! The decisions of a step are written once, over `rank::Rank`; the core and a rehearsal carry them out.
@@ -31,11 +33,14 @@ mod batch;
 pub(crate) mod buffers;
 pub(crate) mod core;
 mod export;
+pub(crate) mod for_eval;
 mod freeze;
 pub(crate) mod gather;
 pub(crate) mod gradients;
+mod kept;
 mod kept_input;
 pub(crate) mod lay_out;
+pub(crate) mod moment;
 mod no_sync;
 mod packed;
 pub(crate) mod parcel;

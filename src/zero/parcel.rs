@@ -8,8 +8,9 @@ use super::rank::Rank;
 use crate::comm::Wire;
 use crate::error::Result;
 use crate::layout::{Cut, PACKED_BELOW, chunk_offsets};
+use crate::optim::Weights;
 use crate::param::{Param, ParamId};
-use crate::precision::{Elements, Packing};
+use crate::precision::Elements;
 use candle_core::DType;
 use std::collections::BTreeMap;
 
@@ -20,8 +21,8 @@ pub(crate) struct Parcel {
     pub offsets: Vec<usize>,
     /// Elements of a rank's chunk.
     pub chunk: usize,
-    /// How its parameters are packed; elements are words then.
-    pub packing: Option<Packing>,
+    /// How its weights are held, where it carries weights: elements of packed ones are words.
+    weights: Weights,
 }
 
 impl Parcel {
@@ -29,15 +30,21 @@ impl Parcel {
     pub fn split(params: &[ParamId], all: &[Param], world_size: usize, wire: Wire) -> Vec<Self> {
         let (large, small): (Vec<ParamId>, Vec<ParamId>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
         let alone = large.into_iter().map(|p| vec![p]);
-        let mut together: BTreeMap<Option<Packing>, Vec<ParamId>> = BTreeMap::new();
-        small.into_iter().for_each(|p| together.entry(all[p].packing).or_default().push(p));
-        alone.chain(together.into_values()).map(|params| Self::of_weights(params, all, world_size, wire)).collect()
+        alone.chain(Self::alike(small, all)).map(|params| Self::of_weights(params, all, world_size, wire)).collect()
+    }
+
+    /// Parameters whose weights are held alike, and can travel together.
+    pub fn alike(params: Vec<ParamId>, all: &[Param]) -> impl Iterator<Item = Vec<ParamId>> + use<> {
+        let mut alike: BTreeMap<Weights, Vec<ParamId>> = BTreeMap::new();
+        params.into_iter().for_each(|p| alike.entry(all[p].weights).or_default().push(p));
+        alike.into_values()
     }
 
     /// Weights on the wire, some of which are packed already.
-    fn of_weights(params: Vec<ParamId>, all: &[Param], world_size: usize, wire: Wire) -> Self {
-        let Some(packing) = params.first().and_then(|p| all[*p].packing) else {
-            return Self::new(params, all, world_size, wire);
+    pub fn of_weights(params: Vec<ParamId>, all: &[Param], world_size: usize, wire: Wire) -> Self {
+        let weights = params.first().map_or(Weights::Model, |p| all[*p].weights);
+        let Some(packing) = weights.packing() else {
+            return Self { weights, ..Self::new(params, all, world_size, wire) };
         };
         let mut chunk = 0;
         let offset = |p: &ParamId| {
@@ -46,24 +53,24 @@ impl Parcel {
             offset
         };
         let offsets = params.iter().map(offset).collect();
-        Self { params, offsets, chunk, packing: Some(packing) }
+        Self { params, offsets, chunk, weights }
     }
 
     /// The dtype of its elements, for weights in `dtype`.
     pub fn dtype(&self, dtype: DType) -> DType {
-        self.packing.map_or(dtype, |_| DType::F32)
+        self.weights.packing().map_or(self.weights.dtype(dtype), |_| DType::F32)
     }
 
     /// How it travels, if weights go by `wire`: what is packed is coded already.
     pub fn wire(&self, wire: Wire) -> Wire {
-        self.packing.map_or(wire, |_| Wire::Exact)
+        self.weights.packing().map_or(wire, |_| Wire::Exact)
     }
 
     /// Parameters that are coded have blocks of their own: they do not depend on what travels with them.
     pub fn new(params: Vec<ParamId>, all: &[Param], world_size: usize, wire: Wire) -> Self {
         let cuts: Vec<Cut> = params.iter().map(|p| all[*p].cut()).collect();
         let (offsets, chunk) = chunk_offsets(&cuts, world_size, wire.alignment());
-        Self { params, offsets, chunk, packing: None }
+        Self { params, offsets, chunk, weights: Weights::Model }
     }
 
     /// Gives each whole parameter to `install`. `chunks` are those of all ranks, in their order.
@@ -73,7 +80,7 @@ impl Parcel {
         mut chunks: R::Buffer,
         mut install: impl FnMut(&Param, R::Buffer) -> Result<()>,
     ) -> Result<()> {
-        if let Some(packing) = self.packing {
+        if let Some(packing) = self.weights.packing() {
             for (p, offset) in self.params.iter().zip(&self.offsets) {
                 let param = &rank.params()[*p];
                 let at = (self.chunk, *offset);
@@ -90,7 +97,7 @@ impl Parcel {
         let world = rank.world_size();
         for (p, offset) in self.params.iter().zip(&self.offsets) {
             let param = &rank.params()[*p];
-            let mut whole = R::Buffer::with_capacity(rank.dtype(), param.numel);
+            let mut whole = R::Buffer::with_capacity(self.dtype(rank.dtype()), param.numel);
             for r in 0..world {
                 let start = r * self.chunk + offset;
                 whole.extend_from(&chunks, start..start + param.shard(world, r).len());

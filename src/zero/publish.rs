@@ -48,12 +48,16 @@ impl<R: Rank> Publisher<R> {
         self.install(core, 0)
     }
 
-    fn launch(&mut self, core: &R, params: Vec<ParamId>) -> Result<()> {
-        let parcel = Parcel::new(params, core.params(), core.world_size(), Wire::Exact);
+    fn launch(&mut self, core: &R, batch: Vec<ParamId>) -> Result<()> {
+        Parcel::alike(batch, core.params()).try_for_each(|params| self.launch_alike(core, params))
+    }
+
+    fn launch_alike(&mut self, core: &R, params: Vec<ParamId>) -> Result<()> {
+        let parcel = Parcel::of_weights(params, core.params(), core.world_size(), Wire::Exact);
         let _about = timeline::about(|| core.names(&parcel.params));
         let (world, rank) = (core.world_size(), core.rank());
         // The chunks of the other ranks arrive in the same buffer.
-        let mut shards = R::Buffer::with_capacity(core.dtype(), parcel.chunk * world);
+        let mut shards = R::Buffer::with_capacity(parcel.dtype(core.dtype()), parcel.chunk * world);
         for param in parcel.params.iter().map(|p| &core.params()[*p]) {
             let shard = param.shard(world, rank);
             let padding = param.shard_len(world) - shard.len();

@@ -118,12 +118,21 @@ pub(crate) trait Rank: Sized {
                 let whole = group.slots.iter().map(|s| packing.packed_len(params[s.param].numel)).sum();
                 StateBytes { whole, own: group.len * size_of::<f32>() }
             };
-            let weights = group.packed().map_or_else(|| of(dtype.size_in_bytes()), |(packing, _)| packed(packing));
+            let plain = || of(group.class.weights.dtype(dtype).size_in_bytes());
+            let weights = group.packed().map_or_else(plain, |(packing, _)| packed(packing));
             add(&mut bytes.params, weights);
             if group.class.is_trained() {
                 add(&mut bytes.grads, of(accumulate.size_in_bytes()));
-                add(&mut bytes.master, of(if dtype == DType::F32 { 0 } else { 4 }));
-                add(&mut bytes.moments, of(4 * group.moments.len()));
+                add(&mut bytes.master, of(if group.master.is_some() { 4 } else { 0 }));
+                for format in group.moments.iter().map(|moment| moment.format) {
+                    let own = format.bytes(group.len);
+                    let whole = match zero.stage.placement().optim.is_sharded() {
+                        true => group.slots.iter().map(|slot| format.bytes(params[slot.param].numel)).sum(),
+                        // A block that is not full takes its whole place.
+                        false => own,
+                    };
+                    add(&mut bytes.moments, StateBytes { whole, own });
+                }
             }
         }
         let elements = |frozen: bool| params.iter().filter(|p| !frozen || !p.is_trained()).map(|p| p.numel).sum();

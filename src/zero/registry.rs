@@ -7,11 +7,13 @@ use super::core::{Link, Registered};
 use super::lay_out::SubGroupBuilder;
 use super::packed;
 use super::share_plan::SharePlan;
+use super::unit::Units;
+use crate::config::StatePrecision;
 use crate::error::{Error, ParamError, Result};
 use crate::layout::{Cut, ZeroStage};
 use crate::memory::{Kind, Ledger, Tier};
 use crate::offload::Offload;
-use crate::optim::{Class, Grouping, Role};
+use crate::optim::{Class, Grouping, Role, Weights};
 use crate::param::{Buffer, BufferRule, Param, ParamId, ROOT, Residency, Source, UnitId, capture};
 use crate::param::{dtype_of_buffer, has_name_of_buffer};
 use crate::precision::{Flat, FlatRef, Packing};
@@ -21,7 +23,7 @@ use candle_core::{DType, Device, Shape, Storage, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
 use std::collections::{BTreeSet, HashMap};
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex};
 
 /// Collects the parameters of a model under construction.
@@ -89,6 +91,7 @@ impl Registry {
     /// A registry that learns names, shapes and units, for a model that is only looked at: its tensors are absent.
     pub fn of_shapes(dtype: DType) -> Self {
         let plan = SharePlan {
+            states: StatePrecision { master_weights: true, bf16_moments: false },
             rank: 0,
             world_size: 1,
             placement: ZeroStage::Three.placement(),
@@ -161,7 +164,7 @@ struct Kept {
     group: usize,
     role: Role,
     trained: Arc<AtomicBool>,
-    packing: Option<Packing>,
+    weights: Weights,
 }
 
 impl Inner {
@@ -183,18 +186,23 @@ impl Inner {
         }
         let is_trained = plan.grouping.trains(name, shape.dims());
         let trained = Arc::new(AtomicBool::new(is_trained));
-        let packing = plan.grouping.packing(name, shape.dims());
+        let mut weights = plan.grouping.weights(name, shape.dims());
+        if weights == Weights::F32 && plan.dtype == DType::F32 {
+            weights = Weights::Model;
+        }
+        let packing = weights.packing();
         if packing.is_some() && is_trained {
             return Err(ParamError::QuantizedTrained { name: name.into() }.into());
         }
         let group = plan.grouping.group(name, shape.dims());
-        let kept = Kept { group, role: Grouping::role(group), trained, packing };
+        let kept = Kept { group, role: Grouping::role(group), trained, weights };
+        let dtype = weights.dtype(dtype);
         if self.shapes_only {
-            let tensor = self.absent(&shape, &kept.trained)?;
-            return Ok(self.add(name, shape, kept, tensor, Residency::Absent));
+            let tensor = self.absent(&shape, dtype, &kept.trained)?;
+            return Ok(self.add(name, (shape, 1), kept, tensor, Residency::Absent));
         }
         let numel = shape.elem_count();
-        let cut = Cut { numel, block: packing.map_or(1, Packing::unit) };
+        let cut = Cut { numel, block: packing.map_or_else(|| plan.block(kept.role), Packing::unit) };
         let shard = cut.shard(plan.world_size, plan.rank);
         let made = if plan.placement.params.is_sharded() { shard.clone() } else { 0..numel };
         let values = self.source.values(name, &shape, init, made.clone())?;
@@ -204,10 +212,10 @@ impl Inner {
         let owned = if plan.placement.optim.is_sharded() { shard } else { 0..numel };
         let own = &values[owned.start - made.start..owned.end - made.start];
         // In f32: the master weights begin with all digits of the source.
-        self.groups.push(id, cut, FlatRef::F32(own), Class::of(kept.role, is_trained, packing))?;
+        self.groups.push(id, cut, FlatRef::F32(own), Class::new(kept.role, is_trained, weights))?;
 
         let (tensor, residency) = if plan.placement.params.is_sharded() {
-            (self.absent(&shape, &kept.trained)?, Residency::Absent)
+            (self.absent(&shape, dtype, &kept.trained)?, Residency::Absent)
         } else {
             let values = match packing {
                 // The values that stage 3 computes with.
@@ -215,12 +223,12 @@ impl Inner {
                 None => Flat::from_f32(values, dtype),
             };
             let held = self.ledger.hold_in(Tier::of(&self.device), Kind::Parameters, values.capacity_in_bytes());
-            let tensor = self.absent(&shape, &kept.trained)?;
+            let tensor = self.absent(&shape, dtype, &kept.trained)?;
             let values = residency::storage_on(&self.device, residency::to_storage(values))?;
             self.waiting.push((tensor.clone(), values));
             (tensor, Residency::Whole(held))
         };
-        Ok(self.add(name, shape, kept, tensor, residency))
+        Ok(self.add(name, (shape, cut.block), kept, tensor, residency))
     }
 
     /// Whether the model asks for a buffer.
@@ -268,23 +276,30 @@ impl Inner {
     }
 
     /// The tensor of the next parameter, absent.
-    fn absent(&self, shape: &Shape, trained: &Arc<AtomicBool>) -> Result<Tensor> {
+    fn absent(&self, shape: &Shape, dtype: DType, trained: &Arc<AtomicBool>) -> Result<Tensor> {
         // A storage of the true dtype, from which the tensor takes its own; one element, as CUDA may refuse none.
-        let tensor = self.tensor(shape, Flat::zeros(self.plan.dtype, 1), trained)?;
+        let tensor = self.tensor(shape, Flat::zeros(dtype, 1), trained)?;
         residency::clear(&tensor)?;
         Ok(tensor)
     }
 
     /// Adds a parameter, and gives its tensor.
-    fn add(&mut self, name: &str, shape: Shape, kept: Kept, tensor: Tensor, residency: Residency) -> Tensor {
-        let Kept { group, role, trained, packing } = kept;
+    fn add(
+        &mut self,
+        name: &str,
+        (shape, block): (Shape, usize),
+        kept: Kept,
+        tensor: Tensor,
+        residency: Residency,
+    ) -> Tensor {
+        let Kept { group, role, trained, weights } = kept;
         self.by_name.insert(name.into(), self.params.len());
         self.is_used(self.params.len());
         self.params.push(Param {
             name: name.into(),
             numel: shape.elem_count(),
-            block: packing.map_or(1, Packing::unit),
-            packing,
+            block: AtomicUsize::new(block),
+            weights,
             shape,
             group,
             unit: self.open_unit(),
@@ -325,6 +340,20 @@ impl Inner {
         let text = error.to_string();
         self.failure.get_or_insert(error);
         candle_core::Error::Msg(text)
+    }
+}
+
+impl Units for Registry {
+    fn open_unit(&self, name: String) -> candle_core::Result<(UnitId, Link)> {
+        Ok(self.open_unit(name))
+    }
+
+    fn close_unit(&self) {
+        self.close_unit();
+    }
+
+    fn link(&self) -> Link {
+        lock(&self.0).link.clone()
     }
 }
 

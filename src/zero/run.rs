@@ -19,7 +19,7 @@ use crate::param::{ParamId, ROOT, UnitId};
 use crate::timeline::{self, Span};
 use crate::util::lock;
 use candle_core::Tensor;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 
@@ -37,7 +37,9 @@ impl Core {
         }
         let run = || {
             self.enter(Event::Forward(ROOT))?;
+            let running = Raised::raise(&self.in_forward);
             let output = run()?;
+            drop(running);
             self.leave_forward(ROOT)?;
             self.mark_output(output)
         };
@@ -204,9 +206,30 @@ impl Core {
         result.and_then(|result| released.map(|()| result))
     }
 
+    /// Whether the engine's forward, or its evaluation, is running, on whatever thread.
+    pub(crate) fn is_in_forward(&self) -> bool {
+        self.in_forward.load(Ordering::Relaxed)
+    }
+
     /// Whether a model is only evaluated.
-    pub(super) fn is_evaluating(&self) -> bool {
+    pub(crate) fn is_evaluating(&self) -> bool {
         self.evaluating.load(Ordering::Relaxed)
+    }
+}
+
+/// A flag that is raised for a while.
+struct Raised<'a>(&'a AtomicBool);
+
+impl<'a> Raised<'a> {
+    fn raise(flag: &'a AtomicBool) -> Self {
+        flag.store(true, Ordering::Relaxed);
+        Self(flag)
+    }
+}
+
+impl Drop for Raised<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Relaxed);
     }
 }
 
@@ -243,8 +266,13 @@ pub(super) fn before_backward(
     })
 }
 
-/// Methods about buffers.
+/// Methods about buffers, and for layers that compute together with those of other ranks.
 impl Core {
+    /// Collective: a few numbers of every rank, in rank order.
+    pub fn numbers_of_all(&self, own: Vec<f64>) -> candle_core::Result<Vec<Vec<f64>>> {
+        self.comm().gather_f64(own).wait().map_err(|e| self.stash(e))
+    }
+
     /// The model's buffers.
     pub fn buffers(&self) -> &Buffers {
         &self.buffers

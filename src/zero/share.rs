@@ -4,7 +4,7 @@ use super::core::Core;
 use super::packed;
 use super::sub_group::{Home, Slot, SubGroup};
 use crate::error::Result;
-use crate::offload::{Offload, STEP};
+use crate::offload::{Io, Offload, STEP};
 use crate::optim::Trainer;
 use crate::param::Param;
 use crate::precision::{Flat, FlatRef, Packing};
@@ -40,7 +40,7 @@ impl State {
     fn home<'a>(&self, group: &'a mut SubGroup) -> Option<&'a mut Home> {
         match self {
             Self::Weights => group.master.as_mut().or(group.weights.as_mut()),
-            Self::Moment(i) => group.moments.get_mut(*i),
+            Self::Moment(i) => group.moments.get_mut(*i).map(|moment| &mut moment.home),
         }
     }
 }
@@ -80,6 +80,11 @@ impl Core {
             return Ok(());
         }
         let place = group.slots[slot].place(&range);
+        if let State::Moment(i) = state
+            && let Some(moment) = group.moments.get_mut(i).filter(|moment| moment.format.map().is_some())
+        {
+            return moment.read(place, self.io(), take);
+        }
         match state.home(group) {
             Some(Home::Memory(share)) => take(share.slice(place)),
             Some(Home::File(extent)) => {
@@ -107,7 +112,7 @@ impl Core {
             // It lies in the parameter's tensor: nothing is to be read for it.
             return Ok(());
         }
-        if let Some(packing) = self.params[param].packing {
+        if let Some(packing) = self.params[param].packing() {
             return self.write_packed(packing, (group, slot), range, values);
         }
         for part in pieces(&range) {
@@ -116,12 +121,17 @@ impl Core {
             let group = &mut groups[group];
             let place = group.slots[slot].place(&part);
             let SubGroup { weights, master, moments, .. } = group;
-            let homes: Vec<&mut Home> = match state {
-                State::Weights => weights.iter_mut().chain(master).collect(),
-                State::Moment(i) => moments.get_mut(i).into_iter().collect(),
-            };
-            for home in homes {
-                self.set(home, place.clone(), values.as_ref())?;
+            match state {
+                State::Weights => {
+                    for home in weights.iter_mut().chain(master) {
+                        self.set(home, place.clone(), values.as_ref())?;
+                    }
+                }
+                State::Moment(i) => {
+                    if let Some(moment) = moments.get_mut(i) {
+                        moment.write(place, values.as_ref(), self.io())?;
+                    }
+                }
             }
         }
         Ok(())
@@ -189,7 +199,7 @@ impl Core {
     /// Sets elements of a parameter that is whole on this rank.
     pub fn write_whole(&self, param: usize, mut values: impl FnMut(Range<usize>) -> Result<Flat>) -> Result<()> {
         let Some(param) = self.params.get(param).filter(|_| !self.placement.params.is_sharded()) else { return Ok(()) };
-        if let Some(packing) = param.packing {
+        if let Some(packing) = param.packing() {
             let mut new = Flat::with_capacity(self.dtype, param.numel);
             for part in pieces(&(0..param.numel)) {
                 new.extend_cast(values(part)?.as_ref());
@@ -208,6 +218,11 @@ impl Core {
                 Ok(())
             })
         })?
+    }
+
+    /// Access to files, where there are some.
+    pub(super) fn io(&self) -> Option<&Io> {
+        self.offload.as_ref().map(|offload| &*offload.io)
     }
 
     fn files(&self) -> &Offload {

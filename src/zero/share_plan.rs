@@ -1,8 +1,9 @@
 //! How parameters are shared among ranks, and where a rank keeps its share.
 
-use crate::config::Config;
+use crate::config::{Config, StatePrecision};
 use crate::layout::Placement;
-use crate::optim::Grouping;
+use crate::offload::{ALIGN, STEP};
+use crate::optim::{Grouping, Role, StateFormat};
 use candle_core::DType;
 use std::sync::Arc;
 
@@ -20,6 +21,8 @@ pub(crate) struct SharePlan {
     pub grouping: Arc<Grouping>,
     /// Elements of weights that stay in memory (`max_in_cpu`), where the others lie in files.
     pub weights_in_memory: Option<usize>,
+    /// How master weights and moments are kept.
+    pub states: StatePrecision,
     /// The part of the sub-groups whose optimizer state lies in files (`ratio`), where any does.
     pub states_in_files: Option<f64>,
 }
@@ -36,9 +39,35 @@ impl SharePlan {
             sub_group_size: zero.sub_group_size,
             grad_dtype,
             grouping,
+            states: config.states,
             weights_in_memory: zero.param_files().map(|files| files.max_in_cpu),
             states_in_files: zero.optimizer_files().map(|files| files.ratio),
         }
+    }
+
+    /// Whether trained parameters have master weights.
+    pub fn has_master(&self) -> bool {
+        self.dtype != DType::F32 && self.states.master_weights
+    }
+
+    /// How the moments of a role's parameters are kept.
+    pub fn formats(&self, role: Role) -> Vec<StateFormat> {
+        let optimizer = self.grouping.optimizer(role);
+        let format = |state| match optimizer.map_or(StateFormat::F32, |optimizer| optimizer.state_format(state)) {
+            StateFormat::F32 if self.states.bf16_moments => StateFormat::Bf16,
+            format => format,
+        };
+        (0..self.grouping.state_names(role).len()).map(format).collect()
+    }
+
+    /// Elements of a role's parameters that lie on one rank together.
+    pub fn block(&self, role: Role) -> usize {
+        self.formats(role).into_iter().map(StateFormat::block).max().unwrap_or(1)
+    }
+
+    /// Elements of which a share in files has a multiple: the codes of as many fill whole pages, or the 16-bit numbers.
+    pub fn step(&self) -> usize {
+        if Role::ALL.into_iter().any(|role| self.block(role) > 1) { ALIGN } else { STEP }
     }
 
     /// Some states lie in files.

@@ -98,6 +98,7 @@ impl Core {
 
     /// [`update`] of this rank's share. `steps` says with what, by parameter group.
     pub fn update(&self, steps: &[GroupStep<'_>]) -> Result<()> {
+        self.update.store(steps.first().map_or(0, |group| group.ctx.step), Ordering::Relaxed);
         update(self, &|param| {
             let param = &self.params[param];
             let GroupStep { optimizer, ctx } = steps[param.group];

@@ -16,6 +16,7 @@
 //! the others. Gradients have a buffer per parameter: the one that a large gradient was reduced in.
 
 use super::core::Core;
+use super::moment::Moment;
 use super::rank::{ExtentOf, Rank};
 use crate::error::Result;
 use crate::memory::{Kind, Ledger, Tracked};
@@ -112,7 +113,7 @@ pub(crate) struct SubGroup<R: Rank = Core> {
     pub grads: Vec<GradShare<R>>,
     /// Where gradients lie, if not in memory.
     pub grad_file: Option<ExtentOf<R>>,
-    pub moments: Vec<Home<R>>,
+    pub moments: Vec<Moment<R>>,
 }
 
 /// The states that a pass through a share has in memory, and whether it changes them.
@@ -146,7 +147,7 @@ impl Pass {
 impl<R: Rank> SubGroup<R> {
     /// The packing of its weights and where they lie, if they are packed.
     pub fn packed(&self) -> Option<(Packing, &Home<R>)> {
-        self.class.packing().zip(self.weights.as_ref())
+        self.class.weights.packing().zip(self.weights.as_ref())
     }
 
     /// Takes a gradient out, to be added to and put back; nothing where none has arrived.
@@ -199,12 +200,12 @@ impl<R: Rank> SubGroup<R> {
     pub fn streams(&self, pass: Pass) -> Vec<Stream<ExtentOf<R>>> {
         let writes = pass.changes();
         let changes = |home: &Home<R>| home.file().map(|e| Stream { extent: e.clone(), reads: true, writes });
-        // 16-bit weights are made anew from the master weights.
+        // 16-bit weights are made anew from the master weights, if there are some.
         let made_anew = self.master.is_some();
         let of_weights = self.weights.as_ref().and_then(changes).map(|s| Stream { reads: !made_anew, ..s });
         let weights = of_weights.into_iter().chain(self.master.as_ref().and_then(changes));
         let grads = self.grad_file.clone().map(|extent| Stream { extent, reads: true, writes: false });
-        let moments = self.moments.iter().filter_map(changes).chain(grads);
+        let moments = self.moments.iter().filter_map(|moment| changes(&moment.home)).chain(grads);
         let weights = weights.filter(|_| pass.has_weights());
         weights.chain(moments.filter(|_| pass.has_moments())).collect()
     }

@@ -14,7 +14,6 @@
 use super::buffers::KeptBuffers;
 use super::core::{Core, Link};
 use super::kept_input::KeptInput;
-use super::registry::Registry;
 use super::replay::Outcome;
 use super::run::before_backward;
 use super::trace::Event;
@@ -32,19 +31,34 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 thread_local! {
-    /// The registry of the model that this thread is building for an engine.
-    static BUILDING: RefCell<Option<Registry>> = const { RefCell::new(None) };
+    /// Where the model that this thread is building for an engine has its units.
+    static BUILDING: RefCell<Option<Arc<dyn Units>>> = const { RefCell::new(None) };
 }
 
-/// Runs `build` with `registry` as the one that [`unit()`] finds.
-pub(crate) fn building<T>(registry: &Registry, build: impl FnOnce() -> T) -> T {
-    struct Reset(Option<Registry>);
+/// The units of a model under construction.
+pub(crate) trait Units {
+    /// Begins a unit of this name, and gives its number and the way to the engine.
+    fn open_unit(&self, name: String) -> Result<(UnitId, Link)>;
+    /// The unit is built.
+    fn close_unit(&self);
+    /// The way to the engine.
+    fn link(&self) -> Link;
+}
+
+/// The way to the engine for which this thread is building a model; a way to nowhere where there is none.
+pub(crate) fn link_under_construction() -> Link {
+    BUILDING.with_borrow(|units| units.as_ref().map(|units| units.link())).unwrap_or_default()
+}
+
+/// Runs `build` with `units` as those that [`unit()`] finds.
+pub(crate) fn building<T>(units: &(impl Units + Clone + 'static), build: impl FnOnce() -> T) -> T {
+    struct Reset(Option<Arc<dyn Units>>);
     impl Drop for Reset {
         fn drop(&mut self) {
             BUILDING.set(self.0.take());
         }
     }
-    let _reset = Reset(BUILDING.replace(Some(registry.clone())));
+    let _reset = Reset(BUILDING.replace(Some(Arc::new(units.clone()))));
     build()
 }
 
@@ -80,13 +94,13 @@ pub struct Unit<M> {
 /// }
 /// ```
 pub fn unit<M>(vb: VarBuilder<'_>, build: impl FnOnce(VarBuilder<'_>) -> Result<M>) -> Result<Unit<M>> {
-    let registry = BUILDING.with_borrow(|r| r.clone());
-    let Some(registry) = registry else {
+    let units = BUILDING.with_borrow(|units| units.clone());
+    let Some(units) = units else {
         return Ok(Unit { inner: Arc::new(build(vb)?), hook: None, recompute: false });
     };
-    let hook = registry.open_unit(vb.prefix());
+    let hook = units.open_unit(vb.prefix())?;
     let inner = build(vb);
-    registry.close_unit();
+    units.close_unit();
     Ok(Unit { inner: Arc::new(inner?), hook: Some(hook), recompute: false })
 }
 

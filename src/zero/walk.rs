@@ -4,10 +4,14 @@
 //! back if the pass changes it.
 
 use super::core::Core;
+pub(crate) use super::kept::Part;
+use super::kept::{Rounding, States, room};
+use super::moment::Kept;
 use super::rank::{Rank, StagingOf};
 use super::sub_group::{GradShare, Pass, Slot, SubGroup};
 use crate::error::Result;
-use crate::offload::{Pipeline, Plan, STEP, Window, windows};
+use crate::memory::{Held, Kind};
+use crate::offload::{ALIGN, Pipeline, Plan, STEP, Window, windows};
 use crate::precision::{FlatMut, FlatRef};
 use crate::tensor::residency;
 use crate::timeline;
@@ -24,16 +28,6 @@ pub(crate) trait Carrier: Rank {
         window: Option<&mut Window<StagingOf<Self>>>,
         work: &mut impl FnMut(&Slot, Range<usize>, Part<'_, '_>),
     ) -> Result<()>;
-}
-
-/// The part of a parameter that a pass works on at a time. Of what a pass does not have there are no elements.
-pub(crate) struct Part<'a, 's> {
-    /// Weights in f32.
-    pub param: &'a mut [f32],
-    pub grad: FlatRef<'a>,
-    pub state: &'a mut [&'s mut [f32]],
-    /// Weights in the model's dtype, where `param` holds the master weights.
-    pub half: Option<FlatMut<'a>>,
 }
 
 /// Elements of a sub-group, and what is to be in memory of them.
@@ -59,15 +53,22 @@ pub(super) struct Walk<'a, C: Carrier> {
     core: &'a C,
     window_len: usize,
     pipeline: Option<Pipeline<'a, C::Files>>,
+    /// States that are not kept in f32, while a step works on them.
+    _room: Held,
 }
 
 impl<'a, C: Carrier> Walk<'a, C> {
     /// Plans a walk through `spans`.
     pub fn new(core: &'a C, groups: &[SubGroup<C>], spans: &[Span]) -> Self {
-        let Some(files) = core.files() else { return Self { core, window_len: usize::MAX, pipeline: None } };
+        let room = spans.iter().map(|span| room(&groups[span.group], span.pass, core.dtype(), span.range.len())).max();
+        let _room = core.ledger().hold(Kind::Staging, room.unwrap_or(0));
+        let Some(files) = core.files() else { return Self { core, window_len: usize::MAX, pipeline: None, _room } };
         let largest = spans.iter().map(|span| span.range.len()).max().unwrap_or(0);
         let streams = |span: &Span| groups[span.group].streams(span.pass);
         let window_len = core.windows().len(largest, spans.iter().map(|s| streams(s).len()).max().unwrap_or(0));
+        // Where codes of eight bits lie in a file, windows begin at its pages too.
+        let has_codes = groups.iter().flat_map(|g| &g.moments).any(|moment| moment.format.map().is_some());
+        let window_len = if has_codes { window_len.next_multiple_of(ALIGN) } else { window_len };
         let plan = spans.iter().flat_map(|span| {
             let streams = streams(span);
             let ranges = if streams.is_empty() { 0..0 } else { span.range.clone() };
@@ -77,7 +78,7 @@ impl<'a, C: Carrier> Walk<'a, C> {
             })
         });
         let pipeline = Pipeline::new(files, core.ledger(), plan.collect(), core.windows());
-        Self { core, window_len, pipeline: Some(pipeline) }
+        Self { core, window_len, pipeline: Some(pipeline), _room }
     }
 
     /// Calls `work` with all parts of the next span, in order, with the elements of the slot that each is, and
@@ -161,7 +162,7 @@ impl Carrier for Core {
             let master = master.as_mut().filter(|_| pass.has_weights());
             let master = master.map(|home| as_f32(home.part(&mut staged, part.clone())));
             let moments = moments.iter_mut().filter(|_| pass.has_moments());
-            let mut state: Vec<&mut [f32]> = moments.map(|home| as_f32(home.part(&mut staged, part.clone()))).collect();
+            let moments: Vec<Kept<'_>> = moments.map(|moment| moment.part(&mut staged, part.clone())).collect();
             let in_slot = part.start - slot.at..part.end - slot.at;
             let mut from_file;
             let grad = match grads {
@@ -175,29 +176,31 @@ impl Carrier for Core {
                     from_file.as_ref()
                 }
             };
-            let state = &mut state;
+            let first = slot.owned.start + in_slot.start;
+            let rounding = Rounding { core: self, param: slot.param, first, changes: pass.changes() };
             if !pass.has_weights() {
-                work(slot, in_slot, Part { param: &mut [], grad, state, half: None });
+                let states = States { master: None, weights: None, moments, grad };
+                states.visit(rounding, |range, part| work(slot, within(&in_slot, range), part));
                 continue;
             }
-            let work = |weights: FlatMut<'_>| {
-                let (param, half) = match (master, weights) {
-                    (Some(master), half) => (master, Some(half)),
-                    (None, FlatMut::F32(weights)) => (weights, None),
-                    (None, _) => unreachable!("16-bit parameters have master weights"),
-                };
-                work(slot, in_slot.clone(), Part { param, grad, state, half });
+            let visit = |weights: FlatMut<'_>| {
+                let states = States { master, weights: Some(weights), moments, grad };
+                states.visit(rounding, |range, part| work(slot, within(&in_slot, range), part));
             };
             match weights {
-                Some(weights) => work(weights),
+                Some(weights) => visit(weights),
                 None => residency::with_values(&self.params[slot.param].tensor, |whole| {
-                    let start = slot.owned.start + in_slot.start;
-                    work(whole.slice_mut(start..start + in_slot.len()));
+                    visit(whole.slice_mut(first..first + in_slot.len()));
                 })?,
             }
         }
         Ok(())
     }
+}
+
+/// Elements `range` of a part that is `part` of a slot, in the slot.
+fn within(part: &Range<usize>, range: Range<usize>) -> Range<usize> {
+    part.start + range.start..part.start + range.end
 }
 
 pub(super) fn as_f32(flat: FlatMut<'_>) -> &mut [f32] {

@@ -13,7 +13,8 @@ const EXAMPLES: &str = "\
 Examples:
   zerorun train.rs                                  one rank
   zerorun --num_ranks 4 train.rs --steps 100        four ranks; `--steps 100` goes to the script
-  zerorun -n 2 examples/train_gpt.rs ds_config.json an example of the package around it
+  zerorun -n 2 examples/train_gpt.rs --ds_config ds_configs/zero3.json
+                                                    an example of the package around it
   zerorun -n 2 --features cuda train.rs             with a cargo feature
   zerorun -n 2 ./target/release/train               a program that is built already
   zerorun --print_package train.rs                  where the package generated from a script is
@@ -51,6 +52,10 @@ struct Arguments {
     /// [default: $CANDLE_ZERO_TIMEOUT_MS, else 10m]
     #[arg(long, value_name = "DURATION", value_parser = duration)]
     timeout: Option<Duration>,
+
+    /// How long the ranks may take to end after SIGINT, SIGTERM or SIGHUP to zerorun: time for a checkpoint
+    #[arg(long, value_name = "DURATION", value_parser = duration, default_value = "30s")]
+    grace: Duration,
 
     /// Cargo features for the build, as for `cargo build --features`
     #[arg(long, value_name = "FEATURES")]
@@ -110,6 +115,7 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Options,
     Ok(Options {
         ranks: usize::from(typed.ranks),
         timeout: typed.timeout,
+        grace: typed.grace,
         features: typed.features,
         master_port: typed.master_port,
         prometheus: typed.prometheus,

@@ -102,3 +102,32 @@ fn the_first_forward_of_every_micro_step_draws_what_it_always_drew() {
 /// Of two ranks, in two micro steps.
 const RECORDED: [[u64; 2]; 2] =
     [[2_501_429_309_727_772_225, 153_126_803_686_146_084], [9_252_438_015_401_749_142, 4_800_911_986_810_717_189]];
+
+/// Two branches, each on a thread of its own, with dropout in both.
+struct Parallel([Scaled; 2]);
+
+impl Module for Parallel {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let [a, b] = std::thread::scope(|scope| {
+            self.0.each_ref().map(|branch| scope.spawn(move || branch.forward(x))).map(|branch| branch.join().unwrap())
+        });
+        a? + b?
+    }
+}
+
+fn parallel(vb: VarBuilder<'_>) -> Result<Parallel> {
+    Ok(Parallel([Scaled::new(vb.pp("a"))?, Scaled::new(vb.pp("b"))?]))
+}
+
+#[test]
+fn dropout_on_threads_of_the_models_own_is_off_in_evaluation_and_an_error_in_training() {
+    let mut engine = on_cpu().initialize(parallel, config(json!({}))).unwrap();
+    let y = engine.eval(|m| m.forward(&ones())).unwrap();
+    assert_eq!(values(&y).unwrap(), [2.0; 64]);
+    let error = engine.forward(|m| m.forward(&ones())).unwrap_err().to_string();
+    assert!(error.contains("on a thread of the model's own") && error.contains("engine.forward"), "{error}");
+    // Without an engine every use draws anew, on whatever thread.
+    let plain = parallel(VarBuilder::from_varmap(&candle_nn::VarMap::new(), DType::F32, &Device::Cpu)).unwrap();
+    let y = values(&plain.forward(&ones()).unwrap()).unwrap();
+    assert!(y.contains(&0.0) || y.contains(&4.0), "{y:?}");
+}

@@ -343,7 +343,7 @@ fn refusal_of(file: &Path) -> String {
 fn a_weight_file_must_hold_exactly_the_models_parameters() {
     use Dtype::{BF16, F16, F32, F64, I64};
     let bias: (&str, Dtype, &[usize]) = ("bias", F32, &[3]);
-    insta::assert_snapshot!(refusal(&[bias]), @"model.safetensors has no tensor weight of shape [3, 4], which the model needs; the file must hold exactly the model's parameters");
+    insta::assert_snapshot!(refusal(&[bias]), @"model.safetensors has no tensor weight of shape [3, 4], which the model needs; the file must hold exactly the model's parameters, and it has bias");
     insta::assert_snapshot!(refusal(&[("weight", F32, &[3, 4]), bias, ("lm_head.weight", F32, &[2]), ("extra", F32, &[1])]), @"model.safetensors holds tensors that the model does not have: extra, lm_head.weight; is it the file of another model or size?");
     insta::assert_snapshot!(refusal(&[("weight", F32, &[4, 3]), bias]), @"tensor weight in model.safetensors has shape [4, 3], but the model's parameter has [3, 4]; check the model's sizes");
     insta::assert_snapshot!(refusal(&[("weight", I64, &[3, 4]), bias]), @"tensor weight in model.safetensors is of type I64; F32, F16 and BF16 can be read");
@@ -372,6 +372,30 @@ fn a_weight_file_must_be_there_and_be_safetensors() {
     let bytes = std::fs::read(&file).unwrap();
     std::fs::write(&file, &bytes[..bytes.len() - 8]).unwrap();
     insta::assert_snapshot!(refusal_of(&file), @"model.safetensors is not a safetensors file that can be read: incomplete metadata, file not fully covered");
+}
+
+#[test]
+fn a_call_that_one_rank_alone_makes_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let results = threads::run(2, |comm| {
+        let rank = comm.rank();
+        let mut engine = Engine::builder().communicator(comm).initialize(|vb| linear(4, 1, vb), plain(2))?;
+        let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu)?;
+        for _ in 0..2 {
+            let loss = engine.forward(|model| model.forward(&x)?.sqr()?.mean_all())?;
+            engine.backward(&loss)?;
+            engine.step()?;
+            if rank == 0 {
+                engine.save_checkpoint(folder.path(), None, json!(null))?;
+            }
+        }
+        Ok(())
+    });
+    let all = errors(results.unwrap());
+    let told = all.iter().find(|text| text.contains("have diverged")).unwrap_or_else(|| panic!("{all:?}"));
+    assert!(told.contains("save_checkpoint (control no. "), "{told}");
+    assert!(told.contains("backward (") || told.contains("step ("), "{told}");
+    assert!(told.contains("never of some alone as inside of `if rank == 0`"), "{told}");
 }
 
 #[test]

@@ -11,6 +11,7 @@ mod config_keys;
 mod data_loader;
 mod draws;
 mod errors;
+mod for_eval;
 mod monitors;
 mod muon;
 mod overflow;

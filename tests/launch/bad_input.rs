@@ -168,7 +168,7 @@ fn configurations_that_break_rules() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake(json!({"optimizer": {"type": "AdamX", "params": {"lr": -1.0}}})), @r#"
-    error: bad.json: line 6, column 5: `optimizer.type`: "AdamX" is unknown: use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon. Did you mean "AdamW"?
+    error: bad.json: line 6, column 5: `optimizer.type`: "AdamX" is unknown: use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, Adam8bit, AdamW8bit, Lion8bit. Did you mean "AdamW"?
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -235,6 +235,40 @@ fn models_that_there_are_not() {
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
+    let huge = "18446744073709551615";
+    insta::assert_snapshot!(mistake(&format!("--ctx {huge}")), @r#"
+    error: model configuration: ctx is 18446744073709551615, but must be at most 4294967295
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake(&format!("--vocab {huge}")), @r#"
+    error: model configuration: vocab is 18446744073709551615, but must be at most 4294967295
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    insta::assert_snapshot!(mistake(&format!("--n_layer {huge}")), @r#"
+    error: model configuration: n_layer is 18446744073709551615, but must be at most 4294967295
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    folder.write("huge.json", config(json!({"train_batch_size": 1_000_000_000_000u64})).to_string());
+    insta::assert_snapshot!(folder.mistake("--ds_config huge.json"), @r#"
+    error: a micro batch of 1000000000000 samples of 8 tokens is too large: at most 2147483648 tokens; give a smaller train_micro_batch_size_per_gpu, or more gradient_accumulation_steps
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
+    // 256 TiB: no system gives that.
+    let too_large = folder.mistake("--ds_config ok.json --vocab 4294967295 --n_embd 16384");
+    let (warning, error) = too_large.split_once('\n').unwrap();
+    assert!(
+        warning.starts_with("warning: the training state needs ") && warning.contains(" GiB are available"),
+        "{warning}"
+    );
+    insta::assert_snapshot!(error, @r#"
+    error: parameter wte.weight begins with 70368744161280 elements on this rank, for which the system gives no memory; take a smaller model, or more ranks at stage 3
+    zerorun: rank 0 failed: it ended with exit code 1 after T s
+    exit status: 1
+    "#);
     insta::assert_snapshot!(mistake("--n_layers 3"), @r#"
     error: unexpected argument '--n_layers' found
 
@@ -267,7 +301,7 @@ fn weights_that_do_not_fit() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("ok.json"), @r#"
-    error: ok.json is not a safetensors file that can be read: header too large
+    error: ok.json is not a safetensors file that can be read: an index of several files is not read, give one file
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
@@ -282,7 +316,7 @@ fn weights_that_do_not_fit() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("ok.safetensors --n_layer 2"), @r#"
-    error: ok.safetensors has no tensor h.1.ln_1.weight of shape [16], which the model needs; the file must hold exactly the model's parameters
+    error: ok.safetensors has no tensor h.1.ln_1.weight of shape [16], which the model needs; the file must hold exactly the model's parameters, and it has h.0.attn.c_attn.bias, h.0.attn.c_attn.weight, h.0.attn.c_proj.bias and 13 more
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);

@@ -10,4 +10,7 @@ mod faults;
 mod ranks;
 mod restarts;
 mod script;
+mod stuck;
 mod train_gpt;
+mod train_gpt_ends;
+mod train_vision;

@@ -16,10 +16,10 @@ fn train_gpt() -> &'static Path {
 }
 
 /// A folder with a configuration in it.
-struct Folder(tempfile::TempDir);
+pub struct Folder(tempfile::TempDir);
 
 impl Folder {
-    fn new(stage: u8) -> Self {
+    pub fn new(stage: u8) -> Self {
         let folder = Self(tempfile::tempdir().unwrap());
         let config = json!({
             "train_batch_size": 8,
@@ -32,12 +32,12 @@ impl Folder {
         folder
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
     }
 
     /// `zerorun -n RANKS train_gpt`, a small model, and `args`; metrics go to a file.
-    fn command(&self, ranks: usize, args: &[&str]) -> Command {
+    pub fn command(&self, ranks: usize, args: &[&str]) -> Command {
         let mut command = zerorun();
         command.current_dir(self.0.path()).args(["-n", &ranks.to_string()]).arg(train_gpt());
         command.args(SMALL).args(["--metrics", "metrics.jsonl"]).args(args);

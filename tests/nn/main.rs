@@ -4,6 +4,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod batch_norm;
 mod dropout;
 mod foreign_models;
 mod gpt;

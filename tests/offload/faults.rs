@@ -197,6 +197,22 @@ fn a_disk_that_refuses_gradients_is_noticed_before_any_weight_has_changed() {
     assert!(processes::stdout(&output).contains("done"));
 }
 
+// ---- the bundled configurations --------------------------------------------------------------------------------
+
+#[test]
+fn a_bundled_configuration_makes_its_folder_below_the_home_of_a_new_user() {
+    let home = folder();
+    let mut command = zerorun();
+    command.args(["--num_ranks", "2"]).arg(example("train_gpt")).arg("--ds_config");
+    command.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/ds_configs/zero3_nvme.json"));
+    command.args(["--n_layer", "1", "--n_embd", "16", "--n_head", "2", "--ctx", "8", "--steps", "1", "--sample", "0"]);
+    let output = command.env("HOME", home.path()).env("RAYON_NUM_THREADS", "1").output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(stderr(&output).matches("created the folder").count(), 1, "{}", stderr(&output));
+    let files = home.path().join(".cache/candle-zero/offload");
+    assert_eq!(std::fs::read_dir(files).unwrap().count(), 0);
+}
+
 // ---- little memory ---------------------------------------------------------------------------------------------
 
 #[test]

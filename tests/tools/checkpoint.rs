@@ -122,6 +122,28 @@ fn damage_is_told_by_file_and_exit_code_1() {
 }
 
 #[test]
+fn a_latest_that_cannot_be_read_is_damage_to_both_tools_and_small_files_have_no_progress() {
+    let dir = folder();
+    save(dir.path(), &["tag"]);
+    let (latest, out) = (dir.path().join("latest"), dir.path().join("out"));
+    let both = || [inspect(dir.path(), &["--verify"]), consolidate(dir.path(), &out, &[])];
+    for output in both() {
+        assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(0), ""));
+    }
+    std::fs::remove_dir_all(&out).unwrap();
+    std::fs::remove_file(&latest).unwrap();
+    std::os::unix::fs::symlink("/dev/zero", &latest).unwrap();
+    for output in both() {
+        assert_eq!(output.status.code(), Some(1), "{}", stdout(&output));
+        assert!(stderr(&output).contains("it is a device, and a file is needed"), "{}", stderr(&output));
+    }
+    std::fs::remove_file(&latest).unwrap();
+    for output in both() {
+        assert_eq!(output.status.code(), Some(2), "{}", stdout(&output));
+    }
+}
+
+#[test]
 fn where_there_is_nothing_the_exit_code_is_2() {
     let dir = folder();
     let cases: [(PathBuf, &[&str], &str); 3] = [

@@ -11,9 +11,11 @@ mod conditional;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod frozen;
+mod keep_f32;
 mod optimizer_stages;
 mod passing_backward;
 mod quantized;
 mod recomputation;
+mod small_states;
 mod stage_equality;
 mod unusual_models;

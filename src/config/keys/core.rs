@@ -96,15 +96,15 @@ const FP16: &[super::Key] = keys! {
     "hysteresis": INT, "2", H, "Overflows tolerated before the scale halves; > 0 when dynamic.";
     "consecutive_hysteresis": Bool, "false", H, "Refill the hysteresis after each clean step.";
     "min_loss_scale": ANY_I64, "1", H, "Floor of the dynamic scale; > 0 when dynamic.";
-    "fp16_master_weights_and_grads": Bool, "false", refuse("master weights are f32 here; in DeepSpeed it also needs fp16 and stage 1, 2 or 3"), "Keep master weights and gradients in half precision.";
+    "fp16_master_weights_and_grads": Bool, "false", H, "No f32 master weights: the f16 weights are updated, in f32, and rounded. Stage 1 to 3.";
 };
 
 const BF16: &[super::Key] = keys! {
     "enabled": Bool, "false", H, "Train in bfloat16 with f32 master weights. Not with fp16.";
     "check_grad_overflow": Bool, "true", H, "Skip a step with an infinite or undefined gradient.";
     "immediate_grad_update": Bool, "false", none("gradients are always accumulated as they come"), "Accumulate in hooks.";
-    "bf16_master_weights_and_grads": Bool, "false", refuse("master weights are f32 here; in DeepSpeed it also needs stage 1, 2 or 3"), "No f32 master copy.";
-    "bf16_optimizer_states": Bool, "false", refuse("moments are f32 here; in DeepSpeed it also needs bf16_master_weights_and_grads"), "Moments in bfloat16 too.";
+    "bf16_master_weights_and_grads": Bool, "false", H, "No f32 master weights: the bf16 weights are updated, in f32, and rounded (EngineBuilder::stochastic_rounding: by chance). Stage 1 to 3.";
+    "bf16_optimizer_states": Bool, "false", H, "Moments in bfloat16 too; needs bf16_master_weights_and_grads.";
 };
 
 const DATA_TYPES: &[super::Key] = keys! {

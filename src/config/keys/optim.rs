@@ -11,6 +11,9 @@ pub(super) static SECTIONS: &[Section] = &[
     Section::new("optimizer.params", false, ADAGRAD).types(&["Adagrad"]),
     Section::new("optimizer.params", false, LAMB).types(&["Lamb"]),
     Section::new("optimizer.params", false, MUON).types(&["Muon"]),
+    Section::new("optimizer.params", false, ADAM_8BIT).types(&["Adam8bit"]),
+    Section::new("optimizer.params", false, ADAMW_8BIT).types(&["AdamW8bit"]),
+    Section::new("optimizer.params", false, LION_8BIT).types(&["Lion8bit"]),
     Section::new("scheduler", false, SCHEDULER),
     Section::new("scheduler.params", false, WARMUP_LR).types(&["WarmupLR"]),
     Section::new("scheduler.params", false, WARMUP_DECAY_LR).types(&["WarmupDecayLR"]),
@@ -20,7 +23,7 @@ pub(super) static SECTIONS: &[Section] = &[
 ];
 
 const OPTIMIZER: &[super::Key] = keys! {
-    "type": Str, "-", H, "Adam, AdamW, SGD, Lion, Adagrad, Lamb or Muon, in any letter case. Other names of DeepSpeed and PyTorch are refused.";
+    "type": Str, "-", H, "Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, or bitsandbytes' Adam8bit, AdamW8bit or Lion8bit, in any letter case. Other names of DeepSpeed and PyTorch are refused.";
     "params": Object, "{}", H, "Its parameters.";
     "legacy_fusion": Bool, "false", none("it is a matter of CUDA kernels"), "Older fused wrapper.";
 };
@@ -98,6 +101,46 @@ const MUON: &[super::Key] = keys! {
     "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here"), "Moments in f32.";
     "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
     "per_head_muon": Bool, "false", refuse("matrices are orthogonalized whole"), "Orthogonalize each attention head by itself.";
+};
+
+const ADAM_8BIT: &[super::Key] = keys! {
+    "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
+    "betas": Betas, "[0.9,0.999]", H, "Decays of the two moments, each at least 0 and below 1.";
+    "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay.";
+    "amsgrad": Bool, "false", refuse("bitsandbytes refuses it too"), "The largest second moment.";
+    "min_8bit_size": COUNT, "4096", H, "Parameters of fewer elements keep f32 moments.";
+    "block_wise": Bool, "true", refuse("moments of eight bits have a scale for each block of 256"), "A scale for each block of 256 elements.";
+    "percentile_clipping": INT, "100", refuse("use gradient_clipping at the top level"), "Clip by a percentile of the last norms; 100: do not.";
+    "optim_bits": INT, "32", none("the name says it: 8"), "Bits of the moments.";
+    "args": Any, "null", none("these keys are all that there are"), "bitsandbytes: an object with the same settings.";
+    "is_paged": Bool, "false", none("offload_optimizer says where moments are"), "bitsandbytes: moments in paged memory.";
+};
+
+const ADAMW_8BIT: &[super::Key] = keys! {
+    "lr": NOT_NEGATIVE, "0.001", H, "Learning rate.";
+    "betas": Betas, "[0.9,0.999]", H, "Decays of the two moments, each at least 0 and below 1.";
+    "eps": NOT_NEGATIVE, "1e-8", H, "Added to the root of the second moment.";
+    "weight_decay": NOT_NEGATIVE, "0.01", H, "Decoupled weight decay.";
+    "amsgrad": Bool, "false", refuse("bitsandbytes refuses it too"), "The largest second moment.";
+    "min_8bit_size": COUNT, "4096", H, "Parameters of fewer elements keep f32 moments.";
+    "block_wise": Bool, "true", refuse("moments of eight bits have a scale for each block of 256"), "A scale for each block of 256 elements.";
+    "percentile_clipping": INT, "100", refuse("use gradient_clipping at the top level"), "Clip by a percentile of the last norms; 100: do not.";
+    "optim_bits": INT, "32", none("the name says it: 8"), "Bits of the moments.";
+    "args": Any, "null", none("these keys are all that there are"), "bitsandbytes: an object with the same settings.";
+    "is_paged": Bool, "false", none("offload_optimizer says where moments are"), "bitsandbytes: moments in paged memory.";
+};
+
+const LION_8BIT: &[super::Key] = keys! {
+    "lr": NOT_NEGATIVE, "0.0001", H, "Learning rate: every weight moves by it.";
+    "betas": Betas, "[0.9,0.99]", H, "Share of the momentum in the direction, and decay of the momentum, each at least 0 and below 1.";
+    "weight_decay": NOT_NEGATIVE, "0.0", H, "Decoupled weight decay.";
+    "min_8bit_size": COUNT, "4096", H, "Parameters of fewer elements keep f32 moments.";
+    "block_wise": Bool, "true", refuse("moments of eight bits have a scale for each block of 256"), "A scale for each block of 256 elements.";
+    "percentile_clipping": INT, "100", refuse("use gradient_clipping at the top level"), "Clip by a percentile of the last norms; 100: do not.";
+    "optim_bits": INT, "32", none("the name says it: 8"), "Bits of the moments.";
+    "args": Any, "null", none("these keys are all that there are"), "bitsandbytes: an object with the same settings.";
+    "is_paged": Bool, "false", none("offload_optimizer says where moments are"), "bitsandbytes: moments in paged memory.";
 };
 
 const SCHEDULER: &[super::Key] = keys! {

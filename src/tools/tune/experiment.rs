@@ -197,14 +197,28 @@ fn failed(status: ExitStatus, reason: String) -> Outcome {
     }
 }
 
-/// The last line of a run about an error, or its last line.
+/// Why a run failed, by its log: what the launcher repeats of the rank that failed first; else the last line about an
+/// error; else the last line.
 fn last_words(log: &Path) -> String {
-    const LONGEST: usize = 300;
     let text = String::from_utf8_lossy(&std::fs::read(log).unwrap_or_default()).into_owned();
-    let mut lines = text.lines().rev().map(str::trim).filter(|line| !line.is_empty());
-    let last = lines.clone().next().unwrap_or("it said nothing");
-    let line = lines.find(|line| line.to_lowercase().contains("error")).unwrap_or(last);
-    line.chars().take(LONGEST).collect()
+    reason_in(&text)
+}
+
+fn reason_in(text: &str) -> String {
+    const LONGEST: usize = 300;
+    let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
+    let repeated: Vec<&str> = lines().filter_map(|line| line.strip_prefix("zerorun:   | ")).collect();
+    // The words behind the place of a panic stand in the next line.
+    let repeated = match repeated.as_slice() {
+        [place, message, ..] if place.contains("panicked at ") => format!("{message} ({place})"),
+        [first, ..] => (*first).to_string(),
+        [] => String::new(),
+    };
+    let is_error = |line: &&str| ["error", "panicked"].iter().any(|word| line.to_lowercase().contains(word));
+    let own = || lines().filter(|line| !line.starts_with("zerorun:"));
+    let found = (!repeated.is_empty()).then_some(repeated.as_str());
+    let found = found.or_else(|| own().rfind(is_error)).or_else(|| own().next_back()).or_else(|| lines().next_back());
+    found.unwrap_or("it said nothing").chars().take(LONGEST).collect()
 }
 
 /// The figures of the metrics file from step `first` (counted from 1) on, of steps of `samples`.
@@ -283,6 +297,20 @@ mod tests {
         let of = |code: i32, text: &str| failed(ExitStatus::from_raw(code << 8), text.into()).is_too_large();
         assert!(of(137, "killed") && of(1, "CUDA out of memory") && !of(1, "error: no such file"));
         assert!(!Outcome::TimedOut { seconds: 1 }.is_too_large());
+    }
+
+    #[test]
+    fn the_reason_is_what_the_first_rank_to_fail_says() {
+        let two = "[rank 1] error: rank 0 stopped (no data)\nzerorun: rank 0 failed first: it ended with exit code 1 after 1 s\n\
+                   zerorun:   | error: no data\nzerorun:   rank 1: ended with exit code 1 by itself\n";
+        assert_eq!(reason_in(two), "error: no data");
+        let panic = "zerorun: rank 0 failed: it ended with exit code 101 after 1 s\n\
+                     zerorun:   | thread 'main' (7) panicked at src/x.rs:1:2:\nzerorun:   | index out of bounds\n";
+        assert_eq!(reason_in(panic), "index out of bounds (thread 'main' (7) panicked at src/x.rs:1:2:)");
+        let silent = "step 1\nlast line\nzerorun: rank 1: ended with exit code 1 by itself\n";
+        assert_eq!(reason_in(silent), "last line");
+        assert_eq!(reason_in("starting\nerror: no memory is left\ngoodbye\n"), "error: no memory is left");
+        assert_eq!(reason_in(" \n"), "it said nothing");
     }
 
     #[test]

@@ -25,7 +25,7 @@ use crate::launch::script::{self, Target};
 use crate::offload::available_memory;
 use clap::Parser;
 use experiment::Trial;
-use outcome::Outcome;
+use outcome::{Outcome, Runs};
 use record::{Record, Row, write_whole};
 use settings::Settings;
 use space::{Candidate, Space};
@@ -84,6 +84,11 @@ struct Arguments {
     #[arg(long)]
     fast: bool,
 
+    /// How often the runs of those close to the fastest are repeated, before the fastest is chosen: one run says little
+    /// on a machine that does other things too
+    #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u32).range(..=100))]
+    repeats: u32,
+
     /// How long a run may take, in seconds
     #[arg(long = "run_limit", alias = "run-limit", value_name = "SECONDS", default_value = "600",
           value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
@@ -126,8 +131,15 @@ struct Search {
     ranks: usize,
     limit: u64,
     out: PathBuf,
+    /// Further runs of those close to the fastest.
+    repeats: u32,
     rows: Vec<Row>,
 }
+
+/// Candidates whose first run is slower than the fastest by more than this part are not repeated.
+const CLOSE: f64 = 0.15;
+/// The most candidates that are repeated.
+const MOST_REPEATED: usize = 4;
 
 impl Search {
     fn new(typed: Arguments) -> Result<Self> {
@@ -173,7 +185,7 @@ impl Search {
             limit: Duration::from_secs(typed.run_limit),
         };
         let limit = typed.memory_limit.unwrap_or_else(|| available_memory() / ranks as u64);
-        Ok(Self { settings, space, trial, record, shapes, ranks, limit, out, rows: Vec::new() })
+        Ok(Self { settings, space, trial, record, shapes, ranks, limit, out, repeats: typed.repeats, rows: Vec::new() })
     }
 
     fn run(mut self) -> Result<ExitCode> {
@@ -189,8 +201,11 @@ impl Search {
         if goes_on && !self.settings.fast {
             self.search_keys()?;
         }
-        self.rows.sort_by(|a, b| self.settings.metric.order(&a.outcome, &b.outcome));
-        print(record::table(&self.rows));
+        self.repeat_the_fastest()?;
+        self.sort();
+        if !print(record::table(&self.rows)) {
+            return Ok(ExitCode::FAILURE);
+        }
         let Some(best) = self.best() else {
             say("zerorun: no run was both well and within the limit; nothing is written");
             return Ok(ExitCode::FAILURE);
@@ -204,8 +219,69 @@ impl Search {
             text +=
                 &format!("\ntrain batch {batch}, the original's is {original}: the learning rate may need to change");
         }
-        print(format!("{text}\nwritten to {}", self.out.display()));
-        Ok(ExitCode::SUCCESS)
+        if let Some(others) = self.within_noise() {
+            text += &format!("\nwithin the noise of these runs is also: {others}");
+        }
+        let printed = print(format!("{text}\nwritten to {}", self.out.display()));
+        Ok(if printed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
+
+    /// The better ones first.
+    fn sort(&mut self) {
+        self.rows.sort_by(|a, b| self.settings.metric.order(&a.outcome, &b.outcome));
+    }
+
+    /// Runs those close to the fastest again, in turns: what disturbs the machine for a while disturbs them alike.
+    fn repeat_the_fastest(&mut self) -> Result<()> {
+        self.sort();
+        let Some(fastest) = self.rows.first().and_then(|row| row.outcome.throughput()) else { return Ok(()) };
+        let is_close = |row: &Row| row.outcome.throughput().is_some_and(|speed| speed >= fastest * (1.0 - CLOSE));
+        let close = self.rows.iter().take_while(|row| is_close(row)).take(MOST_REPEATED).count();
+        if close < 2 {
+            // It is far ahead.
+            return Ok(());
+        }
+        let mut runs: Vec<Vec<Outcome>> = self.rows[..close].iter().map(|row| vec![row.outcome.clone()]).collect();
+        for round in 1..=self.repeats {
+            for (row, runs) in runs.iter_mut().enumerate() {
+                let candidate = self.rows[row].candidate.clone();
+                let config = self.space.config(&candidate);
+                let resolved = self.space.load(&config)?;
+                let id = format!("{}-{round}", self.trial.id(&config));
+                let outcome = match self.record.find(&id) {
+                    Some(outcome) => outcome,
+                    None => {
+                        let outcome = self.trial.run(&id, &config, &resolved)?;
+                        self.record.add(&id, &candidate, &outcome)?;
+                        outcome
+                    }
+                };
+                let outcome = outcome.within(self.limit);
+                say(&format!("zerorun: again, {candidate}: {outcome}"));
+                runs.push(outcome);
+            }
+        }
+        for (row, runs) in self.rows.iter_mut().zip(runs).filter(|(_, runs)| runs.len() > 1) {
+            if let Some(runs) = Runs::of(&runs) {
+                row.outcome = runs.middle.clone();
+                row.runs = Some(runs);
+            }
+        }
+        Ok(())
+    }
+
+    /// The candidates that differ from the fastest by no more than runs of one of the two differ among themselves.
+    fn within_noise(&self) -> Option<String> {
+        let (best, others) = self.rows.split_first()?;
+        let speed = best.outcome.throughput()?;
+        let own = best.runs.as_ref()?.spread;
+        let is_close = |row: &&Row| {
+            let spread = row.runs.as_ref().map(|runs| runs.spread.max(own));
+            let behind = row.outcome.throughput().map(|other| (speed - other) / speed);
+            spread.zip(behind).is_some_and(|(spread, behind)| behind <= spread)
+        };
+        let names: Vec<String> = others.iter().filter(is_close).map(|row| row.candidate.to_string()).collect();
+        (!names.is_empty()).then(|| names.join("; "))
     }
 
     /// Stages, offload and micro batches; false if the search ends with them.
@@ -275,7 +351,7 @@ impl Search {
         say(&format!("zerorun: {candidate}: {outcome}"));
         let batch = |config: &Config| self.space.original_batch(config).map(|_| config.batch.train_batch_size);
         let other_batch = resolved.as_ref().ok().and_then(batch);
-        self.rows.push(Row { candidate: candidate.clone(), outcome: outcome.clone(), other_batch });
+        self.rows.push(Row { candidate: candidate.clone(), outcome: outcome.clone(), other_batch, runs: None });
         Ok(outcome)
     }
 

@@ -58,6 +58,49 @@ impl Outcome {
     }
 }
 
+/// Several runs of one candidate.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Runs {
+    /// The run in the middle, with the largest memory of all.
+    pub(super) middle: Outcome,
+    /// Between the best and the worst throughput, as a part of the middle one.
+    pub(super) spread: f64,
+    /// How many went well.
+    pub(super) count: usize,
+}
+
+impl Runs {
+    /// Those of the runs that went well; nothing if none did.
+    pub(super) fn of(runs: &[Outcome]) -> Option<Self> {
+        let mut well: Vec<(f64, &Outcome)> = runs.iter().filter_map(|run| Some((run.throughput()?, run))).collect();
+        well.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let (slowest, fastest) = (well.first()?.0, well.last()?.0);
+        let (throughput, mut middle) = well.get(well.len() / 2).map(|(speed, run)| (*speed, (*run).clone()))?;
+        let most = well.iter().filter_map(|(_, run)| run.memory()).max();
+        if let Outcome::Ran { memory_bytes, .. } = &mut middle {
+            *memory_bytes = most;
+        }
+        Some(Self { middle, spread: (fastest - slowest) / throughput, count: well.len() })
+    }
+}
+
+impl Outcome {
+    /// Tokens or samples per second of a run that went well.
+    pub(super) fn throughput(&self) -> Option<f64> {
+        match self {
+            Self::Ran { throughput, .. } => Some(*throughput),
+            _ => None,
+        }
+    }
+
+    fn memory(&self) -> Option<u64> {
+        match self {
+            Self::Ran { memory_bytes, .. } => *memory_bytes,
+            _ => None,
+        }
+    }
+}
+
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -73,5 +116,27 @@ impl fmt::Display for Outcome {
             }
             Self::NotRun { reason } => write!(f, "not run: {reason}"),
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_several_runs_the_middle_one_counts_and_their_spread_is_told() {
+        let ran = |throughput: f64, memory| Outcome::Ran {
+            throughput,
+            unit: "tokens".into(),
+            step_ms: 1e3 / throughput,
+            memory_bytes: Some(memory),
+        };
+        let failed = Outcome::Failed { reason: "x".into() };
+        let runs = Runs::of(&[ran(100.0, 7), ran(80.0, 9), failed.clone(), ran(90.0, 8)]).unwrap();
+        assert_eq!((runs.middle, runs.count), (ran(90.0, 9), 3));
+        assert!((runs.spread - 20.0 / 90.0).abs() < 1e-12);
+        assert_eq!(Runs::of(&[failed]), None);
+        assert_eq!(Runs::of(&[ran(5.0, 1)]).unwrap().spread, 0.0);
     }
 }

@@ -1,6 +1,6 @@
 //! The finished experiments: one JSON line for each experiment, in a file that is always whole.
 
-use super::outcome::Outcome;
+use super::outcome::{Outcome, Runs};
 use super::space::Candidate;
 use crate::error::{Error, Result, ToolError};
 use crate::files;
@@ -19,6 +19,8 @@ pub(super) struct Row {
     pub(super) outcome: Outcome,
     /// Samples of a step, where the original has others.
     pub(super) other_batch: Option<usize>,
+    /// Several runs of it, the outcome being their middle one.
+    pub(super) runs: Option<Runs>,
 }
 
 /// One line of the file.
@@ -96,7 +98,8 @@ pub(super) fn table(rows: &[Row]) -> String {
     let lines = rows.iter().zip(&names).map(|(row, name)| {
         let batch = row.other_batch.filter(|_| row.outcome.is_well());
         let batch = batch.map_or(String::new(), |samples| format!(", train batch {samples}"));
-        format!("{name:width$}  {}{batch}", row.outcome)
+        let runs = row.runs.as_ref().map(|runs| format!(", {} runs within {:.1} %", runs.count, runs.spread * 100.0));
+        format!("{name:width$}  {}{}{batch}", row.outcome, runs.unwrap_or_default())
     });
     lines.collect::<Vec<_>>().join("\n")
 }

@@ -4,6 +4,7 @@
 //! this executable (`train`) and leave their logs in a folder; `compare` finds the first difference between two rows.
 
 mod compare;
+mod leftovers;
 mod rows;
 mod train;
 
@@ -101,7 +102,9 @@ impl Arguments {
     fn compare_all(&self) -> Result<bool, Stop> {
         let parent = self.dir.clone().unwrap_or_else(std::env::temp_dir);
         let wrong = |source| Error::Io { action: "make a folder in", path: parent.clone(), source };
-        let folder = tempfile::Builder::new().prefix("candle-zero-verify-").tempdir_in(&parent).map_err(wrong)?;
+        leftovers::remove(&parent);
+        let folder = tempfile::Builder::new().prefix(leftovers::PREFIX).tempdir_in(&parent).map_err(wrong)?;
+        let _lock = leftovers::lock(folder.path());
         let events = signals::listen()?;
         let (mut told, mut list) = (true, Vec::new());
         let mut first = None;
@@ -154,13 +157,17 @@ impl Arguments {
             args,
             world: ranks,
             timeout: None,
+            grace: ranks::DEFAULT_GRACE,
+            script: None,
             master_port: None,
             prometheus: None,
             restart,
             timeline: None,
         };
         match ranks::run(&job, events)? {
-            End::Well => Ok((0..ranks).map(|rank| RankLog::read(&train::file(folder, rank))).collect::<Result<_>>()?),
+            End::Well | End::Unwritten => {
+                Ok((0..ranks).map(|rank| RankLog::read(&train::file(folder, rank))).collect::<Result<_>>()?)
+            }
             End::Interrupted(signal) => Err(Stop::Interrupted(signal)),
             End::Failed(failure) => Err(Stop::Failed(failure.report)),
         }

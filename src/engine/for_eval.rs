@@ -1,0 +1,39 @@
+//! An instance of the model of its own for evaluations.
+
+use super::Engine;
+use crate::error::Result;
+use crate::zero::for_eval::ForEval;
+use crate::zero::unit::building;
+use candle_nn::VarBuilder;
+
+impl<M> Engine<M> {
+    /// Builds the model once more, for evaluation: from now on [`eval`](Self::eval) gives its closure this instance.
+    /// It has no weights of its own (its tensors are the parameters' values, before and after every step), and Candle
+    /// keeps nothing of its operations, so that an evaluation takes no more memory than a model without variables.
+    ///
+    /// `build` is what the engine was initialized with. What an instance keeps besides its parameters, as counters or
+    /// running statistics in variables that it did not take from its `VarBuilder`, it keeps for itself.
+    ///
+    /// ```
+    /// # use candle_core::{Device, Tensor};
+    /// # use candle_nn::{Linear, Module, VarBuilder};
+    /// # use candle_zero::Engine;
+    /// # let config = r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW"}}"#;
+    /// let build = |vb: VarBuilder<'_>| candle_nn::linear(4, 1, vb);
+    /// let mut engine = Engine::initialize(build, config)?;
+    /// engine.build_for_eval(build)?;
+    /// let x = Tensor::arange(0f32, 32f32, engine.device())?.reshape((8, 4))?;
+    /// let y = engine.eval(|model| model.forward(&x))?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ParamError::NotTheModel`](crate::error::ParamError::NotTheModel) for a parameter or unit that the engine's
+    /// model does not have; the error of `build`.
+    pub fn build_for_eval(&mut self, build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>) -> Result<()> {
+        let weights = ForEval::new(&self.core);
+        let vb = VarBuilder::from_backend(Box::new(weights.clone()), self.core.dtype(), self.device.clone());
+        self.for_eval = Some(building(&weights, || build(vb)).map_err(|e| weights.explain(e))?);
+        Ok(())
+    }
+}

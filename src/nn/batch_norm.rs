@@ -1,0 +1,252 @@
+//! Batch normalization whose statistics are those of the batches of all ranks.
+
+use crate::graph::{Grad, Inputs};
+use crate::kernels::batch_norm::{self as kernel, Normal, Sizes};
+use crate::kernels::buffer;
+use crate::tensor::element::{Element, with_all, with_element, with_elements};
+use crate::zero::core::Link;
+use crate::zero::unit::link_under_construction;
+use candle_core::{DType, Device, Result, Tensor, Var, bail};
+use candle_nn::{BatchNormConfig, Init, ModuleT, VarBuilder};
+
+const NAME: &str = "sync_batch_norm";
+
+/// Batch normalization (Ioffe and Szegedy 2015) over the batches of all ranks, as PyTorch's `SyncBatchNorm`: N ranks
+/// with a part of a batch each compute what one rank computes of the whole. Without an engine it is plain batch norm.
+///
+/// x is `[batch, features, ..]` of f32, bf16 or f16; arithmetic is in f32 and sums are in f64, in rank order. Training
+/// takes one collective in forward and one in backward, each of two numbers for a feature; the running statistics are
+/// the same on all ranks. In a model on a GPU the layer computes on the host.
+///
+/// "running_mean" and "running_var" are [buffers](crate::EngineBuilder::buffers) of f32, in 16-bit models too; "weight"
+/// and "bias" are there if `affine`. Names are those of [`candle_nn::BatchNorm`] and of PyTorch.
+#[derive(Clone)]
+pub struct SyncBatchNorm {
+    weight_and_bias: Option<(Tensor, Tensor)>,
+    running_mean: Var,
+    running_var: Var,
+    eps: f64,
+    momentum: f64,
+    link: Link,
+}
+
+/// A [`SyncBatchNorm`] of so many features, as [`candle_nn::batch_norm`] makes its layer.
+///
+/// # Errors
+/// A negative `eps`, a `momentum` outside of 0 to 1, `remove_mean: false`, which is not offered; what the `VarBuilder`
+/// refuses.
+pub fn sync_batch_norm<C: Into<BatchNormConfig>>(
+    num_features: usize,
+    config: C,
+    vb: VarBuilder<'_>,
+) -> Result<SyncBatchNorm> {
+    let BatchNormConfig { eps, remove_mean, affine, momentum } = config.into();
+    if !(eps >= 0.0 && (0.0..=1.0).contains(&momentum) && remove_mean) {
+        bail!(
+            "{NAME}: eps is {eps}, momentum {momentum} and remove_mean {remove_mean}; eps must not be negative, momentum \
+             lies between 0 and 1, and the mean is always removed"
+        )
+    }
+    let statistic = |name, value| {
+        let hint = Init::Const(value);
+        Var::from_tensor(&vb.get_with_hints_dtype(num_features, name, hint, DType::F32)?)
+    };
+    let parameter = |name, value| vb.get_with_hints(num_features, name, Init::Const(value));
+    Ok(SyncBatchNorm {
+        running_mean: statistic("running_mean", 0.0)?,
+        running_var: statistic("running_var", 1.0)?,
+        weight_and_bias: if affine { Some((parameter("weight", 1.0)?, parameter("bias", 0.0)?)) } else { None },
+        eps,
+        momentum,
+        link: link_under_construction(),
+    })
+}
+
+impl SyncBatchNorm {
+    /// The running mean, f32 `[features]`.
+    pub fn running_mean(&self) -> &Tensor {
+        self.running_mean.as_tensor()
+    }
+
+    /// The running variance, f32 `[features]`.
+    pub fn running_var(&self) -> &Tensor {
+        self.running_var.as_tensor()
+    }
+
+    /// Weight and bias, `[features]` each, of an affine layer.
+    pub fn weight_and_bias(&self) -> Option<(&Tensor, &Tensor)> {
+        self.weight_and_bias.as_ref().map(|(weight, bias)| (weight, bias))
+    }
+
+    /// Normalizes by the statistics of this batch on all ranks, and brings them into the running statistics. Collective
+    /// in an engine.
+    ///
+    /// # Errors
+    /// An input of other features; fewer than two elements of a feature on all ranks together; a failed collective.
+    pub fn forward_train(&self, x: &Tensor) -> Result<Tensor> {
+        let sizes = self.sizes(x)?;
+        let device = x.device().clone();
+        if !device.is_cpu() {
+            let host = |t: &Tensor| t.to_device(&Device::Cpu);
+            let affine = match &self.weight_and_bias {
+                Some((weight, bias)) => Some((host(weight)?, host(bias)?)),
+                None => None,
+            };
+            return self.normalized(&host(x)?, sizes, affine)?.to_device(&device);
+        }
+        self.normalized(x, sizes, self.weight_and_bias.clone())
+    }
+
+    /// Normalizes by the running statistics, with gradients for x, weight and bias.
+    ///
+    /// # Errors
+    /// An input of other features.
+    pub fn forward_eval(&self, x: &Tensor) -> Result<Tensor> {
+        self.sizes(x)?;
+        let dtype = x.dtype();
+        let shape: Vec<usize> = x.dims().iter().enumerate().map(|(i, dim)| if i == 1 { *dim } else { 1 }).collect();
+        let [mean, var] = [&self.running_mean, &self.running_var].map(|var| var.as_detached_tensor());
+        let mut scale = (var + self.eps)?.sqrt()?.recip()?;
+        if let Some((weight, _)) = &self.weight_and_bias {
+            scale = (scale * weight.to_dtype(DType::F32)?)?;
+        }
+        let y = x.to_dtype(DType::F32)?.broadcast_sub(&mean.reshape(&shape[..])?)?;
+        let y = y.broadcast_mul(&scale.reshape(&shape[..])?)?;
+        match &self.weight_and_bias {
+            Some((_, bias)) => y.broadcast_add(&bias.to_dtype(DType::F32)?.reshape(&shape[..])?)?.to_dtype(dtype),
+            None => y.to_dtype(dtype),
+        }
+    }
+
+    fn sizes(&self, x: &Tensor) -> Result<Sizes> {
+        let features = self.running_mean.dim(0)?;
+        match x.dims() {
+            [images, channels, rest @ ..] if *channels == features => {
+                Ok(Sizes { images: *images, channels: features, pixels: rest.iter().product() })
+            }
+            dims => bail!("{NAME}: the input has shape {dims:?}; it must be [batch, {features}, ..]"),
+        }
+    }
+
+    /// The forward of training, on the CPU.
+    fn normalized(&self, x: &Tensor, sizes: Sizes, affine: Option<(Tensor, Tensor)>) -> Result<Tensor> {
+        let x = x.contiguous()?;
+        let (weight, bias) = match affine {
+            Some((weight, bias)) => (Some(weight.contiguous()?), Some(bias.contiguous()?)),
+            None => (None, None),
+        };
+        let inputs = Inputs::of([Some(&x), weight.as_ref(), bias.as_ref()])?;
+        let shape = x.shape().clone();
+        with_element!(x.dtype(), NAME, E => {
+            let moments = with_elements::<E, _>(&x, NAME, |x| Ok(kernel::moments(x, sizes)))?;
+            let (count, moments) = self.over_ranks(sizes.count(), moments)?;
+            if count < 2.0 {
+                bail!("{NAME}: {count} element of a feature on all ranks together; its variance needs two at least")
+            }
+            let normal: Vec<Normal> = moments.iter().map(|[mean, squares]| Normal {
+                mean: *mean as f32,
+                inverse: (1.0 / (squares / count + self.eps).sqrt()) as f32,
+            }).collect();
+            self.update(count, &moments)?;
+            let mut y = buffer::<E>(x.elem_count());
+            let (w, b) = (widened::<E>(weight.as_ref())?, widened::<E>(bias.as_ref())?);
+            with_elements::<E, _>(&x, NAME, |x| {
+                kernel::forward(x, sizes, &normal, w.as_deref().zip(b.as_deref()).map(|(w, b)| [w, b]), &mut y);
+                Ok(())
+            })?;
+            let layer = self.clone();
+            inputs.result(NAME, E::storage(y), shape, move |grad, [to_x, to_weight, to_bias]| {
+                let sums = with_grad::<E, _>(&x, &grad, |x, dy| kernel::backward_sums(x, dy, sizes, &normal))?;
+                if to_x.is_wanted() {
+                    let means: Vec<[f32; 2]> =
+                        layer.sums_over_ranks(&sums)?.iter().map(|sums| sums.map(|sum| (sum / count) as f32)).collect();
+                    let weight = widened::<E>(weight.as_ref())?;
+                    to_x.accumulate::<E>(grad.len(), |dx, add| {
+                        with_grad::<E, _>(&x, &grad, |x, dy| {
+                            kernel::backward([x, dy], sizes, &normal, weight.as_deref(), &means, (dx, add));
+                        })
+                    })?;
+                }
+                let column = |i: usize| sums.iter().map(|sums| sums[i] as f32).collect::<Vec<f32>>();
+                to_weight.give_sums::<E>(&column(1))?;
+                to_bias.give_sums::<E>(&column(0))
+            })
+        })
+    }
+
+    /// Collective in an engine: elements, and mean and squared distances of each feature, over all ranks.
+    fn over_ranks(&self, count: usize, own: Vec<[f64; 2]>) -> Result<(f64, Vec<[f64; 2]>)> {
+        let Some(core) = self.link.core() else { return Ok((count as f64, own)) };
+        let values = std::iter::once(count as f64).chain(own.into_iter().flatten()).collect();
+        let ranks = core.numbers_of_all(values)?;
+        let total: f64 = ranks.iter().map(|rank| rank[0]).sum();
+        let features = ranks[0].len() / 2;
+        let merged = |feature: usize| {
+            // As one batch: Chan, Golub and LeVeque 1979.
+            let (mut seen, mut mean, mut squares) = (0.0, 0.0, 0.0);
+            for rank in &ranks {
+                let [n, its_mean, its_squares] = [rank[0], rank[1 + 2 * feature], rank[2 + 2 * feature]];
+                if n > 0.0 {
+                    let distance = its_mean - mean;
+                    squares += its_squares + distance * distance * seen * n / (seen + n);
+                    mean += distance * n / (seen + n);
+                    seen += n;
+                }
+            }
+            [mean, squares]
+        };
+        Ok((total, (0..features).map(merged).collect()))
+    }
+
+    /// Collective in an engine: the sums of all ranks.
+    fn sums_over_ranks(&self, own: &[[f64; 2]]) -> Result<Vec<[f64; 2]>> {
+        let Some(core) = self.link.core() else { return Ok(own.to_vec()) };
+        let ranks = core.numbers_of_all(own.iter().flatten().copied().collect())?;
+        let sum = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>();
+        Ok((0..own.len()).map(|feature| [sum(2 * feature), sum(2 * feature + 1)]).collect())
+    }
+
+    /// Brings a batch's statistics into the running ones; the variance as that of a sample.
+    fn update(&self, count: f64, moments: &[[f64; 2]]) -> Result<()> {
+        let batch =
+            |i: usize| moments.iter().map(move |values| if i == 0 { values[0] } else { values[1] / (count - 1.0) });
+        for (i, running) in [&self.running_mean, &self.running_var].into_iter().enumerate() {
+            let old = running.to_vec1::<f32>()?;
+            let new = old
+                .iter()
+                .zip(batch(i))
+                .map(|(old, batch)| (f64::from(*old) * (1.0 - self.momentum) + batch * self.momentum) as f32);
+            running.set(&Tensor::from_iter(new, running.device())?)?;
+        }
+        Ok(())
+    }
+}
+
+impl ModuleT for SyncBatchNorm {
+    fn forward_t(&self, x: &Tensor, train: bool) -> Result<Tensor> {
+        if train { self.forward_train(x) } else { self.forward_eval(x) }
+    }
+}
+
+impl std::fmt::Debug for SyncBatchNorm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { eps, momentum, .. } = self;
+        f.debug_struct("SyncBatchNorm").field("eps", eps).field("momentum", momentum).finish_non_exhaustive()
+    }
+}
+
+/// A parameter's values now, in f32.
+fn widened<E: Element>(parameter: Option<&Tensor>) -> Result<Option<Vec<f32>>> {
+    let Some(parameter) = parameter else { return Ok(None) };
+    with_all([Some(parameter)], NAME, |[values]| {
+        let values: &[E] = values.unwrap_or_default();
+        let mut wide = vec![0f32; values.len()];
+        E::widen(values, &mut wide);
+        Ok(Some(wide))
+    })
+}
+
+/// Lets `look` see an input and the gradient of the result.
+fn with_grad<E: Element, T>(x: &Tensor, grad: &Grad, look: impl FnOnce(&[E], &[E]) -> T) -> Result<T> {
+    with_elements::<E, _>(x, NAME, |x| grad.read::<E, _>(NAME, |dy| Ok(look(x, dy))))
+}

@@ -1,0 +1,68 @@
+//! Optimizers whose moments are kept in eight bits (arXiv 2110.02861), under bitsandbytes' names.
+//!
+//! Moments become f32 for a step and codes again after it; a weight moves by what they are before they are rounded. As in
+//! bitsandbytes parameters of few elements, norms and biases among them, keep moments in f32: they are the auxiliary's.
+
+use super::{Momentum, Optimizer, StateFormat, StepContext, adam, lion};
+use crate::config::{EightBit, EightBitConfig};
+use crate::precision::{FlatMut, FlatRef};
+
+/// Adam, AdamW or Lion with moments of eight bits.
+pub(super) struct EightBits {
+    name: &'static str,
+    min_8bit_size: usize,
+    /// The arithmetic, the same for all parameters.
+    inner: Box<dyn Optimizer>,
+}
+
+impl EightBits {
+    pub(super) fn new(EightBitConfig { kind, min_8bit_size }: EightBitConfig) -> Self {
+        let inner: Box<dyn Optimizer> = match kind {
+            EightBit::Adam(config) | EightBit::AdamW(config) => Box::new(adam::Adam::new(config)),
+            EightBit::Lion(config) => Box::new(lion::Lion::new(config)),
+        };
+        Self { name: kind.name(), min_8bit_size, inner }
+    }
+}
+
+impl Optimizer for EightBits {
+    fn name(&self) -> &str {
+        self.name
+    }
+
+    fn lr(&self) -> f64 {
+        self.inner.lr()
+    }
+
+    fn momentum(&self) -> Momentum {
+        self.inner.momentum()
+    }
+
+    fn state_names(&self) -> &'static [&'static str] {
+        self.inner.state_names()
+    }
+
+    fn state_format(&self, state: usize) -> StateFormat {
+        // The second moment is a mean of squares.
+        if state == 0 { StateFormat::Signed8 } else { StateFormat::Unsigned8 }
+    }
+
+    fn update(
+        &self,
+        ctx: &StepContext,
+        param: &mut [f32],
+        grad: FlatRef<'_>,
+        state: &mut [&mut [f32]],
+        half: Option<FlatMut<'_>>,
+    ) {
+        self.inner.update(ctx, param, grad, state, half);
+    }
+
+    fn takes(&self, _: &str, shape: &[usize]) -> bool {
+        shape.iter().product::<usize>() >= self.min_8bit_size
+    }
+
+    fn auxiliary(&self) -> Option<&dyn Optimizer> {
+        Some(&*self.inner)
+    }
+}

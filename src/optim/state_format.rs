@@ -1,0 +1,176 @@
+//! How an optimizer's states are kept between two steps.
+
+use crate::kernels::par::{Chunks, for_each_part};
+use crate::kernels::simd::{Loop, level};
+use crate::precision::dynamic::{BLOCK, DynamicMap, SIGNED, UNSIGNED};
+use std::ops::Range;
+
+/// How an optimizer state is kept between two steps. A step works on f32 whatever the format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum StateFormat {
+    /// As it is: 4 bytes an element.
+    #[default]
+    F32,
+    /// Rounded to bfloat16: 2 bytes an element.
+    Bf16,
+    /// Eight bits of the dynamic map (arXiv 2110.02861) with a scale for 256 elements: numbers of both signs, 1.02 bytes
+    /// an element.
+    Signed8,
+    /// The same of numbers that are not negative, in steps half as large.
+    Unsigned8,
+}
+
+impl StateFormat {
+    /// Elements of a parameter that lie on one rank together.
+    pub fn block(self) -> usize {
+        self.map().map_or(1, |_| BLOCK)
+    }
+
+    /// Bytes of `elements` elements, scales included.
+    pub fn bytes(self, elements: usize) -> usize {
+        match self {
+            Self::F32 => 4 * elements,
+            Self::Bf16 => 2 * elements,
+            Self::Signed8 | Self::Unsigned8 => elements + 4 * elements.div_ceil(BLOCK),
+        }
+    }
+
+    /// The map of its codes, if it has some.
+    pub(crate) fn map(self) -> Option<&'static DynamicMap> {
+        match self {
+            Self::F32 | Self::Bf16 => None,
+            Self::Signed8 => Some(&SIGNED),
+            Self::Unsigned8 => Some(&UNSIGNED),
+        }
+    }
+}
+
+/// Elements that one thread codes at a time: whole blocks.
+const CHUNK: usize = 128 * BLOCK;
+
+/// Scales of the elements `range`, which begins with a block.
+pub(crate) fn scales_of(range: &Range<usize>) -> Range<usize> {
+    range.start / BLOCK..range.end.div_ceil(BLOCK)
+}
+
+/// How codes become numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reading {
+    /// By the map.
+    ByMap,
+    /// So that the same codes come of the numbers again: -1 stands for the lowest code, which is that of a block's largest
+    /// magnitude.
+    Restorable,
+}
+
+/// The codes and scales (one for each [`BLOCK`] elements) of `values`.
+pub(crate) fn encode(map: &DynamicMap, values: &[f32], codes: &mut [u8], scales: &mut [f32]) {
+    assert!(codes.len() == values.len() && scales.len() == values.len().div_ceil(BLOCK), "room for codes and scales");
+    let parts = (Chunks::new(codes, CHUNK), Chunks::new(scales, CHUNK / BLOCK));
+    for_each_part(values.len().div_ceil(CHUNK), parts, |i, (codes, scales)| {
+        let values = &values[i * CHUNK..][..codes.len()];
+        level().run(Encode { map, values, codes, scales });
+    });
+}
+
+/// The values of codes.
+pub(crate) fn decode(map: &DynamicMap, reading: Reading, codes: &[u8], scales: &[f32], values: &mut [f32]) {
+    assert!(codes.len() == values.len() && scales.len() == values.len().div_ceil(BLOCK), "as many values as codes");
+    for_each_part(codes.len().div_ceil(CHUNK), Chunks::new(values, CHUNK), |i, values| {
+        let (codes, scales) = (&codes[i * CHUNK..][..values.len()], &scales[i * CHUNK / BLOCK..]);
+        level().run(Decode { map, reading, codes, scales, values });
+    });
+}
+
+struct Encode<'a> {
+    map: &'a DynamicMap,
+    values: &'a [f32],
+    codes: &'a mut [u8],
+    scales: &'a mut [f32],
+}
+
+impl Loop for Encode<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let blocks = self.values.chunks(BLOCK).zip(self.codes.chunks_mut(BLOCK));
+        for ((values, codes), scale) in blocks.zip(self.scales) {
+            *scale = self.map.quantize(values, codes);
+        }
+    }
+}
+
+struct Decode<'a> {
+    map: &'a DynamicMap,
+    reading: Reading,
+    codes: &'a [u8],
+    scales: &'a [f32],
+    values: &'a mut [f32],
+}
+
+impl Loop for Decode<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let blocks = self.values.chunks_mut(BLOCK).zip(self.codes.chunks(BLOCK));
+        for ((values, codes), scale) in blocks.zip(self.scales) {
+            match self.reading {
+                Reading::ByMap => self.map.dequantize(codes, *scale, values),
+                Reading::Restorable => self.map.dequantize_restorable(codes, *scale, values),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn coded(map: &DynamicMap, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
+        let (mut codes, mut scales) = (vec![0; values.len()], vec![0.0; values.len().div_ceil(BLOCK)]);
+        encode(map, values, &mut codes, &mut scales);
+        (codes, scales)
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_restored_from_numbers_has_the_same_codes_and_scales(
+            values in prop::collection::vec((-1f32..1.0, -12i32..1).prop_map(|(x, e)| x * 10f32.powi(e)), 1..1200),
+            size in -40i32..20,
+        ) {
+            let values: Vec<f32> = values.into_iter().map(|x| (f64::from(x) * 10f64.powi(size)) as f32).collect();
+            let magnitudes: Vec<f32> = values.iter().map(|x| x.abs()).collect();
+            for (map, values) in [(&*SIGNED, values), (&*UNSIGNED, magnitudes)] {
+                let (codes, scales) = coded(map, &values);
+                let mut numbers = vec![0.0; values.len()];
+                decode(map, Reading::Restorable, &codes, &scales, &mut numbers);
+                prop_assert!(coded(map, &numbers) == (codes, scales));
+            }
+        }
+    }
+
+    #[test]
+    fn long_states_get_the_same_codes_with_any_number_of_threads() {
+        let values: Vec<f32> = (0..5 * CHUNK + 777).map(|i| ((i * 7919) % 100_003) as f32 / 5e4 - 1.0).collect();
+        let results = [1, 3].map(|threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+            pool.install(|| {
+                let (codes, scales) = coded(&SIGNED, &values);
+                let mut back = vec![0.0; values.len()];
+                decode(&SIGNED, Reading::ByMap, &codes, &scales, &mut back);
+                (codes, scales, back)
+            })
+        });
+        assert!(results[0] == results[1]);
+    }
+
+    #[test]
+    fn two_states_of_eight_bits_take_little_more_than_two_bytes_an_element() {
+        let bytes = StateFormat::Signed8.bytes(1 << 20) + StateFormat::Unsigned8.bytes(1 << 20);
+        assert!(bytes as f64 <= 2.04 * f64::from(1 << 20), "{bytes}");
+        assert_eq!([1, 256, 257].map(|n| StateFormat::Signed8.bytes(n)), [5, 260, 265]);
+    }
+}

@@ -1,0 +1,215 @@
+//! Moments of eight bits, and weights and moments of 16 bits without f32 copies: the same bits at every stage and place, after
+//! a resume and at another number of ranks, in as little memory as promised.
+
+use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_with};
+use candle_core::{DType, Device};
+use candle_nn::{Linear, VarBuilder, linear};
+use candle_zero::Engine;
+use candle_zero::checkpoint::LoadOptions;
+use candle_zero::comm::threads;
+use candle_zero::config::Config;
+use candle_zero::estimate::{Estimate, Shapes};
+use candle_zero::memory::Kind;
+use serde_json::{Value, json};
+use std::path::Path;
+
+const STEPS: usize = 8;
+
+fn shape(units: bool) -> Shape {
+    Shape { units, layers: 2, ..Shape::default() }
+}
+
+/// Moments of eight bits, also of parameters that fill no block.
+fn eight_bit(name: &str) -> Value {
+    json!({"optimizer": {"type": name, "params": {"lr": 1e-2, "weight_decay": 0.1, "min_8bit_size": 20}}})
+}
+
+fn bf16_states() -> Value {
+    json!({"bf16": {"enabled": true, "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}})
+}
+
+fn released() -> Value {
+    json!({"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0})
+}
+
+fn offloaded(device: &str, folder: &Path) -> Value {
+    let mut zero = released();
+    zero["sub_group_size"] = json!(500);
+    zero["offload_optimizer"] =
+        json!({"device": device, "nvme_path": folder, "pipeline_read": true, "pipeline_write": true});
+    zero["offload_param"] = json!({"device": device, "nvme_path": folder});
+    zero
+}
+
+fn assert_same(a: &[Outcome], b: &[Outcome], what: &str) {
+    for (rank, (a, b)) in a.iter().zip(b).enumerate() {
+        assert_eq!(a.losses, b.losses, "losses of rank {rank}: {what}");
+        assert_eq!(a.norms, b.norms, "norms of rank {rank}: {what}");
+        assert!(a.exported == b.exported, "parameters: {what}");
+    }
+}
+
+fn same_at_every_stage_and_place(more: &Value, first_stage: u8, by_chance: bool) {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for world in [1, 2, 3] {
+        let run = |stage, units, zero| {
+            let config = config(stage, 2, zero, more.clone());
+            train_with(world, shape(units), &config, STEPS, |builder| builder.stochastic_rounding(by_chance))
+        };
+        let reference = run(first_stage, false, json!({}));
+        for stage in first_stage..4 {
+            assert_same(&reference, &run(stage, true, released()), &format!("stage {stage}, world {world}, {more}"));
+        }
+        for (stage, device) in [(1, "cpu"), (2, "nvme"), (3, "nvme")] {
+            let there = run(stage, true, offloaded(device, folder.path()));
+            assert_same(&reference, &there, &format!("stage {stage}, world {world}, {device}, {more}"));
+        }
+    }
+}
+
+#[test]
+fn moments_of_eight_bits_give_the_same_bits_at_every_stage_and_place() {
+    same_at_every_stage_and_place(&eight_bit("AdamW8bit"), 0, false);
+    same_at_every_stage_and_place(&eight_bit("Lion8bit"), 0, false);
+    let mut with_bf16_weights = eight_bit("Adam8bit");
+    with_bf16_weights["bf16"] = json!({"enabled": true, "bf16_master_weights_and_grads": true});
+    same_at_every_stage_and_place(&with_bf16_weights, 1, false);
+}
+
+#[test]
+fn states_of_16_bits_give_the_same_bits_at_every_stage_and_place_rounded_to_nearest_or_by_chance() {
+    same_at_every_stage_and_place(&bf16_states(), 1, false);
+    same_at_every_stage_and_place(&bf16_states(), 1, true);
+    let fp16 = json!({"fp16": {"enabled": true, "fp16_master_weights_and_grads": true, "initial_scale_power": 4}});
+    same_at_every_stage_and_place(&fp16, 1, false);
+}
+
+#[test]
+fn what_rounding_to_nearest_loses_rounding_by_chance_keeps() {
+    // Each step is far smaller than half a step between two bf16s.
+    let mut small = bf16_states();
+    small["optimizer"] = json!({"type": "AdamW", "params": {"lr": 1e-5}});
+    small["scheduler"] =
+        json!({"type": "WarmupLR", "params": {"warmup_num_steps": 1, "warmup_max_lr": 1e-5, "warmup_min_lr": 1e-5}});
+    let config = config(2, 1, json!({}), small);
+    let run = |steps, by_chance| {
+        let all = train_with(1, shape(false), &config, steps, |builder| builder.stochastic_rounding(by_chance));
+        weights(&all[0].exported)
+    };
+    let changed = |a: &[f32], b: &[f32]| a.iter().zip(b).filter(|(a, b)| a != b && a.abs() > 0.1).count();
+    let (start, nearest, by_chance) = (run(0, false), run(10, false), run(10, true));
+    assert_eq!(changed(&start, &nearest), 0);
+    assert!(changed(&start, &by_chance) > 10, "{}", changed(&start, &by_chance));
+}
+
+fn weights(exported: &[u8]) -> Vec<f32> {
+    let file = safetensors::SafeTensors::deserialize(exported).unwrap();
+    let by_name: std::collections::BTreeMap<_, _> = file.tensors().into_iter().collect();
+    let bytes: Vec<u8> = by_name.values().flat_map(|view| view.data().to_vec()).collect();
+    bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+}
+
+/// Trains steps `from..to` after loading what `load` names, saves to `save`, and gives the losses.
+fn go_on(world: usize, config: &Value, (from, to): (usize, usize), load: Option<&Path>, save: &Path) -> Vec<Vec<u32>> {
+    // Each rank of two has its samples; other numbers of ranks only load and save.
+    let results = threads::run(world, |comm| {
+        let rank = comm.rank();
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu).stochastic_rounding(true);
+        let mut engine = builder.initialize(|vb| Tiny::new(shape(true), vb), config.clone())?;
+        if let Some(folder) = load {
+            engine.load_checkpoint(folder, None, &LoadOptions::default())?.expect("a checkpoint");
+        }
+        let mut losses = vec![];
+        for step in from..to {
+            let (ids, targets) = batch(step * world + rank);
+            let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+            losses.push(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?.to_bits());
+            engine.backward(&loss)?;
+            engine.step()?;
+        }
+        engine.save_checkpoint(save, Some("end"), Value::Null)?;
+        Ok(losses)
+    });
+    results.unwrap().into_iter().map(Result::unwrap).collect()
+}
+
+#[test]
+fn a_run_that_is_saved_at_two_ranks_and_passes_through_others_goes_on_to_the_bit() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let at = |name: &str| folder.path().join(name);
+    for (i, more) in [eight_bit("AdamW8bit"), eight_bit("Lion8bit"), bf16_states()].into_iter().enumerate() {
+        let on = |stage, zero| config(stage, 1, zero, more.clone());
+        let at = |name: &str| at(&format!("{name}{i}"));
+        std::fs::create_dir(at("files")).unwrap();
+        let uninterrupted = go_on(2, &on(2, json!({})), (0, 8), None, &at("whole"));
+        let first = go_on(2, &on(3, released()), (0, 4), None, &at("a"));
+        go_on(1, &on(1, json!({})), (0, 0), Some(&at("a")), &at("b"));
+        go_on(3, &on(3, offloaded("nvme", &at("files"))), (0, 0), Some(&at("b")), &at("c"));
+        let second = go_on(2, &on(1, json!({})), (4, 8), Some(&at("c")), &at("d"));
+        for rank in 0..2 {
+            assert_eq!([&first[rank][..], &second[rank][..]].concat(), uninterrupted[rank], "{more}");
+        }
+        for file in ["rank_00000_of_00002.safetensors", "rank_00001_of_00002.safetensors"] {
+            let read = |run: &str| std::fs::read(at(run).join("end").join(file)).unwrap();
+            assert!(read("whole") == read("d"), "{file}: {more}");
+        }
+    }
+}
+
+/// A large matrix, and a bias that is too small for eight bits.
+fn build(vb: VarBuilder<'_>) -> candle_core::Result<Linear> {
+    linear(300, 500, vb)
+}
+
+#[test]
+fn two_moments_take_at_most_2_1_bytes_a_parameter_and_estimates_are_exact() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut eight = eight_bit("AdamW8bit");
+    eight["optimizer"]["params"]["min_8bit_size"] = json!(4096);
+    for (more, bytes, first) in [(eight, 2.1, 0), (bf16_states(), 4.0, 1)] {
+        for world in [1, 2, 3] {
+            for stage in first..4 {
+                for device in ["none", "nvme"].into_iter().filter(|device| *device == "none" || stage > 0) {
+                    let mut zero = released();
+                    zero["offload_optimizer"] = json!({"device": device, "nvme_path": folder.path()});
+                    let config = config(stage, 1, zero, more.clone());
+                    let what = format!("stage {stage}, world {world}, {device}, {more}");
+                    let reports = threads::run(world, |comm| {
+                        let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+                        let mut engine = builder.initialize(build, config.clone())?;
+                        for _ in 0..3 {
+                            let dtype = engine.config().precision.dtype();
+                            let x = candle_core::Tensor::ones((2, 300), dtype, &Device::Cpu)?;
+                            let loss =
+                                engine.forward(|model| candle_nn::Module::forward(model, &x)?.sqr()?.mean_all())?;
+                            engine.backward(&loss)?;
+                            engine.step()?;
+                        }
+                        Ok(engine.memory_report())
+                    });
+                    let shapes = Shapes::of("linear", build).unwrap();
+                    let estimate = Estimate::new(&shapes, &Config::load(config.clone(), world).unwrap()).unwrap();
+                    for (rank, report) in reports.unwrap().into_iter().enumerate() {
+                        let report = report.unwrap();
+                        let row = report.row(Kind::Moments);
+                        let share = report.parameters as f64 / if stage == 0 { 1.0 } else { world as f64 };
+                        let held = (row.bytes.held + row.file.held) as f64;
+                        assert_eq!(held, row.formula.unwrap() + row.padding, "{what}\n{report}");
+                        assert!(held - row.padding <= bytes * share, "{what}\n{report}");
+                        assert_eq!(report.row(Kind::MasterWeights).bytes.peak, 0, "{what}");
+                        if rank == 0 {
+                            for kind in [Kind::Moments, Kind::MasterWeights, Kind::Parameters, Kind::Gradients] {
+                                let (own, told) = (report.row(kind), estimate.memory.row(kind));
+                                assert_eq!(
+                                    (own.bytes.held, own.file.held),
+                                    (told.bytes.held, told.file.held),
+                                    "{what}"
+                                );
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
