@@ -375,7 +375,7 @@ impl Images {
         for number in 0..count {
             let mut random = Random::of(&[seed, number as u64]);
             let class = number % CLASSES;
-            let radius = side as f32 * (0.22 + 0.2 * random.unit());
+            let radius = side as f32 * (0.3 + 0.14 * random.unit());
             let mut place = || radius + (side as f32 - 2.0 * radius) * random.unit();
             let (x0, y0) = (place(), place());
             let mut colour = || [0; 3].map(|_| random.unit());
@@ -389,7 +389,7 @@ impl Images {
                         let at = |v: usize, middle: f32| (v as f32 + 0.5 - middle) / radius;
                         let is_inside = is_in_shape(class, at(x, x0), at(y, y0));
                         let value = if is_inside { inside[plane] } else { outside[plane] };
-                        let noise = (random.unit() - 0.5) * 0.4;
+                        let noise = (random.unit() - 0.5) * 0.25;
                         images.pixels.push(((value + noise) * 255.0).clamp(0.0, 255.0) as u8);
                     }
                 }

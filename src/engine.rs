@@ -403,6 +403,7 @@ impl<M> Engine<M> {
         call(self).map_err(|failure| match failure.into() {
             Failure::InStep(error) => error,
             Failure::OutOfStep(error) => {
+                let error = self.core.name_parts(error);
                 let why = without_backtrace(&error.to_string());
                 self.core.comm().abort(&why);
                 self.stopped = Some(why);

@@ -62,6 +62,12 @@ impl Fingerprint {
     }
 }
 
+/// What the text of a collective says of its content: the low half of the tag.
+pub(crate) fn content_of(text: &str) -> Option<u32> {
+    let (_, content) = text.rsplit_once("(content ")?;
+    u32::from_str_radix(content.strip_suffix(')')?, 16).ok()
+}
+
 impl fmt::Display for Fingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = Kind::ALL.iter().find(|k| **k as u64 == self.kind).map_or("unknown", |k| k.name());
@@ -69,5 +75,18 @@ impl fmt::Display for Fingerprint {
         let dtype = of(&["bytes", "f32", "bf16", "f16", "f64"], self.dtype % (1 << WIRE_SHIFT));
         let wire = of(&["", " as int8", " as int4"], self.dtype >> WIRE_SHIFT);
         write!(f, "{kind} no. {} of {} {dtype}{wire} (content {:08x})", self.sequence, self.elements, self.tag as u32)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_tells_the_content_of_its_collective() {
+        let tag = 0x1234_5678_0abc_def0;
+        let call = Fingerprint::new(7, Kind::AllGather, Wire::Exact, DType::F32, 12, tag);
+        assert_eq!(content_of(&call.to_string()), Some(tag as u32));
+        assert_eq!(content_of("a barrier"), None);
     }
 }

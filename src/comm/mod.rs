@@ -45,6 +45,7 @@ pub(crate) use bandwidth::{size_text, trimmed_mean};
 pub use counters::{CommReport, KindReport};
 pub use encoding::Wire;
 pub use env::RankEnv;
+pub(crate) use fingerprint::content_of;
 pub use join::from_env;
 pub use kind::Kind;
 pub use log::{CommLog, CommLogRow, CommSummary};

@@ -3,8 +3,8 @@
 use super::node::{Json, Node};
 use super::walk::Walk;
 use super::{
-    Config, ConfigProblem, Fp16, GradientOp, Note, Precision, Rule, RunValues, StatePrecision, TagValidation,
-    ZeroConfig, batch, monitoring, offload, optim, scheduler, value,
+    Config, ConfigProblem, Fp16, GradientOp, LeafModule, Note, Precision, Rule, RunValues, StatePrecision,
+    TagValidation, ZeroConfig, batch, monitoring, offload, optim, scheduler, value,
 };
 use crate::layout::ZeroStage;
 use candle_core::DType;
@@ -127,6 +127,10 @@ fn zero(walk: &mut Walk<'_>) -> ZeroConfig {
         quantized_nontrainable_weights: walk.bool("zero_optimization.zero_quantized_nontrainable_weights"),
         quantized_gradients: walk.bool("zero_optimization.zero_quantized_gradients"),
         ignore_unused_parameters: walk.bool("zero_optimization.ignore_unused_parameters"),
+        leaf_module: LeafModule {
+            names: walk.strings("zero_optimization.leaf_module.names"),
+            name_suffixes: walk.strings("zero_optimization.leaf_module.name_suffixes"),
+        },
         // Resolved when stage and optimizer are known.
         offload_optimizer: None,
         offload_param: None,

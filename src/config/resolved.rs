@@ -189,10 +189,22 @@ pub struct ZeroConfig {
     /// `ignore_unused_parameters`: a parameter that no backward reaches has a gradient of zeros in place of an error.
     /// Where the file does not say it: false (DeepSpeed: true).
     pub ignore_unused_parameters: bool,
+    /// `leaf_module`: units that are gathered as one with all units inside.
+    pub leaf_module: LeafModule,
     /// `offload_optimizer`; `None` where nothing is offloaded (`device` none, stage 0).
     pub offload_optimizer: Option<OffloadOptimizer>,
     /// `offload_param`; `None` where nothing is offloaded (`device` none, stages below 3).
     pub offload_param: Option<OffloadParam>,
+}
+
+/// `zero_optimization.leaf_module`: units that are gathered as one with all units inside, for modules of which ranks run
+/// different parts. A unit's name is the prefix of the `VarBuilder` that it was built from.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LeafModule {
+    /// `names`: whole names.
+    pub names: Vec<String>,
+    /// `name_suffixes`: endings of names.
+    pub name_suffixes: Vec<String>,
 }
 
 /// `device` and `nvme_path` of an offload section.

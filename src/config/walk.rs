@@ -308,6 +308,12 @@ impl<'a> Walk<'a> {
         self.get(path).and_then(Value::as_f64).unwrap_or_else(|| panic!("{path} is a number of the table"))
     }
 
+    /// A list of strings of the table; empty where its section is absent.
+    pub fn strings(&self, path: &str) -> Vec<String> {
+        let strings = self.get(path).and_then(Value::as_array).into_iter().flatten();
+        strings.filter_map(|value| value.as_str().map(String::from)).collect()
+    }
+
     /// A string of the table; `None` for null.
     pub fn str(&self, path: &str) -> Option<&str> {
         self.get(path).and_then(Value::as_str)

@@ -153,7 +153,8 @@ impl<M> Engine<M> {
     /// ```
     ///
     /// # Errors
-    /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; the error of `run`; a failed collective.
+    /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; the error of `run`, after which
+    /// the engine can go on; a failed collective.
     pub fn gathered<T>(&mut self, names: &[&str], run: impl FnOnce(&M) -> candle_core::Result<T>) -> Result<T> {
         if self.core.shards_params() {
             self.same_on_all_ranks("gathered", &[hash(names.join("\n").as_bytes())])?;
@@ -161,7 +162,7 @@ impl<M> Engine<M> {
         let mut params = names.iter().map(|name| self.param(name)).collect::<Result<Vec<_>>>()?;
         params.sort_unstable();
         params.dedup();
-        self.attempt(|engine| engine.core.with_gathered(&params, || run(&engine.model)))
+        self.attempt(|engine| engine.core.with_gathered(&params, || run(&engine.model)))?
     }
 
     /// Releases all gathered parameters at stage 3, also those that `stage3_param_persistence_threshold` keeps, until

@@ -37,6 +37,7 @@ pub struct EngineBuilder {
     pub(super) buffer_rule: Option<BufferRule>,
     pub(super) buffer_sync: BufferSync,
     ignore_unused_parameters: bool,
+    pub(super) leaf_units: Vec<String>,
 }
 
 impl Engine<()> {
@@ -182,6 +183,15 @@ impl EngineBuilder {
     #[must_use]
     pub fn trainable(mut self, rule: impl Fn(&str, &[usize]) -> bool + Send + Sync + 'static) -> Self {
         self.trainable = Some(Arc::new(rule));
+        self
+    }
+
+    /// Marks units as leaves, as [`Unit::leaf`](crate::zero::Unit::leaf) does: by their names, or by endings of names
+    /// after a `*`, as in `*.moe`. A unit's name is the prefix of the `VarBuilder` that it was built from. What names no
+    /// unit is an error.
+    #[must_use]
+    pub fn leaf_units<N: Into<String>>(mut self, names: impl IntoIterator<Item = N>) -> Self {
+        self.leaf_units.extend(names.into_iter().map(Into::into));
         self
     }
 

@@ -77,6 +77,7 @@ pub(super) fn check_same_on_all_ranks(
         .iter()
         .map(|p| format!("{} {:?} {} {} {:?};", p.name, p.shape, p.unit, p.is_trained(), p.weights))
         .collect();
+    model += &format!("{:?};", core.leaves());
     model.extend(buffers.iter().map(|b| format!("{} {:?} {:?};", b.name, b.tensor.shape(), b.tensor.dtype())));
     let groups: Vec<usize> = params.iter().map(|p| p.group).collect();
     let config = format!("{:?} {own:?} {trainer:?} {groups:?}", Config { notes: Vec::new(), ..config.clone() });

@@ -10,7 +10,7 @@ use super::reporter::Reporter;
 use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
 use crate::checkpoint::HeldFolders;
 use crate::comm::Communicator;
-use crate::config::Config;
+use crate::config::{Config, LeafModule};
 use crate::error::{OptimError, ParamError, Result};
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
@@ -19,6 +19,7 @@ use crate::offload::{DiskAccess, Offload};
 use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, TrainableRule, Trainer};
 use crate::param::Source;
 use crate::precision::{LossScaler, Packing};
+use crate::util::list;
 use crate::zero::core::{Core, CoreParts, Link, Recomputation, Registered};
 use crate::zero::gradients::ReducePlan;
 use crate::zero::registry::Registry;
@@ -44,7 +45,15 @@ impl<M> Engine<M> {
         let (buffer_rule, buffer_sync) = (options.buffer_rule, options.buffer_sync);
         let rounding = options.stochastic_rounding.then_some(options.seed.unwrap_or(config.seed));
         let EngineBuilder {
-            disk_access, schedule, optimizer, parameter_groups, trainable, quantized, monitors, ..
+            disk_access,
+            schedule,
+            optimizer,
+            parameter_groups,
+            trainable,
+            quantized,
+            monitors,
+            leaf_units,
+            ..
         } = options;
         let own = Own { optimizer: optimizer.is_some(), schedule: schedule.is_some(), buffer_sync };
         if comm.rank() == 0 {
@@ -62,6 +71,7 @@ impl<M> Engine<M> {
             Registry::new(share_plan.clone(), device.clone(), offload.clone(), source, link.clone(), ledger.clone());
         registry.also_buffers(buffer_rule);
         let (model, mut registered) = build_model(build, registry, &config, &device)?;
+        mark_leaves(&mut registered, &config.zero.leaf_module, &leaf_units, comm.rank())?;
         if let Some(offload) = &offload {
             choose_access(offload, &*comm)?;
         }
@@ -192,6 +202,25 @@ fn build_model<M>(
     let model = building(&registry, || build(vb));
     let model = model.map_err(|e| registry.explain(e))?;
     Ok((model, registry.finish()?))
+}
+
+/// Marks the units that the configuration and the builder name.
+fn mark_leaves(registered: &mut Registered, config: &LeafModule, named: &[String], rank: usize) -> Result<()> {
+    let Registered { units, leaves, .. } = registered;
+    for name in leaves.mark_named(units, config).into_iter().filter(|_| rank == 0) {
+        say(&format!("config: zero_optimization.leaf_module: no unit's name is or ends with {name}: it has no effect"));
+    }
+    for name in named {
+        let own = match name.strip_prefix('*') {
+            Some(suffix) => LeafModule { name_suffixes: vec![suffix.into()], ..LeafModule::default() },
+            None => LeafModule { names: vec![name.clone()], ..LeafModule::default() },
+        };
+        if !leaves.mark_named(units, &own).is_empty() {
+            let units: Vec<&str> = units.iter().skip(1).map(String::as_str).collect();
+            return Err(ParamError::NoSuchUnit { name: name.clone(), units: list(&units) }.into());
+        }
+    }
+    Ok(())
 }
 
 /// Everything has its place in the files, on all ranks: chooses how they are accessed.

@@ -210,6 +210,23 @@ pub enum EngineError {
         /// The other's.
         theirs: String,
     },
+    /// Ranks ran different units, or had gradients of different parameters.
+    #[error(
+        "ranks have diverged: rank {rank} is in {here}, rank {peer} in {there}; every rank must run the same units in \
+         the same order: run each unit on every rank, or mark the unit around those that ranks choose among as a leaf \
+         (Unit::leaf, EngineBuilder::leaf_units, zero_optimization.leaf_module); where ranks use different parameters \
+         of the same units, set zero_optimization.ignore_unused_parameters to true"
+    )]
+    PartsDiverged {
+        /// This rank.
+        rank: usize,
+        /// The part and the collective that it is in.
+        here: String,
+        /// The other rank.
+        peer: usize,
+        /// The part and the collective that the other rank is in.
+        there: String,
+    },
     /// Ranks begin with different weights.
     #[error(
         "rank {rank} begins with other weights than rank {other}: another seed, or another init_from file; every rank \

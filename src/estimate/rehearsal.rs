@@ -21,6 +21,7 @@ use crate::util::lock;
 use crate::zero::gather::Gatherer;
 use crate::zero::gradients::{self, Arrival, Gradients, ReducePlan};
 use crate::zero::lay_out::{self, State, SubGroupBuilder};
+use crate::zero::leaf::Leaves;
 use crate::zero::parcel::Parcel;
 use crate::zero::rank::{Facts, Rank};
 use crate::zero::share_plan::SharePlan;
@@ -52,7 +53,7 @@ pub(super) struct Rehearsal<'a> {
     places: Vec<(usize, usize)>,
     requests: Requests,
     traffic: Rc<RefCell<Traffic>>,
-    num_units: usize,
+    leaves: Leaves,
     /// Bytes of the model's buffers, which every training forward brings from rank 0.
     buffers: usize,
     /// Parameters that are whole from the start to the end, and buffers.
@@ -65,7 +66,7 @@ const PLAIN: OptimizerConfig =
 
 impl<'a> Rehearsal<'a> {
     /// The rank at the start of training.
-    pub fn new(params: &'a [Param], num_units: usize, config: &'a Config, setting: Setting) -> Result<Self> {
+    pub fn new(params: &'a [Param], leaves: Leaves, config: &'a Config, setting: Setting) -> Result<Self> {
         // A parameter may be as an earlier rehearsal has left it.
         params.iter().for_each(|param| *lock(&param.residency) = Residency::Absent);
         let (zero, world_size, dtype) = (&config.zero, config.world_size, config.precision.dtype());
@@ -114,7 +115,7 @@ impl<'a> Rehearsal<'a> {
             groups: Mutex::new(groups),
             requests,
             traffic,
-            num_units,
+            leaves,
             buffers: 0,
             _whole: whole,
         })
@@ -130,8 +131,8 @@ impl<'a> Rehearsal<'a> {
     /// Trains for some steps and gives what one of them moves.
     pub fn train(&self) -> Result<Traffic> {
         let zero = &self.config.zero;
-        let mut gather = Gatherer::new(self.params, self.num_units, zero, self.world_size());
-        let optional = vec![zero.ignore_unused_parameters; self.params.len()];
+        let mut gather = Gatherer::new(self.params, &self.leaves, zero, self.world_size());
+        let optional = self.leaves.optional(self.params, zero);
         let mut gradients = Gradients::new(self.plan, zero.reduce_bucket_size, optional);
         gather.refresh_persistent(self)?;
         // From the third micro step on all of a step are alike: what they move can be multiplied.
@@ -169,8 +170,9 @@ impl<'a> Rehearsal<'a> {
             self.traffic.borrow_mut().collective(Collective::Control, words, DType::F64, Wire::Exact, world);
         }
         let sharded = self.placement().params.is_sharded();
+        let homes = self.leaves.homes();
         gather.enter(self, Event::Forward(ROOT))?;
-        for unit in (0..self.num_units).filter(|unit| *unit != ROOT && sharded) {
+        for unit in (0..homes.len()).filter(|unit| *unit != ROOT && sharded) {
             if self.recompute {
                 gather.will_recompute();
             }
@@ -182,8 +184,8 @@ impl<'a> Rehearsal<'a> {
         let mut end = self.params.len();
         // Frozen units before the first trained parameter keep no graph.
         let first_trained = self.params.iter().position(Param::is_trained).unwrap_or(end);
-        for params in self.params.chunk_by(|a, b| a.unit == b.unit).rev() {
-            let unit = params[0].unit;
+        for params in self.params.chunk_by(|a, b| homes[a.unit] == homes[b.unit]).rev() {
+            let unit = homes[params[0].unit];
             if unit != ROOT && end <= first_trained {
                 break;
             }
@@ -205,7 +207,7 @@ impl<'a> Rehearsal<'a> {
                 }
             }
             if nests {
-                gather.unnest(self, false)?;
+                gather.unnest(self, unit, false)?;
             }
             end -= params.len();
         }

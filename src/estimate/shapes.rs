@@ -1,10 +1,12 @@
 //! Names, shapes and units of a model's parameters, without the parameters.
 
+use crate::config::LeafModule;
 use crate::error::{Error, ParamError, Result};
 use crate::files;
 use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
 use crate::param::{Param, WeightFile};
 use crate::zero::core::Registered;
+use crate::zero::leaf::Leaves;
 use crate::zero::registry::Registry;
 use crate::zero::unit::building;
 use candle_core::{DType, Device, Shape};
@@ -124,7 +126,8 @@ impl Shapes {
     /// Elements of the units (all parameters outside of units together count as one) with most.
     pub fn largest_unit(&self) -> usize {
         let mut elements = vec![0usize; self.registered.units.len()];
-        self.registered.params.iter().for_each(|p| elements[p.unit] += p.numel);
+        let homes = self.registered.leaves.homes();
+        self.registered.params.iter().for_each(|p| elements[homes[p.unit]] += p.numel);
         elements.into_iter().max().unwrap_or(0)
     }
 
@@ -138,8 +141,12 @@ impl Shapes {
         self.registered.buffers.iter().map(|buffer| buffer.size()).sum()
     }
 
-    pub(super) fn registered(&self) -> (&[Param], usize) {
-        (&self.registered.params, self.registered.units.len())
+    /// The parameters, and which units are leaves: in the model, or as `named`.
+    pub(super) fn registered(&self, named: &LeafModule) -> (&[Param], Leaves) {
+        let Registered { params, units, leaves, .. } = &self.registered;
+        let mut leaves = leaves.clone();
+        leaves.mark_named(units, named);
+        (params, leaves)
     }
 }
 

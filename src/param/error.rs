@@ -69,6 +69,17 @@ pub enum ParamError {
         /// The parameter's.
         expected: Vec<usize>,
     },
+    /// A unit to be marked that is not there.
+    #[error(
+        "EngineBuilder::leaf_units names {name}, but no unit of the model is named so; its units are {units} (a name is \
+         the prefix of the VarBuilder that the unit was built from)"
+    )]
+    NoSuchUnit {
+        /// The name, or its ending after a `*`.
+        name: String,
+        /// The first few units.
+        units: String,
+    },
     /// One name, two shapes.
     #[error(
         "parameter {name} is asked for twice, with shape {first:?} and with {second:?}; give the layers different \

@@ -62,15 +62,21 @@ impl Core {
         Ok(true)
     }
 
-    /// Collective where parameters are sharded: runs `run` while parameters are whole that are not so already.
-    pub fn with_gathered<T>(&self, params: &[ParamId], run: impl FnOnce() -> candle_core::Result<T>) -> Result<T> {
+    /// Collective where parameters are sharded: runs `run` while parameters are whole that are not so already. The inner
+    /// error is that of `run`, after which ranks are still in step.
+    pub fn with_gathered<T>(
+        &self,
+        params: &[ParamId],
+        run: impl FnOnce() -> candle_core::Result<T>,
+    ) -> Result<Result<T>> {
+        let run = || run().map_err(|e| self.explain(e));
         if !self.shards_params() {
-            return run().map_err(|e| self.explain(e));
+            return Ok(run());
         }
         let gathered = lock(&self.gather).gather_params(self, params)?;
-        let result = run().map_err(|e| self.explain(e));
+        let result = run();
         lock(&self.gather).release_params(self, &gathered)?;
-        result
+        Ok(result)
     }
 
     /// Releases all gathered parameters, also the persistent ones, until they are needed.

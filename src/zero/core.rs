@@ -7,6 +7,7 @@
 use super::buffers::Buffers;
 use super::gather::Gatherer;
 use super::gradients::{Gradients, ReducePlan};
+use super::leaf::{InLeaf, Leaves};
 use super::rank::Rank;
 use super::share_plan::SharePlan;
 use super::sub_group::{SubGroup, places};
@@ -43,6 +44,8 @@ pub(crate) struct Core {
     pub(super) params: Vec<Param>,
     /// Names of the units, the root (an empty name) first.
     pub(super) units: Vec<String>,
+    /// Whether each unit is a leaf, and whether it lies in one.
+    pub(super) leaves: Vec<InLeaf>,
     pub(super) buffers: Buffers,
     /// Sub-group and slot of each parameter.
     pub(super) places: RwLock<Vec<(usize, usize)>>,
@@ -90,6 +93,7 @@ pub(crate) struct Registered {
     pub params: Vec<Param>,
     /// Names of the units, the root (an empty name) first.
     pub units: Vec<String>,
+    pub leaves: Leaves,
     /// The parameters that each unit uses, its own and others'.
     pub used_by: Vec<BTreeSet<ParamId>>,
     pub groups: Vec<SubGroup>,
@@ -148,10 +152,10 @@ impl Core {
     pub fn new(parts: CoreParts) -> Self {
         let CoreParts { comm, zero, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
         let CoreParts { rounding, registered, buffer_sync, ledger, offload, .. } = parts;
-        let Registered { params, units, used_by, groups, buffers, .. } = registered;
+        let Registered { params, units, leaves, used_by, groups, buffers, .. } = registered;
         let places = places(&groups, params.len());
-        let gather = Gatherer::new(&params, units.len(), &zero, comm.size());
-        let optional = vec![zero.ignore_unused_parameters; params.len()];
+        let gather = Gatherer::new(&params, &leaves, &zero, comm.size());
+        let optional = leaves.optional(&params, &zero);
         let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, optional);
         Self {
             comm,
@@ -163,6 +167,7 @@ impl Core {
             offload,
             params,
             units,
+            leaves: leaves.places(),
             buffers: Buffers::new(buffers, buffer_sync),
             places: RwLock::new(places),
             share_plan,
@@ -211,6 +216,11 @@ impl Core {
         let mut units: Vec<(String, usize)> = self.units.iter().map(|name| (name.clone(), 0)).collect();
         self.params.iter().for_each(|param| units[param.unit].1 += param.numel);
         units
+    }
+
+    /// Where each unit is, as far as leaves go.
+    pub fn leaves(&self) -> &[InLeaf] {
+        &self.leaves
     }
 
     /// Whether parameters are gathered and released; else they stay whole.

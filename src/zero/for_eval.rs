@@ -82,6 +82,9 @@ impl Units for ForEval {
 
     fn close_unit(&self) {}
 
+    /// The first instance has marked it.
+    fn mark_leaf(&self, _: UnitId) {}
+
     fn link(&self) -> Link {
         self.0.link.clone()
     }

@@ -10,11 +10,16 @@
 //! ranks, the owner of a shard too, compute with what arrives, while the owner keeps the exact weights that the
 //! optimizer changes.
 //!
+//! A leaf is gathered with all units inside. Ranks use different parameters of it, so each rank lets go of values when
+//! its own gradients arrive, but counts and state of the unit follow its events alone, which all ranks have in common.
+//! Where unused parameters are ignored, this holds for all units.
+//!
 //! From the second micro step on, while one unit runs the next ones are already on their way, as far as
 //! `stage3_prefetch_bucket_size` and `stage3_max_live_parameters` allow. Every decision depends on counts alone,
 //! never on time, so all ranks issue the same collectives in the same order.
 
 use super::core::Core;
+use super::leaf::{InLeaf, Leaves};
 use super::parcel::Parcel;
 use super::rank::Rank;
 use super::sub_group::Home;
@@ -33,6 +38,12 @@ use crate::util::lock;
 /// Gathers and releases the sharded parameters of every unit.
 pub(crate) struct Gatherer<R: Rank = Core> {
     units: Vec<UnitState<R>>,
+    /// The unit with which each unit is gathered: itself, or the leaf around it.
+    homes: Vec<UnitId>,
+    /// Ranks may use different parameters: of leaves, or of all units.
+    ranks_differ: Vec<bool>,
+    /// Units of those whose backward has begun, until another one's begins.
+    spent: Vec<UnitId>,
     persistent: Bundle,
     /// Whether each parameter is persistent.
     is_persistent: Vec<bool>,
@@ -58,6 +69,10 @@ pub(crate) struct Gatherer<R: Rank = Core> {
 struct UnitState<R: Rank> {
     bundle: Bundle,
     state: State<R>,
+    /// Elements of it that count as live.
+    live: usize,
+    /// The least depth at which a backward has entered the unit in this micro step.
+    outermost: usize,
     /// Depth of the backward that was the last to enter the unit.
     depth: usize,
     /// That backward has gone on to another unit.
@@ -74,7 +89,7 @@ enum State<R: Rank> {
     InFlight(Gathering<R>),
     /// All of them.
     Gathered,
-    /// Some of them: backward is releasing one after the other.
+    /// Some of them, or all: backward releases one after the other.
     Partly,
 }
 
@@ -105,13 +120,9 @@ impl Bundle {
         Self { params, parcels, numel, wire }
     }
 
-    /// Empties the parameters' tensors; returns the number of elements released.
-    fn release(&self, all: &[Param]) -> Result<usize> {
-        let mut released = 0;
-        for param in self.params.iter().map(|p| &all[*p]) {
-            released += if release(param)? { param.numel } else { 0 };
-        }
-        Ok(released)
+    /// Empties the parameters' tensors.
+    fn release(&self, all: &[Param]) -> Result<()> {
+        self.params.iter().try_for_each(|param| release(&all[*param]).map(drop))
     }
 
     /// Begins the all-gathers of this rank's shares, or to read them.
@@ -200,10 +211,11 @@ fn release(param: &Param) -> Result<bool> {
 
 impl<R: Rank> Gatherer<R> {
     /// For parameters that are sharded; at stages 0 to 2 there is nothing to gather and every call is idle.
-    pub fn new(params: &[Param], num_units: usize, zero: &ZeroConfig, world_size: usize) -> Self {
+    pub fn new(params: &[Param], leaves: &Leaves, zero: &ZeroConfig, world_size: usize) -> Self {
         let sharded = zero.stage.placement().params.is_sharded();
         let mut persistent = Vec::new();
-        let mut by_unit = vec![Vec::new(); num_units];
+        let homes = leaves.homes();
+        let mut by_unit = vec![Vec::new(); homes.len()];
         let mut persistent_elements = 0usize;
         let mut is_persistent = vec![false; params.len()];
         for (id, param) in params.iter().enumerate().filter(|_| sharded) {
@@ -213,15 +225,26 @@ impl<R: Rank> Gatherer<R> {
                 persistent.push(id);
                 is_persistent[id] = true;
             } else {
-                by_unit[param.unit].push(id);
+                by_unit[homes[param.unit]].push(id);
             }
         }
         let wire = if zero.quantized_weights { Wire::Blocks(Ints::Int8) } else { Wire::Exact };
         let bundle = |p| Bundle::new(p, params, world_size, wire);
-        let unit =
-            |p| UnitState { bundle: bundle(p), state: State::Released, depth: 0, is_behind: false, passed: false };
+        let unit = |p| UnitState {
+            bundle: bundle(p),
+            state: State::Released,
+            live: 0,
+            outermost: usize::MAX,
+            depth: 0,
+            is_behind: false,
+            passed: false,
+        };
+        let differ = |place: &InLeaf| zero.ignore_unused_parameters || *place == InLeaf::Leaf;
         Self {
             units: by_unit.into_iter().map(unit).collect(),
+            ranks_differ: leaves.places().iter().map(differ).collect(),
+            homes,
+            spent: Vec::new(),
             persistent: bundle(persistent),
             is_persistent,
             persistent_is_released: false,
@@ -247,22 +270,37 @@ impl<R: Rank> Gatherer<R> {
         self.persistent.install(core, gathering, Kind::Persistent)
     }
 
-    /// A unit is about to run: gathers it if need be, and begins to gather what comes next.
+    /// A unit is about to run: gathers it if need be, and begins to gather what comes next. What lies in a leaf is
+    /// there.
     pub fn enter(&mut self, core: &R, event: Event) -> Result<()> {
+        let unit = event.unit();
+        if self.homes[unit] != unit {
+            return Ok(());
+        }
         if self.passing > 0 {
-            return self.pass(core, event.unit());
+            return self.pass(core, unit);
         }
         self.trace(core).advance(event);
         if let Event::Backward(unit) = event {
-            self.units[unit].depth = self.depth;
-            self.units[unit].is_behind = false;
+            let depth = self.depth;
+            let state = &mut self.units[unit];
+            (state.depth, state.outermost) = (depth, state.outermost.min(depth));
+            state.is_behind = false;
             let before = std::mem::replace(&mut self.entered[self.depth], unit);
             if before != unit {
                 self.leave_behind(core, before)?;
             }
+            for spent in std::mem::take(&mut self.spent) {
+                self.live -= std::mem::take(&mut self.units[spent].live);
+            }
         }
-        self.need(core, event.unit())?;
-        self.units[event.unit()].passed = false;
+        self.need(core, unit)?;
+        self.units[unit].passed = false;
+        if matches!(event, Event::Backward(_)) && self.ranks_differ[unit] {
+            // From here on this rank releases what it has used.
+            self.units[unit].state = State::Partly;
+            self.spent.push(unit);
+        }
         self.prefetch(core);
         Ok(())
     }
@@ -270,6 +308,9 @@ impl<R: Rank> Gatherer<R> {
     /// A unit is about to run in a backward that is not the engine's: gathers it if need be. Nothing is gathered ahead,
     /// and the record of the engine's own order stays as it is.
     pub fn pass(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        if self.homes[unit] != unit {
+            return Ok(());
+        }
         let before = std::mem::replace(&mut self.entered[self.depth], unit);
         if before != unit && self.units[before].passed {
             self.leave_behind(core, before)?;
@@ -281,13 +322,18 @@ impl<R: Rank> Gatherer<R> {
         let passed = *passed;
         // What is left of it in memory is released on the way.
         self.need(core, unit)?;
-        self.units[unit].passed = passed;
+        let differs = self.ranks_differ[unit];
+        let state = &mut self.units[unit];
+        state.passed = passed;
+        if differs {
+            state.state = State::Partly;
+        }
         Ok(())
     }
 
     /// A backward that is not the engine's no longer needs a parameter: releases it if it was gathered for that.
     pub fn release_passed_param(&mut self, core: &R, param: ParamId) -> Result<()> {
-        if self.units[core.params()[param].unit].passed { self.release_param(core, param) } else { Ok(()) }
+        if self.units[self.homes[core.params()[param].unit]].passed { self.release_param(core, param) } else { Ok(()) }
     }
 
     /// Releases what backwards that are not the engine's have left.
@@ -317,12 +363,17 @@ impl<R: Rank> Gatherer<R> {
         self.entered.push(ROOT);
     }
 
-    /// It is over.
-    pub fn unnest(&mut self, core: &R, passes: bool) -> Result<()> {
+    /// It is over, that of `unit`: what this rank has not used of it is released too.
+    pub fn unnest(&mut self, core: &R, unit: UnitId, passes: bool) -> Result<()> {
         let last = self.entered.pop().unwrap_or(ROOT);
         let left = self.leave_behind(core, last);
+        let (unit, depth) = (self.homes[unit], self.depth);
         self.depth -= 1;
         self.passing -= usize::from(passes);
+        // A backward around this one may have entered the unit too.
+        if !passes && self.ranks_differ[unit] && self.units[unit].outermost == depth {
+            self.release_unit(core, unit)?;
+        }
         left
     }
 
@@ -340,11 +391,18 @@ impl<R: Rank> Gatherer<R> {
         let UnitState { bundle, is_behind, .. } = &self.units[unit];
         let params = || bundle.params.iter().map(|p| &core.params()[*p]);
         let is_over = *is_behind && !params().any(|p| p.is_trained() && p.is_whole());
-        if is_over { self.release_unit(core, unit) } else { Ok(()) }
+        match (is_over, self.ranks_differ[unit]) {
+            (false, _) => Ok(()),
+            (true, false) => self.release_unit(core, unit),
+            (true, true) => bundle.release(core.params()),
+        }
     }
 
     /// A unit's forward is over: releases it, unless its backward comes within `stage3_max_reuse_distance`.
     pub fn leave_forward(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        if self.homes[unit] != unit {
+            return Ok(());
+        }
         if self.passing > 0 {
             return if self.units[unit].passed { self.release_unit(core, unit) } else { Ok(()) };
         }
@@ -357,13 +415,14 @@ impl<R: Rank> Gatherer<R> {
     /// a unit that was entered in a backward around this one stays, and so do the root's while units will recompute.
     pub fn release_param(&mut self, core: &R, param: ParamId) -> Result<()> {
         let params = core.params();
-        let id = params[param].unit;
+        let id = self.homes[params[param].unit];
         let unit = &mut self.units[id];
         if self.is_persistent[param] || unit.depth < self.depth || (id == ROOT && self.recomputes) {
             return Ok(());
         }
-        if release(&params[param])? {
+        if release(&params[param])? && !self.ranks_differ[id] {
             self.live -= params[param].numel;
+            unit.live -= params[param].numel;
             let any = unit.bundle.params.iter().any(|p| params[*p].is_whole());
             unit.state = if any { State::Partly } else { State::Released };
         }
@@ -376,8 +435,10 @@ impl<R: Rank> Gatherer<R> {
             self.settle(core, unit)?;
             self.release_unit(core, unit)?;
             self.units[unit].is_behind = false;
+            self.units[unit].outermost = usize::MAX;
         }
         self.entered.fill(ROOT);
+        self.spent.clear();
         self.trace(core).end();
         self.recomputes &= core.is_evaluating();
         Ok(())
@@ -403,10 +464,11 @@ impl<R: Rank> Gatherer<R> {
         if matches!(self.units[unit].state, State::Released) {
             self.launch(core, unit);
         }
-        let UnitState { bundle, state, .. } = &mut self.units[unit];
+        let UnitState { bundle, state, live, .. } = &mut self.units[unit];
         if let State::InFlight(gathering) = std::mem::replace(state, State::Gathered) {
             self.in_flight -= bundle.numel;
             self.live += bundle.numel;
+            *live = bundle.numel;
             bundle.install(core, gathering, Kind::Gathered)?;
         }
         Ok(())
@@ -495,12 +557,18 @@ impl<R: Rank> Gatherer<R> {
     }
 
     fn release_unit(&mut self, core: &R, unit: UnitId) -> Result<()> {
-        let UnitState { bundle, state, passed, .. } = &mut self.units[unit];
+        let UnitState { bundle, state, live, passed, .. } = &mut self.units[unit];
         *passed = false;
         if matches!(state, State::Gathered | State::Partly) {
-            self.live -= bundle.release(core.params())?;
+            bundle.release(core.params())?;
+            self.live -= std::mem::take(live);
             *state = State::Released;
         }
         Ok(())
+    }
+
+    /// The unit of which a gather carries these parameters.
+    pub fn unit_that(&self, carries: impl Fn(&[ParamId]) -> bool) -> Option<UnitId> {
+        self.units.iter().position(|unit| unit.bundle.parcels.iter().any(|parcel| carries(&parcel.params)))
     }
 }

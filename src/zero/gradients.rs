@@ -296,6 +296,13 @@ impl Carrier for Core {
     }
 
     fn sum(a: Grad, b: Grad) -> Result<Grad> {
+        if a.dtype() != b.dtype() {
+            // One of them is a sum already, of micro steps that were not reduced.
+            let mut sum = a.into_own()?;
+            let all = 0..sum.len();
+            b.view(|values| sum.slice_mut(all).add_scaled(values, 1.0))?;
+            return Ok(Grad::Own(sum));
+        }
         let sum = Sum::default();
         sum.add(a)?;
         sum.add(b)?;

@@ -20,6 +20,8 @@
 //! | `moment.rs`, `kept.rs` | optimizer states in formats other than f32, and their way to f32 and back |
 //! | `whole.rs` | norms of whole parameters, and directions made of whole ones |
 //! | `publish.rs` | updated shards, brought to all ranks |
+//! | `leaf.rs` | units that are gathered as one with all units inside |
+//! | `diverged.rs` | the parts that ranks were in when their calls differed |
 //! | `unused.rs` | parameters that no backward reaches |
 //! | `freeze.rs` | parameters frozen and thawed between steps |
 //! | `access.rs` | one parameter, its gradient and states, read and set |
@@ -32,6 +34,7 @@ mod access;
 mod batch;
 pub(crate) mod buffers;
 pub(crate) mod core;
+mod diverged;
 mod export;
 pub(crate) mod for_eval;
 mod freeze;
@@ -40,6 +43,7 @@ pub(crate) mod gradients;
 mod kept;
 mod kept_input;
 pub(crate) mod lay_out;
+pub(crate) mod leaf;
 pub(crate) mod moment;
 mod no_sync;
 mod packed;

@@ -5,6 +5,7 @@
 
 use super::core::{Link, Registered};
 use super::lay_out::SubGroupBuilder;
+use super::leaf::Leaves;
 use super::packed;
 use super::share_plan::SharePlan;
 use super::unit::Units;
@@ -43,6 +44,7 @@ struct Inner {
     buffer_rule: Option<BufferRule>,
     by_name: HashMap<String, usize>,
     units: Vec<String>,
+    leaves: Leaves,
     open_units: Vec<UnitId>,
     /// The parameters that each unit uses, its own and others'.
     used_by: Vec<BTreeSet<ParamId>>,
@@ -79,6 +81,7 @@ impl Registry {
             buffer_rule: None,
             by_name: HashMap::new(),
             units: vec![String::new()],
+            leaves: Leaves::default(),
             open_units: vec![ROOT],
             used_by: vec![BTreeSet::new()],
             groups,
@@ -116,8 +119,9 @@ impl Registry {
     /// Begins a unit: parameters registered until [`Registry::close_unit`] belong to it.
     pub fn open_unit(&self, name: String) -> (UnitId, Link) {
         let mut inner = lock(&self.0);
-        let id = inner.units.len();
+        let (id, around) = (inner.units.len(), inner.open_unit());
         inner.units.push(name);
+        inner.leaves.push(around);
         inner.used_by.push(BTreeSet::new());
         inner.open_units.push(id);
         (id, inner.link.clone())
@@ -154,8 +158,9 @@ impl Registry {
         let names = params.iter().map(|p| p.name.as_str()).chain(buffers.iter().map(|b| b.name.as_str()));
         inner.source.check_all_used(&names.collect::<BTreeSet<_>>())?;
         let (units, used_by) = (std::mem::take(&mut inner.units), std::mem::take(&mut inner.used_by));
+        let leaves = std::mem::take(&mut inner.leaves);
         let inits = std::mem::take(&mut inner.inits);
-        Ok(Registered { params, units, used_by, groups: inner.groups.finish()?, buffers, inits })
+        Ok(Registered { params, units, leaves, used_by, groups: inner.groups.finish()?, buffers, inits })
     }
 }
 
@@ -350,6 +355,10 @@ impl Units for Registry {
 
     fn close_unit(&self) {
         self.close_unit();
+    }
+
+    fn mark_leaf(&self, unit: UnitId) {
+        lock(&self.0).leaves.mark(unit);
     }
 
     fn link(&self) -> Link {

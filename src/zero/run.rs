@@ -202,7 +202,7 @@ impl Core {
             forward()
         };
         let result = self.begin_backward(unit).and_then(|()| again()).and_then(backward);
-        let released = lock(&self.gather).unnest(self, passes).map_err(|e| self.stash(e));
+        let released = lock(&self.gather).unnest(self, unit, passes).map_err(|e| self.stash(e));
         result.and_then(|result| released.map(|()| result))
     }
 

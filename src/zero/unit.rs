@@ -14,6 +14,7 @@
 use super::buffers::KeptBuffers;
 use super::core::{Core, Link};
 use super::kept_input::KeptInput;
+use super::leaf::InLeaf;
 use super::replay::Outcome;
 use super::run::before_backward;
 use super::trace::Event;
@@ -23,9 +24,9 @@ use crate::graph::{Grad, Inputs, Value, draw_from, node_of, once, place_of_draws
 use crate::param::UnitId;
 use crate::precision::Flat;
 use crate::profiler::spans::{self, Half};
-use crate::tensor::residency::{storage_on, to_storage};
+use crate::tensor::residency::{empty_leaf, storage_on, to_storage};
 use crate::timeline;
-use candle_core::{Result, Shape, Tensor, Var};
+use candle_core::{DType, Result, Shape, Tensor, Var};
 use candle_nn::{Module, VarBuilder};
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -41,6 +42,8 @@ pub(crate) trait Units {
     fn open_unit(&self, name: String) -> Result<(UnitId, Link)>;
     /// The unit is built.
     fn close_unit(&self);
+    /// A unit is gathered as one with all units inside.
+    fn mark_leaf(&self, unit: UnitId);
     /// The way to the engine.
     fn link(&self) -> Link;
 }
@@ -119,6 +122,21 @@ impl<M> Unit<M> {
         self
     }
 
+    /// Makes this unit a leaf: it is gathered as one with all units inside, for modules of which ranks run different
+    /// parts, as the experts of a mixture. All ranks have to run the leaf itself; what a rank's run of it does not use
+    /// has a gradient of zeros. Also by [`EngineBuilder::leaf_units`](crate::EngineBuilder::leaf_units) and
+    /// `zero_optimization.leaf_module`. Called while the model is built; without an engine it has no effect.
+    ///
+    /// The gradients of a leaf are held until backward ends, and so are, at stage 3, the values that a rank has not used,
+    /// unless the leaf recomputes ([`checkpointed`](Self::checkpointed)).
+    #[must_use]
+    pub fn leaf(self) -> Self {
+        if let Some((unit, _)) = &self.hook {
+            BUILDING.with_borrow(|units| units.iter().for_each(|units| units.mark_leaf(*unit)));
+        }
+        self
+    }
+
     /// The module inside. Its parameters may be used only while the unit's forward runs.
     pub fn inner(&self) -> &M {
         &self.inner
@@ -136,7 +154,8 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
             // Nothing in it or below it is trained: no graph, and no backward.
             return Ok(without_gradients(|| self.run(&hook, x))?.detach());
         }
-        let recomputes = self.recompute || hook.core.recomputation.every_unit;
+        // Where every unit recomputes, a leaf does as one.
+        let recomputes = self.recompute || (hook.core.recomputation.every_unit && hook.place() != InLeaf::Inside);
         // Recomputation delivers the parameters' gradients to an engine; without one they belong in Candle's graph. An
         // untracked input would keep the operation's backward from ever being called.
         if recomputes && x.track_op() {
@@ -144,7 +163,7 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
         }
         let y = self.run(&hook, x)?;
         hook.profile_input(x);
-        hook.mark_output(y)
+        if hook.place() == InLeaf::Leaf { hook.mark_leaf(x, &y) } else { hook.mark_output(y) }
     }
 }
 
@@ -219,11 +238,12 @@ impl<M: Module + Send + Sync + 'static> Unit<M> {
         drop(y);
         let first = FirstRun { input: hook.core.keep_input(&input)?, output, buffers };
         let (unit, device) = (self.clone(), x.device().clone());
+        let unused = (hook.place() == InLeaf::Leaf).then(|| Zeros::like(x));
         Inputs::of([Some(x)])?.result("recompute-unit", Value(storage), shape.clone(), move |grad, [to_x]| {
             let grad = grad.into_tensor(&shape, &device)?;
             match draw_from(draws, || unit.run_again(&first, &grad))? {
                 Some(grad) => to_x.give(Grad::Shared(grad)),
-                None => Ok(()),
+                None => unused.iter().try_for_each(|unused| to_x.give(unused.gradient())),
             }
         })
     }
@@ -244,7 +264,66 @@ struct UnitContext {
     core: Arc<Core>,
 }
 
+/// The gradient of an input that a leaf makes nothing of.
+struct Zeros {
+    dtype: DType,
+    numel: usize,
+}
+
+impl Zeros {
+    fn like(x: &Tensor) -> Self {
+        Self { dtype: x.dtype(), numel: x.elem_count() }
+    }
+
+    fn gradient(&self) -> Grad {
+        Grad::Own(Flat::zeros(self.dtype, self.numel))
+    }
+}
+
 impl UnitContext {
+    fn place(&self) -> InLeaf {
+        self.core.leaves[self.unit]
+    }
+
+    /// Begins the unit's backward.
+    fn begin_backward(&self) -> impl Fn() -> Result<()> + Send + Sync + 'static {
+        let (unit, link) = (self.unit, self.link.clone());
+        move || {
+            let Some(core) = link.core() else { return Ok(()) };
+            if core.is_in_backward() {
+                spans::begin_backward(unit);
+            }
+            core.begin_backward(unit)
+        }
+    }
+
+    /// [`mark_output`](Self::mark_output) of a leaf: its backward begins on all ranks, and goes on to what lies before
+    /// the leaf, whether or not this rank's run has used its parameters or its input.
+    fn mark_leaf(&self, x: &Tensor, y: &Tensor) -> Result<Tensor> {
+        let begin = self.begin_backward();
+        if !x.track_op() && !y.track_op() {
+            let anchor = empty_leaf(y.device(), &Shape::from(1))?;
+            return prepared("leaf-output", &anchor, copy_of(y)?, move |_, _| begin().map(|()| None));
+        }
+        let ((storage, shape), unused) = (copy_of(y)?, Zeros::like(x));
+        // Of two inputs the second is differentiated first: what the output alone depends on.
+        let y = Inputs::of([Some(x), Some(y)])?.result(
+            "leaf-output",
+            Value(storage),
+            shape,
+            move |grad, [to_x, to_y]| {
+                if to_x.is_wanted() {
+                    to_x.give(unused.gradient())?;
+                }
+                to_y.give(grad)
+            },
+        )?;
+        if let Some(node) = node_of(&y) {
+            node.slot.before_backward(Box::new(begin));
+        }
+        Ok(y)
+    }
+
     /// For the profile, the unit's backward ends when its input has its gradient.
     fn profile_input(&self, x: &Tensor) {
         let unit = self.unit;
@@ -258,18 +337,11 @@ impl UnitContext {
 
     /// Lets the unit's backward begin before the last of its operations is differentiated.
     fn mark_output(&self, y: Tensor) -> Result<Tensor> {
-        let shards_params = self.core.shards_params();
+        let shards_params = self.core.shards_params() && self.place() != InLeaf::Inside;
         if !shards_params && !spans::is_recording() && !timeline::is_recording() {
             return Ok(y);
         }
-        let (unit, link) = (self.unit, self.link.clone());
-        let begin = move || {
-            let Some(core) = link.core() else { return Ok(()) };
-            if core.is_in_backward() {
-                spans::begin_backward(unit);
-            }
-            core.begin_backward(unit)
-        };
+        let begin = self.begin_backward();
         if !shards_params && node_of(&y).is_none() {
             return Ok(y);
         }

@@ -6,8 +6,10 @@
 
 use super::core::Core;
 use super::gradients::is_expected;
+use super::leaf::InLeaf;
 use crate::error::{EngineError, Result};
 use crate::notice::say;
+use crate::param::Param;
 use crate::util::{list, lock};
 
 impl Core {
@@ -19,7 +21,10 @@ impl Core {
         let Some(seen) = lock(&self.gradients).take_seen() else { return Ok(()) };
         let seen = self.comm.gather_bytes(seen.into_iter().map(u8::from).collect()).wait()?;
         let is_missing = |param: usize| seen.iter().all(|rank| rank.get(param) == Some(&0));
-        let missing = self.params.iter().enumerate().filter(|(id, p)| is_expected(p) && is_missing(*id));
+        // An expert that was given nothing is no mistake.
+        let is_in_leaf = |p: &Param| self.leaves[p.unit] != InLeaf::Outside;
+        let params = self.params.iter().enumerate();
+        let missing = params.filter(|(id, p)| is_expected(p) && !is_in_leaf(p) && is_missing(*id));
         let names: Vec<&str> = missing.map(|(_, p)| p.name.as_str()).collect();
         let (count, list) = (names.len(), list(&names));
         match (count, self.zero.ignore_unused_parameters) {

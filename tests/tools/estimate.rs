@@ -156,6 +156,25 @@ fn stages_in_memory_are_counted_to_the_byte() {
 }
 
 #[test]
+fn leaves_and_gradients_that_may_be_missing_are_counted_to_the_byte() {
+    for (stage, world) in [(0, 2), (1, 2), (2, 2), (3, 2), (3, 3)] {
+        for (more, run) in [
+            (json!({"leaf_module": {"name_suffixes": ["h.1", "h.2"]}}), bf16()),
+            (json!({"ignore_unused_parameters": true}), json!({})),
+            (
+                json!({"leaf_module": {"names": "h.3"}, "stage3_max_live_parameters": 400_000, "stage3_max_reuse_distance": 0}),
+                json!({"activation_checkpointing": {"partition_activations": true}}),
+            ),
+        ] {
+            let mut zero =
+                json!({"stage": stage, "reduce_bucket_size": 20_000, "stage3_param_persistence_threshold": 400});
+            zero.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            check::<GptLayers>("nano", &nano(), world, &config(2, zero, run), None);
+        }
+    }
+}
+
+#[test]
 fn offloaded_state_is_counted_to_the_byte() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let nvme = |more: Value| {

@@ -11,7 +11,7 @@ use candle_zero::zero::{Unit, unit};
 use candle_zero::{Engine, EngineBuilder};
 use serde_json::{Value, json};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 const WIDTH: usize = 6;
 
@@ -260,4 +260,52 @@ fn a_gradient_that_never_comes_is_zeros() {
             assert_eq!(difference == 0.0, name.starts_with("head.1"), "{name} at stage {stage}: {difference}");
         }
     }
+}
+
+/// Hears what is said on its thread.
+struct Heard(Arc<Mutex<Vec<String>>>);
+
+impl tracing::Subscriber for Heard {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        let mut hear = |_: &tracing::field::Field, value: &dyn std::fmt::Debug| {
+            self.0.lock().unwrap().push(format!("{value:?}"));
+        };
+        event.record(&mut hear);
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn what_counts_as_zeros_is_said_once_by_rank_0_with_its_names() {
+    let config = config(2, 2, ignoring(), json!({}));
+    let ranks = threads::run(2, |comm| {
+        let heard = Arc::new(Mutex::new(vec![]));
+        tracing::subscriber::with_default(Heard(heard.clone()), || {
+            let mut engine = engine(comm, &config)?;
+            // Between them, the micro steps and ranks of the first step reach all but the last layer.
+            for micro in 0..6 {
+                let head = engine.rank() == micro % 2;
+                micro_step(&mut engine, micro, Way { layers: [true, true, false], heads: [head, !head] })?;
+            }
+            Ok(heard.lock().unwrap().iter().filter(|said| said.contains("no gradient")).cloned().collect::<Vec<_>>())
+        })
+    });
+    let said: Vec<Vec<String>> = ranks.unwrap().into_iter().map(|said| said.unwrap()).collect();
+    assert_eq!((said[0].len(), said[1].len()), (1, 0), "{said:?}");
+    insta::assert_snapshot!(said[0][0], @"2 parameters received no gradient in the first step, which counts as zeros: layer.2.weight, layer.2.bias");
 }

@@ -12,6 +12,7 @@ mod conditional;
 mod cuda;
 mod frozen;
 mod keep_f32;
+mod mixture;
 mod optimizer_stages;
 mod passing_backward;
 mod quantized;

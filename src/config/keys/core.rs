@@ -110,7 +110,7 @@ const BF16: &[super::Key] = keys! {
 const DATA_TYPES: &[super::Key] = keys! {
     "grad_accum_dtype": DTYPE, "null", H, "Format in which gradients are accumulated; null: the model's.";
     "param_dtype": DTYPE, "null", H, "Must equal the format that fp16 and bf16 choose.";
-    "buffer_dtype": DTYPE, "null", none("models have no buffers here"), "Cast of model buffers.";
+    "buffer_dtype": DTYPE, "null", none("a buffer keeps the type that the model asks for"), "Cast of model buffers.";
     "keep_in_fp32_modules": AutoOr(&Strings), "\"auto\"", H, "Modules kept in f32 under fp16 or bf16: only \"auto\" (none) then.";
 };
 

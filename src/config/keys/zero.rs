@@ -50,7 +50,7 @@ const ZERO: &[super::Key] = keys! {
     "zero_quantized_weights": Bool, "false", H, "Gathers of stage 3 carry int8 with a scale per 128 elements (ZeRO++ qwZ); all ranks compute with what arrives, owners keep the exact weights.";
     "zero_quantized_nontrainable_weights": Bool, "false", H, "Frozen matrices are held at rest and gathered in eight bits with a scale per 128 elements at stage 3; below it, where parameters stay whole, the model computes with the same values. EngineBuilder::quantized chooses NF4, or other parameters.";
     "zero_quantized_gradients": Bool, "false", H, "Gradients travel as int4 with a scale per 128 elements (ZeRO++ qgZ), at every stage; they are summed in f32, and at stage 0 the sums travel exact.";
-    "leaf_module": Object, "{}", S, "Modules gathered as one.";
+    "leaf_module": Object, "{}", S, "Units gathered as one with all units inside, for modules of which ranks run different parts.";
     "enable_sanity_checks": Bool, "false", none("the calls of all ranks are always compared"), "Compare ranks at stage 3.";
     "log_trace_cache_warnings": Bool, "false", H, "Rank 0 says after which step units had been used in another order than before (stage 3: nothing was gathered ahead then).";
     "memory_efficient_linear": Bool, "true", none("it is a matter of PyTorch's modules"), "Replace the linear operator.";
@@ -88,12 +88,12 @@ const OFFLOAD_OPTIMIZER: &[super::Key] = keys! {
     "cpuadam_cores_perc": SHARE, "0.8", none(NOT_SPECULATIVE), "Share of the cores for super_offload.";
 };
 
-const LEAVES: &str = "the model says what a unit is";
+const CLASSES: &str = "a unit of Rust has no class path: name it by names or name_suffixes, or mark it with Unit::leaf";
 
 const LEAF_MODULE: &[super::Key] = keys! {
-    "classes": StringsOrOne, "[\"transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock\",\"transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock\",\"transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock\"]", none(LEAVES), "Class paths of modules gathered as one.";
-    "names": StringsOrOne, "[]", none(LEAVES), "Exact module names.";
-    "name_suffixes": StringsOrOne, "[]", none(LEAVES), "Endings of module names.";
+    "classes": StringsOrOne, "[\"transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock\",\"transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock\",\"transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock\"]", none(CLASSES), "Class paths of modules gathered as one.";
+    "names": StringsOrOne, "[]", H, "Names of units: the prefix of the VarBuilder that each was built from. What names none is said once.";
+    "name_suffixes": StringsOrOne, "[]", H, "Endings of such names.";
 };
 
 const ZENFLOW: &[super::Key] = keys! {

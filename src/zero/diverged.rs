@@ -1,0 +1,41 @@
+//! The parts of a model that ranks were in when their collectives differed, by name.
+
+use super::core::Core;
+use crate::comm::{Kind as Collective, content_of};
+use crate::error::{CommError, EngineError, Error};
+use crate::param::ParamId;
+use crate::util::lock;
+
+impl Core {
+    /// The same error; where ranks have run different parts of the model, with their names and what to do.
+    pub fn name_parts(&self, error: Error) -> Error {
+        let Error::Comm(CommError::Diverged { rank, here, peer, there }) = &error else { return error };
+        let parts = (self.part(here), self.part(there));
+        let are_gradients = is_reduction(here) && is_reduction(there);
+        if parts == (None, None) && !are_gradients {
+            return error;
+        }
+        let (here, there) = (parts.0.unwrap_or_else(|| here.clone()), parts.1.unwrap_or_else(|| there.clone()));
+        EngineError::PartsDiverged { rank: *rank, here, peer: *peer, there }.into()
+    }
+
+    /// A collective, and what it carries; nothing where that is no unit and no parameter.
+    fn part(&self, call: &str) -> Option<String> {
+        let content = content_of(call)?;
+        let carries = |params: &[ParamId]| self.tag(params) as u32 == content;
+        let of = if call.starts_with(Collective::AllGather.name()) {
+            let unit = lock(&self.gather).unit_that(carries)?;
+            format!("the gather of unit {}", self.unit_name(unit))
+        } else if is_reduction(call) {
+            let param = (0..self.params.len()).find(|param| carries(&[*param]))?;
+            format!("the reduction of {}'s gradient", self.params[param].name)
+        } else {
+            return None;
+        };
+        Some(format!("{of}, {call}"))
+    }
+}
+
+fn is_reduction(call: &str) -> bool {
+    [Collective::AllReduce, Collective::ReduceScatter].iter().any(|kind| call.starts_with(kind.name()))
+}
