@@ -32,6 +32,7 @@ use crate::comm::calls::during;
 use crate::config::{Config, Precision};
 use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
 use crate::graph::{draw_from, stream_of};
+use crate::nn::autocast;
 use crate::notice::warn;
 use crate::optim::Trainer;
 use crate::precision::{LossScaler, gradient_multiplier};
@@ -147,11 +148,17 @@ impl<M> Engine<M> {
         self.check_order("forward", &[Phase::Ready, Phase::Forwarded, Phase::Held])?;
         let watch = self.watch(Call::Forward);
         let stream = stream_of(self.rank() as u64, self.micro_steps, self.forwards);
-        let output = self.attempt(|engine| draw_from((stream, 0), || engine.core.forward(|| run(&engine.model))))?;
+        let output = self
+            .attempt(|engine| draw_from((stream, 0), || engine.cast(|| engine.core.forward(|| run(&engine.model)))))?;
         self.forwards += 1;
         self.phase = Phase::Forwarded;
         self.end_watch(watch);
         Ok(output)
+    }
+
+    /// Runs `run` with `torch_autocast`'s products.
+    fn cast<T>(&self, run: impl FnOnce() -> T) -> T {
+        autocast(self.config.autocast, run)
     }
 
     /// Runs the model without a graph and without counting anything. Collective at stage 3.
@@ -167,7 +174,7 @@ impl<M> Engine<M> {
         let (_call, _span) = (during("eval"), self.span("eval"));
         self.attempt(|engine| {
             let model = engine.for_eval.as_ref().unwrap_or(&engine.model);
-            engine.core.evaluate(|| run(model))
+            engine.cast(|| engine.core.evaluate(|| run(model)))
         })
     }
 
@@ -186,7 +193,7 @@ impl<M> Engine<M> {
         let watch = self.watch(Call::Backward);
         self.attempt(|engine| {
             let scaled = engine.scaled(loss)?;
-            engine.core.backward(&scaled)
+            engine.cast(|| engine.core.backward(&scaled))
         })?;
         self.phase = if self.accumulation.in_no_sync { Phase::Held } else { Phase::Backwarded };
         self.end_watch(watch);

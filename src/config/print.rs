@@ -23,6 +23,10 @@ impl Config {
         }
         set(&mut tree, "scheduler", self.scheduler.as_ref().map_or(Value::Null, scheduler_json));
         self.precision_json(&mut tree);
+        set(&mut tree, "torch_autocast.enabled", json!(self.autocast.is_some()));
+        if let Some(dtype) = self.autocast {
+            set(&mut tree, "torch_autocast.dtype", dtype_json(Some(dtype)));
+        }
         self.checkpointing_json(&mut tree);
         // Without such a section it is false.
         let has_writer = tree.get("checkpoint").is_some_and(|section| section["writer"].is_object());
@@ -58,6 +62,7 @@ impl Config {
             ("gradient_allreduce_op", json!(op)),
             ("communication_data_type", dtype_json(self.communication_data_type)),
             ("data_types.grad_accum_dtype", dtype_json(self.grad_accum_dtype)),
+            ("data_types.buffer_dtype", dtype_json(self.buffer_dtype)),
             ("steps_per_print", json!(self.steps_per_print)),
             ("wall_clock_breakdown", json!(self.wall_clock_breakdown)),
             ("seed", json!(self.seed)),

@@ -1,6 +1,7 @@
 //! From a walked file to a [`Config`]: typed values, and the rules that hold between keys.
 
 use super::node::{Json, Node};
+use super::note::shown;
 use super::walk::Walk;
 use super::{
     Config, ConfigProblem, Fp16, GradientOp, LeafModule, Note, Precision, Rule, RunValues, StatePrecision,
@@ -28,6 +29,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
     let batch = batch::resolve(walk_ref, world_size);
     let mut zero = zero(walk_ref);
     let precision = precision(walk_ref);
+    let autocast = autocast(walk_ref, precision);
     let states = states(walk_ref, zero.stage, precision);
     let optimizer = optim::optimizer(walk_ref, zero.stage);
     let scheduler = scheduler::scheduler(walk_ref, optimizer.as_ref());
@@ -53,6 +55,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
         world_size,
         batch,
         precision,
+        autocast,
         states,
         gradient_clipping: walk.float("gradient_clipping"),
         prescale_gradients: walk.bool("prescale_gradients"),
@@ -60,6 +63,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
         gradient_allreduce_op: gradient_op(&walk),
         communication_data_type: dtype(walk.str("communication_data_type")),
         grad_accum_dtype: dtype(walk.str("data_types.grad_accum_dtype")),
+        buffer_dtype: dtype(walk.str("data_types.buffer_dtype")),
         zero,
         optimizer,
         allows_untested_optimizer: walk.bool("zero_allow_untested_optimizer"),
@@ -211,6 +215,34 @@ fn fp16(walk: &mut Walk<'_>) -> Precision {
     })
 }
 
+/// `torch_autocast`: the format of products in an f32 model.
+fn autocast(walk: &mut Walk<'_>, precision: Precision) -> Option<DType> {
+    if !walk.bool("torch_autocast.enabled") {
+        return None;
+    }
+    if precision != Precision::F32 {
+        let text = "accepted and has no effect here: fp16 or bf16 is enabled, and products are in that format";
+        walk.note("torch_autocast.enabled", text);
+        return None;
+    }
+    let key = "torch_autocast.dtype";
+    // The names that DeepSpeed takes; without one, PyTorch's format of the CPU.
+    let name = walk.str(key).map_or_else(|| "bfloat16".to_string(), str::to_lowercase);
+    let (rule, text) = match name.strip_prefix("torch.").unwrap_or(&name) {
+        "bf16" | "bfloat16" => return Some(DType::BF16),
+        "fp32" | "float32" | "float" => return None,
+        "fp16" | "float16" | "half" | "int8" => (
+            Rule::Unsupported,
+            "is not supported: gradients of such products would need a loss scale; use \"bfloat16\"",
+        ),
+        _ => (Rule::Range, "found, allowed is \"bfloat16\" or \"float32\""),
+    };
+    let place = walk.place(key);
+    let text = format!("\"{}\" {text}", shown(&name));
+    walk.problem(rule, key, place, text);
+    None
+}
+
 /// Rules between the keys of gradients and the stage.
 fn check_gradients(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) {
     let sum = "gradient_allreduce_op";
@@ -284,7 +316,8 @@ fn check_zero(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) {
             walk.note(key, "accepted and has no effect here: the whole model is f32");
         } else {
             let place = walk.place(key);
-            let text = "not supported: all parameters get the one format of fp16 or bf16; remove it, or train in f32";
+            let text = "not supported: all parameters get the one format of fp16 or bf16 (norms compute in f32, master weights are \
+                        f32); remove it, or train in f32";
             walk.problem(Rule::Unsupported, key, place, text);
         }
     }

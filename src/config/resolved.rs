@@ -14,6 +14,8 @@ pub struct Config {
     pub batch: Batch,
     /// `fp16`, `bf16`, or neither.
     pub precision: Precision,
+    /// `torch_autocast`, where it is enabled: the format of the products of linear layers in an f32 model.
+    pub autocast: Option<DType>,
     /// Master weights and moments.
     pub states: StatePrecision,
     /// `gradient_clipping`: the largest global L2 norm; 0 switches clipping off. Default 1.0.
@@ -28,6 +30,8 @@ pub struct Config {
     pub communication_data_type: Option<DType>,
     /// `data_types.grad_accum_dtype`: what gradients are accumulated in; `None`: the model's dtype.
     pub grad_accum_dtype: Option<DType>,
+    /// `data_types.buffer_dtype`: what a model's buffers of floats are cast to; `None`: they are what the model asks for.
+    pub buffer_dtype: Option<DType>,
     /// `zero_optimization`.
     pub zero: ZeroConfig,
     /// `optimizer`; an engine that trains needs one.

@@ -1,6 +1,6 @@
 //! Layer normalization (Ba et al. 2016) and root-mean-square normalization (Zhang and Sennrich 2019) of rows.
 //!
-//! Statistics are in f32, results are rounded once. Forward keeps each row's statistics for backward. The gradients of
+//! Weight and bias come in f32, statistics are in f32, results are rounded once. Forward keeps each row's statistics for backward. The gradients of
 //! weight and bias are sums over rows: of a fixed number of rows at a time, then over those in order.
 
 use crate::kernels::element::Element;
@@ -15,10 +15,9 @@ const ROWS_PER_TASK: usize = 64;
 /// biased one. `stats` receives each row's mean and 1 / sqrt(variance + eps).
 ///
 /// Panics if the slices do not fit; so do all functions here.
-pub fn layer_norm<E: Element>(x: &[E], weight: &[E], bias: &[E], eps: f32, y: &mut [E], stats: &mut [[f32; 2]]) {
+pub fn layer_norm<E: Element>(x: &[E], weight: &[f32], bias: &[f32], eps: f32, y: &mut [E], stats: &mut [[f32; 2]]) {
     let width = check(x.len(), weight.len(), stats.len());
     assert_eq!([y.len(), bias.len()], [x.len(), width], "elements of a layer norm");
-    let (weight, bias) = (wide(weight), wide(bias));
     let parts = (Chunks::new(y, ROWS_PER_TASK * width), Chunks::new(stats, ROWS_PER_TASK));
     for_each_part(stats_tasks(x.len(), width), parts, |task, (y, stats)| {
         let x = &x[task * ROWS_PER_TASK * width..][..y.len()];
@@ -40,7 +39,7 @@ pub fn layer_norm<E: Element>(x: &[E], weight: &[E], bias: &[E], eps: f32, y: &m
                     |x, _| (x - mean) * (x - mean),
                 ) / n;
                 let factor = 1.0 / (variance + eps).sqrt();
-                for ((y, x), (w, b)) in y.iter_mut().zip(&row).zip(weight.iter().zip(&bias)) {
+                for ((y, x), (w, b)) in y.iter_mut().zip(&row).zip(weight.iter().zip(bias)) {
                     *y = put((x - mean) * factor * w + b);
                 }
                 *stats = [mean, factor];
@@ -56,7 +55,7 @@ pub fn layer_norm<E: Element>(x: &[E], weight: &[E], bias: &[E], eps: f32, y: &m
 /// With h the normalized row, s its factor and d = dy * weight: dx = s (d - mean(d) - h mean(d h)).
 pub fn layer_norm_backward<E: Element>(
     x: &[E],
-    weight: &[E],
+    weight: &[f32],
     stats: &[[f32; 2]],
     dy: &[E],
     dx: Option<(&mut [E], bool)>,
@@ -66,7 +65,7 @@ pub fn layer_norm_backward<E: Element>(
     let width = check(x.len(), weight.len(), stats.len());
     normalized_backward(
         x,
-        wide(weight),
+        weight,
         dy,
         dx,
         dweight,
@@ -84,10 +83,9 @@ pub fn layer_norm_backward<E: Element>(
 
 /// y = x / sqrt(mean(x^2) + eps) * weight for rows of `weight.len()` elements. `stats` receives each row's
 /// 1 / sqrt(mean(x^2) + eps).
-pub fn rms_norm<E: Element>(x: &[E], weight: &[E], eps: f32, y: &mut [E], stats: &mut [f32]) {
+pub fn rms_norm<E: Element>(x: &[E], weight: &[f32], eps: f32, y: &mut [E], stats: &mut [f32]) {
     let width = check(x.len(), weight.len(), stats.len());
     assert_eq!(y.len(), x.len(), "elements of a norm");
-    let weight = wide(weight);
     let parts = (Chunks::new(y, ROWS_PER_TASK * width), Chunks::new(stats, ROWS_PER_TASK));
     for_each_part(stats_tasks(x.len(), width), parts, |task, (y, stats)| {
         let x = &x[task * ROWS_PER_TASK * width..][..y.len()];
@@ -102,7 +100,7 @@ pub fn rms_norm<E: Element>(x: &[E], weight: &[E], eps: f32, y: &mut [E], stats:
                     |x, _| x * x,
                 ) / width as f32;
                 let factor = 1.0 / (square + eps).sqrt();
-                for ((y, x), w) in y.iter_mut().zip(&row).zip(&weight) {
+                for ((y, x), w) in y.iter_mut().zip(&row).zip(weight) {
                     *y = put(x * factor * w);
                 }
                 *stats = factor;
@@ -115,7 +113,7 @@ pub fn rms_norm<E: Element>(x: &[E], weight: &[E], eps: f32, y: &mut [E], stats:
 /// means.
 pub fn rms_norm_backward<E: Element>(
     x: &[E],
-    weight: &[E],
+    weight: &[f32],
     stats: &[f32],
     dy: &[E],
     dx: Option<(&mut [E], bool)>,
@@ -124,7 +122,7 @@ pub fn rms_norm_backward<E: Element>(
     check(x.len(), weight.len(), stats.len());
     normalized_backward(
         x,
-        wide(weight),
+        weight,
         dy,
         dx,
         dweight,
@@ -144,7 +142,7 @@ pub fn rms_norm_backward<E: Element>(
 /// sum of d enters: 1 / width where forward subtracted the mean, else 0.
 fn normalized_backward<E: Element>(
     x: &[E],
-    weight: Vec<f32>,
+    weight: &[f32],
     dy: &[E],
     dx: Option<(&mut [E], bool)>,
     dweight: Option<&mut [f32]>,
@@ -181,7 +179,7 @@ fn normalized_backward<E: Element>(
                     *db += dy;
                 }
                 let Some(dx) = &mut dx else { continue };
-                for (d, w) in d.iter_mut().zip(&weight) {
+                for (d, w) in d.iter_mut().zip(weight) {
                     *d *= w;
                 }
                 let mean = reduce(
@@ -237,12 +235,6 @@ fn stats_tasks(elements: usize, width: usize) -> usize {
     (elements / width).div_ceil(ROWS_PER_TASK)
 }
 
-fn wide<E: Element>(x: &[E]) -> Vec<f32> {
-    let mut out = vec![0f32; x.len()];
-    widen(x, &mut out);
-    out
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -251,6 +243,10 @@ mod tests {
     fn numbers<E: Element>(n: usize, seed: u32) -> Vec<E> {
         let mix = |i: u32| (i ^ seed).wrapping_mul(2_654_435_761).rotate_left(13).wrapping_mul(2_246_822_519);
         (0..n as u32).map(|i| put((mix(i) >> 8) as f32 / (1 << 23) as f32 - 0.9)).collect()
+    }
+
+    fn wide<E: Element>(x: &[E]) -> Vec<f32> {
+        x.iter().map(|x| get(*x)).collect()
     }
 
     fn wide_f64<E: Element>(x: &[E]) -> Vec<f64> {
@@ -289,9 +285,9 @@ mod tests {
                 let mut y = vec![E::default(); x.len()];
                 let (mut pairs, mut singles) = (vec![[0f32; 2]; rows], vec![0f32; rows]);
                 if centered {
-                    layer_norm(&x, &weight, &bias, eps, &mut y, &mut pairs);
+                    layer_norm(&x, &wide(&weight), &wide(&bias), eps, &mut y, &mut pairs);
                 } else {
-                    rms_norm(&x, &weight, eps, &mut y, &mut singles);
+                    rms_norm(&x, &wide(&weight), eps, &mut y, &mut singles);
                 }
                 let shift = |i: usize| if centered { wb[i % width] } else { 0.0 };
                 let want: Vec<f64> = (0..x.len()).map(|i| h[i] * ww[i % width] + shift(i)).collect();
@@ -316,10 +312,10 @@ mod tests {
                     let mut dx = before.clone();
                     let into = Some((&mut dx[..], accumulate));
                     if centered {
-                        layer_norm_backward(&x, &weight, &pairs, &dy, into, Some(&mut dw), Some(&mut db));
+                        layer_norm_backward(&x, &wide(&weight), &pairs, &dy, into, Some(&mut dw), Some(&mut db));
                         near(&db, &want_db, 1e-5);
                     } else {
-                        rms_norm_backward(&x, &weight, &singles, &dy, into, Some(&mut dw));
+                        rms_norm_backward(&x, &wide(&weight), &singles, &dy, into, Some(&mut dw));
                     }
                     let base = |i: usize| if accumulate { f64::from(get(before[i])) } else { 0.0 };
                     let want: Vec<f64> = want_dx.iter().enumerate().map(|(i, dx)| dx + base(i)).collect();
@@ -349,9 +345,17 @@ mod tests {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
                 pool.install(|| {
                     let (mut y, mut stats) = (vec![0f32; x.len()], vec![[0f32; 2]; rows]);
-                    layer_norm(&x, &weight, &weight, 1e-5, &mut y, &mut stats);
+                    layer_norm(&x, &wide(&weight), &wide(&weight), 1e-5, &mut y, &mut stats);
                     let (mut dx, mut dw, mut db) = (y.clone(), vec![0f32; width], vec![0f32; width]);
-                    layer_norm_backward(&x, &weight, &stats, &dy, Some((&mut dx, true)), Some(&mut dw), Some(&mut db));
+                    layer_norm_backward(
+                        &x,
+                        &wide(&weight),
+                        &stats,
+                        &dy,
+                        Some((&mut dx, true)),
+                        Some(&mut dw),
+                        Some(&mut db),
+                    );
                     [y, dx, dw, db].concat().iter().map(|x| x.to_bits()).collect::<Vec<_>>()
                 })
             })

@@ -4,9 +4,10 @@ use super::{Activation, Then, WeightLayout};
 use crate::graph::{Grad, Inputs, Kept, Sink, can_remake};
 use crate::kernels::buffer;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
-use crate::nn::{activation, composed};
+use crate::nn::product::Sizes;
+use crate::nn::{activation, autocast, composed};
 use crate::tensor::element::{Element, with_all, with_element, with_elements};
-use candle_core::{Device, Result, Shape, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 use candle_nn::{Init, Module, VarBuilder, init};
 use std::sync::Arc;
 
@@ -33,6 +34,9 @@ pub fn linear_then(
     layout: WeightLayout,
     then: Then<'_>,
 ) -> Result<Tensor> {
+    if let Some(dtype) = autocast::lower(x, weight) {
+        return autocast::linear_then(x, weight, bias, layout, then, dtype);
+    }
     if !x.device().is_cpu() {
         return composed::linear_then(x, weight, bias, layout, then);
     }
@@ -82,53 +86,6 @@ pub fn linear_then(
 }
 
 const NAME: &str = "linear";
-
-/// Sizes of one application: `rows` rows of `inputs` elements become rows of `outputs`.
-#[derive(Clone, Copy)]
-struct Sizes {
-    rows: usize,
-    inputs: usize,
-    outputs: usize,
-    layout: WeightLayout,
-}
-
-impl Sizes {
-    fn new(x: &Shape, weight: &Shape, bias: Option<&Shape>, layout: WeightLayout) -> Result<Self> {
-        let (inputs, outputs) = match (weight.dims(), layout) {
-            (&[outputs, inputs], WeightLayout::OutIn) | (&[inputs, outputs], WeightLayout::InOut) => (inputs, outputs),
-            (dims, _) => bail!("linear: the weight must have two dimensions, not {dims:?}"),
-        };
-        let last = x.dims().last().copied().unwrap_or(0);
-        if x.rank() == 0 || last != inputs {
-            bail!(
-                "linear: the input has shape {:?}; its last dimension must be {inputs}, the weight's inputs",
-                x.dims()
-            )
-        }
-        if let Some(bias) = bias
-            && bias.dims() != [outputs]
-        {
-            bail!("linear: the bias has shape {:?}; the weight's outputs ask for [{outputs}]", bias.dims())
-        }
-        let rows = x.dims()[..x.rank() - 1].iter().product();
-        Ok(Self { rows, inputs, outputs, layout })
-    }
-
-    fn result_shape(&self, x: &Shape) -> Shape {
-        let mut dims = x.dims().to_vec();
-        let last = dims.len() - 1;
-        dims[last] = self.outputs;
-        Shape::from(dims)
-    }
-
-    /// The weight as a matrix `[in, out]`.
-    fn weight<'a, E: Copy>(&self, weight: &'a [E]) -> Matrix<'a, E> {
-        match self.layout {
-            WeightLayout::OutIn => Matrix::new(weight, self.outputs, self.inputs).t(),
-            WeightLayout::InOut => Matrix::new(weight, self.inputs, self.outputs),
-        }
-    }
-}
 
 /// The values that backward needs.
 struct Backward<E> {

@@ -23,6 +23,7 @@
 
 mod activation;
 mod attention;
+mod autocast;
 mod batch_norm;
 pub mod composed;
 mod cross_entropy;
@@ -31,11 +32,13 @@ mod embedding;
 mod linear;
 mod linear_options;
 mod norm;
+mod product;
 mod rotary;
 mod sum;
 
 pub use activation::{gelu_tanh, silu, swiglu};
 pub use attention::{causal_attention, grouped_attention};
+pub(crate) use autocast::autocast;
 pub use batch_norm::{SyncBatchNorm, sync_batch_norm};
 pub use cross_entropy::{cross_entropy, linear_cross_entropy};
 pub use dropout::{Dropout, dropout};

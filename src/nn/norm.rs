@@ -2,18 +2,19 @@
 //! dimension.
 
 use crate::graph::{Inputs, can_remake};
+use crate::kernels::element::Element as _;
 use crate::kernels::{buffer, norm};
 use crate::nn::composed;
-use crate::tensor::element::{Element, with_all, with_element};
-use candle_core::{Result, Tensor, bail};
+use crate::tensor::element::{Element, with_element, with_elements};
+use candle_core::{DType, Error, Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder, init};
 
 /// (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension of x `[.., width]`; weight and bias
-/// `[width]`, of x's dtype. The variance is the biased one. Statistics are in f32 and kept for backward, results are
-/// rounded once.
+/// `[width]`, each of x's dtype or in f32. The variance is the biased one. Statistics are in f32 and kept for backward,
+/// results are rounded once, to x's dtype; a gradient has the dtype of what it is for.
 ///
 /// # Errors
-/// A weight or bias of another length.
+/// A weight or bias of another length or dtype.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     let width = width_of(LAYER_NORM, x, &[("weight", weight), ("bias", bias)])?;
     if !x.device().is_cpu() {
@@ -24,26 +25,26 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     let shape = x.shape().clone();
     with_element!(x.dtype(), LAYER_NORM, E => {
         let (mut y, mut stats) = (buffer::<E>(x.elem_count()), vec![[0f32; 2]; x.elem_count() / width]);
-        with_all([Some(&x), Some(&weight), Some(&bias)], LAYER_NORM, |[x, weight, bias]| {
-            let [x, weight, bias] = [x, weight, bias].map(Option::unwrap_or_default);
-            norm::layer_norm(x, weight, bias, eps as f32, &mut y, &mut stats);
+        let (wide_weight, wide_bias) = (widened(&weight, LAYER_NORM)?, widened(&bias, LAYER_NORM)?);
+        with_elements(&x, LAYER_NORM, |x| {
+            norm::layer_norm::<E>(x, &wide_weight, &wide_bias, eps as f32, &mut y, &mut stats);
             Ok(())
         })?;
         let again = remade(&inputs, [&x, &weight, &bias])?;
         let y = inputs.result(LAYER_NORM, E::storage(y), shape, move |grad, [to_x, to_weight, to_bias]| {
             let (mut dweight, mut dbias) = (vec![0f32; width], vec![0f32; width]);
             to_x.accumulate_if_wanted::<E>(grad.len(), |dx| {
-                with_all([Some(&x), Some(&weight)], LAYER_NORM, |[x, weight]| {
-                    let (x, weight) = (x.unwrap_or_default(), weight.unwrap_or_default());
+                let wide_weight = widened(&weight, LAYER_NORM)?;
+                with_elements(&x, LAYER_NORM, |x| {
                     grad.read::<E, _>(LAYER_NORM, |dy| {
                         let (dweight, dbias) = (Some(&mut dweight[..]), Some(&mut dbias[..]));
-                        norm::layer_norm_backward(x, weight, &stats, dy, dx, dweight, dbias);
+                        norm::layer_norm_backward(x, &wide_weight, &stats, dy, dx, dweight, dbias);
                         Ok(())
                     })
                 })
             })?;
-            to_weight.give_sums::<E>(&dweight)?;
-            to_bias.give_sums::<E>(&dbias)
+            with_element!(weight.dtype(), LAYER_NORM, P => to_weight.give_sums::<P>(&dweight))?;
+            with_element!(bias.dtype(), LAYER_NORM, P => to_bias.give_sums::<P>(&dbias))
         })?;
         if let Some([x, weight, bias]) = again {
             can_remake(&y, move || layer_norm(&x, &weight, &bias, eps));
@@ -52,11 +53,12 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
     })
 }
 
-/// x / sqrt(mean(x^2) + eps) * weight over the last dimension of x `[.., width]`; weight `[width]`, of x's dtype.
-/// Statistics are in f32 and kept for backward, results are rounded once.
+/// x / sqrt(mean(x^2) + eps) * weight over the last dimension of x `[.., width]`; weight `[width]`, of x's dtype or in f32.
+/// Statistics are in f32 and kept for backward, results are rounded once, to x's dtype; a gradient has the dtype of what
+/// it is for.
 ///
 /// # Errors
-/// A weight of another length.
+/// A weight of another length or dtype.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let width = width_of(RMS_NORM, x, &[("weight", weight)])?;
     if !x.device().is_cpu() {
@@ -67,29 +69,39 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let shape = x.shape().clone();
     with_element!(x.dtype(), RMS_NORM, E => {
         let (mut y, mut stats) = (buffer::<E>(x.elem_count()), vec![0f32; x.elem_count() / width]);
-        with_all([Some(&x), Some(&weight)], RMS_NORM, |[x, weight]| {
-            norm::rms_norm(x.unwrap_or_default(), weight.unwrap_or_default(), eps as f32, &mut y, &mut stats);
+        let wide_weight = widened(&weight, RMS_NORM)?;
+        with_elements(&x, RMS_NORM, |x| {
+            norm::rms_norm::<E>(x, &wide_weight, eps as f32, &mut y, &mut stats);
             Ok(())
         })?;
         let again = remade(&inputs, [&x, &weight])?;
         let y = inputs.result(RMS_NORM, E::storage(y), shape, move |grad, [to_x, to_weight]| {
             let mut dweight = vec![0f32; width];
             to_x.accumulate_if_wanted::<E>(grad.len(), |dx| {
-                with_all([Some(&x), Some(&weight)], RMS_NORM, |[x, weight]| {
-                    let (x, weight) = (x.unwrap_or_default(), weight.unwrap_or_default());
+                let wide_weight = widened(&weight, RMS_NORM)?;
+                with_elements(&x, RMS_NORM, |x| {
                     grad.read::<E, _>(RMS_NORM, |dy| {
-                        norm::rms_norm_backward(x, weight, &stats, dy, dx, Some(&mut dweight));
+                        norm::rms_norm_backward(x, &wide_weight, &stats, dy, dx, Some(&mut dweight));
                         Ok(())
                     })
                 })
             })?;
-            to_weight.give_sums::<E>(&dweight)
+            with_element!(weight.dtype(), RMS_NORM, P => to_weight.give_sums::<P>(&dweight))
         })?;
         if let Some([x, weight]) = again {
             can_remake(&y, move || rms_norm(&x, &weight, eps));
         }
         Ok(y)
     })
+}
+
+/// The values of a parameter, in f32.
+fn widened(parameter: &Tensor, op: &'static str) -> Result<Vec<f32>> {
+    with_element!(parameter.dtype(), op, P => with_elements::<P, _>(parameter, op, |values| {
+        let mut wide = vec![0f32; values.len()];
+        P::widen(values, &mut wide);
+        Ok(wide)
+    }))
 }
 
 /// The inputs from which a result is computed again: the input, and copies of the parameters, which may have left
@@ -109,11 +121,17 @@ const LAYER_NORM: &str = "layer_norm";
 const RMS_NORM: &str = "rms_norm";
 
 /// The length of the last dimension, which the parameters must have.
-fn width_of(op: &str, x: &Tensor, params: &[(&str, &Tensor)]) -> Result<usize> {
+fn width_of(op: &'static str, x: &Tensor, params: &[(&str, &Tensor)]) -> Result<usize> {
     let width = x.dims().last().copied().unwrap_or(0);
     if x.rank() == 0 || width == 0 || params.iter().any(|(_, p)| p.dims() != [width]) {
         let found: Vec<String> = params.iter().map(|(name, p)| format!("{name} {:?}", p.dims())).collect();
         bail!("{op}: {} must have the length of the input's last dimension, {:?}", found.join(" and "), x.dims())
+    }
+    for (_, parameter) in params {
+        let (lhs, rhs) = (x.dtype(), parameter.dtype());
+        if ![lhs, DType::F32].contains(&rhs) {
+            return Err(Error::DTypeMismatchBinaryOp { lhs, rhs, op }.bt());
+        }
     }
     Ok(width)
 }

@@ -101,6 +101,7 @@ impl Registry {
             dtype,
             sub_group_size: usize::MAX,
             grad_dtype: dtype,
+            buffer_dtype: None,
             grouping: Arc::default(),
             weights_in_memory: None,
             states_in_files: None,
@@ -249,7 +250,10 @@ impl Inner {
 
     /// The tensor of a buffer, which is a variable.
     fn buffer(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
-        let dtype = dtype_of_buffer(name, dtype, self.plan.dtype);
+        let dtype = match self.plan.buffer_dtype {
+            Some(cast) if dtype.is_float() => cast,
+            _ => dtype_of_buffer(name, dtype, self.plan.dtype),
+        };
         let open = self.open_units.clone();
         if let Some(known) = self.buffers.iter_mut().find(|buffer| buffer.name == name) {
             if *known.tensor.shape() != shape {

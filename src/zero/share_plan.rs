@@ -19,6 +19,8 @@ pub(crate) struct SharePlan {
     pub grad_dtype: DType,
     /// Decides which states a parameter has.
     pub grouping: Arc<Grouping>,
+    /// What buffers of floats are cast to (`data_types.buffer_dtype`); `None`: nothing.
+    pub buffer_dtype: Option<DType>,
     /// Elements of weights that stay in memory (`max_in_cpu`), where the others lie in files.
     pub weights_in_memory: Option<usize>,
     /// How master weights and moments are kept.
@@ -36,6 +38,7 @@ impl SharePlan {
             world_size: config.world_size,
             placement: zero.stage.placement(),
             dtype: config.precision.dtype(),
+            buffer_dtype: config.buffer_dtype,
             sub_group_size: zero.sub_group_size,
             grad_dtype,
             grouping,

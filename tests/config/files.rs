@@ -484,6 +484,25 @@ fn a_warm_up_to_a_lower_rate_is_noted() {
 }
 
 #[test]
+fn autocast_is_the_format_of_an_f32_models_products() {
+    let of = |section: Value, more: Value| {
+        let mut value = with(more);
+        value["torch_autocast"] = section;
+        let config = load(value);
+        assert_eq!(load(config.to_deepspeed_json()).autocast, config.autocast);
+        (config.autocast, notes(&config))
+    };
+    for dtype in [json!(null), json!("bf16"), json!("torch.bfloat16")] {
+        assert_eq!(of(json!({"enabled": true, "dtype": dtype}), json!({})), (Some(DType::BF16), String::new()));
+        assert_eq!(of(json!({"enabled": false, "dtype": dtype}), json!({})), (None, String::new()));
+    }
+    assert_eq!(of(json!({"enabled": true, "dtype": "float32"}), json!({})), (None, String::new()));
+    let (dtype, said) = of(json!({"enabled": true}), json!({"bf16": {"enabled": true}}));
+    assert_eq!(dtype, None);
+    assert!(said.contains("products are in that format"), "{said}");
+}
+
+#[test]
 fn a_vocabulary_that_is_no_multiple_of_8_is_noted() {
     let said = |size: u32| notes(&load(with(json!({ "vocabulary_size": size }))));
     insta::assert_snapshot!(said(50257), @"vocabulary_size: 50257 is no multiple of 8: matrix units of GPUs like one, such as 50264");
@@ -562,7 +581,8 @@ fn off_forms_of_unsupported_features_are_accepted() {
 #[test]
 fn features_whose_silent_loss_would_change_training_are_refused() {
     for (more, path) in [
-        (json!({"torch_autocast": {"enabled": true}}), "torch_autocast.enabled"),
+        (json!({"torch_autocast": {"enabled": true, "dtype": "float16"}}), "torch_autocast.dtype"),
+        (json!({"torch_autocast": {"enabled": true, "dtype": "int4"}}), "torch_autocast.dtype"),
         (json!({"data_efficiency": {"enabled": true}}), "data_efficiency.enabled"),
         (
             json!({"data_efficiency": {"enabled": true,

@@ -1,9 +1,10 @@
 //! Keys of the configuration that change what is said and how a checkpoint is loaded.
 
 use crate::support::processes::{as_program, stderr};
-use crate::support::tiny::{Shape, Tiny, batch, config};
-use candle_core::{DType, Device, Tensor};
+use crate::support::tiny::{Shape, Tiny, batch, config, train};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Module, VarBuilder};
+use candle_zero::nn::{WeightLayout, linear};
 use candle_zero::zero::{Unit, unit};
 use candle_zero::{Engine, comm::threads, error::Result};
 use serde_json::{Value, json};
@@ -81,6 +82,37 @@ fn a_changed_order_of_units_is_said_where_the_file_asks() {
     }
 }
 
+/// A layer, and a statistic that is a buffer.
+struct Counted {
+    layer: candle_nn::Linear,
+    running_mean: Tensor,
+}
+
+#[test]
+fn buffers_of_floats_have_the_format_of_the_file() {
+    use DType::{BF16, F16, F32};
+    let bf16 = json!({"enabled": true});
+    for (section, buffer_dtype, wanted) in [
+        (json!({}), None, F32),
+        (json!({}), Some("bf16"), BF16),
+        (json!({}), Some("fp16"), F16),
+        (bf16.clone(), None, F32),
+        (bf16.clone(), Some("BF16"), BF16),
+        (bf16, Some("fp32"), F32),
+    ] {
+        let config = config(1, 1, json!({}), json!({"bf16": section, "data_types": {"buffer_dtype": buffer_dtype}}));
+        let build = |vb: VarBuilder<'_>| {
+            let running_mean = vb.get_with_hints(4, "running_mean", candle_nn::init::ONE)?;
+            Ok(Counted { layer: candle_nn::linear(4, 4, vb)?, running_mean })
+        };
+        let engine = Engine::builder().device(Device::Cpu).initialize(build, config).unwrap();
+        let model = engine.model();
+        assert_eq!(model.running_mean.dtype(), wanted, "{buffer_dtype:?}");
+        assert_eq!(model.running_mean.to_dtype(F32).unwrap().to_vec1::<f32>().unwrap(), [1.0; 4]);
+        assert_eq!(model.layer.weight().dtype(), engine.dtype());
+    }
+}
+
 /// The f32 values of every parameter after a load, with and without `load_from_fp32_weights`.
 fn loaded(stage: u8, world: usize, from_f32: bool) -> Vec<(String, Vec<f32>)> {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -127,4 +159,76 @@ fn a_load_that_is_not_from_f32_weights_rounds_master_weights() {
         }
         assert!(differ > 100, "{differ} at stage {stage}");
     }
+}
+
+/// One linear layer whose loss weighs its results by `c`.
+struct Weighed {
+    weight: Tensor,
+    bias: Tensor,
+}
+
+#[test]
+fn autocast_multiplies_in_bf16_and_keeps_the_rest_in_f32() {
+    let normal = |shape: &[usize]| Tensor::randn(0f32, 1.0, shape, &Device::Cpu).unwrap();
+    let (x, c) = (normal(&[6, 5]), normal(&[6, 3]));
+    let more = json!({
+        "torch_autocast": {"enabled": true, "dtype": "bfloat16"}, "gradient_clipping": 0, "scheduler": null,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "zero_allow_untested_optimizer": true,
+    });
+    let build = |vb: VarBuilder<'_>| {
+        let weight = vb.get_with_hints((3, 5), "weight", candle_nn::Init::Uniform { lo: -1.0, up: 1.0 })?;
+        Ok(Weighed { weight, bias: vb.get_with_hints(3, "bias", candle_nn::Init::Uniform { lo: -1.0, up: 1.0 })? })
+    };
+    let mut engine = Engine::builder().device(Device::Cpu).initialize(build, config(0, 1, json!({}), more)).unwrap();
+    assert_eq!(engine.dtype(), DType::F32);
+    let values = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let now = |engine: &Engine<Weighed>| [&engine.model().weight, &engine.model().bias].map(values);
+    let before = now(&engine);
+
+    let low = |t: &Tensor| t.detach().to_dtype(DType::BF16).unwrap();
+    let wide = |t: &Tensor| t.to_dtype(DType::F32).unwrap();
+    let [weight, bias] = [&engine.model().weight, &engine.model().bias].map(|t| Var::from_tensor(&low(t)).unwrap());
+    let wanted = linear(&low(&x), &weight, Some(&bias), WeightLayout::OutIn).unwrap();
+    let grads = (wide(&wanted) * &c).unwrap().sum_all().unwrap().backward().unwrap();
+
+    let run = |model: &Weighed| linear(&x, &model.weight, Some(&model.bias), WeightLayout::OutIn);
+    assert_eq!(values(&engine.eval(run).unwrap()), values(&wide(&wanted)));
+    let y = engine.forward(run).unwrap();
+    assert_eq!((y.dtype(), values(&y)), (DType::F32, values(&wide(&wanted))));
+    engine.backward(&(y * &c).unwrap().sum_all().unwrap()).unwrap();
+    engine.step().unwrap();
+    // The bias's gradient is a sum in f32, which the model in bf16 rounds.
+    let rounded_bias = f32::from(half::bf16::EPSILON);
+    for (((before, after), var), off) in before.iter().zip(now(&engine)).zip([&weight, &bias]).zip([1e-6, rounded_bias])
+    {
+        let grad = values(&wide(grads.get(var).unwrap()));
+        for ((before, after), grad) in before.iter().zip(&after).zip(&grad) {
+            assert!((before - grad - after).abs() <= off * grad.abs().max(1.0), "{before} - {grad}, not {after}");
+        }
+    }
+    // Outside of the engine nothing is rounded.
+    let exact = run(engine.model()).unwrap();
+    let inside = engine.eval(run).unwrap();
+    assert_ne!(values(&exact), values(&inside));
+}
+
+#[test]
+fn autocast_gives_the_same_bits_at_every_stage_and_with_recomputation() {
+    let run = |stage: u8, checkpointed: bool, casts: bool| {
+        let shape = Shape { units: true, checkpointed, layers: 2 };
+        let zero = json!({"stage3_param_persistence_threshold": 0});
+        let config = config(stage, 2, zero, json!({"torch_autocast": {"enabled": casts}}));
+        let ranks = train(2, shape, &config, 3);
+        (ranks.iter().map(|rank| rank.losses.clone()).collect::<Vec<_>>(), ranks[0].exported.clone())
+    };
+    let reference = run(0, false, true);
+    for (stage, checkpointed) in [(1, false), (2, true), (3, false), (3, true)] {
+        assert!(run(stage, checkpointed, true) == reference, "stage {stage}");
+    }
+    let exact = run(0, false, false);
+    let losses =
+        |run: &(Vec<Vec<u32>>, Vec<u8>)| -> Vec<f32> { run.0[0].iter().map(|bits| f32::from_bits(*bits)).collect() };
+    assert_ne!(exact.0, reference.0);
+    let apart = losses(&exact).iter().zip(losses(&reference)).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(apart < 0.05, "{apart}");
 }

@@ -268,3 +268,42 @@ fn gradients_are_the_slopes_of_the_values() {
         }
     }
 }
+
+/// Values, and the gradients of x, weight and bias, of a norm of `x`'s dtype under the sum weighted by `c`.
+fn norm(kind: &str, x: &Tensor, weight: &Tensor, bias: &Tensor, c: &Tensor) -> (Vec<f32>, Vec<(DType, Vec<f32>)>) {
+    let args = [x, weight, bias].map(|t| Var::from_tensor(t).unwrap());
+    let [x, weight, bias] = &args;
+    let y = match kind {
+        "layer_norm" => nn::layer_norm(x, weight, bias, 1e-5).unwrap(),
+        _ => nn::rms_norm(x, weight, 1e-5).unwrap(),
+    };
+    assert_eq!(y.dtype(), x.dtype());
+    let values = |t: &Tensor| t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let grads = (y.to_dtype(DType::F32).unwrap() * c).unwrap().sum_all().unwrap().backward().unwrap();
+    let grads = args.iter().filter_map(|arg| grads.get(arg)).map(|grad| (grad.dtype(), values(grad))).collect();
+    (values(&y), grads)
+}
+
+#[test]
+fn norms_with_f32_parameters_take_16_bit_activations() {
+    for dtype in [DType::BF16, DType::F16] {
+        let low = tensor(&[70, 24], 1, dtype);
+        let (x, c) = (low.to_dtype(DType::F32).unwrap(), tensor(&[70, 24], 2, dtype).to_dtype(DType::F32).unwrap());
+        let [weight, bias] = [3, 4].map(|seed| tensor(&[24], seed, DType::F32));
+        let round = |t: &[f32]| {
+            let t = Tensor::new(t, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+            t.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()
+        };
+        for kind in ["layer_norm", "rms_norm"] {
+            let (exact, exact_grads) = norm(kind, &x, &weight, &bias, &c);
+            let (mixed, grads) = norm(kind, &low, &weight, &bias, &c);
+            assert_eq!(mixed, round(&exact), "{kind} {dtype:?}");
+            assert_eq!(grads[0], (dtype, round(&exact_grads[0].1)), "{kind} {dtype:?}");
+            // Parameters have gradients of their own format, to the bit those of an f32 input.
+            assert_eq!(grads[1..], exact_grads[1..], "{kind} {dtype:?}");
+            assert_eq!(grads.len(), if kind == "layer_norm" { 3 } else { 2 });
+        }
+        let error = nn::rms_norm(&x, &weight.to_dtype(dtype).unwrap(), 1e-5).unwrap_err().to_string();
+        assert!(error.contains("rms_norm"), "{error}");
+    }
+}

@@ -9,10 +9,7 @@ pub(super) static SECTIONS: &[Section] = &[
     Section::new("bf16", true, BF16),
     Section::new("data_types", false, DATA_TYPES),
     Section::new("activation_checkpointing", false, ACTIVATION_CHECKPOINTING),
-    Section::new("torch_autocast", false, TORCH_AUTOCAST)
-        .status(refuse("casts operator by operator are not offered: use bf16 or fp16"))
-        .switch("enabled")
-        .when_off("is off; nothing like it is offered here"),
+    Section::new("torch_autocast", false, TORCH_AUTOCAST),
 ];
 
 const GONE: &str = "DeepSpeed 0.19.8 refuses the whole file for it, on or off: remove it";
@@ -53,7 +50,7 @@ const ROOT: &[super::Key] = keys! {
     "dump_state": Bool, "false", H, "Print the configuration and the engine's state at the start.";
     "disable_python_gc": Bool, "false", none("there is no Python"), "Switch Python's garbage collector off.";
     "log_level": OneOfAnyCase(&["debug", "info", "warning", "error", "critical"]), "null", H, "What is said, on standard error or to a subscriber of tracing: warning leaves out progress and notes, error and critical also what goes wrong while training continues; null: everything.";
-    "torch_autocast": Object, "{}", S, "Casts operator by operator.";
+    "torch_autocast": Object, "{}", S, "Products of an f32 model in a lower format.";
     "aio": Object, "{}", H, "How the files of nvme are accessed.";
     "checkpoint": Object, "{}", H, "How checkpoints are written.";
     "datastates_ckpt": Any, "false", none("checkpoint.writer.decoupled saves in the background"), "Third-party lazy checkpointing.";
@@ -110,8 +107,8 @@ const BF16: &[super::Key] = keys! {
 const DATA_TYPES: &[super::Key] = keys! {
     "grad_accum_dtype": DTYPE, "null", H, "Format in which gradients are accumulated; null: the model's.";
     "param_dtype": DTYPE, "null", H, "Must equal the format that fp16 and bf16 choose.";
-    "buffer_dtype": DTYPE, "null", none("a buffer keeps the type that the model asks for"), "Cast of model buffers.";
-    "keep_in_fp32_modules": AutoOr(&Strings), "\"auto\"", H, "Modules kept in f32 under fp16 or bf16: only \"auto\" (none) then.";
+    "buffer_dtype": DTYPE, "null", H, "Format of the model's buffers of floats; null: what the model asks for, and f32 for running statistics.";
+    "keep_in_fp32_modules": AutoOr(&Strings), "\"auto\"", H, "Modules kept in f32 under fp16 or bf16: only \"auto\" (none) then. Norms compute in f32 anyway, and master weights are f32.";
 };
 
 const ACTIVATION_CHECKPOINTING: &[super::Key] = keys! {
@@ -125,7 +122,7 @@ const ACTIVATION_CHECKPOINTING: &[super::Key] = keys! {
 };
 
 const TORCH_AUTOCAST: &[super::Key] = keys! {
-    "enabled": Bool, "false", S, "Casts operator by operator.";
-    "dtype": Str, "null", S, "Format of the casts.";
-    "lower_precision_safe_modules": Strings, "null", S, "Modules whose gradients travel in low precision.";
+    "enabled": Bool, "false", H, "An f32 model multiplies in a lower format: Linear and Conv1D of candle_zero::nn round their input and weight, multiply, and widen the result. Parameters, gradients and everything else stay f32 (in PyTorch attention is rounded too).";
+    "dtype": Str, "null", H, "Format of the products: bfloat16 (null), or float32 for none. float16 is refused: it would need a loss scale.";
+    "lower_precision_safe_modules": Strings, "null", none("all gradients travel in communication_data_type, f32 by default"), "Modules whose gradients travel in low precision.";
 };

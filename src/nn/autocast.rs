@@ -1,0 +1,137 @@
+//! Products of an f32 model in a lower format, as PyTorch's autocast does them (DeepSpeed's `torch_autocast`).
+//!
+//! Parameters, activations and gradients are f32; a linear layer rounds its input and its weight to the lower format,
+//! multiplies them, and widens the result. Everything else computes in f32 as it would without.
+
+use super::product::Sizes;
+use super::{Activation, Then, WeightLayout, composed, gelu_tanh, silu};
+use crate::graph::Inputs;
+use crate::kernels::buffer;
+use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
+use crate::tensor::element::{Element, with_element, with_elements};
+use candle_core::{DType, Result, Tensor};
+use std::cell::Cell;
+use std::sync::Arc;
+
+thread_local! {
+    static LOWER: Cell<Option<DType>> = const { Cell::new(None) };
+}
+
+/// Runs `run` with the products of linear layers in `dtype` where their operands are f32; `None`: as they are. What the
+/// thread had before holds again afterwards.
+pub(crate) fn autocast<T>(dtype: Option<DType>, run: impl FnOnce() -> T) -> T {
+    struct Reset(Option<DType>);
+    impl Drop for Reset {
+        fn drop(&mut self) {
+            LOWER.set(self.0);
+        }
+    }
+    let _reset = Reset(LOWER.replace(dtype));
+    run()
+}
+
+/// The format of a product of these operands, where it is another one than theirs.
+pub(super) fn lower(x: &Tensor, weight: &Tensor) -> Option<DType> {
+    LOWER.get().filter(|_| x.dtype() == DType::F32 && weight.dtype() == DType::F32)
+}
+
+/// [`linear_then`](super::linear_then) with the product in `dtype`; what follows it is in f32.
+pub(super) fn linear_then(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    layout: WeightLayout,
+    then: Then<'_>,
+    dtype: DType,
+) -> Result<Tensor> {
+    let y = if x.device().is_cpu() {
+        with_element!(dtype, NAME, L => linear::<L>(x, weight, bias, layout))?
+    } else {
+        let bias = bias.map(|bias| bias.to_dtype(dtype)).transpose()?;
+        composed::linear(&x.to_dtype(dtype)?, &weight.to_dtype(dtype)?, bias.as_ref(), layout)?.to_dtype(DType::F32)?
+    };
+    let y = match then.activation {
+        Some(Activation::GeluTanh) => gelu_tanh(&y)?,
+        Some(Activation::Silu) => silu(&y)?,
+        None => y,
+    };
+    then.residual.map_or(Ok(y.clone()), |residual| residual + y)
+}
+
+const NAME: &str = "linear (autocast)";
+
+/// The product in `L`. Backward keeps the rounded input and rounds the weight again, which may have left memory.
+fn linear<L: Element>(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: WeightLayout) -> Result<Tensor> {
+    let s = Sizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
+    let shape = s.result_shape(x.shape());
+    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+    let bias = bias.map(Tensor::contiguous).transpose()?;
+    let inputs = Inputs::of([Some(&x), Some(&weight), bias.as_ref()])?;
+    let low_x = rounded::<L>(&x)?;
+    let mut y = buffer::<L>(shape.elem_count());
+    {
+        let (w, bias) = (rounded::<L>(&weight)?, bias.as_ref().map(rounded::<L>).transpose()?);
+        let epilogue = Epilogue { bias: bias.as_deref(), ..Epilogue::default() };
+        let x = Matrix::new(&low_x[..], s.rows, s.inputs);
+        gemm(MatrixMut::new(&mut y, s.rows, s.outputs), x, s.weight(&w), epilogue);
+    }
+    let kept = Arc::new(if inputs.are_wanted() { low_x } else { Vec::new() });
+    inputs.result(NAME, f32::storage(widened(&y)), shape, move |grad, [to_x, to_weight, to_bias]| {
+        let mut g = buffer::<L>(grad.len());
+        grad.read::<f32, _>(NAME, |dy| {
+            L::narrow(dy, &mut g);
+            Ok(())
+        })?;
+        let g = Matrix::new(&g[..], s.rows, s.outputs);
+        if to_bias.is_wanted() {
+            let mut sums = vec![0f32; s.outputs];
+            column_sums(g, &mut sums);
+            to_bias.give_sums::<f32>(&sums)?;
+        }
+        to_weight.accumulate::<f32>(s.inputs * s.outputs, |dw, add| {
+            let mut low = buffer::<L>(dw.len());
+            let x = Matrix::new(&kept[..], s.rows, s.inputs);
+            match s.layout {
+                WeightLayout::OutIn => {
+                    gemm(MatrixMut::new(&mut low, s.outputs, s.inputs), g.t(), x, Epilogue::default());
+                }
+                WeightLayout::InOut => {
+                    gemm(MatrixMut::new(&mut low, s.inputs, s.outputs), x.t(), g, Epilogue::default());
+                }
+            }
+            put(&low, dw, add);
+            Ok(())
+        })?;
+        to_x.accumulate::<f32>(s.rows * s.inputs, |dx, add| {
+            let w = rounded::<L>(&weight)?;
+            let mut low = buffer::<L>(dx.len());
+            gemm(MatrixMut::new(&mut low, s.rows, s.inputs), g, s.weight(&w).t(), Epilogue::default());
+            put(&low, dx, add);
+            Ok(())
+        })
+    })
+}
+
+/// The values of an f32 tensor, rounded.
+fn rounded<L: Element>(tensor: &Tensor) -> Result<Vec<L>> {
+    with_elements::<f32, _>(tensor, NAME, |values| {
+        let mut low = buffer::<L>(values.len());
+        L::narrow(values, &mut low);
+        Ok(low)
+    })
+}
+
+fn widened<L: Element>(low: &[L]) -> Vec<f32> {
+    let mut wide = vec![0f32; low.len()];
+    L::widen(low, &mut wide);
+    wide
+}
+
+/// Writes a gradient, or adds it.
+fn put<L: Element>(low: &[L], grad: &mut [f32], add: bool) {
+    if add {
+        grad.iter_mut().zip(widened(low)).for_each(|(sum, value)| *sum += value);
+    } else {
+        L::widen(low, grad);
+    }
+}

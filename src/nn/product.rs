@@ -1,0 +1,52 @@
+//! The sizes of a linear layer's product.
+
+use super::WeightLayout;
+use crate::kernels::gemm::Matrix;
+use candle_core::{Result, Shape, bail};
+
+/// Sizes of one application: `rows` rows of `inputs` elements become rows of `outputs`.
+#[derive(Clone, Copy)]
+pub(super) struct Sizes {
+    pub rows: usize,
+    pub inputs: usize,
+    pub outputs: usize,
+    pub layout: WeightLayout,
+}
+
+impl Sizes {
+    pub fn new(x: &Shape, weight: &Shape, bias: Option<&Shape>, layout: WeightLayout) -> Result<Self> {
+        let (inputs, outputs) = match (weight.dims(), layout) {
+            (&[outputs, inputs], WeightLayout::OutIn) | (&[inputs, outputs], WeightLayout::InOut) => (inputs, outputs),
+            (dims, _) => bail!("linear: the weight must have two dimensions, not {dims:?}"),
+        };
+        let last = x.dims().last().copied().unwrap_or(0);
+        if x.rank() == 0 || last != inputs {
+            bail!(
+                "linear: the input has shape {:?}; its last dimension must be {inputs}, the weight's inputs",
+                x.dims()
+            )
+        }
+        if let Some(bias) = bias
+            && bias.dims() != [outputs]
+        {
+            bail!("linear: the bias has shape {:?}; the weight's outputs ask for [{outputs}]", bias.dims())
+        }
+        let rows = x.dims()[..x.rank() - 1].iter().product();
+        Ok(Self { rows, inputs, outputs, layout })
+    }
+
+    pub fn result_shape(&self, x: &Shape) -> Shape {
+        let mut dims = x.dims().to_vec();
+        let last = dims.len() - 1;
+        dims[last] = self.outputs;
+        Shape::from(dims)
+    }
+
+    /// The weight as a matrix `[in, out]`.
+    pub fn weight<'a, E: Copy>(&self, weight: &'a [E]) -> Matrix<'a, E> {
+        match self.layout {
+            WeightLayout::OutIn => Matrix::new(weight, self.outputs, self.inputs).t(),
+            WeightLayout::InOut => Matrix::new(weight, self.inputs, self.outputs),
+        }
+    }
+}
