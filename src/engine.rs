@@ -9,6 +9,7 @@
 //!
 //! The engine owns no arithmetic: each word is a module of its own.
 
+mod access;
 mod accumulation;
 mod builder;
 mod checkpoints;

@@ -1,6 +1,6 @@
 //! How a rank finds out who it is: the variables that launchers set.
 //!
-//! The first row that matches wins. A row matches when its rank or its world is set.
+//! The first row that matches wins. A row matches when its rank or its world is set. `WORLD_SIZE=1` alone is rank 0 of 1.
 //!
 //! | launcher | rank, world | on this host |
 //! | --- | --- | --- |
@@ -195,7 +195,14 @@ impl Vars<'_> {
 
     fn find(&self) -> Result<Option<RankNumbers>> {
         let local = self.pair("LOCAL_RANK", &["LOCAL_WORLD_SIZE", "LOCAL_SIZE"]);
-        if let Some((rank, world)) = self.pair("RANK", &["WORLD_SIZE"])? {
+        let only = match (self.number("RANK")?, self.number("WORLD_SIZE")?) {
+            // The one rank of a world of one needs no number.
+            (None, Some(world)) if world.value == 1 && local.as_ref().is_ok_and(Option::is_none) => {
+                Some((Number { name: "RANK", value: 0 }, world))
+            }
+            _ => None,
+        };
+        if let Some((rank, world)) = only.map_or_else(|| self.pair("RANK", &["WORLD_SIZE"]), |only| Ok(Some(only)))? {
             return Ok(Some(RankNumbers { rank, world, local: local? }));
         }
         if let Some((local_rank, _)) = local? {
@@ -327,6 +334,11 @@ mod tests {
         ];
         assert_eq!(numbers(&read(&slurm).unwrap()), [3, 4, 3, 4]);
         assert_eq!(numbers(&read(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1")]).unwrap()), [0, 1, 0, 1]);
+    }
+
+    #[test]
+    fn a_world_of_one_needs_no_rank() {
+        assert_eq!(numbers(&read(&[("WORLD_SIZE", "1")]).unwrap()), [0, 1, 0, 1]);
     }
 
     #[test]

@@ -67,6 +67,15 @@ pub enum EngineError {
         /// The number of groups.
         groups: usize,
     },
+    /// A gradient is set that there is not.
+    #[error(
+        "parameter {name} has no gradient now: there is one from backward to the step that updates the weights, reduced \
+         and not frozen"
+    )]
+    GradientAbsent {
+        /// The parameter.
+        name: String,
+    },
     /// Ranks gave a call different arguments.
     #[error("rank {rank} called {call} with other arguments than rank {other}; every rank must give the same")]
     ArgumentsDiffer {

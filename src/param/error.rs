@@ -39,6 +39,36 @@ pub enum ParamError {
         /// The group's place.
         index: usize,
     },
+    /// A name that no parameter has.
+    #[error("the model has no parameter {name}: {near}")]
+    Unknown {
+        /// The name.
+        name: String,
+        /// Names that are like it.
+        near: String,
+    },
+    /// An optimizer state that the parameter does not have.
+    #[error("parameter {name} has no optimizer state {key}: there are {has}")]
+    UnknownState {
+        /// The parameter.
+        name: String,
+        /// The state.
+        key: String,
+        /// Its states.
+        has: String,
+    },
+    /// A value of another shape than the parameter's.
+    #[error(
+        "a value of shape {found:?} is given for parameter {name}, whose shape is {expected:?}; give one of that shape"
+    )]
+    ValueShape {
+        /// The parameter.
+        name: String,
+        /// The value's shape.
+        found: Vec<usize>,
+        /// The parameter's.
+        expected: Vec<usize>,
+    },
     /// A unit to be marked that is not there.
     #[error(
         "EngineBuilder::leaf_units names {name}, but no unit of the model is named so; its units are {units} (a name is \

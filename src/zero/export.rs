@@ -68,7 +68,7 @@ impl Core {
     }
 
     /// Collective: a whole parameter of the elements that each rank owns.
-    fn gather_whole(&self, param: usize, mut own: Flat) -> Result<Flat> {
+    pub(super) fn gather_whole(&self, param: usize, mut own: Flat) -> Result<Flat> {
         let (world, numel) = (self.comm.size(), self.params[param].numel);
         // Not a question of how much this rank owns: a parameter of one element lies on one rank alone.
         if world == 1 || !self.placement.optim.is_sharded() {

@@ -47,6 +47,8 @@ pub(crate) struct Gatherer<R: Rank = Core> {
     persistent: Bundle,
     /// Whether each parameter is persistent.
     is_persistent: Vec<bool>,
+    /// The persistent parameters were released too, and have not been needed since.
+    persistent_is_released: bool,
     /// The trace of training, and that of evaluation, which has forwards only.
     traces: [Trace; 2],
     /// Elements of gathered parameters, without the persistent ones.
@@ -245,6 +247,7 @@ impl<R: Rank> Gatherer<R> {
             spent: Vec::new(),
             persistent: bundle(persistent),
             is_persistent,
+            persistent_is_released: false,
             traces: Default::default(),
             live: 0,
             in_flight: 0,
@@ -261,6 +264,7 @@ impl<R: Rank> Gatherer<R> {
         if self.persistent.params.is_empty() {
             return Ok(());
         }
+        self.persistent_is_released = false;
         let gathering = self.persistent.launch(core);
         self.persistent.release(core.params())?;
         self.persistent.install(core, gathering, Kind::Persistent)
@@ -451,6 +455,9 @@ impl<R: Rank> Gatherer<R> {
     }
 
     fn need(&mut self, core: &R, unit: UnitId) -> Result<()> {
+        if self.persistent_is_released {
+            self.refresh_persistent(core)?;
+        }
         if matches!(self.units[unit].state, State::Partly) {
             self.release_unit(core, unit)?;
         }
@@ -506,6 +513,32 @@ impl<R: Rank> Gatherer<R> {
             distance = distance.saturating_add(self.units[event.unit()].bundle.numel);
         }
         false
+    }
+
+    /// Gathers parameters that are not whole, whatever unit they are of; gives those that it has gathered.
+    pub fn gather_params(&mut self, core: &R, params: &[ParamId]) -> Result<Vec<ParamId>> {
+        let absent: Vec<ParamId> = params.iter().copied().filter(|p| !core.params()[*p].is_whole()).collect();
+        if !absent.is_empty() {
+            let bundle = Bundle::new(absent.clone(), core.params(), core.world_size(), self.persistent.wire);
+            let gathering = bundle.launch(core);
+            bundle.install(core, gathering, Kind::Gathered)?;
+        }
+        Ok(absent)
+    }
+
+    /// Releases parameters that [`gather_params`](Self::gather_params) has gathered.
+    pub fn release_params(&mut self, core: &R, params: &[ParamId]) -> Result<()> {
+        params.iter().try_for_each(|param| release(&core.params()[*param]).map(drop))
+    }
+
+    /// Releases all parameters, the persistent ones until they are needed, and forgets the recorded order.
+    pub fn release_everything(&mut self, core: &R) -> Result<()> {
+        self.end(core)?;
+        self.release_passed(core)?;
+        self.persistent.release(core.params())?;
+        self.persistent_is_released = !self.persistent.params.is_empty();
+        self.traces = Default::default();
+        Ok(())
     }
 
     /// Waits for a gather that nobody came for and forgets it; the other ranks count on it.

@@ -24,11 +24,13 @@
 //! | `diverged.rs` | the parts that ranks were in when their calls differed |
 //! | `unused.rs` | parameters that no backward reaches |
 //! | `freeze.rs` | parameters frozen and thawed between steps |
+//! | `access.rs` | one parameter, its gradient and states, read and set |
 //! | `for_eval.rs` | a second instance of the model, for evaluation |
 //! | `export.rs` | whole parameters in a file |
 //!
 //! The decisions of a step are written once, over `rank::Rank`; the core and a rehearsal carry them out.
 
+mod access;
 mod batch;
 pub(crate) mod buffers;
 pub(crate) mod core;

@@ -24,16 +24,24 @@ impl Core {
         lock(&self.unreduced).add(param, grad, dtype, &self.ledger)
     }
 
+    /// A backward is over whose gradients are kept.
+    pub(super) fn keep_unreduced(&self) {
+        lock(&self.unreduced).waits = true;
+    }
+
     /// Hands over the sums of the parameters that the present backward has not reached.
     pub(super) fn release_unreduced(&self) -> Result<()> {
-        let sums = std::mem::take(&mut lock(&self.unreduced).sums);
+        let mut unreduced = lock(&self.unreduced);
+        unreduced.waits = false;
+        let sums = std::mem::take(&mut unreduced.sums);
+        drop(unreduced);
         let mut gradients = lock(&self.gradients);
         sums.into_iter().try_for_each(|(param, sum)| gradients.arrive(self, param, Grad::Own(sum.into_buffer())))
     }
 
     /// Collective: reduces the gradients that were kept, if there are any.
     pub fn reduce_unreduced(&self) -> Result<()> {
-        if lock(&self.unreduced).sums.is_empty() {
+        if !lock(&self.unreduced).waits {
             return Ok(());
         }
         self.release_unreduced()?;
@@ -42,7 +50,10 @@ impl Core {
 
     /// Drops all gradients.
     pub fn zero_grad(&self) -> Result<()> {
-        lock(&self.unreduced).sums.clear();
+        let mut unreduced = lock(&self.unreduced);
+        unreduced.sums.clear();
+        unreduced.waits = false;
+        drop(unreduced);
         for group in lock(&self.groups).iter_mut() {
             for grads in &mut group.grads {
                 // Its place in the file is written again before long.

@@ -88,7 +88,9 @@ impl Core {
             once(|| stacker::maybe_grow(RED_ZONE, BACKWARD_STACK, || loss.backward())).map(drop)
         };
         run().map_err(|e| self.explain(e))?;
-        if !self.holds_unreduced() {
+        if self.holds_unreduced() {
+            self.keep_unreduced();
+        } else {
             self.release_unreduced()?;
             lock(&self.gradients).end_backward(self)?;
         }

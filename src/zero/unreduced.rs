@@ -12,6 +12,8 @@ use std::collections::BTreeMap;
 pub(super) struct Unreduced {
     /// More are coming.
     pub holds: bool,
+    /// A backward has been kept since the last one that was not: on all ranks, whatever has come on this one.
+    pub waits: bool,
     pub sums: BTreeMap<ParamId, Tracked>,
 }
 

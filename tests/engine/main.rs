@@ -4,6 +4,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod access;
 mod accumulation;
 mod api;
 mod config_keys;
@@ -17,4 +18,5 @@ mod overflow;
 mod own_optimizer;
 mod parameter_groups;
 mod schedules;
+mod several_engines;
 mod timeline;

@@ -77,6 +77,13 @@ impl Gan {
 
     /// A step of the generator, through the discriminator.
     pub fn generate(&mut self, step: usize) -> candle_zero::Result<Tensor> {
+        let loss = self.generator_loss(step)?;
+        self.generator.backward(&loss)?;
+        self.generator.step()?;
+        Ok(loss)
+    }
+
+    fn generator_loss(&mut self, step: usize) -> candle_zero::Result<Tensor> {
         let Self { generator, discriminator } = self;
         let seed = step * 64 + 7 + generator.rank();
         let through = |g: &Net| -> Result<Tensor> {
@@ -84,10 +91,14 @@ impl Gan {
             let scores = discriminator.forward(|d| d.forward(&fake)).map_err(candle_core::Error::wrap)?;
             distance(&scores, 1.0)
         };
-        let loss = generator.forward(through)?;
-        generator.backward(&loss)?;
-        generator.step()?;
-        Ok(loss)
+        generator.forward(through)
+    }
+
+    /// Forward and backward of the generator, through the discriminator, whose gradients are dropped.
+    pub fn try_generator(&mut self, step: usize) -> candle_zero::Result<()> {
+        let loss = self.generator_loss(step)?;
+        self.generator.backward(&loss)?;
+        self.generator.zero_grad()
     }
 
     /// Trains for `steps` steps. Gives the bits of all losses and norms of this rank, and those of the weights.

@@ -1,0 +1,265 @@
+//! One parameter by its name: values, gradient and optimizer states, as DeepSpeed's `safe_get_*` and `safe_set_*`, and
+//! parameters gathered outside of a forward.
+
+use super::{Engine, Phase};
+use crate::error::{EngineError, ParamError, Result};
+use crate::param::ParamId;
+use crate::precision::Flat;
+use crate::util::fnv1a;
+use crate::zero::share::State;
+use candle_core::{DType, Device, Tensor};
+
+/// The least likeness, from 0 to 1, of a name that is suggested for another one.
+const ALIKE: f64 = 0.5;
+
+/// Names that are suggested.
+const SUGGESTIONS: usize = 3;
+
+impl<M> Engine<M> {
+    /// Collective: the values of parameter `name` with all their digits (master weights where there are any), whole, in
+    /// f32 and the parameter's shape, at every stage and offload.
+    ///
+    /// # Errors
+    /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; a failed collective.
+    pub fn safe_get_full_fp32_param(&mut self, name: &str) -> Result<Tensor> {
+        let param = self.agreed_param("safe_get_full_fp32_param", name, "", &[])?;
+        let whole = self.attempt(|engine| engine.core.whole_f32(param))?;
+        self.shaped(param, whole)
+    }
+
+    /// Collective: the gradient of parameter `name`, whole, in f32 and the parameter's shape, as the coming
+    /// [`step`](Self::step) would use it before clipping: reduced over ranks, summed over the micro steps of the
+    /// accumulation so far, each divided by `gradient_accumulation_steps`, loss scale divided out.
+    ///
+    /// There is one from the first backward of an accumulation to its step; nothing is the result at other times, for a
+    /// frozen parameter, and while [`no_sync`](Self::no_sync) keeps all that there is.
+    ///
+    /// # Errors
+    /// As [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param).
+    pub fn safe_get_full_grad(&mut self, name: &str) -> Result<Option<Tensor>> {
+        let param = self.agreed_param("safe_get_full_grad", name, "", &[])?;
+        let whole = self.attempt(|engine| engine.core.whole_gradient(param))?;
+        whole.map(|whole| self.unscaled(whole)).map(|whole| self.shaped(param, whole)).transpose()
+    }
+
+    /// Collective: the optimizer state `key` (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, ...) of parameter `name`,
+    /// whole, in f32 and the parameter's shape. Before the first update it is zeros.
+    ///
+    /// # Errors
+    /// As [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::UnknownState`], also for a frozen
+    /// parameter, which has none.
+    pub fn safe_get_full_optimizer_state(&mut self, name: &str, key: &str) -> Result<Tensor> {
+        let param = self.agreed_param("safe_get_full_optimizer_state", name, key, &[])?;
+        let state = self.state_of(param, key)?;
+        let whole = self.attempt(|engine| engine.core.whole_state(state, param))?;
+        self.shaped(param, whole)
+    }
+
+    /// Collective: sets the values of parameter `name`, wherever they are: master weights, shards and whole tensors.
+    /// Optimizer states stay. All ranks give the same `value`, of the parameter's shape, in any dtype.
+    ///
+    /// # Errors
+    /// As [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::ValueShape`];
+    /// [`EngineError::OutOfOrder`] between forward and backward, whose graph has the old values. Then nothing has
+    /// changed.
+    pub fn safe_set_full_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
+        const CALL: &str = "safe_set_full_fp32_param";
+        let values = self.values_of(CALL, value)?;
+        let param = self.agreed_param(CALL, name, "", &values)?;
+        self.check_shape(param, value)?;
+        self.wait_for_checkpoint()?;
+        self.attempt(|engine| {
+            engine.core.set_state(State::Weights, param, &values)?;
+            engine.core.refresh()
+        })
+    }
+
+    /// Collective: sets a gradient that there is: see [`safe_get_full_grad`](Self::safe_get_full_grad). The next
+    /// backward of the accumulation is added to it. All ranks give the same `value`.
+    ///
+    /// # Errors
+    /// As [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param); [`EngineError::GradientAbsent`].
+    pub fn safe_set_full_grad(&mut self, name: &str, value: &Tensor) -> Result<()> {
+        const CALL: &str = "safe_set_full_grad";
+        let mut values = self.values_of(CALL, value)?;
+        let param = self.agreed_param(CALL, name, "", &values)?;
+        self.check_shape(param, value)?;
+        let scale = self.scaler.scale() as f32;
+        values.iter_mut().for_each(|value| *value *= scale);
+        match self.attempt(|engine| engine.core.set_gradient(param, &values))? {
+            true => Ok(()),
+            false => Err(EngineError::GradientAbsent { name: name.into() }.into()),
+        }
+    }
+
+    /// Collective: sets the optimizer state `key` of parameter `name`. All ranks give the same `value`.
+    ///
+    /// # Errors
+    /// As [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param); [`ParamError::UnknownState`].
+    pub fn safe_set_full_optimizer_state(&mut self, name: &str, value: &Tensor, key: &str) -> Result<()> {
+        const CALL: &str = "safe_set_full_optimizer_state";
+        let values = self.values_of(CALL, value)?;
+        let param = self.agreed_param(CALL, name, key, &values)?;
+        let state = self.state_of(param, key)?;
+        self.check_shape(param, value)?;
+        self.wait_for_checkpoint()?;
+        self.attempt(|engine| engine.core.set_state(state, param, &values))
+    }
+
+    /// This rank's part of parameter `name`, in f32 and one dimension: its shard where optimizer states are sharded, at
+    /// stage 0 all of it. Not collective, as the other `safe_get_local_*`.
+    ///
+    /// # Errors
+    /// [`ParamError::Unknown`]; a file that cannot be read.
+    pub fn safe_get_local_fp32_param(&mut self, name: &str) -> Result<Tensor> {
+        let param = self.param(name)?;
+        let own = self.attempt(|engine| engine.core.own_state(State::Weights, param))?;
+        self.flat(own)
+    }
+
+    /// This rank's part of what [`safe_get_full_grad`](Self::safe_get_full_grad) gives.
+    ///
+    /// # Errors
+    /// As [`safe_get_local_fp32_param`](Self::safe_get_local_fp32_param).
+    pub fn safe_get_local_grad(&mut self, name: &str) -> Result<Option<Tensor>> {
+        let param = self.param(name)?;
+        let own = self.attempt(|engine| engine.core.own_gradient(param))?;
+        own.map(|own| self.unscaled(own)).map(|own| self.flat(own)).transpose()
+    }
+
+    /// This rank's part of what [`safe_get_full_optimizer_state`](Self::safe_get_full_optimizer_state) gives.
+    ///
+    /// # Errors
+    /// As [`safe_get_local_fp32_param`](Self::safe_get_local_fp32_param); [`ParamError::UnknownState`].
+    pub fn safe_get_local_optimizer_state(&mut self, name: &str, key: &str) -> Result<Tensor> {
+        let param = self.param(name)?;
+        let state = self.state_of(param, key)?;
+        let own = self.attempt(|engine| engine.core.own_state(state, param))?;
+        self.flat(own)
+    }
+
+    /// Runs `run` while the parameters `names` are whole: what [`model`](Self::model) gives may then be read outside of
+    /// a forward (DeepSpeed's `GatheredParameters`, for reading: values are set with
+    /// [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param)). They have the model's dtype. Collective at
+    /// stage 3; at other stages all parameters are whole at any time.
+    ///
+    /// ```
+    /// # use candle_zero::Engine;
+    /// # let config = r#"{"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}"#;
+    /// # let mut engine = Engine::initialize(|vb| candle_nn::linear(4, 3, vb), config)?;
+    /// let largest = engine.gathered(&["weight"], |model| model.weight().abs()?.max_all()?.to_scalar::<f32>())?;
+    /// assert!(largest > 0.0);
+    /// # Ok::<(), candle_zero::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; the error of `run`, after which
+    /// the engine can go on; a failed collective.
+    pub fn gathered<T>(&mut self, names: &[&str], run: impl FnOnce(&M) -> candle_core::Result<T>) -> Result<T> {
+        if self.core.shards_params() {
+            self.same_on_all_ranks("gathered", &[hash(names.join("\n").as_bytes())])?;
+        }
+        let mut params = names.iter().map(|name| self.param(name)).collect::<Result<Vec<_>>>()?;
+        params.sort_unstable();
+        params.dedup();
+        self.attempt(|engine| engine.core.with_gathered(&params, || run(&engine.model)))?
+    }
+
+    /// Releases all gathered parameters at stage 3, also those that `stage3_param_persistence_threshold` keeps, until
+    /// the next forward or backward needs them (DeepSpeed's call): memory for an evaluation elsewhere, say. All ranks
+    /// call it at the same place.
+    ///
+    /// # Errors
+    /// [`EngineError::OutOfOrder`] between forward and backward; a failed collective.
+    pub fn empty_partition_cache(&mut self) -> Result<()> {
+        self.not_between_passes("empty_partition_cache")?;
+        self.attempt(|engine| engine.core.empty_cache())
+    }
+
+    /// The place of parameter `name`.
+    fn param(&self, name: &str) -> Result<ParamId> {
+        self.not_stopped()?;
+        let params = self.core.params();
+        let found = params.iter().position(|param| param.name == name);
+        found.ok_or_else(|| {
+            let near = nearest(name, params.iter().map(|param| param.name.as_str()));
+            ParamError::Unknown { name: name.into(), near }.into()
+        })
+    }
+
+    /// Collective: the same, if all ranks mean the same of it.
+    fn agreed_param(&mut self, call: &'static str, name: &str, key: &str, values: &[f32]) -> Result<ParamId> {
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        let parts = [name.as_bytes(), key.as_bytes(), &bytes];
+        self.same_on_all_ranks(call, &parts.map(hash))?;
+        self.param(name)
+    }
+
+    fn state_of(&self, param: ParamId, key: &str) -> Result<State> {
+        let param = &self.core.params()[param];
+        let keys = self.core.moments(param, &self.trainer);
+        let found = keys.iter().position(|own| *own == key).map(State::Moment);
+        found.ok_or_else(|| {
+            let has = if keys.is_empty() { "none".into() } else { keys.join(", ") };
+            ParamError::UnknownState { name: param.name.clone(), key: key.into(), has }.into()
+        })
+    }
+
+    /// Values to be set, on the host.
+    fn values_of(&self, call: &'static str, value: &Tensor) -> Result<Vec<f32>> {
+        self.not_between_passes(call)?;
+        Ok(value.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+    }
+
+    /// An error where a graph waits for its backward.
+    fn not_between_passes(&self, call: &'static str) -> Result<()> {
+        self.not_stopped()?;
+        match self.phase {
+            Phase::Forwarded => Err(EngineError::OutOfOrder { call, when: "between forward and backward" }.into()),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_shape(&self, param: ParamId, value: &Tensor) -> Result<()> {
+        let param = &self.core.params()[param];
+        if param.shape.dims() == value.dims() {
+            return Ok(());
+        }
+        let (name, found, expected) = (param.name.clone(), value.dims().to_vec(), param.shape.dims().to_vec());
+        Err(ParamError::ValueShape { name, found, expected }.into())
+    }
+
+    /// A gradient without the loss scale.
+    fn unscaled(&self, mut grad: Flat) -> Flat {
+        let scale = self.scaler.scale();
+        if scale != 1.0 {
+            grad.as_mut().scale((1.0 / scale) as f32);
+        }
+        grad
+    }
+
+    fn shaped(&self, param: ParamId, values: Flat) -> Result<Tensor> {
+        Ok(self.flat(values)?.reshape(&self.core.params()[param].shape)?)
+    }
+
+    /// f32 values in one dimension, where the model computes.
+    fn flat(&self, values: Flat) -> Result<Tensor> {
+        let Flat::F32(values) = values else { unreachable!("states are read in f32") };
+        let len = values.len();
+        Ok(Tensor::from_vec(values, len, &self.device)?)
+    }
+}
+
+/// A hash that a control message carries exactly.
+fn hash(bytes: &[u8]) -> f64 {
+    f64::from(fnv1a(bytes) as u32)
+}
+
+/// The names that are most like `name`, for a message.
+fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> String {
+    let likeness = |other: &'a str| (strsim::normalized_damerau_levenshtein(name, other), other);
+    let mut alike: Vec<_> = all.map(likeness).filter(|(likeness, _)| *likeness >= ALIKE).collect();
+    alike.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let alike: Vec<&str> = alike.into_iter().map(|(_, name)| name).take(SUGGESTIONS).collect();
+    if alike.is_empty() { "none is alike".into() } else { format!("the nearest are {}", alike.join(", ")) }
+}
