@@ -339,7 +339,8 @@ mod tests {
     #[test]
     fn gradients_have_the_same_bits_for_any_number_of_threads() {
         let (rows, width) = (500, 96);
-        let (x, dy, weight) = (numbers::<f32>(rows * width, 1), numbers::<f32>(rows * width, 2), numbers::<f32>(width, 3));
+        let (x, dy, weight) =
+            (numbers::<f32>(rows * width, 1), numbers::<f32>(rows * width, 2), numbers::<f32>(width, 3));
         let results: Vec<_> = [1, 2, 5]
             .map(|threads| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");

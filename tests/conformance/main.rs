@@ -13,5 +13,6 @@ mod ledger;
 mod optimizers;
 mod partition;
 mod schedules;
+mod small_states;
 mod training;
 mod trajectories;

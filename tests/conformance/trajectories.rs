@@ -16,7 +16,7 @@ const F32: (f64, f64) = (2e-5, 2e-4);
 const BF16: (f64, f64) = (5e-3, 3e-2);
 const LR: f64 = 1e-9;
 
-fn write_weights(path: &Path) {
+pub fn write_weights(path: &Path) {
     let weights = synth::weights(synth::NANO);
     let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
     let stored: Vec<_> = weights.iter().map(|(name, shape, values)| (name, shape, bytes(values))).collect();

@@ -375,5 +375,5 @@ fn a_lock_on_the_folder_itself_is_nobodys_business() {
     threads::run(2, |comm| start(comm, &all_in(folder.path())).and_then(|mut engine| step(&mut engine)))
         .unwrap()
         .into_iter()
-        .for_each(|rank| drop(rank.unwrap()));
+        .for_each(|rank| _ = rank.unwrap());
 }
