@@ -65,7 +65,7 @@ impl Fingerprint {
 /// What the text of a collective says of its content: the low half of the tag.
 pub(crate) fn content_of(text: &str) -> Option<u32> {
     let (_, content) = text.rsplit_once("(content ")?;
-    u32::from_str_radix(content.strip_suffix(')')?, 16).ok()
+    u32::from_str_radix(content.strip_suffix(')')?.trim_end_matches(')'), 16).ok()
 }
 
 impl fmt::Display for Fingerprint {

@@ -163,9 +163,9 @@ impl Slot {
         lock(&self.before).iter().try_for_each(|hook| hook())
     }
 
-    /// Takes what has come in this backward.
+    /// Takes what has come in this backward. What another thread's has brought stays.
     pub fn take(&self) -> Option<Grad> {
-        lock(&self.grad).take().filter(|(pass, _)| *pass == PASS.get()).map(|(_, grad)| grad)
+        lock(&self.grad).take_if(|(pass, _)| *pass == PASS.get()).map(|(_, grad)| grad)
     }
 
     fn put(&self, grad: Grad) {

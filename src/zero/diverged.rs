@@ -23,7 +23,7 @@ impl Core {
     fn part(&self, call: &str) -> Option<String> {
         let content = content_of(call)?;
         let carries = |params: &[ParamId]| self.tag(params) as u32 == content;
-        let of = if call.starts_with(Collective::AllGather.name()) {
+        let of = if collective_of(call).starts_with(Collective::AllGather.name()) {
             let unit = lock(&self.gather).unit_that(carries)?;
             format!("the gather of unit {}", self.unit_name(unit))
         } else if is_reduction(call) {
@@ -36,6 +36,13 @@ impl Core {
     }
 }
 
+/// The collective in a text that may begin with the engine's call.
+fn collective_of(call: &str) -> &str {
+    let kinds = [Collective::AllReduce, Collective::ReduceScatter, Collective::AllGather];
+    kinds.iter().filter_map(|kind| call.find(kind.name())).min().map_or(call, |at| &call[at..])
+}
+
 fn is_reduction(call: &str) -> bool {
-    [Collective::AllReduce, Collective::ReduceScatter].iter().any(|kind| call.starts_with(kind.name()))
+    let kinds = [Collective::AllReduce, Collective::ReduceScatter];
+    kinds.iter().any(|kind| collective_of(call).starts_with(kind.name()))
 }

@@ -197,7 +197,11 @@ fn a_manifest_that_lies_is_refused() {
     lie(&["header of 7 bytes"], &|m| m["files"][0]["header_bytes"] = json!(7));
     lie(&["has a header of"], &|m| m["files"][0]["header_bytes"] = json!(u64::MAX));
     lie(&["has a header of"], &|m| m["files"][0]["header_bytes"] = json!(1u64 << 63));
-    lie(&["shapes of its parameters"], &|m| m["files"][0]["header_bytes"] = json!(1u64 << 20));
+    lie(&["has a header of"], &|m| m["files"][0]["header_bytes"] = json!(1u64 << 20));
+    lie(&["shapes of its parameters"], &|m| {
+        let header = m["files"][0]["header_bytes"].as_u64().unwrap();
+        m["files"][0]["header_bytes"] = json!(header + 4096);
+    });
     for (key, number) in [("global_steps", u64::MAX), ("skipped_steps", 3), ("global_samples", 1 << 53)] {
         lie(&["its counters"], &|m| m[key] = json!(number));
     }

@@ -313,10 +313,11 @@ fn a_failed_collective_is_told_to_the_others_although_nobody_has_come_for_its_re
     let ranks = threads::communicators(3, Duration::from_millis(800)).unwrap();
     let not_looked_at = ranks[0].barrier();
     std::thread::sleep(Duration::from_millis(400));
-    // Rank 2 never comes. Rank 1 learns that when rank 0's patience ends, before its own does.
+    // Rank 2 never comes. Rank 1 learns that when rank 0's patience ends, before its own does, and names the cause.
+    let start = Instant::now();
     let error = ranks[1].barrier().wait().unwrap_err();
-    assert!(matches!(&error, Error::Comm(CommError::RankAborted { peer: 0, .. })), "{error}");
-    assert!(error.to_string().contains("rank 0 waited 800ms for rank 2"), "{error}");
+    assert!(start.elapsed() < Duration::from_millis(700), "{:?}", start.elapsed());
+    assert!(matches!(&error, Error::Comm(CommError::Timeout { peer: 2, .. })), "{error}");
     drop(not_looked_at);
 }
 

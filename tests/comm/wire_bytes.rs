@@ -67,7 +67,7 @@ fn every_kind_of_collective_is_counted_apart() {
     ] {
         let outcome = train(2, SHAPE, &config(stage, 1, zero(), json!({})), 2).remove(0);
         assert_eq!(outcome.comm.kinds.keys().copied().collect::<Vec<_>>(), kinds, "stage {stage}");
-        // One vote per step, one look at each other's model at the start.
-        assert_eq!(outcome.comm.kind(Kind::Control).calls, 3);
+        // One vote per step, one look at each other's model at the start, one at the parameters without a gradient.
+        assert_eq!(outcome.comm.kind(Kind::Control).calls, 4);
     }
 }

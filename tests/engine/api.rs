@@ -403,6 +403,7 @@ fn the_memory_report_is_a_table() {
         buckets                      0              0           4444              0                -            0
         staging                      0              0              0              0                -            0
         activations                  0              0              0              0                -            0
+        buffers                      0              0              0              0                -            0
         ");
     let outcomes = train(2, units(2), &config(1, 1, json!({}), json!({})), 2);
     insta::assert_snapshot!(outcomes[0].memory, @r"
@@ -417,6 +418,7 @@ fn the_memory_report_is_a_table() {
         buckets                      0              0           8888              0                -            0
         staging                      0              0              0              0                -            0
         activations                  0              0              0              0                -            0
+        buffers                      0              0              0              0                -            0
         ");
 }
 
@@ -434,14 +436,14 @@ fn the_comm_report_is_a_table() {
                 collective         calls       elements     wire bytes    busy s
                 reduce_scatter         2           4444           8888     0.250
                 all_gather             2           2222           8888     0.250
-                control                3             12             96     0.250
+                control                4             16            127     0.250
                 training thread waited 1.500 s
                 "),
             _ => insta::assert_snapshot!(report, @r"
                 collective         calls       elements     wire bytes    busy s
                 reduce_scatter         2           4444           8888     0.250
                 all_gather            12           4444          17776     0.250
-                control                3             12             96     0.250
+                control                4             16            127     0.250
                 training thread waited 1.500 s
                 "),
         }

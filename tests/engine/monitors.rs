@@ -158,7 +158,10 @@ fn the_comms_logger_counts_what_the_report_counts() {
             let parts = if *kind == Kind::ReduceScatter { 2 } else { 1 };
             let size = if *kind == Kind::Control { 8 } else { 4 };
             let bytes: u64 = of_kind.iter().map(|row| row.bytes * row.calls).sum();
-            assert_eq!(bytes * parts, counted.elements * size, "{kind:?}");
+            // Control messages may end within a number.
+            let rest = if *kind == Kind::Control { 8 * counted.calls } else { 1 };
+            let left = (counted.elements * size).checked_sub(bytes * parts);
+            assert!(left.is_some_and(|left| left < rest), "{kind:?}: {bytes} of {}", counted.elements * size);
             assert!(of_kind.iter().all(|row| row.total_ms > 0.0 && row.bus_gbps <= row.algorithm_gbps));
         }
         assert!(rows.iter().any(|row| row.kind == Kind::AllGather && row.bus_gbps > 0.0));
