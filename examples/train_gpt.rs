@@ -453,7 +453,7 @@ fn train<A: Architecture>(
     progress.finish();
     let files = engine.offload_report();
     if first && files != OffloadReport::default() {
-        say(&files)?;
+        say(files)?;
     }
     let summary = json!({
         "summary": true,

@@ -150,7 +150,7 @@ impl Loader {
     /// [resumed](Self::resume).
     ///
     /// # Errors
-    /// [`DataError::TokenOutOfVocabulary`](crate::error::DataError::TokenOutOfVocabulary); Candle's error when the
+    /// [`DataError::TokenOutOfVocabulary`]; Candle's error when the
     /// device is out of memory.
     pub fn batch(&self, step: u64, accumulation_index: usize) -> Result<Batch> {
         let (micro, ctx) = (self.shape.micro, self.ctx);

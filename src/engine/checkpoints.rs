@@ -18,7 +18,7 @@ impl<M> Engine<M> {
     /// `checkpoint.tag_validation` says what happens. Gives the folder of the checkpoint.
     ///
     /// # Errors
-    /// [`EngineError::MidAccumulation`] in the middle of an accumulation, whose gradients no checkpoint has, before
+    /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation, whose gradients no checkpoint has, before
     /// anything is written; a file cannot be written, or [another job](crate::error::CheckpointError::Busy) saves into
     /// the folder: on all ranks, the engine can go on and earlier checkpoints are untouched; the error of an earlier
     /// save in the background; a failed collective.
@@ -106,7 +106,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks for a checkpoint that is
     /// damaged or belongs to another model or optimizer, or where none is named and there are some: the engine is as it
-    /// was. [`EngineError::MidAccumulation`] in the middle of an accumulation; a failed collective.
+    /// was. [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation; a failed collective.
     pub fn load_checkpoint(
         &mut self,
         dir: impl AsRef<Path>,

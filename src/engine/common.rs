@@ -41,7 +41,7 @@ impl Fingerprint {
         [parameters, elements, model, config, weights, simd, inits, buffers]
     }
 
-    fn of_numbers(numbers: &Vec<u64>) -> Self {
+    fn of_numbers(numbers: &[u64]) -> Self {
         match numbers[..] {
             [parameters, elements, model, config, weights, simd, inits, buffers] => {
                 Self { parameters, elements, model, config, weights, simd, inits, buffers }
@@ -93,7 +93,8 @@ pub(super) fn check_same_on_all_ranks(
         inits: of_all(&init_hashes),
         buffers: of_all(&buffer_hashes),
     };
-    let all: Vec<Fingerprint> = gather_u64(core.comm(), &mine.numbers())?.iter().map(Fingerprint::of_numbers).collect();
+    let all: Vec<Fingerprint> =
+        gather_u64(core.comm(), &mine.numbers())?.iter().map(|numbers| Fingerprint::of_numbers(numbers)).collect();
     let rank = core.comm().rank();
     let Some(other) = (0..all.len()).find(|r| all[*r] != mine) else { return Ok(()) };
     if all.iter().all(|rank| rank.of_all_else() == mine.of_all_else()) {

@@ -30,7 +30,7 @@ pub struct SyncBatchNorm {
     link: Link,
 }
 
-/// A [`SyncBatchNorm`] of so many features, as [`candle_nn::batch_norm`] makes its layer.
+/// A [`SyncBatchNorm`] of so many features, as [`candle_nn::batch_norm()`] makes its layer.
 ///
 /// # Errors
 /// A negative `eps`, a `momentum` outside of 0 to 1, `remove_mean: false`, which is not offered; what the `VarBuilder`

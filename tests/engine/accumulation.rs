@@ -73,7 +73,7 @@ fn weights_after(world: usize, stage: u8, dtype: &str, reduce: Reduce) -> Vec<Ve
         let rank = engine.rank();
         let dtype = engine.dtype();
         for micro in 0..8usize {
-            let mut pass = |engine: &mut Engine<[Tensor; 2]>| {
+            let pass = |engine: &mut Engine<[Tensor; 2]>| {
                 let loss = engine.forward(|[a, b]| {
                     let factor = (4 * (1 + rank + micro % 3)) as f64;
                     let along =
@@ -89,7 +89,7 @@ fn weights_after(world: usize, stage: u8, dtype: &str, reduce: Reduce) -> Vec<Ve
                 Reduce::InStep => false,
                 Reduce::Twice => micro % 2 == 1,
             };
-            if synchronizes { pass(&mut engine) } else { engine.no_sync(&mut pass) }?;
+            if synchronizes { pass(&mut engine) } else { engine.no_sync(pass) }?;
             if reduce != Reduce::WithoutSteps || synchronizes {
                 engine.step()?;
             }
@@ -228,7 +228,7 @@ fn zero_grad_drops_what_the_accumulation_has_and_nothing_else() {
                     }
                     assert_eq!(
                         (engine.micro_steps(), engine.global_steps()),
-                        (micro as u64 + 1, (micro as u64 + 1) / 2)
+                        (micro as u64 + 1, (micro as u64).div_ceil(2))
                     );
                 }
                 Ok((state(&mut engine)?, engine.skipped_steps()))

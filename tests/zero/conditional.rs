@@ -128,7 +128,7 @@ fn ignoring() -> Value {
 
 #[test]
 fn heads_may_take_turns_within_an_accumulation() {
-    let path = |micro: usize, _| Way { heads: [micro % 2 == 0, micro % 2 == 1], ..ALL };
+    let path = |micro: usize, _| Way { heads: [micro.is_multiple_of(2), micro % 2 == 1], ..ALL };
     let reference = run(2, &config(0, 2, json!({}), json!({})), |b| b, path, false);
     for stage in 1..4 {
         assert_eq!(run(2, &config(stage, 2, gathering(), json!({})), |b| b, path, false), reference, "stage {stage}");

@@ -1,3 +1,4 @@
+#![allow(clippy::unwrap_used)]
 use super::*;
 use crate::kernels::simd::Level;
 use crate::precision::Flat;
