@@ -102,8 +102,11 @@ pub(crate) fn checked_level() -> Result<Level, KernelError> {
 ///
 /// # Panics
 /// Where that is an error.
+#[inline]
 pub(crate) fn level() -> Level {
-    checked_level().unwrap_or_else(|error| panic!("{error}"))
+    // Of its own, so that what a loop of a few elements asks is one load: a copy of a result is a call.
+    static LEVEL: OnceLock<Level> = OnceLock::new();
+    *LEVEL.get_or_init(|| checked_level().unwrap_or_else(|error| panic!("{error}")))
 }
 
 #[cfg(test)]
