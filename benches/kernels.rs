@@ -15,7 +15,7 @@ use candle_zero::nn::{
     Activation, Then, WeightLayout, causal_attention, embedding, gelu_tanh, layer_norm, linear, linear_cross_entropy,
     linear_then, rms_norm,
 };
-use candle_zero::precision::{Flat, Ints};
+use candle_zero::precision::{Flat, Ints, Nf4Scales, Packing};
 use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
 use half::bf16;
@@ -198,6 +198,29 @@ fn dequantize<T: WithDType>(bencher: Bencher<'_, '_>, ints: Ints) {
 fn piece<T: WithDType>(ints: Ints) -> (Flat, Vec<u8>) {
     let values = numbers::<f32>(&[PIECE]).to_vec1().unwrap();
     (Flat::from_f32(values, T::DTYPE), vec![0; ints.encoded_len(PIECE)])
+}
+
+/// Outputs and inputs of a frozen matrix.
+const FROZEN: [usize; 2] = [4096, 1024];
+
+/// What a gather adds to the products of a packed frozen matrix.
+#[divan::bench(types = [f32, bf16], args = [Packing::Int8, Packing::Nf4(Nf4Scales::Bf16), Packing::Nf4(Nf4Scales::DoubleQuantized)])]
+fn frozen_unpack<T: WithDType>(bencher: Bencher<'_, '_>, packing: Packing) {
+    let values = numbers::<f32>(&FROZEN).flatten_all().unwrap().to_vec1().unwrap();
+    let mut values = Flat::from_f32(values, T::DTYPE);
+    let mut packed = vec![0; packing.packed_len(values.len())];
+    packing.pack(values.as_ref(), &mut packed);
+    let bencher = bencher.counter(BytesCount::new(values.size_in_bytes()));
+    bencher.bench_local(|| packing.unpack(black_box(&packed), black_box(values.as_mut())));
+}
+
+/// One product with that matrix, of so many rows.
+#[divan::bench(types = [f32, bf16], args = [1, 16, 128, 512, 2048], sample_size = 1, max_time = 0.25)]
+fn frozen_product<T: WithDType>(bencher: Bencher<'_, '_>, rows: usize) {
+    let [outputs, inputs] = FROZEN;
+    let bencher = bencher.counter(ItemsCount::new(2 * rows * outputs * inputs));
+    let operands = [numbers::<T>(&[rows, inputs]), numbers::<T>(&FROZEN)];
+    measure(bencher, false, operands, |[x, weight]| linear(x, weight, None, WeightLayout::OutIn));
 }
 
 fn run_attention<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: bool) {
