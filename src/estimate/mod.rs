@@ -81,8 +81,8 @@ impl Estimate {
             let found = parameters.to_string();
             return Err(ModelError::Config { key: "number of parameters", found, allowed }.into());
         }
-        let (params, leaves) = shapes.registered(&config.zero.leaf_module);
-        let rehearsal = Rehearsal::new(params, leaves, config, setting)?.with_buffers(shapes.buffer_bytes());
+        let (params, leaves) = shapes.registered(&config.zero);
+        let rehearsal = Rehearsal::new(&params, leaves, config, setting)?.with_buffers(shapes.buffer_bytes());
         let step = rehearsal.train()?;
         Ok(Self { memory: rehearsal.report(), step })
     }

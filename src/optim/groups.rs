@@ -159,7 +159,7 @@ impl ParameterGroup {
 }
 
 /// Whether `name` is what `pattern` says: `*` stands for any characters, also none.
-fn matches(pattern: &str, name: &str) -> bool {
+pub(crate) fn matches(pattern: &str, name: &str) -> bool {
     let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
     let Some(name) = name.strip_prefix(head) else { return false };
     // An end of the name that begins at a character's first byte.

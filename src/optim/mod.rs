@@ -43,7 +43,7 @@ mod trainer;
 pub(crate) use class::{Class, Role, Weights};
 pub use from_config::{base_lr, from_config, momentum};
 pub use groups::ParameterGroup;
-pub(crate) use groups::{Grouping, TrainableRule};
+pub(crate) use groups::{Grouping, TrainableRule, matches};
 pub use optimizer::{Layerwise, Momentum, Needs, Optimizer, SQUARES_BLOCK, Squares, StepContext, Wholewise};
 pub use schedule::{LrSchedule, Schedule};
 pub use state_format::StateFormat;

@@ -49,7 +49,7 @@ pub(crate) struct Param {
     pub name: String,
     pub shape: Shape,
     pub numel: usize,
-    /// Elements that lie on one rank together; an estimate sets it for each configuration.
+    /// Elements that lie on one rank together; an estimate learns them after the rest.
     pub block: AtomicUsize,
     /// How its weights are held and travel.
     pub weights: Weights,
@@ -86,6 +86,24 @@ impl Param {
     /// What is kept of it, if it is `trained` or not.
     pub fn class(&self, trained: bool) -> Class {
         Class::new(self.role, trained, self.weights)
+    }
+
+    /// A parameter of the same name and shape that is absent, as at the start, and whose weights are held so.
+    pub fn afresh(&self, weights: Weights) -> Self {
+        Self {
+            name: self.name.clone(),
+            shape: self.shape.clone(),
+            numel: self.numel,
+            block: AtomicUsize::new(self.block.load(Ordering::Relaxed)),
+            weights,
+            unit: self.unit,
+            role: self.role,
+            updates_before: AtomicU64::new(0),
+            group: self.group,
+            trained: Arc::new(AtomicBool::new(self.is_trained())),
+            tensor: self.tensor.clone(),
+            residency: Mutex::new(Residency::Absent),
+        }
     }
 
     /// How it is packed, where parameters are sharded.
