@@ -1,13 +1,13 @@
 //! Names, shapes and units of a model's parameters, without the parameters.
 
-use crate::config::ZeroConfig;
+use crate::config::Config;
 use crate::error::{Error, ParamError, Result};
 use crate::files;
 use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
-use crate::optim::{Weights, matches};
+use crate::optim::{KeptModules, Weights};
 use crate::param::{Param, WeightFile};
 use crate::precision::Packing;
-use crate::util::list;
+use crate::util::{list, matches};
 use crate::zero::core::Registered;
 use crate::zero::leaf::Leaves;
 use crate::zero::registry::Registry;
@@ -183,17 +183,24 @@ impl Shapes {
         self.registered.buffers.iter().map(|buffer| buffer.size()).sum()
     }
 
-    /// The parameters as `zero` has them held, and which units are leaves: in the model, or as `zero` names them.
-    pub(super) fn registered(&self, zero: &ZeroConfig) -> (Vec<Param>, Leaves) {
+    /// The parameters, as `config` holds them, and which units are leaves: in the model, or as `config` names them.
+    ///
+    /// # Errors
+    /// [`ParamError::NoSuchModule`]: a module of `data_types.keep_in_fp32_modules` that is not there.
+    pub(super) fn registered(&self, config: &Config) -> Result<(Vec<Param>, Leaves)> {
         let Registered { params, units, leaves, .. } = &self.registered;
         let mut leaves = leaves.clone();
-        leaves.mark_named(units, &zero.leaf_module);
-        let packing = self.packing.or_else(|| zero.quantized_nontrainable_weights.then_some(Packing::Int8));
+        leaves.mark_named(units, &config.zero.leaf_module);
+        let kept = KeptModules(&config.keep_in_fp32_modules);
+        kept.check(self.registered.names())?;
+        let packing = self.packing.or_else(|| config.zero.quantized_nontrainable_weights.then_some(Packing::Int8));
         let weights = |param: &Param| match packing {
             Some(packing) if !param.is_trained() && param.shape.rank() >= 2 => Weights::Packed(packing),
-            _ => Weights::Model,
+            _ if kept.keep(&param.name) => Weights::F32,
+            _ => param.weights,
         };
-        (params.iter().map(|param| param.afresh(weights(param))).collect(), leaves)
+        let held = |param: &Param| param.held(weights(param));
+        Ok((params.iter().map(held).collect(), leaves))
     }
 }
 

@@ -65,6 +65,17 @@ pub enum ParamError {
         /// Names that are like it.
         near: String,
     },
+    /// A module of `data_types.keep_in_fp32_modules` that the model does not have.
+    #[error(
+        "data_types.keep_in_fp32_modules: the model has no module {name}: {near}; allowed are whole words of a \
+         parameter's name, between dots, in which * stands for any characters: correct the name, or leave it out"
+    )]
+    NoSuchModule {
+        /// The name in the list.
+        name: String,
+        /// Names that are like it, or else some that there are.
+        near: String,
+    },
     /// An optimizer state that the parameter does not have.
     #[error("parameter {name} has no optimizer state {key}: there are {has}")]
     UnknownState {

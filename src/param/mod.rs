@@ -68,6 +68,24 @@ pub(crate) struct Param {
 }
 
 impl Param {
+    /// The same parameter with its weights held in another way, for an estimate: absent.
+    pub fn held(&self, weights: Weights) -> Self {
+        Self {
+            name: self.name.clone(),
+            shape: self.shape.clone(),
+            numel: self.numel,
+            block: AtomicUsize::new(self.block.load(Ordering::Relaxed)),
+            weights,
+            unit: self.unit,
+            role: self.role,
+            updates_before: AtomicU64::new(self.updates_before.load(Ordering::Relaxed)),
+            group: self.group,
+            trained: self.trained.clone(),
+            tensor: self.tensor.clone(),
+            residency: Mutex::new(Residency::Absent),
+        }
+    }
+
     /// How it is cut into shards.
     pub fn cut(&self) -> Cut {
         Cut { numel: self.numel, block: self.block.load(Ordering::Relaxed) }
@@ -86,24 +104,6 @@ impl Param {
     /// What is kept of it, if it is `trained` or not.
     pub fn class(&self, trained: bool) -> Class {
         Class::new(self.role, trained, self.weights)
-    }
-
-    /// A parameter of the same name and shape that is absent, as at the start, and whose weights are held so.
-    pub fn afresh(&self, weights: Weights) -> Self {
-        Self {
-            name: self.name.clone(),
-            shape: self.shape.clone(),
-            numel: self.numel,
-            block: AtomicUsize::new(self.block.load(Ordering::Relaxed)),
-            weights,
-            unit: self.unit,
-            role: self.role,
-            updates_before: AtomicU64::new(0),
-            group: self.group,
-            trained: Arc::new(AtomicBool::new(self.is_trained())),
-            tensor: self.tensor.clone(),
-            residency: Mutex::new(Residency::Absent),
-        }
     }
 
     /// How it is packed, where parameters are sharded.

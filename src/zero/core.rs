@@ -102,6 +102,14 @@ pub(crate) struct Registered {
     pub inits: Vec<Init>,
 }
 
+impl Registered {
+    /// The names of all parameters and buffers.
+    pub fn names(&self) -> impl Iterator<Item = &str> + Clone {
+        let params = self.params.iter().map(|param| param.name.as_str());
+        params.chain(self.buffers.iter().map(|buffer| buffer.name.as_str()))
+    }
+}
+
 /// The configuration's `activation_checkpointing`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Recomputation {

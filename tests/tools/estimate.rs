@@ -197,6 +197,7 @@ fn frozen_and_packed_parameters_are_counted_to_the_byte() {
     let matrices: (&[&str], fn(&str) -> bool) =
         (&["h.*.weight"], |name| name.starts_with("h.") && name.ends_with(".weight"));
     let nf4 = Some(Packing::Nf4(Nf4Scales::Bf16));
+    let kept = json!({"bf16": {"enabled": true}, "data_types": {"keep_in_fp32_modules": ["ln_*"]}});
     for ((patterns, is_frozen), packing, zero, world, more) in [
         (base, None, json!({"stage": 0}), 2, bf16()),
         (base, None, json!({"stage": 1}), 2, bf16()),
@@ -212,6 +213,7 @@ fn frozen_and_packed_parameters_are_counted_to_the_byte() {
         ),
         (matrices, None, json!({"stage": 3, "zero_quantized_nontrainable_weights": true}), 1, json!({})),
         (matrices, nf4, json!({"stage": 3, "offload_param": nvme, "offload_optimizer": offload}), 2, bf16()),
+        (others, nf4, json!({"stage": 3}), 2, kept),
     ] {
         let config = config(2, zero, more);
         let shapes = Shapes::preset("nano").unwrap().frozen(patterns).unwrap();
@@ -360,6 +362,20 @@ fn compression_is_counted_to_the_byte() {
         });
         check::<GptLayers>("nano", &nano(), world, &config(2, zero, more), None);
     }
+}
+
+#[test]
+fn modules_kept_in_f32_are_counted_to_the_byte() {
+    let kept = json!({"bf16": {"enabled": true}, "data_types": {"keep_in_fp32_modules": ["ln_*", "wte", "mlp.c_fc"]}});
+    for stage in 0..4 {
+        let zero = json!({"stage": stage, "stage3_param_persistence_threshold": 100, "reduce_bucket_size": 10_000});
+        check::<GptLayers>("nano", &nano(), 2, &config(2, zero, kept.clone()), None);
+    }
+    let shapes = Shapes::preset("nano").unwrap();
+    let mut wrong = config(1, json!({}), kept);
+    wrong["data_types"]["keep_in_fp32_modules"] = json!(["ln_*", "mlp.fc"]);
+    let error = Estimate::new(&shapes, &Config::load(wrong, 2).unwrap()).unwrap_err();
+    assert!(matches!(&error, Error::Param(ParamError::NoSuchModule { name, .. }) if name == "mlp.fc"), "{error}");
 }
 
 #[test]
