@@ -1,5 +1,7 @@
-//! Small helpers that every module may use: locks, a stable hash, names in a message.
+//! Small helpers that every module may use: locks, a stable hash, names in a message, names by pattern.
 
+use std::ffi::OsString;
+use std::path::PathBuf;
 use std::sync::{LockResult, Mutex, MutexGuard, PoisonError};
 
 /// Locks; a panic of another holder has been reported already and leaves nothing half-done that matters here.
@@ -17,6 +19,29 @@ pub(crate) fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
+/// The folder of a user's caches: `$XDG_CACHE_HOME` (`xdg`) where that is an absolute path, as the XDG base directory
+/// specification says, else `.cache` in the user's `home`.
+pub(crate) fn cache_home(xdg: Option<OsString>, home: Option<PathBuf>) -> Option<PathBuf> {
+    let xdg = xdg.map(PathBuf::from).filter(|path| path.is_absolute());
+    xdg.or_else(|| home.map(|home| home.join(".cache")))
+}
+
+/// The names that are most like `name`, for a message; nothing, where none is.
+pub(crate) fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Option<String> {
+    /// The least likeness, from 0 to 1, of a name that is suggested for another one.
+    const ALIKE: f64 = 0.5;
+    const SUGGESTIONS: usize = 3;
+    let likeness = |other: &'a str| (strsim::normalized_damerau_levenshtein(name, other), other);
+    let mut alike: Vec<_> = all.map(likeness).filter(|(likeness, _)| *likeness >= ALIKE).collect();
+    alike.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let alike: Vec<&str> = alike.into_iter().map(|(_, name)| name).take(SUGGESTIONS).collect();
+    match alike[..] {
+        [] => None,
+        [one] => Some(format!("the nearest is {one}")),
+        _ => Some(format!("the nearest are {}", alike.join(", "))),
+    }
+}
+
 /// Names for a message: the first few, and how many more.
 pub(crate) fn list<S: AsRef<str>>(names: &[S]) -> String {
     const SHOWN: usize = 8;
@@ -25,4 +50,35 @@ pub(crate) fn list<S: AsRef<str>>(names: &[S]) -> String {
         text += &format!(" and {} more", names.len() - SHOWN);
     }
     text
+}
+
+/// Whether `name` is what `pattern` says: `*` stands for any characters, also none.
+pub(crate) fn matches(pattern: &str, name: &str) -> bool {
+    let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
+    let Some(name) = name.strip_prefix(head) else { return false };
+    // An end of the name that begins at a character's first byte.
+    (0..=name.len()).filter(|at| name.is_char_boundary(*at)).any(|at| matches(rest, &name[at..]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_star_stands_for_any_characters() {
+        for (pattern, name, expected) in [
+            ("*", "", true),
+            ("*", "a.b", true),
+            ("a.b", "a.b", true),
+            ("a.b", "a.bc", false),
+            ("h.*.ln_*", "h.12.ln_1.weight", true),
+            ("h.*.ln_*", "h.12.attn.weight", false),
+            ("*.bias", "h.0.c_attn.bias", true),
+            ("*.bias", "h.0.c_attn.bias2", false),
+            ("*é*", "wé", true),
+            ("a*a", "a", false),
+        ] {
+            assert_eq!(matches(pattern, name), expected, "{pattern} {name}");
+        }
+    }
 }

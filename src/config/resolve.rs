@@ -34,8 +34,9 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
     let optimizer = optim::optimizer(walk_ref, zero.stage);
     let scheduler = scheduler::scheduler(walk_ref, optimizer.as_ref());
     check_gradients(walk_ref, zero.stage, precision);
-    check_zero(walk_ref, zero.stage, precision);
+    check_zero(walk_ref, zero.stage);
     check_data_types(walk_ref, zero.stage, precision);
+    let keep_in_fp32_modules = kept_modules(walk_ref, precision);
     check_data_efficiency(walk_ref);
     check_vocabulary(walk_ref);
     zero.offload_optimizer = offload::optimizer(walk_ref, zero.stage, optimizer.as_ref());
@@ -64,6 +65,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
         communication_data_type: dtype(walk.str("communication_data_type")),
         grad_accum_dtype: dtype(walk.str("data_types.grad_accum_dtype")),
         buffer_dtype: dtype(walk.str("data_types.buffer_dtype")),
+        keep_in_fp32_modules,
         zero,
         optimizer,
         allows_untested_optimizer: walk.bool("zero_allow_untested_optimizer"),
@@ -225,22 +227,44 @@ fn autocast(walk: &mut Walk<'_>, precision: Precision) -> Option<DType> {
         walk.note("torch_autocast.enabled", text);
         return None;
     }
+    check_safe_modules(walk);
     let key = "torch_autocast.dtype";
     // The names that DeepSpeed takes; without one, PyTorch's format of the CPU.
     let name = walk.str(key).map_or_else(|| "bfloat16".to_string(), str::to_lowercase);
     let (rule, text) = match name.strip_prefix("torch.").unwrap_or(&name) {
         "bf16" | "bfloat16" => return Some(DType::BF16),
         "fp32" | "float32" | "float" => return None,
-        "fp16" | "float16" | "half" | "int8" => (
+        "fp16" | "float16" | "half" => (
             Rule::Unsupported,
-            "is not supported: gradients of such products would need a loss scale; use \"bfloat16\"",
+            "is not supported: its smallest number is 6e-8, so gradients of such products need a scaled loss, which a \
+             model of f32 does not have; use \"bfloat16\", or the fp16 section in place of this one",
         ),
+        "int8" => (Rule::Unsupported, "is not supported: products of whole numbers have no gradient; use \"bfloat16\""),
         _ => (Rule::Range, "found, allowed is \"bfloat16\" or \"float32\""),
     };
     let place = walk.place(key);
     let text = format!("\"{}\" {text}", shown(&name));
     walk.problem(rule, key, place, text);
     None
+}
+
+/// `torch_autocast.lower_precision_safe_modules`: classes that DeepSpeed has in its list, or that round here.
+fn check_safe_modules(walk: &mut Walk<'_>) {
+    const KNOWN: [&str; 5] = ["Linear", "Conv1D", "Conv1d", "Conv2d", "Conv3d"];
+    let key = "torch_autocast.lower_precision_safe_modules";
+    let classes = walk.strings(key);
+    let class_of = |path: &str| path.rsplit(['.', ':']).next().is_some_and(|class| KNOWN.contains(&class));
+    let unknown: Vec<String> = classes.iter().filter(|path| !class_of(path)).map(|path| shown(path)).collect();
+    if !unknown.is_empty() {
+        let text = format!(
+            "not supported for \"{}\": known are classes named {}, and all gradients travel in \
+             communication_data_type; remove what is not known",
+            unknown.join("\", \""),
+            KNOWN.join(", ")
+        );
+        let place = walk.place(key);
+        walk.problem(Rule::Unsupported, key, place, text);
+    }
 }
 
 /// Rules between the keys of gradients and the stage.
@@ -289,7 +313,7 @@ fn check_gradients(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) 
 }
 
 /// Rules inside `zero_optimization`.
-fn check_zero(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) {
+fn check_zero(walk: &mut Walk<'_>, stage: ZeroStage) {
     let bucket = "zero_optimization.allgather_bucket_size";
     let size = walk.count(bucket);
     // Only where the key itself is given: the deprecated `allgather_size` may be odd.
@@ -309,18 +333,26 @@ fn check_zero(walk: &mut Walk<'_>, stage: ZeroStage, precision: Precision) {
             format!("accepted and has no effect at stage {stage}, as in DeepSpeed: only stage 3 gathers weights");
         walk.note(weights, text);
     }
-    let f32_model = precision == Precision::F32;
-    if walk.get("data_types.keep_in_fp32_modules").is_some_and(Value::is_array) {
-        let key = "data_types.keep_in_fp32_modules";
-        if f32_model {
-            walk.note(key, "accepted and has no effect here: the whole model is f32");
-        } else {
-            let place = walk.place(key);
-            let text = "not supported: all parameters get the one format of fp16 or bf16 (norms compute in f32, master weights are \
-                        f32); remove it, or train in f32";
-            walk.problem(Rule::Unsupported, key, place, text);
-        }
+}
+
+/// `data_types.keep_in_fp32_modules`: the list, where it has an effect.
+fn kept_modules(walk: &mut Walk<'_>, precision: Precision) -> Vec<String> {
+    let key = "data_types.keep_in_fp32_modules";
+    if !walk.get(key).is_some_and(Value::is_array) {
+        return Vec::new();
     }
+    let names = walk.strings(key);
+    if names.iter().any(|name| name.is_empty() || name.split('.').any(str::is_empty)) {
+        let text = "an empty name, or a dot at an end or beside another one, found; allowed are whole words of the names of \
+                    parameters, between dots, in which * stands for any characters (\"ln_f\", \"mlp.c_proj\", \"ln_*\")";
+        let place = walk.place(key);
+        walk.problem(Rule::Range, key, place, text);
+    }
+    if precision == Precision::F32 && !names.is_empty() {
+        walk.note(key, "accepted and has no effect here: the whole model is f32");
+        return Vec::new();
+    }
+    names
 }
 
 /// `data_types` against the precision.

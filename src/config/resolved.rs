@@ -32,6 +32,8 @@ pub struct Config {
     pub grad_accum_dtype: Option<DType>,
     /// `data_types.buffer_dtype`: what a model's buffers of floats are cast to; `None`: they are what the model asks for.
     pub buffer_dtype: Option<DType>,
+    /// `data_types.keep_in_fp32_modules`: names of modules whose parameters stay in f32; none in a model of f32.
+    pub keep_in_fp32_modules: Vec<String>,
     /// `zero_optimization`.
     pub zero: ZeroConfig,
     /// `optimizer`; an engine that trains needs one.

@@ -5,15 +5,9 @@ use super::{Engine, Phase};
 use crate::error::{EngineError, ParamError, Result};
 use crate::param::ParamId;
 use crate::precision::Flat;
-use crate::util::fnv1a;
+use crate::util::{fnv1a, nearest};
 use crate::zero::share::State;
 use candle_core::{DType, Device, Tensor};
-
-/// The least likeness, from 0 to 1, of a name that is suggested for another one.
-const ALIKE: f64 = 0.5;
-
-/// Names that are suggested.
-const SUGGESTIONS: usize = 3;
 
 impl<M> Engine<M> {
     /// Collective: the values of parameter `name` with all their digits (master weights where there are any), whole, in
@@ -183,6 +177,7 @@ impl<M> Engine<M> {
         let found = params.iter().position(|param| param.name == name);
         found.ok_or_else(|| {
             let near = nearest(name, params.iter().map(|param| param.name.as_str()));
+            let near = near.unwrap_or_else(|| "none is alike".into());
             ParamError::Unknown { name: name.into(), near }.into()
         })
     }
@@ -253,13 +248,4 @@ impl<M> Engine<M> {
 /// A hash that a control message carries exactly.
 fn hash(bytes: &[u8]) -> f64 {
     f64::from(fnv1a(bytes) as u32)
-}
-
-/// The names that are most like `name`, for a message.
-fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> String {
-    let likeness = |other: &'a str| (strsim::normalized_damerau_levenshtein(name, other), other);
-    let mut alike: Vec<_> = all.map(likeness).filter(|(likeness, _)| *likeness >= ALIKE).collect();
-    alike.sort_by(|a, b| b.0.total_cmp(&a.0));
-    let alike: Vec<&str> = alike.into_iter().map(|(_, name)| name).take(SUGGESTIONS).collect();
-    if alike.is_empty() { "none is alike".into() } else { format!("the nearest are {}", alike.join(", ")) }
 }

@@ -71,6 +71,7 @@ impl<M> Engine<M> {
             Registry::new(share_plan.clone(), device.clone(), offload.clone(), source, link.clone(), ledger.clone());
         registry.also_buffers(buffer_rule);
         let (model, mut registered) = build_model(build, registry, &config, &device)?;
+        grouping.kept_modules().check(registered.names())?;
         mark_leaves(&mut registered, &config.zero.leaf_module, &leaf_units, comm.rank())?;
         if let Some(offload) = &offload {
             choose_access(offload, &*comm)?;
@@ -154,6 +155,7 @@ fn grouping(
         None => config.optimizer.as_ref().map(|config| Arc::from(optim::from_config(config))),
     };
     let grouping = Grouping::new(optimizer, parameter_groups)?.trainable(trainable);
+    let grouping = grouping.keep_f32(&config.keep_in_fp32_modules);
     let quantized = match quantized {
         None if config.zero.quantized_nontrainable_weights => Some(frozen_matrices(&grouping)),
         own => own,

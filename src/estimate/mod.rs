@@ -73,7 +73,7 @@ impl Estimate {
     /// The estimate in a given [`Setting`].
     ///
     /// # Errors
-    /// More parameters than bytes of them can be counted.
+    /// More parameters than bytes of them can be counted; a module of `data_types.keep_in_fp32_modules` that is not there.
     pub fn with(shapes: &Shapes, config: &Config, setting: Setting) -> Result<Self> {
         let parameters = shapes.num_parameters();
         if parameters > MOST_PARAMETERS {
@@ -81,8 +81,8 @@ impl Estimate {
             let found = parameters.to_string();
             return Err(ModelError::Config { key: "number of parameters", found, allowed }.into());
         }
-        let (params, leaves) = shapes.registered(&config.zero.leaf_module);
-        let rehearsal = Rehearsal::new(params, leaves, config, setting)?.with_buffers(shapes.buffer_bytes());
+        let (params, leaves) = shapes.registered(config)?;
+        let rehearsal = Rehearsal::new(&params, leaves, config, setting)?.with_buffers(shapes.buffer_bytes());
         let step = rehearsal.train()?;
         Ok(Self { memory: rehearsal.report(), step })
     }

@@ -94,7 +94,8 @@ impl<'a> Rehearsal<'a> {
             let class = Class::new(role, param.is_trained(), param.weights);
             builder.push(id, param.cut(), FlatRef::F32(&[]), class)?;
             if !placement.params.is_sharded() {
-                whole.push(ledger.hold_in(tier, Kind::Parameters, numel * dtype.size_in_bytes()));
+                let size = param.weights.dtype(dtype).size_in_bytes();
+                whole.push(ledger.hold_in(tier, Kind::Parameters, numel * size));
             }
         }
         let groups = builder.finish()?;
@@ -201,7 +202,7 @@ impl<'a> Rehearsal<'a> {
                 if !param.is_trained() {
                     continue;
                 }
-                gradients.arrive(self, id, Blank::zeros(self.dtype(), param.numel))?;
+                gradients.arrive(self, id, gradients::Carrier::zeros(self, param))?;
                 if sharded {
                     gather.release_param(self, id)?;
                 }
@@ -315,7 +316,7 @@ impl gradients::Carrier for Rehearsal<'_> {
     }
 
     fn zeros(&self, param: &Param) -> Blank {
-        Blank::zeros(self.dtype(), param.numel)
+        Blank::zeros(param.weights.dtype(self.dtype()), param.numel)
     }
 
     fn sum(a: Blank, _: Blank) -> Result<Blank> {

@@ -1,9 +1,10 @@
 //! Names, shapes and units of a model's parameters, without the parameters.
 
-use crate::config::LeafModule;
+use crate::config::Config;
 use crate::error::{Error, ParamError, Result};
 use crate::files;
 use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
+use crate::optim::{KeptModules, Weights};
 use crate::param::{Param, WeightFile};
 use crate::zero::core::Registered;
 use crate::zero::leaf::Leaves;
@@ -141,12 +142,18 @@ impl Shapes {
         self.registered.buffers.iter().map(|buffer| buffer.size()).sum()
     }
 
-    /// The parameters, and which units are leaves: in the model, or as `named`.
-    pub(super) fn registered(&self, named: &LeafModule) -> (&[Param], Leaves) {
+    /// The parameters, as `config` holds them, and which units are leaves: in the model, or as `config` names them.
+    ///
+    /// # Errors
+    /// [`ParamError::NoSuchModule`]: a module of `data_types.keep_in_fp32_modules` that is not there.
+    pub(super) fn registered(&self, config: &Config) -> Result<(Vec<Param>, Leaves)> {
         let Registered { params, units, leaves, .. } = &self.registered;
         let mut leaves = leaves.clone();
-        leaves.mark_named(units, named);
-        (params, leaves)
+        leaves.mark_named(units, &config.zero.leaf_module);
+        let kept = KeptModules(&config.keep_in_fp32_modules);
+        kept.check(self.registered.names())?;
+        let held = |param: &Param| param.held(if kept.keep(&param.name) { Weights::F32 } else { param.weights });
+        Ok((params.iter().map(held).collect(), leaves))
     }
 }
 

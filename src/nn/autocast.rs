@@ -4,7 +4,7 @@
 //! multiplies them, and widens the result. Everything else computes in f32 as it would without.
 
 use super::product::Sizes;
-use super::{Activation, Then, WeightLayout, composed, gelu_tanh, silu};
+use super::{Then, WeightLayout, composed, wide};
 use crate::graph::Inputs;
 use crate::kernels::buffer;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
@@ -50,12 +50,7 @@ pub(super) fn linear_then(
         let bias = bias.map(|bias| bias.to_dtype(dtype)).transpose()?;
         composed::linear(&x.to_dtype(dtype)?, &weight.to_dtype(dtype)?, bias.as_ref(), layout)?.to_dtype(DType::F32)?
     };
-    let y = match then.activation {
-        Some(Activation::GeluTanh) => gelu_tanh(&y)?,
-        Some(Activation::Silu) => silu(&y)?,
-        None => y,
-    };
-    then.residual.map_or(Ok(y.clone()), |residual| residual + y)
+    wide::follow(y, then)
 }
 
 const NAME: &str = "linear (autocast)";

@@ -6,7 +6,7 @@ use crate::kernels::cross_entropy::IGNORED;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
 use crate::kernels::{self, buffer};
 use crate::nn::embedding::host_ids;
-use crate::nn::{WeightLayout, composed, refuse};
+use crate::nn::{WeightLayout, composed, refuse, wide};
 use crate::precision::{Flat, FlatMut, FlatRef};
 use crate::tensor::element::{Element, with_all, with_element, with_elements};
 use crate::util::lock;
@@ -64,7 +64,7 @@ const CHUNK: usize = 26 << 20;
 
 /// [`cross_entropy`] of the logits h w of hidden states `h` `[.., width]`, which are never whole in memory: they are
 /// made, and turned into gradients, for some rows at a time. `weight` is `[classes, width]` with
-/// [`WeightLayout::OutIn`], else `[width, classes]`.
+/// [`WeightLayout::OutIn`], else `[width, classes]`; in f32 under `h` of 16 bits, the logits are f32 too.
 ///
 /// Where gradients are wanted they are computed together with the loss, in f32 and without the incoming gradient,
 /// which multiplies them in backward before they are rounded. Kept until then: the gradients of `h` and `weight`, f32.
@@ -87,6 +87,9 @@ pub fn linear_cross_entropy(h: &Tensor, weight: &Tensor, layout: WeightLayout, t
         )
     }
     let host = host_targets(targets, classes, &format!("hidden states have shape {:?}", h.dims()))?;
+    if wide::is_wider(h, weight, None) {
+        return linear_cross_entropy(&h.to_dtype(weight.dtype())?, weight, layout, targets);
+    }
     if !h.device().is_cpu() {
         return of_composed(&composed::linear(h, weight, None, layout)?, targets, &host);
     }

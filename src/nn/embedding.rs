@@ -17,18 +17,34 @@ use candle_nn::{Module, VarBuilder};
 /// # Errors
 /// Ids of another dtype, or not below the table's rows: the message names the id, its position and the rows.
 pub fn embedding(ids: &Tensor, table: &Tensor) -> Result<Tensor> {
+    embedding_in(ids, table, table.dtype())
+}
+
+/// [`embedding()`] with the rows in `dtype`: of a table in f32 in a model of 16 bits, rounded. The table's gradient is in
+/// the table's dtype.
+///
+/// # Errors
+/// As [`embedding()`]; a dtype other than the table's or, of a table in f32, bf16 or f16.
+pub fn embedding_in(ids: &Tensor, table: &Tensor, dtype: DType) -> Result<Tensor> {
+    let is_low = matches!(dtype, DType::BF16 | DType::F16);
+    if dtype != table.dtype() && !(is_low && table.dtype() == DType::F32) {
+        bail!("embedding: the table has dtype {:?}; rows of {dtype:?} are made of f32 only", table.dtype())
+    }
     let (rows, width) = table.dims2()?;
     let host = host_ids(ids, "embedding", "ids")?;
     if let Some(position) = host.iter().position(|id| *id as usize >= rows) {
         return Err(refuse(ModelError::TokenOutOfRange { id: host[position], position, rows }.into()));
     }
     if !table.device().is_cpu() {
-        return composed::embedding(ids, table);
+        return composed::embedding(ids, table)?.to_dtype(dtype);
     }
     let mut shape = ids.dims().to_vec();
     shape.push(width);
     let table = table.contiguous()?;
     let inputs = Inputs::of([Some(&table)])?;
+    if dtype != table.dtype() {
+        return with_element!(dtype, NAME, E => rounded::<E>(host, &table, inputs, shape));
+    }
     with_element!(table.dtype(), NAME, E => {
         let mut y = buffer::<E>(host.len() * width);
         with_elements::<E, _>(&table, NAME, |table| {
@@ -49,6 +65,29 @@ pub fn embedding(ids: &Tensor, table: &Tensor) -> Result<Tensor> {
 
 const NAME: &str = "embedding";
 
+/// Rows of a table in f32, in `E`.
+fn rounded<E: Element>(ids: Vec<u32>, table: &Tensor, inputs: Inputs<1>, shape: Vec<usize>) -> Result<Tensor> {
+    let (rows, width) = table.dims2()?;
+    let mut wide = buffer::<f32>(ids.len() * width);
+    with_elements::<f32, _>(table, NAME, |table| {
+        kernels::embedding::embedding(&ids, table, width, &mut wide);
+        Ok(())
+    })?;
+    let mut y = buffer::<E>(wide.len());
+    E::narrow(&wide, &mut y);
+    inputs.result(NAME, E::storage(y), shape, move |grad, [to_table]| {
+        let mut wide = buffer::<f32>(grad.len());
+        grad.read::<E, _>(NAME, |dy| {
+            E::widen(dy, &mut wide);
+            Ok(())
+        })?;
+        to_table.accumulate_zeroed::<f32>(rows * width, |dtable| {
+            kernels::embedding::embedding_backward_into(&ids, &wide, width, dtable);
+            Ok(())
+        })
+    })
+}
+
 /// The elements of a u32 tensor on whatever device, in row-major order.
 pub(super) fn host_ids(ids: &Tensor, op: &str, what: &str) -> Result<Vec<u32>> {
     if ids.dtype() != DType::U32 {
@@ -57,16 +96,18 @@ pub(super) fn host_ids(ids: &Tensor, op: &str, what: &str) -> Result<Vec<u32>> {
     ids.flatten_all()?.to_vec1()
 }
 
-/// A table of `rows` vectors, named "weight"; starts from N(0, 0.02) as GPT-2's.
+/// A table of `rows` vectors, named "weight"; starts from N(0, 0.02) as GPT-2's. Its results have the `VarBuilder`'s dtype,
+/// also where the table is kept in f32.
 #[derive(Debug, Clone)]
 pub struct Embedding {
     weight: Tensor,
+    dtype: DType,
 }
 
 impl Embedding {
     /// A table `[rows, width]`.
     pub fn new(rows: usize, width: usize, vb: VarBuilder<'_>) -> Result<Self> {
-        Ok(Self { weight: vb.get_with_hints((rows, width), "weight", normal(0.02))? })
+        Ok(Self { weight: vb.get_with_hints((rows, width), "weight", normal(0.02))?, dtype: vb.dtype() })
     }
 
     /// The table, `[rows, width]`.
@@ -76,8 +117,8 @@ impl Embedding {
 }
 
 impl Module for Embedding {
-    /// Looks up u32 ids; see [`embedding`].
+    /// Looks up u32 ids; see [`embedding_in`].
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        embedding(ids, &self.weight)
+        embedding_in(ids, &self.weight, self.dtype)
     }
 }

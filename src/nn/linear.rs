@@ -5,25 +5,27 @@ use crate::graph::{Grad, Inputs, Kept, Sink, can_remake};
 use crate::kernels::buffer;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
 use crate::nn::product::Sizes;
-use crate::nn::{activation, autocast, composed};
+use crate::nn::{activation, autocast, composed, wide};
 use crate::tensor::element::{Element, with_all, with_element, with_elements};
 use candle_core::{Device, Result, Tensor, bail};
 use candle_nn::{Init, Module, VarBuilder, init};
 use std::sync::Arc;
 
-/// y = x w (+ bias) with true backward for x `[.., in]`, of the weight's dtype, and a bias `[out]`.
+/// y = x w (+ bias) with true backward for x `[.., in]` and a bias `[out]`.
 ///
-/// Sums are in f32 whatever the dtype and are rounded once. Parameters are read when they are needed, in forward and
+/// Sums are in f32 whatever the dtype and are rounded once, to x's dtype. Weight and bias have that dtype too, or are in
+/// f32: then the product is one of f32 numbers. A gradient has the dtype of what it is for. Parameters are read when they are needed, in forward and
 /// again in backward: they may leave memory in between.
 ///
 /// # Errors
-/// Shapes that do not fit, operands of different dtypes, a dtype other than f32, bf16, f16 on the CPU.
+/// Shapes that do not fit, operands of other dtypes, a dtype other than f32, bf16, f16 on the CPU.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: WeightLayout) -> Result<Tensor> {
     linear_then(x, weight, bias, layout, Then::default())
 }
 
 /// [`linear()`] and what follows it: residual + activation(x w + bias). The activation is computed from the result
-/// rounded to its dtype, which is kept for backward.
+/// rounded to its dtype, which is kept for backward. With a parameter in f32 under an input of 16 bits each of these steps
+/// is rounded.
 ///
 /// # Errors
 /// As [`linear()`], and a residual of another shape than the result.
@@ -36,6 +38,9 @@ pub fn linear_then(
 ) -> Result<Tensor> {
     if let Some(dtype) = autocast::lower(x, weight) {
         return autocast::linear_then(x, weight, bias, layout, then, dtype);
+    }
+    if wide::is_wider(x, weight, bias) {
+        return wide::linear_then(x, weight, bias, layout, then);
     }
     if !x.device().is_cpu() {
         return composed::linear_then(x, weight, bias, layout, then);

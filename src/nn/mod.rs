@@ -11,7 +11,10 @@
 //! Differentiable in candle-nn: `Linear`, `Embedding`, `ops::{softmax, log_softmax, layer_norm_slow, rms_norm_slow}`,
 //! `rotary_emb::{rope_slow, rope_i_slow}`, `loss::cross_entropy`. They sum 16-bit numbers in 16 bits on the CPU.
 //!
-//! The layers here work on f32, bf16 and f16 storage with f32 arithmetic inside, each result rounded once. They give
+//! The layers here work on f32, bf16 and f16 storage with f32 arithmetic inside, each result rounded once. In a model of
+//! 16 bits their parameters may also be f32 (`data_types.keep_in_fp32_modules`,
+//! [`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32)): what goes from layer to layer keeps its 16 bits.
+//! Layers of candle-nn refuse operands of two formats; cast around them. The layers here give
 //! the same bits for any number of threads, and a row of a result does not depend on how many rows there are. On the
 //! CPU each is one op with a hand-written backward; on any other device the same functions are composed of Candle's
 //! differentiable ops ([`composed`]).
@@ -35,6 +38,7 @@ mod norm;
 mod product;
 mod rotary;
 mod sum;
+mod wide;
 
 pub use activation::{gelu_tanh, silu, swiglu};
 pub use attention::{causal_attention, grouped_attention};
@@ -42,7 +46,7 @@ pub(crate) use autocast::autocast;
 pub use batch_norm::{SyncBatchNorm, sync_batch_norm};
 pub use cross_entropy::{cross_entropy, linear_cross_entropy};
 pub use dropout::{Dropout, dropout};
-pub use embedding::{Embedding, embedding};
+pub use embedding::{Embedding, embedding, embedding_in};
 pub use linear::{Conv1D, Linear, linear, linear_then};
 pub use linear_options::{Activation, Then, WeightLayout};
 pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm};

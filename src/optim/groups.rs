@@ -7,9 +7,10 @@
 //! Groups are chosen while parameters are registered, for what an optimizer keeps of a parameter depends on them. Then
 //! the empty ones are dropped, as in DeepSpeed, and the others are counted.
 
-use super::{Momentum, Optimizer, Role, Weights};
+use super::{KeptModules, Momentum, Optimizer, Role, Weights};
 use crate::error::{OptimError, Result};
 use crate::precision::Packing;
+use crate::util::matches;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
@@ -127,7 +128,8 @@ impl ParameterGroup {
 
     /// In a model of 16 bits its parameters stay in f32, as norms and routers may want it: tensors, gradients of the
     /// model and shares. They have no master weights then, and travel in f32. The model has to compute with tensors of both dtypes;
-    /// layers of [`candle_zero::nn`](crate::nn) do.
+    /// layers of [`candle_zero::nn`](crate::nn) do, candle-nn's need a cast around them. In the configuration:
+    /// `data_types.keep_in_fp32_modules`.
     #[must_use]
     pub fn keep_f32(mut self) -> Self {
         self.keeps_f32 = true;
@@ -158,14 +160,6 @@ impl ParameterGroup {
     }
 }
 
-/// Whether `name` is what `pattern` says: `*` stands for any characters, also none.
-fn matches(pattern: &str, name: &str) -> bool {
-    let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
-    let Some(name) = name.strip_prefix(head) else { return false };
-    // An end of the name that begins at a character's first byte.
-    (0..=name.len()).filter(|at| name.is_char_boundary(*at)).any(|at| matches(rest, &name[at..]))
-}
-
 /// Says of a parameter's name and shape whether it is trained.
 pub(crate) type TrainableRule = Arc<dyn Fn(&str, &[usize]) -> bool + Send + Sync>;
 
@@ -176,6 +170,7 @@ pub(crate) struct Grouping {
     given: Vec<ParameterGroup>,
     trainable: Option<TrainableRule>,
     quantized: Option<(Packing, TrainableRule)>,
+    kept_modules: Vec<String>,
 }
 
 /// A group that has parameters.
@@ -201,7 +196,7 @@ impl Grouping {
                 }
             }
         }
-        Ok(Self { optimizer, given, trainable: None, quantized: None })
+        Ok(Self { optimizer, given, ..Self::default() })
     }
 
     /// Only what `rule` says is trained.
@@ -216,11 +211,22 @@ impl Grouping {
         Self { quantized: rule, ..self }
     }
 
+    /// These modules keep their parameters in f32 in a 16-bit model, whatever their groups say.
+    #[must_use]
+    pub fn keep_f32(self, modules: &[String]) -> Self {
+        Self { kept_modules: modules.to_vec(), ..self }
+    }
+
+    /// The modules that stay in f32, by name.
+    pub fn kept_modules(&self) -> KeptModules<'_> {
+        KeptModules(&self.kept_modules)
+    }
+
     /// How a parameter's weights are held: packed, before anything else.
     pub fn weights(&self, name: &str, shape: &[usize]) -> Weights {
         let packing = self.quantized.as_ref().filter(|(_, rule)| rule(name, shape)).map(|(packing, _)| *packing);
-        let keeps_f32 =
-            || self.given.iter().find(|group| group.selects(name, shape)).is_some_and(|group| group.keeps_f32);
+        let group = || self.given.iter().find(|group| group.selects(name, shape));
+        let keeps_f32 = || self.kept_modules().keep(name) || group().is_some_and(|group| group.keeps_f32);
         match packing {
             Some(packing) => Weights::Packed(packing),
             None if keeps_f32() => Weights::F32,
@@ -328,27 +334,4 @@ fn check_states(optimizer: &dyn Optimizer) -> Result<()> {
         return Err(OptimError::States { optimizer, names, problem }.into());
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_star_stands_for_any_characters() {
-        for (pattern, name, expected) in [
-            ("*", "", true),
-            ("*", "a.b", true),
-            ("a.b", "a.b", true),
-            ("a.b", "a.bc", false),
-            ("h.*.ln_*", "h.12.ln_1.weight", true),
-            ("h.*.ln_*", "h.12.attn.weight", false),
-            ("*.bias", "h.0.c_attn.bias", true),
-            ("*.bias", "h.0.c_attn.bias2", false),
-            ("*é*", "wé", true),
-            ("a*a", "a", false),
-        ] {
-            assert_eq!(matches(pattern, name), expected, "{pattern} {name}");
-        }
-    }
 }

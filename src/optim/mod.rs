@@ -18,6 +18,7 @@
 //! | `state_format.rs` | how states are kept between steps |
 //! | `chunks.rs` | how one pass over all the buffers runs in parallel |
 //! | `groups.rs` | parameter groups: which parameters have a learning rate or a decay of their own |
+//! | `kept_modules.rs` | modules that stay in f32 in a 16-bit model, by name |
 //! | `class.rs` | what is kept of a parameter: who trains it, if anybody does |
 //! | `trainer.rs` | an engine's optimizer, its parameter groups and their schedules |
 //! | `schedule.rs` | learning rate and momentum by step |
@@ -30,6 +31,7 @@ mod eight_bit;
 pub(crate) mod error;
 mod from_config;
 mod groups;
+mod kept_modules;
 mod lamb;
 mod lion;
 mod muon;
@@ -44,6 +46,7 @@ pub(crate) use class::{Class, Role, Weights};
 pub use from_config::{base_lr, from_config, momentum};
 pub use groups::ParameterGroup;
 pub(crate) use groups::{Grouping, TrainableRule};
+pub(crate) use kept_modules::KeptModules;
 pub use optimizer::{Layerwise, Momentum, Needs, Optimizer, SQUARES_BLOCK, Squares, StepContext, Wholewise};
 pub use schedule::{LrSchedule, Schedule};
 pub use state_format::StateFormat;

@@ -47,6 +47,17 @@ pub enum ParamError {
         /// Names that are like it.
         near: String,
     },
+    /// A module of `data_types.keep_in_fp32_modules` that the model does not have.
+    #[error(
+        "data_types.keep_in_fp32_modules: the model has no module {name}: {near}; allowed are whole words of a \
+         parameter's name, between dots, in which * stands for any characters: correct the name, or leave it out"
+    )]
+    NoSuchModule {
+        /// The name in the list.
+        name: String,
+        /// Names that are like it, or else some that there are.
+        near: String,
+    },
     /// An optimizer state that the parameter does not have.
     #[error("parameter {name} has no optimizer state {key}: there are {has}")]
     UnknownState {
@@ -82,7 +93,7 @@ pub enum ParamError {
     },
     /// One name, two shapes.
     #[error(
-        "parameter {name} is asked for twice, with shape {first:?} and with {second:?}; give the layers different \
+        "{name} is asked for twice, with shape {first:?} and with {second:?}; give the layers different \
          prefixes (vb.pp)"
     )]
     Twice {
@@ -244,23 +255,25 @@ pub enum ParamError {
         /// Type at the second.
         second: String,
     },
-    /// A buffer whose memory is no longer of its size.
+    /// A buffer whose memory no longer has the elements of its shape and type.
     #[error(
-        "buffer {name} of shape {shape:?} holds {found} bytes where {expected} belong; a buffer keeps the shape and type          with which it was asked for: change its values with Var::set"
+        "buffer {name} of shape {shape:?} holds {found} where {expected} belong; a buffer keeps the shape and type with \
+         which it was asked for: change its values with Var::set"
     )]
     BufferChanged {
         /// The name.
         name: String,
         /// Its shape.
         shape: Vec<usize>,
-        /// Bytes that it holds.
-        found: usize,
-        /// Bytes of its shape.
-        expected: usize,
+        /// Number and type of the elements that it holds.
+        found: String,
+        /// Those of its shape.
+        expected: String,
     },
     /// A tensor for a buffer that is of another kind of number.
     #[error(
-        "tensor {name} in {} is of type {found}, and the model's buffer is {expected}; a buffer is read from a tensor of          its own kind, integer or floating point, whose values it can hold",
+        "tensor {name} in {} is of type {found}, and the model's buffer is {expected}; a buffer is read from a tensor of \
+         its own kind, integer or floating point, whose values it can hold",
         path.display()
     )]
     BufferFileDtype {

@@ -11,7 +11,7 @@ mod init;
 mod source;
 
 pub use buffer::BufferSync;
-pub(crate) use buffer::{Buffer, BufferRule, dtype_of_buffer, has_name_of_buffer};
+pub(crate) use buffer::{Buffer, BufferRule, dtype_of_buffer, has_name_of_buffer, is_needless};
 pub use source::Source;
 pub(crate) use source::WeightFile;
 
@@ -68,6 +68,24 @@ pub(crate) struct Param {
 }
 
 impl Param {
+    /// The same parameter with its weights held in another way, for an estimate: absent.
+    pub fn held(&self, weights: Weights) -> Self {
+        Self {
+            name: self.name.clone(),
+            shape: self.shape.clone(),
+            numel: self.numel,
+            block: AtomicUsize::new(self.block.load(Ordering::Relaxed)),
+            weights,
+            unit: self.unit,
+            role: self.role,
+            updates_before: AtomicU64::new(self.updates_before.load(Ordering::Relaxed)),
+            group: self.group,
+            trained: self.trained.clone(),
+            tensor: self.tensor.clone(),
+            residency: Mutex::new(Residency::Absent),
+        }
+    }
+
     /// How it is cut into shards.
     pub fn cut(&self) -> Cut {
         Cut { numel: self.numel, block: self.block.load(Ordering::Relaxed) }

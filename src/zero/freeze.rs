@@ -37,8 +37,12 @@ impl Core {
         }
         let mut builder = SubGroupBuilder::new(self.share_plan.clone(), self.offload.clone(), self.ledger.clone());
         for (id, param) in self.params.iter().enumerate() {
-            let weights = self.own_values(State::Weights, id, self.owned(id))?;
-            builder.push(id, param.cut(), weights.as_ref(), param.class(trained[id]))?;
+            let weights = match self.own_words(id)? {
+                // As they are: packing what came out of a packing need not give the same codes.
+                Some(words) => words,
+                None => self.own_values(State::Weights, id, self.owned(id))?,
+            };
+            builder.push_share(id, param.cut(), weights.as_ref(), param.class(trained[id]))?;
         }
         let mut groups = builder.finish()?;
         if let Some(offload) = &self.offload {

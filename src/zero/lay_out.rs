@@ -15,7 +15,7 @@ use crate::memory::{Kind, Ledger, Tracked};
 use crate::offload::{Content, Extent, Offload, Transfer};
 use crate::optim::Class;
 use crate::param::ParamId;
-use crate::precision::{Elements, Flat, FlatRef};
+use crate::precision::{Elements, Flat, FlatRef, Packing};
 use candle_core::DType;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -85,15 +85,24 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
 
     /// Adds a parameter, with the initial values of the elements that this rank owns, to the sub-groups of a class.
     pub fn push(&mut self, param: ParamId, cut: Cut, values: FlatRef<'_>, class: Class) -> Result<()> {
-        let shard_len = cut.shard_len(self.plan.world_size);
-        let packed;
-        let (shard_len, values) = match class.weights.packing().filter(|_| self.plan.placement.params.is_sharded()) {
+        match self.packing(class) {
             Some(packing) => {
-                packed = packed::pack(packing, values, shard_len);
-                (packed::words(packing, shard_len), packed.as_ref())
+                let packed = packed::pack(packing, values, cut.shard_len(self.plan.world_size));
+                self.push_share(param, cut, packed.as_ref(), class)
             }
-            None => (shard_len, values),
-        };
+            None => self.push_share(param, cut, values, class),
+        }
+    }
+
+    /// How shares of a class are packed, if they are.
+    fn packing(&self, class: Class) -> Option<Packing> {
+        class.weights.packing().filter(|_| self.plan.placement.params.is_sharded())
+    }
+
+    /// The same with the share's values as they lie in a sub-group: words, where they are packed.
+    pub fn push_share(&mut self, param: ParamId, cut: Cut, values: FlatRef<'_>, class: Class) -> Result<()> {
+        let shard_len = cut.shard_len(self.plan.world_size);
+        let shard_len = self.packing(class).map_or(shard_len, |packing| packed::words(packing, shard_len));
         let block = class.role().map_or(1, |role| self.plan.block(role));
         let Place { share, room, begins, closes, spills } =
             self.sharing.push(shard_len, cut.numel, class.index(), block);

@@ -252,6 +252,7 @@ impl Inner {
     fn buffer(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
         let dtype = match self.plan.buffer_dtype {
             Some(cast) if dtype.is_float() => cast,
+            None if dtype == self.plan.dtype && self.plan.grouping.kept_modules().keep(name) => DType::F32,
             _ => dtype_of_buffer(name, dtype, self.plan.dtype),
         };
         let open = self.open_units.clone();

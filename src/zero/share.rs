@@ -171,6 +171,13 @@ impl Core {
         self.set(home, slot.padded(), words.as_ref())
     }
 
+    /// The words of this rank's share of a parameter, if they are packed.
+    pub(super) fn own_words(&self, param: usize) -> Result<Option<Flat>> {
+        let (group, slot) = self.place_of(param);
+        let group = &lock(&self.groups)[group];
+        group.packed().map(|(_, home)| self.words(home, &group.slots[slot])).transpose()
+    }
+
     /// The words of a packed share.
     fn words(&self, home: &Home, slot: &Slot) -> Result<Flat> {
         match home {

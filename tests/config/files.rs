@@ -503,6 +503,37 @@ fn autocast_is_the_format_of_an_f32_models_products() {
 }
 
 #[test]
+fn classes_whose_gradients_may_travel_in_low_precision_are_those_that_are_known() {
+    let of = |classes: &[&str]| {
+        notes(&load(with(json!({"torch_autocast": {"enabled": true, "lower_precision_safe_modules": classes}}))))
+    };
+    let all = ["torch.nn.Linear", "torch.nn.modules.conv.Conv2d", "candle_zero::nn::Conv1D"];
+    insta::assert_snapshot!(of(&all), @"torch_autocast.lower_precision_safe_modules: accepted and has no effect here: all gradients travel in communication_data_type, f32 by default: set that to bf16 for all of them");
+    assert_eq!(of(&[]), of(&all));
+    // Where nothing is rounded nobody asks which classes are.
+    let off = json!({"torch_autocast": {"enabled": false, "lower_precision_safe_modules": ["x.Y"]}});
+    assert_eq!(load(with(off)).autocast, None);
+}
+
+#[test]
+fn modules_kept_in_f32_are_a_list_of_names_in_a_16_bit_model() {
+    let of = |precision: &str, modules: Value| {
+        let config = load(with(json!({precision: {"enabled": true}, "data_types": {"keep_in_fp32_modules": modules}})));
+        assert_eq!(load(config.to_deepspeed_json()).keep_in_fp32_modules, config.keep_in_fp32_modules);
+        (config.keep_in_fp32_modules.join(" "), notes(&config))
+    };
+    for precision in ["bf16", "fp16"] {
+        let modules = json!(["ln_f", "mlp.c_proj", "*norm*"]);
+        assert_eq!(of(precision, modules), ("ln_f mlp.c_proj *norm*".into(), String::new()));
+        assert_eq!(of(precision, json!("auto")), (String::new(), String::new()));
+        assert_eq!(of(precision, json!([])), (String::new(), String::new()));
+    }
+    let f32 = load(with(json!({"data_types": {"keep_in_fp32_modules": ["ln_f"]}})));
+    assert!(f32.keep_in_fp32_modules.is_empty());
+    insta::assert_snapshot!(notes(&f32), @"data_types.keep_in_fp32_modules: accepted and has no effect here: the whole model is f32");
+}
+
+#[test]
 fn a_vocabulary_that_is_no_multiple_of_8_is_noted() {
     let said = |size: u32| notes(&load(with(json!({ "vocabulary_size": size }))));
     insta::assert_snapshot!(said(50257), @"vocabulary_size: 50257 is no multiple of 8: matrix units of GPUs like one, such as 50264");
@@ -619,9 +650,8 @@ fn features_whose_silent_loss_would_change_training_are_refused() {
         (json!({"scheduler": {"params": {}}}), "scheduler.type"),
         (json!({"optimizer": {}}), "optimizer.type"),
         (
-            json!({"bf16": {"enabled": true}, "data_types": {"keep_in_fp32_modules": ["x"]},
-                "zero_optimization": {"stage": 1}}),
-            "data_types.keep_in_fp32_modules",
+            json!({"torch_autocast": {"enabled": true, "lower_precision_safe_modules": ["torch.nn.LSTM"]}}),
+            "torch_autocast.lower_precision_safe_modules",
         ),
     ] {
         assert_eq!(refused(more), [path]);
@@ -685,6 +715,10 @@ fn rules_between_keys_hold() {
         (json!({"data_types": {"grad_accum_dtype": "bf16"}}), "data_types.grad_accum_dtype"),
         (json!({"fp16": {"enabled": true, "initial_scale_power": 128}}), "fp16.initial_scale_power"),
         (json!({"fp16": {"enabled": true, "hysteresis": 0}}), "fp16.hysteresis"),
+        (
+            json!({"bf16": {"enabled": true}, "data_types": {"keep_in_fp32_modules": ["ln_f", "mlp..c_fc"]}}),
+            "data_types.keep_in_fp32_modules",
+        ),
         (json!({"train_batch_size": 0}), "train_batch_size"),
         (json!({"train_batch_size": "8"}), "train_batch_size"),
         (json!({"optimizer": {"type": "auto"}}), "optimizer.type"),

@@ -199,6 +199,19 @@ fn what_deepspeed_removed_and_what_is_not_offered() {
             (r#"{"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": 2}}"#, 1),
             (r#"{"train_batch_size": 8, "zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}"#, 1),
             (r#"{"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "fp16"}}"#, 1),
+            (r#"{"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "int8"}}"#, 1),
+            (
+                r#"{"train_batch_size": 8, "torch_autocast": {"enabled": true, "lower_precision_safe_modules": ["torch.nn.Linear", "my.Expert"]}}"#,
+                1,
+            ),
+            (
+                r#"{"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"keep_in_fp32_modules": ["ln_f", "."]}}"#,
+                1
+            ),
+            (
+                r#"{"train_batch_size": 8, "bf16": {"enabled": true}, "data_types": {"keep_in_fp32_modules": "ln_f"}}"#,
+                1
+            ),
             (r#"{"train_batch_size": 8, "fp16": {"enabled": true, "fp16_master_weights_and_grads": true}}"#, 1),
             (r#"{"train_batch_size": 8, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}"#, 1),
         ]

@@ -307,3 +307,81 @@ fn norms_with_f32_parameters_take_16_bit_activations() {
         assert!(error.contains("rms_norm"), "{error}");
     }
 }
+
+/// Values, and the gradients of the arguments, of a function under the sum weighted by `c`.
+fn weighed(args: &[&Tensor], c: &Tensor, function: impl Fn(&[Var]) -> Tensor) -> (Tensor, Vec<Tensor>) {
+    let args: Vec<Var> = args.iter().map(|arg| Var::from_tensor(arg).unwrap()).collect();
+    let y = function(&args);
+    let loss = (y.to_dtype(DType::F32).unwrap() * c).unwrap().sum_all().unwrap();
+    let mut grads = loss.backward().unwrap();
+    (y.detach(), args.iter().map(|arg| grads.remove(arg).unwrap()).collect())
+}
+
+/// A tensor's values in `dtype`, widened.
+fn rounded(t: &Tensor, dtype: DType) -> Vec<f32> {
+    t.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+#[test]
+fn linear_layers_with_f32_parameters_take_16_bit_activations() {
+    const F32: DType = DType::F32;
+    for low in [DType::BF16, DType::F16] {
+        for (layout, shape) in [(WeightLayout::OutIn, [21, 37]), (WeightLayout::InOut, [37, 21])] {
+            // The last one is a bias that is wider than weight and input.
+            for [of_weight, of_bias] in [[F32, F32], [F32, low], [low, F32]] {
+                let what = format!("{low:?} {layout:?} {of_weight:?} {of_bias:?}");
+                let (x, c) = (tensor(&[4, 9, 37], 1, low), tensor(&[4, 9, 21], 2, low).to_dtype(F32).unwrap());
+                let (weight, bias) = (tensor(&shape, 3, of_weight), tensor(&[21], 4, of_bias));
+                let run = |args: &[Var]| nn::linear(&args[0], &args[1], Some(&args[2]), layout).unwrap();
+                let wide = [&x, &weight, &bias].map(|t| t.to_dtype(F32).unwrap());
+                let (exact, exact_grads) = weighed(&wide.each_ref(), &c, run);
+                let (y, grads) = weighed(&[&x, &weight, &bias], &c, run);
+                assert_eq!((y.dtype(), rounded(&y, F32)), (low, rounded(&exact, low)), "{what}");
+                // Each gradient is that of an f32 layer, rounded once to what it is for.
+                for ((grad, exact), of) in grads.iter().zip(&exact_grads).zip([low, of_weight, of_bias]) {
+                    assert_eq!((grad.dtype(), rounded(grad, F32)), (of, rounded(exact, of)), "{what}");
+                }
+                // What follows sees the rounded result.
+                let residual = tensor(&[4, 9, 21], 5, low);
+                let then = onto(Some(Activation::GeluTanh), &residual);
+                let followed = nn::linear_then(&x, &weight, Some(&bias), layout, then).unwrap();
+                let by_hand = nn::add(&residual, &nn::gelu_tanh(&y).unwrap()).unwrap();
+                assert_eq!(rounded(&followed, F32), rounded(&by_hand, F32), "{what}");
+            }
+        }
+        // A weight of 16 bits under an f32 input is no case of this.
+        let (x, weight) = (tensor(&[2, 5], 1, F32), tensor(&[3, 5], 2, low));
+        let error = nn::linear(&x, &weight, None, WeightLayout::OutIn).unwrap_err().to_string();
+        assert!(error.contains("linear"), "{error}");
+    }
+}
+
+#[test]
+fn an_f32_table_gives_16_bit_rows_and_takes_an_f32_gradient() {
+    for low in [DType::BF16, DType::F16] {
+        let (ids, table) = (ids(&[3, 17], 11), tensor(&[12, 7], 1, DType::F32));
+        let c = tensor(&[3, 17, 7], 2, low).to_dtype(DType::F32).unwrap();
+        let (exact, exact_grads) = weighed(&[&table], &c, |args| nn::embedding(&ids, &args[0]).unwrap());
+        let (y, grads) = weighed(&[&table], &c, |args| nn::embedding_in(&ids, &args[0], low).unwrap());
+        assert_eq!((y.dtype(), rounded(&y, DType::F32)), (low, rounded(&exact, low)));
+        assert_eq!(grads[0].dtype(), DType::F32);
+        assert_eq!(rounded(&grads[0], DType::F32), rounded(&exact_grads[0], DType::F32));
+        let error = nn::embedding_in(&ids, &table.to_dtype(low).unwrap(), DType::F32).unwrap_err().to_string();
+        assert!(error.contains("rows of F32 are made of f32 only"), "{error}");
+    }
+}
+
+#[test]
+fn an_output_projection_in_f32_takes_16_bit_states() {
+    for low in [DType::BF16, DType::F16] {
+        let (h, weight, targets) = (tensor(&[2, 70, 16], 1, low), tensor(&[11, 16], 2, DType::F32), ids(&[2, 70], 11));
+        let one = Tensor::new(1f32, &Device::Cpu).unwrap();
+        let run = |args: &[Var]| nn::linear_cross_entropy(&args[0], &args[1], WeightLayout::OutIn, &targets).unwrap();
+        let (exact, exact_grads) = weighed(&[&h.to_dtype(DType::F32).unwrap(), &weight], &one, run);
+        let (loss, grads) = weighed(&[&h, &weight], &one, run);
+        assert_eq!(rounded(&loss, DType::F32), rounded(&exact, DType::F32));
+        for ((grad, exact), of) in grads.iter().zip(&exact_grads).zip([low, DType::F32]) {
+            assert_eq!((grad.dtype(), rounded(grad, DType::F32)), (of, rounded(exact, of)), "{low:?}");
+        }
+    }
+}

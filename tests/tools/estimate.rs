@@ -299,6 +299,20 @@ fn compression_is_counted_to_the_byte() {
 }
 
 #[test]
+fn modules_kept_in_f32_are_counted_to_the_byte() {
+    let kept = json!({"bf16": {"enabled": true}, "data_types": {"keep_in_fp32_modules": ["ln_*", "wte", "mlp.c_fc"]}});
+    for stage in 0..4 {
+        let zero = json!({"stage": stage, "stage3_param_persistence_threshold": 100, "reduce_bucket_size": 10_000});
+        check::<GptLayers>("nano", &nano(), 2, &config(2, zero, kept.clone()), None);
+    }
+    let shapes = Shapes::preset("nano").unwrap();
+    let mut wrong = config(1, json!({}), kept);
+    wrong["data_types"]["keep_in_fp32_modules"] = json!(["ln_*", "mlp.fc"]);
+    let error = Estimate::new(&shapes, &Config::load(wrong, 2).unwrap()).unwrap_err();
+    assert!(matches!(&error, Error::Param(ParamError::NoSuchModule { name, .. }) if name == "mlp.fc"), "{error}");
+}
+
+#[test]
 fn a_model_of_any_size_is_estimated_at_once() {
     let start = std::time::Instant::now();
     let llama = LlamaConfig {

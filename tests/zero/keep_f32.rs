@@ -3,8 +3,11 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, linear};
 use candle_zero::Engine;
+use candle_zero::checkpoint::LoadOptions;
 use candle_zero::comm::threads;
+use candle_zero::error::{Error, ParamError};
 use candle_zero::memory::Kind;
+use candle_zero::models::{Gpt, GptConfig};
 use candle_zero::optim::ParameterGroup;
 use candle_zero::zero::{Unit, unit};
 use serde_json::{Value, json};
@@ -105,4 +108,156 @@ fn a_parameter_kept_in_f32_has_four_bytes_and_no_master_weights() {
     let scales = 3 * 7;
     assert_eq!(kept[0], all[0] + 2 * scales, "parameters");
     assert_eq!(kept[1], all[1] - 4 * scales, "master weights");
+}
+
+/// A small GPT-2: 16 wide, two blocks.
+fn gpt() -> GptConfig {
+    GptConfig { vocab: 31, ctx: 8, n_embd: 16, n_layer: 2, n_head: 2, ..GptConfig::preset("nano").unwrap() }
+}
+
+/// Norms, one linear layer of each block, and the token embedding, which is the output projection too.
+const KEPT: [&str; 3] = ["ln_*", "mlp.c_fc", "wte"];
+
+fn is_kept(name: &str) -> bool {
+    name.contains("ln_") || name.contains("mlp.c_fc") || name.starts_with("wte")
+}
+
+fn with_modules(mut config: Value, modules: Value) -> Value {
+    config["data_types"] = json!({"keep_in_fp32_modules": modules});
+    config
+}
+
+fn train_gpt(engine: &mut Engine<Gpt>, micro_steps: std::ops::Range<u32>, rank: u32) -> candle_zero::Result<Vec<u32>> {
+    let mut losses = vec![];
+    for micro in micro_steps {
+        let id = |i: u32| (i * 7 + micro * 5 + rank * 3) % 31;
+        let ids = Tensor::from_iter((0..8).map(id), &Device::Cpu)?.reshape((1, 8))?;
+        let targets = Tensor::from_iter((1..9).map(id), &Device::Cpu)?.reshape((1, 8))?;
+        let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+        losses.push(loss.to_scalar::<f32>()?.to_bits());
+        engine.backward(&loss)?;
+        engine.step()?;
+    }
+    Ok(losses)
+}
+
+#[test]
+fn modules_that_the_file_keeps_in_f32_give_the_same_bits_at_every_stage() {
+    let run = |config: &Value| {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("model.safetensors");
+        let ranks = threads::run(2, |comm| {
+            let rank = comm.rank() as u32;
+            let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+            let mut engine = builder.initialize(|vb| Gpt::new(&gpt(), vb), config.clone())?;
+            let losses = train_gpt(&mut engine, 0..8, rank)?;
+            let report = engine.memory_report();
+            engine.export_safetensors(&file)?;
+            let rows = [Kind::Parameters, Kind::MasterWeights].map(|kind| {
+                let row = report.row(kind);
+                assert_eq!(row.bytes.held as f64, row.formula.unwrap() + row.padding, "{}: {report}", kind.name());
+                row.formula.unwrap() as usize
+            });
+            Ok((losses, rows))
+        });
+        let ranks = ranks.unwrap().into_iter().map(candle_zero::Result::unwrap).collect::<Vec<_>>();
+        (ranks.iter().map(|rank| rank.0.clone()).collect::<Vec<_>>(), std::fs::read(&file).unwrap(), ranks[0].1)
+    };
+    let tensors = |file: &[u8]| {
+        let tensors = safetensors::SafeTensors::deserialize(file).unwrap();
+        let all = tensors.tensors().into_iter();
+        all.map(|(name, t)| (name, t.shape().iter().product::<usize>())).collect::<Vec<_>>()
+    };
+    for precision in ["bf16", "fp16"] {
+        let reference = run(&with_modules(config(0, None, precision), json!(KEPT)));
+        for stage in 1..4 {
+            let other = run(&with_modules(config(stage, None, precision), json!(KEPT)));
+            assert!((&other.0, &other.1) == (&reference.0, &reference.1), "{precision}, stage {stage}");
+        }
+        let sizes = tensors(&reference.1);
+        let of =
+            |kept: bool| sizes.iter().filter(|(name, _)| is_kept(name) == kept).map(|(_, numel)| numel).sum::<usize>();
+        let (kept, others) = (of(true), of(false));
+        assert!(kept > 2000 && others > 2000, "{sizes:?}");
+        // Four bytes each and no master weights; two and four of the others.
+        assert_eq!(reference.2, [4 * kept + 2 * others, 4 * others], "{precision}");
+        let auto = run(&with_modules(config(0, None, precision), json!("auto")));
+        assert_eq!(auto.2, [2 * (kept + others), 4 * (kept + others)], "{precision}");
+        assert_ne!(auto.0, reference.0, "{precision}: more digits give other losses");
+    }
+}
+
+#[test]
+fn a_checkpoint_with_modules_in_f32_goes_on_at_another_stage_and_number_of_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    let values = |engine: &mut Engine<Gpt>| -> candle_zero::Result<Vec<u32>> {
+        let mut bits = vec![];
+        for name in ["wte.weight", "h.1.mlp.c_fc.weight", "h.1.mlp.c_proj.weight"] {
+            let values = engine.safe_get_full_fp32_param(name)?.flatten_all()?.to_vec1::<f32>()?;
+            bits.extend(values.into_iter().map(f32::to_bits));
+        }
+        Ok(bits)
+    };
+    let make = |stage: u8, modules: Value| with_modules(config(stage, None, "bf16"), modules);
+    let saved = threads::run(2, |comm| {
+        let rank = comm.rank() as u32;
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+        let mut engine = builder.initialize(|vb| Gpt::new(&gpt(), vb), make(3, json!(KEPT)))?;
+        train_gpt(&mut engine, 0..4, rank)?;
+        engine.save_checkpoint(path, Some("a"), json!({}))?;
+        values(&mut engine)
+    });
+    let saved = saved.unwrap().into_iter().map(candle_zero::Result::unwrap).next().unwrap();
+    // Also where nothing is kept any more: master weights have all digits.
+    for (stage, modules) in [(0, json!(KEPT)), (2, json!(KEPT)), (1, json!("auto"))] {
+        let mut engine = Engine::builder()
+            .device(Device::Cpu)
+            .initialize(|vb| Gpt::new(&gpt(), vb), make(stage, modules.clone()))
+            .unwrap();
+        engine.load_checkpoint(path, Some("a"), &LoadOptions::default()).unwrap();
+        assert!(values(&mut engine).unwrap() == saved, "stage {stage}, {modules}");
+        train_gpt(&mut engine, 4..6, 0).unwrap();
+    }
+}
+
+#[test]
+fn a_buffer_of_a_kept_module_is_f32_and_a_model_built_for_evaluation_computes_the_same() {
+    type Model = (candle_zero::nn::Linear, Tensor);
+    let make = |modules: Value| {
+        let build = |vb: VarBuilder<'_>| {
+            let scale = vb.get_with_hints(3, "head.inv_freq", candle_nn::Init::Const(0.3))?;
+            Ok((candle_zero::nn::Linear::new(4, 3, vb.pp("head"))?, scale))
+        };
+        let config = with_modules(config(3, None, "bf16"), modules);
+        let mut engine = Engine::builder().device(Device::Cpu).initialize(build, config).unwrap();
+        let (linear, scale) = engine.model();
+        let dtypes = [linear.weight().dtype(), scale.dtype()];
+        let x =
+            Tensor::arange(0f32, 8.0, &Device::Cpu).unwrap().reshape((2, 4)).unwrap().to_dtype(DType::BF16).unwrap();
+        let run = |(linear, scale): &Model| {
+            let y = linear.forward(&x)?;
+            assert_eq!(y.dtype(), DType::BF16);
+            y.to_dtype(DType::F32)?.broadcast_mul(&scale.to_dtype(DType::F32)?)?.flatten_all()
+        };
+        let own = engine.eval(run).unwrap().to_vec1::<f32>().unwrap();
+        engine.build_for_eval(build).unwrap();
+        assert_eq!(engine.eval(run).unwrap().to_vec1::<f32>().unwrap(), own);
+        (dtypes, own)
+    };
+    let (kept, others) = (make(json!(["head"])), make(json!("auto")));
+    assert_eq!((kept.0, others.0), ([DType::F32; 2], [DType::BF16; 2]));
+    assert_ne!(kept.1, others.1);
+}
+
+#[test]
+fn a_module_that_the_model_does_not_have_is_an_error_with_those_that_are_like_it() {
+    let told = |module: &str| {
+        let config = with_modules(config(1, None, "bf16"), json!(["ln_f", module]));
+        let error = Engine::builder().device(Device::Cpu).initialize(|vb| Gpt::new(&gpt(), vb), config).err().unwrap();
+        assert!(matches!(error, Error::Param(ParamError::NoSuchModule { .. })), "{error}");
+        error.to_string()
+    };
+    insta::assert_snapshot!(told("c_fcc"), @"data_types.keep_in_fp32_modules: the model has no module c_fcc: the nearest is c_fc; allowed are whole words of a parameter's name, between dots, in which * stands for any characters: correct the name, or leave it out");
+    insta::assert_snapshot!(told("router"), @"data_types.keep_in_fp32_modules: the model has no module router: none is alike, there are attn, c_attn, c_fc, c_proj, h, ln_1, ln_2, ln_f and 3 more; allowed are whole words of a parameter's name, between dots, in which * stands for any characters: correct the name, or leave it out");
 }

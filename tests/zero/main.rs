@@ -15,6 +15,7 @@ mod keep_f32;
 mod mixture;
 mod optimizer_stages;
 mod passing_backward;
+mod programs;
 mod quantized;
 mod recomputation;
 mod small_states;

@@ -207,3 +207,32 @@ fn zero_quantized_nontrainable_weights_packs_frozen_matrices_in_eight_bits() {
     assert_same(&packed, &train(true, 0), "stage 0 computes with the same values");
     assert_ne!(packed[0].losses, plain[0].losses);
 }
+
+#[test]
+fn freezing_and_thawing_others_leaves_a_quantized_base_as_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut in_files = zero();
+    in_files["offload_param"] = json!({"device": "nvme", "nvme_path": folder.path()});
+    for packing in PACKINGS {
+        for (world, zero) in [(1, zero()), (2, zero()), (2, in_files.clone())] {
+            let config = config(3, 1, zero, json!({}));
+            let ranks = threads::run(world, |comm| {
+                let builder = with(Engine::builder().communicator(comm).device(Device::Cpu), packing);
+                let shape = Shape { units: true, layers: 2, ..Shape::default() };
+                let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config.clone())?;
+                let name = "layer.1.qkv.weight";
+                let before = engine.safe_get_full_fp32_param(name)?.flatten_all()?.to_vec1::<f32>()?;
+                for _ in 0..3 {
+                    engine.set_trainable(|name, _| name.starts_with("head"))?;
+                    engine.set_trainable(trains)?;
+                }
+                let after = engine.safe_get_full_fp32_param(name)?.flatten_all()?.to_vec1::<f32>()?;
+                Ok((before, after))
+            });
+            for rank in ranks.unwrap() {
+                let (before, after) = rank.unwrap();
+                assert!(before == after, "{packing:?}, world {world}");
+            }
+        }
+    }
+}

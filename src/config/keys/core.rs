@@ -38,11 +38,11 @@ const ROOT: &[super::Key] = keys! {
     "zero_allow_untested_optimizer": Bool, "false", H, "Allow SGD, Lamb and an optimizer of one's own under stage 1 to 3. The others are always allowed.";
     "zero_force_ds_cpu_optimizer": Bool, "true", none("there is one optimizer for memory and files, and it runs on the CPU"), "Offload needs DeepSpeed's CPU optimizer.";
     "allgather_size": POSITIVE, "-", moved("zero_optimization.allgather_bucket_size"), "All-gather bucket of the deprecated zero_optimization: true.";
-    "managed_gradient_accumulation": Bool, "true", refuse("the engine always decides where a step ends"), "The engine decides the accumulation boundary.";
+    "managed_gradient_accumulation": Bool, "true", refuse("the engine decides by gradient_accumulation_steps where a step ends; Engine::set_train_batch_size changes that while it runs"), "The engine decides the accumulation boundary.";
     "seq_parallel_communication_data_type": DTYPE, "\"fp32\"", none("there is no sequence parallelism"), "Format of sequence-parallel gradients.";
     "sequence_parallel_size": POSITIVE, "null", above1("sequence parallelism is not offered"), "Ranks that share one sequence.";
     "data_parallel_size": POSITIVE, "null", none("every rank is data parallel: it is the number of ranks"), "Data axis of the rank mesh.";
-    "use_data_before_expert_parallelism": Bool, "false", none("there are no experts"), "Order of ranks for mixtures of experts.";
+    "use_data_before_expert_parallelism": Bool, "false", none("there is no expert parallelism: a mixture's experts are parameters like others, sharded over all ranks"), "Order of ranks for mixtures of experts.";
     "disable_allgather": Bool, "false", none("it has none in DeepSpeed 0.19.8 either"), "Historic switch.";
     "dataloader_drop_last": Bool, "false", none("there is no short batch: data::Loader is endless and goes on into the next pass, and a loader of one's own decides for itself"), "Drop the short last batch.";
     "vocabulary_size": POSITIVE, "null", H, "A size that is no multiple of 8 is noted; it has no other effect.";
@@ -108,7 +108,7 @@ const DATA_TYPES: &[super::Key] = keys! {
     "grad_accum_dtype": DTYPE, "null", H, "Format in which gradients are accumulated; null: the model's.";
     "param_dtype": DTYPE, "null", H, "Must equal the format that fp16 and bf16 choose.";
     "buffer_dtype": DTYPE, "null", H, "Format of the model's buffers of floats; null: what the model asks for, and f32 for running statistics.";
-    "keep_in_fp32_modules": AutoOr(&Strings), "\"auto\"", H, "Modules kept in f32 under fp16 or bf16: only \"auto\" (none) then. Norms compute in f32 anyway, and master weights are f32.";
+    "keep_in_fp32_modules": AutoOr(&Strings), "\"auto\"", H, "Modules whose parameters stay in f32 under fp16 or bf16, without master weights of their own: whole words of a parameter's name, between dots (\"ln_f\", \"mlp.c_proj\"), in which * stands for any characters; a name that the model does not have is an error. \"auto\": none. Norms, Linear, Conv1D and Embedding of candle_zero::nn take them; candle_nn's layers need a cast around them.";
 };
 
 const ACTIVATION_CHECKPOINTING: &[super::Key] = keys! {
@@ -123,6 +123,6 @@ const ACTIVATION_CHECKPOINTING: &[super::Key] = keys! {
 
 const TORCH_AUTOCAST: &[super::Key] = keys! {
     "enabled": Bool, "false", H, "An f32 model multiplies in a lower format: Linear and Conv1D of candle_zero::nn round their input and weight, multiply, and widen the result. Parameters, gradients and everything else stay f32 (in PyTorch attention is rounded too).";
-    "dtype": Str, "null", H, "Format of the products: bfloat16 (null), or float32 for none. float16 is refused: it would need a loss scale.";
-    "lower_precision_safe_modules": Strings, "null", none("all gradients travel in communication_data_type, f32 by default"), "Modules whose gradients travel in low precision.";
+    "dtype": Str, "null", H, "Format of the products: bfloat16 (null), or float32 for none. float16 is refused: its smallest number is 6e-8, so gradients of such products need a scaled loss, which the fp16 section has; int8 is refused: it has no gradient.";
+    "lower_precision_safe_modules": Strings, "null", none("all gradients travel in communication_data_type, f32 by default: set that to bf16 for all of them"), "Modules whose gradients travel in low precision, by the paths of their classes; another class than a linear or convolutional layer is an error.";
 };

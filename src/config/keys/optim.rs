@@ -39,7 +39,7 @@ const ADAM: &[super::Key] = keys! {
     "adam_w_mode": Bool, "true", H, "Decoupled decay; false with Adam: added to the gradient. AdamW is always decoupled.";
     "torch_adam": Bool, "false", H, "PyTorch's Adam: the same arithmetic; with decoupled decay the default weight_decay is 0.01.";
     "amsgrad": Bool, "false", refuse("DeepSpeed's Adam refuses it too"), "The largest second moment.";
-    "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here"), "Moments in f32.";
+    "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here; bf16.bf16_optimizer_states keeps them in bf16, and Adam8bit and its like in eight bits"), "Moments in f32.";
     "fused": Bool, "null", none(PYTORCH), "PyTorch: fused kernel.";
     "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
 };
@@ -98,7 +98,7 @@ const MUON: &[super::Key] = keys! {
     "eps": NOT_NEGATIVE, "1e-10", H, "AdamW: added to the root of the second moment.";
     "adam_w_mode": Bool, "true", H, "AdamW: decoupled decay; false: added to the gradient.";
     "torch_adam": Bool, "false", H, "PyTorch's Adam for AdamW: the same arithmetic.";
-    "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here"), "Moments in f32.";
+    "fp32_optimizer_states": Bool, "true", refuse("moments are f32 here; bf16.bf16_optimizer_states keeps them in bf16, and Adam8bit and its like in eight bits"), "Moments in f32.";
     "foreach": Bool, "null", none(PYTORCH), "PyTorch: many tensors at once.";
     "per_head_muon": Bool, "false", refuse("matrices are orthogonalized whole"), "Orthogonalize each attention head by itself.";
 };

@@ -46,7 +46,7 @@ const AIO: &[super::Key] = keys! {
     "thread_count": POSITIVE, "-", none("DeepSpeed ignores it too; it reads intra_op_parallelism"), "Old key.";
     "single_submit": Bool, "false", none("every request is a call of its own to the system"), "One request per submit call.";
     "overlap_events": Bool, "true", none("threads take requests as they come, and never wait for one another"), "Submit and collect overlap.";
-    "use_gds": Bool, "false", none("files are read into host memory"), "GPUDirect storage.";
+    "use_gds": Bool, "false", none("the optimizer's step runs on the CPU, so files are read into host memory"), "GPUDirect storage.";
 };
 
 const CHECKPOINT: &[super::Key] = keys! {
@@ -65,8 +65,8 @@ const PARALLEL_WRITE: &[super::Key] = keys! {
 const WRITER: &[super::Key] = keys! {
     "type": OneOfAnyCase(&["mock", "python", "fast"]), "\"fast\"", none(ONE_WRITER), "Writer engine.";
     "decoupled": Bool, "false", H, "Training continues while a checkpoint is written: `Engine::save_checkpoint` saves in the background.";
-    "io_buffer_size": POSITIVE, "67108864", none("two buffers of 33 MiB"), "Bytes of the staging buffer.";
-    "io_buffer_double": Bool, "true", none("there are always two"), "Two staging buffers.";
+    "io_buffer_size": POSITIVE, "67108864", none("the size is fixed, two buffers of 33 MiB: files are written in large pieces either way"), "Bytes of the staging buffer.";
+    "io_buffer_double": Bool, "true", none("there are always two, so that one fills while the other is written"), "Two staging buffers.";
     "show_statistics": Bool, "false", H, "Rank 0 prints for every checkpoint how many bytes all ranks wrote, and in what time.";
     "data_parallel": OneOf(&["replica", "socket", "machine"]), "null", none("every rank writes its own share"), "Split the write over ranks.";
     "io_multiplier": POSITIVE, "1", none(ONE_WRITER), "Writers per unit.";

@@ -38,7 +38,7 @@ const ZERO: &[super::Key] = keys! {
     "cpu_offload_use_pin_memory": Bool, "-", none("DeepSpeed discards it too"), "Old key.";
     "zenflow": Object, "null", refuse("asynchronous updates are not offered"), "Asynchronous optimizer updates.";
     "use_multi_rank_bucket_allreduce": Bool, "true", none("gradients are reduced to their owners; results are the same"), "One all-reduce per bucket.";
-    "allgather_partitions": Bool, "true", none("weights are always all-gathered"), "All-gather updated weights, else broadcast them.";
+    "allgather_partitions": Bool, "true", none("weights are always all-gathered; a broadcast from each owner would bring the same bits"), "All-gather updated weights, else broadcast them.";
     "round_robin_gradients": Bool, "false", none("shares are equal parts already"), "Spread parameters over ranks by turn.";
     "parameter_alignment": Bool, "false", none("shares are padded to equal parts only; results are the same"), "Pad each parameter to 16 bytes.";
     "compute_grad_norm": Bool, "true", none("the norm comes with the search for infinite gradients, which every step needs; results are the same"), "False skips the norm; only with gradient_clipping 0 at stage 1 or 2.";
@@ -63,12 +63,12 @@ const ZERO: &[super::Key] = keys! {
 };
 
 const DEVICE: super::Kind = OneOf(&["none", "cpu", "nvme"]);
-const NOT_PINNED: &str = "host memory is not page-locked here";
+const NOT_PINNED: &str = "Candle copies between host and GPU from ordinary memory only; results are the same";
 const NOT_SPECULATIVE: &str = "no step is made before its gradients are checked; results are the same";
 
 const OFFLOAD_PARAM: &[super::Key] = keys! {
-    "device": DEVICE, "\"none\"", H, "Where parameter shards live at stage 3: cpu is host memory, nvme a file of each rank.";
-    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home.";
+    "device": DEVICE, "\"none\"", H, "Where parameter shards live at stage 3: cpu is host memory, where they are without this section too; nvme a file of each rank.";
+    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home, `~/.cache/` also `$XDG_CACHE_HOME/` where that is set.";
     "buffer_count": COUNT, "5", H, "With nvme: buffer_count x buffer_size elements bound the reading ahead.";
     "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs 1 or more of both.";
     "max_in_cpu": COUNT, "1000000000", H, "With nvme: this many first elements of a rank's shards stay in memory.";
@@ -76,8 +76,8 @@ const OFFLOAD_PARAM: &[super::Key] = keys! {
 };
 
 const OFFLOAD_OPTIMIZER: &[super::Key] = keys! {
-    "device": DEVICE, "\"none\"", H, "Where master weights, moments and gradient shares live from stage 1 on: cpu is host memory, nvme a file of each kind and rank (DeepSpeed: at stage 3 only).";
-    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home.";
+    "device": DEVICE, "\"none\"", H, "Where master weights, moments and gradient shares live from stage 1 on: cpu is host memory, where they are without this section too, for steps run on the CPU; nvme a file of each kind and rank (DeepSpeed: at stage 3 only).";
+    "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home, `~/.cache/` also `$XDG_CACHE_HOME/` where that is set.";
     "buffer_count": COUNT, "4", H, "With nvme: all the buffers of a step have together at most the elements of this many of the largest sub-group, and 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
     "pin_memory": Bool, "true", none(NOT_PINNED), "Page-locked memory.";
     "pipeline_read": Bool, "false", H, "With nvme: read the next window while the step computes.";
