@@ -128,6 +128,8 @@ struct Accumulation {
     micro_steps: u64,
     /// A [`no_sync`](Engine::no_sync) is running.
     in_no_sync: bool,
+    /// It has left gradients for the coming backward or step.
+    holds: bool,
 }
 
 /// This rank's losses in the accumulation under way.
@@ -195,6 +197,7 @@ impl<M> Engine<M> {
             let scaled = engine.scaled(loss)?;
             engine.cast(|| engine.core.backward(&scaled))
         })?;
+        self.accumulation.holds |= self.accumulation.in_no_sync;
         self.phase = if self.accumulation.in_no_sync { Phase::Held } else { Phase::Backwarded };
         self.end_watch(watch);
         Ok(())
@@ -225,6 +228,7 @@ impl<M> Engine<M> {
         }
         self.micro_steps += 1;
         self.accumulation.micro_steps = if updates { 0 } else { self.accumulation.micro_steps + 1 };
+        self.accumulation.holds = false;
         self.forwards = 0;
         self.phase = Phase::Ready;
         self.failed_save.take().map_or(Ok(()), Err)

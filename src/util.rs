@@ -1,5 +1,7 @@
 //! Small helpers that every module may use: locks, a stable hash, names in a message, names by pattern.
 
+use std::ffi::OsString;
+use std::path::PathBuf;
 use std::sync::{LockResult, Mutex, MutexGuard, PoisonError};
 
 /// Locks; a panic of another holder has been reported already and leaves nothing half-done that matters here.
@@ -24,6 +26,13 @@ pub(crate) fn mix(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
+}
+
+/// The folder of a user's caches: `$XDG_CACHE_HOME` (`xdg`) where that is an absolute path, as the XDG base directory
+/// specification says, else `.cache` in the user's `home`.
+pub(crate) fn cache_home(xdg: Option<OsString>, home: Option<PathBuf>) -> Option<PathBuf> {
+    let xdg = xdg.map(PathBuf::from).filter(|path| path.is_absolute());
+    xdg.or_else(|| home.map(|home| home.join(".cache")))
 }
 
 /// The names that are most like `name`, for a message; nothing, where none is.

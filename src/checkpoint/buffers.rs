@@ -6,7 +6,7 @@
 use super::folder::not_written;
 use super::manifest::{BufferFile, MANIFEST};
 use crate::error::{CheckpointError, Error, Result};
-use crate::param::Buffer;
+use crate::param::{Buffer, is_needless};
 use crate::tensor::bytes::{converted, dtype_for_file, dtype_in_file};
 use crate::util::list;
 use candle_core::DType;
@@ -22,7 +22,7 @@ const NAME: &str = "buffers.safetensors";
 
 /// A buffer in a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct SavedBuffer {
+pub(crate) struct SavedBuffer {
     pub name: String,
     pub shape: Vec<usize>,
     pub dtype: DType,
@@ -34,11 +34,21 @@ pub(super) fn snapshot(buffers: &[Buffer], dir: &Path) -> Result<Option<Vec<u8>>
     if buffers.is_empty() {
         return Ok(None);
     }
-    let values = buffers.iter().map(Buffer::bytes).collect::<Result<Vec<_>>>()?;
+    let now = |buffer: &Buffer| {
+        let (name, shape, dtype) = (buffer.name.clone(), buffer.tensor.dims().to_vec(), buffer.tensor.dtype());
+        Ok(SavedBuffer { name, shape, dtype, bytes: buffer.bytes()? })
+    };
+    file_of(&buffers.iter().map(now).collect::<Result<Vec<_>>>()?, dir)
+}
+
+/// The file's bytes; nothing where there are no buffers.
+pub(super) fn file_of(buffers: &[SavedBuffer], dir: &Path) -> Result<Option<Vec<u8>>> {
+    if buffers.is_empty() {
+        return Ok(None);
+    }
     let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: dir.join(NAME), problem });
-    let views = buffers.iter().zip(&values).map(|(buffer, bytes)| {
-        let dtype = dtype_for_file(buffer.tensor.dtype())?;
-        Some((buffer.name.clone(), TensorView::new(dtype, buffer.tensor.dims().to_vec(), bytes).ok()?))
+    let views = buffers.iter().map(|SavedBuffer { name, shape, dtype, bytes }| {
+        Some((name.clone(), TensorView::new(dtype_for_file(*dtype)?, shape.clone(), bytes).ok()?))
     });
     let views = views.collect::<Option<Vec<_>>>();
     let views = views.ok_or_else(|| wrong("a buffer has a type that no file has".into()))?;
@@ -96,9 +106,12 @@ pub(super) fn wanted(
     let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: folder.join(MANIFEST), problem });
     let own: BTreeSet<&str> = buffers.iter().map(|b| b.name.as_str()).collect();
     let theirs: BTreeSet<&str> = saved.iter().map(|b| b.name.as_str()).collect();
-    for (names, what) in [(&own - &theirs, "it lacks"), (&theirs - &own, "the model lacks")] {
+    let lacking = own.difference(&theirs).copied().collect();
+    let others = saved.iter().filter(|b| !own.contains(b.name.as_str()) && !is_needless(&b.name, &b.shape));
+    let others: Vec<&str> = others.map(|b| b.name.as_str()).collect();
+    for (names, what) in [(lacking, "it lacks"), (others, "the model lacks")] {
         if strict && !names.is_empty() {
-            let names = list(&names.into_iter().collect::<Vec<_>>());
+            let names = list(&names);
             return Err(wrong(format!(
                 "{what} the buffers {names}; build the model that was saved, or load with load_module_strict false"
             )));

@@ -1,6 +1,6 @@
 //! Looking at checkpoints without an engine: which there are, and whether one is whole.
 
-use super::buffers;
+use super::buffers::{self, SavedBuffer};
 use super::folder;
 use super::manifest::{MANIFEST, Manifest};
 use super::rank_file::RankFile;
@@ -24,6 +24,8 @@ pub(crate) struct Listing {
 pub(crate) struct Examination {
     pub path: PathBuf,
     pub manifest: Option<Manifest>,
+    /// Its buffers, by name; none where their file is damaged.
+    pub buffers: Vec<SavedBuffer>,
     /// One for each file that is damaged; none if it is whole.
     pub problems: Vec<Error>,
 }
@@ -82,10 +84,14 @@ pub(crate) fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64
     let read = folder::existing(dir, tag).and_then(|path| Manifest::read(&path.join(MANIFEST)));
     let manifest = match read {
         Ok(manifest) => manifest,
-        Err(error) => return Examination { path, manifest: None, problems: vec![error] },
+        Err(error) => return Examination { path, manifest: None, buffers: Vec::new(), problems: vec![error] },
     };
     let mut problems = Vec::new();
-    problems.extend(manifest.buffers.as_ref().and_then(|entry| buffers::read(&path, entry).err()));
+    let buffers = manifest.buffers.as_ref().map_or(Ok(Vec::new()), |entry| buffers::read(&path, entry));
+    let buffers = buffers.unwrap_or_else(|error| {
+        problems.push(error);
+        Vec::new()
+    });
     let (mut done, total) = (0, manifest.files.iter().map(|file| file.bytes).sum());
     for rank in 0..manifest.world_size {
         let looked = RankFile::open(&path, &manifest, rank).and_then(|mut file| {
@@ -100,5 +106,5 @@ pub(crate) fn examine(dir: &Path, tag: &str, mut tell: Option<&mut dyn FnMut(u64
         problems.extend(looked.err());
         done += manifest.files[rank].bytes;
     }
-    Examination { path, manifest: Some(manifest), problems }
+    Examination { path, manifest: Some(manifest), buffers, problems }
 }

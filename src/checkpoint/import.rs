@@ -1,10 +1,12 @@
-//! A checkpoint of DeepSpeed as one of this library's: weights, Adam's moments, counters.
+//! A checkpoint of DeepSpeed as one of this library's: weights, Adam's moments, buffers, counters.
 
+use super::buffers::{self, SavedBuffer};
 use super::deepspeed::{DeepSpeedCheckpoint, State};
 use super::folder;
 use super::manifest::{FORMAT, Manifest, Parameter, VERSION};
 use super::rank_file::RankWriter;
 use crate::error::{CheckpointError, Result};
+use crate::notice::warn;
 use crate::precision::{FlatRef, ScalerState};
 use crate::zero::share::{WEIGHTS, pieces};
 use serde_json::Value;
@@ -13,7 +15,7 @@ use std::path::{Path, PathBuf};
 /// Writes what a checkpoint of DeepSpeed holds as checkpoint `tag` of the folder `dir`, and lets `latest` name it.
 /// `tell` learns the bytes written so far and how many there will be. Gives the folder of the checkpoint.
 ///
-/// Its file is that of one rank; any number of ranks loads it. Loading goes on where DeepSpeed stopped.
+/// Buffers that cannot be read are left out, and told. Its file is that of one rank; any number of ranks loads it. Loading goes on where DeepSpeed stopped.
 ///
 /// # Errors
 /// [`CheckpointError::Unusable`] if `dir` has a checkpoint of that name already; [`CheckpointError::DeepSpeed`] for
@@ -29,8 +31,12 @@ pub fn import(
     let states = [State::Master, State::ExpAvg, State::ExpAvgSq].into_iter().filter(|state| from.has(*state));
     let states: Vec<State> = states.collect();
     let mut manifest = manifest(from, tag, &states);
+    let buffers = buffers(from, dir)?;
+    manifest.buffers = buffers.as_deref().map(buffers::entry);
     let _lock = folder::begin(dir, tag)?;
-    let written = write(from, &folder::saving(dir, tag), &manifest, &states, &mut tell);
+    let saving = folder::saving(dir, tag);
+    let written = buffers.map_or(Ok(()), |bytes| buffers::write(&saving, &bytes));
+    let written = written.and_then(|()| write(from, &saving, &manifest, &states, &mut tell));
     let published = written.and_then(|file| {
         manifest.files = vec![file];
         folder::publish(dir, &manifest, true)?;
@@ -52,6 +58,18 @@ pub(crate) fn new_place(dir: &Path, tag: &str) -> Result<PathBuf> {
         return Err(CheckpointError::Unusable { path, problem }.into());
     }
     Ok(path)
+}
+
+/// The file of its buffers; nothing where it has none.
+fn buffers(from: &DeepSpeedCheckpoint, dir: &Path) -> Result<Option<Vec<u8>>> {
+    for problem in from.unread_buffers() {
+        warn(&format!("warning: a buffer is left out: {problem}"));
+    }
+    let saved = from.buffers().iter().enumerate().map(|(index, buffer)| {
+        let bytes = from.read_buffer(index)?;
+        Ok(SavedBuffer { name: buffer.name.clone(), shape: buffer.shape.clone(), dtype: buffer.dtype, bytes })
+    });
+    buffers::file_of(&saved.collect::<Result<Vec<_>>>()?, dir)
 }
 
 fn write(
@@ -120,6 +138,8 @@ fn manifest(from: &DeepSpeedCheckpoint, tag: &str, states: &[State]) -> Manifest
         }),
         optimizer_steps: from.optimizer_step().unwrap_or(updates),
         last_batch_iteration: from.last_batch_iteration().unwrap_or(updates as i64 - 1),
+        set_lr: None,
+        rounding_seed: None,
         optimizer: config["optimizer"]["type"].as_str().map(str::to_owned),
         states: states.iter().map(|state| name(state).to_owned()).collect(),
         parameters: parameters.collect(),

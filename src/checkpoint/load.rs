@@ -217,6 +217,7 @@ pub(crate) fn load(
     buffers.iter().try_for_each(|(number, bytes)| core.buffers().list()[*number].set(bytes))?;
     if options.load_optimizer_states && !options.load_module_only {
         set_counts(core, &checkpoint.manifest);
+        go_on_rounding(core, &checkpoint);
     }
     Ok(Some(checkpoint))
 }
@@ -249,6 +250,13 @@ fn wanted(
     let mut states = vec![WEIGHTS];
     if options.load_optimizer_states && !options.load_module_only {
         states.extend(trainer.all_state_names());
+        let (saved, own) = (manifest.set_lr.as_ref().map(Vec::len), trainer.lr().len());
+        if let Some(saved) = saved.filter(|saved| *saved != own) {
+            return Err(wrong(format!(
+                "it has learning rates that set_lr gave to {saved} parameter groups, and this engine has {own}; train with \
+                 the parameter groups that were saved, or load with load_optimizer_states false"
+            )));
+        }
     }
     let mut wanted = Vec::new();
     for name in states {
@@ -311,6 +319,19 @@ fn trained_since(name: &str, what: &str) -> String {
         "{name} {what} when it was saved, and is trained here; freeze it (EngineBuilder::trainable, set_trainable), load, \
          and thaw it then"
     )
+}
+
+/// States go on being rounded by the chances of the run that was saved.
+fn go_on_rounding(core: &Core, checkpoint: &Checkpoint) {
+    let Some(seed) = checkpoint.manifest.rounding_seed else { return };
+    core.go_on_rounding(seed);
+    if core.rounding_seed().is_none() && core.comm().rank() == 0 {
+        say(&format!(
+            "checkpoint {}: its states were rounded by chance, and are rounded to nearest from now on; to go on as it did, \
+             call EngineBuilder::stochastic_rounding(true)",
+            checkpoint.manifest.tag
+        ));
+    }
 }
 
 /// Each trained parameter goes on with its own count of updates.

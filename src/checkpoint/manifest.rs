@@ -14,7 +14,13 @@ use twox_hash::XxHash3_64;
 pub(super) const MANIFEST: &str = "manifest.json";
 
 pub(super) const FORMAT: &str = "candle-zero checkpoint";
-pub(super) const VERSION: u32 = 1;
+
+/// The format that is written. Version 1 had no buffers, no blocks, no frozen parameters, no line of checkpoints, and
+/// neither rates that were set nor the seed of rounding; its readers refuse what they do not know.
+pub(super) const VERSION: u32 = 2;
+
+/// The oldest format that is read.
+const OLDEST: u32 = 1;
 
 /// The content of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -49,6 +55,13 @@ pub struct Manifest {
     pub optimizer_steps: u64,
     /// Applied optimizer steps - 1, as DeepSpeed's schedulers count.
     pub last_batch_iteration: i64,
+    /// The learning rates that [`Engine::set_lr`](crate::Engine::set_lr) had put in force, by parameter group; nothing
+    /// where the configuration's or the schedule's were.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub set_lr: Option<Vec<f64>>,
+    /// The seed of stochastic rounding, if states were rounded so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rounding_seed: Option<u64>,
     /// Type of the optimizer.
     pub optimizer: Option<String>,
     /// Kinds of state in the files, f32 each: `fp32` (the parameters), then the optimizer's.
@@ -196,10 +209,10 @@ impl Manifest {
         if end != ending(body) {
             return Err(damaged("its checksum is that of another text"));
         }
-        if let Some(version) = version.filter(|v| *v != u64::from(VERSION)) {
+        if let Some(version) = version.filter(|v| !(u64::from(OLDEST)..=u64::from(VERSION)).contains(v)) {
             return Err(format!(
-                "its format has version {version}, and this program knows version {VERSION}; load it with the release that \
-                 wrote it"
+                "its format has version {version}, and this program knows versions {OLDEST} to {VERSION}; load it with the \
+                 release that wrote it"
             ));
         }
         let manifest: Self = whole.and_then(serde_json::from_value).map_err(|e| damaged(&e.to_string()))?;
@@ -222,6 +235,8 @@ impl Manifest {
         say(are_possible && self.skipped_steps <= self.global_steps, "its counters of steps and samples".into())?;
         let scale = self.scaler.as_ref().map_or(1.0, |scaler| scaler.scale);
         say(scale.is_finite() && scale > 0.0, format!("its loss scale is {scale}"))?;
+        let rates = self.set_lr.iter().flatten();
+        say(rates.into_iter().all(|lr| (0.0..f64::INFINITY).contains(lr)), "its learning rates".into())?;
         for p in &self.parameters {
             let own = p.states.as_ref().unwrap_or(&self.states);
             let are_known = (own.is_empty() || p.has(WEIGHTS)) && own.iter().all(|state| self.states.contains(state));
@@ -303,6 +318,8 @@ pub(super) mod tests {
             scaler: None,
             optimizer_steps: 0,
             last_batch_iteration: -1,
+            set_lr: None,
+            rounding_seed: None,
             optimizer: None,
             states: vec![WEIGHTS.into()],
             parameters: vec![],

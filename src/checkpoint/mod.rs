@@ -33,6 +33,7 @@ mod progress;
 mod rank_file;
 mod save;
 
+pub(crate) use buffers::SavedBuffer;
 pub(crate) use consolidate::absent_or_empty;
 pub use consolidate::{ConsolidateSettings, Consolidated, ConsolidatedDtype, consolidate};
 pub(crate) use examine::{Examination, Listing, examine, find, place};

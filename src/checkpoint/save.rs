@@ -121,6 +121,8 @@ pub(crate) fn manifest(
         scaler: progress.scaler,
         optimizer_steps: progress.optimizer_steps,
         last_batch_iteration: progress.last_batch_iteration,
+        set_lr: trainer.set_rates(),
+        rounding_seed: core.rounding_seed(),
         optimizer: trainer.name().map(str::to_owned),
         states: states.map(str::to_owned).collect(),
         parameters: parameters.collect(),

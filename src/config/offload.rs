@@ -3,6 +3,8 @@
 use super::walk::Walk;
 use super::{Aio, EightBit, EightBitConfig, OffloadOptimizer, OffloadParam, OffloadTo, OptimizerConfig, Rule};
 use crate::layout::ZeroStage;
+use crate::util::cache_home;
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 /// An offload section, and the first stage at which it has an effect, as in DeepSpeed.
@@ -37,15 +39,18 @@ impl Section {
         }
         let key = self.join("nvme_path");
         match walk.str(&key) {
-            Some(path) if !path.is_empty() => match whole_path(path) {
-                Some(path) => Some(OffloadTo::Nvme { path }),
-                None => {
-                    let text = format!("{path:?} found: this user has no home folder; give a path that begins with /");
-                    let place = walk.place(&key);
-                    walk.problem(Rule::Conflict, &key, place, text);
-                    None
+            Some(path) if !path.is_empty() => {
+                match whole_path(path, std::env::var_os("XDG_CACHE_HOME"), std::env::home_dir()) {
+                    Some(path) => Some(OffloadTo::Nvme { path }),
+                    None => {
+                        let text =
+                            format!("{path:?} found: this user has no home folder; give a path that begins with /");
+                        let place = walk.place(&key);
+                        walk.problem(Rule::Conflict, &key, place, text);
+                        None
+                    }
                 }
-            },
+            }
             found => {
                 let found = if found.is_some() { "\"\" found" } else { "has to be given" };
                 let text = format!(
@@ -71,11 +76,14 @@ impl Section {
     }
 }
 
-/// A path that begins with `~/` lies in the user's home, as in a shell.
-fn whole_path(path: &str) -> Option<PathBuf> {
-    match path.strip_prefix("~/") {
-        None => Some(path.into()),
-        Some(rest) => std::env::home_dir().filter(|home| home.is_absolute()).map(|home| home.join(rest)),
+/// A path that begins with `~/` lies in the user's home, as in a shell, and one that begins with `~/.cache/` in the
+/// folder of the user's caches, which `$XDG_CACHE_HOME` (`xdg`) may name.
+fn whole_path(path: &str, xdg: Option<OsString>, home: Option<PathBuf>) -> Option<PathBuf> {
+    let home = home.filter(|home| home.is_absolute());
+    match (path.strip_prefix("~/.cache/"), path.strip_prefix("~/")) {
+        (Some(rest), _) => cache_home(xdg, home).map(|cache| cache.join(rest)),
+        (None, Some(rest)) => home.map(|home| home.join(rest)),
+        (None, None) => Some(path.into()),
     }
 }
 
@@ -143,10 +151,27 @@ mod tests {
 
     #[test]
     fn a_path_that_begins_with_a_tilde_and_a_slash_lies_in_the_users_home() {
-        let home = std::env::home_dir();
-        assert_eq!(whole_path("~/.cache/offload"), home.map(|home| home.join(".cache/offload")));
+        let whole = |path: &str, home: &str| whole_path(path, None, Some(home.into()));
+        assert_eq!(whole("~/a/b", "/h"), Some("/h/a/b".into()));
+        assert_eq!(whole("~/.cache/offload", "/h"), Some("/h/.cache/offload".into()));
         for path in ["/a/~/b", "~", "~user/a", "a"] {
-            assert_eq!(whole_path(path), Some(path.into()));
+            assert_eq!(whole(path, "/h"), Some(path.into()));
+            assert_eq!(whole_path(path, None, None), Some(path.into()));
+        }
+        assert_eq!((whole("~/a", "h"), whole_path("~/.cache/a", None, None)), (None, None));
+    }
+
+    #[test]
+    fn a_path_in_the_users_cache_lies_where_xdg_cache_home_says_if_that_is_absolute() {
+        let whole = |path: &str, xdg: &str| whole_path(path, Some(xdg.into()), Some("/h".into()));
+        assert_eq!(whole("~/.cache/candle-zero/offload", "/x"), Some("/x/candle-zero/offload".into()));
+        assert_eq!(whole_path("~/.cache/a", Some("/x".into()), None), Some("/x/a".into()));
+        for ignored in ["", "x", "./x"] {
+            assert_eq!(whole("~/.cache/a", ignored), Some("/h/.cache/a".into()), "{ignored:?}");
+        }
+        // Other folders are where they are called.
+        for (path, place) in [("~/.cached/a", "/h/.cached/a"), ("/h/.cache/a", "/h/.cache/a"), ("~/a", "/h/a")] {
+            assert_eq!(whole(path, "/x"), Some(place.into()));
         }
     }
 }

@@ -75,6 +75,7 @@ impl<M> Engine<M> {
     pub fn zero_grad(&mut self) -> Result<()> {
         self.attempt(|engine| engine.core.zero_grad())?;
         self.losses = Losses::default();
+        self.accumulation.holds = false;
         if matches!(self.phase, Phase::Backwarded | Phase::Held) {
             self.phase = Phase::Ready;
         }
@@ -120,7 +121,9 @@ impl<M> Engine<M> {
     }
 
     /// Sets the learning rate of all parameter groups. As in DeepSpeed and PyTorch a schedule overwrites it after the
-    /// next update; without one it holds until the next call. A checkpoint does not have it. Collective.
+    /// next update; without one it holds until the next call. A checkpoint has it: a run that goes on from it, on any
+    /// number of ranks, goes on with this rate and not with that of its configuration, unless it is set again after the
+    /// load. Collective.
     ///
     /// # Errors
     /// [`EngineError::LearningRate`] for one that is negative or not finite; [`EngineError::ArgumentsDiffer`] between
@@ -163,12 +166,16 @@ impl<M> Engine<M> {
         }
     }
 
+    /// Whether there are gradients that no step has ended the micro step of, also where a forward has come since.
+    pub(super) fn has_gradients_of_micro_step(&self) -> bool {
+        self.accumulation.holds || matches!(self.phase, Phase::Backwarded | Phase::Held)
+    }
+
     /// An error in the middle of an accumulation, whose gradients are no part of a checkpoint.
     pub(super) fn between_steps(&self, call: &'static str) -> Result<()> {
         self.not_stopped()?;
         let of = self.config.batch.gradient_accumulation_steps as u64;
-        let under_way = u64::from(matches!(self.phase, Phase::Backwarded | Phase::Held));
-        match self.accumulation.micro_steps + under_way {
+        match self.accumulation.micro_steps + u64::from(self.has_gradients_of_micro_step()) {
             0 => Ok(()),
             backwards => Err(EngineError::MidAccumulation { call, backwards, of }.into()),
         }

@@ -85,7 +85,8 @@ impl EngineBuilder {
     /// Weights and optimizer states that are kept in bfloat16 (`bf16_master_weights_and_grads`,
     /// `bf16_optimizer_states`) are rounded up or down by chance after a step, so that small changes are not lost. The
     /// chances follow from the seed, the parameter's name, the element and the step: they are the same at all stages and
-    /// numbers of ranks, and after a resume. Default false: to nearest.
+    /// numbers of ranks. A checkpoint has the seed, so a run that goes on from it has the same chances whatever its own
+    /// seed is. Must be the same on all ranks. Default false: to nearest.
     #[must_use]
     pub fn stochastic_rounding(mut self, stochastic_rounding: bool) -> Self {
         self.stochastic_rounding = stochastic_rounding;

@@ -1,12 +1,14 @@
 //! Saving, loading and exporting an engine's state.
 
 use super::{Engine, Losses, Phase};
-use crate::checkpoint::{self, LoadOptions, Loaded, Progress, SaveJob, SaveOptions, SaveRequest};
+use crate::checkpoint::{self, LoadOptions, Loaded, Manifest, Progress, SaveJob, SaveOptions, SaveRequest};
 use crate::comm::agree::Failure;
 use crate::comm::calls::during;
 use crate::error::Result;
+use crate::notice::say;
 use crate::precision::Flat;
 use crate::timeline;
+use crate::util::list;
 use candle_core::DType;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -100,7 +102,9 @@ impl<M> Engine<M> {
     /// precision and offload it was saved with. Nothing is loaded, and none is the result, if there is no checkpoint
     /// there. Collective.
     ///
-    /// Everything that is needed is checked before anything changes. The data goes on where
+    /// Everything that is needed is checked before anything changes. With the optimizer's states come the learning rates
+    /// that [`set_lr`](Self::set_lr) had given (DeepSpeed's `param_groups`); where it had not been called, those of this
+    /// engine's configuration hold. The data goes on where
     /// [`Loaded::global_samples`] says: see [`crate::data::Loader::resume`].
     ///
     /// # Errors
@@ -123,6 +127,9 @@ impl<M> Engine<M> {
         if !options.load_module_only {
             self.place = checkpoint.place();
             self.set_progress(Progress::of(checkpoint.manifest(), self.progress(), options));
+            if options.load_optimizer_states {
+                self.go_on_with_rates(checkpoint.manifest());
+            }
         }
         if self.global_steps > 0 {
             self.core.unused_was_judged();
@@ -207,6 +214,19 @@ impl<M> Engine<M> {
             self.scaler.restore(state);
         }
         (self.grad_norm, self.was_applied) = (None, false);
+    }
+
+    /// The learning rates of `set_lr` are those of the run that was saved.
+    fn go_on_with_rates(&mut self, manifest: &Manifest) {
+        self.trainer.restore_rates(manifest.set_lr.as_deref());
+        let Some(rates) = manifest.set_lr.as_ref().filter(|_| self.rank() == 0) else { return };
+        let rates: Vec<String> = rates.iter().map(|lr| format!("{lr:e}")).collect();
+        let until = if self.trainer.is_scheduled() { "the schedule goes on" } else { "set_lr gives another" };
+        say(&format!(
+            "checkpoint {}: the learning rate that set_lr gave, {}, stays in force until {until}",
+            manifest.tag,
+            list(&rates)
+        ));
     }
 
     /// There was no forward since the last step: its loss is that of other weights.

@@ -29,22 +29,23 @@ struct Fingerprint {
     config: u64,
     weights: u64,
     simd: u64,
+    rounding: u64,
     inits: u64,
     buffers: u64,
 }
 
 impl Fingerprint {
-    const NUMBERS: usize = 8;
+    const NUMBERS: usize = 9;
 
     fn numbers(self) -> [u64; Self::NUMBERS] {
-        let Self { parameters, elements, model, config, weights, simd, inits, buffers } = self;
-        [parameters, elements, model, config, weights, simd, inits, buffers]
+        let Self { parameters, elements, model, config, weights, simd, rounding, inits, buffers } = self;
+        [parameters, elements, model, config, weights, simd, rounding, inits, buffers]
     }
 
     fn of_numbers(numbers: &[u64]) -> Self {
         match numbers[..] {
-            [parameters, elements, model, config, weights, simd, inits, buffers] => {
-                Self { parameters, elements, model, config, weights, simd, inits, buffers }
+            [parameters, elements, model, config, weights, simd, rounding, inits, buffers] => {
+                Self { parameters, elements, model, config, weights, simd, rounding, inits, buffers }
             }
             _ => unreachable!("all ranks give as many numbers"),
         }
@@ -63,7 +64,7 @@ impl Fingerprint {
 
 /// Collective: an error where ranks built different models, read different configurations, begin with different
 /// `weights` (a hash), hints of initial values (`inits`) or buffers, or with another optimizer, schedule or parameter
-/// groups, or compute at another level of SIMD.
+/// groups, round states otherwise, or compute at another level of SIMD.
 pub(super) fn check_same_on_all_ranks(
     core: &Core,
     config: &Config,
@@ -90,6 +91,7 @@ pub(super) fn check_same_on_all_ranks(
         config: fnv1a(config.as_bytes()),
         weights,
         simd: fnv1a(checked_level()?.name().as_bytes()),
+        rounding: of_all(&core.rounding_seed().map_or([0, 0], |seed| [1, seed])),
         inits: of_all(&init_hashes),
         buffers: of_all(&buffer_hashes),
     };
@@ -110,6 +112,8 @@ pub(super) fn check_same_on_all_ranks(
         EngineError::ConfigsDiffer { rank, other }.into()
     } else if mine.weights != theirs.weights {
         EngineError::WeightsDiffer { rank, other }.into()
+    } else if mine.rounding != theirs.rounding {
+        EngineError::RoundingDiffers { rank, other }.into()
     } else {
         KernelError::LevelsDiffer { rank, other, level: checked_level()?.name() }.into()
     })

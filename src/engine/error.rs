@@ -267,6 +267,17 @@ pub enum EngineError {
         /// Another rank.
         other: usize,
     },
+    /// Ranks round the states that are kept in 16 bits in different ways.
+    #[error(
+        "rank {rank} rounds otherwise than rank {other}: one of them to nearest and one by chance, or with another seed; \
+         every rank must be given the same EngineBuilder::stochastic_rounding and EngineBuilder::seed"
+    )]
+    RoundingDiffers {
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+    },
     /// A parameter or buffer does not begin with the same values on all ranks.
     #[error(
         "{what} begins with other values on rank {rank} than on rank {other}{hint}; initial values may depend on the seed, \

@@ -1,6 +1,6 @@
 //! The reports of an engine: counters, rates, memory, traffic and times.
 
-use super::{Engine, Phase};
+use super::Engine;
 use crate::comm::CommReport;
 use crate::config::Config;
 use crate::memory::MemoryReport;
@@ -46,7 +46,7 @@ impl<M> Engine<M> {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn is_between_accumulations(&self) -> bool {
-        self.accumulation.micro_steps == 0 && matches!(self.phase, Phase::Ready | Phase::Forwarded)
+        self.accumulation.micro_steps == 0 && !self.has_gradients_of_micro_step()
     }
 
     /// Optimizer steps so far, skipped ones included.

@@ -7,7 +7,7 @@
 use super::build::{Build, Kind, PrintedPath};
 use super::script::Single;
 use crate::error::{Error, LaunchError, Result};
-use crate::util::fnv1a;
+use crate::util::{cache_home, fnv1a};
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -48,8 +48,7 @@ pub(crate) fn cache() -> Result<PathBuf> {
 fn cache_dir(lookup: impl Fn(&str) -> Option<PathBuf>) -> Result<PathBuf> {
     let set = |name: &str| lookup(name).filter(|path| !path.as_os_str().is_empty());
     let dir = set("ZERORUN_CACHE_DIR")
-        .or_else(|| Some(set("XDG_CACHE_HOME")?.join("zerorun")))
-        .or_else(|| Some(set("HOME")?.join(".cache").join("zerorun")))
+        .or_else(|| Some(cache_home(set("XDG_CACHE_HOME").map(PathBuf::into_os_string), set("HOME"))?.join("zerorun")))
         .ok_or(LaunchError::NoScriptCache)?;
     std::path::absolute(&dir).map_err(|source| Error::Io { action: "find", path: dir, source })
 }
@@ -463,7 +462,9 @@ mod tests {
         let all = [("ZERORUN_CACHE_DIR", "/z"), ("XDG_CACHE_HOME", "/x"), ("HOME", "/h")];
         assert_eq!(with(&all).unwrap(), Path::new("/z"));
         assert_eq!(with(&all[1..]).unwrap(), Path::new("/x/zerorun"));
-        assert_eq!(with(&[("XDG_CACHE_HOME", ""), ("HOME", "/h")]).unwrap(), Path::new("/h/.cache/zerorun"));
+        for ignored in ["", "x", "../x"] {
+            assert_eq!(with(&[("XDG_CACHE_HOME", ignored), ("HOME", "/h")]).unwrap(), Path::new("/h/.cache/zerorun"));
+        }
         assert!(matches!(with(&[]), Err(Error::Launch(LaunchError::NoScriptCache))));
     }
 

@@ -125,6 +125,23 @@ impl Trainer {
         self.groups.iter_mut().zip(lr).for_each(|(group, lr)| group.set_lr = Some(*lr));
     }
 
+    /// The rates that were set and are in force, by group; nothing where none was set.
+    pub fn set_rates(&self) -> Option<Vec<f64>> {
+        let rates: Option<Vec<f64>> = self.groups.iter().map(|group| group.set_lr).collect();
+        rates.filter(|rates| !rates.is_empty())
+    }
+
+    /// Goes on with the rates that were set for as many groups, or with none.
+    pub fn restore_rates(&mut self, rates: Option<&[f64]>) {
+        let mut rates = rates.into_iter().flatten().copied();
+        self.groups.iter_mut().for_each(|group| group.set_lr = rates.next());
+    }
+
+    /// Whether a schedule changes the rates.
+    pub fn is_scheduled(&self) -> bool {
+        self.groups.iter().any(|group| group.is_scheduled)
+    }
+
     /// Momentum of the coming step, by group.
     pub fn momentum(&self) -> Vec<Momentum> {
         self.groups.iter().map(|g| g.schedule.momentum()).collect()

@@ -46,9 +46,13 @@ pub(crate) fn has_name_of_buffer(name: &str) -> bool {
     NAMES.contains(&last_part(name))
 }
 
-/// Whether a tensor of that name is PyTorch's count of batches, which Candle's `BatchNorm` does not ask for.
-pub(crate) fn is_batch_counter(name: &str) -> bool {
+/// Whether a model does as well without a buffer that a file has: PyTorch's count of batches, which Candle's `BatchNorm`
+/// does not ask for, and the causal mask of a GPT-2's attention and the frequencies of a Llama's, which old files hold.
+pub(crate) fn is_needless(name: &str, shape: &[usize]) -> bool {
     last_part(name) == COUNTER
+        || name.ends_with(".attn.masked_bias")
+        || (name.ends_with(".attn.bias") && matches!(shape, [1, 1, a, b] if a == b))
+        || name.ends_with(".rotary_emb.inv_freq")
 }
 
 const COUNTER: &str = "num_batches_tracked";
@@ -73,25 +77,30 @@ impl Buffer {
     /// Its values now.
     ///
     /// # Errors
-    /// [`ParamError::BufferChanged`] if it has no longer the size of its shape.
+    /// As [`check`](Self::check)'s.
     pub fn bytes(&self) -> Result<Vec<u8>> {
-        let bytes = bytes::to_bytes(&self.tensor)?;
-        match bytes.len() == self.size() {
-            true => Ok(bytes),
-            false => Err(self.changed(bytes.len())),
+        self.check()?;
+        Ok(bytes::to_bytes(&self.tensor)?)
+    }
+
+    /// Whether it still has the elements that it was asked for with.
+    ///
+    /// # Errors
+    /// [`ParamError::BufferChanged`] if something has put others there.
+    pub fn check(&self) -> Result<()> {
+        let expected = (self.tensor.elem_count(), self.tensor.dtype());
+        match bytes::held(&self.tensor).filter(|held| *held != expected) {
+            None => Ok(()),
+            Some(found) => {
+                let (name, shape) = (self.name.clone(), self.tensor.dims().to_vec());
+                let [found, expected] = [found, expected].map(|(count, dtype)| format!("{count} of {dtype:?}"));
+                Err(ParamError::BufferChanged { name, shape, found, expected }.into())
+            }
         }
     }
 
-    /// Other values for everybody who holds it.
+    /// Other values for everybody who holds it, of its shape and type.
     pub fn set(&self, bytes: &[u8]) -> Result<()> {
-        match bytes.len() == self.size() {
-            true => Ok(bytes::set_bytes(&self.tensor, bytes)?),
-            false => Err(self.changed(bytes.len())),
-        }
-    }
-
-    fn changed(&self, found: usize) -> crate::Error {
-        let (name, shape) = (self.name.clone(), self.tensor.dims().to_vec());
-        ParamError::BufferChanged { name, shape, found, expected: self.size() }.into()
+        Ok(bytes::set_bytes(&self.tensor, bytes)?)
     }
 }

@@ -126,7 +126,7 @@ pub enum ParamError {
     },
     /// One name, two shapes.
     #[error(
-        "parameter {name} is asked for twice, with shape {first:?} and with {second:?}; give the layers different \
+        "{name} is asked for twice, with shape {first:?} and with {second:?}; give the layers different \
          prefixes (vb.pp)"
     )]
     Twice {
@@ -288,20 +288,20 @@ pub enum ParamError {
         /// Type at the second.
         second: String,
     },
-    /// A buffer whose memory is no longer of its size.
+    /// A buffer whose memory no longer has the elements of its shape and type.
     #[error(
-        "buffer {name} of shape {shape:?} holds {found} bytes where {expected} belong; a buffer keeps the shape and type \
-         with which it was asked for: change its values with Var::set"
+        "buffer {name} of shape {shape:?} holds {found} where {expected} belong; a buffer keeps the shape and type with \
+         which it was asked for: change its values with Var::set"
     )]
     BufferChanged {
         /// The name.
         name: String,
         /// Its shape.
         shape: Vec<usize>,
-        /// Bytes that it holds.
-        found: usize,
-        /// Bytes of its shape.
-        expected: usize,
+        /// Number and type of the elements that it holds.
+        found: String,
+        /// Those of its shape.
+        expected: String,
     },
     /// A tensor for a buffer that is of another kind of number.
     #[error(

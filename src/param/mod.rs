@@ -11,7 +11,7 @@ mod init;
 mod source;
 
 pub use buffer::BufferSync;
-pub(crate) use buffer::{Buffer, BufferRule, dtype_of_buffer, has_name_of_buffer};
+pub(crate) use buffer::{Buffer, BufferRule, dtype_of_buffer, has_name_of_buffer, is_needless};
 pub use source::Source;
 pub(crate) use source::WeightFile;
 

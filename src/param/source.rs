@@ -1,6 +1,6 @@
 //! Where initial values come from: a random rule, or a safetensors file.
 
-use super::buffer::is_batch_counter;
+use super::buffer::is_needless;
 use super::init::init_values;
 use crate::error::{Error, ParamError, Result};
 use crate::files;
@@ -95,13 +95,12 @@ impl Source {
         matches!(self, Self::File(file) if file.info(name).is_some())
     }
 
-    /// An error if the file holds tensors that the model has not asked for, but PyTorch's counts of batches.
+    /// An error if the file holds tensors that the model has not asked for, but for buffers that say nothing.
     pub(crate) fn check_all_used(&self, used: &BTreeSet<&str>) -> Result<()> {
         let Self::File(file) = self else { return Ok(()) };
         let used: BTreeSet<String> = used.iter().map(|name| file.name_of(name)).collect();
         let tensors = file.metadata.tensors().into_iter();
-        let unused =
-            tensors.filter(|(name, info)| !used.contains(name) && !is_mask(name, info) && !is_batch_counter(name));
+        let unused = tensors.filter(|(name, info)| !used.contains(name) && !is_needless(name, &info.shape));
         let mut extra: Vec<String> = unused.map(|(name, _)| name).collect();
         extra.sort();
         match extra.is_empty() {
@@ -115,12 +114,6 @@ impl Source {
 const FILE_OF_FOLDER: &str = "model.safetensors";
 /// In front of the names of a GPT-2 with a language model's head.
 const PREFIX: &str = "transformer.";
-
-/// Whether a tensor is no weight but the causal mask of a GPT-2's attention, which old files hold.
-fn is_mask(name: &str, info: &TensorInfo) -> bool {
-    name.ends_with(".attn.masked_bias")
-        || (name.ends_with(".attn.bias") && matches!(info.shape[..], [1, 1, a, b] if a == b))
-}
 
 impl WeightFile {
     /// Opens and maps a file, or `model.safetensors` in a folder, and reads its header.

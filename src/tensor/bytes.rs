@@ -1,6 +1,7 @@
 //! The elements of tensors of any number type as bytes, little-endian as in files.
 
 use super::residency::{storage_on, swap};
+use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, Result, Shape, Storage, Tensor, bail};
 use half::{bf16, f16};
@@ -128,7 +129,6 @@ pub(crate) fn to_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
     let values = match &*storage {
         Storage::Cpu(values) => values,
         Storage::Cuda(cuda) => {
-            use candle_core::backend::BackendStorage;
             on_host = cuda.to_cpu_storage()?;
             &on_host
         }
@@ -141,6 +141,22 @@ pub(crate) fn to_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
         },
         _ => bail!("a tensor holds other elements than its dtype {:?} says", tensor.dtype()),
     }, _ => bail!("the elements of a tensor of {:?} cannot be read", tensor.dtype()))
+}
+
+/// Number and type of the elements in the storage of a tensor, whatever its shape says; nothing of one on a GPU, where
+/// no operation exchanges them.
+pub(crate) fn held(tensor: &Tensor) -> Option<(usize, DType)> {
+    match &*tensor.storage_and_layout().0 {
+        Storage::Cpu(values) => {
+            let dtype = values.dtype();
+            let count = with_number!(dtype, T, V => match values {
+                V(values) => <[T]>::len(values),
+                _ => 0,
+            }, _ => 0);
+            Some((count, dtype))
+        }
+        _ => None,
+    }
 }
 
 /// `bytes` as elements of `dtype`.

@@ -1,7 +1,7 @@
 //! `zerorun inspect`: which checkpoints a folder holds, and whether one is whole.
 
 use super::progress::ByteProgress;
-use crate::checkpoint::{Examination, Listing, Manifest, Parameter, examine, find, place};
+use crate::checkpoint::{Examination, Listing, Manifest, Parameter, SavedBuffer, examine, find, place};
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use clap::Parser;
 use serde_json::{Value, json};
@@ -108,7 +108,7 @@ struct Report<'a> {
 
 impl Report<'_> {
     fn json(&self) -> Value {
-        let Examination { path, manifest, problems } = self.examined;
+        let Examination { path, manifest, buffers, problems } = self.examined;
         let problems: Vec<String> = problems.iter().map(ToString::to_string).collect();
         let mut all = json!({
             "tag": self.tag, "path": path, "whole": problems.is_empty(), "verified": self.verified,
@@ -119,7 +119,8 @@ impl Report<'_> {
                 "world_size": m.world_size, "stage": m.stage, "dtype": m.dtype, "optimizer": m.optimizer,
                 "global_steps": m.global_steps, "skipped_steps": m.skipped_steps,
                 "global_samples": m.global_samples, "states": m.states, "parameters": m.parameters.len(),
-                "elements": elements(m), "bytes": bytes(m), "client_state_keys": client_state_keys(m),
+                "elements": elements(m), "buffers": buffers.iter().map(buffer_json).collect::<Vec<_>>(),
+                "bytes": bytes(m), "client_state_keys": client_state_keys(m),
             });
             all.extend(more.as_object().cloned().unwrap_or_default());
         }
@@ -132,7 +133,17 @@ fn elements(manifest: &Manifest) -> usize {
 }
 
 fn bytes(manifest: &Manifest) -> u64 {
-    manifest.files.iter().map(|file| file.bytes).sum()
+    let buffers = manifest.buffers.as_ref().map_or(0, |file| file.bytes);
+    buffers + manifest.files.iter().map(|file| file.bytes).sum::<u64>()
+}
+
+fn buffer_json(buffer: &SavedBuffer) -> Value {
+    json!({"name": buffer.name, "dtype": buffer.dtype.as_str(), "shape": buffer.shape})
+}
+
+/// A name or more in one column, type and shape after it.
+fn buffer_line(buffer: &SavedBuffer) -> String {
+    format!("    {:40}{:6}{:?}", buffer.name, buffer.dtype.as_str(), buffer.shape)
 }
 
 fn client_state_keys(manifest: &Manifest) -> Vec<&str> {
@@ -141,7 +152,7 @@ fn client_state_keys(manifest: &Manifest) -> Vec<&str> {
 
 impl fmt::Display for Report<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Examination { path, manifest, problems } = self.examined;
+        let Examination { path, manifest, buffers, problems } = self.examined;
         writeln!(f, "{}", path.display())?;
         if let Some(m) = manifest {
             let mut row = |name: &str, value: String| writeln!(f, "  {name:14}{value}");
@@ -151,9 +162,13 @@ impl fmt::Display for Report<'_> {
             row("samples", m.global_samples.to_string())?;
             row("states", m.states.join(", "))?;
             row("parameters", format!("{} with {} elements", m.parameters.len(), elements(m)))?;
-            row("bytes", format!("{} in {} files", bytes(m), m.files.len()))?;
+            if let Some(file) = &m.buffers {
+                row("buffers", format!("{} in {}", buffers.len(), file.name))?;
+            }
+            row("bytes", format!("{} in {} files", bytes(m), m.files.len() + usize::from(m.buffers.is_some())))?;
             let keys = client_state_keys(m);
             row("client state", if keys.is_empty() { "no keys".into() } else { keys.join(", ") })?;
+            buffers.iter().try_for_each(|buffer| writeln!(f, "{}", buffer_line(buffer)))?;
         }
         for problem in problems {
             writeln!(f, "  damaged: {problem}")?;

@@ -40,6 +40,7 @@ impl Buffers {
 
     /// Collective: a training forward is about to begin.
     pub(super) fn before_forward(&self, comm: &dyn Communicator) -> Result<()> {
+        self.list.iter().try_for_each(Buffer::check)?;
         if self.sync == BufferSync::FromRankZero { self.take_rank_zeros(comm) } else { Ok(()) }
     }
 

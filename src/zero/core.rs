@@ -26,7 +26,7 @@ use crate::util::{list, lock, unpoisoned};
 use candle_core::DType;
 use candle_nn::Init;
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock, Weak};
 use std::thread::ThreadId;
 
@@ -59,7 +59,7 @@ pub(crate) struct Core {
     pub(super) unreduced: Mutex<Unreduced>,
     pub(super) recomputation: Recomputation,
     /// The seed of stochastic rounding; `None`: to nearest.
-    pub(super) rounding: Option<u64>,
+    pub(super) rounding: Option<AtomicU64>,
     /// The number of the update under way, on which rounding depends.
     pub(super) update: AtomicU64,
     /// A model is only evaluated: nothing is recorded or kept.
@@ -185,7 +185,7 @@ impl Core {
             gradients: Mutex::new(gradients),
             unreduced: Mutex::default(),
             recomputation,
-            rounding,
+            rounding: rounding.map(AtomicU64::new),
             update: AtomicU64::new(0),
             evaluating: AtomicBool::new(false),
             in_forward: AtomicBool::new(false),
@@ -207,6 +207,16 @@ impl Core {
     /// `load_from_fp32_weights` false: loaded weights are rounded to this, master weights too.
     pub fn rounds_loaded_weights_to(&self) -> DType {
         if self.zero.load_from_fp32_weights { DType::F32 } else { self.dtype }
+    }
+
+    /// The seed of stochastic rounding; `None`: to nearest.
+    pub fn rounding_seed(&self) -> Option<u64> {
+        self.rounding.as_ref().map(|seed| seed.load(Ordering::Relaxed))
+    }
+
+    /// Where states are rounded by chance, the chances of `seed` from now on.
+    pub fn go_on_rounding(&self, seed: u64) {
+        self.rounding.iter().for_each(|own| own.store(seed, Ordering::Relaxed));
     }
 
     /// The model's dtype.

@@ -120,8 +120,9 @@ fn wide<'a>(master: Option<&'a mut [f32]>, weights: Option<FlatMut<'a>>) -> (&'a
 impl Rounding<'_> {
     /// The chances of a state (0: the weights) from an element of the part on; `None`: it is rounded to nearest.
     fn chance(&self, state: usize, start: usize) -> Option<(Dice, usize)> {
-        let Core { rounding, update, params, .. } = self.core;
+        let Core { update, params, .. } = self.core;
         let step = update.load(Ordering::Relaxed);
-        rounding.map(|seed| (Dice::new(seed, &params[self.param].name, state as u64, step), self.first + start))
+        let seed = self.core.rounding_seed()?;
+        Some((Dice::new(seed, &params[self.param].name, state as u64, step), self.first + start))
     }
 }

@@ -170,3 +170,30 @@ fn a_buffer_of_another_shape_or_kind_or_none_is_an_error_with_its_name() {
     assert!(error.to_string().contains("the model lacks the buffers position_ids"), "{error}");
     without(LoadOptions { load_module_strict: false, ..LoadOptions::default() }).unwrap();
 }
+
+#[test]
+fn buffers_that_say_nothing_may_be_missing_in_the_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |names: &[&str], shape: (usize, usize, usize, usize), load: bool| {
+        let results = threads::run(1, |comm| {
+            let builder = Engine::builder().communicator(comm).device(Device::Cpu).buffers(|name, _| name != "weight");
+            let build = |vb: VarBuilder<'_>| {
+                names.iter().try_for_each(|name| vb.get(shape, name).map(drop))?;
+                vb.get(2, "weight")
+            };
+            let mut engine = builder.initialize(build, of_stage(0))?;
+            match load {
+                true => engine.load_checkpoint(folder.path(), None, &LoadOptions::default()).map(drop),
+                false => engine.save_checkpoint(folder.path(), None, Value::Null).map(drop),
+            }
+        });
+        results.unwrap().remove(0)
+    };
+    let needless = ["bn.num_batches_tracked", "h.0.attn.bias", "h.0.attn.masked_bias", "l.rotary_emb.inv_freq"];
+    run(&needless, (1, 1, 2, 2), false).unwrap();
+    run(&[], (1, 1, 2, 2), true).unwrap();
+    // A bias of that name is no mask.
+    run(&["h.0.attn.bias"], (1, 1, 2, 3), false).unwrap();
+    let error = run(&[], (1, 1, 2, 3), true).unwrap_err();
+    assert!(error.to_string().contains("the model lacks the buffers h.0.attn.bias"), "{error}");
+}

@@ -217,7 +217,9 @@ fn a_manifest_that_lies_is_refused() {
     lie(&["states"], &|m| m["states"] = json!([]));
     lie(&["unknown field"], &|m| m["more"] = json!(1));
     lie(&["format"], &|m| m["format"] = json!("another"));
-    lie(&["version 2", "knows version 1"], &|m| m["version"] = json!(2));
+    lie(&["version 3", "knows versions 1 to 2"], &|m| m["version"] = json!(3));
+    lie(&["version 0", "knows versions 1 to 2"], &|m| m["version"] = json!(0));
+    lie(&["its learning rates"], &|m| m["set_lr"] = json!([-1.0]));
     lie(&["header is damaged"], &|m| m["files"][1]["header_checksum"] = json!("0"));
 }
 

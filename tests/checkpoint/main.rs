@@ -9,4 +9,5 @@ mod deepspeed_continue;
 mod deepspeed_import;
 mod faults;
 mod folders;
+mod older;
 mod save_and_load;

@@ -4,9 +4,11 @@ use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::{Device, Tensor};
 use candle_nn::{Init, VarBuilder};
 use candle_zero::Engine;
+use candle_zero::checkpoint::{LoadOptions, SaveOptions};
 use candle_zero::comm::{Communicator, Kind as Collective, threads};
 use candle_zero::error::{EngineError, Error};
 use candle_zero::memory::Kind;
+use candle_zero::optim::ParameterGroup;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -376,6 +378,122 @@ fn without_a_schedule_a_rate_that_was_set_holds_and_is_what_trains() {
     assert_ne!(train(0.3, None), train(0.02, None));
 }
 
+/// Of 20 steps to warm up, or without a schedule.
+fn with_rate(stage: u8, lr: f64, scheduled: bool) -> Value {
+    let optimizer = json!({"type": "AdamW", "params": {"lr": lr, "weight_decay": 0.1}});
+    let mut config = config(stage, 1, json!({}), json!({"optimizer": optimizer}));
+    if !scheduled {
+        config.as_object_mut().unwrap().remove("scheduler");
+    }
+    config
+}
+
+/// Two groups, the first of the matrices of the attention.
+fn in_groups(comm: Arc<dyn Communicator>, config: &Value) -> candle_zero::Result<Engine<Tiny>> {
+    let qkv = ParameterGroup::new().names(["*qkv.weight"]);
+    let builder = Engine::builder().communicator(comm).device(Device::Cpu).parameter_groups(vec![qkv]);
+    builder.initialize(|vb| Tiny::new(SHAPE, vb), config.clone())
+}
+
+/// Steps `from..to` on two ranks.
+fn train(engine: &mut Engine<Tiny>, from: usize, to: usize) -> candle_zero::Result<()> {
+    for step in from..to {
+        let sample = 2 * step + engine.rank();
+        pass(engine, sample)?;
+        engine.step()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_run_that_is_resumed_goes_on_with_the_rates_that_were_set_to_the_bit_and_on_any_number_of_ranks() {
+    // The last digit must be that of the number, too.
+    let rates = [0.1 + 0.2, 1.0 / 3e3];
+    for scheduled in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let whole = on_ranks(2, |comm| {
+            let mut engine = in_groups(comm, &with_rate(2, 0.05, scheduled))?;
+            train(&mut engine, 0, 2)?;
+            engine.set_lr_of_groups(&rates)?;
+            engine.save_checkpoint(folder.path(), None, Value::Null)?;
+            train(&mut engine, 2, 5)?;
+            Ok((engine.get_lr(), state(&mut engine)?))
+        });
+        // Whatever rate the file has now.
+        let resumed = on_ranks(2, |comm| {
+            let mut engine = in_groups(comm, &with_rate(3, 0.7, scheduled))?;
+            engine.load_checkpoint(folder.path(), None, &LoadOptions::default())?.unwrap();
+            assert_eq!(engine.get_lr(), rates);
+            train(&mut engine, 2, 5)?;
+            Ok((engine.get_lr(), state(&mut engine)?))
+        });
+        assert_eq!(resumed, whole, "scheduled {scheduled}");
+        assert_eq!(whole[0].0 == rates, !scheduled, "a schedule goes on by its own law");
+        // Through another number of ranks, and from there to a third.
+        let through = tempfile::tempdir().unwrap();
+        for (world, from, to) in [(3, &folder, Some(&through)), (1, &through, None)] {
+            on_ranks(world, |comm| {
+                let mut engine = in_groups(comm, &with_rate(0, 0.7, scheduled))?;
+                engine.load_checkpoint(from.path(), None, &LoadOptions::default())?.unwrap();
+                assert_eq!(engine.get_lr(), rates, "world {world}");
+                to.map_or(Ok(()), |to| engine.save_checkpoint(to.path(), None, Value::Null).map(drop))
+            });
+        }
+    }
+}
+
+#[test]
+fn a_rate_that_was_not_set_is_that_of_the_file_after_a_load_and_without_the_optimizer_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |tag: &'static str| (folder.path(), Some(tag));
+    on_ranks(1, |comm| {
+        let mut engine = tiny(comm, &with_rate(0, 0.3, false))?;
+        let (dir, tag) = at("configured");
+        engine.save_checkpoint(dir, tag, Value::Null)?;
+        engine.set_lr(0.02)?;
+        let (dir, tag) = at("set");
+        engine.save_checkpoint(dir, tag, Value::Null)?;
+        // A run that goes back has the rate that it had then.
+        let (dir, tag) = at("configured");
+        engine.load_checkpoint(dir, tag, &LoadOptions::default())?;
+        assert_eq!(engine.get_lr(), [0.3]);
+        Ok(())
+    });
+    let rate = |tag, options: LoadOptions| {
+        on_ranks(1, |comm| {
+            let mut engine = tiny(comm, &with_rate(0, 0.007, false))?;
+            let (dir, tag) = at(tag);
+            engine.load_checkpoint(dir, tag, &options)?;
+            Ok(engine.get_lr()[0])
+        })[0]
+    };
+    assert_eq!(rate("configured", LoadOptions::default()), 0.007);
+    assert_eq!(rate("set", LoadOptions::default()), 0.02);
+    assert_eq!(rate("set", LoadOptions { load_optimizer_states: false, ..LoadOptions::default() }), 0.007);
+    assert_eq!(rate("set", LoadOptions { load_module_only: true, ..LoadOptions::default() }), 0.007);
+}
+
+#[test]
+fn rates_that_were_set_for_other_groups_are_an_error_and_nothing_changes() {
+    let folder = tempfile::tempdir().unwrap();
+    on_ranks(2, |comm| {
+        let mut engine = tiny(comm, &with_rate(1, 0.3, false))?;
+        engine.set_lr(0.5)?;
+        engine.save_checkpoint(folder.path(), None, Value::Null).map(drop)
+    });
+    on_ranks(2, |comm| {
+        let mut engine = in_groups(comm, &with_rate(1, 0.3, false))?;
+        train(&mut engine, 0, 1)?;
+        let before = state(&mut engine)?;
+        let error = engine.load_checkpoint(folder.path(), None, &LoadOptions::default()).unwrap_err().to_string();
+        let told = "it has learning rates that set_lr gave to 1 parameter groups, and this engine has 2; train with the \
+                    parameter groups that were saved, or load with load_optimizer_states false";
+        assert!(error.ends_with(told), "{error}");
+        assert_eq!((engine.get_lr(), state(&mut engine)?), (vec![0.3, 0.3], before));
+        train(&mut engine, 1, 2)
+    });
+}
+
 // ---- saving ----------------------------------------------------------------------------------------------------
 
 #[test]
@@ -405,4 +523,73 @@ fn a_save_in_the_middle_of_an_accumulation_is_refused_before_anything_is_written
         });
         assert!(folder.path().join("latest").exists());
     }
+}
+
+#[test]
+fn a_save_or_load_that_would_lose_gradients_is_refused_also_with_offload_and_after_no_sync() {
+    let files = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let offload = |device: &str| json!({"offload_optimizer": {"device": device, "nvme_path": files.path()}});
+    let mut cases =
+        vec![(0, json!({}), true), (1, json!({}), true), (1, offload("cpu"), true), (1, offload("nvme"), true)];
+    cases.extend([(2, offload("cpu"), false), (2, offload("nvme"), false), (3, offload("nvme"), false)]);
+    for (stage, zero, held) in cases {
+        let [saved, refused] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        let accumulation = if held { 1 } else { 2 };
+        let train = |interrupted: bool| {
+            on_ranks(2, |comm| {
+                let mut engine = tiny(comm, &config(stage, accumulation, zero.clone(), json!({})))?;
+                engine.save_checkpoint(saved.path(), Some("start"), Value::Null)?;
+                let refuse = |engine: &mut Engine<Tiny>| {
+                    if !interrupted {
+                        return;
+                    }
+                    assert!(!engine.is_between_accumulations());
+                    let in_background = SaveOptions { in_background: true, ..SaveOptions::default() };
+                    for result in [
+                        engine.save_checkpoint(refused.path(), None, Value::Null).map(drop),
+                        engine.save_checkpoint_with(refused.path(), None, Value::Null, &in_background).map(drop),
+                        engine.load_checkpoint(saved.path(), None, &LoadOptions::default()).map(drop),
+                    ] {
+                        let is_refused = matches!(result, Err(Error::Engine(EngineError::MidAccumulation { .. })));
+                        assert!(is_refused, "stage {stage}, {zero}: {result:?}");
+                    }
+                    assert_eq!(std::fs::read_dir(refused.path()).unwrap().count(), 0, "stage {stage}, {zero}");
+                };
+                let rank = engine.rank();
+                if held {
+                    engine.no_sync(|engine| {
+                        pass(engine, rank)?;
+                        refuse(engine);
+                        Ok(())
+                    })?;
+                    refuse(&mut engine);
+                    // A forward that has come since does not use them up.
+                    let loss = forward(&mut engine, 2 + rank)?;
+                    refuse(&mut engine);
+                    engine.backward(&loss)?;
+                    refuse(&mut engine);
+                } else {
+                    pass(&mut engine, rank)?;
+                    refuse(&mut engine);
+                    engine.step()?;
+                    refuse(&mut engine);
+                    pass(&mut engine, 2 + rank)?;
+                    refuse(&mut engine);
+                }
+                engine.step()?;
+                assert!(engine.is_between_accumulations());
+                engine.save_checkpoint(saved.path(), None, Value::Null)?;
+                state(&mut engine)
+            })
+        };
+        assert_eq!(train(true), train(false), "stage {stage}, {zero}");
+    }
+    // What zero_grad has dropped is not lost by a save.
+    on_ranks(1, |comm| {
+        let mut engine = tiny(comm, &config(1, 1, json!({}), json!({})))?;
+        engine.no_sync(|engine| pass(engine, 0))?;
+        forward(&mut engine, 1)?;
+        engine.zero_grad()?;
+        engine.save_checkpoint(files.path().join("saved"), None, Value::Null).map(drop)
+    });
 }

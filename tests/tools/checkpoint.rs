@@ -3,7 +3,7 @@
 use crate::support::processes::{stderr, stdout, zerorun};
 use crate::support::tiny::{Shape, Tiny, config};
 use candle_core::{DType, Device, Tensor};
-use candle_nn::VarBuilder;
+use candle_nn::{Init, VarBuilder};
 use candle_zero::comm::threads;
 use candle_zero::models::{Gpt, GptConfig, Llama, LlamaConfig};
 use candle_zero::{Engine, Result};
@@ -88,6 +88,46 @@ fn a_whole_checkpoint_is_told_in_words_and_in_json() {
     let output = inspect(&dir.path().join("first"), &["--json"]);
     assert_eq!(json_of(&output)["checkpoint"]["tag"], "first");
     assert_eq!(output.status.code(), Some(0));
+}
+
+#[test]
+fn inspect_lists_buffers_with_type_and_shape() {
+    let dir = folder();
+    save_model(dir.path(), &["tag"], &Value::Null, |vb| {
+        vb.pp("rows").get_with_hints_dtype((1, 3), "position_ids", Init::Const(0.0), DType::I64)?;
+        candle_nn::batch_norm(5, 1e-5, vb.pp("norm"))
+    });
+    let expected = json!([
+        {"name": "norm.running_mean", "dtype": "f32", "shape": [5]},
+        {"name": "norm.running_var", "dtype": "f32", "shape": [5]},
+        {"name": "rows.position_ids", "dtype": "i64", "shape": [1, 3]},
+    ]);
+    let output = inspect(dir.path(), &["--json"]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let one = &json_of(&output)["checkpoint"];
+    assert_eq!(one["buffers"], expected);
+    let files = std::fs::read_dir(dir.path().join("tag")).unwrap().flatten();
+    let bytes: u64 = files.filter(|f| f.file_name() != "manifest.json").map(|f| f.metadata().unwrap().len()).sum();
+    assert_eq!(one["bytes"], bytes);
+    let text = stdout(&inspect(dir.path(), &[]));
+    let rows: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
+    for row in [
+        vec!["buffers", "3", "in", "buffers.safetensors"],
+        vec!["norm.running_var", "f32", "[5]"],
+        vec!["rows.position_ids", "i64", "[1,", "3]"],
+    ] {
+        assert!(rows.contains(&row), "{row:?}: {text}");
+    }
+    assert!(text.contains("in 3 files"), "{text}");
+    // A checkpoint without any has none, and a damaged file is told.
+    save(&dir.path().join("other"), &["plain"]);
+    assert_eq!(json_of(&inspect(&dir.path().join("other"), &["--json"]))["checkpoint"]["buffers"], json!([]));
+    flip_last_byte(&dir.path().join("tag/buffers.safetensors"));
+    let output = inspect(dir.path(), &["--json"]);
+    assert_eq!(output.status.code(), Some(1));
+    let one = &json_of(&output)["checkpoint"];
+    assert!(one["problems"][0].as_str().unwrap().contains("buffers.safetensors"), "{one}");
+    assert_eq!(one["buffers"], json!([]));
 }
 
 #[test]

@@ -1,9 +1,11 @@
 //! Buffers: what they are, that they agree between ranks, and that Candle's batch norm trains with them.
 
 use crate::support::convnet::{Shape, batch, engine, steps, train};
+use crate::support::swap::swap;
 use crate::support::tiny::config;
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{CpuStorage, DType, Device, Tensor, Var};
 use candle_nn::{Init, Module, VarBuilder, VarMap};
+use candle_zero::checkpoint::LoadOptions;
 use candle_zero::comm::threads;
 use candle_zero::error::{EngineError, Error, ParamError};
 use candle_zero::memory::Kind;
@@ -326,4 +328,86 @@ fn a_buffer_in_a_unit_is_there_outside_of_its_forward() {
         Ok::<_, Error>(engine.model().inner().running_var().to_vec1::<f32>()?)
     });
     results.unwrap().into_iter().for_each(|values| assert_eq!(values.unwrap(), [1.0; 3]));
+}
+
+/// One weight, and ids of 3.
+fn with_ids(vb: VarBuilder<'_>) -> candle_core::Result<(Tensor, Tensor)> {
+    let ids = vb.pp("rows").get_with_hints_dtype(3, "ids", Init::Const(7.0), DType::U32)?;
+    Ok((vb.get_with_hints(4, "weight", Init::Const(1.0))?, ids))
+}
+
+fn step(engine: &mut Engine<(Tensor, Tensor)>) -> candle_zero::Result<()> {
+    let loss = engine.forward(|(weight, _)| weight.sqr()?.sum_all())?;
+    engine.backward(&loss)?;
+    engine.step()
+}
+
+fn is_changed_ids(error: &Error) -> bool {
+    matches!(error, Error::Param(ParamError::BufferChanged { name, .. }) if name == "rows.ids")
+}
+
+#[test]
+fn a_buffer_whose_shape_changes_is_an_error_with_its_name_in_a_step_and_the_last_checkpoint_is_whole() {
+    for (world, sync, broken, changed) in [
+        (1, BufferSync::FromRankZero, 0, CpuStorage::U32(vec![1, 2, 3, 4])),
+        (1, BufferSync::Mean, 0, CpuStorage::U32(vec![1, 2])),
+        (2, BufferSync::FromRankZero, 0, CpuStorage::U32(vec![])),
+        (2, BufferSync::FromRankZero, 1, CpuStorage::F32(vec![1.0, 2.0, 3.0])),
+        (2, BufferSync::None, 1, CpuStorage::U32(vec![1; 30])),
+    ] {
+        let folder = folder();
+        let config = config(2, 1, json!({}), json!({}));
+        let results = threads::run(world, |comm| {
+            let builder = Engine::builder().communicator(comm).device(Device::Cpu).buffer_sync(sync);
+            let mut engine = builder.initialize(with_ids, config.clone())?;
+            step(&mut engine)?;
+            engine.save_checkpoint(folder.path(), None, json!({}))?;
+            if engine.rank() == broken {
+                swap(&engine.model().1, changed.clone());
+            }
+            step(&mut engine)
+        });
+        let errors: Vec<Error> = results.unwrap().into_iter().map(|result| result.unwrap_err()).collect();
+        assert!(is_changed_ids(&errors[broken]), "world {world}: {}", errors[broken]);
+        // The others do not wait for ever, and say who failed.
+        let others = errors.iter().enumerate().filter(|(rank, _)| *rank != broken);
+        others.for_each(|(_, error)| assert!(error.to_string().contains("buffer rows.ids of shape [3]"), "{error}"));
+        let loaded = threads::run(1, |comm| {
+            let mut engine = Engine::builder().communicator(comm).initialize(with_ids, config.clone())?;
+            engine.load_checkpoint(folder.path(), None, &LoadOptions::default())?.unwrap();
+            Ok::<_, Error>(engine.model().1.to_vec1::<u32>()?)
+        });
+        assert_eq!(loaded.unwrap().remove(0).unwrap(), [7; 3]);
+    }
+}
+
+#[test]
+fn a_buffer_whose_shape_changes_is_an_error_before_a_save_and_an_export_and_a_load_puts_it_back() {
+    let folder = folder();
+    let [saved, refused] = ["saved", "refused"].map(|name| folder.path().join(name));
+    let results = threads::run(2, |comm| {
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+        let mut engine = builder.initialize(with_ids, config(1, 1, json!({}), json!({})))?;
+        step(&mut engine)?;
+        engine.save_checkpoint(&saved, None, json!({}))?;
+        let rank = engine.rank();
+        let ids = engine.model().1.clone();
+        let whole = (rank == 0).then(|| swap(&ids, CpuStorage::U32(vec![1, 2, 3, 4])));
+        let error = engine.save_checkpoint(&refused, None, json!({})).unwrap_err();
+        if rank == 0 {
+            insta::assert_snapshot!(error, @"buffer rows.ids of shape [3] holds 4 of U32 where 3 of U32 belong; a buffer keeps the shape and type with which it was asked for: change its values with Var::set");
+        }
+        assert!(!refused.exists());
+        // Repaired, the run goes on; and a load repairs it by itself.
+        if let Some(whole) = whole {
+            swap(&ids, whole);
+        }
+        engine.save_checkpoint(&refused, None, json!({}))?;
+        step(&mut engine)?;
+        swap(&ids, CpuStorage::I64(vec![1; 5]));
+        engine.load_checkpoint(&saved, None, &LoadOptions::default())?.unwrap();
+        step(&mut engine)?;
+        Ok::<_, Error>(ids.to_vec1::<u32>()?)
+    });
+    results.unwrap().into_iter().for_each(|ids| assert_eq!(ids.unwrap(), [7; 3]));
 }

@@ -222,6 +222,35 @@ fn a_checkpoint_with_modules_in_f32_goes_on_at_another_stage_and_number_of_ranks
 }
 
 #[test]
+fn a_buffer_of_a_kept_module_is_f32_and_a_model_built_for_evaluation_computes_the_same() {
+    type Model = (candle_zero::nn::Linear, Tensor);
+    let make = |modules: Value| {
+        let build = |vb: VarBuilder<'_>| {
+            let scale = vb.get_with_hints(3, "head.inv_freq", candle_nn::Init::Const(0.3))?;
+            Ok((candle_zero::nn::Linear::new(4, 3, vb.pp("head"))?, scale))
+        };
+        let config = with_modules(config(3, None, "bf16"), modules);
+        let mut engine = Engine::builder().device(Device::Cpu).initialize(build, config).unwrap();
+        let (linear, scale) = engine.model();
+        let dtypes = [linear.weight().dtype(), scale.dtype()];
+        let x =
+            Tensor::arange(0f32, 8.0, &Device::Cpu).unwrap().reshape((2, 4)).unwrap().to_dtype(DType::BF16).unwrap();
+        let run = |(linear, scale): &Model| {
+            let y = linear.forward(&x)?;
+            assert_eq!(y.dtype(), DType::BF16);
+            y.to_dtype(DType::F32)?.broadcast_mul(&scale.to_dtype(DType::F32)?)?.flatten_all()
+        };
+        let own = engine.eval(run).unwrap().to_vec1::<f32>().unwrap();
+        engine.build_for_eval(build).unwrap();
+        assert_eq!(engine.eval(run).unwrap().to_vec1::<f32>().unwrap(), own);
+        (dtypes, own)
+    };
+    let (kept, others) = (make(json!(["head"])), make(json!("auto")));
+    assert_eq!((kept.0, others.0), ([DType::F32; 2], [DType::BF16; 2]));
+    assert_ne!(kept.1, others.1);
+}
+
+#[test]
 fn a_module_that_the_model_does_not_have_is_an_error_with_those_that_are_like_it() {
     let told = |module: &str| {
         let config = with_modules(config(1, None, "bf16"), json!(["ln_f", module]));

@@ -5,9 +5,10 @@ use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_with};
 use candle_core::{DType, Device};
 use candle_nn::{Linear, VarBuilder, linear};
 use candle_zero::Engine;
-use candle_zero::checkpoint::LoadOptions;
+use candle_zero::checkpoint::{Checkpoint, LoadOptions};
 use candle_zero::comm::threads;
 use candle_zero::config::Config;
+use candle_zero::error::{EngineError, Error};
 use candle_zero::estimate::{Estimate, Shapes};
 use candle_zero::memory::Kind;
 use serde_json::{Value, json};
@@ -110,11 +111,23 @@ fn weights(exported: &[u8]) -> Vec<f32> {
 }
 
 /// Trains steps `from..to` after loading what `load` names, saves to `save`, and gives the losses.
-fn go_on(world: usize, config: &Value, (from, to): (usize, usize), load: Option<&Path>, save: &Path) -> Vec<Vec<u32>> {
+fn go_on(world: usize, config: &Value, steps: (usize, usize), load: Option<&Path>, save: &Path) -> Vec<Vec<u32>> {
+    go_on_with(42, world, config, steps, load, save)
+}
+
+/// The same with an engine of this seed.
+fn go_on_with(
+    seed: u64,
+    world: usize,
+    config: &Value,
+    (from, to): (usize, usize),
+    load: Option<&Path>,
+    save: &Path,
+) -> Vec<Vec<u32>> {
     // Each rank of two has its samples; other numbers of ranks only load and save.
     let results = threads::run(world, |comm| {
         let rank = comm.rank();
-        let builder = Engine::builder().communicator(comm).device(Device::Cpu).stochastic_rounding(true);
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu).stochastic_rounding(true).seed(seed);
         let mut engine = builder.initialize(|vb| Tiny::new(shape(true), vb), config.clone())?;
         if let Some(folder) = load {
             engine.load_checkpoint(folder, None, &LoadOptions::default())?.expect("a checkpoint");
@@ -152,6 +165,62 @@ fn a_run_that_is_saved_at_two_ranks_and_passes_through_others_goes_on_to_the_bit
         for file in ["rank_00000_of_00002.safetensors", "rank_00001_of_00002.safetensors"] {
             let read = |run: &str| std::fs::read(at(run).join("end").join(file)).unwrap();
             assert!(read("whole") == read("d"), "{file}: {more}");
+        }
+    }
+}
+
+#[test]
+fn rounding_by_chance_goes_on_where_it_was_saved_whatever_seed_and_number_of_ranks_the_next_engine_has() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let on = |stage| config(stage, 1, json!({}), bf16_states());
+    let uninterrupted = go_on(2, &on(2), (0, 6), None, &at("whole"));
+    let first = go_on(2, &on(1), (0, 3), None, &at("a"));
+    go_on_with(7, 3, &on(3), (0, 0), Some(&at("a")), &at("b"));
+    go_on_with(8, 1, &on(1), (0, 0), Some(&at("b")), &at("c"));
+    let second = go_on_with(9, 2, &on(3), (3, 6), Some(&at("c")), &at("d"));
+    for rank in 0..2 {
+        assert_eq!([&first[rank][..], &second[rank][..]].concat(), uninterrupted[rank]);
+    }
+    for file in ["rank_00000_of_00002.safetensors", "rank_00001_of_00002.safetensors"] {
+        let read = |run: &str| std::fs::read(at(run).join("end").join(file)).unwrap();
+        assert!(read("whole") == read("d"), "{file}");
+    }
+    let manifest = |run: &str| Checkpoint::open(at(run), None).unwrap().unwrap().manifest().rounding_seed;
+    assert_eq!([manifest("whole"), manifest("b"), manifest("c"), manifest("d")], [Some(42); 4]);
+}
+
+#[test]
+fn ranks_that_round_in_different_ways_are_told() {
+    // All begin with the same weights, whatever their seed.
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (weights, config) = (folder.path().join("weights"), config(1, 1, json!({}), bf16_states()));
+    let run = |by_chance: [bool; 2], seeds: [u64; 2], export: bool| {
+        let results = threads::run(2, |comm| {
+            let rank = comm.rank();
+            let builder = Engine::builder().communicator(comm).device(Device::Cpu).seed(seeds[rank]);
+            let builder = if export { builder } else { builder.init_from(&weights) };
+            let builder = builder.stochastic_rounding(by_chance[rank]);
+            let mut engine = builder.initialize(|vb| Tiny::new(shape(true), vb), config.clone())?;
+            if export { engine.export_safetensors(&weights) } else { Ok(()) }
+        });
+        results.unwrap()
+    };
+    let all_well = |results: Vec<candle_zero::Result<()>>| results.into_iter().for_each(|result| result.unwrap());
+    all_well(run([true; 2], [3; 2], true));
+    all_well(run([true; 2], [3; 2], false));
+    // To nearest there is no seed.
+    all_well(run([false; 2], [3, 4], false));
+    for (by_chance, seeds) in [([true, false], [3; 2]), ([true; 2], [3, 4])] {
+        for (rank, result) in run(by_chance, seeds, false).into_iter().enumerate() {
+            let error = result.unwrap_err();
+            let is_told = matches!(&error, Error::Engine(EngineError::RoundingDiffers { rank: r, other }) if *r == rank && *other == 1 - rank);
+            assert!(is_told, "{error}");
+            if rank == 0 {
+                insta::allow_duplicates! {
+                    insta::assert_snapshot!(error, @"rank 0 rounds otherwise than rank 1: one of them to nearest and one by chance, or with another seed; every rank must be given the same EngineBuilder::stochastic_rounding and EngineBuilder::seed");
+                }
+            }
         }
     }
 }

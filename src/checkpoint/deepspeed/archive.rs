@@ -72,6 +72,11 @@ impl Archive {
         &self.path
     }
 
+    /// Bytes of all storages.
+    pub fn stored(&self) -> u64 {
+        self.storages.values().fold(0, |sum, span| sum.saturating_add(span.length))
+    }
+
     /// An error unless all elements of `tensor` are in the file.
     pub fn check(&self, tensor: &Tensor) -> Result<(), Problem> {
         self.span(tensor, 0..tensor.length).map(drop)
@@ -79,7 +84,7 @@ impl Archive {
 
     /// Where elements `range` of `tensor` lie.
     fn span(&self, tensor: &Tensor, range: Range<usize>) -> Result<Span, Problem> {
-        let Tensor { place, storage, kind, start, length } = tensor;
+        let Tensor { place, storage, kind, start, length, .. } = tensor;
         let entry = self.storages.get(storage);
         if *length == 0 {
             return Ok(Span { start: 0, length: 0 });
@@ -116,6 +121,18 @@ impl Archive {
             tensor.kind.widen(bytes, out);
         }
         Ok(())
+    }
+
+    /// Reads all elements of `tensor` as they are.
+    pub fn read_bytes(&self, tensor: &Tensor) -> Result<Vec<u8>> {
+        let span = self.span(tensor, 0..tensor.length).map_err(|problem| damaged(&self.path, &problem))?;
+        let io = |source| Error::Io { action: "read", path: self.path.clone(), source };
+        let mut file = files::open(&self.path).map_err(io)?;
+        file.seek(SeekFrom::Start(span.start)).map_err(io)?;
+        // Of a length that the file has.
+        let mut bytes = vec![0; usize::try_from(span.length).unwrap_or(usize::MAX)];
+        file.read_exact(&mut bytes).map_err(io)?;
+        Ok(bytes)
     }
 
     /// An error unless all bytes fit their checksums.

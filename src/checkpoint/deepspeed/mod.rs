@@ -33,7 +33,7 @@ mod tensor;
 mod tests;
 mod value;
 
-pub use model_file::Parameter;
+pub use model_file::{Buffer, Parameter};
 pub use optim_file::DynamicScaler;
 
 use crate::error::{Error, Result};
@@ -75,6 +75,7 @@ pub struct DeepSpeedCheckpoint {
     folder: PathBuf,
     model: ModelFile,
     parameters: Vec<Parameter>,
+    buffers: Vec<Buffer>,
     /// Where each parameter lies.
     places: Vec<Place>,
     ranks: Vec<OptimFile>,
@@ -111,7 +112,8 @@ impl DeepSpeedCheckpoint {
         }
         let places = places(&model.groups, ranks[0].stage, world_size).map_err(|p| damaged(&model_path, &p))?;
         let parameters = model.groups.iter().flatten().cloned().collect();
-        let checkpoint = Self { folder: files.folder().to_owned(), model, parameters, places, ranks };
+        let buffers = model.buffers.iter().map(|(buffer, _)| buffer.clone()).collect();
+        let checkpoint = Self { folder: files.folder().to_owned(), model, parameters, buffers, places, ranks };
         checkpoint.check_lengths()?;
         Ok(checkpoint)
     }
@@ -136,6 +138,16 @@ impl DeepSpeedCheckpoint {
     /// The parameters, in DeepSpeed's order.
     pub fn parameters(&self) -> &[Parameter] {
         &self.parameters
+    }
+
+    /// The model's buffers that PyTorch keeps in its state (`buffer_names`), as the first rank has them.
+    pub fn buffers(&self) -> &[Buffer] {
+        &self.buffers
+    }
+
+    /// Why others cannot be read, with their names: complex numbers, views that jump.
+    pub fn unread_buffers(&self) -> &[String] {
+        &self.model.unread_buffers
     }
 
     /// Other names of parameters that a model uses twice: (`lm_head.weight`, `wte.weight`), the second one being in
@@ -258,9 +270,22 @@ impl DeepSpeedCheckpoint {
         Ok(values)
     }
 
-    /// Reads every byte of the optimizer files once and compares them with the checksums in the files, which
-    /// [`read`](Self::read) does not.
+    /// Reads buffer `index` of [`buffers`](Self::buffers): its elements in row-major order, little-endian.
+    pub fn read_buffer(&self, index: usize) -> Result<Vec<u8>> {
+        let archive = &self.model.archive;
+        let Some((_, tensor)) = self.model.buffers.get(index) else {
+            let problem = format!("buffer {index} was asked for; it has {}", self.buffers.len());
+            return Err(wrong(archive.path(), problem));
+        };
+        Ok(tensor.kind.as_own(archive.read_bytes(tensor)?))
+    }
+
+    /// Reads every byte of the optimizer files, and of the model file if it has buffers, once and compares them with the
+    /// checksums in the files, which [`read`](Self::read) does not.
     pub fn verify(&self) -> Result<()> {
+        if !self.buffers.is_empty() {
+            self.model.archive.verify()?;
+        }
         self.ranks.iter().try_for_each(|rank| rank.archive.verify())
     }
 

@@ -3,9 +3,10 @@
 use super::archive::{Archive, damaged};
 use super::folder::wrong;
 use super::pickle::Problem;
-use super::tensor::{elements, shape};
+use super::tensor::{Tensor, elements, shape};
 use super::value::Value;
 use crate::error::Result;
+use candle_core::DType;
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -27,9 +28,26 @@ impl Parameter {
     }
 }
 
+/// A buffer of the model: a tensor that is not trained, such as running statistics.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Buffer {
+    /// Its name in the model.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Its type: that of the file, and one that holds the same values for what Candle does not have (int8 as I16, bool
+    /// as U8).
+    pub dtype: DType,
+}
+
 /// A model file.
 #[derive(Debug)]
 pub(super) struct ModelFile {
+    pub archive: Archive,
+    /// The model's buffers, and where they lie.
+    pub buffers: Vec<(Buffer, Tensor)>,
+    /// Why others cannot be read.
+    pub unread_buffers: Vec<String>,
     /// Trained parameters in the order of the flat space, one list per group (at stage 3, sub-group).
     pub groups: Vec<Vec<Parameter>>,
     /// Other names of parameters: the name, and the one that the parameter is known by.
@@ -72,21 +90,23 @@ const KEYS: &[&str] = &[
 const NAME_LIMIT: usize = 1000;
 /// Names that a message shows.
 const NAMES_SHOWN: usize = 3;
+/// Buffers of the same memory.
+const MOST_SHARED: u64 = 100;
 
 impl ModelFile {
     /// Reads all but the tensors.
     pub fn open(path: &Path) -> Result<Self> {
-        let (_, pickle) = Archive::open(path)?;
+        let (archive, pickle) = Archive::open(path)?;
         let root = Value::root(&pickle);
         match beyond(&root) {
             Ok(None) => {}
             Ok(Some(what)) => return Err(wrong(path, what)),
             Err(problem) => return Err(damaged(path, &problem)),
         }
-        Self::read(&root).map_err(|problem| damaged(path, &problem))
+        Self::read(&root, archive).map_err(|problem| damaged(path, &problem))
     }
 
-    fn read(root: &Value<'_>) -> Result<Self, Problem> {
+    fn read(root: &Value<'_>, archive: Archive) -> Result<Self, Problem> {
         let groups: Vec<_> = root.get("param_shapes")?.items()?.iter().map(parameters).collect::<Result<_, _>>()?;
         check_names(&groups)?;
         let counter = |name| match root.find(name) {
@@ -95,7 +115,11 @@ impl ModelFile {
         };
         let scheduler = root.find("lr_scheduler").and_then(|state| state.find("last_batch_iteration"));
         let version = root.find("ds_version").map(|version| version.text().map(str::to_owned));
+        let (buffers, unread_buffers) = buffers(root, &archive)?;
         Ok(Self {
+            archive,
+            buffers,
+            unread_buffers,
             groups,
             aliases: aliases(root)?,
             world_size: root.get("dp_world_size")?.count()?,
@@ -161,6 +185,37 @@ fn aliases(root: &Value<'_>) -> Result<Vec<(String, String)>, Problem> {
         }
     };
     shared.entries()?.into_iter().map(alias).collect()
+}
+
+/// The tensors of `module` that `buffer_names` lists, and why some cannot be read. At stage 3 parameters are empty there,
+/// buffers are whole.
+fn buffers(root: &Value<'_>, archive: &Archive) -> Result<(Vec<(Buffer, Tensor)>, Vec<String>), Problem> {
+    let (mut buffers, mut unread) = (vec![], vec![]);
+    let (Some(names), Some(module)) = (root.find("buffer_names"), root.find("module")) else {
+        return Ok((buffers, unread));
+    };
+    let names = names.items()?.iter().map(Value::text).collect::<Result<BTreeSet<_>, _>>()?;
+    for (name, value) in module.entries()?.into_iter().filter(|(name, _)| names.contains(name)) {
+        if name.len() > NAME_LIMIT {
+            return Err(format!("{} has a name of {} bytes; {NAME_LIMIT} are allowed", value.place(), name.len()));
+        }
+        match Tensor::of(&value) {
+            Ok(tensor) => {
+                archive.check(&tensor)?;
+                let about = Buffer { name: name.into(), shape: tensor.shape.clone(), dtype: tensor.kind.dtype() };
+                buffers.push((about, tensor));
+            }
+            Err(problem) => unread.push(problem),
+        }
+    }
+    // They are read into memory, where each has its own.
+    let bytes = buffers.iter().fold(0u64, |sum, (_, tensor)| sum.saturating_add(tensor.bytes()));
+    match bytes > archive.stored().saturating_mul(MOST_SHARED) {
+        true => {
+            Err(format!("the buffers of module have {bytes} bytes, and all that is stored has {}", archive.stored()))
+        }
+        false => Ok((buffers, unread)),
+    }
 }
 
 fn client_state(root: &Value<'_>) -> Result<Map<String, Json>, Problem> {

@@ -119,7 +119,7 @@ fn find_states<'a>(root: &Value<'a>, stage: u8) -> Result<(Value<'a>, Option<Val
 fn groups(masters: &Value<'_>, states: Option<&Value<'_>>, archive: &Archive) -> Result<Vec<Group>, Problem> {
     let mut groups = vec![];
     for (index, master) in masters.items()?.iter().enumerate() {
-        let master = Tensor::of(master)?;
+        let master = Tensor::of_weights(master)?;
         archive.check(&master)?;
         let mut tensors = BTreeMap::new();
         // Before the first step a group has no state.
@@ -127,7 +127,7 @@ fn groups(masters: &Value<'_>, states: Option<&Value<'_>>, archive: &Archive) ->
             for (name, value) in state.entries()? {
                 // The counter can be a tensor too.
                 if name != STEP && value.call().is_some() {
-                    let tensor = Tensor::of(&value)?;
+                    let tensor = Tensor::of_weights(&value)?;
                     archive.check(&tensor)?;
                     tensors.insert(name.to_owned(), tensor);
                 }
@@ -149,7 +149,7 @@ fn step(states: &Value<'_>, groups: usize, archive: &Archive) -> Result<Option<u
         let Some(value) = states.item(index).ok().and_then(|state| state.find(STEP)) else { continue };
         steps.push(match value.call() {
             Some(_) => {
-                let tensor = Tensor::of(&value).map_err(wrong)?;
+                let tensor = Tensor::of_weights(&value).map_err(wrong)?;
                 let mut number = [0.0];
                 if tensor.length != 1 {
                     return Err(wrong(format!("{} is a tensor of {} elements, not of 1", tensor.place, tensor.length)));

@@ -2,6 +2,7 @@
 
 use super::pickle::Problem;
 use super::value::Value;
+use candle_core::DType;
 use half::{bf16, f16};
 
 /// The most axes of a tensor, as in PyTorch.
@@ -13,6 +14,14 @@ pub(super) enum Kind {
     F32,
     F16,
     Bf16,
+    F64,
+    I64,
+    I32,
+    I16,
+    I8,
+    U8,
+    /// A byte that is 0 or 1.
+    Bool,
 }
 
 impl Kind {
@@ -21,23 +30,59 @@ impl Kind {
             Some("torch.FloatStorage") => Ok(Self::F32),
             Some("torch.HalfStorage") => Ok(Self::F16),
             Some("torch.BFloat16Storage") => Ok(Self::Bf16),
+            Some("torch.DoubleStorage") => Ok(Self::F64),
+            Some("torch.LongStorage") => Ok(Self::I64),
+            Some("torch.IntStorage") => Ok(Self::I32),
+            Some("torch.ShortStorage") => Ok(Self::I16),
+            Some("torch.CharStorage") => Ok(Self::I8),
+            Some("torch.ByteStorage") => Ok(Self::U8),
+            Some("torch.BoolStorage") => Ok(Self::Bool),
             other => Err(format!(
-                "{} is a tensor of {}; float32, float16 and bfloat16 can be read",
+                "{} is a tensor of {}; floats of 16 to 64 bits, integers of 8 to 64 bits and truth values can be read",
                 storage.place(),
                 other.unwrap_or("an unknown type")
             )),
         }
     }
 
-    /// Bytes of an element.
-    pub fn size(self) -> usize {
+    /// Whether weights and moments can be of it.
+    fn is_narrow_float(self) -> bool {
+        matches!(self, Self::F32 | Self::F16 | Self::Bf16)
+    }
+
+    /// The type that holds all its values in memory and in this library's files.
+    pub fn dtype(self) -> DType {
         match self {
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
+            Self::F32 => DType::F32,
+            Self::F16 => DType::F16,
+            Self::Bf16 => DType::BF16,
+            Self::F64 => DType::F64,
+            Self::I64 => DType::I64,
+            Self::I32 => DType::I32,
+            Self::I16 | Self::I8 => DType::I16,
+            Self::U8 | Self::Bool => DType::U8,
         }
     }
 
-    /// Elements of a file, which is little-endian, in f32.
+    /// Elements of a file as elements of [`dtype`](Self::dtype), little-endian too.
+    pub fn as_own(self, bytes: Vec<u8>) -> Vec<u8> {
+        match self {
+            Self::I8 => bytes.into_iter().flat_map(|byte| i16::from(byte as i8).to_le_bytes()).collect(),
+            _ => bytes,
+        }
+    }
+
+    /// Bytes of an element.
+    pub fn size(self) -> usize {
+        match self {
+            Self::F64 | Self::I64 => 8,
+            Self::F32 | Self::I32 => 4,
+            Self::F16 | Self::Bf16 | Self::I16 => 2,
+            Self::I8 | Self::U8 | Self::Bool => 1,
+        }
+    }
+
+    /// Elements of a file, which is little-endian, of a type of weights, in f32.
     pub fn widen(self, bytes: &[u8], out: &mut [f32]) {
         fn each<const N: usize>(bytes: &[u8], out: &mut [f32], f: impl Fn([u8; N]) -> f32) {
             out.iter_mut().zip(bytes.as_chunks::<N>().0).for_each(|(out, b)| *out = f(*b));
@@ -46,6 +91,7 @@ impl Kind {
             Self::F32 => each(bytes, out, f32::from_le_bytes),
             Self::F16 => each(bytes, out, |b| f16::from_le_bytes(b).to_f32()),
             Self::Bf16 => each(bytes, out, |b| bf16::from_le_bytes(b).to_f32()),
+            _ => unreachable!("weights and moments are of other types: Tensor::of_weights"),
         }
     }
 }
@@ -58,12 +104,30 @@ pub(super) struct Tensor {
     /// The storage's key: its name in the archive.
     pub storage: String,
     pub kind: Kind,
+    pub shape: Vec<usize>,
     /// Elements before it, and its own.
     pub start: usize,
     pub length: usize,
 }
 
 impl Tensor {
+    /// Bytes of its elements.
+    pub fn bytes(&self) -> u64 {
+        (self.length as u64).saturating_mul(self.kind.size() as u64)
+    }
+
+    /// The tensor of weights or moments that `value` describes.
+    pub fn of_weights(value: &Value<'_>) -> Result<Self, Problem> {
+        let tensor = Self::of(value)?;
+        match tensor.kind.is_narrow_float() {
+            true => Ok(tensor),
+            false => Err(format!(
+                "{} is a tensor of {:?}; weights and moments are float32, float16 or bfloat16",
+                tensor.place, tensor.kind
+            )),
+        }
+    }
+
     /// The tensor that `value` describes.
     pub fn of(value: &Value<'_>) -> Result<Self, Problem> {
         let not_a_tensor = || value.unlike("a tensor");
@@ -108,6 +172,7 @@ impl Tensor {
             storage: storage.item(2)?.text()?.to_owned(),
             start,
             length,
+            shape,
         })
     }
 }

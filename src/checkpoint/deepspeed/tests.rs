@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
+use crate::checkpoint::{Checkpoint, import};
+use candle_core::DType;
 use proptest::prelude::*;
 use std::io::Write;
 
@@ -82,17 +84,25 @@ fn dict<const N: usize>(entries: [(&str, Python); N]) -> Python {
 /// A file of `torch.save`.
 #[derive(Default)]
 struct Saved {
-    storages: Vec<Vec<f32>>,
+    storages: Vec<Vec<u8>>,
 }
 
 impl Saved {
     fn tensor(&mut self, values: Vec<f32>) -> Python {
-        let (length, key) = (int(values.len()), self.storages.len().to_string());
-        self.storages.push(values);
-        let about = vec![text("storage"), Name("torch", "FloatStorage"), text(&key), text("cpu"), length.clone()];
+        let shape = [values.len()];
+        self.tensor_of("FloatStorage", values.into_iter().flat_map(f32::to_le_bytes).collect(), &shape)
+    }
+
+    /// Of elements of any type, in row-major order.
+    fn tensor_of(&mut self, storage: &'static str, bytes: Vec<u8>, shape: &[usize]) -> Python {
+        let (length, key) = (int(shape.iter().product()), self.storages.len().to_string());
+        self.storages.push(bytes);
+        let about = vec![text("storage"), Name("torch", storage), text(&key), text("cpu"), length];
         let ordered = Call(Name("collections", "OrderedDict").into(), vec![]);
-        let shape = Tuple(vec![length]);
-        let arguments = vec![Python::Storage(about), Int(0), shape, Tuple(vec![Int(1)]), Python::False, ordered];
+        let stride = |axis: usize| int(shape[axis + 1..].iter().product());
+        let strides = Tuple((0..shape.len()).map(stride).collect());
+        let shape = Tuple(shape.iter().map(|size| int(*size)).collect());
+        let arguments = vec![Python::Storage(about), Int(0), shape, strides, Python::False, ordered];
         Call(Name("torch._utils", "_rebuild_tensor_v2").into(), arguments)
     }
 
@@ -102,8 +112,7 @@ impl Saved {
         pickle.push(b'.');
         let mut zip = zip::ZipWriter::new(std::fs::File::create(path).unwrap());
         let options = zip::write::SimpleFileOptions::default().compression_method(zip::CompressionMethod::Stored);
-        let bytes = self.storages.iter().map(|s| s.iter().flat_map(|v| v.to_le_bytes()).collect());
-        let storages = bytes.enumerate().map(|(key, bytes): (usize, Vec<u8>)| (format!("data/{key}"), bytes));
+        let storages = self.storages.iter().enumerate().map(|(key, bytes)| (format!("data/{key}"), bytes.clone()));
         for (name, bytes) in std::iter::once(("data.pkl".into(), pickle)).chain(storages) {
             zip.start_file(format!("saved/{name}"), options).unwrap();
             zip.write_all(&bytes).unwrap();
@@ -205,16 +214,24 @@ impl Case {
         &self,
         change: impl FnOnce(&mut Vec<(Python, Python)>),
     ) -> (tempfile::TempDir, Result<DeepSpeedCheckpoint>) {
+        self.open_saved_with(|model, _| change(model))
+    }
+
+    /// The same, with tensors in the model file.
+    fn open_saved_with(
+        &self,
+        change: impl FnOnce(&mut Vec<(Python, Python)>, &mut Saved),
+    ) -> (tempfile::TempDir, Result<DeepSpeedCheckpoint>) {
         let folder = tempfile::tempdir().unwrap();
         for rank in 0..self.world_size {
             let mut file = Saved::default();
             let value = self.optim(rank, &mut file);
             file.write(&folder.path().join(format!("zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")), &value);
         }
-        let mut model = self.model();
-        change(&mut model);
+        let (mut model, mut file) = (self.model(), Saved::default());
+        change(&mut model, &mut file);
         let start = if self.stage == 3 { "zero_pp_rank_0_" } else { "" };
-        Saved::default().write(&folder.path().join(format!("{start}mp_rank_00_model_states.pt")), &Dict(model));
+        file.write(&folder.path().join(format!("{start}mp_rank_00_model_states.pt")), &Dict(model));
         let checkpoint = DeepSpeedCheckpoint::open(folder.path(), None);
         (folder, checkpoint)
     }
@@ -319,4 +336,121 @@ fn before_the_first_step_there_are_masters_alone() {
     assert_eq!(checkpoint.read(State::Master, 1).unwrap(), values(State::Master, 0, 1, &[5]));
     let text = checkpoint.read(State::ExpAvg, 1).unwrap_err().to_string();
     assert!(text.contains("holds no exp_avg of group 0, but nothing"), "{text}");
+}
+
+// ---- buffers -----------------------------------------------------------------------------------
+
+/// Buffers of all types, with the type and bytes that they have here.
+fn all_types() -> Vec<(&'static str, &'static str, Vec<u8>, Vec<usize>, DType, Vec<u8>)> {
+    fn bytes<const N: usize, T>(values: &[T], of: impl Fn(&T) -> [u8; N]) -> Vec<u8> {
+        values.iter().flat_map(of).collect()
+    }
+    let same = |name, storage, bytes: Vec<u8>, shape: &[usize], dtype| {
+        (name, storage, bytes.clone(), shape.to_vec(), dtype, bytes)
+    };
+    let shorts = bytes(&[-7i16, 7], |v| v.to_le_bytes());
+    vec![
+        same("n.running_mean", "FloatStorage", bytes(&[0.5f32, -1.0], |v| v.to_le_bytes()), &[2], DType::F32),
+        same("n.running_var", "BFloat16Storage", vec![0x80, 0x3f, 0, 0x40], &[2], DType::BF16),
+        same("n.num_batches_tracked", "LongStorage", bytes(&[1i64 << 40], |v| v.to_le_bytes()), &[], DType::I64),
+        same("half", "HalfStorage", vec![0, 0x3c], &[1], DType::F16),
+        same("double", "DoubleStorage", bytes(&[1.0f64 / 3.0; 6], |v| v.to_le_bytes()), &[2, 3], DType::F64),
+        same("int", "IntStorage", bytes(&[-5i32], |v| v.to_le_bytes()), &[1], DType::I32),
+        same("short", "ShortStorage", shorts.clone(), &[2, 1], DType::I16),
+        same("byte", "ByteStorage", vec![255, 0], &[2], DType::U8),
+        same("mask", "BoolStorage", vec![1, 0, 1, 1], &[1, 1, 2, 2], DType::U8),
+        // Candle has no i8.
+        ("char", "CharStorage", vec![0xf9, 7], vec![2], DType::I16, shorts),
+        same("none", "FloatStorage", vec![], &[0], DType::F32),
+    ]
+}
+
+/// A model with these buffers, whose parameters stand in `module` too.
+fn with_buffers(stage: u8, more: &[(&str, Python)]) -> (tempfile::TempDir, Result<DeepSpeedCheckpoint>) {
+    small(stage).open_saved_with(|model, file| {
+        let mut module = vec![(text("g0.p0"), file.tensor(vec![9.0; if stage == 3 { 0 } else { 9 }]))];
+        let mut names = vec![];
+        for (name, storage, bytes, shape, ..) in all_types() {
+            module.push((text(name), file.tensor_of(storage, bytes, &shape)));
+            names.push(text(name));
+        }
+        for (name, value) in more {
+            module.push((text(name), value.clone()));
+            names.push(text(name));
+        }
+        model.push((text("module"), Dict(module)));
+        model.push((text("buffer_names"), List(names)));
+    })
+}
+
+#[test]
+fn buffers_of_every_type_are_read_and_imported_and_parameters_in_module_are_not() {
+    for stage in 1..4 {
+        let (folder, checkpoint) = with_buffers(stage, &[]);
+        let checkpoint = checkpoint.unwrap();
+        checkpoint.verify().unwrap();
+        assert_eq!(checkpoint.buffers().len(), all_types().len());
+        let out = folder.path().join("out");
+        import(&checkpoint, &out, "taken", |_, _| {}).unwrap();
+        let imported = Checkpoint::open(&out, None).unwrap().unwrap();
+        assert_eq!(imported.manifest().parameters.len(), 2);
+        assert_eq!(imported.buffers().len(), all_types().len());
+        for (index, (name, _, _, shape, dtype, bytes)) in all_types().into_iter().enumerate() {
+            let buffer = &checkpoint.buffers()[index];
+            assert_eq!((buffer.name.as_str(), &buffer.shape, buffer.dtype), (name, &shape, dtype), "stage {stage}");
+            assert_eq!(checkpoint.read_buffer(index).unwrap(), bytes, "{name}");
+            let saved = imported.buffers().iter().find(|saved| saved.name == name).unwrap();
+            assert_eq!((&saved.shape, saved.dtype, &saved.bytes), (&shape, dtype, &bytes), "{name}");
+        }
+        let text = checkpoint.read_buffer(99).unwrap_err().to_string();
+        assert!(text.contains("buffer 99 was asked for; it has 11"), "{text}");
+    }
+}
+
+#[test]
+fn a_buffer_that_cannot_be_read_is_told_by_name_and_the_others_are_imported() {
+    let complex = Saved::default().tensor_of("ComplexFloatStorage", vec![], &[0]);
+    let (folder, checkpoint) = with_buffers(2, &[("freqs_cis", complex), ("odd", Int(4))]);
+    let checkpoint = checkpoint.unwrap();
+    let [freqs, odd] = checkpoint.unread_buffers() else { panic!("{:?}", checkpoint.unread_buffers()) };
+    assert!(freqs.starts_with("module.freqs_cis.0.1 is a tensor of torch.ComplexFloatStorage"), "{freqs}");
+    assert!(odd.starts_with("module.odd is the number 4, where a tensor is needed"), "{odd}");
+    import(&checkpoint, folder.path().join("out"), "taken", |_, _| {}).unwrap();
+    let imported = Checkpoint::open(folder.path().join("out"), None).unwrap().unwrap();
+    assert_eq!(imported.buffers().len(), all_types().len());
+}
+
+#[test]
+fn a_damaged_buffer_is_an_error_that_names_the_file() {
+    // Elements that the storage does not have.
+    let (_folder, checkpoint) = small(3).open_saved_with(|model, file| {
+        let short = file.tensor_of("FloatStorage", vec![0; 4], &[2]);
+        model.push((text("module"), dict([("mean", short)])));
+        model.push((text("buffer_names"), List(vec![text("mean")])));
+    });
+    let problem = checkpoint.unwrap_err().to_string();
+    assert!(
+        problem.contains("zero_pp_rank_0_mp_rank_00_model_states.pt") && problem.contains("module.mean"),
+        "{problem}"
+    );
+    // Far more buffers of one storage than a model has: each would have memory of its own.
+    let (_folder, checkpoint) = small(2).open_saved_with(|model, file| {
+        let one = file.tensor(vec![1.0; 50]);
+        let names: Vec<String> = (0..101).map(|i| format!("b{i}")).collect();
+        model.push((text("module"), Dict(names.iter().map(|name| (text(name), one.clone())).collect())));
+        model.push((text("buffer_names"), List(names.iter().map(|name| text(name)).collect())));
+    });
+    let problem = checkpoint.unwrap_err().to_string();
+    assert!(problem.contains("have 20200 bytes, and all that is stored has 200"), "{problem}");
+    // Bytes that are not those of their checksum.
+    let (folder, checkpoint) = with_buffers(2, &[]);
+    drop(checkpoint);
+    let path = folder.path().join("mp_rank_00_model_states.pt");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let value = (1i64 << 40).to_le_bytes();
+    let place = bytes.windows(8).position(|window| window == value).unwrap();
+    bytes[place] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    let problem = DeepSpeedCheckpoint::open(folder.path(), None).unwrap().verify().unwrap_err().to_string();
+    assert!(problem.contains("mp_rank_00_model_states.pt") && problem.contains("data/"), "{problem}");
 }
