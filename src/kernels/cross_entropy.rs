@@ -9,6 +9,9 @@ use super::wide::vectorized;
 /// Elements that one task takes, in whole rows.
 const TASK: usize = 16 * 1024;
 
+/// The target of a row that does not count: its loss is 0, and so are its gradients.
+pub(crate) const IGNORED: u32 = u32::MAX;
+
 /// The losses `-log softmax(row)[target]` of dense rows of `classes` logits.
 pub(crate) fn losses<E: Element>(logits: &[E], classes: usize, targets: &[u32], losses: &mut [f32]) {
     check(logits.len(), classes, targets, losses.len());
@@ -17,6 +20,10 @@ pub(crate) fn losses<E: Element>(logits: &[E], classes: usize, targets: &[u32], 
         let mut row = vec![0f32; classes];
         let first = task * rows;
         for (i, loss) in losses.iter_mut().enumerate() {
+            if targets[first + i] == IGNORED {
+                *loss = 0.0;
+                continue;
+            }
             E::widen(&logits[(first + i) * classes..][..classes], &mut row);
             *loss = softmax(&mut row, targets[first + i]).0;
         }
@@ -33,6 +40,11 @@ pub(crate) fn gradients<E: Element>(logits: &mut [E], classes: usize, targets: &
         let first = task * rows;
         for (i, (logits, loss)) in logits.chunks_exact_mut(classes).zip(losses).enumerate() {
             let target = targets[first + i];
+            if target == IGNORED {
+                *loss = 0.0;
+                logits.fill(E::default());
+                continue;
+            }
             E::widen(logits, &mut row);
             let (at_target, total) = softmax(&mut row, target);
             *loss = at_target;
@@ -49,7 +61,7 @@ pub(crate) fn gradients<E: Element>(logits: &mut [E], classes: usize, targets: &
 fn check(logits: usize, classes: usize, targets: &[u32], losses: usize) {
     assert_eq!(logits, classes * targets.len(), "a target per row of logits");
     assert_eq!(losses, targets.len(), "a loss per row");
-    assert!(targets.iter().all(|t| (*t as usize) < classes), "targets are classes");
+    assert!(targets.iter().all(|t| (*t as usize) < classes || *t == IGNORED), "targets are classes");
 }
 
 fn rows_per_task(classes: usize) -> usize {

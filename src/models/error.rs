@@ -58,7 +58,7 @@ pub enum ModelError {
     )]
     TargetOutOfRange {
         /// The target found.
-        target: u32,
+        target: i64,
         /// Where, in the flattened targets.
         position: usize,
         /// Classes of the logits.

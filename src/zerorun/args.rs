@@ -222,6 +222,17 @@ mod tests {
     }
 
     #[test]
+    fn an_example_of_the_help_names_files_that_are_there_and_gives_the_configuration_as_the_example_takes_it() {
+        let help = refusal("--help");
+        let line = help.lines().find(|line| line.contains("examples/train_gpt.rs")).expect("an example");
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let [.., script, "--ds_config", config] = words[..] else { panic!("{line}") };
+        for file in [script, config] {
+            assert!(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(file).is_file(), "{file}");
+        }
+    }
+
+    #[test]
     fn durations_take_a_unit_or_are_seconds() {
         for (text, milliseconds) in
             [("500ms", 500), ("90s", 90_000), ("90", 90_000), ("10m", 600_000), ("2h", 7_200_000)]

@@ -29,6 +29,16 @@ fn a_folder_in_place_of_a_file() {
 }
 
 #[test]
+fn a_pipe_in_place_of_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("ds.json");
+    let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+    rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+    let message = Config::load(path, 1).unwrap_err().to_string();
+    insta::assert_snapshot!(message.replace(&format!("{}/", folder.path().display()), ""), @"cannot read the configuration ds.json: it is a pipe, and a file is needed; give the path of a DeepSpeed JSON file, or JSON text that starts with `{`");
+}
+
+#[test]
 fn broken_json_in_a_file() {
     insta::assert_snapshot!(of_file("{\n  \"train_batch_size\": 8  \"bf16\": {}\n}"), @r#"ds.json: line 2, column 26: expected `,` or `}` after the value of `train_batch_size`, found `"`"#);
     insta::assert_snapshot!(of_file("{\n  \"train_batch_size\": 8,\n  \"bf16\": {\"enabled\": true\n}"), @"ds.json: line 4, column 2: expected `}` for the object that begins at line 1, column 1, found the end of the text");

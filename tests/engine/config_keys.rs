@@ -5,6 +5,7 @@ use crate::support::tiny::{Shape, Tiny, batch, config, train};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Module, VarBuilder};
 use candle_zero::nn::{WeightLayout, linear};
+use candle_zero::optim::ParameterGroup;
 use candle_zero::zero::{Unit, unit};
 use candle_zero::{Engine, comm::threads, error::Result};
 use serde_json::{Value, json};
@@ -39,6 +40,26 @@ fn the_level_of_messages_is_that_of_the_file() {
         let text = stderr(&process("one_step", &config(1, 1, json!({}), more)));
         assert_eq!(text.contains("step=1, skipped=0"), is_said, "{level:?}: {text}");
         assert_eq!(text.contains("fp16.auto_cast: accepted and has no effect"), is_said, "{level:?}: {text}");
+    }
+}
+
+#[test]
+#[ignore = "what a_groups_own_rate_that_the_schedule_replaces_is_said starts in a process of its own"]
+fn group_with_a_rate() {
+    let group = ParameterGroup::new().names(["head.*"]).lr(5e-5);
+    let builder = Engine::builder().parameter_groups(vec![group]);
+    builder.initialize(|vb| Tiny::new(Shape::default(), vb), case()).unwrap();
+}
+
+#[test]
+fn a_groups_own_rate_that_the_schedule_replaces_is_said() {
+    let constant = |lr: Value| json!({"type": "WarmupLR", "params": {"warmup_min_lr": lr, "warmup_max_lr": lr}});
+    for (scheduler, is_said) in
+        [(constant(json!(1e-2)), true), (constant(json!([5e-5, 1e-2])), false), (Value::Null, false)]
+    {
+        let text = stderr(&process("group_with_a_rate", &config(1, 1, json!({}), json!({"scheduler": scheduler}))));
+        let said = "parameter group 0 (from 0): its own learning rate has no effect, the schedule gives it 1e-2 in the first step";
+        assert_eq!(text.contains(said), is_said, "{scheduler}: {text}");
     }
 }
 

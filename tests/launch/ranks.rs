@@ -224,6 +224,16 @@ fn killing_zerorun_leaves_no_rank() {
 }
 
 #[test]
+fn features_for_what_is_built_already_are_said_to_have_no_effect() {
+    let dir = tempfile::tempdir().unwrap();
+    let program = program(dir.path(), "built", "echo runs");
+    let output = zerorun().args(["--features", "cuda"]).arg(&program).output().unwrap();
+    assert_eq!((output.status.code(), stdout(&output).as_str()), (Some(0), "runs\n"));
+    let told = format!("zerorun: --features cuda has no effect: {} is built already\n", program.display());
+    assert_eq!(stderr(&output), told);
+}
+
+#[test]
 fn wrong_things_to_start_are_refused_with_exit_code_2() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("data.json"), "{}").unwrap();

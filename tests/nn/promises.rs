@@ -204,6 +204,43 @@ fn frozen_arguments_get_no_gradient_and_cost_nothing() {
 }
 
 #[test]
+fn rows_whose_target_is_ignored_count_for_nothing() {
+    let targets = Tensor::new(&[-100i64, 3, -100, 0, 4, -100], &Device::Cpu).unwrap();
+    let counting = Tensor::new(&[1u32, 3, 4], &Device::Cpu).unwrap();
+    let alone = Tensor::new(&[3u32, 0, 4], &Device::Cpu).unwrap();
+    let select = |x: &Tensor| x.index_select(&counting, 0).unwrap();
+    for dtype in [DType::F32, DType::BF16] {
+        let var = |shape: &[usize], seed| Var::from_tensor(&tensor(shape, seed).to_dtype(dtype).unwrap()).unwrap();
+        let (h, w) = (var(&[6, 5], 3), var(&[8, 5], 4));
+        let with_grads = |loss: Tensor, x: &Var| {
+            let (value, mut grads) = (loss.to_scalar::<f32>().unwrap(), loss.backward().unwrap());
+            (value, grads.remove(x).unwrap(), grads.remove(&w))
+        };
+        // The rows that count, and zeros between them.
+        let check = |x: &Var, loss: Tensor, of_alone: Tensor| {
+            let (some, some_x, some_w) = with_grads(loss, x);
+            let (all, all_x, all_w) = with_grads(of_alone, x);
+            assert_eq!((some, bits(&some_x)), (all, bits(&all_x)));
+            assert!(bits(&some_x)[..5].iter().all(|gradient| *gradient == 0.0));
+            for (a, b) in some_w.iter().zip(&all_w).flat_map(|(a, b)| bits(a).into_iter().zip(bits(b))) {
+                assert!((a - b).abs() <= 1e-6 + 1e-2 * f32::from(u8::from(dtype == DType::BF16)) * b.abs(), "{a} {b}");
+            }
+        };
+        check(&h, nn::cross_entropy(&h, &targets).unwrap(), { nn::cross_entropy(&select(&h), &alone).unwrap() });
+        let head =
+            |h: &Tensor, targets: &Tensor| nn::linear_cross_entropy(h, &w, WeightLayout::OutIn, targets).unwrap();
+        check(&h, head(&h, &targets), head(&select(&h), &alone));
+    }
+    let x = tensor(&[2, 4], 0);
+    let text = |targets: [i64; 2]| {
+        let targets = Tensor::new(&targets, &Device::Cpu).unwrap();
+        nn::cross_entropy(&x, &targets).unwrap_err().to_string().lines().next().unwrap().to_string()
+    };
+    insta::assert_snapshot!(text([-100, -100]), @"cross_entropy: the mean over no rows at all is not defined; logits have shape [2, 4], and a target of -100 does not count");
+    insta::assert_snapshot!(text([-100, -1]), @"target -1 at position 1 (counted over the flattened targets) is no class of logits with 4 classes; targets must be below 4");
+}
+
+#[test]
 fn empty_batches_pass_through() {
     let w = Var::from_tensor(&tensor(&[4, 5], 1)).unwrap();
     let x = Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap();
