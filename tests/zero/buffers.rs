@@ -382,7 +382,7 @@ fn a_buffer_whose_shape_changes_is_an_error_with_its_name_in_a_step_and_the_last
 }
 
 #[test]
-fn a_buffer_whose_shape_changes_is_an_error_before_a_save_and_an_export_and_a_load_puts_it_back() {
+fn a_buffer_whose_shape_changes_is_an_error_before_a_save_writes_and_a_load_puts_it_back() {
     let folder = folder();
     let [saved, refused] = ["saved", "refused"].map(|name| folder.path().join(name));
     let results = threads::run(2, |comm| {
