@@ -132,12 +132,16 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_one_sentence_without_a_full_stop() {
+    fn messages_are_one_sentence_without_a_full_stop_or_a_gap() {
         let files = files_of_errors(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
         let sources: Vec<String> = files.iter().map(|file| std::fs::read_to_string(file).unwrap()).collect();
         let messages: Vec<&str> = sources.iter().flat_map(|source| messages(source)).collect();
         assert!(messages.len() > 70, "{}", messages.len());
         let wrong: Vec<_> = messages.iter().filter(|text| text.ends_with('.') || text.contains(". ")).collect();
         assert!(wrong.is_empty(), "{wrong:?}");
+        // Where a line goes on in the next one, a backslash stands at its end.
+        let has_gap = |line: &&str| line.trim_start().contains("  ");
+        let gaps: Vec<_> = messages.iter().flat_map(|text| text.lines()).filter(has_gap).collect();
+        assert!(gaps.is_empty(), "{gaps:?}");
     }
 }

@@ -19,6 +19,15 @@ pub(crate) fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3))
 }
 
+/// SplitMix64's output function (Steele, Lea, Flood 2014): an invertible scrambling of 64 bits.
+#[inline]
+pub(crate) fn mix(mut x: u64) -> u64 {
+    x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
 /// The folder of a user's caches: `$XDG_CACHE_HOME` (`xdg`) where that is an absolute path, as the XDG base directory
 /// specification says, else `.cache` in the user's `home`.
 pub(crate) fn cache_home(xdg: Option<OsString>, home: Option<PathBuf>) -> Option<PathBuf> {

@@ -2,6 +2,7 @@
 
 use super::TokenData;
 use crate::error::{DataError, Result};
+use crate::util::mix;
 
 /// Order of the samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,14 +92,6 @@ fn permute(position: u64, len: u64, key: u64) -> u64 {
             return x;
         }
     }
-}
-
-/// SplitMix64's output function (Steele, Lea, Flood 2014): an invertible scrambling of 64 bits.
-fn mix(x: u64) -> u64 {
-    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
 }
 
 /// Samples that each of `world` ranks gets of a data set of `samples`, as DeepSpeed's loader counts: the last ones are

@@ -76,6 +76,35 @@ pub enum EngineError {
         /// The parameter.
         name: String,
     },
+    /// A part of a parameter is set where every rank has the whole.
+    #[error(
+        "{call} sets a rank's part of a parameter, and at stage 0 every rank has all of it; call {full} on all ranks \
+         with the same value, or choose stage 1, 2 or 3"
+    )]
+    NotSharded {
+        /// The method.
+        call: &'static str,
+        /// The method for whole parameters.
+        full: &'static str,
+    },
+    /// A rank that there is not.
+    #[error("{call} is to run on rank {rank}, and the ranks are 0 to {}; give one of them", ranks - 1)]
+    NoSuchRank {
+        /// The method.
+        call: &'static str,
+        /// The rank.
+        rank: usize,
+        /// Number of ranks.
+        ranks: usize,
+    },
+    /// What all ranks do together failed on another one.
+    #[error("{call} has changed nothing: {why}")]
+    Elsewhere {
+        /// The method.
+        call: &'static str,
+        /// The rank that failed.
+        why: String,
+    },
     /// Ranks gave a call different arguments.
     #[error("rank {rank} called {call} with other arguments than rank {other}; every rank must give the same")]
     ArgumentsDiffer {

@@ -22,6 +22,8 @@ impl<M> Engine<M> {
         self.between_steps("set_trainable")?;
         let params = self.core.params();
         let trained: Vec<bool> = params.iter().map(|p| rule(&p.name, p.shape.dims())).collect();
+        self.attempt(|engine| engine.core.agree_on_trained(&trained))?;
+        let params = self.core.params();
         let any = params.iter().zip(&trained).any(|(param, trained)| *trained && param.numel > 0);
         if self.trainer.can_train() && !any {
             return Err(ParamError::NothingTrained { count: params.len() }.into());

@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::memory::{Held, Kind, Ledger, MemoryReport, Tier, Tracked};
 use crate::offload::{DiskAccess, Window, Windows};
 use crate::optim::{self, Class, GroupStep, Grouping, StepContext};
-use crate::param::{Param, ParamId, ROOT, Residency};
+use crate::param::{Param, ParamId, ROOT};
 use crate::precision::{Elements, FlatRef, Packing};
 use crate::util::lock;
 use crate::zero::gather::Gatherer;
@@ -67,8 +67,6 @@ const PLAIN: OptimizerConfig =
 impl<'a> Rehearsal<'a> {
     /// The rank at the start of training.
     pub fn new(params: &'a [Param], leaves: Leaves, config: &'a Config, setting: Setting) -> Result<Self> {
-        // A parameter may be as an earlier rehearsal has left it.
-        params.iter().for_each(|param| *lock(&param.residency) = Residency::Absent);
         let (zero, world_size, dtype) = (&config.zero, config.world_size, config.precision.dtype());
         let placement = zero.stage.placement();
         let plan = ReducePlan::new(config, placement, world_size, dtype);

@@ -6,6 +6,8 @@ use crate::files;
 use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
 use crate::optim::{KeptModules, Weights};
 use crate::param::{Param, WeightFile};
+use crate::precision::Packing;
+use crate::util::{list, matches};
 use crate::zero::core::Registered;
 use crate::zero::leaf::Leaves;
 use crate::zero::registry::Registry;
@@ -16,11 +18,14 @@ use candle_nn::{Init, VarBuilder};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 
 /// The parameters of a model in order of registration, with their units.
 pub struct Shapes {
     name: String,
     registered: Registered,
+    /// How frozen matrices are held.
+    packing: Option<Packing>,
     assumed: Vec<String>,
 }
 
@@ -49,7 +54,7 @@ impl Shapes {
         let registry = Registry::of_shapes(DTYPE);
         let vb = VarBuilder::from_backend(Box::new(registry.clone()), DTYPE, Device::Cpu);
         building(&registry, || build(vb)).map_err(|e| registry.explain(e))?;
-        Ok(Self { name: name.into(), registered: registry.finish()?, assumed: Vec::new() })
+        Ok(Self { name: name.into(), registered: registry.finish()?, packing: None, assumed: Vec::new() })
     }
 
     /// Those of a preset of [`crate::models`]: [`GptConfig::preset_names`], [`LlamaConfig::preset_names`].
@@ -67,7 +72,7 @@ impl Shapes {
     }
 
     /// Those of a safetensors file, or of the files that an index (`model.safetensors.index.json`) names. Headers are
-    /// read, no weights. Every tensor counts as a parameter that is trained.
+    /// read, no weights. Every tensor counts as a parameter.
     ///
     /// # Errors
     /// A file that cannot be read or is no safetensors file; no tensors.
@@ -103,10 +108,41 @@ impl Shapes {
             UnitRule::None => "as asked for: the model is one",
         };
         let assumed = vec![
-            "every tensor of the file is a trained parameter, used in the natural order of the names".to_string(),
+            "every tensor of the file is a parameter, used in the natural order of the names".to_string(),
             format!("{units} units, {how}"),
         ];
-        Ok(Self { name: path.display().to_string(), registered, assumed })
+        Ok(Self { name: path.display().to_string(), registered, packing: None, assumed })
+    }
+
+    /// The same with frozen parameters: those whose name is one of `patterns`, in which `*` stands for any characters,
+    /// as with [`EngineBuilder::trainable`](crate::EngineBuilder::trainable). The others are trained.
+    ///
+    /// # Errors
+    /// [`ParamError::NothingOfPattern`], [`ParamError::AllOfPatterns`].
+    pub fn frozen(self, patterns: &[impl AsRef<str>]) -> Result<Self> {
+        let params = &self.registered.params;
+        let names = || params.iter().map(|param| param.name.as_str());
+        for pattern in patterns.iter().map(AsRef::as_ref) {
+            if !names().any(|name| matches(pattern, name)) {
+                let names = list(&names().collect::<Vec<_>>());
+                return Err(ParamError::NothingOfPattern { pattern: pattern.into(), names }.into());
+            }
+        }
+        let is_frozen = |param: &Param| patterns.iter().any(|pattern| matches(pattern.as_ref(), &param.name));
+        if params.iter().all(|param| is_frozen(param) || param.numel == 0) {
+            let patterns = patterns.iter().map(AsRef::as_ref).collect::<Vec<_>>().join(" ");
+            return Err(ParamError::AllOfPatterns { patterns, count: params.len() }.into());
+        }
+        params.iter().for_each(|param| param.trained.store(!is_frozen(param), Ordering::Relaxed));
+        Ok(self)
+    }
+
+    /// The same with frozen matrices packed so, as with
+    /// [`EngineBuilder::quantized`](crate::EngineBuilder::quantized); otherwise the configuration's
+    /// `zero_quantized_nontrainable_weights` decides.
+    #[must_use]
+    pub fn quantized(self, packing: Packing) -> Self {
+        Self { packing: Some(packing), ..self }
     }
 
     /// The name that people see.
@@ -122,6 +158,11 @@ impl Shapes {
     /// Elements of all parameters.
     pub fn num_parameters(&self) -> usize {
         self.registered.params.iter().fold(0, |sum, p| sum.saturating_add(p.numel))
+    }
+
+    /// Elements of the parameters that are trained.
+    pub fn num_trained(&self) -> usize {
+        self.registered.params.iter().filter(|p| p.is_trained()).fold(0, |sum, p| sum.saturating_add(p.numel))
     }
 
     /// Elements of the units (all parameters outside of units together count as one) with most.
@@ -152,7 +193,13 @@ impl Shapes {
         leaves.mark_named(units, &config.zero.leaf_module);
         let kept = KeptModules(&config.keep_in_fp32_modules);
         kept.check(self.registered.names())?;
-        let held = |param: &Param| param.held(if kept.keep(&param.name) { Weights::F32 } else { param.weights });
+        let packing = self.packing.or_else(|| config.zero.quantized_nontrainable_weights.then_some(Packing::Int8));
+        let weights = |param: &Param| match packing {
+            Some(packing) if !param.is_trained() && param.shape.rank() >= 2 => Weights::Packed(packing),
+            _ if kept.keep(&param.name) => Weights::F32,
+            _ => param.weights,
+        };
+        let held = |param: &Param| param.held(weights(param));
         Ok((params.iter().map(held).collect(), leaves))
     }
 }

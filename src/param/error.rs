@@ -39,6 +39,24 @@ pub enum ParamError {
         /// The group's place.
         index: usize,
     },
+    /// A pattern of names that freezes nothing.
+    #[error(
+        "{pattern} selects no parameter to freeze; the model has {names} (a * stands for any characters, as in h.*)"
+    )]
+    NothingOfPattern {
+        /// The pattern.
+        pattern: String,
+        /// The first few parameters.
+        names: String,
+    },
+    /// Patterns of names that freeze everything.
+    #[error("{patterns} freezes all {count} parameters, so there is nothing to train; leave some out")]
+    AllOfPatterns {
+        /// The patterns.
+        patterns: String,
+        /// The model's parameters.
+        count: usize,
+    },
     /// A name that no parameter has.
     #[error("the model has no parameter {name}: {near}")]
     Unknown {
@@ -79,6 +97,21 @@ pub enum ParamError {
         found: Vec<usize>,
         /// The parameter's.
         expected: Vec<usize>,
+    },
+    /// A value of another shape than a rank's part of the parameter.
+    #[error(
+        "a value of shape {found:?} is given for rank {rank}'s part of parameter {name}, which is [{len}]; give one \
+         dimension, as long as what safe_get_local_fp32_param gives"
+    )]
+    LocalShape {
+        /// The parameter.
+        name: String,
+        /// This rank.
+        rank: usize,
+        /// The value's shape.
+        found: Vec<usize>,
+        /// Elements of the rank's part.
+        len: usize,
     },
     /// A unit to be marked that is not there.
     #[error(

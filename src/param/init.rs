@@ -1,7 +1,7 @@
 //! Initial values that depend on the seed, the parameter's name and the element alone: never on rank, world size,
 //! stage or thread. So a rank can make its share without making the whole.
 
-use crate::util::fnv1a;
+use crate::util::{fnv1a, mix};
 use candle_core::Shape;
 use candle_nn::Init;
 use candle_nn::init::NormalOrUniform;
@@ -51,13 +51,6 @@ fn gauss(key: u64, i: u64) -> f64 {
 /// A number in [0, 1) with 53 random bits.
 fn unit(x: u64) -> f64 {
     (x >> 11) as f64 / (1u64 << 53) as f64
-}
-
-fn mix(mut x: u64) -> u64 {
-    x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
 }
 
 #[cfg(test)]

@@ -49,7 +49,7 @@ pub(crate) struct Param {
     pub name: String,
     pub shape: Shape,
     pub numel: usize,
-    /// Elements that lie on one rank together; an estimate sets it for each configuration.
+    /// Elements that lie on one rank together; an estimate learns them after the rest.
     pub block: AtomicUsize,
     /// How its weights are held and travel.
     pub weights: Weights,

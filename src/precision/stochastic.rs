@@ -4,6 +4,7 @@
 //! chance is a function of a key and of the element's place: never of rank, stage or thread.
 
 use crate::kernels::simd::{Loop, level};
+use crate::util::{fnv1a, mix};
 use half::bf16;
 
 /// The source of the chances of one buffer in one step.
@@ -15,7 +16,7 @@ pub(crate) struct Dice {
 impl Dice {
     /// A source of its own for every `seed`, name, state (by number) and step.
     pub fn new(seed: u64, name: &str, state: u64, step: u64) -> Self {
-        let key = mix(seed ^ crate::util::fnv1a(name.as_bytes()));
+        let key = mix(seed ^ fnv1a(name.as_bytes()));
         Self { key: mix(mix(key.wrapping_add(state)).wrapping_add(step)) }
     }
 
@@ -58,13 +59,6 @@ impl Loop for Round<'_> {
             *y = bf16::from_bits(if bits & 0x7f80_0000 == 0x7f80_0000 { special } else { rounded });
         }
     }
-}
-
-fn mix(mut x: u64) -> u64 {
-    x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
 }
 
 #[cfg(test)]

@@ -9,7 +9,8 @@ use crate::estimate::{Estimate, Setting, Shapes, UnitRule, paper};
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use crate::memory::MemoryRow;
 use crate::offload::{available_memory, free_space};
-use clap::{ArgGroup, Parser};
+use crate::precision::{Nf4Scales, Packing};
+use clap::{ArgGroup, Parser, ValueEnum};
 use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -38,6 +39,15 @@ struct Arguments {
     /// repeated; "none" for a model without units [default: the part of each name up to its first number]
     #[arg(long, value_name = "PREFIX", requires = "safetensors")]
     unit: Vec<String>,
+
+    /// Parameters that are frozen: their names, in which * stands for any characters, such as "h.*"; may be repeated;
+    /// the others are trained
+    #[arg(long, value_name = "PATTERN", conflicts_with = "table")]
+    frozen: Vec<String>,
+
+    /// How frozen matrices are held [default: as zero_quantized_nontrainable_weights says]
+    #[arg(long = "frozen_packing", alias = "frozen-packing", value_name = "HOW", requires = "frozen")]
+    frozen_packing: Option<FrozenPacking>,
 
     /// The table of the ZeRO paper instead: model state of 7.5e9, 128e9 and 1e12 parameters by stage
     #[arg(long)]
@@ -76,6 +86,27 @@ struct Arguments {
     json: bool,
 }
 
+/// Blocks of frozen matrices.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum FrozenPacking {
+    /// Eight bits
+    Int8,
+    /// Four bits, scales in bf16
+    Nf4,
+    /// Four bits, scales in eight bits
+    Nf4Double,
+}
+
+impl From<FrozenPacking> for Packing {
+    fn from(packing: FrozenPacking) -> Self {
+        match packing {
+            FrozenPacking::Int8 => Self::Int8,
+            FrozenPacking::Nf4 => Self::Nf4(Nf4Scales::Bf16),
+            FrozenPacking::Nf4Double => Self::Nf4(Nf4Scales::DoubleQuantized),
+        }
+    }
+}
+
 /// The tool.
 pub(super) fn run(words: Vec<OsString>) -> std::result::Result<ExitCode, Refused> {
     Ok(Arguments::try_parse_from(words).map_err(Refused)?.run())
@@ -100,6 +131,8 @@ impl Arguments {
             (Some(path), _) => Shapes::safetensors(path, &self.unit_rule())?,
             (None, name) => self.sizes.shapes(name.as_deref().unwrap_or_default())?,
         };
+        let shapes = if self.frozen.is_empty() { shapes } else { shapes.frozen(&self.frozen)? };
+        let shapes = self.frozen_packing.into_iter().fold(shapes, |shapes, how| shapes.quantized(how.into()));
         let file = self.ds_config.clone().unwrap_or_default();
         // What train_gpt says of "auto" too.
         let run = RunValues {
@@ -225,6 +258,7 @@ impl Answer {
         let mut all = json!({
             "model": self.shapes.name(),
             "units": self.shapes.num_units(),
+            "trained": self.shapes.num_trained(),
             "memory": self.estimate.memory,
             "step": self.estimate.step,
             "totals": {
@@ -254,8 +288,12 @@ impl Answer {
         let memory = &self.estimate.memory;
         let (name, psi, units) = (self.shapes.name(), memory.parameters, self.shapes.num_units());
         let ranks = memory.world_size;
+        let trained = match self.shapes.num_trained() {
+            all if all == psi => String::new(),
+            trained => format!(" ({trained} of them trained)"),
+        };
         let mut text = format!(
-            "{name}: {psi} parameters, {units} units; stage {} on {ranks} rank{}\n\n",
+            "{name}: {psi} parameters{trained}, {units} units; stage {} on {ranks} rank{}\n\n",
             memory.stage,
             if ranks == 1 { "" } else { "s" }
         );

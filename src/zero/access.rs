@@ -4,7 +4,7 @@ use super::core::Core;
 use super::share::{State, pieces};
 use crate::error::Result;
 use crate::param::ParamId;
-use crate::precision::Flat;
+use crate::precision::{Flat, FlatRef};
 use crate::util::lock;
 use candle_core::DType;
 use std::ops::Range;
@@ -51,15 +51,39 @@ impl Core {
         Ok(())
     }
 
+    /// Sets this rank's part of an optimizer state.
+    pub fn set_own_moment(&self, moment: State, param: ParamId, own: &[f32]) -> Result<()> {
+        let owned = self.owned(param);
+        let start = owned.start;
+        let part = |range: Range<usize>| Ok(Flat::F32(own[range.start - start..range.end - start].to_vec()));
+        self.write_state(moment, param, owned, part)
+    }
+
     /// Sets a gradient that has been reduced; false where there is none.
     pub fn set_gradient(&self, param: ParamId, whole: &[f32]) -> Result<bool> {
+        self.set_own_gradient(param, &whole[self.owned(param)])
+    }
+
+    /// Sets this rank's part of a gradient that has been reduced; false where there is none.
+    pub fn set_own_gradient(&self, param: ParamId, own: &[f32]) -> Result<bool> {
         let (group, slot) = self.place_of(param);
         let group = &mut lock(&self.groups)[group];
         let Some(mut grads) = group.take_grads(slot, self)? else { return Ok(false) };
-        let owned = group.slots[slot].owned.clone();
-        grads.slice_mut(0..owned.len()).copy_cast(Flat::F32(whole[owned].to_vec()).as_ref());
+        grads.slice_mut(0..own.len()).copy_cast(FlatRef::F32(own));
         group.put_grads(slot, grads, self);
         Ok(true)
+    }
+
+    /// Collective: the whole values of which each rank gives its own part.
+    pub fn whole_of_parts(&self, param: ParamId, own: Vec<f32>) -> Result<Vec<f32>> {
+        Ok(f32_values(self.gather_whole(param, Flat::F32(own))?))
+    }
+
+    /// Collective: the values that one rank has of a parameter; the others give none.
+    pub fn whole_of_one(&self, param: ParamId, values: Option<Vec<f32>>) -> Result<Vec<f32>> {
+        // A negative zero added to any number gives that number, also zero with its sign.
+        let values = values.unwrap_or_else(|| vec![-0.0; self.params[param].numel]);
+        Ok(f32_values(self.comm().all_reduce(Flat::F32(values), self.tag(&[param])).wait()?))
     }
 
     /// Collective where parameters are sharded: runs `run` while parameters are whole that are not so already. The inner
@@ -83,4 +107,9 @@ impl Core {
     pub fn empty_cache(&self) -> Result<()> {
         if self.shards_params() { lock(&self.gather).release_everything(self) } else { Ok(()) }
     }
+}
+
+fn f32_values(values: Flat) -> Vec<f32> {
+    let Flat::F32(values) = values else { unreachable!("these collectives carry f32") };
+    values
 }

@@ -24,10 +24,8 @@ impl Core {
     /// fresh optimizer states, after `updates` updates of the others. There are no gradients now.
     ///
     /// # Errors
-    /// Ranks that want different things, files that get no space: on all ranks, and nothing has changed. A failed
-    /// collective.
+    /// Files that get no space: on all ranks, and nothing has changed. A failed collective.
     pub fn set_trained(&self, trained: &[bool], updates: u64) -> Result<(), Failure> {
-        self.same_on_all_ranks(trained)?;
         if self.params.iter().zip(trained).all(|(param, trained)| param.is_trained() == *trained) {
             return Ok(());
         }
@@ -79,8 +77,8 @@ impl Core {
         Ok(values)
     }
 
-    /// Collective: an error where ranks want to train different parameters.
-    fn same_on_all_ranks(&self, trained: &[bool]) -> Result<(), Failure> {
+    /// Collective: an error on all ranks where they want to train different parameters.
+    pub fn agree_on_trained(&self, trained: &[bool]) -> Result<(), Failure> {
         let bytes: Vec<u8> = trained.iter().map(|trained| u8::from(*trained)).collect();
         let all = gather_u64(self.comm(), &[fnv1a(&bytes)])?;
         let rank = self.comm().rank();

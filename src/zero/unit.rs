@@ -108,9 +108,12 @@ pub fn unit<M>(vb: VarBuilder<'_>, build: impl FnOnce(VarBuilder<'_>) -> Result<
 }
 
 impl<M> Unit<M> {
-    /// With `true`, backward runs the unit's forward again instead of keeping its activations. The results are the
-    /// same bits; memory falls to the unit's input, and a step takes about a third longer. Without an engine it has no
-    /// effect.
+    /// With `true`, backward runs the unit's forward again instead of keeping its activations: memory falls to the
+    /// unit's input, and a step takes about a third longer. Without an engine it has no effect.
+    ///
+    /// Losses are the same bits. So are gradients, unless a sum of them has parts from inside of the unit and from
+    /// outside: that of an input which the unit uses several times and others use too, or that of a parameter which
+    /// other parts of the model use. The unit then adds up its own parts first, and last bits may differ.
     ///
     /// The second forward must give what the first one gave, which every backward checks
     /// ([`EngineError::RecomputationDiffers`]): what a module draws at random comes from

@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, linear};
 use candle_zero::Engine;
 use candle_zero::comm::{Communicator, threads};
-use candle_zero::error::{EngineError, Error};
+use candle_zero::error::{EngineError, Error, ParamError};
 use candle_zero::memory::Kind;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -235,6 +235,218 @@ fn a_frozen_parameter_has_values_and_neither_gradient_nor_states() {
         let halved = (engine.safe_get_full_fp32_param("embed.weight")? * 0.5)?;
         engine.safe_set_full_fp32_param("embed.weight", &halved)?;
         assert_eq!(bits(&engine.safe_get_full_fp32_param("embed.weight")?), bits(&halved));
+        engine.step()
+    });
+}
+
+// ---- a rank's own part, and one rank for all --------------------------------------------------------------------
+
+/// What lies on this rank of a whole value.
+fn part(engine: &Engine<Tiny>, whole: &Tensor) -> candle_core::Result<Tensor> {
+    let whole = whole.flatten_all()?;
+    let (len, shard) = (whole.elem_count(), whole.elem_count().div_ceil(engine.world_size()));
+    let start = len.min(engine.rank() * shard);
+    whole.narrow(0, start, shard.min(len - start))
+}
+
+/// Trains, with everything set part by part or as a whole; what the ranks then have.
+fn set_and_train(world: usize, config: &Value, by_part: bool) -> Vec<Vec<Vec<u32>>> {
+    on_ranks(world, |comm| {
+        let mut engine = tiny(comm, config)?;
+        let rank = engine.rank();
+        pass(&mut engine, rank)?;
+        engine.step()?;
+        for name in NAMES {
+            let value = engine.safe_get_full_fp32_param(name)?.affine(0.5, 0.01)?;
+            let state = engine.safe_get_full_optimizer_state(name, "exp_avg")?.affine(-2.0, 0.001)?;
+            if by_part {
+                engine.safe_set_local_fp32_param(name, &part(&engine, &value)?)?;
+                engine.safe_set_local_optimizer_state(name, &part(&engine, &state)?, "exp_avg")?;
+            } else {
+                engine.safe_set_full_fp32_param(name, &value)?;
+                engine.safe_set_full_optimizer_state(name, &state, "exp_avg")?;
+            }
+            assert_eq!(bits(&engine.safe_get_full_fp32_param(name)?), bits(&value));
+            assert_eq!(bits(&engine.safe_get_full_optimizer_state(name, "exp_avg")?), bits(&state));
+        }
+        let (ids, targets) = batch(5);
+        let mut seen = vec![bits(&engine.eval(|model| model.loss(&ids, &targets))?.to_dtype(DType::F32)?)];
+        pass(&mut engine, rank + world)?;
+        let grad = engine.safe_get_full_grad(NAMES[0])?.unwrap().affine(0.25, 0.0)?;
+        if by_part {
+            engine.safe_set_local_grad(NAMES[0], &part(&engine, &grad)?)?;
+        } else {
+            engine.safe_set_full_grad(NAMES[0], &grad)?;
+        }
+        // In float16 a quarter of a small number is rounded.
+        if engine.dtype() != DType::F16 {
+            assert_eq!(bits(&engine.safe_get_full_grad(NAMES[0])?.unwrap()), bits(&grad));
+        }
+        engine.step()?;
+        for name in NAMES {
+            seen.push(bits(&engine.safe_get_full_fp32_param(name)?));
+        }
+        Ok(seen)
+    })
+}
+
+#[test]
+fn what_each_rank_sets_of_its_own_part_is_as_if_the_whole_had_been_set() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for precision in
+        [json!({}), json!({"bf16": {"enabled": true}}), json!({"fp16": {"enabled": true, "loss_scale": 64}})]
+    {
+        for world in [1, 2, 3] {
+            for (stage, zero) in variants(folder.path()).into_iter().filter(|(stage, _)| *stage > 0) {
+                let config = config(stage, 1, zero, precision.clone());
+                let (parts, wholes) = (set_and_train(world, &config, true), set_and_train(world, &config, false));
+                assert!(parts == wholes, "{config}, world {world}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_part_that_cannot_be_set_is_refused_on_every_rank_and_changes_nothing() {
+    on_ranks(2, |comm| {
+        let mut engine = tiny(comm, &config(0, 1, json!({}), json!({})))?;
+        let value = Tensor::zeros(12, DType::F32, &Device::Cpu)?;
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(engine.safe_set_local_fp32_param(NAMES[1], &value).unwrap_err(), @"safe_set_local_fp32_param sets a rank's part of a parameter, and at stage 0 every rank has all of it; call safe_set_full_fp32_param on all ranks with the same value, or choose stage 1, 2 or 3");
+        }
+        assert!(engine.safe_set_local_grad(NAMES[1], &value).is_err());
+        assert!(engine.safe_set_local_optimizer_state(NAMES[1], &value, "exp_avg").is_err());
+        Ok(())
+    });
+    for stage in 1..4 {
+        on_ranks(2, |comm| {
+            let mut engine = tiny(comm, &config(stage, 1, json!({}), json!({})))?;
+            let before = bits(&engine.safe_get_full_fp32_param(NAMES[1])?);
+            // Right on rank 0, too long on rank 1.
+            let value = Tensor::zeros(6 + engine.rank(), DType::F32, &Device::Cpu)?;
+            let error = engine.safe_set_local_fp32_param(NAMES[1], &value).unwrap_err();
+            insta::allow_duplicates! {
+                if engine.rank() == 0 {
+                    insta::assert_snapshot!(error, @"safe_set_local_fp32_param has changed nothing: rank 1 failed; see its error for the cause");
+                } else {
+                    insta::assert_snapshot!(error, @"a value of shape [7] is given for rank 1's part of parameter layer.0.norm.bias, which is [6]; give one dimension, as long as what safe_get_local_fp32_param gives");
+                }
+            }
+            let right = Tensor::zeros(6, DType::F32, &Device::Cpu)?;
+            let error = engine.safe_set_local_grad(NAMES[1], &right).unwrap_err();
+            assert!(matches!(error, Error::Engine(EngineError::GradientAbsent { .. })), "{error}");
+            let error = engine.safe_set_local_optimizer_state(NAMES[1], &right, "momentum").unwrap_err();
+            assert!(error.to_string().contains("there are exp_avg, exp_avg_sq"), "{error}");
+            assert_eq!(bits(&engine.safe_get_full_fp32_param(NAMES[1])?), before);
+            pass(&mut engine, 0)?;
+            engine.step()
+        });
+    }
+}
+
+#[test]
+fn what_one_rank_makes_of_gathered_values_is_the_value_on_all_ranks_at_every_stage_and_offload() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    for precision in [json!({}), json!({"bf16": {"enabled": true}})] {
+        for (world, modifier) in [(1, 0), (2, 1), (3, 1)] {
+            let mut first: Option<Vec<Vec<u32>>> = None;
+            for (stage, zero) in variants(folder.path()) {
+                let config = config(stage, 1, zero, precision.clone());
+                let ranks = on_ranks(world, |comm| {
+                    let mut engine = tiny(comm, &config)?;
+                    let rank = engine.rank();
+                    pass(&mut engine, rank)?;
+                    engine.step()?;
+                    let before: Vec<Tensor> = NAMES
+                        .iter()
+                        .map(|name| engine.safe_get_full_fp32_param(name))
+                        .collect::<candle_zero::Result<_>>()?;
+                    let mut ran = false;
+                    engine.gathered_mut(&NAMES, modifier, |values| {
+                        ran = true;
+                        for (value, before) in values.iter_mut().zip(&before) {
+                            assert_eq!(bits(value), bits(before));
+                            // Zeros with their sign among them.
+                            *value = before.relu()?.neg()?;
+                        }
+                        Ok(())
+                    })?;
+                    assert_eq!(ran, rank == modifier);
+                    let mut seen = vec![];
+                    for (name, before) in NAMES.iter().zip(&before) {
+                        let value = bits(&engine.safe_get_full_fp32_param(name)?);
+                        assert_eq!(value, bits(&before.relu()?.neg()?), "{name}");
+                        assert!(value.contains(&(-0f32).to_bits()), "{name}");
+                        if precision == json!({}) {
+                            seen.push(value);
+                        }
+                    }
+                    // The tensors that the model computes with have the values too.
+                    let (ids, targets) = batch(5);
+                    let loss = bits(&engine.eval(|model| model.loss(&ids, &targets))?.to_dtype(DType::F32)?);
+                    pass(&mut engine, rank)?;
+                    engine.step()?;
+                    if precision == json!({}) {
+                        seen.extend([loss, bits(&engine.safe_get_full_fp32_param(NAMES[0])?)]);
+                    } else {
+                        seen.push(vec![]);
+                    }
+                    Ok(seen)
+                });
+                for seen in ranks {
+                    assert!(*first.get_or_insert_with(|| seen.clone()) == seen, "{config}, world {world}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_modification_that_fails_changes_nothing_and_all_ranks_go_on() {
+    for stage in [0, 3] {
+        on_ranks(2, |comm| {
+            let mut engine = tiny(comm, &config(stage, 1, json!({}), json!({})))?;
+            let before = bits(&engine.safe_get_full_fp32_param(NAMES[1])?);
+            let own = engine.rank() == 1;
+            let failed = engine.gathered_mut(&[NAMES[1]], 1, |_| candle_core::bail!("mine")).unwrap_err().to_string();
+            let reshaped = engine.gathered_mut(&[NAMES[1]], 1, |values| {
+                values[0] = values[0].reshape((3, 4))?;
+                Ok(())
+            });
+            let reshaped = reshaped.unwrap_err();
+            if own {
+                assert!(failed.contains("mine"), "{failed}");
+                assert!(matches!(reshaped, Error::Param(ParamError::ValueShape { .. })), "{reshaped}");
+            } else {
+                insta::allow_duplicates! {
+                    insta::assert_snapshot!(failed, @"gathered_mut has changed nothing: rank 1 failed; see its error for the cause");
+                }
+                assert_eq!(reshaped.to_string(), failed);
+            }
+            let nobody = engine.gathered_mut(&[NAMES[1]], 2, |_| Ok(())).unwrap_err();
+            insta::allow_duplicates! {
+                insta::assert_snapshot!(nobody, @"gathered_mut is to run on rank 2, and the ranks are 0 to 1; give one of them");
+            }
+            let differ = engine.gathered_mut(&[NAMES[1]], engine.rank(), |_| Ok(())).unwrap_err();
+            assert!(matches!(differ, Error::Engine(EngineError::ArgumentsDiffer { .. })), "{differ}");
+            assert!(engine.gathered_mut(&["x"], 0, |_| Ok(())).unwrap_err().to_string().contains("no parameter x"));
+            assert_eq!(bits(&engine.safe_get_full_fp32_param(NAMES[1])?), before);
+            pass(&mut engine, 0)?;
+            engine.step()
+        });
+    }
+}
+
+#[test]
+fn values_of_other_shapes_on_other_ranks_are_an_error_on_all() {
+    on_ranks(2, |comm| {
+        let mut engine = tiny(comm, &config(3, 1, json!({}), json!({})))?;
+        // As many zeros, and on rank 0 of the right shape.
+        let shape = if engine.rank() == 0 { (37, 12) } else { (12, 37) };
+        let error = engine.safe_set_full_fp32_param("embed.weight", &Tensor::zeros(shape, DType::F32, &Device::Cpu)?);
+        let error = error.unwrap_err();
+        assert!(matches!(error, Error::Engine(EngineError::ArgumentsDiffer { .. })), "{error}");
+        pass(&mut engine, 0)?;
         engine.step()
     });
 }

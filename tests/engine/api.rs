@@ -436,14 +436,14 @@ fn the_comm_report_is_a_table() {
                 collective         calls       elements     wire bytes    busy s
                 reduce_scatter         2           4444           8888     0.250
                 all_gather             2           2222           8888     0.250
-                control                4             16            127     0.250
+                control                4             17            135     0.250
                 training thread waited 1.500 s
                 "),
             _ => insta::assert_snapshot!(report, @r"
                 collective         calls       elements     wire bytes    busy s
                 reduce_scatter         2           4444           8888     0.250
                 all_gather            12           4444          17776     0.250
-                control                4             16            127     0.250
+                control                4             17            135     0.250
                 training thread waited 1.500 s
                 "),
         }

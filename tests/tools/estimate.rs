@@ -1,7 +1,6 @@
 //! An estimate before a run equals what the engine then counts, to the byte.
 
 use candle_core::{Device, Tensor};
-use candle_zero::Engine;
 use candle_zero::comm::{CommReport, Kind as Collective, threads};
 use candle_zero::config::Config;
 use candle_zero::error::{Error, ParamError};
@@ -10,6 +9,8 @@ use candle_zero::estimate::{Collectives, Estimate, Setting, Shapes, UnitRule};
 use candle_zero::memory::{Kind, MemoryReport};
 use candle_zero::models::{Architecture, GptConfig, GptLayers, LanguageModel, LlamaConfig, LlamaLayers};
 use candle_zero::offload::{DiskAccess, OffloadReport};
+use candle_zero::precision::{Nf4Scales, Packing};
+use candle_zero::{Engine, EngineBuilder};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -30,8 +31,18 @@ fn train<A: Architecture<Config: Sync>>(
     config: &Value,
     access: Option<DiskAccess>,
 ) -> Vec<Counted> {
+    train_with::<A>(world, sizes, config, access, |builder| builder)
+}
+
+fn train_with<A: Architecture<Config: Sync>>(
+    world: usize,
+    sizes: &A::Config,
+    config: &Value,
+    access: Option<DiskAccess>,
+    how: impl Fn(EngineBuilder) -> EngineBuilder + Sync,
+) -> Vec<Counted> {
     let ranks = threads::run(world, |comm| {
-        let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+        let builder = how(Engine::builder().communicator(comm).device(Device::Cpu));
         let builder = match access {
             Some(access) => builder.disk_access(access),
             None => builder,
@@ -172,6 +183,61 @@ fn leaves_and_gradients_that_may_be_missing_are_counted_to_the_byte() {
             check::<GptLayers>("nano", &nano(), world, &config(2, zero, run), None);
         }
     }
+}
+
+#[test]
+fn frozen_and_packed_parameters_are_counted_to_the_byte() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let nvme = json!({"device": "nvme", "nvme_path": folder.path(), "max_in_cpu": 150_000});
+    let offload = json!({"device": "nvme", "nvme_path": folder.path(), "pipeline_read": true});
+    // Patterns, and the same as a rule: the base of a head, every other unit, and what is in units.
+    let base: (&[&str], fn(&str) -> bool) = (&["w*", "h.*"], |name| name.starts_with('w') || name.starts_with("h."));
+    let others: (&[&str], fn(&str) -> bool) =
+        (&["h.0.*", "h.2.*"], |name| name.starts_with("h.0.") || name.starts_with("h.2."));
+    let matrices: (&[&str], fn(&str) -> bool) =
+        (&["h.*.weight"], |name| name.starts_with("h.") && name.ends_with(".weight"));
+    let nf4 = Some(Packing::Nf4(Nf4Scales::Bf16));
+    let kept = json!({"bf16": {"enabled": true}, "data_types": {"keep_in_fp32_modules": ["ln_*"]}});
+    for ((patterns, is_frozen), packing, zero, world, more) in [
+        (base, None, json!({"stage": 0}), 2, bf16()),
+        (base, None, json!({"stage": 1}), 2, bf16()),
+        (others, nf4, json!({"stage": 2}), 3, json!({})),
+        (base, nf4, json!({"stage": 3}), 2, bf16()),
+        (base, Some(Packing::Int8), json!({"stage": 3, "stage3_param_persistence_threshold": 400}), 3, json!({})),
+        (
+            others,
+            Some(Packing::Nf4(Nf4Scales::DoubleQuantized)),
+            json!({"stage": 3, "stage3_max_reuse_distance": 0}),
+            2,
+            bf16(),
+        ),
+        (matrices, None, json!({"stage": 3, "zero_quantized_nontrainable_weights": true}), 1, json!({})),
+        (matrices, nf4, json!({"stage": 3, "offload_param": nvme, "offload_optimizer": offload}), 2, bf16()),
+        (others, nf4, json!({"stage": 3}), 2, kept),
+    ] {
+        let config = config(2, zero, more);
+        let shapes = Shapes::preset("nano").unwrap().frozen(patterns).unwrap();
+        let shapes = packing.into_iter().fold(shapes, Shapes::quantized);
+        let setting = Setting { disk_access: Some(DiskAccess::Cached), ..Setting::default() };
+        let estimate = Estimate::with(&shapes, &Config::load(config.clone(), world).unwrap(), setting).unwrap();
+        let counted = train_with::<GptLayers>(world, &nano(), &config, setting.disk_access, |builder| {
+            let builder = builder.trainable(move |name, _| !is_frozen(name));
+            match packing {
+                Some(packing) => builder.quantized(packing, move |name, shape| shape.len() >= 2 && is_frozen(name)),
+                None => builder,
+            }
+        });
+        compare(&estimate, &counted, &format!("{patterns:?} {packing:?}, {world} ranks, {config}"));
+    }
+}
+
+#[test]
+fn patterns_that_freeze_nothing_or_everything_are_errors_with_the_pattern() {
+    let freeze = |patterns: &[&str]| Shapes::preset("nano").unwrap().frozen(patterns).unwrap_err().to_string();
+    let nothing = freeze(&["h.*", "model.layers.*"]);
+    assert!(nothing.starts_with("model.layers.* selects no parameter") && nothing.contains("h.0."), "{nothing}");
+    let all = freeze(&["h.*", "w*", "ln_f.*"]);
+    assert!(all.starts_with("h.* w* ln_f.* freezes all 52 parameters"), "{all}");
 }
 
 #[test]

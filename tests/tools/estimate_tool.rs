@@ -88,6 +88,27 @@ fn what_no_machine_has_is_said_to_be_missing() {
 }
 
 #[test]
+fn frozen_parameters_are_named_by_patterns_and_packed() {
+    let (_folder, file) = config(&json!({"stage": 3, "stage3_param_persistence_threshold": 0}));
+    let file = file.to_str().unwrap();
+    let run = |args: &[&str]| {
+        let all = [&["--model", "gpt2", "--ds_config", file, "--frozen", "h.*", "--frozen", "w*"], args].concat();
+        stdout(&estimate(&all))
+    };
+    let held = |args: &[&str], kind: usize| {
+        let all: Value = serde_json::from_str(&run(&[args, &["--json"]].concat())).unwrap();
+        assert_eq!(all["trained"], 1536);
+        all["memory"]["rows"][kind]["host"]["held"].as_u64().unwrap()
+    };
+    let (parameters, moments) = (0, 3);
+    let plain = held(&[], parameters);
+    let packed = held(&["--frozen_packing", "nf4-double"], parameters);
+    assert!(plain == 2 * 124_439_808 && packed < plain * 27 / 100, "{plain} {packed}");
+    assert!(held(&[], moments) <= 8 * 1600);
+    assert!(run(&[]).starts_with("gpt2: 124439808 parameters (1536 of them trained), 12 units; stage 3"));
+}
+
+#[test]
 fn the_papers_table_is_printed() {
     let text = stdout(&estimate(&["--table"]));
     insta::assert_snapshot!(text.trim_end(), @"
@@ -122,6 +143,10 @@ fn what_is_wrong_ends_with_code_2_and_its_name() {
         (vec!["--model", "gpt2", "--n_head", "7", "--ds_config", file], "n_embd"),
         (vec!["--model", "gpt2", "--n_inner", "7", "--ds_config", file], "n_inner"),
         (vec!["--model", "gpt2", "--vocab", "99999999999", "--ds_config", file], "--vocab"),
+        (vec!["--model", "nano", "--frozen", "layers.*", "--ds_config", file], "layers.*"),
+        (vec!["--model", "nano", "--frozen", "*", "--ds_config", file], "nothing to train"),
+        (vec!["--model", "nano", "--frozen_packing", "nf4", "--ds_config", file], "--frozen"),
+        (vec!["--model", "nano", "--frozen", "h.*", "--frozen_packing", "fp4", "--ds_config", file], "nf4-double"),
         (vec!["--safetensors", file, "--ds_config", file], "weight_map"),
         (vec!["--safetensors", "/no/such.safetensors", "--ds_config", file], "/no/such.safetensors"),
     ] {

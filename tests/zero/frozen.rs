@@ -482,6 +482,14 @@ fn ranks_with_different_rules_are_told() {
             )
         );
     }
+    // Also where one of the rules is an error by itself.
+    let everything = threads::run(2, |comm| {
+        let rank = comm.rank();
+        let mut engine = Engine::builder().communicator(comm).device(Device::Cpu).initialize(pair, plain(3))?;
+        let result = engine.set_trainable(move |name, _| rank == 0 && name.starts_with("head"));
+        Ok(matches!(result, Err(Error::Engine(EngineError::TrainableDiffers { .. }))))
+    });
+    assert!(everything.unwrap().into_iter().all(|rank| rank.unwrap()));
     let built = threads::run(2, |comm| {
         let rank = comm.rank();
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);

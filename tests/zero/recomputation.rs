@@ -121,3 +121,91 @@ fn inputs_that_do_not_lie_row_by_row_are_recomputed_to_the_bit() {
         ranks.unwrap().remove(0).unwrap();
     }
 }
+
+/// A module that uses its input so many times, by Candle's operations or this library's.
+struct Several {
+    w: Tensor,
+    inside: usize,
+    of_candle: bool,
+}
+
+impl Several {
+    fn term(&self, i: usize, x: &Tensor) -> Result<Tensor> {
+        match (i, self.of_candle) {
+            (0, true) => x.broadcast_mul(&self.w)?.tanh(),
+            (1, true) => x.sin(),
+            (_, true) => x.sqr()?.cos(),
+            (0, false) => nn::rms_norm(x, &self.w, 1e-5),
+            (1, false) => nn::silu(x),
+            (_, false) => nn::gelu_tanh(x),
+        }
+    }
+}
+
+impl Module for Several {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let terms = (0..self.inside).map(|i| self.term(i, x)).collect::<Result<Vec<_>>>()?;
+        let sum = terms.into_iter().reduce(|a, b| (a + b).unwrap());
+        Ok(sum.unwrap())
+    }
+}
+
+struct Around {
+    scale: Tensor,
+    unit: Unit<Several>,
+}
+
+/// Bits of the gradients of a model with a unit that uses its input `inside` times, and whose input the rest of the
+/// model uses `outside` times.
+fn gradients([inside, outside]: [usize; 2], of_candle: bool, config: &Value, recompute: bool) -> Vec<Vec<u32>> {
+    let ranks = threads::run(1, |comm| {
+        let build = |vb: VarBuilder<'_>| {
+            let one = candle_nn::Init::Const(1.0);
+            let several = |vb: VarBuilder<'_>| Ok(Several { w: vb.get_with_hints(64, "w", one)?, inside, of_candle });
+            let unit = unit(vb.pp("block.0"), several)?.checkpointed(recompute);
+            Ok(Around { scale: vb.get_with_hints((1, 64), "scale", one)?, unit })
+        };
+        let mut engine = Engine::builder().communicator(comm).device(Device::Cpu).initialize(build, config.clone())?;
+        let x =
+            Tensor::arange(0f32, 31f32 * 64f32, &Device::Cpu)?.reshape((31, 64))?.sin()?.to_dtype(engine.dtype())?;
+        let loss = engine.forward(|m| {
+            let x = x.broadcast_mul(&m.scale)?;
+            let mut y = m.unit.forward(&x)?;
+            for i in 0..outside {
+                y = (y + (&x * (0.3 + i as f64))?)?;
+            }
+            y.to_dtype(DType::F32)?.sqr()?.sum_all()
+        })?;
+        engine.backward(&loss)?;
+        ["scale", "block.0.w"]
+            .into_iter()
+            .map(|name| {
+                let grad = engine.safe_get_full_grad(name)?.unwrap().flatten_all()?.to_vec1::<f32>()?;
+                Ok(grad.into_iter().map(f32::to_bits).collect())
+            })
+            .collect()
+    });
+    ranks.unwrap().remove(0).unwrap()
+}
+
+#[test]
+fn gradients_are_the_same_bits_but_for_an_input_that_is_used_several_times_inside_and_outside_too() {
+    for (more, tolerance) in [(json!({}), 1e-5), (json!({"bf16": {"enabled": true}}), 3e-2)] {
+        for (stage, of_candle) in [(0, true), (0, false), (3, true), (3, false)] {
+            let config = config(stage, 1, json!({}), more.clone());
+            for uses in [[1, 0], [2, 0], [3, 0], [1, 1], [1, 2], [2, 1], [3, 2]] {
+                let what = format!("{uses:?}, Candle's: {of_candle}, {config}");
+                let [kept, again] = [false, true].map(|recompute| gradients(uses, of_candle, &config, recompute));
+                assert!(kept[1] == again[1], "the unit's own parameter: {what}");
+                let [inside, outside] = uses;
+                if inside == 1 || outside == 0 {
+                    assert!(kept[0] == again[0], "what lies before the unit: {what}");
+                }
+                // Otherwise it is the same sum, formed in another order.
+                for (a, b) in kept[0].iter().zip(&again[0]).map(|(a, b)| (f32::from_bits(*a), f32::from_bits(*b))) {
+                    assert!((a - b).abs() <= tolerance * a.abs().max(1.0), "{a} {b}: {what}");
+                }
+            }
+        }
+    }
+}
