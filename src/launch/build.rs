@@ -246,6 +246,29 @@ mod tests {
     }
 
     #[test]
+    fn a_checkout_that_is_gone_is_named_where_cargo_fails_without_it() {
+        // A folder without a manifest: cargo fails at once.
+        let package = tempfile::tempdir().unwrap();
+        let failed = |gone: Option<&str>| {
+            let of_script = Build {
+                script: "train.rs".into(),
+                package_dir: package.path().into(),
+                target_dir: None,
+                kind: Kind::Bin,
+                name: "train".into(),
+                features: None,
+                gone: gone.map(PathBuf::from),
+                printed_path: None,
+            };
+            build(&of_script).unwrap_err().to_string()
+        };
+        let told =
+            "since /was/here, which zerorun was built from, is gone: install zerorun from where the sources are now";
+        assert!(failed(Some("/was/here")).contains(told), "{}", failed(Some("/was/here")));
+        assert!(!failed(None).contains("is gone"));
+    }
+
+    #[test]
     fn other_files_and_lines_of_code_stay() {
         for text in
             ["--> train.rs2:1:1\n", " --> /x/train.rs:1:1\n", "3 | // --> train.rs:1:1\n", " -->\n", "\x1b[", ""]

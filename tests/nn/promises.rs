@@ -226,7 +226,7 @@ fn rows_whose_target_is_ignored_count_for_nothing() {
                 assert!((a - b).abs() <= 1e-6 + 1e-2 * f32::from(u8::from(dtype == DType::BF16)) * b.abs(), "{a} {b}");
             }
         };
-        check(&h, nn::cross_entropy(&h, &targets).unwrap(), { nn::cross_entropy(&select(&h), &alone).unwrap() });
+        check(&h, nn::cross_entropy(&h, &targets).unwrap(), nn::cross_entropy(&select(&h), &alone).unwrap());
         let head =
             |h: &Tensor, targets: &Tensor| nn::linear_cross_entropy(h, &w, WeightLayout::OutIn, targets).unwrap();
         check(&h, head(&h, &targets), head(&select(&h), &alone));

@@ -187,9 +187,12 @@ fn aliases(root: &Value<'_>) -> Result<Vec<(String, String)>, Problem> {
     shared.entries()?.into_iter().map(alias).collect()
 }
 
+/// Buffers with their values, and why others cannot be read.
+type Buffers = (Vec<(Buffer, Tensor)>, Vec<String>);
+
 /// The tensors of `module` that `buffer_names` lists, and why some cannot be read. At stage 3 parameters are empty there,
 /// buffers are whole.
-fn buffers(root: &Value<'_>, archive: &Archive) -> Result<(Vec<(Buffer, Tensor)>, Vec<String>), Problem> {
+fn buffers(root: &Value<'_>, archive: &Archive) -> Result<Buffers, Problem> {
     let (mut buffers, mut unread) = (vec![], vec![]);
     let (Some(names), Some(module)) = (root.find("buffer_names"), root.find("module")) else {
         return Ok((buffers, unread));
