@@ -428,8 +428,8 @@ fn activation_checkpointing(walk: &mut Walk<'_>) -> bool {
     let key = asks.into_iter().find(|key| walk.bool(&path(key)));
     let key = key.or(walk.int(&path("number_checkpoints")).map(|_| "number_checkpoints"));
     if let Some(key) = key {
-        let text = "taken as `every_unit`: every unit recomputes its forward in backward, for about a third more time and \
-                    without a change of results (in DeepSpeed only what a model gives to deepspeed.checkpointing does); \
+        let text = "taken as `every_unit`: every unit recomputes its forward in backward, for about a third more time and, \
+                    but for rounding, the same results (in DeepSpeed only what a model gives to deepspeed.checkpointing does); \
                     set `every_unit` of this section to true or false to choose";
         walk.note(&path(key), text);
     }

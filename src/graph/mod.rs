@@ -17,12 +17,14 @@
 //! Any other tensor that a layer is given (a `Var`, the result of Candle's operations) gets a token of its own for that
 //! one use, whose backward hands the slot's content to Candle.
 
+mod autocast;
 mod draws;
 mod grad;
 mod node;
 pub(crate) mod prepared;
 mod record;
 
+pub(crate) use autocast::{autocast, autocast_format};
 pub(crate) use draws::{advance_draws, draw_from, draws, place_of_draws, stream_of};
 pub(crate) use grad::{Grad, Slot, abandon};
 pub(crate) use node::{Kept, can_remake, node_of, only_while, with_token};

@@ -5,34 +5,16 @@
 
 use super::product::Sizes;
 use super::{Then, WeightLayout, composed, wide};
-use crate::graph::Inputs;
+use crate::graph::{Inputs, autocast_format};
 use crate::kernels::buffer;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
 use crate::tensor::element::{Element, with_element, with_elements};
 use candle_core::{DType, Result, Tensor};
-use std::cell::Cell;
 use std::sync::Arc;
-
-thread_local! {
-    static LOWER: Cell<Option<DType>> = const { Cell::new(None) };
-}
-
-/// Runs `run` with the products of linear layers in `dtype` where their operands are f32; `None`: as they are. What the
-/// thread had before holds again afterwards.
-pub(crate) fn autocast<T>(dtype: Option<DType>, run: impl FnOnce() -> T) -> T {
-    struct Reset(Option<DType>);
-    impl Drop for Reset {
-        fn drop(&mut self) {
-            LOWER.set(self.0);
-        }
-    }
-    let _reset = Reset(LOWER.replace(dtype));
-    run()
-}
 
 /// The format of a product of these operands, where it is another one than theirs.
 pub(super) fn lower(x: &Tensor, weight: &Tensor) -> Option<DType> {
-    LOWER.get().filter(|_| x.dtype() == DType::F32 && weight.dtype() == DType::F32)
+    autocast_format().filter(|_| x.dtype() == DType::F32 && weight.dtype() == DType::F32)
 }
 
 /// [`linear_then`](super::linear_then) with the product in `dtype`; what follows it is in f32.

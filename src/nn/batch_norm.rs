@@ -3,7 +3,8 @@
 use crate::graph::{Grad, Inputs};
 use crate::kernels::batch_norm::{self as kernel, Normal, Sizes};
 use crate::kernels::buffer;
-use crate::tensor::element::{Element, with_all, with_element, with_elements};
+use crate::nn::norm;
+use crate::tensor::element::{Element, with_element, with_elements};
 use crate::zero::core::Link;
 use crate::zero::unit::link_under_construction;
 use candle_core::{DType, Device, Result, Tensor, Var, bail};
@@ -19,7 +20,7 @@ const NAME: &str = "sync_batch_norm";
 /// the same on all ranks. In a model on a GPU the layer computes on the host.
 ///
 /// "running_mean" and "running_var" are [buffers](crate::EngineBuilder::buffers) of f32, in 16-bit models too; "weight"
-/// and "bias" are there if `affine`. Names are those of [`candle_nn::BatchNorm`] and of PyTorch.
+/// and "bias", of x's dtype or f32, are there if `affine`. Names are those of [`candle_nn::BatchNorm`] and of PyTorch.
 #[derive(Clone)]
 pub struct SyncBatchNorm {
     weight_and_bias: Option<(Tensor, Tensor)>,
@@ -135,7 +136,11 @@ impl SyncBatchNorm {
             Some((weight, bias)) => (Some(weight.contiguous()?), Some(bias.contiguous()?)),
             None => (None, None),
         };
-        let inputs = Inputs::of([Some(&x), weight.as_ref(), bias.as_ref()])?;
+        let params = [weight.as_ref(), bias.as_ref()];
+        params.into_iter().flatten().try_for_each(|parameter| norm::check_format(NAME, &x, parameter))?;
+        let format = |parameter: Option<&Tensor>| parameter.map_or(DType::F32, Tensor::dtype);
+        let formats = params.map(format);
+        let inputs = Inputs::of([Some(&x), params[0], params[1]])?;
         let shape = x.shape().clone();
         with_element!(x.dtype(), NAME, E => {
             let moments = with_elements::<E, _>(&x, NAME, |x| Ok(kernel::moments(x, sizes)))?;
@@ -149,7 +154,7 @@ impl SyncBatchNorm {
             }).collect();
             self.update(count, &moments)?;
             let mut y = buffer::<E>(x.elem_count());
-            let (w, b) = (widened::<E>(weight.as_ref())?, widened::<E>(bias.as_ref())?);
+            let (w, b) = (widened(weight.as_ref())?, widened(bias.as_ref())?);
             with_elements::<E, _>(&x, NAME, |x| {
                 kernel::forward(x, sizes, &normal, w.as_deref().zip(b.as_deref()).map(|(w, b)| [w, b]), &mut y);
                 Ok(())
@@ -160,7 +165,7 @@ impl SyncBatchNorm {
                 if to_x.is_wanted() {
                     let means: Vec<[f32; 2]> =
                         layer.sums_over_ranks(&sums)?.iter().map(|sums| sums.map(|sum| (sum / count) as f32)).collect();
-                    let weight = widened::<E>(weight.as_ref())?;
+                    let weight = widened(weight.as_ref())?;
                     to_x.accumulate::<E>(grad.len(), |dx, add| {
                         with_grad::<E, _>(&x, &grad, |x, dy| {
                             kernel::backward([x, dy], sizes, &normal, weight.as_deref(), &means, (dx, add));
@@ -168,8 +173,8 @@ impl SyncBatchNorm {
                     })?;
                 }
                 let column = |i: usize| sums.iter().map(|sums| sums[i] as f32).collect::<Vec<f32>>();
-                to_weight.give_sums::<E>(&column(1))?;
-                to_bias.give_sums::<E>(&column(0))
+                with_element!(formats[0], NAME, P => to_weight.give_sums::<P>(&column(1)))?;
+                with_element!(formats[1], NAME, P => to_bias.give_sums::<P>(&column(0)))
             })
         })
     }
@@ -236,14 +241,8 @@ impl std::fmt::Debug for SyncBatchNorm {
 }
 
 /// A parameter's values now, in f32.
-fn widened<E: Element>(parameter: Option<&Tensor>) -> Result<Option<Vec<f32>>> {
-    let Some(parameter) = parameter else { return Ok(None) };
-    with_all([Some(parameter)], NAME, |[values]| {
-        let values: &[E] = values.unwrap_or_default();
-        let mut wide = vec![0f32; values.len()];
-        E::widen(values, &mut wide);
-        Ok(Some(wide))
-    })
+fn widened(parameter: Option<&Tensor>) -> Result<Option<Vec<f32>>> {
+    parameter.map(|parameter| norm::widened(parameter, NAME)).transpose()
 }
 
 /// Lets `look` see an input and the gradient of the result.

@@ -42,7 +42,6 @@ mod wide;
 
 pub use activation::{gelu_tanh, silu, swiglu};
 pub use attention::{causal_attention, grouped_attention};
-pub(crate) use autocast::autocast;
 pub use batch_norm::{SyncBatchNorm, sync_batch_norm};
 pub use cross_entropy::{cross_entropy, linear_cross_entropy};
 pub use dropout::{Dropout, dropout};

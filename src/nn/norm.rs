@@ -96,7 +96,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 }
 
 /// The values of a parameter, in f32.
-fn widened(parameter: &Tensor, op: &'static str) -> Result<Vec<f32>> {
+pub(super) fn widened(parameter: &Tensor, op: &'static str) -> Result<Vec<f32>> {
     with_element!(parameter.dtype(), op, P => with_elements::<P, _>(parameter, op, |values| {
         let mut wide = vec![0f32; values.len()];
         P::widen(values, &mut wide);
@@ -127,13 +127,14 @@ fn width_of(op: &'static str, x: &Tensor, params: &[(&str, &Tensor)]) -> Result<
         let found: Vec<String> = params.iter().map(|(name, p)| format!("{name} {:?}", p.dims())).collect();
         bail!("{op}: {} must have the length of the input's last dimension, {:?}", found.join(" and "), x.dims())
     }
-    for (_, parameter) in params {
-        let (lhs, rhs) = (x.dtype(), parameter.dtype());
-        if ![lhs, DType::F32].contains(&rhs) {
-            return Err(Error::DTypeMismatchBinaryOp { lhs, rhs, op }.bt());
-        }
-    }
+    params.iter().try_for_each(|(_, parameter)| check_format(op, x, parameter))?;
     Ok(width)
+}
+
+/// A parameter has the input's dtype or is in f32.
+pub(super) fn check_format(op: &'static str, x: &Tensor, parameter: &Tensor) -> Result<()> {
+    let (lhs, rhs) = (x.dtype(), parameter.dtype());
+    if [lhs, DType::F32].contains(&rhs) { Ok(()) } else { Err(Error::DTypeMismatchBinaryOp { lhs, rhs, op }.bt()) }
 }
 
 /// Layer normalization with "weight" (starts at 1) and "bias" (starts at 0).

@@ -127,7 +127,8 @@ impl ParameterGroup {
     }
 
     /// In a model of 16 bits its parameters stay in f32, as norms and routers may want it: tensors, gradients of the
-    /// model and shares. They have no master weights then, and travel in f32. The model has to compute with tensors of both dtypes;
+    /// model and shares. They have no master weights then, and are
+    /// gathered in f32; their gradients are reduced in `communication_data_type`, as all are. The model has to compute with tensors of both dtypes;
     /// layers of [`candle_zero::nn`](crate::nn) do, candle-nn's need a cast around them. In the configuration:
     /// `data_types.keep_in_fp32_modules`.
     #[must_use]

@@ -20,7 +20,9 @@ use super::run::before_backward;
 use super::trace::Event;
 use crate::error::EngineError;
 use crate::graph::prepared::{copy_of, prepared};
-use crate::graph::{Grad, Inputs, Value, draw_from, node_of, once, place_of_draws, without_gradients};
+use crate::graph::{
+    Grad, Inputs, Value, autocast, autocast_format, draw_from, node_of, once, place_of_draws, without_gradients,
+};
 use crate::param::UnitId;
 use crate::precision::Flat;
 use crate::profiler::spans::{self, Half};
@@ -232,7 +234,7 @@ impl<M: Module + Send + Sync + 'static> Unit<M> {
     /// Forward without a graph, as one operation whose backward runs the unit again.
     fn forward_to_recompute(&self, hook: &UnitContext, x: &Tensor) -> Result<Tensor> {
         hook.core.will_recompute();
-        let draws = place_of_draws();
+        let (draws, format) = (place_of_draws(), autocast_format());
         // As it will lie in memory the second time: the order of a sum may follow from that.
         let input = x.detach().contiguous()?;
         let forward = || without_gradients(|| self.run(hook, &input));
@@ -244,7 +246,7 @@ impl<M: Module + Send + Sync + 'static> Unit<M> {
         let unused = (hook.place() == InLeaf::Leaf).then(|| Zeros::like(x));
         Inputs::of([Some(x)])?.result("recompute-unit", Value(storage), shape.clone(), move |grad, [to_x]| {
             let grad = grad.into_tensor(&shape, &device)?;
-            match draw_from(draws, || unit.run_again(&first, &grad))? {
+            match autocast(format, || draw_from(draws, || unit.run_again(&first, &grad)))? {
                 Some(grad) => to_x.give(Grad::Shared(grad)),
                 None => unused.iter().try_for_each(|unused| to_x.give(unused.gradient())),
             }

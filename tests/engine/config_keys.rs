@@ -253,3 +253,23 @@ fn autocast_gives_the_same_bits_at_every_stage_and_with_recomputation() {
     let apart = losses(&exact).iter().zip(losses(&reference)).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
     assert!(apart < 0.05, "{apart}");
 }
+
+#[test]
+fn a_unit_recomputes_with_the_products_of_its_first_forward_in_any_backward() {
+    let shape = Shape { units: true, checkpointed: true, layers: 2 };
+    for casts in [true, false] {
+        let cast = |casts: bool| config(0, 1, json!({}), json!({"torch_autocast": {"enabled": casts}}));
+        let mut engine =
+            Engine::builder().device(Device::Cpu).initialize(|vb| Tiny::new(shape, vb), cast(casts)).unwrap();
+        // Another engine, whose products have the other format, sends its backward through this model.
+        let own = Engine::builder().device(Device::Cpu);
+        let build = |vb: VarBuilder<'_>| vb.get_with_hints(1, "factor", candle_nn::Init::Const(1.0));
+        let mut other = own.initialize(build, cast(!casts)).unwrap();
+        let (ids, targets) = batch(0);
+        engine.forward(|model| model.loss(&ids, &targets)).unwrap().backward().unwrap();
+        let loss = engine.forward(|model| model.loss(&ids, &targets)).unwrap();
+        let scaled = other.forward(|factor| loss.broadcast_mul(factor)?.sum_all()).unwrap();
+        other.backward(&scaled).unwrap();
+        other.step().unwrap();
+    }
+}

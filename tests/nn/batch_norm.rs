@@ -199,6 +199,25 @@ fn it_trains_and_evaluates_in_bf16_with_statistics_in_f32() {
 }
 
 #[test]
+fn weights_in_f32_normalize_an_input_of_bf16() {
+    let x = Tensor::from_iter((0..24).map(|i| (i * i % 7) as f32), &Device::Cpu).unwrap().reshape((8, 3)).unwrap();
+    let outcome = |format: DType| {
+        let varmap = VarMap::new();
+        let norm = sync_batch_norm(3, 1e-5, VarBuilder::from_varmap(&varmap, format, &Device::Cpu)).unwrap();
+        let y = norm.forward_train(&x.to_dtype(DType::BF16).unwrap()).unwrap();
+        assert_eq!(y.dtype(), DType::BF16);
+        let grads = (&y * &y).unwrap().sum_all().unwrap().backward().unwrap();
+        let (weight, bias) = norm.weight_and_bias().unwrap();
+        let [dw, db] = [weight, bias].map(|parameter| grads.get(parameter).unwrap().clone());
+        assert_eq!([dw.dtype(), db.dtype()], [format; 2]);
+        [y, dw.to_dtype(DType::BF16).unwrap(), db.to_dtype(DType::BF16).unwrap()]
+            .map(|t| t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap())
+    };
+    // Ones and zeros are the same numbers in both formats.
+    assert_eq!(outcome(DType::F32), outcome(DType::BF16));
+}
+
+#[test]
 fn wrong_inputs_are_errors_in_words() {
     let varmap = VarMap::new();
     let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
