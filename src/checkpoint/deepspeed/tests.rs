@@ -340,8 +340,11 @@ fn before_the_first_step_there_are_masters_alone() {
 
 // ---- buffers -----------------------------------------------------------------------------------
 
-/// Buffers of all types, with the type and bytes that they have here.
-fn all_types() -> Vec<(&'static str, &'static str, Vec<u8>, Vec<usize>, DType, Vec<u8>)> {
+/// A buffer: its name, PyTorch's storage and bytes, its shape, and the type and bytes that it has here.
+type SavedBuffer = (&'static str, &'static str, Vec<u8>, Vec<usize>, DType, Vec<u8>);
+
+/// Buffers of all types.
+fn all_types() -> Vec<SavedBuffer> {
     fn bytes<const N: usize, T>(values: &[T], of: impl Fn(&T) -> [u8; N]) -> Vec<u8> {
         values.iter().flat_map(of).collect()
     }
