@@ -308,7 +308,8 @@ fn peak_memory_triad(bencher: Bencher<'_, '_>) {
     });
 }
 
-/// Multiply-adds (f32) or dot products (bf16) of registers alone, on every thread. Nothing is measured without AVX-512.
+/// Multiply-adds (f32) or dot products (bf16) of registers alone, on every thread, at the level of the kernels (see
+/// `CANDLE_ZERO_SIMD`). Nothing is measured where that has no such instruction.
 #[divan::bench(types = [f32, bf16], sample_size = 1, max_time = 1)]
 fn peak_arithmetic<T: WithDType>(bencher: Bencher<'_, '_>) {
     const ROUNDS: usize = 1_000_000;
@@ -323,31 +324,34 @@ mod registers {
     use super::DType;
     use std::arch::asm;
 
-    const SUMS: usize = 20;
-
     /// Operations of one round, and the loop.
     pub fn loop_of(dtype: DType) -> Option<(usize, fn(usize))> {
+        let level = std::env::var("CANDLE_ZERO_SIMD").unwrap_or_default();
+        let may_be_wide = matches!(level.as_str(), "" | "auto" | "avx512") && is_x86_feature_detected!("avx512f");
+        let has_fma = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
         match dtype {
-            DType::F32 if is_x86_feature_detected!("avx512f") => Some((SUMS * 16 * 2, multiply_add)),
-            DType::BF16 if is_x86_feature_detected!("avx512bf16") => Some((SUMS * 32 * 2, dot)),
+            DType::F32 if may_be_wide => Some((20 * 16 * 2, multiply_add)),
+            DType::BF16 if may_be_wide && is_x86_feature_detected!("avx512bf16") => Some((20 * 32 * 2, dot)),
+            DType::F32 if level != "portable" && has_fma => Some((12 * 8 * 2, multiply_add_8)),
             _ => None,
         }
     }
 
+    /// A loop of an instruction on registers `$kind` of the numbers `$sums`, whose operands are registers `$a` and `$b`.
     macro_rules! rounds_of {
-        ($name:ident, $instruction:literal) => {
+        ($name:ident, $instruction:literal, $clear:literal, $kind:literal, $all:literal, $sums:literal, $a:literal, $b:literal) => {
             /// For processors that have the instruction.
             fn $name(rounds: usize) {
                 // SAFETY: `loop_of` gives this out where the processor has the instruction; the registers it writes are
                 // declared, and it touches no memory.
                 unsafe {
                     asm!(
-                        ".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21",
-                        "vpxord zmm\\r, zmm\\r, zmm\\r",
+                        concat!(".irp r,", $all),
+                        concat!($clear, " ", $kind, "\\r, ", $kind, "\\r, ", $kind, "\\r"),
                         ".endr",
                         "2:",
-                        ".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19",
-                        concat!($instruction, " zmm\\r, zmm20, zmm21"),
+                        concat!(".irp r,", $sums),
+                        concat!($instruction, " ", $kind, "\\r, ", $kind, $a, ", ", $kind, $b),
                         ".endr",
                         "dec {n}",
                         "jnz 2b",
@@ -363,8 +367,33 @@ mod registers {
         };
     }
 
-    rounds_of!(multiply_add, "vfmadd231ps");
-    rounds_of!(dot, "vdpbf16ps");
+    macro_rules! rounds_of_16 {
+        ($name:ident, $instruction:literal) => {
+            rounds_of!(
+                $name,
+                $instruction,
+                "vpxord",
+                "zmm",
+                "0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21",
+                "0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19",
+                "20",
+                "21"
+            );
+        };
+    }
+
+    rounds_of_16!(multiply_add, "vfmadd231ps");
+    rounds_of_16!(dot, "vdpbf16ps");
+    rounds_of!(
+        multiply_add_8,
+        "vfmadd231ps",
+        "vpxor",
+        "ymm",
+        "0,1,2,3,4,5,6,7,8,9,10,11,12,13",
+        "0,1,2,3,4,5,6,7,8,9,10,11",
+        "12",
+        "13"
+    );
 }
 
 #[cfg(not(target_arch = "x86_64"))]

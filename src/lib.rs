@@ -33,6 +33,12 @@
 // code.
 #![cfg_attr(not(feature = "cli"), allow(dead_code, unused_imports))]
 
+#[cfg(not(target_os = "linux"))]
+compile_error!(
+    "candle-zero runs on Linux alone: ranks share memory through memfd_create and wait in futexes, and offloaded state \
+     needs O_TMPFILE, O_DIRECT and fallocate; on another system build it in a Linux container or virtual machine"
+);
+
 pub mod checkpoint;
 pub mod cli;
 pub mod comm;
