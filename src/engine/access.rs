@@ -4,7 +4,6 @@
 use super::{Engine, Phase};
 use crate::comm::agree::{agree, rank_failed};
 use crate::error::{EngineError, ParamError, Result};
-use crate::layout::ZeroStage;
 use crate::param::ParamId;
 use crate::precision::Flat;
 use crate::util::{fnv1a, nearest};
@@ -328,9 +327,9 @@ impl<M> Engine<M> {
 
     /// An error where every rank has the whole of what others set part by part.
     fn is_sharded(&self, call: &'static str, full: &'static str) -> Result<()> {
-        match self.config.zero.stage {
-            ZeroStage::Zero => Err(EngineError::NotSharded { call, full }.into()),
-            _ => Ok(()),
+        match self.config.zero.stage.placement().optim.is_sharded() {
+            true => Ok(()),
+            false => Err(EngineError::NotSharded { call, full }.into()),
         }
     }
 

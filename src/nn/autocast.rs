@@ -7,7 +7,7 @@ use super::product::Sizes;
 use super::{Then, WeightLayout, composed, wide};
 use crate::graph::{Inputs, autocast_format};
 use crate::kernels::buffer;
-use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
+use crate::kernels::gemm::{Epilogue, Matrix, column_sums};
 use crate::tensor::element::{Element, with_element, with_elements};
 use candle_core::{DType, Result, Tensor};
 use std::sync::Arc;
@@ -49,8 +49,7 @@ fn linear<L: Element>(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout
     {
         let (w, bias) = (rounded::<L>(&weight)?, bias.as_ref().map(rounded::<L>).transpose()?);
         let epilogue = Epilogue { bias: bias.as_deref(), ..Epilogue::default() };
-        let x = Matrix::new(&low_x[..], s.rows, s.inputs);
-        gemm(MatrixMut::new(&mut y, s.rows, s.outputs), x, s.weight(&w), epilogue);
+        s.product(&low_x, &w, &mut y, epilogue);
     }
     let kept = Arc::new(if inputs.are_wanted() { low_x } else { Vec::new() });
     inputs.result(NAME, f32::storage(widened(&y)), shape, move |grad, [to_x, to_weight, to_bias]| {
@@ -67,22 +66,14 @@ fn linear<L: Element>(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout
         }
         to_weight.accumulate::<f32>(s.inputs * s.outputs, |dw, add| {
             let mut low = buffer::<L>(dw.len());
-            let x = Matrix::new(&kept[..], s.rows, s.inputs);
-            match s.layout {
-                WeightLayout::OutIn => {
-                    gemm(MatrixMut::new(&mut low, s.outputs, s.inputs), g.t(), x, Epilogue::default());
-                }
-                WeightLayout::InOut => {
-                    gemm(MatrixMut::new(&mut low, s.inputs, s.outputs), x.t(), g, Epilogue::default());
-                }
-            }
+            s.weight_gradient(&kept, g, &mut low, Epilogue::default());
             put(&low, dw, add);
             Ok(())
         })?;
         to_x.accumulate::<f32>(s.rows * s.inputs, |dx, add| {
             let w = rounded::<L>(&weight)?;
             let mut low = buffer::<L>(dx.len());
-            gemm(MatrixMut::new(&mut low, s.rows, s.inputs), g, s.weight(&w).t(), Epilogue::default());
+            s.input_gradient(g, &w, &mut low, Epilogue::default());
             put(&low, dx, add);
             Ok(())
         })

@@ -138,8 +138,7 @@ impl SyncBatchNorm {
         };
         let params = [weight.as_ref(), bias.as_ref()];
         params.into_iter().flatten().try_for_each(|parameter| norm::check_format(NAME, &x, parameter))?;
-        let format = |parameter: Option<&Tensor>| parameter.map_or(DType::F32, Tensor::dtype);
-        let formats = params.map(format);
+        let formats = params.map(|parameter| parameter.map_or(DType::F32, Tensor::dtype));
         let inputs = Inputs::of([Some(&x), params[0], params[1]])?;
         let shape = x.shape().clone();
         with_element!(x.dtype(), NAME, E => {

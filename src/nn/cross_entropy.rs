@@ -3,9 +3,10 @@
 use crate::error::ModelError;
 use crate::graph::{Grad, Inputs, is_once};
 use crate::kernels::cross_entropy::IGNORED;
-use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
+use crate::kernels::gemm::{Epilogue, Matrix};
 use crate::kernels::{self, buffer};
 use crate::nn::embedding::host_ids;
+use crate::nn::product::Sizes;
 use crate::nn::{WeightLayout, composed, refuse, wide};
 use crate::precision::{Flat, FlatMut, FlatRef};
 use crate::tensor::element::{Element, with_all, with_element, with_elements};
@@ -15,9 +16,10 @@ use std::sync::Mutex;
 
 /// Mean over all rows of `-log softmax(logits)[target]`: a scalar of f32.
 ///
-/// `logits` `[.., classes]` (f32, bf16, f16), `targets` u32 or i64 with the shape of the logits' leading dimensions. Rows
-/// whose target is -100 (of i64) do not count, as with PyTorch's `ignore_index`: padding, or a prompt that is not to be
-/// learned. The mean is that of the others, in each micro batch and on each rank of its own. All arithmetic is f32, the mean's sum f64. The backward is (softmax - onehot) * (incoming gradient / rows that count), with the
+/// `logits` `[.., classes]` (f32, bf16, f16), `targets` u32 or i64 with the shape of the logits' leading dimensions.
+/// Rows whose target is -100 (of i64) do not count, as with PyTorch's `ignore_index`: padding, or a prompt that is not
+/// to be learned. The mean is that of the others, in each micro batch and on each rank of its own. All arithmetic is
+/// f32, the mean's sum f64. The backward is (softmax - onehot) * (incoming gradient / rows that count), with the
 /// incoming gradient - a loss scale may be in it - taken as the f32 number it is, and rounded once to the logits'
 /// dtype.
 ///
@@ -130,10 +132,6 @@ impl Head<'_> {
     /// The mean loss, and the gradients of `h` and `weight` of the sum of the losses, empty where not wanted.
     fn run<E: Element>(&self, h: &[E], weight: &[E], wants_h: bool, wants_weight: bool) -> (f32, (Vec<f32>, Vec<f32>)) {
         let (classes, width, targets) = (self.classes, self.width, &self.targets.of_rows);
-        let w = match self.layout {
-            WeightLayout::OutIn => Matrix::new(weight, classes, width).t(),
-            WeightLayout::InOut => Matrix::new(weight, width, classes),
-        };
         let mut losses = vec![0f32; targets.len()];
         let mut dh = buffer::<f32>(if wants_h { h.len() } else { 0 });
         let mut dweight = buffer::<f32>(if wants_weight { weight.len() } else { 0 });
@@ -143,9 +141,10 @@ impl Head<'_> {
         for start in (0..targets.len()).step_by(step) {
             let rows = step.min(targets.len() - start);
             let (targets, losses) = (&targets[start..start + rows], &mut losses[start..start + rows]);
-            let h = Matrix::new(&h[start * width..(start + rows) * width], rows, width);
-            let logits = &mut logits[..rows * classes];
-            gemm(MatrixMut::new(logits, rows, classes), h, w, Epilogue::default());
+            let sizes = Sizes { rows, inputs: width, outputs: classes, layout: self.layout };
+            let part = start * width..(start + rows) * width;
+            let (h, logits) = (&h[part.clone()], &mut logits[..rows * classes]);
+            sizes.product(h, weight, logits, Epilogue::default());
             if !wants_h && !wants_weight {
                 kernels::cross_entropy::losses(logits, classes, targets, losses);
                 continue;
@@ -154,15 +153,11 @@ impl Head<'_> {
             kernels::cross_entropy::gradients(logits, classes, targets, 1.0, losses);
             let d = Matrix::new(logits, rows, classes);
             if wants_h {
-                let dh = MatrixMut::new(&mut dh[start * width..(start + rows) * width], rows, width);
-                gemm(dh, d, w.t(), Epilogue::default());
+                sizes.input_gradient(d, weight, &mut dh[part], Epilogue::default());
             }
             if wants_weight {
                 let epilogue = Epilogue { accumulate: start > 0, ..Epilogue::default() };
-                match self.layout {
-                    WeightLayout::OutIn => gemm(MatrixMut::new(&mut dweight, classes, width), d.t(), h, epilogue),
-                    WeightLayout::InOut => gemm(MatrixMut::new(&mut dweight, width, classes), h.t(), d, epilogue),
-                }
+                sizes.weight_gradient(h, d, &mut dweight, epilogue);
             }
         }
         (self.targets.mean(&losses), (dh, dweight))

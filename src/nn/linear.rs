@@ -3,7 +3,7 @@
 use super::{Activation, Then, WeightLayout};
 use crate::graph::{Grad, Inputs, Kept, Sink, can_remake};
 use crate::kernels::buffer;
-use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
+use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums};
 use crate::nn::product::Sizes;
 use crate::nn::{activation, autocast, composed, wide};
 use crate::tensor::element::{Element, with_all, with_element, with_elements};
@@ -13,9 +13,9 @@ use std::sync::Arc;
 
 /// y = x w (+ bias) with true backward for x `[.., in]` and a bias `[out]`.
 ///
-/// Sums are in f32 whatever the dtype and are rounded once, to x's dtype. Weight and bias have that dtype too, or are in
-/// f32: then the product is one of f32 numbers. A gradient has the dtype of what it is for. Parameters are read when they are needed, in forward and
-/// again in backward: they may leave memory in between.
+/// Sums are in f32 whatever the dtype and are rounded once, to x's dtype. Weight and bias have that dtype too, or are
+/// in f32: then the product is one of f32 numbers. A gradient has the dtype of what it is for. Parameters are read
+/// when they are needed, in forward and again in backward: they may leave memory in between.
 ///
 /// # Errors
 /// Shapes that do not fit, operands of other dtypes, a dtype other than f32, bf16, f16 on the CPU.
@@ -71,8 +71,7 @@ pub fn linear_then(
                 activation: then.activation.map(|activation| (activation, kept)),
                 ..Epilogue::default()
             };
-            let x = Matrix::new(x, sizes.rows, sizes.inputs);
-            gemm(MatrixMut::new(&mut y, sizes.rows, sizes.outputs), x, sizes.weight(w), epilogue);
+            sizes.product(x, w, &mut y, epilogue);
             Ok(())
         })?;
         let kept = then.activation.filter(|_| keeps).map(|activation| (activation, Arc::new(before)));
@@ -127,18 +126,14 @@ impl<E: Element> Backward<E> {
         weight.accumulate::<E>(s.inputs * s.outputs, |dw, add| {
             let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
             with_elements::<E, _>(&self.x.get()?, NAME, |x| {
-                let x = Matrix::new(x, s.rows, s.inputs);
-                match s.layout {
-                    WeightLayout::OutIn => gemm(MatrixMut::new(dw, s.outputs, s.inputs), g.t(), x, epilogue),
-                    WeightLayout::InOut => gemm(MatrixMut::new(dw, s.inputs, s.outputs), x.t(), g, epilogue),
-                }
+                s.weight_gradient(x, g, dw, epilogue);
                 Ok(())
             })
         })?;
         x.accumulate::<E>(s.rows * s.inputs, |dx, add| {
             let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
             with_elements::<E, _>(&self.weight, NAME, |w| {
-                gemm(MatrixMut::new(dx, s.rows, s.inputs), g, s.weight(w).t(), epilogue);
+                s.input_gradient(g, w, dx, epilogue);
                 Ok(())
             })
         })

@@ -1,7 +1,8 @@
-//! The sizes of a linear layer's product.
+//! A linear layer's product and those of its backward, in both orientations of the weight.
 
 use super::WeightLayout;
-use crate::kernels::gemm::Matrix;
+use crate::kernels::element::Element;
+use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
 use candle_core::{Result, Shape, bail};
 
 /// Sizes of one application: `rows` rows of `inputs` elements become rows of `outputs`.
@@ -43,10 +44,42 @@ impl Sizes {
     }
 
     /// The weight as a matrix `[in, out]`.
-    pub fn weight<'a, E: Copy>(&self, weight: &'a [E]) -> Matrix<'a, E> {
+    fn weight<'a, E: Copy>(&self, weight: &'a [E]) -> Matrix<'a, E> {
         match self.layout {
             WeightLayout::OutIn => Matrix::new(weight, self.outputs, self.inputs).t(),
             WeightLayout::InOut => Matrix::new(weight, self.inputs, self.outputs),
         }
+    }
+
+    /// `y = x w` `[rows, outputs]`, and what follows.
+    pub fn product<E: Element, C: Element>(&self, x: &[E], weight: &[E], y: &mut [C], epilogue: Epilogue<'_, C>) {
+        let x = Matrix::new(x, self.rows, self.inputs);
+        gemm(MatrixMut::new(y, self.rows, self.outputs), x, self.weight(weight), epilogue);
+    }
+
+    /// The gradient of the weight, in its layout, by that of the result, `g` `[rows, outputs]`.
+    pub fn weight_gradient<E: Element, C: Element>(
+        &self,
+        x: &[E],
+        g: Matrix<'_, E>,
+        dw: &mut [C],
+        epilogue: Epilogue<'_, C>,
+    ) {
+        let x = Matrix::new(x, self.rows, self.inputs);
+        match self.layout {
+            WeightLayout::OutIn => gemm(MatrixMut::new(dw, self.outputs, self.inputs), g.t(), x, epilogue),
+            WeightLayout::InOut => gemm(MatrixMut::new(dw, self.inputs, self.outputs), x.t(), g, epilogue),
+        }
+    }
+
+    /// The gradient of the input `[rows, inputs]`, by that of the result, `g` `[rows, outputs]`.
+    pub fn input_gradient<E: Element, C: Element>(
+        &self,
+        g: Matrix<'_, E>,
+        weight: &[E],
+        dx: &mut [C],
+        epilogue: Epilogue<'_, C>,
+    ) {
+        gemm(MatrixMut::new(dx, self.rows, self.inputs), g, self.weight(weight).t(), epilogue);
     }
 }

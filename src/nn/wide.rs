@@ -14,7 +14,7 @@ use super::{Activation, Then, WeightLayout, add, composed, gelu_tanh, silu};
 use crate::graph::{Inputs, Kept};
 use crate::kernels::buffer;
 use crate::kernels::element::Element as _;
-use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
+use crate::kernels::gemm::{Epilogue, Matrix, column_sums};
 use crate::tensor::element::{Element, with_element, with_elements};
 use candle_core::{DType, Result, Tensor};
 
@@ -65,8 +65,7 @@ fn linear<E: Element>(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout
         with_wide(&weight, |w| {
             let mut product = |bias: Option<&[f32]>| {
                 let epilogue = Epilogue { bias, ..Epilogue::default() };
-                let x = Matrix::new(x, s.rows, s.inputs);
-                gemm(MatrixMut::new(&mut y, s.rows, s.outputs), x, s.weight(w), epilogue);
+                s.product(x, w, &mut y, epilogue);
                 Ok(())
             };
             match &bias {
@@ -95,11 +94,7 @@ fn linear<E: Element>(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout
             let product = |dw: &mut [f32], add: bool| {
                 let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
                 with_wide(&kept_x.get()?, |x| {
-                    let x = Matrix::new(x, s.rows, s.inputs);
-                    match s.layout {
-                        WeightLayout::OutIn => gemm(MatrixMut::new(dw, s.outputs, s.inputs), g.t(), x, epilogue),
-                        WeightLayout::InOut => gemm(MatrixMut::new(dw, s.inputs, s.outputs), x.t(), g, epilogue),
-                    }
+                    s.weight_gradient(x, g, dw, epilogue);
                     Ok(())
                 })
             };
@@ -114,7 +109,7 @@ fn linear<E: Element>(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout
         if to_x.is_wanted() {
             let mut sums = buffer::<f32>(s.rows * s.inputs);
             with_wide(&weight, |w| {
-                gemm(MatrixMut::new(&mut sums, s.rows, s.inputs), g, s.weight(w).t(), Epilogue::default());
+                s.input_gradient(g, w, &mut sums, Epilogue::default());
                 Ok(())
             })?;
             to_x.give_sums::<E>(&sums)?;
