@@ -36,8 +36,8 @@ pub(super) trait Arithmetic {
     /// The most words of `b` that a task packs, to be read again and again from its core's second-level cache.
     const WORDS_OF_B: usize;
 
-    /// The sums, plus the product of a word with each word of a vector.
-    unsafe fn multiply_add(sums: Self::V, a: f32, b: Self::V) -> Self::V;
+    /// Adds to each sum the product of the word at `a` and of the words of `b`.
+    unsafe fn add_products<const N: usize>(sums: &mut [Self::V; N], a: *const f32, b: &[Self::V; N]);
 
     /// Columns of a vector.
     const LANES: usize = Self::V::LANES;
@@ -81,9 +81,9 @@ macro_rules! single {
             const WORDS_OF_B: usize = $words_of_b;
 
             #[inline(always)]
-            unsafe fn multiply_add(sums: Self::V, a: f32, b: Self::V) -> Self::V {
+            unsafe fn add_products<const N: usize>(sums: &mut [Self::V; N], a: *const f32, b: &[Self::V; N]) {
                 // SAFETY: as the caller promises.
-                unsafe { Self::V::splat(a).mul_add(b, sums) }
+                unsafe { Self::V::add_products(sums, a, b) }
             }
         }
     };
@@ -132,9 +132,14 @@ impl Arithmetic for Pairs {
     const WORDS_OF_B: usize = 1 << 17;
 
     #[inline(always)]
-    unsafe fn multiply_add(sums: Self::V, a: f32, b: Self::V) -> Self::V {
-        // SAFETY: the caller promises the instruction; types of the same 64 bytes.
-        unsafe { sums.add_products(Self::V::splat(a), b) }
+    unsafe fn add_products<const N: usize>(sums: &mut [Self::V; N], a: *const f32, b: &[Self::V; N]) {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let a = Self::V::splat(a.read_unaligned());
+            for (sum, &b) in sums.iter_mut().zip(b) {
+                *sum = sum.add_products_of_pairs(a, b);
+            }
+        }
     }
 }
 

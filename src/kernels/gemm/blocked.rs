@@ -57,7 +57,7 @@ pub(super) fn gemm<W: Word<E>, E: Element, C: Element>(sink: &Sink<'_, C>, a: Ma
         () => Layout::Groups,
     };
     let blocks = Cut::new(inner.div_ceil(W::DEPTH), BLOCK_STEPS, W::LANES);
-    let few = rows <= FEW_ROWS;
+    let few = rows <= FEW_ROWS && inner > 0;
     let spans = Cut::new(blocks.count, if few { usize::MAX } else { SPAN_BLOCKS }, 1);
     let span_steps = (blocks.most() * spans.most()).max(1);
     let most_rows = if layout == Layout::InPlace { rows } else { (WORDS_OF_A / span_steps).max(MIN_ROWS) };

@@ -54,7 +54,7 @@ pub(super) unsafe fn kernel<A: Arithmetic, const R: usize, const N: usize>(
     unsafe {
         A::V::with(
             #[inline(always)]
-            || tile::<A, R, N>(steps, a, b, sums, stride, start),
+            move || tile::<A, R, N>(steps, a, b, sums, stride, start),
         )
     }
 }
@@ -85,10 +85,7 @@ unsafe fn tile<A: Arithmetic, const R: usize, const N: usize>(
                 *column = A::V::load(b.add(v * A::LANES));
             }
             for (i, acc) in acc.iter_mut().enumerate() {
-                let word = a.add(i * row).read_unaligned();
-                for (acc, &column) in acc.iter_mut().zip(&columns) {
-                    *acc = A::multiply_add(*acc, word, column);
-                }
+                A::add_products(acc, a.add(i * row), &columns);
             }
             // Past the end after the last step, where nothing is read.
             a = a.wrapping_add(step);

@@ -88,6 +88,18 @@ pub(crate) trait Vector: Copy {
     /// the even one.
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize);
 
+    /// Adds to each sum the product of the number at `a` and of the numbers of `b`, as [`Vector::mul_add`] does.
+    #[inline(always)]
+    unsafe fn add_products<const N: usize>(sums: &mut [Self; N], a: *const f32, b: &[Self; N]) {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let a = Self::splat(a.read_unaligned());
+            for (sum, &b) in sums.iter_mut().zip(b) {
+                *sum = a.mul_add(b, *sum);
+            }
+        }
+    }
+
     /// Zeros.
     #[inline(always)]
     unsafe fn zero() -> Self {
