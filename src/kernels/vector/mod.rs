@@ -70,8 +70,8 @@ pub(crate) trait Vector: Copy {
     /// The larger numbers; those of `other` where one is nan.
     unsafe fn max(self, other: Self) -> Self;
 
-    /// 2 to the power of every number, to 3e-7 of the result; nan for nan. Results that are not normal may be 0, and
-    /// those from 2^127.5 on infinity.
+    /// 2 to the power of every number x, to 3e-7 + 1e-7 |x| of the result; nan for nan. Results that are not normal may
+    /// be 0, and those from 2^127.5 on infinity.
     unsafe fn exp2(self) -> Self;
 
     /// The lanes from number `lane` on, and those of `other` before.

@@ -62,7 +62,7 @@ unsafe fn check<V: Vector>(fused: bool) {
             x if x.is_nan() => got.is_nan(),
             x if x < -126.0 => (0.0..1.3e-38).contains(got),
             x if x > 127.4 => *got == f32::INFINITY || f64::from(*got) > 0.9 * want,
-            _ => (f64::from(*got) - want).abs() < 3e-7 * want,
+            _ => (f64::from(*got) - want).abs() < (3e-7 + 1e-7 * f64::from(x.abs())) * want,
         };
         assert!(right, "2^{x}: {got} {want}");
     }
