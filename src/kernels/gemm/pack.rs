@@ -1,7 +1,7 @@
 //! Packing: operands in the order, and as the words, in which the microkernels read them.
 
 use super::arithmetic::Word;
-use crate::kernels::element::Element;
+use crate::kernels::element::{Element, Kind};
 use crate::kernels::simd::prefetch_at;
 use crate::kernels::vector::{MOST_LANES, Vector};
 
@@ -12,6 +12,9 @@ pub(super) const STEPS_AHEAD: usize = 32;
 const NEIGHBORS_AHEAD: usize = 96;
 /// in bytes, for elements that lie side by side along the inner dimension.
 const BYTES_AHEAD: usize = 256;
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 /// An operand: `outer` rows of `a`, or columns of `b`, and `inner` elements in each.
 #[derive(Clone, Copy)]
@@ -72,12 +75,15 @@ impl<E: Element> Operand<E> {
         for s in 0..steps {
             let inner = (step + s) * W::DEPTH;
             let depth = self.inner - inner;
+            let ahead = self.at(outer, inner).wrapping_add(STEPS_AHEAD * W::DEPTH * self.inner_stride);
+            for line in (0..vectors * W::LANES).step_by(LINE / size_of::<E>()) {
+                self.prefetch::<W>(ahead.wrapping_add(line));
+            }
             for v in 0..vectors {
                 let outer = outer + v * W::LANES;
                 // SAFETY: the elements that are read exist; `to` has room.
                 unsafe {
                     let from = self.at(outer, inner);
-                    self.prefetch::<W>(from.wrapping_add(STEPS_AHEAD * W::DEPTH * self.inner_stride));
                     let words = W::across(from, self.inner_stride, depth, self.outer.saturating_sub(outer));
                     words.store(to.add((s * vectors + v) * W::LANES));
                 }
@@ -98,9 +104,32 @@ impl<E: Element> Operand<E> {
         steps: usize,
         to: *mut f32,
     ) {
+        // Words of f32 that are made of bf16 are transposed two at a time, before they are widened.
+        let two = 2 * W::LANES;
+        let paired = if W::DEPTH == 1 && E::KIND == Kind::BF16 { steps / two * two } else { 0 };
         for v in 0..vectors {
             let outer = outer + v * W::LANES;
-            for s in (0..steps).step_by(W::LANES) {
+            for s in (0..paired).step_by(two) {
+                // SAFETY: these steps' elements exist; `to` has room.
+                unsafe {
+                    let mut rows = [W::V::zero(); MOST_LANES];
+                    for (i, row) in rows.iter_mut().enumerate().take(W::LANES) {
+                        if outer + i < self.outer {
+                            let from = self.at(outer + i, step + s);
+                            prefetch_at(from.wrapping_add(BYTES_AHEAD / size_of::<E>()));
+                            *row = W::V::load(from.cast());
+                        }
+                    }
+                    W::V::transpose(&mut rows);
+                    for (i, row) in rows.iter().enumerate().take(W::LANES) {
+                        let to = to.add(((s + 2 * i) * vectors + v) * W::LANES);
+                        let [first, second] = row.split_bf16();
+                        first.store(to);
+                        second.store(to.add(vectors * W::LANES));
+                    }
+                }
+            }
+            for s in (paired..steps).step_by(W::LANES) {
                 let inner = (step + s) * W::DEPTH;
                 // SAFETY: the elements that are read exist; `to` has room.
                 unsafe {

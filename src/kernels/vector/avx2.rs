@@ -161,6 +161,16 @@ impl Vector for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn split_bf16(self) -> [Self; 2] {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let bits = _mm256_castps_si256(self.0);
+            let high = _mm256_and_si256(bits, _mm256_set1_epi32(!0xFFFF));
+            [_mm256_slli_epi32::<16>(bits), high].map(|bits| Self(_mm256_castsi256_ps(bits)))
+        }
+    }
+
+    #[inline(always)]
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize) {
         // SAFETY: as the caller promises; no more than a vector's elements are copied.
         unsafe {

@@ -194,6 +194,16 @@ impl<const BF16: bool> Vector for Wide<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn split_bf16(self) -> [Self; 2] {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let bits = _mm512_castps_si512(self.0);
+            let high = _mm512_and_si512(bits, _mm512_set1_epi32(!0xFFFF));
+            [Self::of_bits(_mm512_slli_epi32::<16>(bits)), Self::of_bits(high)]
+        }
+    }
+
+    #[inline(always)]
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize) {
         let mask = Self::first(n);
         // SAFETY: as the caller promises. Stores of all lanes take no mask: those with one are slow.

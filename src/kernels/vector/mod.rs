@@ -84,6 +84,9 @@ pub(crate) trait Vector: Copy {
     /// are read.
     unsafe fn widen<E: Element>(from: *const E, n: usize) -> Self;
 
+    /// The two bf16 numbers of each lane's bits in f32: those of the low halves and those of the high.
+    unsafe fn split_bf16(self) -> [Self; 2];
+
     /// Writes the first `n` numbers, or all if that is more, each rounded to the nearest element, of two equally near to
     /// the even one.
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize);

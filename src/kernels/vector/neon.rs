@@ -135,6 +135,16 @@ impl Vector for Neon {
     }
 
     #[inline(always)]
+    unsafe fn split_bf16(self) -> [Self; 2] {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let bits = vreinterpretq_u32_f32(self.0);
+            let high = vandq_u32(bits, vdupq_n_u32(!0xFFFF));
+            [Self(vreinterpretq_f32_u32(vshlq_n_u32::<16>(bits))), Self(vreinterpretq_f32_u32(high))]
+        }
+    }
+
+    #[inline(always)]
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize) {
         let mut wide = [0.0; LANES];
         // SAFETY: as the caller promises; no more than a vector's elements are copied.

@@ -109,6 +109,12 @@ impl Vector for Portable {
     }
 
     #[inline(always)]
+    unsafe fn split_bf16(self) -> [Self; 2] {
+        let low = self.0.map(|word| f32::from_bits(word.to_bits() << 16));
+        [Self(low), Self(self.0.map(|word| f32::from_bits(word.to_bits() & !0xFFFF)))]
+    }
+
+    #[inline(always)]
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize) {
         let all: [E; LANES] = self.0.map(put);
         // SAFETY: the caller promises room for the elements.

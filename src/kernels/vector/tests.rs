@@ -95,6 +95,14 @@ unsafe fn check<V: Vector>(fused: bool) {
         check_elements::<V, bf16>(&a);
         check_elements::<V, f16>(&a);
     }
+    let [low, high] = [0, 16].map(|shift| move |word: f32| f32::from_bits(word.to_bits() >> shift << 16));
+    for (part, want) in [low, high].into_iter().enumerate() {
+        let words: Vec<f32> = (0..MOST_LANES as u32).map(|i| f32::from_bits(0x3F81_4012 + 0x0102_0301 * i)).collect();
+        let mut got = [0.0; MOST_LANES];
+        // SAFETY: the caller promises the instructions; as many numbers as the longest vector's.
+        unsafe { V::with(|| V::load(words.as_ptr()).split_bf16()[part].store(got.as_mut_ptr())) };
+        assert!((0..V::LANES).all(|i| same(got[i], want(words[i]))), "{got:?}");
+    }
 }
 
 /// # Safety
