@@ -10,6 +10,7 @@ mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
+mod words;
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx2::Avx2;
@@ -18,6 +19,9 @@ pub(crate) use avx512::{Avx512, Avx512Bf16};
 #[cfg(target_arch = "aarch64")]
 pub(crate) use neon::Neon;
 pub(crate) use portable::Portable;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use words::Pairs;
+pub(crate) use words::{OfElements, Single, Words};
 
 use super::element::Element;
 

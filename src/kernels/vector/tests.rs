@@ -117,6 +117,28 @@ unsafe fn check_elements<V: Vector, E: Element>(numbers: &[f32]) {
     }
 }
 
+/// # Safety
+/// The processor has the bf16 instructions.
+#[cfg(target_arch = "x86_64")]
+unsafe fn check_pairs() {
+    let numbers = |from: usize| std::array::from_fn::<f32, MOST_LANES, _>(|i| (from + i) as f32 * 0.3);
+    let (a, b) = (numbers(1), numbers(100));
+    let mut got = [[bf16::ZERO; 2 * MOST_LANES]; 2];
+    // SAFETY: the caller promises the instructions; words of two elements.
+    unsafe {
+        Avx512Bf16::with(|| {
+            let (a, b) = (Avx512Bf16::load(a.as_ptr()), Avx512Bf16::load(b.as_ptr()));
+            Avx512Bf16::pair(a, b).store(got[0].as_mut_ptr().cast());
+            Avx512Bf16::row(a, b).store(got[1].as_mut_ptr().cast());
+        });
+    }
+    for i in 0..MOST_LANES {
+        let [a, b] = [a[i], b[i]].map(bf16::from_f32);
+        assert_eq!((got[0][2 * i], got[0][2 * i + 1]), (a, b));
+        assert_eq!((got[1][i], got[1][MOST_LANES + i]), (a, b));
+    }
+}
+
 #[test]
 fn vectors_compute_what_their_numbers_alone_would_give() {
     for level in Level::available() {
@@ -131,6 +153,7 @@ fn vectors_compute_what_their_numbers_alone_would_give() {
                     check::<Avx512>(true);
                     if is_x86_feature_detected!("avx512bf16") {
                         check::<Avx512Bf16>(true);
+                        check_pairs();
                     }
                 }
                 #[cfg(target_arch = "aarch64")]
