@@ -26,7 +26,7 @@ pub(super) enum Start<'a> {
 
 impl Start<'_> {
     /// For a result without its first rows.
-    pub(super) fn from_row(self, row: usize) -> Self {
+    pub(super) fn skip_rows(self, row: usize) -> Self {
         match self {
             Self::Times(factors) => Self::Times(&factors[row..]),
             other => other,
@@ -36,8 +36,8 @@ impl Start<'_> {
 
 /// c = what it starts with + a b.
 ///
-/// `size` is \[rows, columns, words of summation\], rows and columns multiples of [`BAND`]; `c` and `b` are (words, words
-/// from row to row).
+/// The sizes are those of rows, columns and words of summation, the first two multiples of [`BAND`]; `c` and `b` are
+/// (words, words from row to row).
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
@@ -70,7 +70,7 @@ pub(super) unsafe fn product<T: Tiles>(
     }
 }
 
-/// A product with some vectors of columns: result, start, left and right factor, \[rows, words of summation\].
+/// A product with some vectors of columns: result, start, left and right factor, rows and words of summation.
 pub(super) type Strip =
     unsafe fn((*mut f32, usize), start: Start<'_>, a: Left<'_>, b: (*const f32, usize), size: [usize; 2]);
 
@@ -147,10 +147,7 @@ unsafe fn block<W: Words, const R: usize, const N: usize>(
                 *right = W::V::load(b.add(d * b_stride + j * W::V::LANES));
             }
             for (i, sums) in sums.iter_mut().enumerate() {
-                let left = *a.add(i * row + d * step);
-                for (sum, right) in sums.iter_mut().zip(&right) {
-                    *sum = W::multiply_add(*sum, left, *right);
-                }
+                W::add_products(sums, a.add(i * row + d * step), &right);
             }
         }
         for (i, sums) in sums.iter().enumerate() {

@@ -137,7 +137,7 @@ pub(super) unsafe fn gather<T: Tiles>(
         let left = Left { words: &tile[first..], row: 1, step: BLOCK };
         let (to, size) = ((&mut out[first * width..], width), [rows, columns, depth]);
         // SAFETY: as the caller promises.
-        unsafe { product::<T>(to, start.from_row(first), left, (x, width), size) };
+        unsafe { product::<T>(to, start.skip_rows(first), left, (x, width), size) };
     }
 }
 

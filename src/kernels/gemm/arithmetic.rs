@@ -1,8 +1,7 @@
-//! What differs from one level of SIMD to another: the words, and the tiles of sums that its registers hold.
+//! What differs from one level of SIMD to another: the words, and how many sums of products its registers hold.
 //!
 //! A step of a microkernel multiplies one word of each of its rows of `a` with one word of each of its columns of `b`.
 
-use super::kernel::{Kernel, kernels};
 use crate::kernels::element::Element;
 #[cfg(target_arch = "aarch64")]
 use crate::kernels::vector::Neon;
@@ -10,7 +9,7 @@ use crate::kernels::vector::Neon;
 use crate::kernels::vector::{Avx2, Avx512, Pairs};
 use crate::kernels::vector::{OfElements, Portable, Single, Vector, Words};
 
-/// Vectors of words, and the microkernels for them.
+/// Vectors of words, and their products.
 ///
 /// # Safety
 /// As for [`Vector`]: the functions may be called inside of [`Vector::with`] only.
@@ -19,8 +18,6 @@ pub(super) trait Arithmetic: Words {
     const ROWS: usize;
     /// Vectors of the largest tile of sums.
     const VECTORS: usize;
-    /// The microkernels: by the logarithm of their rows, which are a power of two, and then by their vectors from 1 on.
-    const KERNELS: &'static [&'static [Kernel]];
     /// The most words of `b` that a task packs, to be read again and again from its core's second-level cache.
     const WORDS_OF_B: usize;
 
@@ -37,11 +34,10 @@ impl<E: Element, A: Arithmetic + OfElements<E>> Word<E> for A {}
 
 /// The tiles of sums of words of one f32, for vectors of a kind.
 macro_rules! single {
-    ($vector:ty, rows: $rows:tt of $most_rows:literal, vectors: $vectors:tt of $most_vectors:literal, $words_of_b:expr) => {
+    ($vector:ty, $rows:literal rows, $vectors:literal vectors, $words_of_b:expr) => {
         impl Arithmetic for Single<$vector> {
-            const ROWS: usize = $most_rows;
-            const VECTORS: usize = $most_vectors;
-            const KERNELS: &'static [&'static [Kernel]] = kernels!(Self, $rows, $vectors);
+            const ROWS: usize = $rows;
+            const VECTORS: usize = $vectors;
             const WORDS_OF_B: usize = $words_of_b;
         }
     };
@@ -49,19 +45,18 @@ macro_rules! single {
 
 // Of 32 registers 24 for the sums, 3 for a row of `b`, 1 for an element of `a`;
 #[cfg(target_arch = "x86_64")]
-single!(Avx512, rows: [1, 2, 4, 8] of 8, vectors: [1, 2, 3] of 3, 1 << 17);
+single!(Avx512, 8 rows, 3 vectors, 1 << 17);
 #[cfg(target_arch = "aarch64")]
-single!(Neon, rows: [1, 2, 4, 8] of 8, vectors: [1, 2, 3] of 3, 1 << 16);
+single!(Neon, 8 rows, 3 vectors, 1 << 16);
 // of 16 registers 12, 3 and 1;
 #[cfg(target_arch = "x86_64")]
-single!(Avx2, rows: [1, 2, 4] of 4, vectors: [1, 2, 3] of 3, 1 << 16);
+single!(Avx2, 4 rows, 3 vectors, 1 << 16);
 // of 16, of which a vector takes two, 8, 2 and 2, for a product that is not fused needs one more.
-single!(Portable, rows: [1, 2, 4] of 4, vectors: [1] of 1, 1 << 16);
+single!(Portable, 4 rows, 1 vectors, 1 << 16);
 
 #[cfg(target_arch = "x86_64")]
 impl Arithmetic for Pairs {
     const ROWS: usize = 8;
     const VECTORS: usize = 3;
-    const KERNELS: &'static [&'static [Kernel]] = kernels!(Self, [1, 2, 4, 8], [1, 2, 3]);
     const WORDS_OF_B: usize = 1 << 17;
 }

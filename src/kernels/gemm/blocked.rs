@@ -15,7 +15,7 @@
 use super::arithmetic::{Arithmetic, Word};
 use super::epilogue::Sink;
 use super::finish::{Place, finish};
-use super::kernel::{self, Start, Words};
+use super::kernel::{self, Kernels, Start, Words};
 use super::matrix::Matrix;
 use super::pack::{Operand, STEPS_AHEAD};
 use super::panels::Panels;
@@ -45,7 +45,11 @@ const PACK_STEPS: usize = 32;
 const SMALL: usize = 1 << 20;
 
 /// `c = epilogue(a b)`. The processor must have the instructions of the words' arithmetic.
-pub(super) fn gemm<W: Word<E>, E: Element, C: Element>(sink: &Sink<'_, C>, a: Matrix<'_, E>, b: Matrix<'_, E>) {
+pub(super) fn gemm<W: Word<E> + Kernels, E: Element, C: Element>(
+    sink: &Sink<'_, C>,
+    a: Matrix<'_, E>,
+    b: Matrix<'_, E>,
+) {
     let (rows, cols, inner) = (a.rows(), b.cols(), a.cols());
     let a =
         Operand { data: a.as_ptr(), outer: rows, inner, outer_stride: a.row_stride(), inner_stride: a.col_stride() };
@@ -57,7 +61,7 @@ pub(super) fn gemm<W: Word<E>, E: Element, C: Element>(sink: &Sink<'_, C>, a: Ma
         () => Layout::Groups,
     };
     let blocks = Cut::new(inner.div_ceil(W::DEPTH), BLOCK_STEPS, W::LANES);
-    let few = rows <= FEW_ROWS;
+    let few = rows <= FEW_ROWS && inner > 0;
     let spans = Cut::new(blocks.count, if few { usize::MAX } else { SPAN_BLOCKS }, 1);
     let span_steps = (blocks.most() * spans.most()).max(1);
     let most_rows = if layout == Layout::InPlace { rows } else { (WORDS_OF_A / span_steps).max(MIN_ROWS) };
@@ -221,7 +225,7 @@ impl<E: Element, C: Element> Part<'_, E, C> {
         }
     }
 
-    fn run<W: Word<E>>(&self, task: usize, few: bool) {
+    fn run<W: Word<E> + Kernels>(&self, task: usize, few: bool) {
         let packs = self.packs();
         if task < packs {
             self.pack_a::<W>(task);
@@ -255,7 +259,7 @@ impl<E: Element, C: Element> Part<'_, E, C> {
         }
     }
 
-    fn pack_a<W: Word<E>>(&self, task: usize) {
+    fn pack_a<W: Word<E> + Kernels>(&self, task: usize) {
         let steps = self.steps();
         if self.layout == Layout::Rows {
             let length = steps.len().next_multiple_of(W::LANES);
@@ -282,7 +286,7 @@ impl<E: Element, C: Element> Part<'_, E, C> {
     }
 
     /// Packs the panels of `b` from a column on, each panel's words together.
-    fn pack_b<W: Word<E>>(&self, col: usize, panels: Panels, to: *mut f32) {
+    fn pack_b<W: Word<E> + Kernels>(&self, col: usize, panels: Panels, to: *mut f32) {
         let steps = self.steps();
         for turn in turns(0..steps.len(), self.turn()) {
             for panel in 0..panels.count() {
@@ -296,7 +300,7 @@ impl<E: Element, C: Element> Part<'_, E, C> {
     }
 
     /// The words of `a` from a row and a step of this part.
-    fn words_of_a<W: Word<E>>(&self, row: usize, step: usize) -> Words {
+    fn words_of_a<W: Word<E> + Kernels>(&self, row: usize, step: usize) -> Words {
         let steps = self.steps();
         match self.layout {
             Layout::InPlace => {
@@ -316,7 +320,7 @@ impl<E: Element, C: Element> Part<'_, E, C> {
 
     /// Computes some rows (of those of the part) and columns, strip by strip of at most [`Arithmetic::ROWS`] rows, whose
     /// sums are kept in `strip` from block to block unless they must wait for other parts, or there is but one block.
-    fn compute<W: Word<E>>(
+    fn compute<W: Word<E> + Kernels>(
         &self,
         rows: Range<usize>,
         cols: Range<usize>,
@@ -377,7 +381,7 @@ impl<E: Element, C: Element> Part<'_, E, C> {
     /// first-level cache, multiplied with all rows, and packed over. The sums of all rows and columns are in memory;
     /// those of a block go on from turn to turn, and are then added to those of the blocks before, so that each
     /// element's products are summed in the order of [`Part::compute`].
-    fn stream<W: Word<E>>(&self, rows: Range<usize>, cols: Range<usize>, panels: Panels) {
+    fn stream<W: Word<E> + Kernels>(&self, rows: Range<usize>, cols: Range<usize>, panels: Panels) {
         let width = panels.vectors() * W::LANES;
         // Where columns are contiguous, a panel is read to its end.
         let together = if self.b.inner_stride == 1 { 1 } else { panels.count() };

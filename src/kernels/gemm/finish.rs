@@ -35,7 +35,7 @@ pub(super) unsafe fn finish<V: Vector, C: Element>(sink: &Sink<'_, C>, place: Pl
     unsafe {
         V::with(
             #[inline(always)]
-            || finish_tile::<V, C>(sink, place, sums, stride),
+            move || finish_tile::<V, C>(sink, place, sums, stride),
         )
     }
 }

@@ -1,7 +1,11 @@
 //! The microkernels: a few rows of `a` times a panel of `b`, the sums in registers.
 
 use super::arithmetic::Arithmetic;
-use crate::kernels::vector::Vector;
+#[cfg(target_arch = "aarch64")]
+use crate::kernels::vector::Neon;
+#[cfg(target_arch = "x86_64")]
+use crate::kernels::vector::{Avx2, Avx512, Pairs};
+use crate::kernels::vector::{Portable, Single, Vector};
 
 /// Words of `a`: that of row `i` at step `s` lies at `first + i * row + s * step`, strides in words.
 #[derive(Clone, Copy)]
@@ -26,23 +30,39 @@ pub(super) enum Start {
 /// sums `stride` apart.
 pub(super) type Kernel = unsafe fn(steps: usize, a: Words, b: *const f32, sums: *mut f32, stride: usize, start: Start);
 
-/// The kernels of an arithmetic, by rows and vectors.
+/// An arithmetic's kernels.
+pub(super) trait Kernels: Arithmetic {
+    /// By the logarithm of their rows, which are a power of two, and then by their vectors from 1 on.
+    const KERNELS: &'static [&'static [Kernel]];
+}
+
 macro_rules! kernels {
     ($arithmetic:ty, [$($rows:literal),*], $vectors:tt) => {
-        &[$(kernels!(@of $arithmetic, $rows, $vectors)),*]
+        impl Kernels for $arithmetic {
+            const KERNELS: &'static [&'static [Kernel]] = &[$(kernels!(@of $rows, $vectors)),*];
+        }
     };
-    (@of $arithmetic:ty, $rows:literal, [$($vectors:literal),*]) => {
-        &[$($crate::kernels::gemm::kernel::kernel::<$arithmetic, $rows, $vectors>),*]
+    (@of $rows:literal, [$($vectors:literal),*]) => {
+        &[$(kernel::<Self, $rows, $vectors>),*]
     };
 }
-pub(super) use kernels;
+
+kernels!(Single<Portable>, [1, 2, 4], [1]);
+#[cfg(target_arch = "x86_64")]
+kernels!(Single<Avx2>, [1, 2, 4], [1, 2, 3]);
+#[cfg(target_arch = "x86_64")]
+kernels!(Single<Avx512>, [1, 2, 4, 8], [1, 2, 3]);
+#[cfg(target_arch = "x86_64")]
+kernels!(Pairs, [1, 2, 4, 8], [1, 2, 3]);
+#[cfg(target_arch = "aarch64")]
+kernels!(Single<Neon>, [1, 2, 4, 8], [1, 2, 3]);
 
 /// The kernel for `R` rows and `N` vectors.
 ///
 /// # Safety
 /// The processor has the arithmetic's instructions; `a`, `b` and `sums` hold the rows, columns and steps that this
 /// reads and writes.
-pub(super) unsafe fn kernel<A: Arithmetic, const R: usize, const N: usize>(
+unsafe fn kernel<A: Arithmetic, const R: usize, const N: usize>(
     steps: usize,
     a: Words,
     b: *const f32,
@@ -54,7 +74,7 @@ pub(super) unsafe fn kernel<A: Arithmetic, const R: usize, const N: usize>(
     unsafe {
         A::V::with(
             #[inline(always)]
-            || tile::<A, R, N>(steps, a, b, sums, stride, start),
+            move || tile::<A, R, N>(steps, a, b, sums, stride, start),
         )
     }
 }
@@ -85,10 +105,7 @@ unsafe fn tile<A: Arithmetic, const R: usize, const N: usize>(
                 *column = A::V::load(b.add(v * A::LANES));
             }
             for (i, acc) in acc.iter_mut().enumerate() {
-                let word = a.add(i * row).read_unaligned();
-                for (acc, &column) in acc.iter_mut().zip(&columns) {
-                    *acc = A::multiply_add(*acc, word, column);
-                }
+                A::add_products(acc, a.add(i * row), &columns);
             }
             // Past the end after the last step, where nothing is read.
             a = a.wrapping_add(step);
@@ -112,6 +129,6 @@ pub(super) fn rows<A: Arithmetic>(rows: usize) -> usize {
 
 /// The kernel of an arithmetic for this many rows, a power of two, and vectors.
 #[inline(always)]
-pub(super) fn select<A: Arithmetic>(rows: usize, vectors: usize) -> Kernel {
+pub(super) fn select<A: Kernels>(rows: usize, vectors: usize) -> Kernel {
     A::KERNELS[rows.ilog2() as usize][vectors - 1]
 }

@@ -55,7 +55,7 @@ impl<E: Element> Operand<E> {
         unsafe {
             W::V::with(
                 #[inline(always)]
-                || match self.inner_stride {
+                move || match self.inner_stride {
                     1 => self.transpose_columns::<W>(outer, vectors, step, steps, to),
                     _ => self.copy_columns::<W>(outer, vectors, step, steps, to),
                 },
@@ -139,7 +139,7 @@ impl<E: Element> Operand<E> {
         unsafe {
             W::V::with(
                 #[inline(always)]
-                || {
+                move || {
                     for s in 0..steps {
                         let inner = (step + s) * W::DEPTH;
                         let from = self.at(outer, inner);
@@ -163,7 +163,7 @@ impl<E: Element> Operand<E> {
         unsafe {
             W::V::with(
                 #[inline(always)]
-                || {
+                move || {
                     for s in (0..steps).step_by(W::LANES) {
                         let inner = (step + s) * W::DEPTH;
                         W::along(self.at(outer, inner), self.inner - inner).store(to.add(s));

@@ -2,6 +2,7 @@
 
 use super::{Square, Vector, copy_in, exp2_of_rest};
 use crate::kernels::element::{Element, Kind};
+use std::arch::asm;
 use std::arch::x86_64::*;
 
 /// Eight f32.
@@ -81,6 +82,20 @@ impl Vector for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn add_products<const N: usize>(sums: &mut [Self; N], a: *const f32, b: &[Self; N]) {
+        // SAFETY: as the caller promises.
+        unsafe {
+            if let ([x, y, z], [p, q, r]) = (&mut sums[..], &b[..]) {
+                return add_three_products([&mut x.0, &mut y.0, &mut z.0], a, [p.0, q.0, r.0]);
+            }
+            let a = Self::splat(a.read_unaligned());
+            for (sum, &b) in sums.iter_mut().zip(b) {
+                *sum = a.mul_add(b, *sum);
+            }
+        }
+    }
+
+    #[inline(always)]
     unsafe fn max(self, other: Self) -> Self {
         // SAFETY: as the caller promises.
         unsafe { Self(_mm256_max_ps(self.0, other.0)) }
@@ -156,6 +171,31 @@ impl Vector for Avx2 {
             }
             store_whole(self.0, to);
         }
+    }
+}
+
+/// Four rows of three sums, a row of three vectors and one number take all of the sixteen registers. The compiler would
+/// load the next number before this one is done with, and move sums out of its way.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn add_three_products([x, y, z]: [&mut __m256; 3], a: *const f32, [p, q, r]: [__m256; 3]) {
+    // SAFETY: the caller promises a number at `a`; nothing else is read or written but these registers.
+    unsafe {
+        asm!(
+            "vbroadcastss {number}, dword ptr [{a}]",
+            "vfmadd231ps {x}, {number}, {p}",
+            "vfmadd231ps {y}, {number}, {q}",
+            "vfmadd231ps {z}, {number}, {r}",
+            a = in(reg) a,
+            number = out(ymm_reg) _,
+            x = inout(ymm_reg) *x,
+            y = inout(ymm_reg) *y,
+            z = inout(ymm_reg) *z,
+            p = in(ymm_reg) p,
+            q = in(ymm_reg) q,
+            r = in(ymm_reg) r,
+            options(nostack, preserves_flags, readonly),
+        );
     }
 }
 

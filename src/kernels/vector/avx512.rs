@@ -70,7 +70,7 @@ impl Avx512Bf16 {
 
     /// The sums, plus the products of both bf16 numbers of each word of `a` with those of `b`.
     #[inline(always)]
-    pub(crate) unsafe fn add_products(self, a: Self, b: Self) -> Self {
+    pub(crate) unsafe fn add_products_of_pairs(self, a: Self, b: Self) -> Self {
         // SAFETY: the caller is inside of `with`; types of the same 64 bytes.
         unsafe {
             let [a, b] = [a, b].map(|x| std::mem::transmute::<__m512, __m512bh>(x.0));

@@ -74,8 +74,8 @@ pub(crate) trait Vector: Copy {
     /// The larger numbers; those of `other` where one is nan.
     unsafe fn max(self, other: Self) -> Self;
 
-    /// 2 to the power of every number, to 3e-7 of the result; nan for nan. Results that are not normal may be 0, and
-    /// those from 2^127.5 on infinity.
+    /// 2 to the power of every number x, to 3e-7 + 1e-7 |x| of the result; nan for nan. Results that are not normal may
+    /// be 0, and those from 2^127.5 on infinity.
     unsafe fn exp2(self) -> Self;
 
     /// The lanes from number `lane` on, and those of `other` before.
@@ -91,6 +91,18 @@ pub(crate) trait Vector: Copy {
     /// Writes the first `n` numbers, or all if that is more, each rounded to the nearest element, of two equally near to
     /// the even one.
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize);
+
+    /// Adds to each sum the product of the number at `a` and of the numbers of `b`, as [`Vector::mul_add`] does.
+    #[inline(always)]
+    unsafe fn add_products<const N: usize>(sums: &mut [Self; N], a: *const f32, b: &[Self; N]) {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let a = Self::splat(a.read_unaligned());
+            for (sum, &b) in sums.iter_mut().zip(b) {
+                *sum = a.mul_add(b, *sum);
+            }
+        }
+    }
 
     /// Zeros.
     #[inline(always)]

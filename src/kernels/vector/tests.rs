@@ -1,6 +1,7 @@
 //! Every kind of vector beside the same operations of one number.
 
 use super::*;
+use crate::kernels::element::Kind;
 use crate::kernels::level::Level;
 use crate::kernels::wide::{get, put};
 use half::{bf16, f16};
@@ -61,7 +62,7 @@ unsafe fn check<V: Vector>(fused: bool) {
             x if x.is_nan() => got.is_nan(),
             x if x < -126.0 => (0.0..1.3e-38).contains(got),
             x if x > 127.4 => *got == f32::INFINITY || f64::from(*got) > 0.9 * want,
-            _ => (f64::from(*got) - want).abs() < 3e-7 * want,
+            _ => (f64::from(*got) - want).abs() < (3e-7 + 1e-7 * f64::from(x.abs())) * want,
         };
         assert!(right, "2^{x}: {got} {want}");
     }
@@ -111,8 +112,11 @@ unsafe fn check_elements<V: Vector, E: Element>(numbers: &[f32]) {
         }
         for lane in 0..V::LANES {
             let rounded = if lane < n { get(put::<E>(from[lane])) } else { 7.0 };
-            assert!(same(get(to[lane]), rounded), "{:?} of {}: {rounded} {}", E::KIND, from[lane], get(to[lane]));
-            assert!(same(back[lane], if lane < n { rounded } else { 0.0 }));
+            let got = get(to[lane]);
+            // The instruction of AVX512_BF16 takes what is not normal as 0.
+            let lost = E::KIND == Kind::BF16 && got == 0.0 && rounded.abs() <= f32::MIN_POSITIVE;
+            assert!(same(got, rounded) || lost, "{:?} of {}: {rounded} {got}", E::KIND, from[lane]);
+            assert!(same(back[lane], if lane < n { got } else { 0.0 }), "{:?}: {got} {}", E::KIND, back[lane]);
         }
     }
 }

@@ -22,8 +22,8 @@ pub(crate) trait Words {
     /// Elements of a word.
     const DEPTH: usize;
 
-    /// The sums, plus the product of a word with each word of a vector.
-    unsafe fn multiply_add(sums: Self::V, a: f32, b: Self::V) -> Self::V;
+    /// Adds to each sum the product of the word at `a` and of the words of `b`.
+    unsafe fn add_products<const N: usize>(sums: &mut [Self::V; N], a: *const f32, b: &[Self::V; N]);
 }
 
 /// How elements become words.
@@ -55,9 +55,9 @@ impl<V: Vector> Words for Single<V> {
     const DEPTH: usize = 1;
 
     #[inline(always)]
-    unsafe fn multiply_add(sums: V, a: f32, b: V) -> V {
+    unsafe fn add_products<const N: usize>(sums: &mut [V; N], a: *const f32, b: &[V; N]) {
         // SAFETY: as the caller promises.
-        unsafe { V::splat(a).mul_add(b, sums) }
+        unsafe { V::add_products(sums, a, b) }
     }
 }
 
@@ -86,9 +86,14 @@ impl Words for Pairs {
     const DEPTH: usize = 2;
 
     #[inline(always)]
-    unsafe fn multiply_add(sums: Self::V, a: f32, b: Self::V) -> Self::V {
-        // SAFETY: the caller promises the instruction.
-        unsafe { sums.add_products(Self::V::splat(a), b) }
+    unsafe fn add_products<const N: usize>(sums: &mut [Self::V; N], a: *const f32, b: &[Self::V; N]) {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let a = Self::V::splat(a.read_unaligned());
+            for (sum, &b) in sums.iter_mut().zip(b) {
+                *sum = sum.add_products_of_pairs(a, b);
+            }
+        }
     }
 }
 
