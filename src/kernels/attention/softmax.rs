@@ -84,7 +84,7 @@ unsafe fn softmax_of<V: Vector>(tile: *mut f32, seen: Seen, scale: f32, state: &
         }
         for key in (seen.all..seen.some).step_by(KEYS) {
             for (i, max) in largest.iter_mut().enumerate() {
-                *max = V::load(at(key + i)).from_lane(key + i - seen.all, lowest).max(*max);
+                *max = V::load(at(key + i)).keep_from_lane(key + i - seen.all, lowest).max(*max);
             }
         }
         let [a, b, c, d] = largest;
@@ -101,7 +101,7 @@ unsafe fn softmax_of<V: Vector>(tile: *mut f32, seen: Seen, scale: f32, state: &
         }
         for key in (seen.all..seen.some).step_by(KEYS) {
             for (i, sum) in sums.iter_mut().enumerate() {
-                let p = V::load(at(key + i)).mul_sub(scale, max).exp2().from_lane(key + i - seen.all, V::zero());
+                let p = V::load(at(key + i)).mul_sub(scale, max).exp2().keep_from_lane(key + i - seen.all, V::zero());
                 *sum = sum.add(p);
                 p.store(at(key + i));
             }
@@ -150,8 +150,8 @@ pub(super) unsafe fn score_gradients<V: Vector>(p: &mut [f32], g: &mut [f32], s:
                     for key in seen.all..seen.some {
                         let (p_at, g_at) = (p_at.add(key * BLOCK), g_at.add(key * BLOCK));
                         let (p, g) = (V::load(p_at).mul_sub(scale, lse).exp2(), V::load(g_at).sub(along));
-                        p.from_lane(key - seen.all, V::zero()).store(p_at);
-                        p.mul(g).from_lane(key - seen.all, V::zero()).store(g_at);
+                        p.keep_from_lane(key - seen.all, V::zero()).store(p_at);
+                        p.mul(g).keep_from_lane(key - seen.all, V::zero()).store(g_at);
                     }
                     for key in seen.some..seen.none {
                         V::zero().store(p_at.add(key * BLOCK));

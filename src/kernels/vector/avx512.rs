@@ -165,7 +165,7 @@ impl<const BF16: bool> Vector for Wide<BF16> {
     }
 
     #[inline(always)]
-    unsafe fn from_lane(self, lane: usize, other: Self) -> Self {
+    unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self {
         let mask = (u32::from(__mmask16::MAX) << lane.min(16)) as __mmask16;
         // SAFETY: as the caller promises.
         unsafe { Self(_mm512_mask_mov_ps(other.0, mask, self.0)) }

@@ -79,7 +79,7 @@ pub(crate) trait Vector: Copy {
     unsafe fn exp2(self) -> Self;
 
     /// The lanes from number `lane` on, and those of `other` before.
-    unsafe fn from_lane(self, lane: usize, other: Self) -> Self;
+    unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self;
 
     /// Transposes the square of the first `LANES` lanes of the first `LANES` rows.
     unsafe fn transpose(rows: &mut Square<Self>);

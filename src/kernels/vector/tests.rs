@@ -47,12 +47,18 @@ unsafe fn check<V: Vector>(fused: bool) {
             assert!(same(*got, want(*a, *b)), "{a} {b}: {got} {}", want(*a, *b));
         }
     };
+    // SAFETY: `check` calls it where the caller promises the instructions.
     check(|a, b| unsafe { a.add(b) }, &|a, b| a + b);
+    // SAFETY: `check` calls it where the caller promises the instructions.
     check(|a, b| unsafe { a.sub(b) }, &|a, b| a - b);
+    // SAFETY: `check` calls it where the caller promises the instructions.
     check(|a, b| unsafe { a.mul(b) }, &|a, b| a * b);
+    // SAFETY: `check` calls it where the caller promises the instructions.
     check(|a, b| unsafe { a.max(b) }, &|a, b| if a > b { a } else { b });
     let multiply_add = |a: f32, b: f32, c: f32| if fused { a.mul_add(b, c) } else { a * b + c };
+    // SAFETY: `check` calls it where the caller promises the instructions.
     check(|a, b| unsafe { a.mul_add(b, a) }, &|a, b| multiply_add(a, b, a));
+    // SAFETY: `check` calls it where the caller promises the instructions.
     check(|a, b| unsafe { a.mul_sub(b, a) }, &|a, b| multiply_add(a, b, -a));
     // SAFETY: the caller promises the instructions.
     let powers = unsafe { each::<V>(&a, &b, |a, _| a.exp2()) };
@@ -69,7 +75,7 @@ unsafe fn check<V: Vector>(fused: bool) {
     for lane in 0..=V::LANES {
         let (mut got, lanes) = ([0.0; MOST_LANES], std::array::from_fn::<f32, MOST_LANES, _>(|i| i as f32 + 1.0));
         // SAFETY: the caller promises the instructions; as many numbers as the longest vector's.
-        unsafe { V::with(|| V::load(lanes.as_ptr()).from_lane(lane, V::splat(-1.0)).store(got.as_mut_ptr())) };
+        unsafe { V::with(|| V::load(lanes.as_ptr()).keep_from_lane(lane, V::splat(-1.0)).store(got.as_mut_ptr())) };
         assert!((0..V::LANES).all(|i| got[i] == if i < lane { -1.0 } else { lanes[i] }), "{lane}: {got:?}");
     }
     let mut square = [[0.0; MOST_LANES]; MOST_LANES];
