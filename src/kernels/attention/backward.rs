@@ -7,12 +7,13 @@
 //! whole group, or by [`add_parts`] after tasks that did a [`query_head`] each, with the same bits.
 
 use super::forward::Layout;
+use super::heads::{BAND, BLOCK, Heads, LOG2_E, Shape, TILE};
 use super::pack;
 use super::product::Start;
+use super::scratch::Scratch;
 use super::softmax::{Known, score_gradients};
 use super::strided::{HeadMut, HeadRows, Rows};
-use super::tiles::{Shape, TILE, Tiles, gather, scatter, scores};
-use super::{BAND, BLOCK, Heads, LOG2_E, Scratch};
+use super::tiles::{Tiles, gather, scatter, scores};
 use crate::kernels::element::Element;
 use crate::kernels::vector::{OfElements, Vector};
 use std::iter::repeat_n;

@@ -1,11 +1,12 @@
 //! One head's forward: a block of queries at a time, with a running softmax over blocks of keys.
 
+use super::heads::{BAND, BLOCK, Heads, LOG2_E, Shape, TILE};
 use super::pack;
 use super::product::Start;
+use super::scratch::Scratch;
 use super::softmax::{Softmax, softmax};
 use super::strided::{HeadMut, HeadRows};
-use super::tiles::{Shape, TILE, Tiles, gather, scores};
-use super::{BAND, BLOCK, Heads, LOG2_E, Scratch};
+use super::tiles::{Tiles, gather, scores};
 use crate::kernels::element::Element;
 use crate::kernels::vector::OfElements;
 

@@ -1,6 +1,6 @@
 //! Causal attention with grouped heads: softmax(q k^T / sqrt(head), causal) v, and its gradients.
 //!
-//! Each head is computed in square tiles of [`BLOCK`] keys and queries with a running softmax, so that nothing
+//! Each head is computed in square tiles of [`heads::BLOCK`] keys and queries with a running softmax, so that nothing
 //! quadratic in time is ever held, and no tile above the diagonal is touched. Backward recomputes the probabilities
 //! from the log-sum-exp that forward keeps. A task is one (batch, head) in forward and one (batch, key head), or a
 //! query head of it, in backward; the order of sums is the same in each case, so results have the same bits for any
@@ -35,7 +35,6 @@ use crate::kernels::simd::{Level, level};
 use crate::kernels::vector::Pairs;
 use crate::kernels::vector::{self, OfElements, Single};
 use backward::Given;
-use heads::{BAND, BLOCK, LOG2_E};
 use scratch::Scratch;
 use std::cell::RefCell;
 use tiles::Tiles;

@@ -1,6 +1,6 @@
 //! Between rows of elements and working memory.
 
-use super::BLOCK;
+use super::heads::BLOCK;
 use super::strided::{HeadMut, HeadRows};
 use crate::kernels::element::Element;
 use crate::kernels::simd::{prefetch_at, prefetch_to_write};

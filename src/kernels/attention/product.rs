@@ -1,9 +1,48 @@
 //! Products of tiles: small blocks of sums in registers, with the left factor's words broadcast and the right factor's
 //! taken a vector at a time.
 
-use super::BAND;
-use super::tiles::Tiles;
-use crate::kernels::vector::{Vector, Words};
+use super::heads::BAND;
+#[cfg(target_arch = "aarch64")]
+use crate::kernels::vector::Neon;
+#[cfg(target_arch = "x86_64")]
+use crate::kernels::vector::{Avx2, Avx512, Pairs};
+use crate::kernels::vector::{Portable, Single, Vector, Words};
+
+/// Words with the products that a level's registers hold the sums of.
+pub(super) trait Strips: Words {
+    /// Products with 1, 2, ... vectors of columns.
+    const STRIPS: &'static [Strip];
+}
+
+// Of 32 registers 24 for the sums, 3 or 4 for a row of the right factor, 1 for a word of the left one;
+#[cfg(target_arch = "x86_64")]
+impl Strips for Single<Avx512> {
+    const STRIPS: &'static [Strip] =
+        &[strip::<Self, 8, 1>, strip::<Self, 8, 2>, strip::<Self, 8, 3>, strip::<Self, 6, 4>];
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Strips for Pairs {
+    const STRIPS: &'static [Strip] =
+        &[strip::<Self, 8, 1>, strip::<Self, 8, 2>, strip::<Self, 8, 3>, strip::<Self, 6, 4>];
+}
+
+#[cfg(target_arch = "aarch64")]
+impl Strips for Single<Neon> {
+    const STRIPS: &'static [Strip] =
+        &[strip::<Self, 8, 1>, strip::<Self, 8, 2>, strip::<Self, 8, 3>, strip::<Self, 6, 4>];
+}
+
+// of 16 registers 12, 2 and 1;
+#[cfg(target_arch = "x86_64")]
+impl Strips for Single<Avx2> {
+    const STRIPS: &'static [Strip] = &[strip::<Self, 8, 1>, strip::<Self, 6, 2>];
+}
+
+// of 16, of which a vector takes two, 8, 2 and 2, for a product that is not fused needs one more.
+impl Strips for Single<Portable> {
+    const STRIPS: &'static [Strip] = &[strip::<Self, 4, 1>];
+}
 
 /// The left factor of a product: element (i, d) is the word `i * row + d * step`.
 #[derive(Clone, Copy)]
@@ -44,7 +83,7 @@ impl Start<'_> {
 ///
 /// # Panics
 /// If a slice is too short.
-pub(super) unsafe fn product<T: Tiles>(
+pub(super) unsafe fn product<T: Strips>(
     (c, c_stride): (&mut [f32], usize),
     start: Start<'_>,
     a: Left<'_>,

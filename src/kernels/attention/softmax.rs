@@ -1,8 +1,6 @@
 //! From scores to probabilities and to the scores' gradients, a vector of queries at a time.
 
-use super::BLOCK;
-use super::heads::BAND;
-use super::tiles::{Shape, TILE};
+use super::heads::{BAND, BLOCK, Shape, TILE};
 use crate::kernels::vector::Vector;
 
 /// The running softmax of a block of queries, in units of powers of 2.

@@ -1,42 +1,17 @@
-//! Tiles of scores, what each level of SIMD does with them in its own way, and their products with causal bounds.
+//! Tiles of scores as words, and their products with causal bounds.
 //!
 //! Working memory is counted in words of 32 bits: one f32, or two bf16 numbers that are neighbors in the direction of
 //! summation. A tile of scores has keys as rows and queries as columns, so that a softmax over the keys of a vector of
 //! queries needs no operation across a vector.
 
-use super::product::{Left, Start, Strip, product, strip};
-use super::{BAND, BLOCK};
-#[cfg(target_arch = "aarch64")]
-use crate::kernels::vector::Neon;
+use super::heads::{BAND, BLOCK, Shape};
+use super::product::{Left, Start, Strips, product};
 #[cfg(target_arch = "x86_64")]
-use crate::kernels::vector::{Avx2, Avx512, Pairs};
-use crate::kernels::vector::{Portable, Single, Words};
+use crate::kernels::vector::Pairs;
+use crate::kernels::vector::{Single, Vector};
 
-/// Words of a tile of scores.
-pub(super) const TILE: usize = BLOCK * BLOCK;
-
-/// Which part of a tile is in use; keys and queries are multiples of [`BAND`].
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Shape {
-    pub keys: usize,
-    pub queries: usize,
-    /// Query i sees keys 0 to i only; else it sees all.
-    pub diagonal: bool,
-}
-
-impl Shape {
-    /// The tile of the keys from `first` on and the `queries` queries from `start` on.
-    pub(super) fn at(first: usize, start: usize, queries: usize) -> Self {
-        let diagonal = first == start;
-        Self { keys: if diagonal { queries } else { BLOCK }, queries, diagonal }
-    }
-}
-
-/// What differs from one level to another.
-pub(super) trait Tiles: Words {
-    /// Products with 1, 2, ... vectors of columns.
-    const STRIPS: &'static [Strip];
-
+/// Tiles of words.
+pub(super) trait Tiles: Strips {
     /// Takes a tile of f32 to words along the keys: word (key, query) is `key * BLOCK + query`, key counting words.
     ///
     /// # Safety
@@ -55,18 +30,10 @@ pub(super) trait Tiles: Words {
     }
 }
 
-// Of 32 registers 24 for the sums, 3 or 4 for a row of the right factor, 1 for a word of the left one;
-#[cfg(target_arch = "x86_64")]
-impl Tiles for Single<Avx512> {
-    const STRIPS: &'static [Strip] =
-        &[strip::<Self, 8, 1>, strip::<Self, 8, 2>, strip::<Self, 8, 3>, strip::<Self, 6, 4>];
-}
+impl<V: Vector> Tiles for Single<V> where Self: Strips {}
 
 #[cfg(target_arch = "x86_64")]
 impl Tiles for Pairs {
-    const STRIPS: &'static [Strip] =
-        &[strip::<Self, 8, 1>, strip::<Self, 8, 2>, strip::<Self, 8, 3>, strip::<Self, 6, 4>];
-
     unsafe fn to_words_along_keys(tile: &mut [f32], shape: Shape) {
         // SAFETY: as the caller promises.
         unsafe { super::pairs::along_keys_in_place(tile, shape) }
@@ -80,23 +47,6 @@ impl Tiles for Pairs {
             super::pairs::along_queries_in_place(along_queries, shape);
         }
     }
-}
-
-#[cfg(target_arch = "aarch64")]
-impl Tiles for Single<Neon> {
-    const STRIPS: &'static [Strip] =
-        &[strip::<Self, 8, 1>, strip::<Self, 8, 2>, strip::<Self, 8, 3>, strip::<Self, 6, 4>];
-}
-
-// of 16 registers 12, 2 and 1;
-#[cfg(target_arch = "x86_64")]
-impl Tiles for Single<Avx2> {
-    const STRIPS: &'static [Strip] = &[strip::<Self, 8, 1>, strip::<Self, 6, 2>];
-}
-
-// of 16, of which a vector takes two, 8, 2 and 2, for a product that is not fused needs one more.
-impl Tiles for Single<Portable> {
-    const STRIPS: &'static [Strip] = &[strip::<Self, 4, 1>];
 }
 
 /// tile = keys queries^T, where a query sees the key: `keys` by rows, `queries` transposed, `depth` words long.
