@@ -52,7 +52,7 @@ single!(Neon, 8 rows, 3 vectors, 1 << 16);
 #[cfg(target_arch = "x86_64")]
 single!(Avx2, 4 rows, 3 vectors, 1 << 16);
 // of 16, of which a vector takes two, 8, 2 and 2, for a product that is not fused needs one more.
-single!(Portable, 4 rows, 1 vectors, 1 << 16);
+single!(Portable, 4 rows, 2 vectors, 1 << 16);
 
 #[cfg(target_arch = "x86_64")]
 impl Arithmetic for Pairs {

@@ -47,7 +47,7 @@ macro_rules! kernels {
     };
 }
 
-kernels!(Single<Portable>, [1, 2, 4], [1]);
+kernels!(Single<Portable>, [1, 2, 4], [1, 2]);
 #[cfg(target_arch = "x86_64")]
 kernels!(Single<Avx2>, [1, 2, 4], [1, 2, 3]);
 #[cfg(target_arch = "x86_64")]

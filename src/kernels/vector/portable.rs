@@ -4,18 +4,102 @@ use super::{Square, Vector, copy_in};
 use crate::kernels::element::Element;
 use crate::kernels::math::exp;
 use crate::kernels::wide::{get, put};
+use four::Four;
 
-/// Eight f32: two registers of the oldest processors.
+/// Four f32.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
-pub(crate) struct Portable([f32; LANES]);
+pub(crate) struct Portable(Four);
 
-const LANES: usize = 8;
+const LANES: usize = 4;
 
 impl Portable {
     #[inline(always)]
-    fn each(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
-        Self(std::array::from_fn(|i| f(self.0[i], other.0[i])))
+    fn of(numbers: [f32; LANES]) -> Self {
+        Self(four::of(numbers))
+    }
+
+    #[inline(always)]
+    fn numbers(self) -> [f32; LANES] {
+        four::numbers(self.0)
+    }
+}
+
+/// The registers that every processor of x86-64 has: of arrays the compiler makes vectors in other places than the
+/// kernels need them.
+#[cfg(target_arch = "x86_64")]
+mod four {
+    use std::arch::x86_64::*;
+
+    pub(super) type Four = __m128;
+
+    #[inline(always)]
+    pub(super) fn of(numbers: [f32; 4]) -> Four {
+        bytemuck::cast(numbers)
+    }
+
+    #[inline(always)]
+    pub(super) fn numbers(four: Four) -> [f32; 4] {
+        bytemuck::cast(four)
+    }
+
+    #[inline(always)]
+    pub(super) fn splat(x: f32) -> Four {
+        // SAFETY: every such processor has the instruction.
+        unsafe { _mm_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    pub(super) fn add(a: Four, b: Four) -> Four {
+        // SAFETY: every such processor has the instruction.
+        unsafe { _mm_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    pub(super) fn sub(a: Four, b: Four) -> Four {
+        // SAFETY: every such processor has the instruction.
+        unsafe { _mm_sub_ps(a, b) }
+    }
+
+    #[inline(always)]
+    pub(super) fn mul(a: Four, b: Four) -> Four {
+        // SAFETY: every such processor has the instruction.
+        unsafe { _mm_mul_ps(a, b) }
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+mod four {
+    pub(super) type Four = [f32; 4];
+
+    #[inline(always)]
+    pub(super) fn of(numbers: [f32; 4]) -> Four {
+        numbers
+    }
+
+    #[inline(always)]
+    pub(super) fn numbers(four: Four) -> [f32; 4] {
+        four
+    }
+
+    #[inline(always)]
+    pub(super) fn splat(x: f32) -> Four {
+        [x; 4]
+    }
+
+    #[inline(always)]
+    pub(super) fn add(a: Four, b: Four) -> Four {
+        std::array::from_fn(|i| a[i] + b[i])
+    }
+
+    #[inline(always)]
+    pub(super) fn sub(a: Four, b: Four) -> Four {
+        std::array::from_fn(|i| a[i] - b[i])
+    }
+
+    #[inline(always)]
+    pub(super) fn mul(a: Four, b: Four) -> Four {
+        std::array::from_fn(|i| a[i] * b[i])
     }
 }
 
@@ -29,75 +113,78 @@ impl Vector for Portable {
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self {
-        Self([x; LANES])
+        Self(four::splat(x))
     }
 
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
         // SAFETY: the caller promises the numbers.
-        Self(unsafe { from.cast::<[f32; LANES]>().read() })
+        Self::of(unsafe { from.cast::<[f32; LANES]>().read() })
     }
 
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
         // SAFETY: the caller promises room for the numbers.
-        unsafe { to.cast::<[f32; LANES]>().write(self.0) }
+        unsafe { to.cast::<[f32; LANES]>().write(self.numbers()) }
     }
 
     #[inline(always)]
     unsafe fn store_halves(self, first: *mut f32, second: *mut f32) {
+        let [a, b, c, d] = self.numbers();
         // SAFETY: the caller promises room for half of the numbers at each place.
         unsafe {
-            std::ptr::copy_nonoverlapping(self.0.as_ptr(), first, LANES / 2);
-            std::ptr::copy_nonoverlapping(self.0.as_ptr().add(LANES / 2), second, LANES / 2);
+            first.cast::<[f32; LANES / 2]>().write([a, b]);
+            second.cast::<[f32; LANES / 2]>().write([c, d]);
         }
     }
 
     #[inline(always)]
     unsafe fn add(self, other: Self) -> Self {
-        self.each(other, |a, b| a + b)
+        Self(four::add(self.0, other.0))
     }
 
     #[inline(always)]
     unsafe fn sub(self, other: Self) -> Self {
-        self.each(other, |a, b| a - b)
+        Self(four::sub(self.0, other.0))
     }
 
     #[inline(always)]
     unsafe fn mul(self, other: Self) -> Self {
-        self.each(other, |a, b| a * b)
+        Self(four::mul(self.0, other.0))
     }
 
     #[inline(always)]
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
-        Self(std::array::from_fn(|i| self.0[i] * factor.0[i] + addend.0[i]))
+        Self(four::add(four::mul(self.0, factor.0), addend.0))
     }
 
     #[inline(always)]
     unsafe fn mul_sub(self, factor: Self, less: Self) -> Self {
-        Self(std::array::from_fn(|i| self.0[i] * factor.0[i] - less.0[i]))
+        Self(four::sub(four::mul(self.0, factor.0), less.0))
     }
 
     #[inline(always)]
     unsafe fn max(self, other: Self) -> Self {
-        self.each(other, |a, b| if a > b { a } else { b })
+        let (a, b) = (self.numbers(), other.numbers());
+        Self::of(std::array::from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] }))
     }
 
     #[inline(always)]
     unsafe fn exp2(self) -> Self {
-        Self(self.0.map(|x| exp(x * std::f32::consts::LN_2)))
+        Self::of(self.numbers().map(|x| exp(x * std::f32::consts::LN_2)))
     }
 
     #[inline(always)]
     unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self {
-        Self(std::array::from_fn(|i| if i < lane { other.0[i] } else { self.0[i] }))
+        let (kept, others) = (self.numbers(), other.numbers());
+        Self::of(std::array::from_fn(|i| if i < lane { others[i] } else { kept[i] }))
     }
 
     #[inline(always)]
     unsafe fn transpose(rows: &mut Square<Self>) {
-        let before = *rows;
+        let before: [_; LANES] = std::array::from_fn(|i| rows[i].numbers());
         for (i, row) in rows[..LANES].iter_mut().enumerate() {
-            *row = Self(std::array::from_fn(|j| before[j].0[i]));
+            *row = Self::of(before.map(|numbers| numbers[i]));
         }
     }
 
@@ -105,18 +192,18 @@ impl Vector for Portable {
     unsafe fn widen<E: Element>(from: *const E, n: usize) -> Self {
         // SAFETY: the caller promises the elements.
         let all: [E; LANES] = unsafe { if n < LANES { copy_in(from, n) } else { from.cast::<[E; LANES]>().read() } };
-        Self(all.map(get))
+        Self::of(all.map(get))
     }
 
     #[inline(always)]
     unsafe fn split_bf16(self) -> [Self; 2] {
-        let low = self.0.map(|word| f32::from_bits(word.to_bits() << 16));
-        [Self(low), Self(self.0.map(|word| f32::from_bits(word.to_bits() & !0xFFFF)))]
+        let bits = self.numbers().map(f32::to_bits);
+        [bits.map(|word| word << 16), bits.map(|word| word & !0xFFFF)].map(|bits| Self::of(bits.map(f32::from_bits)))
     }
 
     #[inline(always)]
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize) {
-        let all: [E; LANES] = self.0.map(put);
+        let all: [E; LANES] = self.numbers().map(put);
         // SAFETY: the caller promises room for the elements.
         unsafe { std::ptr::copy_nonoverlapping(all.as_ptr(), to, n.min(LANES)) };
     }
