@@ -24,6 +24,7 @@ fn wide<E: Element>(values: &[E]) -> Vec<f32> {
 }
 
 fn methods<E: Element>() -> Vec<Method> {
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut, reason = "each level has one method"))]
     let mut methods: Vec<Method> = Level::available().map(Method::of::<E>).collect();
     #[cfg(target_arch = "x86_64")]
     if methods.contains(&Method::Avx512(avx512::Arithmetic::Pairs)) {
