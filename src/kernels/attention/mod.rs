@@ -56,8 +56,6 @@ impl Path {
                 return Self::Avx512(tiles);
             }
         }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = level;
         // Loops: they run at the level too.
         Self::Portable(portable::Portable)
     }
