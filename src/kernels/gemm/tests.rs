@@ -217,6 +217,14 @@ fn products_with_avx2_have_the_bits_of_a_fused_loop_whatever_else_the_processor_
     }
 }
 
+#[cfg(target_arch = "aarch64")]
+#[test]
+fn products_with_neon_have_the_bits_of_a_fused_loop() {
+    check_order::<f32>(Level::Neon, f32::mul_add);
+    check_order::<bf16>(Level::Neon, f32::mul_add);
+    check_order::<f16>(Level::Neon, f32::mul_add);
+}
+
 #[test]
 fn what_a_thread_keeps_for_the_next_product_is_bounded() {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool");
