@@ -3,7 +3,7 @@
 use super::element::Element;
 use super::math::exp;
 use super::par::{Chunks, for_each_part};
-use super::rows::reduce;
+use super::rows::{maximum, reduce};
 use super::wide::vectorized;
 
 /// Elements that one task takes, in whole rows.
@@ -84,18 +84,6 @@ fn softmax(row: &mut [f32], target: u32) -> (f32, f32) {
         );
         (total.ln() + (max - at_target), total)
     })
-}
-
-/// The largest number of a row; nan is passed over.
-#[inline(always)]
-fn maximum(row: &[f32]) -> f32 {
-    const LANES: usize = 16;
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let mut groups = row.chunks_exact(LANES);
-    for group in groups.by_ref() {
-        lanes.iter_mut().zip(group).for_each(|(lane, x)| *lane = if *x > *lane { *x } else { *lane });
-    }
-    groups.remainder().iter().chain(&lanes.clone()).fold(f32::NEG_INFINITY, |max, x| if *x > max { *x } else { max })
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod backward;
+mod cached;
 mod forward;
 mod heads;
 mod portable;
@@ -19,6 +20,7 @@ mod scratch;
 mod strided;
 mod tiles;
 
+pub use cached::{Cached, forward_cached, keep};
 pub use heads::Heads;
 pub use strided::{Rows, RowsMut};
 
