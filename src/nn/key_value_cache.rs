@@ -3,7 +3,7 @@
 use super::attention::{fused_heads, fused_parts, grouped_heads, rows};
 use super::{causal_attention, composed, grouped_attention};
 use crate::graph::is_without_gradients;
-use crate::kernels::attention::{Cached, Heads, Rows, forward_cached, keep};
+use crate::kernels::attention::{Cached, Heads, Rows, capacity_for, forward_cached, keep_keys, keep_values};
 use crate::kernels::buffer;
 use crate::precision::Flat;
 use crate::tensor::element::{Element, with_all, with_element};
@@ -29,7 +29,8 @@ use std::fmt::{self, Display, Formatter};
 /// ```
 ///
 /// It is for evaluation: attention with a cache has no backward, and refuses inputs of which a graph is being recorded. What
-/// it holds has the dtype of the keys. Memory is taken as the text grows, twice as much each time, up to the limit.
+/// it holds has the dtype of the keys. Memory is taken as the text grows, twice as much each time, up to the limit: that of
+/// whole sixteens of positions.
 #[derive(Debug, Clone)]
 pub struct KeyValueCache {
     limit: usize,
@@ -41,7 +42,7 @@ pub struct KeyValueCache {
     device: Option<[Tensor; 2]>,
 }
 
-/// Keys and values `[batch, kv_heads, capacity, head]`.
+/// Keys and values by sequence and key head, as attention's kernel wants them.
 #[derive(Debug, Clone)]
 struct Host {
     keys: Flat,
@@ -191,8 +192,8 @@ impl KeyValueCache {
         let (Some(keys), Some(values)) = (E::of_flat_mut(keys), E::of_flat_mut(values)) else {
             bail!("attention with a cache: its memory has another dtype than {:?}", E::DTYPE)
         };
-        keep(h, k, before, keys);
-        keep(h, v, before, values);
+        keep_keys(h, k, before, keys);
+        keep_values(h, v, before, values);
         let result = match first {
             Some(result) => result,
             None => {
@@ -212,7 +213,7 @@ impl KeyValueCache {
             Some(host) if positions <= host.capacity => host,
             old => {
                 let doubled = old.as_ref().map_or(0, |host| 2 * host.capacity);
-                let mut host = Host::new(sizes, positions.max(doubled).max(self.wanted).min(self.limit));
+                let mut host = Host::new(sizes, capacity_for(positions.max(doubled).max(self.wanted).min(self.limit)));
                 if let Some(old) = old {
                     host.take_over(&old, self.len);
                 }
@@ -248,7 +249,7 @@ impl Host {
         let Sizes { batch, kv_heads, head, dtype } = self.sizes;
         let position = head * dtype.size_in_bytes();
         for part in 0..batch * kv_heads {
-            let of = |capacity: usize| part * capacity * position..(part * capacity + len) * position;
+            let of = |capacity: usize| part * capacity * position..(part * capacity + capacity_for(len)) * position;
             for (to, from) in [(&mut self.keys, &old.keys), (&mut self.values, &old.values)] {
                 to.as_bytes_mut()[of(self.capacity)].copy_from_slice(&from.as_bytes()[of(old.capacity)]);
             }

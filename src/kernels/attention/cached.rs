@@ -1,8 +1,10 @@
 //! Attention of some new positions over all positions so far, whose keys and values a cache holds.
 //!
 //! A query or a few read everything that the cache holds, once: memory sets the pace, not arithmetic. So keys and values lie
-//! by head, those of a head one position after the other, and are used as they stand, in their dtype. The sums of a query
-//! are in f32 and in an order of their own, which neither the number of threads nor that of new positions changes.
+//! by head, in the order in which they are read, and are used as they stand, in their dtype: values one position after the
+//! other, keys in blocks of [`BLOCK`] positions, within which those of an element lie side by side, so that a vector of
+//! scores needs no sum across itself. The sums of a query are in f32 and in an order of their own, which neither the number
+//! of threads nor that of new positions changes.
 
 use super::SCRATCH;
 use super::heads::Heads;
@@ -13,10 +15,14 @@ use crate::kernels::element::Element;
 use crate::kernels::math::exp;
 use crate::kernels::par::{for_each_part, for_each_part_here};
 use crate::kernels::rows::{maximum, reduce};
-use crate::kernels::wide::{get, put, vectorized};
+use crate::kernels::wide::{get, put, vectorized, widen};
 
 /// Queries whose scores with a key are computed while the key is at hand.
 const QUERIES: usize = 8;
+/// Positions whose scores are computed at once.
+const BLOCK: usize = 16;
+/// Sums that need not wait for one another.
+const CHAINS: usize = 4;
 /// Positions whose values are added up while they are at hand.
 const POSITIONS: usize = 64;
 /// Columns of the values that are added up in registers.
@@ -24,29 +30,51 @@ const COLUMNS: usize = 32;
 /// Multiplications that are done before another thread would have woken up.
 const SMALL: usize = 1 << 18;
 
-/// Keys and values `[batch, kv_heads, capacity, head]`, of which the new positions are the last that are there.
+/// The capacity with room for so many positions.
+pub fn capacity_for(positions: usize) -> usize {
+    positions.next_multiple_of(BLOCK)
+}
+
+/// Keys `[batch, kv_heads, capacity / BLOCK, head, BLOCK]` and values `[batch, kv_heads, capacity, head]`. The new positions
+/// are the last that are there.
+///
+/// Of one head, what both hold of the first positions lies in their first `capacity_for(positions) * head` elements.
 #[derive(Debug, Clone, Copy)]
 pub struct Cached<'a, E> {
     /// The keys.
     pub keys: &'a [E],
     /// The values.
     pub values: &'a [E],
-    /// Positions that there is room for.
+    /// Positions that there is room for: a [`capacity_for`] some.
     pub capacity: usize,
     /// Positions before the new ones.
     pub before: usize,
 }
 
-/// Writes the keys, or the values, of `h.time` new positions after the `before` that are there.
+/// Writes the keys of `h.time` new positions after the `before` that are there.
 ///
-/// Panics if `to` has another size or no room.
-pub fn keep<E: Element>(h: &Heads, rows: Rows<'_, E>, before: usize, to: &mut [E]) {
+/// Panics if `to` has no room for them; so does [`keep_values`].
+pub fn keep_keys<E: Element>(h: &Heads, rows: Rows<'_, E>, before: usize, to: &mut [E]) {
+    for_each_head(h, rows, to, |t, row, to| {
+        let position = before + t;
+        let block = &mut to[position / BLOCK * BLOCK * h.head..][..BLOCK * h.head];
+        for (to, x) in block.chunks_exact_mut(BLOCK).zip(row) {
+            to[position % BLOCK] = *x;
+        }
+    });
+}
+
+/// Writes their values.
+pub fn keep_values<E: Element>(h: &Heads, rows: Rows<'_, E>, before: usize, to: &mut [E]) {
+    for_each_head(h, rows, to, |t, row, to| to[(before + t) * h.head..][..h.head].copy_from_slice(row));
+}
+
+/// Calls `write` with each new position, its vector and the memory of its head.
+fn for_each_head<E: Element>(h: &Heads, rows: Rows<'_, E>, to: &mut [E], write: impl Fn(usize, &[E], &mut [E])) {
     let of_head = to.len() / (h.batch * h.kv_heads).max(1);
     for (i, to) in to.chunks_exact_mut(of_head.max(1)).enumerate() {
         let from = rows.head(h, i / h.kv_heads, i % h.kv_heads);
-        for (t, to) in to[before * h.head..][..h.time * h.head].chunks_exact_mut(h.head).enumerate() {
-            to.copy_from_slice(from.row(t));
-        }
+        (0..h.time).for_each(|t| write(t, from.row(t), to));
     }
 }
 
@@ -55,7 +83,13 @@ pub fn keep<E: Element>(h: &Heads, rows: Rows<'_, E>, before: usize, to: &mut [E
 /// `q` and `out` are as in [`forward()`](super::forward()). Panics if the slices do not fit the sizes.
 pub fn forward_cached<E: Element>(h: &Heads, q: Rows<'_, E>, cached: Cached<'_, E>, out: &mut [E]) {
     h.check(out.len(), h.batch * h.heads * h.time);
-    assert!(cached.before + h.time <= cached.capacity, "{} and {} of {}", cached.before, h.time, cached.capacity);
+    assert!(
+        cached.capacity.is_multiple_of(BLOCK) && cached.before + h.time <= cached.capacity,
+        "{} and {} of {}",
+        cached.before,
+        h.time,
+        cached.capacity
+    );
     if out.is_empty() {
         return;
     }
@@ -85,16 +119,15 @@ fn one_key_head<'a, E: Element>(
     mut out: HeadMut<'_, E>,
     scratch: &mut Scratch,
 ) {
-    const LINE: usize = 16;
     let (head, group, scale) = (h.head, h.group(), h.scale());
-    let width = head.next_multiple_of(LINE);
+    let width = head.next_multiple_of(BLOCK);
     for first in (0..h.time * group).step_by(QUERIES) {
         let n = QUERIES.min(h.time * group - first);
         // A row is a query: the heads of the group by turns, position by position.
         let place = |row: usize| ((first + row) / group, (first + row) % group);
         let seen = |row: usize| before + place(row).0 + 1;
         let most = seen(n - 1);
-        let stride = most.next_multiple_of(LINE);
+        let stride = most.next_multiple_of(BLOCK);
         let [queries, sums, scores] = scratch.pieces([n * width, n * width, n * stride]);
         vectorized!({
             for (row, query) in queries.chunks_exact_mut(width).enumerate() {
@@ -103,14 +136,10 @@ fn one_key_head<'a, E: Element>(
                     *wide = get(*x) * scale;
                 }
             }
-            for (position, key) in keys.chunks_exact(head).take(most).enumerate() {
+            for (block, keys) in keys.chunks_exact(BLOCK * head).take(stride / BLOCK).enumerate() {
                 for (row, query) in queries.chunks_exact(width).enumerate() {
-                    scores[row * stride + position] = reduce(
-                        key,
-                        &query[..head],
-                        #[inline(always)]
-                        |k, q| get(k) * q,
-                    );
+                    let scores = &mut scores[row * stride + block * BLOCK..][..BLOCK];
+                    scores.copy_from_slice(&products(&query[..head], keys));
                 }
             }
             let mut factors = [0f32; QUERIES];
@@ -145,21 +174,58 @@ fn one_key_head<'a, E: Element>(
     }
 }
 
+/// The products of a query with the keys of a block.
+#[inline(always)]
+fn products<E: Element>(query: &[f32], keys: &[E]) -> [f32; BLOCK] {
+    let [mut s0, mut s1, mut s2, mut s3] = [[0f32; BLOCK]; CHAINS];
+    // Widened in a loop of its own: of few elements at a time the compiler makes no vectors.
+    let mut wide = [0f32; CHAINS * BLOCK];
+    let (mut q, mut k) = (query.chunks_exact(CHAINS), keys.chunks_exact(CHAINS * BLOCK));
+    for (q, k) in q.by_ref().zip(k.by_ref()) {
+        widen(k, &mut wide);
+        add_products(&mut s0, q[0], &wide[..BLOCK]);
+        add_products(&mut s1, q[1], &wide[BLOCK..2 * BLOCK]);
+        add_products(&mut s2, q[2], &wide[2 * BLOCK..3 * BLOCK]);
+        add_products(&mut s3, q[3], &wide[3 * BLOCK..]);
+    }
+    for (q, k) in q.remainder().iter().zip(k.remainder().chunks_exact(BLOCK)) {
+        widen(k, &mut wide[..BLOCK]);
+        add_products(&mut s0, *q, &wide[..BLOCK]);
+    }
+    let mut all = [0f32; BLOCK];
+    for (i, all) in all.iter_mut().enumerate() {
+        *all = (s0[i] + s1[i]) + (s2[i] + s3[i]);
+    }
+    all
+}
+
+#[inline(always)]
+fn add_products(sums: &mut [f32; BLOCK], q: f32, keys: &[f32]) {
+    for (sum, k) in sums.iter_mut().zip(keys) {
+        *sum += q * k;
+    }
+}
+
 /// sums += the values of some positions, one after the other in memory, weighted.
 #[inline(always)]
 fn gather<E: Element>(weights: &[f32], values: &[E], sums: &mut [f32]) {
     let head = sums.len();
     let mut blocks = sums.chunks_exact_mut(COLUMNS);
     for (block, sums) in blocks.by_ref().enumerate() {
-        let mut in_registers = [0f32; COLUMNS];
-        in_registers.copy_from_slice(sums);
-        for (weight, values) in weights.iter().zip(values.chunks_exact(head)) {
-            let values = &values[block * COLUMNS..][..COLUMNS];
-            for (sum, value) in in_registers.iter_mut().zip(values) {
-                *sum += weight * get(*value);
-            }
+        // Positions of even and of odd number, which need not wait for one another.
+        let [mut even, mut odd] = [[0f32; COLUMNS]; 2];
+        let (mut pairs, mut rows) = (weights.chunks_exact(2), values.chunks_exact(2 * head));
+        for (weights, values) in pairs.by_ref().zip(rows.by_ref()) {
+            add_values(&mut even, weights[0], &values[block * COLUMNS..][..COLUMNS]);
+            add_values(&mut odd, weights[1], &values[head + block * COLUMNS..][..COLUMNS]);
         }
-        sums.copy_from_slice(&in_registers);
+        if let [weight] = *pairs.remainder() {
+            let last = &values[(weights.len() - 1) * head..];
+            add_values(&mut even, weight, &last[block * COLUMNS..][..COLUMNS]);
+        }
+        for ((sum, even), odd) in sums.iter_mut().zip(even).zip(odd) {
+            *sum += even + odd;
+        }
     }
     let sums = blocks.into_remainder();
     let rest = head - sums.len();
@@ -167,6 +233,13 @@ fn gather<E: Element>(weights: &[f32], values: &[E], sums: &mut [f32]) {
         for (sum, value) in sums.iter_mut().zip(&values[rest..]) {
             *sum += weight * get(*value);
         }
+    }
+}
+
+#[inline(always)]
+fn add_values<E: Element>(sums: &mut [f32; COLUMNS], weight: f32, values: &[E]) {
+    for (sum, value) in sums.iter_mut().zip(values) {
+        *sum += weight * get(*value);
     }
 }
 
@@ -193,7 +266,7 @@ mod tests {
         let [q, k, v] = columns.map(|column| Rows::new(&qkv[column..], stride));
         super::super::forward(all, q, k, v, &mut at_once, &mut lse);
 
-        let capacity = all.time + 3;
+        let capacity = capacity_for(all.time) + BLOCK;
         let [mut keys, mut values] = [1, 2].map(|seed| numbers::<E>(all.batch * capacity * kv_width, seed));
         let mut out = vec![E::default(); at_once.len()];
         let mut before = 0;
@@ -203,8 +276,8 @@ mod tests {
             let rows = |sequence: &[E]| sequence[before * stride..][..time * stride].to_vec();
             let piece: Vec<E> = qkv.chunks_exact(all.time * stride).flat_map(rows).collect();
             let [q, k, v] = columns.map(|column| part(&piece, column, stride));
-            keep(&h, Rows::new(&k, stride), before, &mut keys);
-            keep(&h, Rows::new(&v, stride), before, &mut values);
+            keep_keys(&h, Rows::new(&k, stride), before, &mut keys);
+            keep_values(&h, Rows::new(&v, stride), before, &mut values);
             let mut y = vec![E::default(); all.batch * time * q_width];
             let cached = Cached { keys: &keys, values: &values, capacity, before };
             forward_cached(&h, Rows::new(&q, stride), cached, &mut y);

@@ -20,7 +20,7 @@ mod scratch;
 mod strided;
 mod tiles;
 
-pub use cached::{Cached, forward_cached, keep};
+pub use cached::{Cached, capacity_for, forward_cached, keep_keys, keep_values};
 pub use heads::Heads;
 pub use strided::{Rows, RowsMut};
 
