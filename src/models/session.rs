@@ -8,7 +8,7 @@ use candle_core::{Result, bail};
 ///
 /// It belongs to one model and the weights that this has meanwhile: after a training step begin another one. Keys and
 /// values have the dtype that the model computes in, and take 2 x blocks x positions x (width of a position's keys)
-/// elements.
+/// elements, for whole sixteens of positions.
 ///
 /// ```
 /// use candle_core::{DType, Device};

@@ -6,9 +6,8 @@
 //! scores needs no sum across itself. The sums of a query are in f32 and in an order of their own, which neither the number
 //! of threads nor that of new positions changes.
 
-use super::SCRATCH;
 use super::heads::Heads;
-use super::scratch::Scratch;
+use super::scratch::{SCRATCH, Scratch};
 use super::strided::{HeadMut, HeadRows, Rows, RowsMut};
 use crate::kernels::count;
 use crate::kernels::element::Element;
