@@ -21,6 +21,9 @@ pub(crate) enum Level {
     /// Vectors of sixteen f32; products of bf16 use its bf16 instructions where the CPU has them.
     #[cfg(target_arch = "x86_64")]
     Avx512,
+    /// Vectors of four f32, with the fused multiply-add in products.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
 }
 
 impl Level {
@@ -30,6 +33,8 @@ impl Level {
         Self::Avx512,
         #[cfg(target_arch = "x86_64")]
         Self::Avx2,
+        #[cfg(target_arch = "aarch64")]
+        Self::Neon,
         Self::Portable,
     ];
 
@@ -41,6 +46,8 @@ impl Level {
             Self::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => "avx512",
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => "neon",
         }
     }
 
@@ -64,6 +71,8 @@ impl Level {
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vl")
             }
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => true,
         }
     }
 

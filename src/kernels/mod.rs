@@ -24,6 +24,7 @@ pub(crate) mod par;
 pub(crate) mod rope;
 mod rows;
 pub(crate) mod simd;
+pub(crate) mod vector;
 pub(crate) mod wide;
 
 pub(crate) use element::Element;

@@ -32,6 +32,9 @@ impl Level {
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => unsafe { avx512(l) },
+            // The compiler uses its instructions everywhere.
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => l.run(),
         }
     }
 }
@@ -77,12 +80,31 @@ fn avx512<L: Loop>(l: L) -> L::Output {
 /// Asks for the cache line `ahead` elements behind the start of `values`, which may lie outside of it: a hint.
 #[inline(always)]
 pub(crate) fn prefetch<T>(values: &[T], ahead: usize) {
+    prefetch_at(values.as_ptr().wrapping_add(ahead));
+}
+
+/// Asks for the cache line of a place, which need not exist: a hint.
+#[inline(always)]
+pub(crate) fn prefetch_at<T>(place: *const T) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: a prefetch reads nothing that the program could see and never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(values.as_ptr().wrapping_add(ahead).cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(place.cast()) }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (values, ahead);
+    let _ = place;
+}
+
+/// The same for a place that will be written.
+#[inline(always)]
+pub(crate) fn prefetch_to_write<T>(place: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+        // SAFETY: as above.
+        unsafe { _mm_prefetch::<_MM_HINT_ET0>(place.cast()) }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = place;
 }

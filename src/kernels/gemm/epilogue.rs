@@ -3,6 +3,7 @@
 use super::matrix::{Matrix, MatrixMut};
 use crate::kernels::element::Element;
 use crate::kernels::math;
+use crate::kernels::simd::{prefetch_at, prefetch_to_write};
 
 /// The operations on the sums before they are rounded and stored:
 /// `c = activation(scale * sum + bias) + residual (+ c)`, everything in f32, rounded once.
@@ -71,7 +72,6 @@ impl<C> Target<C> {
         Self { data: matrix.as_mut_ptr(), row_stride: matrix.row_stride() }
     }
 
-    #[cfg(target_arch = "x86_64")]
     pub(super) fn row_stride(&self) -> usize {
         self.row_stride
     }
@@ -113,66 +113,19 @@ impl<'a, C: Element> Sink<'a, C> {
     }
 
     /// Brings elements of the result near that will be written, and what will be added to them.
-    #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     pub(super) fn prefetch(&self, (row, rows): (usize, usize), (col, cols): (usize, usize)) {
-        use std::arch::x86_64::{_MM_HINT_ET0, _MM_HINT_T0, _mm_prefetch};
         let per_line = 64 / size_of::<C>();
         for i in row..row + rows {
             for j in (col..col + cols).step_by(per_line) {
                 for target in [Some(&self.result), self.before_activation.as_ref()].into_iter().flatten() {
-                    // SAFETY: an element of the result; a prefetch does not access it.
-                    unsafe { _mm_prefetch::<_MM_HINT_ET0>(target.at(i, j).cast_const().cast()) };
+                    // SAFETY: an element of the result.
+                    prefetch_to_write(unsafe { target.at(i, j) }.cast_const());
                 }
                 if let Some(residual) = &self.residual {
-                    let place = residual.as_ptr().wrapping_add(i * residual.row_stride() + j);
-                    // SAFETY: a prefetch does not access the place.
-                    unsafe { _mm_prefetch::<_MM_HINT_T0>(place.cast()) };
+                    prefetch_at(residual.as_ptr().wrapping_add(i * residual.row_stride() + j));
                 }
             }
-        }
-    }
-
-    /// Finishes the sums of the elements of row `row` from column `col`, and stores them. The sums are overwritten.
-    ///
-    /// # Safety
-    /// They are elements of the result, and nobody else accesses them meanwhile.
-    pub(super) unsafe fn finish(&self, row: usize, col: usize, sums: &mut [f32]) {
-        // Chunks of a size whose copies in f32 stay on the stack.
-        const CHUNK: usize = 64;
-        let mut wide = [0f32; CHUNK];
-        for (i, sums) in sums.chunks_mut(CHUNK).enumerate() {
-            let (col, n) = (col + i * CHUNK, sums.len());
-            let wide = &mut wide[..n];
-            if self.scale != 1.0 {
-                sums.iter_mut().for_each(|s| *s *= self.scale);
-            }
-            if let Some(bias) = self.bias {
-                C::widen(&bias[col..][..n], wide);
-                sums.iter_mut().zip(&*wide).for_each(|(s, b)| *s += b);
-            }
-            if let Some(activation) = self.activation {
-                let mut rounded = [C::default(); CHUNK];
-                let rounded = &mut rounded[..n];
-                C::narrow(sums, rounded);
-                if let Some(before) = &self.before_activation {
-                    // SAFETY: these elements belong to the caller, as it promises.
-                    unsafe { std::slice::from_raw_parts_mut(before.at(row, col), n) }.copy_from_slice(rounded);
-                }
-                C::widen(rounded, sums);
-                activation.apply(sums);
-            }
-            if let Some(residual) = &self.residual {
-                C::widen(&residual.row(row)[col..][..n], wide);
-                sums.iter_mut().zip(&*wide).for_each(|(s, r)| *s += r);
-            }
-            // SAFETY: these elements belong to the caller, as it promises.
-            let result = unsafe { std::slice::from_raw_parts_mut(self.result.at(row, col), n) };
-            if self.accumulate {
-                C::widen(result, wide);
-                sums.iter_mut().zip(&*wide).for_each(|(s, c)| *s += c);
-            }
-            C::narrow(sums, result);
         }
     }
 }

@@ -62,15 +62,9 @@ impl<'a, E: Copy> Matrix<'a, E> {
     }
 
     /// The element at (i, j).
+    #[cfg(test)]
     pub(super) fn at(&self, i: usize, j: usize) -> E {
         self.data[i * self.row_stride + j * self.col_stride]
-    }
-
-    /// The block of `rows` rows from `row` and `cols` columns from `col`, a view.
-    pub(super) fn block(self, row: usize, rows: usize, col: usize, cols: usize) -> Self {
-        assert!(row + rows <= self.rows && col + cols <= self.cols, "block reaches past its matrix");
-        let start = if rows == 0 || cols == 0 { 0 } else { row * self.row_stride + col * self.col_stride };
-        Self { data: &self.data[start..], rows, cols, ..self }
     }
 }
 

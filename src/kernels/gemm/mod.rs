@@ -3,21 +3,21 @@
 //! Sums are kept in f32 and rounded once, when they are stored. An element of the result has the same bits whatever
 //! the number of rows around it and whatever the number of threads.
 //!
-//! Each level of SIMD has a method of its own, and [`Method::of`] is the one place that says which. With AVX-512
-//! operands are packed into the order in which a register-blocked microkernel reads them, bf16 operands stay in bf16
-//! and are multiplied in pairs (`vdpbf16ps`, which takes denormal operands and results as 0). With AVX2 kernels of the
-//! `gemm` crate compute the sums, and plain loops anywhere else.
+//! Operands are packed into the order in which a register-blocked microkernel reads them. The product is written once,
+//! over an [`Arithmetic`](arithmetic::Arithmetic): vectors, and how a word of `a` is multiplied with those of `b`.
+//! [`Method::of`] says which one a level of SIMD takes. With AVX512_BF16 bf16 operands stay in bf16 and are multiplied
+//! in pairs (`vdpbf16ps`, which takes denormal operands and results as 0).
 
-#[cfg(target_arch = "x86_64")]
-mod avx2;
-#[cfg(target_arch = "x86_64")]
-mod avx512;
+mod arithmetic;
+mod blocked;
 mod column_sums;
 mod epilogue;
+mod finish;
+mod kernel;
 mod matrix;
-mod portable;
+mod pack;
+mod panels;
 mod scratch;
-mod tiles;
 
 pub use column_sums::column_sums;
 pub use epilogue::{Activation, Epilogue};
@@ -25,7 +25,13 @@ pub use matrix::{Matrix, MatrixMut};
 
 use crate::kernels::count;
 use crate::kernels::element::Element;
+#[cfg(target_arch = "x86_64")]
+use crate::kernels::element::Kind;
 use crate::kernels::simd::{Level, level};
+use crate::kernels::vector;
+#[cfg(target_arch = "x86_64")]
+use arithmetic::Pairs;
+use arithmetic::Single;
 use epilogue::Sink;
 
 /// `c = epilogue(a b)`, for `a` of `[m, k]` and `b` of `[k, n]`.
@@ -49,18 +55,27 @@ enum Method {
     #[cfg(target_arch = "x86_64")]
     Avx2,
     #[cfg(target_arch = "x86_64")]
-    Avx512(avx512::Arithmetic),
+    Avx512,
+    /// Words of two bf16.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+    #[cfg(target_arch = "aarch64")]
+    Neon,
 }
 
 impl Method {
-    /// The path of a level, for operands of a dtype.
+    /// The method of a level, for operands of a dtype.
     fn of<E: Element>(level: Level) -> Self {
         match level {
             Level::Portable => Self::Portable,
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => Self::Avx2,
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => Self::Avx512(avx512::Arithmetic::of::<E>()),
+            Level::Avx512 if E::KIND == Kind::BF16 && is_x86_feature_detected!("avx512bf16") => Self::Avx512Bf16,
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => Self::Avx512,
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => Self::Neon,
         }
     }
 }
@@ -79,11 +94,15 @@ fn gemm_by<E: Element, C: Element>(
         return;
     }
     match method {
-        Method::Portable => portable::gemm(&sink, a, b),
+        Method::Portable => blocked::gemm::<Single<vector::Portable>, E, C>(&sink, a, b),
         #[cfg(target_arch = "x86_64")]
-        Method::Avx2 => avx2::gemm(&sink, a, b),
+        Method::Avx2 => blocked::gemm::<Single<vector::Avx2>, E, C>(&sink, a, b),
         #[cfg(target_arch = "x86_64")]
-        Method::Avx512(arithmetic) => avx512::gemm(arithmetic, &sink, a, b),
+        Method::Avx512 => blocked::gemm::<Single<vector::Avx512>, E, C>(&sink, a, b),
+        #[cfg(target_arch = "x86_64")]
+        Method::Avx512Bf16 => blocked::gemm::<Pairs, E, C>(&sink, a, b),
+        #[cfg(target_arch = "aarch64")]
+        Method::Neon => blocked::gemm::<Single<vector::Neon>, E, C>(&sink, a, b),
     }
 }
 

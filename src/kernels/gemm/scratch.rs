@@ -6,7 +6,7 @@ use std::cell::RefCell;
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Line {
-    _words: [u32; 16],
+    _words: [f32; 16],
 }
 
 /// Bytes of the largest buffer that is kept: what a product needs beyond that costs little beside the product itself.
@@ -21,11 +21,11 @@ thread_local! {
 /// Calls `f` with memory for `words` words of 32 bits, aligned to cache lines. What it holds is left from earlier uses.
 ///
 /// A thread that waits for others may meanwhile run another product: it finds, or makes, a further buffer.
-pub(super) fn with_words<R>(words: usize, f: impl FnOnce(*mut u32) -> R) -> R {
+pub(super) fn with_words<R>(words: usize, f: impl FnOnce(*mut f32) -> R) -> R {
     let mut buffer = FREE.with_borrow_mut(Vec::pop).unwrap_or_default();
     let lines = words.div_ceil(16);
     if buffer.len() < lines {
-        buffer.resize(lines, Line { _words: [0; 16] });
+        buffer.resize(lines, Line { _words: [0.0; 16] });
     }
     let result = f(buffer.as_mut_ptr().cast());
     if size_of_val(&buffer[..]) > MOST {
@@ -33,12 +33,6 @@ pub(super) fn with_words<R>(words: usize, f: impl FnOnce(*mut u32) -> R) -> R {
     }
     FREE.with_borrow_mut(|free| free.push(buffer));
     result
-}
-
-/// The same for `n` f32.
-pub(super) fn with_floats<R>(n: usize, f: impl FnOnce(&mut [f32]) -> R) -> R {
-    // SAFETY: the words are initialized, aligned for f32, and this closure's alone; every bit pattern is an f32.
-    with_words(n, |words| f(unsafe { std::slice::from_raw_parts_mut(words.cast::<f32>(), n) }))
 }
 
 /// Bytes of the buffers of this thread that are not in use.

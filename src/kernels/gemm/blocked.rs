@@ -3,6 +3,8 @@
 //! The result is cut into tasks of some columns, and of all rows or many. A task packs its columns of `b`, which then
 //! stay in its core's L2 cache, while strips of a few rows of `a` stream past them, each read once. So the cores
 //! exchange nothing but `a` where that must be packed; packed columns that another core has written would come slowly.
+//! Where `a` has few rows, what is packed is not kept: a task packs a small piece of `b`, multiplies all rows with it
+//! and goes on, so that `b` is read once and nothing of its size is written.
 //!
 //! Where `a` must be packed, the first tasks do it, once for all threads. The others wait until it is done: tasks start
 //! in order, so that they wait for tasks that are already running.
@@ -10,14 +12,15 @@
 //! How the inner dimension is cut depends on its length alone, and so does the order in which the products of an
 //! element are summed.
 
+use super::arithmetic::{Arithmetic, Word};
+use super::epilogue::Sink;
 use super::finish::{Place, finish};
-use super::kernel::{self, COLS, LANES, ROWS, Words};
-use super::pack::{Operand, STEPS_AHEAD, Word};
+use super::kernel::{self, Kernels, Start, Words};
+use super::matrix::Matrix;
+use super::pack::{Operand, STEPS_AHEAD};
 use super::panels::Panels;
+use super::scratch::with_words;
 use crate::kernels::element::Element;
-use crate::kernels::gemm::epilogue::Sink;
-use crate::kernels::gemm::matrix::Matrix;
-use crate::kernels::gemm::scratch::with_words;
 use crate::kernels::par;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -26,11 +29,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 const BLOCK_STEPS: usize = 512;
 /// The most blocks of steps for which operands are packed at a time.
 const SPAN_BLOCKS: usize = 4;
-/// The most words of `b` that a task packs (512 KiB), as long as these are [`MIN_COLS`] columns.
-const WORDS_OF_B: usize = 1 << 17;
-const MIN_COLS: usize = 2 * COLS;
 /// The most words of `a` that are packed at a time (4 MiB).
 const WORDS_OF_A: usize = 1 << 20;
+/// Rows that do not pay for packing `b` as a whole.
+const FEW_ROWS: usize = 16;
 /// Rows of a task for which the packing of `b` costs little.
 const MANY_ROWS: usize = 512;
 /// Rows of a task for which it costs less than to leave a thread idle.
@@ -42,8 +44,12 @@ const PACK_STEPS: usize = 32;
 /// Multiplications that are done before another thread would have woken up.
 const SMALL: usize = 1 << 20;
 
-/// `c = epilogue(a b)`. The processor must have AVX-512 F, BW, DQ and VL, and what the words' kernels need.
-pub(super) fn gemm<W: Word<E>, E: Element, C: Element>(sink: &Sink<'_, C>, a: Matrix<'_, E>, b: Matrix<'_, E>) {
+/// `c = epilogue(a b)`. The processor must have the instructions of the words' arithmetic.
+pub(super) fn gemm<W: Word<E> + Kernels, E: Element, C: Element>(
+    sink: &Sink<'_, C>,
+    a: Matrix<'_, E>,
+    b: Matrix<'_, E>,
+) {
     let (rows, cols, inner) = (a.rows(), b.cols(), a.cols());
     let a =
         Operand { data: a.as_ptr(), outer: rows, inner, outer_stride: a.row_stride(), inner_stride: a.col_stride() };
@@ -54,20 +60,21 @@ pub(super) fn gemm<W: Word<E>, E: Element, C: Element>(sink: &Sink<'_, C>, a: Ma
         () if a.inner_stride == 1 => Layout::Rows,
         () => Layout::Groups,
     };
-    let blocks = Cut::new(inner.div_ceil(W::DEPTH), BLOCK_STEPS, LANES);
-    let spans = Cut::new(blocks.count, SPAN_BLOCKS, 1);
+    let blocks = Cut::new(inner.div_ceil(W::DEPTH), BLOCK_STEPS, W::LANES);
+    let few = rows <= FEW_ROWS && inner > 0;
+    let spans = Cut::new(blocks.count, if few { usize::MAX } else { SPAN_BLOCKS }, 1);
     let span_steps = (blocks.most() * spans.most()).max(1);
     let most_rows = if layout == Layout::InPlace { rows } else { (WORDS_OF_A / span_steps).max(MIN_ROWS) };
-    let regions = Cut::new(rows, most_rows, LANES);
+    let regions = Cut::new(rows, most_rows, W::LANES.max(W::ROWS));
     let threads = if rows * cols * inner <= SMALL { 1 } else { rayon::current_num_threads() };
     let words_of_a = if layout == Layout::InPlace { 0 } else { regions.most() * span_steps };
-    let waiting = if spans.count > 1 { regions.most() * cols.next_multiple_of(LANES) } else { 0 };
+    let waiting = if spans.count > 1 { regions.most() * cols.next_multiple_of(W::LANES) } else { 0 };
     with_words(words_of_a, |packed_a| {
         with_words(waiting, |sums| {
             for region in 0..regions.count {
                 for span in 0..spans.count {
                     let rows = regions.piece(region);
-                    let grid = Grid::new(rows.len(), cols, span_steps, threads);
+                    let grid = Grid::new::<W>(rows.len(), cols, if few { 1 } else { span_steps }, threads);
                     let part = Part {
                         sink,
                         a,
@@ -78,11 +85,11 @@ pub(super) fn gemm<W: Word<E>, E: Element, C: Element>(sink: &Sink<'_, C>, a: Ma
                         span: spans.piece(span),
                         grid,
                         packed_a: Shared(packed_a),
-                        sums: (spans.count > 1).then_some(Shared(sums.cast())),
+                        sums: (spans.count > 1).then_some(Shared(sums)),
                         packed: AtomicUsize::new(0),
                     };
                     let tasks = part.packs() + grid.rows.count * grid.cols.count;
-                    let task = |task| part.run::<W>(task);
+                    let task = |task| part.run::<W>(task, few);
                     if threads == 1 { (0..tasks).for_each(task) } else { par::for_each(tasks, task) }
                 }
             }
@@ -130,24 +137,25 @@ struct Grid {
 
 impl Grid {
     /// As few as fit the caches, but some for each thread, so that threads of unequal speed end together.
-    fn new(rows: usize, cols: usize, steps: usize, threads: usize) -> Self {
-        let widest = (WORDS_OF_B / steps).max(MIN_COLS);
+    fn new<A: Arithmetic>(rows: usize, cols: usize, steps: usize, threads: usize) -> Self {
+        let at_least = 2 * A::COLS;
+        let widest = (A::WORDS_OF_B / steps).max(at_least);
         if threads == 1 {
-            return Self { rows: Cut::into(rows, 1, ROWS), cols: Cut::new(cols, widest, COLS) };
+            return Self { rows: Cut::into(rows, 1, A::ROWS), cols: Cut::new(cols, widest, A::COLS) };
         }
         let cols = if rows >= 4 * threads * MANY_ROWS {
             // Rows alone make enough tasks, and whole rows of the result are better written at once.
-            Cut::new(cols, widest, COLS)
+            Cut::new(cols, widest, A::COLS)
         } else {
-            let few = Cut::new(cols, widest.min((cols / (2 * threads)).max(MIN_COLS)), COLS).count;
+            let few = Cut::new(cols, widest.min((cols / (2 * threads)).max(at_least)), A::COLS).count;
             // The threads shall get the same number.
             let count = few.next_multiple_of(threads);
-            Cut::into(cols, if count <= cols.div_ceil(COLS) { count } else { few }, COLS)
+            Cut::into(cols, if count <= cols.div_ceil(A::COLS) { count } else { few }, A::COLS)
         };
         let wanted = |tasks: usize, at_least: usize| (tasks * threads).div_ceil(cols.count).min(rows / at_least).max(1);
         let count = wanted(4, MANY_ROWS).max(wanted(2, MIN_ROWS));
         let even = (count..count + threads).find(|count| (count * cols.count).is_multiple_of(threads));
-        Self { rows: Cut::into(rows, even.unwrap_or(count), ROWS), cols }
+        Self { rows: Cut::into(rows, even.unwrap_or(count), A::ROWS), cols }
     }
 }
 
@@ -158,7 +166,7 @@ enum Layout {
     InPlace,
     /// Each row's words one after the other.
     Rows,
-    /// Groups of [`ROWS`] rows, for each step the words of these.
+    /// Groups of [`Arithmetic::ROWS`] rows, for each step the words of these.
     Groups,
 }
 
@@ -187,16 +195,19 @@ struct Part<'a, E, C> {
     blocks: Cut,
     span: Range<usize>,
     grid: Grid,
-    packed_a: Shared<u32>,
+    packed_a: Shared<f32>,
     /// Sums that wait for the other spans, row-major with rows of whole vectors.
     sums: Option<Shared<f32>>,
     /// Tasks of packing `a` that are done.
     packed: AtomicUsize,
 }
 
+/// The most sums of one call of a microkernel, of any arithmetic.
+const MOST_SUMS: usize = 8 * 48;
+
 /// Sums of one call of a microkernel, on the stack.
 #[repr(align(64))]
-struct Registers([f32; ROWS * COLS]);
+struct Registers([f32; MOST_SUMS]);
 
 impl<E: Element, C: Element> Part<'_, E, C> {
     /// The steps of this part.
@@ -214,7 +225,7 @@ impl<E: Element, C: Element> Part<'_, E, C> {
         }
     }
 
-    fn run<W: Word<E>>(&self, task: usize) {
+    fn run<W: Word<E> + Kernels>(&self, task: usize, few: bool) {
         let packs = self.packs();
         if task < packs {
             self.pack_a::<W>(task);
@@ -226,58 +237,70 @@ impl<E: Element, C: Element> Part<'_, E, C> {
         if rows.is_empty() || cols.is_empty() {
             return;
         }
-        let panels = Panels::new(cols.len());
-        let width = cols.len().next_multiple_of(LANES);
+        let panels = Panels::new(cols.len().div_ceil(W::LANES), W::VECTORS);
+        let width = panels.vectors() * W::LANES;
+        if few {
+            self.wait_for_a(packs);
+            return self.stream::<W>(rows, cols, panels);
+        }
         with_words(width * self.steps().len(), |packed_b| {
             self.pack_b::<W>(cols.start, panels, packed_b);
-            let mut spins = 0u32;
-            while self.packed.load(Ordering::Acquire) < packs {
-                spins += 1;
-                if spins < 10_000 { std::hint::spin_loop() } else { std::thread::yield_now() }
-            }
-            with_words(ROWS * width, |strip| self.compute::<W>(rows, cols, panels, packed_b, strip.cast()));
+            self.wait_for_a(packs);
+            with_words(W::ROWS * width, |strip| self.compute::<W>(rows, cols, panels, packed_b, strip));
         });
     }
 
-    fn pack_a<W: Word<E>>(&self, task: usize) {
+    /// Waits until all of `a` is packed.
+    fn wait_for_a(&self, packs: usize) {
+        let mut spins = 0u32;
+        while self.packed.load(Ordering::Acquire) < packs {
+            spins += 1;
+            if spins < 10_000 { std::hint::spin_loop() } else { std::thread::yield_now() }
+        }
+    }
+
+    fn pack_a<W: Word<E> + Kernels>(&self, task: usize) {
         let steps = self.steps();
         if self.layout == Layout::Rows {
-            let length = steps.len().next_multiple_of(LANES);
+            let length = steps.len().next_multiple_of(W::LANES);
             for row in task * PACK_ROWS..self.rows.len().min((task + 1) * PACK_ROWS) {
                 let to = self.packed_a.at(row * length);
-                // SAFETY: the processor has the features; there is room for the row in whole vectors.
+                // SAFETY: the processor has the instructions; there is room for the row in whole vectors.
                 unsafe { self.a.copy_row::<W>(self.rows.start + row, steps.start, steps.len(), to) };
             }
             return;
         }
         let turn = task * PACK_STEPS..steps.len().min((task + 1) * PACK_STEPS);
-        for row in (0..self.rows.len()).step_by(LANES) {
-            let to = self.packed_a.at(row * steps.len() + turn.start * ROWS);
+        for row in (0..self.rows.len()).step_by(W::LANES) {
+            let to = self.packed_a.at(row / W::ROWS * W::ROWS * steps.len() + turn.start * W::ROWS + row % W::ROWS);
             let (outer, step) = (self.rows.start + row, steps.start + turn.start);
-            // SAFETY: the processor has the features; there is room for whole vectors of rows.
-            unsafe { self.a.pack_rows::<W>(outer, step, turn.len(), to, steps.len() * ROWS) };
+            // SAFETY: the processor has the instructions; there is room for whole vectors of rows.
+            unsafe { self.a.pack_rows::<W>(outer, step, turn.len(), to, steps.len() * W::ROWS) };
         }
     }
 
+    /// Steps of `b` that are packed together: where its columns are contiguous, these one panel after the other; else a
+    /// few of all panels in turns, so that what lies side by side in rows is read together.
+    fn turn(&self) -> usize {
+        if self.b.inner_stride == 1 { usize::MAX } else { STEPS_AHEAD }
+    }
+
     /// Packs the panels of `b` from a column on, each panel's words together.
-    fn pack_b<W: Word<E>>(&self, col: usize, panels: Panels, to: *mut u32) {
+    fn pack_b<W: Word<E> + Kernels>(&self, col: usize, panels: Panels, to: *mut f32) {
         let steps = self.steps();
-        // Where columns are contiguous, they are packed one panel after the other; else in turns, so that what lies
-        // side by side in rows is read together.
-        let turn = if self.b.inner_stride == 1 { steps.len().max(1) } else { STEPS_AHEAD };
-        for start in (0..steps.len()).step_by(turn) {
+        for turn in turns(0..steps.len(), self.turn()) {
             for panel in 0..panels.count() {
                 let (vector, vectors) = panels.get(panel);
-                let to = to.wrapping_add((vector * steps.len() + vectors * start) * LANES);
-                let (col, step, n) = (col + vector * LANES, steps.start + start, turn.min(steps.len() - start));
-                // SAFETY: the processor has the features; there is room for all panels.
-                unsafe { self.b.pack_columns::<W>(col, vectors, step, n, to) };
+                let to = to.wrapping_add((vector * steps.len() + vectors * turn.start) * W::LANES);
+                let col = col + vector * W::LANES;
+                // SAFETY: the processor has the instructions; there is room for all panels.
+                unsafe { self.b.pack_columns::<W>(col, vectors, steps.start + turn.start, turn.len(), to) };
             }
         }
     }
 
     /// The words of `a` from a row and a step of this part.
-    fn words_of_a<W: Word<E>>(&self, row: usize, step: usize) -> Words {
+    fn words_of_a<W: Word<E> + Kernels>(&self, row: usize, step: usize) -> Words {
         let steps = self.steps();
         match self.layout {
             Layout::InPlace => {
@@ -285,33 +308,33 @@ impl<E: Element, C: Element> Part<'_, E, C> {
                 Words { first, row: self.a.outer_stride / W::DEPTH, step: 1 }
             }
             Layout::Rows => {
-                let length = steps.len().next_multiple_of(LANES);
+                let length = steps.len().next_multiple_of(W::LANES);
                 Words { first: self.packed_a.at(row * length + step), row: length, step: 1 }
             }
             Layout::Groups => {
-                let group = row / ROWS * ROWS * steps.len();
-                Words { first: self.packed_a.at(group + step * ROWS + row % ROWS), row: 1, step: ROWS }
+                let group = row / W::ROWS * W::ROWS * steps.len();
+                Words { first: self.packed_a.at(group + step * W::ROWS + row % W::ROWS), row: 1, step: W::ROWS }
             }
         }
     }
 
-    /// Computes some rows (of those of the part) and columns, strip by strip of at most [`ROWS`] rows, whose sums are
-    /// kept in `strip` from block to block unless they must wait for other parts, or there is but one block.
-    fn compute<W: Word<E>>(
+    /// Computes some rows (of those of the part) and columns, strip by strip of at most [`Arithmetic::ROWS`] rows, whose
+    /// sums are kept in `strip` from block to block unless they must wait for other parts, or there is but one block.
+    fn compute<W: Word<E> + Kernels>(
         &self,
         rows: Range<usize>,
         cols: Range<usize>,
         panels: Panels,
-        packed_b: *const u32,
+        packed_b: *const f32,
         strip: *mut f32,
     ) {
         let sink = self.sink;
         let steps = self.steps();
         let single = self.blocks.count == 1;
-        let mut registers = Registers([0.0; ROWS * COLS]);
+        let mut registers = Registers([0.0; MOST_SUMS]);
         let mut row = rows.start;
         while row < rows.end {
-            let n_rows = kernel::rows(rows.end - row);
+            let n_rows = kernel::rows::<W>(rows.end - row);
             for block in self.span.clone() {
                 let last = block + 1 == self.blocks.count;
                 let block_steps = self.blocks.piece(block);
@@ -319,32 +342,33 @@ impl<E: Element, C: Element> Part<'_, E, C> {
                 let a = self.words_of_a::<W>(row, step);
                 for panel in 0..panels.count() {
                     let (vector, vectors) = panels.get(panel);
-                    let col = cols.start + vector * LANES;
-                    let n_cols = (vectors * LANES).min(cols.end - col);
+                    let col = cols.start + vector * W::LANES;
+                    let n_cols = (vectors * W::LANES).min(cols.end - col);
                     let place = Place { row: self.rows.start + row, rows: n_rows, col, cols: n_cols };
                     if last {
                         sink.prefetch((place.row, n_rows), (col, n_cols));
                     }
-                    let direct = single && n_cols == vectors * LANES && sink.takes_sums();
+                    let direct = single && n_cols == vectors * W::LANES && sink.takes_sums();
                     let (sums, stride) = match &self.sums {
                         // SAFETY: an element of the result, which is in f32.
                         _ if direct => (unsafe { sink.result.at(place.row, col) }.cast(), sink.result.row_stride()),
-                        _ if single => (registers.0.as_mut_ptr(), COLS),
+                        _ if single => (registers.0.as_mut_ptr(), W::COLS),
                         Some(sums) => {
-                            let stride = self.b.outer.next_multiple_of(LANES);
+                            let stride = self.b.outer.next_multiple_of(W::LANES);
                             (sums.at(row * stride + col), stride)
                         }
-                        None => (strip.wrapping_add(vector * LANES), panels.vectors() * LANES),
+                        None => (strip.wrapping_add(vector * W::LANES), panels.vectors() * W::LANES),
                     };
                     let add = if direct { sink.accumulate } else { block > 0 };
-                    let b = packed_b.wrapping_add((vector * steps.len() + vectors * step) * LANES);
-                    // SAFETY: the processor has the features; the operands are packed; the kernel reads `n_rows` rows
+                    let start = if add { Start::Add } else { Start::Zero };
+                    let b = packed_b.wrapping_add((vector * steps.len() + vectors * step) * W::LANES);
+                    // SAFETY: the processor has the instructions; the operands are packed; the kernel reads `n_rows` rows
                     // and `vectors` vectors of them for the block's steps; the sums have room for these rows and
                     // vectors, and they and these elements of the result are this task's alone.
                     unsafe {
-                        W::kernel(n_rows, vectors)(block_steps.len(), a, b, sums, stride, add);
+                        kernel::select::<W>(n_rows, vectors)(block_steps.len(), a, b, sums, stride, start);
                         if last && !direct {
-                            finish(sink, W::DEPTH > 1, place, sums, stride);
+                            finish::<W::V, C>(sink, place, sums, stride);
                         }
                     }
                 }
@@ -352,4 +376,69 @@ impl<E: Element, C: Element> Part<'_, E, C> {
             row += n_rows;
         }
     }
+
+    /// [`Part::compute`] for so few rows that what is packed of `b` is not kept: a turn of a panel is packed into the
+    /// first-level cache, multiplied with all rows, and packed over. The sums of all rows and columns are in memory;
+    /// those of a block go on from turn to turn, and are then added to those of the blocks before, so that each
+    /// element's products are summed in the order of [`Part::compute`].
+    fn stream<W: Word<E> + Kernels>(&self, rows: Range<usize>, cols: Range<usize>, panels: Panels) {
+        let width = panels.vectors() * W::LANES;
+        // Where columns are contiguous, a panel is read to its end.
+        let together = if self.b.inner_stride == 1 { 1 } else { panels.count() };
+        let mut piece = Piece([0.0; MOST_PIECE]);
+        with_words(2 * rows.len() * width, |sums| {
+            let of_block = sums.wrapping_add(rows.len() * width);
+            for group in turns(0..panels.count(), together) {
+                for block in 0..self.blocks.count {
+                    let steps = self.blocks.piece(block);
+                    let into = if block == 0 { sums } else { of_block };
+                    for turn in turns(steps.clone(), STEPS_AHEAD) {
+                        let start = if turn.start == steps.start { Start::Zero } else { Start::Continue };
+                        for (vector, vectors) in group.clone().map(|panel| panels.get(panel)) {
+                            let (col, to) = (cols.start + vector * W::LANES, piece.0.as_mut_ptr());
+                            // SAFETY: the processor has the instructions; a piece has room for a turn of a panel.
+                            unsafe { self.b.pack_columns::<W>(col, vectors, turn.start, turn.len(), to) };
+                            let mut row = rows.start;
+                            while row < rows.end {
+                                let n_rows = kernel::rows::<W>(rows.end - row);
+                                let a = self.words_of_a::<W>(row, turn.start);
+                                let into = into.wrapping_add((row - rows.start) * width + vector * W::LANES);
+                                // SAFETY: the processor has the instructions; the operands are packed; there is room
+                                // for the sums of all rows and vectors.
+                                unsafe { kernel::select::<W>(n_rows, vectors)(turn.len(), a, to, into, width, start) };
+                                row += n_rows;
+                            }
+                        }
+                    }
+                    if block > 0 {
+                        let (last, vectors) = panels.get(group.end - 1);
+                        let columns = panels.get(group.start).0 * W::LANES..(last + vectors) * W::LANES;
+                        for row in 0..rows.len() {
+                            for at in columns.clone().map(|column| row * width + column) {
+                                // SAFETY: sums of this task's.
+                                unsafe { *sums.add(at) += *of_block.add(at) };
+                            }
+                        }
+                    }
+                }
+            }
+            let place =
+                Place { row: self.rows.start + rows.start, rows: rows.len(), col: cols.start, cols: cols.len() };
+            // SAFETY: the processor has the instructions; the sums have whole vectors, and these elements of the result
+            // are this task's alone.
+            unsafe { finish::<W::V, C>(self.sink, place, sums, width) };
+        });
+    }
+}
+
+/// The most words that a turn of a panel packs, of any arithmetic.
+const MOST_PIECE: usize = 48 * STEPS_AHEAD;
+
+/// Packed words, on the stack.
+#[repr(align(64))]
+struct Piece([f32; MOST_PIECE]);
+
+/// A range in pieces of at most `most`, in order.
+fn turns(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
+    range.clone().step_by(most).map(move |start| start..range.end.min(start.saturating_add(most)))
 }

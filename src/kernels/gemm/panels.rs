@@ -1,27 +1,25 @@
 //! Columns in panels, each as wide as a microkernel computes at once.
 
-use super::kernel::{LANES, VECTORS};
-
-/// Columns in panels of at most [`VECTORS`] vectors.
+/// Vectors of columns in panels of at most `most` vectors.
 #[derive(Clone, Copy)]
 pub(super) struct Panels {
     count: usize,
-    /// Panels of [`VECTORS`] vectors; of those after them, each has `rest`.
+    most: usize,
+    /// Panels of `most` vectors; of those after them, each has `rest`.
     full: usize,
     rest: usize,
 }
 
 impl Panels {
-    pub(super) fn new(cols: usize) -> Self {
-        let vectors = cols.div_ceil(LANES);
-        let count = vectors.div_ceil(VECTORS);
+    pub(super) fn new(vectors: usize, most: usize) -> Self {
+        let count = vectors.div_ceil(most);
         // A lone vector would leave most of the kernel's registers idle: two panels of two are better than 3 + 1.
-        let (full, rest) = match vectors % VECTORS {
+        let (full, rest) = match vectors % most {
             0 => (count, 0),
             1 if count > 1 => (count - 2, 2),
             rest => (count - 1, rest),
         };
-        Self { count, full, rest }
+        Self { count, most, full, rest }
     }
 
     pub(super) fn count(&self) -> usize {
@@ -30,15 +28,15 @@ impl Panels {
 
     /// The number of vectors of all panels.
     pub(super) fn vectors(&self) -> usize {
-        self.full * VECTORS + (self.count - self.full) * self.rest
+        self.full * self.most + (self.count - self.full) * self.rest
     }
 
     /// The first vector of a panel, and the number of its vectors.
     pub(super) fn get(&self, panel: usize) -> (usize, usize) {
         if panel < self.full {
-            (panel * VECTORS, VECTORS)
+            (panel * self.most, self.most)
         } else {
-            (self.full * VECTORS + (panel - self.full) * self.rest, self.rest)
+            (self.full * self.most + (panel - self.full) * self.rest, self.rest)
         }
     }
 }
@@ -49,16 +47,16 @@ mod tests {
 
     #[test]
     fn panels_cover_every_column_once_and_none_is_narrow_beside_others() {
-        for cols in 1..500 {
-            let panels = Panels::new(cols);
+        for (vectors, most) in (1..100).flat_map(|vectors| [(vectors, 1), (vectors, 3)]) {
+            let panels = Panels::new(vectors, most);
             let mut next = 0;
             for panel in 0..panels.count() {
-                let (first, vectors) = panels.get(panel);
+                let (first, width) = panels.get(panel);
                 assert_eq!(first, next);
-                assert!(vectors <= VECTORS && (vectors > 1 || panels.count() == 1));
-                next += vectors;
+                assert!(width <= most && (width > 1 || most == 1 || panels.count() == 1));
+                next += width;
             }
-            assert_eq!((next, panels.vectors()), (cols.div_ceil(LANES), next));
+            assert_eq!((next, panels.vectors()), (vectors, next));
         }
     }
 }

@@ -1,0 +1,136 @@
+//! The microkernels: a few rows of `a` times a panel of `b`, the sums in registers.
+
+#[cfg(target_arch = "x86_64")]
+use super::arithmetic::Pairs;
+use super::arithmetic::{Arithmetic, Single};
+#[cfg(target_arch = "aarch64")]
+use crate::kernels::vector::Neon;
+#[cfg(target_arch = "x86_64")]
+use crate::kernels::vector::{Avx2, Avx512};
+use crate::kernels::vector::{Portable, Vector};
+
+/// Words of `a`: that of row `i` at step `s` lies at `first + i * row + s * step`, strides in words.
+#[derive(Clone, Copy)]
+pub(super) struct Words {
+    pub(super) first: *const f32,
+    pub(super) row: usize,
+    pub(super) step: usize,
+}
+
+/// What the products are added to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Start {
+    /// Nothing: the sums are overwritten.
+    Zero,
+    /// Nothing; what results is added to the sums.
+    Add,
+    /// The sums, one product after the other: as if they had never left the registers.
+    Continue,
+}
+
+/// The sums of `a b`: for `steps` steps, the words of `a` as described there, those of `b` packed in order, and rows of
+/// sums `stride` apart.
+pub(super) type Kernel = unsafe fn(steps: usize, a: Words, b: *const f32, sums: *mut f32, stride: usize, start: Start);
+
+/// An arithmetic's kernels.
+pub(super) trait Kernels: Arithmetic {
+    /// By the logarithm of their rows, which are a power of two, and then by their vectors from 1 on.
+    const KERNELS: &'static [&'static [Kernel]];
+}
+
+macro_rules! kernels {
+    ($arithmetic:ty, [$($rows:literal),*], $vectors:tt) => {
+        impl Kernels for $arithmetic {
+            const KERNELS: &'static [&'static [Kernel]] = &[$(kernels!(@of $rows, $vectors)),*];
+        }
+    };
+    (@of $rows:literal, [$($vectors:literal),*]) => {
+        &[$(kernel::<Self, $rows, $vectors>),*]
+    };
+}
+
+kernels!(Single<Portable>, [1, 2, 4], [1]);
+#[cfg(target_arch = "x86_64")]
+kernels!(Single<Avx2>, [1, 2, 4], [1, 2, 3]);
+#[cfg(target_arch = "x86_64")]
+kernels!(Single<Avx512>, [1, 2, 4, 8], [1, 2, 3]);
+#[cfg(target_arch = "x86_64")]
+kernels!(Pairs, [1, 2, 4, 8], [1, 2, 3]);
+#[cfg(target_arch = "aarch64")]
+kernels!(Single<Neon>, [1, 2, 4, 8], [1, 2, 3]);
+
+/// The kernel for `R` rows and `N` vectors.
+///
+/// # Safety
+/// The processor has the arithmetic's instructions; `a`, `b` and `sums` hold the rows, columns and steps that this
+/// reads and writes.
+unsafe fn kernel<A: Arithmetic, const R: usize, const N: usize>(
+    steps: usize,
+    a: Words,
+    b: *const f32,
+    sums: *mut f32,
+    stride: usize,
+    start: Start,
+) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        A::V::with(
+            #[inline(always)]
+            move || tile::<A, R, N>(steps, a, b, sums, stride, start),
+        )
+    }
+}
+
+#[inline(always)]
+unsafe fn tile<A: Arithmetic, const R: usize, const N: usize>(
+    steps: usize,
+    a: Words,
+    mut b: *const f32,
+    sums: *mut f32,
+    stride: usize,
+    start: Start,
+) {
+    let Words { first: mut a, row, step } = a;
+    // SAFETY: `a` holds a word for each row and step, `b` N vectors for each step, `sums` N vectors for each row.
+    unsafe {
+        let mut acc = [[A::V::zero(); N]; R];
+        if start == Start::Continue {
+            for (i, acc) in acc.iter_mut().enumerate() {
+                for (v, acc) in acc.iter_mut().enumerate() {
+                    *acc = A::V::load(sums.add(i * stride + v * A::LANES));
+                }
+            }
+        }
+        for _ in 0..steps {
+            let mut columns = [A::V::zero(); N];
+            for (v, column) in columns.iter_mut().enumerate() {
+                *column = A::V::load(b.add(v * A::LANES));
+            }
+            for (i, acc) in acc.iter_mut().enumerate() {
+                A::add_products(acc, a.add(i * row), &columns);
+            }
+            // Past the end after the last step, where nothing is read.
+            a = a.wrapping_add(step);
+            b = b.wrapping_add(N * A::LANES);
+        }
+        for (i, acc) in acc.iter().enumerate() {
+            for (v, &acc) in acc.iter().enumerate() {
+                let to = sums.add(i * stride + v * A::LANES);
+                let sum = if start == Start::Add { A::V::load(to).add(acc) } else { acc };
+                sum.store(to);
+            }
+        }
+    }
+}
+
+/// How many of `rows` rows one kernel of an arithmetic does: a power of two.
+#[inline(always)]
+pub(super) fn rows<A: Arithmetic>(rows: usize) -> usize {
+    1 << rows.min(A::ROWS).ilog2()
+}
+
+/// The kernel of an arithmetic for this many rows, a power of two, and vectors.
+#[inline(always)]
+pub(super) fn select<A: Kernels>(rows: usize, vectors: usize) -> Kernel {
+    A::KERNELS[rows.ilog2() as usize][vectors - 1]
+}

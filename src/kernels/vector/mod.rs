@@ -1,0 +1,133 @@
+//! Vectors of f32 in registers: what products and attention are written with, once for all levels of SIMD.
+//!
+//! A kernel is a function generic over [`Vector`], marked `#[inline(always)]` as every method here is, and called inside
+//! of [`Vector::with`], which compiles it for the instructions of the vector.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod portable;
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx512::{Avx512, Avx512Bf16};
+#[cfg(target_arch = "aarch64")]
+pub(crate) use neon::Neon;
+pub(crate) use portable::Portable;
+
+use super::element::Element;
+
+/// The numbers of the widest vectors; a multiple of those of every other.
+pub(crate) const MOST_LANES: usize = 16;
+
+/// As many vectors as [`Vector::transpose`] takes, of which it uses the first [`Vector::LANES`].
+pub(crate) type Square<V> = [V; MOST_LANES];
+
+/// A vector of f32, of which a lane may also hold a word of other bits that is only moved.
+///
+/// # Safety
+/// Every method but [`Vector::with`] may be called only inside of it, because it inlines the vector's instructions; the
+/// processor must have them. What a pointer names must be readable or writable as the method says; pointers to f32 need
+/// no alignment beyond that of their type.
+pub(crate) trait Vector: Copy {
+    /// Numbers of a vector: 4, 8 or 16.
+    const LANES: usize;
+
+    /// Calls `f` as compiled for the vector's instructions, with what is inlined into it.
+    unsafe fn with<R>(f: impl FnOnce() -> R) -> R;
+
+    /// The number in every lane.
+    unsafe fn splat(x: f32) -> Self;
+
+    /// The numbers from `from` on.
+    unsafe fn load(from: *const f32) -> Self;
+
+    /// Writes all lanes.
+    unsafe fn store(self, to: *mut f32);
+
+    /// Writes the first half of the lanes to one place and the second to another.
+    unsafe fn store_halves(self, first: *mut f32, second: *mut f32);
+
+    /// The sums.
+    unsafe fn add(self, other: Self) -> Self;
+
+    /// The differences.
+    unsafe fn sub(self, other: Self) -> Self;
+
+    /// The products.
+    unsafe fn mul(self, other: Self) -> Self;
+
+    /// `self * factor + addend`, rounded once where the level fuses the two.
+    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self;
+
+    /// `self * factor - less`, rounded once where the level fuses the two.
+    unsafe fn mul_sub(self, factor: Self, less: Self) -> Self;
+
+    /// The larger numbers; those of `other` where one is nan.
+    unsafe fn max(self, other: Self) -> Self;
+
+    /// 2 to the power of every number x, to 3e-7 + 1e-7 |x| of the result; nan for nan. Results that are not normal may
+    /// be 0, and those from 2^127.5 on infinity.
+    unsafe fn exp2(self) -> Self;
+
+    /// The lanes from number `lane` on, and those of `other` before.
+    unsafe fn from_lane(self, lane: usize, other: Self) -> Self;
+
+    /// Transposes the square of the first `LANES` lanes of the first `LANES` rows.
+    unsafe fn transpose(rows: &mut Square<Self>);
+
+    /// The first `n` elements from `from` on, or a whole vector's if that is less, in f32, and zeros. No more than these
+    /// are read.
+    unsafe fn widen<E: Element>(from: *const E, n: usize) -> Self;
+
+    /// Writes the first `n` numbers, or all if that is more, each rounded to the nearest element, of two equally near to
+    /// the even one.
+    unsafe fn narrow<E: Element>(self, to: *mut E, n: usize);
+
+    /// Adds to each sum the product of the number at `a` and of the numbers of `b`, as [`Vector::mul_add`] does.
+    #[inline(always)]
+    unsafe fn add_products<const N: usize>(sums: &mut [Self; N], a: *const f32, b: &[Self; N]) {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let a = Self::splat(a.read_unaligned());
+            for (sum, &b) in sums.iter_mut().zip(b) {
+                *sum = a.mul_add(b, *sum);
+            }
+        }
+    }
+
+    /// Zeros.
+    #[inline(always)]
+    unsafe fn zero() -> Self {
+        // SAFETY: as the caller promises.
+        unsafe { Self::splat(0.0) }
+    }
+}
+
+/// The coefficients of a minimax polynomial of 2^x for |x| <= 1/2, highest power first (Cephes).
+const EXP2: [f32; 7] =
+    [1.535_336_2e-4, 1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, std::f32::consts::LN_2, 1.0];
+
+/// That polynomial.
+#[inline(always)]
+unsafe fn exp2_of_rest<V: Vector>(rest: V) -> V {
+    let [first, others @ ..] = EXP2;
+    // SAFETY: as the caller promises.
+    unsafe { others.into_iter().fold(V::splat(first), |p, c| p.mul_add(rest, V::splat(c))) }
+}
+
+/// The first `n` elements and zeros in an array of a vector's length, for vectors that cannot be loaded in part.
+#[inline(always)]
+unsafe fn copy_in<E: Element, const N: usize>(from: *const E, n: usize) -> [E; N] {
+    let mut all = [E::default(); N];
+    // SAFETY: the caller promises `n` elements, and no more than `N` are copied.
+    unsafe { std::ptr::copy_nonoverlapping(from, all.as_mut_ptr(), n.min(N)) };
+    all
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,145 @@
+//! Every kind of vector beside the same operations of one number.
+
+use super::*;
+use crate::kernels::element::Kind;
+use crate::kernels::level::Level;
+use crate::kernels::wide::{get, put};
+use half::{bf16, f16};
+
+/// Numbers of many sizes, the special ones among them.
+fn numbers() -> Vec<f32> {
+    let some = (0..4096u32).map(|i| f32::from_bits(i.wrapping_mul(2_654_435_761)));
+    let near = (-300..300).map(|i| i as f32 * 0.37);
+    some.chain(near).chain([0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MIN_POSITIVE / 2.0]).collect()
+}
+
+/// The same bits, or both nan.
+fn same(a: f32, b: f32) -> bool {
+    a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
+}
+
+/// # Safety
+/// The processor has the vector's instructions.
+unsafe fn each<V: Vector>(a: &[f32], b: &[f32], f: unsafe fn(V, V) -> V) -> Vec<f32> {
+    let mut out = vec![0.0; a.len()];
+    // SAFETY: the caller promises the instructions; whole vectors of numbers.
+    unsafe {
+        V::with(|| {
+            for at in (0..a.len() / V::LANES).map(|i| i * V::LANES) {
+                f(V::load(a[at..].as_ptr()), V::load(b[at..].as_ptr())).store(out[at..].as_mut_ptr());
+            }
+        });
+    }
+    out
+}
+
+/// # Safety
+/// The processor has the vector's instructions.
+unsafe fn check<V: Vector>(fused: bool) {
+    let mut a = numbers();
+    a.truncate(a.len() / MOST_LANES * MOST_LANES);
+    let mut b = a.clone();
+    b.rotate_left(77);
+    let check = |f: unsafe fn(V, V) -> V, want: &dyn Fn(f32, f32) -> f32| {
+        // SAFETY: the caller promises the instructions.
+        let got = unsafe { each::<V>(&a, &b, f) };
+        for ((got, a), b) in got.iter().zip(&a).zip(&b) {
+            assert!(same(*got, want(*a, *b)), "{a} {b}: {got} {}", want(*a, *b));
+        }
+    };
+    check(|a, b| unsafe { a.add(b) }, &|a, b| a + b);
+    check(|a, b| unsafe { a.sub(b) }, &|a, b| a - b);
+    check(|a, b| unsafe { a.mul(b) }, &|a, b| a * b);
+    check(|a, b| unsafe { a.max(b) }, &|a, b| if a > b { a } else { b });
+    let multiply_add = |a: f32, b: f32, c: f32| if fused { a.mul_add(b, c) } else { a * b + c };
+    check(|a, b| unsafe { a.mul_add(b, a) }, &|a, b| multiply_add(a, b, a));
+    check(|a, b| unsafe { a.mul_sub(b, a) }, &|a, b| multiply_add(a, b, -a));
+    // SAFETY: the caller promises the instructions.
+    let powers = unsafe { each::<V>(&a, &b, |a, _| a.exp2()) };
+    for (got, x) in powers.iter().zip(&a) {
+        let want = f64::from(*x).exp2();
+        let right = match *x {
+            x if x.is_nan() => got.is_nan(),
+            x if x < -126.0 => (0.0..1.3e-38).contains(got),
+            x if x > 127.4 => *got == f32::INFINITY || f64::from(*got) > 0.9 * want,
+            _ => (f64::from(*got) - want).abs() < (3e-7 + 1e-7 * f64::from(x.abs())) * want,
+        };
+        assert!(right, "2^{x}: {got} {want}");
+    }
+    for lane in 0..=V::LANES {
+        let (mut got, lanes) = ([0.0; MOST_LANES], std::array::from_fn::<f32, MOST_LANES, _>(|i| i as f32 + 1.0));
+        // SAFETY: the caller promises the instructions; as many numbers as the longest vector's.
+        unsafe { V::with(|| V::load(lanes.as_ptr()).from_lane(lane, V::splat(-1.0)).store(got.as_mut_ptr())) };
+        assert!((0..V::LANES).all(|i| got[i] == if i < lane { -1.0 } else { lanes[i] }), "{lane}: {got:?}");
+    }
+    let mut square = [[0.0; MOST_LANES]; MOST_LANES];
+    let mut halves = [[0.0; MOST_LANES]; 2];
+    // SAFETY: the caller promises the instructions; rows as long as the longest vector.
+    unsafe {
+        V::with(|| {
+            let row = |i| std::array::from_fn::<f32, MOST_LANES, _>(|j| (100 * i + j) as f32);
+            let mut rows: Square<V> = std::array::from_fn(|i| V::load(row(i).as_ptr()));
+            rows[1].store_halves(halves[0].as_mut_ptr(), halves[1].as_mut_ptr());
+            V::transpose(&mut rows);
+            (0..V::LANES).for_each(|i| rows[i].store(square[i].as_mut_ptr()));
+        });
+    }
+    let half = V::LANES / 2;
+    for i in 0..V::LANES {
+        assert!((0..V::LANES).all(|j| square[i][j] == (100 * j + i) as f32), "{i}: {square:?}");
+        assert_eq!(halves[i / half][i % half], (100 + i) as f32);
+    }
+    // SAFETY: the caller promises the instructions.
+    unsafe {
+        check_elements::<V, f32>(&a);
+        check_elements::<V, bf16>(&a);
+        check_elements::<V, f16>(&a);
+    }
+}
+
+/// # Safety
+/// The processor has the vector's instructions.
+unsafe fn check_elements<V: Vector, E: Element>(numbers: &[f32]) {
+    for (i, from) in numbers.chunks_exact(V::LANES).enumerate() {
+        let n = i % (V::LANES + 1);
+        let (mut to, mut back) = (vec![put::<E>(7.0); V::LANES], vec![9.0; V::LANES]);
+        // SAFETY: the caller promises the instructions; a vector's numbers, and `n` elements that are read.
+        unsafe {
+            V::with(|| {
+                V::load(from.as_ptr()).narrow(to.as_mut_ptr(), n);
+                V::widen(to[..n].to_vec().as_ptr(), n).store(back.as_mut_ptr());
+            });
+        }
+        for lane in 0..V::LANES {
+            let rounded = if lane < n { get(put::<E>(from[lane])) } else { 7.0 };
+            let got = get(to[lane]);
+            // The instruction of AVX512_BF16 takes what is not normal as 0.
+            let lost = E::KIND == Kind::BF16 && got == 0.0 && rounded.abs() <= f32::MIN_POSITIVE;
+            assert!(same(got, rounded) || lost, "{:?} of {}: {rounded} {got}", E::KIND, from[lane]);
+            assert!(same(back[lane], if lane < n { got } else { 0.0 }), "{:?}: {got} {}", E::KIND, back[lane]);
+        }
+    }
+}
+
+#[test]
+fn vectors_compute_what_their_numbers_alone_would_give() {
+    for level in Level::available() {
+        // SAFETY: the processor has the level.
+        unsafe {
+            match level {
+                Level::Portable => check::<Portable>(false),
+                #[cfg(target_arch = "x86_64")]
+                Level::Avx2 => check::<Avx2>(true),
+                #[cfg(target_arch = "x86_64")]
+                Level::Avx512 => {
+                    check::<Avx512>(true);
+                    if is_x86_feature_detected!("avx512bf16") {
+                        check::<Avx512Bf16>(true);
+                    }
+                }
+                #[cfg(target_arch = "aarch64")]
+                Level::Neon => check::<Neon>(true),
+            }
+        }
+    }
+}
