@@ -2,7 +2,9 @@
 //! over them vectorizes, and slices of f16 with the instructions that the levels above the portable one have for them.
 //! Both give the same bits.
 
-use super::simd::{Level, level};
+#[cfg(target_arch = "x86_64")]
+use super::simd::Level;
+use super::simd::level;
 
 /// A bf16 as f32.
 #[inline(always)]
@@ -65,13 +67,13 @@ pub(super) fn narrow_bf16(src: &[f32], dst: &mut [u16]) {
 #[inline(always)]
 pub(super) fn widen_f16(src: &[u16], dst: &mut [f32]) {
     match level() {
-        Level::Portable => dst.iter_mut().zip(src).for_each(|(d, s)| *d = f32_from_f16(*s)),
         // SAFETY: this level has the instructions.
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 => unsafe { f16c::widen(src, dst) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
         Level::Avx512 => unsafe { f16c::widen_16(src, dst) },
+        _ => dst.iter_mut().zip(src).for_each(|(d, s)| *d = f32_from_f16(*s)),
     }
 }
 
@@ -79,10 +81,10 @@ pub(super) fn widen_f16(src: &[u16], dst: &mut [f32]) {
 #[inline(always)]
 pub(super) fn narrow_f16(src: &[f32], dst: &mut [u16]) {
     match level() {
-        Level::Portable => dst.iter_mut().zip(src).for_each(|(d, s)| *d = f16_from_f32(*s)),
         // SAFETY: these levels have the instructions.
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 | Level::Avx512 => unsafe { f16c::narrow(src, dst) },
+        _ => dst.iter_mut().zip(src).for_each(|(d, s)| *d = f16_from_f32(*s)),
     }
 }
 
