@@ -1,18 +1,30 @@
-//! One key head's backward: the gradients of its keys and values, and of the queries of its group.
+//! The gradients of queries, and of the keys and values of a key head, to which each query head of its group adds.
 //!
 //! With probabilities p and their gradients g = dout v^T: the scores' gradients are d = p (g - sum over keys of p g),
 //! where that sum is the row sum of dout * out; and dq = d k / sqrt(head), dk = d^T q / sqrt(head), dv = p^T dout.
+//!
+//! A query head sums its part of dk and dv from zero, and the parts are added in order: by [`key_head`], which does a
+//! whole group, or by [`add_parts`] after tasks that did a [`query_head`] each, with the same bits.
 
-use super::forward::{Layout, scaled};
+use super::forward::Layout;
+use super::heads::{BAND, BLOCK, Heads, LOG2_E, Shape, TILE};
+use super::pack;
+use super::product::Start;
+use super::scratch::Scratch;
+use super::softmax::{Known, score_gradients};
 use super::strided::{HeadMut, HeadRows, Rows};
-use super::tiles::{Shape, TILE, Tiles, gather, scatter, scores};
-use super::{BAND, BLOCK, Heads, LOG2_E, Scratch};
+use super::tiles::{Tiles, gather, scatter, scores};
 use crate::kernels::element::Element;
-use crate::kernels::rows;
-use crate::kernels::wide::{get, vectorized};
+use crate::kernels::vector::{OfElements, Vector};
+use std::iter::repeat_n;
+use std::ops::Range;
 
-/// The result of forward, and its gradient.
-pub(super) struct Result<'a, E> {
+/// The inputs of forward, its result, and the result's gradient.
+#[derive(Clone, Copy)]
+pub(super) struct Given<'a, E> {
+    pub q: Rows<'a, E>,
+    pub k: Rows<'a, E>,
+    pub v: Rows<'a, E>,
     /// Dense rows of all heads.
     pub out: &'a [E],
     /// `[batch, heads, time]`.
@@ -21,90 +33,218 @@ pub(super) struct Result<'a, E> {
     pub dout: &'a [E],
 }
 
-/// Computes the gradients that belong to one key head; `dq`'s rows hold its group's heads side by side.
-#[expect(clippy::too_many_arguments, reason = "inputs, gradients and where in them")]
-pub(super) fn one_key_head<T: Tiles, E: Element>(
-    tiles: T,
+/// The numbers of a part: the sums of dk and, after them, of dv, before they are scaled and rounded.
+pub(super) fn part<T: Tiles>(h: &Heads) -> usize {
+    let layout = Layout::new::<T>(h);
+    2 * layout.time * layout.width
+}
+
+/// Computes all gradients that belong to one key head; `dq`'s rows hold its group's heads side by side.
+///
+/// # Safety
+/// The processor has the instructions of `T`.
+pub(super) unsafe fn key_head<T: Tiles + OfElements<E>, E: Element>(
     h: &Heads,
     (batch, kv_head): (usize, usize),
-    q: Rows<'_, E>,
-    [k, v]: [HeadRows<'_, E>; 2],
-    result: &Result<'_, E>,
-    [mut dq, mut dk, mut dv]: [HeadMut<'_, E>; 3],
+    given: &Given<'_, E>,
+    mut dq: HeadMut<'_, E>,
+    gradients: [HeadMut<'_, E>; 2],
     scratch: &mut Scratch,
 ) {
-    let Layout { words, width, columns, depth, time } = Layout::new::<T>(h);
-    let (all, block) = (time * words, BLOCK * words);
-    let lengths = [all, all, all, time * width, time * width, TILE, TILE, TILE, BLOCK * width, 6 * block];
-    let [keys, keys_paired, values, dk_sums, dv_sums, p, g, g_keys, dq_sums, blocks] = scratch.pieces(lengths);
-    let (q_blocks, dout_blocks) = blocks.split_at_mut(3 * block);
-    tiles.pack_rows(k, 0, h.time, words, keys);
-    let keys: &[f32] = keys;
-    let keys_paired = tiles.pair_columns(keys, words, keys_paired);
-    tiles.pack_rows(v, 0, h.time, words, values);
-    dk_sums.fill(0.0);
-    dv_sums.fill(0.0);
-    let [out, dout] = [result.out, result.dout].map(|data| Rows::new(data, h.heads * h.head));
-    for member in 0..h.group() {
-        let head = kv_head * h.group() + member;
-        let [q, out, dout] = [q, out, dout].map(|rows| rows.head(h, batch, head));
-        let lse = &result.lse[(batch * h.heads + head) * h.time..][..h.time];
-        for start in (0..h.time).step_by(BLOCK) {
-            let n = BLOCK.min(h.time - start);
-            let padded = n.next_multiple_of(BAND);
-            let (q_transposed, q_paired) = pack_block(tiles, q, (start, n), words, q_blocks);
-            let (dout_transposed, dout_paired) = pack_block(tiles, dout, (start, n), words, dout_blocks);
-            // Queries that only fill up the block have probabilities 0.
-            let (mut lse_2, mut along) = ([f32::INFINITY; BLOCK], [0.0; BLOCK]);
-            for i in 0..n {
-                lse_2[i] = lse[start + i] * LOG2_E;
-                along[i] = dot(out.row(start + i), dout.row(start + i));
-            }
-            for first in (0..=start).step_by(BLOCK) {
-                let s = Shape::at(first, start, padded);
-                scores(tiles, p, (&keys[first * words..], words), q_transposed, depth, s);
-                scores(tiles, g, (&values[first * words..], words), dout_transposed, depth, s);
-                tiles.probabilities(p, s, h.scale() * LOG2_E, &lse_2);
-                tiles.score_gradients(p, g, g_keys, s, &along);
-                let g_keys: &[f32] = if T::PAIR > 1 { g_keys } else { g };
-                scatter(tiles, (&mut dv_sums[first * width..], width), p, dout_paired, columns, s);
-                scatter(tiles, (&mut dk_sums[first * width..], width), g, q_paired, columns, s);
-                gather(tiles, (dq_sums, width), first > 0, g_keys, &keys_paired[first * words..], columns, s);
-            }
-            for (i, row) in dq_sums.chunks_exact(width).take(n).enumerate() {
-                scaled(row, h.scale(), &mut dq.row(start + i)[member * h.head..][..h.head]);
+    let part = part::<T>(h);
+    let further = if h.group() > 1 { part } else { 0 };
+    let lengths = [part, further, keys_length::<T>(h), BLOCKS * BLOCK * Layout::new::<T>(h).width + 3 * TILE];
+    let [sums, member_sums, keys, blocks] = scratch.pieces(lengths);
+    // SAFETY: as the caller promises.
+    unsafe {
+        let keys = Keys::pack::<T, E>(h, (batch, kv_head), given, keys);
+        for member in 0..h.group() {
+            let (head, columns) = (kv_head * h.group() + member, member * h.head..(member + 1) * h.head);
+            let to = if member == 0 { &mut *sums } else { &mut *member_sums };
+            query_gradients::<T, E>(h, (batch, head), given, &keys, (&mut dq, columns), to, blocks);
+            if member > 0 {
+                add::<T::V>(sums, member_sums);
             }
         }
-    }
-    for t in 0..h.time {
-        scaled(&dk_sums[t * width..], h.scale(), dk.row(t));
-        scaled(&dv_sums[t * width..], 1.0, dv.row(t));
+        write::<T, E>(h, sums, gradients);
     }
 }
 
-/// Packs a block of queries transposed, and paired along the queries.
-fn pack_block<'a, T: Tiles, E: Element>(
-    tiles: T,
-    source: HeadRows<'_, E>,
-    (start, n): (usize, usize),
-    words: usize,
-    buffer: &'a mut [f32],
-) -> (&'a [f32], &'a [f32]) {
-    let (rows, rest) = buffer.split_at_mut(BLOCK * words);
-    let (transposed, paired) = rest.split_at_mut(BLOCK * words);
-    let rows = &mut rows[..n.next_multiple_of(BAND) * words];
-    tiles.pack_rows(source, start, n, words, rows);
-    tiles.transpose(rows, words, transposed);
-    (transposed, tiles.pair_columns(rows, words, paired))
+/// Computes the gradients of one head's queries, and its part of dk and dv.
+///
+/// # Safety
+/// The processor has the instructions of `T`.
+pub(super) unsafe fn query_head<T: Tiles + OfElements<E>, E: Element>(
+    h: &Heads,
+    (batch, head): (usize, usize),
+    given: &Given<'_, E>,
+    mut dq: HeadMut<'_, E>,
+    part: &mut [f32],
+    scratch: &mut Scratch,
+) {
+    let lengths = [keys_length::<T>(h), BLOCKS * BLOCK * Layout::new::<T>(h).width + 3 * TILE];
+    let [keys, blocks] = scratch.pieces(lengths);
+    // SAFETY: as the caller promises.
+    unsafe {
+        let keys = Keys::pack::<T, E>(h, (batch, head / h.group()), given, keys);
+        query_gradients::<T, E>(h, (batch, head), given, &keys, (&mut dq, 0..h.head), part, blocks);
+    }
 }
 
-fn dot<E: Element>(a: &[E], b: &[E]) -> f32 {
-    vectorized!({
-        rows::reduce(
-            a,
-            b,
+/// Adds the parts of a group's query heads and writes dk and dv of their key head.
+///
+/// # Safety
+/// The processor has the instructions of `T`.
+pub(super) unsafe fn add_parts<T: Tiles, E: Element>(h: &Heads, parts: &mut [f32], gradients: [HeadMut<'_, E>; 2]) {
+    let (sums, others) = parts.split_at_mut(part::<T>(h));
+    // SAFETY: as the caller promises.
+    unsafe {
+        others.chunks_exact(sums.len()).for_each(|other| add::<T::V>(sums, other));
+        write::<T, E>(h, sums, gradients);
+    }
+}
+
+/// # Safety
+/// The processor has the instructions.
+unsafe fn add<V: Vector>(sums: &mut [f32], others: &[f32]) {
+    // SAFETY: as the caller promises; whole vectors.
+    unsafe {
+        V::with(
             #[inline(always)]
-            |a, b| get(a) * get(b),
+            || {
+                for (sum, other) in sums.chunks_exact_mut(V::LANES).zip(others.chunks_exact(V::LANES)) {
+                    V::load(sum.as_ptr()).add(V::load(other.as_ptr())).store(sum.as_mut_ptr());
+                }
+            },
         )
-    })
+    }
+}
+
+/// # Safety
+/// The processor has the instructions of `T`.
+unsafe fn write<T: Tiles, E: Element>(h: &Heads, sums: &[f32], [mut dk, mut dv]: [HeadMut<'_, E>; 2]) {
+    let width = Layout::new::<T>(h).width;
+    let (dk_sums, dv_sums) = sums.split_at(sums.len() / 2);
+    // SAFETY: as the caller promises.
+    unsafe {
+        pack::write::<T::V, E>((dk_sums, width), repeat_n(h.scale(), h.time), &mut dk, (0, 0..h.head));
+        pack::write::<T::V, E>((dv_sums, width), repeat_n(1.0, h.time), &mut dv, (0, 0..h.head));
+    }
+}
+
+/// A key head's keys and values, packed.
+struct Keys<'a> {
+    keys: &'a [f32],
+    /// The keys as words across.
+    across: &'a [f32],
+    values: &'a [f32],
+}
+
+fn keys_length<T: Tiles>(h: &Heads) -> usize {
+    let layout = Layout::new::<T>(h);
+    (1 + T::DEPTH) * layout.time * layout.words
+}
+
+impl<'a> Keys<'a> {
+    /// # Safety
+    /// The processor has the instructions of `T`.
+    unsafe fn pack<T: Tiles + OfElements<E>, E: Element>(
+        h: &Heads,
+        (batch, kv_head): (usize, usize),
+        given: &Given<'_, E>,
+        memory: &'a mut [f32],
+    ) -> Self {
+        let Layout { words, width, time, .. } = Layout::new::<T>(h);
+        let [k, v] = [given.k, given.v].map(|rows| rows.head(h, batch, kv_head));
+        let (keys, rest) = memory.split_at_mut(time * words);
+        let (values, across) = rest.split_at_mut(time * words);
+        // SAFETY: as the caller promises.
+        unsafe {
+            pack::by_rows::<T, E>(k, 0..h.time, words, keys);
+            pack::by_rows::<T, E>(v, 0..h.time, words, values);
+            if T::DEPTH > 1 {
+                pack::by_columns::<T, E>(k, 0..h.time, width, across);
+            }
+        }
+        // A word of one number is the same in both directions.
+        Self { keys, across: if T::DEPTH > 1 { across } else { keys }, values }
+    }
+}
+
+/// Blocks of queries that are held at a time: the queries and the result's gradients, each in two layouts, and the sums
+/// of dq.
+const BLOCKS: usize = 5;
+
+/// Computes the gradients of one head's queries into some columns, and sums its part of dk and dv from zero.
+///
+/// # Safety
+/// The processor has the instructions of `T`.
+unsafe fn query_gradients<T: Tiles + OfElements<E>, E: Element>(
+    h: &Heads,
+    (batch, head): (usize, usize),
+    given: &Given<'_, E>,
+    Keys { keys, across, values }: &Keys<'_>,
+    (dq, dq_columns): (&mut HeadMut<'_, E>, Range<usize>),
+    part: &mut [f32],
+    memory: &mut [f32],
+) {
+    let Layout { words, width, columns, depth, time } = Layout::new::<T>(h);
+    let (dk_sums, dv_sums) = part.split_at_mut(time * width);
+    let (tiles, blocks) = memory.split_at_mut(3 * TILE);
+    let (p, tiles) = tiles.split_at_mut(TILE);
+    let (g, g_keys) = tiles.split_at_mut(TILE);
+    let (dq_sums, blocks) = blocks.split_at_mut(BLOCK * width);
+    let (q_block, dout_block) = blocks.split_at_mut(2 * BLOCK * width);
+    let q = given.q.head(h, batch, head);
+    let [out, dout] = [given.out, given.dout].map(|data| Rows::new(data, h.heads * h.head).head(h, batch, head));
+    let lse = &given.lse[(batch * h.heads + head) * h.time..][..h.time];
+    dk_sums.fill(0.0);
+    dv_sums.fill(0.0);
+    for start in (0..h.time).step_by(BLOCK) {
+        let n = BLOCK.min(h.time - start);
+        let padded = n.next_multiple_of(BAND);
+        // Queries that only fill up the block have probabilities 0.
+        let mut known = Known { lse: [f32::INFINITY; BLOCK], along: [0.0; BLOCK] };
+        known.lse.iter_mut().zip(&lse[start..start + n]).for_each(|(known, lse)| *known = lse * LOG2_E);
+        // SAFETY: as the caller promises.
+        unsafe {
+            pack::dots::<T::V, E>([out, dout], start..start + n, &mut known.along);
+            let (q_transposed, q_across) = pack_block::<T, E>(q, start..start + n, (words, width, padded), q_block);
+            let (dout_transposed, dout_across) =
+                pack_block::<T, E>(dout, start..start + n, (words, width, padded), dout_block);
+            for first in (0..=start).step_by(BLOCK) {
+                let s = Shape::at(first, start, padded);
+                scores::<T>(p, (&keys[first * words..], words), q_transposed, depth, s);
+                scores::<T>(g, (&values[first * words..], words), dout_transposed, depth, s);
+                score_gradients::<T::V>(p, g, s, h.scale() * LOG2_E, &known);
+                T::to_words(p, g, g_keys, s);
+                let g_keys: &[f32] = if T::DEPTH > 1 { g_keys } else { g };
+                scatter::<T>((&mut dv_sums[first * width..], width), p, dout_across, columns, s);
+                scatter::<T>((&mut dk_sums[first * width..], width), g, q_across, columns, s);
+                let begin = if first > 0 { Start::Sums } else { Start::Zero };
+                gather::<T>((dq_sums, width), begin, g_keys, &across[first * words..], columns, s);
+            }
+            pack::write::<T::V, E>((dq_sums, width), repeat_n(h.scale(), n), dq, (start, dq_columns.clone()));
+        }
+    }
+}
+
+/// Packs a block of queries transposed, and as words across the queries.
+///
+/// # Safety
+/// The processor has the instructions of `T`.
+unsafe fn pack_block<'a, T: Tiles + OfElements<E>, E: Element>(
+    src: HeadRows<'_, E>,
+    rows: Range<usize>,
+    (words, width, padded): (usize, usize, usize),
+    memory: &'a mut [f32],
+) -> (&'a [f32], &'a [f32]) {
+    let (transposed, across) = memory.split_at_mut(BLOCK * width);
+    let across = &mut across[..padded * words];
+    // SAFETY: as the caller promises.
+    unsafe {
+        pack::transposed::<T, E>(src, rows.clone(), words, padded, transposed);
+        pack::by_columns::<T, E>(src, rows, width, across);
+    }
+    (transposed, across)
 }

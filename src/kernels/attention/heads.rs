@@ -4,8 +4,27 @@
 pub(super) const BLOCK: usize = 64;
 /// Tiles on the diagonal are cut into bands of this many keys or queries, one vector of f32.
 pub(super) const BAND: usize = 16;
+/// Words of a tile of scores.
+pub(super) const TILE: usize = BLOCK * BLOCK;
 /// log2(e): scores are scaled by it too, so that probabilities are powers of 2.
 pub(super) const LOG2_E: f32 = std::f32::consts::LOG2_E;
+
+/// Which part of a tile is in use; keys and queries are multiples of [`BAND`].
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Shape {
+    pub keys: usize,
+    pub queries: usize,
+    /// Query i sees keys 0 to i only; else it sees all.
+    pub diagonal: bool,
+}
+
+impl Shape {
+    /// The tile of the keys from `first` on and the `queries` queries from `start` on.
+    pub(super) fn at(first: usize, start: usize, queries: usize) -> Self {
+        let diagonal = first == start;
+        Self { keys: if diagonal { queries } else { BLOCK }, queries, diagonal }
+    }
+}
 
 /// The sizes of an attention.
 #[derive(Debug, Clone, Copy)]

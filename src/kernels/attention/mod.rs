@@ -1,21 +1,24 @@
 //! Causal attention with grouped heads: softmax(q k^T / sqrt(head), causal) v, and its gradients.
 //!
-//! Each head is computed in square tiles of [`BLOCK`] keys and queries with a running softmax, so that nothing
+//! Each head is computed in square tiles of [`heads::BLOCK`] keys and queries with a running softmax, so that nothing
 //! quadratic in time is ever held, and no tile above the diagonal is touched. Backward recomputes the probabilities
-//! from the log-sum-exp that forward keeps. A task is one (batch, head) in forward and one (batch, key head) in
-//! backward; within a task the order is fixed, so results have the same bits for any number of threads.
+//! from the log-sum-exp that forward keeps. A task is one (batch, head) in forward and one (batch, key head), or a
+//! query head of it, in backward; the order of sums is the same in each case, so results have the same bits for any
+//! number of threads.
 //!
-//! The tile operations exist three times, behind the trait [`tiles::Tiles`]: loops (portable, and with the vectors of
-//! AVX2 the same bits), AVX-512 in f32, and AVX-512 with products of bf16 numbers for bf16 elements. [`Path::of`] says
-//! which one a level of SIMD takes.
+//! Everything is written once, over the vectors of a level of SIMD and the words that its products take
+//! ([`tiles::Tiles`]); [`Path::of`] says which one a level takes. bf16 elements are multiplied in pairs with AVX512_BF16,
+//! everything else in f32, to which elements are widened when they are packed.
 
-#[cfg(target_arch = "x86_64")]
-mod avx512;
 mod backward;
 mod forward;
 mod heads;
-mod portable;
+mod pack;
+#[cfg(target_arch = "x86_64")]
+mod pairs;
+mod product;
 mod scratch;
+mod softmax;
 mod strided;
 mod tiles;
 
@@ -26,50 +29,76 @@ use crate::kernels::count;
 use crate::kernels::element::Element;
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::element::Kind;
-use crate::kernels::par::{Chunks, for_each_part};
+use crate::kernels::par::{Chunks, Parts, for_each, for_each_part};
 use crate::kernels::simd::{Level, level};
-use heads::{BAND, BLOCK, LOG2_E};
+#[cfg(target_arch = "x86_64")]
+use crate::kernels::vector::Pairs;
+use crate::kernels::vector::{self, OfElements, Single};
+use backward::Given;
 use scratch::Scratch;
 use std::cell::RefCell;
+use tiles::Tiles;
 
 /// The ways to compute a tile.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Path {
-    Portable(portable::Portable),
+    Portable,
     #[cfg(target_arch = "x86_64")]
-    Avx512(avx512::F32Tiles),
+    Avx2,
     #[cfg(target_arch = "x86_64")]
-    Avx512Bf16(avx512::Bf16Tiles),
+    Avx512,
+    /// Words of two bf16.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+    #[cfg(target_arch = "aarch64")]
+    Neon,
 }
 
 impl Path {
-    /// The path of a level, for elements `E`.
+    /// The path of a level that this processor has, for elements `E`.
     fn of<E: Element>(level: Level) -> Self {
-        #[cfg(target_arch = "x86_64")]
-        if level == Level::Avx512 {
-            if E::KIND == Kind::BF16
-                && let Some(tiles) = avx512::Bf16Tiles::new()
-            {
-                return Self::Avx512Bf16(tiles);
-            }
-            if let Some(tiles) = avx512::F32Tiles::new() {
-                return Self::Avx512(tiles);
-            }
+        match level {
+            Level::Portable => Self::Portable,
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => Self::Avx2,
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 if E::KIND == Kind::BF16 && is_x86_feature_detected!("avx512bf16") => Self::Avx512Bf16,
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => Self::Avx512,
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => Self::Neon,
         }
-        // Loops: they run at the level too.
-        Self::Portable(portable::Portable)
     }
 }
 
-/// Runs `$body` with `$tiles` bound to the tile operations of `$path`.
+/// Runs `$body` with `$Tiles` as the tiles of `$path`.
 macro_rules! with_tiles {
-    ($path:expr, $tiles:ident => $body:expr) => {
+    ($path:expr, $Tiles:ident => $body:expr) => {
         match $path {
-            Path::Portable($tiles) => $body,
+            Path::Portable => {
+                type $Tiles = Single<vector::Portable>;
+                $body
+            }
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512($tiles) => $body,
+            Path::Avx2 => {
+                type $Tiles = Single<vector::Avx2>;
+                $body
+            }
             #[cfg(target_arch = "x86_64")]
-            Path::Avx512Bf16($tiles) => $body,
+            Path::Avx512 => {
+                type $Tiles = Single<vector::Avx512>;
+                $body
+            }
+            #[cfg(target_arch = "x86_64")]
+            Path::Avx512Bf16 => {
+                type $Tiles = Pairs;
+                $body
+            }
+            #[cfg(target_arch = "aarch64")]
+            Path::Neon => {
+                type $Tiles = Single<vector::Neon>;
+                $body
+            }
         }
     };
 }
@@ -90,7 +119,7 @@ pub fn forward<E: Element>(h: &Heads, q: Rows<'_, E>, k: Rows<'_, E>, v: Rows<'_
 /// The gradients of [`forward()`]'s inputs, overwriting `dq`, `dk` and `dv`.
 ///
 /// `out` and `lse` are what forward computed, `dout` the gradient of `out`. A key head's gradients are summed over its
-/// group of query heads in f32, in order, and rounded once.
+/// group of query heads in f32: each head by itself, then the heads in order, rounded once.
 ///
 /// Panics if the slices do not fit the sizes.
 #[expect(clippy::too_many_arguments, reason = "three inputs, their three gradients, and what links them")]
@@ -106,10 +135,11 @@ pub fn backward<E: Element>(
     dk: RowsMut<'_, E>,
     dv: RowsMut<'_, E>,
 ) {
-    let result = backward::Result { out, lse, dout };
+    let given = Given { q, k, v, out, lse, dout };
     // Scores once more, the probabilities' gradients, and the three results.
     count::add([5, h.pairs(), h.head]);
-    backward_on(Path::of::<E>(level()), h, [q, k, v], result, [dq, dk, dv]);
+    let whole = whole_groups(h, rayon::current_num_threads());
+    backward_on(Path::of::<E>(level()), h, &given, whole, [dq, dk, dv]);
 }
 
 fn forward_on<E: Element>(path: Path, h: &Heads, [q, k, v]: [Rows<'_, E>; 3], out: &mut [E], lse: &mut [f32]) {
@@ -124,33 +154,61 @@ fn forward_on<E: Element>(path: Path, h: &Heads, [q, k, v]: [Rows<'_, E>; 3], ou
         let q = q.head(h, batch, head);
         let [k, v] = [k, v].map(|rows| rows.head(h, batch, head / h.group()));
         SCRATCH.with_borrow_mut(|scratch| {
-            with_tiles!(path, tiles => forward::one_head(tiles, h, [q, k, v], out, lse, scratch));
+            // SAFETY: the processor has the level of the path.
+            with_tiles!(path, T => unsafe { forward::one_head::<T, E>(h, [q, k, v], out, lse, scratch) });
         });
     });
 }
 
-fn backward_on<E: Element>(
-    path: Path,
+/// How many of all sequences' key heads backward computes in one task each. The query heads of the others, the last
+/// ones, are tasks of their own: where there are few key heads for the threads, some threads would have one less.
+fn whole_groups(h: &Heads, threads: usize) -> usize {
+    let all = h.batch * h.kv_heads;
+    if h.group() > 1 && all < 4 * threads { all / threads * threads } else { all }
+}
+
+fn backward_on<E: Element>(path: Path, h: &Heads, given: &Given<'_, E>, whole: usize, gradients: [RowsMut<'_, E>; 3]) {
+    h.check(given.out.len(), given.lse.len());
+    h.check(given.dout.len(), given.lse.len());
+    if !given.out.is_empty() {
+        with_tiles!(path, T => backward_with::<T, E>(h, given, whole, gradients));
+    }
+}
+
+/// Backward with tiles whose instructions the processor has.
+fn backward_with<T: Tiles + OfElements<E>, E: Element>(
     h: &Heads,
-    [q, k, v]: [Rows<'_, E>; 3],
-    result: backward::Result<'_, E>,
+    given: &Given<'_, E>,
+    whole: usize,
     [dq, dk, dv]: [RowsMut<'_, E>; 3],
 ) {
-    h.check(result.out.len(), result.lse.len());
-    h.check(result.dout.len(), result.lse.len());
-    if result.out.is_empty() {
-        return;
-    }
-    let dq = dq.by_head(h.batch, h.time, h.kv_heads, h.group() * h.head);
+    let (all, group) = (h.batch * h.kv_heads, h.group());
+    let dq = dq.by_head(h.batch, h.time, h.heads, h.head);
     let [dk, dv] = [dk, dv].map(|rows| rows.by_head(h.batch, h.time, h.kv_heads, h.head));
-    for_each_part(h.batch * h.kv_heads, (dq, (dk, dv)), |task, (dq, (dk, dv))| {
-        let (batch, kv_head) = (task / h.kv_heads, task % h.kv_heads);
-        let inputs = [k, v].map(|rows| rows.head(h, batch, kv_head));
+    let part = backward::part::<T>(h);
+    let mut parts: Vec<f32> = crate::kernels::buffer((all - whole) * group * part);
+    let each_part = Chunks::new(&mut parts, part);
+    for_each(whole + (all - whole) * group, |task| {
         SCRATCH.with_borrow_mut(|scratch| {
-            with_tiles!(path, tiles => {
-                backward::one_key_head(tiles, h, (batch, kv_head), q, inputs, &result, [dq, dk, dv], scratch)
-            });
+            // SAFETY: the processor has the instructions; the groups before `whole` and the heads of the others are
+            // taken once each.
+            unsafe {
+                if task < whole {
+                    let place = (task / h.kv_heads, task % h.kv_heads);
+                    let (dq, gradients) = (dq.take_some(task * group, group), [dk.take(task), dv.take(task)]);
+                    backward::key_head::<T, E>(h, place, given, dq, gradients, scratch);
+                } else {
+                    let head = whole * group + (task - whole);
+                    let place = (head / h.heads, head % h.heads);
+                    let (dq, part) = (dq.take(head), each_part.take(task - whole));
+                    backward::query_head::<T, E>(h, place, given, dq, part, scratch);
+                }
+            }
         });
+    });
+    for_each_part(all - whole, Chunks::new(&mut parts, group * part), |i, parts| {
+        // SAFETY: the processor has the instructions; these groups are taken once.
+        unsafe { backward::add_parts::<T, E>(h, parts, [dk.take(whole + i), dv.take(whole + i)]) }
     });
 }
 

@@ -39,6 +39,12 @@ impl<'a, E> HeadRows<'a, E> {
     pub(super) fn row(&self, t: usize) -> &'a [E] {
         &self.data[t * self.row_stride..][..self.head]
     }
+
+    /// Elements from one position's vector to the next one's.
+    #[inline(always)]
+    pub(super) fn row_stride(&self) -> usize {
+        self.row_stride
+    }
 }
 
 /// Rows with heads side by side, to be written.
@@ -105,12 +111,23 @@ unsafe impl<'a, E: Send> Parts for HeadsMut<'a, E> {
     type Part = HeadMut<'a, E>;
 
     unsafe fn take(&self, index: usize) -> HeadMut<'a, E> {
+        // SAFETY: the caller takes the head once.
+        unsafe { self.take_some(index, 1) }
+    }
+}
+
+impl<'a, E> HeadsMut<'a, E> {
+    /// `n` heads of one sequence from that with this index on, as one.
+    ///
+    /// # Safety
+    /// The same head is taken once only.
+    pub(super) unsafe fn take_some(&self, index: usize, n: usize) -> HeadMut<'a, E> {
         let (batch, head) = (index / self.heads, index % self.heads);
-        assert!(batch < self.batch, "part {index} of {} x {}", self.batch, self.heads);
+        assert!(batch < self.batch && head + n <= self.heads, "part {index} of {} x {}", self.batch, self.heads);
         let start = batch * self.time * self.rows.row_stride + self.rows.columns.start + head * self.head;
         // SAFETY: `by_head` checked that every head of every row lies within the data.
         let data = unsafe { self.rows.data.add(start) };
-        HeadMut { data, row_stride: self.rows.row_stride, time: self.time, head: self.head, slice: PhantomData }
+        HeadMut { data, row_stride: self.rows.row_stride, time: self.time, head: n * self.head, slice: PhantomData }
     }
 }
 
@@ -125,11 +142,19 @@ pub(super) struct HeadMut<'a, E> {
 
 impl<E> HeadMut<'_, E> {
     /// The vector of position t.
+    #[inline(always)]
     pub(super) fn row(&mut self, t: usize) -> &mut [E] {
-        assert!(t < self.time, "position {t} of {}", self.time);
+        let time = self.time;
+        self.row_if(t).unwrap_or_else(|| panic!("position {t} of {time}"))
+    }
+
+    /// The vector of position t if there is one.
+    #[inline(always)]
+    pub(super) fn row_if(&mut self, t: usize) -> Option<&mut [E]> {
         // SAFETY: row t of this head lies within the data, which nobody else reads or writes: views of the same rows
         // have disjoint columns, and a view's heads are taken once.
-        unsafe { std::slice::from_raw_parts_mut(self.data.add(t * self.row_stride), self.head) }
+        (t < self.time)
+            .then(|| unsafe { std::slice::from_raw_parts_mut(self.data.add(t * self.row_stride), self.head) })
     }
 }
 

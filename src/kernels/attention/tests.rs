@@ -4,14 +4,11 @@ use super::*;
 use crate::kernels::wide::{get, put};
 use half::{bf16, f16};
 
-/// The paths that compute elements `E` here, loops always among them.
+/// The paths that compute elements `E` here, the portable one always among them.
 fn paths<E: Element>() -> Vec<Path> {
     let mut paths: Vec<Path> = Level::available().map(Path::of::<E>).collect();
-    paths.dedup_by_key(|path| std::mem::discriminant(path));
-    #[cfg(target_arch = "x86_64")]
-    if paths.iter().any(|path| matches!(path, Path::Avx512Bf16(_))) {
-        paths.extend(avx512::F32Tiles::new().map(Path::Avx512));
-    }
+    // bf16 without its instructions.
+    paths.extend(Level::available().map(Path::of::<f32>).filter(|path| !paths.contains(path)).collect::<Vec<_>>());
     paths
 }
 
@@ -47,14 +44,20 @@ impl<E: Element> Case<E> {
     }
 
     fn run(&self, path: Path) -> (Vec<E>, Vec<f32>, Vec<E>) {
+        self.run_with(path, whole_groups(&self.h, rayon::current_num_threads()))
+    }
+
+    /// With so many key heads whose backward is one task.
+    fn run_with(&self, path: Path, whole: usize) -> (Vec<E>, Vec<f32>, Vec<E>) {
         let h = &self.h;
         let qkv = || self.columns().map(|c| Rows::new(&self.qkv[c.start..], self.stride()));
         let mut out = vec![E::default(); self.dout.len()];
         let mut lse = vec![0f32; h.batch * h.heads * h.time];
         forward_on(path, h, qkv(), &mut out, &mut lse);
         let mut grad = vec![put(0.5); self.qkv.len()];
-        let result = backward::Result { out: &out, lse: &lse, dout: &self.dout };
-        backward_on(path, h, qkv(), result, RowsMut::columns(&mut grad, self.stride(), self.columns()));
+        let [q, k, v] = qkv();
+        let given = Given { q, k, v, out: &out, lse: &lse, dout: &self.dout };
+        backward_on(path, h, &given, whole, RowsMut::columns(&mut grad, self.stride(), self.columns()));
         (out, lse, grad)
     }
 
@@ -157,12 +160,35 @@ fn results_and_gradients_are_those_of_the_formulas_in_f16() {
 fn results_have_the_same_bits_for_any_number_of_threads() {
     let case = Case::<bf16>::new(Heads { batch: 2, time: 150, heads: 4, kv_heads: 2, head: 48 });
     for path in paths::<bf16>() {
-        let results = [1, 2, 3].map(|threads| {
+        let results = [1, 2, 3, 5].map(|threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
             pool.install(|| case.run(path))
         });
         assert!(results.iter().all(|r| *r == results[0]), "{path:?}");
     }
+}
+
+#[test]
+fn a_groups_gradients_have_the_same_bits_in_one_task_and_in_one_for_each_head() {
+    fn check<E: Element + PartialEq>() {
+        let case = Case::<E>::new(Heads { batch: 2, time: 150, heads: 6, kv_heads: 2, head: 40 });
+        for path in paths::<E>() {
+            let results = [0, 1, 3, 4].map(|whole| case.run_with(path, whole));
+            assert!(results.iter().all(|r| r.2 == results[0].2), "{path:?}");
+        }
+    }
+    check::<f32>();
+    check::<bf16>();
+}
+
+#[test]
+fn groups_are_whole_unless_threads_would_wait_for_them() {
+    let h = |batch, kv_heads| Heads { batch, time: 1, heads: 8, kv_heads, head: 1 };
+    assert_eq!(whole_groups(&h(1, 2), 4), 0);
+    assert_eq!(whole_groups(&h(3, 2), 4), 4);
+    assert_eq!(whole_groups(&h(2, 2), 4), 4);
+    assert_eq!(whole_groups(&h(9, 2), 4), 18, "many tasks for each thread");
+    assert_eq!(whole_groups(&h(1, 8), 3), 8, "no groups");
 }
 
 #[test]

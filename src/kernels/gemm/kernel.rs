@@ -1,13 +1,11 @@
 //! The microkernels: a few rows of `a` times a panel of `b`, the sums in registers.
 
-#[cfg(target_arch = "x86_64")]
-use super::arithmetic::Pairs;
-use super::arithmetic::{Arithmetic, Single};
+use super::arithmetic::Arithmetic;
 #[cfg(target_arch = "aarch64")]
 use crate::kernels::vector::Neon;
 #[cfg(target_arch = "x86_64")]
-use crate::kernels::vector::{Avx2, Avx512};
-use crate::kernels::vector::{Portable, Vector};
+use crate::kernels::vector::{Avx2, Avx512, Pairs};
+use crate::kernels::vector::{Portable, Single, Vector};
 
 /// Words of `a`: that of row `i` at step `s` lies at `first + i * row + s * step`, strides in words.
 #[derive(Clone, Copy)]

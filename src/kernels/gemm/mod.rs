@@ -28,10 +28,9 @@ use crate::kernels::element::Element;
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::element::Kind;
 use crate::kernels::simd::{Level, level};
-use crate::kernels::vector;
 #[cfg(target_arch = "x86_64")]
-use arithmetic::Pairs;
-use arithmetic::Single;
+use crate::kernels::vector::Pairs;
+use crate::kernels::vector::{self, Single};
 use epilogue::Sink;
 
 /// `c = epilogue(a b)`, for `a` of `[m, k]` and `b` of `[k, n]`.

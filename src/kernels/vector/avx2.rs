@@ -117,7 +117,7 @@ impl Vector for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn from_lane(self, lane: usize, other: Self) -> Self {
+    unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self {
         // SAFETY: as the caller promises.
         unsafe {
             let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

@@ -41,6 +41,33 @@ impl<const BF16: bool> Wide<BF16> {
 }
 
 impl Avx512Bf16 {
+    /// Words of the two numbers of each lane in bf16, that of `low` in the low half.
+    #[inline(always)]
+    pub(crate) unsafe fn pair(low: Self, high: Self) -> Self {
+        const fn lanes() -> [u16; 32] {
+            let mut lanes = [0; 32];
+            let mut i = 0;
+            while i < 16 {
+                (lanes[2 * i], lanes[2 * i + 1]) = (i as u16, 16 + i as u16);
+                i += 1;
+            }
+            lanes
+        }
+        const LANES: [u16; 32] = lanes();
+        // SAFETY: the caller is inside of `with`; the array has a vector's bits.
+        unsafe {
+            let both = std::mem::transmute::<__m512, __m512i>(Self::row(low, high).0);
+            Self::of_bits(_mm512_permutexvar_epi16(_mm512_loadu_si512(LANES.as_ptr().cast()), both))
+        }
+    }
+
+    /// Words of neighbours in bf16: first the numbers of `first`, then those of `second`.
+    #[inline(always)]
+    pub(crate) unsafe fn row(first: Self, second: Self) -> Self {
+        // SAFETY: the caller is inside of `with`; types of the same 64 bytes.
+        unsafe { Self(std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(second.0, first.0))) }
+    }
+
     /// The sums, plus the products of both bf16 numbers of each word of `a` with those of `b`.
     #[inline(always)]
     pub(crate) unsafe fn add_products_of_pairs(self, a: Self, b: Self) -> Self {
@@ -138,7 +165,7 @@ impl<const BF16: bool> Vector for Wide<BF16> {
     }
 
     #[inline(always)]
-    unsafe fn from_lane(self, lane: usize, other: Self) -> Self {
+    unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self {
         let mask = (u32::from(__mmask16::MAX) << lane.min(16)) as __mmask16;
         // SAFETY: as the caller promises.
         unsafe { Self(_mm512_mask_mov_ps(other.0, mask, self.0)) }

@@ -10,6 +10,7 @@ mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
+mod words;
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx2::Avx2;
@@ -18,6 +19,9 @@ pub(crate) use avx512::{Avx512, Avx512Bf16};
 #[cfg(target_arch = "aarch64")]
 pub(crate) use neon::Neon;
 pub(crate) use portable::Portable;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use words::Pairs;
+pub(crate) use words::{OfElements, Single, Words};
 
 use super::element::Element;
 
@@ -75,7 +79,7 @@ pub(crate) trait Vector: Copy {
     unsafe fn exp2(self) -> Self;
 
     /// The lanes from number `lane` on, and those of `other` before.
-    unsafe fn from_lane(self, lane: usize, other: Self) -> Self;
+    unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self;
 
     /// Transposes the square of the first `LANES` lanes of the first `LANES` rows.
     unsafe fn transpose(rows: &mut Square<Self>);

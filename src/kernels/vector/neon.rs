@@ -98,7 +98,7 @@ impl Vector for Neon {
     }
 
     #[inline(always)]
-    unsafe fn from_lane(self, lane: usize, other: Self) -> Self {
+    unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self {
         const LANE: [u32; LANES] = [0, 1, 2, 3];
         // SAFETY: as the caller promises; the array has a vector's numbers.
         unsafe {

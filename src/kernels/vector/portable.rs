@@ -89,7 +89,7 @@ impl Vector for Portable {
     }
 
     #[inline(always)]
-    unsafe fn from_lane(self, lane: usize, other: Self) -> Self {
+    unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self {
         Self(std::array::from_fn(|i| if i < lane { other.0[i] } else { self.0[i] }))
     }
 

@@ -47,12 +47,18 @@ unsafe fn check<V: Vector>(fused: bool) {
             assert!(same(*got, want(*a, *b)), "{a} {b}: {got} {}", want(*a, *b));
         }
     };
+    // SAFETY: `check` calls it where the caller promises the instructions.
     check(|a, b| unsafe { a.add(b) }, &|a, b| a + b);
+    // SAFETY: `check` calls it where the caller promises the instructions.
     check(|a, b| unsafe { a.sub(b) }, &|a, b| a - b);
+    // SAFETY: `check` calls it where the caller promises the instructions.
     check(|a, b| unsafe { a.mul(b) }, &|a, b| a * b);
+    // SAFETY: `check` calls it where the caller promises the instructions.
     check(|a, b| unsafe { a.max(b) }, &|a, b| if a > b { a } else { b });
     let multiply_add = |a: f32, b: f32, c: f32| if fused { a.mul_add(b, c) } else { a * b + c };
+    // SAFETY: `check` calls it where the caller promises the instructions.
     check(|a, b| unsafe { a.mul_add(b, a) }, &|a, b| multiply_add(a, b, a));
+    // SAFETY: `check` calls it where the caller promises the instructions.
     check(|a, b| unsafe { a.mul_sub(b, a) }, &|a, b| multiply_add(a, b, -a));
     // SAFETY: the caller promises the instructions.
     let powers = unsafe { each::<V>(&a, &b, |a, _| a.exp2()) };
@@ -69,7 +75,7 @@ unsafe fn check<V: Vector>(fused: bool) {
     for lane in 0..=V::LANES {
         let (mut got, lanes) = ([0.0; MOST_LANES], std::array::from_fn::<f32, MOST_LANES, _>(|i| i as f32 + 1.0));
         // SAFETY: the caller promises the instructions; as many numbers as the longest vector's.
-        unsafe { V::with(|| V::load(lanes.as_ptr()).from_lane(lane, V::splat(-1.0)).store(got.as_mut_ptr())) };
+        unsafe { V::with(|| V::load(lanes.as_ptr()).keep_from_lane(lane, V::splat(-1.0)).store(got.as_mut_ptr())) };
         assert!((0..V::LANES).all(|i| got[i] == if i < lane { -1.0 } else { lanes[i] }), "{lane}: {got:?}");
     }
     let mut square = [[0.0; MOST_LANES]; MOST_LANES];
@@ -121,6 +127,28 @@ unsafe fn check_elements<V: Vector, E: Element>(numbers: &[f32]) {
     }
 }
 
+/// # Safety
+/// The processor has the bf16 instructions.
+#[cfg(target_arch = "x86_64")]
+unsafe fn check_pairs() {
+    let numbers = |from: usize| std::array::from_fn::<f32, MOST_LANES, _>(|i| (from + i) as f32 * 0.3);
+    let (a, b) = (numbers(1), numbers(100));
+    let mut got = [[bf16::ZERO; 2 * MOST_LANES]; 2];
+    // SAFETY: the caller promises the instructions; words of two elements.
+    unsafe {
+        Avx512Bf16::with(|| {
+            let (a, b) = (Avx512Bf16::load(a.as_ptr()), Avx512Bf16::load(b.as_ptr()));
+            Avx512Bf16::pair(a, b).store(got[0].as_mut_ptr().cast());
+            Avx512Bf16::row(a, b).store(got[1].as_mut_ptr().cast());
+        });
+    }
+    for i in 0..MOST_LANES {
+        let [a, b] = [a[i], b[i]].map(bf16::from_f32);
+        assert_eq!((got[0][2 * i], got[0][2 * i + 1]), (a, b));
+        assert_eq!((got[1][i], got[1][MOST_LANES + i]), (a, b));
+    }
+}
+
 #[test]
 fn vectors_compute_what_their_numbers_alone_would_give() {
     for level in Level::available() {
@@ -135,6 +163,7 @@ fn vectors_compute_what_their_numbers_alone_would_give() {
                     check::<Avx512>(true);
                     if is_x86_feature_detected!("avx512bf16") {
                         check::<Avx512Bf16>(true);
+                        check_pairs();
                     }
                 }
                 #[cfg(target_arch = "aarch64")]

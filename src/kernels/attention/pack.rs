@@ -1,0 +1,194 @@
+//! Between rows of elements and working memory.
+
+use super::heads::BLOCK;
+use super::strided::{HeadMut, HeadRows};
+use crate::kernels::element::Element;
+use crate::kernels::simd::{prefetch_at, prefetch_to_write};
+use crate::kernels::vector::{MOST_LANES, OfElements, Square, Vector};
+use std::ops::Range;
+
+/// How many rows reading and writing are ahead: rows lie on pages of their own, where the processor does not see which
+/// one comes next.
+const AHEAD: usize = 8;
+
+/// Brings a later one of some rows near.
+#[inline(always)]
+fn prefetch<E: Element>(src: HeadRows<'_, E>, t: usize, end: usize) {
+    if t < end {
+        src.row(t).chunks(LINE / size_of::<E>()).for_each(|line| prefetch_at(line.as_ptr()));
+    }
+}
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+/// The words of a row from word `w` on.
+#[inline(always)]
+unsafe fn along<W: OfElements<E>, E: Element>(row: &[E], w: usize) -> W::V {
+    let at = (w * W::DEPTH).min(row.len());
+    // SAFETY: the caller is inside of `with`; what remains of the row.
+    unsafe { W::along(row.as_ptr().add(at), row.len() - at) }
+}
+
+/// Some rows as words along them: word (t, w) is `t * words + w`. Zeros fill up both sides.
+///
+/// # Safety
+/// The processor has the instructions.
+pub(super) unsafe fn by_rows<W: OfElements<E>, E: Element>(
+    src: HeadRows<'_, E>,
+    rows: Range<usize>,
+    words: usize,
+    dst: &mut [f32],
+) {
+    let (used, filling) = dst.split_at_mut(rows.len() * words);
+    // SAFETY: as the caller promises; a row of words is a multiple of a vector's.
+    unsafe {
+        W::V::with(
+            #[inline(always)]
+            || {
+                for (t, dst) in rows.clone().zip(used.chunks_exact_mut(words)) {
+                    prefetch(src, t + AHEAD, rows.end);
+                    let row = src.row(t);
+                    for (i, dst) in dst.chunks_exact_mut(W::V::LANES).enumerate() {
+                        along::<W, E>(row, i * W::V::LANES).store(dst.as_mut_ptr());
+                    }
+                }
+            },
+        )
+    }
+    filling.fill(0.0);
+}
+
+/// Some rows as words across them: word (t, column) is `t * width + column`, t counting words. Zeros fill up both sides.
+///
+/// # Safety
+/// The processor has the instructions.
+pub(super) unsafe fn by_columns<W: OfElements<E>, E: Element>(
+    src: HeadRows<'_, E>,
+    rows: Range<usize>,
+    width: usize,
+    dst: &mut [f32],
+) {
+    let (used, filling) = dst.split_at_mut(rows.len().div_ceil(W::DEPTH) * width);
+    // SAFETY: as the caller promises; a row of words is a multiple of a vector's, and a next row is read if it is one.
+    unsafe {
+        W::V::with(
+            #[inline(always)]
+            || {
+                for (t, dst) in rows.clone().step_by(W::DEPTH).zip(used.chunks_exact_mut(width)) {
+                    (0..W::DEPTH).for_each(|next| prefetch(src, t + AHEAD + next, rows.end));
+                    let row = src.row(t);
+                    for (i, dst) in dst.chunks_exact_mut(W::V::LANES).enumerate() {
+                        let column = (i * W::V::LANES).min(row.len());
+                        let (from, n) = (row.as_ptr().add(column), row.len() - column);
+                        W::across(from, src.row_stride(), rows.end - t, n).store(dst.as_mut_ptr());
+                    }
+                }
+            },
+        )
+    }
+    filling.fill(0.0);
+}
+
+/// A block of rows, transposed: word (w, t) is `w * BLOCK + t`. Zeros fill up whole vectors of both sides.
+///
+/// # Safety
+/// The processor has the instructions.
+pub(super) unsafe fn transposed<W: OfElements<E>, E: Element>(
+    src: HeadRows<'_, E>,
+    rows: Range<usize>,
+    words: usize,
+    padded: usize,
+    dst: &mut [f32],
+) {
+    assert!(padded <= BLOCK && padded.is_multiple_of(MOST_LANES) && words.is_multiple_of(MOST_LANES));
+    let dst = dst[..words * BLOCK].as_mut_ptr();
+    // SAFETY: as the caller promises; whole squares within the block.
+    unsafe {
+        W::V::with(
+            #[inline(always)]
+            || {
+                for t in (0..padded).step_by(W::V::LANES) {
+                    (0..W::V::LANES).for_each(|i| prefetch(src, rows.start + t + W::V::LANES + i, rows.end));
+                    for w in (0..words).step_by(W::V::LANES) {
+                        let mut square: Square<W::V> = [W::V::zero(); MOST_LANES];
+                        for (i, x) in square.iter_mut().enumerate().take(W::V::LANES) {
+                            if t + i < rows.len() {
+                                *x = along::<W, E>(src.row(rows.start + t + i), w);
+                            }
+                        }
+                        W::V::transpose(&mut square);
+                        for (i, x) in square.iter().enumerate().take(W::V::LANES) {
+                            x.store(dst.add((w + i) * BLOCK + t));
+                        }
+                    }
+                }
+            },
+        )
+    }
+}
+
+/// Writes rows of f32 from position `start` on, times their factors, rounded once.
+///
+/// # Safety
+/// The processor has the instructions.
+pub(super) unsafe fn write<V: Vector, E: Element>(
+    (sums, width): (&[f32], usize),
+    factors: impl Iterator<Item = f32>,
+    dst: &mut HeadMut<'_, E>,
+    (start, columns): (usize, Range<usize>),
+) {
+    // SAFETY: as the caller promises; a row of sums is a multiple of a vector's.
+    unsafe {
+        V::with(
+            #[inline(always)]
+            || {
+                for ((i, row), factor) in sums.chunks_exact(width).enumerate().zip(factors) {
+                    if let Some(later) = dst.row_if(start + i + AHEAD) {
+                        later[columns.clone()]
+                            .chunks(LINE / size_of::<E>())
+                            .for_each(|x| prefetch_to_write(x.as_ptr()));
+                    }
+                    let (factor, dst) = (V::splat(factor), &mut dst.row(start + i)[columns.clone()]);
+                    for (row, dst) in row.chunks_exact(V::LANES).zip(dst.chunks_mut(V::LANES)) {
+                        V::load(row.as_ptr()).mul(factor).narrow(dst.as_mut_ptr(), dst.len());
+                    }
+                }
+            },
+        )
+    }
+}
+
+/// The sums of products of some rows of `a` and `b`.
+///
+/// # Safety
+/// The processor has the instructions.
+pub(super) unsafe fn dots<V: Vector, E: Element>(
+    [a, b]: [HeadRows<'_, E>; 2],
+    rows: Range<usize>,
+    dst: &mut [f32; BLOCK],
+) {
+    // SAFETY: as the caller promises; no more than the rows' elements are read.
+    unsafe {
+        V::with(
+            #[inline(always)]
+            || {
+                for (dst, t) in dst.iter_mut().zip(rows) {
+                    let mut sums = [V::zero(); 2];
+                    for (i, (a, b)) in a.row(t).chunks(V::LANES).zip(b.row(t).chunks(V::LANES)).enumerate() {
+                        let (a, b) = (V::widen(a.as_ptr(), a.len()), V::widen(b.as_ptr(), b.len()));
+                        sums[i % 2] = a.mul_add(b, sums[i % 2]);
+                    }
+                    let mut lanes = [0.0; MOST_LANES];
+                    sums[0].add(sums[1]).store(lanes.as_mut_ptr());
+                    let mut width = V::LANES / 2;
+                    while width > 0 {
+                        (0..width).for_each(|i| lanes[i] += lanes[i + width]);
+                        width /= 2;
+                    }
+                    *dst = lanes[0];
+                }
+            },
+        )
+    }
+}
