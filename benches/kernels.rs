@@ -362,7 +362,43 @@ mod registers {
     );
 }
 
-#[cfg(not(target_arch = "x86_64"))]
+/// The same with NEON.
+#[cfg(target_arch = "aarch64")]
+mod registers {
+    use super::DType;
+    use std::arch::asm;
+
+    /// Operations of one round, and the loop.
+    pub fn loop_of(dtype: DType) -> Option<(usize, fn(usize))> {
+        let level = std::env::var("CANDLE_ZERO_SIMD").unwrap_or_default();
+        (dtype == DType::F32 && level != "portable").then_some((24 * 4 * 2, multiply_add))
+    }
+
+    fn multiply_add(rounds: usize) {
+        // SAFETY: every processor has the instructions; the registers it writes are declared, and it touches no memory.
+        unsafe {
+            asm!(
+                ".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25",
+                "movi v\\r\\().4s, #0",
+                ".endr",
+                "2:",
+                ".irp r,0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23",
+                "fmla v\\r\\().4s, v24.4s, v25.4s",
+                ".endr",
+                "subs {n}, {n}, #1",
+                "b.ne 2b",
+                n = inout(reg) rounds => _,
+                out("v0") _, out("v1") _, out("v2") _, out("v3") _, out("v4") _, out("v5") _, out("v6") _, out("v7") _,
+                out("v8") _, out("v9") _, out("v10") _, out("v11") _, out("v12") _, out("v13") _, out("v14") _,
+                out("v15") _, out("v16") _, out("v17") _, out("v18") _, out("v19") _, out("v20") _, out("v21") _,
+                out("v22") _, out("v23") _, out("v24") _, out("v25") _,
+                options(nomem, nostack),
+            );
+        }
+    }
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod registers {
     pub fn loop_of(_: super::DType) -> Option<(usize, fn(usize))> {
         None

@@ -1,9 +1,9 @@
 //! Rotary position embedding (Su et al. 2021) in Hugging Face's convention: element i of a head's first half and
 //! element i of its second half are one pair, turned by position * base^(-2 i / head).
 
-use crate::kernels::element::Element;
+use crate::kernels::element::{Element, Kind};
 use crate::kernels::par::{Chunks, for_each_part};
-use crate::kernels::wide::{get, put, vectorized};
+use crate::kernels::wide::{as_f32, narrow, vectorized};
 use std::ops::Range;
 
 /// Rows that one task turns.
@@ -59,13 +59,18 @@ impl Rotary {
         let task = ROWS_PER_TASK * width;
         for_each_part(x.len().div_ceil(task), Chunks::new(y, task), |i, y| {
             let x = &x[i * task..][..y.len()];
+            let mut room = [(); 2].map(|()| vec![0f32; if E::KIND == Kind::F32 { 0 } else { width }]);
             vectorized!({
                 for (r, (x, y)) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).enumerate() {
                     let t = at.start + (i * ROWS_PER_TASK + r) % time;
-                    let [cos, sin] = [&self.cos, &self.sin].map(|table| &table[t * self.half..][..self.half]);
-                    for (x, y) in x.chunks_exact(head).zip(y.chunks_exact_mut(head)) {
-                        turn_head(x, cos, sin, direction, y);
+                    let angles = [&self.cos, &self.sin].map(|table| &table[t * self.half..][..self.half]);
+                    if E::KIND == Kind::F32 {
+                        turn_row(bytemuck::cast_slice(x), angles, direction, bytemuck::cast_slice_mut(y));
+                        continue;
                     }
+                    let [x_room, y_room] = &mut room;
+                    turn_row(as_f32(x, x_room), angles, direction, y_room);
+                    narrow(y_room, y);
                 }
             });
         });
@@ -73,22 +78,25 @@ impl Rotary {
 }
 
 #[inline(always)]
-fn turn_head<E: Element>(x: &[E], cos: &[f32], sin: &[f32], direction: f32, y: &mut [E]) {
+fn turn_row(x: &[f32], [cos, sin]: [&[f32]; 2], direction: f32, y: &mut [f32]) {
     let half = cos.len();
-    let (y_first, y_second) = y.split_at_mut(half);
-    let (first, second) = x.split_at(half);
-    // One loop for each half: the compiler has fewer slices to prove separate.
-    for (((y, a), b), (cos, sin)) in y_first.iter_mut().zip(first).zip(second).zip(cos.iter().zip(sin)) {
-        *y = put(get(*a) * cos - get(*b) * (sin * direction));
-    }
-    for (((y, a), b), (cos, sin)) in y_second.iter_mut().zip(first).zip(second).zip(cos.iter().zip(sin)) {
-        *y = put(get(*b) * cos + get(*a) * (sin * direction));
+    for (x, y) in x.chunks_exact(2 * half).zip(y.chunks_exact_mut(2 * half)) {
+        let (y_first, y_second) = y.split_at_mut(half);
+        let (first, second) = x.split_at(half);
+        // One loop for each half: the compiler has fewer slices to prove separate.
+        for (((y, a), b), (cos, sin)) in y_first.iter_mut().zip(first).zip(second).zip(cos.iter().zip(sin)) {
+            *y = a * cos - b * (sin * direction);
+        }
+        for (((y, a), b), (cos, sin)) in y_second.iter_mut().zip(first).zip(second).zip(cos.iter().zip(sin)) {
+            *y = b * cos + a * (sin * direction);
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::wide::{get, put};
     use half::{bf16, f16};
 
     fn pairs_turn_by_their_angle_and_back<E: Element>(accuracy: f32) {

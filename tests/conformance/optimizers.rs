@@ -437,7 +437,7 @@ fn products_are_rounded() -> bool {
     let best_is_fused =
         is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
     #[cfg(not(target_arch = "x86_64"))]
-    let best_is_fused = false;
+    let best_is_fused = cfg!(target_arch = "aarch64");
     let asked = std::env::var("CANDLE_ZERO_SIMD").unwrap_or_default();
     asked == "portable" || !best_is_fused
 }

@@ -24,6 +24,7 @@ fn wide<E: Element>(values: &[E]) -> Vec<f32> {
 }
 
 fn methods<E: Element>() -> Vec<Method> {
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut, reason = "each level has one method"))]
     let mut methods: Vec<Method> = Level::available().map(Method::of::<E>).collect();
     #[cfg(target_arch = "x86_64")]
     if methods.contains(&Method::Avx512Bf16) {
@@ -214,6 +215,14 @@ fn products_with_avx2_have_the_bits_of_a_fused_loop_whatever_else_the_processor_
         check_order::<bf16>(Level::Avx2, f32::mul_add);
         check_order::<f16>(Level::Avx2, f32::mul_add);
     }
+}
+
+#[cfg(target_arch = "aarch64")]
+#[test]
+fn products_with_neon_have_the_bits_of_a_fused_loop() {
+    check_order::<f32>(Level::Neon, f32::mul_add);
+    check_order::<bf16>(Level::Neon, f32::mul_add);
+    check_order::<f16>(Level::Neon, f32::mul_add);
 }
 
 #[test]

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Compiles everything for aarch64 (libraries, commands, tests, benches, examples), where unused code is an error, and runs
+# the unit tests of the kernels under qemu, at the best level of SIMD that qemu's processor has.
+#
+#   scripts/check_aarch64.sh [--install] [FOLDER]
+#
+# Needs cargo, a gcc for aarch64 and qemu-user; --install lets root install the last two with apt-get. If the toolchain has
+# no standard library for aarch64, Debian's rustc is unpacked into FOLDER (target/aarch64 by default), where the build lies
+# as well. The exit status is 77 if something cannot be had here; the last line says what.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CANDLE_ZERO_SIMD
+install=
+[ "${1-}" != --install ] || { install=1; shift; }
+folder=${1:-${CARGO_TARGET_DIR:-target}/aarch64}
+triple=aarch64-unknown-linux-gnu
+packages=(gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user)
+
+skip() { # why
+    echo "skipped: $1"
+    exit 77
+}
+
+[ "$(uname -m)" != aarch64 ] || skip 'this machine is aarch64: its own tests say more'
+mkdir -p "$folder" || exit 1
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+links() {
+    echo 'int main(void) { return 0; }' | aarch64-linux-gnu-gcc -x c -o "$work/probe" - 2>"$work/why"
+}
+
+runs() {
+    qemu-aarch64 -L /usr/aarch64-linux-gnu "$work/probe" 2>"$work/why"
+}
+
+if ! { links && runs; } && [ -n "$install" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    apt-get -q update && apt-get -q install -y --no-install-recommends "${packages[@]}"
+fi
+links || skip "no gcc that links for aarch64 ($(head -n 1 "$work/why")); apt-get install ${packages[*]}"
+
+if ! [ -d "$(rustc --print sysroot)/lib/rustlib/$triple/lib" ]; then
+    python3 scripts/debian_rust.py "$folder/rust" 2>&1 | tee "$work/rust"
+    code=${PIPESTATUS[0]}
+    [ "$code" != 77 ] || skip "no standard library for aarch64: $(tail -n 1 "$work/rust")"
+    [ "$code" = 0 ] || exit 1
+    RUSTC=$(realpath "$folder/rust/rustc")
+    export RUSTC
+fi
+export CARGO_TARGET_DIR="$folder/target" CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=false
+export CC_aarch64_unknown_linux_gnu=aarch64-linux-gnu-gcc
+export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
+export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER='qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu'
+
+for manifest in Cargo.toml tests/kernels/Cargo.toml; do
+    cargo fetch --locked --target "$triple" --manifest-path "$manifest" || skip 'the crates that aarch64 needs cannot be fetched'
+done
+# Not all warnings: compilers newer than the project's have new ones.
+RUSTFLAGS='-D unused' cargo check --locked --workspace --all-targets --target "$triple" || exit 1
+cargo test --release --locked --no-run --target "$triple" --manifest-path tests/kernels/Cargo.toml || exit 1
+runs || skip "no qemu that runs programs of aarch64 ($(head -n 1 "$work/why")); apt-get install ${packages[*]}"
+cargo test --release --locked --target "$triple" --manifest-path tests/kernels/Cargo.toml

@@ -1,0 +1,140 @@
+#!/usr/bin/env python3
+"""Unpacks Debian's rustc for x86_64 with the standard libraries of x86_64 and aarch64 into a folder, where it stays.
+
+    debian_rust.py FOLDER
+
+Where rustup cannot fetch a target, Debian's archive may be within reach. Versions and SHA-256 sums come from the suite's
+index, whose signature is checked with Debian's keyring where gpgv and the keyring are installed. Nothing outside FOLDER
+changes: FOLDER/rustc starts the compiler through the loader and the libraries unpacked beside it, and a FOLDER that has
+it is left as it is. The exit status is 77 where something that this needs cannot be had; what, stands on stderr.
+"""
+
+import hashlib
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ARCHIVE = "http://deb.debian.org/debian"
+SUITE = "forky"
+KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+SKIPPED = 77
+# What rustc is installed with but does not load: this machine's own compiler links, and its libc is linked against.
+NOT_LOADED = {"gcc", "binutils", "libc-dev", "libc-gconv-modules-extra"}
+
+WRAPPER = """#!/bin/sh
+# rustc of Debian {suite}, through the loader and the libraries unpacked beside it.
+root={root}
+exec "$root/usr/lib64/ld-linux-x86-64.so.2" --library-path "$root/usr/lib/x86_64-linux-gnu:$root/usr/lib" \\
+    "$root/usr/bin/rustc" --sysroot "$root/usr" "$@"
+"""
+
+
+class Missing(Exception):
+    """What this machine, its network or the archive lacks."""
+
+
+def fetch(path):
+    try:
+        with urllib.request.urlopen(f"{ARCHIVE}/{path}", timeout=30) as answer:
+            return answer.read()
+    except (OSError, urllib.error.URLError) as error:
+        raise Missing(f"{ARCHIVE}/{path} cannot be fetched: {error}") from error
+
+
+def checked(path, sha256):
+    data = fetch(path)
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise SystemExit(f"{ARCHIVE}/{path} has the SHA-256 sum {found}, and {sha256} in the index")
+    return data
+
+
+def sums():
+    """The SHA-256 sums of the suite's indexes, by path."""
+    release = fetch(f"dists/{SUITE}/InRelease")
+    if shutil.which("gpgv") and KEYRING.exists():
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(release)
+            file.flush()
+            # What gpgv prints is the signed part alone.
+            run = subprocess.run(["gpgv", "--keyring", KEYRING, "--output", "-", file.name], capture_output=True)
+        if run.returncode != 0:
+            raise SystemExit(f"the signature of {ARCHIVE}/dists/{SUITE}/InRelease is wrong: {run.stderr.decode()}")
+        release = run.stdout
+    else:
+        print(f"no gpgv or no {KEYRING}: the signature of the index is not checked", file=sys.stderr)
+    section = release.decode().split("\nSHA256:\n")[1]
+    return {path: sum for sum, path in re.findall(r"^ ([0-9a-f]{64}) +\d+ (\S+)$", section, re.M)}
+
+
+def packages(architecture, known):
+    """The suite's packages for an architecture, by name: each a dict of its fields."""
+    path = f"main/binary-{architecture}/Packages.xz"
+    if path not in known:
+        raise Missing(f"{SUITE} has no {path}")
+    text = lzma.decompress(checked(f"dists/{SUITE}/{path}", known[path])).decode()
+    found = {}
+    for paragraph in text.split("\n\n"):
+        fields = dict(re.findall(r"^(Package|Version|Depends|Filename|SHA256): (.*)$", paragraph, re.M))
+        if fields:
+            found[fields["Package"]] = fields
+    return found
+
+
+def closure(names, index):
+    """The packages of these names with all that they load, of alternatives the first."""
+    wanted, left = {}, list(names)
+    while left:
+        name = left.pop()
+        if name in wanted or name in NOT_LOADED:
+            continue
+        if name not in index:
+            raise Missing(f"{SUITE} has no package {name}")
+        wanted[name] = index[name]
+        left += [re.split(r"[ |:(]", depends.strip())[0] for depends in index[name].get("Depends", "").split(",") if depends]
+    return list(wanted.values())
+
+
+def unpack(folder):
+    if os.uname().machine != "x86_64":
+        raise Missing(f"Debian's rustc is unpacked for x86_64, and this machine is {os.uname().machine}")
+    if not shutil.which("dpkg-deb"):
+        raise Missing("there is no dpkg-deb on this machine")
+    known = sums()
+    wanted = closure(["rustc"], packages("amd64", known))
+    wanted += [packages("arm64", known)["libstd-rust-dev"]]
+    # Into place only when whole.
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as parts:
+        root = Path(parts, "root")
+        for package in wanted:
+            print(f"{package['Package']} {package['Version']}", file=sys.stderr, flush=True)
+            deb = Path(parts, "deb")
+            deb.write_bytes(checked(package["Filename"], package["SHA256"]))
+            subprocess.run(["dpkg-deb", "-x", deb, root], check=True)
+        wrapper = root / "rustc"
+        wrapper.write_text(WRAPPER.format(suite=SUITE, root=folder.resolve()))
+        wrapper.chmod(0o755)
+        shutil.rmtree(folder, ignore_errors=True)
+        root.rename(folder)
+
+
+def main():
+    folder = Path(sys.argv[1])
+    try:
+        if not os.access(folder / "rustc", os.X_OK):
+            unpack(folder)
+    except Missing as error:
+        print(error, file=sys.stderr)
+        sys.exit(SKIPPED)
+
+
+if __name__ == "__main__":
+    main()
