@@ -9,6 +9,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod keep_memory;
+mod peak_memory;
 
 use candle_core::{DType, Device, Tensor, Var, WithDType};
 use candle_zero::nn::{
@@ -271,41 +272,6 @@ fn run_embedding<T: WithDType>(bencher: Bencher<'_, '_>, model: Model) {
     let ids = sizes.ids();
     let bencher = bencher.counter(moved::<T>(sizes.tokens() * sizes.width));
     measure(bencher, false, [numbers::<T>(&[sizes.vocab, sizes.width])], |[table]| embedding(&ids, table));
-}
-
-/// Bytes of each array of the memory benches: far beyond any cache.
-const ARRAY: usize = 256 << 20;
-
-/// The parts of slices of f32 of which each thread of the pool takes one.
-fn share(len: usize) -> usize {
-    len.div_ceil(rayon::current_num_threads())
-}
-
-/// Bytes read and written; what the processor reads before it overwrites a line is not counted.
-#[divan::bench(sample_size = 1, max_time = 1)]
-fn peak_memory_copy(bencher: Bencher<'_, '_>) {
-    use rayon::prelude::*;
-    let (from, mut to) = (vec![1f32; ARRAY / 4], vec![0f32; ARRAY / 4]);
-    let part = share(from.len());
-    bencher.counter(BytesCount::new(2 * ARRAY)).bench_local(|| {
-        to.par_chunks_mut(part).zip(from.par_chunks(part)).for_each(|(to, from)| to.copy_from_slice(from));
-    });
-}
-
-/// a = b + 2 c (McCalpin 1995), counted as the copy.
-#[divan::bench(sample_size = 1, max_time = 1)]
-fn peak_memory_triad(bencher: Bencher<'_, '_>) {
-    use rayon::prelude::*;
-    let (mut a, b, c) = (vec![0f32; ARRAY / 4], vec![1f32; ARRAY / 4], vec![2f32; ARRAY / 4]);
-    let part = share(a.len());
-    bencher.counter(BytesCount::new(3 * ARRAY)).bench_local(|| {
-        let parts = a.par_chunks_mut(part).zip(b.par_chunks(part)).zip(c.par_chunks(part));
-        parts.for_each(|((a, b), c)| {
-            for ((a, b), c) in a.iter_mut().zip(b).zip(c) {
-                *a = b + 2.0 * c;
-            }
-        });
-    });
 }
 
 /// Multiply-adds (f32) or dot products (bf16) of registers alone, on every thread, at the level of the kernels (see

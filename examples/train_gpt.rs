@@ -17,7 +17,7 @@ use candle_zero::data::{BatchShape, Loader, Order, TokenData};
 use candle_zero::estimate::{Estimate, Shapes};
 use candle_zero::memory::Kind;
 use candle_zero::models::{
-    Architecture, GptConfig, GptLayers, LanguageModel, LlamaConfig, LlamaLayers, TokenRng, next_token,
+    Architecture, GptConfig, GptLayers, LanguageModel, LlamaConfig, LlamaLayers, Session, TokenRng, next_token,
 };
 use candle_zero::monitor::{MetricsWriter, Progress, available_memory, rss_peak_bytes};
 use candle_zero::offload::OffloadReport;
@@ -507,7 +507,8 @@ fn gather<M>(engine: &Engine<M>, loss: f64) -> anyhow::Result<OverRanks> {
     Ok(OverRanks { loss, rss_peak_bytes: (memory > 0).then_some(memory) })
 }
 
-/// Continues `tokens` by `count` tokens, each drawn from the model's distribution sharpened a little.
+/// Continues `tokens` by `count` tokens, each drawn from the model's distribution sharpened a little. Each evaluation takes
+/// the tokens that the model has not seen yet.
 fn generate<A: Architecture>(
     engine: &mut Engine<LanguageModel<A>>,
     mut tokens: Vec<u32>,
@@ -515,9 +516,11 @@ fn generate<A: Architecture>(
     seed: u64,
 ) -> anyhow::Result<Vec<u32>> {
     const TEMPERATURE: f64 = 0.8;
-    let mut random = TokenRng::new(seed);
+    let (mut random, mut session) = (TokenRng::new(seed), Session::new());
+    session.reserve(tokens.len() + count);
     for _ in 0..count {
-        let logits = engine.eval(|model| Tensor::new(model.last_logits(&tokens)?, &Device::Cpu))?;
+        let new = &tokens[session.tokens().len()..];
+        let logits = engine.eval(|model| Tensor::new(model.extend(&mut session, new)?, &Device::Cpu))?;
         tokens.push(next_token(&logits.to_vec1::<f32>()?, TEMPERATURE, &mut random));
     }
     Ok(tokens)

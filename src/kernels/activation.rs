@@ -1,13 +1,15 @@
 //! Activation functions over slices, computed in f32 and rounded once: GELU by its tanh approximation, SiLU, and
 //! SwiGLU.
 
-use crate::kernels::element::Element;
+use crate::kernels::element::{Element, Kind};
 use crate::kernels::math;
 use crate::kernels::par::{Chunks, for_each_part};
-use crate::kernels::wide::{get, put, vectorized};
+use crate::kernels::wide::{self, get, put, vectorized};
 
 /// Elements that one task computes.
 const CHUNK: usize = 1 << 14;
+/// Elements of 16 bits that are widened, computed and narrowed together where there are two results.
+const BLOCK: usize = 128;
 
 /// y = gelu(x) by its tanh approximation.
 ///
@@ -62,13 +64,33 @@ pub fn swiglu_backward<E: Element>(gate: &[E], up: &[E], dy: &[E], dgate: &mut [
     for_each_part(n.div_ceil(CHUNK), parts, |i, (dgate, dup)| {
         let [gate, up, dy] = [gate, up, dy].map(|x| &x[i * CHUNK..][..dgate.len()]);
         vectorized!({
-            for ((((dgate, dup), gate), up), dy) in dgate.iter_mut().zip(dup).zip(gate).zip(up).zip(dy) {
-                let (x, dy) = (get(*gate), get(*dy));
-                *dgate = put(dy * get(*up) * math::silu_slope(x));
-                *dup = put(dy * math::silu(x));
+            if E::KIND == Kind::F32 {
+                return swiglu_slopes(gate, up, dy, dgate, dup);
+            }
+            let mut room = [[0f32; BLOCK]; 5];
+            for start in (0..dgate.len()).step_by(BLOCK) {
+                let range = start..dgate.len().min(start + BLOCK);
+                let [to_gate, to_up, mut rooms @ ..] = room.each_mut().map(|room| &mut room[..range.len()]);
+                for (room, x) in rooms.iter_mut().zip([gate, up, dy]) {
+                    wide::widen(&x[range.clone()], room);
+                }
+                let [gate, up, dy] = rooms;
+                swiglu_slopes(gate, up, dy, to_gate, to_up);
+                wide::narrow(to_gate, &mut dgate[range.clone()]);
+                wide::narrow(to_up, &mut dup[range]);
             }
         });
     });
+}
+
+/// One loop for both: they share their exponential.
+#[inline(always)]
+fn swiglu_slopes<E: Element>(gate: &[E], up: &[E], dy: &[E], dgate: &mut [E], dup: &mut [E]) {
+    for ((((dgate, dup), gate), up), dy) in dgate.iter_mut().zip(dup).zip(gate).zip(up).zip(dy) {
+        let (x, dy) = (get(*gate), get(*dy));
+        *dgate = put(dy * get(*up) * math::silu_slope(x));
+        *dup = put(dy * math::silu(x));
+    }
 }
 
 /// y = f(x).
@@ -76,11 +98,12 @@ fn map<E: Element>(x: &[E], y: &mut [E], f: impl Fn(f32) -> f32 + Sync) {
     assert_eq!(x.len(), y.len(), "elements of an activation");
     for_each_part(x.len().div_ceil(CHUNK), Chunks::new(y, CHUNK), |i, y| {
         let x = &x[i * CHUNK..][..y.len()];
-        vectorized!({
-            for (y, x) in y.iter_mut().zip(x) {
-                *y = put(f(get(*x)));
-            }
-        });
+        vectorized!(wide::map_long(
+            [x],
+            y,
+            #[inline(always)]
+            |[x]| f(x)
+        ));
     });
 }
 
@@ -89,11 +112,12 @@ fn map2<E: Element>(a: &[E], b: &[E], y: &mut [E], f: impl Fn(f32, f32) -> f32 +
     assert_eq!([a.len(), b.len()], [y.len(); 2], "elements of an activation");
     for_each_part(y.len().div_ceil(CHUNK), Chunks::new(y, CHUNK), |i, y| {
         let [a, b] = [a, b].map(|x| &x[i * CHUNK..][..y.len()]);
-        vectorized!({
-            for ((y, a), b) in y.iter_mut().zip(a).zip(b) {
-                *y = put(f(get(*a), get(*b)));
-            }
-        });
+        vectorized!(wide::map_long(
+            [a, b],
+            y,
+            #[inline(always)]
+            |[a, b]| f(a, b)
+        ));
     });
 }
 

@@ -2,7 +2,7 @@
 
 use crate::kernels::element::Element;
 use crate::kernels::par::{Chunks, for_each_part};
-use crate::kernels::wide::{get, put, vectorized};
+use crate::kernels::wide::{update, vectorized};
 
 /// Elements that one task computes.
 const CHUNK: usize = 1 << 16;
@@ -14,28 +14,31 @@ pub fn add_into<E: Element>(dst: &mut [E], src: &[E]) {
     assert_eq!(dst.len(), src.len(), "elements of a sum");
     for_each_part(src.len().div_ceil(CHUNK), Chunks::new(dst, CHUNK), |i, dst| {
         let src = &src[i * CHUNK..][..dst.len()];
-        vectorized!({
-            for (d, s) in dst.iter_mut().zip(src) {
-                *d = put(get(*d) + get(*s));
-            }
-        });
+        vectorized!(update(
+            dst,
+            [src],
+            #[inline(always)]
+            |d, [s]| d + s
+        ));
     });
 }
 
 /// dst *= factor, each product rounded once.
 pub fn scale_into<E: Element>(dst: &mut [E], factor: f32) {
     for_each_part(dst.len().div_ceil(CHUNK), Chunks::new(dst, CHUNK), |_, dst| {
-        vectorized!({
-            for d in dst {
-                *d = put(get(*d) * factor);
-            }
-        });
+        vectorized!(update(
+            dst,
+            [&[] as &[E]; 0],
+            #[inline(always)]
+            |d, []| d * factor
+        ));
     });
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::wide::{get, put};
     use half::{bf16, f16};
 
     fn sums_and_multiples_are_rounded_once<E: Element>() {

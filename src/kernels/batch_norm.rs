@@ -2,6 +2,7 @@
 //! variance over all images and pixels. Sums are in f64, in an order that the sizes alone decide.
 
 use super::Element;
+use super::wide::{self, as_f32, vectorized};
 use rayon::prelude::*;
 
 /// Lanes of a sum: as many independent additions.
@@ -27,59 +28,92 @@ impl Sizes {
     }
 
     /// Sums over each channel, of what `add` makes of the elements that `at` finds in the inputs.
-    fn sums<E: Element, const N: usize>(
+    fn sums<E: Element, A: Fn([f32; N]) -> f64, const N: usize>(
         self,
         inputs: [&[E]; N],
-        add: impl Fn(usize, [f32; N]) -> f64 + Sync,
+        add: impl Fn(usize) -> A + Sync,
     ) -> Vec<f64> {
         let channel = |channel: usize| {
-            let mut runs = [const { Vec::new() }; N];
-            runs.iter_mut().for_each(|run| run.resize(self.pixels, 0f32));
+            let add = add(channel);
+            let mut room = [const { Vec::new() }; N];
+            room.iter_mut().for_each(|room| room.resize(self.pixels, 0f32));
             let mut lanes = [0f64; LANES];
             for image in 0..self.images {
-                runs.iter_mut().zip(inputs).for_each(|(run, input)| E::widen(&input[self.run(image, channel)], run));
-                for pixel in 0..self.pixels {
-                    lanes[pixel % LANES] += add(channel, std::array::from_fn(|input| runs[input][pixel]));
-                }
+                vectorized!({
+                    let mut rooms = room.iter_mut();
+                    let runs = inputs.map(|input| {
+                        let room = rooms.next().map(Vec::as_mut_slice).unwrap_or_default();
+                        as_f32(&input[self.run(image, channel)], room)
+                    });
+                    add_in_lanes(&mut lanes, runs, &add);
+                });
             }
             lanes.iter().sum()
         };
         (0..self.channels).into_par_iter().map(channel).collect()
     }
 
-    /// Computes `y` image by image, channel by channel. `of` makes a run of pixels of those of the inputs.
-    fn map<E: Element, const N: usize>(
+    /// Computes `y` image by image, channel by channel, of the inputs' elements at the same place, or adds to it.
+    fn map<E: Element, F: Fn([f32; N]) -> f32, const N: usize>(
         self,
         inputs: [&[E]; N],
         y: &mut [E],
         add: bool,
-        of: impl Fn(usize, [f32; N]) -> f32 + Sync,
+        of: impl Fn(usize) -> F + Sync,
     ) {
         let image = |(image, y): (usize, &mut [E])| {
-            let mut runs = [const { Vec::new() }; N];
-            runs.iter_mut().for_each(|run| run.resize(self.pixels, 0f32));
-            let mut result = vec![0f32; self.pixels];
             for (channel, y) in y.chunks_mut(self.pixels).enumerate() {
-                runs.iter_mut().zip(inputs).for_each(|(run, input)| E::widen(&input[self.run(image, channel)], run));
-                match add {
-                    true => E::widen(y, &mut result),
-                    false => result.fill(0.0),
-                }
-                for (pixel, result) in result.iter_mut().enumerate() {
-                    *result += of(channel, std::array::from_fn(|input| runs[input][pixel]));
-                }
-                E::narrow(&result, y);
+                let inputs = inputs.map(|input| &input[self.run(image, channel)]);
+                let of = of(channel);
+                vectorized!(match add {
+                    true => wide::update(
+                        y,
+                        inputs,
+                        #[inline(always)]
+                        |y, x| y + of(x),
+                    ),
+                    false => wide::map(inputs, y, of),
+                });
             }
         };
         y.par_chunks_mut((self.channels * self.pixels).max(1)).enumerate().for_each(image);
     }
 }
 
+/// Adds what `add` makes of the elements at one place to that place's lane.
+#[inline(always)]
+fn add_in_lanes<const N: usize>(lanes: &mut [f64; LANES], runs: [&[f32]; N], add: impl Fn([f32; N]) -> f64) {
+    let groups = runs.map(|run| run.as_chunks::<LANES>());
+    let count = groups.iter().map(|(whole, _)| whole.len()).min().unwrap_or(0);
+    for group in 0..count {
+        let values = groups.map(|(whole, _)| whole[group]);
+        for lane in 0..LANES {
+            lanes[lane] += add(values.map(
+                #[inline(always)]
+                |values| values[lane],
+            ));
+        }
+    }
+    for lane in 0..groups.iter().map(|(_, rest)| rest.len()).min().unwrap_or(0) {
+        lanes[lane] += add(groups.map(
+            #[inline(always)]
+            |(_, rest)| rest[lane],
+        ));
+    }
+}
+
 /// Mean, and sum of squared distances from it, of each channel.
 pub fn moments<E: Element>(x: &[E], sizes: Sizes) -> Vec<[f64; 2]> {
-    let sums = sizes.sums([x], |_, [x]| f64::from(x));
+    let sums = sizes.sums([x], |_| {
+        #[inline(always)]
+        |[x]: [f32; 1]| f64::from(x)
+    });
     let means: Vec<f64> = sums.into_iter().map(|sum| sum / sizes.count().max(1) as f64).collect();
-    let squares = sizes.sums([x], |channel, [x]| (f64::from(x) - means[channel]).powi(2));
+    let squares = sizes.sums([x], |channel| {
+        let mean = means[channel];
+        #[inline(always)]
+        move |[x]: [f32; 1]| (f64::from(x) - mean).powi(2)
+    });
     means.iter().zip(squares).map(|(mean, squares)| [*mean, squares]).collect()
 }
 
@@ -93,19 +127,30 @@ pub struct Normal {
 
 /// (x - mean) x inverse x weight + bias; without `affine`, a weight of 1 and a bias of 0.
 pub fn forward<E: Element>(x: &[E], sizes: Sizes, normal: &[Normal], affine: Option<[&[f32]; 2]>, y: &mut [E]) {
-    sizes.map([x], y, false, |channel, [x]| {
+    sizes.map([x], y, false, |channel| {
         let Normal { mean, inverse } = normal[channel];
-        let y = (x - mean) * inverse;
-        affine.map_or(y, |[weight, bias]| y * weight[channel] + bias[channel])
+        let affine = affine.map(|affine| affine.map(|values| values[channel]));
+        #[inline(always)]
+        move |[x]: [f32; 1]| {
+            let y = (x - mean) * inverse;
+            match affine {
+                Some([weight, bias]) => y * weight + bias,
+                None => y,
+            }
+        }
     });
 }
 
 /// Sums of the result's gradient, and of it times the normalized input, of each channel.
 pub fn backward_sums<E: Element>(x: &[E], dy: &[E], sizes: Sizes, normal: &[Normal]) -> Vec<[f64; 2]> {
-    let sums = sizes.sums([dy], |_, [dy]| f64::from(dy));
-    let products = sizes.sums([x, dy], |channel, [x, dy]| {
+    let sums = sizes.sums([dy], |_| {
+        #[inline(always)]
+        |[dy]: [f32; 1]| f64::from(dy)
+    });
+    let products = sizes.sums([x, dy], |channel| {
         let Normal { mean, inverse } = normal[channel];
-        f64::from((x - mean) * inverse) * f64::from(dy)
+        #[inline(always)]
+        move |[x, dy]: [f32; 2]| f64::from((x - mean) * inverse) * f64::from(dy)
     });
     sums.into_iter().zip(products).map(|(sum, product)| [sum, product]).collect()
 }
@@ -120,10 +165,11 @@ pub fn backward<E: Element>(
     means: &[[f32; 2]],
     (dx, add): (&mut [E], bool),
 ) {
-    sizes.map([x, dy], dx, add, |channel, [x, dy]| {
+    sizes.map([x, dy], dx, add, |channel| {
         let Normal { mean, inverse } = normal[channel];
         let [mean_dy, mean_product] = means[channel];
         let weight = weight.map_or(1.0, |weight| weight[channel]);
-        (dy - mean_dy - (x - mean) * inverse * mean_product) * inverse * weight
+        #[inline(always)]
+        move |[x, dy]: [f32; 2]| (dy - mean_dy - (x - mean) * inverse * mean_product) * inverse * weight
     });
 }

@@ -1,10 +1,10 @@
 //! Softmax and its cross entropy against one target per row.
 
 use super::element::Element;
-use super::math::exp;
+use super::math::exp_below_0;
 use super::par::{Chunks, for_each_part};
-use super::rows::reduce;
-use super::wide::vectorized;
+use super::rows::{maximum, reduce};
+use super::wide::{map, vectorized, widen};
 
 /// Elements that one task takes, in whole rows.
 const TASK: usize = 16 * 1024;
@@ -24,8 +24,11 @@ pub(crate) fn losses<E: Element>(logits: &[E], classes: usize, targets: &[u32], 
                 *loss = 0.0;
                 continue;
             }
-            E::widen(&logits[(first + i) * classes..][..classes], &mut row);
-            *loss = softmax(&mut row, targets[first + i]).0;
+            let logits = &logits[(first + i) * classes..][..classes];
+            *loss = vectorized!({
+                widen(logits, &mut row);
+                softmax(&mut row, targets[first + i]).0
+            });
         }
     });
 }
@@ -45,15 +48,19 @@ pub(crate) fn gradients<E: Element>(logits: &mut [E], classes: usize, targets: &
                 logits.fill(E::default());
                 continue;
             }
-            E::widen(logits, &mut row);
-            let (at_target, total) = softmax(&mut row, target);
-            *loss = at_target;
-            row[target as usize] -= total;
-            let factor = scale / total;
-            vectorized!(for x in row.iter_mut() {
-                *x *= factor;
+            vectorized!({
+                widen(logits, &mut row);
+                let (at_target, total) = softmax(&mut row, target);
+                *loss = at_target;
+                row[target as usize] -= total;
+                let factor = scale / total;
+                map(
+                    [&row[..]],
+                    logits,
+                    #[inline(always)]
+                    |[x]| x * factor,
+                );
             });
-            E::narrow(&row, logits);
         }
     });
 }
@@ -69,33 +76,20 @@ fn rows_per_task(classes: usize) -> usize {
 }
 
 /// Replaces a row by exp(x - its maximum); returns the loss and the sum of the new row.
+#[inline(always)]
 fn softmax(row: &mut [f32], target: u32) -> (f32, f32) {
     let at_target = row[target as usize];
-    vectorized!({
-        let max = maximum(row);
-        for x in row.iter_mut() {
-            *x = exp(*x - max);
-        }
-        let total = reduce(
-            row,
-            row,
-            #[inline(always)]
-            |x, _| x,
-        );
-        (total.ln() + (max - at_target), total)
-    })
-}
-
-/// The largest number of a row; nan is passed over.
-#[inline(always)]
-fn maximum(row: &[f32]) -> f32 {
-    const LANES: usize = 16;
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let mut groups = row.chunks_exact(LANES);
-    for group in groups.by_ref() {
-        lanes.iter_mut().zip(group).for_each(|(lane, x)| *lane = if *x > *lane { *x } else { *lane });
+    let max = maximum(row);
+    for x in row.iter_mut() {
+        *x = exp_below_0(*x - max);
     }
-    groups.remainder().iter().chain(&lanes.clone()).fold(f32::NEG_INFINITY, |max, x| if *x > max { *x } else { max })
+    let total = reduce(
+        row,
+        row,
+        #[inline(always)]
+        |x, _| x,
+    );
+    (total.ln() + (max - at_target), total)
 }
 
 #[cfg(test)]

@@ -4,9 +4,9 @@
 //! The random numbers are Philox4x32-10's (Salmon et al. 2011): ten rounds of multiplications turn a counter into four
 //! words of 32 bits, with no state from one counter to the next, so that many counters go through vectors at once.
 
-use crate::kernels::element::Element;
+use crate::kernels::element::{Element, Kind};
 use crate::kernels::par::{Chunks, for_each_part};
-use crate::kernels::wide::{get, put, vectorized};
+use crate::kernels::wide::{get, narrow, put, vectorized, widen};
 
 /// Counters computed together.
 const LANES: usize = 16;
@@ -54,13 +54,24 @@ fn drop_some<E: Element>(x: &[E], (bound, scale): (u32, f32), seed: u64, offset:
     }
 }
 
-/// y = x scaled where the word reaches the bound, else 0.
+/// y = x scaled where the word reaches the bound, else 0, for a group at most.
 #[inline(always)]
 fn keep<E: Element>(x: &[E], words: &[u32], bound: u32, scale: f32, y: &mut [E]) {
-    for ((y, x), word) in y.iter_mut().zip(x).zip(words) {
-        let scaled = get(*x) * scale;
-        *y = put(if *word < bound { 0.0 } else { scaled });
+    if E::KIND != Kind::F16 {
+        for ((y, x), word) in y.iter_mut().zip(x).zip(words) {
+            let scaled = get(*x) * scale;
+            *y = put(if *word < bound { 0.0 } else { scaled });
+        }
+        return;
     }
+    let mut room = [0f32; GROUP];
+    let room = &mut room[..x.len()];
+    widen(x, room);
+    for (x, word) in room.iter_mut().zip(words) {
+        let scaled = *x * scale;
+        *x = if *word < bound { 0.0 } else { scaled };
+    }
+    narrow(room, y);
 }
 
 /// The words of positions 64 group to 64 group + 63: word i of counter 16 group + lane is that of position 16 i + lane.

@@ -1,6 +1,8 @@
 //! The storage dtypes of the kernels: every kernel reads elements of one dtype, computes in f32, and rounds once.
 
-use half::slice::HalfFloatSliceExt;
+use super::convert::{narrow_bf16, narrow_f16, widen_bf16, widen_f16};
+use super::simd::vectorized;
+use bytemuck::{cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
 /// A storage dtype.
@@ -8,11 +10,19 @@ pub trait Element: Copy + Default + Send + Sync + bytemuck::Pod + 'static {
     /// Which one.
     const KIND: Kind;
 
-    /// Widens `src` into `dst` of the same length.
-    fn widen(src: &[Self], dst: &mut [f32]);
+    /// Widens `src` into `dst` of the same length. In a loop that is compiled for a level, use
+    /// [`wide::widen`](super::wide::widen).
+    fn widen(src: &[Self], dst: &mut [f32]) {
+        assert_eq!(src.len(), dst.len(), "as many elements");
+        vectorized!(widen(src, dst));
+    }
 
-    /// Rounds `src` into `dst` of the same length, to nearest even.
-    fn narrow(src: &[f32], dst: &mut [Self]);
+    /// Rounds `src` into `dst` of the same length, to nearest even. In a loop that is compiled for a level, use
+    /// [`wide::narrow`](super::wide::narrow).
+    fn narrow(src: &[f32], dst: &mut [Self]) {
+        assert_eq!(src.len(), dst.len(), "as many elements");
+        vectorized!(narrow(src, dst));
+    }
 }
 
 /// The storage dtypes by name.
@@ -25,31 +35,32 @@ pub enum Kind {
 
 impl Element for f32 {
     const KIND: Kind = Kind::F32;
+}
 
-    fn widen(src: &[Self], dst: &mut [f32]) {
-        dst.copy_from_slice(src);
-    }
+impl Element for bf16 {
+    const KIND: Kind = Kind::BF16;
+}
 
-    fn narrow(src: &[f32], dst: &mut [Self]) {
-        dst.copy_from_slice(src);
+impl Element for f16 {
+    const KIND: Kind = Kind::F16;
+}
+
+/// [`Element::widen`] as part of a loop.
+#[inline(always)]
+pub(super) fn widen<E: Element>(src: &[E], dst: &mut [f32]) {
+    match E::KIND {
+        Kind::F32 => dst.copy_from_slice(cast_slice(src)),
+        Kind::BF16 => widen_bf16(cast_slice(src), dst),
+        Kind::F16 => widen_f16(cast_slice(src), dst),
     }
 }
 
-macro_rules! half_element {
-    ($ty:ty, $kind:expr) => {
-        impl Element for $ty {
-            const KIND: Kind = $kind;
-
-            fn widen(src: &[Self], dst: &mut [f32]) {
-                src.convert_to_f32_slice(dst);
-            }
-
-            fn narrow(src: &[f32], dst: &mut [Self]) {
-                dst.convert_from_f32_slice(src);
-            }
-        }
-    };
+/// [`Element::narrow`] as part of a loop.
+#[inline(always)]
+pub(super) fn narrow<E: Element>(src: &[f32], dst: &mut [E]) {
+    match E::KIND {
+        Kind::F32 => dst.copy_from_slice(cast_slice(src)),
+        Kind::BF16 => narrow_bf16(src, cast_slice_mut(dst)),
+        Kind::F16 => narrow_f16(src, cast_slice_mut(dst)),
+    }
 }
-
-half_element!(bf16, Kind::BF16);
-half_element!(f16, Kind::F16);

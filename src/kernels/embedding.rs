@@ -2,7 +2,7 @@
 
 use crate::kernels::element::Element;
 use crate::kernels::par::{Chunks, for_each_part};
-use crate::kernels::wide::{get, put, vectorized};
+use crate::kernels::wide::{add_to, update, vectorized};
 
 /// Rows that one task looks up.
 const ROWS_PER_TASK: usize = 128;
@@ -43,11 +43,12 @@ pub fn embedding_backward_into<E: Element>(ids: &[u32], dy: &[E], width: usize, 
         for same in order[from..until].chunk_by(|a, b| a.0 == b.0) {
             sum_rows(same, dy, &mut sum);
             let grad = &mut grad[(same[0].0 as usize - first) * width..][..width];
-            vectorized!({
-                for (g, s) in grad.iter_mut().zip(&sum) {
-                    *g = put(get(*g) + s);
-                }
-            });
+            vectorized!(update(
+                grad,
+                [&sum[..]],
+                #[inline(always)]
+                |grad, [sum]| grad + sum
+            ));
         }
     });
 }
@@ -66,9 +67,7 @@ fn sum_rows<E: Element>(positions: &[(u32, u32)], dy: &[E], sum: &mut [f32]) {
     vectorized!({
         for (_, position) in positions {
             let dy = &dy[*position as usize * sum.len()..][..sum.len()];
-            for (s, x) in sum.iter_mut().zip(dy) {
-                *s += get(*x);
-            }
+            add_to(sum, dy);
         }
     });
 }
@@ -76,6 +75,7 @@ fn sum_rows<E: Element>(positions: &[(u32, u32)], dy: &[E], sum: &mut [f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::wide::{get, put};
     use half::{bf16, f16};
 
     fn rows_are_looked_up_and_their_gradients_summed<E: Element>() {

@@ -3,13 +3,15 @@
 //!
 //! No fused multiply-add and no table: every machine and every vector width gives the same bits.
 
-/// log2(e).
-const LOG2_E: f32 = std::f32::consts::LOG2_E;
+use std::f64::consts::{LN_2, LOG2_E};
+
 /// ln(2) in two parts: the first has so few digits that its product with an exponent is exact.
 const LN_2_HIGH: f32 = 0.693_359_4;
 const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// Adding 1.5 x 2^23 rounds to an integer, which then stands in the low bits.
 const ROUND: f32 = 12_582_912.0;
+/// The same, and the low bits are the exponent field of 2 to that integer.
+const ROUND_TO_EXPONENT: f32 = ROUND + 127.0;
 
 /// sqrt(2 / pi), of GELU's approximation.
 pub(crate) const GELU_SCALE: f32 = 0.797_884_6;
@@ -19,50 +21,62 @@ pub(crate) const GELU_CUBIC: f32 = 0.044_715;
 /// exp(x), within 2 units in the last place; 0 and infinity where the result leaves f32's range, nan for nan.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    // Below, the result is 0.
-    exp_from(-104.0, x)
+    // Below, the result is 0; above the upper bound it is infinite. Written so that nan passes both.
+    let x = if x < -104.0 { -104.0 } else { x };
+    let x = if x > 89.0 { 89.0 } else { x };
+    let shifted = x * LOG2_E as f32 + ROUND;
+    let y = exp_of_rest(x, shifted - ROUND);
+    // 2^n in two factors, because 2^n alone may lie outside of f32's normal numbers.
+    let n = (shifted.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
+    let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
+    y * power(n >> 1) * power(n.wrapping_sub(n >> 1))
 }
 
-/// exp of the larger of `low` and x, where `low` is not less than -104.
+/// [`exp`] of what is not above 0, within 2 units in the last place; 0 where the result is below f32's normal numbers.
 #[inline(always)]
-fn exp_from(low: f32, x: f32) -> f32 {
-    // Above the upper bound the result is infinite. Written so that nan passes both.
-    let x = if x < low { low } else { x };
-    let x = if x > 89.0 { 89.0 } else { x };
-    // x = n ln(2) + r with |r| <= ln(2) / 2.
-    let rounded = x * LOG2_E + ROUND;
-    let n = rounded - ROUND;
+pub fn exp_below_0(x: f32) -> f32 {
+    // There n is -127, and the power that has 0 as its exponent field is 0. Nan passes.
+    let x = if x < -127.0 * LN_2 as f32 { -127.0 * LN_2 as f32 } else { x };
+    let shifted = x * LOG2_E as f32 + ROUND_TO_EXPONENT;
+    exp_of_rest(x, shifted - ROUND_TO_EXPONENT) * power_of_2(shifted)
+}
+
+/// exp(x - n ln(2)), where n is the integer next to x / ln(2).
+#[inline(always)]
+fn exp_of_rest(x: f32, n: f32) -> f32 {
     let r = (x - n * LN_2_HIGH) - n * LN_2_LOW;
-    // exp(r) = 1 + r + r^2 p(r), a minimax polynomial (Cephes).
+    // 1 + r + r^2 p(r) with |r| <= ln(2) / 2, p a minimax polynomial (Cephes).
     let p = 1.987_569_1e-4;
     let p = p * r + 1.398_2e-3;
     let p = p * r + 8.333_452e-3;
     let p = p * r + 4.166_579_6e-2;
     let p = p * r + 0.166_666_65;
     let p = p * r + 0.5;
-    let y = p * (r * r) + r + 1.0;
-    // 2^n in two factors, because 2^n alone may lie outside of f32's normal numbers.
-    let n = (rounded.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
-    let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
-    y * power(n >> 1) * power(n.wrapping_sub(n >> 1))
+    p * (r * r) + r + 1.0
+}
+
+/// 2^n of n + [`ROUND_TO_EXPONENT`]: 0 at n = -127, infinite at n = 128.
+#[inline(always)]
+fn power_of_2(shifted: f32) -> f32 {
+    f32::from_bits(shifted.to_bits() << 23)
 }
 
 /// x sigmoid(x).
 #[inline(always)]
 pub fn silu(x: f32) -> f32 {
-    x / (1.0 + odds(-x))
+    x / (1.0 + odds(silu_exponent(x), INFINITE))
 }
 
 /// The derivative of [`silu`].
 #[inline(always)]
 pub fn silu_slope(x: f32) -> f32 {
-    slope_of_gated(x, odds(-x), 1.0)
+    slope_of_gated(x, odds(silu_exponent(x), FINITE), 1.0)
 }
 
 /// 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), GELU by its tanh approximation (Hendrycks and Gimpel 2016).
 #[inline(always)]
 pub fn gelu_tanh(x: f32) -> f32 {
-    x / (1.0 + gelu_odds(x))
+    x / (1.0 + odds(gelu_exponent(x), INFINITE))
 }
 
 /// The derivative of [`gelu_tanh`].
@@ -71,30 +85,52 @@ pub fn gelu_tanh_slope(x: f32) -> f32 {
     // Beyond, the slope is 0 or 1, and the square below stays finite. Nan passes.
     let x = if x < -100.0 { -100.0 } else { x };
     let x = if x > 100.0 { 100.0 } else { x };
-    slope_of_gated(x, gelu_odds(x), 2.0 * GELU_SCALE * (1.0 + 3.0 * GELU_CUBIC * x * x))
+    let inner = 2.0 * GELU_SCALE + 6.0 * GELU_SCALE * GELU_CUBIC * (x * x);
+    slope_of_gated(x, odds(gelu_exponent(x), FINITE), inner)
 }
 
-/// The derivative of x / (1 + exp(-u)) for a function u of x, given odds = exp(-u) and the derivative of u.
+/// The derivative of x / (1 + exp(-u)) for a function u of x, given odds = exp(-u), [`FINITE`], and the derivative of u.
 #[inline(always)]
 fn slope_of_gated(x: f32, odds: f32, inner: f32) -> f32 {
-    // Finite, so that the products below are; the slope is 0 there. Nan passes.
-    let odds = if odds > 1e30 { 1e30 } else { odds };
     let gate = 1.0 / (1.0 + odds);
     gate + x * gate * (odds * gate) * inner
 }
 
-/// exp(-2 u) for the tanh's argument u: (1 + tanh u) / 2 = 1 / (1 + exp(-2 u)). One exponential, and no cancellation
-/// where the tanh comes near to -1.
+/// -x log2(e).
 #[inline(always)]
-fn gelu_odds(x: f32) -> f32 {
-    odds(-2.0 * GELU_SCALE * (x + GELU_CUBIC * x * x * x))
+fn silu_exponent(x: f32) -> f32 {
+    x * -LOG2_E as f32
 }
 
-/// exp(x) to be added to 1. Where it would be a denormal number, with which processors compute slowly, it is not, and
-/// adds nothing all the same.
+/// -2 u log2(e) for the tanh's argument u: (1 + tanh u) / 2 = 1 / (1 + exp(-2 u)). One exponential, and no cancellation
+/// where the tanh comes near to -1.
 #[inline(always)]
-fn odds(x: f32) -> f32 {
-    exp_from(-80.0, x)
+fn gelu_exponent(x: f32) -> f32 {
+    const LINEAR: f32 = (-2.0 * LOG2_E * GELU_SCALE as f64) as f32;
+    const CUBIC: f32 = (-2.0 * LOG2_E * GELU_SCALE as f64 * GELU_CUBIC as f64) as f32;
+    x * (LINEAR + CUBIC * (x * x))
+}
+
+/// Bounds of [`odds`]: from 2^127.5 on they are infinite, or they stay so small that their products are finite.
+const INFINITE: f32 = 128.0;
+const FINITE: f32 = 99.0;
+
+/// 2^t, at most 2^`high`, to be added to 1: within a few units in the last place, as t itself is no better. Where it
+/// would be a denormal number, with which processors compute slowly, it is not, and adds nothing all the same.
+#[inline(always)]
+fn odds(t: f32, high: f32) -> f32 {
+    // Written so that nan passes both.
+    let t = if t < -126.0 { -126.0 } else { t };
+    let t = if t > high { high } else { t };
+    // t = n + f with |f| <= 1/2, exactly.
+    let shifted = t + ROUND_TO_EXPONENT;
+    let f = t - (shifted - ROUND_TO_EXPONENT);
+    // 1 + ln(2) f + f^2 p(f), a minimax polynomial, off by 1.05e-7: in pairs, that each need not wait for the one before.
+    let f2 = f * f;
+    let high = 1.330_026_4e-3 * f + 9.669_708e-3;
+    let middle = 5.550_56e-2 * f + 0.240_222_81;
+    let low = LN_2 as f32 * f + 1.0;
+    ((high * f2 + middle) * f2 + low) * power_of_2(shifted)
 }
 
 #[cfg(test)]
@@ -127,6 +163,17 @@ mod tests {
         assert_eq!((exp(-104.0), exp(-1e30), exp(89.0), exp(1e30)), (0.0, 0.0, f32::INFINITY, f32::INFINITY));
         assert!(exp(-103.0) > 0.0 && exp(88.7) < f32::INFINITY);
         assert!(exp(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn the_exponential_below_0_is_the_exponential_but_for_denormal_numbers() {
+        for i in 0..=90_000 {
+            let x = i as f32 * -1e-3;
+            let (got, want) = (exp_below_0(x), exp(x));
+            assert!(ulps(got, want) <= 2 || got == 0.0 && want < 1.2e-38, "{x}: {got} {want}");
+        }
+        assert_eq!((exp_below_0(0.0), exp_below_0(-1e30), exp_below_0(f32::NEG_INFINITY)), (1.0, 0.0, 0.0));
+        assert!(exp_below_0(f32::NAN).is_nan());
     }
 
     #[test]

@@ -6,7 +6,7 @@
 use crate::kernels::element::Element;
 use crate::kernels::par::{Chunks, for_each_part};
 use crate::kernels::rows::reduce;
-use crate::kernels::wide::{get, narrow, put, vectorized, widen};
+use crate::kernels::wide::{as_f32, map, update, vectorized};
 
 /// Rows that one task computes. Part of the summation order of the parameters' gradients: a constant.
 const ROWS_PER_TASK: usize = 64;
@@ -21,27 +21,30 @@ pub fn layer_norm<E: Element>(x: &[E], weight: &[f32], bias: &[f32], eps: f32, y
     let parts = (Chunks::new(y, ROWS_PER_TASK * width), Chunks::new(stats, ROWS_PER_TASK));
     for_each_part(stats_tasks(x.len(), width), parts, |task, (y, stats)| {
         let x = &x[task * ROWS_PER_TASK * width..][..y.len()];
-        let mut row = vec![0f32; width];
+        let mut room = vec![0f32; width];
         vectorized!({
             for ((x, y), stats) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).zip(stats) {
-                widen(x, &mut row);
+                let row = as_f32(x, &mut room);
                 let n = width as f32;
                 let mean = reduce(
-                    &row,
-                    &row,
+                    row,
+                    row,
                     #[inline(always)]
                     |x, _| x,
                 ) / n;
                 let variance = reduce(
-                    &row,
-                    &row,
+                    row,
+                    row,
                     #[inline(always)]
                     |x, _| (x - mean) * (x - mean),
                 ) / n;
                 let factor = 1.0 / (variance + eps).sqrt();
-                for ((y, x), (w, b)) in y.iter_mut().zip(&row).zip(weight.iter().zip(bias)) {
-                    *y = put((x - mean) * factor * w + b);
-                }
+                map(
+                    [row, weight, bias],
+                    y,
+                    #[inline(always)]
+                    |[x, w, b]| (x - mean) * factor * w + b,
+                );
                 *stats = [mean, factor];
             }
         });
@@ -63,22 +66,11 @@ pub fn layer_norm_backward<E: Element>(
     dbias: Option<&mut [f32]>,
 ) {
     let width = check(x.len(), weight.len(), stats.len());
-    normalized_backward(
-        x,
-        weight,
-        dy,
-        dx,
-        dweight,
-        dbias,
-        #[inline(always)]
-        |row, x, h| {
-            let [mean, factor] = stats[row];
-            for (h, x) in h.iter_mut().zip(x) {
-                *h = (get(*x) - mean) * factor;
-            }
-            (factor, 1.0 / width as f32)
-        },
-    );
+    normalized_backward(x, weight, dy, dx, dweight, dbias, |row| Row {
+        mean: stats[row][0],
+        factor: stats[row][1],
+        centered: 1.0 / width as f32,
+    });
 }
 
 /// y = x / sqrt(mean(x^2) + eps) * weight for rows of `weight.len()` elements. `stats` receives each row's
@@ -89,20 +81,23 @@ pub fn rms_norm<E: Element>(x: &[E], weight: &[f32], eps: f32, y: &mut [E], stat
     let parts = (Chunks::new(y, ROWS_PER_TASK * width), Chunks::new(stats, ROWS_PER_TASK));
     for_each_part(stats_tasks(x.len(), width), parts, |task, (y, stats)| {
         let x = &x[task * ROWS_PER_TASK * width..][..y.len()];
-        let mut row = vec![0f32; width];
+        let mut room = vec![0f32; width];
         vectorized!({
             for ((x, y), stats) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).zip(stats) {
-                widen(x, &mut row);
+                let row = as_f32(x, &mut room);
                 let square = reduce(
-                    &row,
-                    &row,
+                    row,
+                    row,
                     #[inline(always)]
                     |x, _| x * x,
                 ) / width as f32;
                 let factor = 1.0 / (square + eps).sqrt();
-                for ((y, x), w) in y.iter_mut().zip(&row).zip(weight) {
-                    *y = put(x * factor * w);
-                }
+                map(
+                    [row, weight],
+                    y,
+                    #[inline(always)]
+                    |[x, w]| x * factor * w,
+                );
                 *stats = factor;
             }
         });
@@ -120,26 +115,20 @@ pub fn rms_norm_backward<E: Element>(
     dweight: Option<&mut [f32]>,
 ) {
     check(x.len(), weight.len(), stats.len());
-    normalized_backward(
-        x,
-        weight,
-        dy,
-        dx,
-        dweight,
-        None,
-        #[inline(always)]
-        |row, x, h| {
-            let factor = stats[row];
-            for (h, x) in h.iter_mut().zip(x) {
-                *h = get(*x) * factor;
-            }
-            (factor, 0.0)
-        },
-    );
+    normalized_backward(x, weight, dy, dx, dweight, None, |row| Row { mean: 0.0, factor: stats[row], centered: 0.0 });
 }
 
-/// Both norms' backward. `normalize(row, x, h)` computes the normalized row h and returns its factor, and by what the
-/// sum of d enters: 1 / width where forward subtracted the mean, else 0.
+/// How forward normalized a row.
+struct Row {
+    /// Was subtracted from it.
+    mean: f32,
+    /// It was then multiplied by that.
+    factor: f32,
+    /// By what the sum of d enters: 1 / width where forward subtracted the mean, else 0.
+    centered: f32,
+}
+
+/// Both norms' backward.
 fn normalized_backward<E: Element>(
     x: &[E],
     weight: &[f32],
@@ -147,7 +136,7 @@ fn normalized_backward<E: Element>(
     dx: Option<(&mut [E], bool)>,
     dweight: Option<&mut [f32]>,
     dbias: Option<&mut [f32]>,
-    normalize: impl Fn(usize, &[E], &mut [f32]) -> (f32, f32) + Sync,
+    statistics: impl Fn(usize) -> Row + Sync,
 ) {
     let width = weight.len();
     assert_eq!(dy.len(), x.len(), "elements of a norm's gradient");
@@ -167,20 +156,26 @@ fn normalized_backward<E: Element>(
     for_each_part(tasks, parts, |task, (mut dx, (dw, db))| {
         let rows = task * task_elements..x.len().min((task + 1) * task_elements);
         let (x, dy) = (&x[rows.clone()], &dy[rows]);
-        let (mut h, mut d) = (vec![0f32; width], vec![0f32; width]);
+        let [mut h, mut d, mut room] = [(); 3].map(|()| vec![0f32; width]);
         vectorized!({
             for (i, (x, dy)) in x.chunks_exact(width).zip(dy.chunks_exact(width)).enumerate() {
-                let (factor, centered) = normalize(task * ROWS_PER_TASK + i, x, &mut h);
-                widen(dy, &mut d);
-                for (dw, (dy, h)) in dw.iter_mut().zip(d.iter().zip(&h)) {
+                let Row { mean, factor, centered } = statistics(task * ROWS_PER_TASK + i);
+                map(
+                    [x],
+                    &mut h,
+                    #[inline(always)]
+                    |[x]| (x - mean) * factor,
+                );
+                let dy = as_f32(dy, &mut room);
+                for (dw, (dy, h)) in dw.iter_mut().zip(dy.iter().zip(&h)) {
                     *dw += dy * h;
                 }
-                for (db, dy) in db.iter_mut().zip(&d) {
+                for (db, dy) in db.iter_mut().zip(dy) {
                     *db += dy;
                 }
                 let Some(dx) = &mut dx else { continue };
-                for (d, w) in d.iter_mut().zip(weight) {
-                    *d *= w;
+                for (d, (dy, w)) in d.iter_mut().zip(dy.iter().zip(weight)) {
+                    *d = dy * w;
                 }
                 let mean = reduce(
                     &d,
@@ -194,16 +189,23 @@ fn normalized_backward<E: Element>(
                     #[inline(always)]
                     |d, h| d * h,
                 ) / width as f32;
-                for (d, h) in d.iter_mut().zip(&h) {
-                    *d = factor * (*d - mean - h * along);
-                }
                 let dx = &mut dx[i * width..][..width];
+                let slopes = [&d[..], &h[..]];
                 if accumulate {
-                    for (d, dx) in d.iter_mut().zip(&*dx) {
-                        *d += get(*dx);
-                    }
+                    update(
+                        dx,
+                        slopes,
+                        #[inline(always)]
+                        |before, [d, h]| factor * (d - mean - h * along) + before,
+                    );
+                } else {
+                    map(
+                        slopes,
+                        dx,
+                        #[inline(always)]
+                        |[d, h]| factor * (d - mean - h * along),
+                    );
                 }
-                narrow(&d, dx);
             }
         });
     });
@@ -238,6 +240,7 @@ fn stats_tasks(elements: usize, width: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::wide::{get, put};
     use half::{bf16, f16};
 
     fn numbers<E: Element>(n: usize, seed: u32) -> Vec<E> {

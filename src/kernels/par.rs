@@ -57,6 +57,12 @@ pub fn for_each_part<P: Parts>(n_tasks: usize, parts: P, f: impl Fn(usize, P::Pa
     for_each(n_tasks, |i| f(i, unsafe { parts.take(i) }));
 }
 
+/// [`for_each_part`] on the calling thread alone: for what is done before another thread would have woken up.
+pub fn for_each_part_here<P: Parts>(n_tasks: usize, parts: P, mut f: impl FnMut(usize, P::Part)) {
+    // SAFETY: every index comes once, and `parts` is consumed here.
+    (0..n_tasks).for_each(|i| f(i, unsafe { parts.take(i) }));
+}
+
 /// A slice in consecutive chunks of one length; the last may be shorter.
 pub struct Chunks<'a, T> {
     data: *mut T,

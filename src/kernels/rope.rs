@@ -1,9 +1,10 @@
 //! Rotary position embedding (Su et al. 2021) in Hugging Face's convention: element i of a head's first half and
 //! element i of its second half are one pair, turned by position * base^(-2 i / head).
 
-use crate::kernels::element::Element;
+use crate::kernels::element::{Element, Kind};
 use crate::kernels::par::{Chunks, for_each_part};
-use crate::kernels::wide::{get, put, vectorized};
+use crate::kernels::wide::{as_f32, narrow, vectorized};
+use std::ops::Range;
 
 /// Rows that one task turns.
 const ROWS_PER_TASK: usize = 32;
@@ -32,23 +33,24 @@ impl Rotary {
         Self { half, time, cos, sin }
     }
 
-    /// y = x turned, for rows `[batch * time, heads * head]`; row r is at position r % time.
+    /// y = x turned, for rows `[batch * time, heads * head]`; row r is at position `at[r % time]`, where `at` are `time`
+    /// of the angles' positions.
     ///
-    /// `time` may be less than the angles' positions. Panics if the lengths differ, are no whole sequences of rows of
-    /// `width` elements, if heads do not divide `width`, or if `time` exceeds the positions.
-    pub fn forward<E: Element>(&self, x: &[E], time: usize, width: usize, y: &mut [E]) {
-        self.turn(x, time, width, y, 1.0);
+    /// Panics if the lengths differ, are no whole sequences of rows of `width` elements, if heads do not divide `width`,
+    /// or if the angles end before `at`.
+    pub fn forward<E: Element>(&self, x: &[E], at: Range<usize>, width: usize, y: &mut [E]) {
+        self.turn(x, at, width, y, 1.0);
     }
 
     /// dx = dy turned back: the gradient of [`Rotary::forward`]'s input. Panics as it does.
-    pub fn backward<E: Element>(&self, dy: &[E], time: usize, width: usize, dx: &mut [E]) {
-        self.turn(dy, time, width, dx, -1.0);
+    pub fn backward<E: Element>(&self, dy: &[E], at: Range<usize>, width: usize, dx: &mut [E]) {
+        self.turn(dy, at, width, dx, -1.0);
     }
 
-    fn turn<E: Element>(&self, x: &[E], time: usize, width: usize, y: &mut [E], direction: f32) {
-        let head = 2 * self.half;
+    fn turn<E: Element>(&self, x: &[E], at: Range<usize>, width: usize, y: &mut [E], direction: f32) {
+        let (head, time) = (2 * self.half, at.len());
         assert_eq!(x.len(), y.len(), "elements of a rotation");
-        assert!(time <= self.time, "{time} positions, but angles of {}", self.time);
+        assert!(at.end <= self.time, "positions {at:?}, but angles of {}", self.time);
         if x.is_empty() {
             return;
         }
@@ -57,13 +59,18 @@ impl Rotary {
         let task = ROWS_PER_TASK * width;
         for_each_part(x.len().div_ceil(task), Chunks::new(y, task), |i, y| {
             let x = &x[i * task..][..y.len()];
+            let mut room = [(); 2].map(|()| vec![0f32; if E::KIND == Kind::F32 { 0 } else { width }]);
             vectorized!({
                 for (r, (x, y)) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).enumerate() {
-                    let t = (i * ROWS_PER_TASK + r) % time;
-                    let [cos, sin] = [&self.cos, &self.sin].map(|table| &table[t * self.half..][..self.half]);
-                    for (x, y) in x.chunks_exact(head).zip(y.chunks_exact_mut(head)) {
-                        turn_head(x, cos, sin, direction, y);
+                    let t = at.start + (i * ROWS_PER_TASK + r) % time;
+                    let angles = [&self.cos, &self.sin].map(|table| &table[t * self.half..][..self.half]);
+                    if E::KIND == Kind::F32 {
+                        turn_row(bytemuck::cast_slice(x), angles, direction, bytemuck::cast_slice_mut(y));
+                        continue;
                     }
+                    let [x_room, y_room] = &mut room;
+                    turn_row(as_f32(x, x_room), angles, direction, y_room);
+                    narrow(y_room, y);
                 }
             });
         });
@@ -71,22 +78,25 @@ impl Rotary {
 }
 
 #[inline(always)]
-fn turn_head<E: Element>(x: &[E], cos: &[f32], sin: &[f32], direction: f32, y: &mut [E]) {
+fn turn_row(x: &[f32], [cos, sin]: [&[f32]; 2], direction: f32, y: &mut [f32]) {
     let half = cos.len();
-    let (y_first, y_second) = y.split_at_mut(half);
-    let (first, second) = x.split_at(half);
-    // One loop for each half: the compiler has fewer slices to prove separate.
-    for (((y, a), b), (cos, sin)) in y_first.iter_mut().zip(first).zip(second).zip(cos.iter().zip(sin)) {
-        *y = put(get(*a) * cos - get(*b) * (sin * direction));
-    }
-    for (((y, a), b), (cos, sin)) in y_second.iter_mut().zip(first).zip(second).zip(cos.iter().zip(sin)) {
-        *y = put(get(*b) * cos + get(*a) * (sin * direction));
+    for (x, y) in x.chunks_exact(2 * half).zip(y.chunks_exact_mut(2 * half)) {
+        let (y_first, y_second) = y.split_at_mut(half);
+        let (first, second) = x.split_at(half);
+        // One loop for each half: the compiler has fewer slices to prove separate.
+        for (((y, a), b), (cos, sin)) in y_first.iter_mut().zip(first).zip(second).zip(cos.iter().zip(sin)) {
+            *y = a * cos - b * (sin * direction);
+        }
+        for (((y, a), b), (cos, sin)) in y_second.iter_mut().zip(first).zip(second).zip(cos.iter().zip(sin)) {
+            *y = b * cos + a * (sin * direction);
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::wide::{get, put};
     use half::{bf16, f16};
 
     fn pairs_turn_by_their_angle_and_back<E: Element>(accuracy: f32) {
@@ -95,10 +105,10 @@ mod tests {
             let x: Vec<E> = (0..batch * time * width).map(|i| put((i * 37 % 101) as f32 / 50.0 - 1.0)).collect();
             let (mut y, mut back) = (vec![E::default(); x.len()], vec![E::default(); x.len()]);
             let rotary = Rotary::new(time + 3, head, 10_000.0);
-            rotary.forward(&x, time, width, &mut y);
-            rotary.backward(&y, time, width, &mut back);
+            rotary.forward(&x, 3..time + 3, width, &mut y);
+            rotary.backward(&y, 3..time + 3, width, &mut back);
             for at in 0..x.len() {
-                let (t, i) = (at / width % time, at % head);
+                let (t, i) = (3 + at / width % time, at % head);
                 let pair = i % (head / 2);
                 let angle = t as f64 * 10_000f64.powf(-2.0 * pair as f64 / head as f64);
                 let first = at - i + pair;

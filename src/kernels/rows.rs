@@ -36,6 +36,17 @@ pub(crate) fn reduce<A: Copy, B: Copy>(a: &[A], b: &[B], f: impl Fn(A, B) -> f32
     s0[0]
 }
 
+/// The largest number of a row; nan is passed over.
+#[inline(always)]
+pub(crate) fn maximum(row: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let mut groups = row.chunks_exact(LANES);
+    for group in groups.by_ref() {
+        lanes.iter_mut().zip(group).for_each(|(lane, x)| *lane = if *x > *lane { *x } else { *lane });
+    }
+    groups.remainder().iter().chain(&lanes.clone()).fold(f32::NEG_INFINITY, |max, x| if *x > max { *x } else { max })
+}
+
 /// Adds one term to each of the first lanes.
 #[inline(always)]
 fn add_lanes<A: Copy, B: Copy>(lanes: &mut [f32; LANES], a: &[A], b: &[B], f: &impl Fn(A, B) -> f32) {

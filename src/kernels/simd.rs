@@ -39,6 +39,32 @@ impl Level {
     }
 }
 
+/// The value of an expression, compiled for the widest vector instructions of this machine: it and what is inlined into
+/// it (functions and closures that are called in it should be `#[inline(always)]`).
+macro_rules! vectorized {
+    ($body:expr $(,)?) => {
+        $crate::kernels::simd::dispatch(
+            #[inline(always)]
+            || $body,
+        )
+    };
+}
+pub(crate) use vectorized;
+
+/// Calls `f` as compiled for the widest vector instructions of this machine.
+#[inline(always)]
+pub(crate) fn dispatch<R>(f: impl FnOnce() -> R) -> R {
+    struct Call<F>(F);
+    impl<R, F: FnOnce() -> R> Loop for Call<F> {
+        type Output = R;
+        #[inline(always)]
+        fn run(self) -> R {
+            (self.0)()
+        }
+    }
+    level().run(Call(f))
+}
+
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn avx2<L: Loop>(l: L) -> L::Output {

@@ -1,46 +1,26 @@
-//! Elements as f32 inside of loops: conversions without branches or calls, so that a loop over them vectorizes, and the
-//! dispatch that compiles such a loop for the widest vectors at hand.
+//! Elements as f32 inside of loops that are compiled for a level: one at a time, in rows, and as operands of functions
+//! over whole slices.
 
-use crate::kernels::element::{Element, Kind};
-use crate::kernels::simd::{Loop, level};
+use super::convert::{bf16_from_f32, f16_from_f32, f32_from_bf16, f32_from_f16};
+use super::element::{self, Element, Kind};
 
-/// The value of an expression, compiled for the widest vector instructions of this machine: it and what is inlined into
-/// it (functions and closures that are called in it should be `#[inline(always)]`).
-macro_rules! vectorized {
-    ($body:expr $(,)?) => {
-        $crate::kernels::wide::dispatch(
-            #[inline(always)]
-            || $body,
-        )
-    };
-}
-pub(crate) use vectorized;
+pub(crate) use super::simd::vectorized;
+use std::ops::Range;
 
-/// Calls `f` as compiled for the widest vector instructions of this machine.
-#[inline(always)]
-pub(crate) fn dispatch<R>(f: impl FnOnce() -> R) -> R {
-    struct Call<F>(F);
-    impl<R, F: FnOnce() -> R> Loop for Call<F> {
-        type Output = R;
-        #[inline(always)]
-        fn run(self) -> R {
-            (self.0)()
-        }
-    }
-    level().run(Call(f))
-}
+/// Elements that are widened, computed and narrowed together where they are not part of one loop.
+const BLOCK: usize = 128;
 
-/// The element as f32.
+/// The element as f32. f16 costs many instructions: rows of it are better [widened](widen).
 #[inline(always)]
 pub(crate) fn get<E: Element>(x: E) -> f32 {
     match E::KIND {
         Kind::F32 => bytemuck::cast(x),
-        Kind::BF16 => f32::from_bits(u32::from(bytemuck::cast::<E, u16>(x)) << 16),
+        Kind::BF16 => f32_from_bf16(bytemuck::cast(x)),
         Kind::F16 => f32_from_f16(bytemuck::cast(x)),
     }
 }
 
-/// The nearest element; of two equally near the even one.
+/// The nearest element; of two equally near the even one. As for f16, see [`get`].
 #[inline(always)]
 pub(crate) fn put<E: Element>(x: f32) -> E {
     match E::KIND {
@@ -53,50 +33,137 @@ pub(crate) fn put<E: Element>(x: f32) -> E {
 /// `get` for a row.
 #[inline(always)]
 pub(crate) fn widen<E: Element>(src: &[E], dst: &mut [f32]) {
-    for (d, s) in dst.iter_mut().zip(src) {
-        *d = get(*s);
-    }
+    element::widen(src, dst);
 }
 
 /// `put` for a row.
 #[inline(always)]
 pub(crate) fn narrow<E: Element>(src: &[f32], dst: &mut [E]) {
-    for (d, s) in dst.iter_mut().zip(src) {
-        *d = put(*s);
+    element::narrow(src, dst);
+}
+
+/// A row as f32: itself, or widened into `room` of its length.
+#[inline(always)]
+pub(crate) fn as_f32<'a, E: Element>(row: &'a [E], room: &'a mut [f32]) -> &'a [f32] {
+    if E::KIND == Kind::F32 {
+        return bytemuck::cast_slice(row);
+    }
+    widen(row, room);
+    room
+}
+
+/// `y[i] = f(the inputs' elements i)`, for slices of one length.
+#[inline(always)]
+pub(crate) fn map<I: Element, E: Element, const N: usize>(inputs: [&[I]; N], y: &mut [E], f: impl Fn([f32; N]) -> f32) {
+    // The conversions of f16 are instructions for slices, those of bf16 vectorize with the function.
+    if I::KIND == Kind::F16 || E::KIND == Kind::F16 { map_in_blocks(inputs, y, f) } else { compute(inputs, y, f) }
+}
+
+/// [`map`] for a function of many instructions: what widens, computes and narrows are loops of their own.
+#[inline(always)]
+pub(crate) fn map_long<E: Element, const N: usize>(inputs: [&[E]; N], y: &mut [E], f: impl Fn([f32; N]) -> f32) {
+    if E::KIND == Kind::F32 { compute(inputs, y, f) } else { map_in_blocks(inputs, y, f) }
+}
+
+/// `y[i] = f(y[i], the inputs' elements i)`, for slices of one length.
+#[inline(always)]
+pub(crate) fn update<I: Element, E: Element, const N: usize>(
+    y: &mut [E],
+    inputs: [&[I]; N],
+    f: impl Fn(f32, [f32; N]) -> f32,
+) {
+    if I::KIND != Kind::F16 && E::KIND != Kind::F16 {
+        return revise(y, inputs, f);
+    }
+    let (mut before, mut room) = ([0f32; BLOCK], [[0f32; BLOCK]; N]);
+    for start in (0..y.len()).step_by(BLOCK) {
+        let range = start..y.len().min(start + BLOCK);
+        let y = &mut y[range.clone()];
+        if E::KIND == Kind::F32 {
+            revise(y, block(inputs, range, &mut room), &f);
+            continue;
+        }
+        let before = &mut before[..y.len()];
+        widen(y, before);
+        revise(before, block(inputs, range, &mut room), &f);
+        narrow(before, y);
+    }
+}
+
+/// `sum[i] += x[i]`, for slices of one length.
+#[inline(always)]
+pub(crate) fn add_to<E: Element>(sum: &mut [f32], x: &[E]) {
+    update(
+        sum,
+        [x],
+        #[inline(always)]
+        |sum, [x]| sum + x,
+    );
+}
+
+#[inline(always)]
+fn map_in_blocks<I: Element, E: Element, const N: usize>(inputs: [&[I]; N], y: &mut [E], f: impl Fn([f32; N]) -> f32) {
+    let (mut after, mut room) = ([0f32; BLOCK], [[0f32; BLOCK]; N]);
+    for start in (0..y.len()).step_by(BLOCK) {
+        let range = start..y.len().min(start + BLOCK);
+        if E::KIND == Kind::F32 {
+            compute(block(inputs, range.clone(), &mut room), &mut y[range], &f);
+            continue;
+        }
+        let after = &mut after[..range.len()];
+        compute(block(inputs, range.clone(), &mut room), after, &f);
+        narrow(after, &mut y[range]);
+    }
+}
+
+/// A range of the inputs as f32.
+#[inline(always)]
+fn block<'a, I: Element, const N: usize>(
+    inputs: [&'a [I]; N],
+    range: Range<usize>,
+    room: &'a mut [[f32; BLOCK]; N],
+) -> [&'a [f32]; N] {
+    let len = range.len();
+    if I::KIND != Kind::F32 {
+        for (room, x) in room.iter_mut().zip(inputs) {
+            widen(&x[range.clone()], &mut room[..len]);
+        }
+    }
+    let room = &*room;
+    std::array::from_fn(
+        #[inline(always)]
+        |i| if I::KIND == Kind::F32 { &bytemuck::cast_slice(inputs[i])[range.clone()] } else { &room[i][..len] },
+    )
+}
+
+#[inline(always)]
+fn compute<I: Element, E: Element, const N: usize>(inputs: [&[I]; N], y: &mut [E], f: impl Fn([f32; N]) -> f32) {
+    assert!(inputs.iter().all(|x| x.len() == y.len()), "slices of one length");
+    for (i, y) in y.iter_mut().enumerate() {
+        *y = put(f(at(&inputs, i)));
     }
 }
 
 #[inline(always)]
-fn bf16_from_f32(x: f32) -> u16 {
-    let bits = x.to_bits();
-    // Half a unit in the last place of the result, less one bit if that is even: ties go to even.
-    let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
-    let nan = (bits >> 16) as u16 | 0x40;
-    if bits & 0x7fff_ffff > 0x7f80_0000 { nan } else { rounded }
+fn revise<I: Element, E: Element, const N: usize>(y: &mut [E], inputs: [&[I]; N], f: impl Fn(f32, [f32; N]) -> f32) {
+    assert!(inputs.iter().all(|x| x.len() == y.len()), "slices of one length");
+    for (i, y) in y.iter_mut().enumerate() {
+        *y = put(f(get(*y), at(&inputs, i)));
+    }
 }
 
+/// The inputs' elements `i`, of slices that have as many.
 #[inline(always)]
-fn f32_from_f16(x: u16) -> f32 {
-    let (sign, rest) = (u32::from(x & 0x8000) << 16, u32::from(x & 0x7fff) << 13);
-    // The exponent's bias differs by 112; the product also normalizes what is subnormal in f16.
-    let scaled = (f32::from_bits(rest) * f32::from_bits((127 + 112) << 23)).to_bits();
-    let special = if rest >= 0x7c00 << 13 { 0x7f80_0000 } else { 0 };
-    f32::from_bits(scaled | special | sign)
-}
-
-#[inline(always)]
-fn f16_from_f32(x: f32) -> u16 {
-    let sign = x.to_bits() & 0x8000_0000;
-    let bits = x.to_bits() ^ sign;
-    // Adding this number shifts a subnormal result's digits to the end, rounded.
-    const SUBNORMAL: u32 = (127 - 15 + 23 - 10 + 1) << 23;
-    let subnormal = (f32::from_bits(bits) + f32::from_bits(SUBNORMAL)).to_bits().wrapping_sub(SUBNORMAL);
-    let odd = (bits >> 13) & 1;
-    let normal = bits.wrapping_add((15u32.wrapping_sub(127) << 23).wrapping_add(0xfff)).wrapping_add(odd) >> 13;
-    let special = if bits > 0x7f80_0000 { 0x7e00 } else { 0x7c00 };
-    let finite = if bits < 113 << 23 { subnormal } else { normal };
-    let magnitude = if bits >= (127 + 16) << 23 { special } else { finite };
-    (magnitude | (sign >> 16)) as u16
+fn at<I: Element, const N: usize>(inputs: &[&[I]; N], i: usize) -> [f32; N] {
+    inputs.map(
+        #[inline(always)]
+        |x| {
+            debug_assert!(i < x.len());
+            // SAFETY: the callers' loops end with the result, and they made sure that all inputs have its length. A check in
+            // the loop would leave its last vector to a scalar loop.
+            get(unsafe { *x.get_unchecked(i) })
+        },
+    )
 }
 
 #[cfg(test)]
@@ -104,23 +171,35 @@ mod tests {
     use super::*;
     use half::{bf16, f16};
 
-    #[test]
-    fn every_half_widens_as_the_half_crate_widens_it() {
-        for bits in 0..=u16::MAX {
-            let (b, h) = (bf16::from_bits(bits), f16::from_bits(bits));
-            for (got, want) in [(get(b), b.to_f32()), (get(h), h.to_f32())] {
-                assert!(got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()), "{bits:x}");
-            }
+    fn functions_of_slices_are_those_of_their_elements<E: Element>() {
+        for n in [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 77] {
+            let [a, b]: [Vec<E>; 2] = [0.37, -0.011].map(|f| (0..n).map(|i| put(i as f32 * f + 3.0)).collect());
+            let wide = |x: &[E]| x.iter().map(|x| get(*x)).collect::<Vec<f32>>();
+            let mut room = vec![0f32; n];
+            assert_eq!(as_f32(&a, &mut room), wide(&a));
+            let want: Vec<E> = a.iter().zip(&b).map(|(a, b)| put(get(*a) * 2.0 - get(*b))).collect();
+            let mut y = vec![E::default(); n];
+            map([&a, &b], &mut y, |[a, b]| a * 2.0 - b);
+            assert_eq!(wide(&y), wide(&want));
+            y.fill(E::default());
+            map_long([&a, &b], &mut y, |[a, b]| a * 2.0 - b);
+            assert_eq!(wide(&y), wide(&want));
+            y.fill(E::default());
+            map::<f32, _, _>([&wide(&a), &wide(&b)], &mut y, |[a, b]| a * 2.0 - b);
+            assert_eq!(wide(&y), wide(&want));
+            let mut sums = wide(&b);
+            add_to(&mut sums, &a);
+            assert!(sums.iter().zip(a.iter().zip(&b)).all(|(sum, (a, b))| *sum == get(*b) + get(*a)));
+            y.copy_from_slice(&a);
+            update(&mut y, [&b], |a, [b]| a * 2.0 - b);
+            assert_eq!(wide(&y), wide(&want));
         }
     }
 
     #[test]
-    fn f32_rounds_as_the_half_crate_rounds_it() {
-        for bits in (0..=u32::MAX).step_by(1009).chain((0..=u32::MAX).step_by(1 << 12)) {
-            let x = f32::from_bits(bits);
-            let (b, h): (bf16, f16) = (put(x), put(x));
-            assert!(b.to_bits() == bf16::from_f32(x).to_bits(), "{bits:x}");
-            assert!(h.to_bits() == f16::from_f32(x).to_bits() || (h.is_nan() && x.is_nan()), "{bits:x}");
-        }
+    fn functions_of_slices_are_those_of_their_elements_in_every_dtype() {
+        functions_of_slices_are_those_of_their_elements::<f32>();
+        functions_of_slices_are_those_of_their_elements::<bf16>();
+        functions_of_slices_are_those_of_their_elements::<f16>();
     }
 }

@@ -1,7 +1,9 @@
 //! GPT-2 (Radford et al. 2019) with the parameter names and orientations of Hugging Face's files.
 
 use super::{Architecture, GptConfig, LanguageModel};
-use crate::nn::{Activation, Conv1D, Dropout, Embedding, LayerNorm, Then, add, causal_attention, refuse};
+use crate::nn::{
+    Activation, Conv1D, Dropout, Embedding, KeyValueCache, LayerNorm, Then, add, causal_attention, refuse,
+};
 use crate::zero::{Unit, unit};
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
@@ -56,13 +58,20 @@ impl GptBlock {
     }
 }
 
-impl Module for GptBlock {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+impl GptBlock {
+    /// The block, with `attend` in the place of attention: from queries, keys and values side by side.
+    fn around(&self, x: &Tensor, attend: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
         let gelu = Then { activation: Some(Activation::GeluTanh), ..Then::default() };
-        let attended = causal_attention(&self.c_attn.forward(&self.ln_1.forward(x)?)?, self.n_head)?;
+        let attended = attend(&self.c_attn.forward(&self.ln_1.forward(x)?)?)?;
         let x = &self.onto(x, &self.attn_proj, &attended)?;
         let h = self.c_fc.forward_then(&self.ln_2.forward(x)?, gelu)?;
         self.onto(x, &self.mlp_proj, &h)
+    }
+}
+
+impl Module for GptBlock {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.around(x, |qkv| causal_attention(qkv, self.n_head))
     }
 }
 
@@ -79,6 +88,20 @@ pub struct GptLayers {
     drop: Option<Dropout>,
     blocks: Vec<Unit<GptBlock>>,
     ln_f: LayerNorm,
+}
+
+impl GptLayers {
+    /// The input of the first block, of tokens from position `first` on.
+    fn embedded(&self, ids: &Tensor, first: usize) -> Result<Tensor> {
+        let (batch, time) = ids.dims2()?;
+        // Positions for every sequence rather than one row broadcast over the batch: the lookup's backward sums the
+        // batch in f32, a broadcast's backward sums it in the storage dtype.
+        let positions: Vec<u32> =
+            (0..batch).flat_map(|_| (first..first + time).map(|position| position as u32)).collect();
+        let positions = Tensor::from_vec(positions, (batch, time), ids.device())?;
+        let x = add(&self.wte.forward(ids)?, &self.wpe.forward(&positions)?)?;
+        self.drop.as_ref().map_or(Ok(x.clone()), |drop| drop.forward(&x))
+    }
 }
 
 impl Architecture for GptLayers {
@@ -103,17 +126,21 @@ impl Architecture for GptLayers {
     }
 
     fn states(&self, ids: &Tensor) -> Result<Tensor> {
-        let (batch, time) = ids.dims2()?;
-        // Positions for every sequence rather than one row broadcast over the batch: the lookup's backward sums the
-        // batch in f32, a broadcast's backward sums it in the storage dtype.
-        let positions: Vec<u32> = (0..batch).flat_map(|_| 0..time as u32).collect();
-        let positions = Tensor::from_vec(positions, (batch, time), ids.device())?;
-        let mut x = add(&self.wte.forward(ids)?, &self.wpe.forward(&positions)?)?;
-        if let Some(drop) = &self.drop {
-            x = drop.forward(&x)?;
-        }
+        let mut x = self.embedded(ids, 0)?;
         for block in &self.blocks {
             x = block.forward(&x)?;
+        }
+        self.ln_f.forward(&x)
+    }
+
+    fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    fn states_after(&self, ids: &Tensor, caches: &mut [KeyValueCache]) -> Result<Tensor> {
+        let mut x = self.embedded(ids, caches.first().map_or(0, KeyValueCache::len))?;
+        for (block, cache) in self.blocks.iter().zip(caches) {
+            x = block.evaluate(|block| block.around(&x, |qkv| cache.causal_attention(qkv, block.n_head)))?;
         }
         self.ln_f.forward(&x)
     }

@@ -1,9 +1,9 @@
 //! The common parts of language models: logits, loss and generation over a stack of blocks.
 
-use super::{TokenRng, next_token};
+use super::{Session, TokenRng, next_token};
 use crate::error::ModelError;
 use crate::graph::without_gradients;
-use crate::nn::{WeightLayout, linear, linear_cross_entropy, refuse};
+use crate::nn::{KeyValueCache, WeightLayout, linear, linear_cross_entropy, refuse};
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 
@@ -24,6 +24,19 @@ pub trait Architecture: Sized {
     /// The states after the last block and the last norm, `[batch, time, width]`, of ids `[batch, time]` (u32), with a
     /// time of at most the context.
     fn states(&self, ids: &Tensor) -> Result<Tensor>;
+
+    /// The number of blocks, each of which computes keys and values.
+    fn blocks(&self) -> usize;
+
+    /// The states of ids that follow others of the same sequences. `caches`, one for each block, hold the keys and values of
+    /// those, as many in each, and receive these ids' own. In all there are at most as many as the context has. For
+    /// evaluation: nothing is recorded for a backward.
+    ///
+    /// With a cache that is empty the states are those of [`Architecture::states`], to the bit.
+    ///
+    /// # Errors
+    /// As [`Architecture::states`]. Then some of the caches may hold these ids' keys and values, and others not.
+    fn states_after(&self, ids: &Tensor, caches: &mut [KeyValueCache]) -> Result<Tensor>;
 
     /// The output projection, `[vocab, width]`.
     fn output(&self) -> &Tensor;
@@ -86,28 +99,69 @@ impl<A: Architecture> LanguageModel<A> {
     /// # Errors
     /// No tokens, or an id outside the vocabulary.
     pub fn last_logits(&self, tokens: &[u32]) -> Result<Vec<f32>> {
-        if tokens.is_empty() {
-            candle_core::bail!("the model continues a text of at least one token, and none was given")
-        }
-        let seen = &tokens[tokens.len().saturating_sub(A::ctx(&self.config))..];
-        let ids = Tensor::new(seen, self.layers.output().device())?.unsqueeze(0)?;
+        self.logits_after(&tokens[tokens.len().saturating_sub(A::ctx(&self.config))..], |ids| self.states(ids))
+    }
+
+    /// The logits of the token after `tokens`, whose states `states` gives.
+    fn logits_after(&self, tokens: &[u32], states: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Vec<f32>> {
+        require_tokens(tokens)?;
+        let ids = Tensor::new(tokens, self.layers.output().device())?.unsqueeze(0)?;
         let logits = without_gradients(|| {
-            let states = self.states(&ids)?.detach();
-            self.project(&states.narrow(1, seen.len() - 1, 1)?)
+            let states = states(&ids)?.detach();
+            self.project(&states.narrow(1, tokens.len() - 1, 1)?)
         })?;
         logits.flatten_all()?.to_dtype(DType::F32)?.to_vec1()
     }
 
-    /// `n` tokens that continue `prompt`: the most likely ones at temperature 0, else drawn with `seed`.
+    /// Adds `tokens` to the text of `session`; the logits `[vocab]`, widened to f32, of the token after it. Only what the
+    /// session has not seen yet is computed.
+    ///
+    /// The logits are those that [`LanguageModel::last_logits`] gives of the whole text: the same bits for the first
+    /// tokens of a session, and for further ones the same up to rounding, as attention takes its sums in another order.
+    /// As there, of a text longer than the context the last tokens count. They are all at other positions then with each
+    /// token that is added, so what was kept of them is of no use: beyond its context a model computes all of them for
+    /// each token, and the session keeps the tokens alone. To go on at a token's cost, begin another session with fewer of
+    /// the last tokens.
+    ///
+    /// On several ranks of a model whose parameters are sharded, all of them do the same with sessions of their own.
+    ///
+    /// # Errors
+    /// No tokens, an id outside the vocabulary, a session that another model began. The session is then as it was.
+    pub fn extend(&self, session: &mut Session, tokens: &[u32]) -> Result<Vec<f32>> {
+        require_tokens(tokens)?;
+        let text = [session.tokens(), tokens].concat();
+        if text.len() > A::ctx(&self.config) {
+            let logits = self.last_logits(&text)?;
+            session.saw_without_keeping(text);
+            return Ok(logits);
+        }
+        let (seen, caches) = session.caches(self.layers.blocks(), A::ctx(&self.config))?;
+        let logits = self.logits_after(&text[seen..], |ids| self.layers.states_after(ids, caches))?;
+        session.saw(text);
+        Ok(logits)
+    }
+
+    /// `n` tokens that continue `prompt`: the most likely ones at temperature 0, else drawn with `seed`. Keys and values of
+    /// the text are kept while it lasts ([`LanguageModel::extend`]).
     ///
     /// # Errors
     /// As [`LanguageModel::last_logits`].
     pub fn generate(&self, prompt: &[u32], n: usize, temperature: f64, seed: u64) -> Result<Vec<u32>> {
-        let mut rng = TokenRng::new(seed);
-        let mut tokens = prompt.to_vec();
+        let (mut rng, mut session) = (TokenRng::new(seed), Session::new());
+        session.reserve(prompt.len().saturating_add(n));
+        let mut tokens: Vec<u32> = Vec::new();
         for _ in 0..n {
-            tokens.push(next_token(&self.last_logits(&tokens)?, temperature, &mut rng));
+            let logits = self.extend(&mut session, tokens.last().map_or(prompt, std::slice::from_ref))?;
+            tokens.push(next_token(&logits, temperature, &mut rng));
         }
-        Ok(tokens.split_off(prompt.len()))
+        Ok(tokens)
     }
+}
+
+/// Refuses to continue nothing.
+fn require_tokens(tokens: &[u32]) -> Result<()> {
+    if tokens.is_empty() {
+        candle_core::bail!("the model continues a text of at least one token, and none was given")
+    }
+    Ok(())
 }

@@ -1,7 +1,7 @@
 //! Llama (Touvron et al. 2023) with the parameter names of Hugging Face's files.
 
 use super::{Architecture, LanguageModel, LlamaConfig};
-use crate::nn::{Embedding, Linear, RmsNorm, Rotary, Then, grouped_attention, normal, refuse, swiglu};
+use crate::nn::{Embedding, KeyValueCache, Linear, RmsNorm, Rotary, Then, grouped_attention, normal, refuse, swiglu};
 use crate::zero::{Unit, unit};
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
@@ -60,17 +60,29 @@ impl LlamaBlock {
     }
 }
 
-impl Module for LlamaBlock {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+impl LlamaBlock {
+    /// The block on tokens from position `first` on, with `attend` in the place of attention: from queries, keys and values.
+    fn around(
+        &self,
+        x: &Tensor,
+        first: usize,
+        attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
         let onto = |x| Then { residual: Some(x), ..Then::default() };
         let h = self.input_layernorm.forward(x)?;
-        let q = self.rotary.forward(&self.q_proj.forward(&h)?)?;
-        let k = self.rotary.forward(&self.k_proj.forward(&h)?)?;
-        let attended = grouped_attention(&q, &k, &self.v_proj.forward(&h)?, self.heads, self.kv_heads)?;
+        let q = self.rotary.forward_from(&self.q_proj.forward(&h)?, first)?;
+        let k = self.rotary.forward_from(&self.k_proj.forward(&h)?, first)?;
+        let attended = attend(&q, &k, &self.v_proj.forward(&h)?)?;
         let x = &self.o_proj.forward_then(&attended, onto(x))?;
         let h = self.post_attention_layernorm.forward(x)?;
         let h = swiglu(&self.gate_proj.forward(&h)?, &self.up_proj.forward(&h)?)?;
         self.down_proj.forward_then(&h, onto(x))
+    }
+}
+
+impl Module for LlamaBlock {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.around(x, 0, |q, k, v| grouped_attention(q, k, v, self.heads, self.kv_heads))
     }
 }
 
@@ -112,6 +124,21 @@ impl Architecture for LlamaLayers {
         let mut x = self.embed_tokens.forward(ids)?;
         for block in &self.blocks {
             x = block.forward(&x)?;
+        }
+        self.norm.forward(&x)
+    }
+
+    fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    fn states_after(&self, ids: &Tensor, caches: &mut [KeyValueCache]) -> Result<Tensor> {
+        let mut x = self.embed_tokens.forward(ids)?;
+        for (block, cache) in self.blocks.iter().zip(caches) {
+            x = block.evaluate(|block| {
+                let first = cache.len();
+                block.around(&x, first, |q, k, v| cache.grouped_attention(q, k, v, block.heads, block.kv_heads))
+            })?;
         }
         self.norm.forward(&x)
     }

@@ -1,4 +1,5 @@
-//! Models on [`candle_nn::VarBuilder`] and [`crate::nn`]: trainable as they stand, with or without an engine.
+//! Models on [`candle_nn::VarBuilder`] and [`crate::nn`]: trainable as they stand, with or without an engine; and how they
+//! continue a text ([`LanguageModel::generate`], and [`Session`] token by token).
 
 mod config;
 pub(crate) mod error;
@@ -8,6 +9,7 @@ mod language_model;
 mod llama;
 mod llama_config;
 mod sampling;
+mod session;
 
 pub use gpt::{Gpt, GptBlock, GptLayers};
 pub use gpt_config::GptConfig;
@@ -15,6 +17,7 @@ pub use language_model::{Architecture, LanguageModel};
 pub use llama::{Llama, LlamaBlock, LlamaLayers};
 pub use llama_config::LlamaConfig;
 pub use sampling::{TokenRng, next_token};
+pub use session::Session;
 
 /// `name`, if a model of any architecture is known by it.
 ///

@@ -16,18 +16,12 @@ use candle_core::{Result, Tensor, bail};
 /// # Errors
 /// Another rank, or a width that 3 `n_head` does not divide.
 pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
-    let (batch, time, fused) = match *qkv.dims() {
-        [batch, time, fused] if n_head > 0 && fused > 0 && fused % (3 * n_head) == 0 => (batch, time, fused),
-        ref dims => bail!(
-            "causal_attention: the input has shape {dims:?}; [batch, time, 3 * width] with a width that the {n_head} \
-             heads divide is needed"
-        ),
-    };
+    let heads = fused_heads(qkv, n_head)?;
     if !qkv.device().is_cpu() {
         return composed::causal_attention(qkv, n_head);
     }
-    let width = fused / 3;
-    let heads = Heads { batch, time, heads: n_head, kv_heads: n_head, head: width / n_head };
+    let (batch, time, width) = (heads.batch, heads.time, n_head * heads.head);
+    let fused = 3 * width;
     let qkv = qkv.contiguous()?;
     let inputs = Inputs::of([Some(&qkv)])?;
     with_element!(qkv.dtype(), NAME, E => {
@@ -70,28 +64,7 @@ pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
 /// # Errors
 /// Shapes or numbers of heads that do not fit.
 pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv_head: usize) -> Result<Tensor> {
-    let heads = match (q.dims(), k.dims()) {
-        (&[batch, time, width], &[kv_batch, kv_time, kv_width])
-            if n_kv_head > 0
-                && n_head > 0
-                && n_head.is_multiple_of(n_kv_head)
-                && width > 0
-                && width.is_multiple_of(n_head)
-                && kv_width == width / n_head * n_kv_head
-                && (kv_batch, kv_time) == (batch, time)
-                && k.dims() == v.dims() =>
-        {
-            Heads { batch, time, heads: n_head, kv_heads: n_kv_head, head: width / n_head }
-        }
-        _ => bail!(
-            "grouped_attention: queries {:?}, keys {:?} and values {:?} do not fit {n_head} query and {n_kv_head} key \
-             heads; [batch, time, heads * width of a head] is needed, with as many query heads as a multiple of the \
-             key heads",
-            q.dims(),
-            k.dims(),
-            v.dims()
-        ),
-    };
+    let heads = grouped_heads(q, k, v, n_head, n_kv_head)?;
     if !q.device().is_cpu() {
         return composed::grouped_attention(q, k, v, n_head, n_kv_head);
     }
@@ -132,11 +105,50 @@ pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv
 
 const NAME: &str = "causal_attention";
 
+/// The sizes that [`causal_attention`]'s input has.
+pub(super) fn fused_heads(qkv: &Tensor, n_head: usize) -> Result<Heads> {
+    match *qkv.dims() {
+        [batch, time, fused] if n_head > 0 && fused > 0 && fused % (3 * n_head) == 0 => {
+            Ok(Heads { batch, time, heads: n_head, kv_heads: n_head, head: fused / (3 * n_head) })
+        }
+        ref dims => bail!(
+            "causal_attention: the input has shape {dims:?}; [batch, time, 3 * width] with a width that the {n_head} \
+             heads divide is needed"
+        ),
+    }
+}
+
+/// The sizes that [`grouped_attention`]'s inputs have.
+pub(super) fn grouped_heads(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv_head: usize) -> Result<Heads> {
+    match (q.dims(), k.dims()) {
+        (&[batch, time, width], &[kv_batch, kv_time, kv_width])
+            if n_kv_head > 0
+                && n_head > 0
+                && n_head.is_multiple_of(n_kv_head)
+                && width > 0
+                && width.is_multiple_of(n_head)
+                && kv_width == width / n_head * n_kv_head
+                && (kv_batch, kv_time) == (batch, time)
+                && k.dims() == v.dims() =>
+        {
+            Ok(Heads { batch, time, heads: n_head, kv_heads: n_kv_head, head: width / n_head })
+        }
+        _ => bail!(
+            "grouped_attention: queries {:?}, keys {:?} and values {:?} do not fit {n_head} query and {n_kv_head} key \
+             heads; [batch, time, heads * width of a head] is needed, with as many query heads as a multiple of the \
+             key heads",
+            q.dims(),
+            k.dims(),
+            v.dims()
+        ),
+    }
+}
+
 /// Queries, keys and values that lie side by side, `width` elements each.
-fn fused_parts<E: Element>(x: &[E], width: usize) -> [Rows<'_, E>; 3] {
+pub(super) fn fused_parts<E: Element>(x: &[E], width: usize) -> [Rows<'_, E>; 3] {
     [0, 1, 2].map(|part| Rows::new(x.get(part * width..).unwrap_or_default(), 3 * width))
 }
 
-fn rows<E: Element>(x: Option<&[E]>, width: usize) -> Rows<'_, E> {
+pub(super) fn rows<E: Element>(x: Option<&[E]>, width: usize) -> Rows<'_, E> {
     Rows::new(x.unwrap_or_default(), width)
 }

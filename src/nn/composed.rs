@@ -85,12 +85,17 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 
 /// See [`crate::nn::Rotary`].
 pub fn rotary(x: &Tensor, head: usize, theta: f64) -> Result<Tensor> {
+    rotary_from(x, head, theta, 0)
+}
+
+/// See [`crate::nn::Rotary::forward_from`].
+pub fn rotary_from(x: &Tensor, head: usize, theta: f64, first: usize) -> Result<Tensor> {
     let (batch, time, width) = x.dims3()?;
     let half = head / 2;
     let angle = |t: usize, i: usize| t as f64 * theta.powf(-((2 * i) as f64) / head as f64);
     let h = wide(&x.reshape((batch, time, width / head, head))?)?;
     let table = |f: fn(f64) -> f64| {
-        let values = (0..time).flat_map(|t| (0..half).map(move |i| f(angle(t, i))));
+        let values = (first..first + time).flat_map(|t| (0..half).map(move |i| f(angle(t, i))));
         Tensor::from_iter(values, x.device())?.reshape((1, time, 1, half))?.to_dtype(h.dtype())
     };
     let (cos, sin) = (table(f64::cos)?, table(f64::sin)?);
@@ -117,19 +122,22 @@ pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
     grouped_attention(&part(0)?, &part(1)?, &part(2)?, n_head, n_head)
 }
 
-/// See [`crate::nn::grouped_attention()`].
+/// See [`crate::nn::grouped_attention()`]. With more keys than queries, the queries are at the last of the keys' positions.
 pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv_head: usize) -> Result<Tensor> {
     let ((batch, time, width), dtype) = (q.dims3()?, q.dtype());
-    let (head, group) = (width / n_head, n_head / n_kv_head);
-    let split = |x: &Tensor, heads: usize| wide(&x.reshape((batch, time, heads, head))?)?.transpose(1, 2)?.contiguous();
+    let (keys, head, group) = (k.dim(1)?, width / n_head, n_head / n_kv_head);
+    let split =
+        |x: &Tensor, heads: usize| wide(&x.reshape((batch, x.dim(1)?, heads, head))?)?.transpose(1, 2)?.contiguous();
     // Each key and value head as often as query heads use it.
     let repeated = |x: &Tensor| {
         let x = split(x, n_kv_head)?.unsqueeze(2)?;
-        Tensor::cat(&vec![&x; group], 2)?.reshape((batch, n_head, time, head))
+        Tensor::cat(&vec![&x; group], 2)?.reshape((batch, n_head, keys, head))
     };
     let (q, k, v) = (split(q, n_head)?, repeated(k)?, repeated(v)?);
-    let hidden = (0..time).flat_map(|i| (0..time).map(move |j| if j > i { f32::NEG_INFINITY } else { 0.0 }));
-    let mask = Tensor::from_iter(hidden, q.device())?.reshape((time, time))?.to_dtype(q.dtype())?;
+    let before = keys.saturating_sub(time);
+    let hidden =
+        (before..).take(time).flat_map(|i| (0..keys).map(move |j| if j > i { f32::NEG_INFINITY } else { 0.0 }));
+    let mask = Tensor::from_iter(hidden, q.device())?.reshape((time, keys))?.to_dtype(q.dtype())?;
     let scores = (q.matmul(&k.t()?.contiguous()?)? / (head as f64).sqrt())?.broadcast_add(&mask)?;
     let y = candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&v)?;
     y.transpose(1, 2)?.contiguous()?.reshape((batch, time, width))?.to_dtype(dtype)

@@ -34,17 +34,28 @@ impl Rotary {
     /// # Errors
     /// Another shape, or more positions than the tables have.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.forward_from(x, 0)
+    }
+
+    /// [`Rotary::forward`] of what continues `first` positions: the heads at position t are rotated as those at
+    /// `first + t`.
+    ///
+    /// # Errors
+    /// As [`Rotary::forward`].
+    pub fn forward_from(&self, x: &Tensor, first: usize) -> Result<Tensor> {
         const NAME: &str = "rotary";
+        let most = self.ctx.saturating_sub(first);
         let (time, width) = match *x.dims() {
-            [_, time, width] if width > 0 && width % self.head == 0 && time <= self.ctx => (time, width),
+            [_, time, width] if width > 0 && width % self.head == 0 && time <= most => (time, width),
             ref dims => bail!(
-                "rotary: the input has shape {dims:?}; [batch, time, heads * {}] with a time of at most {} is needed",
+                "rotary: the input has shape {dims:?}; [batch, time, heads * {}] with a time of at most {most}, after \
+                 {first} positions, is needed",
                 self.head,
-                self.ctx
             ),
         };
+        let at = first..first + time;
         if !x.device().is_cpu() {
-            return composed::rotary(x, self.head, self.theta);
+            return composed::rotary_from(x, self.head, self.theta, first);
         }
         let x = x.contiguous()?;
         let inputs = Inputs::of([Some(&x)])?;
@@ -53,13 +64,13 @@ impl Rotary {
         with_element!(x.dtype(), NAME, E => {
             let mut y = buffer::<E>(x.elem_count());
             with_elements::<E, _>(&x, NAME, |x| {
-                tables.forward(x, time, width, &mut y);
+                tables.forward(x, at.clone(), width, &mut y);
                 Ok(())
             })?;
             inputs.result(NAME, E::storage(y), shape.clone(), move |grad, [to_x]| {
                 to_x.make::<E>(grad.len(), |dx| {
                     grad.read::<E, _>(NAME, |dy| {
-                        tables.backward(dy, time, width, dx);
+                        tables.backward(dy, at.clone(), width, dx);
                         Ok(())
                     })
                 })

@@ -6,9 +6,8 @@ use super::{FlatMut, FlatRef};
 use crate::kernels::Element;
 use crate::kernels::par;
 use crate::kernels::simd::{Loop, level};
-use crate::kernels::wide::put;
+use crate::kernels::wide::{self, put};
 use half::bf16;
-use half::slice::HalfFloatSliceExt;
 
 /// Elements that one thread takes at a time; shorter buffers stay on the calling thread.
 const CHUNK: usize = 128 * 1024;
@@ -129,7 +128,7 @@ fn map(mut dst: FlatMut<'_>, src: FlatRef<'_>, f: impl Fn(f32, f32) -> f32) {
         (FlatMut::F32(d), FlatRef::BF16(s)) => return map_direct(d, s, f),
         (FlatMut::BF16(d), FlatRef::F32(s)) => return map_direct(d, s, f),
         (FlatMut::BF16(d), FlatRef::BF16(s)) => return map_direct(d, s, f),
-        // f16 has instructions of its own, which `half` chooses, and which work on slices.
+        // The conversions of f16 are instructions for slices.
         (FlatMut::F16(_), _) | (_, FlatRef::F16(_)) => {}
     }
     let (mut a, mut b) = ([0f32; BLOCK], [0f32; BLOCK]);
@@ -183,8 +182,7 @@ pub(crate) fn widen(dst: &mut [f32], src: FlatRef<'_>) {
     match src {
         FlatRef::F32(src) => dst.copy_from_slice(src),
         FlatRef::BF16(src) => map_direct(dst, src, |_, s| s),
-        // With the CPU's own instructions, where it has them.
-        FlatRef::F16(src) => src.convert_to_f32_slice(dst),
+        FlatRef::F16(src) => wide::widen(src, dst),
     }
 }
 
@@ -194,7 +192,7 @@ pub(crate) fn narrow(dst: FlatMut<'_>, src: &[f32]) {
     match dst {
         FlatMut::F32(dst) => dst.copy_from_slice(src),
         FlatMut::BF16(dst) => map_direct(dst, src, |_, s| s),
-        FlatMut::F16(dst) => dst.convert_from_f32_slice(src),
+        FlatMut::F16(dst) => wide::narrow(src, dst),
     }
 }
 

@@ -142,9 +142,23 @@ impl<M> Unit<M> {
         self
     }
 
-    /// The module inside. Its parameters may be used only while the unit's forward runs.
+    /// The module inside. Its parameters may be used only while the unit's forward runs, or [`evaluate`](Self::evaluate).
     pub fn inner(&self) -> &M {
         &self.inner
+    }
+
+    /// Runs something else than the module's forward, with its parameters in memory: what a module computes in evaluation
+    /// alone, as of one more token of a text, from what it has kept of the others. The result has no graph. All ranks run
+    /// it, as they run a forward.
+    ///
+    /// # Errors
+    /// That of `run`, and what keeps the parameters from being gathered.
+    pub fn evaluate(&self, run: impl FnOnce(&M) -> Result<Tensor>) -> Result<Tensor> {
+        let result = without_gradients(|| match self.connected() {
+            Some(hook) => self.run(&hook, run),
+            None => run(&self.inner),
+        });
+        Ok(result?.detach())
     }
 }
 
@@ -153,11 +167,11 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let Some(hook) = self.connected() else { return self.inner.forward(x) };
         if hook.core.is_evaluating() {
-            return Ok(self.run(&hook, &x.detach())?.detach());
+            return Ok(self.run(&hook, |inner| inner.forward(&x.detach()))?.detach());
         }
         if !x.track_op() && hook.core.is_frozen(hook.unit) {
             // Nothing in it or below it is trained: no graph, and no backward.
-            return Ok(without_gradients(|| self.run(&hook, x))?.detach());
+            return Ok(without_gradients(|| self.run(&hook, |inner| inner.forward(x)))?.detach());
         }
         // Where every unit recomputes, a leaf does as one.
         let recomputes = self.recompute || (hook.core.recomputation.every_unit && hook.place() != InLeaf::Inside);
@@ -166,7 +180,7 @@ impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
         if recomputes && x.track_op() {
             return self.forward_to_recompute(&hook, x);
         }
-        let y = self.run(&hook, x)?;
+        let y = self.run(&hook, |inner| inner.forward(x))?;
         hook.profile_input(x);
         if hook.place() == InLeaf::Leaf { hook.mark_leaf(x, &y) } else { hook.mark_output(y) }
     }
@@ -184,7 +198,7 @@ impl<M: std::fmt::Debug> std::fmt::Debug for Unit<M> {
     }
 }
 
-impl<M: Module> Unit<M> {
+impl<M> Unit<M> {
     /// The way to the engine, where there is one.
     fn connected(&self) -> Option<UnitContext> {
         let (unit, link) = self.hook.clone()?;
@@ -193,16 +207,22 @@ impl<M: Module> Unit<M> {
     }
 
     /// Forward: the unit's parameters are in memory while the module runs.
-    fn run(&self, UnitContext { unit, core, .. }: &UnitContext, x: &Tensor) -> Result<Tensor> {
+    fn run(
+        &self,
+        UnitContext { unit, core, .. }: &UnitContext,
+        forward: impl FnOnce(&M) -> Result<Tensor>,
+    ) -> Result<Tensor> {
         let _profile = spans::enter(Half::Forward, *unit);
         core.enter(Event::Forward(*unit))?;
         let span = core.forward_span(*unit);
-        let y = self.inner.forward(x)?;
+        let y = forward(&self.inner)?;
         drop(span);
         core.leave_forward(*unit)?;
         Ok(y)
     }
+}
 
+impl<M: Module> Unit<M> {
     /// The gradient of the input by the output's gradient, from a second forward, which gives what the `first` gave,
     /// and a backward of its own.
     fn run_again(&self, first: &FirstRun, grad: &Tensor) -> Result<Option<Tensor>> {
@@ -237,7 +257,7 @@ impl<M: Module + Send + Sync + 'static> Unit<M> {
         let (draws, format) = (place_of_draws(), autocast_format());
         // As it will lie in memory the second time: the order of a sum may follow from that.
         let input = x.detach().contiguous()?;
-        let forward = || without_gradients(|| self.run(hook, &input));
+        let forward = || without_gradients(|| self.run(hook, |inner| inner.forward(&input)));
         let (y, buffers) = hook.core.keeping_buffers(hook.unit, forward)?;
         let (output, (storage, shape)) = (Outcome::of(&y)?, copy_of(&y)?);
         drop(y);

@@ -12,6 +12,7 @@ mod data_loader;
 mod draws;
 mod errors;
 mod for_eval;
+mod generation;
 mod monitors;
 mod muon;
 mod overflow;

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 /// What a model asked for: (name, shape, hint), in order.
-type Asked = Arc<Mutex<Vec<(String, Vec<usize>, Init)>>>;
+pub type Asked = Arc<Mutex<Vec<(String, Vec<usize>, Init)>>>;
 
 /// Variables by name; notes what is asked for.
 struct Vars {
@@ -34,7 +34,7 @@ impl SimpleBackend for Vars {
 }
 
 /// A model with the recorded runs' start weights, its variables in file order, and what it asked for.
-fn model(config: &GptConfig, dtype: DType) -> (Gpt, Vec<(String, Var)>, Asked) {
+pub fn model(config: &GptConfig, dtype: DType) -> (Gpt, Vec<(String, Var)>, Asked) {
     let GptConfig { n_layer, n_embd, ctx, vocab, .. } = *config;
     let vars: Vec<(String, Var)> = synth::weights(synth::Sizes { n_layer, n_embd, ctx, vocab })
         .into_iter()

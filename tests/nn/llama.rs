@@ -8,10 +8,10 @@ use candle_zero::nn::{WeightLayout, composed};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-type Vars = Vec<(String, Var)>;
+pub type Vars = Vec<(String, Var)>;
 
 /// What a model asked for: (name, shape, hint), in order.
-type Asked = Arc<Mutex<Vec<(String, Shape, Init)>>>;
+pub type Asked = Arc<Mutex<Vec<(String, Shape, Init)>>>;
 
 /// Makes a variable of every parameter; notes what is asked for.
 struct Backend {
@@ -43,7 +43,7 @@ impl SimpleBackend for Backend {
     }
 }
 
-fn model(config: &LlamaConfig, dtype: DType) -> (Llama, Vars, Asked) {
+pub fn model(config: &LlamaConfig, dtype: DType) -> (Llama, Vars, Asked) {
     let (asked, vars) = (Asked::default(), Arc::<Mutex<Vars>>::default());
     let backend = Backend { asked: asked.clone(), vars: vars.clone(), dtype };
     let llama = Llama::new(config, VarBuilder::from_backend(Box::new(backend), dtype, Device::Cpu)).unwrap();
@@ -52,7 +52,7 @@ fn model(config: &LlamaConfig, dtype: DType) -> (Llama, Vars, Asked) {
 }
 
 /// Six query heads on two key heads, and no size a power of two.
-fn odd() -> LlamaConfig {
+pub fn odd() -> LlamaConfig {
     LlamaConfig {
         hidden_size: 60,
         intermediate_size: 100,

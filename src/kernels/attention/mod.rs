@@ -11,6 +11,7 @@
 //! everything else in f32, to which elements are widened when they are packed.
 
 mod backward;
+mod cached;
 mod forward;
 mod heads;
 mod pack;
@@ -22,6 +23,7 @@ mod softmax;
 mod strided;
 mod tiles;
 
+pub use cached::{Cached, capacity_for, forward_cached, keep_keys, keep_values};
 pub use heads::Heads;
 pub use strided::{Rows, RowsMut};
 
@@ -35,8 +37,7 @@ use crate::kernels::simd::{Level, level};
 use crate::kernels::vector::Pairs;
 use crate::kernels::vector::{self, OfElements, Single};
 use backward::Given;
-use scratch::Scratch;
-use std::cell::RefCell;
+use scratch::SCRATCH;
 use tiles::Tiles;
 
 /// The ways to compute a tile.
@@ -210,11 +211,6 @@ fn backward_with<T: Tiles + OfElements<E>, E: Element>(
         // SAFETY: the processor has the instructions; these groups are taken once.
         unsafe { backward::add_parts::<T, E>(h, parts, [dk.take(whole + i), dv.take(whole + i)]) }
     });
-}
-
-thread_local! {
-    /// The working memory of a thread: kept, because its pages cost more to get than a small head to compute.
-    static SCRATCH: RefCell<Scratch> = const { RefCell::new(Scratch::new()) };
 }
 
 #[cfg(test)]

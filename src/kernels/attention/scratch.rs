@@ -1,5 +1,12 @@
 //! Working memory of a thread.
 
+use std::cell::RefCell;
+
+thread_local! {
+    /// The working memory of a thread: kept, because its pages cost more to get than a small head to compute.
+    pub(super) static SCRATCH: RefCell<Scratch> = const { RefCell::new(Scratch::new()) };
+}
+
 /// Working memory, handed out in pieces that start on cache lines.
 pub(super) struct Scratch(Vec<f32>);
 

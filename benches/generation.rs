@@ -1,0 +1,64 @@
+//! One more token of a text by GPT-2 (124 M) whose keys and values are kept, beside what memory gives at most.
+//!
+//!     RAYON_NUM_THREADS=1 cargo bench --bench generation
+//!
+//! Bytes are those that a token has to read: every weight once (of the embeddings' tables only what the output projection
+//! is), and the keys and values of all positions.
+#![allow(clippy::unwrap_used)]
+
+mod keep_memory;
+mod peak_memory;
+
+use candle_core::{DType, Device, Shape, Tensor, WithDType};
+use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};
+use candle_zero::models::{Gpt, GptConfig, Session};
+use divan::Bencher;
+use divan::counter::BytesCount;
+use half::bf16;
+use std::hint::black_box;
+
+fn main() {
+    keep_memory::start_as_a_rank(&[]);
+    println!("{} threads", rayon::current_num_threads());
+    divan::main();
+}
+
+/// Weights in -0.03..0.03.
+struct Weights;
+
+impl SimpleBackend for Weights {
+    fn get(&self, shape: Shape, _: &str, _: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        let number = |i: u32| ((i.wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 24) as f32 - 0.5) * 0.06;
+        Tensor::from_iter((0..shape.elem_count() as u32).map(number), device)?.reshape(shape)?.to_dtype(dtype)
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        candle_core::bail!("{name} was asked for without a shape")
+    }
+
+    fn contains_tensor(&self, _: &str) -> bool {
+        true
+    }
+}
+
+/// The token after so many.
+#[divan::bench(types = [f32, bf16], args = [16, 512, 1000], sample_size = 1, max_time = 2)]
+fn gpt2_token<T: WithDType>(bencher: Bencher<'_, '_>, before: usize) {
+    let config = GptConfig::preset("gpt2").unwrap();
+    let gpt = Gpt::new(&config, VarBuilder::from_backend(Box::new(Weights), T::DTYPE, Device::Cpu)).unwrap();
+    let mut session = Session::new();
+    session.reserve(before + 1);
+    let text: Vec<u32> = (0..before as u32).map(|i| i.wrapping_mul(2_654_435_761) % config.vocab as u32).collect();
+    gpt.extend(&mut session, &text).unwrap();
+
+    let weights = config.num_parameters() - config.ctx * config.n_embd;
+    let kept = 2 * config.n_layer * (before + 1) * config.n_embd;
+    let bytes = (weights + kept) * T::DTYPE.size_in_bytes();
+    let mut one_more = || {
+        session.truncate(before);
+        black_box(gpt.extend(&mut session, &[11]).unwrap());
+    };
+    // Makes the buffers that later calls use again.
+    one_more();
+    bencher.counter(BytesCount::new(bytes)).bench_local(one_more);
+}

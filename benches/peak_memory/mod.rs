@@ -1,0 +1,82 @@
+//! What memory gives at most, beside which benches put what they reach.
+
+use divan::Bencher;
+use divan::counter::BytesCount;
+use rayon::prelude::*;
+use std::hint::black_box;
+
+/// Bytes of each array: far beyond most caches.
+const ARRAY: usize = 256 << 20;
+
+/// The parts of slices of f32 of which each thread of the pool takes one.
+fn share(len: usize) -> usize {
+    len.div_ceil(rayon::current_num_threads())
+}
+
+/// Bytes read: a sum.
+#[divan::bench(sample_size = 1, max_time = 1)]
+fn peak_memory_read(bencher: Bencher<'_, '_>) {
+    let from = vec![1f32; ARRAY / 4];
+    let part = share(from.len());
+    bencher.counter(BytesCount::new(ARRAY)).bench_local(|| {
+        from.par_chunks(part).for_each(|from| {
+            black_box(sum(from));
+        });
+    });
+}
+
+/// Bytes read and written; what the processor reads before it overwrites a line is not counted.
+#[divan::bench(sample_size = 1, max_time = 1)]
+fn peak_memory_copy(bencher: Bencher<'_, '_>) {
+    let (from, mut to) = (vec![1f32; ARRAY / 4], vec![0f32; ARRAY / 4]);
+    let part = share(from.len());
+    bencher.counter(BytesCount::new(2 * ARRAY)).bench_local(|| {
+        to.par_chunks_mut(part).zip(from.par_chunks(part)).for_each(|(to, from)| to.copy_from_slice(from));
+    });
+}
+
+/// a = b + 2 c (McCalpin 1995), counted as the copy.
+#[divan::bench(sample_size = 1, max_time = 1)]
+fn peak_memory_triad(bencher: Bencher<'_, '_>) {
+    let (mut a, b, c) = (vec![0f32; ARRAY / 4], vec![1f32; ARRAY / 4], vec![2f32; ARRAY / 4]);
+    let part = share(a.len());
+    bencher.counter(BytesCount::new(3 * ARRAY)).bench_local(|| {
+        let parts = a.par_chunks_mut(part).zip(b.par_chunks(part)).zip(c.par_chunks(part));
+        parts.for_each(|((a, b), c)| {
+            for ((a, b), c) in a.iter_mut().zip(b).zip(c) {
+                *a = b + 2.0 * c;
+            }
+        });
+    });
+}
+
+/// The sum with the widest vectors of this machine, up to those of eight.
+fn sum(x: &[f32]) -> f32 {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: the processor has the instructions.
+        return unsafe { sum_by_eight(x) };
+    }
+    sum_of(x)
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn sum_by_eight(x: &[f32]) -> f32 {
+    sum_of(x)
+}
+
+/// Four streams at a time keep more of memory busy than one.
+#[inline(always)]
+fn sum_of(x: &[f32]) -> f32 {
+    let mut sums = [[0f32; 16]; 4];
+    let (first, second) = x.split_at(x.len() / 2);
+    let ((a, b), (c, d)) = (first.split_at(first.len() / 2), second.split_at(second.len() / 2));
+    let lines = |x| <[f32]>::as_chunks::<16>(x).0.iter();
+    for (((a, b), c), d) in lines(a).zip(lines(b)).zip(lines(c)).zip(lines(d)) {
+        for (sums, x) in sums.iter_mut().zip([a, b, c, d]) {
+            sums.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
+        }
+    }
+    sums.as_flattened().iter().sum()
+}

@@ -1,0 +1,286 @@
+//! Attention of what continues a text, over keys and values that are kept of the text so far.
+
+use super::attention::{fused_heads, fused_parts, grouped_heads, rows};
+use super::{causal_attention, composed, grouped_attention};
+use crate::graph::is_without_gradients;
+use crate::kernels::attention::{Cached, Heads, Rows, capacity_for, forward_cached, keep_keys, keep_values};
+use crate::kernels::buffer;
+use crate::precision::Flat;
+use crate::tensor::element::{Element, with_all, with_element};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use std::fmt::{self, Display, Formatter};
+
+/// The keys and values that one attention layer has computed of a text, or of a batch of texts of one length, so that the
+/// layer computes those of new positions only.
+///
+/// ```
+/// # use candle_core::{DType, Device, Tensor};
+/// use candle_zero::nn::{KeyValueCache, causal_attention};
+///
+/// // Six positions of two heads of four elements.
+/// let qkv = Tensor::randn(0f32, 1f32, (1, 6, 3 * 8), &Device::Cpu)?;
+/// let mut cache = KeyValueCache::new(6);
+/// cache.causal_attention(&qkv.narrow(1, 0, 5)?, 2)?;
+/// let sixth = cache.causal_attention(&qkv.narrow(1, 5, 1)?, 2)?;
+/// let all = causal_attention(&qkv, 2)?;
+/// let difference = (sixth - all.narrow(1, 5, 1)?)?.abs()?.sum_all()?.to_scalar::<f32>()?;
+/// assert!(difference < 1e-5);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// It is for evaluation: attention with a cache has no backward, and refuses inputs of which a graph is being recorded. What
+/// it holds has the dtype of the keys. Memory is taken as the text grows, twice as much each time, up to the limit: that of
+/// whole sixteens of positions.
+#[derive(Debug, Clone)]
+pub struct KeyValueCache {
+    limit: usize,
+    len: usize,
+    /// Positions that the next memory has room for, at least.
+    wanted: usize,
+    host: Option<Host>,
+    /// Keys and values on any other device, `[batch, positions, kv_heads * head]`.
+    device: Option<[Tensor; 2]>,
+}
+
+/// Keys and values by sequence and key head, as attention's kernel wants them.
+#[derive(Debug, Clone)]
+struct Host {
+    keys: Flat,
+    values: Flat,
+    capacity: usize,
+    sizes: Sizes,
+}
+
+/// What all positions of a cache have in common.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Sizes {
+    batch: usize,
+    kv_heads: usize,
+    head: usize,
+    dtype: DType,
+}
+
+impl Sizes {
+    fn of(h: &Heads, dtype: DType) -> Self {
+        Self { batch: h.batch, kv_heads: h.kv_heads, head: h.head, dtype }
+    }
+}
+
+impl Display for Sizes {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self { batch, kv_heads, head, dtype } = self;
+        write!(f, "{batch} x {kv_heads} key heads of {head} elements in {dtype:?}")
+    }
+}
+
+impl KeyValueCache {
+    /// An empty cache for at most `limit` positions.
+    pub fn new(limit: usize) -> Self {
+        Self { limit, len: 0, wanted: 0, host: None, device: None }
+    }
+
+    /// Positions whose keys and values are there.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes of the memory that keys and values have, room for more positions included.
+    pub fn size_in_bytes(&self) -> usize {
+        let host = self.host.iter().flat_map(|host| [&host.keys, &host.values]).map(Flat::capacity_in_bytes);
+        let device = self.device.iter().flatten().map(|x| x.elem_count() * x.dtype().size_in_bytes());
+        host.chain(device).sum()
+    }
+
+    /// Takes memory for so many positions in all, or for the limit if that is less, when it next takes memory.
+    pub fn reserve(&mut self, positions: usize) {
+        self.wanted = positions;
+    }
+
+    /// Forgets all positions but the first `len`; their memory stays.
+    pub fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+
+    /// [`causal_attention`](crate::nn::causal_attention()) of positions that follow those in the cache, which sees them too
+    /// and adds these.
+    ///
+    /// The first positions give the same bits as without a cache, and further ones the same up to the last digits of f32:
+    /// sums are in another order.
+    ///
+    /// # Errors
+    /// As without a cache; more positions than the limit; other heads, another batch or dtype than before; an input that a
+    /// graph is being recorded of.
+    pub fn causal_attention(&mut self, qkv: &Tensor, n_head: usize) -> Result<Tensor> {
+        let h = fused_heads(qkv, n_head)?;
+        self.check(&h, qkv.dtype(), &[qkv])?;
+        let width = n_head * h.head;
+        if !qkv.device().is_cpu() {
+            let [q, k, v] = [0, 1, 2].map(|part| qkv.narrow(2, part * width, width));
+            return self.on_device(&h, [&q?, &k?, &v?]);
+        }
+        let qkv = qkv.contiguous()?.detach();
+        let first = self.is_empty().then(|| causal_attention(&qkv, n_head)).transpose()?;
+        with_element!(qkv.dtype(), NAME, E => with_all::<E, _, 1>([Some(&qkv)], NAME, |[qkv]| {
+            self.attend(&h, fused_parts::<E>(qkv.unwrap_or_default(), width), first)
+        }))
+    }
+
+    /// [`grouped_attention`](crate::nn::grouped_attention()) of positions that follow those in the cache, which sees them
+    /// too and adds these. Otherwise as [`KeyValueCache::causal_attention`].
+    ///
+    /// # Errors
+    /// As [`KeyValueCache::causal_attention`].
+    pub fn grouped_attention(
+        &mut self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        n_head: usize,
+        n_kv_head: usize,
+    ) -> Result<Tensor> {
+        let h = grouped_heads(q, k, v, n_head, n_kv_head)?;
+        self.check(&h, k.dtype(), &[q, k, v])?;
+        if !q.device().is_cpu() {
+            return self.on_device(&h, [q, k, v]);
+        }
+        let (q, k, v) = (q.contiguous()?.detach(), k.contiguous()?.detach(), v.contiguous()?.detach());
+        let first = self.is_empty().then(|| grouped_attention(&q, &k, &v, n_head, n_kv_head)).transpose()?;
+        let (width, kv_width) = (h.heads * h.head, h.kv_heads * h.head);
+        with_element!(q.dtype(), NAME, E => {
+            with_all::<E, _, 3>([Some(&q), Some(&k), Some(&v)], NAME, |[q, k, v]| {
+                self.attend(&h, [rows(q, width), rows(k, kv_width), rows(v, kv_width)], first)
+            })
+        })
+    }
+
+    /// Refuses what the cache cannot take up.
+    fn check(&self, h: &Heads, dtype: DType, inputs: &[&Tensor]) -> Result<()> {
+        if !is_without_gradients() && inputs.iter().any(|input| input.track_op()) {
+            bail!(
+                "attention with a cache has no backward, and a graph of its input is being recorded: detach the input, or \
+                 train with causal_attention or grouped_attention"
+            )
+        }
+        let (len, time, limit) = (self.len, h.time, self.limit);
+        if time > limit - len {
+            bail!("attention with a cache: {time} positions after {len} are more than its limit of {limit}")
+        }
+        let new = Sizes::of(h, dtype);
+        let held = match (&self.host, &self.device) {
+            (Some(host), _) => Some(host.sizes),
+            (None, Some([keys, _])) => Some(Sizes { batch: keys.dim(0)?, dtype: keys.dtype(), ..new }),
+            (None, None) => None,
+        };
+        match held.filter(|held| len > 0 && *held != new) {
+            Some(held) => bail!(
+                "attention with a cache: it holds {held}, and what follows has {new}; each layer and each text needs a \
+                 cache of its own"
+            ),
+            None => Ok(()),
+        }
+    }
+
+    /// Keeps new positions; their result, which for the `first` ones is there already.
+    fn attend<E: Element>(&mut self, h: &Heads, [q, k, v]: [Rows<'_, E>; 3], first: Option<Tensor>) -> Result<Tensor> {
+        let before = self.len;
+        let Host { keys, values, capacity, .. } = self.with_room(Sizes::of(h, E::DTYPE), before + h.time);
+        let (Some(keys), Some(values)) = (E::of_flat_mut(keys), E::of_flat_mut(values)) else {
+            bail!("attention with a cache: its memory has another dtype than {:?}", E::DTYPE)
+        };
+        keep_keys(h, k, before, keys);
+        keep_values(h, v, before, values);
+        let result = match first {
+            Some(result) => result,
+            None => {
+                let mut y = buffer::<E>(h.batch * h.time * h.heads * h.head);
+                forward_cached(h, q, Cached { keys, values, capacity: *capacity, before }, &mut y);
+                Tensor::from_vec(y, (h.batch, h.time, h.heads * h.head), &Device::Cpu)?
+            }
+        };
+        self.len = before + h.time;
+        Ok(result)
+    }
+
+    /// The memory, with room for so many positions.
+    fn with_room(&mut self, sizes: Sizes, positions: usize) -> &mut Host {
+        let old = self.host.take().filter(|host| host.sizes == sizes);
+        let host = match old {
+            Some(host) if positions <= host.capacity => host,
+            old => {
+                let doubled = old.as_ref().map_or(0, |host| 2 * host.capacity);
+                let mut host = Host::new(sizes, capacity_for(positions.max(doubled).max(self.wanted).min(self.limit)));
+                if let Some(old) = old {
+                    host.take_over(&old, self.len);
+                }
+                host
+            }
+        };
+        self.host.insert(host)
+    }
+
+    /// The same composed of Candle's operations, whose keys and values are copied to grow.
+    fn on_device(&mut self, h: &Heads, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
+        let after = |kept: &Tensor, new: &Tensor| Tensor::cat(&[&kept.narrow(1, 0, self.len)?, &new.detach()], 1);
+        let (keys, values) = match &self.device {
+            Some([keys, values]) if !self.is_empty() => (after(keys, k)?, after(values, v)?),
+            _ => (k.contiguous()?.detach(), v.contiguous()?.detach()),
+        };
+        let y = composed::grouped_attention(&q.detach(), &keys, &values, h.heads, h.kv_heads)?;
+        self.device = Some([keys, values]);
+        self.len += h.time;
+        Ok(y)
+    }
+}
+
+impl Host {
+    fn new(sizes: Sizes, capacity: usize) -> Self {
+        let len = sizes.batch * sizes.kv_heads * capacity * sizes.head;
+        let [keys, values] = [(); 2].map(|()| Flat::zeros(sizes.dtype, len));
+        Self { keys, values, capacity, sizes }
+    }
+
+    /// Copies the first `len` positions of a smaller one.
+    fn take_over(&mut self, old: &Self, len: usize) {
+        let Sizes { batch, kv_heads, head, dtype } = self.sizes;
+        let position = head * dtype.size_in_bytes();
+        for part in 0..batch * kv_heads {
+            let of = |capacity: usize| part * capacity * position..(part * capacity + capacity_for(len)) * position;
+            for (to, from) in [(&mut self.keys, &old.keys), (&mut self.values, &old.values)] {
+                to.as_bytes_mut()[of(self.capacity)].copy_from_slice(&from.as_bytes()[of(old.capacity)]);
+            }
+        }
+    }
+}
+
+const NAME: &str = "attention with a cache";
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_other_devices_run_gives_the_same() {
+        let h = Heads { batch: 2, time: 9, heads: 4, kv_heads: 2, head: 6 };
+        let numbers = |width: usize, seed: usize| {
+            let number = move |i: usize| ((i * 7919 + seed) % 2003) as f32 / 500.0 - 2.0;
+            Tensor::from_iter((0..2 * 9 * width).map(number), &Device::Cpu).unwrap().reshape((2, 9, width)).unwrap()
+        };
+        let (q, k, v) = (numbers(24, 1), numbers(12, 2), numbers(12, 3));
+        let (mut host, mut device) = (KeyValueCache::new(9), KeyValueCache::new(9));
+        for (from, time) in [(0, 5), (5, 1), (6, 3)] {
+            let [q, k, v] = [&q, &k, &v].map(|x| x.narrow(1, from, time).unwrap());
+            let want = host.grouped_attention(&q, &k, &v, 4, 2).unwrap();
+            let got = device.on_device(&Heads { time, ..h }, [&q, &k, &v]).unwrap();
+            let difference = (got - want).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+            assert!(difference < 4e-6, "{from}: {difference}");
+        }
+        assert_eq!((host.len(), device.len()), (9, 9));
+        assert_eq!(device.size_in_bytes(), 2 * 2 * 9 * 12 * 4);
+    }
+}
