@@ -83,12 +83,12 @@ unsafe fn kernel<A: Arithmetic, const R: usize, const N: usize>(
 unsafe fn tile<A: Arithmetic, const R: usize, const N: usize>(
     steps: usize,
     a: Words,
-    mut b: *const f32,
+    b: *const f32,
     sums: *mut f32,
     stride: usize,
     start: Start,
 ) {
-    let Words { first: mut a, row, step } = a;
+    let step = a.step;
     // SAFETY: `a` holds a word for each row and step, `b` N vectors for each step, `sums` N vectors for each row.
     unsafe {
         let mut acc = [[A::V::zero(); N]; R];
@@ -99,17 +99,11 @@ unsafe fn tile<A: Arithmetic, const R: usize, const N: usize>(
                 }
             }
         }
-        for _ in 0..steps {
-            let mut columns = [A::V::zero(); N];
-            for (v, column) in columns.iter_mut().enumerate() {
-                *column = A::V::load(b.add(v * A::LANES));
-            }
-            for (i, acc) in acc.iter_mut().enumerate() {
-                A::add_products(acc, a.add(i * row), &columns);
-            }
-            // Past the end after the last step, where nothing is read.
-            a = a.wrapping_add(step);
-            b = b.wrapping_add(N * A::LANES);
+        // With one of these strides in sight the compiler puts most of an address into the instruction.
+        match step {
+            1 => add_steps::<A, R, N>(&mut acc, steps, Words { step: 1, ..a }, b),
+            _ if step == A::ROWS => add_steps::<A, R, N>(&mut acc, steps, Words { step: A::ROWS, ..a }, b),
+            _ => add_steps::<A, R, N>(&mut acc, steps, a, b),
         }
         for (i, acc) in acc.iter().enumerate() {
             for (v, &acc) in acc.iter().enumerate() {
@@ -117,6 +111,59 @@ unsafe fn tile<A: Arithmetic, const R: usize, const N: usize>(
                 let sum = if start == Start::Add { A::V::load(to).add(acc) } else { acc };
                 sum.store(to);
             }
+        }
+    }
+}
+
+/// Adds the products of `steps` steps, four at a time: few instructions beside the products.
+///
+/// # Safety
+/// As for [`kernel`], and inside of `A::V::with`.
+#[inline(always)]
+unsafe fn add_steps<A: Arithmetic, const R: usize, const N: usize>(
+    acc: &mut [[A::V; N]; R],
+    steps: usize,
+    a: Words,
+    b: *const f32,
+) {
+    const UNROLLED: usize = 4;
+    let Words { first: mut a, row, step } = a;
+    let mut b = b;
+    // SAFETY: `a` holds a word for each row and step, `b` N vectors for each step. Pointers are past the end after the
+    // last step, where nothing is read.
+    unsafe {
+        for _ in 0..steps / UNROLLED {
+            for s in 0..UNROLLED {
+                add_step::<A, R, N>(acc, a.wrapping_add(s * step), row, b.wrapping_add(s * N * A::LANES));
+            }
+            a = a.wrapping_add(UNROLLED * step);
+            b = b.wrapping_add(UNROLLED * N * A::LANES);
+        }
+        for s in 0..steps % UNROLLED {
+            add_step::<A, R, N>(acc, a.wrapping_add(s * step), row, b.wrapping_add(s * N * A::LANES));
+        }
+    }
+}
+
+/// Adds the products of a step.
+///
+/// # Safety
+/// As for [`add_steps`].
+#[inline(always)]
+unsafe fn add_step<A: Arithmetic, const R: usize, const N: usize>(
+    acc: &mut [[A::V; N]; R],
+    a: *const f32,
+    row: usize,
+    b: *const f32,
+) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let mut columns = [A::V::zero(); N];
+        for (v, column) in columns.iter_mut().enumerate() {
+            *column = A::V::load(b.add(v * A::LANES));
+        }
+        for (i, acc) in acc.iter_mut().enumerate() {
+            A::add_products(acc, a.add(i * row), &columns);
         }
     }
 }

@@ -85,10 +85,10 @@ impl Vector for Avx2 {
     unsafe fn add_products<const N: usize>(sums: &mut [Self; N], a: *const f32, b: &[Self; N]) {
         // SAFETY: as the caller promises.
         unsafe {
-            if let ([x, y, z], [p, q, r]) = (&mut sums[..], &b[..]) {
-                return add_three_products([&mut x.0, &mut y.0, &mut z.0], a, [p.0, q.0, r.0]);
-            }
             let a = Self::splat(a.read_unaligned());
+            if let ([x, y, z], [p, q, r]) = (&mut sums[..], &b[..]) {
+                return add_three_products([&mut x.0, &mut y.0, &mut z.0], a.0, [p.0, q.0, r.0]);
+            }
             for (sum, &b) in sums.iter_mut().zip(b) {
                 *sum = a.mul_add(b, *sum);
             }
@@ -184,27 +184,26 @@ impl Vector for Avx2 {
     }
 }
 
-/// Four rows of three sums, a row of three vectors and one number take all of the sixteen registers. The compiler would
-/// load the next number before this one is done with, and move sums out of its way.
+/// Four rows of three sums, a row of three vectors and one number take all of the sixteen registers. In the compiler's
+/// own order the next number would be there before this one is done with, and sums would move out of its way; these
+/// instructions keep theirs.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn add_three_products([x, y, z]: [&mut __m256; 3], a: *const f32, [p, q, r]: [__m256; 3]) {
-    // SAFETY: the caller promises a number at `a`; nothing else is read or written but these registers.
+unsafe fn add_three_products([x, y, z]: [&mut __m256; 3], number: __m256, [p, q, r]: [__m256; 3]) {
+    // SAFETY: nothing is read or written but these registers.
     unsafe {
         asm!(
-            "vbroadcastss {number}, dword ptr [{a}]",
             "vfmadd231ps {x}, {number}, {p}",
             "vfmadd231ps {y}, {number}, {q}",
             "vfmadd231ps {z}, {number}, {r}",
-            a = in(reg) a,
-            number = out(ymm_reg) _,
+            number = in(ymm_reg) number,
             x = inout(ymm_reg) *x,
             y = inout(ymm_reg) *y,
             z = inout(ymm_reg) *z,
             p = in(ymm_reg) p,
             q = in(ymm_reg) q,
             r = in(ymm_reg) r,
-            options(nostack, preserves_flags, readonly),
+            options(nostack, preserves_flags),
         );
     }
 }
