@@ -47,6 +47,9 @@ impl Activation {
     }
 }
 
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
 /// The result of a product and its [`Epilogue`], shared by the threads that each write their own elements.
 pub(super) struct Sink<'a, C> {
     pub(super) result: Target<C>,
@@ -115,16 +118,19 @@ impl<'a, C: Element> Sink<'a, C> {
     /// Brings elements of the result near that will be written, and what will be added to them.
     #[inline(always)]
     pub(super) fn prefetch(&self, (row, rows): (usize, usize), (col, cols): (usize, usize)) {
-        let per_line = 64 / size_of::<C>();
+        let lines = (cols * size_of::<C>()).div_ceil(LINE);
         for i in row..row + rows {
-            for j in (col..col + cols).step_by(per_line) {
-                for target in [Some(&self.result), self.before_activation.as_ref()].into_iter().flatten() {
-                    // SAFETY: an element of the result.
-                    prefetch_to_write(unsafe { target.at(i, j) }.cast_const());
-                }
-                if let Some(residual) = &self.residual {
-                    prefetch_at(residual.as_ptr().wrapping_add(i * residual.row_stride() + j));
-                }
+            // SAFETY: elements of the result.
+            let result = unsafe { self.result.at(i, col) }.cast::<u8>();
+            (0..lines).for_each(|line| prefetch_to_write(result.wrapping_add(line * LINE)));
+            if let Some(before) = &self.before_activation {
+                // SAFETY: as above.
+                let before = unsafe { before.at(i, col) }.cast::<u8>();
+                (0..lines).for_each(|line| prefetch_to_write(before.wrapping_add(line * LINE)));
+            }
+            if let Some(residual) = &self.residual {
+                let residual = residual.as_ptr().wrapping_add(i * residual.row_stride() + col).cast::<u8>();
+                (0..lines).for_each(|line| prefetch_at(residual.wrapping_add(line * LINE)));
             }
         }
     }
