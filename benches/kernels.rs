@@ -100,7 +100,7 @@ fn measure<const N: usize>(
 fn wanting_gradient(tensor: &Tensor) -> Tensor {
     let (&width, leading) = tensor.dims().split_last().unwrap();
     let rows = leading.iter().product::<usize>();
-    let in_table = rows.min(256);
+    let in_table = rows.min(16);
     let table = tensor.reshape((rows, width)).unwrap().narrow(0, 0, in_table).unwrap();
     let table = Var::from_tensor(&table).unwrap();
     if leading.is_empty() {

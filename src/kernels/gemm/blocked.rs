@@ -13,6 +13,7 @@
 //! element are summed.
 
 use super::arithmetic::{Arithmetic, Word};
+use super::direct;
 use super::epilogue::Sink;
 use super::finish::{Place, finish};
 use super::kernel::{self, Kernels, Start, Words};
@@ -378,7 +379,7 @@ impl<E: Element, C: Element> Part<'_, E, C> {
     }
 
     /// [`Part::compute`] for so few rows that what is packed of `b` is not kept: a turn of a panel is packed into the
-    /// first-level cache, multiplied with all rows, and packed over. The sums of all rows and columns are in memory;
+    /// first-level cache, multiplied with all rows, and packed over; for the fewest it is not packed at all. The sums of all rows and columns are in memory;
     /// those of a block go on from turn to turn, and are then added to those of the blocks before, so that each
     /// element's products are summed in the order of [`Part::compute`].
     fn stream<W: Word<E> + Kernels>(&self, rows: Range<usize>, cols: Range<usize>, panels: Panels) {
@@ -396,16 +397,28 @@ impl<E: Element, C: Element> Part<'_, E, C> {
                         let start = if turn.start == steps.start { Start::Zero } else { Start::Continue };
                         for (vector, vectors) in group.clone().map(|panel| panels.get(panel)) {
                             let (col, to) = (cols.start + vector * W::LANES, piece.0.as_mut_ptr());
-                            // SAFETY: the processor has the instructions; a piece has room for a turn of a panel.
-                            unsafe { self.b.pack_columns::<W>(col, vectors, turn.start, turn.len(), to) };
+                            let packs = rows.len() > direct::ROWS;
+                            if packs {
+                                // SAFETY: the processor has the instructions; a piece has room for a turn of a panel.
+                                unsafe { self.b.pack_columns::<W>(col, vectors, turn.start, turn.len(), to) };
+                            }
                             let mut row = rows.start;
                             while row < rows.end {
                                 let n_rows = kernel::rows::<W>(rows.end - row);
                                 let a = self.words_of_a::<W>(row, turn.start);
                                 let into = into.wrapping_add((row - rows.start) * width + vector * W::LANES);
-                                // SAFETY: the processor has the instructions; the operands are packed; there is room
-                                // for the sums of all rows and vectors.
-                                unsafe { kernel::select::<W>(n_rows, vectors)(turn.len(), a, to, into, width, start) };
+                                // SAFETY: the processor has the instructions; the operands exist, or are packed; there is
+                                // room for the sums of all rows and vectors.
+                                unsafe {
+                                    if packs {
+                                        kernel::select::<W>(n_rows, vectors)(turn.len(), a, to, into, width, start);
+                                    } else {
+                                        let (columns, steps) = ((col, vectors), (turn.start, turn.len()));
+                                        direct::multiply::<W, E>(
+                                            n_rows, a, &self.b, columns, steps, into, width, start,
+                                        );
+                                    }
+                                }
                                 row += n_rows;
                             }
                         }

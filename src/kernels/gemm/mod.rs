@@ -11,6 +11,7 @@
 mod arithmetic;
 mod blocked;
 mod column_sums;
+mod direct;
 mod epilogue;
 mod finish;
 mod kernel;

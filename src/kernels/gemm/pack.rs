@@ -73,22 +73,36 @@ impl<E: Element> Operand<E> {
     #[inline(always)]
     unsafe fn copy_columns<W: Word<E>>(&self, outer: usize, vectors: usize, step: usize, steps: usize, to: *mut f32) {
         for s in 0..steps {
-            let inner = (step + s) * W::DEPTH;
-            let depth = self.inner - inner;
-            let ahead = self.at(outer, inner).wrapping_add(STEPS_AHEAD * W::DEPTH * self.inner_stride);
-            for line in (0..vectors * W::LANES).step_by(LINE / size_of::<E>()) {
-                self.prefetch::<W>(ahead.wrapping_add(line));
-            }
+            self.prefetch_columns::<W>(outer, vectors, step + s);
             for v in 0..vectors {
-                let outer = outer + v * W::LANES;
-                // SAFETY: the elements that are read exist; `to` has room.
+                // SAFETY: as the caller promises.
                 unsafe {
-                    let from = self.at(outer, inner);
-                    let words = W::across(from, self.inner_stride, depth, self.outer.saturating_sub(outer));
+                    let words = self.words::<W>(outer + v * W::LANES, step + s);
                     words.store(to.add((s * vectors + v) * W::LANES));
                 }
             }
         }
+    }
+
+    /// Brings near what some vectors of columns, which lie side by side, hold in a later step.
+    #[inline(always)]
+    pub(super) fn prefetch_columns<W: Word<E>>(&self, outer: usize, vectors: usize, step: usize) {
+        let ahead = self.at(outer, (step + STEPS_AHEAD) * W::DEPTH);
+        for line in (0..vectors * W::LANES).step_by(LINE / size_of::<E>()) {
+            self.prefetch::<W>(ahead.wrapping_add(line));
+        }
+    }
+
+    /// The words of a step of the columns of a vector, which lie side by side.
+    ///
+    /// # Safety
+    /// Inside of `W::V::with`; the step exists.
+    #[inline(always)]
+    pub(super) unsafe fn words<W: Word<E>>(&self, outer: usize, step: usize) -> W::V {
+        let inner = step * W::DEPTH;
+        let (depth, n) = (self.inner - inner, self.outer.saturating_sub(outer));
+        // SAFETY: the elements that are read exist.
+        unsafe { W::across(self.at(outer, inner), self.inner_stride, depth, n) }
     }
 
     /// [`Operand::pack_columns`] where the elements of a column lie side by side.
@@ -104,46 +118,70 @@ impl<E: Element> Operand<E> {
         steps: usize,
         to: *mut f32,
     ) {
+        for v in 0..vectors {
+            // SAFETY: as the caller promises.
+            unsafe {
+                self.transposed::<W>(
+                    outer + v * W::LANES,
+                    step,
+                    steps,
+                    #[inline(always)]
+                    |s, words| words.store(to.add((s * vectors + v) * W::LANES)),
+                );
+            }
+        }
+    }
+
+    /// Calls `take` with the words of each of `steps` steps from `step` of the columns of a vector, whose elements lie
+    /// side by side, in order, the first step being 0.
+    ///
+    /// # Safety
+    /// Inside of `W::V::with`; the steps exist.
+    #[inline(always)]
+    pub(super) unsafe fn transposed<W: Word<E>>(
+        &self,
+        outer: usize,
+        step: usize,
+        steps: usize,
+        mut take: impl FnMut(usize, W::V),
+    ) {
         // Words of f32 that are made of bf16 are transposed two at a time, before they are widened.
         let two = 2 * W::LANES;
         let paired = if W::DEPTH == 1 && E::KIND == Kind::BF16 { steps / two * two } else { 0 };
-        for v in 0..vectors {
-            let outer = outer + v * W::LANES;
+        // SAFETY: the elements that are read exist.
+        unsafe {
             for s in (0..paired).step_by(two) {
-                // SAFETY: these steps' elements exist; `to` has room.
-                unsafe {
-                    let mut rows = [W::V::zero(); MOST_LANES];
-                    for (i, row) in rows.iter_mut().enumerate().take(W::LANES) {
-                        if outer + i < self.outer {
-                            let from = self.at(outer + i, step + s);
-                            prefetch_at(from.wrapping_add(BYTES_AHEAD / size_of::<E>()));
-                            *row = W::V::load(from.cast());
-                        }
+                let mut rows = [W::V::zero(); MOST_LANES];
+                for (i, row) in rows.iter_mut().enumerate().take(W::LANES) {
+                    if outer + i < self.outer {
+                        let from = self.at(outer + i, step + s);
+                        prefetch_at(from.wrapping_add(BYTES_AHEAD / size_of::<E>()));
+                        *row = W::V::load(from.cast());
                     }
-                    W::V::transpose(&mut rows);
-                    for (i, row) in rows.iter().enumerate().take(W::LANES) {
-                        let to = to.add(((s + 2 * i) * vectors + v) * W::LANES);
-                        let [first, second] = row.split_bf16();
-                        first.store(to);
-                        second.store(to.add(vectors * W::LANES));
-                    }
+                }
+                W::V::transpose(&mut rows);
+                for (i, row) in rows.iter().enumerate().take(W::LANES) {
+                    let [first, second] = row.split_bf16();
+                    take(s + 2 * i, first);
+                    take(s + 2 * i + 1, second);
                 }
             }
             for s in (paired..steps).step_by(W::LANES) {
                 let inner = (step + s) * W::DEPTH;
-                // SAFETY: the elements that are read exist; `to` has room.
-                unsafe {
-                    let mut rows = [W::V::zero(); MOST_LANES];
-                    for (i, row) in rows.iter_mut().enumerate().take(W::LANES) {
-                        if outer + i < self.outer {
-                            prefetch_at(self.at(outer + i, inner).wrapping_add(BYTES_AHEAD / size_of::<E>()));
-                            *row = W::along(self.at(outer + i, inner), self.inner - inner);
-                        }
+                let mut rows = [W::V::zero(); MOST_LANES];
+                for (i, row) in rows.iter_mut().enumerate().take(W::LANES) {
+                    if outer + i < self.outer {
+                        prefetch_at(self.at(outer + i, inner).wrapping_add(BYTES_AHEAD / size_of::<E>()));
+                        *row = W::along(self.at(outer + i, inner), self.inner - inner);
                     }
-                    W::V::transpose(&mut rows);
-                    for (i, row) in rows.iter().enumerate().take(W::LANES.min(steps - s)) {
-                        row.store(to.add(((s + i) * vectors + v) * W::LANES));
-                    }
+                }
+                W::V::transpose(&mut rows);
+                if steps - s < W::LANES {
+                    return rows.iter().take(steps - s).enumerate().for_each(|(i, row)| take(s + i, *row));
+                }
+                // Of a number that the compiler knows: they stay in registers.
+                for (i, row) in rows.iter().enumerate().take(W::LANES) {
+                    take(s + i, *row);
                 }
             }
         }

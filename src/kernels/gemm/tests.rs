@@ -319,7 +319,7 @@ fn check_rows<E: Element>() {
                     wide(&c)
                 };
                 let all = product(200);
-                for rows in [1, 2, 3, 16, 17, 65, 129] {
+                for rows in [1, 2, 3, 4, 5, 16, 17, 65, 129] {
                     assert!(product(rows) == all[..rows * n], "{method:?}: {rows} rows, {n} columns, inner {k}");
                 }
             }

@@ -1,0 +1,148 @@
+//! Products of one, two or four rows with `b` as it lies in memory: each word is loaded, or transposed in registers,
+//! and multiplied at once. The sums are those of the microkernels to the bit.
+
+use super::arithmetic::Word;
+use super::kernel::{Start, Words};
+use super::pack::Operand;
+use crate::kernels::element::Element;
+use crate::kernels::vector::Vector;
+
+/// The most rows.
+pub(super) const ROWS: usize = 4;
+
+/// The sums of `rows` rows, a power of two of at most [`ROWS`], of `vectors` vectors of the columns of `b` from `outer`,
+/// for `steps` steps from `step`: the words of `a` from its first step on, and rows of sums `stride` apart. No vector is
+/// added to sums that were there: `start` is [`Start::Zero`] or [`Start::Continue`].
+///
+/// # Safety
+/// The processor has the instructions of `W`; `a`, `b` and `sums` hold the rows, columns and steps that this reads and
+/// writes.
+#[expect(clippy::too_many_arguments, reason = "a microkernel's, and where in `b`")]
+pub(super) unsafe fn multiply<W: Word<E>, E: Element>(
+    rows: usize,
+    a: Words,
+    b: &Operand<E>,
+    (outer, vectors): (usize, usize),
+    (step, steps): (usize, usize),
+    sums: *mut f32,
+    stride: usize,
+    start: Start,
+) {
+    assert!(start != Start::Add && steps > 0);
+    let keep = start == Start::Continue;
+    let at = (outer, step, steps);
+    // SAFETY: as the caller promises.
+    unsafe {
+        W::V::with(
+            #[inline(always)]
+            move || match (rows, b.inner_stride == 1, vectors) {
+                (1, true, _) => along::<W, E, 1>(a, b, at, vectors, sums, stride, keep),
+                (2, true, _) => along::<W, E, 2>(a, b, at, vectors, sums, stride, keep),
+                (4, true, _) => along::<W, E, 4>(a, b, at, vectors, sums, stride, keep),
+                (1, false, 1) => across::<W, E, 1, 1>(a, b, at, sums, stride, keep),
+                (1, false, 2) => across::<W, E, 1, 2>(a, b, at, sums, stride, keep),
+                (1, false, 3) => across::<W, E, 1, 3>(a, b, at, sums, stride, keep),
+                (2, false, 1) => across::<W, E, 2, 1>(a, b, at, sums, stride, keep),
+                (2, false, 2) => across::<W, E, 2, 2>(a, b, at, sums, stride, keep),
+                (2, false, 3) => across::<W, E, 2, 3>(a, b, at, sums, stride, keep),
+                (4, false, 1) => across::<W, E, 4, 1>(a, b, at, sums, stride, keep),
+                (4, false, 2) => across::<W, E, 4, 2>(a, b, at, sums, stride, keep),
+                (4, false, 3) => across::<W, E, 4, 3>(a, b, at, sums, stride, keep),
+                _ => unreachable!("{rows} rows of {vectors} vectors"),
+            },
+        )
+    }
+}
+
+/// Where the elements of a column of `b` lie side by side.
+///
+/// # Safety
+/// As for [`multiply`], and inside of `W::V::with`.
+#[inline(always)]
+unsafe fn along<W: Word<E>, E: Element, const R: usize>(
+    a: Words,
+    b: &Operand<E>,
+    (outer, step, steps): (usize, usize, usize),
+    vectors: usize,
+    sums: *mut f32,
+    stride: usize,
+    keep: bool,
+) {
+    for v in 0..vectors {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let sums = sums.add(v * W::LANES);
+            let mut acc = load::<W::V, R, 1>(sums, stride, keep);
+            b.transposed::<W>(
+                outer + v * W::LANES,
+                step,
+                steps,
+                #[inline(always)]
+                |s, words| {
+                    for (i, acc) in acc.iter_mut().enumerate() {
+                        W::add_products(acc, a.first.add(i * a.row + s * a.step), &[words]);
+                    }
+                },
+            );
+            store(acc, sums, stride);
+        }
+    }
+}
+
+/// Where columns of `b` lie side by side.
+///
+/// # Safety
+/// As for [`multiply`], and inside of `W::V::with`.
+#[inline(always)]
+unsafe fn across<W: Word<E>, E: Element, const R: usize, const N: usize>(
+    a: Words,
+    b: &Operand<E>,
+    (outer, step, steps): (usize, usize, usize),
+    sums: *mut f32,
+    stride: usize,
+    keep: bool,
+) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let mut acc = load::<W::V, R, N>(sums, stride, keep);
+        for s in 0..steps {
+            b.prefetch_columns::<W>(outer, N, step + s);
+            let mut columns = [W::V::zero(); N];
+            for (v, column) in columns.iter_mut().enumerate() {
+                *column = b.words::<W>(outer + v * W::LANES, step + s);
+            }
+            for (i, acc) in acc.iter_mut().enumerate() {
+                W::add_products(acc, a.first.add(i * a.row + s * a.step), &columns);
+            }
+        }
+        store(acc, sums, stride);
+    }
+}
+
+/// The sums so far, or zeros.
+#[inline(always)]
+unsafe fn load<V: Vector, const R: usize, const N: usize>(sums: *const f32, stride: usize, keep: bool) -> [[V; N]; R] {
+    // SAFETY: as the callers promise.
+    unsafe {
+        let mut acc = [[V::zero(); N]; R];
+        if keep {
+            for (i, acc) in acc.iter_mut().enumerate() {
+                for (v, acc) in acc.iter_mut().enumerate() {
+                    *acc = V::load(sums.add(i * stride + v * V::LANES));
+                }
+            }
+        }
+        acc
+    }
+}
+
+/// Writes the sums.
+#[inline(always)]
+unsafe fn store<V: Vector, const R: usize, const N: usize>(acc: [[V; N]; R], sums: *mut f32, stride: usize) {
+    for (i, acc) in acc.into_iter().enumerate() {
+        for (v, acc) in acc.into_iter().enumerate() {
+            // SAFETY: as the callers promise.
+            unsafe { acc.store(sums.add(i * stride + v * V::LANES)) };
+        }
+    }
+}
