@@ -379,9 +379,9 @@ impl<E: Element, C: Element> Part<'_, E, C> {
     }
 
     /// [`Part::compute`] for so few rows that what is packed of `b` is not kept: a turn of a panel is packed into the
-    /// first-level cache, multiplied with all rows, and packed over; for the fewest it is not packed at all. The sums of all rows and columns are in memory;
-    /// those of a block go on from turn to turn, and are then added to those of the blocks before, so that each
-    /// element's products are summed in the order of [`Part::compute`].
+    /// first-level cache, multiplied with all rows, and packed over; for the fewest it is not packed at all.
+    /// The sums of all rows and columns are in memory; those of a block go on from turn to turn, and are then added to
+    /// those of the blocks before, so that each element's products are summed in the order of [`Part::compute`].
     fn stream<W: Word<E> + Kernels>(&self, rows: Range<usize>, cols: Range<usize>, panels: Panels) {
         let width = panels.vectors() * W::LANES;
         // Where columns are contiguous, a panel is read to its end.

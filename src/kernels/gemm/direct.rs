@@ -2,7 +2,7 @@
 //! and multiplied at once. The sums are those of the microkernels to the bit.
 
 use super::arithmetic::Word;
-use super::kernel::{Start, Words};
+use super::kernel::{Start, Words, load_sums, store_sums};
 use super::pack::Operand;
 use crate::kernels::element::Element;
 use crate::kernels::vector::Vector;
@@ -72,7 +72,7 @@ unsafe fn along<W: Word<E>, E: Element, const R: usize>(
         // SAFETY: as the caller promises.
         unsafe {
             let sums = sums.add(v * W::LANES);
-            let mut acc = load::<W::V, R, 1>(sums, stride, keep);
+            let mut acc = load_sums::<W::V, R, 1>(sums, stride, keep);
             b.transposed::<W>(
                 outer + v * W::LANES,
                 step,
@@ -84,7 +84,7 @@ unsafe fn along<W: Word<E>, E: Element, const R: usize>(
                     }
                 },
             );
-            store(acc, sums, stride);
+            store_sums(acc, sums, stride);
         }
     }
 }
@@ -104,7 +104,7 @@ unsafe fn across<W: Word<E>, E: Element, const R: usize, const N: usize>(
 ) {
     // SAFETY: as the caller promises.
     unsafe {
-        let mut acc = load::<W::V, R, N>(sums, stride, keep);
+        let mut acc = load_sums::<W::V, R, N>(sums, stride, keep);
         for s in 0..steps {
             b.prefetch_columns::<W>(outer, N, step + s);
             let mut columns = [W::V::zero(); N];
@@ -115,34 +115,6 @@ unsafe fn across<W: Word<E>, E: Element, const R: usize, const N: usize>(
                 W::add_products(acc, a.first.add(i * a.row + s * a.step), &columns);
             }
         }
-        store(acc, sums, stride);
-    }
-}
-
-/// The sums so far, or zeros.
-#[inline(always)]
-unsafe fn load<V: Vector, const R: usize, const N: usize>(sums: *const f32, stride: usize, keep: bool) -> [[V; N]; R] {
-    // SAFETY: as the callers promise.
-    unsafe {
-        let mut acc = [[V::zero(); N]; R];
-        if keep {
-            for (i, acc) in acc.iter_mut().enumerate() {
-                for (v, acc) in acc.iter_mut().enumerate() {
-                    *acc = V::load(sums.add(i * stride + v * V::LANES));
-                }
-            }
-        }
-        acc
-    }
-}
-
-/// Writes the sums.
-#[inline(always)]
-unsafe fn store<V: Vector, const R: usize, const N: usize>(acc: [[V; N]; R], sums: *mut f32, stride: usize) {
-    for (i, acc) in acc.into_iter().enumerate() {
-        for (v, acc) in acc.into_iter().enumerate() {
-            // SAFETY: as the callers promise.
-            unsafe { acc.store(sums.add(i * stride + v * V::LANES)) };
-        }
+        store_sums(acc, sums, stride);
     }
 }

@@ -91,26 +91,62 @@ unsafe fn tile<A: Arithmetic, const R: usize, const N: usize>(
     let step = a.step;
     // SAFETY: `a` holds a word for each row and step, `b` N vectors for each step, `sums` N vectors for each row.
     unsafe {
-        let mut acc = [[A::V::zero(); N]; R];
-        if start == Start::Continue {
-            for (i, acc) in acc.iter_mut().enumerate() {
-                for (v, acc) in acc.iter_mut().enumerate() {
-                    *acc = A::V::load(sums.add(i * stride + v * A::LANES));
-                }
-            }
-        }
+        let mut acc = load_sums::<A::V, R, N>(sums, stride, start == Start::Continue);
         // With one of these strides in sight the compiler puts most of an address into the instruction.
         match step {
             1 => add_steps::<A, R, N>(&mut acc, steps, Words { step: 1, ..a }, b),
             _ if step == A::ROWS => add_steps::<A, R, N>(&mut acc, steps, Words { step: A::ROWS, ..a }, b),
             _ => add_steps::<A, R, N>(&mut acc, steps, a, b),
         }
-        for (i, acc) in acc.iter().enumerate() {
-            for (v, &acc) in acc.iter().enumerate() {
-                let to = sums.add(i * stride + v * A::LANES);
-                let sum = if start == Start::Add { A::V::load(to).add(acc) } else { acc };
-                sum.store(to);
+        if start == Start::Add {
+            for (i, acc) in acc.iter_mut().enumerate() {
+                for (v, acc) in acc.iter_mut().enumerate() {
+                    *acc = A::V::load(sums.add(i * stride + v * A::LANES)).add(*acc);
+                }
             }
+        }
+        store_sums(acc, sums, stride);
+    }
+}
+
+/// The sums in memory with `keep`, or zeros.
+///
+/// # Safety
+/// Inside of `V::with`; `sums` holds N vectors for each of R rows, `stride` apart.
+#[inline(always)]
+pub(super) unsafe fn load_sums<V: Vector, const R: usize, const N: usize>(
+    sums: *const f32,
+    stride: usize,
+    keep: bool,
+) -> [[V; N]; R] {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let mut acc = [[V::zero(); N]; R];
+        if keep {
+            for (i, acc) in acc.iter_mut().enumerate() {
+                for (v, acc) in acc.iter_mut().enumerate() {
+                    *acc = V::load(sums.add(i * stride + v * V::LANES));
+                }
+            }
+        }
+        acc
+    }
+}
+
+/// Writes the sums.
+///
+/// # Safety
+/// As for [`load_sums`].
+#[inline(always)]
+pub(super) unsafe fn store_sums<V: Vector, const R: usize, const N: usize>(
+    acc: [[V; N]; R],
+    sums: *mut f32,
+    stride: usize,
+) {
+    for (i, acc) in acc.into_iter().enumerate() {
+        for (v, acc) in acc.into_iter().enumerate() {
+            // SAFETY: as the caller promises.
+            unsafe { acc.store(sums.add(i * stride + v * V::LANES)) };
         }
     }
 }
