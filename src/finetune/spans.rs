@@ -11,9 +11,28 @@
 
 use super::conversation::{Conversation, field};
 use super::error::FinetuneError;
-use super::template::{GENERATION, Template};
 use minijinja::value::{Value, ValueKind};
 use std::ops::Range;
+
+/// Before and after what generation markers enclose.
+pub(super) const GENERATION: [char; 2] = ['\u{10FFFC}', '\u{10FFFD}'];
+
+/// What writes the text of a conversation.
+pub(super) trait Render {
+    /// The text of `messages` in place of the conversation's, with marks where generation markers stand if `marked`.
+    fn render_messages(
+        &self,
+        messages: &[Value],
+        conversation: &Conversation,
+        add_generation_prompt: bool,
+        marked: bool,
+    ) -> Result<String, FinetuneError>;
+}
+
+/// The text of a conversation, where there is one.
+fn text_of(template: &impl Render, conversation: &Conversation, prompt: bool) -> Option<String> {
+    template.render_messages(&conversation.messages, conversation, prompt, false).ok()
+}
 
 /// A conversation as its template writes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,11 +57,11 @@ pub(super) struct Turns {
 
 impl Turns {
     /// Asks `template` for the text of short conversations.
-    pub(super) fn of(template: &Template, special: Vec<String>) -> Self {
+    pub(super) fn of(template: &impl Render, special: Vec<String>) -> Self {
         let prompt = prompt(template);
         let probe =
             [("user", "Aquestion"), ("assistant", "Ananswer"), ("user", "Bquestion"), ("assistant", "Bnanswer")];
-        let text = template.render(&Conversation::new(probe), false).ok();
+        let text = text_of(template, &Conversation::new(probe), false);
         let between = |from: &str, to: &str| {
             let text = text.as_ref()?;
             let start = text.find(from)? + from.len();
@@ -72,9 +91,9 @@ impl Turns {
 }
 
 /// What `add_generation_prompt` adds to a question.
-fn prompt(template: &Template) -> Option<String> {
+fn prompt(template: &impl Render) -> Option<String> {
     let question = Conversation::new([("user", "question")]);
-    let (without, with) = (template.render(&question, false).ok()?, template.render(&question, true).ok()?);
+    let (without, with) = (text_of(template, &question, false)?, text_of(template, &question, true)?);
     with.strip_prefix(&without).filter(|added| !added.is_empty()).map(str::to_string)
 }
 
@@ -109,7 +128,11 @@ const NOT_MARKED: [&str; 5] = ["role", "type", "id", "name", "tool_call_id"];
 const SAID: [&str; 5] = ["content", "reasoning_content", "reasoning", "thinking", "tool_calls"];
 
 /// The text of a conversation and its targets, by tracing the contents of its messages.
-pub(super) fn find(template: &Template, turns: &Turns, conversation: &Conversation) -> Result<Rendered, FinetuneError> {
+pub(super) fn find(
+    template: &impl Render,
+    turns: &Turns,
+    conversation: &Conversation,
+) -> Result<Rendered, FinetuneError> {
     let text = template.render_messages(&conversation.messages, conversation, false, false)?;
     let answers: Vec<usize> = (0..conversation.len()).filter(|i| conversation.is_assistant(*i)).collect();
     let Some(first) = answers.first().copied() else { return Ok(Rendered { text, targets: vec![] }) };
@@ -226,7 +249,7 @@ struct Leaf {
 
 /// Renders with marks in the messages that have a place, and gives where these stand; nothing where the text is another.
 fn trace(
-    template: &Template,
+    template: &impl Render,
     conversation: &Conversation,
     text: &str,
     marks: Marks,

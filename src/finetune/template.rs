@@ -3,7 +3,7 @@
 use super::conversation::Conversation;
 use super::error::FinetuneError;
 use super::python::{tojson, write_value};
-use super::spans::{self, Rendered, Turns};
+use super::spans::{self, GENERATION, Render, Rendered, Turns};
 use super::strftime::strftime;
 use super::tokenizer::{SpecialTokens, Tokenizer, object};
 use crate::error::{Error, Result};
@@ -22,9 +22,6 @@ const NAME: &str = "chat_template";
 
 /// The variable that asks for marks where generation markers stand.
 const MARKED: &str = "__generation_marked__";
-
-/// Before and after what generation markers enclose.
-pub(super) const GENERATION: [char; 2] = ['\u{10FFFC}', '\u{10FFFD}'];
 
 /// A chat template.
 #[derive(Debug, Clone)]
@@ -110,8 +107,14 @@ impl Template {
         })
     }
 
-    /// The text of `messages` in place of the conversation's.
-    pub(super) fn render_messages(
+    /// A number that changes with the template and its variables.
+    pub fn fingerprint(&self) -> u64 {
+        self.fingerprint
+    }
+}
+
+impl Render for Template {
+    fn render_messages(
         &self,
         messages: &[Value],
         conversation: &Conversation,
@@ -129,11 +132,6 @@ impl Template {
         ];
         let variables = self.variables.iter().map(|(name, value)| (name.as_str(), value.clone()));
         template.render(Value::from_pairs(variables.chain(given))).map_err(refused)
-    }
-
-    /// A number that changes with the template and its variables.
-    pub fn fingerprint(&self) -> u64 {
-        self.fingerprint
     }
 }
 
