@@ -2,7 +2,7 @@
 
 use super::TokenData;
 use crate::error::{DataError, Result};
-use crate::util::mix;
+use crate::util::{mix, permute};
 
 /// Order of the samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,28 +69,6 @@ impl Sampler {
     /// (sequential).
     pub fn epoch_len(&self) -> u64 {
         self.period
-    }
-}
-
-/// Where `position` goes in a permutation of `0..len` that `key` makes. Needs no memory: a Feistel network permutes
-/// the next power of four, and a result outside the range is permuted again until it is inside (four times at most
-/// on average, since the range fills a quarter of it or more).
-fn permute(position: u64, len: u64, key: u64) -> u64 {
-    /// Enough rounds for every bit of the input to reach every bit of the output several times over.
-    const ROUNDS: u64 = 6;
-    let half_bits = (64 - (len - 1).leading_zeros()).div_ceil(2).max(1);
-    let mask = (1 << half_bits) - 1;
-    let mut x = position;
-    loop {
-        let (mut left, mut right) = (x >> half_bits, x & mask);
-        for round in 0..ROUNDS {
-            let f = mix(key ^ mix(right ^ (round << 56)));
-            (left, right) = (right, left ^ (f & mask));
-        }
-        x = left << half_bits | right;
-        if x < len {
-            return x;
-        }
     }
 }
 

@@ -73,6 +73,13 @@ impl Conversation {
     pub(super) fn is_assistant(&self, i: usize) -> bool {
         field(&self.messages[i], "role").as_str().is_some_and(|role| role == "assistant" || role == "model")
     }
+
+    /// Whether an answer of the assistant is blank.
+    pub(super) fn has_empty_answer(&self) -> bool {
+        let blank = |i| field(&self.messages[i], "content").as_str().is_some_and(|content| content.trim().is_empty());
+        let calls = |i| field(&self.messages[i], "tool_calls").is_true();
+        (0..self.len()).any(|i| self.is_assistant(i) && blank(i) && !calls(i))
+    }
 }
 
 /// A message of one role.

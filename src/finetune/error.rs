@@ -87,4 +87,48 @@ pub enum FinetuneError {
         /// What is wrong.
         reason: String,
     },
+    /// A weight of a data file that cannot be used.
+    #[error("the weight of {text} must be above 0 and at most 1000, as in data.jsonl:2.5")]
+    Weight {
+        /// The argument.
+        text: String,
+    },
+    /// A data file of an unknown kind.
+    #[error(
+        "{} is of a kind that cannot be read; allowed are .jsonl, .ndjson, .json, .csv, .tsv, .txt and .md: \
+         rename or convert it",
+        path.display()
+    )]
+    UnknownFormat {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A Parquet file.
+    #[error(
+        "{} is a Parquet file, which is not read; convert it to JSON lines, as with \
+         pandas.read_parquet(FILE).to_json(OUT, orient=\"records\", lines=True)",
+        path.display()
+    )]
+    NoParquet {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A record that cannot be used, where that is to stop.
+    #[error("line {line} of {} cannot be used: {reason}; mend it, or leave out --strict to skip such lines", path.display())]
+    Record {
+        /// The file.
+        path: PathBuf,
+        /// Where the record begins.
+        line: u64,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A data file of which nothing can be learned.
+    #[error("{} has no sample to learn from: {reason}", path.display())]
+    NoSamples {
+        /// The file.
+        path: PathBuf,
+        /// What became of its records.
+        reason: String,
+    },
 }

@@ -1,7 +1,7 @@
-//! Fine-tuning of published models.
+//! Fine-tuning: from data files to packed samples.
 //!
 //! ```text
-//! conversation -> rendered text with spans -> ids with targets
+//! files -> records -> conversation -> rendered text with spans -> ids with targets -> cache -> packed rows
 //! ```
 //!
 //! | step | type |
@@ -9,18 +9,36 @@
 //! | tokenizer.json and the special tokens of a model's folder | [`Tokenizer`] |
 //! | the model's chat template, and where the assistant speaks in its text | [`Template`], [`Conversation`] |
 //! | ids, and which of them are to be predicted | [`Sample`] |
+//! | files as samples, tokenized once and mapped | [`Source`], [`Dataset`] |
+//! | rows of a batch, packed or padded | [`Batches`] |
 
+mod cache;
 mod conversation;
+mod dataset;
 pub(crate) mod error;
+mod pack;
 mod python;
+mod record;
+mod report;
 mod sample;
+mod show;
+mod source;
 mod spans;
 mod strftime;
 mod template;
 mod tokenizer;
+mod words;
 
+pub use cache::SampleRef;
 pub use conversation::Conversation;
+pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task};
+pub use pack::{Batches, NO_TARGET, Packing, Rows};
+pub use record::Form;
+pub use report::{Lines, Report};
 pub use sample::Sample;
+pub use show::show;
+pub use source::Source;
 pub use spans::Rendered;
 pub use template::Template;
-pub use tokenizer::{Encoded, SpecialTokens, TextStream, Tokenizer};
+pub use tokenizer::{SpecialTokens, TextStream, Tokenizer};
+pub use words::Encoded;

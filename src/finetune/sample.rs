@@ -2,7 +2,8 @@
 
 use super::conversation::Conversation;
 use super::template::Template;
-use super::tokenizer::{Encoded, Tokenizer};
+use super::tokenizer::Tokenizer;
+use super::words::Encoded;
 use crate::error::Result;
 use std::ops::Range;
 

@@ -117,9 +117,11 @@ enum Place {
     Inside,
     /// One in its middle, for templates that look at its ends.
     Middle,
+    /// Around it where it is not empty, and around the names of called tools, for templates that look whether it is.
+    Filled,
 }
 
-const PLACES: [Place; 3] = [Place::Around, Place::Inside, Place::Middle];
+const PLACES: [Place; 4] = [Place::Around, Place::Inside, Place::Middle, Place::Filled];
 
 /// Keys of messages whose texts templates compare, and do not write.
 const NOT_MARKED: [&str; 5] = ["role", "type", "id", "name", "tool_call_id"];
@@ -260,7 +262,7 @@ fn trace(
     for (i, (message, place)) in conversation.messages.iter().zip(places).enumerate() {
         marked.push(match place {
             None => message.clone(),
-            Some(place) => mark_message(message, conversation.is_assistant(i), &mut |content| {
+            Some(place) => mark_message(message, conversation.is_assistant(i), *place, &mut |content| {
                 let pair = [0, 1].map(|end| marks.char(2 * leaves.len() + end));
                 let (content, halves) = mark_text(content, *place, pair);
                 leaves.push(Leaf { message: i, halves });
@@ -295,27 +297,29 @@ fn trace(
 }
 
 /// A message with its texts changed by `mark`.
-fn mark_message(message: &Value, is_assistant: bool, mark: &mut dyn FnMut(&str) -> String) -> Value {
+fn mark_message(message: &Value, is_assistant: bool, place: Place, mark: &mut dyn FnMut(&str) -> String) -> Value {
     let keys = message.try_iter().into_iter().flatten();
     let said = |key: &Value| key.as_str().is_some_and(|key| key == "content" || is_assistant && SAID.contains(&key));
     let fields = keys.map(|key| {
         let value = field(message, key.as_str().unwrap_or_default());
-        let value = if said(&key) { mark_value(&value, mark) } else { value };
+        let value = if said(&key) { mark_value(&value, place, mark) } else { value };
         (key, value)
     });
     Value::from_pairs(fields)
 }
 
 /// A value with the texts in it changed by `mark`.
-fn mark_value(value: &Value, mark: &mut dyn FnMut(&str) -> String) -> Value {
+fn mark_value(value: &Value, place: Place, mark: &mut dyn FnMut(&str) -> String) -> Value {
     match value.kind() {
         ValueKind::String => Value::from(mark(value.as_str().unwrap_or_default())),
-        ValueKind::Seq => value.try_iter().into_iter().flatten().map(|item| mark_value(&item, mark)).collect(),
+        ValueKind::Seq => value.try_iter().into_iter().flatten().map(|item| mark_value(&item, place, mark)).collect(),
         ValueKind::Map => {
             let fields = value.try_iter().into_iter().flatten().map(|key| {
                 let name = key.as_str().unwrap_or_default();
                 let inner = value.get_item(&key).unwrap_or_default();
-                let inner = if NOT_MARKED.contains(&name) { inner } else { mark_value(&inner, mark) };
+                let is_called = name == "name" && matches!(place, Place::Filled);
+                let kept = NOT_MARKED.contains(&name) && !is_called;
+                let inner = if kept { inner } else { mark_value(&inner, place, mark) };
                 (key, inner)
             });
             Value::from_pairs(fields)
@@ -328,7 +332,8 @@ fn mark_value(value: &Value, mark: &mut dyn FnMut(&str) -> String) -> Value {
 fn mark_text(content: &str, place: Place, [open, close]: [char; 2]) -> (String, Option<(String, String)>) {
     let core = content.trim();
     match place {
-        Place::Around => (format!("{open}{content}{close}"), None),
+        Place::Filled if content.is_empty() => (String::new(), None),
+        Place::Around | Place::Filled => (format!("{open}{content}{close}"), None),
         Place::Inside if core.is_empty() => (format!("{content}{open}{close}"), None),
         Place::Inside => {
             let start = content.len() - content.trim_start().len();

@@ -1,6 +1,7 @@
 //! A model's tokenizer.json, with the special tokens of its configuration.
 
 use super::error::FinetuneError;
+use super::words::{Encoded, Words};
 use crate::error::{Error, Result};
 use crate::files;
 use serde_json::{Map, Value};
@@ -19,18 +20,10 @@ pub struct Tokenizer {
     /// Without what comes after encoding: truncation, padding, added tokens, offsets that leave out white space.
     inner: tokenizers::Tokenizer,
     tokens: SpecialTokens,
+    words: Option<Words>,
     /// What the tokenizer itself adds before and after a text: BOS, or `[CLS]` and `[SEP]`.
     around: (Vec<u32>, Vec<u32>),
     fingerprint: u64,
-}
-
-/// The ids of a text, and the bytes that each stands for.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Encoded {
-    /// The tokens.
-    pub ids: Vec<u32>,
-    /// Start and end of each token in the bytes of the text as it was given, also under a normalizer.
-    pub offsets: Vec<(usize, usize)>,
 }
 
 /// Names and texts of the special tokens of tokenizer_config.json and special_tokens_map.json (`bos_token`, ...).
@@ -102,7 +95,8 @@ impl Tokenizer {
         around.0 = with_token(around.0, id("bos_token"), asks("add_bos_token"));
         around.1 = with_token(around.1, id("eos_token"), asks("add_eos_token"));
         let fingerprint = twox_hash::XxHash3_64::oneshot(&bytes);
-        Ok(Self { inner, tokens, around, fingerprint })
+        let words = Words::of(&inner, fingerprint);
+        Ok(Self { inner, words, tokens, around, fingerprint })
     }
 
     /// The ids of `text` and the bytes that they stand for, without tokens added around it.
@@ -110,6 +104,14 @@ impl Tokenizer {
     /// # Errors
     /// [`FinetuneError::Encode`].
     pub fn encode(&self, text: &str) -> Result<Encoded> {
+        match &self.words {
+            Some(words) => words.encode(text, |piece| self.encode_whole(piece)),
+            None => self.encode_whole(text),
+        }
+    }
+
+    /// The same, of the text as one.
+    fn encode_whole(&self, text: &str) -> Result<Encoded> {
         let wrong = |e: tokenizers::Error| FinetuneError::Encode { bytes: text.len(), reason: e.to_string() };
         let encoding = self.inner.encode(text, false).map_err(wrong)?;
         Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets: encoding.get_offsets().to_vec() })
@@ -242,5 +244,53 @@ impl TextStream<'_> {
         let at = before.len().min(all.len());
         let at = (0..=at).rev().find(|at| all.is_char_boundary(*at)).unwrap_or(0);
         Ok(all.split_off(at))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::sync::LazyLock;
+
+    /// The tiny tokenizer, and those of the user's cache.
+    static TOKENIZERS: LazyLock<Vec<Tokenizer>> = LazyLock::new(|| {
+        let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/finetune/models/llama");
+        let home = crate::util::cache_home(std::env::var_os("XDG_CACHE_HOME"), std::env::home_dir());
+        let cached = home.map(|home| home.join("candle-zero/tokenizers"));
+        let names = ["qwen3", "llama3", "gemma3", "smollm2"];
+        let cached = names.iter().filter_map(|name| Some(cached.as_ref()?.join(name))).filter(|path| path.is_dir());
+        [tiny].into_iter().chain(cached).map(|folder| Tokenizer::open(folder).unwrap()).collect()
+    });
+
+    #[test]
+    fn texts_of_these_tokenizers_are_encoded_by_pieces() {
+        assert!(TOKENIZERS.iter().all(|tokenizer| tokenizer.words.is_some()));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(400))]
+        #[test]
+        fn pieces_have_the_tokens_of_the_whole_text(
+            parts in prop::collection::vec(
+                prop_oneof![
+                    8 => "[ ]?[a-zA-Z]{1,6}",
+                    2 => "[ \\n\\t\\r]{1,3}",
+                    2 => "[.,;:'!?()<>|0-9-]{1,3}",
+                    1 => "'(s|t|re|ve|LL)",
+                    1 => "\\PC{1,3}",
+                    1 => "[e\u{301}n\u{303}Å]{1,3}",
+                    1 => "<\\|(im_start|im_end|endoftext|eot_id|start_header_id)\\|>",
+                    1 => "<(end_of_turn|start_of_turn|bos|eos|b|/h1)>",
+                ],
+                0..40,
+            ),
+        ) {
+            let text = parts.concat();
+            for tokenizer in &*TOKENIZERS {
+                prop_assert_eq!(tokenizer.encode(&text).unwrap(), tokenizer.encode_whole(&text).unwrap());
+            }
+        }
     }
 }

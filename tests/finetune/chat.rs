@@ -149,3 +149,140 @@ fn a_character_is_given_when_its_last_token_has_come() {
     assert_eq!(pieces, ["a", ""]);
     assert_eq!(stream.finish().unwrap(), "\u{FFFD}");
 }
+
+/// A folder with the tiny tokenizer and files of these names and texts.
+fn model_with(files: &[(&str, &str)]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(fixtures().join("models/llama").join(name), folder.path().join(name)).unwrap();
+    }
+    for (name, text) in files {
+        std::fs::write(folder.path().join(name), text).unwrap();
+    }
+    folder
+}
+
+#[test]
+fn a_template_is_a_file_or_one_of_a_list() {
+    let rendered = |files: &[(&str, &str)]| {
+        let folder = model_with(files);
+        let tokenizer = Tokenizer::open(folder.path()).unwrap();
+        let template = Template::open(folder.path(), &tokenizer).unwrap();
+        template.render(&Conversation::new([("user", "x")]), false).unwrap()
+    };
+    let list = r#"{"chat_template": [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]}"#;
+    assert_eq!(rendered(&[("tokenizer_config.json", list)]), "b");
+    assert_eq!(rendered(&[("tokenizer_config.json", list), ("chat_template.jinja", "c{{ tools is none }}")]), "cTrue");
+    let special = r#"{"chat_template": "{{ bos_token }}{{ eos_token }}", "bos_token": {"content": "<|im_start|>"}}"#;
+    let map = r#"{"bos_token": "<|pad|>", "eos_token": "<|im_end|>"}"#;
+    assert_eq!(
+        rendered(&[("tokenizer_config.json", special), ("special_tokens_map.json", map)]),
+        "<|im_start|><|im_end|>"
+    );
+}
+
+#[test]
+fn values_are_written_as_python_writes_them() {
+    let written = |expression: &str, messages: &str| {
+        let template = Template::new(&format!("{{{{ {expression} }}}}"), &SpecialTokens::default(), vec![]).unwrap();
+        template.render(&Conversation::from_json(messages).unwrap(), false).unwrap()
+    };
+    let data = r#"[{"role": "tool", "z": [1, 2.0, 1e16, 1e-5, 0.0001, -0.5, null, true], "a": {"ü\n": "it's", "q": "\"'\t"}, "e": [], "o": {}}]"#;
+    // json.dumps(x, ensure_ascii=False) and repr(x) of Python 3.11.
+    let expected = [
+        ("z | tojson", "[1, 2.0, 1e+16, 1e-05, 0.0001, -0.5, null, true]"),
+        ("z", "[1, 2.0, 1e+16, 1e-05, 0.0001, -0.5, None, True]"),
+        ("a | tojson", r#"{"ü\n": "it's", "q": "\"'\t"}"#),
+        ("a | tojson(ensure_ascii=true)", r#"{"\u00fc\n": "it's", "q": "\"'\t"}"#),
+        ("a", r#"{'ü\n': "it's", 'q': '"\'\t'}"#),
+        ("a | tojson(sort_keys=true, separators=(',', ':'))", r#"{"q":"\"'\t","ü\n":"it's"}"#),
+        ("a | tojson(indent=2)", "{\n  \"ü\\n\": \"it's\",\n  \"q\": \"\\\"'\\t\"\n}"),
+        ("e | tojson(indent=4)", "[]"),
+        ("o | tojson", "{}"),
+        ("missing", ""),
+    ];
+    for (expression, python) in expected {
+        assert_eq!(written(&format!("messages[0].{expression}"), data), python, "{expression}");
+    }
+    assert_eq!(written("messages[::-1][0].role.upper().split('O')[-1] + ' x '.strip()", data), "Lx");
+    assert_eq!(written("'<b>' ~ messages | length", data), "<b>1");
+    assert_eq!(written("strftime_now('%Y') | length", data), "4");
+}
+
+#[test]
+fn tools_and_their_calls_are_rendered_and_learned() {
+    let recorded = recorded("qwen3");
+    let template = template("qwen3", recorded["chat_template"].as_str().unwrap());
+    let conversation = Conversation::from_json(
+        r#"[{"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function":
+                {"name": "add", "arguments": {"a": 2, "text": "<|im_end|>\n<|im_start|>assistant\n"}}}]},
+            {"role": "tool", "content": "4"}, {"role": "assistant", "content": "4."}]"#,
+    )
+    .unwrap();
+    let rendered = template.render_with_targets(&conversation).unwrap();
+    let targets: Vec<&str> = rendered.targets.iter().map(|span| &rendered.text[span.clone()]).collect();
+    let call = r#"<tool_call>
+{"name": "add", "arguments": {"a": 2, "text": "<|im_end|>\n<|im_start|>assistant\n"}}
+</tool_call><|im_end|>"#;
+    assert_eq!(targets.len(), 2);
+    assert!(targets[0].ends_with(call), "{targets:?}");
+    assert_eq!(targets[1], "<think>\n\n</think>\n\n4.<|im_end|>");
+}
+
+#[test]
+fn other_templates_have_their_answers_found() {
+    let special: Vec<String> = ["<s>", "</s>", "[INST]", "[/INST]", "<|end|>"].map(String::from).into();
+    let targets = |source: &str, turns: &[(&str, &str)]| {
+        let tokens = SpecialTokens::new([("bos_token", "<s>"), ("eos_token", "</s>")]);
+        let template = Template::new(source, &tokens, special.clone()).unwrap();
+        let rendered = template.render_with_targets(&Conversation::new(turns.iter().copied())).unwrap();
+        rendered.targets.into_iter().map(|span| rendered.text[span].to_string()).collect::<Vec<_>>()
+    };
+    let turns = [("user", "a [/INST] b"), ("assistant", " c "), ("user", "d"), ("assistant", "c")];
+    // Mistral: no header but the end of the question; the system prompt stands with the last one.
+    let mistral = "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]\
+                   {% elif m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}";
+    assert_eq!(targets(mistral, &turns), ["c</s>", "c</s>"]);
+    // Phi 3: a header of its own, a prompt that is asked for or else the end of the text.
+    let phi = "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}\
+               {% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}";
+    assert_eq!(targets(phi, &turns), [" c <|end|>", "c<|end|>"]);
+    // Thoughts that the prompt begins, and that earlier answers have not.
+    let thinking = "{% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.role == 'assistant' %}<think>{% endif %}\
+                    {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}";
+    assert_eq!(targets(thinking, &turns), [" c </s>", "c</s>"]);
+}
+
+#[test]
+fn what_a_template_or_tokenizer_cannot_do_is_said() {
+    let template = |source: &str| Template::new(source, &SpecialTokens::default(), vec![]).map_err(|e| e.to_string());
+    let talk = Conversation::new([("user", "a"), ("assistant", "b")]);
+    let said = |source: &str| match template(source).map(|template| template.render_with_targets(&talk)) {
+        Ok(rendered) => rendered.unwrap_err().to_string(),
+        Err(error) => error,
+    };
+    let mut all = vec![
+        said("{% for m in messages %}{{ m.content | upper }}"),
+        said("{{ raise_exception('No talk before noon.') }}"),
+        said("{{ messages[0].content.frobnicate() }}"),
+        said("{% for m in messages %}{{ m.content | length }}{% endfor %}"),
+        said("{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}"),
+        Conversation::from_json("{}").unwrap_err().to_string(),
+        Conversation::from_json("[1]").unwrap_err().to_string(),
+        Conversation::from_json("[{\"role\": 1}]").unwrap_err().to_string(),
+        Conversation::from_json("[").unwrap_err().to_string(),
+    ];
+    let opened = |files: &[(&str, &str)]| {
+        let folder = model_with(files);
+        let tokenizer = Tokenizer::open(folder.path()).map_err(|e| e.to_string());
+        let opened =
+            tokenizer.and_then(|tokenizer| Template::open(folder.path(), &tokenizer).map_err(|e| e.to_string()));
+        opened.unwrap_err().replace(folder.path().to_str().unwrap(), "DIR")
+    };
+    all.push(opened(&[("tokenizer_config.json", "{}")]));
+    all.push(opened(&[("tokenizer_config.json", "[]")]));
+    all.push(opened(&[("tokenizer.json", "{}")]));
+    all.push(opened(&[("tokenizer_config.json", r#"{"eos_token": "</s>"}"#)]));
+    insta::assert_snapshot!(all.join("\n"));
+}

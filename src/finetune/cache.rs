@@ -1,0 +1,302 @@
+//! Samples in a file that is mapped.
+//!
+//! Little-endian, in words of four bytes: a header of 16 words; each sample's ids, then a bit for each that says whether
+//! it is a target, in whole words; an index of 6 words a sample (offset of its ids in words as two, their number, label,
+//! line as two); a report as JSON. The header has what the file was made of as one number, and where its parts lie, with a
+//! digest of the header: a file that was not written to its end has none.
+
+use super::sample::Sample;
+use crate::error::{Error, Result};
+use crate::files;
+use memmap2::Mmap;
+use std::fs::File;
+use std::io::{BufWriter, Seek, SeekFrom, Write};
+use std::path::Path;
+use tempfile::NamedTempFile;
+
+/// The first bytes of a file of this format.
+const MAGIC: &[u8; 8] = b"czsamp01";
+const HEADER: usize = 64;
+/// Bytes of an entry of the index.
+const ENTRY: usize = 24;
+
+/// A mapped file of samples.
+#[derive(Debug)]
+pub(super) struct Cache {
+    map: Mmap,
+    samples: usize,
+    tokens: u64,
+    /// Where the index begins, in bytes.
+    index: usize,
+    /// Where the report begins.
+    report: usize,
+}
+
+/// A sample in a mapped file.
+#[derive(Debug, Clone, Copy)]
+pub struct SampleRef<'a> {
+    /// Little-endian u32.
+    ids: &'a [u8],
+    /// A bit for each, in words.
+    bits: &'a [u8],
+    /// The number of its label, where it has one.
+    pub label: u32,
+    /// The line that it comes from, from 1.
+    pub line: u64,
+}
+
+impl<'a> SampleRef<'a> {
+    /// Number of tokens.
+    pub fn len(&self) -> usize {
+        self.ids.len() / 4
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    /// The tokens.
+    pub fn ids(&self) -> impl ExactSizeIterator<Item = u32> + 'a {
+        self.ids.chunks_exact(4).map(word)
+    }
+
+    /// Whether token `i` is to be predicted.
+    ///
+    /// # Panics
+    ///
+    /// If there is no token `i`.
+    pub fn is_target(&self, i: usize) -> bool {
+        assert!(i < self.len(), "token {i} of {}", self.len());
+        self.bits[i / 8] >> (i % 8) & 1 == 1
+    }
+
+    /// Number of tokens that are predicted: the targets, but for the first token.
+    pub fn predicted(&self) -> usize {
+        let all: u32 = self.bits.iter().map(|byte| byte.count_ones()).sum();
+        all as usize - usize::from(!self.is_empty() && self.is_target(0))
+    }
+
+    /// A copy.
+    pub fn to_sample(&self) -> Sample {
+        Sample { ids: self.ids().collect(), targets: (0..self.len()).map(|i| self.is_target(i)).collect() }
+    }
+}
+
+fn word(bytes: &[u8]) -> u32 {
+    u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+}
+
+fn long(bytes: &[u8]) -> u64 {
+    u64::from(word(bytes)) | u64::from(word(&bytes[4..])) << 32
+}
+
+impl Cache {
+    /// Maps the file at `path` if it is whole and was made of what `fingerprint` says. The inner error says what else it is.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where it cannot be read, unless there is none.
+    pub(super) fn open(path: &Path, fingerprint: u64) -> Result<Result<Self, &'static str>> {
+        let io = |source| Error::Io { action: "read", path: path.into(), source };
+        let file = match files::open(path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Err("there is none")),
+            file => file.map_err(io)?,
+        };
+        if file.metadata().map_err(io)?.len() < HEADER as u64 {
+            return Ok(Err("it is truncated"));
+        }
+        // SAFETY: the map is read-only and private to this value. Files of samples appear under their names whole and are
+        // replaced, never changed; what another process writes into one changes numbers that are checked where they are
+        // used as places.
+        let map = unsafe { Mmap::map(&file) }.map_err(io)?;
+        Ok(Self::check(map, fingerprint))
+    }
+
+    fn check(map: Mmap, fingerprint: u64) -> Result<Self, &'static str> {
+        if &map[..8] != MAGIC {
+            return Err("it is of another format");
+        }
+        let header: Vec<u64> = map[8..HEADER].chunks_exact(8).map(long).collect();
+        let [found, samples, tokens, index, report, end, digest] = header[..] else { return Err("it is truncated") };
+        if digest != twox_hash::XxHash3_64::oneshot(&map[..HEADER - 8]) || end != map.len() as u64 {
+            return Err("it is truncated");
+        }
+        if found != fingerprint {
+            return Err("it is of other data, another tokenizer, template or options");
+        }
+        let whole = index <= report && report <= end && samples.checked_mul(ENTRY as u64) == Some(report - index);
+        match whole {
+            true => Ok(Self { map, samples: samples as usize, tokens, index: index as usize, report: report as usize }),
+            false => Err("it is damaged"),
+        }
+    }
+
+    pub(super) fn samples(&self) -> usize {
+        self.samples
+    }
+
+    pub(super) fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    /// The report, as it was written.
+    pub(super) fn report(&self) -> &[u8] {
+        &self.map[self.report..]
+    }
+
+    /// Length of sample `i` in tokens.
+    pub(super) fn length(&self, i: usize) -> usize {
+        word(&self.entry(i)[8..]) as usize
+    }
+
+    fn entry(&self, i: usize) -> &[u8] {
+        assert!(i < self.samples, "sample {i} of {}", self.samples);
+        &self.map[self.index + i * ENTRY..][..ENTRY]
+    }
+
+    /// Sample `i`.
+    ///
+    /// # Panics
+    ///
+    /// If there is none, or if its entry leads out of the file, which a digest of the header does not tell.
+    pub(super) fn sample(&self, i: usize) -> SampleRef<'_> {
+        let entry = self.entry(i);
+        let (start, count) = (long(entry) as usize * 4, word(&entry[8..]) as usize);
+        let (ids, rest) = self.map[start..self.index].split_at(count * 4);
+        let bits = &rest[..count.div_ceil(32) * 4];
+        SampleRef { ids, bits, label: word(&entry[12..]), line: long(&entry[16..]) }
+    }
+}
+
+/// Writes a file of samples.
+pub(super) struct Writer {
+    data: BufWriter<NamedTempFile>,
+    /// The index, until it is appended: for files of many samples it is larger than what may be in memory.
+    index: BufWriter<File>,
+    /// Bytes written, header included.
+    at: u64,
+    samples: u64,
+    tokens: u64,
+    bytes: Vec<u8>,
+}
+
+impl Writer {
+    /// Writes beside `path`, under another name.
+    pub(super) fn new(path: &Path) -> std::io::Result<Self> {
+        let folder = files::folder_of(path);
+        let mut data = BufWriter::with_capacity(1 << 20, files::new_beside(folder, ".samples-")?);
+        data.write_all(&[0; HEADER])?;
+        let index = BufWriter::new(tempfile::tempfile_in(folder)?);
+        Ok(Self { data, index, at: HEADER as u64, samples: 0, tokens: 0, bytes: vec![] })
+    }
+
+    pub(super) fn samples(&self) -> u64 {
+        self.samples
+    }
+
+    /// Appends a sample of `line`.
+    pub(super) fn push(&mut self, sample: &Sample, label: u32, line: u64) -> std::io::Result<()> {
+        let count = u32::try_from(sample.ids.len()).map_err(|_| std::io::ErrorKind::FileTooLarge)?;
+        self.bytes.clear();
+        self.bytes.extend(sample.ids.iter().flat_map(|id| id.to_le_bytes()));
+        for targets in sample.targets.chunks(32) {
+            let bits = targets.iter().enumerate().fold(0, |bits, (i, target)| bits | u32::from(*target) << i);
+            self.bytes.extend(bits.to_le_bytes());
+        }
+        self.data.write_all(&self.bytes)?;
+        let mut entry = [0; ENTRY];
+        entry[..8].copy_from_slice(&(self.at / 4).to_le_bytes());
+        entry[8..12].copy_from_slice(&count.to_le_bytes());
+        entry[12..16].copy_from_slice(&label.to_le_bytes());
+        entry[16..].copy_from_slice(&line.to_le_bytes());
+        self.index.write_all(&entry)?;
+        self.at += self.bytes.len() as u64;
+        self.samples += 1;
+        self.tokens += u64::from(count);
+        Ok(())
+    }
+
+    /// Completes the file and gives it its name.
+    pub(super) fn finish(mut self, path: &Path, fingerprint: u64, report: &[u8]) -> std::io::Result<()> {
+        let mut index = self.index.into_inner().map_err(std::io::IntoInnerError::into_error)?;
+        index.seek(SeekFrom::Start(0))?;
+        let copied = std::io::copy(&mut index, &mut self.data)?;
+        self.data.write_all(report)?;
+        let (index, report_at) = (self.at, self.at + copied);
+        let end = report_at + report.len() as u64;
+        let mut header = MAGIC.to_vec();
+        for number in [fingerprint, self.samples, self.tokens, index, report_at, end] {
+            header.extend(number.to_le_bytes());
+        }
+        header.extend(twox_hash::XxHash3_64::oneshot(&header).to_le_bytes());
+        let mut file = self.data.into_inner().map_err(std::io::IntoInnerError::into_error)?;
+        file.seek(SeekFrom::Start(0))?;
+        file.write_all(&header)?;
+        file.as_file().sync_all()?;
+        file.persist(path)?;
+        files::sync_folder(files::folder_of(path))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn write(path: &Path, samples: &[Sample]) {
+        let mut writer = Writer::new(path).unwrap();
+        for (i, sample) in samples.iter().enumerate() {
+            writer.push(sample, i as u32 % 3, i as u64 + 1).unwrap();
+        }
+        writer.finish(path, 7, b"{}").unwrap();
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+        #[test]
+        fn samples_come_back_as_they_were(lengths in prop::collection::vec(0_usize..100, 0..20), seed: u64) {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("x.samples");
+            let number = |i: usize, j: usize| crate::util::mix(seed ^ (i * 1000 + j) as u64);
+            let sample = |(i, n): (usize, &usize)| Sample {
+                ids: (0..*n).map(|j| number(i, j) as u32).collect(),
+                targets: (0..*n).map(|j| number(i, j) >> 40 & 1 == 1).collect(),
+            };
+            let samples: Vec<Sample> = lengths.iter().enumerate().map(sample).collect();
+            write(&path, &samples);
+            let cache = Cache::open(&path, 7).unwrap().unwrap();
+            prop_assert_eq!(cache.samples(), samples.len());
+            prop_assert_eq!(cache.tokens(), lengths.iter().sum::<usize>() as u64);
+            prop_assert_eq!(cache.report(), b"{}");
+            for (i, sample) in samples.iter().enumerate() {
+                let found = cache.sample(i);
+                prop_assert_eq!(&found.to_sample(), sample);
+                prop_assert_eq!(cache.length(i), sample.ids.len());
+                prop_assert_eq!((found.label, found.line), (i as u32 % 3, i as u64 + 1));
+                prop_assert_eq!(found.predicted(), sample.targets.iter().skip(1).filter(|t| **t).count());
+            }
+        }
+    }
+
+    #[test]
+    fn a_truncated_or_foreign_file_is_none_of_ours() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.samples");
+        let why = |fingerprint| Cache::open(&path, fingerprint).unwrap().unwrap_err();
+        assert_eq!(why(7), "there is none");
+        write(&path, &[Sample { ids: vec![1, 2, 3], targets: vec![false, true, true] }]);
+        assert!(why(8).starts_with("it is of other data"));
+        let whole = std::fs::read(&path).unwrap();
+        for bytes in 0..whole.len() {
+            std::fs::write(&path, &whole[..bytes]).unwrap();
+            assert_eq!(why(7), "it is truncated", "{bytes}");
+        }
+        let mut longer = whole.clone();
+        longer.push(0);
+        std::fs::write(&path, longer).unwrap();
+        assert_eq!(why(7), "it is truncated");
+        std::fs::write(&path, [0; 100]).unwrap();
+        assert_eq!(why(7), "it is of another format");
+    }
+}

@@ -1,0 +1,562 @@
+//! Data files as samples: tokenized once, in parallel, and mapped from then on.
+
+use super::cache::{Cache, SampleRef, Writer};
+use super::error::FinetuneError;
+use super::record::{Example, Form, example};
+use super::report::{Note, Report};
+use super::sample::Sample;
+use super::source::{Raw, Record, Records, Source};
+use super::template::Template;
+use super::tokenizer::Tokenizer;
+use crate::error::{Error, Result};
+use crate::files;
+use crate::util::{mix, permute};
+use minijinja::value::Value;
+use rayon::prelude::*;
+use std::hash::Hasher as _;
+use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Bytes of records that are worked on at once; a single larger record is worked on alone.
+const BATCH: usize = 2 << 20;
+
+/// Bytes of a file that its fingerprint reads at most.
+const HASHED: u64 = 64 << 20;
+
+/// Changes when the same data gives other samples than before.
+const VERSION: u64 = 1;
+
+/// What is learned from data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Task {
+    /// To say what the assistant says, to complete, or to go on with a text.
+    #[default]
+    Generate,
+    /// To tell a text's label.
+    Classify,
+    /// To prefer one answer to another. Samples come in pairs, the chosen one first.
+    Prefer,
+}
+
+/// What becomes of a sample that is longer than the context.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Overlong {
+    /// It is cut at the context; raw text is cut into pieces of that length, none lost.
+    #[default]
+    Truncate,
+    /// It is left out.
+    Drop,
+}
+
+/// How samples are made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DataOptions {
+    /// What is learned.
+    pub task: Task,
+    /// The most tokens of a sample.
+    pub ctx: usize,
+    /// What becomes of longer ones.
+    pub overlong: Overlong,
+    /// Whether a record that cannot be used is an error, rather than counted.
+    pub strict: bool,
+    /// The names of the labels, in the order of their numbers; empty: all labels of the files, sorted.
+    pub labels: Vec<String>,
+}
+
+impl DataOptions {
+    /// Samples of at most `ctx` tokens for `task`.
+    pub fn new(task: Task, ctx: usize) -> Self {
+        Self { task, ctx, overlong: Overlong::Truncate, strict: false, labels: vec![] }
+    }
+}
+
+/// How far a file is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DataProgress {
+    /// Number of the file, from 0.
+    pub file: usize,
+    /// Bytes of records read so far.
+    pub bytes: u64,
+    /// Bytes of the file.
+    pub of: u64,
+}
+
+/// Samples of several files, each counted by its weight.
+#[derive(Debug, Clone)]
+pub struct Dataset {
+    parts: Vec<Part>,
+    /// Samples that belong together.
+    group: usize,
+    labels: Vec<String>,
+}
+
+/// A file's samples, or some of them.
+#[derive(Debug, Clone)]
+struct Part {
+    cache: Arc<Cache>,
+    path: PathBuf,
+    report: Arc<Report>,
+    weight: f64,
+    /// Groups in the file.
+    groups: u64,
+    /// Which of them it has: `first..end` in the order that `key` makes, or in that of the file.
+    first: u64,
+    end: u64,
+    key: Option<u64>,
+}
+
+impl Dataset {
+    /// Reads `sources`, or maps what was made of the same files, tokenizer, template and options before, in `folder`.
+    /// Of the ranks of a machine one should do this first.
+    ///
+    /// `progress` is told now and then how far a file is.
+    ///
+    /// # Errors
+    /// [`FinetuneError::NoSamples`] for a file of which nothing can be learned; [`FinetuneError::Record`] for a record that
+    /// cannot be used, where the options are strict; those of files and formats.
+    pub fn prepare(
+        sources: &[Source],
+        tokenizer: &Tokenizer,
+        template: Option<&Template>,
+        options: &DataOptions,
+        folder: &Path,
+        progress: &mut dyn FnMut(DataProgress),
+    ) -> Result<Self> {
+        assert!(options.ctx > 1, "a sample has a token and one to predict");
+        std::fs::create_dir_all(folder).map_err(|source| Error::Io {
+            action: "create",
+            path: folder.into(),
+            source,
+        })?;
+        let mut options = options.clone();
+        if let (Task::Classify, true) = (options.task, options.labels.is_empty()) {
+            options.labels = labels_of(sources)?;
+        }
+        let group = if options.task == Task::Prefer { 2 } else { 1 };
+        let mut parts = vec![];
+        for (file, source) in sources.iter().enumerate() {
+            let maker = Maker { source, tokenizer, template, options: &options };
+            let mut progress = |bytes, of| progress(DataProgress { file, bytes, of });
+            let (cache, report) = maker.open_or_make(folder, &mut progress)?;
+            let groups = (cache.samples() / group) as u64;
+            parts.push(Part {
+                cache: Arc::new(cache),
+                path: source.path.clone(),
+                report: Arc::new(report),
+                weight: source.weight,
+                groups,
+                first: 0,
+                end: groups,
+                // A part of the samples is one of all of the file.
+                key: (source.weight.fract() != 0.0).then(|| mix(file as u64)),
+            });
+        }
+        Ok(Self { parts, group, labels: options.labels })
+    }
+
+    /// Number of samples in an epoch: of each file, its samples times its weight.
+    pub fn len(&self) -> usize {
+        self.parts.iter().map(|part| part.len() as usize).sum::<usize>() * self.group
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Samples that belong together, one after another: 2 of [`Task::Prefer`], else 1.
+    pub fn group(&self) -> usize {
+        self.group
+    }
+
+    /// The names of the labels by number.
+    pub fn labels(&self) -> &[String] {
+        &self.labels
+    }
+
+    /// The files and what became of their records.
+    pub fn reports(&self) -> impl Iterator<Item = (&Path, &Report)> {
+        self.parts.iter().map(|part| (part.path.as_path(), &*part.report))
+    }
+
+    /// Tokens of all samples, each file once.
+    pub fn tokens(&self) -> u64 {
+        self.parts.iter().map(|part| part.cache.tokens()).sum()
+    }
+
+    /// Sample `i`.
+    ///
+    /// # Panics
+    ///
+    /// If there is none, or if its file was changed while it was mapped.
+    pub fn sample(&self, i: usize) -> SampleRef<'_> {
+        let (part, of_file) = self.place(i);
+        part.cache.sample(of_file)
+    }
+
+    /// Length of sample `i` in tokens, as [`sample`](Self::sample) has it.
+    pub fn length(&self, i: usize) -> usize {
+        let (part, of_file) = self.place(i);
+        part.cache.length(of_file)
+    }
+
+    /// The file that sample `i` comes from.
+    pub fn path(&self, i: usize) -> &Path {
+        &self.place(i).0.path
+    }
+
+    fn place(&self, i: usize) -> (&Part, usize) {
+        let (mut group, within) = ((i / self.group) as u64, i % self.group);
+        for part in &self.parts {
+            if group < part.len() {
+                return (part, part.group(group) as usize * self.group + within);
+            }
+            group -= part.len();
+        }
+        panic!("sample {i} of {}", self.len());
+    }
+
+    /// Takes a part of each file out for validation, `fraction` of its samples, which the seed chooses. Gives what is left,
+    /// and the part, in which each sample counts once whatever the weights.
+    pub fn split(self, fraction: f64, seed: u64) -> (Self, Self) {
+        let (mut left, mut out) = (self.clone(), self);
+        for (i, (left, out)) in left.parts.iter_mut().zip(&mut out.parts).enumerate() {
+            let groups = left.end - left.first;
+            let held = ((groups as f64 * fraction).round() as u64).min(groups);
+            let key = Some(mix(seed ^ i as u64));
+            (left.key, out.key) = (key, key);
+            out.end = out.first + held;
+            left.first = out.end;
+            out.weight = 1.0;
+        }
+        (left, out)
+    }
+}
+
+impl Part {
+    /// Groups in an epoch.
+    fn len(&self) -> u64 {
+        ((self.end - self.first) as f64 * self.weight).round() as u64
+    }
+
+    /// Which group of the file comes as number `i` of an epoch: all of them again and again.
+    fn group(&self, i: u64) -> u64 {
+        let position = self.first + i % (self.end - self.first);
+        self.key.map_or(position, |key| permute(position, self.groups, key))
+    }
+}
+
+/// What a file's samples are made with.
+struct Maker<'a> {
+    source: &'a Source,
+    tokenizer: &'a Tokenizer,
+    template: Option<&'a Template>,
+    options: &'a DataOptions,
+}
+
+/// What became of a record.
+enum Outcome {
+    /// Samples with the numbers of their labels, and what is to be said of them.
+    Samples {
+        form: Form,
+        samples: Vec<(Sample, u32)>,
+        notes: Vec<Note>,
+    },
+    /// Tokens of plain text.
+    Tokens(Vec<u32>),
+    Broken(String),
+}
+
+impl Maker<'_> {
+    /// What was made before, or is made now.
+    fn open_or_make(&self, folder: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<(Cache, Report)> {
+        let (fingerprint, bytes) = self.fingerprint()?;
+        let name = self.source.path.file_stem().unwrap_or_default().to_string_lossy();
+        let name: String = name.chars().filter(|c| c.is_alphanumeric() || "-_".contains(*c)).take(60).collect();
+        let path = folder.join(format!("{name}-{fingerprint:016x}.samples"));
+        let read = |cache: &Cache| serde_json::from_slice::<Report>(cache.report());
+        if let Ok(cache) = Cache::open(&path, fingerprint)? {
+            if let Ok(report) = read(&cache) {
+                return Ok((cache, Report { from_cache: true, ..report }));
+            }
+        }
+        let io = |source| Error::Io { action: "write", path: path.clone(), source };
+        let mut writer = Writer::new(&path).map_err(io)?;
+        let report = self.make(&mut writer, &mut |read| progress(read.min(bytes), bytes), &io)?;
+        if report.samples == 0 {
+            let (path, reason) = (self.source.path.clone(), report.why_nothing());
+            return Err(FinetuneError::NoSamples { path, reason }.into());
+        }
+        let json = serde_json::to_vec(&report).map_err(|e| io(e.into()))?;
+        writer.finish(&path, fingerprint, &json).map_err(io)?;
+        match Cache::open(&path, fingerprint)? {
+            Ok(cache) => Ok((cache, report)),
+            Err(why) => Err(io(std::io::Error::other(why))),
+        }
+    }
+
+    /// Reads the file and writes its samples.
+    fn make(
+        &self,
+        writer: &mut Writer,
+        progress: &mut dyn FnMut(u64),
+        io: &dyn Fn(std::io::Error) -> Error,
+    ) -> Result<Report> {
+        let mut records = Records::open(&self.source.path)?;
+        let (mut report, mut read) = (Report::default(), 0);
+        // Tokens of plain text that do not fill a sample yet, and the line that they begin in.
+        let (mut pending, mut begun) = (vec![], 1);
+        loop {
+            let mut batch = vec![];
+            let mut bytes = 0;
+            while bytes < BATCH {
+                let Some(record) = records.next()? else { break };
+                bytes += record.bytes();
+                batch.push(record);
+            }
+            if batch.is_empty() {
+                break;
+            }
+            let lines: Vec<u64> = batch.iter().map(|record| record.line).collect();
+            let outcomes: Vec<Outcome> = batch.into_par_iter().map(|record| self.outcome(record)).collect();
+            for (line, outcome) in lines.into_iter().zip(outcomes) {
+                report.records += 1;
+                match outcome {
+                    Outcome::Broken(reason) if self.options.strict => {
+                        return Err(FinetuneError::Record { path: self.source.path.clone(), line, reason }.into());
+                    }
+                    Outcome::Broken(reason) => report.note(line, Note::Broken(reason)),
+                    Outcome::Samples { form, samples, notes } => {
+                        *report.forms.entry(form).or_default() += 1;
+                        notes.into_iter().for_each(|note| report.note(line, note));
+                        for (sample, label) in samples {
+                            report.targets += sample.targets.iter().skip(1).filter(|target| **target).count() as u64;
+                            report.tokens += sample.ids.len() as u64;
+                            writer.push(&sample, label, line).map_err(io)?;
+                        }
+                    }
+                    Outcome::Tokens(tokens) => {
+                        *report.forms.entry(Form::Text).or_default() += 1;
+                        if pending.is_empty() {
+                            begun = line;
+                        }
+                        pending.extend(tokens);
+                        let whole = pending.len() - pending.len() % self.options.ctx;
+                        for ids in pending[..whole].chunks(self.options.ctx) {
+                            self.push_text(ids, begun, writer, &mut report).map_err(io)?;
+                            begun = line;
+                        }
+                        pending.drain(..whole);
+                    }
+                }
+            }
+            read += bytes as u64;
+            progress(read);
+        }
+        if pending.len() > 1 {
+            self.push_text(&pending, begun, writer, &mut report).map_err(io)?;
+        }
+        report.samples = writer.samples();
+        Ok(report)
+    }
+
+    fn push_text(&self, ids: &[u32], line: u64, writer: &mut Writer, report: &mut Report) -> std::io::Result<()> {
+        report.targets += ids.len() as u64 - 1;
+        report.tokens += ids.len() as u64;
+        writer.push(&Sample { ids: ids.to_vec(), targets: vec![true; ids.len()] }, 0, line)
+    }
+
+    fn outcome(&self, record: Record) -> Outcome {
+        let made = match record.raw {
+            Raw::Broken(reason) => Err(reason),
+            Raw::Text(_) if self.options.task != Task::Generate => Err("it is plain text".into()),
+            Raw::Text(text) => self.tokenizer.encode(&text).map(|encoded| Outcome::Tokens(encoded.ids)).map_err(words),
+            Raw::Json(bytes) => match serde_json::from_slice::<Value>(bytes.trim_ascii()) {
+                Ok(value) => self.samples(&value),
+                // Of a line, its number in the file is said.
+                Err(e) => Err(format!("it is not JSON ({})", e.to_string().replace("at line 1 column", "at column"))),
+            },
+            Raw::Columns(value) => self.samples(&value),
+        };
+        made.unwrap_or_else(Outcome::Broken)
+    }
+
+    /// The samples of a record.
+    fn samples(&self, record: &Value) -> Result<Outcome, String> {
+        let (form, example) = example(record, self.template.is_some())?;
+        let mut notes = vec![];
+        let ctx = self.options.ctx;
+        let samples = match (self.options.task, example) {
+            (Task::Classify, Example::Label { text, label }) => {
+                let number = self.options.labels.iter().position(|known| *known == label);
+                let number = number.ok_or_else(|| format!("its label {label:?} is not one of the known ones"))?;
+                self.labelled(&text, &mut notes)?.map(|sample| (sample, number as u32)).into_iter().collect()
+            }
+            (Task::Prefer, Example::Preference(pair)) => {
+                let [chosen, rejected] = &*pair;
+                let fitted =
+                    [chosen, rejected].map(|example| Ok(self.fitted(self.answer(example, &mut notes)?, &mut notes)));
+                match fitted {
+                    [Err(reason), _] | [_, Err(reason)] => return Err(reason),
+                    [Ok(Some(chosen)), Ok(Some(rejected))] => vec![(chosen, 0), (rejected, 1)],
+                    _ => vec![],
+                }
+            }
+            (Task::Generate, Example::Text(text) | Example::Label { text, .. }) => {
+                let sample = self.between_ends(&text, |_| true)?;
+                if sample.ids.len() > ctx && self.options.overlong == Overlong::Truncate {
+                    notes.push(Note::Cut);
+                    let pieces = sample.ids.chunks(ctx).filter(|ids| ids.len() > 1);
+                    let whole = |ids: &[u32]| Sample { ids: ids.to_vec(), targets: vec![true; ids.len()] };
+                    pieces.map(|ids| (whole(ids), 0)).collect()
+                } else {
+                    self.fitted(sample, &mut notes).map(|sample| (sample, 0)).into_iter().collect()
+                }
+            }
+            (Task::Generate, example @ (Example::Chat { .. } | Example::Completion { .. })) => {
+                let sample = self.answer(&example, &mut notes)?;
+                self.fitted(sample, &mut notes).map(|sample| (sample, 0)).into_iter().collect()
+            }
+            (Task::Classify, _) => return Err(format!("it is {form}, and text and label is needed")),
+            (Task::Prefer, _) => return Err(format!("it is {form}, and chosen and rejected is needed")),
+            (Task::Generate, _) => return Err(format!("it is {form}, which is for preference training")),
+        };
+        Ok(Outcome::Samples { form, samples, notes })
+    }
+
+    /// A conversation or a completion, of any length.
+    fn answer(&self, example: &Example, notes: &mut Vec<Note>) -> Result<Sample, String> {
+        match example {
+            Example::Chat { conversation, from } => {
+                let Some(template) = self.template else {
+                    return Err("it is a chat, and the model has no chat template".into());
+                };
+                if conversation.has_empty_answer() {
+                    notes.push(Note::EmptyAnswer);
+                }
+                let rendered = template.render_with_targets(conversation).map_err(words)?;
+                let before = (0..*from).filter(|i| conversation.is_assistant(*i)).count();
+                let targets = rendered.targets.get(before..).unwrap_or_default();
+                Ok(Sample::of_spans(self.tokenizer.encode(&rendered.text).map_err(words)?, targets))
+            }
+            Example::Completion { prompt, completion } => {
+                self.between_ends(&format!("{prompt}{completion}"), |end| end > prompt.len())
+            }
+            Example::Text(_) | Example::Label { .. } | Example::Preference(_) => Err("it has no answer".into()),
+        }
+    }
+
+    /// A text between the tokens that the tokenizer adds, and with the token that ends it. Tokens are targets by where they
+    /// end.
+    fn between_ends(&self, text: &str, is_target: impl Fn(usize) -> bool) -> Result<Sample, String> {
+        let encoded = self.tokenizer.encode(text).map_err(words)?;
+        let (before, after) = self.tokenizer.around();
+        let mut sample = Sample { ids: before.to_vec(), targets: vec![false; before.len()] };
+        sample.targets.extend(encoded.offsets.iter().map(|(start, end)| is_target(*end.max(&(start + 1)))));
+        sample.ids.extend(encoded.ids);
+        sample.ids.extend(after);
+        let end = self.tokenizer.special_id("eos_token");
+        sample.ids.extend(end.filter(|end| sample.ids.last() != Some(end)));
+        sample.targets.resize(sample.ids.len(), true);
+        Ok(sample)
+    }
+
+    /// A text between the tokens that the tokenizer adds, cut at the context within the text; nothing is to be predicted.
+    fn labelled(&self, text: &str, notes: &mut Vec<Note>) -> Result<Option<Sample>, String> {
+        let mut encoded = self.tokenizer.encode(text).map_err(words)?.ids;
+        let (before, after) = self.tokenizer.around();
+        let room = self.options.ctx.saturating_sub(before.len() + after.len());
+        if encoded.len() > room {
+            match self.options.overlong {
+                Overlong::Drop => {
+                    notes.push(Note::Dropped);
+                    return Ok(None);
+                }
+                Overlong::Truncate => notes.push(Note::Truncated),
+            }
+            encoded.truncate(room);
+        }
+        let ids = [before, &encoded, after].concat();
+        Ok((!ids.is_empty()).then(|| Sample { targets: vec![false; ids.len()], ids }))
+    }
+
+    /// The sample within the context, if there is something to predict.
+    fn fitted(&self, mut sample: Sample, notes: &mut Vec<Note>) -> Option<Sample> {
+        let ctx = self.options.ctx;
+        let predicts = |targets: &[bool]| targets.iter().skip(1).any(|target| *target);
+        if !predicts(&sample.targets) {
+            notes.push(Note::WithoutTarget);
+            return None;
+        }
+        if sample.ids.len() > ctx {
+            if self.options.overlong == Overlong::Drop {
+                notes.push(Note::Dropped);
+                return None;
+            }
+            let cut = sample.targets[ctx..].contains(&true);
+            sample.ids.truncate(ctx);
+            sample.targets.truncate(ctx);
+            if !predicts(&sample.targets) {
+                notes.push(Note::TargetBeyond);
+                return None;
+            }
+            notes.push(if cut { Note::TruncatedTarget } else { Note::Truncated });
+        }
+        Some(sample)
+    }
+
+    /// What the samples are made of as a number, and the bytes of the file.
+    fn fingerprint(&self) -> Result<(u64, u64)> {
+        let path = &self.source.path;
+        let io = |source| Error::Io { action: "read", path: path.clone(), source };
+        let mut file = files::open(path).map_err(io)?;
+        let found = file.metadata().map_err(io)?;
+        let bytes = found.len();
+        let mut hash = twox_hash::XxHash3_64::with_seed(VERSION);
+        let times = if bytes > HASHED { format!("{} {}", found.mtime(), found.mtime_nsec()) } else { String::new() };
+        let template = self.template.map(Template::fingerprint);
+        hash.write(
+            format!("{bytes} {times} {:x} {template:?} {:?}", self.tokenizer.fingerprint(), self.options).as_bytes(),
+        );
+        // A larger file is known by its time and its two ends.
+        let mut piece = vec![0; 1 << 20];
+        for start in [0, bytes.saturating_sub(HASHED / 2)] {
+            file.seek(SeekFrom::Start(start)).map_err(io)?;
+            let mut left = if bytes > HASHED { HASHED / 2 } else { HASHED };
+            while left > 0 {
+                let read = file.read(&mut piece).map_err(io)?;
+                hash.write(&piece[..read]);
+                left = if read == 0 { 0 } else { left.saturating_sub(read as u64) };
+            }
+        }
+        Ok((hash.finish(), bytes))
+    }
+}
+
+/// An error in words.
+fn words(error: Error) -> String {
+    error.to_string()
+}
+
+/// All labels of the records of some files: numbers by size, names by letter.
+fn labels_of(sources: &[Source]) -> Result<Vec<String>> {
+    let mut labels = std::collections::BTreeSet::new();
+    for source in sources {
+        let mut records = Records::open(&source.path)?;
+        while let Some(record) = records.next()? {
+            let value = match record.raw {
+                Raw::Json(bytes) => serde_json::from_slice(&bytes).unwrap_or_default(),
+                Raw::Columns(value) => value,
+                Raw::Text(_) | Raw::Broken(_) => continue,
+            };
+            if let Ok((_, Example::Label { label, .. })) = example(&value, false) {
+                // Numbers of up to 18 digits come in their order before names.
+                labels.insert((label.parse::<i64>().unwrap_or(i64::MAX), label));
+            }
+        }
+    }
+    Ok(labels.into_iter().map(|(_, label)| label).collect())
+}
