@@ -1,14 +1,33 @@
-//! Fine-tuning: from a model's folder and data to an adapter.
+//! Fine-tuning of published models.
+//!
+//! ```text
+//! conversation -> rendered text with spans -> ids with targets
+//! ```
 //!
 //! | step | type |
 //! |---|---|
+//! | tokenizer.json and the special tokens of a model's folder | [`Tokenizer`] |
+//! | the model's chat template, and where the assistant speaks in its text | [`Template`], [`Conversation`] |
+//! | ids, and which of them are to be predicted | [`Sample`] |
 //! | low-rank adapters in PEFT's files | [`Adapter`] |
 //! | preference optimization | [`dpo_loss`] |
 
 mod adapter;
+mod conversation;
 mod dpo;
 pub(crate) mod error;
 mod peft_config;
+mod python;
+mod sample;
+mod spans;
+mod strftime;
+mod template;
+mod tokenizer;
 
 pub use adapter::{Adapter, AdapterTensor};
+pub use conversation::Conversation;
 pub use dpo::{Dpo, dpo_loss};
+pub use sample::Sample;
+pub use spans::Rendered;
+pub use template::Template;
+pub use tokenizer::{Encoded, SpecialTokens, TextStream, Tokenizer};
