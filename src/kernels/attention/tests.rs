@@ -1,14 +1,15 @@
 //! Attention against the formulas in f64, on every path that this machine has.
 
 use super::*;
+use crate::kernels::simd::Level;
 use crate::kernels::wide::{get, put};
 use half::{bf16, f16};
 
 /// The paths that compute elements `E` here, the portable one always among them.
-fn paths<E: Element>() -> Vec<Path> {
-    let mut paths: Vec<Path> = Level::available().map(Path::of::<E>).collect();
+fn paths<E: Element>() -> Vec<Method> {
+    let mut paths: Vec<Method> = Level::available().map(Method::of::<E>).collect();
     // bf16 without its instructions.
-    paths.extend(Level::available().map(Path::of::<f32>).filter(|path| !paths.contains(path)).collect::<Vec<_>>());
+    paths.extend(Level::available().map(Method::of::<f32>).filter(|path| !paths.contains(path)).collect::<Vec<_>>());
     paths
 }
 
@@ -43,12 +44,12 @@ impl<E: Element> Case<E> {
         [0..q, q..q + k, q + k..q + 2 * k]
     }
 
-    fn run(&self, path: Path) -> (Vec<E>, Vec<f32>, Vec<E>) {
+    fn run(&self, path: Method) -> (Vec<E>, Vec<f32>, Vec<E>) {
         self.run_with(path, whole_groups(&self.h, rayon::current_num_threads()))
     }
 
     /// With so many key heads whose backward is one task.
-    fn run_with(&self, path: Path, whole: usize) -> (Vec<E>, Vec<f32>, Vec<E>) {
+    fn run_with(&self, path: Method, whole: usize) -> (Vec<E>, Vec<f32>, Vec<E>) {
         let h = &self.h;
         let qkv = || self.columns().map(|c| Rows::new(&self.qkv[c.start..], self.stride()));
         let mut out = vec![E::default(); self.dout.len()];

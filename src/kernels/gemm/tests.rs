@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::kernels::math;
+use crate::kernels::simd::Level;
 use half::{bf16, f16};
 
 fn numbers<E: Element>(n: usize, seed: u32) -> Vec<E> {
