@@ -7,8 +7,8 @@
 //! number of threads.
 //!
 //! Everything is written once, over the vectors of a level of SIMD and the words that its products take
-//! ([`tiles::Tiles`]); [`Method::of`] says which one a level takes. bf16 elements are multiplied in pairs with AVX512_BF16,
-//! everything else in f32, to which elements are widened when they are packed.
+//! ([`tiles::Tiles`]); [`Method::of`] says which one a level takes. bf16 elements are multiplied in pairs where a
+//! processor's AVX512_BF16 is fast, everything else in f32, to which elements are widened when they are packed.
 
 mod backward;
 mod cached;

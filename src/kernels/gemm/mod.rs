@@ -5,8 +5,8 @@
 //!
 //! Operands are packed into the order in which a register-blocked microkernel reads them. The product is written once,
 //! over an [`Arithmetic`](arithmetic::Arithmetic): vectors, and how a word of `a` is multiplied with those of `b`.
-//! [`Method::of`] says which one a level of SIMD takes. With AVX512_BF16 bf16 operands stay in bf16 and are multiplied
-//! in pairs (`vdpbf16ps`, which takes denormal operands and results as 0).
+//! [`Method::of`] says which one a level of SIMD takes. Where a processor's AVX512_BF16 is faster than its f32, bf16
+//! operands stay in bf16 and are multiplied in pairs (`vdpbf16ps`, which takes denormal operands and results as 0).
 
 mod arithmetic;
 mod blocked;
