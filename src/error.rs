@@ -19,6 +19,7 @@ pub use crate::comm::error::{CommError, RankEnvError};
 pub use crate::config::error::ConfigError;
 pub use crate::data::error::DataError;
 pub use crate::engine::error::EngineError;
+pub use crate::finetune::error::FinetuneError;
 pub use crate::kernels::error::KernelError;
 #[cfg(feature = "cli")]
 pub use crate::launch::error::LaunchError;
@@ -79,6 +80,9 @@ pub enum Error {
     /// Training.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// Fine-tuning: a model's folder, its tokenizer and template, data.
+    #[error(transparent)]
+    Finetune(#[from] FinetuneError),
     /// The kernels cannot run as the environment says.
     #[error(transparent)]
     Kernel(#[from] KernelError),
