@@ -15,7 +15,7 @@ const BLOCK: usize = 128;
 ///
 /// Panics if the lengths differ; so do all functions here.
 pub fn gelu_tanh<E: Element>(x: &[E], y: &mut [E]) {
-    map(x, y, math::gelu_tanh);
+    map(x, y, math::gelu_tanh_odds, math::gated_by_odds);
 }
 
 /// dx = dy gelu'(x).
@@ -31,7 +31,7 @@ pub fn gelu_tanh_backward<E: Element>(x: &[E], dy: &[E], dx: &mut [E]) {
 
 /// y = x sigmoid(x).
 pub fn silu<E: Element>(x: &[E], y: &mut [E]) {
-    map(x, y, math::silu);
+    map(x, y, math::silu_odds, math::gated_by_odds);
 }
 
 /// dx = dy silu'(x).
@@ -93,16 +93,18 @@ fn swiglu_slopes<E: Element>(gate: &[E], up: &[E], dy: &[E], dgate: &mut [E], du
     }
 }
 
-/// y = f(x).
-fn map<E: Element>(x: &[E], y: &mut [E], f: impl Fn(f32) -> f32 + Sync) {
+/// y = second(x, first(x)).
+fn map<E: Element>(x: &[E], y: &mut [E], first: impl Fn(f32) -> f32 + Sync, second: impl Fn(f32, f32) -> f32 + Sync) {
     assert_eq!(x.len(), y.len(), "elements of an activation");
     for_each_part(x.len().div_ceil(CHUNK), Chunks::new(y, CHUNK), |i, y| {
         let x = &x[i * CHUNK..][..y.len()];
-        vectorized!(wide::map_long(
-            [x],
+        vectorized!(wide::map_in_steps(
+            x,
             y,
             #[inline(always)]
-            |[x]| f(x)
+            |x| first(x),
+            #[inline(always)]
+            |x, between| second(x, between),
         ));
     });
 }

@@ -7,8 +7,8 @@
 //! number of threads.
 //!
 //! Everything is written once, over the vectors of a level of SIMD and the words that its products take
-//! ([`tiles::Tiles`]); [`Path::of`] says which one a level takes. bf16 elements are multiplied in pairs with AVX512_BF16,
-//! everything else in f32, to which elements are widened when they are packed.
+//! ([`tiles::Tiles`]); [`Method::of`] says which one a level takes. bf16 elements are multiplied in pairs where a
+//! processor's AVX512_BF16 is fast, everything else in f32, to which elements are widened when they are packed.
 
 mod backward;
 mod cached;
@@ -29,80 +29,12 @@ pub use strided::{Rows, RowsMut};
 
 use crate::kernels::count;
 use crate::kernels::element::Element;
-#[cfg(target_arch = "x86_64")]
-use crate::kernels::element::Kind;
 use crate::kernels::par::{Chunks, Parts, for_each, for_each_part};
-use crate::kernels::simd::{Level, level};
-#[cfg(target_arch = "x86_64")]
-use crate::kernels::vector::Pairs;
-use crate::kernels::vector::{self, OfElements, Single};
+use crate::kernels::simd::level;
+use crate::kernels::vector::{Method, OfElements, with_words_of};
 use backward::Given;
 use scratch::SCRATCH;
 use tiles::Tiles;
-
-/// The ways to compute a tile.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Path {
-    Portable,
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-    /// Words of two bf16.
-    #[cfg(target_arch = "x86_64")]
-    Avx512Bf16,
-    #[cfg(target_arch = "aarch64")]
-    Neon,
-}
-
-impl Path {
-    /// The path of a level that this processor has, for elements `E`.
-    fn of<E: Element>(level: Level) -> Self {
-        match level {
-            Level::Portable => Self::Portable,
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => Self::Avx2,
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx512 if E::KIND == Kind::BF16 && is_x86_feature_detected!("avx512bf16") => Self::Avx512Bf16,
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => Self::Avx512,
-            #[cfg(target_arch = "aarch64")]
-            Level::Neon => Self::Neon,
-        }
-    }
-}
-
-/// Runs `$body` with `$Tiles` as the tiles of `$path`.
-macro_rules! with_tiles {
-    ($path:expr, $Tiles:ident => $body:expr) => {
-        match $path {
-            Path::Portable => {
-                type $Tiles = Single<vector::Portable>;
-                $body
-            }
-            #[cfg(target_arch = "x86_64")]
-            Path::Avx2 => {
-                type $Tiles = Single<vector::Avx2>;
-                $body
-            }
-            #[cfg(target_arch = "x86_64")]
-            Path::Avx512 => {
-                type $Tiles = Single<vector::Avx512>;
-                $body
-            }
-            #[cfg(target_arch = "x86_64")]
-            Path::Avx512Bf16 => {
-                type $Tiles = Pairs;
-                $body
-            }
-            #[cfg(target_arch = "aarch64")]
-            Path::Neon => {
-                type $Tiles = Single<vector::Neon>;
-                $body
-            }
-        }
-    };
-}
 
 /// out = softmax(q k^T / sqrt(head), causal) v.
 ///
@@ -114,7 +46,7 @@ macro_rules! with_tiles {
 pub fn forward<E: Element>(h: &Heads, q: Rows<'_, E>, k: Rows<'_, E>, v: Rows<'_, E>, out: &mut [E], lse: &mut [f32]) {
     // Scores, and their sum of values.
     count::add([2, h.pairs(), h.head]);
-    forward_on(Path::of::<E>(level()), h, [q, k, v], out, lse);
+    forward_on(Method::of::<E>(level()), h, [q, k, v], out, lse);
 }
 
 /// The gradients of [`forward()`]'s inputs, overwriting `dq`, `dk` and `dv`.
@@ -140,10 +72,10 @@ pub fn backward<E: Element>(
     // Scores once more, the probabilities' gradients, and the three results.
     count::add([5, h.pairs(), h.head]);
     let whole = whole_groups(h, rayon::current_num_threads());
-    backward_on(Path::of::<E>(level()), h, &given, whole, [dq, dk, dv]);
+    backward_on(Method::of::<E>(level()), h, &given, whole, [dq, dk, dv]);
 }
 
-fn forward_on<E: Element>(path: Path, h: &Heads, [q, k, v]: [Rows<'_, E>; 3], out: &mut [E], lse: &mut [f32]) {
+fn forward_on<E: Element>(path: Method, h: &Heads, [q, k, v]: [Rows<'_, E>; 3], out: &mut [E], lse: &mut [f32]) {
     h.check(out.len(), lse.len());
     if out.is_empty() {
         return;
@@ -156,7 +88,7 @@ fn forward_on<E: Element>(path: Path, h: &Heads, [q, k, v]: [Rows<'_, E>; 3], ou
         let [k, v] = [k, v].map(|rows| rows.head(h, batch, head / h.group()));
         SCRATCH.with_borrow_mut(|scratch| {
             // SAFETY: the processor has the level of the path.
-            with_tiles!(path, T => unsafe { forward::one_head::<T, E>(h, [q, k, v], out, lse, scratch) });
+            with_words_of!(path, T => unsafe { forward::one_head::<T, E>(h, [q, k, v], out, lse, scratch) });
         });
     });
 }
@@ -168,11 +100,17 @@ fn whole_groups(h: &Heads, threads: usize) -> usize {
     if h.group() > 1 && all < 4 * threads { all / threads * threads } else { all }
 }
 
-fn backward_on<E: Element>(path: Path, h: &Heads, given: &Given<'_, E>, whole: usize, gradients: [RowsMut<'_, E>; 3]) {
+fn backward_on<E: Element>(
+    path: Method,
+    h: &Heads,
+    given: &Given<'_, E>,
+    whole: usize,
+    gradients: [RowsMut<'_, E>; 3],
+) {
     h.check(given.out.len(), given.lse.len());
     h.check(given.dout.len(), given.lse.len());
     if !given.out.is_empty() {
-        with_tiles!(path, T => backward_with::<T, E>(h, given, whole, gradients));
+        with_words_of!(path, T => backward_with::<T, E>(h, given, whole, gradients));
     }
 }
 
