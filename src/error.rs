@@ -19,11 +19,13 @@ pub use crate::comm::error::{CommError, RankEnvError};
 pub use crate::config::error::ConfigError;
 pub use crate::data::error::DataError;
 pub use crate::engine::error::EngineError;
+pub use crate::finetune::error::FinetuneError;
 pub use crate::kernels::error::KernelError;
 #[cfg(feature = "cli")]
 pub use crate::launch::error::LaunchError;
 pub use crate::models::error::ModelError;
 pub use crate::monitor::error::MonitorError;
+pub use crate::nn::error::LoraError;
 pub use crate::offload::error::OffloadError;
 pub use crate::optim::error::OptimError;
 pub use crate::param::error::ParamError;
@@ -72,9 +74,15 @@ pub enum Error {
     /// A model or one of its layers.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// The settings of low-rank adapters.
+    #[error(transparent)]
+    Lora(#[from] LoraError),
     /// Training.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// Fine-tuning: a model's folder, its tokenizer and template, data.
+    #[error(transparent)]
+    Finetune(#[from] FinetuneError),
     /// The kernels cannot run as the environment says.
     #[error(transparent)]
     Kernel(#[from] KernelError),

@@ -1,0 +1,26 @@
+//! Fine-tuning of published models.
+//!
+//! ```text
+//! conversation -> rendered text with spans -> ids with targets
+//! ```
+//!
+//! | step | type |
+//! |---|---|
+//! | tokenizer.json and the special tokens of a model's folder | [`Tokenizer`] |
+//! | the model's chat template, and where the assistant speaks in its text | [`Template`], [`Conversation`] |
+//! | ids, and which of them are to be predicted | [`Sample`] |
+
+mod conversation;
+pub(crate) mod error;
+mod python;
+mod sample;
+mod spans;
+mod strftime;
+mod template;
+mod tokenizer;
+
+pub use conversation::Conversation;
+pub use sample::Sample;
+pub use spans::Rendered;
+pub use template::Template;
+pub use tokenizer::{Encoded, SpecialTokens, TextStream, Tokenizer};
