@@ -11,12 +11,17 @@
 //! | ids, and which of them are to be predicted | [`Sample`] |
 //! | files as samples, tokenized once and mapped | [`Source`], [`Dataset`] |
 //! | rows of a batch, packed or padded | [`Batches`] |
+//! | low-rank adapters in PEFT's files | [`Adapter`] |
+//! | preference optimization | [`dpo_loss`] |
 
+mod adapter;
 mod cache;
 mod conversation;
 mod dataset;
+mod dpo;
 pub(crate) mod error;
 mod pack;
+mod peft_config;
 mod python;
 mod record;
 mod report;
@@ -29,9 +34,11 @@ mod template;
 mod tokenizer;
 mod words;
 
+pub use adapter::{Adapter, AdapterTensor};
 pub use cache::SampleRef;
 pub use conversation::Conversation;
 pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task};
+pub use dpo::{Dpo, dpo_loss};
 pub use pack::{Batches, NO_TARGET, Packing, Rows};
 pub use record::Form;
 pub use report::{Lines, Report};

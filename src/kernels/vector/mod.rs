@@ -7,6 +7,7 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod method;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
@@ -16,6 +17,7 @@ mod words;
 pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx512::{Avx512, Avx512Bf16};
+pub(crate) use method::{Method, with_words_of};
 #[cfg(target_arch = "aarch64")]
 pub(crate) use neon::Neon;
 pub(crate) use portable::Portable;
@@ -24,6 +26,7 @@ pub(crate) use words::Pairs;
 pub(crate) use words::{OfElements, Single, Words};
 
 use super::element::Element;
+use super::math::{TANH_ABOVE, TANH_BELOW, TANH_BOUND};
 
 /// The numbers of the widest vectors; a multiple of those of every other.
 pub(crate) const MOST_LANES: usize = 16;
@@ -65,6 +68,9 @@ pub(crate) trait Vector: Copy {
     /// The products.
     unsafe fn mul(self, other: Self) -> Self;
 
+    /// The quotients.
+    unsafe fn div(self, other: Self) -> Self;
+
     /// `self * factor + addend`, rounded once where the level fuses the two.
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self;
 
@@ -99,12 +105,7 @@ pub(crate) trait Vector: Copy {
     #[inline(always)]
     unsafe fn add_products<const N: usize>(sums: &mut [Self; N], a: *const f32, b: &[Self; N]) {
         // SAFETY: as the caller promises.
-        unsafe {
-            let a = Self::splat(a.read_unaligned());
-            for (sum, &b) in sums.iter_mut().zip(b) {
-                *sum = a.mul_add(b, *sum);
-            }
-        }
+        unsafe { add_each_product(sums, Self::splat(a.read_unaligned()), b) }
     }
 
     /// Zeros.
@@ -112,6 +113,18 @@ pub(crate) trait Vector: Copy {
     unsafe fn zero() -> Self {
         // SAFETY: as the caller promises.
         unsafe { Self::splat(0.0) }
+    }
+}
+
+/// Adds to each sum its product, one after the other.
+///
+/// # Safety
+/// Inside of [`Vector::with`].
+#[inline(always)]
+unsafe fn add_each_product<V: Vector, const N: usize>(sums: &mut [V; N], a: V, b: &[V; N]) {
+    for (sum, &b) in sums.iter_mut().zip(b) {
+        // SAFETY: as the caller promises.
+        *sum = unsafe { a.mul_add(b, *sum) };
     }
 }
 
@@ -125,6 +138,26 @@ unsafe fn exp2_of_rest<V: Vector>(rest: V) -> V {
     let [first, others @ ..] = EXP2;
     // SAFETY: as the caller promises.
     unsafe { others.into_iter().fold(V::splat(first), |p, c| p.mul_add(rest, V::splat(c))) }
+}
+
+/// The hyperbolic tangent, to 6e-7 of the result and 1 far out; nan for nan.
+///
+/// # Safety
+/// Inside of `V::with`.
+#[inline(always)]
+pub(crate) unsafe fn tanh<V: Vector>(x: V) -> V {
+    // SAFETY: as the caller promises.
+    unsafe {
+        // Of a nan and a number the second is taken.
+        let x = V::splat(-TANH_BOUND).max(x);
+        let x = V::zero().sub(V::splat(-TANH_BOUND).max(V::zero().sub(x)));
+        let x2 = x.mul(x);
+        let polynomial = |coefficients: &[f32]| {
+            let (first, others) = (coefficients[0], &coefficients[1..]);
+            others.iter().fold(V::splat(first), |p, c| p.mul_add(x2, V::splat(*c)))
+        };
+        x.mul(polynomial(&TANH_ABOVE)).div(polynomial(&TANH_BELOW))
+    }
 }
 
 /// The first `n` elements and zeros in an array of a vector's length, for vectors that cannot be loaded in part.
