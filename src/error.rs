@@ -19,6 +19,7 @@ pub use crate::comm::error::{CommError, RankEnvError};
 pub use crate::config::error::ConfigError;
 pub use crate::data::error::DataError;
 pub use crate::engine::error::EngineError;
+pub use crate::finetune::error::FinetuneError;
 pub use crate::kernels::error::KernelError;
 #[cfg(feature = "cli")]
 pub use crate::launch::error::LaunchError;
@@ -84,6 +85,9 @@ pub enum Error {
     /// Training data.
     #[error(transparent)]
     Data(#[from] DataError),
+    /// Fine-tuning.
+    #[error(transparent)]
+    Finetune(#[from] FinetuneError),
     /// A monitor or the timeline.
     #[error(transparent)]
     Monitor(#[from] MonitorError),

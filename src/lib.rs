@@ -49,6 +49,7 @@ pub mod engine;
 pub mod error;
 pub mod estimate;
 mod files;
+pub mod finetune;
 mod graph;
 mod kernels;
 #[cfg(feature = "cli")]

@@ -1,0 +1,13 @@
+//! Fine-tuning: models from their folders; against records of transformers and PEFT.
+#![allow(clippy::unwrap_used)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod bad_models;
+mod fixtures;
+mod generation;
+mod gguf;
+mod logits;
+mod packed_rows;
+mod trajectories;
