@@ -25,6 +25,7 @@ pub use crate::kernels::error::KernelError;
 pub use crate::launch::error::LaunchError;
 pub use crate::models::error::ModelError;
 pub use crate::monitor::error::MonitorError;
+pub use crate::nn::error::LoraError;
 pub use crate::offload::error::OffloadError;
 pub use crate::optim::error::OptimError;
 pub use crate::param::error::ParamError;
@@ -73,6 +74,9 @@ pub enum Error {
     /// A model or one of its layers.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// The settings of low-rank adapters.
+    #[error(transparent)]
+    Lora(#[from] LoraError),
     /// Training.
     #[error(transparent)]
     Engine(#[from] EngineError),

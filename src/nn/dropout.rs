@@ -22,8 +22,7 @@ pub fn dropout(x: &Tensor, p: f32, seed: u64, draw: u64) -> Result<Tensor> {
     if p == 0.0 {
         return Ok(x.clone());
     }
-    // Draws are apart by more than the elements of any tensor.
-    let offset = draw << 40;
+    let offset = offset_of(draw);
     if !x.device().is_cpu() {
         let mut mask = vec![0f32; x.elem_count()];
         kernel::dropout(&vec![1f32; mask.len()], p, seed, offset, &mut mask);
@@ -49,6 +48,11 @@ pub fn dropout(x: &Tensor, p: f32, seed: u64, draw: u64) -> Result<Tensor> {
     })
 }
 
+/// The place of a draw's first random number: draws are apart by more than the elements of any tensor.
+fn offset_of(draw: u64) -> u64 {
+    draw << 40
+}
+
 /// Dropout as a layer. Inside of an engine each forward of each rank draws anew, also each of several forwards of one
 /// micro step; a recomputing unit draws again what it drew first, and evaluation passes everything through. Without an
 /// engine every use draws anew.
@@ -71,12 +75,28 @@ impl Dropout {
     }
 }
 
-impl Module for Dropout {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+/// Which elements one use of a [`Dropout`] drops.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Mask {
+    pub p: f32,
+    pub seed: u64,
+    pub draw: u64,
+}
+
+impl Mask {
+    /// y = what [`dropout`] makes of the elements of x from number `first` on.
+    pub fn apply<E: Element>(&self, first: usize, x: &[E], y: &mut [E]) {
+        kernel::dropout(x, self.p, self.seed, offset_of(self.draw).wrapping_add(first as u64), y);
+    }
+}
+
+impl Dropout {
+    /// The mask of the next use; nothing where everything passes through.
+    pub(super) fn draw(&self) -> Result<Option<Mask>> {
         let draws = draws();
         let core = self.link.core();
         if core.as_ref().is_some_and(|core| core.is_evaluating()) || (is_without_gradients() && !draws.in_training) {
-            return Ok(x.clone());
+            return Ok(None);
         }
         if !draws.in_training && core.is_some_and(|core| core.is_in_forward()) {
             bail!(
@@ -85,6 +105,16 @@ impl Module for Dropout {
             )
         }
         advance_draws();
-        dropout(x, self.p, self.seed ^ draws.stream.wrapping_mul(0x9e37_79b9_7f4a_7c15), draws.next)
+        let seed = self.seed ^ draws.stream.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        Ok(Some(Mask { p: self.p, seed, draw: draws.next }))
+    }
+}
+
+impl Module for Dropout {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match self.draw()? {
+            Some(Mask { p, seed, draw }) => dropout(x, p, seed, draw),
+            None => Ok(x.clone()),
+        }
     }
 }

@@ -5,6 +5,7 @@
 mod support;
 
 mod absent_parameter;
+mod adapters;
 mod buffers;
 mod candle_facts;
 mod conditional;

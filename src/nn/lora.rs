@@ -1,0 +1,473 @@
+//! A linear layer with a low-rank adapter, as one operation: y = x W + s D(x) A^T B^T + bias + residual, where D drops
+//! elements; and DoRA's, where the columns of the product are scaled: m / |W + s B A|.
+//!
+//! ```text
+//!   x [rows, in] --+------------- W -------------+--> sum in f32, rounded once (the adapter's part once before)
+//!                  |                             |
+//!                  +-- D -- A --> h [rows, r] -- s B
+//! ```
+//!
+//! What the adapter adds is computed in f32 whatever the format of the rest; 16-bit rows are widened a few at a time.
+//! Kept for backward besides x: h, and with DoRA the product.
+
+use super::dropout::{Mask, dropout};
+use super::low_rank::LowRank;
+use super::product::Sizes;
+use super::wide::{follow, is_wider, with_wide};
+use super::{Then, WeightLayout, add, autocast, linear};
+use crate::graph::{Grad, Inputs, Kept, Sink, without_gradients};
+use crate::kernels::buffer;
+use crate::kernels::element::Kind;
+use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums, gemm};
+use crate::kernels::par::{self, Chunks};
+use crate::tensor::element::{Element, with_all, with_element, with_elements};
+use candle_core::{D, DType, Result, Tensor, bail};
+use std::cell::Cell;
+use std::ops::Range;
+
+thread_local! {
+    static OFF: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `run` with all adapters of this thread's models off, and without recording anything for a backward: the model that
+/// the adapters were put into, as the reference of preference optimization asks for it.
+pub fn without_adapters<T>(run: impl FnOnce() -> T) -> T {
+    struct Reset(bool);
+    impl Drop for Reset {
+        fn drop(&mut self) {
+            OFF.set(self.0);
+        }
+    }
+    let _reset = Reset(OFF.replace(true));
+    without_gradients(run)
+}
+
+/// Whether adapters are off.
+pub(super) fn are_off() -> bool {
+    OFF.get()
+}
+
+/// An adapter in one use.
+pub(super) struct Use<'a> {
+    /// `[r, in]`
+    pub a: &'a Tensor,
+    /// `[out, r]`
+    pub b: &'a Tensor,
+    /// `[out]`, with DoRA.
+    pub magnitude: Option<&'a Tensor>,
+    pub scale: f64,
+    pub mask: Option<Mask>,
+}
+
+const NAME: &str = "linear (adapter)";
+/// Rows that are widened, or have elements dropped, together.
+const ROWS: usize = 256;
+
+/// [`linear_then`](super::linear_then) with an adapter. The residual is added in the same pass; an activation takes one
+/// of its own.
+pub(super) fn linear_then(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    layout: WeightLayout,
+    adapter: &Use<'_>,
+    then: Then<'_>,
+) -> Result<Tensor> {
+    let sizes = Sizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
+    adapter.check(sizes)?;
+    let is_fused = x.device().is_cpu() && autocast::lower(x, weight).is_none() && !is_wider(x, weight, bias);
+    if !is_fused {
+        return follow(composed(x, weight, bias, sizes, adapter)?, then);
+    }
+    let residual = then.residual.filter(|_| then.activation.is_none());
+    if let Some(residual) = residual
+        && residual.shape() != &sizes.result_shape(x.shape())
+    {
+        let shape = sizes.result_shape(x.shape());
+        bail!("{NAME}: the residual has shape {:?}; the result has {:?}", residual.dims(), shape.dims())
+    }
+    let y = with_element!(x.dtype(), NAME, E => fused::<E>(x, weight, bias, sizes, adapter, residual))?;
+    if then.activation.is_some() { follow(y, then) } else { Ok(y) }
+}
+
+impl Use<'_> {
+    fn check(&self, sizes: Sizes) -> Result<()> {
+        let (rank, inputs) = self.a.dims2()?;
+        let outputs = self.b.dim(0)?;
+        let fits = inputs == sizes.inputs && self.b.dims() == [sizes.outputs, rank] && rank > 0;
+        if !fits || self.magnitude.is_some_and(|m| m.dims() != [outputs]) {
+            bail!(
+                "{NAME}: the adapter's matrices have shapes {:?} and {:?}; a weight of {} inputs and {} outputs needs \
+                 [r, {}] and [{}, r]",
+                self.a.dims(),
+                self.b.dims(),
+                sizes.inputs,
+                sizes.outputs,
+                sizes.inputs,
+                sizes.outputs
+            )
+        }
+        Ok(())
+    }
+}
+
+/// Of this library's and Candle's operations: on other devices, and with operands of several formats.
+fn composed(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, sizes: Sizes, adapter: &Use<'_>) -> Result<Tensor> {
+    let dropped = match adapter.mask {
+        Some(mask) => dropout(x, mask.p, mask.seed, mask.draw)?,
+        None => x.clone(),
+    };
+    let h = linear(&dropped, adapter.a, None, WeightLayout::OutIn)?;
+    let low = linear(&(h * adapter.scale)?, adapter.b, None, WeightLayout::OutIn)?;
+    let Some(magnitude) = adapter.magnitude else {
+        return add(&linear(x, weight, bias, sizes.layout)?, &low);
+    };
+    let v = add(&linear(x, weight, None, sizes.layout)?, &low)?;
+    let norms = without_gradients(|| {
+        let wide = |t: &Tensor| t.detach().to_dtype(DType::F32);
+        let weight = match sizes.layout {
+            WeightLayout::OutIn => wide(weight)?,
+            WeightLayout::InOut => wide(weight)?.t()?,
+        };
+        let sum = (weight + (wide(adapter.b)?.matmul(&wide(adapter.a)?)? * adapter.scale)?)?;
+        sum.sqr()?.sum(D::Minus1)?.sqrt()
+    })?;
+    let factors = (magnitude.to_dtype(DType::F32)? / norms.detach())?;
+    let y = v.to_dtype(DType::F32)?.broadcast_mul(&factors)?.to_dtype(x.dtype())?;
+    bias.map_or(Ok(y.clone()), |bias| y.broadcast_add(&bias.to_dtype(x.dtype())?))
+}
+
+/// The sizes of a product and its adapter.
+#[derive(Clone, Copy)]
+struct Adapted {
+    sizes: Sizes,
+    rank: usize,
+    scale: f32,
+    mask: Option<Mask>,
+}
+
+impl Adapted {
+    /// Lets `look` see rows of x in f32, some at a time, with their elements dropped.
+    fn dropped<E: Element>(&self, x: &[E], mut look: impl FnMut(Range<usize>, &[f32])) {
+        let Sizes { rows, inputs, .. } = self.sizes;
+        let Some(mask) = self.mask else { return in_f32(x, rows, inputs, look) };
+        let mut room = buffer::<E>(rows.min(ROWS) * inputs);
+        in_pieces(rows, |piece| {
+            let room = &mut room[..piece.len() * inputs];
+            mask.apply(piece.start * inputs, &x[piece.start * inputs..piece.end * inputs], room);
+            in_f32(room, piece.len(), inputs, |inner, x| look(piece.start + inner.start..piece.start + inner.end, x));
+        });
+    }
+
+    /// h `[rows, r]`, the thin product D(x) A^T.
+    fn thin<E: Element>(&self, x: &[E], a: &[f32]) -> Vec<f32> {
+        let (inputs, rank) = (self.sizes.inputs, self.rank);
+        let mut h = buffer::<f32>(self.sizes.rows * rank);
+        self.dropped(x, |rows, x| {
+            let h = MatrixMut::new(&mut h[rows.start * rank..rows.end * rank], rows.len(), rank);
+            gemm(h, Matrix::new(x, rows.len(), inputs), Matrix::new(a, rank, inputs).t(), Epilogue::default());
+        });
+        h
+    }
+
+    /// y = s h B^T.
+    fn spread<E: Element>(&self, h: &[f32], b: &[f32], y: &mut [E]) {
+        let (Sizes { rows, outputs, .. }, rank) = (self.sizes, self.rank);
+        let epilogue = Epilogue { scale: self.scale, ..Epilogue::default() };
+        let b = Matrix::new(b, outputs, rank).t();
+        gemm(MatrixMut::new(y, rows, outputs), Matrix::new(h, rows, rank), b, epilogue);
+    }
+
+    /// The gradients of h and, where it is wanted, B by that of the product, `g`.
+    fn thin_gradients<E: Element>(&self, g: &[E], h: &[f32], b: &[f32], mut db: Option<&mut [f32]>) -> Vec<f32> {
+        let (Sizes { rows, outputs, .. }, rank, scale) = (self.sizes, self.rank, self.scale);
+        let mut dh = buffer::<f32>(rows * rank);
+        in_f32(g, rows, outputs, |rows, g| {
+            let (g, thin) = (Matrix::new(g, rows.len(), outputs), rows.start * rank..rows.end * rank);
+            let epilogue = Epilogue { scale, ..Epilogue::default() };
+            let dh = MatrixMut::new(&mut dh[thin.clone()], rows.len(), rank);
+            gemm(dh, g, Matrix::new(b, outputs, rank), epilogue);
+            if let Some(db) = &mut db {
+                let epilogue = Epilogue { scale, accumulate: rows.start > 0, ..Epilogue::default() };
+                gemm(MatrixMut::new(db, outputs, rank), g.t(), Matrix::new(&h[thin], rows.len(), rank), epilogue);
+            }
+        });
+        dh
+    }
+
+    /// The gradient of A by that of h.
+    fn gradient_of_a<E: Element>(&self, x: &[E], dh: &[f32]) -> Vec<f32> {
+        let (inputs, rank) = (self.sizes.inputs, self.rank);
+        let mut da = vec![0f32; rank * inputs];
+        self.dropped(x, |rows, x| {
+            let epilogue = Epilogue { accumulate: true, ..Epilogue::default() };
+            let dh = Matrix::new(&dh[rows.start * rank..rows.end * rank], rows.len(), rank);
+            gemm(MatrixMut::new(&mut da, rank, inputs), dh.t(), Matrix::new(x, rows.len(), inputs), epilogue);
+        });
+        da
+    }
+
+    /// Writes the adapter's part of x's gradient, or adds it.
+    fn gradient_of_x<E: Element>(&self, dh: &[f32], a: &[f32], dx: &mut [E], accumulate: bool) {
+        let (Sizes { rows, inputs, .. }, rank) = (self.sizes, self.rank);
+        let epilogue = |accumulate| Epilogue { accumulate, ..Epilogue::default() };
+        let a = Matrix::new(a, rank, inputs);
+        let Some(mask) = self.mask else {
+            let dh = Matrix::new(dh, rows, rank);
+            return gemm(MatrixMut::new(dx, rows, inputs), dh, a, epilogue(accumulate));
+        };
+        let mut room = buffer::<f32>(3 * rows.min(ROWS) * inputs);
+        in_pieces(rows, |piece| {
+            let (elements, len) = (piece.start * inputs..piece.end * inputs, piece.len() * inputs);
+            let (whole, rest) = room.split_at_mut(len);
+            let (kept, rest) = rest.split_at_mut(len);
+            let dh = Matrix::new(&dh[piece.start * rank..piece.end * rank], piece.len(), rank);
+            gemm(MatrixMut::new(whole, piece.len(), inputs), dh, a, Epilogue::<f32>::default());
+            mask.apply(elements.start, whole, kept);
+            let dx = &mut dx[elements];
+            if accumulate {
+                let before = &mut rest[..len];
+                E::widen(dx, before);
+                kept.iter_mut().zip(before).for_each(|(sum, before)| *sum += *before);
+            }
+            E::narrow(kept, dx);
+        });
+    }
+}
+
+fn in_pieces(rows: usize, mut f: impl FnMut(Range<usize>)) {
+    (0..rows).step_by(ROWS).for_each(|start| f(start..rows.min(start + ROWS)));
+}
+
+/// Lets `look` see rows of `x` in f32: all where that is what they are, else some at a time.
+fn in_f32<E: Element>(x: &[E], rows: usize, width: usize, mut look: impl FnMut(Range<usize>, &[f32])) {
+    if E::KIND == Kind::F32 {
+        return look(0..rows, bytemuck::cast_slice(x));
+    }
+    let mut room = buffer::<f32>(rows.min(ROWS) * width);
+    in_pieces(rows, |piece| {
+        let room = &mut room[..piece.len() * width];
+        E::widen(&x[piece.start * width..piece.end * width], room);
+        look(piece, room);
+    });
+}
+
+fn fused<E: Element>(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    sizes: Sizes,
+    adapter: &Use<'_>,
+    residual: Option<&Tensor>,
+) -> Result<Tensor> {
+    let shape = sizes.result_shape(x.shape());
+    let (x, weight, a, b) = (x.contiguous()?, weight.contiguous()?, adapter.a.contiguous()?, adapter.b.contiguous()?);
+    let [bias, residual, magnitude] = [bias, residual, adapter.magnitude].map(|t| t.map(Tensor::contiguous));
+    let (bias, residual, magnitude) = (bias.transpose()?, residual.transpose()?, magnitude.transpose()?);
+    let adapted = Adapted { sizes, rank: a.dim(0)?, scale: adapter.scale as f32, mask: adapter.mask };
+    let operands = [Some(&x), residual.as_ref(), Some(&weight), bias.as_ref(), Some(&a), Some(&b), magnitude.as_ref()];
+    let inputs = Inputs::of(operands)?;
+    let mut y = buffer::<E>(shape.elem_count());
+    let h = with_wide(&a, |a| with_elements::<E, _>(&x, NAME, |x| Ok(adapted.thin(x, a))))?;
+    with_wide(&b, |b| {
+        adapted.spread(&h, b, &mut y);
+        Ok(())
+    })?;
+    let dora = match &magnitude {
+        None => {
+            product(&sizes, &mut y, [&x, &weight], bias.as_ref(), residual.as_ref())?;
+            None
+        }
+        Some(magnitude) => {
+            product::<E>(&sizes, &mut y, [&x, &weight], None, None)?;
+            let norms = norms::<E>(&weight, &a, &b, &adapted)?;
+            let factors: Vec<f32> =
+                with_wide(magnitude, |m| Ok(m.iter().zip(&norms).map(|(m, norm)| m / norm).collect()))?;
+            let product = std::mem::replace(&mut y, buffer::<E>(shape.elem_count()));
+            scale_columns(&sizes, &product, &factors, [bias.as_ref(), residual.as_ref()], &mut y)?;
+            Some(Dora { norms, factors, product, dtype: magnitude.dtype() })
+        }
+    };
+    let keeps = inputs.are_wanted();
+    let backward = Backward {
+        adapted,
+        x: Kept::of(&x),
+        weight,
+        bias: bias.map(|bias| bias.dtype()),
+        a,
+        b,
+        h: if keeps { h } else { Vec::new() },
+        dora: dora.filter(|_| keeps),
+    };
+    inputs.result(NAME, E::storage(y), shape, move |grad, sinks| backward.run(grad, sinks))
+}
+
+/// y += x W + bias + residual.
+fn product<E: Element>(
+    sizes: &Sizes,
+    y: &mut [E],
+    [x, weight]: [&Tensor; 2],
+    bias: Option<&Tensor>,
+    residual: Option<&Tensor>,
+) -> Result<()> {
+    with_all([Some(x), Some(weight), bias, residual], NAME, |[x, weight, bias, residual]| {
+        let residual = residual.map(|data| Matrix::new(data, sizes.rows, sizes.outputs));
+        let epilogue = Epilogue { accumulate: true, bias, residual, ..Epilogue::default() };
+        sizes.product(x.unwrap_or_default(), weight.unwrap_or_default(), y, epilogue);
+        Ok(())
+    })
+}
+
+/// The lengths of the rows of W + s B A.
+fn norms<E: Element>(weight: &Tensor, a: &Tensor, b: &Tensor, adapted: &Adapted) -> Result<Vec<f32>> {
+    let (Sizes { inputs, outputs, layout, .. }, scale) = (adapted.sizes, adapted.scale);
+    with_wide(a, |a| {
+        with_wide(b, |b| {
+            let low = LowRank { layout, inputs, outputs, a, b, scale };
+            with_elements::<E, _>(weight, NAME, |weight| {
+                low.norms(|lines, piece| {
+                    let width = low.lines().1;
+                    E::widen(&weight[lines.start * width..lines.end * width], piece);
+                    Ok(())
+                })
+            })
+        })
+    })
+}
+
+/// y = product times a factor for each column, + bias + residual.
+fn scale_columns<E: Element>(
+    sizes: &Sizes,
+    product: &[E],
+    factors: &[f32],
+    [bias, residual]: [Option<&Tensor>; 2],
+    y: &mut [E],
+) -> Result<()> {
+    let width = sizes.outputs;
+    with_all([bias, residual], NAME, |[bias, residual]: [Option<&[E]>; 2]| {
+        par::for_each_part(sizes.rows, Chunks::new(y, width.max(1)), |i, y| {
+            let mut rooms = vec![0f32; 2 * width];
+            let (sum, room) = rooms.split_at_mut(width);
+            let line = i * width..(i + 1) * width;
+            E::widen(&product[line.clone()], sum);
+            sum.iter_mut().zip(factors).for_each(|(x, factor)| *x *= factor);
+            for more in [bias, residual.map(|residual| &residual[line])].into_iter().flatten() {
+                E::widen(more, room);
+                sum.iter_mut().zip(&*room).for_each(|(x, more)| *x += more);
+            }
+            E::narrow(sum, y);
+        });
+        Ok(())
+    })
+}
+
+/// What DoRA's backward needs.
+struct Dora<E> {
+    /// Of the rows of W + s B A.
+    norms: Vec<f32>,
+    /// The magnitude by the norms.
+    factors: Vec<f32>,
+    /// x W + s D(x) A^T B^T.
+    product: Vec<E>,
+    /// The magnitude's.
+    dtype: DType,
+}
+
+impl<E: Element> Dora<E> {
+    /// The gradient of the magnitude by the result's, `g`.
+    fn magnitude_gradient(&self, g: &[E]) -> Vec<f32> {
+        /// Columns that one task sums.
+        const COLUMNS: usize = 128;
+        let width = self.norms.len();
+        let mut sums = vec![0f32; width];
+        par::for_each_part(width.div_ceil(COLUMNS), Chunks::new(&mut sums, COLUMNS), |i, sums| {
+            let (mut total, mut a, mut b) = ([0f64; COLUMNS], [0f32; COLUMNS], [0f32; COLUMNS]);
+            let (first, n) = (i * COLUMNS, sums.len());
+            for (g, v) in g.chunks_exact(width).zip(self.product.chunks_exact(width)) {
+                E::widen(&g[first..][..n], &mut a[..n]);
+                E::widen(&v[first..][..n], &mut b[..n]);
+                total.iter_mut().zip(a.iter().zip(&b)).take(n).for_each(|(t, (a, b))| *t += f64::from(a * b));
+            }
+            let norms = &self.norms[first..][..n];
+            sums.iter_mut().zip(total).zip(norms).for_each(|((sum, t), norm)| *sum = (t / f64::from(*norm)) as f32);
+        });
+        sums
+    }
+}
+
+/// The values that backward needs.
+struct Backward<E> {
+    adapted: Adapted,
+    x: Kept,
+    weight: Tensor,
+    /// The bias's format.
+    bias: Option<DType>,
+    a: Tensor,
+    b: Tensor,
+    h: Vec<f32>,
+    dora: Option<Dora<E>>,
+}
+
+impl<E: Element> Backward<E> {
+    fn run(&self, grad: Grad, [x, residual, weight, bias, a, b, magnitude]: &[Sink; 7]) -> Result<()> {
+        let sizes = self.adapted.sizes;
+        grad.read::<E, _>(NAME, |g| {
+            if let (true, Some(dtype)) = (bias.is_wanted(), self.bias) {
+                let mut sums = vec![0f32; sizes.outputs];
+                column_sums(Matrix::new(g, sizes.rows, sizes.outputs), &mut sums);
+                with_element!(dtype, NAME, P => bias.give_sums::<P>(&sums))?;
+            }
+            let Some(dora) = &self.dora else { return self.deliver(g, [x, weight, a, b]) };
+            if magnitude.is_wanted() {
+                let sums = dora.magnitude_gradient(g);
+                with_element!(dora.dtype, NAME, P => magnitude.give_sums::<P>(&sums))?;
+            }
+            let mut inner = buffer::<E>(g.len());
+            scale_columns(&sizes, g, &dora.factors, [None, None], &mut inner)?;
+            self.deliver(&inner, [x, weight, a, b])
+        })?;
+        residual.give(grad)
+    }
+
+    /// The gradients by that of the product, `g`.
+    fn deliver(&self, g: &[E], [to_x, to_weight, to_a, to_b]: [&Sink; 4]) -> Result<()> {
+        let (s, adapted) = (self.adapted.sizes, &self.adapted);
+        let mut dh = Vec::new();
+        if [to_x, to_a, to_b].iter().any(|sink| sink.is_wanted()) {
+            let mut db = to_b.is_wanted().then(|| buffer::<f32>(s.outputs * adapted.rank));
+            with_wide(&self.b, |b| {
+                dh = adapted.thin_gradients(g, &self.h, b, db.as_deref_mut());
+                Ok(())
+            })?;
+            if let Some(db) = db {
+                with_element!(self.b.dtype(), NAME, P => to_b.give_sums::<P>(&db))?;
+            }
+        }
+        if to_a.is_wanted() {
+            let da = with_elements::<E, _>(&self.x.get()?, NAME, |x| Ok(adapted.gradient_of_a(x, &dh)))?;
+            with_element!(self.a.dtype(), NAME, P => to_a.give_sums::<P>(&da))?;
+        }
+        let g = Matrix::new(g, s.rows, s.outputs);
+        to_weight.accumulate::<E>(s.inputs * s.outputs, |dw, add| {
+            let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
+            with_elements::<E, _>(&self.x.get()?, NAME, |x| {
+                s.weight_gradient(x, g, dw, epilogue);
+                Ok(())
+            })
+        })?;
+        to_x.accumulate::<E>(s.rows * s.inputs, |dx, add| {
+            with_wide(&self.a, |a| {
+                adapted.gradient_of_x(&dh, a, dx, add);
+                Ok(())
+            })?;
+            let epilogue = Epilogue { accumulate: true, ..Epilogue::default() };
+            with_elements::<E, _>(&self.weight, NAME, |w| {
+                s.input_gradient(g, w, dx, epilogue);
+                Ok(())
+            })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

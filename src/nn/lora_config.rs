@@ -1,0 +1,260 @@
+//! Settings of low-rank adapters: how large they are, and which projections get one.
+
+use crate::error::{LoraError, Result};
+use std::collections::BTreeSet;
+use std::str::FromStr;
+
+/// Low-rank adapters (LoRA, Hu et al. 2021): a projection with the weight W gets two small matrices, A `[r, in]` and B
+/// `[out, r]`, and computes with W + s B A, of which A and B alone are trained.
+///
+/// ```
+/// use candle_zero::nn::LoraConfig;
+///
+/// let config: LoraConfig = "r=8,alpha=16,targets=q_proj+v_proj,rslora".parse()?;
+/// assert!(config.selects("model.layers.0.self_attn.q_proj"));
+/// # Ok::<(), candle_zero::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct LoraConfig {
+    /// The rank.
+    pub r: usize,
+    /// The factor s is alpha / r, or alpha / sqrt(r) with `rslora`.
+    pub alpha: f64,
+    /// The probability with which training drops elements of an adapter's input. With DoRA too it is the adapter's input
+    /// alone that they are dropped from (in PEFT the base weight's too).
+    pub dropout: f32,
+    /// The projections that get an adapter.
+    pub targets: LoraTargets,
+    /// Whether s is alpha / sqrt(r) (Kalajdzievski 2023).
+    pub rslora: bool,
+    /// Whether the rows of W + s B A have lengths that are trained as parameters of their own (DoRA, Liu et al. 2024). The
+    /// lengths that they have by themselves count as constants in backward, as in PEFT.
+    pub dora: bool,
+}
+
+/// Which projections get an adapter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LoraTargets {
+    /// All but the output projection.
+    AllLinear,
+    /// Those whose name is one of these or ends with a dot and one of these, as PEFT matches them.
+    Names(Vec<String>),
+}
+
+impl Default for LoraConfig {
+    /// r 16, alpha 32, on all projections.
+    fn default() -> Self {
+        Self { r: 16, alpha: 32.0, dropout: 0.0, targets: LoraTargets::AllLinear, rslora: false, dora: false }
+    }
+}
+
+/// No layer's inputs or outputs are more.
+const MOST_RANK: usize = 1 << 20;
+
+impl LoraConfig {
+    /// The factor s of an adapter's part.
+    pub fn scale(&self) -> f64 {
+        let r = self.r as f64;
+        self.alpha / if self.rslora { r.sqrt() } else { r }
+    }
+
+    /// Whether the projection of this name gets an adapter.
+    pub fn selects(&self, module: &str) -> bool {
+        match &self.targets {
+            LoraTargets::AllLinear => true,
+            LoraTargets::Names(names) => names.iter().any(|name| is_last_part(module, name)),
+        }
+    }
+
+    /// Checks that the values make an adapter.
+    ///
+    /// # Errors
+    /// A rank of 0, an alpha that is not positive and finite, a probability outside of [0, 1), no targets.
+    pub fn validate(&self) -> Result<()> {
+        if !(1..=MOST_RANK).contains(&self.r) {
+            return Err(refused("r", self.r, &format!("1 to {MOST_RANK}")));
+        }
+        if !(self.alpha > 0.0 && self.alpha.is_finite()) {
+            return Err(refused("alpha", self.alpha, "a positive finite number"));
+        }
+        if !(0.0..1.0).contains(&self.dropout) {
+            return Err(refused("dropout", self.dropout, "at least 0 and below 1"));
+        }
+        match &self.targets {
+            LoraTargets::Names(names) if names.is_empty() || names.iter().any(String::is_empty) => {
+                let found = if names.is_empty() { "empty".into() } else { format!("\"{}\"", names.join("+")) };
+                Err(refused("targets", found, TARGETS))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks that each target names a projection of the model with these parameters, adapters included.
+    ///
+    /// # Errors
+    /// [`LoraError::NoSuchTarget`].
+    pub fn check_targets<'a>(&self, parameters: impl IntoIterator<Item = &'a str>) -> Result<()> {
+        let LoraTargets::Names(names) = &self.targets else { return Ok(()) };
+        let parameters: Vec<&str> = parameters.into_iter().collect();
+        let adapted: BTreeSet<&str> = parameters.iter().filter_map(|name| name.strip_suffix(A)).collect();
+        let missed = names.iter().find(|name| !adapted.iter().any(|module| is_last_part(module, name)));
+        let Some(target) = missed else { return Ok(()) };
+        let modules = parameters.iter().filter_map(|name| name.strip_suffix(".weight"));
+        let modules = modules.filter(|module| !is_adapter(&format!("{module}.weight")));
+        let known: BTreeSet<&str> = modules.filter_map(|module| module.rsplit('.').next()).collect();
+        let known: Vec<&str> = known.into_iter().filter(|last| last.parse::<usize>().is_err()).collect();
+        Err(LoraError::NoSuchTarget { target: target.clone(), known: known.join(", ") }.into())
+    }
+}
+
+const A: &str = ".lora_A.weight";
+const B: &str = ".lora_B.weight";
+const MAGNITUDE: &str = ".lora_magnitude_vector";
+
+/// Whether a parameter of this name belongs to an adapter: the rule for
+/// [`EngineBuilder::trainable`](crate::EngineBuilder::trainable).
+pub fn is_adapter(parameter: &str) -> bool {
+    [A, B, MAGNITUDE].iter().any(|end| parameter.ends_with(end))
+}
+
+/// Whether `part` is the name, or its end from a dot on.
+fn is_last_part(name: &str, part: &str) -> bool {
+    name.strip_suffix(part).is_some_and(|before| before.is_empty() || before.ends_with('.'))
+}
+
+const TARGETS: &str = "all-linear or names of projections with + between them, as q_proj+v_proj";
+const KEYS: [&str; 6] = ["r", "alpha", "dropout", "targets", "rslora", "dora"];
+
+fn refused(key: &'static str, found: impl std::fmt::Display, allowed: &str) -> crate::Error {
+    LoraError::Value { key, found: found.to_string(), allowed: allowed.into() }.into()
+}
+
+impl FromStr for LoraConfig {
+    type Err = crate::Error;
+
+    /// Reads `r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj,rslora,dora`: any of the keys, in any order. What is not
+    /// given is as in [`LoraConfig::default`], but alpha is twice r.
+    fn from_str(settings: &str) -> Result<Self> {
+        let mut config = Self::default();
+        let (mut seen, mut alpha) = (Vec::new(), None);
+        for part in settings.split(',').map(str::trim).filter(|part| !part.is_empty()) {
+            let (key, value) = part.split_once('=').map_or((part, None), |(key, value)| (key, Some(value.trim())));
+            let Some(key) = KEYS.iter().find(|known| **known == key.trim()) else {
+                return Err(unknown(settings, key.trim()));
+            };
+            if seen.contains(key) {
+                return Err(LoraError::Twice { settings: settings.into(), key: (*key).into() }.into());
+            }
+            seen.push(*key);
+            let value = || value.filter(|value| !value.is_empty()).ok_or("nothing");
+            match *key {
+                "r" => config.r = number("r", value(), "a whole number from 1 on, as r=16")?,
+                "alpha" => alpha = Some(number("alpha", value(), "a positive number, as alpha=32")?),
+                "dropout" => config.dropout = number("dropout", value(), "at least 0 and below 1, as dropout=0.05")?,
+                "targets" => config.targets = targets(value().map_err(|found| refused("targets", found, TARGETS))?),
+                "rslora" => config.rslora = flag("rslora", value())?,
+                _ => config.dora = flag("dora", value())?,
+            }
+        }
+        config.alpha = alpha.unwrap_or(2.0 * config.r as f64);
+        config.validate()?;
+        Ok(config)
+    }
+}
+
+fn number<T: FromStr>(key: &'static str, value: Result<&str, &str>, allowed: &str) -> Result<T> {
+    let refuse = |found: &str| refused(key, found, allowed);
+    let value = value.map_err(refuse)?;
+    value.parse().map_err(|_| refuse(value))
+}
+
+/// A switch: on by its name alone, or by what it is set to.
+fn flag(key: &'static str, value: Result<&str, &str>) -> Result<bool> {
+    match value {
+        Err(_) | Ok("true") => Ok(true),
+        Ok("false") => Ok(false),
+        Ok(found) => Err(refused(key, found, &format!("true or false; {key} alone means true"))),
+    }
+}
+
+fn targets(value: &str) -> LoraTargets {
+    match value {
+        "all-linear" => LoraTargets::AllLinear,
+        names => LoraTargets::Names(names.split('+').map(|name| name.trim().into()).collect()),
+    }
+}
+
+fn unknown(settings: &str, found: &str) -> crate::Error {
+    let near = KEYS.iter().map(|key| (strsim::damerau_levenshtein(key, found), key));
+    let suggestion = near.filter(|(distance, _)| *distance <= 2).min_by_key(|(distance, _)| *distance);
+    let suggestion = suggestion.filter(|_| found.len() > 2).map(|(_, key)| key.to_string());
+    LoraError::UnknownKey { settings: settings.into(), found: found.into(), suggestion }.into()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_are_read_in_any_order_with_defaults_for_the_rest() {
+        let config: LoraConfig = "targets=q_proj+mlp.c_proj, rslora ,r=8".parse().unwrap();
+        let names = LoraTargets::Names(vec!["q_proj".into(), "mlp.c_proj".into()]);
+        let want = LoraConfig { r: 8, alpha: 16.0, targets: names, rslora: true, ..LoraConfig::default() };
+        assert_eq!(config, want);
+        assert_eq!("".parse::<LoraConfig>().unwrap(), LoraConfig::default());
+        let config: LoraConfig = "dora=true,rslora=false,alpha=7.5,dropout=0.1,targets=all-linear".parse().unwrap();
+        let want = LoraConfig { alpha: 7.5, dropout: 0.1, dora: true, ..LoraConfig::default() };
+        assert_eq!(config, want);
+    }
+
+    #[test]
+    fn the_scale_is_alpha_over_r_or_over_its_root() {
+        let config = LoraConfig { r: 4, alpha: 8.0, ..LoraConfig::default() };
+        assert_eq!(config.scale(), 2.0);
+        assert_eq!(LoraConfig { rslora: true, ..config }.scale(), 4.0);
+    }
+
+    #[test]
+    fn a_target_matches_whole_last_parts_of_a_name() {
+        let config: LoraConfig = "targets=c_proj+attn.q".parse().unwrap();
+        for (module, selected) in [
+            ("h.0.attn.c_proj", true),
+            ("h.0.mlp.c_proj", true),
+            ("c_proj", true),
+            ("h.0.mlp.xc_proj", false),
+            ("h.0.c_proj.inner", false),
+            ("h.0.attn.q", true),
+            ("h.0.q", false),
+            ("h.0.self_attn.q", false),
+        ] {
+            assert_eq!(config.selects(module), selected, "{module}");
+        }
+    }
+
+    #[test]
+    fn settings_that_cannot_be_used_are_refused_by_key() {
+        let text = |settings: &str| settings.parse::<LoraConfig>().unwrap_err().to_string();
+        insta::assert_snapshot!(text("r=16,alpa=32"), @r#"LoRA settings "r=16,alpa=32": there is no key alpa (did you mean alpha?); the keys are r, alpha, dropout and targets, each with a value, and rslora and dora"#);
+        insta::assert_snapshot!(text("rank=16"), @r#"LoRA settings "rank=16": there is no key rank; the keys are r, alpha, dropout and targets, each with a value, and rslora and dora"#);
+        insta::assert_snapshot!(text("r=16,r=8"), @r#"LoRA settings "r=16,r=8": r is given twice; give it once"#);
+        insta::assert_snapshot!(text("r"), @"LoRA settings: r is nothing, but must be a whole number from 1 on, as r=16");
+        insta::assert_snapshot!(text("r=0"), @"LoRA settings: r is 0, but must be 1 to 1048576");
+        insta::assert_snapshot!(text("r=-3"), @"LoRA settings: r is -3, but must be a whole number from 1 on, as r=16");
+        insta::assert_snapshot!(text("alpha=inf"), @"LoRA settings: alpha is inf, but must be a positive finite number");
+        insta::assert_snapshot!(text("dropout=1"), @"LoRA settings: dropout is 1, but must be at least 0 and below 1");
+        insta::assert_snapshot!(text("rslora=yes"), @"LoRA settings: rslora is yes, but must be true or false; rslora alone means true");
+        insta::assert_snapshot!(text("targets="), @"LoRA settings: targets is nothing, but must be all-linear or names of projections with + between them, as q_proj+v_proj");
+        insta::assert_snapshot!(text("targets=q_proj+"), @r#"LoRA settings: targets is "q_proj+", but must be all-linear or names of projections with + between them, as q_proj+v_proj"#);
+    }
+
+    #[test]
+    fn a_target_that_no_projection_has_is_refused_with_those_that_there_are() {
+        let parameters = ["embed.weight", "l.0.q_proj.weight", "l.0.q_proj.lora_A.weight", "l.0.k_proj.weight"];
+        let config: LoraConfig = "targets=q_proj".parse().unwrap();
+        config.check_targets(parameters).unwrap();
+        let config: LoraConfig = "targets=q_proj+query".parse().unwrap();
+        let text = config.check_targets(parameters).unwrap_err().to_string();
+        insta::assert_snapshot!(text, @"LoRA target query is the last part of no projection's name; the model's projections end with embed, k_proj, q_proj");
+    }
+}

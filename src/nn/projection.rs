@@ -1,0 +1,104 @@
+//! A linear layer in either orientation of the weight, with or without a low-rank adapter.
+
+use super::lora::{self, Use};
+use super::{Dropout, LoraConfig, Then, WeightLayout, linear_then, normal};
+use candle_core::{Result, Tensor};
+use candle_nn::{Init, Module, VarBuilder, init};
+
+/// What a [`Projection`] is besides its sizes.
+#[derive(Debug, Clone, Copy)]
+pub struct ProjectionOptions<'a> {
+    /// How the weight lies in memory and in files.
+    pub layout: WeightLayout,
+    /// Whether there is a bias.
+    pub bias: bool,
+    /// Standard deviation of the weight at the start, where it comes from no file.
+    pub std: f64,
+    /// The model's adapters: this projection gets one if they select its name.
+    pub lora: Option<&'a LoraConfig>,
+}
+
+/// A linear layer, y = x W + b, with or without a low-rank adapter ([`LoraConfig`]).
+///
+/// Parameters: "weight" (`[out, in]` or, as GPT-2's Conv1D, `[in, out]`), "bias" `[out]`, and with an adapter, as PEFT names
+/// them, "lora_A.weight" `[r, in]` and "lora_B.weight" `[out, r]`, with DoRA "lora_magnitude_vector" `[out]`. A begins
+/// uniform within 1 / sqrt(in), as PEFT's, and B at 0: the adapter then adds nothing. The magnitude should begin as the lengths
+/// of the weight's rows, which initial values have to give; its hint is 1.
+///
+/// An adapter's parameters may be in f32 under a model of 16 bits
+/// ([`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32)). What is frozen gets no gradient.
+#[derive(Debug, Clone)]
+pub struct Projection {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    layout: WeightLayout,
+    adapter: Option<Adapter>,
+}
+
+#[derive(Debug, Clone)]
+struct Adapter {
+    a: Tensor,
+    b: Tensor,
+    magnitude: Option<Tensor>,
+    scale: f64,
+    dropout: Option<Dropout>,
+}
+
+impl Projection {
+    /// A layer from `inputs` to `outputs`. Whether it gets an adapter follows from the name where `vb` stands.
+    pub fn new(inputs: usize, outputs: usize, options: ProjectionOptions<'_>, vb: VarBuilder<'_>) -> Result<Self> {
+        let ProjectionOptions { layout, bias, std, lora } = options;
+        let shape = match layout {
+            WeightLayout::OutIn => (outputs, inputs),
+            WeightLayout::InOut => (inputs, outputs),
+        };
+        let weight = vb.get_with_hints(shape, "weight", normal(std))?;
+        let bias = if bias { Some(vb.get_with_hints(outputs, "bias", init::ZERO)?) } else { None };
+        let lora = lora.filter(|lora| lora.selects(&vb.prefix()));
+        let adapter = lora.map(|lora| Adapter::new(inputs, outputs, lora, &vb)).transpose()?;
+        Ok(Self { weight, bias, layout, adapter })
+    }
+
+    /// The weight, in its layout.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// Whether there is an adapter.
+    pub fn is_adapted(&self) -> bool {
+        self.adapter.is_some()
+    }
+
+    /// The layer and what follows it; see [`linear_then`]. With an adapter an activation takes a pass of its own.
+    pub fn forward_then(&self, x: &Tensor, then: Then<'_>) -> Result<Tensor> {
+        let (weight, bias) = (&self.weight, self.bias.as_ref());
+        let Some(adapter) = self.adapter.as_ref().filter(|_| !lora::are_off()) else {
+            return linear_then(x, weight, bias, self.layout, then);
+        };
+        let mask = adapter.dropout.as_ref().map(Dropout::draw).transpose()?.flatten();
+        let (a, b, magnitude) = (&adapter.a, &adapter.b, adapter.magnitude.as_ref());
+        let adapter = Use { a, b, magnitude, scale: adapter.scale, mask };
+        lora::linear_then(x, weight, bias, self.layout, &adapter, then)
+    }
+}
+
+impl Module for Projection {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.forward_then(x, Then::default())
+    }
+}
+
+impl Adapter {
+    fn new(inputs: usize, outputs: usize, lora: &LoraConfig, vb: &VarBuilder<'_>) -> Result<Self> {
+        lora.validate().map_err(super::refuse)?;
+        let bound = 1.0 / (inputs as f64).sqrt();
+        let a = Init::Uniform { lo: -bound, up: bound };
+        Ok(Self {
+            a: vb.pp("lora_A").get_with_hints((lora.r, inputs), "weight", a)?,
+            b: vb.pp("lora_B").get_with_hints((outputs, lora.r), "weight", init::ZERO)?,
+            magnitude: lora.dora.then(|| vb.get_with_hints(outputs, "lora_magnitude_vector", init::ONE)).transpose()?,
+            scale: lora.scale(),
+            dropout: (lora.dropout > 0.0).then(|| Dropout::new(lora.dropout, 0)),
+        })
+    }
+}
