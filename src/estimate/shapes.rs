@@ -76,7 +76,8 @@ impl Shapes {
     pub fn safetensors(path: impl AsRef<Path>, rule: &UnitRule) -> Result<Self> {
         let path = path.as_ref();
         let files = WeightFiles::open(path)?;
-        let mut tensors: Vec<_> = files.tensors().map(|(name, tensor)| (name.to_owned(), tensor.shape().to_vec())).collect();
+        let mut tensors: Vec<_> =
+            files.tensors().map(|(name, tensor)| (name.to_owned(), tensor.shape().to_vec())).collect();
         // Numbers by their value: layer 10 comes after layer 2.
         tensors.sort_by_cached_key(|(name, _)| natural(name));
         let registry = Registry::of_shapes(DTYPE);

@@ -136,7 +136,8 @@ impl Gguf {
         match end.filter(|end| *end <= self.map.len()) {
             Some(_) => Ok(()),
             None => {
-                let reason = format!("tensor {name} ends behind the {} bytes of the file: it was cut short", self.map.len());
+                let reason =
+                    format!("tensor {name} ends behind the {} bytes of the file: it was cut short", self.map.len());
                 Err(bad(&self.path, reason))
             }
         }

@@ -81,7 +81,8 @@ impl Gguf {
                 "query_pre_attn_scalar": scalar,
             }),
         };
-        let ids = ["bos", "eos"].map(|name| (name, self.content.metadata.get(&format!("tokenizer.ggml.{name}_token_id"))));
+        let ids =
+            ["bos", "eos"].map(|name| (name, self.content.metadata.get(&format!("tokenizer.ggml.{name}_token_id"))));
         if let (Some(config), Json::Object(more)) = (config.as_object_mut(), more) {
             config.extend(more);
             for (name, id) in ids {
@@ -204,9 +205,10 @@ impl<'a> Keys<'a> {
         };
         let scaled = RotaryRule { theta, scaling: RotaryScaling::Llama3(scaling) }.frequencies(head)?;
         let is_it = given.len() == plain.len()
-            && given.iter().zip(plain.iter().zip(&scaled)).all(|(given, (plain, scaled))| {
-                (plain / scaled / f64::from(*given) - 1.0).abs() < 1e-4
-            });
+            && given
+                .iter()
+                .zip(plain.iter().zip(&scaled))
+                .all(|(given, (plain, scaled))| (plain / scaled / f64::from(*given) - 1.0).abs() < 1e-4);
         match is_it {
             true => Ok(json!({
                 "rope_type": "llama3",

@@ -1,7 +1,6 @@
 //! Decoders by their description: from token ids to the states that the output projection takes.
 
-use super::decoder_block::{Around, DecoderBlock, Norm};
-use super::projection::STD;
+use super::decoder_block::{Around, DecoderBlock, Norm, STD};
 use super::{Architecture, BlockRule, DecoderConfig, LanguageModel, Naming};
 use crate::nn::{Dropout, Embedding, KeyValueCache, Linear, Rotary, Sequences, add, normal, refuse, scaled};
 use crate::zero::{Unit, unit};
@@ -73,8 +72,7 @@ impl<C> DecoderLayers<C> {
         let mut units = Vec::with_capacity(config.blocks.len());
         for (i, rule) in config.blocks.iter().enumerate() {
             let rotary = rotaries.of(config, rule)?;
-            let block =
-                unit(inner.pp(format!("{blocks}.{i}")), |vb| DecoderBlock::new(config, rule, rotary, vb))?;
+            let block = unit(inner.pp(format!("{blocks}.{i}")), |vb| DecoderBlock::new(config, rule, rotary, vb))?;
             units.push(block.checkpointed(config.checkpoint_activations));
         }
         let norm = Norm::new(config, inner.pp(norm))?;
@@ -152,9 +150,8 @@ impl<C: DecoderSizes> Architecture for DecoderLayers<C> {
         let mut x = self.embedded(ids, 0, sequences)?;
         for block in &self.blocks {
             let sequences = sequences.cloned();
-            x = block.forward_by(&x, move |block, x| {
-                block.run(x, Around { sequences: sequences.as_ref(), cache: None })
-            })?;
+            x = block
+                .forward_by(&x, move |block, x| block.run(x, Around { sequences: sequences.as_ref(), cache: None }))?;
         }
         self.norm.forward(&x)
     }

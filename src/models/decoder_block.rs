@@ -1,10 +1,9 @@
 //! One block of a decoder: attention, then an MLP, each adding to the residual stream.
 
-use super::projection::{Projection, STD, Sizes};
 use super::{BlockRule, DecoderConfig, Naming, NormKind};
 use crate::nn::{
-    Activation, Attend, Dropout, KeyValueCache, LayerNorm, RmsNorm, RmsNormOptions, Rotary, Sequences, Then, add,
-    attention, columns, fused_attention, gelu_gated, swiglu,
+    Activation, Attend, Dropout, KeyValueCache, LayerNorm, Projection, ProjectionOptions, RmsNorm, RmsNormOptions,
+    Rotary, Sequences, Then, WeightLayout, add, attention, columns, fused_attention, gelu_gated, swiglu,
 };
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
@@ -89,11 +88,24 @@ impl DecoderConfig {
         (self.dropout > 0.0).then(|| Dropout::new(self.dropout, 0))
     }
 
-    /// Standard deviation, at the start, of projections onto the residual stream.
-    fn residual_std(&self) -> f64 {
-        STD / (2.0 * self.blocks.len() as f64).sqrt()
+    /// The projection `name` of a block, onto the residual stream or not.
+    fn projection(
+        &self,
+        name: &str,
+        [inputs, outputs]: [usize; 2],
+        bias: bool,
+        is_residual: bool,
+        vb: &VarBuilder<'_>,
+    ) -> Result<Projection> {
+        let layout = if self.naming == Naming::Gpt2 { WeightLayout::InOut } else { WeightLayout::OutIn };
+        let std = if is_residual { STD / (2.0 * self.blocks.len() as f64).sqrt() } else { STD };
+        let options = ProjectionOptions { layout, bias, std, lora: self.lora.as_ref() };
+        Projection::new(inputs, outputs, options, vb.pp(name))
     }
 }
+
+/// Standard deviation of the weights at the start.
+pub(super) const STD: f64 = 0.02;
 
 /// The names inside of a block that are not the same everywhere.
 struct Names {
@@ -195,9 +207,7 @@ impl Attention {
     fn new(config: &DecoderConfig, rule: &BlockRule, rotary: Option<Rotary>, vb: &VarBuilder<'_>) -> Result<Self> {
         let (d, q, kv) = (config.hidden_size, config.query_width(), config.kv_width());
         let names = Names::of(config);
-        let projection = |name: &str, outputs: usize| {
-            Projection::new(config, name, Sizes { inputs: d, outputs, bias: config.qkv_bias, std: STD }, vb)
-        };
+        let projection = |name: &str, outputs| config.projection(name, [d, outputs], config.qkv_bias, false, vb);
         let input = match config.naming {
             Naming::Llama => QueriesKeysValues::Apart([
                 projection("q_proj", q)?,
@@ -206,8 +216,7 @@ impl Attention {
             ]),
             Naming::Phi3 | Naming::Gpt2 => QueriesKeysValues::Fused(projection(names.qkv, q + 2 * kv)?),
         };
-        let output = Sizes { inputs: q, outputs: d, bias: config.output_bias, std: config.residual_std() };
-        let output = Projection::new(config, names.attention_output, output, vb)?;
+        let output = config.projection(names.attention_output, [q, d], config.output_bias, true, vb)?;
         let head_norm = |name: &str| rms_norm(config, config.head_dim, true, vb.pp(name));
         let head_norms = match config.query_key_norms {
             true => Some([head_norm("q_norm")?, head_norm("k_norm")?]),
@@ -309,16 +318,13 @@ enum MlpInput {
 impl Mlp {
     fn new(config: &DecoderConfig, vb: &VarBuilder<'_>) -> Result<Self> {
         let (d, inner, names) = (config.hidden_size, config.intermediate_size, Names::of(config));
-        let projection = |name: &str, outputs: usize| {
-            Projection::new(config, name, Sizes { inputs: d, outputs, bias: config.mlp_bias, std: STD }, vb)
-        };
+        let projection = |name: &str, outputs| config.projection(name, [d, outputs], config.mlp_bias, false, vb);
         let input = match (config.gated, config.naming) {
             (false, _) => MlpInput::Plain(projection(names.up, inner)?),
             (true, Naming::Phi3) => MlpInput::FusedGated(projection("gate_up_proj", 2 * inner)?, inner),
             (true, _) => MlpInput::Gated([projection("gate_proj", inner)?, projection(names.up, inner)?]),
         };
-        let down = Sizes { inputs: inner, outputs: d, bias: config.mlp_bias, std: config.residual_std() };
-        let down = Projection::new(config, names.down, down, vb)?;
+        let down = config.projection(names.down, [inner, d], config.mlp_bias, true, vb)?;
         Ok(Self { input, activation: config.activation, down })
     }
 

@@ -4,7 +4,7 @@ use super::config::{MOST_POSITIONS, refused, require_parameters, require_sizes};
 use super::rotary_rule::RotaryRule;
 use super::{decoder::DecoderLayers, hugging_face};
 use crate::Result;
-use crate::nn::Activation;
+use crate::nn::{Activation, LoraConfig};
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
@@ -73,6 +73,8 @@ pub struct DecoderConfig {
     /// The probability with which training drops elements of the sum of the embeddings, and of what each attention and each
     /// MLP adds to the residual stream. Attention's weights are never dropped.
     pub dropout: f32,
+    /// The adapters of projections, which get them by their names in the files.
+    pub lora: Option<LoraConfig>,
 }
 
 /// What differs between the blocks of a decoder.
@@ -169,7 +171,11 @@ impl DecoderConfig {
         require_parameters(self.elements())?;
         match self.learned_positions {
             Some(rows) if rows < self.ctx => {
-                return Err(refused("max_position_embeddings", self.ctx, &format!("at most {rows}, the positions learned")));
+                return Err(refused(
+                    "max_position_embeddings",
+                    self.ctx,
+                    &format!("at most {rows}, the positions learned"),
+                ));
             }
             Some(_) => (),
             None if self.ctx > MOST_POSITIONS => {
@@ -183,7 +189,8 @@ impl DecoderConfig {
         }
         let biases = self.qkv_bias && self.output_bias && self.mlp_bias;
         if self.naming == Naming::Gpt2 && (self.gated || self.norms_after || self.query_key_norms || !biases) {
-            let allowed = "another one with a gate, further norms or projections without bias: GPT-2 has no names for them";
+            let allowed =
+                "another one with a gate, further norms or projections without bias: GPT-2 has no names for them";
             return Err(refused("naming", "that of GPT-2", allowed));
         }
         if self.gated && self.activation == Activation::Gelu {
@@ -207,10 +214,10 @@ impl DecoderConfig {
         if !(0.0..1.0).contains(&self.dropout) {
             return Err(refused("dropout", self.dropout, "at least 0 and below 1"));
         }
-        Ok(())
+        self.lora.as_ref().map_or(Ok(()), LoraConfig::validate)
     }
 
-    /// Elements of all parameters; an output projection that is the token embedding counts once.
+    /// Elements of all parameters but those of adapters; an output projection that is the token embedding counts once.
     pub fn num_parameters(&self) -> usize {
         usize::try_from(self.elements()).unwrap_or(usize::MAX)
     }

@@ -132,6 +132,7 @@ impl DecoderSizes for GptConfig {
             tie_word_embeddings: true,
             checkpoint_activations: self.checkpoint_activations,
             dropout: self.dropout,
+            lora: None,
         })
     }
 

@@ -115,7 +115,17 @@ const FAMILIES: [Family; 9] = [
     GEMMA2,
     Family { model_type: "gemma3", ..GEMMA3 },
     GEMMA3,
-    Family { model_type: "gpt2", vocab: 50_257, hidden: 768, blocks: 12, heads: 12, ctx: 1024, eps: 1e-5, tied: true, ..LLAMA },
+    Family {
+        model_type: "gpt2",
+        vocab: 50_257,
+        hidden: 768,
+        blocks: 12,
+        heads: 12,
+        ctx: 1024,
+        eps: 1e-5,
+        tied: true,
+        ..LLAMA
+    },
     LLAMA,
     Family { model_type: "mistral", inner: 14_336, kv_heads: Some(8), ctx: 131_072, window: Some(4096), ..LLAMA },
     Family { model_type: "phi3", vocab: 32_064, hidden: 3072, inner: 8192, ctx: 4096, eps: 1e-5, ..LLAMA },
@@ -215,6 +225,7 @@ fn decoder(keys: &Keys<'_>, family: &Family) -> Result<DecoderConfig> {
         tie_word_embeddings: tied,
         checkpoint_activations: false,
         dropout: 0.0,
+        lora: None,
     })
 }
 
@@ -258,6 +269,7 @@ fn gpt2(keys: &Keys<'_>) -> Result<DecoderConfig> {
         tie_word_embeddings: keys.flag("tie_word_embeddings", true)?,
         checkpoint_activations: false,
         dropout: 0.0,
+        lora: None,
     })
 }
 

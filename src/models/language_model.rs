@@ -4,7 +4,8 @@ use super::{Session, TokenRng, next_token};
 use crate::error::ModelError;
 use crate::graph::without_gradients;
 use crate::nn::{
-    CrossEntropy, KeyValueCache, Sequences, WeightLayout, linear, linear_cross_entropy_with, refuse, soft_cap,
+    KeyValueCache, LossOptions, Sequences, WeightLayout, linear, linear_cross_entropy_with, linear_log_probabilities,
+    refuse,
 };
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -82,7 +83,10 @@ impl<A: Architecture> LanguageModel<A> {
     /// The logits of states.
     fn project(&self, states: &Tensor) -> Result<Tensor> {
         let logits = linear(states, self.layers.output(), None, WeightLayout::OutIn)?;
-        self.layers.logit_soft_cap().map_or(Ok(logits.clone()), |cap| soft_cap(&logits, cap))
+        match self.layers.logit_soft_cap() {
+            Some(cap) => (logits / cap)?.tanh()? * cap,
+            None => Ok(logits),
+        }
     }
 
     /// Logits `[batch, time, vocab]`, in the parameters' dtype, of ids `[batch, time]` (u32).
@@ -122,9 +126,19 @@ impl<A: Architecture> LanguageModel<A> {
         sequences: Option<&Sequences>,
         divisor: Option<f64>,
     ) -> Result<Tensor> {
+        let options = LossOptions { soft_cap: self.layers.logit_soft_cap(), divisor };
+        let states = self.states(ids, sequences)?;
+        linear_cross_entropy_with(&states, self.layers.output(), WeightLayout::OutIn, targets, options)
+    }
+
+    /// The logarithm of each target's probability, f32 `[batch, time]`: 0 for targets that do not count, as in
+    /// [`LanguageModel::loss_packed`]. Each may have a gradient of its own.
+    ///
+    /// # Errors
+    /// As [`LanguageModel::forward_packed`], and targets outside the vocabulary.
+    pub fn log_probabilities(&self, ids: &Tensor, targets: &Tensor, sequences: Option<&Sequences>) -> Result<Tensor> {
         let (states, cap) = (self.states(ids, sequences)?, self.layers.logit_soft_cap());
-        let options = CrossEntropy { soft_cap: cap, divisor };
-        linear_cross_entropy_with(&states, self.layers.output(), WeightLayout::OutIn, targets, &options)
+        linear_log_probabilities(&states, self.layers.output(), WeightLayout::OutIn, targets, cap)
     }
 
     /// The logits `[vocab]`, widened to f32, of the token after `tokens`; of more than the context holds the last ones

@@ -186,6 +186,7 @@ impl DecoderSizes for LlamaConfig {
             tie_word_embeddings: self.tie_word_embeddings,
             checkpoint_activations: self.checkpoint_activations,
             dropout: 0.0,
+            lora: None,
         })
     }
 

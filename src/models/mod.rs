@@ -13,7 +13,6 @@ mod json_keys;
 mod language_model;
 mod llama;
 mod llama_config;
-mod projection;
 mod rotary_rule;
 mod sampling;
 mod session;

@@ -130,7 +130,8 @@ impl WeightFiles {
     /// The tensors that are not among the parameters `used`, but for buffers that say nothing.
     pub fn unused(&self, used: &BTreeSet<&str>) -> Vec<&str> {
         let used: BTreeSet<String> = used.iter().filter_map(|name| self.find(name)).map(|(name, _)| name).collect();
-        let unused = self.tensors().filter(|(name, tensor)| !used.contains(*name) && !is_needless(name, tensor.shape()));
+        let unused =
+            self.tensors().filter(|(name, tensor)| !used.contains(*name) && !is_needless(name, tensor.shape()));
         unused.map(|(name, _)| name).collect()
     }
 

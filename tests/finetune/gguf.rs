@@ -100,10 +100,8 @@ fn metadata(architecture: &str, config: &DecoderConfig) -> Vec<(String, Value)> 
 /// Writes a file of these tensors, each of the type that `dtype` says.
 fn write(file: &Path, metadata: &[(String, Value)], tensors: &Tensors, dtype: impl Fn(&str) -> GgmlDType) {
     let metadata: Vec<(&str, &Value)> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
-    let quantized: Vec<(&str, QTensor)> = tensors
-        .iter()
-        .map(|(name, tensor)| (name.as_str(), QTensor::quantize(tensor, dtype(name)).unwrap()))
-        .collect();
+    let quantized: Vec<(&str, QTensor)> =
+        tensors.iter().map(|(name, tensor)| (name.as_str(), QTensor::quantize(tensor, dtype(name)).unwrap())).collect();
     let quantized: Vec<(&str, &QTensor)> = quantized.iter().map(|(name, tensor)| (*name, tensor)).collect();
     gguf_file::write(&mut std::fs::File::create(file).unwrap(), &metadata, &quantized).unwrap();
 }
@@ -151,7 +149,8 @@ fn a_file_of_f32_has_the_description_and_the_weights_of_its_model() {
             for (parameter, shape) in read.config().parameters().unwrap() {
                 let (got, want) = (whole(&read, &parameter, &shape), whole(&plain, &parameter, &shape));
                 // 1 was added to Gemma's norms in f32.
-                let most = if architecture.starts_with("gemma") && parameter.ends_with("norm.weight") { 2e-7 } else { 0.0 };
+                let most =
+                    if architecture.starts_with("gemma") && parameter.ends_with("norm.weight") { 2e-7 } else { 0.0 };
                 let far = got.iter().zip(&want).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
                 assert!(far <= most && got.len() == want.len(), "{model}: {parameter} differs by {far}");
             }
@@ -167,7 +166,8 @@ fn parts_are_those_of_the_whole_in_every_format() {
         "tie_word_embeddings": true,
     });
     let config = DecoderConfig::from_hugging_face(&config).unwrap();
-    let numbers = |len: usize, seed: usize| (0..len).map(move |i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1000.0 - 1.0);
+    let numbers =
+        |len: usize, seed: usize| (0..len).map(move |i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1000.0 - 1.0);
     let parameters = config.parameters().unwrap();
     let weights: Tensors = parameters
         .iter()
@@ -210,7 +210,10 @@ fn parts_are_those_of_the_whole_in_every_format() {
                 None => back,
             };
             assert!(got == crate::fixtures::values(&back), "{dtype:?}: {parameter}");
-            let far = got.iter().zip(crate::fixtures::values(&weights[parameter])).fold(0f32, |m, (a, b)| m.max((a - b).abs()));
+            let far = got
+                .iter()
+                .zip(crate::fixtures::values(&weights[parameter]))
+                .fold(0f32, |m, (a, b)| m.max((a - b).abs()));
             assert!(far <= accuracy, "{dtype:?}: {parameter} differs by {far}");
             let len = got.len();
             for range in [0..1, len - 1..len, len / 3..2 * len / 3, len / 2 - 7..len / 2 + 300, 5..5] {

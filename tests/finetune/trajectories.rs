@@ -22,7 +22,8 @@ struct Run {
 }
 
 fn batches() -> Vec<Tensor> {
-    let all: Vec<Vec<Vec<u32>>> = serde_json::from_value(record("trajectories/batches.json")["input_ids"].clone()).unwrap();
+    let all: Vec<Vec<Vec<u32>>> =
+        serde_json::from_value(record("trajectories/batches.json")["input_ids"].clone()).unwrap();
     all.into_iter().map(|rows| Tensor::new(rows, &Device::Cpu).unwrap()).collect()
 }
 
