@@ -13,8 +13,8 @@ mod peak_memory;
 
 use candle_core::{DType, Device, Tensor, Var, WithDType};
 use candle_zero::nn::{
-    Activation, Then, WeightLayout, causal_attention, embedding, gelu_tanh, layer_norm, linear, linear_cross_entropy,
-    linear_then, rms_norm,
+    Activation, Attend, Sequences, Then, WeightLayout, causal_attention, embedding, fused_attention, gelu_tanh,
+    layer_norm, linear, linear_cross_entropy, linear_then, rms_norm,
 };
 use candle_zero::precision::{Flat, Ints, Nf4Scales, Packing};
 use divan::Bencher;
@@ -231,6 +231,20 @@ fn run_attention<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_back
     let products = if with_backward { 7 } else { 2 };
     let bencher = bencher.counter(ItemsCount::new(product * products));
     measure(bencher, with_backward, [sizes.hidden::<T>(3 * sizes.width)], |[qkv]| causal_attention(qkv, sizes.heads));
+}
+
+/// Of one row of 2048 positions and four heads of 64: what is seen of it, and scores that are bound.
+#[divan::bench(types = [f32, bf16], args = ["all", "bound", "window of 256", "eight sequences"], sample_size = 1, max_time = 0.5)]
+fn attention_that_sees<T: WithDType>(bencher: Bencher<'_, '_>, what: &str) {
+    let attend = match what {
+        "bound" => Attend { soft_cap: Some(50.0), ..Attend::default() },
+        "window of 256" => Attend { window: Some(256), ..Attend::default() },
+        _ => Attend::default(),
+    };
+    let packed = Sequences::from_lengths(&[vec![256; 8]], 2048).unwrap();
+    let packed = (what == "eight sequences").then_some(packed);
+    let qkv = [numbers::<T>(&[1, 2048, 3 * 256])];
+    measure(bencher, true, qkv, |[qkv]| fused_attention(qkv, 4, &attend, packed.as_ref()));
 }
 
 fn run_head<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: bool) {

@@ -65,7 +65,7 @@ fn power_of_2(shifted: f32) -> f32 {
 pub(crate) const TANH_BOUND: f32 = 7.905_311;
 /// tanh(x) is x p(x^2) / q(x^2): the coefficients of p and of q, highest power first (Eigen's).
 pub(crate) const TANH_ABOVE: [f32; 7] =
-    [-2.760_768_5e-16, 2.000_187_9e-13, -8.604_672e-11, 5.122_297e-8, 1.485_722_4e-5, 6.372_619_3e-4, 4.893_524_6e-3];
+    [-2.760_768_5e-16, 2.000_188e-13, -8.604_672e-11, 5.122_297e-8, 1.485_722_4e-5, 6.372_619_3e-4, 4.893_524_6e-3];
 pub(crate) const TANH_BELOW: [f32; 4] = [1.198_258_4e-6, 1.185_347_1e-4, 2.268_434_6e-3, 4.893_525e-3];
 
 /// tanh(x), to 6e-7 of the result.
@@ -118,15 +118,8 @@ fn normal(x: f32) -> f32 {
 pub fn erf(x: f32) -> f32 {
     let x = between(x, 4.0);
     let x2 = x * x;
-    let above = [
-        -2.726_142_3e-10,
-        2.770_681_4e-8,
-        -2.101_024e-6,
-        -5.692_506_4e-5,
-        -7.349_906e-4,
-        -2.954_599_8e-3,
-        -1.609_603_3e-2,
-    ];
+    let above =
+        [-2.726_142_3e-10, 2.770_681_4e-8, -2.101_024e-6, -5.692_506_4e-5, -7.349_906e-4, -2.954_6e-3, -1.609_603_3e-2];
     let below = [-1.456_607_2e-5, -2.133_740_6e-4, -1.682_827e-3, -7.373_329e-3, -1.426_473_9e-2];
     let y = x * polynomial(&above, x2) / polynomial(&below, x2);
     let y = if x <= -4.0 { -1.0 } else { y };

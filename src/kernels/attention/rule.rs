@@ -73,7 +73,7 @@ impl Rule<'_> {
     }
 
     /// The factor that takes the numbers of a tile to powers of 2, once a cap, if there is one, has been applied to them.
-    pub(super) fn to_powers(&self) -> (f32, Option<Cap>) {
+    pub(super) fn to_powers(self) -> (f32, Option<Cap>) {
         match self.soft_cap {
             Some(cap) => (1.0, Some(Cap { inner: self.scale / cap, outer: cap * LOG2_E })),
             None => (self.scale * LOG2_E, None),
