@@ -80,6 +80,9 @@ pub enum Error {
     /// Training.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// Fine-tuning: a model's folder, its tokenizer and template, data.
+    #[error(transparent)]
+    Finetune(#[from] FinetuneError),
     /// The kernels cannot run as the environment says.
     #[error(transparent)]
     Kernel(#[from] KernelError),
@@ -89,9 +92,6 @@ pub enum Error {
     /// Training data.
     #[error(transparent)]
     Data(#[from] DataError),
-    /// Fine-tuning.
-    #[error(transparent)]
-    Finetune(#[from] FinetuneError),
     /// A monitor or the timeline.
     #[error(transparent)]
     Monitor(#[from] MonitorError),

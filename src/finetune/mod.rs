@@ -1,12 +1,31 @@
-//! Fine-tuning: from a model's folder to an engine's parameters.
+//! Fine-tuning of published models.
+//!
+//! ```text
+//! conversation -> rendered text with spans -> ids with targets
+//! ```
 //!
 //! | step | type |
 //! |---|---|
 //! | a model's folder or GGUF file: its description, and its weights by name | [`Base`] |
+//! | tokenizer.json and the special tokens of a model's folder | [`Tokenizer`] |
+//! | the model's chat template, and where the assistant speaks in its text | [`Template`], [`Conversation`] |
+//! | ids, and which of them are to be predicted | [`Sample`] |
 
 mod base;
+mod conversation;
 pub(crate) mod error;
 mod gguf;
 mod gguf_config;
+mod python;
+mod sample;
+mod spans;
+mod strftime;
+mod template;
+mod tokenizer;
 
 pub use base::Base;
+pub use conversation::Conversation;
+pub use sample::Sample;
+pub use spans::Rendered;
+pub use template::Template;
+pub use tokenizer::{Encoded, SpecialTokens, TextStream, Tokenizer};

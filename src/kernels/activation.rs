@@ -36,7 +36,11 @@ macro_rules! with_function {
 ///
 /// Panics if the lengths differ; so do all functions here.
 pub fn forward<E: Element>(function: Activation, x: &[E], y: &mut [E]) {
-    with_function!(function, (value, _slope) => map(x, y, value));
+    match function {
+        Activation::GeluTanh => map_in_steps(x, y, math::gelu_tanh_odds, math::gated_by_odds),
+        Activation::Silu => map_in_steps(x, y, math::silu_odds, math::gated_by_odds),
+        Activation::Gelu => map(x, y, math::gelu),
+    }
 }
 
 /// dx = dy f'(x).
@@ -135,6 +139,27 @@ fn map<E: Element>(x: &[E], y: &mut [E], f: impl Fn(f32) -> f32 + Sync) {
             y,
             #[inline(always)]
             |[x]| f(x)
+        ));
+    });
+}
+
+/// y = second(x, first(x)).
+fn map_in_steps<E: Element>(
+    x: &[E],
+    y: &mut [E],
+    first: impl Fn(f32) -> f32 + Sync,
+    second: impl Fn(f32, f32) -> f32 + Sync,
+) {
+    assert_eq!(x.len(), y.len(), "elements of an activation");
+    for_each_part(x.len().div_ceil(CHUNK), Chunks::new(y, CHUNK), |i, y| {
+        let x = &x[i * CHUNK..][..y.len()];
+        vectorized!(wide::map_in_steps(
+            x,
+            y,
+            #[inline(always)]
+            |x| first(x),
+            #[inline(always)]
+            |x, between| second(x, between),
         ));
     });
 }

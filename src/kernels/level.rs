@@ -18,7 +18,7 @@ pub(crate) enum Level {
     /// Vectors of eight f32, with the fused multiply-add (in products) and the conversions of f16 that come with them.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// Vectors of sixteen f32; products of bf16 use its bf16 instructions where the CPU has them.
+    /// Vectors of sixteen f32; products of bf16 use its bf16 instructions where the CPU has fast ones.
     #[cfg(target_arch = "x86_64")]
     Avx512,
     /// Vectors of four f32, with the fused multiply-add in products.

@@ -129,19 +129,37 @@ pub fn erf(x: f32) -> f32 {
 /// x sigmoid(x).
 #[inline(always)]
 pub fn silu(x: f32) -> f32 {
-    x / (1.0 + odds(silu_exponent(x), INFINITE))
+    gated_by_odds(x, silu_odds(x))
+}
+
+/// The first step of [`silu`]; [`gated_by_odds`] is the second.
+#[inline(always)]
+pub(crate) fn silu_odds(x: f32) -> f32 {
+    exponent_of_odds(silu_exponent(x), INFINITE)
 }
 
 /// The derivative of [`silu`].
 #[inline(always)]
 pub fn silu_slope(x: f32) -> f32 {
-    slope_of_gated(x, odds(silu_exponent(x), FINITE), 1.0)
+    slope_of_gated(x, odds(exponent_of_odds(silu_exponent(x), FINITE)), 1.0)
 }
 
 /// 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), GELU by its tanh approximation (Hendrycks and Gimpel 2016).
 #[inline(always)]
 pub fn gelu_tanh(x: f32) -> f32 {
-    x / (1.0 + odds(gelu_exponent(x), INFINITE))
+    gated_by_odds(x, gelu_tanh_odds(x))
+}
+
+/// The first step of [`gelu_tanh`]; [`gated_by_odds`] is the second.
+#[inline(always)]
+pub(crate) fn gelu_tanh_odds(x: f32) -> f32 {
+    exponent_of_odds(gelu_exponent(x), INFINITE)
+}
+
+/// x / (1 + 2^t), for a t within the bounds of [`exponent_of_odds`].
+#[inline(always)]
+pub(crate) fn gated_by_odds(x: f32, t: f32) -> f32 {
+    x / (1.0 + odds(t))
 }
 
 /// The derivative of [`gelu_tanh`].
@@ -151,7 +169,7 @@ pub fn gelu_tanh_slope(x: f32) -> f32 {
     let x = if x < -100.0 { -100.0 } else { x };
     let x = if x > 100.0 { 100.0 } else { x };
     let inner = 2.0 * GELU_SCALE + 6.0 * GELU_SCALE * GELU_CUBIC * (x * x);
-    slope_of_gated(x, odds(gelu_exponent(x), FINITE), inner)
+    slope_of_gated(x, odds(exponent_of_odds(gelu_exponent(x), FINITE)), inner)
 }
 
 /// The derivative of x / (1 + exp(-u)) for a function u of x, given odds = exp(-u), [`FINITE`], and the derivative of u.
@@ -176,17 +194,23 @@ fn gelu_exponent(x: f32) -> f32 {
     x * (LINEAR + CUBIC * (x * x))
 }
 
-/// Bounds of [`odds`]: from 2^127.5 on they are infinite, or they stay so small that their products are finite.
+/// Bounds of [`exponent_of_odds`]: from 2^127.5 on they are infinite, or they stay so small that their products are finite.
 const INFINITE: f32 = 128.0;
 const FINITE: f32 = 99.0;
 
-/// 2^t, at most 2^`high`, to be added to 1: within a few units in the last place, as t itself is no better. Where it
-/// would be a denormal number, with which processors compute slowly, it is not, and adds nothing all the same.
+/// t, but at most `high`, and so large that 2^t is no denormal number: processors compute slowly with these, and what is
+/// there instead adds nothing to 1 either.
 #[inline(always)]
-fn odds(t: f32, high: f32) -> f32 {
+fn exponent_of_odds(t: f32, high: f32) -> f32 {
     // Written so that nan passes both.
     let t = if t < -126.0 { -126.0 } else { t };
-    let t = if t > high { high } else { t };
+    if t > high { high } else { t }
+}
+
+/// 2^t, for a t within the bounds of [`exponent_of_odds`], to be added to 1: within a few units in the last place, as t
+/// itself is no better.
+#[inline(always)]
+fn odds(t: f32) -> f32 {
     // t = n + f with |f| <= 1/2, exactly.
     let shifted = t + ROUND_TO_EXPONENT;
     let f = t - (shifted - ROUND_TO_EXPONENT);

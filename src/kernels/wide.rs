@@ -65,6 +65,50 @@ pub(crate) fn map_long<E: Element, const N: usize>(inputs: [&[E]; N], y: &mut [E
     if E::KIND == Kind::F32 { compute(inputs, y, f) } else { map_in_blocks(inputs, y, f) }
 }
 
+/// `y[i] = second(x[i], first(x[i]))`, for slices of one length: two loops, because the chain of both is so long that the
+/// processor would have few elements under way.
+#[inline(always)]
+pub(crate) fn map_in_steps<E: Element>(
+    x: &[E],
+    y: &mut [E],
+    first: impl Fn(f32) -> f32,
+    second: impl Fn(f32, f32) -> f32,
+) {
+    assert_eq!(x.len(), y.len(), "slices of one length");
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<BLOCK>(), y.as_chunks_mut::<BLOCK>());
+    let mut room = [[0f32; BLOCK]; 3];
+    for (x, y) in x.iter().zip(y) {
+        block_in_steps(x, y, &mut room, &first, &second);
+    }
+    block_in_steps(x_rest, y_rest, &mut room, &first, &second);
+}
+
+/// [`map_in_steps`] of at most a block, whose length the compiler sees where it is a whole one.
+#[inline(always)]
+fn block_in_steps<E: Element>(
+    x: &[E],
+    y: &mut [E],
+    room: &mut [[f32; BLOCK]; 3],
+    first: &impl Fn(f32) -> f32,
+    second: &impl Fn(f32, f32) -> f32,
+) {
+    let [wide, between, after] = room.each_mut().map(|room| &mut room[..y.len()]);
+    let x = as_f32(x, wide);
+    for (between, x) in between.iter_mut().zip(x) {
+        *between = first(*x);
+    }
+    if E::KIND == Kind::F32 {
+        for ((y, x), between) in y.iter_mut().zip(x).zip(&*between) {
+            *y = put(second(*x, *between));
+        }
+    } else {
+        for ((after, x), between) in after.iter_mut().zip(x).zip(&*between) {
+            *after = second(*x, *between);
+        }
+        narrow(after, y);
+    }
+}
+
 /// `y[i] = f(y[i], the inputs' elements i)`, for slices of one length.
 #[inline(always)]
 pub(crate) fn update<I: Element, E: Element, const N: usize>(

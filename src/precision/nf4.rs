@@ -156,9 +156,9 @@ impl Loop for Unpack<'_> {
         let Self { scales, src, mut dst } = self;
         match scales {
             Nf4Scales::Bf16 => {
-                for (i, record) in src.chunks_exact(2 + CODES).enumerate() {
-                    let scale = half::bf16::from_le_bytes([record[0], record[1]]).to_f32();
-                    unpack_block(&record[2..], scale, &mut dst, i);
+                for (i, [low, high, codes @ ..]) in src.as_chunks::<{ 2 + CODES }>().0.iter().enumerate() {
+                    let scale = half::bf16::from_le_bytes([*low, *high]).to_f32();
+                    unpack_block(codes, scale, &mut dst, i);
                 }
             }
             Nf4Scales::DoubleQuantized => {
@@ -168,7 +168,7 @@ impl Loop for Unpack<'_> {
                     let (nested, codes) = rest.split_at(blocks);
                     let float = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().unwrap_or_default());
                     let (mean, scale) = (float(&head[..4]), float(&head[4..]));
-                    for (b, codes) in codes.chunks_exact(CODES).enumerate() {
+                    for (b, codes) in codes.as_chunks::<CODES>().0.iter().enumerate() {
                         let scale = SCALES.value(nested[b]) * scale + mean;
                         unpack_block(codes, scale, &mut dst, i * NESTED + b);
                     }
@@ -209,14 +209,29 @@ fn pack_block(values: &[f32], largest: f32, codes: &mut [u8]) {
 
 /// Writes block `i` of `dst`.
 #[inline(always)]
-fn unpack_block(codes: &[u8], scale: f32, dst: &mut FlatMut<'_>, i: usize) {
-    let mut values = [[0f32; 2]; CODES];
-    for (pair, byte) in values.iter_mut().zip(codes) {
-        *pair = PAIRS[usize::from(*byte)];
-    }
-    let values = values.as_flattened_mut();
-    values.iter_mut().for_each(|x| *x *= scale);
+fn unpack_block(codes: &[u8; CODES], scale: f32, dst: &mut FlatMut<'_>, i: usize) {
     let range = i * BLOCK..dst.len().min((i + 1) * BLOCK);
     let len = range.len();
-    narrow(dst.reborrow().slice(range), &values[..len]);
+    let mut room = [0f32; BLOCK];
+    match dst.reborrow().slice(range) {
+        FlatMut::F32(values) if len == BLOCK => {
+            scaled_levels(codes, scale, values.first_chunk_mut().unwrap_or(&mut room))
+        }
+        dst => {
+            scaled_levels(codes, scale, &mut room);
+            narrow(dst, &room[..len]);
+        }
+    }
+}
+
+/// The elements of a block. With these lengths in sight the compiler looks all of them up before it multiplies.
+#[inline(always)]
+fn scaled_levels(codes: &[u8; CODES], scale: f32, values: &mut [f32; BLOCK]) {
+    let mut levels = [[0f32; 2]; CODES];
+    for (pair, byte) in levels.iter_mut().zip(codes) {
+        *pair = PAIRS[usize::from(*byte)];
+    }
+    for (x, level) in values.iter_mut().zip(levels.as_flattened()) {
+        *x = level * scale;
+    }
 }

@@ -9,8 +9,8 @@
 //! number of threads.
 //!
 //! Everything is written once, over the vectors of a level of SIMD and the words that its products take
-//! ([`tiles::Tiles`]); [`Path::of`] says which one a level takes. bf16 elements are multiplied in pairs with AVX512_BF16,
-//! everything else in f32, to which elements are widened when they are packed.
+//! ([`tiles::Tiles`]); [`Method::of`] says which one a level takes. bf16 elements are multiplied in pairs where a
+//! processor's AVX512_BF16 is fast, everything else in f32, to which elements are widened when they are packed.
 
 mod backward;
 mod cached;
@@ -33,81 +33,13 @@ pub use strided::{Rows, RowsMut};
 
 use crate::kernels::count;
 use crate::kernels::element::Element;
-#[cfg(target_arch = "x86_64")]
-use crate::kernels::element::Kind;
 use crate::kernels::par::{Chunks, Parts, for_each, for_each_part};
-use crate::kernels::simd::{Level, level};
-#[cfg(target_arch = "x86_64")]
-use crate::kernels::vector::Pairs;
-use crate::kernels::vector::{self, OfElements, Single};
+use crate::kernels::simd::level;
+use crate::kernels::vector::{Method, OfElements, with_words_of};
 use backward::Given;
 use rule::{Place, Span};
 use scratch::SCRATCH;
 use tiles::Tiles;
-
-/// The ways to compute a tile.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Path {
-    Portable,
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-    /// Words of two bf16.
-    #[cfg(target_arch = "x86_64")]
-    Avx512Bf16,
-    #[cfg(target_arch = "aarch64")]
-    Neon,
-}
-
-impl Path {
-    /// The path of a level that this processor has, for elements `E`.
-    fn of<E: Element>(level: Level) -> Self {
-        match level {
-            Level::Portable => Self::Portable,
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => Self::Avx2,
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx512 if E::KIND == Kind::BF16 && is_x86_feature_detected!("avx512bf16") => Self::Avx512Bf16,
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => Self::Avx512,
-            #[cfg(target_arch = "aarch64")]
-            Level::Neon => Self::Neon,
-        }
-    }
-}
-
-/// Runs `$body` with `$Tiles` as the tiles of `$path`.
-macro_rules! with_tiles {
-    ($path:expr, $Tiles:ident => $body:expr) => {
-        match $path {
-            Path::Portable => {
-                type $Tiles = Single<vector::Portable>;
-                $body
-            }
-            #[cfg(target_arch = "x86_64")]
-            Path::Avx2 => {
-                type $Tiles = Single<vector::Avx2>;
-                $body
-            }
-            #[cfg(target_arch = "x86_64")]
-            Path::Avx512 => {
-                type $Tiles = Single<vector::Avx512>;
-                $body
-            }
-            #[cfg(target_arch = "x86_64")]
-            Path::Avx512Bf16 => {
-                type $Tiles = Pairs;
-                $body
-            }
-            #[cfg(target_arch = "aarch64")]
-            Path::Neon => {
-                type $Tiles = Single<vector::Neon>;
-                $body
-            }
-        }
-    };
-}
 
 /// out = softmax(scale q k^T, of the keys that `rule` lets a query see) v.
 ///
@@ -119,7 +51,7 @@ macro_rules! with_tiles {
 pub fn forward<E: Element>(h: &Heads, rule: &Rule<'_>, [q, k, v]: [Rows<'_, E>; 3], out: &mut [E], lse: &mut [f32]) {
     // Scores, and their sum of values.
     count::add([2, rule.pairs(h), h.head]);
-    forward_on(Path::of::<E>(level()), (h, rule), [q, k, v], out, lse);
+    forward_on(Method::of::<E>(level()), (h, rule), [q, k, v], out, lse);
 }
 
 /// The gradients of [`forward()`]'s inputs, overwriting `dq`, `dk` and `dv`.
@@ -140,11 +72,11 @@ pub fn backward<E: Element>(
     count::add([5, rule.pairs(h), h.head]);
     let spans = rule.spans(h);
     let whole = whole_groups(h, spans.len(), rayon::current_num_threads());
-    backward_on(Path::of::<E>(level()), (h, rule), &given, (&spans, whole), gradients);
+    backward_on(Method::of::<E>(level()), (h, rule), &given, (&spans, whole), gradients);
 }
 
 fn forward_on<E: Element>(
-    path: Path,
+    path: Method,
     (h, rule): (&Heads, &Rule<'_>),
     [q, k, v]: [Rows<'_, E>; 3],
     out: &mut [E],
@@ -164,7 +96,7 @@ fn forward_on<E: Element>(
         let [k, v] = [k, v].map(|rows| rows.of(span.first, head / h.group(), h.head));
         SCRATCH.with_borrow_mut(|scratch| {
             // SAFETY: the processor has the level of the path; spans do not overlap, and each head of each is taken once.
-            with_tiles!(path, T => unsafe {
+            with_words_of!(path, T => unsafe {
                 let (out, lse) = (out.take_some(span, head, 1), lse.take_some(span, head, 1));
                 forward::one_head::<T, E>((&of_sequence, rule), [q, k, v], out, lse, scratch)
             });
@@ -180,7 +112,7 @@ fn whole_groups(h: &Heads, sequences: usize, threads: usize) -> usize {
 }
 
 fn backward_on<E: Element>(
-    path: Path,
+    path: Method,
     of: (&Heads, &Rule<'_>),
     given: &Given<'_, E>,
     parts: (&[Span], usize),
@@ -189,7 +121,7 @@ fn backward_on<E: Element>(
     of.0.check(given.out.len(), given.lse.len());
     of.0.check(given.dout.len(), given.lse.len());
     if !given.out.is_empty() {
-        with_tiles!(path, T => backward_with::<T, E>(of, given, parts, gradients));
+        with_words_of!(path, T => backward_with::<T, E>(of, given, parts, gradients));
     }
 }
 

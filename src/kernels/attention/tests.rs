@@ -4,14 +4,6 @@ use super::*;
 use crate::kernels::wide::{get, put};
 use half::{bf16, f16};
 
-/// The paths that compute elements `E` here, the portable one always among them.
-fn paths<E: Element>() -> Vec<Path> {
-    let mut paths: Vec<Path> = Level::available().map(Path::of::<E>).collect();
-    // bf16 without its instructions.
-    paths.extend(Level::available().map(Path::of::<f32>).filter(|path| !paths.contains(path)).collect::<Vec<_>>());
-    paths
-}
-
 fn numbers<E: Element>(n: usize, seed: u32, range: f32) -> Vec<E> {
     let mix = |i: u32| (i ^ seed.wrapping_mul(0x9e37_79b9)).wrapping_mul(2_654_435_761).rotate_left(13);
     let unit = |i: u32| (mix(mix(i)).wrapping_mul(2_246_822_519) >> 8) as f32 / (1 << 23) as f32 - 1.0;
@@ -65,13 +57,13 @@ impl<E: Element> Case<E> {
         [0..q, q..q + k, q + k..q + 2 * k]
     }
 
-    fn run(&self, path: Path) -> (Vec<E>, Vec<f32>, Vec<E>) {
+    fn run(&self, path: Method) -> (Vec<E>, Vec<f32>, Vec<E>) {
         let sequences = self.rule().spans(&self.h).len();
         self.run_with(path, whole_groups(&self.h, sequences, rayon::current_num_threads()))
     }
 
     /// With so many key heads whose backward is one task.
-    fn run_with(&self, path: Path, whole: usize) -> (Vec<E>, Vec<f32>, Vec<E>) {
+    fn run_with(&self, path: Method, whole: usize) -> (Vec<E>, Vec<f32>, Vec<E>) {
         let (h, rule) = (&self.h, &self.rule());
         let qkv = || self.columns().map(|c| Rows::new(&self.qkv[c.start..], self.stride()));
         let mut out = vec![E::default(); self.dout.len()];
@@ -179,7 +171,7 @@ fn results_and_gradients_are_those_of_the_formulas<E: Element>(accuracy: f64) {
         for (rule, starts) in rules(&h) {
             let case = Case::<E>::ruled(h, rule, starts);
             let (out, lse, grad) = case.reference();
-            for path in paths::<E>() {
+            for path in Method::available::<E>() {
                 let got = case.run(path);
                 let errors = (difference(&got.0, &out), difference(&got.1, &lse), difference(&got.2, &grad));
                 let bounded = errors.0 <= accuracy && errors.1 <= 2e-6 && errors.2 <= 2.0 * accuracy;
@@ -209,7 +201,7 @@ fn results_have_the_same_bits_for_any_number_of_threads() {
     let h = Heads { batch: 2, time: 150, heads: 4, kv_heads: 2, head: 48 };
     for (rule, starts) in rules(&h) {
         let case = Case::<bf16>::ruled(h, rule, starts);
-        for path in paths::<bf16>() {
+        for path in Method::available::<bf16>() {
             let results = [1, 2, 3, 5].map(|threads| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
                 pool.install(|| case.run(path))
@@ -225,7 +217,7 @@ fn a_groups_gradients_have_the_same_bits_in_one_task_and_in_one_for_each_head() 
         let h = Heads { batch: 2, time: 150, heads: 6, kv_heads: 2, head: 40 };
         for starts in [None, Some(vec![vec![0, 100], vec![0, 1, 20]])] {
             let case = Case::<E>::ruled(h, Rule::causal(40), starts);
-            for path in paths::<E>() {
+            for path in Method::available::<E>() {
                 let results = [0, 1, 3, 4].map(|whole| case.run_with(path, whole));
                 assert!(results.iter().all(|r| r.2 == results[0].2), "{path:?}");
             }
@@ -251,7 +243,7 @@ fn a_rows_result_does_not_depend_on_later_rows_or_other_sequences() {
     let h = Heads { batch: 2, time: 150, heads: 2, kv_heads: 2, head: 40 };
     for (rule, starts) in rules(&h).into_iter().filter(|(rule, starts)| !rule.bidirectional && starts.is_none()) {
         let case = Case::<f32>::ruled(h, rule, starts);
-        for path in paths::<f32>() {
+        for path in Method::available::<f32>() {
             let whole = case.run(path).0;
             for time in [1, 17, 64, 70, 149] {
                 assert_eq!(case.part(0, time).run(path).0, whole[..time * 80], "{time} {path:?} {rule:?}");
@@ -283,7 +275,7 @@ fn a_packed_sequence_has_the_bits_of_the_sequence_alone_whatever_is_beside_it() 
             // A sequence that is no number spoils no other.
             let stride = case.stride();
             case.qkv[4 * stride..][..10 * stride].fill(put(f32::NAN));
-            for path in paths::<E>() {
+            for path in Method::available::<E>() {
                 let all = case.run(path);
                 for span in case.rule().spans(&h).into_iter().filter(|span| span.first != 4) {
                     let alone = case.part(span.first, span.len).run(path);
@@ -303,7 +295,7 @@ fn a_packed_sequence_has_the_bits_of_the_sequence_alone_whatever_is_beside_it() 
 #[test]
 fn a_window_as_long_as_the_row_changes_no_bit() {
     let h = Heads { batch: 1, time: 150, heads: 2, kv_heads: 1, head: 40 };
-    for path in paths::<f32>() {
+    for path in Method::available::<f32>() {
         let plain = Case::<f32>::new(h).run(path);
         for window in [150, usize::MAX] {
             let rule = Rule { window: Some(window), ..Rule::causal(40) };
@@ -318,7 +310,7 @@ fn nan_before_the_window_is_not_seen() {
     let mut case = Case::<f32>::ruled(h, Rule { window: Some(8), ..Rule::causal(16) }, None);
     let stride = case.stride();
     case.qkv[20 * stride + 16] = f32::NAN;
-    for path in paths::<f32>() {
+    for path in Method::available::<f32>() {
         let (out, lse, _) = case.run(path);
         for t in 0..128 {
             let sees = (20..28).contains(&t);
@@ -333,7 +325,7 @@ fn nan_stays_in_the_rows_that_see_it() {
     let mut case = Case::<f32>::new(Heads { batch: 1, time: 128, heads: 1, kv_heads: 1, head: 16 });
     let stride = case.stride();
     case.qkv[64 * stride + 16] = f32::NAN;
-    for path in paths::<f32>() {
+    for path in Method::available::<f32>() {
         let (out, lse, _) = case.run(path);
         assert!(out[..64 * 16].iter().chain(&lse[..64]).all(|x| x.is_finite()), "{path:?}");
         assert!(out[64 * 16..].iter().all(|x| x.is_nan()), "{path:?}");
@@ -346,7 +338,7 @@ fn scores_far_apart_neither_overflow_nor_vanish() {
     let mut case = Case::<f32>::new(Heads { batch: 1, time: 100, heads: 2, kv_heads: 1, head: 16 });
     case.qkv.iter_mut().for_each(|x| *x *= 10.0);
     let (out, lse, grad) = case.reference();
-    for path in paths::<f32>() {
+    for path in Method::available::<f32>() {
         let got = case.run(path);
         let errors = (difference(&got.0, &out), difference(&got.1, &lse), difference(&got.2, &grad));
         assert!(errors.0 <= 1e-3 && errors.1 <= 1e-6 && errors.2 <= 1e-3, "{path:?}: {errors:?}");

@@ -384,72 +384,95 @@ impl<E: Element, C: Element> Part<'_, E, C> {
     /// those of the blocks before, so that each element's products are summed in the order of [`Part::compute`].
     fn stream<W: Word<E> + Kernels>(&self, rows: Range<usize>, cols: Range<usize>, panels: Panels) {
         let width = panels.vectors() * W::LANES;
-        // Where columns are contiguous, a panel is read to its end.
-        let together = if self.b.inner_stride == 1 { 1 } else { panels.count() };
-        let mut piece = Piece([0.0; MOST_PIECE]);
-        with_words(2 * rows.len() * width, |sums| {
-            let of_block = sums.wrapping_add(rows.len() * width);
-            for group in turns(0..panels.count(), together) {
-                for block in 0..self.blocks.count {
-                    let steps = self.blocks.piece(block);
-                    let into = if block == 0 { sums } else { of_block };
-                    for turn in turns(steps.clone(), STEPS_AHEAD) {
-                        let start = if turn.start == steps.start { Start::Zero } else { Start::Continue };
-                        for (vector, vectors) in group.clone().map(|panel| panels.get(panel)) {
-                            let (col, to) = (cols.start + vector * W::LANES, piece.0.as_mut_ptr());
-                            let packs = rows.len() > direct::ROWS;
-                            if packs {
-                                // SAFETY: the processor has the instructions; a piece has room for a turn of a panel.
-                                unsafe { self.b.pack_columns::<W>(col, vectors, turn.start, turn.len(), to) };
-                            }
-                            let mut row = rows.start;
-                            while row < rows.end {
-                                let n_rows = kernel::rows::<W>(rows.end - row);
-                                let a = self.words_of_a::<W>(row, turn.start);
-                                let into = into.wrapping_add((row - rows.start) * width + vector * W::LANES);
-                                // SAFETY: the processor has the instructions; the operands exist, or are packed; there is
-                                // room for the sums of all rows and vectors.
-                                unsafe {
-                                    if packs {
-                                        kernel::select::<W>(n_rows, vectors)(turn.len(), a, to, into, width, start);
-                                    } else {
-                                        let (columns, steps) = ((col, vectors), (turn.start, turn.len()));
-                                        direct::multiply::<W, E>(
-                                            n_rows, a, &self.b, columns, steps, into, width, start,
-                                        );
-                                    }
-                                }
-                                row += n_rows;
-                            }
-                        }
-                    }
-                    if block > 0 {
-                        let (last, vectors) = panels.get(group.end - 1);
-                        let columns = panels.get(group.start).0 * W::LANES..(last + vectors) * W::LANES;
-                        for row in 0..rows.len() {
-                            for at in columns.clone().map(|column| row * width + column) {
-                                // SAFETY: sums of this task's.
-                                unsafe { *sums.add(at) += *of_block.add(at) };
-                            }
+        // Where columns are contiguous, a panel is read to its end, many steps of it at a time.
+        let (together, turn) = if self.b.inner_stride == 1 { (1, PIECE_STEPS) } else { (panels.count(), STEPS_AHEAD) };
+        let packs = rows.len() > direct::ROWS;
+        with_words(if packs { turn * W::COLS } else { 0 }, |piece| {
+            with_words(2 * rows.len() * width, |sums| {
+                let few =
+                    Few { rows: rows.clone(), col: cols.start, panels, piece: packs.then_some(piece), turn, width };
+                let of_block = sums.wrapping_add(rows.len() * width);
+                for group in turns(0..panels.count(), together) {
+                    for block in 0..self.blocks.count {
+                        let into = if block == 0 { sums } else { of_block };
+                        self.stream_block::<W>(&few, group.clone(), self.blocks.piece(block), into);
+                        if block > 0 {
+                            few.add_block::<W>(group.clone(), sums, of_block);
                         }
                     }
                 }
-            }
-            let place =
-                Place { row: self.rows.start + rows.start, rows: rows.len(), col: cols.start, cols: cols.len() };
-            // SAFETY: the processor has the instructions; the sums have whole vectors, and these elements of the result
-            // are this task's alone.
-            unsafe { finish::<W::V, C>(self.sink, place, sums, width) };
+                let place =
+                    Place { row: self.rows.start + rows.start, rows: rows.len(), col: cols.start, cols: cols.len() };
+                // SAFETY: the processor has the instructions; the sums have whole vectors, and these elements of the
+                // result are this task's alone.
+                unsafe { finish::<W::V, C>(self.sink, place, sums, width) };
+            });
         });
+    }
+
+    /// The sums of some panels for a block of steps.
+    fn stream_block<W: Word<E> + Kernels>(&self, few: &Few, group: Range<usize>, steps: Range<usize>, sums: *mut f32) {
+        for turn in turns(steps.clone(), few.turn) {
+            let start = if turn.start == steps.start { Start::Zero } else { Start::Continue };
+            for (vector, vectors) in group.clone().map(|panel| few.panels.get(panel)) {
+                let col = few.col + vector * W::LANES;
+                if let Some(piece) = few.piece {
+                    // SAFETY: the processor has the instructions; a piece has room for a turn of a panel.
+                    unsafe { self.b.pack_columns::<W>(col, vectors, turn.start, turn.len(), piece) };
+                }
+                let mut row = few.rows.start;
+                while row < few.rows.end {
+                    let n_rows = kernel::rows::<W>(few.rows.end - row);
+                    let a = self.words_of_a::<W>(row, turn.start);
+                    let sums = sums.wrapping_add((row - few.rows.start) * few.width + vector * W::LANES);
+                    // SAFETY: the processor has the instructions; the operands exist, or are packed; there is room for
+                    // the sums of all rows and vectors.
+                    unsafe {
+                        if let Some(piece) = few.piece {
+                            kernel::select::<W>(n_rows, vectors)(turn.len(), a, piece, sums, few.width, start);
+                        } else {
+                            let (columns, steps) = ((col, vectors), (turn.start, turn.len()));
+                            direct::multiply::<W, E>(n_rows, a, &self.b, columns, steps, sums, few.width, start);
+                        }
+                    }
+                    row += n_rows;
+                }
+            }
+        }
     }
 }
 
-/// The most words that a turn of a panel packs, of any arithmetic.
-const MOST_PIECE: usize = 48 * STEPS_AHEAD;
+/// A task of few rows.
+struct Few {
+    rows: Range<usize>,
+    /// The first of its columns, and their panels.
+    col: usize,
+    panels: Panels,
+    /// Room for a turn of a panel, if `b` is packed.
+    piece: Option<*mut f32>,
+    /// Steps of a turn.
+    turn: usize,
+    /// Words of a row of sums.
+    width: usize,
+}
 
-/// Packed words, on the stack.
-#[repr(align(64))]
-struct Piece([f32; MOST_PIECE]);
+impl Few {
+    /// Adds the sums of a block to those of the blocks before, for some panels.
+    fn add_block<W: Arithmetic>(&self, group: Range<usize>, sums: *mut f32, of_block: *const f32) {
+        let (last, vectors) = self.panels.get(group.end - 1);
+        let columns = self.panels.get(group.start).0 * W::LANES..(last + vectors) * W::LANES;
+        for row in 0..self.rows.len() {
+            for at in columns.clone().map(|column| row * self.width + column) {
+                // SAFETY: sums of this task's.
+                unsafe { *sums.add(at) += *of_block.add(at) };
+            }
+        }
+    }
+}
+
+/// Steps that are packed together where few rows are multiplied with columns that are contiguous: so many that the sums are
+/// seldom loaded and stored, and what is packed stays in the first-level cache.
+const PIECE_STEPS: usize = 128;
 
 /// A range in pieces of at most `most`, in order.
 fn turns(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {

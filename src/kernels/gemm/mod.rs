@@ -5,8 +5,8 @@
 //!
 //! Operands are packed into the order in which a register-blocked microkernel reads them. The product is written once,
 //! over an [`Arithmetic`](arithmetic::Arithmetic): vectors, and how a word of `a` is multiplied with those of `b`.
-//! [`Method::of`] says which one a level of SIMD takes. With AVX512_BF16 bf16 operands stay in bf16 and are multiplied
-//! in pairs (`vdpbf16ps`, which takes denormal operands and results as 0).
+//! [`Method::of`] says which one a level of SIMD takes. Where a processor's AVX512_BF16 is faster than its f32, bf16
+//! operands stay in bf16 and are multiplied in pairs (`vdpbf16ps`, which takes denormal operands and results as 0).
 
 mod arithmetic;
 mod blocked;
@@ -26,12 +26,8 @@ pub use matrix::{Matrix, MatrixMut};
 
 use crate::kernels::count;
 use crate::kernels::element::Element;
-#[cfg(target_arch = "x86_64")]
-use crate::kernels::element::Kind;
-use crate::kernels::simd::{Level, level};
-#[cfg(target_arch = "x86_64")]
-use crate::kernels::vector::Pairs;
-use crate::kernels::vector::{self, Single};
+use crate::kernels::simd::level;
+use crate::kernels::vector::{Method, with_words_of};
 use epilogue::Sink;
 
 /// `c = epilogue(a b)`, for `a` of `[m, k]` and `b` of `[k, n]`.
@@ -48,38 +44,6 @@ pub fn gemm<E: Element, C: Element>(
     gemm_by(Method::of::<E>(level()), c, a, b, epilogue);
 }
 
-/// A way to compute the sums.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Method {
-    Portable,
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-    /// Words of two bf16.
-    #[cfg(target_arch = "x86_64")]
-    Avx512Bf16,
-    #[cfg(target_arch = "aarch64")]
-    Neon,
-}
-
-impl Method {
-    /// The method of a level, for operands of a dtype.
-    fn of<E: Element>(level: Level) -> Self {
-        match level {
-            Level::Portable => Self::Portable,
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => Self::Avx2,
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx512 if E::KIND == Kind::BF16 && is_x86_feature_detected!("avx512bf16") => Self::Avx512Bf16,
-            #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => Self::Avx512,
-            #[cfg(target_arch = "aarch64")]
-            Level::Neon => Self::Neon,
-        }
-    }
-}
-
 fn gemm_by<E: Element, C: Element>(
     method: Method,
     c: MatrixMut<'_, C>,
@@ -93,17 +57,7 @@ fn gemm_by<E: Element, C: Element>(
     if a.rows() == 0 || b.cols() == 0 {
         return;
     }
-    match method {
-        Method::Portable => blocked::gemm::<Single<vector::Portable>, E, C>(&sink, a, b),
-        #[cfg(target_arch = "x86_64")]
-        Method::Avx2 => blocked::gemm::<Single<vector::Avx2>, E, C>(&sink, a, b),
-        #[cfg(target_arch = "x86_64")]
-        Method::Avx512 => blocked::gemm::<Single<vector::Avx512>, E, C>(&sink, a, b),
-        #[cfg(target_arch = "x86_64")]
-        Method::Avx512Bf16 => blocked::gemm::<Pairs, E, C>(&sink, a, b),
-        #[cfg(target_arch = "aarch64")]
-        Method::Neon => blocked::gemm::<Single<vector::Neon>, E, C>(&sink, a, b),
-    }
+    with_words_of!(method, W => blocked::gemm::<W, E, C>(&sink, a, b));
 }
 
 #[cfg(test)]

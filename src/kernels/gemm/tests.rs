@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::kernels::math;
+use crate::kernels::simd::Level;
 use half::{bf16, f16};
 
 fn numbers<E: Element>(n: usize, seed: u32) -> Vec<E> {
@@ -21,16 +22,6 @@ fn wide<E: Element>(values: &[E]) -> Vec<f32> {
     let mut out = vec![0.0; values.len()];
     E::widen(values, &mut out);
     out
-}
-
-fn methods<E: Element>() -> Vec<Method> {
-    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut, reason = "each level has one method"))]
-    let mut methods: Vec<Method> = Level::available().map(Method::of::<E>).collect();
-    #[cfg(target_arch = "x86_64")]
-    if methods.contains(&Method::Avx512Bf16) {
-        methods.push(Method::Avx512);
-    }
-    methods
 }
 
 #[test]
@@ -115,7 +106,7 @@ const SHAPES: [(usize, usize, usize); 16] = [
 ];
 
 fn check_shapes<E: Element, C: Element>() {
-    for method in methods::<E>() {
+    for method in Method::available::<E>() {
         for (m, n, k) in SHAPES {
             for layout in 0..8 {
                 let (ta, tb, gap) = (layout & 1 > 0, layout & 2 > 0, if layout & 4 > 0 { 3 } else { 0 });
@@ -163,7 +154,7 @@ fn operands_that_are_packed_in_several_regions_give_the_right_product() {
     let (m, n, k) = (700, 5, 2048);
     let (a, b) = (Stored::<f32>::new(m, k, 0, true, 1), Stored::<f32>::new(k, n, 0, false, 2));
     let want = reference(a.view(), b.view());
-    for method in methods::<f32>() {
+    for method in Method::available::<f32>() {
         let mut got = vec![0f32; m * n];
         gemm_by(method, MatrixMut::new(&mut got, m, n), a.view(), b.view(), Epilogue::default());
         assert!(got.iter().zip(&want).all(|(got, want)| (f64::from(*got) - want).abs() < 1e-4), "{method:?}");
@@ -234,7 +225,7 @@ fn products_with_neon_have_the_bits_of_a_fused_loop() {
 #[test]
 fn what_a_thread_keeps_for_the_next_product_is_bounded() {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool");
-    for method in methods::<f32>() {
+    for method in Method::available::<f32>() {
         for (m, n, k) in [(300, 300, 300), (1500, 700, 900), (700, 300, 2049)] {
             let (a, b) = (Stored::<f32>::new(m, k, 0, true, 1), Stored::<f32>::new(k, n, 0, true, 2));
             let mut c = vec![0f32; m * n];
@@ -249,7 +240,7 @@ fn what_a_thread_keeps_for_the_next_product_is_bounded() {
 }
 
 fn check_epilogues<E: Element>() {
-    for method in methods::<E>() {
+    for method in Method::available::<E>() {
         for (m, n, k) in [(5, 70, 33), (13, 48, 1200), (9, 17, 40)] {
             for case in 0..64usize {
                 let flag = |bit: usize| case >> bit & 1 > 0;
@@ -309,7 +300,7 @@ fn the_epilogue_is_applied_to_the_sums_in_f32() {
 }
 
 fn check_rows<E: Element>() {
-    for method in methods::<E>() {
+    for method in Method::available::<E>() {
         for (n, k) in [(1, 700), (5, 40), (64, 64), (256, 768), (300, 1025)] {
             let a = numbers::<E>(200 * k, 3);
             for transposed in [false, true] {
@@ -339,7 +330,7 @@ fn a_row_has_the_same_bits_whatever_the_number_of_rows() {
 #[test]
 fn the_bits_do_not_depend_on_the_number_of_threads() {
     let pool = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
-    for method in methods::<bf16>() {
+    for method in Method::available::<bf16>() {
         let (m, n, k) = (300, 1500, 1201);
         let (a, b) = (Stored::<bf16>::new(m, k, 0, true, 1), Stored::<bf16>::new(k, n, 0, true, 2));
         let product = |threads| {

@@ -1,6 +1,6 @@
 //! Vectors of eight f32, with AVX2, FMA and F16C.
 
-use super::{Square, Vector, copy_in, exp2_of_rest};
+use super::{Square, Vector, add_each_product, copy_in, exp2_of_rest};
 use crate::kernels::element::{Element, Kind};
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -95,9 +95,7 @@ impl Vector for Avx2 {
             if let ([x, y, z], [p, q, r]) = (&mut sums[..], &b[..]) {
                 return add_three_products([&mut x.0, &mut y.0, &mut z.0], a.0, [p.0, q.0, r.0]);
             }
-            for (sum, &b) in sums.iter_mut().zip(b) {
-                *sum = a.mul_add(b, *sum);
-            }
+            add_each_product(sums, a, b);
         }
     }
 

@@ -7,6 +7,7 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod method;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
@@ -16,6 +17,7 @@ mod words;
 pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx512::{Avx512, Avx512Bf16};
+pub(crate) use method::{Method, with_words_of};
 #[cfg(target_arch = "aarch64")]
 pub(crate) use neon::Neon;
 pub(crate) use portable::Portable;
@@ -103,12 +105,7 @@ pub(crate) trait Vector: Copy {
     #[inline(always)]
     unsafe fn add_products<const N: usize>(sums: &mut [Self; N], a: *const f32, b: &[Self; N]) {
         // SAFETY: as the caller promises.
-        unsafe {
-            let a = Self::splat(a.read_unaligned());
-            for (sum, &b) in sums.iter_mut().zip(b) {
-                *sum = a.mul_add(b, *sum);
-            }
-        }
+        unsafe { add_each_product(sums, Self::splat(a.read_unaligned()), b) }
     }
 
     /// Zeros.
@@ -116,6 +113,18 @@ pub(crate) trait Vector: Copy {
     unsafe fn zero() -> Self {
         // SAFETY: as the caller promises.
         unsafe { Self::splat(0.0) }
+    }
+}
+
+/// Adds to each sum its product, one after the other.
+///
+/// # Safety
+/// Inside of [`Vector::with`].
+#[inline(always)]
+unsafe fn add_each_product<V: Vector, const N: usize>(sums: &mut [V; N], a: V, b: &[V; N]) {
+    for (sum, &b) in sums.iter_mut().zip(b) {
+        // SAFETY: as the caller promises.
+        *sum = unsafe { a.mul_add(b, *sum) };
     }
 }
 

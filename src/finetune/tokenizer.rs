@@ -1,0 +1,246 @@
+//! A model's tokenizer.json, with the special tokens of its configuration.
+
+use super::error::FinetuneError;
+use crate::error::{Error, Result};
+use crate::files;
+use serde_json::{Map, Value};
+use std::path::Path;
+use tokenizers::PostProcessorWrapper;
+
+/// The most bytes of a tokenizer's file.
+const MOST_BYTES: u64 = 1 << 30;
+
+/// A tokenizer, as a model's folder holds it.
+///
+/// Text is encoded without tokens added around it, for a chat template has written them; a special token's text becomes
+/// that token wherever it stands, as in transformers.
+#[derive(Debug, Clone)]
+pub struct Tokenizer {
+    /// Without what comes after encoding: truncation, padding, added tokens, offsets that leave out white space.
+    inner: tokenizers::Tokenizer,
+    tokens: SpecialTokens,
+    /// What the tokenizer itself adds before and after a text: BOS, or `[CLS]` and `[SEP]`.
+    around: (Vec<u32>, Vec<u32>),
+    fingerprint: u64,
+}
+
+/// The ids of a text, and the bytes that each stands for.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Encoded {
+    /// The tokens.
+    pub ids: Vec<u32>,
+    /// Start and end of each token in the bytes of the text as it was given, also under a normalizer.
+    pub offsets: Vec<(usize, usize)>,
+}
+
+/// Names and texts of the special tokens of tokenizer_config.json and special_tokens_map.json (`bos_token`, ...).
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SpecialTokens {
+    named: Vec<(String, String)>,
+}
+
+impl SpecialTokens {
+    /// The tokens that a tokenizer_config.json or special_tokens_map.json names, the first object that has a name.
+    fn of(objects: &[&Map<String, Value>]) -> Self {
+        let mut named: Vec<(String, String)> = vec![];
+        for (key, value) in objects.iter().flat_map(|object| object.iter()) {
+            let is_new = || named.iter().all(|(name, _)| name != key);
+            let text = value.as_str().or_else(|| value.get("content")?.as_str());
+            if let Some(text) = text.filter(|_| key.ends_with("_token") && is_new()) {
+                named.push((key.clone(), text.into()));
+            }
+        }
+        named.sort();
+        Self { named }
+    }
+
+    /// Tokens by their names (`bos_token`, ...).
+    pub fn new<N: Into<String>, T: Into<String>>(named: impl IntoIterator<Item = (N, T)>) -> Self {
+        Self { named: named.into_iter().map(|(name, text)| (name.into(), text.into())).collect() }
+    }
+
+    /// The text of the token `name`.
+    pub fn get(&self, name: &str) -> Option<&str> {
+        self.named.iter().find(|(key, _)| key == name).map(|(_, text)| text.as_str())
+    }
+
+    /// All of them, by name.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.named.iter().map(|(name, text)| (name.as_str(), text.as_str()))
+    }
+}
+
+impl Tokenizer {
+    /// Reads tokenizer.json, and tokenizer_config.json and special_tokens_map.json where they are there, of `folder`.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`FinetuneError::TokenizerFile`]; [`FinetuneError::UnknownSpecialToken`] for a BOS, EOS or padding
+    /// token that tokenizer.json does not have.
+    pub fn open(folder: impl AsRef<Path>) -> Result<Self> {
+        let folder = folder.as_ref();
+        let path = folder.join("tokenizer.json");
+        let bytes = files::read(&path, MOST_BYTES).map_err(|source| Error::Io {
+            action: "read",
+            path: path.clone(),
+            source,
+        })?;
+        let wrong = |reason: String| FinetuneError::TokenizerFile { path: path.clone(), reason };
+        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| wrong(e.to_string()))?;
+        let config = object(&folder.join("tokenizer_config.json"))?;
+        let map = object(&folder.join("special_tokens_map.json"))?;
+        let tokens = SpecialTokens::of(&[&config, &map]);
+        for name in ["bos_token", "eos_token", "pad_token"] {
+            if let Some(token) = tokens.get(name).filter(|token| inner.token_to_id(token).is_none()) {
+                return Err(FinetuneError::UnknownSpecialToken { name: name.into(), token: token.into() }.into());
+            }
+        }
+        inner.with_padding(None).with_truncation(None).map_err(|e| wrong(e.to_string()))?;
+        let mut around = added_around(&inner).map_err(|e| wrong(e.to_string()))?;
+        inner.with_post_processor(None::<PostProcessorWrapper>);
+        let id = |name: &str| tokens.get(name).and_then(|token| inner.token_to_id(token));
+        let asks = |key: &str| config.get(key).and_then(Value::as_bool);
+        around.0 = with_token(around.0, id("bos_token"), asks("add_bos_token"));
+        around.1 = with_token(around.1, id("eos_token"), asks("add_eos_token"));
+        let fingerprint = twox_hash::XxHash3_64::oneshot(&bytes);
+        Ok(Self { inner, tokens, around, fingerprint })
+    }
+
+    /// The ids of `text` and the bytes that they stand for, without tokens added around it.
+    ///
+    /// # Errors
+    /// [`FinetuneError::Encode`].
+    pub fn encode(&self, text: &str) -> Result<Encoded> {
+        let wrong = |e: tokenizers::Error| FinetuneError::Encode { bytes: text.len(), reason: e.to_string() };
+        let encoding = self.inner.encode(text, false).map_err(wrong)?;
+        Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets: encoding.get_offsets().to_vec() })
+    }
+
+    /// The text of `ids`.
+    ///
+    /// # Errors
+    /// [`FinetuneError::Decode`].
+    pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
+        let wrong = |e: tokenizers::Error| FinetuneError::Decode { reason: e.to_string() };
+        Ok(self.inner.decode(ids, skip_special_tokens).map_err(wrong)?)
+    }
+
+    /// Decodes token by token.
+    pub fn stream(&self, skip_special_tokens: bool) -> TextStream<'_> {
+        TextStream { tokenizer: self, skip_special_tokens, ids: vec![], printed: 0 }
+    }
+
+    /// The named special tokens.
+    pub fn special_tokens(&self) -> &SpecialTokens {
+        &self.tokens
+    }
+
+    /// The id of the special token `name` (`eos_token`, ...).
+    pub fn special_id(&self, name: &str) -> Option<u32> {
+        self.tokens.get(name).and_then(|token| self.id(token))
+    }
+
+    /// The id of a token's text.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// What the tokenizer itself adds before and after a text that no chat template has written.
+    pub fn around(&self) -> (&[u32], &[u32]) {
+        (&self.around.0, &self.around.1)
+    }
+
+    /// One more than the largest id.
+    pub fn vocab_size(&self) -> usize {
+        let added = self.inner.get_added_tokens_decoder().into_keys().max().map_or(0, |id| id as usize + 1);
+        added.max(self.inner.get_vocab_size(false))
+    }
+
+    /// The texts of all tokens that are marked as special.
+    pub(super) fn special_texts(&self) -> Vec<String> {
+        let added = self.inner.get_added_tokens_decoder().into_values();
+        let mut texts: Vec<String> = added.filter(|token| token.special).map(|token| token.content).collect();
+        texts.extend(self.tokens.iter().map(|(_, text)| text.to_string()));
+        texts.sort();
+        texts.dedup();
+        texts
+    }
+
+    /// A number that changes with tokenizer.json.
+    pub fn fingerprint(&self) -> u64 {
+        self.fingerprint
+    }
+}
+
+/// What a tokenizer adds before and after a text.
+fn added_around(inner: &tokenizers::Tokenizer) -> tokenizers::Result<(Vec<u32>, Vec<u32>)> {
+    let (bare, whole) = (inner.encode("a", false)?, inner.encode("a", true)?);
+    let (bare, whole) = (bare.get_ids(), whole.get_ids());
+    let at = (0..whole.len()).find(|at| !bare.is_empty() && whole[*at..].starts_with(bare));
+    Ok(at.map_or((vec![], vec![]), |at| (whole[..at].to_vec(), whole[at + bare.len()..].to_vec())))
+}
+
+/// `tokens` with or without `token`, where the configuration asks for one of them.
+fn with_token(tokens: Vec<u32>, token: Option<u32>, asked: Option<bool>) -> Vec<u32> {
+    match (token, asked) {
+        (Some(token), Some(true)) if !tokens.contains(&token) => vec![token],
+        (Some(token), Some(false)) => tokens.into_iter().filter(|id| *id != token).collect(),
+        _ => tokens,
+    }
+}
+
+/// A JSON object; an empty one where there is no file.
+pub(super) fn object(path: &Path) -> Result<Map<String, Value>> {
+    let bytes = match files::read(path, MOST_BYTES) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Map::new()),
+        read => read.map_err(|source| Error::Io { action: "read", path: path.into(), source })?,
+    };
+    let wrong = |e: serde_json::Error| FinetuneError::TokenizerFile { path: path.into(), reason: e.to_string() };
+    Ok(serde_json::from_slice(&bytes).map_err(wrong)?)
+}
+
+/// Text as its tokens arrive: what is not yet whole UTF-8 is held back.
+#[derive(Debug)]
+pub struct TextStream<'a> {
+    tokenizer: &'a Tokenizer,
+    skip_special_tokens: bool,
+    /// The last tokens whose text was given, which those after them are decoded with, and those held back.
+    ids: Vec<u32>,
+    /// How many of them were given.
+    printed: usize,
+}
+
+impl TextStream<'_> {
+    /// What can be said after token `id`; nothing while a character is not complete.
+    ///
+    /// # Errors
+    /// [`FinetuneError::Decode`].
+    pub fn push(&mut self, id: u32) -> Result<String> {
+        self.ids.push(id);
+        let text = self.unprinted()?;
+        if text.is_empty() || text.ends_with(char::REPLACEMENT_CHARACTER) {
+            return Ok(String::new());
+        }
+        self.ids.drain(..self.printed);
+        self.printed = self.ids.len();
+        Ok(text)
+    }
+
+    /// What was held back: characters that never became complete stand as U+FFFD.
+    ///
+    /// # Errors
+    /// [`FinetuneError::Decode`].
+    pub fn finish(mut self) -> Result<String> {
+        let text = self.unprinted()?;
+        self.ids.clear();
+        Ok(text)
+    }
+
+    fn unprinted(&self) -> Result<String> {
+        let before = self.tokenizer.decode(&self.ids[..self.printed], self.skip_special_tokens)?;
+        let mut all = self.tokenizer.decode(&self.ids, self.skip_special_tokens)?;
+        // Decoders change what they wrote only at its end, where a character was not complete.
+        let at = before.len().min(all.len());
+        let at = (0..=at).rev().find(|at| all.is_char_boundary(*at)).unwrap_or(0);
+        Ok(all.split_off(at))
+    }
+}
