@@ -37,9 +37,15 @@ macro_rules! with_function {
 /// Panics if the lengths differ; so do all functions here.
 pub fn forward<E: Element>(function: Activation, x: &[E], y: &mut [E]) {
     match function {
-        Activation::GeluTanh => map_in_steps(x, y, math::gelu_tanh_odds, math::gated_by_odds),
-        Activation::Silu => map_in_steps(x, y, math::silu_odds, math::gated_by_odds),
-        Activation::Gelu => map(x, y, math::gelu),
+        Activation::GeluTanh => map(x, y, math::gelu_tanh_odds, math::gated_by_odds),
+        Activation::Gelu => map(
+            x,
+            y,
+            math::normal,
+            #[inline(always)]
+            |x, below| x * below,
+        ),
+        Activation::Silu => map(x, y, math::silu_odds, math::gated_by_odds),
     }
 }
 
@@ -126,41 +132,17 @@ pub fn scaled<E: Element>(x: &[E], factor: f64, y: &mut [E]) {
         y,
         #[inline(always)]
         |x| x * factor,
+        #[inline(always)]
+        |_, product| product,
     );
 }
 
-/// y = f(x).
-fn map<E: Element>(x: &[E], y: &mut [E], f: impl Fn(f32) -> f32 + Sync) {
-    assert_eq!(x.len(), y.len(), "elements of an activation");
-    for_each_part(x.len().div_ceil(CHUNK), Chunks::new(y, CHUNK), |i, y| {
-        let x = &x[i * CHUNK..][..y.len()];
-        vectorized!(wide::map_long(
-            [x],
-            y,
-            #[inline(always)]
-            |[x]| f(x)
-        ));
-    });
-}
-
 /// y = second(x, first(x)).
-fn map_in_steps<E: Element>(
-    x: &[E],
-    y: &mut [E],
-    first: impl Fn(f32) -> f32 + Sync,
-    second: impl Fn(f32, f32) -> f32 + Sync,
-) {
+fn map<E: Element>(x: &[E], y: &mut [E], first: impl Fn(f32) -> f32 + Sync, second: impl Fn(f32, f32) -> f32 + Sync) {
     assert_eq!(x.len(), y.len(), "elements of an activation");
     for_each_part(x.len().div_ceil(CHUNK), Chunks::new(y, CHUNK), |i, y| {
         let x = &x[i * CHUNK..][..y.len()];
-        vectorized!(wide::map_in_steps(
-            x,
-            y,
-            #[inline(always)]
-            |x| first(x),
-            #[inline(always)]
-            |x, between| second(x, between),
-        ));
+        vectorized!(wide::map_in_steps(x, y, &first, &second));
     });
 }
 

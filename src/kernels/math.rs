@@ -109,7 +109,7 @@ pub fn gelu_slope(x: f32) -> f32 {
 
 /// The part of a normal distribution that lies below x: (1 + erf(x / sqrt(2))) / 2, to 2e-7.
 #[inline(always)]
-fn normal(x: f32) -> f32 {
+pub(crate) fn normal(x: f32) -> f32 {
     0.5 + 0.5 * erf(x * std::f32::consts::FRAC_1_SQRT_2)
 }
 

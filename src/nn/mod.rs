@@ -25,6 +25,7 @@
 //! what a layer kept as soon as the layer has been differentiated.
 
 mod activation;
+mod attend;
 mod attention;
 mod autocast;
 mod batch_norm;
@@ -42,6 +43,7 @@ mod lora;
 mod lora_config;
 pub(crate) mod low_rank;
 mod norm;
+mod norm_options;
 mod product;
 mod projection;
 mod rotary;
@@ -50,7 +52,8 @@ mod sum;
 mod wide;
 
 pub use activation::{gelu, gelu_gated, gelu_tanh, scaled, silu, swiglu};
-pub use attention::{Attend, attention, causal_attention, fused_attention, grouped_attention};
+pub use attend::Attend;
+pub use attention::{attention, causal_attention, fused_attention, grouped_attention};
 pub use batch_norm::{SyncBatchNorm, sync_batch_norm};
 pub use columns::columns;
 pub use cross_entropy::{
@@ -64,7 +67,8 @@ pub use linear::{Conv1D, Linear, linear, linear_then};
 pub use linear_options::{Activation, Then, WeightLayout};
 pub use lora::without_adapters;
 pub use lora_config::{LoraConfig, LoraTargets, is_adapter};
-pub use norm::{LayerNorm, RmsNorm, RmsNormOptions, layer_norm, rms_norm, rms_norm_with};
+pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_with};
+pub use norm_options::RmsNormOptions;
 pub use projection::{Projection, ProjectionOptions};
 pub use rotary::Rotary;
 pub use sequences::Sequences;

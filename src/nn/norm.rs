@@ -4,7 +4,7 @@
 use crate::graph::{Inputs, can_remake};
 use crate::kernels::element::Element as _;
 use crate::kernels::{buffer, norm};
-use crate::nn::composed;
+use crate::nn::{RmsNormOptions, composed};
 use crate::tensor::element::{Element, with_element, with_elements};
 use candle_core::{DType, Error, Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder, init};
@@ -61,24 +61,6 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 /// A weight of another length or dtype.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     rms_norm_with(x, weight, RmsNormOptions { eps, ..RmsNormOptions::default() })
-}
-
-/// How an [`RmsNorm`] computes. Default: as Llama's, with an eps of 1e-5.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RmsNormOptions {
-    /// Added to the mean square.
-    pub eps: f64,
-    /// The factor is 1 + weight rather than weight, and the weight of a new layer starts at 0: Gemma's norms.
-    pub plus_one: bool,
-    /// x `[.., heads * width]` is normalized head by head, with one weight `[width]` for all: the norms of queries and
-    /// keys.
-    pub by_head: bool,
-}
-
-impl Default for RmsNormOptions {
-    fn default() -> Self {
-        Self { eps: 1e-5, plus_one: false, by_head: false }
-    }
 }
 
 /// [`rms_norm`] with options.
