@@ -2,8 +2,10 @@
 //! read, whatever stands under their names.
 
 mod lock;
+mod new_folder;
 
 pub(crate) use lock::{FolderLock, LOCK, owner as lock_owner};
+pub(crate) use new_folder::{NewFolder, free_folder};
 
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io::{Error, ErrorKind, Read as _, Result, Write as _};

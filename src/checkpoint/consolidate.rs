@@ -13,14 +13,10 @@ use super::buffers::SavedBuffer;
 use super::hugging_face::{Description, describe};
 use super::load::Checkpoint;
 use super::manifest::Parameter;
+use super::model_files::{Entry, write_json, write_model_files};
 use crate::error::{CheckpointError, Error, Result};
-use crate::files::{folder_of, sync_folder};
+use crate::files::{NewFolder, free_folder};
 use crate::zero::share::WEIGHTS;
-use serde_json::{Map, Value, json};
-use std::fs::{File, Permissions};
-use std::io::{BufWriter, Result as IoResult, Write};
-use std::ops::Range;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 /// Elements that are in memory at a time.
@@ -141,70 +137,23 @@ pub fn consolidate(
     let out = &absent_or_empty(out)?;
     settings.check(checkpoint)?;
     let described = settings.describe(checkpoint);
-    let beside = begin(out).map_err(wrong("create"))?;
+    let folder = NewFolder::beside(out).map_err(wrong("create"))?;
     let mut count = Count { written: 0, tell };
     let params = saved(checkpoint);
-    let writing = Writer { checkpoint, params, folder: beside.path(), settings, described: &described };
+    let writing = Writer { checkpoint, params, folder: folder.path(), settings, described: &described };
     let files = writing.all(&mut count)?;
     let bytes = count.written;
-    finish(beside, out).map_err(wrong("write"))?;
+    folder.finish().map_err(wrong("write"))?;
     Ok(Consolidated { files, bytes, without_config: described.config.err() })
 }
 
 /// The folder that `out` means, if it can be written to.
 pub(crate) fn absent_or_empty(out: &Path) -> Result<PathBuf> {
     let wrong = |source| Error::Io { action: "read", path: out.to_owned(), source };
-    // What a link names is replaced, not the link.
-    let out = if out.exists() { out.canonicalize().map_err(wrong)? } else { out.to_owned() };
-    let problem = match std::fs::read_dir(&out) {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(out),
-        Ok(mut entries) => match entries.next() {
-            None => return Ok(out),
-            Some(_) => "files are written into a folder that is absent or empty, and it has files",
-        },
-        Err(e) if e.kind() == std::io::ErrorKind::NotADirectory => {
-            "files are written into a folder that is absent or empty, and it is a file"
-        }
-        Err(source) => return Err(wrong(source)),
-    };
-    Err(CheckpointError::Unusable { path: out, problem: format!("{problem}; give another folder") }.into())
-}
-
-/// A folder beside `out`, as readable as any new one.
-fn begin(out: &Path) -> IoResult<tempfile::TempDir> {
-    let parent = folder_of(out);
-    std::fs::create_dir_all(parent)?;
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(".candle-zero-consolidating-").permissions(Permissions::from_mode(0o777)).tempdir_in(parent)
-}
-
-/// Brings the folder to disk and under its name, which may have an empty folder at most.
-fn finish(beside: tempfile::TempDir, out: &Path) -> IoResult<()> {
-    sync_folder(beside.path())?;
-    std::fs::rename(beside.path(), out)?;
-    // It has another name now: there is nothing to remove.
-    let _ = beside.keep();
-    sync_folder(folder_of(out))
-}
-
-/// Parameters of each file: as many as the limit allows, at least one.
-fn split(bytes: &[u64], limit: u64) -> Vec<Range<usize>> {
-    let mut files: Vec<Range<usize>> = Vec::new();
-    let mut filled = 0u64;
-    for (param, bytes) in bytes.iter().enumerate() {
-        match files.last_mut().filter(|_| filled.saturating_add(*bytes) <= limit) {
-            Some(file) => (file.end, filled) = (param + 1, filled + bytes),
-            None => {
-                files.push(param..param + 1);
-                filled = *bytes;
-            }
-        }
-    }
-    // A model without parameters has a file all the same.
-    if files.is_empty() {
-        files.push(0..0);
-    }
-    files
+    free_folder(out).map_err(wrong)?.map_err(|problem| {
+        let problem = format!("{problem}; give another folder");
+        CheckpointError::Unusable { path: out.to_owned(), problem }.into()
+    })
 }
 
 /// Numbers of the tensors that the checkpoint has: places of parameters in the manifest, of which frozen ones may have
@@ -264,92 +213,28 @@ struct Writer<'a> {
 impl Writer<'_> {
     /// Names of the files with parameters.
     fn all(&self, count: &mut Count) -> Result<Vec<String>> {
-        let bytes: Vec<u64> = self.params.iter().map(|p| self.bytes(*p)).collect();
-        let parts = split(&bytes, self.settings.max_shard_size);
-        let name = |at: usize| match parts.len() {
-            1 => "model.safetensors".to_string(),
-            n => format!("model-{:05}-of-{n:05}.safetensors", at + 1),
-        };
-        let files: Vec<String> = (0..parts.len()).map(name).collect();
-        for (file, params) in files.iter().zip(&parts) {
-            self.file(file, &self.params[params.clone()], count)?;
-        }
-        if files.len() > 1 {
-            let in_file = |(file, params): (&String, &Range<usize>)| {
-                let params = self.params[params.clone()].iter();
-                params.map(|p| (self.name(*p), Value::from(file.as_str()))).collect::<Vec<_>>()
-            };
-            let map: Map<String, Value> = files.iter().zip(&parts).flat_map(in_file).collect();
-            let index = json!({"metadata": {"total_size": bytes.iter().sum::<u64>()}, "weight_map": map});
-            self.json("model.safetensors.index.json", &index)?;
-        }
+        let entries: Vec<Entry> = self.params.iter().map(|param| self.entry(*param)).collect();
+        let files = write_model_files(self.folder, &entries, self.settings.max_shard_size, |at, put| {
+            self.parameter(self.params[at], |bytes| {
+                count.written += bytes.len() as u64;
+                (count.tell)(count.written);
+                put(bytes)
+            })
+        })?;
         if let Ok(config) = &self.described.config {
-            self.json("config.json", config)?;
+            write_json(self.folder, "config.json", config)?;
         }
         Ok(files)
     }
 
-    fn bytes(&self, param: usize) -> u64 {
-        tensor(self.checkpoint, param).bytes(self.settings.dtype)
-    }
-
-    fn name(&self, param: usize) -> String {
-        format!("{}{}", self.described.prefix, tensor(self.checkpoint, param).name())
-    }
-
-    fn json(&self, name: &str, value: &Value) -> Result<()> {
-        self.create(name, |file| writeln!(file, "{value:#}").map_err(|source| self.wrong(name, source)))
-    }
-
-    fn wrong(&self, name: &str, source: std::io::Error) -> Error {
-        Error::Io { action: "write", path: self.folder.join(name), source }
-    }
-
-    /// A new file that is on disk in the end.
-    fn create(&self, name: &str, fill: impl FnOnce(&mut BufWriter<File>) -> Result<()>) -> Result<()> {
-        let wrong = |source| self.wrong(name, source);
-        let mut file = BufWriter::new(File::create_new(self.folder.join(name)).map_err(wrong)?);
-        fill(&mut file)?;
-        file.into_inner().map_err(|e| wrong(e.into_error()))?.sync_all().map_err(wrong)
-    }
-
-    /// A safetensors file with `params`.
-    fn file(&self, name: &str, params: &[usize], count: &mut Count) -> Result<()> {
-        self.create(name, |file| {
-            let header = self.header(params);
-            let mut put = |bytes: &[u8]| file.write_all(bytes).map_err(|source| self.wrong(name, source));
-            put(&(header.len() as u64).to_le_bytes())?;
-            put(&header)?;
-            for param in params {
-                self.parameter(*param, |bytes| {
-                    count.written += bytes.len() as u64;
-                    (count.tell)(count.written);
-                    put(bytes)
-                })?;
-            }
-            Ok(())
-        })
-    }
-
-    fn header(&self, params: &[usize]) -> Vec<u8> {
-        let mut header = Map::new();
-        // transformers refuses files that do not say so.
-        header.insert("__metadata__".into(), json!({"format": "pt"}));
-        let mut end = 0;
-        for param in params {
-            let (dtype, shape) = match tensor(self.checkpoint, *param) {
-                Tensor::Parameter(p) => (self.settings.dtype.names().0.to_string(), &p.shape),
-                Tensor::Buffer(b) => (format!("{:?}", b.dtype), &b.shape),
-            };
-            let start = end;
-            end += self.bytes(*param);
-            let info = json!({"dtype": dtype, "shape": shape, "data_offsets": [start, end]});
-            header.insert(self.name(*param), info);
-        }
-        let mut header = Value::Object(header).to_string().into_bytes();
-        // The format wants the data aligned to 8 bytes; spaces are allowed there.
-        header.resize(header.len().next_multiple_of(8), b' ');
-        header
+    fn entry(&self, param: usize) -> Entry {
+        let tensor = tensor(self.checkpoint, param);
+        let (dtype, shape) = match tensor {
+            Tensor::Parameter(p) => (self.settings.dtype.names().0.to_string(), &p.shape),
+            Tensor::Buffer(b) => (format!("{:?}", b.dtype), &b.shape),
+        };
+        let name = format!("{}{}", self.described.prefix, tensor.name());
+        Entry { name, dtype, shape: shape.clone(), bytes: tensor.bytes(self.settings.dtype) }
     }
 
     /// Gives the bytes of a parameter to `take`, piece by piece; those of a buffer at once, in its own type.
@@ -368,19 +253,5 @@ impl Writer<'_> {
             take(&bytes)?;
         }
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn files_take_what_fits_and_at_least_one_parameter() {
-        assert_eq!(split(&[], 10).len(), 1);
-        assert_eq!(split(&[4, 6, 1], 10), [0..2, 2..3]);
-        assert_eq!(split(&[40, 40, 1, 1], 10), [0..1, 1..2, 2..4]);
-        assert_eq!(split(&[1, 1, 1], 1), [0..1, 1..2, 2..3]);
-        assert_eq!(split(&[3, 3, 3], u64::MAX).len(), 1);
     }
 }

@@ -29,6 +29,7 @@ mod layout;
 mod line;
 mod load;
 mod manifest;
+mod model_files;
 mod progress;
 mod rank_file;
 mod save;

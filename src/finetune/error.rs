@@ -1,6 +1,6 @@
 //! Errors of fine-tuning: of a model's folder, its tokenizer and template, of data.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Errors of fine-tuning.
 #[derive(Debug, thiserror::Error)]
@@ -161,4 +161,54 @@ pub enum FinetuneError {
         /// What is wrong.
         reason: String,
     },
+    /// A file of an adapter that cannot be used.
+    #[error("{} is not an adapter that can be used: {reason}", path.display())]
+    AdapterFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and what is allowed.
+        reason: String,
+    },
+    /// An adapter for another model.
+    #[error(
+        "the adapter {}{} is not one for this model: {tensor}: {problem}; take the model that it was trained on",
+        path.display(),
+        base.as_ref().map_or(String::new(), |base| format!(" (trained on {base})"))
+    )]
+    AdapterDoesNotFit {
+        /// The adapter's folder.
+        path: PathBuf,
+        /// The model that it was trained on, where it says so.
+        base: Option<String>,
+        /// The tensor.
+        tensor: String,
+        /// What does not fit.
+        problem: String,
+    },
+    /// A place to which nothing can be written.
+    #[error("cannot write to {}: {problem}; give another folder", path.display())]
+    Output {
+        /// The folder.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
+}
+
+impl FinetuneError {
+    /// The error about tensor `name` of shape `found` in the first file, of which the second one says another shape.
+    pub(super) fn not_as_described(
+        name: &str,
+        [file, description]: [&Path; 2],
+        found: &[usize],
+        expected: &[usize],
+    ) -> Self {
+        Self::NotAsDescribed {
+            name: name.to_owned(),
+            file: file.to_owned(),
+            found: found.to_vec(),
+            description: description.to_owned(),
+            expected: expected.to_vec(),
+        }
+    }
 }

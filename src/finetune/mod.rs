@@ -10,12 +10,17 @@
 //! | tokenizer.json and the special tokens of a model's folder | [`Tokenizer`] |
 //! | the model's chat template, and where the assistant speaks in its text | [`Template`], [`Conversation`] |
 //! | ids, and which of them are to be predicted | [`Sample`] |
+//! | low-rank adapters in PEFT's files | [`Adapter`] |
+//! | preference optimization | [`dpo_loss`] |
 
+mod adapter;
 mod base;
 mod conversation;
+mod dpo;
 pub(crate) mod error;
 mod gguf;
 mod gguf_config;
+mod peft_config;
 mod python;
 mod sample;
 mod spans;
@@ -23,8 +28,10 @@ mod strftime;
 mod template;
 mod tokenizer;
 
+pub use adapter::{Adapter, AdapterTensor};
 pub use base::Base;
 pub use conversation::Conversation;
+pub use dpo::{Dpo, dpo_loss};
 pub use sample::Sample;
 pub use spans::Rendered;
 pub use template::Template;

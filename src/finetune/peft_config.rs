@@ -1,0 +1,175 @@
+//! PEFT's `adapter_config.json`.
+
+use crate::nn::{LoraConfig, LoraTargets};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeSet;
+
+/// What this library takes from such a file, and puts into one.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct PeftConfig {
+    pub lora: LoraConfig,
+    /// The base's name.
+    pub base: Option<String>,
+}
+
+/// Settings that change what an adapter computes, or which weights it has, and are not computed with here.
+const UNKNOWN: [&str; 15] = [
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "exclude_modules",
+    "modules_to_save",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "trainable_token_indices",
+    "target_parameters",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "velora_config",
+];
+
+impl PeftConfig {
+    /// Reads a file's text; else what is wrong with it.
+    pub fn read(text: &str) -> Result<Self, String> {
+        let config: Map<String, Value> =
+            serde_json::from_str(text).map_err(|e| format!("it is no JSON object: {e}"))?;
+        let get = |key: &str| config.get(key).filter(|value| !value.is_null());
+        match get("peft_type").and_then(Value::as_str) {
+            Some("LORA") => (),
+            Some(other) => return Err(format!("peft_type is {other}; LORA is read")),
+            None => return Err("it has no peft_type; LORA is read".into()),
+        }
+        for key in UNKNOWN {
+            let is_off = |value: &Value| match value {
+                Value::Bool(on) => !on,
+                Value::Array(list) => list.is_empty(),
+                Value::Object(map) => map.is_empty(),
+                _ => false,
+            };
+            if let Some(value) = get(key).filter(|value| !is_off(value)) {
+                return Err(format!("{key} is {value}, which is not supported; train the adapter without it"));
+            }
+        }
+        if let Some(bias) = get("bias").filter(|bias| *bias != "none") {
+            return Err(format!("bias is {bias}; only \"none\" is supported"));
+        }
+        let number = |key: &str, default: Option<f64>| match get(key).map(Value::as_f64) {
+            Some(Some(number)) => Ok(number),
+            Some(None) => Err(format!("{key} is {}, which is no number", config[key])),
+            None => default.ok_or_else(|| format!("it has no {key}")),
+        };
+        let flag = |key: &str| match get(key) {
+            None => Ok(false),
+            Some(value) => value.as_bool().ok_or_else(|| format!("{key} is {value}, which is neither true nor false")),
+        };
+        let r = match get("r").and_then(Value::as_u64).and_then(|r| usize::try_from(r).ok()) {
+            Some(r) => r,
+            None => return Err(format!("r is {}; it must be a whole number", config.get("r").unwrap_or(&Value::Null))),
+        };
+        let lora = LoraConfig {
+            r,
+            alpha: number("lora_alpha", None)?,
+            dropout: number("lora_dropout", Some(0.0))? as f32,
+            targets: targets(get("target_modules"))?,
+            rslora: flag("use_rslora")?,
+            dora: flag("use_dora")?,
+        };
+        lora.validate().map_err(|e| e.to_string())?;
+        Ok(Self { lora, base: get("base_model_name_or_path").and_then(Value::as_str).map(str::to_owned) })
+    }
+
+    /// The text of a file for adapters of these projections; `is_conv1d`: whose weights are `[in, out]`. With the keys that
+    /// all versions of PEFT since 0.10 read.
+    pub fn write<'a>(&self, modules: impl IntoIterator<Item = &'a str>, is_conv1d: bool) -> String {
+        let LoraConfig { r, alpha, dropout, ref targets, rslora, dora } = self.lora;
+        let targets: BTreeSet<&str> = match targets {
+            LoraTargets::Names(names) => names.iter().map(String::as_str).collect(),
+            LoraTargets::AllLinear => modules.into_iter().filter_map(|module| module.rsplit('.').next()).collect(),
+        };
+        // PEFT has it as a whole number.
+        let alpha = if alpha.fract() == 0.0 && alpha < 1e15 { json!(alpha as u64) } else { json!(alpha) };
+        // The shortest decimal number that is this one in f32.
+        let dropout: f64 = dropout.to_string().parse().unwrap_or(f64::from(dropout));
+        let config = json!({
+            "alpha_pattern": {},
+            "auto_mapping": null,
+            "base_model_name_or_path": self.base,
+            "bias": "none",
+            "fan_in_fan_out": is_conv1d,
+            "inference_mode": true,
+            "init_lora_weights": true,
+            "layers_pattern": null,
+            "layers_to_transform": null,
+            "lora_alpha": alpha,
+            "lora_dropout": dropout,
+            "modules_to_save": null,
+            "peft_type": "LORA",
+            "r": r,
+            "rank_pattern": {},
+            "revision": null,
+            "target_modules": targets,
+            "task_type": "CAUSAL_LM",
+            "use_dora": dora,
+            "use_rslora": rslora,
+        });
+        format!("{config:#}\n")
+    }
+}
+
+fn targets(found: Option<&Value>) -> Result<LoraTargets, String> {
+    let names = |list: &Vec<Value>| list.iter().map(|name| name.as_str().map(str::to_owned)).collect();
+    match found {
+        Some(Value::String(all)) if all == "all-linear" => Ok(LoraTargets::AllLinear),
+        Some(Value::Array(list)) => match names(list) {
+            Some(names) => Ok(LoraTargets::Names(names)),
+            None => Err(format!("target_modules is {list:?}; it must be a list of names")),
+        },
+        Some(other) => Err(format!("target_modules is {other}; a list of names or \"all-linear\" is supported")),
+        None => Err("it has no target_modules; a list of names is needed".into()),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_written_configuration_is_read_again_with_the_names_of_all_targets() {
+        let lora: LoraConfig = "r=4,alpha=9,dropout=0.05,dora,targets=all-linear".parse().unwrap();
+        let config = PeftConfig { lora, base: Some("dir".into()) };
+        let modules = ["h.0.attn.c_proj", "h.0.attn.c_attn", "h.0.mlp.c_proj"];
+        let text = config.write(modules, true);
+        let value: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(value["target_modules"], json!(["c_attn", "c_proj"]));
+        assert_eq!((&value["lora_alpha"], &value["lora_dropout"]), (&json!(9), &json!(0.05)));
+        assert_eq!(value["fan_in_fan_out"], true);
+        let names = LoraTargets::Names(vec!["c_attn".into(), "c_proj".into()]);
+        let want = LoraConfig { targets: names, ..config.lora.clone() };
+        assert_eq!(PeftConfig::read(&text).unwrap(), PeftConfig { lora: want, ..config });
+    }
+
+    #[test]
+    fn configurations_that_cannot_be_computed_with_are_refused() {
+        let text = |more: Value| {
+            let mut config = json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]});
+            for (key, value) in more.as_object().unwrap() {
+                config[key] = value.clone();
+            }
+            PeftConfig::read(&config.to_string()).unwrap_err()
+        };
+        insta::assert_snapshot!(PeftConfig::read("[1]").unwrap_err(), @"it is no JSON object: invalid type: sequence, expected a map at line 1 column 0");
+        insta::assert_snapshot!(PeftConfig::read("{}").unwrap_err(), @"it has no peft_type; LORA is read");
+        insta::assert_snapshot!(text(json!({"peft_type": "IA3"})), @"peft_type is IA3; LORA is read");
+        insta::assert_snapshot!(text(json!({"r": -1})), @"r is -1; it must be a whole number");
+        insta::assert_snapshot!(text(json!({"r": 0})), @"LoRA settings: r is 0, but must be 1 to 1048576");
+        insta::assert_snapshot!(text(json!({"lora_alpha": null})), @"it has no lora_alpha");
+        insta::assert_snapshot!(text(json!({"bias": "all"})), @r#"bias is "all"; only "none" is supported"#);
+        insta::assert_snapshot!(text(json!({"modules_to_save": ["lm_head"]})), @r#"modules_to_save is ["lm_head"], which is not supported; train the adapter without it"#);
+        insta::assert_snapshot!(text(json!({"target_modules": ".*q"})), @r#"target_modules is ".*q"; a list of names or "all-linear" is supported"#);
+        insta::assert_snapshot!(text(json!({"use_dora": 1})), @"use_dora is 1, which is neither true nor false");
+    }
+}
