@@ -29,11 +29,11 @@ pub enum FinetuneError {
         /// The file of weights.
         file: PathBuf,
         /// Its shape there.
-        found: Vec<usize>,
+        found: Box<[usize]>,
         /// The file of the description.
         description: PathBuf,
         /// The shape by the description.
-        expected: Vec<usize>,
+        expected: Box<[usize]>,
     },
     /// More tokens than rows of the embedding.
     #[error(
@@ -206,9 +206,9 @@ impl FinetuneError {
         Self::NotAsDescribed {
             name: name.to_owned(),
             file: file.to_owned(),
-            found: found.to_vec(),
+            found: found.into(),
             description: description.to_owned(),
-            expected: expected.to_vec(),
+            expected: expected.into(),
         }
     }
 }

@@ -26,7 +26,10 @@ impl DecoderConfig {
 
 /// What a model asks for, without memory for it.
 #[derive(Debug, Clone, Default)]
-struct Asked(Arc<Mutex<Vec<(String, Vec<usize>)>>>);
+struct Asked(Arc<Mutex<Named>>);
+
+/// Names and shapes.
+type Named = Vec<(String, Vec<usize>)>;
 
 impl SimpleBackend for Asked {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
