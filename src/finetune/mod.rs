@@ -6,6 +6,7 @@
 //!
 //! | step | type |
 //! |---|---|
+//! | a model's folder or GGUF file: its description, and its weights by name | [`Base`] |
 //! | tokenizer.json and the special tokens of a model's folder | [`Tokenizer`] |
 //! | the model's chat template, and where the assistant speaks in its text | [`Template`], [`Conversation`] |
 //! | ids, and which of them are to be predicted | [`Sample`] |
@@ -15,11 +16,14 @@
 //! | preference optimization | [`dpo_loss`] |
 
 mod adapter;
+mod base;
 mod cache;
 mod conversation;
 mod dataset;
 mod dpo;
 pub(crate) mod error;
+mod gguf;
+mod gguf_config;
 mod pack;
 mod peft_config;
 mod python;
@@ -35,6 +39,7 @@ mod tokenizer;
 mod words;
 
 pub use adapter::{Adapter, AdapterTensor};
+pub use base::Base;
 pub use cache::SampleRef;
 pub use conversation::Conversation;
 pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task};
