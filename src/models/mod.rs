@@ -2,20 +2,30 @@
 //! continue a text ([`LanguageModel::generate`], and [`Session`] token by token).
 
 mod config;
+mod decoder;
+mod decoder_block;
+mod decoder_config;
 pub(crate) mod error;
 mod gpt;
 mod gpt_config;
+mod hugging_face;
+mod json_keys;
 mod language_model;
 mod llama;
 mod llama_config;
+mod rotary_rule;
 mod sampling;
 mod session;
 
-pub use gpt::{Gpt, GptBlock, GptLayers};
+pub use decoder::{Decoder, DecoderLayers, DecoderSizes};
+pub use decoder_block::DecoderBlock;
+pub use decoder_config::{BlockRule, DecoderConfig, Naming, NormKind};
+pub use gpt::{Gpt, GptLayers};
 pub use gpt_config::GptConfig;
 pub use language_model::{Architecture, LanguageModel};
-pub use llama::{Llama, LlamaBlock, LlamaLayers};
+pub use llama::{Llama, LlamaLayers};
 pub use llama_config::LlamaConfig;
+pub use rotary_rule::{RotaryRule, RotaryScaling};
 pub use sampling::{TokenRng, next_token};
 pub use session::Session;
 

@@ -29,6 +29,7 @@ mod attend;
 mod attention;
 mod autocast;
 mod batch_norm;
+mod columns;
 pub mod composed;
 mod cross_entropy;
 mod dropout;
@@ -54,6 +55,7 @@ pub use activation::{gelu, gelu_gated, gelu_tanh, scaled, silu, swiglu};
 pub use attend::Attend;
 pub use attention::{attention, causal_attention, fused_attention, grouped_attention};
 pub use batch_norm::{SyncBatchNorm, sync_batch_norm};
+pub use columns::columns;
 pub use cross_entropy::{
     LossOptions, cross_entropy, cross_entropy_with, linear_cross_entropy, linear_cross_entropy_with,
     linear_log_probabilities,
