@@ -24,6 +24,7 @@ mod reports;
 mod trainable;
 mod watch;
 
+pub use crate::param::InitialValues;
 pub use builder::EngineBuilder;
 
 use crate::checkpoint::{HeldFolders, Place, SaveJob};

@@ -9,7 +9,7 @@ use crate::kernels;
 use crate::monitor::{Monitor, MonitorOpener};
 use crate::offload::DiskAccess;
 use crate::optim::{LrSchedule, Optimizer, ParameterGroup, TrainableRule};
-use crate::param::{BufferRule, BufferSync, Source};
+use crate::param::{BufferRule, BufferSync, InitialValues, Source};
 use crate::precision::Packing;
 use crate::timeline::{self, Recorder};
 use candle_core::Device;
@@ -24,6 +24,7 @@ pub struct EngineBuilder {
     device: Option<Device>,
     pub(super) seed: Option<u64>,
     init_from: Option<PathBuf>,
+    initial_values: Option<Arc<dyn InitialValues>>,
     pub(super) disk_access: Option<DiskAccess>,
     pub(super) schedule: Option<Arc<dyn LrSchedule>>,
     run_values: RunValues,
@@ -75,10 +76,19 @@ impl EngineBuilder {
         self
     }
 
-    /// A safetensors file with exactly the model's parameters, instead of random ones.
+    /// Safetensors files with exactly the model's parameters, instead of random ones: a file, an index of several
+    /// (`model.safetensors.index.json`), or a folder of Hugging Face with either. Each rank reads the parts that it keeps.
     #[must_use]
     pub fn init_from(mut self, path: impl Into<PathBuf>) -> Self {
         self.init_from = Some(path.into());
+        self
+    }
+
+    /// The parameters that `values` has begin with these, the others at random. Takes precedence over
+    /// [`EngineBuilder::init_from`].
+    #[must_use]
+    pub fn initial_values(mut self, values: Arc<dyn InitialValues>) -> Self {
+        self.initial_values = Some(values);
         self
     }
 
@@ -252,9 +262,11 @@ impl EngineBuilder {
         let _call = crate::comm::calls::during("initialize");
         let engine = Config::load_for(config, comm.size(), &self.run_values).and_then(|mut config| {
             config.zero.ignore_unused_parameters |= self.ignore_unused_parameters;
-            let source = match &self.init_from {
-                Some(path) => Source::file(path)?,
-                None => Source::Random { seed: self.seed.unwrap_or(config.seed) },
+            let seed = self.seed.unwrap_or(config.seed);
+            let source = match (&self.initial_values, &self.init_from) {
+                (Some(values), _) => Source::Given { values: values.clone(), seed },
+                (None, Some(path)) => Source::files(path)?,
+                (None, None) => Source::Random { seed },
             };
             Engine::new(build, config, source, comm.clone(), device, self)
         });

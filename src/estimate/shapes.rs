@@ -1,11 +1,10 @@
 //! Names, shapes and units of a model's parameters, without the parameters.
 
 use crate::config::Config;
-use crate::error::{Error, ParamError, Result};
-use crate::files;
+use crate::error::{ParamError, Result};
 use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
 use crate::optim::{KeptModules, Weights};
-use crate::param::{Param, WeightFile};
+use crate::param::{Param, WeightFiles};
 use crate::precision::Packing;
 use crate::util::{list, matches};
 use crate::zero::core::Registered;
@@ -15,9 +14,7 @@ use crate::zero::unit::building;
 use candle_core::{DType, Device, Shape};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
-use serde_json::Value;
-use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::Ordering;
 
 /// The parameters of a model in order of registration, with their units.
@@ -78,10 +75,9 @@ impl Shapes {
     /// A file that cannot be read or is no safetensors file; no tensors.
     pub fn safetensors(path: impl AsRef<Path>, rule: &UnitRule) -> Result<Self> {
         let path = path.as_ref();
-        let mut tensors = Vec::new();
-        for file in files(path)? {
-            tensors.extend(WeightFile::open(&file)?.shapes());
-        }
+        let files = WeightFiles::open(path)?;
+        let mut tensors: Vec<_> =
+            files.tensors().map(|(name, tensor)| (name.to_owned(), tensor.shape().to_vec())).collect();
         // Numbers by their value: layer 10 comes after layer 2.
         tensors.sort_by_cached_key(|(name, _)| natural(name));
         let registry = Registry::of_shapes(DTYPE);
@@ -233,24 +229,6 @@ fn natural(name: &str) -> Vec<(u64, String)> {
     name.split('.').map(|part| part.parse().map_or((u64::MAX, part.to_string()), |n| (n, String::new()))).collect()
 }
 
-/// Bytes of an index: a line of some hundred for each tensor.
-const MAX_INDEX: u64 = 256 << 20;
-
-/// The safetensors files that `path`, one of them or an index, stands for.
-fn files(path: &Path) -> Result<Vec<PathBuf>> {
-    if path.extension().is_none_or(|extension| extension != "json") {
-        return Ok(vec![path.to_owned()]);
-    }
-    let bad = |why: &str| Error::from(ParamError::BadWeightFile { path: path.to_owned(), why: why.into() });
-    let bytes =
-        files::read(path, MAX_INDEX).map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })?;
-    let index: Value = serde_json::from_slice(&bytes).map_err(|e| bad(&format!("the index is no JSON: {e}")))?;
-    let map = index["weight_map"].as_object().ok_or_else(|| bad("an index has an object \"weight_map\""))?;
-    let names: Option<BTreeSet<&str>> = map.values().map(Value::as_str).collect();
-    let names = names.ok_or_else(|| bad("\"weight_map\" gives the name of a file for each tensor"))?;
-    Ok(names.into_iter().map(|name| files::folder_of(path).join(name)).collect())
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -265,7 +243,7 @@ mod tests {
             let shapes = Shapes::preset(name).unwrap();
             assert_eq!((shapes.num_parameters(), shapes.num_units()), (parameters, units), "{name}");
         }
-        assert!(matches!(Shapes::preset("gpt3").unwrap_err(), Error::Model(ModelError::UnknownPreset { .. })));
+        assert!(matches!(Shapes::preset("gpt3").unwrap_err(), crate::Error::Model(ModelError::UnknownPreset { .. })));
     }
 
     #[test]

@@ -1,7 +1,8 @@
-//! Activation functions over slices, computed in f32 and rounded once: GELU by its tanh approximation, SiLU, and
-//! SwiGLU.
+//! Activation functions over slices, computed in f32 and rounded once: GELU, its tanh approximation, SiLU, and what
+//! they gate.
 
 use crate::kernels::element::{Element, Kind};
+use crate::kernels::gemm::Activation;
 use crate::kernels::math;
 use crate::kernels::par::{Chunks, for_each_part};
 use crate::kernels::wide::{self, get, put, vectorized};
@@ -11,61 +12,74 @@ const CHUNK: usize = 1 << 14;
 /// Elements of 16 bits that are widened, computed and narrowed together where there are two results.
 const BLOCK: usize = 128;
 
-/// y = gelu(x) by its tanh approximation.
+/// Runs `$body` with `$value` and `$slope` as a function and its derivative.
+macro_rules! with_function {
+    ($function:expr, ($value:ident, $slope:ident) => $body:expr) => {
+        match $function {
+            Activation::GeluTanh => {
+                let ($value, $slope) = (math::gelu_tanh, math::gelu_tanh_slope);
+                $body
+            }
+            Activation::Gelu => {
+                let ($value, $slope) = (math::gelu, math::gelu_slope);
+                $body
+            }
+            Activation::Silu => {
+                let ($value, $slope) = (math::silu, math::silu_slope);
+                $body
+            }
+        }
+    };
+}
+
+/// y = f(x).
 ///
 /// Panics if the lengths differ; so do all functions here.
-pub fn gelu_tanh<E: Element>(x: &[E], y: &mut [E]) {
-    map(x, y, math::gelu_tanh);
+pub fn forward<E: Element>(function: Activation, x: &[E], y: &mut [E]) {
+    with_function!(function, (value, _slope) => map(x, y, value));
 }
 
-/// dx = dy gelu'(x).
-pub fn gelu_tanh_backward<E: Element>(x: &[E], dy: &[E], dx: &mut [E]) {
-    map2(
+/// dx = dy f'(x).
+pub fn backward<E: Element>(function: Activation, x: &[E], dy: &[E], dx: &mut [E]) {
+    with_function!(function, (_value, slope) => map2(
         x,
         dy,
         dx,
         #[inline(always)]
-        |x, dy| dy * math::gelu_tanh_slope(x),
-    );
+        |x, dy| dy * slope(x),
+    ));
 }
 
-/// y = x sigmoid(x).
-pub fn silu<E: Element>(x: &[E], y: &mut [E]) {
-    map(x, y, math::silu);
-}
-
-/// dx = dy silu'(x).
-pub fn silu_backward<E: Element>(x: &[E], dy: &[E], dx: &mut [E]) {
-    map2(
-        x,
-        dy,
-        dx,
-        #[inline(always)]
-        |x, dy| dy * math::silu_slope(x),
-    );
-}
-
-/// y = silu(gate) up, the gated activation of SwiGLU (Shazeer 2020).
-pub fn swiglu<E: Element>(gate: &[E], up: &[E], y: &mut [E]) {
-    map2(
+/// y = f(gate) up, as in SwiGLU and GeGLU (Shazeer 2020).
+pub fn gated<E: Element>(function: Activation, gate: &[E], up: &[E], y: &mut [E]) {
+    with_function!(function, (value, _slope) => map2(
         gate,
         up,
         y,
         #[inline(always)]
-        |gate, up| math::silu(gate) * up,
-    );
+        |gate, up| value(gate) * up,
+    ));
 }
 
-/// dgate = dy up silu'(gate) and dup = dy silu(gate).
-pub fn swiglu_backward<E: Element>(gate: &[E], up: &[E], dy: &[E], dgate: &mut [E], dup: &mut [E]) {
+/// dgate = dy up f'(gate) and dup = dy f(gate).
+pub fn gated_backward<E: Element>(function: Activation, inputs: [&[E]; 2], dy: &[E], dgate: &mut [E], dup: &mut [E]) {
+    with_function!(function, (value, slope) => gated_slopes_in_tasks(inputs, dy, [dgate, dup], (value, slope)));
+}
+
+fn gated_slopes_in_tasks<E: Element>(
+    [gate, up]: [&[E]; 2],
+    dy: &[E],
+    [dgate, dup]: [&mut [E]; 2],
+    function: (impl Fn(f32) -> f32 + Sync, impl Fn(f32) -> f32 + Sync),
+) {
     let n = gate.len();
-    assert_eq!([up.len(), dy.len(), dgate.len(), dup.len()], [n; 4], "elements of swiglu's gradients");
+    assert_eq!([up.len(), dy.len(), dgate.len(), dup.len()], [n; 4], "elements of a gate's gradients");
     let parts = (Chunks::new(dgate, CHUNK), Chunks::new(dup, CHUNK));
     for_each_part(n.div_ceil(CHUNK), parts, |i, (dgate, dup)| {
         let [gate, up, dy] = [gate, up, dy].map(|x| &x[i * CHUNK..][..dgate.len()]);
         vectorized!({
             if E::KIND == Kind::F32 {
-                return swiglu_slopes(gate, up, dy, dgate, dup);
+                return gated_slopes(gate, up, dy, dgate, dup, &function);
             }
             let mut room = [[0f32; BLOCK]; 5];
             for start in (0..dgate.len()).step_by(BLOCK) {
@@ -75,7 +89,7 @@ pub fn swiglu_backward<E: Element>(gate: &[E], up: &[E], dy: &[E], dgate: &mut [
                     wide::widen(&x[range.clone()], room);
                 }
                 let [gate, up, dy] = rooms;
-                swiglu_slopes(gate, up, dy, to_gate, to_up);
+                gated_slopes(gate, up, dy, to_gate, to_up, &function);
                 wide::narrow(to_gate, &mut dgate[range.clone()]);
                 wide::narrow(to_up, &mut dup[range]);
             }
@@ -85,12 +99,30 @@ pub fn swiglu_backward<E: Element>(gate: &[E], up: &[E], dy: &[E], dgate: &mut [
 
 /// One loop for both: they share their exponential.
 #[inline(always)]
-fn swiglu_slopes<E: Element>(gate: &[E], up: &[E], dy: &[E], dgate: &mut [E], dup: &mut [E]) {
+fn gated_slopes<E: Element>(
+    gate: &[E],
+    up: &[E],
+    dy: &[E],
+    dgate: &mut [E],
+    dup: &mut [E],
+    (value, slope): &(impl Fn(f32) -> f32, impl Fn(f32) -> f32),
+) {
     for ((((dgate, dup), gate), up), dy) in dgate.iter_mut().zip(dup).zip(gate).zip(up).zip(dy) {
         let (x, dy) = (get(*gate), get(*dy));
-        *dgate = put(dy * get(*up) * math::silu_slope(x));
-        *dup = put(dy * math::silu(x));
+        *dgate = put(dy * get(*up) * slope(x));
+        *dup = put(dy * value(x));
     }
+}
+
+/// y = x times a factor that is rounded to `E`.
+pub fn scaled<E: Element>(x: &[E], factor: f64, y: &mut [E]) {
+    let factor: f32 = get(put::<E>(factor as f32));
+    map(
+        x,
+        y,
+        #[inline(always)]
+        |x| x * factor,
+    );
 }
 
 /// y = f(x).
@@ -142,19 +174,19 @@ mod tests {
         let (x, dy, up) = (numbers::<E>(n, 1), numbers::<E>(n, 2), numbers::<E>(n, 3));
         let at = |i: usize| (get(x[i]), get(dy[i]), get(up[i]));
         let (mut y, mut z) = (vec![E::default(); n], vec![E::default(); n]);
-        gelu_tanh(&x, &mut y);
-        same(&y, (0..n).map(|i| math::gelu_tanh(at(i).0)));
-        silu(&x, &mut y);
-        same(&y, (0..n).map(|i| math::silu(at(i).0)));
-        gelu_tanh_backward(&x, &dy, &mut y);
-        same(&y, (0..n).map(|i| at(i).1 * math::gelu_tanh_slope(at(i).0)));
-        silu_backward(&x, &dy, &mut y);
-        same(&y, (0..n).map(|i| at(i).1 * math::silu_slope(at(i).0)));
-        swiglu(&x, &up, &mut y);
-        same(&y, (0..n).map(|i| math::silu(at(i).0) * at(i).2));
-        swiglu_backward(&x, &up, &dy, &mut y, &mut z);
-        same(&y, (0..n).map(|i| at(i).1 * at(i).2 * math::silu_slope(at(i).0)));
-        same(&z, (0..n).map(|i| at(i).1 * math::silu(at(i).0)));
+        for function in [Activation::GeluTanh, Activation::Gelu, Activation::Silu] {
+            with_function!(function, (value, slope) => {
+                forward(function, &x, &mut y);
+                same(&y, (0..n).map(|i| value(at(i).0)));
+                backward(function, &x, &dy, &mut y);
+                same(&y, (0..n).map(|i| at(i).1 * slope(at(i).0)));
+                gated(function, &x, &up, &mut y);
+                same(&y, (0..n).map(|i| value(at(i).0) * at(i).2));
+                gated_backward(function, [&x, &up], &dy, &mut y, &mut z);
+                same(&y, (0..n).map(|i| at(i).1 * at(i).2 * slope(at(i).0)));
+                same(&z, (0..n).map(|i| at(i).1 * value(at(i).0)));
+            });
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Softmax and its cross entropy against one target per row.
 
 use super::element::Element;
-use super::math::exp_below_0;
+use super::math::{exp_below_0, tanh};
 use super::par::{Chunks, for_each_part};
 use super::rows::{maximum, reduce};
 use super::wide::{map, vectorized, widen};
@@ -12,8 +12,9 @@ const TASK: usize = 16 * 1024;
 /// The target of a row that does not count: its loss is 0, and so are its gradients.
 pub(crate) const IGNORED: u32 = u32::MAX;
 
-/// The losses `-log softmax(row)[target]` of dense rows of `classes` logits.
-pub(crate) fn losses<E: Element>(logits: &[E], classes: usize, targets: &[u32], losses: &mut [f32]) {
+/// The losses `-log softmax(row)[target]` of dense rows of `classes` logits, which `cap`, if there is one, takes to
+/// cap tanh(logit / cap) first.
+pub(crate) fn losses<E: Element>(logits: &[E], classes: usize, targets: &[u32], cap: Option<f32>, losses: &mut [f32]) {
     check(logits.len(), classes, targets, losses.len());
     let rows = rows_per_task(classes);
     for_each_part(targets.len().div_ceil(rows), Chunks::new(losses, rows), |task, losses| {
@@ -27,19 +28,31 @@ pub(crate) fn losses<E: Element>(logits: &[E], classes: usize, targets: &[u32], 
             let logits = &logits[(first + i) * classes..][..classes];
             *loss = vectorized!({
                 widen(logits, &mut row);
+                if let Some(cap) = cap {
+                    bound(&mut row, cap);
+                }
                 softmax(&mut row, targets[first + i]).0
             });
         }
     });
 }
 
-/// The same losses; the logits become (softmax - 1 at the target) * `scale`.
-pub(crate) fn gradients<E: Element>(logits: &mut [E], classes: usize, targets: &[u32], scale: f32, losses: &mut [f32]) {
+/// The same losses; the logits become their gradients: (softmax - 1 at the target) * the slope of the cap * `scale` of the
+/// row.
+pub(crate) fn gradients<E: Element>(
+    logits: &mut [E],
+    classes: usize,
+    targets: &[u32],
+    cap: Option<f32>,
+    scale: impl Fn(usize) -> f32 + Sync,
+    losses: &mut [f32],
+) {
     check(logits.len(), classes, targets, losses.len());
     let rows = rows_per_task(classes);
     let parts = (Chunks::new(logits, rows * classes), Chunks::new(losses, rows));
     for_each_part(targets.len().div_ceil(rows), parts, |task, (logits, losses)| {
         let mut row = vec![0f32; classes];
+        let mut slopes = vec![0f32; if cap.is_some() { classes } else { 0 }];
         let first = task * rows;
         for (i, (logits, loss)) in logits.chunks_exact_mut(classes).zip(losses).enumerate() {
             let target = targets[first + i];
@@ -48,12 +61,22 @@ pub(crate) fn gradients<E: Element>(logits: &mut [E], classes: usize, targets: &
                 logits.fill(E::default());
                 continue;
             }
+            let scale = scale(first + i);
             vectorized!({
                 widen(logits, &mut row);
+                if let Some(cap) = cap {
+                    bound(&mut row, cap);
+                    for (slope, x) in slopes.iter_mut().zip(&row) {
+                        *slope = 1.0 - (x / cap) * (x / cap);
+                    }
+                }
                 let (at_target, total) = softmax(&mut row, target);
                 *loss = at_target;
                 row[target as usize] -= total;
                 let factor = scale / total;
+                if cap.is_some() {
+                    row.iter_mut().zip(&slopes).for_each(|(x, slope)| *x *= slope);
+                }
                 map(
                     [&row[..]],
                     logits,
@@ -73,6 +96,14 @@ fn check(logits: usize, classes: usize, targets: &[u32], losses: usize) {
 
 fn rows_per_task(classes: usize) -> usize {
     (TASK / classes.max(1)).max(1)
+}
+
+/// Applies a cap to a row.
+#[inline(always)]
+fn bound(row: &mut [f32], cap: f32) {
+    for x in row.iter_mut() {
+        *x = cap * tanh(*x / cap);
+    }
 }
 
 /// Replaces a row by exp(x - its maximum); returns the loss and the sum of the new row.
@@ -103,27 +134,38 @@ mod tests {
 
     fn check_dtype<E: Element>(tolerance: f64) {
         for (rows, classes) in [(1, 1), (3, 5), (7, 256), (2, 50_257)] {
-            let mut values = vec![E::default(); rows * classes];
-            E::narrow(&logits(rows, classes), &mut values);
-            let targets: Vec<u32> = (0..rows).map(|i| ((i * 31) % classes) as u32).collect();
-            let mut wide = vec![0f32; values.len()];
-            E::widen(&values, &mut wide);
-            let (mut only, mut with) = (vec![0f32; rows], vec![0f32; rows]);
-            losses(&values, classes, &targets, &mut only);
-            gradients(&mut values, classes, &targets, 0.5, &mut with);
-            assert_eq!(only, with);
-            let mut got = vec![0f32; values.len()];
-            E::widen(&values, &mut got);
-            for (row, target) in targets.iter().enumerate() {
-                let row_of = |data: &[f32]| data[row * classes..][..classes].to_vec();
-                let x: Vec<f64> = row_of(&wide).iter().map(|x| f64::from(*x)).collect();
-                let total: f64 = x.iter().map(|x| x.exp()).sum();
-                let loss = total.ln() - x[*target as usize];
-                assert!((loss - f64::from(only[row])).abs() < 1e-5 * (1.0 + loss.abs()), "{loss} {}", only[row]);
-                for (j, got) in row_of(&got).iter().enumerate() {
-                    let want = 0.5 * (x[j].exp() / total - if j == *target as usize { 1.0 } else { 0.0 });
-                    assert!((want - f64::from(*got)).abs() <= tolerance * (want.abs() + 1e-4), "{want} {got}");
-                }
+            for cap in [None, Some(3.0f32)] {
+                check_rows::<E>(rows, classes, cap, tolerance);
+            }
+        }
+    }
+
+    fn check_rows<E: Element>(rows: usize, classes: usize, cap: Option<f32>, tolerance: f64) {
+        let mut values = vec![E::default(); rows * classes];
+        E::narrow(&logits(rows, classes), &mut values);
+        let targets: Vec<u32> = (0..rows).map(|i| ((i * 31) % classes) as u32).collect();
+        let mut wide = vec![0f32; values.len()];
+        E::widen(&values, &mut wide);
+        let (mut only, mut with) = (vec![0f32; rows], vec![0f32; rows]);
+        losses(&values, classes, &targets, cap, &mut only);
+        gradients(&mut values, classes, &targets, cap, |row| 0.5 + row as f32, &mut with);
+        assert_eq!(only, with);
+        let mut got = vec![0f32; values.len()];
+        E::widen(&values, &mut got);
+        for (row, target) in targets.iter().enumerate() {
+            let row_of = |data: &[f32]| data[row * classes..][..classes].to_vec();
+            let bent =
+                |x: f64| cap.map(f64::from).map_or((x, 1.0), |c| (c * (x / c).tanh(), 1.0 - (x / c).tanh().powi(2)));
+            let (x, slopes): (Vec<f64>, Vec<f64>) = row_of(&wide).iter().map(|x| bent(f64::from(*x))).unzip();
+            let total: f64 = x.iter().map(|x| x.exp()).sum();
+            let loss = total.ln() - x[*target as usize];
+            assert!((loss - f64::from(only[row])).abs() < 1e-5 * (1.0 + loss.abs()), "{loss} {}", only[row]);
+            for (j, got) in row_of(&got).iter().enumerate() {
+                let hot = if j == *target as usize { 1.0 } else { 0.0 };
+                let want = (0.5 + row as f64) * (x[j].exp() / total - hot) * slopes[j];
+                // What is left of 1 - tanh^2 far out has lost digits.
+                let lost = if cap.is_some() { 1e-6 * (0.5 + row as f64) } else { 0.0 };
+                assert!((want - f64::from(*got)).abs() <= tolerance * (want.abs() + 1e-4) + lost, "{want} {got}");
             }
         }
     }
@@ -138,7 +180,7 @@ mod tests {
     #[test]
     fn a_row_with_a_number_that_is_none_gives_none() {
         let mut loss = [0f32];
-        losses(&[1.0f32, f32::NAN, 2.0], 3, &[0], &mut loss);
+        losses(&[1.0f32, f32::NAN, 2.0], 3, &[0], None, &mut loss);
         assert!(loss[0].is_nan());
     }
 }

@@ -61,6 +61,78 @@ fn power_of_2(shifted: f32) -> f32 {
     f32::from_bits(shifted.to_bits() << 23)
 }
 
+/// Beyond, the hyperbolic tangent is 1 or -1 in f32.
+pub(crate) const TANH_BOUND: f32 = 7.905_311;
+/// tanh(x) is x p(x^2) / q(x^2): the coefficients of p and of q, highest power first (Eigen's).
+pub(crate) const TANH_ABOVE: [f32; 7] =
+    [-2.760_768_5e-16, 2.000_187_9e-13, -8.604_672e-11, 5.122_297e-8, 1.485_722_4e-5, 6.372_619_3e-4, 4.893_524_6e-3];
+pub(crate) const TANH_BELOW: [f32; 4] = [1.198_258_4e-6, 1.185_347_1e-4, 2.268_434_6e-3, 4.893_525e-3];
+
+/// tanh(x), to 6e-7 of the result.
+#[inline(always)]
+pub fn tanh(x: f32) -> f32 {
+    let x = between(x, TANH_BOUND);
+    let x2 = x * x;
+    x * polynomial(&TANH_ABOVE, x2) / polynomial(&TANH_BELOW, x2)
+}
+
+/// x between -bound and bound; nan passes.
+#[inline(always)]
+fn between(x: f32, bound: f32) -> f32 {
+    let x = if x < -bound { -bound } else { x };
+    if x > bound { bound } else { x }
+}
+
+/// The polynomial of these coefficients, highest power first.
+#[inline(always)]
+fn polynomial<const N: usize>(coefficients: &[f32; N], x: f32) -> f32 {
+    let mut sum = coefficients[0];
+    for c in &coefficients[1..] {
+        sum = sum * x + c;
+    }
+    sum
+}
+
+/// x Phi(x), where Phi is the normal distribution's function: GELU itself (Hendrycks and Gimpel 2016), to 3e-7 (1 + |x|).
+#[inline(always)]
+pub fn gelu(x: f32) -> f32 {
+    x * normal(x)
+}
+
+/// The derivative of [`gelu`], to 4e-7.
+#[inline(always)]
+pub fn gelu_slope(x: f32) -> f32 {
+    // exp(-x^2 / 2) / sqrt(2 pi).
+    let density = 0.398_942_3 * exp_below_0(-0.5 * (x * x));
+    normal(x) + between(x, 1e15) * density
+}
+
+/// The part of a normal distribution that lies below x: (1 + erf(x / sqrt(2))) / 2, to 2e-7.
+#[inline(always)]
+fn normal(x: f32) -> f32 {
+    0.5 + 0.5 * erf(x * std::f32::consts::FRAC_1_SQRT_2)
+}
+
+/// The error function, to 5e-7 of the result: x p(x^2) / q(x^2) with Eigen's coefficients; beyond 4 it is 1 in f32.
+#[inline(always)]
+pub fn erf(x: f32) -> f32 {
+    let x = between(x, 4.0);
+    let x2 = x * x;
+    let above = [
+        -2.726_142_3e-10,
+        2.770_681_4e-8,
+        -2.101_024e-6,
+        -5.692_506_4e-5,
+        -7.349_906e-4,
+        -2.954_599_8e-3,
+        -1.609_603_3e-2,
+    ];
+    let below = [-1.456_607_2e-5, -2.133_740_6e-4, -1.682_827e-3, -7.373_329e-3, -1.426_473_9e-2];
+    let y = x * polynomial(&above, x2) / polynomial(&below, x2);
+    let y = if x <= -4.0 { -1.0 } else { y };
+    if x >= 4.0 { 1.0 } else { y }
+}
+
 /// x sigmoid(x).
 #[inline(always)]
 pub fn silu(x: f32) -> f32 {
@@ -195,6 +267,51 @@ mod tests {
             check((gelu_tanh(x), gelu_tanh_slope(x)), (wide * gate, slope));
             let gate = 1.0 / (1.0 + (-wide).exp());
             check((silu(x), silu_slope(x)), (wide * gate, gate + wide * gate * (1.0 - gate)));
+        }
+    }
+
+    /// The error function in f64, by its series.
+    fn erf_in_f64(x: f64) -> f64 {
+        let (mut term, mut sum) = (x, x);
+        for n in 1..200 {
+            term *= -x * x / f64::from(n);
+            sum += term / f64::from(2 * n + 1);
+        }
+        sum * std::f64::consts::FRAC_2_SQRT_PI
+    }
+
+    #[test]
+    fn tanh_and_erf_are_within_their_bounds_of_the_true_functions() {
+        let mut worst = (0f64, 0f64);
+        for i in -400_000..=400_000 {
+            let x = i as f32 / 40_000.0;
+            let relative = |got: f32, want: f64| (f64::from(got) - want).abs() / want.abs().max(1e-30);
+            worst.0 = worst.0.max(relative(tanh(x), f64::from(x).tanh()));
+            if x.abs() <= 4.0 && i % 16 == 0 {
+                worst.1 = worst.1.max(relative(erf(x), erf_in_f64(f64::from(x))));
+            }
+        }
+        assert!(worst.0 > 0.0 && worst.0 <= 6e-7 && worst.1 > 0.0 && worst.1 <= 5e-7, "{worst:?}");
+        assert_eq!((tanh(0.0), erf(0.0)), (0.0, 0.0));
+        for x in [10.0, 1e20, f32::INFINITY] {
+            assert!((tanh(x) - 1.0).abs() <= 6e-7 && (erf(x) - 1.0).abs() <= 4e-7);
+            assert!((tanh(-x) + 1.0).abs() <= 6e-7 && (erf(-x) + 1.0).abs() <= 4e-7);
+        }
+        assert!(tanh(f32::NAN).is_nan() && erf(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn gelu_and_its_slope_are_those_of_the_formulas_in_f64() {
+        for i in -1000..=1000 {
+            let x = i as f32 / 200.0;
+            let wide = f64::from(x);
+            let below = 0.5 + 0.5 * erf_in_f64(wide * std::f64::consts::FRAC_1_SQRT_2);
+            let slope = below + wide * (-0.5 * wide * wide).exp() / (2.0 * std::f64::consts::PI).sqrt();
+            assert!((f64::from(gelu(x)) - wide * below).abs() <= 3e-7 * (1.0 + wide.abs()), "{x}");
+            assert!((f64::from(gelu_slope(x)) - slope).abs() <= 4e-7, "{x}: {} {slope}", gelu_slope(x));
+        }
+        for x in [20f32, 1e4, 1e18] {
+            assert_eq!((gelu(x), gelu(-x), gelu_slope(x), gelu_slope(-x)), (x, 0.0, 1.0, 0.0));
         }
     }
 

@@ -1,10 +1,9 @@
 //! Rotary position embedding (Su et al. 2021) in Hugging Face's convention: element i of a head's first half and
-//! element i of its second half are one pair, turned by position * base^(-2 i / head).
+//! element i of its second half are one pair, turned by position * frequency i.
 
 use crate::kernels::element::{Element, Kind};
 use crate::kernels::par::{Chunks, for_each_part};
 use crate::kernels::wide::{as_f32, narrow, vectorized};
-use std::ops::Range;
 
 /// Rows that one task turns.
 const ROWS_PER_TASK: usize = 32;
@@ -21,48 +20,43 @@ pub struct Rotary {
 }
 
 impl Rotary {
-    /// The angles of positions 0 to time - 1 of heads of `head` elements; `base` is often called theta.
-    ///
-    /// Panics if `head` is odd.
-    pub fn new(time: usize, head: usize, base: f64) -> Self {
-        assert!(head.is_multiple_of(2), "a head of {head} elements has no halves");
-        let half = head / 2;
-        let frequencies: Vec<f64> = (0..half).map(|i| base.powf(-((2 * i) as f64) / head as f64)).collect();
+    /// The angles of positions 0 to time - 1 of heads of as many pairs as there are frequencies.
+    pub fn new(time: usize, frequencies: &[f64]) -> Self {
+        let half = frequencies.len();
         let angles = || (0..time).flat_map(|t| frequencies.iter().map(move |f| t as f64 * f));
         let [cos, sin] = [f64::cos, f64::sin].map(|f| angles().map(|angle| f(angle) as f32).collect());
         Self { half, time, cos, sin }
     }
 
-    /// y = x turned, for rows `[batch * time, heads * head]`; row r is at position `at[r % time]`, where `at` are `time`
-    /// of the angles' positions.
+    /// y = x turned, for rows `[rows, heads * head]`; row r is at position `at(r)`.
     ///
-    /// Panics if the lengths differ, are no whole sequences of rows of `width` elements, if heads do not divide `width`,
-    /// or if the angles end before `at`.
-    pub fn forward<E: Element>(&self, x: &[E], at: Range<usize>, width: usize, y: &mut [E]) {
+    /// Panics if the lengths differ, are no whole rows of `width` elements, if heads do not divide `width`, or if the
+    /// angles end before a position.
+    pub fn forward<E: Element>(&self, x: &[E], at: impl Fn(usize) -> usize + Sync, width: usize, y: &mut [E]) {
         self.turn(x, at, width, y, 1.0);
     }
 
     /// dx = dy turned back: the gradient of [`Rotary::forward`]'s input. Panics as it does.
-    pub fn backward<E: Element>(&self, dy: &[E], at: Range<usize>, width: usize, dx: &mut [E]) {
+    pub fn backward<E: Element>(&self, dy: &[E], at: impl Fn(usize) -> usize + Sync, width: usize, dx: &mut [E]) {
         self.turn(dy, at, width, dx, -1.0);
     }
 
-    fn turn<E: Element>(&self, x: &[E], at: Range<usize>, width: usize, y: &mut [E], direction: f32) {
-        let (head, time) = (2 * self.half, at.len());
+    fn turn<E: Element>(&self, x: &[E], at: impl Fn(usize) -> usize + Sync, width: usize, y: &mut [E], direction: f32) {
+        let head = 2 * self.half;
         assert_eq!(x.len(), y.len(), "elements of a rotation");
-        assert!(at.end <= self.time, "positions {at:?}, but angles of {}", self.time);
         if x.is_empty() {
             return;
         }
         assert!(width > 0 && width.is_multiple_of(head), "rows of {width} elements in heads of {head}");
-        assert!(x.len().is_multiple_of(time * width), "{} elements in sequences of {time} x {width}", x.len());
+        assert!(x.len().is_multiple_of(width), "{} elements in rows of {width}", x.len());
         let task = ROWS_PER_TASK * width;
         for_each_part(x.len().div_ceil(task), Chunks::new(y, task), |i, y| {
             let x = &x[i * task..][..y.len()];
             let mut room = [(); 2].map(|()| vec![0f32; if E::KIND == Kind::F32 { 0 } else { width }]);
             vectorized!({
                 for (r, (x, y)) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)).enumerate() {
-                    let t = at.start + (i * ROWS_PER_TASK + r) % time;
+                    let t = at(i * ROWS_PER_TASK + r);
+                    assert!(t < self.time, "position {t}, but angles of {}", self.time);
                     let angles = [&self.cos, &self.sin].map(|table| &table[t * self.half..][..self.half]);
                     if E::KIND == Kind::F32 {
                         turn_row(bytemuck::cast_slice(x), angles, direction, bytemuck::cast_slice_mut(y));
@@ -104,13 +98,15 @@ mod tests {
             let width = heads * head;
             let x: Vec<E> = (0..batch * time * width).map(|i| put((i * 37 % 101) as f32 / 50.0 - 1.0)).collect();
             let (mut y, mut back) = (vec![E::default(); x.len()], vec![E::default(); x.len()]);
-            let rotary = Rotary::new(time + 3, head, 10_000.0);
-            rotary.forward(&x, 3..time + 3, width, &mut y);
-            rotary.backward(&y, 3..time + 3, width, &mut back);
+            let frequency = |i: usize| 10_000f64.powf(-2.0 * i as f64 / head as f64);
+            let rotary = Rotary::new(time + 3, &(0..head / 2).map(frequency).collect::<Vec<_>>());
+            let position = |row: usize| 3 + row % time;
+            rotary.forward(&x, position, width, &mut y);
+            rotary.backward(&y, position, width, &mut back);
             for at in 0..x.len() {
-                let (t, i) = (3 + at / width % time, at % head);
+                let (t, i) = (position(at / width), at % head);
                 let pair = i % (head / 2);
-                let angle = t as f64 * 10_000f64.powf(-2.0 * pair as f64 / head as f64);
+                let angle = t as f64 * frequency(pair);
                 let first = at - i + pair;
                 let (a, b) = (f64::from(get(x[first])), f64::from(get(x[first + head / 2])));
                 let (cos, sin) = (angle.cos(), angle.sin());

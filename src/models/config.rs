@@ -34,6 +34,9 @@ pub(super) fn refused(key: &'static str, found: impl Display, allowed: &str) -> 
 /// counted in 64 bits.
 const MOST_PARAMETERS: u128 = 1 << 50;
 
+/// Above it, f32 cannot tell positions apart.
+pub(super) const MOST_POSITIONS: usize = 1 << 24;
+
 /// Checks that no size is 0 or larger than a token id or a dimension may be.
 pub(super) fn require_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
     let most = u32::MAX as usize;

@@ -1,5 +1,7 @@
 //! Errors of models and layers.
 
+use std::path::PathBuf;
+
 /// Errors of models and layers.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -13,6 +15,36 @@ pub enum ModelError {
         found: String,
         /// The allowed values.
         allowed: String,
+    },
+    /// A value of a Hugging Face model's `config.json` that no model here computes with.
+    #[error("{}: {key} is {found}, but must be {allowed}", file.display())]
+    HuggingFace {
+        /// The file.
+        file: PathBuf,
+        /// The key, with those around it.
+        key: String,
+        /// Its value.
+        found: String,
+        /// The allowed values.
+        allowed: String,
+    },
+    /// A `config.json` of a model that is not known.
+    #[error("{}: model_type is {found}, which is not known here; known are {known}", file.display())]
+    UnknownModelType {
+        /// The file.
+        file: PathBuf,
+        /// The type.
+        found: String,
+        /// The known ones.
+        known: String,
+    },
+    /// A `config.json` that is no JSON object.
+    #[error("{} is not the description of a model: {why}", file.display())]
+    NoJson {
+        /// The file.
+        file: PathBuf,
+        /// The problem.
+        why: String,
     },
     /// A preset name that nobody defined.
     #[error(

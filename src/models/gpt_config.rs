@@ -1,7 +1,9 @@
 //! Sizes of a GPT-2.
 
 use super::config::{find_preset, refused, require_parameters, require_sizes};
+use super::{BlockRule, DecoderConfig, DecoderSizes, Naming, NormKind};
 use crate::Result;
+use crate::nn::Activation;
 use serde::{Deserialize, Serialize};
 
 /// The shape of a GPT-2 (Radford et al. 2019).
@@ -96,6 +98,46 @@ impl GptConfig {
         let block = d.saturating_mul(d).saturating_mul(12).saturating_add(13 * d);
         let embeddings = (vocab + ctx + 2).saturating_mul(d);
         layers.saturating_mul(block).saturating_add(embeddings)
+    }
+}
+
+impl DecoderSizes for GptConfig {
+    fn decoder(&self) -> Result<DecoderConfig> {
+        self.validate()?;
+        Ok(DecoderConfig {
+            naming: Naming::Gpt2,
+            prefix: "",
+            vocab: self.vocab,
+            ctx: self.ctx,
+            hidden_size: self.n_embd,
+            intermediate_size: 4 * self.n_embd,
+            num_attention_heads: self.n_head,
+            num_key_value_heads: self.n_head,
+            head_dim: self.n_embd / self.n_head,
+            blocks: vec![BlockRule::default(); self.n_layer],
+            learned_positions: Some(self.ctx),
+            norm: NormKind::Layer,
+            norm_eps: self.eps,
+            norms_after: false,
+            query_key_norms: false,
+            qkv_bias: true,
+            output_bias: true,
+            mlp_bias: true,
+            gated: false,
+            activation: Activation::GeluTanh,
+            query_scale: None,
+            attention_soft_cap: None,
+            logit_soft_cap: None,
+            embedding_scale: None,
+            tie_word_embeddings: true,
+            checkpoint_activations: self.checkpoint_activations,
+            dropout: self.dropout,
+            lora: None,
+        })
+    }
+
+    fn ctx(&self) -> usize {
+        self.ctx
     }
 }
 

@@ -3,7 +3,10 @@
 use super::{Session, TokenRng, next_token};
 use crate::error::ModelError;
 use crate::graph::without_gradients;
-use crate::nn::{KeyValueCache, WeightLayout, linear, linear_cross_entropy, refuse};
+use crate::nn::{
+    KeyValueCache, LossOptions, Sequences, WeightLayout, linear, linear_cross_entropy_with, linear_log_probabilities,
+    refuse,
+};
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 
@@ -22,8 +25,8 @@ pub trait Architecture: Sized {
     fn ctx(config: &Self::Config) -> usize;
 
     /// The states after the last block and the last norm, `[batch, time, width]`, of ids `[batch, time]` (u32), with a
-    /// time of at most the context.
-    fn states(&self, ids: &Tensor) -> Result<Tensor>;
+    /// time of at most the context. Each row is one text, or the texts that `sequences` says.
+    fn states(&self, ids: &Tensor, sequences: Option<&Sequences>) -> Result<Tensor>;
 
     /// The number of blocks, each of which computes keys and values.
     fn blocks(&self) -> usize;
@@ -40,6 +43,11 @@ pub trait Architecture: Sized {
 
     /// The output projection, `[vocab, width]`.
     fn output(&self) -> &Tensor;
+
+    /// The cap of the logits: they go through `cap * tanh(logit / cap)`.
+    fn logit_soft_cap(&self) -> Option<f64> {
+        None
+    }
 }
 
 /// A model that says which token comes next; [`Gpt`](super::Gpt) and [`Llama`](super::Llama) are two of them.
@@ -64,17 +72,21 @@ impl<A: Architecture> LanguageModel<A> {
     }
 
     /// The input of the output projection, for ids that fit into the context.
-    fn states(&self, ids: &Tensor) -> Result<Tensor> {
+    fn states(&self, ids: &Tensor, sequences: Option<&Sequences>) -> Result<Tensor> {
         let (length, context) = (ids.dims2()?.1, A::ctx(&self.config));
         if length > context {
             return Err(refuse(ModelError::SequenceTooLong { length, context }.into()));
         }
-        self.layers.states(ids)
+        self.layers.states(ids, sequences)
     }
 
     /// The logits of states.
     fn project(&self, states: &Tensor) -> Result<Tensor> {
-        linear(states, self.layers.output(), None, WeightLayout::OutIn)
+        let logits = linear(states, self.layers.output(), None, WeightLayout::OutIn)?;
+        match self.layers.logit_soft_cap() {
+            Some(cap) => (logits / cap)?.tanh()? * cap,
+            None => Ok(logits),
+        }
     }
 
     /// Logits `[batch, time, vocab]`, in the parameters' dtype, of ids `[batch, time]` (u32).
@@ -82,7 +94,16 @@ impl<A: Architecture> LanguageModel<A> {
     /// # Errors
     /// More tokens in a sequence than the context has, an id outside the vocabulary.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        self.project(&self.states(ids)?)
+        self.forward_packed(ids, None)
+    }
+
+    /// [`LanguageModel::forward`] of rows that hold several texts each, as `sequences` says: none of them sees another, and the
+    /// positions of each begin at 0.
+    ///
+    /// # Errors
+    /// As [`LanguageModel::forward`], and sequences of other rows than those of `ids`.
+    pub fn forward_packed(&self, ids: &Tensor, sequences: Option<&Sequences>) -> Result<Tensor> {
+        self.project(&self.states(ids, sequences)?)
     }
 
     /// The mean cross entropy, a scalar of f32, of `targets` `[batch, time]` (u32): each the token after its input.
@@ -90,7 +111,34 @@ impl<A: Architecture> LanguageModel<A> {
     /// # Errors
     /// As [`LanguageModel::forward`], and targets outside the vocabulary.
     pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Tensor> {
-        linear_cross_entropy(&self.states(ids)?, self.layers.output(), WeightLayout::OutIn, targets)
+        self.loss_packed(ids, targets, None, None)
+    }
+
+    /// The cross entropy of [`LanguageModel::forward_packed`]'s logits, a scalar of f32: the sum over `targets` `[batch, time]`
+    /// (u32, or i64 in which -100 does not count) divided by `divisor`, or by the number of targets that count.
+    ///
+    /// # Errors
+    /// As [`LanguageModel::forward_packed`], and targets outside the vocabulary; none that counts and no divisor.
+    pub fn loss_packed(
+        &self,
+        ids: &Tensor,
+        targets: &Tensor,
+        sequences: Option<&Sequences>,
+        divisor: Option<f64>,
+    ) -> Result<Tensor> {
+        let options = LossOptions { soft_cap: self.layers.logit_soft_cap(), divisor };
+        let states = self.states(ids, sequences)?;
+        linear_cross_entropy_with(&states, self.layers.output(), WeightLayout::OutIn, targets, options)
+    }
+
+    /// The logarithm of each target's probability, f32 `[batch, time]`: 0 for targets that do not count, as in
+    /// [`LanguageModel::loss_packed`]. Each may have a gradient of its own.
+    ///
+    /// # Errors
+    /// As [`LanguageModel::forward_packed`], and targets outside the vocabulary.
+    pub fn log_probabilities(&self, ids: &Tensor, targets: &Tensor, sequences: Option<&Sequences>) -> Result<Tensor> {
+        let (states, cap) = (self.states(ids, sequences)?, self.layers.logit_soft_cap());
+        linear_log_probabilities(&states, self.layers.output(), WeightLayout::OutIn, targets, cap)
     }
 
     /// The logits `[vocab]`, widened to f32, of the token after `tokens`; of more than the context holds the last ones
@@ -99,7 +147,7 @@ impl<A: Architecture> LanguageModel<A> {
     /// # Errors
     /// No tokens, or an id outside the vocabulary.
     pub fn last_logits(&self, tokens: &[u32]) -> Result<Vec<f32>> {
-        self.logits_after(&tokens[tokens.len().saturating_sub(A::ctx(&self.config))..], |ids| self.states(ids))
+        self.logits_after(&tokens[tokens.len().saturating_sub(A::ctx(&self.config))..], |ids| self.states(ids, None))
     }
 
     /// The logits of the token after `tokens`, whose states `states` gives.

@@ -1,7 +1,9 @@
 //! Sizes of a Llama.
 
-use super::config::{find_preset, refused, require_parameters, require_sizes};
+use super::config::{MOST_POSITIONS, find_preset, refused, require_parameters, require_sizes};
+use super::{BlockRule, DecoderConfig, DecoderSizes, Naming, NormKind, RotaryRule, RotaryScaling};
 use crate::Result;
+use crate::nn::Activation;
 use serde::{Deserialize, Serialize};
 
 /// The shape of a Llama (Touvron et al. 2023), by the names of Hugging Face's `config.json`, with the context and the
@@ -57,9 +59,6 @@ const PRESETS: [Preset; 6] = [
     Preset { name: "llama-3.2-3b", hidden_size: 3072, intermediate_size: 8192, layers: 28, heads: 24, kv_heads: 8, ctx: 8192, vocab: 128_256, theta: 5e5, tied: true },
     Preset { name: "llama-2-7b", hidden_size: 4096, intermediate_size: 11_008, layers: 32, heads: 32, kv_heads: 32, ctx: 4096, vocab: 32_000, theta: 1e4, tied: false },
 ];
-
-/// Above it, f32 cannot tell positions apart.
-const MOST_POSITIONS: usize = 1 << 24;
 
 impl LlamaConfig {
     /// The sizes known as `name`: "llama-nano" and "llama-mini" (bytes as tokens, for tests and trials),
@@ -134,14 +133,9 @@ impl LlamaConfig {
         Ok(())
     }
 
-    /// Elements of a head.
-    pub(super) fn head_width(&self) -> usize {
-        self.hidden_size / self.num_attention_heads
-    }
-
     /// Elements of a position's keys, and of its values.
-    pub(super) fn kv_width(&self) -> usize {
-        self.head_width() * self.num_key_value_heads
+    fn kv_width(&self) -> usize {
+        self.hidden_size / self.num_attention_heads * self.num_key_value_heads
     }
 
     /// Elements of all parameters; an output projection that is the token embedding counts once.
@@ -157,6 +151,47 @@ impl LlamaConfig {
         let block = (2 * d + 2 * kv + 3 * inner + 2).saturating_mul(d);
         let embeddings = if self.tie_word_embeddings { 1 } else { 2 };
         layers.saturating_mul(block).saturating_add((embeddings * vocab + 1).saturating_mul(d))
+    }
+}
+
+impl DecoderSizes for LlamaConfig {
+    fn decoder(&self) -> Result<DecoderConfig> {
+        self.validate()?;
+        let rotary = RotaryRule { theta: self.rope_theta, scaling: RotaryScaling::None };
+        Ok(DecoderConfig {
+            naming: Naming::Llama,
+            prefix: "model.",
+            vocab: self.vocab,
+            ctx: self.ctx,
+            hidden_size: self.hidden_size,
+            intermediate_size: self.intermediate_size,
+            num_attention_heads: self.num_attention_heads,
+            num_key_value_heads: self.num_key_value_heads,
+            head_dim: self.hidden_size / self.num_attention_heads,
+            blocks: vec![BlockRule { window: None, rotary }; self.num_hidden_layers],
+            learned_positions: None,
+            norm: NormKind::Rms,
+            norm_eps: self.rms_norm_eps,
+            norms_after: false,
+            query_key_norms: false,
+            qkv_bias: false,
+            output_bias: false,
+            mlp_bias: false,
+            gated: true,
+            activation: Activation::Silu,
+            query_scale: None,
+            attention_soft_cap: None,
+            logit_soft_cap: None,
+            embedding_scale: None,
+            tie_word_embeddings: self.tie_word_embeddings,
+            checkpoint_activations: self.checkpoint_activations,
+            dropout: 0.0,
+            lora: None,
+        })
+    }
+
+    fn ctx(&self) -> usize {
+        self.ctx
     }
 }
 

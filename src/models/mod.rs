@@ -1,21 +1,35 @@
 //! Models on [`candle_nn::VarBuilder`] and [`crate::nn`]: trainable as they stand, with or without an engine; and how they
 //! continue a text ([`LanguageModel::generate`], and [`Session`] token by token).
 
+mod bert;
+mod bert_config;
 mod config;
+mod decoder;
+mod decoder_block;
+mod decoder_config;
 pub(crate) mod error;
 mod gpt;
 mod gpt_config;
+mod hugging_face;
+mod json_keys;
 mod language_model;
 mod llama;
 mod llama_config;
+mod rotary_rule;
 mod sampling;
 mod session;
 
-pub use gpt::{Gpt, GptBlock, GptLayers};
+pub use bert::{Bert, BertBlock};
+pub use bert_config::BertConfig;
+pub use decoder::{Decoder, DecoderLayers, DecoderSizes};
+pub use decoder_block::DecoderBlock;
+pub use decoder_config::{BlockRule, DecoderConfig, Naming, NormKind};
+pub use gpt::{Gpt, GptLayers};
 pub use gpt_config::GptConfig;
 pub use language_model::{Architecture, LanguageModel};
-pub use llama::{Llama, LlamaBlock, LlamaLayers};
+pub use llama::{Llama, LlamaLayers};
 pub use llama_config::LlamaConfig;
+pub use rotary_rule::{RotaryRule, RotaryScaling};
 pub use sampling::{TokenRng, next_token};
 pub use session::Session;
 

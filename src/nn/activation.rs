@@ -1,4 +1,4 @@
-//! Activations: GELU, SiLU, and the gated SwiGLU.
+//! Activations: GELU, SiLU, the gated SwiGLU and GeGLU, and products with a number.
 
 use crate::graph::{Grad, Inputs};
 use crate::kernels::gemm::Activation;
@@ -18,19 +18,17 @@ pub fn silu(x: &Tensor) -> Result<Tensor> {
     if x.device().is_cpu() { apply("silu", x, Activation::Silu) } else { composed::silu(x) }
 }
 
-/// y = the function of x.
-pub(super) fn forward<E: Element>(function: Activation, x: &[E], y: &mut [E]) {
-    match function {
-        Activation::GeluTanh => activation::gelu_tanh(x, y),
-        Activation::Silu => activation::silu(x, y),
-    }
+/// GELU itself (Hendrycks and Gimpel 2016), BERT's activation: x (1 + erf(x / sqrt(2))) / 2, elementwise, computed in f32.
+pub fn gelu(x: &Tensor) -> Result<Tensor> {
+    if x.device().is_cpu() { apply("gelu", x, Activation::Gelu) } else { composed::gelu(x) }
 }
 
-/// `dx`, the gradient of `x`, by that of the result.
-pub(super) fn backward<E: Element>(function: Activation, x: &[E], dy: &[E], dx: &mut [E]) {
+/// The function of a tensor.
+pub(super) fn activated(function: Activation, x: &Tensor) -> Result<Tensor> {
     match function {
-        Activation::GeluTanh => activation::gelu_tanh_backward(x, dy, dx),
-        Activation::Silu => activation::silu_backward(x, dy, dx),
+        Activation::GeluTanh => gelu_tanh(x),
+        Activation::Gelu => gelu(x),
+        Activation::Silu => silu(x),
     }
 }
 
@@ -41,14 +39,14 @@ fn apply(name: &'static str, x: &Tensor, function: Activation) -> Result<Tensor>
     with_element!(x.dtype(), name, E => {
         let mut y = buffer::<E>(x.elem_count());
         with_elements::<E, _>(&x, name, |x| {
-            forward(function, x, &mut y);
+            activation::forward(function, x, &mut y);
             Ok(())
         })?;
         inputs.result(name, E::storage(y), shape, move |grad, [to_x]| {
             to_x.make::<E>(grad.len(), |dx| {
                 with_elements::<E, _>(&x, name, |x| {
                     grad.read::<E, _>(name, |dy| {
-                        backward(function, x, dy, dx);
+                        activation::backward(function, x, dy, dx);
                         Ok(())
                     })
                 })
@@ -62,33 +60,78 @@ fn apply(name: &'static str, x: &Tensor, function: Activation) -> Result<Tensor>
 /// # Errors
 /// Tensors of different shapes.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    const NAME: &str = "swiglu";
+    gated("swiglu", Activation::Silu, gate, up, composed::swiglu)
+}
+
+/// gelu_tanh(gate) * up, elementwise, computed in f32 and rounded once (Shazeer 2020): the middle of Gemma's MLP.
+///
+/// # Errors
+/// Tensors of different shapes.
+pub fn gelu_gated(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    gated("gelu_gated", Activation::GeluTanh, gate, up, composed::gelu_gated)
+}
+
+fn gated(
+    name: &'static str,
+    function: Activation,
+    gate: &Tensor,
+    up: &Tensor,
+    composed: fn(&Tensor, &Tensor) -> Result<Tensor>,
+) -> Result<Tensor> {
     if gate.shape() != up.shape() {
-        bail!("swiglu: the gate has shape {:?}; it must be that of the other operand, {:?}", gate.dims(), up.dims())
+        bail!("{name}: the gate has shape {:?}; it must be that of the other operand, {:?}", gate.dims(), up.dims())
     }
     if !gate.device().is_cpu() {
-        return composed::swiglu(gate, up);
+        return composed(gate, up);
     }
     let (gate, up) = (gate.contiguous()?, up.contiguous()?);
     let inputs = Inputs::of([Some(&gate), Some(&up)])?;
     let shape = gate.shape().clone();
-    with_element!(gate.dtype(), NAME, E => {
+    with_element!(gate.dtype(), name, E => {
         let mut y = buffer::<E>(gate.elem_count());
-        with_all([Some(&gate), Some(&up)], NAME, |[gate, up]| {
-            activation::swiglu(gate.unwrap_or_default(), up.unwrap_or_default(), &mut y);
+        with_all([Some(&gate), Some(&up)], name, |[gate, up]| {
+            activation::gated(function, gate.unwrap_or_default(), up.unwrap_or_default(), &mut y);
             Ok(())
         })?;
-        inputs.result(NAME, E::storage(y), shape, move |grad, [to_gate, to_up]| {
+        inputs.result(name, E::storage(y), shape, move |grad, [to_gate, to_up]| {
             let (mut dgate, mut dup) = (buffer::<E>(grad.len()), buffer::<E>(grad.len()));
-            with_all([Some(&gate), Some(&up)], NAME, |[gate, up]| {
-                let (gate, up) = (gate.unwrap_or_default(), up.unwrap_or_default());
-                grad.read::<E, _>(NAME, |dy| {
-                    activation::swiglu_backward(gate, up, dy, &mut dgate, &mut dup);
+            with_all([Some(&gate), Some(&up)], name, |[gate, up]| {
+                let inputs = [gate.unwrap_or_default(), up.unwrap_or_default()];
+                grad.read::<E, _>(name, |dy| {
+                    activation::gated_backward(function, inputs, dy, &mut dgate, &mut dup);
                     Ok(())
                 })
             })?;
             to_gate.give(Grad::own(dgate))?;
             to_up.give(Grad::own(dup))
+        })
+    })
+}
+
+/// x times a number, which is rounded to x's dtype as PyTorch rounds a tensor of one element: Gemma's factor of the
+/// embeddings. Computed in f32 and rounded once.
+pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
+    const NAME: &str = "scaled";
+    if !x.device().is_cpu() {
+        let factor = Tensor::new(factor, x.device())?.to_dtype(x.dtype())?;
+        return x.broadcast_mul(&factor);
+    }
+    let x = x.contiguous()?;
+    let inputs = Inputs::of([Some(&x)])?;
+    let shape = x.shape().clone();
+    with_element!(x.dtype(), NAME, E => {
+        let mut y = buffer::<E>(x.elem_count());
+        with_elements::<E, _>(&x, NAME, |x| {
+            activation::scaled(x, factor, &mut y);
+            Ok(())
+        })?;
+        inputs.result(NAME, E::storage(y), shape, move |grad, [to_x]| {
+            to_x.make::<E>(grad.len(), |dx| {
+                grad.read::<E, _>(NAME, |dy| {
+                    activation::scaled(dy, factor, dx);
+                    Ok(())
+                })
+            })
         })
     })
 }

@@ -1,11 +1,46 @@
-//! Causal multi-head attention, with grouped heads.
+//! Multi-head attention, with grouped heads.
 
 use crate::graph::{Grad, Inputs, OwnResult};
-use crate::kernels::attention::{self, Heads, Rows, RowsMut};
+use crate::kernels::attention::{self, Heads, Rows, RowsMut, Rule};
 use crate::kernels::buffer;
-use crate::nn::composed;
+use crate::nn::{Sequences, composed};
 use crate::tensor::element::{Element, with_all, with_element};
 use candle_core::{Result, Tensor, bail};
+
+/// How scores become probabilities, and which keys a query sees. Default: causal attention of the usual scale.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Attend {
+    /// Factor of the products of queries and keys; 1 / sqrt(width of a head) otherwise.
+    pub scale: Option<f64>,
+    /// Scores are bound to c tanh(score / c) for this c (Gemma 2).
+    pub soft_cap: Option<f64>,
+    /// The query at position q sees the keys k with q - window < k <= q, as many as the window, its own included.
+    /// Otherwise all up to its own.
+    pub window: Option<usize>,
+    /// A query sees all positions of its sequence, also those behind it. There is no window then.
+    pub bidirectional: bool,
+}
+
+impl Attend {
+    /// For heads of `head` elements.
+    pub(super) fn rule<'a>(&self, head: usize, sequences: Option<&'a Sequences>) -> Result<Rule<'a>> {
+        let above_0 = |x: Option<f64>| x.is_none_or(|x| x > 0.0 && x.is_finite());
+        if !above_0(self.scale) || !above_0(self.soft_cap) || self.window == Some(0) {
+            bail!("attention: scale, soft cap and window must be above 0; they are {self:?}")
+        }
+        if self.bidirectional && self.window.is_some() {
+            bail!("attention: a window goes back from a query's position, and bidirectional attention looks both ways")
+        }
+        let usual = Rule::causal(head);
+        Ok(Rule {
+            scale: self.scale.map_or(usual.scale, |scale| scale as f32),
+            soft_cap: self.soft_cap.map(|cap| cap as f32),
+            window: self.window,
+            bidirectional: self.bidirectional,
+            starts: sequences.map(Sequences::starts),
+        })
+    }
+}
 
 /// softmax(q k^T / sqrt(head width), causal) v for `n_head` heads.
 ///
@@ -16,36 +51,46 @@ use candle_core::{Result, Tensor, bail};
 /// # Errors
 /// Another rank, or a width that 3 `n_head` does not divide.
 pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
+    fused_attention(qkv, n_head, &Attend::default(), None)
+}
+
+/// [`causal_attention`] with options, and of packed rows: each sequence gives the bits that it gives alone.
+///
+/// # Errors
+/// As [`causal_attention`]; options that are not above 0, sequences of another batch.
+pub fn fused_attention(qkv: &Tensor, n_head: usize, attend: &Attend, sequences: Option<&Sequences>) -> Result<Tensor> {
     let heads = fused_heads(qkv, n_head)?;
-    if !qkv.device().is_cpu() {
-        return composed::causal_attention(qkv, n_head);
-    }
     let (batch, time, width) = (heads.batch, heads.time, n_head * heads.head);
+    let rule = attend.rule(heads.head, sequences)?;
+    sequences.map_or(Ok(()), |sequences| sequences.check(NAME, batch, time))?;
+    if !qkv.device().is_cpu() {
+        return composed::fused_attention(qkv, n_head, attend, sequences);
+    }
     let fused = 3 * width;
     let qkv = qkv.contiguous()?;
     let inputs = Inputs::of([Some(&qkv)])?;
     with_element!(qkv.dtype(), NAME, E => {
         let (mut y, mut lse) = (buffer::<E>(batch * time * width), vec![0f32; batch * n_head * time]);
         with_all([Some(&qkv)], NAME, |[x]| {
-            let [q, k, v] = fused_parts::<E>(x.unwrap_or_default(), width);
             if !y.is_empty() {
-                attention::forward(&heads, q, k, v, &mut y, &mut lse);
+                attention::forward(&heads, &rule, fused_parts::<E>(x.unwrap_or_default(), width), &mut y, &mut lse);
             }
             Ok(())
         })?;
         let own = OwnResult::default();
-        let result = own.clone();
+        let (result, attend, sequences) = (own.clone(), *attend, sequences.cloned());
         let y = inputs.result(NAME, E::storage(y), (batch, time, width), move |grad, [sink]| {
+            let rule = attend.rule(heads.head, sequences.as_ref())?;
             sink.make::<E>(qkv.elem_count(), |dqkv| {
                 if dqkv.is_empty() {
                     return Ok(());
                 }
                 let columns = [0..width, width..2 * width, 2 * width..fused];
-                let [dq, dk, dv] = RowsMut::columns(dqkv, fused, columns);
+                let gradients = RowsMut::columns(dqkv, fused, columns);
                 with_all([Some(&qkv), Some(result.get()?)], NAME, |[x, y]| {
-                    let [q, k, v] = fused_parts::<E>(x.unwrap_or_default(), width);
+                    let qkv = fused_parts::<E>(x.unwrap_or_default(), width);
                     grad.read::<E, _>(NAME, |dy| {
-                        attention::backward(&heads, q, k, v, y.unwrap_or_default(), &lse, dy, dq, dk, dv);
+                        attention::backward(&heads, &rule, qkv, (y.unwrap_or_default(), &lse, dy), gradients);
                         Ok(())
                     })
                 })
@@ -64,9 +109,28 @@ pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
 /// # Errors
 /// Shapes or numbers of heads that do not fit.
 pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv_head: usize) -> Result<Tensor> {
+    attention(q, k, v, n_head, n_kv_head, &Attend::default(), None)
+}
+
+/// [`grouped_attention`] with options, and of packed rows: each sequence gives the bits that it gives alone. Tiles in which
+/// no query sees a key are not touched: packed rows and windows cost less than full ones.
+///
+/// # Errors
+/// As [`grouped_attention`]; options that are not above 0, sequences of another batch.
+pub fn attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    n_head: usize,
+    n_kv_head: usize,
+    attend: &Attend,
+    sequences: Option<&Sequences>,
+) -> Result<Tensor> {
     let heads = grouped_heads(q, k, v, n_head, n_kv_head)?;
+    let rule = attend.rule(heads.head, sequences)?;
+    sequences.map_or(Ok(()), |sequences| sequences.check(NAME, heads.batch, heads.time))?;
     if !q.device().is_cpu() {
-        return composed::grouped_attention(q, k, v, n_head, n_kv_head);
+        return composed::attention(q, k, v, n_head, n_kv_head, attend, sequences);
     }
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
     let inputs = Inputs::of([Some(&q), Some(&k), Some(&v)])?;
@@ -75,23 +139,23 @@ pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv
     with_element!(q.dtype(), NAME, E => {
         let (mut y, mut lse) = (buffer::<E>(q.elem_count()), vec![0f32; heads.batch * heads.heads * heads.time]);
         with_all([Some(&q), Some(&k), Some(&v)], NAME, |[q, k, v]| {
-            let (q, k, v) = (rows::<E>(q, width), rows(k, kv_width), rows(v, kv_width));
             if !y.is_empty() {
-                attention::forward(&heads, q, k, v, &mut y, &mut lse);
+                let qkv = [rows::<E>(q, width), rows(k, kv_width), rows(v, kv_width)];
+                attention::forward(&heads, &rule, qkv, &mut y, &mut lse);
             }
             Ok(())
         })?;
         let own = OwnResult::default();
-        let result = own.clone();
+        let (result, attend, sequences) = (own.clone(), *attend, sequences.cloned());
         let y = inputs.result(NAME, E::storage(y), shape, move |grad, [to_q, to_k, to_v]| {
+            let rule = attend.rule(heads.head, sequences.as_ref())?;
             let [mut dq, mut dk, mut dv] = [&q, &k, &v].map(|x| buffer::<E>(x.elem_count()));
             with_all([Some(&q), Some(&k), Some(&v), Some(result.get()?)], NAME, |[q, k, v, y]| {
                 let gradient = |x| RowsMut::new(x, kv_width);
-                let to_dq = RowsMut::new(&mut dq, width);
-                let (q, k, v) = (rows(q, width), rows(k, kv_width), rows(v, kv_width));
+                let gradients = [RowsMut::new(&mut dq, width), gradient(&mut dk), gradient(&mut dv)];
+                let qkv = [rows(q, width), rows(k, kv_width), rows(v, kv_width)];
                 grad.read::<E, _>(NAME, |dy| {
-                    let y = y.unwrap_or_default();
-                    attention::backward(&heads, q, k, v, y, &lse, dy, to_dq, gradient(&mut dk), gradient(&mut dv));
+                    attention::backward(&heads, &rule, qkv, (y.unwrap_or_default(), &lse, dy), gradients);
                     Ok(())
                 })
             })?;
@@ -105,7 +169,7 @@ pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv
 
 const NAME: &str = "causal_attention";
 
-/// The sizes that [`causal_attention`]'s input has.
+/// The sizes that [`fused_attention`]'s input has.
 pub(super) fn fused_heads(qkv: &Tensor, n_head: usize) -> Result<Heads> {
     match *qkv.dims() {
         [batch, time, fused] if n_head > 0 && fused > 0 && fused % (3 * n_head) == 0 => {
@@ -118,7 +182,7 @@ pub(super) fn fused_heads(qkv: &Tensor, n_head: usize) -> Result<Heads> {
     }
 }
 
-/// The sizes that [`grouped_attention`]'s inputs have.
+/// The sizes that [`attention()`]'s inputs have.
 pub(super) fn grouped_heads(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv_head: usize) -> Result<Heads> {
     match (q.dims(), k.dims()) {
         (&[batch, time, width], &[kv_batch, kv_time, kv_width])

@@ -3,7 +3,7 @@
 //!
 //! 16-bit inputs are widened to f32 where sums or exponentials are taken. Candle sums in the storage dtype otherwise.
 
-use super::{Activation, Then, WeightLayout};
+use super::{Activation, Attend, RmsNormOptions, Sequences, Then, WeightLayout, frequencies};
 use candle_core::{D, DType, Result, Tensor};
 
 /// f32 for 16-bit tensors, themselves for others.
@@ -41,6 +41,7 @@ pub fn linear_then(
     let y = linear(x, weight, bias, layout)?;
     let y = match then.activation {
         Some(Activation::GeluTanh) => gelu_tanh(&y)?,
+        Some(Activation::Gelu) => gelu(&y)?,
         Some(Activation::Silu) => silu(&y)?,
         None => y,
     };
@@ -65,10 +66,16 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 
 /// See [`crate::nn::rms_norm()`].
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
-    let h = wide(x)?;
+    rms_norm_with(x, weight, RmsNormOptions { eps, ..RmsNormOptions::default() })
+}
+
+/// See [`crate::nn::rms_norm_with()`].
+pub fn rms_norm_with(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Result<Tensor> {
+    let h = wide(&x.reshape(((), weight.elem_count()))?)?;
     let square = h.sqr()?.mean_keepdim(D::Minus1)?;
-    let h = h.broadcast_div(&(square + eps)?.sqrt()?)?;
-    h.broadcast_mul(&wide(weight)?)?.to_dtype(x.dtype())
+    let h = h.broadcast_div(&(square + options.eps)?.sqrt()?)?;
+    let one = if options.plus_one { 1.0 } else { 0.0 };
+    h.broadcast_mul(&(wide(weight)? + one)?)?.reshape(x.shape())?.to_dtype(x.dtype())
 }
 
 /// See [`crate::nn::silu()`].
@@ -83,6 +90,11 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     ((&h / (h.neg()?.exp()? + 1.0)?)? * wide(up)?)?.to_dtype(gate.dtype())
 }
 
+/// See [`crate::nn::gelu_gated()`].
+pub fn gelu_gated(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+    (gelu_tanh(&wide(gate)?)? * wide(up)?)?.to_dtype(gate.dtype())
+}
+
 /// See [`crate::nn::Rotary`].
 pub fn rotary(x: &Tensor, head: usize, theta: f64) -> Result<Tensor> {
     rotary_from(x, head, theta, 0)
@@ -90,19 +102,32 @@ pub fn rotary(x: &Tensor, head: usize, theta: f64) -> Result<Tensor> {
 
 /// See [`crate::nn::Rotary::forward_from`].
 pub fn rotary_from(x: &Tensor, head: usize, theta: f64, first: usize) -> Result<Tensor> {
+    let (batch, time, _) = x.dims3()?;
+    let positions: Vec<usize> = (0..batch).flat_map(|_| first..first + time).collect();
+    rotary_at(x, &frequencies::default(head, theta)?, &positions)
+}
+
+/// See [`crate::nn::Rotary::forward_in`]; a position for each row of `x`.
+pub fn rotary_at(x: &Tensor, frequencies: &[f64], positions: &[usize]) -> Result<Tensor> {
     let (batch, time, width) = x.dims3()?;
-    let half = head / 2;
-    let angle = |t: usize, i: usize| t as f64 * theta.powf(-((2 * i) as f64) / head as f64);
+    let (half, head) = (frequencies.len(), 2 * frequencies.len());
     let h = wide(&x.reshape((batch, time, width / head, head))?)?;
     let table = |f: fn(f64) -> f64| {
-        let values = (first..first + time).flat_map(|t| (0..half).map(move |i| f(angle(t, i))));
-        Tensor::from_iter(values, x.device())?.reshape((1, time, 1, half))?.to_dtype(h.dtype())
+        let values = positions.iter().flat_map(|t| frequencies.iter().map(move |frequency| f(*t as f64 * frequency)));
+        Tensor::from_iter(values, x.device())?.reshape((batch, time, 1, half))?.to_dtype(h.dtype())
     };
     let (cos, sin) = (table(f64::cos)?, table(f64::sin)?);
     let (a, b) = (h.narrow(3, 0, half)?, h.narrow(3, half, half)?);
     let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
     let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
     Tensor::cat(&[first, second], 3)?.reshape((batch, time, width))?.to_dtype(x.dtype())
+}
+
+/// See [`crate::nn::gelu()`].
+pub fn gelu(x: &Tensor) -> Result<Tensor> {
+    let h = wide(x)?;
+    let below = ((&h * std::f64::consts::FRAC_1_SQRT_2)?.erf()? + 1.0)?;
+    ((h * 0.5)? * below)?.to_dtype(x.dtype())
 }
 
 /// See [`crate::nn::gelu_tanh()`].
@@ -117,13 +142,31 @@ pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
 
 /// See [`crate::nn::causal_attention()`].
 pub fn causal_attention(qkv: &Tensor, n_head: usize) -> Result<Tensor> {
+    fused_attention(qkv, n_head, &Attend::default(), None)
+}
+
+/// See [`crate::nn::fused_attention()`].
+pub fn fused_attention(qkv: &Tensor, n_head: usize, attend: &Attend, sequences: Option<&Sequences>) -> Result<Tensor> {
     let width = qkv.dim(D::Minus1)? / 3;
     let part = |i: usize| qkv.narrow(D::Minus1, i * width, width);
-    grouped_attention(&part(0)?, &part(1)?, &part(2)?, n_head, n_head)
+    attention(&part(0)?, &part(1)?, &part(2)?, n_head, n_head, attend, sequences)
 }
 
 /// See [`crate::nn::grouped_attention()`]. With more keys than queries, the queries are at the last of the keys' positions.
 pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv_head: usize) -> Result<Tensor> {
+    attention(q, k, v, n_head, n_kv_head, &Attend::default(), None)
+}
+
+/// See [`crate::nn::attention()`]. Without sequences there may be more keys than queries, as in [`grouped_attention`].
+pub fn attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    n_head: usize,
+    n_kv_head: usize,
+    attend: &Attend,
+    sequences: Option<&Sequences>,
+) -> Result<Tensor> {
     let ((batch, time, width), dtype) = (q.dims3()?, q.dtype());
     let (keys, head, group) = (k.dim(1)?, width / n_head, n_head / n_kv_head);
     let split =
@@ -134,19 +177,43 @@ pub fn grouped_attention(q: &Tensor, k: &Tensor, v: &Tensor, n_head: usize, n_kv
         Tensor::cat(&vec![&x; group], 2)?.reshape((batch, n_head, keys, head))
     };
     let (q, k, v) = (split(q, n_head)?, repeated(k)?, repeated(v)?);
-    let before = keys.saturating_sub(time);
-    let hidden =
-        (before..).take(time).flat_map(|i| (0..keys).map(move |j| if j > i { f32::NEG_INFINITY } else { 0.0 }));
-    let mask = Tensor::from_iter(hidden, q.device())?.reshape((time, keys))?.to_dtype(q.dtype())?;
-    let scores = (q.matmul(&k.t()?.contiguous()?)? / (head as f64).sqrt())?.broadcast_add(&mask)?;
+    let scores = (q.matmul(&k.t()?.contiguous()?)? * attend.scale.unwrap_or(1.0 / (head as f64).sqrt()))?;
+    let scores = attend.soft_cap.map_or(Ok(scores.clone()), |cap| soft_capped(&scores, cap))?;
+    let mask = hidden(attend, sequences, [time, keys]);
+    let mask = Tensor::from_vec(mask, (sequences.map_or(1, Sequences::batch), 1, time, keys), q.device())?;
+    let scores = scores.broadcast_add(&mask.to_dtype(q.dtype())?)?;
     let y = candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&v)?;
     y.transpose(1, 2)?.contiguous()?.reshape((batch, time, width))?.to_dtype(dtype)
 }
 
+/// c tanh(x / c).
+fn soft_capped(x: &Tensor, cap: f64) -> Result<Tensor> {
+    (x / cap)?.tanh()? * cap
+}
+
+/// Minus infinity where a query does not see a key, else 0: for each row of the sequences, or one for all.
+fn hidden(attend: &Attend, sequences: Option<&Sequences>, [time, keys]: [usize; 2]) -> Vec<f32> {
+    let rows = sequences.map_or(1, Sequences::batch);
+    let before = keys.saturating_sub(time);
+    let sees = |row: usize, i: usize, j: usize| {
+        let first = |at: usize| sequences.map(|of| at - of.positions()[row * time + at] as usize);
+        let causal = j <= i && attend.window.is_none_or(|window| i - j < window);
+        (attend.bidirectional || causal) && (sequences.is_none() || first(i) == first(j))
+    };
+    let all = (0..rows).flat_map(|row| (0..time).flat_map(move |i| (0..keys).map(move |j| (row, before + i, j))));
+    all.map(|(row, i, j)| if sees(row, i, j) { 0.0 } else { f32::NEG_INFINITY }).collect()
+}
+
 /// See [`crate::nn::cross_entropy()`]; targets must be valid. f64 logits give a f64 loss.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    log_probabilities(logits, targets, None)?.mean_all()?.neg()
+}
+
+/// See [`crate::nn::linear_log_probabilities()`]: of logits, row after row, whose targets must be valid.
+pub fn log_probabilities(logits: &Tensor, targets: &Tensor, soft_cap: Option<f64>) -> Result<Tensor> {
     let classes = logits.dim(D::Minus1)?;
     let logits = wide(&logits.reshape(((), classes))?)?;
-    let picked = candle_nn::ops::log_softmax(&logits, D::Minus1)?.gather(&targets.reshape(((), 1))?, 1)?;
-    picked.mean_all()?.neg()
+    let logits = soft_cap.map_or(Ok(logits.clone()), |cap| soft_capped(&logits, cap))?;
+    let of_all = candle_nn::ops::log_softmax(&logits, D::Minus1)?;
+    of_all.gather(&targets.reshape(((), 1))?, 1)?.flatten_all()
 }

@@ -1,4 +1,4 @@
-//! The mean cross entropy against target classes: of logits, and of hidden states through an output projection.
+//! The cross entropy against target classes: of logits, and of hidden states through an output projection.
 
 use crate::error::ModelError;
 use crate::graph::{Grad, Inputs, is_once};
@@ -12,6 +12,7 @@ use crate::precision::{Flat, FlatMut, FlatRef};
 use crate::tensor::element::{Element, with_all, with_element, with_elements};
 use crate::util::lock;
 use candle_core::{CpuStorage, D, DType, Result, Tensor, bail};
+use std::borrow::Cow;
 use std::sync::Mutex;
 
 /// Mean over all rows of `-log softmax(logits)[target]`: a scalar of f32.
@@ -27,32 +28,54 @@ use std::sync::Mutex;
 /// Shapes that do not fit, no rows that count, or a target that is no class: the message names the target, its
 /// position and the number of classes.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    cross_entropy_with(logits, targets, LossOptions::default())
+}
+
+/// What becomes of logits and of the rows' losses. Default: the mean over the rows that count, of the logits as they are.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct LossOptions {
+    /// Logits are bound to c tanh(logit / c) for this c (Gemma 2).
+    pub soft_cap: Option<f64>,
+    /// The sum of the losses is divided by this rather than by the number of rows that count: by 1 for the sum, or by the
+    /// targets of a whole batch of which this is a part. Without any row that counts the loss is then 0, and so are its
+    /// gradients.
+    pub divisor: Option<f64>,
+}
+
+/// [`cross_entropy`] with options.
+///
+/// # Errors
+/// As [`cross_entropy`]; options that are not above 0.
+pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOptions) -> Result<Tensor> {
     let Some((&classes, leading)) = logits.dims().split_last() else {
         bail!("cross_entropy: the logits are a scalar; [rows, classes] or [batch, time, classes] is needed")
     };
     if leading != targets.dims() {
         bail!("cross_entropy: logits {:?} need targets of shape {leading:?}, not {:?}", logits.dims(), targets.dims())
     }
-    let host = host_targets(targets, classes, &format!("logits have shape {:?}", logits.dims()))?;
+    let host = host_targets(targets, classes)?;
+    let (cap, divisor) =
+        (cap(options.soft_cap)?, host.divisor(options.divisor, &|| format!("logits have shape {:?}", logits.dims()))?);
     if !logits.device().is_cpu() {
-        return of_composed(logits, targets, &host);
+        return host.composed(logits, options.soft_cap)?.sum_all()? / -divisor;
     }
     let logits = logits.contiguous()?;
     let inputs = Inputs::of([Some(&logits)])?;
     with_element!(logits.dtype(), NAME, E => {
         let mut losses = vec![0f32; host.of_rows.len()];
         with_elements::<E, _>(&logits, NAME, |x| {
-            kernels::cross_entropy::losses(x, classes, &host.of_rows, &mut losses);
+            kernels::cross_entropy::losses(x, classes, &host.of_rows, cap, &mut losses);
             Ok(())
         })?;
-        inputs.result(NAME, CpuStorage::F32(vec![host.mean(&losses)]), (), move |grad, [to_logits]| {
-            let scale = scalar(&grad)? / host.count as f32;
+        inputs.result(NAME, CpuStorage::F32(vec![mean(&losses, divisor)]), (), move |grad, [to_logits]| {
+            let scale = scalar(&grad)? / divisor as f32;
             to_logits.make::<E>(logits.elem_count(), |d| {
                 with_elements::<E, _>(&logits, NAME, |x| {
                     d.copy_from_slice(x);
                     Ok(())
                 })?;
-                kernels::cross_entropy::gradients(d, classes, &host.of_rows, scale, &mut vec![0f32; host.of_rows.len()]);
+                let mut losses = vec![0f32; host.of_rows.len()];
+                kernels::cross_entropy::gradients(d, classes, &host.of_rows, cap, |_| scale, &mut losses);
                 Ok(())
             })
         })
@@ -74,38 +97,46 @@ const CHUNK: usize = 26 << 20;
 /// # Errors
 /// As [`cross_entropy`] and [`crate::nn::linear()`].
 pub fn linear_cross_entropy(h: &Tensor, weight: &Tensor, layout: WeightLayout, targets: &Tensor) -> Result<Tensor> {
-    let (classes, width) = match layout {
-        WeightLayout::OutIn => weight.dims2()?,
-        WeightLayout::InOut => weight.t()?.dims2()?,
-    };
-    let leading = &h.dims()[..h.rank().saturating_sub(1)];
-    if h.dims().last() != Some(&width) || leading != targets.dims() {
-        bail!(
-            "linear_cross_entropy: hidden states {:?} with a weight {:?} need targets of shape {leading:?} and a last \
-             dimension of {width}; the targets have {:?}",
-            h.dims(),
-            weight.dims(),
-            targets.dims()
-        )
-    }
-    let host = host_targets(targets, classes, &format!("hidden states have shape {:?}", h.dims()))?;
+    linear_cross_entropy_with(h, weight, layout, targets, LossOptions::default())
+}
+
+/// [`linear_cross_entropy`] with options. Rows that do not count cost nothing.
+///
+/// # Errors
+/// As [`linear_cross_entropy`]; options that are not above 0.
+pub fn linear_cross_entropy_with(
+    h: &Tensor,
+    weight: &Tensor,
+    layout: WeightLayout,
+    targets: &Tensor,
+    options: LossOptions,
+) -> Result<Tensor> {
+    let (classes, width) = sizes("linear_cross_entropy", h, weight, layout, targets)?;
+    let host = host_targets(targets, classes)?;
+    let (cap, divisor) = (
+        cap(options.soft_cap)?,
+        host.divisor(options.divisor, &|| format!("hidden states have shape {:?}", h.dims()))?,
+    );
     if wide::is_wider(h, weight, None) {
-        return linear_cross_entropy(&h.to_dtype(weight.dtype())?, weight, layout, targets);
+        return linear_cross_entropy_with(&h.to_dtype(weight.dtype())?, weight, layout, targets, options);
     }
     if !h.device().is_cpu() {
-        return of_composed(&composed::linear(h, weight, None, layout)?, targets, &host);
+        let logits = composed::linear(h, weight, None, layout)?;
+        return host.composed(&logits, options.soft_cap)?.sum_all()? / -divisor;
     }
     let (h, weight) = (h.contiguous()?, weight.contiguous()?);
     let inputs = Inputs::of([Some(&h), Some(&weight)])?;
     with_element!(h.dtype(), NAME, E => {
-        let head = Head { targets: &host, classes, width, layout };
-        let (loss, grads) = with_all([Some(&h), Some(&weight)], NAME, |[h, weight]| {
-            let (h, weight) = (h.unwrap_or_default(), weight.unwrap_or_default());
-            Ok(head.run::<E>(h, weight, inputs.wants(0), inputs.wants(1)))
+        let wants = [inputs.wants(0), inputs.wants(1)];
+        let head = Head { counting: host.counting(), cap, classes, width, layout };
+        let (losses, grads) = with_all([Some(&h), Some(&weight)], NAME, |[h, weight]| {
+            let h = head.counting.take(h.unwrap_or_default(), width);
+            Ok(head.run::<E>(&h, weight.unwrap_or_default(), wants, |_| 1.0))
         })?;
-        let (rows, grads) = (host.count, Mutex::new(Some(grads)));
-        inputs.result(NAME, CpuStorage::F32(vec![loss]), (), move |grad, [to_h, to_weight]| {
-            let scale = scalar(&grad)? / rows as f32;
+        let (grads, Head { counting, .. }) = (Mutex::new(Some(grads)), head);
+        let loss = CpuStorage::F32(vec![mean(&losses, divisor)]);
+        inputs.result(NAME, loss, (), move |grad, [to_h, to_weight]| {
+            let scale = scalar(&grad)? / divisor as f32;
             let mut kept = lock(&grads);
             let grads = if is_once() { kept.take() } else { kept.clone() };
             let Some((dh, dweight)) = grads else { bail!("{NAME}: its gradients were taken already") };
@@ -113,28 +144,123 @@ pub fn linear_cross_entropy(h: &Tensor, weight: &Tensor, layout: WeightLayout, t
                 to_weight.give(Grad::Own(scaled::<E>(dweight, scale)))?;
             }
             if to_h.is_wanted() {
-                to_h.give(Grad::Own(scaled::<E>(dh, scale)))?;
+                to_h.give(Grad::Own(counting.put::<E>(scaled::<E>(dh, scale), width)))?;
             }
             Ok(())
         })
     })
 }
 
+/// The logarithms of the targets' probabilities, f32 of the targets' shape: 0 for rows that do not count. Of the logits h w
+/// as in [`linear_cross_entropy`], which are never whole in memory: backward makes them once more. Each row may have a
+/// gradient of its own, as preference optimization wants it of sums over an answer's tokens.
+///
+/// # Errors
+/// As [`linear_cross_entropy`], but that no row need count; a cap that is not above 0.
+pub fn linear_log_probabilities(
+    h: &Tensor,
+    weight: &Tensor,
+    layout: WeightLayout,
+    targets: &Tensor,
+    soft_cap: Option<f64>,
+) -> Result<Tensor> {
+    const NAME: &str = "linear_log_probabilities";
+    let (classes, width) = sizes(NAME, h, weight, layout, targets)?;
+    let (host, shape, cap) = (host_targets(targets, classes)?, targets.shape().clone(), cap(soft_cap)?);
+    if wide::is_wider(h, weight, None) {
+        return linear_log_probabilities(&h.to_dtype(weight.dtype())?, weight, layout, targets, soft_cap);
+    }
+    if !h.device().is_cpu() {
+        let of_rows = host.composed(&composed::linear(h, weight, None, layout)?, soft_cap)?;
+        let rows: Vec<u32> = host.counting().rows.iter().map(|row| *row as u32).collect();
+        let none = Tensor::zeros(host.of_rows.len(), of_rows.dtype(), h.device())?;
+        let rows = Tensor::from_vec(rows, host.count, h.device())?;
+        return none.index_add(&rows, &of_rows, 0)?.reshape(shape);
+    }
+    let (h, weight) = (h.contiguous()?, weight.contiguous()?);
+    let inputs = Inputs::of([Some(&h), Some(&weight)])?;
+    with_element!(h.dtype(), NAME, E => {
+        let head = Head { counting: host.counting(), cap, classes, width, layout };
+        let losses = with_all([Some(&h), Some(&weight)], NAME, |[h, weight]| {
+            let h = head.counting.take(h.unwrap_or_default(), width);
+            Ok(head.run::<E>(&h, weight.unwrap_or_default(), [false; 2], |_| 1.0).0)
+        })?;
+        let mut values = vec![0f32; host.of_rows.len()];
+        head.counting.rows.iter().zip(losses).for_each(|(row, loss)| values[*row] = -loss);
+        inputs.result(NAME, CpuStorage::F32(values), shape, move |grad, [to_h, to_weight]| {
+            let of_rows: Vec<f32> = grad.read::<f32, _>(NAME, |grad| Ok(head.counting.take(grad, 1).into_owned()))?;
+            let (dh, dweight) = with_all([Some(&h), Some(&weight)], NAME, |[h, weight]| {
+                let h = head.counting.take(h.unwrap_or_default(), width);
+                let wants = [to_h.is_wanted(), to_weight.is_wanted()];
+                Ok(head.run::<E>(&h, weight.unwrap_or_default(), wants, |row| -of_rows[row]).1)
+            })?;
+            if to_weight.is_wanted() {
+                to_weight.give(Grad::Own(scaled::<E>(dweight, 1.0)))?;
+            }
+            if to_h.is_wanted() {
+                to_h.give(Grad::Own(head.counting.put::<E>(scaled::<E>(dh, 1.0), width)))?;
+            }
+            Ok(())
+        })
+    })
+}
+
+/// The number of classes and the width of hidden states.
+fn sizes(op: &str, h: &Tensor, weight: &Tensor, layout: WeightLayout, targets: &Tensor) -> Result<(usize, usize)> {
+    let (classes, width) = match layout {
+        WeightLayout::OutIn => weight.dims2()?,
+        WeightLayout::InOut => weight.t()?.dims2()?,
+    };
+    let leading = &h.dims()[..h.rank().saturating_sub(1)];
+    if h.dims().last() != Some(&width) || leading != targets.dims() {
+        bail!(
+            "{op}: hidden states {:?} with a weight {:?} need targets of shape {leading:?} and a last \
+             dimension of {width}; the targets have {:?}",
+            h.dims(),
+            weight.dims(),
+            targets.dims()
+        )
+    }
+    Ok((classes, width))
+}
+
+/// A cap of logits in f32.
+fn cap(soft_cap: Option<f64>) -> Result<Option<f32>> {
+    match soft_cap {
+        Some(cap) if !(cap > 0.0 && cap.is_finite()) => {
+            bail!("cross_entropy: the soft cap is {cap}; it must be above 0")
+        }
+        cap => Ok(cap.map(|cap| cap as f32)),
+    }
+}
+
 /// The output projection of one application.
-struct Head<'a> {
-    targets: &'a Targets,
+struct Head {
+    counting: Counting,
+    cap: Option<f32>,
     classes: usize,
     width: usize,
     layout: WeightLayout,
 }
 
-impl Head<'_> {
-    /// The mean loss, and the gradients of `h` and `weight` of the sum of the losses, empty where not wanted.
-    fn run<E: Element>(&self, h: &[E], weight: &[E], wants_h: bool, wants_weight: bool) -> (f32, (Vec<f32>, Vec<f32>)) {
-        let (classes, width, targets) = (self.classes, self.width, &self.targets.of_rows);
+impl Head {
+    /// The losses of the rows that count, and the gradients of these rows of `h` and of `weight` of the sum of the losses,
+    /// each times its scale; empty where not wanted.
+    fn run<E: Element>(
+        &self,
+        h: &[E],
+        weight: &[E],
+        [wants_h, wants_weight]: [bool; 2],
+        scale: impl Fn(usize) -> f32 + Sync,
+    ) -> (Vec<f32>, (Vec<f32>, Vec<f32>)) {
+        let (classes, width, targets) = (self.classes, self.width, &self.counting.targets);
         let mut losses = vec![0f32; targets.len()];
         let mut dh = buffer::<f32>(if wants_h { h.len() } else { 0 });
         let mut dweight = buffer::<f32>(if wants_weight { weight.len() } else { 0 });
+        if targets.is_empty() {
+            dweight.fill(0.0);
+            return (losses, (dh, dweight));
+        }
         let rows = CHUNK / size_of::<E>() / classes.max(1);
         let step = (rows / 64 * 64).max(64).min(targets.len());
         let mut logits = buffer::<E>(step * classes);
@@ -146,11 +272,11 @@ impl Head<'_> {
             let (h, logits) = (&h[part.clone()], &mut logits[..rows * classes]);
             sizes.product(h, weight, logits, Epilogue::default());
             if !wants_h && !wants_weight {
-                kernels::cross_entropy::losses(logits, classes, targets, losses);
+                kernels::cross_entropy::losses(logits, classes, targets, self.cap, losses);
                 continue;
             }
             // Without the factor 1 / rows, which would make small numbers vanish in f16.
-            kernels::cross_entropy::gradients(logits, classes, targets, 1.0, losses);
+            kernels::cross_entropy::gradients(logits, classes, targets, self.cap, |row| scale(start + row), losses);
             let d = Matrix::new(logits, rows, classes);
             if wants_h {
                 sizes.input_gradient(d, weight, &mut dh[part], Epilogue::default());
@@ -160,7 +286,7 @@ impl Head<'_> {
                 sizes.weight_gradient(h, d, &mut dweight, epilogue);
             }
         }
-        (self.targets.mean(&losses), (dh, dweight))
+        (losses, (dh, dweight))
     }
 }
 
@@ -180,25 +306,88 @@ fn scaled<E: Element>(mut values: Vec<f32>, factor: f32) -> Flat {
     out
 }
 
+/// The sum of losses over a divisor.
+fn mean(losses: &[f32], divisor: f64) -> f32 {
+    (losses.iter().map(|x| f64::from(*x)).sum::<f64>() / divisor) as f32
+}
+
 /// The targets on the host.
 struct Targets {
     /// Of each row, a class or [`IGNORED`].
     of_rows: Vec<u32>,
-    /// Rows that count: at least one.
+    /// Rows that count.
     count: usize,
 }
 
+/// The rows that count.
+struct Counting {
+    rows: Vec<usize>,
+    /// Their targets.
+    targets: Vec<u32>,
+    /// Rows in all.
+    all: usize,
+}
+
+impl Counting {
+    /// These rows of rows of `width` elements.
+    fn take<'a, E: Element>(&self, x: &'a [E], width: usize) -> Cow<'a, [E]> {
+        if self.rows.len() == self.all {
+            return Cow::Borrowed(x);
+        }
+        let mut some = Vec::with_capacity(self.rows.len() * width);
+        self.rows.iter().for_each(|row| some.extend_from_slice(&x[row * width..][..width]));
+        Cow::Owned(some)
+    }
+
+    /// All rows: these, and zeros for the others.
+    fn put<E: Element>(&self, some: Flat, width: usize) -> Flat {
+        match E::of_flat(&some) {
+            Some(values) if self.rows.len() < self.all => {
+                let mut all = bytemuck::zeroed_vec::<E>(self.all * width);
+                for (row, values) in self.rows.iter().zip(values.chunks_exact(width)) {
+                    all[row * width..][..width].copy_from_slice(values);
+                }
+                E::flat(all)
+            }
+            _ => some,
+        }
+    }
+}
+
 impl Targets {
-    /// The mean over the rows that count; the others' losses are 0.
-    fn mean(&self, losses: &[f32]) -> f32 {
-        (losses.iter().map(|x| f64::from(*x)).sum::<f64>() / self.count as f64) as f32
+    fn counting(&self) -> Counting {
+        let counts = |(row, target): (usize, &u32)| (*target != IGNORED).then_some((row, *target));
+        let (rows, targets) = self.of_rows.iter().enumerate().filter_map(counts).unzip();
+        Counting { rows, targets, all: self.of_rows.len() }
+    }
+
+    /// What the sum of the losses is divided by: the given number, or that of the rows that count.
+    fn divisor(&self, given: Option<f64>, shapes: &dyn Fn() -> String) -> Result<f64> {
+        match given {
+            Some(divisor) if divisor > 0.0 && divisor.is_finite() => Ok(divisor),
+            Some(divisor) => bail!("cross_entropy: the divisor is {divisor}; it must be above 0"),
+            None if self.count == 0 => bail!(
+                "cross_entropy: the mean over no rows at all is not defined; {}, and a target of -100 does not count",
+                shapes()
+            ),
+            None => Ok(self.count as f64),
+        }
+    }
+
+    /// The logarithms of the targets' probabilities of the rows that count, of Candle's operations.
+    fn composed(&self, logits: &Tensor, soft_cap: Option<f64>) -> Result<Tensor> {
+        let Counting { rows, targets, .. } = self.counting();
+        let rows = rows.into_iter().map(|row| row as u32).collect();
+        let of_host = |values: Vec<u32>| Tensor::from_vec(values, self.count, logits.device());
+        let logits = logits.reshape(((), logits.dim(D::Minus1)?))?.index_select(&of_host(rows)?, 0)?;
+        composed::log_probabilities(&logits, &of_host(targets)?, soft_cap)
     }
 }
 
 /// The target that does not count, in i64: PyTorch's `ignore_index`.
 const IGNORED_I64: i64 = -100;
 
-fn host_targets(targets: &Tensor, classes: usize, shapes: &str) -> Result<Targets> {
+fn host_targets(targets: &Tensor, classes: usize) -> Result<Targets> {
     let given: Vec<i64> = match targets.dtype() {
         DType::I64 => targets.flatten_all()?.to_vec1()?,
         _ => host_ids(targets, NAME, "targets")?.into_iter().map(i64::from).collect(),
@@ -209,22 +398,6 @@ fn host_targets(targets: &Tensor, classes: usize, shapes: &str) -> Result<Target
         _ => Err(refuse(ModelError::TargetOutOfRange { target, position, classes }.into())),
     };
     let of_rows: Vec<u32> = given.into_iter().enumerate().map(of_row).collect::<Result<_>>()?;
-    match of_rows.iter().filter(|target| **target != IGNORED).count() {
-        0 => bail!(
-            "cross_entropy: the mean over no rows at all is not defined; {shapes}, and a target of -100 does not count"
-        ),
-        count => Ok(Targets { of_rows, count }),
-    }
-}
-
-/// The same of Candle's operations.
-fn of_composed(logits: &Tensor, targets: &Tensor, host: &Targets) -> Result<Tensor> {
-    if host.count == host.of_rows.len() {
-        return composed::cross_entropy(logits, targets);
-    }
-    let counting = || host.of_rows.iter().enumerate().filter(|(_, target)| **target != IGNORED);
-    let of_host = |values: Vec<u32>| Tensor::from_vec(values, host.count, logits.device());
-    let rows = logits.reshape(((), logits.dim(D::Minus1)?))?;
-    let rows = rows.index_select(&of_host(counting().map(|(row, _)| row as u32).collect())?, 0)?;
-    composed::cross_entropy(&rows, &of_host(counting().map(|(_, target)| *target).collect())?)
+    let count = of_rows.iter().filter(|target| **target != IGNORED).count();
+    Ok(Targets { of_rows, count })
 }

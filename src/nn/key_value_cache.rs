@@ -1,9 +1,9 @@
 //! Attention of what continues a text, over keys and values that are kept of the text so far.
 
 use super::attention::{fused_heads, fused_parts, grouped_heads, rows};
-use super::{causal_attention, composed, grouped_attention};
+use super::{Attend, attention, composed, fused_attention};
 use crate::graph::is_without_gradients;
-use crate::kernels::attention::{Cached, Heads, Rows, capacity_for, forward_cached, keep_keys, keep_values};
+use crate::kernels::attention::{Cached, Heads, Rows, Rule, capacity_for, forward_cached, keep_keys, keep_values};
 use crate::kernels::buffer;
 use crate::precision::Flat;
 use crate::tensor::element::{Element, with_all, with_element};
@@ -116,17 +116,26 @@ impl KeyValueCache {
     /// As without a cache; more positions than the limit; other heads, another batch or dtype than before; an input that a
     /// graph is being recorded of.
     pub fn causal_attention(&mut self, qkv: &Tensor, n_head: usize) -> Result<Tensor> {
+        self.fused_attention(qkv, n_head, &Attend::default())
+    }
+
+    /// [`KeyValueCache::causal_attention`] with options, the same for all positions of a text.
+    ///
+    /// # Errors
+    /// As [`KeyValueCache::causal_attention`]; options that are not above 0, or bidirectional.
+    pub fn fused_attention(&mut self, qkv: &Tensor, n_head: usize, attend: &Attend) -> Result<Tensor> {
         let h = fused_heads(qkv, n_head)?;
         self.check(&h, qkv.dtype(), &[qkv])?;
+        let rule = one_way(attend, &h)?;
         let width = n_head * h.head;
         if !qkv.device().is_cpu() {
             let [q, k, v] = [0, 1, 2].map(|part| qkv.narrow(2, part * width, width));
-            return self.on_device(&h, [&q?, &k?, &v?]);
+            return self.on_device(&h, [&q?, &k?, &v?], attend);
         }
         let qkv = qkv.contiguous()?.detach();
-        let first = self.is_empty().then(|| causal_attention(&qkv, n_head)).transpose()?;
+        let first = self.is_empty().then(|| fused_attention(&qkv, n_head, attend, None)).transpose()?;
         with_element!(qkv.dtype(), NAME, E => with_all::<E, _, 1>([Some(&qkv)], NAME, |[qkv]| {
-            self.attend(&h, fused_parts::<E>(qkv.unwrap_or_default(), width), first)
+            self.attend((&h, &rule), fused_parts::<E>(qkv.unwrap_or_default(), width), first)
         }))
     }
 
@@ -143,17 +152,34 @@ impl KeyValueCache {
         n_head: usize,
         n_kv_head: usize,
     ) -> Result<Tensor> {
+        self.attention(q, k, v, n_head, n_kv_head, &Attend::default())
+    }
+
+    /// [`KeyValueCache::grouped_attention`] with options, the same for all positions of a text.
+    ///
+    /// # Errors
+    /// As [`KeyValueCache::fused_attention`].
+    pub fn attention(
+        &mut self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        n_head: usize,
+        n_kv_head: usize,
+        attend: &Attend,
+    ) -> Result<Tensor> {
         let h = grouped_heads(q, k, v, n_head, n_kv_head)?;
         self.check(&h, k.dtype(), &[q, k, v])?;
+        let rule = one_way(attend, &h)?;
         if !q.device().is_cpu() {
-            return self.on_device(&h, [q, k, v]);
+            return self.on_device(&h, [q, k, v], attend);
         }
         let (q, k, v) = (q.contiguous()?.detach(), k.contiguous()?.detach(), v.contiguous()?.detach());
-        let first = self.is_empty().then(|| grouped_attention(&q, &k, &v, n_head, n_kv_head)).transpose()?;
+        let first = self.is_empty().then(|| attention(&q, &k, &v, n_head, n_kv_head, attend, None)).transpose()?;
         let (width, kv_width) = (h.heads * h.head, h.kv_heads * h.head);
         with_element!(q.dtype(), NAME, E => {
             with_all::<E, _, 3>([Some(&q), Some(&k), Some(&v)], NAME, |[q, k, v]| {
-                self.attend(&h, [rows(q, width), rows(k, kv_width), rows(v, kv_width)], first)
+                self.attend((&h, &rule), [rows(q, width), rows(k, kv_width), rows(v, kv_width)], first)
             })
         })
     }
@@ -186,7 +212,12 @@ impl KeyValueCache {
     }
 
     /// Keeps new positions; their result, which for the `first` ones is there already.
-    fn attend<E: Element>(&mut self, h: &Heads, [q, k, v]: [Rows<'_, E>; 3], first: Option<Tensor>) -> Result<Tensor> {
+    fn attend<E: Element>(
+        &mut self,
+        (h, rule): (&Heads, &Rule<'_>),
+        [q, k, v]: [Rows<'_, E>; 3],
+        first: Option<Tensor>,
+    ) -> Result<Tensor> {
         let before = self.len;
         let Host { keys, values, capacity, .. } = self.with_room(Sizes::of(h, E::DTYPE), before + h.time);
         let (Some(keys), Some(values)) = (E::of_flat_mut(keys), E::of_flat_mut(values)) else {
@@ -198,7 +229,7 @@ impl KeyValueCache {
             Some(result) => result,
             None => {
                 let mut y = buffer::<E>(h.batch * h.time * h.heads * h.head);
-                forward_cached(h, q, Cached { keys, values, capacity: *capacity, before }, &mut y);
+                forward_cached((h, rule), q, Cached { keys, values, capacity: *capacity, before }, &mut y);
                 Tensor::from_vec(y, (h.batch, h.time, h.heads * h.head), &Device::Cpu)?
             }
         };
@@ -224,17 +255,25 @@ impl KeyValueCache {
     }
 
     /// The same composed of Candle's operations, whose keys and values are copied to grow.
-    fn on_device(&mut self, h: &Heads, [q, k, v]: [&Tensor; 3]) -> Result<Tensor> {
+    fn on_device(&mut self, h: &Heads, [q, k, v]: [&Tensor; 3], attend: &Attend) -> Result<Tensor> {
         let after = |kept: &Tensor, new: &Tensor| Tensor::cat(&[&kept.narrow(1, 0, self.len)?, &new.detach()], 1);
         let (keys, values) = match &self.device {
             Some([keys, values]) if !self.is_empty() => (after(keys, k)?, after(values, v)?),
             _ => (k.contiguous()?.detach(), v.contiguous()?.detach()),
         };
-        let y = composed::grouped_attention(&q.detach(), &keys, &values, h.heads, h.kv_heads)?;
+        let y = composed::attention(&q.detach(), &keys, &values, h.heads, h.kv_heads, attend, None)?;
         self.device = Some([keys, values]);
         self.len += h.time;
         Ok(y)
     }
+}
+
+/// The rule of positions that see no later ones.
+fn one_way(attend: &Attend, h: &Heads) -> Result<Rule<'static>> {
+    if attend.bidirectional {
+        bail!("{NAME}: bidirectional attention sees positions that the cache does not hold yet")
+    }
+    attend.rule(h.head, None)
 }
 
 impl Host {
@@ -272,15 +311,18 @@ mod tests {
             Tensor::from_iter((0..2 * 9 * width).map(number), &Device::Cpu).unwrap().reshape((2, 9, width)).unwrap()
         };
         let (q, k, v) = (numbers(24, 1), numbers(12, 2), numbers(12, 3));
-        let (mut host, mut device) = (KeyValueCache::new(9), KeyValueCache::new(9));
-        for (from, time) in [(0, 5), (5, 1), (6, 3)] {
-            let [q, k, v] = [&q, &k, &v].map(|x| x.narrow(1, from, time).unwrap());
-            let want = host.grouped_attention(&q, &k, &v, 4, 2).unwrap();
-            let got = device.on_device(&Heads { time, ..h }, [&q, &k, &v]).unwrap();
-            let difference = (got - want).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
-            assert!(difference < 4e-6, "{from}: {difference}");
+        let bound = Attend { scale: Some(0.3), soft_cap: Some(2.0), window: Some(4), bidirectional: false };
+        for attend in [Attend::default(), bound] {
+            let (mut host, mut device) = (KeyValueCache::new(9), KeyValueCache::new(9));
+            for (from, time) in [(0, 5), (5, 1), (6, 3)] {
+                let [q, k, v] = [&q, &k, &v].map(|x| x.narrow(1, from, time).unwrap());
+                let want = host.attention(&q, &k, &v, 4, 2, &attend).unwrap();
+                let got = device.on_device(&Heads { time, ..h }, [&q, &k, &v], &attend).unwrap();
+                let difference = (got - want).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+                assert!(difference < 4e-6, "{from}: {difference}");
+            }
+            assert_eq!((host.len(), device.len()), (9, 9));
+            assert_eq!(device.size_in_bytes(), 2 * 2 * 9 * 12 * 4);
         }
-        assert_eq!((host.len(), device.len()), (9, 9));
-        assert_eq!(device.size_in_bytes(), 2 * 2 * 9 * 12 * 4);
     }
 }

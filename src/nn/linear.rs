@@ -2,10 +2,10 @@
 
 use super::{Activation, Then, WeightLayout};
 use crate::graph::{Grad, Inputs, Kept, Sink, can_remake};
-use crate::kernels::buffer;
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums};
+use crate::kernels::{activation, buffer};
 use crate::nn::product::Sizes;
-use crate::nn::{activation, autocast, composed, wide};
+use crate::nn::{autocast, composed, wide};
 use crate::tensor::element::{Element, with_all, with_element, with_elements};
 use candle_core::{Device, Result, Tensor, bail};
 use candle_nn::{Init, Module, VarBuilder, init};

@@ -28,11 +28,13 @@ mod activation;
 mod attention;
 mod autocast;
 mod batch_norm;
+mod columns;
 pub mod composed;
 mod cross_entropy;
 mod dropout;
 mod embedding;
 pub(crate) mod error;
+pub mod frequencies;
 mod key_value_cache;
 mod linear;
 mod linear_options;
@@ -43,13 +45,18 @@ mod norm;
 mod product;
 mod projection;
 mod rotary;
+mod sequences;
 mod sum;
 mod wide;
 
-pub use activation::{gelu_tanh, silu, swiglu};
-pub use attention::{causal_attention, grouped_attention};
+pub use activation::{gelu, gelu_gated, gelu_tanh, scaled, silu, swiglu};
+pub use attention::{Attend, attention, causal_attention, fused_attention, grouped_attention};
 pub use batch_norm::{SyncBatchNorm, sync_batch_norm};
-pub use cross_entropy::{cross_entropy, linear_cross_entropy};
+pub use columns::columns;
+pub use cross_entropy::{
+    LossOptions, cross_entropy, cross_entropy_with, linear_cross_entropy, linear_cross_entropy_with,
+    linear_log_probabilities,
+};
 pub use dropout::{Dropout, dropout};
 pub use embedding::{Embedding, embedding, embedding_in};
 pub use key_value_cache::KeyValueCache;
@@ -57,9 +64,10 @@ pub use linear::{Conv1D, Linear, linear, linear_then};
 pub use linear_options::{Activation, Then, WeightLayout};
 pub use lora::without_adapters;
 pub use lora_config::{LoraConfig, LoraTargets, is_adapter};
-pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm};
+pub use norm::{LayerNorm, RmsNorm, RmsNormOptions, layer_norm, rms_norm, rms_norm_with};
 pub use projection::{Projection, ProjectionOptions};
 pub use rotary::Rotary;
+pub use sequences::Sequences;
 pub use sum::add;
 
 /// Whether this thread runs a model for an engine that trains: in its forward, and where a unit runs again in backward;

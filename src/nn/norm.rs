@@ -60,16 +60,43 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
 /// # Errors
 /// A weight of another length or dtype.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
-    let width = width_of(RMS_NORM, x, &[("weight", weight)])?;
+    rms_norm_with(x, weight, RmsNormOptions { eps, ..RmsNormOptions::default() })
+}
+
+/// How an [`RmsNorm`] computes. Default: as Llama's, with an eps of 1e-5.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RmsNormOptions {
+    /// Added to the mean square.
+    pub eps: f64,
+    /// The factor is 1 + weight rather than weight, and the weight of a new layer starts at 0: Gemma's norms.
+    pub plus_one: bool,
+    /// x `[.., heads * width]` is normalized head by head, with one weight `[width]` for all: the norms of queries and
+    /// keys.
+    pub by_head: bool,
+}
+
+impl Default for RmsNormOptions {
+    fn default() -> Self {
+        Self { eps: 1e-5, plus_one: false, by_head: false }
+    }
+}
+
+/// [`rms_norm`] with options.
+///
+/// # Errors
+/// As [`rms_norm`]; by head, a last dimension that is no multiple of the weight's length.
+pub fn rms_norm_with(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Result<Tensor> {
+    let width = if options.by_head { head_of(x, weight)? } else { width_of(RMS_NORM, x, &[("weight", weight)])? };
+    let (eps, one) = (options.eps, if options.plus_one { 1.0 } else { 0.0 });
     if !x.device().is_cpu() {
-        return composed::rms_norm(x, weight, eps);
+        return composed::rms_norm_with(x, weight, options);
     }
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let inputs = Inputs::of([Some(&x), Some(&weight)])?;
     let shape = x.shape().clone();
     with_element!(x.dtype(), RMS_NORM, E => {
         let (mut y, mut stats) = (buffer::<E>(x.elem_count()), vec![0f32; x.elem_count() / width]);
-        let wide_weight = widened(&weight, RMS_NORM)?;
+        let wide_weight = plus(widened(&weight, RMS_NORM)?, one);
         with_elements(&x, RMS_NORM, |x| {
             norm::rms_norm::<E>(x, &wide_weight, eps as f32, &mut y, &mut stats);
             Ok(())
@@ -78,7 +105,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
         let y = inputs.result(RMS_NORM, E::storage(y), shape, move |grad, [to_x, to_weight]| {
             let mut dweight = vec![0f32; width];
             to_x.accumulate_if_wanted::<E>(grad.len(), |dx| {
-                let wide_weight = widened(&weight, RMS_NORM)?;
+                let wide_weight = plus(widened(&weight, RMS_NORM)?, one);
                 with_elements(&x, RMS_NORM, |x| {
                     grad.read::<E, _>(RMS_NORM, |dy| {
                         norm::rms_norm_backward(x, &wide_weight, &stats, dy, dx, Some(&mut dweight));
@@ -89,10 +116,32 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
             with_element!(weight.dtype(), RMS_NORM, P => to_weight.give_sums::<P>(&dweight))
         })?;
         if let Some([x, weight]) = again {
-            can_remake(&y, move || rms_norm(&x, &weight, eps));
+            can_remake(&y, move || rms_norm_with(&x, &weight, options));
         }
         Ok(y)
     })
+}
+
+/// The numbers, and one more each where `one` is 1.
+fn plus(mut values: Vec<f32>, one: f32) -> Vec<f32> {
+    values.iter_mut().for_each(|value| *value += one);
+    values
+}
+
+/// The length of the weight, of which the input's last dimension is a multiple.
+fn head_of(x: &Tensor, weight: &Tensor) -> Result<usize> {
+    let (dims, last) = (weight.dims(), x.dims().last().copied().unwrap_or(0));
+    match *dims {
+        [head] if head > 0 && last > 0 && last.is_multiple_of(head) => {
+            check_format(RMS_NORM, x, weight)?;
+            Ok(head)
+        }
+        _ => bail!(
+            "{RMS_NORM}: weight {dims:?} must have the length of a head; the input's last dimension, of {:?}, is no multiple \
+             of it",
+            x.dims()
+        ),
+    }
 }
 
 /// The values of a parameter, in f32.
@@ -160,22 +209,28 @@ impl Module for LayerNorm {
     }
 }
 
-/// Root-mean-square normalization with "weight" (starts at 1).
+/// Root-mean-square normalization with "weight".
 #[derive(Debug, Clone)]
 pub struct RmsNorm {
     weight: Tensor,
-    eps: f64,
+    options: RmsNormOptions,
 }
 
 impl RmsNorm {
-    /// A layer over a last dimension of `width` elements.
+    /// A layer over a last dimension of `width` elements; the weight starts at 1.
     pub fn new(width: usize, eps: f64, vb: VarBuilder<'_>) -> Result<Self> {
-        Ok(Self { weight: vb.get_with_hints(width, "weight", init::ONE)?, eps })
+        Self::with(width, RmsNormOptions { eps, ..RmsNormOptions::default() }, vb)
+    }
+
+    /// A layer with options and a weight `[width]`: the last dimension, or that of a head. It starts as the identity.
+    pub fn with(width: usize, options: RmsNormOptions, vb: VarBuilder<'_>) -> Result<Self> {
+        let start = if options.plus_one { init::ZERO } else { init::ONE };
+        Ok(Self { weight: vb.get_with_hints(width, "weight", start)?, options })
     }
 }
 
 impl Module for RmsNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        rms_norm(x, &self.weight, self.eps)
+        rms_norm_with(x, &self.weight, self.options)
     }
 }

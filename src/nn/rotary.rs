@@ -2,7 +2,7 @@
 
 use crate::graph::Inputs;
 use crate::kernels::{buffer, rope};
-use crate::nn::composed;
+use crate::nn::{Sequences, composed, frequencies};
 use crate::tensor::element::{Element, with_element, with_elements};
 use candle_core::{Result, Tensor, bail};
 use std::sync::Arc;
@@ -10,10 +10,27 @@ use std::sync::Arc;
 /// Rotates the heads of a tensor by their positions; its tables are made once.
 #[derive(Debug, Clone)]
 pub struct Rotary {
-    head: usize,
     ctx: usize,
-    theta: f64,
+    frequencies: Arc<[f64]>,
     tables: Arc<rope::Rotary>,
+}
+
+/// The positions of the rows of a tensor `[batch, time, width]`.
+#[derive(Clone)]
+enum Positions {
+    /// Of the first of the batch's positions, which follow one another.
+    From(usize),
+    Of(Sequences),
+}
+
+impl Positions {
+    /// Of row r.
+    fn at(&self, row: usize, time: usize) -> usize {
+        match self {
+            Self::From(first) => first + row % time,
+            Self::Of(sequences) => sequences.positions()[row] as usize,
+        }
+    }
 }
 
 impl Rotary {
@@ -21,12 +38,22 @@ impl Rotary {
     /// `theta` (10000 in most models). Hugging Face's convention: an element is paired with the one half a head away.
     ///
     /// # Errors
-    /// An odd head.
+    /// An odd head, a theta that is not above 0.
     pub fn new(head: usize, ctx: usize, theta: f64) -> Result<Self> {
-        if head == 0 || !head.is_multiple_of(2) {
-            bail!("rotary: heads have {head} elements; an even number is needed, for they are rotated in pairs")
+        Self::from_frequencies(ctx, frequencies::default(head, theta)?)
+    }
+
+    /// For heads of twice as many elements as there are `frequencies` ([`crate::nn::frequencies`]), at positions below
+    /// `ctx`.
+    ///
+    /// # Errors
+    /// No frequencies, or one that is no number.
+    pub fn from_frequencies(ctx: usize, frequencies: Vec<f64>) -> Result<Self> {
+        if frequencies.is_empty() || frequencies.iter().any(|frequency| !frequency.is_finite()) {
+            bail!("rotary: {frequencies:?} are no frequencies; a finite number for each pair of a head is needed")
         }
-        Ok(Self { head, ctx, theta, tables: Arc::new(rope::Rotary::new(ctx, head, theta)) })
+        let tables = Arc::new(rope::Rotary::new(ctx, &frequencies));
+        Ok(Self { ctx, frequencies: frequencies.into(), tables })
     }
 
     /// `x` `[batch, time, heads * head]` with the heads at position t rotated by t times each pair's frequency.
@@ -43,19 +70,36 @@ impl Rotary {
     /// # Errors
     /// As [`Rotary::forward`].
     pub fn forward_from(&self, x: &Tensor, first: usize) -> Result<Tensor> {
-        const NAME: &str = "rotary";
-        let most = self.ctx.saturating_sub(first);
-        let (time, width) = match *x.dims() {
-            [_, time, width] if width > 0 && width % self.head == 0 && time <= most => (time, width),
+        self.turn(x, Positions::From(first), self.ctx.saturating_sub(first), first)
+    }
+
+    /// [`Rotary::forward`] of packed rows: positions begin at 0 in each sequence.
+    ///
+    /// # Errors
+    /// As [`Rotary::forward`] for the longest sequence; sequences of another batch.
+    pub fn forward_in(&self, x: &Tensor, sequences: &Sequences) -> Result<Tensor> {
+        let longest = sequences.longest();
+        if longest > self.ctx {
+            bail!("rotary: a sequence has {longest} positions, and there are angles of {}", self.ctx)
+        }
+        if let [batch, time, _] = *x.dims() {
+            sequences.check(NAME, batch, time)?;
+        }
+        self.turn(x, Positions::Of(sequences.clone()), usize::MAX, 0)
+    }
+
+    fn turn(&self, x: &Tensor, positions: Positions, most: usize, first: usize) -> Result<Tensor> {
+        let head = 2 * self.frequencies.len();
+        let (batch, time, width) = match *x.dims() {
+            [batch, time, width] if width > 0 && width % head == 0 && time <= most => (batch, time, width),
             ref dims => bail!(
-                "rotary: the input has shape {dims:?}; [batch, time, heads * {}] with a time of at most {most}, after \
-                 {first} positions, is needed",
-                self.head,
+                "rotary: the input has shape {dims:?}; [batch, time, heads * {head}] with a time of at most {most}, after \
+                 {first} positions, is needed"
             ),
         };
-        let at = first..first + time;
         if !x.device().is_cpu() {
-            return composed::rotary_from(x, self.head, self.theta, first);
+            let positions: Vec<usize> = (0..batch * time).map(|row| positions.at(row, time)).collect();
+            return composed::rotary_at(x, &self.frequencies, &positions);
         }
         let x = x.contiguous()?;
         let inputs = Inputs::of([Some(&x)])?;
@@ -64,13 +108,13 @@ impl Rotary {
         with_element!(x.dtype(), NAME, E => {
             let mut y = buffer::<E>(x.elem_count());
             with_elements::<E, _>(&x, NAME, |x| {
-                tables.forward(x, at.clone(), width, &mut y);
+                tables.forward(x, |row| positions.at(row, time), width, &mut y);
                 Ok(())
             })?;
             inputs.result(NAME, E::storage(y), shape.clone(), move |grad, [to_x]| {
                 to_x.make::<E>(grad.len(), |dx| {
                     grad.read::<E, _>(NAME, |dy| {
-                        tables.backward(dy, at.clone(), width, dx);
+                        tables.backward(dy, |row| positions.at(row, time), width, dx);
                         Ok(())
                     })
                 })
@@ -78,3 +122,5 @@ impl Rotary {
         })
     }
 }
+
+const NAME: &str = "rotary";

@@ -9,8 +9,9 @@
 //! Backward has the gradient of the result in x's format and widens it; each operand's gradient is a sum in f32 and gets
 //! that operand's format.
 
+use super::activation::activated;
 use super::product::Sizes;
-use super::{Activation, Then, WeightLayout, add, composed, gelu_tanh, silu};
+use super::{Then, WeightLayout, add, composed};
 use crate::graph::{Inputs, Kept};
 use crate::kernels::buffer;
 use crate::kernels::element::Element as _;
@@ -45,8 +46,7 @@ pub(super) fn linear_then(
 /// What follows a product that is there, in passes of their own.
 pub(super) fn follow(y: Tensor, then: Then<'_>) -> Result<Tensor> {
     let y = match then.activation {
-        Some(Activation::GeluTanh) => gelu_tanh(&y)?,
-        Some(Activation::Silu) => silu(&y)?,
+        Some(function) => activated(function, &y)?,
         None => y,
     };
     then.residual.map_or(Ok(y.clone()), |residual| add(residual, &y))

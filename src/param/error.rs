@@ -207,6 +207,44 @@ pub enum ParamError {
         /// The problem.
         why: String,
     },
+    /// A file of an index that cannot be read.
+    #[error(
+        "{} names {}, which has {tensors} of its tensors and cannot be read: {why}; all files of an index are needed",
+        index.display(), path.display()
+    )]
+    NoShard {
+        /// The index.
+        index: PathBuf,
+        /// The file.
+        path: PathBuf,
+        /// Tensors that are in it.
+        tensors: usize,
+        /// The system's reason.
+        why: String,
+    },
+    /// An index that is wrong about a file.
+    #[error("{} says that tensor {name} is in {file}, which has no such tensor; one of the two is of another model", path.display())]
+    NotInShard {
+        /// The index.
+        path: PathBuf,
+        /// The file.
+        file: String,
+        /// The tensor.
+        name: String,
+    },
+    /// An index that leads out of its folder.
+    #[error(
+        "{} says that tensor {name} is in {file:?}; an index names files beside it, without a folder",
+        path.display()
+    )]
+    ShardOutside {
+        /// The index.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// The file.
+        file: String,
+    },
     /// A parameter without its tensor.
     #[error(
         "{} has no tensor {name} of shape {shape:?}, which the model needs; the file must hold exactly the model's \

@@ -9,11 +9,13 @@ pub(crate) mod capture;
 pub(crate) mod error;
 mod init;
 mod source;
+mod weight_file;
+mod weight_files;
 
 pub use buffer::BufferSync;
 pub(crate) use buffer::{Buffer, BufferRule, dtype_of_buffer, has_name_of_buffer, is_needless};
-pub use source::Source;
-pub(crate) use source::WeightFile;
+pub use source::{InitialValues, Source};
+pub(crate) use weight_files::WeightFiles;
 
 use crate::layout::Cut;
 use crate::memory::Held;

@@ -165,22 +165,38 @@ impl<M> Unit<M> {
 impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
     /// Runs the module on `x`, with its parameters in memory.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let Some(hook) = self.connected() else { return self.inner.forward(x) };
+        self.forward_by(x, M::forward)
+    }
+}
+
+impl<M: Send + Sync + 'static> Unit<M> {
+    /// A forward that is not the module's own: `run` is given the module and `x`, and may know more, as where in a row of a
+    /// batch another text begins. Where the unit recomputes, `run` runs again in backward. What it knows of tensors has no
+    /// gradient.
+    ///
+    /// # Errors
+    /// That of `run`, and what keeps the parameters from being gathered.
+    pub fn forward_by(
+        &self,
+        x: &Tensor,
+        run: impl Fn(&M, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
+    ) -> Result<Tensor> {
+        let Some(hook) = self.connected() else { return run(&self.inner, x) };
         if hook.core.is_evaluating() {
-            return Ok(self.run(&hook, |inner| inner.forward(&x.detach()))?.detach());
+            return Ok(self.run(&hook, |inner| run(inner, &x.detach()))?.detach());
         }
         if !x.track_op() && hook.core.is_frozen(hook.unit) {
             // Nothing in it or below it is trained: no graph, and no backward.
-            return Ok(without_gradients(|| self.run(&hook, |inner| inner.forward(x)))?.detach());
+            return Ok(without_gradients(|| self.run(&hook, |inner| run(inner, x)))?.detach());
         }
         // Where every unit recomputes, a leaf does as one.
         let recomputes = self.recompute || (hook.core.recomputation.every_unit && hook.place() != InLeaf::Inside);
         // Recomputation delivers the parameters' gradients to an engine; without one they belong in Candle's graph. An
         // untracked input would keep the operation's backward from ever being called.
         if recomputes && x.track_op() {
-            return self.forward_to_recompute(&hook, x);
+            return self.forward_to_recompute(&hook, x, run);
         }
-        let y = self.run(&hook, |inner| inner.forward(x))?;
+        let y = self.run(&hook, |inner| run(inner, x))?;
         hook.profile_input(x);
         if hook.place() == InLeaf::Leaf { hook.mark_leaf(x, &y) } else { hook.mark_output(y) }
     }
@@ -222,10 +238,15 @@ impl<M> Unit<M> {
     }
 }
 
-impl<M: Module> Unit<M> {
+impl<M> Unit<M> {
     /// The gradient of the input by the output's gradient, from a second forward, which gives what the `first` gave,
     /// and a backward of its own.
-    fn run_again(&self, first: &FirstRun, grad: &Tensor) -> Result<Option<Tensor>> {
+    fn run_again(
+        &self,
+        run: &impl Fn(&M, &Tensor) -> Result<Tensor>,
+        first: &FirstRun,
+        grad: &Tensor,
+    ) -> Result<Option<Tensor>> {
         let Some(UnitContext { unit, core, .. }) = self.connected() else {
             candle_core::bail!(
                 "a unit that recomputes was differentiated after its engine was dropped; keep the engine"
@@ -234,7 +255,7 @@ impl<M: Module> Unit<M> {
         let _profile = spans::enter(Half::Backward, unit);
         let forward = || {
             let input = Var::from_tensor(&core.kept_input(&first.input)?)?;
-            let y = core.with_buffers_of_then(&first.buffers, || self.inner.forward(input.as_tensor()))?;
+            let y = core.with_buffers_of_then(&first.buffers, || run(&self.inner, input.as_tensor()))?;
             if !first.output.is_again(&y)? {
                 return Err(core.stash(EngineError::RecomputationDiffers { unit: core.unit_name(unit) }.into()));
             }
@@ -250,14 +271,19 @@ impl<M: Module> Unit<M> {
     }
 }
 
-impl<M: Module + Send + Sync + 'static> Unit<M> {
+impl<M: Send + Sync + 'static> Unit<M> {
     /// Forward without a graph, as one operation whose backward runs the unit again.
-    fn forward_to_recompute(&self, hook: &UnitContext, x: &Tensor) -> Result<Tensor> {
+    fn forward_to_recompute(
+        &self,
+        hook: &UnitContext,
+        x: &Tensor,
+        run: impl Fn(&M, &Tensor) -> Result<Tensor> + Send + Sync + 'static,
+    ) -> Result<Tensor> {
         hook.core.will_recompute();
         let (draws, format) = (place_of_draws(), autocast_format());
         // As it will lie in memory the second time: the order of a sum may follow from that.
         let input = x.detach().contiguous()?;
-        let forward = || without_gradients(|| self.run(hook, |inner| inner.forward(&input)));
+        let forward = || without_gradients(|| self.run(hook, |inner| run(inner, &input)));
         let (y, buffers) = hook.core.keeping_buffers(hook.unit, forward)?;
         let (output, (storage, shape)) = (Outcome::of(&y)?, copy_of(&y)?);
         drop(y);
@@ -266,7 +292,7 @@ impl<M: Module + Send + Sync + 'static> Unit<M> {
         let unused = (hook.place() == InLeaf::Leaf).then(|| Zeros::like(x));
         Inputs::of([Some(x)])?.result("recompute-unit", Value(storage), shape.clone(), move |grad, [to_x]| {
             let grad = grad.into_tensor(&shape, &device)?;
-            match autocast(format, || draw_from(draws, || unit.run_again(&first, &grad)))? {
+            match autocast(format, || draw_from(draws, || unit.run_again(&run, &first, &grad)))? {
                 Some(grad) => to_x.give(Grad::Shared(grad)),
                 None => unused.iter().try_for_each(|unused| to_x.give(unused.gradient())),
             }

@@ -1,7 +1,7 @@
 //! Attention with a cache against attention of everything at once, and what it refuses.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_zero::nn::{KeyValueCache, Rotary, causal_attention, grouped_attention};
+use candle_zero::nn::{Attend, KeyValueCache, Rotary, attention, causal_attention, fused_attention, grouped_attention};
 
 fn numbers(batch: usize, time: usize, width: usize, seed: usize) -> Tensor {
     let number = |i: usize| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0;
@@ -52,6 +52,24 @@ fn pieces_of_grouped_and_rotated_heads_give_what_all_positions_give_at_once() {
         let (q, k) = (rotary.forward_from(&q?, from)?, rotary.forward_from(&k?, from)?);
         cache.grouped_attention(&q, &k, &v?, 6, 2)
     });
+    assert!(difference(&got, &want) <= 4e-6, "{}", difference(&got, &want));
+}
+
+#[test]
+fn pieces_with_windows_and_bound_scores_give_what_all_positions_give_at_once() {
+    let attend = Attend { scale: Some(0.3), soft_cap: Some(2.0), window: Some(12), bidirectional: false };
+    let (q, k, v) = (numbers(2, 50, 48, 1), numbers(2, 50, 16, 2), numbers(2, 50, 16, 3));
+    let want = attention(&q, &k, &v, 6, 2, &attend, None).unwrap();
+    let mut cache = KeyValueCache::new(50);
+    let got = in_pieces(&[20, 1, 20, 9], |from, time| {
+        let [q, k, v] = [&q, &k, &v].map(|x| x.narrow(1, from, time));
+        cache.attention(&q?, &k?, &v?, 6, 2, &attend)
+    });
+    assert!(difference(&got, &want) <= 4e-6, "{}", difference(&got, &want));
+    assert!(difference(&got, &grouped_attention(&q, &k, &v, 6, 2).unwrap()) > 0.1);
+    let want = fused_attention(&q, 2, &attend, None).unwrap();
+    let mut cache = KeyValueCache::new(50);
+    let got = in_pieces(&[1, 48, 1], |from, time| cache.fused_attention(&q.narrow(1, from, time)?, 2, &attend));
     assert!(difference(&got, &want) <= 4e-6, "{}", difference(&got, &want));
 }
 

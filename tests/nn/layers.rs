@@ -2,7 +2,7 @@
 //! against finite differences of the op itself.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_zero::nn::{self, Activation, Then, WeightLayout, composed};
+use candle_zero::nn::{self, Activation, Attend, LossOptions, RmsNormOptions, Sequences, Then, WeightLayout, composed};
 
 /// Numbers in [-1, 1) that differ from seed to seed.
 fn numbers(n: usize, seed: u32) -> Vec<f32> {
@@ -120,7 +120,8 @@ fn cases() -> Vec<Case> {
             move |a| composed::grouped_attention(&(&a[0] * 2.0)?, &a[1], &a[2], heads, kv_heads),
         )));
     }
-    for activation in [None, Some(Activation::GeluTanh), Some(Activation::Silu)] {
+    all.extend(cases_of_fine_tuning());
+    for activation in [None, Some(Activation::GeluTanh), Some(Activation::Gelu), Some(Activation::Silu)] {
         let (rows, inputs, outputs) = (19, 7, 35);
         let all_shapes: [&[usize]; 4] = [&[rows, inputs], &[inputs, outputs], &[outputs], &[rows, outputs]];
         all.push(rounding_on_the_way(case(
@@ -173,6 +174,95 @@ fn cases() -> Vec<Case> {
             move |a| nn::cross_entropy(&(&a[0] * 4.0)?, &i),
             move |a| composed::cross_entropy(&(&a[0] * 4.0)?, &j),
         ));
+    }
+    all
+}
+
+/// What the decoders of published checkpoints add: bound scores and logits, windows, packed rows, norms of heads.
+fn cases_of_fine_tuning() -> Vec<Case> {
+    let mut all = Vec::new();
+    let usual = Attend::default();
+    let bound = Attend { scale: Some(0.4), soft_cap: Some(1.5), window: Some(9), bidirectional: false };
+    let both_ways = Attend { bidirectional: true, ..usual };
+    let packed = Sequences::from_lengths(&[vec![1, 30, 9], vec![40]], 40).unwrap();
+    for (attend, sequences) in [
+        (Attend { soft_cap: Some(0.8), ..usual }, None),
+        (Attend { window: Some(5), ..usual }, None),
+        (bound, Some(packed.clone())),
+        (both_ways, None),
+        (both_ways, Some(packed.clone())),
+        (usual, Some(packed.clone())),
+    ] {
+        let (q, kv) = ([2, 40, 12], [2, 40, 6]);
+        let (a, b) = (sequences.clone(), sequences.clone());
+        all.push(rounding_on_the_way(case(
+            format!("attention {attend:?} {sequences:?}"),
+            &[&q, &kv, &kv],
+            move |x| nn::attention(&(&x[0] * 2.0)?, &x[1], &x[2], 4, 2, &attend, a.as_ref()),
+            move |x| composed::attention(&(&x[0] * 2.0)?, &x[1], &x[2], 4, 2, &attend, b.as_ref()),
+        )));
+        let (a, b) = (sequences.clone(), sequences.clone());
+        all.push(rounding_on_the_way(case(
+            format!("fused_attention {attend:?} {sequences:?}"),
+            &[&[2, 40, 24]],
+            move |x| nn::fused_attention(&x[0], 2, &attend, a.as_ref()),
+            move |x| composed::fused_attention(&x[0], 2, &attend, b.as_ref()),
+        )));
+    }
+    for (plus_one, by_head) in [(true, false), (false, true), (true, true)] {
+        let options = RmsNormOptions { eps: 1e-6, plus_one, by_head };
+        let width = if by_head { 8 } else { 24 };
+        all.push(case(
+            format!("rms_norm {options:?}"),
+            &[&[3, 23, 24], &[width]],
+            move |a| nn::rms_norm_with(&a[0], &a[1], options),
+            move |a| composed::rms_norm_with(&a[0], &a[1], options),
+        ));
+    }
+    let shape: [&[usize]; 2] = [&[3, 17], &[3, 17]];
+    let gated = |a: &[Tensor]| nn::gelu_gated(&a[0], &a[1]);
+    all.push(case("gelu_gated", &shape, gated, |a| composed::gelu_gated(&a[0], &a[1])));
+    let wide = |a: &[Tensor]| a[0].affine(4.0, 0.0);
+    all.push(case("gelu", &shape[..1], move |a| nn::gelu(&wide(a)?), move |a| composed::gelu(&wide(a)?)));
+    // A factor that every dtype has.
+    all.push(case("scaled", &shape[..1], |a| nn::scaled(&a[0], 5.5), |a| &a[0] * 5.5));
+    let turned = packed.positions().iter().map(|position| *position as usize).collect::<Vec<_>>();
+    let rotary = nn::Rotary::from_frequencies(40, vec![1.0, 0.3, 0.02]).unwrap();
+    let sequences = packed.clone();
+    all.push(case(
+        "rotary in sequences",
+        &[&[2, 40, 12]],
+        move |a| rotary.forward_in(&a[0], &sequences),
+        move |a| composed::rotary_at(&a[0], &[1.0, 0.3, 0.02], &turned),
+    ));
+    let options = LossOptions { soft_cap: Some(1.7), divisor: Some(5.0) };
+    let (i, j) = (ids(&[2, 9], 11), ids(&[2, 9], 11));
+    let sum = move |logits: &Tensor| composed::log_probabilities(logits, &j, Some(1.7))?.sum_all()? / -5.0;
+    let (also, targets) = (sum.clone(), i.clone());
+    all.push(case(
+        "cross_entropy of bound logits",
+        &[&[2, 9, 11]],
+        move |a| nn::cross_entropy_with(&(&a[0] * 4.0)?, &i, options),
+        move |a| sum(&(&a[0] * 4.0)?),
+    ));
+    all.push(rounding_on_the_way(case(
+        "linear_cross_entropy of bound logits",
+        &[&[2, 9, 5], &[11, 5]],
+        move |a| nn::linear_cross_entropy_with(&a[0], &a[1], WeightLayout::OutIn, &targets, options),
+        move |a| also(&composed::linear(&a[0], &a[1], None, WeightLayout::OutIn)?),
+    )));
+    for (layout, cap) in [(WeightLayout::OutIn, None), (WeightLayout::InOut, Some(2.0))] {
+        let weight = if layout == WeightLayout::OutIn { [11, 5] } else { [5, 11] };
+        let (i, j) = (ids(&[2, 9], 11), ids(&[2, 9], 11));
+        all.push(rounding_on_the_way(case(
+            format!("linear_log_probabilities {layout:?} {cap:?}"),
+            &[&[2, 9, 5], &weight],
+            move |a| nn::linear_log_probabilities(&a[0], &a[1], layout, &i, cap),
+            move |a| {
+                let logits = composed::linear(&a[0], &a[1], None, layout)?;
+                composed::log_probabilities(&logits, &j, cap)?.reshape((2, 9))
+            },
+        )));
     }
     all
 }

@@ -2,7 +2,7 @@
 
 use crate::support::swap::swap;
 use candle_core::{CpuStorage, DType, Device, Result, Tensor, Var};
-use candle_zero::nn::{self, WeightLayout};
+use candle_zero::nn::{self, Attend, LossOptions, Sequences, WeightLayout};
 
 fn tensor(shape: &[usize], seed: u32) -> Tensor {
     let n = shape.iter().product::<usize>() as u32;
@@ -238,6 +238,112 @@ fn rows_whose_target_is_ignored_count_for_nothing() {
     };
     insta::assert_snapshot!(text([-100, -100]), @"cross_entropy: the mean over no rows at all is not defined; logits have shape [2, 4], and a target of -100 does not count");
     insta::assert_snapshot!(text([-100, -1]), @"target -1 at position 1 (counted over the flattened targets) is no class of logits with 4 classes; targets must be below 4");
+}
+
+/// The loss of rows of `h` and the gradients of `h` and of a weight.
+fn head(h: &Tensor, targets: &[i64], divisor: Option<f64>) -> Result<(f32, Vec<f32>, Vec<f32>)> {
+    let (h, w) = (Var::from_tensor(h)?, Var::from_tensor(&tensor(&[8, 5], 4))?);
+    let targets = Tensor::new(targets, &Device::Cpu)?;
+    let options = LossOptions { divisor, ..LossOptions::default() };
+    let loss = nn::linear_cross_entropy_with(&h, &w, WeightLayout::OutIn, &targets, options)?;
+    let grads = loss.backward()?;
+    Ok((loss.to_scalar()?, bits(grads.get(&h).unwrap()), bits(grads.get(&w).unwrap())))
+}
+
+#[test]
+fn losses_over_a_divisor_add_up_to_the_mean_of_the_whole_batch() {
+    let h = tensor(&[6, 5], 3);
+    let targets = [-100i64, 3, -100, 0, 4, -100];
+    let whole = head(&h, &targets, None).unwrap();
+    // Three parts, the last of which has no target.
+    let parts = [0..2, 2..5, 5..6].map(|rows: std::ops::Range<usize>| {
+        head(&h.narrow(0, rows.start, rows.len()).unwrap(), &targets[rows], Some(3.0)).unwrap()
+    });
+    let near = |a: f32, b: f32| (a - b).abs() <= 1e-6;
+    assert!(near(parts.iter().map(|part| part.0).sum(), whole.0));
+    assert!(parts.iter().flat_map(|part| &part.1).zip(&whole.1).all(|(a, b)| near(*a, *b)));
+    assert!((0..40).all(|i| near(parts.iter().map(|part| part.2[i]).sum(), whole.2[i])));
+    assert_eq!(parts[2], (0.0, vec![0.0; 5], vec![0.0; 40]));
+    let logits = Var::from_tensor(&tensor(&[1, 4], 3)).unwrap();
+    let none = Tensor::new(&[-100i64], &Device::Cpu).unwrap();
+    let options = LossOptions { divisor: Some(3.0), ..LossOptions::default() };
+    let loss = nn::cross_entropy_with(&logits, &none, options).unwrap();
+    assert_eq!((bits(&loss), bits(loss.backward().unwrap().get(&logits).unwrap())), (vec![0.0], vec![0.0; 4]));
+    let text = |options| nn::cross_entropy_with(&logits, &none, options).unwrap_err().to_string();
+    let text = |options| text(options).lines().next().unwrap().to_string();
+    insta::assert_snapshot!(text(LossOptions { divisor: Some(0.0), ..options }), @"cross_entropy: the divisor is 0; it must be above 0");
+    insta::assert_snapshot!(text(LossOptions { soft_cap: Some(-1.0), ..options }), @"cross_entropy: the soft cap is -1; it must be above 0");
+}
+
+#[test]
+fn rows_without_a_target_have_log_probability_0_and_no_gradient() {
+    for dtype in [DType::F32, DType::BF16] {
+        let var = |shape: &[usize], seed| Var::from_tensor(&tensor(shape, seed).to_dtype(dtype).unwrap()).unwrap();
+        let (h, w) = (var(&[2, 3, 5], 3), var(&[8, 5], 4));
+        let targets = Tensor::new(&[[-100i64, 3, -100], [0, 4, -100]], &Device::Cpu).unwrap();
+        let of = nn::linear_log_probabilities(&h, &w, WeightLayout::OutIn, &targets, None).unwrap();
+        assert_eq!((of.dims(), of.dtype()), (&[2, 3][..], DType::F32));
+        let values = bits(&of);
+        assert!([0, 2, 5].iter().all(|i| values[*i] == 0.0) && [1, 3, 4].iter().all(|i| values[*i] < 0.0));
+        let loss = nn::linear_cross_entropy(&h, &w, WeightLayout::OutIn, &targets).unwrap();
+        assert!((values.iter().sum::<f32>() + 3.0 * bits(&loss)[0]).abs() < 1e-5);
+        let weights = Tensor::new(&[[5f32, 1.0, 5.0], [-2.0, 0.0, 5.0]], &Device::Cpu).unwrap();
+        let grads = (of * weights).unwrap().sum_all().unwrap().backward().unwrap();
+        let of_h = bits(grads.get(&h).unwrap());
+        let rows: Vec<bool> = of_h.chunks_exact(5).map(|row| row.iter().any(|x| *x != 0.0)).collect();
+        assert_eq!(rows, [false, true, false, true, false, false]);
+    }
+}
+
+/// What attention gives of rows, and the gradient of its input.
+fn attended(qkv: &Tensor, attend: &Attend, sequences: Option<&Sequences>) -> (Tensor, Tensor) {
+    let qkv = Var::from_tensor(qkv).unwrap();
+    let y = nn::fused_attention(&qkv, 2, attend, sequences).unwrap();
+    let grad = y.sqr().unwrap().sum_all().unwrap().backward().unwrap().remove(&qkv).unwrap();
+    (y.detach(), grad)
+}
+
+#[test]
+fn neither_padding_nor_neighbours_change_a_bit_of_a_sequence() {
+    let attends = [
+        Attend::default(),
+        Attend { bidirectional: true, ..Attend::default() },
+        Attend { scale: Some(0.7), soft_cap: Some(2.0), window: Some(20), bidirectional: false },
+    ];
+    for (attend, dtype) in attends.iter().flat_map(|attend| [(attend, DType::F32), (attend, DType::BF16)]) {
+        let alone = [tensor(&[1, 75, 48], 1), tensor(&[1, 30, 48], 2)].map(|x| x.to_dtype(dtype).unwrap());
+        let want = alone.clone().map(|x| attended(&x, attend, None));
+        let junk = tensor(&[1, 55, 48], 3).to_dtype(dtype).unwrap();
+        let rows = Tensor::cat(&[&alone[1], &alone[0], &junk], 1).unwrap();
+        let sequences = Sequences::from_lengths(&[vec![30, 75]], 160).unwrap();
+        let got = attended(&rows, attend, Some(&sequences));
+        for (i, (start, time)) in [(30, 75), (0, 30)].into_iter().enumerate() {
+            let part = |x: &Tensor| bits(&x.narrow(1, start, time).unwrap());
+            assert!(part(&got.0) == bits(&want[i].0) && part(&got.1) == bits(&want[i].1), "{attend:?} {dtype:?}");
+        }
+    }
+}
+
+#[test]
+fn sequences_and_options_that_do_not_fit_are_refused() {
+    let (qkv, one) = (tensor(&[2, 6, 24], 1), Sequences::padded(&[4], 6).unwrap());
+    let text = |attend: Attend, sequences| {
+        let error = nn::fused_attention(&qkv, 2, &attend, sequences).unwrap_err().to_string();
+        error.lines().next().unwrap().to_string()
+    };
+    let usual = Attend::default();
+    insta::assert_snapshot!(text(usual, Some(&one)), @"causal_attention: the sequences are those of [1, 6] positions, and the input has [2, 6]");
+    insta::assert_snapshot!(text(Attend { window: Some(0), ..usual }, None), @"attention: scale, soft cap and window must be above 0; they are Attend { scale: None, soft_cap: None, window: Some(0), bidirectional: false }");
+    insta::assert_snapshot!(text(Attend { window: Some(3), bidirectional: true, ..usual }, None), @"attention: a window goes back from a query's position, and bidirectional attention looks both ways");
+    let mut cache = nn::KeyValueCache::new(6);
+    let both_ways = Attend { bidirectional: true, ..usual };
+    let error = cache.fused_attention(&qkv, 2, &both_ways).unwrap_err().to_string();
+    insta::assert_snapshot!(error.lines().next().unwrap(), @"attention with a cache: bidirectional attention sees positions that the cache does not hold yet");
+    let rotary = nn::Rotary::new(4, 5, 1e4).unwrap();
+    let error = |result: Result<Tensor>| result.unwrap_err().to_string().lines().next().unwrap().to_string();
+    let long = Sequences::padded(&[6, 6], 6).unwrap();
+    insta::assert_snapshot!(error(rotary.forward_in(&qkv, &long)), @"rotary: a sequence has 6 positions, and there are angles of 5");
+    insta::assert_snapshot!(error(nn::rms_norm_with(&qkv, &tensor(&[5], 1), nn::RmsNormOptions { by_head: true, ..Default::default() })), @"rms_norm: weight [5] must have the length of a head; the input's last dimension, of [2, 6, 24], is no multiple of it");
 }
 
 #[test]

@@ -1,17 +1,19 @@
 //! The gradients of queries, and of the keys and values of a key head, to which each query head of its group adds.
 //!
 //! With probabilities p and their gradients g = dout v^T: the scores' gradients are d = p (g - sum over keys of p g),
-//! where that sum is the row sum of dout * out; and dq = d k / sqrt(head), dk = d^T q / sqrt(head), dv = p^T dout.
+//! where that sum is the row sum of dout * out; and dq = d k scale, dk = d^T q scale, dv = p^T dout. With a soft cap c a score's
+//! gradient is also multiplied by the cap's slope, 1 - (score / c)^2.
 //!
 //! A query head sums its part of dk and dv from zero, and the parts are added in order: by [`key_head`], which does a
 //! whole group, or by [`add_parts`] after tasks that did a [`query_head`] each, with the same bits.
 
 use super::forward::Layout;
-use super::heads::{BAND, BLOCK, Heads, LOG2_E, Shape, TILE};
+use super::heads::{BAND, BLOCK, Heads, LOG2_E, TILE};
 use super::pack;
 use super::product::Start;
+use super::rule::{Place, Rule};
 use super::scratch::Scratch;
-use super::softmax::{Known, score_gradients};
+use super::softmax::{Known, bound, score_gradients};
 use super::strided::{HeadMut, HeadRows, Rows};
 use super::tiles::{Tiles, gather, scatter, scores};
 use crate::kernels::element::Element;
@@ -27,7 +29,7 @@ pub(super) struct Given<'a, E> {
     pub v: Rows<'a, E>,
     /// Dense rows of all heads.
     pub out: &'a [E],
-    /// `[batch, heads, time]`.
+    /// `[batch, time, heads]`.
     pub lse: &'a [f32],
     /// As `out`.
     pub dout: &'a [E],
@@ -39,13 +41,14 @@ pub(super) fn part<T: Tiles>(h: &Heads) -> usize {
     2 * layout.time * layout.width
 }
 
-/// Computes all gradients that belong to one key head; `dq`'s rows hold its group's heads side by side.
+/// Computes all gradients that belong to one key head of a sequence of `h.time` positions; `dq`'s rows hold its group's
+/// heads side by side.
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
 pub(super) unsafe fn key_head<T: Tiles + OfElements<E>, E: Element>(
-    h: &Heads,
-    (batch, kv_head): (usize, usize),
+    (h, rule): (&Heads, &Rule<'_>),
+    at: Place,
     given: &Given<'_, E>,
     mut dq: HeadMut<'_, E>,
     gradients: [HeadMut<'_, E>; 2],
@@ -57,16 +60,16 @@ pub(super) unsafe fn key_head<T: Tiles + OfElements<E>, E: Element>(
     let [sums, member_sums, keys, blocks] = scratch.pieces(lengths);
     // SAFETY: as the caller promises.
     unsafe {
-        let keys = Keys::pack::<T, E>(h, (batch, kv_head), given, keys);
+        let keys = Keys::pack::<T, E>(h, at, given, keys);
         for member in 0..h.group() {
-            let (head, columns) = (kv_head * h.group() + member, member * h.head..(member + 1) * h.head);
+            let (head, columns) = (at.head * h.group() + member, member * h.head..(member + 1) * h.head);
             let to = if member == 0 { &mut *sums } else { &mut *member_sums };
-            query_gradients::<T, E>(h, (batch, head), given, &keys, (&mut dq, columns), to, blocks);
+            query_gradients::<T, E>((h, rule), Place { head, ..at }, given, &keys, (&mut dq, columns), to, blocks);
             if member > 0 {
                 add::<T::V>(sums, member_sums);
             }
         }
-        write::<T, E>(h, sums, gradients);
+        write::<T, E>((h, rule), sums, gradients);
     }
 }
 
@@ -75,8 +78,8 @@ pub(super) unsafe fn key_head<T: Tiles + OfElements<E>, E: Element>(
 /// # Safety
 /// The processor has the instructions of `T`.
 pub(super) unsafe fn query_head<T: Tiles + OfElements<E>, E: Element>(
-    h: &Heads,
-    (batch, head): (usize, usize),
+    (h, rule): (&Heads, &Rule<'_>),
+    at: Place,
     given: &Given<'_, E>,
     mut dq: HeadMut<'_, E>,
     part: &mut [f32],
@@ -86,21 +89,27 @@ pub(super) unsafe fn query_head<T: Tiles + OfElements<E>, E: Element>(
     let [keys, blocks] = scratch.pieces(lengths);
     // SAFETY: as the caller promises.
     unsafe {
-        let keys = Keys::pack::<T, E>(h, (batch, head / h.group()), given, keys);
-        query_gradients::<T, E>(h, (batch, head), given, &keys, (&mut dq, 0..h.head), part, blocks);
+        let keys = Keys::pack::<T, E>(h, Place { head: at.head / h.group(), ..at }, given, keys);
+        query_gradients::<T, E>((h, rule), at, given, &keys, (&mut dq, 0..h.head), part, blocks);
     }
 }
 
-/// Adds the parts of a group's query heads and writes dk and dv of their key head.
+/// Adds the parts of a group's query heads, which begin `stride` apart, and writes dk and dv of their key head.
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
-pub(super) unsafe fn add_parts<T: Tiles, E: Element>(h: &Heads, parts: &mut [f32], gradients: [HeadMut<'_, E>; 2]) {
-    let (sums, others) = parts.split_at_mut(part::<T>(h));
+pub(super) unsafe fn add_parts<T: Tiles, E: Element>(
+    (h, rule): (&Heads, &Rule<'_>),
+    (parts, stride): (&mut [f32], usize),
+    gradients: [HeadMut<'_, E>; 2],
+) {
+    let len = part::<T>(h);
+    let (sums, others) = parts.split_at_mut(stride);
+    let sums = &mut sums[..len];
     // SAFETY: as the caller promises.
     unsafe {
-        others.chunks_exact(sums.len()).for_each(|other| add::<T::V>(sums, other));
-        write::<T, E>(h, sums, gradients);
+        others.chunks_exact(stride).for_each(|other| add::<T::V>(sums, &other[..len]));
+        write::<T, E>((h, rule), sums, gradients);
     }
 }
 
@@ -122,12 +131,16 @@ unsafe fn add<V: Vector>(sums: &mut [f32], others: &[f32]) {
 
 /// # Safety
 /// The processor has the instructions of `T`.
-unsafe fn write<T: Tiles, E: Element>(h: &Heads, sums: &[f32], [mut dk, mut dv]: [HeadMut<'_, E>; 2]) {
+unsafe fn write<T: Tiles, E: Element>(
+    (h, rule): (&Heads, &Rule<'_>),
+    sums: &[f32],
+    [mut dk, mut dv]: [HeadMut<'_, E>; 2],
+) {
     let width = Layout::new::<T>(h).width;
     let (dk_sums, dv_sums) = sums.split_at(sums.len() / 2);
     // SAFETY: as the caller promises.
     unsafe {
-        pack::write::<T::V, E>((dk_sums, width), repeat_n(h.scale(), h.time), &mut dk, (0, 0..h.head));
+        pack::write::<T::V, E>((dk_sums, width), repeat_n(rule.scale, h.time), &mut dk, (0, 0..h.head));
         pack::write::<T::V, E>((dv_sums, width), repeat_n(1.0, h.time), &mut dv, (0, 0..h.head));
     }
 }
@@ -150,12 +163,12 @@ impl<'a> Keys<'a> {
     /// The processor has the instructions of `T`.
     unsafe fn pack<T: Tiles + OfElements<E>, E: Element>(
         h: &Heads,
-        (batch, kv_head): (usize, usize),
+        at: Place,
         given: &Given<'_, E>,
         memory: &'a mut [f32],
     ) -> Self {
         let Layout { words, width, time, .. } = Layout::new::<T>(h);
-        let [k, v] = [given.k, given.v].map(|rows| rows.head(h, batch, kv_head));
+        let [k, v] = [given.k, given.v].map(|rows| rows.of(at.first, at.head, h.head));
         let (keys, rest) = memory.split_at_mut(time * words);
         let (values, across) = rest.split_at_mut(time * words);
         // SAFETY: as the caller promises.
@@ -180,8 +193,8 @@ const BLOCKS: usize = 5;
 /// # Safety
 /// The processor has the instructions of `T`.
 unsafe fn query_gradients<T: Tiles + OfElements<E>, E: Element>(
-    h: &Heads,
-    (batch, head): (usize, usize),
+    (h, rule): (&Heads, &Rule<'_>),
+    at: Place,
     given: &Given<'_, E>,
     Keys { keys, across, values }: &Keys<'_>,
     (dq, dq_columns): (&mut HeadMut<'_, E>, Range<usize>),
@@ -195,9 +208,11 @@ unsafe fn query_gradients<T: Tiles + OfElements<E>, E: Element>(
     let (g, g_keys) = tiles.split_at_mut(TILE);
     let (dq_sums, blocks) = blocks.split_at_mut(BLOCK * width);
     let (q_block, dout_block) = blocks.split_at_mut(2 * BLOCK * width);
-    let q = given.q.head(h, batch, head);
-    let [out, dout] = [given.out, given.dout].map(|data| Rows::new(data, h.heads * h.head).head(h, batch, head));
-    let lse = &given.lse[(batch * h.heads + head) * h.time..][..h.time];
+    let q = given.q.of(at.first, at.head, h.head);
+    let [out, dout] =
+        [given.out, given.dout].map(|data| Rows::new(data, h.heads * h.head).of(at.first, at.head, h.head));
+    let lse = Rows::new(given.lse, h.heads).of(at.first, at.head, 1);
+    let (scale, cap) = rule.to_powers();
     dk_sums.fill(0.0);
     dv_sums.fill(0.0);
     for start in (0..h.time).step_by(BLOCK) {
@@ -205,26 +220,30 @@ unsafe fn query_gradients<T: Tiles + OfElements<E>, E: Element>(
         let padded = n.next_multiple_of(BAND);
         // Queries that only fill up the block have probabilities 0.
         let mut known = Known { lse: [f32::INFINITY; BLOCK], along: [0.0; BLOCK] };
-        known.lse.iter_mut().zip(&lse[start..start + n]).for_each(|(known, lse)| *known = lse * LOG2_E);
+        known.lse.iter_mut().zip(start..start + n).for_each(|(known, t)| *known = lse.row(t)[0] * LOG2_E);
         // SAFETY: as the caller promises.
         unsafe {
             pack::dots::<T::V, E>([out, dout], start..start + n, &mut known.along);
             let (q_transposed, q_across) = pack_block::<T, E>(q, start..start + n, (words, width, padded), q_block);
             let (dout_transposed, dout_across) =
                 pack_block::<T, E>(dout, start..start + n, (words, width, padded), dout_block);
-            for first in (0..=start).step_by(BLOCK) {
-                let s = Shape::at(first, start, padded);
+            let mut begin = true;
+            for (first, s) in rule.tiles(h.time, start, n) {
                 scores::<T>(p, (&keys[first * words..], words), q_transposed, depth, s);
                 scores::<T>(g, (&values[first * words..], words), dout_transposed, depth, s);
-                score_gradients::<T::V>(p, g, s, h.scale() * LOG2_E, &known);
+                if let Some(cap) = cap {
+                    bound::<T::V>(p, s, cap);
+                }
+                score_gradients::<T::V>(p, g, s, (scale, cap), &known);
                 T::to_words(p, g, g_keys, s);
                 let g_keys: &[f32] = if T::DEPTH > 1 { g_keys } else { g };
                 scatter::<T>((&mut dv_sums[first * width..], width), p, dout_across, columns, s);
                 scatter::<T>((&mut dk_sums[first * width..], width), g, q_across, columns, s);
-                let begin = if first > 0 { Start::Sums } else { Start::Zero };
-                gather::<T>((dq_sums, width), begin, g_keys, &across[first * words..], columns, s);
+                let before = if begin { Start::Zero } else { Start::Sums };
+                gather::<T>((dq_sums, width), before, g_keys, &across[first * words..], columns, s);
+                begin = false;
             }
-            pack::write::<T::V, E>((dq_sums, width), repeat_n(h.scale(), n), dq, (start, dq_columns.clone()));
+            pack::write::<T::V, E>((dq_sums, width), repeat_n(rule.scale, n), dq, (start, dq_columns.clone()));
         }
     }
 }

@@ -7,11 +7,12 @@
 //! of threads nor that of new positions changes.
 
 use super::heads::Heads;
+use super::rule::Rule;
 use super::scratch::{SCRATCH, Scratch};
 use super::strided::{HeadMut, HeadRows, Rows, RowsMut};
 use crate::kernels::count;
 use crate::kernels::element::Element;
-use crate::kernels::math::exp;
+use crate::kernels::math::{exp, tanh};
 use crate::kernels::par::{for_each_part, for_each_part_here};
 use crate::kernels::rows::{maximum, reduce};
 use crate::kernels::wide::{get, put, vectorized, widen};
@@ -77,10 +78,18 @@ fn for_each_head<E: Element>(h: &Heads, rows: Rows<'_, E>, to: &mut [E], write: 
     }
 }
 
-/// out = softmax(q k^T / sqrt(head), causal) v of the `h.time` new positions, whose keys and values are in the cache.
+/// out = softmax(scale q k^T, of the keys that `rule` lets a query see) v of the `h.time` new positions, whose keys and values
+/// are in the cache.
 ///
-/// `q` and `out` are as in [`forward()`](super::forward()). Panics if the slices do not fit the sizes.
-pub fn forward_cached<E: Element>(h: &Heads, q: Rows<'_, E>, cached: Cached<'_, E>, out: &mut [E]) {
+/// `q` and `out` are as in [`forward()`](super::forward()). Panics if the slices do not fit the sizes, or for a rule of
+/// several sequences or of later positions.
+pub fn forward_cached<E: Element>(
+    (h, rule): (&Heads, &Rule<'_>),
+    q: Rows<'_, E>,
+    cached: Cached<'_, E>,
+    out: &mut [E],
+) {
+    assert!(!rule.bidirectional && rule.starts.is_none(), "{rule:?} for a text that goes on");
     h.check(out.len(), h.batch * h.heads * h.time);
     assert!(
         cached.capacity.is_multiple_of(BLOCK) && cached.before + h.time <= cached.capacity,
@@ -96,13 +105,14 @@ pub fn forward_cached<E: Element>(h: &Heads, q: Rows<'_, E>, cached: Cached<'_, 
     for held in [cached.keys.len(), cached.values.len()] {
         assert_eq!(held, h.batch * h.kv_heads * of_head, "{h:?}: elements of a cache for {}", cached.capacity);
     }
-    let multiplications = 2 * h.head * (h.pairs() + h.batch * h.heads * h.time * cached.before);
+    let seen = |t: usize| (cached.before + t + 1).min(rule.window.unwrap_or(usize::MAX));
+    let multiplications = 2 * h.head * h.batch * h.heads * (0..h.time).map(seen).sum::<usize>();
     count::add([multiplications]);
     let task = |task: usize, out: HeadMut<'_, E>| {
         let (batch, kv_head) = (task / h.kv_heads, task % h.kv_heads);
         let [keys, values] = [cached.keys, cached.values].map(|all| &all[task * of_head..][..of_head]);
         let q = |head| q.head(h, batch, kv_head * h.group() + head);
-        SCRATCH.with_borrow_mut(|scratch| one_key_head(h, q, [keys, values], cached.before, out, scratch));
+        SCRATCH.with_borrow_mut(|scratch| one_key_head((h, rule), q, [keys, values], cached.before, out, scratch));
     };
     let tasks = h.batch * h.kv_heads;
     let out = RowsMut::new(out, h.heads * h.head).by_head(h.batch, h.time, h.kv_heads, h.group() * h.head);
@@ -111,21 +121,22 @@ pub fn forward_cached<E: Element>(h: &Heads, q: Rows<'_, E>, cached: Cached<'_, 
 
 /// The results of all queries of one key head, some at a time; `q` gives those of a head of its group.
 fn one_key_head<'a, E: Element>(
-    h: &Heads,
+    (h, rule): (&Heads, &Rule<'_>),
     q: impl Fn(usize) -> HeadRows<'a, E>,
     [keys, values]: [&[E]; 2],
     before: usize,
     mut out: HeadMut<'_, E>,
     scratch: &mut Scratch,
 ) {
-    let (head, group, scale) = (h.head, h.group(), h.scale());
+    let (head, group, scale) = (h.head, h.group(), rule.scale);
     let width = head.next_multiple_of(BLOCK);
     for first in (0..h.time * group).step_by(QUERIES) {
         let n = QUERIES.min(h.time * group - first);
         // A row is a query: the heads of the group by turns, position by position.
         let place = |row: usize| ((first + row) / group, (first + row) % group);
         let seen = |row: usize| before + place(row).0 + 1;
-        let most = seen(n - 1);
+        let from = |row: usize| rule.window.map_or(0, |window| seen(row).saturating_sub(window));
+        let (least, most) = (from(0), seen(n - 1));
         let stride = most.next_multiple_of(BLOCK);
         let [queries, sums, scores] = scratch.pieces([n * width, n * width, n * stride]);
         vectorized!({
@@ -135,7 +146,7 @@ fn one_key_head<'a, E: Element>(
                     *wide = get(*x) * scale;
                 }
             }
-            for (block, keys) in keys.chunks_exact(BLOCK * head).take(stride / BLOCK).enumerate() {
+            for (block, keys) in keys.chunks_exact(BLOCK * head).enumerate().take(stride / BLOCK).skip(least / BLOCK) {
                 for (row, query) in queries.chunks_exact(width).enumerate() {
                     let scores = &mut scores[row * stride + block * BLOCK..][..BLOCK];
                     scores.copy_from_slice(&products(&query[..head], keys));
@@ -143,7 +154,12 @@ fn one_key_head<'a, E: Element>(
             }
             let mut factors = [0f32; QUERIES];
             for (row, (scores, factor)) in scores.chunks_exact_mut(stride).zip(&mut factors).enumerate() {
-                let scores = &mut scores[..seen(row)];
+                let scores = &mut scores[from(row)..seen(row)];
+                if let Some(cap) = rule.soft_cap {
+                    for score in scores.iter_mut() {
+                        *score = cap * tanh(*score / cap);
+                    }
+                }
                 let max = maximum(scores);
                 for score in scores.iter_mut() {
                     *score = exp(*score - max);
@@ -157,10 +173,11 @@ fn one_key_head<'a, E: Element>(
                 *factor = 1.0 / total;
             }
             sums.fill(0.0);
-            for start in (0..most).step_by(POSITIONS) {
+            for start in (least / POSITIONS * POSITIONS..most).step_by(POSITIONS) {
                 for (row, sums) in sums.chunks_exact_mut(width).enumerate() {
-                    let end = seen(row).min(start + POSITIONS).max(start);
-                    gather(&scores[row * stride..][start..end], &values[start * head..], &mut sums[..head]);
+                    let begin = from(row).max(start);
+                    let end = seen(row).min(start + POSITIONS).max(begin);
+                    gather(&scores[row * stride..][begin..end], &values[begin * head..], &mut sums[..head]);
                 }
             }
             for (row, (sums, factor)) in sums.chunks_exact(width).zip(factors).enumerate() {
@@ -253,7 +270,7 @@ mod tests {
 
     /// The results of all positions, from a cache that is filled by pieces of these lengths; and what forward gives at
     /// once. One element of each row belongs to nobody.
-    fn in_pieces<E: Element>(all: &Heads, pieces: &[usize], qkv: &[E]) -> [Vec<E>; 2] {
+    fn in_pieces<E: Element>((all, rule): (&Heads, &Rule<'_>), pieces: &[usize], qkv: &[E]) -> [Vec<E>; 2] {
         let (q_width, kv_width) = (all.heads * all.head, all.kv_heads * all.head);
         let stride = qkv.len() / (all.batch * all.time);
         let part = |from: &[E], column: usize, row_stride| -> Vec<E> {
@@ -262,8 +279,8 @@ mod tests {
         let columns = [0, q_width, q_width + kv_width];
         let mut at_once = vec![E::default(); all.batch * all.time * q_width];
         let mut lse = vec![0f32; all.batch * all.heads * all.time];
-        let [q, k, v] = columns.map(|column| Rows::new(&qkv[column..], stride));
-        super::super::forward(all, q, k, v, &mut at_once, &mut lse);
+        let parts = columns.map(|column| Rows::new(&qkv[column..], stride));
+        super::super::forward(all, rule, parts, &mut at_once, &mut lse);
 
         let capacity = capacity_for(all.time) + BLOCK;
         let [mut keys, mut values] = [1, 2].map(|seed| numbers::<E>(all.batch * capacity * kv_width, seed));
@@ -279,7 +296,7 @@ mod tests {
             keep_values(&h, Rows::new(&v, stride), before, &mut values);
             let mut y = vec![E::default(); all.batch * time * q_width];
             let cached = Cached { keys: &keys, values: &values, capacity, before };
-            forward_cached(&h, Rows::new(&q, stride), cached, &mut y);
+            forward_cached((&h, rule), Rows::new(&q, stride), cached, &mut y);
             for (out, y) in out.chunks_exact_mut(all.time * q_width).zip(y.chunks_exact(time * q_width)) {
                 out[before * q_width..][..time * q_width].copy_from_slice(y);
             }
@@ -304,11 +321,20 @@ mod tests {
         numbers(h.batch * h.time * ((h.heads + 2 * h.kv_heads) * h.head + 1), 3)
     }
 
+    /// The usual rule, and those of windows below and above a block's positions and a cap.
+    fn rules(h: &Heads) -> [Rule<'static>; 4] {
+        let usual = Rule::causal(h.head);
+        let window = |window| Rule { window: Some(window), ..usual };
+        [usual, window(1), window(17), Rule { scale: 0.3, soft_cap: Some(1.5), ..window(70) }]
+    }
+
     fn pieces_give_what_forward_gives<E: Element>(accuracy: f32) {
         for (h, pieces) in sizes() {
-            let [got, want] = in_pieces::<E>(&h, &pieces, &qkv(&h));
-            for (got, want) in got.into_iter().zip(want) {
-                assert!((get(got) - get(want)).abs() <= accuracy, "{h:?}: {} {}", get(got), get(want));
+            for rule in rules(&h) {
+                let [got, want] = in_pieces::<E>((&h, &rule), &pieces, &qkv(&h));
+                for (got, want) in got.into_iter().zip(want) {
+                    assert!((get(got) - get(want)).abs() <= accuracy, "{h:?} {rule:?}: {} {}", get(got), get(want));
+                }
             }
         }
     }
@@ -324,11 +350,13 @@ mod tests {
     fn neither_the_pieces_nor_the_threads_change_a_bit() {
         for (h, pieces) in sizes() {
             let qkv = qkv::<bf16>(&h);
-            let [at_once, _] = in_pieces(&h, &[h.time], &qkv);
-            for threads in [1, 3] {
-                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
-                let [got, _] = pool.install(|| in_pieces(&h, &pieces, &qkv));
-                assert!(got == at_once, "{h:?}");
+            for rule in rules(&h) {
+                let [at_once, _] = in_pieces((&h, &rule), &[h.time], &qkv);
+                for threads in [1, 3] {
+                    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+                    let [got, _] = pool.install(|| in_pieces((&h, &rule), &pieces, &qkv));
+                    assert!(got == at_once, "{h:?} {rule:?}");
+                }
             }
         }
     }
@@ -339,7 +367,7 @@ mod tests {
         for column in [16, 24] {
             let mut qkv = qkv::<f32>(&h);
             qkv[7 * 33 + column] = f32::NAN;
-            let [got, _] = in_pieces(&h, &[12], &qkv);
+            let [got, _] = in_pieces((&h, &Rule::causal(8)), &[12], &qkv);
             let (before, after) = got.split_at(7 * 16);
             assert!(before.iter().all(|x| x.is_finite()), "{column}");
             assert!(after.chunks_exact(8).all(|head| head[0].is_nan()), "{column}");

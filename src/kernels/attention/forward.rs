@@ -1,30 +1,31 @@
 //! One head's forward: a block of queries at a time, with a running softmax over blocks of keys.
 
-use super::heads::{BAND, BLOCK, Heads, LOG2_E, Shape, TILE};
+use super::heads::{BAND, BLOCK, Heads, LOG2_E, TILE};
 use super::pack;
 use super::product::Start;
+use super::rule::Rule;
 use super::scratch::Scratch;
-use super::softmax::{Softmax, softmax};
+use super::softmax::{Softmax, bound, softmax};
 use super::strided::{HeadMut, HeadRows};
 use super::tiles::{Tiles, gather, scores};
 use crate::kernels::element::Element;
 use crate::kernels::vector::OfElements;
 
-/// Computes the rows of `out` and of `lse` of one head.
+/// Computes the rows of `out` and of `lse` of one head of a sequence of `h.time` positions.
 ///
 /// # Safety
 /// The processor has the instructions of `T`.
 pub(super) unsafe fn one_head<T: Tiles + OfElements<E>, E: Element>(
-    h: &Heads,
+    (h, rule): (&Heads, &Rule<'_>),
     [q, k, v]: [HeadRows<'_, E>; 3],
     mut out: HeadMut<'_, E>,
-    lse: &mut [f32],
+    mut lse: HeadMut<'_, f32>,
     scratch: &mut Scratch,
 ) {
     let Layout { words, width, columns, depth, time } = Layout::new::<T>(h);
     let all = time * words;
     let [keys, values, queries, tile, sums] = scratch.pieces([all, all, BLOCK * words, TILE, BLOCK * width]);
-    let scale = h.scale() * LOG2_E;
+    let (scale, cap) = rule.to_powers();
     // SAFETY: as the caller promises.
     unsafe {
         pack::by_rows::<T, E>(k, 0..h.time, words, keys);
@@ -34,18 +35,22 @@ pub(super) unsafe fn one_head<T: Tiles + OfElements<E>, E: Element>(
             let padded = n.next_multiple_of(BAND);
             pack::transposed::<T, E>(q, start..start + n, words, padded, queries);
             let mut state = Softmax::new();
-            for first in (0..=start).step_by(BLOCK) {
-                let shape = Shape::at(first, start, padded);
+            let mut begin = true;
+            for (first, shape) in rule.tiles(h.time, start, n) {
                 scores::<T>(tile, (&keys[first * words..], words), queries, depth, shape);
+                if let Some(cap) = cap {
+                    bound::<T::V>(tile, shape, cap);
+                }
                 softmax::<T::V>(tile, shape, scale, &mut state);
                 T::to_words_along_keys(tile, shape);
-                let begin = if first > 0 { Start::Times(&state.shrink) } else { Start::Zero };
-                gather::<T>((sums, width), begin, tile, &values[first * words..], columns, shape);
+                let before = if begin { Start::Zero } else { Start::Times(&state.shrink) };
+                gather::<T>((sums, width), before, tile, &values[first * words..], columns, shape);
+                begin = false;
             }
             let factors = state.sum.iter().take(n).map(|sum| 1.0 / sum);
             pack::write::<T::V, E>((sums, width), factors, &mut out, (start, 0..h.head));
             for i in 0..n {
-                lse[start + i] = (state.max[i] + state.sum[i].log2()) / LOG2_E;
+                lse.row(start + i)[0] = (state.max[i] + state.sum[i].log2()) / LOG2_E;
             }
         }
     }

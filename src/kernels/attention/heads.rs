@@ -9,29 +9,12 @@ pub(super) const TILE: usize = BLOCK * BLOCK;
 /// log2(e): scores are scaled by it too, so that probabilities are powers of 2.
 pub(super) const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
-/// Which part of a tile is in use; keys and queries are multiples of [`BAND`].
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Shape {
-    pub keys: usize,
-    pub queries: usize,
-    /// Query i sees keys 0 to i only; else it sees all.
-    pub diagonal: bool,
-}
-
-impl Shape {
-    /// The tile of the keys from `first` on and the `queries` queries from `start` on.
-    pub(super) fn at(first: usize, start: usize, queries: usize) -> Self {
-        let diagonal = first == start;
-        Self { keys: if diagonal { queries } else { BLOCK }, queries, diagonal }
-    }
-}
-
 /// The sizes of an attention.
 #[derive(Debug, Clone, Copy)]
 pub struct Heads {
-    /// Sequences.
+    /// Rows of positions, each a sequence or several.
     pub batch: usize,
-    /// Positions of a sequence.
+    /// Positions of a row.
     pub time: usize,
     /// Query heads.
     pub heads: usize,
@@ -42,15 +25,6 @@ pub struct Heads {
 }
 
 impl Heads {
-    pub(super) fn scale(&self) -> f32 {
-        1.0 / (self.head as f32).sqrt()
-    }
-
-    /// Pairs of a query and a key that it sees.
-    pub(super) fn pairs(&self) -> usize {
-        self.batch * self.heads * (self.time * (self.time + 1) / 2)
-    }
-
     /// Query heads that share a key head.
     pub(super) fn group(&self) -> usize {
         self.heads / self.kv_heads

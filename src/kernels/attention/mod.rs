@@ -1,8 +1,10 @@
-//! Causal attention with grouped heads: softmax(q k^T / sqrt(head), causal) v, and its gradients.
+//! Attention with grouped heads: softmax(scale q k^T, of the keys that a query sees) v, and its gradients.
 //!
-//! Each head is computed in square tiles of [`heads::BLOCK`] keys and queries with a running softmax, so that nothing
-//! quadratic in time is ever held, and no tile above the diagonal is touched. Backward recomputes the probabilities
-//! from the log-sum-exp that forward keeps. A task is one (batch, head) in forward and one (batch, key head), or a
+//! A [`Rule`] says which keys a query sees. The sequences that a row is packed of are attentions of their own: tiles begin
+//! where a sequence begins, so that its results have the bits that it has alone. Each head of a sequence is computed in
+//! square tiles of [`heads::BLOCK`] keys and queries with a running softmax, so that nothing quadratic in time is ever
+//! held, and no tile is touched of which no query sees a key. Backward recomputes the probabilities
+//! from the log-sum-exp that forward keeps. A task is one (sequence, head) in forward and one (sequence, key head), or a
 //! query head of it, in backward; the order of sums is the same in each case, so results have the same bits for any
 //! number of threads.
 //!
@@ -18,6 +20,7 @@ mod pack;
 #[cfg(target_arch = "x86_64")]
 mod pairs;
 mod product;
+mod rule;
 mod scratch;
 mod softmax;
 mod strided;
@@ -25,6 +28,7 @@ mod tiles;
 
 pub use cached::{Cached, capacity_for, forward_cached, keep_keys, keep_values};
 pub use heads::Heads;
+pub use rule::Rule;
 pub use strided::{Rows, RowsMut};
 
 use crate::kernels::count;
@@ -37,6 +41,7 @@ use crate::kernels::simd::{Level, level};
 use crate::kernels::vector::Pairs;
 use crate::kernels::vector::{self, OfElements, Single};
 use backward::Given;
+use rule::{Place, Span};
 use scratch::SCRATCH;
 use tiles::Tiles;
 
@@ -104,17 +109,17 @@ macro_rules! with_tiles {
     };
 }
 
-/// out = softmax(q k^T / sqrt(head), causal) v.
+/// out = softmax(scale q k^T, of the keys that `rule` lets a query see) v.
 ///
 /// `q` has `heads` heads side by side in each row, `k` and `v` have `kv_heads`; row b * time + t is position t of
-/// sequence b. `out` has dense rows of `heads * head` elements. `lse` `[batch, heads, time]` receives the log-sum-exp
-/// of each query's scaled scores, which [`backward()`] needs.
+/// row b of the batch. `out` has dense rows of `heads * head` elements. `lse` `[batch, time, heads]` receives the log-sum-exp
+/// of each query's scores, which [`backward()`] needs.
 ///
-/// Panics if the slices do not fit the sizes.
-pub fn forward<E: Element>(h: &Heads, q: Rows<'_, E>, k: Rows<'_, E>, v: Rows<'_, E>, out: &mut [E], lse: &mut [f32]) {
+/// Panics if the slices or the rule do not fit the sizes.
+pub fn forward<E: Element>(h: &Heads, rule: &Rule<'_>, [q, k, v]: [Rows<'_, E>; 3], out: &mut [E], lse: &mut [f32]) {
     // Scores, and their sum of values.
-    count::add([2, h.pairs(), h.head]);
-    forward_on(Path::of::<E>(level()), h, [q, k, v], out, lse);
+    count::add([2, rule.pairs(h), h.head]);
+    forward_on(Path::of::<E>(level()), (h, rule), [q, k, v], out, lse);
 }
 
 /// The gradients of [`forward()`]'s inputs, overwriting `dq`, `dk` and `dv`.
@@ -122,94 +127,116 @@ pub fn forward<E: Element>(h: &Heads, q: Rows<'_, E>, k: Rows<'_, E>, v: Rows<'_
 /// `out` and `lse` are what forward computed, `dout` the gradient of `out`. A key head's gradients are summed over its
 /// group of query heads in f32: each head by itself, then the heads in order, rounded once.
 ///
-/// Panics if the slices do not fit the sizes.
-#[expect(clippy::too_many_arguments, reason = "three inputs, their three gradients, and what links them")]
+/// Panics if the slices or the rule do not fit the sizes.
 pub fn backward<E: Element>(
     h: &Heads,
-    q: Rows<'_, E>,
-    k: Rows<'_, E>,
-    v: Rows<'_, E>,
-    out: &[E],
-    lse: &[f32],
-    dout: &[E],
-    dq: RowsMut<'_, E>,
-    dk: RowsMut<'_, E>,
-    dv: RowsMut<'_, E>,
+    rule: &Rule<'_>,
+    [q, k, v]: [Rows<'_, E>; 3],
+    (out, lse, dout): (&[E], &[f32], &[E]),
+    gradients: [RowsMut<'_, E>; 3],
 ) {
     let given = Given { q, k, v, out, lse, dout };
     // Scores once more, the probabilities' gradients, and the three results.
-    count::add([5, h.pairs(), h.head]);
-    let whole = whole_groups(h, rayon::current_num_threads());
-    backward_on(Path::of::<E>(level()), h, &given, whole, [dq, dk, dv]);
+    count::add([5, rule.pairs(h), h.head]);
+    let spans = rule.spans(h);
+    let whole = whole_groups(h, spans.len(), rayon::current_num_threads());
+    backward_on(Path::of::<E>(level()), (h, rule), &given, (&spans, whole), gradients);
 }
 
-fn forward_on<E: Element>(path: Path, h: &Heads, [q, k, v]: [Rows<'_, E>; 3], out: &mut [E], lse: &mut [f32]) {
+fn forward_on<E: Element>(
+    path: Path,
+    (h, rule): (&Heads, &Rule<'_>),
+    [q, k, v]: [Rows<'_, E>; 3],
+    out: &mut [E],
+    lse: &mut [f32],
+) {
     h.check(out.len(), lse.len());
     if out.is_empty() {
         return;
     }
-    let tasks = h.batch * h.heads;
+    let spans = rule.spans(h);
     let out = RowsMut::new(out, h.heads * h.head).by_head(h.batch, h.time, h.heads, h.head);
-    for_each_part(tasks, (out, Chunks::new(lse, h.time)), |task, (out, lse)| {
-        let (batch, head) = (task / h.heads, task % h.heads);
-        let q = q.head(h, batch, head);
-        let [k, v] = [k, v].map(|rows| rows.head(h, batch, head / h.group()));
+    let lse = RowsMut::new(lse, h.heads).by_head(h.batch, h.time, h.heads, 1);
+    for_each(spans.len() * h.heads, |task| {
+        let (span, head) = (spans[task / h.heads], task % h.heads);
+        let of_sequence = span.sizes(h);
+        let q = q.of(span.first, head, h.head);
+        let [k, v] = [k, v].map(|rows| rows.of(span.first, head / h.group(), h.head));
         SCRATCH.with_borrow_mut(|scratch| {
-            // SAFETY: the processor has the level of the path.
-            with_tiles!(path, T => unsafe { forward::one_head::<T, E>(h, [q, k, v], out, lse, scratch) });
+            // SAFETY: the processor has the level of the path; spans do not overlap, and each head of each is taken once.
+            with_tiles!(path, T => unsafe {
+                let (out, lse) = (out.take_some(span, head, 1), lse.take_some(span, head, 1));
+                forward::one_head::<T, E>((&of_sequence, rule), [q, k, v], out, lse, scratch)
+            });
         });
     });
 }
 
 /// How many of all sequences' key heads backward computes in one task each. The query heads of the others, the last
 /// ones, are tasks of their own: where there are few key heads for the threads, some threads would have one less.
-fn whole_groups(h: &Heads, threads: usize) -> usize {
-    let all = h.batch * h.kv_heads;
+fn whole_groups(h: &Heads, sequences: usize, threads: usize) -> usize {
+    let all = sequences * h.kv_heads;
     if h.group() > 1 && all < 4 * threads { all / threads * threads } else { all }
 }
 
-fn backward_on<E: Element>(path: Path, h: &Heads, given: &Given<'_, E>, whole: usize, gradients: [RowsMut<'_, E>; 3]) {
-    h.check(given.out.len(), given.lse.len());
-    h.check(given.dout.len(), given.lse.len());
+fn backward_on<E: Element>(
+    path: Path,
+    of: (&Heads, &Rule<'_>),
+    given: &Given<'_, E>,
+    parts: (&[Span], usize),
+    gradients: [RowsMut<'_, E>; 3],
+) {
+    of.0.check(given.out.len(), given.lse.len());
+    of.0.check(given.dout.len(), given.lse.len());
     if !given.out.is_empty() {
-        with_tiles!(path, T => backward_with::<T, E>(h, given, whole, gradients));
+        with_tiles!(path, T => backward_with::<T, E>(of, given, parts, gradients));
     }
 }
 
 /// Backward with tiles whose instructions the processor has.
 fn backward_with<T: Tiles + OfElements<E>, E: Element>(
-    h: &Heads,
+    (h, rule): (&Heads, &Rule<'_>),
     given: &Given<'_, E>,
-    whole: usize,
+    (spans, whole): (&[Span], usize),
     [dq, dk, dv]: [RowsMut<'_, E>; 3],
 ) {
-    let (all, group) = (h.batch * h.kv_heads, h.group());
+    let (all, group) = (spans.len() * h.kv_heads, h.group());
     let dq = dq.by_head(h.batch, h.time, h.heads, h.head);
     let [dk, dv] = [dk, dv].map(|rows| rows.by_head(h.batch, h.time, h.kv_heads, h.head));
-    let part = backward::part::<T>(h);
+    // The sequence and the key head of a group.
+    let of_group = |i: usize| (spans[i / h.kv_heads], i % h.kv_heads);
+    let part = (whole..all).map(|i| backward::part::<T>(&of_group(i).0.sizes(h))).max().unwrap_or(0);
     let mut parts: Vec<f32> = crate::kernels::buffer((all - whole) * group * part);
     let each_part = Chunks::new(&mut parts, part);
     for_each(whole + (all - whole) * group, |task| {
         SCRATCH.with_borrow_mut(|scratch| {
-            // SAFETY: the processor has the instructions; the groups before `whole` and the heads of the others are
-            // taken once each.
+            // SAFETY: the processor has the instructions; spans do not overlap, and of each the groups before `whole` and
+            // the heads of the others are taken once each.
             unsafe {
                 if task < whole {
-                    let place = (task / h.kv_heads, task % h.kv_heads);
-                    let (dq, gradients) = (dq.take_some(task * group, group), [dk.take(task), dv.take(task)]);
-                    backward::key_head::<T, E>(h, place, given, dq, gradients, scratch);
+                    let (span, head) = of_group(task);
+                    let gradients = [dk.take_some(span, head, 1), dv.take_some(span, head, 1)];
+                    let dq = dq.take_some(span, head * group, group);
+                    let (sizes, at) = (span.sizes(h), Place { first: span.first, head });
+                    backward::key_head::<T, E>((&sizes, rule), at, given, dq, gradients, scratch);
                 } else {
-                    let head = whole * group + (task - whole);
-                    let place = (head / h.heads, head % h.heads);
-                    let (dq, part) = (dq.take(head), each_part.take(task - whole));
-                    backward::query_head::<T, E>(h, place, given, dq, part, scratch);
+                    let (span, kv_head) = of_group(whole + (task - whole) / group);
+                    let head = kv_head * group + (task - whole) % group;
+                    let (dq, part) = (dq.take_some(span, head, 1), each_part.take(task - whole));
+                    let (sizes, at) = (span.sizes(h), Place { first: span.first, head });
+                    let part = &mut part[..backward::part::<T>(&sizes)];
+                    backward::query_head::<T, E>((&sizes, rule), at, given, dq, part, scratch);
                 }
             }
         });
     });
     for_each_part(all - whole, Chunks::new(&mut parts, group * part), |i, parts| {
+        let (span, head) = of_group(whole + i);
         // SAFETY: the processor has the instructions; these groups are taken once.
-        unsafe { backward::add_parts::<T, E>(h, parts, [dk.take(whole + i), dv.take(whole + i)]) }
+        unsafe {
+            let gradients = [dk.take_some(span, head, 1), dv.take_some(span, head, 1)];
+            backward::add_parts::<T, E>((&span.sizes(h), rule), (parts, part), gradients);
+        }
     });
 }
 

@@ -1,6 +1,7 @@
 //! Tiles of f32 to words of two bf16: probabilities and the scores' gradients are rounded before they are multiplied.
 
-use super::heads::{BAND, BLOCK, Shape, TILE};
+use super::heads::{BAND, BLOCK, TILE};
+use super::rule::Shape;
 use crate::kernels::vector::{Avx512Bf16, Vector};
 
 /// Takes the rows of a tile to words along the keys, over itself.

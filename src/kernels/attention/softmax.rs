@@ -1,7 +1,8 @@
 //! From scores to probabilities and to the scores' gradients, a vector of queries at a time.
 
-use super::heads::{BAND, BLOCK, Shape, TILE};
-use crate::kernels::vector::Vector;
+use super::heads::{BAND, BLOCK, TILE};
+use super::rule::{Cap, Edge, Shape};
+use crate::kernels::vector::{Vector, tanh};
 
 /// The running softmax of a block of queries, in units of powers of 2.
 pub(super) struct Softmax {
@@ -15,7 +16,8 @@ pub(super) struct Softmax {
 
 impl Softmax {
     pub(super) fn new() -> Self {
-        Self { max: [f32::NEG_INFINITY; BLOCK], sum: [0.0; BLOCK], shrink: [0.0; BLOCK] }
+        // A number, so that where nothing has been seen yet nothing shrinks to nan.
+        Self { max: [f32::MIN; BLOCK], sum: [0.0; BLOCK], shrink: [0.0; BLOCK] }
     }
 }
 
@@ -31,13 +33,61 @@ struct Seen {
 }
 
 impl Seen {
-    /// For the queries from `query` on.
+    /// For the queries from `query` on. At an edge any query may miss any key.
     #[inline(always)]
     fn of<V: Vector>(s: Shape, query: usize) -> Self {
         const { assert!(V::LANES.is_multiple_of(KEYS) && BAND.is_multiple_of(V::LANES)) };
-        match s.diagonal {
-            true => Self { all: query, some: query + V::LANES, none: query / BAND * BAND + BAND },
-            false => Self { all: s.keys, some: s.keys, none: s.keys },
+        let none = if s.diagonal { query / BAND * BAND + BAND } else { s.keys };
+        match (s.edge, s.diagonal) {
+            (Some(_), true) => Self { all: 0, some: query + V::LANES, none },
+            (Some(_), false) => Self { all: 0, some: s.keys, none },
+            (None, true) => Self { all: query, some: query + V::LANES, none },
+            (None, false) => Self { all: s.keys, some: s.keys, none },
+        }
+    }
+}
+
+/// The lanes of queries that see a key, and the others' of another vector.
+trait Mask: Copy {
+    /// For the key with this number in the tile.
+    ///
+    /// # Safety
+    /// Inside of `V::with`.
+    unsafe fn keep<V: Vector>(self, x: V, key: usize, other: V) -> V;
+}
+
+/// The diagonal, for queries from this number on.
+#[derive(Clone, Copy)]
+struct Diagonal(usize);
+
+impl Mask for Diagonal {
+    #[inline(always)]
+    unsafe fn keep<V: Vector>(self, x: V, key: usize, other: V) -> V {
+        // SAFETY: as the caller promises.
+        unsafe { x.keep_from_lane(key.saturating_sub(self.0), other) }
+    }
+}
+
+/// The diagonal, if there is one, and an edge.
+#[derive(Clone, Copy)]
+struct Bounds {
+    query: usize,
+    diagonal: bool,
+    edge: Edge,
+}
+
+impl Mask for Bounds {
+    #[inline(always)]
+    unsafe fn keep<V: Vector>(self, x: V, key: usize, other: V) -> V {
+        if key >= self.edge.keys {
+            return other;
+        }
+        // The queries before this lane see the key.
+        let end = key as isize + 1 - self.query as isize - self.edge.from;
+        // SAFETY: as the caller promises.
+        unsafe {
+            let seen = other.keep_from_lane(end.clamp(0, V::LANES as isize) as usize, x);
+            if self.diagonal { Diagonal(self.query).keep(seen, key, other) } else { seen }
         }
     }
 }
@@ -46,6 +96,30 @@ impl Seen {
 fn check(tile: &[f32], s: Shape) {
     assert!(tile.len() >= TILE && s.keys <= BLOCK && s.queries <= BLOCK && (!s.diagonal || s.keys == s.queries));
     assert!(s.keys.is_multiple_of(BAND) && s.queries.is_multiple_of(BAND));
+}
+
+/// Applies a cap to a tile of products: their scores in powers of 2.
+///
+/// # Safety
+/// The processor has the instructions.
+pub(super) unsafe fn bound<V: Vector>(tile: &mut [f32], s: Shape, cap: Cap) {
+    check(tile, s);
+    // SAFETY: as the caller promises; keys and queries lie within the tile.
+    unsafe {
+        V::with(
+            #[inline(always)]
+            || {
+                let (inner, outer) = (V::splat(cap.inner), V::splat(cap.outer));
+                for query in (0..s.queries).step_by(V::LANES) {
+                    let tile = tile.as_mut_ptr().add(query);
+                    for key in 0..Seen::of::<V>(s, query).some {
+                        let at = tile.add(key * BLOCK);
+                        tanh(V::load(at).mul(inner)).mul(outer).store(at);
+                    }
+                }
+            },
+        )
+    }
 }
 
 /// Takes a tile of scores to probabilities relative to the running maximum; `scale` takes scores to powers of 2.
@@ -60,7 +134,14 @@ pub(super) unsafe fn softmax<V: Vector>(tile: &mut [f32], s: Shape, scale: f32, 
             #[inline(always)]
             || {
                 for query in (0..s.queries).step_by(V::LANES) {
-                    softmax_of::<V>(tile.as_mut_ptr().add(query), Seen::of::<V>(s, query), scale, state, query);
+                    let (tile, seen) = (tile.as_mut_ptr().add(query), Seen::of::<V>(s, query));
+                    match s.edge {
+                        None => softmax_of::<V>(tile, seen, Diagonal(query), scale, state, query),
+                        Some(edge) => {
+                            let bounds = Bounds { query, diagonal: s.diagonal, edge };
+                            softmax_of::<V>(tile, seen, bounds, scale, state, query);
+                        }
+                    }
                 }
             },
         )
@@ -68,7 +149,14 @@ pub(super) unsafe fn softmax<V: Vector>(tile: &mut [f32], s: Shape, scale: f32, 
 }
 
 #[inline(always)]
-unsafe fn softmax_of<V: Vector>(tile: *mut f32, seen: Seen, scale: f32, state: &mut Softmax, query: usize) {
+unsafe fn softmax_of<V: Vector>(
+    tile: *mut f32,
+    seen: Seen,
+    mask: impl Mask,
+    scale: f32,
+    state: &mut Softmax,
+    query: usize,
+) {
     // SAFETY: as the caller promises.
     unsafe {
         let (scale, lowest) = (V::splat(scale), V::splat(f32::NEG_INFINITY));
@@ -82,7 +170,7 @@ unsafe fn softmax_of<V: Vector>(tile: *mut f32, seen: Seen, scale: f32, state: &
         }
         for key in (seen.all..seen.some).step_by(KEYS) {
             for (i, max) in largest.iter_mut().enumerate() {
-                *max = V::load(at(key + i)).keep_from_lane(key + i - seen.all, lowest).max(*max);
+                *max = mask.keep(V::load(at(key + i)), key + i, lowest).max(*max);
             }
         }
         let [a, b, c, d] = largest;
@@ -99,7 +187,7 @@ unsafe fn softmax_of<V: Vector>(tile: *mut f32, seen: Seen, scale: f32, state: &
         }
         for key in (seen.all..seen.some).step_by(KEYS) {
             for (i, sum) in sums.iter_mut().enumerate() {
-                let p = V::load(at(key + i)).mul_sub(scale, max).exp2().keep_from_lane(key + i - seen.all, V::zero());
+                let p = mask.keep(V::load(at(key + i)).mul_sub(scale, max).exp2(), key + i, V::zero());
                 *sum = sum.add(p);
                 p.store(at(key + i));
             }
@@ -121,11 +209,18 @@ pub(super) struct Known {
     pub along: [f32; BLOCK],
 }
 
-/// Takes a tile of scores to probabilities p, and their gradients g to the scores' gradients p (g - along).
+/// Takes a tile of scores to probabilities p, and their gradients g to the scores' gradients p (g - along), times the slope
+/// of a cap, of which the scores are the result.
 ///
 /// # Safety
 /// The processor has the instructions.
-pub(super) unsafe fn score_gradients<V: Vector>(p: &mut [f32], g: &mut [f32], s: Shape, scale: f32, known: &Known) {
+pub(super) unsafe fn score_gradients<V: Vector>(
+    p: &mut [f32],
+    g: &mut [f32],
+    s: Shape,
+    (scale, cap): (f32, Option<Cap>),
+    known: &Known,
+) {
     check(p, s);
     check(g, s);
     // SAFETY: as the caller promises; keys and queries lie within the tiles and the blocks.
@@ -133,30 +228,82 @@ pub(super) unsafe fn score_gradients<V: Vector>(p: &mut [f32], g: &mut [f32], s:
         V::with(
             #[inline(always)]
             || {
-                let scale = V::splat(scale);
                 for query in (0..s.queries).step_by(V::LANES) {
+                    let at = [p.as_mut_ptr().add(query), g.as_mut_ptr().add(query)];
                     let seen = Seen::of::<V>(s, query);
-                    let [lse, along] = [&known.lse, &known.along].map(|x| V::load(x[query..].as_ptr()));
-                    let p_at = p.as_mut_ptr().add(query);
-                    let g_at = g.as_mut_ptr().add(query);
-                    for key in 0..seen.all {
-                        let (p_at, g_at) = (p_at.add(key * BLOCK), g_at.add(key * BLOCK));
-                        let p = V::load(p_at).mul_sub(scale, lse).exp2();
-                        p.store(p_at);
-                        p.mul(V::load(g_at).sub(along)).store(g_at);
-                    }
-                    for key in seen.all..seen.some {
-                        let (p_at, g_at) = (p_at.add(key * BLOCK), g_at.add(key * BLOCK));
-                        let (p, g) = (V::load(p_at).mul_sub(scale, lse).exp2(), V::load(g_at).sub(along));
-                        p.keep_from_lane(key - seen.all, V::zero()).store(p_at);
-                        p.mul(g).keep_from_lane(key - seen.all, V::zero()).store(g_at);
-                    }
-                    for key in seen.some..seen.none {
-                        V::zero().store(p_at.add(key * BLOCK));
-                        V::zero().store(g_at.add(key * BLOCK));
+                    let known = [&known.lse, &known.along].map(|x| V::load(x[query..].as_ptr()));
+                    let bounds = s.edge.map(|edge| Bounds { query, diagonal: s.diagonal, edge });
+                    match (bounds, cap) {
+                        (None, None) => gradients_of::<V>(at, seen, Diagonal(query), (scale, NoCap), known),
+                        (None, Some(cap)) => gradients_of::<V>(at, seen, Diagonal(query), (scale, cap), known),
+                        (Some(bounds), None) => gradients_of::<V>(at, seen, bounds, (scale, NoCap), known),
+                        (Some(bounds), Some(cap)) => gradients_of::<V>(at, seen, bounds, (scale, cap), known),
                     }
                 }
             },
         )
+    }
+}
+
+/// The slope of what made the scores.
+trait Slope: Copy {
+    /// A score's gradient, to that of what the score was made of.
+    ///
+    /// # Safety
+    /// Inside of `V::with`.
+    unsafe fn through<V: Vector>(self, score: V, gradient: V) -> V;
+}
+
+#[derive(Clone, Copy)]
+struct NoCap;
+
+impl Slope for NoCap {
+    #[inline(always)]
+    unsafe fn through<V: Vector>(self, _: V, gradient: V) -> V {
+        gradient
+    }
+}
+
+impl Slope for Cap {
+    #[inline(always)]
+    unsafe fn through<V: Vector>(self, score: V, gradient: V) -> V {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let tanh = score.mul(V::splat(1.0 / self.outer));
+            gradient.mul(V::splat(1.0).sub(tanh.mul(tanh)))
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn gradients_of<V: Vector>(
+    [p_at, g_at]: [*mut f32; 2],
+    seen: Seen,
+    mask: impl Mask,
+    (scale, slope): (f32, impl Slope),
+    [lse, along]: [V; 2],
+) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let scale = V::splat(scale);
+        for key in 0..seen.all {
+            let (p_at, g_at) = (p_at.add(key * BLOCK), g_at.add(key * BLOCK));
+            let score = V::load(p_at);
+            let p = score.mul_sub(scale, lse).exp2();
+            p.store(p_at);
+            slope.through(score, p.mul(V::load(g_at).sub(along))).store(g_at);
+        }
+        for key in seen.all..seen.some {
+            let (p_at, g_at) = (p_at.add(key * BLOCK), g_at.add(key * BLOCK));
+            let score = V::load(p_at);
+            let p = score.mul_sub(scale, lse).exp2();
+            let g = slope.through(score, p.mul(V::load(g_at).sub(along)));
+            mask.keep(p, key, V::zero()).store(p_at);
+            mask.keep(g, key, V::zero()).store(g_at);
+        }
+        for key in seen.some..seen.none {
+            V::zero().store(p_at.add(key * BLOCK));
+            V::zero().store(g_at.add(key * BLOCK));
+        }
     }
 }

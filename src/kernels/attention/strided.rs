@@ -1,6 +1,7 @@
 //! Views of rows that hold several heads side by side, possibly beside other things (a fused projection).
 
 use super::Heads;
+use super::rule::Span;
 use crate::kernels::par::Parts;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -18,14 +19,22 @@ impl<'a, E> Rows<'a, E> {
         Self { data, row_stride }
     }
 
-    /// One head's vectors of one sequence.
+    /// One head's vectors of one row of positions.
     pub(super) fn head(&self, h: &Heads, batch: usize, head: usize) -> HeadRows<'a, E> {
-        let start = batch * h.time * self.row_stride + head * h.head;
-        HeadRows { data: &self.data[start..], row_stride: self.row_stride, head: h.head }
+        self.of(batch * h.time, head, h.head)
+    }
+
+    /// One head's vectors of `width` elements from the vector with this number on, over all rows of positions.
+    pub(super) fn of(&self, first: usize, head: usize, width: usize) -> HeadRows<'a, E> {
+        HeadRows {
+            data: &self.data[first * self.row_stride + head * width..],
+            row_stride: self.row_stride,
+            head: width,
+        }
     }
 }
 
-/// One head's vectors of one sequence, in order of position.
+/// One head's vectors of some positions, in their order.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HeadRows<'a, E> {
     data: &'a [E],
@@ -111,27 +120,32 @@ unsafe impl<'a, E: Send> Parts for HeadsMut<'a, E> {
     type Part = HeadMut<'a, E>;
 
     unsafe fn take(&self, index: usize) -> HeadMut<'a, E> {
+        let (batch, head) = (index / self.heads, index % self.heads);
         // SAFETY: the caller takes the head once.
-        unsafe { self.take_some(index, 1) }
+        unsafe { self.take_some(Span { first: batch * self.time, len: self.time }, head, 1) }
     }
 }
 
 impl<'a, E> HeadsMut<'a, E> {
-    /// `n` heads of one sequence from that with this index on, as one.
+    /// The positions of a span of `n` heads from `head` on, as one.
     ///
     /// # Safety
-    /// The same head is taken once only.
-    pub(super) unsafe fn take_some(&self, index: usize, n: usize) -> HeadMut<'a, E> {
-        let (batch, head) = (index / self.heads, index % self.heads);
-        assert!(batch < self.batch && head + n <= self.heads, "part {index} of {} x {}", self.batch, self.heads);
-        let start = batch * self.time * self.rows.row_stride + self.rows.columns.start + head * self.head;
+    /// The same position of a head is taken once only.
+    pub(super) unsafe fn take_some(&self, span: Span, head: usize, n: usize) -> HeadMut<'a, E> {
+        let all = self.batch * self.time;
+        assert!(
+            span.first + span.len <= all && head + n <= self.heads,
+            "{span:?}, head {head} of {} x {all}",
+            self.heads
+        );
+        let start = span.first * self.rows.row_stride + self.rows.columns.start + head * self.head;
         // SAFETY: `by_head` checked that every head of every row lies within the data.
         let data = unsafe { self.rows.data.add(start) };
-        HeadMut { data, row_stride: self.rows.row_stride, time: self.time, head: n * self.head, slice: PhantomData }
+        HeadMut { data, row_stride: self.rows.row_stride, time: span.len, head: n * self.head, slice: PhantomData }
     }
 }
 
-/// One head's vectors of one sequence, to be written.
+/// One head's vectors of some positions, to be written.
 pub(super) struct HeadMut<'a, E> {
     data: *mut E,
     row_stride: usize,

@@ -21,6 +21,8 @@ fn numbers<E: Element>(n: usize, seed: u32, range: f32) -> Vec<E> {
 /// A fused projection and the gradient of the result.
 struct Case<E> {
     h: Heads,
+    rule: Rule<'static>,
+    starts: Option<Vec<Vec<usize>>>,
     qkv: Vec<E>,
     dout: Vec<E>,
 }
@@ -30,7 +32,27 @@ impl<E: Element> Case<E> {
         let rows = h.batch * h.time;
         // One element of each row belongs to nobody.
         let stride = (h.heads + 2 * h.kv_heads) * h.head + 1;
-        Self { h, qkv: numbers(rows * stride, 1, 2.0), dout: numbers(rows * h.heads * h.head, 2, 1.0) }
+        let (qkv, dout) = (numbers(rows * stride, 1, 2.0), numbers(rows * h.heads * h.head, 2, 1.0));
+        Self { h, rule: Rule::causal(h.head), starts: None, qkv, dout }
+    }
+
+    fn ruled(h: Heads, rule: Rule<'static>, starts: Option<Vec<Vec<usize>>>) -> Self {
+        Self { rule, starts, ..Self::new(h) }
+    }
+
+    fn rule(&self) -> Rule<'_> {
+        Rule { starts: self.starts.as_deref(), ..self.rule }
+    }
+
+    /// Where the sequence begins that position `t` of row `b` belongs to.
+    fn start(&self, b: usize, t: usize) -> usize {
+        self.starts.as_ref().map_or(0, |rows| rows[b].iter().copied().filter(|start| *start <= t).max().unwrap_or(0))
+    }
+
+    /// Whether position `t` of row `b` sees position `s`.
+    fn sees(&self, b: usize, t: usize, s: usize) -> bool {
+        let behind = s <= t && t - s < self.rule.window.unwrap_or(usize::MAX);
+        self.start(b, t) == self.start(b, s) && (behind || self.rule.bidirectional)
     }
 
     fn stride(&self) -> usize {
@@ -44,27 +66,29 @@ impl<E: Element> Case<E> {
     }
 
     fn run(&self, path: Path) -> (Vec<E>, Vec<f32>, Vec<E>) {
-        self.run_with(path, whole_groups(&self.h, rayon::current_num_threads()))
+        let sequences = self.rule().spans(&self.h).len();
+        self.run_with(path, whole_groups(&self.h, sequences, rayon::current_num_threads()))
     }
 
     /// With so many key heads whose backward is one task.
     fn run_with(&self, path: Path, whole: usize) -> (Vec<E>, Vec<f32>, Vec<E>) {
-        let h = &self.h;
+        let (h, rule) = (&self.h, &self.rule());
         let qkv = || self.columns().map(|c| Rows::new(&self.qkv[c.start..], self.stride()));
         let mut out = vec![E::default(); self.dout.len()];
         let mut lse = vec![0f32; h.batch * h.heads * h.time];
-        forward_on(path, h, qkv(), &mut out, &mut lse);
+        forward_on(path, (h, rule), qkv(), &mut out, &mut lse);
         let mut grad = vec![put(0.5); self.qkv.len()];
         let [q, k, v] = qkv();
         let given = Given { q, k, v, out: &out, lse: &lse, dout: &self.dout };
-        backward_on(path, h, &given, whole, RowsMut::columns(&mut grad, self.stride(), self.columns()));
+        let parts = (&rule.spans(h)[..], whole);
+        backward_on(path, (h, rule), &given, parts, RowsMut::columns(&mut grad, self.stride(), self.columns()));
         (out, lse, grad)
     }
 
     /// Result, log-sum-exp and gradients by the formulas.
     fn reference(&self) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
         let Heads { batch, time, heads, head, .. } = self.h;
-        let scale = 1.0 / (head as f64).sqrt();
+        let scale = f64::from(self.rule.scale);
         let columns = self.columns();
         let mut out = vec![0f64; self.dout.len()];
         let mut lse = vec![0f64; batch * heads * time];
@@ -80,20 +104,27 @@ impl<E: Element> Case<E> {
                 let row = (b * time + t) * heads * head + hq * head;
                 let dy = |i: usize| f64::from(get(self.dout[row + i]));
                 let dot = |f: &dyn Fn(usize) -> f64| (0..head).map(f).sum::<f64>();
-                let scores: Vec<f64> = (0..=t).map(|s| dot(&|i| x(0, t, i) * x(1, s, i)) * scale).collect();
+                let seen: Vec<usize> = (0..time).filter(|s| self.sees(b, t, *s)).collect();
+                let products = seen.iter().map(|&s| dot(&|i| x(0, t, i) * x(1, s, i)) * scale);
+                // Each score, and its slope in the product.
+                let score = |x: f64| match self.rule.soft_cap.map(f64::from) {
+                    Some(cap) => (cap * (x / cap).tanh(), 1.0 - (x / cap).tanh().powi(2)),
+                    None => (x, 1.0),
+                };
+                let (scores, slopes): (Vec<f64>, Vec<f64>) = products.map(score).unzip();
                 let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
-                lse[(b * heads + hq) * time + t] = max + sum.ln();
+                lse[(b * time + t) * heads + hq] = max + sum.ln();
                 let p: Vec<f64> = scores.iter().map(|s| (s - max).exp() / sum).collect();
-                let g: Vec<f64> = (0..=t).map(|s| dot(&|i| dy(i) * x(2, s, i))).collect();
+                let g: Vec<f64> = seen.iter().map(|&s| dot(&|i| dy(i) * x(2, s, i))).collect();
                 let along: f64 = p.iter().zip(&g).map(|(p, g)| p * g).sum();
-                for s in 0..=t {
-                    let d = p[s] * (g[s] - along) * scale;
+                for (n, &s) in seen.iter().enumerate() {
+                    let d = p[n] * (g[n] - along) * slopes[n] * scale;
                     for i in 0..head {
-                        out[row + i] += p[s] * x(2, s, i);
+                        out[row + i] += p[n] * x(2, s, i);
                         grad[at(0, t) + i] += d * x(1, s, i);
                         grad[at(1, s) + i] += d * x(0, t, i);
-                        grad[at(2, s) + i] += p[s] * dy(i);
+                        grad[at(2, s) + i] += p[n] * dy(i);
                     }
                 }
             }
@@ -128,15 +159,32 @@ fn sizes() -> Vec<Heads> {
     .to_vec()
 }
 
+/// Rules for a sequence of `time` positions, and the starts of a row of several.
+fn rules(h: &Heads) -> Vec<(Rule<'static>, Option<Vec<Vec<usize>>>)> {
+    let usual = Rule::causal(h.head);
+    let windows = [1, 12, 64, 65, 100].map(|window| Rule { window: Some(window), ..usual });
+    let capped = Rule { scale: 1.3 * usual.scale, soft_cap: Some(0.7), ..usual };
+    let both_ways = Rule { bidirectional: true, ..usual };
+    let alone = [usual, capped, both_ways, Rule { bidirectional: true, ..capped }, Rule { window: Some(20), ..capped }];
+    // Sequences of one position and of many, otherwise in each row.
+    let starts = |row: usize| (0..h.time).filter(|t| *t == 0 || [3, 4, 80 + row, 83].contains(t)).collect();
+    let packed: Vec<Vec<usize>> = (0..h.batch).map(starts).collect();
+    let packs =
+        [usual, both_ways, windows[1], Rule { window: Some(20), ..capped }].map(|rule| (rule, Some(packed.clone())));
+    alone.into_iter().chain(windows).map(|rule| (rule, None)).chain(packs).collect()
+}
+
 fn results_and_gradients_are_those_of_the_formulas<E: Element>(accuracy: f64) {
     for h in sizes() {
-        let case = Case::<E>::new(h);
-        let (out, lse, grad) = case.reference();
-        for path in paths::<E>() {
-            let got = case.run(path);
-            let errors = (difference(&got.0, &out), difference(&got.1, &lse), difference(&got.2, &grad));
-            let bounded = errors.0 <= accuracy && errors.1 <= 2e-6 && errors.2 <= 2.0 * accuracy;
-            assert!(bounded, "{h:?} {path:?}: {errors:?}");
+        for (rule, starts) in rules(&h) {
+            let case = Case::<E>::ruled(h, rule, starts);
+            let (out, lse, grad) = case.reference();
+            for path in paths::<E>() {
+                let got = case.run(path);
+                let errors = (difference(&got.0, &out), difference(&got.1, &lse), difference(&got.2, &grad));
+                let bounded = errors.0 <= accuracy && errors.1 <= 2e-6 && errors.2 <= 2.0 * accuracy;
+                assert!(bounded, "{h:?} {:?} {path:?}: {errors:?}", case.rule());
+            }
         }
     }
 }
@@ -158,23 +206,29 @@ fn results_and_gradients_are_those_of_the_formulas_in_f16() {
 
 #[test]
 fn results_have_the_same_bits_for_any_number_of_threads() {
-    let case = Case::<bf16>::new(Heads { batch: 2, time: 150, heads: 4, kv_heads: 2, head: 48 });
-    for path in paths::<bf16>() {
-        let results = [1, 2, 3, 5].map(|threads| {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
-            pool.install(|| case.run(path))
-        });
-        assert!(results.iter().all(|r| *r == results[0]), "{path:?}");
+    let h = Heads { batch: 2, time: 150, heads: 4, kv_heads: 2, head: 48 };
+    for (rule, starts) in rules(&h) {
+        let case = Case::<bf16>::ruled(h, rule, starts);
+        for path in paths::<bf16>() {
+            let results = [1, 2, 3, 5].map(|threads| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+                pool.install(|| case.run(path))
+            });
+            assert!(results.iter().all(|r| *r == results[0]), "{path:?}");
+        }
     }
 }
 
 #[test]
 fn a_groups_gradients_have_the_same_bits_in_one_task_and_in_one_for_each_head() {
     fn check<E: Element + PartialEq>() {
-        let case = Case::<E>::new(Heads { batch: 2, time: 150, heads: 6, kv_heads: 2, head: 40 });
-        for path in paths::<E>() {
-            let results = [0, 1, 3, 4].map(|whole| case.run_with(path, whole));
-            assert!(results.iter().all(|r| r.2 == results[0].2), "{path:?}");
+        let h = Heads { batch: 2, time: 150, heads: 6, kv_heads: 2, head: 40 };
+        for starts in [None, Some(vec![vec![0, 100], vec![0, 1, 20]])] {
+            let case = Case::<E>::ruled(h, Rule::causal(40), starts);
+            for path in paths::<E>() {
+                let results = [0, 1, 3, 4].map(|whole| case.run_with(path, whole));
+                assert!(results.iter().all(|r| r.2 == results[0].2), "{path:?}");
+            }
         }
     }
     check::<f32>();
@@ -184,26 +238,92 @@ fn a_groups_gradients_have_the_same_bits_in_one_task_and_in_one_for_each_head() 
 #[test]
 fn groups_are_whole_unless_threads_would_wait_for_them() {
     let h = |batch, kv_heads| Heads { batch, time: 1, heads: 8, kv_heads, head: 1 };
-    assert_eq!(whole_groups(&h(1, 2), 4), 0);
-    assert_eq!(whole_groups(&h(3, 2), 4), 4);
-    assert_eq!(whole_groups(&h(2, 2), 4), 4);
-    assert_eq!(whole_groups(&h(9, 2), 4), 18, "many tasks for each thread");
-    assert_eq!(whole_groups(&h(1, 8), 3), 8, "no groups");
+    assert_eq!(whole_groups(&h(1, 2), 1, 4), 0);
+    assert_eq!(whole_groups(&h(3, 2), 3, 4), 4);
+    assert_eq!(whole_groups(&h(2, 2), 2, 4), 4);
+    assert_eq!(whole_groups(&h(9, 2), 9, 4), 18, "many tasks for each thread");
+    assert_eq!(whole_groups(&h(1, 8), 1, 3), 8, "no groups");
+    assert_eq!(whole_groups(&h(1, 2), 9, 4), 18, "of the sequences of one row too");
 }
 
 #[test]
 fn a_rows_result_does_not_depend_on_later_rows_or_other_sequences() {
     let h = Heads { batch: 2, time: 150, heads: 2, kv_heads: 2, head: 40 };
-    let case = Case::<f32>::new(h);
+    for (rule, starts) in rules(&h).into_iter().filter(|(rule, starts)| !rule.bidirectional && starts.is_none()) {
+        let case = Case::<f32>::ruled(h, rule, starts);
+        for path in paths::<f32>() {
+            let whole = case.run(path).0;
+            for time in [1, 17, 64, 70, 149] {
+                assert_eq!(case.part(0, time).run(path).0, whole[..time * 80], "{time} {path:?} {rule:?}");
+            }
+        }
+    }
+}
+
+impl<E: Element> Case<E> {
+    /// Some positions, over all rows, as a sequence of their own.
+    fn part(&self, first: usize, time: usize) -> Self {
+        let (stride, width) = (self.stride(), self.h.heads * self.h.head);
+        Self {
+            h: Heads { batch: 1, time, ..self.h },
+            rule: self.rule,
+            starts: None,
+            qkv: self.qkv[first * stride..][..time * stride].to_vec(),
+            dout: self.dout[first * width..][..time * width].to_vec(),
+        }
+    }
+}
+
+#[test]
+fn a_packed_sequence_has_the_bits_of_the_sequence_alone_whatever_is_beside_it() {
+    fn check<E: Element + PartialEq>() {
+        let h = Heads { batch: 2, time: 200, heads: 4, kv_heads: 2, head: 24 };
+        for (rule, starts) in rules(&h).into_iter().filter(|(_, starts)| starts.is_some()) {
+            let mut case = Case::<E>::ruled(h, rule, starts);
+            // A sequence that is no number spoils no other.
+            let stride = case.stride();
+            case.qkv[4 * stride..][..10 * stride].fill(put(f32::NAN));
+            for path in paths::<E>() {
+                let all = case.run(path);
+                for span in case.rule().spans(&h).into_iter().filter(|span| span.first != 4) {
+                    let alone = case.part(span.first, span.len).run(path);
+                    assert!(alone.0.iter().chain(&alone.2).all(|x| get(*x).is_finite()));
+                    let of = |data: &[E], width: usize| data[span.first * width..][..span.len * width].to_vec();
+                    assert!(alone.0 == of(&all.0, 4 * 24), "{span:?} {path:?} {rule:?}");
+                    assert!(alone.1 == all.1[span.first * 4..][..span.len * 4], "{span:?} {path:?} {rule:?}");
+                    assert!(alone.2 == of(&all.2, case.stride()), "{span:?} {path:?} {rule:?}");
+                }
+            }
+        }
+    }
+    check::<f32>();
+    check::<bf16>();
+}
+
+#[test]
+fn a_window_as_long_as_the_row_changes_no_bit() {
+    let h = Heads { batch: 1, time: 150, heads: 2, kv_heads: 1, head: 40 };
     for path in paths::<f32>() {
-        let whole = case.run(path).0;
-        for time in [1, 17, 64, 70, 149] {
-            let short = Case {
-                h: Heads { batch: 1, time, ..h },
-                qkv: case.qkv[..time * case.stride()].to_vec(),
-                dout: case.dout[..time * 80].to_vec(),
-            };
-            assert_eq!(short.run(path).0, whole[..time * 80], "{time} {path:?}");
+        let plain = Case::<f32>::new(h).run(path);
+        for window in [150, usize::MAX] {
+            let rule = Rule { window: Some(window), ..Rule::causal(40) };
+            assert!(Case::<f32>::ruled(h, rule, None).run(path) == plain, "{path:?}");
+        }
+    }
+}
+
+#[test]
+fn nan_before_the_window_is_not_seen() {
+    let h = Heads { batch: 1, time: 128, heads: 1, kv_heads: 1, head: 16 };
+    let mut case = Case::<f32>::ruled(h, Rule { window: Some(8), ..Rule::causal(16) }, None);
+    let stride = case.stride();
+    case.qkv[20 * stride + 16] = f32::NAN;
+    for path in paths::<f32>() {
+        let (out, lse, _) = case.run(path);
+        for t in 0..128 {
+            let sees = (20..28).contains(&t);
+            assert_eq!(lse[t].is_nan(), sees, "{t} {path:?}");
+            assert_eq!(out[t * 16].is_nan(), sees, "{t} {path:?}");
         }
     }
 }
@@ -238,9 +358,10 @@ fn no_sequences_and_no_positions_are_nothing_to_do() {
     for (batch, time) in [(0, 5), (5, 0)] {
         let h = Heads { batch, time, heads: 2, kv_heads: 1, head: 4 };
         let none = Rows::<f32>::new(&[], 8);
-        forward(&h, none, none, none, &mut [], &mut []);
-        let [dq, dk, dv] = RowsMut::columns(&mut [], 16, [0..8, 8..12, 12..16]);
-        backward(&h, none, none, none, &[], &[], &[], dq, dk, dv);
+        let rule = Rule::causal(4);
+        forward(&h, &rule, [none; 3], &mut [], &mut []);
+        let gradients = RowsMut::columns(&mut [], 16, [0..8, 8..12, 12..16]);
+        backward(&h, &rule, [none; 3], (&[], &[], &[]), gradients);
     }
 }
 
@@ -250,5 +371,14 @@ fn a_result_of_another_size_is_refused() {
     let h = Heads { batch: 1, time: 2, heads: 1, kv_heads: 1, head: 4 };
     let x = [0f32; 8];
     let rows = Rows::new(&x, 4);
-    forward(&h, rows, rows, rows, &mut [0.0; 7], &mut [0.0; 2]);
+    forward(&h, &Rule::causal(4), [rows; 3], &mut [0.0; 7], &mut [0.0; 2]);
+}
+
+#[test]
+#[should_panic(expected = "rows of sequences")]
+fn sequences_of_another_batch_are_refused() {
+    let h = Heads { batch: 1, time: 2, heads: 1, kv_heads: 1, head: 4 };
+    let x = [0f32; 8];
+    let rule = Rule { starts: Some(&[]), ..Rule::causal(4) };
+    forward(&h, &rule, [Rows::new(&x, 4); 3], &mut [0.0; 8], &mut [0.0; 2]);
 }

@@ -4,8 +4,9 @@
 //! summation. A tile of scores has keys as rows and queries as columns, so that a softmax over the keys of a vector of
 //! queries needs no operation across a vector.
 
-use super::heads::{BAND, BLOCK, Shape};
+use super::heads::{BAND, BLOCK};
 use super::product::{Left, Start, Strips, product};
+use super::rule::Shape;
 #[cfg(target_arch = "x86_64")]
 use crate::kernels::vector::Pairs;
 use crate::kernels::vector::{Single, Vector};
@@ -49,7 +50,7 @@ impl Tiles for Pairs {
     }
 }
 
-/// tile = keys queries^T, where a query sees the key: `keys` by rows, `queries` transposed, `depth` words long.
+/// tile = keys queries^T, where a causal query sees the key: `keys` by rows, `queries` transposed, `depth` words long.
 ///
 /// # Safety
 /// The processor has the instructions.

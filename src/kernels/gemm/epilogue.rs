@@ -33,6 +33,8 @@ impl<E> Default for Epilogue<'_, E> {
 pub enum Activation {
     /// GELU by its tanh approximation.
     GeluTanh,
+    /// GELU itself, by the error function.
+    Gelu,
     /// x / (1 + exp(-x)).
     Silu,
 }
@@ -42,6 +44,7 @@ impl Activation {
     pub(super) fn apply(self, values: &mut [f32]) {
         match self {
             Self::GeluTanh => values.iter_mut().for_each(|x| *x = math::gelu_tanh(*x)),
+            Self::Gelu => values.iter_mut().for_each(|x| *x = math::gelu(*x)),
             Self::Silu => values.iter_mut().for_each(|x| *x = math::silu(*x)),
         }
     }

@@ -251,9 +251,10 @@ fn what_a_thread_keeps_for_the_next_product_is_bounded() {
 fn check_epilogues<E: Element>() {
     for method in methods::<E>() {
         for (m, n, k) in [(5, 70, 33), (13, 48, 1200), (9, 17, 40)] {
-            for case in 0..48 {
+            for case in 0..64usize {
                 let flag = |bit: usize| case >> bit & 1 > 0;
-                let activation = [None, Some(Activation::GeluTanh), Some(Activation::Silu)][case / 16];
+                let activations = [Activation::GeluTanh, Activation::Silu, Activation::Gelu];
+                let activation = (case / 16).checked_sub(1).map(|i| activations[i]);
                 let (a, b) = (Stored::<E>::new(m, k, 0, false, 1), Stored::<E>::new(k, n, 0, true, 2));
                 let (bias, residual) = (numbers::<E>(n, 3), Stored::<E>::new(m, n, 5, false, 4));
                 let mut got = numbers::<E>(m * n, 5);
@@ -285,6 +286,7 @@ fn check_epilogues<E: Element>() {
                         }
                         x = f64::from(match f {
                             Activation::GeluTanh => math::gelu_tanh(x as f32),
+                            Activation::Gelu => math::gelu(x as f32),
                             Activation::Silu => math::silu(x as f32),
                         });
                     }

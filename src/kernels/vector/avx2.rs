@@ -70,6 +70,12 @@ impl Vector for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn div(self, other: Self) -> Self {
+        // SAFETY: as the caller promises.
+        unsafe { Self(_mm256_div_ps(self.0, other.0)) }
+    }
+
+    #[inline(always)]
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
         // SAFETY: as the caller promises.
         unsafe { Self(_mm256_fmadd_ps(self.0, factor.0, addend.0)) }

@@ -135,6 +135,12 @@ impl<const BF16: bool> Vector for Wide<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn div(self, other: Self) -> Self {
+        // SAFETY: as the caller promises.
+        unsafe { Self(_mm512_div_ps(self.0, other.0)) }
+    }
+
+    #[inline(always)]
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
         // SAFETY: as the caller promises.
         unsafe { Self(_mm512_fmadd_ps(self.0, factor.0, addend.0)) }

@@ -24,6 +24,7 @@ pub(crate) use words::Pairs;
 pub(crate) use words::{OfElements, Single, Words};
 
 use super::element::Element;
+use super::math::{TANH_ABOVE, TANH_BELOW, TANH_BOUND};
 
 /// The numbers of the widest vectors; a multiple of those of every other.
 pub(crate) const MOST_LANES: usize = 16;
@@ -64,6 +65,9 @@ pub(crate) trait Vector: Copy {
 
     /// The products.
     unsafe fn mul(self, other: Self) -> Self;
+
+    /// The quotients.
+    unsafe fn div(self, other: Self) -> Self;
 
     /// `self * factor + addend`, rounded once where the level fuses the two.
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self;
@@ -125,6 +129,26 @@ unsafe fn exp2_of_rest<V: Vector>(rest: V) -> V {
     let [first, others @ ..] = EXP2;
     // SAFETY: as the caller promises.
     unsafe { others.into_iter().fold(V::splat(first), |p, c| p.mul_add(rest, V::splat(c))) }
+}
+
+/// The hyperbolic tangent, to 6e-7 of the result and 1 far out; nan for nan.
+///
+/// # Safety
+/// Inside of `V::with`.
+#[inline(always)]
+pub(crate) unsafe fn tanh<V: Vector>(x: V) -> V {
+    // SAFETY: as the caller promises.
+    unsafe {
+        // Of a nan and a number the second is taken.
+        let x = V::splat(-TANH_BOUND).max(x);
+        let x = V::zero().sub(V::splat(-TANH_BOUND).max(V::zero().sub(x)));
+        let x2 = x.mul(x);
+        let polynomial = |coefficients: &[f32]| {
+            let (first, others) = (coefficients[0], &coefficients[1..]);
+            others.iter().fold(V::splat(first), |p, c| p.mul_add(x2, V::splat(*c)))
+        };
+        x.mul(polynomial(&TANH_ABOVE)).div(polynomial(&TANH_BELOW))
+    }
 }
 
 /// The first `n` elements and zeros in an array of a vector's length, for vectors that cannot be loaded in part.

@@ -66,6 +66,12 @@ impl Vector for Neon {
     }
 
     #[inline(always)]
+    unsafe fn div(self, other: Self) -> Self {
+        // SAFETY: as the caller promises.
+        unsafe { Self(vdivq_f32(self.0, other.0)) }
+    }
+
+    #[inline(always)]
     unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
         // SAFETY: as the caller promises.
         unsafe { Self(vfmaq_f32(addend.0, self.0, factor.0)) }

@@ -66,6 +66,12 @@ mod four {
         // SAFETY: every such processor has the instruction.
         unsafe { _mm_mul_ps(a, b) }
     }
+
+    #[inline(always)]
+    pub(super) fn div(a: Four, b: Four) -> Four {
+        // SAFETY: every such processor has the instruction.
+        unsafe { _mm_div_ps(a, b) }
+    }
 }
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -100,6 +106,11 @@ mod four {
     #[inline(always)]
     pub(super) fn mul(a: Four, b: Four) -> Four {
         std::array::from_fn(|i| a[i] * b[i])
+    }
+
+    #[inline(always)]
+    pub(super) fn div(a: Four, b: Four) -> Four {
+        std::array::from_fn(|i| a[i] / b[i])
     }
 }
 
@@ -151,6 +162,11 @@ impl Vector for Portable {
     #[inline(always)]
     unsafe fn mul(self, other: Self) -> Self {
         Self(four::mul(self.0, other.0))
+    }
+
+    #[inline(always)]
+    unsafe fn div(self, other: Self) -> Self {
+        Self(four::div(self.0, other.0))
     }
 
     #[inline(always)]

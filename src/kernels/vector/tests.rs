@@ -54,6 +54,8 @@ unsafe fn check<V: Vector>(fused: bool) {
     // SAFETY: `check` calls it where the caller promises the instructions.
     check(|a, b| unsafe { a.mul(b) }, &|a, b| a * b);
     // SAFETY: `check` calls it where the caller promises the instructions.
+    check(|a, b| unsafe { a.div(b) }, &|a, b| a / b);
+    // SAFETY: `check` calls it where the caller promises the instructions.
     check(|a, b| unsafe { a.max(b) }, &|a, b| if a > b { a } else { b });
     let multiply_add = |a: f32, b: f32, c: f32| if fused { a.mul_add(b, c) } else { a * b + c };
     // SAFETY: `check` calls it where the caller promises the instructions.
@@ -71,6 +73,14 @@ unsafe fn check<V: Vector>(fused: bool) {
             _ => (f64::from(*got) - want).abs() < (3e-7 + 1e-7 * f64::from(x.abs())) * want,
         };
         assert!(right, "2^{x}: {got} {want}");
+    }
+    // SAFETY: the caller promises the instructions.
+    let bent = unsafe { each::<V>(&a, &b, |a, _| tanh(a)) };
+    for (got, x) in bent.iter().zip(&a) {
+        let want = f64::from(*x).tanh();
+        let right = if x.is_nan() { got.is_nan() } else { (f64::from(*got) - want).abs() <= 6e-7 * want.abs() };
+        // What is no normal number may be 0.
+        assert!(right || (x.abs() < 1e-30 && got.abs() <= 2.0 * x.abs()), "tanh {x}: {got} {want}");
     }
     for lane in 0..=V::LANES {
         let (mut got, lanes) = ([0.0; MOST_LANES], std::array::from_fn::<f32, MOST_LANES, _>(|i| i as f32 + 1.0));

@@ -1,0 +1,210 @@
+//! Which keys a query sees, how scores become probabilities, and which tiles follow from that.
+
+use super::heads::{BAND, BLOCK, Heads, LOG2_E};
+
+/// How scores become probabilities, and which keys a query sees.
+#[derive(Debug, Clone, Copy)]
+pub struct Rule<'a> {
+    /// Factor of the products of queries and keys.
+    pub scale: f32,
+    /// The c of c tanh(score / c), to which scaled scores are bound.
+    pub soft_cap: Option<f32>,
+    /// The number of keys, its own included, that a query sees at most.
+    pub window: Option<usize>,
+    /// A query sees all positions of its sequence, not only those up to its own. There is no window then.
+    pub bidirectional: bool,
+    /// Of each row of positions, where its sequences begin: the first at 0. Otherwise a row is one sequence.
+    pub starts: Option<&'a [Vec<usize>]>,
+}
+
+/// How [`Rule::soft_cap`] takes a product x to a score in powers of 2: outer tanh(inner x).
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Cap {
+    pub inner: f32,
+    pub outer: f32,
+}
+
+/// A sequence: `len` positions from the one with number `first` on, over all rows of positions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Span {
+    pub first: usize,
+    pub len: usize,
+}
+
+impl Span {
+    /// The sizes of the sequence alone.
+    pub(super) fn sizes(&self, h: &Heads) -> Heads {
+        Heads { batch: 1, time: self.len, ..*h }
+    }
+}
+
+/// A head of the sequence that begins at the position with number `first`, over all rows of positions.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    pub first: usize,
+    pub head: usize,
+}
+
+/// Which part of a tile is in use; keys and queries are multiples of [`BAND`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Shape {
+    pub keys: usize,
+    pub queries: usize,
+    /// Query i sees keys 0 to i only; else it sees all.
+    pub diagonal: bool,
+    /// What else is not seen.
+    pub edge: Option<Edge>,
+}
+
+/// A tile's further bounds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Edge {
+    /// Query i sees keys from i + this on.
+    pub from: isize,
+    /// There are so many keys.
+    pub keys: usize,
+}
+
+impl Rule<'_> {
+    /// One sequence a row, in which a query sees all keys up to its own; the usual scale of heads of `head` elements.
+    pub fn causal(head: usize) -> Self {
+        let scale = 1.0 / (head as f32).sqrt();
+        Self { scale, soft_cap: None, window: None, bidirectional: false, starts: None }
+    }
+
+    /// The factor that takes the numbers of a tile to powers of 2, once a cap, if there is one, has been applied to them.
+    pub(super) fn to_powers(&self) -> (f32, Option<Cap>) {
+        match self.soft_cap {
+            Some(cap) => (1.0, Some(Cap { inner: self.scale / cap, outer: cap * LOG2_E })),
+            None => (self.scale * LOG2_E, None),
+        }
+    }
+
+    /// All sequences, in order.
+    ///
+    /// Panics if they do not fit the sizes.
+    pub(super) fn spans(&self, h: &Heads) -> Vec<Span> {
+        let Some(rows) = self.starts else {
+            return (0..h.batch).map(|row| Span { first: row * h.time, len: h.time }).collect();
+        };
+        assert_eq!(rows.len(), h.batch, "rows of sequences");
+        let of_row = |(row, starts): (usize, &Vec<usize>)| {
+            assert!(starts.first() == Some(&0), "the first sequence of a row begins at 0: {starts:?}");
+            let ends: Vec<usize> = starts.iter().skip(1).copied().chain([h.time]).collect();
+            let span = move |(start, end): (&usize, usize)| {
+                assert!(*start < end, "a sequence from {start} to {end}");
+                Span { first: row * h.time + start, len: end - start }
+            };
+            starts.iter().zip(ends).map(span).collect::<Vec<_>>()
+        };
+        rows.iter().enumerate().flat_map(of_row).collect()
+    }
+
+    /// Pairs of a query and a key that it sees, of all heads.
+    pub(super) fn pairs(&self, h: &Heads) -> usize {
+        if h.batch * h.time == 0 {
+            return 0;
+        }
+        let of_span = |Span { len, .. }| {
+            let full = self.window.map_or(len, |window| window.min(len));
+            if self.bidirectional { len * len } else { full * (full + 1) / 2 + (len - full) * full }
+        };
+        h.heads * self.spans(h).into_iter().map(of_span).sum::<usize>()
+    }
+
+    /// The tiles in which the `n` queries from `start` on of a sequence of `time` positions see a key: each one's first key,
+    /// and its shape.
+    pub(super) fn tiles(&self, time: usize, start: usize, n: usize) -> impl Iterator<Item = (usize, Shape)> + use<> {
+        let (queries, window, bidirectional) = (n.next_multiple_of(BAND), self.window, self.bidirectional);
+        let (from, to) = match (bidirectional, window) {
+            (true, _) => (0, time),
+            (false, window) => (window.map_or(0, |window| (start + 1).saturating_sub(window)), start + 1),
+        };
+        (from / BLOCK * BLOCK..to).step_by(BLOCK).map(move |first| {
+            let diagonal = !bidirectional && first == start;
+            let exist = if diagonal { n } else { BLOCK.min(time - first) };
+            let keys = exist.next_multiple_of(BAND);
+            // Query `start` + i sees the keys after `start` + i - window.
+            let from = match window {
+                Some(window) if !bidirectional => (start - first) as isize + 1 - window.min(time) as isize,
+                _ => -(BLOCK as isize),
+            };
+            let edge = from + n as isize > 1 || (!diagonal && exist < keys);
+            (first, Shape { keys, queries, diagonal, edge: edge.then_some(Edge { from, keys: exist }) })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(window: Option<usize>, bidirectional: bool) -> Rule<'static> {
+        Rule { window, bidirectional, ..Rule::causal(4) }
+    }
+
+    /// Whether the tiles let query `q` of a sequence see key `k`, and whether a tile has the pair.
+    fn in_tiles(rule: &Rule<'_>, time: usize, q: usize, k: usize) -> (bool, bool) {
+        let start = q / BLOCK * BLOCK;
+        let mut found = (false, false);
+        for (first, s) in rule.tiles(time, start, BLOCK.min(time - start)) {
+            if (first..first + s.keys).contains(&k) {
+                assert!(!found.1, "tiles do not overlap");
+                let (i, j) = (q - start, k - first);
+                let within = s.edge.is_none_or(|e| j as isize >= i as isize + e.from && j < e.keys);
+                found = (within && (!s.diagonal || j <= i), true);
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn tiles_let_a_query_see_what_the_rule_says() {
+        for time in [1, 15, 64, 65, 200] {
+            for window in
+                [None, Some(1), Some(12), Some(64), Some(65), Some(70), Some(199), Some(200), Some(usize::MAX)]
+            {
+                let rule = rule(window, false);
+                for (q, k) in (0..time).flat_map(|q| (0..time).map(move |k| (q, k))) {
+                    let seen = k <= q && q - k < window.unwrap_or(usize::MAX);
+                    assert_eq!(in_tiles(&rule, time, q, k).0, seen, "{window:?} of {time}: {q} {k}");
+                }
+            }
+            for (q, k) in (0..time).flat_map(|q| (0..time).map(move |k| (q, k))) {
+                assert!(in_tiles(&rule(None, true), time, q, k).0, "{time}: {q} {k}");
+            }
+        }
+    }
+
+    #[test]
+    fn tiles_of_which_no_query_sees_a_key_are_not_touched() {
+        let tiles =
+            |window, start| rule(window, false).tiles(1000, start, BLOCK).map(|tile| tile.0).collect::<Vec<_>>();
+        assert_eq!(tiles(None, 192), [0, 64, 128, 192]);
+        assert_eq!(tiles(Some(64), 192), [128, 192]);
+        assert_eq!(tiles(Some(65), 192), [128, 192]);
+        assert_eq!(tiles(Some(66), 192), [64, 128, 192]);
+        assert_eq!(tiles(Some(1), 192), [192]);
+    }
+
+    #[test]
+    fn a_window_that_hides_nothing_leaves_no_edges() {
+        for start in (0..200).step_by(BLOCK) {
+            let n = BLOCK.min(200 - start);
+            let tiles = |window| rule(window, false).tiles(200, start, n).collect::<Vec<_>>();
+            assert_eq!(tiles(Some(200)), tiles(None));
+            assert!(tiles(None).iter().all(|(_, shape)| shape.edge.is_none()));
+        }
+    }
+
+    #[test]
+    fn pairs_are_those_that_are_seen() {
+        let h = Heads { batch: 2, time: 10, heads: 3, kv_heads: 1, head: 4 };
+        let starts = [vec![0, 4], vec![0, 1, 9]];
+        let packed = |rule| Rule { starts: Some(&starts), ..rule };
+        assert_eq!(rule(None, false).pairs(&h), 2 * 3 * 55);
+        assert_eq!(rule(Some(3), false).pairs(&h), 2 * 3 * 27);
+        assert_eq!(packed(rule(None, false)).pairs(&h), 3 * (10 + 21 + 1 + 36 + 1));
+        assert_eq!(packed(rule(None, true)).pairs(&h), 3 * (16 + 36 + 1 + 64 + 1));
+    }
+}

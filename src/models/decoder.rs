@@ -1,0 +1,178 @@
+//! Decoders by their description: from token ids to the states that the output projection takes.
+
+use super::decoder_block::{Around, DecoderBlock, Norm, STD};
+use super::{Architecture, BlockRule, DecoderConfig, LanguageModel, Naming};
+use crate::nn::{Dropout, Embedding, KeyValueCache, Linear, Rotary, Sequences, add, normal, refuse, scaled};
+use crate::zero::{Unit, unit};
+use candle_core::{DType, Result, Tensor};
+use candle_nn::{Module, VarBuilder};
+use half::{bf16, f16};
+use std::marker::PhantomData;
+
+/// A language model by a [`DecoderConfig`]: Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3, Phi-3 or GPT-2.
+///
+/// Its parameters have the names of the model's files in Hugging Face's format. Each block is a unit
+/// ([`crate::zero::unit()`]).
+pub type Decoder = LanguageModel<DecoderLayers>;
+
+/// Sizes that describe a decoder.
+pub trait DecoderSizes: Clone {
+    /// The decoder.
+    ///
+    /// # Errors
+    /// Sizes that make no model.
+    fn decoder(&self) -> crate::Result<DecoderConfig>;
+
+    /// The longest input, in tokens.
+    fn ctx(&self) -> usize;
+}
+
+impl DecoderSizes for DecoderConfig {
+    fn decoder(&self) -> crate::Result<DecoderConfig> {
+        self.validate()?;
+        Ok(self.clone())
+    }
+
+    fn ctx(&self) -> usize {
+        self.ctx
+    }
+}
+
+/// The layers of a [`Decoder`], or of a model of other sizes that describe one.
+#[derive(Debug, Clone)]
+pub struct DecoderLayers<C = DecoderConfig> {
+    embedding: Embedding,
+    embedding_scale: Option<f64>,
+    positions: Option<Embedding>,
+    drop: Option<Dropout>,
+    blocks: Vec<Unit<DecoderBlock>>,
+    norm: Norm,
+    /// Nothing where the token embedding is the output projection.
+    head: Option<Linear>,
+    logit_soft_cap: Option<f64>,
+    sizes: PhantomData<fn() -> C>,
+}
+
+impl<C> DecoderLayers<C> {
+    /// The layers of a valid `config`.
+    pub(super) fn build(config: &DecoderConfig, vb: VarBuilder<'_>) -> Result<Self> {
+        let (d, vocab) = (config.hidden_size, config.vocab);
+        let [embedding, blocks, norm] = match config.naming {
+            Naming::Llama | Naming::Phi3 => ["embed_tokens", "layers", "norm"],
+            Naming::Gpt2 => ["wte", "h", "ln_f"],
+        };
+        let inner = match config.prefix.trim_end_matches('.') {
+            "" => vb.clone(),
+            prefix => vb.pp(prefix),
+        };
+        let embedding = Embedding::new(vocab, d, inner.pp(embedding))?;
+        let learned = config.learned_positions.map(|rows| Embedding::new(rows, d, inner.pp("wpe")));
+        let positions = learned.transpose()?;
+        let mut rotaries = Rotaries::default();
+        let mut units = Vec::with_capacity(config.blocks.len());
+        for (i, rule) in config.blocks.iter().enumerate() {
+            let rotary = rotaries.of(config, rule)?;
+            let block = unit(inner.pp(format!("{blocks}.{i}")), |vb| DecoderBlock::new(config, rule, rotary, vb))?;
+            units.push(block.checkpointed(config.checkpoint_activations));
+        }
+        let norm = Norm::new(config, inner.pp(norm))?;
+        let untied = !config.tie_word_embeddings;
+        let head = untied.then(|| Linear::with_init(d, vocab, false, normal(STD), vb.pp("lm_head"))).transpose()?;
+        let (embedding_scale, logit_soft_cap) = (config.embedding_scale, config.logit_soft_cap);
+        let drop = config.dropout();
+        let sizes = PhantomData;
+        Ok(Self { embedding, embedding_scale, positions, drop, blocks: units, norm, head, logit_soft_cap, sizes })
+    }
+
+    /// The input of the first block, of tokens from position `first` on.
+    fn embedded(&self, ids: &Tensor, first: usize, sequences: Option<&Sequences>) -> Result<Tensor> {
+        let mut x = self.embedding.forward(ids)?;
+        if let Some(factor) = self.embedding_scale {
+            x = scaled(&x, rounded(factor, x.dtype()))?;
+        }
+        if let Some(table) = &self.positions {
+            let (batch, time) = ids.dims2()?;
+            // Positions for every sequence rather than one row broadcast over the batch: the lookup's backward sums the
+            // batch in f32, a broadcast's backward sums it in the storage dtype.
+            let positions = match sequences {
+                Some(sequences) => sequences.positions_on(ids.device())?,
+                None => {
+                    let positions = (0..batch).flat_map(|_| (first..first + time).map(|position| position as u32));
+                    Tensor::from_iter(positions, ids.device())?.reshape((batch, time))?
+                }
+            };
+            x = add(&x, &table.forward(&positions)?)?;
+        }
+        self.drop.as_ref().map_or(Ok(x.clone()), |drop| drop.forward(&x))
+    }
+}
+
+/// A factor in the precision of what it multiplies, as transformers has it.
+fn rounded(factor: f64, dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => bf16::from_f64(factor).to_f64(),
+        DType::F16 => f16::from_f64(factor).to_f64(),
+        _ => factor,
+    }
+}
+
+/// The tables of rotations, which blocks of the same rule share.
+#[derive(Default)]
+struct Rotaries(Vec<(BlockRule, Rotary)>);
+
+impl Rotaries {
+    fn of(&mut self, config: &DecoderConfig, rule: &BlockRule) -> Result<Option<Rotary>> {
+        if config.learned_positions.is_some() {
+            return Ok(None);
+        }
+        if let Some((_, known)) = self.0.iter().find(|(known, _)| known.rotary == rule.rotary) {
+            return Ok(Some(known.clone()));
+        }
+        let frequencies = rule.rotary.frequencies(config.head_dim)?;
+        let rotary = Rotary::from_frequencies(config.ctx, frequencies)?;
+        self.0.push((*rule, rotary.clone()));
+        Ok(Some(rotary))
+    }
+}
+
+impl<C: DecoderSizes> Architecture for DecoderLayers<C> {
+    type Config = C;
+
+    fn new(config: &C, vb: VarBuilder<'_>) -> Result<Self> {
+        Self::build(&config.decoder().map_err(refuse)?, vb)
+    }
+
+    fn ctx(config: &C) -> usize {
+        config.ctx()
+    }
+
+    fn states(&self, ids: &Tensor, sequences: Option<&Sequences>) -> Result<Tensor> {
+        let mut x = self.embedded(ids, 0, sequences)?;
+        for block in &self.blocks {
+            let sequences = sequences.cloned();
+            x = block
+                .forward_by(&x, move |block, x| block.run(x, Around { sequences: sequences.as_ref(), cache: None }))?;
+        }
+        self.norm.forward(&x)
+    }
+
+    fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    fn states_after(&self, ids: &Tensor, caches: &mut [KeyValueCache]) -> Result<Tensor> {
+        let mut x = self.embedded(ids, caches.first().map_or(0, KeyValueCache::len), None)?;
+        for (block, cache) in self.blocks.iter().zip(caches) {
+            x = block.evaluate(|block| block.run(&x, Around { sequences: None, cache: Some(cache) }))?;
+        }
+        self.norm.forward(&x)
+    }
+
+    fn output(&self) -> &Tensor {
+        self.head.as_ref().map_or(self.embedding.weight(), Linear::weight)
+    }
+
+    fn logit_soft_cap(&self) -> Option<f64> {
+        self.logit_soft_cap
+    }
+}

@@ -1,0 +1,109 @@
+//! Typed values of a JSON object, and refusals that name file, key and value.
+
+use crate::error::{Error, ModelError, Result};
+use serde_json::{Map, Value};
+use std::fmt::Display;
+use std::path::Path;
+
+/// An object of a file.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Keys<'a> {
+    file: &'a Path,
+    /// What stands before its keys in messages.
+    prefix: &'a str,
+    map: &'a Map<String, Value>,
+}
+
+impl<'a> Keys<'a> {
+    pub fn new(file: &'a Path, prefix: &'a str, map: &'a Map<String, Value>) -> Self {
+        Self { file, prefix, map }
+    }
+
+    /// The value of `key`; nothing for null.
+    pub fn get(&self, key: &str) -> Option<&'a Value> {
+        self.map.get(key).filter(|value| !value.is_null())
+    }
+
+    /// Whether `key` is null, as a value of its own.
+    pub fn is_null(&self, key: &str) -> bool {
+        self.map.get(key).is_some_and(Value::is_null)
+    }
+
+    pub fn keys(&self) -> impl Iterator<Item = &'a str> {
+        self.map.keys().map(String::as_str)
+    }
+
+    /// The error about the value of `key`.
+    pub fn refuse(&self, key: &str, allowed: impl Display) -> Error {
+        let found = self.map.get(key).map_or_else(|| "absent".to_owned(), shortened);
+        self.refuse_as(key, found, allowed)
+    }
+
+    /// The same about what follows from it.
+    pub fn refuse_as(&self, key: &str, found: impl Display, allowed: impl Display) -> Error {
+        let (file, key) = (self.file.to_owned(), format!("{}{key}", self.prefix));
+        ModelError::HuggingFace { file, key, found: found.to_string(), allowed: allowed.to_string() }.into()
+    }
+
+    /// The object at `key`.
+    pub fn object(&self, key: &str, prefix: &'a str) -> Result<Option<Keys<'a>>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Object(map)) => Ok(Some(Keys { prefix, map, ..*self })),
+            Some(_) => Err(self.refuse(key, "an object")),
+        }
+    }
+
+    /// A whole number of at least 1.
+    pub fn size(&self, key: &str) -> Result<Option<usize>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match value.as_u64().and_then(|size| u32::try_from(size).ok()) {
+            Some(size) if size > 0 => Ok(Some(size as usize)),
+            _ => Err(self.refuse(key, format!("a whole number from 1 to {}", u32::MAX))),
+        }
+    }
+
+    /// A positive finite number.
+    pub fn positive(&self, key: &str) -> Result<Option<f64>> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        match value.as_f64().filter(|number| *number > 0.0 && number.is_finite()) {
+            Some(number) => Ok(Some(number)),
+            None => Err(self.refuse(key, "a positive number")),
+        }
+    }
+
+    /// true or false; `default` where nothing is said.
+    pub fn flag(&self, key: &str, default: bool) -> Result<bool> {
+        match self.get(key) {
+            None => Ok(default),
+            Some(Value::Bool(flag)) => Ok(*flag),
+            Some(_) => Err(self.refuse(key, "true or false")),
+        }
+    }
+
+    pub fn text(&self, key: &str) -> Result<Option<&'a str>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(_) => Err(self.refuse(key, "a text")),
+        }
+    }
+
+    /// An error unless `key` is absent, null or `value`.
+    pub fn only(&self, key: &str, value: bool, why: &str) -> Result<()> {
+        match self.flag(key, value)? == value {
+            true => Ok(()),
+            false => Err(self.refuse(key, format!("{value}: {why}"))),
+        }
+    }
+}
+
+/// A value for a message.
+pub(super) fn shortened(value: &Value) -> String {
+    const MOST: usize = 60;
+    let text = value.to_string();
+    match text.char_indices().nth(MOST) {
+        None => text,
+        Some((end, _)) => format!("{}...", &text[..end]),
+    }
+}

@@ -1,0 +1,58 @@
+//! Some of the columns of a tensor: what lies side by side in the result of a fused projection.
+
+use crate::graph::Inputs;
+use crate::kernels::add::add_into;
+use crate::kernels::buffer;
+use crate::kernels::par::{Chunks, for_each_part};
+use crate::tensor::element::{Element, with_element, with_elements};
+use candle_core::{D, Result, Tensor, bail};
+use std::ops::Range;
+
+/// Rows that one task copies.
+const ROWS_PER_TASK: usize = 64;
+
+/// Columns `range` of the last dimension of `x` `[.., width]`: a tensor `[.., range.len()]` of its own memory.
+///
+/// Backward adds to these columns of the gradient in place, and makes no tensor of the input's size for each part, as the
+/// gradient of Candle's `narrow` does.
+///
+/// # Errors
+/// A range that is empty or ends behind the last column.
+pub fn columns(x: &Tensor, range: Range<usize>) -> Result<Tensor> {
+    const NAME: &str = "columns";
+    let width = x.dims().last().copied().unwrap_or(0);
+    if range.is_empty() || range.end > width {
+        bail!("columns: {range:?} of an input of shape {:?}; some of its {width} columns are needed", x.dims())
+    }
+    if !x.device().is_cpu() {
+        return x.narrow(D::Minus1, range.start, range.len())?.contiguous();
+    }
+    let x = x.contiguous()?;
+    let inputs = Inputs::of([Some(&x)])?;
+    let mut shape = x.dims().to_vec();
+    shape[x.rank() - 1] = range.len();
+    let (rows, part) = (x.elem_count() / width, range.len());
+    with_element!(x.dtype(), NAME, E => {
+        let mut y = buffer::<E>(rows * part);
+        with_elements::<E, _>(&x, NAME, |x| {
+            for_each_part(rows.div_ceil(ROWS_PER_TASK), Chunks::new(&mut y, ROWS_PER_TASK * part), |task, y| {
+                let x = &x[task * ROWS_PER_TASK * width..];
+                let pairs = y.chunks_exact_mut(part).zip(x.chunks_exact(width));
+                pairs.for_each(|(y, x)| y.copy_from_slice(&x[range.clone()]));
+            });
+            Ok(())
+        })?;
+        inputs.result(NAME, E::storage(y), shape, move |grad, [to_x]| {
+            grad.read::<E, _>(NAME, |dy| {
+                to_x.accumulate_zeroed::<E>(rows * width, |dx| {
+                    for_each_part(rows.div_ceil(ROWS_PER_TASK), Chunks::new(dx, ROWS_PER_TASK * width), |task, dx| {
+                        let dy = &dy[task * ROWS_PER_TASK * part..];
+                        let pairs = dx.chunks_exact_mut(width).zip(dy.chunks_exact(part));
+                        pairs.for_each(|(dx, dy)| add_into(&mut dx[range.clone()], dy));
+                    });
+                    Ok(())
+                })
+            })
+        })
+    })
+}

@@ -1,0 +1,148 @@
+//! One safetensors file, mapped.
+
+use crate::error::{Error, ParamError, Result};
+use crate::files;
+use crate::tensor::bytes;
+use crate::util::fnv1a;
+use candle_core::{DType, Shape};
+use half::{bf16, f16};
+use memmap2::Mmap;
+use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
+use serde_json::Value;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// A mapped safetensors file.
+#[derive(Debug)]
+pub(super) struct WeightFile {
+    path: PathBuf,
+    map: Mmap,
+    data_start: usize,
+    metadata: Metadata,
+}
+
+/// A tensor in a file.
+#[derive(Debug, Clone, Copy)]
+pub struct Tensor<'a> {
+    file: &'a WeightFile,
+    info: &'a TensorInfo,
+}
+
+impl WeightFile {
+    /// Opens and maps a file, and reads its header.
+    pub fn open(path: &Path) -> Result<Self> {
+        let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
+        let file = files::open(path).map_err(io)?;
+        // SAFETY: the map is only read. A file that another process cuts short meanwhile would raise SIGBUS; weights
+        // are not written in place by anything here, and copying a model of any size to avoid that would cost more.
+        let map = unsafe { Mmap::map(&file) }.map_err(io)?;
+        let bad = |e: safetensors::SafeTensorError| {
+            let why = match described_length(&map) {
+                Some(described) if described > map.len() as u64 => {
+                    format!("it has {} bytes of the {described} that its header describes: it was cut short", map.len())
+                }
+                _ => e.to_string(),
+            };
+            Error::from(ParamError::BadWeightFile { path: path.to_owned(), why })
+        };
+        let (header, metadata) = SafeTensors::read_metadata(&map).map_err(bad)?;
+        // read_metadata has checked that the header's tensors lie inside the file without gaps.
+        Ok(Self { path: path.to_owned(), data_start: header + 8, map, metadata })
+    }
+
+    /// The tensors, in no order.
+    pub fn tensors(&self) -> impl Iterator<Item = (String, Tensor<'_>)> {
+        let tensors = self.metadata.tensors().into_iter();
+        tensors.map(|(name, info)| (name, Tensor { file: self, info }))
+    }
+
+    pub fn has(&self, name: &str) -> bool {
+        self.metadata.info(name).is_some()
+    }
+
+    pub fn tensor(&self, name: &str) -> Option<Tensor<'_>> {
+        self.metadata.info(name).map(|info| Tensor { file: self, info })
+    }
+
+    /// A hash of its header and a thousand places of its data, not all of it, which may be larger than memory.
+    pub fn fingerprint(&self) -> u64 {
+        const PLACES: usize = 1000;
+        let step = self.map.len().div_ceil(PLACES).max(1);
+        let data = self.map.chunks(step).flat_map(|c| &c[..c.len().min(8)]);
+        let bytes: Vec<u8> = self.map[..self.data_start].iter().chain(data).copied().collect();
+        fnv1a(&bytes)
+    }
+}
+
+/// The length of a file by the header at its beginning, if that is there.
+fn described_length(start: &[u8]) -> Option<u64> {
+    let (length, rest) = start.split_first_chunk::<8>()?;
+    let length = u64::from_le_bytes(*length);
+    let header = rest.get(..usize::try_from(length).ok()?)?;
+    let header: Value = serde_json::from_slice(header).ok()?;
+    let ends = header.as_object()?.values().filter_map(|info| info["data_offsets"][1].as_u64());
+    ends.max()?.checked_add(8)?.checked_add(length)
+}
+
+impl<'a> Tensor<'a> {
+    pub fn shape(&self) -> &'a [usize] {
+        &self.info.shape
+    }
+
+    /// The file that has it.
+    pub fn file(&self) -> &'a Path {
+        &self.file.path
+    }
+
+    /// An error unless it can be read as a parameter `name` of `shape`.
+    pub fn check(&self, name: &str, shape: &[usize]) -> Result<()> {
+        let path = || self.file.path.clone();
+        if self.info.shape != shape {
+            let (found, expected) = (self.info.shape.clone(), shape.to_vec());
+            return Err(ParamError::MisshapenTensor { path: path(), name: name.into(), found, expected }.into());
+        }
+        match self.info.dtype {
+            Dtype::F32 | Dtype::BF16 | Dtype::F16 => Ok(()),
+            other => {
+                let found = format!("{other:?}");
+                Err(ParamError::TensorDtype { path: path(), name: name.into(), found }.into())
+            }
+        }
+    }
+
+    /// Elements `range` of it as a parameter `name` of `shape`, in f32.
+    pub fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
+        self.check(name, shape)?;
+        let bytes = |size: usize| {
+            let start = self.file.data_start + self.info.data_offsets.0;
+            &self.file.map[start + range.start * size..start + range.end * size]
+        };
+        // The header's length is any number of bytes, so elements need not be aligned.
+        fn read<const N: usize>(bytes: &[u8], f: impl Fn([u8; N]) -> f32) -> Vec<f32> {
+            bytes.as_chunks::<N>().0.iter().map(|b| f(*b)).collect()
+        }
+        Ok(match self.info.dtype {
+            Dtype::BF16 => read(bytes(2), |b| bf16::from_le_bytes(b).to_f32()),
+            Dtype::F16 => read(bytes(2), |b| f16::from_le_bytes(b).to_f32()),
+            _ => read(bytes(4), f32::from_le_bytes),
+        })
+    }
+
+    /// Its bytes in `dtype`, as a buffer `name` of `shape`.
+    pub fn buffer(&self, name: &str, shape: &Shape, dtype: DType) -> Result<Vec<u8>> {
+        let (path, info, expected) = (|| self.file.path.clone(), self.info, shape.dims());
+        // A single number has one dimension or none.
+        let is_one = |dims: &[usize]| dims.iter().all(|dim| *dim == 1) && dims.len() < 2;
+        if info.shape != expected && !(is_one(&info.shape) && is_one(expected)) {
+            let (found, expected) = (info.shape.clone(), expected.to_vec());
+            return Err(ParamError::MisshapenTensor { path: path(), name: name.into(), found, expected }.into());
+        }
+        let found = bytes::dtype_in_file(info.dtype);
+        let (start, end) = info.data_offsets;
+        let bytes = &self.file.map[self.file.data_start + start..self.file.data_start + end];
+        found.and_then(|found| bytes::converted(bytes, found, dtype)).ok_or_else(|| {
+            let (found, expected) = (format!("{:?}", info.dtype), format!("{dtype:?}"));
+            ParamError::BufferFileDtype { path: path(), name: name.into(), found, expected }.into()
+        })
+    }
+}

@@ -1,0 +1,186 @@
+//! Safetensors files of parameters: one, or the shards that an index names.
+
+use super::buffer::is_needless;
+use super::weight_file::{Tensor, WeightFile};
+use crate::error::{Error, ParamError, Result};
+use crate::files;
+use crate::util::{fnv1a, list};
+use candle_core::{DType, Shape};
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::{Component, Path, PathBuf};
+
+/// The weights in a folder of Hugging Face.
+const FILE_OF_FOLDER: &str = "model.safetensors";
+const INDEX_OF_FOLDER: &str = "model.safetensors.index.json";
+
+/// Bytes of an index: a line of some hundred for each tensor.
+const MAX_INDEX: u64 = 256 << 20;
+
+/// Mapped safetensors files of f32, f16 or bf16 tensors.
+#[derive(Debug)]
+pub struct WeightFiles {
+    /// The file or index.
+    path: PathBuf,
+    files: Vec<WeightFile>,
+    /// Which file has a tensor.
+    places: BTreeMap<String, usize>,
+}
+
+impl WeightFiles {
+    /// Opens and maps a safetensors file, those of an index, or those of a folder, and reads their headers.
+    ///
+    /// # Errors
+    /// What cannot be read or is no safetensors file; an index that names a file outside of its folder, or a tensor that the
+    /// file does not have.
+    pub fn open(path: &Path) -> Result<Self> {
+        let [of_folder, index] = [FILE_OF_FOLDER, INDEX_OF_FOLDER].map(|name| path.join(name));
+        if path.extension().is_some_and(|extension| extension == "json") {
+            return Self::of_index(path);
+        }
+        if index.is_file() && !of_folder.is_file() {
+            return Self::of_index(&index);
+        }
+        let path = if of_folder.is_file() { &of_folder } else { path };
+        let file = WeightFile::open(path)?;
+        let places = file.tensors().map(|(name, _)| (name, 0)).collect();
+        Ok(Self { path: path.to_owned(), files: vec![file], places })
+    }
+
+    fn of_index(index: &Path) -> Result<Self> {
+        let map = weight_map(index)?;
+        let names: BTreeSet<&str> = map.values().map(String::as_str).collect();
+        let mut shards = Vec::new();
+        let mut places = BTreeMap::new();
+        for name in &names {
+            let path = files::folder_of(index).join(name);
+            let file = WeightFile::open(&path).map_err(|error| match error {
+                Error::Io { path, source, .. } => {
+                    let tensors = map.values().filter(|file| file == name).count();
+                    let index = index.to_owned();
+                    ParamError::NoShard { index, path, tensors, why: source.to_string() }.into()
+                }
+                other => other,
+            })?;
+            places.extend(file.tensors().map(|(tensor, _)| (tensor, shards.len())));
+            shards.push(file);
+        }
+        for (tensor, file) in &map {
+            let place = names.iter().position(|name| name == file).filter(|place| shards[*place].has(tensor));
+            let Some(place) = place else {
+                let (path, file) = (index.to_owned(), file.clone());
+                return Err(ParamError::NotInShard { path, file, name: tensor.clone() }.into());
+            };
+            places.insert(tensor.clone(), place);
+        }
+        Ok(Self { path: index.to_owned(), files: shards, places })
+    }
+
+    /// The file or index.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The tensors, in order of their names.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, Tensor<'_>)> {
+        self.places.iter().filter_map(|(name, place)| Some((name.as_str(), self.files[*place].tensor(name)?)))
+    }
+
+    /// The tensor of a parameter, with its name in the files.
+    pub fn find(&self, parameter: &str) -> Option<(String, Tensor<'_>)> {
+        let name = names_in_files(parameter).into_iter().find(|name| self.places.contains_key(name))?;
+        let tensor = self.files[self.places[&name]].tensor(&name)?;
+        Some((name, tensor))
+    }
+
+    /// Elements `range` of a parameter, in f32.
+    pub fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
+        self.needed(name, shape)?.values(name, shape, range)
+    }
+
+    /// The bytes of a buffer in `dtype`.
+    pub fn buffer(&self, name: &str, shape: &Shape, dtype: DType) -> Result<Vec<u8>> {
+        self.needed(name, shape.dims())?.buffer(name, shape, dtype)
+    }
+
+    fn needed(&self, name: &str, shape: &[usize]) -> Result<Tensor<'_>> {
+        self.find(name).map(|(_, tensor)| tensor).ok_or_else(|| self.missing(name, shape))
+    }
+
+    /// The error about a tensor that is not there.
+    pub fn missing(&self, name: &str, shape: &[usize]) -> Error {
+        let names: Vec<&String> = self.places.keys().collect();
+        let (few, more) = names.split_at(names.len().min(3));
+        let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
+        let few: Vec<&str> = few.iter().map(|name| name.as_str()).collect();
+        let (name, shape, has) = (name.into(), shape.to_vec(), format!("{}{more}", few.join(", ")));
+        ParamError::MissingTensor { path: self.path.clone(), name, shape, has }.into()
+    }
+
+    /// An error if there are tensors that are not among the parameters `used`, but for buffers that say nothing.
+    pub fn check_all_used(&self, used: &BTreeSet<&str>) -> Result<()> {
+        let extra = self.unused(used);
+        match extra.is_empty() {
+            true => Ok(()),
+            false => Err(ParamError::ExtraTensors { path: self.path.clone(), names: list(&extra) }.into()),
+        }
+    }
+
+    /// The tensors that are not among the parameters `used`, but for buffers that say nothing.
+    pub fn unused(&self, used: &BTreeSet<&str>) -> Vec<&str> {
+        let used: BTreeSet<String> = used.iter().filter_map(|name| self.find(name)).map(|(name, _)| name).collect();
+        let unused =
+            self.tensors().filter(|(name, tensor)| !used.contains(*name) && !is_needless(name, tensor.shape()));
+        unused.map(|(name, _)| name).collect()
+    }
+
+    /// A hash of the files' headers and of a thousand places in the data of each.
+    pub fn fingerprint(&self) -> u64 {
+        match &self.files[..] {
+            [file] => file.fingerprint(),
+            files => {
+                let all = files.iter().flat_map(|file| file.fingerprint().to_le_bytes());
+                fnv1a(&all.collect::<Vec<u8>>())
+            }
+        }
+    }
+}
+
+/// The names that a parameter may have in files, the likeliest first. Hugging Face writes a GPT-2 with a language model's head
+/// under `transformer.`, and one without, as the published files are, without it; likewise other models with `model.`; and a
+/// language model inside of a model for images too under `language_model.`.
+fn names_in_files(parameter: &str) -> Vec<String> {
+    let mut names = vec![parameter.to_owned(), format!("transformer.{parameter}")];
+    for prefix in ["transformer.", "model."] {
+        names.extend(parameter.strip_prefix(prefix).map(str::to_owned));
+    }
+    names.push(format!("language_model.{parameter}"));
+    names.extend(parameter.strip_prefix("model.").map(|bare| format!("model.language_model.{bare}")));
+    names
+}
+
+/// The files of tensors, by the index at `path`.
+fn weight_map(path: &Path) -> Result<BTreeMap<String, String>> {
+    let bad = |why: String| Error::from(ParamError::BadWeightFile { path: path.to_owned(), why });
+    let bytes =
+        files::read(path, MAX_INDEX).map_err(|source| Error::Io { action: "read", path: path.to_owned(), source })?;
+    let index: Value = serde_json::from_slice(&bytes).map_err(|e| bad(format!("the index is no JSON: {e}")))?;
+    let map = index["weight_map"].as_object().ok_or_else(|| bad("an index has an object \"weight_map\"".into()))?;
+    let mut files = BTreeMap::new();
+    for (tensor, file) in map {
+        let Some(file) = file.as_str() else {
+            return Err(bad("\"weight_map\" gives the name of a file for each tensor".into()));
+        };
+        let parts: Vec<Component<'_>> = Path::new(file).components().collect();
+        if !matches!(parts[..], [Component::Normal(_)]) || file.contains('/') {
+            let (path, name, file) = (path.to_owned(), tensor.clone(), file.to_owned());
+            return Err(ParamError::ShardOutside { path, name, file }.into());
+        }
+        files.insert(tensor.clone(), file.to_owned());
+    }
+    match files.is_empty() {
+        true => Err(bad("\"weight_map\" names no tensor".into())),
+        false => Ok(files),
+    }
+}
