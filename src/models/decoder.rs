@@ -65,7 +65,7 @@ impl<C> DecoderLayers<C> {
             "" => vb.clone(),
             prefix => vb.pp(prefix),
         };
-        let embedding = Embedding::new(vocab, d, inner.pp(embedding))?;
+        let embedding = Embedding::new(vocab, d, inner.pp(embedding))?.padding(config.padding);
         let learned = config.learned_positions.map(|rows| Embedding::new(rows, d, inner.pp("wpe")));
         let positions = learned.transpose()?;
         let mut rotaries = Rotaries::default();

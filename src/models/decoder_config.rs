@@ -66,6 +66,8 @@ pub struct DecoderConfig {
     pub logit_soft_cap: Option<f64>,
     /// The factor of the token embedding's rows.
     pub embedding_scale: Option<f64>,
+    /// Lookups of this token add nothing to the embedding's gradient, as in transformers, which calls it the padding.
+    pub padding: Option<u32>,
     /// Whether the output projection is the token embedding.
     pub tie_word_embeddings: bool,
     /// Whether each block keeps only its input in forward and runs again in backward.
@@ -198,6 +200,9 @@ impl DecoderConfig {
         }
         if self.blocks.iter().any(|block| block.window == Some(0)) {
             return Err(refused("sliding_window", 0, "at least 1"));
+        }
+        if let Some(padding) = self.padding.filter(|padding| *padding as usize >= self.vocab) {
+            return Err(refused("pad_token_id", padding, &format!("below vocab_size ({})", self.vocab)));
         }
         let positive = [
             ("norm_eps", Some(self.norm_eps)),

@@ -129,6 +129,7 @@ impl DecoderSizes for GptConfig {
             attention_soft_cap: None,
             logit_soft_cap: None,
             embedding_scale: None,
+            padding: None,
             tie_word_embeddings: true,
             checkpoint_activations: self.checkpoint_activations,
             dropout: self.dropout,

@@ -73,6 +73,7 @@ struct Family {
     theta: f64,
     tied: bool,
     window: Option<usize>,
+    padding: Option<u32>,
 }
 
 const LLAMA: Family = Family {
@@ -89,6 +90,7 @@ const LLAMA: Family = Family {
     theta: 1e4,
     tied: false,
     window: None,
+    padding: None,
 };
 
 const QWEN2: Family =
@@ -106,6 +108,7 @@ const GEMMA2: Family = Family {
     ctx: 8192,
     tied: true,
     window: Some(4096),
+    padding: Some(0),
     ..LLAMA
 };
 
@@ -128,7 +131,7 @@ const FAMILIES: [Family; 9] = [
     },
     LLAMA,
     Family { model_type: "mistral", inner: 14_336, kv_heads: Some(8), ctx: 131_072, window: Some(4096), ..LLAMA },
-    Family { model_type: "phi3", vocab: 32_064, hidden: 3072, inner: 8192, ctx: 4096, eps: 1e-5, ..LLAMA },
+    Family { model_type: "phi3", vocab: 32_064, hidden: 3072, inner: 8192, ctx: 4096, eps: 1e-5, padding: Some(32_000), ..LLAMA },
     QWEN2,
     Family { model_type: "qwen3", head: Some(128), ..QWEN2 },
 ];
@@ -157,6 +160,7 @@ impl Family {
 fn decoder(keys: &Keys<'_>, family: &Family) -> Result<DecoderConfig> {
     let size = |key: &str, default: usize| Ok::<usize, Error>(keys.size(key)?.unwrap_or(default));
     let hidden_size = size("hidden_size", family.hidden)?;
+    let vocab = size("vocab_size", family.vocab)?;
     let heads = size("num_attention_heads", family.heads)?;
     let own_or = |key: &str, default: Option<usize>| match keys.is_null(key) {
         true => Ok::<Option<usize>, Error>(None),
@@ -200,7 +204,7 @@ fn decoder(keys: &Keys<'_>, family: &Family) -> Result<DecoderConfig> {
     Ok(DecoderConfig {
         naming: if family.model_type == "phi3" { Naming::Phi3 } else { Naming::Llama },
         prefix: "model.",
-        vocab: size("vocab_size", family.vocab)?,
+        vocab,
         ctx: size("max_position_embeddings", family.ctx)?,
         hidden_size,
         intermediate_size: size("intermediate_size", family.inner)?,
@@ -222,6 +226,7 @@ fn decoder(keys: &Keys<'_>, family: &Family) -> Result<DecoderConfig> {
         attention_soft_cap: if is_gemma { cap("attn_logit_softcapping", 50.0)? } else { None },
         logit_soft_cap: if is_gemma { cap("final_logit_softcapping", 30.0)? } else { None },
         embedding_scale: is_gemma.then(|| (hidden_size as f64).sqrt()),
+        padding: padding(keys, family, vocab)?,
         tie_word_embeddings: tied,
         checkpoint_activations: false,
         dropout: 0.0,
@@ -266,6 +271,8 @@ fn gpt2(keys: &Keys<'_>) -> Result<DecoderConfig> {
         attention_soft_cap: None,
         logit_soft_cap: None,
         embedding_scale: None,
+        // Transformers' GPT-2 looks its padding up as any token.
+        padding: None,
         tie_word_embeddings: keys.flag("tie_word_embeddings", true)?,
         checkpoint_activations: false,
         dropout: 0.0,
@@ -278,6 +285,17 @@ fn blocks(keys: &Keys<'_>, key: &str, default: usize) -> Result<usize> {
     match keys.size(key)?.unwrap_or(default) {
         blocks if blocks <= MOST_BLOCKS => Ok(blocks),
         _ => Err(keys.refuse(key, format!("at most {MOST_BLOCKS}"))),
+    }
+}
+
+/// The padding token. A number below 0 counts from the end.
+fn padding(keys: &Keys<'_>, family: &Family, vocab: usize) -> Result<Option<u32>> {
+    const KEY: &str = "pad_token_id";
+    let Some(value) = keys.get(KEY) else { return Ok(family.padding.filter(|_| !keys.is_null(KEY))) };
+    let id = value.as_i64().map(|id| if id < 0 { id.saturating_add(vocab as i64) } else { id });
+    match id.and_then(|id| u32::try_from(id).ok()).filter(|id| (*id as usize) < vocab) {
+        Some(id) => Ok(Some(id)),
+        None => Err(keys.refuse(KEY, format!("a whole number below vocab_size ({vocab})"))),
     }
 }
 

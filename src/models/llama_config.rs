@@ -183,6 +183,7 @@ impl DecoderSizes for LlamaConfig {
             attention_soft_cap: None,
             logit_soft_cap: None,
             embedding_scale: None,
+            padding: None,
             tie_word_embeddings: self.tie_word_embeddings,
             checkpoint_activations: self.checkpoint_activations,
             dropout: 0.0,

@@ -55,6 +55,13 @@ pub fn embedding(ids: &Tensor, table: &Tensor) -> Result<Tensor> {
     table.index_select(&ids.flatten_all()?, 0)?.reshape(dims)
 }
 
+/// See [`crate::nn::Embedding::padding`].
+pub fn padded_embedding(ids: &Tensor, table: &Tensor, padding: u32) -> Result<Tensor> {
+    let rows = embedding(ids, table)?;
+    let is_padding = ids.eq(padding)?.unsqueeze(D::Minus1)?.broadcast_as(rows.shape())?;
+    is_padding.where_cond(&rows.detach(), &rows)
+}
+
 /// See [`crate::nn::layer_norm()`].
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     let h = wide(x)?;

@@ -8,6 +8,7 @@ use crate::nn::{normal, refuse};
 use crate::tensor::element::{Element, with_element, with_elements};
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::{Module, VarBuilder};
+use std::borrow::Cow;
 
 /// Rows `ids` (u32, any shape) of `table` `[rows, width]`: a tensor of the ids' shape with `width` added at the end.
 ///
@@ -26,6 +27,11 @@ pub fn embedding(ids: &Tensor, table: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`embedding()`]; a dtype other than the table's or, of a table in f32, bf16 or f16.
 pub fn embedding_in(ids: &Tensor, table: &Tensor, dtype: DType) -> Result<Tensor> {
+    looked_up(ids, table, dtype, None)
+}
+
+/// The rows; lookups of `padding` add nothing to the table's gradient.
+fn looked_up(ids: &Tensor, table: &Tensor, dtype: DType, padding: Option<u32>) -> Result<Tensor> {
     let is_low = matches!(dtype, DType::BF16 | DType::F16);
     if dtype != table.dtype() && !(is_low && table.dtype() == DType::F32) {
         bail!("embedding: the table has dtype {:?}; rows of {dtype:?} are made of f32 only", table.dtype())
@@ -36,14 +42,18 @@ pub fn embedding_in(ids: &Tensor, table: &Tensor, dtype: DType) -> Result<Tensor
         return Err(refuse(ModelError::TokenOutOfRange { id: host[position], position, rows }.into()));
     }
     if !table.device().is_cpu() {
-        return composed::embedding(ids, table)?.to_dtype(dtype);
+        let rows = match padding {
+            Some(padding) => composed::padded_embedding(ids, table, padding)?,
+            None => composed::embedding(ids, table)?,
+        };
+        return rows.to_dtype(dtype);
     }
     let mut shape = ids.dims().to_vec();
     shape.push(width);
     let table = table.contiguous()?;
     let inputs = Inputs::of([Some(&table)])?;
     if dtype != table.dtype() {
-        return with_element!(dtype, NAME, E => rounded::<E>(host, &table, inputs, shape));
+        return with_element!(dtype, NAME, E => rounded::<E>(host, &table, inputs, shape, padding));
     }
     with_element!(table.dtype(), NAME, E => {
         let mut y = buffer::<E>(host.len() * width);
@@ -53,9 +63,10 @@ pub fn embedding_in(ids: &Tensor, table: &Tensor, dtype: DType) -> Result<Tensor
         })?;
         inputs.result(NAME, E::storage(y), shape, move |grad, [to_table]| {
             grad.read::<E, _>(NAME, |dy| {
+                let (host, dy) = without_padding(&host, dy, width, padding);
                 // What is not looked up has gradient 0: a new gradient comes as zeros.
                 to_table.accumulate_zeroed::<E>(rows * width, |dtable| {
-                    kernels::embedding::embedding_backward_into(&host, dy, width, dtable);
+                    kernels::embedding::embedding_backward_into(&host, &dy, width, dtable);
                     Ok(())
                 })
             })
@@ -65,8 +76,30 @@ pub fn embedding_in(ids: &Tensor, table: &Tensor, dtype: DType) -> Result<Tensor
 
 const NAME: &str = "embedding";
 
+/// The ids that are not `padding`, and the rows of the gradient that belong to them.
+fn without_padding<'a, E: Element>(
+    ids: &'a [u32],
+    dy: &'a [E],
+    width: usize,
+    padding: Option<u32>,
+) -> (Cow<'a, [u32]>, Cow<'a, [E]>) {
+    match padding.filter(|padding| ids.contains(padding)) {
+        None => (ids.into(), dy.into()),
+        Some(padding) => {
+            let kept = || ids.iter().zip(dy.chunks_exact(width)).filter(|(id, _)| **id != padding);
+            (kept().map(|(id, _)| *id).collect(), kept().flat_map(|(_, row)| row).copied().collect())
+        }
+    }
+}
+
 /// Rows of a table in f32, in `E`.
-fn rounded<E: Element>(ids: Vec<u32>, table: &Tensor, inputs: Inputs<1>, shape: Vec<usize>) -> Result<Tensor> {
+fn rounded<E: Element>(
+    ids: Vec<u32>,
+    table: &Tensor,
+    inputs: Inputs<1>,
+    shape: Vec<usize>,
+    padding: Option<u32>,
+) -> Result<Tensor> {
     let (rows, width) = table.dims2()?;
     let mut wide = buffer::<f32>(ids.len() * width);
     with_elements::<f32, _>(table, NAME, |table| {
@@ -81,6 +114,7 @@ fn rounded<E: Element>(ids: Vec<u32>, table: &Tensor, inputs: Inputs<1>, shape: 
             E::widen(dy, &mut wide);
             Ok(())
         })?;
+        let (ids, wide) = without_padding(&ids, &wide, width, padding);
         to_table.accumulate_zeroed::<f32>(rows * width, |dtable| {
             kernels::embedding::embedding_backward_into(&ids, &wide, width, dtable);
             Ok(())
@@ -102,12 +136,20 @@ pub(super) fn host_ids(ids: &Tensor, op: &str, what: &str) -> Result<Vec<u32>> {
 pub struct Embedding {
     weight: Tensor,
     dtype: DType,
+    padding: Option<u32>,
 }
 
 impl Embedding {
     /// A table `[rows, width]`.
     pub fn new(rows: usize, width: usize, vb: VarBuilder<'_>) -> Result<Self> {
-        Ok(Self { weight: vb.get_with_hints((rows, width), "weight", normal(0.02))?, dtype: vb.dtype() })
+        Ok(Self { weight: vb.get_with_hints((rows, width), "weight", normal(0.02))?, dtype: vb.dtype(), padding: None })
+    }
+
+    /// Lookups of this id add nothing to the table's gradient: PyTorch's `padding_idx`.
+    #[must_use]
+    pub fn padding(mut self, id: Option<u32>) -> Self {
+        self.padding = id;
+        self
     }
 
     /// The table, `[rows, width]`.
@@ -119,6 +161,6 @@ impl Embedding {
 impl Module for Embedding {
     /// Looks up u32 ids; see [`embedding_in`].
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        embedding_in(ids, &self.weight, self.dtype)
+        looked_up(ids, &self.weight, self.dtype, self.padding)
     }
 }
