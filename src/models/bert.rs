@@ -16,6 +16,8 @@ use candle_nn::{Module, VarBuilder};
 /// token_type_embeddings}.weight and LayerNorm, per block N bert.encoder.layer.N., bert.pooler.dense and classifier. Each
 /// block is a unit ([`crate::zero::unit()`]).
 ///
+/// As in transformers, lookups of the padding token add nothing to the table's gradient.
+///
 /// Rows of a batch are filled up behind their texts; lengths say how far these go. What fills a row up changes no bit of its
 /// text's result.
 #[derive(Debug, Clone)]
@@ -102,7 +104,8 @@ impl Bert {
         config.validate().map_err(refuse)?;
         let (d, bert) = (config.hidden_size, vb.pp("bert"));
         let embeddings = bert.pp("embeddings");
-        let words = Embedding::new(config.vocab_size, d, embeddings.pp("word_embeddings"))?;
+        let words =
+            Embedding::new(config.vocab_size, d, embeddings.pp("word_embeddings"))?.padding(Some(config.pad_token_id));
         let positions = Embedding::new(config.max_position_embeddings, d, embeddings.pp("position_embeddings"))?;
         let kinds = Embedding::new(config.type_vocab_size, d, embeddings.pp("token_type_embeddings"))?;
         let norm = LayerNorm::new(d, config.layer_norm_eps, embeddings.pp("LayerNorm"))?;

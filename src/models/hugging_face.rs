@@ -131,7 +131,16 @@ const FAMILIES: [Family; 9] = [
     },
     LLAMA,
     Family { model_type: "mistral", inner: 14_336, kv_heads: Some(8), ctx: 131_072, window: Some(4096), ..LLAMA },
-    Family { model_type: "phi3", vocab: 32_064, hidden: 3072, inner: 8192, ctx: 4096, eps: 1e-5, padding: Some(32_000), ..LLAMA },
+    Family {
+        model_type: "phi3",
+        vocab: 32_064,
+        hidden: 3072,
+        inner: 8192,
+        ctx: 4096,
+        eps: 1e-5,
+        padding: Some(32_000),
+        ..LLAMA
+    },
     QWEN2,
     Family { model_type: "qwen3", head: Some(128), ..QWEN2 },
 ];
