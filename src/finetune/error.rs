@@ -6,80 +6,6 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FinetuneError {
-    /// A path under which there is no model.
-    #[error(
-        "{} is no model: {reason}; give a folder with config.json and safetensors files, as Hugging Face has them, or a \
-         GGUF file",
-        path.display()
-    )]
-    NoModel {
-        /// The path.
-        path: PathBuf,
-        /// What is missing.
-        reason: String,
-    },
-    /// A tensor of another shape than the description says.
-    #[error(
-        "tensor {name} in {} has shape {found:?}, and {} describes one of {expected:?}; take both files from one model",
-        file.display(), description.display()
-    )]
-    NotAsDescribed {
-        /// The tensor, as the model calls it.
-        name: String,
-        /// The file of weights.
-        file: PathBuf,
-        /// Its shape there.
-        found: Vec<usize>,
-        /// The file of the description.
-        description: PathBuf,
-        /// The shape by the description.
-        expected: Vec<usize>,
-    },
-    /// More tokens than rows of the embedding.
-    #[error(
-        "the tokenizer has ids up to {last}, and the model's embedding has {rows} rows: {beyond} ids have none; take the \
-         tokenizer that belongs to the model"
-    )]
-    TokensBeyondEmbedding {
-        /// The largest id.
-        last: usize,
-        /// Rows of the embedding.
-        rows: usize,
-        /// Ids without a row.
-        beyond: usize,
-    },
-    /// A GGUF file that cannot be read.
-    #[error("{} is not a GGUF file that can be read: {reason}", path.display())]
-    BadGguf {
-        /// The file.
-        path: PathBuf,
-        /// The problem.
-        reason: String,
-    },
-    /// A value of a GGUF file's metadata that no model here computes with.
-    #[error("{}: {key} is {found}, but must be {allowed}", path.display())]
-    GgufValue {
-        /// The file.
-        path: PathBuf,
-        /// The key.
-        key: String,
-        /// Its value.
-        found: String,
-        /// The allowed values.
-        allowed: String,
-    },
-    /// A tensor of a GGUF file in a format that is not read.
-    #[error("tensor {name} in {} is of type {found}; read are {allowed}", path.display())]
-    GgufDtype {
-        /// The file.
-        path: PathBuf,
-        /// The tensor, as the file calls it.
-        name: String,
-        /// Its type.
-        found: String,
-        /// Those that are read.
-        allowed: &'static str,
-    },
     /// A file of the tokenizer that cannot be used.
     #[error("{} cannot be used: {reason}; copy the tokenizer's files again from where the model is from", path.display())]
     TokenizerFile {
@@ -185,6 +111,22 @@ pub enum FinetuneError {
         /// What does not fit.
         problem: String,
     },
+    /// A weight that a precision cannot hold.
+    #[error("{tensor} has the value {value}, which f16 cannot hold; take another precision")]
+    TooLarge {
+        /// The tensor.
+        tensor: String,
+        /// The value.
+        value: f32,
+    },
+    /// A model or a tokenizer that a GGUF file cannot hold.
+    #[error("{} cannot be written as GGUF: {problem}", path.display())]
+    Gguf {
+        /// The folder or file.
+        path: PathBuf,
+        /// What is wrong, and what is allowed.
+        problem: String,
+    },
     /// A place to which nothing can be written.
     #[error("cannot write to {}: {problem}; give another folder", path.display())]
     Output {
@@ -192,5 +134,79 @@ pub enum FinetuneError {
         path: PathBuf,
         /// What is wrong.
         problem: String,
+    },
+    /// A path under which there is no model.
+    #[error(
+        "{} is no model: {reason}; give a folder with config.json and safetensors files, as Hugging Face has them, or a \
+         GGUF file",
+        path.display()
+    )]
+    NoModel {
+        /// The path.
+        path: PathBuf,
+        /// What is missing.
+        reason: String,
+    },
+    /// A tensor of another shape than the description says.
+    #[error(
+        "tensor {name} in {} has shape {found:?}, and {} describes one of {expected:?}; take both files from one model",
+        file.display(), description.display()
+    )]
+    NotAsDescribed {
+        /// The tensor, as the model calls it.
+        name: String,
+        /// The file of weights.
+        file: PathBuf,
+        /// Its shape there.
+        found: Vec<usize>,
+        /// The file of the description.
+        description: PathBuf,
+        /// The shape by the description.
+        expected: Vec<usize>,
+    },
+    /// More tokens than rows of the embedding.
+    #[error(
+        "the tokenizer has ids up to {last}, and the model's embedding has {rows} rows: {beyond} ids have none; take the \
+         tokenizer that belongs to the model"
+    )]
+    TokensBeyondEmbedding {
+        /// The largest id.
+        last: usize,
+        /// Rows of the embedding.
+        rows: usize,
+        /// Ids without a row.
+        beyond: usize,
+    },
+    /// A GGUF file that cannot be read.
+    #[error("{} is not a GGUF file that can be read: {reason}", path.display())]
+    BadGguf {
+        /// The file.
+        path: PathBuf,
+        /// The problem.
+        reason: String,
+    },
+    /// A value of a GGUF file's metadata that no model here computes with.
+    #[error("{}: {key} is {found}, but must be {allowed}", path.display())]
+    GgufValue {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: String,
+        /// Its value.
+        found: String,
+        /// The allowed values.
+        allowed: String,
+    },
+    /// A tensor of a GGUF file in a format that is not read.
+    #[error("tensor {name} in {} is of type {found}; read are {allowed}", path.display())]
+    GgufDtype {
+        /// The file.
+        path: PathBuf,
+        /// The tensor, as the file calls it.
+        name: String,
+        /// Its type.
+        found: String,
+        /// Those that are read.
+        allowed: &'static str,
     },
 }
