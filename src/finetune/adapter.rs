@@ -3,7 +3,7 @@
 //! Keys of the tensors are `base_model.model.` and the parameter's name in transformers' language model, whose blocks stand
 //! behind `model.` or `transformer.`; files of the models themselves may leave that out.
 
-use super::merge::new_folder;
+use super::out::new_folder;
 use super::peft_config::PeftConfig;
 use crate::engine::Engine;
 use crate::error::{Error, FinetuneError, Result};

@@ -1,10 +1,11 @@
 //! A model with an adapter merged into its weights, W + s B A, tensor by tensor: never whole in memory.
 
+use super::out::new_folder;
 use super::{Adapter, Base};
 use crate::checkpoint::{ConsolidatedDtype, Entry, create, write_json, write_model_files};
 use crate::engine::InitialValues;
 use crate::error::{Error, FinetuneError, Result};
-use crate::files::{self, NewFolder, free_folder};
+use crate::files;
 use crate::models::{DecoderConfig, Naming};
 use crate::nn::WeightLayout;
 use crate::nn::low_rank::LowRank;
@@ -224,15 +225,6 @@ impl Merged<'_> {
 /// The error about a value that 16 bits cannot hold.
 pub(super) fn too_large(tensor: &str, value: f32) -> Error {
     FinetuneError::TooLarge { tensor: tensor.into(), value }.into()
-}
-
-/// A folder beside `out`, which must be absent or empty.
-pub(super) fn new_folder(out: &Path) -> Result<NewFolder> {
-    let wrong = |action| move |source| Error::Io { action, path: out.to_owned(), source };
-    match free_folder(out).map_err(wrong("read"))? {
-        Ok(out) => NewFolder::beside(&out).map_err(wrong("create")),
-        Err(problem) => Err(FinetuneError::Output { path: out.to_owned(), problem: problem.into() }.into()),
-    }
 }
 
 /// The files beside weights that make a model's folder whole.

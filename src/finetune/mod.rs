@@ -27,6 +27,7 @@ mod gguf_file;
 mod gguf_model;
 mod gguf_vocabulary;
 mod merge;
+mod out;
 mod peft_config;
 mod python;
 mod sample;
