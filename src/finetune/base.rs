@@ -95,7 +95,13 @@ impl Base {
         for (name, shape) in &parameters {
             let Some((_, tensor)) = files.find(name) else { return Err(files.missing(name, shape)) };
             if tensor.shape() != shape {
-                return Err(not_as_described(name, tensor.file(), tensor.shape(), &description, shape));
+                return Err(FinetuneError::not_as_described(
+                    name,
+                    [tensor.file(), &description],
+                    tensor.shape(),
+                    shape,
+                )
+                .into());
             }
             tensor.check(name, shape)?;
         }
@@ -173,23 +179,6 @@ fn is_of_images(json: &Value, name: &str) -> bool {
     const PARTS: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
     let name = name.strip_prefix("model.").unwrap_or(name);
     json.get("text_config").is_some() && PARTS.iter().any(|part| name.starts_with(part))
-}
-
-pub(super) fn not_as_described(
-    name: &str,
-    file: &Path,
-    found: &[usize],
-    description: &Path,
-    expected: &[usize],
-) -> crate::Error {
-    FinetuneError::NotAsDescribed {
-        name: name.to_owned(),
-        file: file.to_owned(),
-        found: found.to_vec(),
-        description: description.to_owned(),
-        expected: expected.to_vec(),
-    }
-    .into()
 }
 
 impl InitialValues for WeightFiles {

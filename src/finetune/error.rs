@@ -1,11 +1,85 @@
 //! Errors of fine-tuning: of a model's folder, its tokenizer and template, of data.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Errors of fine-tuning.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FinetuneError {
+    /// A path under which there is no model.
+    #[error(
+        "{} is no model: {reason}; give a folder with config.json and safetensors files, as Hugging Face has them, or a \
+         GGUF file",
+        path.display()
+    )]
+    NoModel {
+        /// The path.
+        path: PathBuf,
+        /// What is missing.
+        reason: String,
+    },
+    /// A tensor of another shape than the description says.
+    #[error(
+        "tensor {name} in {} has shape {found:?}, and {} describes one of {expected:?}; take both files from one model",
+        file.display(), description.display()
+    )]
+    NotAsDescribed {
+        /// The tensor, as the model calls it.
+        name: String,
+        /// The file of weights.
+        file: PathBuf,
+        /// Its shape there.
+        found: Box<[usize]>,
+        /// The file of the description.
+        description: PathBuf,
+        /// The shape by the description.
+        expected: Box<[usize]>,
+    },
+    /// More tokens than rows of the embedding.
+    #[error(
+        "the tokenizer has ids up to {last}, and the model's embedding has {rows} rows: {beyond} ids have none; take the \
+         tokenizer that belongs to the model"
+    )]
+    TokensBeyondEmbedding {
+        /// The largest id.
+        last: usize,
+        /// Rows of the embedding.
+        rows: usize,
+        /// Ids without a row.
+        beyond: usize,
+    },
+    /// A GGUF file that cannot be read.
+    #[error("{} is not a GGUF file that can be read: {reason}", path.display())]
+    BadGguf {
+        /// The file.
+        path: PathBuf,
+        /// The problem.
+        reason: String,
+    },
+    /// A value of a GGUF file's metadata that no model here computes with.
+    #[error("{}: {key} is {found}, but must be {allowed}", path.display())]
+    GgufValue {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: String,
+        /// Its value.
+        found: String,
+        /// The allowed values.
+        allowed: String,
+    },
+    /// A tensor of a GGUF file in a format that is not read.
+    #[error("tensor {name} in {} is of type {found}; read are {allowed}", path.display())]
+    GgufDtype {
+        /// The file.
+        path: PathBuf,
+        /// The tensor, as the file calls it.
+        name: String,
+        /// Its type.
+        found: String,
+        /// Those that are read.
+        allowed: &'static str,
+    },
     /// A file of the tokenizer that cannot be used.
     #[error("{} cannot be used: {reason}; copy the tokenizer's files again from where the model is from", path.display())]
     TokenizerFile {
@@ -135,78 +209,22 @@ pub enum FinetuneError {
         /// What is wrong.
         problem: String,
     },
-    /// A path under which there is no model.
-    #[error(
-        "{} is no model: {reason}; give a folder with config.json and safetensors files, as Hugging Face has them, or a \
-         GGUF file",
-        path.display()
-    )]
-    NoModel {
-        /// The path.
-        path: PathBuf,
-        /// What is missing.
-        reason: String,
-    },
-    /// A tensor of another shape than the description says.
-    #[error(
-        "tensor {name} in {} has shape {found:?}, and {} describes one of {expected:?}; take both files from one model",
-        file.display(), description.display()
-    )]
-    NotAsDescribed {
-        /// The tensor, as the model calls it.
-        name: String,
-        /// The file of weights.
-        file: PathBuf,
-        /// Its shape there.
-        found: Vec<usize>,
-        /// The file of the description.
-        description: PathBuf,
-        /// The shape by the description.
-        expected: Vec<usize>,
-    },
-    /// More tokens than rows of the embedding.
-    #[error(
-        "the tokenizer has ids up to {last}, and the model's embedding has {rows} rows: {beyond} ids have none; take the \
-         tokenizer that belongs to the model"
-    )]
-    TokensBeyondEmbedding {
-        /// The largest id.
-        last: usize,
-        /// Rows of the embedding.
-        rows: usize,
-        /// Ids without a row.
-        beyond: usize,
-    },
-    /// A GGUF file that cannot be read.
-    #[error("{} is not a GGUF file that can be read: {reason}", path.display())]
-    BadGguf {
-        /// The file.
-        path: PathBuf,
-        /// The problem.
-        reason: String,
-    },
-    /// A value of a GGUF file's metadata that no model here computes with.
-    #[error("{}: {key} is {found}, but must be {allowed}", path.display())]
-    GgufValue {
-        /// The file.
-        path: PathBuf,
-        /// The key.
-        key: String,
-        /// Its value.
-        found: String,
-        /// The allowed values.
-        allowed: String,
-    },
-    /// A tensor of a GGUF file in a format that is not read.
-    #[error("tensor {name} in {} is of type {found}; read are {allowed}", path.display())]
-    GgufDtype {
-        /// The file.
-        path: PathBuf,
-        /// The tensor, as the file calls it.
-        name: String,
-        /// Its type.
-        found: String,
-        /// Those that are read.
-        allowed: &'static str,
-    },
+}
+
+impl FinetuneError {
+    /// The error about tensor `name` of shape `found` in the first file, of which the second one says another shape.
+    pub(super) fn not_as_described(
+        name: &str,
+        [file, description]: [&Path; 2],
+        found: &[usize],
+        expected: &[usize],
+    ) -> Self {
+        Self::NotAsDescribed {
+            name: name.to_owned(),
+            file: file.to_owned(),
+            found: found.into(),
+            description: description.to_owned(),
+            expected: expected.into(),
+        }
+    }
 }

@@ -1,6 +1,5 @@
 //! Weights of a GGUF file: by the names of Hugging Face's files, in their order of rows, dequantized while they are read.
 
-use super::base::not_as_described;
 use crate::engine::InitialValues;
 use crate::error::{Error, FinetuneError, ParamError, Result};
 use crate::files;
@@ -66,7 +65,13 @@ impl Gguf {
                 return Err(ParamError::MissingTensor { path, name, shape: shape.clone(), has }.into());
             };
             if info.shape.dims() != shape {
-                return Err(not_as_described(parameter, &self.path, info.shape.dims(), &self.path, shape));
+                return Err(FinetuneError::not_as_described(
+                    parameter,
+                    [&self.path, &self.path],
+                    info.shape.dims(),
+                    shape,
+                )
+                .into());
             }
             self.check(name, info)?;
             used.insert(name);
@@ -190,7 +195,9 @@ impl InitialValues for Gguf {
             return Err(ParamError::MissingTensor { path, name, shape: shape.to_vec(), has }.into());
         };
         if info.shape.dims() != shape {
-            return Err(not_as_described(name, &self.path, info.shape.dims(), &self.path, shape));
+            return Err(
+                FinetuneError::not_as_described(name, [&self.path, &self.path], info.shape.dims(), shape).into()
+            );
         }
         let mut values = Vec::with_capacity(range.len());
         match place.mixed_heads {

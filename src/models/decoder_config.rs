@@ -2,15 +2,8 @@
 
 use super::config::{MOST_POSITIONS, refused, require_parameters, require_sizes};
 use super::rotary_rule::RotaryRule;
-use super::{decoder::DecoderLayers, hugging_face};
 use crate::Result;
 use crate::nn::{Activation, LoraConfig};
-use candle_core::{DType, Device, Shape, Tensor};
-use candle_nn::var_builder::SimpleBackend;
-use candle_nn::{Init, VarBuilder};
-use serde_json::Value;
-use std::path::Path;
-use std::sync::{Arc, Mutex};
 
 /// The shape of a decoder: a stack of blocks, each of which adds to the residual stream what causal attention gives of it, and
 /// then what an MLP gives of it.
@@ -115,38 +108,6 @@ pub enum NormKind {
 pub(super) const MOST_BLOCKS: usize = 1 << 14;
 
 impl DecoderConfig {
-    /// What the `config.json` of a Hugging Face model describes, as transformers 5 or 4 writes it; `ctx` is its
-    /// `max_position_embeddings` (or `n_positions`), and may be lowered before a model is built.
-    ///
-    /// Known `model_type`s: llama (Llama 2 and 3, TinyLlama, SmolLM2), mistral, qwen2 (and 2.5), qwen3, gemma2, gemma3 (its text
-    /// part), gemma3_text, phi3, gpt2. Keys that change nothing about a forward without dropout are not looked at.
-    ///
-    /// # Errors
-    /// A file that cannot be read; a model that is not known; a value that this library does not compute with, or that
-    /// contradicts another one.
-    pub fn read(path: impl AsRef<Path>) -> Result<Self> {
-        let path = path.as_ref();
-        Self::from_parsed(&Self::parse(path)?, path)
-    }
-
-    /// The content of a `config.json`.
-    pub(crate) fn parse(path: &Path) -> Result<Value> {
-        hugging_face::parse(path)
-    }
-
-    /// What the content of `file` describes.
-    pub(crate) fn from_parsed(content: &Value, file: &Path) -> Result<Self> {
-        hugging_face::read(content, file)
-    }
-
-    /// The same of a file's parsed content.
-    ///
-    /// # Errors
-    /// As [`DecoderConfig::read`].
-    pub fn from_hugging_face(config: &Value) -> Result<Self> {
-        Self::from_parsed(config, Path::new("config.json"))
-    }
-
     /// Checks that the sizes make a model.
     ///
     /// # Errors
@@ -227,20 +188,6 @@ impl DecoderConfig {
         usize::try_from(self.elements()).unwrap_or(usize::MAX)
     }
 
-    /// Names and shapes of the parameters, in the order in which a model asks for them. Nothing of their size is allocated.
-    ///
-    /// # Errors
-    /// Sizes that make no model.
-    pub fn parameters(&self) -> Result<Vec<(String, Vec<usize>)>> {
-        let asked = Asked::default();
-        let vb = VarBuilder::from_backend(Box::new(asked.clone()), DType::F32, Device::Cpu);
-        self.validate()?;
-        // With tables of one position only.
-        DecoderLayers::<Self>::build(&Self { ctx: 1, ..self.clone() }, vb)?;
-        let names = std::mem::take(&mut *crate::util::lock(&asked.0));
-        Ok(names)
-    }
-
     /// Elements of a position's queries.
     pub(super) fn query_width(&self) -> usize {
         self.num_attention_heads * self.head_dim
@@ -267,25 +214,5 @@ impl DecoderConfig {
         let block = weights.saturating_add(biases + norm * if self.norms_after { 4 } else { 2 });
         let rows = if_so(!self.tie_word_embeddings, vocab) + vocab + wide(self.learned_positions.unwrap_or(0));
         wide(self.blocks.len()).saturating_mul(block).saturating_add(rows.saturating_mul(d)).saturating_add(norm)
-    }
-}
-
-/// What a model asks for, without memory for it.
-#[derive(Debug, Clone, Default)]
-struct Asked(Arc<Mutex<Vec<(String, Vec<usize>)>>>);
-
-impl SimpleBackend for Asked {
-    fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
-        crate::util::lock(&self.0).push((name.to_owned(), shape.dims().to_vec()));
-        // One element, seen as often as the shape says.
-        Tensor::zeros(1, dtype, device)?.broadcast_as(shape)
-    }
-
-    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
-        candle_core::bail!("{name} was asked for without a shape")
-    }
-
-    fn contains_tensor(&self, _: &str) -> bool {
-        true
     }
 }

@@ -16,8 +16,42 @@ use std::path::Path;
 /// The most bytes of a `config.json`.
 const MOST_BYTES: u64 = 16 << 20;
 
+impl DecoderConfig {
+    /// What the `config.json` of a Hugging Face model describes, as transformers 5 or 4 writes it; `ctx` is its
+    /// `max_position_embeddings` (or `n_positions`), and may be lowered before a model is built.
+    ///
+    /// Known `model_type`s: llama (Llama 2 and 3, TinyLlama, SmolLM2), mistral, qwen2 (and 2.5), qwen3, gemma2, gemma3 (its text
+    /// part), gemma3_text, phi3, gpt2. Keys that change nothing about a forward without dropout are not looked at.
+    ///
+    /// # Errors
+    /// A file that cannot be read; a model that is not known; a value that this library does not compute with, or that
+    /// contradicts another one.
+    pub fn read(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        Self::from_parsed(&Self::parse(path)?, path)
+    }
+
+    /// The content of a `config.json`.
+    pub(crate) fn parse(path: &Path) -> Result<Value> {
+        parse(path)
+    }
+
+    /// What the content of `file` describes.
+    pub(crate) fn from_parsed(content: &Value, file: &Path) -> Result<Self> {
+        read(content, file)
+    }
+
+    /// The same of a file's parsed content.
+    ///
+    /// # Errors
+    /// As [`DecoderConfig::read`].
+    pub fn from_hugging_face(config: &Value) -> Result<Self> {
+        Self::from_parsed(config, Path::new("config.json"))
+    }
+}
+
 /// A file's content.
-pub(super) fn parse(file: &Path) -> Result<Value> {
+fn parse(file: &Path) -> Result<Value> {
     let io = |source| Error::Io { action: "read", path: file.to_owned(), source };
     let text = files::read_text(file, MOST_BYTES).map_err(io)?;
     let bad = |e: serde_json::Error| ModelError::NoJson { file: file.to_owned(), why: e.to_string() }.into();
@@ -25,7 +59,7 @@ pub(super) fn parse(file: &Path) -> Result<Value> {
 }
 
 /// The description in `config`, the content of `file`.
-pub(super) fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
+fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
     let Value::Object(map) = config else {
         return Err(ModelError::NoJson { file: file.to_owned(), why: "it is no object".into() }.into());
     };

@@ -15,6 +15,7 @@ mod json_keys;
 mod language_model;
 mod llama;
 mod llama_config;
+mod parameters;
 mod rotary_rule;
 mod sampling;
 mod session;

@@ -1,0 +1,48 @@
+//! The parameters of a decoder, without a decoder.
+
+use super::{DecoderConfig, decoder::DecoderLayers};
+use crate::Result;
+use crate::util::lock;
+use candle_core::{DType, Device, Shape, Tensor};
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Init, VarBuilder};
+use std::sync::{Arc, Mutex};
+
+impl DecoderConfig {
+    /// Names and shapes of the parameters, in the order in which a model asks for them. Nothing of their size is allocated.
+    ///
+    /// # Errors
+    /// Sizes that make no model.
+    pub fn parameters(&self) -> Result<Vec<(String, Vec<usize>)>> {
+        let asked = Asked::default();
+        let vb = VarBuilder::from_backend(Box::new(asked.clone()), DType::F32, Device::Cpu);
+        self.validate()?;
+        // With tables of one position only.
+        DecoderLayers::<Self>::build(&Self { ctx: 1, ..self.clone() }, vb)?;
+        let names = std::mem::take(&mut *lock(&asked.0));
+        Ok(names)
+    }
+}
+
+/// What a model asks for, without memory for it.
+#[derive(Debug, Clone, Default)]
+struct Asked(Arc<Mutex<Named>>);
+
+/// Names and shapes.
+type Named = Vec<(String, Vec<usize>)>;
+
+impl SimpleBackend for Asked {
+    fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        lock(&self.0).push((name.to_owned(), shape.dims().to_vec()));
+        // One element, seen as often as the shape says.
+        Tensor::zeros(1, dtype, device)?.broadcast_as(shape)
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        candle_core::bail!("{name} was asked for without a shape")
+    }
+
+    fn contains_tensor(&self, _: &str) -> bool {
+        true
+    }
+}
