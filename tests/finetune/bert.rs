@@ -134,7 +134,7 @@ fn train(batches: &Value, world: usize, stage: u8) -> (Vec<(f64, f64)>, Vec<u8>)
         for batch in batches.as_array().unwrap() {
             let rows = |key: &str| -> Tensor {
                 let rows: Vec<Vec<u32>> = serde_json::from_value(batch[key].clone()).unwrap();
-                Tensor::new(&rows[part.clone()], &Device::Cpu).unwrap()
+                Tensor::new(rows[part.clone()].to_vec(), &Device::Cpu).unwrap()
             };
             let list = |key: &str| -> Vec<u32> { serde_json::from_value(batch[key].clone()).unwrap() };
             let lengths: Vec<usize> = list("lengths")[part.clone()].iter().map(|length| *length as usize).collect();

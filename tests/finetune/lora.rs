@@ -73,7 +73,7 @@ fn train(model: &str, case: &str, world: usize, stage: u8) -> Run {
             .schedule(move |applied: u64| rates.get(applied as usize).copied().unwrap_or(0.0))
             .initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;
         let part = |batch: &[Vec<u32>]| -> Result<(Tensor, Tensor)> {
-            let rows = Tensor::new(&batch[rank * 4 / world..(rank + 1) * 4 / world], &Device::Cpu)?;
+            let rows = Tensor::new(batch[rank * 4 / world..(rank + 1) * 4 / world].to_vec(), &Device::Cpu)?;
             let time = rows.dim(1)? - 1;
             Ok((rows.narrow(1, 0, time)?.contiguous()?, rows.narrow(1, 1, time)?.contiguous()?))
         };
