@@ -88,7 +88,7 @@ pub struct Consolidated {
 }
 
 impl ConsolidatedDtype {
-    fn bytes(self) -> u64 {
+    pub(crate) fn bytes(self) -> u64 {
         match self {
             Self::F32 => 4,
             Self::Bf16 | Self::F16 => 2,
@@ -96,7 +96,7 @@ impl ConsolidatedDtype {
     }
 
     /// In safetensors files, and in `config.json`.
-    fn names(self) -> (&'static str, &'static str) {
+    pub(crate) fn names(self) -> (&'static str, &'static str) {
         match self {
             Self::F32 => ("F32", "float32"),
             Self::Bf16 => ("BF16", "bfloat16"),
@@ -105,7 +105,7 @@ impl ConsolidatedDtype {
     }
 
     /// The bytes of `values`; else the value that is too large.
-    fn encode(self, values: &[f32]) -> std::result::Result<Vec<u8>, f32> {
+    pub(crate) fn encode(self, values: &[f32]) -> std::result::Result<Vec<u8>, f32> {
         Ok(match self {
             Self::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
             Self::Bf16 => values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect(),

@@ -44,6 +44,7 @@ pub(crate) use line::{HeldFolders, Place};
 pub(crate) use load::load;
 pub use load::{Checkpoint, LoadOptions, Loaded};
 pub use manifest::{BufferFile, FileEntry, Manifest, Parameter};
+pub(crate) use model_files::{Entry, create, write_json, write_model_files};
 pub(crate) use progress::Progress;
 pub use save::SaveOptions;
 pub(crate) use save::{SaveJob, SaveRequest, check_dir, manifest};

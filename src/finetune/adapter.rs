@@ -3,10 +3,13 @@
 //! Keys of the tensors are `base_model.model.` and the parameter's name in transformers' language model, whose blocks stand
 //! behind `model.` or `transformer.`; files of the models themselves may leave that out.
 
+use super::out::new_folder;
 use super::peft_config::PeftConfig;
+use crate::engine::Engine;
 use crate::error::{Error, FinetuneError, Result};
-use crate::files::{self, NewFolder, free_folder};
+use crate::files;
 use crate::nn::{LoraConfig, is_adapter};
+use crate::util::fnv1a;
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use std::collections::{BTreeMap, HashMap};
@@ -51,6 +54,33 @@ impl Adapter {
     ) -> Self {
         let tensors = parameters.into_iter().map(|(name, tensor)| (bare(&name).to_owned(), tensor)).collect();
         Self { config, base, path: PathBuf::new(), tensors }
+    }
+
+    /// Collective: the adapter that an engine trains.
+    ///
+    /// # Errors
+    /// Those of [`Engine::safe_get_full_fp32_param`].
+    pub fn of_engine<M>(engine: &mut Engine<M>, config: LoraConfig, base: Option<String>) -> Result<Self> {
+        let names: Vec<String> = engine.trainable_parameters().into_iter().filter(|name| is_adapter(name)).collect();
+        let mut parameters = Vec::with_capacity(names.len());
+        for name in names {
+            let tensor = engine.safe_get_full_fp32_param(&name)?;
+            let (shape, values) = (tensor.dims().to_vec(), tensor.flatten_all()?.to_vec1()?);
+            parameters.push((name, AdapterTensor { shape, values }));
+        }
+        Ok(Self::new(config, base, parameters))
+    }
+
+    /// A hash of names, shapes and values.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        let mut bytes = Vec::new();
+        for (name, tensor) in &self.tensors {
+            bytes.extend_from_slice(name.as_bytes());
+            tensor.shape.iter().for_each(|dim| bytes.extend((*dim as u64).to_le_bytes()));
+            let values = tensor.values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+            bytes.extend(fnv1a(&values).to_le_bytes());
+        }
+        fnv1a(&bytes)
     }
 
     /// Reads a folder that PEFT, or [`Adapter::write`], has written.
@@ -125,9 +155,7 @@ impl Adapter {
     pub fn write<'a>(&self, out: impl AsRef<Path>, parameters: impl IntoIterator<Item = &'a str>) -> Result<()> {
         let out = out.as_ref();
         let wrong = |source| Error::Io { action: "write", path: out.to_owned(), source };
-        let free = free_folder(out).map_err(wrong)?;
-        let free = free.map_err(|problem| FinetuneError::Output { path: out.to_owned(), problem: problem.into() })?;
-        let folder = NewFolder::beside(&free).map_err(wrong)?;
+        let folder = new_folder(out)?;
         self.write_into(folder.path(), parameters).map_err(wrong)?;
         folder.finish().map_err(wrong)
     }

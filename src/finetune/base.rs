@@ -145,7 +145,7 @@ impl Base {
 
     /// The weights, for a model without an engine: each is read when the model asks for it. Asking for another one is an error.
     pub fn var_builder(&self, dtype: DType, device: &Device) -> VarBuilder<'static> {
-        VarBuilder::from_backend(Box::new(Loader(self.values.clone())), dtype, device.clone())
+        builder_over(self.values.clone(), dtype, device)
     }
 
     /// Checks that the embedding has a row for each id of a tokenizer, `ids` being one more than the largest.
@@ -193,6 +193,11 @@ impl InitialValues for WeightFiles {
     fn fingerprint(&self) -> u64 {
         self.fingerprint()
     }
+}
+
+/// A builder of models without an engine: each tensor is read when the model asks for it.
+pub(super) fn builder_over(values: Arc<dyn InitialValues>, dtype: DType, device: &Device) -> VarBuilder<'static> {
+    VarBuilder::from_backend(Box::new(Loader(values)), dtype, device.clone())
 }
 
 /// Makes a tensor of what a model asks for.

@@ -229,6 +229,22 @@ pub enum FinetuneError {
         /// What does not fit.
         problem: String,
     },
+    /// A weight that a precision cannot hold.
+    #[error("{tensor} has the value {value}, which f16 cannot hold; take another precision")]
+    TooLarge {
+        /// The tensor.
+        tensor: String,
+        /// The value.
+        value: f32,
+    },
+    /// A model or a tokenizer that a GGUF file cannot hold.
+    #[error("{} cannot be written as GGUF: {problem}", path.display())]
+    Gguf {
+        /// The folder or file.
+        path: PathBuf,
+        /// What is wrong, and what is allowed.
+        problem: String,
+    },
     /// A place to which nothing can be written.
     #[error("cannot write to {}: {problem}; give another folder", path.display())]
     Output {

@@ -6,7 +6,6 @@
 //!
 //! | step | type |
 //! |---|---|
-//! | a model's folder or GGUF file: its description, and its weights by name | [`Base`] |
 //! | tokenizer.json and the special tokens of a model's folder | [`Tokenizer`] |
 //! | the model's chat template, and where the assistant speaks in its text | [`Template`], [`Conversation`] |
 //! | ids, and which of them are to be predicted | [`Sample`] |
@@ -14,7 +13,11 @@
 //! | rows of a batch, packed or padded | [`Batches`] |
 //! | low-rank adapters in PEFT's files | [`Adapter`] |
 //! | preference optimization | [`dpo_loss`] |
+//! | a model's folder or GGUF file: its description, and its weights by name | [`Base`] |
+//! | initial values of adapters beside a base's weights | [`AdaptedValues`] |
+//! | the model that leaves: merged, as a Hugging Face folder or GGUF | [`Merged`] |
 
+mod adapted_values;
 mod adapter;
 mod base;
 mod cache;
@@ -24,6 +27,11 @@ mod dpo;
 pub(crate) mod error;
 mod gguf;
 mod gguf_config;
+mod gguf_file;
+mod gguf_model;
+mod gguf_vocabulary;
+mod merge;
+mod out;
 mod pack;
 mod peft_config;
 mod python;
@@ -38,12 +46,15 @@ mod template;
 mod tokenizer;
 mod words;
 
+pub use adapted_values::AdaptedValues;
 pub use adapter::{Adapter, AdapterTensor};
 pub use base::Base;
 pub use cache::SampleRef;
 pub use conversation::Conversation;
 pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task};
 pub use dpo::{Dpo, dpo_loss};
+pub use gguf_model::GgufFormat;
+pub use merge::Merged;
 pub use pack::{Batches, NO_TARGET, Packing, Rows};
 pub use record::Form;
 pub use report::{Lines, Report};

@@ -1,6 +1,8 @@
 //! Models on [`candle_nn::VarBuilder`] and [`crate::nn`]: trainable as they stand, with or without an engine; and how they
 //! continue a text ([`LanguageModel::generate`], and [`Session`] token by token).
 
+mod bert;
+mod bert_config;
 mod config;
 mod decoder;
 mod decoder_block;
@@ -18,6 +20,8 @@ mod rotary_rule;
 mod sampling;
 mod session;
 
+pub use bert::{Bert, BertBlock};
+pub use bert_config::BertConfig;
 pub use decoder::{Decoder, DecoderLayers, DecoderSizes};
 pub use decoder_block::DecoderBlock;
 pub use decoder_config::{BlockRule, DecoderConfig, Naming, NormKind};

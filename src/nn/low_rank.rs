@@ -75,6 +75,16 @@ impl LowRank<'_> {
         }
     }
 
+    /// Multiplies a piece's elements with the factors of their outputs.
+    pub fn scale(&self, lines: Range<usize>, piece: &mut [f32], factors: &[f32]) {
+        for (i, line) in lines.zip(piece.chunks_exact_mut(self.lines().1)) {
+            match self.layout {
+                WeightLayout::OutIn => line.iter_mut().for_each(|x| *x *= factors[i]),
+                WeightLayout::InOut => line.iter_mut().zip(factors).for_each(|(x, factor)| *x *= factor),
+            }
+        }
+    }
+
     /// The Euclidean length, for each output, of what the weight and the product together have for it. `read` gives the
     /// weight's lines.
     ///
@@ -125,6 +135,11 @@ mod tests {
                 Ok::<_, ()>(())
             };
             let norms = low.norms(read).unwrap();
+            let factors: Vec<f32> = norms.iter().map(|norm| 1.0 / norm).collect();
+            low.scale(0..lines, &mut sum, &factors);
+            let mut lengths = vec![0.0; outputs];
+            low.add_squares(0..lines, &sum, &mut lengths);
+            assert!(lengths.iter().all(|length| (length - 1.0).abs() < 1e-4), "{layout:?}");
             for (out, norm) in norms.iter().enumerate() {
                 let want = (0..inputs).map(|inp| f64::from(whole(out, inp)).powi(2)).sum::<f64>().sqrt();
                 assert!((f64::from(*norm) - want).abs() < 1e-4 * want, "{layout:?} {out}: {norm} {want}");

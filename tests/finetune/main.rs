@@ -1,15 +1,18 @@
-//! Fine-tuning: models, tokenizers, chat templates and targets, data, packing; against records of transformers and PEFT.
+//! Fine-tuning: models, tokenizers, chat templates and targets, data, packing, adapters; against records of transformers and PEFT.
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/mod.rs"]
 mod support;
 
 mod bad_models;
+mod bert;
 mod chat;
 mod data;
+mod dpo;
 mod fixtures;
 mod generation;
 mod gguf;
 mod logits;
+mod lora;
 mod packed_rows;
 mod trajectories;

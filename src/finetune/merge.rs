@@ -1,0 +1,271 @@
+//! A model with an adapter merged into its weights, W + s B A, tensor by tensor: never whole in memory.
+
+use super::out::new_folder;
+use super::{Adapter, Base};
+use crate::checkpoint::{ConsolidatedDtype, Entry, create, write_json, write_model_files};
+use crate::engine::InitialValues;
+use crate::error::{Error, FinetuneError, Result};
+use crate::files;
+use crate::models::{DecoderConfig, Naming};
+use crate::nn::WeightLayout;
+use crate::nn::low_rank::LowRank;
+use std::io::Write as _;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A model as it leaves fine-tuning: its weights, with an adapter merged in where there is one, W + s B A. Written tensor by
+/// tensor, read piece by piece, it is never whole in memory.
+///
+/// ```no_run
+/// use candle_zero::finetune::{Adapter, Base, GgufFormat, Merged};
+///
+/// let base = Base::open("SmolLM2-135M-Instruct")?;
+/// let adapter = Adapter::read("adapter")?;
+/// let merged = Merged::new(&base, Some(&adapter))?;
+/// merged.write_hugging_face("merged", None)?;
+/// merged.write_gguf("merged.gguf", GgufFormat::Q8_0)?;
+/// # Ok::<(), candle_zero::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Merged<'a> {
+    pub(super) base: &'a Base,
+    values: Arc<dyn InitialValues>,
+    /// Names and shapes of the base's parameters.
+    parameters: Vec<(String, Vec<usize>)>,
+    adapter: Option<&'a Adapter>,
+}
+
+impl<'a> Merged<'a> {
+    /// The model of `base`, with `adapter` merged in.
+    ///
+    /// # Errors
+    /// [`FinetuneError::AdapterDoesNotFit`].
+    pub fn new(base: &'a Base, adapter: Option<&'a Adapter>) -> Result<Self> {
+        let parameters = DecoderConfig { lora: None, ..base.config().clone() }.parameters()?;
+        if let Some(adapter) = adapter {
+            adapter.check_fits(&with_adapters(&parameters, adapter))?;
+        }
+        Ok(Self { base, values: base.values(), parameters, adapter })
+    }
+
+    /// The same with these values in place of the base's: of a model all of whose weights were trained.
+    #[must_use]
+    pub fn with_values(self, values: Arc<dyn InitialValues>) -> Self {
+        Self { values, ..self }
+    }
+
+    /// Names and shapes.
+    pub(super) fn shapes(&self) -> &[(String, Vec<usize>)] {
+        &self.parameters
+    }
+
+    /// A tensor's values, some lines at a time.
+    ///
+    /// # Errors
+    /// Those of reading the weights.
+    pub(super) fn tensor(&self, name: &str, shape: &[usize]) -> Result<MergedTensor<'_>> {
+        let mut tensor = MergedTensor {
+            weights: &*self.values,
+            name: name.to_owned(),
+            shape: shape.to_vec(),
+            low: None,
+            factors: None,
+        };
+        let part = |end: &str| self.adapter?.tensor(&format!("{}.{end}", name.strip_suffix(".weight")?));
+        let (Some(adapter), Some(a), Some(b), &[rows, cols]) =
+            (self.adapter, part("lora_A.weight"), part("lora_B.weight"), shape)
+        else {
+            return Ok(tensor);
+        };
+        let layout = layout_of(name);
+        let (inputs, outputs) = if layout == WeightLayout::OutIn { (cols, rows) } else { (rows, cols) };
+        let scale = adapter.config.scale() as f32;
+        let low = LowRank { layout, inputs, outputs, a: &a.values, b: &b.values, scale };
+        tensor.low = Some(low);
+        if let Some(magnitude) = part("lora_magnitude_vector") {
+            let norms = low.norms(|lines, piece| tensor.read(lines, piece))?;
+            tensor.factors = Some(magnitude.values.iter().zip(norms).map(|(m, norm)| m / norm).collect());
+        }
+        Ok(tensor)
+    }
+}
+
+/// The base's parameters, and those of the adapters that the projections in `adapter` need.
+fn with_adapters(parameters: &[(String, Vec<usize>)], adapter: &Adapter) -> Vec<(String, Vec<usize>)> {
+    let mut all = parameters.to_vec();
+    for (name, shape) in parameters {
+        let (Some(module), &[rows, cols]) = (name.strip_suffix(".weight"), &shape[..]) else { continue };
+        if adapter.tensor(&format!("{module}.lora_A.weight")).is_none() {
+            continue;
+        }
+        let (inputs, outputs) = if layout_of(name) == WeightLayout::OutIn { (cols, rows) } else { (rows, cols) };
+        let rank = adapter.config.r;
+        all.push((format!("{module}.lora_A.weight"), vec![rank, inputs]));
+        all.push((format!("{module}.lora_B.weight"), vec![outputs, rank]));
+        if adapter.config.dora {
+            all.push((format!("{module}.lora_magnitude_vector"), vec![outputs]));
+        }
+    }
+    all
+}
+
+/// How the weight of a projection of this name lies: GPT-2's are Conv1D's.
+pub(super) fn layout_of(name: &str) -> WeightLayout {
+    const CONV1D: [&str; 4] = [".attn.c_attn.weight", ".attn.c_proj.weight", ".mlp.c_fc.weight", ".mlp.c_proj.weight"];
+    if CONV1D.iter().any(|end| name.ends_with(end)) { WeightLayout::InOut } else { WeightLayout::OutIn }
+}
+
+/// One tensor of [`Merged`].
+pub(super) struct MergedTensor<'a> {
+    weights: &'a dyn InitialValues,
+    name: String,
+    shape: Vec<usize>,
+    low: Option<LowRank<'a>>,
+    /// With DoRA, of the outputs.
+    factors: Option<Vec<f32>>,
+}
+
+impl MergedTensor<'_> {
+    /// Lines, those of the first dimension, and the elements of each.
+    pub fn lines(&self) -> (usize, usize) {
+        match self.shape[..] {
+            [] => (1, 1),
+            [len] => (1, len),
+            [lines, ..] => (lines, self.shape[1..].iter().product()),
+        }
+    }
+
+    /// The lines in pieces of a size that caches hold, each a multiple of `unit` lines, but the last.
+    pub fn pieces(&self, unit: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        const ELEMENTS: usize = 1 << 20;
+        let (lines, width) = self.lines();
+        let step = (ELEMENTS / width.max(1)).max(1).next_multiple_of(unit.max(1));
+        (0..lines).step_by(step).map(move |first| first..lines.min(first + step))
+    }
+
+    /// The merged values of some lines.
+    ///
+    /// # Errors
+    /// Those of reading the weights.
+    pub fn values(&self, lines: Range<usize>) -> Result<Vec<f32>> {
+        let mut values = vec![0f32; lines.len() * self.lines().1];
+        self.read(lines.clone(), &mut values)?;
+        if let Some(low) = &self.low {
+            low.add_to(lines.clone(), &mut values);
+            if let Some(factors) = &self.factors {
+                low.scale(lines, &mut values, factors);
+            }
+        }
+        Ok(values)
+    }
+
+    /// The base's values of some lines.
+    fn read(&self, lines: Range<usize>, values: &mut [f32]) -> Result<()> {
+        let width = self.lines().1;
+        let found = self.weights.values(&self.name, &self.shape, lines.start * width..lines.end * width)?;
+        values.copy_from_slice(&found);
+        Ok(())
+    }
+}
+
+impl Merged<'_> {
+    /// Writes the model into the folder `out`, which must be absent or empty, as transformers reads it: safetensors files of
+    /// at most 5 GB, `config.json`, and those of the base's other files that belong to the tokenizer. Without a `dtype` in
+    /// the base's own.
+    ///
+    /// # Errors
+    /// A folder that is not empty, a value that the precision cannot hold; what reading and writing brings. `out` is as it
+    /// was then.
+    pub fn write_hugging_face(&self, out: impl AsRef<Path>, dtype: Option<ConsolidatedDtype>) -> Result<()> {
+        const MOST_BYTES: u64 = 5_000_000_000;
+        let out = out.as_ref();
+        let dtype = dtype.unwrap_or_else(|| self.dtype());
+        let folder = new_folder(out)?;
+        let shapes = self.shapes();
+        let entries: Vec<Entry> = shapes
+            .iter()
+            .map(|(name, shape)| Entry {
+                name: self.name_in_files(name),
+                dtype: dtype.names().0.into(),
+                shape: shape.clone(),
+                bytes: dtype.bytes() * shape.iter().product::<usize>() as u64,
+            })
+            .collect();
+        write_model_files(folder.path(), &entries, MOST_BYTES, |at, take| {
+            let (name, shape) = &shapes[at];
+            let tensor = self.tensor(name, shape)?;
+            for lines in tensor.pieces(1) {
+                let bytes = dtype.encode(&tensor.values(lines)?);
+                take(&bytes.map_err(|value| too_large(name, value))?)?;
+            }
+            Ok(())
+        })?;
+        copy_files(self.base, folder.path(), dtype)?;
+        folder.finish().map_err(|source| Error::Io { action: "write", path: out.to_owned(), source })
+    }
+
+    /// The base's own precision.
+    fn dtype(&self) -> ConsolidatedDtype {
+        let json = self.base.config_json();
+        match json["dtype"].as_str().or_else(|| json["torch_dtype"].as_str()) {
+            Some("bfloat16") => ConsolidatedDtype::Bf16,
+            Some("float16") => ConsolidatedDtype::F16,
+            _ => ConsolidatedDtype::F32,
+        }
+    }
+
+    /// A parameter's name in the files of transformers' language models, whose blocks stand behind a prefix.
+    fn name_in_files(&self, name: &str) -> String {
+        let prefix = if self.base.config().naming == Naming::Gpt2 { "transformer." } else { "model." };
+        if name.starts_with(prefix) || name.starts_with("lm_head.") { name.into() } else { format!("{prefix}{name}") }
+    }
+}
+
+/// The error about a value that 16 bits cannot hold.
+pub(super) fn too_large(tensor: &str, value: f32) -> Error {
+    FinetuneError::TooLarge { tensor: tensor.into(), value }.into()
+}
+
+/// The files beside weights that make a model's folder whole.
+const BESIDE: [&str; 11] = [
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "preprocessor_config.json",
+    "LICENSE",
+];
+
+/// Copies them, those that there are, and `config.json` with the dtype of the weights.
+fn copy_files(base: &Base, to: &Path, dtype: ConsolidatedDtype) -> Result<()> {
+    const MOST: u64 = 1 << 28;
+    let read = |path: &Path| {
+        let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
+        files::read(path, MOST).map_err(wrong)
+    };
+    let mut config = base.config_json().clone();
+    if let Some(config) = config.as_object_mut() {
+        // As transformers 5 calls it, and as 4 did.
+        let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+        config.insert(key.into(), dtype.names().1.into());
+        config.remove("quantization_config");
+    }
+    write_json(to, "config.json", &config)?;
+    for name in BESIDE {
+        let path = base.folder().join(name);
+        if path.is_file() {
+            let bytes = read(&path)?;
+            create(to, name, |file| {
+                let wrong = |source| Error::Io { action: "write", path: to.join(name), source };
+                file.write_all(&bytes).map_err(wrong)
+            })?;
+        }
+    }
+    Ok(())
+}
