@@ -81,8 +81,8 @@ impl Gguf {
                 "query_pre_attn_scalar": scalar,
             }),
         };
-        let ids =
-            ["bos", "eos"].map(|name| (name, self.content.metadata.get(&format!("tokenizer.ggml.{name}_token_id"))));
+        let ids = [("bos", "bos"), ("eos", "eos"), ("pad", "padding")]
+            .map(|(name, role)| (name, self.content.metadata.get(&format!("tokenizer.ggml.{role}_token_id"))));
         if let (Some(config), Json::Object(more)) = (config.as_object_mut(), more) {
             config.extend(more);
             for (name, id) in ids {

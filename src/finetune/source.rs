@@ -342,11 +342,11 @@ mod tests {
     #[test]
     fn rows_of_a_table_are_named_by_their_first_line() {
         let rows = records("x.csv", "prompt,completion\n\"a\nb\",c\nonly one\nd,e\n");
-        assert_eq!(rows[0], at(2, "{\"prompt\": \"a\\nb\", \"completion\": \"c\"}"));
+        assert_eq!(rows[0], at(2, "{'prompt': 'a\\nb', 'completion': 'c'}"));
         assert_eq!(rows[1].0, 4);
         assert!(rows[1].1.starts_with("broken: "), "{rows:?}");
-        assert_eq!(rows[2], at(5, "{\"prompt\": \"d\", \"completion\": \"e\"}"));
-        assert_eq!(records("x.tsv", "a\tb\n1\t2\n"), [at(2, "{\"a\": \"1\", \"b\": \"2\"}")]);
+        assert_eq!(rows[2], at(5, "{'prompt': 'd', 'completion': 'e'}"));
+        assert_eq!(records("x.tsv", "a\tb\n1\t2\n"), [at(2, "{'a': '1', 'b': '2'}")]);
     }
 
     #[test]

@@ -71,7 +71,7 @@ fn shards_that_are_missing_cut_short_or_elsewhere_are_named() {
     edit(&index, |index| index["weight_map"]["lm_head.weight"] = "model-00001-of-00004.safetensors".into());
     insta::assert_snapshot!(refused(dir), @"DIR/model.safetensors.index.json says that tensor lm_head.weight is in model-00001-of-00004.safetensors, which has no such tensor; one of the two is of another model");
     std::fs::write(&index, "{}").unwrap();
-    insta::assert_snapshot!(refused(dir), @r#"DIR/model.safetensors.index.json is not a safetensors file that can be read: an index has an object "weight_map""#);
+    insta::assert_snapshot!(refused(dir), @r#"DIR/model.safetensors.index.json is not a safetensors file that can be read: it has no object "weight_map", which an index of several files has"#);
     std::fs::write(&index, &good).unwrap();
     Base::open(dir).unwrap();
 }

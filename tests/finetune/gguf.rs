@@ -94,6 +94,7 @@ fn metadata(architecture: &str, config: &DecoderConfig) -> Vec<(String, Value)> 
             own(&format!("{key}_logit_softcapping"), Value::F32(cap as f32));
         }
     }
+    all.extend(config.padding.map(|id| ("tokenizer.ggml.padding_token_id".to_owned(), Value::U32(id))));
     all
 }
 

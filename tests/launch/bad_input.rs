@@ -301,7 +301,7 @@ fn weights_that_do_not_fit() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("ok.json"), @r#"
-    error: ok.json is not a safetensors file that can be read: an index of several files is not read, give one file
+    error: ok.json is not a safetensors file that can be read: it has no object "weight_map", which an index of several files has
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
