@@ -276,7 +276,7 @@ fn files_that_cannot_be_read_are_refused() {
     write(&file, &good, &tensors, |_| GgmlDType::F32);
     let whole = std::fs::read(&file).unwrap();
     std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();
-    insta::assert_snapshot!(text(), @"DIR/model.gguf is not a GGUF file that can be read: tensor token_embd.weight ends behind the 202976 bytes of the file: it was cut short");
+    insta::assert_snapshot!(text(), @"DIR/model.gguf is not a GGUF file that can be read: tensor token_embd.weight ends behind the 203008 bytes of the file: it was cut short");
     std::fs::write(&file, &whole[..100]).unwrap();
     assert!(text().starts_with("DIR/model.gguf is not a GGUF file that can be read: "), "{}", text());
     std::fs::write(&file, b"no GGUF").unwrap();

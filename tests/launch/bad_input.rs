@@ -311,7 +311,7 @@ fn weights_that_do_not_fit() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("short.safetensors"), @r#"
-    error: short.safetensors is not a safetensors file that can be read: incomplete metadata, file not fully covered
+    error: short.safetensors is not a safetensors file that can be read: it has 5000 bytes of the 31400 that its header describes: it was cut short
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);
