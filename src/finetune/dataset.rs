@@ -10,6 +10,7 @@ use super::template::Template;
 use super::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
 use crate::files;
+use crate::notice;
 use crate::util::{mix, permute};
 use minijinja::value::Value;
 use rayon::prelude::*;
@@ -277,11 +278,14 @@ impl Maker<'_> {
         let name = self.source.path.file_stem().unwrap_or_default().to_string_lossy();
         let name: String = name.chars().filter(|c| c.is_alphanumeric() || "-_".contains(*c)).take(60).collect();
         let path = folder.join(format!("{name}-{fingerprint:016x}.samples"));
-        let read = |cache: &Cache| serde_json::from_slice::<Report>(cache.report());
-        if let Ok(cache) = Cache::open(&path, fingerprint)? {
-            if let Ok(report) = read(&cache) {
-                return Ok((cache, Report { from_cache: true, ..report }));
-            }
+        let found = Cache::open(&path, fingerprint)?.and_then(|cache| {
+            let report = serde_json::from_slice::<Report>(cache.report()).map_err(|_| "it is damaged")?;
+            Ok((cache, Report { from_cache: true, ..report }))
+        });
+        match found {
+            Ok(found) => return Ok(found),
+            Err(why) if path.exists() => notice::say(&format!("{}: {why}; it is made again", path.display())),
+            Err(_) => (),
         }
         let io = |source| Error::Io { action: "write", path: path.clone(), source };
         let mut writer = Writer::new(&path).map_err(io)?;
