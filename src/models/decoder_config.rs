@@ -108,6 +108,42 @@ pub enum NormKind {
 pub(super) const MOST_BLOCKS: usize = 1 << 14;
 
 impl DecoderConfig {
+    /// GPT-2 as published, of other sizes: width, heads and blocks; without dropout, parameters named without a prefix.
+    pub(super) fn gpt2(vocab: usize, ctx: usize, [hidden_size, heads, blocks]: [usize; 3]) -> Self {
+        Self {
+            naming: Naming::Gpt2,
+            prefix: "",
+            vocab,
+            ctx,
+            hidden_size,
+            intermediate_size: 4 * hidden_size,
+            num_attention_heads: heads,
+            num_key_value_heads: heads,
+            head_dim: hidden_size / heads,
+            blocks: vec![BlockRule::default(); blocks],
+            learned_positions: Some(ctx),
+            norm: NormKind::Layer,
+            norm_eps: 1e-5,
+            norms_after: false,
+            query_key_norms: false,
+            qkv_bias: true,
+            output_bias: true,
+            mlp_bias: true,
+            gated: false,
+            activation: Activation::GeluTanh,
+            query_scale: None,
+            attention_soft_cap: None,
+            logit_soft_cap: None,
+            embedding_scale: None,
+            // Transformers' GPT-2 looks its padding up as any token.
+            padding: None,
+            tie_word_embeddings: true,
+            checkpoint_activations: false,
+            dropout: 0.0,
+            lora: None,
+        }
+    }
+
     /// Checks that the sizes make a model.
     ///
     /// # Errors

@@ -1,9 +1,8 @@
 //! Sizes of a GPT-2.
 
 use super::config::{find_preset, refused, require_parameters, require_sizes};
-use super::{BlockRule, DecoderConfig, DecoderSizes, Naming, NormKind};
+use super::{DecoderConfig, DecoderSizes};
 use crate::Result;
-use crate::nn::Activation;
 use serde::{Deserialize, Serialize};
 
 /// The shape of a GPT-2 (Radford et al. 2019).
@@ -105,35 +104,10 @@ impl DecoderSizes for GptConfig {
     fn decoder(&self) -> Result<DecoderConfig> {
         self.validate()?;
         Ok(DecoderConfig {
-            naming: Naming::Gpt2,
-            prefix: "",
-            vocab: self.vocab,
-            ctx: self.ctx,
-            hidden_size: self.n_embd,
-            intermediate_size: 4 * self.n_embd,
-            num_attention_heads: self.n_head,
-            num_key_value_heads: self.n_head,
-            head_dim: self.n_embd / self.n_head,
-            blocks: vec![BlockRule::default(); self.n_layer],
-            learned_positions: Some(self.ctx),
-            norm: NormKind::Layer,
-            norm_eps: self.eps,
-            norms_after: false,
-            query_key_norms: false,
-            qkv_bias: true,
-            output_bias: true,
-            mlp_bias: true,
-            gated: false,
-            activation: Activation::GeluTanh,
-            query_scale: None,
-            attention_soft_cap: None,
-            logit_soft_cap: None,
-            embedding_scale: None,
-            padding: None,
-            tie_word_embeddings: true,
             checkpoint_activations: self.checkpoint_activations,
+            norm_eps: self.eps,
             dropout: self.dropout,
-            lora: None,
+            ..DecoderConfig::gpt2(self.vocab, self.ctx, [self.n_embd, self.n_head, self.n_layer])
         })
     }
 

@@ -288,38 +288,14 @@ fn gpt2(keys: &Keys<'_>) -> Result<DecoderConfig> {
     keys.only("scale_attn_by_inverse_layer_idx", false, "all layers scale attention's scores alike")?;
     keys.only("add_cross_attention", false, "there is no encoder")?;
     let ctx = size("n_positions", 1024)?;
-    let blocks = blocks(keys, "n_layer", 12)?;
+    let sizes = [hidden_size, heads, blocks(keys, "n_layer", 12)?];
     Ok(DecoderConfig {
-        naming: Naming::Gpt2,
         prefix: "transformer.",
-        vocab: size("vocab_size", 50_257)?,
-        ctx,
-        hidden_size,
         intermediate_size: size("n_inner", 4 * hidden_size)?,
-        num_attention_heads: heads,
-        num_key_value_heads: heads,
-        head_dim: hidden_size / heads,
-        blocks: vec![BlockRule::default(); blocks],
-        learned_positions: Some(ctx),
-        norm: NormKind::Layer,
         norm_eps: keys.positive("layer_norm_epsilon")?.unwrap_or(1e-5),
-        norms_after: false,
-        query_key_norms: false,
-        qkv_bias: true,
-        output_bias: true,
-        mlp_bias: true,
-        gated: false,
         activation: activation(keys, "activation_function", true, false)?,
-        query_scale: None,
-        attention_soft_cap: None,
-        logit_soft_cap: None,
-        embedding_scale: None,
-        // Transformers' GPT-2 looks its padding up as any token.
-        padding: None,
         tie_word_embeddings: keys.flag("tie_word_embeddings", true)?,
-        checkpoint_activations: false,
-        dropout: 0.0,
-        lora: None,
+        ..DecoderConfig::gpt2(size("vocab_size", 50_257)?, ctx, sizes)
     })
 }
 
