@@ -74,9 +74,7 @@ impl Objective {
                 Ok(dpo_loss([&chosen, &rejected], [&of_reference[0], &of_reference[1]], beta)?.loss)
             }
             (Self::Prefer { .. }, None) => candle_core::bail!("a preference has a reference"),
-            (Self::Generate, _) => {
-                model.loss_packed(&batch.ids, &batch.targets, Some(&batch.sequences), Some(divisor))
-            }
+            (Self::Generate, _) => model.loss_packed(&batch.ids, &batch.targets, Some(&batch.sequences), Some(divisor)),
         }
     }
 

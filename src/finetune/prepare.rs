@@ -67,7 +67,8 @@ impl Prepared {
                 Objective::Generate => Task::Generate,
                 Objective::Prefer { .. } => Task::Prefer,
             };
-            let data = DataOptions { overlong: options.overlong, strict: options.strict, ..DataOptions::new(task, ctx) };
+            let data =
+                DataOptions { overlong: options.overlong, strict: options.strict, ..DataOptions::new(task, ctx) };
             Dataset::prepare(sources, &tokenizer, template.as_ref(), &data, &cache, progress)
         };
         let training = prepare(&options.data)?;

@@ -292,7 +292,8 @@ impl FineTune {
                 true => Some(self.engine.eval(|model| objective.reference(model, &rows, &device))?),
                 false => None,
             };
-            let loss = self.engine.forward(|model| objective.loss(model, &rows, reference.as_ref(), divisor, &device))?;
+            let loss =
+                self.engine.forward(|model| objective.loss(model, &rows, reference.as_ref(), divisor, &device))?;
             self.engine.backward(&loss)?;
             self.engine.step()?;
             loss_sum += f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
@@ -415,12 +416,7 @@ impl FineTune {
 }
 
 /// The engine, with the model's weights.
-fn build(
-    prepared: &Prepared,
-    config: Config,
-    rates: Rates,
-    comm: Arc<dyn Communicator>,
-) -> Result<Engine<Decoder>> {
+fn build(prepared: &Prepared, config: Config, rates: Rates, comm: Arc<dyn Communicator>) -> Result<Engine<Decoder>> {
     let Options { method, seed, .. } = &prepared.options;
     let sizes = &prepared.config;
     let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
@@ -432,7 +428,8 @@ fn build(
         }
     };
     if let Method::Qlora(_) = method {
-        builder = builder.quantized(Numbers::Nf4(Nf4Scales::DoubleQuantized), |name, shape| shape.len() == 2 && is_of_block(name));
+        builder = builder
+            .quantized(Numbers::Nf4(Nf4Scales::DoubleQuantized), |name, shape| shape.len() == 2 && is_of_block(name));
     }
     if config.scheduler.is_none() {
         builder = builder.schedule(rates);
