@@ -428,8 +428,9 @@ fn build(prepared: &Prepared, config: Config, rates: Rates, comm: Arc<dyn Commun
         }
     };
     if let Method::Qlora(_) = method {
-        builder = builder
-            .quantized(Numbers::Nf4(Nf4Scales::DoubleQuantized), |name, shape| shape.len() == 2 && is_of_block(name));
+        builder = builder.quantized(Numbers::Nf4(Nf4Scales::DoubleQuantized), |name, shape| {
+            shape.len() == 2 && is_of_block(name) && !is_adapter(name)
+        });
     }
     if config.scheduler.is_none() {
         builder = builder.schedule(rates);
