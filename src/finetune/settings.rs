@@ -29,7 +29,7 @@ pub(super) fn filled_in(options: &Options, world: usize) -> Result<Value> {
 }
 
 /// What the file says, unless it leaves that to the run.
-fn said<'a>(value: Option<&'a Value>) -> Option<&'a Value> {
+fn said(value: Option<&Value>) -> Option<&Value> {
     value.filter(|value| !value.is_null() && value.as_str() != Some("auto"))
 }
 
