@@ -15,6 +15,7 @@
 //! | preference optimization | [`dpo_loss`] |
 //! | a model's folder or GGUF file: its description, and its weights by name | [`Base`] |
 //! | initial values of adapters beside a base's weights | [`AdaptedValues`] |
+//! | answers of a model, token by token | [`Generator`] |
 //! | the model that leaves: merged, as a Hugging Face folder or GGUF | [`Merged`] |
 //! | a whole run: what it is told, what it needs, its steps | [`Options`], [`Prepared`], [`FineTune`] |
 
@@ -26,6 +27,7 @@ mod conversation;
 mod dataset;
 mod dpo;
 pub(crate) mod error;
+mod generate;
 mod gguf;
 mod gguf_config;
 mod gguf_file;
@@ -61,6 +63,7 @@ pub use cache::{SampleRef, default_cache};
 pub use conversation::Conversation;
 pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task};
 pub use dpo::{Dpo, dpo_loss};
+pub use generate::{Generated, Generator, Sampling};
 pub use gguf_model::GgufFormat;
 pub use merge::Merged;
 pub use objective::Validation;
