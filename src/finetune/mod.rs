@@ -14,6 +14,7 @@
 //! | low-rank adapters in PEFT's files | [`Adapter`] |
 //! | preference optimization | [`dpo_loss`] |
 //! | a model's folder or GGUF file: its description, and its weights by name | [`Base`] |
+//! | the encoder that learns to classify, its rows, and how well it tells classes apart | [`EncoderBase`], [`LabelledTexts`], [`Scores`] |
 //! | initial values of adapters beside a base's weights | [`AdaptedValues`] |
 //! | the model that leaves: merged, as a Hugging Face folder or GGUF | [`Merged`] |
 
@@ -21,9 +22,11 @@ mod adapted_values;
 mod adapter;
 mod base;
 mod cache;
+mod classify;
 mod conversation;
 mod dataset;
 mod dpo;
+mod encoder;
 pub(crate) mod error;
 mod gguf;
 mod gguf_config;
@@ -38,6 +41,7 @@ mod python;
 mod record;
 mod report;
 mod sample;
+mod scores;
 mod show;
 mod source;
 mod spans;
@@ -50,15 +54,18 @@ pub use adapted_values::AdaptedValues;
 pub use adapter::{Adapter, AdapterTensor};
 pub use base::Base;
 pub use cache::SampleRef;
+pub use classify::LabelledTexts;
 pub use conversation::Conversation;
-pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task};
+pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task, labels_of};
 pub use dpo::{Dpo, dpo_loss};
+pub use encoder::EncoderBase;
 pub use gguf_model::GgufFormat;
 pub use merge::Merged;
 pub use pack::{Batches, NO_TARGET, Packing, Rows};
 pub use record::Form;
 pub use report::{Lines, Report};
 pub use sample::Sample;
+pub use scores::{ClassScore, Scores};
 pub use show::show;
 pub use source::Source;
 pub use spans::Rendered;

@@ -7,6 +7,7 @@ mod support;
 mod bad_models;
 mod bert;
 mod chat;
+mod classify;
 mod data;
 mod dpo;
 mod fixtures;
