@@ -173,6 +173,29 @@ pub enum FinetuneError {
         /// What is wrong.
         reason: String,
     },
+    /// Nothing to be continued.
+    #[error("the prompt has no tokens, and a model continues at least one; give a text")]
+    EmptyPrompt,
+    /// A prompt that leaves no room for an answer.
+    #[error(
+        "the prompt has {tokens} tokens, and the model's context {ctx}, which is to have the answer too; give a shorter one"
+    )]
+    LongPrompt {
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Tokens of the context.
+        ctx: usize,
+    },
+    /// A number of the choice of tokens.
+    #[error("{name} is {found}, but must be {allowed}")]
+    Sampling {
+        /// Its name.
+        name: &'static str,
+        /// The number.
+        found: String,
+        /// The allowed ones.
+        allowed: &'static str,
+    },
     /// A weight of a data file that cannot be used.
     #[error("the weight of {text} must be above 0 and at most 1000, as in data.jsonl:2.5")]
     Weight {

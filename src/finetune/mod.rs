@@ -16,6 +16,7 @@
 //! | a model's folder or GGUF file: its description, and its weights by name | [`Base`] |
 //! | the encoder that learns to classify, its rows, and how well it tells classes apart | [`EncoderBase`], [`LabelledTexts`], [`Scores`] |
 //! | initial values of adapters beside a base's weights | [`AdaptedValues`] |
+//! | answers of a model, token by token | [`Generator`] |
 //! | the model that leaves: merged, as a Hugging Face folder or GGUF | [`Merged`] |
 
 mod adapted_values;
@@ -28,6 +29,7 @@ mod dataset;
 mod dpo;
 mod encoder;
 pub(crate) mod error;
+mod generate;
 mod gguf;
 mod gguf_config;
 mod gguf_file;
@@ -59,6 +61,7 @@ pub use conversation::Conversation;
 pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task, labels_of};
 pub use dpo::{Dpo, dpo_loss};
 pub use encoder::EncoderBase;
+pub use generate::{Generated, Generator, Sampling};
 pub use gguf_model::GgufFormat;
 pub use merge::Merged;
 pub use pack::{Batches, NO_TARGET, Packing, Rows};
