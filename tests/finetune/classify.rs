@@ -118,7 +118,8 @@ fn texts_have_the_ids_of_the_tokenizer_itself_also_where_they_are_cut() {
         assert_eq!(report.truncated.count, longer, "{ctx}: {:?}", report.notes());
         assert!(longer > 0);
         let left_out =
-            prepare(&folder, &[source.clone()], &DataOptions { overlong: Overlong::Drop, ..options }).unwrap();
+            prepare(&folder, std::slice::from_ref(&source), &DataOptions { overlong: Overlong::Drop, ..options })
+                .unwrap();
         assert_eq!(left_out.len(), texts.len() - longer as usize);
     }
 }
