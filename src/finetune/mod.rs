@@ -18,6 +18,7 @@
 //! | initial values of adapters beside a base's weights | [`AdaptedValues`] |
 //! | answers of a model, token by token | [`Generator`] |
 //! | the model that leaves: merged, as a Hugging Face folder or GGUF | [`Merged`] |
+//! | a whole run: what it is told, what it needs, its steps | [`Options`], [`Prepared`], [`FineTune`] |
 
 mod adapted_values;
 mod adapter;
@@ -36,14 +37,21 @@ mod gguf_file;
 mod gguf_model;
 mod gguf_vocabulary;
 mod merge;
+mod objective;
+mod options;
 mod out;
 mod pack;
 mod peft_config;
+mod prepare;
 mod python;
+mod rate;
 mod record;
 mod report;
+mod result;
 mod sample;
 mod scores;
+mod session;
+mod settings;
 mod show;
 mod source;
 mod spans;
@@ -55,7 +63,7 @@ mod words;
 pub use adapted_values::AdaptedValues;
 pub use adapter::{Adapter, AdapterTensor};
 pub use base::Base;
-pub use cache::SampleRef;
+pub use cache::{SampleRef, default_cache};
 pub use classify::LabelledTexts;
 pub use conversation::Conversation;
 pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task, labels_of};
@@ -64,11 +72,15 @@ pub use encoder::EncoderBase;
 pub use generate::{Generated, Generator, Sampling};
 pub use gguf_model::GgufFormat;
 pub use merge::Merged;
+pub use objective::Validation;
+pub use options::{Held, Length, Method, Objective, Options, Precision, RateShape, Saving, Warmup};
 pub use pack::{Batches, NO_TARGET, Packing, Rows};
+pub use prepare::Prepared;
 pub use record::Form;
 pub use report::{Lines, Report};
 pub use sample::Sample;
 pub use scores::{ClassScore, Scores};
+pub use session::{Ended, FineTune, StepReport};
 pub use show::show;
 pub use source::Source;
 pub use spans::Rendered;
