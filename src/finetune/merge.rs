@@ -1,15 +1,13 @@
 //! A model with an adapter merged into its weights, W + s B A, tensor by tensor: never whole in memory.
 
-use super::out::new_folder;
+use super::out::{new_folder, write_beside};
 use super::{Adapter, AdapterTensor, Base};
-use crate::checkpoint::{ConsolidatedDtype, Entry, create, write_json, write_model_files};
+use crate::checkpoint::{ConsolidatedDtype, Entry, write_model_files};
 use crate::engine::InitialValues;
 use crate::error::{Error, FinetuneError, Result};
-use crate::files;
 use crate::models::{DecoderConfig, Naming};
 use crate::nn::WeightLayout;
 use crate::nn::low_rank::LowRank;
-use std::io::Write as _;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -242,7 +240,7 @@ impl Merged<'_> {
             }
             Ok(())
         })?;
-        copy_files(self.base, folder.path(), dtype)?;
+        write_beside(self.base.folder(), self.base.config_json().clone(), folder.path(), dtype)?;
         folder.finish().map_err(|source| Error::Io { action: "write", path: out.to_owned(), source })
     }
 
@@ -266,47 +264,4 @@ impl Merged<'_> {
 /// The error about a value that 16 bits cannot hold.
 pub(super) fn too_large(tensor: &str, value: f32) -> Error {
     FinetuneError::TooLarge { tensor: tensor.into(), value }.into()
-}
-
-/// The files beside weights that make a model's folder whole.
-const BESIDE: [&str; 11] = [
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "preprocessor_config.json",
-    "LICENSE",
-];
-
-/// Copies them, those that there are, and `config.json` with the dtype of the weights.
-fn copy_files(base: &Base, to: &Path, dtype: ConsolidatedDtype) -> Result<()> {
-    const MOST: u64 = 1 << 28;
-    let read = |path: &Path| {
-        let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
-        files::read(path, MOST).map_err(wrong)
-    };
-    let mut config = base.config_json().clone();
-    if let Some(config) = config.as_object_mut() {
-        // As transformers 5 calls it, and as 4 did.
-        let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
-        config.insert(key.into(), dtype.names().1.into());
-        config.remove("quantization_config");
-    }
-    write_json(to, "config.json", &config)?;
-    for name in BESIDE {
-        let path = base.folder().join(name);
-        if path.is_file() {
-            let bytes = read(&path)?;
-            create(to, name, |file| {
-                let wrong = |source| Error::Io { action: "write", path: to.join(name), source };
-                file.write_all(&bytes).map_err(wrong)
-            })?;
-        }
-    }
-    Ok(())
 }

@@ -8,6 +8,7 @@ mod answers;
 mod bad_models;
 mod bert;
 mod chat;
+mod classify;
 mod data;
 mod dpo;
 mod fixtures;
