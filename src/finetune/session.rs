@@ -11,6 +11,8 @@
 //! would have done, to the bit.
 
 use super::adapted_values::AdaptedValues;
+use super::conversation::Conversation;
+use super::generate::{Generated, Generator, Sampling};
 use super::objective::Validation;
 use super::options::{Length, Method, Options, Saving};
 use super::pack::Batches;
@@ -24,15 +26,16 @@ use crate::config::Config;
 use crate::data::BatchShape;
 use crate::engine::{Engine, EngineBuilder};
 use crate::error::{Error, Result};
-use crate::models::Decoder;
+use crate::models::{Decoder, Session};
 use crate::monitor::rss_peak_bytes;
 use crate::nn::is_adapter;
 use crate::notice;
 use crate::precision::{Nf4Scales, Packing as Numbers};
-use candle_core::DType;
+use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -216,7 +219,7 @@ impl FineTune {
     }
 
     /// The checkpoint that the run goes on from.
-    pub fn resumed(&self) -> Option<&std::path::Path> {
+    pub fn resumed(&self) -> Option<&Path> {
         self.resumed.as_deref()
     }
 
@@ -353,6 +356,28 @@ impl FineTune {
         let ranks = self.engine.gather_f64(&sums)?;
         let sums: Vec<f64> = (0..sums.len()).map(|i| ranks.iter().map(|rank| rank[i]).sum()).collect();
         Ok(objective.validation(&sums))
+    }
+
+    /// What the model answers to a prompt: to a turn of the user's, where there is a chat template, else a text that goes on.
+    /// Collective: all ranks ask the same.
+    ///
+    /// # Errors
+    /// Those of [`Generator::answer`]; a failed collective.
+    pub fn answer(&mut self, prompt: &str, sampling: &Sampling) -> Result<Generated> {
+        let Prepared { base, tokenizer, template, config, .. } = &self.prepared;
+        let generator = Generator::new(base, tokenizer, template.as_ref())?;
+        let ids = match template {
+            Some(_) => generator.of_conversation(&Conversation::new([("user", prompt)]))?,
+            None => generator.of_text(prompt)?,
+        };
+        // Beyond the context each token would cost all of them.
+        let max_tokens = sampling.max_tokens.min(config.ctx.saturating_sub(ids.len())).max(1);
+        let engine = &mut self.engine;
+        let extend = |session: &mut Session, ids: &[u32]| {
+            let logits = engine.eval(|model| Tensor::new(model.extend(session, ids)?, &Device::Cpu))?;
+            Ok(logits.to_vec1()?)
+        };
+        generator.answer(&ids, &Sampling { max_tokens, ..sampling.clone() }, extend, |_| ControlFlow::Continue(()))
     }
 
     /// Keeps the model, if no validation before was better.

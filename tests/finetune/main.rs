@@ -16,4 +16,5 @@ mod gguf;
 mod logits;
 mod lora;
 mod packed_rows;
+mod runs;
 mod trajectories;

@@ -131,6 +131,14 @@ pub(super) struct Flags {
     #[arg(long, value_name = "FILE.jsonl")]
     pub(super) metrics: Option<PathBuf>,
 
+    /// Answer this at the end, and after each validation; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub(super) prompt: Vec<String>,
+
+    /// Tokens of such an answer at most
+    #[arg(long = "max_tokens", alias = "max-tokens", value_name = "N", default_value = "64", requires = "prompt")]
+    pub(super) max_tokens: usize,
+
     /// Recompute each block in backward instead of keeping its activations
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     activation_checkpointing: bool,
