@@ -1,5 +1,6 @@
 //! What a run needs before there is an engine: the model's description, its tokenizer, its data.
 
+use super::adapted_values::AdaptedValues;
 use super::base::Base;
 use super::cache::default_cache;
 use super::dataset::{DataOptions, DataProgress, Dataset, Task};
@@ -9,6 +10,7 @@ use super::pack::Packing;
 use super::source::Source;
 use super::template::Template;
 use super::tokenizer::Tokenizer;
+use crate::engine::InitialValues;
 use crate::error::{Error, Result};
 use crate::files::free_folder;
 use crate::models::DecoderConfig;
@@ -25,6 +27,8 @@ pub struct Prepared {
     pub(super) base: Base,
     /// That of the base, with adapters and the rows' length.
     pub(super) config: DecoderConfig,
+    /// First values of its parameters.
+    pub(super) values: Arc<dyn InitialValues>,
     pub(super) tokenizer: Tokenizer,
     pub(super) template: Option<Template>,
     pub(super) training: Arc<Dataset>,
@@ -61,6 +65,10 @@ impl Prepared {
             checkpoint_activations: options.recompute.unwrap_or(false),
             ..base.config().clone()
         };
+        let values: Arc<dyn InitialValues> = match config.lora {
+            Some(_) => Arc::new(AdaptedValues::new(&base, &config, None)?),
+            None => base.values(),
+        };
         let cache = options.cache.clone().map_or_else(default_cache, Ok)?;
         let mut prepare = |sources: &[Source]| {
             let task = match options.objective {
@@ -92,7 +100,7 @@ impl Prepared {
             }
         };
         let validation = validation.map(Arc::new);
-        Ok(Self { options, base, config, tokenizer, template, training: Arc::new(training), validation })
+        Ok(Self { options, base, config, values, tokenizer, template, training: Arc::new(training), validation })
     }
 
     /// The options.

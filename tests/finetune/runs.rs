@@ -126,7 +126,8 @@ fn a_run_that_goes_on_from_a_checkpoint_ends_with_the_bits_of_one_that_never_sto
     let (whole_steps, whole_best, _) = train(&whole, 2, 2);
     assert_ne!(whole_steps, steps);
     assert!(best.is_some() && whole_best.is_some());
-    let part = |steps| Options { length: Length::Steps(steps), eval_every: Some(1), saving: saving.clone(), ..whole.clone() };
+    let part =
+        |steps| Options { length: Length::Steps(steps), eval_every: Some(1), saving: saving.clone(), ..whole.clone() };
     let first = Options { out: folder.path().join("first"), ..part(3) };
     train(&first, 2, 2);
     let second = Options { out: folder.path().join("second"), ..part(6) };
@@ -216,8 +217,24 @@ fn the_command_trains_prints_and_leaves_an_adapter() {
     let data = chats(folder.path(), 40);
     let [out, metrics] = ["out", "metrics.jsonl"].map(|name| folder.path().join(name).to_str().unwrap().to_string());
     let words = [
-        "--data", &data, "--out", &out, "--metrics", &metrics, "--steps", "4", "--ctx", "48", "--val", "20%", "-n", "2",
-        "--prompt", "1 and 2?", "--max_tokens", "4",
+        "--data",
+        &data,
+        "--out",
+        &out,
+        "--metrics",
+        &metrics,
+        "--steps",
+        "4",
+        "--ctx",
+        "48",
+        "--val",
+        "20%",
+        "-n",
+        "2",
+        "--prompt",
+        "1 and 2?",
+        "--max_tokens",
+        "4",
     ];
     let output = finetune(&path("models/llama"), folder.path(), &words).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
@@ -245,8 +262,31 @@ fn a_run_that_is_killed_twenty_times_ends_with_the_same_adapter_bytes() {
         let [out, saves] = [name.to_string(), format!("{name}-saves")].map(|name| folder.path().join(name));
         let [out, saves] = [out, saves].map(|path| path.to_str().unwrap().to_string());
         let words = [
-            "--data", &data, "--out", &out, "--steps", "60", "--batch", "4", "--ctx", "48", "--lr", "5e-3", "--lora",
-            "r=4,dropout=0.1", "-n", "2", "--save", &saves, "--save_every", "1", "--keep", "2", "--resume", "--val", "10%",
+            "--data",
+            &data,
+            "--out",
+            &out,
+            "--steps",
+            "60",
+            "--batch",
+            "4",
+            "--ctx",
+            "48",
+            "--lr",
+            "5e-3",
+            "--lora",
+            "r=4,dropout=0.1",
+            "-n",
+            "2",
+            "--save",
+            &saves,
+            "--save_every",
+            "1",
+            "--keep",
+            "2",
+            "--resume",
+            "--val",
+            "10%",
         ];
         finetune(&path("models/llama"), folder.path(), &words)
     };
@@ -267,7 +307,8 @@ fn a_run_that_is_killed_twenty_times_ends_with_the_same_adapter_bytes() {
     let last = run("killed").output().unwrap();
     assert!(last.status.success(), "{}", stderr(&last));
     for part in ["", "-best"] {
-        let [alone, killed] = ["alone", "killed"].map(|name| adapter_bytes(&folder.path().join(format!("{name}{part}"))));
+        let [alone, killed] =
+            ["alone", "killed"].map(|name| adapter_bytes(&folder.path().join(format!("{name}{part}"))));
         assert!(alone == killed, "the adapters{part} differ");
     }
 }
@@ -314,7 +355,11 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
 
     For more information, try '--help'.
     ");
-    let ds = write(folder.path(), "ds.json", r#"{"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}"#);
+    let ds = write(
+        folder.path(),
+        "ds.json",
+        r#"{"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}"#,
+    );
     insta::assert_snapshot!(with(&["--ds_config", &ds, "--batch", "8"]), @r#"zerorun: --batch is 8, and the DeepSpeed configuration says train_batch_size: 4; give one of them, or "auto" there"#);
     insta::assert_snapshot!(with(&["--ds_config", &ds, "--lr", "0.2"]), @r#"zerorun: --lr is 0.2, and the DeepSpeed configuration says optimizer.params.lr: 0.1; give one of them, or "auto" there"#);
     let used = folder.path().join("used");
