@@ -1,6 +1,7 @@
 //! What a run needs before there is an engine: the model's description, its tokenizer, its data.
 
 use super::adapted_values::AdaptedValues;
+use super::adapter::Adapter;
 use super::base::Base;
 use super::cache::default_cache;
 use super::dataset::{DataOptions, DataProgress, Dataset, Task};
@@ -42,7 +43,7 @@ impl Prepared {
     /// # Errors
     /// Options that make no run; those of [`Base::open`], [`Tokenizer::open`], [`Template::open`] and
     /// [`Dataset::prepare`]; a folder for the result that is not empty.
-    pub fn new(options: Options, progress: &mut dyn FnMut(DataProgress)) -> Result<Self> {
+    pub fn new(mut options: Options, progress: &mut dyn FnMut(DataProgress)) -> Result<Self> {
         options.check()?;
         if !(options.is_resumed() && options.is_result(&options.out)) {
             check_out(&options)?;
@@ -54,6 +55,10 @@ impl Prepared {
             Err(Error::Finetune(FinetuneError::NoTemplate { .. })) => None,
             found => Some(found?),
         };
+        let adapter = options.adapter.as_ref().map(Adapter::read).transpose()?;
+        if let (Some(adapter), Method::Lora(lora) | Method::Qlora(lora)) = (&adapter, &mut options.method) {
+            *lora = adapter.config.clone();
+        }
         let longest = base.config().ctx;
         let ctx = options.ctx.unwrap_or(USUAL_CTX.min(longest));
         if ctx > longest {
@@ -66,7 +71,7 @@ impl Prepared {
             ..base.config().clone()
         };
         let values: Arc<dyn InitialValues> = match config.lora {
-            Some(_) => Arc::new(AdaptedValues::new(&base, &config, None)?),
+            Some(_) => Arc::new(AdaptedValues::new(&base, &config, adapter)?),
             None => base.values(),
         };
         let cache = options.cache.clone().map_or_else(default_cache, Ok)?;

@@ -30,6 +30,10 @@ pub(super) struct Flags {
     #[arg(long, value_name = "SETTINGS", conflicts_with = "full")]
     lora: Option<LoraConfig>,
 
+    /// Go on with this adapter: a folder in PEFT's format, whose settings hold
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["full", "lora"])]
+    adapter: Option<PathBuf>,
+
     /// Train adapters beside weights in NF4
     #[arg(long, conflicts_with = "full")]
     qlora: bool,
@@ -81,6 +85,10 @@ pub(super) struct Flags {
     /// The learning rate after that
     #[arg(long, value_enum, default_value_t)]
     scheduler: Scheduler,
+
+    /// Order of the rows
+    #[arg(long, value_enum, default_value_t)]
+    order: Order,
 
     /// Whether a row holds as many samples as fit in it
     #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
@@ -165,6 +173,13 @@ enum Scheduler {
     Constant,
 }
 
+#[derive(Debug, Clone, Copy, Default, PartialEq, ValueEnum)]
+enum Order {
+    #[default]
+    Shuffled,
+    Sequential,
+}
+
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
 enum OverlongFlag {
     #[default]
@@ -198,6 +213,7 @@ impl Flags {
                 (false, true) => Method::Qlora(lora()),
                 (false, false) => Method::Lora(lora()),
             },
+            adapter: self.adapter.clone(),
             objective: self.dpo.map_or(Objective::Generate, |beta| Objective::Prefer { beta }),
             ds_config: self.ds_config.clone(),
             precision: match self.dtype {
@@ -219,6 +235,7 @@ impl Flags {
                 Scheduler::Linear => RateShape::Linear,
                 Scheduler::Constant => RateShape::Constant,
             },
+            shuffle: self.order == Order::Shuffled,
             packing: self.packing,
             overlong: match self.overlong {
                 OverlongFlag::Truncate => Overlong::Truncate,
