@@ -19,5 +19,6 @@ mod logits;
 mod lora;
 mod merge_tool;
 mod packed_rows;
+mod runs;
 mod smollm2;
 mod trajectories;
