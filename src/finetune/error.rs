@@ -187,6 +187,9 @@ pub enum FinetuneError {
         /// The file.
         path: PathBuf,
     },
+    /// No folder for tokenized samples.
+    #[error("there is no folder for tokenized samples: neither XDG_CACHE_HOME nor HOME is set; give one with --cache")]
+    NoCache,
     /// A record that cannot be used, where that is to stop.
     #[error("line {line} of {} cannot be used: {reason}; mend it, or leave out --strict to skip such lines", path.display())]
     Record {

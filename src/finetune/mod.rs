@@ -49,7 +49,7 @@ mod words;
 pub use adapted_values::AdaptedValues;
 pub use adapter::{Adapter, AdapterTensor};
 pub use base::Base;
-pub use cache::SampleRef;
+pub use cache::{SampleRef, default_cache};
 pub use conversation::Conversation;
 pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task};
 pub use dpo::{Dpo, dpo_loss};

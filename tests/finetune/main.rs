@@ -8,6 +8,7 @@ mod bad_models;
 mod bert;
 mod chat;
 mod data;
+mod data_show;
 mod dpo;
 mod fixtures;
 mod generation;
