@@ -153,6 +153,11 @@ impl Cache {
         Ok(Self { map, samples: samples as usize, tokens, index: index as usize, report: report as usize })
     }
 
+    /// Of what the samples were made of.
+    pub(super) fn fingerprint(&self) -> u64 {
+        long(&self.map[8..16])
+    }
+
     pub(super) fn samples(&self) -> usize {
         self.samples
     }

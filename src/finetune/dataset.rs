@@ -68,6 +68,9 @@ pub struct DataOptions {
 }
 
 impl DataOptions {
+    /// Tokens of a sample at most, where nothing else is said and the model's context has as many.
+    pub const USUAL_CTX: usize = 1024;
+
     /// Samples of at most `ctx` tokens for `task`.
     pub fn new(task: Task, ctx: usize) -> Self {
         Self { task, ctx, overlong: Overlong::Truncate, strict: false, labels: vec![] }
@@ -176,6 +179,15 @@ impl Dataset {
     /// The names of the labels by number.
     pub fn labels(&self) -> &[String] {
         &self.labels
+    }
+
+    /// A number that changes with the samples, their order and their weights.
+    pub fn fingerprint(&self) -> u64 {
+        let mut hasher = twox_hash::XxHash3_64::new();
+        for Part { cache, weight, first, end, key, .. } in &self.parts {
+            hasher.write(format!("{:x} {weight} {first} {end} {key:?} ", cache.fingerprint()).as_bytes());
+        }
+        hasher.finish()
     }
 
     /// The files and what became of their records.

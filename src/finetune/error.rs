@@ -6,6 +6,33 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FinetuneError {
+    /// A value of an option.
+    #[error("{flag} is {found}, but must be {allowed}")]
+    Option {
+        /// The option, as the command has it.
+        flag: &'static str,
+        /// Its value.
+        found: String,
+        /// The allowed values.
+        allowed: String,
+    },
+    /// An option that does not go with the others.
+    #[error("{flag} {problem}")]
+    OptionUse {
+        /// The option, as the command has it.
+        flag: &'static str,
+        /// What is wrong, and what to do.
+        problem: String,
+    },
+    /// A run that changed nothing.
+    #[error(
+        "nothing was learned: all {steps} steps were skipped, because gradients were not finite; let the loss scale adapt \
+         (fp16.loss_scale 0), give a smaller one (fp16.initial_scale_power), or train in bf16"
+    )]
+    NothingLearned {
+        /// Its steps.
+        steps: u64,
+    },
     /// A path under which there is no model.
     #[error(
         "{} is no model: {reason}; give a folder with config.json and safetensors files, as Hugging Face has them, or a \
@@ -160,6 +187,29 @@ pub enum FinetuneError {
     Conversation {
         /// What is wrong.
         reason: String,
+    },
+    /// Nothing to be continued.
+    #[error("the prompt has no tokens, and a model continues at least one; give a text")]
+    EmptyPrompt,
+    /// A prompt that leaves no room for an answer.
+    #[error(
+        "the prompt has {tokens} tokens, and the model's context {ctx}, which is to have the answer too; give a shorter one"
+    )]
+    LongPrompt {
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Tokens of the context.
+        ctx: usize,
+    },
+    /// A number of the choice of tokens.
+    #[error("{name} is {found}, but must be {allowed}")]
+    Sampling {
+        /// Its name.
+        name: &'static str,
+        /// The number.
+        found: String,
+        /// The allowed ones.
+        allowed: &'static str,
     },
     /// A weight of a data file that cannot be used.
     #[error("the weight of {text} must be above 0 and at most 1000, as in data.jsonl:2.5")]

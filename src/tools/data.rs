@@ -1,16 +1,13 @@
 //! `zerorun data`: what fine-tuning makes of data files.
 
-mod flags;
-
-pub(super) use flags::{DataFlags, FileProgress};
-
+use super::samples::{FileProgress, SampleFlags};
 use crate::error::{Error, FinetuneError, Result};
-use crate::finetune::{Dataset, Source, Template, Tokenizer, show};
+use crate::finetune::{Base, DataOptions, Dataset, Source, Task, Template, Tokenizer, default_cache, show};
 use crate::launch::console::{EXIT_SETUP, Refused, colours, print, refused};
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Shows what fine-tuning makes of data files.
@@ -39,7 +36,7 @@ struct Show {
     #[arg(value_name = "MODEL_DIR")]
     model: PathBuf,
 
-    /// Data files (.jsonl, .json, .csv, .tsv, .txt, ...), each perhaps with a weight: FILE:2.5
+    /// Data files (.jsonl, .json, .csv, .tsv, .txt, ...), each perhaps with a weight behind a colon
     #[arg(value_name = "FILE", required = true)]
     files: Vec<String>,
 
@@ -47,8 +44,24 @@ struct Show {
     #[arg(long, value_name = "N", default_value_t = 3)]
     count: usize,
 
+    /// What is learned: what the assistant says, which answer to prefer, or the label of a text
+    #[arg(long, value_enum, default_value_t)]
+    task: TaskFlag,
+
+    /// The labels of --task classify in the order of their numbers [default: all of the files, sorted]
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
+    labels: Vec<String>,
+
     #[command(flatten)]
-    data: DataFlags,
+    samples: SampleFlags,
+}
+
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+enum TaskFlag {
+    #[default]
+    Generate,
+    Prefer,
+    Classify,
 }
 
 /// The tool.
@@ -62,10 +75,29 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
 }
 
 impl Show {
-    /// Of each file, what became of it and its first samples.
+    /// What became of each file, and its first samples.
     fn text(&self) -> Result<String> {
-        let (tokenizer, template) = open(&self.model)?;
-        let (options, cache) = (self.data.options(), self.data.cache()?);
+        // Neither description nor weights are needed: where they are there, they tell the context.
+        let base = Base::open(&self.model).ok();
+        let folder = base.as_ref().map_or(self.model.as_path(), Base::folder);
+        let tokenizer = Tokenizer::open(folder)?;
+        let template = match Template::open(folder, &tokenizer) {
+            Err(Error::Finetune(FinetuneError::NoTemplate { .. })) => None,
+            found => Some(found?),
+        };
+        let usual = || base.as_ref().map_or(usize::MAX, |base| base.config().ctx).min(DataOptions::USUAL_CTX);
+        let task = match self.task {
+            TaskFlag::Generate => Task::Generate,
+            TaskFlag::Prefer => Task::Prefer,
+            TaskFlag::Classify => Task::Classify,
+        };
+        let options = DataOptions {
+            overlong: self.samples.overlong(),
+            strict: self.samples.strict,
+            labels: self.labels.clone(),
+            ..DataOptions::new(task, self.samples.ctx().unwrap_or_else(usual))
+        };
+        let cache = self.samples.cache.clone().map_or_else(default_cache, Ok)?;
         let sources = self.files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>()?;
         let mut progress = FileProgress::default();
         let mut tell = |at| progress.tell(at);
@@ -84,14 +116,4 @@ impl Show {
         text.push_str(&show(&dataset, &tokenizer, self.count, colours())?);
         Ok(text)
     }
-}
-
-/// The tokenizer of a model's folder, and its chat template where it has one.
-fn open(model: &Path) -> Result<(Tokenizer, Option<Template>)> {
-    let tokenizer = Tokenizer::open(model)?;
-    let template = match Template::open(model, &tokenizer) {
-        Err(Error::Finetune(FinetuneError::NoTemplate { .. })) => None,
-        template => Some(template?),
-    };
-    Ok((tokenizer, template))
 }
