@@ -14,6 +14,7 @@
 //! | low-rank adapters in PEFT's files | [`Adapter`] |
 //! | preference optimization | [`dpo_loss`] |
 //! | a model's folder or GGUF file: its description, and its weights by name | [`Base`] |
+//! | the encoder that learns to classify, its rows, and how well it tells classes apart | [`EncoderBase`], [`LabelledTexts`], [`Scores`] |
 //! | initial values of adapters beside a base's weights | [`AdaptedValues`] |
 //! | answers of a model, token by token | [`Generator`] |
 //! | the model that leaves: merged, as a Hugging Face folder or GGUF | [`Merged`] |
@@ -23,9 +24,11 @@ mod adapted_values;
 mod adapter;
 mod base;
 mod cache;
+mod classify;
 mod conversation;
 mod dataset;
 mod dpo;
+mod encoder;
 pub(crate) mod error;
 mod generate;
 mod gguf;
@@ -39,6 +42,7 @@ mod options;
 mod out;
 mod pack;
 mod peft_config;
+mod plan;
 mod prepare;
 mod python;
 mod rate;
@@ -46,6 +50,7 @@ mod record;
 mod report;
 mod result;
 mod sample;
+mod scores;
 mod session;
 mod settings;
 mod show;
@@ -60,9 +65,11 @@ pub use adapted_values::AdaptedValues;
 pub use adapter::{Adapter, AdapterTensor};
 pub use base::Base;
 pub use cache::{SampleRef, default_cache};
+pub use classify::LabelledTexts;
 pub use conversation::Conversation;
-pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task};
+pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task, labels_of};
 pub use dpo::{Dpo, dpo_loss};
+pub use encoder::EncoderBase;
 pub use generate::{Generated, Generator, Sampling};
 pub use gguf_model::GgufFormat;
 pub use merge::Merged;
@@ -73,6 +80,7 @@ pub use prepare::Prepared;
 pub use record::Form;
 pub use report::{Lines, Report};
 pub use sample::Sample;
+pub use scores::{ClassScore, Scores};
 pub use session::{Ended, FineTune, StepReport};
 pub use show::show;
 pub use source::Source;

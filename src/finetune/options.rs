@@ -125,6 +125,9 @@ pub struct Options {
     pub out: PathBuf,
     /// What is trained. Default: LoRA of rank 16 on all projections.
     pub method: Method,
+    /// The folder of an adapter that the run begins with, whose settings take the place of the method's. Default: one that
+    /// changes nothing yet.
+    pub adapter: Option<PathBuf>,
     /// What is learned. Default: to say what the assistant says.
     pub objective: Objective,
     /// A DeepSpeed configuration. What it says goes before what these options say; stage and offload follow from it alone.
@@ -147,6 +150,9 @@ pub struct Options {
     pub warmup: Warmup,
     /// The learning rate after it. Default: a cosine.
     pub scheduler: RateShape,
+    /// Whether rows come in an order that the seed makes, in each epoch another, rather than in that of the data. Default:
+    /// true.
+    pub shuffle: bool,
     /// Whether a row holds as many samples as fit, rather than one. Default: true.
     pub packing: bool,
     /// What becomes of samples that are longer than a row. Default: they are cut.
@@ -178,6 +184,7 @@ impl Options {
             data: vec![],
             out: out.into(),
             method: Method::Lora(LoraConfig::default()),
+            adapter: None,
             objective: Objective::Generate,
             ds_config: None,
             precision: Precision::F32,
@@ -188,6 +195,7 @@ impl Options {
             ctx: None,
             warmup: Warmup::Part(0.03),
             scheduler: RateShape::Cosine,
+            shuffle: true,
             packing: true,
             overlong: Overlong::Truncate,
             strict: false,
@@ -251,6 +259,9 @@ impl Options {
                 return Err(refused("--warmup", part, "a number of steps, or a part of them as 3%"));
             }
             _ => (),
+        }
+        if self.adapter.is_some() && self.method == Method::Full {
+            return Err(misused("--adapter", "is of use with adapters alone: leave out --full"));
         }
         if let Some(Held::Part(part)) = self.validation
             && !(part > 0.0 && part < 1.0)
@@ -354,6 +365,7 @@ mod tests {
         insta::assert_snapshot!(text(Options { patience: Some(3), ..with_data() }), @"--patience is of use with validation alone: give --val FILE or --val 5%");
         insta::assert_snapshot!(text(Options { warmup: Warmup::Part(2.0), ..with_data() }), @"--warmup is 2, but must be a number of steps, or a part of them as 3%");
         insta::assert_snapshot!(text(Options { validation: Some(Held::Part(1.0)), ..with_data() }), @"--val is 100%, but must be a file, or more than 0% and less than 100%");
+        insta::assert_snapshot!(text(Options { adapter: Some("a".into()), method: Method::Full, ..with_data() }), @"--adapter is of use with adapters alone: leave out --full");
         let dpo = Objective::Prefer { beta: 0.1 };
         insta::assert_snapshot!(text(Options { objective: dpo, method: Method::Full, ..with_data() }), @"--dpo needs adapters, for the model without them is the reference: leave out --full");
         let dpo = Objective::Prefer { beta: 0.0 };

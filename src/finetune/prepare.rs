@@ -1,5 +1,7 @@
 //! What a run needs before there is an engine: the model's description, its tokenizer, its data.
 
+use super::adapted_values::AdaptedValues;
+use super::adapter::Adapter;
 use super::base::Base;
 use super::cache::default_cache;
 use super::dataset::{DataOptions, DataProgress, Dataset, Task};
@@ -9,6 +11,7 @@ use super::pack::Packing;
 use super::source::Source;
 use super::template::Template;
 use super::tokenizer::Tokenizer;
+use crate::engine::InitialValues;
 use crate::error::{Error, Result};
 use crate::files::free_folder;
 use crate::models::DecoderConfig;
@@ -22,6 +25,8 @@ pub struct Prepared {
     pub(super) base: Base,
     /// That of the base, with adapters and the rows' length.
     pub(super) config: DecoderConfig,
+    /// First values of its parameters.
+    pub(super) values: Arc<dyn InitialValues>,
     pub(super) tokenizer: Tokenizer,
     pub(super) template: Option<Template>,
     pub(super) training: Arc<Dataset>,
@@ -35,7 +40,7 @@ impl Prepared {
     /// # Errors
     /// Options that make no run; those of [`Base::open`], [`Tokenizer::open`], [`Template::open`] and
     /// [`Dataset::prepare`]; a folder for the result that is not empty.
-    pub fn new(options: Options, progress: &mut dyn FnMut(DataProgress)) -> Result<Self> {
+    pub fn new(mut options: Options, progress: &mut dyn FnMut(DataProgress)) -> Result<Self> {
         options.check()?;
         if !(options.is_resumed() && options.is_result(&options.out)) {
             check_out(&options)?;
@@ -47,6 +52,10 @@ impl Prepared {
             Err(Error::Finetune(FinetuneError::NoTemplate { .. })) => None,
             found => Some(found?),
         };
+        let adapter = options.adapter.as_ref().map(Adapter::read).transpose()?;
+        if let (Some(adapter), Method::Lora(lora) | Method::Qlora(lora)) = (&adapter, &mut options.method) {
+            *lora = adapter.config.clone();
+        }
         let longest = base.config().ctx;
         let ctx = options.ctx.unwrap_or(DataOptions::USUAL_CTX.min(longest));
         if ctx > longest {
@@ -57,6 +66,10 @@ impl Prepared {
             lora: options.method.lora().cloned(),
             checkpoint_activations: options.recompute.unwrap_or(false),
             ..base.config().clone()
+        };
+        let values: Arc<dyn InitialValues> = match config.lora {
+            Some(_) => Arc::new(AdaptedValues::new(&base, &config, adapter)?),
+            None => base.values(),
         };
         let cache = options.cache.clone().map_or_else(default_cache, Ok)?;
         let mut prepare = |sources: &[Source]| {
@@ -89,7 +102,7 @@ impl Prepared {
             }
         };
         let validation = validation.map(Arc::new);
-        Ok(Self { options, base, config, tokenizer, template, training: Arc::new(training), validation })
+        Ok(Self { options, base, config, values, tokenizer, template, training: Arc::new(training), validation })
     }
 
     /// The options.

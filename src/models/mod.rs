@@ -21,6 +21,7 @@ mod sampling;
 mod session;
 
 pub use bert::{Bert, BertBlock};
+pub(crate) use bert_config::BERT;
 pub use bert_config::BertConfig;
 pub use decoder::{Decoder, DecoderLayers, DecoderSizes};
 pub use decoder_block::DecoderBlock;

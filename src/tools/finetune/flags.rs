@@ -28,6 +28,10 @@ pub(super) struct Flags {
     #[arg(long, value_name = "SETTINGS", conflicts_with = "full")]
     lora: Option<LoraConfig>,
 
+    /// Go on with this adapter: a folder in PEFT's format, whose settings hold
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["full", "lora"])]
+    adapter: Option<PathBuf>,
+
     /// Train adapters beside weights in NF4
     #[arg(long, conflicts_with = "full")]
     qlora: bool,
@@ -79,6 +83,10 @@ pub(super) struct Flags {
     #[arg(long, value_enum, default_value_t)]
     scheduler: Scheduler,
 
+    /// Order of the rows
+    #[arg(long, value_enum, default_value_t)]
+    order: Order,
+
     /// Whether a row holds as many samples as fit in it
     #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
     packing: bool,
@@ -120,6 +128,14 @@ pub(super) struct Flags {
     #[arg(long, value_name = "FILE.jsonl")]
     pub(super) metrics: Option<PathBuf>,
 
+    /// Answer this at the end, and after each validation; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub(super) prompt: Vec<String>,
+
+    /// Tokens of such an answer at most
+    #[arg(long = "max_tokens", alias = "max-tokens", value_name = "N", default_value = "64", requires = "prompt")]
+    pub(super) max_tokens: usize,
+
     /// Recompute each block in backward instead of keeping its activations
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     activation_checkpointing: bool,
@@ -140,6 +156,13 @@ enum Scheduler {
     Cosine,
     Linear,
     Constant,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, ValueEnum)]
+enum Order {
+    #[default]
+    Shuffled,
+    Sequential,
 }
 
 /// `beta=0.1`, or `0.1`.
@@ -168,6 +191,7 @@ impl Flags {
                 (false, true) => Method::Qlora(lora()),
                 (false, false) => Method::Lora(lora()),
             },
+            adapter: self.adapter.clone(),
             objective: self.dpo.map_or(Objective::Generate, |beta| Objective::Prefer { beta }),
             ds_config: self.ds_config.clone(),
             precision: match self.dtype {
@@ -189,6 +213,7 @@ impl Flags {
                 Scheduler::Linear => RateShape::Linear,
                 Scheduler::Constant => RateShape::Constant,
             },
+            shuffle: self.order == Order::Shuffled,
             packing: self.packing,
             overlong: self.samples.overlong(),
             strict: self.samples.strict,

@@ -69,7 +69,7 @@ impl Arguments {
         if self.as_rank {
             return rank::run(options, &self.flags);
         }
-        match prepare(options).and_then(|()| self.start(words)) {
+        match prepare(options, usize::from(self.ranks)).and_then(|()| self.start(words)) {
             Ok(code) => ExitCode::from(code),
             Err(error) => refused(&error, EXIT_SETUP),
         }
@@ -97,11 +97,12 @@ impl Arguments {
 }
 
 /// Looks at everything that can be wrong before a rank is started, tokenizes the data, and says what was found.
-fn prepare(options: Options) -> Result<()> {
+fn prepare(options: Options, ranks: usize) -> Result<()> {
     let mut progress = FileProgress::default();
     let prepared = Prepared::new(options, &mut |at| progress.tell(at));
     progress.finish();
     let prepared = prepared?;
+    prepared.check_for(ranks)?;
     let data = [("training", Some(prepared.training())), ("validation", prepared.validation())];
     for (what, data) in data.into_iter().filter_map(|(what, data)| Some((what, data?))) {
         print(format!("{what} data: {} samples", data.len()));
