@@ -11,10 +11,11 @@
 //! would have done, to the bit.
 
 use super::adapted_values::AdaptedValues;
+use super::network::Network;
 use super::objective::Validation;
 use super::options::{Length, Method, Options, Saving};
 use super::pack::Batches;
-use super::prepare::Prepared;
+use super::prepare::{Prepared, Start};
 use super::rate::Rates;
 use super::result;
 use super::settings;
@@ -24,7 +25,7 @@ use crate::config::Config;
 use crate::data::BatchShape;
 use crate::engine::{Engine, EngineBuilder};
 use crate::error::{Error, Result};
-use crate::models::Decoder;
+use crate::models::{Bert, Decoder};
 use crate::monitor::rss_peak_bytes;
 use crate::nn::is_adapter;
 use crate::notice;
@@ -42,7 +43,7 @@ use std::time::Instant;
 pub struct StepReport {
     /// From 0.
     pub step: u64,
-    /// The mean over the target tokens of the step, or over its pairs.
+    /// The mean over the target tokens of the step, over its pairs, or over its texts with labels.
     pub loss: f64,
     /// The learning rate of this step.
     pub lr: f64,
@@ -77,9 +78,12 @@ pub struct StepReport {
     /// The mean loss on the validation data, where the model was validated after this step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
-    /// Of preferences, then.
+    /// Of preferences and labels, then.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_accuracy: Option<f64>,
+    /// Of labels, then: the mean of the labels' F1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub val_f1: Option<f64>,
 }
 
 /// Why a run has ended.
@@ -107,7 +111,7 @@ struct Memory {
 /// A run.
 pub struct FineTune {
     prepared: Prepared,
-    engine: Engine<Decoder>,
+    engine: Engine<Network>,
     comm: Arc<dyn Communicator>,
     training: Batches,
     validation: Option<Batches>,
@@ -128,9 +132,8 @@ impl FineTune {
     pub fn start(prepared: Prepared, comm: Arc<dyn Communicator>) -> Result<Self> {
         let options = &prepared.options;
         let config = settings::filled_in(options, comm.size())?;
-        let resolve = |warmup, steps| {
-            settings::resolve(&config, options, comm.size(), prepared.config.hidden_size, warmup, steps)
-        };
+        let resolve =
+            |warmup, steps| settings::resolve(&config, options, comm.size(), prepared.hidden_size(), warmup, steps);
         let shape = BatchShape::new(&resolve(1, 2)?.batch, comm.size(), comm.rank());
         let (packing, pad) = (prepared.packing(), prepared.pad());
         let training = Batches::training(prepared.training.clone(), packing, shape, options.seed, pad);
@@ -196,7 +199,7 @@ impl FineTune {
     }
 
     /// The engine.
-    pub fn engine(&mut self) -> &mut Engine<Decoder> {
+    pub fn engine(&mut self) -> &mut Engine<Network> {
         &mut self.engine
     }
 
@@ -247,7 +250,7 @@ impl FineTune {
         if self.validation.is_some() && (steps == self.total || steps.is_multiple_of(self.eval_every())) {
             let validation = self.validate()?;
             report.val_loss = Some(validation.loss);
-            report.val_accuracy = validation.accuracy;
+            (report.val_accuracy, report.val_f1) = (validation.accuracy, validation.f1);
             self.judge(steps, validation.loss)?;
         }
         let every = self.prepared.options.saving.as_ref().and_then(|saving| saving.every);
@@ -325,6 +328,7 @@ impl FineTune {
             rss_peak_bytes: (most > 0).then_some(most),
             val_loss: None,
             val_accuracy: None,
+            val_f1: None,
         })
     }
 
@@ -344,10 +348,11 @@ impl FineTune {
     pub fn validate(&mut self) -> Result<Validation> {
         let batches = self.validation.as_ref().expect("a run that is validated has data for it");
         let (objective, device) = (self.prepared.options.objective, self.engine.device().clone());
-        let mut sums = [0.0; 4];
+        let mut sums = vec![];
         for step in 0..batches.steps_per_epoch() {
             let rows = batches.batch(step, 0);
             let of_batch = self.engine.eval(|model| objective.sums(model, &rows, &device))?.to_vec1::<f64>()?;
+            sums.resize(of_batch.len(), 0.0);
             sums.iter_mut().zip(of_batch).for_each(|(sum, value)| *sum += value);
         }
         let ranks = self.engine.gather_f64(&sums)?;
@@ -416,14 +421,23 @@ impl FineTune {
 }
 
 /// The engine, with the model's weights.
-fn build(prepared: &Prepared, config: Config, rates: Rates, comm: Arc<dyn Communicator>) -> Result<Engine<Decoder>> {
+fn build(prepared: &Prepared, config: Config, rates: Rates, comm: Arc<dyn Communicator>) -> Result<Engine<Network>> {
     let Options { method, seed, .. } = &prepared.options;
-    let sizes = &prepared.config;
     let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
+    if config.scheduler.is_none() {
+        builder = builder.schedule(rates);
+    }
+    let (base, sizes) = match &prepared.start {
+        Start::Encoder { base, config: sizes } => {
+            let builder = builder.initial_values(base.values());
+            return builder.initialize(|vb| Bert::new(sizes, vb).map(Network::Encoder), config);
+        }
+        Start::Decoder { base, config } => (base, config),
+    };
     builder = match method {
-        Method::Full => builder.initial_values(prepared.base.values()),
+        Method::Full => builder.initial_values(base.values()),
         Method::Lora(_) | Method::Qlora(_) => {
-            let values = AdaptedValues::new(&prepared.base, sizes, None)?;
+            let values = AdaptedValues::new(base, sizes, None)?;
             builder.initial_values(Arc::new(values)).trainable(|name, _| is_adapter(name))
         }
     };
@@ -432,10 +446,7 @@ fn build(prepared: &Prepared, config: Config, rates: Rates, comm: Arc<dyn Commun
             shape.len() == 2 && is_of_block(name) && !is_adapter(name)
         });
     }
-    if config.scheduler.is_none() {
-        builder = builder.schedule(rates);
-    }
-    builder.initialize(|vb| Decoder::new(sizes, vb), config)
+    builder.initialize(|vb| Decoder::new(sizes, vb).map(Network::Decoder), config)
 }
 
 /// Whether a parameter is one of a block's: an embedding and an output projection are not.
