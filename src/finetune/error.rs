@@ -319,7 +319,7 @@ pub enum FinetuneError {
         problem: String,
     },
     /// A place to which nothing can be written.
-    #[error("cannot write to {}: {problem}; give another folder", path.display())]
+    #[error("cannot write to {}: {problem}; give another place", path.display())]
     Output {
         /// The folder.
         path: PathBuf,

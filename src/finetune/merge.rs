@@ -1,7 +1,7 @@
 //! A model with an adapter merged into its weights, W + s B A, tensor by tensor: never whole in memory.
 
 use super::out::{new_folder, write_beside};
-use super::{Adapter, Base};
+use super::{Adapter, AdapterTensor, Base};
 use crate::checkpoint::{ConsolidatedDtype, Entry, write_model_files};
 use crate::engine::InitialValues;
 use crate::error::{Error, FinetuneError, Result};
@@ -25,13 +25,21 @@ use std::sync::Arc;
 /// merged.write_gguf("merged.gguf", GgufFormat::Q8_0)?;
 /// # Ok::<(), candle_zero::Error>(())
 /// ```
-#[derive(Debug)]
 pub struct Merged<'a> {
     pub(super) base: &'a Base,
     values: Arc<dyn InitialValues>,
     /// Names and shapes of the base's parameters.
     parameters: Vec<(String, Vec<usize>)>,
     adapter: Option<&'a Adapter>,
+    /// Is told bytes that are written, and those of the whole file or files.
+    progress: Option<&'a dyn Fn(u64, u64)>,
+}
+
+impl std::fmt::Debug for Merged<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (base, adapter) = (&self.base, &self.adapter);
+        f.debug_struct("Merged").field("base", base).field("adapter", adapter).finish_non_exhaustive()
+    }
 }
 
 impl<'a> Merged<'a> {
@@ -44,7 +52,38 @@ impl<'a> Merged<'a> {
         if let Some(adapter) = adapter {
             adapter.check_fits(&with_adapters(&parameters, adapter))?;
         }
-        Ok(Self { base, values: base.values(), parameters, adapter })
+        Ok(Self { base, values: base.values(), parameters, adapter, progress: None })
+    }
+
+    /// The same, which tells `progress` how many bytes of tensors are written, and of how many, while it is written.
+    #[must_use]
+    pub fn reporting(self, progress: &'a dyn Fn(u64, u64)) -> Self {
+        Self { progress: Some(progress), ..self }
+    }
+
+    /// The number of tensors, and of those that the adapter changes.
+    pub fn counts(&self) -> (usize, usize) {
+        let is_changed = |name: &str| {
+            let module = name.strip_suffix(".weight");
+            module.is_some_and(|module| self.part(module, "lora_A.weight").is_some())
+        };
+        (self.parameters.len(), self.parameters.iter().filter(|(name, _)| is_changed(name)).count())
+    }
+
+    /// A tensor of the adapter's for a module.
+    fn part(&self, module: &str, end: &str) -> Option<&'a AdapterTensor> {
+        self.adapter?.tensor(&format!("{module}.{end}"))
+    }
+
+    /// Counts written bytes, of `total`.
+    pub(super) fn counter(&self, total: u64) -> impl FnMut(usize) + use<'a> {
+        let (progress, mut done) = (self.progress, 0);
+        move |bytes| {
+            done += bytes as u64;
+            if let Some(progress) = progress {
+                progress(done, total);
+            }
+        }
     }
 
     /// The same with these values in place of the base's: of a model all of whose weights were trained.
@@ -70,7 +109,7 @@ impl<'a> Merged<'a> {
             low: None,
             factors: None,
         };
-        let part = |end: &str| self.adapter?.tensor(&format!("{}.{end}", name.strip_suffix(".weight")?));
+        let part = |end: &str| self.part(name.strip_suffix(".weight")?, end);
         let (Some(adapter), Some(a), Some(b), &[rows, cols]) =
             (self.adapter, part("lora_A.weight"), part("lora_B.weight"), shape)
         else {
@@ -190,12 +229,14 @@ impl Merged<'_> {
                 bytes: dtype.bytes() * shape.iter().product::<usize>() as u64,
             })
             .collect();
+        let mut count = self.counter(entries.iter().map(|entry| entry.bytes).sum());
         write_model_files(folder.path(), &entries, MOST_BYTES, |at, take| {
             let (name, shape) = &shapes[at];
             let tensor = self.tensor(name, shape)?;
             for lines in tensor.pieces(1) {
-                let bytes = dtype.encode(&tensor.values(lines)?);
-                take(&bytes.map_err(|value| too_large(name, value))?)?;
+                let bytes = dtype.encode(&tensor.values(lines)?).map_err(|value| too_large(name, value))?;
+                take(&bytes)?;
+                count(bytes.len());
             }
             Ok(())
         })?;

@@ -43,6 +43,7 @@ mod options;
 mod out;
 mod pack;
 mod peft_config;
+mod plan;
 mod prepare;
 mod python;
 mod rate;

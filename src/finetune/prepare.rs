@@ -1,5 +1,6 @@
 //! What a run needs before there is an engine: the model's description, its tokenizer, its data.
 
+use super::adapted_values::AdaptedValues;
 use super::base::Base;
 use super::cache::default_cache;
 use super::dataset::{DataOptions, DataProgress, Dataset, Task, labels_of};
@@ -10,6 +11,7 @@ use super::pack::Packing;
 use super::source::Source;
 use super::template::Template;
 use super::tokenizer::Tokenizer;
+use crate::engine::InitialValues;
 use crate::error::{Error, Result};
 use crate::files::free_folder;
 use crate::models::{BertConfig, DecoderConfig};
@@ -24,6 +26,8 @@ const USUAL_CTX: usize = 1024;
 pub struct Prepared {
     pub(super) options: Options,
     pub(super) start: Start,
+    /// First values of the parameters.
+    pub(super) values: Arc<dyn InitialValues>,
     ctx: usize,
     pub(super) tokenizer: Tokenizer,
     pub(super) template: Option<Template>,
@@ -69,6 +73,20 @@ impl Start {
         }
     }
 
+    /// First values of the parameters of a model for rows of `ctx` tokens.
+    fn values(&mut self, ctx: usize) -> Result<Arc<dyn InitialValues>> {
+        match self {
+            Self::Decoder { base, config } => {
+                config.ctx = ctx;
+                Ok(match config.lora {
+                    Some(_) => Arc::new(AdaptedValues::new(base, config, None)?),
+                    None => base.values(),
+                })
+            }
+            Self::Encoder { base, .. } => Ok(base.values()),
+        }
+    }
+
     /// The longest row.
     fn longest(&self) -> usize {
         match self {
@@ -102,11 +120,9 @@ impl Prepared {
         if ctx > longest {
             return Err(refused("--ctx", ctx, format!("2 to {longest}, the model's context")));
         }
-        let labels = match &mut start {
-            Start::Decoder { config, .. } => {
-                config.ctx = ctx;
-                vec![]
-            }
+        let values = start.values(ctx)?;
+        let labels = match &start {
+            Start::Decoder { .. } => vec![],
             Start::Encoder { base, .. } => base.data_labels().to_vec(),
         };
         let cache = options.cache.clone().map_or_else(default_cache, Ok)?;
@@ -141,7 +157,7 @@ impl Prepared {
             }
         };
         let validation = validation.map(Arc::new);
-        Ok(Self { options, start, ctx, tokenizer, template, training: Arc::new(training), validation })
+        Ok(Self { options, start, values, ctx, tokenizer, template, training: Arc::new(training), validation })
     }
 
     /// The options.

@@ -10,30 +10,31 @@
 //! Which rows a step has follows from its number, so a run that goes on from a checkpoint does what the one that was stopped
 //! would have done, to the bit.
 
-use super::adapted_values::AdaptedValues;
+use super::conversation::Conversation;
+use super::generate::{Generated, Generator, Sampling};
 use super::network::Network;
 use super::objective::Validation;
-use super::options::{Length, Method, Options, Saving};
+use super::options::{Method, Options, Saving, misused};
 use super::pack::Batches;
+use super::plan::Plan;
 use super::prepare::{Prepared, Start};
 use super::rate::Rates;
 use super::result;
-use super::settings;
 use crate::checkpoint::{LoadOptions, SaveOptions};
 use crate::comm::Communicator;
 use crate::config::Config;
-use crate::data::BatchShape;
 use crate::engine::{Engine, EngineBuilder};
 use crate::error::{Error, Result};
-use crate::models::{Bert, Decoder};
+use crate::models::{Bert, Decoder, Session};
 use crate::monitor::rss_peak_bytes;
 use crate::nn::is_adapter;
 use crate::notice;
 use crate::precision::{Nf4Scales, Packing as Numbers};
-use candle_core::DType;
+use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -130,23 +131,8 @@ impl FineTune {
     /// A configuration that cannot be used; weights that cannot be read; a checkpoint of another run; a folder for
     /// checkpoints that cannot be written to.
     pub fn start(prepared: Prepared, comm: Arc<dyn Communicator>) -> Result<Self> {
-        let options = &prepared.options;
-        let config = settings::filled_in(options, comm.size())?;
-        let resolve =
-            |warmup, steps| settings::resolve(&config, options, comm.size(), prepared.hidden_size(), warmup, steps);
-        let shape = BatchShape::new(&resolve(1, 2)?.batch, comm.size(), comm.rank());
-        let (packing, pad) = (prepared.packing(), prepared.pad());
-        let training = Batches::training(prepared.training.clone(), packing, shape, options.seed, pad);
-        let total = match options.length {
-            Length::Steps(steps) => steps,
-            Length::Epochs(epochs) => training.steps(epochs),
-        };
-        let rates = Rates::new(options.peak_lr(), options.warmup, total, options.scheduler);
-        let config = resolve(rates.warmup(), total)?;
-        // One micro batch a step: there is nothing to accumulate.
-        let shape = BatchShape { accumulation: 1, ..shape };
-        let validation = prepared.validation.clone();
-        let validation = validation.map(|data| Batches::validation(data, packing, shape, pad));
+        let Plan { config, rates, training, validation, total } =
+            Plan::new(&prepared, comm.size(), comm.rank()).inspect_err(|error| comm.abort(&error.to_string()))?;
         let engine = build(&prepared, config, rates, comm.clone())?;
         let memory = Memory { data: training.fingerprint(), ..Memory::default() };
         let mut run = Self {
@@ -219,7 +205,7 @@ impl FineTune {
     }
 
     /// The checkpoint that the run goes on from.
-    pub fn resumed(&self) -> Option<&std::path::Path> {
+    pub fn resumed(&self) -> Option<&Path> {
         self.resumed.as_deref()
     }
 
@@ -360,6 +346,31 @@ impl FineTune {
         Ok(objective.validation(&sums))
     }
 
+    /// What the model answers to a prompt: to a turn of the user's, where there is a chat template, else a text that goes on.
+    /// Collective: all ranks ask the same.
+    ///
+    /// # Errors
+    /// Those of [`Generator::answer`]; a model that is an encoder; a failed collective.
+    pub fn answer(&mut self, prompt: &str, sampling: &Sampling) -> Result<Generated> {
+        let Prepared { start, tokenizer, template, .. } = &self.prepared;
+        let Start::Decoder { base, config } = start else {
+            return Err(misused("--prompt", "is for language models: an encoder that classifies answers nothing"));
+        };
+        let generator = Generator::new(base, tokenizer, template.as_ref())?;
+        let ids = match template {
+            Some(_) => generator.of_conversation(&Conversation::new([("user", prompt)]))?,
+            None => generator.of_text(prompt)?,
+        };
+        // Beyond the context each token would cost all of them.
+        let max_tokens = sampling.max_tokens.min(config.ctx.saturating_sub(ids.len())).max(1);
+        let engine = &mut self.engine;
+        let extend = |session: &mut Session, ids: &[u32]| {
+            let logits = engine.eval(|model| Tensor::new(model.decoder()?.extend(session, ids)?, &Device::Cpu))?;
+            Ok(logits.to_vec1()?)
+        };
+        generator.answer(&ids, &Sampling { max_tokens, ..sampling.clone() }, extend, |_| ControlFlow::Continue(()))
+    }
+
     /// Keeps the model, if no validation before was better.
     fn judge(&mut self, steps: u64, loss: f64) -> Result<()> {
         if self.memory.best.is_some_and(|(_, best)| loss >= best) {
@@ -424,23 +435,19 @@ impl FineTune {
 fn build(prepared: &Prepared, config: Config, rates: Rates, comm: Arc<dyn Communicator>) -> Result<Engine<Network>> {
     let Options { method, seed, .. } = &prepared.options;
     let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
+    builder = builder.initial_values(prepared.values.clone());
     if config.scheduler.is_none() {
         builder = builder.schedule(rates);
     }
-    let (base, sizes) = match &prepared.start {
-        Start::Encoder { base, config: sizes } => {
-            let builder = builder.initial_values(base.values());
+    let sizes = match &prepared.start {
+        Start::Encoder { config: sizes, .. } => {
             return builder.initialize(|vb| Bert::new(sizes, vb).map(Network::Encoder), config);
         }
-        Start::Decoder { base, config } => (base, config),
+        Start::Decoder { config, .. } => config,
     };
-    builder = match method {
-        Method::Full => builder.initial_values(base.values()),
-        Method::Lora(_) | Method::Qlora(_) => {
-            let values = AdaptedValues::new(base, sizes, None)?;
-            builder.initial_values(Arc::new(values)).trainable(|name, _| is_adapter(name))
-        }
-    };
+    if *method != Method::Full {
+        builder = builder.trainable(|name, _| is_adapter(name));
+    }
     if let Method::Qlora(_) = method {
         builder = builder.quantized(Numbers::Nf4(Nf4Scales::DoubleQuantized), |name, shape| {
             shape.len() == 2 && is_of_block(name) && !is_adapter(name)

@@ -135,6 +135,14 @@ pub(super) struct Flags {
     #[arg(long, value_name = "FILE.jsonl")]
     pub(super) metrics: Option<PathBuf>,
 
+    /// Answer this at the end, and after each validation; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub(super) prompt: Vec<String>,
+
+    /// Tokens of such an answer at most
+    #[arg(long = "max_tokens", alias = "max-tokens", value_name = "N", default_value = "64", requires = "prompt")]
+    pub(super) max_tokens: usize,
+
     /// Recompute each block in backward instead of keeping its activations
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     activation_checkpointing: bool,
@@ -188,7 +196,10 @@ impl Flags {
             return Err("--dpo needs adapters, for the model without them is the reference: leave out --full".into());
         }
         if self.task == TaskFlag::Classify && self.dpo.is_some() {
-            return Err("--dpo is of language models: leave out it or --task classify".into());
+            return Err("--dpo is for language models: leave it out, or --task classify".into());
+        }
+        if self.task == TaskFlag::Classify && !self.prompt.is_empty() {
+            return Err("--prompt is for language models: an encoder that classifies answers nothing".into());
         }
         Ok(())
     }

@@ -71,7 +71,7 @@ impl Arguments {
         if self.as_rank {
             return rank::run(options, &self.flags);
         }
-        match prepare(options).and_then(|()| self.start(words)) {
+        match prepare(options, usize::from(self.ranks)).and_then(|()| self.start(words)) {
             Ok(code) => ExitCode::from(code),
             Err(error) => refused(&error, EXIT_SETUP),
         }
@@ -99,11 +99,12 @@ impl Arguments {
 }
 
 /// Looks at everything that can be wrong before a rank is started, tokenizes the data, and says what was found.
-fn prepare(options: Options) -> Result<()> {
+fn prepare(options: Options, ranks: usize) -> Result<()> {
     let mut progress = flags::FileProgress::default();
     let prepared = Prepared::new(options, &mut |at| progress.tell(at));
     progress.finish();
     let prepared = prepared?;
+    prepared.check_for(ranks)?;
     for note in prepared.encoder().map(EncoderBase::notes).unwrap_or_default() {
         say(note);
     }

@@ -3,7 +3,7 @@
 use super::flags::Flags;
 use crate::comm::{self, RankEnv};
 use crate::error::Result;
-use crate::finetune::{Ended, FineTune, Options, Prepared, StepReport};
+use crate::finetune::{Ended, FineTune, Options, Prepared, Sampling, StepReport};
 use crate::launch::console::{print, refused, say};
 use crate::monitor::{MetricsWriter, Progress};
 use crate::offload::OffloadReport;
@@ -38,8 +38,11 @@ fn train(options: Options, flags: &Flags) -> Result<Ended> {
     while let Some(step) = run.step()? {
         write(&mut metrics, &step);
         progress.step(step.step + 1, || line(&step));
-        if first && let Some(loss) = step.val_loss {
-            say(&validated(&run, &step, loss));
+        if let Some(loss) = step.val_loss {
+            if first {
+                say(&validated(&run, &step, loss));
+            }
+            answer(&mut run, flags, first)?;
         }
     }
     progress.finish();
@@ -54,6 +57,9 @@ fn train(options: Options, flags: &Flags) -> Result<Ended> {
             print(format!("a signal asked for the end: step {steps} is saved, --resume goes on from there"));
         }
         return Ok(ended);
+    }
+    if run.prepared().validation().is_none() {
+        answer(&mut run, flags, first)?;
     }
     run.finish()?;
     if first {
@@ -101,6 +107,18 @@ fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
         say(&format!("{error}: training goes on, and the metrics end here"));
         *metrics = None;
     }
+}
+
+/// Answers the user's prompts: with the likeliest tokens, on all ranks alike.
+fn answer(run: &mut FineTune, flags: &Flags, first: bool) -> Result<()> {
+    let sampling = Sampling { max_tokens: flags.max_tokens, ..Sampling::default() };
+    for prompt in &flags.prompt {
+        let answer = run.answer(prompt, &sampling)?;
+        if first {
+            say(&format!("  {prompt:?}: {:?}", answer.text));
+        }
+    }
+    Ok(())
 }
 
 fn line(step: &StepReport) -> String {
