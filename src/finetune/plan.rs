@@ -30,7 +30,11 @@ impl Plan {
         let resolve = |warmup, steps| settings::resolve(&config, options, world, prepared.hidden_size(), warmup, steps);
         let shape = BatchShape::new(&resolve(1, 2)?.batch, world, rank);
         let (packing, pad) = (prepared.packing(), prepared.pad());
-        let training = Batches::training(prepared.training.clone(), packing, shape, options.seed, pad);
+        let data = prepared.training.clone();
+        let training = match options.shuffle {
+            true => Batches::training(data, packing, shape, options.seed, pad),
+            false => Batches::in_order(data, packing, shape, pad),
+        };
         let total = match options.length {
             Length::Steps(steps) => steps,
             Length::Epochs(epochs) => training.steps(epochs),

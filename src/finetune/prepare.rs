@@ -1,6 +1,7 @@
 //! What a run needs before there is an engine: the model's description, its tokenizer, its data.
 
 use super::adapted_values::AdaptedValues;
+use super::adapter::Adapter;
 use super::base::Base;
 use super::cache::default_cache;
 use super::dataset::{DataOptions, DataProgress, Dataset, Task, labels_of};
@@ -39,7 +40,7 @@ pub struct Prepared {
 #[derive(Debug)]
 pub(super) enum Start {
     /// A language model; the description has adapters and the rows' length.
-    Decoder { base: Base, config: DecoderConfig },
+    Decoder { base: Box<Base>, config: DecoderConfig },
     /// An encoder that is to classify.
     Encoder { base: EncoderBase, config: BertConfig },
 }
@@ -52,7 +53,7 @@ impl Start {
             let config = BertConfig { checkpoint_activations, ..base.config().clone() };
             return Ok(Self::Encoder { base, config });
         }
-        let base = Base::open(&options.model)?;
+        let base = Box::new(Base::open(&options.model)?);
         let lora = options.method.lora().cloned();
         let config = DecoderConfig { lora, checkpoint_activations, ..base.config().clone() };
         Ok(Self::Decoder { base, config })
@@ -73,13 +74,13 @@ impl Start {
         }
     }
 
-    /// First values of the parameters of a model for rows of `ctx` tokens.
-    fn values(&mut self, ctx: usize) -> Result<Arc<dyn InitialValues>> {
+    /// First values of the parameters of a model for rows of `ctx` tokens, perhaps with an adapter that goes on training.
+    fn values(&mut self, ctx: usize, adapter: Option<Adapter>) -> Result<Arc<dyn InitialValues>> {
         match self {
             Self::Decoder { base, config } => {
                 config.ctx = ctx;
                 Ok(match config.lora {
-                    Some(_) => Arc::new(AdaptedValues::new(base, config, None)?),
+                    Some(_) => Arc::new(AdaptedValues::new(base, config, adapter)?),
                     None => base.values(),
                 })
             }
@@ -103,10 +104,14 @@ impl Prepared {
     /// # Errors
     /// Options that make no run; those of [`Base::open`], [`Tokenizer::open`], [`Template::open`] and
     /// [`Dataset::prepare`]; a folder for the result that is not empty.
-    pub fn new(options: Options, progress: &mut dyn FnMut(DataProgress)) -> Result<Self> {
+    pub fn new(mut options: Options, progress: &mut dyn FnMut(DataProgress)) -> Result<Self> {
         options.check()?;
         if !(options.is_resumed() && options.is_result(&options.out)) {
             check_out(&options)?;
+        }
+        let adapter = options.adapter.as_ref().map(Adapter::read).transpose()?;
+        if let (Some(adapter), Method::Lora(lora) | Method::Qlora(lora)) = (&adapter, &mut options.method) {
+            *lora = adapter.config.clone();
         }
         let mut start = Start::open(&options)?;
         let tokenizer = Tokenizer::open(start.folder())?;
@@ -120,7 +125,7 @@ impl Prepared {
         if ctx > longest {
             return Err(refused("--ctx", ctx, format!("2 to {longest}, the model's context")));
         }
-        let values = start.values(ctx)?;
+        let values = start.values(ctx, adapter)?;
         let labels = match &start {
             Start::Decoder { .. } => vec![],
             Start::Encoder { base, .. } => base.data_labels().to_vec(),
@@ -169,7 +174,7 @@ impl Prepared {
     /// length. None where an encoder is trained.
     pub fn decoder(&self) -> Option<(&Base, &DecoderConfig)> {
         match &self.start {
-            Start::Decoder { base, config } => Some((base, config)),
+            Start::Decoder { base, config } => Some((base.as_ref(), config)),
             Start::Encoder { .. } => None,
         }
     }

@@ -34,6 +34,10 @@ pub(super) struct Flags {
     #[arg(long, value_name = "SETTINGS", conflicts_with = "full")]
     lora: Option<LoraConfig>,
 
+    /// Go on with this adapter: a folder in PEFT's format, whose settings hold
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["full", "lora"])]
+    adapter: Option<PathBuf>,
+
     /// Train adapters beside weights in NF4
     #[arg(long, conflicts_with = "full")]
     qlora: bool,
@@ -85,6 +89,10 @@ pub(super) struct Flags {
     /// The learning rate after that
     #[arg(long, value_enum, default_value_t)]
     scheduler: Scheduler,
+
+    /// Order of the rows
+    #[arg(long, value_enum, default_value_t)]
+    order: Order,
 
     /// Whether a row holds as many samples as fit in it
     #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
@@ -176,6 +184,13 @@ enum Scheduler {
     Constant,
 }
 
+#[derive(Debug, Clone, Copy, Default, PartialEq, ValueEnum)]
+enum Order {
+    #[default]
+    Shuffled,
+    Sequential,
+}
+
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
 enum OverlongFlag {
     #[default]
@@ -208,7 +223,8 @@ impl Flags {
     pub(super) fn options(&self) -> Result<Options> {
         let lora = || self.lora.clone().unwrap_or_default();
         let classify = self.task == TaskFlag::Classify;
-        let full = self.full || classify && !self.qlora && self.lora.is_none();
+        let adapts = self.qlora || self.lora.is_some() || self.adapter.is_some();
+        let full = self.full || classify && !adapts;
         let sources = |files: &[String]| files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>();
         Ok(Options {
             data: sources(&self.data)?,
@@ -217,6 +233,7 @@ impl Flags {
                 (false, true) => Method::Qlora(lora()),
                 (false, false) => Method::Lora(lora()),
             },
+            adapter: self.adapter.clone(),
             objective: match self.dpo {
                 Some(beta) => Objective::Prefer { beta },
                 None if classify => Objective::Classify,
@@ -242,6 +259,7 @@ impl Flags {
                 Scheduler::Linear => RateShape::Linear,
                 Scheduler::Constant => RateShape::Constant,
             },
+            shuffle: self.order == Order::Shuffled,
             packing: self.packing,
             overlong: match self.overlong {
                 OverlongFlag::Truncate => Overlong::Truncate,
