@@ -23,6 +23,10 @@ pub(super) struct Flags {
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
 
+    /// What is learned: to generate text, or to tell the labels of texts, for which the model is a BERT
+    #[arg(long, value_enum, default_value_t)]
+    task: TaskFlag,
+
     /// Adapters' settings: r, alpha, dropout, targets (all-linear, or names with + between them), rslora, dora
     /// [default: r=16,alpha=32,targets=all-linear]
     #[arg(long, value_name = "SETTINGS", conflicts_with = "full")]
@@ -36,7 +40,7 @@ pub(super) struct Flags {
     #[arg(long, conflicts_with = "full")]
     qlora: bool,
 
-    /// Train all weights
+    /// Train all weights [default with --task classify]
     #[arg(long)]
     full: bool,
 
@@ -150,6 +154,13 @@ enum Dtype {
     Fp16,
 }
 
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+enum TaskFlag {
+    #[default]
+    Generate,
+    Classify,
+}
+
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
 enum Scheduler {
     #[default]
@@ -177,22 +188,35 @@ impl Flags {
         if self.full && self.dpo.is_some() {
             return Err("--dpo needs adapters, for the model without them is the reference: leave out --full".into());
         }
+        if self.task == TaskFlag::Classify && self.dpo.is_some() {
+            return Err("--dpo is for language models: leave it out, or --task classify".into());
+        }
+        if self.task == TaskFlag::Classify && !self.prompt.is_empty() {
+            return Err("--prompt is for language models: an encoder that classifies answers nothing".into());
+        }
         Ok(())
     }
 
     /// The options of the run.
     pub(super) fn options(&self) -> Result<Options> {
         let lora = || self.lora.clone().unwrap_or_default();
+        let classify = self.task == TaskFlag::Classify;
+        let adapts = self.qlora || self.lora.is_some() || self.adapter.is_some();
+        let full = self.full || classify && !adapts;
         let sources = |files: &[String]| files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>();
         Ok(Options {
             data: sources(&self.data)?,
-            method: match (self.full, self.qlora) {
+            method: match (full, self.qlora) {
                 (true, _) => Method::Full,
                 (false, true) => Method::Qlora(lora()),
                 (false, false) => Method::Lora(lora()),
             },
             adapter: self.adapter.clone(),
-            objective: self.dpo.map_or(Objective::Generate, |beta| Objective::Prefer { beta }),
+            objective: match self.dpo {
+                Some(beta) => Objective::Prefer { beta },
+                None if classify => Objective::Classify,
+                None => Objective::Generate,
+            },
             ds_config: self.ds_config.clone(),
             precision: match self.dtype {
                 Dtype::F32 => Precision::F32,
