@@ -41,6 +41,8 @@ pub enum Objective {
         /// How much a difference in log probability counts.
         beta: f64,
     },
+    /// To tell the label of a text: cross entropy of the classes. The model is an encoder, and all of its weights are trained.
+    Classify,
 }
 
 /// How long is trained.
@@ -117,7 +119,7 @@ pub struct Saving {
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one.
+    /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one. To classify, the folder of a BERT.
     pub model: PathBuf,
     /// Training data.
     pub data: Vec<Source>,
@@ -153,7 +155,7 @@ pub struct Options {
     /// Whether rows come in an order that the seed makes, in each epoch another, rather than in that of the data. Default:
     /// true.
     pub shuffle: bool,
-    /// Whether a row holds as many samples as fit, rather than one. Default: true.
+    /// Whether a row holds as many samples as fit, rather than one, of samples without labels. Default: true.
     pub packing: bool,
     /// What becomes of samples that are longer than a row. Default: they are cut.
     pub overlong: Overlong,
@@ -268,6 +270,11 @@ impl Options {
         {
             return Err(refused("--val", format!("{}%", part * 100.0), "a file, or more than 0% and less than 100%"));
         }
+        if self.objective == Objective::Classify && self.method != Method::Full {
+            let why =
+                "classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter";
+            return Err(misused("--task", why));
+        }
         if let Objective::Prefer { beta } = self.objective {
             if !positive(beta) {
                 return Err(refused("--dpo", format!("beta={beta}"), "beta above 0, as beta=0.1"));
@@ -368,6 +375,7 @@ mod tests {
         insta::assert_snapshot!(text(Options { adapter: Some("a".into()), method: Method::Full, ..with_data() }), @"--adapter is of use with adapters alone: leave out --full");
         let dpo = Objective::Prefer { beta: 0.1 };
         insta::assert_snapshot!(text(Options { objective: dpo, method: Method::Full, ..with_data() }), @"--dpo needs adapters, for the model without them is the reference: leave out --full");
+        insta::assert_snapshot!(text(Options { objective: Objective::Classify, ..with_data() }), @"--task classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter");
         let dpo = Objective::Prefer { beta: 0.0 };
         insta::assert_snapshot!(text(Options { objective: dpo, ..with_data() }), @"--dpo is beta=0, but must be beta above 0, as beta=0.1");
         insta::assert_snapshot!("x".parse::<Warmup>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them as 3%");

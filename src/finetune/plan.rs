@@ -27,8 +27,7 @@ impl Plan {
     pub fn new(prepared: &Prepared, world: usize, rank: usize) -> Result<Self> {
         let options = &prepared.options;
         let config = settings::filled_in(options, world)?;
-        let resolve =
-            |warmup, steps| settings::resolve(&config, options, world, prepared.config.hidden_size, warmup, steps);
+        let resolve = |warmup, steps| settings::resolve(&config, options, world, prepared.hidden_size(), warmup, steps);
         let shape = BatchShape::new(&resolve(1, 2)?.batch, world, rank);
         let (packing, pad) = (prepared.packing(), prepared.pad());
         let data = prepared.training.clone();

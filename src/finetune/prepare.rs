@@ -4,7 +4,8 @@ use super::adapted_values::AdaptedValues;
 use super::adapter::Adapter;
 use super::base::Base;
 use super::cache::default_cache;
-use super::dataset::{DataOptions, DataProgress, Dataset, Task};
+use super::dataset::{DataOptions, DataProgress, Dataset, Task, labels_of};
+use super::encoder::EncoderBase;
 use super::error::FinetuneError;
 use super::options::{Held, Method, Objective, Options, misused, refused};
 use super::pack::Packing;
@@ -14,26 +15,83 @@ use super::tokenizer::Tokenizer;
 use crate::engine::InitialValues;
 use crate::error::{Error, Result};
 use crate::files::free_folder;
-use crate::models::DecoderConfig;
+use crate::models::{BertConfig, DecoderConfig};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-/// Tokens of a row, where nothing else is said and the model's context has as many.
-const USUAL_CTX: usize = 1024;
 
 /// A run whose options, model and data were looked at, and are in order. No weight is in memory yet.
 #[derive(Debug)]
 pub struct Prepared {
     pub(super) options: Options,
-    pub(super) base: Base,
-    /// That of the base, with adapters and the rows' length.
-    pub(super) config: DecoderConfig,
-    /// First values of its parameters.
+    pub(super) start: Start,
+    /// First values of the parameters.
     pub(super) values: Arc<dyn InitialValues>,
+    ctx: usize,
     pub(super) tokenizer: Tokenizer,
     pub(super) template: Option<Template>,
     pub(super) training: Arc<Dataset>,
     pub(super) validation: Option<Arc<Dataset>>,
+}
+
+/// The model that a run begins with, and the description of the one that is trained.
+#[derive(Debug)]
+pub(super) enum Start {
+    /// A language model; the description has adapters and the rows' length.
+    Decoder { base: Box<Base>, config: DecoderConfig },
+    /// An encoder that is to classify.
+    Encoder { base: EncoderBase, config: BertConfig },
+}
+
+impl Start {
+    fn open(options: &Options) -> Result<Self> {
+        let checkpoint_activations = options.recompute.unwrap_or(false);
+        if options.objective == Objective::Classify {
+            let base = EncoderBase::open(&options.model, &labels_of(&options.data)?)?;
+            let config = BertConfig { checkpoint_activations, ..base.config().clone() };
+            return Ok(Self::Encoder { base, config });
+        }
+        let base = Box::new(Base::open(&options.model)?);
+        let lora = options.method.lora().cloned();
+        let config = DecoderConfig { lora, checkpoint_activations, ..base.config().clone() };
+        Ok(Self::Decoder { base, config })
+    }
+
+    /// The folder with the tokenizer.
+    fn folder(&self) -> &Path {
+        match self {
+            Self::Decoder { base, .. } => base.folder(),
+            Self::Encoder { base, .. } => base.folder(),
+        }
+    }
+
+    fn check_tokens(&self, ids: usize) -> Result<()> {
+        match self {
+            Self::Decoder { base, .. } => base.check_tokens(ids),
+            Self::Encoder { base, .. } => base.check_tokens(ids),
+        }
+    }
+
+    /// First values of the parameters of a model for rows of `ctx` tokens, perhaps with an adapter that goes on training.
+    fn values(&mut self, ctx: usize, adapter: Option<Adapter>) -> Result<Arc<dyn InitialValues>> {
+        match self {
+            Self::Decoder { base, config } => {
+                config.ctx = ctx;
+                Ok(match config.lora {
+                    Some(_) => Arc::new(AdaptedValues::new(base, config, adapter)?),
+                    None => base.values(),
+                })
+            }
+            Self::Encoder { base, .. } => Ok(base.values()),
+        }
+    }
+
+    /// The longest row.
+    fn longest(&self) -> usize {
+        match self {
+            Self::Decoder { base, .. } => base.config().ctx,
+            Self::Encoder { base, .. } => base.config().max_position_embeddings,
+        }
+    }
 }
 
 impl Prepared {
@@ -48,40 +106,36 @@ impl Prepared {
         if !(options.is_resumed() && options.is_result(&options.out)) {
             check_out(&options)?;
         }
-        let base = Base::open(&options.model)?;
-        let tokenizer = Tokenizer::open(base.folder())?;
-        base.check_tokens(tokenizer.vocab_size())?;
-        let template = match Template::open(base.folder(), &tokenizer) {
-            Err(Error::Finetune(FinetuneError::NoTemplate { .. })) => None,
-            found => Some(found?),
-        };
         let adapter = options.adapter.as_ref().map(Adapter::read).transpose()?;
         if let (Some(adapter), Method::Lora(lora) | Method::Qlora(lora)) = (&adapter, &mut options.method) {
             *lora = adapter.config.clone();
         }
-        let longest = base.config().ctx;
-        let ctx = options.ctx.unwrap_or(USUAL_CTX.min(longest));
+        let mut start = Start::open(&options)?;
+        let tokenizer = Tokenizer::open(start.folder())?;
+        start.check_tokens(tokenizer.vocab_size())?;
+        let template = match Template::open(start.folder(), &tokenizer) {
+            Err(Error::Finetune(FinetuneError::NoTemplate { .. })) => None,
+            found => Some(found?),
+        };
+        let longest = start.longest();
+        let ctx = options.ctx.unwrap_or(DataOptions::USUAL_CTX.min(longest));
         if ctx > longest {
             return Err(refused("--ctx", ctx, format!("2 to {longest}, the model's context")));
         }
-        let config = DecoderConfig {
-            ctx,
-            lora: options.method.lora().cloned(),
-            checkpoint_activations: options.recompute.unwrap_or(false),
-            ..base.config().clone()
-        };
-        let values: Arc<dyn InitialValues> = match config.lora {
-            Some(_) => Arc::new(AdaptedValues::new(&base, &config, adapter)?),
-            None => base.values(),
+        let values = start.values(ctx, adapter)?;
+        let labels = match &start {
+            Start::Decoder { .. } => vec![],
+            Start::Encoder { base, .. } => base.data_labels().to_vec(),
         };
         let cache = options.cache.clone().map_or_else(default_cache, Ok)?;
         let mut prepare = |sources: &[Source]| {
             let task = match options.objective {
                 Objective::Generate => Task::Generate,
                 Objective::Prefer { .. } => Task::Prefer,
+                Objective::Classify => Task::Classify,
             };
-            let data =
-                DataOptions { overlong: options.overlong, strict: options.strict, ..DataOptions::new(task, ctx) };
+            let (overlong, strict, labels) = (options.overlong, options.strict, labels.clone());
+            let data = DataOptions { overlong, strict, labels, ..DataOptions::new(task, ctx) };
             Dataset::prepare(sources, &tokenizer, template.as_ref(), &data, &cache, progress)
         };
         let training = prepare(&options.data)?;
@@ -105,7 +159,7 @@ impl Prepared {
             }
         };
         let validation = validation.map(Arc::new);
-        Ok(Self { options, base, config, values, tokenizer, template, training: Arc::new(training), validation })
+        Ok(Self { options, start, values, ctx, tokenizer, template, training: Arc::new(training), validation })
     }
 
     /// The options.
@@ -113,14 +167,26 @@ impl Prepared {
         &self.options
     }
 
-    /// The model.
-    pub fn base(&self) -> &Base {
-        &self.base
+    /// The language model and the description of the one that is trained: the base's, with adapters and a context of a row's
+    /// length. None where an encoder is trained.
+    pub fn decoder(&self) -> Option<(&Base, &DecoderConfig)> {
+        match &self.start {
+            Start::Decoder { base, config } => Some((base.as_ref(), config)),
+            Start::Encoder { .. } => None,
+        }
     }
 
-    /// The description of the model that is trained: the base's, with adapters and a context of a row's length.
-    pub fn config(&self) -> &DecoderConfig {
-        &self.config
+    /// The encoder, where one is trained.
+    pub fn encoder(&self) -> Option<&EncoderBase> {
+        match &self.start {
+            Start::Decoder { .. } => None,
+            Start::Encoder { base, .. } => Some(base),
+        }
+    }
+
+    /// The most tokens of a row.
+    pub fn ctx(&self) -> usize {
+        self.ctx
     }
 
     /// The model's tokenizer.
@@ -144,8 +210,16 @@ impl Prepared {
     }
 
     pub(super) fn packing(&self) -> Packing {
-        let packed = self.options.packing && self.training.group() == 1;
-        if packed { Packing::Packed { ctx: self.config.ctx } } else { Packing::Padded }
+        let packed = self.options.packing && self.training.group() == 1 && self.training.labels().is_empty();
+        if packed { Packing::Packed { ctx: self.ctx } } else { Packing::Padded }
+    }
+
+    /// Width of the residual stream.
+    pub(super) fn hidden_size(&self) -> usize {
+        match &self.start {
+            Start::Decoder { config, .. } => config.hidden_size,
+            Start::Encoder { config, .. } => config.hidden_size,
+        }
     }
 
     /// What fills rows up.

@@ -12,11 +12,12 @@
 
 use super::conversation::Conversation;
 use super::generate::{Generated, Generator, Sampling};
+use super::network::Network;
 use super::objective::Validation;
-use super::options::{Method, Options, Saving};
+use super::options::{Method, Options, Saving, misused};
 use super::pack::Batches;
 use super::plan::Plan;
-use super::prepare::Prepared;
+use super::prepare::{Prepared, Start};
 use super::rate::Rates;
 use super::result;
 use crate::checkpoint::{LoadOptions, SaveOptions};
@@ -24,7 +25,7 @@ use crate::comm::Communicator;
 use crate::config::Config;
 use crate::engine::{Engine, EngineBuilder};
 use crate::error::{Error, Result};
-use crate::models::{Decoder, Session};
+use crate::models::{Bert, Decoder, Session};
 use crate::monitor::rss_peak_bytes;
 use crate::nn::is_adapter;
 use crate::notice;
@@ -43,7 +44,7 @@ use std::time::Instant;
 pub struct StepReport {
     /// From 0.
     pub step: u64,
-    /// The mean over the target tokens of the step, or over its pairs.
+    /// The mean over the target tokens of the step, over its pairs, or over its texts with labels.
     pub loss: f64,
     /// The learning rate of this step.
     pub lr: f64,
@@ -78,9 +79,12 @@ pub struct StepReport {
     /// The mean loss on the validation data, where the model was validated after this step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
-    /// Of preferences, then.
+    /// Of preferences and labels, then.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_accuracy: Option<f64>,
+    /// Of labels, then: the mean of the labels' F1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub val_f1: Option<f64>,
 }
 
 /// Why a run has ended.
@@ -108,7 +112,7 @@ struct Memory {
 /// A run.
 pub struct FineTune {
     prepared: Prepared,
-    engine: Engine<Decoder>,
+    engine: Engine<Network>,
     comm: Arc<dyn Communicator>,
     training: Batches,
     validation: Option<Batches>,
@@ -181,7 +185,7 @@ impl FineTune {
     }
 
     /// The engine.
-    pub fn engine(&mut self) -> &mut Engine<Decoder> {
+    pub fn engine(&mut self) -> &mut Engine<Network> {
         &mut self.engine
     }
 
@@ -232,7 +236,7 @@ impl FineTune {
         if self.validation.is_some() && (steps == self.total || steps.is_multiple_of(self.eval_every())) {
             let validation = self.validate()?;
             report.val_loss = Some(validation.loss);
-            report.val_accuracy = validation.accuracy;
+            (report.val_accuracy, report.val_f1) = (validation.accuracy, validation.f1);
             self.judge(steps, validation.loss)?;
         }
         let every = self.prepared.options.saving.as_ref().and_then(|saving| saving.every);
@@ -310,6 +314,7 @@ impl FineTune {
             rss_peak_bytes: (most > 0).then_some(most),
             val_loss: None,
             val_accuracy: None,
+            val_f1: None,
         })
     }
 
@@ -329,10 +334,11 @@ impl FineTune {
     pub fn validate(&mut self) -> Result<Validation> {
         let batches = self.validation.as_ref().expect("a run that is validated has data for it");
         let (objective, device) = (self.prepared.options.objective, self.engine.device().clone());
-        let mut sums = [0.0; 4];
+        let mut sums = vec![];
         for step in 0..batches.steps_per_epoch() {
             let rows = batches.batch(step, 0);
             let of_batch = self.engine.eval(|model| objective.sums(model, &rows, &device))?.to_vec1::<f64>()?;
+            sums.resize(of_batch.len(), 0.0);
             sums.iter_mut().zip(of_batch).for_each(|(sum, value)| *sum += value);
         }
         let ranks = self.engine.gather_f64(&sums)?;
@@ -344,9 +350,12 @@ impl FineTune {
     /// Collective: all ranks ask the same.
     ///
     /// # Errors
-    /// Those of [`Generator::answer`]; a failed collective.
+    /// Those of [`Generator::answer`]; a model that is an encoder; a failed collective.
     pub fn answer(&mut self, prompt: &str, sampling: &Sampling) -> Result<Generated> {
-        let Prepared { base, tokenizer, template, config, .. } = &self.prepared;
+        let Prepared { start, tokenizer, template, .. } = &self.prepared;
+        let Start::Decoder { base, config } = start else {
+            return Err(misused("--prompt", "is for language models: an encoder that classifies answers nothing"));
+        };
         let generator = Generator::new(base, tokenizer, template.as_ref())?;
         let ids = match template {
             Some(_) => generator.of_conversation(&Conversation::new([("user", prompt)]))?,
@@ -356,7 +365,7 @@ impl FineTune {
         let max_tokens = sampling.max_tokens.min(config.ctx.saturating_sub(ids.len())).max(1);
         let engine = &mut self.engine;
         let extend = |session: &mut Session, ids: &[u32]| {
-            let logits = engine.eval(|model| Tensor::new(model.extend(session, ids)?, &Device::Cpu))?;
+            let logits = engine.eval(|model| Tensor::new(model.decoder()?.extend(session, ids)?, &Device::Cpu))?;
             Ok(logits.to_vec1()?)
         };
         generator.answer(&ids, &Sampling { max_tokens, ..sampling.clone() }, extend, |_| ControlFlow::Continue(()))
@@ -423,11 +432,19 @@ impl FineTune {
 }
 
 /// The engine, with the model's weights.
-fn build(prepared: &Prepared, config: Config, rates: Rates, comm: Arc<dyn Communicator>) -> Result<Engine<Decoder>> {
+fn build(prepared: &Prepared, config: Config, rates: Rates, comm: Arc<dyn Communicator>) -> Result<Engine<Network>> {
     let Options { method, seed, .. } = &prepared.options;
-    let sizes = &prepared.config;
     let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
     builder = builder.initial_values(prepared.values.clone());
+    if config.scheduler.is_none() {
+        builder = builder.schedule(rates);
+    }
+    let sizes = match &prepared.start {
+        Start::Encoder { config: sizes, .. } => {
+            return builder.initialize(|vb| Bert::new(sizes, vb).map(Network::Encoder), config);
+        }
+        Start::Decoder { config, .. } => config,
+    };
     if *method != Method::Full {
         builder = builder.trainable(|name, _| is_adapter(name));
     }
@@ -436,10 +453,7 @@ fn build(prepared: &Prepared, config: Config, rates: Rates, comm: Arc<dyn Commun
             shape.len() == 2 && is_of_block(name) && !is_adapter(name)
         });
     }
-    if config.scheduler.is_none() {
-        builder = builder.schedule(rates);
-    }
-    builder.initialize(|vb| Decoder::new(sizes, vb), config)
+    builder.initialize(|vb| Decoder::new(sizes, vb).map(Network::Decoder), config)
 }
 
 /// Whether a parameter is one of a block's: an embedding and an output projection are not.

@@ -1,11 +1,9 @@
 //! The flags of `zerorun finetune`, and the options that they make.
 
 use crate::error::Result;
-use crate::finetune::{
-    DataProgress, Held, Length, Method, Objective, Options, Overlong, Precision, RateShape, Saving, Source, Warmup,
-};
+use crate::finetune::{Held, Length, Method, Objective, Options, Precision, RateShape, Saving, Source, Warmup};
 use crate::nn::LoraConfig;
-use crate::tools::progress::ByteProgress;
+use crate::tools::samples::SampleFlags;
 use clap::{Args, ValueEnum, value_parser};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -25,6 +23,10 @@ pub(super) struct Flags {
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
 
+    /// What is learned: to generate text, or to tell the labels of texts, for which the model is a BERT
+    #[arg(long, value_enum, default_value_t)]
+    task: TaskFlag,
+
     /// Adapters' settings: r, alpha, dropout, targets (all-linear, or names with + between them), rslora, dora
     /// [default: r=16,alpha=32,targets=all-linear]
     #[arg(long, value_name = "SETTINGS", conflicts_with = "full")]
@@ -38,7 +40,7 @@ pub(super) struct Flags {
     #[arg(long, conflicts_with = "full")]
     qlora: bool,
 
-    /// Train all weights
+    /// Train all weights [default with --task classify]
     #[arg(long)]
     full: bool,
 
@@ -74,9 +76,8 @@ pub(super) struct Flags {
     #[arg(long = "micro_batch", alias = "micro-batch", value_name = "ROWS", default_value = "1")]
     micro_batch: usize,
 
-    /// Tokens of a row [default: 1024, or the model's context where that is shorter]
-    #[arg(long, value_name = "TOKENS")]
-    ctx: Option<usize>,
+    #[command(flatten)]
+    samples: SampleFlags,
 
     /// Steps of the learning rate's rise, or a part of all steps
     #[arg(long, value_name = "N|P%", default_value = "3%")]
@@ -93,14 +94,6 @@ pub(super) struct Flags {
     /// Whether a row holds as many samples as fit in it
     #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
     packing: bool,
-
-    /// What becomes of samples that are longer than a row
-    #[arg(long, value_enum, default_value_t)]
-    overlong: OverlongFlag,
-
-    /// Stop at a record that cannot be used, rather than count it
-    #[arg(long)]
-    strict: bool,
 
     /// Validation data: files, or a part of the training data as 5%
     #[arg(long, value_name = "FILE|P%", num_args = 1..)]
@@ -150,10 +143,6 @@ pub(super) struct Flags {
     /// Recompute each block in backward instead of keeping its activations
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     activation_checkpointing: bool,
-
-    /// Folder for tokenized data [default: candle-zero/samples in the user's cache]
-    #[arg(long, value_name = "DIR")]
-    cache: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
@@ -163,6 +152,13 @@ enum Dtype {
     Bf16,
     #[value(alias = "f16")]
     Fp16,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+enum TaskFlag {
+    #[default]
+    Generate,
+    Classify,
 }
 
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
@@ -180,13 +176,6 @@ enum Order {
     Sequential,
 }
 
-#[derive(Debug, Clone, Copy, Default, ValueEnum)]
-enum OverlongFlag {
-    #[default]
-    Truncate,
-    Drop,
-}
-
 /// `beta=0.1`, or `0.1`.
 fn beta(text: &str) -> std::result::Result<f64, String> {
     let number = text.strip_prefix("beta=").unwrap_or(text);
@@ -199,22 +188,35 @@ impl Flags {
         if self.full && self.dpo.is_some() {
             return Err("--dpo needs adapters, for the model without them is the reference: leave out --full".into());
         }
+        if self.task == TaskFlag::Classify && self.dpo.is_some() {
+            return Err("--dpo is for language models: leave it out, or --task classify".into());
+        }
+        if self.task == TaskFlag::Classify && !self.prompt.is_empty() {
+            return Err("--prompt is for language models: an encoder that classifies answers nothing".into());
+        }
         Ok(())
     }
 
     /// The options of the run.
     pub(super) fn options(&self) -> Result<Options> {
         let lora = || self.lora.clone().unwrap_or_default();
+        let classify = self.task == TaskFlag::Classify;
+        let adapts = self.qlora || self.lora.is_some() || self.adapter.is_some();
+        let full = self.full || classify && !adapts;
         let sources = |files: &[String]| files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>();
         Ok(Options {
             data: sources(&self.data)?,
-            method: match (self.full, self.qlora) {
+            method: match (full, self.qlora) {
                 (true, _) => Method::Full,
                 (false, true) => Method::Qlora(lora()),
                 (false, false) => Method::Lora(lora()),
             },
             adapter: self.adapter.clone(),
-            objective: self.dpo.map_or(Objective::Generate, |beta| Objective::Prefer { beta }),
+            objective: match self.dpo {
+                Some(beta) => Objective::Prefer { beta },
+                None if classify => Objective::Classify,
+                None => Objective::Generate,
+            },
             ds_config: self.ds_config.clone(),
             precision: match self.dtype {
                 Dtype::F32 => Precision::F32,
@@ -228,7 +230,7 @@ impl Flags {
             lr: self.lr,
             batch: self.batch,
             micro_batch: self.micro_batch,
-            ctx: self.ctx,
+            ctx: self.samples.ctx(),
             warmup: self.warmup,
             scheduler: match self.scheduler {
                 Scheduler::Cosine => RateShape::Cosine,
@@ -237,11 +239,8 @@ impl Flags {
             },
             shuffle: self.order == Order::Shuffled,
             packing: self.packing,
-            overlong: match self.overlong {
-                OverlongFlag::Truncate => Overlong::Truncate,
-                OverlongFlag::Drop => Overlong::Drop,
-            },
-            strict: self.strict,
+            overlong: self.samples.overlong(),
+            strict: self.samples.strict,
             validation: (!self.val.is_empty()).then(|| Held::parse(&self.val)).transpose()?,
             eval_every: self.eval_every,
             patience: self.patience,
@@ -253,31 +252,8 @@ impl Flags {
             }),
             seed: self.seed,
             recompute: self.activation_checkpointing.then_some(true),
-            cache: self.cache.clone(),
+            cache: self.samples.cache.clone(),
             ..Options::new(&self.model, &self.out)
         })
-    }
-}
-
-/// Progress over data files, in MiB of each.
-#[derive(Default)]
-pub(super) struct FileProgress {
-    file: usize,
-    bytes: ByteProgress,
-}
-
-impl FileProgress {
-    /// Shows how far a file is.
-    pub(super) fn tell(&mut self, at: DataProgress) {
-        if at.file != self.file {
-            self.finish();
-            self.file = at.file;
-        }
-        self.bytes.tell(at.bytes, at.of);
-    }
-
-    /// Frees the line below.
-    pub(super) fn finish(&mut self) {
-        std::mem::take(&mut self.bytes).finish();
     }
 }

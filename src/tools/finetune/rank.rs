@@ -78,7 +78,7 @@ fn train(options: Options, flags: &Flags) -> Result<Ended> {
 fn introduce(run: &mut FineTune) {
     let (rows, steps, at) = (run.rows_per_epoch(), run.total_steps(), run.steps());
     let resumed = run.resumed().map(Path::to_owned);
-    let ctx = run.prepared().config().ctx;
+    let ctx = run.prepared().ctx();
     let engine = run.engine();
     let (names, trained) = (engine.parameter_names().len(), engine.trainable_parameters().len());
     let (world, batch) = (engine.world_size(), engine.config().batch);
@@ -128,9 +128,10 @@ fn line(step: &StepReport) -> String {
 /// A line about a validation.
 fn validated(run: &FineTune, step: &StepReport, loss: f64) -> String {
     let best = if run.best().is_some_and(|(at, _)| at == step.step + 1) { ", the best so far" } else { "" };
+    let f1 = step.val_f1.map(|f1| format!(", macro F1 {f1:.4}")).unwrap_or_default();
     match step.val_accuracy {
         Some(accuracy) => {
-            format!("step {}: validation loss {loss:.4}, accuracy {:.1}%{best}", step.step + 1, 100.0 * accuracy)
+            format!("step {}: validation loss {loss:.4}, accuracy {:.1}%{f1}{best}", step.step + 1, 100.0 * accuracy)
         }
         None => format!("step {}: validation loss {loss:.4}, perplexity {:.3}{best}", step.step + 1, loss.exp()),
     }
