@@ -36,7 +36,7 @@ def data(folder):
         q, a = question(r)
         held[q] = a
     with open(f"{folder}/dialogues.jsonl", "w") as f:
-        for _ in range(900):
+        for _ in range(2500):
             messages = []
             while len(messages) < 14:
                 q, a = question(r)
