@@ -20,7 +20,7 @@ fn variable(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).map(PathBuf::from)
 }
 
-fn model(test: fn()) -> Option<Base> {
+fn model<T: Fn()>(test: T) -> Option<Base> {
     let folder = variable("CANDLE_ZERO_SMOLLM2");
     if folder.is_none() {
         skipped(test, "CANDLE_ZERO_SMOLLM2 names no folder of SmolLM2-135M-Instruct");
