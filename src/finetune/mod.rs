@@ -15,12 +15,15 @@
 //! | preference optimization | [`dpo_loss`] |
 //! | a model's folder or GGUF file: its description, and its weights by name | [`Base`] |
 //! | initial values of adapters beside a base's weights | [`AdaptedValues`] |
+//! | the stage, the offload and the micro batch that fit into memory | [`Demand`], [`Choice`] |
+//! | the weights that QLoRA holds in four bits | [`is_quantized`] |
 //! | the model that leaves: merged, as a Hugging Face folder or GGUF | [`Merged`] |
 
 mod adapted_values;
 mod adapter;
 mod base;
 mod cache;
+mod choose;
 mod conversation;
 mod dataset;
 mod dpo;
@@ -35,6 +38,7 @@ mod out;
 mod pack;
 mod peft_config;
 mod python;
+mod quantized;
 mod record;
 mod report;
 mod sample;
@@ -50,12 +54,14 @@ pub use adapted_values::AdaptedValues;
 pub use adapter::{Adapter, AdapterTensor};
 pub use base::Base;
 pub use cache::SampleRef;
+pub use choose::{Choice, Demand, memory_of_rank};
 pub use conversation::Conversation;
 pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task};
 pub use dpo::{Dpo, dpo_loss};
 pub use gguf_model::GgufFormat;
 pub use merge::Merged;
 pub use pack::{Batches, NO_TARGET, Packing, Rows};
+pub use quantized::is_quantized;
 pub use record::Form;
 pub use report::{Lines, Report};
 pub use sample::Sample;
