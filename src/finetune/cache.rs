@@ -5,13 +5,15 @@
 //! line as two); a report as JSON. The header has what the file was made of as one number, and where its parts lie, with a
 //! digest of the header: a file that was not written to its end has none.
 
+use super::error::FinetuneError;
 use super::sample::Sample;
 use crate::error::{Error, Result};
 use crate::files;
+use crate::util::cache_home;
 use memmap2::Mmap;
 use std::fs::File;
 use std::io::{BufWriter, Seek, SeekFrom, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
 
 /// The first bytes of a file of this format.
@@ -19,6 +21,21 @@ const MAGIC: &[u8; 8] = b"czsamp01";
 const HEADER: usize = 64;
 /// Bytes of an entry of the index.
 const ENTRY: usize = 24;
+
+/// The folder for files of samples where none is given: `candle-zero/samples` in `$XDG_CACHE_HOME` or `~/.cache`.
+///
+/// # Errors
+/// [`FinetuneError::NoCache`] where neither is known.
+pub fn default_cache() -> Result<PathBuf> {
+    Ok(own_cache()?.join("samples"))
+}
+
+/// The folder of this library in the user's cache.
+pub(super) fn own_cache() -> Result<PathBuf> {
+    let home = std::env::home_dir().filter(|home| home.is_absolute());
+    let folder = cache_home(std::env::var_os("XDG_CACHE_HOME"), home).ok_or(FinetuneError::NoCache)?;
+    Ok(folder.join("candle-zero"))
+}
 
 /// A mapped file of samples.
 #[derive(Debug)]
@@ -129,6 +146,11 @@ impl Cache {
             true => Ok(Self { map, samples: samples as usize, tokens, index: index as usize, report: report as usize }),
             false => Err("it is damaged"),
         }
+    }
+
+    /// Of what the samples were made of.
+    pub(super) fn fingerprint(&self) -> u64 {
+        long(&self.map[8..16])
     }
 
     pub(super) fn samples(&self) -> usize {

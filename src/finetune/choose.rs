@@ -15,9 +15,11 @@ use std::path::Path;
 pub struct Demand<'a> {
     /// The parameters; which of them are trained, and how the others are held.
     pub shapes: &'a Shapes,
-    /// The configuration but for what is chosen here: `zero_optimization`, `activation_checkpointing`,
-    /// `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps`. It has `train_batch_size`.
+    /// The configuration but for what is chosen here: `zero_optimization` and `activation_checkpointing`. It has
+    /// `train_batch_size`. A `train_micro_batch_size_per_gpu` stays as it is; without one it is chosen too.
     pub config: &'a Value,
+    /// Whether blocks run again in backward, where that is not to be chosen.
+    pub recompute: Option<bool>,
     /// Ranks of the job.
     pub ranks: usize,
     /// Bytes of activations of a micro batch of so many rows, whose blocks run again in backward or do not; for instance
@@ -56,6 +58,8 @@ const SHARE: f64 = 0.8;
 /// Elements that are gathered ahead where memory is scarce: the next unit's first ones.
 const AHEAD: usize = 10_000_000;
 
+const MICRO_BATCH: &str = "train_micro_batch_size_per_gpu";
+
 impl Demand<'_> {
     /// The fastest choice that fits.
     ///
@@ -63,8 +67,7 @@ impl Demand<'_> {
     /// Nothing fits: the message has the least that is needed. A configuration that cannot be used.
     pub fn choose(&self) -> Result<Choice> {
         let most = (self.memory as f64 * SHARE) as u64;
-        let rows = self.load(&json!({"stage": 0}), None, false)?.batch.train_batch_size / self.ranks;
-        let sizes: Vec<usize> = (1..=rows).rev().filter(|size| rows.is_multiple_of(*size)).collect();
+        let sizes = self.micro_batches()?;
         let (mut first, mut least): (Option<Choice>, Option<Choice>) = (None, None);
         for candidate in self.candidates() {
             for size in &sizes {
@@ -81,6 +84,15 @@ impl Demand<'_> {
         let least = least.map_or(0, |least| least.bytes);
         let (needed, had) = (binary((least as f64 / SHARE).ceil() as u64), binary(self.memory));
         Err(FinetuneError::NothingFits { ranks: self.ranks, needed, had }.into())
+    }
+
+    /// Rows of micro batches, the most first.
+    fn micro_batches(&self) -> Result<Vec<usize>> {
+        let batch = self.load(&json!({"stage": 0}), None, false)?.batch;
+        let rows = batch.train_batch_size / self.ranks;
+        let is_given = self.config.get(MICRO_BATCH).is_some();
+        let is_one = |size: &usize| if is_given { *size == batch.train_micro_batch_size_per_gpu } else { true };
+        Ok((1..=rows).rev().filter(|size| rows.is_multiple_of(*size) && is_one(size)).collect())
     }
 
     fn candidates(&self) -> Vec<Candidate> {
@@ -100,6 +112,7 @@ impl Demand<'_> {
         let mut all: Vec<Candidate> = in_memory.iter().map(with(false)).collect();
         all.extend(in_memory.iter().map(with(true)));
         all.extend(on_disk.iter().flat_map(|place| [with(false)(place), with(true)(place)]));
+        all.retain(|candidate| self.recompute.is_none_or(|recompute| candidate.recompute == recompute));
         all
     }
 
@@ -108,7 +121,7 @@ impl Demand<'_> {
         let mut config = self.config.clone();
         config["zero_optimization"] = zero.clone();
         if let Some(rows) = micro_batch {
-            config["train_micro_batch_size_per_gpu"] = json!(rows);
+            config[MICRO_BATCH] = json!(rows);
         }
         if recompute {
             config["activation_checkpointing"] = json!({"every_unit": true});
@@ -255,7 +268,7 @@ mod tests {
         let json = json!({"train_batch_size": 8, "bf16": {"enabled": true}, "optimizer": {"type": "AdamW"}});
         let memory = (gib * GIB as f64) as u64;
         let (activations, folder) = (&activations, Path::new("/scratch"));
-        Demand { shapes: &shapes, config: &json, ranks, activations, memory, folder }.choose()
+        Demand { shapes: &shapes, config: &json, recompute: None, ranks, activations, memory, folder }.choose()
     }
 
     #[test]

@@ -178,6 +178,15 @@ impl Dataset {
         &self.labels
     }
 
+    /// A number that changes with the samples, their order and their weights.
+    pub fn fingerprint(&self) -> u64 {
+        let mut hasher = twox_hash::XxHash3_64::new();
+        for Part { cache, weight, first, end, key, .. } in &self.parts {
+            hasher.write(format!("{:x} {weight} {first} {end} {key:?} ", cache.fingerprint()).as_bytes());
+        }
+        hasher.finish()
+    }
+
     /// The files and what became of their records.
     pub fn reports(&self) -> impl Iterator<Item = (&Path, &Report)> {
         self.parts.iter().map(|part| (part.path.as_path(), &*part.report))

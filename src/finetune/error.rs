@@ -6,6 +6,33 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FinetuneError {
+    /// A value of an option.
+    #[error("{flag} is {found}, but must be {allowed}")]
+    Option {
+        /// The option, as the command has it.
+        flag: &'static str,
+        /// Its value.
+        found: String,
+        /// The allowed values.
+        allowed: String,
+    },
+    /// An option that does not go with the others.
+    #[error("{flag} {problem}")]
+    OptionUse {
+        /// The option, as the command has it.
+        flag: &'static str,
+        /// What is wrong, and what to do.
+        problem: String,
+    },
+    /// A run that changed nothing.
+    #[error(
+        "nothing was learned: all {steps} steps were skipped, because gradients were not finite; let the loss scale adapt \
+         (fp16.loss_scale 0), give a smaller one (fp16.initial_scale_power), or train in bf16"
+    )]
+    NothingLearned {
+        /// Its steps.
+        steps: u64,
+    },
     /// A path under which there is no model.
     #[error(
         "{} is no model: {reason}; give a folder with config.json and safetensors files, as Hugging Face has them, or a \
@@ -161,6 +188,29 @@ pub enum FinetuneError {
         /// What is wrong.
         reason: String,
     },
+    /// Nothing to be continued.
+    #[error("the prompt has no tokens, and a model continues at least one; give a text")]
+    EmptyPrompt,
+    /// A prompt that leaves no room for an answer.
+    #[error(
+        "the prompt has {tokens} tokens, and the model's context {ctx}, which is to have the answer too; give a shorter one"
+    )]
+    LongPrompt {
+        /// Tokens of the prompt.
+        tokens: usize,
+        /// Tokens of the context.
+        ctx: usize,
+    },
+    /// A number of the choice of tokens.
+    #[error("{name} is {found}, but must be {allowed}")]
+    Sampling {
+        /// Its name.
+        name: &'static str,
+        /// The number.
+        found: String,
+        /// The allowed ones.
+        allowed: &'static str,
+    },
     /// A weight of a data file that cannot be used.
     #[error("the weight of {text} must be above 0 and at most 1000, as in data.jsonl:2.5")]
     Weight {
@@ -187,6 +237,9 @@ pub enum FinetuneError {
         /// The file.
         path: PathBuf,
     },
+    /// No folder for tokenized samples.
+    #[error("there is no folder for tokenized samples: neither XDG_CACHE_HOME nor HOME is set; give one with --cache")]
+    NoCache,
     /// A record that cannot be used, where that is to stop.
     #[error("line {line} of {} cannot be used: {reason}; mend it, or leave out --strict to skip such lines", path.display())]
     Record {

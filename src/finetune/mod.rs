@@ -17,7 +17,9 @@
 //! | initial values of adapters beside a base's weights | [`AdaptedValues`] |
 //! | the stage, the offload and the micro batch that fit into memory | [`Demand`], [`Choice`] |
 //! | the weights that QLoRA holds in four bits | [`is_quantized`] |
+//! | answers of a model, token by token | [`Generator`] |
 //! | the model that leaves: merged, as a Hugging Face folder or GGUF | [`Merged`] |
+//! | a whole run: what it is told, what it needs, its steps | [`Options`], [`Prepared`], [`FineTune`] |
 
 mod adapted_values;
 mod adapter;
@@ -28,20 +30,29 @@ mod conversation;
 mod dataset;
 mod dpo;
 pub(crate) mod error;
+mod fitted;
+mod generate;
 mod gguf;
 mod gguf_config;
 mod gguf_file;
 mod gguf_model;
 mod gguf_vocabulary;
 mod merge;
+mod objective;
+mod options;
 mod out;
 mod pack;
 mod peft_config;
+mod prepare;
 mod python;
 mod quantized;
+mod rate;
 mod record;
 mod report;
+mod result;
 mod sample;
+mod session;
+mod settings;
 mod show;
 mod source;
 mod spans;
@@ -53,18 +64,23 @@ mod words;
 pub use adapted_values::AdaptedValues;
 pub use adapter::{Adapter, AdapterTensor};
 pub use base::Base;
-pub use cache::SampleRef;
+pub use cache::{SampleRef, default_cache};
 pub use choose::{Choice, Demand, memory_of_rank};
 pub use conversation::Conversation;
 pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task};
 pub use dpo::{Dpo, dpo_loss};
+pub use generate::{Generated, Generator, Sampling};
 pub use gguf_model::GgufFormat;
 pub use merge::Merged;
+pub use objective::Validation;
+pub use options::{Held, Length, Method, Objective, Options, Precision, RateShape, Saving, Warmup};
 pub use pack::{Batches, NO_TARGET, Packing, Rows};
+pub use prepare::Prepared;
 pub use quantized::is_quantized;
 pub use record::Form;
 pub use report::{Lines, Report};
 pub use sample::Sample;
+pub use session::{Ended, FineTune, StepReport};
 pub use show::show;
 pub use source::Source;
 pub use spans::Rendered;

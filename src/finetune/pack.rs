@@ -7,6 +7,7 @@
 use super::dataset::Dataset;
 use crate::data::BatchShape;
 use crate::util::{mix, permute};
+use std::hash::Hasher as _;
 use std::sync::Arc;
 
 /// The target of a position that predicts nothing, which a loss leaves out.
@@ -40,6 +41,8 @@ pub struct Rows {
     pub starts: Vec<Vec<usize>>,
     /// The numbers of the labels of all sequences but padding.
     pub labels: Vec<u32>,
+    /// Tokens without what fills rows up.
+    pub tokens: usize,
 }
 
 /// The batches of one rank.
@@ -156,6 +159,7 @@ impl Batches {
                 batch.targets.extend(next.map(target).chain([NO_TARGET]));
                 batch.labels.push(sample.label);
             }
+            batch.tokens += at;
             if at < time {
                 starts.push(at);
             }
@@ -164,6 +168,16 @@ impl Batches {
             batch.starts.push(starts);
         }
         batch
+    }
+
+    /// A number that changes with the samples of the rows and with their order.
+    pub fn fingerprint(&self) -> u64 {
+        let mut hasher = twox_hash::XxHash3_64::new();
+        hasher.write(&self.dataset.fingerprint().to_le_bytes());
+        self.members.iter().for_each(|group| hasher.write(&group.to_le_bytes()));
+        self.rows.iter().for_each(|row| hasher.write(&(*row as u64).to_le_bytes()));
+        hasher.write(format!("{:?} {}", self.seed, self.rows_per_step()).as_bytes());
+        hasher.finish()
     }
 
     /// Targets of all ranks and micro batches of a step: what the sum of their losses is divided by. Every rank computes

@@ -14,7 +14,7 @@ mod output;
 pub(crate) mod package;
 pub(crate) mod ranks;
 pub(crate) mod report;
-mod restarts;
+pub(crate) mod restarts;
 pub(crate) mod script;
 pub(crate) mod signals;
 mod tail;

@@ -22,11 +22,11 @@ const EXIT_UNWRITTEN: u8 = 1;
 
 /// When a job is started again.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Rule {
+pub(crate) struct Rule {
     /// Restarts in total.
-    pub(super) max_restarts: u32,
+    pub(crate) max_restarts: u32,
     /// The fewest ranks to go on with.
-    pub(super) min_ranks: usize,
+    pub(crate) min_ranks: usize,
 }
 
 /// A run that has failed.
@@ -72,7 +72,7 @@ fn pause(failed: &[Failed]) -> Duration {
 }
 
 /// Runs the job, again and again if the rule says so, and gives the launcher's exit code. Call it on the main thread.
-pub(super) fn run(mut job: Job, rule: &Rule) -> Result<u8> {
+pub(crate) fn run(mut job: Job, rule: &Rule) -> Result<u8> {
     let events = signals::listen()?;
     let mut failed = Vec::new();
     loop {

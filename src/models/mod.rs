@@ -33,7 +33,7 @@ pub use language_model::{Architecture, LanguageModel};
 pub use llama::{Llama, LlamaLayers};
 pub use llama_config::LlamaConfig;
 pub use rotary_rule::{RotaryRule, RotaryScaling};
-pub use sampling::{TokenRng, next_token};
+pub use sampling::{TokenRng, keep_likeliest, next_token};
 pub use session::Session;
 
 /// `name`, if a model of any architecture is known by it.

@@ -53,9 +53,67 @@ pub fn next_token(logits: &[f32], temperature: f64, rng: &mut TokenRng) -> u32 {
     best as u32
 }
 
+/// Leaves the `top_k` largest of `logits` (all with 0), and of those the likeliest whose probabilities, softmax(logits /
+/// temperature), add up to `top_p` (all with 1), at least one; the others become minus infinity, as those that are nan do. Of
+/// equals the first come first. At temperature 0 or below nothing changes: there the largest is chosen anyway.
+pub fn keep_likeliest(logits: &mut [f32], top_k: usize, top_p: f64, temperature: f64) {
+    let by_rank = top_k > 0 && top_k < logits.len();
+    if !(temperature > 0.0 && (by_rank || top_p < 1.0)) {
+        return;
+    }
+    logits.iter_mut().filter(|x| x.is_nan()).for_each(|x| *x = f32::NEG_INFINITY);
+    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+    let larger = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+    let mut kept = logits.len();
+    if by_rank {
+        order.select_nth_unstable_by(top_k - 1, larger);
+        kept = top_k;
+    }
+    if top_p < 1.0 {
+        order[..kept].sort_unstable_by(larger);
+        let most = order.first().map_or(0.0, |best| logits[*best as usize]);
+        let weight = |i: &u32| (f64::from(logits[*i as usize] - most) / temperature).exp();
+        let total: f64 = order[..kept].iter().map(weight).sum();
+        let mut sum = 0.0;
+        let before = |i: &&u32| {
+            let is_kept = sum < top_p * total;
+            sum += weight(i);
+            is_kept
+        };
+        kept = order[..kept].iter().take_while(before).count().max(1);
+    }
+    order.iter().skip(kept).for_each(|i| logits[*i as usize] = f32::NEG_INFINITY);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_likeliest_are_those_of_the_rank_and_of_the_probability() {
+        const NO: f32 = f32::NEG_INFINITY;
+        let kept = |top_k, top_p, temperature| {
+            // Probabilities 0.5, 0.1, 0.3 and 0.1 at temperature 1.
+            let mut logits = [0.5f32.ln(), 0.1f32.ln(), 0.3f32.ln(), 0.1f32.ln(), f32::NAN];
+            keep_likeliest(&mut logits, top_k, top_p, temperature);
+            logits.map(|x| x > NO)
+        };
+        assert_eq!(kept(1, 1.0, 1.0), [true, false, false, false, false]);
+        assert_eq!(kept(3, 1.0, 1.0), [true, true, true, false, false]);
+        assert_eq!(kept(0, 0.45, 1.0), [true, false, false, false, false]);
+        assert_eq!(kept(0, 0.7, 1.0), [true, false, true, false, false]);
+        assert_eq!(kept(0, 0.85, 1.0), [true, true, true, false, false]);
+        // Of the two largest the first has 5/8.
+        assert_eq!(kept(2, 0.6, 1.0), [true, false, false, false, false]);
+        // A high temperature makes all of them alike.
+        assert_eq!(kept(0, 0.7, 1e6), [true, true, true, false, false]);
+        let mut logits = [1.0f32, 3.0];
+        keep_likeliest(&mut logits, 1, 0.1, 0.0);
+        assert_eq!(logits, [1.0, 3.0]);
+        keep_likeliest(&mut logits, 0, 1e-300, 1.0);
+        assert_eq!(logits, [NO, 3.0]);
+        keep_likeliest(&mut [], 1, 0.5, 1.0);
+    }
 
     #[test]
     fn greedy_takes_the_largest_and_skips_nan() {

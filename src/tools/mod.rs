@@ -9,6 +9,7 @@ mod check;
 mod consolidate;
 pub(crate) mod error;
 mod estimate;
+mod finetune;
 mod import;
 mod inspect;
 mod picture;
@@ -34,12 +35,13 @@ pub(crate) struct Tool {
 }
 
 /// All of them, in the order of the help.
-const ALL: [Tool; 12] = [
+const ALL: [Tool; 13] = [
     Tool { name: "bench", about: "Measure the speed of an offload folder", run: bench::run },
     Tool { name: "cache", about: "Show what builds of scripts take on the disk, and remove it", run: cache::run },
     Tool { name: "check", about: "Check a configuration and list every problem", run: check::run },
     Tool { name: "consolidate", about: "Write a checkpoint's parameters as Hugging Face files", run: consolidate::run },
     Tool { name: "estimate", about: "Compute memory and traffic before training", run: estimate::run },
+    Tool { name: "finetune", about: "Fine-tune a Hugging Face model or a GGUF file", run: finetune::run },
     Tool { name: "import", about: "Convert a DeepSpeed checkpoint", run: import::run },
     Tool { name: "inspect", about: "Look into a folder of checkpoints", run: inspect::run },
     Tool { name: "report", about: "Describe this machine and what it can train", run: report::run },

@@ -1,0 +1,49 @@
+//! Fine-tunes a model of Hugging Face's format with low-rank adapters: what `zerorun finetune` does, as a program.
+//!
+//!     zerorun --num_ranks 2 examples/finetune.rs SmolLM2-135M-Instruct chats.jsonl adapter --steps 100
+
+use candle_zero::comm::{self, RankEnv};
+use candle_zero::finetune::{FineTune, Length, Method, Options, Prepared, Source};
+use clap::Parser;
+use std::path::PathBuf;
+
+#[derive(Parser)]
+struct Args {
+    /// A folder with config.json and safetensors files, or a GGUF file
+    model: PathBuf,
+    /// Conversations as JSON lines, or another form that `zerorun data show` recognizes
+    data: String,
+    /// Folder for the adapter
+    out: PathBuf,
+    /// Optimizer steps
+    #[arg(long, default_value_t = 100)]
+    steps: u64,
+    /// The adapter's settings
+    #[arg(long, default_value = "r=16,alpha=32")]
+    lora: String,
+    /// A DeepSpeed configuration [default: stage and offload are chosen by the memory at hand]
+    #[arg(long = "ds_config")]
+    ds_config: Option<PathBuf>,
+}
+
+fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    let options = Options {
+        data: vec![Source::parse(&args.data)?],
+        method: Method::Lora(args.lora.parse()?),
+        length: Length::Steps(args.steps),
+        ds_config: args.ds_config,
+        ..Options::new(args.model, args.out)
+    };
+    // Tokenizes the data, once for all ranks, and looks at everything that can be wrong.
+    let prepared = Prepared::new(options, &mut |_| ())?;
+    let comm = comm::from_env(&RankEnv::from_env()?)?;
+    let mut run = FineTune::start(prepared, comm)?;
+    while let Some(step) = run.step()? {
+        if run.engine().rank() == 0 {
+            println!("step {} loss {:.4} {:.0} tokens/s", step.step + 1, step.loss, step.tokens_per_s);
+        }
+    }
+    run.finish()?;
+    Ok(())
+}

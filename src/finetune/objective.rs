@@ -1,0 +1,121 @@
+//! What a run learns from its batches: a loss to go down, and the sums that a validation is made of.
+
+use super::dpo::dpo_loss;
+use super::options::Objective;
+use super::pack::{NO_TARGET, Rows};
+use crate::models::Decoder;
+use crate::nn::{Sequences, without_adapters};
+use candle_core::{DType, Device, Result, Tensor};
+
+/// A validation.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct Validation {
+    /// The mean loss: over target tokens, or over pairs of a preference.
+    pub loss: f64,
+    /// The share of pairs where the model is ahead of its reference; of preferences.
+    pub accuracy: Option<f64>,
+    /// How far ahead it is in the mean, times beta; of preferences.
+    pub margin: Option<f64>,
+}
+
+/// Rows as tensors.
+struct Batch {
+    ids: Tensor,
+    targets: Tensor,
+    sequences: Sequences,
+}
+
+impl Batch {
+    fn new(rows: &Rows, device: &Device) -> Result<Self> {
+        let shape = (rows.rows, rows.time);
+        Ok(Self {
+            ids: Tensor::from_slice(&rows.ids, shape, device)?,
+            targets: Tensor::from_slice(&rows.targets, shape, device)?,
+            sequences: Sequences::from_starts(rows.starts.clone(), rows.time)?,
+        })
+    }
+
+    /// Sums of log probabilities of the chosen answers and of the rejected ones, which are the rows in turn.
+    fn sums(&self, model: &Decoder) -> Result<[Tensor; 2]> {
+        let sums = model.log_probabilities(&self.ids, &self.targets, Some(&self.sequences))?.sum(1)?;
+        let pairs = sums.reshape(((), 2))?;
+        Ok([pairs.narrow(1, 0, 1)?.flatten_all()?, pairs.narrow(1, 1, 1)?.flatten_all()?])
+    }
+}
+
+impl Objective {
+    /// Whether the loss of a batch needs to be told what the model says without its adapters ([`Objective::reference`]).
+    pub(super) fn needs_reference(self) -> bool {
+        matches!(self, Self::Prefer { .. })
+    }
+
+    /// What the model says of a batch without its adapters, as sums of log probabilities, `[2, pairs]`.
+    pub(super) fn reference(self, model: &Decoder, rows: &Rows, device: &Device) -> Result<Tensor> {
+        let [chosen, rejected] = without_adapters(|| Batch::new(rows, device)?.sums(model))?;
+        Tensor::stack(&[chosen, rejected], 0)
+    }
+
+    /// The loss of a batch, a scalar of f32: its sum over targets, divided by `divisor`; of a preference, the mean over its
+    /// pairs beside a `reference`.
+    pub(super) fn loss(
+        self,
+        model: &Decoder,
+        rows: &Rows,
+        reference: Option<&Tensor>,
+        divisor: f64,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let batch = Batch::new(rows, device)?;
+        match (self, reference) {
+            (Self::Prefer { beta }, Some(reference)) => {
+                let [chosen, rejected] = batch.sums(model)?;
+                let of_reference = [reference.get(0)?, reference.get(1)?];
+                Ok(dpo_loss([&chosen, &rejected], [&of_reference[0], &of_reference[1]], beta)?.loss)
+            }
+            (Self::Prefer { .. }, None) => candle_core::bail!("a preference has a reference"),
+            (Self::Generate, _) => model.loss_packed(&batch.ids, &batch.targets, Some(&batch.sequences), Some(divisor)),
+        }
+    }
+
+    /// What a batch adds to a validation: loss, what it is divided by, and with preferences how many are right and their
+    /// margins. Rows that only fill a batch up add nothing.
+    pub(super) fn sums(self, model: &Decoder, rows: &Rows, device: &Device) -> Result<Tensor> {
+        let sums = match self {
+            Self::Generate => {
+                let targets = rows.targets.iter().filter(|target| **target != NO_TARGET).count();
+                let loss = self.loss(model, rows, None, 1.0, device)?.to_scalar::<f32>()?;
+                [f64::from(loss), targets as f64, 0.0, 0.0]
+            }
+            Self::Prefer { beta } => {
+                let reference = self.reference(model, rows, device)?;
+                let batch = Batch::new(rows, device)?;
+                let [chosen, rejected] = batch.sums(model)?;
+                let mut sums = [0.0; 4];
+                let real = rows.targets.chunks(rows.time).map(|row| row.iter().any(|target| *target != NO_TARGET));
+                let real: Vec<bool> = real.step_by(2).collect();
+                let values = |sums: &Tensor| sums.to_dtype(DType::F32)?.to_vec1::<f32>();
+                let [chosen, rejected] = [values(&chosen)?, values(&rejected)?];
+                let reference = reference.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+                for pair in (0..real.len()).filter(|pair| real[*pair]) {
+                    let ahead = f64::from(chosen[pair] - rejected[pair]);
+                    let margin = beta * (ahead - f64::from(reference[0][pair] - reference[1][pair]));
+                    // -log sigmoid(margin)
+                    sums[0] += (-margin).max(0.0) + (-margin.abs()).exp().ln_1p();
+                    sums[1] += 1.0;
+                    sums[2] += f64::from(u8::from(margin > 0.0));
+                    sums[3] += margin;
+                }
+                sums
+            }
+        };
+        Tensor::new(&sums, &Device::Cpu)
+    }
+
+    /// The validation that sums over all batches and ranks make.
+    pub(super) fn validation(self, sums: &[f64]) -> Validation {
+        let mean = |i: usize| sums.get(i).copied().unwrap_or(0.0) / sums[1].max(1.0);
+        let of_pairs = |i| self.needs_reference().then(|| mean(i));
+        Validation { loss: mean(0), accuracy: of_pairs(2), margin: of_pairs(3) }
+    }
+}

@@ -1,0 +1,82 @@
+//! What a run leaves: an adapter in PEFT's files, or a model in a Hugging Face folder.
+
+use super::adapter::Adapter;
+use super::merge::Merged;
+use super::prepare::Prepared;
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::files::{folder_of, new_beside, sync_folder};
+use crate::models::Decoder;
+use crate::param::WeightFiles;
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Collective: writes the folder `to`, which must be absent or empty, from rank 0.
+fn write(engine: &mut Engine<Decoder>, prepared: &Prepared, to: &Path) -> Result<()> {
+    match prepared.options.method.lora() {
+        Some(lora) => {
+            let base = Some(prepared.base.folder().display().to_string());
+            let adapter = Adapter::of_engine(engine, lora.clone(), base)?;
+            if engine.rank() == 0 {
+                let parameters = prepared.config.parameters()?;
+                adapter.write(to, parameters.iter().map(|(name, _)| name.as_str()))?;
+            }
+        }
+        None => {
+            // All weights in f32, which the folder's files are made of.
+            let wrong = |source| Error::Io { action: "write", path: to.to_owned(), source };
+            let whole = new_beside(folder_of(to), ".weights").map_err(wrong)?;
+            let path = whole.path().with_extension("safetensors");
+            let exported = engine.export_safetensors(&path).and_then(|()| match engine.rank() {
+                0 => {
+                    let values = WeightFiles::open(&path)?;
+                    Merged::new(&prepared.base, None)?.with_values(Arc::new(values)).write_hugging_face(to, None)
+                }
+                _ => Ok(()),
+            });
+            if engine.rank() == 0 {
+                _ = fs::remove_file(&path);
+            }
+            exported?;
+        }
+    }
+    Ok(())
+}
+
+/// Collective: writes the folder `to` from rank 0. It must be absent or empty, or have what such a run has left before, which
+/// goes when the new one is whole.
+pub(super) fn replace(engine: &mut Engine<Decoder>, prepared: &Prepared, to: &Path) -> Result<()> {
+    if engine.rank() != 0 || !prepared.options.is_result(to) {
+        return write(engine, prepared, to);
+    }
+    let mut name = std::ffi::OsString::from(".");
+    name.push(to.file_name().unwrap_or_default());
+    name.push(".new");
+    let beside = folder_of(to).join(name);
+    remove(&beside)?;
+    write(engine, prepared, &beside)?;
+    let wrong = |source| Error::Io { action: "replace", path: to.to_owned(), source };
+    match renameat_with(CWD, &beside, CWD, to, RenameFlags::EXCHANGE) {
+        Ok(()) => {}
+        // The file system knows no exchange.
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {
+            remove(to)?;
+            fs::rename(&beside, to).map_err(wrong)?;
+        }
+        Err(errno) => return Err(wrong(errno.into())),
+    }
+    sync_folder(folder_of(to)).map_err(wrong)?;
+    remove(&beside)
+}
+
+fn remove(folder: &Path) -> Result<()> {
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            Err(Error::Io { action: "remove", path: folder.to_owned(), source: error })
+        }
+        _ => Ok(()),
+    }
+}

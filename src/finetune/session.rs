@@ -1,0 +1,450 @@
+//! A run of fine-tuning, step by step.
+//!
+//! ```text
+//! Prepared -> start -> step, step, ... -> finish
+//!                      | forward, backward, update: as many micro batches as a step has
+//!                      | validate, where it is due; the best one is kept
+//!                      | save, where it is due, or where a signal asks for the end
+//! ```
+//!
+//! Which rows a step has follows from its number, so a run that goes on from a checkpoint does what the one that was stopped
+//! would have done, to the bit.
+
+use super::adapted_values::AdaptedValues;
+use super::fitted::fitted;
+use super::objective::Validation;
+use super::options::{Length, Method, Options, Saving};
+use super::pack::Batches;
+use super::prepare::Prepared;
+use super::quantized::{PACKING, is_quantized};
+use super::rate::Rates;
+use super::result;
+use super::settings;
+use crate::checkpoint::{LoadOptions, SaveOptions};
+use crate::comm::Communicator;
+use crate::config::Config;
+use crate::data::BatchShape;
+use crate::engine::{Engine, EngineBuilder};
+use crate::error::{Error, Result};
+use crate::models::Decoder;
+use crate::monitor::rss_peak_bytes;
+use crate::nn::is_adapter;
+use crate::notice;
+use candle_core::DType;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// What became of an optimizer step. As JSON it has the keys of the bundled examples' metrics.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct StepReport {
+    /// From 0.
+    pub step: u64,
+    /// The mean over the target tokens of the step, or over its pairs.
+    pub loss: f64,
+    /// The learning rate of this step.
+    pub lr: f64,
+    /// Before clipping, with the loss scale taken out.
+    pub grad_norm: Option<f64>,
+    /// The scale of this step's gradients.
+    pub loss_scale: f64,
+    /// Whether overflow kept the weights as they were.
+    pub skipped: bool,
+    /// Tokens of all ranks, without what fills rows up.
+    pub tokens: u64,
+    /// The same in a second.
+    pub tokens_per_s: f64,
+    /// Milliseconds of this rank.
+    pub forward_ms: f64,
+    /// Milliseconds of this rank.
+    pub backward_ms: f64,
+    /// Milliseconds of this rank.
+    pub step_ms: f64,
+    /// Waiting for collectives, a part of the others.
+    pub comm_ms: f64,
+    /// Waiting for files of offloaded state, a part of the others.
+    pub disk_ms: f64,
+    /// Bytes from files, of this rank.
+    pub disk_read_bytes: u64,
+    /// Bytes to files, of this rank.
+    pub disk_written_bytes: u64,
+    /// While requests to files were under way, of this rank.
+    pub disk_bytes_per_s: f64,
+    /// The peak of the rank that used most.
+    pub rss_peak_bytes: Option<u64>,
+    /// The mean loss on the validation data, where the model was validated after this step.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub val_loss: Option<f64>,
+    /// Of preferences, then.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub val_accuracy: Option<f64>,
+}
+
+/// Why a run has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ended {
+    /// All steps are made.
+    Complete,
+    /// Validations did not improve any more.
+    NoImprovement,
+    /// A signal asked for it; the last step is saved.
+    Asked,
+}
+
+/// What a run remembers beside the engine's state.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+struct Memory {
+    /// The best validation: steps made, and its loss.
+    best: Option<(u64, f64)>,
+    /// Validations since.
+    stale: u64,
+    /// Of data, rows and their order.
+    data: u64,
+}
+
+/// A run.
+pub struct FineTune {
+    prepared: Prepared,
+    engine: Engine<Decoder>,
+    comm: Arc<dyn Communicator>,
+    training: Batches,
+    validation: Option<Batches>,
+    total: u64,
+    memory: Memory,
+    ended: Option<Ended>,
+    resumed: Option<PathBuf>,
+    skipped_before: u64,
+    first_step: u64,
+    chosen: Option<String>,
+}
+
+impl FineTune {
+    /// Builds the model on the ranks of `comm`, or goes on from a checkpoint. Collective.
+    ///
+    /// # Errors
+    /// A configuration that cannot be used; weights that cannot be read; a checkpoint of another run; a folder for
+    /// checkpoints that cannot be written to.
+    pub fn start(prepared: Prepared, comm: Arc<dyn Communicator>) -> Result<Self> {
+        let options = &prepared.options;
+        let config = settings::filled_in(options, comm.size())?;
+        let (config, chosen) = fitted(&prepared, config, &*comm)?;
+        let resolve = |warmup, steps| {
+            settings::resolve(&config, options, comm.size(), prepared.config.hidden_size, warmup, steps)
+        };
+        let shape = BatchShape::new(&resolve(1, 2)?.batch, comm.size(), comm.rank());
+        let (packing, pad) = (prepared.packing(), prepared.pad());
+        let training = Batches::training(prepared.training.clone(), packing, shape, options.seed, pad);
+        let total = match options.length {
+            Length::Steps(steps) => steps,
+            Length::Epochs(epochs) => training.steps(epochs),
+        };
+        let rates = Rates::new(options.peak_lr(), options.warmup, total, options.scheduler);
+        let config = resolve(rates.warmup(), total)?;
+        // One micro batch a step: there is nothing to accumulate.
+        let shape = BatchShape { accumulation: 1, ..shape };
+        let validation = prepared.validation.clone();
+        let validation = validation.map(|data| Batches::validation(data, packing, shape, pad));
+        let engine = build(&prepared, config, rates, comm.clone())?;
+        let memory = Memory { data: training.fingerprint(), ..Memory::default() };
+        let mut run = Self {
+            prepared,
+            engine,
+            comm,
+            training,
+            validation,
+            total,
+            memory,
+            ended: None,
+            resumed: None,
+            skipped_before: 0,
+            first_step: 0,
+            chosen,
+        };
+        run.resume()?;
+        Ok(run)
+    }
+
+    /// Goes on from the newest checkpoint, where one is asked for and there.
+    fn resume(&mut self) -> Result<()> {
+        let Some(saving) = self.prepared.options.saving.clone() else { return Ok(()) };
+        self.engine.check_save_dir(&saving.dir)?;
+        if !saving.resume {
+            return Ok(());
+        }
+        let Some(loaded) = self.engine.load_checkpoint(&saving.dir, None, &LoadOptions::default())? else {
+            return Ok(());
+        };
+        let before: Memory = serde_json::from_value(loaded.client_state["finetune"].clone()).unwrap_or_default();
+        if before.data != self.memory.data && self.comm.rank() == 0 {
+            notice::say(&format!(
+                "{} was saved by a run with other data or another order of it: this run goes on with its own",
+                loaded.path.display()
+            ));
+        }
+        self.memory = Memory { data: self.memory.data, ..before };
+        (self.first_step, self.skipped_before) = (self.engine.global_steps(), self.engine.skipped_steps());
+        self.resumed = Some(loaded.path);
+        let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
+        if self.memory.stale >= patience {
+            self.ended = Some(Ended::NoImprovement);
+        }
+        Ok(())
+    }
+
+    /// What was prepared.
+    pub fn prepared(&self) -> &Prepared {
+        &self.prepared
+    }
+
+    /// The engine.
+    pub fn engine(&mut self) -> &mut Engine<Decoder> {
+        &mut self.engine
+    }
+
+    /// The stage and the offload that were chosen and why, where there was something to choose.
+    pub fn chosen(&self) -> Option<&str> {
+        self.chosen.as_deref()
+    }
+
+    /// Steps of the whole run.
+    pub fn total_steps(&self) -> u64 {
+        self.total
+    }
+
+    /// Steps that are made.
+    pub fn steps(&self) -> u64 {
+        self.engine.global_steps()
+    }
+
+    /// Rows of an epoch.
+    pub fn rows_per_epoch(&self) -> usize {
+        self.training.rows_per_epoch()
+    }
+
+    /// The checkpoint that the run goes on from.
+    pub fn resumed(&self) -> Option<&std::path::Path> {
+        self.resumed.as_deref()
+    }
+
+    /// Why the run has ended, once [`step`](Self::step) gives nothing.
+    pub fn ended(&self) -> Option<Ended> {
+        self.ended
+    }
+
+    /// The best validation: the steps made by then, and its loss.
+    pub fn best(&self) -> Option<(u64, f64)> {
+        self.memory.best
+    }
+
+    /// Makes the next step; validates and saves, where that is due. Nothing, if the run has ended. Collective.
+    ///
+    /// # Errors
+    /// Those of the engine: a loss that is not finite in f32, a failed collective, a checkpoint that cannot be written.
+    pub fn step(&mut self) -> Result<Option<StepReport>> {
+        if self.ended.is_none() {
+            self.ended = self.is_at_end()?;
+        }
+        if self.ended.is_some() {
+            self.engine.wait_for_checkpoint()?;
+            return Ok(None);
+        }
+        let mut report = self.train()?;
+        let steps = self.engine.global_steps();
+        if self.validation.is_some() && (steps == self.total || steps.is_multiple_of(self.eval_every())) {
+            let validation = self.validate()?;
+            report.val_loss = Some(validation.loss);
+            report.val_accuracy = validation.accuracy;
+            self.judge(steps, validation.loss)?;
+        }
+        let every = self.prepared.options.saving.as_ref().and_then(|saving| saving.every);
+        if every.is_some_and(|every| steps.is_multiple_of(every)) && steps != self.total {
+            self.save(true)?;
+        }
+        Ok(Some(report))
+    }
+
+    /// Whether the run ends before the next step; what is due then is saved.
+    fn is_at_end(&mut self) -> Result<Option<Ended>> {
+        let steps = self.engine.global_steps();
+        let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
+        let (is_saved, is_new) = (self.prepared.options.saving.is_some(), steps > self.first_step);
+        let ended = match () {
+            () if steps >= self.total => Ended::Complete,
+            () if self.memory.stale >= patience => Ended::NoImprovement,
+            () if is_saved && self.engine.stop_requested()? => Ended::Asked,
+            () => return Ok(None),
+        };
+        if is_new {
+            self.save(false)?;
+        }
+        Ok(Some(ended))
+    }
+
+    /// Forward, backward and update.
+    fn train(&mut self) -> Result<StepReport> {
+        let (begun, step) = (Instant::now(), self.engine.global_steps());
+        let (batch, world) = (self.engine.config().batch, self.engine.world_size());
+        let files_before = self.engine.offload_report();
+        let (lr, loss_scale) = (self.engine.get_lr()[0], self.engine.loss_scale());
+        let micro_steps = batch.gradient_accumulation_steps;
+        // The engine takes the mean over ranks and micro batches: the mean over all targets comes of sums, each divided by
+        // an equal part of their number.
+        let divisor = self.training.targets_of_step(step).max(1) as f64 / (world * micro_steps) as f64;
+        let (objective, device) = (self.prepared.options.objective, self.engine.device().clone());
+        let (mut loss_sum, mut tokens) = (0.0, 0);
+        for micro_step in 0..micro_steps {
+            let rows = self.training.batch(step, micro_step);
+            let reference = match objective.needs_reference() {
+                true => Some(self.engine.eval(|model| objective.reference(model, &rows, &device))?),
+                false => None,
+            };
+            let loss =
+                self.engine.forward(|model| objective.loss(model, &rows, reference.as_ref(), divisor, &device))?;
+            self.engine.backward(&loss)?;
+            self.engine.step()?;
+            loss_sum += f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
+            tokens += rows.tokens;
+        }
+        let own = [loss_sum / micro_steps as f64, tokens as f64, rss_peak_bytes().unwrap_or(0) as f64];
+        let ranks = self.engine.gather_f64(&own)?;
+        let sum = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>();
+        let most = ranks.iter().fold(0.0, |most: f64, rank| most.max(rank[2])) as u64;
+        let timings = self.engine.timings();
+        let files = self.engine.offload_report().since(&files_before);
+        Ok(StepReport {
+            step,
+            loss: sum(0) / world as f64,
+            lr,
+            grad_norm: self.engine.get_global_grad_norm(),
+            loss_scale,
+            skipped: !self.engine.was_step_applied(),
+            tokens: sum(1) as u64,
+            tokens_per_s: sum(1) / begun.elapsed().as_secs_f64(),
+            forward_ms: timings.forward_ms,
+            backward_ms: timings.backward_ms,
+            step_ms: timings.step_ms,
+            comm_ms: timings.comm_ms,
+            disk_ms: timings.disk_ms,
+            disk_read_bytes: files.bytes_read,
+            disk_written_bytes: files.bytes_written,
+            disk_bytes_per_s: files.bytes_per_s(),
+            rss_peak_bytes: (most > 0).then_some(most),
+            val_loss: None,
+            val_accuracy: None,
+        })
+    }
+
+    /// Steps between two validations.
+    fn eval_every(&self) -> u64 {
+        self.prepared.options.eval_every.unwrap_or(self.total.div_ceil(10)).max(1)
+    }
+
+    /// Validates the model with all of the data that is held out. Collective: every rank has equally many batches.
+    ///
+    /// # Errors
+    /// A failed collective.
+    ///
+    /// # Panics
+    ///
+    /// Without validation data.
+    pub fn validate(&mut self) -> Result<Validation> {
+        let batches = self.validation.as_ref().expect("a run that is validated has data for it");
+        let (objective, device) = (self.prepared.options.objective, self.engine.device().clone());
+        let mut sums = [0.0; 4];
+        for step in 0..batches.steps_per_epoch() {
+            let rows = batches.batch(step, 0);
+            let of_batch = self.engine.eval(|model| objective.sums(model, &rows, &device))?.to_vec1::<f64>()?;
+            sums.iter_mut().zip(of_batch).for_each(|(sum, value)| *sum += value);
+        }
+        let ranks = self.engine.gather_f64(&sums)?;
+        let sums: Vec<f64> = (0..sums.len()).map(|i| ranks.iter().map(|rank| rank[i]).sum()).collect();
+        Ok(objective.validation(&sums))
+    }
+
+    /// Keeps the model, if no validation before was better.
+    fn judge(&mut self, steps: u64, loss: f64) -> Result<()> {
+        if self.memory.best.is_some_and(|(_, best)| loss >= best) {
+            self.memory.stale += 1;
+            return Ok(());
+        }
+        self.memory = Memory { best: Some((steps, loss)), stale: 0, ..self.memory };
+        let to = self.prepared.options.best();
+        result::replace(&mut self.engine, &self.prepared, &to).inspect_err(|error| self.abort(error))
+    }
+
+    /// Saves a checkpoint, where there is a folder for them.
+    fn save(&mut self, in_background: bool) -> Result<()> {
+        let Some(Saving { dir, keep, .. }) = self.prepared.options.saving.clone() else { return Ok(()) };
+        let options = SaveOptions {
+            in_background,
+            keep,
+            exclude_frozen_parameters: self.prepared.options.method != Method::Full,
+            ..SaveOptions::default()
+        };
+        let state = json!({ "finetune": self.memory });
+        self.engine.save_checkpoint_with(dir, None, state, &options)?;
+        Ok(())
+    }
+
+    /// Writes the result. Collective.
+    ///
+    /// # Errors
+    /// A folder that cannot be written to, or is not empty; a run all of whose steps were skipped.
+    pub fn finish(mut self) -> Result<()> {
+        self.engine.wait_for_checkpoint()?;
+        let (made, skipped) =
+            (self.engine.global_steps() - self.first_step, self.engine.skipped_steps() - self.skipped_before);
+        if made > 0 && skipped == made {
+            return Err(crate::error::FinetuneError::NothingLearned { steps: made }.into());
+        }
+        let to = self.prepared.options.out.clone();
+        // A run that was stopped behind its end has left it already.
+        result::replace(&mut self.engine, &self.prepared, &to).inspect_err(|error| self.abort(error))
+    }
+
+    /// What became of the engine's memory, transfers and files, for the last line of metrics.
+    pub fn summary(&self) -> Value {
+        json!({
+            "summary": true,
+            "world_size": self.engine.world_size(),
+            "steps": self.total,
+            "skipped_steps": self.engine.skipped_steps(),
+            "memory": self.engine.memory_report(),
+            "comm": self.engine.comm_report(),
+            "offload": self.engine.offload_report(),
+        })
+    }
+
+    /// Tells the other ranks why this one cannot go on.
+    fn abort(&self, error: &Error) {
+        self.comm.abort(&error.to_string());
+    }
+}
+
+/// The engine, with the model's weights.
+fn build(prepared: &Prepared, config: Config, rates: Rates, comm: Arc<dyn Communicator>) -> Result<Engine<Decoder>> {
+    let Options { method, seed, .. } = &prepared.options;
+    let sizes = &prepared.config;
+    let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
+    builder = match method {
+        Method::Full => builder.initial_values(prepared.base.values()),
+        Method::Lora(_) | Method::Qlora(_) => {
+            let values = AdaptedValues::new(&prepared.base, sizes, None)?;
+            let values = match method {
+                Method::Qlora(_) => values.quantized(PACKING, config.precision.dtype(), is_quantized),
+                _ => values,
+            };
+            builder.initial_values(Arc::new(values)).trainable(|name, _| is_adapter(name))
+        }
+    };
+    if let Method::Qlora(_) = method {
+        builder = builder.quantized(PACKING, is_quantized);
+    }
+    if config.scheduler.is_none() {
+        builder = builder.schedule(rates);
+    }
+    builder.initialize(|vb| Decoder::new(sizes, vb), config)
+}

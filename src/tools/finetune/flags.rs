@@ -1,0 +1,258 @@
+//! The flags of `zerorun finetune`, and the options that they make.
+
+use crate::error::Result;
+use crate::finetune::{
+    DataProgress, Held, Length, Method, Objective, Options, Overlong, Precision, RateShape, Saving, Source, Warmup,
+};
+use crate::nn::LoraConfig;
+use crate::tools::progress::ByteProgress;
+use clap::{Args, ValueEnum, value_parser};
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+
+/// What is fine-tuned, on what, and how.
+#[derive(Debug, Args)]
+pub(super) struct Flags {
+    /// A folder with config.json and safetensors files, a GGUF file, or a folder with one
+    #[arg(value_name = "MODEL")]
+    model: PathBuf,
+
+    /// Training data: files, each perhaps with a weight behind a colon
+    #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
+    data: Vec<String>,
+
+    /// Folder for the result; it must be absent or empty
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+
+    /// Adapters' settings: r, alpha, dropout, targets (all-linear, or names with + between them), rslora, dora
+    /// [default: r=16,alpha=32,targets=all-linear]
+    #[arg(long, value_name = "SETTINGS", conflicts_with = "full")]
+    lora: Option<LoraConfig>,
+
+    /// Train adapters beside weights in NF4
+    #[arg(long, conflicts_with = "full")]
+    qlora: bool,
+
+    /// Train all weights
+    #[arg(long)]
+    full: bool,
+
+    /// Learn preferences (chosen and rejected answers), against the model without its adapters
+    #[arg(long, value_name = "beta=B", value_parser = beta)]
+    dpo: Option<f64>,
+
+    /// A DeepSpeed configuration [default: stage and offload are chosen by the memory at hand]
+    #[arg(long = "ds_config", aliases = ["deepspeed_config", "ds-config"], value_name = "FILE")]
+    ds_config: Option<PathBuf>,
+
+    /// The model's numbers while it is trained
+    #[arg(long, value_enum, default_value_t)]
+    dtype: Dtype,
+
+    /// Optimizer steps
+    #[arg(long, value_name = "N", conflicts_with = "epochs")]
+    steps: Option<u64>,
+
+    /// Times through the data [default: 1]
+    #[arg(long, value_name = "E")]
+    epochs: Option<f64>,
+
+    /// Highest learning rate [default: 2e-4 for adapters, 2e-5 with --full; a tenth of it with --dpo]
+    #[arg(long, value_name = "RATE")]
+    lr: Option<f64>,
+
+    /// Rows of a step, of all ranks together [default: 8]
+    #[arg(long, value_name = "ROWS")]
+    batch: Option<usize>,
+
+    /// Rows that a rank computes at once
+    #[arg(long = "micro_batch", alias = "micro-batch", value_name = "ROWS", default_value = "1")]
+    micro_batch: usize,
+
+    /// Tokens of a row [default: 1024, or the model's context where that is shorter]
+    #[arg(long, value_name = "TOKENS")]
+    ctx: Option<usize>,
+
+    /// Steps of the learning rate's rise, or a part of all steps
+    #[arg(long, value_name = "N|P%", default_value = "3%")]
+    warmup: Warmup,
+
+    /// The learning rate after that
+    #[arg(long, value_enum, default_value_t)]
+    scheduler: Scheduler,
+
+    /// Whether a row holds as many samples as fit in it
+    #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
+    packing: bool,
+
+    /// What becomes of samples that are longer than a row
+    #[arg(long, value_enum, default_value_t)]
+    overlong: OverlongFlag,
+
+    /// Stop at a record that cannot be used, rather than count it
+    #[arg(long)]
+    strict: bool,
+
+    /// Validation data: files, or a part of the training data as 5%
+    #[arg(long, value_name = "FILE|P%", num_args = 1..)]
+    val: Vec<String>,
+
+    /// Steps between validations [default: a tenth of all]
+    #[arg(long = "eval_every", alias = "eval-every", value_name = "N")]
+    eval_every: Option<u64>,
+
+    /// End the training after so many validations without a better one
+    #[arg(long, value_name = "N")]
+    patience: Option<u64>,
+
+    /// Folder of checkpoints; one is saved at the end, and at SIGTERM or SIGINT, which end the training
+    #[arg(long, value_name = "DIR")]
+    save: Option<PathBuf>,
+
+    /// Also save a checkpoint every N steps, while training goes on
+    #[arg(long = "save_every", alias = "save-every", value_name = "N", requires = "save",
+          value_parser = value_parser!(u64).range(1..))]
+    save_every: Option<u64>,
+
+    /// Number of newest checkpoints that stay in the folder [default: all]
+    #[arg(long, value_name = "K", requires = "save")]
+    keep: Option<NonZeroUsize>,
+
+    /// Go on from the newest checkpoint in the folder of --save, or start if there is none
+    #[arg(long, requires = "save")]
+    resume: bool,
+
+    /// Seed of adapters, order and dropout
+    #[arg(long, default_value_t = 42)]
+    seed: u64,
+
+    /// Where to write one JSON line per step
+    #[arg(long, value_name = "FILE.jsonl")]
+    pub(super) metrics: Option<PathBuf>,
+
+    /// Recompute each block in backward instead of keeping its activations
+    #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
+    activation_checkpointing: bool,
+
+    /// Folder for tokenized data [default: candle-zero/samples in the user's cache]
+    #[arg(long, value_name = "DIR")]
+    cache: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+enum Dtype {
+    #[default]
+    F32,
+    Bf16,
+    #[value(alias = "f16")]
+    Fp16,
+}
+
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+enum Scheduler {
+    #[default]
+    Cosine,
+    Linear,
+    Constant,
+}
+
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+enum OverlongFlag {
+    #[default]
+    Truncate,
+    Drop,
+}
+
+/// `beta=0.1`, or `0.1`.
+fn beta(text: &str) -> std::result::Result<f64, String> {
+    let number = text.strip_prefix("beta=").unwrap_or(text);
+    number.parse().map_err(|_| "give beta and a number, as beta=0.1".to_string())
+}
+
+impl Flags {
+    /// The problem of the flags with one another, if any.
+    pub(super) fn check(&self) -> std::result::Result<(), String> {
+        if self.full && self.dpo.is_some() {
+            return Err("--dpo needs adapters, for the model without them is the reference: leave out --full".into());
+        }
+        Ok(())
+    }
+
+    /// The options of the run.
+    pub(super) fn options(&self) -> Result<Options> {
+        let lora = || self.lora.clone().unwrap_or_default();
+        let sources = |files: &[String]| files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>();
+        Ok(Options {
+            data: sources(&self.data)?,
+            method: match (self.full, self.qlora) {
+                (true, _) => Method::Full,
+                (false, true) => Method::Qlora(lora()),
+                (false, false) => Method::Lora(lora()),
+            },
+            objective: self.dpo.map_or(Objective::Generate, |beta| Objective::Prefer { beta }),
+            ds_config: self.ds_config.clone(),
+            precision: match self.dtype {
+                Dtype::F32 => Precision::F32,
+                Dtype::Bf16 => Precision::Bf16,
+                Dtype::Fp16 => Precision::F16,
+            },
+            length: match (self.steps, self.epochs) {
+                (Some(steps), _) => Length::Steps(steps),
+                (None, epochs) => Length::Epochs(epochs.unwrap_or(1.0)),
+            },
+            lr: self.lr,
+            batch: self.batch,
+            micro_batch: self.micro_batch,
+            ctx: self.ctx,
+            warmup: self.warmup,
+            scheduler: match self.scheduler {
+                Scheduler::Cosine => RateShape::Cosine,
+                Scheduler::Linear => RateShape::Linear,
+                Scheduler::Constant => RateShape::Constant,
+            },
+            packing: self.packing,
+            overlong: match self.overlong {
+                OverlongFlag::Truncate => Overlong::Truncate,
+                OverlongFlag::Drop => Overlong::Drop,
+            },
+            strict: self.strict,
+            validation: (!self.val.is_empty()).then(|| Held::parse(&self.val)).transpose()?,
+            eval_every: self.eval_every,
+            patience: self.patience,
+            saving: self.save.clone().map(|dir| Saving {
+                dir,
+                every: self.save_every,
+                keep: self.keep.map(NonZeroUsize::get),
+                resume: self.resume,
+            }),
+            seed: self.seed,
+            recompute: self.activation_checkpointing.then_some(true),
+            cache: self.cache.clone(),
+            ..Options::new(&self.model, &self.out)
+        })
+    }
+}
+
+/// Progress over data files, in MiB of each.
+#[derive(Default)]
+pub(super) struct FileProgress {
+    file: usize,
+    bytes: ByteProgress,
+}
+
+impl FileProgress {
+    /// Shows how far a file is.
+    pub(super) fn tell(&mut self, at: DataProgress) {
+        if at.file != self.file {
+            self.finish();
+            self.file = at.file;
+        }
+        self.bytes.tell(at.bytes, at.of);
+    }
+
+    /// Frees the line below.
+    pub(super) fn finish(&mut self) {
+        std::mem::take(&mut self.bytes).finish();
+    }
+}

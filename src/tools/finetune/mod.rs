@@ -1,0 +1,113 @@
+//! `zerorun finetune`: fine-tunes a model's folder on data files.
+//!
+//! The process that is started looks at everything once, and tokenizes; its ranks, started from the same executable with the
+//! same arguments and `--as_rank`, train (`rank`).
+
+mod flags;
+mod rank;
+
+use crate::error::{LaunchError, Result};
+use crate::finetune::{Options, Prepared};
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
+use crate::launch::{ranks, restarts};
+use clap::{CommandFactory as _, Parser, error::ErrorKind};
+use flags::Flags;
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+const EXAMPLES: &str = "\
+Examples:
+  zerorun finetune SmolLM2-135M-Instruct --data chats.jsonl --out adapter
+  zerorun finetune Llama-3.2-1B -n 2 --data a.jsonl:2 b.jsonl --val 5% --epochs 3 --out adapter --save runs --save_every 100
+  zerorun finetune Qwen3-0.6B --full --dtype bf16 --data texts.txt --out model
+  zerorun finetune Llama-2-7b-chat-hf -n 2 --qlora --data chats.jsonl --out adapter
+  zerorun finetune Llama-3.2-1B-Instruct --dpo beta=0.1 --data preferences.jsonl --out adapter";
+
+/// Fine-tunes a model in Hugging Face's format, or a GGUF file, on conversations, prompts with completions, or text.
+///
+/// Data are JSON lines, JSON, CSV or plain text, as messages, prompt and completion, instruction and output, sharegpt's
+/// conversations, or text; `zerorun data show` prints what is made of them. What the assistant says is learned, and the end
+/// of its turn.
+///
+/// The result is an adapter in PEFT's files, or with --full a model's folder.
+#[derive(Debug, Parser)]
+#[command(name = "finetune", bin_name = "zerorun finetune", after_help = EXAMPLES)]
+struct Arguments {
+    /// Number of ranks (processes)
+    #[arg(short = 'n', long = "num_ranks", visible_alias = "num_gpus", alias = "num-ranks", value_name = "N",
+          default_value = "1", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    ranks: u16,
+
+    /// How often the job is started again after a rank has failed; with --save and --resume it goes on
+    #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
+    max_restarts: u32,
+
+    #[command(flatten)]
+    flags: Flags,
+
+    /// The argument with which a rank is started
+    #[arg(long = "as_rank", hide = true)]
+    as_rank: bool,
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
+    let arguments = Arguments::try_parse_from(&words).map_err(Refused)?;
+    if let Err(text) = arguments.flags.check() {
+        return Err(Refused(Arguments::command().error(ErrorKind::ArgumentConflict, text)));
+    }
+    Ok(arguments.run(words))
+}
+
+impl Arguments {
+    fn run(&self, words: Vec<OsString>) -> ExitCode {
+        let options = match self.flags.options() {
+            Ok(options) => options,
+            Err(error) => return refused(&error, EXIT_SETUP),
+        };
+        if self.as_rank {
+            return rank::run(options, &self.flags);
+        }
+        match prepare(options).and_then(|()| self.start(words)) {
+            Ok(code) => ExitCode::from(code),
+            Err(error) => refused(&error, EXIT_SETUP),
+        }
+    }
+
+    /// Starts the ranks, and gives their exit code.
+    fn start(&self, words: Vec<OsString>) -> Result<u8> {
+        let program = std::env::current_exe()
+            .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
+        let job = ranks::Job {
+            program,
+            args: words.into_iter().chain(["--as_rank".into()]).collect(),
+            world: usize::from(self.ranks),
+            timeout: None,
+            grace: ranks::DEFAULT_GRACE,
+            script: None,
+            master_port: None,
+            prometheus: None,
+            restart: 0,
+            timeline: None,
+        };
+        let rule = restarts::Rule { max_restarts: self.max_restarts, min_ranks: usize::from(self.ranks) };
+        restarts::run(job, &rule)
+    }
+}
+
+/// Looks at everything that can be wrong before a rank is started, tokenizes the data, and says what was found.
+fn prepare(options: Options) -> Result<()> {
+    let mut progress = flags::FileProgress::default();
+    let prepared = Prepared::new(options, &mut |at| progress.tell(at));
+    progress.finish();
+    let prepared = prepared?;
+    let data = [("training", Some(prepared.training())), ("validation", prepared.validation())];
+    for (what, data) in data.into_iter().filter_map(|(what, data)| Some((what, data?))) {
+        print(format!("{what} data: {} samples", data.len()));
+        for (path, report) in data.reports() {
+            print(format!("  {}: {report}", path.display()));
+            report.notes().iter().for_each(|note| say(&format!("  {}: {note}", path.display())));
+        }
+    }
+    Ok(())
+}
