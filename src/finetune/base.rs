@@ -41,7 +41,8 @@ pub struct Base {
     values: Arc<dyn InitialValues>,
 }
 
-const CONFIG: &str = "config.json";
+/// The description in a folder.
+pub(super) const CONFIG: &str = "config.json";
 
 impl Base {
     /// Opens a folder with `config.json` and weights (`model.safetensors`, or the shards of `model.safetensors.index.json`, in
@@ -83,27 +84,10 @@ impl Base {
         let description = folder.join(CONFIG);
         let json = DecoderConfig::parse(&description)?;
         let config = DecoderConfig::from_parsed(&json, &description)?;
-        let files = WeightFiles::open(folder).map_err(|error| match error {
-            // The folder itself was opened: there is no file in it.
-            crate::Error::Io { path, .. } if path == folder => {
-                let reason = "it has neither model.safetensors nor model.safetensors.index.json".into();
-                FinetuneError::NoModel { path, reason }.into()
-            }
-            other => other,
-        })?;
+        let files = weights_of(folder)?;
         let parameters = config.parameters()?;
         for (name, shape) in &parameters {
-            let Some((_, tensor)) = files.find(name) else { return Err(files.missing(name, shape)) };
-            if tensor.shape() != shape {
-                return Err(FinetuneError::not_as_described(
-                    name,
-                    [tensor.file(), &description],
-                    tensor.shape(),
-                    shape,
-                )
-                .into());
-            }
-            tensor.check(name, shape)?;
+            check_weight(&files, name, shape, &description)?;
         }
         let used: BTreeSet<&str> = parameters.iter().map(|(name, _)| name.as_str()).chain([HEAD]).collect();
         let extra: Vec<&str> = files.unused(&used).into_iter().filter(|name| !is_of_images(&json, name)).collect();
@@ -153,11 +137,37 @@ impl Base {
     /// # Errors
     /// Ids without a row: the message says how many.
     pub fn check_tokens(&self, ids: usize) -> Result<()> {
-        let rows = self.config.vocab;
-        match ids.checked_sub(rows) {
-            None | Some(0) => Ok(()),
-            Some(beyond) => Err(FinetuneError::TokensBeyondEmbedding { last: ids - 1, rows, beyond }.into()),
+        check_rows(self.config.vocab, ids)
+    }
+}
+
+/// The weights in a folder of Hugging Face.
+pub(super) fn weights_of(folder: &Path) -> Result<WeightFiles> {
+    WeightFiles::open(folder).map_err(|error| match error {
+        // The folder itself was opened: there is no file in it.
+        crate::Error::Io { path, .. } if path == folder => {
+            let reason = "it has neither model.safetensors nor model.safetensors.index.json".into();
+            FinetuneError::NoModel { path, reason }.into()
         }
+        other => other,
+    })
+}
+
+/// Checks that there is a tensor for a parameter of this shape, by the file `description`.
+pub(super) fn check_weight(files: &WeightFiles, name: &str, shape: &[usize], description: &Path) -> Result<()> {
+    let Some((_, tensor)) = files.find(name) else { return Err(files.missing(name, shape)) };
+    if tensor.shape() != shape {
+        let paths = [tensor.file(), description];
+        return Err(FinetuneError::not_as_described(name, paths, tensor.shape(), shape).into());
+    }
+    tensor.check(name, shape)
+}
+
+/// Checks that an embedding of so many rows has one for each of so many ids.
+pub(super) fn check_rows(rows: usize, ids: usize) -> Result<()> {
+    match ids.checked_sub(rows) {
+        None | Some(0) => Ok(()),
+        Some(beyond) => Err(FinetuneError::TokensBeyondEmbedding { last: ids - 1, rows, beyond }.into()),
     }
 }
 

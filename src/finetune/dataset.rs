@@ -384,15 +384,10 @@ impl Maker<'_> {
 
     fn outcome(&self, record: Record) -> Outcome {
         let made = match record.raw {
-            Raw::Broken(reason) => Err(reason),
-            Raw::Text(_) if self.options.task != Task::Generate => Err("it is plain text".into()),
-            Raw::Text(text) => self.tokenizer.encode(&text).map(|encoded| Outcome::Tokens(encoded.ids)).map_err(words),
-            Raw::Json(bytes) => match serde_json::from_slice::<Value>(bytes.trim_ascii()) {
-                Ok(value) => self.samples(&value),
-                // Of a line, its number in the file is said.
-                Err(e) => Err(format!("it is not JSON ({})", e.to_string().replace("at line 1 column", "at column"))),
-            },
-            Raw::Columns(value) => self.samples(&value),
+            Raw::Text(text) if self.options.task == Task::Generate => {
+                self.tokenizer.encode(&text).map(|encoded| Outcome::Tokens(encoded.ids)).map_err(words)
+            }
+            raw => value_of(raw).and_then(|value| self.samples(&value)),
         };
         made.unwrap_or_else(Outcome::Broken)
     }
@@ -405,7 +400,9 @@ impl Maker<'_> {
         let samples = match (self.options.task, example) {
             (Task::Classify, Example::Label { text, label }) => {
                 let number = self.options.labels.iter().position(|known| *known == label);
-                let number = number.ok_or_else(|| format!("its label {label:?} is not one of the known ones"))?;
+                let known = || crate::util::list(&self.options.labels);
+                let number =
+                    number.ok_or_else(|| format!("its label {label:?} is not among the known ones ({})", known()))?;
                 self.labelled(&text, &mut notes)?.map(|sample| (sample, number as u32)).into_iter().collect()
             }
             (Task::Prefer, Example::Preference(pair)) => {
@@ -433,7 +430,7 @@ impl Maker<'_> {
                 let sample = self.answer(&example, &mut notes)?;
                 self.fitted(sample, &mut notes).map(|sample| (sample, 0)).into_iter().collect()
             }
-            (Task::Classify, _) => return Err(format!("it is {form}, and text and label is needed")),
+            (Task::Classify, _) => return Err(not_labelled(form)),
             (Task::Prefer, _) => return Err(format!("it is {form}, and chosen and rejected is needed")),
             (Task::Generate, _) => return Err(format!("it is {form}, which is for preference training")),
         };
@@ -554,22 +551,60 @@ fn words(error: Error) -> String {
     error.to_string()
 }
 
-/// All labels of the records of some files: numbers by size, names by letter.
-fn labels_of(sources: &[Source]) -> Result<Vec<String>> {
+/// The most labels of data: a column with more has something else.
+const MOST_LABELS: usize = 10_000;
+
+/// All labels of the records of some files, two or more: numbers by size, names by letter.
+///
+/// # Errors
+/// [`FinetuneError::NoSamples`] for files without a label; [`FinetuneError::Labels`] for one label, or more than 10,000; those
+/// of files and formats.
+pub fn labels_of(sources: &[Source]) -> Result<Vec<String>> {
     let mut labels = std::collections::BTreeSet::new();
+    let mut report = Report::default();
+    let refused = |path: &Path, problem| Err(FinetuneError::Labels { path: path.into(), problem }.into());
     for source in sources {
         let mut records = Records::open(&source.path)?;
         while let Some(record) = records.next()? {
-            let value = match record.raw {
-                Raw::Json(bytes) => serde_json::from_slice(&bytes).unwrap_or_default(),
-                Raw::Columns(value) => value,
-                Raw::Text(_) | Raw::Broken(_) => continue,
-            };
-            if let Ok((_, Example::Label { label, .. })) = example(&value, false) {
-                // Numbers of up to 18 digits come in their order before names.
-                labels.insert((label.parse::<i64>().unwrap_or(i64::MAX), label));
+            let line = record.line;
+            match value_of(record.raw).and_then(|value| example(&value, false)) {
+                Ok((_, Example::Label { label, .. })) => {
+                    // Numbers of up to 18 digits come in their order before names.
+                    labels.insert((label.parse::<i64>().unwrap_or(i64::MAX), label));
+                }
+                Ok((form, _)) => report.note(line, Note::Broken(not_labelled(form))),
+                Err(reason) => report.note(line, Note::Broken(reason)),
+            }
+            if labels.len() > MOST_LABELS {
+                return refused(
+                    &source.path,
+                    format!("there are more than {MOST_LABELS}; label is the class of a text"),
+                );
             }
         }
     }
-    Ok(labels.into_iter().map(|(_, label)| label).collect())
+    let path = sources.last().map(|source| source.path.clone()).unwrap_or_default();
+    let labels: Vec<String> = labels.into_iter().map(|(_, label)| label).collect();
+    match &labels[..] {
+        [] => Err(FinetuneError::NoSamples { path, reason: report.why_nothing() }.into()),
+        [only] => refused(&path, format!("all records have {only:?}; at least two labels are needed to tell apart")),
+        _ => Ok(labels),
+    }
+}
+
+/// The value that a record is.
+fn value_of(raw: Raw) -> Result<Value, String> {
+    match raw {
+        Raw::Broken(reason) => Err(reason),
+        Raw::Text(_) => Err("it is plain text".into()),
+        // Of a line, its number in the file is said.
+        Raw::Json(bytes) => serde_json::from_slice(bytes.trim_ascii())
+            .map_err(|e| format!("it is not JSON ({})", e.to_string().replace("at line 1 column", "at column"))),
+        Raw::Columns(value) => Ok(value),
+    }
+}
+
+/// Why a record has no label.
+fn not_labelled(form: Form) -> String {
+    format!("it is {form}, and text and label is needed")
 }

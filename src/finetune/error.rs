@@ -45,6 +45,18 @@ pub enum FinetuneError {
         /// What is missing.
         reason: String,
     },
+    /// A model that cannot learn to classify.
+    #[error(
+        "{} {found}; --task classify takes the folder of a BERT (model_type \"bert\") in Hugging Face's format, with any head \
+         or none; a language model is fine-tuned without it",
+        path.display()
+    )]
+    NoEncoder {
+        /// The folder.
+        path: PathBuf,
+        /// What it has.
+        found: String,
+    },
     /// A tensor of another shape than the description says.
     #[error(
         "tensor {name} in {} has shape {found:?}, and {} describes one of {expected:?}; take both files from one model",
@@ -258,6 +270,14 @@ pub enum FinetuneError {
         /// What became of its records.
         reason: String,
     },
+    /// Labels that cannot be learned.
+    #[error("the labels of {} cannot be learned: {problem}", path.display())]
+    Labels {
+        /// The last data file.
+        path: PathBuf,
+        /// What is wrong with them, and what is needed.
+        problem: String,
+    },
     /// A file of an adapter that cannot be used.
     #[error("{} is not an adapter that can be used: {reason}", path.display())]
     AdapterFile {
@@ -312,7 +332,7 @@ pub enum FinetuneError {
         had: String,
     },
     /// A place to which nothing can be written.
-    #[error("cannot write to {}: {problem}; give another folder", path.display())]
+    #[error("cannot write to {}: {problem}; give another place", path.display())]
     Output {
         /// The folder.
         path: PathBuf,

@@ -121,6 +121,11 @@ impl<'a> Generator<'a> {
         &self.ends
     }
 
+    /// Whether there is a chat template.
+    pub fn has_template(&self) -> bool {
+        self.template.is_some()
+    }
+
     /// A conversation as ids, up to the header of the answer that is to come.
     ///
     /// # Errors

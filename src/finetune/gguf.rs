@@ -11,7 +11,7 @@ use candle_core::{Device, Tensor};
 use half::{bf16, f16};
 use memmap2::Mmap;
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::Cursor;
+use std::io::{Cursor, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -47,7 +47,7 @@ impl Gguf {
         // SAFETY: the map is only read. A file that another process cuts short meanwhile would raise SIGBUS; weights
         // are not written in place by anything here, and copying a model of any size to avoid that would cost more.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
-        let content = Content::read(&mut Cursor::new(&map[..]));
+        let content = Content::read(&mut Watched { file: Cursor::new(&map[..]), of_alignment: None });
         let content = content.map_err(|e| bad(path, crate::error::without_backtrace(&e.to_string())))?;
         Ok(Self { path: path.to_owned(), map, content, places: BTreeMap::new() })
     }
@@ -227,6 +227,36 @@ impl InitialValues for Gguf {
         let header = self.map.len().min(self.content.tensor_data_offset as usize);
         let data = self.map.chunks(step).flat_map(|c| &c[..c.len().min(8)]);
         fnv1a(&self.map[..header].iter().chain(data).copied().collect::<Vec<u8>>())
+    }
+}
+
+/// A file whose `general.alignment` is not 0, by which Candle's reader would divide.
+struct Watched<'a> {
+    file: Cursor<&'a [u8]>,
+    /// After the key: whether the type of its value was read.
+    of_alignment: Option<bool>,
+}
+
+impl Read for Watched<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let len = self.file.read(buffer)?;
+        let bytes = &buffer[..len];
+        self.of_alignment = match self.of_alignment {
+            None => (bytes == b"general.alignment").then_some(false),
+            Some(false) => Some(true),
+            Some(true) if bytes.iter().all(|byte| *byte == 0) => {
+                let reason = "general.alignment is 0, but must be a positive number";
+                return Err(std::io::Error::new(std::io::ErrorKind::InvalidData, reason));
+            }
+            Some(true) => None,
+        };
+        Ok(len)
+    }
+}
+
+impl Seek for Watched<'_> {
+    fn seek(&mut self, to: SeekFrom) -> std::io::Result<u64> {
+        self.file.seek(to)
     }
 }
 

@@ -89,7 +89,8 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    fn bytes(&self) -> u64 {
+    /// Bytes of its elements.
+    pub fn bytes(&self) -> u64 {
         self.format.bytes(self.shape.iter().product::<usize>() as u64)
     }
 }

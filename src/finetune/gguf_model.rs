@@ -82,11 +82,15 @@ fn write_gguf(merged: &Merged<'_>, base: &Base, format: GgufFormat, out: &Path) 
     let folder = files::folder_of(out);
     let mut file = files::new_beside(folder, ".candle-zero-writing-").map_err(wrong)?;
     let mut buffered = BufWriter::new(file.as_file_mut());
+    let mut count = merged.counter(entries.iter().map(Entry::bytes).sum());
     let mut put = |bytes: &[u8]| buffered.write_all(bytes).map_err(wrong);
     write(&metadata, &entries, &mut put, |at, take| match &sources[at] {
         Origin::Values(values) => take(&entries[at].format.encode(values).map_err(|v| too_large("rope_freqs", v))?),
         Origin::Tensor(name, shape, change) => {
-            give(&merged.tensor(name, shape)?, *change, entries[at].format, name, take)
+            give(&merged.tensor(name, shape)?, *change, entries[at].format, name, &mut |bytes| {
+                count(bytes.len());
+                take(bytes)
+            })
         }
     })?;
     buffered.flush().map_err(wrong)?;

@@ -1,15 +1,13 @@
 //! A model with an adapter merged into its weights, W + s B A, tensor by tensor: never whole in memory.
 
-use super::out::new_folder;
-use super::{Adapter, Base};
-use crate::checkpoint::{ConsolidatedDtype, Entry, create, write_json, write_model_files};
+use super::out::{new_folder, write_beside};
+use super::{Adapter, AdapterTensor, Base};
+use crate::checkpoint::{ConsolidatedDtype, Entry, write_model_files};
 use crate::engine::InitialValues;
 use crate::error::{Error, FinetuneError, Result};
-use crate::files;
 use crate::models::{DecoderConfig, Naming};
 use crate::nn::WeightLayout;
 use crate::nn::low_rank::LowRank;
-use std::io::Write as _;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -27,13 +25,21 @@ use std::sync::Arc;
 /// merged.write_gguf("merged.gguf", GgufFormat::Q8_0)?;
 /// # Ok::<(), candle_zero::Error>(())
 /// ```
-#[derive(Debug)]
 pub struct Merged<'a> {
     pub(super) base: &'a Base,
     values: Arc<dyn InitialValues>,
     /// Names and shapes of the base's parameters.
     parameters: Vec<(String, Vec<usize>)>,
     adapter: Option<&'a Adapter>,
+    /// Is told bytes that are written, and those of the whole file or files.
+    progress: Option<&'a dyn Fn(u64, u64)>,
+}
+
+impl std::fmt::Debug for Merged<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (base, adapter) = (&self.base, &self.adapter);
+        f.debug_struct("Merged").field("base", base).field("adapter", adapter).finish_non_exhaustive()
+    }
 }
 
 impl<'a> Merged<'a> {
@@ -46,7 +52,38 @@ impl<'a> Merged<'a> {
         if let Some(adapter) = adapter {
             adapter.check_fits(&with_adapters(&parameters, adapter))?;
         }
-        Ok(Self { base, values: base.values(), parameters, adapter })
+        Ok(Self { base, values: base.values(), parameters, adapter, progress: None })
+    }
+
+    /// The same, which tells `progress` how many bytes of tensors are written, and of how many, while it is written.
+    #[must_use]
+    pub fn reporting(self, progress: &'a dyn Fn(u64, u64)) -> Self {
+        Self { progress: Some(progress), ..self }
+    }
+
+    /// The number of tensors, and of those that the adapter changes.
+    pub fn counts(&self) -> (usize, usize) {
+        let is_changed = |name: &str| {
+            let module = name.strip_suffix(".weight");
+            module.is_some_and(|module| self.part(module, "lora_A.weight").is_some())
+        };
+        (self.parameters.len(), self.parameters.iter().filter(|(name, _)| is_changed(name)).count())
+    }
+
+    /// A tensor of the adapter's for a module.
+    fn part(&self, module: &str, end: &str) -> Option<&'a AdapterTensor> {
+        self.adapter?.tensor(&format!("{module}.{end}"))
+    }
+
+    /// Counts written bytes, of `total`.
+    pub(super) fn counter(&self, total: u64) -> impl FnMut(usize) + use<'a> {
+        let (progress, mut done) = (self.progress, 0);
+        move |bytes| {
+            done += bytes as u64;
+            if let Some(progress) = progress {
+                progress(done, total);
+            }
+        }
     }
 
     /// The same with these values in place of the base's: of a model all of whose weights were trained.
@@ -72,7 +109,7 @@ impl<'a> Merged<'a> {
             low: None,
             factors: None,
         };
-        let part = |end: &str| self.adapter?.tensor(&format!("{}.{end}", name.strip_suffix(".weight")?));
+        let part = |end: &str| self.part(name.strip_suffix(".weight")?, end);
         let (Some(adapter), Some(a), Some(b), &[rows, cols]) =
             (self.adapter, part("lora_A.weight"), part("lora_B.weight"), shape)
         else {
@@ -192,16 +229,18 @@ impl Merged<'_> {
                 bytes: dtype.bytes() * shape.iter().product::<usize>() as u64,
             })
             .collect();
+        let mut count = self.counter(entries.iter().map(|entry| entry.bytes).sum());
         write_model_files(folder.path(), &entries, MOST_BYTES, |at, take| {
             let (name, shape) = &shapes[at];
             let tensor = self.tensor(name, shape)?;
             for lines in tensor.pieces(1) {
-                let bytes = dtype.encode(&tensor.values(lines)?);
-                take(&bytes.map_err(|value| too_large(name, value))?)?;
+                let bytes = dtype.encode(&tensor.values(lines)?).map_err(|value| too_large(name, value))?;
+                take(&bytes)?;
+                count(bytes.len());
             }
             Ok(())
         })?;
-        copy_files(self.base, folder.path(), dtype)?;
+        write_beside(self.base.folder(), self.base.config_json().clone(), folder.path(), dtype)?;
         folder.finish().map_err(|source| Error::Io { action: "write", path: out.to_owned(), source })
     }
 
@@ -225,47 +264,4 @@ impl Merged<'_> {
 /// The error about a value that 16 bits cannot hold.
 pub(super) fn too_large(tensor: &str, value: f32) -> Error {
     FinetuneError::TooLarge { tensor: tensor.into(), value }.into()
-}
-
-/// The files beside weights that make a model's folder whole.
-const BESIDE: [&str; 11] = [
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "preprocessor_config.json",
-    "LICENSE",
-];
-
-/// Copies them, those that there are, and `config.json` with the dtype of the weights.
-fn copy_files(base: &Base, to: &Path, dtype: ConsolidatedDtype) -> Result<()> {
-    const MOST: u64 = 1 << 28;
-    let read = |path: &Path| {
-        let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
-        files::read(path, MOST).map_err(wrong)
-    };
-    let mut config = base.config_json().clone();
-    if let Some(config) = config.as_object_mut() {
-        // As transformers 5 calls it, and as 4 did.
-        let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
-        config.insert(key.into(), dtype.names().1.into());
-        config.remove("quantization_config");
-    }
-    write_json(to, "config.json", &config)?;
-    for name in BESIDE {
-        let path = base.folder().join(name);
-        if path.is_file() {
-            let bytes = read(&path)?;
-            create(to, name, |file| {
-                let wrong = |source| Error::Io { action: "write", path: to.join(name), source };
-                file.write_all(&bytes).map_err(wrong)
-            })?;
-        }
-    }
-    Ok(())
 }

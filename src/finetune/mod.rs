@@ -14,6 +14,7 @@
 //! | low-rank adapters in PEFT's files | [`Adapter`] |
 //! | preference optimization | [`dpo_loss`] |
 //! | a model's folder or GGUF file: its description, and its weights by name | [`Base`] |
+//! | the encoder that learns to classify, its rows, and how well it tells classes apart | [`EncoderBase`], [`LabelledTexts`], [`Scores`] |
 //! | initial values of adapters beside a base's weights | [`AdaptedValues`] |
 //! | the stage, the offload and the micro batch that fit into memory | [`Demand`], [`Choice`] |
 //! | the weights that QLoRA holds in four bits | [`is_quantized`] |
@@ -26,9 +27,11 @@ mod adapter;
 mod base;
 mod cache;
 mod choose;
+mod classify;
 mod conversation;
 mod dataset;
 mod dpo;
+mod encoder;
 pub(crate) mod error;
 mod fitted;
 mod generate;
@@ -51,6 +54,7 @@ mod record;
 mod report;
 mod result;
 mod sample;
+mod scores;
 mod session;
 mod settings;
 mod show;
@@ -66,9 +70,11 @@ pub use adapter::{Adapter, AdapterTensor};
 pub use base::Base;
 pub use cache::{SampleRef, default_cache};
 pub use choose::{Choice, Demand, memory_of_rank};
+pub use classify::LabelledTexts;
 pub use conversation::Conversation;
-pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task};
+pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task, labels_of};
 pub use dpo::{Dpo, dpo_loss};
+pub use encoder::EncoderBase;
 pub use generate::{Generated, Generator, Sampling};
 pub use gguf_model::GgufFormat;
 pub use merge::Merged;
@@ -80,6 +86,7 @@ pub use quantized::is_quantized;
 pub use record::Form;
 pub use report::{Lines, Report};
 pub use sample::Sample;
+pub use scores::{ClassScore, Scores};
 pub use session::{Ended, FineTune, StepReport};
 pub use show::show;
 pub use source::Source;

@@ -1,7 +1,10 @@
 //! Folders that fine-tuning writes.
 
+use crate::checkpoint::{ConsolidatedDtype, create, write_json};
 use crate::error::{Error, FinetuneError, Result};
-use crate::files::{NewFolder, free_folder};
+use crate::files::{self, NewFolder, free_folder};
+use serde_json::Value;
+use std::io::Write as _;
 use std::path::Path;
 
 /// A folder beside `out`, which must be absent or empty.
@@ -11,4 +14,48 @@ pub(super) fn new_folder(out: &Path) -> Result<NewFolder> {
         Ok(out) => NewFolder::beside(&out).map_err(wrong("create")),
         Err(problem) => Err(FinetuneError::Output { path: out.to_owned(), problem: problem.into() }.into()),
     }
+}
+
+/// The files beside weights that make a model's folder whole.
+const BESIDE: [&str; 12] = [
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "preprocessor_config.json",
+    "LICENSE",
+];
+
+/// Copies them from one folder to another, those that there are, and writes `config` as its `config.json`, with the dtype of
+/// the weights.
+pub(super) fn write_beside(from: &Path, mut config: Value, to: &Path, dtype: ConsolidatedDtype) -> Result<()> {
+    const MOST: u64 = 1 << 28;
+    let read = |path: &Path| {
+        let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
+        files::read(path, MOST).map_err(wrong)
+    };
+    if let Some(config) = config.as_object_mut() {
+        // As transformers 5 calls it, and as 4 did.
+        let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+        config.insert(key.into(), dtype.names().1.into());
+        config.remove("quantization_config");
+    }
+    write_json(to, "config.json", &config)?;
+    for name in BESIDE {
+        let path = from.join(name);
+        if path.is_file() {
+            let bytes = read(&path)?;
+            create(to, name, |file| {
+                let wrong = |source| Error::Io { action: "write", path: to.join(name), source };
+                file.write_all(&bytes).map_err(wrong)
+            })?;
+        }
+    }
+    Ok(())
 }

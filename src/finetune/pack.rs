@@ -39,7 +39,7 @@ pub struct Rows {
     pub targets: Vec<i64>,
     /// Where sequences begin, for each row; what is filled up behind the last one is a sequence too.
     pub starts: Vec<Vec<usize>>,
-    /// The numbers of the labels of all sequences but padding.
+    /// The numbers of the labels of all sequences but padding. Rows without any come last.
     pub labels: Vec<u32>,
     /// Tokens without what fills rows up.
     pub tokens: usize,
@@ -180,12 +180,14 @@ impl Batches {
         hasher.finish()
     }
 
-    /// Targets of all ranks and micro batches of a step: what the sum of their losses is divided by. Every rank computes
-    /// it alone.
+    /// Targets of all ranks and micro batches of a step, and where labels are to be told these: what the sum of their losses
+    /// is divided by. Every rank computes it alone.
     pub fn targets_of_step(&self, step: u64) -> u64 {
         let first = step * self.rows_per_step() as u64;
         let rows = (first..first + self.rows_per_step() as u64).flat_map(|row| self.row(row));
-        rows.flat_map(|group| self.samples(*group)).map(|sample| sample.predicted() as u64).sum()
+        let are_labelled = !self.dataset.labels().is_empty();
+        let of_sample = |sample: super::SampleRef<'_>| if are_labelled { 1 } else { sample.predicted() as u64 };
+        rows.flat_map(|group| self.samples(*group)).map(of_sample).sum()
     }
 }
 

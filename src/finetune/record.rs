@@ -2,6 +2,7 @@
 
 use super::conversation::{Conversation, field, kind, message};
 use super::error::FinetuneError;
+use super::python::python_str;
 use minijinja::value::{Value, ValueKind};
 use std::fmt;
 
@@ -92,7 +93,7 @@ pub(super) fn example(record: &Value, has_template: bool) -> Result<(Form, Examp
     }
     match (get("text"), get("label")) {
         (Some(found), Some(label)) => {
-            Ok((Form::Label, Example::Label { text: text(&found, "text")?, label: super::python::python_str(&label) }))
+            Ok((Form::Label, Example::Label { text: text(&found, "text")?, label: label_name(&label)? }))
         }
         (Some(found), None) => Ok((Form::Text, Example::Text(text(&found, "text")?))),
         _ if record.kind() == ValueKind::Map => {
@@ -104,6 +105,21 @@ pub(super) fn example(record: &Value, has_template: bool) -> Result<(Form, Examp
             ))
         }
         _ => Err(format!("it is {}, not an object", kind(record))),
+    }
+}
+
+/// The name of a label: a text, a whole number or a truth value.
+fn label_name(label: &Value) -> Result<String, Broken> {
+    let whole = || f64::try_from(label.clone()).ok().filter(|number| number.fract() == 0.0 && number.abs() < 1e15);
+    match label.kind() {
+        ValueKind::String | ValueKind::Bool => Ok(python_str(label)),
+        ValueKind::Number if label.is_integer() => Ok(python_str(label)),
+        // As pandas writes whole numbers of a column that has gaps.
+        ValueKind::Number => match whole() {
+            Some(number) => Ok((number as i64).to_string()),
+            None => Err(format!("its label is {label}, and a label is a name or a whole number")),
+        },
+        _ => Err(format!("its label is {}, and a label is a name or a whole number", kind(label))),
     }
 }
 

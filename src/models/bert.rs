@@ -3,7 +3,8 @@
 use super::BertConfig;
 use crate::error::ModelError;
 use crate::nn::{
-    Attend, Dropout, Embedding, LayerNorm, Linear, Sequences, Then, add, attention, cross_entropy, refuse,
+    Attend, Dropout, Embedding, LayerNorm, Linear, LossOptions, Sequences, Then, add, attention, cross_entropy_with,
+    embedding, normal, refuse,
 };
 use crate::zero::{Unit, unit};
 use candle_core::{Result, Tensor, bail};
@@ -18,8 +19,8 @@ use candle_nn::{Module, VarBuilder};
 ///
 /// As in transformers, lookups of the padding token add nothing to the table's gradient.
 ///
-/// Rows of a batch are filled up behind their texts; lengths say how far these go. What fills a row up changes no bit of its
-/// text's result.
+/// Rows of a batch are filled up behind their texts; lengths say how far these go. What fills rows up is not computed with: it
+/// takes no time, and changes no bit of a result or a gradient.
 #[derive(Debug, Clone)]
 pub struct Bert {
     config: BertConfig,
@@ -60,7 +61,10 @@ impl BertBlock {
     pub fn new(config: &BertConfig, vb: VarBuilder<'_>) -> Result<Self> {
         let (d, inner) = (config.hidden_size, config.intermediate_size);
         let norm = |name: &str| LayerNorm::new(d, config.layer_norm_eps, vb.pp(name));
-        let square = |name: &str| Linear::new(d, d, vb.pp(name));
+        let linear = |inputs, outputs, name: &str| {
+            Linear::with_init(inputs, outputs, true, normal(config.initializer_range), vb.pp(name))
+        };
+        let square = |name: &str| linear(d, d, name);
         Ok(Self {
             heads: config.num_attention_heads,
             query: square("attention.self.query")?,
@@ -68,15 +72,15 @@ impl BertBlock {
             value: square("attention.self.value")?,
             output: square("attention.output.dense")?,
             attention_norm: norm("attention.output.LayerNorm")?,
-            up: Linear::new(d, inner, vb.pp("intermediate.dense"))?,
+            up: linear(d, inner, "intermediate.dense")?,
             activation: config.activation,
-            down: Linear::new(inner, d, vb.pp("output.dense"))?,
+            down: linear(inner, d, "output.dense")?,
             norm: norm("output.LayerNorm")?,
             drop: dropout(config.hidden_dropout),
         })
     }
 
-    /// The block on `x` `[batch, time, hidden_size]`.
+    /// The block on `x` `[1, tokens, hidden_size]`.
     fn run(&self, x: &Tensor, sequences: &Sequences) -> Result<Tensor> {
         let attend = Attend { bidirectional: true, ..Attend::default() };
         let (q, k, v) = (self.query.forward(x)?, self.key.forward(x)?, self.value.forward(x)?);
@@ -114,8 +118,9 @@ impl Bert {
             Ok(block.checkpointed(config.checkpoint_activations))
         };
         let blocks = (0..config.num_hidden_layers).map(block).collect::<Result<_>>()?;
-        let pooler = Linear::new(d, d, bert.pp("pooler.dense"))?;
-        let classifier = Linear::new(d, config.labels.len(), vb.pp("classifier"))?;
+        let head = |outputs, vb| Linear::with_init(d, outputs, true, normal(config.initializer_range), vb);
+        let pooler = head(d, bert.pp("pooler.dense"))?;
+        let classifier = head(config.labels.len(), vb.pp("classifier"))?;
         let (drop, classifier_drop) = (dropout(config.hidden_dropout), dropout(config.classifier_dropout));
         let config = config.clone();
         Ok(Self { config, words, positions, kinds, norm, drop, blocks, pooler, classifier_drop, classifier })
@@ -134,16 +139,34 @@ impl Bert {
     /// More tokens than the model has positions, an id outside the vocabulary, lengths that do not fit.
     pub fn states(&self, ids: &Tensor, kinds: Option<&Tensor>, lengths: &[usize]) -> Result<Tensor> {
         let (batch, time) = ids.dims2()?;
+        let states = self.texts(ids, kinds, lengths)?;
+        let firsts = firsts(lengths);
+        // Behind a text, its last state again.
+        let places = firsts.iter().zip(lengths).flat_map(|(first, len)| (0..time).map(move |i| first + i.min(len - 1)));
+        rows(&states, places)?.reshape((batch, time, ()))
+    }
+
+    /// The states of all texts, one behind the other and nothing between them, `[tokens, hidden_size]`.
+    fn texts(&self, ids: &Tensor, kinds: Option<&Tensor>, lengths: &[usize]) -> Result<Tensor> {
+        let (batch, time) = ids.dims2()?;
         let context = self.config.max_position_embeddings;
-        if time > context {
-            return Err(refuse(ModelError::SequenceTooLong { length: time, context }.into()));
-        }
-        if lengths.len() != batch {
+        // Checks the lengths too.
+        let padded = Sequences::padded(lengths, time)?;
+        if padded.batch() != batch {
             bail!("a batch of {batch} rows has {} lengths; give one for each row", lengths.len())
         }
-        let sequences = Sequences::padded(lengths, time)?;
-        let kinds = kinds.map_or_else(|| ids.zeros_like(), |kinds| Ok(kinds.clone()))?;
-        let x = add(&self.words.forward(ids)?, &self.kinds.forward(&kinds)?)?;
+        if let Some(length) = lengths.iter().copied().max().filter(|length| *length > context) {
+            return Err(refuse(ModelError::SequenceTooLong { length, context }.into()));
+        }
+        let tokens = lengths.iter().sum();
+        let places = lengths.iter().enumerate().flat_map(|(row, length)| row * time..row * time + length);
+        let places: Vec<u32> = places.map(|place| place as u32).collect();
+        let places = Tensor::from_vec(places, tokens, ids.device())?;
+        let of_texts = |values: &Tensor| values.flatten_all()?.index_select(&places, 0)?.unsqueeze(0);
+        let ids = of_texts(ids)?;
+        let kinds = kinds.map_or_else(|| ids.zeros_like(), of_texts)?;
+        let sequences = Sequences::from_lengths(&[lengths.to_vec()], tokens)?;
+        let x = add(&self.words.forward(&ids)?, &self.kinds.forward(&kinds)?)?;
         let x = add(&x, &self.positions.forward(&sequences.positions_on(ids.device())?)?)?;
         let mut x = self.norm.forward(&x)?;
         if let Some(drop) = &self.drop {
@@ -153,7 +176,7 @@ impl Bert {
             let sequences = sequences.clone();
             x = block.forward_by(&x, move |block, x| block.run(x, &sequences))?;
         }
-        Ok(x)
+        x.squeeze(0)
     }
 
     /// Logits `[batch, labels]`; see [`Bert::states`].
@@ -161,7 +184,7 @@ impl Bert {
     /// # Errors
     /// As [`Bert::states`].
     pub fn forward(&self, ids: &Tensor, kinds: Option<&Tensor>, lengths: &[usize]) -> Result<Tensor> {
-        let first = self.states(ids, kinds, lengths)?.narrow(1, 0, 1)?.squeeze(1)?;
+        let first = rows(&self.texts(ids, kinds, lengths)?, firsts(lengths).into_iter())?;
         let mut pooled = self.pooler.forward(&first)?.tanh()?;
         if let Some(drop) = &self.classifier_drop {
             pooled = drop.forward(&pooled)?;
@@ -169,11 +192,32 @@ impl Bert {
         self.classifier.forward(&pooled)
     }
 
-    /// The mean cross entropy, a scalar of f32, of `labels` `[batch]` (u32).
+    /// The cross entropy, a scalar of f32: the sum over `labels` `[batch]` (u32, or i64 in which -100 does not count) divided
+    /// by `divisor`, or by the number of labels that count.
     ///
     /// # Errors
-    /// As [`Bert::forward`], and labels that the model does not have.
-    pub fn loss(&self, ids: &Tensor, kinds: Option<&Tensor>, lengths: &[usize], labels: &Tensor) -> Result<Tensor> {
-        cross_entropy(&self.forward(ids, kinds, lengths)?, labels)
+    /// As [`Bert::forward`], and labels that the model does not have; none that counts and no divisor.
+    pub fn loss(
+        &self,
+        ids: &Tensor,
+        kinds: Option<&Tensor>,
+        lengths: &[usize],
+        labels: &Tensor,
+        divisor: Option<f64>,
+    ) -> Result<Tensor> {
+        let options = LossOptions { divisor, ..LossOptions::default() };
+        cross_entropy_with(&self.forward(ids, kinds, lengths)?, labels, options)
     }
+}
+
+/// Where texts of these lengths begin, one behind the other.
+fn firsts(lengths: &[usize]) -> Vec<usize> {
+    let next = |end: &mut usize, length: &usize| Some(std::mem::replace(end, *end + length));
+    lengths.iter().scan(0, next).collect()
+}
+
+/// These rows of `x`.
+fn rows(x: &Tensor, places: impl Iterator<Item = usize>) -> Result<Tensor> {
+    let places: Vec<u32> = places.map(|place| place as u32).collect();
+    embedding(&Tensor::new(places, x.device())?, x)
 }

@@ -1,11 +1,15 @@
 //! The shape of an encoder that classifies sequences, from the `config.json` of a BERT.
 
+use super::DecoderConfig;
 use super::config::{refused, require_parameters, require_sizes};
-use crate::error::{Error, Result};
-use crate::files;
+use super::json_keys::Keys;
+use crate::error::{Error, ModelError, Result};
 use crate::nn::Activation;
 use serde_json::{Map, Value};
 use std::path::Path;
+
+/// The `model_type` of the encoder that is known.
+pub(crate) const BERT: &str = "bert";
 
 /// The shape of a BERT (Devlin et al. 2018) with a head that classifies sequences. The sizes have the names of `config.json`.
 #[derive(Debug, Clone, PartialEq)]
@@ -26,6 +30,8 @@ pub struct BertConfig {
     pub type_vocab_size: usize,
     /// Added to the variance in layer norms.
     pub layer_norm_eps: f64,
+    /// The standard deviation of weights that begin at random.
+    pub initializer_range: f64,
     /// The MLP's activation.
     pub activation: Activation,
     /// The token that fills rows up.
@@ -41,8 +47,6 @@ pub struct BertConfig {
     pub checkpoint_activations: bool,
 }
 
-const MOST_BYTES: u64 = 1 << 24;
-
 impl BertConfig {
     /// What the `config.json` of a Hugging Face model describes.
     ///
@@ -50,11 +54,7 @@ impl BertConfig {
     /// A file that cannot be read; another model than a BERT; a value that this library does not compute with.
     pub fn read(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let wrong = |source| Error::Io { action: "read", path: path.to_owned(), source };
-        let text = files::read_text(path, MOST_BYTES).map_err(wrong)?;
-        let config: Value =
-            serde_json::from_str(&text).map_err(|e| wrong(std::io::Error::new(std::io::ErrorKind::InvalidData, e)))?;
-        Self::from_hugging_face(&config)
+        Self::from_parsed(&DecoderConfig::parse(path)?, path)
     }
 
     /// The same of a file's parsed content.
@@ -62,15 +62,20 @@ impl BertConfig {
     /// # Errors
     /// As [`BertConfig::read`].
     pub fn from_hugging_face(config: &Value) -> Result<Self> {
+        Self::from_parsed(config, Path::new("config.json"))
+    }
+
+    /// What the content of `file` describes.
+    pub(crate) fn from_parsed(content: &Value, file: &Path) -> Result<Self> {
         let empty = Map::new();
-        let keys = Keys(config.as_object().unwrap_or(&empty));
+        let keys = Keys::new(file, "", content.as_object().unwrap_or(&empty));
         match keys.get("model_type").and_then(Value::as_str) {
-            Some("bert") => (),
+            Some(BERT) => (),
             _ => return Err(keys.refuse("model_type", "\"bert\", the encoder that is known")),
         }
         for (key, only) in [("position_embedding_type", Value::from("absolute")), ("is_decoder", Value::from(false))] {
             if keys.get(key).is_some_and(|found| *found != only) {
-                return Err(keys.refuse(key, &only.to_string()));
+                return Err(keys.refuse(key, only));
             }
         }
         let activation = match keys.get("hidden_act").map_or(Some("gelu"), Value::as_str) {
@@ -79,26 +84,40 @@ impl BertConfig {
             Some("silu" | "swish") => Activation::Silu,
             _ => return Err(keys.refuse("hidden_act", "gelu, gelu_new, gelu_pytorch_tanh or silu")),
         };
-        let hidden_dropout = keys.number("hidden_dropout_prob", 0.1)?;
-        let classifier_dropout = keys.number("classifier_dropout", hidden_dropout)?;
+        let size = |key, default| Ok::<_, Error>(keys.size(key)?.unwrap_or(default));
+        let number = |key, default| match keys.get(key) {
+            None => Ok(default),
+            Some(value) => value.as_f64().ok_or_else(|| keys.refuse(key, "a number")),
+        };
+        let hidden_dropout = number("hidden_dropout_prob", 0.1)?;
         let config = Self {
-            vocab_size: keys.size("vocab_size", 30_522)?,
-            hidden_size: keys.size("hidden_size", 768)?,
-            intermediate_size: keys.size("intermediate_size", 3072)?,
-            num_hidden_layers: keys.size("num_hidden_layers", 12)?,
-            num_attention_heads: keys.size("num_attention_heads", 12)?,
-            max_position_embeddings: keys.size("max_position_embeddings", 512)?,
-            type_vocab_size: keys.size("type_vocab_size", 2)?,
-            layer_norm_eps: keys.number("layer_norm_eps", 1e-12)?,
+            vocab_size: size("vocab_size", 30_522)?,
+            hidden_size: size("hidden_size", 768)?,
+            intermediate_size: size("intermediate_size", 3072)?,
+            num_hidden_layers: size("num_hidden_layers", 12)?,
+            num_attention_heads: size("num_attention_heads", 12)?,
+            max_position_embeddings: size("max_position_embeddings", 512)?,
+            type_vocab_size: size("type_vocab_size", 2)?,
+            layer_norm_eps: number("layer_norm_eps", 1e-12)?,
+            initializer_range: number("initializer_range", 0.02)?,
             activation,
-            pad_token_id: keys.size("pad_token_id", 0)? as u32,
-            labels: keys.labels()?,
+            pad_token_id: match keys.get("pad_token_id") {
+                None => 0,
+                Some(id) => {
+                    let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
+                    id.ok_or_else(|| keys.refuse("pad_token_id", "a token's number"))?
+                }
+            },
+            labels: labels(&keys)?,
             hidden_dropout: hidden_dropout as f32,
-            classifier_dropout: classifier_dropout as f32,
+            classifier_dropout: number("classifier_dropout", hidden_dropout)? as f32,
             checkpoint_activations: false,
         };
-        config.validate()?;
-        Ok(config)
+        match config.validate() {
+            Ok(()) => Ok(config),
+            Err(Error::Model(ModelError::Config { key, found, allowed })) => Err(keys.refuse_as(key, found, allowed)),
+            Err(other) => Err(other),
+        }
     }
 
     /// Checks that the sizes make a model.
@@ -140,6 +159,9 @@ impl BertConfig {
         if !((self.layer_norm_eps as f32) > 0.0 && self.layer_norm_eps.is_finite()) {
             return Err(refused("layer_norm_eps", self.layer_norm_eps, "a positive finite number, as 1e-12"));
         }
+        if !(self.initializer_range >= 0.0 && self.initializer_range.is_finite()) {
+            return Err(refused("initializer_range", self.initializer_range, "a finite number of at least 0, as 0.02"));
+        }
         for (key, p) in [("hidden_dropout_prob", self.hidden_dropout), ("classifier_dropout", self.classifier_dropout)]
         {
             if !(0.0..1.0).contains(&p) {
@@ -150,38 +172,14 @@ impl BertConfig {
     }
 }
 
-/// Typed values of `config.json`.
-struct Keys<'a>(&'a Map<String, Value>);
-
-impl<'a> Keys<'a> {
-    fn get(&self, key: &str) -> Option<&'a Value> {
-        self.0.get(key).filter(|value| !value.is_null())
-    }
-
-    fn refuse(&self, key: &'static str, allowed: &str) -> Error {
-        refused(key, self.get(key).map_or_else(|| "absent".to_owned(), Value::to_string), allowed)
-    }
-
-    fn size(&self, key: &'static str, default: usize) -> Result<usize> {
-        let Some(value) = self.get(key) else { return Ok(default) };
-        let size = value.as_u64().and_then(|size| u32::try_from(size).ok());
-        size.map(|size| size as usize).ok_or_else(|| self.refuse(key, "a whole number below 2^32"))
-    }
-
-    fn number(&self, key: &'static str, default: f64) -> Result<f64> {
-        let Some(value) = self.get(key) else { return Ok(default) };
-        value.as_f64().ok_or_else(|| self.refuse(key, "a number"))
-    }
-
-    /// Names of classes by their numbers, which go from 0 without a gap.
-    fn labels(&self) -> Result<Vec<String>> {
-        let Some(found) = self.get("id2label") else {
-            return Ok((0..self.size("num_labels", 2)?).map(|i| format!("LABEL_{i}")).collect());
-        };
-        let label = |i: usize| found.get(i.to_string()).and_then(Value::as_str).map(str::to_owned);
-        let labels = found.as_object().and_then(|map| (0..map.len()).map(label).collect());
-        labels.ok_or_else(|| self.refuse("id2label", "an object of names by the numbers 0, 1, 2, ..."))
-    }
+/// Names of classes by their numbers, which go from 0 without a gap.
+fn labels(keys: &Keys<'_>) -> Result<Vec<String>> {
+    let Some(found) = keys.get("id2label") else {
+        return Ok((0..keys.size("num_labels")?.unwrap_or(2)).map(|i| format!("LABEL_{i}")).collect());
+    };
+    let label = |i: usize| found.get(i.to_string()).and_then(Value::as_str).map(str::to_owned);
+    let labels = found.as_object().and_then(|map| (0..map.len()).map(label).collect());
+    labels.ok_or_else(|| keys.refuse("id2label", "an object of names by the numbers 0, 1, 2, ..."))
 }
 
 #[cfg(test)]
@@ -193,20 +191,22 @@ mod tests {
     #[test]
     fn values_that_are_not_computed_with_are_refused_by_key() {
         let text = |config: Value| BertConfig::from_hugging_face(&config).unwrap_err().to_string();
-        insta::assert_snapshot!(text(json!([])), @r#"model configuration: model_type is absent, but must be "bert", the encoder that is known"#);
-        insta::assert_snapshot!(text(json!({"model_type": "llama"})), @r#"model configuration: model_type is "llama", but must be "bert", the encoder that is known"#);
+        insta::assert_snapshot!(text(json!([])), @r#"config.json: model_type is absent, but must be "bert", the encoder that is known"#);
+        insta::assert_snapshot!(text(json!({"model_type": "llama"})), @r#"config.json: model_type is "llama", but must be "bert", the encoder that is known"#);
         let with = |key: &str, value: Value| {
             let mut config = json!({"model_type": "bert"});
             config[key] = value;
             text(config)
         };
-        insta::assert_snapshot!(with("position_embedding_type", json!("relative_key")), @r#"model configuration: position_embedding_type is "relative_key", but must be "absolute""#);
-        insta::assert_snapshot!(with("hidden_act", json!("relu")), @r#"model configuration: hidden_act is "relu", but must be gelu, gelu_new, gelu_pytorch_tanh or silu"#);
-        insta::assert_snapshot!(with("hidden_size", json!(770)), @"model configuration: hidden_size is 770, but must be a multiple of num_attention_heads (12)");
-        insta::assert_snapshot!(with("hidden_size", json!(-1)), @"model configuration: hidden_size is -1, but must be a whole number below 2^32");
-        insta::assert_snapshot!(with("id2label", json!({"1": "a"})), @r#"model configuration: id2label is {"1":"a"}, but must be an object of names by the numbers 0, 1, 2, ..."#);
-        insta::assert_snapshot!(with("id2label", json!({})), @"model configuration: the number of labels is 0, but must be at least 1");
-        insta::assert_snapshot!(with("pad_token_id", json!(40000)), @"model configuration: pad_token_id is 40000, but must be below vocab_size (30522)");
-        insta::assert_snapshot!(with("classifier_dropout", json!(1.0)), @"model configuration: classifier_dropout is 1, but must be at least 0 and below 1");
+        insta::assert_snapshot!(with("position_embedding_type", json!("relative_key")), @r#"config.json: position_embedding_type is "relative_key", but must be "absolute""#);
+        insta::assert_snapshot!(with("hidden_act", json!("relu")), @r#"config.json: hidden_act is "relu", but must be gelu, gelu_new, gelu_pytorch_tanh or silu"#);
+        insta::assert_snapshot!(with("hidden_size", json!(770)), @"config.json: hidden_size is 770, but must be a multiple of num_attention_heads (12)");
+        insta::assert_snapshot!(with("hidden_size", json!(-1)), @"config.json: hidden_size is -1, but must be a whole number from 1 to 4294967295");
+        insta::assert_snapshot!(with("id2label", json!({"1": "a"})), @r#"config.json: id2label is {"1":"a"}, but must be an object of names by the numbers 0, 1, 2, ..."#);
+        insta::assert_snapshot!(with("initializer_range", json!(-1)), @"config.json: initializer_range is -1, but must be a finite number of at least 0, as 0.02");
+        insta::assert_snapshot!(with("pad_token_id", json!(-1)), @"config.json: pad_token_id is -1, but must be a token's number");
+        insta::assert_snapshot!(with("id2label", json!({})), @"config.json: the number of labels is 0, but must be at least 1");
+        insta::assert_snapshot!(with("pad_token_id", json!(40000)), @"config.json: pad_token_id is 40000, but must be below vocab_size (30522)");
+        insta::assert_snapshot!(with("classifier_dropout", json!(1.0)), @"config.json: classifier_dropout is 1, but must be at least 0 and below 1");
     }
 }

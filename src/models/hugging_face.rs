@@ -5,7 +5,7 @@
 
 use super::decoder_config::MOST_BLOCKS;
 use super::json_keys::{Keys, shortened};
-use super::{BlockRule, DecoderConfig, Naming, NormKind, RotaryRule, RotaryScaling};
+use super::{BERT, BlockRule, DecoderConfig, Naming, NormKind, RotaryRule, RotaryScaling};
 use crate::error::{Error, ModelError, Result};
 use crate::files;
 use crate::nn::Activation;
@@ -64,6 +64,9 @@ fn read(config: &Value, file: &Path) -> Result<DecoderConfig> {
         return Err(ModelError::NoJson { file: file.to_owned(), why: "it is no object".into() }.into());
     };
     let keys = Keys::new(file, "", map);
+    if keys.get("model_type").is_some_and(|found| *found == BERT) {
+        return Err(keys.refuse("model_type", "that of a language model; a BERT is fine-tuned with --task classify"));
+    }
     let Some(family) = Family::of(&keys)? else {
         let (file, found) = (file.to_owned(), map.get("model_type").map_or("absent".to_owned(), shortened));
         let known = FAMILIES.map(|family| family.model_type).join(", ");

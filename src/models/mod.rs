@@ -23,6 +23,7 @@ mod session;
 
 pub use activation_bytes::Pass;
 pub use bert::{Bert, BertBlock};
+pub(crate) use bert_config::BERT;
 pub use bert_config::BertConfig;
 pub use decoder::{Decoder, DecoderLayers, DecoderSizes};
 pub use decoder_block::DecoderBlock;

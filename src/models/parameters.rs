@@ -1,6 +1,7 @@
-//! The parameters of a decoder, without a decoder.
+//! The parameters of a model, without a model.
 
-use super::{DecoderConfig, decoder::DecoderLayers};
+use super::decoder::DecoderLayers;
+use super::{Bert, BertConfig, DecoderConfig};
 use crate::Result;
 use crate::util::lock;
 use candle_core::{DType, Device, Shape, Tensor};
@@ -15,12 +16,22 @@ impl DecoderConfig {
     /// Sizes that make no model.
     pub fn parameters(&self) -> Result<Vec<(String, Vec<usize>)>> {
         let asked = Asked::default();
-        let vb = VarBuilder::from_backend(Box::new(asked.clone()), DType::F32, Device::Cpu);
         self.validate()?;
         // With tables of one position only.
-        DecoderLayers::<Self>::build(&Self { ctx: 1, ..self.clone() }, vb)?;
-        let names = std::mem::take(&mut *lock(&asked.0));
-        Ok(names)
+        DecoderLayers::<Self>::build(&Self { ctx: 1, ..self.clone() }, asked.builder())?;
+        Ok(asked.names())
+    }
+}
+
+impl BertConfig {
+    /// Names and shapes of the parameters, in the order in which a model asks for them. Nothing of their size is allocated.
+    ///
+    /// # Errors
+    /// Sizes that make no model.
+    pub fn parameters(&self) -> Result<Vec<(String, Vec<usize>)>> {
+        let asked = Asked::default();
+        Bert::new(self, asked.builder())?;
+        Ok(asked.names())
     }
 }
 
@@ -30,6 +41,17 @@ struct Asked(Arc<Mutex<Named>>);
 
 /// Names and shapes.
 type Named = Vec<(String, Vec<usize>)>;
+
+impl Asked {
+    fn builder(&self) -> VarBuilder<'static> {
+        VarBuilder::from_backend(Box::new(self.clone()), DType::F32, Device::Cpu)
+    }
+
+    /// All that was asked for.
+    fn names(&self) -> Named {
+        std::mem::take(&mut *lock(&self.0))
+    }
+}
 
 impl SimpleBackend for Asked {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {

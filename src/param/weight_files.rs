@@ -148,15 +148,22 @@ impl WeightFiles {
 }
 
 /// The names that a parameter may have in files, the likeliest first. Hugging Face writes a GPT-2 with a language model's head
-/// under `transformer.`, and one without, as the published files are, without it; likewise other models with `model.`; and a
-/// language model inside of a model for images too under `language_model.`.
+/// under `transformer.`, and one without, as the published files are, without it; likewise other models with `model.` or
+/// `bert.`; and a language model inside of a model for images too under `language_model.`. The oldest BERTs call the
+/// parameters of norms as TensorFlow does.
 fn names_in_files(parameter: &str) -> Vec<String> {
     let mut names = vec![parameter.to_owned(), format!("transformer.{parameter}")];
-    for prefix in ["transformer.", "model."] {
+    for prefix in ["transformer.", "model.", "bert."] {
         names.extend(parameter.strip_prefix(prefix).map(str::to_owned));
     }
     names.push(format!("language_model.{parameter}"));
     names.extend(parameter.strip_prefix("model.").map(|bare| format!("model.language_model.{bare}")));
+    for (new, old) in [(".LayerNorm.weight", ".LayerNorm.gamma"), (".LayerNorm.bias", ".LayerNorm.beta")] {
+        let bare = parameter.strip_suffix(new).into_iter();
+        names.extend(
+            bare.flat_map(|bare| [Some(bare), bare.strip_prefix("bert.")]).flatten().map(|bare| format!("{bare}{old}")),
+        );
+    }
     names
 }
 

@@ -10,8 +10,10 @@ mod consolidate;
 pub(crate) mod error;
 mod estimate;
 mod finetune;
+mod generate;
 mod import;
 mod inspect;
+mod merge;
 mod picture;
 mod progress;
 mod report;
@@ -35,15 +37,17 @@ pub(crate) struct Tool {
 }
 
 /// All of them, in the order of the help.
-const ALL: [Tool; 13] = [
+const ALL: [Tool; 15] = [
     Tool { name: "bench", about: "Measure the speed of an offload folder", run: bench::run },
     Tool { name: "cache", about: "Show what builds of scripts take on the disk, and remove it", run: cache::run },
     Tool { name: "check", about: "Check a configuration and list every problem", run: check::run },
     Tool { name: "consolidate", about: "Write a checkpoint's parameters as Hugging Face files", run: consolidate::run },
     Tool { name: "estimate", about: "Compute memory and traffic before training", run: estimate::run },
     Tool { name: "finetune", about: "Fine-tune a Hugging Face model or a GGUF file", run: finetune::run },
+    Tool { name: "generate", about: "Answer prompts with a model and an adapter", run: generate::run },
     Tool { name: "import", about: "Convert a DeepSpeed checkpoint", run: import::run },
     Tool { name: "inspect", about: "Look into a folder of checkpoints", run: inspect::run },
+    Tool { name: "merge", about: "Merge an adapter into a model, as a Hugging Face folder or GGUF", run: merge::run },
     Tool { name: "report", about: "Describe this machine and what it can train", run: report::run },
     Tool { name: "schedule", about: "Show learning rate and momentum of each step", run: schedule::run },
     Tool { name: "schema", about: "Print a JSON Schema of the configuration, for editors", run: schema::run },

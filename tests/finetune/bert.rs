@@ -45,7 +45,7 @@ fn of_row(ids: &[u32], kinds: &[u32], length: usize) -> (u32, Vec<Vec<f32>>) {
         let mut engine = builder.initialize(|vb| Bert::new(&config(), vb), settings)?;
         let [ids, kinds] = [ids, kinds].map(|row| Tensor::new(row, &Device::Cpu).unwrap().unsqueeze(0).unwrap());
         let label = Tensor::new(&[2u32], &Device::Cpu)?;
-        let loss = engine.forward(|model| model.loss(&ids, Some(&kinds), &[length], &label))?;
+        let loss = engine.forward(|model| model.loss(&ids, Some(&kinds), &[length], &label, None))?;
         engine.backward(&loss)?;
         let names = engine.trainable_parameters();
         let gradient = |engine: &mut Engine<Bert>, name: &str| -> Result<Vec<f32>> {
@@ -140,7 +140,7 @@ fn train(batches: &Value, world: usize, stage: u8) -> (Vec<(f64, f64)>, Vec<u8>)
             let lengths: Vec<usize> = list("lengths")[part.clone()].iter().map(|length| *length as usize).collect();
             let labels = Tensor::new(&list("labels")[part.clone()], &Device::Cpu)?;
             let (ids, kinds) = (rows("input_ids"), rows("token_type_ids"));
-            let loss = engine.forward(|model| model.loss(&ids, Some(&kinds), &lengths, &labels))?;
+            let loss = engine.forward(|model| model.loss(&ids, Some(&kinds), &lengths, &labels, None))?;
             engine.backward(&loss)?;
             engine.step()?;
             let all = engine.gather_f64(&[f64::from(loss.to_scalar::<f32>()?)])?;

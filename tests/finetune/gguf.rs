@@ -273,6 +273,7 @@ fn files_that_cannot_be_read_are_refused() {
     insta::assert_snapshot!(with("llama.rope.scaling.type", Some(Value::String("yarn".into()))), @r#"DIR/model.gguf: llama.rope.scaling.type is "yarn", but must be none or linear"#);
     insta::assert_snapshot!(with("llama.expert_count", Some(Value::U32(8))), @"DIR/model.gguf: llama.expert_count is 8, but must be 0: mixtures of experts are not known here");
     insta::assert_snapshot!(with("llama.attention.head_count_kv", Some(Value::Array(vec![Value::U32(2); 3]))), @"DIR/model.gguf: llama.attention.head_count_kv is a list of 3 values, but must be a whole number from 1 to 4294967295");
+    insta::assert_snapshot!(with("general.alignment", Some(Value::U32(0))), @"DIR/model.gguf is not a GGUF file that can be read: general.alignment is 0, but must be a positive number");
     write(&file, &good, &tensors, |_| GgmlDType::F32);
     let whole = std::fs::read(&file).unwrap();
     std::fs::write(&file, &whole[..whole.len() / 2]).unwrap();

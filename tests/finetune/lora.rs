@@ -369,6 +369,6 @@ fn merging_into_a_folder_with_files_is_refused_and_changes_nothing() {
     let base = base("llama");
     let error = Merged::new(&base, None).unwrap().write_hugging_face(out.path(), None).unwrap_err();
     let text = error.to_string().replace(&out.path().display().to_string(), "OUT");
-    insta::assert_snapshot!(text, @"cannot write to OUT: files are written into a folder that is absent or empty, and it has files; give another folder");
+    insta::assert_snapshot!(text, @"cannot write to OUT: files are written into a folder that is absent or empty, and it has files; give another place");
     assert_eq!(std::fs::read_dir(out.path()).unwrap().count(), 1);
 }

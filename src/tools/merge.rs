@@ -1,0 +1,109 @@
+//! `zerorun merge`: a model with an adapter merged in, as a Hugging Face folder or as GGUF.
+
+use super::progress::ByteProgress;
+use crate::checkpoint::ConsolidatedDtype;
+use crate::error::{FinetuneError, Result};
+use crate::finetune::{Adapter, Base, GgufFormat, Merged};
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
+use clap::error::ErrorKind;
+use clap::{CommandFactory as _, Parser, ValueEnum};
+use std::cell::RefCell;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Merges an adapter into a model, tensor by tensor, and writes it as transformers or llama.cpp reads it.
+///
+/// Exit code: 0 all is written, 2 the model, the adapter or the command line is wrong, or a file cannot be written. Unless it
+/// is 0, OUT is as it was.
+#[derive(Debug, Parser)]
+#[command(name = "merge", bin_name = "zerorun merge")]
+struct Arguments {
+    /// A folder as Hugging Face has them, or a GGUF file beside its tokenizer's files
+    model: PathBuf,
+
+    /// An adapter: the folder of adapter_config.json and adapter_model.safetensors. Without one the model is only written
+    adapter: Option<PathBuf>,
+
+    /// The folder for the model, absent or empty; or the file for GGUF, absent
+    #[arg(long, value_name = "OUT")]
+    out: PathBuf,
+
+    /// [default: gguf-f16 where OUT ends in .gguf, else hf]
+    #[arg(long, value_enum)]
+    format: Option<Format>,
+
+    /// Precision of a Hugging Face folder [default: the model's own]
+    #[arg(long, value_enum)]
+    dtype: Option<Dtype>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Format {
+    /// A folder with config.json, safetensors files and the tokenizer's files
+    Hf,
+    /// A GGUF file in f16
+    GgufF16,
+    /// A GGUF file in blocks of 32 numbers of 8 bits
+    #[value(name = "gguf-q8_0", alias = "gguf-q8-0")]
+    GgufQ80,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Dtype {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl From<Dtype> for ConsolidatedDtype {
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => Self::F32,
+            Dtype::Bf16 => Self::Bf16,
+            Dtype::F16 => Self::F16,
+        }
+    }
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
+    let arguments = Arguments::try_parse_from(words).map_err(Refused)?;
+    if arguments.dtype.is_some() && arguments.format() != Format::Hf {
+        let problem = "--dtype is the precision of a Hugging Face folder; of a GGUF file --format says it";
+        return Err(Refused(Arguments::command().error(ErrorKind::ArgumentConflict, problem)));
+    }
+    Ok(arguments.run().unwrap_or_else(|error| refused(&error, EXIT_SETUP)))
+}
+
+impl Arguments {
+    fn format(&self) -> Format {
+        let is_gguf = || self.out.extension().is_some_and(|extension| extension == "gguf");
+        self.format.unwrap_or_else(|| if is_gguf() { Format::GgufF16 } else { Format::Hf })
+    }
+
+    fn run(self) -> Result<ExitCode> {
+        let format = self.format();
+        // A folder is looked at where it is written.
+        if format != Format::Hf && self.out.symlink_metadata().is_ok() {
+            let problem = "there is a file or folder of that name".to_owned();
+            return Err(FinetuneError::Output { path: self.out, problem }.into());
+        }
+        let base = Base::open(&self.model)?;
+        let adapter = self.adapter.as_ref().map(Adapter::read).transpose()?;
+        let progress = RefCell::new(ByteProgress::default());
+        let tell = |done, total| progress.borrow_mut().tell(done, total);
+        let merged = Merged::new(&base, adapter.as_ref())?.reporting(&tell);
+        match format {
+            Format::Hf => merged.write_hugging_face(&self.out, self.dtype.map(Into::into))?,
+            Format::GgufF16 => merged.write_gguf(&self.out, GgufFormat::F16)?,
+            Format::GgufQ80 => merged.write_gguf(&self.out, GgufFormat::Q8_0)?,
+        }
+        let (tensors, changed) = merged.counts();
+        drop(merged);
+        progress.into_inner().finish();
+        let changed = adapter.map_or(String::new(), |_| format!(", {changed} of them with the adapter"));
+        let shown = print(format_args!("{}: {tensors} tensors{changed}", self.out.display()));
+        Ok(if shown { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
+}

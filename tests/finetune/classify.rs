@@ -1,0 +1,414 @@
+//! Learning to classify: what an encoder begins with, what its rows are, and that padding changes nothing.
+
+use crate::fixtures::{path, tensors};
+use candle_core::{Device, Tensor};
+use candle_zero::comm::threads;
+use candle_zero::data::BatchShape;
+use candle_zero::finetune::{
+    Base, Batches, DataOptions, Dataset, EncoderBase, LabelledTexts, Overlong, Packing, Rows, Scores, Source, Task,
+    Tokenizer, labels_of,
+};
+use candle_zero::models::Bert;
+use candle_zero::{Engine, Result};
+use serde_json::{Map, Value, json};
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+use tempfile::TempDir;
+
+/// The tiny BERT with a WordPiece tokenizer.
+pub fn bert() -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(path("bert/model").join(file), folder.path().join(file)).unwrap();
+    }
+    let special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"];
+    let letters = ('a'..='z').flat_map(|letter| [letter.to_string(), format!("##{letter}")]);
+    let words = ["good", "bad", "fine", "poor", "the", "film", "was", "and", "##ly", "plot", ".", ",", "!", "cafe"];
+    let tokens = special.into_iter().map(String::from).chain(letters).chain(words.map(String::from));
+    let vocab: Map<String, Value> = tokens.enumerate().map(|(id, token)| (token, id.into())).collect();
+    let added = |(id, token): (usize, &str)| {
+        json!({"id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+            "special": true})
+    };
+    let sequence = |id: &str, kind: u8| json!({"Sequence": {"id": id, "type_id": kind}});
+    let token = |id: &str, kind: u8| json!({"SpecialToken": {"id": id, "type_id": kind}});
+    let single = [token("[CLS]", 0), sequence("A", 0), token("[SEP]", 0)];
+    let pair = [single.as_slice(), &[sequence("B", 1), token("[SEP]", 1)]].concat();
+    let tokenizer = json!({
+        "version": "1.0",
+        "truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0},
+        "padding": null,
+        "added_tokens": special.into_iter().enumerate().map(added).collect::<Vec<_>>(),
+        "normalizer": {
+            "type": "BertNormalizer", "clean_text": true, "handle_chinese_chars": true, "strip_accents": null,
+            "lowercase": true
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": pair,
+            "special_tokens": {
+                "[CLS]": {"id": "[CLS]", "ids": [1], "tokens": ["[CLS]"]},
+                "[SEP]": {"id": "[SEP]", "ids": [2], "tokens": ["[SEP]"]}
+            }
+        },
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": true},
+        "model": {
+            "type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100,
+            "vocab": vocab
+        }
+    });
+    let config = json!({
+        "tokenizer_class": "BertTokenizer", "do_lower_case": true, "cls_token": "[CLS]", "sep_token": "[SEP]",
+        "pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]", "model_max_length": 64
+    });
+    for (file, content) in [("tokenizer.json", tokenizer), ("tokenizer_config.json", config)] {
+        std::fs::write(folder.path().join(file), content.to_string()).unwrap();
+    }
+    folder
+}
+
+fn labels(names: &[&str]) -> Vec<String> {
+    names.iter().map(|name| (*name).into()).collect()
+}
+
+/// A data file in `folder`.
+fn file(folder: &TempDir, name: &str, text: &str) -> Source {
+    let path = folder.path().join(name);
+    std::fs::write(&path, text).unwrap();
+    Source { path, weight: 1.0 }
+}
+
+fn prepare(folder: &TempDir, sources: &[Source], options: &DataOptions) -> Result<Dataset> {
+    let tokenizer = Tokenizer::open(folder).unwrap();
+    Dataset::prepare(sources, &tokenizer, None, options, &folder.path().join("cache"), &mut |_| {})
+}
+
+#[test]
+fn texts_have_the_ids_of_the_tokenizer_itself_also_where_they_are_cut() {
+    let folder = bert();
+    let long = "the film was good and the plot was badly poor ".repeat(8);
+    let texts = [
+        "The film was good.",
+        "",
+        "GOODLY Café, and badlyfine!",
+        "a [SEP] b",
+        "漢字 and 12",
+        " \u{301}\t x\u{0} ",
+        &long,
+    ];
+    let lines: String = texts.iter().map(|text| json!({"text": text, "label": "x"}).to_string() + "\n").collect();
+    let source = file(&folder, "x.jsonl", &lines);
+    let mut own = tokenizers::Tokenizer::from_file(folder.path().join("tokenizer.json")).unwrap();
+    for ctx in [8, 12, 64] {
+        let options = DataOptions { labels: labels(&["x", "y"]), ..DataOptions::new(Task::Classify, ctx) };
+        let dataset = prepare(&folder, std::slice::from_ref(&source), &options).unwrap();
+        let mut longer = 0;
+        for (i, text) in texts.iter().enumerate() {
+            let whole = own.with_truncation(None).unwrap().encode(*text, true).unwrap();
+            let cut = tokenizers::TruncationParams { max_length: ctx, ..Default::default() };
+            let wanted = own.with_truncation(Some(cut)).unwrap().encode(*text, true).unwrap();
+            assert_eq!(dataset.sample(i).to_sample().ids, wanted.get_ids(), "{text:?} in {ctx}");
+            assert!(wanted.get_ids().ends_with(&[2]) && wanted.len() <= ctx);
+            longer += u64::from(whole.len() > ctx);
+        }
+        let (_, report) = dataset.reports().next().unwrap();
+        assert_eq!(report.truncated.count, longer, "{ctx}: {:?}", report.notes());
+        assert!(longer > 0);
+        let left_out =
+            prepare(&folder, std::slice::from_ref(&source), &DataOptions { overlong: Overlong::Drop, ..options })
+                .unwrap();
+        assert_eq!(left_out.len(), texts.len() - longer as usize);
+    }
+}
+
+#[test]
+fn labels_are_names_or_whole_numbers_of_any_type() {
+    let folder = tempfile::tempdir().unwrap();
+    let found = |name: &str, text: &str| labels_of(&[file(&folder, name, text)]).unwrap();
+    let line = |label: Value| json!({"text": "x", "label": label}).to_string() + "\n";
+    let numbers = [json!(10), json!(9.0), json!(-1), json!("2")].map(line).concat();
+    assert_eq!(found("a.jsonl", &numbers), ["-1", "2", "9", "10"]);
+    assert_eq!(found("b.csv", "text,label\nx,no\ny,yes\n"), ["no", "yes"]);
+    assert_eq!(
+        found("c.jsonl", &[json!(true), json!(false), json!(0.5), json!([1])].map(line).concat()),
+        ["False", "True"]
+    );
+}
+
+#[test]
+fn data_without_labels_to_learn_is_refused() {
+    let folder = bert();
+    let said = |error: candle_zero::Error| error.to_string().replace(folder.path().to_str().unwrap(), "DIR");
+    let refused = |name: &str, text: &str| said(labels_of(&[file(&folder, name, text)]).unwrap_err());
+    insta::assert_snapshot!(refused("none.csv", "text,class\nx,1\ny,2\n"), @"DIR/none.csv has no sample to learn from: 2 (line 2, 3) could not be used (line 2: it is text, and text and label is needed)");
+    insta::assert_snapshot!(refused("one.jsonl", "{\"text\": \"x\", \"label\": 1}\n{\"text\": \"y\", \"label\": 1}\n"), @r#"the labels of DIR/one.jsonl cannot be learned: all records have "1"; at least two labels are needed to tell apart"#);
+    insta::assert_snapshot!(refused("list.jsonl", "{\"text\": \"x\", \"label\": [0, 1]}\n"), @"DIR/list.jsonl has no sample to learn from: 1 (line 1) could not be used (line 1: its label is a list, and a label is a name or a whole number)");
+    insta::assert_snapshot!(refused("real.jsonl", "{\"text\": \"x\", \"label\": 0.25}\n"), @"DIR/real.jsonl has no sample to learn from: 1 (line 1) could not be used (line 1: its label is 0.25, and a label is a name or a whole number)");
+    insta::assert_snapshot!(refused("null.jsonl", "{\"text\": \"x\", \"label\": null}\n"), @"DIR/null.jsonl has no sample to learn from: 1 (line 1) could not be used (line 1: it is text, and text and label is needed)");
+    insta::assert_snapshot!(refused("text.jsonl", "{\"text\": [1], \"label\": \"a\"}\n"), @"DIR/text.jsonl has no sample to learn from: 1 (line 1) could not be used (line 1: text is a list, not a text)");
+    insta::assert_snapshot!(refused("plain.txt", "some words\n"), @"DIR/plain.txt has no sample to learn from: 1 (line 1) could not be used (line 1: it is plain text)");
+    insta::assert_snapshot!(refused("cut.json", "[{\"text\": "), @"DIR/cut.json has no sample to learn from: 1 (line 1) could not be used (line 1: the file ends within the list)");
+    let many: String = (0..10_002).map(|i| format!("x,{i}\n")).collect();
+    insta::assert_snapshot!(refused("many.csv", &format!("text,label\n{many}")), @"the labels of DIR/many.csv cannot be learned: there are more than 10000; label is the class of a text");
+    // A validation file that has a label which training has not.
+    let options = DataOptions { labels: labels(&["no", "yes"]), ..DataOptions::new(Task::Classify, 16) };
+    let source = file(&folder, "val.csv", "text,label\nx,no\ny,maybe\nz,yes\n");
+    let dataset = prepare(&folder, std::slice::from_ref(&source), &options).unwrap();
+    let notes = dataset.reports().flat_map(|(_, report)| report.notes()).collect::<Vec<_>>().join("\n");
+    insta::assert_snapshot!(notes, @r#"1 (line 3) could not be used (line 3: its label "maybe" is not among the known ones (no, yes))"#);
+    let strict = DataOptions { strict: true, ..options };
+    insta::assert_snapshot!(said(prepare(&folder, &[source], &strict).unwrap_err()), @r#"line 3 of DIR/val.csv cannot be used: its label "maybe" is not among the known ones (no, yes); mend it, or leave out --strict to skip such lines"#);
+}
+
+/// Another file of weights in the folder.
+fn change_weights(folder: &Path, change: impl Fn(String, Tensor) -> Option<(String, Tensor)>) {
+    let changed: HashMap<String, Tensor> =
+        tensors("bert/model/model.safetensors").into_iter().filter_map(|(name, tensor)| change(name, tensor)).collect();
+    candle_core::safetensors::save(&changed, folder.join("model.safetensors")).unwrap();
+}
+
+fn change_config(folder: &Path, change: impl FnOnce(&mut Value)) {
+    let file = folder.join("config.json");
+    let mut config: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    change(&mut config);
+    std::fs::write(file, config.to_string()).unwrap();
+}
+
+/// The first values of all parameters of a model on this base.
+fn first_values(base: &EncoderBase) -> HashMap<String, Vec<f32>> {
+    let runs = threads::run(1, |comm| -> Result<_> {
+        let settings = json!({"train_batch_size": 1, "optimizer": {"type": "AdamW"}});
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu).initial_values(base.values());
+        let mut engine = builder.initialize(|vb| Bert::new(base.config(), vb), settings)?;
+        let names = engine.trainable_parameters();
+        let mut values = HashMap::new();
+        for name in names {
+            let value = engine.safe_get_full_fp32_param(&name)?;
+            values.insert(name, crate::fixtures::values(&value));
+        }
+        Ok(values)
+    });
+    runs.unwrap().remove(0).unwrap()
+}
+
+#[test]
+fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
+    let folder = bert();
+    let dir = folder.path();
+    let own = labels(&["LABEL_0", "LABEL_1", "LABEL_2"]);
+    let base = EncoderBase::open(dir, &own).unwrap();
+    assert_eq!((base.notes(), base.data_labels()), (&[][..], own.as_slice()));
+    let whole = first_values(&base);
+    for (name, tensor) in tensors("bert/model/model.safetensors") {
+        assert_eq!(whole[&name], crate::fixtures::values(&tensor), "{name}");
+    }
+    // Numbers are those of the model's own classes, some of them too.
+    let base = EncoderBase::open(dir, &labels(&["0", "2"])).unwrap();
+    assert_eq!((base.notes(), base.data_labels()), (&[][..], labels(&["0", "1", "2"]).as_slice()));
+    assert_eq!(base.config().labels, own);
+    assert_eq!(first_values(&base), whole);
+
+    let same = |base: &EncoderBase, but: &[&str]| {
+        for (name, values) in first_values(base) {
+            match but.iter().any(|prefix| name.starts_with(prefix)) {
+                false => assert_eq!(values, whole[&name], "{name}"),
+                true if name.ends_with("bias") => assert!(values.iter().all(|value| *value == 0.0), "{name}"),
+                true => {
+                    let std = (values.iter().map(|x| f64::from(x * x)).sum::<f64>() / values.len() as f64).sqrt();
+                    assert!((0.01..0.03).contains(&std), "{name}: {std}");
+                }
+            }
+        }
+    };
+    // As the oldest files have it, without a head, and of masked language modelling.
+    change_weights(dir, |name, tensor| {
+        let name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta");
+        if name.contains("pooler") {
+            return Some((name.replace("bert.pooler", "cls.predictions.transform"), tensor));
+        }
+        (!name.starts_with("classifier")).then_some((name, tensor))
+    });
+    let base = EncoderBase::open(dir, &labels(&["no", "yes"])).unwrap();
+    insta::assert_snapshot!(base.notes().join("\n"), @r"
+    the classifier begins at random (standard deviation 0.02): the model has none
+    the pooler begins at random too: the model has none
+    left out, as they are of heads for other tasks: cls.predictions.transform.dense.bias, cls.predictions.transform.dense.weight
+    ");
+    assert_eq!(base.config().labels, ["no", "yes"]);
+    same(&base, &["classifier.", "bert.pooler."]);
+    // A plain encoder, with the buffer of its positions.
+    change_weights(dir, |name, tensor| match name.strip_prefix("bert.") {
+        Some("embeddings.LayerNorm.bias") => Some(("embeddings.LayerNorm.beta".into(), tensor)),
+        Some(bare) => Some((bare.to_owned(), tensor)),
+        None => Some(("embeddings.position_ids".into(), Tensor::arange(0i64, 64, &Device::Cpu).unwrap())),
+    });
+    let base = EncoderBase::open(dir, &labels(&["no", "yes"])).unwrap();
+    assert_eq!(base.notes().len(), 1);
+    same(&base, &["classifier."]);
+    // A classifier for other labels.
+    change_weights(dir, |name, tensor| Some((name, tensor)));
+    let base = EncoderBase::open(dir, &labels(&["no", "yes"])).unwrap();
+    insta::assert_snapshot!(base.notes().join("\n"), @"the classifier begins at random (standard deviation 0.02): that of the model knows LABEL_0, LABEL_1, LABEL_2, and the data has no, yes");
+    same(&base, &["classifier."]);
+}
+
+#[test]
+fn folders_that_are_no_encoder_are_refused() {
+    let folder = bert();
+    let dir = folder.path();
+    let refused = || {
+        let error = EncoderBase::open(dir, &labels(&["a", "b"])).unwrap_err();
+        error.to_string().replace(dir.to_str().unwrap(), "DIR")
+    };
+    change_weights(dir, |name, tensor| (name != "bert.encoder.layer.1.output.dense.bias").then_some((name, tensor)));
+    insta::assert_snapshot!(refused(), @"DIR/model.safetensors has no tensor bert.encoder.layer.1.output.dense.bias of shape [48], which the model needs; the file must hold exactly the model's parameters, and it has bert.embeddings.LayerNorm.bias, bert.embeddings.LayerNorm.weight, bert.embeddings.position_embeddings.weight and 37 more");
+    change_weights(dir, |name, tensor| Some((name, tensor)));
+    change_config(dir, |config| config["num_hidden_layers"] = 1.into());
+    insta::assert_snapshot!(refused(), @"DIR/model.safetensors holds tensors that the model does not have: bert.encoder.layer.1.attention.output.LayerNorm.bias, bert.encoder.layer.1.attention.output.LayerNorm.weight, bert.encoder.layer.1.attention.output.dense.bias, bert.encoder.layer.1.attention.output.dense.weight, bert.encoder.layer.1.attention.self.key.bias, bert.encoder.layer.1.attention.self.key.weight, bert.encoder.layer.1.attention.self.query.bias, bert.encoder.layer.1.attention.self.query.weight and 8 more; is it the file of another model or size?");
+    change_config(dir, |config| (config["num_hidden_layers"], config["intermediate_size"]) = (2.into(), 90.into()));
+    insta::assert_snapshot!(refused(), @"tensor bert.encoder.layer.0.intermediate.dense.weight in DIR/model.safetensors has shape [96, 48], and DIR/config.json describes one of [90, 48]; take both files from one model");
+    change_config(dir, |config| config["hidden_act"] = "relu".into());
+    insta::assert_snapshot!(refused(), @r#"DIR/config.json: hidden_act is "relu", but must be gelu, gelu_new, gelu_pytorch_tanh or silu"#);
+    change_config(dir, |config| config["model_type"] = "roberta".into());
+    insta::assert_snapshot!(refused(), @r#"DIR has a model of type "roberta"; --task classify takes the folder of a BERT (model_type "bert") in Hugging Face's format, with any head or none; a language model is fine-tuned without it"#);
+    std::fs::remove_file(dir.join("config.json")).unwrap();
+    insta::assert_snapshot!(refused(), @r#"DIR has no config.json; --task classify takes the folder of a BERT (model_type "bert") in Hugging Face's format, with any head or none; a language model is fine-tuned without it"#);
+    let llama = path("models/llama");
+    let error = EncoderBase::open(&llama, &labels(&["a", "b"])).unwrap_err().to_string();
+    insta::assert_snapshot!(error.replace(llama.to_str().unwrap(), "DIR"), @r#"DIR has a model of type "llama"; --task classify takes the folder of a BERT (model_type "bert") in Hugging Face's format, with any head or none; a language model is fine-tuned without it"#);
+    // Nor is an encoder a language model.
+    let encoder = path("bert/model");
+    let error = Base::open(&encoder).unwrap_err().to_string();
+    insta::assert_snapshot!(error.replace(encoder.to_str().unwrap(), "DIR"), @r#"DIR/config.json: model_type is "bert", but must be that of a language model; a BERT is fine-tuned with --task classify"#);
+    let base = EncoderBase::open(&encoder, &labels(&["a", "b"])).unwrap();
+    base.check_tokens(512).unwrap();
+    insta::assert_snapshot!(base.check_tokens(513).unwrap_err(), @"the tokenizer has ids up to 512, and the model's embedding has 512 rows: 1 ids have none; take the tokenizer that belongs to the model");
+}
+
+#[test]
+fn the_description_that_is_written_names_the_classes() {
+    let folder = bert();
+    change_config(folder.path(), |config| config["num_labels"] = 3.into());
+    let base = EncoderBase::open(folder.path(), &labels(&["no", "yes"])).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    base.write_beside(out.path()).unwrap();
+    let config: Value = serde_json::from_slice(&std::fs::read(out.path().join("config.json")).unwrap()).unwrap();
+    assert_eq!(config["id2label"], json!({"0": "no", "1": "yes"}));
+    assert_eq!(config["label2id"], json!({"no": 0, "yes": 1}));
+    assert_eq!(config["architectures"], json!(["BertForSequenceClassification"]));
+    assert_eq!(config["problem_type"], "single_label_classification");
+    assert_eq!((&config["num_labels"], &config["dtype"]), (&Value::Null, &"float32".into()));
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        let [a, b] = [folder.path(), out.path()].map(|folder| std::fs::read(folder.join(name)).unwrap());
+        assert_eq!(a, b);
+    }
+    assert!(!out.path().join("model.safetensors").exists());
+}
+
+/// Texts in rows of `time` tokens.
+fn rows(texts: &[(&[u32], u32)], time: usize, filler: u32) -> Rows {
+    let mut rows = Rows { rows: texts.len(), time, ..Rows::default() };
+    for (ids, label) in texts {
+        rows.ids.extend(*ids);
+        rows.ids.extend((ids.len()..time).map(|_| filler));
+        rows.starts.push(if ids.len() < time { vec![0, ids.len()] } else { vec![0] });
+        rows.labels.push(*label);
+    }
+    rows
+}
+
+/// Bits of the losses of three steps on four texts, of all ranks, and the weights after them. Rows have `more` tokens than the
+/// longest text.
+fn train(world: usize, stage: u8, more: usize, filler: u32) -> (Vec<u32>, Vec<u8>) {
+    let settings = json!({
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    });
+    let base = EncoderBase::open(path("bert/model"), &labels(&["0", "1", "2"])).unwrap();
+    let mut config = base.config().clone();
+    // Also what is dropped does not depend on padding.
+    (config.hidden_dropout, config.classifier_dropout) = (0.1, 0.1);
+    let texts: Vec<Vec<u32>> = [21, 6, 13, 1].iter().map(|n| (0..*n).map(|i| i * 37 % 500 + 5).collect()).collect();
+    let out = tempfile::tempdir().unwrap();
+    let file = out.path().join("model.safetensors");
+    let runs = threads::run(world, |comm| -> Result<_> {
+        let rank = comm.rank();
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu).initial_values(base.values());
+        let mut engine = builder.initialize(|vb| Bert::new(&config, vb), settings.clone())?;
+        let mut bits = vec![];
+        for _ in 0..3 {
+            for micro in 0..2 / world {
+                let part = 2 * (micro * world + rank)..2 * (micro * world + rank) + 2;
+                let part: Vec<(&[u32], u32)> = part.map(|i| (texts[i].as_slice(), i as u32 % 3)).collect();
+                let longest = part.iter().map(|(ids, _)| ids.len()).max().unwrap();
+                let texts = LabelledTexts::of(&rows(&part, longest + more, filler), &Device::Cpu)?;
+                let loss = engine.forward(|model| texts.loss(model, 2.0))?;
+                engine.backward(&loss)?;
+                engine.step()?;
+                bits.push(f64::from(loss.to_scalar::<f32>()?));
+            }
+        }
+        let bits = engine.gather_f64(&bits)?;
+        engine.export_safetensors(&file)?;
+        Ok(bits.concat().into_iter().map(|loss| (loss as f32).to_bits()).collect::<Vec<u32>>())
+    });
+    (runs.unwrap().remove(0).unwrap(), std::fs::read(&file).unwrap())
+}
+
+#[test]
+fn padding_changes_no_bit_of_a_training() {
+    for world in [1, 2] {
+        for stage in [0, 3] {
+            let (losses, weights) = train(world, stage, 0, 3);
+            assert_eq!(losses.len(), 6);
+            assert!(losses[0] != losses[2] && losses[2] != losses[4], "it trains: {losses:?}");
+            for (more, filler) in [(1, 3), (19, 3), (7, 88)] {
+                let (padded, after) = train(world, stage, more, filler);
+                assert_eq!(padded, losses, "{more} more, stage {stage}, {world} ranks");
+                assert!(after == weights, "weights with {more} more, stage {stage}, {world} ranks");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_batch_of_a_validation_is_judged_by_the_rows_that_have_a_text() {
+    let folder = bert();
+    let lines: String = (0..5).map(|i| format!("{},{}\n", "good ".repeat(i + 1), i % 2)).collect();
+    let source = file(&folder, "x.csv", &format!("text,label\n{lines}"));
+    let base = EncoderBase::open(folder.path(), &labels_of(std::slice::from_ref(&source)).unwrap()).unwrap();
+    let options = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(Task::Classify, 16) };
+    let dataset = Arc::new(prepare(&folder, &[source], &options).unwrap());
+    let weights = candle_core::safetensors::load(path("bert/model/model.safetensors"), &Device::Cpu).unwrap();
+    let vb = candle_nn::VarBuilder::from_tensors(weights, candle_core::DType::F32, &Device::Cpu);
+    let model = Bert::new(base.config(), vb).unwrap();
+    let judged = |micro: usize, world: usize| {
+        let (mut scores, mut sum) = (Scores::new(3), 0.0);
+        let mut counted = 0;
+        for rank in 0..world {
+            let shape = BatchShape { micro, accumulation: 1, world, rank };
+            let batches = Batches::validation(dataset.clone(), Packing::Padded, shape, 3);
+            for step in 0..batches.steps_per_epoch() {
+                let texts = LabelledTexts::of(&batches.batch(step, 0), &Device::Cpu).unwrap();
+                sum += texts.judge(&texts.logits(&model).unwrap(), &mut scores).unwrap();
+                // A row without a text has a loss of 0 and no gradient.
+                let loss = texts.loss(&model, 2.0).unwrap().to_scalar::<f32>().unwrap();
+                assert!(loss.is_finite());
+                counted += if rank == 0 { batches.targets_of_step(step) } else { 0 };
+            }
+        }
+        assert_eq!((scores.texts(), counted), (5, 5));
+        (scores, sum)
+    };
+    let (scores, sum) = judged(5, 1);
+    for (micro, world) in [(1, 1), (4, 1), (2, 2), (1, 4)] {
+        let (found, other) = judged(micro, world);
+        assert_eq!(found, scores);
+        assert!((other - sum).abs() < 1e-5, "{other} {sum}");
+    }
+}

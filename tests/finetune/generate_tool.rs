@@ -1,0 +1,146 @@
+//! `zerorun generate`: the same text as the library's, from prompts of every kind; and what it refuses.
+
+use crate::fixtures::{copy, path};
+use crate::support::processes::{stderr, stdout, zerorun};
+use candle_core::{DType, Device};
+use candle_zero::finetune::{Base, Generator, Tokenizer};
+use candle_zero::models::Decoder;
+use serde_json::json;
+use std::io::Write as _;
+use std::path::Path;
+use std::process::{Output, Stdio};
+
+fn generate(model: &Path, more: &[&str]) -> Output {
+    zerorun().arg("generate").arg(model).args(more).output().unwrap()
+}
+
+/// What stands on standard output, of a run that went well.
+fn said(model: &Path, more: &[&str]) -> String {
+    let output = generate(model, more);
+    assert!(output.status.success(), "{}", stderr(&output));
+    stdout(&output)
+}
+
+const FEW: [&str; 2] = ["--max_tokens", "12"];
+
+#[test]
+fn the_likeliest_tokens_are_those_of_the_library_each_time() {
+    let llama = path("models/llama");
+    let output = generate(&llama, &["--raw", "--prompt", "one two", "--max_tokens", "12"]);
+    let (base, tokenizer) = (Base::open(&llama).unwrap(), Tokenizer::open(&llama).unwrap());
+    let model = Decoder::new(base.config(), base.var_builder(DType::F32, &Device::Cpu)).unwrap();
+    let generator = Generator::new(&base, &tokenizer, None).unwrap();
+    let prompt = generator.of_text("one two").unwrap();
+    let want = model.generate(&prompt, 12, 0.0, 0).unwrap();
+    assert!(want.iter().all(|id| !generator.ends().contains(id)));
+    assert_eq!(stdout(&output), format!("{}\n", tokenizer.decode(&want, true).unwrap()));
+    let said = stderr(&output);
+    assert!(said.contains("tokens of the prompt at ") && said.contains(", 11 more at "), "{said}");
+    assert!(said.contains("the answer was cut at 12 tokens, by --max_tokens"), "{said}");
+}
+
+#[test]
+fn a_prompt_is_the_same_as_an_argument_a_line_and_a_message() {
+    let (llama, folder) = (path("models/llama"), tempfile::tempdir().unwrap());
+    let given = said(&llama, &[&["--prompt", "hello there", "--system", "be kind"], &FEW[..]].concat());
+    let file = folder.path().join("messages.json");
+    let messages = json!([{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello there"}]);
+    std::fs::write(&file, messages.to_string()).unwrap();
+    assert_eq!(said(&llama, &[&["--messages", file.to_str().unwrap()], &FEW[..]].concat()), given);
+    let text =
+        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n";
+    assert_eq!(said(&llama, &[&["--raw", "--prompt", text], &FEW[..]].concat()), given);
+    let other = said(&llama, &[&["--prompt", "other"], &FEW[..]].concat());
+    assert_ne!(said(&llama, &[&["--prompt", "hello there"], &FEW[..]].concat()), given);
+
+    // Each line is a prompt of its own, as are several arguments; empty lines are none.
+    let mut command = zerorun();
+    command.arg("generate").arg(&llama).args(FEW).args(["--system", "be kind"]);
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(b"hello there\n\nhello there\n").unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(stdout(&output), given.repeat(2));
+    let two = said(&llama, &[&["--prompt", "other", "--prompt", "other"], &FEW[..]].concat());
+    assert_eq!(two, other.repeat(2));
+}
+
+#[test]
+fn what_is_drawn_follows_from_the_seed() {
+    let llama = path("models/llama");
+    let drawn = |more: &[&str]| said(&llama, &[&["--prompt", "a", "--temperature", "1.5"], &FEW[..], more].concat());
+    assert_eq!(drawn(&["--seed", "1"]), drawn(&["--seed", "1"]));
+    assert_ne!(drawn(&["--seed", "1"]), drawn(&["--seed", "2"]));
+    assert_eq!(drawn(&["--top_k", "1"]), said(&llama, &[&["--prompt", "a"], &FEW[..]].concat()));
+    assert_eq!(drawn(&["--top-p", "0.000001"]), said(&llama, &[&["--prompt", "a"], &FEW[..]].concat()));
+}
+
+#[test]
+fn an_answer_ends_with_the_context_of_the_model() {
+    let gpt2 = copy("gpt2");
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(path("models/llama").join(name), gpt2.path().join(name)).unwrap();
+    }
+    let gpt2 = gpt2.path();
+    let prompt = "word ".repeat(20);
+    let output = generate(gpt2, &["--raw", "--prompt", &prompt, "--max_tokens", "1000"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let tokenizer = Tokenizer::open(gpt2).unwrap();
+    let room = 128 - tokenizer.encode(&prompt).unwrap().ids.len();
+    let said = stderr(&output);
+    assert!(said.contains(&format!("the answer was cut at {room} tokens, by the context")), "{said}");
+    let output = generate(gpt2, &["--raw", "--prompt", &"word ".repeat(200)]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains(" tokens, and the model's context 128, which is to have the answer too"));
+}
+
+#[test]
+fn a_model_computes_in_16_bits_where_that_is_asked_for() {
+    let llama = path("models/llama");
+    let half = said(&llama, &[&["--prompt", "hello there", "--dtype", "bf16"], &FEW[..]].concat());
+    assert!(half.len() > 5);
+}
+
+#[test]
+fn a_model_without_a_template_continues_what_stands_there() {
+    let folder = copy("llama");
+    let path = folder.path().join("tokenizer_config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config.as_object_mut().unwrap().remove("chat_template");
+    std::fs::write(&path, config.to_string()).unwrap();
+    let output = generate(folder.path(), &[&["--prompt", "one two"], &FEW[..]].concat());
+    assert!(stderr(&output).contains("no chat template: prompts are continued as they stand"), "{}", stderr(&output));
+    assert_eq!(stdout(&output), said(folder.path(), &[&["--raw", "--prompt", "one two"], &FEW[..]].concat()));
+    let output = generate(folder.path(), &["--prompt", "one two", "--system", "be kind"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("has no chat template, neither in tokenizer_config.json nor as"));
+}
+
+#[test]
+fn wrong_command_lines_models_and_prompts_end_with_code_2_and_their_names() {
+    let (folder, llama) = (copy("llama"), path("models/llama"));
+    let of = |model: &Path, more: &[&str]| {
+        let output = generate(model, more);
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+        assert!(stdout(&output).is_empty());
+        let text = stderr(&output).replace(folder.path().to_str().unwrap(), "DIR");
+        text.replace(path("").to_str().unwrap(), "").trim_end().to_owned()
+    };
+    let text = |more: &[&str]| of(&llama, more);
+    let file = folder.path().join("messages.json");
+    std::fs::write(&file, r#"{"role": "user"}"#).unwrap();
+    insta::assert_snapshot!(text(&["--messages", file.to_str().unwrap()]), @r#"zerorun: the conversation is not a list of messages with role and content: in DIR/messages.json, an object is found where the list is expected; write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]"#);
+    insta::assert_snapshot!(text(&["--messages", "/no/such.json"]), @"zerorun: cannot read /no/such.json: No such file or directory (os error 2)");
+    insta::assert_snapshot!(text(&["--prompt", "", "--raw"]), @"zerorun: the prompt has no tokens, and a model continues at least one; give a text");
+    insta::assert_snapshot!(text(&["--max_tokens", "0"]), @"zerorun: max_tokens is 0, but must be at least 1");
+    insta::assert_snapshot!(text(&["--temperature=-1"]), @"zerorun: temperature is -1, but must be 0 or a positive finite number");
+    insta::assert_snapshot!(text(&["--top_p", "2"]), @"zerorun: top_p is 2, but must be above 0 and at most 1");
+    insta::assert_snapshot!(text(&["--prompt", "a", "--adapter", "/no/such"]), @"zerorun: cannot read /no/such/adapter_config.json: No such file or directory (os error 2)");
+    let other = path("lora/qwen3.attn_r8/final");
+    insta::assert_snapshot!(text(&["--prompt", "a", "--adapter", other.to_str().unwrap()]), @"zerorun: the adapter lora/qwen3.attn_r8/final (trained on qwen3) is not one for this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 40], and the model needs [8, 48]; take the model that it was trained on");
+    insta::assert_snapshot!(of(Path::new("/no/such"), &["--prompt", "a"]), @"zerorun: /no/such is no model: there is no such file or folder; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
+    for words in [["--raw", "--system", "x"], ["--messages", "x", "--raw"]] {
+        assert!(text(&words).contains("cannot be used with"));
+    }
+    std::fs::remove_file(folder.path().join("tokenizer.json")).unwrap();
+    insta::assert_snapshot!(of(folder.path(), &["--prompt", "a"]), @"zerorun: cannot read DIR/tokenizer.json: No such file or directory (os error 2)");
+}
