@@ -19,4 +19,5 @@ mod logits;
 mod lora;
 mod merge_tool;
 mod packed_rows;
+mod qlora;
 mod trajectories;
