@@ -1,8 +1,11 @@
 //! What a run learns from its batches: a loss to go down, and the sums that a validation is made of.
 
+use super::classify::LabelledTexts;
 use super::dpo::dpo_loss;
+use super::network::Network;
 use super::options::Objective;
 use super::pack::{NO_TARGET, Rows};
+use super::scores::Scores;
 use crate::models::Decoder;
 use crate::nn::{Sequences, without_adapters};
 use candle_core::{DType, Device, Result, Tensor};
@@ -11,10 +14,12 @@ use candle_core::{DType, Device, Result, Tensor};
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct Validation {
-    /// The mean loss: over target tokens, or over pairs of a preference.
+    /// The mean loss: over target tokens, over pairs of a preference, or over texts with labels.
     pub loss: f64,
-    /// The share of pairs where the model is ahead of its reference; of preferences.
+    /// The share of pairs where the model is ahead of its reference, or of texts whose label it tells.
     pub accuracy: Option<f64>,
+    /// The mean of the labels' F1 ([`Scores::macro_f1`]), where labels are told.
+    pub f1: Option<f64>,
     /// How far ahead it is in the mean, times beta; of preferences.
     pub margin: Option<f64>,
 }
@@ -51,22 +56,25 @@ impl Objective {
     }
 
     /// What the model says of a batch without its adapters, as sums of log probabilities, `[2, pairs]`.
-    pub(super) fn reference(self, model: &Decoder, rows: &Rows, device: &Device) -> Result<Tensor> {
-        let [chosen, rejected] = without_adapters(|| Batch::new(rows, device)?.sums(model))?;
+    pub(super) fn reference(self, model: &Network, rows: &Rows, device: &Device) -> Result<Tensor> {
+        let [chosen, rejected] = without_adapters(|| Batch::new(rows, device)?.sums(model.decoder()?))?;
         Tensor::stack(&[chosen, rejected], 0)
     }
 
-    /// The loss of a batch, a scalar of f32: its sum over targets, divided by `divisor`; of a preference, the mean over its
-    /// pairs beside a `reference`.
+    /// The loss of a batch, a scalar of f32: its sum over targets or labels, divided by `divisor`; of a preference, the mean
+    /// over its pairs beside a `reference`.
     pub(super) fn loss(
         self,
-        model: &Decoder,
+        model: &Network,
         rows: &Rows,
         reference: Option<&Tensor>,
         divisor: f64,
         device: &Device,
     ) -> Result<Tensor> {
-        let batch = Batch::new(rows, device)?;
+        if self == Self::Classify {
+            return LabelledTexts::of(rows, device)?.loss(model.encoder()?, divisor);
+        }
+        let (batch, model) = (Batch::new(rows, device)?, model.decoder()?);
         match (self, reference) {
             (Self::Prefer { beta }, Some(reference)) => {
                 let [chosen, rejected] = batch.sums(model)?;
@@ -74,24 +82,30 @@ impl Objective {
                 Ok(dpo_loss([&chosen, &rejected], [&of_reference[0], &of_reference[1]], beta)?.loss)
             }
             (Self::Prefer { .. }, None) => candle_core::bail!("a preference has a reference"),
-            (Self::Generate, _) => model.loss_packed(&batch.ids, &batch.targets, Some(&batch.sequences), Some(divisor)),
+            _ => model.loss_packed(&batch.ids, &batch.targets, Some(&batch.sequences), Some(divisor)),
         }
     }
 
-    /// What a batch adds to a validation: loss, what it is divided by, and with preferences how many are right and their
-    /// margins. Rows that only fill a batch up add nothing.
-    pub(super) fn sums(self, model: &Decoder, rows: &Rows, device: &Device) -> Result<Tensor> {
+    /// What a batch adds to a validation: loss, what it is divided by, and then with preferences how many are right and their
+    /// margins, with labels the numbers of [`Scores`]. Rows that only fill a batch up add nothing.
+    pub(super) fn sums(self, model: &Network, rows: &Rows, device: &Device) -> Result<Tensor> {
         let sums = match self {
+            Self::Classify => {
+                let (model, texts) = (model.encoder()?, LabelledTexts::of(rows, device)?);
+                let mut scores = Scores::new(model.config().labels.len());
+                let loss = texts.judge(&texts.logits(model)?, &mut scores)?;
+                [vec![loss, scores.texts() as f64], scores.to_numbers()].concat()
+            }
             Self::Generate => {
                 let targets = rows.targets.iter().filter(|target| **target != NO_TARGET).count();
                 let loss = self.loss(model, rows, None, 1.0, device)?.to_scalar::<f32>()?;
-                [f64::from(loss), targets as f64, 0.0, 0.0]
+                vec![f64::from(loss), targets as f64]
             }
             Self::Prefer { beta } => {
                 let reference = self.reference(model, rows, device)?;
                 let batch = Batch::new(rows, device)?;
-                let [chosen, rejected] = batch.sums(model)?;
-                let mut sums = [0.0; 4];
+                let [chosen, rejected] = batch.sums(model.decoder()?)?;
+                let mut sums = vec![0.0; 4];
                 let real = rows.targets.chunks(rows.time).map(|row| row.iter().any(|target| *target != NO_TARGET));
                 let real: Vec<bool> = real.step_by(2).collect();
                 let values = |sums: &Tensor| sums.to_dtype(DType::F32)?.to_vec1::<f32>();
@@ -109,13 +123,20 @@ impl Objective {
                 sums
             }
         };
-        Tensor::new(&sums, &Device::Cpu)
+        Tensor::new(sums, &Device::Cpu)
     }
 
     /// The validation that sums over all batches and ranks make.
     pub(super) fn validation(self, sums: &[f64]) -> Validation {
-        let mean = |i: usize| sums.get(i).copied().unwrap_or(0.0) / sums[1].max(1.0);
-        let of_pairs = |i| self.needs_reference().then(|| mean(i));
-        Validation { loss: mean(0), accuracy: of_pairs(2), margin: of_pairs(3) }
+        let mean = |i: usize| sums.get(i).copied().unwrap_or(0.0) / sums.get(1).copied().unwrap_or(0.0).max(1.0);
+        let none = Validation { loss: mean(0), accuracy: None, f1: None, margin: None };
+        match self {
+            Self::Generate => none,
+            Self::Prefer { .. } => Validation { accuracy: Some(mean(2)), margin: Some(mean(3)), ..none },
+            Self::Classify => {
+                let scores = Scores::of_numbers(sums.get(2..).unwrap_or_default());
+                Validation { accuracy: Some(scores.accuracy()), f1: Some(scores.macro_f1()), ..none }
+            }
+        }
     }
 }

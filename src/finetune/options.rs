@@ -42,6 +42,8 @@ pub enum Objective {
         /// How much a difference in log probability counts.
         beta: f64,
     },
+    /// To tell the label of a text: cross entropy of the classes. The model is an encoder, and all of its weights are trained.
+    Classify,
 }
 
 /// How long is trained.
@@ -129,7 +131,7 @@ pub struct Saving {
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one.
+    /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one. To classify, the folder of a BERT.
     pub model: PathBuf,
     /// Training data.
     pub data: Vec<Source>,
@@ -137,6 +139,9 @@ pub struct Options {
     pub out: PathBuf,
     /// What is trained. Default: LoRA of rank 16 on all projections.
     pub method: Method,
+    /// The folder of an adapter that the run begins with, whose settings take the place of the method's. Default: one that
+    /// changes nothing yet.
+    pub adapter: Option<PathBuf>,
     /// What is learned. Default: to say what the assistant says.
     pub objective: Objective,
     /// A DeepSpeed configuration. What it says goes before what these options say; stage and offload follow from it alone.
@@ -159,7 +164,10 @@ pub struct Options {
     pub warmup: Warmup,
     /// The learning rate after it. Default: a cosine.
     pub scheduler: RateShape,
-    /// Whether a row holds as many samples as fit, rather than one. Default: true.
+    /// Whether rows come in an order that the seed makes, in each epoch another, rather than in that of the data. Default:
+    /// true.
+    pub shuffle: bool,
+    /// Whether a row holds as many samples as fit, rather than one, of samples without labels. Default: true.
     pub packing: bool,
     /// What becomes of samples that are longer than a row. Default: they are cut.
     pub overlong: Overlong,
@@ -190,6 +198,7 @@ impl Options {
             data: vec![],
             out: out.into(),
             method: Method::Lora(LoraConfig::default()),
+            adapter: None,
             objective: Objective::Generate,
             ds_config: None,
             precision: Precision::F32,
@@ -200,6 +209,7 @@ impl Options {
             ctx: None,
             warmup: Warmup::Part(0.03),
             scheduler: RateShape::Cosine,
+            shuffle: true,
             packing: true,
             overlong: Overlong::Truncate,
             strict: false,
@@ -264,10 +274,18 @@ impl Options {
             }
             _ => (),
         }
+        if self.adapter.is_some() && self.method == Method::Full {
+            return Err(misused("--adapter", "is of use with adapters alone: leave out --full"));
+        }
         if let Some(Held::Part(part)) = self.validation
             && !(part > 0.0 && part < 1.0)
         {
             return Err(refused("--val", format!("{}%", part * 100.0), "a file, or more than 0% and less than 100%"));
+        }
+        if self.objective == Objective::Classify && self.method != Method::Full {
+            let why =
+                "classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter";
+            return Err(misused("--task", why));
         }
         if let Objective::Prefer { beta } = self.objective {
             if !positive(beta) {
@@ -366,8 +384,10 @@ mod tests {
         insta::assert_snapshot!(text(Options { patience: Some(3), ..with_data() }), @"--patience is of use with validation alone: give --val FILE or --val 5%");
         insta::assert_snapshot!(text(Options { warmup: Warmup::Part(2.0), ..with_data() }), @"--warmup is 2, but must be a number of steps, or a part of them as 3%");
         insta::assert_snapshot!(text(Options { validation: Some(Held::Part(1.0)), ..with_data() }), @"--val is 100%, but must be a file, or more than 0% and less than 100%");
+        insta::assert_snapshot!(text(Options { adapter: Some("a".into()), method: Method::Full, ..with_data() }), @"--adapter is of use with adapters alone: leave out --full");
         let dpo = Objective::Prefer { beta: 0.1 };
         insta::assert_snapshot!(text(Options { objective: dpo, method: Method::Full, ..with_data() }), @"--dpo needs adapters, for the model without them is the reference: leave out --full");
+        insta::assert_snapshot!(text(Options { objective: Objective::Classify, ..with_data() }), @"--task classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter");
         let dpo = Objective::Prefer { beta: 0.0 };
         insta::assert_snapshot!(text(Options { objective: dpo, ..with_data() }), @"--dpo is beta=0, but must be beta above 0, as beta=0.1");
         insta::assert_snapshot!("x".parse::<Warmup>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them as 3%");

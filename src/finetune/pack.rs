@@ -45,6 +45,17 @@ pub struct Rows {
     pub tokens: usize,
 }
 
+/// The order in which rows come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum RowOrder {
+    /// By chance, in each epoch another.
+    Shuffled(u64),
+    /// That of the data, epoch after epoch.
+    Sequential,
+    /// That of the data, one time.
+    Once,
+}
+
 /// The batches of one rank.
 #[derive(Debug, Clone)]
 pub struct Batches {
@@ -54,8 +65,7 @@ pub struct Batches {
     /// Where each row begins in `members`, and the end of the last.
     rows: Vec<usize>,
     shape: BatchShape,
-    /// None where rows come in their order, and once.
-    seed: Option<u64>,
+    order: RowOrder,
     pad: u32,
 }
 
@@ -66,7 +76,16 @@ impl Batches {
     ///
     /// If the data set is empty or has a sample that is longer than a packed row.
     pub fn training(dataset: Arc<Dataset>, packing: Packing, shape: BatchShape, seed: u64, pad: u32) -> Self {
-        Self::new(dataset, packing, shape, Some(seed), pad)
+        Self::new(dataset, packing, shape, RowOrder::Shuffled(seed), pad)
+    }
+
+    /// Batches to train on in the order of the data, epoch after epoch the same.
+    ///
+    /// # Panics
+    ///
+    /// As [`training`](Self::training).
+    pub fn in_order(dataset: Arc<Dataset>, packing: Packing, shape: BatchShape, pad: u32) -> Self {
+        Self::new(dataset, packing, shape, RowOrder::Sequential, pad)
     }
 
     /// Batches to validate on: each row once, in the same order at any time. The last ones are filled up with rows that
@@ -76,14 +95,17 @@ impl Batches {
     ///
     /// As [`training`](Self::training).
     pub fn validation(dataset: Arc<Dataset>, packing: Packing, shape: BatchShape, pad: u32) -> Self {
-        Self::new(dataset, packing, shape, None, pad)
+        Self::new(dataset, packing, shape, RowOrder::Once, pad)
     }
 
-    fn new(dataset: Arc<Dataset>, packing: Packing, shape: BatchShape, seed: Option<u64>, pad: u32) -> Self {
+    fn new(dataset: Arc<Dataset>, packing: Packing, shape: BatchShape, rows_in: RowOrder, pad: u32) -> Self {
         let groups = dataset.len() / dataset.group();
         assert!(groups > 0 && groups <= u32::MAX as usize, "{groups} samples");
         assert!(shape.micro > 0 && shape.accumulation > 0 && shape.rank < shape.world, "{shape:?}");
-        let order = |i: usize| permute(i as u64, groups as u64, mix(seed.unwrap_or(0))) as u32;
+        let order = |i: usize| match rows_in {
+            RowOrder::Shuffled(seed) => permute(i as u64, groups as u64, mix(seed)) as u32,
+            RowOrder::Sequential | RowOrder::Once => i as u32,
+        };
         let (members, rows) = match packing {
             Packing::Packed { ctx } if dataset.group() == 1 => {
                 let order: Vec<u32> = (0..groups).map(order).collect();
@@ -92,7 +114,7 @@ impl Batches {
             }
             _ => ((0..groups as u32).collect(), (0..=groups).collect()),
         };
-        Self { dataset, members, rows, shape, seed, pad }
+        Self { dataset, members, rows, shape, order: rows_in, pad }
     }
 
     /// Rows in an epoch; of samples that belong together, groups.
@@ -117,10 +139,11 @@ impl Batches {
     /// The groups of row `row` of the whole run; none for a row behind the end of a validation.
     fn row(&self, row: u64) -> &[u32] {
         let count = self.rows_per_epoch() as u64;
-        let row = match self.seed {
-            Some(seed) => permute(row % count, count, mix(seed ^ mix(row / count))),
-            None if row < count => row,
-            None => return &[],
+        let row = match self.order {
+            RowOrder::Shuffled(seed) => permute(row % count, count, mix(seed ^ mix(row / count))),
+            RowOrder::Sequential => row % count,
+            RowOrder::Once if row < count => row,
+            RowOrder::Once => return &[],
         } as usize;
         &self.members[self.rows[row]..self.rows[row + 1]]
     }
@@ -176,7 +199,7 @@ impl Batches {
         hasher.write(&self.dataset.fingerprint().to_le_bytes());
         self.members.iter().for_each(|group| hasher.write(&group.to_le_bytes()));
         self.rows.iter().for_each(|row| hasher.write(&(*row as u64).to_le_bytes()));
-        hasher.write(format!("{:?} {}", self.seed, self.rows_per_step()).as_bytes());
+        hasher.write(format!("{:?} {}", self.order, self.rows_per_step()).as_bytes());
         hasher.finish()
     }
 

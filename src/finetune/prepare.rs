@@ -1,17 +1,22 @@
 //! What a run needs before there is an engine: the model's description, its tokenizer, its data.
 
+use super::adapted_values::AdaptedValues;
+use super::adapter::Adapter;
 use super::base::Base;
 use super::cache::default_cache;
-use super::dataset::{DataOptions, DataProgress, Dataset, Task};
+use super::dataset::{DataOptions, DataProgress, Dataset, Task, labels_of};
+use super::encoder::EncoderBase;
 use super::error::FinetuneError;
 use super::options::{Held, Method, Objective, Options, misused, refused};
 use super::pack::Packing;
+use super::quantized::{PACKING, is_quantized};
 use super::source::Source;
 use super::template::Template;
 use super::tokenizer::Tokenizer;
+use crate::engine::InitialValues;
 use crate::error::{Error, Result};
 use crate::files::free_folder;
-use crate::models::DecoderConfig;
+use crate::models::{BertConfig, DecoderConfig};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -22,13 +27,81 @@ const USUAL_CTX: usize = 1024;
 #[derive(Debug)]
 pub struct Prepared {
     pub(super) options: Options,
-    pub(super) base: Base,
-    /// That of the base, with adapters and the rows' length.
-    pub(super) config: DecoderConfig,
+    pub(super) start: Start,
+    /// First values of the parameters.
+    pub(super) values: Arc<dyn InitialValues>,
+    ctx: usize,
     pub(super) tokenizer: Tokenizer,
     pub(super) template: Option<Template>,
     pub(super) training: Arc<Dataset>,
     pub(super) validation: Option<Arc<Dataset>>,
+}
+
+/// The model that a run begins with, and the description of the one that is trained.
+#[derive(Debug)]
+pub(super) enum Start {
+    /// A language model; the description has adapters and the rows' length.
+    Decoder { base: Box<Base>, config: DecoderConfig },
+    /// An encoder that is to classify.
+    Encoder { base: EncoderBase, config: BertConfig },
+}
+
+impl Start {
+    fn open(options: &Options) -> Result<Self> {
+        let checkpoint_activations = options.recompute.unwrap_or(false);
+        if options.objective == Objective::Classify {
+            let base = EncoderBase::open(&options.model, &labels_of(&options.data)?)?;
+            let config = BertConfig { checkpoint_activations, ..base.config().clone() };
+            return Ok(Self::Encoder { base, config });
+        }
+        let base = Box::new(Base::open(&options.model)?);
+        let lora = options.method.lora().cloned();
+        let config = DecoderConfig { lora, checkpoint_activations, ..base.config().clone() };
+        Ok(Self::Decoder { base, config })
+    }
+
+    /// The folder with the tokenizer.
+    fn folder(&self) -> &Path {
+        match self {
+            Self::Decoder { base, .. } => base.folder(),
+            Self::Encoder { base, .. } => base.folder(),
+        }
+    }
+
+    fn check_tokens(&self, ids: usize) -> Result<()> {
+        match self {
+            Self::Decoder { base, .. } => base.check_tokens(ids),
+            Self::Encoder { base, .. } => base.check_tokens(ids),
+        }
+    }
+
+    /// First values of the parameters of a model for rows of `ctx` tokens, perhaps with an adapter that goes on training.
+    fn values(&mut self, ctx: usize, adapter: Option<Adapter>, options: &Options) -> Result<Arc<dyn InitialValues>> {
+        match self {
+            Self::Decoder { base, config } => {
+                config.ctx = ctx;
+                Ok(match config.lora {
+                    Some(_) => {
+                        let values = AdaptedValues::new(base, config, adapter)?;
+                        Arc::new(match options.method {
+                            Method::Qlora(_) => values.quantized(PACKING, options.precision.dtype(), is_quantized),
+                            _ => values,
+                        })
+                    }
+                    None => base.values(),
+                })
+            }
+            Self::Encoder { base, .. } => Ok(base.values()),
+        }
+    }
+
+    /// The longest row.
+    fn longest(&self) -> usize {
+        match self {
+            Self::Decoder { base, .. } => base.config().ctx,
+            Self::Encoder { base, .. } => base.config().max_position_embeddings,
+        }
+    }
 }
 
 impl Prepared {
@@ -38,37 +111,41 @@ impl Prepared {
     /// # Errors
     /// Options that make no run; those of [`Base::open`], [`Tokenizer::open`], [`Template::open`] and
     /// [`Dataset::prepare`]; a folder for the result that is not empty.
-    pub fn new(options: Options, progress: &mut dyn FnMut(DataProgress)) -> Result<Self> {
+    pub fn new(mut options: Options, progress: &mut dyn FnMut(DataProgress)) -> Result<Self> {
         options.check()?;
         if !(options.is_resumed() && options.is_result(&options.out)) {
             check_out(&options)?;
         }
-        let base = Base::open(&options.model)?;
-        let tokenizer = Tokenizer::open(base.folder())?;
-        base.check_tokens(tokenizer.vocab_size())?;
-        let template = match Template::open(base.folder(), &tokenizer) {
+        let adapter = options.adapter.as_ref().map(Adapter::read).transpose()?;
+        if let (Some(adapter), Method::Lora(lora) | Method::Qlora(lora)) = (&adapter, &mut options.method) {
+            *lora = adapter.config.clone();
+        }
+        let mut start = Start::open(&options)?;
+        let tokenizer = Tokenizer::open(start.folder())?;
+        start.check_tokens(tokenizer.vocab_size())?;
+        let template = match Template::open(start.folder(), &tokenizer) {
             Err(Error::Finetune(FinetuneError::NoTemplate { .. })) => None,
             found => Some(found?),
         };
-        let longest = base.config().ctx;
+        let longest = start.longest();
         let ctx = options.ctx.unwrap_or(USUAL_CTX.min(longest));
         if ctx > longest {
             return Err(refused("--ctx", ctx, format!("2 to {longest}, the model's context")));
         }
-        let config = DecoderConfig {
-            ctx,
-            lora: options.method.lora().cloned(),
-            checkpoint_activations: options.recompute.unwrap_or(false),
-            ..base.config().clone()
+        let values = start.values(ctx, adapter, &options)?;
+        let labels = match &start {
+            Start::Decoder { .. } => vec![],
+            Start::Encoder { base, .. } => base.data_labels().to_vec(),
         };
         let cache = options.cache.clone().map_or_else(default_cache, Ok)?;
         let mut prepare = |sources: &[Source]| {
             let task = match options.objective {
                 Objective::Generate => Task::Generate,
                 Objective::Prefer { .. } => Task::Prefer,
+                Objective::Classify => Task::Classify,
             };
-            let data =
-                DataOptions { overlong: options.overlong, strict: options.strict, ..DataOptions::new(task, ctx) };
+            let (overlong, strict, labels) = (options.overlong, options.strict, labels.clone());
+            let data = DataOptions { overlong, strict, labels, ..DataOptions::new(task, ctx) };
             Dataset::prepare(sources, &tokenizer, template.as_ref(), &data, &cache, progress)
         };
         let training = prepare(&options.data)?;
@@ -92,7 +169,7 @@ impl Prepared {
             }
         };
         let validation = validation.map(Arc::new);
-        Ok(Self { options, base, config, tokenizer, template, training: Arc::new(training), validation })
+        Ok(Self { options, start, values, ctx, tokenizer, template, training: Arc::new(training), validation })
     }
 
     /// The options.
@@ -100,14 +177,26 @@ impl Prepared {
         &self.options
     }
 
-    /// The model.
-    pub fn base(&self) -> &Base {
-        &self.base
+    /// The language model and the description of the one that is trained: the base's, with adapters and a context of a row's
+    /// length. None where an encoder is trained.
+    pub fn decoder(&self) -> Option<(&Base, &DecoderConfig)> {
+        match &self.start {
+            Start::Decoder { base, config } => Some((base.as_ref(), config)),
+            Start::Encoder { .. } => None,
+        }
     }
 
-    /// The description of the model that is trained: the base's, with adapters and a context of a row's length.
-    pub fn config(&self) -> &DecoderConfig {
-        &self.config
+    /// The encoder, where one is trained.
+    pub fn encoder(&self) -> Option<&EncoderBase> {
+        match &self.start {
+            Start::Decoder { .. } => None,
+            Start::Encoder { base, .. } => Some(base),
+        }
+    }
+
+    /// The most tokens of a row.
+    pub fn ctx(&self) -> usize {
+        self.ctx
     }
 
     /// The model's tokenizer.
@@ -131,8 +220,16 @@ impl Prepared {
     }
 
     pub(super) fn packing(&self) -> Packing {
-        let packed = self.options.packing && self.training.group() == 1;
-        if packed { Packing::Packed { ctx: self.config.ctx } } else { Packing::Padded }
+        let packed = self.options.packing && self.training.group() == 1 && self.training.labels().is_empty();
+        if packed { Packing::Packed { ctx: self.ctx } } else { Packing::Padded }
+    }
+
+    /// Width of the residual stream.
+    pub(super) fn hidden_size(&self) -> usize {
+        match &self.start {
+            Start::Decoder { config, .. } => config.hidden_size,
+            Start::Encoder { config, .. } => config.hidden_size,
+        }
     }
 
     /// What fills rows up.

@@ -2,11 +2,12 @@
 
 use super::adapter::Adapter;
 use super::merge::Merged;
-use super::prepare::Prepared;
+use super::network::Network;
+use super::out::new_folder;
+use super::prepare::{Prepared, Start};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::files::{folder_of, new_beside, sync_folder};
-use crate::models::Decoder;
 use crate::param::WeightFiles;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use std::fs;
@@ -15,13 +16,24 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Collective: writes the folder `to`, which must be absent or empty, from rank 0.
-fn write(engine: &mut Engine<Decoder>, prepared: &Prepared, to: &Path) -> Result<()> {
+fn write(engine: &mut Engine<Network>, prepared: &Prepared, to: &Path) -> Result<()> {
+    let (base, config) = match &prepared.start {
+        Start::Encoder { base, .. } => {
+            let folder = if engine.rank() == 0 { Some(new_folder(to)?) } else { None };
+            let into = folder.as_ref().map_or(to, |folder| folder.path());
+            engine.export_safetensors(into.join("model.safetensors"))?;
+            let Some(folder) = folder else { return Ok(()) };
+            base.write_beside(folder.path())?;
+            return folder.finish().map_err(|source| Error::Io { action: "write", path: to.to_owned(), source });
+        }
+        Start::Decoder { base, config } => (base, config),
+    };
     match prepared.options.method.lora() {
         Some(lora) => {
-            let base = Some(prepared.base.folder().display().to_string());
-            let adapter = Adapter::of_engine(engine, lora.clone(), base)?;
+            let name = Some(base.folder().display().to_string());
+            let adapter = Adapter::of_engine(engine, lora.clone(), name)?;
             if engine.rank() == 0 {
-                let parameters = prepared.config.parameters()?;
+                let parameters = config.parameters()?;
                 adapter.write(to, parameters.iter().map(|(name, _)| name.as_str()))?;
             }
         }
@@ -33,7 +45,7 @@ fn write(engine: &mut Engine<Decoder>, prepared: &Prepared, to: &Path) -> Result
             let exported = engine.export_safetensors(&path).and_then(|()| match engine.rank() {
                 0 => {
                     let values = WeightFiles::open(&path)?;
-                    Merged::new(&prepared.base, None)?.with_values(Arc::new(values)).write_hugging_face(to, None)
+                    Merged::new(base, None)?.with_values(Arc::new(values)).write_hugging_face(to, None)
                 }
                 _ => Ok(()),
             });
@@ -48,7 +60,7 @@ fn write(engine: &mut Engine<Decoder>, prepared: &Prepared, to: &Path) -> Result
 
 /// Collective: writes the folder `to` from rank 0. It must be absent or empty, or have what such a run has left before, which
 /// goes when the new one is whole.
-pub(super) fn replace(engine: &mut Engine<Decoder>, prepared: &Prepared, to: &Path) -> Result<()> {
+pub(super) fn replace(engine: &mut Engine<Network>, prepared: &Prepared, to: &Path) -> Result<()> {
     if engine.rank() != 0 || !prepared.options.is_result(to) {
         return write(engine, prepared, to);
     }

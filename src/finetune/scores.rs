@@ -39,14 +39,14 @@ impl Scores {
         self.counts[label][2] += 1;
     }
 
-    /// The counts as numbers that ranks exchange and add: f64 has them exactly.
+    /// The counts as numbers, three of each class, which batches and ranks add: f64 has them exactly.
     pub fn to_numbers(&self) -> Vec<f64> {
         self.counts.as_flattened().iter().map(|count| *count as f64).collect()
     }
 
-    /// Adds the numbers of another rank.
-    pub fn add(&mut self, numbers: &[f64]) {
-        self.counts.as_flattened_mut().iter_mut().zip(numbers).for_each(|(count, more)| *count += *more as u64);
+    /// The scores that sums of such numbers make.
+    pub fn of_numbers(sums: &[f64]) -> Self {
+        Self { counts: sums.as_chunks().0.iter().map(|class: &[f64; 3]| class.map(|sum| sum as u64)).collect() }
     }
 
     /// Texts that were counted.
@@ -124,10 +124,10 @@ mod tests {
     }
 
     #[test]
-    fn counts_of_ranks_add_up_to_those_of_all_texts() {
+    fn numbers_of_ranks_add_up_to_those_of_all_texts() {
         let (one, two) = ([(0, 1), (1, 1)], [(2, 0), (2, 2), (0, 1)]);
-        let mut sum = of(3, &one);
-        sum.add(&of(3, &two).to_numbers());
-        assert_eq!(sum, of(3, &[one.as_slice(), &two].concat()));
+        let [a, b] = [of(3, &one), of(3, &two)].map(|scores| scores.to_numbers());
+        let sums: Vec<f64> = a.iter().zip(b).map(|(a, b)| a + b).collect();
+        assert_eq!(Scores::of_numbers(&sums), of(3, &[one.as_slice(), &two].concat()));
     }
 }

@@ -10,30 +10,32 @@
 //! Which rows a step has follows from its number, so a run that goes on from a checkpoint does what the one that was stopped
 //! would have done, to the bit.
 
-use super::adapted_values::AdaptedValues;
-use super::fitted::fitted;
+use super::conversation::Conversation;
+use super::fitted::memory_of_all;
+use super::generate::{Generated, Generator, Sampling};
+use super::network::Network;
 use super::objective::Validation;
-use super::options::{Length, Method, Options, Saving};
+use super::options::{Method, Options, Saving, misused};
 use super::pack::Batches;
-use super::prepare::Prepared;
+use super::plan::Plan;
+use super::prepare::{Prepared, Start};
 use super::quantized::{PACKING, is_quantized};
 use super::rate::Rates;
 use super::result;
-use super::settings;
 use crate::checkpoint::{LoadOptions, SaveOptions};
 use crate::comm::Communicator;
 use crate::config::Config;
-use crate::data::BatchShape;
 use crate::engine::{Engine, EngineBuilder};
 use crate::error::{Error, Result};
-use crate::models::Decoder;
+use crate::models::{Bert, Decoder, Session};
 use crate::monitor::rss_peak_bytes;
 use crate::nn::is_adapter;
 use crate::notice;
-use candle_core::DType;
+use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -43,7 +45,7 @@ use std::time::Instant;
 pub struct StepReport {
     /// From 0.
     pub step: u64,
-    /// The mean over the target tokens of the step, or over its pairs.
+    /// The mean over the target tokens of the step, over its pairs, or over its texts with labels.
     pub loss: f64,
     /// The learning rate of this step.
     pub lr: f64,
@@ -78,9 +80,12 @@ pub struct StepReport {
     /// The mean loss on the validation data, where the model was validated after this step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
-    /// Of preferences, then.
+    /// Of preferences and labels, then.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_accuracy: Option<f64>,
+    /// Of labels, then: the mean of the labels' F1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub val_f1: Option<f64>,
 }
 
 /// Why a run has ended.
@@ -108,7 +113,7 @@ struct Memory {
 /// A run.
 pub struct FineTune {
     prepared: Prepared,
-    engine: Engine<Decoder>,
+    engine: Engine<Network>,
     comm: Arc<dyn Communicator>,
     training: Batches,
     validation: Option<Batches>,
@@ -128,25 +133,10 @@ impl FineTune {
     /// A configuration that cannot be used; weights that cannot be read; a checkpoint of another run; a folder for
     /// checkpoints that cannot be written to.
     pub fn start(prepared: Prepared, comm: Arc<dyn Communicator>) -> Result<Self> {
-        let options = &prepared.options;
-        let config = settings::filled_in(options, comm.size())?;
-        let (config, chosen) = fitted(&prepared, config, &*comm)?;
-        let resolve = |warmup, steps| {
-            settings::resolve(&config, options, comm.size(), prepared.config.hidden_size, warmup, steps)
-        };
-        let shape = BatchShape::new(&resolve(1, 2)?.batch, comm.size(), comm.rank());
-        let (packing, pad) = (prepared.packing(), prepared.pad());
-        let training = Batches::training(prepared.training.clone(), packing, shape, options.seed, pad);
-        let total = match options.length {
-            Length::Steps(steps) => steps,
-            Length::Epochs(epochs) => training.steps(epochs),
-        };
-        let rates = Rates::new(options.peak_lr(), options.warmup, total, options.scheduler);
-        let config = resolve(rates.warmup(), total)?;
-        // One micro batch a step: there is nothing to accumulate.
-        let shape = BatchShape { accumulation: 1, ..shape };
-        let validation = prepared.validation.clone();
-        let validation = validation.map(|data| Batches::validation(data, packing, shape, pad));
+        let memory = memory_of_all(&*comm)?;
+        let plan = Plan::new(&prepared, memory, comm.size(), comm.rank());
+        let Plan { config, rates, training, validation, total, chosen } =
+            plan.inspect_err(|error| comm.abort(&error.to_string()))?;
         let engine = build(&prepared, config, rates, comm.clone())?;
         let memory = Memory { data: training.fingerprint(), ..Memory::default() };
         let mut run = Self {
@@ -200,7 +190,7 @@ impl FineTune {
     }
 
     /// The engine.
-    pub fn engine(&mut self) -> &mut Engine<Decoder> {
+    pub fn engine(&mut self) -> &mut Engine<Network> {
         &mut self.engine
     }
 
@@ -225,7 +215,7 @@ impl FineTune {
     }
 
     /// The checkpoint that the run goes on from.
-    pub fn resumed(&self) -> Option<&std::path::Path> {
+    pub fn resumed(&self) -> Option<&Path> {
         self.resumed.as_deref()
     }
 
@@ -256,7 +246,7 @@ impl FineTune {
         if self.validation.is_some() && (steps == self.total || steps.is_multiple_of(self.eval_every())) {
             let validation = self.validate()?;
             report.val_loss = Some(validation.loss);
-            report.val_accuracy = validation.accuracy;
+            (report.val_accuracy, report.val_f1) = (validation.accuracy, validation.f1);
             self.judge(steps, validation.loss)?;
         }
         let every = self.prepared.options.saving.as_ref().and_then(|saving| saving.every);
@@ -334,6 +324,7 @@ impl FineTune {
             rss_peak_bytes: (most > 0).then_some(most),
             val_loss: None,
             val_accuracy: None,
+            val_f1: None,
         })
     }
 
@@ -353,15 +344,41 @@ impl FineTune {
     pub fn validate(&mut self) -> Result<Validation> {
         let batches = self.validation.as_ref().expect("a run that is validated has data for it");
         let (objective, device) = (self.prepared.options.objective, self.engine.device().clone());
-        let mut sums = [0.0; 4];
+        let mut sums = vec![];
         for step in 0..batches.steps_per_epoch() {
             let rows = batches.batch(step, 0);
             let of_batch = self.engine.eval(|model| objective.sums(model, &rows, &device))?.to_vec1::<f64>()?;
+            sums.resize(of_batch.len(), 0.0);
             sums.iter_mut().zip(of_batch).for_each(|(sum, value)| *sum += value);
         }
         let ranks = self.engine.gather_f64(&sums)?;
         let sums: Vec<f64> = (0..sums.len()).map(|i| ranks.iter().map(|rank| rank[i]).sum()).collect();
         Ok(objective.validation(&sums))
+    }
+
+    /// What the model answers to a prompt: to a turn of the user's, where there is a chat template, else a text that goes on.
+    /// Collective: all ranks ask the same.
+    ///
+    /// # Errors
+    /// Those of [`Generator::answer`]; a model that is an encoder; a failed collective.
+    pub fn answer(&mut self, prompt: &str, sampling: &Sampling) -> Result<Generated> {
+        let Prepared { start, tokenizer, template, .. } = &self.prepared;
+        let Start::Decoder { base, config } = start else {
+            return Err(misused("--prompt", "is for language models: an encoder that classifies answers nothing"));
+        };
+        let generator = Generator::new(base, tokenizer, template.as_ref())?;
+        let ids = match template {
+            Some(_) => generator.of_conversation(&Conversation::new([("user", prompt)]))?,
+            None => generator.of_text(prompt)?,
+        };
+        // Beyond the context each token would cost all of them.
+        let max_tokens = sampling.max_tokens.min(config.ctx.saturating_sub(ids.len())).max(1);
+        let engine = &mut self.engine;
+        let extend = |session: &mut Session, ids: &[u32]| {
+            let logits = engine.eval(|model| Tensor::new(model.decoder()?.extend(session, ids)?, &Device::Cpu))?;
+            Ok(logits.to_vec1()?)
+        };
+        generator.answer(&ids, &Sampling { max_tokens, ..sampling.clone() }, extend, |_| ControlFlow::Continue(()))
     }
 
     /// Keeps the model, if no validation before was better.
@@ -425,26 +442,24 @@ impl FineTune {
 }
 
 /// The engine, with the model's weights.
-fn build(prepared: &Prepared, config: Config, rates: Rates, comm: Arc<dyn Communicator>) -> Result<Engine<Decoder>> {
+fn build(prepared: &Prepared, config: Config, rates: Rates, comm: Arc<dyn Communicator>) -> Result<Engine<Network>> {
     let Options { method, seed, .. } = &prepared.options;
-    let sizes = &prepared.config;
     let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
-    builder = match method {
-        Method::Full => builder.initial_values(prepared.base.values()),
-        Method::Lora(_) | Method::Qlora(_) => {
-            let values = AdaptedValues::new(&prepared.base, sizes, None)?;
-            let values = match method {
-                Method::Qlora(_) => values.quantized(PACKING, config.precision.dtype(), is_quantized),
-                _ => values,
-            };
-            builder.initial_values(Arc::new(values)).trainable(|name, _| is_adapter(name))
-        }
-    };
-    if let Method::Qlora(_) = method {
-        builder = builder.quantized(PACKING, is_quantized);
-    }
+    builder = builder.initial_values(prepared.values.clone());
     if config.scheduler.is_none() {
         builder = builder.schedule(rates);
     }
-    builder.initialize(|vb| Decoder::new(sizes, vb), config)
+    let sizes = match &prepared.start {
+        Start::Encoder { config: sizes, .. } => {
+            return builder.initialize(|vb| Bert::new(sizes, vb).map(Network::Encoder), config);
+        }
+        Start::Decoder { config, .. } => config,
+    };
+    if *method != Method::Full {
+        builder = builder.trainable(|name, _| is_adapter(name));
+    }
+    if let Method::Qlora(_) = method {
+        builder = builder.quantized(PACKING, is_quantized);
+    }
+    builder.initialize(|vb| Decoder::new(sizes, vb).map(Network::Decoder), config)
 }

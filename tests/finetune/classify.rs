@@ -1,6 +1,7 @@
 //! Learning to classify: what an encoder begins with, what its rows are, and that padding changes nothing.
 
 use crate::fixtures::{path, tensors};
+use crate::support::processes::{stderr, stdout, zerorun};
 use candle_core::{Device, Tensor};
 use candle_zero::comm::threads;
 use candle_zero::data::BatchShape;
@@ -411,4 +412,124 @@ fn a_batch_of_a_validation_is_judged_by_the_rows_that_have_a_text() {
         assert_eq!(found, scores);
         assert!((other - sum).abs() < 1e-5, "{other} {sum}");
     }
+}
+
+/// Texts whose label says which of two words of opinion comes first, after any number of others.
+fn opinions(folder: &TempDir, count: usize) -> String {
+    const WORDS: [&str; 8] = ["the", "film", "was", "and", "plot", ",", "cafe", "!"];
+    let text = |i: usize| {
+        let pick = |j: usize, of: usize| (i * 7919 + j * 104_729 + i * i * j * 31) / 7 % of;
+        let good = pick(1, 2) == 0;
+        let word = if good { ["good", "fine"] } else { ["bad", "poor"] }[pick(2, 2)];
+        let words = |from: usize, n: usize| (0..n).map(move |j| WORDS[pick(from + j, WORDS.len())]);
+        let all: Vec<&str> = words(3, pick(20, 9)).chain([word]).chain(words(40, pick(30, 9))).collect();
+        json!({"text": all.join(" "), "label": if good { "positive" } else { "negative" }})
+    };
+    let lines: String = (0..count).map(|i| text(i).to_string() + "\n").collect();
+    file(folder, "opinions.jsonl", &lines).path.to_str().unwrap().into()
+}
+
+/// `zerorun finetune` of the model in `folder`.
+fn command(folder: &TempDir, out: &str, arguments: &[&str]) -> std::process::Output {
+    let dir = folder.path();
+    let mut command = zerorun();
+    command.arg("finetune").arg(dir).arg("--out").arg(dir.join(out)).arg("--cache").arg(dir.join("cache"));
+    command.args(["--batch", "16", "--micro_batch", "8", "--lr", "1e-3"]).args(arguments).output().unwrap()
+}
+
+fn config(folder: &TempDir, stage: u8) -> String {
+    let path = folder.path().join(format!("stage{stage}.json"));
+    let zero = json!({"stage": stage, "stage3_param_persistence_threshold": 0});
+    std::fs::write(&path, json!({"zero_optimization": zero}).to_string()).unwrap();
+    path.to_str().unwrap().into()
+}
+
+#[test]
+fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them() {
+    let folder = bert();
+    let data = opinions(&folder, 600);
+    let metrics = folder.path().join("metrics.jsonl");
+    let zero = config(&folder, 3);
+    let arguments = ["--task", "classify", "--data", &data, "--val", "20%", "--epochs", "4", "--ctx", "32", "-n", "2"];
+    let more = ["--metrics", metrics.to_str().unwrap(), "--ds_config", &zero];
+    let output = command(&folder, "out", &[arguments.as_slice(), &more].concat());
+    let (said, shown) = (stderr(&output), stdout(&output));
+    assert!(output.status.success(), "{said}");
+    assert!(said.contains("the classifier begins at random"), "{said}");
+    assert!(shown.contains("text and label: 600 records"), "{shown}");
+    let lines = std::fs::read_to_string(&metrics).unwrap();
+    let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let last = |key: &str| lines.iter().rev().find_map(|line| line[key].as_f64()).unwrap();
+    assert!(last("val_accuracy") >= 0.95 && last("val_f1") >= 0.95, "{said}");
+    // What is left is a model of these classes, which gives the same answers.
+    for out in ["out", "out-best"] {
+        let out = folder.path().join(out);
+        let base = EncoderBase::open(&out, &labels(&["positive", "negative"])).unwrap();
+        assert_eq!((base.notes(), base.data_labels()), (&[][..], labels(&["negative", "positive"]).as_slice()));
+        let weights = candle_core::safetensors::load(out.join("model.safetensors"), &Device::Cpu).unwrap();
+        let vb = candle_nn::VarBuilder::from_tensors(weights, candle_core::DType::F32, &Device::Cpu);
+        let model = Bert::new(base.config(), vb).unwrap();
+        let options = DataOptions { labels: base.data_labels().to_vec(), ..DataOptions::new(Task::Classify, 32) };
+        let dataset = Arc::new(prepare(&folder, &[Source::parse(&data).unwrap()], &options).unwrap());
+        let shape = BatchShape { micro: 50, accumulation: 1, world: 1, rank: 0 };
+        let batches = Batches::validation(dataset, Packing::Padded, shape, 3);
+        let mut scores = Scores::new(2);
+        for step in 0..batches.steps_per_epoch() {
+            let texts = LabelledTexts::of(&batches.batch(step, 0), &Device::Cpu).unwrap();
+            texts.judge(&texts.logits(&model).unwrap(), &mut scores).unwrap();
+        }
+        assert_eq!(scores.texts(), 600);
+        assert!(scores.accuracy() >= 0.95 && scores.macro_f1() >= 0.95, "{scores}");
+        assert!(scores.classes().all(|class| class.precision >= 0.9 && class.recall >= 0.9));
+    }
+}
+
+#[test]
+fn a_classifier_has_the_same_bits_at_all_stages_and_after_a_stop() {
+    let folder = bert();
+    let data = opinions(&folder, 80);
+    let usual = ["--task", "classify", "--data", &data, "--val", "10%", "--ctx", "24", "--warmup", "0", "--scheduler"];
+    let bytes = |out: &str, arguments: &[&str]| {
+        let output = command(&folder, out, &[usual.as_slice(), &["constant"], arguments].concat());
+        assert!(output.status.success(), "{}", stderr(&output));
+        std::fs::read(folder.path().join(out).join("model.safetensors")).unwrap()
+    };
+    for world in ["1", "2"] {
+        let whole = bytes(&format!("whole{world}"), &["--steps", "6", "-n", world, "--ds_config", &config(&folder, 0)]);
+        for stage in [1, 2, 3] {
+            let of_stage = ["--steps", "6", "-n", world, "--ds_config", &config(&folder, stage)];
+            let out = format!("out{world}-{stage}");
+            assert!(bytes(&out, &of_stage) == whole, "stage {stage}, {world} ranks");
+        }
+        let saves = folder.path().join(format!("saves{world}"));
+        let zero = config(&folder, 2);
+        let resumed = ["-n", world, "--ds_config", &zero, "--save", saves.to_str().unwrap(), "--resume", "--steps"];
+        let out = format!("resumed{world}");
+        bytes(&out, &[resumed.as_slice(), &["3"]].concat());
+        assert!(bytes(&out, &[resumed.as_slice(), &["6"]].concat()) == whole, "{world} ranks, resumed");
+    }
+}
+
+#[test]
+fn wrong_uses_of_the_task_are_refused_before_a_rank_is_started() {
+    let folder = bert();
+    let data = opinions(&folder, 20);
+    let refused = |arguments: &[&str]| {
+        let output = command(&folder, "out", &[&["--task", "classify"], arguments].concat());
+        assert!(!output.status.success());
+        assert!(!folder.path().join("out").exists());
+        let said = stderr(&output).replace(folder.path().to_str().unwrap(), "DIR");
+        said.lines().find(|line| !line.is_empty()).unwrap_or_default().to_owned()
+    };
+    insta::assert_snapshot!(refused(&["--data", &data, "--lora", "r=4"]), @"zerorun: --task classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter");
+    insta::assert_snapshot!(refused(&["--data", &data, "--qlora"]), @"zerorun: --task classify trains all weights of an encoder, without adapters: leave out --lora, --qlora and --adapter");
+    insta::assert_snapshot!(refused(&["--data", &data, "--dpo", "beta=0.1"]), @"zerorun: --dpo is for language models: leave it out, or --task classify");
+    insta::assert_snapshot!(refused(&["--data", &data, "--prompt", "x"]), @"zerorun: --prompt is for language models: an encoder that classifies answers nothing");
+    insta::assert_snapshot!(refused(&["--data", &data, "--ctx", "65"]), @"zerorun: --ctx is 65, but must be 2 to 64, the model's context");
+    let one = file(&folder, "one.csv", "text,label\nx,a\ny,a\n").path;
+    insta::assert_snapshot!(refused(&["--data", one.to_str().unwrap()]), @r#"zerorun: the labels of DIR/one.csv cannot be learned: all records have "a"; at least two labels are needed to tell apart"#);
+    let none = file(&folder, "none.csv", "text,sort\nx,a\ny,b\n").path;
+    insta::assert_snapshot!(refused(&["--data", none.to_str().unwrap()]), @"zerorun: DIR/none.csv has no sample to learn from: 2 (line 2, 3) could not be used (line 2: it is text, and text and label is needed)");
+    let other = file(&folder, "other.csv", "text,label\nx,neutral\n").path;
+    insta::assert_snapshot!(refused(&["--data", &data, "--val", other.to_str().unwrap()]), @r#"zerorun: DIR/other.csv has no sample to learn from: 1 (line 2) could not be used (line 2: its label "neutral" is not among the known ones (negative, positive))"#);
 }

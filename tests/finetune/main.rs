@@ -20,4 +20,5 @@ mod lora;
 mod merge_tool;
 mod packed_rows;
 mod qlora;
+mod runs;
 mod trajectories;

@@ -37,14 +37,14 @@ fn train(case: &Case) -> Run {
         let mut builder =
             Engine::builder().communicator(comm).device(Device::Cpu).trainable(|name, _| is_adapter(name));
         let dtype = if case.config["bf16"].is_null() { DType::F32 } else { DType::BF16 };
-        let values = AdaptedValues::new(&base, &sizes, None)?;
+        let first = AdaptedValues::new(&base, &sizes, None)?;
         builder = match case.packing {
             Some(packing) => builder.quantized(packing, is_quantized).initial_values(Arc::new(values.quantized(
                 packing,
                 dtype,
                 is_quantized,
             ))),
-            None => builder.initial_values(Arc::new(values)),
+            None => builder.initial_values(Arc::new(first)),
         };
         let mut config = case.config.clone();
         config["train_batch_size"] = json!(4);
@@ -65,8 +65,8 @@ fn train(case: &Case) -> Run {
         }
         let parameters = engine.memory_report().row(Kind::Parameters).bytes.held;
         let names = engine.trainable_parameters();
-        let values = |name: &String| Ok(values(&engine.safe_get_full_fp32_param(name)?));
-        let adapter = names.iter().map(values).collect::<Result<_>>()?;
+        let whole = |name: &String| Ok(values(&engine.safe_get_full_fp32_param(name)?));
+        let adapter = names.iter().map(whole).collect::<Result<_>>()?;
         Ok(Run { losses, adapter, parameters })
     });
     runs.unwrap().remove(0).unwrap()

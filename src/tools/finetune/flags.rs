@@ -25,16 +25,24 @@ pub(super) struct Flags {
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
 
+    /// What is learned: to generate text, or to tell the labels of texts, for which the model is a BERT
+    #[arg(long, value_enum, default_value_t)]
+    task: TaskFlag,
+
     /// Adapters' settings: r, alpha, dropout, targets (all-linear, or names with + between them), rslora, dora
     /// [default: r=16,alpha=32,targets=all-linear]
     #[arg(long, value_name = "SETTINGS", conflicts_with = "full")]
     lora: Option<LoraConfig>,
 
+    /// Go on with this adapter: a folder in PEFT's format, whose settings hold
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["full", "lora"])]
+    adapter: Option<PathBuf>,
+
     /// Train adapters beside weights in NF4
     #[arg(long, conflicts_with = "full")]
     qlora: bool,
 
-    /// Train all weights
+    /// Train all weights [default with --task classify]
     #[arg(long)]
     full: bool,
 
@@ -81,6 +89,10 @@ pub(super) struct Flags {
     /// The learning rate after that
     #[arg(long, value_enum, default_value_t)]
     scheduler: Scheduler,
+
+    /// Order of the rows
+    #[arg(long, value_enum, default_value_t)]
+    order: Order,
 
     /// Whether a row holds as many samples as fit in it
     #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
@@ -131,6 +143,14 @@ pub(super) struct Flags {
     #[arg(long, value_name = "FILE.jsonl")]
     pub(super) metrics: Option<PathBuf>,
 
+    /// Answer this at the end, and after each validation; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub(super) prompt: Vec<String>,
+
+    /// Tokens of such an answer at most
+    #[arg(long = "max_tokens", alias = "max-tokens", value_name = "N", default_value = "64", requires = "prompt")]
+    pub(super) max_tokens: usize,
+
     /// Recompute each block in backward instead of keeping its activations
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     activation_checkpointing: bool,
@@ -149,12 +169,26 @@ enum Dtype {
     Fp16,
 }
 
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+enum TaskFlag {
+    #[default]
+    Generate,
+    Classify,
+}
+
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
 enum Scheduler {
     #[default]
     Cosine,
     Linear,
     Constant,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, ValueEnum)]
+enum Order {
+    #[default]
+    Shuffled,
+    Sequential,
 }
 
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
@@ -176,21 +210,35 @@ impl Flags {
         if self.full && self.dpo.is_some() {
             return Err("--dpo needs adapters, for the model without them is the reference: leave out --full".into());
         }
+        if self.task == TaskFlag::Classify && self.dpo.is_some() {
+            return Err("--dpo is for language models: leave it out, or --task classify".into());
+        }
+        if self.task == TaskFlag::Classify && !self.prompt.is_empty() {
+            return Err("--prompt is for language models: an encoder that classifies answers nothing".into());
+        }
         Ok(())
     }
 
     /// The options of the run.
     pub(super) fn options(&self) -> Result<Options> {
         let lora = || self.lora.clone().unwrap_or_default();
+        let classify = self.task == TaskFlag::Classify;
+        let adapts = self.qlora || self.lora.is_some() || self.adapter.is_some();
+        let full = self.full || classify && !adapts;
         let sources = |files: &[String]| files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>();
         Ok(Options {
             data: sources(&self.data)?,
-            method: match (self.full, self.qlora) {
+            method: match (full, self.qlora) {
                 (true, _) => Method::Full,
                 (false, true) => Method::Qlora(lora()),
                 (false, false) => Method::Lora(lora()),
             },
-            objective: self.dpo.map_or(Objective::Generate, |beta| Objective::Prefer { beta }),
+            adapter: self.adapter.clone(),
+            objective: match self.dpo {
+                Some(beta) => Objective::Prefer { beta },
+                None if classify => Objective::Classify,
+                None => Objective::Generate,
+            },
             ds_config: self.ds_config.clone(),
             precision: match self.dtype {
                 Dtype::F32 => Precision::F32,
@@ -211,6 +259,7 @@ impl Flags {
                 Scheduler::Linear => RateShape::Linear,
                 Scheduler::Constant => RateShape::Constant,
             },
+            shuffle: self.order == Order::Shuffled,
             packing: self.packing,
             overlong: match self.overlong {
                 OverlongFlag::Truncate => Overlong::Truncate,

@@ -7,7 +7,7 @@ mod flags;
 mod rank;
 
 use crate::error::{LaunchError, Result};
-use crate::finetune::{Options, Prepared};
+use crate::finetune::{EncoderBase, Options, Prepared};
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
 use crate::launch::{ranks, restarts};
 use clap::{CommandFactory as _, Parser, error::ErrorKind};
@@ -21,7 +21,8 @@ Examples:
   zerorun finetune Llama-3.2-1B -n 2 --data a.jsonl:2 b.jsonl --val 5% --epochs 3 --out adapter --save runs --save_every 100
   zerorun finetune Qwen3-0.6B --full --dtype bf16 --data texts.txt --out model
   zerorun finetune Llama-2-7b-chat-hf -n 2 --qlora --data chats.jsonl --out adapter
-  zerorun finetune Llama-3.2-1B-Instruct --dpo beta=0.1 --data preferences.jsonl --out adapter";
+  zerorun finetune Llama-3.2-1B-Instruct --dpo beta=0.1 --data preferences.jsonl --out adapter
+  zerorun finetune bert-base-uncased --task classify --data reviews.csv --val 5% --epochs 3 --out model";
 
 /// Fine-tunes a model in Hugging Face's format, or a GGUF file, on conversations, prompts with completions, or text.
 ///
@@ -30,6 +31,8 @@ Examples:
 /// of its turn.
 ///
 /// The result is an adapter in PEFT's files, or with --full a model's folder.
+///
+/// With --task classify a BERT learns to tell the labels of texts (columns text and label); the result is a model's folder.
 #[derive(Debug, Parser)]
 #[command(name = "finetune", bin_name = "zerorun finetune", after_help = EXAMPLES)]
 struct Arguments {
@@ -68,7 +71,7 @@ impl Arguments {
         if self.as_rank {
             return rank::run(options, &self.flags);
         }
-        match prepare(options).and_then(|()| self.start(words)) {
+        match prepare(options, usize::from(self.ranks)).and_then(|()| self.start(words)) {
             Ok(code) => ExitCode::from(code),
             Err(error) => refused(&error, EXIT_SETUP),
         }
@@ -96,11 +99,15 @@ impl Arguments {
 }
 
 /// Looks at everything that can be wrong before a rank is started, tokenizes the data, and says what was found.
-fn prepare(options: Options) -> Result<()> {
+fn prepare(options: Options, ranks: usize) -> Result<()> {
     let mut progress = flags::FileProgress::default();
     let prepared = Prepared::new(options, &mut |at| progress.tell(at));
     progress.finish();
     let prepared = prepared?;
+    prepared.check_for(ranks)?;
+    for note in prepared.encoder().map(EncoderBase::notes).unwrap_or_default() {
+        say(note);
+    }
     let data = [("training", Some(prepared.training())), ("validation", prepared.validation())];
     for (what, data) in data.into_iter().filter_map(|(what, data)| Some((what, data?))) {
         print(format!("{what} data: {} samples", data.len()));

@@ -3,7 +3,7 @@
 use super::flags::Flags;
 use crate::comm::{self, RankEnv};
 use crate::error::Result;
-use crate::finetune::{Ended, FineTune, Options, Prepared, StepReport};
+use crate::finetune::{Ended, FineTune, Options, Prepared, Sampling, StepReport};
 use crate::launch::console::{print, refused, say};
 use crate::monitor::{MetricsWriter, Progress};
 use crate::offload::OffloadReport;
@@ -38,8 +38,11 @@ fn train(options: Options, flags: &Flags) -> Result<Ended> {
     while let Some(step) = run.step()? {
         write(&mut metrics, &step);
         progress.step(step.step + 1, || line(&step));
-        if first && let Some(loss) = step.val_loss {
-            say(&validated(&run, &step, loss));
+        if let Some(loss) = step.val_loss {
+            if first {
+                say(&validated(&run, &step, loss));
+            }
+            answer(&mut run, flags, first)?;
         }
     }
     progress.finish();
@@ -54,6 +57,9 @@ fn train(options: Options, flags: &Flags) -> Result<Ended> {
             print(format!("a signal asked for the end: step {steps} is saved, --resume goes on from there"));
         }
         return Ok(ended);
+    }
+    if run.prepared().validation().is_none() {
+        answer(&mut run, flags, first)?;
     }
     run.finish()?;
     if first {
@@ -75,7 +81,7 @@ fn introduce(run: &mut FineTune) {
     if let Some(chosen) = run.chosen() {
         print(format!("chosen for the memory at hand: {chosen}"));
     }
-    let ctx = run.prepared().config().ctx;
+    let ctx = run.prepared().ctx();
     let engine = run.engine();
     let (names, trained) = (engine.parameter_names().len(), engine.trainable_parameters().len());
     let (world, batch) = (engine.world_size(), engine.config().batch);
@@ -106,6 +112,18 @@ fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
     }
 }
 
+/// Answers the user's prompts: with the likeliest tokens, on all ranks alike.
+fn answer(run: &mut FineTune, flags: &Flags, first: bool) -> Result<()> {
+    let sampling = Sampling { max_tokens: flags.max_tokens, ..Sampling::default() };
+    for prompt in &flags.prompt {
+        let answer = run.answer(prompt, &sampling)?;
+        if first {
+            say(&format!("  {prompt:?}: {:?}", answer.text));
+        }
+    }
+    Ok(())
+}
+
 fn line(step: &StepReport) -> String {
     format!("loss {:.4} lr {:.3e} {:.0} tokens/s", step.loss, step.lr, step.tokens_per_s)
 }
@@ -113,9 +131,10 @@ fn line(step: &StepReport) -> String {
 /// A line about a validation.
 fn validated(run: &FineTune, step: &StepReport, loss: f64) -> String {
     let best = if run.best().is_some_and(|(at, _)| at == step.step + 1) { ", the best so far" } else { "" };
+    let f1 = step.val_f1.map(|f1| format!(", macro F1 {f1:.4}")).unwrap_or_default();
     match step.val_accuracy {
         Some(accuracy) => {
-            format!("step {}: validation loss {loss:.4}, accuracy {:.1}%{best}", step.step + 1, 100.0 * accuracy)
+            format!("step {}: validation loss {loss:.4}, accuracy {:.1}%{f1}{best}", step.step + 1, 100.0 * accuracy)
         }
         None => format!("step {}: validation loss {loss:.4}, perplexity {:.3}{best}", step.step + 1, loss.exp()),
     }

@@ -1,0 +1,374 @@
+//! Whole runs of fine-tuning: the same bits at every stage and after every kill, the loss of the global batch, validation,
+//! what is left; and what is refused.
+
+use crate::fixtures::{copy, path};
+use crate::support::processes::{stderr, stdout, zerorun};
+use candle_zero::comm::threads;
+use candle_zero::finetune::{
+    Adapter, Base, Ended, FineTune, Held, Length, Method, Objective, Options, Prepared, RateShape, Saving, Source,
+    StepReport, Warmup,
+};
+use candle_zero::{Result, serde_json::json};
+use rustix::process::{Pid, Signal, kill_process};
+use std::path::Path;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+/// Conversations about sums, whose answers a tiny model can learn to some part.
+fn chats(folder: &Path, count: usize) -> String {
+    let chat = |i: usize| {
+        let (a, b) = (i * 7 % 10, i * 3 % 10);
+        json!({"messages": [
+            {"role": "user", "content": format!("{a} and {b}?")},
+            {"role": "assistant", "content": format!("{}", a + b)},
+        ]})
+    };
+    let lines: String = (0..count).map(|i| format!("{}\n", chat(i))).collect();
+    write(folder, "chats.jsonl", &lines)
+}
+
+fn write(folder: &Path, name: &str, text: &str) -> String {
+    let file = folder.join(name);
+    std::fs::write(&file, text).unwrap();
+    file.to_str().unwrap().into()
+}
+
+fn options(folder: &Path, data: &str, out: &str) -> Options {
+    Options {
+        data: vec![Source::parse(data).unwrap()],
+        method: Method::Lora("r=4".parse().unwrap()),
+        length: Length::Steps(6),
+        lr: Some(5e-3),
+        batch: Some(4),
+        ctx: Some(48),
+        warmup: Warmup::Steps(1),
+        cache: Some(folder.join("cache")),
+        ..Options::new(path("models/llama"), folder.join(out))
+    }
+}
+
+/// The steps of a run on so many ranks at a stage.
+fn train(options: &Options, world: usize, stage: u8) -> (Vec<StepReport>, Option<(u64, f64)>, Option<Ended>) {
+    let folder = options.cache.clone().unwrap();
+    std::fs::create_dir_all(&folder).unwrap();
+    let config = folder.join(format!("stage{stage}.json"));
+    let zero = json!({"stage": stage, "stage3_param_persistence_threshold": 0});
+    std::fs::write(&config, json!({"zero_optimization": zero}).to_string()).unwrap();
+    let options = Options { ds_config: Some(config), ..options.clone() };
+    let ranks = threads::run(world, |comm| -> Result<_> {
+        let mut run = FineTune::start(Prepared::new(options.clone(), &mut |_| ())?, comm)?;
+        let mut steps = vec![];
+        while let Some(step) = run.step()? {
+            steps.push(step);
+        }
+        let (best, ended) = (run.best(), run.ended());
+        run.finish()?;
+        Ok((steps, best, ended))
+    });
+    ranks.unwrap().remove(0).unwrap()
+}
+
+fn adapter_bytes(folder: &Path) -> Vec<u8> {
+    std::fs::read(folder.join("adapter_model.safetensors")).unwrap()
+}
+
+#[test]
+fn all_stages_end_with_the_same_adapter_to_the_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = chats(folder.path(), 40);
+    for world in [1, 2] {
+        let bytes: Vec<Vec<u8>> = (0..4)
+            .map(|stage| {
+                let options = options(folder.path(), &data, &format!("out-{world}-{stage}"));
+                train(&options, world, stage);
+                adapter_bytes(&options.out)
+            })
+            .collect();
+        assert!(bytes.iter().all(|other| *other == bytes[0]), "{world} ranks");
+    }
+}
+
+#[test]
+fn the_loss_is_that_of_the_global_batch_however_it_is_split() {
+    let folder = tempfile::tempdir().unwrap();
+    // Answers of very different lengths: a mean of micro batches' means would be another number.
+    let chat = |i: usize| {
+        let answer = "yes ".repeat(1 + i * i % 17);
+        json!({"messages": [{"role": "user", "content": "so?"}, {"role": "assistant", "content": answer}]})
+    };
+    let lines: String = (0..24).map(|i| format!("{}\n", chat(i))).collect();
+    let data = write(folder.path(), "uneven.jsonl", &lines);
+    let losses = |world, micro_batch, packing| {
+        let out = format!("out-{world}-{micro_batch}-{packing}");
+        let options = Options { micro_batch, packing, ..options(folder.path(), &data, &out) };
+        train(&options, world, 0).0.iter().map(|step| step.loss).collect::<Vec<_>>()
+    };
+    for packing in [false, true] {
+        let whole = losses(1, 4, packing);
+        for (world, micro_batch) in [(1, 1), (2, 2), (2, 1), (4, 1)] {
+            let split = losses(world, micro_batch, packing);
+            let far = whole.iter().zip(&split).fold(0f64, |most, (a, b)| most.max((a - b).abs()));
+            assert!(far < 2e-5, "{world} ranks of {micro_batch}: {far}");
+        }
+    }
+}
+
+#[test]
+fn a_run_that_goes_on_from_a_checkpoint_ends_with_the_bits_of_one_that_never_stopped() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = chats(folder.path(), 40);
+    let whole = Options { validation: Some(Held::Part(0.2)), ..options(folder.path(), &data, "whole") };
+    let (steps, best, _) = train(&whole, 2, 2);
+    let saving = Some(Saving { dir: folder.path().join("saves"), every: Some(2), keep: Some(1), resume: true });
+    // The first part ends by its length, with the rates of the whole: they are constant here.
+    let constant = |options: Options| Options { scheduler: RateShape::Constant, warmup: Warmup::Steps(0), ..options };
+    let whole = constant(Options { out: folder.path().join("constant"), ..whole });
+    let (whole_steps, whole_best, _) = train(&whole, 2, 2);
+    assert_ne!(whole_steps, steps);
+    assert!(best.is_some() && whole_best.is_some());
+    let part =
+        |steps| Options { length: Length::Steps(steps), eval_every: Some(1), saving: saving.clone(), ..whole.clone() };
+    let first = Options { out: folder.path().join("first"), ..part(3) };
+    train(&first, 2, 2);
+    let second = Options { out: folder.path().join("second"), ..part(6) };
+    let (rest, _, ended) = train(&second, 2, 3);
+    assert_eq!((rest.len(), ended), (3, Some(Ended::Complete)));
+    assert_eq!(rest[0].step, 3);
+    for (a, b) in rest.iter().zip(&whole_steps[3..]) {
+        assert_eq!((a.loss, a.grad_norm, a.lr), (b.loss, b.grad_norm, b.lr));
+    }
+    assert_eq!(adapter_bytes(&second.out), adapter_bytes(&whole.out));
+}
+
+#[test]
+fn validation_keeps_the_best_model_and_patience_ends_the_training() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = chats(folder.path(), 40);
+    // So high a rate makes the model worse soon.
+    let options = Options {
+        validation: Some(Held::Part(0.25)),
+        eval_every: Some(1),
+        patience: Some(2),
+        length: Length::Steps(60),
+        lr: Some(0.2),
+        scheduler: RateShape::Constant,
+        ..options(folder.path(), &data, "out")
+    };
+    for world in [1, 2] {
+        let options = Options { out: folder.path().join(format!("out{world}")), ..options.clone() };
+        let (steps, best, ended) = train(&options, world, 3);
+        assert_eq!(ended, Some(Ended::NoImprovement));
+        let losses: Vec<f64> = steps.iter().map(|step| step.val_loss.unwrap()).collect();
+        let lowest = losses.iter().copied().fold(f64::INFINITY, f64::min);
+        let at = losses.iter().position(|loss| *loss == lowest).unwrap();
+        assert_eq!(best, Some((at as u64 + 1, lowest)));
+        assert_eq!(steps.len(), at + 3);
+        assert_ne!(adapter_bytes(&options.best()), adapter_bytes(&options.out));
+        Adapter::read(options.best()).unwrap();
+    }
+}
+
+#[test]
+fn all_weights_leave_as_a_folder_that_opens() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = chats(folder.path(), 20);
+    let options = Options { method: Method::Full, lr: Some(1e-3), ..options(folder.path(), &data, "out") };
+    let (steps, ..) = train(&options, 2, 3);
+    assert!(steps.last().unwrap().loss < steps[0].loss);
+    let trained = Base::open(&options.out).unwrap();
+    assert_eq!(trained.config(), Base::open(&options.model).unwrap().config());
+    let names: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(names.iter().all(|name| !name.to_string_lossy().starts_with('.')), "left behind: {names:?}");
+}
+
+#[test]
+fn preferences_are_learned_and_validated() {
+    let folder = tempfile::tempdir().unwrap();
+    let pair = |i: usize| {
+        let [a, b] = [i * 7 % 10, i * 3 % 10];
+        json!({"prompt": format!("{a} or {b}?"), "chosen": format!("{a}"), "rejected": format!("{b} {b}")})
+    };
+    let lines: String = (0..24).map(|i| format!("{}\n", pair(i))).collect();
+    let data = write(folder.path(), "pairs.jsonl", &lines);
+    let options = Options {
+        objective: Objective::Prefer { beta: 0.1 },
+        validation: Some(Held::Part(0.25)),
+        eval_every: Some(6),
+        lr: Some(1e-2),
+        ..options(folder.path(), &data, "out")
+    };
+    let (steps, ..) = train(&options, 2, 3);
+    // The adapter begins as nothing: no answer is preferred.
+    assert!((steps[0].loss - 2f64.ln()).abs() < 1e-6, "{}", steps[0].loss);
+    let last = steps.last().unwrap();
+    assert!(last.loss < 0.5 && last.val_loss.unwrap() < 0.6 && last.val_accuracy.unwrap() > 0.5, "{last:?}");
+}
+
+/// The command on a tiny model.
+fn finetune(model: &Path, folder: &Path, words: &[&str]) -> std::process::Command {
+    let mut command = zerorun();
+    command.arg("finetune").arg(model).args(["--cache".as_ref(), folder.join("cache").as_os_str()]).args(words);
+    command
+}
+
+#[test]
+fn the_command_trains_prints_and_leaves_an_adapter() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = chats(folder.path(), 40);
+    let [out, metrics] = ["out", "metrics.jsonl"].map(|name| folder.path().join(name).to_str().unwrap().to_string());
+    let words = [
+        "--data",
+        &data,
+        "--out",
+        &out,
+        "--metrics",
+        &metrics,
+        "--steps",
+        "4",
+        "--ctx",
+        "48",
+        "--val",
+        "20%",
+        "-n",
+        "2",
+        "--prompt",
+        "1 and 2?",
+        "--max_tokens",
+        "4",
+    ];
+    let output = finetune(&path("models/llama"), folder.path(), &words).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let (said, told) = (stdout(&output), stderr(&output));
+    assert!(said.contains("chat messages") && said.contains("the result is in"), "{said}");
+    assert!(told.contains("validation loss") && told.contains("\"1 and 2?\": "), "{told}");
+    Adapter::read(&out).unwrap();
+    let lines = std::fs::read_to_string(metrics).unwrap();
+    assert_eq!(lines.lines().count(), 5);
+    for key in ["\"loss\":", "\"lr\":", "\"grad_norm\":", "\"tokens_per_s\":", "\"rss_peak_bytes\":"] {
+        assert!(lines.lines().take(4).all(|line| line.contains(key)), "{key}");
+    }
+}
+
+/// Numbers that look like chance, the same in every run.
+fn milliseconds(kill: u64) -> Duration {
+    Duration::from_millis(60 + kill.wrapping_mul(0x9E37_79B9_7F4A_7C15) % 700)
+}
+
+#[test]
+fn a_run_that_is_killed_twenty_times_ends_with_the_same_adapter_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = chats(folder.path(), 60);
+    let run = |name: &str| {
+        let [out, saves] = [name.to_string(), format!("{name}-saves")].map(|name| folder.path().join(name));
+        let [out, saves] = [out, saves].map(|path| path.to_str().unwrap().to_string());
+        let words = [
+            "--data",
+            &data,
+            "--out",
+            &out,
+            "--steps",
+            "60",
+            "--batch",
+            "4",
+            "--ctx",
+            "48",
+            "--lr",
+            "5e-3",
+            "--lora",
+            "r=4,dropout=0.1",
+            "-n",
+            "2",
+            "--save",
+            &saves,
+            "--save_every",
+            "1",
+            "--keep",
+            "2",
+            "--resume",
+            "--val",
+            "10%",
+        ];
+        finetune(&path("models/llama"), folder.path(), &words)
+    };
+    let alone = run("alone").output().unwrap();
+    assert!(alone.status.success(), "{}", stderr(&alone));
+    let (mut kills, begun) = (0, Instant::now());
+    for kill in 0..20 {
+        let mut child = run("killed").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        std::thread::sleep(milliseconds(kill));
+        if child.try_wait().unwrap().is_none() {
+            kill_process(Pid::from_child(&child), Signal::KILL).unwrap();
+            kills += 1;
+        }
+        child.wait().unwrap();
+    }
+    println!("{kills} kills in {:.1} s", begun.elapsed().as_secs_f64());
+    assert!(kills > 0, "no run was killed before its end");
+    let last = run("killed").output().unwrap();
+    assert!(last.status.success(), "{}", stderr(&last));
+    for part in ["", "-best"] {
+        let [alone, killed] =
+            ["alone", "killed"].map(|name| adapter_bytes(&folder.path().join(format!("{name}{part}"))));
+        assert!(alone == killed, "the adapters{part} differ");
+    }
+}
+
+#[test]
+fn wrong_runs_are_refused_before_a_rank_is_started() {
+    let folder = tempfile::tempdir().unwrap();
+    let (data, model) = (chats(folder.path(), 8), path("models/llama"));
+    let out = folder.path().join("out").to_str().unwrap().to_string();
+    let refusal = |model: &Path, words: &[&str]| {
+        let output = finetune(model, folder.path(), words).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+        assert!(!Path::new(&out).exists());
+        let text = stderr(&output).replace(folder.path().to_str().unwrap(), "DIR");
+        text.replace(path("models").to_str().unwrap(), "MODELS").trim().to_string()
+    };
+    let with = |words: &[&str]| refusal(&model, &[&["--data", &data, "--out", &out], words].concat());
+    insta::assert_snapshot!(with(&["--lora", "r=0"]), @r"
+    zerorun: invalid value 'r=0' for '--lora <SETTINGS>': LoRA settings: r is 0, but must be 1 to 1048576
+
+    For more information, try '--help'.
+    ");
+    insta::assert_snapshot!(with(&["--lora", "targets=query"]), @"zerorun: LoRA target query is the last part of no projection's name; the model's projections end with down_proj, embed_tokens, gate_proj, input_layernorm, k_proj, norm, o_proj, post_attention_layernorm, q_proj, up_proj, v_proj");
+    insta::assert_snapshot!(with(&["--ctx", "100000"]), @"zerorun: --ctx is 100000, but must be 2 to 128, the model's context");
+    insta::assert_snapshot!(with(&["--dpo", "beta=x"]), @r"
+    zerorun: invalid value 'beta=x' for '--dpo <beta=B>': give beta and a number, as beta=0.1
+
+    For more information, try '--help'.
+    ");
+    insta::assert_snapshot!(with(&["--val", "1%"]), @"zerorun: --val takes 1% of 8 samples, which leaves none to validate with: give another part, or files");
+    insta::assert_snapshot!(with(&["--full", "--qlora"]), @r"
+    zerorun: the argument '--full' cannot be used with '--qlora'
+
+    Usage: zerorun finetune --data <FILE>... --out <DIR> --cache <DIR> --full <MODEL>
+
+    For more information, try '--help'.
+    ");
+    insta::assert_snapshot!(with(&["--dpo", "0.1"]), @"zerorun: DIR/chats.jsonl has no sample to learn from: 8 (line 1, 2, 3, 4, 5, ...) could not be used (line 1: it is chat messages, and chosen and rejected is needed)");
+    insta::assert_snapshot!(with(&["--save_every", "3"]), @r"
+    zerorun: the following required arguments were not provided:
+      --save <DIR>
+
+    Usage: zerorun finetune --data <FILE>... --out <DIR> --save <DIR> --cache <DIR> --save_every <N> <MODEL>
+
+    For more information, try '--help'.
+    ");
+    let ds = write(
+        folder.path(),
+        "ds.json",
+        r#"{"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}"#,
+    );
+    insta::assert_snapshot!(with(&["--ds_config", &ds, "--batch", "8"]), @r#"zerorun: --batch is 8, and the DeepSpeed configuration says train_batch_size: 4; give one of them, or "auto" there"#);
+    insta::assert_snapshot!(with(&["--ds_config", &ds, "--lr", "0.2"]), @r#"zerorun: --lr is 0.2, and the DeepSpeed configuration says optimizer.params.lr: 0.1; give one of them, or "auto" there"#);
+    let used = folder.path().join("used");
+    std::fs::create_dir(&used).unwrap();
+    write(&used, "notes.txt", "mine");
+    insta::assert_snapshot!(refusal(&model, &["--data", &data, "--out", used.to_str().unwrap()]), @"zerorun: cannot write to DIR/used: files are written into a folder that is absent or empty, and it has files; give another place");
+    insta::assert_snapshot!(refusal(&folder.path().join("nothing"), &["--data", &data, "--out", &out]), @"zerorun: DIR/nothing is no model: there is no such file or folder; give a folder with config.json and safetensors files, as Hugging Face has them, or a GGUF file");
+    let without = copy("llama");
+    std::fs::remove_file(without.path().join("tokenizer.json")).unwrap();
+    let text = refusal(without.path(), &["--data", &data, "--out", &out]);
+    insta::assert_snapshot!(text.replace(without.path().to_str().unwrap(), "MODEL"), @"zerorun: cannot read MODEL/tokenizer.json: No such file or directory (os error 2)");
+}
