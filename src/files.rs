@@ -4,7 +4,7 @@
 mod lock;
 mod new_folder;
 
-pub(crate) use lock::{FolderLock, LOCK, owner as lock_owner};
+pub(crate) use lock::{FileLock, FolderLock, LOCK, owner as lock_owner};
 pub(crate) use new_folder::{NewFolder, free_folder};
 
 use std::fs::{File, Metadata, OpenOptions, Permissions};

@@ -1,4 +1,4 @@
-//! A folder that belongs to one job: `flock` on a file inside of it.
+//! A folder that belongs to one job, and work that one process does for all: `flock` on a file.
 //!
 //! The file is there as long as the lock is held. Whoever merely opens the folder, or locks that, is in nobody's way;
 //! what a killed job leaves is a file that nobody has locked.
@@ -18,15 +18,21 @@ pub(crate) const LOCK: &str = ".candle-zero.lock";
 /// The folders that this process has locked, by device and number: its engines share them where they ask for that.
 static SHARED: Mutex<Vec<Weak<FolderLock>>> = Mutex::new(Vec::new());
 
+/// A file that this process has locked. It goes when this is dropped.
+#[derive(Debug)]
+pub(crate) struct FileLock {
+    file: File,
+    path: PathBuf,
+    /// False where the file system knows no locks.
+    holds: bool,
+}
+
 /// A folder that this process has locked; free again when it is dropped.
 #[derive(Debug)]
 pub(crate) struct FolderLock {
-    file: File,
-    path: PathBuf,
+    file: FileLock,
     /// Device and number of the folder.
     folder: (u64, u64),
-    /// False where the file system knows no locks.
-    holds: bool,
 }
 
 /// What came of asking for a folder.
@@ -84,40 +90,79 @@ impl FolderLock {
 
     /// Whether the file system knows locks: else nobody is kept out.
     pub fn holds(&self) -> bool {
-        self.holds
+        self.file.holds
     }
 
     /// Nothing where the file went away meanwhile.
     fn try_once(folder: &Path) -> Result<Option<Asked>> {
-        let path = folder.join(LOCK);
+        let operation = FlockOperation::NonBlockingLockExclusive;
+        Ok(match FileLock::attempt(&folder.join(LOCK), operation)? {
+            Attempt::Held(file) => Some(Asked::Held(Self { file, folder: number(folder)? })),
+            Attempt::Busy(inode) => Some(Asked::Busy(owner(inode))),
+            Attempt::Gone => None,
+        })
+    }
+}
+
+/// What came of asking for a file.
+enum Attempt {
+    Held(FileLock),
+    /// It is another one's; the number of the file.
+    Busy(u64),
+    /// It went away meanwhile.
+    Gone,
+}
+
+impl FileLock {
+    /// Locks the file at `path`, and waits as long as somebody else holds it.
+    ///
+    /// # Errors
+    /// The file cannot be created or opened.
+    pub fn wait(path: &Path) -> Result<Self> {
+        loop {
+            match Self::attempt(path, FlockOperation::LockExclusive) {
+                Ok(Attempt::Held(held)) => return Ok(held),
+                Ok(Attempt::Busy(_) | Attempt::Gone) => {}
+                // A signal came, which somebody else sees to.
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// Whether the file system knows locks: else nobody is kept out.
+    pub fn holds(&self) -> bool {
+        self.holds
+    }
+
+    fn attempt(path: &Path, operation: FlockOperation) -> Result<Attempt> {
         // A link of somebody else's is not followed, and a pipe not waited for.
         let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
         let mut open = OpenOptions::new();
         open.read(true).write(true).create(true).mode(0o600).custom_flags(flags.bits().cast_signed());
-        let file = match open.open(&path) {
+        let file = match open.open(path) {
             // It was removed between looking for it and making it.
-            Err(e) if e.kind() == ErrorKind::NotFound && folder.is_dir() => return Ok(None),
+            Err(e) if e.kind() == ErrorKind::NotFound && super::folder_of(path).is_dir() => return Ok(Attempt::Gone),
             opened => opened?,
         };
         let found = file.metadata()?;
         super::only_a_file(&found)?;
-        let holds = match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        let holds = match flock(&file, operation) {
             Ok(()) => true,
-            Err(Errno::WOULDBLOCK) => return Ok(Some(Asked::Busy(owner(found.ino())))),
+            Err(Errno::WOULDBLOCK) => return Ok(Attempt::Busy(found.ino())),
             Err(Errno::NOLCK | Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => false,
             Err(errno) => return Err(errno.into()),
         };
         // Whoever held it before may have removed the file: then this is a lock on nothing.
         match path.symlink_metadata() {
             Ok(now) if (now.dev(), now.ino()) == (found.dev(), found.ino()) => {}
-            _ => return Ok(None),
+            _ => return Ok(Attempt::Gone),
         }
-        let folder = number(folder)?;
-        Ok(Some(Asked::Held(Self { file, path, folder, holds })))
+        Ok(Attempt::Held(Self { file, path: path.to_owned(), holds }))
     }
 }
 
-impl Drop for FolderLock {
+impl Drop for FileLock {
     /// Closing the file is not enough: a process that another thread is starting holds a copy of it until it runs its
     /// program.
     fn drop(&mut self) {
@@ -190,6 +235,27 @@ mod tests {
         assert!(held(dir.path()).is_none());
         drop(second);
         assert!(held(dir.path()).is_some());
+    }
+
+    #[test]
+    fn a_file_is_held_by_one_after_another_and_gone_at_the_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.lock");
+        let inside = std::sync::atomic::AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..50 {
+                        let held = FileLock::wait(&path).unwrap();
+                        assert!(held.holds());
+                        assert_eq!(inside.fetch_add(1, std::sync::atomic::Ordering::SeqCst), 0);
+                        std::thread::yield_now();
+                        inside.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
+                    }
+                });
+            }
+        });
+        assert!(!path.exists());
     }
 
     #[test]

@@ -2,22 +2,26 @@
 //!
 //! Little-endian, in words of four bytes: a header of 16 words; each sample's ids, then a bit for each that says whether
 //! it is a target, in whole words; an index of 6 words a sample (offset of its ids in words as two, their number, label,
-//! line as two); a report as JSON. The header has what the file was made of as one number, and where its parts lie, with a
-//! digest of the header: a file that was not written to its end has none.
+//! line as two); a report as JSON. The header has what the file was made of as one number, where its parts lie, and a digest
+//! of itself, the index and the report: a file that was not written to its end has none.
+//!
+//! Who makes a file has a lock on another one beside it. Others wait for that, and then map what was made; the kernel
+//! releases the lock of a process that ends in between.
 
 use super::error::FinetuneError;
 use super::sample::Sample;
 use crate::error::{Error, Result};
-use crate::files;
+use crate::files::{self, FileLock};
 use crate::util::cache_home;
 use memmap2::Mmap;
 use std::fs::File;
-use std::io::{BufWriter, Seek, SeekFrom, Write};
+use std::hash::Hasher as _;
+use std::io::{BufWriter, Read as _, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
 
 /// The first bytes of a file of this format.
-const MAGIC: &[u8; 8] = b"czsamp01";
+const MAGIC: &[u8; 8] = b"czsamp02";
 const HEADER: usize = 64;
 /// Bytes of an entry of the index.
 const ENTRY: usize = 24;
@@ -135,17 +139,23 @@ impl Cache {
         }
         let header: Vec<u64> = map[8..HEADER].chunks_exact(8).map(long).collect();
         let [found, samples, tokens, index, report, end, digest] = header[..] else { return Err("it is truncated") };
-        if digest != twox_hash::XxHash3_64::oneshot(&map[..HEADER - 8]) || end != map.len() as u64 {
+        if end != map.len() as u64 {
             return Err("it is truncated");
+        }
+        let whole = HEADER as u64 <= index && index <= report && report <= end;
+        if !whole || samples.checked_mul(ENTRY as u64) != Some(report - index) {
+            return Err("it is damaged");
+        }
+        let mut hash = twox_hash::XxHash3_64::new();
+        hash.write(&map[..HEADER - 8]);
+        hash.write(&map[index as usize..]);
+        if digest != hash.finish() {
+            return Err("it is damaged");
         }
         if found != fingerprint {
             return Err("it is of other data, another tokenizer, template or options");
         }
-        let whole = index <= report && report <= end && samples.checked_mul(ENTRY as u64) == Some(report - index);
-        match whole {
-            true => Ok(Self { map, samples: samples as usize, tokens, index: index as usize, report: report as usize }),
-            false => Err("it is damaged"),
-        }
+        Ok(Self { map, samples: samples as usize, tokens, index: index as usize, report: report as usize })
     }
 
     /// Of what the samples were made of.
@@ -180,7 +190,7 @@ impl Cache {
     ///
     /// # Panics
     ///
-    /// If there is none, or if its entry leads out of the file, which a digest of the header does not tell.
+    /// If there is none, or if the file was changed while it was mapped.
     pub(super) fn sample(&self, i: usize) -> SampleRef<'_> {
         let entry = self.entry(i);
         let (start, count) = (long(entry) as usize * 4, word(&entry[8..]) as usize);
@@ -203,10 +213,19 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    /// Writes beside `path`, under another name.
-    pub(super) fn new(path: &Path) -> std::io::Result<Self> {
+    /// Writes beside `path`, under another name. What one that was killed has left there is removed, where the lock of
+    /// `path` tells that nobody else is at it.
+    pub(super) fn new(path: &Path, lock: &FileLock) -> std::io::Result<Self> {
         let folder = files::folder_of(path);
-        let mut data = BufWriter::with_capacity(1 << 20, files::new_beside(folder, ".samples-")?);
+        let prefix = format!(".{}-", path.file_name().unwrap_or_default().display());
+        if lock.holds() {
+            for entry in std::fs::read_dir(folder)?.flatten() {
+                if entry.file_name().as_encoded_bytes().starts_with(prefix.as_bytes()) {
+                    std::fs::remove_file(entry.path())?;
+                }
+            }
+        }
+        let mut data = BufWriter::with_capacity(1 << 20, files::new_beside(folder, &prefix)?);
         data.write_all(&[0; HEADER])?;
         let index = BufWriter::new(tempfile::tempfile_in(folder)?);
         Ok(Self { data, index, at: HEADER as u64, samples: 0, tokens: 0, bytes: vec![] })
@@ -241,16 +260,27 @@ impl Writer {
     /// Completes the file and gives it its name.
     pub(super) fn finish(mut self, path: &Path, fingerprint: u64, report: &[u8]) -> std::io::Result<()> {
         let mut index = self.index.into_inner().map_err(std::io::IntoInnerError::into_error)?;
-        index.seek(SeekFrom::Start(0))?;
-        let copied = std::io::copy(&mut index, &mut self.data)?;
-        self.data.write_all(report)?;
-        let (index, report_at) = (self.at, self.at + copied);
+        let report_at = self.at + index.stream_position()?;
         let end = report_at + report.len() as u64;
         let mut header = MAGIC.to_vec();
-        for number in [fingerprint, self.samples, self.tokens, index, report_at, end] {
+        for number in [fingerprint, self.samples, self.tokens, self.at, report_at, end] {
             header.extend(number.to_le_bytes());
         }
-        header.extend(twox_hash::XxHash3_64::oneshot(&header).to_le_bytes());
+        let mut hash = twox_hash::XxHash3_64::new();
+        hash.write(&header);
+        index.seek(SeekFrom::Start(0))?;
+        let mut piece = vec![0; 1 << 16];
+        loop {
+            let read = index.read(&mut piece)?;
+            if read == 0 {
+                break;
+            }
+            hash.write(&piece[..read]);
+            self.data.write_all(&piece[..read])?;
+        }
+        hash.write(report);
+        self.data.write_all(report)?;
+        header.extend(hash.finish().to_le_bytes());
         let mut file = self.data.into_inner().map_err(std::io::IntoInnerError::into_error)?;
         file.seek(SeekFrom::Start(0))?;
         file.write_all(&header)?;
@@ -267,7 +297,8 @@ mod tests {
     use proptest::prelude::*;
 
     fn write(path: &Path, samples: &[Sample]) {
-        let mut writer = Writer::new(path).unwrap();
+        let lock = FileLock::wait(&path.with_extension("lock")).unwrap();
+        let mut writer = Writer::new(path, &lock).unwrap();
         for (i, sample) in samples.iter().enumerate() {
             writer.push(sample, i as u32 % 3, i as u64 + 1).unwrap();
         }
@@ -302,6 +333,18 @@ mod tests {
     }
 
     #[test]
+    fn what_a_killed_writer_left_is_removed_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let names = [".x.samples-abc", ".y.samples-abc", "x.samples-abc", "y.samples"];
+        names.iter().for_each(|name| std::fs::write(folder.path().join(name), "").unwrap());
+        write(&folder.path().join("x.samples"), &[]);
+        let left = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut left: Vec<_> = left.map(|name| name.into_string().unwrap()).collect();
+        left.sort();
+        assert_eq!(left, [".y.samples-abc", "x.samples", "x.samples-abc", "y.samples"]);
+    }
+
+    #[test]
     fn a_truncated_or_foreign_file_is_none_of_ours() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.samples");
@@ -313,6 +356,14 @@ mod tests {
         for bytes in 0..whole.len() {
             std::fs::write(&path, &whole[..bytes]).unwrap();
             assert_eq!(why(7), "it is truncated", "{bytes}");
+        }
+        // The index and the report, behind the header, three ids and a word of bits.
+        for byte in (0..HEADER).chain(HEADER + 16..whole.len()) {
+            let mut other = whole.clone();
+            other[byte] ^= 0x10;
+            std::fs::write(&path, other).unwrap();
+            let said = why(7);
+            assert!(!said.starts_with("it is of other data") && said != "there is none", "{byte}: {said}");
         }
         let mut longer = whole.clone();
         longer.push(0);

@@ -9,7 +9,7 @@ use super::source::{Raw, Record, Records, Source};
 use super::template::Template;
 use super::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
-use crate::files;
+use crate::files::{self, FileLock};
 use crate::notice;
 use crate::util::{mix, permute};
 use minijinja::value::Value;
@@ -68,6 +68,9 @@ pub struct DataOptions {
 }
 
 impl DataOptions {
+    /// Tokens of a sample at most, where nothing else is said and the model's context has as many.
+    pub const USUAL_CTX: usize = 1024;
+
     /// Samples of at most `ctx` tokens for `task`.
     pub fn new(task: Task, ctx: usize) -> Self {
         Self { task, ctx, overlong: Overlong::Truncate, strict: false, labels: vec![] }
@@ -110,8 +113,8 @@ struct Part {
 }
 
 impl Dataset {
-    /// Reads `sources`, or maps what was made of the same files, tokenizer, template and options before, in `folder`.
-    /// Of the ranks of a machine one should do this first.
+    /// Reads `sources`, or maps what was made of the same files, tokenizer, template and options before, in `folder`. Of
+    /// processes that need the same file at the same time, one makes it and the others wait.
     ///
     /// `progress` is told now and then how far a file is.
     ///
@@ -213,6 +216,16 @@ impl Dataset {
         part.cache.length(of_file)
     }
 
+    /// The first samples of each file, at most `count`.
+    pub(super) fn first(&self, count: usize) -> impl Iterator<Item = usize> {
+        let lengths = self.parts.iter().map(|part| part.len() as usize * self.group);
+        let starts = lengths.scan(0, |end, length| {
+            *end += length;
+            Some((*end - length, length))
+        });
+        starts.flat_map(move |(start, length)| start..start + length.min(count))
+    }
+
     /// The file that sample `i` comes from.
     pub fn path(&self, i: usize) -> &Path {
         &self.place(i).0.path
@@ -287,17 +300,24 @@ impl Maker<'_> {
         let name = self.source.path.file_stem().unwrap_or_default().to_string_lossy();
         let name: String = name.chars().filter(|c| c.is_alphanumeric() || "-_".contains(*c)).take(60).collect();
         let path = folder.join(format!("{name}-{fingerprint:016x}.samples"));
-        let found = Cache::open(&path, fingerprint)?.and_then(|cache| {
-            let report = serde_json::from_slice::<Report>(cache.report()).map_err(|_| "it is damaged")?;
-            Ok((cache, Report { from_cache: true, ..report }))
-        });
-        match found {
+        let open = || -> Result<Result<(Cache, Report), &'static str>> {
+            Ok(Cache::open(&path, fingerprint)?.and_then(|cache| {
+                let report = serde_json::from_slice::<Report>(cache.report()).map_err(|_| "it is damaged")?;
+                Ok((cache, Report { from_cache: true, ..report }))
+            }))
+        };
+        if let Ok(found) = open()? {
+            return Ok(found);
+        }
+        let io = |source| Error::Io { action: "write", path: path.clone(), source };
+        let lock = FileLock::wait(&path.with_extension("lock")).map_err(io)?;
+        // Who had the lock before may have made it.
+        match open()? {
             Ok(found) => return Ok(found),
             Err(why) if path.exists() => notice::say(&format!("{}: {why}; it is made again", path.display())),
             Err(_) => (),
         }
-        let io = |source| Error::Io { action: "write", path: path.clone(), source };
-        let mut writer = Writer::new(&path).map_err(io)?;
+        let mut writer = Writer::new(&path, &lock).map_err(io)?;
         let report = self.make(&mut writer, &mut |read| progress(read.min(bytes), bytes), &io)?;
         if report.samples == 0 {
             let (path, reason) = (self.source.path.clone(), report.why_nothing());

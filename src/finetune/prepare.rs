@@ -20,9 +20,6 @@ use crate::models::{BertConfig, DecoderConfig};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Tokens of a row, where nothing else is said and the model's context has as many.
-const USUAL_CTX: usize = 1024;
-
 /// A run whose options, model and data were looked at, and are in order. No weight is in memory yet.
 #[derive(Debug)]
 pub struct Prepared {
@@ -128,7 +125,7 @@ impl Prepared {
             found => Some(found?),
         };
         let longest = start.longest();
-        let ctx = options.ctx.unwrap_or(USUAL_CTX.min(longest));
+        let ctx = options.ctx.unwrap_or(DataOptions::USUAL_CTX.min(longest));
         if ctx > longest {
             return Err(refused("--ctx", ctx, format!("2 to {longest}, the model's context")));
         }

@@ -8,14 +8,14 @@ use std::fmt::Write as _;
 /// Before and after what is to be predicted: in green, or in brackets.
 const MARKS: [[&str; 2]; 2] = [["⟦", "⟧"], ["\u{1b}[32;1m", "\u{1b}[0m"]];
 
-/// The first `count` samples as text, with what is to be predicted in green where `colour` is set, else in brackets.
+/// The first `count` samples of each file as text, with what is to be predicted in green where `colour` is set, else in brackets.
 ///
 /// # Errors
 /// [`FinetuneError::Decode`](crate::error::FinetuneError::Decode).
 pub fn show(dataset: &Dataset, tokenizer: &Tokenizer, count: usize, colour: bool) -> Result<String> {
     let mut text = String::new();
     let [open, close] = MARKS[usize::from(colour)];
-    for i in 0..count.min(dataset.len()) {
+    for i in dataset.first(count) {
         let sample = dataset.sample(i);
         let (path, line) = (dataset.path(i).display(), sample.line);
         let label = dataset.labels().get(sample.label as usize);

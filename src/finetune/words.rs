@@ -8,6 +8,9 @@
 //!   vocabulary has these characters in this order, so that no merge joins them;
 //! - before and after special tokens in angle brackets, which are taken out of a text before all else.
 //!
+//! A piece that is met for the first time is cut further where the pre-tokenizer is known to cut: where a run of ASCII
+//! letters, digits or punctuation ends. Of these smaller pieces there are few.
+//!
 //! A tokenizer of which this is not known encodes whole texts.
 
 use serde_json::Value;
@@ -45,6 +48,8 @@ pub(super) struct Words {
     /// Special tokens in angle brackets.
     special: HashSet<String>,
     longest_special: usize,
+    /// Whether pieces may be cut where runs end.
+    cuts_runs: bool,
     /// Which tokenizer it is, for what threads remember.
     key: u64,
 }
@@ -79,7 +84,7 @@ impl Words {
                 return None;
             }
             let bracketed = text.len() > 2 && *first == b'<' && *last == b'>' && text.is_ascii();
-            if bracketed && token.special && !token.normalized && !token.lstrip {
+            if bracketed && !token.normalized && !token.lstrip {
                 special.insert(text.to_string());
             }
         }
@@ -95,7 +100,10 @@ impl Words {
             return None;
         }
         let longest_special = special.iter().map(String::len).max().unwrap_or(0);
-        Some(Self { special, longest_special, key })
+        // Added tokens are found before the text between them is cut.
+        let whole = |text: &str| special.contains(text) || run_end(text.as_bytes(), 0) == text.len();
+        let cuts_runs = cuts_all_runs(&pre_tokenizer) && added.values().all(|token| whole(&token.content));
+        Some(Self { special, longest_special, cuts_runs, key })
     }
 
     /// The tokens of `text`, with those of new pieces from `encode`.
@@ -104,22 +112,23 @@ impl Words {
         if known.key != self.key {
             known = Known { key: self.key, ..Known::default() };
         }
-        let (mut encoded, mut start) = (Encoded::default(), 0);
+        let tokens = text.len() / 4;
+        let mut encoded = Encoded { ids: Vec::with_capacity(tokens), offsets: Vec::with_capacity(tokens) };
+        let mut start = 0;
         while start < text.len() {
-            let end = self.next_cut(text, start);
-            known.encode(&text[start..end], start, &mut encoded, &encode)?;
+            let special = self.special_at(text, start);
+            let end = special.unwrap_or_else(|| self.next_cut(text, start));
+            let cuts_runs = self.cuts_runs && special.is_none();
+            known.encode(&text[start..end], start, cuts_runs, &mut encoded, &encode)?;
             start = end;
         }
         REMEMBERED.set(known);
         Ok(encoded)
     }
 
-    /// Where the piece that begins at `start` ends.
+    /// Where the piece that begins at `start`, and is no special token, ends.
     fn next_cut(&self, text: &str, start: usize) -> usize {
         let bytes = text.as_bytes();
-        if let Some(end) = self.special_at(text, start) {
-            return end;
-        }
         let is_end = |at: &usize| is_cut(bytes, *at) || bytes[*at] == b'<' && self.special_at(text, *at).is_some();
         (start + 1..bytes.len()).find(is_end).unwrap_or(bytes.len())
     }
@@ -143,6 +152,18 @@ fn is_cut(bytes: &[u8], at: usize) -> bool {
         b' ' => graphic(at - 1) && bytes.get(at + 1).is_some_and(u8::is_ascii_alphabetic),
         byte => bytes[at - 1] == b'\n' && at > 1 && graphic(at - 2) && byte.is_ascii_alphabetic(),
     }
+}
+
+/// Where the smaller piece that begins at `start` ends: between a run of ASCII letters and anything ASCII but an apostrophe
+/// (of a contraction), a run of digits and anything ASCII, punctuation and a space or digit.
+fn run_end(bytes: &[u8], start: usize) -> usize {
+    let is_end = |at: &usize| match (bytes[at - 1], bytes[*at]) {
+        (_, 0x80..) => false,
+        (before, byte) if before.is_ascii_alphabetic() => !byte.is_ascii_alphabetic() && byte != b'\'',
+        (before, byte) if before.is_ascii_digit() => !byte.is_ascii_digit(),
+        (before, byte) => before.is_ascii_punctuation() && (byte == b' ' || byte.is_ascii_digit()),
+    };
+    (start + 1..bytes.len()).find(is_end).unwrap_or(bytes.len())
 }
 
 /// Whether a token of a vocabulary has a cut in it, with spaces and ends of lines as the vocabulary writes them.
@@ -198,6 +219,16 @@ fn cuts(pre_tokenizer: &Value, no_spaces: bool) -> bool {
     }
 }
 
+/// Whether a pre-tokenizer, of those that [`cuts`] knows, cuts wherever [`run_end`] does: by a regular expression.
+fn cuts_all_runs(pre_tokenizer: &Value) -> bool {
+    match pre_tokenizer["type"].as_str() {
+        Some("ByteLevel") => pre_tokenizer["use_regex"] != false,
+        Some("Split") => pre_tokenizer["pattern"]["Regex"].is_string(),
+        Some("Sequence") => pre_tokenizer["pretokenizers"].as_array().is_some_and(|all| all.iter().any(cuts_all_runs)),
+        _ => false,
+    }
+}
+
 thread_local! {
     static REMEMBERED: RefCell<Known> = RefCell::default();
 }
@@ -218,30 +249,54 @@ impl Known {
         &mut self,
         piece: &str,
         start: usize,
+        cuts_runs: bool,
         encoded: &mut Encoded,
         encode: impl Fn(&str) -> Result<Encoded, E>,
     ) -> Result<(), E> {
-        if let Some((from, to)) = self.places.get(piece) {
-            for (id, first, end) in &self.tokens[*from as usize..*to as usize] {
-                encoded.ids.push(*id);
-                encoded.offsets.push((start + *first as usize, start + *end as usize));
-            }
+        if self.recall(piece, start, encoded) {
             return Ok(());
         }
-        let new = encode(piece)?;
-        if piece.len() <= LONGEST {
-            if self.places.len() == MOST_PIECES {
-                self.places.clear();
-                self.tokens.clear();
+        let (first, mut from) = (encoded.ids.len(), 0);
+        while from < piece.len() {
+            let end = if cuts_runs { run_end(piece.as_bytes(), from) } else { piece.len() };
+            let (part, at) = (&piece[from..end], start + from);
+            let is_all = part.len() == piece.len();
+            if is_all || !self.recall(part, at, encoded) {
+                let (before, new) = (encoded.ids.len(), encode(part)?);
+                encoded.ids.extend(new.ids);
+                encoded.offsets.extend(new.offsets.into_iter().map(|(first, end)| (at + first, at + end)));
+                if !is_all {
+                    self.remember(part, at, encoded, before);
+                }
             }
-            let from = self.tokens.len() as u32;
-            let tokens = new.ids.iter().zip(&new.offsets);
-            self.tokens.extend(tokens.map(|(id, (first, end))| (*id, *first as u32, *end as u32)));
-            self.places.insert(piece.into(), (from, self.tokens.len() as u32));
+            from = end;
         }
-        encoded.ids.extend(new.ids);
-        encoded.offsets.extend(new.offsets.into_iter().map(|(first, end)| (start + first, start + end)));
+        self.remember(piece, start, encoded, first);
         Ok(())
+    }
+
+    /// Appends the tokens of a piece that is known.
+    fn recall(&self, piece: &str, start: usize, encoded: &mut Encoded) -> bool {
+        let Some((from, to)) = self.places.get(piece) else { return false };
+        let tokens = &self.tokens[*from as usize..*to as usize];
+        encoded.ids.extend(tokens.iter().map(|(id, ..)| *id));
+        encoded.offsets.extend(tokens.iter().map(|(_, first, end)| (start + *first as usize, start + *end as usize)));
+        true
+    }
+
+    /// Keeps the tokens of a piece, those from number `first` on.
+    fn remember(&mut self, piece: &str, start: usize, encoded: &Encoded, first: usize) {
+        if piece.len() > LONGEST {
+            return;
+        }
+        if self.places.len() == MOST_PIECES {
+            self.places.clear();
+            self.tokens.clear();
+        }
+        let from = self.tokens.len() as u32;
+        let tokens = encoded.ids[first..].iter().zip(&encoded.offsets[first..]);
+        self.tokens.extend(tokens.map(|(id, (first, end))| (*id, (first - start) as u32, (end - start) as u32)));
+        self.places.insert(piece.into(), (from, self.tokens.len() as u32));
     }
 }
 

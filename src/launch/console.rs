@@ -3,7 +3,7 @@
 use crate::Error;
 use crate::util::lock;
 use std::fmt::Display;
-use std::io::{self, Write as _};
+use std::io::{self, IsTerminal as _, Write as _};
 use std::process::ExitCode;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -142,6 +142,11 @@ pub(crate) fn print(text: impl Display) -> bool {
             false
         }
     }
+}
+
+/// Whether what is printed may be coloured: standard output is a terminal, and `NO_COLOR` is not set.
+pub(crate) fn colours() -> bool {
+    io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
 }
 
 /// The message about a stream that cannot be written.

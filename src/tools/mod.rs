@@ -1,12 +1,14 @@
 //! Tools: what `zerorun` does besides starting scripts. The first word of the command line names one.
 //!
-//! A tool has a file, or a folder, of its own name. `picture` belongs to `check`, `sizes` to `estimate` and `tune`.
+//! A tool has a file, or a folder, of its own name. `picture` belongs to `check`, `sizes` to `estimate` and `tune`,
+//! `samples` to `data` and `finetune`.
 //! A script of the same name is started as `./NAME`.
 
 mod bench;
 mod cache;
 mod check;
 mod consolidate;
+mod data;
 pub(crate) mod error;
 mod estimate;
 mod finetune;
@@ -17,6 +19,7 @@ mod merge;
 mod picture;
 mod progress;
 mod report;
+mod samples;
 mod schedule;
 mod schema;
 mod sizes;
@@ -37,11 +40,12 @@ pub(crate) struct Tool {
 }
 
 /// All of them, in the order of the help.
-const ALL: [Tool; 15] = [
+const ALL: [Tool; 16] = [
     Tool { name: "bench", about: "Measure the speed of an offload folder", run: bench::run },
     Tool { name: "cache", about: "Show what builds of scripts take on the disk, and remove it", run: cache::run },
     Tool { name: "check", about: "Check a configuration and list every problem", run: check::run },
     Tool { name: "consolidate", about: "Write a checkpoint's parameters as Hugging Face files", run: consolidate::run },
+    Tool { name: "data", about: "Show what fine-tuning makes of data files", run: data::run },
     Tool { name: "estimate", about: "Compute memory and traffic before training", run: estimate::run },
     Tool { name: "finetune", about: "Fine-tune a Hugging Face model or a GGUF file", run: finetune::run },
     Tool { name: "generate", about: "Answer prompts with a model and an adapter", run: generate::run },

@@ -1,9 +1,9 @@
 //! Pictures of what is wrong with a configuration: its line, with the place underlined.
 
 use crate::config::Place;
+use crate::launch::console::colours;
 use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
 use std::fmt::Write;
-use std::io::IsTerminal;
 use std::ops::Range;
 
 /// More than this many are only listed: a file of 4 MiB may have a problem every few bytes.
@@ -30,8 +30,7 @@ impl Trouble {
 
 /// One picture for each trouble. In colour if standard output is a terminal and `NO_COLOR` is not set.
 pub(super) fn of_all(file: &str, text: &str, troubles: &[Trouble]) -> String {
-    let colour = std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-    let renderer = if colour { Renderer::styled() } else { Renderer::plain() };
+    let renderer = if colours() { Renderer::styled() } else { Renderer::plain() };
     let lines = Lines::of(text);
     let mut all = String::new();
     for trouble in troubles.iter().take(MOST) {

@@ -10,6 +10,7 @@ mod bert;
 mod chat;
 mod classify;
 mod data;
+mod data_show;
 mod dpo;
 mod fixtures;
 mod generate_tool;

@@ -1,11 +1,9 @@
 //! The flags of `zerorun finetune`, and the options that they make.
 
 use crate::error::Result;
-use crate::finetune::{
-    DataProgress, Held, Length, Method, Objective, Options, Overlong, Precision, RateShape, Saving, Source, Warmup,
-};
+use crate::finetune::{Held, Length, Method, Objective, Options, Precision, RateShape, Saving, Source, Warmup};
 use crate::nn::LoraConfig;
-use crate::tools::progress::ByteProgress;
+use crate::tools::samples::SampleFlags;
 use clap::{Args, ValueEnum, value_parser};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -78,9 +76,8 @@ pub(super) struct Flags {
     #[arg(long = "micro_batch", alias = "micro-batch", value_name = "ROWS", default_value = "1")]
     micro_batch: usize,
 
-    /// Tokens of a row [default: 1024, or the model's context where that is shorter]
-    #[arg(long, value_name = "TOKENS")]
-    ctx: Option<usize>,
+    #[command(flatten)]
+    samples: SampleFlags,
 
     /// Steps of the learning rate's rise, or a part of all steps
     #[arg(long, value_name = "N|P%", default_value = "3%")]
@@ -97,14 +94,6 @@ pub(super) struct Flags {
     /// Whether a row holds as many samples as fit in it
     #[arg(long, value_name = "BOOL", default_value = "true", action = clap::ArgAction::Set)]
     packing: bool,
-
-    /// What becomes of samples that are longer than a row
-    #[arg(long, value_enum, default_value_t)]
-    overlong: OverlongFlag,
-
-    /// Stop at a record that cannot be used, rather than count it
-    #[arg(long)]
-    strict: bool,
 
     /// Validation data: files, or a part of the training data as 5%
     #[arg(long, value_name = "FILE|P%", num_args = 1..)]
@@ -154,10 +143,6 @@ pub(super) struct Flags {
     /// Recompute each block in backward instead of keeping its activations
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     activation_checkpointing: bool,
-
-    /// Folder for tokenized data [default: candle-zero/samples in the user's cache]
-    #[arg(long, value_name = "DIR")]
-    cache: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, Default, ValueEnum)]
@@ -189,13 +174,6 @@ enum Order {
     #[default]
     Shuffled,
     Sequential,
-}
-
-#[derive(Debug, Clone, Copy, Default, ValueEnum)]
-enum OverlongFlag {
-    #[default]
-    Truncate,
-    Drop,
 }
 
 /// `beta=0.1`, or `0.1`.
@@ -252,7 +230,7 @@ impl Flags {
             lr: self.lr,
             batch: self.batch,
             micro_batch: self.micro_batch,
-            ctx: self.ctx,
+            ctx: self.samples.ctx(),
             warmup: self.warmup,
             scheduler: match self.scheduler {
                 Scheduler::Cosine => RateShape::Cosine,
@@ -261,11 +239,8 @@ impl Flags {
             },
             shuffle: self.order == Order::Shuffled,
             packing: self.packing,
-            overlong: match self.overlong {
-                OverlongFlag::Truncate => Overlong::Truncate,
-                OverlongFlag::Drop => Overlong::Drop,
-            },
-            strict: self.strict,
+            overlong: self.samples.overlong(),
+            strict: self.samples.strict,
             validation: (!self.val.is_empty()).then(|| Held::parse(&self.val)).transpose()?,
             eval_every: self.eval_every,
             patience: self.patience,
@@ -277,31 +252,8 @@ impl Flags {
             }),
             seed: self.seed,
             recompute: self.activation_checkpointing.then_some(true),
-            cache: self.cache.clone(),
+            cache: self.samples.cache.clone(),
             ..Options::new(&self.model, &self.out)
         })
-    }
-}
-
-/// Progress over data files, in MiB of each.
-#[derive(Default)]
-pub(super) struct FileProgress {
-    file: usize,
-    bytes: ByteProgress,
-}
-
-impl FileProgress {
-    /// Shows how far a file is.
-    pub(super) fn tell(&mut self, at: DataProgress) {
-        if at.file != self.file {
-            self.finish();
-            self.file = at.file;
-        }
-        self.bytes.tell(at.bytes, at.of);
-    }
-
-    /// Frees the line below.
-    pub(super) fn finish(&mut self) {
-        std::mem::take(&mut self.bytes).finish();
     }
 }

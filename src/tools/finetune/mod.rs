@@ -10,6 +10,7 @@ use crate::error::{LaunchError, Result};
 use crate::finetune::{EncoderBase, Options, Prepared};
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
 use crate::launch::{ranks, restarts};
+use crate::tools::samples::FileProgress;
 use clap::{CommandFactory as _, Parser, error::ErrorKind};
 use flags::Flags;
 use std::ffi::OsString;
@@ -100,7 +101,7 @@ impl Arguments {
 
 /// Looks at everything that can be wrong before a rank is started, tokenizes the data, and says what was found.
 fn prepare(options: Options, ranks: usize) -> Result<()> {
-    let mut progress = flags::FileProgress::default();
+    let mut progress = FileProgress::default();
     let prepared = Prepared::new(options, &mut |at| progress.tell(at));
     progress.finish();
     let prepared = prepared?;

@@ -1,0 +1,119 @@
+//! `zerorun data`: what fine-tuning makes of data files.
+
+use super::samples::{FileProgress, SampleFlags};
+use crate::error::{Error, FinetuneError, Result};
+use crate::finetune::{Base, DataOptions, Dataset, Source, Task, Template, Tokenizer, default_cache, show};
+use crate::launch::console::{EXIT_SETUP, Refused, colours, print, refused};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::ffi::OsString;
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Shows what fine-tuning makes of data files.
+#[derive(Debug, Parser)]
+#[command(name = "data", bin_name = "zerorun data", disable_help_subcommand = true)]
+struct Arguments {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    Show(Show),
+}
+
+/// Says what data files are recognized as and which of their lines cannot be used, and shows the first samples with what
+/// is to be learned: in green on a terminal, else in brackets
+///
+/// The files are tokenized into the cache that `zerorun finetune` reads, where they are not there yet.
+///
+/// Exit code: 0 all is shown, 1 it could not be written, 2 the model's folder or a file cannot be used, or the command
+/// line is wrong.
+#[derive(Debug, Args)]
+struct Show {
+    /// The model's folder, with tokenizer.json and perhaps a chat template
+    #[arg(value_name = "MODEL_DIR")]
+    model: PathBuf,
+
+    /// Data files (.jsonl, .json, .csv, .tsv, .txt, ...), each perhaps with a weight behind a colon
+    #[arg(value_name = "FILE", required = true)]
+    files: Vec<String>,
+
+    /// Samples to show of each file
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    count: usize,
+
+    /// What is learned: what the assistant says, which answer to prefer, or the label of a text
+    #[arg(long, value_enum, default_value_t)]
+    task: TaskFlag,
+
+    /// The labels of --task classify in the order of their numbers [default: all of the files, sorted]
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',')]
+    labels: Vec<String>,
+
+    #[command(flatten)]
+    samples: SampleFlags,
+}
+
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+enum TaskFlag {
+    #[default]
+    Generate,
+    Prefer,
+    Classify,
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
+    let What::Show(show) = Arguments::try_parse_from(words).map_err(Refused)?.what;
+    Ok(match show.text() {
+        Ok(text) if print(text.trim_end()) => ExitCode::SUCCESS,
+        Ok(_) => ExitCode::FAILURE,
+        Err(error) => refused(&error, EXIT_SETUP),
+    })
+}
+
+impl Show {
+    /// What became of each file, and its first samples.
+    fn text(&self) -> Result<String> {
+        // Neither description nor weights are needed: where they are there, they tell the context.
+        let base = Base::open(&self.model).ok();
+        let folder = base.as_ref().map_or(self.model.as_path(), Base::folder);
+        let tokenizer = Tokenizer::open(folder)?;
+        let template = match Template::open(folder, &tokenizer) {
+            Err(Error::Finetune(FinetuneError::NoTemplate { .. })) => None,
+            found => Some(found?),
+        };
+        let usual = || base.as_ref().map_or(usize::MAX, |base| base.config().ctx).min(DataOptions::USUAL_CTX);
+        let task = match self.task {
+            TaskFlag::Generate => Task::Generate,
+            TaskFlag::Prefer => Task::Prefer,
+            TaskFlag::Classify => Task::Classify,
+        };
+        let options = DataOptions {
+            overlong: self.samples.overlong(),
+            strict: self.samples.strict,
+            labels: self.labels.clone(),
+            ..DataOptions::new(task, self.samples.ctx().unwrap_or_else(usual))
+        };
+        let cache = self.samples.cache.clone().map_or_else(default_cache, Ok)?;
+        let sources = self.files.iter().map(|file| Source::parse(file)).collect::<Result<Vec<_>>>()?;
+        let mut progress = FileProgress::default();
+        let mut tell = |at| progress.tell(at);
+        let dataset = Dataset::prepare(&sources, &tokenizer, template.as_ref(), &options, &cache, &mut tell);
+        progress.finish();
+        let dataset = dataset?;
+        let mut text = String::new();
+        for (path, report) in dataset.reports() {
+            _ = writeln!(text, "{}: {report}", path.display());
+            report.notes().iter().for_each(|note| _ = writeln!(text, "  {note}"));
+        }
+        if !dataset.labels().is_empty() {
+            _ = writeln!(text, "labels: {}", dataset.labels().join(", "));
+        }
+        text.push('\n');
+        text.push_str(&show(&dataset, &tokenizer, self.count, colours())?);
+        Ok(text)
+    }
+}

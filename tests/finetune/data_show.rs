@@ -1,0 +1,175 @@
+//! `zerorun data show`, and the cache that it shares with other processes.
+
+use crate::support::processes::{start, stderr, stdout, zerorun};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// A folder with data files and a user's cache.
+struct Desk(TempDir);
+
+impl Desk {
+    fn new() -> Self {
+        Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap())
+    }
+
+    fn file(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.0.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+
+    /// The tool on files of this folder, with the tiny tokenizer.
+    fn show(&self, words: &[&str]) -> Command {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/finetune/models/llama");
+        let mut command = zerorun();
+        command.current_dir(self.0.path()).env("XDG_CACHE_HOME", self.0.path().join("home"));
+        command.args(["data", "show"]).arg(model).args(words);
+        command
+    }
+
+    fn shown(&self, words: &[&str]) -> Output {
+        self.show(words).output().unwrap()
+    }
+
+    /// What the default folder for samples has, by name.
+    fn cached(&self) -> Vec<PathBuf> {
+        let folder = self.0.path().join("home/candle-zero/samples");
+        let mut files: Vec<PathBuf> =
+            std::fs::read_dir(folder).into_iter().flatten().map(|entry| entry.unwrap().path()).collect();
+        files.sort();
+        files
+    }
+}
+
+/// Conversations of some hundred bytes each.
+fn conversations(count: usize) -> String {
+    let line = |i| {
+        let words = format!("number {i} of some words that stand here to be read ").repeat(8);
+        format!(
+            r#"{{"messages": [{{"role": "user", "content": "{words}"}}, {{"role": "assistant", "content": "{i}"}}]}}"#
+        )
+    };
+    (0..count).map(|i| line(i) + "\n").collect()
+}
+
+#[test]
+fn files_are_recognized_their_lines_judged_and_their_targets_shown() {
+    let desk = Desk::new();
+    desk.file(
+        "chats.jsonl",
+        "{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}, {\"role\": \"assistant\", \"content\": \"Hello\"}]}\n\
+         {\"messages\": \n{\"text\": \"the rest\"}\n",
+    );
+    desk.file("pairs.csv", "prompt,completion\n2+2=,4\n3+3=,6\n");
+    let output = desk.shown(&["chats.jsonl", "pairs.csv:2", "--count", "1", "--ctx", "64"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    insta::assert_snapshot!(stdout(&output), @r#"
+    chats.jsonl: chat messages, text: 3 records, 2 samples, 22 tokens, 10 of them targets
+      1 (line 2) could not be used (line 2: it is not JSON (EOF while parsing a value at column 12))
+    pairs.csv: prompt and completion: 2 records, 2 samples, 12 tokens, 4 of them targets
+
+    chats.jsonl, line 1: 16 tokens, 5 targets
+    <|im_start|>user
+    Hi<|im_end|>
+    <|im_start|>assistant
+    ⟦Hello<|im_end|>⟧
+
+
+    pairs.csv, line 2: 6 tokens, 2 targets
+    2+2=⟦4<|im_end|>⟧
+    "#);
+    assert_eq!(desk.cached().len(), 2);
+    let again = desk.shown(&["chats.jsonl", "--ctx", "64"]);
+    assert!(stdout(&again).contains("targets, from the cache\n"), "{}", stdout(&again));
+}
+
+#[test]
+fn labels_are_numbered_and_named() {
+    let desk = Desk::new();
+    desk.file("x.csv", "text,label\nfine,good\nawful,bad\n");
+    let shown = |words: &[&str]| stdout(&desk.shown(&[&["x.csv", "--task", "classify"], words].concat()));
+    let sorted = shown(&[]);
+    assert!(sorted.contains("labels: bad, good\n") && sorted.contains(", label good\nfine\n"), "{sorted}");
+    assert!(shown(&["--labels", "good,bad"]).contains("labels: good, bad\n"));
+}
+
+#[test]
+fn what_cannot_be_shown_is_said_with_what_to_do() {
+    let desk = Desk::new();
+    desk.file("x.jsonl", "{\"question\": 1}\n");
+    let refused = |words: &[&str]| {
+        let output = desk.shown(words);
+        assert_eq!((output.status.code(), stdout(&output).as_str()), (Some(2), ""), "{words:?}");
+        stderr(&output).lines().next().unwrap().to_owned()
+    };
+    let said = [
+        refused(&["x.jsonl"]),
+        refused(&["x.jsonl", "--strict"]),
+        refused(&["none.jsonl"]),
+        refused(&["x.jsonl:-1"]),
+        refused(&["x.jsonl", "--ctx", "1"]),
+        refused(&["x.jsonl", "--task", "learn"]),
+    ];
+    insta::assert_snapshot!(said.join("\n"), @"
+    zerorun: x.jsonl has no sample to learn from: 1 (line 1) could not be used (line 1: its keys (question) are of no known form: messages; conversations; prompt, completion; instruction, input, output; text; text, label; prompt, chosen, rejected)
+    zerorun: line 1 of x.jsonl cannot be used: its keys (question) are of no known form: messages; conversations; prompt, completion; instruction, input, output; text; text, label; prompt, chosen, rejected; mend it, or leave out --strict to skip such lines
+    zerorun: cannot read none.jsonl: No such file or directory (os error 2)
+    zerorun: the weight of x.jsonl:-1 must be above 0 and at most 1000, as in data.jsonl:2.5
+    zerorun: invalid value '1' for '--ctx <TOKENS>': 1 is not in 2..=4294967295
+    zerorun: invalid value 'learn' for '--task <TASK>'
+    ");
+    assert_eq!(desk.cached(), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn of_processes_that_need_a_file_at_the_same_time_one_makes_it() {
+    let desk = Desk::new();
+    desk.file("x.jsonl", &conversations(2000));
+    let running: Vec<_> =
+        (0..4).map(|_| start(&mut desk.show(&["x.jsonl", "--count", "0", "--ctx", "1024"]))).collect();
+    let outputs: Vec<Output> = running.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
+    assert!(outputs.iter().all(|output| output.status.success()), "{}", stderr(&outputs[0]));
+    let made = outputs.iter().filter(|output| !stdout(output).contains("from the cache")).count();
+    assert_eq!(made, 1);
+    assert_eq!(desk.cached().len(), 1);
+}
+
+#[test]
+fn a_file_whose_maker_was_killed_is_made_by_the_next() {
+    let desk = Desk::new();
+    desk.file("x.jsonl", &conversations(20_000));
+    let mut first = start(&mut desk.show(&["x.jsonl", "--ctx", "1024"]));
+    let begun = Instant::now();
+    let is_lock = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "lock");
+    while !desk.cached().iter().any(is_lock) {
+        assert!(begun.elapsed() < Duration::from_secs(60) && first.try_wait().unwrap().is_none());
+        std::thread::yield_now();
+    }
+    // `env`, which starts it, is by now the program.
+    first.kill().unwrap();
+    first.wait().unwrap();
+    assert!(!desk.cached().is_empty());
+    let second = desk.shown(&["x.jsonl", "--count", "0", "--ctx", "1024"]);
+    assert!(second.status.success() && !stdout(&second).contains("from the cache"), "{}", stderr(&second));
+    let left = desk.cached();
+    assert!(left.len() == 1 && left[0].extension().unwrap() == "samples", "{left:?}");
+}
+
+#[test]
+fn a_damaged_file_is_made_again_with_the_reason() {
+    let desk = Desk::new();
+    desk.file("x.jsonl", &conversations(3));
+    let words = ["x.jsonl", "--count", "3", "--ctx", "1024"];
+    let first = stdout(&desk.shown(&words));
+    let path = desk.cached().remove(0);
+    let mut bytes = std::fs::read(&path).unwrap();
+    // The number of tokens of the last sample: an index entry has 24 bytes, and the report is JSON.
+    let report = bytes.windows(11).rposition(|window| window == b"{\"records\":").unwrap();
+    bytes[report - 24 + 10] ^= 0xFF;
+    std::fs::write(&path, bytes).unwrap();
+    let second = desk.shown(&words);
+    assert_eq!(stdout(&second), first);
+    assert!(stderr(&second).contains(".samples: it is damaged; it is made again"), "{}", stderr(&second));
+}
