@@ -24,8 +24,7 @@ impl DecoderConfig {
     /// Bytes of activations that a [`Pass`] holds, at most: what the blocks keep for backward, the gradients on their way
     /// through one of them, and the loss with its gradients. Parameters and their gradients are not in it.
     ///
-    /// For layers of [`crate::nn`] on the CPU, where normalized values are computed again; within a third of what is
-    /// allocated, for texts from some hundred tokens on.
+    /// For layers of [`crate::nn`] on the CPU, where normalized values are computed again.
     pub fn activation_bytes(&self, pass: Pass) -> usize {
         let Pass { tokens, element, recompute, trains_base } = pass;
         let (width, blocks) = (self.hidden_size, self.blocks.len());
