@@ -22,4 +22,5 @@ mod merge_tool;
 mod packed_rows;
 mod qlora;
 mod runs;
+mod smollm2;
 mod trajectories;
