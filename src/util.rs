@@ -1,4 +1,4 @@
-//! Small helpers that every module may use: locks, a stable hash, names in a message, names by pattern.
+//! Small helpers that every module may use: locks, a stable hash, names and bytes in a message, names by pattern.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -83,6 +83,22 @@ pub(crate) fn list<S: AsRef<str>>(names: &[S]) -> String {
     text
 }
 
+/// Bytes with three digits and a binary unit.
+pub(crate) fn binary(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+    if bytes < 1 << 10 {
+        return format!("{bytes} B");
+    }
+    let mut value = bytes as f64 / 1024.0;
+    let mut unit = 0;
+    // What would be shown as 1024 is 1 of the next unit.
+    while value >= 1023.95 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    format!("{value:.1} {}", UNITS[unit])
+}
+
 /// Whether `name` is what `pattern` says: `*` stands for any characters, also none.
 pub(crate) fn matches(pattern: &str, name: &str) -> bool {
     let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
@@ -111,5 +127,14 @@ mod tests {
         ] {
             assert_eq!(matches(pattern, name), expected, "{pattern} {name}");
         }
+    }
+
+    #[test]
+    fn bytes_have_the_largest_unit_that_leaves_a_whole() {
+        let cases = [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1_048_575, "1.0 MiB"), (5 << 29, "2.5 GiB")];
+        for (bytes, text) in cases {
+            assert_eq!(binary(bytes), text);
+        }
+        assert_eq!(binary(u64::MAX), "16384.0 PiB");
     }
 }

@@ -16,7 +16,7 @@ use crate::memory::{Held, Kind, Ledger, MemoryReport, Tier, Tracked};
 use crate::offload::{DiskAccess, Window, Windows};
 use crate::optim::{self, Class, GroupStep, Grouping, StepContext};
 use crate::param::{Param, ParamId, ROOT};
-use crate::precision::{Elements, FlatRef, Packing};
+use crate::precision::{Elements, Packing};
 use crate::util::lock;
 use crate::zero::gather::Gatherer;
 use crate::zero::gradients::{self, Arrival, Gradients, ReducePlan};
@@ -90,7 +90,7 @@ impl<'a> Rehearsal<'a> {
             let block = param.packing().map_or_else(|| share_plan.block(role), Packing::unit);
             param.block.store(block, Ordering::Relaxed);
             let class = Class::new(role, param.is_trained(), param.weights);
-            builder.push(id, param.cut(), FlatRef::F32(&[]), class)?;
+            builder.push(id, param.cut(), class, 0, &mut |_| Ok(Vec::new()))?;
             if !placement.params.is_sharded() {
                 let size = param.weights.dtype(dtype).size_in_bytes();
                 whole.push(ledger.hold_in(tier, Kind::Parameters, numel * size));

@@ -21,10 +21,15 @@ use std::sync::atomic::Ordering;
 pub struct Shapes {
     name: String,
     registered: Registered,
-    /// How frozen matrices are held.
-    packing: Option<Packing>,
+    /// How frozen parameters are held, and which of them; without a rule, matrices.
+    packing: Option<(Packing, Option<Rule>)>,
+    /// Those that are in f32 in a model of 16 bits too.
+    kept_f32: Option<Rule>,
     assumed: Vec<String>,
 }
+
+/// Chooses parameters by name and shape.
+type Rule = Box<dyn Fn(&str, &[usize]) -> bool>;
 
 /// Which tensors of a file make a unit together.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -51,7 +56,13 @@ impl Shapes {
         let registry = Registry::of_shapes(DTYPE);
         let vb = VarBuilder::from_backend(Box::new(registry.clone()), DTYPE, Device::Cpu);
         building(&registry, || build(vb)).map_err(|e| registry.explain(e))?;
-        Ok(Self { name: name.into(), registered: registry.finish()?, packing: None, assumed: Vec::new() })
+        Ok(Self {
+            name: name.into(),
+            registered: registry.finish()?,
+            packing: None,
+            kept_f32: None,
+            assumed: Vec::new(),
+        })
     }
 
     /// Those of a preset of [`crate::models`]: [`GptConfig::preset_names`], [`LlamaConfig::preset_names`].
@@ -107,7 +118,7 @@ impl Shapes {
             "every tensor of the file is a parameter, used in the natural order of the names".to_string(),
             format!("{units} units, {how}"),
         ];
-        Ok(Self { name: path.display().to_string(), registered, packing: None, assumed })
+        Ok(Self { name: path.display().to_string(), registered, packing: None, kept_f32: None, assumed })
     }
 
     /// The same with frozen parameters: those whose name is one of `patterns`, in which `*` stands for any characters,
@@ -138,7 +149,34 @@ impl Shapes {
     /// `zero_quantized_nontrainable_weights` decides.
     #[must_use]
     pub fn quantized(self, packing: Packing) -> Self {
-        Self { packing: Some(packing), ..self }
+        Self { packing: Some((packing, None)), ..self }
+    }
+
+    /// The same with those frozen parameters packed of which `rule` says so, by name and shape.
+    #[must_use]
+    pub fn quantized_by(self, packing: Packing, rule: impl Fn(&str, &[usize]) -> bool + 'static) -> Self {
+        Self { packing: Some((packing, Some(Box::new(rule)))), ..self }
+    }
+
+    /// The same with only those trained of which `rule` says so, by name and shape, as with
+    /// [`EngineBuilder::trainable`](crate::EngineBuilder::trainable).
+    #[must_use]
+    pub fn trainable(self, rule: impl Fn(&str, &[usize]) -> bool) -> Self {
+        let params = &self.registered.params;
+        params.iter().for_each(|param| param.trained.store(rule(&param.name, param.shape.dims()), Ordering::Relaxed));
+        self
+    }
+
+    /// The same with those in f32, in a model of 16 bits too, of which `rule` says so, as with
+    /// [`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32).
+    #[must_use]
+    pub fn keep_f32(self, rule: impl Fn(&str, &[usize]) -> bool + 'static) -> Self {
+        Self { kept_f32: Some(Box::new(rule)), ..self }
+    }
+
+    /// Whether frozen parameters are packed.
+    pub fn is_quantized(&self) -> bool {
+        self.packing.is_some()
     }
 
     /// The name that people see.
@@ -189,11 +227,20 @@ impl Shapes {
         leaves.mark_named(units, &config.zero.leaf_module);
         let kept = KeptModules(&config.keep_in_fp32_modules);
         kept.check(self.registered.names())?;
-        let packing = self.packing.or_else(|| config.zero.quantized_nontrainable_weights.then_some(Packing::Int8));
-        let weights = |param: &Param| match packing {
-            Some(packing) if !param.is_trained() && param.shape.rank() >= 2 => Weights::Packed(packing),
-            _ if kept.keep(&param.name) => Weights::F32,
-            _ => param.weights,
+        let of_config = config.zero.quantized_nontrainable_weights.then_some((Packing::Int8, None));
+        let packing = self.packing.as_ref().or(of_config.as_ref());
+        let chosen = |rule: &Rule, param: &Param| rule(&param.name, param.shape.dims());
+        let packing = |param: &Param| {
+            let (packing, rule) = packing.filter(|_| !param.is_trained())?;
+            let is_packed = rule.as_ref().map_or(param.shape.rank() >= 2, |rule| chosen(rule, param));
+            is_packed.then_some(*packing)
+        };
+        let is_kept =
+            |param: &Param| kept.keep(&param.name) || self.kept_f32.as_ref().is_some_and(|rule| chosen(rule, param));
+        let weights = |param: &Param| match packing(param) {
+            Some(packing) => Weights::Packed(packing),
+            None if is_kept(param) => Weights::F32,
+            None => param.weights,
         };
         let held = |param: &Param| param.held(weights(param));
         Ok((params.iter().map(held).collect(), leaves))

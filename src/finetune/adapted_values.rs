@@ -7,6 +7,7 @@ use crate::engine::InitialValues;
 use crate::error::Result;
 use crate::models::DecoderConfig;
 use crate::nn::WeightLayout;
+use crate::precision::{Flat, FlatMut, FlatRef, Packing};
 use crate::util::fnv1a;
 use candle_core::{DType, Device};
 use candle_nn::VarBuilder;
@@ -24,6 +25,20 @@ pub struct AdaptedValues {
     /// Of the base's matrices.
     shapes: HashMap<String, Vec<usize>>,
     adapter: Option<Adapter>,
+    packed: Option<Packed>,
+}
+
+/// Weights that the model computes with as they come out of a packing.
+struct Packed {
+    packing: Packing,
+    dtype: DType,
+    rule: fn(&str, &[usize]) -> bool,
+}
+
+impl std::fmt::Debug for Packed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Packed").field("packing", &self.packing).field("dtype", &self.dtype).finish_non_exhaustive()
+    }
 }
 
 impl AdaptedValues {
@@ -40,7 +55,15 @@ impl AdaptedValues {
             adapter.check_fits(&parameters)?;
         }
         let shapes = parameters.into_iter().filter(|(_, shape)| shape.len() == 2).collect();
-        Ok(Self { base: base.values(), shapes, adapter })
+        Ok(Self { base: base.values(), shapes, adapter, packed: None })
+    }
+
+    /// The same for a model of `dtype` whose weights are packed where `rule` says so
+    /// ([`EngineBuilder::quantized`](crate::EngineBuilder::quantized)): magnitudes begin as the lengths of what comes out of the
+    /// packing, so that an adapter begins without effect.
+    #[must_use]
+    pub fn quantized(self, packing: Packing, dtype: DType, rule: fn(&str, &[usize]) -> bool) -> Self {
+        Self { packed: Some(Packed { packing, dtype, rule }), ..self }
     }
 
     /// The same for a model without an engine; see [`Base::var_builder`]. Of use with an adapter: otherwise the model asks for
@@ -56,11 +79,31 @@ impl AdaptedValues {
         Some((name, shape))
     }
 
+    /// Elements of a base's weight that the model computes with.
+    fn weights(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
+        let Some(Packed { packing, dtype, .. }) = self.packed.as_ref().filter(|packed| (packed.rule)(name, shape))
+        else {
+            return self.base.values(name, shape, range);
+        };
+        // What is packed together is read together.
+        let (unit, numel) = (packing.unit(), shape.iter().product());
+        let whole = range.start / unit * unit..range.end.next_multiple_of(unit).min(numel);
+        let mut values = self.base.values(name, shape, whole.clone())?;
+        let mut bytes = vec![0; packing.packed_len(values.len())];
+        packing.pack(FlatRef::F32(&values), &mut bytes);
+        let mut rounded = Flat::zeros(*dtype, values.len());
+        packing.unpack(&bytes, rounded.as_mut());
+        let part = rounded.slice(range.start - whole.start..range.end - whole.start);
+        values.truncate(range.len());
+        FlatMut::F32(&mut values).copy_cast(part);
+        Ok(values)
+    }
+
     /// The lengths of a weight's rows for these outputs.
     fn lengths(&self, name: &str, shape: &[usize], outputs: Range<usize>) -> Result<Vec<f32>> {
         const ELEMENTS: usize = 1 << 20;
         let [lines, width] = *shape else { return Ok(Vec::new()) };
-        let read = |lines: Range<usize>| self.base.values(name, shape, lines.start * width..lines.end * width);
+        let read = |lines: Range<usize>| self.weights(name, shape, lines.start * width..lines.end * width);
         let step = (ELEMENTS / width.max(1)).max(1);
         let square = |x: &f32| f64::from(*x) * f64::from(*x);
         let mut sums = vec![0f64; outputs.len()];

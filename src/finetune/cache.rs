@@ -31,9 +31,14 @@ const ENTRY: usize = 24;
 /// # Errors
 /// [`FinetuneError::NoCache`] where neither is known.
 pub fn default_cache() -> Result<PathBuf> {
+    Ok(own_cache()?.join("samples"))
+}
+
+/// The folder of this library in the user's cache.
+pub(super) fn own_cache() -> Result<PathBuf> {
     let home = std::env::home_dir().filter(|home| home.is_absolute());
     let folder = cache_home(std::env::var_os("XDG_CACHE_HOME"), home).ok_or(FinetuneError::NoCache)?;
-    Ok(folder.join("candle-zero/samples"))
+    Ok(folder.join("candle-zero"))
 }
 
 /// A mapped file of samples.

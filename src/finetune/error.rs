@@ -318,6 +318,19 @@ pub enum FinetuneError {
         /// What is wrong, and what is allowed.
         problem: String,
     },
+    /// A run for which there is not enough memory in any way.
+    #[error(
+        "this run needs {needed} a rank even with all states in files, and {had} are available to each of {ranks}; take a \
+         shorter context or a smaller model, or give the job more memory"
+    )]
+    NothingFits {
+        /// Ranks of the job.
+        ranks: usize,
+        /// The least memory of a rank.
+        needed: String,
+        /// What is available to a rank.
+        had: String,
+    },
     /// A place to which nothing can be written.
     #[error("cannot write to {}: {problem}; give another place", path.display())]
     Output {

@@ -16,6 +16,8 @@
 //! | a model's folder or GGUF file: its description, and its weights by name | [`Base`] |
 //! | the encoder that learns to classify, its rows, and how well it tells classes apart | [`EncoderBase`], [`LabelledTexts`], [`Scores`] |
 //! | initial values of adapters beside a base's weights | [`AdaptedValues`] |
+//! | the stage, the offload and the micro batch that fit into memory | [`Demand`], [`Choice`] |
+//! | the weights that QLoRA holds in four bits | [`is_quantized`] |
 //! | answers of a model, token by token | [`Generator`] |
 //! | the model that leaves: merged, as a Hugging Face folder or GGUF | [`Merged`] |
 //! | a whole run: what it is told, what it needs, its steps | [`Options`], [`Prepared`], [`FineTune`] |
@@ -24,12 +26,14 @@ mod adapted_values;
 mod adapter;
 mod base;
 mod cache;
+mod choose;
 mod classify;
 mod conversation;
 mod dataset;
 mod dpo;
 mod encoder;
 pub(crate) mod error;
+mod fitted;
 mod generate;
 mod gguf;
 mod gguf_config;
@@ -46,6 +50,7 @@ mod peft_config;
 mod plan;
 mod prepare;
 mod python;
+mod quantized;
 mod rate;
 mod record;
 mod report;
@@ -66,6 +71,7 @@ pub use adapted_values::AdaptedValues;
 pub use adapter::{Adapter, AdapterTensor};
 pub use base::Base;
 pub use cache::{SampleRef, default_cache};
+pub use choose::{Choice, Demand, memory_of_rank};
 pub use classify::LabelledTexts;
 pub use conversation::Conversation;
 pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task, labels_of};
@@ -79,6 +85,7 @@ pub use objective::Validation;
 pub use options::{Held, Length, Method, Objective, Options, Precision, RateShape, Saving, Warmup};
 pub use pack::{Batches, NO_TARGET, Packing, Rows};
 pub use prepare::Prepared;
+pub use quantized::is_quantized;
 pub use record::Form;
 pub use report::{Lines, Report};
 pub use sample::Sample;

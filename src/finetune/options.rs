@@ -5,6 +5,7 @@ use super::error::FinetuneError;
 use super::source::Source;
 use crate::error::Result;
 use crate::nn::LoraConfig;
+use candle_core::DType;
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -64,6 +65,17 @@ pub enum Precision {
     Bf16,
     /// Half precision, with loss scaling.
     F16,
+}
+
+impl Precision {
+    /// The type of the model's tensors.
+    pub(super) fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 => DType::BF16,
+            Self::F16 => DType::F16,
+        }
+    }
 }
 
 /// The learning rate after warm-up.

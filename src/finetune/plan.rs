@@ -1,5 +1,7 @@
 //! What follows from what was prepared and the number of ranks: the engine's configuration, batches, steps.
 
+use super::choose::memory_of_rank;
+use super::fitted::fitted;
 use super::options::Length;
 use super::pack::Batches;
 use super::prepare::Prepared;
@@ -17,16 +19,19 @@ pub(super) struct Plan {
     pub validation: Option<Batches>,
     /// Steps of the run.
     pub total: u64,
+    /// The stage and the offload that were chosen and why, where there was something to choose.
+    pub chosen: Option<String>,
 }
 
 impl Plan {
-    /// The plan of a rank.
+    /// The plan of a rank, which may take `memory` bytes.
     ///
     /// # Errors
-    /// A configuration that cannot be used, or that contradicts the options.
-    pub fn new(prepared: &Prepared, world: usize, rank: usize) -> Result<Self> {
+    /// A configuration that cannot be used, or that contradicts the options; without one, too little memory.
+    pub fn new(prepared: &Prepared, memory: u64, world: usize, rank: usize) -> Result<Self> {
         let options = &prepared.options;
         let config = settings::filled_in(options, world)?;
+        let (config, chosen) = fitted(prepared, config, memory, world)?;
         let resolve = |warmup, steps| settings::resolve(&config, options, world, prepared.hidden_size(), warmup, steps);
         let shape = BatchShape::new(&resolve(1, 2)?.batch, world, rank);
         let (packing, pad) = (prepared.packing(), prepared.pad());
@@ -45,7 +50,7 @@ impl Plan {
         let shape = BatchShape { accumulation: 1, ..shape };
         let validation = prepared.validation.clone();
         let validation = validation.map(|data| Batches::validation(data, packing, shape, pad));
-        Ok(Self { config, rates, training, validation, total })
+        Ok(Self { config, rates, training, validation, total, chosen })
     }
 }
 
@@ -53,8 +58,8 @@ impl Prepared {
     /// Checks that a run on `world` ranks can be planned: what can be known of it before a rank is started.
     ///
     /// # Errors
-    /// A configuration that cannot be used, or that contradicts the options.
+    /// A configuration that cannot be used, or that contradicts the options; without one, too little memory.
     pub fn check_for(&self, world: usize) -> Result<()> {
-        Plan::new(self, world, 0).map(drop)
+        Plan::new(self, memory_of_rank(world).unwrap_or(u64::MAX), world, 0).map(drop)
     }
 }

@@ -9,6 +9,7 @@ use super::encoder::EncoderBase;
 use super::error::FinetuneError;
 use super::options::{Held, Method, Objective, Options, misused, refused};
 use super::pack::Packing;
+use super::quantized::{PACKING, is_quantized};
 use super::source::Source;
 use super::template::Template;
 use super::tokenizer::Tokenizer;
@@ -72,12 +73,18 @@ impl Start {
     }
 
     /// First values of the parameters of a model for rows of `ctx` tokens, perhaps with an adapter that goes on training.
-    fn values(&mut self, ctx: usize, adapter: Option<Adapter>) -> Result<Arc<dyn InitialValues>> {
+    fn values(&mut self, ctx: usize, adapter: Option<Adapter>, options: &Options) -> Result<Arc<dyn InitialValues>> {
         match self {
             Self::Decoder { base, config } => {
                 config.ctx = ctx;
                 Ok(match config.lora {
-                    Some(_) => Arc::new(AdaptedValues::new(base, config, adapter)?),
+                    Some(_) => {
+                        let values = AdaptedValues::new(base, config, adapter)?;
+                        Arc::new(match options.method {
+                            Method::Qlora(_) => values.quantized(PACKING, options.precision.dtype(), is_quantized),
+                            _ => values,
+                        })
+                    }
                     None => base.values(),
                 })
             }
@@ -122,7 +129,7 @@ impl Prepared {
         if ctx > longest {
             return Err(refused("--ctx", ctx, format!("2 to {longest}, the model's context")));
         }
-        let values = start.values(ctx, adapter)?;
+        let values = start.values(ctx, adapter, &options)?;
         let labels = match &start {
             Start::Decoder { .. } => vec![],
             Start::Encoder { base, .. } => base.data_labels().to_vec(),

@@ -11,6 +11,7 @@
 //! would have done, to the bit.
 
 use super::conversation::Conversation;
+use super::fitted::memory_of_all;
 use super::generate::{Generated, Generator, Sampling};
 use super::network::Network;
 use super::objective::Validation;
@@ -18,6 +19,7 @@ use super::options::{Method, Options, Saving, misused};
 use super::pack::Batches;
 use super::plan::Plan;
 use super::prepare::{Prepared, Start};
+use super::quantized::{PACKING, is_quantized};
 use super::rate::Rates;
 use super::result;
 use crate::checkpoint::{LoadOptions, SaveOptions};
@@ -29,7 +31,6 @@ use crate::models::{Bert, Decoder, Session};
 use crate::monitor::rss_peak_bytes;
 use crate::nn::is_adapter;
 use crate::notice;
-use crate::precision::{Nf4Scales, Packing as Numbers};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -122,6 +123,7 @@ pub struct FineTune {
     resumed: Option<PathBuf>,
     skipped_before: u64,
     first_step: u64,
+    chosen: Option<String>,
 }
 
 impl FineTune {
@@ -131,8 +133,10 @@ impl FineTune {
     /// A configuration that cannot be used; weights that cannot be read; a checkpoint of another run; a folder for
     /// checkpoints that cannot be written to.
     pub fn start(prepared: Prepared, comm: Arc<dyn Communicator>) -> Result<Self> {
-        let Plan { config, rates, training, validation, total } =
-            Plan::new(&prepared, comm.size(), comm.rank()).inspect_err(|error| comm.abort(&error.to_string()))?;
+        let memory = memory_of_all(&*comm)?;
+        let plan = Plan::new(&prepared, memory, comm.size(), comm.rank());
+        let Plan { config, rates, training, validation, total, chosen } =
+            plan.inspect_err(|error| comm.abort(&error.to_string()))?;
         let engine = build(&prepared, config, rates, comm.clone())?;
         let memory = Memory { data: training.fingerprint(), ..Memory::default() };
         let mut run = Self {
@@ -147,6 +151,7 @@ impl FineTune {
             resumed: None,
             skipped_before: 0,
             first_step: 0,
+            chosen,
         };
         run.resume()?;
         Ok(run)
@@ -187,6 +192,11 @@ impl FineTune {
     /// The engine.
     pub fn engine(&mut self) -> &mut Engine<Network> {
         &mut self.engine
+    }
+
+    /// The stage and the offload that were chosen and why, where there was something to choose.
+    pub fn chosen(&self) -> Option<&str> {
+        self.chosen.as_deref()
     }
 
     /// Steps of the whole run.
@@ -449,14 +459,7 @@ fn build(prepared: &Prepared, config: Config, rates: Rates, comm: Arc<dyn Commun
         builder = builder.trainable(|name, _| is_adapter(name));
     }
     if let Method::Qlora(_) = method {
-        builder = builder.quantized(Numbers::Nf4(Nf4Scales::DoubleQuantized), |name, shape| {
-            shape.len() == 2 && is_of_block(name) && !is_adapter(name)
-        });
+        builder = builder.quantized(PACKING, is_quantized);
     }
     builder.initialize(|vb| Decoder::new(sizes, vb).map(Network::Decoder), config)
-}
-
-/// Whether a parameter is one of a block's: an embedding and an output projection are not.
-fn is_of_block(name: &str) -> bool {
-    name.split('.').any(|part| part.parse::<usize>().is_ok())
 }

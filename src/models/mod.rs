@@ -1,6 +1,7 @@
 //! Models on [`candle_nn::VarBuilder`] and [`crate::nn`]: trainable as they stand, with or without an engine; and how they
 //! continue a text ([`LanguageModel::generate`], and [`Session`] token by token).
 
+mod activation_bytes;
 mod bert;
 mod bert_config;
 mod config;
@@ -20,6 +21,7 @@ mod rotary_rule;
 mod sampling;
 mod session;
 
+pub use activation_bytes::Pass;
 pub use bert::{Bert, BertBlock};
 pub(crate) use bert_config::BERT;
 pub use bert_config::BertConfig;

@@ -17,6 +17,18 @@ pub fn available_memory() -> Option<u64> {
     Some(crate::offload::available_memory()).filter(|bytes| *bytes > 0)
 }
 
+/// The memory that this process may still take by the limits that are set for it alone (`RLIMIT_DATA` and `RLIMIT_AS`: `ulimit`
+/// -d and -v), in bytes. `None` without a limit, and where the system does not report it.
+pub fn process_limit() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let left = |resource, name| {
+        let limit = rustix::process::getrlimit(resource).current?;
+        Some(limit.saturating_sub(bytes_of(name, &status)?))
+    };
+    use rustix::process::Resource;
+    [left(Resource::Data, "VmData:"), left(Resource::As, "VmSize:")].into_iter().flatten().min()
+}
+
 fn bytes_of(name: &str, status: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

@@ -19,7 +19,7 @@ mod throughput;
 pub use csv::CsvMonitor;
 pub use events::{Event, Monitor};
 pub use json_lines::JsonLines;
-pub use memory::{available_memory, rss_bytes, rss_peak_bytes};
+pub use memory::{available_memory, process_limit, rss_bytes, rss_peak_bytes};
 pub use metrics::MetricsWriter;
 pub(crate) use monitors::{MonitorOpener, Monitors};
 pub use progress::Progress;

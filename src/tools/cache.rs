@@ -3,7 +3,7 @@
 use crate::Error;
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use crate::launch::package::{cache, script_of};
-use crate::tools::estimate::binary;
+use crate::util::binary;
 use clap::Parser;
 use std::ffi::OsString;
 use std::fmt::Write as _;

@@ -10,6 +10,7 @@ use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use crate::memory::MemoryRow;
 use crate::offload::{available_memory, free_space};
 use crate::precision::{Nf4Scales, Packing};
+use crate::util::binary;
 use clap::{ArgGroup, Parser, ValueEnum};
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -380,36 +381,6 @@ fn table_json() -> Value {
     Value::Array(cells.collect())
 }
 
-/// Bytes with three digits and a binary unit.
-pub(super) fn binary(bytes: u64) -> String {
-    const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
-    if bytes < 1 << 10 {
-        return format!("{bytes} B");
-    }
-    let mut value = bytes as f64 / 1024.0;
-    let mut unit = 0;
-    // What would be shown as 1024 is 1 of the next unit.
-    while value >= 1023.95 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    format!("{value:.1} {}", UNITS[unit])
-}
-
 fn binary_or_none(bytes: u64) -> String {
     if bytes == 0 { "-".into() } else { binary(bytes) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bytes_have_the_largest_unit_that_leaves_a_whole() {
-        let cases = [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1_048_575, "1.0 MiB"), (5 << 29, "2.5 GiB")];
-        for (bytes, text) in cases {
-            assert_eq!(binary(bytes), text);
-        }
-        assert_eq!(binary(u64::MAX), "16384.0 PiB");
-    }
 }

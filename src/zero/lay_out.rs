@@ -18,6 +18,7 @@ use crate::param::ParamId;
 use crate::precision::{Elements, Flat, FlatRef, Packing};
 use candle_core::DType;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A state that may lie in a file.
@@ -64,6 +65,23 @@ pub(crate) trait Carrier<R: Rank> {
     ) -> Result<Option<Tracked<R::Buffer>>>;
 }
 
+/// Elements of initial values that are read together. As many are whole units of every packing, and packed they fill whole pages
+/// of a file.
+const LOADED: usize = 1 << 24;
+
+/// A share that is being filled.
+struct OpenShare {
+    class: Class,
+    /// Where it begins in its sub-group.
+    at: usize,
+    /// Its elements, those that fill it up included.
+    room: usize,
+    /// Elements that it has.
+    filled: usize,
+    /// The sub-group ends with it.
+    closes: bool,
+}
+
 /// Lays out sub-groups while parameters are registered.
 pub(crate) struct SubGroupBuilder<R: Rank = Core, C = Arenas> {
     plan: SharePlan,
@@ -83,15 +101,32 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
         Self { plan, sharing, files, ledger, done: Vec::new(), open: [const { None }; Class::COUNT] }
     }
 
-    /// Adds a parameter, with the initial values of the elements that this rank owns, to the sub-groups of a class.
-    pub fn push(&mut self, param: ParamId, cut: Cut, values: FlatRef<'_>, class: Class) -> Result<()> {
-        match self.packing(class) {
-            Some(packing) => {
-                let packed = packed::pack(packing, values, cut.shard_len(self.plan.world_size));
-                self.push_share(param, cut, packed.as_ref(), class)
+    /// Adds a parameter to the sub-groups of a class. `read` gives initial values of the `len` elements that this rank owns,
+    /// some at a time, in order.
+    pub fn push(
+        &mut self,
+        param: ParamId,
+        cut: Cut,
+        class: Class,
+        len: usize,
+        read: &mut dyn FnMut(Range<usize>) -> Result<Vec<f32>>,
+    ) -> Result<()> {
+        let mut share = self.begin(param, cut, class)?;
+        for start in (0..len).step_by(LOADED) {
+            let values = read(start..len.min(start + LOADED))?;
+            match self.packing(class) {
+                // The last ones are followed by those that fill the shard up.
+                Some(packing) => {
+                    let is_last = start + values.len() == len;
+                    let shard_len = if is_last { cut.shard_len(self.plan.world_size) - start } else { values.len() };
+                    let packed = packed::pack(packing, FlatRef::F32(&values), shard_len);
+                    self.fill(&mut share, packed.as_ref())?;
+                }
+                None => self.fill(&mut share, FlatRef::F32(&values))?,
             }
-            None => self.push_share(param, cut, values, class),
         }
+        self.end(share);
+        Ok(())
     }
 
     /// How shares of a class are packed, if they are.
@@ -101,6 +136,14 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
 
     /// The same with the share's values as they lie in a sub-group: words, where they are packed.
     pub fn push_share(&mut self, param: ParamId, cut: Cut, values: FlatRef<'_>, class: Class) -> Result<()> {
+        let mut share = self.begin(param, cut, class)?;
+        self.fill(&mut share, values)?;
+        self.end(share);
+        Ok(())
+    }
+
+    /// A place for the share of a parameter.
+    fn begin(&mut self, param: ParamId, cut: Cut, class: Class) -> Result<OpenShare> {
         let shard_len = cut.shard_len(self.plan.world_size);
         let shard_len = self.packing(class).map_or(shard_len, |packing| packed::words(packing, shard_len));
         let block = class.role().map_or(1, |role| self.plan.block(role));
@@ -116,16 +159,9 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
         let at = group.len;
         for home in [&mut group.weights, &mut group.master].into_iter().flatten() {
             match home {
-                Home::File(extent) => {
-                    self.files.grow(extent, room)?;
-                    self.files.write(extent, at, values)?;
-                }
+                Home::File(extent) => self.files.grow(extent, room)?,
                 // Exact: a large buffer grows in place (the allocator remaps its pages), and spare room would be waste.
-                Home::Memory(buffer) => buffer.resize(|flat| {
-                    flat.reserve_exact(room);
-                    flat.extend_cast(values);
-                    flat.extend_zeros(room - values.len());
-                }),
+                Home::Memory(buffer) => buffer.resize(|flat| flat.reserve_exact(room)),
             }
         }
         let shard = cut.shard(self.plan.world_size, self.plan.rank);
@@ -135,10 +171,36 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
         group.grads.push(GradShare::Absent);
         group.len += room;
         self.open[class.index()] = Some(group);
-        if closes {
-            self.done.extend(self.open[class.index()].take());
+        Ok(OpenShare { class, at, room, filled: 0, closes })
+    }
+
+    /// Adds values to a share.
+    fn fill(&mut self, share: &mut OpenShare, values: FlatRef<'_>) -> Result<()> {
+        let Self { open, files, .. } = self;
+        let Some(group) = &mut open[share.class.index()] else { return Ok(()) };
+        for home in [&mut group.weights, &mut group.master].into_iter().flatten() {
+            match home {
+                Home::File(extent) => files.write(extent, share.at + share.filled, values)?,
+                Home::Memory(buffer) => buffer.resize(|flat| flat.extend_cast(values)),
+            }
         }
+        share.filled += values.len();
         Ok(())
+    }
+
+    /// The share has its values.
+    fn end(&mut self, share: OpenShare) {
+        let open = &mut self.open[share.class.index()];
+        if let Some(group) = open {
+            for home in [&mut group.weights, &mut group.master].into_iter().flatten() {
+                if let Home::Memory(buffer) = home {
+                    buffer.resize(|flat| flat.extend_zeros(share.room - share.filled));
+                }
+            }
+        }
+        if share.closes {
+            self.done.extend(open.take());
+        }
     }
 
     /// A sub-group whose weights lie in a file if they `spill`.

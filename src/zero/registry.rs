@@ -24,6 +24,7 @@ use candle_core::{DType, Device, Shape, Storage, Tensor};
 use candle_nn::Init;
 use candle_nn::var_builder::SimpleBackend;
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex};
 
@@ -210,19 +211,18 @@ impl Inner {
         let numel = shape.elem_count();
         let cut = Cut { numel, block: packing.map_or_else(|| plan.block(kept.role), Packing::unit) };
         let shard = cut.shard(plan.world_size, plan.rank);
-        let made = if plan.placement.params.is_sharded() { shard.clone() } else { 0..numel };
-        let values = self.source.values(name, &shape, init, made.clone())?;
+        let (id, class) = (self.params.len(), Class::new(kept.role, is_trained, weights));
         self.inits.push(self.source.hint(init));
-
-        let id = self.params.len();
-        let owned = if plan.placement.optim.is_sharded() { shard } else { 0..numel };
-        let own = &values[owned.start - made.start..owned.end - made.start];
         // In f32: the master weights begin with all digits of the source.
-        self.groups.push(id, cut, FlatRef::F32(own), Class::new(kept.role, is_trained, weights))?;
-
         let (tensor, residency) = if plan.placement.params.is_sharded() {
+            let (source, start) = (&self.source, shard.start);
+            let mut read = |part: Range<usize>| source.values(name, &shape, init, start + part.start..start + part.end);
+            self.groups.push(id, cut, class, shard.len(), &mut read)?;
             (self.absent(&shape, dtype, &kept.trained)?, Residency::Absent)
         } else {
+            let values = self.source.values(name, &shape, init, 0..numel)?;
+            let own = &values[if plan.placement.optim.is_sharded() { shard } else { 0..numel }];
+            self.groups.push(id, cut, class, own.len(), &mut |part| Ok(own[part].to_vec()))?;
             let values = match packing {
                 // The values that stage 3 computes with.
                 Some(packing) => packed::rounded(packing, FlatRef::F32(&values), dtype),

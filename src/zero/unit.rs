@@ -255,7 +255,8 @@ impl<M> Unit<M> {
         let _profile = spans::enter(Half::Backward, unit);
         let forward = || {
             let input = Var::from_tensor(&core.kept_input(&first.input)?)?;
-            let y = core.with_buffers_of_then(&first.buffers, || run(&self.inner, input.as_tensor()))?;
+            let x = if first.adds_up { adding_up(&input)? } else { input.as_tensor().clone() };
+            let y = core.with_buffers_of_then(&first.buffers, || run(&self.inner, &x))?;
             if !first.output.is_again(&y)? {
                 return Err(core.stash(EngineError::RecomputationDiffers { unit: core.unit_name(unit) }.into()));
             }
@@ -287,7 +288,7 @@ impl<M: Send + Sync + 'static> Unit<M> {
         let (y, buffers) = hook.core.keeping_buffers(hook.unit, forward)?;
         let (output, (storage, shape)) = (Outcome::of(&y)?, copy_of(&y)?);
         drop(y);
-        let first = FirstRun { input: hook.core.keep_input(&input)?, output, buffers };
+        let first = FirstRun { input: hook.core.keep_input(&input)?, adds_up: node_of(x).is_some(), output, buffers };
         let (unit, device) = (self.clone(), x.device().clone());
         let unused = (hook.place() == InLeaf::Leaf).then(|| Zeros::like(x));
         Inputs::of([Some(x)])?.result("recompute-unit", Value(storage), shape.clone(), move |grad, [to_x]| {
@@ -303,9 +304,17 @@ impl<M: Send + Sync + 'static> Unit<M> {
 /// What a unit that recomputes keeps of its first run.
 struct FirstRun {
     input: KeptInput,
+    /// The gradients of the input's uses are added up by this library's layers, not by Candle, which rounds each before.
+    adds_up: bool,
     output: Outcome,
     /// As they were before it.
     buffers: KeptBuffers,
+}
+
+/// The variable as the result of an operation of this library.
+fn adding_up(input: &Var) -> Result<Tensor> {
+    let (storage, shape) = copy_of(input)?;
+    Inputs::of([Some(input.as_tensor())])?.result("unit-input", Value(storage), shape, |grad, [to_x]| to_x.give(grad))
 }
 
 /// A unit's number and its engine.

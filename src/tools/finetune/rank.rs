@@ -78,6 +78,9 @@ fn train(options: Options, flags: &Flags) -> Result<Ended> {
 fn introduce(run: &mut FineTune) {
     let (rows, steps, at) = (run.rows_per_epoch(), run.total_steps(), run.steps());
     let resumed = run.resumed().map(Path::to_owned);
+    if let Some(chosen) = run.chosen() {
+        print(format!("chosen for the memory at hand: {chosen}"));
+    }
     let ctx = run.prepared().ctx();
     let engine = run.engine();
     let (names, trained) = (engine.parameter_names().len(), engine.trainable_parameters().len());

@@ -13,7 +13,6 @@ mod settings;
 mod space;
 
 use super::bench::size;
-use super::estimate::binary;
 use super::sizes::Sizes;
 use crate::config::{Config, RunValues};
 use crate::error::{OptimError, Result, ToolError};
@@ -23,6 +22,7 @@ use crate::launch::build;
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
 use crate::launch::script::{self, Target};
 use crate::offload::available_memory;
+use crate::util::binary;
 use clap::Parser;
 use experiment::Trial;
 use outcome::{Outcome, Runs};

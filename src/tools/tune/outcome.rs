@@ -1,6 +1,6 @@
 //! How a candidate's run ended.
 
-use crate::tools::estimate::binary;
+use crate::util::binary;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 

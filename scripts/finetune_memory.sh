@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Fine-tunes large models of random weights within limits of memory (RLIMIT_DATA):
+#   a Llama-3.2-1B shape with LoRA on one rank in 2 GiB, killed in the middle and resumed;
+#   a Llama-2-7B shape with QLoRA on two ranks in 6 GiB each, three steps.
+# Usage: scripts/finetune_memory.sh ZERORUN [1b|7b]...   ($WORK: a folder with space for the models, 2.5 and 13.5 GB)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+zerorun=$(realpath "$1"); shift
+work=${WORK:-$(mktemp -d)}
+tokenizer=tests/fixtures/finetune/models/llama
+data=tests/fixtures/finetune/smollm2/chats.jsonl
+ctx=${CTX:-256}
+
+# The most memory that a rank had resident, and the seconds of each step.
+figures() {
+    python3 - "$1" <<'PY'
+import json, sys
+lines = [json.loads(line) for line in open(sys.argv[1])]
+steps = [line for line in lines if "summary" not in line]
+for line in steps:
+    seconds = (line["forward_ms"] + line["backward_ms"] + line["step_ms"]) / 1e3
+    print(f"step {line['step']}: loss {line['loss']:.4f}, {seconds:.1f} s, resident at most {line['rss_peak_bytes'] / 2**20:.0f} MiB")
+for line in lines:
+    if "summary" in line:
+        for row in line["memory"]["rows"]:
+            if row["peak"] or row["file"]["peak"]:
+                print(f"{row['kind']:15} {row['peak'] / 2**20:9.1f} MiB at most, {row['held'] / 2**20:9.1f} held, {row['file']['peak'] / 2**20:9.1f} in files")
+PY
+}
+
+one_b() {
+    [ -d "$work/1b" ] || python3 scripts/make_llama.py llama-3.2-1b "$work/1b" "$tokenizer"
+    rm -rf "$work/out1" "$work/save1" "$work/m1.jsonl"
+    run() {
+        (ulimit -d $((2 << 20)); exec "$zerorun" finetune "$work/1b" --dtype bf16 --data "$data" --ctx "$ctx" --batch 1 --steps 4 \
+            --out "$work/out1" --save "$work/save1" --save_every 1 --resume --metrics "$work/m1.jsonl" --cache "$work/cache")
+    }
+    run & job=$!
+    # Killed in the middle of the third step.
+    until [ "$(grep -c '"loss"' "$work/m1.jsonl" 2>/dev/null || true)" -ge 2 ] 2>/dev/null; do
+        kill -0 "$job" || { wait "$job"; exit 1; }
+        sleep 1
+    done
+    sleep 2
+    # shellcheck disable=SC2046
+    kill -KILL "$job" $(ps -o pid= --ppid "$job") || true
+    wait "$job" || true
+    echo "killed after two steps"
+    run
+    figures "$work/m1.jsonl"
+    ls -l "$work/out1"
+}
+
+seven_b() {
+    [ -d "$work/7b" ] || python3 scripts/make_llama.py llama-2-7b "$work/7b" "$tokenizer"
+    rm -rf "$work/out7" "$work/m7.jsonl"
+    (ulimit -d $((6 << 20)); exec "$zerorun" finetune "$work/7b" -n 2 --qlora --dtype bf16 --data "$data" --ctx "$ctx" --batch 2 --steps 3 \
+        --out "$work/out7" --metrics "$work/m7.jsonl" --cache "$work/cache")
+    figures "$work/m7.jsonl"
+    ls -l "$work/out7"
+}
+
+for what in "${@:-1b}"; do
+    case $what in 1b) one_b ;; 7b) seven_b ;; *) echo "1b or 7b, not $what"; exit 2 ;; esac
+done
+echo "in $work"
