@@ -110,8 +110,11 @@ impl Prepared {
     /// [`Dataset::prepare`]; a folder for the result that is not empty.
     pub fn new(mut options: Options, progress: &mut dyn FnMut(DataProgress)) -> Result<Self> {
         options.check()?;
-        if !(options.is_resumed() && options.is_result(&options.out)) {
-            check_out(&options)?;
+        let best = options.validation.is_some().then(|| options.best());
+        for folder in [options.out.clone()].into_iter().chain(best) {
+            if !(options.is_resumed() && options.is_result(&folder)) {
+                check_free(&folder)?;
+            }
         }
         let adapter = options.adapter.as_ref().map(Adapter::read).transpose()?;
         if let (Some(adapter), Method::Lora(lora) | Method::Qlora(lora)) = (&adapter, &mut options.method) {
@@ -256,13 +259,12 @@ impl Options {
 }
 
 /// Refuses a folder for the result that is not empty, now rather than after hours of training.
-fn check_out(options: &Options) -> Result<()> {
-    let out = &options.out;
-    let refuse = |problem: &str| Err(FinetuneError::Output { path: out.clone(), problem: problem.into() }.into());
+fn check_free(out: &Path) -> Result<()> {
+    let refuse = |problem: &str| Err(FinetuneError::Output { path: out.to_owned(), problem: problem.into() }.into());
     if out.file_name().is_none() {
         return refuse("it has no name");
     }
-    match free_folder(out).map_err(|source| Error::Io { action: "read", path: out.clone(), source })? {
+    match free_folder(out).map_err(|source| Error::Io { action: "read", path: out.to_owned(), source })? {
         Ok(_) => Ok(()),
         Err(problem) => refuse(problem),
     }
