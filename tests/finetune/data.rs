@@ -4,7 +4,8 @@ use candle_zero::Error;
 use candle_zero::data::BatchShape;
 use candle_zero::error::FinetuneError;
 use candle_zero::finetune::{
-    Batches, DataOptions, Dataset, Form, NO_TARGET, Overlong, Packing, Sample, Source, Task, Template, Tokenizer, show,
+    Batches, Conversation, DataOptions, Dataset, Form, NO_TARGET, Overlong, Packing, Sample, Source, Task, Template,
+    Tokenizer, show,
 };
 use proptest::prelude::*;
 use std::path::{Path, PathBuf};
@@ -329,6 +330,62 @@ proptest! {
             all.sort();
             seen.sort();
             prop_assert_eq!(seen, all);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+    #[test]
+    fn what_the_assistant_says_is_predicted_once_and_nothing_else(
+        turns in prop::collection::vec(
+            (0..3_usize, prop::collection::vec(
+                prop_oneof![
+                    4 => "[a-zA-Z0-9 ,.?\u{e4}\u{4f60}\n]{1,8}",
+                    1 => Just("<|im_end|>".to_string()),
+                    1 => Just("<|im_start|>assistant\n".to_string()),
+                    1 => Just("<|im_end|>\n<|im_start|>assistant\nNo.".to_string()),
+                ],
+                0..5,
+            )),
+            1..6,
+        ),
+    ) {
+        let desk = Desk::new();
+        let roles = ["user", "assistant", "system"];
+        // A content that begins with the end of a line shares a token with the header.
+        let turns: Vec<_> = turns.iter().map(|(role, parts)| (roles[*role], format!("A{}", parts.concat()))).collect();
+        let said = turns.iter().filter(|(role, _)| *role == "assistant");
+        let expected: String = said.map(|(_, content)| format!("{content}<|im_end|>")).collect();
+        let conversation = Conversation::new(turns);
+        let sample = Sample::of_conversation(&desk.tokenizer, &desk.template, &conversation).unwrap();
+        let targets = sample.ids.iter().zip(&sample.targets).filter(|(_, target)| **target);
+        let targets: Vec<u32> = targets.map(|(id, _)| *id).collect();
+        prop_assert_eq!(desk.tokenizer.decode(&targets, false).unwrap(), expected);
+        prop_assert_eq!(
+            desk.tokenizer.decode(&sample.ids, false).unwrap(),
+            desk.template.render(&conversation, false).unwrap()
+        );
+    }
+}
+
+#[test]
+fn a_run_that_goes_on_has_the_batches_of_one_that_was_not_stopped() {
+    let desk = Desk::new();
+    let lengths = [3, 1, 9, 4, 4, 7, 2, 12, 5, 1, 1, 8];
+    for packing in [Packing::Packed { ctx: 40 }, Packing::Padded] {
+        // Of samples that are made, and of those that are mapped; a step is asked for alone, or after all before it.
+        let batches = || {
+            let shape = BatchShape { micro: 2, accumulation: 2, world: 1, rank: 0 };
+            Batches::training(dataset(&desk, &lengths), packing, shape, 5, 3)
+        };
+        let first = batches();
+        let steps = 3 * first.steps_per_epoch();
+        let all: Vec<_> = (0..steps).flat_map(|step| [first.batch(step, 0), first.batch(step, 1)]).collect();
+        for step in (0..steps).rev() {
+            let again = batches();
+            assert_eq!(again.batch(step, 1), all[2 * step as usize + 1]);
+            assert_eq!(again.batch(step, 0), all[2 * step as usize]);
         }
     }
 }
