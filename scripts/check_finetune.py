@@ -20,10 +20,10 @@ RIGHT = 0.9
 def question(r):
     kind = r.randrange(5)
     if kind < 2:
-        a, b = r.randrange(2, 31), r.randrange(2, 31)
+        a, b = r.randrange(2, 21), r.randrange(2, 21)
         return f"What is {a} + {b}?", f"{a} + {b} = {a + b}."
     if kind < 4:
-        b, a = sorted(r.sample(range(2, 31), 2))
+        b, a = sorted(r.sample(range(2, 21), 2))
         return f"Please take {b} away from {a}.", f"{a} - {b} = {a - b}."
     numbers = r.sample(range(10, 100), 3)
     return f"Sort these numbers: {', '.join(map(str, numbers))}", f"{', '.join(map(str, sorted(numbers)))}."

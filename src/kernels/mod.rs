@@ -10,6 +10,7 @@ pub(crate) mod attention;
 pub(crate) mod batch_norm;
 mod convert;
 pub(crate) mod count;
+mod crew;
 pub(crate) mod cross_entropy;
 pub(crate) mod digest;
 pub(crate) mod dropout;

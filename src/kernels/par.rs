@@ -3,6 +3,7 @@
 //! The result of a task never depends on the thread that takes it, so results have the same bits for any number of
 //! threads.
 
+use super::crew;
 use rayon::prelude::*;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -26,12 +27,7 @@ pub fn for_each(n_tasks: usize, task: impl Fn(usize) + Sync) {
             task(i);
         }
     };
-    rayon::in_place_scope(|scope| {
-        for _ in 1..threads {
-            scope.spawn(|_| work());
-        }
-        work();
-    });
+    crew::run(threads - 1, &work);
 }
 
 /// Something mutable that falls into parts, one per task.

@@ -85,7 +85,7 @@ pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOption
 const NAME: &str = "cross_entropy";
 
 /// Bytes of the logits that exist at a time.
-const CHUNK: usize = 26 << 20;
+const CHUNK: usize = 52 << 20;
 
 /// [`cross_entropy`] of the logits h w of hidden states `h` `[.., width]`, which are never whole in memory: they are
 /// made, and turned into gradients, for some rows at a time. `weight` is `[classes, width]` with

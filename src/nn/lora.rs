@@ -179,19 +179,25 @@ impl Adapted {
     }
 
     /// The gradients of h and, where it is wanted, B by that of the product, `g`.
-    fn thin_gradients<E: Element>(&self, g: &[E], h: &[f32], b: &[f32], mut db: Option<&mut [f32]>) -> Vec<f32> {
+    fn thin_gradients<E: Element>(&self, g: &[E], h: &[f32], b: &[f32], db: Option<&mut [f32]>) -> Vec<f32> {
         let (Sizes { rows, outputs, .. }, rank, scale) = (self.sizes, self.rank, self.scale);
         let mut dh = buffer::<f32>(rows * rank);
+        // Of few rows, as g is read fastest so.
+        let mut transposed = buffer::<f32>(if db.is_some() { rank * outputs } else { 0 });
         in_f32(g, rows, outputs, |rows, g| {
             let (g, thin) = (Matrix::new(g, rows.len(), outputs), rows.start * rank..rows.end * rank);
             let epilogue = Epilogue { scale, ..Epilogue::default() };
             let dh = MatrixMut::new(&mut dh[thin.clone()], rows.len(), rank);
             gemm(dh, g, Matrix::new(b, outputs, rank), epilogue);
-            if let Some(db) = &mut db {
+            if db.is_some() {
                 let epilogue = Epilogue { scale, accumulate: rows.start > 0, ..Epilogue::default() };
-                gemm(MatrixMut::new(db, outputs, rank), g.t(), Matrix::new(&h[thin], rows.len(), rank), epilogue);
+                let h = Matrix::new(&h[thin], rows.len(), rank);
+                gemm(MatrixMut::new(&mut transposed, rank, outputs), h.t(), g, epilogue);
             }
         });
+        for (output, db) in db.into_iter().flat_map(|db| db.chunks_exact_mut(rank).enumerate()) {
+            db.iter_mut().enumerate().for_each(|(i, db)| *db = transposed[i * outputs + output]);
+        }
         dh
     }
 

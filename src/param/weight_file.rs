@@ -64,6 +64,15 @@ impl WeightFile {
         self.metadata.info(name).map(|info| Tensor { file: self, info })
     }
 
+    /// Gives back the memory of pages that were read, which the map would otherwise hold until it is gone: those of a
+    /// parameter that was read are seldom wanted again, and then come from the system's cache.
+    fn release(&self, bytes: Range<usize>) {
+        // SAFETY: the map is of a file and never written, so its pages are the file's whenever they are read again.
+        let _ = unsafe {
+            self.map.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, bytes.start, bytes.end - bytes.start)
+        };
+    }
+
     /// A hash of its header and a thousand places of its data, not all of it, which may be larger than memory.
     pub fn fingerprint(&self) -> u64 {
         const PLACES: usize = 1000;
@@ -113,19 +122,21 @@ impl<'a> Tensor<'a> {
     /// Elements `range` of it as a parameter `name` of `shape`, in f32.
     pub fn values(&self, name: &str, shape: &[usize], range: Range<usize>) -> Result<Vec<f32>> {
         self.check(name, shape)?;
-        let bytes = |size: usize| {
-            let start = self.file.data_start + self.info.data_offsets.0;
-            &self.file.map[start + range.start * size..start + range.end * size]
-        };
         // The header's length is any number of bytes, so elements need not be aligned.
         fn read<const N: usize>(bytes: &[u8], f: impl Fn([u8; N]) -> f32) -> Vec<f32> {
             bytes.as_chunks::<N>().0.iter().map(|b| f(*b)).collect()
         }
-        Ok(match self.info.dtype {
-            Dtype::BF16 => read(bytes(2), |b| bf16::from_le_bytes(b).to_f32()),
-            Dtype::F16 => read(bytes(2), |b| f16::from_le_bytes(b).to_f32()),
-            _ => read(bytes(4), f32::from_le_bytes),
-        })
+        let (start, size) =
+            (self.file.data_start + self.info.data_offsets.0, if self.info.dtype == Dtype::F32 { 4 } else { 2 });
+        let place = start + range.start * size..start + range.end * size;
+        let bytes = &self.file.map[place.clone()];
+        let values = match self.info.dtype {
+            Dtype::BF16 => read(bytes, |b| bf16::from_le_bytes(b).to_f32()),
+            Dtype::F16 => read(bytes, |b| f16::from_le_bytes(b).to_f32()),
+            _ => read(bytes, f32::from_le_bytes),
+        };
+        self.file.release(place);
+        Ok(values)
     }
 
     /// Its bytes in `dtype`, as a buffer `name` of `shape`.
