@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 /// How long a helper looks for the next job before it sleeps. Between the kernels of a step lie some tens of microseconds.
 const LOOKING: Duration = Duration::from_micros(200);
 
-/// Looks between two readings of the clock.
+/// Looks between two readings of the clock: some microseconds.
 const LOOKS: u32 = 64;
 
 /// One that is inside.
@@ -172,8 +172,12 @@ impl Crew {
             }
             looks += 1;
             std::hint::spin_loop();
-            if looks % LOOKS == 0 && start.elapsed() > LOOKING {
-                break;
+            if looks % LOOKS == 0 {
+                if start.elapsed() > LOOKING {
+                    break;
+                }
+                // To a thread that has something to do, where there are more of these than cores.
+                std::thread::yield_now();
             }
         }
         let mut bed = lock(&self.bed);
@@ -225,6 +229,17 @@ mod tests {
         Box::leak(Box::new(Crew::new()))
     }
 
+    struct Cells<'a>(&'a [UnsafeCell<u64>]);
+
+    // SAFETY: each is written by the one thread that took its number.
+    unsafe impl Sync for Cells<'_> {}
+
+    impl Cells<'_> {
+        fn at(&self, i: usize) -> Option<*mut u64> {
+            self.0.get(i).map(UnsafeCell::get)
+        }
+    }
+
     /// Work that ends when `n` threads do it at once.
     fn together(n: u32) -> impl Fn() + Sync {
         let here = AtomicU32::new(0);
@@ -243,16 +258,13 @@ mod tests {
             let next = AtomicUsize::new(0);
             // Plain memory: a helper that was still at work, or whose writes were not seen, would leave a wrong sum.
             let cells: Vec<UnsafeCell<u64>> = (0..8).map(|_| UnsafeCell::new(0)).collect();
-            struct Cells<'a>(&'a [UnsafeCell<u64>]);
-            // SAFETY: each is written by the one thread that took its number.
-            unsafe impl Sync for Cells<'_> {}
-            let shared = &Cells(&cells);
+            let shared = Cells(&cells);
             crew.run(3, &|| {
                 loop {
                     let i = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(cell) = shared.0.get(i) else { return };
-                    // SAFETY: as above.
-                    unsafe { *cell.get() += job + i as u64 };
+                    let Some(cell) = shared.at(i) else { return };
+                    // SAFETY: only this thread has taken i.
+                    unsafe { *cell += job + i as u64 };
                 }
             });
             let sum: u64 = cells.into_iter().map(UnsafeCell::into_inner).sum();

@@ -54,4 +54,24 @@ mod tests {
         assert!(rss_peak_bytes().is_some_and(|peak| peak > block.len() as u64));
         assert!(rss_bytes().is_some_and(|now| now > block.len() as u64));
     }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_limit_of_the_process_is_what_is_left_of_the_narrowest() {
+        use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+        // Too wide to trouble the tests beside this one.
+        const WIDE: u64 = 16 << 40;
+        let before = [Resource::Data, Resource::As].map(|resource| (resource, getrlimit(resource)));
+        let set = |resource, maximum, current| setrlimit(resource, Rlimit { current, maximum }).expect("a lower limit");
+        for (i, (resource, limit)) in before.iter().enumerate() {
+            let bytes = WIDE << i;
+            set(*resource, limit.maximum, Some(bytes));
+            let left = process_limit().expect("a limit");
+            let narrowest = if i == 0 { bytes } else { WIDE };
+            assert!(left < narrowest && left > narrowest / 2, "{left} of {narrowest}");
+        }
+        set(before[0].0, before[0].1.maximum, before[0].1.current);
+        assert!(process_limit().is_some_and(|left| left < 2 * WIDE && left > WIDE));
+        set(before[1].0, before[1].1.maximum, before[1].1.current);
+    }
 }
