@@ -339,7 +339,7 @@ impl Maker<'_> {
         io: &dyn Fn(std::io::Error) -> Error,
     ) -> Result<Report> {
         let mut records = Records::open(&self.source.path)?;
-        let (mut report, mut read) = (Report::default(), 0);
+        let (mut report, mut read) = (Report::of(&self.source.path), 0);
         // Tokens of plain text that do not fill a sample yet, and the line that they begin in.
         let (mut pending, mut begun) = (vec![], 1);
         loop {
@@ -387,7 +387,7 @@ impl Maker<'_> {
                 }
             }
             read += bytes as u64;
-            progress(read);
+            progress(records.position().unwrap_or(read));
         }
         if pending.len() > 1 {
             self.push_text(&pending, begun, writer, &mut report).map_err(io)?;
@@ -584,6 +584,7 @@ pub fn labels_of(sources: &[Source]) -> Result<Vec<String>> {
     let mut report = Report::default();
     let refused = |path: &Path, problem| Err(FinetuneError::Labels { path: path.into(), problem }.into());
     for source in sources {
+        report.by_row = Report::of(&source.path).by_row;
         let mut records = Records::open(&source.path)?;
         while let Some(record) = records.next()? {
             let line = record.line;
@@ -620,7 +621,7 @@ fn value_of(raw: Raw) -> Result<Value, String> {
         // Of a line, its number in the file is said.
         Raw::Json(bytes) => serde_json::from_slice(bytes.trim_ascii())
             .map_err(|e| format!("it is not JSON ({})", e.to_string().replace("at line 1 column", "at column"))),
-        Raw::Columns(value) => Ok(value),
+        Raw::Columns { value, .. } => Ok(value),
     }
 }
 

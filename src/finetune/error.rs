@@ -231,33 +231,35 @@ pub enum FinetuneError {
     },
     /// A data file of an unknown kind.
     #[error(
-        "{} is of a kind that cannot be read; allowed are .jsonl, .ndjson, .json, .csv, .tsv, .txt and .md: \
-         rename or convert it",
+        "{} is of a kind that cannot be read; allowed are .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt and \
+         .md: rename or convert it",
         path.display()
     )]
     UnknownFormat {
         /// The file.
         path: PathBuf,
     },
-    /// A Parquet file.
-    #[error(
-        "{} is a Parquet file, which is not read; convert it to JSON lines, as with \
-         pandas.read_parquet(FILE).to_json(OUT, orient=\"records\", lines=True)",
-        path.display()
-    )]
-    NoParquet {
+    /// A Parquet file that cannot be read.
+    #[error("{} cannot be read as Parquet: {problem}", path.display())]
+    Parquet {
         /// The file.
         path: PathBuf,
+        /// What is wrong, and what to do.
+        problem: String,
     },
     /// No folder for tokenized samples.
     #[error("there is no folder for tokenized samples: neither XDG_CACHE_HOME nor HOME is set; give one with --cache")]
     NoCache,
     /// A record that cannot be used, where that is to stop.
-    #[error("line {line} of {} cannot be used: {reason}; mend it, or leave out --strict to skip such lines", path.display())]
+    #[error(
+        "{unit} {line} of {} cannot be used: {reason}; correct it, or leave out --strict to skip such {unit}s",
+        path.display(),
+        unit = unit(path)
+    )]
     Record {
         /// The file.
         path: PathBuf,
-        /// Where the record begins.
+        /// The line in which the record begins, or its row.
         line: u64,
         /// What is wrong.
         reason: String,
@@ -339,6 +341,11 @@ pub enum FinetuneError {
         /// What is wrong.
         problem: String,
     },
+}
+
+/// What the records of a data file are known by.
+pub(super) fn unit(path: &Path) -> &'static str {
+    if path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("parquet")) { "row" } else { "line" }
 }
 
 impl FinetuneError {

@@ -46,6 +46,7 @@ mod objective;
 mod options;
 mod out;
 mod pack;
+mod parquet;
 mod peft_config;
 mod plan;
 mod prepare;

@@ -6,6 +6,29 @@ use super::python::python_str;
 use minijinja::value::{Value, ValueKind};
 use std::fmt;
 
+/// The names that a record is told by; nothing else of it is looked at.
+pub(super) const KEYS: [&str; 15] = [
+    "messages",
+    "conversations",
+    "conversation",
+    "prompt",
+    "completion",
+    "response",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "text",
+    "label",
+    "chosen",
+    "rejected",
+    "tools",
+];
+
+/// The forms by their names.
+pub(super) const FORMS: &str = "messages; conversations; prompt, completion; instruction, input, output; text; text, label; \
+                                prompt, chosen, rejected";
+
 /// The form of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -98,11 +121,7 @@ pub(super) fn example(record: &Value, has_template: bool) -> Result<(Form, Examp
         (Some(found), None) => Ok((Form::Text, Example::Text(text(&found, "text")?))),
         _ if record.kind() == ValueKind::Map => {
             let keys: Vec<String> = record.try_iter().into_iter().flatten().map(|key| key.to_string()).collect();
-            Err(format!(
-                "its keys ({}) are of no known form: messages; conversations; prompt, completion; instruction, input, \
-                 output; text; text, label; prompt, chosen, rejected",
-                crate::util::list(&keys)
-            ))
+            Err(format!("its keys ({}) are of no known form: {FORMS}", crate::util::list(&keys)))
         }
         _ => Err(format!("it is {}, not an object", kind(record))),
     }

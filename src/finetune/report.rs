@@ -1,8 +1,10 @@
 //! What became of the records of a file, counted and named by line.
 
+use super::error::unit;
 use super::record::Form;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::path::Path;
 
 /// Lines that are named of each kind.
 const NAMED: usize = 5;
@@ -37,6 +39,9 @@ pub struct Report {
     pub dropped: Lines,
     /// Texts that were cut into pieces of the context's length, of which none is lost.
     pub cut: Lines,
+    /// Whether records are known by their rows, as in Parquet, rather than by the lines that they begin in.
+    #[serde(default)]
+    pub by_row: bool,
     /// Whether the samples were made before.
     #[serde(skip)]
     pub from_cache: bool,
@@ -47,7 +52,7 @@ pub struct Report {
 pub struct Lines {
     /// How many.
     pub count: u64,
-    /// Lines of the first five, from 1.
+    /// Lines (or rows) of the first five, from 1.
     pub first: Vec<u64>,
     /// Why the first one is among them, where that differs.
     pub reason: Option<String>,
@@ -66,6 +71,11 @@ pub(super) enum Note {
 }
 
 impl Report {
+    /// Of the file at `path`, before it is read.
+    pub(super) fn of(path: &Path) -> Self {
+        Self { by_row: unit(path) == "row", ..Self::default() }
+    }
+
     pub(super) fn note(&mut self, line: u64, note: Note) {
         let (lines, reason) = match note {
             Note::Broken(reason) => (&mut self.broken, Some(reason)),
@@ -98,7 +108,8 @@ impl Report {
             (&self.cut, "are longer than the context and were cut into pieces"),
         ];
         let seen = kinds.into_iter().filter(|(lines, _)| lines.count > 0);
-        seen.map(|(lines, what)| format!("{lines} {what}{}", lines.because())).collect()
+        let unit = if self.by_row { "row" } else { "line" };
+        seen.map(|(lines, what)| format!("{} {what}{}", lines.named(unit), lines.because(unit))).collect()
     }
 
     /// Why a file gave no sample.
@@ -111,17 +122,15 @@ impl Report {
 }
 
 impl Lines {
-    fn because(&self) -> String {
+    fn because(&self, unit: &str) -> String {
         let line = self.first.first().copied().unwrap_or(0);
-        self.reason.as_ref().map(|reason| format!(" (line {line}: {reason})")).unwrap_or_default()
+        self.reason.as_ref().map(|reason| format!(" ({unit} {line}: {reason})")).unwrap_or_default()
     }
-}
 
-impl fmt::Display for Lines {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    fn named(&self, unit: &str) -> String {
         let lines = self.first.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         let more = if self.count > self.first.len() as u64 { ", ..." } else { "" };
-        write!(f, "{} (line {lines}{more})", self.count)
+        format!("{} ({unit} {lines}{more})", self.count)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Samples for people to look at.
 
 use super::dataset::Dataset;
+use super::error::unit;
 use super::tokenizer::Tokenizer;
 use crate::error::Result;
 use std::fmt::Write as _;
@@ -17,11 +18,11 @@ pub fn show(dataset: &Dataset, tokenizer: &Tokenizer, count: usize, colour: bool
     let [open, close] = MARKS[usize::from(colour)];
     for i in dataset.first(count) {
         let sample = dataset.sample(i);
-        let (path, line) = (dataset.path(i).display(), sample.line);
+        let (path, line) = (dataset.path(i), sample.line);
         let label = dataset.labels().get(sample.label as usize);
         let label = label.map(|label| format!(", label {}", printable(label))).unwrap_or_default();
         let (tokens, targets) = (sample.len(), sample.predicted());
-        _ = writeln!(text, "{path}, line {line}: {tokens} tokens, {targets} targets{label}");
+        _ = writeln!(text, "{}, {} {line}: {tokens} tokens, {targets} targets{label}", path.display(), unit(path));
         let (mut stream, mut inside) = (tokenizer.stream(false), false);
         for (j, id) in sample.ids().enumerate() {
             let piece = stream.push(id)?;

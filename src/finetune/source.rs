@@ -1,6 +1,7 @@
 //! Data files, record by record, in memory that the largest record bounds.
 
 use super::error::FinetuneError;
+use super::parquet::Rows;
 use crate::error::{Error, Result};
 use crate::files;
 use minijinja::value::Value;
@@ -44,15 +45,15 @@ impl Source {
 pub(super) enum Raw {
     /// A JSON value.
     Json(Vec<u8>),
-    /// Columns by name.
-    Columns(Value),
+    /// Columns by name, and the bytes that they take in memory.
+    Columns { value: Value, bytes: usize },
     /// A stretch of plain text.
     Text(String),
     /// What cannot be a record.
     Broken(String),
 }
 
-/// A record and the line that it begins in, from 1.
+/// A record and the line that it begins in, from 1; of Parquet, its row.
 #[derive(Debug)]
 pub(super) struct Record {
     pub line: u64,
@@ -60,12 +61,13 @@ pub(super) struct Record {
 }
 
 impl Record {
-    /// Bytes that it takes in memory.
+    /// Bytes that it takes in memory, more or less.
     pub(super) fn bytes(&self) -> usize {
         match &self.raw {
             Raw::Json(bytes) => bytes.len(),
             Raw::Text(text) => text.len(),
-            Raw::Columns(_) | Raw::Broken(_) => 1 << 10,
+            Raw::Columns { bytes, .. } => *bytes,
+            Raw::Broken(reason) => reason.len(),
         }
     }
 }
@@ -81,13 +83,14 @@ enum Format {
     List(List),
     Text(Lines),
     Table(Table),
+    Rows(Box<Rows>),
 }
 
 impl Records {
     /// Opens a file by its extension.
     ///
     /// # Errors
-    /// [`FinetuneError::UnknownFormat`]; [`FinetuneError::NoParquet`]; [`Error::Io`].
+    /// [`FinetuneError::UnknownFormat`]; [`FinetuneError::Parquet`]; [`Error::Io`].
     pub(super) fn open(path: &Path) -> Result<Self> {
         let extension = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_lowercase();
         let format = match extension.as_str() {
@@ -102,7 +105,7 @@ impl Records {
             "csv" => Format::Table(Table::open(path, b',')?),
             "tsv" => Format::Table(Table::open(path, b'\t')?),
             "txt" | "md" | "text" => Format::Text(Lines::open(path)?),
-            "parquet" => return Err(FinetuneError::NoParquet { path: path.into() }.into()),
+            "parquet" => Format::Rows(Box::new(Rows::open(path)?)),
             _ => return Err(FinetuneError::UnknownFormat { path: path.into() }.into()),
         };
         Ok(Self { path: path.into(), format })
@@ -134,6 +137,15 @@ impl Records {
             }
             Format::List(list) => list.next().map_err(wrong),
             Format::Table(table) => table.next().map_err(wrong),
+            Format::Rows(rows) => rows.next(),
+        }
+    }
+
+    /// Bytes of the file up to here, where those of the records so far do not tell.
+    pub(super) fn position(&self) -> Option<u64> {
+        match &self.format {
+            Format::Rows(rows) => Some(rows.position()),
+            _ => None,
         }
     }
 }
@@ -198,7 +210,10 @@ impl Table {
         let (found, names) = (row.len(), self.names.len());
         let fields: Result<Vec<String>, _> = row.into_iter().map(String::from_utf8).collect();
         let raw = match fields {
-            Ok(fields) if found == names => Raw::Columns(Value::from_pairs(self.names.iter().cloned().zip(fields))),
+            Ok(fields) if found == names => {
+                let bytes = fields.iter().map(|field| field.len() + size_of::<Value>()).sum();
+                Raw::Columns { value: Value::from_pairs(self.names.iter().cloned().zip(fields)), bytes }
+            }
             Ok(_) => Raw::Broken(format!("it has {found} columns, and the first line has {names}")),
             Err(_) => Raw::Broken("it is not UTF-8 text".into()),
         };
@@ -307,7 +322,7 @@ mod tests {
         let mut records = Records::open(&path).unwrap();
         let shown = |raw| match raw {
             Raw::Json(bytes) => String::from_utf8(bytes).unwrap().trim().to_string(),
-            Raw::Columns(value) => value.to_string(),
+            Raw::Columns { value, .. } => value.to_string(),
             Raw::Text(text) => text,
             Raw::Broken(reason) => format!("broken: {reason}"),
         };

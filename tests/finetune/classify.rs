@@ -161,7 +161,7 @@ fn data_without_labels_to_learn_is_refused() {
     let notes = dataset.reports().flat_map(|(_, report)| report.notes()).collect::<Vec<_>>().join("\n");
     insta::assert_snapshot!(notes, @r#"1 (line 3) could not be used (line 3: its label "maybe" is not among the known ones (no, yes))"#);
     let strict = DataOptions { strict: true, ..options };
-    insta::assert_snapshot!(said(prepare(&folder, &[source], &strict).unwrap_err()), @r#"line 3 of DIR/val.csv cannot be used: its label "maybe" is not among the known ones (no, yes); mend it, or leave out --strict to skip such lines"#);
+    insta::assert_snapshot!(said(prepare(&folder, &[source], &strict).unwrap_err()), @r#"line 3 of DIR/val.csv cannot be used: its label "maybe" is not among the known ones (no, yes); correct it, or leave out --strict to skip such lines"#);
 }
 
 /// Another file of weights in the folder.

@@ -13,14 +13,14 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 /// A folder with data files and a cache, and the tiny tokenizer.
-struct Desk {
+pub(crate) struct Desk {
     folder: TempDir,
-    tokenizer: Tokenizer,
+    pub(crate) tokenizer: Tokenizer,
     template: Template,
 }
 
 impl Desk {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/finetune/models/llama");
         let tokenizer = Tokenizer::open(&model).unwrap();
         let template = Template::open(&model, &tokenizer).unwrap();
@@ -33,16 +33,16 @@ impl Desk {
         Source { path, weight: 1.0 }
     }
 
-    fn cache(&self) -> PathBuf {
+    pub(crate) fn cache(&self) -> PathBuf {
         self.folder.path().join("cache")
     }
 
-    fn try_prepare(&self, sources: &[Source], options: &DataOptions) -> Result<Dataset, Error> {
+    pub(crate) fn try_prepare(&self, sources: &[Source], options: &DataOptions) -> Result<Dataset, Error> {
         let template = Some(&self.template);
         Dataset::prepare(sources, &self.tokenizer, template, options, &self.cache(), &mut |_| {})
     }
 
-    fn prepare(&self, sources: &[Source], task: Task) -> Dataset {
+    pub(crate) fn prepare(&self, sources: &[Source], task: Task) -> Dataset {
         self.try_prepare(sources, &DataOptions::new(task, 64)).unwrap()
     }
 
@@ -183,7 +183,6 @@ fn wrong_data_is_refused_with_what_to_do() {
     refuse("i.jsonl", "{\"chosen\": [], \"rejected\": []}\n", &options(Task::Prefer));
     refuse("j.json", "[{\"text\": ", &generate);
     refuse("k.csv", "a,b\n1\n", &generate);
-    refuse("l.parquet", "", &generate);
     let missing = Source { path: desk.folder.path().join("none.jsonl"), weight: 1.0 };
     let error = desk.try_prepare(&[missing], &generate).unwrap_err();
     assert!(matches!(error, Error::Io { action: "read", .. }), "{error}");

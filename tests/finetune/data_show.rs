@@ -114,7 +114,7 @@ fn what_cannot_be_shown_is_said_with_what_to_do() {
     ];
     insta::assert_snapshot!(said.join("\n"), @"
     zerorun: x.jsonl has no sample to learn from: 1 (line 1) could not be used (line 1: its keys (question) are of no known form: messages; conversations; prompt, completion; instruction, input, output; text; text, label; prompt, chosen, rejected)
-    zerorun: line 1 of x.jsonl cannot be used: its keys (question) are of no known form: messages; conversations; prompt, completion; instruction, input, output; text; text, label; prompt, chosen, rejected; mend it, or leave out --strict to skip such lines
+    zerorun: line 1 of x.jsonl cannot be used: its keys (question) are of no known form: messages; conversations; prompt, completion; instruction, input, output; text; text, label; prompt, chosen, rejected; correct it, or leave out --strict to skip such lines
     zerorun: cannot read none.jsonl: No such file or directory (os error 2)
     zerorun: the weight of x.jsonl:-1 must be above 0 and at most 1000, as in data.jsonl:2.5
     zerorun: invalid value '1' for '--ctx <TOKENS>': 1 is not in 2..=4294967295

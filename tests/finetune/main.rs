@@ -20,6 +20,7 @@ mod logits;
 mod lora;
 mod merge_tool;
 mod packed_rows;
+mod parquet;
 mod qlora;
 mod runs;
 mod smollm2;

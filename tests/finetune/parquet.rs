@@ -1,0 +1,125 @@
+//! Parquet files as data: what pyarrow wrote (`scripts/record_parquet.py`), beside the same rows as JSON lines.
+
+use crate::data::Desk;
+use candle_zero::finetune::{DataOptions, Dataset, Form, Sample, Source, Task, show};
+use std::path::{Path, PathBuf};
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/finetune/parquet").join(name)
+}
+
+fn source(path: PathBuf) -> Source {
+    Source { path, weight: 1.0 }
+}
+
+/// The samples of a file with their labels and numbers, and its form.
+fn samples(desk: &Desk, path: PathBuf, task: Task) -> (Vec<(Sample, u32)>, Vec<String>, Form) {
+    let dataset = desk.prepare(&[source(path)], task);
+    let (_, report) = dataset.reports().next().unwrap();
+    let [form] = report.forms.keys().collect::<Vec<_>>()[..] else { panic!("{report}") };
+    let samples = (0..dataset.len()).map(|i| (dataset.sample(i).to_sample(), dataset.sample(i).label));
+    (samples.collect(), dataset.labels().to_vec(), *form)
+}
+
+#[test]
+fn samples_are_those_of_the_same_rows_as_json_lines() {
+    let desk = Desk::new();
+    let (generate, classify, prefer) = (Task::Generate, Task::Classify, Task::Prefer);
+    let files = [
+        ("chats", &["snappy", "zstd", "gzip", "lz4", "plain", "text"][..], Form::Messages, generate),
+        ("sharegpt", &[], Form::ShareGpt, generate),
+        ("completion", &[], Form::Completion, generate),
+        ("completion_of_messages", &[], Form::Completion, generate),
+        ("alpaca", &[], Form::Alpaca, generate),
+        ("text", &[], Form::Text, generate),
+        ("preference", &[], Form::Preference, prefer),
+        ("preference_of_messages", &[], Form::Preference, prefer),
+        ("label", &[], Form::Label, classify),
+        ("label_of_text", &[], Form::Label, classify),
+        ("label_of_bool", &[], Form::Label, classify),
+    ];
+    for (name, ways, form, task) in files {
+        let expected = samples(&desk, fixture(&format!("{name}.jsonl")), task);
+        assert_eq!(expected.2, form, "{name}");
+        assert!(expected.0.len() > 2 && expected.0.iter().all(|(sample, _)| !sample.ids.is_empty()), "{name}");
+        let ways =
+            if ways.is_empty() { vec![String::new()] } else { ways.iter().map(|way| format!(".{way}")).collect() };
+        for way in ways {
+            let name = format!("{name}{way}.parquet");
+            assert_eq!(samples(&desk, fixture(&name), task), expected, "{name}");
+        }
+    }
+}
+
+#[test]
+fn a_row_is_named_by_its_number() {
+    let desk = Desk::new();
+    let file = source(fixture("label_with_gaps.parquet"));
+    // A text without a label is one to be continued.
+    let dataset = desk.prepare(std::slice::from_ref(&file), Task::Classify);
+    let (_, report) = dataset.reports().next().unwrap();
+    insta::assert_snapshot!(report.notes().join("\n"), @"1 (row 3) could not be used (row 3: it is text, and text and label is needed)");
+    let shown = show(&dataset, &desk.tokenizer, 3, false).unwrap().replace(fixture("").to_str().unwrap(), "");
+    let lines: Vec<&str> = shown.lines().filter(|line| line.contains("tokens")).collect();
+    insta::assert_snapshot!(lines.join("\n"), @r"
+    label_with_gaps.parquet, row 1: 5 tokens, 0 targets, label 0
+    label_with_gaps.parquet, row 2: 5 tokens, 0 targets, label 1
+    label_with_gaps.parquet, row 4: 5 tokens, 0 targets, label 1
+    ");
+    let options = DataOptions { strict: true, ..DataOptions::new(Task::Classify, 64) };
+    let error = desk.try_prepare(&[file], &options).unwrap_err().to_string();
+    insta::assert_snapshot!(error.replace(fixture("").to_str().unwrap(), "DIR/"), @"row 3 of DIR/label_with_gaps.parquet cannot be used: it is text, and text and label is needed; correct it, or leave out --strict to skip such rows");
+}
+
+#[test]
+fn samples_are_kept_until_the_file_changes() {
+    let desk = Desk::new();
+    let path = desk.cache().with_file_name("x.parquet");
+    let prepare = || -> Dataset { desk.prepare(&[source(path.clone())], Task::Generate) };
+    let from_cache = || prepare().reports().next().unwrap().1.from_cache;
+    std::fs::copy(fixture("completion.parquet"), &path).unwrap();
+    assert!(!from_cache());
+    assert!(from_cache());
+    let before = prepare().fingerprint();
+    std::fs::copy(fixture("text.parquet"), &path).unwrap();
+    assert!(!from_cache());
+    assert_ne!(prepare().fingerprint(), before);
+}
+
+#[test]
+fn what_cannot_be_read_is_refused_with_what_to_do() {
+    let desk = Desk::new();
+    let folder = desk.cache().with_file_name("");
+    let mut said = vec![];
+    let mut refuse = |name: &str, bytes: &[u8]| {
+        let path = folder.join(name).with_extension("parquet");
+        std::fs::write(&path, bytes).unwrap();
+        let options = DataOptions::new(Task::Generate, 64);
+        let error = desk.try_prepare(&[source(path)], &options).unwrap_err().to_string();
+        said.push(error.replace(folder.to_str().unwrap(), "DIR/"));
+    };
+    let mut files: Vec<PathBuf> =
+        std::fs::read_dir(fixture("refused")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    for path in files {
+        refuse(path.file_stem().unwrap().to_str().unwrap(), &std::fs::read(&path).unwrap());
+    }
+    let whole = std::fs::read(fixture("chats.snappy.parquet")).unwrap();
+    refuse("z0_empty", b"");
+    refuse("z1_pointer", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n");
+    refuse("z2_lines", &std::fs::read(fixture("chats.jsonl")).unwrap());
+    refuse("z3_cut", &whole[..whole.len() - 1]);
+    refuse("z4_short", &whole[..4]);
+    // Zeros in its first pages, in its footer, and instead of the footer's length.
+    let zeros = |at: usize, count: usize| {
+        let mut damaged = whole.clone();
+        damaged[at..at + count].fill(0);
+        damaged
+    };
+    refuse("z5_page", &zeros(40, 20));
+    refuse("z6_later", &zeros(whole.len() / 3, 200));
+    let length = u32::from_le_bytes(whole[whole.len() - 8..][..4].try_into().unwrap()) as usize;
+    refuse("z7_footer", &zeros(whole.len() - 8 - length, 20));
+    refuse("z8_length", &zeros(whole.len() - 8, 4));
+    insta::assert_snapshot!(said.join("\n"));
+}
