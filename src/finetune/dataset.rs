@@ -2,10 +2,11 @@
 
 use super::cache::{Cache, SampleRef, Writer};
 use super::error::FinetuneError;
+use super::raw::{Raw, Record};
 use super::record::{Example, Form, example};
 use super::report::{Note, Report};
 use super::sample::Sample;
-use super::source::{Raw, Record, Records, Source};
+use super::source::{Records, Source};
 use super::template::Template;
 use super::tokenizer::Tokenizer;
 use crate::error::{Error, Result};

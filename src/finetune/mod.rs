@@ -53,6 +53,7 @@ mod prepare;
 mod python;
 mod quantized;
 mod rate;
+mod raw;
 mod record;
 mod report;
 mod result;

@@ -9,8 +9,8 @@
 //! they lie in: what a writer puts into a page (a megabyte, usually) and into a row bounds it, not the file or a row group.
 
 use super::error::FinetuneError;
+use super::raw::{Raw, Record};
 use super::record::{FORMS, KEYS};
-use super::source::{Raw, Record};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::util::list;

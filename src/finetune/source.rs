@@ -2,6 +2,7 @@
 
 use super::error::FinetuneError;
 use super::parquet::Rows;
+use super::raw::{Raw, Record};
 use crate::error::{Error, Result};
 use crate::files;
 use minijinja::value::Value;
@@ -36,38 +37,6 @@ impl Source {
             Ok(weight) if weight > 0.0 && weight <= 1000.0 => Ok(Self { path: path.into(), weight }),
             Ok(_) => Err(FinetuneError::Weight { text: text.into() }.into()),
             Err(_) => Ok(whole),
-        }
-    }
-}
-
-/// A record, not yet read as what it is.
-#[derive(Debug)]
-pub(super) enum Raw {
-    /// A JSON value.
-    Json(Vec<u8>),
-    /// Columns by name, and the bytes that they take in memory.
-    Columns { value: Value, bytes: usize },
-    /// A stretch of plain text.
-    Text(String),
-    /// What cannot be a record.
-    Broken(String),
-}
-
-/// A record and the line that it begins in, from 1; of Parquet, its row.
-#[derive(Debug)]
-pub(super) struct Record {
-    pub line: u64,
-    pub raw: Raw,
-}
-
-impl Record {
-    /// Bytes that it takes in memory, more or less.
-    pub(super) fn bytes(&self) -> usize {
-        match &self.raw {
-            Raw::Json(bytes) => bytes.len(),
-            Raw::Text(text) => text.len(),
-            Raw::Columns { bytes, .. } => *bytes,
-            Raw::Broken(reason) => reason.len(),
         }
     }
 }
