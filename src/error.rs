@@ -20,6 +20,8 @@ pub use crate::config::error::ConfigError;
 pub use crate::data::error::DataError;
 pub use crate::engine::error::EngineError;
 pub use crate::finetune::error::FinetuneError;
+#[cfg(feature = "hub")]
+pub use crate::hub::error::HubError;
 pub use crate::kernels::error::KernelError;
 #[cfg(feature = "cli")]
 pub use crate::launch::error::LaunchError;
@@ -83,6 +85,10 @@ pub enum Error {
     /// Fine-tuning: a model's folder, its tokenizer and template, data.
     #[error(transparent)]
     Finetune(#[from] FinetuneError),
+    /// A model from the Hugging Face Hub.
+    #[cfg(feature = "hub")]
+    #[error(transparent)]
+    Hub(#[from] HubError),
     /// The kernels cannot run as the environment says.
     #[error(transparent)]
     Kernel(#[from] KernelError),

@@ -4,6 +4,8 @@
 mod lock;
 mod new_folder;
 
+#[cfg(feature = "hub")]
+pub(crate) use lock::Asked;
 pub(crate) use lock::{FileLock, FolderLock, LOCK, owner as lock_owner};
 pub(crate) use new_folder::{NewFolder, free_folder};
 

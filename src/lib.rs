@@ -51,6 +51,7 @@ pub mod estimate;
 mod files;
 pub mod finetune;
 mod graph;
+pub mod hub;
 mod kernels;
 #[cfg(feature = "cli")]
 mod launch;

@@ -85,6 +85,8 @@ pub use merge::Merged;
 pub use network::Network;
 pub use objective::Validation;
 pub use options::{Held, Length, Method, Objective, Options, Precision, RateShape, Saving, Warmup};
+#[cfg(feature = "hub")]
+pub(crate) use out::BESIDE;
 pub use pack::{Batches, NO_TARGET, Packing, Rows};
 pub use prepare::Prepared;
 pub use quantized::is_quantized;

@@ -133,6 +133,8 @@ pub struct Saving {
 pub struct Options {
     /// The model: a folder in Hugging Face's format, a GGUF file, or a folder with one. To classify, the folder of a BERT.
     pub model: PathBuf,
+    /// What an adapter's file calls the model. Default: its folder.
+    pub base_name: Option<String>,
     /// Training data.
     pub data: Vec<Source>,
     /// The folder for the result, absent or empty until the end.
@@ -195,6 +197,7 @@ impl Options {
     pub fn new(model: impl Into<PathBuf>, out: impl Into<PathBuf>) -> Self {
         Self {
             model: model.into(),
+            base_name: None,
             data: vec![],
             out: out.into(),
             method: Method::Lora(LoraConfig::default()),

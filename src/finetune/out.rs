@@ -17,7 +17,7 @@ pub(super) fn new_folder(out: &Path) -> Result<NewFolder> {
 }
 
 /// The files beside weights that make a model's folder whole.
-const BESIDE: [&str; 12] = [
+pub(crate) const BESIDE: [&str; 12] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",

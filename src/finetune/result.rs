@@ -30,8 +30,8 @@ fn write(engine: &mut Engine<Network>, prepared: &Prepared, to: &Path) -> Result
     };
     match prepared.options.method.lora() {
         Some(lora) => {
-            let name = Some(base.folder().display().to_string());
-            let adapter = Adapter::of_engine(engine, lora.clone(), name)?;
+            let name = prepared.options.base_name.clone().unwrap_or_else(|| base.folder().display().to_string());
+            let adapter = Adapter::of_engine(engine, lora.clone(), Some(name))?;
             if engine.rank() == 0 {
                 let parameters = config.parameters()?;
                 adapter.write(to, parameters.iter().map(|(name, _)| name.as_str()))?;

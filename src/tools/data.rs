@@ -1,9 +1,12 @@
 //! `zerorun data`: what fine-tuning makes of data files.
 
+use super::model::{HELP, Model};
 use super::samples::{FileProgress, SampleFlags};
 use crate::error::{Error, FinetuneError, Result};
 use crate::finetune::{Base, DataOptions, Dataset, Source, Task, Template, Tokenizer, default_cache, show};
+use crate::hub::Parts;
 use crate::launch::console::{EXIT_SETUP, Refused, colours, print, refused};
+use crate::models::DecoderConfig;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -32,8 +35,7 @@ enum What {
 /// line is wrong.
 #[derive(Debug, Args)]
 struct Show {
-    /// The model's folder, with tokenizer.json and perhaps a chat template
-    #[arg(value_name = "MODEL_DIR")]
+    #[arg(value_name = "MODEL_DIR", help = HELP)]
     model: PathBuf,
 
     /// Data files (.jsonl, .json, .csv, .tsv, .txt, ...), each perhaps with a weight behind a colon
@@ -77,15 +79,18 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
 impl Show {
     /// What became of each file, and its first samples.
     fn text(&self) -> Result<String> {
-        // Neither description nor weights are needed: where they are there, they tell the context.
-        let base = Base::open(&self.model).ok();
-        let folder = base.as_ref().map_or(self.model.as_path(), Base::folder);
+        // Neither description nor weights are needed: where the description is there, it tells the context.
+        let model = Model::find(&self.model, Parts::WithoutWeights)?.path;
+        let base = Base::open(&model).ok();
+        let folder = base.as_ref().map_or(model.as_path(), Base::folder);
         let tokenizer = Tokenizer::open(folder)?;
         let template = match Template::open(folder, &tokenizer) {
             Err(Error::Finetune(FinetuneError::NoTemplate { .. })) => None,
             found => Some(found?),
         };
-        let usual = || base.as_ref().map_or(usize::MAX, |base| base.config().ctx).min(DataOptions::USUAL_CTX);
+        let described = || DecoderConfig::read(folder.join("config.json")).map_or(usize::MAX, |config| config.ctx);
+        let longest = || base.as_ref().map_or_else(described, |base| base.config().ctx);
+        let usual = || longest().min(DataOptions::USUAL_CTX);
         let task = match self.task {
             TaskFlag::Generate => Task::Generate,
             TaskFlag::Prefer => Task::Prefer,

@@ -1,8 +1,10 @@
 //! `zerorun generate`: answers of a model, with an adapter or without, as they come.
 
+use super::model::{HELP, Model};
 use crate::error::{Error, FinetuneError, Result};
 use crate::files;
 use crate::finetune::{AdaptedValues, Adapter, Base, Conversation, Generator, Sampling, Template, Tokenizer};
+use crate::hub::Parts;
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
 use crate::models::{Decoder, DecoderConfig};
 use candle_core::{DType, Device};
@@ -24,7 +26,7 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Parser)]
 #[command(name = "generate", bin_name = "zerorun generate")]
 struct Arguments {
-    /// A folder as Hugging Face has them, or a GGUF file beside its tokenizer's files
+    #[arg(help = HELP)]
     model: PathBuf,
 
     /// An adapter: the folder of adapter_config.json and adapter_model.safetensors
@@ -108,7 +110,7 @@ impl Arguments {
             seed: self.seed,
         };
         sampling.check()?;
-        let base = Base::open(&self.model)?;
+        let base = Base::open(Model::find(&self.model, Parts::All)?.path)?;
         let adapter = self.adapter.as_ref().map(Adapter::read).transpose()?;
         let tokenizer = Tokenizer::open(base.folder())?;
         let template = if self.raw { None } else { self.template(&base, &tokenizer)? };

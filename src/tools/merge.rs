@@ -1,9 +1,11 @@
 //! `zerorun merge`: a model with an adapter merged in, as a Hugging Face folder or as GGUF.
 
+use super::model::{HELP, Model};
 use super::progress::ByteProgress;
 use crate::checkpoint::ConsolidatedDtype;
 use crate::error::{FinetuneError, Result};
 use crate::finetune::{Adapter, Base, GgufFormat, Merged};
+use crate::hub::Parts;
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, ValueEnum};
@@ -19,7 +21,7 @@ use std::process::ExitCode;
 #[derive(Debug, Parser)]
 #[command(name = "merge", bin_name = "zerorun merge")]
 struct Arguments {
-    /// A folder as Hugging Face has them, or a GGUF file beside its tokenizer's files
+    #[arg(help = HELP)]
     model: PathBuf,
 
     /// An adapter: the folder of adapter_config.json and adapter_model.safetensors. Without one the model is only written
@@ -89,7 +91,7 @@ impl Arguments {
             let problem = "there is a file or folder of that name".to_owned();
             return Err(FinetuneError::Output { path: self.out, problem }.into());
         }
-        let base = Base::open(&self.model)?;
+        let base = Base::open(Model::find(&self.model, Parts::All)?.path)?;
         let adapter = self.adapter.as_ref().map(Adapter::read).transpose()?;
         let progress = RefCell::new(ByteProgress::default());
         let tell = |done, total| progress.borrow_mut().tell(done, total);

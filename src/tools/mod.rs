@@ -1,7 +1,8 @@
 //! Tools: what `zerorun` does besides starting scripts. The first word of the command line names one.
 //!
 //! A tool has a file, or a folder, of its own name. `picture` belongs to `check`, `sizes` to `estimate` and `tune`,
-//! `samples` to `data` and `finetune`.
+//! `samples` to `data` and `finetune`, `model` to
+//! all that take a model.
 //! A script of the same name is started as `./NAME`.
 
 mod bench;
@@ -16,6 +17,7 @@ mod generate;
 mod import;
 mod inspect;
 mod merge;
+mod model;
 mod picture;
 mod progress;
 mod report;

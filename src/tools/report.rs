@@ -134,7 +134,10 @@ impl Machine {
                 direct_access,
             },
             gpus: gpus(),
-            features: if cfg!(feature = "cuda") { vec!["cuda"] } else { vec![] },
+            features: [("cuda", cfg!(feature = "cuda")), ("hub", cfg!(feature = "hub"))]
+                .into_iter()
+                .filter_map(|(name, is_on)| is_on.then_some(name))
+                .collect(),
             verdicts: vec![],
         };
         machine.verdicts = machine.verdicts();

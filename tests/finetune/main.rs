@@ -16,6 +16,10 @@ mod fixtures;
 mod generate_tool;
 mod generation;
 mod gguf;
+#[cfg(feature = "hub")]
+mod hub;
+#[cfg(feature = "hub")]
+mod hub_server;
 mod logits;
 mod lora;
 mod merge_tool;

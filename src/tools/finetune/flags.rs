@@ -3,6 +3,7 @@
 use crate::error::Result;
 use crate::finetune::{Held, Length, Method, Objective, Options, Precision, RateShape, Saving, Source, Warmup};
 use crate::nn::LoraConfig;
+use crate::tools::model::{HELP, Model};
 use crate::tools::samples::SampleFlags;
 use clap::{Args, ValueEnum, value_parser};
 use std::num::NonZeroUsize;
@@ -11,9 +12,8 @@ use std::path::PathBuf;
 /// What is fine-tuned, on what, and how.
 #[derive(Debug, Args)]
 pub(super) struct Flags {
-    /// A folder with config.json and safetensors files, a GGUF file, or a folder with one
-    #[arg(value_name = "MODEL")]
-    model: PathBuf,
+    #[arg(value_name = "MODEL", help = HELP)]
+    pub(super) model: PathBuf,
 
     /// Training data: files, each perhaps with a weight behind a colon
     #[arg(long, value_name = "FILE", num_args = 1.., required = true)]
@@ -197,8 +197,8 @@ impl Flags {
         Ok(())
     }
 
-    /// The options of the run.
-    pub(super) fn options(&self) -> Result<Options> {
+    /// The options of the run, with the model where it was found.
+    pub(super) fn options(&self, model: Model) -> Result<Options> {
         let lora = || self.lora.clone().unwrap_or_default();
         let classify = self.task == TaskFlag::Classify;
         let adapts = self.qlora || self.lora.is_some() || self.adapter.is_some();
@@ -253,7 +253,8 @@ impl Flags {
             seed: self.seed,
             recompute: self.activation_checkpointing.then_some(true),
             cache: self.samples.cache.clone(),
-            ..Options::new(&self.model, &self.out)
+            base_name: model.repository.map(|repository| repository.name().to_owned()),
+            ..Options::new(model.path, &self.out)
         })
     }
 }

@@ -1,19 +1,22 @@
 //! `zerorun finetune`: fine-tunes a model's folder on data files.
 //!
 //! The process that is started looks at everything once, and tokenizes; its ranks, started from the same executable with the
-//! same arguments and `--as_rank`, train (`rank`).
+//! same arguments and `--as_rank=MODEL`, train (`rank`).
 
 mod flags;
 mod rank;
 
 use crate::error::{LaunchError, Result};
 use crate::finetune::{EncoderBase, Options, Prepared};
+use crate::hub::Parts;
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
 use crate::launch::{ranks, restarts};
+use crate::tools::model::Model;
 use crate::tools::samples::FileProgress;
 use clap::{CommandFactory as _, Parser, error::ErrorKind};
 use flags::Flags;
 use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 const EXAMPLES: &str = "\
@@ -49,9 +52,9 @@ struct Arguments {
     #[command(flatten)]
     flags: Flags,
 
-    /// The argument with which a rank is started
-    #[arg(long = "as_rank", hide = true)]
-    as_rank: bool,
+    /// The argument with which a rank is started: the model where it was found
+    #[arg(long = "as_rank", value_name = "MODEL", hide = true)]
+    as_rank: Option<PathBuf>,
 }
 
 /// The tool.
@@ -65,26 +68,37 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
 
 impl Arguments {
     fn run(&self, words: Vec<OsString>) -> ExitCode {
-        let options = match self.flags.options() {
-            Ok(options) => options,
-            Err(error) => return refused(&error, EXIT_SETUP),
-        };
-        if self.as_rank {
-            return rank::run(options, &self.flags);
+        if let Some(path) = &self.as_rank {
+            return match self.flags.options(Model::found(&self.flags.model, path)) {
+                Ok(options) => rank::run(options, &self.flags),
+                Err(error) => refused(&error, EXIT_SETUP),
+            };
         }
-        match prepare(options, usize::from(self.ranks)).and_then(|()| self.start(words)) {
+        match self.launch(words) {
             Ok(code) => ExitCode::from(code),
             Err(error) => refused(&error, EXIT_SETUP),
         }
     }
 
+    /// Looks at everything, fetches the model where it is not here, and starts the ranks. Gives their exit code.
+    fn launch(&self, words: Vec<OsString>) -> Result<u8> {
+        let model = Model::find(&self.flags.model, Parts::All)?;
+        let path = model.path.clone();
+        prepare(self.flags.options(model)?, usize::from(self.ranks))?;
+        self.start(words, &path)
+    }
+
     /// Starts the ranks, and gives their exit code.
-    fn start(&self, words: Vec<OsString>) -> Result<u8> {
+    fn start(&self, mut words: Vec<OsString>, model: &Path) -> Result<u8> {
+        let mut as_rank = OsString::from("--as_rank=");
+        as_rank.push(model);
+        // Behind the name of the tool: at the end it could stand behind `--`.
+        words.insert(1, as_rank);
         let program = std::env::current_exe()
             .map_err(|source| LaunchError::Setup { what: "finding the launcher itself", source })?;
         let job = ranks::Job {
             program,
-            args: words.into_iter().chain(["--as_rank".into()]).collect(),
+            args: words,
             world: usize::from(self.ranks),
             timeout: None,
             grace: ranks::DEFAULT_GRACE,

@@ -1,0 +1,87 @@
+//! The name of a repository of models, and what of it is wanted.
+
+use std::fmt;
+
+/// A repository of models: `org/name`, perhaps with a branch, tag or commit as `org/name@revision`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Repository {
+    name: String,
+    revision: String,
+}
+
+/// What is wanted of a repository.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Parts {
+    /// The description, the tokenizer's files and the weights.
+    All,
+    /// All but the weights.
+    WithoutWeights,
+}
+
+/// The revision where none is said.
+const MAIN: &str = "main";
+/// The longest name, and the longest revision.
+const LONGEST: usize = 96;
+
+impl Repository {
+    /// The repository that a text names; nothing where it can only be a path.
+    ///
+    /// ```
+    /// use candle_zero::hub::Repository;
+    ///
+    /// let repository = Repository::parse("HuggingFaceTB/SmolLM2-135M-Instruct@v1").unwrap();
+    /// assert_eq!((repository.name(), repository.revision()), ("HuggingFaceTB/SmolLM2-135M-Instruct", "v1"));
+    /// assert!(Repository::parse("./models/llama").is_none());
+    /// ```
+    pub fn parse(text: &str) -> Option<Self> {
+        let (name, revision) = text.split_once('@').unwrap_or((text, MAIN));
+        let (organization, model) = name.split_once('/')?;
+        let is_name = [organization, model].into_iter().all(is_part) && name.len() <= LONGEST;
+        let is_revision = revision.split('/').all(is_part) && revision.len() <= LONGEST;
+        (is_name && is_revision).then(|| Self { name: name.into(), revision: revision.into() })
+    }
+
+    /// `org/name`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The branch, tag or commit: `main` where none is said.
+    pub fn revision(&self) -> &str {
+        &self.revision
+    }
+}
+
+impl fmt::Display for Repository {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)?;
+        if self.revision == MAIN { Ok(()) } else { write!(f, "@{}", self.revision) }
+    }
+}
+
+/// Whether a text may stand between the strokes of a name: also as the name of a file or folder, and in an address.
+pub(super) fn is_part(text: &str) -> bool {
+    let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    !text.is_empty() && text.bytes().all(is_letter) && !text.starts_with(['.', '-']) && !text.contains("..")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_may_be_a_repository_is_told_from_what_can_only_be_a_path() {
+        let parsed = |text: &str| Repository::parse(text).map(|found| (found.name, found.revision));
+        let is = |name: &str, revision: &str| Some((name.to_string(), revision.to_string()));
+        assert_eq!(parsed("Qwen/Qwen3-0.6B"), is("Qwen/Qwen3-0.6B", "main"));
+        assert_eq!(parsed("a/b@refs/pr/1"), is("a/b", "refs/pr/1"));
+        assert_eq!(parsed("a/b@0123abc"), is("a/b", "0123abc"));
+        for path in [
+            "", "gpt2", "/a/b", "a/b/c", "./a", "../a", "a/", "a/..", "a/b@", "a/b@../c", "a b/c", "a/b@/x", "a/é",
+            "~/b",
+        ] {
+            assert_eq!(parsed(path), None, "{path}");
+        }
+        assert_eq!(parsed(&format!("a/{}", "b".repeat(200))), None);
+    }
+}

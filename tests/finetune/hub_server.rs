@@ -1,0 +1,226 @@
+//! A Hugging Face Hub of one repository on this machine: the list of files, files by way of redirections, parts of files, and
+//! what goes wrong with them.
+
+use candle_zero::serde_json::json;
+use std::collections::{BTreeMap, HashMap};
+use std::io::{BufRead, BufReader, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+pub const NAME: &str = "org/tiny";
+pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+pub const TOKEN: &str = "hf_right";
+
+/// What goes wrong.
+#[derive(Debug, Clone, Default)]
+pub struct Faults {
+    /// Status, code and message of every answer to what is asked about this file ("" for the list).
+    pub refused: Option<(&'static str, u16, &'static str, &'static str)>,
+    /// Answers with the weights end at these bytes of the file, one after another.
+    pub ends: Vec<usize>,
+    /// So many have a wrong byte.
+    pub wrong_bytes: usize,
+    /// Parts are not known: everything comes each time.
+    pub no_parts: bool,
+    /// So many requests for files are answered with 503.
+    pub busy: usize,
+    /// The size that is said of weights, where it is not the true one.
+    pub size: Option<u64>,
+    /// Only this token is taken.
+    pub is_private: bool,
+    /// A pause before the bytes of weights.
+    pub pause: Duration,
+    /// The list, where it is another text.
+    pub list: Option<&'static str>,
+    /// The ETag of all files, where it is another one.
+    pub etag: Option<&'static str>,
+}
+
+/// A Hub that serves until it is dropped with the test's process.
+pub struct Server {
+    hub: Arc<Hub>,
+    address: SocketAddr,
+}
+
+struct Hub {
+    files: BTreeMap<String, Vec<u8>>,
+    faults: Mutex<Faults>,
+    requests: Mutex<Vec<String>>,
+    /// Where bytes of weights are: another host.
+    storage: SocketAddr,
+}
+
+impl Server {
+    /// A Hub that has the files of a folder, and these beside.
+    pub fn start(folder: &Path, more: &[(&str, &str)]) -> Self {
+        let read = |entry: std::io::Result<std::fs::DirEntry>| {
+            let entry = entry.unwrap();
+            (entry.file_name().into_string().unwrap(), std::fs::read(entry.path()).unwrap())
+        };
+        let mut files: BTreeMap<String, Vec<u8>> = std::fs::read_dir(folder).unwrap().map(read).collect();
+        files.extend(more.iter().map(|(name, text)| (name.to_string(), text.as_bytes().to_vec())));
+        let [hub, storage] = ["127.0.0.1:0", "127.0.0.2:0"].map(|at| TcpListener::bind(at).unwrap());
+        let (address, at) = (hub.local_addr().unwrap(), storage.local_addr().unwrap());
+        let state = Arc::new(Hub { files, faults: Mutex::default(), requests: Mutex::default(), storage: at });
+        for listener in [hub, storage] {
+            let hub = state.clone();
+            std::thread::spawn(move || {
+                for stream in listener.incoming() {
+                    let hub = hub.clone();
+                    // Who asked may have gone.
+                    std::thread::spawn(move || _ = hub.serve(stream.unwrap()));
+                }
+            });
+        }
+        Self { hub: state, address }
+    }
+
+    pub fn endpoint(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// From now on this goes wrong, and what was asked for is forgotten.
+    pub fn set(&self, faults: Faults) {
+        *self.hub.faults.lock().unwrap() = faults;
+        self.hub.requests.lock().unwrap().clear();
+    }
+
+    /// What was asked for: method, path, and the range where there is one.
+    pub fn requests(&self) -> Vec<String> {
+        self.hub.requests.lock().unwrap().clone()
+    }
+
+    pub fn file(&self, name: &str) -> &[u8] {
+        &self.hub.files[name]
+    }
+}
+
+pub fn digest(bytes: &[u8]) -> String {
+    let digest = ring::digest::digest(&ring::digest::SHA256, bytes);
+    digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Whether the Hub keeps a file elsewhere.
+fn is_stored_elsewhere(name: &str) -> bool {
+    name.ends_with(".safetensors")
+}
+
+impl Hub {
+    fn serve(&self, stream: TcpStream) -> std::io::Result<()> {
+        let (mut reader, mut stream) = (BufReader::new(stream.try_clone()?), stream);
+        loop {
+            let mut line = String::new();
+            if reader.read_line(&mut line)? == 0 {
+                return Ok(());
+            }
+            let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+            let mut headers = HashMap::new();
+            loop {
+                let mut line = String::new();
+                reader.read_line(&mut line)?;
+                match line.trim().split_once(": ") {
+                    Some((name, value)) => _ = headers.insert(name.to_ascii_lowercase(), value.to_owned()),
+                    None => break,
+                }
+            }
+            let range = headers.get("range").map_or(String::new(), |range| format!(" {range}"));
+            self.requests.lock().unwrap().push(format!("{} {}{range}", words[0], words[1]));
+            let is_storage = stream.local_addr()? == self.storage;
+            assert!(!(is_storage && headers.contains_key("authorization")), "the token goes to another host");
+            if !self.answer(&mut stream, [&words[0], &words[1]], &headers)? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Whether the connection stays open.
+    fn answer(
+        &self,
+        stream: &mut TcpStream,
+        [method, path]: [&str; 2],
+        headers: &HashMap<String, String>,
+    ) -> std::io::Result<bool> {
+        let faults = self.faults.lock().unwrap().clone();
+        let list = format!("/api/models/{NAME}/revision/");
+        let by_name = format!("/{NAME}/resolve/{COMMIT}/");
+        let by_commit = format!("/api/resolve-cache/models/{NAME}/{COMMIT}/");
+        let name = path.rsplit('/').next().unwrap();
+        let about = if path.starts_with("/api/models/") { "" } else { name };
+        let has_right = headers.get("authorization").is_some_and(|given| *given == format!("Bearer {TOKEN}"));
+        let refused = match faults.refused {
+            Some((file, status, code, message)) if file == about => Some((status, code, message)),
+            _ if faults.is_private && !has_right && !path.starts_with("/storage/") => {
+                Some((401, "RepoNotFound", "Invalid username or password."))
+            }
+            None if path.starts_with("/api/models/") && !path.starts_with(&list) => {
+                Some((401, "RepoNotFound", "Repository not found"))
+            }
+            None if path.starts_with(&list) && !["main", COMMIT].contains(&&path[list.len()..]) => {
+                Some((404, "RevisionNotFound", "Invalid rev id"))
+            }
+            _ => None,
+        };
+        if let Some((status, code, message)) = refused {
+            let headers = format!("X-Error-Code: {code}\r\nX-Error-Message: {message}\r\n");
+            return head(stream, status, &headers, 0).map(|()| true);
+        }
+        if path.starts_with(&list) {
+            let names: Vec<_> = self.files.keys().map(|name| json!({"rfilename": name})).collect();
+            let text = json!({"id": NAME, "sha": COMMIT, "siblings": names}).to_string();
+            let text = faults.list.unwrap_or(&text);
+            head(stream, 200, "Content-Type: application/json\r\n", text.len())?;
+            return stream.write_all(text.as_bytes()).map(|()| true);
+        }
+        let Some(bytes) = self.files.get(name) else {
+            return head(stream, 404, "X-Error-Code: EntryNotFound\r\n", 0).map(|()| true);
+        };
+        if faults.busy > 0 {
+            self.faults.lock().unwrap().busy -= 1;
+            return head(stream, 503, "", 0).map(|()| true);
+        }
+        let digest = digest(bytes);
+        if path.starts_with(&by_name) {
+            let headers = match is_stored_elsewhere(name) {
+                true => {
+                    let (etag, size) = (faults.etag.unwrap_or(&digest), faults.size.unwrap_or(bytes.len() as u64));
+                    let to = format!("Location: http://{}/storage/{name}\r\n", self.storage);
+                    format!("X-Repo-Commit: {COMMIT}\r\nX-Linked-Etag: \"{etag}\"\r\nX-Linked-Size: {size}\r\n{to}")
+                }
+                false => format!("X-Repo-Commit: {COMMIT}\r\nLocation: {by_commit}{name}\r\n"),
+            };
+            return head(stream, if is_stored_elsewhere(name) { 302 } else { 307 }, &headers, 0).map(|()| true);
+        }
+        let from = headers.get("range").filter(|_| !faults.no_parts);
+        let from = from.map(|range| range.strip_prefix("bytes=").unwrap().trim_end_matches('-').parse().unwrap());
+        let rest = &bytes[from.unwrap_or(0)..];
+        let etag = faults.etag.unwrap_or(&digest[..40]);
+        let mut described = format!("ETag: W/\"{etag}\"\r\nX-Repo-Commit: {COMMIT}\r\n");
+        if let Some(from) = from {
+            described += &format!("Content-Range: bytes {from}-{}/{}\r\n", bytes.len() - 1, bytes.len());
+        }
+        head(stream, if from.is_some() { 206 } else { 200 }, &described, rest.len())?;
+        if method == "HEAD" {
+            return Ok(true);
+        }
+        let mut rest = rest.to_vec();
+        if is_stored_elsewhere(name) {
+            std::thread::sleep(faults.pause);
+            let mut faults = self.faults.lock().unwrap();
+            if !faults.ends.is_empty() {
+                let end = faults.ends.remove(0).saturating_sub(from.unwrap_or(0));
+                return stream.write_all(&rest[..end]).map(|()| false);
+            }
+            if faults.wrong_bytes > 0 {
+                faults.wrong_bytes -= 1;
+                *rest.last_mut().unwrap() ^= 1;
+            }
+        }
+        stream.write_all(&rest).map(|()| true)
+    }
+}
+
+fn head(stream: &mut TcpStream, status: u16, headers: &str, length: usize) -> std::io::Result<()> {
+    write!(stream, "HTTP/1.1 {status} As it is\r\n{headers}Content-Length: {length}\r\n\r\n")
+}
