@@ -213,6 +213,10 @@ struct Close<'a>(&'a Crew);
 impl Drop for Close<'_> {
     fn drop(&mut self) {
         self.0.close();
+        if std::thread::panicking() {
+            // The caller's own panic goes on; a helper's must not wait for the next job.
+            lock(&self.0.panic).take();
+        }
     }
 }
 
@@ -287,11 +291,12 @@ mod tests {
     fn a_panic_reaches_the_caller_and_the_crew_goes_on() {
         let crew = crew();
         let me = std::thread::current().id();
-        for caller_panics in [false, true, false] {
+        for (caller, helper) in [(false, true), (true, false), (true, true), (false, true)] {
             let all = together(2);
             let work = || {
                 all();
-                assert!((std::thread::current().id() == me) != caller_panics, "as planted");
+                let panics = if std::thread::current().id() == me { caller } else { helper };
+                assert!(!panics, "as planted");
             };
             let panic = catch_unwind(AssertUnwindSafe(|| crew.run(1, &work))).expect_err("a panic");
             assert_eq!(panic.downcast_ref(), Some(&"as planted"));
