@@ -35,7 +35,7 @@ cargo test --release --test finetune smollm2::
 
 python data "$folder"
 "$zerorun" finetune "$model" --data "$folder/dialogues.jsonl" --out "$folder/adapter" --lora r=16,alpha=32 --steps 300 --ctx 256 \
-    --batch 4 --lr 1e-3 --cache "$folder/cache" --metrics "$folder/metrics.jsonl"
+    --batch 4 --lr 5e-4 --cache "$folder/cache" --metrics "$folder/metrics.jsonl"
 "$zerorun" generate "$model" --adapter "$folder/adapter" --max_tokens 40 < "$folder/questions.txt" > "$folder/given.txt" \
     2> "$folder/speed.txt"
 
