@@ -47,6 +47,8 @@ pub struct RankEnv {
     pub master_port: u16,
     /// The inherited file descriptor of the memory that the ranks of this host share; set by zerorun.
     pub shm_fd: Option<RawFd>,
+    /// Whether a launcher of MPI started the ranks (mpirun, mpiexec, srun), so that MPI joins them.
+    pub mpi: bool,
     /// How long a rank waits for the others in a collective.
     pub timeout: Duration,
 }
@@ -63,6 +65,7 @@ struct RankNumbers {
     rank: Number,
     world: Number,
     local: Option<(Number, Number)>,
+    mpi: bool,
 }
 
 impl RankEnv {
@@ -70,7 +73,7 @@ impl RankEnv {
     ///
     /// # Errors
     /// A variable that cannot be read, a half-set group of variables, a rank that is not below its world, several ranks
-    /// without shared memory (not started by zerorun), ranks on several hosts.
+    /// that nothing joins (started by neither zerorun nor an MPI launcher).
     pub fn from_env() -> Result<Self> {
         // A value that is not UTF-8 is no number: its replacement characters are refused by name.
         Self::from_lookup(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
@@ -100,10 +103,13 @@ impl RankEnv {
                 master_addr,
                 master_port,
                 shm_fd,
+                mpi: false,
                 timeout,
             });
         };
-        let RankNumbers { rank, world, local } = found;
+        let RankNumbers { rank, world, local, mpi } = found;
+        // Under zerorun, which an MPI launcher may have started, the ranks are zerorun's.
+        let mpi = mpi && shm_fd.is_none();
         below(rank, world)?;
         let (local_rank, local_world_size) = match local {
             None => (rank.value, world.value),
@@ -112,7 +118,7 @@ impl RankEnv {
                 (local_rank.value, local_world.value)
             }
         };
-        if world.value > 1 {
+        if world.value > 1 && !mpi {
             if local_world_size != world.value {
                 return Err(RankEnvError::SeveralHosts { local_world: local_world_size, world: world.value }.into());
             }
@@ -130,6 +136,7 @@ impl RankEnv {
             master_addr,
             master_port,
             shm_fd,
+            mpi,
             timeout,
         })
     }
@@ -203,25 +210,25 @@ impl Vars<'_> {
             _ => None,
         };
         if let Some((rank, world)) = only.map_or_else(|| self.pair("RANK", &["WORLD_SIZE"]), |only| Ok(Some(only)))? {
-            return Ok(Some(RankNumbers { rank, world, local: local? }));
+            return Ok(Some(RankNumbers { rank, world, local: local?, mpi: false }));
         }
         if let Some((local_rank, _)) = local? {
             return Err(RankEnvError::Incomplete { set: local_rank.name, missing: "RANK" }.into());
         }
         if let Some((rank, world)) = self.pair("OMPI_COMM_WORLD_RANK", &["OMPI_COMM_WORLD_SIZE"])? {
             let local = self.pair("OMPI_COMM_WORLD_LOCAL_RANK", &["OMPI_COMM_WORLD_LOCAL_SIZE"])?;
-            return Ok(Some(RankNumbers { rank, world, local }));
+            return Ok(Some(RankNumbers { rank, world, local, mpi: true }));
         }
         if let Some((rank, world)) = self.pair("PMI_RANK", &["PMI_SIZE"])? {
             let local = self.pair("MPI_LOCALRANKID", &["MPI_LOCALNRANKS"])?;
-            return Ok(Some(RankNumbers { rank, world, local }));
+            return Ok(Some(RankNumbers { rank, world, local, mpi: true }));
         }
         // SLURM_NTASKS alone is no half-set group: every shell inside an allocation has it, tasks have SLURM_PROCID
         // too.
         if self.get("SLURM_PROCID").is_some()
             && let Some((rank, world)) = self.pair("SLURM_PROCID", &["SLURM_NTASKS", "SLURM_NPROCS"])?
         {
-            return Ok(Some(RankNumbers { rank, world, local: self.slurm_local()? }));
+            return Ok(Some(RankNumbers { rank, world, local: self.slurm_local()?, mpi: true }));
         }
         Ok(None)
     }
@@ -284,6 +291,7 @@ mod tests {
             master_addr: "127.0.0.1".to_string(),
             master_port: 29500,
             shm_fd: None,
+            mpi: false,
             timeout: Duration::from_secs(600),
         };
         assert_eq!(read(&[]).unwrap(), alone);
