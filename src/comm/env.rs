@@ -9,6 +9,8 @@
 //! | MPICH, Intel MPI (Hydra) | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
 //! | Slurm's srun | `SLURM_PROCID`, `SLURM_NTASKS` (`SLURM_NPROCS`) | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` |
 //! | none | rank 0 of 1 | |
+//!
+//! Ranks that a launcher of MPI started (the last three) are joined by MPI, on one host or several.
 
 use std::os::fd::RawFd;
 use std::str::FromStr;
@@ -345,6 +347,22 @@ mod tests {
     }
 
     #[test]
+    fn mpi_joins_the_ranks_of_its_launchers_alone_and_not_those_of_a_zerorun_under_one() {
+        let open_mpi = [
+            ("OMPI_COMM_WORLD_RANK", "3"),
+            ("OMPI_COMM_WORLD_SIZE", "4"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+        ];
+        let env = read(&open_mpi).unwrap();
+        assert_eq!((numbers(&env), env.mpi), ([3, 4, 1, 2], true));
+        assert!(read(&[("SLURM_PROCID", "3"), ("SLURM_NTASKS", "4")]).unwrap().mpi);
+        let zerorun = [("RANK", "0"), ("WORLD_SIZE", "2"), ("CANDLE_ZERO_SHM_FD", "3")];
+        let env = read(&[&open_mpi[..], &zerorun].concat()).unwrap();
+        assert_eq!((numbers(&env), env.mpi), ([0, 2, 0, 2], false));
+    }
+
+    #[test]
     fn a_world_of_one_needs_no_rank() {
         assert_eq!(numbers(&read(&[("WORLD_SIZE", "1")]).unwrap()), [0, 1, 0, 1]);
     }
@@ -367,13 +385,13 @@ mod tests {
         insta::assert_snapshot!(refusal(&[("RANK", "-1"), ("WORLD_SIZE", "2")]), @"environment variable RANK is `-1`; it must be a whole number");
         insta::assert_snapshot!(refusal(&[("RANK", "2"), ("WORLD_SIZE", "2"), shared]), @"RANK is 2 but WORLD_SIZE is 2; it must be below that");
         insta::assert_snapshot!(refusal(&[("RANK", "0"), ("WORLD_SIZE", "0")]), @"RANK is 0 but WORLD_SIZE is 0; it must be below that");
-        insta::assert_snapshot!(refusal(&[("RANK", "1"), ("WORLD_SIZE", "2")]), @"RANK says rank 1 of 2, but CANDLE_ZERO_SHM_FD is not set, so the ranks cannot reach one another; start the program with `zerorun --num_ranks 2` on one host (several hosts are not offered yet)");
+        insta::assert_snapshot!(refusal(&[("RANK", "1"), ("WORLD_SIZE", "2")]), @"RANK says rank 1 of 2, but CANDLE_ZERO_SHM_FD is not set, so the ranks cannot reach one another; start the program with `zerorun --num_ranks 2` on one host, or with mpirun or srun on several");
         insta::assert_snapshot!(refusal(&[("CANDLE_ZERO_SHM_FD", "-1")]), @"environment variable CANDLE_ZERO_SHM_FD is `-1`; it must be the number of an open file descriptor");
         insta::assert_snapshot!(refusal(&[("CANDLE_ZERO_TIMEOUT_MS", "0")]), @"environment variable CANDLE_ZERO_TIMEOUT_MS is `0`; it must be a whole number of milliseconds, at least 1");
         insta::assert_snapshot!(refusal(&[("MASTER_PORT", "70000")]), @"environment variable MASTER_PORT is `70000`; it must be a port number from 1 to 65535");
         insta::assert_snapshot!(
             refusal(&[("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2"), shared]),
-            @"2 of 4 ranks are on this host: several hosts are not offered yet; start all ranks on one host with `zerorun --num_ranks 4`"
+            @"2 of 4 ranks are on this host, and nothing joins it with the others; start all ranks on one host with `zerorun --num_ranks 4`, or on several with mpirun or srun"
         );
     }
 

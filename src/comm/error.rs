@@ -250,7 +250,7 @@ pub enum RankEnvError {
     /// The environment says that there are several ranks, but nothing joins them.
     #[error(
         "{rank_name} says rank {rank} of {world}, but CANDLE_ZERO_SHM_FD is not set, so the ranks cannot reach one \
-         another; start the program with `zerorun --num_ranks {world}` on one host (several hosts are not offered yet)"
+         another; start the program with `zerorun --num_ranks {world}` on one host, or with mpirun or srun on several"
     )]
     NotJoined {
         /// Variable with the rank.
@@ -262,8 +262,8 @@ pub enum RankEnvError {
     },
     /// Ranks on several hosts.
     #[error(
-        "{local_world} of {world} ranks are on this host: several hosts are not offered yet; \
-         start all ranks on one host with `zerorun --num_ranks {world}`"
+        "{local_world} of {world} ranks are on this host, and nothing joins it with the others; start all ranks on one host \
+         with `zerorun --num_ranks {world}`, or on several with mpirun or srun"
     )]
     SeveralHosts {
         /// Ranks on this host.

@@ -45,35 +45,35 @@ impl Reach {
     pub(super) fn all_reduce(&mut self, wire: Wire, input: Flat, tag: u64) -> Result<Flat> {
         match self {
             Self::Host(exchange) => collectives::all_reduce(exchange, wire, input, tag),
-            Self::Hosts(tiers) => tiers.all_reduce(wire, input, tag),
+            Self::Hosts(tiers) => tiers.run(|tiers| tiers.all_reduce(wire, input, tag)),
         }
     }
 
     pub(super) fn reduce_scatter(&mut self, wire: Wire, input: Flat, tag: u64) -> Result<Flat> {
         match self {
             Self::Host(exchange) => collectives::reduce_scatter(exchange, wire, input, tag),
-            Self::Hosts(tiers) => tiers.reduce_scatter(wire, input, tag),
+            Self::Hosts(tiers) => tiers.run(|tiers| tiers.reduce_scatter(wire, input, tag)),
         }
     }
 
     pub(super) fn all_gather(&mut self, wire: Wire, shard: Flat, tag: u64) -> Result<Flat> {
         match self {
             Self::Host(exchange) => collectives::all_gather(exchange, wire, shard, tag),
-            Self::Hosts(tiers) => tiers.all_gather(wire, shard, tag),
+            Self::Hosts(tiers) => tiers.run(|tiers| tiers.all_gather(wire, shard, tag)),
         }
     }
 
     pub(super) fn gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         match self {
             Self::Host(exchange) => collectives::gather_bytes(exchange, bytes),
-            Self::Hosts(tiers) => tiers.gather_bytes(bytes),
+            Self::Hosts(tiers) => tiers.run(|tiers| tiers.gather_bytes(bytes)),
         }
     }
 
     pub(super) fn barrier(&mut self) -> Result<()> {
         match self {
             Self::Host(exchange) => collectives::barrier(exchange),
-            Self::Hosts(tiers) => tiers.barrier(),
+            Self::Hosts(tiers) => tiers.run(Tiers::barrier),
         }
     }
 }

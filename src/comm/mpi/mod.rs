@@ -91,7 +91,13 @@ impl Place {
     /// Tells the ranks of other hosts that this one gives up.
     pub(super) fn abort(&self, why: &str) {
         self.link.fail();
-        self.notices.give_up(&self.hosts, why);
+        // Others are told of the first failure, not of its echo.
+        match self.region.first_failure() {
+            Some((rank, fault)) if self.first() + rank != self.link.rank() => {
+                self.notices.give_up(&self.hosts, self.first() + rank, &self.region.explained(rank, fault));
+            }
+            _ => self.notices.give_up(&self.hosts, self.link.rank(), why),
+        }
     }
 }
 

@@ -7,30 +7,30 @@ use crate::util::lock;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
-/// Bytes of a notice: what it is, the length of its text, and the text.
-const BYTES: usize = 8 + TEXT;
+/// Bytes of a notice: what it is, the rank that it is about, the length of its text, and the text.
+const BYTES: usize = 12 + TEXT;
 const TEXT: usize = 1024;
 
 /// What a rank tells.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Notice {
-    /// It gives up, and why.
-    GivesUp(String),
+    /// It gives up: because of this rank of its host, which may be itself, and why that one did.
+    GivesUp(usize, String),
     /// It leaves in good order.
     Leaves,
 }
 
 impl Notice {
     fn to_bytes(&self) -> Vec<u8> {
-        let (kind, text) = match self {
-            Self::GivesUp(why) => (1u32, why.as_str()),
-            Self::Leaves => (2, ""),
+        let (kind, rank, text) = match self {
+            Self::GivesUp(rank, why) => (1u32, *rank as u32, why.as_str()),
+            Self::Leaves => (2, 0, ""),
         };
         let mut end = text.len().min(TEXT);
         while !text.is_char_boundary(end) {
             end -= 1;
         }
-        let mut bytes = [kind, end as u32].map(u32::to_le_bytes).concat();
+        let mut bytes = [kind, rank, end as u32].map(u32::to_le_bytes).concat();
         bytes.extend_from_slice(&text.as_bytes()[..end]);
         bytes.resize(BYTES, 0);
         bytes
@@ -40,7 +40,7 @@ impl Notice {
         let word = |i: usize| u32::from_le_bytes(bytes[4 * i..4 * i + 4].try_into().expect("four bytes")) as usize;
         match word(0) {
             2 => Self::Leaves,
-            _ => Self::GivesUp(String::from_utf8_lossy(&bytes[8..8 + word(1).min(TEXT)]).into_owned()),
+            _ => Self::GivesUp(word(1), String::from_utf8_lossy(&bytes[12..12 + word(2).min(TEXT)]).into_owned()),
         }
     }
 }
@@ -56,7 +56,7 @@ struct State {
     /// Of the ranks that have told nothing yet.
     awaited: Vec<(usize, Transfer)>,
     left: BTreeSet<usize>,
-    /// The first that gave up, with its reason.
+    /// The first that failed, with its reason.
     failure: Option<(usize, String)>,
     /// What this rank has told, on its way to each.
     told: Option<Vec<Transfer>>,
@@ -75,9 +75,9 @@ impl Notices {
         Ok(Self { link, state: Mutex::new(State { awaited, ..State::default() }) })
     }
 
-    /// Tells the others that this rank gives up.
-    pub(super) fn give_up(&self, hosts: &Hosts, why: &str) {
-        self.tell(hosts, &Notice::GivesUp(why.to_string()));
+    /// Tells the others that this rank gives up, because of `rank` of this host.
+    pub(super) fn give_up(&self, hosts: &Hosts, rank: usize, why: &str) {
+        self.tell(hosts, &Notice::GivesUp(rank, why.to_string()));
     }
 
     /// Tells the others that this rank leaves, unless it has given up.
@@ -94,7 +94,7 @@ impl Notices {
         }
     }
 
-    /// The first rank of another host that has given up, with its reason.
+    /// The first rank of another host that has failed, with its reason, as far as was heard.
     ///
     /// # Errors
     /// MPI's.
@@ -107,7 +107,7 @@ impl Notices {
             }
             match Notice::from_bytes(&transfer.into_bytes()) {
                 Notice::Leaves => drop(state.left.insert(peer)),
-                Notice::GivesUp(why) => drop(state.failure.get_or_insert((peer, why))),
+                Notice::GivesUp(rank, why) => drop(state.failure.get_or_insert((rank, why))),
             }
         }
         Ok(state.failure.clone())
@@ -139,10 +139,10 @@ mod tests {
 
     #[test]
     fn a_notice_is_read_as_it_was_sent_and_a_long_text_is_cut_at_a_character() {
-        for notice in [Notice::GivesUp("out of memory".into()), Notice::Leaves] {
+        for notice in [Notice::GivesUp(7, "out of memory".into()), Notice::Leaves] {
             assert_eq!(Notice::from_bytes(&notice.to_bytes()), notice);
         }
-        let long = Notice::GivesUp("é".repeat(TEXT));
-        assert_eq!(Notice::from_bytes(&long.to_bytes()), Notice::GivesUp("é".repeat(TEXT / 2)));
+        let long = Notice::GivesUp(7, "é".repeat(TEXT));
+        assert_eq!(Notice::from_bytes(&long.to_bytes()), Notice::GivesUp(7, "é".repeat(TEXT / 2)));
     }
 }

@@ -39,6 +39,8 @@ const SENT_BYTES: usize = 16 << 20;
 const SPINS: u32 = 200;
 const YIELDS: u32 = 20_000;
 const NAP: Duration = Duration::from_micros(50);
+/// How much later than its echo in this host the failure of a rank of another host may be heard of.
+const ECHO: Duration = Duration::from_millis(100);
 /// How often a wait looks for ranks that have failed.
 const WATCH: Duration = Duration::from_millis(20);
 type Result<T> = std::result::Result<T, CommError>;
@@ -111,13 +113,34 @@ impl Tiers {
         (self.wire_bytes, self.exact_bytes) = (0, 0);
     }
 
+    /// Runs one of the collectives that follow, to the end of everything that this rank sends in it.
+    pub(in crate::comm) fn run<T>(&mut self, collective: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let result = collective(self).and_then(|result| self.flush().map(|()| result));
+        result.map_err(|error| self.at_first(error))
+    }
+
+    /// The failure of which this one is the echo, if it is: a rank of this host may have been told of a rank of another host
+    /// before this one was.
+    fn at_first(&self, error: CommError) -> CommError {
+        if !matches!(error, CommError::RankAborted { .. } | CommError::RankLeft { .. }) {
+            return error;
+        }
+        let until = Instant::now() + ECHO;
+        loop {
+            match self.notices.failure() {
+                Ok(Some((from, why))) => return self.aborted(from, &why),
+                Ok(None) if Instant::now() < until => std::thread::sleep(NAP),
+                _ => return error,
+            }
+        }
+    }
+
     /// The sum lies where `input` lay.
     pub(in crate::comm) fn reduce_scatter(&mut self, wire: Wire, mut input: Flat, tag: u64) -> Result<Flat> {
         self.begin(Kind::ReduceScatter, wire, input.dtype(), input.len(), tag);
         assert!(input.len().is_multiple_of(self.size()), "{} elements in {} equal chunks", input.len(), self.size());
         let chunk = input.len() / self.size();
         self.reduce(wire, &mut input, 0)?;
-        self.flush()?;
         input.truncate(chunk);
         Ok(input)
     }
@@ -133,13 +156,12 @@ impl Tiers {
             let bytes = whole.as_bytes_mut();
             bytes.copy_within(..exact, rank * exact);
             self.gather(bytes, exact)?;
-            return self.flush().map(|()| whole);
+            return Ok(whole);
         };
         let part = ints.encoded_len(chunk);
         let mut coded = vec![0; part * world];
         ints.encode(whole.slice(0..chunk), &mut coded[rank * part..][..part]);
         self.gather(&mut coded, exact)?;
-        self.flush()?;
         whole.extend_zeros(chunk * (world - 1));
         for (r, coded) in coded.chunks_exact(part.max(1)).enumerate() {
             ints.decode(coded, whole.slice_mut(r * chunk..(r + 1) * chunk));
@@ -155,7 +177,6 @@ impl Tiers {
         input.extend_zeros(chunk * self.size() - len);
         self.reduce(wire, &mut input, self.rank() * chunk)?;
         self.gather(input.as_bytes_mut(), chunk * size)?;
-        self.flush()?;
         input.truncate(len);
         Ok(input)
     }
@@ -165,7 +186,6 @@ impl Tiers {
         let mut whole = vec![0; bytes.len() * self.size()];
         whole[self.rank() * bytes.len()..][..bytes.len()].copy_from_slice(bytes);
         self.gather(&mut whole, bytes.len())?;
-        self.flush()?;
         Ok(match bytes.len() {
             0 => vec![Vec::new(); self.size()],
             len => whole.chunks_exact(len).map(<[u8]>::to_vec).collect(),
@@ -175,8 +195,7 @@ impl Tiers {
     pub(in crate::comm) fn barrier(&mut self) -> Result<()> {
         self.begin(Kind::Barrier, Wire::Exact, DType::U8, 0, 0);
         // A byte from each rank: whoever has all of them knows that all have come.
-        self.gather(&mut vec![0; self.size()], 1)?;
-        self.flush()
+        self.gather(&mut vec![0; self.size()], 1)
     }
 
     /// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes it from element `at` on: the place
@@ -218,6 +237,9 @@ impl Tiers {
                     Wire::Exact => part.copy_from_slice(input.slice(of(here.start + r)).as_bytes()),
                     Wire::Blocks(ints) => ints.encode(input.slice(of(here.start + r)), part),
                 })?;
+                if inside.is_empty() {
+                    continue;
+                }
                 let from = encoded(inside.start);
                 let (before, after) = parts.split_at(here.start);
                 let peers: Vec<&[u8]> = (before.iter().map(|part| &part[from..from + bytes]))
@@ -429,14 +451,19 @@ impl Tiers {
             return Err(error);
         }
         if let Some((from, why)) = self.notices.failure()? {
-            let (rank, op, host) = (self.rank(), self.op(), self.hosts.name_of(from));
-            return Err(CommError::RankAborted { rank, peer: from, why: format!("on host {host}: {why}"), op });
+            return Err(self.aborted(from, &why));
         }
         if self.notices.has_left(peer) {
             let (rank, op) = (self.rank(), self.op());
             return Err(CommError::RankLeft { rank, peer, op });
         }
         Ok(())
+    }
+
+    /// The error where rank `from` of another host has given up.
+    fn aborted(&self, from: usize, why: &str) -> CommError {
+        let why = format!("on host {}: {why}", self.hosts.name_of(from));
+        CommError::RankAborted { rank: self.rank(), peer: from, why, op: self.op() }
     }
 
     /// The present collective, for messages.
