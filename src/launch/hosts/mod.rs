@@ -7,6 +7,7 @@
 
 pub(crate) mod cores;
 pub(crate) mod error;
+pub(crate) mod export;
 pub(crate) mod filter;
 pub(crate) mod hostfile;
 #[cfg(test)]
