@@ -74,7 +74,7 @@ impl Place {
     }
 
     pub(super) fn tiers(&self, local: Exchange, timeout: std::time::Duration) -> Tiers {
-        Tiers::new(local, self, timeout)
+        Tiers::new(local, self.link.clone(), self.hosts.clone(), self.notices.clone(), timeout)
     }
 
     /// Waits until those of other hosts have left too, as MPI's end would, unless one of them gives up.

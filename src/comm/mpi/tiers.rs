@@ -11,7 +11,6 @@
 //!
 //! Sums run in rank order in f32, so the bits are those of one machine with as many ranks.
 
-use super::Place;
 use super::hosts::Hosts;
 use super::link::{Link, Tag, Transfer};
 use super::notices::Notices;
@@ -65,8 +64,13 @@ pub(in crate::comm) struct Tiers {
 }
 
 impl Tiers {
-    pub(super) fn new(local: Exchange, place: &Place, timeout: Duration) -> Self {
-        let Place { link, hosts, notices, .. } = place.clone();
+    pub(super) fn new(
+        local: Exchange,
+        link: Arc<Link>,
+        hosts: Arc<Hosts>,
+        notices: Arc<Notices>,
+        timeout: Duration,
+    ) -> Self {
         Self {
             local,
             link,

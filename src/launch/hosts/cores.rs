@@ -10,9 +10,6 @@
 
 use super::error::{HostsError, shown};
 
-/// Core numbers are below this. A larger one is a slip of the keyboard: Linux has at most 8192 cores.
-pub(super) const MOST_CORES: usize = 1 << 16;
-
 /// The cores that ranks may be bound to, ascending.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CoreList(Vec<usize>);
@@ -52,7 +49,7 @@ impl CoreList {
 
 /// `4` is 4 to 4, `2-4` is 2 to 4.
 fn bounds(part: &str) -> Option<(usize, usize)> {
-    let number = |text: &str| text.trim().parse().ok().filter(|core| *core < MOST_CORES);
+    let number = |text: &str| text.trim().parse().ok().filter(|core| *core < super::MOST_CORES);
     match part.split_once('-') {
         None => number(part).map(|core| (core, core)),
         Some((first, last)) => Some((number(first)?, number(last)?)),

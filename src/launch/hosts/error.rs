@@ -53,7 +53,7 @@ pub enum HostsError {
     #[error(
         "{}:{line}: host `{host}` has slots={slots}; at most {} are allowed, usually one for each GPU",
         path.display(),
-        super::hostfile::MOST_SLOTS
+        super::MOST_SLOTS
     )]
     TooManySlots {
         /// The hostfile.
@@ -158,7 +158,7 @@ pub enum HostsError {
     /// More ranks on each host are asked for than a host can have.
     #[error(
         "--num_gpus {slots} is above {}, the most slots of a host; give as many as ranks shall run on each host",
-        super::hostfile::MOST_SLOTS
+        super::MOST_SLOTS
     )]
     TooManyRanks {
         /// The number asked for.
@@ -255,7 +255,7 @@ pub enum HostsError {
     #[error(
         "`{part}` in the core list `{list}` is neither a core nor a range of cores; write numbers below {} or \
          FIRST-LAST, for example 0,2-4",
-        super::cores::MOST_CORES
+        super::MOST_CORES
     )]
     BadCores {
         /// The list.

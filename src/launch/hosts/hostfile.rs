@@ -7,9 +7,6 @@ use super::Host;
 use super::error::{HostsError, shown};
 use std::path::Path;
 
-/// The most slots of one host. A number above it is a slip of the keyboard.
-pub(super) const MOST_SLOTS: usize = 1 << 16;
-
 /// Reads the text of a hostfile; `path` is for messages.
 pub(crate) fn parse(text: &str, path: &Path) -> Result<Vec<Host>, HostsError> {
     let mut hosts: Vec<Host> = Vec::new();
@@ -30,7 +27,7 @@ pub(crate) fn parse(text: &str, path: &Path) -> Result<Vec<Host>, HostsError> {
             let first = lines[earlier];
             return Err(HostsError::DuplicateHost { path: path.into(), line, host: shown(name), first });
         }
-        let slots = count.parse().ok().filter(|slots| *slots <= MOST_SLOTS).ok_or_else(|| {
+        let slots = count.parse().ok().filter(|slots| *slots <= super::MOST_SLOTS).ok_or_else(|| {
             HostsError::TooManySlots { path: path.into(), line, host: shown(name), slots: shown(count) }
         })?;
         hosts.push(Host::with_slots(name, slots));
