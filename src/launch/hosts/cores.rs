@@ -49,7 +49,7 @@ impl CoreList {
 
 /// `4` is 4 to 4, `2-4` is 2 to 4.
 fn bounds(part: &str) -> Option<(usize, usize)> {
-    let number = |text: &str| text.trim().parse().ok().filter(|core| *core < super::MOST_CORES);
+    let number = |text: &str| text.trim().parse().ok().filter(|core| *core < super::error::MOST_CORES);
     match part.split_once('-') {
         None => number(part).map(|core| (core, core)),
         Some((first, last)) => Some((number(first)?, number(last)?)),

@@ -2,6 +2,11 @@
 
 use std::path::PathBuf;
 
+/// The most slots of one host. A number above it is a slip of the keyboard.
+pub(super) const MOST_SLOTS: usize = 1 << 16;
+/// Core numbers are below this. A larger one is a slip of the keyboard: Linux has at most 8192 cores.
+pub(super) const MOST_CORES: usize = 1 << 16;
+
 /// Errors of hosts, their slots, and what ranks there are given.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -53,7 +58,7 @@ pub enum HostsError {
     #[error(
         "{}:{line}: host `{host}` has slots={slots}; at most {} are allowed, usually one for each GPU",
         path.display(),
-        super::MOST_SLOTS
+        MOST_SLOTS
     )]
     TooManySlots {
         /// The hostfile.
@@ -158,7 +163,7 @@ pub enum HostsError {
     /// More ranks on each host are asked for than a host can have.
     #[error(
         "--num_gpus {slots} is above {}, the most slots of a host; give as many as ranks shall run on each host",
-        super::MOST_SLOTS
+        MOST_SLOTS
     )]
     TooManyRanks {
         /// The number asked for.
@@ -255,7 +260,7 @@ pub enum HostsError {
     #[error(
         "`{part}` in the core list `{list}` is neither a core nor a range of cores; write numbers below {} or \
          FIRST-LAST, for example 0,2-4",
-        super::MOST_CORES
+        MOST_CORES
     )]
     BadCores {
         /// The list.

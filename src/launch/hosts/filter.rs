@@ -61,7 +61,7 @@ impl Selection {
             return Err(HostsError::TooFewHosts { asked: count, found: hosts.len() });
         };
         match self.num_gpus {
-            Some(slots) if slots > super::MOST_SLOTS => Err(HostsError::TooManyRanks { slots }),
+            Some(slots) if slots > super::error::MOST_SLOTS => Err(HostsError::TooManyRanks { slots }),
             Some(slots) => Ok(kept.iter().map(|host| Host::with_slots(&host.name, slots)).collect()),
             None => Ok(kept.to_vec()),
         }

@@ -14,11 +14,6 @@ pub(crate) mod hostfile;
 mod recorded;
 pub(crate) mod world;
 
-/// The most slots of one host. A number above it is a slip of the keyboard.
-const MOST_SLOTS: usize = 1 << 16;
-/// Core numbers are below this. A larger one is a slip of the keyboard: Linux has at most 8192 cores.
-const MOST_CORES: usize = 1 << 16;
-
 /// A host and its slots, the places for one rank each. A slot's number is also that of its GPU, where there are any.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Host {
