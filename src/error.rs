@@ -25,6 +25,8 @@ pub use crate::hub::error::HubError;
 pub use crate::kernels::error::KernelError;
 #[cfg(feature = "cli")]
 pub use crate::launch::error::LaunchError;
+#[cfg(feature = "cli")]
+pub use crate::launch::hosts::error::HostsError;
 pub use crate::models::error::ModelError;
 pub use crate::monitor::error::MonitorError;
 pub use crate::nn::error::LoraError;

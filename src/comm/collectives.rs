@@ -101,7 +101,7 @@ pub(super) fn barrier(ex: &mut Exchange) -> Result<()> {
 
 /// How the elements of a reduction travel, and how many of every peer's chunk in one piece. Where a slot has no room for
 /// a block for each peer (Int8, from 994 ranks on) they travel as they are.
-fn piece_of(world: usize, wire: Wire, dtype: DType) -> (Wire, usize) {
+pub(super) fn piece_of(world: usize, wire: Wire, dtype: DType) -> (Wire, usize) {
     let bytes = SLOT_BYTES / (world - 1).max(1);
     let blocks = if let Wire::Blocks(ints) = wire { ints.whole_blocks_in(bytes) } else { 0 };
     if blocks > 0 { (wire, blocks) } else { (Wire::Exact, bytes / dtype.size_in_bytes()) }
@@ -216,7 +216,7 @@ fn gather_piece(ex: &mut Exchange, whole: &mut [MaybeUninit<u8>], own: Own<'_>, 
 }
 
 /// Bytes of a slot as elements. Slots are page-aligned and offsets multiples of the element size.
-fn typed(dtype: DType, bytes: &[u8]) -> FlatRef<'_> {
+pub(super) fn typed(dtype: DType, bytes: &[u8]) -> FlatRef<'_> {
     match dtype {
         DType::F32 => FlatRef::F32(bytemuck::cast_slice(bytes)),
         DType::BF16 => FlatRef::BF16(bytemuck::cast_slice(bytes)),

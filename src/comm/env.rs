@@ -9,6 +9,8 @@
 //! | MPICH, Intel MPI (Hydra) | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
 //! | Slurm's srun | `SLURM_PROCID`, `SLURM_NTASKS` (`SLURM_NPROCS`) | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` |
 //! | none | rank 0 of 1 | |
+//!
+//! Ranks that a launcher of MPI started (the last three) are joined by MPI, on one host or several.
 
 use std::os::fd::RawFd;
 use std::str::FromStr;
@@ -47,6 +49,8 @@ pub struct RankEnv {
     pub master_port: u16,
     /// The inherited file descriptor of the memory that the ranks of this host share; set by zerorun.
     pub shm_fd: Option<RawFd>,
+    /// Whether a launcher of MPI started the ranks (mpirun, mpiexec, srun), so that MPI joins them.
+    pub mpi: bool,
     /// How long a rank waits for the others in a collective.
     pub timeout: Duration,
 }
@@ -63,6 +67,7 @@ struct RankNumbers {
     rank: Number,
     world: Number,
     local: Option<(Number, Number)>,
+    mpi: bool,
 }
 
 impl RankEnv {
@@ -70,7 +75,7 @@ impl RankEnv {
     ///
     /// # Errors
     /// A variable that cannot be read, a half-set group of variables, a rank that is not below its world, several ranks
-    /// without shared memory (not started by zerorun), ranks on several hosts.
+    /// that nothing joins (started by neither zerorun nor an MPI launcher).
     pub fn from_env() -> Result<Self> {
         // A value that is not UTF-8 is no number: its replacement characters are refused by name.
         Self::from_lookup(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
@@ -100,10 +105,13 @@ impl RankEnv {
                 master_addr,
                 master_port,
                 shm_fd,
+                mpi: false,
                 timeout,
             });
         };
-        let RankNumbers { rank, world, local } = found;
+        let RankNumbers { rank, world, local, mpi } = found;
+        // Under zerorun, which an MPI launcher may have started, the ranks are zerorun's.
+        let mpi = mpi && shm_fd.is_none();
         below(rank, world)?;
         let (local_rank, local_world_size) = match local {
             None => (rank.value, world.value),
@@ -112,7 +120,7 @@ impl RankEnv {
                 (local_rank.value, local_world.value)
             }
         };
-        if world.value > 1 {
+        if world.value > 1 && !mpi {
             if local_world_size != world.value {
                 return Err(RankEnvError::SeveralHosts { local_world: local_world_size, world: world.value }.into());
             }
@@ -130,6 +138,7 @@ impl RankEnv {
             master_addr,
             master_port,
             shm_fd,
+            mpi,
             timeout,
         })
     }
@@ -203,25 +212,25 @@ impl Vars<'_> {
             _ => None,
         };
         if let Some((rank, world)) = only.map_or_else(|| self.pair("RANK", &["WORLD_SIZE"]), |only| Ok(Some(only)))? {
-            return Ok(Some(RankNumbers { rank, world, local: local? }));
+            return Ok(Some(RankNumbers { rank, world, local: local?, mpi: false }));
         }
         if let Some((local_rank, _)) = local? {
             return Err(RankEnvError::Incomplete { set: local_rank.name, missing: "RANK" }.into());
         }
         if let Some((rank, world)) = self.pair("OMPI_COMM_WORLD_RANK", &["OMPI_COMM_WORLD_SIZE"])? {
             let local = self.pair("OMPI_COMM_WORLD_LOCAL_RANK", &["OMPI_COMM_WORLD_LOCAL_SIZE"])?;
-            return Ok(Some(RankNumbers { rank, world, local }));
+            return Ok(Some(RankNumbers { rank, world, local, mpi: true }));
         }
         if let Some((rank, world)) = self.pair("PMI_RANK", &["PMI_SIZE"])? {
             let local = self.pair("MPI_LOCALRANKID", &["MPI_LOCALNRANKS"])?;
-            return Ok(Some(RankNumbers { rank, world, local }));
+            return Ok(Some(RankNumbers { rank, world, local, mpi: true }));
         }
         // SLURM_NTASKS alone is no half-set group: every shell inside an allocation has it, tasks have SLURM_PROCID
         // too.
         if self.get("SLURM_PROCID").is_some()
             && let Some((rank, world)) = self.pair("SLURM_PROCID", &["SLURM_NTASKS", "SLURM_NPROCS"])?
         {
-            return Ok(Some(RankNumbers { rank, world, local: self.slurm_local()? }));
+            return Ok(Some(RankNumbers { rank, world, local: self.slurm_local()?, mpi: true }));
         }
         Ok(None)
     }
@@ -284,6 +293,7 @@ mod tests {
             master_addr: "127.0.0.1".to_string(),
             master_port: 29500,
             shm_fd: None,
+            mpi: false,
             timeout: Duration::from_secs(600),
         };
         assert_eq!(read(&[]).unwrap(), alone);
@@ -337,6 +347,22 @@ mod tests {
     }
 
     #[test]
+    fn mpi_joins_the_ranks_of_its_launchers_alone_and_not_those_of_a_zerorun_under_one() {
+        let open_mpi = [
+            ("OMPI_COMM_WORLD_RANK", "3"),
+            ("OMPI_COMM_WORLD_SIZE", "4"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+        ];
+        let env = read(&open_mpi).unwrap();
+        assert_eq!((numbers(&env), env.mpi), ([3, 4, 1, 2], true));
+        assert!(read(&[("SLURM_PROCID", "3"), ("SLURM_NTASKS", "4")]).unwrap().mpi);
+        let zerorun = [("RANK", "0"), ("WORLD_SIZE", "2"), ("CANDLE_ZERO_SHM_FD", "3")];
+        let env = read(&[&open_mpi[..], &zerorun].concat()).unwrap();
+        assert_eq!((numbers(&env), env.mpi), ([0, 2, 0, 2], false));
+    }
+
+    #[test]
     fn a_world_of_one_needs_no_rank() {
         assert_eq!(numbers(&read(&[("WORLD_SIZE", "1")]).unwrap()), [0, 1, 0, 1]);
     }
@@ -359,13 +385,13 @@ mod tests {
         insta::assert_snapshot!(refusal(&[("RANK", "-1"), ("WORLD_SIZE", "2")]), @"environment variable RANK is `-1`; it must be a whole number");
         insta::assert_snapshot!(refusal(&[("RANK", "2"), ("WORLD_SIZE", "2"), shared]), @"RANK is 2 but WORLD_SIZE is 2; it must be below that");
         insta::assert_snapshot!(refusal(&[("RANK", "0"), ("WORLD_SIZE", "0")]), @"RANK is 0 but WORLD_SIZE is 0; it must be below that");
-        insta::assert_snapshot!(refusal(&[("RANK", "1"), ("WORLD_SIZE", "2")]), @"RANK says rank 1 of 2, but CANDLE_ZERO_SHM_FD is not set, so the ranks cannot reach one another; start the program with `zerorun --num_ranks 2` on one host (several hosts are not offered yet)");
+        insta::assert_snapshot!(refusal(&[("RANK", "1"), ("WORLD_SIZE", "2")]), @"RANK says rank 1 of 2, but CANDLE_ZERO_SHM_FD is not set, so the ranks cannot reach one another; start the program with `zerorun --num_ranks 2` on one host, or with mpirun or srun on several");
         insta::assert_snapshot!(refusal(&[("CANDLE_ZERO_SHM_FD", "-1")]), @"environment variable CANDLE_ZERO_SHM_FD is `-1`; it must be the number of an open file descriptor");
         insta::assert_snapshot!(refusal(&[("CANDLE_ZERO_TIMEOUT_MS", "0")]), @"environment variable CANDLE_ZERO_TIMEOUT_MS is `0`; it must be a whole number of milliseconds, at least 1");
         insta::assert_snapshot!(refusal(&[("MASTER_PORT", "70000")]), @"environment variable MASTER_PORT is `70000`; it must be a port number from 1 to 65535");
         insta::assert_snapshot!(
             refusal(&[("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2"), shared]),
-            @"2 of 4 ranks are on this host: several hosts are not offered yet; start all ranks on one host with `zerorun --num_ranks 4`"
+            @"2 of 4 ranks are on this host, and nothing joins it with the others; start all ranks on one host with `zerorun --num_ranks 4`, or on several with mpirun or srun"
         );
     }
 

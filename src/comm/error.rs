@@ -135,6 +135,72 @@ pub enum CommError {
         /// The collective that the other rank issued.
         there: String,
     },
+    /// There is no MPI library.
+    #[error(
+        "the ranks were started by an MPI launcher, but no MPI library was found (tried {tried}); install Open MPI or MPICH, \
+         put its lib folder into LD_LIBRARY_PATH, or name the file with CANDLE_ZERO_MPI_LIBRARY"
+    )]
+    NoMpi {
+        /// The files that were tried.
+        tried: String,
+    },
+    /// An MPI library lacks a function.
+    #[error(
+        "{library} has no {symbol}: it is no MPI library that this program can use; those of MPICH, Intel MPI and Open MPI 4 \
+         and later are"
+    )]
+    MpiLacks {
+        /// The file.
+        library: String,
+        /// The missing function or handle.
+        symbol: String,
+    },
+    /// An MPI library that wants all calls from one thread.
+    #[error(
+        "{library} does not let several threads call it in turns (MPI_THREAD_SERIALIZED); use a build of it with threads"
+    )]
+    MpiThreads {
+        /// The file and its version.
+        library: String,
+    },
+    /// A call of MPI failed.
+    #[error("MPI failed in {call}: {why}")]
+    Mpi {
+        /// The function.
+        call: &'static str,
+        /// The library's words.
+        why: String,
+    },
+    /// MPI and the environment name different ranks.
+    #[error(
+        "the environment says rank {rank} of {world}, MPI says rank {mpi_rank} of {mpi_world} ({library}): the library is not \
+         that of the mpirun which started the ranks; name its file with CANDLE_ZERO_MPI_LIBRARY"
+    )]
+    MpiForeign {
+        /// The rank by the environment.
+        rank: usize,
+        /// The ranks by the environment.
+        world: usize,
+        /// The rank by MPI.
+        mpi_rank: usize,
+        /// The ranks by MPI.
+        mpi_world: usize,
+        /// The file and its version.
+        library: String,
+    },
+    /// Ranks of one host are not consecutive.
+    #[error(
+        "ranks {first} and {second} are on host {host}, and ranks between them are not: the ranks of a host must be \
+         consecutive; start them by slots (mpirun --map-by slot, srun --distribution block)"
+    )]
+    HostsMixed {
+        /// The host.
+        host: String,
+        /// Its first rank.
+        first: usize,
+        /// Its first rank behind those of another host.
+        second: usize,
+    },
     /// The communication thread is gone.
     #[error("the communication thread of this rank has ended after an earlier failure; the first error tells why")]
     ThreadEnded,
@@ -184,7 +250,7 @@ pub enum RankEnvError {
     /// The environment says that there are several ranks, but nothing joins them.
     #[error(
         "{rank_name} says rank {rank} of {world}, but CANDLE_ZERO_SHM_FD is not set, so the ranks cannot reach one \
-         another; start the program with `zerorun --num_ranks {world}` on one host (several hosts are not offered yet)"
+         another; start the program with `zerorun --num_ranks {world}` on one host, or with mpirun or srun on several"
     )]
     NotJoined {
         /// Variable with the rank.
@@ -196,8 +262,8 @@ pub enum RankEnvError {
     },
     /// Ranks on several hosts.
     #[error(
-        "{local_world} of {world} ranks are on this host: several hosts are not offered yet; \
-         start all ranks on one host with `zerorun --num_ranks {world}`"
+        "{local_world} of {world} ranks are on this host, and nothing joins it with the others; start all ranks on one host \
+         with `zerorun --num_ranks {world}`, or on several with mpirun or srun"
     )]
     SeveralHosts {
         /// Ranks on this host.

@@ -46,6 +46,8 @@ pub(super) enum Runner {
 pub(super) struct Exchange {
     pieces: Pieces,
     timeout: Duration,
+    /// The number in the whole job of this world's rank 0, for messages.
+    first: usize,
     /// Collectives begun so far.
     sequence: u64,
     current: Option<Fingerprint>,
@@ -66,6 +68,7 @@ impl Exchange {
         Self {
             pieces: Pieces::new(region, rank, 0),
             timeout,
+            first: 0,
             sequence: 0,
             current: None,
             call: 0,
@@ -74,6 +77,11 @@ impl Exchange {
             roomy,
             patience: CROWDED,
         }
+    }
+
+    /// Rank 0 of this world is rank `first` of the job.
+    pub(super) fn numbered_from(self, first: usize) -> Self {
+        Self { first, ..self }
     }
 
     pub(super) fn rank(&self) -> usize {
@@ -178,7 +186,7 @@ impl Exchange {
 
     /// The failure as this rank reports it.
     fn error(&self, Failure { peer, fault, why }: Failure) -> CommError {
-        let (rank, op) = (self.rank(), self.op());
+        let (rank, peer, op) = (self.first + self.rank(), self.first + peer, self.op());
         match fault {
             Fault::Died => CommError::RankDied { rank, peer, why, op },
             Fault::GaveUp => CommError::RankAborted { rank, peer, why, op },
@@ -186,6 +194,13 @@ impl Exchange {
             Fault::Silent => CommError::HeartbeatLost { rank, peer, op, seconds: HEARTBEAT_LIMIT.as_secs() },
             Fault::Late => CommError::Timeout { rank, peer, op, limit: self.timeout },
         }
+    }
+
+    /// The failure of a peer that can take part no more, while this rank waits for something else.
+    pub(super) fn failed_peer(&self) -> Option<CommError> {
+        let region = self.pieces.region();
+        let (peer, fault) = region.first_failure().filter(|(peer, _)| *peer != self.rank())?;
+        Some(self.error(Failure { peer, fault, why: region.explained(peer, fault) }))
     }
 
     /// The present collective, for messages.
@@ -200,7 +215,7 @@ impl Exchange {
             return Ok(());
         }
         let (here, there) = (mine.within(self.call), theirs.within(call));
-        Err(CommError::Diverged { rank: self.rank(), here, peer, there })
+        Err(CommError::Diverged { rank: self.first + self.rank(), here, peer: self.first + peer, there })
     }
 }
 

@@ -4,6 +4,7 @@
 //! one after the other, issue their collectives through one queue, in the order in which the program runs them.
 
 use super::env::RankEnv;
+use super::mpi::Place;
 use super::shm::Region;
 use super::{CommLog, CommReport, Communicator, Pending, Shared, Solo, Wire};
 use crate::error::Result;
@@ -12,15 +13,17 @@ use crate::util::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-/// The communicator of a job of one rank or, under `zerorun`, of all its processes. Under `zerorun` all calls of a
-/// process give the same one: its engines share its collectives, their counters, and the first error, which ends the
+/// The communicator of a job of one rank or, under `zerorun` or a launcher of MPI, of all its processes. There all calls of
+/// a process give the same one: its engines share its collectives, their counters, and the first error, which ends the
 /// job for all of them.
 ///
 /// # Errors
-/// Memory that is not this job's; a rank that another process has.
+/// Memory that is not this job's; a rank that another process has; under a launcher of MPI, no MPI library, and its own
+/// errors.
 pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
     match env.shm_fd {
         Some(fd) if env.world_size > 1 => Ok(Arc::new(Member(shared_of_this_process(fd, env)?))),
+        None if env.world_size > 1 && env.mpi => Ok(Arc::new(Member(joined_by_mpi(env)?))),
         _ => Ok(Arc::new(Solo::default())),
     }
 }
@@ -47,6 +50,40 @@ fn shared_of_this_process(fd: std::os::fd::RawFd, env: &RankEnv) -> Result<Arc<S
     let shared = Arc::new(Shared::new(region, env.rank, env.timeout)?);
     ranks.insert(env.rank, shared.clone());
     Ok(shared)
+}
+
+/// The same where MPI joins the ranks.
+fn joined_by_mpi(env: &RankEnv) -> Result<Arc<Shared>> {
+    static JOINED: Mutex<Option<Arc<Shared>>> = Mutex::new(None);
+    let mut joined = lock(&JOINED);
+    if let Some(shared) = &*joined {
+        return Ok(shared.clone());
+    }
+    share_cores(env.local_world_size);
+    let (place, region) = Place::enter(env)?;
+    let shared = Arc::new(Shared::across_hosts(region, env.rank, env.timeout, place)?);
+    Ok(joined.insert(shared).clone())
+}
+
+/// Lets rayon's threads of the ranks of a host share its cores, unless the environment says how many there shall be, or the
+/// launcher has given each rank cores of its own: ranks that each take all cores are many times slower.
+fn share_cores(ranks: usize) {
+    let said = std::env::var_os("RAYON_NUM_THREADS").is_some_and(|value| !value.is_empty());
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let online = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
+    if !said && cores >= cpus_of(&online) {
+        // Where the program has begun to use rayon already, its threads stay as they are.
+        _ = rayon::ThreadPoolBuilder::new().num_threads((cores / ranks.max(1)).max(1)).build_global();
+    }
+}
+
+/// How many processors a list as `0-3,8` names.
+fn cpus_of(list: &str) -> usize {
+    let count = |entry: &str| {
+        let (first, last) = entry.split_once('-').unwrap_or((entry, entry));
+        Some(last.trim().parse::<usize>().ok()?.checked_sub(first.trim().parse().ok()?)? + 1)
+    };
+    list.split(',').filter_map(count).sum()
 }
 
 /// A use of the process' communicator.

@@ -6,9 +6,9 @@
 //! ```
 //!
 //! [`Communicator`] is what the engine sees: rank, size, and collectives on flat buffers in two halves, launch and
-//! wait. [`Solo`] is a world of one. [`Shared`] carries every other world of one machine: ranks as threads of one
-//! process ([`threads`]) over anonymous memory, or ranks as processes over the memfd that `zerorun` made (`shm`). A
-//! program can bring its own.
+//! wait. [`Solo`] is a world of one. [`Shared`] carries every other world: ranks as threads of one process
+//! ([`threads`]) over anonymous memory, ranks as processes over the memfd that `zerorun` made (`shm`), or ranks of several
+//! hosts (`mpi`). A program can bring its own.
 //!
 //! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces that a buffer travels
 //! in. That is what makes stages 0 to 3 give the same bits.
@@ -30,9 +30,11 @@ mod fingerprint;
 mod join;
 mod kind;
 mod log;
+mod mpi;
 mod pending;
 mod pieces;
 mod queue;
+mod reach;
 pub(crate) mod shm;
 mod solo;
 mod split;

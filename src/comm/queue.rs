@@ -11,9 +11,10 @@
 //! waits for them, with the next long one, or after [`GRACE`].
 
 use super::calls;
-use super::collectives;
 use super::counters::Counters;
 use super::exchange::{Exchange, Runner};
+use super::mpi::Place;
+use super::reach::Reach;
 use super::shm::Region;
 use super::{CommLog, CommReport, Communicator, Kind, Pending, Wire};
 use crate::error::{CommError, Result, without_backtrace};
@@ -135,16 +136,17 @@ impl Queue {
         let Some(mut worker) = worker else { return };
         let first = self.jobs().waiting.pop_front();
         if let Some(job) = first {
-            worker.exchange.run_by(runner);
+            worker.reach.run_by(runner);
             job(&mut worker);
         }
     }
 }
 
-/// Ranks of one machine over shared memory, as processes or as threads.
+/// Ranks over shared memory, as processes or as threads, and beyond one host over MPI.
 pub struct Shared {
     region: Arc<Region>,
     rank: usize,
+    world_size: usize,
     abort_signal: Arc<AbortSignal>,
     counters: Arc<Counters>,
     queue: Arc<Queue>,
@@ -155,7 +157,7 @@ pub struct Shared {
 
 /// The means to run a job.
 struct Worker {
-    exchange: Exchange,
+    reach: Reach,
     abort_signal: Arc<AbortSignal>,
     counters: Arc<Counters>,
     /// The first failure; every later collective returns it again, for the ranks are out of step after it.
@@ -166,6 +168,10 @@ struct Worker {
 struct AbortSignal {
     region: Arc<Region>,
     rank: usize,
+    /// Its number in the region.
+    local_rank: usize,
+    /// Where there are other hosts.
+    place: Option<Place>,
     /// What this rank has told.
     why: OnceLock<String>,
 }
@@ -175,7 +181,8 @@ impl AbortSignal {
         // A backtrace would be in the way of the others' own messages.
         let why = without_backtrace(why);
         if self.why.set(why.clone()).is_ok() {
-            self.region.abort(self.rank, &why);
+            self.region.abort(self.local_rank, &why);
+            self.place.iter().for_each(|place| place.abort(&why));
         }
     }
 
@@ -191,11 +198,30 @@ impl Shared {
     /// # Errors
     /// The rank is taken already, or a thread cannot be started.
     pub(crate) fn new(region: Arc<Region>, rank: usize, timeout: Duration) -> Result<Self> {
-        region.enter(rank)?;
-        let abort_signal = Arc::new(AbortSignal { region: region.clone(), rank, why: OnceLock::new() });
+        Self::with(region, rank, timeout, None)
+    }
+
+    /// Joins the job as `rank`, with the other ranks of this host in `region`, and those of other hosts.
+    ///
+    /// # Errors
+    /// As [`Shared::new`].
+    pub(super) fn across_hosts(region: Arc<Region>, rank: usize, timeout: Duration, place: Place) -> Result<Self> {
+        Self::with(region, rank, timeout, Some(place))
+    }
+
+    fn with(region: Arc<Region>, rank: usize, timeout: Duration, place: Option<Place>) -> Result<Self> {
+        let local_rank = rank - place.as_ref().map_or(0, Place::first);
+        let world_size = place.as_ref().map_or(region.world_size(), Place::world_size);
+        region.enter(local_rank)?;
+        let exchange = Exchange::new(region.clone(), local_rank, timeout).numbered_from(rank - local_rank);
+        let reach = match &place {
+            Some(place) if world_size > region.world_size() => Reach::Hosts(place.tiers(exchange, timeout)),
+            _ => Reach::Host(exchange),
+        };
+        let why = OnceLock::new();
+        let abort_signal = Arc::new(AbortSignal { region: region.clone(), rank, local_rank, place, why });
         let counters = Arc::new(Counters::default());
-        let exchange = Exchange::new(region.clone(), rank, timeout);
-        let worker = Worker { exchange, abort_signal: abort_signal.clone(), counters: counters.clone(), failed: None };
+        let worker = Worker { reach, abort_signal: abort_signal.clone(), counters: counters.clone(), failed: None };
         let queue = Queue { jobs: Mutex::default(), changed: Condvar::new(), worker: Mutex::new(worker) };
         let queue = Arc::new(queue);
         let spawn_failed = |e| {
@@ -209,13 +235,14 @@ impl Shared {
             .map_err(spawn_failed)?;
         // Ranks that are threads live and die with the process that would watch them.
         let heart = if region.is_shared_between_processes() {
-            Some(Heart::start(region.clone(), rank).map_err(spawn_failed)?)
+            Some(Heart::start(region.clone(), local_rank).map_err(spawn_failed)?)
         } else {
             None
         };
         Ok(Self {
             region,
             rank,
+            world_size,
             abort_signal,
             counters,
             queue,
@@ -239,7 +266,7 @@ impl Shared {
         &self,
         kind: Kind,
         (elements, bytes): (usize, usize),
-        run: impl FnOnce(&mut Exchange) -> Result<T, CommError> + Send + 'static,
+        run: impl FnOnce(&mut Reach) -> Result<T, CommError> + Send + 'static,
     ) -> Pending<T> {
         let (sender, receiver) = mpsc::channel();
         let log = lock(&self.log).clone();
@@ -252,12 +279,12 @@ impl Shared {
             let result = match failed {
                 Some(failure) => Err(failure),
                 None => {
-                    worker.exchange.called_in(call);
+                    worker.reach.called_in(call);
                     let start = Instant::now();
                     let span = on_the_wire.span(Lane::Collectives, timeline::Kind::Collective, kind.name());
-                    let result = run(&mut worker.exchange);
+                    let result = run(&mut worker.reach);
                     drop(span.with("bytes", bytes as u64));
-                    worker.counters.add(kind, elements, worker.exchange.bytes(), start.elapsed());
+                    worker.counters.add(kind, elements, worker.reach.bytes(), start.elapsed());
                     result
                 }
             };
@@ -299,27 +326,27 @@ impl Communicator for Shared {
     }
 
     fn size(&self) -> usize {
-        self.region.world_size()
+        self.world_size
     }
 
     fn all_reduce_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
-        self.launch(Kind::AllReduce, size(&input), move |ex| collectives::all_reduce(ex, wire, input, tag))
+        self.launch(Kind::AllReduce, size(&input), move |reach| reach.all_reduce(wire, input, tag))
     }
 
     fn reduce_scatter_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
-        self.launch(Kind::ReduceScatter, size(&input), move |ex| collectives::reduce_scatter(ex, wire, input, tag))
+        self.launch(Kind::ReduceScatter, size(&input), move |reach| reach.reduce_scatter(wire, input, tag))
     }
 
     fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
-        self.launch(Kind::AllGather, size(&shard), move |ex| collectives::all_gather(ex, wire, shard, tag))
+        self.launch(Kind::AllGather, size(&shard), move |reach| reach.all_gather(wire, shard, tag))
     }
 
     fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
-        self.launch(Kind::Control, (Kind::words(&bytes), bytes.len()), move |ex| collectives::gather_bytes(ex, &bytes))
+        self.launch(Kind::Control, (Kind::words(&bytes), bytes.len()), move |reach| reach.gather_bytes(&bytes))
     }
 
     fn barrier(&self) -> Pending<()> {
-        self.launch(Kind::Barrier, (0, 0), collectives::barrier)
+        self.launch(Kind::Barrier, (0, 0), Reach::barrier)
     }
 
     fn abort(&self, why: &str) {
@@ -348,7 +375,7 @@ impl Drop for Shared {
                 self.abort_signal.abort("its communication thread panicked");
             }
         }
-        self.region.finish(self.rank);
+        self.region.finish(self.abort_signal.local_rank);
         self.heart.take();
     }
 }

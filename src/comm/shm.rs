@@ -15,7 +15,7 @@
 
 use crate::error::{CommError, Error, Result};
 use memmap2::{MmapOptions, MmapRaw};
-use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 // Loom has its own of these: see `super::pieces`.
@@ -90,7 +90,12 @@ impl Region {
         }
         // SAFETY: the launcher passed the descriptor to this process for this purpose, and `comm::from_env`, the only
         // caller, comes here no more once it has succeeded. So nothing else here owns it.
-        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        Self::open(unsafe { OwnedFd::from_raw_fd(fd) }, world_size)
+    }
+
+    /// Opens the region behind a descriptor, which was made for as many ranks.
+    pub(super) fn open(fd: OwnedFd, world_size: usize) -> Result<Self> {
+        let (number, bytes) = (fd.as_raw_fd(), Self::bytes(world_size));
         // Ranks that start helpers of their own must not keep the region alive through them.
         rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)
             .map_err(|e| CommError::Region { action: "open", source: Arc::new(e.into()) })?;
@@ -101,7 +106,7 @@ impl Region {
         let region = Self { map, fd: Some(fd), world_size };
         let header = [region.word(0), region.word(8), region.word(16)].map(|w| w.load(Ordering::Acquire));
         if header != [MAGIC, VERSION, world_size as u64] {
-            return Err(foreign(format!("a header {header:x?}")));
+            return Err(CommError::ForeignRegion { fd: number, found: format!("a header {header:x?}") }.into());
         }
         Ok(region)
     }

@@ -1,5 +1,6 @@
 //! Errors of the launcher.
 
+use super::hosts::error::HostsError;
 use std::path::PathBuf;
 
 /// Errors of the launcher.
@@ -90,4 +91,7 @@ pub enum LaunchError {
         /// The system's reason.
         source: std::io::Error,
     },
+    /// Hosts, their slots, and what ranks there are given.
+    #[error(transparent)]
+    Hosts(#[from] HostsError),
 }

@@ -4,12 +4,15 @@
 //! its manifest may stand in front of the code, see `frontmatter`), `build` lets cargo make the executable, and `ranks`
 //! starts it N times, carries its output (`output`, `tail`) and its signals (`signals`), and stops everything when a
 //! rank fails (`report`); `restarts` decides whether it starts again. What `zerorun` itself prints goes through
-//! `console`. On the other side `comm/env.rs` reads the variables that the launcher has set.
+//! `console`. `hosts` computes which ranks run on which of many hosts. On the other side `comm/env.rs` reads the
+//! variables that the launcher has set.
 
 pub(crate) mod build;
 pub(crate) mod console;
 pub(crate) mod error;
 mod frontmatter;
+#[allow(dead_code, reason = "no option of the command line leads there yet")]
+pub(crate) mod hosts;
 mod output;
 pub(crate) mod package;
 pub(crate) mod ranks;

@@ -7,6 +7,7 @@ mod support;
 mod bad_input;
 mod engines;
 mod faults;
+mod mpi;
 mod ranks;
 mod restarts;
 mod script;

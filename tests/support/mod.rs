@@ -1,6 +1,7 @@
 //! Shared helpers of the tests.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+pub mod cluster;
 pub mod convnet;
 pub mod gan;
 pub mod processes;

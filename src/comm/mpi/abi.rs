@@ -1,0 +1,82 @@
+//! What differs from one MPI library to another under the same functions: the values of handles and constants.
+//!
+//! | ABI | library | handles |
+//! | --- | --- | --- |
+//! | MPI 5.0's own | `libmpi_abi.so.1` (MPICH 5, Intel MPI, Open MPI 6) | pointers with fixed values |
+//! | MPICH's | `libmpi.so.12` (MPICH, Intel MPI, MVAPICH, Cray) | numbers of 32 bits |
+//! | Open MPI's | `libmpi.so.40` (4 and 5) | addresses of objects in the library |
+
+use std::ffi::c_int;
+
+/// An interface of MPI as compiled programs see it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Abi {
+    /// That of the standard, since MPI 5.0.
+    Standard,
+    /// MPICH's.
+    Mpich,
+    /// Open MPI's.
+    OpenMpi,
+}
+
+/// A handle. Handles of 32 bits are in its low half.
+pub(super) type Handle = usize;
+
+/// A handle as a library has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Value {
+    Number(Handle),
+    /// The address of this symbol.
+    Symbol(&'static str),
+}
+
+/// The constants of an ABI.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Constants {
+    pub world: Value,
+    pub byte: Value,
+    pub errors_return: Value,
+    pub status_ignore: usize,
+    /// The level of threads at which one thread at a time, whichever it is, may call the library.
+    pub serialized: c_int,
+}
+
+impl Abi {
+    pub(super) const ALL: [Self; 3] = [Self::Standard, Self::Mpich, Self::OpenMpi];
+
+    /// The name under which the system's loader knows a library.
+    pub(super) fn library(self) -> &'static str {
+        match self {
+            Self::Standard => "libmpi_abi.so.1",
+            Self::Mpich => "libmpi.so.12",
+            Self::OpenMpi => "libmpi.so.40",
+        }
+    }
+
+    /// Its values: of MPI 5.0's mpi.h, MPICH's and Open MPI's.
+    pub(super) fn constants(self) -> Constants {
+        match self {
+            Self::Standard => Constants {
+                world: Value::Number(0x101),
+                byte: Value::Number(0x247),
+                errors_return: Value::Number(0x143),
+                status_ignore: 0,
+                serialized: 2048,
+            },
+            Self::Mpich => Constants {
+                world: Value::Number(0x4400_0000),
+                byte: Value::Number(0x4c00_010d),
+                errors_return: Value::Number(0x5400_0001),
+                status_ignore: 1,
+                serialized: 2,
+            },
+            Self::OpenMpi => Constants {
+                world: Value::Symbol("ompi_mpi_comm_world"),
+                byte: Value::Symbol("ompi_mpi_byte"),
+                errors_return: Value::Symbol("ompi_mpi_errors_return"),
+                status_ignore: 0,
+                serialized: 2,
+            },
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! The MPI library of this machine, found and loaded when the program runs: nothing of it is needed to build.
+
+use super::abi::{Abi, Handle, Value};
+use crate::error::CommError;
+use libloading::os::unix::{Library as Loaded, RTLD_GLOBAL, RTLD_NOW, Symbol};
+use std::ffi::{CStr, OsString, c_char, c_int, c_void};
+use std::path::{Path, PathBuf};
+
+/// The file to load in place of what is found.
+const LIBRARY: &str = "CANDLE_ZERO_MPI_LIBRARY";
+/// Bytes of the longest text that any of the libraries writes.
+const TEXT: usize = 8192;
+
+type InitThread = unsafe extern "C" fn(*mut c_int, *mut *mut *mut c_char, c_int, *mut c_int) -> c_int;
+type OfComm = unsafe extern "C" fn(Handle, *mut c_int) -> c_int;
+type SetErrhandler = unsafe extern "C" fn(Handle, Handle) -> c_int;
+type Transfer = unsafe extern "C" fn(*mut c_void, c_int, Handle, c_int, c_int, Handle, *mut u64) -> c_int;
+type Test = unsafe extern "C" fn(*mut u64, *mut c_int, usize) -> c_int;
+type Allgather = unsafe extern "C" fn(*const c_void, c_int, Handle, *mut c_void, c_int, Handle, Handle) -> c_int;
+type ErrorString = unsafe extern "C" fn(c_int, *mut c_char, *mut c_int) -> c_int;
+type Version = unsafe extern "C" fn(*mut c_char, *mut c_int) -> c_int;
+type Abort = unsafe extern "C" fn(Handle, c_int) -> c_int;
+type Plain = unsafe extern "C" fn() -> c_int;
+
+/// A loaded library: its functions, and its handles and constants.
+///
+/// Handles are passed as [`Handle`] to every library. One that takes a number of 32 bits finds it in the low half of the
+/// register (System V on x86-64, AAPCS64), which is all that these conventions promise it, and one that writes a request of
+/// 32 bits writes the low half of a `u64`.
+pub(super) struct Library {
+    path: PathBuf,
+    abi: Abi,
+    pub(super) world: Handle,
+    pub(super) byte: Handle,
+    errors_return: Handle,
+    pub(super) status_ignore: usize,
+    init_thread: Symbol<InitThread>,
+    comm_rank: Symbol<OfComm>,
+    comm_size: Symbol<OfComm>,
+    set_errhandler: Symbol<SetErrhandler>,
+    pub(super) isend: Symbol<Transfer>,
+    pub(super) irecv: Symbol<Transfer>,
+    pub(super) test: Symbol<Test>,
+    pub(super) allgather: Symbol<Allgather>,
+    error_string: Symbol<ErrorString>,
+    version: Symbol<Version>,
+    pub(super) abort: Symbol<Abort>,
+    pub(super) finalize: Symbol<Plain>,
+    // Unloaded never: the library has threads and handlers of its own.
+    _loaded: std::mem::ManuallyDrop<Loaded>,
+}
+
+impl Library {
+    /// The library that the variable names, or the first that is found: where the system looks, then beside the `mpirun` that
+    /// started this process or that is on the PATH.
+    ///
+    /// # Errors
+    /// None is found, with all places; one without a function that is needed.
+    pub(super) fn find() -> Result<Self, CommError> {
+        if let Some(path) = std::env::var_os(LIBRARY).filter(|path| !path.is_empty()) {
+            let path = PathBuf::from(path);
+            let loaded =
+                open(&path).map_err(|why| none(format!("{}, which {LIBRARY} names ({why})", path.display())))?;
+            let standard = path.file_name().is_some_and(|name| name.to_string_lossy().contains("mpi_abi"));
+            // SAFETY: nothing is read at the address.
+            let open_mpi = unsafe { loaded.get::<*mut c_void>(c"ompi_mpi_comm_world") }.is_ok();
+            let abi = if standard {
+                Abi::Standard
+            } else if open_mpi {
+                Abi::OpenMpi
+            } else {
+                Abi::Mpich
+            };
+            return Self::of(loaded, path, abi);
+        }
+        let mut tried = Vec::new();
+        for abi in preferred(std::env::var_os("OMPI_COMM_WORLD_RANK")) {
+            let folders = std::iter::once(PathBuf::new()).chain(beside_mpirun());
+            for path in folders.map(|folder| folder.join(abi.library())) {
+                match open(&path) {
+                    Ok(loaded) => return Self::of(loaded, path, abi),
+                    Err(_) => tried.push(path.display().to_string()),
+                }
+            }
+        }
+        Err(none(tried.join(", ")))
+    }
+
+    fn of(loaded: Loaded, path: PathBuf, abi: Abi) -> Result<Self, CommError> {
+        let lacks = |name: &CStr| CommError::MpiLacks {
+            library: path.display().to_string(),
+            symbol: name.to_string_lossy().into_owned(),
+        };
+        macro_rules! symbol {
+            ($name:literal) => {
+                // SAFETY: the function has this type in MPI's standard, with handles as this type's text says.
+                unsafe { loaded.get($name) }.map_err(|_| lacks($name))?
+            };
+        }
+        let handle = |value: Value| match value {
+            Value::Number(number) => Ok(number),
+            Value::Symbol(name) => {
+                let name = std::ffi::CString::new(name).unwrap_or_default();
+                // SAFETY: nothing is read at the address, which is the handle.
+                let symbol = unsafe { loaded.get::<*mut c_void>(&name) }.map_err(|_| lacks(&name))?;
+                Ok(symbol.into_raw() as Handle)
+            }
+        };
+        let constants = abi.constants();
+        Ok(Self {
+            abi,
+            world: handle(constants.world)?,
+            byte: handle(constants.byte)?,
+            errors_return: handle(constants.errors_return)?,
+            status_ignore: constants.status_ignore,
+            init_thread: symbol!(c"MPI_Init_thread"),
+            comm_rank: symbol!(c"MPI_Comm_rank"),
+            comm_size: symbol!(c"MPI_Comm_size"),
+            set_errhandler: symbol!(c"MPI_Comm_set_errhandler"),
+            isend: symbol!(c"MPI_Isend"),
+            irecv: symbol!(c"MPI_Irecv"),
+            test: symbol!(c"MPI_Test"),
+            allgather: symbol!(c"MPI_Allgather"),
+            error_string: symbol!(c"MPI_Error_string"),
+            version: symbol!(c"MPI_Get_library_version"),
+            abort: symbol!(c"MPI_Abort"),
+            finalize: symbol!(c"MPI_Finalize"),
+            path,
+            _loaded: std::mem::ManuallyDrop::new(loaded),
+        })
+    }
+
+    /// Begins MPI, with errors as values: this process' rank, and the number of ranks.
+    ///
+    /// # Errors
+    /// The library's own, or it grants too little to threads.
+    pub(super) fn init(&self) -> Result<(usize, usize), CommError> {
+        let wanted = self.abi.constants().serialized;
+        let mut granted = 0;
+        // SAFETY: MPI allows null for the program's arguments; `granted` is a place for a number.
+        let code = unsafe { (self.init_thread)(std::ptr::null_mut(), std::ptr::null_mut(), wanted, &mut granted) };
+        self.check("MPI_Init_thread", code)?;
+        if granted < wanted {
+            return Err(CommError::MpiThreads { library: self.name() });
+        }
+        // SAFETY: handles of this library.
+        let code = unsafe { (self.set_errhandler)(self.world, self.errors_return) };
+        self.check("MPI_Comm_set_errhandler", code)?;
+        let (mut rank, mut size) = (0, 0);
+        // SAFETY: as above, and places for numbers.
+        let codes = unsafe { [(self.comm_rank)(self.world, &mut rank), (self.comm_size)(self.world, &mut size)] };
+        self.check("MPI_Comm_rank", codes[0])?;
+        self.check("MPI_Comm_size", codes[1])?;
+        Ok((rank.max(0) as usize, size.max(1) as usize))
+    }
+
+    /// An error where a function has returned one.
+    pub(super) fn check(&self, call: &'static str, code: c_int) -> Result<(), CommError> {
+        if code == 0 {
+            return Ok(());
+        }
+        let mut text = vec![0u8; TEXT];
+        let mut len = 0;
+        // SAFETY: there is more room than any library needs.
+        let told = unsafe { (self.error_string)(code, text.as_mut_ptr().cast(), &mut len) } == 0;
+        let why = if told { of_text(&text) } else { format!("code {code}") };
+        Err(CommError::Mpi { call, why })
+    }
+
+    /// The file and the first line of what the library says of its version.
+    pub(super) fn name(&self) -> String {
+        let mut text = vec![0u8; TEXT];
+        let mut len = 0;
+        // SAFETY: there is more room than any library needs; MPI allows the call at any time.
+        let told = unsafe { (self.version)(text.as_mut_ptr().cast(), &mut len) } == 0;
+        let version = if told { of_text(&text) } else { String::new() };
+        let first = version.lines().next().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ");
+        format!("{} ({first})", self.path.display())
+    }
+}
+
+/// The text before the first zero.
+fn of_text(bytes: &[u8]) -> String {
+    let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
+    String::from_utf8_lossy(&bytes[..end]).into_owned()
+}
+
+fn none(tried: String) -> CommError {
+    CommError::NoMpi { tried }
+}
+
+/// Loads a library so that the parts which it loads itself find its symbols, as Open MPI's do.
+fn open(path: &Path) -> Result<Loaded, libloading::Error> {
+    // SAFETY: MPI libraries begin their work in MPI_Init_thread; loading them runs nothing that this program could disturb.
+    unsafe { Loaded::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }
+}
+
+/// The ABIs in the order in which they are looked for: under Open MPI's mpirun its own first.
+fn preferred(under_open_mpi: Option<OsString>) -> [Abi; 3] {
+    if under_open_mpi.is_some() { [Abi::OpenMpi, Abi::Standard, Abi::Mpich] } else { Abi::ALL }
+}
+
+/// `lib` beside the folders in which programs called mpirun or mpiexec are: that of the process that started this one, then
+/// those on the PATH.
+fn beside_mpirun() -> Vec<PathBuf> {
+    let parent = rustix::process::getppid().map(|pid| format!("/proc/{}/exe", pid.as_raw_nonzero()));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let on_path = std::env::split_paths(&path).flat_map(|folder| ["mpirun", "mpiexec"].map(|name| folder.join(name)));
+    let mut folders = Vec::new();
+    for program in parent.map(PathBuf::from).into_iter().chain(on_path) {
+        let lib = std::fs::canonicalize(program).ok().and_then(|file| Some(file.parent()?.parent()?.join("lib")));
+        folders.extend(lib.filter(|lib| !folders.contains(lib)));
+    }
+    folders
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn under_open_mpi_its_own_library_is_looked_for_first() {
+        assert_eq!(preferred(Some("3".into()))[0], Abi::OpenMpi);
+        assert_eq!(preferred(None)[0], Abi::Standard);
+    }
+}

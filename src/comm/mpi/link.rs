@@ -1,0 +1,162 @@
+//! Messages between this process and those of other hosts, over MPI.
+//!
+//! Everything is sent and received without blocking and looked after in turns, so that a wait can end with an error when a
+//! rank is gone: no call here waits for another process, but for [`Link::gather`] at the start.
+
+use super::library::Library;
+use crate::error::CommError;
+use crate::util::lock;
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// What a message is. Messages of one kind between two ranks arrive in the order in which they were sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Tag {
+    /// Which collective a rank is in.
+    Header = 1,
+    /// Elements.
+    Data = 2,
+    /// A rank that gives up or leaves.
+    Notice = 3,
+}
+
+/// How long the other ranks may take to end after one has failed.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// This process among those that MPI joins.
+pub(super) struct Link {
+    library: Library,
+    rank: usize,
+    size: usize,
+    /// Held during each call: the library is promised one thread at a time.
+    calling: Mutex<()>,
+    /// Whether any rank has failed, this one included: MPI is then not ended in good order.
+    failed: AtomicBool,
+}
+
+impl Link {
+    /// Finds and begins MPI. Once per process.
+    ///
+    /// # Errors
+    /// Those of [`Library::find`] and [`Library::init`].
+    pub(super) fn start() -> Result<Self, CommError> {
+        let library = Library::find()?;
+        let (rank, size) = library.init()?;
+        Ok(Self { library, rank, size, calling: Mutex::new(()), failed: AtomicBool::new(false) })
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    pub(super) fn size(&self) -> usize {
+        self.size
+    }
+
+    pub(super) fn library(&self) -> String {
+        self.library.name()
+    }
+
+    /// Everybody's bytes, of which each gives the same number, in rank order. Blocks: for the start, when nobody waits for
+    /// anything else.
+    pub(super) fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        let mut all = vec![0u8; own.len() * self.size];
+        let (count, byte, world) = (own.len() as c_int, self.library.byte, self.library.world);
+        let _calling = lock(&self.calling);
+        // SAFETY: `own` has `count` bytes, `all` as many for each rank; handles of this library.
+        let code = unsafe {
+            (self.library.allgather)(own.as_ptr().cast(), count, byte, all.as_mut_ptr().cast(), count, byte, world)
+        };
+        self.library.check("MPI_Allgather", code)?;
+        Ok(all.chunks_exact(own.len().max(1)).map(<[u8]>::to_vec).collect())
+    }
+
+    /// Begins to send.
+    pub(super) fn send(self: &Arc<Self>, to: usize, tag: Tag, bytes: Vec<u8>) -> Result<Transfer, CommError> {
+        self.begin(to, tag, bytes, true)
+    }
+
+    /// Begins to receive `len` bytes.
+    pub(super) fn receive(self: &Arc<Self>, from: usize, tag: Tag, len: usize) -> Result<Transfer, CommError> {
+        self.begin(from, tag, vec![0; len], false)
+    }
+
+    fn begin(self: &Arc<Self>, peer: usize, tag: Tag, bytes: Vec<u8>, sends: bool) -> Result<Transfer, CommError> {
+        let memory = Box::into_raw(bytes.into_boxed_slice());
+        let count = c_int::try_from(memory.len()).expect("messages are cut into pieces");
+        let (byte, world) = (self.library.byte, self.library.world);
+        let peer = c_int::try_from(peer).expect("a rank of MPI");
+        let mut request = 0u64;
+        let _calling = lock(&self.calling);
+        let (call, name) = if sends { (&self.library.isend, "MPI_Isend") } else { (&self.library.irecv, "MPI_Irecv") };
+        // SAFETY: `memory` holds `count` bytes, and nobody else touches them until the request is done, as `Transfer` gives
+        // them back only then and never frees them before.
+        let code = unsafe { call(memory.cast(), count, byte, peer, tag as c_int, world, &mut request) };
+        self.library.check(name, code)?;
+        Ok(Transfer { link: self.clone(), request, memory, done: false })
+    }
+
+    /// A rank has failed.
+    pub(super) fn fail(&self) {
+        self.failed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a rank has.
+    pub(super) fn has_failed(&self) -> bool {
+        self.failed.load(Ordering::Relaxed)
+    }
+
+    /// The end of the process: MPI is ended in good order, which waits for the others to come here too, or, if a rank has
+    /// failed, for all of them at once.
+    pub(super) fn end(&self) {
+        let failed = self.has_failed();
+        if failed {
+            // The others have been told, and end by themselves with their own words.
+            std::thread::sleep(LAST_WORDS);
+        }
+        // A thread that is in a call now is not waited for for ever: it may be the one that ends the process.
+        let _calling = self.calling.try_lock();
+        // SAFETY: nothing of MPI's is called after this.
+        unsafe { if failed { (self.library.abort)(self.library.world, 1) } else { (self.library.finalize)() } };
+    }
+}
+
+/// A message on its way.
+pub(super) struct Transfer {
+    link: Arc<Link>,
+    request: u64,
+    /// Made from a box. Where a transfer is dropped on its way, which only happens after a failure, it is left to MPI for good.
+    memory: *mut [u8],
+    done: bool,
+}
+
+// SAFETY: the memory is this value's, and MPI's calls are made under the link's lock.
+unsafe impl Send for Transfer {}
+
+impl Transfer {
+    /// Whether it has been done. To ask also moves all others on.
+    pub(super) fn is_done(&mut self) -> Result<bool, CommError> {
+        if !self.done {
+            let mut flag = 0;
+            let library = &self.link.library;
+            let _calling = lock(&self.link.calling);
+            // SAFETY: a request of this library that is not done.
+            let code = unsafe { (library.test)(&mut self.request, &mut flag, library.status_ignore) };
+            library.check("MPI_Test", code)?;
+            self.done = flag != 0;
+        }
+        Ok(self.done)
+    }
+
+    /// What was received, or sent.
+    ///
+    /// # Panics
+    /// If it is not done.
+    pub(super) fn into_bytes(self) -> Vec<u8> {
+        assert!(self.done, "a message is taken when it is there");
+        // SAFETY: made from a box, and MPI is done with it.
+        unsafe { Box::from_raw(self.memory) }.into_vec()
+    }
+}

@@ -1,0 +1,117 @@
+//! Ranks of several hosts: shared memory inside of each host, MPI between them.
+//!
+//! ```text
+//!   mpirun or srun starts every rank -> join: library found -> MPI_Init_thread -> who is on which host -> each host's memory
+//!   queue -> tiers: exchange of this host's ranks + messages of link to those of other hosts
+//!   end of the process: the others are told, MPI ends
+//! ```
+//!
+//! The library is loaded only where an MPI launcher has started the ranks. Whatever MPI reports is an error value here; a
+//! rank that waits for another host looks meanwhile for ranks that have given up.
+
+mod abi;
+mod hosts;
+mod library;
+mod link;
+mod notices;
+mod tiers;
+
+pub(super) use tiers::Tiers;
+
+use super::env::RankEnv;
+use super::exchange::Exchange;
+use super::shm::Region;
+use crate::error::{CommError, Result};
+use hosts::Hosts;
+use link::Link;
+use notices::Notices;
+use std::sync::{Arc, OnceLock};
+
+/// This process' place among the ranks of all hosts.
+#[derive(Clone)]
+pub(super) struct Place {
+    link: Arc<Link>,
+    hosts: Arc<Hosts>,
+    notices: Arc<Notices>,
+    region: Arc<Region>,
+}
+
+/// The place that is given up when the process ends.
+static ENTERED: OnceLock<Place> = OnceLock::new();
+
+impl Place {
+    /// Begins MPI and meets the other ranks: this place, and the memory of this host's ranks. Once per process.
+    ///
+    /// # Errors
+    /// No library, another one than that of the launcher, hosts whose ranks are mixed, MPI's and the system's.
+    pub(super) fn enter(env: &RankEnv) -> Result<(Self, Arc<Region>)> {
+        let link = Link::start()?;
+        if (link.rank(), link.size()) != (env.rank, env.world_size) {
+            let (rank, world) = (env.rank, env.world_size);
+            let (mpi_rank, mpi_world, library) = (link.rank(), link.size(), link.library());
+            return Err(CommError::MpiForeign { rank, world, mpi_rank, mpi_world, library }.into());
+        }
+        let hosts = Hosts::meet(&link)?;
+        let region = hosts::share_region(&link, &hosts, env.rank)?;
+        let link = Arc::new(link);
+        let notices = Arc::new(Notices::listen(link.clone(), &hosts)?);
+        let place = Self { link, hosts: Arc::new(hosts), notices, region: region.clone() };
+        if ENTERED.set(place.clone()).is_ok() {
+            // SAFETY: the function unwinds nowhere, and only calls MPI.
+            unsafe { atexit(leave) };
+        }
+        Ok((place, region))
+    }
+
+    /// The first rank of this host.
+    pub(super) fn first(&self) -> usize {
+        self.hosts.here().start
+    }
+
+    /// All ranks.
+    pub(super) fn world_size(&self) -> usize {
+        self.hosts.world_size()
+    }
+
+    pub(super) fn tiers(&self, local: Exchange, timeout: std::time::Duration) -> Tiers {
+        Tiers::new(local, self.link.clone(), self.hosts.clone(), self.notices.clone(), timeout)
+    }
+
+    /// Waits until those of other hosts have left too, as MPI's end would, unless one of them gives up.
+    fn wait_for_others(&self) {
+        while !self.link.has_failed() {
+            match (self.notices.all_told(), self.notices.failure()) {
+                (Ok(true), Ok(None)) => return,
+                (Ok(false), Ok(None)) => std::thread::sleep(std::time::Duration::from_millis(1)),
+                _ => self.link.fail(),
+            }
+        }
+    }
+
+    /// Tells the ranks of other hosts that this one gives up.
+    pub(super) fn abort(&self, why: &str) {
+        self.link.fail();
+        // Others are told of the first failure, not of its echo.
+        match self.region.first_failure() {
+            Some((rank, fault)) if self.first() + rank != self.link.rank() => {
+                self.notices.give_up(&self.hosts, self.first() + rank, &self.region.explained(rank, fault));
+            }
+            _ => self.notices.give_up(&self.hosts, self.link.rank(), why),
+        }
+    }
+}
+
+unsafe extern "C" {
+    /// The C library's: the function is called when the process ends by `exit` or by returning from `main`.
+    fn atexit(function: extern "C" fn()) -> std::ffi::c_int;
+}
+
+/// Tells the others that this rank leaves, and ends MPI.
+extern "C" fn leave() {
+    if let Some(place) = ENTERED.get() {
+        place.region.finish(place.link.rank() - place.first());
+        place.notices.leave(&place.hosts);
+        place.wait_for_others();
+        place.link.end();
+    }
+}

@@ -1,0 +1,323 @@
+//! Errors of hosts, their slots, and what ranks there are given.
+
+use std::path::PathBuf;
+
+/// The most slots of one host. A number above it is a slip of the keyboard.
+pub(super) const MOST_SLOTS: usize = 1 << 16;
+/// Core numbers are below this. A larger one is a slip of the keyboard: Linux has at most 8192 cores.
+pub(super) const MOST_CORES: usize = 1 << 16;
+
+/// Errors of hosts, their slots, and what ranks there are given.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HostsError {
+    // The hostfile.
+    /// A line of the hostfile is no entry.
+    #[error(
+        "{}:{line}: `{text}` is no entry of a hostfile; write NAME slots=N, for example `worker-0 slots=4`",
+        path.display()
+    )]
+    BadEntry {
+        /// The hostfile.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// The beginning of what it says.
+        text: String,
+    },
+    /// A host's name looks like an option.
+    #[error(
+        "{}:{line}: `{host}` cannot be a host: programs would take it for an option; give the host's name without the \
+         dash",
+        path.display()
+    )]
+    OptionAsHost {
+        /// The hostfile.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// The name.
+        host: String,
+    },
+    /// A host has two entries.
+    #[error(
+        "{}:{line}: host `{host}` has an entry in line {first} already; give each host one line with all its slots",
+        path.display()
+    )]
+    DuplicateHost {
+        /// The hostfile.
+        path: PathBuf,
+        /// The line of the second entry, from 1.
+        line: usize,
+        /// The host.
+        host: String,
+        /// The line of the first entry.
+        first: usize,
+    },
+    /// A host has an impossible number of slots.
+    #[error(
+        "{}:{line}: host `{host}` has slots={slots}; at most {} are allowed, usually one for each GPU",
+        path.display(),
+        MOST_SLOTS
+    )]
+    TooManySlots {
+        /// The hostfile.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// The host.
+        host: String,
+        /// The number as it stands there.
+        slots: String,
+    },
+    /// The hostfile is empty or has only comments.
+    #[error("{} names no host; write a line NAME slots=N for each, for example `worker-0 slots=4`", path.display())]
+    NoEntry {
+        /// The hostfile.
+        path: PathBuf,
+    },
+
+    // The choice of hosts and slots.
+    /// Both filters are given.
+    #[error(
+        "--include and --exclude are both given; give one of them: the first names what is used, the second what is \
+         not"
+    )]
+    IncludeAndExclude,
+    /// A filter and a number are given.
+    #[error("{filter} and {count} are both given; give one of them: a filter names its hosts and slots itself")]
+    FilterAndCount {
+        /// The option of the filter.
+        filter: &'static str,
+        /// The option of the number.
+        count: &'static str,
+    },
+    /// A filter names a host that there is not.
+    #[error(
+        "{option} names host `{host}`, which is not among the hosts: {known}; name one of them, or give it a line in \
+         the hostfile"
+    )]
+    UnknownHost {
+        /// The option of the filter.
+        option: &'static str,
+        /// The host.
+        host: String,
+        /// The hosts that there are, and the most similar.
+        known: String,
+    },
+    /// A filter names a slot that its host does not have.
+    #[error(
+        "{option} names slot {slot} of host `{host}`, whose slots are: {known}; name one of them, or give the host \
+         more slots in the hostfile"
+    )]
+    UnknownSlot {
+        /// The option of the filter.
+        option: &'static str,
+        /// The host.
+        host: String,
+        /// The slot.
+        slot: usize,
+        /// The host's slots.
+        known: String,
+    },
+    /// A filter has something else in a slot's place.
+    #[error(
+        "`{slot}` in `{node}` of {option} is no slot; write whole numbers with commas, for example HOST:0,2, or HOST \
+         alone for all its slots"
+    )]
+    BadSlot {
+        /// The option of the filter.
+        option: &'static str,
+        /// The filter's part for this host.
+        node: String,
+        /// What stands in the slot's place.
+        slot: String,
+    },
+    /// A filter's part for a host has two colons.
+    #[error("`{node}` of {option} has more than one colon; write HOST:0,1 for slots, and @ between hosts")]
+    TwoColons {
+        /// The option of the filter.
+        option: &'static str,
+        /// The filter's part for this host.
+        node: String,
+    },
+    /// A filter has nothing in a host's place.
+    #[error("`{filter}` of {option} has a host without a name; write HOST or HOST:0,2, and @ between hosts")]
+    NamelessHost {
+        /// The option of the filter.
+        option: &'static str,
+        /// The filter.
+        filter: String,
+    },
+    /// More hosts are asked for than there are.
+    #[error(
+        "--num_nodes {asked} is above the number of hosts, {found}; give at most {found}, or more hosts in the \
+         hostfile"
+    )]
+    TooFewHosts {
+        /// The number asked for.
+        asked: usize,
+        /// The number that there is.
+        found: usize,
+    },
+    /// More ranks on each host are asked for than a host can have.
+    #[error(
+        "--num_gpus {slots} is above {}, the most slots of a host; give as many as ranks shall run on each host",
+        MOST_SLOTS
+    )]
+    TooManyRanks {
+        /// The number asked for.
+        slots: usize,
+    },
+    /// A number of hosts or slots is zero.
+    #[error("{option} 0 would start no rank; give at least 1, or leave it out for all")]
+    Zero {
+        /// The option.
+        option: &'static str,
+    },
+    /// Nothing is left to start ranks on.
+    #[error(
+        "no slot is left to start a rank on; give a host of the hostfile slots, and let --include and --exclude leave \
+         some"
+    )]
+    NoSlot,
+
+    // What other programs are told of the hosts.
+    /// A starter of ranks needs as many slots on every host.
+    #[error(
+        "host `{host}` has {slots} slots and host `{other}` {other_slots}, but {launcher} starts as many ranks on \
+         every host; make them equal, with --num_gpus or in the hostfile"
+    )]
+    UnevenHosts {
+        /// The starter.
+        launcher: &'static str,
+        /// The first host.
+        host: String,
+        /// Its number of slots.
+        slots: usize,
+        /// A host with another number.
+        other: String,
+        /// That number.
+        other_slots: usize,
+    },
+    /// Slurm cannot be told which slots are used.
+    #[error(
+        "host `{host}` is to use the slots {slots}, but slurm starts ranks on the first slots of every host; leave it \
+         slots 0 to {}",
+        count - 1
+    )]
+    SlurmSlots {
+        /// The host.
+        host: String,
+        /// Its slots.
+        slots: String,
+        /// Their number.
+        count: usize,
+    },
+    /// A world info cannot be read.
+    #[error(
+        "the world info cannot be read: {problem}; it is the base64 of {{\"HOST\": [SLOT, ...], ...}}, give it as the \
+         launcher made it"
+    )]
+    WorldInfo {
+        /// The problem.
+        problem: String,
+    },
+
+    // Variables for other hosts.
+    /// A line of `.deepspeed_env` sets nothing.
+    #[error("{}:{line}: `{text}` sets no variable; write NAME=VALUE, or # in front of a comment", path.display())]
+    BadVariable {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// The beginning of what it says.
+        text: String,
+    },
+    /// A line of `.deepspeed_env` sets what cannot be a variable.
+    #[error(
+        "{}:{line}: `{name}` is no name of a variable; write NAME=VALUE with letters, digits and _ in the name",
+        path.display()
+    )]
+    BadVariableName {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: usize,
+        /// What stands in the name's place.
+        name: String,
+    },
+    /// A variable that is passed on has a value that is no text.
+    #[error("the value of {name} is no UTF-8 text and cannot be passed to other hosts; set it to text, or unset it")]
+    ValueNotUtf8 {
+        /// The variable.
+        name: String,
+    },
+
+    // Cores.
+    /// A core list has something else in a core's place.
+    #[error(
+        "`{part}` in the core list `{list}` is neither a core nor a range of cores; write numbers below {} or \
+         FIRST-LAST, for example 0,2-4",
+        MOST_CORES
+    )]
+    BadCores {
+        /// The list.
+        list: String,
+        /// Its part.
+        part: String,
+    },
+    /// A range of cores ends before it starts.
+    #[error("the range of cores `{part}` ends before it starts; write {last}-{first}")]
+    BackwardCores {
+        /// The range.
+        part: String,
+        /// Its first number.
+        first: usize,
+        /// Its last number.
+        last: usize,
+    },
+    /// A core list does not ascend.
+    #[error(
+        "`{part}` in the core list `{list}` does not lie above core {earlier} before it; write each core once, in \
+         ascending order"
+    )]
+    UnorderedCores {
+        /// The list.
+        list: String,
+        /// The part that is out of order.
+        part: String,
+        /// The last core before it.
+        earlier: usize,
+    },
+    /// There are more ranks than cores.
+    #[error(
+        "{cores} cores cannot be divided among {ranks} ranks of a host; give a core list of at least {ranks}, or start \
+         fewer ranks"
+    )]
+    TooFewCores {
+        /// The number of cores.
+        cores: usize,
+        /// The number of ranks.
+        ranks: usize,
+    },
+}
+
+/// The beginning of a text from outside, on one line, for a message.
+pub(super) fn shown(text: &str) -> String {
+    const LIMIT: usize = 40;
+    let mut characters = text.chars();
+    let mut shown = String::new();
+    for character in characters.by_ref().take(LIMIT) {
+        if character.is_control() {
+            shown.extend(character.escape_default());
+        } else {
+            shown.push(character);
+        }
+    }
+    if characters.next().is_some() {
+        shown += "...";
+    }
+    shown
+}

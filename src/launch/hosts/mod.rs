@@ -1,0 +1,31 @@
+//! Ranks on many hosts: which hosts and slots there are, which of them are used, and what a rank there is given.
+//!
+//! The grammars and the numbering are those of DeepSpeed's launcher. `hostfile` reads the hosts, `filter` keeps those
+//! that the user asked for, `world` numbers the ranks on them; `export` finds the variables that the other hosts get,
+//! `cores` divides the cores of one host among its ranks. All of it is computing on text and numbers: nothing here
+//! opens a file, reads the environment or starts a process.
+
+pub(crate) mod cores;
+pub(crate) mod error;
+pub(crate) mod export;
+pub(crate) mod filter;
+pub(crate) mod hostfile;
+#[cfg(test)]
+mod recorded;
+pub(crate) mod world;
+
+/// A host and its slots, the places for one rank each. A slot's number is also that of its GPU, where there are any.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Host {
+    /// As the hostfile has it.
+    pub(crate) name: String,
+    /// In ascending order.
+    pub(crate) slots: Vec<usize>,
+}
+
+impl Host {
+    /// A host with the slots from 0 on.
+    pub(crate) fn with_slots(name: impl Into<String>, count: usize) -> Self {
+        Self { name: name.into(), slots: (0..count).collect() }
+    }
+}

@@ -1,0 +1,38 @@
+//! The recorded cases of DeepSpeed's launcher, for the tests of these modules.
+
+use super::Host;
+use super::error::HostsError;
+use serde_json::{Value, json};
+
+/// The cases of an area.
+pub(super) fn of_area(area: &str) -> Vec<Value> {
+    let file = include_str!("../../../tests/fixtures/conformance_launcher.json");
+    let cases: Vec<Value> = serde_json::from_str(file).expect("the fixture is JSON");
+    cases.into_iter().filter(|case| case["area"] == area).collect()
+}
+
+/// Compares what is found with what a case expects: any refusal is one, whatever Python's kind of it.
+pub(super) fn check(case: &Value, found: Result<Value, HostsError>) {
+    let expected = &case["expect"];
+    match found {
+        Ok(found) => assert_eq!(&found, expected, "{}", case["id"]),
+        Err(error) => assert_eq!(expected["ok"], false, "{}: {error}", case["id"]),
+    }
+}
+
+/// `[["a", [0, 2]], ...]` as hosts.
+pub(super) fn hosts(recorded: &Value) -> Vec<Host> {
+    let pairs: Vec<(String, Vec<usize>)> = serde_json::from_value(recorded.clone()).expect("hosts with slots");
+    pairs.into_iter().map(|(name, slots)| Host { name, slots }).collect()
+}
+
+/// `[["a", 4], ...]` as hosts.
+pub(super) fn counted_hosts(recorded: &Value) -> Vec<Host> {
+    let pairs: Vec<(String, usize)> = serde_json::from_value(recorded.clone()).expect("hosts with counts");
+    pairs.into_iter().map(|(name, count)| Host::with_slots(name, count)).collect()
+}
+
+/// The inverse of [`hosts`].
+pub(super) fn as_recorded(hosts: &[Host]) -> Vec<Value> {
+    hosts.iter().map(|host| json!([host.name, host.slots])).collect()
+}

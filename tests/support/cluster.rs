@@ -1,0 +1,156 @@
+//! Hosts for tests: network namespaces of this machine, joined by a virtual cable, and the MPI libraries that
+//! scripts/fetch_mpi.sh has fetched.
+
+use super::processes::program;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// An implementation of MPI.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mpi {
+    OpenMpi,
+    Mpich,
+}
+
+impl Mpi {
+    pub const ALL: [Self; 2] = [Self::OpenMpi, Self::Mpich];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::OpenMpi => "openmpi",
+            Self::Mpich => "mpich",
+        }
+    }
+
+    /// Its folder, with bin and lib; `None` where it was not fetched.
+    pub fn folder(self) -> Option<PathBuf> {
+        // TARGET/PROFILE/deps/TEST
+        let test = std::env::current_exe().unwrap();
+        let folder = test.ancestors().nth(3).unwrap().join("mpi").join(self.name());
+        folder.join("bin/mpirun").exists().then_some(folder)
+    }
+
+    /// Its file of the library.
+    pub fn library(self) -> Option<PathBuf> {
+        let name = match self {
+            Self::OpenMpi => "libmpi.so.40",
+            Self::Mpich => "libmpi.so.12",
+        };
+        Some(self.folder()?.join("lib").join(name))
+    }
+}
+
+/// A command in an environment of its own, that ends after two minutes at the latest.
+fn limited(folder: &Path) -> Command {
+    let mut command = Command::new("timeout");
+    command.args(["-k", "5", "120"]).env_clear().stdin(Stdio::null());
+    let path = format!("{}:{}", folder.join("bin").display(), std::env::var("PATH").unwrap_or_default());
+    command.env("PATH", path).env("HOME", "/tmp").env("RAYON_NUM_THREADS", "1");
+    if let Some(skips) = std::env::var_os("CANDLE_ZERO_SIMD") {
+        command.env("CANDLE_ZERO_SIMD", skips);
+    }
+    command
+}
+
+/// `mpirun` for ranks on this host; the program and its arguments come next.
+pub fn mpirun(mpi: Mpi, ranks: usize) -> Option<Command> {
+    let folder = mpi.folder()?;
+    let mut command = limited(&folder);
+    command.arg(folder.join("bin/mpirun"));
+    if mpi == Mpi::OpenMpi {
+        command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
+    }
+    command.args(["-n", &ranks.to_string()]);
+    Some(command)
+}
+
+/// Two hosts, 10.77.0.1 and 10.77.0.2. They are gone, with all that runs there, when this is dropped.
+pub struct Hosts {
+    names: [String; 2],
+    folder: tempfile::TempDir,
+}
+
+impl Hosts {
+    /// Makes them.
+    ///
+    /// # Errors
+    /// Why that is not possible here.
+    pub fn new() -> Result<Self, String> {
+        static MADE: AtomicUsize = AtomicUsize::new(0);
+        let number = format!("{}-{}", std::process::id(), MADE.fetch_add(1, Ordering::Relaxed));
+        let names = ["a", "b"].map(|host| format!("cz{number}{host}"));
+        let hosts = Self { names, folder: tempfile::tempdir().unwrap() };
+        let [a, b] = &hosts.names;
+        ip(&["netns", "add", a])?;
+        ip(&["netns", "add", b])?;
+        ip(&["link", "add", "cable", "netns", a, "type", "veth", "peer", "name", "cable", "netns", b])?;
+        for (host, name) in hosts.names.iter().enumerate() {
+            ip(&["-n", name, "address", "add", &format!("10.77.0.{}/24", host + 1), "dev", "cable"])?;
+            ip(&["-n", name, "link", "set", "lo", "up"])?;
+            ip(&["-n", name, "link", "set", "cable", "up"])?;
+        }
+        Ok(hosts)
+    }
+
+    /// The hosts' names.
+    pub fn names(&self) -> [&str; 2] {
+        [&self.names[0], &self.names[1]]
+    }
+
+    /// `mpirun` on the first host for as many ranks on each; the program and its arguments come next.
+    pub fn mpirun(&self, mpi: Mpi, ranks: [usize; 2]) -> Option<Command> {
+        let folder = mpi.folder()?;
+        let [a, b] = &self.names;
+        // Takes the place of ssh.
+        let reach = program(
+            self.folder.path(),
+            "reach",
+            &format!(
+                "[ \"$1\" = -x ] && shift\ncase $1 in 10.77.0.1) host={a};; 10.77.0.2) host={b};; *) exit 9;; esac\nshift\n\
+                 exec ip netns exec $host unshare -u sh -c \"hostname $host; $*\""
+            ),
+        );
+        let mut command = limited(&folder);
+        let here = format!("hostname {a}; exec \"$@\"");
+        command.args(["ip", "netns", "exec", a, "unshare", "-u", "sh", "-c", &here, "sh"]);
+        command.arg(folder.join("bin/mpirun"));
+        let at = format!("10.77.0.1:{},10.77.0.2:{}", ranks[0], ranks[1]);
+        match mpi {
+            Mpi::OpenMpi => {
+                command.args(["--allow-run-as-root", "--bind-to", "none", "--host", &at, "--prefix"]).arg(&folder);
+                command.args(["--mca", "plm", "ssh", "--mca", "plm_rsh_agent"]).arg(&reach);
+                command.args(["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]);
+                command.args(["--mca", "btl_tcp_if_include", "10.77.0.0/24"]);
+                command.args(["--prtemca", "oob_tcp_if_include", "10.77.0.0/24"]);
+            }
+            Mpi::Mpich => {
+                command.args(["-launcher", "ssh", "-launcher-exec"]).arg(&reach);
+                command.args(["-hosts", &at, "-iface", "cable"]);
+            }
+        }
+        command.args(["-n", &(ranks[0] + ranks[1]).to_string()]);
+        Some(command)
+    }
+}
+
+impl Drop for Hosts {
+    fn drop(&mut self) {
+        for name in &self.names {
+            if let Ok(output) = Command::new("ip").args(["netns", "pids", name]).output() {
+                for pid in String::from_utf8_lossy(&output.stdout).split_whitespace() {
+                    _ = Command::new("kill").args(["-KILL", pid]).status();
+                }
+            }
+            _ = ip(&["netns", "delete", name]);
+        }
+    }
+}
+
+fn ip(args: &[&str]) -> Result<(), String> {
+    match Command::new("ip").args(args).output() {
+        Ok(output) if output.status.success() => Ok(()),
+        Ok(output) => Err(format!("ip {}: {}", args.join(" "), String::from_utf8_lossy(&output.stderr).trim())),
+        Err(error) => Err(format!("ip: {error}")),
+    }
+}
