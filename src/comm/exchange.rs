@@ -57,6 +57,8 @@ pub(super) struct Exchange {
     wire_bytes: Cell<usize>,
     /// Their number without any encoding.
     exact_bytes: Cell<usize>,
+    /// What to do between naps while this rank waits.
+    beside: Option<Box<dyn Fn() + Send>>,
     /// Whether each rank has a core to itself.
     roomy: bool,
     patience: Patience,
@@ -74,6 +76,7 @@ impl Exchange {
             call: 0,
             wire_bytes: Cell::new(0),
             exact_bytes: Cell::new(0),
+            beside: None,
             roomy,
             patience: CROWDED,
         }
@@ -82,6 +85,12 @@ impl Exchange {
     /// Rank 0 of this world is rank `first` of the job.
     pub(super) fn numbered_from(self, first: usize) -> Self {
         Self { first, ..self }
+    }
+
+    /// Waits call `beside` about once a millisecond.
+    pub(super) fn waiting_with(mut self, beside: impl Fn() + Send + 'static) -> Self {
+        self.pieces.nap_at_most(1);
+        Self { beside: Some(Box::new(beside)), ..self }
     }
 
     pub(super) fn rank(&self) -> usize {
@@ -172,6 +181,9 @@ impl Exchange {
         let clock = clock.get_or_insert_with(|| Clock::new(Instant::now()));
         clock.watch(beat());
         let overdue = || {
+            if let Some(beside) = &self.beside {
+                beside();
+            }
             clock.turn(Instant::now(), beat());
             if clock.silence > HEARTBEAT_LIMIT {
                 Some(Fault::Silent)

@@ -49,12 +49,19 @@ pub(super) struct Pieces {
     rank: usize,
     /// Pieces published so far, modulo 2^32. The last of them is the present one.
     published: u32,
+    nap_millis: u32,
 }
 
 impl Pieces {
     /// The pieces of a rank that has published `published` of them.
     pub(super) fn new(region: Arc<Region>, rank: usize, published: u32) -> Self {
-        Self { region, rank, published }
+        let crowds = region.world_size().div_ceil(FEW_RANKS) as u32;
+        Self { region, rank, published, nap_millis: NAP_MILLIS * crowds }
+    }
+
+    /// Waits look at the peers' states after naps of this length at most.
+    pub(super) fn nap_at_most(&mut self, millis: u32) {
+        self.nap_millis = self.nap_millis.min(millis);
     }
 
     pub(super) fn region(&self) -> &Region {
@@ -154,8 +161,7 @@ impl Pieces {
         let (word, sleepers) = (self.region.published(peer), self.region.sleepers(peer));
         sleepers.fetch_add(1, Ordering::SeqCst);
         if word.load(Ordering::SeqCst) == seen {
-            let crowds = self.region.world_size().div_ceil(FEW_RANKS) as u32;
-            sleep_on(word, seen, NAP_MILLIS * crowds);
+            sleep_on(word, seen, self.nap_millis);
         }
         sleepers.fetch_sub(1, Ordering::SeqCst);
     }

@@ -107,6 +107,40 @@ fn data(rank: usize, len: usize, dtype: DType) -> Flat {
     Flat::from_f32((0..len).map(|i| value(rank, i)).collect(), dtype)
 }
 
+/// Hosts of so many ranks each that differ in their names alone, all on this one; the program and its arguments come next.
+/// `None` where names cannot be given.
+fn named_hosts(mpi: Mpi, ranks: &[usize]) -> Option<Command> {
+    let given = Command::new("unshare").args(["-u", "true"]).output();
+    if !given.is_ok_and(|output| output.status.success()) {
+        return None;
+    }
+    let ends: Vec<String> = (1..=ranks.len()).map(|hosts| ranks[..hosts].iter().sum::<usize>().to_string()).collect();
+    let mut command = mpirun(mpi, ranks.iter().sum())?;
+    if mpi == Mpi::OpenMpi {
+        command.args(["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]);
+    }
+    let name = format!(
+        "host=0; for end in {}; do [ ${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}} -lt $end ] || host=$((host + 1)); done; \
+         hostname host-$host; exec \"$@\"",
+        ends.join(" ")
+    );
+    command.args(["unshare", "-u", "sh", "-c", &name, "sh"]);
+    Some(command)
+}
+
+/// Bytes that a rank takes from others in a reduce-scatter of chunks of `n` f32 where partial sums go from host to host.
+fn bytes_in_a_chain(counts: &[usize], rank: usize, n: usize) -> usize {
+    let (world, lanes) = (counts.iter().sum::<usize>(), *counts.iter().min().unwrap());
+    let start = |host: usize| counts[..host].iter().sum::<usize>();
+    let host = (0..counts.len()).rfind(|host| start(*host) <= rank).unwrap();
+    let (lane, last) = (rank - start(host), counts.len() - 1);
+    let chunks = if lane < lanes { (0..world).filter(|owner| owner % lanes == lane).count() } else { 0 };
+    let of_this_host = chunks * (counts[host] - 1);
+    let of_the_host_before = if host > 0 { chunks } else { 0 };
+    let sums = usize::from(start(last) + rank % lanes != rank);
+    4 * n * (of_this_host + of_the_host_before + sums)
+}
+
 /// One of each collective, launched together.
 fn collectives(comm: &dyn Communicator, n: usize, dtype: DType, wire: Wire) -> candle_zero::Result<Vec<Flat>> {
     let (rank, world) = (comm.rank(), comm.size());
@@ -132,40 +166,53 @@ fn as_a_rank() {
     };
     let (rank, world) = (comm.rank(), comm.size());
     let last = rank + 1 == world;
-    match role.as_str() {
-        "collectives" => {
+    match role.split_once(' ').unwrap_or((role.as_str(), "")) {
+        // raw or chain, and the number of ranks on each host.
+        (way @ ("raw" | "chain"), counts) => {
+            // Every rank runs the same with as many threads.
+            let sizes: &[usize] = if world > 8 { &[999, 20_011] } else { &[0, 1, 5, 999, 70_001, 400_000] };
             for (dtype, wire) in [
                 (DType::F32, Wire::Exact),
                 (DType::BF16, Wire::Exact),
+                (DType::F16, Wire::Exact),
                 (DType::F32, Wire::Blocks(Ints::Int8)),
+                (DType::BF16, Wire::Blocks(Ints::Int8)),
                 (DType::BF16, Wire::Blocks(Ints::Int4)),
             ] {
-                for n in [0, 1, 5, 999, 70_001, 400_000] {
+                for n in sizes.iter().copied() {
                     let here = collectives(&*comm, n, dtype, wire).unwrap();
                     let there = threads::run(world, |comm| collectives(&*comm, n, dtype, wire)).unwrap().remove(rank);
                     assert!(here == there.unwrap(), "rank {rank} of {world}: {n} {dtype:?} {wire:?}");
                 }
             }
+            let counts: Vec<usize> = counts.split(' ').map(|count| count.parse().unwrap()).collect();
             let before = comm.report();
-            let n = 300_000;
+            let n = 60_000;
             comm.reduce_scatter(data(rank, n * world, DType::F32), 1).wait().unwrap();
-            comm.all_gather(data(rank, n, DType::F32), 1).wait().unwrap();
-            for kind in [Kind::ReduceScatter, Kind::AllGather] {
-                let bytes = comm.report().kind(kind).wire_bytes - before.kind(kind).wire_bytes;
-                println!("rank {rank} of {world}: {} took {bytes} bytes", kind.name());
-                assert!(kind == Kind::AllGather || bytes == 4 * (n * (world - 1)) as u64);
-            }
+            let bytes =
+                comm.report().kind(Kind::ReduceScatter).wire_bytes - before.kind(Kind::ReduceScatter).wire_bytes;
+            let expected = if way == "raw" { 4 * n * (world - 1) } else { bytes_in_a_chain(&counts, rank, n) };
+            assert_eq!(bytes, expected as u64, "rank {rank} of {counts:?}");
             println!("rank {rank} of {world} has the same bits");
         }
-        "gives up" if last => comm.abort("the test wants it"),
-        "leaves" if last => {}
-        "gives up" | "leaves" | "differs" => {
-            let n = if last { 8 } else { 4 };
+        ("gives-up", _) if last => comm.abort("the test wants it"),
+        ("leaves", _) if last => {}
+        ("gives-up" | "leaves" | "differs", n) => {
+            // The last rank's few elements go as raw parts, whatever the others' do.
+            let n = if last { 8 } else { n.parse().unwrap_or(4) };
             let error = comm.all_reduce(data(rank, n, DType::F32), 7).wait().unwrap_err();
             println!("rank {rank} is told: {error}");
         }
-        role => panic!("a role {role}"),
+        (role, _) => panic!("a role {role}"),
     }
+}
+
+/// Runs the collectives on hosts of so many ranks each.
+fn compare_with_threads(mpi: Mpi, start: Command, way: &str, ranks: &[usize]) {
+    let counts: Vec<String> = ranks.iter().map(usize::to_string).collect();
+    let output = in_role(start, &format!("{way} {}", counts.join(" ")));
+    let right = stdout(&output).matches("has the same bits").count();
+    assert!(output.status.success() && right == ranks.iter().sum::<usize>(), "{mpi:?} {ranks:?}: {}", stderr(&output));
 }
 
 #[test]
@@ -173,11 +220,23 @@ fn collectives_on_two_hosts_are_those_of_threads_to_the_bit() {
     let test = collectives_on_two_hosts_are_those_of_threads_to_the_bit;
     let Some(hosts) = hosts(test) else { return };
     with_each(test, |mpi| {
-        for ranks in [[2, 2], [1, 1], [1, 2], [3, 1]] {
-            let output = in_role(hosts.mpirun(mpi, ranks).unwrap(), "collectives");
-            let world: usize = ranks.iter().sum();
-            let right = stdout(&output).matches("has the same bits").count();
-            assert!(output.status.success() && right == world, "{mpi:?} {ranks:?}: {}", stderr(&output));
+        let raw = [[2, 2], [1, 1], [1, 2], [3, 1]].map(|ranks| ("raw", ranks));
+        for (way, ranks) in raw.into_iter().chain([[3, 3], [2, 4], [4, 2]].map(|ranks| ("chain", ranks))) {
+            compare_with_threads(mpi, hosts.mpirun(mpi, ranks).unwrap(), way, &ranks);
+        }
+    });
+}
+
+#[test]
+fn sums_through_several_hosts_and_of_many_ranks_are_those_of_threads_to_the_bit() {
+    let test = sums_through_several_hosts_and_of_many_ranks_are_those_of_threads_to_the_bit;
+    with_each(test, |mpi| {
+        // Of 9 and 7 ranks integers and numbers of 16 bits go as partial sums too, and lanes are not the owners.
+        for ranks in [&[2, 3, 2][..], &[3, 2, 2, 4], &[9, 7]] {
+            match named_hosts(mpi, ranks) {
+                Some(start) => compare_with_threads(mpi, start, "chain", ranks),
+                None => return skipped_in_part(test, "hosts of this one cannot be given names"),
+            }
         }
     });
 }
@@ -188,18 +247,23 @@ fn ranks_of_the_other_host_are_told_who_gave_up_left_or_differs() {
     let Some(hosts) = hosts(test) else { return };
     let [_, second] = hosts.names();
     with_each(test, |mpi| {
-        for (role, words) in [
-            ("gives up", format!("rank 3 stopped (on host {second}: the test wants it)")),
-            ("leaves", "rank 3 has left the job".to_string()),
-            ("differs", "ranks have diverged".to_string()),
-        ] {
-            let output = in_role(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), role);
-            let said = stdout(&output);
-            for rank in 0..2 {
-                let line = said.lines().find(|line| line.contains(&format!("rank {rank} is told: ")));
-                assert!(line.is_some_and(|line| line.contains(&words)), "{mpi:?} {role}: {said} {}", stderr(&output));
+        // Few elements go as raw parts, many of three ranks a host as partial sums.
+        for (ranks, n) in [(TWO_AND_TWO, 4), ([3, 3], 400_000)] {
+            let last = ranks[0] + ranks[1] - 1;
+            for (role, words) in [
+                ("gives-up", format!("rank {last} stopped (on host {second}: the test wants it)")),
+                ("leaves", format!("rank {last} has left the job")),
+                ("differs", "ranks have diverged".to_string()),
+            ] {
+                let output = in_role(hosts.mpirun(mpi, ranks).unwrap(), &format!("{role} {n}"));
+                let said = stdout(&output);
+                for rank in 0..ranks[0] {
+                    let line = said.lines().find(|line| line.contains(&format!("rank {rank} is told: ")));
+                    let told = line.is_some_and(|line| line.contains(&words));
+                    assert!(told, "{mpi:?} {ranks:?} {role}: {said} {}", stderr(&output));
+                }
+                assert!(output.status.code() != Some(124), "{mpi:?} {ranks:?} {role}: it hung");
             }
-            assert!(output.status.code() != Some(124), "{mpi:?} {role}: it hung");
         }
     });
 }

@@ -84,6 +84,15 @@ impl Hosts {
         Ok(Self { ranks, names, own })
     }
 
+    /// Hosts with so many ranks each, as `rank` sees them.
+    #[cfg(test)]
+    pub(super) fn with(counts: &[usize], rank: usize) -> Self {
+        let starts = (0..=counts.len()).map(|host| counts[..host].iter().sum::<usize>());
+        let ranks: Vec<_> = starts.clone().zip(starts.skip(1)).map(|(start, end)| start..end).collect();
+        let own = ranks.iter().position(|ranks| ranks.contains(&rank)).expect("a rank of a host");
+        Self { names: vec![String::new(); ranks.len()], ranks, own }
+    }
+
     /// The ranks of all hosts.
     pub(super) fn world_size(&self) -> usize {
         self.ranks.last().map_or(0, |ranks| ranks.end)
@@ -92,6 +101,16 @@ impl Hosts {
     /// The ranks of this host.
     pub(super) fn here(&self) -> Range<usize> {
         self.ranks[self.own].clone()
+    }
+
+    /// The ranks of each host, in order.
+    pub(super) fn each(&self) -> &[Range<usize>] {
+        &self.ranks
+    }
+
+    /// The number of this host among all.
+    pub(super) fn number(&self) -> usize {
+        self.own
     }
 
     /// The ranks of each of the other hosts.

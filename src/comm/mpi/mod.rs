@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   mpirun or srun starts every rank -> join: library found -> MPI_Init_thread -> who is on which host -> each host's memory
-//!   queue -> tiers: exchange of this host's ranks + messages of link to those of other hosts
+//!   queue -> tiers -> raw, chain, gather -> crossing: exchange of this host's ranks + messages of link to other hosts
 //!   end of the process: the others are told, MPI ends
 //! ```
 //!
@@ -10,17 +10,25 @@
 //! rank that waits for another host looks meanwhile for ranks that have given up.
 
 mod abi;
+mod chain;
+mod crossing;
+mod gather;
 mod hosts;
 mod library;
 mod link;
 mod notices;
+mod partial;
+mod raw;
+mod roles;
 mod tiers;
+mod traffic;
 
 pub(super) use tiers::Tiers;
 
 use super::env::RankEnv;
 use super::exchange::Exchange;
 use super::shm::Region;
+use super::state::Fault;
 use crate::error::{CommError, Result};
 use hosts::Hosts;
 use link::Link;
@@ -93,7 +101,8 @@ impl Place {
         self.link.fail();
         // Others are told of the first failure, not of its echo.
         match self.region.first_failure() {
-            Some((rank, fault)) if self.first() + rank != self.link.rank() => {
+            // Only of these there is a text; what a rank says of others' failures names them.
+            Some((rank, fault @ (Fault::Died | Fault::GaveUp))) if self.first() + rank != self.link.rank() => {
                 self.notices.give_up(&self.hosts, self.first() + rank, &self.region.explained(rank, fault));
             }
             _ => self.notices.give_up(&self.hosts, self.link.rank(), why),

@@ -113,6 +113,13 @@ impl Notices {
         Ok(state.failure.clone())
     }
 
+    /// Moves all messages of this rank on, whatever they are, if any other rank is still awaited.
+    pub(super) fn turn(&self) {
+        // Errors are found again where notices are read.
+        let mut state = lock(&self.state);
+        _ = state.awaited.iter_mut().find_map(|(_, transfer)| (!matches!(transfer.is_done(), Ok(true))).then_some(()));
+    }
+
     /// Whether a rank has left, of what [`Notices::failure`] has heard.
     pub(super) fn has_left(&self, rank: usize) -> bool {
         lock(&self.state).left.contains(&rank)

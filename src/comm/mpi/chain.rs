@@ -1,0 +1,241 @@
+//! Sums that grow from host to host, in rank order: what goes on is the sum of all ranks so far.
+//!
+//! ```text
+//!   host 0   parts of its ranks -> lane sums --(f32)--> host 1   + parts of its ranks --(f32)--> ... -> last host: the sums
+//!   lane 0                                      lane 0                                                  lane 0
+//!   lane 1                                      lane 1                                                  lane 1
+//!   owners   <------------------------------ sums of their chunks, rounded -------------------------------/
+//! ```
+//!
+//! Each lane adds up some of the chunks: see [`super::roles`]. A block is the same piece of every chunk. In shared memory the
+//! ranks of a host show each other their parts of it, as they travel on one machine; each lane adds those of its chunks to
+//! the partial sums of the host before, and sends them on. Of the last host's lanes every owner on another host gets its sums
+//! in a message, and one on the last host from its lane in shared memory.
+//!
+//! # Blocks on their way
+//!
+//! Partial sums are received [`AHEAD`] blocks ahead, as many may be on their way to the next host, and an owner takes a
+//! block's sums when its host is [`behind`] blocks further. So hosts work on different blocks at a time, and neither they nor
+//! their cables wait for one message to cross. All is received in memory that was set aside before the sender could have made
+//! it. A rank holds as many messages of at most [`MESSAGE_BYTES`](super::crossing::MESSAGE_BYTES): AHEAD that come, AHEAD
+//! and one that go, one that is worked on, and its own sums, which are less than 2 AHEAD messages: 4.5 MiB, whatever is
+//! summed. What that costs on the cables stands in [`super::traffic`].
+
+use super::crossing::{Crossing, Result};
+use super::link::{Tag, Transfer};
+use super::partial::{Layout, Part, add};
+use super::roles::{Role, handed_by};
+use super::traffic::block_elements;
+use crate::comm::collectives::typed;
+use crate::comm::encoding::Wire;
+use crate::comm::shm::SLOT_BYTES;
+use crate::comm::split::pieces;
+use crate::precision::{Flat, FlatRef};
+use std::collections::VecDeque;
+use std::ops::Range;
+
+/// Blocks of partial sums that may be on their way from one host to the next.
+const AHEAD: usize = 4;
+
+/// How many blocks later than its own parts a rank takes its sums: those that `hosts` hosts can have among them.
+fn behind(hosts: usize) -> usize {
+    2 * AHEAD * (hosts - 1)
+}
+
+/// Sums this rank's chunk of all ranks' `input` (world size x n elements), of which elements travel as `wire`, and writes
+/// it from element `at` on: the place of the first chunk or of this rank's.
+pub(super) fn reduce(crossing: &mut Crossing, wire: Wire, input: &mut Flat, at: usize) -> Result<()> {
+    let (world, rank, size) = (crossing.size(), crossing.rank(), input.dtype().size_in_bytes());
+    let (hosts, chunk) = (crossing.hosts.clone(), input.len() / world);
+    let role = Role::of(&hosts, rank);
+    crossing.greet(&role.partners(&hosts))?;
+    let layout = Layout { wire, size, world };
+    let blocks: Vec<_> = pieces(chunk, block_elements(&hosts, wire, chunk)).collect();
+    let hands_over =
+        hosts.each().last().is_some_and(|last| last.clone().any(|rank| !handed_by(&hosts, rank).is_empty()));
+    let hands_over = hands_over && role.last;
+    let (coming, sums) = (VecDeque::new(), VecDeque::new());
+    let mut chain = Chain { crossing, role, layout, input, chunk, at, coming, sums };
+    for block in blocks.iter().take(AHEAD) {
+        chain.expect_partial(block)?;
+    }
+    let behind = behind(hosts.each().len());
+    for (i, block) in blocks.iter().enumerate() {
+        chain.expect_sums(block)?;
+        let mut partial = chain.take_partial(block)?;
+        if let Some(block) = blocks.get(i + AHEAD) {
+            chain.expect_partial(block)?;
+        }
+        chain.add_parts(&mut partial, block)?;
+        if chain.role.last {
+            let kept = chain.give_sums(&partial, block)?;
+            if hands_over {
+                chain.hand_over(&kept, block)?;
+            }
+        } else {
+            chain.pass_on(&partial)?;
+            if let Some(i) = i.checked_sub(behind) {
+                chain.take_sums(&blocks[i])?;
+            }
+        }
+    }
+    // Nothing is left of these on the last host.
+    blocks[blocks.len().saturating_sub(behind)..].iter().try_for_each(|block| chain.take_sums(block))
+}
+
+/// One rank's work on one collective.
+struct Chain<'a> {
+    crossing: &'a mut Crossing,
+    role: Role,
+    layout: Layout,
+    input: &'a mut Flat,
+    /// Elements of a chunk.
+    chunk: usize,
+    /// Where this rank's chunk of the sum goes.
+    at: usize,
+    /// Partial sums from the host before, and sums of this rank's chunk, oldest first.
+    coming: VecDeque<Transfer>,
+    sums: VecDeque<Transfer>,
+}
+
+impl Chain<'_> {
+    /// Begins to receive the partial sums of a block.
+    fn expect_partial(&mut self, block: &Range<usize>) -> Result<()> {
+        if let Some(before) = self.role.before {
+            let bytes = size_of::<f32>() * self.role.owners.len() * block.len();
+            self.coming.push_back(self.crossing.receive(before, Tag::Data, bytes)?);
+        }
+        Ok(())
+    }
+
+    /// Begins to receive the sums of this rank's chunk in a block.
+    fn expect_sums(&mut self, block: &Range<usize>) -> Result<()> {
+        if !self.role.last {
+            self.sums.push_back(self.crossing.receive(self.role.giver, Tag::Data, block.len() * self.layout.size)?);
+        }
+        Ok(())
+    }
+
+    /// The partial sums of a block from the host before: owner after owner; without meaning on the first host.
+    fn take_partial(&mut self, block: &Range<usize>) -> Result<Vec<f32>> {
+        let mut partial = vec![0f32; self.role.owners.len() * block.len()];
+        if let (Some(before), Some(transfer)) = (self.role.before, self.coming.pop_front()) {
+            let bytes = self.crossing.finish(before, transfer)?;
+            self.crossing.count(bytes.len(), bytes.len());
+            bytemuck::cast_slice_mut(&mut partial).copy_from_slice(&bytes);
+        }
+        Ok(partial)
+    }
+
+    /// Adds the parts of this host's ranks, which show each other theirs.
+    fn add_parts(&mut self, partial: &mut [f32], block: &Range<usize>) -> Result<()> {
+        let (layout, rank, here) = (self.layout, self.crossing.rank(), self.crossing.hosts.here());
+        // A rank alone shows nobody anything.
+        let alone = here.len() == 1;
+        let step = if alone { block.len() } else { layout.elements_in(SLOT_BYTES) };
+        let mut own_codes = Vec::new();
+        for inside in pieces(block.len(), step) {
+            let len = inside.len();
+            let of = |owner: usize| {
+                let start = owner * self.chunk + block.start;
+                start + inside.start..start + inside.end
+            };
+            let shown = if alone { 0 } else { layout.bytes(len) };
+            self.crossing.local.piece(shown, |slot| {
+                for owner in (0..layout.world).filter(|owner| !alone && !self.role.owners.contains(owner)) {
+                    let part = self.input.slice(of(owner));
+                    let place = &mut slot[layout.offset(rank, owner, len)..][..layout.part(rank, owner, len)];
+                    match layout.wire {
+                        Wire::Blocks(ints) if owner != rank => ints.encode(part, place),
+                        _ => place.copy_from_slice(part.as_bytes()),
+                    }
+                }
+            })?;
+            for (owner, sum) in self.role.owners.iter().zip(partial.chunks_exact_mut(block.len())) {
+                let own = self.input.slice(of(*owner));
+                let own = match layout.wire {
+                    Wire::Blocks(ints) if *owner != rank => {
+                        own_codes.resize(ints.encoded_len(len), 0);
+                        ints.encode(own, &mut own_codes);
+                        Part::Blocks(ints, &own_codes)
+                    }
+                    _ => Part::Exact(own),
+                };
+                let part = |r: usize| {
+                    let (offset, bytes) = (layout.offset(r, *owner, len), layout.part(r, *owner, len));
+                    let part = self.crossing.local.coded(r - here.start, offset, bytes, len * layout.size);
+                    match layout.wire {
+                        Wire::Blocks(ints) if *owner != r => Part::Blocks(ints, part),
+                        _ => Part::Exact(typed(self.input.dtype(), part)),
+                    }
+                };
+                let parts: Vec<Part<'_>> = here.clone().map(|r| if r == rank { own } else { part(r) }).collect();
+                add(&mut sum[inside.clone()], self.role.first, &parts);
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends the partial sums of a block to the next host.
+    fn pass_on(&mut self, partial: &[f32]) -> Result<()> {
+        if let Some(after) = self.role.after {
+            self.crossing.send(after, Tag::Data, bytemuck::cast_slice(partial).to_vec())?;
+            self.crossing.hold(AHEAD)?;
+        }
+        Ok(())
+    }
+
+    /// On the last host: sends the sums of a block to their owners on other hosts, and writes those of this rank's chunk. What
+    /// is left is for others of this host, as bytes, in order.
+    fn give_sums(&mut self, partial: &[f32], block: &Range<usize>) -> Result<Vec<Vec<u8>>> {
+        let (dtype, here) = (self.input.dtype(), self.crossing.hosts.here());
+        let mut kept = Vec::new();
+        let mut sent = 0;
+        for (owner, sum) in self.role.owners.iter().zip(partial.chunks_exact(block.len())) {
+            if *owner == self.crossing.rank() {
+                self.input.slice_mut(self.at + block.start..self.at + block.end).copy_cast(FlatRef::F32(sum));
+                continue;
+            }
+            let mut rounded = Flat::zeros(dtype, sum.len());
+            rounded.as_mut().copy_cast(FlatRef::F32(sum));
+            if here.contains(owner) {
+                kept.push(rounded.as_bytes().to_vec());
+            } else {
+                self.crossing.send(*owner, Tag::Data, rounded.as_bytes().to_vec())?;
+                sent += 1;
+            }
+        }
+        self.crossing.hold(AHEAD * sent)?;
+        Ok(kept)
+    }
+
+    /// On the last host: shows the sums of a block that are for other ranks of this host, and takes those for this one.
+    fn hand_over(&mut self, kept: &[Vec<u8>], block: &Range<usize>) -> Result<()> {
+        let (size, rank, giver) = (self.layout.size, self.crossing.rank(), self.role.giver);
+        let (hosts, here) = (self.crossing.hosts.clone(), self.crossing.hosts.here());
+        let place = handed_by(&hosts, giver).iter().position(|owner| *owner == rank);
+        for inside in pieces(block.len(), SLOT_BYTES / (here.len() * size)) {
+            let (bytes, range) = (inside.len() * size, inside.start * size..inside.end * size);
+            self.crossing.local.piece(kept.len() * bytes, |slot| {
+                slot.chunks_exact_mut(bytes).zip(kept).for_each(|(to, sums)| to.copy_from_slice(&sums[range.clone()]));
+            })?;
+            if let Some(place) = place {
+                let sums = self.crossing.local.peer(giver - here.start, place * bytes, bytes);
+                let start = (self.at + block.start) * size;
+                self.input.as_bytes_mut()[start + range.start..start + range.end].copy_from_slice(sums);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the sums of a block of this rank's chunk, from the last host.
+    fn take_sums(&mut self, block: &Range<usize>) -> Result<()> {
+        if let Some(transfer) = self.sums.pop_front() {
+            let bytes = self.crossing.finish(self.role.giver, transfer)?;
+            self.crossing.count(bytes.len(), bytes.len());
+            let start = (self.at + block.start) * self.layout.size;
+            self.input.as_bytes_mut()[start..start + bytes.len()].copy_from_slice(&bytes);
+        }
+        Ok(())
+    }
+}

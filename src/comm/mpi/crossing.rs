@@ -1,0 +1,240 @@
+//! One rank's side of a collective across hosts: its host's ranks, its messages to others, and its waits.
+//!
+//! A message is a header, which names the collective that a rank is in, or data. Everything is sent and received beside
+//! other work; a wait for a message ends with an error when a rank has failed or left, or when the time limit is over. Waits
+//! for this host's ranks move messages on too: what this rank has sent may be what they wait for, through other hosts.
+
+use super::hosts::Hosts;
+use super::link::{Link, Tag, Transfer};
+use super::notices::Notices;
+use crate::comm::encoding::Wire;
+use crate::comm::exchange::Exchange;
+use crate::comm::fingerprint::Fingerprint;
+use crate::comm::kind::Kind;
+use crate::error::CommError;
+use candle_core::DType;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The most bytes of a message.
+pub(super) const MESSAGE_BYTES: usize = 1 << 18;
+/// The most bytes that a rank sends at a time, to all others together.
+pub(super) const SENT_BYTES: usize = 16 << 20;
+/// Looks at a message that is awaited before the thread lets others run, and before it sleeps between looks.
+const SPINS: u32 = 200;
+const YIELDS: u32 = 20_000;
+const NAP: Duration = Duration::from_micros(50);
+/// How much later than its echo in this host the failure of a rank of another host may be heard of.
+const ECHO: Duration = Duration::from_millis(100);
+/// How often a wait looks for ranks that have failed.
+const WATCH: Duration = Duration::from_millis(20);
+pub(super) type Result<T> = std::result::Result<T, CommError>;
+
+/// One rank's side.
+pub(super) struct Crossing {
+    /// The ranks of this host, counted from 0.
+    pub(super) local: Exchange,
+    pub(super) link: Arc<Link>,
+    pub(super) hosts: Arc<Hosts>,
+    notices: Arc<Notices>,
+    timeout: Duration,
+    /// The present collective, and the engine's call in which it was launched.
+    current: Option<Fingerprint>,
+    sequence: u64,
+    call: u64,
+    /// Bytes from other hosts in the present collective, as they travelled and as they are in memory.
+    wire_bytes: usize,
+    exact_bytes: usize,
+    /// What is being sent, oldest first.
+    sending: VecDeque<(usize, Transfer)>,
+}
+
+impl Crossing {
+    pub(super) fn new(
+        local: Exchange,
+        link: Arc<Link>,
+        hosts: Arc<Hosts>,
+        notices: Arc<Notices>,
+        timeout: Duration,
+    ) -> Self {
+        let messages = notices.clone();
+        Self {
+            local: local.waiting_with(move || messages.turn()),
+            link,
+            hosts,
+            notices,
+            timeout,
+            current: None,
+            sequence: 0,
+            call: 0,
+            wire_bytes: 0,
+            exact_bytes: 0,
+            sending: VecDeque::new(),
+        }
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.link.rank()
+    }
+
+    pub(super) fn size(&self) -> usize {
+        self.hosts.world_size()
+    }
+
+    pub(super) fn called_in(&mut self, call: u64) {
+        self.call = call;
+        self.local.called_in(call);
+    }
+
+    /// Bytes that came from other ranks in the present collective, and what they would have been without any encoding.
+    pub(super) fn bytes(&self) -> (usize, usize) {
+        let (wire, exact) = self.local.bytes();
+        (wire + self.wire_bytes, exact + self.exact_bytes)
+    }
+
+    /// Counts bytes that came from another host: as they travelled, and as they are in memory.
+    pub(super) fn count(&mut self, wire: usize, exact: usize) {
+        self.wire_bytes += wire;
+        self.exact_bytes += exact;
+    }
+
+    /// Begins a collective.
+    pub(super) fn begin(&mut self, kind: Kind, wire: Wire, dtype: DType, elements: usize, tag: u64) {
+        self.sequence += 1;
+        self.current = Some(Fingerprint::new(self.sequence, kind, wire, dtype, elements, tag));
+        self.local.begin(kind, wire, dtype, elements, tag);
+        (self.wire_bytes, self.exact_bytes) = (0, 0);
+    }
+
+    /// Ends a collective, which came to `result`, when everything that this rank sends in it has been sent: the process may
+    /// end before the next one.
+    pub(super) fn end<T>(&mut self, result: Result<T>) -> Result<T> {
+        result.and_then(|result| self.hold(0).map(|()| result)).map_err(|error| self.at_first(error))
+    }
+
+    /// The failure of which this one is the echo, if it is: a rank of this host may have been told of a rank of another host
+    /// before this one was.
+    fn at_first(&self, error: CommError) -> CommError {
+        if !matches!(error, CommError::RankAborted { .. } | CommError::RankLeft { .. }) {
+            return error;
+        }
+        let until = Instant::now() + ECHO;
+        loop {
+            match self.notices.failure() {
+                Ok(Some((from, why))) => return self.aborted(from, &why),
+                Ok(None) if Instant::now() < until => std::thread::sleep(NAP),
+                _ => return error,
+            }
+        }
+    }
+
+    /// Tells the ranks with which data will be exchanged which collective this is, and looks that theirs is the same.
+    pub(super) fn greet(&mut self, peers: &[usize]) -> Result<()> {
+        let mine = self.current.expect("a collective has begun");
+        let arriving = self.receive_each(peers, Tag::Header, 8 * (Fingerprint::WORDS + 1))?;
+        let header: Vec<u8> = mine.words().into_iter().chain([self.call]).flat_map(u64::to_le_bytes).collect();
+        for peer in peers {
+            self.send(*peer, Tag::Header, header.clone())?;
+        }
+        for (peer, transfer) in peers.iter().zip(arriving) {
+            let bytes = self.finish(*peer, transfer)?;
+            let mut words = [0u64; Fingerprint::WORDS + 1];
+            for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
+                *word = u64::from_le_bytes(bytes.try_into().expect("eight bytes"));
+            }
+            let [words @ .., call] = words;
+            let theirs = Fingerprint::from_words(words);
+            if theirs != mine {
+                let (here, there) = (mine.within(self.call), theirs.within(call));
+                return Err(CommError::Diverged { rank: self.rank(), here, peer: *peer, there });
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn receive_each(&self, peers: &[usize], tag: Tag, len: usize) -> Result<Vec<Transfer>> {
+        peers.iter().map(|peer| self.link.receive(*peer, tag, len)).collect()
+    }
+
+    /// Begins to receive `len` bytes.
+    pub(super) fn receive(&self, peer: usize, tag: Tag, len: usize) -> Result<Transfer> {
+        self.link.receive(peer, tag, len)
+    }
+
+    /// Begins to send; what was sent before is freed where it is done.
+    pub(super) fn send(&mut self, peer: usize, tag: Tag, bytes: Vec<u8>) -> Result<()> {
+        while let Some((_, oldest)) = self.sending.front_mut() {
+            if !oldest.is_done()? {
+                break;
+            }
+            drop(self.sending.pop_front().map(|(_, sent)| sent.into_bytes()));
+        }
+        self.sending.push_back((peer, self.link.send(peer, tag, bytes)?));
+        Ok(())
+    }
+
+    /// Waits until at most `messages` of those that were sent are on their way, the newest.
+    pub(super) fn hold(&mut self, messages: usize) -> Result<()> {
+        while self.sending.len() > messages
+            && let Some((peer, sent)) = self.sending.pop_front()
+        {
+            self.finish(peer, sent)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for a message of a rank of another host.
+    pub(super) fn finish(&mut self, peer: usize, mut transfer: Transfer) -> Result<Vec<u8>> {
+        let (mut turns, mut waited, mut last) = (0u32, Duration::ZERO, None::<Instant>);
+        while !transfer.is_done()? {
+            turns += 1;
+            match turns {
+                ..SPINS => std::hint::spin_loop(),
+                SPINS..YIELDS => std::thread::yield_now(),
+                _ => std::thread::sleep(NAP),
+            }
+            if turns.is_multiple_of(SPINS) {
+                let now = Instant::now();
+                let passed = now.duration_since(*last.get_or_insert(now));
+                if passed >= WATCH {
+                    // As in shared memory, a job that was stopped for an hour has not waited for an hour.
+                    waited += passed.min(Duration::from_secs(1));
+                    last = Some(now);
+                    self.watch(peer)?;
+                    if waited > self.timeout {
+                        let (rank, op, limit) = (self.rank(), self.op(), self.timeout);
+                        return Err(CommError::Timeout { rank, peer, op, limit });
+                    }
+                }
+            }
+        }
+        Ok(transfer.into_bytes())
+    }
+
+    /// Looks for ranks that have failed, while `peer` is awaited.
+    fn watch(&mut self, peer: usize) -> Result<()> {
+        if let Some(error) = self.local.failed_peer() {
+            return Err(error);
+        }
+        if let Some((from, why)) = self.notices.failure()? {
+            return Err(self.aborted(from, &why));
+        }
+        if self.notices.has_left(peer) {
+            let (rank, op) = (self.rank(), self.op());
+            return Err(CommError::RankLeft { rank, peer, op });
+        }
+        Ok(())
+    }
+
+    /// The error where rank `from` of another host has given up.
+    fn aborted(&self, from: usize, why: &str) -> CommError {
+        let why = format!("on host {}: {why}", self.hosts.name_of(from));
+        CommError::RankAborted { rank: self.rank(), peer: from, why, op: self.op() }
+    }
+
+    /// The present collective, for messages.
+    fn op(&self) -> String {
+        self.current.map(|fingerprint| fingerprint.to_string()).unwrap_or_default()
+    }
+}

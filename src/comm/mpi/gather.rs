@@ -1,0 +1,97 @@
+//! All-gathers: shards inside of each host, slices of the host's whole from host to host, and these inside again.
+//!
+//! Each host gets the bytes of the others once. What that costs stands in [`super::traffic`].
+
+use super::crossing::{Crossing, MESSAGE_BYTES, Result, SENT_BYTES};
+use super::hosts::Hosts;
+use super::link::{Tag, Transfer};
+use crate::comm::shm::SLOT_BYTES;
+use crate::comm::split::{others, pieces};
+use std::ops::Range;
+
+/// Fills `whole` with the parts of all ranks, of which this rank's is in its place. A part is `exact` bytes where it
+/// stands for elements that take so many.
+pub(super) fn gather(crossing: &mut Crossing, whole: &mut [u8], exact: usize) -> Result<()> {
+    let part = whole.len() / crossing.size();
+    let (hosts, here) = (crossing.hosts.clone(), crossing.hosts.here());
+    let (lanes, lane) = (hosts.lanes(), crossing.rank() - here.start);
+    // One byte of one host's whole is sent by one lane of that host to the same lane of each other.
+    let slice = |ranks: &Range<usize>, lane: usize| {
+        let bound = |lane: usize| ranks.start * part + ranks.len() * part * lane / lanes;
+        bound(lane)..bound(lane + 1)
+    };
+    let partners: Vec<usize> = match lane < lanes {
+        true => hosts.elsewhere().map(|ranks| ranks.start + lane).collect(),
+        false => Vec::new(),
+    };
+    crossing.greet(&partners)?;
+    let own = crossing.rank() * part..(crossing.rank() + 1) * part;
+    for range in pieces(part, SLOT_BYTES) {
+        let mine = own.start + range.start..own.start + range.end;
+        crossing.local.piece(range.len(), |slot| slot.copy_from_slice(&whole[mine]))?;
+        for (r, _) in others(here.len(), lane) {
+            let from = crossing.local.coded(r, 0, range.len(), exact_share(range.len(), part, exact));
+            whole[(here.start + r) * part + range.start..][..range.len()].copy_from_slice(from);
+        }
+    }
+    let longest = hosts.elsewhere().chain([here.clone()]).map(|ranks| ranks.len() * part).max().unwrap_or(0);
+    let step = MESSAGE_BYTES.min((SENT_BYTES / partners.len().max(1)).max(1 << 12));
+    let blocks: Vec<Range<usize>> = pieces(longest.div_ceil(lanes), step).collect();
+    let cut = |slice: Range<usize>, block: &Range<usize>| {
+        let bound = |at: usize| (slice.start + at).min(slice.end);
+        bound(block.start)..bound(block.end)
+    };
+    let mut next = Some(swap(crossing, whole, &hosts, &partners, |ranks| cut(slice(ranks, lane), &blocks[0]))?);
+    for (i, block) in blocks.iter().enumerate() {
+        let arriving = next.take().unwrap_or_default();
+        if let Some(block) = blocks.get(i + 1) {
+            next = Some(swap(crossing, whole, &hosts, &partners, |ranks| cut(slice(ranks, lane), block))?);
+        }
+        let mut arriving = partners.iter().zip(arriving);
+        for ranks in hosts.elsewhere() {
+            let mine = if lane < lanes { cut(slice(&ranks, lane), block) } else { 0..0 };
+            if let Some((peer, transfer)) = arriving.next() {
+                whole[mine.clone()].copy_from_slice(&crossing.finish(*peer, transfer)?);
+                crossing.count(mine.len(), exact_share(mine.len(), part, exact));
+            }
+            for range in pieces(block.len(), SLOT_BYTES) {
+                let of_lane = |lane: usize| match lane < lanes {
+                    true => cut(cut(slice(&ranks, lane), block), &range),
+                    false => 0..0,
+                };
+                let mine = of_lane(lane);
+                crossing.local.piece(mine.len(), |slot| slot.copy_from_slice(&whole[mine]))?;
+                for (r, _) in others(here.len(), lane) {
+                    let theirs = of_lane(r);
+                    let exact = exact_share(theirs.len(), part, exact);
+                    let from = crossing.local.coded(r, 0, theirs.len(), exact);
+                    whole[theirs].copy_from_slice(from);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Sends bytes of this host to the partners, and begins to receive those of their hosts.
+fn swap(
+    crossing: &mut Crossing,
+    whole: &[u8],
+    hosts: &Hosts,
+    partners: &[usize],
+    range_of: impl Fn(&Range<usize>) -> Range<usize>,
+) -> Result<Vec<Transfer>> {
+    let mut arriving = Vec::with_capacity(partners.len());
+    for (peer, ranks) in partners.iter().zip(hosts.elsewhere()) {
+        arriving.push(crossing.receive(*peer, Tag::Data, range_of(&ranks).len())?);
+    }
+    for peer in partners {
+        crossing.send(*peer, Tag::Data, whole[range_of(&hosts.here())].to_vec())?;
+    }
+    Ok(arriving)
+}
+
+/// Of `exact` bytes for which `part` bytes travel, the share of `len` of these.
+fn exact_share(len: usize, part: usize, exact: usize) -> usize {
+    if part == 0 { 0 } else { (len as u128 * exact as u128 / part as u128) as usize }
+}

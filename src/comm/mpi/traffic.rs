@@ -1,0 +1,139 @@
+//! How many bytes go between hosts, and which way a sum takes for that reason.
+//!
+//! Of W ranks, L are on a host; a chunk has c elements of s bytes, which take e bytes as they travel (c s, or the integers
+//! that stand for them). All hosts' cables carry both directions at a time.
+//!
+//! | | into a host | out of it |
+//! | --- | --- | --- |
+//! | sum, raw | L (W - L) e | L (W - L) e |
+//! | sum, chain | 4 W c, but for the first; L c s, but for the last | 4 W c; for the last (W - L) c s |
+//! | gather | (W - L) e | L e for each other host |
+//!
+//! Raw parts cross a cable once per rank that owns or has one, L times as often as they would have to. A chain carries each
+//! element once, but as a partial sum in f32, and the sums come back from the last host. Two hosts with 8 ranks each (W = 16):
+//! raw 256 c bytes of f32, 128 c of bf16, 66 c as eight and 34 c as four bits; a chain 64 c, whatever travels.
+
+use super::crossing::MESSAGE_BYTES;
+use super::hosts::Hosts;
+use super::partial::Layout;
+use crate::comm::encoding::Wire;
+use crate::comm::shm::SLOT_BYTES;
+use std::ops::Range;
+
+/// Sums of fewer bytes, of all chunks together, go as raw parts: they are there after one message.
+const SHORT_BYTES: usize = 256 << 10;
+/// Bytes of a partial sum of one element.
+const PARTIAL: usize = size_of::<f32>();
+/// Blocks of a sum for each host that it passes, where it is long enough: hosts work on different ones at a time.
+const BLOCKS_A_HOST: usize = 8;
+/// The least bytes of a message for which a sum is cut into more blocks.
+const LEAST_MESSAGE: usize = 16 << 10;
+
+/// How parts become sums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Way {
+    /// Every part goes to the owner of the sum.
+    Raw,
+    /// Sums of the first hosts go on to the next.
+    Chain,
+}
+
+/// The way of a sum whose chunks have `chunk` elements of `size` bytes, which travel as `wire`: the one with fewer bytes in
+/// the busiest direction of any host. The same on all ranks.
+pub(super) fn way(hosts: &Hosts, wire: Wire, size: usize, chunk: usize) -> Way {
+    let (each, world) = (hosts.each(), hosts.world_size());
+    let fits = Layout { wire, size, world }.elements_in(SLOT_BYTES) > 0;
+    let long = world * chunk * size >= SHORT_BYTES;
+    let fewer = chain_bytes(each, size, chunk) < raw_bytes(each, wire, size, chunk);
+    if fits && long && fewer { Way::Chain } else { Way::Raw }
+}
+
+/// Bytes in the busiest direction of any host where raw parts go.
+fn raw_bytes(hosts: &[Range<usize>], wire: Wire, size: usize, chunk: usize) -> usize {
+    let world = hosts.last().map_or(0, |ranks| ranks.end);
+    let encoded = match wire {
+        Wire::Exact => chunk * size,
+        Wire::Blocks(ints) => ints.encoded_len(chunk),
+    };
+    hosts.iter().map(|ranks| ranks.len() * (world - ranks.len()) * encoded).max().unwrap_or(0)
+}
+
+/// Bytes in the busiest direction of any host where partial sums go.
+fn chain_bytes(hosts: &[Range<usize>], size: usize, chunk: usize) -> usize {
+    let (world, last) = (hosts.last().map_or(0, |ranks| ranks.end), hosts.len() - 1);
+    let partials = PARTIAL * world * chunk;
+    let of = |(host, ranks): (usize, &Range<usize>)| {
+        let into = if host > 0 { partials } else { 0 } + if host < last { ranks.len() * chunk * size } else { 0 };
+        let out = if host < last { partials } else { (world - ranks.len()) * chunk * size };
+        into.max(out)
+    };
+    hosts.iter().enumerate().map(of).max().unwrap_or(0)
+}
+
+/// Elements of every chunk in one block of a chain: a message from host to host has those of a lane's chunks.
+pub(super) fn block_elements(hosts: &Hosts, wire: Wire, chunk: usize) -> usize {
+    let of_each = PARTIAL * hosts.world_size().div_ceil(hosts.lanes());
+    let bytes = (of_each * chunk / (BLOCKS_A_HOST * hosts.each().len())).clamp(LEAST_MESSAGE, MESSAGE_BYTES);
+    let align = wire.alignment();
+    (bytes / of_each / align * align).max(align)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::precision::Ints;
+
+    const INT8: Wire = Wire::Blocks(Ints::Int8);
+    const INT4: Wire = Wire::Blocks(Ints::Int4);
+
+    #[test]
+    fn bytes_are_those_of_the_table() {
+        let bytes = |counts: &[usize], wire, size| {
+            let hosts = Hosts::with(counts, 0);
+            (raw_bytes(hosts.each(), wire, size, 1280), chain_bytes(hosts.each(), size, 1280))
+        };
+        assert_eq!(bytes(&[8, 8], Wire::Exact, 4), (256 * 1280, 64 * 1280));
+        assert_eq!(bytes(&[8, 8], Wire::Exact, 2), (128 * 1280, 64 * 1280));
+        assert_eq!(bytes(&[8, 8], INT8, 2), (64 * 1320, 64 * 1280));
+        assert_eq!(bytes(&[8, 8], INT4, 2), (64 * 680, 64 * 1280));
+        assert_eq!(bytes(&[1, 1], Wire::Exact, 4), (4 * 1280, 8 * 1280));
+        // A host in the middle gets partial sums and its own.
+        assert_eq!(bytes(&[8, 8, 8, 8], Wire::Exact, 4), (8 * 24 * 4 * 1280, (32 * 4 + 8 * 4) * 1280));
+        assert_eq!(bytes(&[3, 1], Wire::Exact, 4), (12 * 1280, 16 * 1280));
+    }
+
+    #[test]
+    fn long_sums_of_many_ranks_a_host_go_in_a_chain() {
+        let way = |counts: &[usize], wire, size, chunk| way(&Hosts::with(counts, 0), wire, size, chunk);
+        assert_eq!(way(&[8, 8], Wire::Exact, 4, 1 << 20), Way::Chain);
+        assert_eq!(way(&[8, 8], Wire::Exact, 4, 4096), Way::Chain, "256 KiB");
+        assert_eq!(way(&[8, 8], Wire::Exact, 4, 4095), Way::Raw, "short");
+        assert_eq!(way(&[8, 8], Wire::Exact, 2, 1 << 20), Way::Chain);
+        assert_eq!(way(&[8, 8], INT4, 4, 1 << 20), Way::Raw);
+        assert_eq!(way(&[3, 3], Wire::Exact, 4, 1 << 20), Way::Chain);
+        assert_eq!(way(&[2, 2], Wire::Exact, 4, 1 << 20), Way::Raw, "as many bytes either way");
+        for hosts in 2..20 {
+            assert_eq!(way(&vec![1; hosts], Wire::Exact, 4, 1 << 20), Way::Raw, "{hosts} hosts of one rank");
+        }
+        // A slot has no room for a block for every rank.
+        assert_eq!(way(&[600, 600], Wire::Exact, 4, 1 << 20), Way::Chain);
+        assert_eq!(way(&[600, 600], INT8, 4, 1 << 20), Way::Raw);
+        // All ranks find the same.
+        let counts = [3, 4, 2, 5];
+        assert!((0..14).all(|rank| super::way(&Hosts::with(&counts, rank), Wire::Exact, 4, 9999) == Way::Chain));
+    }
+
+    #[test]
+    fn blocks_are_whole_and_messages_of_a_few_hundred_kilobytes_at_most() {
+        for counts in [&[8, 8][..], &[9, 7], &[2, 3, 2], &[64; 32]] {
+            let hosts = Hosts::with(counts, 0);
+            for (wire, chunk) in [Wire::Exact, INT8, INT4].into_iter().flat_map(|w| [1, 5000, 1 << 24].map(|c| (w, c)))
+            {
+                let elements = block_elements(&hosts, wire, chunk);
+                let lane = hosts.world_size().div_ceil(hosts.lanes());
+                assert!(elements > 0 && elements.is_multiple_of(wire.alignment()));
+                assert!(elements * lane * PARTIAL <= MESSAGE_BYTES, "{counts:?} {wire:?} {chunk}: {elements}");
+            }
+        }
+    }
+}
