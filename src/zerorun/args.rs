@@ -4,7 +4,7 @@ use crate::error::HostsError;
 use crate::launch::console::Refused;
 use crate::launch::hosts::filter::Selection;
 use crate::launch::nodes::Node;
-use crate::launch::nodes::starter::Hosts;
+use crate::launch::nodes::starter::{Hosts, UNTIL_STDIN_ENDS};
 use crate::launch::{Across, Options};
 use crate::tools;
 use clap::error::ErrorKind;
@@ -121,6 +121,10 @@ struct Arguments {
     #[arg(long = "min_nodes", alias = "min-nodes", value_name = "M", help_heading = HOSTS)]
     min_nodes: Option<usize>,
 
+    /// With --nnodes: end when standard input does
+    #[arg(long = UNTIL_STDIN_ENDS, hide = true)]
+    until_stdin_ends: bool,
+
     /// Serve the training's metrics for Prometheus on this port of 127.0.0.1, from rank 0; 0 is a free port
     #[arg(long, value_name = "PORT")]
     prometheus: Option<u16>,
@@ -175,7 +179,7 @@ impl Arguments {
         let number = |text: &str| text.trim().parse::<usize>().ok().filter(|number| *number > 0);
         let range = number(fewest).zip(number(most)).filter(|(fewest, most)| fewest <= most && *most <= MOST_NODES);
         let (fewest, nodes) = range.ok_or_else(|| HostsError::BadNodes { text: text.clone() })?;
-        if nodes == 1 {
+        if nodes == 1 && !self.until_stdin_ends {
             return Ok(Across::Alone);
         }
         let variable = |name: &str| std::env::var(name).ok()?.trim().parse().ok();
@@ -186,7 +190,8 @@ impl Arguments {
         }
         let master_addr = self.master_addr.clone().or_else(|| std::env::var("MASTER_ADDR").ok());
         let master_addr = master_addr.ok_or(HostsError::NodeUnknown { nodes, missing: "--master_addr" })?;
-        Ok(Across::Nodes(Node { nodes, min_nodes: self.min_nodes.unwrap_or(fewest).min(nodes), node, master_addr }))
+        let min_nodes = self.min_nodes.unwrap_or(fewest).min(nodes);
+        Ok(Across::Nodes(Node { nodes, min_nodes, node, master_addr, until_stdin_ends: self.until_stdin_ends }))
     }
 }
 

@@ -14,7 +14,7 @@ use std::process::{Command, Output};
 const TWO_AND_TWO: [usize; 2] = [2, 2];
 
 /// Two hosts, or why there are none.
-fn hosts<T: Fn()>(test: T) -> Option<Hosts> {
+pub fn hosts<T: Fn()>(test: T) -> Option<Hosts> {
     match Hosts::new() {
         Ok(hosts) => Some(hosts),
         Err(why) => {
@@ -36,7 +36,7 @@ fn with_each<T: Fn() + Copy>(test: T, mut f: impl FnMut(Mpi)) {
 }
 
 /// Losses and gradient norms of the steps, as written.
-fn steps(metrics: &Path) -> Vec<[String; 2]> {
+pub fn steps(metrics: &Path) -> Vec<[String; 2]> {
     let text = std::fs::read_to_string(metrics).unwrap();
     let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     lines

@@ -1,7 +1,7 @@
 //! One host's side of a job on several hosts: it joins, starts its ranks when it is told to, and says how they ended.
 
 use super::wire::{Heard, Hello, How, Message, Peer, Start};
-use crate::error::{HostsError, Result};
+use crate::error::{HostsError, LaunchError, Result};
 use crate::launch::console::say;
 use crate::launch::pmi;
 use crate::launch::ranks::{self, End, Job, Part};
@@ -9,11 +9,13 @@ use crate::launch::signals::{self, Event};
 use crate::util::lock;
 use rustix::process::Signal;
 use std::collections::VecDeque;
-use std::net::TcpStream;
+use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+/// How long a try to reach the first host may take.
+const TRY: Duration = Duration::from_secs(5);
 /// The pause between two tries to reach the first host.
 const RETRY: Duration = Duration::from_millis(300);
 /// How often what was heard is looked at, should the event be lost.
@@ -30,6 +32,8 @@ pub(super) struct Joining {
     pub(super) hello: Hello,
     /// Whether it joins again when it has lost the first host.
     pub(super) returns: bool,
+    /// Whether the end of standard input is a SIGTERM.
+    pub(super) until_stdin_ends: bool,
 }
 
 /// What the thread that listens to the first host leaves for the main thread.
@@ -98,6 +102,17 @@ enum Left {
 /// The first host cannot be reached, or refuses this one.
 pub(super) fn run(mut job: Job, joining: &Joining) -> Result<u8> {
     let (sender, events) = signals::listen()?;
+    if joining.until_stdin_ends {
+        let sender = sender.clone();
+        let listen = move || {
+            let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+            let _ = sender.send(Event::End(Signal::TERM));
+        };
+        std::thread::Builder::new()
+            .name("standard input".into())
+            .spawn(listen)
+            .map_err(|source| LaunchError::Setup { what: "listening to standard input", source })?;
+    }
     loop {
         match attend(&mut job, joining, &sender, &events)? {
             Left::Over(code) => return Ok(code),
@@ -133,7 +148,10 @@ fn attend(job: &mut Job, joining: &Joining, sender: &Sender<Event>, events: &Rec
             Ok(Heard::Said(Message::Finish { code, text, culprit })) => {
                 // Of its own ranks a host knows more than the others.
                 let own = failed.filter(|_| culprit == Some(joining.hello.node));
-                own.or(text).iter().for_each(|text| say(text));
+                match (own, text.as_deref().and_then(|text| text.split_once('\n'))) {
+                    (Some(own), Some((_, rest))) => say(&format!("{own}\n{rest}")),
+                    (own, _) => own.or(text).iter().for_each(|text| say(text)),
+                }
                 return Ok(Left::Over(code));
             }
             Ok(Heard::Said(Message::Refused(why))) => return Err(HostsError::Refused { why }.into()),
@@ -156,7 +174,7 @@ fn stopped_by(signal: Signal) -> Left {
 fn connect(joining: &Joining, events: &Receiver<Event>) -> Result<std::result::Result<TcpStream, Signal>> {
     let since = Instant::now();
     loop {
-        let error = match TcpStream::connect((joining.master_addr.as_str(), joining.master_port)) {
+        let error = match reach(&joining.master_addr, joining.master_port) {
             Ok(stream) => return Ok(Ok(stream)),
             Err(error) => error,
         };
@@ -169,6 +187,18 @@ fn connect(joining: &Joining, events: &Receiver<Event>) -> Result<std::result::R
             _ => {}
         }
     }
+}
+
+/// Tries each of the address' meanings for a while.
+fn reach(address: &str, port: u16) -> std::io::Result<TcpStream> {
+    let mut last = std::io::Error::from(std::io::ErrorKind::NotFound);
+    for address in (address, port).to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, TRY) {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
 }
 
 fn unreachable(joining: &Joining, why: String) -> crate::Error {

@@ -43,6 +43,8 @@ pub(crate) struct Node {
     pub(crate) node: usize,
     /// The first host's address.
     pub(crate) master_addr: String,
+    /// Whether the end of standard input asks this launcher to end.
+    pub(crate) until_stdin_ends: bool,
 }
 
 /// Runs this host's part of the job to its end; the result is the exit code. Call it on the main thread.
@@ -80,6 +82,7 @@ pub(super) fn run(job: Job, node: &Node, max_restarts: u32) -> Result<u8> {
         patience,
         hello,
         returns: max_restarts > 0 && node.node > 0,
+        until_stdin_ends: node.until_stdin_ends,
     };
     let code = member::run(job, &joining);
     if let Some(first) = first.filter(|_| code.is_ok()) {

@@ -19,10 +19,14 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
+/// The option by which a launcher ends with its standard input.
+pub(crate) const UNTIL_STDIN_ENDS: &str = "until_stdin_ends";
 /// A program in place of ssh, called as `PROGRAM HOST COMMAND`.
 const REMOTE_SHELL: &str = "ZERORUN_RSH";
 /// Variables that the launchers and ranks of other hosts get beside DeepSpeed's.
 const OURS: [&str; 5] = ["CANDLE_ZERO_", "RUST_", "RAYON_", "MPIR_CVAR_", "LD_LIBRARY_PATH"];
+/// Exit code of ssh where it cannot reach a host.
+const UNREACHABLE: u8 = 255;
 /// How often it is looked whether a launcher has ended.
 const TICK: Duration = Duration::from_millis(300);
 /// How long the launchers may take to end after the one of the first host has.
@@ -70,6 +74,8 @@ impl Hosts {
 /// One host's launcher.
 struct Launcher<'a> {
     host: &'a Host,
+    /// Whether it is on this host, and not behind ssh.
+    local: bool,
     command: Command,
     child: Option<Child>,
     /// When it ended.
@@ -87,8 +93,9 @@ pub(crate) fn run(job: &Job, hosts: &Hosts, world: &World, max_restarts: u32) ->
     for node in 0..world.hosts().len() {
         let host = &world.hosts()[node];
         let words = words(job, hosts, world, node, max_restarts)?;
-        let command = command(host, &words, &exports, hosts);
-        launchers.push(Launcher { host, command, child: None, ended: None });
+        let local = is_here(&host.name) && !hosts.force_multi;
+        let command = command(host, local, &words, &exports, hosts.ssh_port);
+        launchers.push(Launcher { host, local, command, child: None, ended: None });
     }
     for launcher in &mut launchers {
         launcher.start()?;
@@ -109,31 +116,30 @@ fn supervise(launchers: &mut [Launcher<'_>], events: &Receiver<Event>, again: bo
     loop {
         match events.recv_timeout(TICK) {
             Ok(Event::End(signal) | Event::Pass(signal)) => {
-                // The first host's launcher tells the others, and ssh ends with what it runs.
-                launchers.iter().for_each(|launcher| launcher.signal(signal));
+                launchers.iter_mut().for_each(|launcher| launcher.signal(signal));
             }
             Ok(Event::Suspend) => signals::suspend_self(),
             _ => {}
         }
-        for (node, launcher) in launchers.iter_mut().enumerate() {
-            if launcher.is_running() {
+        if !launchers[0].is_running() {
+            return Ok(launchers[0].code());
+        }
+        for node in 1..launchers.len() {
+            if launchers[node].is_running() {
                 continue;
             }
-            let code = launcher.code();
-            if node == 0 {
-                return Ok(code);
-            }
             // ssh's own code for a host that it cannot reach.
-            if code == 255 && !again {
-                say(&format!("zerorun: host {} cannot be reached or its launcher was killed", launcher.host.name));
-                launchers.iter().for_each(|launcher| launcher.signal(Signal::TERM));
+            let code = launchers[node].code();
+            if code == UNREACHABLE && !again {
+                let host = &launchers[node].host.name;
+                say(&format!("zerorun: host {host} cannot be reached, or its launcher was killed"));
+                launchers.iter_mut().for_each(|launcher| launcher.signal(Signal::TERM));
                 wait_all(launchers);
                 return Ok(1);
             }
             if again && code != 0 && launchers[node].ended.is_some_and(|ended| ended.elapsed() >= AGAIN) {
                 launchers[node].start()?;
             }
-            break;
         }
     }
 }
@@ -166,11 +172,14 @@ impl Launcher<'_> {
     /// Its exit code, once it has ended.
     fn code(&mut self) -> u8 {
         let status = self.child.as_mut().and_then(|child| child.wait().ok());
-        status.map_or(255, |status| crate::launch::report::Ended::of(status).exit_code())
+        status.map_or(UNREACHABLE, |status| crate::launch::report::Ended::of(status).exit_code())
     }
 
-    fn signal(&self, signal: Signal) {
-        if let Some(child) = &self.child {
+    /// Asks it to end. On another host that is a SIGTERM at first, whatever the signal; ssh stays for what it has to say.
+    fn signal(&mut self, signal: Signal) {
+        if let Some(child) = &mut self.child
+            && (self.local || child.stdin.take().is_none())
+        {
             // One that has ended needs no signal.
             let _ = rustix::process::kill_process(rustix::process::Pid::from_child(child), signal);
         }
@@ -190,7 +199,8 @@ fn exports() -> Result<Vec<(String, String)>> {
             Err(source) => return Err(HostsError::NoVariables { path, why: source.to_string() }.into()),
         }
     }
-    let ours = std::env::vars().filter(|(name, _)| OURS.iter().any(|prefix| name.starts_with(prefix)));
+    let text = |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
+    let ours = std::env::vars_os().filter_map(text).filter(|(name, _)| OURS.iter().any(|ours| name.starts_with(ours)));
     let mut all: Vec<(String, String)> = ours.collect();
     all.extend(exports.iter().map(|(name, value)| (name.to_string(), value.to_string())));
     Ok(all)
@@ -221,7 +231,7 @@ fn words(job: &Job, hosts: &Hosts, world: &World, node: usize, max_restarts: u32
     if let Some(port) = job.prometheus {
         option("prometheus", port.to_string());
     }
-    words.push("--".into());
+    words.extend([format!("--{UNTIL_STDIN_ENDS}"), "--".into()]);
     words.push(text(&job.program.clone().into())?);
     for word in &job.args {
         words.push(text(word)?);
@@ -230,8 +240,7 @@ fn words(job: &Job, hosts: &Hosts, world: &World, node: usize, max_restarts: u32
 }
 
 /// The command that runs `words` on a host.
-fn command(host: &Host, words: &[String], exports: &[(String, String)], hosts: &Hosts) -> Command {
-    let local = is_here(&host.name) && !hosts.force_multi;
+fn command(host: &Host, local: bool, words: &[String], exports: &[(String, String)], port: Option<u16>) -> Command {
     let mut command = if local {
         let mut command = Command::new(&words[0]);
         command.args(&words[1..]).envs(exports.iter().map(|(name, value)| (name, value)));
@@ -240,16 +249,17 @@ fn command(host: &Host, words: &[String], exports: &[(String, String)], hosts: &
         let shell = std::env::var_os(REMOTE_SHELL).filter(|shell| !shell.is_empty());
         let mut command = Command::new(shell.as_deref().unwrap_or("ssh".as_ref()));
         if shell.is_none() {
-            // A password cannot be asked for on several hosts; a second terminal ends what runs there when this one goes.
-            command.args(["-o", "BatchMode=yes", "-tt"]);
-            if let Some(port) = hosts.ssh_port {
+            // A password cannot be asked for on several hosts.
+            command.args(["-o", "BatchMode=yes"]);
+            if let Some(port) = port {
                 command.args(["-p", &port.to_string()]);
             }
         }
         command.args([host.name.clone(), remote_line(words, exports, &working_directory())]);
         command
     };
-    command.stdin(Stdio::null());
+    // Its end tells the launcher to end, also where the other host's processes would not notice that ssh does.
+    command.stdin(Stdio::piped());
     std::os::unix::process::CommandExt::process_group(&mut command, 0);
     die_with_parent(&mut command, Signal::TERM);
     command
