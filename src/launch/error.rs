@@ -95,9 +95,3 @@ pub enum LaunchError {
     #[error(transparent)]
     Hosts(#[from] HostsError),
 }
-
-impl From<HostsError> for crate::Error {
-    fn from(error: HostsError) -> Self {
-        LaunchError::from(error).into()
-    }
-}

@@ -17,14 +17,14 @@ use std::sync::{Arc, Mutex};
 /// Names and values as ranks have put them.
 pub(crate) type Values = Vec<(String, String)>;
 
-/// The name of the one space of values.
-const SPACE: &str = "candle_zero";
 /// Bytes of the longest name and value, which the library keeps to.
 const NAME_BYTES: usize = 64;
 const VALUE_BYTES: usize = 4096;
 
 /// Serves the ranks of this host.
 pub(crate) struct Server {
+    /// The name of the space of values. Libraries name memory of their ranks by it, so no two starts have the same.
+    space: String,
     /// Ranks of all hosts.
     world: usize,
     /// Ranks of this host.
@@ -44,12 +44,20 @@ struct State {
 }
 
 impl Server {
-    /// Serves the ranks of a job in which hosts have these numbers of ranks; this is host `node`. What its ranks have put goes
-    /// to `send` whenever all are at a barrier, and [`Server::deliver`] lets them on.
-    pub(crate) fn new(ranks: &[usize], node: usize, send: impl Fn(Values) + Send + Sync + 'static) -> Self {
-        let values = BTreeMap::from([("PMI_process_mapping".to_string(), mapping(ranks))]);
+    /// Serves the ranks of the start `space`, in which hosts have these numbers of ranks; this is host `node`. What its ranks
+    /// have put goes to `send` whenever all are at a barrier, and [`Server::deliver`] lets them on.
+    pub(crate) fn new(
+        space: String,
+        ranks: &[usize],
+        node: usize,
+        send: impl Fn(Values) + Send + Sync + 'static,
+    ) -> Self {
+        let world = ranks.iter().sum();
+        // To MPICH each rank is a host of its own: those of one host share this library's memory, and memory of MPICH's would
+        // stay in /dev/shm after ranks that are killed.
+        let values = BTreeMap::from([("PMI_process_mapping".to_string(), format!("(vector,(0,{world},1))"))]);
         let state = Mutex::new(State { values, ..State::default() });
-        Self { world: ranks.iter().sum(), local: ranks[node], state, send: Box::new(send) }
+        Self { space, world, local: ranks[node], state, send: Box::new(send) }
     }
 
     /// The number of ranks of all hosts.
@@ -93,7 +101,7 @@ impl Server {
             "init" => "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0\n".into(),
             "get_maxes" => format!("cmd=maxes kvsname_max=256 keylen_max={NAME_BYTES} vallen_max={VALUE_BYTES}\n"),
             "get_appnum" => "cmd=appnum appnum=0\n".into(),
-            "get_my_kvsname" => format!("cmd=my_kvsname kvsname={SPACE}\n"),
+            "get_my_kvsname" => format!("cmd=my_kvsname kvsname={}\n", self.space),
             "get_universe_size" => format!("cmd=universe_size size={}\n", self.world),
             "put" => {
                 let name = word("key").unwrap_or_default().to_string();
@@ -132,19 +140,6 @@ impl Server {
     }
 }
 
-/// Which ranks are on which host, as MPICH reads it: runs of hosts that have as many ranks each.
-fn mapping(ranks: &[usize]) -> String {
-    let mut runs: Vec<(usize, usize, usize)> = Vec::new();
-    for (node, count) in ranks.iter().enumerate() {
-        match runs.last_mut() {
-            Some((_, nodes, each)) if each == count => *nodes += 1,
-            _ => runs.push((node, 1, *count)),
-        }
-    }
-    let runs: Vec<String> = runs.iter().map(|(first, nodes, each)| format!("({first},{nodes},{each})")).collect();
-    format!("(vector,{})", runs.join(","))
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -165,26 +160,18 @@ mod tests {
     }
 
     #[test]
-    fn hosts_with_as_many_ranks_are_one_run() {
-        assert_eq!(mapping(&[2, 2]), "(vector,(0,2,2))");
-        assert_eq!(mapping(&[4, 2, 2, 4]), "(vector,(0,1,4),(1,2,2),(3,1,4))");
-    }
-
-    #[test]
     fn ranks_get_what_others_have_put_when_all_hosts_are_at_the_barrier() {
         let (sender, sent) = channel();
-        let server = Arc::new(Server::new(&[2, 1], 0, move |values| sender.send(values).unwrap()));
+        let server = Arc::new(Server::new("a_start".into(), &[2, 1], 0, move |values| sender.send(values).unwrap()));
         let (mut a, mut b) = (rank(&server), rank(&server));
         assert_eq!(
             ask(&mut a, "cmd=init pmi_version=1 pmi_subversion=1"),
             "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
         );
+        assert_eq!(ask(&mut a, "cmd=get_my_kvsname"), "cmd=my_kvsname kvsname=a_start");
         assert_eq!(ask(&mut a, "cmd=get_universe_size"), "cmd=universe_size size=3");
-        let get = |name: &str| format!("cmd=get kvsname={SPACE} key={name}");
-        assert_eq!(
-            ask(&mut a, &get("PMI_process_mapping")),
-            "cmd=get_result rc=0 msg=success value=(vector,(0,1,2),(1,1,1))"
-        );
+        let get = |name: &str| format!("cmd=get kvsname=a_start key={name}");
+        assert_eq!(ask(&mut a, &get("PMI_process_mapping")), "cmd=get_result rc=0 msg=success value=(vector,(0,3,1))");
         assert_eq!(ask(&mut a, "cmd=put kvsname=x key=a value=some words"), "cmd=put_result rc=0 msg=success");
         writeln!(a.0, "cmd=barrier_in").unwrap();
         assert!(ask(&mut b, &get("a")).contains("rc=-1"), "before the barrier");

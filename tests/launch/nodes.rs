@@ -45,8 +45,12 @@ impl Training {
 
     /// Adds the program, with the name of its metrics and checkpoints.
     fn of(&self, mut command: Command, name: &str, steps: usize, saves: bool) -> Command {
-        let config = concat!(env!("CARGO_MANIFEST_DIR"), "/ds_configs/zero3.json");
-        command.arg(&self.program).args(["--model", "nano", "--steps", &steps.to_string(), "--ds_config", config]);
+        // As many samples a step, whatever the number of ranks.
+        let config = self.folder.path().join("zero3.json");
+        let text = r#"{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}"#;
+        std::fs::write(&config, text).unwrap();
+        command.arg(&self.program).args(["--model", "nano", "--steps", &steps.to_string(), "--ds_config"]).arg(config);
         command.args(["--sample", "0", "--metrics"]).arg(self.metrics(name));
         if saves {
             command.arg("--save").arg(self.folder.path().join(format!("{name}.save"))).args([
@@ -236,6 +240,8 @@ fn refused(options: &str, args: &[&str]) -> String {
         command
     };
     let mut first = start(of("--nnodes 3 --node_rank 0").arg("--lr").current_dir(folder.path()));
+    let listens = || std::net::TcpStream::connect(("127.0.0.1", port.parse().unwrap())).ok();
+    wait_up_to(Duration::from_secs(20), "the first launcher", listens);
     let output = of(options).args(args).current_dir(folder.path()).output().unwrap();
     send(Signal::TERM, &first);
     first.wait().unwrap();

@@ -27,6 +27,15 @@ use link::Link;
 use notices::Notices;
 use std::sync::{Arc, OnceLock};
 
+/// The library that would be used here: its file, and what it says of its version.
+///
+/// # Errors
+/// None is found, or it lacks a function.
+#[cfg(feature = "cli")]
+pub(crate) fn found_library() -> Result<String> {
+    Ok(library::Library::find()?.name())
+}
+
 /// This process' place among the ranks of all hosts.
 #[derive(Clone)]
 pub(super) struct Place {

@@ -41,12 +41,12 @@ pub(super) struct Rule {
     pub(super) patience: Duration,
 }
 
-/// Serves a job on a thread of its own, until it is over.
-pub(super) fn serve(listener: TcpListener, rule: Rule) -> std::io::Result<std::thread::JoinHandle<()>> {
+/// Serves the job `number`, which no other has, on a thread of its own, until it is over.
+pub(super) fn serve(listener: TcpListener, rule: Rule, number: u64) -> std::io::Result<std::thread::JoinHandle<()>> {
     let (sender, heard) = channel();
     let accepted = sender.clone();
     std::thread::Builder::new().name("lets hosts in".into()).spawn(move || accept(&listener, &accepted))?;
-    let mut job = Job { rule, heard, _sender: sender, strangers: BTreeMap::new(), hosts: BTreeMap::new() };
+    let mut job = Job { rule, number, heard, _sender: sender, strangers: BTreeMap::new(), hosts: BTreeMap::new() };
     std::thread::Builder::new().name("first of hosts".into()).spawn(move || job.run())
 }
 
@@ -79,6 +79,8 @@ struct Host {
 
 struct Job {
     rule: Rule,
+    /// A number that no other job has.
+    number: u64,
     heard: Receiver<News>,
     /// So that the receiver never ends.
     _sender: Sender<News>,
@@ -256,7 +258,8 @@ impl Job {
             let (note, ranks) = (note.clone(), ranks.clone());
             let first_rank = ranks[..place].iter().sum();
             parts.insert(*node, Part { first_rank, host: host.hello.host.clone(), values: None, end: None });
-            host.peer.send(&Message::Start(Start { attempt, restart, place, ranks, port, note }));
+            let space = format!("candle_zero_{:x}_{attempt}", self.number);
+            host.peer.send(&Message::Start(Start { attempt, restart, place, ranks, port, space, note }));
         }
         let mut order = Vec::new();
         let (mut signal, mut regroup) = (None, false);

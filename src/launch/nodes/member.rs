@@ -233,11 +233,11 @@ fn carry_out(
     events: &Receiver<Event>,
     failed: &mut Option<String>,
 ) -> Result<How> {
-    let Start { attempt, restart, place, ranks, port, note } = start;
+    let Start { attempt, restart, place, ranks, port, space, note } = start;
     note.iter().for_each(|note| say(note));
     let values = Arc::clone(peer);
     let send = move |fresh| values.send(&Message::Values { attempt, values: fresh });
-    let server = Arc::new(pmi::Server::new(&ranks, place, send));
+    let server = Arc::new(pmi::Server::new(space, &ranks, place, send));
     let news = Arc::new(Mutex::new(None));
     *lock(&inbox.running) = Some(Running { attempt, pmi: server.clone(), news: news.clone() });
     // One host of several may be left alone: its ranks need no library to meet.

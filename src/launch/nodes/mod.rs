@@ -59,7 +59,7 @@ pub(super) fn run(job: Job, node: &Node, max_restarts: u32) -> Result<u8> {
             let rule = Rule { nodes: node.nodes, min_nodes: node.min_nodes, max_restarts, patience };
             let listener = listen(port)?;
             Some(
-                first::serve(listener, rule)
+                first::serve(listener, rule, launcher())
                     .map_err(|source| LaunchError::Setup { what: "meeting other hosts", source })?,
             )
         }

@@ -82,6 +82,8 @@ pub(super) struct Start {
     pub(super) ranks: Vec<usize>,
     /// A port that was free on the first host, for the program's own use.
     pub(super) port: u16,
+    /// A name that no other start has, of this job or another.
+    pub(super) space: String,
     /// What there is to say before.
     pub(super) note: Option<String>,
 }
