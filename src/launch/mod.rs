@@ -103,14 +103,15 @@ pub(crate) fn start(options: &Options) -> Result<u8> {
             build::build(&package)?
         }
     };
-    let several = !matches!(options.across, Across::Alone);
-    if several && options.timeline.is_some() {
-        say("zerorun: --timeline is for one host and has no effect on several");
-    }
-    let recorded = options.timeline.clone().filter(|_| !several).or_else(|| {
+    let recorded = options.timeline.clone().or_else(|| {
         let file = std::env::var_os(timeline::FILE).filter(|file| !file.is_empty());
         file.map(Into::into)
     });
+    let several = !matches!(options.across, Across::Alone);
+    if several && recorded.is_some() {
+        say("zerorun: a timeline is for one host; none is recorded of several");
+    }
+    let recorded = recorded.filter(|_| !several);
     let recorded = recorded.as_deref().map(timeline::Job::begin).transpose()?;
     let job = Job {
         program,

@@ -202,7 +202,7 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Options,
     let own_ranks = matches.as_ref().is_ok_and(|m| m.value_source("ranks") != Some(ValueSource::DefaultValue));
     let typed = matches.and_then(|matches| Arguments::from_arg_matches(&matches));
     let typed = typed.map_err(|e| Refused(e.format(&mut reader)))?;
-    if let Some(text) = wrong_min_ranks(&typed) {
+    if let Some(text) = wrong_min_ranks(&typed).or_else(|| wrong_min_nodes(&typed)) {
         return Err(Refused(reader.error(ErrorKind::ArgumentConflict, text)));
     }
     let across = typed.across(own_ranks).map_err(|error| Refused(reader.error(ErrorKind::ValueValidation, error)))?;
@@ -232,9 +232,31 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Options,
     })
 }
 
+/// The problem of `--min_nodes` with the other options, if any.
+fn wrong_min_nodes(typed: &Arguments) -> Option<String> {
+    let fewest = typed.min_nodes?;
+    if typed.hostfile.is_none() && typed.nnodes.is_none() {
+        return Some(format!(
+            "--min_nodes {fewest} says how few hosts a restart may have, and this job has one: give --hostfile or --nnodes, or \
+             leave it out"
+        ));
+    }
+    (typed.max_restarts == 0 || fewest == 0).then(|| {
+        format!(
+            "--min_nodes {fewest} says how few hosts a restart may have: give at least 1, and --max_restarts of at least 1, or \
+             leave it out"
+        )
+    })
+}
+
 /// The problem of `--min_ranks` with the other options, if any.
 fn wrong_min_ranks(typed: &Arguments) -> Option<String> {
     let (fewest, ranks) = (typed.min_ranks?, typed.ranks);
+    if typed.hostfile.is_some() || typed.nnodes.is_some() {
+        return Some(format!(
+            "--min_ranks {fewest} is for one host; on several, each keeps its ranks: give --min_nodes, or leave it out"
+        ));
+    }
     if typed.max_restarts == 0 {
         return Some(format!(
             "--min_ranks {fewest} says how few ranks a restart may have, and nothing is restarted: give --max_restarts \
@@ -334,6 +356,40 @@ mod tests {
         for file in [script, config] {
             assert!(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(file).is_file(), "{file}");
         }
+    }
+
+    /// What is wrong, without the usage.
+    fn wrong(words: &str) -> String {
+        refusal(words).split("\n\n").next().unwrap_or_default().to_string()
+    }
+
+    #[test]
+    fn wrong_hosts_are_named() {
+        insta::assert_snapshot!(wrong("--nnodes 4:2 x.rs"), @"zerorun: --nnodes 4:2 is no number of hosts; write N, or FEWEST:N with 1 <= FEWEST <= N, for example 2 or 1:4");
+        insta::assert_snapshot!(wrong("--nnodes 0 x.rs"), @"zerorun: --nnodes 0 is no number of hosts; write N, or FEWEST:N with 1 <= FEWEST <= N, for example 2 or 1:4");
+        insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 2 --master_addr a x.rs"), @"zerorun: --node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
+        insta::assert_snapshot!(wrong("--nnodes 2 --master_addr a x.rs"), @"zerorun: --nnodes 2 needs --node_rank; give each host its number from 0 to 1 and all of them the first one's address");
+        insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 1 x.rs"), @"zerorun: --nnodes 2 needs --master_addr; give each host its number from 0 to 1 and all of them the first one's address");
+        insta::assert_snapshot!(wrong("--nnodes 2 --hostfile hosts x.rs"), @"zerorun: the argument '--nnodes <N>' cannot be used with '--hostfile <FILE>'");
+        insta::assert_snapshot!(wrong("--min_nodes 1 --max_restarts 1 x.rs"), @"zerorun: --min_nodes 1 says how few hosts a restart may have, and this job has one: give --hostfile or --nnodes, or leave it out");
+        insta::assert_snapshot!(wrong("--hostfile hosts --min_nodes 1 x.rs"), @"zerorun: --min_nodes 1 says how few hosts a restart may have: give at least 1, and --max_restarts of at least 1, or leave it out");
+        insta::assert_snapshot!(wrong("--hostfile hosts --max_restarts 1 --min_ranks 1 x.rs"), @"zerorun: --min_ranks 1 is for one host; on several, each keeps its ranks: give --min_nodes, or leave it out");
+        assert!(wrong("--include a x.rs").contains("--hostfile"), "{}", wrong("--include a x.rs"));
+    }
+
+    #[test]
+    fn hosts_are_read_with_the_fewest_of_them() {
+        let Across::Nodes(node) = typed("--nnodes 2:4 --node_rank 3 --master_addr first x.rs").unwrap().across else {
+            panic!("several hosts")
+        };
+        assert_eq!((node.nodes, node.min_nodes, node.node, node.master_addr.as_str()), (4, 2, 3, "first"));
+        assert!(matches!(typed("--nnodes 1 x.rs").unwrap().across, Across::Alone));
+        let Across::Hosts(hosts) = typed("-H hosts -e a:1 --num_gpus 2 x.rs").unwrap().across else {
+            panic!("the hosts of a file")
+        };
+        assert_eq!((hosts.selection.exclude.as_str(), hosts.selection.num_gpus), ("a:1", Some(2)));
+        let Across::Hosts(hosts) = typed("-H hosts x.rs").unwrap().across else { panic!("the hosts of a file") };
+        assert_eq!(hosts.selection, Selection::default());
     }
 
     #[test]

@@ -5,6 +5,7 @@ use super::processes::program;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 /// An implementation of MPI.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,10 +91,10 @@ impl Hosts {
         for (host, name) in hosts.names.iter().enumerate() {
             ip(&["-n", name, "address", "add", &format!("10.77.0.{}/24", host + 1), "dev", "cable"])?;
             ip(&["-n", name, "link", "set", "lo", "up"])?;
-            // No IPv6, whose address would be of use only after two seconds: MPICH's transport would fail until then.
-            ip(&["-n", name, "link", "set", "cable", "addrgenmode", "none"])?;
             ip(&["-n", name, "link", "set", "cable", "up"])?;
         }
+        // Until then MPICH's transport finds no way from one to the other.
+        std::thread::sleep(Duration::from_secs(3));
         Ok(hosts)
     }
 

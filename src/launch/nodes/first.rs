@@ -59,13 +59,19 @@ enum News {
 fn accept(listener: &TcpListener, sender: &Sender<News>) {
     for (number, stream) in listener.incoming().enumerate() {
         let (number, news) = (number as u64, sender.clone());
-        let hear = move |heard| drop(news.send(News::Heard(number, heard)));
+        // What is heard of a connection comes after the connection itself: until `ready` is dropped, it waits.
+        let (ready, wait) = channel::<()>();
+        let hear = move |heard| {
+            let _ = wait.recv();
+            let _ = news.send(News::Heard(number, heard));
+        };
         // A connection that is gone already was no host.
         if let Some(peer) = stream.ok().and_then(|stream| Peer::over(stream, hear).ok())
             && sender.send(News::Came(number, peer)).is_err()
         {
             return;
         }
+        drop(ready);
     }
 }
 
