@@ -49,7 +49,10 @@ pub fn steps(metrics: &Path) -> Vec<[String; 2]> {
 fn train(mut start: Command, train_gpt: &Path, stage: usize, folder: &Path, name: &str) -> Vec<[String; 2]> {
     let config = format!("{}/ds_configs/zero{stage}.json", env!("CARGO_MANIFEST_DIR"));
     let metrics = folder.join(format!("{name}-{stage}.jsonl"));
-    start.arg(train_gpt).args(["--model", "nano", "--steps", "3", "--sample", "0", "--ds_config", &config, "--metrics"]).arg(&metrics);
+    start
+        .arg(train_gpt)
+        .args(["--model", "nano", "--steps", "3", "--sample", "0", "--ds_config", &config, "--metrics"])
+        .arg(&metrics);
     let output = start.output().unwrap();
     assert!(output.status.success(), "{name}, stage {stage}: {} {}", output.status, stderr(&output));
     let steps = steps(&metrics);
