@@ -258,6 +258,45 @@ fn a_host_that_does_not_belong_to_the_job_is_told_why() {
 }
 
 #[test]
+fn a_launcher_that_is_killed_is_done_without_and_taken_back() {
+    let folder = tempfile::tempdir().unwrap();
+    // Each start of rank 0 writes the number of ranks; the ranks end when they are asked to, or at the end of the test.
+    let script = program(
+        folder.path(),
+        "script",
+        "[ $RANK = 0 ] && echo $WORLD_SIZE >> $DIR/worlds\ntrap 'exit 0' TERM\nuntil [ -e $DIR/end ]; do sleep 0.1; done",
+    );
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let launch = |node: usize| {
+        let mut command = zerorun();
+        command.args(["--nnodes", "2:3", "--node_rank", &node.to_string(), "--master_addr", "127.0.0.1"]);
+        command.args(["--master_port", &port, "--max_restarts", "2"]).arg(&script).env("DIR", folder.path());
+        start(&mut command)
+    };
+    let worlds = |expected: &str| {
+        wait_up_to(Duration::from_secs(60), expected, || {
+            let worlds = std::fs::read_to_string(folder.path().join("worlds")).unwrap_or_default();
+            (worlds.split_whitespace().collect::<Vec<_>>().join(" ") == expected).then_some(())
+        });
+    };
+    let [first, second, mut third] = [0, 1, 2].map(launch);
+    worlds("3");
+    send(Signal::KILL, &third);
+    third.wait().unwrap();
+    worlds("3 2");
+    let third = launch(2);
+    worlds("3 2 3");
+    std::fs::write(folder.path().join("end"), "").unwrap();
+    let [first, second, third] = [first, second, third].map(ended);
+    let said = stderr(&first);
+    for output in [first, second, third] {
+        assert!(output.status.success(), "{}", stderr(&output));
+    }
+    assert!(said.contains("is gone: it closed the connection; restart 1 of 2"), "{said}");
+    assert!(said.contains("a host is back; the job goes on with it"), "{said}");
+}
+
+#[test]
 fn a_hostfile_with_an_unreachable_host_ends_with_its_name() {
     let folder = tempfile::tempdir().unwrap();
     let script = program(folder.path(), "script", "sleep 60");

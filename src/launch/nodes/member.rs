@@ -10,6 +10,7 @@ use crate::util::lock;
 use rustix::process::Signal;
 use std::collections::VecDeque;
 use std::net::{TcpStream, ToSocketAddrs};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -48,6 +49,15 @@ struct Running {
     attempt: u32,
     pmi: Arc<pmi::Server>,
     news: Arc<Mutex<Option<(usize, String)>>>,
+    /// The next signal comes from the first host, which need not be told of it.
+    passed_on: Arc<AtomicBool>,
+}
+
+impl Running {
+    fn passed_on(&self, signal: Signal) -> Event {
+        self.passed_on.store(true, Ordering::SeqCst);
+        Event::End(signal)
+    }
 }
 
 impl Inbox {
@@ -65,11 +75,14 @@ impl Inbox {
                 }
                 Event::News
             }
-            Heard::Said(Message::Signal(number)) => match named(number) {
-                Some(signal) if running.is_some() => Event::End(signal),
+            Heard::Said(Message::Signal(number)) => match (named(number), &*running) {
+                (Some(signal), Some(running)) => running.passed_on(signal),
                 _ => return,
             },
-            Heard::Said(Message::Regroup { attempt }) if of(attempt).is_some() => Event::End(Signal::TERM),
+            Heard::Said(Message::Regroup { attempt }) => match of(attempt) {
+                Some(running) => running.passed_on(Signal::TERM),
+                None => return,
+            },
             heard => {
                 if let (Heard::Lost(why), Some(running)) = (&heard, &*running) {
                     // Rank 0 is on the first host.
@@ -239,7 +252,9 @@ fn carry_out(
     let send = move |fresh| values.send(&Message::Values { attempt, values: fresh });
     let server = Arc::new(pmi::Server::new(space, &ranks, place, send));
     let news = Arc::new(Mutex::new(None));
-    *lock(&inbox.running) = Some(Running { attempt, pmi: server.clone(), news: news.clone() });
+    let passed_on = Arc::new(AtomicBool::new(false));
+    let (pmi, told) = (server.clone(), passed_on.clone());
+    *lock(&inbox.running) = Some(Running { attempt, pmi, news: news.clone(), passed_on });
     // One host of several may be left alone: its ranks need no library to meet.
     let alone = ranks.len() == 1;
     let asked = Arc::clone(peer);
@@ -251,7 +266,11 @@ fn carry_out(
         master_addr: joining.master_addr.clone(),
         pmi: server,
         news,
-        tell: Arc::new(move |signal: Signal| asked.send(&Message::Signal(signal.as_raw()))),
+        tell: Arc::new(move |signal: Signal| {
+            if !told.swap(false, Ordering::SeqCst) {
+                asked.send(&Message::Signal(signal.as_raw()));
+            }
+        }),
     });
     (job.restart, job.master_port) = (restart, Some(port));
     Ok(match ranks::run(job, events)? {

@@ -16,6 +16,9 @@ const BEAT: Duration = Duration::from_secs(1);
 /// Bytes of the longest message: the values of some ten thousand ranks.
 const LONGEST: u64 = 64 << 20;
 
+/// Why nothing more is heard of a launcher that has ended.
+const CLOSED: &str = "it closed the connection";
+
 /// A message. Those about an attempt name it: what comes late belongs to an earlier one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum Message {
@@ -177,7 +180,8 @@ fn next(from: &mut BufReader<TcpStream>) -> Result<Message, String> {
         Ok(_) if line.last() == Some(&b'\n') => serde_json::from_slice(&line).map_err(|_| {
             "what it sends is no message of this version of zerorun: another program is on this port".into()
         }),
-        Ok(_) => Err("it closed the connection".into()),
+        Ok(_) => Err(CLOSED.into()),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Err(CLOSED.into()),
         Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
             Err(format!("nothing was heard of it for {} s", SILENCE.as_secs()))
         }
