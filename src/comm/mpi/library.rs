@@ -4,6 +4,7 @@ use super::abi::{Abi, Handle, Value};
 use crate::comm::env::SHM_FD;
 use crate::error::CommError;
 use libloading::os::unix::{Library as Loaded, RTLD_GLOBAL, RTLD_NOW, Symbol};
+use std::error::Error as _;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 
@@ -191,9 +192,11 @@ fn none(tried: String) -> CommError {
 }
 
 /// Loads a library so that the parts which it loads itself find its symbols, as Open MPI's do.
-fn open(path: &Path) -> Result<Loaded, libloading::Error> {
+fn open(path: &Path) -> Result<Loaded, String> {
     // SAFETY: MPI libraries begin their work in MPI_Init_thread; loading them runs nothing that this program could disturb.
-    unsafe { Loaded::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }
+    let opened = unsafe { Loaded::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
+    // The error itself says no more than that it was this call; the system's words are its source.
+    opened.map_err(|error| error.source().map_or(error.to_string(), ToString::to_string))
 }
 
 /// The ABIs in the order in which they are looked for: under Open MPI's mpirun its own first.
