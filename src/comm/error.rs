@@ -188,6 +188,15 @@ pub enum CommError {
         /// The file and its version.
         library: String,
     },
+    /// Open MPI's mpirun has started the ranks, and the library is another one, which would end them.
+    #[error(
+        "Open MPI's mpirun has started the ranks, and the library that was found is {library}: put Open MPI's lib folder \
+         into LD_LIBRARY_PATH, name its file with CANDLE_ZERO_MPI_LIBRARY, or start the ranks with this library's own mpirun"
+    )]
+    MpiNotOpenMpi {
+        /// The file and its version.
+        library: String,
+    },
     /// Ranks of one host are not consecutive.
     #[error(
         "ranks {first} and {second} are on host {host}, and ranks between them are not: the ranks of a host must be \

@@ -310,6 +310,12 @@ impl Ranks {
             Some(part) => {
                 let setup = |source| LaunchError::Setup { what: "a socket for a rank", source };
                 let socket = part.pmi.socket().map_err(setup)?;
+                // Where an mpirun has started this launcher, the ranks are not that one's.
+                for (name, _) in std::env::vars_os() {
+                    if ["OMPI_COMM_WORLD_", "PMIX_"].iter().any(|start| name.to_string_lossy().starts_with(start)) {
+                        command.env_remove(name);
+                    }
+                }
                 command.env(PMI_FD, socket.as_raw_fd().to_string()).env("PMI_RANK", number.to_string());
                 Some(socket)
             }

@@ -76,7 +76,7 @@ impl Library {
             return Self::of(loaded, path, abi);
         }
         let mut tried = Vec::new();
-        for abi in preferred(std::env::var_os("OMPI_COMM_WORLD_RANK").is_some(), std::env::var_os(SHM_FD).is_some()) {
+        for abi in preferred(under_open_mpi(), under_zerorun()) {
             let folders = std::iter::once(PathBuf::new()).chain(beside_mpirun());
             for path in folders.map(|folder| folder.join(abi.library())) {
                 match open(&path) {
@@ -135,8 +135,12 @@ impl Library {
     /// Begins MPI, with errors as values: this process' rank, and the number of ranks.
     ///
     /// # Errors
-    /// The library's own, or it grants too little to threads.
+    /// The library's own, or it is not the launcher's, or grants too little to threads.
     pub(super) fn init(&self) -> Result<(usize, usize), CommError> {
+        let name = self.name();
+        if under_open_mpi() && !under_zerorun() && !name.contains("Open MPI") {
+            return Err(CommError::MpiNotOpenMpi { library: name });
+        }
         let wanted = self.abi.constants().serialized;
         let mut granted = 0;
         // SAFETY: MPI allows null for the program's arguments; `granted` is a place for a number.
@@ -197,6 +201,14 @@ fn open(path: &Path) -> Result<Loaded, String> {
     let opened = unsafe { Loaded::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
     // The error itself says no more than that it was this call; the system's words are its source.
     opened.map_err(|error| error.source().map_or(error.to_string(), ToString::to_string))
+}
+
+fn under_open_mpi() -> bool {
+    std::env::var_os("OMPI_COMM_WORLD_RANK").is_some()
+}
+
+fn under_zerorun() -> bool {
+    std::env::var_os(SHM_FD).is_some()
 }
 
 /// The ABIs in the order in which they are looked for: under Open MPI's mpirun its own first.
