@@ -113,6 +113,13 @@ pub enum Error {
     Tool(#[from] ToolError),
 }
 
+#[cfg(feature = "cli")]
+impl From<HostsError> for Error {
+    fn from(error: HostsError) -> Self {
+        Self::Launch(LaunchError::Hosts(error))
+    }
+}
+
 /// Whether a line is the first frame of a backtrace. Candle appends one to its messages where RUST_BACKTRACE is set.
 pub(crate) fn begins_backtrace(line: &str) -> bool {
     line.strip_prefix("   ").is_some_and(|frame| frame.trim_start().starts_with("0: "))

@@ -10,7 +10,8 @@
 //! | Slurm's srun | `SLURM_PROCID`, `SLURM_NTASKS` (`SLURM_NPROCS`) | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` |
 //! | none | rank 0 of 1 | |
 //!
-//! Ranks that a launcher of MPI started (the last three) are joined by MPI, on one host or several.
+//! Ranks that a launcher of MPI started (the last three) are joined by MPI, on one host or several; those of `zerorun` where
+//! it has started them on several.
 
 use std::os::fd::RawFd;
 use std::str::FromStr;
@@ -22,6 +23,9 @@ use crate::error::{Error, RankEnvError, Result};
 pub(crate) const SHM_FD: &str = "CANDLE_ZERO_SHM_FD";
 /// How long a rank waits for the others, in milliseconds.
 pub(crate) const TIMEOUT_MS: &str = "CANDLE_ZERO_TIMEOUT_MS";
+
+/// The socket to the launcher through which an MPI library meets the other ranks, as MPICH's process managers have it.
+pub(crate) const PMI_FD: &str = "PMI_FD";
 
 /// The script as it was typed behind `zerorun`, by which a rank names its command line.
 pub(crate) const SCRIPT: &str = "ZERORUN_SCRIPT";
@@ -110,8 +114,6 @@ impl RankEnv {
             });
         };
         let RankNumbers { rank, world, local, mpi } = found;
-        // Under zerorun, which an MPI launcher may have started, the ranks are zerorun's.
-        let mpi = mpi && shm_fd.is_none();
         below(rank, world)?;
         let (local_rank, local_world_size) = match local {
             None => (rank.value, world.value),
@@ -119,6 +121,12 @@ impl RankEnv {
                 below(local_rank, local_world)?;
                 (local_rank.value, local_world.value)
             }
+        };
+        let mpi = match shm_fd {
+            None => mpi,
+            // Under zerorun, which an MPI launcher may have started, the ranks are zerorun's: of one host, or of several that
+            // it lets MPI join.
+            Some(_) => local_world_size < world.value && vars.get(PMI_FD).is_some(),
         };
         if world.value > 1 && !mpi {
             if local_world_size != world.value {

@@ -137,8 +137,8 @@ pub enum CommError {
     },
     /// There is no MPI library.
     #[error(
-        "the ranks were started by an MPI launcher, but no MPI library was found (tried {tried}); install Open MPI or MPICH, \
-         put its lib folder into LD_LIBRARY_PATH, or name the file with CANDLE_ZERO_MPI_LIBRARY"
+        "the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried {tried}); install \
+         MPICH or, for mpirun alone, Open MPI, put its lib folder into LD_LIBRARY_PATH, or name the file with CANDLE_ZERO_MPI_LIBRARY"
     )]
     NoMpi {
         /// The files that were tried.
@@ -174,7 +174,7 @@ pub enum CommError {
     /// MPI and the environment name different ranks.
     #[error(
         "the environment says rank {rank} of {world}, MPI says rank {mpi_rank} of {mpi_world} ({library}): the library is not \
-         that of the mpirun which started the ranks; name its file with CANDLE_ZERO_MPI_LIBRARY"
+         that of the mpirun which started the ranks, or under zerorun none of MPICH's kind; name its file with CANDLE_ZERO_MPI_LIBRARY"
     )]
     MpiForeign {
         /// The rank by the environment.
@@ -185,6 +185,15 @@ pub enum CommError {
         mpi_rank: usize,
         /// The ranks by MPI.
         mpi_world: usize,
+        /// The file and its version.
+        library: String,
+    },
+    /// Open MPI's mpirun has started the ranks, and the library is another one, which would end them.
+    #[error(
+        "Open MPI's mpirun has started the ranks, and the library that was found is {library}: put Open MPI's lib folder \
+         into LD_LIBRARY_PATH, name its file with CANDLE_ZERO_MPI_LIBRARY, or start the ranks with this library's own mpirun"
+    )]
+    MpiNotOpenMpi {
         /// The file and its version.
         library: String,
     },

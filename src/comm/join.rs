@@ -22,8 +22,8 @@ use std::sync::{Arc, Mutex};
 /// errors.
 pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
     match env.shm_fd {
+        _ if env.world_size > 1 && env.mpi => Ok(Arc::new(Member(joined_by_mpi(env)?))),
         Some(fd) if env.world_size > 1 => Ok(Arc::new(Member(shared_of_this_process(fd, env)?))),
-        None if env.world_size > 1 && env.mpi => Ok(Arc::new(Member(joined_by_mpi(env)?))),
         _ => Ok(Arc::new(Solo::default())),
     }
 }

@@ -51,6 +51,8 @@ pub(crate) use fingerprint::content_of;
 pub use join::from_env;
 pub use kind::Kind;
 pub use log::{CommLog, CommLogRow, CommSummary};
+#[cfg(feature = "cli")]
+pub(crate) use mpi::found_library as mpi_library;
 pub use pending::Pending;
 pub use queue::Shared;
 pub use solo::Solo;

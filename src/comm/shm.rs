@@ -1,7 +1,7 @@
 //! The memory that the ranks of one machine share.
 //!
 //! ```text
-//!   page 0            magic, version, world size, the first failure, whether all ranks are started
+//!   page 0            magic, version, world size, the first failure, whether all ranks are started, a failure elsewhere
 //!   page 1 + r        control block of rank r: published pieces, state, heartbeat, headers, last words
 //!   then, per rank    two slots of SLOT_BYTES: the data of an even and of an odd piece
 //! ```
@@ -23,7 +23,7 @@ pub(super) use std::hint::spin_loop;
 pub(super) use std::thread::yield_now;
 
 const MAGIC: u64 = 0x6361_6e64_6c65_7a30; // "candlez0"
-const VERSION: u64 = 4;
+const VERSION: u64 = 5;
 const PAGE: usize = 4096;
 /// Bytes of one rank's data in one piece; two such slots per rank. Small enough to stay in cache.
 pub(super) const SLOT_BYTES: usize = 1 << 17;
@@ -35,6 +35,9 @@ pub(super) const TEXT_BYTES: usize = 1024;
 // Offsets inside page 0.
 const FIRST_FAILURE: usize = 24;
 const ALL_STARTED: usize = 32;
+const ELSEWHERE: usize = 40;
+const ELSEWHERE_LEN: usize = 48;
+const ELSEWHERE_TEXT: usize = 2048;
 
 // Offsets inside a control block. The futex word has a cache line of its own.
 const PUBLISHED: usize = 0;
@@ -179,6 +182,34 @@ impl Region {
     /// The state of `rank`, as a number.
     pub(super) fn state_word(&self, rank: usize) -> &AtomicU32 {
         self.word32(self.block(rank) + STATE)
+    }
+
+    /// The launcher's word, once, that `rank` of another host is gone, and why. The text is there before the word is.
+    pub fn mark_elsewhere(&self, rank: usize, why: &str) {
+        let mut end = why.len().min(TEXT_BYTES);
+        while !why.is_char_boundary(end) {
+            end -= 1;
+        }
+        if self.word(ELSEWHERE).load(Ordering::Acquire) != 0 {
+            return;
+        }
+        // SAFETY: the area is inside page 0 and TEXT_BYTES long; the launcher alone writes it, once: before the word that
+        // publishes it is stored with Release.
+        unsafe { std::ptr::copy_nonoverlapping(why.as_ptr(), self.map.as_mut_ptr().add(ELSEWHERE_TEXT), end) };
+        self.word(ELSEWHERE_LEN).store(end as u64, Ordering::Relaxed);
+        self.word(ELSEWHERE).store(rank as u64 + 1, Ordering::Release);
+    }
+
+    /// The rank of another host that the launcher has said to be gone, and why.
+    pub(super) fn elsewhere(&self) -> Option<(usize, String)> {
+        let rank = self.word(ELSEWHERE).load(Ordering::Acquire).checked_sub(1)? as usize;
+        let mut text = vec![0; (self.word(ELSEWHERE_LEN).load(Ordering::Relaxed) as usize).min(TEXT_BYTES)];
+        // SAFETY: inside the area, which was written before the word that was seen above.
+        unsafe {
+            let from = self.map.as_mut_ptr().add(ELSEWHERE_TEXT);
+            std::ptr::copy_nonoverlapping(from, text.as_mut_ptr(), text.len());
+        }
+        Some((rank, String::from_utf8_lossy(&text).into_owned()))
     }
 
     /// The first failure of the job, as a number; 0 while there is none.

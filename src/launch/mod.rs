@@ -4,17 +4,20 @@
 //! its manifest may stand in front of the code, see `frontmatter`), `build` lets cargo make the executable, and `ranks`
 //! starts it N times, carries its output (`output`, `tail`) and its signals (`signals`), and stops everything when a
 //! rank fails (`report`); `restarts` decides whether it starts again. What `zerorun` itself prints goes through
-//! `console`. `hosts` computes which ranks run on which of many hosts. On the other side `comm/env.rs` reads the
+//! `console`. `hosts` computes which ranks run on which of many hosts; `nodes` starts and joins the launchers of these,
+//! and through `pmi` the MPI libraries of their ranks meet. On the other side `comm/env.rs` reads the
 //! variables that the launcher has set.
 
 pub(crate) mod build;
 pub(crate) mod console;
 pub(crate) mod error;
 mod frontmatter;
-#[allow(dead_code, reason = "no option of the command line leads there yet")]
+#[allow(dead_code, reason = "core lists and slots of GPUs are not taken from the command line yet")]
 pub(crate) mod hosts;
+pub(crate) mod nodes;
 mod output;
 pub(crate) mod package;
+mod pmi;
 pub(crate) mod ranks;
 pub(crate) mod report;
 pub(crate) mod restarts;
@@ -25,15 +28,28 @@ mod tail;
 use crate::kernels::checked_level;
 use crate::{Result, timeline};
 use console::{print, say};
+use ranks::Job;
 use script::Target;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+/// Where the ranks run.
+#[derive(Debug, Clone)]
+pub(crate) enum Across {
+    /// On this host.
+    Alone,
+    /// On the hosts of a file; this launcher starts one on each.
+    Hosts(nodes::starter::Hosts),
+    /// On several hosts, on each of which a launcher is started by something else.
+    Nodes(nodes::Node),
+}
+
 /// How a script is started: the command line of `zerorun SCRIPT`, read and checked.
 #[derive(Debug)]
 pub(crate) struct Options {
     pub(crate) ranks: usize,
+    pub(crate) across: Across,
     /// `None`: as the environment says, else the default of the ranks.
     pub(crate) timeout: Option<Duration>,
     /// How long the ranks may take to end after a signal to the launcher.
@@ -60,6 +76,11 @@ pub(crate) struct Options {
 pub(crate) fn start(options: &Options) -> Result<u8> {
     // Every rank would fail with it.
     checked_level()?;
+    // What is wrong with the hosts is said before anything is built.
+    let world = match &options.across {
+        Across::Hosts(hosts) => Some((hosts, hosts.world()?)),
+        Across::Alone | Across::Nodes(_) => None,
+    };
     let target = script::find(&options.script)?;
     let program = match target {
         Target::Program { path } => {
@@ -86,8 +107,13 @@ pub(crate) fn start(options: &Options) -> Result<u8> {
         let file = std::env::var_os(timeline::FILE).filter(|file| !file.is_empty());
         file.map(Into::into)
     });
+    let several = !matches!(options.across, Across::Alone);
+    if several && recorded.is_some() {
+        say("zerorun: a timeline is for one host; none is recorded of several");
+    }
+    let recorded = recorded.filter(|_| !several);
     let recorded = recorded.as_deref().map(timeline::Job::begin).transpose()?;
-    let job = ranks::Job {
+    let job = Job {
         program,
         args: options.script_args.clone(),
         world: options.ranks,
@@ -98,9 +124,17 @@ pub(crate) fn start(options: &Options) -> Result<u8> {
         prometheus: options.prometheus,
         restart: 0,
         timeline: recorded.as_ref().map(|job| job.folder().to_owned()),
+        part: None,
     };
-    let ended =
-        restarts::run(job, &restarts::Rule { max_restarts: options.max_restarts, min_ranks: options.min_ranks });
+    let rule = restarts::Rule { max_restarts: options.max_restarts, min_ranks: options.min_ranks };
+    let ended = match (&options.across, world) {
+        (Across::Nodes(node), _) => nodes::run(job, node, options.max_restarts),
+        (_, Some((hosts, world))) => match hosts.only_here(&world) {
+            Some(ranks) => restarts::run(Job { world: ranks, ..job }, &restarts::Rule { min_ranks: ranks, ..rule }),
+            None => nodes::starter::run(&job, hosts, &world, options.max_restarts),
+        },
+        (_, None) => restarts::run(job, &rule),
+    };
     match recorded.map(timeline::Job::finish) {
         Some(Ok(summary)) => say(&format!("zerorun: {summary}; open it in https://ui.perfetto.dev")),
         // What became of the job weighs more.

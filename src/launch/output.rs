@@ -135,6 +135,8 @@ pub(super) struct Output {
     tails: Arc<Mutex<Vec<Tail>>>,
     /// Some output could not be written, for another reason than that nobody reads it.
     unwritten: Arc<AtomicBool>,
+    /// Of a job on several hosts, this one's name; the number of its first rank.
+    place: (Option<String>, usize),
 }
 
 /// What is left when all output is shown.
@@ -149,7 +151,8 @@ pub(super) struct Drained {
 }
 
 impl Output {
-    pub(super) fn new() -> Self {
+    /// For the ranks of one host, with its name if there are others, and its first rank's number.
+    pub(super) fn new(place: (Option<String>, usize)) -> Self {
         let (ended_sender, ended) = channel();
         let screen = Screen {
             out_is_terminal: io::stdout().is_terminal(),
@@ -164,6 +167,7 @@ impl Output {
             running: 0,
             tails: Arc::default(),
             unwritten: Arc::default(),
+            place,
         }
     }
 
@@ -172,7 +176,9 @@ impl Output {
         let screen = Arc::clone(&self.screen);
         let busy = Arc::clone(&self.busy);
         let ended = self.ended_sender.clone();
-        let prefix = format!("[rank {rank}] ").into_bytes();
+        let (host, first) = &self.place;
+        let host = host.as_ref().map(|host| format!("{host} ")).unwrap_or_default();
+        let prefix = format!("[{host}rank {}] ", first + rank).into_bytes();
         let tails = Arc::clone(&self.tails);
         let unwritten = Arc::clone(&self.unwritten);
         let work = move || {

@@ -5,17 +5,19 @@
 
 use super::console::{Stream, say};
 use super::output::Output;
+use super::pmi;
 use super::report::{self, Culprit, Ended, Fate, Request};
 use super::signals::{self, Event, die_with_parent};
 use super::tail::Tail;
 use crate::comm::Fault;
 use crate::comm::agree::rank_pointed_at;
-use crate::comm::env::{DEFAULT_TIMEOUT, SCRIPT, SHM_FD, TIMEOUT_MS};
+use crate::comm::env::{DEFAULT_TIMEOUT, PMI_FD, SCRIPT, SHM_FD, TIMEOUT_MS};
 use crate::comm::shm::Region;
 use crate::error::{Error, LaunchError, Result};
 use crate::monitor::PROMETHEUS_PORT;
 use crate::stop::RESTART;
 use crate::timeline;
+use crate::util::lock;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use std::ffi::OsString;
 use std::net::{Ipv4Addr, TcpListener};
@@ -24,6 +26,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How long the others may take to leave by themselves after a failure.
@@ -64,6 +67,35 @@ pub(crate) struct Job {
     pub(crate) restart: u32,
     /// Where ranks put the parts of their timeline.
     pub(crate) timeline: Option<PathBuf>,
+    /// Where the job has several hosts, what this one is of it.
+    pub(crate) part: Option<Part>,
+}
+
+/// One host of a job on several.
+#[derive(Clone)]
+pub(crate) struct Part {
+    /// The first rank here, of the ranks of all hosts.
+    pub(crate) first: usize,
+    /// The place of this host, and the number of hosts.
+    pub(crate) place: usize,
+    pub(crate) hosts: usize,
+    /// Its name, for the lines of its ranks.
+    pub(crate) host: String,
+    /// The address of the first host, for the program's own use.
+    pub(crate) master_addr: String,
+    /// Through which the ranks' MPI libraries meet.
+    pub(crate) pmi: Arc<pmi::Server>,
+    /// A rank of another host that is gone or has failed, and why; [`Event::News`] says that it is there.
+    pub(crate) news: Arc<Mutex<Option<(usize, String)>>>,
+    /// Tells the other hosts of a signal that asks this launcher to end.
+    pub(crate) tell: Arc<dyn Fn(Signal) + Send + Sync>,
+}
+
+impl std::fmt::Debug for Part {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { first, place, hosts, host, .. } = self;
+        write!(f, "Part {{ ranks from {first} on, host {place} of {hosts}: {host} }}")
+    }
 }
 
 /// How a run ended.
@@ -75,6 +107,8 @@ pub(crate) enum End {
     Unwritten,
     /// The launcher got this signal.
     Interrupted(Signal),
+    /// Another host of the job is gone or has failed.
+    Elsewhere,
     Failed(Failure),
 }
 
@@ -87,6 +121,9 @@ pub(crate) struct Failure {
     pub(crate) headline: String,
     /// The headline, that rank's own words, and what became of the others.
     pub(crate) report: String,
+    /// The rank, and the one that its words blame.
+    pub(crate) rank: usize,
+    pub(crate) blames: Option<usize>,
     /// The launcher's exit code for it.
     pub(crate) code: u8,
     /// A signal that asked the launcher to end while the failure was being cleared away.
@@ -96,7 +133,7 @@ pub(crate) struct Failure {
 /// Runs the ranks to their end. Call it on the main thread.
 pub(crate) fn run(job: &Job, events: &Receiver<Event>) -> Result<End> {
     let region = Region::create(job.world)?;
-    let mut output = Output::new();
+    let mut output = Output::new(job.part.as_ref().map_or((None, 0), |part| (Some(part.host.clone()), part.first)));
     let common = common_environment(job)?;
     let mut ranks = Ranks {
         region,
@@ -105,6 +142,7 @@ pub(crate) fn run(job: &Job, events: &Receiver<Event>) -> Result<End> {
         why: Why::Running,
         asked: None,
         grace: job.grace,
+        part: job.part.clone(),
     };
     for rank in 0..job.world {
         ranks.start(rank, job, &common, &mut output)?;
@@ -128,16 +166,17 @@ pub(crate) fn run(job: &Job, events: &Receiver<Event>) -> Result<End> {
 
 /// The variables that are the same for all ranks.
 fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
-    let world = job.world.to_string();
+    let local = job.world.to_string();
     let port = match job.master_port {
         Some(port) => port,
         None => free_port()?,
     };
+    let part = job.part.as_ref();
     let mut variables = vec![
-        ("WORLD_SIZE", world.clone()),
-        ("LOCAL_WORLD_SIZE", world.clone()),
-        ("LOCAL_SIZE", world),
-        ("MASTER_ADDR", Ipv4Addr::LOCALHOST.to_string()),
+        ("WORLD_SIZE", part.map_or(job.world, |part| part.pmi.world()).to_string()),
+        ("LOCAL_WORLD_SIZE", local.clone()),
+        ("LOCAL_SIZE", local),
+        ("MASTER_ADDR", part.map_or_else(|| Ipv4Addr::LOCALHOST.to_string(), |part| part.master_addr.clone())),
         ("MASTER_PORT", port.to_string()),
         (RESTART, job.restart.to_string()),
         (TORCH_RESTART, job.restart.to_string()),
@@ -146,6 +185,11 @@ fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
         Some(timeout) => variables.push((TIMEOUT_MS, timeout.as_millis().to_string())),
         None if is_set(TIMEOUT_MS) => {}
         None => variables.push((TIMEOUT_MS, DEFAULT_TIMEOUT.as_millis().to_string())),
+    }
+    if let Some(part) = part {
+        variables.push(("CROSS_RANK", part.place.to_string()));
+        variables.push(("CROSS_SIZE", part.hosts.to_string()));
+        variables.push(("PMI_SIZE", part.pmi.world().to_string()));
     }
     variables.extend(job.prometheus.map(|port| (PROMETHEUS_PORT, port.to_string())));
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -195,6 +239,8 @@ enum Why {
     Failure { first: Fate, at: Instant },
     /// The launcher got a signal.
     Interrupted { signal: Signal, at: Instant },
+    /// Another host is gone or has failed.
+    Elsewhere { at: Instant },
 }
 
 #[derive(Debug)]
@@ -239,6 +285,7 @@ struct Ranks {
     /// The last signal that asked the launcher to end.
     asked: Option<Signal>,
     grace: Duration,
+    part: Option<Part>,
 }
 
 impl Ranks {
@@ -252,27 +299,46 @@ impl Ranks {
             // It may be there where this launcher is a rank's child.
             None => command.env_remove(timeline::PARTS).env_remove(timeline::FILE),
         };
-        if rank > 0 {
+        let number = rank + self.first();
+        if number > 0 {
             // Rank 0 alone listens.
             command.env_remove(PROMETHEUS_PORT);
         }
+        // Until the rank has it.
+        let socket = match &self.part {
+            None => None,
+            Some(part) => {
+                let setup = |source| LaunchError::Setup { what: "a socket for a rank", source };
+                let socket = part.pmi.socket().map_err(setup)?;
+                // Where an mpirun has started this launcher, the ranks are not that one's.
+                for (name, _) in std::env::vars_os() {
+                    if ["OMPI_COMM_WORLD_", "PMIX_"].iter().any(|start| name.to_string_lossy().starts_with(start)) {
+                        command.env_remove(name);
+                    }
+                }
+                command.env(PMI_FD, socket.as_raw_fd().to_string()).env("PMI_RANK", number.to_string());
+                Some(socket)
+            }
+        };
         match &job.script {
             Some(script) => command.env(SCRIPT, script),
             None => command.env_remove(SCRIPT),
         };
-        command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string()).env(SHM_FD, fd.to_string());
+        command.env("RANK", number.to_string()).env("LOCAL_RANK", rank.to_string()).env(SHM_FD, fd.to_string());
         // A process group of its own: a signal then reaches the helpers of a rank too, and Ctrl-C reaches the
         // launcher alone, which passes it on.
         command.process_group(0);
         die_with_parent(&mut command, Signal::KILL);
-        if job.world > 1 {
+        if job.world > 1 || job.part.is_some() {
             command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         } else if std::io::IsTerminal::is_terminal(&std::io::stdin()) {
             // A process group in the background that reads from the terminal is stopped by the kernel.
             command.stdin(Stdio::null());
         }
-        let mut child = command.spawn().map_err(|source| LaunchError::RankNotStarted {
-            rank,
+        let started = command.spawn();
+        drop(socket);
+        let mut child = started.map_err(|source| LaunchError::RankNotStarted {
+            rank: number,
             program: job.program.clone(),
             source,
         })?;
@@ -286,6 +352,11 @@ impl Ranks {
             output.carry(rank, err, Stream::Err)?;
         }
         Ok(())
+    }
+
+    /// The first rank of this host.
+    fn first(&self) -> usize {
+        self.part.as_ref().map_or(0, |part| part.first)
     }
 
     /// Returns when every rank has ended.
@@ -332,7 +403,9 @@ impl Ranks {
         let now = Instant::now();
         let (term, kill) = match self.why {
             Why::Running => return now + TICK,
-            Why::Failure { at, .. } => (at + PATIENCE_BY_THEMSELVES, at + PATIENCE_BY_THEMSELVES + PATIENCE_AFTER_TERM),
+            Why::Failure { at, .. } | Why::Elsewhere { at } => {
+                (at + PATIENCE_BY_THEMSELVES, at + PATIENCE_BY_THEMSELVES + PATIENCE_AFTER_TERM)
+            }
             Why::Interrupted { at, .. } => (at + self.grace, at + self.grace),
         };
         if now >= kill {
@@ -366,9 +439,19 @@ impl Ranks {
     fn handle(&mut self, event: Event) {
         if let Event::End(signal) = event {
             self.asked = Some(signal);
+            self.part.iter().for_each(|part| (part.tell)(signal));
         }
         match (event, self.why) {
             (Event::Child, _) => {}
+            (Event::News, _) => {
+                let news = self.part.as_ref().and_then(|part| lock(&part.news).clone());
+                if let Some((rank, why)) = news {
+                    self.region.mark_elsewhere(rank, &why);
+                    if matches!(self.why, Why::Running) {
+                        self.why = Why::Elsewhere { at: Instant::now() };
+                    }
+                }
+            }
             (Event::Pass(signal), _) => self.signal_all(signal),
             (Event::Suspend, _) => {
                 self.signal_all(Signal::STOP);
@@ -389,6 +472,7 @@ impl Ranks {
     fn end(&self, tails: &[Tail]) -> End {
         match self.why {
             Why::Running => End::Well,
+            Why::Elsewhere { .. } => End::Elsewhere,
             Why::Failure { first, at } => End::Failed(self.failure(first, at, tails)),
             Why::Interrupted { signal, .. } => End::Interrupted(signal),
         }
@@ -408,16 +492,23 @@ impl Ranks {
         // Ranks that fail together end in any order: the one that the others point at knows why.
         let pointed_at = words.iter().find_map(|line| rank_pointed_at(line));
         let by_itself = |fate: &&Fate| fate.ended.is_failure() && fate.request == Request::Nothing;
-        if let Some(fate) = fates.iter().filter(by_itself).find(|fate| Some(fate.rank) == pointed_at) {
+        if let Some(fate) = fates.iter().filter(by_itself).find(|fate| Some(fate.rank + self.first()) == pointed_at) {
             culprit = Culprit { fate: *fate, fault: Fault::Died };
             words = self.words(&culprit, tails);
         }
+        // From here on, numbers are those of all hosts' ranks.
+        let first_here = self.first();
+        let numbered = |fate: Fate| Fate { rank: fate.rank + first_here, ..fate };
+        let (culprit, fates) =
+            (Culprit { fate: numbered(culprit.fate), ..culprit }, fates.into_iter().map(numbered).collect::<Vec<_>>());
         let after = at - self.started;
         let by_itself = culprit.fate.request == Request::Nothing && culprit.fate.ended.is_failure();
         Failure {
             after,
             headline: report::headline(&culprit, after, fates.len()),
             report: report::of_failure(&culprit, after, &words, &fates),
+            rank: culprit.fate.rank,
+            blames: words.iter().find_map(|line| rank_pointed_at(line)),
             code: if by_itself { culprit.fate.ended.exit_code() } else { first.ended.exit_code() },
             asked: self.asked,
         }

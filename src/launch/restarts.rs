@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// A run that fails earlier died soon: what brought it down is perhaps still there.
-const SOON: Duration = Duration::from_secs(60);
+pub(super) const SOON: Duration = Duration::from_secs(60);
 /// A run that fails earlier never got going: perhaps this host can no longer carry this many ranks.
 const AT_ONCE: Duration = Duration::from_secs(10);
 
@@ -67,18 +67,24 @@ impl Rule {
 /// How long to wait after the last of these runs.
 fn pause(failed: &[Failed]) -> Duration {
     let soon = failed.iter().rev().take_while(|run| run.after < SOON).count();
+    pause_after(soon)
+}
+
+/// The same after so many runs in a row that died soon.
+pub(super) fn pause_after(soon: usize) -> Duration {
     let doublings = u32::try_from(soon.saturating_sub(1)).unwrap_or(u32::MAX);
     FIRST_PAUSE.saturating_mul(2u32.saturating_pow(doublings)).min(LONGEST_PAUSE)
 }
 
 /// Runs the job, again and again if the rule says so, and gives the launcher's exit code. Call it on the main thread.
 pub(crate) fn run(mut job: Job, rule: &Rule) -> Result<u8> {
-    let events = signals::listen()?;
+    let (_, events) = signals::listen()?;
     let mut failed = Vec::new();
     loop {
         let failure = match ranks::run(&job, &events)? {
             End::Well => return Ok(0),
             End::Unwritten => return Ok(EXIT_UNWRITTEN),
+            End::Elsewhere => unreachable!("the ranks are on this host"),
             End::Interrupted(signal) => return Ok(stopped_by(signal)),
             End::Failed(failure) => failure,
         };
@@ -136,7 +142,7 @@ fn rest(pause: Duration, events: &Receiver<Event>) -> Option<Signal> {
             Ok(Event::End(signal)) => return Some(signal),
             Ok(Event::Suspend) => signals::suspend_self(),
             // There is no rank that it could concern.
-            Ok(Event::Child | Event::Pass(_)) => {}
+            Ok(Event::Child | Event::Pass(_) | Event::News) => {}
             Err(RecvTimeoutError::Timeout) => return None,
             // As in `Ranks::supervise`: it does not happen, and the pause would still be right.
             Err(RecvTimeoutError::Disconnected) => {
@@ -206,6 +212,8 @@ mod tests {
             after: Duration::from_secs(3),
             headline: "zerorun: rank 1 failed first: it ended with exit code 3 after 3.0 s".to_string(),
             report: String::new(),
+            rank: 1,
+            blames: None,
             code: 3,
             asked: None,
         };

@@ -8,7 +8,7 @@ use signal_hook::iterator::Signals;
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 
 /// Something the launcher waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,16 +21,21 @@ pub(crate) enum Event {
     Suspend,
     /// A signal with a meaning of the program's own.
     Pass(Signal),
+    /// Something was heard of other hosts.
+    News,
 }
 
 /// Listens from now on; must be called before the first rank is started.
-pub(crate) fn listen() -> Result<Receiver<Event>> {
+///
+/// Events of other kinds may be sent to the same receiver.
+pub(crate) fn listen() -> Result<(Sender<Event>, Receiver<Event>)> {
     let setup = |source| Error::from(LaunchError::Setup { what: "listening to signals", source });
     // nohup and shells without job control start programs that ignore some of these: that must stay so.
     let ignored = ignored_signals();
     let heard = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGTSTP].into_iter().filter(|n| !ignored(*n));
     let mut signals = Signals::new(heard.chain([SIGCHLD])).map_err(setup)?;
     let (sender, receiver) = channel();
+    let others = sender.clone();
     std::thread::Builder::new()
         .name("signals".to_string())
         .spawn(move || {
@@ -54,7 +59,7 @@ pub(crate) fn listen() -> Result<Receiver<Event>> {
         })
         .map_err(setup)?;
     console::signals_are_heard();
-    Ok(receiver)
+    Ok((others, receiver))
 }
 
 /// Stops this process as Ctrl-Z does; returns when it is continued.

@@ -10,6 +10,7 @@ mod cache;
 mod check;
 mod consolidate;
 mod data;
+mod deploy;
 pub(crate) mod error;
 mod estimate;
 mod finetune;
@@ -42,12 +43,13 @@ pub(crate) struct Tool {
 }
 
 /// All of them, in the order of the help.
-const ALL: [Tool; 16] = [
+const ALL: [Tool; 17] = [
     Tool { name: "bench", about: "Measure the speed of an offload folder", run: bench::run },
     Tool { name: "cache", about: "Show what builds of scripts take on the disk, and remove it", run: cache::run },
     Tool { name: "check", about: "Check a configuration and list every problem", run: check::run },
     Tool { name: "consolidate", about: "Write a checkpoint's parameters as Hugging Face files", run: consolidate::run },
     Tool { name: "data", about: "Show what fine-tuning makes of data files", run: data::run },
+    Tool { name: "deploy", about: "Print what Kubernetes or Slurm need to start a job", run: deploy::run },
     Tool { name: "estimate", about: "Compute memory and traffic before training", run: estimate::run },
     Tool { name: "finetune", about: "Fine-tune a Hugging Face model or a GGUF file", run: finetune::run },
     Tool { name: "generate", about: "Answer prompts with a model and an adapter", run: generate::run },

@@ -1,6 +1,7 @@
 //! `zerorun report`: describes this machine and what it can train.
 
 use crate::Error;
+use crate::comm::mpi_library;
 use crate::kernels::{self, Level};
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use crate::offload::{available_memory, free_space, group_limit, is_memory, open_direct};
@@ -12,7 +13,7 @@ use std::fmt::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Describes this machine for training: processor, memory, disk, GPU, and the features of this build.
+/// Describes this machine for training: processor, memory, disk, GPU, MPI library, and the features of this build.
 ///
 /// Exit code: 0, or 2 where DIR is no folder or the command line is wrong.
 #[derive(Debug, Parser)]
@@ -65,6 +66,8 @@ struct Machine {
     memory: Memory,
     disk: Disk,
     gpus: Vec<String>,
+    /// The MPI library that ranks on several hosts would meet by.
+    mpi: Option<String>,
     /// Optional features that this program was built with.
     features: Vec<&'static str>,
     verdicts: Vec<String>,
@@ -134,6 +137,7 @@ impl Machine {
                 direct_access,
             },
             gpus: gpus(),
+            mpi: mpi_library().ok(),
             features: [("cuda", cfg!(feature = "cuda")), ("hub", cfg!(feature = "hub"))]
                 .into_iter()
                 .filter_map(|(name, is_on)| is_on.then_some(name))
@@ -152,7 +156,7 @@ impl Machine {
                 "products run on kernels of this library; without avx512_bf16, bf16 is no faster than f32"
             }
             ("avx2", _) => {
-                "products run on kernels of the gemm crate; below level avx512, train in f32: bf16 is slower"
+                "products run on kernels of this library; below level avx512 bf16 is widened to f32, and no faster"
             }
             _ => "products run in plain loops: slow, and the same bits on every machine",
         };
@@ -180,6 +184,10 @@ impl Machine {
             (false, true) => "models can run on the GPU (Device::new_cuda)".to_owned(),
             (false, false) => "a GPU is there and this program cannot use it: build with --features cuda".to_owned(),
         });
+        verdicts.push(match &self.mpi {
+            Some(_) => "ranks can run on several hosts, if the same library is on each".to_owned(),
+            None => "no MPI library: ranks run on this host alone".to_owned(),
+        });
         verdicts
     }
 }
@@ -201,7 +209,8 @@ impl fmt::Display for Machine {
         writeln!(f, "simd level   {name} (CANDLE_ZERO_SIMD={variable}; this processor has {available})")?;
         writeln!(f, "memory       {}, {} available{limit}", gib(self.memory.total), gib(self.memory.available))?;
         writeln!(f, "disk         {} free in {}", gib(self.disk.free), self.disk.folder.display())?;
-        write!(f, "gpu          {}", or_none(&gpus))?;
+        writeln!(f, "gpu          {}", or_none(&gpus))?;
+        write!(f, "mpi          {}", self.mpi.as_deref().unwrap_or("none"))?;
         let mut text = String::new();
         self.verdicts.iter().try_for_each(|verdict| write!(text, "\n- {verdict}"))?;
         f.write_str(&text)

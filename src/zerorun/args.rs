@@ -1,9 +1,14 @@
 //! The command line. Everything after the script's name belongs to the script.
 
-use crate::launch::Options;
+use crate::error::HostsError;
 use crate::launch::console::Refused;
+use crate::launch::hosts::filter::Selection;
+use crate::launch::nodes::Node;
+use crate::launch::nodes::starter::{Hosts, UNTIL_STDIN_ENDS};
+use crate::launch::{Across, Options};
 use crate::tools;
 use clap::error::ErrorKind;
+use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches, Parser};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -17,6 +22,7 @@ Examples:
                                                     an example of the package around it
   zerorun -n 2 --features cuda train.rs             with a cargo feature
   zerorun -n 2 ./target/release/train               a program that is built already
+  zerorun --hostfile hosts train.rs                 on the hosts of a file, by ssh
   zerorun --print_package train.rs                  where the package generated from a script is
 
 A script is one Rust file. It may begin with its manifest:
@@ -30,20 +36,27 @@ A script is one Rust file. It may begin with its manifest:
 
 Without a manifest it gets candle-zero, candle-core, candle-nn and anyhow.";
 
+const HOSTS: &str = "Several hosts";
+
+/// The most hosts of a job.
+const MOST_NODES: usize = 4096;
+
 const USAGE: &str = "zerorun [OPTIONS] SCRIPT [ARGS]...";
 
-/// Starts a training script on N ranks of this host: builds it, runs it, stops all ranks when one fails.
+/// Starts a training script on N ranks of this host or of several: builds it, runs it, stops all ranks when one fails.
 #[derive(Debug, Parser)]
 #[command(name = "zerorun", version, override_usage = USAGE)]
 struct Arguments {
-    /// Number of ranks (processes)
+    /// Number of ranks (processes) on each host; with --hostfile, in place of its slots
     #[arg(
         short = 'n',
         long = "num_ranks",
-        visible_aliases = ["num_gpus", "num_accelerators"],
-        aliases = ["num-ranks", "num-gpus", "num-accelerators"],
+        visible_aliases = ["num_gpus", "num_accelerators", "nproc_per_node"],
+        aliases = ["num-ranks", "num-gpus", "num-accelerators", "nproc-per-node"],
         value_name = "N",
         default_value = "1",
+        env = "PET_NPROC_PER_NODE",
+        hide_env = true,
         value_parser = clap::value_parser!(u16).range(1..=1024),
     )]
     ranks: u16,
@@ -61,10 +74,56 @@ struct Arguments {
     #[arg(long, value_name = "FEATURES")]
     features: Option<String>,
 
-    /// MASTER_PORT of the ranks [default: a free port]
-    #[arg(long = "master_port", alias = "master-port", value_name = "PORT",
+    /// MASTER_PORT of the ranks [default: a free port]; on several hosts the port at which their launchers meet
+    /// [default: 29500]
+    #[arg(long = "master_port", alias = "master-port", value_name = "PORT", env = "PET_MASTER_PORT", hide_env = true,
           value_parser = clap::value_parser!(u16).range(1..))]
     master_port: Option<u16>,
+
+    /// Run on the hosts of this file, with a line `NAME slots=RANKS` for each, by ssh
+    #[arg(short = 'H', long, value_name = "FILE", help_heading = HOSTS)]
+    hostfile: Option<PathBuf>,
+
+    /// With --hostfile: only these hosts and slots, as HOST@HOST:0,2
+    #[arg(short, long, value_name = "FILTER", default_value = "", hide_default_value = true, requires = "hostfile", help_heading = HOSTS)]
+    include: String,
+
+    /// With --hostfile: all but these hosts and slots
+    #[arg(short, long, value_name = "FILTER", default_value = "", hide_default_value = true, requires = "hostfile", help_heading = HOSTS)]
+    exclude: String,
+
+    /// With --hostfile: the first N hosts
+    #[arg(long = "num_nodes", alias = "num-nodes", value_name = "N", requires = "hostfile", help_heading = HOSTS)]
+    num_nodes: Option<usize>,
+
+    /// With --hostfile: ssh's port
+    #[arg(long = "ssh_port", alias = "ssh-port", value_name = "PORT", requires = "hostfile", help_heading = HOSTS)]
+    ssh_port: Option<u16>,
+
+    /// With --hostfile: reach a single host, and this one, by ssh too
+    #[arg(long = "force_multi", alias = "force-multi", requires = "hostfile", help_heading = HOSTS)]
+    force_multi: bool,
+
+    /// Without --hostfile: the number of hosts, on each of which something else starts zerorun; FEWEST:N may go on with
+    /// fewer after --max_restarts [also: $PET_NNODES]
+    #[arg(long, value_name = "N", env = "PET_NNODES", hide_env = true, conflicts_with = "hostfile", help_heading = HOSTS)]
+    nnodes: Option<String>,
+
+    /// With --nnodes: this host's number, from 0 [also: $PET_NODE_RANK, $JOB_COMPLETION_INDEX, $SLURM_NODEID]
+    #[arg(long = "node_rank", alias = "node-rank", value_name = "R", env = "PET_NODE_RANK", hide_env = true, help_heading = HOSTS)]
+    node_rank: Option<usize>,
+
+    /// The address of host 0 [default: the hostfile's first name; also: $PET_MASTER_ADDR]
+    #[arg(long = "master_addr", alias = "master-addr", value_name = "ADDRESS", env = "PET_MASTER_ADDR", hide_env = true, help_heading = HOSTS)]
+    master_addr: Option<String>,
+
+    /// With --max_restarts: the fewest hosts to go on with when others are gone [default: all]
+    #[arg(long = "min_nodes", alias = "min-nodes", value_name = "M", help_heading = HOSTS)]
+    min_nodes: Option<usize>,
+
+    /// With --nnodes: end when standard input does
+    #[arg(long = UNTIL_STDIN_ENDS, hide = true)]
+    until_stdin_ends: bool,
 
     /// Serve the training's metrics for Prometheus on this port of 127.0.0.1, from rank 0; 0 is a free port
     #[arg(long, value_name = "PORT")]
@@ -95,14 +154,58 @@ struct Arguments {
     command: Vec<OsString>,
 }
 
+impl Arguments {
+    /// Where the ranks run.
+    fn across(&self, own_ranks: bool) -> Result<Across, HostsError> {
+        let Self { hostfile, nnodes, .. } = self;
+        if let Some(file) = hostfile {
+            let selection = Selection {
+                include: self.include.clone(),
+                exclude: self.exclude.clone(),
+                num_nodes: self.num_nodes,
+                num_gpus: own_ranks.then_some(usize::from(self.ranks)),
+            };
+            return Ok(Across::Hosts(Hosts {
+                file: file.clone(),
+                selection,
+                min_nodes: self.min_nodes,
+                master_addr: self.master_addr.clone(),
+                ssh_port: self.ssh_port,
+                force_multi: self.force_multi,
+            }));
+        }
+        let Some(text) = nnodes else { return Ok(Across::Alone) };
+        let (fewest, most) = text.split_once(':').unwrap_or((text, text));
+        let number = |text: &str| text.trim().parse::<usize>().ok().filter(|number| *number > 0);
+        let range = number(fewest).zip(number(most)).filter(|(fewest, most)| fewest <= most && *most <= MOST_NODES);
+        let (fewest, nodes) = range.ok_or_else(|| HostsError::BadNodes { text: text.clone() })?;
+        if nodes == 1 && !self.until_stdin_ends {
+            return Ok(Across::Alone);
+        }
+        let variable = |name: &str| std::env::var(name).ok()?.trim().parse().ok();
+        let node = self.node_rank.or_else(|| ["JOB_COMPLETION_INDEX", "SLURM_NODEID"].into_iter().find_map(variable));
+        let node = node.ok_or(HostsError::NodeUnknown { nodes, missing: "--node_rank" })?;
+        if node >= nodes {
+            return Err(HostsError::NodeOutOfRange { node, nodes });
+        }
+        let master_addr = self.master_addr.clone().or_else(|| std::env::var("MASTER_ADDR").ok());
+        let master_addr = master_addr.ok_or(HostsError::NodeUnknown { nodes, missing: "--master_addr" })?;
+        let min_nodes = self.min_nodes.unwrap_or(fewest).min(nodes);
+        Ok(Across::Nodes(Node { nodes, min_nodes, node, master_addr, until_stdin_ends: self.until_stdin_ends }))
+    }
+}
+
 /// Reads a command line whose first word is the program's own name.
 pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Options, Refused> {
     let mut reader = Arguments::command().after_help(format!("{}\n{EXAMPLES}", tools::help()));
-    let typed = reader.try_get_matches_from_mut(words).and_then(|matches| Arguments::from_arg_matches(&matches));
+    let matches = reader.try_get_matches_from_mut(words);
+    let own_ranks = matches.as_ref().is_ok_and(|m| m.value_source("ranks") != Some(ValueSource::DefaultValue));
+    let typed = matches.and_then(|matches| Arguments::from_arg_matches(&matches));
     let typed = typed.map_err(|e| Refused(e.format(&mut reader)))?;
-    if let Some(text) = wrong_min_ranks(&typed) {
+    if let Some(text) = wrong_min_ranks(&typed).or_else(|| wrong_min_nodes(&typed)) {
         return Err(Refused(reader.error(ErrorKind::ArgumentConflict, text)));
     }
+    let across = typed.across(own_ranks).map_err(|error| Refused(reader.error(ErrorKind::ValueValidation, error)))?;
     let mut command = typed.command.into_iter();
     let script = command.next().map(PathBuf::from).unwrap_or_default();
     if let Some(tools::Tool { name, .. }) = tools::named(script.as_os_str()) {
@@ -114,6 +217,7 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Options,
     }
     Ok(Options {
         ranks: usize::from(typed.ranks),
+        across,
         timeout: typed.timeout,
         grace: typed.grace,
         features: typed.features,
@@ -128,9 +232,31 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Options,
     })
 }
 
+/// The problem of `--min_nodes` with the other options, if any.
+fn wrong_min_nodes(typed: &Arguments) -> Option<String> {
+    let fewest = typed.min_nodes?;
+    if typed.hostfile.is_none() && typed.nnodes.is_none() {
+        return Some(format!(
+            "--min_nodes {fewest} says how few hosts a restart may have, and this job has one: give --hostfile or --nnodes, or \
+             leave it out"
+        ));
+    }
+    (typed.max_restarts == 0 || fewest == 0).then(|| {
+        format!(
+            "--min_nodes {fewest} says how few hosts a restart may have: give at least 1, and --max_restarts of at least 1, or \
+             leave it out"
+        )
+    })
+}
+
 /// The problem of `--min_ranks` with the other options, if any.
 fn wrong_min_ranks(typed: &Arguments) -> Option<String> {
     let (fewest, ranks) = (typed.min_ranks?, typed.ranks);
+    if typed.hostfile.is_some() || typed.nnodes.is_some() {
+        return Some(format!(
+            "--min_ranks {fewest} is for one host; on several, each keeps its ranks: give --min_nodes, or leave it out"
+        ));
+    }
     if typed.max_restarts == 0 {
         return Some(format!(
             "--min_ranks {fewest} says how few ranks a restart may have, and nothing is restarted: give --max_restarts \
@@ -230,6 +356,40 @@ mod tests {
         for file in [script, config] {
             assert!(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(file).is_file(), "{file}");
         }
+    }
+
+    /// What is wrong, without the usage.
+    fn wrong(words: &str) -> String {
+        refusal(words).split("\n\n").next().unwrap_or_default().to_string()
+    }
+
+    #[test]
+    fn wrong_hosts_are_named() {
+        insta::assert_snapshot!(wrong("--nnodes 4:2 x.rs"), @"zerorun: --nnodes 4:2 is no number of hosts; write N, or FEWEST:N with 1 <= FEWEST <= N, for example 2 or 1:4");
+        insta::assert_snapshot!(wrong("--nnodes 0 x.rs"), @"zerorun: --nnodes 0 is no number of hosts; write N, or FEWEST:N with 1 <= FEWEST <= N, for example 2 or 1:4");
+        insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 2 --master_addr a x.rs"), @"zerorun: --node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
+        insta::assert_snapshot!(wrong("--nnodes 2 --master_addr a x.rs"), @"zerorun: --nnodes 2 needs --node_rank; give each host its number from 0 to 1 and all of them the first one's address");
+        insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 1 x.rs"), @"zerorun: --nnodes 2 needs --master_addr; give each host its number from 0 to 1 and all of them the first one's address");
+        insta::assert_snapshot!(wrong("--nnodes 2 --hostfile hosts x.rs"), @"zerorun: the argument '--nnodes <N>' cannot be used with '--hostfile <FILE>'");
+        insta::assert_snapshot!(wrong("--min_nodes 1 --max_restarts 1 x.rs"), @"zerorun: --min_nodes 1 says how few hosts a restart may have, and this job has one: give --hostfile or --nnodes, or leave it out");
+        insta::assert_snapshot!(wrong("--hostfile hosts --min_nodes 1 x.rs"), @"zerorun: --min_nodes 1 says how few hosts a restart may have: give at least 1, and --max_restarts of at least 1, or leave it out");
+        insta::assert_snapshot!(wrong("--hostfile hosts --max_restarts 1 --min_ranks 1 x.rs"), @"zerorun: --min_ranks 1 is for one host; on several, each keeps its ranks: give --min_nodes, or leave it out");
+        assert!(wrong("--include a x.rs").contains("--hostfile"), "{}", wrong("--include a x.rs"));
+    }
+
+    #[test]
+    fn hosts_are_read_with_the_fewest_of_them() {
+        let Across::Nodes(node) = typed("--nnodes 2:4 --node_rank 3 --master_addr first x.rs").unwrap().across else {
+            panic!("several hosts")
+        };
+        assert_eq!((node.nodes, node.min_nodes, node.node, node.master_addr.as_str()), (4, 2, 3, "first"));
+        assert!(matches!(typed("--nnodes 1 x.rs").unwrap().across, Across::Alone));
+        let Across::Hosts(hosts) = typed("-H hosts -e a:1 --num_gpus 2 x.rs").unwrap().across else {
+            panic!("the hosts of a file")
+        };
+        assert_eq!((hosts.selection.exclude.as_str(), hosts.selection.num_gpus), ("a:1", Some(2)));
+        let Across::Hosts(hosts) = typed("-H hosts x.rs").unwrap().across else { panic!("the hosts of a file") };
+        assert_eq!(hosts.selection, Selection::default());
     }
 
     #[test]

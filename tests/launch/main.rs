@@ -8,6 +8,7 @@ mod bad_input;
 mod engines;
 mod faults;
 mod mpi;
+mod nodes;
 mod ranks;
 mod restarts;
 mod script;

@@ -5,6 +5,7 @@ use super::processes::program;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 /// An implementation of MPI.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,12 +42,14 @@ impl Mpi {
     }
 }
 
-/// A command in an environment of its own, that ends after two minutes at the latest.
-fn limited(folder: &Path) -> Command {
+/// A command in an environment of its own, that ends after so many seconds at the latest.
+fn limited(folder: &Path, seconds: u32) -> Command {
     let mut command = Command::new("timeout");
-    command.args(["-k", "5", "120"]).env_clear().stdin(Stdio::null());
+    command.args(["-k", "5", &seconds.to_string()]).env_clear().stdin(Stdio::null());
     let path = format!("{}:{}", folder.join("bin").display(), std::env::var("PATH").unwrap_or_default());
     command.env("PATH", path).env("HOME", "/tmp").env("RAYON_NUM_THREADS", "1");
+    // Two hosts that are one machine: MPICH's transport would pass the cable by in memory.
+    command.env("UCX_TLS", "tcp,self");
     if let Some(skips) = std::env::var_os("CANDLE_ZERO_SIMD") {
         command.env("CANDLE_ZERO_SIMD", skips);
     }
@@ -56,7 +59,7 @@ fn limited(folder: &Path) -> Command {
 /// `mpirun` for ranks on this host; the program and its arguments come next.
 pub fn mpirun(mpi: Mpi, ranks: usize) -> Option<Command> {
     let folder = mpi.folder()?;
-    let mut command = limited(&folder);
+    let mut command = limited(&folder, 120);
     command.arg(folder.join("bin/mpirun"));
     if mpi == Mpi::OpenMpi {
         command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
@@ -90,6 +93,8 @@ impl Hosts {
             ip(&["-n", name, "link", "set", "lo", "up"])?;
             ip(&["-n", name, "link", "set", "cable", "up"])?;
         }
+        // Until then MPICH's transport finds no way from one to the other.
+        std::thread::sleep(Duration::from_secs(3));
         Ok(hosts)
     }
 
@@ -98,20 +103,49 @@ impl Hosts {
         [&self.names[0], &self.names[1]]
     }
 
+    /// A command on one of the hosts, with MPICH's library, for at most `seconds`; the program and its arguments come next.
+    pub fn on(&self, host: usize, seconds: u32) -> Option<Command> {
+        let lib = Mpi::Mpich.library()?;
+        let name = &self.names[host];
+        let mut command = limited(lib.ancestors().nth(2)?, seconds);
+        command.arg("env").arg(format!("LD_LIBRARY_PATH={}", lib.parent()?.display()));
+        command.args(["ip", "netns", "exec", name]);
+        command.args(["unshare", "-u", "sh", "-c", &format!("hostname {name}; exec \"$@\""), "sh"]);
+        Some(command)
+    }
+
+    /// The program that takes the place of ssh between the hosts.
+    pub fn reach(&self) -> PathBuf {
+        let [a, b] = &self.names;
+        let text = format!(
+            "[ \"$1\" = -x ] && shift\ncase $1 in 10.77.0.1) host={a};; 10.77.0.2) host={b};; *) exit 255;; esac\nshift\n\
+             exec ip netns exec $host unshare -u sh -c \"hostname $host; $*\""
+        );
+        program(self.folder.path(), "reach", &text)
+    }
+
+    /// Takes the cable out of a host, or puts it in again.
+    pub fn plug(&self, host: usize, plugged: bool) {
+        ip(&["-n", &self.names[host], "link", "set", "cable", if plugged { "up" } else { "down" }]).unwrap();
+    }
+
+    /// The processes on a host whose program has this name.
+    pub fn processes(&self, host: usize, program: &str) -> Vec<i32> {
+        let output = Command::new("ip").args(["netns", "pids", &self.names[host]]).output().unwrap();
+        let pids = String::from_utf8_lossy(&output.stdout).into_owned();
+        let of = |pid: &i32| {
+            let file = std::fs::read_link(format!("/proc/{pid}/exe"));
+            file.is_ok_and(|file| file.file_name().is_some_and(|name| name == program))
+        };
+        pids.split_whitespace().filter_map(|pid| pid.parse().ok()).filter(of).collect()
+    }
+
     /// `mpirun` on the first host for as many ranks on each; the program and its arguments come next.
     pub fn mpirun(&self, mpi: Mpi, ranks: [usize; 2]) -> Option<Command> {
         let folder = mpi.folder()?;
-        let [a, b] = &self.names;
-        // Takes the place of ssh.
-        let reach = program(
-            self.folder.path(),
-            "reach",
-            &format!(
-                "[ \"$1\" = -x ] && shift\ncase $1 in 10.77.0.1) host={a};; 10.77.0.2) host={b};; *) exit 9;; esac\nshift\n\
-                 exec ip netns exec $host unshare -u sh -c \"hostname $host; $*\""
-            ),
-        );
-        let mut command = limited(&folder);
+        let a = &self.names[0];
+        let reach = self.reach();
+        let mut command = limited(&folder, 120);
         let here = format!("hostname {a}; exec \"$@\"");
         command.args(["ip", "netns", "exec", a, "unshare", "-u", "sh", "-c", &here, "sh"]);
         command.arg(folder.join("bin/mpirun"));

@@ -1,6 +1,8 @@
 //! `zerorun report` says what the system says.
 
+use crate::support::cluster::Mpi;
 use crate::support::processes::{stderr, stdout, zerorun};
+use crate::support::skips::skipped_in_part;
 use candle_core::{DType, Device, Tensor};
 use candle_zero::nn::{WeightLayout, linear};
 use candle_zero::{Engine, Error};
@@ -139,4 +141,25 @@ fn a_folder_that_is_not_there_is_named() {
     let output = zerorun().args(["report", "/no/such/folder"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(stderr(&output).contains("/no/such/folder"), "{}", stderr(&output));
+}
+
+#[test]
+fn the_mpi_library_is_named_or_said_to_be_missing() {
+    let told =
+        |library: &str| stdout(&zerorun().arg("report").env("CANDLE_ZERO_MPI_LIBRARY", library).output().unwrap());
+    let text = told("/no/such/libmpi.so");
+    assert!(
+        text.contains("\nmpi          none\n") && text.contains("no MPI library: ranks run on this host alone"),
+        "{text}"
+    );
+    match Mpi::Mpich.library() {
+        Some(library) => {
+            let library = library.display().to_string();
+            let text = told(&library);
+            assert!(text.contains(&format!("\nmpi          {library} (MPICH Version: ")), "{text}");
+        }
+        None => {
+            skipped_in_part(the_mpi_library_is_named_or_said_to_be_missing, "no MPICH; scripts/fetch_mpi.sh fetches it")
+        }
+    }
 }

@@ -1,6 +1,7 @@
 //! Which ranks share a host, and the memory that these share.
 
 use super::link::Link;
+use crate::comm::env::SHM_FD;
 use crate::comm::shm::Region;
 use crate::error::{CommError, Result};
 use std::ops::Range;
@@ -36,7 +37,12 @@ impl Identity {
             let link = std::fs::read_link(format!("/proc/self/ns/{kind}"));
             link.map(|link| link.display().to_string()).unwrap_or_default()
         };
-        let key = format!("{} {} {} {name}", boot.trim(), space("net"), space("pid"));
+        // Under zerorun the ranks that one launcher has started share its memory, and no others.
+        let node = match std::env::var_os(SHM_FD) {
+            Some(_) => std::env::var("CROSS_RANK").unwrap_or_default(),
+            None => String::new(),
+        };
+        let key = format!("{} {} {} {node} {name}", boot.trim(), space("net"), space("pid"));
         Self { name, key }
     }
 

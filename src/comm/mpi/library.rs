@@ -1,9 +1,11 @@
 //! The MPI library of this machine, found and loaded when the program runs: nothing of it is needed to build.
 
 use super::abi::{Abi, Handle, Value};
+use crate::comm::env::SHM_FD;
 use crate::error::CommError;
 use libloading::os::unix::{Library as Loaded, RTLD_GLOBAL, RTLD_NOW, Symbol};
-use std::ffi::{CStr, OsString, c_char, c_int, c_void};
+use std::error::Error as _;
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 
 /// The file to load in place of what is found.
@@ -74,7 +76,7 @@ impl Library {
             return Self::of(loaded, path, abi);
         }
         let mut tried = Vec::new();
-        for abi in preferred(std::env::var_os("OMPI_COMM_WORLD_RANK")) {
+        for abi in preferred(under_open_mpi(), under_zerorun()) {
             let folders = std::iter::once(PathBuf::new()).chain(beside_mpirun());
             for path in folders.map(|folder| folder.join(abi.library())) {
                 match open(&path) {
@@ -133,8 +135,12 @@ impl Library {
     /// Begins MPI, with errors as values: this process' rank, and the number of ranks.
     ///
     /// # Errors
-    /// The library's own, or it grants too little to threads.
+    /// The library's own, or it is not the launcher's, or grants too little to threads.
     pub(super) fn init(&self) -> Result<(usize, usize), CommError> {
+        let name = self.name();
+        if under_open_mpi() && !under_zerorun() && !name.contains("Open MPI") {
+            return Err(CommError::MpiNotOpenMpi { library: name });
+        }
         let wanted = self.abi.constants().serialized;
         let mut granted = 0;
         // SAFETY: MPI allows null for the program's arguments; `granted` is a place for a number.
@@ -190,14 +196,29 @@ fn none(tried: String) -> CommError {
 }
 
 /// Loads a library so that the parts which it loads itself find its symbols, as Open MPI's do.
-fn open(path: &Path) -> Result<Loaded, libloading::Error> {
+fn open(path: &Path) -> Result<Loaded, String> {
     // SAFETY: MPI libraries begin their work in MPI_Init_thread; loading them runs nothing that this program could disturb.
-    unsafe { Loaded::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }
+    let opened = unsafe { Loaded::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
+    // The error itself says no more than that it was this call; the system's words are its source.
+    opened.map_err(|error| error.source().map_or(error.to_string(), ToString::to_string))
+}
+
+fn under_open_mpi() -> bool {
+    std::env::var_os("OMPI_COMM_WORLD_RANK").is_some()
+}
+
+fn under_zerorun() -> bool {
+    std::env::var_os(SHM_FD).is_some()
 }
 
 /// The ABIs in the order in which they are looked for: under Open MPI's mpirun its own first.
-fn preferred(under_open_mpi: Option<OsString>) -> [Abi; 3] {
-    if under_open_mpi.is_some() { [Abi::OpenMpi, Abi::Standard, Abi::Mpich] } else { Abi::ALL }
+fn preferred(under_open_mpi: bool, under_zerorun: bool) -> Vec<Abi> {
+    match (under_zerorun, under_open_mpi) {
+        // Zerorun lets ranks meet as MPICH's process managers do, and Open MPI's library knows its own alone.
+        (true, _) => vec![Abi::Standard, Abi::Mpich],
+        (_, true) => vec![Abi::OpenMpi, Abi::Standard, Abi::Mpich],
+        _ => Abi::ALL.to_vec(),
+    }
 }
 
 /// `lib` beside the folders in which programs called mpirun or mpiexec are: that of the process that started this one, then
@@ -220,7 +241,8 @@ mod tests {
 
     #[test]
     fn under_open_mpi_its_own_library_is_looked_for_first() {
-        assert_eq!(preferred(Some("3".into()))[0], Abi::OpenMpi);
-        assert_eq!(preferred(None)[0], Abi::Standard);
+        assert_eq!(preferred(true, false)[0], Abi::OpenMpi);
+        assert_eq!(preferred(false, false)[0], Abi::Standard);
+        assert!(!preferred(true, true).contains(&Abi::OpenMpi), "which zerorun cannot let its ranks meet by");
     }
 }

@@ -1,7 +1,7 @@
 //! Ranks of several hosts: shared memory inside of each host, MPI between them.
 //!
 //! ```text
-//!   mpirun or srun starts every rank -> join: library found -> MPI_Init_thread -> who is on which host -> each host's memory
+//!   mpirun, srun or zerorun starts every rank -> join: library found -> MPI_Init_thread -> who is on which host -> each host's memory
 //!   queue -> tiers -> raw, chain, gather -> crossing: exchange of this host's ranks + messages of link to other hosts
 //!   end of the process: the others are told, MPI ends
 //! ```
@@ -35,6 +35,15 @@ use link::Link;
 use notices::Notices;
 use std::sync::{Arc, OnceLock};
 
+/// The library that would be used here: its file, and what it says of its version.
+///
+/// # Errors
+/// None is found, or it lacks a function.
+#[cfg(feature = "cli")]
+pub(crate) fn found_library() -> Result<String> {
+    Ok(library::Library::find()?.name())
+}
+
 /// This process' place among the ranks of all hosts.
 #[derive(Clone)]
 pub(super) struct Place {
@@ -60,9 +69,13 @@ impl Place {
             return Err(CommError::MpiForeign { rank, world, mpi_rank, mpi_world, library }.into());
         }
         let hosts = Hosts::meet(&link)?;
-        let region = hosts::share_region(&link, &hosts, env.rank)?;
+        let region = match env.shm_fd {
+            // Zerorun's, which it has made for the ranks that it starts on this host.
+            Some(fd) => Arc::new(Region::inherit(fd, hosts.here().len())?),
+            None => hosts::share_region(&link, &hosts, env.rank)?,
+        };
         let link = Arc::new(link);
-        let notices = Arc::new(Notices::listen(link.clone(), &hosts)?);
+        let notices = Arc::new(Notices::listen(link.clone(), &hosts, region.clone())?);
         let place = Self { link, hosts: Arc::new(hosts), notices, region: region.clone() };
         if ENTERED.set(place.clone()).is_ok() {
             // SAFETY: the function unwinds nowhere, and only calls MPI.

@@ -2,6 +2,7 @@
 
 use super::hosts::Hosts;
 use super::link::{Link, Tag, Transfer};
+use crate::comm::shm::Region;
 use crate::error::CommError;
 use crate::util::lock;
 use std::collections::BTreeSet;
@@ -48,6 +49,8 @@ impl Notice {
 /// The notices of this rank and of those of other hosts.
 pub(super) struct Notices {
     link: Arc<Link>,
+    /// In which zerorun says that a host is gone.
+    region: Arc<Region>,
     state: Mutex<State>,
 }
 
@@ -67,12 +70,12 @@ impl Notices {
     ///
     /// # Errors
     /// MPI's.
-    pub(super) fn listen(link: Arc<Link>, hosts: &Hosts) -> Result<Self, CommError> {
+    pub(super) fn listen(link: Arc<Link>, hosts: &Hosts, region: Arc<Region>) -> Result<Self, CommError> {
         let mut awaited = Vec::new();
         for peer in hosts.remote() {
             awaited.push((peer, link.receive(peer, Tag::Notice, BYTES)?));
         }
-        Ok(Self { link, state: Mutex::new(State { awaited, ..State::default() }) })
+        Ok(Self { link, region, state: Mutex::new(State { awaited, ..State::default() }) })
     }
 
     /// Tells the others that this rank gives up, because of `rank` of this host.
@@ -110,7 +113,8 @@ impl Notices {
                 Notice::GivesUp(rank, why) => drop(state.failure.get_or_insert((rank, why))),
             }
         }
-        Ok(state.failure.clone())
+        // A rank that has told why it gives up knows more than the launcher.
+        Ok(state.failure.clone().or_else(|| self.region.elsewhere()))
     }
 
     /// Moves all messages of this rank on, whatever they are, if any other rank is still awaited.

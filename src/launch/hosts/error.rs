@@ -182,6 +182,95 @@ pub enum HostsError {
     )]
     NoSlot,
 
+    // The launchers of the hosts.
+    /// The hostfile cannot be read.
+    #[error("cannot read the hostfile {}: {why}; give --hostfile a file with a line NAME slots=N for each host", path.display())]
+    NoHostfile {
+        /// The hostfile.
+        path: PathBuf,
+        /// The system's reason.
+        why: String,
+    },
+    /// The program that reaches a host could not be started.
+    #[error("cannot reach host {host} by {program}: {why}; install it, or name another one in ZERORUN_RSH")]
+    NotReached {
+        /// The host.
+        host: String,
+        /// The program.
+        program: String,
+        /// The system's reason.
+        why: String,
+    },
+    /// The port at which hosts meet is in use.
+    #[error(
+        "port {port}, at which the other hosts are awaited, cannot be used: {why}; end the other job, or give --master_port"
+    )]
+    PortTaken {
+        /// The port.
+        port: u16,
+        /// The system's reason.
+        why: String,
+    },
+    /// The first host does not answer.
+    #[error(
+        "the first host, {address}, could not be reached at port {port} for {seconds} s: {why}; start zerorun with --node_rank 0 \
+         there, give --master_addr the address by which this host reaches it, and see that the port is open"
+    )]
+    FirstUnreachable {
+        /// `--master_addr`.
+        address: String,
+        /// `--master_port`.
+        port: u16,
+        /// How long it was tried.
+        seconds: u64,
+        /// The system's reason.
+        why: String,
+    },
+    /// The first host does not take this one.
+    #[error("the first host refuses this one: {why}")]
+    Refused {
+        /// Its reason.
+        why: String,
+    },
+    /// A word of the command line is no text.
+    #[error(
+        "`{word}` is no UTF-8 text and cannot be passed to other hosts; rename the file, or write the argument as text"
+    )]
+    WordNotUtf8 {
+        /// The word, as far as it is text.
+        word: String,
+    },
+    /// A file of variables cannot be read.
+    #[error("cannot read the variables for other hosts from {}: {why}; make it readable, or remove it", path.display())]
+    NoVariables {
+        /// The file.
+        path: PathBuf,
+        /// The system's reason.
+        why: String,
+    },
+    /// The number of hosts is no number or range.
+    #[error("--nnodes {text} is no number of hosts; write N, or FEWEST:N with 1 <= FEWEST <= N, for example 2 or 1:4")]
+    BadNodes {
+        /// What was given.
+        text: String,
+    },
+    /// A host's number is not below the number of hosts.
+    #[error("--node_rank {node} is not below --nnodes {nodes}; number the hosts from 0 to {}", nodes - 1)]
+    NodeOutOfRange {
+        /// `--node_rank`.
+        node: usize,
+        /// `--nnodes`.
+        nodes: usize,
+    },
+    /// The first host is not named.
+    #[error("--nnodes {nodes} needs {missing}; give each host its number from 0 to {} and all of them the first one's address", nodes - 1)]
+    NodeUnknown {
+        /// `--nnodes`.
+        nodes: usize,
+        /// The option that is missing.
+        missing: &'static str,
+    },
+
     // What other programs are told of the hosts.
     /// A starter of ranks needs as many slots on every host.
     #[error(

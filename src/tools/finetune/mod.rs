@@ -107,6 +107,7 @@ impl Arguments {
             prometheus: None,
             restart: 0,
             timeline: None,
+            part: None,
         };
         let rule = restarts::Rule { max_restarts: self.max_restarts, min_ranks: usize::from(self.ranks) };
         restarts::run(job, &rule)

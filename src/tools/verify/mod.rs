@@ -105,7 +105,7 @@ impl Arguments {
         leftovers::remove(&parent);
         let folder = tempfile::Builder::new().prefix(leftovers::PREFIX).tempdir_in(&parent).map_err(wrong)?;
         let _lock = leftovers::lock(folder.path());
-        let events = signals::listen()?;
+        let (_, events) = signals::listen()?;
         let (mut told, mut list) = (true, Vec::new());
         let mut first = None;
         if !self.json {
@@ -163,11 +163,13 @@ impl Arguments {
             prometheus: None,
             restart,
             timeline: None,
+            part: None,
         };
         match ranks::run(&job, events)? {
             End::Well | End::Unwritten => {
                 Ok((0..ranks).map(|rank| RankLog::read(&train::file(folder, rank))).collect::<Result<_>>()?)
             }
+            End::Elsewhere => unreachable!("the ranks are on this host"),
             End::Interrupted(signal) => Err(Stop::Interrupted(signal)),
             End::Failed(failure) => Err(Stop::Failed(failure.report)),
         }

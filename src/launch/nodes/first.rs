@@ -1,0 +1,484 @@
+//! The first host's side of a job on several hosts: it waits for them, starts attempts, and says how it all ends.
+//!
+//! ```text
+//!   gather: hosts come, each with Hello -> Start to all -> values of their ranks' libraries go around -> Ended of each
+//!      ^                                                                     |
+//!      +-- a host is gone or a rank failed: the others are told, all end ----+-- restarts are left: again, on who is there
+//!          a host is back: the ranks are asked to end in good order ---------+
+//! ```
+//!
+//! Everything happens on one thread, that takes what is heard of all hosts in turn.
+
+use super::wire::{Heard, Hello, How, Message, Peer, Start, seconds};
+use crate::launch::restarts;
+use crate::util::list;
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, TcpListener};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+/// How long a new attempt waits for hosts of the last one, if it may do without them.
+const RETURN: Duration = Duration::from_secs(3);
+/// How long an attempt runs before it makes place for a host that is back.
+const SETTLED: Duration = Duration::from_secs(10);
+/// How far a host's clock may be from the first one's, in seconds.
+const CLOCK: u64 = 30;
+/// How often deadlines are looked at.
+const TICK: Duration = Duration::from_millis(200);
+/// Exit code where a host is gone, or hosts have not come.
+const EXIT_LOST: u8 = 1;
+
+/// When and with whom the ranks are started.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Rule {
+    /// The hosts of the job.
+    pub(super) nodes: usize,
+    /// The fewest to go on with after a failure.
+    pub(super) min_nodes: usize,
+    /// Restarts in total.
+    pub(super) max_restarts: u32,
+    /// How long hosts are waited for.
+    pub(super) patience: Duration,
+}
+
+/// Serves the job `number`, which no other has, on a thread of its own, until it is over.
+pub(super) fn serve(listener: TcpListener, rule: Rule, number: u64) -> std::io::Result<std::thread::JoinHandle<()>> {
+    let (sender, heard) = channel();
+    let accepted = sender.clone();
+    std::thread::Builder::new().name("lets hosts in".into()).spawn(move || accept(&listener, &accepted))?;
+    let mut job = Job { rule, number, heard, _sender: sender, strangers: BTreeMap::new(), hosts: BTreeMap::new() };
+    std::thread::Builder::new().name("first of hosts".into()).spawn(move || job.run())
+}
+
+/// What is heard of one connection, by its number.
+enum News {
+    Came(u64, Peer),
+    Heard(u64, Heard),
+}
+
+fn accept(listener: &TcpListener, sender: &Sender<News>) {
+    for (number, stream) in listener.incoming().enumerate() {
+        let (number, news) = (number as u64, sender.clone());
+        // What is heard of a connection comes after the connection itself: until `ready` is dropped, it waits.
+        let (ready, wait) = channel::<()>();
+        let hear = move |heard| {
+            let _ = wait.recv();
+            let _ = news.send(News::Heard(number, heard));
+        };
+        // A connection that is gone already was no host.
+        if let Some(peer) = stream.ok().and_then(|stream| Peer::over(stream, hear).ok())
+            && sender.send(News::Came(number, peer)).is_err()
+        {
+            return;
+        }
+        drop(ready);
+    }
+}
+
+struct Host {
+    connection: u64,
+    peer: Peer,
+    hello: Hello,
+    /// How far its clock is ahead of this host's, in seconds.
+    ahead: i64,
+}
+
+struct Job {
+    rule: Rule,
+    /// A number that no other job has.
+    number: u64,
+    heard: Receiver<News>,
+    /// So that the receiver never ends.
+    _sender: Sender<News>,
+    /// Connections that have not said who they are.
+    strangers: BTreeMap<u64, Peer>,
+    /// By `--node_rank`.
+    hosts: BTreeMap<usize, Host>,
+}
+
+/// A host in an attempt.
+struct Part {
+    first_rank: usize,
+    host: String,
+    values: Option<Vec<(String, String)>>,
+    end: Option<End>,
+}
+
+enum End {
+    Ended(How),
+    /// Nothing more is heard of it.
+    Lost(String),
+}
+
+/// What an attempt has come to.
+#[derive(Debug, Clone, PartialEq)]
+enum Outcome {
+    Well,
+    Unwritten,
+    Interrupted(i32),
+    /// Ranks were asked to end for a host that is back.
+    Regrouped,
+    Failed(Verdict),
+}
+
+/// The failure that brought an attempt down.
+#[derive(Debug, Clone, PartialEq)]
+struct Verdict {
+    /// The `--node_rank` of its host.
+    node: usize,
+    text: String,
+    code: u8,
+}
+
+impl Job {
+    fn run(&mut self) {
+        let (mut restart, mut note) = (0, None);
+        // Failures in a row that came soon.
+        let mut soon = 0;
+        for attempt in 0.. {
+            if let Err(text) = self.gather(attempt > 0) {
+                return self.finish(EXIT_LOST, Some(text), None);
+            }
+            let began = Instant::now();
+            let (code, text, culprit) = match self.attempt(attempt, restart, note.take()) {
+                Outcome::Well => (0, None, None),
+                Outcome::Unwritten => (1, None, None),
+                Outcome::Interrupted(signal) => (128 + (signal & 0x7f) as u8, None, None),
+                Outcome::Regrouped => {
+                    note = Some("zerorun: a host is back; the job goes on with it".to_string());
+                    continue;
+                }
+                Outcome::Failed(verdict) if restart < self.rule.max_restarts => {
+                    restart += 1;
+                    soon = if began.elapsed() < restarts::SOON { soon + 1 } else { 1 };
+                    note = Some(format!("{}; restart {restart} of {}", verdict.text, self.rule.max_restarts));
+                    std::thread::sleep(restarts::pause_after(soon));
+                    continue;
+                }
+                Outcome::Failed(Verdict { node, text, code }) => {
+                    let text = match self.rule.max_restarts {
+                        0 => text,
+                        all => format!("{text}\nzerorun: no restart is left: --max_restarts {all} is used up"),
+                    };
+                    (code, Some(text), Some(node))
+                }
+            };
+            return self.finish(code, text, culprit);
+        }
+    }
+
+    /// Waits for the hosts: for all at first, later for as many as are needed.
+    fn gather(&mut self, again: bool) -> Result<(), String> {
+        let since = Instant::now();
+        loop {
+            let (here, Rule { nodes, min_nodes, patience, .. }) = (self.hosts.len(), self.rule);
+            if here == nodes || (again && here >= min_nodes && since.elapsed() >= RETURN) {
+                return Ok(());
+            }
+            if since.elapsed() >= patience {
+                let missing: Vec<String> =
+                    (0..nodes).filter(|n| !self.hosts.contains_key(n)).map(|n| n.to_string()).collect();
+                return Err(format!(
+                    "zerorun: of {nodes} hosts, {here} came within {} s; missing is --node_rank {}: start zerorun there with \
+                     the same --nnodes, --master_addr and --master_port, and see that this port of the first host can be \
+                     reached",
+                    patience.as_secs(),
+                    list(&missing)
+                ));
+            }
+            if let Some((node, Heard::Said(Message::Signal(signal)))) = self.next() {
+                let name = self.hosts.get(&node).map_or("?", |host| &host.hello.host);
+                return Err(format!("zerorun: stopped by signal {signal} to the launcher of host {name}"));
+            }
+        }
+    }
+
+    /// What is heard next of a host, within a tick. Hosts come and go here.
+    fn next(&mut self) -> Option<(usize, Heard)> {
+        let (number, heard) = match self.heard.recv_timeout(TICK) {
+            Ok(News::Came(number, peer)) => {
+                self.strangers.insert(number, peer);
+                return None;
+            }
+            Ok(News::Heard(number, heard)) => (number, heard),
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return None,
+        };
+        let node = self.hosts.iter().find(|(_, host)| host.connection == number).map(|(node, _)| *node);
+        match (heard, node) {
+            (Heard::Said(Message::Hello(hello)), None) => {
+                let peer = self.strangers.remove(&number)?;
+                if let Some(why) = self.objection(&hello) {
+                    peer.send(&Message::Refused(why));
+                    return None;
+                }
+                let (node, ahead) = (hello.node, hello.clock as i64 - seconds() as i64);
+                let earlier = self.hosts.insert(node, Host { connection: number, peer, hello, ahead });
+                earlier.map(|_| (node, Heard::Lost("its connection broke".into())))
+            }
+            (Heard::Said(message), Some(node)) => Some((node, Heard::Said(message))),
+            // It spoke before it said who it is.
+            (Heard::Said(_), None) => None,
+            (Heard::Lost(why), Some(node)) => {
+                self.hosts.remove(&node);
+                Some((node, Heard::Lost(why)))
+            }
+            (Heard::Lost(_), None) => {
+                self.strangers.remove(&number);
+                None
+            }
+        }
+    }
+
+    /// Why a host cannot take part.
+    fn objection(&self, hello: &Hello) -> Option<String> {
+        let Hello { nodes, node, host, .. } = hello;
+        if *nodes != self.rule.nodes {
+            return Some(format!(
+                "--nnodes is {nodes} here and {} on the first host; give both the same, or, where these are two jobs, another \
+                 --master_port to one",
+                self.rule.nodes
+            ));
+        }
+        // One that has lost the connection may be back before that is noticed here.
+        if let Some(other) = self.hosts.get(node).filter(|other| other.hello.launcher != hello.launcher) {
+            return Some(format!(
+                "--node_rank {node} is host {}'s already; give each host its own number from 0 to {}, and each job its own \
+                 --master_port",
+                other.hello.host,
+                nodes - 1
+            ));
+        }
+        let other = &self.hosts.values().next()?.hello;
+        difference(other, hello).map(|difference| format!("host {} and host {host} differ: {difference}", other.host))
+    }
+
+    /// One start of the ranks, to the end of all of them.
+    fn attempt(&mut self, attempt: u32, restart: u32, note: Option<String>) -> Outcome {
+        let began = Instant::now();
+        let ranks: Vec<usize> = self.hosts.values().map(|host| host.hello.ranks).collect();
+        let note = [note, self.clocks()].into_iter().flatten().collect::<Vec<_>>().join("\n");
+        let note = Some(note).filter(|note| !note.is_empty());
+        let port = free_port();
+        let mut parts = BTreeMap::new();
+        for (place, (node, host)) in self.hosts.iter().enumerate() {
+            let (note, ranks) = (note.clone(), ranks.clone());
+            let first_rank = ranks[..place].iter().sum();
+            parts.insert(*node, Part { first_rank, host: host.hello.host.clone(), values: None, end: None });
+            let space = format!("candle_zero_{:x}_{attempt}", self.number);
+            host.peer.send(&Message::Start(Start { attempt, restart, place, ranks, port, space, note }));
+        }
+        let mut order = Vec::new();
+        let (mut signal, mut regroup) = (None, false);
+        loop {
+            if parts.values().all(|part| part.end.is_some()) {
+                break;
+            }
+            let back = self.hosts.keys().any(|node| !parts.contains_key(node));
+            let failed = signal.is_some() || parts.values().any(|part| part.end.is_some());
+            if back && !regroup && !failed && began.elapsed() >= SETTLED {
+                regroup = true;
+                self.tell(&parts, &Message::Regroup { attempt });
+            }
+            let Some((node, heard)) = self.next() else { continue };
+            let Some(part) = parts.get_mut(&node) else { continue };
+            let message = match heard {
+                Heard::Said(message) => message,
+                Heard::Lost(_) if part.end.is_some() => continue,
+                Heard::Lost(why) => {
+                    let rank = part.first_rank;
+                    part.end = Some(End::Lost(why.clone()));
+                    order.push(node);
+                    self.tell(&parts, &Message::Failed { attempt, rank, why: format!("its host is gone: {why}") });
+                    continue;
+                }
+            };
+            match message {
+                Message::Values { attempt: of, values } if of == attempt => {
+                    part.values = Some(values);
+                    if parts.values().all(|part| part.values.is_some()) {
+                        let values = parts.values_mut().filter_map(|part| part.values.take()).flatten().collect();
+                        self.tell(&parts, &Message::Values { attempt, values });
+                    }
+                }
+                Message::Signal(number) if signal.is_none() => {
+                    signal = Some(number);
+                    self.tell(&parts, &Message::Signal(number));
+                }
+                Message::Ended { attempt: of, how } if of == attempt && part.end.is_none() => {
+                    if let How::Failed { rank, headline, .. } = &how {
+                        let failed = Message::Failed { attempt, rank: *rank, why: headline.clone() };
+                        part.end = Some(End::Ended(how));
+                        self.tell(&parts, &failed);
+                    } else {
+                        part.end = Some(End::Ended(how));
+                    }
+                    order.push(node);
+                }
+                _ => {}
+            }
+        }
+        let ended: Vec<(usize, &Part)> = order.iter().map(|node| (*node, &parts[node])).collect();
+        outcome(&ended, signal, regroup)
+    }
+
+    /// Tells all hosts of an attempt whose ranks run.
+    fn tell(&self, parts: &BTreeMap<usize, Part>, message: &Message) {
+        let running = self.hosts.iter().filter(|(node, _)| parts.get(node).is_some_and(|part| part.end.is_none()));
+        running.for_each(|(_, host)| host.peer.send(message));
+    }
+
+    /// A warning about hosts whose clocks differ.
+    fn clocks(&self) -> Option<String> {
+        let other = self.hosts.values().find(|host| host.ahead.unsigned_abs() > CLOCK)?;
+        Some(clock_warning(&other.hello.host, other.ahead))
+    }
+
+    fn finish(&mut self, code: u8, text: Option<String>, culprit: Option<usize>) {
+        for host in self.hosts.values() {
+            host.peer.send(&Message::Finish { code, text: text.clone(), culprit });
+        }
+        // Their launchers end now, which is the end of their connections: what was sent has arrived then.
+        let until = Instant::now() + Duration::from_secs(5);
+        while !self.hosts.is_empty() && Instant::now() < until {
+            self.next();
+        }
+    }
+}
+
+fn clock_warning(host: &str, ahead: i64) -> String {
+    let (seconds, which) = (ahead.unsigned_abs(), if ahead > 0 { "ahead of" } else { "behind" });
+    format!(
+        "zerorun: warning: the clock of host {host} is {seconds} s {which} the first host's: times of logs and checkpoints \
+         cannot be compared; let both follow a time server"
+    )
+}
+
+/// In what two hosts differ that must be the same.
+fn difference(a: &Hello, b: &Hello) -> Option<String> {
+    if a.version != b.version {
+        return Some(format!("zerorun is version {} and {}; install the same", a.version, b.version));
+    }
+    if a.words != b.words {
+        let said = |hello: &Hello| hello.words.join(" ");
+        return Some(format!("the script's arguments are `{}` and `{}`; give the same", said(a), said(b)));
+    }
+    let mut names = a.files.keys().chain(b.files.keys());
+    names.find(|name| a.files.get(*name) != b.files.get(*name)).map(|name| {
+        let of = |hello: &Hello| hello.files.get(name).cloned().unwrap_or_else(|| "not there".into());
+        format!(
+            "{name} is {} and {}; copy the same file to both, and for the program give one that is built already",
+            of(a),
+            of(b)
+        )
+    })
+}
+
+/// What became of an attempt, of the ends of its hosts in their order in time.
+fn outcome(ended: &[(usize, &Part)], signal: Option<i32>, regroup: bool) -> Outcome {
+    let hows =
+        || ended.iter().filter_map(|(_, part)| if let Some(End::Ended(how)) = &part.end { Some(how) } else { None });
+    let interrupted = hows().find_map(|how| if let How::Interrupted(signal) = how { Some(*signal) } else { None });
+    if let Some(signal) = signal.or(interrupted.filter(|_| !regroup)) {
+        return Outcome::Interrupted(signal);
+    }
+    if let Some(verdict) = verdict(ended) {
+        return Outcome::Failed(verdict);
+    }
+    match () {
+        () if interrupted.is_some() => Outcome::Regrouped,
+        () if hows().any(|how| *how == How::Unwritten) => Outcome::Unwritten,
+        () => Outcome::Well,
+    }
+}
+
+/// The failure from which the others follow: a host that is gone; else a rank whose words blame no rank that failed too.
+fn verdict(ended: &[(usize, &Part)]) -> Option<Verdict> {
+    let lost = ended.iter().find_map(|(node, part)| match &part.end {
+        Some(End::Lost(why)) => {
+            let text = format!("zerorun: host {} is gone: {why}", part.host);
+            Some(Verdict { node: *node, text, code: EXIT_LOST })
+        }
+        _ => None,
+    });
+    let failed = ended.iter().filter_map(|(node, part)| match &part.end {
+        Some(End::Ended(How::Failed { rank, headline, code, blames, .. })) => {
+            let text = format!("{headline} (host {})", part.host);
+            Some((*rank, *blames, Verdict { node: *node, text, code: *code }))
+        }
+        _ => None,
+    });
+    let failed: Vec<_> = failed.collect();
+    let blamed = |rank: usize| failed.iter().any(|(other, ..)| *other == rank);
+    let first = failed.iter().find(|(rank, blames, _)| blames.is_none_or(|other| other == *rank || !blamed(other)));
+    lost.or_else(|| first.or(failed.first()).map(|(.., verdict)| verdict.clone()))
+}
+
+/// A free port, or, where none is found, a usual one: programs that do not use it run without.
+fn free_port() -> u16 {
+    let found = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| socket.local_addr());
+    found.map_or(29501, |address| address.port())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn hello(host: &str) -> Hello {
+        Hello {
+            version: "0.1.0".into(),
+            nodes: 2,
+            node: 0,
+            ranks: 2,
+            host: host.into(),
+            words: vec!["--ds_config".into(), "zero3.json".into()],
+            files: BTreeMap::from([("zero3.json".to_string(), "412 bytes with checksum 11".to_string())]),
+            clock: 1_000,
+            launcher: 1,
+        }
+    }
+
+    fn part(host: &str, first_rank: usize, end: End) -> Part {
+        Part { first_rank, host: host.into(), values: None, end: Some(end) }
+    }
+
+    fn failed(rank: usize, blames: Option<usize>) -> End {
+        let headline = format!("zerorun: rank {rank} failed first: it ended with exit code {rank} after 3.0 s");
+        End::Ended(How::Failed { rank, after: Duration::from_secs(3), headline, code: rank as u8, blames })
+    }
+
+    #[test]
+    fn hosts_that_differ_are_told_in_what() {
+        let differ = |change: fn(&mut Hello)| {
+            let mut other = hello("b");
+            change(&mut other);
+            difference(&hello("a"), &other)
+        };
+        assert_eq!(differ(|_| {}), None);
+        insta::assert_snapshot!(differ(|b| b.version = "0.2.0".into()).unwrap(), @"zerorun is version 0.1.0 and 0.2.0; install the same");
+        insta::assert_snapshot!(differ(|b| b.words[1] = "zero2.json".into()).unwrap(), @"the script's arguments are `--ds_config zero3.json` and `--ds_config zero2.json`; give the same");
+        insta::assert_snapshot!(differ(|b| b.files.values_mut().for_each(|sum| *sum = "413 bytes with checksum 12".into())).unwrap(), @"zero3.json is 412 bytes with checksum 11 and 413 bytes with checksum 12; copy the same file to both, and for the program give one that is built already");
+        insta::assert_snapshot!(differ(|b| b.files.clear()).unwrap(), @"zero3.json is 412 bytes with checksum 11 and not there; copy the same file to both, and for the program give one that is built already");
+        insta::assert_snapshot!(clock_warning("b", -125), @"zerorun: warning: the clock of host b is 125 s behind the first host's: times of logs and checkpoints cannot be compared; let both follow a time server");
+    }
+
+    #[test]
+    fn the_failure_that_others_follow_from_is_found() {
+        let of = |ends: Vec<(usize, End)>| {
+            let parts: Vec<Part> = ends.into_iter().map(|(node, end)| part(["a", "b"][node], 2 * node, end)).collect();
+            let nodes: Vec<(usize, &Part)> = parts.iter().map(|part| (part.first_rank / 2, part)).collect();
+            outcome(&nodes, None, false)
+        };
+        let text = |outcome| if let Outcome::Failed(verdict) = outcome { verdict.text } else { panic!("{outcome:?}") };
+        // The first that ended blames a rank of the second.
+        insta::assert_snapshot!(text(of(vec![(0, failed(0, Some(3))), (1, failed(3, None))])), @"zerorun: rank 3 failed first: it ended with exit code 3 after 3.0 s (host b)");
+        insta::assert_snapshot!(text(of(vec![(0, failed(0, None)), (1, failed(3, Some(0)))])), @"zerorun: rank 0 failed first: it ended with exit code 0 after 3.0 s (host a)");
+        insta::assert_snapshot!(text(of(vec![(0, failed(0, Some(2))), (1, End::Lost("nothing was heard of it for 8 s".into()))])), @"zerorun: host b is gone: nothing was heard of it for 8 s");
+        assert_eq!(of(vec![(0, End::Ended(How::Well)), (1, End::Ended(How::Well))]), Outcome::Well);
+        assert_eq!(of(vec![(0, End::Ended(How::Well)), (1, End::Ended(How::Unwritten))]), Outcome::Unwritten);
+        assert_eq!(
+            of(vec![(0, End::Ended(How::Interrupted(15))), (1, End::Ended(How::Well))]),
+            Outcome::Interrupted(15)
+        );
+    }
+}

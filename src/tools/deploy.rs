@@ -1,0 +1,185 @@
+//! `zerorun deploy`: what a cluster needs to start a job on several hosts, filled in.
+
+use crate::launch::console::{EXIT_SETUP, Refused, print};
+use crate::launch::hosts::export::literal_word;
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser, ValueEnum};
+use serde_json::json;
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+/// The texts of deploy/, whose words between @ are filled in.
+const JOBSET: &str = include_str!("../../deploy/jobset.yaml");
+const MPIJOB: &str = include_str!("../../deploy/mpijob.yaml");
+const SLURM: &str = include_str!("../../deploy/slurm.sh");
+
+/// A kind of cluster.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Cluster {
+    /// A JobSet for Kubernetes, without ssh
+    K8s,
+    /// An MPIJob for the MPI operator of Kubernetes
+    Mpijob,
+    /// A batch script for Slurm
+    Slurm,
+}
+
+/// Prints what a cluster needs to start a job on several hosts.
+///
+/// `zerorun deploy k8s --nodes 4 -n 8 --image REGISTRY/train train --ds_config /ds_configs/zero3.json > job.yaml`, then
+/// `kubectl apply -f job.yaml`; `zerorun deploy slurm --nodes 4 -n 8 ./train ... > job.sh`, then `sbatch job.sh`.
+///
+/// Exit code: 0 it is printed, 2 standard output refused it or the command line is wrong.
+#[derive(Debug, Parser)]
+#[command(name = "deploy", bin_name = "zerorun deploy")]
+struct Arguments {
+    /// The kind of cluster
+    #[arg(value_enum)]
+    cluster: Cluster,
+
+    /// Number of hosts
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    nodes: u16,
+
+    /// Ranks on each host
+    #[arg(short = 'n', long = "num_ranks", alias = "num-ranks", value_name = "N", default_value = "1",
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    ranks: u16,
+
+    /// Cores of each host [default: one for each rank]
+    #[arg(long, value_name = "N")]
+    cores: Option<u16>,
+
+    /// Memory of each host, in GiB
+    #[arg(long, value_name = "GIB", default_value = "16")]
+    memory: u32,
+
+    /// The name of the job: lower-case letters, digits and hyphens
+    #[arg(long, default_value = "train", value_parser = name)]
+    name: String,
+
+    /// For Kubernetes: the image, of which deploy/Dockerfile is an example
+    #[arg(long, default_value = "train:latest", value_parser = plain)]
+    image: String,
+
+    /// For Kubernetes: the claim of a volume that all hosts share, at /shared
+    #[arg(long, default_value = "shared", value_parser = name)]
+    claim: String,
+
+    /// Restarts after a failure
+    #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
+    max_restarts: u32,
+
+    /// The program on the hosts, then its own arguments
+    #[arg(value_names = ["PROGRAM", "ARGS"], required = true, num_args = 1.., trailing_var_arg = true)]
+    command: Vec<String>,
+}
+
+/// A name as Kubernetes and DNS take it.
+fn name(text: &str) -> Result<String, String> {
+    let inside = text.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
+    match inside && !text.starts_with('-') && !text.ends_with('-') && (1..=40).contains(&text.len()) {
+        true => Ok(text.to_string()),
+        false => Err("give 1 to 40 lower-case letters, digits and hyphens, with no hyphen at an end".into()),
+    }
+}
+
+/// A word that needs no quotes in YAML.
+fn plain(text: &str) -> Result<String, String> {
+    match !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_./:@".contains(c)) {
+        true => Ok(text.to_string()),
+        false => Err("give letters, digits and - _ . / : @".into()),
+    }
+}
+
+/// The tool.
+pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
+    let arguments = Arguments::try_parse_from(words).map_err(Refused)?;
+    if arguments.command.iter().any(|word| word.chars().any(char::is_control)) {
+        let text = "a word of the program's arguments has a line break or another control character; leave it out";
+        return Err(Refused(Arguments::command().error(ErrorKind::ValueValidation, text)));
+    }
+    Ok(if print(arguments.filled_in().trim_end()) { ExitCode::SUCCESS } else { ExitCode::from(EXIT_SETUP) })
+}
+
+impl Arguments {
+    fn filled_in(&self) -> String {
+        let Self { nodes, ranks, name, .. } = self;
+        let options = ["--nnodes", &nodes.to_string(), "--num_ranks", &ranks.to_string()].map(String::from);
+        let mut launcher = [vec!["zerorun".to_string()], options.to_vec()].concat();
+        if self.max_restarts > 0 {
+            launcher.extend(["--max_restarts".into(), self.max_restarts.to_string()]);
+        }
+        let words = [vec!["--".to_string()], self.command.clone()].concat();
+        // JobSet's name of its first pod.
+        let first = ["--master_addr".to_string(), format!("{name}-host-0-0.{name}")];
+        let command = [launcher.clone(), first.to_vec(), words.clone()].concat();
+        let total = (u32::from(*nodes) * u32::from(*ranks)).to_string();
+        let mpirun = [["mpirun", "-n", &total].map(String::from).to_vec(), self.command.clone()].concat();
+        let shell = |words: &[String]| words.iter().map(|word| literal_word(word)).collect::<Vec<_>>().join(" ");
+        let cores = self.cores.unwrap_or(*ranks).to_string();
+        let text = match self.cluster {
+            Cluster::K8s => JOBSET,
+            Cluster::Mpijob => MPIJOB,
+            Cluster::Slurm => SLURM,
+        };
+        let filled = [
+            ("@NAME@", name.clone()),
+            ("@NODES@", nodes.to_string()),
+            ("@RANKS@", ranks.to_string()),
+            ("@IMAGE@", self.image.clone()),
+            ("@CLAIM@", self.claim.clone()),
+            ("@CORES@", cores),
+            ("@MEMORY@", format!("{}Gi", self.memory)),
+            ("@SLURM_MEMORY@", format!("{}G", self.memory)),
+            // JSON is YAML too. What the user wrote comes last: it may hold such words itself.
+            ("@LAUNCHER@", shell(&launcher)),
+            ("@COMMAND@", json!(command).to_string()),
+            ("@MPIRUN@", json!(mpirun).to_string()),
+            ("@WORDS@", shell(&words)),
+        ];
+        filled.iter().fold(text.to_string(), |text, (word, value)| text.replace(word, value))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn filled_in(words: &str) -> String {
+        Arguments::try_parse_from(words.split_whitespace()).unwrap().filled_in()
+    }
+
+    #[test]
+    fn every_word_is_filled_in() {
+        for cluster in ["k8s", "mpijob", "slurm"] {
+            let text = filled_in(&format!("deploy {cluster} --nodes 2 -n 4 train --ds_config a@b.json"));
+            let left: Vec<&str> = text.lines().filter(|line| line.contains('@') && !line.contains("a@b")).collect();
+            assert_eq!(
+                left,
+                [if cluster == "slurm" { "#SBATCH --signal=TERM@60" } else { "" }; 1][..left.len()],
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_start_command_names_the_hosts_and_keeps_the_programs_words() {
+        let text = filled_in("deploy k8s --nodes 2 -n 4 --name llm --max_restarts 3 train --prompt it's");
+        let command = text.lines().find_map(|line| line.trim().strip_prefix("command: ")).unwrap();
+        insta::assert_snapshot!(command, @r#"["zerorun","--nnodes","2","--num_ranks","4","--max_restarts","3","--master_addr","llm-host-0-0.llm","--","train","--prompt","it's"]"#);
+        let text = filled_in("deploy slurm --nodes 2 -n 4 train --prompt it's");
+        insta::assert_snapshot!(text.lines().last().unwrap(), @r#"exec srun --cpus-per-task=4 zerorun --nnodes 2 --num_ranks 4 --master_addr "$first" -- train --prompt 'it'\''s'"#);
+        let text = filled_in("deploy mpijob --nodes 2 -n 4 train --steps 3");
+        assert!(text.contains(r#"command: ["mpirun","-n","8","train","--steps","3"]"#), "{text}");
+    }
+
+    #[test]
+    fn names_that_a_cluster_would_refuse_are_refused_here() {
+        for words in ["--name Train", "--name -a", "--image a\tb", "--nodes 0", "--claim a_b"] {
+            let words = format!("deploy k8s --nodes 2 {words} train");
+            assert!(Arguments::try_parse_from(words.split(' ')).is_err(), "{words}");
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! `zerorun` on several hosts: one launcher on each, the bits of one machine, and what happens when a host is gone.
+
+use crate::mpi::{hosts, steps};
+use crate::support::cluster::{Hosts, Mpi};
+use crate::support::processes::{example, program, runs, send, start, stderr, stdout, wait_up_to, zerorun};
+use crate::support::skips::skipped;
+use rustix::process::{Pid, Signal, kill_process};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output};
+use std::time::{Duration, Instant};
+
+/// Two hosts with MPICH, or why there are none.
+fn cluster<T: Fn() + Copy>(test: T) -> Option<Hosts> {
+    if Mpi::Mpich.folder().is_none() {
+        skipped(test, "no MPICH; scripts/fetch_mpi.sh fetches it");
+        return None;
+    }
+    hosts(test)
+}
+
+const LAUNCHER: &str = env!("CARGO_BIN_EXE_zerorun");
+
+/// The launcher of one of two hosts, for two ranks.
+fn launcher(hosts: &Hosts, node: usize, options: &str) -> Command {
+    let mut command = hosts.on(node, 300).unwrap();
+    command.args([LAUNCHER, "--nnodes", "2", "--node_rank", &node.to_string(), "--master_addr", "10.77.0.1"]);
+    command.args(["--num_ranks", "2"]).args(options.split_whitespace());
+    command
+}
+
+/// `train_gpt` on `nano` at stage 3.
+struct Training {
+    program: PathBuf,
+    folder: tempfile::TempDir,
+}
+
+impl Training {
+    fn new() -> Self {
+        Self { program: example("train_gpt"), folder: tempfile::tempdir().unwrap() }
+    }
+
+    fn metrics(&self, name: &str) -> PathBuf {
+        self.folder.path().join(format!("{name}.jsonl"))
+    }
+
+    /// Adds the program, with the name of its metrics and checkpoints.
+    fn of(&self, mut command: Command, name: &str, steps: usize, saves: bool) -> Command {
+        // As many samples a step, whatever the number of ranks.
+        let config = self.folder.path().join("zero3.json");
+        let text = r#"{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}"#;
+        std::fs::write(&config, text).unwrap();
+        command.arg(&self.program).args(["--model", "nano", "--steps", &steps.to_string(), "--ds_config"]).arg(config);
+        command.args(["--sample", "0", "--metrics"]).arg(self.metrics(name));
+        if saves {
+            command.arg("--save").arg(self.folder.path().join(format!("{name}.save"))).args([
+                "--save_every",
+                "1",
+                "--resume",
+            ]);
+        }
+        command
+    }
+
+    fn on_one_host(&self, steps_: usize) -> Vec<[String; 2]> {
+        let mut one = zerorun();
+        one.args(["-n", "4"]);
+        let output = self.of(one, "one", steps_, false).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        steps(&self.metrics("one"))
+    }
+}
+
+fn ended(child: Child) -> Output {
+    child.wait_with_output().unwrap()
+}
+
+/// Ends what is left of a test that failed.
+struct Kills(Vec<i32>);
+
+impl Drop for Kills {
+    fn drop(&mut self) {
+        for pid in self.0.iter().filter_map(|pid| Pid::from_raw(*pid)) {
+            _ = kill_process(pid, Signal::KILL);
+        }
+    }
+}
+
+#[test]
+fn a_launcher_on_each_of_two_hosts_and_a_hostfile_give_the_bits_of_one_host() {
+    let test = a_launcher_on_each_of_two_hosts_and_a_hostfile_give_the_bits_of_one_host;
+    let Some(hosts) = cluster(test) else { return };
+    let training = Training::new();
+    let expected = training.on_one_host(3);
+    assert_eq!(expected.len(), 3);
+    let both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, ""), "nodes", 3, false)));
+    let [first, second] = both.map(ended);
+    assert!(first.status.success() && second.status.success(), "{}{}", stderr(&first), stderr(&second));
+    assert_eq!(steps(&training.metrics("nodes")), expected, "--nnodes");
+    let [name, _] = hosts.names();
+    assert!(stderr(&first).contains(&format!("[{name} rank 0] step 1/3 ")), "{}", stderr(&first));
+
+    let file = training.folder.path().join("hostfile");
+    std::fs::write(&file, "10.77.0.1 slots=2\n10.77.0.2 slots=2\n").unwrap();
+    let mut command = hosts.on(0, 110).unwrap();
+    command.arg("env").arg(format!("ZERORUN_RSH={}", hosts.reach().display()));
+    command.args([LAUNCHER, "--hostfile"]).arg(&file);
+    let output = training.of(command, "hostfile", 3, false).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(steps(&training.metrics("hostfile")), expected, "--hostfile");
+}
+
+#[test]
+fn the_start_command_of_the_jobset_runs_on_two_hosts() {
+    let test = the_start_command_of_the_jobset_runs_on_two_hosts;
+    let Some(hosts) = cluster(test) else { return };
+    let training = Training::new();
+    let mut deploy = Command::new(LAUNCHER);
+    deploy.args(["deploy", "k8s", "--nodes", "2", "-n", "2"]);
+    let output = training.of(deploy, "jobset", 2, false).output().unwrap();
+    let manifest = stdout(&output);
+    let command = manifest.lines().find_map(|line| line.trim().strip_prefix("command: ")).unwrap();
+    let mut words: Vec<String> = serde_json::from_str(command).unwrap();
+    // What the image's PATH and the cluster's DNS are for.
+    words[0] = LAUNCHER.into();
+    let first = words.iter_mut().find(|word| *word == "train-host-0-0.train").unwrap();
+    *first = "10.77.0.1".into();
+    let both = [0, 1].map(|node| {
+        let mut command = hosts.on(node, 110).unwrap();
+        start(command.arg("env").arg(format!("JOB_COMPLETION_INDEX={node}")).args(&words))
+    });
+    for output in both.map(ended) {
+        assert!(output.status.success(), "{}", stderr(&output));
+    }
+    assert_eq!(steps(&training.metrics("jobset")), training.on_one_host(2));
+}
+
+/// The steps that a training has reported so far.
+fn done(metrics: &Path) -> usize {
+    std::fs::read_to_string(metrics).map_or(0, |text| text.lines().filter(|line| line.contains("\"loss\"")).count())
+}
+
+/// The ranks on a host.
+fn ranks(hosts: &Hosts, host: usize) -> Vec<i32> {
+    hosts.processes(host, "train_gpt")
+}
+
+#[test]
+fn ranks_of_both_hosts_are_told_within_15_s_that_the_cable_is_out_and_nothing_is_left() {
+    let test = ranks_of_both_hosts_are_told_within_15_s_that_the_cable_is_out_and_nothing_is_left;
+    let Some(hosts) = cluster(test) else { return };
+    // More of them by hand: each at another moment of a step.
+    let cuts: u64 = std::env::var("CANDLE_ZERO_CUTS").map_or(1, |cuts| cuts.parse().unwrap());
+    for cut in 0..cuts {
+        let training = Training::new();
+        let both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, ""), "cut", 10_000, false)));
+        wait_up_to(Duration::from_secs(100), "the second step", || (done(&training.metrics("cut")) > 1).then_some(()));
+        std::thread::sleep(Duration::from_millis(cut * 137 % 1900));
+        let _kills = Kills([ranks(&hosts, 0), ranks(&hosts, 1)].concat());
+        hosts.plug(1, false);
+        let out = Instant::now();
+        let [first, second] = both.map(ended);
+        let took = out.elapsed();
+        hosts.plug(1, true);
+        assert!(took < Duration::from_secs(15), "{took:?}");
+        let [_, name] = hosts.names();
+        let said = stderr(&first);
+        assert_eq!(first.status.code(), Some(1), "{said}");
+        assert!(said.contains(&format!("zerorun: host {name} is gone: nothing was heard of it for 8 s")), "{said}");
+        assert!(said.contains(&format!("on host {name}: its host is gone")), "the ranks are told too: {said}");
+        assert!(stderr(&second).contains("the first host, 10.77.0.1, is gone"), "{}", stderr(&second));
+        for host in 0..2 {
+            assert_eq!([ranks(&hosts, host), hosts.processes(host, "zerorun")].concat(), [0; 0], "host {host}");
+        }
+    }
+}
+
+#[test]
+fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
+    let test = a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back;
+    let Some(hosts) = cluster(test) else { return };
+    let training = Training::new();
+    let options = "--max_restarts 3 --min_nodes 1";
+    let both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, options), "back", 1000, true)));
+    let metrics = training.metrics("back");
+    let limit = Duration::from_secs(100);
+    let second = wait_up_to(limit, "the third step", || (done(&metrics) > 2).then(|| ranks(&hosts, 1)));
+    let _kills = Kills([second.clone(), ranks(&hosts, 0)].concat());
+    hosts.plug(1, false);
+    wait_up_to(limit, "the end of the ranks that were cut off", || second.iter().all(|pid| !runs(*pid)).then_some(()));
+    let before = done(&metrics);
+    wait_up_to(limit, "steps without them", || (done(&metrics) > before + 2).then_some(()));
+    assert_eq!(ranks(&hosts, 1), [0; 0]);
+    hosts.plug(1, true);
+    wait_up_to(limit, "the other host's ranks", || (ranks(&hosts, 1).len() == 2).then_some(()));
+    let before = done(&metrics);
+    wait_up_to(limit, "steps with them", || (done(&metrics) > before + 2).then_some(()));
+    for pid in hosts.processes(0, "zerorun") {
+        kill_process(Pid::from_raw(pid).unwrap(), Signal::TERM).unwrap();
+    }
+    let [first, second] = both.map(ended);
+    let said = stderr(&first);
+    assert_eq!([first.status.code(), second.status.code()], [Some(143); 2], "{said}{}", stderr(&second));
+    let [_, name] = hosts.names();
+    assert!(said.contains(&format!("host {name} is gone: nothing was heard of it for 8 s; restart 1 of 3")), "{said}");
+    assert!(said.contains("a host is back; the job goes on with it"), "{said}");
+    // The same training, as far as the sums of two and of four ranks are the same.
+    let (here, one) = (steps(&metrics), training.on_one_host(10));
+    for (at, (here, one)) in here.iter().zip(&one).enumerate() {
+        let [here, one] = [here, one].map(|[loss, _]| loss.parse::<f64>().unwrap());
+        assert!((here - one).abs() < 1e-3 * one, "step {at}: {here} {one}");
+    }
+}
+
+#[test]
+fn a_signal_to_one_launcher_ends_the_ranks_of_both_in_good_order() {
+    let test = a_signal_to_one_launcher_ends_the_ranks_of_both_in_good_order;
+    let Some(hosts) = cluster(test) else { return };
+    let training = Training::new();
+    let both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, ""), "signal", 10_000, true)));
+    wait_up_to(Duration::from_secs(100), "the second step", || (done(&training.metrics("signal")) > 1).then_some(()));
+    let _kills = Kills([ranks(&hosts, 0), ranks(&hosts, 1)].concat());
+    for pid in hosts.processes(1, "zerorun") {
+        kill_process(Pid::from_raw(pid).unwrap(), Signal::TERM).unwrap();
+    }
+    let [first, second] = both.map(ended);
+    assert_eq!([first.status.code(), second.status.code()], [Some(143); 2], "{}{}", stderr(&first), stderr(&second));
+    assert!(stdout(&first).contains("is saved, --resume goes on from there"), "{}{}", stdout(&first), stderr(&first));
+}
+
+/// What two launchers on this machine say, of which the second has these options and arguments.
+fn refused(options: &str, args: &[&str]) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let script = program(folder.path(), "script", "sleep 5");
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let of = |options: &str| {
+        let mut command = zerorun();
+        command.args(["--master_addr", "127.0.0.1", "--master_port", &port, "--timeout", "20s"]);
+        command.args(options.split_whitespace()).arg(&script);
+        command
+    };
+    let mut first = start(of("--nnodes 3 --node_rank 0").arg("--lr").current_dir(folder.path()));
+    let listens = || std::net::TcpStream::connect(("127.0.0.1", port.parse().unwrap())).ok();
+    wait_up_to(Duration::from_secs(20), "the first launcher", listens);
+    let output = of(options).args(args).current_dir(folder.path()).output().unwrap();
+    send(Signal::TERM, &first);
+    first.wait().unwrap();
+    assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+    stderr(&output).replace(name.trim(), "NAME").replace(&port, "PORT").trim_end().to_string()
+}
+
+#[test]
+fn a_host_that_does_not_belong_to_the_job_is_told_why() {
+    insta::assert_snapshot!(refused("--nnodes 2 --node_rank 1", &["--lr"]), @"zerorun: the first host refuses this one: --nnodes is 2 here and 3 on the first host; give both the same, or, where these are two jobs, another --master_port to one");
+    insta::assert_snapshot!(refused("--nnodes 3 --node_rank 0", &["--lr"]), @"zerorun: port PORT, at which the other hosts are awaited, cannot be used: Address already in use (os error 98); end the other job, or give --master_port");
+    insta::assert_snapshot!(refused("--nnodes 3 --node_rank 1", &["--lr", "3"]), @"zerorun: the first host refuses this one: host NAME and host NAME differ: the script's arguments are `--lr` and `--lr 3`; give the same");
+}
+
+#[test]
+fn a_launcher_that_is_killed_is_done_without_and_taken_back() {
+    let folder = tempfile::tempdir().unwrap();
+    // Each start of rank 0 writes the number of ranks; the ranks end when they are asked to, or at the end of the test.
+    let script = program(
+        folder.path(),
+        "script",
+        "[ $RANK = 0 ] && echo $WORLD_SIZE >> $DIR/worlds\ntrap 'exit 0' TERM\nuntil [ -e $DIR/end ]; do sleep 0.1; done",
+    );
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let launch = |node: usize| {
+        let mut command = zerorun();
+        command.args(["--nnodes", "2:3", "--node_rank", &node.to_string(), "--master_addr", "127.0.0.1"]);
+        command.args(["--master_port", &port, "--max_restarts", "2"]).arg(&script).env("DIR", folder.path());
+        start(&mut command)
+    };
+    let worlds = |expected: &str| {
+        wait_up_to(Duration::from_secs(60), expected, || {
+            let worlds = std::fs::read_to_string(folder.path().join("worlds")).unwrap_or_default();
+            (worlds.split_whitespace().collect::<Vec<_>>().join(" ") == expected).then_some(())
+        });
+    };
+    let [first, second, mut third] = [0, 1, 2].map(launch);
+    worlds("3");
+    send(Signal::KILL, &third);
+    third.wait().unwrap();
+    worlds("3 2");
+    let third = launch(2);
+    worlds("3 2 3");
+    std::fs::write(folder.path().join("end"), "").unwrap();
+    let [first, second, third] = [first, second, third].map(ended);
+    let said = stderr(&first);
+    for output in [first, second, third] {
+        assert!(output.status.success(), "{}", stderr(&output));
+    }
+    assert!(said.contains("is gone: it closed the connection; restart 1 of 2"), "{said}");
+    assert!(said.contains("a host is back; the job goes on with it"), "{said}");
+}
+
+#[test]
+fn a_hostfile_with_an_unreachable_host_ends_with_its_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = program(folder.path(), "script", "sleep 60");
+    let file = folder.path().join("hostfile");
+    std::fs::write(&file, "localhost slots=1\nfar.invalid slots=1\n").unwrap();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let mut command = zerorun();
+    let unreachable = program(folder.path(), "rsh", "echo \"rsh: $1: no such host\" >&2; exit 255");
+    command.env("ZERORUN_RSH", unreachable).args(["--master_port", &port, "--hostfile"]).arg(&file).arg(&script);
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+    assert!(
+        stderr(&output).contains("zerorun: host far.invalid cannot be reached, or its launcher was killed"),
+        "{}",
+        stderr(&output)
+    );
+}
