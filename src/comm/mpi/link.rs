@@ -24,6 +24,10 @@ pub(super) enum Tag {
 
 /// How long the other ranks may take to end after one has failed.
 const LAST_WORDS: Duration = Duration::from_secs(2);
+/// How much later than the rank before it a rank ends them all, up to so many: Open MPI's mpirun may hang where several do so
+/// at once, and where one does, the next is ended before its turn.
+const TURN: Duration = Duration::from_millis(500);
+const TURNS: usize = 8;
 
 /// This process among those that MPI joins.
 pub(super) struct Link {
@@ -114,7 +118,7 @@ impl Link {
         let failed = self.has_failed();
         if failed {
             // The others have been told, and end by themselves with their own words.
-            std::thread::sleep(LAST_WORDS);
+            std::thread::sleep(LAST_WORDS + TURN * self.rank.min(TURNS) as u32);
         }
         // A thread that is in a call now is not waited for for ever: it may be the one that ends the process.
         let _calling = self.calling.try_lock();
