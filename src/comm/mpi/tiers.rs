@@ -126,7 +126,8 @@ impl Tiers {
     pub(in crate::comm) fn barrier(&mut self) -> Result<()> {
         self.0.begin(Kind::Barrier, Wire::Exact, DType::U8, 0, 0);
         // A byte from each rank: whoever has all of them knows that all have come.
-        gather(&mut self.0, &mut vec![0; self.0.size()], 1)
+        let mut bytes = vec![0; self.0.size()];
+        gather(&mut self.0, &mut bytes, 1)
     }
 
     /// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes it from element `at` on: the place
