@@ -28,6 +28,8 @@ pub enum Kind {
     Persistent,
     /// Parameters gathered for use at stage 3, and gathers under way.
     Gathered,
+    /// This rank's part of its group's second copy of gathered parameters (`zero_hpz_partition_size`).
+    SecondCopy,
     /// Gradients on their way through a reduction, and updated weights on their way through a gather.
     Buckets,
     /// Windows of the optimizer step, between files and the update, and copies that direct access to files needs.
@@ -62,6 +64,7 @@ impl Kind {
             Self::Moments => "moments",
             Self::Persistent => "persistent",
             Self::Gathered => "gathered",
+            Self::SecondCopy => "second copy",
             Self::Buckets => "buckets",
             Self::Staging => "staging",
             Self::Activations => "activations",
@@ -254,6 +257,7 @@ impl MemoryReport {
             row(Kind::Moments, bytes.moments, placement.optim.is_sharded()),
             free(Kind::Persistent),
             free(Kind::Gathered),
+            free(Kind::SecondCopy),
             free(Kind::Buckets),
             free(Kind::Staging),
             free(Kind::Activations),

@@ -7,6 +7,17 @@ use std::fmt;
 use std::sync::Mutex;
 use std::time::Duration;
 
+/// Bytes that a rank took from others in one collective.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Taken {
+    /// As they travelled.
+    pub wire: usize,
+    /// Their number without any encoding.
+    pub exact: usize,
+    /// Of those that travelled, those from other hosts.
+    pub between_hosts: usize,
+}
+
 /// The cost of one kind of collective for one rank so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct KindReport {
@@ -18,6 +29,8 @@ pub struct KindReport {
     pub wire_bytes: u64,
     /// Their number without quantization.
     pub exact_bytes: u64,
+    /// Of `wire_bytes`, those that came from other hosts.
+    pub between_hosts_bytes: u64,
     /// Seconds in which the comm thread worked or waited for peers.
     pub busy_s: f64,
 }
@@ -63,6 +76,12 @@ impl fmt::Display for CommReport {
         if bytes != exact {
             writeln!(f, "quantized: {bytes} bytes of gradients and weights instead of {exact}")?;
         }
+        let between: u64 = self.kinds.values().map(|k| k.between_hosts_bytes).sum();
+        if between > 0 {
+            let of_kind = |(kind, k): (&Kind, &KindReport)| format!("{} {}", kind.name(), k.between_hosts_bytes);
+            let each: Vec<String> = self.kinds.iter().filter(|(_, k)| k.between_hosts_bytes > 0).map(of_kind).collect();
+            writeln!(f, "from other hosts: {between} bytes ({})", each.join(", "))?;
+        }
         write!(f, "training thread waited {:.3} s", self.waited_s)
     }
 }
@@ -72,13 +91,14 @@ impl fmt::Display for CommReport {
 pub(super) struct Counters(Mutex<CommReport>);
 
 impl Counters {
-    pub(super) fn add(&self, kind: Kind, elements: usize, (wire, exact): (usize, usize), busy: Duration) {
+    pub(super) fn add(&self, kind: Kind, elements: usize, taken: Taken, busy: Duration) {
         let mut report = self.lock();
         let k = report.kinds.entry(kind).or_default();
         k.calls += 1;
         k.elements += elements as u64;
-        k.wire_bytes += wire as u64;
-        k.exact_bytes += exact as u64;
+        k.wire_bytes += taken.wire as u64;
+        k.exact_bytes += taken.exact as u64;
+        k.between_hosts_bytes += taken.between_hosts as u64;
         k.busy_s += busy.as_secs_f64();
     }
 

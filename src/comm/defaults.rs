@@ -13,6 +13,7 @@ use super::collectives::sum_exact;
 use super::encoding::Wire;
 use super::fingerprint::Fingerprint;
 use super::kind::Kind;
+use super::split::{group, of_group};
 use crate::error::CommError;
 use crate::precision::{Flat, FlatRef};
 use candle_core::DType;
@@ -41,6 +42,12 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> ByGather<G> {
             }
             Ok(shard)
         })
+    }
+
+    /// As `Communicator::all_gather_within`.
+    pub fn all_gather_within(self, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
+        let (rank, len) = (self.rank, shard.len());
+        self.all_gather(Wire::Exact, shard, tag).map(move |whole| of_group(whole, group(rank, ranks), len))
     }
 
     /// As `Communicator::reduce_scatter_as`.

@@ -7,6 +7,7 @@
 //! limit is over. It never hangs. What can be completed is completed: a peer's failure counts only for a piece that
 //! it has not published. The failure that came first is the one that every rank is told.
 
+use super::counters::Taken;
 use super::encoding::Wire;
 use super::fingerprint::Fingerprint;
 use super::kind::Kind;
@@ -124,8 +125,8 @@ impl Exchange {
     }
 
     /// Bytes read from peers since [`Exchange::begin`], and what they would have been as they are in memory.
-    pub(super) fn bytes(&self) -> (usize, usize) {
-        (self.wire_bytes.get(), self.exact_bytes.get())
+    pub(super) fn bytes(&self) -> Taken {
+        Taken { wire: self.wire_bytes.get(), exact: self.exact_bytes.get(), between_hosts: 0 }
     }
 
     /// Lets `fill` write this rank's next piece (at most SLOT_BYTES) and publishes it. [`Exchange::await_peers`] comes

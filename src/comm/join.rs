@@ -11,6 +11,7 @@ use crate::error::Result;
 use crate::precision::Flat;
 use crate::util::lock;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 /// The communicator of a job of one rank or, under `zerorun` or a launcher of MPI, of all its processes. There all calls of
@@ -127,6 +128,14 @@ impl Communicator for Member {
 
     fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
         self.0.all_gather_as(wire, shard, tag)
+    }
+
+    fn ranks_here(&self) -> Range<usize> {
+        self.0.ranks_here()
+    }
+
+    fn all_gather_within(&self, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
+        self.0.all_gather_within(ranks, shard, tag)
     }
 
     fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {

@@ -60,6 +60,7 @@ pub(crate) use state::Fault;
 
 use crate::precision::Flat;
 use defaults::ByGather;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The rank of this process in the job and what it can do together with the others.
@@ -181,6 +182,17 @@ pub trait Communicator: Send + Sync {
     /// those that they would take from the wire, also of their own shard.
     fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
         by_gather(self).all_gather(wire, shard, tag)
+    }
+
+    /// The ranks on this rank's host, itself included: neighbours. By default all.
+    fn ranks_here(&self) -> Range<usize> {
+        0..self.size()
+    }
+
+    /// Concatenates the `shard`s of the ranks of this rank's group, in rank order. Groups have `ranks` neighbours each, the
+    /// first from rank 0 on, and all groups gather at a time. A group that lies on one host needs nothing of others.
+    fn all_gather_within(&self, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
+        by_gather(self).all_gather_within(ranks, shard, tag)
     }
 
     /// Every rank receives the values of every rank, in rank order. For a few numbers: votes, norms, metrics.

@@ -22,6 +22,7 @@ use crate::precision::Flat;
 use crate::timeline::{self, Lane};
 use crate::util::{lock, unpoisoned};
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, TryRecvError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
@@ -147,6 +148,7 @@ pub struct Shared {
     region: Arc<Region>,
     rank: usize,
     world_size: usize,
+    ranks_here: Range<usize>,
     abort_signal: Arc<AbortSignal>,
     counters: Arc<Counters>,
     queue: Arc<Queue>,
@@ -239,10 +241,13 @@ impl Shared {
         } else {
             None
         };
+        let first = rank - local_rank;
+        let ranks_here = first..first + region.world_size();
         Ok(Self {
             region,
             rank,
             world_size,
+            ranks_here,
             abort_signal,
             counters,
             queue,
@@ -339,6 +344,14 @@ impl Communicator for Shared {
 
     fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
         self.launch(Kind::AllGather, size(&shard), move |reach| reach.all_gather(wire, shard, tag))
+    }
+
+    fn ranks_here(&self) -> Range<usize> {
+        self.ranks_here.clone()
+    }
+
+    fn all_gather_within(&self, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
+        self.launch(Kind::AllGather, size(&shard), move |reach| reach.all_gather_within(ranks, shard, tag))
     }
 
     fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {

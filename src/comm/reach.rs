@@ -1,6 +1,7 @@
 //! How far a rank's collectives reach.
 
 use super::collectives;
+use super::counters::Taken;
 use super::encoding::Wire;
 use super::exchange::{Exchange, Runner};
 use super::mpi::Tiers;
@@ -34,8 +35,8 @@ impl Reach {
         }
     }
 
-    /// Bytes from other ranks in the present collective, as they travelled and without any encoding.
-    pub(super) fn bytes(&self) -> (usize, usize) {
+    /// Bytes from other ranks in the present collective.
+    pub(super) fn bytes(&self) -> Taken {
         match self {
             Self::Host(exchange) => exchange.bytes(),
             Self::Hosts(tiers) => tiers.bytes(),
@@ -60,6 +61,13 @@ impl Reach {
         match self {
             Self::Host(exchange) => collectives::all_gather(exchange, wire, shard, tag),
             Self::Hosts(tiers) => tiers.run(|tiers| tiers.all_gather(wire, shard, tag)),
+        }
+    }
+
+    pub(super) fn all_gather_within(&mut self, ranks: usize, shard: Flat, tag: u64) -> Result<Flat> {
+        match self {
+            Self::Host(exchange) => collectives::all_gather_within(exchange, ranks, shard, tag),
+            Self::Hosts(tiers) => tiers.run(|tiers| tiers.all_gather_within(ranks, shard, tag)),
         }
     }
 

@@ -1,6 +1,6 @@
 //! A world of one rank: every collective is the identity. Nothing travels, so nothing is rounded for it.
 
-use super::counters::Counters;
+use super::counters::{Counters, Taken};
 use super::{CommReport, Communicator, Kind, Pending, Wire};
 use crate::precision::Flat;
 use std::time::Duration;
@@ -13,7 +13,7 @@ pub struct Solo {
 
 impl Solo {
     fn count<T: Send + 'static>(&self, kind: Kind, elements: usize, value: T) -> Pending<T> {
-        self.counters.add(kind, elements, (0, 0), Duration::ZERO);
+        self.counters.add(kind, elements, Taken::default(), Duration::ZERO);
         Pending::ready(value)
     }
 }
@@ -36,6 +36,10 @@ impl Communicator for Solo {
     }
 
     fn all_gather_as(&self, _wire: Wire, shard: Flat, _tag: u64) -> Pending<Flat> {
+        self.count(Kind::AllGather, shard.len(), shard)
+    }
+
+    fn all_gather_within(&self, _ranks: usize, shard: Flat, _tag: u64) -> Pending<Flat> {
         self.count(Kind::AllGather, shard.len(), shard)
     }
 

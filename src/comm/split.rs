@@ -2,6 +2,7 @@
 
 use super::exchange::Exchange;
 use crate::error::CommError;
+use crate::precision::Flat;
 use std::ops::Range;
 
 /// Ranges of at most `step` elements that cover `len`; one empty range for an empty buffer, so that every collective
@@ -14,6 +15,20 @@ pub(super) fn pieces(len: usize, step: usize) -> impl Iterator<Item = Range<usiz
 /// The ranks but `rank`, counted.
 pub(super) fn others(world: usize, rank: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..world).filter(move |r| *r != rank).zip(0..)
+}
+
+/// The group of `ranks` neighbours that a rank belongs to.
+pub(super) fn group(rank: usize, ranks: usize) -> Range<usize> {
+    let first = rank / ranks * ranks;
+    first..first + ranks
+}
+
+/// The shards of a group, of `len` elements each, out of those of all ranks.
+pub(super) fn of_group(mut whole: Flat, group: Range<usize>, len: usize) -> Flat {
+    let bytes = len * whole.dtype().size_in_bytes();
+    whole.as_bytes_mut().copy_within(group.start * bytes..group.end * bytes, 0);
+    whole.truncate(group.len() * len);
+    whole
 }
 
 /// Publishes a piece of `bytes` for each peer, one after the other: `write` makes that of a rank.

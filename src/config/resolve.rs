@@ -129,6 +129,7 @@ fn zero(walk: &mut Walk<'_>) -> ZeroConfig {
         model_persistence_threshold: count("stage3_model_persistence_threshold"),
         max_live_parameters: count("stage3_max_live_parameters"),
         max_reuse_distance: count("stage3_max_reuse_distance"),
+        hpz_partition_size: count("zero_hpz_partition_size").max(1),
         quantized_weights: walk.bool("zero_optimization.zero_quantized_weights"),
         quantized_nontrainable_weights: walk.bool("zero_optimization.zero_quantized_nontrainable_weights"),
         quantized_gradients: walk.bool("zero_optimization.zero_quantized_gradients"),

@@ -186,6 +186,9 @@ pub struct ZeroConfig {
     pub max_live_parameters: usize,
     /// `stage3_max_reuse_distance`, elements: a parameter used again within it is not released. Default 1e9.
     pub max_reuse_distance: usize,
+    /// `zero_hpz_partition_size`: at stage 3 and on several hosts, groups of so many ranks of one host keep a second copy of
+    /// what was gathered, and gather from it again. Default 1: none.
+    pub hpz_partition_size: usize,
     /// `zero_quantized_weights`: gathers of stage 3 carry int8 with a scale per block. Stages below gather no weights.
     pub quantized_weights: bool,
     /// `zero_quantized_nontrainable_weights`: frozen matrices are held and gathered in eight bits at stage 3.

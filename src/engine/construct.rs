@@ -11,7 +11,7 @@ use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
 use crate::checkpoint::HeldFolders;
 use crate::comm::Communicator;
 use crate::config::{Config, LeafModule};
-use crate::error::{OptimError, ParamError, Result};
+use crate::error::{EngineError, OptimError, ParamError, Result};
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
 use crate::notice::{say, say_from};
@@ -78,8 +78,10 @@ impl<M> Engine<M> {
         }
         let trainer = trainer(grouping, &mut registered, schedule, &config, comm.rank())?;
         let inits = std::mem::take(&mut registered.inits);
+        let second_group = second_group(&config, &*comm)?;
         let core = Arc::new(Core::new(CoreParts {
             comm,
+            second_group,
             zero: config.zero.clone(),
             reduce_plan,
             share_plan,
@@ -223,6 +225,27 @@ fn mark_leaves(registered: &mut Registered, config: &LeafModule, named: &[String
         }
     }
     Ok(())
+}
+
+/// Ranks of a group that keeps a second copy of gathered parameters; 1: none does.
+fn second_group(config: &Config, comm: &dyn Communicator) -> Result<usize> {
+    let (ranks, here) = (config.zero.hpz_partition_size, comm.ranks_here());
+    if ranks == 1 {
+        return Ok(1);
+    }
+    let why = if config.zero.stage != ZeroStage::Three {
+        "parameters are gathered at stage 3 alone"
+    } else if here.len() == comm.size() {
+        "all ranks are on one host, where nothing is nearer than the rest"
+    } else if here.start.is_multiple_of(ranks) && here.len().is_multiple_of(ranks) {
+        return Ok(ranks);
+    } else {
+        return Err(EngineError::SecondGroup { found: ranks, first: here.start, last: here.end - 1 }.into());
+    };
+    if comm.rank() == 0 {
+        say(&format!("config: zero_optimization.zero_hpz_partition_size has no effect: {why}"));
+    }
+    Ok(1)
 }
 
 /// Everything has its place in the files, on all ranks: chooses how they are accessed.

@@ -40,6 +40,19 @@ pub enum EngineError {
         "no_sync was called inside of no_sync; leave the inner one out: nothing is reduced until the outer one ends"
     )]
     NoSyncInside,
+    /// Groups for second copies of parameters that do not lie on one host each.
+    #[error(
+        "zero_optimization.zero_hpz_partition_size is {found}, and one host has the ranks {first} to {last}: groups of \
+         {found} ranks, counted from rank 0, must each lie on one host; give a number that divides the ranks of each host"
+    )]
+    SecondGroup {
+        /// Ranks of a group.
+        found: usize,
+        /// The first rank of this host.
+        first: usize,
+        /// Its last rank.
+        last: usize,
+    },
     /// A batch size that the ranks cannot share.
     #[error(
         "a train_batch_size of {train_batch_size} is not possible: it must be a multiple, above 0, of \

@@ -252,7 +252,16 @@ impl Rank for Rehearsal<'_> {
 
     fn facts(&self) -> Facts<'_> {
         let Self { params, config: Config { world_size, zero, precision, .. }, tier, ledger, .. } = self;
-        Facts { rank: 0, world_size: *world_size, params, zero, dtype: precision.dtype(), tier: *tier, ledger }
+        Facts {
+            rank: 0,
+            world_size: *world_size,
+            second_group: 1,
+            params,
+            zero,
+            dtype: precision.dtype(),
+            tier: *tier,
+            ledger,
+        }
     }
 
     fn is_evaluating(&self) -> bool {
@@ -283,6 +292,13 @@ impl Rank for Rehearsal<'_> {
             Collective::AllGather => buffer.extend_zeros(len * (world - 1)),
             Collective::AllReduce | Collective::Control | Collective::Barrier => {}
         }
+        buffer
+    }
+
+    fn gather_within(&self, mut buffer: Blank, _: &[ParamId]) -> Blank {
+        let (len, group) = (buffer.len(), self.second_group());
+        self.traffic.borrow_mut().collective(Collective::AllGather, len, buffer.dtype(), Wire::Exact, group);
+        buffer.extend_zeros(len * (group - 1));
         buffer
     }
 

@@ -36,6 +36,8 @@ pub(crate) struct Core {
     pub(super) placement: Placement,
     pub(super) zero: ZeroConfig,
     pub(super) dtype: DType,
+    /// Ranks of a group that keeps a second copy of gathered parameters; 1: there is none.
+    pub(super) second_group: usize,
     /// Where whole parameters are.
     pub(super) tensor_tier: Tier,
     pub(super) ledger: Ledger,
@@ -76,6 +78,8 @@ pub(crate) struct Core {
 pub(crate) struct CoreParts {
     pub comm: Arc<dyn Communicator>,
     pub zero: ZeroConfig,
+    /// Ranks of a group that keeps a second copy of gathered parameters; 1: there is none.
+    pub second_group: usize,
     pub reduce_plan: ReducePlan,
     pub share_plan: SharePlan,
     pub dtype: DType,
@@ -158,7 +162,7 @@ impl GradientSink for Link {
 impl Core {
     /// The core of a registered model.
     pub fn new(parts: CoreParts) -> Self {
-        let CoreParts { comm, zero, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
+        let CoreParts { comm, zero, second_group, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
         let CoreParts { rounding, registered, buffer_sync, ledger, offload, .. } = parts;
         let Registered { params, units, leaves, used_by, groups, buffers, .. } = registered;
         let places = places(&groups, params.len());
@@ -170,6 +174,7 @@ impl Core {
             placement: zero.stage.placement(),
             zero,
             dtype,
+            second_group,
             tensor_tier: params.first().map_or(Tier::Host, |p| Tier::of(p.tensor.device())),
             ledger,
             offload,

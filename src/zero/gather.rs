@@ -14,6 +14,9 @@
 //! its own gradients arrive, but counts and state of the unit follow its events alone, which all ranks have in common.
 //! Where unused parameters are ignored, this holds for all units.
 //!
+//! On several hosts, with `zero_hpz_partition_size`, each rank of a group inside of a host keeps a part of what a forward
+//! has gathered, and the unit is gathered from these parts until weights change: nothing of it crosses to other hosts.
+//!
 //! From the second micro step on, while one unit runs the next ones are already on their way, as far as
 //! `stage3_prefetch_bucket_size` and `stage3_max_live_parameters` allow. Every decision depends on counts alone,
 //! never on time, so all ranks issue the same collectives in the same order.
@@ -68,6 +71,7 @@ pub(crate) struct Gatherer<R: Rank = Core> {
 
 struct UnitState<R: Rank> {
     bundle: Bundle,
+    second: SecondCopy<R>,
     state: State<R>,
     /// Elements of it that count as live.
     live: usize,
@@ -113,6 +117,18 @@ enum Transit<R: Rank> {
     Travelling(R::Pending),
 }
 
+/// This rank's part of its group's second copy of each parcel of a bundle; none until a forward has gathered it.
+type SecondCopy<R> = Option<Vec<(<R as Rank>::Buffer, Held)>>;
+
+/// What becomes of a gathered bundle.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum After {
+    /// It is used, and gathered in the same way the next time.
+    Used,
+    /// This rank's group keeps a copy of it, to gather it from.
+    Kept,
+}
+
 impl Bundle {
     fn new(params: Vec<ParamId>, all: &[Param], world_size: usize, wire: Wire) -> Self {
         let numel = params.iter().map(|p| all[*p].numel).sum();
@@ -123,6 +139,19 @@ impl Bundle {
     /// Empties the parameters' tensors.
     fn release(&self, all: &[Param]) -> Result<()> {
         self.params.iter().try_for_each(|param| release(&all[*param]).map(drop))
+    }
+
+    /// Begins the all-gathers inside of this rank's group.
+    fn launch_within<R: Rank>(&self, core: &R, second: &[(R::Buffer, Held)]) -> Gathering<R> {
+        let launch = |(parcel, (part, _)): (&Parcel, &(R::Buffer, Held))| {
+            let _about = timeline::about(|| core.names(&parcel.params));
+            let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
+            let mut buffer = R::Buffer::with_capacity(part.dtype(), parcel.chunk * core.world_size());
+            buffer.extend_from(part, 0..part.len());
+            let held = core.ledger().hold(Kind::Gathered, buffer.capacity_in_bytes());
+            (Transit::Travelling(core.gather_within(buffer, &parcel.params)), held)
+        };
+        self.parcels.iter().zip(second).map(launch).collect()
     }
 
     /// Begins the all-gathers of this rank's shares, or to read them.
@@ -162,8 +191,9 @@ impl Bundle {
         core.collective(Collective::AllGather, parcel.wire(self.wire), chunk, &parcel.params)
     }
 
-    /// Waits for the parcels and puts the whole parameters into their tensors.
-    fn install<R: Rank>(&self, core: &R, gathering: Gathering<R>, kind: Kind) -> Result<()> {
+    /// Waits for the parcels and puts the whole parameters into their tensors. Gives this rank's part of a second copy, if
+    /// one is to be kept.
+    fn install<R: Rank>(&self, core: &R, gathering: Gathering<R>, kind: Kind, after: After) -> Result<SecondCopy<R>> {
         // All of them travel before the first is waited for.
         let travel = |(parcel, (way, held)): (&Parcel, (Transit<R>, Held))| {
             let _about = timeline::about(|| core.names(&parcel.params));
@@ -175,9 +205,13 @@ impl Bundle {
             Ok((pending, held))
         };
         let travelling = self.parcels.iter().zip(gathering).map(travel).collect::<Result<Vec<_>>>()?;
+        let mut second = Vec::new();
         for (parcel, (pending, held)) in self.parcels.iter().zip(travelling) {
             let chunks = core.wait(pending)?;
             drop(held);
+            if after == After::Kept {
+                second.push(part_of_group(core, &chunks));
+            }
             let _span = timeline::span(timeline::Kind::Gather, "install").of(|| core.names(&parcel.params));
             parcel.unpack(core, chunks, |param, whole| {
                 let held = core.ledger().hold_in(core.tier(), kind, whole.capacity_in_bytes());
@@ -186,8 +220,18 @@ impl Bundle {
                 Ok(())
             })?;
         }
-        Ok(())
+        Ok((after == After::Kept).then_some(second))
     }
+}
+
+/// This rank's part of a parcel's chunks, as its group divides them.
+fn part_of_group<R: Rank>(core: &R, chunks: &R::Buffer) -> (R::Buffer, Held) {
+    let ranks = core.second_group();
+    let (len, place) = (chunks.len() / ranks, core.rank() % ranks);
+    let mut part = R::Buffer::with_capacity(chunks.dtype(), len);
+    part.extend_from(chunks, place * len..(place + 1) * len);
+    let held = core.ledger().hold(Kind::SecondCopy, part.capacity_in_bytes());
+    (part, held)
 }
 
 /// Waits for parcels that nobody came for: also for what is only being read, since the step may write there.
@@ -232,6 +276,7 @@ impl<R: Rank> Gatherer<R> {
         let bundle = |p| Bundle::new(p, params, world_size, wire);
         let unit = |p| UnitState {
             bundle: bundle(p),
+            second: None,
             state: State::Released,
             live: 0,
             outermost: usize::MAX,
@@ -259,15 +304,16 @@ impl<R: Rank> Gatherer<R> {
         }
     }
 
-    /// Gathers the persistent parameters again, after the weights have changed.
+    /// Gathers the persistent parameters again, after the weights have changed; second copies are out of date.
     pub fn refresh_persistent(&mut self, core: &R) -> Result<()> {
+        self.units.iter_mut().for_each(|unit| unit.second = None);
         if self.persistent.params.is_empty() {
             return Ok(());
         }
         self.persistent_is_released = false;
         let gathering = self.persistent.launch(core);
         self.persistent.release(core.params())?;
-        self.persistent.install(core, gathering, Kind::Persistent)
+        self.persistent.install(core, gathering, Kind::Persistent, After::Used).map(drop)
     }
 
     /// A unit is about to run: gathers it if need be, and begins to gather what comes next. What lies in a leaf is
@@ -294,7 +340,8 @@ impl<R: Rank> Gatherer<R> {
                 self.live -= std::mem::take(&mut self.units[spent].live);
             }
         }
-        self.need(core, unit)?;
+        let in_training = matches!(event, Event::Forward(_)) && !core.is_evaluating();
+        self.need(core, unit, if in_training && core.second_group() > 1 { After::Kept } else { After::Used })?;
         self.units[unit].passed = false;
         if matches!(event, Event::Backward(_)) && self.ranks_differ[unit] {
             // From here on this rank releases what it has used.
@@ -321,7 +368,7 @@ impl<R: Rank> Gatherer<R> {
         *is_behind = false;
         let passed = *passed;
         // What is left of it in memory is released on the way.
-        self.need(core, unit)?;
+        self.need(core, unit, After::Used)?;
         let differs = self.ranks_differ[unit];
         let state = &mut self.units[unit];
         state.passed = passed;
@@ -454,7 +501,7 @@ impl<R: Rank> Gatherer<R> {
         &mut self.traces[usize::from(core.is_evaluating())]
     }
 
-    fn need(&mut self, core: &R, unit: UnitId) -> Result<()> {
+    fn need(&mut self, core: &R, unit: UnitId, after: After) -> Result<()> {
         if self.persistent_is_released {
             self.refresh_persistent(core)?;
         }
@@ -464,23 +511,28 @@ impl<R: Rank> Gatherer<R> {
         if matches!(self.units[unit].state, State::Released) {
             self.launch(core, unit);
         }
-        let UnitState { bundle, state, live, .. } = &mut self.units[unit];
+        let UnitState { bundle, second, state, live, .. } = &mut self.units[unit];
         if let State::InFlight(gathering) = std::mem::replace(state, State::Gathered) {
             self.in_flight -= bundle.numel;
             self.live += bundle.numel;
             *live = bundle.numel;
-            bundle.install(core, gathering, Kind::Gathered)?;
+            let after = if second.is_some() { After::Used } else { after };
+            let kept = bundle.install(core, gathering, Kind::Gathered, after)?;
+            *second = second.take().or(kept);
         }
         Ok(())
     }
 
     fn launch(&mut self, core: &R, unit: UnitId) {
-        let UnitState { bundle, state, .. } = &mut self.units[unit];
+        let UnitState { bundle, second, state, .. } = &mut self.units[unit];
         if bundle.params.is_empty() {
             *state = State::Gathered;
             return;
         }
-        *state = State::InFlight(bundle.launch(core));
+        *state = State::InFlight(match second {
+            Some(second) => bundle.launch_within(core, second),
+            None => bundle.launch(core),
+        });
         self.in_flight += bundle.numel;
     }
 
@@ -521,7 +573,7 @@ impl<R: Rank> Gatherer<R> {
         if !absent.is_empty() {
             let bundle = Bundle::new(absent.clone(), core.params(), core.world_size(), self.persistent.wire);
             let gathering = bundle.launch(core);
-            bundle.install(core, gathering, Kind::Gathered)?;
+            bundle.install(core, gathering, Kind::Gathered, After::Used)?;
         }
         Ok(absent)
     }
@@ -535,6 +587,7 @@ impl<R: Rank> Gatherer<R> {
     pub fn release_everything(&mut self, core: &R) -> Result<()> {
         self.end(core)?;
         self.release_passed(core)?;
+        self.units.iter_mut().for_each(|unit| unit.second = None);
         self.persistent.release(core.params())?;
         self.persistent_is_released = !self.persistent.params.is_empty();
         self.traces = Default::default();

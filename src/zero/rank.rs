@@ -24,6 +24,8 @@ use std::sync::MutexGuard;
 pub(crate) struct Facts<'a> {
     pub rank: usize,
     pub world_size: usize,
+    /// Ranks of a group that keeps a second copy of gathered parameters; 1: there is none.
+    pub second_group: usize,
     pub params: &'a [Param],
     pub zero: &'a ZeroConfig,
     /// The model's.
@@ -54,6 +56,8 @@ pub(crate) trait Rank: Sized {
     fn windows(&self) -> Windows;
     /// Begins an all-reduce, a reduce-scatter or an all-gather of what belongs to `params`.
     fn collective(&self, kind: Collective, wire: Wire, buffer: Self::Buffer, params: &[ParamId]) -> Self::Pending;
+    /// Begins an all-gather inside of this rank's group of [`Facts::second_group`] ranks.
+    fn gather_within(&self, buffer: Self::Buffer, params: &[ParamId]) -> Self::Pending;
     /// Waits for its result, which lies in the memory of its argument.
     fn wait(&self, pending: Self::Pending) -> Result<Self::Buffer>;
     /// A few numbers of every rank, in rank order.
@@ -69,6 +73,10 @@ pub(crate) trait Rank: Sized {
 
     fn world_size(&self) -> usize {
         self.facts().world_size
+    }
+
+    fn second_group(&self) -> usize {
+        self.facts().second_group
     }
 
     fn params(&self) -> &[Param] {
@@ -155,6 +163,7 @@ impl Rank for Core {
         Facts {
             rank: self.comm.rank(),
             world_size: self.comm.size(),
+            second_group: self.second_group,
             params: &self.params,
             zero: &self.zero,
             dtype: self.dtype,
@@ -191,6 +200,10 @@ impl Rank for Core {
             Collective::AllGather => self.comm.all_gather_as(wire, buffer, tag),
             Collective::Control | Collective::Barrier => unreachable!("no buffers travel in these"),
         }
+    }
+
+    fn gather_within(&self, buffer: Flat, params: &[ParamId]) -> Pending<Flat> {
+        self.comm.all_gather_within(self.second_group, buffer, self.tag(params))
     }
 
     fn wait(&self, pending: Pending<Flat>) -> Result<Flat> {

@@ -400,6 +400,7 @@ fn the_memory_report_is_a_table() {
         moments                      0           8888           8888              0             8884            4
         persistent                   0              0              0              0                -            0
         gathered                     0              0           4442              0                -            0
+        second copy                  0              0              0              0                -            0
         buckets                      0              0           4444              0                -            0
         staging                      0              0              0              0                -            0
         activations                  0              0              0              0                -            0
@@ -415,6 +416,7 @@ fn the_memory_report_is_a_table() {
         moments                      0           8888           8888              0             8884            4
         persistent                   0              0              0              0                -            0
         gathered                     0              0              0              0                -            0
+        second copy                  0              0              0              0                -            0
         buckets                      0              0           8888              0                -            0
         staging                      0              0              0              0                -            0
         activations                  0              0              0              0                -            0

@@ -2,13 +2,14 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
-use candle_zero::comm::{CommReport, threads};
+use candle_zero::comm::{CommReport, Communicator, threads};
 use candle_zero::error::{Error, ParamError};
 use candle_zero::memory::MemoryReport;
 use candle_zero::nn::{Conv1D, Embedding, LayerNorm, causal_attention, cross_entropy, gelu_tanh};
 use candle_zero::zero::{Unit, unit};
 use candle_zero::{Engine, EngineBuilder};
 use serde_json::{Value, json};
+use std::sync::Arc;
 
 pub const VOCAB: usize = 37;
 pub const WIDTH: usize = 12;
@@ -139,7 +140,18 @@ pub fn train_with(
     steps: usize,
     more: impl Fn(EngineBuilder) -> EngineBuilder + Sync,
 ) -> Vec<Outcome> {
-    train_as(|builder| Ok(more(builder.device(Device::Cpu))), world, shape, config, steps)
+    train_as(|comm| Ok(more(Engine::builder().communicator(comm).device(Device::Cpu))), world, shape, config, steps)
+}
+
+/// The same over communicators that are made of the threads' own.
+pub fn train_over(
+    over: impl Fn(Arc<dyn Communicator>) -> Arc<dyn Communicator> + Sync,
+    world: usize,
+    shape: Shape,
+    config: &Value,
+    steps: usize,
+) -> Vec<Outcome> {
+    train_as(|comm| Ok(Engine::builder().communicator(over(comm)).device(Device::Cpu)), world, shape, config, steps)
 }
 
 /// The same on a device of each rank's own.
@@ -150,11 +162,11 @@ pub fn train_on(
     config: &Value,
     steps: usize,
 ) -> Vec<Outcome> {
-    train_as(|builder| Ok(builder.device(device()?)), world, shape, config, steps)
+    train_as(|comm| Ok(Engine::builder().communicator(comm).device(device()?)), world, shape, config, steps)
 }
 
 fn train_as(
-    builder: impl Fn(EngineBuilder) -> Result<EngineBuilder> + Sync,
+    builder: impl Fn(Arc<dyn Communicator>) -> Result<EngineBuilder> + Sync,
     world: usize,
     shape: Shape,
     config: &Value,
@@ -164,7 +176,7 @@ fn train_as(
     let file = folder.path().join("model.safetensors");
     let outcomes = threads::run(world, |comm| {
         let rank = comm.rank();
-        let builder = builder(Engine::builder().communicator(comm))?;
+        let builder = builder(comm)?;
         let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config.clone())?;
         let accumulation = engine.config().batch.gradient_accumulation_steps;
         let (mut losses, mut norms) = (vec![], vec![]);

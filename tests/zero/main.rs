@@ -19,6 +19,7 @@ mod passing_backward;
 mod programs;
 mod quantized;
 mod recomputation;
+mod second_copy;
 mod small_states;
 mod stage_equality;
 mod unusual_models;

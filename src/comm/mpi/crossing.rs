@@ -7,6 +7,7 @@
 use super::hosts::Hosts;
 use super::link::{Link, Tag, Transfer};
 use super::notices::Notices;
+use crate::comm::counters::Taken;
 use crate::comm::encoding::Wire;
 use crate::comm::exchange::Exchange;
 use crate::comm::fingerprint::Fingerprint;
@@ -87,10 +88,11 @@ impl Crossing {
         self.local.called_in(call);
     }
 
-    /// Bytes that came from other ranks in the present collective, and what they would have been without any encoding.
-    pub(super) fn bytes(&self) -> (usize, usize) {
-        let (wire, exact) = self.local.bytes();
-        (wire + self.wire_bytes, exact + self.exact_bytes)
+    /// Bytes that came from other ranks in the present collective.
+    pub(super) fn bytes(&self) -> Taken {
+        let local = self.local.bytes();
+        let (wire, exact) = (local.wire + self.wire_bytes, local.exact + self.exact_bytes);
+        Taken { wire, exact, between_hosts: self.wire_bytes }
     }
 
     /// Counts bytes that came from another host: as they travelled, and as they are in memory.

@@ -19,12 +19,15 @@ use super::link::Link;
 use super::notices::Notices;
 use super::traffic::{Way, way};
 use super::{chain, raw};
-use crate::comm::collectives::piece_of;
+use crate::comm::collectives::{gather_of, piece_of};
+use crate::comm::counters::Taken;
 use crate::comm::encoding::Wire;
 use crate::comm::exchange::{Exchange, Runner};
 use crate::comm::kind::Kind;
+use crate::comm::split::{group, of_group};
 use crate::precision::Flat;
 use candle_core::DType;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -50,8 +53,8 @@ impl Tiers {
         self.0.called_in(call);
     }
 
-    /// Bytes that came from other ranks in the present collective, and what they would have been without any encoding.
-    pub(in crate::comm) fn bytes(&self) -> (usize, usize) {
+    /// Bytes that came from other ranks in the present collective.
+    pub(in crate::comm) fn bytes(&self) -> Taken {
         self.0.bytes()
     }
 
@@ -98,6 +101,19 @@ impl Tiers {
             ints.decode(coded, whole.slice_mut(r * chunk..(r + 1) * chunk));
         }
         Ok(whole)
+    }
+
+    /// Nothing goes from host to host where each group lies on one.
+    pub(in crate::comm) fn all_gather_within(&mut self, ranks: usize, shard: Flat, tag: u64) -> Result<Flat> {
+        let on_one = |host: &Range<usize>| host.start.is_multiple_of(ranks) && host.len().is_multiple_of(ranks);
+        if self.0.hosts.each().iter().all(on_one) {
+            self.0.begin(Kind::AllGather, Wire::Exact, shard.dtype(), shard.len(), tag);
+            let here = self.0.rank() - self.0.hosts.here().start;
+            return gather_of(&mut self.0.local, group(here, ranks), shard);
+        }
+        let len = shard.len();
+        let whole = self.all_gather(Wire::Exact, shard, tag)?;
+        Ok(of_group(whole, group(self.0.rank(), ranks), len))
     }
 
     /// A reduce-scatter and an all-gather in the memory of `input`. The sums are those of the reduce-scatter, bit for bit.

@@ -1,0 +1,201 @@
+//! `zero_hpz_partition_size`: what was gathered from all hosts is gathered again from a copy on this one, with the same bits.
+
+use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_over};
+use candle_core::{Device, Tensor};
+use candle_zero::comm::{CommReport, Communicator, Pending, Wire, threads};
+use candle_zero::memory::Kind;
+use candle_zero::precision::Flat;
+use candle_zero::{Engine, Result};
+use serde_json::{Value, json};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Ranks of a host.
+const HERE: usize = 2;
+
+/// Elements that a rank gathered from all ranks, and from those of its group.
+#[derive(Default)]
+struct Gathered {
+    from_all: AtomicUsize,
+    within: AtomicUsize,
+}
+
+/// Threads as ranks of hosts with [`HERE`] ranks each.
+struct OnHosts {
+    inner: Arc<dyn Communicator>,
+    gathered: Arc<Gathered>,
+}
+
+impl Communicator for OnHosts {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn ranks_here(&self) -> Range<usize> {
+        let first = self.rank() / HERE * HERE;
+        first..first + HERE
+    }
+
+    fn all_gather_as(&self, wire: Wire, shard: Flat, tag: u64) -> Pending<Flat> {
+        self.gathered.from_all.fetch_add(shard.len(), Ordering::Relaxed);
+        self.inner.all_gather_as(wire, shard, tag)
+    }
+
+    fn all_gather_within(&self, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
+        self.gathered.within.fetch_add(shard.len(), Ordering::Relaxed);
+        self.inner.all_gather_within(ranks, shard, tag)
+    }
+
+    fn reduce_scatter_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
+        self.inner.reduce_scatter_as(wire, input, tag)
+    }
+
+    fn all_reduce_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
+        self.inner.all_reduce_as(wire, input, tag)
+    }
+
+    fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
+        self.inner.gather_bytes(bytes)
+    }
+
+    fn barrier(&self) -> Pending<()> {
+        self.inner.barrier()
+    }
+
+    fn abort(&self, why: &str) {
+        self.inner.abort(why);
+    }
+
+    fn report(&self) -> CommReport {
+        self.inner.report()
+    }
+}
+
+fn on_hosts(inner: Arc<dyn Communicator>) -> (Arc<dyn Communicator>, Arc<Gathered>) {
+    let gathered = Arc::<Gathered>::default();
+    (Arc::new(OnHosts { inner, gathered: gathered.clone() }), gathered)
+}
+
+/// Stage 3 with nothing that stays gathered, in groups of `ranks`.
+fn stage_3(ranks: usize, accumulation: usize, more: &Value) -> Value {
+    let mut zero = json!({
+        "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "zero_hpz_partition_size": ranks,
+    });
+    for (key, value) in more.as_object().unwrap() {
+        zero[key] = value.clone();
+    }
+    config(3, accumulation, zero, json!({}))
+}
+
+const STEPS: usize = 3;
+const SHAPE: Shape = Shape { units: true, checkpointed: false, layers: 3 };
+
+fn train(world: usize, shape: Shape, config: &Value) -> Vec<Outcome> {
+    train_over(|comm| on_hosts(comm).0, world, shape, config, STEPS)
+}
+
+#[test]
+fn a_second_copy_changes_no_bit() {
+    let zeros = [
+        json!({}),
+        json!({"zero_quantized_weights": true}),
+        json!({"stage3_prefetch_bucket_size": 0}),
+        json!({"stage3_max_reuse_distance": 1_000_000}),
+        json!({"leaf_module": {"name_suffixes": ["1"]}}),
+    ];
+    for (checkpointed, accumulation, zero) in [false, true]
+        .into_iter()
+        .flat_map(|c| [1, 3].map(|a| (c, a)))
+        .flat_map(|(c, a)| zeros.each_ref().map(|z| (c, a, z)))
+    {
+        let shape = Shape { checkpointed, ..SHAPE };
+        for world in [4, 6] {
+            let [one, two] = [1, 2].map(|ranks| train(world, shape, &stage_3(ranks, accumulation, zero)));
+            for (one, two) in one.iter().zip(&two) {
+                let what = format!("{world} ranks, recomputation {checkpointed}, accumulation {accumulation}, {zero}");
+                assert_eq!((&one.losses, &one.norms), (&two.losses, &two.norms), "{what}");
+                assert!(one.exported == two.exported, "{what}");
+                assert_eq!(one.memory.row(Kind::SecondCopy).bytes.peak, 0);
+            }
+        }
+    }
+}
+
+#[test]
+fn each_parameter_comes_from_all_hosts_once_per_step_and_takes_one_copy_per_group() {
+    let accumulation = 3;
+    let of = |ranks: usize| {
+        let runs = threads::run(4, |comm| {
+            let (comm, gathered) = on_hosts(comm);
+            let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+            let mut engine = builder.initialize(|vb| Tiny::new(SHAPE, vb), stage_3(ranks, accumulation, &json!({})))?;
+            for step in 0..2 * accumulation {
+                if step == accumulation {
+                    // The first step is like the others.
+                    [&gathered.from_all, &gathered.within].iter().for_each(|count| count.store(0, Ordering::Relaxed));
+                }
+                let (ids, targets) = batch(step);
+                let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+                engine.backward(&loss)?;
+                engine.step()?;
+            }
+            let row = engine.memory_report().row(Kind::SecondCopy).bytes;
+            let shares: usize = engine.memory_report().row(Kind::Parameters).bytes.held / 4;
+            Ok([
+                gathered.from_all.load(Ordering::Relaxed),
+                gathered.within.load(Ordering::Relaxed),
+                shares,
+                row.held,
+                row.peak,
+            ])
+        });
+        runs.unwrap().into_iter().collect::<Result<Vec<_>>>().unwrap()
+    };
+    let (without, with) = (of(1), of(HERE));
+    for ([all, within, ..], [all_with, within_with, shares, held, peak]) in without.into_iter().zip(with) {
+        // The root is gathered once in a micro step, a unit twice.
+        assert_eq!((all_with, within), (shares, 0));
+        // Parts of a group are as much larger as it is smaller than the world.
+        assert_eq!(all_with + within_with / (4 / HERE), all);
+        assert_eq!((held, peak), (0, 4 * shares * (4 / HERE)), "parts of f32, until weights change");
+    }
+}
+
+#[test]
+fn weights_that_are_set_between_micro_steps_are_those_of_the_next() {
+    let of = |ranks: usize| {
+        let runs = threads::run(4, |comm| {
+            let builder = Engine::builder().communicator(on_hosts(comm).0).device(Device::Cpu);
+            let mut engine = builder.initialize(|vb| Tiny::new(SHAPE, vb), stage_3(ranks, 2, &json!({})))?;
+            let mut losses = Vec::new();
+            for micro in 0..4 {
+                let (ids, targets) = batch(micro);
+                let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+                losses.push(loss.to_scalar::<f32>()?.to_bits());
+                engine.backward(&loss)?;
+                engine.step()?;
+                let new = Tensor::arange(0f32, 12., &Device::Cpu)?.affine(0.01 * micro as f64, 0.5)?;
+                engine.safe_set_full_fp32_param("layer.1.norm.weight", &new)?;
+                losses.push(engine.eval(|model| model.loss(&ids, &targets))?.to_scalar::<f32>()?.to_bits());
+            }
+            Ok(losses)
+        });
+        runs.unwrap().into_iter().collect::<Result<Vec<_>>>().unwrap()
+    };
+    assert_eq!(of(1), of(HERE));
+}
+
+#[test]
+fn groups_that_do_not_fit_the_hosts_are_refused() {
+    let refused = threads::run(4, |comm| {
+        let builder = Engine::builder().communicator(on_hosts(comm).0).device(Device::Cpu);
+        Ok(builder.initialize(|vb| Tiny::new(SHAPE, vb), stage_3(3, 1, &json!({}))).err().unwrap().to_string())
+    });
+    let text = refused.unwrap().remove(0).unwrap();
+    insta::assert_snapshot!(text, @"zero_optimization.zero_hpz_partition_size is 3, and one host has the ranks 0 to 1: groups of 3 ranks, counted from rank 0, must each lie on one host; give a number that divides the ranks of each host");
+}
