@@ -31,6 +31,8 @@ mod join;
 mod kind;
 mod log;
 mod mpi;
+#[cfg(feature = "cli")]
+pub(crate) mod network;
 mod pending;
 mod pieces;
 mod queue;

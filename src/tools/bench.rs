@@ -1,5 +1,6 @@
 //! `zerorun bench`: measures this machine.
 
+use crate::comm::{self, RankEnv, network};
 use crate::config::Aio;
 use crate::launch::console::{EXIT_SETUP, Refused, refused};
 use crate::monitor::Progress;
@@ -23,6 +24,20 @@ struct Arguments {
 #[derive(Debug, Subcommand)]
 enum What {
     Disk(Disk),
+    Network(Network),
+}
+
+/// Measures what MPI and collectives make of the network between hosts, as the program of each rank of a job:
+/// `zerorun --hostfile HOSTS -- zerorun bench network`, or under mpirun or srun
+#[derive(Debug, Args)]
+struct Network {
+    /// Bytes of each buffer, 1MiB or more: 64MiB
+    #[arg(long, value_name = "SIZE", default_value = "64MiB", value_parser = whole_size)]
+    size: u64,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    json: bool,
 }
 
 /// Measures files of offloaded state in a folder: sequential access, and the optimizer step beside a plain loop
@@ -60,8 +75,66 @@ struct Disk {
 
 /// The tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    let What::Disk(disk) = Arguments::try_parse_from(words).map_err(Refused)?.what;
-    Ok(disk.run())
+    Ok(match Arguments::try_parse_from(words).map_err(Refused)?.what {
+        What::Disk(disk) => disk.run(),
+        What::Network(network) => network.run(),
+    })
+}
+
+impl Network {
+    fn run(self) -> ExitCode {
+        let measured = RankEnv::from_env().and_then(|env| comm::from_env(&env)).and_then(|comm| {
+            let bytes = usize::try_from(self.size).unwrap_or(usize::MAX);
+            Ok((comm.rank(), network::measure(&*comm, bytes)?))
+        });
+        let text = match measured {
+            Ok((0, Some(network))) if self.json => {
+                serde_json::to_string(&network).unwrap_or_else(|e| unreachable!("numbers: {e}"))
+            }
+            Ok((0, Some(network))) => network_table(&network),
+            Ok((0, None)) => {
+                let text = "zerorun bench network: all ranks are on this host; start it on several: \
+                            zerorun --hostfile HOSTS, mpirun or srun";
+                _ = writeln!(std::io::stderr(), "{text}");
+                return ExitCode::from(EXIT_SETUP);
+            }
+            Ok(_) => return ExitCode::SUCCESS,
+            Err(error) => return refused(&error, EXIT_SETUP),
+        };
+        match writeln!(std::io::stdout(), "{}", text.trim_end()) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(_) => ExitCode::FAILURE,
+        }
+    }
+}
+
+/// The text form of what was measured between hosts.
+fn network_table(network: &network::Network) -> String {
+    let ranks: Vec<String> = network.hosts.iter().map(usize::to_string).collect();
+    let mut text = format!(
+        "{} hosts with {} ranks; {:.1} us one way; buffers of {:.1} MiB\n\n{:32}{:>16}{:>12}{:>16}{:>12}\n",
+        ranks.len(),
+        ranks.join(", "),
+        network.one_way_s * 1e6,
+        network.bytes as f64 / f64::from(1 << 20),
+        "fastest of 3",
+        "into a host",
+        "seconds",
+        "rate",
+        "of plain",
+    );
+    for (name, row) in [
+        ("MPI's messages of 4 MiB", network.plain),
+        ("reduce-scatter, f32", network.reduce_scatter),
+        ("all-gather, f32", network.all_gather),
+    ] {
+        let (mib, percent) = (row.into_a_host / f64::from(1 << 20), 100.0 * row.rate() / network.plain.rate());
+        let (seconds, rate) = (row.seconds, row.rate() / 1e6);
+        let line = format!("{name:32}{mib:>12.1} MiB{seconds:>12.4}{rate:>11.1} MB/s{percent:>10.0} %");
+        text.push_str(&line);
+        text.push('\n');
+    }
+    text
 }
 
 impl Disk {
@@ -215,8 +288,10 @@ mod tests {
 
     fn typed(words: &str) -> Result<Disk, Refused> {
         let words = std::iter::once("bench").chain(words.split_whitespace()).map(OsString::from);
-        let What::Disk(disk) = Arguments::try_parse_from(words).map_err(Refused)?.what;
-        Ok(disk)
+        match Arguments::try_parse_from(words).map_err(Refused)?.what {
+            What::Disk(disk) => Ok(disk),
+            What::Network(_) => panic!("a disk was asked for"),
+        }
     }
 
     fn refusal(words: &str) -> String {

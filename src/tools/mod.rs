@@ -44,7 +44,7 @@ pub(crate) struct Tool {
 
 /// All of them, in the order of the help.
 const ALL: [Tool; 17] = [
-    Tool { name: "bench", about: "Measure the speed of an offload folder", run: bench::run },
+    Tool { name: "bench", about: "Measure an offload folder, or the network between hosts", run: bench::run },
     Tool { name: "cache", about: "Show what builds of scripts take on the disk, and remove it", run: cache::run },
     Tool { name: "check", about: "Check a configuration and list every problem", run: check::run },
     Tool { name: "consolidate", about: "Write a checkpoint's parameters as Hugging Face files", run: consolidate::run },

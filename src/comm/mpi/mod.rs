@@ -18,6 +18,8 @@ mod library;
 mod link;
 mod notices;
 mod partial;
+#[cfg(feature = "cli")]
+mod probe;
 mod raw;
 mod roles;
 mod tiers;
@@ -121,6 +123,12 @@ impl Place {
             _ => self.notices.give_up(&self.hosts, self.link.rank(), why),
         }
     }
+}
+
+/// This process' place, once it has joined.
+#[cfg(feature = "cli")]
+pub(super) fn entered() -> Option<&'static Place> {
+    ENTERED.get()
 }
 
 unsafe extern "C" {
