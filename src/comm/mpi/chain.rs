@@ -21,7 +21,7 @@
 //! and one that go, one that is worked on, and its own sums, which are less than 2 AHEAD messages: 4.5 MiB, whatever is
 //! summed. What that costs on the cables stands in [`super::traffic`].
 
-use super::crossing::{Crossing, Result};
+use super::crossing::{AHEAD, Crossing, Result};
 use super::link::{Tag, Transfer};
 use super::partial::{Layout, Part, add};
 use super::roles::{Role, handed_by};
@@ -33,9 +33,6 @@ use crate::comm::split::pieces;
 use crate::precision::{Flat, FlatRef};
 use std::collections::VecDeque;
 use std::ops::Range;
-
-/// Blocks of partial sums that may be on their way from one host to the next.
-const AHEAD: usize = 4;
 
 /// How many blocks later than its own parts a rank takes its sums: those that `hosts` hosts can have among them.
 fn behind(hosts: usize) -> usize {

@@ -20,8 +20,11 @@ use std::time::{Duration, Instant};
 
 /// The most bytes of a message.
 pub(super) const MESSAGE_BYTES: usize = 1 << 18;
-/// The most bytes that a rank sends at a time, to all others together.
+/// The most bytes of a rank's messages that go to all others at a time.
 pub(super) const SENT_BYTES: usize = 16 << 20;
+/// Messages that are on their way to and from each other rank: a cable is not idle while a message that has come is worked
+/// on, nor while a library asks the other side whether it may send one.
+pub(super) const AHEAD: usize = 4;
 /// Looks at a message that is awaited before the thread lets others run, and before it sleeps between looks.
 const SPINS: u32 = 200;
 const YIELDS: u32 = 20_000;

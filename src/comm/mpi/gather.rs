@@ -2,11 +2,12 @@
 //!
 //! Each host gets the bytes of the others once. What that costs stands in [`super::traffic`].
 
-use super::crossing::{Crossing, MESSAGE_BYTES, Result, SENT_BYTES};
+use super::crossing::{AHEAD, Crossing, MESSAGE_BYTES, Result, SENT_BYTES};
 use super::hosts::Hosts;
 use super::link::{Tag, Transfer};
 use crate::comm::shm::SLOT_BYTES;
 use crate::comm::split::{others, pieces};
+use std::collections::VecDeque;
 use std::ops::Range;
 
 /// Fills `whole` with the parts of all ranks, of which this rank's is in its place. A part is `exact` bytes where it
@@ -41,13 +42,15 @@ pub(super) fn gather(crossing: &mut Crossing, whole: &mut [u8], exact: usize) ->
         let bound = |at: usize| (slice.start + at).min(slice.end);
         bound(block.start)..bound(block.end)
     };
-    let mut next = Some(swap(crossing, whole, &hosts, &partners, |ranks| cut(slice(ranks, lane), &blocks[0]))?);
+    let mut coming = VecDeque::new();
+    for block in &blocks[..blocks.len().min(AHEAD - 1)] {
+        coming.push_back(swap(crossing, whole, &hosts, &partners, |ranks| cut(slice(ranks, lane), block))?);
+    }
     for (i, block) in blocks.iter().enumerate() {
-        let arriving = next.take().unwrap_or_default();
-        if let Some(block) = blocks.get(i + 1) {
-            next = Some(swap(crossing, whole, &hosts, &partners, |ranks| cut(slice(ranks, lane), block))?);
+        if let Some(block) = blocks.get(i + AHEAD - 1) {
+            coming.push_back(swap(crossing, whole, &hosts, &partners, |ranks| cut(slice(ranks, lane), block))?);
         }
-        let mut arriving = partners.iter().zip(arriving);
+        let mut arriving = partners.iter().zip(coming.pop_front().unwrap_or_default());
         for ranks in hosts.elsewhere() {
             let mine = if lane < lanes { cut(slice(&ranks, lane), block) } else { 0..0 };
             if let Some((peer, transfer)) = arriving.next() {

@@ -2,15 +2,16 @@
 //!
 //! A rank sends its part of a chunk to the owner on another host, as it travels on one machine (as integers, where those
 //! are). Ranks of one host show each other theirs in shared memory, and the owner adds all of them in rank order. Parts of
-//! the next piece are on their way while this one is added up. What that costs stands in [`super::traffic`].
+//! the next pieces are on their way while this one is added up. What that costs stands in [`super::traffic`].
 
-use super::crossing::{Crossing, MESSAGE_BYTES, Result, SENT_BYTES};
+use super::crossing::{AHEAD, Crossing, MESSAGE_BYTES, Result, SENT_BYTES};
 use super::link::{Tag, Transfer};
 use crate::comm::coded::sum_blocks;
 use crate::comm::collectives::{piece_of, sum_exact, typed};
 use crate::comm::encoding::Wire;
 use crate::comm::split::{give_each, given, pieces};
 use crate::precision::Flat;
+use std::collections::VecDeque;
 use std::ops::Range;
 
 /// Sums this rank's chunk of all ranks' `input` (world size x n elements), of which elements travel as `wire`, and writes
@@ -29,13 +30,16 @@ pub(super) fn reduce(crossing: &mut Crossing, wire: Wire, input: &mut Flat, at: 
         Wire::Blocks(ints) => ints.encoded_len(len),
     };
     crossing.greet(&remote)?;
-    let mut ranges = pieces(chunk, step).peekable();
-    let mut next = Some(post(crossing, &remote, wire, input, ranges.peek().cloned().unwrap_or_default(), encoded)?);
-    while let Some(range) = ranges.next() {
-        let arriving = next.take().unwrap_or_default();
-        if let Some(range) = ranges.peek() {
-            next = Some(post(crossing, &remote, wire, input, range.clone(), encoded)?);
+    let mut coming = VecDeque::new();
+    let mut ahead = pieces(chunk, step);
+    for range in ahead.by_ref().take(AHEAD - 1) {
+        coming.push_back(post(crossing, &remote, wire, input, range, encoded)?);
+    }
+    for range in pieces(chunk, step) {
+        if let Some(range) = ahead.next() {
+            coming.push_back(post(crossing, &remote, wire, input, range, encoded)?);
         }
+        let arriving = coming.pop_front().unwrap_or_default();
         let mut parts = Vec::with_capacity(remote.len());
         for (peer, transfer) in remote.iter().zip(arriving) {
             parts.push(crossing.finish(*peer, transfer)?);
