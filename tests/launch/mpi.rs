@@ -45,19 +45,65 @@ pub fn steps(metrics: &Path) -> Vec<[String; 2]> {
         .collect()
 }
 
+/// The bundled configuration of a stage.
+fn config(stage: usize) -> String {
+    format!("{}/ds_configs/zero{stage}.json", env!("CARGO_MANIFEST_DIR"))
+}
+
 /// Trains `nano` for three steps, started by `start`, at a stage.
-fn train(mut start: Command, train_gpt: &Path, stage: usize, folder: &Path, name: &str) -> Vec<[String; 2]> {
-    let config = format!("{}/ds_configs/zero{stage}.json", env!("CARGO_MANIFEST_DIR"));
-    let metrics = folder.join(format!("{name}-{stage}.jsonl"));
+fn train(start: Command, train_gpt: &Path, stage: usize, folder: &Path, name: &str) -> Vec<[String; 2]> {
+    train_by(start, train_gpt, &config(stage), &folder.join(format!("{name}-{stage}.jsonl")))
+}
+
+/// The same by a configuration, with the file of its metrics.
+fn train_by(mut start: Command, train_gpt: &Path, config: &str, metrics: &Path) -> Vec<[String; 2]> {
+    let name = metrics.display();
     start
         .arg(train_gpt)
-        .args(["--model", "nano", "--steps", "3", "--sample", "0", "--ds_config", &config, "--metrics"])
-        .arg(&metrics);
+        .args(["--model", "nano", "--steps", "3", "--sample", "0", "--ds_config", config, "--metrics"])
+        .arg(metrics);
     let output = start.output().unwrap();
-    assert!(output.status.success(), "{name}, stage {stage}: {} {}", output.status, stderr(&output));
-    let steps = steps(&metrics);
-    assert_eq!(steps.len(), 3, "{name}, stage {stage}");
+    assert!(output.status.success(), "{name}: {} {}", output.status, stderr(&output));
+    let steps = steps(metrics);
+    assert_eq!(steps.len(), 3, "{name}");
     steps
+}
+
+/// Of a kind of collective, in the summary that rank 0 has written: its elements, and its bytes from other hosts.
+fn between_hosts(metrics: &Path, kind: &str) -> [u64; 2] {
+    let text = std::fs::read_to_string(metrics).unwrap();
+    let summary: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+    let of_kind = &summary["comm"]["kinds"][kind];
+    ["elements", "between_hosts_bytes"].map(|key| of_kind[key].as_u64().unwrap())
+}
+
+#[test]
+fn bytes_between_hosts_are_those_of_the_formula_and_a_second_copy_keeps_backwards_gathers_off_the_cable() {
+    let test = bytes_between_hosts_are_those_of_the_formula_and_a_second_copy_keeps_backwards_gathers_off_the_cable;
+    let Some(hosts) = hosts(test) else { return };
+    let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
+    let mut with_copy: Value = serde_json::from_str(&std::fs::read_to_string(config(3)).unwrap()).unwrap();
+    with_copy["zero_optimization"]["zero_hpz_partition_size"] = 2.into();
+    let with_copy_file = folder.path().join("hpz.json");
+    std::fs::write(&with_copy_file, with_copy.to_string()).unwrap();
+    with_each(test, |mpi| {
+        let run = |config: &str, name: &str| {
+            let metrics = folder.path().join(format!("{mpi:?}-{name}.jsonl"));
+            let steps = train_by(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), &train_gpt, config, &metrics);
+            (steps, between_hosts(&metrics, "reduce_scatter"), between_hosts(&metrics, "all_gather"))
+        };
+        let (steps, [reduced, reduced_bytes], [gathered, gathered_bytes]) = run(&config(3), "without");
+        let (same_steps, same_reduced, [in_all, from_hosts]) = run(with_copy_file.to_str().unwrap(), "with");
+        // Of four chunks two ranks elsewhere send their parts of one, in f32.
+        assert_eq!(reduced_bytes, 2 * reduced / 4 * 4, "{mpi:?}");
+        // Two shards of the other host come by two lanes.
+        assert_eq!(gathered_bytes, 2 * gathered / 2 * 4, "{mpi:?}");
+        assert_eq!((same_steps, same_reduced), (steps, [reduced, reduced_bytes]), "{mpi:?}");
+        // What backward gathers comes from the copy, in parts that are twice as large as shards.
+        let in_backward = in_all - gathered;
+        assert!(5 * in_backward > gathered, "{mpi:?}: {in_backward} of {gathered}");
+        assert_eq!(from_hosts, 4 * (gathered - in_backward), "{mpi:?}");
+    });
 }
 
 #[test]
