@@ -204,6 +204,27 @@ fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
     let [_, name] = hosts.names();
     assert!(said.contains(&format!("host {name} is gone: nothing was heard of it for 8 s; restart 1 of 3")), "{said}");
     assert!(said.contains("a host is back; the job goes on with it"), "{said}");
+    // The steps of two ranks are those of a job of two from the checkpoint that they began with.
+    let lines = stdout(&first);
+    let began: Vec<usize> = lines
+        .lines()
+        .filter_map(|line| line.split_once("goes on after step ")?.1.split_once(':')?.0.parse().ok())
+        .collect();
+    let [from, to] = began[..] else { panic!("{said}") };
+    let [saved, small] = ["back", "small"].map(|name| training.folder.path().join(format!("{name}.save")));
+    let tag = format!("global_step{from}");
+    std::fs::create_dir_all(small.join(&tag)).unwrap();
+    for file in std::fs::read_dir(saved.join(&tag)).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), small.join(&tag).join(file.file_name())).unwrap();
+    }
+    std::fs::write(small.join("latest"), &tag).unwrap();
+    let mut two = zerorun();
+    two.args(["-n", "2"]);
+    let output = training.of(two, "small", to, true).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let of_two = steps(&training.metrics("small"));
+    assert_eq!(steps(&metrics)[from..to], of_two[..], "from step {from} to {to}");
     // The same training, as far as the sums of two and of four ranks are the same.
     let (here, one) = (steps(&metrics), training.on_one_host(10));
     for (at, (here, one)) in here.iter().zip(&one).enumerate() {
