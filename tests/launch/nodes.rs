@@ -153,8 +153,15 @@ fn ranks_of_both_hosts_are_told_within_15_s_that_the_cable_is_out_and_nothing_is
     let cuts: u64 = std::env::var("CANDLE_ZERO_CUTS").map_or(1, |cuts| cuts.parse().unwrap());
     for cut in 0..cuts {
         let training = Training::new();
-        let both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, ""), "cut", 10_000, false)));
-        wait_up_to(Duration::from_secs(100), "the second step", || (done(&training.metrics("cut")) > 1).then_some(()));
+        let mut both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, ""), "cut", 10_000, false)));
+        let began = wait_up_to(Duration::from_secs(100), "the second step", || {
+            let ended = both.iter_mut().any(|launcher| launcher.try_wait().unwrap().is_some());
+            (ended || done(&training.metrics("cut")) > 1).then_some(!ended)
+        });
+        if !began {
+            let said = both.map(|launcher| stderr(&ended(launcher)));
+            panic!("cut {cut}: a launcher ended before the second step: {said:?}");
+        }
         std::thread::sleep(Duration::from_millis(cut * 137 % 1900));
         let _kills = Kills([ranks(&hosts, 0), ranks(&hosts, 1)].concat());
         hosts.plug(1, false);
