@@ -184,7 +184,8 @@ impl Region {
         self.word32(self.block(rank) + STATE)
     }
 
-    /// The launcher's word, once, that `rank` of another host is gone, and why. The text is there before the word is.
+    /// The word, once, of the launcher, or of this host's first rank where there is none that watches other hosts: `rank` of
+    /// another host is gone, and why. The text is there before the word is.
     pub fn mark_elsewhere(&self, rank: usize, why: &str) {
         let mut end = why.len().min(TEXT_BYTES);
         while !why.is_char_boundary(end) {
@@ -193,14 +194,14 @@ impl Region {
         if self.word(ELSEWHERE).load(Ordering::Acquire) != 0 {
             return;
         }
-        // SAFETY: the area is inside page 0 and TEXT_BYTES long; the launcher alone writes it, once: before the word that
+        // SAFETY: the area is inside page 0 and TEXT_BYTES long; one process of the host writes it, once: before the word that
         // publishes it is stored with Release.
         unsafe { std::ptr::copy_nonoverlapping(why.as_ptr(), self.map.as_mut_ptr().add(ELSEWHERE_TEXT), end) };
         self.word(ELSEWHERE_LEN).store(end as u64, Ordering::Relaxed);
         self.word(ELSEWHERE).store(rank as u64 + 1, Ordering::Release);
     }
 
-    /// The rank of another host that the launcher has said to be gone, and why.
+    /// The rank of another host that is said to be gone, and why.
     pub(super) fn elsewhere(&self) -> Option<(usize, String)> {
         let rank = self.word(ELSEWHERE).load(Ordering::Acquire).checked_sub(1)? as usize;
         let mut text = vec![0; (self.word(ELSEWHERE_LEN).load(Ordering::Relaxed) as usize).min(TEXT_BYTES)];

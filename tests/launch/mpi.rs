@@ -1,14 +1,16 @@
 //! Ranks that an MPI launcher starts, on this host and on two: the bits of one machine, and an error instead of a hang.
 
 use crate::support::cluster::{Hosts, Mpi, mpirun};
-use crate::support::processes::{as_program, example, stderr, stdout, zerorun};
+use crate::support::processes::{as_program, example, runs, stderr, stdout, wait_up_to, zerorun};
 use crate::support::skips::{skipped, skipped_in_part};
 use candle_core::DType;
 use candle_zero::comm::{self, Communicator, Kind, RankEnv, Wire, threads};
 use candle_zero::precision::{Flat, Ints};
 use serde_json::Value;
+use std::fs::File;
 use std::path::Path;
 use std::process::{Command, Output};
+use std::time::Duration;
 
 /// Ranks on each host.
 const TWO_AND_TWO: [usize; 2] = [2, 2];
@@ -142,9 +144,14 @@ fn two_ranks_of_a_plain_mpirun_have_the_bits_of_two_of_zerorun() {
 const ROLE: &str = "MPI_TEST_ROLE";
 
 /// This test binary as the program of a rank in a role, started by `start`.
-fn in_role(mut start: Command, role: &str) -> Output {
+fn role_of(mut start: Command, role: &str) -> Command {
     start.args(["env", &format!("{ROLE}={role}")]).arg(std::env::current_exe().unwrap());
-    start.args(as_program(module_path!(), "as_a_rank")).output().unwrap()
+    start.args(as_program(module_path!(), "as_a_rank"));
+    start
+}
+
+fn in_role(start: Command, role: &str) -> Output {
+    role_of(start, role).output().unwrap()
 }
 
 /// Numbers whose sums depend on the order in which they are summed.
@@ -244,6 +251,12 @@ fn as_a_rank() {
             assert_eq!(bytes, expected as u64, "rank {rank} of {counts:?}");
             println!("rank {rank} of {world} has the same bits");
         }
+        ("waits", file) => loop {
+            match comm.all_reduce(data(rank, 5, DType::F32), 7).wait() {
+                Ok(_) => std::fs::write(format!("{file}.{rank}"), "").unwrap(),
+                Err(error) => return println!("rank {rank} is told: {error}"),
+            }
+        },
         ("gives-up", _) if last => comm.abort("the test wants it"),
         ("leaves", _) if last => {}
         ("gives-up" | "leaves" | "differs", n) => {
@@ -313,6 +326,44 @@ fn ranks_of_the_other_host_are_told_who_gave_up_left_or_differs() {
                 }
                 assert!(output.status.code() != Some(124), "{mpi:?} {ranks:?} {role}: it hung");
             }
+        }
+    });
+}
+
+#[test]
+fn ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end() {
+    let test = ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end;
+    let Some(hosts) = hosts(test) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let program = std::env::current_exe().unwrap();
+    let program = program.file_name().unwrap().to_str().unwrap();
+    with_each(test, |mpi| {
+        let file = folder.path().join(format!("{mpi:?}"));
+        let mut job = role_of(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), &format!("waits {}", file.display()));
+        // Not a pipe: mpirun's own daemon on the host that is cut off would hold its end.
+        let log = folder.path().join(format!("{mpi:?}.log"));
+        let to = File::create(&log).unwrap();
+        job.stdout(to.try_clone().unwrap()).stderr(to);
+        let mut job = job.spawn().unwrap();
+        let began = || (0..4).all(|rank| file.with_extension(rank.to_string()).exists()).then_some(());
+        wait_up_to(Duration::from_secs(60), "the first sums", began);
+        let ranks = [0, 1].map(|host| hosts.processes(host, program)).concat();
+        assert_eq!(ranks.len(), 4, "{mpi:?}");
+        hosts.plug(1, false);
+        let all_ended = || ranks.iter().all(|pid| !runs(*pid)).then_some(());
+        wait_up_to(Duration::from_secs(15), "the end of all ranks", all_ended);
+        // A launcher of MPI's own may wait for its daemon on that host.
+        std::thread::sleep(Duration::from_secs(1));
+        job.kill().unwrap();
+        job.wait().unwrap();
+        let said = std::fs::read_to_string(&log).unwrap();
+        hosts.plug(1, true);
+        std::thread::sleep(Duration::from_secs(3));
+        let [_, second] = hosts.names();
+        let words = format!("on host {second}: its host is gone: nothing was heard of it for 8 s");
+        for rank in 0..2 {
+            let line = said.lines().find(|line| line.contains(&format!("rank {rank} is told: ")));
+            assert!(line.is_some_and(|line| line.contains(&words)), "{mpi:?}: {said}");
         }
     });
 }

@@ -20,6 +20,8 @@ pub(super) enum Tag {
     Data = 2,
     /// A rank that gives up or leaves.
     Notice = 3,
+    /// A host that lives.
+    Beat = 4,
 }
 
 /// How long the other ranks may take to end after one has failed.

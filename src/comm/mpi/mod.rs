@@ -6,6 +6,8 @@
 //!   end of the process: the others are told, MPI ends
 //! ```
 //!
+//! Where no launcher of this library watches the hosts, the ranks do: see [`pulse`].
+//!
 //! The library is loaded only where an MPI launcher has started the ranks. Whatever MPI reports is an error value here; a
 //! rank that waits for another host looks meanwhile for ranks that have given up.
 
@@ -20,6 +22,7 @@ mod notices;
 mod partial;
 #[cfg(feature = "cli")]
 mod probe;
+mod pulse;
 mod raw;
 mod roles;
 mod tiers;
@@ -35,7 +38,8 @@ use crate::error::{CommError, Result};
 use hosts::Hosts;
 use link::Link;
 use notices::Notices;
-use std::sync::{Arc, OnceLock};
+use pulse::Pulse;
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// The library that would be used here: its file, and what it says of its version.
 ///
@@ -53,6 +57,8 @@ pub(super) struct Place {
     hosts: Arc<Hosts>,
     notices: Arc<Notices>,
     region: Arc<Region>,
+    /// Where this rank watches other hosts.
+    pulse: Arc<Mutex<Option<Pulse>>>,
 }
 
 /// The place that is given up when the process ends.
@@ -78,7 +84,12 @@ impl Place {
         };
         let link = Arc::new(link);
         let notices = Arc::new(Notices::listen(link.clone(), &hosts, region.clone())?);
-        let place = Self { link, hosts: Arc::new(hosts), notices, region: region.clone() };
+        let hosts = Arc::new(hosts);
+        // Launchers of several hosts watch each other.
+        let watches = env.shm_fd.is_none() && link.rank() == hosts.here().start;
+        let start = || Pulse::start(link.clone(), &hosts, notices.clone(), region.clone());
+        let pulse = Arc::new(Mutex::new(watches.then(start).transpose()?));
+        let place = Self { link, hosts, notices, region: region.clone(), pulse };
         if ENTERED.set(place.clone()).is_ok() {
             // SAFETY: the function unwinds nowhere, and only calls MPI.
             unsafe { atexit(leave) };
@@ -142,6 +153,11 @@ extern "C" fn leave() {
         place.region.finish(place.link.rank() - place.first());
         place.notices.leave(&place.hosts);
         place.wait_for_others();
+        let pulse = crate::util::lock(&place.pulse).take();
+        if !place.link.has_failed() {
+            // Nothing of MPI's may be called while it ends.
+            pulse.into_iter().for_each(Pulse::stop);
+        }
         place.link.end();
     }
 }

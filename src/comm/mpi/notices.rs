@@ -49,7 +49,7 @@ impl Notice {
 /// The notices of this rank and of those of other hosts.
 pub(super) struct Notices {
     link: Arc<Link>,
-    /// In which zerorun says that a host is gone.
+    /// In which zerorun, or the first rank's pulse, says that a host is gone.
     region: Arc<Region>,
     state: Mutex<State>,
 }
