@@ -35,7 +35,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 /// Blocks of partial sums that may be on their way from one host to the next.
-const AHEAD: usize = 4;
+pub(super) const AHEAD: usize = 4;
 
 /// How many blocks later than its own parts a rank takes its sums: those that `hosts` hosts can have among them.
 fn behind(hosts: usize) -> usize {

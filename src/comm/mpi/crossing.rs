@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 /// The most bytes of a message.
 pub(super) const MESSAGE_BYTES: usize = 1 << 18;
 /// The most bytes that a rank sends at a time, to all others together.
-pub(super) const SENT_BYTES: usize = 16 << 20;
+const SENT_BYTES: usize = 16 << 20;
 /// Looks at a message that is awaited before the thread lets others run, and before it sleeps between looks.
 const SPINS: u32 = 200;
 const YIELDS: u32 = 20_000;
@@ -30,6 +30,11 @@ const ECHO: Duration = Duration::from_millis(100);
 /// How often a wait looks for ranks that have failed.
 const WATCH: Duration = Duration::from_millis(20);
 pub(super) type Result<T> = std::result::Result<T, CommError>;
+
+/// The most bytes of a message where a rank sends one to each of `peers` ranks at a time.
+pub(super) fn message_bytes(peers: usize) -> usize {
+    MESSAGE_BYTES.min((SENT_BYTES / peers.max(1)).max(1 << 12))
+}
 
 /// One rank's side.
 pub(super) struct Crossing {

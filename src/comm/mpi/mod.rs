@@ -18,11 +18,13 @@ mod library;
 mod link;
 mod notices;
 mod partial;
+mod passage;
 mod raw;
 mod roles;
 mod tiers;
 mod traffic;
 
+pub(crate) use passage::{EvenHosts, Passage};
 pub(super) use tiers::Tiers;
 
 use super::env::RankEnv;
