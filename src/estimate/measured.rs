@@ -85,7 +85,7 @@ impl Measured {
     }
 
     /// Seconds of an amount of work in a phase where a step does `all`, and seconds that belong to no work.
-    pub(super) fn spread(&self, all: Work) -> (impl Fn(Phase, f64) -> f64, f64) {
+    pub(super) fn spread(&self, all: Work) -> (impl Fn(Phase, f64) -> f64 + use<>, f64) {
         let by_phase = self.phases.map(|[forward, backward, update]| Work { forward, backward, update });
         let both = all.forward + all.backward;
         let of = move |whole: f64, part: f64, seconds: f64| if whole > 0.0 { seconds * part / whole } else { 0.0 };

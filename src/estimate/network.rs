@@ -209,7 +209,7 @@ mod tests {
         let all = [(2, 1), (2, 2), (2, 8), (4, 4)].map(|(hosts, each)| EvenHosts::new(hosts, each));
         let passages = all.iter().flat_map(|hosts| {
             let sizes = [0, 1, 5000, 1 << 17, 1 << 24];
-            sizes.into_iter().flat_map(|n| {
+            sizes.into_iter().flat_map(move |n| {
                 [Kind::ReduceScatter, Kind::AllReduce, Kind::AllGather]
                     .into_iter()
                     .flat_map(move |kind| hosts.passages(kind, Wire::Exact, DType::F32, 16 * n))
