@@ -144,22 +144,25 @@ mod tests {
     use super::*;
     use crate::comm::{EvenHosts, Kind, Wire};
     use candle_core::DType;
+    use proptest::prelude::*;
 
     fn network(text: &str) -> Network {
         text.parse().unwrap()
     }
 
-    #[test]
-    fn a_network_is_read_as_it_is_written() {
-        for unit in RATES.map(|unit| unit.name) {
-            for other in LATENCIES.map(|unit| unit.name) {
-                for (rate, latency) in [(1.0, 0.0), (25.0, 50.0), (2.5, 0.125), (1e9 / 3.0, 1e-7)] {
-                    let text = format!("{rate}{unit},{latency}{other}");
-                    assert_eq!(network(&text).to_string(), text);
-                    assert_eq!(network(&network(&text).to_string()), network(&text));
-                }
-            }
+    proptest! {
+        #[test]
+        fn a_network_is_read_as_it_is_written(
+            (rate, rate_unit) in (1e-3..1e9, prop::sample::select(&RATES[..])),
+            (latency, latency_unit) in (prop_oneof![Just(0.0), 1e-6..1e6], prop::sample::select(&LATENCIES[..])),
+        ) {
+            let network = Network { rate, rate_unit, latency, latency_unit };
+            prop_assert_eq!(network.to_string().parse::<Network>().unwrap(), network);
         }
+    }
+
+    #[test]
+    fn units_are_those_of_cables_and_of_data() {
         assert_eq!(network("10gbit,50us"), Network::ASSUMED);
         assert_eq!(network("1000Mbit,1ms").bytes_per_s(), network("1Gbit,1ms").bytes_per_s());
         assert_eq!(network("125MB/s,1ms").bytes_per_s(), 125e6);

@@ -103,20 +103,21 @@ impl Hosts {
         let Self { each, network, measured, .. } = self;
         let unsaid = if self.said { "" } else { ", as --network does not say" };
         let mut assumed = vec![format!(
-            "each host's cable carries {network} in each direction at a time{unsaid}: {:.4} MB of data a second",
-            network.bytes_per_s() / 1e6
+            "each host's cable carries {network} in each direction at a time{unsaid}: {} of data a second",
+            decimal(network.bytes_per_s())
         )];
-        assumed.push("messages of more than 64 KiB are announced and asked for before they travel: three ways".into());
+        let long = "messages of more than 64 KiB are announced and asked for before they travel, which takes the latency three times";
+        assumed.push(long.into());
         match measured {
             None => {}
             Some(measured) if measured.steps() == 0 => assumed.push(
-                "forward takes a third of the step, backward two (where units recompute, a quarter and three), and a unit its \
-                 share by its parameters"
+                "forward takes one part of the step and backward two, three where units recompute, and each unit its share of \
+                 these by its parameters"
                     .into(),
             ),
             Some(measured) => {
                 assumed.push(format!(
-                    "a step of one host takes the median of {}, forward, backward and step theirs, and a unit its share by its \
+                    "forward, backward and the optimizer take the medians of {}, and each unit its share of these by its \
                      parameters",
                     match measured.steps() {
                         1 => "one measured step".to_string(),
@@ -201,6 +202,16 @@ fn seconds(seconds: f64) -> String {
     }
 }
 
+/// Bytes with a decimal unit, as networks have them.
+fn decimal(bytes: f64) -> String {
+    match bytes {
+        b if b < 1e3 => format!("{b:.1} B"),
+        b if b < 1e6 => format!("{:.1} kB", b / 1e3),
+        b if b < 1e9 => format!("{:.1} MB", b / 1e6),
+        b => format!("{:.2} GB", b / 1e9),
+    }
+}
+
 fn binary_or_none(bytes: u64) -> String {
     if bytes == 0 { "-".into() } else { binary(bytes) }
 }
@@ -213,5 +224,6 @@ mod tests {
     fn times_have_units() {
         let texts = [0.0, 12.34e-6, 0.999_9e-3, 0.999_96e-3, 0.25, 0.999_96, 75.0].map(seconds);
         assert_eq!(texts, ["0 s", "12.3 us", "999.9 us", "1.0 ms", "250.0 ms", "1.00 s", "75.00 s"]);
+        assert_eq!([12.0, 1.5e3, 119.55e6, 2.989e9].map(decimal), ["12.0 B", "1.5 kB", "119.5 MB", "2.99 GB"]);
     }
 }
