@@ -19,6 +19,7 @@ pub use crate::comm::error::{CommError, RankEnvError};
 pub use crate::config::error::ConfigError;
 pub use crate::data::error::DataError;
 pub use crate::engine::error::EngineError;
+pub use crate::estimate::error::EstimateError;
 pub use crate::finetune::error::FinetuneError;
 #[cfg(feature = "hub")]
 pub use crate::hub::error::HubError;
@@ -84,6 +85,9 @@ pub enum Error {
     /// Training.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// An estimate, of several hosts.
+    #[error(transparent)]
+    Estimate(#[from] EstimateError),
     /// Fine-tuning: a model's folder, its tokenizer and template, data.
     #[error(transparent)]
     Finetune(#[from] FinetuneError),

@@ -55,8 +55,10 @@ pub use kind::Kind;
 pub use log::{CommLog, CommLogRow, CommSummary};
 #[cfg(feature = "cli")]
 pub(crate) use mpi::found_library as mpi_library;
+pub(crate) use mpi::{EvenHosts, Passage};
 pub use pending::Pending;
 pub use queue::Shared;
+pub(crate) use queue::{GRACE, SHORT_BYTES};
 pub use solo::Solo;
 pub(crate) use state::Fault;
 

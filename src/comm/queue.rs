@@ -30,9 +30,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Bytes up to which a collective is short: the comm thread is not woken for it.
-const SHORT_BYTES: usize = 16 << 10;
+pub(crate) const SHORT_BYTES: usize = 16 << 10;
 /// The longest that a short collective stays in the queue while nobody waits for it.
-const GRACE: Duration = Duration::from_millis(5);
+pub(crate) const GRACE: Duration = Duration::from_millis(5);
 /// Looks in vain, one each [`GRACE`], after which the comm thread sleeps until a job comes.
 const LOOKS_IN_VAIN: u32 = 100;
 

@@ -24,18 +24,30 @@
 //! | `rehearsal.rs` | a training step that only counts |
 //! | `blank.rs`, `files.rs` | its buffers and its files |
 //! | `traffic.rs` | what is moved |
+//! | `script.rs` | how a step goes: computing, collectives, waits |
+//! | `network.rs` | a cable, and how long messages take on it |
+//! | `measured.rs` | how long a step of one host takes |
+//! | `forecast.rs` | how long a step of several hosts takes |
 //! | `paper.rs` | table 1 of the ZeRO paper |
 //! | `deepspeed.rs` | the formulas of DeepSpeed's estimators |
 
 mod blank;
 pub mod deepspeed;
+pub(crate) mod error;
 mod files;
+mod forecast;
+mod measured;
+mod network;
 pub mod paper;
 mod rehearsal;
+mod script;
 mod setting;
 mod shapes;
 mod traffic;
 
+pub use forecast::{Between, Forecast, Row};
+pub use measured::Measured;
+pub use network::Network;
 pub use setting::Setting;
 pub use shapes::{Shapes, UnitRule};
 pub use traffic::{Collectives, Traffic};
@@ -44,6 +56,7 @@ use crate::config::Config;
 use crate::error::{ModelError, Result};
 use crate::memory::MemoryReport;
 use rehearsal::Rehearsal;
+use script::Script;
 use serde::Serialize;
 
 /// Parameters at most: their state is counted in bytes.
@@ -59,6 +72,9 @@ pub struct Estimate {
     pub memory: MemoryReport,
     /// The traffic of a rank in one optimizer step.
     pub step: Traffic,
+    /// How such a step goes.
+    #[serde(skip)]
+    script: Script,
 }
 
 impl Estimate {
@@ -83,8 +99,8 @@ impl Estimate {
         }
         let (params, leaves) = shapes.registered(config)?;
         let rehearsal = Rehearsal::new(&params, leaves, config, setting)?.with_buffers(shapes.buffer_bytes());
-        let step = rehearsal.train()?;
-        Ok(Self { memory: rehearsal.report(), step })
+        let (step, script) = rehearsal.train()?;
+        Ok(Self { memory: rehearsal.report(), step, script })
     }
 
     /// Bytes of a rank in the host's memory, at most: peaks of different kinds need not be at the same time.

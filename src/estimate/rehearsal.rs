@@ -8,6 +8,7 @@
 use super::Setting;
 use super::blank::Blank;
 use super::files::{Requests, Space, Spaces};
+use super::script::{self, Launched, Phase, Script};
 use super::traffic::Traffic;
 use crate::comm::{Kind as Collective, Wire};
 use crate::config::{Config, OptimizerConfig, SgdConfig};
@@ -41,6 +42,8 @@ pub(super) struct Rehearsal<'a> {
     params: &'a [Param],
     config: &'a Config,
     plan: ReducePlan,
+    /// Ranks of a group that keeps a second copy of gathered parameters; 1: there is none.
+    second_group: usize,
     /// Where whole parameters are.
     tier: Tier,
     /// Units recompute their forward.
@@ -53,6 +56,8 @@ pub(super) struct Rehearsal<'a> {
     places: Vec<(usize, usize)>,
     requests: Requests,
     traffic: Rc<RefCell<Traffic>>,
+    /// The step under way.
+    script: RefCell<Script>,
     leaves: Leaves,
     /// Bytes of the model's buffers, which every training forward brings from rank 0.
     buffers: usize,
@@ -63,6 +68,13 @@ pub(super) struct Rehearsal<'a> {
 /// The states of a parameter without an optimizer: none, as with this one.
 const PLAIN: OptimizerConfig =
     OptimizerConfig::Sgd(SgdConfig { lr: 0.0, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false });
+
+/// As an engine chooses it on so many hosts. Where it would be refused, there is none.
+fn second_group(config: &Config, hosts: usize) -> usize {
+    let (group, here) = (config.zero.hpz_partition_size, config.world_size / hosts.max(1));
+    let sharded = config.zero.stage.placement().params.is_sharded();
+    if sharded && hosts > 1 && here.is_multiple_of(group) { group } else { 1 }
+}
 
 impl<'a> Rehearsal<'a> {
     /// The rank at the start of training.
@@ -106,6 +118,7 @@ impl<'a> Rehearsal<'a> {
             params,
             config,
             plan,
+            second_group: second_group(config, setting.hosts),
             tier,
             recompute: setting.recompute || config.activation_checkpointing,
             grouping,
@@ -114,6 +127,7 @@ impl<'a> Rehearsal<'a> {
             groups: Mutex::new(groups),
             requests,
             traffic,
+            script: RefCell::default(),
             leaves,
             buffers: 0,
             _whole: whole,
@@ -127,8 +141,8 @@ impl<'a> Rehearsal<'a> {
         self
     }
 
-    /// Trains for some steps and gives what one of them moves.
-    pub fn train(&self) -> Result<Traffic> {
+    /// Trains for some steps and gives what one of them moves, and how it goes.
+    pub fn train(&self) -> Result<(Traffic, Script)> {
         let zero = &self.config.zero;
         let mut gather = Gatherer::new(self.params, &self.leaves, zero, self.world_size());
         let optional = self.leaves.optional(self.params, zero);
@@ -142,11 +156,15 @@ impl<'a> Rehearsal<'a> {
         for _ in 0..3 {
             let before = self.traffic.borrow().clone();
             let mut last = Traffic::default();
+            self.script.take();
             for _ in 0..micro_steps {
                 let before = self.traffic.borrow().clone();
+                self.script.borrow_mut().begin_part();
                 self.micro_step(&mut gather, &mut gradients)?;
                 last = self.traffic.borrow().since(&before);
             }
+            self.script.borrow_mut().repeat(accumulation - micro_steps);
+            self.script.borrow_mut().begin_part();
             vote(self, 0.0, true, self.plan.accumulate)?;
             update(self, &|param| {
                 let Param { name, shape, .. } = &self.params[param];
@@ -159,25 +177,45 @@ impl<'a> Rehearsal<'a> {
             moved = self.traffic.borrow().since(&before);
             moved.add(&last, (accumulation - micro_steps) as u64);
         }
-        Ok(moved)
+        Ok((moved, self.script.take()))
+    }
+
+    /// Work on parameters: one for each element of a forward.
+    fn compute(&self, phase: Phase, work: usize) {
+        self.script.borrow_mut().compute(phase, work as f64);
+    }
+
+    /// Counts a collective, and enters it.
+    fn launch(&self, kind: Collective, elements: usize, dtype: DType, wire: Wire) -> Launched {
+        self.traffic.borrow_mut().collective(kind, elements, dtype, wire, self.world_size());
+        self.script.borrow_mut().launch(script::Collective { kind, wire, dtype, elements })
     }
 
     /// Forward and backward.
     fn micro_step(&self, gather: &mut Gatherer<Self>, gradients: &mut Gradients<Self>) -> Result<()> {
         if self.buffers > 0 && self.world_size() > 1 {
-            let (words, world) = (self.buffers.div_ceil(8), self.world_size());
-            self.traffic.borrow_mut().collective(Collective::Control, words, DType::F64, Wire::Exact, world);
+            let launched = self.launch(Collective::Control, self.buffers.div_ceil(8), DType::F64, Wire::Exact);
+            self.script.borrow_mut().wait(launched);
         }
         let sharded = self.placement().params.is_sharded();
         let homes = self.leaves.homes();
+        let mut elements = vec![0usize; homes.len()];
+        self.params.iter().for_each(|param| elements[homes[param.unit]] += param.numel);
         gather.enter(self, Event::Forward(ROOT))?;
-        for unit in (0..homes.len()).filter(|unit| *unit != ROOT && sharded) {
-            if self.recompute {
-                gather.will_recompute();
+        for unit in (0..homes.len()).filter(|unit| *unit != ROOT) {
+            if sharded {
+                if self.recompute {
+                    gather.will_recompute();
+                }
+                gather.enter(self, Event::Forward(unit))?;
             }
-            gather.enter(self, Event::Forward(unit))?;
-            gather.leave_forward(self, unit)?;
+            self.compute(Phase::Forward, elements[unit]);
+            if sharded {
+                gather.leave_forward(self, unit)?;
+            }
         }
+        // What is outside of units is mostly a head, behind them.
+        self.compute(Phase::Forward, elements[ROOT]);
         gather.leave_forward(self, ROOT)?;
         gather.enter(self, Event::Backward(ROOT))?;
         let mut end = self.params.len();
@@ -196,7 +234,12 @@ impl<'a> Rehearsal<'a> {
             if sharded && unit != ROOT {
                 gather.enter(self, Event::Backward(unit))?;
             }
+            if unit != ROOT && self.recompute {
+                self.compute(Phase::Backward, elements[unit]);
+            }
             for (id, param) in (0..end).zip(&self.params[..end]).rev().take(params.len()) {
+                // A gradient for what goes in, and one for the parameter.
+                self.compute(Phase::Backward, param.numel * if param.is_trained() { 2 } else { 1 });
                 if !param.is_trained() {
                     continue;
                 }
@@ -247,7 +290,7 @@ impl<'a> lay_out::Carrier<Rehearsal<'a>> for Spaces {
 impl Rank for Rehearsal<'_> {
     type Buffer = Blank;
     /// Its result.
-    type Pending = Blank;
+    type Pending = (Blank, Option<Launched>);
     type Files = Requests;
 
     fn facts(&self) -> Facts<'_> {
@@ -255,7 +298,7 @@ impl Rank for Rehearsal<'_> {
         Facts {
             rank: 0,
             world_size: *world_size,
-            second_group: 1,
+            second_group: self.second_group,
             params,
             zero,
             dtype: precision.dtype(),
@@ -284,31 +327,34 @@ impl Rank for Rehearsal<'_> {
         Windows::new(self.config.zero.optimizer_files(), self.requests.access)
     }
 
-    fn collective(&self, kind: Collective, wire: Wire, mut buffer: Blank, _: &[ParamId]) -> Blank {
+    fn collective(&self, kind: Collective, wire: Wire, mut buffer: Blank, _: &[ParamId]) -> (Blank, Option<Launched>) {
         let (len, world) = (buffer.len(), self.world_size());
-        self.traffic.borrow_mut().collective(kind, len, buffer.dtype(), wire, world);
+        let launched = self.launch(kind, len, buffer.dtype(), wire);
         match kind {
             Collective::ReduceScatter => buffer.truncate(len / world),
             Collective::AllGather => buffer.extend_zeros(len * (world - 1)),
             Collective::AllReduce | Collective::Control | Collective::Barrier => {}
         }
-        buffer
+        (buffer, Some(launched))
     }
 
-    fn gather_within(&self, mut buffer: Blank, _: &[ParamId]) -> Blank {
-        let (len, group) = (buffer.len(), self.second_group());
+    fn gather_within(&self, mut buffer: Blank, _: &[ParamId]) -> (Blank, Option<Launched>) {
+        let (len, group) = (buffer.len(), self.second_group);
         self.traffic.borrow_mut().collective(Collective::AllGather, len, buffer.dtype(), Wire::Exact, group);
         buffer.extend_zeros(len * (group - 1));
-        buffer
+        (buffer, None)
     }
 
-    fn wait(&self, result: Blank) -> Result<Blank> {
+    fn wait(&self, (result, launched): (Blank, Option<Launched>)) -> Result<Blank> {
+        if let Some(launched) = launched {
+            self.script.borrow_mut().wait(launched);
+        }
         Ok(result)
     }
 
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
-        let mut traffic = self.traffic.borrow_mut();
-        traffic.collective(Collective::Control, values.len(), DType::F64, Wire::Exact, self.world_size());
+        let launched = self.launch(Collective::Control, values.len(), DType::F64, Wire::Exact);
+        self.script.borrow_mut().wait(launched);
         Ok(vec![values])
     }
 
@@ -346,11 +392,12 @@ impl walk::Carrier for Rehearsal<'_> {
     fn parts(
         &self,
         _: &mut SubGroup<Self>,
-        _: &Range<usize>,
+        range: &Range<usize>,
         _: Pass,
         _: Option<&mut Window<usize>>,
         _: &mut impl FnMut(&Slot, Range<usize>, Part<'_, '_>),
     ) -> Result<()> {
+        self.compute(Phase::Update, range.len());
         Ok(())
     }
 }

@@ -9,6 +9,8 @@ pub struct Setting {
     pub gpu: bool,
     /// The model's units recompute their forward, also where the configuration does not ask for it.
     pub recompute: bool,
+    /// Hosts, with as many ranks each; 0 and 1: all ranks are on one.
+    pub hosts: usize,
     /// How files are accessed. Default: as the engine would choose on this machine.
     pub disk_access: Option<DiskAccess>,
 }

@@ -1,5 +1,6 @@
 //! `zerorun estimate`: bytes of a training run before it runs.
 
+use super::forecast::{self, Across, Hosts};
 use super::sizes::Sizes;
 use crate::comm::Kind as Collective;
 use crate::config::{Config, RunValues};
@@ -78,6 +79,9 @@ struct Arguments {
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     recompute: bool,
 
+    #[command(flatten)]
+    across: Across,
+
     /// Also print what DeepSpeed's own estimators compute, for this many GPUs of one machine
     #[arg(long)]
     deepspeed: bool,
@@ -142,10 +146,15 @@ impl Arguments {
             ..RunValues::default()
         };
         let config = Config::load_for(file, self.ranks as usize, &run)?;
+        let hosts = self.across.hosts(config.world_size)?;
         config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
-        let setting = Setting { gpu: self.gpu, recompute: self.recompute, disk_access: None };
+        let setting =
+            Setting { gpu: self.gpu, recompute: self.recompute, hosts: hosts.unwrap_or(1), disk_access: None };
         let estimate = Estimate::with(&shapes, &config, setting)?;
-        Ok(Answer { need: Need::new(&estimate, &config), shapes, config, estimate, deepspeed: self.deepspeed })
+        let answer = |hosts| self.across.answer(hosts, &estimate, (&shapes, &config, setting));
+        let hosts = hosts.map(answer).transpose()?;
+        let need = Need::new(&estimate, &config, hosts.as_ref().map_or(config.world_size, |hosts| hosts.each));
+        Ok(Answer { need, shapes, config, estimate, hosts, deepspeed: self.deepspeed })
     }
 
     fn unit_rule(&self) -> UnitRule {
@@ -157,8 +166,9 @@ impl Arguments {
     }
 }
 
-/// The needs of all ranks together, compared with this machine.
+/// The needs of all ranks of a host together, compared with this machine.
 struct Need {
+    ranks: usize,
     host: u64,
     available: u64,
     files: u64,
@@ -167,12 +177,13 @@ struct Need {
 }
 
 impl Need {
-    fn new(estimate: &Estimate, config: &Config) -> Self {
-        let all = |bytes: usize| (bytes as u64).saturating_mul(config.world_size as u64);
+    fn new(estimate: &Estimate, config: &Config, ranks: usize) -> Self {
+        let all = |bytes: usize| (bytes as u64).saturating_mul(ranks as u64);
         let zero = &config.zero;
         let sections = [zero.offload_param.as_ref().map(|o| &o.to), zero.offload_optimizer.as_ref().map(|o| &o.to)];
         let folder = sections.into_iter().flatten().find_map(|to| to.nvme_path()).map(Path::to_owned);
         Self {
+            ranks,
             host: all(estimate.host_bytes()),
             available: available_memory(),
             files: all(estimate.file_bytes()),
@@ -185,8 +196,8 @@ impl Need {
     }
 
     /// Plain sentences.
-    fn verdicts(&self, ranks: usize) -> Vec<String> {
-        let who = if ranks == 1 { "one rank needs".to_string() } else { format!("{ranks} ranks need") };
+    fn verdicts(&self) -> Vec<String> {
+        let who = if self.ranks == 1 { "one rank needs".to_string() } else { format!("{} ranks need", self.ranks) };
         let short = |need: u64, has: u64| match has.checked_sub(need) {
             Some(left) => format!("they fit, and {} are left", binary(left)),
             None => format!("they do not fit: {} are missing", binary(need - has)),
@@ -218,6 +229,7 @@ struct Answer {
     config: Config,
     estimate: Estimate,
     need: Need,
+    hosts: Option<Hosts>,
     deepspeed: bool,
 }
 
@@ -237,7 +249,13 @@ impl Answer {
             assumed
                 .push("files are accessed as this machine would choose now, around the page cache where it can".into());
         }
+        assumed.extend(self.hosts.iter().flat_map(Hosts::assumed));
         assumed
+    }
+
+    fn not_included(&self) -> impl Iterator<Item = &'static str> {
+        let of_hosts = if self.hosts.is_some() { &forecast::NOT_INCLUDED[..] } else { &[] };
+        NOT_INCLUDED.iter().chain(of_hosts).copied()
     }
 
     /// The figures of DeepSpeed's estimators for all ranks as the GPUs of one machine.
@@ -275,9 +293,12 @@ impl Answer {
                 "files_available": need.folder.as_ref().map(|(_, free)| free),
             },
             "assumed": self.assumed(),
-            "not_included": NOT_INCLUDED,
+            "not_included": self.not_included().collect::<Vec<_>>(),
             "said": said.collect::<Vec<_>>(),
         });
+        if let Some(hosts) = &self.hosts {
+            all["across_hosts"] = hosts.json();
+        }
         if self.deepspeed {
             let needs = self.deepspeed().into_iter().map(|(name, needs)| (name.to_string(), json!(needs)));
             all["deepspeed"] = Value::Object(needs.collect());
@@ -300,7 +321,8 @@ impl Answer {
         );
         self.write_memory(&mut text);
         self.write_step(&mut text);
-        for verdict in self.need.verdicts(ranks) {
+        text.extend(self.hosts.as_ref().map(Hosts::text));
+        for verdict in self.need.verdicts() {
             _ = writeln!(text, "\n{verdict}");
         }
         if self.deepspeed {
@@ -311,7 +333,7 @@ impl Answer {
             }
         }
         text += "\nnot included:";
-        NOT_INCLUDED.iter().for_each(|line| _ = write!(text, "\n- {line}"));
+        self.not_included().for_each(|line| _ = write!(text, "\n- {line}"));
         text += "\nassumed:";
         self.assumed().iter().for_each(|line| _ = write!(text, "\n- {line}"));
         if !self.config.notes.is_empty() {

@@ -14,6 +14,7 @@ mod deploy;
 pub(crate) mod error;
 mod estimate;
 mod finetune;
+mod forecast;
 mod generate;
 mod import;
 mod inspect;

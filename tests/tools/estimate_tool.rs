@@ -131,6 +131,69 @@ fn the_papers_table_is_printed() {
 }
 
 #[test]
+fn hosts_add_their_bytes_a_step_and_a_table() {
+    let (_folder, file) = config(&json!({"stage": 2, "overlap_comm": true, "reduce_bucket_size": 500_000}));
+    let args = ["--model", "nano", "--ds_config", file.to_str().unwrap(), "-n", "8", "--hosts", "2"];
+    let run = |more: &[&str]| {
+        let output = estimate(&[&args[..], more].concat());
+        assert!(output.status.success(), "{}", stderr(&output));
+        stdout(&output)
+    };
+    let text = run(&["--network", "1Gbit,1ms", "--step", "0.1"]);
+    let (start, end) = (text.find("2 hosts of").unwrap(), text.find("on this machine 4 ranks").unwrap());
+    insta::assert_snapshot!(text[start..end].trim_end(), @"
+    2 hosts of 4 ranks           collectives     into a host   out of a host
+    reduce_scatter                         9         3.2 MiB         3.2 MiB
+    all_gather                             9       822.8 KiB       822.8 KiB
+    control                                1            96 B            96 B
+    sum                                   19         4.0 MiB         4.0 MiB
+
+    messages between hosts take 77.2 ms of a step
+    a step takes 143.7 ms: 100.0 ms as on one host, and 43.7 ms of waiting for others
+
+    hosts                ranks              step        efficiency       into a host  memory of a rank
+    1                        4          100.0 ms           100.0 %                 -           5.2 MiB
+    2                        8          143.7 ms            69.6 %           4.0 MiB           3.7 MiB
+    4                       16          149.1 ms            67.1 %           5.6 MiB           3.0 MiB
+    8                       32          158.6 ms            63.0 %           6.2 MiB           2.7 MiB
+    16                      64          172.7 ms            57.9 %           6.5 MiB           2.5 MiB
+    32                     128          198.3 ms            50.4 %           6.7 MiB           2.4 MiB
+    64                     256          248.5 ms            40.2 %           6.8 MiB           2.4 MiB
+    128                    512          348.1 ms            28.7 %           6.9 MiB           2.4 MiB
+    256                   1024          547.4 ms            18.3 %           7.0 MiB           2.4 MiB
+    ");
+    assert!(
+        text.contains("- each host's cable carries 1Gbit,1ms in each direction at a time: 119.6 MB of data"),
+        "{text}"
+    );
+
+    let text = run(&[]);
+    assert!(text.contains("--step SECONDS or --measured FILE.jsonl, of one host, adds the rest"), "{text}");
+    assert!(text.contains("carries 10Gbit,50us in each direction at a time, as --network does not say"), "{text}");
+
+    // The metrics of a run of four ranks, in which each step but the first takes 100 ms.
+    let metrics = file.with_file_name("metrics.jsonl");
+    let step = |n: u64| json!({"step": n, "forward_ms": if n == 0 { 900.0 } else { 30.0 }, "backward_ms": 60.0, "step_ms": 10.0});
+    let lines = (0..9).map(step).chain([json!({"summary": true, "world_size": 2})]);
+    std::fs::write(&metrics, lines.map(|line| format!("{line}\n")).collect::<String>()).unwrap();
+    let text = run(&["--measured", metrics.to_str().unwrap(), "--json"]);
+    let all: Value = serde_json::from_str(&text).unwrap();
+    let hosts = &all["across_hosts"];
+    assert_eq!((&hosts["hosts"], &hosts["ranks_of_each"]), (&json!(2), &json!(4)));
+    assert_eq!(hosts["network"]["text"], "10Gbit,50us");
+    assert_eq!(hosts["weak_scaling"].as_array().unwrap().len(), 9);
+    assert_eq!(hosts["weak_scaling"][1]["step_s"], hosts["forecast"]["step_s"]);
+    assert_eq!(hosts["forecast"]["between"]["control"], json!({"calls": 1, "bytes_in": 96, "bytes_out": 96}));
+    let [alone, step] = [&hosts["measured_s"], &hosts["forecast"]["step_s"]].map(|s| s.as_f64().unwrap());
+    assert!((alone - 0.1).abs() < 1e-9 && step > alone && step < 0.12, "{alone} {step}");
+    let assumed = all["assumed"].to_string();
+    assert!(
+        assumed.contains("the medians of 6 measured steps") && assumed.contains("as those measured, of 2"),
+        "{assumed}"
+    );
+}
+
+#[test]
 fn what_is_wrong_ends_with_code_2_and_its_name() {
     let (_folder, file) = config(&json!({"stage": 2}));
     let file = file.to_str().unwrap();
@@ -147,6 +210,17 @@ fn what_is_wrong_ends_with_code_2_and_its_name() {
         (vec!["--model", "nano", "--frozen", "*", "--ds_config", file], "nothing to train"),
         (vec!["--model", "nano", "--frozen_packing", "nf4", "--ds_config", file], "--frozen"),
         (vec!["--model", "nano", "--frozen", "h.*", "--frozen_packing", "fp4", "--ds_config", file], "nf4-double"),
+        (vec!["--model", "nano", "--ds_config", file, "-n", "3", "--hosts", "2"], "a multiple of 2"),
+        (vec!["--model", "nano", "--ds_config", file, "-n", "2", "--hosts", "0"], "0 is not in"),
+        (vec!["--model", "nano", "--ds_config", file, "--network", "1Gbit,1ms"], "--hosts"),
+        (vec!["--model", "nano", "--ds_config", file, "--hosts", "1", "--network", "1Gb/s,1ms"], "kbit, Mbit or Gbit"),
+        (vec!["--model", "nano", "--ds_config", file, "--hosts", "1", "--network", "1Gbit,1m"], "us, ms or s"),
+        (vec!["--model", "nano", "--ds_config", file, "--hosts", "1", "--step", "0"], "more than 0 s"),
+        (
+            vec!["--model", "nano", "--ds_config", file, "--hosts", "1", "--measured", "/no/such.jsonl"],
+            "/no/such.jsonl",
+        ),
+        (vec!["--model", "nano", "--ds_config", file, "--hosts", "1", "--measured", file], "train_gpt's --metrics"),
         (vec!["--safetensors", file, "--ds_config", file], "weight_map"),
         (vec!["--safetensors", "/no/such.safetensors", "--ds_config", file], "/no/such.safetensors"),
     ] {

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 /// The most bytes of a message.
 pub(super) const MESSAGE_BYTES: usize = 1 << 18;
 /// The most bytes of a rank's messages that go to all others at a time.
-pub(super) const SENT_BYTES: usize = 16 << 20;
+const SENT_BYTES: usize = 16 << 20;
 /// Messages that are on their way to and from each other rank: a cable is not idle while a message that has come is worked
 /// on, nor while a library asks the other side whether it may send one.
 pub(super) const AHEAD: usize = 4;
@@ -34,6 +34,11 @@ const ECHO: Duration = Duration::from_millis(100);
 /// How often a wait looks for ranks that have failed.
 const WATCH: Duration = Duration::from_millis(20);
 pub(super) type Result<T> = std::result::Result<T, CommError>;
+
+/// The most bytes of a message where a rank sends one to each of `peers` ranks at a time.
+pub(super) fn message_bytes(peers: usize) -> usize {
+    MESSAGE_BYTES.min((SENT_BYTES / peers.max(1)).max(1 << 12))
+}
 
 /// One rank's side.
 pub(super) struct Crossing {

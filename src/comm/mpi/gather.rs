@@ -2,7 +2,7 @@
 //!
 //! Each host gets the bytes of the others once. What that costs stands in [`super::traffic`].
 
-use super::crossing::{AHEAD, Crossing, MESSAGE_BYTES, Result, SENT_BYTES};
+use super::crossing::{AHEAD, Crossing, Result, message_bytes};
 use super::hosts::Hosts;
 use super::link::{Tag, Transfer};
 use crate::comm::shm::SLOT_BYTES;
@@ -36,8 +36,7 @@ pub(super) fn gather(crossing: &mut Crossing, whole: &mut [u8], exact: usize) ->
         }
     }
     let longest = hosts.elsewhere().chain([here.clone()]).map(|ranks| ranks.len() * part).max().unwrap_or(0);
-    let step = MESSAGE_BYTES.min((SENT_BYTES / partners.len().max(1)).max(1 << 12));
-    let blocks: Vec<Range<usize>> = pieces(longest.div_ceil(lanes), step).collect();
+    let blocks: Vec<Range<usize>> = pieces(longest.div_ceil(lanes), message_bytes(partners.len())).collect();
     let cut = |slice: Range<usize>, block: &Range<usize>| {
         let bound = |at: usize| (slice.start + at).min(slice.end);
         bound(block.start)..bound(block.end)

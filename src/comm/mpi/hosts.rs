@@ -90,6 +90,12 @@ impl Hosts {
         Ok(Self { ranks, names, own })
     }
 
+    /// `hosts` hosts with `each` ranks each, for estimates.
+    pub(super) fn even(hosts: usize, each: usize) -> Self {
+        let ranks = (0..hosts).map(|host| host * each..(host + 1) * each).collect();
+        Self { ranks, names: Vec::new(), own: 0 }
+    }
+
     /// Hosts with so many ranks each, as `rank` sees them.
     #[cfg(test)]
     pub(super) fn with(counts: &[usize], rank: usize) -> Self {

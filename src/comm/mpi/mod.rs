@@ -20,6 +20,7 @@ mod library;
 mod link;
 mod notices;
 mod partial;
+mod passage;
 #[cfg(feature = "cli")]
 mod probe;
 mod pulse;
@@ -28,6 +29,7 @@ mod roles;
 mod tiers;
 mod traffic;
 
+pub(crate) use passage::{EvenHosts, Passage};
 pub(super) use tiers::Tiers;
 
 use super::env::RankEnv;

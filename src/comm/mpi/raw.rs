@@ -4,7 +4,7 @@
 //! are). Ranks of one host show each other theirs in shared memory, and the owner adds all of them in rank order. Parts of
 //! the next pieces are on their way while this one is added up. What that costs stands in [`super::traffic`].
 
-use super::crossing::{AHEAD, Crossing, MESSAGE_BYTES, Result, SENT_BYTES};
+use super::crossing::{AHEAD, Crossing, Result, message_bytes};
 use super::link::{Tag, Transfer};
 use crate::comm::coded::sum_blocks;
 use crate::comm::collectives::{piece_of, sum_exact, typed};
@@ -103,8 +103,8 @@ fn post(
 }
 
 /// Elements of a message to each of `peers` ranks, whole blocks of them where they travel in blocks.
-fn message_elements(wire: Wire, size: usize, peers: usize) -> usize {
-    let bytes = MESSAGE_BYTES.min((SENT_BYTES / peers.max(1)).max(1 << 12));
+pub(super) fn message_elements(wire: Wire, size: usize, peers: usize) -> usize {
+    let bytes = message_bytes(peers);
     match wire {
         Wire::Exact => bytes / size,
         Wire::Blocks(ints) => ints.whole_blocks_in(bytes),

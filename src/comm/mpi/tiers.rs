@@ -31,6 +31,13 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// How the elements of a sum with chunks of `chunk` elements travel, and which way.
+pub(super) fn sum_of(hosts: &Hosts, wire: Wire, dtype: DType, chunk: usize) -> (Wire, Way) {
+    // As elements travel in a world of this size on one machine.
+    let (wire, _) = piece_of(hosts.world_size(), wire, dtype);
+    (wire, way(hosts, wire, dtype.size_in_bytes(), chunk))
+}
+
 /// One rank's side of collectives across hosts.
 pub(in crate::comm) struct Tiers(Crossing);
 
@@ -149,10 +156,8 @@ impl Tiers {
     /// Sums this rank's chunk of all ranks' `input` (world size x n elements), and writes it from element `at` on: the place
     /// of the first chunk or of this rank's.
     fn reduce(&mut self, wire: Wire, input: &mut Flat, at: usize) -> Result<()> {
-        let (world, size) = (self.0.size(), input.dtype().size_in_bytes());
-        // As elements travel in a world of this size on one machine.
-        let (wire, _) = piece_of(world, wire, input.dtype());
-        match way(&self.0.hosts, wire, size, input.len() / world) {
+        let (wire, way) = sum_of(&self.0.hosts, wire, input.dtype(), input.len() / self.0.size());
+        match way {
             Way::Raw => raw::reduce(&mut self.0, wire, input, at),
             Way::Chain => chain::reduce(&mut self.0, wire, input, at),
         }

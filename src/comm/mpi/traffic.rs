@@ -38,36 +38,66 @@ pub(super) enum Way {
     Chain,
 }
 
+/// Bytes into the host that gets most, and out of the one that sends most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Busiest {
+    pub into: usize,
+    pub out: usize,
+}
+
+impl Busiest {
+    fn of(hosts: impl Iterator<Item = Self>) -> Self {
+        let most = |a: Self, b: Self| Self { into: a.into.max(b.into), out: a.out.max(b.out) };
+        hosts.fold(Self { into: 0, out: 0 }, most)
+    }
+
+    /// Bytes of the busier direction.
+    fn most(self) -> usize {
+        self.into.max(self.out)
+    }
+}
+
 /// The way of a sum whose chunks have `chunk` elements of `size` bytes, which travel as `wire`: the one with fewer bytes in
 /// the busiest direction of any host. The same on all ranks.
 pub(super) fn way(hosts: &Hosts, wire: Wire, size: usize, chunk: usize) -> Way {
     let (each, world) = (hosts.each(), hosts.world_size());
     let fits = Layout { wire, size, world }.elements_in(SLOT_BYTES) > 0;
     let long = world * chunk * size >= SHORT_BYTES;
-    let fewer = chain_bytes(each, size, chunk) < raw_bytes(each, wire, size, chunk);
+    let fewer = chain_bytes(each, size, chunk).most() < raw_bytes(each, wire, size, chunk).most();
     if fits && long && fewer { Way::Chain } else { Way::Raw }
 }
 
-/// Bytes in the busiest direction of any host where raw parts go.
-fn raw_bytes(hosts: &[Range<usize>], wire: Wire, size: usize, chunk: usize) -> usize {
+/// Where raw parts go.
+pub(super) fn raw_bytes(hosts: &[Range<usize>], wire: Wire, size: usize, chunk: usize) -> Busiest {
     let world = hosts.last().map_or(0, |ranks| ranks.end);
     let encoded = match wire {
         Wire::Exact => chunk * size,
         Wire::Blocks(ints) => ints.encoded_len(chunk),
     };
-    hosts.iter().map(|ranks| ranks.len() * (world - ranks.len()) * encoded).max().unwrap_or(0)
+    // An estimate may be of more bytes than can be counted.
+    let either = |ranks: &Range<usize>| (ranks.len() * (world - ranks.len())).saturating_mul(encoded);
+    Busiest::of(hosts.iter().map(|ranks| Busiest { into: either(ranks), out: either(ranks) }))
 }
 
-/// Bytes in the busiest direction of any host where partial sums go.
-fn chain_bytes(hosts: &[Range<usize>], size: usize, chunk: usize) -> usize {
+/// Where partial sums go.
+pub(super) fn chain_bytes(hosts: &[Range<usize>], size: usize, chunk: usize) -> Busiest {
     let (world, last) = (hosts.last().map_or(0, |ranks| ranks.end), hosts.len() - 1);
     let partials = PARTIAL * world * chunk;
-    let of = |(host, ranks): (usize, &Range<usize>)| {
-        let into = if host > 0 { partials } else { 0 } + if host < last { ranks.len() * chunk * size } else { 0 };
-        let out = if host < last { partials } else { (world - ranks.len()) * chunk * size };
-        into.max(out)
+    let of = |(host, ranks): (usize, &Range<usize>)| Busiest {
+        into: if host > 0 { partials } else { 0 } + if host < last { ranks.len() * chunk * size } else { 0 },
+        out: if host < last { partials } else { (world - ranks.len()) * chunk * size },
     };
-    hosts.iter().enumerate().map(of).max().unwrap_or(0)
+    Busiest::of(hosts.iter().enumerate().map(of))
+}
+
+/// Where a gather has `part` bytes of each rank.
+pub(super) fn gather_bytes(hosts: &[Range<usize>], part: usize) -> Busiest {
+    let world = hosts.last().map_or(0, |ranks| ranks.end);
+    let of = |ranks: &Range<usize>| Busiest {
+        into: (world - ranks.len()).saturating_mul(part),
+        out: (ranks.len() * (hosts.len() - 1)).saturating_mul(part),
+    };
+    Busiest::of(hosts.iter().map(of))
 }
 
 /// Elements of every chunk in one block of a chain: a message from host to host has those of a lane's chunks.
@@ -90,7 +120,7 @@ mod tests {
     fn bytes_are_those_of_the_table() {
         let bytes = |counts: &[usize], wire, size| {
             let hosts = Hosts::with(counts, 0);
-            (raw_bytes(hosts.each(), wire, size, 1280), chain_bytes(hosts.each(), size, 1280))
+            (raw_bytes(hosts.each(), wire, size, 1280).most(), chain_bytes(hosts.each(), size, 1280).most())
         };
         assert_eq!(bytes(&[8, 8], Wire::Exact, 4), (256 * 1280, 64 * 1280));
         assert_eq!(bytes(&[8, 8], Wire::Exact, 2), (128 * 1280, 64 * 1280));
@@ -100,6 +130,10 @@ mod tests {
         // A host in the middle gets partial sums and its own.
         assert_eq!(bytes(&[8, 8, 8, 8], Wire::Exact, 4), (8 * 24 * 4 * 1280, (32 * 4 + 8 * 4) * 1280));
         assert_eq!(bytes(&[3, 1], Wire::Exact, 4), (12 * 1280, 16 * 1280));
+        // The host of one rank gets most, that of three sends most.
+        let gather = |counts: &[usize]| gather_bytes(Hosts::with(counts, 0).each(), 100);
+        assert_eq!(gather(&[3, 1]), Busiest { into: 300, out: 300 });
+        assert_eq!(gather(&[2, 2, 2]), Busiest { into: 400, out: 400 });
     }
 
     #[test]

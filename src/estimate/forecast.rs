@@ -1,0 +1,274 @@
+//! How long a step takes on several hosts: that of one host, and what the cables between them add.
+//!
+//! The script of a step is played: see `script.rs`. Computing takes the measured time, collectives take what their messages
+//! between hosts take on the network. What they take inside of a host is a part of the measured time.
+
+use super::network::Network;
+use super::script::{Played, Script};
+use super::{Estimate, Measured, Setting, Shapes};
+use crate::comm::{EvenHosts, Kind};
+use crate::config::{Batch, Config};
+use crate::error::{EstimateError, Result};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// Ranks up to which [`Estimate::weak_scaling`] goes.
+const MOST_RANKS: usize = 1024;
+
+/// Collectives of one kind in a step, and their bytes between hosts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Between {
+    /// Collectives.
+    pub calls: u64,
+    /// Bytes into the host that gets most.
+    pub bytes_in: u64,
+    /// Bytes out of the host that sends most.
+    pub bytes_out: u64,
+}
+
+/// A step on several hosts.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Forecast {
+    /// Hosts.
+    pub hosts: usize,
+    /// Ranks of all hosts.
+    pub ranks: usize,
+    /// By kind of collective; kinds that do not occur are missing.
+    pub between: BTreeMap<Kind, Between>,
+    /// Seconds in which messages are on their way between hosts, where nothing is computed beside them.
+    pub wire_s: f64,
+    /// Seconds of a step, where that of one host is known.
+    pub step_s: Option<f64>,
+}
+
+impl Forecast {
+    /// Bytes between hosts, of all kinds.
+    pub fn bytes(&self) -> Between {
+        let add = |a: Between, b: &Between| Between {
+            calls: a.calls.saturating_add(b.calls),
+            bytes_in: a.bytes_in.saturating_add(b.bytes_in),
+            bytes_out: a.bytes_out.saturating_add(b.bytes_out),
+        };
+        self.between.values().fold(Between::default(), add)
+    }
+}
+
+/// A row of a table of weak scaling.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Row {
+    /// The step.
+    #[serde(flatten)]
+    pub forecast: Forecast,
+    /// Of one host's step, as a share of this one's: 1 where more hosts cost no time.
+    pub efficiency: Option<f64>,
+    /// Model state of a rank in memory, at most, as in [`Estimate::host_bytes`] and [`Estimate::device_bytes`].
+    pub rank_bytes: usize,
+}
+
+impl Estimate {
+    /// The step on so many hosts with as many ranks each, where a step of one host with as many ranks as each of them has
+    /// takes as long as `measured`.
+    ///
+    /// # Errors
+    /// [`EstimateError::Hosts`]: the ranks cannot be divided so.
+    pub fn forecast(&self, hosts: usize, network: &Network, measured: Option<&Measured>) -> Result<Forecast> {
+        let ranks = self.memory.world_size;
+        if hosts == 0 || !ranks.is_multiple_of(hosts) {
+            return Err(EstimateError::Hosts { ranks, hosts }.into());
+        }
+        let all = EvenHosts::new(hosts, ranks / hosts);
+        let mut between = BTreeMap::<Kind, Between>::new();
+        for (c, times) in self.script.collectives() {
+            let entry = between.entry(c.kind).or_default();
+            // The number of micro steps may be anything.
+            let add = |sum: &mut u64, each: usize| *sum = sum.saturating_add((each as u64).saturating_mul(times));
+            add(&mut entry.calls, 1);
+            for passage in all.passages(c.kind, c.wire, c.dtype, c.elements) {
+                add(&mut entry.bytes_in, passage.into);
+                add(&mut entry.bytes_out, passage.out);
+            }
+        }
+        let Played { step, wire } = play(&self.script, &all, network, measured);
+        Ok(Forecast { hosts, ranks, between, wire_s: wire, step_s: measured.map(|_| step) })
+    }
+
+    /// Steps of 1, 2, 4 ... hosts with `each` ranks, and of those `hosts`, up to 1,024 ranks: each rank has the batch that it
+    /// has in `config`.
+    ///
+    /// # Errors
+    /// As [`Estimate::with`].
+    pub fn weak_scaling(
+        shapes: &Shapes,
+        config: &Config,
+        setting: Setting,
+        (hosts, each): (usize, usize),
+        network: &Network,
+        measured: Option<&Measured>,
+    ) -> Result<Vec<Row>> {
+        let doubled = std::iter::successors(Some(1usize), |hosts| hosts.checked_mul(2));
+        let mut counts: Vec<usize> =
+            doubled.take_while(|hosts| *hosts == 1 || hosts.saturating_mul(each) <= MOST_RANKS).collect();
+        counts.push(hosts);
+        counts.sort_unstable();
+        counts.dedup();
+        let row = |hosts: usize| {
+            let setting = Setting { hosts, ..setting };
+            let estimate = Self::with(shapes, &with_ranks(config, hosts.saturating_mul(each)), setting)?;
+            let forecast = estimate.forecast(hosts, network, measured)?;
+            let efficiency = measured.zip(forecast.step_s).map(|(alone, step_s)| (alone.step_s() / step_s).min(1.0));
+            let rank_bytes = estimate.host_bytes().saturating_add(estimate.device_bytes());
+            Ok(Row { forecast, efficiency, rank_bytes })
+        };
+        counts.into_iter().map(row).collect()
+    }
+}
+
+/// The configuration for another number of ranks, with as many samples for each.
+fn with_ranks(config: &Config, ranks: usize) -> Config {
+    let of_rank = config.batch.train_micro_batch_size_per_gpu.saturating_mul(config.batch.gradient_accumulation_steps);
+    let batch = Batch { train_batch_size: of_rank.saturating_mul(ranks), ..config.batch };
+    Config { world_size: ranks, batch, ..config.clone() }
+}
+
+/// Plays a step. Where nothing is known of computing, it takes no time.
+fn play(script: &Script, hosts: &EvenHosts, network: &Network, measured: Option<&Measured>) -> Played {
+    let travelling = |c: &super::script::Collective| {
+        hosts.passages(c.kind, c.wire, c.dtype, c.elements).iter().map(|passage| network.seconds(passage)).sum()
+    };
+    match measured {
+        None => script.run(|_, _| 0.0, travelling),
+        Some(measured) => {
+            let (seconds, rest) = measured.spread(script.work());
+            let Played { step, wire } = script.run(seconds, travelling);
+            Played { step: step + rest, wire }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn config(ranks: usize, zero: serde_json::Value, accumulation: usize) -> Config {
+        let config = json!({
+            "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation,
+            "optimizer": {"type": "AdamW"}, "zero_optimization": zero,
+        });
+        Config::load(config.to_string().as_str(), ranks).unwrap()
+    }
+
+    fn estimate(ranks: usize, zero: serde_json::Value) -> Estimate {
+        Estimate::new(&Shapes::preset("nano").unwrap(), &config(ranks, zero, 1)).unwrap()
+    }
+
+    fn step(estimate: &Estimate, hosts: usize, network: &str, seconds: f64) -> f64 {
+        let measured = Measured::seconds(seconds).unwrap();
+        estimate.forecast(hosts, &network.parse().unwrap(), Some(&measured)).unwrap().step_s.unwrap()
+    }
+
+    fn settings() -> impl Iterator<Item = serde_json::Value> {
+        let stages =
+            (0..4).flat_map(|stage| [true, false].map(|overlap| json!({"stage": stage, "overlap_comm": overlap})));
+        stages.chain([
+            json!({"stage": 2, "zero_quantized_gradients": true, "reduce_bucket_size": 1000}),
+            json!({"stage": 3, "zero_quantized_weights": true, "stage3_param_persistence_threshold": 0}),
+        ])
+    }
+
+    #[test]
+    fn where_the_wire_costs_nothing_the_step_is_that_of_one_host() {
+        for zero in settings() {
+            let all = estimate(4, zero.clone());
+            // A byte takes less than anything that is looked at.
+            for (hosts, network) in [(1, "1bit,9s"), (2, "999999999999999GB/s,0us"), (4, "999999999999999GB/s,0us")] {
+                let found = step(&all, hosts, network, 0.5);
+                assert!((found - 0.5).abs() < 1e-9, "{zero} {hosts}: {found}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_step_lies_between_the_longer_of_both_threads_and_their_sum() {
+        for zero in settings() {
+            let all = estimate(4, zero.clone());
+            let network: Network = "1Gbit,1ms".parse().unwrap();
+            let wire = all.forecast(2, &network, None).unwrap();
+            assert_eq!(wire.step_s, None);
+            let found = step(&all, 2, "1Gbit,1ms", 0.3);
+            assert!(wire.wire_s > 0.01 && found >= wire.wire_s.max(0.3) && found <= wire.wire_s + 0.3 + 1e-9, "{zero}");
+            let overlaps = config(4, zero.clone(), 1).zero.overlap_comm;
+            let is_sum = (found - wire.wire_s - 0.3).abs() < 1e-9;
+            // At stage 1 gradients stay until backward is over.
+            assert_eq!(is_sum, !overlaps || zero["stage"] == 1, "{zero}: {found} {}", wire.wire_s);
+        }
+    }
+
+    #[test]
+    fn a_slower_or_longer_cable_never_makes_a_step_shorter() {
+        for zero in settings() {
+            let all = estimate(4, zero.clone());
+            let by_rate = ["100Gbit,50us", "1Gbit,50us", "100Mbit,50us"].map(|network| step(&all, 2, network, 0.2));
+            let by_latency = ["1Gbit,0us", "1Gbit,1ms", "1Gbit,30ms"].map(|network| step(&all, 2, network, 0.2));
+            assert!(by_rate.is_sorted() && by_latency.is_sorted(), "{zero}: {by_rate:?} {by_latency:?}");
+        }
+    }
+
+    #[test]
+    fn micro_steps_that_are_not_gone_through_count_too() {
+        let shapes = Shapes::preset("nano").unwrap();
+        let network = Network::ASSUMED;
+        let of = |accumulation| {
+            let estimate = Estimate::new(&shapes, &config(4, json!({"stage": 3}), accumulation)).unwrap();
+            let forecast = estimate.forecast(2, &network, None).unwrap();
+            let calls = |kind: &Kind| forecast.between.get(kind).map_or(0, |between| between.calls);
+            Kind::ALL.iter().for_each(|kind| assert_eq!(calls(kind), estimate.step.kind(*kind).calls, "{kind:?}"));
+            forecast
+        };
+        let [three, four, hundred] = [3, 4, 100].map(of);
+        let each = four.wire_s - three.wire_s;
+        assert!((hundred.wire_s - three.wire_s - 97.0 * each).abs() < 1e-9 * hundred.wire_s);
+        let bytes = |forecast: &Forecast| forecast.bytes().bytes_in;
+        assert_eq!(bytes(&hundred) - bytes(&three), 97 * (bytes(&four) - bytes(&three)));
+    }
+
+    #[test]
+    fn more_hosts_share_the_state_and_their_ranks_have_the_same_batch() {
+        let (shapes, config) = (Shapes::preset("nano").unwrap(), config(6, json!({"stage": 3}), 1));
+        let measured = Measured::seconds(1.0).unwrap();
+        let table = |hosts, each| {
+            let scaled = Estimate::weak_scaling(
+                &shapes,
+                &config,
+                Setting::default(),
+                (hosts, each),
+                &Network::ASSUMED,
+                Some(&measured),
+            );
+            scaled.unwrap()
+        };
+        let rows = table(3, 2);
+        let hosts: Vec<usize> = rows.iter().map(|row| row.forecast.hosts).collect();
+        assert_eq!(hosts, [1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512]);
+        assert_eq!(rows[10].forecast.ranks, 1024);
+        assert!(rows[0].forecast.step_s.is_some_and(|step| (step - 1.0).abs() < 1e-9));
+        assert!(rows[0].efficiency.is_some_and(|share| share > 1.0 - 1e-9));
+        // Shards of small parameters are mostly padding in the end.
+        assert!(rows[1..].iter().all(|row| row.rank_bytes < rows[0].rank_bytes));
+        assert!(rows.iter().all(|row| row.efficiency.is_some_and(|e| e > 0.0 && e <= 1.0)));
+        let alone = Estimate::new(&shapes, &with_ranks(&config, 4)).unwrap();
+        assert_eq!(alone.host_bytes(), rows[1].rank_bytes);
+        assert_eq!(alone.forecast(2, &Network::ASSUMED, Some(&measured)).unwrap(), rows[1].forecast);
+        assert_eq!(table(1, 2000).len(), 1);
+    }
+
+    #[test]
+    fn ranks_that_cannot_be_divided_are_refused() {
+        let all = estimate(6, json!({"stage": 2}));
+        for hosts in [0, 4, 7] {
+            let error = all.forecast(hosts, &Network::ASSUMED, None).unwrap_err();
+            assert!(error.to_string().contains("6 ranks cannot be divided among"), "{error}");
+        }
+    }
+}

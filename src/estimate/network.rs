@@ -1,0 +1,227 @@
+//! A cable between hosts, and how long messages take on it.
+
+use crate::comm::Passage;
+use crate::error::EstimateError;
+use std::fmt;
+use std::str::FromStr;
+
+/// Bytes of data in a full Ethernet frame of TCP, and all bytes of the frame: what limits a cable, `tc` too, counts these.
+const FRAME: [f64; 2] = [1448.0, 1514.0];
+/// Up to so many bytes MPI libraries send a message at once. A longer one is announced and asked for before it travels.
+const SHORT_MESSAGE: usize = 64 << 10;
+/// Ways from host to host until a short message, and a longer one, has come.
+const WAYS: [f64; 2] = [1.0, 3.0];
+
+/// The cable of each host: how fast it carries bytes in each direction, and how long one takes to the other end.
+///
+/// Written as `25Gbit,50us`: a rate, in bits of the cable as `tc` writes them (`bit`, `kbit`, `Mbit`, `Gbit`, thousands of
+/// one another) or in bytes of data (`MB/s`, `GB/s`), and a latency, one way (`us`, `ms`, `s`).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Network {
+    rate: f64,
+    rate_unit: RateUnit,
+    latency: f64,
+    latency_unit: LatencyUnit,
+}
+
+/// A unit of rates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct RateUnit {
+    name: &'static str,
+    /// A second's bytes, of frames or of data.
+    bytes: u64,
+    /// Bits of a byte where it counts bits of the cable.
+    bits: Option<u64>,
+}
+
+/// A unit of latencies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct LatencyUnit {
+    name: &'static str,
+    /// So many are a second.
+    parts: u64,
+}
+
+const RATES: [RateUnit; 6] = [
+    // The others end like this one.
+    RateUnit { name: "kbit", bytes: 1_000, bits: Some(8) },
+    RateUnit { name: "Mbit", bytes: 1_000_000, bits: Some(8) },
+    RateUnit { name: "Gbit", bytes: 1_000_000_000, bits: Some(8) },
+    RateUnit { name: "bit", bytes: 1, bits: Some(8) },
+    RateUnit { name: "MB/s", bytes: 1_000_000, bits: None },
+    RateUnit { name: "GB/s", bytes: 1_000_000_000, bits: None },
+];
+
+const LATENCIES: [LatencyUnit; 3] = [
+    LatencyUnit { name: "us", parts: 1_000_000 },
+    LatencyUnit { name: "ms", parts: 1_000 },
+    LatencyUnit { name: "s", parts: 1 },
+];
+
+/// What may stand for each part.
+const BOTH: &str = "a comma stands between them";
+const RATE: &str = "the rate is a number above 0 and bit, kbit, Mbit or Gbit (bits of the cable, in each direction), or MB/s \
+                    or GB/s (bytes of data)";
+const LATENCY: &str = "the latency is a number and us, ms or s (one way)";
+
+impl Network {
+    /// What is assumed where nothing is said: a cable of 10 Gbit, 50 us long.
+    pub const ASSUMED: Self = Self { rate: 10.0, rate_unit: RATES[2], latency: 50.0, latency_unit: LATENCIES[0] };
+
+    /// Bytes of data that go through the cable in a second, in each direction.
+    pub fn bytes_per_s(&self) -> f64 {
+        let bytes = self.rate * self.rate_unit.bytes as f64;
+        self.rate_unit.bits.map_or(bytes, |bits| bytes / bits as f64 * FRAME[0] / FRAME[1])
+    }
+
+    /// Seconds from one host to another.
+    pub fn latency_s(&self) -> f64 {
+        self.latency / self.latency_unit.parts as f64
+    }
+
+    /// Seconds from the beginning of a passage to its end, headers included.
+    ///
+    /// A message waits for the one that is `window` messages before it. So either the cable is always busy, or each window
+    /// waits for the ways of its messages.
+    pub(super) fn seconds(&self, passage: &Passage) -> f64 {
+        let Passage { into, out, message, messages, window, hops, behind } = *passage;
+        let (rate, latency) = (self.bytes_per_s(), self.latency_s());
+        let ways = latency * WAYS[usize::from(message > SHORT_MESSAGE)];
+        let busy = into.max(out) as f64 / rate;
+        let each = busy / messages as f64;
+        let windows = (messages - 1) / window;
+        latency + hops as f64 * ways + busy.max(each + windows as f64 * (ways + each)) + behind as f64 / rate
+    }
+}
+
+impl FromStr for Network {
+    type Err = EstimateError;
+
+    fn from_str(text: &str) -> Result<Self, EstimateError> {
+        let wrong = |allowed| EstimateError::Network { found: text.into(), allowed };
+        let (rate, latency) = text.split_once(',').ok_or_else(|| wrong(BOTH))?;
+        let of_rate = |unit: &&RateUnit| match unit.bits {
+            // tc takes them so.
+            Some(_) => ends_with_ignoring_case(rate, unit.name),
+            None => rate.ends_with(unit.name),
+        };
+        let rate_unit = *RATES.iter().find(of_rate).ok_or_else(|| wrong(RATE))?;
+        let latency_unit = *LATENCIES.iter().find(|unit| latency.ends_with(unit.name)).ok_or_else(|| wrong(LATENCY))?;
+        let rate = number(rate, rate_unit.name).filter(|rate| *rate > 0.0).ok_or_else(|| wrong(RATE))?;
+        let latency = number(latency, latency_unit.name).ok_or_else(|| wrong(LATENCY))?;
+        let network = Self { rate, rate_unit, latency, latency_unit };
+        // Numbers that are too small or too large to be computed with.
+        match (network.bytes_per_s().is_normal(), network.latency_s().is_finite()) {
+            (true, true) => Ok(network),
+            (false, _) => Err(wrong(RATE)),
+            (true, false) => Err(wrong(LATENCY)),
+        }
+    }
+}
+
+fn ends_with_ignoring_case(text: &str, end: &str) -> bool {
+    let start = text.len().checked_sub(end.len());
+    start.and_then(|start| text.get(start..)).is_some_and(|last| last.eq_ignore_ascii_case(end))
+}
+
+/// The number in front of a unit: digits, with a point among them or none.
+fn number(text: &str, unit: &str) -> Option<f64> {
+    let digits = text[..text.len() - unit.len()].trim();
+    let plain = digits.bytes().all(|b| b.is_ascii_digit() || b == b'.');
+    digits.parse::<f64>().ok().filter(|number| plain && number.is_finite())
+}
+
+/// As it is read.
+impl fmt::Display for Network {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{},{}{}", self.rate, self.rate_unit.name, self.latency, self.latency_unit.name)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::comm::{EvenHosts, Kind, Wire};
+    use candle_core::DType;
+    use proptest::prelude::*;
+
+    fn network(text: &str) -> Network {
+        text.parse().unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn a_network_is_read_as_it_is_written(
+            (rate, rate_unit) in (1e-3..1e9, prop::sample::select(&RATES[..])),
+            (latency, latency_unit) in (prop_oneof![Just(0.0), 1e-6..1e6], prop::sample::select(&LATENCIES[..])),
+        ) {
+            let network = Network { rate, rate_unit, latency, latency_unit };
+            prop_assert_eq!(network.to_string().parse::<Network>().unwrap(), network);
+        }
+    }
+
+    #[test]
+    fn units_are_those_of_cables_and_of_data() {
+        assert_eq!(network("10gbit,50us"), Network::ASSUMED);
+        assert_eq!(network("1000Mbit,1ms").bytes_per_s(), network("1Gbit,1ms").bytes_per_s());
+        assert_eq!(network("125MB/s,1ms").bytes_per_s(), 125e6);
+        assert_eq!(network("0.125GB/s,1000us").latency_s(), 1e-3);
+        assert_eq!(network("1Gbit,1ms").bytes_per_s(), 125e6 * 1448.0 / 1514.0);
+        assert_eq!(network("8bit,2s").latency_s(), 2.0);
+    }
+
+    #[test]
+    fn what_is_no_network_is_named_with_what_is() {
+        for (text, words) in [
+            ("", "a comma"),
+            ("25Gbit", "a comma"),
+            ("25,50us", "the rate is"),
+            ("Gbit,50us", "the rate is"),
+            ("0Gbit,50us", "the rate is"),
+            ("-1Gbit,50us", "the rate is"),
+            ("infGbit,50us", "the rate is"),
+            ("1e3Mbit,50us", "the rate is"),
+            ("1Mb/s,50us", "the rate is"),
+            ("25Gbit,50", "the latency is"),
+            ("25Gbit,us", "the latency is"),
+            ("25Gbit,50us,1", "the latency is"),
+            ("25Gbit,NaNs", "the latency is"),
+            ("ä,ö", "the rate is"),
+        ] {
+            let error = text.parse::<Network>().unwrap_err().to_string();
+            assert!(error.contains(words) && error.contains(&format!("\"{text}\"")), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_passage_takes_its_bytes_and_its_ways() {
+        let one = Passage { into: 3000, out: 5000, message: 2500, messages: 1, window: 2, hops: 1, behind: 0 };
+        // The header's way, the message's, and the bytes of the busier direction.
+        assert!((network("1MB/s,1ms").seconds(&one) - 7e-3).abs() < 1e-12);
+        let long = Passage { message: 1 << 18, ..one };
+        assert!((network("1MB/s,1ms").seconds(&long) - 9e-3).abs() < 1e-12);
+        // A hundred messages, two at a time: of 1 ms each a slow cable is always busy, and a fast one waits for ways.
+        let many = Passage { into: 100_000, out: 100_000, message: 1000, messages: 100, window: 2, hops: 1, behind: 0 };
+        assert!((network("1MB/s,1ms").seconds(&many) - 102e-3).abs() < 1e-12);
+        assert!((network("1MB/s,100ms").seconds(&many) - (200e-3 + 1e-3 + 49.0 * 101e-3)).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_slower_or_longer_cable_never_takes_less() {
+        let all = [(2, 1), (2, 2), (2, 8), (4, 4)].map(|(hosts, each)| EvenHosts::new(hosts, each));
+        let passages = all.iter().flat_map(|hosts| {
+            let sizes = [0, 1, 5000, 1 << 17, 1 << 24];
+            sizes.into_iter().flat_map(move |n| {
+                [Kind::ReduceScatter, Kind::AllReduce, Kind::AllGather]
+                    .into_iter()
+                    .flat_map(move |kind| hosts.passages(kind, Wire::Exact, DType::F32, 16 * n))
+            })
+        });
+        for passage in passages {
+            let by_rate = ["40Gbit,50us", "1Gbit,50us", "1Mbit,50us"].map(|text| network(text).seconds(&passage));
+            let by_latency = ["1Gbit,0s", "1Gbit,1us", "1Gbit,20ms"].map(|text| network(text).seconds(&passage));
+            assert!(by_rate.is_sorted() && by_latency.is_sorted(), "{passage:?} {by_rate:?} {by_latency:?}");
+        }
+    }
+}
