@@ -46,7 +46,7 @@ pub fn steps(metrics: &Path) -> Vec<[String; 2]> {
 }
 
 /// Trains `nano` for three steps, started by `start`, at a stage.
-fn train(mut start: Command, train_gpt: &Path, stage: usize, folder: &Path, name: &str) -> Vec<[String; 2]> {
+pub fn train(mut start: Command, train_gpt: &Path, stage: usize, folder: &Path, name: &str) -> Vec<[String; 2]> {
     let config = format!("{}/ds_configs/zero{stage}.json", env!("CARGO_MANIFEST_DIR"));
     let metrics = folder.join(format!("{name}-{stage}.jsonl"));
     start
