@@ -10,6 +10,8 @@
 //! | Slurm's srun | `SLURM_PROCID`, `SLURM_NTASKS` (`SLURM_NPROCS`) | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` |
 //! | none | rank 0 of 1 | |
 //!
+//! `srun --mpi=pmi2` sets MPICH's rank and world; the places on the host are then Slurm's.
+//!
 //! Ranks that a launcher of MPI started (the last three) are joined by MPI, on one host or several; those of `zerorun` where
 //! it has started them on several.
 
@@ -230,7 +232,10 @@ impl Vars<'_> {
             return Ok(Some(RankNumbers { rank, world, local, mpi: true }));
         }
         if let Some((rank, world)) = self.pair("PMI_RANK", &["PMI_SIZE"])? {
-            let local = self.pair("MPI_LOCALRANKID", &["MPI_LOCALNRANKS"])?;
+            let local = match self.pair("MPI_LOCALRANKID", &["MPI_LOCALNRANKS"])? {
+                None if self.is_slurm_task(rank, world)? => self.slurm_local()?,
+                local => local,
+            };
             return Ok(Some(RankNumbers { rank, world, local, mpi: true }));
         }
         // SLURM_NTASKS alone is no half-set group: every shell inside an allocation has it, tasks have SLURM_PROCID
@@ -241,6 +246,12 @@ impl Vars<'_> {
             return Ok(Some(RankNumbers { rank, world, local: self.slurm_local()?, mpi: true }));
         }
         Ok(None)
+    }
+
+    /// Whether this rank of MPI is one that srun has started: a batch script, in which an mpirun may start ranks, is a task too.
+    fn is_slurm_task(&self, rank: Number, world: Number) -> Result<bool> {
+        let (task, tasks) = (self.number("SLURM_PROCID")?, self.number("SLURM_STEP_NUM_TASKS")?);
+        Ok(task.zip(tasks).is_some_and(|(task, tasks)| (task.value, tasks.value) == (rank.value, world.value)))
     }
 
     fn slurm_local(&self) -> Result<Option<(Number, Number)>> {
@@ -352,6 +363,32 @@ mod tests {
         ];
         assert_eq!(numbers(&read(&slurm).unwrap()), [3, 4, 3, 4]);
         assert_eq!(numbers(&read(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1")]).unwrap()), [0, 1, 0, 1]);
+    }
+
+    #[test]
+    fn ranks_of_srun_with_pmi_2_have_slurms_places_on_their_host_and_those_of_an_mpirun_in_a_batch_script_not() {
+        let pmi = [("PMI_RANK", "3"), ("PMI_SIZE", "4")];
+        let srun = [
+            ("SLURM_PROCID", "3"),
+            ("SLURM_NTASKS", "4"),
+            ("SLURM_STEP_NUM_TASKS", "4"),
+            ("SLURM_LOCALID", "0"),
+            ("SLURM_NODEID", "1"),
+            ("SLURM_STEP_TASKS_PER_NODE", "3,1"),
+        ];
+        assert_eq!(numbers(&read(&[&pmi[..], &srun].concat()).unwrap()), [3, 4, 0, 1]);
+        let script = [
+            ("SLURM_PROCID", "0"),
+            ("SLURM_NTASKS", "4"),
+            ("SLURM_STEP_NUM_TASKS", "1"),
+            ("SLURM_LOCALID", "0"),
+            ("SLURM_NODEID", "0"),
+            ("SLURM_STEP_TASKS_PER_NODE", "1"),
+        ];
+        assert_eq!(
+            numbers(&read(&[&[("PMI_RANK", "0"), ("PMI_SIZE", "4")][..], &script].concat()).unwrap()),
+            [0, 4, 0, 4]
+        );
     }
 
     #[test]

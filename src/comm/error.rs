@@ -174,7 +174,8 @@ pub enum CommError {
     /// MPI and the environment name different ranks.
     #[error(
         "the environment says rank {rank} of {world}, MPI says rank {mpi_rank} of {mpi_world} ({library}): the library is not \
-         that of the mpirun which started the ranks, or under zerorun none of MPICH's kind; name its file with CANDLE_ZERO_MPI_LIBRARY"
+         that of the mpirun which started the ranks, or under zerorun none of MPICH's kind; name its file with CANDLE_ZERO_MPI_LIBRARY; \
+         Slurm's srun needs --mpi=pmi2"
     )]
     MpiForeign {
         /// The rank by the environment.

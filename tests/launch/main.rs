@@ -12,6 +12,7 @@ mod nodes;
 mod ranks;
 mod restarts;
 mod script;
+mod slurm;
 mod stuck;
 mod train_gpt;
 mod train_gpt_ends;

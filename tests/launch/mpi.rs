@@ -53,7 +53,7 @@ fn config(stage: usize) -> String {
 }
 
 /// Trains `nano` for three steps, started by `start`, at a stage.
-fn train(start: Command, train_gpt: &Path, stage: usize, folder: &Path, name: &str) -> Vec<[String; 2]> {
+pub fn train(start: Command, train_gpt: &Path, stage: usize, folder: &Path, name: &str) -> Vec<[String; 2]> {
     train_by(start, train_gpt, &config(stage), &folder.join(format!("{name}-{stage}.jsonl")))
 }
 

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Output};
 use std::time::{Duration, Instant};
 
 /// Two hosts with MPICH, or why there are none.
-fn cluster<T: Fn() + Copy>(test: T) -> Option<Hosts> {
+pub fn cluster<T: Fn() + Copy>(test: T) -> Option<Hosts> {
     if Mpi::Mpich.folder().is_none() {
         skipped(test, "no MPICH; scripts/fetch_mpi.sh fetches it");
         return None;
@@ -136,7 +136,7 @@ fn the_start_command_of_the_jobset_runs_on_two_hosts() {
 }
 
 /// The steps that a training has reported so far.
-fn done(metrics: &Path) -> usize {
+pub fn done(metrics: &Path) -> usize {
     std::fs::read_to_string(metrics).map_or(0, |text| text.lines().filter(|line| line.contains("\"loss\"")).count())
 }
 

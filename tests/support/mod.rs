@@ -7,6 +7,7 @@ pub mod gan;
 pub mod processes;
 pub mod recorded;
 pub mod skips;
+pub mod slurm;
 pub mod swap;
 pub mod synth;
 pub mod tiny;

@@ -1,0 +1,131 @@
+//! The same program under Slurm's `srun`, on two nodes of daemons that the tests start: every rank a task, or a launcher on
+//! each node.
+
+use crate::mpi::train;
+use crate::nodes::{cluster, done};
+use crate::support::processes::{as_program, example, program, start, stderr, stdout, wait_up_to, zerorun};
+use crate::support::skips::skipped;
+use crate::support::slurm::Slurm;
+use candle_zero::comm::RankEnv;
+use rustix::process::{Pid, Signal, kill_process};
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// Two nodes, or why there are none.
+fn slurm<T: Fn() + Copy>(test: T) -> Option<Slurm> {
+    if let Some(name) = Slurm::lacking() {
+        skipped(test, format!("no {name}; apt-get install slurm-wlm"));
+        return None;
+    }
+    cluster(test).map(Slurm::start)
+}
+
+/// `srun` of four tasks, which are ranks; the program and its arguments come next.
+fn four_tasks(slurm: &Slurm, options: &str) -> Command {
+    let mut srun = slurm.srun(&format!("--mpi=pmi2 -N 2 -n 4 {options}"));
+    // MPICH's addresses of UCX are lines of PMI 1 that are longer than 1024 bytes, of which Slurm 22.05 at times reads a part.
+    srun.env("MPIR_CVAR_CH4_NETMOD", "ofi");
+    srun
+}
+
+/// What four ranks on one host give at stage 3.
+fn on_one_host(train_gpt: &Path, folder: &Path) -> Vec<[String; 2]> {
+    let mut one = zerorun();
+    one.args(["-n", "4"]);
+    train(one, train_gpt, 3, folder, "one")
+}
+
+#[test]
+fn four_tasks_of_srun_on_two_nodes_have_the_bits_of_four_ranks_on_one_host() {
+    let Some(slurm) = slurm(four_tasks_of_srun_on_two_nodes_have_the_bits_of_four_ranks_on_one_host) else { return };
+    let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
+    let expected = on_one_host(&train_gpt, folder.path());
+    // Without a number for each node Slurm fills the first: three tasks and one.
+    for (name, options) in [("two and two", "--ntasks-per-node=2"), ("three and one", "")] {
+        let srun = four_tasks(&slurm, options);
+        assert_eq!(train(srun, &train_gpt, 3, folder.path(), name), expected, "{name}");
+    }
+}
+
+#[test]
+fn a_launcher_on_each_node_by_srun_or_by_the_batch_script_of_deploy_gives_the_bits_of_one_host() {
+    let test = a_launcher_on_each_node_by_srun_or_by_the_batch_script_of_deploy_gives_the_bits_of_one_host;
+    let Some(slurm) = slurm(test) else { return };
+    let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
+    let expected = on_one_host(&train_gpt, folder.path());
+
+    let launcher = env!("CARGO_BIN_EXE_zerorun");
+    let mut srun = slurm.srun("-N 2 --ntasks-per-node=1");
+    srun.args([launcher, "--nnodes", "2", "--master_addr", "10.77.0.1", "-n", "2"]);
+    assert_eq!(train(srun, &train_gpt, 3, folder.path(), "srun"), expected, "srun");
+
+    // `sbatch --wait` asks every ten seconds.
+    let text = format!(
+        "cd {}\n\
+         zerorun deploy slurm --nodes 2 -n 2 \"$@\" > job.sh && id=$(sbatch --parsable -o job.out job.sh) || exit\n\
+         while :; do\n\
+         case $(squeue -h -t all -j $id -o %T) in\n\
+         PENDING | CONFIGURING | RUNNING | COMPLETING) sleep 0.1 ;;\n\
+         COMPLETED) exit 0 ;;\n\
+         *) cat job.out >&2; exit 1 ;;\n\
+         esac\n\
+         done",
+        folder.path().display()
+    );
+    let submit = program(folder.path(), "submit", &text);
+    let mut batch = slurm.command(0, 240, submit.to_str().unwrap());
+    let bin = Path::new(launcher).parent().unwrap();
+    batch.env("PATH", format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default()));
+    assert_eq!(train(batch, &train_gpt, 3, folder.path(), "sbatch"), expected, "sbatch");
+}
+
+/// What the next test starts as each task.
+#[test]
+#[ignore = "what the next test starts as each task"]
+fn as_a_task() {
+    let RankEnv { rank, world_size, local_rank, local_world_size, mpi, .. } = RankEnv::from_env().unwrap();
+    println!("place: {rank} of {world_size}, {local_rank} of {local_world_size} here, mpi {mpi}");
+}
+
+#[test]
+fn a_task_of_srun_knows_its_place_on_its_node_with_pmi_2_and_without() {
+    let Some(slurm) = slurm(a_task_of_srun_knows_its_place_on_its_node_with_pmi_2_and_without) else { return };
+    for mpi in ["pmi2", "none"] {
+        let mut srun = slurm.srun(&format!("--mpi={mpi} -N 2 -n 4"));
+        srun.arg(std::env::current_exe().unwrap()).args(as_program(module_path!(), "as_a_task"));
+        let output = srun.output().unwrap();
+        let said = stdout(&output);
+        let mut places: Vec<&str> = said.lines().filter_map(|line| Some(line.split_once("place: ")?.1)).collect();
+        places.sort_unstable();
+        let expected = [
+            "0 of 4, 0 of 3 here, mpi true",
+            "1 of 4, 1 of 3 here, mpi true",
+            "2 of 4, 2 of 3 here, mpi true",
+            "3 of 4, 0 of 1 here, mpi true",
+        ];
+        assert_eq!(places, expected, "{mpi}: {said} {}", stderr(&output));
+    }
+}
+
+#[test]
+fn all_tasks_of_srun_with_k_end_when_one_is_killed_and_nothing_is_left() {
+    let Some(slurm) = slurm(all_tasks_of_srun_with_k_end_when_one_is_killed_and_nothing_is_left) else { return };
+    let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
+    let (config, metrics) = (format!("{}/ds_configs/zero3.json", env!("CARGO_MANIFEST_DIR")), folder.path().join("m"));
+    let mut srun = four_tasks(&slurm, "-K --ntasks-per-node=2");
+    srun.arg(train_gpt).args(["--model", "nano", "--steps", "100000", "--sample", "0", "--ds_config", &config]);
+    let srun = start(srun.arg("--metrics").arg(&metrics));
+    wait_up_to(Duration::from_secs(60), "a step", || (done(&metrics) > 0).then_some(()));
+    let tasks = slurm.hosts().processes(1, "train_gpt");
+    assert_eq!(tasks.len(), 2);
+    let begin = Instant::now();
+    kill_process(Pid::from_raw(tasks[1]).unwrap(), Signal::KILL).unwrap();
+    let output = srun.wait_with_output().unwrap();
+    let errors = stderr(&output);
+    assert!(begin.elapsed() < Duration::from_secs(20), "{errors}");
+    assert!(!output.status.success() && errors.contains(": Killed"), "{} {errors}", output.status);
+    wait_up_to(Duration::from_secs(20), "the tasks to end", || {
+        [0, 1].iter().all(|node| slurm.hosts().processes(*node, "train_gpt").is_empty()).then_some(())
+    });
+}

@@ -1,0 +1,127 @@
+//! Slurm for tests: a controller and two nodes, each of which is one of the hosts.
+
+use super::cluster::Hosts;
+use std::fs::File;
+use std::path::PathBuf;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+/// Seconds after which the daemons end by themselves, where the process of the test is gone.
+const LIFE: u32 = 600;
+
+/// Two nodes, which are the hosts and have their names. The daemons, and all that they have started, are ended when this is
+/// dropped.
+pub struct Slurm {
+    // Dropped in this order: with the hosts goes all that runs there.
+    hosts: Hosts,
+    daemons: Daemons,
+    folder: tempfile::TempDir,
+}
+
+struct Daemons(Vec<Child>);
+
+impl Drop for Daemons {
+    fn drop(&mut self) {
+        for daemon in &mut self.0 {
+            _ = daemon.kill();
+            _ = daemon.wait();
+        }
+    }
+}
+
+impl Slurm {
+    /// The first of its programs that this machine lacks.
+    pub fn lacking() -> Option<&'static str> {
+        // Whatever comes of it: some want a configuration even to tell their version.
+        let there = |name: &&str| Command::new(name).arg("-V").output().is_ok();
+        ["slurmctld", "slurmd", "srun", "sbatch", "squeue", "sinfo"].into_iter().find(|name| !there(name))
+    }
+
+    /// Starts the daemons and waits until both nodes are ready.
+    pub fn start(hosts: Hosts) -> Self {
+        let mut slurm = Self { hosts, daemons: Daemons(Vec::new()), folder: tempfile::tempdir().unwrap() };
+        slurm.configure();
+        let mut controller = slurm.command(0, LIFE, "slurmctld");
+        controller.args(["-D", "-i"]);
+        slurm.keep(controller);
+        for node in [0, 1] {
+            // `ip netns exec` has made a mount namespace, so only this node sees these. Batch scripts name the first node; MPICH
+            // names its files in /dev/shm by the job's number, which every Slurm counts from 1, and killed ranks leave them.
+            let mounts = "mount --bind \"$0\" /etc/hosts && mount -t tmpfs none /dev/shm && exec slurmd -D";
+            let mut daemon = slurm.command(node, LIFE, "sh");
+            daemon.args(["-c", mounts]).arg(slurm.file("hosts"));
+            slurm.keep(daemon);
+        }
+        let begin = Instant::now();
+        loop {
+            let output = slurm.command(0, 10, "sinfo").args(["-h", "-o", "%D %T"]).output().unwrap();
+            let state = String::from_utf8_lossy(&output.stdout).trim().to_string();
+            if state == "2 idle" {
+                return slurm;
+            }
+            let log = std::fs::read_to_string(slurm.file("log")).unwrap();
+            assert!(begin.elapsed() < Duration::from_secs(30), "Slurm's nodes are not ready: {state}\n{log}");
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    fn configure(&self) {
+        let [a, b] = self.hosts.names();
+        let folder = self.folder.path().display();
+        // No keys, as nobody else is in the network of the two hosts. The nodes are said to have more than this machine.
+        let text = format!(
+            "ClusterName=test\n\
+             SlurmctldHost={a}(10.77.0.1)\n\
+             SlurmUser=root\n\
+             SlurmdUser=root\n\
+             AuthType=auth/none\n\
+             CredType=cred/none\n\
+             StateSaveLocation={folder}\n\
+             SlurmdSpoolDir={folder}/%n\n\
+             SlurmctldPidFile={folder}/slurmctld.pid\n\
+             SlurmdPidFile={folder}/%n.pid\n\
+             ProctrackType=proctrack/linuxproc\n\
+             TaskPlugin=task/none\n\
+             SelectType=select/cons_tres\n\
+             SelectTypeParameters=CR_CPU\n\
+             SlurmdParameters=config_overrides\n\
+             ReturnToService=2\n\
+             NodeName={a} NodeAddr=10.77.0.1 CPUs=8 RealMemory=65536\n\
+             NodeName={b} NodeAddr=10.77.0.2 CPUs=8 RealMemory=65536\n\
+             PartitionName=all Nodes=ALL Default=YES\n"
+        );
+        std::fs::write(self.file("slurm.conf"), text).unwrap();
+        // Slurmd does not start where it is to find out the version; nothing uses cgroups.
+        std::fs::write(self.file("cgroup.conf"), "CgroupPlugin=cgroup/v1\n").unwrap();
+        std::fs::write(self.file("hosts"), format!("127.0.0.1 localhost\n10.77.0.1 {a}\n10.77.0.2 {b}\n")).unwrap();
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn keep(&mut self, mut daemon: Command) {
+        let log = File::options().create(true).append(true).open(self.file("log")).unwrap();
+        daemon.stdout(log.try_clone().unwrap()).stderr(log);
+        self.daemons.0.push(daemon.spawn().unwrap());
+    }
+
+    /// The nodes.
+    pub fn hosts(&self) -> &Hosts {
+        &self.hosts
+    }
+
+    /// A program on a node, for at most `seconds`, with MPICH's library and this Slurm; its arguments come next.
+    pub fn command(&self, node: usize, seconds: u32, program: &str) -> Command {
+        let mut command = self.hosts.on(node, seconds).expect("MPICH's library");
+        command.env("SLURM_CONF", self.file("slurm.conf")).arg(program);
+        command
+    }
+
+    /// `srun` on the first node with options, for at most 240 s; the program and its arguments come next.
+    pub fn srun(&self, options: &str) -> Command {
+        let mut command = self.command(0, 240, "srun");
+        command.args(options.split_whitespace());
+        command
+    }
+}
