@@ -60,7 +60,7 @@ impl Slurm {
                 return slurm;
             }
             let log = std::fs::read_to_string(slurm.file("log")).unwrap();
-            assert!(begin.elapsed() < Duration::from_secs(30), "Slurm's nodes are not ready: {state}\n{log}");
+            assert!(begin.elapsed() < Duration::from_secs(60), "Slurm's nodes are not ready: {state}\n{log}");
             std::thread::sleep(Duration::from_millis(100));
         }
     }

@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Measures training on two hosts of two ranks, and compares it with `zerorun estimate --hosts`.
+
+    cargo build --release --bins && cargo build --release --manifest-path examples/Cargo.toml --bin train_gpt
+    scripts/fetch_mpi.sh target/mpi
+    python3 scripts/cluster_figures.py [--mpi mpich|openmpi] [--steps N] [--cable BITS_PER_SECOND,MICROSECONDS ...]
+
+The hosts are network namespaces of this machine, joined by the cable of scripts/cable.c, so it must be run by root, on a machine
+that does nothing else. The step of one host that an estimate starts from is that of one of two jobs, one on each host, that run at
+a time: the four ranks share the machine's cores then as they do when they train together. Rate and latency are those that
+`zerorun bench network` measures. Prints Markdown.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RELEASE = ROOT / "target" / "release"
+HOSTS = ["czfa", "czfb"]
+COMPRESSED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+# Of each: what it is called, the stage, and more keys of zero_optimization.
+SETTINGS = [
+    ("stage 3", 3, {}),
+    ("stage 3, int8 weights, int4 gradients", 3, COMPRESSED),
+    ("stage 3, hpZ", 3, {"zero_hpz_partition_size": 2}),
+    ("stage 3, hpZ, int8 weights, int4 gradients", 3, {"zero_hpz_partition_size": 2, **COMPRESSED}),
+    ("stage 2", 2, {}),
+    ("stage 0", 0, {}),
+]
+
+
+def run(words, **more):
+    return subprocess.run([str(word) for word in words], check=True, **more)
+
+
+def environment(library):
+    folder = ROOT / "target" / "mpi" / library
+    return {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "HOME": "/tmp",
+        "RAYON_NUM_THREADS": "1",
+        "UCX_TLS": "tcp,self",
+    }
+
+
+class Cable:
+    """Two hosts and the cable between them."""
+
+    def __init__(self, program, rate, delay, work):
+        self.end()
+        for host in HOSTS:
+            run(["ip", "netns", "add", host])
+        self.process = subprocess.Popen([program, *HOSTS, str(rate), str(delay)], stdout=subprocess.PIPE, text=True)
+        if not self.process.stdout.readline():
+            sys.exit("the cable could not be made")
+        for number, host in enumerate(HOSTS, 1):
+            run(["ip", "-n", host, "link", "set", "lo", "up"])
+            run(["ip", "-n", host, "address", "add", f"10.77.0.{number}/24", "dev", "cable"])
+            run(["ip", "-n", host, "link", "set", "cable", "mtu", "65000", "up"])
+        self.reach = work / "reach"
+        self.reach.write_text(
+            "#!/bin/sh\n"
+            '[ "$1" = -x ] && shift\n'
+            f"case $1 in 10.77.0.1) host={HOSTS[0]};; *) host={HOSTS[1]};; esac\n"
+            "shift\n"
+            'exec ip netns exec $host unshare -u sh -c "hostname $host; $*"\n'
+        )
+        self.reach.chmod(0o755)
+        time.sleep(3)
+
+    @staticmethod
+    def end():
+        for host in HOSTS:
+            pids = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split()
+            for pid in pids:
+                subprocess.run(["kill", "-KILL", pid])
+            subprocess.run(["ip", "netns", "delete", host], stderr=subprocess.DEVNULL)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        self.end()
+
+    def on(self, host):
+        return ["ip", "netns", "exec", HOSTS[host], "unshare", "-u", "sh", "-c", f'hostname {HOSTS[host]}; exec "$@"', "sh"]
+
+    def mpirun(self, library):
+        """The words that start two ranks on each host."""
+        words = self.on(0) + [str(ROOT / "target" / "mpi" / library / "bin" / "mpirun")]
+        at = "10.77.0.1:2,10.77.0.2:2"
+        if library == "mpich":
+            return words + ["-launcher", "ssh", "-launcher-exec", self.reach, "-hosts", at, "-iface", "cable", "-n", "4"]
+        words += ["--allow-run-as-root", "--bind-to", "none", "--host", at, "--prefix", ROOT / "target" / "mpi" / library]
+        words += ["--mca", "plm", "ssh", "--mca", "plm_rsh_agent", self.reach, "--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
+        words += ["--mca", "btl_tcp_if_include", "10.77.0.0/24", "--prtemca", "oob_tcp_if_include", "10.77.0.0/24"]
+        return words + ["-n", "4"]
+
+
+def training(config, metrics, steps):
+    words = [RELEASE / "train_gpt", "--model", "mini", "--steps", steps, "--sample", "0"]
+    return [*words, "--ds_config", config, "--metrics", metrics]
+
+
+def step_of(metrics):
+    """Seconds of the median step, the first three left out, and the summary's bytes between hosts in a step."""
+    lines = [json.loads(line) for line in Path(metrics).read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    phases = ["forward_ms", "backward_ms", "step_ms"]
+    seconds = [sum(line[phase] for phase in phases) / 1e3 for line in steps[3:]]
+    kinds = lines[-1]["comm"]["kinds"]
+    between = sum(kind["between_hosts_bytes"] for kind in kinds.values())
+    return statistics.median(seconds), between / len(steps)
+
+
+def main():
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--mpi", default="mpich")
+    arguments.add_argument("--steps", type=int, default=12)
+    arguments.add_argument("--cable", nargs="+", default=["1e9,1000"])
+    given = arguments.parse_args()
+    env = environment(given.mpi)
+    quiet = {"env": env, "stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with tempfile.TemporaryDirectory() as work:
+        work = Path(work)
+        program = work / "cable"
+        run(["cc", "-O2", "-pthread", "-o", program, ROOT / "scripts" / "cable.c"])
+        configs = {}
+        for name, stage, more in SETTINGS:
+            config = json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())
+            config["zero_optimization"].update(more)
+            configs[name] = work / f"{len(configs)}.json"
+            configs[name].write_text(json.dumps(config))
+        alone = {}
+        print("| cable | MPI's messages | one way | reduce-scatter | all-gather |\n| --- | --- | --- | --- | --- |")
+        rows = []
+        for cable in given.cable:
+            rate, delay = cable.split(",")
+            hosts = Cable(program, rate, delay, work)
+            try:
+                bench = run([*hosts.mpirun(given.mpi), RELEASE / "zerorun", "bench", "network", "--json"],
+                            env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+                bench = json.loads(bench.stdout.splitlines()[-1])
+                speed = {key: bench[key]["into_a_host"] / bench[key]["seconds"] for key in ["plain", "reduce_scatter", "all_gather"]}
+                share = [f"{100 * speed[key] / speed['plain']:.0f} %" for key in ["reduce_scatter", "all_gather"]]
+                one_way = bench["one_way_s"]
+                print(f"| {float(rate) / 1e9:g} Gbit/s, {float(delay) / 1e3:g} ms | {speed['plain'] / 1e6:.1f} MB/s "
+                      f"| {one_way * 1e3:.2f} ms | {share[0]} | {share[1]} |", flush=True)
+                for name, config in configs.items():
+                    if name not in alone:
+                        alone[name] = work / f"{config.stem}-alone.jsonl"
+                        jobs = []
+                        for host in range(2):
+                            metrics = alone[name] if host == 0 else work / "other.jsonl"
+                            metrics.unlink(missing_ok=True)
+                            words = [*hosts.on(host), RELEASE / "zerorun", "-n", "2", *training(config, metrics, given.steps)]
+                            jobs.append(subprocess.Popen([str(word) for word in words], env=env, stdin=subprocess.DEVNULL,
+                                                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+                        if any(job.wait() for job in jobs):
+                            sys.exit(f"{name}: a job on one host failed")
+                    metrics = work / "both.jsonl"
+                    metrics.unlink(missing_ok=True)
+                    run([*hosts.mpirun(given.mpi), *training(config, metrics, given.steps)], **quiet)
+                    measured, between = step_of(metrics)
+                    words = [RELEASE / "zerorun", "estimate", "--model", "mini", "--ds_config", config, "-n", "4", "--hosts", "2",
+                             "--network", f"{speed['plain'] / 1e6:.3f}MB/s,{one_way * 1e6:.1f}us", "--measured", alone[name], "--json"]
+                    estimate = json.loads(run(words, capture_output=True, text=True).stdout)["across_hosts"]["forecast"]
+                    rows.append((cable, name, step_of(alone[name])[0], between, measured, estimate))
+            finally:
+                hosts.close()
+        print("\n| cable | setting | on one host | MB to a rank | measured | predicted | |\n| --- | --- | --- | --- | --- | --- | --- |")
+        for cable, name, one, between, measured, estimate in rows:
+            rate, delay = (float(part) for part in cable.split(","))
+            predicted = estimate["step_s"]
+            print(f"| {rate / 1e9:g} Gbit/s, {delay / 1e3:g} ms | {name} | {one * 1e3:.0f} ms | {between / 1e6:.2f} | {measured * 1e3:.0f} ms "
+                  f"| {predicted * 1e3:.0f} ms | {100 * (predicted / measured - 1):+.0f} % |")
+
+
+if __name__ == "__main__":
+    main()
