@@ -56,10 +56,17 @@ fn limited(folder: &Path, seconds: u32) -> Command {
     command
 }
 
+/// What a shell does first in a mount namespace of its own: MPI libraries leave files in /dev/shm where ranks are killed, and
+/// other tests look there.
+const OWN_SHM: &str = "mount -t tmpfs none /dev/shm";
+
 /// `mpirun` for ranks on this host; the program and its arguments come next.
 pub fn mpirun(mpi: Mpi, ranks: usize) -> Option<Command> {
     let folder = mpi.folder()?;
     let mut command = limited(&folder, 120);
+    if Command::new("unshare").args(["-m", "true"]).status().is_ok_and(|status| status.success()) {
+        command.args(["unshare", "-m", "sh", "-c", &format!("{OWN_SHM}; exec \"$@\""), "sh"]);
+    }
     command.arg(folder.join("bin/mpirun"));
     if mpi == Mpi::OpenMpi {
         command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
@@ -110,7 +117,7 @@ impl Hosts {
         let mut command = limited(lib.ancestors().nth(2)?, seconds);
         command.arg("env").arg(format!("LD_LIBRARY_PATH={}", lib.parent()?.display()));
         command.args(["ip", "netns", "exec", name]);
-        command.args(["unshare", "-u", "sh", "-c", &format!("hostname {name}; exec \"$@\""), "sh"]);
+        command.args(["unshare", "-u", "sh", "-c", &format!("hostname {name}; {OWN_SHM}; exec \"$@\""), "sh"]);
         Some(command)
     }
 
@@ -119,7 +126,7 @@ impl Hosts {
         let [a, b] = &self.names;
         let text = format!(
             "[ \"$1\" = -x ] && shift\ncase $1 in 10.77.0.1) host={a};; 10.77.0.2) host={b};; *) exit 255;; esac\nshift\n\
-             exec ip netns exec $host unshare -u sh -c \"hostname $host; $*\""
+             exec ip netns exec $host unshare -u sh -c \"hostname $host; {OWN_SHM}; $*\""
         );
         program(self.folder.path(), "reach", &text)
     }
@@ -146,7 +153,7 @@ impl Hosts {
         let a = &self.names[0];
         let reach = self.reach();
         let mut command = limited(&folder, 120);
-        let here = format!("hostname {a}; exec \"$@\"");
+        let here = format!("hostname {a}; {OWN_SHM}; exec \"$@\"");
         command.args(["ip", "netns", "exec", a, "unshare", "-u", "sh", "-c", &here, "sh"]);
         command.arg(folder.join("bin/mpirun"));
         let at = format!("10.77.0.1:{},10.77.0.2:{}", ranks[0], ranks[1]);
