@@ -158,7 +158,7 @@ extern "C" fn leave() {
         let pulse = crate::util::lock(&place.pulse).take();
         if !place.link.has_failed() {
             // Nothing of MPI's may be called while it ends.
-            pulse.into_iter().for_each(Pulse::stop);
+            pulse.into_iter().for_each(|pulse| pulse.stop(&place.link));
         }
         place.link.end();
     }

@@ -23,18 +23,24 @@ const BEAT: Duration = Duration::from_secs(1);
 const TURN: Duration = Duration::from_millis(250);
 /// Silence that counts as death.
 const LIMIT: Duration = Duration::from_secs(8);
+/// How long the last beats of a job that ends well may take.
+const PARTING: Duration = Duration::from_secs(2);
+/// What a beat says: another one comes, or none.
+const GOES_ON: u8 = 1;
+const LAST: u8 = 2;
 
 /// The thread that sends beats and listens for them.
 pub(super) struct Pulse {
     stop: Arc<AtomicBool>,
-    thread: JoinHandle<()>,
+    /// Gives back those with whom beats are still exchanged.
+    thread: JoinHandle<Vec<Other>>,
 }
 
 /// Another host, by its first rank.
 struct Other {
     rank: usize,
-    /// Its next beat.
-    coming: Transfer,
+    /// Its next beat; none after its last.
+    coming: Option<Transfer>,
     /// The last beat to it, until it has gone.
     going: Option<Transfer>,
     silent: Duration,
@@ -53,7 +59,7 @@ impl Pulse {
     ) -> Result<Self, CommError> {
         let mut others = Vec::new();
         for rank in hosts.elsewhere().map(|ranks| ranks.start) {
-            let coming = link.receive(rank, Tag::Beat, 1)?;
+            let coming = Some(link.receive(rank, Tag::Beat, 1)?);
             others.push(Other { rank, coming, going: None, silent: Duration::ZERO });
         }
         let stop = Arc::new(AtomicBool::new(false));
@@ -68,49 +74,75 @@ impl Pulse {
                 (last_turn, next_beat) = (now, if beats { now + BEAT } else { next_beat });
                 for other in &mut others {
                     // MPI's own errors are those of the next collective too, which names it.
-                    let Ok(silent) = other.turn(&link, passed, beats) else { return };
+                    let Ok(silent) = other.turn(&link, passed, beats) else { return Vec::new() };
                     if silent > LIMIT && !notices.has_left(other.rank) {
                         let seconds = LIMIT.as_secs();
                         let why = format!("its host is gone: nothing was heard of it for {seconds} s");
                         region.mark_elsewhere(other.rank, &why);
-                        return;
+                        return Vec::new();
                     }
                 }
                 std::thread::park_timeout(TURN);
             }
+            others
         };
         let spawned = std::thread::Builder::new().name("pulse".into()).spawn(watch);
         let thread = spawned.map_err(|e| CommError::Region { action: "start a thread for", source: Arc::new(e) })?;
         Ok(Self { stop, thread })
     }
 
-    /// Ends it, and waits until it has ended.
-    pub(super) fn stop(self) {
+    /// Ends it when all ranks leave in good order: no message is left on its way, as MPI wants it.
+    pub(super) fn stop(self, link: &Arc<Link>) {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.thread().unpark();
         // A panic of it has been printed.
-        _ = self.thread.join();
+        let Ok(others) = self.thread.join() else { return };
+        let end = Instant::now() + PARTING;
+        let sent: Vec<_> = others.iter().map(|other| link.send(other.rank, Tag::Beat, vec![LAST])).collect();
+        others.into_iter().zip(sent).for_each(|(other, last)| {
+            // Whatever MPI reports now, the job has gone well.
+            _ = last.and_then(|last| other.part(link, last, end));
+        });
     }
 }
 
 impl Other {
     /// Sends and takes what there is; how long it has been silent.
     fn turn(&mut self, link: &Arc<Link>, passed: Duration, beats: bool) -> Result<Duration, CommError> {
-        if self.coming.is_done()? {
-            let next = link.receive(self.rank, Tag::Beat, 1)?;
-            drop(std::mem::replace(&mut self.coming, next).into_bytes());
-            self.silent = Duration::ZERO;
-        } else {
-            self.silent += passed;
-        }
+        let heard = self.hear(link)?;
+        self.silent = if heard || self.coming.is_none() { Duration::ZERO } else { self.silent + passed };
         if let Some(going) = &mut self.going
             && going.is_done()?
         {
             self.going.take().map(Transfer::into_bytes);
         }
         if beats && self.going.is_none() {
-            self.going = Some(link.send(self.rank, Tag::Beat, vec![1])?);
+            self.going = Some(link.send(self.rank, Tag::Beat, vec![GOES_ON])?);
         }
         Ok(self.silent)
+    }
+
+    /// Takes a beat, if one has come.
+    fn hear(&mut self, link: &Arc<Link>) -> Result<bool, CommError> {
+        let Some(coming) = &mut self.coming else { return Ok(false) };
+        if !coming.is_done()? {
+            return Ok(false);
+        }
+        let is_last = self.coming.take().is_some_and(|beat| beat.into_bytes() == [LAST]);
+        self.coming = if is_last { None } else { Some(link.receive(self.rank, Tag::Beat, 1)?) };
+        Ok(true)
+    }
+
+    /// Takes what comes up to its last beat, and waits until its own have gone.
+    fn part(mut self, link: &Arc<Link>, mut last: Transfer, end: Instant) -> Result<(), CommError> {
+        while Instant::now() < end {
+            self.hear(link)?;
+            let gone = last.is_done()? && self.going.as_mut().map_or(Ok(true), Transfer::is_done)?;
+            if gone && self.coming.is_none() {
+                break;
+            }
+            std::thread::yield_now();
+        }
+        Ok(())
     }
 }
