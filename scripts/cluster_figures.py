@@ -138,8 +138,6 @@ def main():
             configs[name] = work / f"{len(configs)}.json"
             configs[name].write_text(json.dumps(config))
         alone = {}
-        print("| cable | MPI's messages | one way | reduce-scatter | all-gather |\n| --- | --- | --- | --- | --- |")
-        rows = []
         for cable in given.cable:
             rate, delay = cable.split(",")
             hosts = Cable(program, rate, delay, work)
@@ -150,8 +148,10 @@ def main():
                 speed = {key: bench[key]["into_a_host"] / bench[key]["seconds"] for key in ["plain", "reduce_scatter", "all_gather"]}
                 share = [f"{100 * speed[key] / speed['plain']:.0f} %" for key in ["reduce_scatter", "all_gather"]]
                 one_way = bench["one_way_s"]
-                print(f"| {float(rate) / 1e9:g} Gbit/s, {float(delay) / 1e3:g} ms | {speed['plain'] / 1e6:.1f} MB/s "
-                      f"| {one_way * 1e3:.2f} ms | {share[0]} | {share[1]} |", flush=True)
+                print(f"{float(rate) / 1e9:g} Gbit/s, {float(delay) / 1e3:g} ms: MPI's messages {speed['plain'] / 1e6:.1f} MB/s, one way "
+                      f"{one_way * 1e3:.2f} ms, reduce-scatter {share[0]} and all-gather {share[1]} of plain messages\n\n"
+                      "| setting | on one host | to a rank, a step | measured | predicted | |\n| --- | --- | --- | --- | --- | --- |",
+                      flush=True)
                 for name, config in configs.items():
                     if name not in alone:
                         alone[name] = work / f"{config.stem}-alone.jsonl"
@@ -171,15 +171,11 @@ def main():
                     words = [RELEASE / "zerorun", "estimate", "--model", "mini", "--ds_config", config, "-n", "4", "--hosts", "2",
                              "--network", f"{speed['plain'] / 1e6:.3f}MB/s,{one_way * 1e6:.1f}us", "--measured", alone[name], "--json"]
                     estimate = json.loads(run(words, capture_output=True, text=True).stdout)["across_hosts"]["forecast"]
-                    rows.append((cable, name, step_of(alone[name])[0], between, measured, estimate))
+                    one, predicted = step_of(alone[name])[0], estimate["step_s"]
+                    print(f"| {name} | {one * 1e3:.0f} ms | {between / 1e6:.2f} MB | {measured * 1e3:.0f} ms | {predicted * 1e3:.0f} ms "
+                          f"| {100 * (predicted / measured - 1):+.0f} % |", flush=True)
             finally:
                 hosts.close()
-        print("\n| cable | setting | on one host | MB to a rank | measured | predicted | |\n| --- | --- | --- | --- | --- | --- | --- |")
-        for cable, name, one, between, measured, estimate in rows:
-            rate, delay = (float(part) for part in cable.split(","))
-            predicted = estimate["step_s"]
-            print(f"| {rate / 1e9:g} Gbit/s, {delay / 1e3:g} ms | {name} | {one * 1e3:.0f} ms | {between / 1e6:.2f} | {measured * 1e3:.0f} ms "
-                  f"| {predicted * 1e3:.0f} ms | {100 * (predicted / measured - 1):+.0f} % |")
 
 
 if __name__ == "__main__":
