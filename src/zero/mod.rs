@@ -12,7 +12,7 @@
 //! | `sub_group.rs`, `lay_out.rs` | this rank's share of the model, and how it is laid out |
 //! | `packed.rs` | packed weights, as words |
 //! | `parcel.rs`, `batch.rs` | what travels together, and what is under way |
-//! | `gather.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
+//! | `gather.rs`, `bundle.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
 //! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
 //! | `step.rs` | vote, update |
 //! | `unreduced.rs`, `no_sync.rs` | gradients that a rank keeps for itself until they are reduced |
@@ -33,6 +33,7 @@
 mod access;
 mod batch;
 pub(crate) mod buffers;
+mod bundle;
 pub(crate) mod core;
 mod diverged;
 mod export;

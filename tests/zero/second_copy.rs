@@ -2,7 +2,7 @@
 
 use crate::support::tiny::{Outcome, Shape, Tiny, batch, config, train_over};
 use candle_core::{Device, Tensor};
-use candle_zero::comm::{CommReport, Communicator, Pending, Wire, threads};
+use candle_zero::comm::{Communicator, Pending, Wire, threads};
 use candle_zero::memory::Kind;
 use candle_zero::precision::Flat;
 use candle_zero::{Engine, Result};
@@ -51,28 +51,12 @@ impl Communicator for OnHosts {
         self.inner.all_gather_within(ranks, shard, tag)
     }
 
-    fn reduce_scatter_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
-        self.inner.reduce_scatter_as(wire, input, tag)
-    }
-
-    fn all_reduce_as(&self, wire: Wire, input: Flat, tag: u64) -> Pending<Flat> {
-        self.inner.all_reduce_as(wire, input, tag)
-    }
-
     fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
         self.inner.gather_bytes(bytes)
     }
 
-    fn barrier(&self) -> Pending<()> {
-        self.inner.barrier()
-    }
-
     fn abort(&self, why: &str) {
         self.inner.abort(why);
-    }
-
-    fn report(&self) -> CommReport {
-        self.inner.report()
     }
 }
 

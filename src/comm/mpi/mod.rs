@@ -37,6 +37,7 @@ use super::exchange::Exchange;
 use super::shm::Region;
 use super::state::Fault;
 use crate::error::{CommError, Result};
+use crossing::Crossing;
 use hosts::Hosts;
 use link::Link;
 use notices::Notices;
@@ -110,7 +111,7 @@ impl Place {
     }
 
     pub(super) fn tiers(&self, local: Exchange, timeout: std::time::Duration) -> Tiers {
-        Tiers::new(local, self.link.clone(), self.hosts.clone(), self.notices.clone(), timeout)
+        Tiers::new(Crossing::new(local, self.link.clone(), self.hosts.clone(), self.notices.clone(), timeout))
     }
 
     /// Waits until those of other hosts have left too, as MPI's end would, unless one of them gives up.

@@ -15,21 +15,17 @@
 use super::crossing::{Crossing, Result};
 use super::gather::gather;
 use super::hosts::Hosts;
-use super::link::Link;
-use super::notices::Notices;
 use super::traffic::{Way, way};
 use super::{chain, raw};
 use crate::comm::collectives::{gather_of, piece_of};
 use crate::comm::counters::Taken;
 use crate::comm::encoding::Wire;
-use crate::comm::exchange::{Exchange, Runner};
+use crate::comm::exchange::Runner;
 use crate::comm::kind::Kind;
 use crate::comm::split::{group, of_group};
 use crate::precision::Flat;
 use candle_core::DType;
 use std::ops::Range;
-use std::sync::Arc;
-use std::time::Duration;
 
 /// How the elements of a sum with chunks of `chunk` elements travel, and which way.
 pub(super) fn sum_of(hosts: &Hosts, wire: Wire, dtype: DType, chunk: usize) -> (Wire, Way) {
@@ -42,14 +38,8 @@ pub(super) fn sum_of(hosts: &Hosts, wire: Wire, dtype: DType, chunk: usize) -> (
 pub(in crate::comm) struct Tiers(Crossing);
 
 impl Tiers {
-    pub(super) fn new(
-        local: Exchange,
-        link: Arc<Link>,
-        hosts: Arc<Hosts>,
-        notices: Arc<Notices>,
-        timeout: Duration,
-    ) -> Self {
-        Self(Crossing::new(local, link, hosts, notices, timeout))
+    pub(super) fn new(crossing: Crossing) -> Self {
+        Self(crossing)
     }
 
     pub(in crate::comm) fn run_by(&mut self, runner: Runner) {

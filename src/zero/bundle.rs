@@ -1,0 +1,176 @@
+//! Parameters that are gathered and released together, and how: from all ranks, or from this host's second copy.
+
+use super::parcel::Parcel;
+use super::rank::Rank;
+use super::sub_group::Home;
+use crate::comm::{Kind as Collective, Wire};
+use crate::error::Result;
+use crate::memory::{Held, Kind};
+use crate::offload::Files;
+use crate::param::{Param, ParamId, Residency};
+use crate::precision::Elements;
+use crate::tensor::residency;
+use crate::timeline;
+use crate::util::lock;
+
+/// Parameters that are gathered and released together, in one all-gather for each large one and one for all small ones.
+pub(super) struct Bundle {
+    pub params: Vec<ParamId>,
+    pub parcels: Vec<Parcel>,
+    pub numel: usize,
+    pub wire: Wire,
+}
+
+/// The parcels of a bundle that are under way.
+pub(super) type Gathering<R> = Vec<(Transit<R>, Held)>;
+
+/// How far a parcel has come.
+pub(super) enum Transit<R: Rank> {
+    /// This rank's shards are being read from a file. The all-gather begins when they are asked for, so that all ranks
+    /// issue it at the same point.
+    Reading(<R::Files as Files>::Reading),
+    /// The all-gather is under way.
+    Travelling(R::Pending),
+}
+
+/// This rank's part of its group's second copy of each parcel of a bundle; none until a forward has gathered it.
+pub(super) type SecondCopy<R> = Option<Vec<(<R as Rank>::Buffer, Held)>>;
+
+/// What becomes of a gathered bundle.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum After {
+    /// It is used, and gathered in the same way the next time.
+    Used,
+    /// This rank's group keeps a copy of it, to gather it from.
+    Kept,
+}
+
+impl Bundle {
+    pub fn new(params: Vec<ParamId>, all: &[Param], world_size: usize, wire: Wire) -> Self {
+        let numel = params.iter().map(|p| all[*p].numel).sum();
+        let parcels = Parcel::split(&params, all, world_size, wire);
+        Self { params, parcels, numel, wire }
+    }
+
+    /// Empties the parameters' tensors.
+    pub fn release(&self, all: &[Param]) -> Result<()> {
+        self.params.iter().try_for_each(|param| release(&all[*param]).map(drop))
+    }
+
+    /// Begins the all-gathers inside of this rank's group.
+    pub fn launch_within<R: Rank>(&self, core: &R, second: &[(R::Buffer, Held)]) -> Gathering<R> {
+        let launch = |(parcel, (part, _)): (&Parcel, &(R::Buffer, Held))| {
+            let _about = timeline::about(|| core.names(&parcel.params));
+            let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
+            let mut buffer = R::Buffer::with_capacity(part.dtype(), parcel.chunk * core.world_size());
+            buffer.extend_from(part, 0..part.len());
+            let held = core.ledger().hold(Kind::Gathered, buffer.capacity_in_bytes());
+            (Transit::Travelling(core.gather_within(buffer, &parcel.params)), held)
+        };
+        self.parcels.iter().zip(second).map(launch).collect()
+    }
+
+    /// Begins the all-gathers of this rank's shares, or to read them.
+    pub fn launch<R: Rank>(&self, core: &R) -> Gathering<R> {
+        let groups = core.groups();
+        let world = core.world_size();
+        let launch = |parcel: &Parcel| {
+            let _about = timeline::about(|| core.names(&parcel.params));
+            let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
+            // Room for the chunks of all ranks: the others' arrive in the same buffer.
+            let mut chunk = R::Buffer::with_capacity(parcel.dtype(core.dtype()), parcel.chunk * world);
+            let mut pieces = Vec::new();
+            for (p, offset) in parcel.params.iter().zip(&parcel.offsets) {
+                chunk.extend_zeros(offset - chunk.len());
+                let (group, slot) = core.place(*p);
+                let share = groups[group].slots[slot].padded();
+                match &groups[group].weights {
+                    Some(Home::Memory(weights)) => chunk.extend_from(weights.buffer(), share),
+                    Some(Home::File(weights)) => {
+                        pieces.push((weights.clone(), share.clone(), chunk.len()));
+                        chunk.extend_zeros(share.len());
+                    }
+                    None => unreachable!("sharded parameters lie in their sub-group"),
+                }
+            }
+            let held = core.ledger().hold(Kind::Gathered, chunk.capacity_in_bytes());
+            let way = match core.files() {
+                Some(files) if !pieces.is_empty() => Transit::Reading(files.fill(chunk, pieces)),
+                _ => Transit::Travelling(self.gather(core, parcel, chunk)),
+            };
+            (way, held)
+        };
+        self.parcels.iter().map(launch).collect()
+    }
+
+    fn gather<R: Rank>(&self, core: &R, parcel: &Parcel, chunk: R::Buffer) -> R::Pending {
+        core.collective(Collective::AllGather, parcel.wire(self.wire), chunk, &parcel.params)
+    }
+
+    /// Waits for the parcels and puts the whole parameters into their tensors. Gives this rank's part of a second copy, if
+    /// one is to be kept.
+    pub fn install<R: Rank>(
+        &self,
+        core: &R,
+        gathering: Gathering<R>,
+        kind: Kind,
+        after: After,
+    ) -> Result<SecondCopy<R>> {
+        // All of them travel before the first is waited for.
+        let travel = |(parcel, (way, held)): (&Parcel, (Transit<R>, Held))| {
+            let _about = timeline::about(|| core.names(&parcel.params));
+            let pending = match (way, core.files()) {
+                (Transit::Reading(reading), Some(files)) => self.gather(core, parcel, files.filled(reading)?),
+                (Transit::Reading(_), None) => unreachable!("what is read lies in files"),
+                (Transit::Travelling(pending), _) => pending,
+            };
+            Ok((pending, held))
+        };
+        let travelling = self.parcels.iter().zip(gathering).map(travel).collect::<Result<Vec<_>>>()?;
+        let mut second = Vec::new();
+        for (parcel, (pending, held)) in self.parcels.iter().zip(travelling) {
+            let chunks = core.wait(pending)?;
+            drop(held);
+            if after == After::Kept {
+                second.push(part_of_group(core, &chunks));
+            }
+            let _span = timeline::span(timeline::Kind::Gather, "install").of(|| core.names(&parcel.params));
+            parcel.unpack(core, chunks, |param, whole| {
+                let held = core.ledger().hold_in(core.tier(), kind, whole.capacity_in_bytes());
+                core.put(param, whole)?;
+                *lock(&param.residency) = Residency::Whole(held);
+                Ok(())
+            })?;
+        }
+        Ok((after == After::Kept).then_some(second))
+    }
+}
+
+/// This rank's part of a parcel's chunks, as its group divides them.
+fn part_of_group<R: Rank>(core: &R, chunks: &R::Buffer) -> (R::Buffer, Held) {
+    let ranks = core.second_group();
+    let (len, place) = (chunks.len() / ranks, core.rank() % ranks);
+    let mut part = R::Buffer::with_capacity(chunks.dtype(), len);
+    part.extend_from(chunks, place * len..(place + 1) * len);
+    let held = core.ledger().hold(Kind::SecondCopy, part.capacity_in_bytes());
+    (part, held)
+}
+
+/// Waits for parcels that nobody came for: also for what is only being read, since the step may write there.
+pub(super) fn forget<R: Rank>(core: &R, gathering: Gathering<R>) -> Result<()> {
+    gathering.into_iter().try_for_each(|(way, _)| match (way, core.files()) {
+        (Transit::Travelling(pending), _) => core.wait(pending).map(drop),
+        (Transit::Reading(reading), Some(files)) => files.filled(reading).map(drop),
+        (Transit::Reading(_), None) => unreachable!("what is read lies in files"),
+    })
+}
+
+/// Empties a parameter's tensor; false if it was empty already.
+pub(super) fn release(param: &Param) -> Result<bool> {
+    if !param.is_whole() {
+        return Ok(false);
+    }
+    residency::clear(&param.tensor)?;
+    *lock(&param.residency) = Residency::Absent;
+    Ok(true)
+}
