@@ -7,7 +7,7 @@
 
 The hosts are network namespaces of this machine, joined by the cable of scripts/cable.c, so it must be run by root, on a machine
 that does nothing else. The step of one host that an estimate starts from is that of one of two jobs, one on each host, that run at
-a time: the four ranks share the machine's cores then as they do when they train together. Rate and latency are those that
+a time: the four ranks share the machine's cores then as they do when they train together. The network is what
 `zerorun bench network` measures. Prints Markdown.
 """
 
@@ -149,7 +149,7 @@ def main():
                 share = [f"{100 * speed[key] / speed['plain']:.0f} %" for key in ["reduce_scatter", "all_gather"]]
                 one_way = bench["one_way_s"]
                 print(f"{float(rate) / 1e9:g} Gbit/s, {float(delay) / 1e3:g} ms: MPI's messages {speed['plain'] / 1e6:.1f} MB/s, one way "
-                      f"{one_way * 1e3:.2f} ms, reduce-scatter {share[0]} and all-gather {share[1]} of plain messages\n\n"
+                      f"{one_way * 1e3:.2f} ms, reduce-scatter {share[0]} and all-gather {share[1]} of plain messages, {100 * bench['busy']:.0f} % of the processors busy\n\n"
                       "| setting | on one host | to a rank, a step | measured | predicted | |\n| --- | --- | --- | --- | --- | --- |",
                       flush=True)
                 for name, config in configs.items():
@@ -169,7 +169,7 @@ def main():
                     run([*hosts.mpirun(given.mpi), *training(config, metrics, given.steps)], **quiet)
                     measured, between = step_of(metrics)
                     words = [RELEASE / "zerorun", "estimate", "--model", "mini", "--ds_config", config, "-n", "4", "--hosts", "2",
-                             "--network", f"{speed['plain'] / 1e6:.3f}MB/s,{one_way * 1e6:.1f}us", "--measured", alone[name], "--json"]
+                             "--network", f"{speed['plain'] / 1e6:.3f}MB/s,{one_way * 1e6:.1f}us,{100 * bench['busy']:.1f}%", "--measured", alone[name], "--json"]
                     estimate = json.loads(run(words, capture_output=True, text=True).stdout)["across_hosts"]["forecast"]
                     one, predicted = step_of(alone[name])[0], estimate["step_s"]
                     print(f"| {name} | {one * 1e3:.0f} ms | {between / 1e6:.2f} MB | {measured * 1e3:.0f} ms | {predicted * 1e3:.0f} ms "

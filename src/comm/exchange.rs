@@ -111,6 +111,11 @@ impl Exchange {
         };
     }
 
+    /// How long waits of the present collective go on without sleep.
+    pub(super) fn patience(&self) -> Patience {
+        self.patience
+    }
+
     /// The coming collectives were launched in `call`.
     pub(super) fn called_in(&mut self, call: u64) {
         self.call = call;

@@ -10,6 +10,11 @@ use std::time::{Duration, Instant};
 /// Rounds of each measurement; the fastest counts.
 const ROUNDS: usize = 3;
 
+/// How long collectives are repeated while processors are watched, whose clocks tick a hundred times a second.
+const WATCHED_S: f64 = 1.0;
+/// The most rounds of them.
+const MOST_ROUNDS: f64 = 200.0;
+
 /// What was measured, as all ranks know it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Network {
@@ -25,6 +30,8 @@ pub(crate) struct Network {
     pub reduce_scatter: Row,
     /// As above.
     pub all_gather: Row,
+    /// The share of a host's processors that is busy while its cable is; unknown where the system does not tell.
+    pub busy: Option<f64>,
 }
 
 /// One measurement.
@@ -61,19 +68,87 @@ pub(crate) fn measure(comm: &dyn Communicator, bytes: usize) -> Result<Option<Ne
     let bytes = chunk * comm.size() * size_of::<f32>();
     let one_way = one_way(comm, place)?;
     let plain = fastest(comm, Kind::Control, || Ok(place.send_around(bytes)?))?;
+    // Messages outside of collectives are not counted.
+    let plain = Row { into_a_host: bytes as f64, ..plain };
     let reduce_scatter = fastest(comm, Kind::ReduceScatter, || {
         comm.reduce_scatter(Flat::F32(vec![1.0; chunk * comm.size()]), 1).wait().map(drop)
     })?;
     let all_gather =
         fastest(comm, Kind::AllGather, || comm.all_gather(Flat::F32(vec![1.0; chunk]), 1).wait().map(drop))?;
+    let busy = busy(comm, chunk, [plain, reduce_scatter, all_gather])?;
     Ok(Some(Network {
         hosts: hosts.into_iter().map(|(_, ranks)| ranks).collect(),
         one_way_s: one_way,
         bytes,
-        plain: Row { into_a_host: bytes as f64, ..plain },
+        plain,
         reduce_scatter,
         all_gather,
+        busy,
     }))
+}
+
+/// The share of processors: of the host where it is most. The collectives run on the communication threads, as beside
+/// computing.
+fn busy(comm: &dyn Communicator, chunk: usize, [plain, reduce_scatter, all_gather]: [Row; 3]) -> Result<Option<f64>> {
+    // All ranks know the same times.
+    let round = reduce_scatter.seconds + all_gather.seconds;
+    let rounds = (WATCHED_S / round.max(f64::MIN_POSITIVE)).clamp(1.0, MOST_ROUNDS).ceil();
+    comm.barrier().wait()?;
+    let before = processors();
+    for _ in 0..rounds as usize {
+        let sum = comm.reduce_scatter(Flat::F32(vec![1.0; chunk * comm.size()]), 1);
+        std::thread::sleep(Duration::from_secs_f64(1.5 * reduce_scatter.seconds));
+        sum.wait()?;
+        let whole = comm.all_gather(Flat::F32(vec![1.0; chunk]), 1);
+        std::thread::sleep(Duration::from_secs_f64(1.5 * all_gather.seconds));
+        whole.wait()?;
+    }
+    comm.barrier().wait()?;
+    // Seconds of all processors together, in which the cable is busy for so long.
+    let cable = rounds * (reduce_scatter.into_a_host + all_gather.into_a_host) / plain.rate();
+    let own = before.zip(processors()).map(|(before, after)| (after.busy - before.busy) / (after.count * cable));
+    let all = comm.gather_f64(vec![own.unwrap_or(-1.0)]).wait()?.into_iter().flatten().fold(-1.0, f64::max);
+    Ok((all >= 0.0).then_some(all.min(1.0)))
+}
+
+/// This host's processors since it was started.
+struct Processors {
+    count: f64,
+    /// Seconds in which they were busy, all together.
+    busy: f64,
+}
+
+/// As Linux counts them in /proc/stat: in hundredths of a second.
+fn processors() -> Option<Processors> {
+    processors_of(&std::fs::read_to_string("/proc/stat").ok()?)
+}
+
+fn processors_of(stat: &str) -> Option<Processors> {
+    let (all, each) = stat.split_once('\n')?;
+    let times: Vec<f64> = all.strip_prefix("cpu ")?.split_whitespace().map_while(|time| time.parse().ok()).collect();
+    // user, nice, system; not idle, iowait; irq, softirq. What follows is others' time, or in user already.
+    let [user, nice, system, _, _, irq, softirq, ..] = times[..] else { return None };
+    let count = each.lines().take_while(|line| line.starts_with("cpu")).count();
+    (count > 0).then(|| Processors { count: count as f64, busy: (user + nice + system + irq + softirq) / 100.0 })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn busy_processors_are_counted_without_waiting_for_disks_and_time_taken_by_others() {
+        let stat =
+            "cpu  100 20 300 4000 500 60 7 80 90 0\ncpu0 1 2 3 4 5 6 7 8 9 0\ncpu1 1 2 3 4 5 6 7 8 9 0\nintr 5\n";
+        let Processors { count, busy } = processors_of(stat).unwrap();
+        assert_eq!((count, busy), (2.0, 4.87));
+        for wrong in ["", "cpu  1 2 3\ncpu0 1 2 3\n", "cpu  1 2 3 4 5 6 7 8 9 0\nintr 5\n"] {
+            assert!(processors_of(wrong).is_none(), "{wrong}");
+        }
+        // The machine that this runs on has some, and they have worked.
+        assert!(processors().is_none_or(|found| found.count >= 1.0 && found.busy > 0.0));
+    }
 }
 
 fn one_way(comm: &dyn Communicator, place: &Place) -> Result<f64> {

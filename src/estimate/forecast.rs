@@ -3,7 +3,7 @@
 //! The script of a step is played: see `script.rs`. Computing takes the measured time, collectives take what their messages
 //! between hosts take on the network. What they take inside of a host is a part of the measured time.
 
-use super::network::Network;
+use super::network::{Network, Travel};
 use super::script::{Played, Script};
 use super::{Estimate, Measured, Setting, Shapes};
 use crate::comm::{EvenHosts, Kind};
@@ -133,7 +133,10 @@ fn with_ranks(config: &Config, ranks: usize) -> Config {
 /// Plays a step. Where nothing is known of computing, it takes no time.
 fn play(script: &Script, hosts: &EvenHosts, network: &Network, measured: Option<&Measured>) -> Played {
     let travelling = |c: &super::script::Collective| {
-        hosts.passages(c.kind, c.wire, c.dtype, c.elements).iter().map(|passage| network.seconds(passage)).sum()
+        let ways =
+            hosts.passages(c.kind, c.wire, c.dtype, c.elements).into_iter().map(|passage| network.travel(&passage));
+        ways.reduce(|a, b| Travel { seconds: a.seconds + b.seconds, processors: a.processors + b.processors })
+            .unwrap_or_default()
     };
     match measured {
         None => script.run(|_, _| 0.0, travelling),

@@ -7,21 +7,21 @@ use std::str::FromStr;
 
 /// Bytes of data in a full Ethernet frame of TCP, and all bytes of the frame: what limits a cable, `tc` too, counts these.
 const FRAME: [f64; 2] = [1448.0, 1514.0];
-/// Up to so many bytes MPI libraries send a message at once. A longer one is announced and asked for before it travels.
-const SHORT_MESSAGE: usize = 64 << 10;
-/// Ways from host to host until a short message, and a longer one, has come.
-const WAYS: [f64; 2] = [1.0, 3.0];
 
-/// The cable of each host: how fast it carries bytes in each direction, and how long one takes to the other end.
+/// The cable of each host: how fast it carries bytes in each direction, how long one takes to the other end, and what it costs
+/// the host's processors.
 ///
 /// Written as `25Gbit,50us`: a rate, in bits of the cable as `tc` writes them (`bit`, `kbit`, `Mbit`, `Gbit`, thousands of
-/// one another) or in bytes of data (`MB/s`, `GB/s`), and a latency, one way (`us`, `ms`, `s`).
+/// one another) or in bytes of data (`MB/s`, `GB/s`), and a latency, one way (`us`, `ms`, `s`). `25Gbit,50us,10%`: of a host's
+/// processors that share is busy with messages while the cable is.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Network {
     rate: f64,
     rate_unit: RateUnit,
     latency: f64,
     latency_unit: LatencyUnit,
+    /// Of 100.
+    busy_percent: f64,
 }
 
 /// A unit of rates.
@@ -58,15 +58,27 @@ const LATENCIES: [LatencyUnit; 3] = [
     LatencyUnit { name: "s", parts: 1 },
 ];
 
+/// How long something is on its way between hosts.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct Travel {
+    /// From its beginning to its end.
+    pub seconds: f64,
+    /// Seconds of these that it takes from the host's processors, all of them together.
+    pub processors: f64,
+}
+
 /// What may stand for each part.
 const BOTH: &str = "a comma stands between them";
+const BUSY: &str =
+    "the third part is the share of a host's processors that is busy while its cable is: a number up to 100 and %";
 const RATE: &str = "the rate is a number above 0 and bit, kbit, Mbit or Gbit (bits of the cable, in each direction), or MB/s \
                     or GB/s (bytes of data)";
 const LATENCY: &str = "the latency is a number and us, ms or s (one way)";
 
 impl Network {
     /// What is assumed where nothing is said: a cable of 10 Gbit, 50 us long.
-    pub const ASSUMED: Self = Self { rate: 10.0, rate_unit: RATES[2], latency: 50.0, latency_unit: LATENCIES[0] };
+    pub const ASSUMED: Self =
+        Self { rate: 10.0, rate_unit: RATES[2], latency: 50.0, latency_unit: LATENCIES[0], busy_percent: 0.0 };
 
     /// Bytes of data that go through the cable in a second, in each direction.
     pub fn bytes_per_s(&self) -> f64 {
@@ -79,18 +91,24 @@ impl Network {
         self.latency / self.latency_unit.parts as f64
     }
 
-    /// Seconds from the beginning of a passage to its end, headers included.
+    /// The share of a host's processors that messages keep busy while its cable is.
+    pub fn busy(&self) -> f64 {
+        self.busy_percent / 100.0
+    }
+
+    /// A passage from its beginning to its end, headers included.
     ///
     /// A message waits for the one that is `window` messages before it. So either the cable is always busy, or each window
     /// waits for the ways of its messages.
-    pub(super) fn seconds(&self, passage: &Passage) -> f64 {
-        let Passage { into, out, message, messages, window, hops, behind } = *passage;
+    pub(super) fn travel(&self, passage: &Passage) -> Travel {
+        let Passage { into, out, messages, window, hops, behind } = *passage;
         let (rate, latency) = (self.bytes_per_s(), self.latency_s());
-        let ways = latency * WAYS[usize::from(message > SHORT_MESSAGE)];
-        let busy = into.max(out) as f64 / rate;
-        let each = busy / messages as f64;
+        let cable = into.max(out) as f64 / rate;
+        let each = cable / messages as f64;
         let windows = (messages - 1) / window;
-        latency + hops as f64 * ways + busy.max(each + windows as f64 * (ways + each)) + behind as f64 / rate
+        let ways = (1 + hops) as f64 * latency;
+        let seconds = ways + cable.max(each + windows as f64 * (latency + each)) + behind as f64 / rate;
+        Travel { seconds, processors: self.busy() * cable }
     }
 }
 
@@ -99,7 +117,11 @@ impl FromStr for Network {
 
     fn from_str(text: &str) -> Result<Self, EstimateError> {
         let wrong = |allowed| EstimateError::Network { found: text.into(), allowed };
-        let (rate, latency) = text.split_once(',').ok_or_else(|| wrong(BOTH))?;
+        let (rate, others) = text.split_once(',').ok_or_else(|| wrong(BOTH))?;
+        let (latency, busy) = others.split_once(',').map_or((others, None), |(latency, busy)| (latency, Some(busy)));
+        let share =
+            |text: &str| text.ends_with('%').then(|| number(text, "%")).flatten().filter(|share| *share <= 100.0);
+        let busy_percent = busy.map_or(Ok(0.0), |busy| share(busy).ok_or_else(|| wrong(BUSY)))?;
         let of_rate = |unit: &&RateUnit| match unit.bits {
             // tc takes them so.
             Some(_) => ends_with_ignoring_case(rate, unit.name),
@@ -109,7 +131,7 @@ impl FromStr for Network {
         let latency_unit = *LATENCIES.iter().find(|unit| latency.ends_with(unit.name)).ok_or_else(|| wrong(LATENCY))?;
         let rate = number(rate, rate_unit.name).filter(|rate| *rate > 0.0).ok_or_else(|| wrong(RATE))?;
         let latency = number(latency, latency_unit.name).ok_or_else(|| wrong(LATENCY))?;
-        let network = Self { rate, rate_unit, latency, latency_unit };
+        let network = Self { rate, rate_unit, latency, latency_unit, busy_percent };
         // Numbers that are too small or too large to be computed with.
         match (network.bytes_per_s().is_normal(), network.latency_s().is_finite()) {
             (true, true) => Ok(network),
@@ -134,7 +156,11 @@ fn number(text: &str, unit: &str) -> Option<f64> {
 /// As it is read.
 impl fmt::Display for Network {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}{},{}{}", self.rate, self.rate_unit.name, self.latency, self.latency_unit.name)
+        write!(f, "{}{},{}{}", self.rate, self.rate_unit.name, self.latency, self.latency_unit.name)?;
+        match self.busy_percent {
+            0.0 => Ok(()),
+            percent => write!(f, ",{percent}%"),
+        }
     }
 }
 
@@ -155,8 +181,9 @@ mod tests {
         fn a_network_is_read_as_it_is_written(
             (rate, rate_unit) in (1e-3..1e9, prop::sample::select(&RATES[..])),
             (latency, latency_unit) in (prop_oneof![Just(0.0), 1e-6..1e6], prop::sample::select(&LATENCIES[..])),
+            busy_percent in prop_oneof![Just(0.0), 1e-6..=100.0],
         ) {
-            let network = Network { rate, rate_unit, latency, latency_unit };
+            let network = Network { rate, rate_unit, latency, latency_unit, busy_percent };
             prop_assert_eq!(network.to_string().parse::<Network>().unwrap(), network);
         }
     }
@@ -169,6 +196,7 @@ mod tests {
         assert_eq!(network("0.125GB/s,1000us").latency_s(), 1e-3);
         assert_eq!(network("1Gbit,1ms").bytes_per_s(), 125e6 * 1448.0 / 1514.0);
         assert_eq!(network("8bit,2s").latency_s(), 2.0);
+        assert_eq!([network("8bit,2s").busy(), network("8bit,2s,12.5%").busy()], [0.0, 0.125]);
     }
 
     #[test]
@@ -185,7 +213,10 @@ mod tests {
             ("1Mb/s,50us", "the rate is"),
             ("25Gbit,50", "the latency is"),
             ("25Gbit,us", "the latency is"),
-            ("25Gbit,50us,1", "the latency is"),
+            ("25Gbit,50us,1", "the third part is"),
+            ("25Gbit,50us,%", "the third part is"),
+            ("25Gbit,50us,101%", "the third part is"),
+            ("25Gbit,50us,1%,2%", "the third part is"),
             ("25Gbit,NaNs", "the latency is"),
             ("ä,ö", "the rate is"),
         ] {
@@ -196,15 +227,15 @@ mod tests {
 
     #[test]
     fn a_passage_takes_its_bytes_and_its_ways() {
-        let one = Passage { into: 3000, out: 5000, message: 2500, messages: 1, window: 2, hops: 1, behind: 0 };
+        let seconds = |network: &str, passage: &Passage| self::network(network).travel(passage).seconds;
+        let one = Passage { into: 3000, out: 5000, messages: 1, window: 2, hops: 1, behind: 0 };
         // The header's way, the message's, and the bytes of the busier direction.
-        assert!((network("1MB/s,1ms").seconds(&one) - 7e-3).abs() < 1e-12);
-        let long = Passage { message: 1 << 18, ..one };
-        assert!((network("1MB/s,1ms").seconds(&long) - 9e-3).abs() < 1e-12);
+        assert!((seconds("1MB/s,1ms", &one) - 7e-3).abs() < 1e-12);
+        assert!((network("1MB/s,1ms,20%").travel(&one).processors - 1e-3).abs() < 1e-12);
         // A hundred messages, two at a time: of 1 ms each a slow cable is always busy, and a fast one waits for ways.
-        let many = Passage { into: 100_000, out: 100_000, message: 1000, messages: 100, window: 2, hops: 1, behind: 0 };
-        assert!((network("1MB/s,1ms").seconds(&many) - 102e-3).abs() < 1e-12);
-        assert!((network("1MB/s,100ms").seconds(&many) - (200e-3 + 1e-3 + 49.0 * 101e-3)).abs() < 1e-12);
+        let many = Passage { into: 100_000, out: 100_000, messages: 100, window: 2, hops: 1, behind: 0 };
+        assert!((seconds("1MB/s,1ms", &many) - 102e-3).abs() < 1e-12);
+        assert!((seconds("1MB/s,100ms", &many) - (200e-3 + 1e-3 + 49.0 * 101e-3)).abs() < 1e-12);
     }
 
     #[test]
@@ -219,8 +250,9 @@ mod tests {
             })
         });
         for passage in passages {
-            let by_rate = ["40Gbit,50us", "1Gbit,50us", "1Mbit,50us"].map(|text| network(text).seconds(&passage));
-            let by_latency = ["1Gbit,0s", "1Gbit,1us", "1Gbit,20ms"].map(|text| network(text).seconds(&passage));
+            let by_rate =
+                ["40Gbit,50us", "1Gbit,50us", "1Mbit,50us"].map(|text| network(text).travel(&passage).seconds);
+            let by_latency = ["1Gbit,0s", "1Gbit,1us", "1Gbit,20ms"].map(|text| network(text).travel(&passage).seconds);
             assert!(by_rate.is_sorted() && by_latency.is_sorted(), "{passage:?} {by_rate:?} {by_latency:?}");
         }
     }

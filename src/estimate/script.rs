@@ -4,6 +4,7 @@
 //! collectives one after the other, in the order of their launch. As in [`crate::comm`], a short one begins when somebody
 //! waits for it, when a long one is launched behind it, or after a grace.
 
+use super::network::Travel;
 use crate::comm::{GRACE, Kind, SHORT_BYTES, Wire};
 use candle_core::DType;
 use std::collections::VecDeque;
@@ -156,8 +157,8 @@ impl Script {
         })
     }
 
-    /// Plays the step: `computing` gives the seconds of an amount of work, `travelling` those of a collective.
-    pub fn run(&self, computing: impl Fn(Phase, f64) -> f64, travelling: impl Fn(&Collective) -> f64) -> Played {
+    /// Plays the step: `computing` gives the seconds of an amount of work, `travelling` the way of a collective.
+    pub fn run(&self, computing: impl Fn(Phase, f64) -> f64, travelling: impl Fn(&Collective) -> Travel) -> Played {
         let mut all = Played::default();
         for part in &self.parts {
             let played = part.run(&computing, &travelling);
@@ -175,30 +176,53 @@ struct CommThread {
     free: f64,
     /// In which it has worked.
     busy: f64,
-    /// When each collective was launched that has not begun, and the seconds that it takes.
-    queue: VecDeque<(f64, f64)>,
+    /// When each collective was launched that has not begun, and its way.
+    queue: VecDeque<(f64, Travel)>,
     /// The ends of those that have, in the order of launch.
     done: Vec<f64>,
+    /// From when to when those take a share of the processors beside which something may still be computed, and the share.
+    beside: VecDeque<(f64, f64, f64)>,
 }
 
 impl CommThread {
     /// At second `now`, the first in the queue is to begin if it has not.
     fn begin(&mut self, now: f64) {
-        if let Some((launched, seconds)) = self.queue.pop_front() {
+        if let Some((launched, Travel { seconds, processors })) = self.queue.pop_front() {
             let start = self.free.max(now.min(launched + GRACE.as_secs_f64()));
             self.free = start + seconds;
             self.busy += seconds;
             self.done.push(self.free);
+            if processors > 0.0 {
+                self.beside.push_back((start, self.free, (processors / seconds).min(1.0)));
+            }
         }
+    }
+
+    /// When computing ends that begins at second `now` and takes `seconds` where it has the processors for itself.
+    fn compute_beside(&mut self, mut now: f64, mut seconds: f64) -> f64 {
+        while let Some((start, end, share)) = self.beside.front().copied() {
+            let alone = (start - now).max(0.0);
+            let beside = (end - now.max(start)).max(0.0) * (1.0 - share);
+            if seconds <= alone {
+                return now + seconds;
+            }
+            if seconds < alone + beside {
+                return now.max(start) + (seconds - alone) / (1.0 - share);
+            }
+            seconds -= alone + beside;
+            now = now.max(end);
+            self.beside.pop_front();
+        }
+        now + seconds
     }
 }
 
 impl Part {
-    fn run(&self, computing: &impl Fn(Phase, f64) -> f64, travelling: &impl Fn(&Collective) -> f64) -> Played {
+    fn run(&self, computing: &impl Fn(Phase, f64) -> f64, travelling: &impl Fn(&Collective) -> Travel) -> Played {
         let (mut now, mut wire) = (0f64, CommThread::default());
         for event in &self.events {
             match event {
-                Event::Compute(phase, work) => now += computing(*phase, *work),
+                Event::Compute(phase, work) => now = wire.compute_beside(now, computing(*phase, *work)),
                 Event::Launch(collective) => {
                     wire.queue.push_back((now, travelling(collective)));
                     if !collective.is_short() {
@@ -232,7 +256,8 @@ mod tests {
 
     /// Each unit of work takes a second; a long collective takes `long` seconds, a short one `short`.
     fn seconds(script: &Script, long: f64, short: f64) -> (f64, f64) {
-        let Played { step, wire } = script.run(|_, work| work, |c| if c.is_short() { short } else { long });
+        let travelling = |c: &Collective| Travel { seconds: if c.is_short() { short } else { long }, processors: 0.0 };
+        let Played { step, wire } = script.run(|_, work| work, travelling);
         (step, wire)
     }
 
@@ -262,6 +287,19 @@ mod tests {
         assert_eq!(seconds(&backward(false), 1.0, 0.0), (6.0, 2.0), "the sum");
         assert_eq!(seconds(&backward(false), 3.0, 0.0), (10.0, 6.0));
         assert_eq!(backward(true).work(), Work { backward: 4.0, ..Work::default() });
+    }
+
+    #[test]
+    fn computing_beside_a_collective_waits_for_processors() {
+        let step = |overlaps: bool, seconds: f64, processors: f64| {
+            backward(overlaps).run(|_, work| work, |_| Travel { seconds, processors }).step
+        };
+        // The first collective passes beside two seconds of computing, the second one beside nothing.
+        assert_eq!(step(true, 1.0, 0.25), 5.25);
+        assert_eq!(step(true, 2.0, 1.0), 2.0 + 3.0 + 2.0);
+        assert_eq!(step(true, 3.0, 3.0), 2.0 + 3.0 + 2.0 + 3.0, "it gets none until the end");
+        assert_eq!(step(true, 8.0, 4.0), 2.0 + 8.0 + 8.0, "it ends first");
+        assert_eq!(step(false, 3.0, 3.0), 10.0);
     }
 
     #[test]

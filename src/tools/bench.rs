@@ -134,6 +134,12 @@ fn network_table(network: &network::Network) -> String {
         text.push_str(&line);
         text.push('\n');
     }
+    let mut found = format!("{:.1}MB/s,{:.1}us", network.plain.rate() / 1e6, network.one_way_s * 1e6);
+    if let Some(busy) = network.busy {
+        _ = write!(text, "\n{:.0} % of a host's processors are busy while its cable is\n", 100.0 * busy);
+        _ = write!(found, ",{:.1}%", 100.0 * busy);
+    }
+    _ = write!(text, "\nzerorun estimate --network {found}\n");
     text
 }
 

@@ -18,8 +18,9 @@ pub(super) struct Across {
     hosts: Option<u32>,
 
     /// The cable of each host: its rate in each direction (bit, kbit, Mbit or Gbit, as tc writes them, or MB/s or GB/s of
-    /// data) and its latency one way (us, ms or s), such as 25Gbit,50us [default: 10Gbit,50us]
-    #[arg(long, value_name = "RATE,LATENCY", requires = "hosts")]
+    /// data), its latency one way (us, ms or s), and the share of the host's processors that is busy while the cable is, such
+    /// as 25Gbit,50us,10% [default: 10Gbit,50us,0%]
+    #[arg(long, value_name = "RATE,LATENCY[,BUSY]", requires = "hosts")]
     network: Option<Network>,
 
     /// Seconds that a step takes on one host with as many ranks as each host has here
@@ -79,8 +80,7 @@ pub(super) struct Hosts {
 }
 
 /// What no forecast knows.
-pub(super) const NOT_INCLUDED: [&str; 3] = [
-    "processors that compute slower while messages come and go",
+pub(super) const NOT_INCLUDED: [&str; 2] = [
     "TCP that begins slowly after a pause or loses packets, and other traffic on the cables and between them",
     "ranks that wait for one another because they do not compute equally fast, and shares that become smaller on more hosts",
 ];
@@ -92,7 +92,7 @@ impl Hosts {
             "hosts": forecast.hosts,
             "ranks_of_each": each,
             "network": {"text": network.to_string(), "bytes_per_s": network.bytes_per_s(),
-                        "latency_s": network.latency_s()},
+                        "latency_s": network.latency_s(), "busy": network.busy()},
             "measured_s": measured.as_ref().map(Measured::step_s),
             "forecast": forecast,
             "weak_scaling": rows,
@@ -106,8 +106,11 @@ impl Hosts {
             "each host's cable carries {network} in each direction at a time{unsaid}: {} of data a second",
             decimal(network.bytes_per_s())
         )];
-        let long = "messages of more than 64 KiB are announced and asked for before they travel, which takes the latency three times";
-        assumed.push(long.into());
+        assumed.push(match network.busy() {
+            0.0 => "messages take nothing from the processors of a host: zerorun bench network measures what they do"
+                .into(),
+            busy => format!("computing has {:.1} % of a host's processors less while its cable is busy", 100.0 * busy),
+        });
         match measured {
             None => {}
             Some(measured) if measured.steps() == 0 => assumed.push(

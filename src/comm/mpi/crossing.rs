@@ -12,6 +12,7 @@ use crate::comm::encoding::Wire;
 use crate::comm::exchange::Exchange;
 use crate::comm::fingerprint::Fingerprint;
 use crate::comm::kind::Kind;
+use crate::comm::pieces::Patience;
 use crate::error::CommError;
 use candle_core::DType;
 use std::collections::VecDeque;
@@ -25,14 +26,13 @@ const SENT_BYTES: usize = 16 << 20;
 /// Messages that are on their way to and from each other rank: a cable is not idle while a message that has come is worked
 /// on, nor while a library asks the other side whether it may send one.
 pub(super) const AHEAD: usize = 4;
-/// Looks at a message that is awaited before the thread lets others run, and before it sleeps between looks.
-const SPINS: u32 = 200;
-const YIELDS: u32 = 20_000;
+/// How long a thread sleeps between looks at a message that is awaited, when its patience is over.
 const NAP: Duration = Duration::from_micros(50);
 /// How much later than its echo in this host the failure of a rank of another host may be heard of.
 const ECHO: Duration = Duration::from_millis(100);
-/// How often a wait looks for ranks that have failed.
+/// How often a wait looks for ranks that have failed, and after how many looks at the message it looks at a clock.
 const WATCH: Duration = Duration::from_millis(20);
+const LOOKS: u32 = 200;
 pub(super) type Result<T> = std::result::Result<T, CommError>;
 
 /// The most bytes of a message where a rank sends one to each of `peers` ranks at a time.
@@ -197,14 +197,15 @@ impl Crossing {
     /// Waits for a message of a rank of another host.
     pub(super) fn finish(&mut self, peer: usize, mut transfer: Transfer) -> Result<Vec<u8>> {
         let (mut turns, mut waited, mut last) = (0u32, Duration::ZERO, None::<Instant>);
+        let Patience { spins, yields } = self.local.patience();
         while !transfer.is_done()? {
             turns += 1;
             match turns {
-                ..SPINS => std::hint::spin_loop(),
-                SPINS..YIELDS => std::thread::yield_now(),
+                turn if turn < spins => std::hint::spin_loop(),
+                turn if turn < spins + yields => std::thread::yield_now(),
                 _ => std::thread::sleep(NAP),
             }
-            if turns.is_multiple_of(SPINS) {
+            if turns.is_multiple_of(LOOKS) {
                 let now = Instant::now();
                 let passed = now.duration_since(*last.get_or_insert(now));
                 if passed >= WATCH {

@@ -6,6 +6,7 @@
 use super::library::Library;
 use crate::error::CommError;
 use crate::util::lock;
+use std::collections::VecDeque;
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -22,6 +23,19 @@ pub(super) enum Tag {
     Notice = 3,
     /// A host that lives.
     Beat = 4,
+    /// Elements, where MPI's own large messages are measured.
+    Plain = 5,
+}
+
+impl Tag {
+    /// The most bytes that go as one message of MPI's. Libraries send up to 64 KiB at once; a longer message they announce, and
+    /// send when the other side, which may be busy, has asked for it.
+    fn packet_bytes(self) -> usize {
+        match self {
+            Self::Plain => c_int::MAX as usize,
+            Self::Header | Self::Data | Self::Notice | Self::Beat => 60 << 10,
+        }
+    }
 }
 
 /// How long the other ranks may take to end after one has failed.
@@ -91,17 +105,26 @@ impl Link {
 
     fn begin(self: &Arc<Self>, peer: usize, tag: Tag, bytes: Vec<u8>, sends: bool) -> Result<Transfer, CommError> {
         let memory = Box::into_raw(bytes.into_boxed_slice());
-        let count = c_int::try_from(memory.len()).expect("messages are cut into pieces");
+        let mut transfer = Transfer { link: self.clone(), requests: VecDeque::new(), memory };
         let (byte, world) = (self.library.byte, self.library.world);
         let peer = c_int::try_from(peer).expect("a rank of MPI");
-        let mut request = 0u64;
-        let _calling = lock(&self.calling);
         let (call, name) = if sends { (&self.library.isend, "MPI_Isend") } else { (&self.library.irecv, "MPI_Irecv") };
-        // SAFETY: `memory` holds `count` bytes, and nobody else touches them until the request is done, as `Transfer` gives
-        // them back only then and never frees them before.
-        let code = unsafe { call(memory.cast(), count, byte, peer, tag as c_int, world, &mut request) };
-        self.library.check(name, code)?;
-        Ok(Transfer { link: self.clone(), request, memory, done: false })
+        let _calling = lock(&self.calling);
+        // Both sides cut a message alike; one of no bytes is a packet too.
+        let len = memory.len();
+        for start in (0..len.max(1)).step_by(tag.packet_bytes()) {
+            let count = (len - start).min(tag.packet_bytes()) as c_int;
+            let mut request = 0u64;
+            // SAFETY: `memory` holds `count` bytes from `start` on, and nobody else touches them until the request is done, as
+            // `Transfer` gives them back only then and never frees them before.
+            let code = unsafe {
+                let packet = memory.cast::<u8>().add(start);
+                call(packet.cast(), count, byte, peer, tag as c_int, world, &mut request)
+            };
+            self.library.check(name, code)?;
+            transfer.requests.push_back(request);
+        }
+        Ok(transfer)
     }
 
     /// A rank has failed.
@@ -132,10 +155,10 @@ impl Link {
 /// A message on its way.
 pub(super) struct Transfer {
     link: Arc<Link>,
-    request: u64,
+    /// Those of its packets that are not done, in order.
+    requests: VecDeque<u64>,
     /// Made from a box. Where a transfer is dropped on its way, which only happens after a failure, it is left to MPI for good.
     memory: *mut [u8],
-    done: bool,
 }
 
 // SAFETY: the memory is this value's, and MPI's calls are made under the link's lock.
@@ -144,16 +167,19 @@ unsafe impl Send for Transfer {}
 impl Transfer {
     /// Whether it has been done. To ask also moves all others on.
     pub(super) fn is_done(&mut self) -> Result<bool, CommError> {
-        if !self.done {
+        while let Some(request) = self.requests.front_mut() {
             let mut flag = 0;
             let library = &self.link.library;
             let _calling = lock(&self.link.calling);
             // SAFETY: a request of this library that is not done.
-            let code = unsafe { (library.test)(&mut self.request, &mut flag, library.status_ignore) };
+            let code = unsafe { (library.test)(request, &mut flag, library.status_ignore) };
             library.check("MPI_Test", code)?;
-            self.done = flag != 0;
+            if flag == 0 {
+                return Ok(false);
+            }
+            self.requests.pop_front();
         }
-        Ok(self.done)
+        Ok(true)
     }
 
     /// What was received, or sent.
@@ -161,7 +187,7 @@ impl Transfer {
     /// # Panics
     /// If it is not done.
     pub(super) fn into_bytes(self) -> Vec<u8> {
-        assert!(self.done, "a message is taken when it is there");
+        assert!(self.requests.is_empty(), "a message is taken when it is there");
         // SAFETY: made from a box, and MPI is done with it.
         unsafe { Box::from_raw(self.memory) }.into_vec()
     }

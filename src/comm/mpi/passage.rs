@@ -20,8 +20,6 @@ pub(crate) struct Passage {
     pub into: usize,
     /// Bytes out of the host that sends most.
     pub out: usize,
-    /// Bytes of the longest message.
-    pub message: usize,
     /// Messages from one rank to another.
     pub messages: usize,
     /// Messages of these that are on their way at a time.
@@ -64,18 +62,16 @@ impl EvenHosts {
                 let Busiest { into, out } = raw_bytes(hosts.each(), wire, size, chunk);
                 let step = message_elements(wire, size, world - hosts.here().len());
                 let messages = chunk.div_ceil(step).max(1);
-                let message = encoded(wire, size, chunk.min(step));
-                Passage { into, out, message, messages, window: AHEAD, hops: 1, behind: 0 }
+                Passage { into, out, messages, window: AHEAD, hops: 1, behind: 0 }
             }
             Way::Chain => {
                 let Busiest { into, out } = chain_bytes(hosts.each(), size, chunk);
                 let block = block_elements(hosts, wire, chunk).min(chunk);
-                let message = size_of::<f32>() * world.div_ceil(hosts.lanes()) * block;
                 let (count, ranks) = (hosts.each().len(), hosts.here().len());
                 // The first block through the hosts between, and the sums of the last block.
                 let behind = (count - 2) * size_of::<f32>() * world * block + (world - ranks) * block * size;
                 let messages = chunk.div_ceil(block.max(1)).max(1);
-                Passage { into, out, message, messages, window: AHEAD, hops: count, behind }
+                Passage { into, out, messages, window: AHEAD, hops: count, behind }
             }
         }
     }
@@ -86,7 +82,7 @@ impl EvenHosts {
         let step = message_bytes(self.0.each().len() - 1);
         // Each lane sends as many bytes as a rank has.
         let messages = part.div_ceil(step).max(1);
-        Passage { into, out, message: part.min(step), messages, window: AHEAD, hops: 1, behind: 0 }
+        Passage { into, out, messages, window: AHEAD, hops: 1, behind: 0 }
     }
 }
 

@@ -35,8 +35,8 @@ impl Place {
         let share = bytes.div_ceil(lanes);
         for start in (0..share).step_by(MESSAGE_BYTES) {
             let len = MESSAGE_BYTES.min(share - start);
-            coming.push_back(self.link.receive(from, Tag::Data, len)?);
-            going.push_back(self.link.send(to, Tag::Data, vec![1; len])?);
+            coming.push_back(self.link.receive(from, Tag::Plain, len)?);
+            going.push_back(self.link.send(to, Tag::Plain, vec![1; len])?);
             if coming.len() > AHEAD {
                 self.finish(coming.pop_front())?;
                 self.finish(going.pop_front())?;
