@@ -6,13 +6,19 @@
 //! | --- | --- | --- |
 //! | zerorun, torchrun, DeepSpeed | `RANK`, `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` (DeepSpeed: `LOCAL_SIZE`) |
 //! | OpenMPI | `OMPI_COMM_WORLD_RANK`, `_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `_LOCAL_SIZE` |
-//! | MPICH, Intel MPI (Hydra) | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
+//! | MPICH, Intel MPI (Hydra), PALS | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` (PALS: `PALS_LOCAL_RANKID`) |
 //! | Slurm's srun | `SLURM_PROCID`, `SLURM_NTASKS` (`SLURM_NPROCS`) | `SLURM_LOCALID`, `SLURM_STEP_TASKS_PER_NODE` |
+//! | LSF's jsrun | `JSM_NAMESPACE_RANK`, `JSM_NAMESPACE_SIZE` | `JSM_NAMESPACE_LOCAL_RANK` |
+//! | PMIx | `PMIX_RANK`, `WORLD_SIZE` | `PALS_LOCAL_RANKID`, `LOCAL_SIZE` |
 //! | none | rank 0 of 1 | |
 //!
 //! `srun --mpi=pmi2` sets MPICH's rank and world; the places on the host are then Slurm's.
 //!
-//! Ranks that a launcher of MPI started (the last three) are joined by MPI, on one host or several; those of `zerorun` where
+//! PMIx tells a process its rank (in `PMIX_NAMESPACE`) and not how many there are: the user says that by `WORLD_SIZE`, as
+//! DeepSpeed's launcher does for MPICH, and MPI confirms it. PALS and jsrun tell no number of ranks on a host: [`RankEnv`] then
+//! has that of all.
+//!
+//! Ranks that a launcher of MPI started (all but the first row) are joined by MPI, on one host or several; those of `zerorun` where
 //! it has started them on several.
 
 use std::os::fd::RawFd;
@@ -25,6 +31,12 @@ use crate::error::{Error, RankEnvError, Result};
 pub(crate) const SHM_FD: &str = "CANDLE_ZERO_SHM_FD";
 /// How long a rank waits for the others, in milliseconds.
 pub(crate) const TIMEOUT_MS: &str = "CANDLE_ZERO_TIMEOUT_MS";
+
+/// Set where the launcher has bound each rank to cores of its own.
+pub(crate) const BOUND: &str = "CANDLE_ZERO_BOUND";
+
+/// A rank's number among the processes of its namespace, by PMIx.
+const PMIX_RANK: &str = "PMIX_RANK";
 
 /// The socket to the launcher through which an MPI library meets the other ranks, as MPICH's process managers have it.
 pub(crate) const PMI_FD: &str = "PMI_FD";
@@ -47,7 +59,7 @@ pub struct RankEnv {
     pub world_size: usize,
     /// This rank among those of its host.
     pub local_rank: usize,
-    /// Number of ranks on this host.
+    /// Number of ranks on this host, or of all, where the launcher does not say.
     pub local_world_size: usize,
     /// Host of rank 0 (`MASTER_ADDR`).
     pub master_addr: String,
@@ -219,6 +231,8 @@ impl Vars<'_> {
             (None, Some(world)) if world.value == 1 && local.as_ref().is_ok_and(Option::is_none) => {
                 Some((Number { name: "RANK", value: 0 }, world))
             }
+            // The rank is PMIx's.
+            (None, Some(_)) if self.get(PMIX_RANK).is_some() => return self.of_mpi(),
             _ => None,
         };
         if let Some((rank, world)) = only.map_or_else(|| self.pair("RANK", &["WORLD_SIZE"]), |only| Ok(Some(only)))? {
@@ -227,6 +241,11 @@ impl Vars<'_> {
         if let Some((local_rank, _)) = local? {
             return Err(RankEnvError::Incomplete { set: local_rank.name, missing: "RANK" }.into());
         }
+        self.of_mpi()
+    }
+
+    /// What launchers of MPI set.
+    fn of_mpi(&self) -> Result<Option<RankNumbers>> {
         if let Some((rank, world)) = self.pair("OMPI_COMM_WORLD_RANK", &["OMPI_COMM_WORLD_SIZE"])? {
             let local = self.pair("OMPI_COMM_WORLD_LOCAL_RANK", &["OMPI_COMM_WORLD_LOCAL_SIZE"])?;
             return Ok(Some(RankNumbers { rank, world, local, mpi: true }));
@@ -234,6 +253,7 @@ impl Vars<'_> {
         if let Some((rank, world)) = self.pair("PMI_RANK", &["PMI_SIZE"])? {
             let local = match self.pair("MPI_LOCALRANKID", &["MPI_LOCALNRANKS"])? {
                 None if self.is_slurm_task(rank, world)? => self.slurm_local()?,
+                None => self.local_among("PALS_LOCAL_RANKID", world)?,
                 local => local,
             };
             return Ok(Some(RankNumbers { rank, world, local, mpi: true }));
@@ -245,7 +265,23 @@ impl Vars<'_> {
         {
             return Ok(Some(RankNumbers { rank, world, local: self.slurm_local()?, mpi: true }));
         }
+        if let Some((rank, world)) = self.pair("JSM_NAMESPACE_RANK", &["JSM_NAMESPACE_SIZE"])? {
+            let local = self.local_among("JSM_NAMESPACE_LOCAL_RANK", world)?;
+            return Ok(Some(RankNumbers { rank, world, local, mpi: true }));
+        }
+        if self.get(PMIX_RANK).is_some()
+            && let Some((rank, world)) = self.pair(PMIX_RANK, &["WORLD_SIZE"])?
+        {
+            // DeepSpeed's launcher for MPICH says how many there are on a host.
+            let local = self.local_among("PALS_LOCAL_RANKID", self.number("LOCAL_SIZE")?.unwrap_or(world))?;
+            return Ok(Some(RankNumbers { rank, world, local, mpi: true }));
+        }
         Ok(None)
+    }
+
+    /// A rank's number on its host, by a launcher that does not say how many there are: at most so many.
+    fn local_among(&self, name: &'static str, most: Number) -> Result<Option<(Number, Number)>> {
+        Ok(self.number(name)?.map(|local_rank| (local_rank, most)))
     }
 
     /// Whether this rank of MPI is one that srun has started: a batch script, in which an mpirun may start ranks, is a task too.
@@ -408,6 +444,35 @@ mod tests {
     }
 
     #[test]
+    fn launchers_that_tell_no_number_of_ranks_on_a_host_leave_it_at_most_all() {
+        let jsrun = [("JSM_NAMESPACE_RANK", "5"), ("JSM_NAMESPACE_SIZE", "8"), ("JSM_NAMESPACE_LOCAL_RANK", "1")];
+        let env = read(&jsrun).unwrap();
+        assert_eq!((numbers(&env), env.mpi), ([5, 8, 1, 8], true));
+        assert_eq!(numbers(&read(&jsrun[..2]).unwrap()), [5, 8, 5, 8]);
+        let cray = [("PMI_RANK", "5"), ("PMI_SIZE", "8"), ("PALS_LOCAL_RANKID", "1")];
+        assert_eq!(numbers(&read(&cray).unwrap()), [5, 8, 1, 8]);
+        let hydra = [("MPI_LOCALRANKID", "2"), ("MPI_LOCALNRANKS", "4")];
+        assert_eq!(numbers(&read(&[&cray[..], &hydra].concat()).unwrap()), [5, 8, 2, 4]);
+    }
+
+    #[test]
+    fn pmix_tells_the_rank_and_the_user_how_many_there_are() {
+        let pmix = [("PMIX_RANK", "3"), ("PMIX_NAMESPACE", "job@1"), ("WORLD_SIZE", "4")];
+        let env = read(&pmix).unwrap();
+        assert_eq!((numbers(&env), env.mpi), ([3, 4, 3, 4], true));
+        let local = [("PALS_LOCAL_RANKID", "1")];
+        assert_eq!(numbers(&read(&[&pmix[..], &local].concat()).unwrap()), [3, 4, 1, 4]);
+        let deepspeed = [("PALS_LOCAL_RANKID", "1"), ("LOCAL_SIZE", "2")];
+        assert_eq!(numbers(&read(&[&pmix[..], &deepspeed].concat()).unwrap()), [3, 4, 1, 2]);
+        // Launchers that set it beside names of their own.
+        let open_mpi = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2"), ("PMIX_RANK", "1")];
+        assert_eq!(numbers(&read(&open_mpi).unwrap()), [1, 2, 1, 2]);
+        let zerorun = [("RANK", "0"), ("WORLD_SIZE", "2"), ("CANDLE_ZERO_SHM_FD", "3"), ("PMIX_RANK", "1")];
+        assert!(!read(&zerorun).unwrap().mpi);
+        assert_eq!(numbers(&read(&[("WORLD_SIZE", "1"), ("PMIX_RANK", "0")]).unwrap()), [0, 1, 0, 1]);
+    }
+
+    #[test]
     fn a_world_of_one_needs_no_rank() {
         assert_eq!(numbers(&read(&[("WORLD_SIZE", "1")]).unwrap()), [0, 1, 0, 1]);
     }
@@ -420,6 +485,9 @@ mod tests {
         insta::assert_snapshot!(refusal(&[("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")]), @"LOCAL_RANK is set but LOCAL_WORLD_SIZE is not: a rank needs both; start the program with zerorun, or unset LOCAL_RANK");
         insta::assert_snapshot!(refusal(&[("OMPI_COMM_WORLD_RANK", "0")]), @"OMPI_COMM_WORLD_RANK is set but OMPI_COMM_WORLD_SIZE is not: a rank needs both; start the program with zerorun, or unset OMPI_COMM_WORLD_RANK");
         insta::assert_snapshot!(refusal(&[("PMI_SIZE", "2")]), @"PMI_SIZE is set but PMI_RANK is not: a rank needs both; start the program with zerorun, or unset PMI_SIZE");
+        insta::assert_snapshot!(refusal(&[("JSM_NAMESPACE_RANK", "0")]), @"JSM_NAMESPACE_RANK is set but JSM_NAMESPACE_SIZE is not: a rank needs both; start the program with zerorun, or unset JSM_NAMESPACE_RANK");
+        insta::assert_snapshot!(refusal(&[("PMIX_RANK", "0"), ("PMIX_NAMESPACE", "job@1")]), @"PMIX_RANK is set but WORLD_SIZE is not: a rank needs both; start the program with zerorun, or unset PMIX_RANK");
+        insta::assert_snapshot!(refusal(&[("JSM_NAMESPACE_RANK", "1"), ("JSM_NAMESPACE_SIZE", "2"), ("JSM_NAMESPACE_LOCAL_RANK", "2")]), @"JSM_NAMESPACE_LOCAL_RANK is 2 but JSM_NAMESPACE_SIZE is 2; it must be below that");
         insta::assert_snapshot!(refusal(&[("SLURM_PROCID", "0")]), @"SLURM_PROCID is set but SLURM_NTASKS is not: a rank needs both; start the program with zerorun, or unset SLURM_PROCID");
     }
 

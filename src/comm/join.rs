@@ -60,8 +60,8 @@ fn joined_by_mpi(env: &RankEnv) -> Result<Arc<Shared>> {
     if let Some(shared) = &*joined {
         return Ok(shared.clone());
     }
-    share_cores(env.local_world_size);
     let (place, region) = Place::enter(env)?;
+    share_cores(region.world_size());
     let shared = Arc::new(Shared::across_hosts(region, env.rank, env.timeout, place)?);
     Ok(joined.insert(shared).clone())
 }

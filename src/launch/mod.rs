@@ -4,15 +4,19 @@
 //! its manifest may stand in front of the code, see `frontmatter`), `build` lets cargo make the executable, and `ranks`
 //! starts it N times, carries its output (`output`, `tail`) and its signals (`signals`), and stops everything when a
 //! rank fails (`report`); `restarts` decides whether it starts again. What `zerorun` itself prints goes through
-//! `console`. `hosts` computes which ranks run on which of many hosts; `nodes` starts and joins the launchers of these,
-//! and through `pmi` the MPI libraries of their ranks meet. On the other side `comm/env.rs` reads the
-//! variables that the launcher has set.
+//! `console`. `binding` gives each rank cores of its own. `hosts` computes which ranks run on which of many hosts;
+//! `nodes` starts and joins the launchers of these, and through `pmi` the MPI libraries of their ranks meet. On the other
+//! side `comm/env.rs` reads the variables that the launcher has set.
 
+pub(crate) mod binding;
 pub(crate) mod build;
 pub(crate) mod console;
 pub(crate) mod error;
 mod frontmatter;
-#[allow(dead_code, reason = "core lists and slots of GPUs are not taken from the command line yet")]
+#[allow(
+    dead_code,
+    reason = "what DeepSpeed's own node launcher and its starters are told is computed for the recorded cases alone"
+)]
 pub(crate) mod hosts;
 pub(crate) mod nodes;
 mod output;
@@ -27,7 +31,9 @@ mod tail;
 
 use crate::kernels::checked_level;
 use crate::{Result, timeline};
+use binding::Binding;
 use console::{print, say};
+use nodes::starter::Whole;
 use ranks::Job;
 use script::Target;
 use std::ffi::OsString;
@@ -50,6 +56,8 @@ pub(crate) enum Across {
 pub(crate) struct Options {
     pub(crate) ranks: usize,
     pub(crate) across: Across,
+    /// `None`: ranks run on any core.
+    pub(crate) binding: Option<Binding>,
     /// `None`: as the environment says, else the default of the ranks.
     pub(crate) timeout: Option<Duration>,
     /// How long the ranks may take to end after a signal to the launcher.
@@ -80,6 +88,15 @@ pub(crate) fn start(options: &Options) -> Result<u8> {
     let world = match &options.across {
         Across::Hosts(hosts) => Some((hosts, hosts.world()?)),
         Across::Alone | Across::Nodes(_) => None,
+    };
+    // Of one host all ranks are here; of several each host's launcher looks at its own cores.
+    let here = match (&options.across, &world) {
+        (_, Some((hosts, world))) => hosts.only_here(world),
+        _ => Some(options.ranks),
+    };
+    let cores = match (&options.binding, here) {
+        (Some(binding), Some(ranks)) => Some(binding.cores(ranks, &nodes::own_name())?),
+        _ => None,
     };
     let target = script::find(&options.script)?;
     let program = match target {
@@ -125,13 +142,21 @@ pub(crate) fn start(options: &Options) -> Result<u8> {
         restart: 0,
         timeline: recorded.as_ref().map(|job| job.folder().to_owned()),
         part: None,
+        cores,
+        devices: None,
     };
     let rule = restarts::Rule { max_restarts: options.max_restarts, min_ranks: options.min_ranks };
     let ended = match (&options.across, world) {
         (Across::Nodes(node), _) => nodes::run(job, node, options.max_restarts),
-        (_, Some((hosts, world))) => match hosts.only_here(&world) {
-            Some(ranks) => restarts::run(Job { world: ranks, ..job }, &restarts::Rule { min_ranks: ranks, ..rule }),
-            None => nodes::starter::run(&job, hosts, &world, options.max_restarts),
+        (_, Some((hosts, world))) => match here {
+            Some(ranks) => {
+                let devices = Some(world.devices(0));
+                restarts::run(Job { world: ranks, devices, ..job }, &restarts::Rule { min_ranks: ranks, ..rule })
+            }
+            None => {
+                let whole = Whole { max_restarts: options.max_restarts, binding: options.binding.as_ref() };
+                nodes::starter::run(&job, hosts, &world, &whole)
+            }
         },
         (_, None) => restarts::run(job, &rule),
     };

@@ -3,7 +3,10 @@
 //! When a rank fails, the others are told through the shared memory and may leave by themselves; then they get SIGTERM,
 //! then SIGKILL. However the launcher itself ends, the kernel kills the ranks.
 
+use super::binding;
 use super::console::{Stream, say};
+use super::hosts::cores::CoreList;
+use super::hosts::world::DEVICES;
 use super::output::Output;
 use super::pmi;
 use super::report::{self, Culprit, Ended, Fate, Request};
@@ -11,7 +14,7 @@ use super::signals::{self, Event, die_with_parent};
 use super::tail::Tail;
 use crate::comm::Fault;
 use crate::comm::agree::rank_pointed_at;
-use crate::comm::env::{DEFAULT_TIMEOUT, PMI_FD, SCRIPT, SHM_FD, TIMEOUT_MS};
+use crate::comm::env::{BOUND, DEFAULT_TIMEOUT, PMI_FD, SCRIPT, SHM_FD, TIMEOUT_MS};
 use crate::comm::shm::Region;
 use crate::error::{Error, LaunchError, Result};
 use crate::monitor::PROMETHEUS_PORT;
@@ -69,6 +72,10 @@ pub(crate) struct Job {
     pub(crate) timeline: Option<PathBuf>,
     /// Where the job has several hosts, what this one is of it.
     pub(crate) part: Option<Part>,
+    /// The cores to which ranks are bound, at least one for each; `None`: they run on any.
+    pub(crate) cores: Option<CoreList>,
+    /// [`DEVICES`] of the ranks; `None`: as the environment says.
+    pub(crate) devices: Option<String>,
 }
 
 /// One host of a job on several.
@@ -186,13 +193,15 @@ fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
         None if is_set(TIMEOUT_MS) => {}
         None => variables.push((TIMEOUT_MS, DEFAULT_TIMEOUT.as_millis().to_string())),
     }
-    if let Some(part) = part {
-        variables.push(("CROSS_RANK", part.place.to_string()));
-        variables.push(("CROSS_SIZE", part.hosts.to_string()));
-        variables.push(("PMI_SIZE", part.pmi.world().to_string()));
-    }
+    let (place, hosts) = part.map_or((0, 1), |part| (part.place, part.hosts));
+    variables.extend([("CROSS_RANK", place.to_string()), ("CROSS_SIZE", hosts.to_string())]);
+    variables.extend(part.map(|part| ("PMI_SIZE", part.pmi.world().to_string())));
     variables.extend(job.prometheus.map(|port| (PROMETHEUS_PORT, port.to_string())));
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    variables.extend(job.devices.clone().map(|devices| (DEVICES, devices)));
+    let cores = match &job.cores {
+        Some(bound) => bound.cores().len(),
+        None => std::thread::available_parallelism().map_or(1, usize::from),
+    };
     if job.world > cores && job.restart == 0 {
         say(&format!(
             "zerorun: warning: {} ranks share {cores} core{}; each computes with one thread, and they slow one another down",
@@ -202,7 +211,9 @@ fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
     }
     // Candle's own pool and rayon's: ranks that each take all cores are many times slower than ranks that share them.
     let threads = (cores / job.world).max(1).to_string();
-    for name in ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"] {
+    // DeepSpeed gives threads of OpenMP a number where it binds ranks, and only there.
+    let of_openmp = job.cores.as_ref().map(|_| "OMP_NUM_THREADS");
+    for name in ["RAYON_NUM_THREADS", "CANDLE_NUM_THREADS"].into_iter().chain(of_openmp) {
         if !is_set(name) {
             variables.push((name, threads.clone()));
         }
@@ -312,7 +323,10 @@ impl Ranks {
                 let socket = part.pmi.socket().map_err(setup)?;
                 // Where an mpirun has started this launcher, the ranks are not that one's.
                 for (name, _) in std::env::vars_os() {
-                    if ["OMPI_COMM_WORLD_", "PMIX_"].iter().any(|start| name.to_string_lossy().starts_with(start)) {
+                    if ["OMPI_COMM_WORLD_", "PMIX_", "JSM_NAMESPACE_", "PALS_"]
+                        .iter()
+                        .any(|start| name.to_string_lossy().starts_with(start))
+                    {
                         command.env_remove(name);
                     }
                 }
@@ -325,6 +339,15 @@ impl Ranks {
             None => command.env_remove(SCRIPT),
         };
         command.env("RANK", number.to_string()).env("LOCAL_RANK", rank.to_string()).env(SHM_FD, fd.to_string());
+        match &job.cores {
+            Some(cores) => {
+                binding::bind(&mut command, cores.share(rank, job.world)?);
+                command.env(BOUND, "1");
+            }
+            None => {
+                command.env_remove(BOUND);
+            }
+        }
         // A process group of its own: a signal then reaches the helpers of a rank too, and Ctrl-C reaches the
         // launcher alone, which passes it on.
         command.process_group(0);

@@ -1,7 +1,9 @@
 //! The command line. Everything after the script's name belongs to the script.
 
 use crate::error::HostsError;
+use crate::launch::binding::Binding;
 use crate::launch::console::Refused;
+use crate::launch::hosts::cores::CoreList;
 use crate::launch::hosts::filter::Selection;
 use crate::launch::nodes::Node;
 use crate::launch::nodes::starter::{Hosts, UNTIL_STDIN_ENDS};
@@ -125,6 +127,15 @@ struct Arguments {
     #[arg(long = UNTIL_STDIN_ENDS, hide = true)]
     until_stdin_ends: bool,
 
+    /// Bind each rank to cores of its own: the physical cores of a host, divided evenly; it gets as many threads
+    #[arg(long = "bind_cores_to_rank", alias = "bind-cores-to-rank")]
+    bind_cores_to_rank: bool,
+
+    /// With --bind_cores_to_rank: these cores of each host, as 0,2-4,6 [default: one thread of each physical core]
+    #[arg(long = "bind_core_list", alias = "bind-core-list", value_name = "LIST", requires = "bind_cores_to_rank",
+          value_parser = CoreList::parse)]
+    bind_core_list: Option<CoreList>,
+
     /// Serve the training's metrics for Prometheus on this port of 127.0.0.1, from rank 0; 0 is a free port
     #[arg(long, value_name = "PORT")]
     prometheus: Option<u16>,
@@ -218,6 +229,7 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Options,
     Ok(Options {
         ranks: usize::from(typed.ranks),
         across,
+        binding: typed.bind_cores_to_rank.then_some(Binding { list: typed.bind_core_list }),
         timeout: typed.timeout,
         grace: typed.grace,
         features: typed.features,
@@ -292,6 +304,9 @@ fn duration(text: &str) -> Result<Duration, String> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::launch::hosts::recorded;
+    use crate::launch::nodes::DEFAULT_PORT;
+    use serde_json::json;
 
     fn typed(words: &str) -> Result<Options, Refused> {
         read(std::iter::once("zerorun").chain(words.split_whitespace()).map(OsString::from))
@@ -390,6 +405,49 @@ mod tests {
         assert_eq!((hosts.selection.exclude.as_str(), hosts.selection.num_gpus), ("a:1", Some(2)));
         let Across::Hosts(hosts) = typed("-H hosts x.rs").unwrap().across else { panic!("the hosts of a file") };
         assert_eq!(hosts.selection, Selection::default());
+    }
+
+    #[test]
+    fn ranks_are_bound_to_all_cores_or_to_a_list() {
+        let binding = |words: &str| typed(words).unwrap().binding;
+        assert_eq!(binding("x.rs"), None);
+        assert_eq!(binding("--bind_cores_to_rank x.rs"), Some(Binding { list: None }));
+        let list = Some(CoreList::of(vec![0, 2, 3, 4, 6]));
+        assert_eq!(binding("--bind-cores-to-rank --bind-core-list 0,2-4,6 x.rs"), Some(Binding { list }));
+        insta::assert_snapshot!(wrong("--bind_core_list 0-1 x.rs"), @r"
+        zerorun: the following required arguments were not provided:
+          --bind_cores_to_rank
+        ");
+        insta::assert_snapshot!(wrong("--bind_cores_to_rank --bind_core_list 0,2-6,5-9 x.rs"), @"zerorun: invalid value '0,2-6,5-9' for '--bind_core_list <LIST>': `5-9` in the core list `0,2-6,5-9` does not lie above core 6 before it; write each core once, in ascending order");
+        insta::assert_snapshot!(wrong("--bind_cores_to_rank --bind_core_list some x.rs"), @"zerorun: invalid value 'some' for '--bind_core_list <LIST>': `some` in the core list `some` is neither a core nor a range of cores; write numbers below 65536 or FIRST-LAST, for example 0,2-4");
+        insta::assert_snapshot!(wrong("--bind_cores_to_rank --bind_core_list 6-2 x.rs"), @"zerorun: invalid value '6-2' for '--bind_core_list <LIST>': the range of cores `6-2` ends before it starts; write 2-6");
+    }
+
+    #[test]
+    fn recorded_defaults_with_a_counterpart_hold() {
+        let case = recorded::case("cli-defaults");
+        let argv: Vec<String> = serde_json::from_value(case["input"]["argv"].clone()).unwrap();
+        let typed = Arguments::try_parse_from(std::iter::once("zerorun".to_string()).chain(argv)).unwrap();
+        // Python says -1 where nothing is given.
+        let number = |number: Option<usize>| number.map_or(-1, |number| number as i64);
+        let words: Vec<&str> = typed.command.iter().map(|word| word.to_str().unwrap()).collect();
+        let found = json!({
+            "include": typed.include,
+            "exclude": typed.exclude,
+            "num_nodes": number(typed.num_nodes),
+            "master_port": typed.master_port.unwrap_or(DEFAULT_PORT),
+            "master_addr": typed.master_addr.unwrap_or_default(),
+            "node_rank": number(typed.node_rank),
+            "force_multi": typed.force_multi,
+            "bind_cores_to_rank": typed.bind_cores_to_rank,
+            "bind_core_list": typed.bind_core_list.map(|list| list.cores().to_vec()),
+            "ssh_port": typed.ssh_port,
+            "user_script": words[0],
+            "user_args": words[1..],
+        });
+        for (name, value) in found.as_object().unwrap() {
+            assert_eq!(case["expect"]["values"].get(name), Some(value), "{name}");
+        }
     }
 
     #[test]

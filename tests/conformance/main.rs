@@ -8,6 +8,7 @@ mod checkpoint;
 mod config;
 mod engine;
 mod flat_layout;
+mod launcher;
 mod layout;
 mod ledger;
 mod optimizers;

@@ -5,11 +5,13 @@
 mod support;
 
 mod bad_input;
+mod cores;
 mod engines;
 mod faults;
 mod mpi;
 mod nodes;
 mod ranks;
+mod recorded;
 mod restarts;
 mod script;
 mod slurm;

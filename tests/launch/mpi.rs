@@ -368,6 +368,35 @@ fn ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end() {
     });
 }
 
+/// A library with the functions of MPI that the ranks call first, which joins nobody: one of before MPI 3 (`old`), one for a
+/// single thread (`one_thread`), or with all that is needed.
+fn stand_in(folder: &Path, what: &str) -> std::path::PathBuf {
+    let mut code = String::new();
+    let mut function = |name: &str, arguments: &str, body: &str| {
+        code += &format!(
+            "#[unsafe(no_mangle)] pub unsafe extern \"C\" fn MPI_{name}({arguments}) -> i32 {{ unsafe {{ {body} }} 0 }}\n"
+        );
+    };
+    let granted = if what == "one_thread" { 0 } else { 3 };
+    function("Init_thread", "_: *mut i32, _: *mut u8, _: i32, granted: *mut i32", &format!("*granted = {granted};"));
+    function("Comm_rank", "_: usize, rank: *mut i32", "*rank = 0;");
+    function("Comm_size", "_: usize, size: *mut i32", "*size = 1;");
+    for name in ["Comm_set_errhandler", "Isend", "Irecv", "Test", "Allgather", "Error_string", "Abort", "Finalize"] {
+        function(name, "", "");
+    }
+    if what != "old" {
+        let body = "std::ptr::copy(c\"A stand-in 1.0\".as_ptr().cast(), text, 15); *len = 14;";
+        function("Get_library_version", "text: *mut u8, len: *mut i32", body);
+    }
+    let [source, library] = ["mpi.rs", "libmpi.so"].map(|name| folder.join(name));
+    std::fs::write(&source, format!("#![allow(non_snake_case, unused_unsafe)]\n{code}")).unwrap();
+    let mut rustc = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
+    let output =
+        rustc.args(["--edition", "2024", "--crate-type", "cdylib", "-o"]).args([&library, &source]).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    library
+}
+
 #[test]
 fn a_library_that_is_missing_or_not_the_launchers_is_named() {
     let test = a_library_that_is_missing_or_not_the_launchers_is_named;
@@ -381,6 +410,27 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
         said.lines().find_map(|line| Some(line.split_once("rank is told: ")?.1.to_string())).unwrap_or(stderr(&output))
     };
     insta::assert_snapshot!(told(in_role(without, "leaves")), @"the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried /nonexistent/libmpi.so, which CANDLE_ZERO_MPI_LIBRARY names (/nonexistent/libmpi.so: cannot open shared object file: No such file or directory)); install MPICH or, for mpirun alone, Open MPI, put its lib folder into LD_LIBRARY_PATH, or name the file with CANDLE_ZERO_MPI_LIBRARY");
+    for (what, expected) in
+        [("old", "MPI_Get_library_version"), ("one_thread", "several threads"), ("whole", "rank 0 of 1")]
+    {
+        let folder = tempfile::tempdir().unwrap();
+        let library = stand_in(folder.path(), what);
+        let mut start = Command::new("env");
+        start.args(["PMI_RANK=1", "PMI_SIZE=2"]).arg(format!("CANDLE_ZERO_MPI_LIBRARY={}", library.display()));
+        let text = told(in_role(start, "leaves")).replace(&library.display().to_string(), "LIBRARY");
+        assert!(text.contains(expected), "{what}: {text}");
+        match what {
+            "old" => {
+                insta::assert_snapshot!(text, @"LIBRARY has no MPI_Get_library_version: it is no MPI library that this program can use; those of MPICH, Intel MPI and Open MPI 4 and later are")
+            }
+            "one_thread" => {
+                insta::assert_snapshot!(text, @"LIBRARY (A stand-in 1.0) does not let several threads call it in turns (MPI_THREAD_SERIALIZED); use a build of it with threads")
+            }
+            _ => {
+                insta::assert_snapshot!(text, @"the environment says rank 1 of 2, MPI says rank 0 of 1 (LIBRARY (A stand-in 1.0)): the library is not that of the mpirun which started the ranks, or under zerorun none of MPICH's kind; name its file with CANDLE_ZERO_MPI_LIBRARY; Slurm's srun needs --mpi=pmi2")
+            }
+        }
+    }
     for [launcher, other] in [[Mpi::OpenMpi, Mpi::Mpich], [Mpi::Mpich, Mpi::OpenMpi]] {
         let (Some(mut start), Some(library)) = (mpirun(launcher, 2), other.library()) else {
             return skipped_in_part(test, "no two MPI libraries; scripts/fetch_mpi.sh fetches them");

@@ -256,33 +256,106 @@ fn a_signal_to_one_launcher_ends_the_ranks_of_both_in_good_order() {
     assert!(stdout(&first).contains("is saved, --resume goes on from there"), "{}{}", stdout(&first), stderr(&first));
 }
 
-/// What two launchers on this machine say, of which the second has these options and arguments.
-fn refused(options: &str, args: &[&str]) -> String {
+/// A port that nothing listens at.
+fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// A folder as hosts have it: a program, a configuration and data.
+fn host_folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
-    let script = program(folder.path(), "script", "sleep 5");
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
-    let of = |options: &str| {
-        let mut command = zerorun();
-        command.args(["--master_addr", "127.0.0.1", "--master_port", &port, "--timeout", "20s"]);
-        command.args(options.split_whitespace()).arg(&script);
-        command
-    };
-    let mut first = start(of("--nnodes 3 --node_rank 0").arg("--lr").current_dir(folder.path()));
-    let listens = || std::net::TcpStream::connect(("127.0.0.1", port.parse().unwrap())).ok();
+    program(folder.path(), "train", "sleep 5");
+    std::fs::write(folder.path().join("zero3.json"), "{}").unwrap();
+    std::fs::write(folder.path().join("corpus.txt"), "to be").unwrap();
+    folder
+}
+
+/// A launcher in the folder of a host, with the program's arguments.
+fn launcher_in(folder: &Path, port: u16, options: &str, args: &str) -> Command {
+    let mut command = zerorun();
+    command.args(["--master_addr", "127.0.0.1", "--master-port", &port.to_string(), "--timeout", "20s"]);
+    command.args(options.split_whitespace()).arg("./train").args(args.split_whitespace()).current_dir(folder);
+    command
+}
+
+/// What a launcher said, with words for what is different each time.
+fn said(output: &Output, port: u16) -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+    let text = stderr(output).replace(name.trim(), "NAME").replace(&port.to_string(), "PORT");
+    let mut parts = text.trim_end().split(" with checksum ");
+    let first = parts.next().unwrap_or_default().to_string();
+    parts.fold(first, |text, part| {
+        text + " with checksum SUM" + part.trim_start_matches(|c: char| c.is_ascii_hexdigit())
+    })
+}
+
+const ARGS: &str = "--ds_config=zero3.json --data corpus.txt";
+
+/// What the second of two launchers on this machine says, after `change` to the folder of its host.
+fn refused(options: &str, args: &str, change: impl Fn(&Path)) -> String {
+    let (folders, port) = ([host_folder(), host_folder()], free_port());
+    change(folders[1].path());
+    let mut first = start(&mut launcher_in(folders[0].path(), port, "--nnodes 3 --node_rank 0", ARGS));
+    let listens = || std::net::TcpStream::connect(("127.0.0.1", port)).ok();
     wait_up_to(Duration::from_secs(20), "the first launcher", listens);
-    let output = of(options).args(args).current_dir(folder.path()).output().unwrap();
+    let output = launcher_in(folders[1].path(), port, options, args).output().unwrap();
     send(Signal::TERM, &first);
     first.wait().unwrap();
     assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
-    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
-    stderr(&output).replace(name.trim(), "NAME").replace(&port, "PORT").trim_end().to_string()
+    said(&output, port)
 }
 
 #[test]
 fn a_host_that_does_not_belong_to_the_job_is_told_why() {
-    insta::assert_snapshot!(refused("--nnodes 2 --node_rank 1", &["--lr"]), @"zerorun: the first host refuses this one: --nnodes is 2 here and 3 on the first host; give both the same, or, where these are two jobs, another --master_port to one");
-    insta::assert_snapshot!(refused("--nnodes 3 --node_rank 0", &["--lr"]), @"zerorun: port PORT, at which the other hosts are awaited, cannot be used: Address already in use (os error 98); end the other job, or give --master_port");
-    insta::assert_snapshot!(refused("--nnodes 3 --node_rank 1", &["--lr", "3"]), @"zerorun: the first host refuses this one: host NAME and host NAME differ: the script's arguments are `--lr` and `--lr 3`; give the same");
+    let told = |options: &str, args: &str| refused(options, args, |_| {});
+    insta::assert_snapshot!(told("--nnodes 2 --node_rank 1", ARGS), @"zerorun: the first host refuses this one: --nnodes is 2 here and 3 on the first host; give both the same, or, where these are two jobs, another --master_port to one");
+    insta::assert_snapshot!(told("--nnodes 3 --node_rank 0", ARGS), @"zerorun: port PORT, at which the other hosts are awaited, cannot be used: Address already in use (os error 98); end the other job, or give --master_port");
+    insta::assert_snapshot!(told("--nnodes 3 --node_rank 1", "--lr 3"), @"zerorun: the first host refuses this one: host NAME and host NAME differ: the script's arguments are `--ds_config=zero3.json --data corpus.txt` and `--lr 3`; give the same");
+}
+
+#[test]
+fn a_host_with_another_program_configuration_or_data_is_told_which() {
+    let told = |change: fn(&Path)| refused("--nnodes 3 --node_rank 1", ARGS, change);
+    insta::assert_snapshot!(told(|folder| _ = program(folder, "train", "sleep 50")), @"zerorun: the first host refuses this one: host NAME and host NAME differ: the program is 18 bytes with checksum SUM and 19 bytes with checksum SUM; copy the same file to both, and for the program give one that is built already");
+    insta::assert_snapshot!(told(|folder| std::fs::write(folder.join("zero3.json"), "{ }").unwrap()), @"zerorun: the first host refuses this one: host NAME and host NAME differ: zero3.json is 2 bytes with checksum SUM and 3 bytes with checksum SUM; copy the same file to both, and for the program give one that is built already");
+    insta::assert_snapshot!(told(|folder| std::fs::write(folder.join("corpus.txt"), "to Be").unwrap()), @"zerorun: the first host refuses this one: host NAME and host NAME differ: corpus.txt is 5 bytes with checksum SUM and 5 bytes with checksum SUM; copy the same file to both, and for the program give one that is built already");
+    insta::assert_snapshot!(told(|folder| std::fs::remove_file(folder.join("corpus.txt")).unwrap()), @"zerorun: the first host refuses this one: host NAME and host NAME differ: corpus.txt is 5 bytes with checksum SUM and not there; copy the same file to both, and for the program give one that is built already");
+}
+
+#[test]
+fn two_hosts_with_one_number_are_told_so() {
+    let (folder, port) = (host_folder(), free_port());
+    let launch =
+        |node: usize| start(&mut launcher_in(folder.path(), port, &format!("--nnodes 3 --node_rank {node}"), ARGS));
+    let first = launch(0);
+    let mut both = vec![launch(1), launch(1)];
+    // Of the two the one that comes later.
+    let later = wait_up_to(Duration::from_secs(20), "the refusal", || {
+        (0..2).find(|at| both[*at].try_wait().unwrap().is_some())
+    });
+    let output = ended(both.remove(later));
+    for launcher in [first, both.remove(0)] {
+        send(Signal::TERM, &launcher);
+        ended(launcher);
+    }
+    assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+    insta::assert_snapshot!(said(&output, port), @"zerorun: the first host refuses this one: --node_rank 1 is host NAME's already; give each host its own number from 0 to 2, and each job its own --master_port");
+}
+
+#[test]
+fn hosts_that_do_not_find_one_another_say_what_to_look_at() {
+    let (folder, port) = (host_folder(), free_port());
+    let alone = |node: usize, code: i32| {
+        let options = format!("--nnodes 2 --node_rank {node} --timeout 1s");
+        let mut command = zerorun();
+        command.args(["--master_addr", "127.0.0.1", "--master_port", &port.to_string()]);
+        command.args(options.split_whitespace()).arg("./train").current_dir(folder.path());
+        let output = command.output().unwrap();
+        assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
+        said(&output, port)
+    };
+    insta::assert_snapshot!(alone(1, 2), @"zerorun: the first host, 127.0.0.1, could not be reached at port PORT for 1 s: Connection refused (os error 111); start zerorun with --node_rank 0 there, give --master_addr the address by which this host reaches it, and see that the port is open");
+    insta::assert_snapshot!(alone(0, 1), @"zerorun: of 2 hosts, 1 came within 1 s; missing is --node_rank 1: start zerorun there with the same --nnodes, --master_addr and --master_port, and see that this port of the first host can be reached");
 }
 
 #[test]
@@ -325,20 +398,49 @@ fn a_launcher_that_is_killed_is_done_without_and_taken_back() {
 }
 
 #[test]
-fn a_hostfile_with_an_unreachable_host_ends_with_its_name() {
-    let folder = tempfile::tempdir().unwrap();
-    let script = program(folder.path(), "script", "sleep 60");
-    let file = folder.path().join("hostfile");
-    std::fs::write(&file, "localhost slots=1\nfar.invalid slots=1\n").unwrap();
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
-    let mut command = zerorun();
+fn a_hostfile_that_is_wrong_or_names_an_unreachable_host_ends_with_its_name() {
+    let folder = host_folder();
     let unreachable = program(folder.path(), "rsh", "echo \"rsh: $1: no such host\" >&2; exit 255");
-    command.env("ZERORUN_RSH", unreachable).args(["--master_port", &port, "--hostfile"]).arg(&file).arg(&script);
-    let output = command.output().unwrap();
+    let port = free_port();
+    let of = |lines: Option<&str>, shell: &Path, code: i32| {
+        let file = folder.path().join("hosts");
+        _ = std::fs::remove_file(&file);
+        lines.into_iter().for_each(|lines| std::fs::write(&file, lines).unwrap());
+        let mut command = zerorun();
+        command.env("ZERORUN_RSH", shell).args(["--master_port", &port.to_string(), "--hostfile", "hosts", "./train"]);
+        let output = command.current_dir(folder.path()).output().unwrap();
+        assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
+        // What the first host's launcher says of its end may come before or after.
+        let about = |line: &&str| line.contains("hosts") || line.contains("far.invalid");
+        said(&output, port).lines().filter(about).collect::<Vec<_>>().join("\n")
+    };
+    insta::assert_snapshot!(of(None, &unreachable, 2), @"zerorun: cannot read the hostfile hosts: No such file or directory (os error 2); give --hostfile a file with a line NAME slots=N for each host");
+    insta::assert_snapshot!(of(Some("a slots=2\nb\n"), &unreachable, 2), @"zerorun: hosts:2: `b` is no entry of a hostfile; write NAME slots=N, for example `worker-0 slots=4`");
+    let far = Some("localhost slots=1\nfar.invalid slots=1\n");
+    insta::assert_snapshot!(of(far, Path::new("/no/such/shell"), 2), @"zerorun: cannot reach host far.invalid by /no/such/shell: No such file or directory (os error 2); install it, or name another one in ZERORUN_RSH");
+    insta::assert_snapshot!(of(far, &unreachable, 1), @r"
+    rsh: far.invalid: no such host
+    zerorun: host far.invalid cannot be reached, or its launcher was killed
+    ");
+}
+
+#[test]
+fn a_launcher_of_a_hostfile_that_cannot_start_its_ranks_ends_the_job() {
+    let folder = host_folder();
+    // A host on which zerorun is missing.
+    let shell = program(folder.path(), "rsh", "echo \"sh: zerorun: not found\" >&2; exit 127");
+    std::fs::write(folder.path().join("hosts"), "localhost slots=1\nfar.invalid slots=1\n").unwrap();
+    let mut command = zerorun();
+    command.env("ZERORUN_RSH", shell).args([
+        "--master_port",
+        &free_port().to_string(),
+        "--hostfile",
+        "hosts",
+        "./train",
+    ]);
+    let output = command.current_dir(folder.path()).output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
-    assert!(
-        stderr(&output).contains("zerorun: host far.invalid cannot be reached, or its launcher was killed"),
-        "{}",
-        stderr(&output)
-    );
+    let told = stderr(&output);
+    let line = told.lines().find(|line| line.contains("the launcher of host")).unwrap_or(&told);
+    insta::assert_snapshot!(line, @"zerorun: the launcher of host far.invalid has ended with exit code 127, and the others wait for it; see what it has said above");
 }

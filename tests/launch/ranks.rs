@@ -212,18 +212,6 @@ fn a_signal_that_comes_twice_at_once_counts_once() {
 }
 
 #[test]
-fn killing_zerorun_leaves_no_rank() {
-    let dir = tempfile::tempdir().unwrap();
-    let program = program(dir.path(), "sleeper", SLEEPER);
-    let mut child = start(zerorun().args(["-n", "3"]).arg(&program).env("DIR", dir.path()));
-    let ranks = pids(dir.path(), 3);
-    assert!(ranks.iter().all(|rank| runs(*rank)));
-    child.kill().unwrap();
-    child.wait().unwrap();
-    wait_until_gone(&ranks);
-}
-
-#[test]
 fn features_for_what_is_built_already_are_said_to_have_no_effect() {
     let dir = tempfile::tempdir().unwrap();
     let program = program(dir.path(), "built", "echo runs");

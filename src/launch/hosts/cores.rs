@@ -1,4 +1,4 @@
-//! Cores for the ranks of one host: the list of `--bind_core_list`, its division among ranks, and numactl's arguments.
+//! Cores for the ranks of one host: the list of `--bind_core_list`, and its division among ranks.
 //!
 //! ```text
 //! LIST = PART [, PART]...     0,2-4,6 are the cores 0 2 3 4 6
@@ -15,9 +15,10 @@ use super::error::{HostsError, shown};
 pub(crate) struct CoreList(Vec<usize>);
 
 impl CoreList {
-    /// The cores from 0 on, for when no list is given.
-    pub(crate) fn first(count: usize) -> Self {
-        Self((0..count).collect())
+    /// Cores that ascend.
+    pub(crate) fn of(cores: Vec<usize>) -> Self {
+        debug_assert!(cores.is_sorted_by(|a, b| a < b), "{cores:?}");
+        Self(cores)
     }
 
     /// Reads the text of `--bind_core_list`.
@@ -35,6 +36,11 @@ impl CoreList {
             cores.extend(first..=last);
         }
         Ok(Self(cores))
+    }
+
+    /// The cores, ascending.
+    pub(crate) fn cores(&self) -> &[usize] {
+        &self.0
     }
 
     /// The cores of the rank that has the local rank `local_rank` among `ranks` ranks of the host.
@@ -67,48 +73,6 @@ pub(crate) fn ranges(numbers: &[usize]) -> String {
     texts.collect::<Vec<_>>().join(",")
 }
 
-/// Where the memory of a rank comes from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Memory {
-    /// Its cores lie in several NUMA nodes: as the system decides.
-    Any,
-    /// From these NUMA nodes alone.
-    Bind(Vec<usize>),
-    /// From this NUMA node as long as it has some.
-    Prefer(usize),
-}
-
-impl Memory {
-    /// The memory for cores of a host whose NUMA nodes have the cores `nodes`.
-    ///
-    /// A node of memory without cores beside each one with cores is a processor's fast memory (HBM, in its mode
-    /// "flat"), which is preferred. Nodes that have the same cores share one processor's memory (fake NUMA, or its
-    /// clusters seen as one).
-    pub(crate) fn near(cores: &[usize], nodes: &[Vec<usize>]) -> Self {
-        let holds = |node: &[usize]| cores.iter().all(|core| node.contains(core));
-        let Some(home) = nodes.iter().position(|node| !node.is_empty() && holds(node)) else { return Self::Any };
-        let (empty, with_cores): (Vec<usize>, Vec<usize>) = (0..nodes.len()).partition(|at| nodes[*at].is_empty());
-        let place = with_cores.iter().position(|at| *at == home);
-        match place.filter(|_| empty.len() == with_cores.len()) {
-            Some(place) => Self::Prefer(empty[place]),
-            None => Self::Bind((0..nodes.len()).filter(|at| nodes[*at] == nodes[home]).collect()),
-        }
-    }
-}
-
-/// The arguments of numactl that bind a program to these cores and this memory.
-pub(crate) fn numactl(cores: &[usize], memory: &Memory) -> Vec<String> {
-    let mut arguments = match memory {
-        Memory::Any => vec![],
-        Memory::Bind(nodes) => {
-            vec!["-m".to_string(), nodes.iter().map(usize::to_string).collect::<Vec<_>>().join(",")]
-        }
-        Memory::Prefer(node) => vec!["-p".to_string(), node.to_string()],
-    };
-    arguments.extend(["-C".to_string(), ranges(cores)]);
-    arguments
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -139,7 +103,7 @@ mod tests {
         insta::assert_snapshot!(refusal("1,6-2"), @"the range of cores `6-2` ends before it starts; write 2-6");
         insta::assert_snapshot!(refusal("0,2-6,5-9"), @"`5-9` in the core list `0,2-6,5-9` does not lie above core 6 before it; write each core once, in ascending order");
         insta::assert_snapshot!(refusal("8,2-6"), @"`2-6` in the core list `8,2-6` does not lie above core 8 before it; write each core once, in ascending order");
-        insta::assert_snapshot!(CoreList::first(3).share(0, 4).unwrap_err(), @"3 cores cannot be divided among 4 ranks of a host; give a core list of at least 4, or start fewer ranks");
+        insta::assert_snapshot!(CoreList::of(vec![0, 1, 2]).share(0, 4).unwrap_err(), @"4 ranks of a host need at least 4 cores to be bound to, not 3; give a longer core list, or start fewer ranks");
     }
 
     #[test]
@@ -147,32 +111,7 @@ mod tests {
         let list = CoreList::parse("0,2-6,8").unwrap();
         assert_eq!([0, 1, 2].map(|rank| list.share(rank, 3).unwrap()), [[0, 2], [3, 4], [5, 6]]);
         assert_eq!(list.share(0, 1).unwrap(), [0, 2, 3, 4, 5, 6, 8]);
-        assert_eq!(CoreList::first(4).share(3, 4).unwrap(), [3]);
-    }
-
-    #[test]
-    fn memory_is_near_the_cores() {
-        let two = [vec![0, 1, 4, 5], vec![2, 3, 6, 7]];
-        assert_eq!(Memory::near(&[4, 5], &two), Memory::Bind(vec![0]));
-        assert_eq!(Memory::near(&[2, 3], &two), Memory::Bind(vec![1]));
-        assert_eq!(Memory::near(&[1, 2], &two), Memory::Any);
-        assert_eq!(Memory::near(&[8], &two), Memory::Any);
-        assert_eq!(Memory::near(&[0], &[]), Memory::Any);
-        let fake = [vec![0, 1], vec![0, 1], vec![2, 3], vec![2, 3]];
-        assert_eq!(Memory::near(&[3], &fake), Memory::Bind(vec![2, 3]));
-        let flat = [vec![0, 1], vec![2, 3], vec![], vec![]];
-        assert_eq!(Memory::near(&[2, 3], &flat), Memory::Prefer(3));
-        assert_eq!(Memory::near(&[1, 2], &flat), Memory::Any);
-        // Memory that belongs to no processor.
-        assert_eq!(Memory::near(&[2], &flat[..3]), Memory::Bind(vec![1]));
-    }
-
-    #[test]
-    fn numactl_gets_cores_as_ranges_and_its_memory() {
-        let words = |memory| numactl(&[0, 2, 3, 4, 6, 8, 9], &memory).join(" ");
-        assert_eq!(words(Memory::Any), "-C 0,2-4,6,8-9");
-        assert_eq!(words(Memory::Bind(vec![0, 1])), "-m 0,1 -C 0,2-4,6,8-9");
-        assert_eq!(words(Memory::Prefer(2)), "-p 2 -C 0,2-4,6,8-9");
+        assert_eq!(CoreList::of(vec![0, 1, 2, 3]).share(3, 4).unwrap(), [3]);
     }
 
     proptest! {
@@ -184,7 +123,7 @@ mod tests {
 
         #[test]
         fn shares_are_equal_and_disjoint(count in 1..300_usize, ranks in 1..40_usize) {
-            let list = CoreList::first(count);
+            let list = CoreList::of((0..count).collect());
             let all: Result<Vec<&[usize]>, _> = (0..ranks).map(|rank| list.share(rank, ranks)).collect();
             match all {
                 Err(_) => prop_assert!(count < ranks),

@@ -380,9 +380,28 @@ pub enum HostsError {
         /// The last core before it.
         earlier: usize,
     },
+    /// A core list names a core that ranks of this host cannot have.
+    #[error(
+        "--bind_core_list names core {core}, and processes of zerorun on host {host} may run on {known}; name only some of \
+         these, or let whatever started zerorun (taskset, a container, Slurm) give it more"
+    )]
+    NoSuchCore {
+        /// The first such core.
+        core: usize,
+        /// The host.
+        host: String,
+        /// The cores that there are.
+        known: String,
+    },
+    /// Something else binds threads.
+    #[error(
+        "KMP_AFFINITY is set, by which Intel's OpenMP binds threads to cores of its own choice; unset it, or leave \
+         --bind_cores_to_rank out"
+    )]
+    KmpAffinity,
     /// There are more ranks than cores.
     #[error(
-        "{cores} cores cannot be divided among {ranks} ranks of a host; give a core list of at least {ranks}, or start \
+        "{ranks} ranks of a host need at least {ranks} cores to be bound to, not {cores}; give a longer core list, or start \
          fewer ranks"
     )]
     TooFewCores {

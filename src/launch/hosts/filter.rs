@@ -215,13 +215,11 @@ mod tests {
 
     #[test]
     fn the_recorded_cases_of_filters_with_numbers_hold() {
-        let cases = recorded::of_area("launcher-cli");
-        for case in &cases {
+        for case in ["cliexcl-1", "cliexcl-3", "cliexcl-5"].map(recorded::case) {
             let found = typed(&case["input"]["argv"]).apply(&[Host::with_slots("localhost", 1)]);
             assert!(matches!(found, Err(HostsError::FilterAndCount { .. })), "{}: {found:?}", case["id"]);
-            recorded::check(case, found.map(|_| json!({"ok": true})));
+            recorded::check(&case, found.map(|_| json!({"ok": true})));
         }
-        assert_eq!(cases.len(), 3);
     }
 
     #[test]

@@ -11,7 +11,7 @@ pub(crate) mod export;
 pub(crate) mod filter;
 pub(crate) mod hostfile;
 #[cfg(test)]
-mod recorded;
+pub(crate) mod recorded;
 pub(crate) mod world;
 
 /// A host and its slots, the places for one rank each. A slot's number is also that of its GPU, where there are any.

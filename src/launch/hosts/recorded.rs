@@ -1,14 +1,22 @@
-//! The recorded cases of DeepSpeed's launcher, for the tests of these modules.
+//! The recorded cases of DeepSpeed's launcher, for tests of this crate's modules.
 
 use super::Host;
 use super::error::HostsError;
 use serde_json::{Value, json};
 
+fn all() -> Vec<Value> {
+    let file = include_str!("../../../tests/fixtures/conformance_launcher.json");
+    serde_json::from_str(file).expect("the fixture is JSON")
+}
+
 /// The cases of an area.
 pub(super) fn of_area(area: &str) -> Vec<Value> {
-    let file = include_str!("../../../tests/fixtures/conformance_launcher.json");
-    let cases: Vec<Value> = serde_json::from_str(file).expect("the fixture is JSON");
-    cases.into_iter().filter(|case| case["area"] == area).collect()
+    all().into_iter().filter(|case| case["area"] == area).collect()
+}
+
+/// One case.
+pub(crate) fn case(id: &str) -> Value {
+    all().into_iter().find(|case| case["id"] == id).expect("a recorded case")
 }
 
 /// Compares what is found with what a case expects: any refusal is one, whatever Python's kind of it.

@@ -15,6 +15,9 @@ use super::error::{HostsError, shown};
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use std::fmt;
 
+/// The GPUs that programs see, by which their ranks count them.
+pub(crate) const DEVICES: &str = "CUDA_VISIBLE_DEVICES";
+
 /// The hosts that get ranks, each with at least one slot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct World {
@@ -78,8 +81,13 @@ impl World {
             ("LOCAL_SIZE", local_size),
             ("CROSS_RANK", placed.node.to_string()),
             ("CROSS_SIZE", self.hosts.len().to_string()),
-            ("CUDA_VISIBLE_DEVICES", commas(slots)),
+            (DEVICES, self.devices(placed.node)),
         ]
+    }
+
+    /// The slots of a host as `CUDA_VISIBLE_DEVICES` has them: the GPUs of its ranks, in the order of these.
+    pub(crate) fn devices(&self, node: usize) -> String {
+        commas(&self.hosts[node].slots)
     }
 
     /// The number of ranks on each host, for a starter (mpich, impi, mvapich) that is told one number for all.

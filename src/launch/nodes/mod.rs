@@ -28,7 +28,7 @@ use twox_hash::XxHash3_64;
 use wire::Hello;
 
 /// DeepSpeed's and torchrun's port.
-pub(super) const DEFAULT_PORT: u16 = 29500;
+pub(crate) const DEFAULT_PORT: u16 = 29500;
 /// How long the hosts are waited for, unless `--timeout` says otherwise.
 const PATIENCE: Duration = Duration::from_secs(600);
 

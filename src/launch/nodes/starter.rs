@@ -4,10 +4,11 @@
 //! DeepSpeed's choice of variables ([`export`]).
 
 use crate::error::{Error, HostsError, LaunchError, Result};
+use crate::launch::binding::Binding;
 use crate::launch::console::say;
 use crate::launch::hosts::export::{Exports, literal_word};
 use crate::launch::hosts::filter::Selection;
-use crate::launch::hosts::world::World;
+use crate::launch::hosts::world::{DEVICES, World};
 use crate::launch::hosts::{Host, export, hostfile};
 use crate::launch::ranks::Job;
 use crate::launch::signals::{self, Event, die_with_parent};
@@ -29,7 +30,7 @@ const OURS: [&str; 5] = ["CANDLE_ZERO_", "RUST_", "RAYON_", "MPIR_CVAR_", "LD_LI
 const UNREACHABLE: u8 = 255;
 /// How often it is looked whether a launcher has ended.
 const TICK: Duration = Duration::from_millis(300);
-/// How long the launchers may take to end after the one of the first host has.
+/// How long the launchers may take to end after the one of the first host has, and that one after another has failed.
 const LAST: Duration = Duration::from_secs(20);
 /// How long a host is left alone before its launcher is started again.
 const AGAIN: Duration = Duration::from_secs(5);
@@ -71,6 +72,12 @@ impl Hosts {
     }
 }
 
+/// What every host's launcher is told of the whole job.
+pub(crate) struct Whole<'a> {
+    pub(crate) max_restarts: u32,
+    pub(crate) binding: Option<&'a Binding>,
+}
+
 /// One host's launcher.
 struct Launcher<'a> {
     host: &'a Host,
@@ -86,21 +93,24 @@ struct Launcher<'a> {
 ///
 /// # Errors
 /// A launcher cannot be started, a variable cannot be passed on.
-pub(crate) fn run(job: &Job, hosts: &Hosts, world: &World, max_restarts: u32) -> Result<u8> {
+pub(crate) fn run(job: &Job, hosts: &Hosts, world: &World, whole: &Whole<'_>) -> Result<u8> {
     let (_, events) = signals::listen()?;
     let exports = exports()?;
     let mut launchers = Vec::new();
     for node in 0..world.hosts().len() {
         let host = &world.hosts()[node];
-        let words = words(job, hosts, world, node, max_restarts)?;
+        let words = words(job, hosts, world, node, whole)?;
         let local = is_here(&host.name) && !hosts.force_multi;
+        // The GPUs are those of the slots, whatever the variable is here.
+        let mut exports: Vec<_> = exports.iter().filter(|(name, _)| name != DEVICES).cloned().collect();
+        exports.push((DEVICES.into(), world.devices(node)));
         let command = command(host, local, &words, &exports, hosts.ssh_port);
         launchers.push(Launcher { host, local, command, child: None, ended: None });
     }
     for launcher in &mut launchers {
         launcher.start()?;
     }
-    let code = supervise(&mut launchers, &events, max_restarts > 0)?;
+    let code = supervise(&mut launchers, &events, whole.max_restarts > 0)?;
     wait_all(&mut launchers);
     launchers.iter_mut().filter_map(|launcher| launcher.child.as_mut()).for_each(|child| {
         // One that is on a host that cannot be reached.
@@ -128,16 +138,27 @@ fn supervise(launchers: &mut [Launcher<'_>], events: &Receiver<Event>, again: bo
             if launchers[node].is_running() {
                 continue;
             }
-            // ssh's own code for a host that it cannot reach.
             let code = launchers[node].code();
-            if code == UNREACHABLE && !again {
-                let host = &launchers[node].host.name;
-                say(&format!("zerorun: host {host} cannot be reached, or its launcher was killed"));
+            let since = launchers[node].ended.map_or(Duration::ZERO, |ended| ended.elapsed());
+            let host = &launchers[node].host.name;
+            let lost = match code {
+                0 => None,
+                // ssh's own code for a host that it cannot reach.
+                UNREACHABLE => Some(format!("zerorun: host {host} cannot be reached, or its launcher was killed")),
+                // After a failure of the job that of the first host ends too.
+                code if since >= LAST => Some(format!(
+                    "zerorun: the launcher of host {host} has ended with exit code {code}, and the others wait for it; see \
+                     what it has said above"
+                )),
+                _ => None,
+            };
+            if let Some(text) = lost.filter(|_| !again) {
+                say(&text);
                 launchers.iter_mut().for_each(|launcher| launcher.signal(Signal::TERM));
                 wait_all(launchers);
                 return Ok(1);
             }
-            if again && code != 0 && launchers[node].ended.is_some_and(|ended| ended.elapsed() >= AGAIN) {
+            if again && code != 0 && since >= AGAIN {
                 launchers[node].start()?;
             }
         }
@@ -207,7 +228,7 @@ fn exports() -> Result<Vec<(String, String)>> {
 }
 
 /// The words that start a host's launcher.
-fn words(job: &Job, hosts: &Hosts, world: &World, node: usize, max_restarts: u32) -> Result<Vec<String>> {
+fn words(job: &Job, hosts: &Hosts, world: &World, node: usize, whole: &Whole<'_>) -> Result<Vec<String>> {
     let text = |word: &OsString| {
         let word = word.clone().into_string();
         word.map_err(|word| Error::from(HostsError::WordNotUtf8 { word: word.to_string_lossy().into_owned() }))
@@ -224,13 +245,14 @@ fn words(job: &Job, hosts: &Hosts, world: &World, node: usize, max_restarts: u32
     option("master_addr", master);
     option("master_port", job.master_port.unwrap_or(super::DEFAULT_PORT).to_string());
     option("grace", format!("{}ms", job.grace.as_millis()));
-    option("max_restarts", max_restarts.to_string());
+    option("max_restarts", whole.max_restarts.to_string());
     if let Some(timeout) = job.timeout {
         option("timeout", format!("{}ms", timeout.as_millis()));
     }
     if let Some(port) = job.prometheus {
         option("prometheus", port.to_string());
     }
+    words.extend(whole.binding.iter().flat_map(|binding| binding.words()));
     words.extend([format!("--{UNTIL_STDIN_ENDS}"), "--".into()]);
     words.push(text(&job.program.clone().into())?);
     for word in &job.args {

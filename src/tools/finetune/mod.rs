@@ -108,6 +108,8 @@ impl Arguments {
             restart: 0,
             timeline: None,
             part: None,
+            cores: None,
+            devices: None,
         };
         let rule = restarts::Rule { max_restarts: self.max_restarts, min_ranks: usize::from(self.ranks) };
         restarts::run(job, &rule)

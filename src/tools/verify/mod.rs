@@ -164,6 +164,8 @@ impl Arguments {
             restart,
             timeline: None,
             part: None,
+            cores: None,
+            devices: None,
         };
         match ranks::run(&job, events)? {
             End::Well | End::Unwritten => {
