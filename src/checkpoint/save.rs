@@ -251,8 +251,7 @@ impl Share {
             buffers::write(&self.folder, bytes)?;
         }
         let names: Vec<&str> = self.core.params().iter().map(|p| p.name.as_str()).collect();
-        let mut file =
-            RankWriter::create(&self.folder, &self.layout, &names, &self.states, piece).map_err(wrong)?;
+        let mut file = RankWriter::create(&self.folder, &self.layout, &names, &self.states, piece).map_err(wrong)?;
         for (state, name) in self.states.iter().enumerate() {
             for param in 0..names.len() {
                 let Some(kind) = State::of(name, self.moments[param]) else { continue };

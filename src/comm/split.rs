@@ -130,7 +130,11 @@ mod tests {
                 let circle = Circle::across(rank, ranks, world);
                 let chunk = rank % ranks * copies + circle.place(rank);
                 let expected: Vec<f32> = (0..len).map(|i| value(chunk, i)).collect();
-                assert_eq!(flat.slice(rank * len..(rank + 1) * len).to_flat(), Flat::from(expected), "{ranks} x {copies}");
+                assert_eq!(
+                    flat.slice(rank * len..(rank + 1) * len).to_flat(),
+                    Flat::from(expected),
+                    "{ranks} x {copies}"
+                );
             }
         }
     }

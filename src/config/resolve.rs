@@ -351,7 +351,8 @@ fn mics_shard_size(walk: &mut Walk<'_>, zero: &ZeroConfig, world_size: usize) ->
     let place = walk.place(key);
     let ranks = usize::try_from(found).ok().filter(|ranks| world_size.is_multiple_of(*ranks));
     if ranks.is_none() {
-        let divisors: Vec<String> = (1..=world_size).filter(|n| world_size.is_multiple_of(*n)).map(|n| n.to_string()).collect();
+        let divisors: Vec<String> =
+            (1..=world_size).filter(|n| world_size.is_multiple_of(*n)).map(|n| n.to_string()).collect();
         let allowed = divisors.join(", ");
         let text = format!("{found} found: it has to divide the number of ranks, {world_size}; allowed are {allowed}");
         walk.problem(Rule::Range, key, place, text);

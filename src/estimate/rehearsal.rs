@@ -338,13 +338,7 @@ impl Rank for Rehearsal<'_> {
         (buffer, Some(launched))
     }
 
-    fn gather_within(
-        &self,
-        wire: Wire,
-        ranks: usize,
-        mut buffer: Blank,
-        _: &[ParamId],
-    ) -> (Blank, Option<Launched>) {
+    fn gather_within(&self, wire: Wire, ranks: usize, mut buffer: Blank, _: &[ParamId]) -> (Blank, Option<Launched>) {
         let len = buffer.len();
         self.traffic.borrow_mut().collective(Collective::AllGather, len, buffer.dtype(), wire, ranks);
         buffer.extend_zeros(len * (ranks - 1));

