@@ -3,7 +3,7 @@
 //! The ledger counts what is allocated (capacities of buffers), not what arithmetic says should be. The report puts
 //! both side by side.
 
-use crate::layout::ZeroStage;
+use crate::layout::{Division, ZeroStage};
 use crate::precision::{Elements, Flat, FlatMut, FlatRef};
 use candle_core::Device;
 use serde::Serialize;
@@ -201,6 +201,8 @@ pub struct MemoryReport {
     pub stage: u8,
     /// Number of ranks.
     pub world_size: usize,
+    /// Ranks that hold the same shard: more than 1 with `mics_shard_size`.
+    pub copies: usize,
     /// Elements of the whole model (Psi), frozen ones included.
     pub parameters: usize,
     /// Elements of frozen parameters, of which there are weights alone.
@@ -230,7 +232,7 @@ impl MemoryReport {
     pub(crate) fn new(
         ledger: &Ledger,
         stage: ZeroStage,
-        world_size: usize,
+        division: Division,
         (parameters, frozen): (usize, usize),
         bytes: ModelBytes,
     ) -> Self {
@@ -246,7 +248,7 @@ impl MemoryReport {
             padding: 0.0,
         };
         let row = |kind, StateBytes { whole, own }: StateBytes, sharded: bool| {
-            let exact = whole as f64 / if sharded { world_size as f64 } else { 1.0 };
+            let exact = whole as f64 / if sharded { division.shards() as f64 } else { 1.0 };
             let padding = if sharded { own as f64 - exact } else { 0.0 };
             MemoryRow { formula: Some(exact), padding, ..free(kind) }
         };
@@ -263,7 +265,8 @@ impl MemoryReport {
             free(Kind::Activations),
             free(Kind::Buffers),
         ];
-        Self { stage: stage.number(), world_size, parameters, frozen, rows }
+        let (world_size, copies) = (division.world_size(), division.copies());
+        Self { stage: stage.number(), world_size, copies, parameters, frozen, rows }
     }
 
     /// The row of `kind`.
@@ -281,7 +284,8 @@ impl fmt::Display for MemoryReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (psi, stage, world) = (self.parameters, self.stage, self.world_size);
         let frozen = if self.frozen == 0 { String::new() } else { format!(", {} of them frozen,", self.frozen) };
-        writeln!(f, "{psi} parameters{frozen} at stage {stage} on {world} ranks; bytes of this rank:")?;
+        let groups = if self.copies == 1 { String::new() } else { format!(" in groups of {}", world / self.copies) };
+        writeln!(f, "{psi} parameters{frozen} at stage {stage} on {world} ranks{groups}; bytes of this rank:")?;
         write!(f, "{:<15} {:>14} {:>14} {:>14} {:>14}", "kind", "device", "host", "peak in memory", "files")?;
         write!(f, " {:>16} {:>12}", "formula", "padding")?;
         for row in &self.rows {

@@ -112,6 +112,27 @@ fn every_rank_holds_what_the_formula_says_plus_named_padding() {
     }
 }
 
+#[test]
+fn ranks_of_groups_hold_their_part_of_a_group() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    let shape = Shape { units: true, layers: 2, ..Shape::default() };
+    for (ranks, more) in [1, 2].into_iter().flat_map(|ranks| precisions().map(|more| (ranks, more))) {
+        let mut zero = zero();
+        zero["mics_shard_size"] = json!(ranks);
+        for outcome in train(4, shape, &config(3, 1, zero, more.clone()), 3) {
+            let report = &outcome.memory;
+            assert_formula(report, &format!("groups of {ranks}, {more}"));
+            // 4 + 4 + 8 bytes in f32, 2 + 2 + 4 + 8 in bf16.
+            let (psi, states) = (report.parameters as f64, 16.0);
+            let rows = report.rows.iter().filter_map(|r| r.formula).sum::<f64>();
+            assert!((rows - psi * states / ranks as f64).abs() < 1e-6, "{rows}");
+            // Less than one element per parameter, piece and state.
+            let padding: f64 = report.rows.iter().map(|r| r.padding).sum();
+            assert!((0.0..4.0 * 16.0 * 12.0).contains(&padding), "{padding}");
+        }
+    }
+}
+
 // ---- offload to files ------------------------------------------------------------------------------------------
 
 /// What lies in files: kinds of the optimizer, parameters.

@@ -193,7 +193,7 @@ impl SaveJob {
             }
         })?;
         let seconds;
-        (manifest.files, seconds) = gather_entries(comm, own)?;
+        (manifest.files, seconds) = gather_entries(&core, own)?;
         let published = if is_first { publish(&dir, &manifest, &options) } else { Ok(()) };
         if let (true, true, Ok(())) = (is_first, shows_statistics, &published) {
             let bytes: u64 = manifest.files.iter().map(|file| file.bytes).sum();
@@ -246,18 +246,25 @@ impl Share {
         let _span = timeline::span(timeline::Kind::Checkpoint, "write share");
         let start = Instant::now();
         let wrong = |source| folder::not_written(&self.folder, &source);
-        let rank = self.core.comm().rank();
+        let piece = self.core.piece();
         if let Some(bytes) = &self.buffers {
             buffers::write(&self.folder, bytes)?;
         }
         let names: Vec<&str> = self.core.params().iter().map(|p| p.name.as_str()).collect();
-        let mut file = RankWriter::create(&self.folder, &self.layout, &names, &self.states, rank).map_err(wrong)?;
+        let mut file = RankWriter::create(&self.folder, &self.layout, &names, &self.states, piece).map_err(wrong)?;
         for (state, name) in self.states.iter().enumerate() {
             for param in 0..names.len() {
                 let Some(kind) = State::of(name, self.moments[param]) else { continue };
-                for piece in share::pieces(&self.layout.shard(state, param, rank)) {
-                    file.make_room(piece.len()).map_err(wrong)?;
-                    self.core.read_state(kind, param, piece, |values| file.append(values))?;
+                let own = self.layout.shard(state, param, piece);
+                let owned = self.core.owned(param);
+                // States are read as pieces of all that this rank owns, which begin where a file allows it.
+                for part in share::pieces(&owned) {
+                    let (start, end) = (part.start.max(own.start), part.end.min(own.end));
+                    if start < end {
+                        let saved = start - part.start..end - part.start;
+                        file.make_room(saved.len()).map_err(wrong)?;
+                        self.core.read_state(kind, param, part, |values| file.append(values.slice(saved)))?;
+                    }
                 }
             }
         }
@@ -316,15 +323,15 @@ fn publish(dir: &Path, manifest: &Manifest, options: &SaveOptions) -> Result<()>
 }
 
 /// The files of all ranks, and the seconds that the slowest wrote.
-fn gather_entries(comm: &dyn Communicator, (own, time): Written) -> Result<(Vec<FileEntry>, f64)> {
+fn gather_entries(core: &Core, (own, time): Written) -> Result<(Vec<FileEntry>, f64)> {
     let sum = u64::from_str_radix(&own.header_checksum, 16).unwrap_or_else(|e| unreachable!("hexadecimal: {e}"));
-    let all = gather_u64(comm, &[own.bytes, own.header_bytes, sum, time.as_secs_f64().to_bits()])?;
+    let all = gather_u64(core.comm(), &[own.bytes, own.header_bytes, sum, time.as_secs_f64().to_bits()])?;
     let seconds = all.iter().map(|rank| f64::from_bits(rank[3])).fold(0.0, f64::max);
-    let entry = |(rank, n): (usize, Vec<u64>)| FileEntry {
-        name: file_name(rank, comm.size()),
+    let entry = |(piece, n): (usize, Vec<u64>)| FileEntry {
+        name: file_name(piece, core.comm().size()),
         bytes: n[0],
         header_bytes: n[1],
         header_checksum: format!("{:016x}", n[2]),
     };
-    Ok((all.into_iter().enumerate().map(entry).collect(), seconds))
+    Ok((core.by_piece(all).into_iter().enumerate().map(entry).collect(), seconds))
 }

@@ -5,7 +5,7 @@
 
 use super::exchange::Exchange;
 use super::shm::SLOT_BYTES;
-use super::split::{give_each, given, others, pieces};
+use super::split::{Circle, give_each, given, pieces};
 use crate::error::CommError;
 use crate::kernels::simd::{Loop, level};
 use crate::precision::cast::{accumulate, narrow, widen};
@@ -29,14 +29,15 @@ pub(super) fn reduce_piece(
     Ok(())
 }
 
-/// Concatenates what all ranks send of their `shard`s, in rank order; this rank's own too.
-pub(super) fn all_gather(ex: &mut Exchange, ints: Ints, mut shard: Flat) -> Result<Flat, CommError> {
-    let (world, rank, chunk) = (ex.size(), ex.rank(), shard.len());
-    shard.reserve_exact(chunk * (world - 1));
-    shard.extend_zeros(chunk * (world - 1));
+/// Concatenates what the ranks of a circle send of their `shard`s, in rank order; this rank's own too. The other ranks
+/// take part, among themselves.
+pub(super) fn gather_of(ex: &mut Exchange, ints: Ints, circle: Circle, mut shard: Flat) -> Result<Flat, CommError> {
+    let (rank, chunk) = (ex.rank(), shard.len());
+    shard.reserve_exact(chunk * (circle.len() - 1));
+    shard.extend_zeros(chunk * (circle.len() - 1));
     for range in pieces(chunk, ints.whole_blocks_in(SLOT_BYTES)) {
         let bytes = ints.encoded_len(range.len());
-        let at = |r: usize| r * chunk + range.start..r * chunk + range.end;
+        let at = |r: usize| circle.place(r) * chunk + range.start..circle.place(r) * chunk + range.end;
         // The shard lies at the start, in the place of rank 0's, and is coded before that one arrives.
         ex.publish(bytes, |slot| {
             ints.encode(shard.slice(range.clone()), slot);
@@ -44,7 +45,7 @@ pub(super) fn all_gather(ex: &mut Exchange, ints: Ints, mut shard: Flat) -> Resu
         });
         ex.await_peers()?;
         let exact = range.len() * shard.dtype().size_in_bytes();
-        for (r, _) in others(world, rank) {
+        for r in circle.ranks().filter(|r| *r != rank) {
             ints.decode(ex.coded(r, 0, bytes, exact), shard.slice_mut(at(r)));
         }
     }

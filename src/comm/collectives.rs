@@ -5,7 +5,7 @@ use super::encoding::Wire;
 use super::exchange::Exchange;
 use super::kind::Kind;
 use super::shm::SLOT_BYTES;
-use super::split::{give_each, given, group, others, pieces};
+use super::split::{Circle, by_rank, give_each, given, others, pieces};
 use super::stream;
 use crate::error::CommError;
 use crate::kernels::simd::{Loop, level};
@@ -39,33 +39,43 @@ pub(super) fn reduce_scatter(ex: &mut Exchange, wire: Wire, mut input: Flat, tag
 /// Where `shard` has room for the whole, that is where the whole will lie.
 pub(super) fn all_gather(ex: &mut Exchange, wire: Wire, shard: Flat, tag: u64) -> Result<Flat> {
     ex.begin(Kind::AllGather, wire, shard.dtype(), shard.len(), tag);
-    match wire {
-        Wire::Blocks(ints) => coded::all_gather(ex, ints, shard),
-        Wire::Exact => gather_of(ex, 0..ex.size(), shard),
-    }
+    gather_of(ex, wire, Circle::all(ex.size()), shard)
 }
 
 /// The same of the ranks of this rank's group: of `ranks` neighbours, who are as many in each group.
-pub(super) fn all_gather_within(ex: &mut Exchange, ranks: usize, shard: Flat, tag: u64) -> Result<Flat> {
-    ex.begin(Kind::AllGather, Wire::Exact, shard.dtype(), shard.len(), tag);
+pub(super) fn all_gather_within(ex: &mut Exchange, wire: Wire, ranks: usize, shard: Flat, tag: u64) -> Result<Flat> {
+    ex.begin(Kind::AllGather, wire, shard.dtype(), shard.len(), tag);
     assert!(ex.size().is_multiple_of(ranks), "{} ranks in groups of {ranks}", ex.size());
-    gather_of(ex, group(ex.rank(), ranks), shard)
+    gather_of(ex, wire, Circle::group(ex.rank(), ranks), shard)
 }
 
-/// Joins the shards of ranks `group`. The other ranks take part, among themselves.
-pub(super) fn gather_of(ex: &mut Exchange, group: Range<usize>, mut shard: Flat) -> Result<Flat> {
-    let (whole, bytes) = (shard.len() * group.len(), shard.size_in_bytes());
+/// A reduce-scatter to all ranks, and a gather of the sums of the ranks that have the same place in their groups. All of
+/// it in the memory of `input`.
+pub(super) fn reduce_to_groups(ex: &mut Exchange, wire: Wire, ranks: usize, mut input: Flat, tag: u64) -> Result<Flat> {
+    assert!(ex.size().is_multiple_of(ranks), "{} ranks in groups of {ranks}", ex.size());
+    by_rank(&mut input, ranks, ex.size());
+    let sum = reduce_scatter(ex, wire, input, tag)?;
+    // Every group has to have the same sums, so they travel as they are.
+    gather_of(ex, Wire::Exact, Circle::across(ex.rank(), ranks, ex.size()), sum)
+}
+
+/// Joins the shards of the ranks of a circle. The other ranks take part, among themselves.
+pub(super) fn gather_of(ex: &mut Exchange, wire: Wire, circle: Circle, mut shard: Flat) -> Result<Flat> {
+    if let Wire::Blocks(ints) = wire {
+        return coded::gather_of(ex, ints, circle, shard);
+    }
+    let (whole, bytes) = (shard.len() * circle.len(), shard.size_in_bytes());
     let mut apart = None;
-    if shard.capacity_in_bytes() < bytes * group.len() {
+    if shard.capacity_in_bytes() < bytes * circle.len() {
         let out = Flat::with_capacity(shard.dtype(), whole);
         apart = Some(std::mem::replace(&mut shard, out));
     }
     let room = shard.room_bytes(whole);
     let own = apart.as_ref().map_or(Own::At(0), |own| Own::Apart(own.as_bytes()));
     for range in pieces(bytes, SLOT_BYTES) {
-        gather_piece(ex, &group, room, own, range)?;
+        gather_piece(ex, circle, room, own, range)?;
     }
-    // SAFETY: the pieces of all ranks of the group cover the whole.
+    // SAFETY: the pieces of all ranks of the circle cover the whole.
     unsafe { shard.set_len(whole) };
     Ok(shard)
 }
@@ -87,7 +97,7 @@ pub(super) fn all_reduce(ex: &mut Exchange, wire: Wire, mut input: Flat, tag: u6
     for range in pieces(chunk, step.min(SLOT_BYTES / size)) {
         reduce_piece(ex, wire, &mut input, own, range.clone())?;
         let whole = input.room_bytes(chunk * ex.size());
-        gather_piece(ex, &(0..ex.size()), whole, Own::At(own * size), range.start * size..range.end * size)?;
+        gather_piece(ex, Circle::all(ex.size()), whole, Own::At(own * size), range.start * size..range.end * size)?;
     }
     input.truncate(len);
     Ok(input)
@@ -196,20 +206,20 @@ enum Own<'a> {
     Apart(&'a [u8]),
 }
 
-/// Writes bytes `range` of the parts of ranks `group`, this one among them, to their places in `whole`. Pieces must come in
+/// Writes bytes `range` of the parts of a circle's ranks, this one among them, to their places in `whole`. Pieces must come in
 /// order: one that lies at the start, in the place of the first rank's, is moved to its own before that one arrives.
 fn gather_piece(
     ex: &mut Exchange,
-    group: &Range<usize>,
+    circle: Circle,
     whole: &mut [MaybeUninit<u8>],
     own: Own<'_>,
     range: Range<usize>,
 ) -> Result<()> {
     let rank = ex.rank();
     let past_cache = whole.len() >= PAST_CACHE_BYTES;
-    let place = |r: usize| (r - group.start) * (whole.len() / group.len()) + range.start;
+    let place = |r: usize| circle.place(r) * (whole.len() / circle.len()) + range.start;
     let (own_place, len) = (place(rank), range.len());
-    let places: Vec<_> = group.clone().filter(|r| *r != rank).map(|r| (r, place(r))).collect();
+    let places: Vec<_> = circle.ranks().filter(|r| *r != rank).map(|r| (r, place(r))).collect();
     match own {
         Own::Apart(own) => {
             ex.publish(len, |slot| slot.copy_from_slice(&own[range.clone()]));

@@ -13,7 +13,7 @@ use super::collectives::sum_exact;
 use super::encoding::Wire;
 use super::fingerprint::Fingerprint;
 use super::kind::Kind;
-use super::split::{group, of_group};
+use super::split::{Circle, of_circle};
 use crate::error::CommError;
 use crate::precision::{Flat, FlatRef};
 use candle_core::DType;
@@ -44,10 +44,26 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> ByGather<G> {
         })
     }
 
-    /// As `Communicator::all_gather_within`.
-    pub fn all_gather_within(self, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
-        let (rank, len) = (self.rank, shard.len());
-        self.all_gather(Wire::Exact, shard, tag).map(move |whole| of_group(whole, group(rank, ranks), len))
+    /// As `Communicator::all_gather_within_as`.
+    pub fn all_gather_within(self, wire: Wire, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
+        let (circle, len) = (Circle::group(self.rank, ranks), shard.len());
+        self.all_gather(wire, shard, tag).map(move |whole| of_circle(whole, circle, len))
+    }
+
+    /// As `Communicator::reduce_to_groups_as`. As in [`all_reduce`](Self::all_reduce), the receiver codes.
+    pub fn reduce_to_groups(self, wire: Wire, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
+        let (world, rank) = (self.size, self.rank);
+        assert!(world.is_multiple_of(ranks), "{world} ranks in groups of {ranks}");
+        assert!(input.len().is_multiple_of(world), "{} elements in {world} equal chunks", input.len());
+        let (owners, chunk) = (Circle::across(rank, ranks, world), input.len() / world);
+        let call = Fingerprint::new(0, Kind::ReduceScatter, wire, input.dtype(), input.len(), tag);
+        let arriving = self.exchange(call, encoded(Wire::Exact, input.as_ref()));
+        Pending::from_fn(move || {
+            let arrived = arriving.wait()?;
+            let first = rank % ranks * owners.len();
+            let chunks = owners.ranks().map(|owner| (owner, first + owners.place(owner)));
+            Ok(sum_chunks(wire, &arrived, input, chunk, chunks))
+        })
     }
 
     /// As `Communicator::reduce_scatter_as`.
@@ -78,22 +94,9 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> ByGather<G> {
         let arriving = self.exchange(call, encoded(Wire::Exact, input.as_ref()));
         Pending::from_fn(move || {
             let arrived = arriving.wait()?;
-            input.truncate(0);
-            // Each chunk as the rank sums it to which it belongs.
-            for owner in 0..world {
-                let part = |bytes: &Vec<u8>| {
-                    let mut part = Flat::zeros(dtype, chunk);
-                    let size = chunk * dtype.size_in_bytes();
-                    part.as_bytes_mut().copy_from_slice(&bytes[owner * size..(owner + 1) * size]);
-                    part
-                };
-                let mut total = part(&arrived[owner]);
-                let peers: Vec<Vec<u8>> = others(&arrived, owner).map(|b| encoded(wire, part(b).as_ref())).collect();
-                sum(wire, &mut total, 0, chunk, owner, peers.iter().map(|bytes| &bytes[..]).collect());
-                input.extend_cast(total.as_ref());
-            }
-            input.truncate(len);
-            Ok(input)
+            let mut sums = sum_chunks(wire, &arrived, input, chunk, (0..world).map(|owner| (owner, owner)));
+            sums.truncate(len);
+            Ok(sums)
         })
     }
 
@@ -156,6 +159,32 @@ pub(super) fn of_equal_length(all: Vec<Vec<u8>>, size: usize, rank: usize) -> Re
             all[peer].len()
         ))),
     }
+}
+
+/// Sums of all ranks' `arrived` elements, in the memory of `room`: those of chunks, one after the other, each as the rank
+/// sums it to which it belongs. `chunks` are that rank and the chunk's place.
+fn sum_chunks(
+    wire: Wire,
+    arrived: &[Vec<u8>],
+    mut room: Flat,
+    chunk: usize,
+    chunks: impl Iterator<Item = (usize, usize)>,
+) -> Flat {
+    let dtype = room.dtype();
+    room.truncate(0);
+    for (owner, place) in chunks {
+        let part = |bytes: &Vec<u8>| {
+            let mut part = Flat::zeros(dtype, chunk);
+            let size = chunk * dtype.size_in_bytes();
+            part.as_bytes_mut().copy_from_slice(&bytes[place * size..(place + 1) * size]);
+            part
+        };
+        let mut total = part(&arrived[owner]);
+        let peers: Vec<Vec<u8>> = others(arrived, owner).map(|b| encoded(wire, part(b).as_ref())).collect();
+        sum(wire, &mut total, 0, chunk, owner, peers.iter().map(|bytes| &bytes[..]).collect());
+        room.extend_cast(total.as_ref());
+    }
+    room
 }
 
 /// The messages of the other ranks, in rank order.

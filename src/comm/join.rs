@@ -134,8 +134,12 @@ impl Communicator for Member {
         self.0.ranks_here()
     }
 
-    fn all_gather_within(&self, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
-        self.0.all_gather_within(ranks, shard, tag)
+    fn all_gather_within_as(&self, wire: Wire, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
+        self.0.all_gather_within_as(wire, ranks, shard, tag)
+    }
+
+    fn reduce_to_groups_as(&self, wire: Wire, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
+        self.0.reduce_to_groups_as(wire, ranks, input, tag)
     }
 
     fn gather_f64(&self, values: Vec<f64>) -> Pending<Vec<Vec<f64>>> {

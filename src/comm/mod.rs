@@ -196,7 +196,28 @@ pub trait Communicator: Send + Sync {
     /// Concatenates the `shard`s of the ranks of this rank's group, in rank order. Groups have `ranks` neighbours each, the
     /// first from rank 0 on, and all groups gather at a time. A group that lies on one host needs nothing of others.
     fn all_gather_within(&self, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
-        by_gather(self).all_gather_within(ranks, shard, tag)
+        self.all_gather_within_as(Wire::Exact, ranks, shard, tag)
+    }
+
+    /// [`all_gather_within`](Self::all_gather_within) in which elements travel as `wire` says, as in
+    /// [`all_gather_as`](Self::all_gather_as).
+    fn all_gather_within_as(&self, wire: Wire, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
+        by_gather(self).all_gather_within(wire, ranks, shard, tag)
+    }
+
+    /// Sums `input` (`ranks` x n elements) over all ranks, as [`reduce_scatter`](Self::reduce_scatter) does, and divides the
+    /// sum among the ranks of each group of `ranks` neighbours: the rank of place p in its group receives elements
+    /// `p * n .. (p + 1) * n`, in the memory of `input`. So every group has all of the sum. n is a multiple of the number of
+    /// groups; the bits are those of a reduce-scatter.
+    fn reduce_to_groups(&self, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
+        self.reduce_to_groups_as(Wire::Exact, ranks, input, tag)
+    }
+
+    /// [`reduce_to_groups`](Self::reduce_to_groups) in which the summands travel as `wire` says: each group's part of n
+    /// elements is summed by one of the ranks that receive it, as in [`reduce_scatter_as`](Self::reduce_scatter_as), and the
+    /// sums travel exact.
+    fn reduce_to_groups_as(&self, wire: Wire, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
+        by_gather(self).reduce_to_groups(wire, ranks, input, tag)
     }
 
     /// Every rank receives the values of every rank, in rank order. For a few numbers: votes, norms, metrics.

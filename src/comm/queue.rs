@@ -350,8 +350,12 @@ impl Communicator for Shared {
         self.ranks_here.clone()
     }
 
-    fn all_gather_within(&self, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
-        self.launch(Kind::AllGather, size(&shard), move |reach| reach.all_gather_within(ranks, shard, tag))
+    fn all_gather_within_as(&self, wire: Wire, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
+        self.launch(Kind::AllGather, size(&shard), move |reach| reach.all_gather_within(wire, ranks, shard, tag))
+    }
+
+    fn reduce_to_groups_as(&self, wire: Wire, ranks: usize, input: Flat, tag: u64) -> Pending<Flat> {
+        self.launch(Kind::ReduceScatter, size(&input), move |reach| reach.reduce_to_groups(wire, ranks, input, tag))
     }
 
     fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {

@@ -64,10 +64,17 @@ impl Reach {
         }
     }
 
-    pub(super) fn all_gather_within(&mut self, ranks: usize, shard: Flat, tag: u64) -> Result<Flat> {
+    pub(super) fn all_gather_within(&mut self, wire: Wire, ranks: usize, shard: Flat, tag: u64) -> Result<Flat> {
         match self {
-            Self::Host(exchange) => collectives::all_gather_within(exchange, ranks, shard, tag),
-            Self::Hosts(tiers) => tiers.run(|tiers| tiers.all_gather_within(ranks, shard, tag)),
+            Self::Host(exchange) => collectives::all_gather_within(exchange, wire, ranks, shard, tag),
+            Self::Hosts(tiers) => tiers.run(|tiers| tiers.all_gather_within(wire, ranks, shard, tag)),
+        }
+    }
+
+    pub(super) fn reduce_to_groups(&mut self, wire: Wire, ranks: usize, input: Flat, tag: u64) -> Result<Flat> {
+        match self {
+            Self::Host(exchange) => collectives::reduce_to_groups(exchange, wire, ranks, input, tag),
+            Self::Hosts(tiers) => tiers.run(|tiers| tiers.reduce_to_groups(wire, ranks, input, tag)),
         }
     }
 

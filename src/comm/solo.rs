@@ -39,8 +39,12 @@ impl Communicator for Solo {
         self.count(Kind::AllGather, shard.len(), shard)
     }
 
-    fn all_gather_within(&self, _ranks: usize, shard: Flat, _tag: u64) -> Pending<Flat> {
+    fn all_gather_within_as(&self, _wire: Wire, _ranks: usize, shard: Flat, _tag: u64) -> Pending<Flat> {
         self.count(Kind::AllGather, shard.len(), shard)
+    }
+
+    fn reduce_to_groups_as(&self, _wire: Wire, _ranks: usize, input: Flat, _tag: u64) -> Pending<Flat> {
+        self.count(Kind::ReduceScatter, input.len(), input)
     }
 
     fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {

@@ -82,6 +82,7 @@ impl Config {
             ("zero_optimization.stage3_max_reuse_distance", json!(zero.max_reuse_distance)),
             ("zero_optimization.ignore_unused_parameters", json!(zero.ignore_unused_parameters)),
             ("zero_optimization.zero_hpz_partition_size", json!(zero.hpz_partition_size)),
+            ("zero_optimization.mics_shard_size", json!(zero.mics_shard_size.map_or(-1, |ranks| ranks as i64))),
             ("zero_optimization.zero_quantized_weights", json!(zero.quantized_weights)),
             ("zero_optimization.zero_quantized_nontrainable_weights", json!(zero.quantized_nontrainable_weights)),
             ("zero_optimization.zero_quantized_gradients", json!(zero.quantized_gradients)),

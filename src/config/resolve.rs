@@ -35,6 +35,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
     let scheduler = scheduler::scheduler(walk_ref, optimizer.as_ref());
     check_gradients(walk_ref, zero.stage, precision);
     check_zero(walk_ref, zero.stage);
+    zero.mics_shard_size = mics_shard_size(walk_ref, &zero, world_size);
     check_data_types(walk_ref, zero.stage, precision);
     let keep_in_fp32_modules = kept_modules(walk_ref, precision);
     check_data_efficiency(walk_ref);
@@ -130,6 +131,8 @@ fn zero(walk: &mut Walk<'_>) -> ZeroConfig {
         max_live_parameters: count("stage3_max_live_parameters"),
         max_reuse_distance: count("stage3_max_reuse_distance"),
         hpz_partition_size: count("zero_hpz_partition_size").max(1),
+        // Resolved when the rules between keys hold.
+        mics_shard_size: None,
         quantized_weights: walk.bool("zero_optimization.zero_quantized_weights"),
         quantized_nontrainable_weights: walk.bool("zero_optimization.zero_quantized_nontrainable_weights"),
         quantized_gradients: walk.bool("zero_optimization.zero_quantized_gradients"),
@@ -334,6 +337,36 @@ fn check_zero(walk: &mut Walk<'_>, stage: ZeroStage) {
             format!("accepted and has no effect at stage {stage}, as in DeepSpeed: only stage 3 gathers weights");
         walk.note(weights, text);
     }
+}
+
+/// `mics_shard_size`, where it has an effect.
+fn mics_shard_size(walk: &mut Walk<'_>, zero: &ZeroConfig, world_size: usize) -> Option<usize> {
+    let key = "zero_optimization.mics_shard_size";
+    let found = walk.int(key).filter(|ranks| *ranks > 0)?;
+    if zero.stage < ZeroStage::Three {
+        let text = format!("accepted and has no effect at stage {}, as in DeepSpeed: it divides stage 3", zero.stage);
+        walk.note(key, text);
+        return None;
+    }
+    let place = walk.place(key);
+    let ranks = usize::try_from(found).ok().filter(|ranks| world_size.is_multiple_of(*ranks));
+    if ranks.is_none() {
+        let divisors: Vec<String> =
+            (1..=world_size).filter(|n| world_size.is_multiple_of(*n)).map(|n| n.to_string()).collect();
+        let allowed = divisors.join(", ");
+        let text = format!("{found} found: it has to divide the number of ranks, {world_size}; allowed are {allowed}");
+        walk.problem(Rule::Range, key, place, text);
+    }
+    if zero.hpz_partition_size > 1 {
+        let hpz = zero.hpz_partition_size;
+        let text = format!(
+            "{found} found, and zero_hpz_partition_size {hpz}: parameters that are sharded among {found} ranks are gathered from \
+             these alone, and a second copy brings nothing nearer; leave zero_hpz_partition_size out where memory has room for \
+             all states of a group, or mics_shard_size where it has room for the parameters only"
+        );
+        walk.problem(Rule::Conflict, key, place, text);
+    }
+    ranks
 }
 
 /// `data_types.keep_in_fp32_modules`: the list, where it has an effect.

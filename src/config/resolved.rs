@@ -1,7 +1,7 @@
 //! The configuration as the engine uses it: every default filled in, every rule checked.
 
 use super::{Monitoring, Note};
-use crate::layout::ZeroStage;
+use crate::layout::{Division, ZeroStage};
 use candle_core::DType;
 use std::path::{Path, PathBuf};
 
@@ -189,6 +189,9 @@ pub struct ZeroConfig {
     /// `zero_hpz_partition_size`: at stage 3 and on several hosts, groups of so many ranks of one host keep a second copy of
     /// what was gathered, and gather from it again. Default 1: none.
     pub hpz_partition_size: usize,
+    /// `mics_shard_size`: at stage 3, everything is sharded among each group of so many ranks. Default `None`: among all, as at
+    /// stages below.
+    pub mics_shard_size: Option<usize>,
     /// `zero_quantized_weights`: gathers of stage 3 carry int8 with a scale per block. Stages below gather no weights.
     pub quantized_weights: bool,
     /// `zero_quantized_nontrainable_weights`: frozen matrices are held and gathered in eight bits at stage 3.
@@ -229,6 +232,13 @@ pub enum OffloadTo {
 }
 
 impl ZeroConfig {
+    /// How `world_size` ranks divide what is sharded: among all where groups do not fit that number, as an estimate for other
+    /// numbers of ranks may have it.
+    pub(crate) fn division(&self, world_size: usize) -> Division {
+        let ranks = self.mics_shard_size.filter(|ranks| world_size.is_multiple_of(*ranks));
+        ranks.map_or(Division::among_all(world_size), |ranks| Division::in_groups(world_size, ranks))
+    }
+
     /// `offload_optimizer`, where optimizer state goes to files.
     pub(crate) fn optimizer_files(&self) -> Option<&OffloadOptimizer> {
         self.offload_optimizer.as_ref().filter(|section| section.to.nvme_path().is_some())

@@ -11,7 +11,7 @@ use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
 use crate::checkpoint::HeldFolders;
 use crate::comm::Communicator;
 use crate::config::{Config, LeafModule};
-use crate::error::{EngineError, OptimError, ParamError, Result};
+use crate::error::{EngineError, Error, OptimError, ParamError, Result};
 use crate::layout::ZeroStage;
 use crate::memory::Ledger;
 use crate::notice::{say, say_from};
@@ -27,6 +27,7 @@ use crate::zero::share_plan::SharePlan;
 use crate::zero::unit::building;
 use candle_core::Device;
 use candle_nn::VarBuilder;
+use std::ops::Range;
 use std::sync::Arc;
 
 impl<M> Engine<M> {
@@ -64,6 +65,7 @@ impl<M> Engine<M> {
         let weights = source.fingerprint();
         let grouping = grouping(&config, optimizer, parameter_groups, trainable, quantized)?;
         let offload = open_offload(&config, &*comm, disk_access, &ledger)?;
+        check_groups(&config, &*comm)?;
         let reduce_plan =
             ReducePlan::new(&config, config.zero.stage.placement(), comm.size(), config.precision.dtype());
         let share_plan = SharePlan::new(&config, reduce_plan.accumulate, comm.rank(), grouping.clone());
@@ -227,6 +229,24 @@ fn mark_leaves(registered: &mut Registered, config: &LeafModule, named: &[String
     Ok(())
 }
 
+/// Groups of `mics_shard_size` lie on one host each, or there is one of all ranks.
+fn check_groups(config: &Config, comm: &dyn Communicator) -> Result<()> {
+    let (division, here) = (config.zero.division(config.world_size), comm.ranks_here());
+    match division.copies() == 1 || lie_on_one_host(division.shards(), &here) {
+        true => Ok(()),
+        false => Err(not_on_one_host("mics_shard_size", division.shards(), here)),
+    }
+}
+
+/// Whether groups of `ranks` neighbours lie on one host each, as far as the ranks `here` see it.
+fn lie_on_one_host(ranks: usize, here: &Range<usize>) -> bool {
+    here.start.is_multiple_of(ranks) && here.len().is_multiple_of(ranks)
+}
+
+fn not_on_one_host(key: &'static str, found: usize, here: Range<usize>) -> Error {
+    EngineError::GroupAcrossHosts { key, found, first: here.start, last: here.end - 1 }.into()
+}
+
 /// Ranks of a group that keeps a second copy of gathered parameters; 1: none does.
 fn second_group(config: &Config, comm: &dyn Communicator) -> Result<usize> {
     let (ranks, here) = (config.zero.hpz_partition_size, comm.ranks_here());
@@ -237,10 +257,10 @@ fn second_group(config: &Config, comm: &dyn Communicator) -> Result<usize> {
         "parameters are gathered at stage 3 alone"
     } else if here.len() == comm.size() {
         "all ranks are on one host, where nothing is nearer than the rest"
-    } else if here.start.is_multiple_of(ranks) && here.len().is_multiple_of(ranks) {
+    } else if lie_on_one_host(ranks, &here) {
         return Ok(ranks);
     } else {
-        return Err(EngineError::SecondGroup { found: ranks, first: here.start, last: here.end - 1 }.into());
+        return Err(not_on_one_host("zero_hpz_partition_size", ranks, here));
     };
     if comm.rank() == 0 {
         say(&format!("config: zero_optimization.zero_hpz_partition_size has no effect: {why}"));

@@ -40,12 +40,14 @@ pub enum EngineError {
         "no_sync was called inside of no_sync; leave the inner one out: nothing is reduced until the outer one ends"
     )]
     NoSyncInside,
-    /// Groups for second copies of parameters that do not lie on one host each.
+    /// Groups of ranks that do not lie on one host each.
     #[error(
-        "zero_optimization.zero_hpz_partition_size is {found}, and one host has the ranks {first} to {last}: groups of \
-         {found} ranks, counted from rank 0, must each lie on one host; give a number that divides the ranks of each host"
+        "zero_optimization.{key} is {found}, and one host has the ranks {first} to {last}: groups of {found} ranks, counted \
+         from rank 0, must each lie on one host; give a number that divides the ranks of each host"
     )]
-    SecondGroup {
+    GroupAcrossHosts {
+        /// The key of `zero_optimization` that makes them.
+        key: &'static str,
         /// Ranks of a group.
         found: usize,
         /// The first rank of this host.

@@ -144,7 +144,7 @@ impl<'a> Rehearsal<'a> {
     /// Trains for some steps and gives what one of them moves, and how it goes.
     pub fn train(&self) -> Result<(Traffic, Script)> {
         let zero = &self.config.zero;
-        let mut gather = Gatherer::new(self.params, &self.leaves, zero, self.world_size());
+        let mut gather = Gatherer::new(self.params, &self.leaves, zero, self.division());
         let optional = self.leaves.optional(self.params, zero);
         let mut gradients = Gradients::new(self.plan, zero.reduce_bucket_size, optional);
         gather.refresh_persistent(self)?;
@@ -297,7 +297,7 @@ impl Rank for Rehearsal<'_> {
         let Self { params, config: Config { world_size, zero, precision, .. }, tier, ledger, .. } = self;
         Facts {
             rank: 0,
-            world_size: *world_size,
+            division: zero.division(*world_size),
             second_group: self.second_group,
             params,
             zero,
@@ -338,11 +338,29 @@ impl Rank for Rehearsal<'_> {
         (buffer, Some(launched))
     }
 
-    fn gather_within(&self, mut buffer: Blank, _: &[ParamId]) -> (Blank, Option<Launched>) {
-        let (len, group) = (buffer.len(), self.second_group);
-        self.traffic.borrow_mut().collective(Collective::AllGather, len, buffer.dtype(), Wire::Exact, group);
-        buffer.extend_zeros(len * (group - 1));
+    fn gather_within(&self, wire: Wire, ranks: usize, mut buffer: Blank, _: &[ParamId]) -> (Blank, Option<Launched>) {
+        let len = buffer.len();
+        self.traffic.borrow_mut().collective(Collective::AllGather, len, buffer.dtype(), wire, ranks);
+        buffer.extend_zeros(len * (ranks - 1));
         (buffer, None)
+    }
+
+    fn reduce_to_groups(
+        &self,
+        wire: Wire,
+        ranks: usize,
+        mut buffer: Blank,
+        _: &[ParamId],
+    ) -> (Blank, Option<Launched>) {
+        let (elements, dtype, world) = (buffer.len(), buffer.dtype(), self.world_size());
+        let mut traffic = self.traffic.borrow_mut();
+        traffic.collective(Collective::ReduceScatter, elements, dtype, wire, world);
+        traffic.sums_across(elements / world, dtype, world / ranks);
+        // Between hosts go the bytes of an all-reduce.
+        let kind = Collective::AllReduce;
+        let launched = self.script.borrow_mut().launch(script::Collective { kind, wire, dtype, elements });
+        buffer.truncate(elements / ranks);
+        (buffer, Some(launched))
     }
 
     fn wait(&self, (result, launched): (Blank, Option<Launched>)) -> Result<Blank> {

@@ -41,6 +41,13 @@ impl Traffic {
         entry.wire_bytes += wire.bytes(kind, elements, dtype, world) as u64;
     }
 
+    /// Counts that sums of `elements` elements are joined by the `copies` ranks that each have some of the same shard, as part
+    /// of a reduction.
+    pub(super) fn sums_across(&mut self, elements: usize, dtype: DType, copies: usize) {
+        let bytes = Wire::Exact.bytes(Kind::AllGather, elements, dtype, copies);
+        self.collectives.entry(Kind::ReduceScatter).or_default().wire_bytes += bytes as u64;
+    }
+
     /// The traffic since `before`.
     pub(super) fn since(&self, before: &Self) -> Self {
         let collectives = self.collectives.iter().map(|(kind, c)| {

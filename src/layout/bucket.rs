@@ -8,6 +8,7 @@
 //!     chunk of rank 0    chunk of rank 1
 //! ```
 
+use super::division::Division;
 use super::shard::Cut;
 
 /// Parameters of at least this many elements travel alone, whatever the bucket size: their shards lie rank by rank in
@@ -42,13 +43,13 @@ impl BucketRule {
 }
 
 /// Offset of each parameter's shard within a chunk, a multiple of `alignment`, and the chunk's length.
-pub fn chunk_offsets(params: &[Cut], world_size: usize, alignment: usize) -> (Vec<usize>, usize) {
+pub fn chunk_offsets(params: &[Cut], division: Division, alignment: usize) -> (Vec<usize>, usize) {
     let mut end = 0usize;
     let offsets = params
         .iter()
         .map(|cut| {
             let start = end.next_multiple_of(alignment);
-            end = start + cut.shard_len(world_size);
+            end = start + division.shard_len(*cut);
             start
         })
         .collect();
@@ -80,7 +81,7 @@ mod tests {
         #[test]
         fn shards_tile_a_chunk(numels in prop::collection::vec(0usize..40, 0..20), world in 1usize..9, alignment in 1usize..9) {
             let cuts: Vec<Cut> = numels.iter().map(|n| Cut::anywhere(*n)).collect();
-            let (offsets, len) = chunk_offsets(&cuts, world, alignment);
+            let (offsets, len) = chunk_offsets(&cuts, Division::among_all(world), alignment);
             let mut next = 0;
             for (offset, cut) in offsets.iter().zip(&cuts) {
                 prop_assert!(*offset >= next && *offset < next + alignment && offset % alignment == 0);

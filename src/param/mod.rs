@@ -19,7 +19,7 @@ pub(crate) use weight_files::WeightFiles;
 #[cfg(feature = "hub")]
 pub(crate) use weight_files::{FILE_OF_FOLDER, INDEX_OF_FOLDER, weight_map};
 
-use crate::layout::Cut;
+use crate::layout::{Cut, Division};
 use crate::memory::Held;
 use crate::optim::{Class, Role, Weights};
 use crate::precision::Packing;
@@ -95,14 +95,14 @@ impl Param {
         Cut { numel: self.numel, block: self.block.load(Ordering::Relaxed) }
     }
 
-    /// The elements that `rank` of `world_size` owns.
-    pub fn shard(&self, world_size: usize, rank: usize) -> Range<usize> {
-        self.cut().shard(world_size, rank)
+    /// The elements of a shard.
+    pub fn shard(&self, division: Division, shard: usize) -> Range<usize> {
+        division.shard(self.cut(), shard)
     }
 
-    /// Elements of every rank's shard, padding included.
-    pub fn shard_len(&self, world_size: usize) -> usize {
-        self.cut().shard_len(world_size)
+    /// Elements of every shard, padding included.
+    pub fn shard_len(&self, division: Division) -> usize {
+        division.shard_len(self.cut())
     }
 
     /// What is kept of it, if it is `trained` or not.

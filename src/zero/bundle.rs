@@ -3,8 +3,9 @@
 use super::parcel::Parcel;
 use super::rank::Rank;
 use super::sub_group::Home;
-use crate::comm::{Kind as Collective, Wire};
+use crate::comm::Wire;
 use crate::error::Result;
+use crate::layout::Division;
 use crate::memory::{Held, Kind};
 use crate::offload::Files;
 use crate::param::{Param, ParamId, Residency};
@@ -46,9 +47,9 @@ pub(super) enum After {
 }
 
 impl Bundle {
-    pub fn new(params: Vec<ParamId>, all: &[Param], world_size: usize, wire: Wire) -> Self {
+    pub fn new(params: Vec<ParamId>, all: &[Param], division: Division, wire: Wire) -> Self {
         let numel = params.iter().map(|p| all[*p].numel).sum();
-        let parcels = Parcel::split(&params, all, world_size, wire);
+        let parcels = Parcel::split(&params, all, division, wire);
         Self { params, parcels, numel, wire }
     }
 
@@ -62,10 +63,10 @@ impl Bundle {
         let launch = |(parcel, (part, _)): (&Parcel, &(R::Buffer, Held))| {
             let _about = timeline::about(|| core.names(&parcel.params));
             let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
-            let mut buffer = R::Buffer::with_capacity(part.dtype(), parcel.chunk * core.world_size());
+            let mut buffer = R::Buffer::with_capacity(part.dtype(), parcel.chunk * core.division().shards());
             buffer.extend_from(part, 0..part.len());
             let held = core.ledger().hold(Kind::Gathered, buffer.capacity_in_bytes());
-            (Transit::Travelling(core.gather_within(buffer, &parcel.params)), held)
+            (Transit::Travelling(core.gather_within(Wire::Exact, core.second_group(), buffer, &parcel.params)), held)
         };
         self.parcels.iter().zip(second).map(launch).collect()
     }
@@ -73,12 +74,12 @@ impl Bundle {
     /// Begins the all-gathers of this rank's shares, or to read them.
     pub fn launch<R: Rank>(&self, core: &R) -> Gathering<R> {
         let groups = core.groups();
-        let world = core.world_size();
         let launch = |parcel: &Parcel| {
             let _about = timeline::about(|| core.names(&parcel.params));
             let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
-            // Room for the chunks of all ranks: the others' arrive in the same buffer.
-            let mut chunk = R::Buffer::with_capacity(parcel.dtype(core.dtype()), parcel.chunk * world);
+            // Room for the chunks of all shards: the others' arrive in the same buffer.
+            let mut chunk =
+                R::Buffer::with_capacity(parcel.dtype(core.dtype()), parcel.chunk * core.division().shards());
             let mut pieces = Vec::new();
             for (p, offset) in parcel.params.iter().zip(&parcel.offsets) {
                 chunk.extend_zeros(offset - chunk.len());
@@ -104,7 +105,7 @@ impl Bundle {
     }
 
     fn gather<R: Rank>(&self, core: &R, parcel: &Parcel, chunk: R::Buffer) -> R::Pending {
-        core.collective(Collective::AllGather, parcel.wire(self.wire), chunk, &parcel.params)
+        core.gather(parcel.wire(self.wire), chunk, &parcel.params)
     }
 
     /// Waits for the parcels and puts the whole parameters into their tensors. Gives this rank's part of a second copy, if

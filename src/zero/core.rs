@@ -166,7 +166,7 @@ impl Core {
         let CoreParts { rounding, registered, buffer_sync, ledger, offload, .. } = parts;
         let Registered { params, units, leaves, used_by, groups, buffers, .. } = registered;
         let places = places(&groups, params.len());
-        let gather = Gatherer::new(&params, &leaves, &zero, comm.size());
+        let gather = Gatherer::new(&params, &leaves, &zero, share_plan.division);
         let optional = leaves.optional(&params, &zero);
         let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, optional);
         Self {
@@ -197,6 +197,16 @@ impl Core {
             backward_on: Mutex::new(None),
             failure: Mutex::new(None),
         }
+    }
+
+    /// The piece of everything that this rank answers for: the number of its file in checkpoints.
+    pub fn piece(&self) -> usize {
+        self.share_plan.division.piece_of(self.comm.rank())
+    }
+
+    /// What all ranks have, in the order of their pieces.
+    pub fn by_piece<T>(&self, of_ranks: Vec<T>) -> Vec<T> {
+        self.share_plan.division.by_piece(of_ranks)
     }
 
     /// The rank's communicator.

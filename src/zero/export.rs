@@ -1,8 +1,10 @@
 //! Whole parameters as a safetensors file, gathered one at a time and written by rank 0 as they come.
 
 use super::core::Core;
+use super::rank::Rank;
 use super::share::State;
 use super::sub_group::Home;
+use crate::comm::Wire;
 use crate::comm::agree::{Failure, agree, rank_failed};
 use crate::error::{Error, Result};
 use crate::files::{folder_of, new_beside, sync_folder};
@@ -69,17 +71,17 @@ impl Core {
 
     /// Collective: a whole parameter of the elements that each rank owns.
     pub(super) fn gather_whole(&self, param: usize, mut own: Flat) -> Result<Flat> {
-        let (world, numel) = (self.comm.size(), self.params[param].numel);
-        // Not a question of how much this rank owns: a parameter of one element lies on one rank alone.
-        if world == 1 || !self.placement.optim.is_sharded() {
+        let (division, about) = (self.division(), &self.params[param]);
+        // Not a question of how much this rank owns: a parameter of one element lies in one shard alone.
+        if division.shards() == 1 || !self.placement.optim.is_sharded() {
             return Ok(own);
         }
-        let shard = self.params[param].shard_len(world);
-        own.extend_zeros(shard - own.len());
-        let chunks = self.comm.all_gather(own, self.tag(&[param])).wait()?;
-        let mut whole = Flat::with_capacity(DType::F32, numel);
-        for r in 0..world {
-            whole.extend_cast(chunks.slice(r * shard..r * shard + self.params[param].shard(world, r).len()));
+        let len = about.shard_len(division);
+        own.extend_zeros(len - own.len());
+        let chunks = self.gather(Wire::Exact, own, &[param]).wait()?;
+        let mut whole = Flat::with_capacity(DType::F32, about.numel);
+        for shard in 0..division.shards() {
+            whole.extend_cast(chunks.slice(shard * len..shard * len + about.shard(division, shard).len()));
         }
         Ok(whole)
     }

@@ -29,6 +29,7 @@ use super::trace::{Event, Trace};
 use crate::comm::Wire;
 use crate::config::ZeroConfig;
 use crate::error::Result;
+use crate::layout::Division;
 use crate::memory::Kind;
 use crate::param::{Param, ParamId, ROOT, UnitId};
 use crate::precision::Ints;
@@ -94,7 +95,7 @@ enum State<R: Rank> {
 
 impl<R: Rank> Gatherer<R> {
     /// For parameters that are sharded; at stages 0 to 2 there is nothing to gather and every call is idle.
-    pub fn new(params: &[Param], leaves: &Leaves, zero: &ZeroConfig, world_size: usize) -> Self {
+    pub fn new(params: &[Param], leaves: &Leaves, zero: &ZeroConfig, division: Division) -> Self {
         let sharded = zero.stage.placement().params.is_sharded();
         let mut persistent = Vec::new();
         let homes = leaves.homes();
@@ -112,7 +113,7 @@ impl<R: Rank> Gatherer<R> {
             }
         }
         let wire = if zero.quantized_weights { Wire::Blocks(Ints::Int8) } else { Wire::Exact };
-        let bundle = |p| Bundle::new(p, params, world_size, wire);
+        let bundle = |p| Bundle::new(p, params, division, wire);
         let unit = |p| UnitState {
             bundle: bundle(p),
             second: None,
@@ -410,7 +411,7 @@ impl<R: Rank> Gatherer<R> {
     pub fn gather_params(&mut self, core: &R, params: &[ParamId]) -> Result<Vec<ParamId>> {
         let absent: Vec<ParamId> = params.iter().copied().filter(|p| !core.params()[*p].is_whole()).collect();
         if !absent.is_empty() {
-            let bundle = Bundle::new(absent.clone(), core.params(), core.world_size(), self.persistent.wire);
+            let bundle = Bundle::new(absent.clone(), core.params(), core.division(), self.persistent.wire);
             let gathering = bundle.launch(core);
             bundle.install(core, gathering, Kind::Gathered, After::Used)?;
         }

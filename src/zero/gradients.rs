@@ -4,7 +4,7 @@
 //!   arrived -> [held until backward ends: stage 1] -> bucket -> reduce -> becomes, or is added to, the share
 //! ```
 //!
-//! A large gradient travels alone, in the buffer that its layer wrote: a parameter's shards lie in it rank by rank
+//! A large gradient travels alone, in the buffer that its layer wrote: a parameter's pieces lie in it one after the other
 //! already. Small ones are packed together. From stage 2 on a gradient is gone as soon as it is reduced, while backward
 //! goes on. At stage 1 every rank holds its whole gradient until backward is over, as ZeRO defines it. At stage 0 the
 //! whole sum is kept.
@@ -92,7 +92,7 @@ pub(crate) trait Carrier: Rank {
     fn zeros(&self, param: &Param) -> Self::Grad;
     /// The sum of two gradients of one parameter.
     fn sum(a: Self::Grad, b: Self::Grad) -> Result<Self::Grad>;
-    /// The gradients of a parcel, rank by rank, as they will travel. Each is dropped when it has been copied.
+    /// The gradients of a parcel, piece by piece, as they will travel. Each is dropped when it has been copied.
     fn pack(&self, plan: &ReducePlan, parcel: &Parcel, grads: Vec<Arrival<Self::Grad>>) -> Result<Self::Buffer>;
 }
 
@@ -207,13 +207,15 @@ impl<C: Carrier> Gradients<C> {
     fn reduce(&mut self, core: &C, bucket: Vec<Arrival<C::Grad>>) -> Result<()> {
         let ReducePlan { scatter, wire, overlap, .. } = self.plan;
         let params = bucket.iter().map(|arrived| arrived.param).collect();
-        let parcel = Parcel::new(params, core.params(), core.world_size(), wire);
+        let parcel = Parcel::new(params, core.params(), core.division().pieces(), wire);
         let _span = timeline::span(timeline::Kind::Reduce, "pack").of(|| core.names(&parcel.params));
         let buffer = core.pack(&self.plan, &parcel, bucket)?;
         let about = timeline::about(|| core.names(&parcel.params));
         let held = core.ledger().hold(Kind::Buckets, buffer.capacity_in_bytes());
-        let kind = if scatter { Collective::ReduceScatter } else { Collective::AllReduce };
-        let pending = core.collective(kind, wire, buffer, &parcel.params);
+        let pending = match scatter {
+            true => core.reduce(wire, buffer, &parcel.params),
+            false => core.collective(Collective::AllReduce, wire, buffer, &parcel.params),
+        };
         drop(about);
         self.batcher.launched(Reduction { parcel, pending, held });
         self.finish(core, if overlap { IN_FLIGHT - 1 } else { 0 })
@@ -233,13 +235,14 @@ impl<C: Carrier> Gradients<C> {
         let _about = timeline::about(|| core.names(params));
         let _span = timeline::span(timeline::Kind::Reduce, "accumulate").of(|| core.names(params));
         let ReducePlan { scatter, after, accumulate, .. } = self.plan;
-        let (world, rank) = (core.world_size(), core.rank());
-        // The chunks that this rank keeps, and where they start in what it received.
-        let chunks: Vec<(usize, usize)> = match (core.placement().optim.is_sharded(), scatter) {
-            (true, true) => vec![(rank, 0)],
-            (true, false) => vec![(rank, rank * chunk)],
-            (false, _) => (0..world).map(|r| (r, r * chunk)).collect(),
+        let division = core.division();
+        // The pieces that this rank keeps, and where they start in what it received.
+        let pieces = match core.placement().optim.is_sharded() {
+            true => division.pieces_of(division.shard_of(core.rank())),
+            false => 0..division.world_size(),
         };
+        let first = if scatter { pieces.start } else { 0 };
+        let chunks: Vec<(usize, usize)> = pieces.map(|piece| (piece, (piece - first) * chunk)).collect();
         let mut groups = core.groups();
         for (param, offset) in params.iter().zip(offsets) {
             let (group, slot) = core.place(*param);
@@ -259,13 +262,13 @@ impl<C: Carrier> Gradients<C> {
             }
             let mut grads = known.unwrap_or_else(|| group.zeroed_grads(slot, core.ledger(), accumulate));
             if let (Some(mut grads), Some(sum)) = (grads.values_mut(), sum.values()) {
-                for (r, start) in &chunks {
-                    let shard = core.params()[*param].shard(world, *r);
+                for (piece, start) in &chunks {
+                    let piece = division.piece(core.params()[*param].cut(), *piece);
                     let from = start + offset;
-                    // A tail shard may be empty and lie at the end of the parameter.
-                    let to = shard.start - owned.start;
-                    let source = sum.slice(from..from + shard.len());
-                    grads.reborrow().slice(to..to + shard.len()).add_scaled(source, after);
+                    // A tail piece may be empty and lie at the end of the parameter.
+                    let to = piece.start - owned.start;
+                    let source = sum.slice(from..from + piece.len());
+                    grads.reborrow().slice(to..to + piece.len()).add_scaled(source, after);
                 }
             }
             group.put_grads(slot, grads, core);
@@ -311,7 +314,7 @@ impl Carrier for Core {
 
     fn pack(&self, plan: &ReducePlan, parcel: &Parcel, mut grads: Vec<Arrival<Grad>>) -> Result<Flat> {
         match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
-            Some(large) => prepare(plan, parcel.chunk * self.comm.size(), large),
+            Some(large) => prepare(plan, parcel.chunk * self.world_size(), large),
             None => self.pack_small(plan, parcel, grads),
         }
     }
@@ -339,15 +342,15 @@ fn prepare(plan: &ReducePlan, padded: usize, Arrival { grad, .. }: Arrival<Grad>
 
 impl Core {
     fn pack_small(&self, plan: &ReducePlan, parcel: &Parcel, grads: Vec<Arrival<Grad>>) -> Result<Flat> {
-        let world = self.comm.size();
-        let mut flat = Flat::zeros(plan.dtype, parcel.chunk * world);
+        let division = self.division();
+        let mut flat = Flat::zeros(plan.dtype, parcel.chunk * division.world_size());
         for (Arrival { param, grad, held }, offset) in grads.into_iter().zip(&parcel.offsets) {
             grad.view(|values| {
-                for r in 0..world {
-                    let shard = self.params[param].shard(world, r);
-                    let start = r * parcel.chunk + offset;
-                    let part = flat.slice_mut(start..start + shard.len());
-                    part.copy_scaled(values.slice(shard), plan.before);
+                for number in 0..division.world_size() {
+                    let piece = division.piece(self.params[param].cut(), number);
+                    let start = number * parcel.chunk + offset;
+                    let part = flat.slice_mut(start..start + piece.len());
+                    part.copy_scaled(values.slice(piece), plan.before);
                 }
             })?;
             drop((grad, held));

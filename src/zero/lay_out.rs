@@ -118,7 +118,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
                 // The last ones are followed by those that fill the shard up.
                 Some(packing) => {
                     let is_last = start + values.len() == len;
-                    let shard_len = if is_last { cut.shard_len(self.plan.world_size) - start } else { values.len() };
+                    let shard_len = if is_last { self.plan.division.shard_len(cut) - start } else { values.len() };
                     let packed = packed::pack(packing, FlatRef::F32(&values), shard_len);
                     self.fill(&mut share, packed.as_ref())?;
                 }
@@ -144,7 +144,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
 
     /// A place for the share of a parameter.
     fn begin(&mut self, param: ParamId, cut: Cut, class: Class) -> Result<OpenShare> {
-        let shard_len = cut.shard_len(self.plan.world_size);
+        let shard_len = self.plan.division.shard_len(cut);
         let shard_len = self.packing(class).map_or(shard_len, |packing| packed::words(packing, shard_len));
         let block = class.role().map_or(1, |role| self.plan.block(role));
         let Place { share, room, begins, closes, spills } =
@@ -164,10 +164,12 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
                 Home::Memory(buffer) => buffer.resize(|flat| flat.reserve_exact(room)),
             }
         }
-        let shard = cut.shard(self.plan.world_size, self.plan.rank);
-        let owned = if self.plan.placement.optim.is_sharded() { shard.clone() } else { 0..cut.numel };
-        let shard = shard.start - owned.start..shard.end - owned.start;
-        group.slots.push(Slot { param, owned, shard, at, len: share });
+        let SharePlan { rank, division, placement, .. } = self.plan;
+        let sharded = placement.optim.is_sharded();
+        let owned = if sharded { division.shard(cut, division.shard_of(rank)) } else { 0..cut.numel };
+        let piece = division.piece(cut, division.piece_of(rank));
+        let piece = piece.start - owned.start..piece.end - owned.start;
+        group.slots.push(Slot { param, owned, piece, at, len: share });
         group.grads.push(GradShare::Absent);
         group.len += room;
         self.open[class.index()] = Some(group);

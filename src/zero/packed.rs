@@ -1,6 +1,7 @@
 //! Packed weights in buffers, files and collectives, which carry them as 32-bit words: a rank's shard of a parameter is
 //! whole units of its packing, filled up to whole words.
 
+use crate::layout::Division;
 use crate::param::Param;
 use crate::precision::{Elements, Flat, FlatMut, FlatRef, Packing};
 use candle_core::DType;
@@ -36,22 +37,22 @@ pub(super) fn rounded(packing: Packing, values: FlatRef<'_>, dtype: DType) -> Fl
     rounded
 }
 
-/// A whole parameter of the words of all ranks, `chunk` words each, in which its own begin at `offset`.
+/// A whole parameter of the words of all shards, `chunk` words each, in which its own begin at `offset`.
 pub(super) fn whole<B: Elements>(
     packing: Packing,
     param: &Param,
     words_of_all: &B,
     (chunk, offset): (usize, usize),
     dtype: DType,
-    world_size: usize,
+    division: Division,
 ) -> B {
     let mut whole = B::zeros(dtype, param.numel);
     if let (Some(mut values), Some(words_of_all)) = (whole.values_mut(), words_of_all.values()) {
-        for rank in 0..world_size {
-            let start = rank * chunk + offset;
-            let shard = param.shard(world_size, rank);
-            let words_of_rank = words_of_all.slice(start..start + words(packing, shard.len()));
-            unpack(packing, words_of_rank, 0, values.reborrow().slice(shard));
+        for number in 0..division.shards() {
+            let start = number * chunk + offset;
+            let shard = param.shard(division, number);
+            let own_words = words_of_all.slice(start..start + words(packing, shard.len()));
+            unpack(packing, own_words, 0, values.reborrow().slice(shard));
         }
     }
     whole

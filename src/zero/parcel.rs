@@ -7,7 +7,7 @@ use super::packed;
 use super::rank::Rank;
 use crate::comm::Wire;
 use crate::error::Result;
-use crate::layout::{Cut, PACKED_BELOW, chunk_offsets};
+use crate::layout::{Cut, Division, PACKED_BELOW, chunk_offsets};
 use crate::optim::Weights;
 use crate::param::{Param, ParamId};
 use crate::precision::Elements;
@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 /// Parameters whose shards or gradients travel in one collective.
 pub(crate) struct Parcel {
     pub params: Vec<ParamId>,
-    /// Offset of each parameter's shard in a rank's chunk. What lies between two shards is zeros.
+    /// Offset of each parameter's shard, or piece, in a rank's chunk. What lies between two of them is zeros.
     pub offsets: Vec<usize>,
     /// Elements of a rank's chunk.
     pub chunk: usize,
@@ -27,10 +27,10 @@ pub(crate) struct Parcel {
 
 impl Parcel {
     /// One parcel for each large parameter and one for all others that are packed alike.
-    pub fn split(params: &[ParamId], all: &[Param], world_size: usize, wire: Wire) -> Vec<Self> {
+    pub fn split(params: &[ParamId], all: &[Param], division: Division, wire: Wire) -> Vec<Self> {
         let (large, small): (Vec<ParamId>, Vec<ParamId>) = params.iter().partition(|p| all[**p].numel >= PACKED_BELOW);
         let alone = large.into_iter().map(|p| vec![p]);
-        alone.chain(Self::alike(small, all)).map(|params| Self::of_weights(params, all, world_size, wire)).collect()
+        alone.chain(Self::alike(small, all)).map(|params| Self::of_weights(params, all, division, wire)).collect()
     }
 
     /// Parameters whose weights are held alike, and can travel together.
@@ -41,15 +41,15 @@ impl Parcel {
     }
 
     /// Weights on the wire, some of which are packed already.
-    pub fn of_weights(params: Vec<ParamId>, all: &[Param], world_size: usize, wire: Wire) -> Self {
+    pub fn of_weights(params: Vec<ParamId>, all: &[Param], division: Division, wire: Wire) -> Self {
         let weights = params.first().map_or(Weights::Model, |p| all[*p].weights);
         let Some(packing) = weights.packing() else {
-            return Self { weights, ..Self::new(params, all, world_size, wire) };
+            return Self { weights, ..Self::new(params, all, division, wire) };
         };
         let mut chunk = 0;
         let offset = |p: &ParamId| {
             let offset = chunk;
-            chunk += packed::words(packing, all[*p].shard_len(world_size));
+            chunk += packed::words(packing, all[*p].shard_len(division));
             offset
         };
         let offsets = params.iter().map(offset).collect();
@@ -67,13 +67,13 @@ impl Parcel {
     }
 
     /// Parameters that are coded have blocks of their own: they do not depend on what travels with them.
-    pub fn new(params: Vec<ParamId>, all: &[Param], world_size: usize, wire: Wire) -> Self {
+    pub fn new(params: Vec<ParamId>, all: &[Param], division: Division, wire: Wire) -> Self {
         let cuts: Vec<Cut> = params.iter().map(|p| all[*p].cut()).collect();
-        let (offsets, chunk) = chunk_offsets(&cuts, world_size, wire.alignment());
+        let (offsets, chunk) = chunk_offsets(&cuts, division, wire.alignment());
         Self { params, offsets, chunk, weights: Weights::Model }
     }
 
-    /// Gives each whole parameter to `install`. `chunks` are those of all ranks, in their order.
+    /// Gives each whole parameter to `install`. `chunks` are those of all shards, in their order.
     pub fn unpack<R: Rank>(
         &self,
         rank: &R,
@@ -84,7 +84,7 @@ impl Parcel {
             for (p, offset) in self.params.iter().zip(&self.offsets) {
                 let param = &rank.params()[*p];
                 let at = (self.chunk, *offset);
-                install(param, packed::whole(packing, param, &chunks, at, rank.dtype(), rank.world_size()))?;
+                install(param, packed::whole(packing, param, &chunks, at, rank.dtype(), rank.division()))?;
             }
             return Ok(());
         }
@@ -94,13 +94,13 @@ impl Parcel {
             chunks.truncate(param.numel);
             return install(param, chunks);
         }
-        let world = rank.world_size();
+        let division = rank.division();
         for (p, offset) in self.params.iter().zip(&self.offsets) {
             let param = &rank.params()[*p];
             let mut whole = R::Buffer::with_capacity(self.dtype(rank.dtype()), param.numel);
-            for r in 0..world {
-                let start = r * self.chunk + offset;
-                whole.extend_from(&chunks, start..start + param.shard(world, r).len());
+            for shard in 0..division.shards() {
+                let start = shard * self.chunk + offset;
+                whole.extend_from(&chunks, start..start + param.shard(division, shard).len());
             }
             install(param, whole)?;
         }

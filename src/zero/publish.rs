@@ -3,7 +3,7 @@
 use super::batch::{Batcher, IN_FLIGHT};
 use super::parcel::Parcel;
 use super::rank::Rank;
-use crate::comm::{Kind as Collective, Wire};
+use crate::comm::Wire;
 use crate::error::Result;
 use crate::memory::{Held, Kind};
 use crate::param::ParamId;
@@ -53,19 +53,19 @@ impl<R: Rank> Publisher<R> {
     }
 
     fn launch_alike(&mut self, core: &R, params: Vec<ParamId>) -> Result<()> {
-        let parcel = Parcel::of_weights(params, core.params(), core.world_size(), Wire::Exact);
+        let parcel = Parcel::of_weights(params, core.params(), core.division(), Wire::Exact);
         let _about = timeline::about(|| core.names(&parcel.params));
-        let (world, rank) = (core.world_size(), core.rank());
+        let division = core.division();
         // The chunks of the other ranks arrive in the same buffer.
-        let mut shards = R::Buffer::with_capacity(parcel.dtype(core.dtype()), parcel.chunk * world);
+        let mut shards = R::Buffer::with_capacity(parcel.dtype(core.dtype()), parcel.chunk * division.shards());
         for param in parcel.params.iter().map(|p| &core.params()[*p]) {
-            let shard = param.shard(world, rank);
-            let padding = param.shard_len(world) - shard.len();
+            let shard = param.shard(division, division.shard_of(core.rank()));
+            let padding = param.shard_len(division) - shard.len();
             core.copy(param, shard, &mut shards)?;
             shards.extend_zeros(padding);
         }
         let held = core.ledger().hold(Kind::Buckets, shards.capacity_in_bytes());
-        let pending = core.collective(Collective::AllGather, Wire::Exact, shards, &parcel.params);
+        let pending = core.gather(Wire::Exact, shards, &parcel.params);
         self.batcher.launched(Publication { parcel, pending, held });
         self.install(core, IN_FLIGHT - 1)
     }

@@ -9,7 +9,7 @@ use super::sub_group::SubGroup;
 use crate::comm::{Kind as Collective, Pending, Wire};
 use crate::config::ZeroConfig;
 use crate::error::Result;
-use crate::layout::Placement;
+use crate::layout::{Division, Placement};
 use crate::memory::{Ledger, MemoryReport, ModelBytes, StateBytes, Tier};
 use crate::offload::{Files, Io, Windows};
 use crate::param::{Param, ParamId};
@@ -23,7 +23,7 @@ use std::sync::MutexGuard;
 /// The constants of a rank while it trains.
 pub(crate) struct Facts<'a> {
     pub rank: usize,
-    pub world_size: usize,
+    pub division: Division,
     /// Ranks of a group that keeps a second copy of gathered parameters; 1: there is none.
     pub second_group: usize,
     pub params: &'a [Param],
@@ -56,8 +56,10 @@ pub(crate) trait Rank: Sized {
     fn windows(&self) -> Windows;
     /// Begins an all-reduce, a reduce-scatter or an all-gather of what belongs to `params`.
     fn collective(&self, kind: Collective, wire: Wire, buffer: Self::Buffer, params: &[ParamId]) -> Self::Pending;
-    /// Begins an all-gather inside of this rank's group of [`Facts::second_group`] ranks.
-    fn gather_within(&self, buffer: Self::Buffer, params: &[ParamId]) -> Self::Pending;
+    /// Begins an all-gather inside of this rank's group of `ranks` neighbours.
+    fn gather_within(&self, wire: Wire, ranks: usize, buffer: Self::Buffer, params: &[ParamId]) -> Self::Pending;
+    /// Begins a sum over all ranks that each group of `ranks` neighbours divides.
+    fn reduce_to_groups(&self, wire: Wire, ranks: usize, buffer: Self::Buffer, params: &[ParamId]) -> Self::Pending;
     /// Waits for its result, which lies in the memory of its argument.
     fn wait(&self, pending: Self::Pending) -> Result<Self::Buffer>;
     /// A few numbers of every rank, in rank order.
@@ -71,8 +73,29 @@ pub(crate) trait Rank: Sized {
         self.facts().rank
     }
 
+    fn division(&self) -> Division {
+        self.facts().division
+    }
+
+    /// All ranks, over which means and sums are.
     fn world_size(&self) -> usize {
-        self.facts().world_size
+        self.division().world_size()
+    }
+
+    /// Begins to join the shards of all places.
+    fn gather(&self, wire: Wire, shard: Self::Buffer, params: &[ParamId]) -> Self::Pending {
+        match self.division() {
+            division if division.copies() == 1 => self.collective(Collective::AllGather, wire, shard, params),
+            division => self.gather_within(wire, division.shards(), shard, params),
+        }
+    }
+
+    /// Begins to sum all pieces of all ranks; each rank receives those of its shard.
+    fn reduce(&self, wire: Wire, pieces: Self::Buffer, params: &[ParamId]) -> Self::Pending {
+        match self.division() {
+            division if division.copies() == 1 => self.collective(Collective::ReduceScatter, wire, pieces, params),
+            division => self.reduce_to_groups(wire, division.shards(), pieces, params),
+        }
     }
 
     fn second_group(&self) -> usize {
@@ -114,7 +137,7 @@ pub(crate) trait Rank: Sized {
 
     /// The ledger's counts beside the formula, for gradients that are accumulated in `accumulate`.
     fn ledger_report(&self, accumulate: DType) -> MemoryReport {
-        let Facts { world_size, params, zero, dtype, ledger, .. } = self.facts();
+        let Facts { division, params, zero, dtype, ledger, .. } = self.facts();
         let mut bytes = ModelBytes::default();
         for group in self.groups().iter() {
             let numel: usize = group.slots.iter().map(|s| params[s.param].numel).sum();
@@ -144,7 +167,7 @@ pub(crate) trait Rank: Sized {
             }
         }
         let elements = |frozen: bool| params.iter().filter(|p| !frozen || !p.is_trained()).map(|p| p.numel).sum();
-        MemoryReport::new(ledger, zero.stage, world_size, (elements(false), elements(true)), bytes)
+        MemoryReport::new(ledger, zero.stage, division, (elements(false), elements(true)), bytes)
     }
 }
 
@@ -162,7 +185,7 @@ impl Rank for Core {
     fn facts(&self) -> Facts<'_> {
         Facts {
             rank: self.comm.rank(),
-            world_size: self.comm.size(),
+            division: self.share_plan.division,
             second_group: self.second_group,
             params: &self.params,
             zero: &self.zero,
@@ -202,8 +225,12 @@ impl Rank for Core {
         }
     }
 
-    fn gather_within(&self, buffer: Flat, params: &[ParamId]) -> Pending<Flat> {
-        self.comm.all_gather_within(self.second_group, buffer, self.tag(params))
+    fn gather_within(&self, wire: Wire, ranks: usize, buffer: Flat, params: &[ParamId]) -> Pending<Flat> {
+        self.comm.all_gather_within_as(wire, ranks, buffer, self.tag(params))
+    }
+
+    fn reduce_to_groups(&self, wire: Wire, ranks: usize, buffer: Flat, params: &[ParamId]) -> Pending<Flat> {
+        self.comm.reduce_to_groups_as(wire, ranks, buffer, self.tag(params))
     }
 
     fn wait(&self, pending: Pending<Flat>) -> Result<Flat> {

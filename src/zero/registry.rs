@@ -11,7 +11,7 @@ use super::share_plan::SharePlan;
 use super::unit::Units;
 use crate::config::StatePrecision;
 use crate::error::{Error, ParamError, Result};
-use crate::layout::{Cut, ZeroStage};
+use crate::layout::{Cut, Division, ZeroStage};
 use crate::memory::{Kind, Ledger, Tier};
 use crate::offload::Offload;
 use crate::optim::{Class, Grouping, Role, Weights};
@@ -97,7 +97,7 @@ impl Registry {
         let plan = SharePlan {
             states: StatePrecision { master_weights: true, bf16_moments: false },
             rank: 0,
-            world_size: 1,
+            division: Division::among_all(1),
             placement: ZeroStage::Three.placement(),
             dtype,
             sub_group_size: usize::MAX,
@@ -210,7 +210,7 @@ impl Inner {
         }
         let numel = shape.elem_count();
         let cut = Cut { numel, block: packing.map_or_else(|| plan.block(kept.role), Packing::unit) };
-        let shard = cut.shard(plan.world_size, plan.rank);
+        let shard = plan.division.shard(cut, plan.division.shard_of(plan.rank));
         let (id, class) = (self.params.len(), Class::new(kept.role, is_trained, weights));
         self.inits.push(self.source.hint(init));
         // In f32: the master weights begin with all digits of the source.

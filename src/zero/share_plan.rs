@@ -1,7 +1,7 @@
 //! How parameters are shared among ranks, and where a rank keeps its share.
 
 use crate::config::{Config, StatePrecision};
-use crate::layout::Placement;
+use crate::layout::{Division, Placement};
 use crate::offload::{ALIGN, STEP};
 use crate::optim::{Grouping, Role, StateFormat};
 use candle_core::DType;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub(crate) struct SharePlan {
     pub rank: usize,
-    pub world_size: usize,
+    pub division: Division,
     pub placement: Placement,
     pub dtype: DType,
     pub sub_group_size: usize,
@@ -35,7 +35,7 @@ impl SharePlan {
         let zero = &config.zero;
         Self {
             rank,
-            world_size: config.world_size,
+            division: zero.division(config.world_size),
             placement: zero.stage.placement(),
             dtype: config.precision.dtype(),
             buffer_dtype: config.buffer_dtype,

@@ -28,7 +28,7 @@ use std::sync::atomic::Ordering;
 pub(crate) struct Vote {
     /// Global L2 norm of the gradients as they are, loss scale included; not finite if any gradient is not.
     pub norm: f64,
-    /// Ranks that saw something not finite, in their loss or in their share of the gradients.
+    /// Ranks that saw something not finite, in their loss or in their pieces of the gradients.
     pub overflowed: Vec<usize>,
     /// Mean of the losses.
     pub loss: f64,
@@ -41,8 +41,8 @@ impl Vote {
     }
 }
 
-/// Collective: norm and overflow over all ranks. Each rank looks at its shard of every gradient, parameter by
-/// parameter, also where it holds the whole; so the sum is formed in the same order at every stage.
+/// Collective: norm and overflow over all ranks. Each rank looks at its piece of every gradient, parameter by
+/// parameter, also where it holds more; so the sum is formed in the same order at every stage, with and without groups.
 pub(crate) fn vote<R: Rank>(core: &R, loss: f64, loss_is_finite: bool, accumulate: DType) -> Result<Vote> {
     let _span = timeline::span(timeline::Kind::Optimizer, "vote");
     let mut sum = 0f64;
@@ -61,9 +61,9 @@ pub(crate) fn vote<R: Rank>(core: &R, loss: f64, loss_is_finite: bool, accumulat
     let overflow = !loss_is_finite || !sum.is_finite();
     let votes = core.gather_f64(vec![sum, f64::from(u8::from(overflow)), loss])?;
     Ok(Vote {
-        norm: votes.iter().map(|v| v[0]).sum::<f64>().sqrt(),
         overflowed: votes.iter().enumerate().filter(|(_, v)| v[1] != 0.0).map(|(r, _)| r).collect(),
         loss: votes.iter().map(|v| v[2]).sum::<f64>() / votes.len() as f64,
+        norm: core.division().by_piece(votes).iter().map(|v| v[0]).sum::<f64>().sqrt(),
     })
 }
 
@@ -107,7 +107,7 @@ impl Core {
         })
     }
 
-    /// The first parameter whose gradient is not finite in this rank's shard.
+    /// The first parameter whose gradient is not finite in this rank's piece.
     pub fn non_finite_gradient(&self) -> Option<&str> {
         let groups = lock(&self.groups);
         let mut slots = groups.iter().flat_map(|g| (0..g.slots.len()).map(move |s| (g, s)));

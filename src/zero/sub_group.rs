@@ -33,8 +33,9 @@ pub(crate) struct Slot {
     pub param: ParamId,
     /// Elements of the whole parameter that this rank owns.
     pub owned: Range<usize>,
-    /// Of these, counted from the first, this rank's shard: all of them where optimizer states are sharded.
-    pub shard: Range<usize>,
+    /// Of these, counted from the first, the piece that this rank answers for: all of them where optimizer states are sharded
+    /// and no other rank has the same shard.
+    pub piece: Range<usize>,
     /// Offset of the first of them in the sub-group. Packed weights are counted in words.
     pub at: usize,
     /// Elements, or words, of a rank's share of the parameter, the padding of the last ranks included.
@@ -96,7 +97,7 @@ pub(crate) enum GradShare<R: Rank = Core> {
     File {
         /// The way there, until it has been waited for.
         writing: Option<<R::Files as Files>::Writing>,
-        /// Sum of the squares of this rank's shard.
+        /// Sum of the squares of this rank's piece.
         squares: f64,
     },
 }
@@ -182,7 +183,7 @@ impl<R: Rank> SubGroup<R> {
         Tracked::new(ledger, Kind::Gradients, R::Buffer::zeros(dtype, self.slots[slot].len))
     }
 
-    /// Sum of the squares of this rank's shard of a gradient.
+    /// Sum of the squares of this rank's piece of a gradient.
     pub fn squares(&self, slot: usize) -> f64 {
         match &self.grads[slot] {
             GradShare::Absent => 0.0,
@@ -192,7 +193,7 @@ impl<R: Rank> SubGroup<R> {
     }
 
     fn squares_of(&self, slot: usize, grads: &Tracked<R::Buffer>) -> f64 {
-        grads.values().map_or(0.0, |values| sum_of_squares(values.slice(self.slots[slot].shard.clone())))
+        grads.values().map_or(0.0, |values| sum_of_squares(values.slice(self.slots[slot].piece.clone())))
     }
 
     /// The states that a window of a pass reads from files and writes back, in the order in which [`Home::part`] asks

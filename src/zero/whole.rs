@@ -42,7 +42,7 @@ struct Direction<B> {
 }
 
 /// Collective: what the learning rate is multiplied by in each parameter; nothing where no optimizer needs norms. As in
-/// a vote, each rank sums its shard of every parameter, also where it holds the whole.
+/// a vote, each rank sums its piece of every parameter, also where it holds more.
 pub(super) fn trust_ratios<C: Carrier>(core: &C, groups: &mut [SubGroup<C>], recipe: &Recipe<'_>) -> Result<Vec<f64>> {
     let which: Vec<usize> =
         (0..groups.len()).filter(|g| matches!(needs(&groups[*g], recipe), Some(Needs::Norms(_)))).collect();
@@ -53,7 +53,7 @@ pub(super) fn trust_ratios<C: Carrier>(core: &C, groups: &mut [SubGroup<C>], rec
     let sum = |slot: &Slot, in_slot: Range<usize>, Part { param, grad, state, .. }: Part<'_, '_>| {
         let GroupStep { optimizer, ctx } = recipe(slot.param);
         let Needs::Norms(layerwise) = optimizer.needs() else { unreachable!("the others are left out") };
-        let (start, end) = (slot.shard.start.max(in_slot.start), slot.shard.end.min(in_slot.end));
+        let (start, end) = (slot.piece.start.max(in_slot.start), slot.piece.end.min(in_slot.end));
         if start < end {
             let range = start - in_slot.start..end - in_slot.start;
             let state: Vec<&[f32]> = state.iter().map(|s| &s[range.clone()]).collect();
@@ -64,7 +64,7 @@ pub(super) fn trust_ratios<C: Carrier>(core: &C, groups: &mut [SubGroup<C>], rec
     pass(core, groups, &which, Pass::Look, sum, |_| Ok(()))?;
     for squares in squares.chunks_mut(SQUARES_AT_A_TIME) {
         let own = squares.iter().flat_map(|s| [s.weights, s.update]).collect();
-        let ranks = core.gather_f64(own)?;
+        let ranks = core.division().by_piece(core.gather_f64(own)?);
         for (i, squares) in squares.iter_mut().enumerate() {
             let sum = |value: usize| ranks.iter().map(|rank| rank[2 * i + value]).sum();
             *squares = Squares { weights: sum(0), update: sum(1) };
@@ -147,11 +147,11 @@ fn rough_direction<C: Carrier>(
     span: &Span,
     recipe: &Recipe<'_>,
 ) -> Result<Direction<C::Buffer>> {
-    let world = core.world_size();
+    let division = core.division();
     let Slot { param, owned, .. } = slot_of(groups, item).clone();
-    let (numel, shard_len) = (core.params()[param].numel, core.params()[param].shard_len(world));
-    // Room for the shards of all ranks, padding included: the others' arrive in the same buffer.
-    let room = shard_len * world;
+    let (numel, shard_len) = (core.params()[param].numel, core.params()[param].shard_len(division));
+    // Room for all shards, padding included: the others' arrive in the same buffer.
+    let room = shard_len * division.shards();
     let mut values = C::Buffer::with_capacity(DType::F32, room);
     let _held = core.ledger().hold(Kind::Buckets, values.capacity_in_bytes());
     values.extend_zeros(owned.len());
@@ -165,7 +165,7 @@ fn rough_direction<C: Carrier>(
     walk.visit(groups, span, &mut momentum, |_| Ok(()))?;
     if core.placement().optim.is_sharded() {
         values.extend_zeros(shard_len - owned.len());
-        values = core.wait(core.collective(Collective::AllGather, Wire::Exact, values, &[param]))?;
+        values = core.wait(core.gather(Wire::Exact, values, &[param]))?;
         values.truncate(numel);
     }
     Ok(Direction { values, _held })
@@ -173,23 +173,24 @@ fn rough_direction<C: Carrier>(
 
 /// Collective: what this rank owns of a finished direction, which one of them has: `whole`.
 fn own_direction<C: Carrier>(core: &C, id: usize, whole: Option<Direction<C::Buffer>>) -> Result<Direction<C::Buffer>> {
-    let (world, rank, param) = (core.world_size(), core.rank(), &core.params()[id]);
-    let (numel, padded) = (param.numel, param.shard_len(world) * world);
+    let (division, param) = (core.division(), &core.params()[id]);
+    let (numel, padded) = (param.numel, param.shard_len(division) * division.shards());
     let mut own = whole.unwrap_or_else(|| {
         let values = C::Buffer::zeros(DType::F32, padded);
         Direction { _held: core.ledger().hold(Kind::Buckets, values.capacity_in_bytes()), values }
     });
-    let (kind, owned) = match core.placement().optim.is_sharded() {
+    let (pending, owned) = match core.placement().optim.is_sharded() {
         true => {
             own.values.extend_zeros(padded - own.values.len());
-            (Collective::ReduceScatter, param.shard(world, rank).len())
+            let owned = param.shard(division, division.shard_of(core.rank())).len();
+            (core.reduce(Wire::Exact, own.values, &[id]), owned)
         }
         false => {
             own.values.truncate(numel);
-            (Collective::AllReduce, numel)
+            (core.collective(Collective::AllReduce, Wire::Exact, own.values, &[id]), numel)
         }
     };
-    own.values = core.wait(core.collective(kind, Wire::Exact, own.values, &[id]))?;
+    own.values = core.wait(pending)?;
     own.values.truncate(owned);
     Ok(own)
 }

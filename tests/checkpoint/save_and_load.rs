@@ -202,6 +202,49 @@ fn every_stage_and_world_size_loads_what_every_other_has_saved() {
     }
 }
 
+/// What the files of a checkpoint's ranks have, in order.
+fn rank_files(dir: &Path) -> Vec<Vec<u8>> {
+    let checkpoint = Checkpoint::open(dir, None).unwrap().unwrap();
+    let files = checkpoint.manifest().files.iter();
+    files.map(|file| std::fs::read(checkpoint.path().join(&file.name)).unwrap()).collect()
+}
+
+#[test]
+fn groups_save_the_files_of_stage_3_without_groups_and_load_any() {
+    let files = folder();
+    let nvme = || json!({"device": "nvme", "nvme_path": files.path()});
+    let with = |stage: u8, world: usize, more: Value| {
+        let mut zero = zero();
+        zero.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        config(stage, 12 / world, zero, json!({"train_micro_batch_size_per_gpu": 2, "train_batch_size": 24}))
+    };
+    let plain = folder();
+    let straight = run(4, &with(3, 4, json!({})), 5, saves(plain.path(), 3, SaveOptions::default()));
+    let saved = states(plain.path());
+    let in_files = json!({
+        "mics_shard_size": 2, "offload_optimizer": nvme(), "offload_param": {"device": "nvme", "nvme_path": files.path(), "max_in_cpu": 0},
+    });
+    for (i, groups) in [json!({"mics_shard_size": 2}), json!({"mics_shard_size": 1}), in_files].into_iter().enumerate()
+    {
+        let dir = folder();
+        let options = SaveOptions { in_background: i == 1, ..SaveOptions::default() };
+        let seen = run(4, &with(3, 4, groups.clone()), 5, saves(dir.path(), 3, options));
+        assert_eq!(straight, seen, "{groups}");
+        assert!(rank_files(plain.path()) == rank_files(dir.path()), "files: {groups}");
+        // Into groups, from what was saved without.
+        assert_eq!(after(&straight, 3), run(4, &with(3, 4, groups.clone()), 5, loads(plain.path())), "{groups}");
+        // And on, in any way.
+        for (stage, world, more) in [(3, 4, json!({})), (2, 3, json!({})), (3, 2, json!({"mics_shard_size": 1}))] {
+            let again = folder();
+            run(world, &with(stage, world, more), 3, |engine| {
+                loads(dir.path())(engine)?;
+                saves(again.path(), 3, SaveOptions::default())(engine)
+            });
+            assert!(saved == states(again.path()), "{groups} to stage {stage}, world {world}");
+        }
+    }
+}
+
 #[test]
 fn a_checkpoint_of_any_precision_loads_into_any_other() {
     for from in precisions() {

@@ -628,7 +628,7 @@ fn features_whose_silent_loss_would_change_training_are_refused() {
         (json!({"managed_gradient_accumulation": false}), "managed_gradient_accumulation"),
         (json!({"zero_optimization": {"zenflow": {}}}), "zero_optimization.zenflow"),
         (json!({"zero_optimization": {"legacy_stage1": true}}), "zero_optimization.legacy_stage1"),
-        (json!({"zero_optimization": {"mics_shard_size": -1}}), "zero_optimization.mics_shard_size"),
+        (json!({"zero_optimization": {"zeropp_loco_param": {}}}), "zero_optimization.zeropp_loco_param"),
         (json!({"amp": {"enabled": true}}), "amp"),
         (json!({"nebula": {"enabled": false}}), "nebula"),
         (json!({"elasticity": {}}), "elasticity"),
@@ -675,6 +675,8 @@ fn rules_between_keys_hold() {
         (zero(2, json!({"allgather_bucket_size": 77})), "zero_optimization.allgather_bucket_size"),
         (zero(1, json!({"offload_optimizer": {"ratio": 0.5}})), "zero_optimization.offload_optimizer.ratio"),
         (zero(3, json!({"compute_grad_norm": false})), "zero_optimization.compute_grad_norm"),
+        (zero(3, json!({"mics_shard_size": 3})), "zero_optimization.mics_shard_size"),
+        (zero(3, json!({"mics_shard_size": 1, "zero_hpz_partition_size": 2})), "zero_optimization.mics_shard_size"),
         (zero(1, json!({"cpu_offload": true, "offload_optimizer": {}})), "zero_optimization.cpu_offload"),
         (
             zero(3, json!({"max_live_parameters": 1, "stage3_max_live_parameters": 1})),

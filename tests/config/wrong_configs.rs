@@ -196,7 +196,7 @@ fn what_deepspeed_removed_and_what_is_not_offered() {
             (r#"{"train_batch_size": 8, "sparse_gradients": true}"#, 1),
             (r#"{"train_batch_size": 8, "elasticity": {"enabled": true}}"#, 1),
             (r#"{"train_batch_size": 8, "sequence_parallel_size": 2}"#, 1),
-            (r#"{"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": 2}}"#, 1),
+            (r#"{"train_batch_size": 8, "zero_optimization": {"stage": 3, "zeropp_loco_param": {}}}"#, 1),
             (r#"{"train_batch_size": 8, "zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}"#, 1),
             (r#"{"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "fp16"}}"#, 1),
             (r#"{"train_batch_size": 8, "torch_autocast": {"enabled": true, "dtype": "int8"}}"#, 1),

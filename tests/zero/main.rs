@@ -20,6 +20,7 @@ mod programs;
 mod quantized;
 mod recomputation;
 mod second_copy;
+mod shard_groups;
 mod small_states;
 mod stage_equality;
 mod unusual_models;

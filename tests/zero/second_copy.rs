@@ -46,9 +46,9 @@ impl Communicator for OnHosts {
         self.inner.all_gather_as(wire, shard, tag)
     }
 
-    fn all_gather_within(&self, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
+    fn all_gather_within_as(&self, wire: Wire, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
         self.gathered.within.fetch_add(shard.len(), Ordering::Relaxed);
-        self.inner.all_gather_within(ranks, shard, tag)
+        self.inner.all_gather_within_as(wire, ranks, shard, tag)
     }
 
     fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {

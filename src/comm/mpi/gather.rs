@@ -1,6 +1,6 @@
 //! All-gathers: shards inside of each host, slices of the host's whole from host to host, and these inside again.
 //!
-//! Each host gets the bytes of the others once. What that costs stands in [`super::traffic`].
+//! Each host gets the bytes of the others once, also where only ranks of the same place gather. What that costs stands in [`super::traffic`].
 
 use super::crossing::{AHEAD, Crossing, Result, message_bytes};
 use super::hosts::Hosts;
@@ -69,6 +69,56 @@ pub(super) fn gather(crossing: &mut Crossing, whole: &mut [u8], exact: usize) ->
                     let from = crossing.local.coded(r, 0, theirs.len(), exact);
                     whole[theirs].copy_from_slice(from);
                 }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Fills `whole` with the parts of the ranks that have the same place as this one in groups of `ranks` neighbours, of which
+/// this rank's is in its place. Each host has as many ranks, and whole groups. Each part goes to each other host once: to the
+/// rank with the same number there, which shows it to those of the other groups.
+pub(super) fn gather_across(crossing: &mut Crossing, whole: &mut [u8], ranks: usize) -> Result<()> {
+    let (hosts, here) = (crossing.hosts.clone(), crossing.hosts.here());
+    let (groups, part) = (here.len() / ranks, whole.len() / (crossing.size() / ranks));
+    let lane = crossing.rank() - here.start;
+    let own = lane / ranks;
+    let at = |host: usize, group: usize, range: &Range<usize>| {
+        let start = (host * groups + group) * part;
+        start + range.start..start + range.end
+    };
+    let partners: Vec<usize> = hosts.elsewhere().map(|ranks| ranks.start + lane).collect();
+    let blocks: Vec<Range<usize>> = pieces(part, message_bytes(partners.len())).collect();
+    let number = |ranks: &Range<usize>| ranks.start / ranks.len();
+    let mut coming = VecDeque::new();
+    for block in &blocks[..blocks.len().min(AHEAD - 1)] {
+        coming.push_back(swap(crossing, whole, &hosts, &partners, |ranks| at(number(ranks), own, block))?);
+    }
+    for (i, block) in blocks.iter().enumerate() {
+        if let Some(block) = blocks.get(i + AHEAD - 1) {
+            coming.push_back(swap(crossing, whole, &hosts, &partners, |ranks| at(number(ranks), own, block))?);
+        }
+        let arriving = coming.pop_front().unwrap_or_default();
+        for ((peer, transfer), ranks) in partners.iter().zip(arriving).zip(hosts.elsewhere()) {
+            whole[at(number(&ranks), own, block)].copy_from_slice(&crossing.finish(*peer, transfer)?);
+            crossing.count(block.len(), block.len());
+        }
+    }
+    if groups == 1 {
+        return Ok(());
+    }
+    let all = 0..hosts.each().len();
+    for range in pieces(part, SLOT_BYTES / all.len()) {
+        let len = range.len();
+        crossing.local.piece(all.len() * len, |slot| {
+            for host in all.clone() {
+                slot[host * len..(host + 1) * len].copy_from_slice(&whole[at(host, own, &range)]);
+            }
+        })?;
+        for group in (0..groups).filter(|group| *group != own) {
+            for host in all.clone() {
+                let from = crossing.local.peer(group * ranks + lane % ranks, host * len, len);
+                whole[at(host, group, &range)].copy_from_slice(from);
             }
         }
     }

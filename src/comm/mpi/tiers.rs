@@ -13,7 +13,7 @@
 //! way with fewer bytes between hosts is taken: see [`super::traffic`].
 
 use super::crossing::{Crossing, Result};
-use super::gather::gather;
+use super::gather::{gather, gather_across};
 use super::hosts::Hosts;
 use super::traffic::{Way, way};
 use super::{chain, raw};
@@ -22,7 +22,7 @@ use crate::comm::counters::Taken;
 use crate::comm::encoding::Wire;
 use crate::comm::exchange::Runner;
 use crate::comm::kind::Kind;
-use crate::comm::split::{group, of_group};
+use crate::comm::split::{Circle, by_rank, of_circle};
 use crate::precision::Flat;
 use candle_core::DType;
 use std::ops::Range;
@@ -101,16 +101,55 @@ impl Tiers {
     }
 
     /// Nothing goes from host to host where each group lies on one.
-    pub(in crate::comm) fn all_gather_within(&mut self, ranks: usize, shard: Flat, tag: u64) -> Result<Flat> {
-        let on_one = |host: &Range<usize>| host.start.is_multiple_of(ranks) && host.len().is_multiple_of(ranks);
-        if self.0.hosts.each().iter().all(on_one) {
-            self.0.begin(Kind::AllGather, Wire::Exact, shard.dtype(), shard.len(), tag);
+    pub(in crate::comm) fn all_gather_within(
+        &mut self,
+        wire: Wire,
+        ranks: usize,
+        shard: Flat,
+        tag: u64,
+    ) -> Result<Flat> {
+        if self.groups_lie_on_one_host(ranks) {
+            self.0.begin(Kind::AllGather, wire, shard.dtype(), shard.len(), tag);
             let here = self.0.rank() - self.0.hosts.here().start;
-            return gather_of(&mut self.0.local, group(here, ranks), shard);
+            return gather_of(&mut self.0.local, wire, Circle::group(here, ranks), shard);
         }
         let len = shard.len();
-        let whole = self.all_gather(Wire::Exact, shard, tag)?;
-        Ok(of_group(whole, group(self.0.rank(), ranks), len))
+        let whole = self.all_gather(wire, shard, tag)?;
+        Ok(of_circle(whole, Circle::group(self.0.rank(), ranks), len))
+    }
+
+    /// A reduce-scatter to all ranks, and a gather of the sums of the ranks that have the same place in their groups, in the
+    /// memory of `input`. What of the sums goes from host to host is what an all-reduce would send there, if each host has
+    /// the same number of ranks and whole groups.
+    pub(in crate::comm) fn reduce_to_groups(
+        &mut self,
+        wire: Wire,
+        ranks: usize,
+        mut input: Flat,
+        tag: u64,
+    ) -> Result<Flat> {
+        by_rank(&mut input, ranks, self.0.size());
+        let mut sum = self.reduce_scatter(wire, input, tag)?;
+        let (circle, len) = (Circle::across(self.0.rank(), ranks, self.0.size()), sum.len());
+        let bytes = sum.size_in_bytes();
+        let hosts = self.0.hosts.clone();
+        if self.groups_lie_on_one_host(ranks) && hosts.each().iter().all(|host| host.len() == hosts.lanes()) {
+            sum.extend_zeros(len * (circle.len() - 1));
+            let whole = sum.as_bytes_mut();
+            whole.copy_within(..bytes, circle.place(self.0.rank()) * bytes);
+            gather_across(&mut self.0, whole, ranks)?;
+            return Ok(sum);
+        }
+        sum.extend_zeros(len * (self.0.size() - 1));
+        let whole = sum.as_bytes_mut();
+        whole.copy_within(..bytes, self.0.rank() * bytes);
+        gather(&mut self.0, whole, bytes)?;
+        Ok(of_circle(sum, circle, len))
+    }
+
+    fn groups_lie_on_one_host(&self, ranks: usize) -> bool {
+        let on_one = |host: &Range<usize>| host.start.is_multiple_of(ranks) && host.len().is_multiple_of(ranks);
+        self.0.hosts.each().iter().all(on_one)
     }
 
     /// A reduce-scatter and an all-gather in the memory of `input`. The sums are those of the reduce-scatter, bit for bit.

@@ -57,8 +57,8 @@ const ZERO: &[super::Key] = keys! {
     "override_module_apply": Bool, "true", none("it is a matter of PyTorch's modules"), "Gather parameters inside apply.";
     "save_muon_momentum_buffer_in_memory": Bool, "false", none("the momentum lies where offload_optimizer puts all optimizer states"), "Placement of Muon's momentum.";
     "legacy_stage1": Bool, "false", refuse("DeepSpeed refuses it too"), "Old stage 1.";
-    "mics_shard_size": Any, "-", gone(GONE), "MiCS shard group.";
-    "mics_hierarchical_params_gather": Any, "-", gone(GONE), "MiCS gather.";
+    "mics_shard_size": INT, "-1", H, "Stage 3: everything is sharded among each group of so many neighbouring ranks, and every group has all of it: gathers stay inside of a group, and sums of gradients are brought to the other groups once (MiCS; DeepSpeed until 0.19.6; same bits in f32). It must divide the number of ranks, and on several hosts the ranks of each host, or be the number of all ranks. 0 or less: among all ranks.";
+    "mics_hierarchical_params_gather": Bool, "false", none("a group of mics_shard_size ranks lies on one host; results are the same"), "Gather inside of a host first (DeepSpeed until 0.19.6).";
     "zeropp_loco_param": Any, "-", gone(GONE), "Error feedback of quantized gradients.";
 };
 
