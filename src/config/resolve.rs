@@ -77,6 +77,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
         activation_checkpointing,
         cpu_checkpointing: walk.bool("activation_checkpointing.cpu_checkpointing"),
         tag_validation: tag_validation(&walk),
+        use_node_local_storage: walk.bool("checkpoint.use_node_local_storage"),
         // The section may be absent.
         saves_in_background: walk.get("checkpoint.writer.decoupled") == Some(&true.into()),
         shows_save_statistics: walk.get("checkpoint.writer.show_statistics") == Some(&true.into()),

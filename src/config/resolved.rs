@@ -60,6 +60,8 @@ pub struct Config {
     pub aio: Aio,
     /// `checkpoint.tag_validation`.
     pub tag_validation: TagValidation,
+    /// `checkpoint.use_node_local_storage`: the ranks of each host save into a folder that only they see.
+    pub use_node_local_storage: bool,
     /// `checkpoint.writer.decoupled`: [`save_checkpoint`](crate::Engine::save_checkpoint) saves in the background.
     pub saves_in_background: bool,
     /// `checkpoint.writer.show_statistics`: rank 0 says how many bytes a checkpoint has and how fast they were written.

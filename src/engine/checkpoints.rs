@@ -61,6 +61,7 @@ impl<M> Engine<M> {
             options: options.clone(),
             validation: self.config.tag_validation,
             shows_statistics: self.config.shows_save_statistics,
+            on_each_host: self.config.use_node_local_storage,
         };
         let saving = self.attempt(|engine| {
             SaveJob::begin(engine.core.clone(), &engine.trainer, request, &mut engine.held_folders)
@@ -95,7 +96,10 @@ impl<M> Engine<M> {
     /// failed collective.
     pub fn check_save_dir(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         self.not_stopped()?;
-        self.attempt(|engine| checkpoint::check_dir(engine.core.comm(), dir.as_ref(), &mut engine.held_folders))
+        let on_each_host = self.config.use_node_local_storage;
+        self.attempt(|engine| {
+            checkpoint::check_dir(engine.core.comm(), dir.as_ref(), on_each_host, &mut engine.held_folders)
+        })
     }
 
     /// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, whatever stage, number of ranks,
@@ -120,7 +124,10 @@ impl<M> Engine<M> {
         let _call = during("load_checkpoint");
         self.wait_for_checkpoint()?;
         self.between_steps("load_checkpoint")?;
-        let load = |engine: &mut Self| checkpoint::load(&engine.core, &engine.trainer, dir.as_ref(), tag, options);
+        let on_each_host = self.config.use_node_local_storage;
+        let load = |engine: &mut Self| {
+            checkpoint::load(&engine.core, &engine.trainer, dir.as_ref(), tag, options, on_each_host)
+        };
         let Some(checkpoint) = self.attempt(load)? else { return Ok(None) };
         self.forget_forward();
         self.place = None;

@@ -10,4 +10,5 @@ mod deepspeed_import;
 mod faults;
 mod folders;
 mod older;
+mod on_hosts;
 mod save_and_load;

@@ -11,6 +11,7 @@ use crate::launch::hosts::world::World;
 use crate::launch::hosts::{Host, export, hostfile};
 use crate::launch::ranks::Job;
 use crate::launch::signals::{self, Event, die_with_parent};
+use crate::util::host_name;
 use rustix::process::Signal;
 use std::ffi::OsString;
 use std::net::TcpListener;
@@ -280,7 +281,7 @@ fn remote_line(words: &[String], exports: &[(String, String)], folder: &Path) ->
 
 /// Whether a name stands for this host: one can listen at its address.
 fn is_here(name: &str) -> bool {
-    name == super::own_name() || TcpListener::bind((name, 0)).is_ok()
+    name == host_name() || TcpListener::bind((name, 0)).is_ok()
 }
 
 #[cfg(test)]
@@ -296,7 +297,7 @@ mod tests {
 
     #[test]
     fn this_host_is_known_by_its_names() {
-        assert!(is_here("localhost") && is_here(&super::super::own_name()));
+        assert!(is_here("localhost") && is_here(&host_name()));
         assert!(!is_here("worker-7.example.org"));
     }
 }
