@@ -24,7 +24,7 @@ use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
 use tempfile::NamedTempFile;
 
-const LATEST: &str = "latest";
+pub(super) const LATEST: &str = "latest";
 const SAVING: &str = ".candle-zero-saving-";
 const NEW_LATEST: &str = ".candle-zero-latest-";
 /// By these ranks find out who sees the same folder.
@@ -37,7 +37,7 @@ const REPLACED: &str = ".candle-zero-replaced-";
 const OLD_REPLACED: &str = ".replaced";
 
 /// Bytes of `latest`, with room for what editors leave there.
-const MAX_LATEST: u64 = 4096;
+pub(super) const MAX_LATEST: u64 = 4096;
 
 /// How long a process that was killed may hold what it was writing.
 const DYING: Duration = Duration::from_secs(5);

@@ -170,7 +170,7 @@ impl Parameter {
 const MAX_HEADER: u64 = 1 << 30;
 
 /// Bytes of a manifest, which is read into memory: some ten times as many as those of a hundred thousand parameters.
-const MAX_MANIFEST: u64 = 256 << 20;
+pub(super) const MAX_MANIFEST: u64 = 256 << 20;
 
 /// The name of a checkpoint that was given none.
 pub(super) fn automatic_tag(global_steps: u64) -> String {

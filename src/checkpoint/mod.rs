@@ -36,7 +36,9 @@ mod model_files;
 mod progress;
 mod rank_file;
 mod save;
+pub(crate) mod store;
 
+pub(crate) use agreement::failed_elsewhere;
 pub(crate) use buffers::SavedBuffer;
 pub(crate) use consolidate::absent_or_empty;
 pub use consolidate::{ConsolidateSettings, Consolidated, ConsolidatedDtype, consolidate};

@@ -19,6 +19,7 @@ use super::line::{HeldFolders, Place, try_to_write};
 use super::manifest::{FORMAT, FileEntry, Manifest, Parameter, VERSION, automatic_tag, file_name};
 use super::progress::Progress;
 use super::rank_file::RankWriter;
+use super::store::Sending;
 use crate::comm::Communicator;
 use crate::comm::agree::{Failure, agree, gather_u64, text_of_rank_0, texts};
 use crate::config::{Config, TagValidation};
@@ -70,6 +71,8 @@ pub(crate) struct SaveRequest {
     pub shows_statistics: bool,
     /// Each host has a folder of its own.
     pub on_each_host: bool,
+    /// The object store that gets a copy.
+    pub upload_to: Option<String>,
 }
 
 /// A save that is not over.
@@ -178,13 +181,14 @@ impl SaveJob {
         self.request.dir.join(&self.request.manifest.tag)
     }
 
-    /// Waits for the files, and makes a checkpoint of them: gives where. Collective.
+    /// Waits for the files, and makes a checkpoint of them: gives where, and what an object store gets of it now.
+    /// Collective.
     ///
     /// # Errors
     /// A file that a rank could not write, on all ranks; a failed collective.
-    pub fn end(self) -> Result<Option<Place>, Failure> {
+    pub fn end(self) -> Result<(Option<Place>, Option<Sending>), Failure> {
         let Self { core, request, writing, hosts, lock: _lock } = self;
-        let SaveRequest { dir, manifest, options, shows_statistics, .. } = request;
+        let SaveRequest { dir, manifest, options, shows_statistics, upload_to, .. } = request;
         let _span = timeline::span(timeline::Kind::Checkpoint, "end save").of(|| manifest.tag.clone());
         let (comm, is_first) = (core.comm(), core.comm().rank() == 0);
         let give_up = |failure: &Failure| {
@@ -218,7 +222,9 @@ impl SaveJob {
             say(&format!("checkpoint {}: {bytes} bytes written in {seconds:.3} s, {rate:.0} MB/s", manifest.tag));
         }
         agree(comm, published, failed_elsewhere(&dir))?;
-        Ok(Place::new(&dir, &manifest.tag, &manifest))
+        let (folder, rank, is_latest) = (dir.join(&manifest.tag), comm.rank(), options.save_latest);
+        let sending = upload_to.map(|url| Sending { url, folder, rank, is_latest });
+        Ok((Place::new(&dir, &manifest.tag, &manifest), sending))
     }
 }
 

@@ -12,3 +12,5 @@ mod folders;
 mod older;
 mod on_hosts;
 mod save_and_load;
+#[cfg(feature = "s3")]
+mod store;
