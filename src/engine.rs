@@ -27,6 +27,7 @@ mod watch;
 pub use crate::param::InitialValues;
 pub use builder::EngineBuilder;
 
+use crate::checkpoint::store::Upload;
 use crate::checkpoint::{HeldFolders, Place, SaveJob};
 use crate::comm::agree::Failure;
 use crate::comm::calls::during;
@@ -96,6 +97,8 @@ pub struct Engine<M> {
     reporter: Reporter,
     /// A checkpoint that is being written.
     saving: Option<SaveJob>,
+    /// A checkpoint that an object store is getting.
+    upload: Option<Upload>,
     /// The checkpoint that was saved or loaded last.
     place: Option<Place>,
     /// Where this job saves.
@@ -430,14 +433,19 @@ impl<M> Engine<M> {
 }
 
 impl<M> Drop for Engine<M> {
-    /// Ends a save in the background, as long as the ranks are in step.
+    /// Ends a save in the background, and what an object store gets of it, as long as the ranks are in step.
     fn drop(&mut self) {
-        if self.saving.is_some()
-            && self.stopped.is_none()
-            && !std::thread::panicking()
-            && let Err(error) = self.wait_for_checkpoint()
-        {
-            warn(&format!("a checkpoint was not saved: {error}"));
+        if self.stopped.is_none() && !std::thread::panicking() {
+            if self.saving.is_some()
+                && let Err(error) = self.wait_for_checkpoint()
+            {
+                warn(&format!("a checkpoint was not saved: {error}"));
+            }
+            if self.upload.is_some()
+                && let Err(error) = self.wait_for_upload()
+            {
+                warn(&format!("a checkpoint is on disk and was not sent: {error}"));
+            }
         }
         if !std::thread::panicking() {
             self.tell_at_end();

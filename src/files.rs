@@ -4,7 +4,7 @@
 mod lock;
 mod new_folder;
 
-#[cfg(feature = "hub")]
+#[cfg(any(feature = "hub", feature = "s3"))]
 pub(crate) use lock::Asked;
 pub(crate) use lock::{FileLock, FolderLock, LOCK, owner as lock_owner};
 pub(crate) use new_folder::{NewFolder, free_folder};

@@ -73,6 +73,11 @@ pub(crate) fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Opt
     }
 }
 
+/// The name of this host; empty where the system does not say.
+pub(crate) fn host_name() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_string()
+}
+
 /// Names for a message: the first few, and how many more.
 pub(crate) fn list<S: AsRef<str>>(names: &[S]) -> String {
     const SHOWN: usize = 8;

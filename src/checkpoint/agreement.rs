@@ -6,7 +6,7 @@ use crate::error::{CheckpointError, Error, without_backtrace};
 use std::path::Path;
 
 /// The error about `path` on a rank that succeeded where another one failed.
-pub(super) fn failed_elsewhere(path: &Path) -> impl FnOnce(usize) -> Error {
+pub(crate) fn failed_elsewhere(path: &Path) -> impl FnOnce(usize) -> Error {
     let path = path.to_owned();
     move |rank| Error::from(CheckpointError::Unusable { path, problem: rank_failed(rank) })
 }

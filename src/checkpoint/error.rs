@@ -28,6 +28,14 @@ pub enum CheckpointError {
         /// The process that locked it, where the system says.
         owner: Option<u32>,
     },
+    /// An object store that cannot be written or read. Checkpoints on disk are whole.
+    #[error("the object store {url} cannot be used: {problem}")]
+    Store {
+        /// Its address.
+        url: String,
+        /// The object, the problem, and how to fix it.
+        problem: String,
+    },
     /// A checkpoint that DeepSpeed wrote cannot be read.
     #[error("cannot read the DeepSpeed checkpoint {}: {problem}", path.display())]
     DeepSpeed {

@@ -24,16 +24,20 @@ use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, Instant};
 use tempfile::NamedTempFile;
 
-const LATEST: &str = "latest";
+pub(super) const LATEST: &str = "latest";
 const SAVING: &str = ".candle-zero-saving-";
 const NEW_LATEST: &str = ".candle-zero-latest-";
+/// By these ranks find out who sees the same folder.
+pub(super) const SEEN: &str = ".candle-zero-seen-";
+/// What came from other hosts while it is loaded.
+pub(super) const FETCHED: &str = ".candle-zero-fetched-";
 /// Where a checkpoint is while another takes its name, on a file system that cannot exchange names.
 const REPLACED: &str = ".candle-zero-replaced-";
 /// The end of that name as it was once.
 const OLD_REPLACED: &str = ".replaced";
 
 /// Bytes of `latest`, with room for what editors leave there.
-const MAX_LATEST: u64 = 4096;
+pub(super) const MAX_LATEST: u64 = 4096;
 
 /// How long a process that was killed may hold what it was writing.
 const DYING: Duration = Duration::from_secs(5);
@@ -61,7 +65,7 @@ pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
     Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into())
 }
 
-/// An empty folder for `tag`, on rank 0, which nobody else clears as long as the file is open; what saves of the past
+/// An empty folder for `tag`, which nobody else clears as long as the file is open; what saves of the past
 /// did not end is removed.
 pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
     let (path, from) = (dir.join(tag), saving(dir, tag));
@@ -91,8 +95,10 @@ fn clear(dir: &Path) -> IoResult<()> {
     for entry in std::fs::read_dir(dir)?.flatten() {
         let (name, path) = (entry.file_name().to_string_lossy().into_owned(), entry.path());
         let is_of = |prefix: &str| name.starts_with(prefix) && !is_locked(&path);
-        if is_of(SAVING) {
+        if is_of(SAVING) || is_of(FETCHED) {
             std::fs::remove_dir_all(path)?;
+        } else if is_of(SEEN) {
+            std::fs::remove_file(path)?;
         } else if is_of(NEW_LATEST) {
             match named_by(dir, &path).filter(|_| dir.join(LATEST).symlink_metadata().is_err()) {
                 Some(_) => std::fs::rename(path, dir.join(LATEST))?,
@@ -153,25 +159,41 @@ pub(super) fn not_written(path: &Path, source: &std::io::Error) -> Error {
     CheckpointError::Unusable { path: path.to_owned(), problem }.into()
 }
 
-/// Gives the written files their manifest and their name, on rank 0. A checkpoint of that name is replaced at once.
-pub(super) fn publish(dir: &Path, manifest: &Manifest, is_latest: bool) -> Result<()> {
-    let text = manifest.to_text();
-    if let Err(problem) = Manifest::check_length(&text).and_then(|()| Manifest::parse(&text)) {
-        let problem =
-            format!("it could not be loaded again: {problem}; give a client_state that is small and plain JSON");
-        return Err(CheckpointError::Unusable { path: saving(dir, &manifest.tag), problem }.into());
-    }
-    name(dir, &manifest.tag, &text, is_latest).map_err(|e| not_written(dir, &e))
+/// A checkpoint on disk that has all but its name.
+pub(super) struct Prepared {
+    dir: PathBuf,
+    tag: String,
+    latest: Option<NamedTempFile>,
 }
 
-fn name(dir: &Path, tag: &str, manifest: &str, is_latest: bool) -> IoResult<()> {
-    let from = saving(dir, tag);
-    let mut file = File::create_new(from.join(MANIFEST))?;
-    file.write_all(manifest.as_bytes())?;
-    file.sync_all()?;
-    sync_folder(&from)?;
-    let latest = if is_latest { Some(new_latest(dir, tag)?) } else { None };
-    let to = dir.join(tag);
+/// Gives the written files their manifest, whose text this is.
+pub(super) fn prepare(dir: &Path, tag: &str, manifest: &str, is_latest: bool) -> Result<Prepared> {
+    if let Err(problem) = Manifest::check_length(manifest).and_then(|()| Manifest::parse(manifest)) {
+        let problem =
+            format!("it could not be loaded again: {problem}; give a client_state that is small and plain JSON");
+        return Err(CheckpointError::Unusable { path: saving(dir, tag), problem }.into());
+    }
+    let write = || {
+        let from = saving(dir, tag);
+        let mut file = File::create_new(from.join(MANIFEST))?;
+        file.write_all(manifest.as_bytes())?;
+        file.sync_all()?;
+        sync_folder(&from)?;
+        if is_latest { new_latest(dir, tag).map(Some) } else { Ok(None) }
+    };
+    let latest = write().map_err(|e| not_written(dir, &e))?;
+    Ok(Prepared { dir: dir.to_owned(), tag: tag.to_owned(), latest })
+}
+
+impl Prepared {
+    /// Gives it its name. A checkpoint of that name is replaced at once.
+    pub fn publish(self) -> Result<()> {
+        name(&self.dir, &self.tag, self.latest).map_err(|e| not_written(&self.dir, &e))
+    }
+}
+
+fn name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoResult<()> {
+    let (from, to) = (saving(dir, tag), dir.join(tag));
     if !to.exists() {
         std::fs::rename(&from, &to)?;
     } else if renameat_with(CWD, &from, CWD, &to, RenameFlags::EXCHANGE).is_ok() {
@@ -236,8 +258,11 @@ pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
     }
     let is_whole = |tag: &str, manifest: &Manifest| {
         let folder = dir.join(tag);
-        let is_there = |file: &FileEntry| folder.join(&file.name).metadata().is_ok_and(|m| m.len() == file.bytes);
-        manifest.files.iter().all(is_there)
+        let bytes = |file: &FileEntry| folder.join(&file.name).metadata().ok().map(|m| m.len());
+        // Of those of another host's folder nothing is known here.
+        let (here, elsewhere): (Vec<_>, Vec<_>) =
+            manifest.files.iter().partition(|file| bytes(file) == Some(file.bytes));
+        !here.is_empty() && elsewhere.iter().all(|file| file.host.is_some() && bytes(file).is_none())
     };
     let automatic = known.iter().filter(|(tag, m)| m.is_automatic() && **tag == m.tag && is_whole(tag, m));
     let place = |tag: &str| line.iter().position(|of_line| *of_line == tag).unwrap_or(usize::MAX);

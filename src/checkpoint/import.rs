@@ -39,7 +39,7 @@ pub fn import(
     let written = written.and_then(|()| write(from, &saving, &manifest, &states, &mut tell));
     let published = written.and_then(|file| {
         manifest.files = vec![file];
-        folder::publish(dir, &manifest, true)?;
+        folder::prepare(dir, &manifest.tag, &manifest.to_text(), true)?.publish()?;
         Ok(path)
     });
     published.inspect_err(|_| folder::give_up(dir, tag))

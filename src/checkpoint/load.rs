@@ -1,12 +1,16 @@
-//! Loading: each rank reads the byte ranges of its own shards, whoever saved them.
+//! Loading: each rank reads the byte ranges of its own shards, whoever saved them. Where each host has a folder of its own,
+//! those that it lacks come from other hosts first.
 
 use super::agreement::{failed_elsewhere, same_on_all_ranks};
 use super::buffers::{self, SavedBuffer};
+use super::fetch::{Fetched, fetch};
 use super::folder;
 use super::layout::Places;
 use super::line::Place;
+use super::locate::{Located, locate};
 use super::manifest::{MANIFEST, Manifest};
 use super::rank_file::RankFile;
+use crate::comm::Communicator;
 use crate::comm::agree::{Failure, agree};
 use crate::error::{CheckpointError, Error, Result};
 use crate::notice::say;
@@ -65,8 +69,11 @@ pub struct Checkpoint {
     path: PathBuf,
     manifest: Manifest,
     places: Places,
-    files: Vec<Mutex<RankFile>>,
+    /// By the ranks that wrote them: all, or those that are needed.
+    files: BTreeMap<usize, Mutex<RankFile>>,
     buffers: Vec<SavedBuffer>,
+    /// Where some of the files are.
+    _fetched: Option<Fetched>,
 }
 
 impl Checkpoint {
@@ -86,10 +93,27 @@ impl Checkpoint {
         };
         let path = folder::existing(dir, &tag)?;
         let manifest = Manifest::read(&path.join(MANIFEST))?;
-        let files = (0..manifest.world_size).map(|rank| RankFile::open(&path, &manifest, rank).map(Mutex::new));
-        let files = files.collect::<Result<Vec<_>>>()?;
+        let files = (0..manifest.world_size).map(|rank| open_file(&path, &manifest, rank)).collect::<Result<_>>()?;
         let buffers = manifest.buffers.as_ref().map_or(Ok(Vec::new()), |entry| buffers::read(&path, entry))?;
-        Ok(Some(Self { path, places: Places::new(manifest.layout()), manifest, files, buffers }))
+        Ok(Some(Self { path, places: Places::new(manifest.layout()), manifest, files, buffers, _fetched: None }))
+    }
+
+    /// The files `needed` of a checkpoint and its buffers, on rank `rank`: from its host's folder, or from what was fetched.
+    fn open_located(
+        located: Located,
+        fetched: Option<Fetched>,
+        needed: impl Iterator<Item = usize>,
+        rank: usize,
+    ) -> Result<Self> {
+        let Located { path, manifest, hosts, homes } = located;
+        let folder = |file: usize| match &fetched {
+            Some(fetched) if !homes[file].contains(&hosts.first(rank)) => fetched.path(),
+            _ => &path,
+        };
+        let files = needed.map(|rank| open_file(folder(rank), &manifest, rank)).collect::<Result<_>>()?;
+        let buffers = |entry| buffers::read(folder(manifest.files.len()), entry);
+        let buffers = manifest.buffers.as_ref().map_or(Ok(Vec::new()), buffers)?;
+        Ok(Self { path, places: Places::new(manifest.layout()), manifest, files, buffers, _fetched: fetched })
     }
 
     /// What a save that comes next follows.
@@ -127,7 +151,7 @@ impl Checkpoint {
         assert!(states.get(state).is_some_and(has), "elements of the checkpoint");
         let mut bytes = Vec::with_capacity(range.len() * 4);
         for piece in self.places.pieces(state, param, range) {
-            lock(&self.files[piece.rank]).read(piece.bytes, |part| bytes.extend_from_slice(part))?;
+            lock(&self.files[&piece.rank]).read(piece.bytes, |part| bytes.extend_from_slice(part))?;
         }
         Ok(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
     }
@@ -138,7 +162,7 @@ impl Checkpoint {
     /// [`CheckpointError::Unusable`] with the first file that is damaged, and where.
     pub fn verify(&self, mut tell: impl FnMut(u64)) -> Result<()> {
         let mut done = 0;
-        for file in &self.files {
+        for file in self.files.values() {
             let mut file = lock(file);
             for block in 0..file.blocks() {
                 done += file.check(block)?.len() as u64;
@@ -154,20 +178,29 @@ impl Checkpoint {
         Loaded { path: self.path, client_state, global_samples }
     }
 
-    /// Reads what `wanted` lies in, and compares it with its checksums.
-    fn check(&self, wanted: &[NeededElements]) -> Result<()> {
-        let mut blocks: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
-        for NeededElements { state, saved, range, .. } in wanted {
-            for piece in self.places.pieces(*state, *saved, range.clone()) {
-                blocks.entry(piece.rank).or_default().extend(RankFile::blocks_of(&piece.bytes));
-            }
-        }
+    /// Reads `blocks` of the files of ranks, and compares them with their checksums.
+    fn check(&self, blocks: &BTreeMap<usize, BTreeSet<usize>>) -> Result<()> {
         for (rank, blocks) in blocks {
             let mut file = lock(&self.files[rank]);
-            blocks.into_iter().try_for_each(|block| file.check(block).map(drop))?;
+            blocks.iter().try_for_each(|block| file.check(*block).map(drop))?;
         }
         Ok(())
     }
+}
+
+fn open_file(folder: &Path, manifest: &Manifest, rank: usize) -> Result<(usize, Mutex<RankFile>)> {
+    Ok((rank, Mutex::new(RankFile::open(folder, manifest, rank)?)))
+}
+
+/// The blocks of the files of ranks that `wanted` lies in.
+fn blocks(places: &Places, wanted: &[NeededElements]) -> BTreeMap<usize, BTreeSet<usize>> {
+    let mut blocks: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
+    for NeededElements { state, saved, range, .. } in wanted {
+        for piece in places.pieces(*state, *saved, range.clone()) {
+            blocks.entry(piece.rank).or_default().extend(RankFile::blocks_of(&piece.bytes));
+        }
+    }
+    blocks
 }
 
 /// Elements of a saved parameter that this rank needs.
@@ -183,7 +216,8 @@ struct NeededElements {
 }
 
 /// Loads checkpoint `tag` of folder `dir` into a core, or the one that `latest` names. Everything that is needed is
-/// checked before anything changes. Collective.
+/// checked before anything changes. With a folder `on_each_host` it is the newest one that is whole over all of them.
+/// Collective.
 ///
 /// # Errors
 /// A checkpoint that is damaged or belongs to another model or optimizer, on all ranks; a failed collective.
@@ -193,26 +227,24 @@ pub(crate) fn load(
     dir: &Path,
     tag: Option<&str>,
     options: &LoadOptions,
+    on_each_host: bool,
 ) -> Result<Option<Checkpoint>, Failure> {
     let comm = core.comm();
-    let opened = agree(comm, Checkpoint::open(dir, tag), failed_elsewhere(dir))?;
-    let found = opened.as_ref().map_or_else(String::new, |c| {
-        let checksum = XxHash3_64::oneshot(c.manifest.to_text().as_bytes());
-        format!("{} with a manifest of checksum {checksum:016x}", c.path.display())
-    });
-    same_on_all_ranks(comm, "checkpoints", &found, dir)?;
-    let Some(checkpoint) = opened else {
+    let wanted = |path: &Path, manifest: &Manifest| wanted(core, trainer, path, manifest, options);
+    let opened = match on_each_host {
+        true => open_on_hosts(comm, dir, tag, wanted)?,
+        false => open(comm, dir, tag, wanted)?,
+    };
+    let Some((checkpoint, wanted)) = opened else {
         if comm.rank() == 0 {
             say(&format!("there is no checkpoint in {}: nothing is loaded", dir.display()));
         }
         return Ok(None);
     };
-    let wanted = wanted(core, trainer, &checkpoint, options).and_then(|wanted| {
-        checkpoint.check(&wanted)?;
-        let (own, strict) = (core.buffers().list(), options.load_module_strict);
-        Ok((wanted, buffers::wanted(own, &checkpoint.buffers, strict, &checkpoint.path)?))
-    });
-    let (wanted, buffers) = agree(comm, wanted, failed_elsewhere(&checkpoint.path))?;
+    let (own, strict) = (core.buffers().list(), options.load_module_strict);
+    let checked = checkpoint.check(&blocks(&checkpoint.places, &wanted));
+    let buffers = checked.and_then(|()| buffers::wanted(own, &checkpoint.buffers, strict, &checkpoint.path));
+    let buffers = agree(comm, buffers, failed_elsewhere(&checkpoint.path))?;
     set_all(core, &checkpoint, &wanted)?;
     buffers.iter().try_for_each(|(number, bytes)| core.buffers().list()[*number].set(bytes))?;
     if options.load_optimizer_states && !options.load_module_only {
@@ -222,16 +254,50 @@ pub(crate) fn load(
     Ok(Some(checkpoint))
 }
 
+/// A checkpoint of a folder that all ranks see, with what this rank needs of it. Collective.
+fn open(
+    comm: &dyn Communicator,
+    dir: &Path,
+    tag: Option<&str>,
+    wanted: impl FnOnce(&Path, &Manifest) -> Result<Vec<NeededElements>>,
+) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, Failure> {
+    let opened = agree(comm, Checkpoint::open(dir, tag), failed_elsewhere(dir))?;
+    let found = opened.as_ref().map_or_else(String::new, |c| {
+        let checksum = XxHash3_64::oneshot(c.manifest.to_text().as_bytes());
+        format!("{} with a manifest of checksum {checksum:016x}", c.path.display())
+    });
+    same_on_all_ranks(comm, "checkpoints", &found, dir)?;
+    let Some(checkpoint) = opened else { return Ok(None) };
+    let wanted = agree(comm, wanted(&checkpoint.path, &checkpoint.manifest), failed_elsewhere(&checkpoint.path))?;
+    Ok(Some((checkpoint, wanted)))
+}
+
+/// The same of a folder of each host. What this rank needs and its host lacks is fetched. Collective.
+fn open_on_hosts(
+    comm: &dyn Communicator,
+    dir: &Path,
+    tag: Option<&str>,
+    wanted: impl FnOnce(&Path, &Manifest) -> Result<Vec<NeededElements>>,
+) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, Failure> {
+    let Some(located) = locate(comm, dir, tag)? else { return Ok(None) };
+    let path = located.path.clone();
+    let wanted = agree(comm, wanted(&path, &located.manifest), failed_elsewhere(&path))?;
+    let needed = blocks(&Places::new(located.manifest.layout()), &wanted);
+    let fetched = fetch(comm, dir, &located, &needed)?;
+    let checkpoint = Checkpoint::open_located(located, fetched, needed.into_keys(), comm.rank());
+    let checkpoint = agree(comm, checkpoint, failed_elsewhere(&path))?;
+    Ok(Some((checkpoint, wanted)))
+}
+
 /// The parts of a checkpoint that this rank needs, if it is one of this model.
 fn wanted(
     core: &Core,
     trainer: &Trainer,
-    checkpoint: &Checkpoint,
+    path: &Path,
+    manifest: &Manifest,
     options: &LoadOptions,
 ) -> Result<Vec<NeededElements>> {
-    let manifest = &checkpoint.manifest;
-    let wrong =
-        |problem: String| Error::from(CheckpointError::Unusable { path: checkpoint.path.join(MANIFEST), problem });
+    let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: path.join(MANIFEST), problem });
     let saved: BTreeMap<&str, usize> =
         manifest.parameters.iter().enumerate().map(|(i, p)| (p.name.as_str(), i)).collect();
     let own: BTreeSet<&str> = core.params().iter().map(|p| p.name.as_str()).collect();

@@ -115,6 +115,9 @@ pub struct FileEntry {
     pub header_bytes: u64,
     /// XXH3 (64 bits) of the header, in hexadecimal.
     pub header_checksum: String,
+    /// The host that wrote it, where each has a folder of its own (`checkpoint.use_node_local_storage`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
 }
 
 /// The file with the buffers of a checkpoint.
@@ -127,6 +130,19 @@ pub struct BufferFile {
     pub bytes: u64,
     /// XXH3 (64 bits) of all of it, in hexadecimal.
     pub checksum: String,
+}
+
+impl FileEntry {
+    /// What to do where it is missing.
+    pub(super) fn missing(&self) -> String {
+        match &self.host {
+            None => "the file is missing; load another tag".into(),
+            Some(host) => format!(
+                "the file is missing here: host {host} wrote it, into a folder of its own; copy it from there into this \
+                 folder, or load another tag"
+            ),
+        }
+    }
 }
 
 impl Parameter {
@@ -154,7 +170,7 @@ impl Parameter {
 const MAX_HEADER: u64 = 1 << 30;
 
 /// Bytes of a manifest, which is read into memory: some ten times as many as those of a hundred thousand parameters.
-const MAX_MANIFEST: u64 = 256 << 20;
+pub(super) const MAX_MANIFEST: u64 = 256 << 20;
 
 /// The name of a checkpoint that was given none.
 pub(super) fn automatic_tag(global_steps: u64) -> String {
@@ -329,6 +345,7 @@ pub(super) mod tests {
                 bytes: PAGE as u64,
                 header_bytes: PAGE as u64,
                 header_checksum: String::new(),
+                host: None,
             }],
             config: Value::Null,
             client_state: Value::Null,

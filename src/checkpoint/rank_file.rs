@@ -125,6 +125,7 @@ impl RankWriter {
             bytes: self.header.bytes as u64 + self.header.data,
             header_bytes: self.header.bytes as u64,
             header_checksum: format!("{:016x}", XxHash3_64::oneshot(&header)),
+            host: None,
         })
     }
 }
@@ -148,7 +149,7 @@ impl RankFile {
         let path = folder.join(&entry.name);
         let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: path.clone(), problem });
         let unreadable = |e: std::io::Error| match e.kind() {
-            std::io::ErrorKind::NotFound => wrong("the file is missing; load another tag".into()),
+            std::io::ErrorKind::NotFound => wrong(entry.missing()),
             _ => wrong(format!("{e}; make it readable, or load another tag")),
         };
         let file = files::open(&path).map_err(unreadable)?;
@@ -201,6 +202,19 @@ impl RankFile {
             self.index = Some(block);
         }
         Ok(&self.block)
+    }
+
+    /// Reads bytes from `at` on of the file, all of its header or all of one block, which is checked.
+    pub fn read_at(&mut self, at: u64, bytes: &mut [u8]) -> Result<()> {
+        let Some(at_data) = at.checked_sub(self.data_start) else {
+            let wrong = |problem: String| Error::from(CheckpointError::Unusable { path: self.path.clone(), problem });
+            return self
+                .file
+                .read_exact_at(bytes, at)
+                .map_err(|e| wrong(format!("{e} at byte {at}; load another tag")));
+        };
+        let range = at_data..at_data + bytes.len() as u64;
+        self.read(range, |part| bytes.copy_from_slice(part))
     }
 
     /// Gives the values of bytes `range` of the data to `take`, piece by piece.

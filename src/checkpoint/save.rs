@@ -1,8 +1,9 @@
-//! Saving: every rank writes its shards at the same time, then rank 0 makes a checkpoint of them.
+//! Saving: every rank writes its shards at the same time, then rank 0, or the first rank of each host that has a folder of
+//! its own, makes a checkpoint of them.
 //!
 //! ```text
-//!   in the foreground   begin | write share | agree, publish
-//!   in the background   begin | write share ............ | agree, publish
+//!   in the foreground   begin | write share | agree, prepare, agree, publish
+//!   in the background   begin | write share ............ | agree, prepare, agree, publish
 //!                             | forward, backward (state does not change) | step
 //! ```
 //!
@@ -12,18 +13,21 @@
 use super::agreement::{failed_elsewhere, same_on_all_ranks};
 use super::buffers;
 use super::folder;
+use super::hosts::Hosts;
 use super::layout::Layout;
 use super::line::{HeldFolders, Place, try_to_write};
 use super::manifest::{FORMAT, FileEntry, Manifest, Parameter, VERSION, automatic_tag, file_name};
 use super::progress::Progress;
 use super::rank_file::RankWriter;
+use super::store::Sending;
 use crate::comm::Communicator;
-use crate::comm::agree::{Failure, agree, gather_u64, text_of_rank_0};
+use crate::comm::agree::{Failure, agree, gather_u64, text_of_rank_0, texts};
 use crate::config::{Config, TagValidation};
 use crate::error::{CheckpointError, Result};
 use crate::notice::{say, warn};
 use crate::optim::Trainer;
 use crate::timeline;
+use crate::util::host_name;
 use crate::zero::core::Core;
 use crate::zero::share::{self, State, WEIGHTS};
 use serde_json::Value;
@@ -65,6 +69,10 @@ pub(crate) struct SaveRequest {
     pub validation: TagValidation,
     /// Rank 0 says how fast it was.
     pub shows_statistics: bool,
+    /// Each host has a folder of its own.
+    pub on_each_host: bool,
+    /// The object store that gets a copy.
+    pub upload_to: Option<String>,
 }
 
 /// A save that is not over.
@@ -72,7 +80,9 @@ pub(crate) struct SaveJob {
     core: Arc<Core>,
     request: SaveRequest,
     writing: WriteJob,
-    /// Rank 0's hold on the folder.
+    /// Who writes into which folder.
+    hosts: Hosts,
+    /// The hold on the folder of the rank that made it.
     lock: Option<File>,
 }
 
@@ -146,8 +156,8 @@ impl SaveJob {
     ) -> Result<Self, Failure> {
         let buffers = snapshot_of_buffers(&core, &request.dir)?;
         request.manifest.buffers = buffers.as_deref().map(buffers::entry);
-        let lock;
-        (request.manifest.tag, lock) = begin(core.comm(), &request, held)?;
+        let (hosts, lock);
+        (request.manifest.tag, hosts, lock) = begin(core.comm(), &request, held)?;
         let share = Share::new(core.clone(), &request, buffers, trainer);
         let writing = match request.options.in_background {
             false => WriteJob::Done(share.write()),
@@ -163,7 +173,7 @@ impl SaveJob {
                 Err(_) => WriteJob::Done(share.write()),
             },
         };
-        Ok(Self { core, request, writing, lock })
+        Ok(Self { core, request, writing, hosts, lock })
     }
 
     /// The folder of the checkpoint.
@@ -171,15 +181,21 @@ impl SaveJob {
         self.request.dir.join(&self.request.manifest.tag)
     }
 
-    /// Waits for the files, and makes a checkpoint of them: gives where. Collective.
+    /// Waits for the files, and makes a checkpoint of them: gives where, and what an object store gets of it now.
+    /// Collective.
     ///
     /// # Errors
     /// A file that a rank could not write, on all ranks; a failed collective.
-    pub fn end(self) -> Result<Option<Place>, Failure> {
-        let Self { core, request, writing, lock: _lock } = self;
-        let SaveRequest { dir, mut manifest, options, shows_statistics, .. } = request;
+    pub fn end(self) -> Result<(Option<Place>, Option<Sending>), Failure> {
+        let Self { core, request, writing, hosts, lock: _lock } = self;
+        let SaveRequest { dir, manifest, options, shows_statistics, upload_to, .. } = request;
         let _span = timeline::span(timeline::Kind::Checkpoint, "end save").of(|| manifest.tag.clone());
         let (comm, is_first) = (core.comm(), core.comm().rank() == 0);
+        let give_up = |failure: &Failure| {
+            if let (true, Failure::InStep(_)) = (hosts.makes_folder(), failure) {
+                folder::give_up(&dir, &manifest.tag);
+            }
+        };
         let written = match writing {
             WriteJob::Done(result) => result,
             WriteJob::Thread(thread) => thread.join().unwrap_or_else(|_| {
@@ -187,21 +203,28 @@ impl SaveJob {
                 Err(CheckpointError::Unusable { path: dir.clone(), problem }.into())
             }),
         };
-        let own = agree(comm, written, failed_elsewhere(&dir)).inspect_err(|failure| {
-            if let (true, Failure::InStep(_)) = (is_first, failure) {
-                folder::give_up(&dir, &manifest.tag);
-            }
-        })?;
-        let seconds;
-        (manifest.files, seconds) = gather_entries(&core, own)?;
-        let published = if is_first { publish(&dir, &manifest, &options) } else { Ok(()) };
+        let own = agree(comm, written, failed_elsewhere(&dir)).inspect_err(give_up)?;
+        let (files, seconds) = gather_entries(&core, own, &hosts)?;
+        let manifest = Manifest { files, ..manifest.clone() };
+        // All folders have the one of rank 0.
+        let text = match hosts.are_several() {
+            true => text_of_rank_0(comm, &manifest.to_text())?,
+            false if is_first => manifest.to_text(),
+            false => String::new(),
+        };
+        let prepare = || folder::prepare(&dir, &manifest.tag, &text, options.save_latest);
+        let prepared = hosts.makes_folder().then(prepare).transpose();
+        let prepared = agree(comm, prepared, failed_elsewhere(&dir)).inspect_err(give_up)?;
+        let published = prepared.map_or(Ok(()), |prepared| publish(prepared, &dir, &manifest.tag, &options));
         if let (true, true, Ok(())) = (is_first, shows_statistics, &published) {
             let bytes: u64 = manifest.files.iter().map(|file| file.bytes).sum();
             let rate = bytes as f64 / seconds.max(1e-9) / 1e6;
             say(&format!("checkpoint {}: {bytes} bytes written in {seconds:.3} s, {rate:.0} MB/s", manifest.tag));
         }
         agree(comm, published, failed_elsewhere(&dir))?;
-        Ok(Place::new(&dir, &manifest.tag, &manifest))
+        let (folder, rank, is_latest) = (dir.join(&manifest.tag), comm.rank(), options.save_latest);
+        let sending = upload_to.map(|url| Sending { url, folder, rank, is_latest });
+        Ok((Place::new(&dir, &manifest.tag, &manifest), sending))
     }
 }
 
@@ -209,9 +232,14 @@ impl SaveJob {
 ///
 /// # Errors
 /// Those of a save into it, on all ranks; a failed collective.
-pub(crate) fn check_dir(comm: &dyn Communicator, dir: &Path, held: &mut HeldFolders) -> Result<(), Failure> {
-    same_on_all_ranks(comm, "folders", &dir.to_string_lossy(), dir)?;
-    let ready = if comm.rank() == 0 { held.hold(dir) } else { Ok(()) };
+pub(crate) fn check_dir(
+    comm: &dyn Communicator,
+    dir: &Path,
+    on_each_host: bool,
+    held: &mut HeldFolders,
+) -> Result<(), Failure> {
+    let hosts = Hosts::of(comm, dir, on_each_host)?;
+    let ready = if hosts.makes_folder() { held.hold(dir) } else { Ok(()) };
     agree(comm, ready, failed_elsewhere(dir))?;
     agree(comm, try_to_write(dir), failed_elsewhere(dir))
 }
@@ -282,15 +310,16 @@ fn snapshot_of_buffers(core: &Core, dir: &Path) -> Result<Option<Vec<u8>>, Failu
     agree(core.comm(), own, failed_elsewhere(dir))
 }
 
-/// Begins a checkpoint, and gives the tag that all ranks save under, and rank 0's hold on the folder.
+/// Begins a checkpoint, and gives the tag that all ranks save under, who writes where, and the hold on the folder of the
+/// rank that made it.
 fn begin(
     comm: &dyn Communicator,
     request: &SaveRequest,
     held: &mut HeldFolders,
-) -> Result<(String, Option<File>), Failure> {
+) -> Result<(String, Hosts, Option<File>), Failure> {
     let SaveRequest { dir, manifest: Manifest { tag, .. }, validation, .. } = request;
     agree(comm, folder::check_tag(dir, tag), failed_elsewhere(dir))?;
-    same_on_all_ranks(comm, "folders", &dir.to_string_lossy(), dir)?;
+    let hosts = Hosts::of(comm, dir, request.on_each_host)?;
     let tag = match same_on_all_ranks(comm, "tags", tag, dir) {
         Ok(()) => tag.clone(),
         // A checkpoint of several tags would be none.
@@ -303,35 +332,38 @@ fn begin(
         }
         Err(failure) => return Err(failure),
     };
-    let begun = match comm.rank() {
-        0 => held.hold(dir).and_then(|()| folder::begin(dir, &tag)).map(Some),
-        _ => Ok(None),
+    let begun = match hosts.makes_folder() {
+        true => held.hold(dir).and_then(|()| folder::begin(dir, &tag)).map(Some),
+        false => Ok(None),
     };
-    Ok((tag, agree(comm, begun, failed_elsewhere(dir))?))
+    let lock = agree(comm, begun, failed_elsewhere(dir))?;
+    Ok((tag, hosts, lock))
 }
 
-fn publish(dir: &Path, manifest: &Manifest, options: &SaveOptions) -> Result<()> {
-    let published = folder::publish(dir, manifest, options.save_latest);
-    published.inspect_err(|_| folder::give_up(dir, &manifest.tag))?;
+fn publish(prepared: folder::Prepared, dir: &Path, tag: &str, options: &SaveOptions) -> Result<()> {
+    prepared.publish().inspect_err(|_| folder::give_up(dir, tag))?;
     if let Some(keep) = options.keep
-        && let Err(error) = folder::keep_newest(dir, keep.max(1), &manifest.tag)
+        && let Err(error) = folder::keep_newest(dir, keep.max(1), tag)
     {
         // The checkpoint is saved all the same.
-        warn(&format!("warning: {error}. They stay; checkpoint {} is saved", manifest.tag));
+        warn(&format!("warning: {error}. They stay; checkpoint {tag} is saved"));
     }
     Ok(())
 }
 
 /// The files of all ranks, and the seconds that the slowest wrote.
-fn gather_entries(core: &Core, (own, time): Written) -> Result<(Vec<FileEntry>, f64)> {
+fn gather_entries(core: &Core, (own, time): Written, hosts: &Hosts) -> Result<(Vec<FileEntry>, f64)> {
     let sum = u64::from_str_radix(&own.header_checksum, 16).unwrap_or_else(|e| unreachable!("hexadecimal: {e}"));
     let all = gather_u64(core.comm(), &[own.bytes, own.header_bytes, sum, time.as_secs_f64().to_bits()])?;
     let seconds = all.iter().map(|rank| f64::from_bits(rank[3])).fold(0.0, f64::max);
+    let comm = core.comm();
+    let names = if hosts.are_several() { core.by_piece(texts(comm, &host_name())?) } else { Vec::new() };
     let entry = |(piece, n): (usize, Vec<u64>)| FileEntry {
-        name: file_name(piece, core.comm().size()),
+        name: file_name(piece, comm.size()),
         bytes: n[0],
         header_bytes: n[1],
         header_checksum: format!("{:016x}", n[2]),
+        host: names.get(piece).cloned(),
     };
     Ok((core.by_piece(all).into_iter().enumerate().map(entry).collect(), seconds))
 }

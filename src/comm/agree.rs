@@ -65,12 +65,29 @@ pub(crate) fn first_to_differ(comm: &dyn Communicator, text: &str) -> Result<Opt
 /// # Errors
 /// A failed collective.
 pub(crate) fn text_of_rank_0(comm: &dyn Communicator, text: &str) -> Result<String> {
+    Ok(texts(comm, if comm.rank() == 0 { text } else { "" })?.swap_remove(0))
+}
+
+/// Collective: the `text` of every rank, in rank order. Texts may be of different lengths.
+///
+/// # Errors
+/// A failed collective.
+pub(crate) fn texts(comm: &dyn Communicator, text: &str) -> Result<Vec<String>> {
     let lengths = gather_u64(comm, &[text.len() as u64])?;
     let longest = lengths.iter().map(|length| length[0]).max().unwrap_or(0);
     let mut bytes = text.as_bytes().to_vec();
     bytes.resize(longest as usize, 0);
-    let all = of_equal_length(comm.gather_bytes(bytes).wait()?, comm.size(), comm.rank())?;
-    Ok(String::from_utf8_lossy(&all[0][..lengths[0][0] as usize]).into())
+    let all = gather(comm, bytes)?;
+    let text = |(bytes, length): (&Vec<u8>, &Vec<u64>)| String::from_utf8_lossy(&bytes[..length[0] as usize]).into();
+    Ok(all.iter().zip(&lengths).map(text).collect())
+}
+
+/// Collective: the `bytes` of every rank, in rank order. As many on all ranks.
+///
+/// # Errors
+/// A failed collective.
+pub(crate) fn gather(comm: &dyn Communicator, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+    Ok(of_equal_length(comm.gather_bytes(bytes).wait()?, comm.size(), comm.rank())?)
 }
 
 /// Collective: the `numbers` of every rank, in rank order. As many on all ranks.
@@ -79,7 +96,7 @@ pub(crate) fn text_of_rank_0(comm: &dyn Communicator, text: &str) -> Result<Stri
 /// A failed collective.
 pub(crate) fn gather_u64(comm: &dyn Communicator, numbers: &[u64]) -> Result<Vec<Vec<u64>>> {
     let bytes = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
-    let all = of_equal_length(comm.gather_bytes(bytes).wait()?, comm.size(), comm.rank())?;
+    let all = gather(comm, bytes)?;
     let numbers = |bytes: &Vec<u8>| bytes.as_chunks::<8>().0.iter().map(|n| u64::from_le_bytes(*n)).collect();
     Ok(all.iter().map(numbers).collect())
 }
@@ -129,6 +146,9 @@ mod tests {
         for texts in [["a", "longer", ""], ["long", "", "a"]] {
             let got = on_three(|comm| text_of_rank_0(comm, texts[comm.rank()]));
             assert_eq!(got, [texts[0]; 3]);
+            for all in on_three(|comm| super::texts(comm, texts[comm.rank()])) {
+                assert_eq!(all, texts);
+            }
         }
         assert_eq!(on_three(|comm| first_to_differ(comm, "same")), [None; 3]);
         let other = on_three(|comm| first_to_differ(comm, if comm.rank() == 2 { "other" } else { "same" }));

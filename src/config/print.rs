@@ -87,6 +87,8 @@ impl Config {
             ("zero_optimization.zero_quantized_nontrainable_weights", json!(zero.quantized_nontrainable_weights)),
             ("zero_optimization.zero_quantized_gradients", json!(zero.quantized_gradients)),
             ("checkpoint.tag_validation", json!(tags)),
+            ("checkpoint.upload_to", json!(self.upload_checkpoints_to)),
+            ("checkpoint.use_node_local_storage", json!(self.use_node_local_storage)),
             ("aio.block_size", json!(self.aio.block_size)),
             ("aio.queue_depth", json!(self.aio.queue_depth)),
             ("aio.intra_op_parallelism", json!(self.aio.intra_op_parallelism)),

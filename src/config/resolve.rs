@@ -78,6 +78,8 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
         activation_checkpointing,
         cpu_checkpointing: walk.bool("activation_checkpointing.cpu_checkpointing"),
         tag_validation: tag_validation(&walk),
+        upload_checkpoints_to: walk.str("checkpoint.upload_to").map(str::to_owned),
+        use_node_local_storage: walk.bool("checkpoint.use_node_local_storage"),
         // The section may be absent.
         saves_in_background: walk.get("checkpoint.writer.decoupled") == Some(&true.into()),
         shows_save_statistics: walk.get("checkpoint.writer.show_statistics") == Some(&true.into()),

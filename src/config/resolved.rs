@@ -60,6 +60,10 @@ pub struct Config {
     pub aio: Aio,
     /// `checkpoint.tag_validation`.
     pub tag_validation: TagValidation,
+    /// `checkpoint.upload_to`: the object store that gets each checkpoint once it is on disk.
+    pub upload_checkpoints_to: Option<String>,
+    /// `checkpoint.use_node_local_storage`: the ranks of each host save into a folder that only they see.
+    pub use_node_local_storage: bool,
     /// `checkpoint.writer.decoupled`: [`save_checkpoint`](crate::Engine::save_checkpoint) saves in the background.
     pub saves_in_background: bool,
     /// `checkpoint.writer.show_statistics`: rank 0 says how many bytes a checkpoint has and how fast they were written.

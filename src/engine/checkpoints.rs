@@ -1,8 +1,10 @@
 //! Saving, loading and exporting an engine's state.
 
 use super::{Engine, Losses, Phase};
+use crate::checkpoint::failed_elsewhere;
+use crate::checkpoint::store::{Sending, Upload, address, fetch};
 use crate::checkpoint::{self, LoadOptions, Loaded, Manifest, Progress, SaveJob, SaveOptions, SaveRequest};
-use crate::comm::agree::Failure;
+use crate::comm::agree::{Failure, agree};
 use crate::comm::calls::during;
 use crate::error::Result;
 use crate::notice::say;
@@ -17,13 +19,15 @@ impl<M> Engine<M> {
     /// Saves all state of the training run as checkpoint `tag` of the folder `dir`, and lets `latest` name it; in the
     /// background where `checkpoint.writer.decoupled` asks for it. Without a tag it is `global_stepN`. Collective:
     /// every rank calls it, with the same arguments; `client_state` is rank 0's. Where the tags differ after all,
-    /// `checkpoint.tag_validation` says what happens. Gives the folder of the checkpoint.
+    /// `checkpoint.tag_validation` says what happens. Gives the folder of the checkpoint. With `checkpoint.upload_to` an
+    /// object store gets it from there while training goes on; the next save waits for that.
     ///
     /// # Errors
     /// [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation, whose gradients no checkpoint has, before
     /// anything is written; a file cannot be written, or [another job](crate::error::CheckpointError::Busy) saves into
     /// the folder: on all ranks, the engine can go on and earlier checkpoints are untouched; the error of an earlier
-    /// save in the background; a failed collective.
+    /// save in the background, or [of an object store](crate::error::CheckpointError::Store) that should get one; a failed
+    /// collective.
     pub fn save_checkpoint(
         &mut self,
         dir: impl AsRef<Path>,
@@ -48,6 +52,7 @@ impl<M> Engine<M> {
     ) -> Result<PathBuf> {
         let _call = during("save_checkpoint");
         self.wait_for_checkpoint()?;
+        self.wait_for_upload()?;
         self.between_steps("save_checkpoint")?;
         let progress = self.progress();
         let mut manifest =
@@ -61,6 +66,8 @@ impl<M> Engine<M> {
             options: options.clone(),
             validation: self.config.tag_validation,
             shows_statistics: self.config.shows_save_statistics,
+            on_each_host: self.config.use_node_local_storage,
+            upload_to: self.config.upload_checkpoints_to.clone(),
         };
         let saving = self.attempt(|engine| {
             SaveJob::begin(engine.core.clone(), &engine.trainer, request, &mut engine.held_folders)
@@ -80,7 +87,31 @@ impl<M> Engine<M> {
     pub fn wait_for_checkpoint(&mut self) -> Result<()> {
         let _call = during("wait_for_checkpoint");
         if let Some(saving) = self.saving.take() {
-            self.place = self.attempt(|_| saving.end())?;
+            let (place, sending) = self.attempt(|_| saving.end())?;
+            self.place = place;
+            self.attempt(|engine| engine.start_upload(sending))?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the object store of `checkpoint.upload_to` has the last checkpoint whole. Collective.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Store`](crate::error::CheckpointError::Store) with the object that could not be written, on all
+    /// ranks: the checkpoint is whole on disk, and the engine can continue. A failed collective.
+    pub fn wait_for_upload(&mut self) -> Result<()> {
+        let _call = during("wait_for_upload");
+        match self.upload.take() {
+            Some(upload) => self.attempt(|engine| upload.wait(engine.core.comm())),
+            None => Ok(()),
+        }
+    }
+
+    /// Begins to send a checkpoint that was saved. Collective.
+    fn start_upload(&mut self, sending: Option<Sending>) -> std::result::Result<(), Failure> {
+        if let Some(sending) = sending {
+            let url = sending.url.clone();
+            self.upload = agree(self.core.comm(), Upload::start(sending), failed_elsewhere(Path::new(&url)))?;
         }
         Ok(())
     }
@@ -95,12 +126,16 @@ impl<M> Engine<M> {
     /// failed collective.
     pub fn check_save_dir(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         self.not_stopped()?;
-        self.attempt(|engine| checkpoint::check_dir(engine.core.comm(), dir.as_ref(), &mut engine.held_folders))
+        let on_each_host = self.config.use_node_local_storage;
+        self.attempt(|engine| {
+            checkpoint::check_dir(engine.core.comm(), dir.as_ref(), on_each_host, &mut engine.held_folders)
+        })
     }
 
     /// Loads checkpoint `tag` of folder `dir`, or the one that `latest` names, whatever stage, number of ranks,
     /// precision and offload it was saved with. Nothing is loaded, and none is the result, if there is no checkpoint
-    /// there. Collective.
+    /// there. `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`), whose newest whole
+    /// checkpoint comes into a folder of the user's cache first. Collective.
     ///
     /// Everything that is needed is checked before anything changes. With the optimizer's states come the learning rates
     /// that [`set_lr`](Self::set_lr) had given (DeepSpeed's `param_groups`); where it had not been called, those of this
@@ -120,7 +155,16 @@ impl<M> Engine<M> {
         let _call = during("load_checkpoint");
         self.wait_for_checkpoint()?;
         self.between_steps("load_checkpoint")?;
-        let load = |engine: &mut Self| checkpoint::load(&engine.core, &engine.trainer, dir.as_ref(), tag, options);
+        let load = |engine: &mut Self| {
+            let (core, trainer, on_each_host) = (&engine.core, &engine.trainer, engine.config.use_node_local_storage);
+            let Some(url) = address(dir.as_ref()) else {
+                return checkpoint::load(core, trainer, dir.as_ref(), tag, options, on_each_host);
+            };
+            match fetch(core.comm(), url, tag)? {
+                Some((dir, tag)) => checkpoint::load(core, trainer, &dir, Some(&tag), options, true),
+                None => Ok(None),
+            }
+        };
         let Some(checkpoint) = self.attempt(load)? else { return Ok(None) };
         self.forget_forward();
         self.place = None;
@@ -178,11 +222,12 @@ impl<M> Engine<M> {
     /// been made.
     pub(super) fn end_saving(&mut self) -> Result<()> {
         let Some(saving) = self.saving.take() else { return Ok(()) };
-        match saving.end() {
-            Ok(place) => {
-                self.place = place;
-                Ok(())
-            }
+        let ended = saving.end().and_then(|(place, sending)| {
+            self.place = place;
+            self.start_upload(sending)
+        });
+        match ended {
+            Ok(()) => Ok(()),
             Err(Failure::InStep(error)) => {
                 self.failed_save = Some(error);
                 Ok(())

@@ -8,7 +8,7 @@ use super::clock::Clock;
 use super::common::{Own, check_same_on_all_ranks};
 use super::reporter::Reporter;
 use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
-use crate::checkpoint::HeldFolders;
+use crate::checkpoint::{self, HeldFolders};
 use crate::comm::Communicator;
 use crate::config::{Config, LeafModule};
 use crate::error::{EngineError, Error, OptimError, ParamError, Result};
@@ -59,6 +59,9 @@ impl<M> Engine<M> {
         let own = Own { optimizer: optimizer.is_some(), schedule: schedule.is_some(), buffer_sync };
         if comm.rank() == 0 {
             tell_notes(&config, own);
+        }
+        if let Some(url) = &config.upload_checkpoints_to {
+            checkpoint::store::check(url)?;
         }
         let reporter = Reporter::open(&config.monitoring, &*comm, monitors)?;
         let (ledger, link) = (Ledger::default(), Link::default());
@@ -124,6 +127,7 @@ impl<M> Engine<M> {
             reporter,
             saving: None,
             place: None,
+            upload: None,
             held_folders: HeldFolders::default(),
             failed_save: None,
             stopped: None,

@@ -95,7 +95,7 @@ pub(crate) fn start(options: &Options) -> Result<u8> {
         _ => Some(options.ranks),
     };
     let cores = match (&options.binding, here) {
-        (Some(binding), Some(ranks)) => Some(binding.cores(ranks, &nodes::own_name())?),
+        (Some(binding), Some(ranks)) => Some(binding.cores(ranks, &crate::util::host_name())?),
         _ => None,
     };
     let target = script::find(&options.script)?;

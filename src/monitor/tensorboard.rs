@@ -10,6 +10,7 @@
 
 use super::crc32c::masked;
 use super::{Event, Monitor};
+use crate::util::host_name;
 use crate::{Error, Result};
 use std::fs::File;
 use std::io::Write;
@@ -67,11 +68,8 @@ impl Monitor for TensorBoard {
 /// unique.
 fn file_name() -> String {
     static FILES: AtomicU64 = AtomicU64::new(0);
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let host = match host.trim() {
-        "" => "localhost",
-        host => host,
-    };
+    let host = host_name();
+    let host = if host.is_empty() { "localhost" } else { &host };
     let number = FILES.fetch_add(1, Ordering::Relaxed);
     format!("events.out.tfevents.{:010}.{host}.{}.{number}", seconds() as u64, std::process::id())
 }

@@ -138,7 +138,7 @@ impl Machine {
             },
             gpus: gpus(),
             mpi: mpi_library().ok(),
-            features: [("cuda", cfg!(feature = "cuda")), ("hub", cfg!(feature = "hub"))]
+            features: [("cuda", cfg!(feature = "cuda")), ("hub", cfg!(feature = "hub")), ("s3", cfg!(feature = "s3"))]
                 .into_iter()
                 .filter_map(|(name, is_on)| is_on.then_some(name))
                 .collect(),

@@ -10,4 +10,7 @@ mod deepspeed_import;
 mod faults;
 mod folders;
 mod older;
+mod on_hosts;
 mod save_and_load;
+#[cfg(feature = "s3")]
+mod store;

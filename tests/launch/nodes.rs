@@ -32,11 +32,13 @@ fn launcher(hosts: &Hosts, node: usize, options: &str) -> Command {
 struct Training {
     program: PathBuf,
     folder: tempfile::TempDir,
+    /// Each host saves on its own disk.
+    on_own_disks: bool,
 }
 
 impl Training {
     fn new() -> Self {
-        Self { program: example("train_gpt"), folder: tempfile::tempdir().unwrap() }
+        Self { program: example("train_gpt"), folder: tempfile::tempdir().unwrap(), on_own_disks: false }
     }
 
     fn metrics(&self, name: &str) -> PathBuf {
@@ -47,9 +49,12 @@ impl Training {
     fn of(&self, mut command: Command, name: &str, steps: usize, saves: bool) -> Command {
         // As many samples a step, whatever the number of ranks.
         let config = self.folder.path().join("zero3.json");
-        let text = r#"{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}"#;
-        std::fs::write(&config, text).unwrap();
+        let settings = serde_json::json!({
+            "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "checkpoint": {"use_node_local_storage": self.on_own_disks},
+        });
+        std::fs::write(&config, settings.to_string()).unwrap();
         command.arg(&self.program).args(["--model", "nano", "--steps", &steps.to_string(), "--ds_config"]).arg(config);
         command.args(["--sample", "0", "--metrics"]).arg(self.metrics(name));
         if saves {
@@ -108,6 +113,41 @@ fn a_launcher_on_each_of_two_hosts_and_a_hostfile_give_the_bits_of_one_host() {
     let output = training.of(command, "hostfile", 3, false).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(steps(&training.metrics("hostfile")), expected, "--hostfile");
+}
+
+#[test]
+fn hosts_that_save_on_their_own_disks_go_on_together() {
+    let test = hosts_that_save_on_their_own_disks_go_on_together;
+    let Some(hosts) = cluster(test) else { return };
+    let training = Training { on_own_disks: true, ..Training::new() };
+    let at = training.folder.path().join("disks.save");
+    let disks = [0, 1].map(|node| training.folder.path().join(format!("disk {node}")));
+    std::fs::create_dir(&at).unwrap();
+    disks.iter().for_each(|disk| std::fs::create_dir(disk).unwrap());
+    let run = |until: usize| {
+        let both = [0, 1].map(|node| {
+            let mut command = hosts.on(node, 110).unwrap();
+            // At the same path on both.
+            command.args(["sh", "-c", "mount --bind \"$1\" \"$2\" && shift 2 && exec \"$@\"", "sh"]);
+            command.args([&disks[node], &at]).args([LAUNCHER, "--nnodes", "2", "--node_rank", &node.to_string()]);
+            command.args(["--master_addr", "10.77.0.1", "--num_ranks", "2"]);
+            start(&mut training.of(command, "disks", until, true))
+        });
+        for output in both.map(ended) {
+            assert!(output.status.success(), "{}", stderr(&output));
+        }
+        steps(&training.metrics("disks"))
+    };
+    let expected = training.on_one_host(4);
+    assert_eq!(run(2), expected[..2]);
+    for (node, disk) in disks.iter().enumerate() {
+        let tag = disk.join("global_step2");
+        let ranks: Vec<bool> =
+            (0..4).map(|rank| tag.join(format!("rank_{rank:05}_of_00004.safetensors")).exists()).collect();
+        assert_eq!(ranks, [node == 0, node == 0, node == 1, node == 1]);
+    }
+    assert_eq!(run(4), expected);
+    assert_eq!(std::fs::read_dir(&at).unwrap().count(), 0);
 }
 
 #[test]

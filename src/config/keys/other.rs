@@ -52,7 +52,8 @@ const AIO: &[super::Key] = keys! {
 const CHECKPOINT: &[super::Key] = keys! {
     "tag_validation": OneOfAnyCase(&["Ignore", "Warn", "Fail"]), "\"Warn\"", H, "What happens when ranks save under different tags: all take rank 0's, silently or with a warning, or it is an error.";
     "load_universal": Bool, "false", none("every checkpoint loads at any number of ranks"), "Load the universal layout.";
-    "use_node_local_storage": Bool, "false", none("all ranks save into one folder, which rank 0 has to see whole"), "Each node writes to its own disk.";
+    "use_node_local_storage": Bool, "false", H, "The ranks of each host save into a folder on that host's own disk, and what others need of it at loading goes between hosts.";
+    "upload_to": Str, "null", H, "Address of an object store, `s3://BUCKET/PREFIX` or `file:///FOLDER`, that gets each checkpoint once it is on disk, while training goes on. Needs feature s3. A key of this engine, not of DeepSpeed.";
     "parallel_write": Object, "{}", S, "Division of the writing.";
     "checkpoint_serialization": Bool, "true", none("files are safetensors"), "PyTorch's zip format.";
     "writer": Object, "null", S, "Checkpoint writer.";

@@ -16,6 +16,7 @@ mod wire;
 
 use super::ranks::Job;
 use crate::error::{HostsError, LaunchError, Result};
+use crate::util::host_name;
 use first::Rule;
 use member::Joining;
 use std::collections::BTreeMap;
@@ -70,7 +71,7 @@ pub(super) fn run(job: Job, node: &Node, max_restarts: u32) -> Result<u8> {
         nodes: node.nodes,
         node: node.node,
         ranks: job.world,
-        host: own_name(),
+        host: host_name(),
         words: job.args.iter().map(|word| word.to_string_lossy().into_owned()).collect(),
         files: checksums(&job),
         clock: 0,
@@ -100,11 +101,6 @@ fn listen(port: u16) -> Result<TcpListener> {
         _ => TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)),
     });
     Ok(listener.map_err(|source| HostsError::PortTaken { port, why: source.to_string() })?)
-}
-
-/// The name of this host.
-pub(super) fn own_name() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_string()
 }
 
 /// A number that no other launcher has.

@@ -12,6 +12,7 @@ use crate::launch::hosts::world::{DEVICES, World};
 use crate::launch::hosts::{Host, export, hostfile};
 use crate::launch::ranks::Job;
 use crate::launch::signals::{self, Event, die_with_parent};
+use crate::util::host_name;
 use rustix::process::Signal;
 use std::ffi::OsString;
 use std::net::TcpListener;
@@ -302,7 +303,7 @@ fn remote_line(words: &[String], exports: &[(String, String)], folder: &Path) ->
 
 /// Whether a name stands for this host: one can listen at its address.
 fn is_here(name: &str) -> bool {
-    name == super::own_name() || TcpListener::bind((name, 0)).is_ok()
+    name == host_name() || TcpListener::bind((name, 0)).is_ok()
 }
 
 #[cfg(test)]
@@ -318,7 +319,7 @@ mod tests {
 
     #[test]
     fn this_host_is_known_by_its_names() {
-        assert!(is_here("localhost") && is_here(&super::super::own_name()));
+        assert!(is_here("localhost") && is_here(&host_name()));
         assert!(!is_here("worker-7.example.org"));
     }
 }

@@ -1,0 +1,208 @@
+//! Which checkpoint is loaded where each host has a folder of its own, and on which hosts its files are.
+//!
+//! ```text
+//!   each host    what `latest` names, or the tag that is asked for        -> tags
+//!   each host    of each tag: checksum of the manifest, files that it has  -> the newest tag that is whole over all
+//!   one host     the manifest                                             -> all
+//! ```
+//!
+//! A save gives a tag its name on every host, and each is told by its own `latest`. A job that died in between has left a
+//! tag that `latest` names on some hosts and that others lack: it is passed over for what `latest` names there. A tag that
+//! every host names and that is not whole has been damaged since, which is an error.
+
+use super::agreement::failed_elsewhere;
+use super::folder;
+use super::hosts::Hosts;
+use super::manifest::{MANIFEST, Manifest};
+use crate::comm::Communicator;
+use crate::comm::agree::{Failure, agree, texts};
+use crate::error::{CheckpointError, Error, Result};
+use crate::notice::warn;
+use crate::util::{host_name, list};
+use serde::{Deserialize, Serialize};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use twox_hash::XxHash3_64;
+
+/// A checkpoint whose files are all there, on one host or another.
+pub(super) struct Located {
+    /// Its folder on this host, if that has one.
+    pub path: PathBuf,
+    pub manifest: Manifest,
+    pub hosts: Hosts,
+    /// Per file of [`files`], the hosts that have it, by their first ranks.
+    pub homes: Vec<Vec<usize>>,
+}
+
+/// What a host has of a tag.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Found {
+    /// Of the manifest, which is equal on all hosts that saved together.
+    checksum: String,
+    steps: u64,
+    /// The files that should be there, with the hosts that wrote them.
+    files: Vec<(String, Option<String>)>,
+    /// Whether they are, in their lengths.
+    is_here: Vec<bool>,
+}
+
+/// What all hosts have of a tag: the words of a host for having nothing.
+type Everywhere = BTreeMap<usize, std::result::Result<Found, String>>;
+
+/// Names and lengths of the files of a checkpoint: those of the ranks, then that of the buffers.
+pub(super) fn files(manifest: &Manifest) -> impl Iterator<Item = (&str, u64)> {
+    let ranks = manifest.files.iter().map(|file| (file.name.as_str(), file.bytes));
+    ranks.chain(manifest.buffers.iter().map(|file| (file.name.as_str(), file.bytes)))
+}
+
+/// Finds checkpoint `tag` of the folders `dir`, or the newest of those that `latest` names which is whole; nothing where
+/// no host has any. Collective.
+///
+/// # Errors
+/// [`CheckpointError::Unusable`] on all ranks where there is no whole one, with the hosts and files; a failed collective.
+pub(super) fn locate(comm: &dyn Communicator, dir: &Path, tag: Option<&str>) -> Result<Option<Located>, Failure> {
+    let hosts = Hosts::by_neighbours(comm, dir)?;
+    let looks = hosts.makes_folder();
+    let named = match (looks, tag) {
+        (true, None) => folder::latest(dir),
+        (_, tag) => tag.map_or(Ok(None), |tag| folder::check_tag(dir, tag).map(|()| Some(tag.to_owned()))),
+    };
+    let named = agree(comm, named, failed_elsewhere(dir))?.unwrap_or_default();
+    let named = texts(comm, if looks { &named } else { "" })?;
+    let mut tags: Vec<&str> = named.iter().map(String::as_str).filter(|tag| !tag.is_empty()).collect();
+    tags.sort_unstable();
+    tags.dedup();
+    if tags.is_empty() {
+        let none = if looks { folder::without_latest(dir) } else { Ok(()) };
+        return agree(comm, none, failed_elsewhere(dir)).map(|()| None);
+    }
+    let own: Vec<_> = if looks { tags.iter().map(|tag| look(dir, tag)).collect() } else { Vec::new() };
+    let all = texts(comm, &serde_json::to_string(&own).unwrap_or_else(|e| unreachable!("strings and numbers: {e}")))?;
+    let names = texts(comm, &host_name())?;
+    let mut found: BTreeMap<&str, Everywhere> = BTreeMap::new();
+    for first in hosts.all() {
+        let of_host: Vec<std::result::Result<Found, String>> = serde_json::from_str(&all[first])
+            .map_err(|e| Error::from(CheckpointError::Unusable { path: dir.to_owned(), problem: e.to_string() }))?;
+        for (tag, of_tag) in tags.iter().zip(of_host) {
+            found.entry(tag).or_default().insert(first, of_tag);
+        }
+    }
+    let are_all_told = hosts.all().all(|first| !named[first].is_empty());
+    let chosen = choose(&found, are_all_told, &|first| host_with_ranks(&hosts, &names, first));
+    let wrong = |path: PathBuf, problem| Failure::InStep(CheckpointError::Unusable { path, problem }.into());
+    let Choice { tag, checksum, homes, notes } = chosen.map_err(|(tag, problem)| wrong(dir.join(tag), problem))?;
+    if comm.rank() == 0 {
+        notes.iter().for_each(|note| warn(&format!("warning: {note}; {tag} is loaded")));
+    }
+    // A host that has nothing of it needs the manifest too, and what one reads all go by.
+    let has_it = |first: &usize| matches!(&found[tag][first], Ok(found) if found.checksum == checksum);
+    let path = folder::existing(dir, tag).unwrap_or_else(|_| dir.join(tag));
+    let sender = hosts.all().find(has_it).unwrap_or_else(|| unreachable!("a host has the manifest"));
+    let read = if comm.rank() == sender {
+        Manifest::read(&path.join(MANIFEST)).map(|m| m.to_text())
+    } else {
+        Ok(String::new())
+    };
+    let text = texts(comm, &agree(comm, read, failed_elsewhere(&path))?)?.swap_remove(sender);
+    let manifest = Manifest::parse(&text).map_err(|problem| wrong(path.join(MANIFEST), problem))?;
+    Ok(Some(Located { path, manifest, hosts, homes }))
+}
+
+/// What this host has of a tag.
+fn look(dir: &Path, tag: &str) -> std::result::Result<Found, String> {
+    let path = match folder::existing(dir, tag) {
+        Ok(path) => path,
+        Err(_) => return Err(format!("has no {}", dir.join(tag).display())),
+    };
+    let manifest = Manifest::read(&path.join(MANIFEST)).map_err(|error| format!("says: {error}"))?;
+    let of_host = manifest.files.iter().map(|file| file.host.clone());
+    // Rank 0 writes the buffers.
+    let of_host = of_host.chain(manifest.files.first().map(|file| file.host.clone()));
+    let is_here = |(name, bytes): (&str, u64)| path.join(name).metadata().is_ok_and(|m| m.len() == bytes);
+    Ok(Found {
+        checksum: format!("{:016x}", XxHash3_64::oneshot(manifest.to_text().as_bytes())),
+        steps: manifest.global_steps,
+        files: files(&manifest).map(|(name, _)| name.to_owned()).zip(of_host).collect(),
+        is_here: files(&manifest).map(is_here).collect(),
+    })
+}
+
+/// A tag that is whole.
+#[derive(Debug, PartialEq, Eq)]
+struct Choice<'a> {
+    tag: &'a str,
+    checksum: String,
+    homes: Vec<Vec<usize>>,
+    /// Why newer ones were passed over.
+    notes: Vec<String>,
+}
+
+/// The newest tag of `found` that is whole; else the newest of all, and its problem. Where there is but one and
+/// `are_all_told`, every host's `latest` names it. `name` is that of a host.
+fn choose<'a>(
+    found: &BTreeMap<&'a str, Everywhere>,
+    are_all_told: bool,
+    name: &dyn Fn(usize) -> String,
+) -> std::result::Result<Choice<'a>, (&'a str, String)> {
+    let mut tags: Vec<_> = found.iter().collect();
+    tags.sort_by_key(|(tag, everywhere)| {
+        Reverse((everywhere.values().flatten().map(|found| found.steps).max(), **tag))
+    });
+    let mut notes = Vec::new();
+    let mut first_problem = None;
+    for (tag, everywhere) in tags {
+        let problem = match whole(everywhere, name) {
+            Ok((checksum, homes)) => return Ok(Choice { tag, checksum, homes, notes }),
+            Err(problem) => problem,
+        };
+        notes.push(format!("checkpoint {tag} is not whole and is passed over: {problem}"));
+        first_problem.get_or_insert((*tag, problem));
+    }
+    let (tag, problem) = first_problem.unwrap_or_else(|| unreachable!("there is a tag"));
+    let before = if are_all_told { "" } else { ", or, to begin anew, remove what is there" };
+    Err((
+        tag,
+        format!(
+            "it is not whole over all hosts: {problem}; start ranks on the hosts that have its files, or copy the folders \
+             of this tag of all hosts together into one, or give another tag{before}"
+        ),
+    ))
+}
+
+/// The checksum of the manifest by which a tag is whole, and where each file is; else what is missing.
+fn whole(
+    everywhere: &Everywhere,
+    name: &dyn Fn(usize) -> String,
+) -> std::result::Result<(String, Vec<Vec<usize>>), String> {
+    let mut problem = None;
+    for by in everywhere.values().flatten() {
+        let with = everywhere.iter().filter_map(|(first, found)| Some((*first, found.as_ref().ok()?)));
+        let with: Vec<_> = with.filter(|(_, found)| found.checksum == by.checksum).collect();
+        let homes = |file: usize| with.iter().filter(|(_, f)| f.is_here[file]).map(|(first, _)| *first).collect();
+        let homes: Vec<Vec<usize>> = (0..by.files.len()).map(homes).collect();
+        let missing = by.files.iter().zip(&homes).filter(|(_, homes)| homes.is_empty());
+        let missing: Vec<String> = missing
+            .map(|((file, host), _)| match host {
+                Some(host) => format!("{file}, written on host {host}"),
+                None => file.clone(),
+            })
+            .collect();
+        if missing.is_empty() {
+            return Ok((by.checksum.clone(), homes));
+        }
+        problem.get_or_insert(missing);
+    }
+    let without = everywhere.iter().filter_map(|(first, found)| Some((*first, found.as_ref().err()?)));
+    let without: Vec<String> = without.map(|(first, why)| format!("{} {why}", name(first))).collect();
+    let missing = problem.map(|missing| format!("no host has {}", list(&missing)));
+    let all: Vec<String> = missing.into_iter().chain(without).collect();
+    Err(all.join("; "))
+}
+
+/// A host in words.
+fn host_with_ranks(hosts: &Hosts, names: &[String], first: usize) -> String {
+    let last = hosts.ranks(first).last().unwrap_or(first);
+    let ranks = if first == last { format!("rank {first}") } else { format!("ranks {first} to {last}") };
+    format!("host {} ({ranks})", names[first])
+}

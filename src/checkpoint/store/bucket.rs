@@ -1,0 +1,248 @@
+//! Objects under one address: a bucket of S3, or a folder.
+
+use crate::checkpoint::manifest::{BufferFile, FileEntry, MANIFEST, MAX_MANIFEST, Manifest};
+use crate::error::{CheckpointError, Error, Result};
+use object_store::aws::AmazonS3Builder;
+use object_store::local::LocalFileSystem;
+use object_store::path::Path as Key;
+use object_store::{Error as StoreError, ObjectStore, ObjectStoreExt, WriteMultipart};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Bytes of a part of a file, at least. Stores of S3's kind take none below 5 MiB.
+const PART: u64 = 8 << 20;
+
+/// Parts of a file. S3 takes 10,000.
+const MOST_PARTS: u64 = 9_000;
+
+/// Parts under way at a time.
+const AT_ONCE: usize = 4;
+
+/// Objects under one address.
+pub(super) struct Bucket {
+    store: Arc<dyn ObjectStore>,
+    prefix: Key,
+    url: String,
+}
+
+/// Whether `url` is an address, and settings for it are there.
+///
+/// # Errors
+/// [`CheckpointError::Store`] with what is wrong.
+pub(crate) fn check(url: &str) -> Result<()> {
+    Bucket::open(url).map(drop)
+}
+
+/// Runs a future on this thread, which is no other runtime's.
+pub(super) fn block_on<T>(url: &str, work: impl AsyncFnOnce() -> Result<T>) -> Result<T> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|e| wrong(url, format!("no runtime for it can be made: {e}")))?;
+    runtime.block_on(work())
+}
+
+/// The same for a caller that may be in a runtime: on a thread of its own.
+pub(super) fn run<T: Send>(url: &str, work: impl AsyncFnOnce() -> Result<T> + Send) -> Result<T> {
+    let run = || block_on(url, work);
+    std::thread::scope(|scope| scope.spawn(run).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+}
+
+/// An error about the store as a whole.
+pub(super) fn wrong(url: &str, problem: String) -> Error {
+    CheckpointError::Store { url: url.to_owned(), problem }.into()
+}
+
+/// The name of a rank's file there.
+pub(super) fn rank_object(file: &FileEntry) -> String {
+    with_checksum(&file.name, &file.header_checksum)
+}
+
+/// The name of the file of buffers there.
+pub(super) fn buffers_object(file: &BufferFile) -> String {
+    with_checksum(&file.name, &file.checksum)
+}
+
+fn with_checksum(name: &str, checksum: &str) -> String {
+    match name.strip_suffix(".safetensors") {
+        Some(stem) => format!("{stem}-{checksum}.safetensors"),
+        None => format!("{name}-{checksum}"),
+    }
+}
+
+/// Names and lengths of the objects of a checkpoint but its manifest.
+pub(super) fn objects(manifest: &Manifest) -> impl Iterator<Item = (String, u64)> + '_ {
+    let ranks = manifest.files.iter().map(|file| (rank_object(file), file.bytes));
+    ranks.chain(manifest.buffers.iter().map(|file| (buffers_object(file), file.bytes)))
+}
+
+impl Bucket {
+    /// `s3://BUCKET/PREFIX`, with settings of the environment (`AWS_...`), or `file:///FOLDER`.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Store`] for what is no address, or where settings are wrong.
+    pub fn open(url: &str) -> Result<Self> {
+        let form = || wrong(url, "it is no address of one; give s3://BUCKET/PREFIX, or file:///FOLDER".into());
+        let settings = |e: StoreError| wrong(url, format!("{e}; correct the variables AWS_... of the environment"));
+        if let Some(folder) = url.strip_prefix("file://") {
+            if !folder.starts_with('/') {
+                return Err(form());
+            }
+            std::fs::create_dir_all(folder).map_err(|e| wrong(url, format!("{e}; give a folder that can be made")))?;
+            let store = LocalFileSystem::new_with_prefix(folder).map_err(settings)?;
+            return Ok(Self::new(Arc::new(store.with_fsync(true)), Key::default(), url));
+        }
+        let rest = url.strip_prefix("s3://").ok_or_else(form)?;
+        let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
+        if bucket.is_empty() {
+            return Err(form());
+        }
+        let prefix = Key::parse(prefix).map_err(|_| form())?;
+        // The library that speaks TLS asks for the process's choice; another part of the program may have made it.
+        _ = rustls::crypto::ring::default_provider().install_default();
+        let endpoint = ["AWS_ENDPOINT_URL", "AWS_ENDPOINT"].into_iter().find_map(|name| std::env::var(name).ok());
+        let is_plain = endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"));
+        let builder = AmazonS3Builder::from_env().with_bucket_name(bucket);
+        let builder = if is_plain { builder.with_allow_http(true) } else { builder };
+        Ok(Self::new(Arc::new(builder.build().map_err(settings)?), prefix, url))
+    }
+
+    pub fn new(store: Arc<dyn ObjectStore>, prefix: Key, url: &str) -> Self {
+        Self { store, prefix, url: url.to_owned() }
+    }
+
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// An object by the names on the way to it.
+    fn key(&self, names: &[&str]) -> Key {
+        names.iter().fold(self.prefix.clone(), |key, name| key.join(*name))
+    }
+
+    /// The error of what was tried with an object.
+    pub fn failed(&self, action: &str, names: &[&str], why: &dyn std::fmt::Display) -> Error {
+        let key = self.key(names);
+        wrong(&self.url, format!("{action} {key}: {why}"))
+    }
+
+    fn refused(&self, action: &str, names: &[&str], why: &StoreError) -> Error {
+        let fix = match why {
+            StoreError::NotFound { .. } => "see that the bucket is there, or correct the address",
+            StoreError::PermissionDenied { .. } | StoreError::Unauthenticated { .. } => {
+                "see that AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY may do that"
+            }
+            _ => "see that the store can be reached (AWS_ENDPOINT_URL, AWS_REGION)",
+        };
+        self.failed(action, names, &format!("{why}; {fix}"))
+    }
+
+    /// Writes a small object.
+    pub async fn put(&self, names: &[&str], bytes: Vec<u8>) -> Result<()> {
+        let put = self.store.put(&self.key(names), bytes.into()).await;
+        put.map(drop).map_err(|e| self.refused("cannot write", names, &e))
+    }
+
+    /// Writes the file at `path`, which has `bytes` bytes, unless `stop` says not to. The object is there when it is whole.
+    /// `tell` learns the bytes so far.
+    pub async fn put_file(
+        &self,
+        names: &[&str],
+        (path, bytes): (&Path, u64),
+        stop: &AtomicBool,
+        mut tell: impl FnMut(u64),
+    ) -> Result<()> {
+        let part = PART.max(bytes.div_ceil(MOST_PARTS));
+        let upload = self.store.put_multipart(&self.key(names)).await;
+        let upload = upload.map_err(|e| self.refused("cannot write", names, &e))?;
+        let mut upload = WriteMultipart::new_with_chunk_size(upload, part as usize);
+        let read = |e: std::io::Error| self.failed("cannot send", names, &format!("{}: {e}", path.display()));
+        let parts = async {
+            let mut file = File::open(path).map_err(read)?;
+            let mut buffer = vec![0; part.min(bytes) as usize];
+            let mut done = 0;
+            while done < bytes {
+                if stop.load(Ordering::Relaxed) {
+                    return Err(self.failed("was told not to write", names, &"another rank failed"));
+                }
+                let now = &mut buffer[..(bytes - done).min(part) as usize];
+                file.read_exact(now).map_err(read)?;
+                let ready = upload.wait_for_capacity(AT_ONCE).await;
+                ready.map_err(|e| self.refused("cannot write", names, &e))?;
+                upload.write(now);
+                done += now.len() as u64;
+                tell(done);
+            }
+            Ok(())
+        };
+        match parts.await {
+            Ok(()) => upload.finish().await.map(drop).map_err(|e| self.refused("cannot write", names, &e)),
+            Err(error) => {
+                // What was sent of it is no object.
+                _ = upload.abort().await;
+                Err(error)
+            }
+        }
+    }
+
+    /// A small object; nothing where there is none.
+    pub async fn get(&self, names: &[&str], most: u64) -> Result<Option<Vec<u8>>> {
+        let refused = |e: StoreError| self.refused("cannot read", names, &e);
+        let found = match self.store.get(&self.key(names)).await {
+            Err(StoreError::NotFound { .. }) => return Ok(None),
+            found => found.map_err(refused)?,
+        };
+        let bytes = found.meta.size;
+        if bytes > most {
+            return Err(self.failed("cannot read", names, &format!("it has {bytes} bytes, and {most} are read")));
+        }
+        Ok(Some(found.bytes().await.map_err(refused)?.to_vec()))
+    }
+
+    /// Reads an object of `bytes` bytes into `file`. `tell` learns the bytes so far.
+    pub async fn get_file(&self, names: &[&str], file: &File, bytes: u64, mut tell: impl FnMut(u64)) -> Result<()> {
+        let mut at = 0;
+        while at < bytes {
+            let part = self.store.get_range(&self.key(names), at..bytes.min(at + 2 * PART)).await;
+            let part = part.map_err(|e| self.refused("cannot read", names, &e))?;
+            if part.is_empty() {
+                return Err(self.failed("cannot read", names, &format!("it ends after {at} of {bytes} bytes")));
+            }
+            file.write_all_at(&part, at).map_err(|e| self.failed("cannot keep", names, &e))?;
+            at += part.len() as u64;
+            tell(at);
+        }
+        Ok(())
+    }
+
+    /// The tags under the address, whole or not.
+    pub async fn tags(&self) -> Result<Vec<String>> {
+        let list = self.store.list_with_delimiter(Some(&self.prefix)).await;
+        let list = list.map_err(|e| self.refused("cannot list", &[], &e))?;
+        Ok(list.common_prefixes.iter().filter_map(|key| key.filename().map(str::to_owned)).collect())
+    }
+
+    /// Names and lengths of the objects of a tag.
+    pub async fn sizes(&self, tag: &str) -> Result<BTreeMap<String, u64>> {
+        let list = self.store.list_with_delimiter(Some(&self.key(&[tag]))).await;
+        let list = list.map_err(|e| self.refused("cannot list", &[tag], &e))?;
+        let entry = |object: &object_store::ObjectMeta| Some((object.location.filename()?.to_owned(), object.size));
+        Ok(list.objects.iter().filter_map(entry).collect())
+    }
+
+    /// The manifest of a tag, if there is one.
+    pub async fn manifest(&self, tag: &str) -> Result<Option<Manifest>> {
+        let names = [tag, MANIFEST];
+        let Some(bytes) = self.get(&names, MAX_MANIFEST).await? else { return Ok(None) };
+        let parsed = Manifest::parse(&String::from_utf8_lossy(&bytes));
+        parsed.map(Some).map_err(|problem| self.failed("cannot use", &names, &problem))
+    }
+
+    /// Removes an object, if it can be.
+    pub async fn remove(&self, names: &[&str]) {
+        _ = self.store.delete(&self.key(names)).await;
+    }
+}

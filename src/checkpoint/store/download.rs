@@ -1,0 +1,187 @@
+//! A checkpoint from an object store: the newest that is whole there comes into a folder of each host, and is loaded from
+//! that.
+//!
+//! Nothing of a folder counts that has not the checksums of the manifest: what a download that died has left, and what is
+//! there from the last time, is read and taken where it is right.
+
+use super::bucket::{Bucket, buffers_object, objects, rank_object, run, wrong};
+use crate::checkpoint::agreement::failed_elsewhere;
+use crate::checkpoint::buffers;
+use crate::checkpoint::folder::{FETCHED, LATEST, MAX_LATEST, check_tag};
+use crate::checkpoint::hosts::Hosts;
+use crate::checkpoint::manifest::{MANIFEST, Manifest};
+use crate::checkpoint::rank_file::RankFile;
+use crate::comm::Communicator;
+use crate::comm::agree::{Failure, agree, text_of_rank_0};
+use crate::error::{CheckpointError, Error, Result};
+use crate::files::{Asked, FolderLock, new_beside, write_whole};
+use crate::notice::{say, warn};
+use crate::util::{cache_home, list};
+use std::cmp::Reverse;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use twox_hash::XxHash3_64;
+
+/// How long another process of this host may fetch the same.
+const PATIENCE: Duration = Duration::from_secs(3600);
+
+/// How often rank 0 says how far it is.
+const TELL: Duration = Duration::from_secs(10);
+
+/// Brings checkpoint `tag`, or the newest that is whole, from `url` into a folder of each host: that and the tag; nothing
+/// where there is no checkpoint. Collective.
+///
+/// # Errors
+/// [`CheckpointError::Store`] on all ranks: an address that is none, no whole checkpoint, or an object that cannot be read
+/// or is damaged; a failed collective.
+pub(crate) fn fetch(
+    comm: &dyn Communicator,
+    url: &str,
+    tag: Option<&str>,
+) -> Result<Option<(PathBuf, String)>, Failure> {
+    let elsewhere = || failed_elsewhere(Path::new(url));
+    let choose = || {
+        let bucket = Bucket::open(url)?;
+        run(url, async || choose(&bucket, tag).await)
+    };
+    let chosen = if comm.rank() == 0 { choose() } else { Ok(None) };
+    let tag = text_of_rank_0(comm, &agree(comm, chosen, elsewhere())?.unwrap_or_default())?;
+    if tag.is_empty() {
+        return Ok(None);
+    }
+    let dir = folder_of(url);
+    let hosts = Hosts::by_neighbours(comm, &dir)?;
+    let bring = || {
+        let bucket = Bucket::open(url)?;
+        run(url, async || bring(&bucket, &tag, &dir, comm.rank() == 0).await)
+    };
+    let brought = if hosts.makes_folder() { bring() } else { Ok(()) };
+    agree(comm, brought, elsewhere())?;
+    Ok(Some((dir, tag)))
+}
+
+/// Where checkpoints of an address are kept: one at a time, in the user's cache.
+fn folder_of(url: &str) -> PathBuf {
+    let cache = cache_home(std::env::var_os("XDG_CACHE_HOME"), std::env::home_dir());
+    let number = XxHash3_64::oneshot(url.trim_end_matches('/').as_bytes());
+    cache.unwrap_or_else(std::env::temp_dir).join(format!("candle-zero/checkpoints/{number:016x}"))
+}
+
+/// `tag`, which must be whole, or the newest that is: what `latest` names, else the one with the most steps.
+pub(super) async fn choose(bucket: &Bucket, tag: Option<&str>) -> Result<Option<String>> {
+    if let Some(tag) = tag {
+        check_tag(Path::new(bucket.url()), tag)?;
+        return match missing(bucket, tag).await? {
+            Ok(_) => Ok(Some(tag.to_owned())),
+            Err(problem) => Err(wrong(bucket.url(), format!("{tag} is not whole: {problem}; give another tag"))),
+        };
+    }
+    let latest =
+        bucket.get(&[LATEST], MAX_LATEST).await?.map(|bytes| String::from_utf8_lossy(&bytes).trim().to_owned());
+    let mut notes = Vec::new();
+    if let Some(latest) = latest.as_deref().filter(|tag| check_tag(Path::new(bucket.url()), tag).is_ok()) {
+        match missing(bucket, latest).await? {
+            Ok(_) => return Ok(Some(latest.to_owned())),
+            Err(problem) => notes.push(format!("{latest}: {problem}")),
+        }
+    }
+    let mut whole = Vec::new();
+    for tag in bucket.tags().await?.into_iter().filter(|tag| Some(tag) != latest.as_ref()) {
+        match missing(bucket, &tag).await? {
+            Ok(steps) => whole.push((Reverse(steps), tag)),
+            Err(problem) => notes.push(format!("{tag}: {problem}")),
+        }
+    }
+    whole.sort();
+    match whole.into_iter().next() {
+        None if notes.is_empty() => Ok(None),
+        None => Err(wrong(
+            bucket.url(),
+            format!(
+                "no checkpoint in it is whole ({}); to begin anew, give another address or remove them",
+                list(&notes)
+            ),
+        )),
+        Some((_, tag)) => {
+            if !notes.is_empty() {
+                let (url, notes) = (bucket.url(), list(&notes));
+                warn(&format!(
+                    "warning: checkpoints in {url} are not whole and are passed over ({notes}); {tag} is loaded"
+                ));
+            }
+            Ok(Some(tag))
+        }
+    }
+}
+
+/// The steps of a checkpoint that is whole; else what it lacks.
+async fn missing(bucket: &Bucket, tag: &str) -> Result<std::result::Result<u64, String>> {
+    let manifest = match bucket.manifest(tag).await {
+        Ok(Some(manifest)) => manifest,
+        Ok(None) => return Ok(Err(format!("it has no {MANIFEST}"))),
+        Err(Error::Checkpoint(CheckpointError::Store { problem, .. })) => return Ok(Err(problem)),
+        Err(other) => return Err(other),
+    };
+    let there = bucket.sizes(tag).await?;
+    let is_missing = |(object, bytes): &(String, u64)| there.get(object) != Some(bytes);
+    let missing: Vec<String> = objects(&manifest).filter(is_missing).map(|(object, _)| object).collect();
+    Ok(if missing.is_empty() { Ok(manifest.global_steps) } else { Err(format!("it lacks {}", list(&missing))) })
+}
+
+/// Brings the files of `tag` into `dir`, in place of what is there, and checks every byte.
+pub(super) async fn bring(bucket: &Bucket, tag: &str, dir: &Path, speaks: bool) -> Result<()> {
+    let manifest = bucket.manifest(tag).await?;
+    let manifest = manifest.ok_or_else(|| bucket.failed("cannot read", &[tag, MANIFEST], &"it is gone"))?;
+    let folder = dir.join(tag);
+    let io = |action| move |source| Error::Io { action, path: dir.to_owned(), source };
+    std::fs::create_dir_all(dir).map_err(io("create"))?;
+    let _lock = match FolderLock::ask(dir, PATIENCE).map_err(io("lock"))? {
+        Asked::Held(lock) => lock,
+        Asked::Busy(_) => {
+            return Err(wrong(bucket.url(), format!("another job fetches into {}; let it end", dir.display())));
+        }
+    };
+    for other in
+        std::fs::read_dir(dir).map_err(io("read"))?.flatten().filter(|e| e.file_name() != *tag && e.path().is_dir())
+    {
+        std::fs::remove_dir_all(other.path()).map_err(io("clear"))?;
+    }
+    std::fs::create_dir_all(&folder).map_err(io("create"))?;
+    let total: u64 = objects(&manifest).map(|(_, bytes)| bytes).sum();
+    let (mut said, mut before) = (Instant::now(), 0);
+    if speaks {
+        say(&format!("checkpoint {tag}: {total} bytes come from {} into {}", bucket.url(), dir.display()));
+    }
+    let ranks = manifest.files.iter().map(|file| (&file.name, rank_object(file), file.bytes));
+    let buffers = manifest.buffers.iter().map(|file| (&file.name, buffers_object(file), file.bytes));
+    for (number, (name, object, bytes)) in ranks.chain(buffers).enumerate() {
+        if is_right(&folder, &manifest, number).is_err() {
+            let file = new_beside(&folder, FETCHED).map_err(io("write"))?;
+            let tell = |done: u64| {
+                if speaks && said.elapsed() >= TELL {
+                    said = Instant::now();
+                    say(&format!("checkpoint {tag}: {} of {total} bytes have come", before + done));
+                }
+            };
+            bucket.get_file(&[tag, &object], file.as_file(), bytes, tell).await?;
+            file.persist(folder.join(name)).map_err(|e| io("write")(e.error))?;
+            if let Err(error) = is_right(&folder, &manifest, number) {
+                let problem = format!("it is damaged there: {error}");
+                return Err(bucket.failed("cannot use", &[tag, &object], &problem));
+            }
+        }
+        before += bytes;
+    }
+    write_whole(&folder.join(MANIFEST), FETCHED, manifest.to_text().as_bytes()).map(drop).map_err(io("write"))
+}
+
+/// Whether a file of the folder has all of its checksums: that of a rank, or behind these that of the buffers.
+fn is_right(folder: &Path, manifest: &Manifest, number: usize) -> Result<()> {
+    match (&manifest.buffers, number < manifest.files.len()) {
+        (Some(entry), false) => buffers::read(folder, entry).map(drop),
+        _ => {
+            let mut file = RankFile::open(folder, manifest, number)?;
+            (0..file.blocks()).try_for_each(|block| file.check(block).map(drop))
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! Checkpoints sent to a store in memory and brought back, cut off in the middle, and damaged there.
+
+use super::bucket::{Bucket, objects, run};
+use super::download::{bring, choose};
+use super::upload::Upload;
+use super::{Sending, address};
+use crate::checkpoint::folder::LATEST;
+use crate::checkpoint::manifest::{MANIFEST, Manifest, Parameter, tests::manifest};
+use crate::checkpoint::rank_file::RankWriter;
+use crate::comm::agree::Failure;
+use crate::comm::threads;
+use crate::error::Result;
+use crate::precision::FlatRef;
+use crate::zero::share::{WEIGHTS, pieces};
+use object_store::memory::InMemory;
+use object_store::path::Path as Key;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+const URL: &str = "s3://bucket/runs/one";
+
+/// Elements of the only parameter: two parts of a file for each of two ranks.
+const ELEMENTS: usize = 5_000_000;
+
+struct Store(Arc<InMemory>);
+
+impl Store {
+    fn new() -> Self {
+        Self(Arc::default())
+    }
+
+    fn bucket(&self) -> Bucket {
+        Bucket::new(self.0.clone(), Key::from("runs/one"), URL)
+    }
+
+    /// Sends the checkpoint in `folder` from both of its ranks.
+    fn send(&self, folder: &Path) {
+        self.sent(folder).into_iter().for_each(|rank| rank.unwrap());
+    }
+
+    /// What each rank learns of its end.
+    fn sent(&self, folder: &Path) -> Vec<std::result::Result<(), String>> {
+        let sent = threads::run(2, |comm| {
+            let ended = self.start(folder, comm.rank()).wait(&*comm);
+            Ok(ended.map_err(|failure| match failure {
+                Failure::InStep(error) | Failure::OutOfStep(error) => error.to_string(),
+            }))
+        });
+        sent.unwrap().into_iter().map(|rank| rank.unwrap()).collect()
+    }
+
+    fn start(&self, folder: &Path, rank: usize) -> Upload {
+        let sending = Sending { url: URL.into(), folder: folder.to_owned(), rank, is_latest: true };
+        Upload::to(self.bucket(), sending).unwrap()
+    }
+
+    fn choose(&self, tag: Option<&str>) -> Result<Option<String>> {
+        run(URL, async || choose(&self.bucket(), tag).await)
+    }
+
+    fn bring(&self, tag: &str, dir: &Path) -> Result<()> {
+        run(URL, async || bring(&self.bucket(), tag, dir, false).await)
+    }
+
+    fn objects(&self, tag: &str) -> Vec<String> {
+        run(URL, async || self.bucket().sizes(tag).await).unwrap().into_keys().collect()
+    }
+
+    fn put(&self, names: &[&str], bytes: &[u8]) {
+        run(URL, async || self.bucket().put(names, bytes.to_vec()).await).unwrap();
+    }
+
+    fn get(&self, names: &[&str]) -> Vec<u8> {
+        run(URL, async || self.bucket().get(names, u64::MAX).await).unwrap().unwrap()
+    }
+}
+
+/// A checkpoint of two ranks in `dir`.
+fn save(dir: &Path, tag: &str, steps: u64) -> PathBuf {
+    let folder = dir.join(tag);
+    std::fs::create_dir_all(&folder).unwrap();
+    let weights = Parameter { name: "w".into(), shape: vec![ELEMENTS], states: None, block: 0, updates_before: 0 };
+    let mut saved = Manifest { global_steps: steps, world_size: 2, parameters: vec![weights], ..manifest(tag) };
+    let layout = saved.layout();
+    saved.files = (0..2)
+        .map(|rank| {
+            let states = [WEIGHTS.to_owned()];
+            let mut file = RankWriter::create(&folder, &layout, &["w"], &states, rank).unwrap();
+            for piece in pieces(&layout.shard(0, 0, rank)) {
+                file.make_room(piece.len()).unwrap();
+                let values: Vec<f32> = piece.map(|i| (i as u64 * 31 + steps) as f32).collect();
+                file.append(FlatRef::F32(&values));
+            }
+            file.finish().unwrap()
+        })
+        .collect();
+    std::fs::write(folder.join(MANIFEST), saved.to_text()).unwrap();
+    folder
+}
+
+fn is_same(folder: &Path, other: &Path) -> bool {
+    let files = || std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name());
+    files().count() == std::fs::read_dir(other).unwrap().count()
+        && files().all(|name| std::fs::read(folder.join(&name)).unwrap() == std::fs::read(other.join(&name)).unwrap())
+}
+
+#[test]
+fn a_checkpoint_comes_back_as_it_was_sent() {
+    let (dir, back, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), Store::new());
+    assert_eq!(store.choose(None).unwrap(), None);
+    let (one, two) = (save(dir.path(), "one", 1), save(dir.path(), "two", 2));
+    store.send(&two);
+    assert_eq!(store.choose(None).unwrap().as_deref(), Some("two"));
+    // `latest` is what was sent last.
+    store.send(&one);
+    assert_eq!(store.choose(None).unwrap().as_deref(), Some("one"));
+    store.bring("two", back.path()).unwrap();
+    assert!(is_same(&two, &back.path().join("two")));
+    // One is kept at a time, and what is damaged here is brought again.
+    store.bring("one", back.path()).unwrap();
+    assert!(!back.path().join("two").exists());
+    let file = back.path().join("one/rank_00001_of_00002.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&file, bytes).unwrap();
+    store.bring("one", back.path()).unwrap();
+    assert!(is_same(&one, &back.path().join("one")));
+    // Another checkpoint of a name takes the place of the first, of which nothing stays.
+    let other = save(&dir.path().join("other"), "one", 3);
+    store.send(&other);
+    store.bring("one", back.path()).unwrap();
+    assert!(is_same(&other, &back.path().join("one")));
+    assert_eq!(store.objects("one").len(), 3);
+}
+
+#[test]
+fn a_copy_that_was_cut_in_the_middle_is_not_taken_for_a_checkpoint() {
+    let (dir, store) = (tempfile::tempdir().unwrap(), Store::new());
+    store.send(&save(dir.path(), "one", 1));
+    // Rank 1 sends nothing, and rank 0 is told.
+    let two = save(dir.path(), "two", 2);
+    let first = store.start(&two, 0);
+    while store.objects("two").is_empty() {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    drop(first);
+    assert_eq!(store.choose(None).unwrap().as_deref(), Some("one"));
+    let problem = store.choose(Some("two")).unwrap_err().to_string();
+    insta::assert_snapshot!(problem, @"the object store s3://bucket/runs/one cannot be used: two is not whole: it has no manifest.json; give another tag");
+    // In the middle of a file, no object comes of it.
+    let (stop, file) = (AtomicBool::new(false), two.join("rank_00001_of_00002.safetensors"));
+    let bytes = file.metadata().unwrap().len();
+    let send = async || {
+        let tell = |_| stop.store(true, Ordering::Relaxed);
+        store.bucket().put_file(&["two", "half"], (&file, bytes), &stop, tell).await
+    };
+    let problem = run(URL, send).unwrap_err().to_string();
+    insta::assert_snapshot!(problem, @"the object store s3://bucket/runs/one cannot be used: was told not to write runs/one/two/half: another rank failed");
+    assert_eq!(store.objects("two").len(), 1);
+    // The next one goes on, with what is there.
+    store.send(&two);
+    assert_eq!(store.choose(None).unwrap().as_deref(), Some("two"));
+    // What `latest` names and has lost a file is passed over.
+    let manifest = Manifest::read(&two.join(MANIFEST)).unwrap();
+    let (lost, _) = objects(&manifest).last().unwrap();
+    let remove = async || {
+        store.bucket().remove(&["two", &lost]).await;
+        Ok(())
+    };
+    run(URL, remove).unwrap();
+    assert_eq!(store.choose(None).unwrap().as_deref(), Some("one"));
+    let problem = store.choose(Some("two")).unwrap_err().to_string();
+    assert!(problem.contains(&format!("it lacks {lost}")), "{problem}");
+    store.put(&["one", MANIFEST], b"{}");
+    let problem = store.choose(None).unwrap_err().to_string();
+    assert!(problem.contains("no checkpoint in it is whole (two: it lacks "), "{problem}");
+    assert_eq!(store.get(&[LATEST]), b"two");
+}
+
+#[test]
+fn an_object_that_is_damaged_is_named() {
+    let (dir, back, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), Store::new());
+    let one = save(dir.path(), "one", 1);
+    store.send(&one);
+    let manifest = Manifest::read(&one.join(MANIFEST)).unwrap();
+    let (object, _) = objects(&manifest).next().unwrap();
+    let mut bytes = store.get(&["one", &object]);
+    let at = bytes.len() - 9;
+    bytes[at] ^= 1;
+    store.put(&["one", &object], &bytes);
+    let problem = store.bring("one", back.path()).unwrap_err().to_string();
+    assert!(problem.contains(&format!("cannot use runs/one/one/{object}: it is damaged there: ")), "{problem}");
+    assert!(!back.path().join("one").join(MANIFEST).exists());
+}
+
+#[test]
+fn a_file_that_cannot_be_sent_is_an_error_on_all_ranks() {
+    let (dir, store) = (tempfile::tempdir().unwrap(), Store::new());
+    let one = save(dir.path(), "one", 1);
+    std::fs::remove_file(one.join("rank_00001_of_00002.safetensors")).unwrap();
+    let ended: Vec<String> = store.sent(&one).into_iter().map(|rank| rank.unwrap_err()).collect();
+    assert!(ended[0].contains("rank 1 failed"), "{ended:?}");
+    assert!(ended[1].contains("cannot send") && ended[1].contains("rank_00001_of_00002"), "{ended:?}");
+    assert_eq!(store.choose(None).unwrap_err().to_string().matches("it has no manifest.json").count(), 1);
+}
+
+#[test]
+fn addresses_are_told_from_folders_and_what_is_none_is_refused() {
+    assert_eq!(address(Path::new("s3://bucket/a/b")), Some("s3://bucket/a/b"));
+    assert_eq!(address(Path::new("file:///mnt/a")), Some("file:///mnt/a"));
+    for folder in ["ckpt", "/mnt/s3", "s3:/bucket"] {
+        assert_eq!(address(Path::new(folder)), None, "{folder}");
+    }
+    for url in ["s3://", "s3:///a", "file://a", "gs://bucket/a", "bucket"] {
+        let problem = super::check(url).unwrap_err().to_string();
+        let text = "it is no address of one; give s3://BUCKET/PREFIX, or file:///FOLDER";
+        assert_eq!(problem, format!("the object store {url} cannot be used: {text}"));
+    }
+}

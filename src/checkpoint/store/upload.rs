@@ -1,0 +1,157 @@
+//! A checkpoint on its way to an object store, on a thread of each rank.
+//!
+//! ```text
+//!   thread of each rank   its file .......... | told
+//!   thread of rank 0      its file, buffers . | told | until all files are there | manifest, latest, what is left over
+//!   engine                training ........... wait: all told? -> rank 0 is done?
+//! ```
+
+use super::Sending;
+use super::bucket::{Bucket, block_on, buffers_object, objects, rank_object, wrong};
+use crate::checkpoint::agreement::failed_elsewhere;
+use crate::checkpoint::folder::LATEST;
+use crate::checkpoint::manifest::{MANIFEST, Manifest};
+use crate::comm::Communicator;
+use crate::comm::agree::{Failure, agree};
+use crate::error::Result;
+use crate::notice::say;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// How often rank 0 looks whether the files of the others have come.
+const LOOK: Duration = Duration::from_millis(300);
+
+/// How often rank 0 says how far it is.
+const TELL: Duration = Duration::from_secs(10);
+
+/// A copy on its way. Dropped, it is given up.
+pub(crate) struct Upload {
+    url: String,
+    /// Whether this rank's files are there.
+    sent: Receiver<Result<()>>,
+    /// Whether all of it is.
+    thread: Option<JoinHandle<Result<()>>>,
+    stop: Arc<AtomicBool>,
+}
+
+impl Upload {
+    /// Begins to send.
+    ///
+    /// # Errors
+    /// An address that is none; a thread that cannot be made.
+    pub fn start(sending: Sending) -> Result<Option<Self>> {
+        let (bucket, url) = (Bucket::open(&sending.url)?, sending.url.clone());
+        Self::to(bucket, sending).map(Some).map_err(|e| wrong(&url, format!("no thread for it can be made: {e}")))
+    }
+
+    pub(super) fn to(bucket: Bucket, sending: Sending) -> std::io::Result<Self> {
+        let (told, sent) = channel();
+        let stop = Arc::<AtomicBool>::default();
+        let (url, stopped) = (sending.url.clone(), stop.clone());
+        let send = move || {
+            let url = sending.url.clone();
+            block_on(&url, async || Work { bucket, sending, stop: stopped, start: Instant::now() }.all(&told).await)
+        };
+        let thread = Builder::new().name("checkpoint upload".into()).spawn(send)?;
+        Ok(Self { url, sent, thread: Some(thread), stop })
+    }
+
+    /// Waits until all ranks' files and the manifest are there. Collective.
+    ///
+    /// # Errors
+    /// What could not be sent, on all ranks; a failed collective.
+    pub fn wait(mut self, comm: &dyn Communicator) -> Result<(), Failure> {
+        let elsewhere = || failed_elsewhere(Path::new(&self.url));
+        // A thread that ends without a word has failed, and says how at its end.
+        let sent = self.sent.recv().unwrap_or(Ok(()));
+        agree(comm, sent, elsewhere())?;
+        let joined = self.thread.take().map_or(Ok(Ok(())), JoinHandle::join);
+        let done = joined.unwrap_or_else(|_| Err(wrong(&self.url, "the thread that sends to it panicked".into())));
+        agree(comm, done, elsewhere())
+    }
+}
+
+impl Drop for Upload {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+/// What the thread knows.
+struct Work {
+    bucket: Bucket,
+    sending: Sending,
+    stop: Arc<AtomicBool>,
+    start: Instant,
+}
+
+impl Work {
+    async fn all(self, told: &Sender<Result<()>>) -> Result<()> {
+        let own = self.own().await;
+        let manifest = match own {
+            Ok(manifest) => manifest,
+            Err(error) => {
+                _ = told.send(Err(error));
+                return Ok(());
+            }
+        };
+        _ = told.send(Ok(()));
+        if self.sending.rank == 0 { self.rest(&manifest).await } else { Ok(()) }
+    }
+
+    /// The files of this rank, which are left out where they are there.
+    async fn own(&self) -> Result<Manifest> {
+        let Sending { folder, rank, .. } = &self.sending;
+        let manifest = Manifest::read(&folder.join(MANIFEST))?;
+        let there = self.bucket.sizes(&manifest.tag).await?;
+        let own = &manifest.files[*rank];
+        let mut files = vec![(&own.name, rank_object(own), own.bytes)];
+        if let (0, Some(buffers)) = (rank, &manifest.buffers) {
+            files.push((&buffers.name, buffers_object(buffers), buffers.bytes));
+        }
+        if *rank == 0 {
+            let (tag, url, sum) = (&manifest.tag, self.bucket.url(), objects(&manifest).map(|o| o.1).sum::<u64>());
+            say(&format!("checkpoint {tag}: {sum} bytes go to {url}"));
+        }
+        let mut said = Instant::now();
+        for (name, object, bytes) in files.iter().filter(|(_, object, bytes)| there.get(object) != Some(bytes)) {
+            let tell = |done: u64| {
+                if *rank == 0 && said.elapsed() >= TELL {
+                    said = Instant::now();
+                    say(&format!("checkpoint {}: {done} of {bytes} bytes of {name} are sent", manifest.tag));
+                }
+            };
+            self.bucket.put_file(&[&manifest.tag, object], (&folder.join(name), *bytes), &self.stop, tell).await?;
+        }
+        Ok(manifest)
+    }
+
+    /// Makes a checkpoint of the files of all ranks, when they are there.
+    async fn rest(&self, manifest: &Manifest) -> Result<()> {
+        let tag = manifest.tag.as_str();
+        let mut there = self.bucket.sizes(tag).await?;
+        while objects(manifest).any(|(object, bytes)| there.get(&object) != Some(&bytes)) {
+            if self.stop.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+            tokio::time::sleep(LOOK).await;
+            there = self.bucket.sizes(tag).await?;
+        }
+        self.bucket.put(&[tag, MANIFEST], manifest.to_text().into_bytes()).await?;
+        if self.sending.is_latest {
+            self.bucket.put(&[LATEST], tag.as_bytes().to_vec()).await?;
+        }
+        // Of a checkpoint that had this name.
+        let is_of_it = |object: &String| object == MANIFEST || objects(manifest).any(|(own, _)| own == *object);
+        for object in there.keys().filter(|object| !is_of_it(object)) {
+            self.bucket.remove(&[tag, object]).await;
+        }
+        let (url, seconds) = (self.bucket.url(), self.start.elapsed().as_secs_f64());
+        say(&format!("checkpoint {tag} is whole in {url}, after {seconds:.1} s"));
+        Ok(())
+    }
+}

@@ -1,0 +1,124 @@
+//! `checkpoint.upload_to`: an object store gets what is saved, and an engine loads from there.
+
+use crate::support::processes::{as_program, stderr};
+use crate::support::skips::skipped;
+use crate::support::tiny::{Shape, Tiny, batch, config};
+use candle_core::Device;
+use candle_zero::Engine;
+use candle_zero::checkpoint::LoadOptions;
+use candle_zero::comm::threads;
+use candle_zero::error::Result;
+use serde_json::{Value, json};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Command, Output};
+
+const SHAPE: Shape = Shape { units: true, checkpointed: false, layers: 1 };
+
+fn on<T: Send>(world: usize, url: &str, act: impl Fn(&mut Engine<Tiny>) -> Result<T> + Sync) -> Vec<Result<T>> {
+    let settings = config(3, 1, json!({}), json!({"checkpoint": {"upload_to": url}}));
+    let ranks = threads::run(world, |comm| {
+        let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+        act(&mut builder.initialize(|vb| Tiny::new(SHAPE, vb), settings.clone())?)
+    });
+    ranks.unwrap()
+}
+
+fn step(engine: &mut Engine<Tiny>) -> Result<()> {
+    let (ids, targets) = batch(engine.micro_steps() as usize * engine.world_size() + engine.rank());
+    let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+    engine.backward(&loss)?;
+    engine.step()
+}
+
+/// Saves two checkpoints, forgets the folder, and loads the second on another number of ranks.
+#[test]
+#[ignore = "a program of other tests"]
+fn program() {
+    let url = std::env::var("URL_OF_TEST").unwrap();
+    let (dir, again) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    for rank in on(2, &url, |engine| {
+        assert!(engine.load_checkpoint(&url, None, &LoadOptions::default())?.is_none());
+        step(engine)?;
+        engine.save_checkpoint(dir.path(), None, json!({"note": "first"}))?;
+        step(engine)?;
+        engine.save_checkpoint(dir.path(), None, json!({"note": "second"}))?;
+        engine.export_safetensors(dir.path().join("model"))
+        // The end waits for it.
+    }) {
+        rank.unwrap();
+    }
+    let exported = std::fs::read(dir.path().join("model")).unwrap();
+    drop(dir);
+    for rank in on(3, &url, |engine| {
+        let loaded = engine.load_checkpoint(&url, None, &LoadOptions::default())?.unwrap();
+        assert_eq!((&loaded.client_state["note"], engine.global_steps()), (&json!("second"), 2));
+        engine.export_safetensors(again.path().join("model"))?;
+        engine.load_checkpoint(&url, Some("global_step1"), &LoadOptions::default())?.unwrap();
+        assert_eq!(engine.global_steps(), 1);
+        Ok(())
+    }) {
+        rank.unwrap();
+    }
+    assert!(std::fs::read(again.path().join("model")).unwrap() == exported);
+}
+
+fn run(url: &str, environment: &[(&str, &str)]) -> Output {
+    let cache = tempfile::tempdir().unwrap();
+    let mut program = Command::new(std::env::current_exe().unwrap());
+    program.args(as_program(module_path!(), "program")).env("URL_OF_TEST", url).env("XDG_CACHE_HOME", cache.path());
+    program.envs(environment.iter().copied()).output().unwrap()
+}
+
+#[test]
+fn what_an_engine_saved_is_loaded_from_a_folder_as_a_store() {
+    let store = tempfile::tempdir().unwrap();
+    let output = run(&format!("file://{}", store.path().display()), &[]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert_eq!(std::fs::read_to_string(store.path().join("latest")).unwrap(), "global_step2");
+}
+
+#[test]
+fn what_an_engine_saved_is_loaded_from_a_server_of_s3() {
+    let test = what_an_engine_saved_is_loaded_from_a_server_of_s3;
+    let Ok(server) = std::env::var("CANDLE_ZERO_TEST_S3") else {
+        return skipped(test, "CANDLE_ZERO_TEST_S3 names no server of S3, as http://127.0.0.1:5000");
+    };
+    let host = server.strip_prefix("http://").unwrap();
+    let mut stream = TcpStream::connect(host).unwrap();
+    let request = format!("PUT /runs HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200") || answer.contains("BucketAlreadyOwnedByYou"), "{answer}");
+    let environment =
+        [("AWS_ENDPOINT_URL", server.as_str()), ("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret")];
+    let output = run(&format!("s3://runs/of/{}", std::process::id()), &environment);
+    assert!(output.status.success(), "{}", stderr(&output));
+    // A bucket that is not there.
+    let output = run("s3://elsewhere/a", &environment);
+    let text = stderr(&output);
+    assert!(!output.status.success() && text.contains("s3://elsewhere/a") && text.contains("NoSuchBucket"), "{text}");
+}
+
+#[test]
+fn what_cannot_be_sent_is_an_error_of_the_next_save_and_the_one_after_it_goes_on() {
+    let (dir, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let url = format!("file://{}", store.path().display());
+    // In the way of a folder.
+    std::fs::write(store.path().join("one"), "").unwrap();
+    let ranks = on(2, &url, |engine| {
+        step(engine)?;
+        engine.save_checkpoint(dir.path(), Some("one"), Value::Null)?;
+        let error = engine.save_checkpoint(dir.path(), Some("two"), Value::Null).unwrap_err().to_string();
+        assert!(dir.path().join("one/manifest.json").exists() && !dir.path().join("two").exists());
+        engine.save_checkpoint(dir.path(), Some("two"), Value::Null)?;
+        engine.wait_for_upload()?;
+        Ok(error)
+    });
+    let texts: Vec<String> = ranks.into_iter().map(Result::unwrap).collect();
+    assert!(texts.iter().all(|text| text.contains(&url)), "{texts:?}");
+    assert!(texts.iter().any(|text| text.contains(" one/rank_0000") || text.contains(" one: ")), "{texts:?}");
+    assert!(Path::new(store.path()).join("two/manifest.json").exists());
+}
