@@ -196,12 +196,10 @@ fn train_as(
         engine.export_safetensors(&file)?;
         Ok((losses, norms, memory, comm))
     });
+    let outcomes: Vec<_> = outcomes.unwrap().into_iter().collect::<candle_zero::Result<_>>().unwrap();
     let exported = std::fs::read(&file).unwrap();
-    let outcome = |r: candle_zero::Result<_>| {
-        let (losses, norms, memory, comm) = r.unwrap();
-        Outcome { losses, norms, exported: exported.clone(), memory, comm }
-    };
-    outcomes.unwrap().into_iter().map(outcome).collect()
+    let outcome = |(losses, norms, memory, comm)| Outcome { losses, norms, exported: exported.clone(), memory, comm };
+    outcomes.into_iter().map(outcome).collect()
 }
 
 /// At stage 3, using the parameter of a unit outside of the unit is an error that names it, in whatever operation.

@@ -1,6 +1,7 @@
 //! All-gathers: shards inside of each host, slices of the host's whole from host to host, and these inside again.
 //!
-//! Each host gets the bytes of the others once, also where only ranks of the same place gather. What that costs stands in [`super::traffic`].
+//! Each host gets the bytes of the others once, also where only ranks of the same place gather. What that costs stands in
+//! [`super::traffic`].
 
 use super::crossing::{AHEAD, Crossing, Result, message_bytes};
 use super::hosts::Hosts;
