@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measures training on two hosts of two ranks, and compares it with `zerorun estimate --hosts`.
+"""Measures training on two hosts, and compares it with `zerorun estimate --hosts`.
 
     cargo build --release --bins && cargo build --release --manifest-path examples/Cargo.toml --bin train_gpt
     scripts/fetch_mpi.sh target/mpi
-    python3 scripts/cluster_figures.py [--mpi mpich|openmpi] [--steps N] [--cable BITS_PER_SECOND,MICROSECONDS ...]
+    python3 scripts/cluster_figures.py [--mpi mpich|openmpi] [--ranks N] [--steps N] [--cable BITS_PER_SECOND,MICROSECONDS ...]
 
-The hosts are network namespaces of this machine, joined by the cable of scripts/cable.c, so it must be run by root, on a machine
-that does nothing else. The step of one host that an estimate starts from is that of one of two jobs, one on each host, that run at
-a time: the four ranks share the machine's cores then as they do when they train together. The network is what
+The hosts are network namespaces of this machine, each with N ranks and one half of the cores, joined by the cable of
+scripts/cable.c, so it must be run by root, on a machine that does nothing else. The step of one host that an estimate starts from
+is that of one of two jobs, one on each host, that run at a time. The network is what
 `zerorun bench network` measures. Prints Markdown.
 """
 
@@ -24,6 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RELEASE = ROOT / "target" / "release"
 HOSTS = ["czfa", "czfb"]
+ALL_CORES = sorted(os.sched_getaffinity(0))
+HALF = len(ALL_CORES) // 2
+CORES = [",".join(map(str, cores)) for cores in [ALL_CORES[:HALF], ALL_CORES[HALF : 2 * HALF]]]
 COMPRESSED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 # Of each: what it is called, the stage, and more keys of zero_optimization.
 SETTINGS = [
@@ -32,6 +35,7 @@ SETTINGS = [
     ("stage 3, hpZ", 3, {"zero_hpz_partition_size": 2}),
     ("stage 3, hpZ, int8 weights, int4 gradients", 3, {"zero_hpz_partition_size": 2, **COMPRESSED}),
     ("stage 2", 2, {}),
+    ("stage 2, int4 gradients", 2, {"zero_quantized_gradients": True}),
     ("stage 0", 0, {}),
 ]
 
@@ -68,9 +72,9 @@ class Cable:
         self.reach.write_text(
             "#!/bin/sh\n"
             '[ "$1" = -x ] && shift\n'
-            f"case $1 in 10.77.0.1) host={HOSTS[0]};; *) host={HOSTS[1]};; esac\n"
+            f"case $1 in 10.77.0.1) host={HOSTS[0]} cores={CORES[0]};; *) host={HOSTS[1]} cores={CORES[1]};; esac\n"
             "shift\n"
-            'exec ip netns exec $host unshare -u sh -c "hostname $host; $*"\n'
+            'exec taskset -c $cores ip netns exec $host unshare -u sh -c "hostname $host; $*"\n'
         )
         self.reach.chmod(0o755)
         time.sleep(3)
@@ -89,18 +93,19 @@ class Cable:
         self.end()
 
     def on(self, host):
-        return ["ip", "netns", "exec", HOSTS[host], "unshare", "-u", "sh", "-c", f'hostname {HOSTS[host]}; exec "$@"', "sh"]
+        """The words that start a program on a host, by its cores."""
+        return ["taskset", "-c", CORES[host], "ip", "netns", "exec", HOSTS[host], "unshare", "-u", "sh", "-c", f'hostname {HOSTS[host]}; exec "$@"', "sh"]
 
-    def mpirun(self, library):
-        """The words that start two ranks on each host."""
+    def mpirun(self, library, ranks):
+        """The words that start so many ranks on each host."""
         words = self.on(0) + [str(ROOT / "target" / "mpi" / library / "bin" / "mpirun")]
-        at = "10.77.0.1:2,10.77.0.2:2"
+        at, both = f"10.77.0.1:{ranks},10.77.0.2:{ranks}", str(2 * ranks)
         if library == "mpich":
-            return words + ["-launcher", "ssh", "-launcher-exec", self.reach, "-hosts", at, "-iface", "cable", "-n", "4"]
+            return words + ["-launcher", "ssh", "-launcher-exec", self.reach, "-hosts", at, "-iface", "cable", "-n", both]
         words += ["--allow-run-as-root", "--bind-to", "none", "--host", at, "--prefix", ROOT / "target" / "mpi" / library]
         words += ["--mca", "plm", "ssh", "--mca", "plm_rsh_agent", self.reach, "--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
         words += ["--mca", "btl_tcp_if_include", "10.77.0.0/24", "--prtemca", "oob_tcp_if_include", "10.77.0.0/24"]
-        return words + ["-n", "4"]
+        return words + ["-n", both]
 
 
 def training(config, metrics, steps):
@@ -122,6 +127,7 @@ def step_of(metrics):
 def main():
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--mpi", default="mpich")
+    arguments.add_argument("--ranks", type=int, default=1)
     arguments.add_argument("--steps", type=int, default=12)
     arguments.add_argument("--cable", nargs="+", default=["1e9,1000"])
     given = arguments.parse_args()
@@ -133,6 +139,9 @@ def main():
         run(["cc", "-O2", "-pthread", "-o", program, ROOT / "scripts" / "cable.c"])
         configs = {}
         for name, stage, more in SETTINGS:
+            # A second copy is of groups of ranks.
+            if more.get("zero_hpz_partition_size", given.ranks) != given.ranks:
+                continue
             config = json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())
             config["zero_optimization"].update(more)
             configs[name] = work / f"{len(configs)}.json"
@@ -142,7 +151,7 @@ def main():
             rate, delay = cable.split(",")
             hosts = Cable(program, rate, delay, work)
             try:
-                bench = run([*hosts.mpirun(given.mpi), RELEASE / "zerorun", "bench", "network", "--json"],
+                bench = run([*hosts.mpirun(given.mpi, given.ranks), RELEASE / "zerorun", "bench", "network", "--json"],
                             env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
                 bench = json.loads(bench.stdout.splitlines()[-1])
                 speed = {key: bench[key]["into_a_host"] / bench[key]["seconds"] for key in ["plain", "reduce_scatter", "all_gather"]}
@@ -159,16 +168,16 @@ def main():
                         for host in range(2):
                             metrics = alone[name] if host == 0 else work / "other.jsonl"
                             metrics.unlink(missing_ok=True)
-                            words = [*hosts.on(host), RELEASE / "zerorun", "-n", "2", *training(config, metrics, given.steps)]
+                            words = [*hosts.on(host), RELEASE / "zerorun", "-n", str(given.ranks), *training(config, metrics, given.steps)]
                             jobs.append(subprocess.Popen([str(word) for word in words], env=env, stdin=subprocess.DEVNULL,
                                                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
                         if any(job.wait() for job in jobs):
                             sys.exit(f"{name}: a job on one host failed")
                     metrics = work / "both.jsonl"
                     metrics.unlink(missing_ok=True)
-                    run([*hosts.mpirun(given.mpi), *training(config, metrics, given.steps)], **quiet)
+                    run([*hosts.mpirun(given.mpi, given.ranks), *training(config, metrics, given.steps)], **quiet)
                     measured, between = step_of(metrics)
-                    words = [RELEASE / "zerorun", "estimate", "--model", "mini", "--ds_config", config, "-n", "4", "--hosts", "2",
+                    words = [RELEASE / "zerorun", "estimate", "--model", "mini", "--ds_config", config, "-n", str(2 * given.ranks), "--hosts", "2",
                              "--network", f"{speed['plain'] / 1e6:.3f}MB/s,{one_way * 1e6:.1f}us,{100 * bench['busy']:.1f}%", "--measured", alone[name], "--json"]
                     estimate = json.loads(run(words, capture_output=True, text=True).stdout)["across_hosts"]["forecast"]
                     one, predicted = step_of(alone[name])[0], estimate["step_s"]
