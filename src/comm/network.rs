@@ -132,25 +132,6 @@ fn processors_of(stat: &str) -> Option<Processors> {
     (count > 0).then(|| Processors { count: count as f64, busy: (user + nice + system + irq + softirq) / 100.0 })
 }
 
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn busy_processors_are_counted_without_waiting_for_disks_and_time_taken_by_others() {
-        let stat =
-            "cpu  100 20 300 4000 500 60 7 80 90 0\ncpu0 1 2 3 4 5 6 7 8 9 0\ncpu1 1 2 3 4 5 6 7 8 9 0\nintr 5\n";
-        let Processors { count, busy } = processors_of(stat).unwrap();
-        assert_eq!((count, busy), (2.0, 4.87));
-        for wrong in ["", "cpu  1 2 3\ncpu0 1 2 3\n", "cpu  1 2 3 4 5 6 7 8 9 0\nintr 5\n"] {
-            assert!(processors_of(wrong).is_none(), "{wrong}");
-        }
-        // The machine that this runs on has some, and they have worked.
-        assert!(processors().is_none_or(|found| found.count >= 1.0 && found.busy > 0.0));
-    }
-}
-
 fn one_way(comm: &dyn Communicator, place: &Place) -> Result<f64> {
     comm.barrier().wait()?;
     let own = place.one_way()?.map_or(0.0, |time| time.as_secs_f64());
@@ -175,4 +156,23 @@ fn fastest(comm: &dyn Communicator, kind: Kind, run: impl Fn() -> Result<()>) ->
         }
     }
     Ok(best)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn busy_processors_are_counted_without_waiting_for_disks_and_time_taken_by_others() {
+        let stat =
+            "cpu  100 20 300 4000 500 60 7 80 90 0\ncpu0 1 2 3 4 5 6 7 8 9 0\ncpu1 1 2 3 4 5 6 7 8 9 0\nintr 5\n";
+        let Processors { count, busy } = processors_of(stat).unwrap();
+        assert_eq!((count, busy), (2.0, 4.87));
+        for wrong in ["", "cpu  1 2 3\ncpu0 1 2 3\n", "cpu  1 2 3 4 5 6 7 8 9 0\nintr 5\n"] {
+            assert!(processors_of(wrong).is_none(), "{wrong}");
+        }
+        // The machine that this runs on has some, and they have worked.
+        assert!(processors().is_none_or(|found| found.count >= 1.0 && found.busy > 0.0));
+    }
 }

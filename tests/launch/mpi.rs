@@ -79,15 +79,44 @@ fn between_hosts(metrics: &Path, kind: &str) -> [u64; 2] {
     ["elements", "between_hosts_bytes"].map(|key| of_kind[key].as_u64().unwrap())
 }
 
+/// Stage 3 with another key of zero_optimization, as a file in `folder`.
+fn with_key(key: &str, value: usize, folder: &Path) -> String {
+    let mut all: Value = serde_json::from_str(&std::fs::read_to_string(config(3)).unwrap()).unwrap();
+    all["zero_optimization"][key] = value.into();
+    let file = folder.join(format!("{key}.json"));
+    std::fs::write(&file, all.to_string()).unwrap();
+    file.to_str().unwrap().to_string()
+}
+
+#[test]
+fn shards_of_each_host_change_no_bit_and_only_sums_of_gradients_cross() {
+    let test = shards_of_each_host_change_no_bit_and_only_sums_of_gradients_cross;
+    let Some(hosts) = hosts(test) else { return };
+    let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
+    let mut one = zerorun();
+    one.args(["-n", "4"]);
+    let expected = train(one, &train_gpt, 3, folder.path(), "one");
+    for ranks in [1, 2] {
+        let in_groups = with_key("mics_shard_size", ranks, folder.path());
+        with_each(test, |mpi| {
+            let metrics = folder.path().join(format!("{mpi:?}-{ranks}.jsonl"));
+            let steps = train_by(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), &train_gpt, &in_groups, &metrics);
+            assert_eq!(steps, expected, "{mpi:?}, groups of {ranks}");
+            let [reduced, bytes] = between_hosts(&metrics, "reduce_scatter");
+            // Of four pieces two ranks elsewhere send their parts of one, in f32, and those that have the same shard the sums
+            // of each other's: of every group of the other host one, which a rank of this host gets for all of it.
+            assert_eq!(bytes, (2 + 1) * (reduced / 4 * 4), "{mpi:?}, groups of {ranks}");
+            assert_eq!(between_hosts(&metrics, "all_gather")[1], 0, "{mpi:?}, groups of {ranks}");
+        });
+    }
+}
+
 #[test]
 fn bytes_between_hosts_are_those_of_the_formula_and_a_second_copy_keeps_backwards_gathers_off_the_cable() {
     let test = bytes_between_hosts_are_those_of_the_formula_and_a_second_copy_keeps_backwards_gathers_off_the_cable;
     let Some(hosts) = hosts(test) else { return };
     let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
-    let mut with_copy: Value = serde_json::from_str(&std::fs::read_to_string(config(3)).unwrap()).unwrap();
-    with_copy["zero_optimization"]["zero_hpz_partition_size"] = 2.into();
-    let with_copy_file = folder.path().join("hpz.json");
-    std::fs::write(&with_copy_file, with_copy.to_string()).unwrap();
+    let with_copy = with_key("zero_hpz_partition_size", 2, folder.path());
     with_each(test, |mpi| {
         let run = |config: &str, name: &str| {
             let metrics = folder.path().join(format!("{mpi:?}-{name}.jsonl"));
@@ -95,7 +124,7 @@ fn bytes_between_hosts_are_those_of_the_formula_and_a_second_copy_keeps_backward
             (steps, between_hosts(&metrics, "reduce_scatter"), between_hosts(&metrics, "all_gather"))
         };
         let (steps, [reduced, reduced_bytes], [gathered, gathered_bytes]) = run(&config(3), "without");
-        let (same_steps, same_reduced, [in_all, from_hosts]) = run(with_copy_file.to_str().unwrap(), "with");
+        let (same_steps, same_reduced, [in_all, from_hosts]) = run(&with_copy, "with");
         // Of four chunks two ranks elsewhere send their parts of one, in f32.
         assert_eq!(reduced_bytes, 2 * reduced / 4 * 4, "{mpi:?}");
         // Two shards of the other host come by two lanes.
