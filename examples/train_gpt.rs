@@ -450,6 +450,7 @@ fn train<A: Architecture>(
         }
     }
     engine.wait_for_checkpoint()?;
+    engine.wait_for_upload()?;
     progress.finish();
     let files = engine.offload_report();
     if first && files != OffloadReport::default() {

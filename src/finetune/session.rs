@@ -409,7 +409,8 @@ impl FineTune {
     /// Writes the result. Collective.
     ///
     /// # Errors
-    /// A folder that cannot be written to, or is not empty; a run all of whose steps were skipped.
+    /// A folder that cannot be written to, or is not empty; a run all of whose steps were skipped; with the result in its place, a
+    /// checkpoint that an object store did not get.
     pub fn finish(mut self) -> Result<()> {
         self.engine.wait_for_checkpoint()?;
         let (made, skipped) =
@@ -419,7 +420,8 @@ impl FineTune {
         }
         let to = self.prepared.options.out.clone();
         // A run that was stopped behind its end has left it already.
-        result::replace(&mut self.engine, &self.prepared, &to).inspect_err(|error| self.abort(error))
+        result::replace(&mut self.engine, &self.prepared, &to).inspect_err(|error| self.abort(error))?;
+        self.engine.wait_for_upload()
     }
 
     /// What became of the engine's memory, transfers and files, for the last line of metrics.
