@@ -6,8 +6,9 @@
 //!   all-gather       shards inside of each host -> slices of the host's whole from host to host -> slices inside again
 //! ```
 //!
-//! Inside a host is the [`Exchange`] of a world of that host's ranks. Between hosts are messages: a header, which names the
-//! collective that a rank is in, then pieces of data. Those of the next piece are on their way while this one is worked on.
+//! Inside a host is the [`Exchange`](crate::comm::exchange::Exchange) of a world of that host's ranks. Between hosts are
+//! messages: a header, which names the collective that a rank is in, then pieces of data. Those of the next piece are on
+//! their way while this one is worked on.
 //!
 //! Sums run in rank order in f32, so the bits are those of one machine with as many ranks, whichever way they are made. The
 //! way with fewer bytes between hosts is taken: see [`super::traffic`].
