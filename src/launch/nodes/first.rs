@@ -41,12 +41,13 @@ pub(super) struct Rule {
     pub(super) patience: Duration,
 }
 
-/// Serves the job `number`, which no other has, on a thread of its own, until it is over.
-pub(super) fn serve(listener: TcpListener, rule: Rule, number: u64) -> std::io::Result<std::thread::JoinHandle<()>> {
+/// Serves the job on a thread of its own, until it is over. `own` is this host, to which the others are compared, and whose
+/// launcher's number names the job: no other has it.
+pub(super) fn serve(listener: TcpListener, rule: Rule, own: Hello) -> std::io::Result<std::thread::JoinHandle<()>> {
     let (sender, heard) = channel();
     let accepted = sender.clone();
     std::thread::Builder::new().name("lets hosts in".into()).spawn(move || accept(&listener, &accepted))?;
-    let mut job = Job { rule, number, heard, _sender: sender, strangers: BTreeMap::new(), hosts: BTreeMap::new() };
+    let mut job = Job { rule, own, heard, _sender: sender, strangers: BTreeMap::new(), hosts: BTreeMap::new() };
     std::thread::Builder::new().name("first of hosts".into()).spawn(move || job.run())
 }
 
@@ -85,8 +86,8 @@ struct Host {
 
 struct Job {
     rule: Rule,
-    /// A number that no other job has.
-    number: u64,
+    /// This host.
+    own: Hello,
     heard: Receiver<News>,
     /// So that the receiver never ends.
     _sender: Sender<News>,
@@ -239,17 +240,19 @@ impl Job {
                 self.rule.nodes
             ));
         }
-        // One that has lost the connection may be back before that is noticed here.
-        if let Some(other) = self.hosts.get(node).filter(|other| other.hello.launcher != hello.launcher) {
+        // This host's own launcher may come after others. One that has lost the connection may be back before that is noticed.
+        let holder =
+            if *node == self.own.node { Some(&self.own) } else { self.hosts.get(node).map(|host| &host.hello) };
+        if let Some(other) = holder.filter(|other| other.launcher != hello.launcher) {
             return Some(format!(
                 "--node_rank {node} is host {}'s already; give each host its own number from 0 to {}, and each job its own \
                  --master_port",
-                other.hello.host,
+                other.host,
                 nodes - 1
             ));
         }
-        let other = &self.hosts.values().next()?.hello;
-        difference(other, hello).map(|difference| format!("host {} and host {host} differ: {difference}", other.host))
+        let own = &self.own;
+        difference(own, hello).map(|difference| format!("host {} and host {host} differ: {difference}", own.host))
     }
 
     /// One start of the ranks, to the end of all of them.
@@ -264,7 +267,7 @@ impl Job {
             let (note, ranks) = (note.clone(), ranks.clone());
             let first_rank = ranks[..place].iter().sum();
             parts.insert(*node, Part { first_rank, host: host.hello.host.clone(), values: None, end: None });
-            let space = format!("candle_zero_{:x}_{attempt}", self.number);
+            let space = format!("candle_zero_{:x}_{attempt}", self.own.launcher);
             host.peer.send(&Message::Start(Start { attempt, restart, place, ranks, port, space, note }));
         }
         let mut order = Vec::new();
@@ -436,6 +439,28 @@ mod tests {
             clock: 1_000,
             launcher: 1,
         }
+    }
+
+    #[test]
+    fn others_are_compared_with_the_first_host_even_where_its_own_launcher_comes_after_them() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let rule = Rule { nodes: 2, min_nodes: 2, max_restarts: 0, patience: Duration::from_secs(60) };
+        let _served = serve(listener, rule, hello("a")).unwrap();
+        let answer = |hello: Hello| {
+            let (sender, heard) = channel();
+            let stream = std::net::TcpStream::connect(address).unwrap();
+            let peer = Peer::over(stream, move |heard| _ = sender.send(heard)).unwrap();
+            peer.send(&Message::Hello(hello));
+            heard.recv_timeout(Duration::from_secs(60)).unwrap()
+        };
+        let refused = |hello: Hello| match answer(hello) {
+            Heard::Said(Message::Refused(why)) => why,
+            other => panic!("{other:?}"),
+        };
+        let other = |node: usize, word: &str| Hello { node, launcher: 2, words: vec![word.into()], ..hello("b") };
+        insta::assert_snapshot!(refused(other(1, "--help")), @"host a and host b differ: the script's arguments are `--ds_config zero3.json` and `--help`; give the same");
+        insta::assert_snapshot!(refused(other(0, "--help")), @"--node_rank 0 is host a's already; give each host its own number from 0 to 1, and each job its own --master_port");
     }
 
     fn part(host: &str, first_rank: usize, end: End) -> Part {

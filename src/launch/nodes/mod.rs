@@ -55,17 +55,8 @@ pub(crate) struct Node {
 pub(super) fn run(job: Job, node: &Node, max_restarts: u32) -> Result<u8> {
     let patience = job.timeout.unwrap_or(PATIENCE);
     let port = job.master_port.unwrap_or(DEFAULT_PORT);
-    let first = match node.node {
-        0 => {
-            let rule = Rule { nodes: node.nodes, min_nodes: node.min_nodes, max_restarts, patience };
-            let listener = listen(port)?;
-            Some(
-                first::serve(listener, rule, launcher())
-                    .map_err(|source| LaunchError::Setup { what: "meeting other hosts", source })?,
-            )
-        }
-        _ => None,
-    };
+    // Before anything is read: a port that is taken is told at once.
+    let listener = if node.node == 0 { Some(listen(port)?) } else { None };
     let hello = Hello {
         version: env!("CARGO_PKG_VERSION").into(),
         nodes: node.nodes,
@@ -77,6 +68,9 @@ pub(super) fn run(job: Job, node: &Node, max_restarts: u32) -> Result<u8> {
         clock: 0,
         launcher: launcher(),
     };
+    let rule = Rule { nodes: node.nodes, min_nodes: node.min_nodes, max_restarts, patience };
+    let first = listener.map(|listener| first::serve(listener, rule, hello.clone())).transpose();
+    let first = first.map_err(|source| LaunchError::Setup { what: "meeting other hosts", source })?;
     let joining = Joining {
         master_addr: node.master_addr.clone(),
         master_port: port,
