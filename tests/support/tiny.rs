@@ -154,15 +154,19 @@ pub fn train_over(
     train_as(|comm| Ok(Engine::builder().communicator(over(comm)).device(Device::Cpu)), world, shape, config, steps)
 }
 
-/// The same on a device of each rank's own.
+/// The same on the device of each rank.
 pub fn train_on(
-    device: impl Fn() -> Result<Device> + Sync,
+    device: impl Fn(usize) -> Result<Device> + Sync,
     world: usize,
     shape: Shape,
     config: &Value,
     steps: usize,
 ) -> Vec<Outcome> {
-    train_as(|comm| Ok(Engine::builder().communicator(comm).device(device()?)), world, shape, config, steps)
+    let builder = |comm: Arc<dyn Communicator>| {
+        let device = device(comm.rank())?;
+        Ok(Engine::builder().communicator(comm).device(device))
+    };
+    train_as(builder, world, shape, config, steps)
 }
 
 fn train_as(

@@ -1,22 +1,25 @@
-//! The engine on a GPU: stages 0 to 3 give the same bits as each other, and the CPU's losses. Ranks are threads that
-//! share the first GPU. Where no GPU answers, each test is skipped; scripts/gpu_check.sh counts that as "no GPU".
+//! The engine on GPUs: stages 0 to 3 give the same bits as each other, and the CPU's losses. Ranks are threads with a GPU each, as
+//! far as there are so many. Where no GPU answers, each test is skipped; scripts/gpu_check.sh counts that as "no GPU". CI runs
+//! them on the stand-in of tools/mock_cuda.
 
 use crate::support::skips::skipped;
 use crate::support::tiny::{Outcome, Shape, absent_parameters_are_named, config, train, train_on};
 use candle_core::Device;
+use candle_core::cuda_backend::{WrapErr, cudarc::driver::CudaContext};
 use serde_json::{Value, json};
 
 const STEPS: usize = 10;
 /// Relative; f32 sums of another order.
 const CPU_TOLERANCE: f32 = 1e-4;
 
-fn gpu() -> candle_core::Result<Device> {
-    Device::new_cuda(0)
+fn gpu(rank: usize) -> candle_core::Result<Device> {
+    let gpus = usize::try_from(CudaContext::device_count().w()?).unwrap();
+    Device::new_cuda(rank % gpus.max(1))
 }
 
 /// Whether a GPU answers; `test` is skipped otherwise.
 fn gpu_answers<T: Fn()>(test: T) -> bool {
-    gpu().map_err(|e| skipped(test, format_args!("no CUDA device answers: {e}"))).is_ok()
+    gpu(0).map_err(|e| skipped(test, format_args!("no CUDA device answers: {e}"))).is_ok()
 }
 
 fn zero() -> Value {
@@ -33,7 +36,7 @@ fn stages_give_the_same_bits_and_the_losses_of_the_cpu() {
         return;
     }
     let shape = Shape { layers: 2, units: true, ..Shape::default() };
-    for world in [1, 2] {
+    for world in [1, 2, 4] {
         let on_gpu = |stage, shape| train_on(gpu, world, shape, &config(stage, 2, zero(), json!({})), STEPS);
         let reference = on_gpu(0, shape);
         let others = [(1, false), (2, false), (3, false), (3, true)];
@@ -75,6 +78,6 @@ fn bf16_trains_and_stages_agree() {
 #[test]
 fn an_absent_parameter_is_an_error_with_its_name() {
     if gpu_answers(an_absent_parameter_is_an_error_with_its_name) {
-        absent_parameters_are_named(gpu);
+        absent_parameters_are_named(|| gpu(0));
     }
 }

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Builds the stand-in for CUDA into FOLDER, which then looks like a toolkit: bin/nvcc, lib64/libcuda.so.1 and the others.
+#
+#   tools/mock_cuda/build.sh TOOLKIT FOLDER
+#
+# TOOLKIT has NVIDIA's headers in include/ (scripts/fetch_cuda.sh). Needs g++ and Python 3. Then, with
+#   CUDA_HOME=FOLDER PATH=FOLDER/bin:$PATH LD_LIBRARY_PATH=FOLDER/lib64 CUDA_COMPUTE_CAP=90
+# `cargo test --features cuda` builds and runs without a GPU. Keep to a target folder of its own.
+set -euo pipefail
+root=$(dirname "$(readlink -f "$0")")
+toolkit=$(readlink -f "$1")
+mkdir -p "$2/bin" "$2/lib64" "$2/build"
+folder=$(readlink -f "$2")
+lib=$folder/lib64
+
+# The names that Rust programs link to: those of the bindings in cudarc.
+cudarc=$(cd "$root/../.." && cargo metadata --format-version 1 --locked --features cuda --filter-platform "$(rustc -vV | sed -n "s/^host: //p")" | python3 -c '
+import json, sys
+print(next(p["manifest_path"] for p in json.load(sys.stdin)["packages"] if p["name"] == "cudarc").rsplit("/", 1)[0])')
+
+compile() { # the library, its file name, its bindings, what else g++ takes...
+    local name=$1 file=$2 bindings=$3
+    shift 3
+    # First with what is here, then with stubs for the rest.
+    g++ -std=c++20 -O2 -Wall -Wextra -ffp-contract=off -fPIC -shared -pthread -I"$toolkit/include" "$@" -o "$folder/build/$name"
+    "$root/stubs.py" --rust "$cudarc/src/$bindings/sys/mod.rs" --without "$folder/build/$name" | gcc -x c -O1 -fPIC -c -o "$folder/build/$name.o" -
+    g++ -std=c++20 -O2 -ffp-contract=off -fPIC -shared -pthread -w -I"$toolkit/include" "$@" "$folder/build/$name.o" \
+        -Wl,-soname,"$file" -o "$lib/$file"
+    [ "$file" = "$name" ] || ln -sf "$file" "$lib/$name"
+}
+
+compile libcuda.so libcuda.so.1 driver "$root"/driver/*.cpp
+compile libcublas.so libcublas.so cublas "$root/libs/cublas.cpp" -L"$lib" -lcuda
+compile libcurand.so libcurand.so curand "$root/libs/curand.cpp" -L"$lib" -lcuda
+empty=$folder/build/empty.c
+: > "$empty"
+compile libcublasLt.so libcublasLt.so cublaslt "$empty"
+compile libnvrtc.so libnvrtc.so nvrtc "$empty"
+compile libcudart.so libcudart.so runtime "$empty"
+
+printf '#!/bin/sh\nMOCK_CUDA_HEADERS=%q exec %q "$@"\n' "$toolkit/include" "$root/nvcc" > "$folder/bin/nvcc"
+chmod +x "$folder/bin/nvcc"
+ln -sfn "$toolkit/include" "$folder/include"
+rm -r "$folder/build"
