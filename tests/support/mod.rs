@@ -3,6 +3,7 @@
 
 pub mod cluster;
 pub mod convnet;
+pub mod device;
 pub mod gan;
 pub mod processes;
 pub mod recorded;

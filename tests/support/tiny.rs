@@ -1,5 +1,6 @@
 //! A tiny transformer, and ranks as threads that train it.
 
+use super::device;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Module, VarBuilder};
 use candle_zero::comm::{CommReport, Communicator, threads};
@@ -127,7 +128,7 @@ pub fn config(stage: u8, accumulation: usize, zero: Value, more: Value) -> Value
     config
 }
 
-/// Trains the tiny model for `steps` optimizer steps on every rank of `world`, on the CPU.
+/// Trains the tiny model for `steps` optimizer steps on every rank of `world`, on [`device::of_rank`].
 pub fn train(world: usize, shape: Shape, config: &Value, steps: usize) -> Vec<Outcome> {
     train_with(world, shape, config, steps, |builder| builder)
 }
@@ -140,7 +141,7 @@ pub fn train_with(
     steps: usize,
     more: impl Fn(EngineBuilder) -> EngineBuilder + Sync,
 ) -> Vec<Outcome> {
-    train_as(|comm| Ok(more(Engine::builder().communicator(comm).device(Device::Cpu))), world, shape, config, steps)
+    train_as(|comm| Ok(more(builder_on(device::of_rank, comm)?)), world, shape, config, steps)
 }
 
 /// The same over communicators that are made of the threads' own.
@@ -151,7 +152,7 @@ pub fn train_over(
     config: &Value,
     steps: usize,
 ) -> Vec<Outcome> {
-    train_as(|comm| Ok(Engine::builder().communicator(over(comm)).device(Device::Cpu)), world, shape, config, steps)
+    train_as(|comm| builder_on(device::of_rank, over(comm)), world, shape, config, steps)
 }
 
 /// The same on the device of each rank.
@@ -162,11 +163,12 @@ pub fn train_on(
     config: &Value,
     steps: usize,
 ) -> Vec<Outcome> {
-    let builder = |comm: Arc<dyn Communicator>| {
-        let device = device(comm.rank())?;
-        Ok(Engine::builder().communicator(comm).device(device))
-    };
-    train_as(builder, world, shape, config, steps)
+    train_as(|comm| builder_on(&device, comm), world, shape, config, steps)
+}
+
+fn builder_on(device: impl Fn(usize) -> Result<Device>, comm: Arc<dyn Communicator>) -> Result<EngineBuilder> {
+    let device = device(comm.rank())?;
+    Ok(Engine::builder().communicator(comm).device(device))
 }
 
 fn train_as(

@@ -92,21 +92,26 @@ struct Fiber {
     Context context;
 };
 
+constexpr size_t LARGEST_SHUFFLE = 16;
+
 struct Thread {
-    State state;
-    Fiber *fiber;                          // where it parked
-    unsigned mask;                         // of the lanes that its warp's barrier is for
-    alignas(16) unsigned char given[16];   // what a shuffle hands to the others
+    Fiber *fiber;   // where it parked
+    unsigned mask;  // of the lanes that its warp's barrier is for
+    unsigned round; // of its shuffles
+    // What it hands to the others, in even and odd rounds: nobody comes to a round before all have read that before the last.
+    alignas(16) unsigned char given[2][LARGEST_SHUFFLE];
 };
 
 struct Launch {
     const mock_cuda_kernel *kernel;
     void **arguments;
     std::vector<unsigned> order;     // of the threads of a block
-    std::vector<Thread> threads;     // of the block that runs
+    std::vector<State> states;       // of the block that runs
+    std::vector<Thread> threads;
+    std::vector<uint8_t> at_warp;    // lanes of each warp at its barrier
     size_t begun;                    // threads of `order` that are not fresh
     size_t parked;
-    std::vector<unsigned> woken;     // parked threads whose barrier is open
+    std::vector<unsigned> woken;     // parked threads whose barrier is open; the last goes first
     unsigned current;
     Fiber *active;
     std::vector<Fiber *> idle;
@@ -123,33 +128,20 @@ uint64_t draw() {
     return z ^ (z >> 31);
 }
 
-template <class T>
-void shuffle(std::vector<T> &values) {
+void shuffle(std::vector<unsigned> &values, size_t from = 0) {
     if (seed() == 0) return;
-    for (size_t i = values.size(); i > 1; i--) std::swap(values[i - 1], values[draw() % i]);
+    for (size_t i = values.size() - from; i > 1; i--) std::swap(values[from + i - 1], values[from + draw() % i]);
 }
 
 void become(unsigned thread) {
     auto &d = mock_blockDim;
     launch.current = thread;
-    launch.threads[thread].state = State::Running;
-    mock_threadIdx = {thread % d.x, thread / d.x % d.y, thread / d.x / d.y};
+    launch.states[thread] = State::Running;
+    mock_threadIdx = d.y == 1 && d.z == 1 ? Dim{thread, 0, 0} : Dim{thread % d.x, thread / d.x % d.y, thread / d.x / d.y};
 }
 
 // A fiber: runs threads that have not begun, one after the other. Where one parks, this comes back when it is woken.
-void run_fresh_threads() {
-    for (;;) {
-        while (launch.begun < launch.order.size()) {
-            unsigned thread = launch.order[launch.begun++];
-            become(thread);
-            launch.kernel->run(launch.arguments);
-            launch.threads[thread].state = State::Done;
-        }
-        Fiber *self = launch.active;
-        launch.idle.push_back(self);
-        switch_to(self->context, launch.home);
-    }
-}
+void run_fresh_threads();
 
 Fiber *free_fiber() {
     if (!launch.idle.empty()) {
@@ -165,74 +157,103 @@ Fiber *free_fiber() {
     return fiber;
 }
 
-void go_on(Fiber *fiber) {
-    launch.active = fiber;
-    switch_to(launch.home, fiber->context);
+// What goes on now: a woken thread, a fiber for fresh ones, or the block.
+Context &next() {
+    if (!launch.woken.empty()) {
+        unsigned thread = launch.woken.back();
+        launch.woken.pop_back();
+        become(thread);
+        launch.active = launch.threads[thread].fiber;
+        return launch.active->context;
+    }
+    if (launch.begun < launch.order.size()) {
+        launch.active = free_fiber();
+        return launch.active->context;
+    }
+    launch.active = nullptr;
+    return launch.home;
 }
 
-void park(State state) {
-    Thread &thread = launch.threads[launch.current];
-    thread.state = state;
-    thread.fiber = launch.active;
-    launch.parked++;
-    switch_to(thread.fiber->context, launch.home);
-}
-
-void wake(std::vector<unsigned> threads) {
-    shuffle(threads);
-    launch.parked -= threads.size();
-    for (unsigned t : threads) launch.threads[t].state = State::Woken;
-    // The last is taken first.
-    launch.woken.insert(launch.woken.end(), threads.rbegin(), threads.rend());
+void run_fresh_threads() {
+    for (;;) {
+        while (launch.begun < launch.order.size()) {
+            unsigned thread = launch.order[launch.begun++];
+            launch.threads[thread].round = 0;
+            become(thread);
+            launch.kernel->run(launch.arguments);
+            launch.states[thread] = State::Done;
+        }
+        Fiber *self = launch.active;
+        launch.idle.push_back(self);
+        switch_to(self->context, next());
+    }
 }
 
 // Opens the barrier of a thread's warp if all lanes of its mask came to it or have ended.
 bool open_warp(unsigned thread) {
-    unsigned first = thread / WARP * WARP, mask = launch.threads[thread].mask;
-    std::vector<unsigned> there;
-    for (unsigned t = first; t < std::min<size_t>(first + WARP, launch.threads.size()); t++) {
-        auto &other = launch.threads[t];
-        if (!(mask >> (t - first) & 1) || other.state == State::Done) continue;
-        if (other.state != State::AtWarpBarrier) return false;
-        if (other.mask != mask) die("%s: lanes of one warp wait with masks %x and %x", launch.kernel->name, mask, other.mask);
-        there.push_back(t);
+    unsigned first = thread / WARP * WARP, mask = launch.threads[thread].mask, came = 0;
+    unsigned lanes = std::min<size_t>(WARP, launch.threads.size() - first);
+    for (unsigned lane = 0; lane < lanes; lane++) {
+        State state = launch.states[first + lane];
+        if (!(mask >> lane & 1) || state == State::Done) continue;
+        if (state != State::AtWarpBarrier) return false;
+        if (unsigned other = launch.threads[first + lane].mask; other != mask)
+            die("%s: lanes of one warp wait with masks %x and %x", launch.kernel->name, mask, other);
+        came |= 1u << lane;
     }
-    wake(std::move(there));
+    size_t from = launch.woken.size();
+    for (unsigned lane = lanes; lane-- > 0;) {
+        if (!(came >> lane & 1)) continue;
+        launch.states[first + lane] = State::Woken;
+        launch.woken.push_back(first + lane);
+    }
+    shuffle(launch.woken, from);
+    launch.parked -= launch.woken.size() - from;
+    launch.at_warp[thread / WARP] -= launch.woken.size() - from;
     return true;
+}
+
+void park(State state) {
+    unsigned thread = launch.current;
+    launch.states[thread] = state;
+    launch.threads[thread].fiber = launch.active;
+    launch.parked++;
+    if (state == State::AtWarpBarrier) {
+        // It opens as soon as it can: so few fibers suffice.
+        unsigned came = ++launch.at_warp[thread / WARP], mask = launch.threads[thread].mask;
+        if (came >= unsigned(__builtin_popcount(mask)) || launch.begun == launch.order.size()) open_warp(thread);
+    }
+    Fiber *self = launch.active;
+    Context &to = next();
+    if (launch.active != self) switch_to(self->context, to);
 }
 
 // After all threads began and none can go on.
 void open_barriers() {
-    std::vector<unsigned> at_block;
+    size_t at_block = 0;
     for (unsigned t = 0; t < launch.threads.size(); t++) {
-        if (launch.threads[t].state == State::AtWarpBarrier && open_warp(t)) return;
-        if (launch.threads[t].state == State::AtBlockBarrier) at_block.push_back(t);
+        if (launch.states[t] == State::AtWarpBarrier && open_warp(t)) return;
+        at_block += launch.states[t] == State::AtBlockBarrier;
     }
-    if (at_block.size() != launch.parked)
+    if (at_block != launch.parked)
         die("%s hangs: %zu threads of a block wait for all, %zu for lanes of their warp that do not come", launch.kernel->name,
-            at_block.size(), launch.parked - at_block.size());
-    wake(std::move(at_block));
+            at_block, launch.parked - at_block);
+    for (unsigned t = launch.threads.size(); t-- > 0;) {
+        if (launch.states[t] != State::AtBlockBarrier) continue;
+        launch.states[t] = State::Woken;
+        launch.woken.push_back(t);
+    }
+    shuffle(launch.woken);
+    launch.parked = 0;
 }
 
 void run_block() {
-    launch.threads.assign(launch.order.size(), Thread{State::Fresh, nullptr, 0, {}});
+    std::fill(launch.states.begin(), launch.states.end(), State::Fresh);
     launch.begun = launch.parked = 0;
     for (;;) {
-        if (!launch.woken.empty()) {
-            unsigned thread = launch.woken.back();
-            launch.woken.pop_back();
-            become(thread);
-            go_on(launch.threads[thread].fiber);
-        } else if (launch.begun < launch.order.size()) {
-            go_on(free_fiber());
-        } else if (launch.parked > 0) {
-            open_barriers();
-            continue;
-        } else {
-            return;
-        }
-        // A warp's barrier opens as soon as it can: so few fibers suffice.
-        if (launch.threads[launch.current].state == State::AtWarpBarrier) open_warp(launch.current);
+        if (Context &to = next(); &to != &launch.home) switch_to(launch.home, to);
+        else if (launch.parked > 0) open_barriers();
+        else return;
     }
 }
 
@@ -244,6 +265,9 @@ void run_kernel(const mock_cuda_kernel &kernel, Dim grid, Dim block, size_t shar
     launch.order.resize(size_t(block.x) * block.y * block.z);
     for (size_t i = 0; i < launch.order.size(); i++) launch.order[i] = i;
     shuffle(launch.order);
+    launch.states.resize(launch.order.size());
+    launch.threads.resize(launch.order.size());
+    launch.at_warp.assign((launch.order.size() + WARP - 1) / WARP, 0);
     mock_blockDim = block;
     mock_gridDim = grid;
     std::vector<unsigned char> shared(shared_bytes + 16, 0xFF);
@@ -272,27 +296,27 @@ void mock_syncwarp(unsigned mask) {
 void mock_shuffle(unsigned mask, void *value, size_t bytes, unsigned lane) {
     using namespace mock;
     unsigned self = launch.current, from = self / WARP * WARP + lane;
-    memcpy(launch.threads[self].given, value, bytes);
+    unsigned round = ++launch.threads[self].round;
+    memcpy(launch.threads[self].given[round & 1], value, bytes);
     mock_syncwarp(mask);
-    if (from >= launch.threads.size() || !(mask >> lane & 1) || launch.threads[from].state == State::Done)
+    if (from >= launch.threads.size() || !(mask >> lane & 1) || launch.threads[from].round < round)
         die("%s: thread %u reads what lane %u of its warp gives, which takes no part", launch.kernel->name, self, lane);
-    memcpy(value, launch.threads[from].given, bytes);
-    mock_syncwarp(mask);
+    memcpy(value, launch.threads[from].given[round & 1], bytes);
 }
 
 // The lanes of `mask`, as bits, whose `predicate` holds.
 unsigned mock_ballot(unsigned mask, int predicate) {
     using namespace mock;
     unsigned self = launch.current, first = self / WARP * WARP, bits = 0;
-    memcpy(launch.threads[self].given, &predicate, sizeof predicate);
+    unsigned round = ++launch.threads[self].round;
+    memcpy(launch.threads[self].given[round & 1], &predicate, sizeof predicate);
     mock_syncwarp(mask);
     for (unsigned lane = 0; lane < WARP && first + lane < launch.threads.size(); lane++) {
-        int other = 0;
-        if (mask >> lane & 1 && launch.threads[first + lane].state != State::Done)
-            memcpy(&other, launch.threads[first + lane].given, sizeof other);
-        bits |= unsigned(other != 0) << lane;
+        const Thread &other = launch.threads[first + lane];
+        int of_other = 0;
+        if (mask >> lane & 1 && other.round >= round) memcpy(&of_other, other.given[round & 1], sizeof of_other);
+        bits |= unsigned(of_other != 0) << lane;
     }
-    mock_syncwarp(mask);
     return bits;
 }
 

@@ -1,0 +1,41 @@
+//! Where the ranks of a test compute.
+
+use candle_core::{Device, Result};
+
+/// The CPU; with feature `cuda` and the variable `CANDLE_ZERO_TEST_DEVICE=cuda` a GPU for each rank, as far as there are
+/// so many.
+pub fn of_rank(rank: usize) -> Result<Device> {
+    #[cfg(feature = "cuda")]
+    if std::env::var_os("CANDLE_ZERO_TEST_DEVICE").is_some_and(|d| d == "cuda") {
+        return gpu(rank);
+    }
+    let _ = rank;
+    Ok(Device::Cpu)
+}
+
+/// The GPU of a rank.
+///
+/// # Errors
+/// None answers.
+#[cfg(feature = "cuda")]
+pub fn gpu(rank: usize) -> Result<Device> {
+    use candle_core::cuda_backend::{WrapErr, cudarc::driver::CudaContext};
+    let gpus = usize::try_from(CudaContext::device_count().w()?).unwrap();
+    // Without any, number 0 leads to the driver's own error.
+    Device::new_cuda(rank % gpus.max(1))
+}
+
+/// Steps after which a recorded run may be left: all, or those of `CANDLE_ZERO_TEST_STEPS`, for devices that are slow because
+/// they are none.
+pub fn most_steps() -> usize {
+    std::env::var("CANDLE_ZERO_TEST_STEPS").map_or(usize::MAX, |steps| steps.parse().unwrap())
+}
+
+/// Live bytes of a rank's GPU as the stand-in for CUDA counts them (tools/mock_cuda); nothing on hardware.
+#[cfg(feature = "cuda")]
+pub fn counted_bytes(gpu: i32) -> Option<usize> {
+    type Count = unsafe extern "C" fn(i32) -> usize;
+    let program = libloading::os::unix::Library::this();
+    // SAFETY: the stand-in's function of this name has this type.
+    unsafe { program.get::<Count>("mock_cuda_live_bytes").ok().map(|count| count(gpu)) }
+}
