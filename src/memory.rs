@@ -126,6 +126,13 @@ impl Ledger {
         self.lock().tiers.get(&(kind, tier)).copied().unwrap_or_default()
     }
 
+    /// The kinds of which `tier` holds something, with their bytes.
+    pub fn held_in(&self, tier: Tier) -> Vec<(Kind, usize)> {
+        let entries = self.lock();
+        let here = entries.tiers.iter().filter(|((_, t), bytes)| *t == tier && bytes.held > 0);
+        here.map(|((kind, _), bytes)| (*kind, bytes.held)).collect()
+    }
+
     fn change(&self, tier: Tier, kind: Kind, from: usize, to: usize) {
         let mut entries = self.lock();
         entries.tiers.entry((kind, tier)).or_default().change(from, to);

@@ -308,6 +308,18 @@ pub enum EngineError {
         /// What this rank asked for, where it is known.
         hint: String,
     },
+    /// A GPU without enough memory.
+    #[error(
+        "the GPU of rank {rank} has no memory left; of this model it holds {held}, and activations, gradients under way or other \
+         programs have the rest; use a smaller train_micro_batch_size_per_gpu, units that recompute, or shard parameters \
+         (zero_optimization.stage 3)"
+    )]
+    DeviceMemory {
+        /// This rank.
+        rank: usize,
+        /// What the ledger holds there, by kind.
+        held: String,
+    },
     /// An earlier error ended the job.
     #[error("the engine stopped after an earlier error: {0}")]
     Stopped(String),

@@ -52,6 +52,12 @@ pub(crate) fn names_absent(error: &Error) -> bool {
     text.contains(&format!("{ABSENT:?}")) || text.contains(SHARDED)
 }
 
+/// Whether `error` is the driver's for a GPU without enough memory.
+pub(crate) fn is_out_of_memory(error: &Error) -> bool {
+    // cudarc's error is known by its text alone where feature `cuda` is off.
+    error.to_string().contains("CUDA_ERROR_OUT_OF_MEMORY")
+}
+
 const SHARDED: &str = "is sharded and not gathered now";
 
 /// How this library's operation `op` refuses to compute with a storage of `dtype`, if that stands for an absent

@@ -14,7 +14,7 @@ use super::sub_group::{SubGroup, places};
 use super::unreduced::Unreduced;
 use crate::comm::Communicator;
 use crate::config::ZeroConfig;
-use crate::error::{Error, ParamError};
+use crate::error::{EngineError, Error, ParamError};
 use crate::graph::Grad;
 use crate::layout::Placement;
 use crate::memory::{Ledger, MemoryReport, Tier};
@@ -22,7 +22,7 @@ use crate::offload::{Offload, OffloadReport};
 use crate::param::capture::GradientSink;
 use crate::param::{Buffer, BufferSync, Param, ParamId, ROOT, UnitId};
 use crate::tensor::residency;
-use crate::util::{list, lock, unpoisoned};
+use crate::util::{binary, list, lock, unpoisoned};
 use candle_core::DType;
 use candle_nn::Init;
 use std::collections::BTreeSet;
@@ -313,6 +313,19 @@ impl Core {
 
     /// The typed error behind a failed Candle operation.
     pub(super) fn explain(&self, error: candle_core::Error) -> Error {
+        match self.cause_of(error) {
+            Error::Candle(error) if residency::is_out_of_memory(&error) => {
+                let held = self.ledger.held_in(Tier::Device);
+                let held: Vec<_> =
+                    held.iter().map(|(kind, b)| format!("{} {}", kind.name(), binary(*b as u64))).collect();
+                let held = if held.is_empty() { "nothing".into() } else { held.join(", ") };
+                EngineError::DeviceMemory { rank: self.comm.rank(), held }.into()
+            }
+            error => error,
+        }
+    }
+
+    fn cause_of(&self, error: candle_core::Error) -> Error {
         if let Some(failure) = lock(&self.failure).take() {
             return failure;
         }

@@ -6,11 +6,13 @@ use crate::support::device::{counted_bytes, gpu};
 use crate::support::processes::as_program;
 use crate::support::skips::skipped;
 use crate::support::tiny::{Outcome, Shape, Tiny, absent_parameters_are_named, batch, config, train_on};
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 use candle_zero::Engine;
-use candle_zero::comm::threads;
+use candle_zero::checkpoint::LoadOptions;
+use candle_zero::comm::{Communicator, threads};
 use serde_json::{Value, json};
 use std::process::Command;
+use std::sync::Arc;
 
 const STEPS: usize = 10;
 /// Relative; f32 sums of another order.
@@ -84,16 +86,22 @@ fn an_absent_parameter_is_an_error_with_its_name() {
 /// Set for a process that runs a test's own part alone.
 const ALONE: &str = "CANDLE_ZERO_CUDA_ALONE";
 
-/// What `test` prints when it runs alone in a process with a seed of the order of streams: other tests use the same GPUs.
-fn alone(test: &str, seed: u64) -> String {
+/// What `test` prints when it runs alone in a process with a variable of the stand-in: other tests use the same GPUs.
+fn alone(test: &str, (name, value): (&str, u64)) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(as_program(module_path!(), test))
         .env(ALONE, "1")
-        .env("MOCK_CUDA_SEED", seed.to_string())
+        .env(name, value.to_string())
         .output()
         .unwrap();
-    assert!(output.status.success(), "seed {seed}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap().lines().filter(|l| l.contains("stage ")).collect()
+    assert!(output.status.success(), "{name} {value}: {}", String::from_utf8_lossy(&output.stderr));
+    // The test runner's own text may stand before it in a line.
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    stdout.lines().filter_map(|l| l.find("stage ").map(|at| format!("{}\n", &l[at..]))).collect()
+}
+
+fn seed(seed: u64) -> (&'static str, u64) {
+    ("MOCK_CUDA_SEED", seed)
 }
 
 /// Whether the driver is the stand-in of tools/mock_cuda; `test` is skipped otherwise.
@@ -112,7 +120,7 @@ fn between_steps_a_gpu_holds_the_parameters_that_its_rank_holds() {
         return;
     }
     if std::env::var_os(ALONE).is_none() {
-        alone(name, 0);
+        alone(name, seed(0));
         return;
     }
     let shape = Shape { layers: 2, units: true, ..Shape::default() };
@@ -160,9 +168,63 @@ fn any_order_of_streams_and_threads_gives_the_same_bits() {
         }
         return;
     }
-    let want = alone(name, 0);
+    let want = alone(name, seed(0));
     assert!(want.contains("stage 2") && want.contains("stage 3"), "{want}");
-    for seed in 1..=20 {
-        assert_eq!(alone(name, seed), want, "seed {seed}");
+    for n in 1..=20 {
+        assert_eq!(alone(name, seed(n)), want, "seed {n}");
+    }
+}
+
+#[test]
+fn out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoint_loads() {
+    let name = "out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoint_loads";
+    if !stand_in(out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoint_loads) {
+        return;
+    }
+    if std::env::var_os(ALONE).is_none() {
+        insta::assert_snapshot!(alone(name, ("MOCK_CUDA_MEMORY", 100_000)), @"
+        stage 2: the GPU of rank 0 has no memory left; of this model it holds parameters 8.7 KiB, and activations, gradients under way or other programs have the rest; use a smaller train_micro_batch_size_per_gpu, units that recompute, or shard parameters (zero_optimization.stage 3)
+        stage 3: the GPU of rank 0 has no memory left; of this model it holds gathered 6.1 KiB, and activations, gradients under way or other programs have the rest; use a smaller train_micro_batch_size_per_gpu, units that recompute, or shard parameters (zero_optimization.stage 3)
+        ");
+        return;
+    }
+    let shape = Shape { layers: 2, units: true, ..Shape::default() };
+    let folder = tempfile::tempdir().unwrap();
+    for stage in [2, 3] {
+        let config = config(stage, 1, zero(), json!({}));
+        let folder = folder.path().join(stage.to_string());
+        let step = |engine: &mut Engine<Tiny>, rank: usize, samples: usize| {
+            let (ids, targets) = batch(rank);
+            let on = |t: &Tensor| t.repeat((samples, 1))?.to_device(engine.device());
+            let (ids, targets) = (on(&ids)?, on(&targets)?);
+            let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+            engine.backward(&loss)?;
+            engine.step()
+        };
+        let make = |comm: Arc<dyn Communicator>| {
+            let device = gpu(comm.rank())?;
+            Engine::builder().communicator(comm).device(device).initialize(|vb| Tiny::new(shape, vb), config.clone())
+        };
+        let errors = threads::run(2, |comm| {
+            let rank = comm.rank();
+            let mut engine = make(comm)?;
+            step(&mut engine, rank, 1)?;
+            engine.save_checkpoint(&folder, None, json!({}))?;
+            Ok(step(&mut engine, rank, 50).unwrap_err())
+        });
+        let errors: Vec<_> = errors.unwrap().into_iter().map(|error| error.unwrap().to_string()).collect();
+        // The rank that found it first; the other may have been told of it.
+        let own = errors.iter().find(|error| error.starts_with("the GPU of rank")).unwrap();
+        assert!(errors.iter().all(|error| error.contains(" has no memory left; ")), "{errors:?}");
+        println!("stage {stage}: {}", own.replace("rank 1", "rank 0"));
+
+        let loaded = threads::run(2, |comm| {
+            let rank = comm.rank();
+            let mut engine = make(comm)?;
+            engine.load_checkpoint(&folder, None, &LoadOptions::default())?;
+            step(&mut engine, rank, 1)?;
+            Ok(engine.global_steps())
+        });
+        assert!(loaded.unwrap().into_iter().all(|steps| steps.unwrap() == 2));
     }
 }
