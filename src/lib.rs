@@ -43,6 +43,8 @@ pub mod checkpoint;
 pub mod cli;
 pub mod comm;
 pub mod config;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub mod data;
 mod device;
 pub mod engine;

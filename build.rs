@@ -1,0 +1,76 @@
+//! With feature `cuda`: compiles the kernels in src/cuda/kernels to PTX, which the library embeds.
+//!
+//! The compiler is `$NVCC`, or nvcc of `$CUDA_HOME`, or that on the PATH. PTX is made for `$CUDA_COMPUTE_CAP` (`90`), or
+//! what nvidia-smi says of the first GPU, or 8.0, and runs on that and all later GPUs.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, exit};
+
+const KERNELS: &str = "src/cuda/kernels";
+/// Where no GPU says otherwise: the first with bfloat16 in its tensor cores.
+const LEAST_CAPABILITY: &str = "80";
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    if std::env::var_os("CARGO_FEATURE_CUDA").is_none() {
+        return;
+    }
+    println!("cargo::rerun-if-changed={KERNELS}");
+    for variable in ["NVCC", "CUDA_HOME", "CUDA_COMPUTE_CAP"] {
+        println!("cargo::rerun-if-env-changed={variable}");
+    }
+    if let Err(why) = compile_all() {
+        println!("cargo::error={why}");
+        exit(1);
+    }
+}
+
+fn compile_all() -> Result<(), String> {
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").ok_or("cargo sets no OUT_DIR")?);
+    let (nvcc, capability) = (nvcc(), capability());
+    let files = std::fs::read_dir(KERNELS).map_err(|error| format!("{KERNELS}: {error}"))?;
+    for file in files {
+        let file = file.map_err(|error| format!("{KERNELS}: {error}"))?.path();
+        if file.extension().is_some_and(|extension| extension == "cu") {
+            compile(&nvcc, &capability, &file, &out)?;
+        }
+    }
+    Ok(())
+}
+
+fn compile(nvcc: &Path, capability: &str, file: &Path, out: &Path) -> Result<(), String> {
+    let mut command = Command::new(nvcc);
+    command.args(["--ptx", "-O3", "-std=c++17", "--default-stream", "per-thread"]);
+    // A product and a sum are two roundings, as on the CPU; a file that wants them as one calls fmaf.
+    command.arg("--fmad=false").arg(format!("--gpu-architecture=compute_{capability}"));
+    command.arg("--output-directory").arg(out).arg(file);
+    let shown = file.display();
+    let output = command.output().map_err(|error| {
+        format!("{}: {error}; feature cuda needs CUDA's compiler: put nvcc on the PATH or set NVCC", nvcc.display())
+    })?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let text = [output.stdout, output.stderr].concat();
+    let lines = String::from_utf8_lossy(&text).replace('\n', "\ncargo::warning=");
+    println!("cargo::warning={lines}");
+    Err(format!("{} does not compile {shown} for compute_{capability}: {}", nvcc.display(), output.status))
+}
+
+fn nvcc() -> PathBuf {
+    let of_toolkit = || std::env::var_os("CUDA_HOME").map(|home| Path::new(&home).join("bin/nvcc"));
+    let named = std::env::var_os("NVCC").map(PathBuf::from);
+    named.or_else(|| of_toolkit().filter(|nvcc| nvcc.is_file())).unwrap_or_else(|| "nvcc".into())
+}
+
+/// The compute capability without its dot.
+fn capability() -> String {
+    let asked = std::env::var("CUDA_COMPUTE_CAP").ok();
+    let of_gpu = || {
+        let query = ["--query-gpu=compute_cap", "--format=csv,noheader"];
+        let output = Command::new("nvidia-smi").args(query).output().ok().filter(|output| output.status.success())?;
+        Some(String::from_utf8(output.stdout).ok()?.lines().next()?.trim().to_owned())
+    };
+    let found = asked.or_else(of_gpu).map(|text| text.replace('.', ""));
+    found.filter(|text| !text.is_empty()).unwrap_or_else(|| LEAST_CAPABILITY.to_owned())
+}
