@@ -7,6 +7,7 @@
 mod skips;
 
 mod device;
+mod nccl;
 
 use device::{Device, is_stand_in};
 use std::process::{Command, Output};

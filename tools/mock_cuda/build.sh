@@ -32,6 +32,7 @@ compile() { # the library, its file name, its bindings, what else g++ takes...
 compile libcuda.so libcuda.so.1 driver "$root"/driver/*.cpp
 compile libcublas.so libcublas.so cublas "$root/libs/cublas.cpp" -L"$lib" -lcuda
 compile libcurand.so libcurand.so curand "$root/libs/curand.cpp" -L"$lib" -lcuda
+compile libnccl.so libnccl.so.2 nccl "$root/libs/nccl.cpp" -L"$lib" -lcuda
 empty=$folder/build/empty.c
 : > "$empty"
 compile libcublasLt.so libcublasLt.so cublaslt "$empty"

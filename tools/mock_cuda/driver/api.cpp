@@ -665,6 +665,24 @@ void mock_cuda_enqueue(void *handle, const char *name, void (*run)(void *), void
     enqueue(stream, {name, [=] { run(kept.get()); }});
 }
 
+void mock_cuda_enqueue_when(void *handle, const char *name, bool (*ready)(void *), void (*run)(void *), void (*drop)(void *),
+                            void *state) {
+    Call call(name);
+    if (call.result != CUDA_SUCCESS) die("%s without a current context", name);
+    StreamRef stream = stream_of(static_cast<CUstream>(handle));
+    if (!stream || device_of(stream) != current->device) die("%s: its stream is not of the current device", name);
+    std::shared_ptr<void> kept(state, drop);
+    enqueue(stream, {name, [=] { run(kept.get()); }, {}, [=] { return ready(kept.get()); }});
+}
+
+void mock_cuda_progress() {
+    std::lock_guard lock(mutex());
+    prepare_for_faults();
+    progress();
+}
+
+int mock_cuda_current_device() { return current ? current->device : -1; }
+
 void *mock_cuda_pointer(const char *name, const void *p) {
     if (!current || mock::device_of(Pointer(p)) != current->device) die("%s: %p is no memory of the current device", name, p);
     return for_kernels(Pointer(p));

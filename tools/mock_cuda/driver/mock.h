@@ -72,6 +72,8 @@ struct Operation {
     std::string name;
     std::function<void()> run;
     std::vector<Moment> after = {};
+    // Asked when everything before it is done; it runs when this is true: a collective begins, and waits for its peers.
+    std::function<bool()> ready = {};
 };
 
 StreamRef make_stream(int device, bool waits_for_legacy);
@@ -80,10 +82,14 @@ StreamRef thread_stream(int device);
 int device_of(const StreamRef &stream);
 Moment enqueue(const StreamRef &stream, Operation operation);
 Moment tail(const StreamRef &stream);
-// Runs one operation, if `moment` is not reached: one that it needs, or as the seed draws it.
-void advance(const Moment &moment);
+// Runs one operation, if `moment` is not reached: one that it needs, or as the seed draws it. False where all that could run
+// wait for their peers.
+bool advance(const Moment &moment);
+// Lets other threads take the lock while it waits for peers.
 void run_until(const Moment &moment);
 void run_all(int device);
+// Runs what waits for peers, and all before it, as far as they let it.
+void progress();
 
 // ---- blocks.cpp
 
@@ -100,6 +106,14 @@ void run_kernel(const mock_cuda_kernel &kernel, Dim grid, Dim block, size_t shar
 extern "C" {
 // Adds an operation to a stream, given as the driver's handle. `name` and what `run` captures are kept until it ran.
 void mock_cuda_enqueue(void *stream, const char *name, void (*run)(void *), void (*drop)(void *), void *state);
+// The same for one that runs when `ready` says so, which is asked when everything before it is done. `ready` and `run` are
+// called under the lock.
+void mock_cuda_enqueue_when(void *stream, const char *name, bool (*ready)(void *), void (*run)(void *), void (*drop)(void *),
+                            void *state);
+// Runs what is before the last such operations and these themselves, as far as peers let them: a GPU does so by itself.
+void mock_cuda_progress();
+// The device of the calling thread's context, -1 without one.
+int mock_cuda_current_device();
 // As `mock::for_kernels`. Aborts with `name` where `p` is no live device memory of the stream's device.
 void *mock_cuda_pointer(const char *name, const void *p);
 }

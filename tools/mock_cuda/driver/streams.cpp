@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <deque>
 #include <map>
+#include <unistd.h>
 
 namespace mock {
 
@@ -46,6 +47,8 @@ const Moment *obstacle(const Stream &stream) {
     auto it = std::find_if(after.begin(), after.end(), [](const Moment &m) { return !m.reached(); });
     return it == after.end() ? nullptr : &*it;
 }
+
+bool is_ready(Stream &stream) { return !stream.queue.front().ready || stream.queue.front().ready(); }
 
 void run_first(Stream &stream) {
     Operation operation = std::move(stream.queue.front());
@@ -105,21 +108,43 @@ Moment enqueue(const StreamRef &stream, Operation operation) {
     return {stream, ++stream->added};
 }
 
-void advance(const Moment &moment) {
+bool advance(const Moment &moment) {
     if (running) die("%s calls the driver", running);
-    if (moment.reached()) return;
+    if (moment.reached()) return true;
     Stream *next = &needed(moment.stream.get());
     if (seed() != 0) {
         std::vector<Stream *> ready;
         for (auto &s : streams().all)
-            if (!s->queue.empty() && !obstacle(*s)) ready.push_back(s.get());
+            if (!s->queue.empty() && !obstacle(*s) && is_ready(*s)) ready.push_back(s.get());
+        if (ready.empty()) return false;
         next = ready[draw() % ready.size()];
+    } else if (!is_ready(*next)) {
+        return false;
     }
     run_first(*next);
+    return true;
 }
 
 void run_until(const Moment &moment) {
-    while (!moment.reached()) advance(moment);
+    while (!moment.reached()) {
+        if (advance(moment)) continue;
+        mutex().unlock();
+        usleep(50);
+        mutex().lock();
+    }
+}
+
+void progress() {
+    // What waits for peers, wherever it stands in its stream; others may come meanwhile.
+    std::vector<Moment> ends;
+    for (auto &s : streams().all)
+        for (size_t i = s->queue.size(); i-- > 0;)
+            if (s->queue[i].ready) {
+                ends.push_back({s, s->done + i + 1});
+                break;
+            }
+    for (auto &end : ends)
+        while (!end.reached() && advance(end)) {}
 }
 
 void run_all(int device) {
