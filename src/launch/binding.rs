@@ -1,7 +1,7 @@
 //! Ranks bound to cores of their own: `--bind_cores_to_rank`.
 //!
-//! Without a list these are the physical cores on which this process may run, one hardware thread of each. A rank runs on
-//! its cores from its first instruction on, so the memory that it touches first is near them.
+//! Without a list these are the physical cores on which this process may run, one hardware thread of each, NUMA node by NUMA
+//! node. A rank runs on its cores from its first instruction on, so the memory that it touches first is near them.
 
 use super::hosts::cores::{CoreList, ranges};
 use crate::error::{HostsError, LaunchError, Result};
@@ -31,7 +31,7 @@ impl Binding {
         }
         let allowed = allowed()?;
         let cores = match &self.list {
-            None => CoreList::of(physical(&allowed, siblings)),
+            None => CoreList::of(physical(&allowed, siblings)).by_node(&numa_nodes()),
             Some(list) => match list.cores().iter().find(|core| !allowed.contains(core)) {
                 None => list.clone(),
                 Some(core) => {
@@ -71,6 +71,16 @@ fn physical(allowed: &[usize], siblings: impl Fn(usize) -> Option<CoreList>) -> 
 fn siblings(core: usize) -> Option<CoreList> {
     let file = format!("/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list");
     CoreList::parse(std::fs::read_to_string(file).ok()?.trim()).ok()
+}
+
+/// The hardware threads of each NUMA node, by number; nothing where the kernel tells none.
+fn numa_nodes() -> Vec<CoreList> {
+    let folder = |number: usize| format!("/sys/devices/system/node/node{number}/cpulist");
+    let online = std::fs::read_to_string("/sys/devices/system/node/online").unwrap_or_default();
+    let numbers = CoreList::parse(online.trim()).map(|numbers| numbers.cores().to_vec()).unwrap_or_default();
+    let list = |number: usize| CoreList::parse(std::fs::read_to_string(folder(number)).ok()?.trim()).ok();
+    // A node of memory alone has no list.
+    numbers.into_iter().filter_map(list).collect()
 }
 
 /// Lets a program run on these cores alone.

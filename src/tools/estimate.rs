@@ -1,6 +1,7 @@
 //! `zerorun estimate`: bytes of a training run before it runs.
 
 use super::forecast::{self, Across, Hosts};
+use super::gpus::Gpu;
 use super::sizes::Sizes;
 use crate::comm::Kind as Collective;
 use crate::config::{Config, RunValues};
@@ -71,9 +72,10 @@ struct Arguments {
     #[arg(long = "total_num_steps", alias = "total-num-steps", value_name = "N", default_value = "1000")]
     total_num_steps: u64,
 
-    /// The model computes on a GPU, one for each rank
-    #[arg(long)]
-    gpu: bool,
+    /// The model computes on a GPU, one for each rank; with its name (h100, a100-40, rtx4090 and others) or its memory
+    /// (24GiB), whether model state fits
+    #[arg(long, value_name = "GPU", num_args = 0..=1)]
+    gpu: Option<Option<Gpu>>,
 
     /// The model's units recompute their forward, as with train_gpt's flag of this name
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
@@ -148,13 +150,18 @@ impl Arguments {
         let config = Config::load_for(file, self.ranks as usize, &run)?;
         let hosts = self.across.hosts(config.world_size)?;
         config.optimizer.as_ref().ok_or(OptimError::NoOptimizer)?;
-        let setting =
-            Setting { gpu: self.gpu, recompute: self.recompute, hosts: hosts.unwrap_or(1), disk_access: None };
+        let setting = Setting {
+            gpu: self.gpu.is_some(),
+            recompute: self.recompute,
+            hosts: hosts.unwrap_or(1),
+            disk_access: None,
+        };
         let estimate = Estimate::with(&shapes, &config, setting)?;
         let answer = |hosts| self.across.answer(hosts, &estimate, (&shapes, &config, setting));
         let hosts = hosts.map(answer).transpose()?;
         let need = Need::new(&estimate, &config, hosts.as_ref().map_or(config.world_size, |hosts| hosts.each));
-        Ok(Answer { need, shapes, config, estimate, hosts, deepspeed: self.deepspeed })
+        let gpu = self.gpu.clone().flatten();
+        Ok(Answer { need, shapes, config, estimate, hosts, gpu, deepspeed: self.deepspeed })
     }
 
     fn unit_rule(&self) -> UnitRule {
@@ -230,6 +237,8 @@ struct Answer {
     estimate: Estimate,
     need: Need,
     hosts: Option<Hosts>,
+    /// That of each rank, where its memory is known.
+    gpu: Option<Gpu>,
     deepspeed: bool,
 }
 
@@ -296,6 +305,10 @@ impl Answer {
             "not_included": self.not_included().collect::<Vec<_>>(),
             "said": said.collect::<Vec<_>>(),
         });
+        if let Some(Gpu { name, bytes }) = &self.gpu {
+            let fits = self.estimate.device_bytes() as u64 <= *bytes;
+            all["gpu"] = json!({"name": name, "bytes": bytes, "fits": fits});
+        }
         if let Some(hosts) = &self.hosts {
             all["across_hosts"] = hosts.json();
         }
@@ -322,7 +335,8 @@ impl Answer {
         self.write_memory(&mut text);
         self.write_step(&mut text);
         text.extend(self.hosts.as_ref().map(Hosts::text));
-        for verdict in self.need.verdicts() {
+        let on_gpu = self.gpu.as_ref().map(|gpu| gpu.verdict(self.estimate.device_bytes() as u64));
+        for verdict in on_gpu.into_iter().chain(self.need.verdicts()) {
             _ = writeln!(text, "\n{verdict}");
         }
         if self.deepspeed {

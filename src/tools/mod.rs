@@ -16,6 +16,7 @@ mod estimate;
 mod finetune;
 mod forecast;
 mod generate;
+mod gpus;
 mod import;
 mod inspect;
 mod merge;

@@ -55,6 +55,21 @@ fn a_model_is_estimated_in_words_and_as_json() {
 }
 
 #[test]
+fn model_state_is_compared_with_a_named_gpu() {
+    let (_folder, file) = config(&json!({"stage": 0}));
+    let args = ["--model", "llama-2-7b", "--ds_config", file.to_str().unwrap(), "-n", "2", "--gpu"];
+    let text = stdout(&estimate(&[&args[..], &["rtx4090"]].concat()));
+    let verdict =
+        "of the 24.0 GiB of each GPU (rtx4090) model state takes at most 12.6 GiB: it fits, and 11.4 GiB are left";
+    assert!(text.contains(verdict), "{text}");
+    let output = estimate(&[&args[..], &["8GiB", "--json"]].concat());
+    let all: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(all["gpu"], json!({"name": "8GiB", "bytes": 8u64 << 30, "fits": false}));
+    let output = estimate(&[&args[..], &["h101"]].concat());
+    assert!(!output.status.success() && stderr(&output).contains("known are t4, "), "{}", stderr(&output));
+}
+
+#[test]
 fn auto_is_what_the_engine_takes_it_as_and_that_is_said() {
     let (_folder, file) = config(&json!({"stage": 2, "reduce_bucket_size": "auto"}));
     let file = file.to_str().unwrap();

@@ -6,11 +6,12 @@
 //! ```
 //!
 //! Each rank gets as many cores as the others, one after the other in the list; what is left over at the list's end
-//! stays unused.
+//! stays unused. Without a list the cores of a NUMA node come one after the other, so that a rank's lie on as few nodes as
+//! their number allows.
 
 use super::error::{HostsError, shown};
 
-/// The cores that ranks may be bound to, ascending.
+/// The cores that ranks may be bound to, in the order in which they get them: ascending, or ascending in each NUMA node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CoreList(Vec<usize>);
 
@@ -19,6 +20,13 @@ impl CoreList {
     pub(crate) fn of(cores: Vec<usize>) -> Self {
         debug_assert!(cores.is_sorted_by(|a, b| a < b), "{cores:?}");
         Self(cores)
+    }
+
+    /// The same cores, those of a NUMA node one after the other. Each of `nodes` lists the hardware threads of one.
+    pub(crate) fn by_node(mut self, nodes: &[Self]) -> Self {
+        let node = |core: usize| nodes.iter().position(|node| node.0.contains(&core));
+        self.0.sort_by_key(|core| (node(*core).unwrap_or(nodes.len()), *core));
+        self
     }
 
     /// Reads the text of `--bind_core_list`.
@@ -38,7 +46,7 @@ impl CoreList {
         Ok(Self(cores))
     }
 
-    /// The cores, ascending.
+    /// The cores.
     pub(crate) fn cores(&self) -> &[usize] {
         &self.0
     }
@@ -112,6 +120,18 @@ mod tests {
         assert_eq!([0, 1, 2].map(|rank| list.share(rank, 3).unwrap()), [[0, 2], [3, 4], [5, 6]]);
         assert_eq!(list.share(0, 1).unwrap(), [0, 2, 3, 4, 5, 6, 8]);
         assert_eq!(CoreList::of(vec![0, 1, 2, 3]).share(3, 4).unwrap(), [3]);
+    }
+
+    #[test]
+    fn a_rank_lies_on_as_few_numa_nodes_as_it_can() {
+        let list = |text| CoreList::parse(text).unwrap();
+        // Neighbours on different nodes, as many machines count them.
+        let nodes = [list("0,2,4,6,8,10,12,14"), list("1,3,5,7,9,11,13,15")];
+        let cores = list("0-7").by_node(&nodes);
+        assert_eq!([0, 1].map(|rank| cores.share(rank, 2).unwrap()), [[0, 2, 4, 6], [1, 3, 5, 7]]);
+        assert_eq!([0, 1, 2, 3].map(|rank| cores.share(rank, 4).unwrap()), [[0, 2], [4, 6], [1, 3], [5, 7]]);
+        assert_eq!(list("0-3").by_node(&[]), list("0-3"), "where the kernel tells no nodes");
+        assert_eq!(list("1,40").by_node(&nodes).cores(), [1, 40], "a core of no node comes last");
     }
 
     proptest! {
