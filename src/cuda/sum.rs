@@ -9,7 +9,12 @@ const KERNELS: Module = module!("flat");
 
 /// to = from, cast.
 pub(crate) fn copy(device: &CudaDevice, to: DeviceMut<'_>, from: &DeviceRef<'_>) -> Result<()> {
-    run(device, "copy_scaled", to, from, 1.0)
+    copy_scaled(device, to, from, 1.0)
+}
+
+/// to = factor from: the product is formed in f32 and rounded once.
+pub(super) fn copy_scaled(device: &CudaDevice, to: DeviceMut<'_>, from: &DeviceRef<'_>, factor: f32) -> Result<()> {
+    run(device, "copy_scaled", to, from, factor)
 }
 
 /// to += from, computed in f32 and rounded once.

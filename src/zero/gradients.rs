@@ -22,6 +22,8 @@
 
 use super::batch::{Batcher, IN_FLIGHT};
 use super::core::Core;
+#[cfg(feature = "cuda")]
+use super::on_device;
 use super::parcel::Parcel;
 use super::rank::Rank;
 use super::sub_group::{GradShare, Slot};
@@ -30,7 +32,7 @@ use crate::config::{Config, GradientOp};
 use crate::error::Result;
 use crate::graph::{Grad, Slot as Sum};
 use crate::layout::{PACKED_BELOW, Placement};
-use crate::memory::{Held, Kind, Tracked};
+use crate::memory::{Held, Kind, Tier, Tracked};
 use crate::param::{Param, ParamId};
 use crate::precision::{Elements, Flat, Ints};
 use crate::timeline;
@@ -47,7 +49,7 @@ pub(crate) struct ReducePlan {
     /// Buckets travel while backward runs.
     pub overlap: bool,
     /// Factor before the reduction.
-    before: f32,
+    pub(super) before: f32,
     /// Factor after it.
     after: f32,
     /// The dtype to which gradients and their sums are rounded before they travel.
@@ -116,7 +118,7 @@ pub(super) fn is_expected(param: &Param) -> bool {
 
 /// A gradient that has arrived, and its entry in the ledger.
 pub(crate) struct Arrival<G> {
-    param: ParamId,
+    pub(super) param: ParamId,
     pub grad: G,
     pub held: Held,
 }
@@ -209,7 +211,11 @@ impl<C: Carrier> Gradients<C> {
         let params = bucket.iter().map(|arrived| arrived.param).collect();
         let parcel = Parcel::new(params, core.params(), core.division().pieces(), wire);
         let _span = timeline::span(timeline::Kind::Reduce, "pack").of(|| core.names(&parcel.params));
+        // A GPU's gradients are packed there.
+        let packed = (core.tier() == Tier::Device).then(|| self.packed_bytes(core, &parcel));
+        let packed = packed.map(|bytes| core.ledger().hold_in(Tier::Device, Kind::Buckets, bytes));
         let buffer = core.pack(&self.plan, &parcel, bucket)?;
+        drop(packed);
         let about = timeline::about(|| core.names(&parcel.params));
         let held = core.ledger().hold(Kind::Buckets, buffer.capacity_in_bytes());
         let pending = match scatter {
@@ -219,6 +225,13 @@ impl<C: Carrier> Gradients<C> {
         drop(about);
         self.batcher.launched(Reduction { parcel, pending, held });
         self.finish(core, if overlap { IN_FLIGHT - 1 } else { 0 })
+    }
+
+    /// Bytes of a parcel while it is packed where its gradients are. One of a large gradient needs no padding there.
+    fn packed_bytes(&self, core: &C, parcel: &Parcel) -> usize {
+        let numel = parcel.params.first().map_or(0, |param| core.params()[*param].numel);
+        let elements = if numel >= PACKED_BELOW { numel } else { parcel.chunk * core.world_size() };
+        elements * self.plan.dtype.size_in_bytes()
     }
 
     /// Waits for the oldest reductions until at most `left` are under way, and adds them to this rank's share.
@@ -313,6 +326,13 @@ impl Carrier for Core {
     }
 
     fn pack(&self, plan: &ReducePlan, parcel: &Parcel, mut grads: Vec<Arrival<Grad>>) -> Result<Flat> {
+        #[cfg(feature = "cuda")]
+        if let Some(gpu) = on_device::gpu_of(&grads) {
+            return match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
+                Some(large) => on_device::prepare(&gpu, plan, parcel.chunk * self.world_size(), large.grad),
+                None => on_device::pack_small(&gpu, self, plan, parcel, grads),
+            };
+        }
         match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
             Some(large) => prepare(plan, parcel.chunk * self.world_size(), large),
             None => self.pack_small(plan, parcel, grads),

@@ -13,7 +13,7 @@
 //! | `packed.rs` | packed weights, as words |
 //! | `parcel.rs`, `batch.rs` | what travels together, and what is under way |
 //! | `gather.rs`, `bundle.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
-//! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
+//! | `gradients.rs`, `on_device.rs` | gradients: bucketed, reduced, added to the share; packed on a GPU |
 //! | `step.rs` | vote, update |
 //! | `unreduced.rs`, `no_sync.rs` | gradients that a rank keeps for itself until they are reduced |
 //! | `walk.rs` | a pass through the share, in memory and in files |
@@ -47,6 +47,8 @@ pub(crate) mod lay_out;
 pub(crate) mod leaf;
 pub(crate) mod moment;
 mod no_sync;
+#[cfg(feature = "cuda")]
+mod on_device;
 mod packed;
 pub(crate) mod parcel;
 mod publish;
