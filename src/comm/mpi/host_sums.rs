@@ -14,10 +14,10 @@
 //! # Blocks on their way
 //!
 //! A block is the same piece of every chunk. Its codes are sent when it has been added up on this host; those of the other
-//! hosts are awaited when AHEAD blocks have been: hosts and their cables do not wait for one message to cross. A rank has
-//! less than [`HELD`] bytes of a block's partial sums, and half as many of its codes. It holds one block that is added up,
-//! AHEAD and one of codes that go, 2 AHEAD of codes that come, and AHEAD of its own chunk's partial sums: with codes of 16
-//! bits 2 + 5 + 8 + 4 MiB at most, whatever is summed. What that costs on the cables stands in [`super::traffic`].
+//! hosts are awaited when [`AHEAD`] blocks have been: hosts and their cables do not wait for one message to cross. The partial
+//! sums of a block that a rank makes take at most [`HELD`] bytes, and their codes half as many. It holds those of one block, the
+//! codes of AHEAD and one that go and of 2 AHEAD that come, and AHEAD blocks of its own chunk's sums: less than 20 MiB, whatever
+//! is summed. What that costs on the cables stands in [`super::traffic`].
 
 use super::crossing::{AHEAD, Crossing, Result, message_bytes};
 use super::here::Here;
@@ -176,6 +176,10 @@ impl Sums<'_> {
 
 /// The sum of all hosts' partial sums in their order: codes of the others, and this host's `own`, in `place` among them.
 fn sum_of(code: Code, codes: &[Vec<u8>], own: &[f32], place: usize) -> Vec<f32> {
+    if own.is_empty() {
+        // An empty message is aligned to nothing.
+        return Vec::new();
+    }
     let read = |codes| match code.ints_or_dtype() {
         Ok(ints) => Part::Blocks(ints, codes),
         Err(dtype) => Part::Exact(typed(dtype, codes)),
