@@ -85,7 +85,7 @@ pub(super) fn gather_of(ex: &mut Exchange, wire: Wire, circle: Circle, mut shard
 pub(super) fn all_reduce(ex: &mut Exchange, wire: Wire, mut input: Flat, tag: u64) -> Result<Flat> {
     ex.begin(Kind::AllReduce, wire, input.dtype(), input.len(), tag);
     let (len, size) = (input.len(), input.dtype().size_in_bytes());
-    if wire == Wire::Exact && ex.size() == 2 && input.size_in_bytes() <= SHORT_BYTES {
+    if wire.inside() == Wire::Exact && ex.size() == 2 && input.size_in_bytes() <= SHORT_BYTES {
         reduce_whole(ex, &mut input)?;
         return Ok(input);
     }
@@ -264,7 +264,7 @@ mod tests {
             for wire in [Wire::Exact, Wire::Blocks(Ints::Int8), Wire::Blocks(Ints::Int4)] {
                 let (travels, step) = piece_of(world, wire, DType::F32);
                 let bytes = match travels {
-                    Wire::Exact => 4 * step,
+                    Wire::Exact | Wire::BetweenHosts(_) => 4 * step,
                     Wire::Blocks(ints) => ints.encoded_len(step),
                 };
                 assert!(step > 0 && bytes * (world - 1) <= SLOT_BYTES, "{world} ranks, {wire:?}: {step}");

@@ -192,10 +192,10 @@ fn others(messages: &[Vec<u8>], rank: usize) -> impl Iterator<Item = &Vec<u8>> {
     messages.iter().enumerate().filter(move |(r, _)| *r != rank).map(|(_, message)| message)
 }
 
-/// Elements as they travel.
+/// Elements as they travel. Nothing is known of hosts here.
 fn encoded(wire: Wire, values: FlatRef<'_>) -> Vec<u8> {
     match wire {
-        Wire::Exact => values.as_bytes().to_vec(),
+        Wire::Exact | Wire::BetweenHosts(_) => values.as_bytes().to_vec(),
         Wire::Blocks(ints) => {
             let mut bytes = vec![0; ints.encoded_len(values.len())];
             ints.encode(values, &mut bytes);
@@ -207,7 +207,7 @@ fn encoded(wire: Wire, values: FlatRef<'_>) -> Vec<u8> {
 /// Elements that have travelled, to `at ..` of `values`.
 fn decode(wire: Wire, bytes: &[u8], values: &mut Flat, at: usize, len: usize) {
     match wire {
-        Wire::Exact => {
+        Wire::Exact | Wire::BetweenHosts(_) => {
             let size = values.dtype().size_in_bytes();
             values.as_bytes_mut()[at * size..(at + len) * size].copy_from_slice(bytes);
         }
@@ -218,7 +218,7 @@ fn decode(wire: Wire, bytes: &[u8], values: &mut Flat, at: usize, len: usize) {
 /// Adds the peers' parts to elements `own ..` of `values`, in rank order, and writes the sums to its beginning.
 fn sum(wire: Wire, values: &mut Flat, own: usize, len: usize, rank: usize, peers: Vec<&[u8]>) {
     match wire {
-        Wire::Exact => {
+        Wire::Exact | Wire::BetweenHosts(_) => {
             let part = |bytes: &&[u8]| {
                 let mut part = Flat::zeros(values.dtype(), len);
                 part.as_bytes_mut().copy_from_slice(bytes);

@@ -1,5 +1,6 @@
 //! How elements are encoded on the way between ranks.
 
+use super::code::Code;
 use super::kind::Kind;
 use crate::precision::{BLOCK, Ints};
 use candle_core::DType;
@@ -12,6 +13,13 @@ pub enum Wire {
     Exact,
     /// As integers with a scale per [`BLOCK`] elements: ZeRO++.
     Blocks(Ints),
+    /// As they are inside of a host, and as codes between hosts.
+    ///
+    /// Of a sum each host adds up its ranks' parts, in rank order and in f32. What is coded is this partial sum; the owner
+    /// adds those of all hosts in their order, that of its own host as it is, and rounds once. So the bits depend on which
+    /// ranks share a host. Of a gather shards are coded, for all ranks, where it crosses between hosts. Where all ranks are on
+    /// one host, or are not known to be on several, elements travel as they are.
+    BetweenHosts(Code),
 }
 
 impl Wire {
@@ -20,16 +28,39 @@ impl Wire {
         match self {
             Self::Exact => 1,
             Self::Blocks(_) => BLOCK,
+            Self::BetweenHosts(code) => code.alignment(),
         }
     }
 
-    /// Bytes that one of `world` ranks takes from the others in a collective whose argument has `elements` elements.
+    /// How they travel inside of a host.
+    pub(super) fn inside(self) -> Self {
+        match self {
+            Self::BetweenHosts(_) => Self::Exact,
+            wire => wire,
+        }
+    }
+
+    /// What stands for shards of a gather between hosts; `None`: they travel as they are.
+    pub(super) fn code(self) -> Option<Code> {
+        match self {
+            Self::Exact => None,
+            Self::Blocks(ints) => Some(Code::Blocks(ints)),
+            Self::BetweenHosts(code) => Some(code),
+        }
+    }
+
+    /// Bytes of `elements` of `size` bytes each, inside of a host.
+    pub(super) fn encoded_len(self, elements: usize, size: usize) -> usize {
+        match self {
+            Self::Exact | Self::BetweenHosts(_) => elements * size,
+            Self::Blocks(ints) => ints.encoded_len(elements),
+        }
+    }
+
+    /// Bytes that one of `world` ranks of a host takes from the others in a collective whose argument has `elements` elements.
     pub(crate) fn bytes(self, kind: Kind, elements: usize, dtype: DType, world: usize) -> usize {
         let exact = |elements: usize| elements * dtype.size_in_bytes();
-        let coded = |elements: usize| match self {
-            Self::Exact => exact(elements),
-            Self::Blocks(ints) => ints.encoded_len(elements),
-        };
+        let coded = |elements: usize| self.encoded_len(elements, dtype.size_in_bytes());
         let of_each = match kind {
             // A reduction brings every other rank's part of this rank's chunk; an all-reduce brings the others' sums
             // too, which are never coded.

@@ -1,6 +1,7 @@
 //! A rank's description of a collective, compared before its data is touched.
 
 use super::calls;
+use super::code::Code;
 use super::encoding::Wire;
 use super::kind::Kind;
 use crate::precision::Ints;
@@ -9,6 +10,16 @@ use std::fmt;
 
 /// Bits of a dtype's number.
 const WIRE_SHIFT: u32 = 8;
+/// How elements travel, by their number.
+const WIRES: [&str; 7] = [
+    "",
+    " as int8",
+    " as int4",
+    " as int8 between hosts",
+    " as int4 between hosts",
+    " as bf16 between hosts",
+    " as f16 between hosts",
+];
 
 /// One rank's description of one collective. Plain numbers, so that it can lie in shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,6 +51,10 @@ impl Fingerprint {
             Wire::Exact => 0,
             Wire::Blocks(Ints::Int8) => 1,
             Wire::Blocks(Ints::Int4) => 2,
+            Wire::BetweenHosts(Code::Blocks(Ints::Int8)) => 3,
+            Wire::BetweenHosts(Code::Blocks(Ints::Int4)) => 4,
+            Wire::BetweenHosts(Code::Bf16) => 5,
+            Wire::BetweenHosts(Code::F16) => 6,
         };
         let dtype = dtype | wire << WIRE_SHIFT;
         Self { sequence, kind: kind as u64, dtype, elements: elements as u64, tag }
@@ -73,7 +88,7 @@ impl fmt::Display for Fingerprint {
         let kind = Kind::ALL.iter().find(|k| **k as u64 == self.kind).map_or("unknown", |k| k.name());
         let of = |names: &[&'static str], i: u64| names.get(i as usize).copied().unwrap_or("unknown");
         let dtype = of(&["bytes", "f32", "bf16", "f16", "f64"], self.dtype % (1 << WIRE_SHIFT));
-        let wire = of(&["", " as int8", " as int4"], self.dtype >> WIRE_SHIFT);
+        let wire = of(&WIRES, self.dtype >> WIRE_SHIFT);
         write!(f, "{kind} no. {} of {} {dtype}{wire} (content {:08x})", self.sequence, self.elements, self.tag as u32)
     }
 }
@@ -88,5 +103,17 @@ mod tests {
         let call = Fingerprint::new(7, Kind::AllGather, Wire::Exact, DType::F32, 12, tag);
         assert_eq!(content_of(&call.to_string()), Some(tag as u32));
         assert_eq!(content_of("a barrier"), None);
+    }
+
+    #[test]
+    fn every_way_to_travel_has_a_text_of_its_own() {
+        let ints = [Ints::Int8, Ints::Int4];
+        let codes = ints.map(Code::Blocks).into_iter().chain([Code::Bf16, Code::F16]).map(Wire::BetweenHosts);
+        let wires = [Wire::Exact].into_iter().chain(ints.map(Wire::Blocks)).chain(codes);
+        let texts: Vec<String> =
+            wires.map(|wire| Fingerprint::new(1, Kind::AllReduce, wire, DType::F32, 9, 0).to_string()).collect();
+        for (i, text) in texts.iter().enumerate() {
+            assert!(!texts[..i].contains(text) && text.contains(&format!("f32{} (", WIRES[i])), "{text}");
+        }
     }
 }

@@ -13,11 +13,12 @@
 //! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces that a buffer travels
 //! in. That is what makes stages 0 to 3 give the same bits.
 //!
-//! Elements travel as they are, or as small integers with a scale per block: [`Wire`].
+//! Elements travel as they are, or as small integers with a scale per block, everywhere or between hosts alone: [`Wire`].
 
 pub(crate) mod agree;
 mod bandwidth;
 pub(crate) mod calls;
+mod code;
 mod coded;
 mod collectives;
 mod counters;
@@ -46,6 +47,7 @@ pub mod threads;
 
 pub use bandwidth::Bandwidth;
 pub(crate) use bandwidth::{size_text, trimmed_mean};
+pub use code::Code;
 pub use counters::{CommReport, KindReport};
 pub use encoding::Wire;
 pub use env::RankEnv;

@@ -86,6 +86,7 @@ impl Config {
             ("zero_optimization.zero_quantized_weights", json!(zero.quantized_weights)),
             ("zero_optimization.zero_quantized_nontrainable_weights", json!(zero.quantized_nontrainable_weights)),
             ("zero_optimization.zero_quantized_gradients", json!(zero.quantized_gradients)),
+            ("zero_optimization.compress_between_hosts_only", json!(zero.compress_between_hosts_only)),
             ("checkpoint.tag_validation", json!(tags)),
             ("checkpoint.upload_to", json!(self.upload_checkpoints_to)),
             ("checkpoint.use_node_local_storage", json!(self.use_node_local_storage)),

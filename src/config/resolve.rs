@@ -35,6 +35,7 @@ pub(super) fn resolve(root: &Node, world_size: usize, run: &RunValues) -> Result
     let scheduler = scheduler::scheduler(walk_ref, optimizer.as_ref());
     check_gradients(walk_ref, zero.stage, precision);
     check_zero(walk_ref, zero.stage);
+    check_compression(walk_ref, &zero);
     zero.mics_shard_size = mics_shard_size(walk_ref, &zero, world_size);
     check_data_types(walk_ref, zero.stage, precision);
     let keep_in_fp32_modules = kept_modules(walk_ref, precision);
@@ -138,6 +139,7 @@ fn zero(walk: &mut Walk<'_>) -> ZeroConfig {
         quantized_weights: walk.bool("zero_optimization.zero_quantized_weights"),
         quantized_nontrainable_weights: walk.bool("zero_optimization.zero_quantized_nontrainable_weights"),
         quantized_gradients: walk.bool("zero_optimization.zero_quantized_gradients"),
+        compress_between_hosts_only: walk.bool("zero_optimization.compress_between_hosts_only"),
         ignore_unused_parameters: walk.bool("zero_optimization.ignore_unused_parameters"),
         leaf_module: LeafModule {
             names: walk.strings("zero_optimization.leaf_module.names"),
@@ -338,6 +340,16 @@ fn check_zero(walk: &mut Walk<'_>, stage: ZeroStage) {
         let text =
             format!("accepted and has no effect at stage {stage}, as in DeepSpeed: only stage 3 gathers weights");
         walk.note(weights, text);
+    }
+}
+
+/// `compress_between_hosts_only` where nothing is compressed.
+fn check_compression(walk: &mut Walk<'_>, zero: &ZeroConfig) {
+    let key = "zero_optimization.compress_between_hosts_only";
+    if walk.bool(key) && !zero.compresses(dtype(walk.str("communication_data_type"))) {
+        let text = "accepted and has no effect here: it is for zero_quantized_gradients, zero_quantized_weights at stage 3 and a \
+                    communication_data_type of 16 bits, and none of these is on";
+        walk.note(key, text);
     }
 }
 

@@ -202,6 +202,9 @@ pub struct ZeroConfig {
     pub quantized_nontrainable_weights: bool,
     /// `zero_quantized_gradients`: what a rank sends of its gradients is int4 with a scale per block.
     pub quantized_gradients: bool,
+    /// `compress_between_hosts_only`: the two above, and a `communication_data_type` of 16 bits, apply between hosts alone: to the
+    /// sums of each host's gradients, and to gathers that cross. Default false.
+    pub compress_between_hosts_only: bool,
     /// `ignore_unused_parameters`: a parameter that no backward reaches has a gradient of zeros in place of an error.
     /// Where the file does not say it: false (DeepSpeed: true).
     pub ignore_unused_parameters: bool,
@@ -236,6 +239,12 @@ pub enum OffloadTo {
 }
 
 impl ZeroConfig {
+    /// Whether gradients, in `communication`, or weights are to travel in fewer bytes.
+    pub(crate) fn compresses(&self, communication: Option<DType>) -> bool {
+        let in_16_bits = communication.is_some_and(|dtype| dtype != DType::F32);
+        self.quantized_gradients || self.quantized_weights && self.stage == ZeroStage::Three || in_16_bits
+    }
+
     /// How `world_size` ranks divide what is sharded: among all where groups do not fit that number, as an estimate for other
     /// numbers of ranks may have it.
     pub(crate) fn division(&self, world_size: usize) -> Division {

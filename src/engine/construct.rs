@@ -84,6 +84,7 @@ impl<M> Engine<M> {
         let trainer = trainer(grouping, &mut registered, schedule, &config, comm.rank())?;
         let inits = std::mem::take(&mut registered.inits);
         let second_group = second_group(&config, &*comm)?;
+        note_compression(&config, &*comm);
         let core = Arc::new(Core::new(CoreParts {
             comm,
             second_group,
@@ -270,6 +271,17 @@ fn second_group(config: &Config, comm: &dyn Communicator) -> Result<usize> {
         say(&format!("config: zero_optimization.zero_hpz_partition_size has no effect: {why}"));
     }
     Ok(1)
+}
+
+/// Says where `compress_between_hosts_only` leaves nothing to compress.
+fn note_compression(config: &Config, comm: &dyn Communicator) {
+    let (compresses, all_here) =
+        (config.zero.compresses(config.communication_data_type), comm.ranks_here().len() == comm.size());
+    if config.zero.compress_between_hosts_only && compresses && all_here && comm.rank() == 0 {
+        say(
+            "config: zero_optimization.compress_between_hosts_only: all ranks are on one host, and nothing is compressed",
+        );
+    }
 }
 
 /// Everything has its place in the files, on all ranks: chooses how they are accessed.

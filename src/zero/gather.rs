@@ -26,7 +26,7 @@ use super::core::Core;
 use super::leaf::{InLeaf, Leaves};
 use super::rank::Rank;
 use super::trace::{Event, Trace};
-use crate::comm::Wire;
+use crate::comm::{Code, Wire};
 use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::layout::Division;
@@ -112,7 +112,11 @@ impl<R: Rank> Gatherer<R> {
                 by_unit[homes[param.unit]].push(id);
             }
         }
-        let wire = if zero.quantized_weights { Wire::Blocks(Ints::Int8) } else { Wire::Exact };
+        let wire = match (zero.quantized_weights, zero.compress_between_hosts_only) {
+            (false, _) => Wire::Exact,
+            (true, false) => Wire::Blocks(Ints::Int8),
+            (true, true) => Wire::BetweenHosts(Code::Blocks(Ints::Int8)),
+        };
         let bundle = |p| Bundle::new(p, params, division, wire);
         let unit = |p| UnitState {
             bundle: bundle(p),

@@ -15,7 +15,8 @@
 //! same collectives.
 //!
 //! With `zero_quantized_gradients` what a rank sends of its gradients is int4, in blocks that depend on the parameter
-//! and the number of ranks alone; sums are formed in f32, as always, and at stage 0 travel exact.
+//! and the number of ranks alone; sums are formed in f32, as always, and at stage 0 travel exact. With
+//! `compress_between_hosts_only` what is coded, or rounded to `communication_data_type`, is the sum of a host's ranks.
 //!
 //! Every stage reduces in every micro step, also where it could wait for the accumulation boundary: a sum over micro
 //! steps of sums over ranks. Only so do all stages add the same numbers in the same order, and give the same bits.
@@ -27,7 +28,7 @@ use super::on_device;
 use super::parcel::Parcel;
 use super::rank::Rank;
 use super::sub_group::{GradShare, Slot};
-use crate::comm::{Kind as Collective, Wire};
+use crate::comm::{Code, Kind as Collective, Wire};
 use crate::config::{Config, GradientOp};
 use crate::error::Result;
 use crate::graph::{Grad, Slot as Sum};
@@ -71,17 +72,36 @@ impl ReducePlan {
             GradientOp::Mean if config.prescale_gradients || predivide == 1.0 => (1.0 / world, 1.0),
             GradientOp::Mean => (1.0 / predivide, predivide / world),
         };
+        let (travels, wire) = travels(config, dtype);
         Self {
             scatter: placement.optim.is_sharded() && config.zero.reduce_scatter,
             hold: placement.optim.is_sharded() && !placement.grads.is_sharded(),
             overlap: config.zero.overlap_comm,
             before: before as f32,
             after: after as f32,
-            dtype: config.communication_data_type.unwrap_or(dtype),
-            wire: if config.zero.quantized_gradients { Wire::Blocks(Ints::Int4) } else { Wire::Exact },
+            dtype: travels,
+            wire,
             accumulate: config.grad_accum_dtype.unwrap_or(dtype),
         }
     }
+}
+
+/// The dtype to which gradients of a model of `dtype` are rounded before they travel, and how they then travel.
+fn travels(config: &Config, dtype: DType) -> (DType, Wire) {
+    let chosen = config.communication_data_type;
+    let int4 = config.zero.quantized_gradients;
+    if !config.zero.compress_between_hosts_only {
+        return (chosen.unwrap_or(dtype), if int4 { Wire::Blocks(Ints::Int4) } else { Wire::Exact });
+    }
+    let code = match chosen {
+        _ if int4 => Some(Code::Blocks(Ints::Int4)),
+        Some(DType::BF16) => Some(Code::Bf16),
+        Some(DType::F16) => Some(Code::F16),
+        _ => None,
+    };
+    // Only more digits than the model's are something for the inside of a host.
+    let inside = chosen.filter(|chosen| *chosen == DType::F32).unwrap_or(dtype);
+    (inside, code.map_or(Wire::Exact, Wire::BetweenHosts))
 }
 
 /// The executor of the decisions of [`Gradients`]: the engine's core, or a rehearsal that only counts.

@@ -2,7 +2,7 @@
 //! hang.
 
 use candle_core::DType;
-use candle_zero::comm::{Communicator, Kind, Wire, threads};
+use candle_zero::comm::{Code, Communicator, Kind, Wire, threads};
 use candle_zero::error::{CommError, Error};
 use candle_zero::precision::{Flat, Ints};
 use half::bf16;
@@ -84,6 +84,27 @@ proptest! {
             prop_assert_eq!(whole, Flat::from(sums.clone()));
             prop_assert_eq!(gathered, parts.clone());
         }
+    }
+}
+
+#[test]
+fn what_is_coded_between_hosts_alone_is_exact_on_one_host() {
+    let codes = [Ints::Int8, Ints::Int4].map(Code::Blocks).into_iter().chain([Code::Bf16, Code::F16]);
+    for (code, world) in codes.flat_map(|code| [1, 2, 3].map(|world| (code, world))) {
+        let of = |wire: Wire| {
+            all(world, |comm| {
+                let values =
+                    |len: usize| Flat::from((0..len).map(|i| value(comm.rank(), i) * 0.37).collect::<Vec<_>>());
+                let reduced = comm.reduce_scatter_as(wire, values(999 * world), 1);
+                let whole = comm.all_reduce_as(wire, values(1001), 2);
+                let gathered = comm.all_gather_as(wire, values(70), 3);
+                let within = comm.all_gather_within_as(wire, 1, values(70), 4);
+                let grouped = comm.reduce_to_groups_as(wire, 1, values(30 * world), 5);
+                let results = [reduced.wait()?, whole.wait()?, gathered.wait()?, within.wait()?, grouped.wait()?];
+                Ok((results, comm.report().data_wire_bytes()))
+            })
+        };
+        assert!(of(Wire::BetweenHosts(code)) == of(Wire::Exact), "{code:?}, {world} ranks");
     }
 }
 

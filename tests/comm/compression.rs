@@ -183,6 +183,31 @@ fn owners_keep_exact_weights_and_below_stage_3_the_key_has_no_effect() {
 }
 
 #[test]
+fn compression_between_hosts_only_gives_the_exact_runs_bits_on_one_host() {
+    let both = json!({"zero_quantized_weights": true, "zero_quantized_gradients": true});
+    for (mut zero, more) in [
+        (both.clone(), json!({})),
+        (both, json!({"bf16": {"enabled": true}})),
+        (json!({}), json!({"communication_data_type": "bf16"})),
+        (json!({}), json!({"communication_data_type": "fp16"})),
+    ] {
+        let mut exact_more = more.clone();
+        exact_more.as_object_mut().unwrap().remove("communication_data_type");
+        zero["compress_between_hosts_only"] = true.into();
+        for (stage, groups) in [(0, None), (1, None), (2, None), (3, None), (3, Some(1)), (3, Some(2))] {
+            let mut base = json!({"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0});
+            if let Some(groups) = groups {
+                base["mics_shard_size"] = groups.into();
+            }
+            let exact = train(4, SHAPE, &config(stage, 2, base.clone(), exact_more.clone()), STEPS);
+            zero.as_object().unwrap().iter().for_each(|(key, value)| base[key] = value.clone());
+            let run = train(4, SHAPE, &config(stage, 2, base, more.clone()), STEPS);
+            assert_same(&exact, &run, &format!("stage {stage}, groups of {groups:?}, {zero}, {more}"));
+        }
+    }
+}
+
+#[test]
 fn on_one_rank_nothing_travels_and_nothing_is_rounded() {
     let keys = json!({"zero_quantized_weights": true, "zero_quantized_gradients": true});
     let exact = train(1, SHAPE, &config(3, 1, json!({}), json!({})), STEPS);

@@ -3,7 +3,7 @@
 
 use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::DType;
-use candle_zero::comm::{Communicator, Pending, Wire, threads};
+use candle_zero::comm::{Code, Communicator, Pending, Wire, threads};
 use candle_zero::error::{CommError, Error};
 use candle_zero::memory::MemoryReport;
 use candle_zero::precision::{Flat, FlatMut, FlatRef, Ints};
@@ -247,7 +247,9 @@ fn collectives_of_four_methods_give_the_bits_of_shared_memory_also_as_blocks() {
         on_ranks(world, |comm| {
             let (rank, world) = (comm.rank(), comm.size());
             let mut results = vec![];
-            for wire in [Wire::Exact, Wire::Blocks(Ints::Int8), Wire::Blocks(Ints::Int4)] {
+            let between_hosts = [Code::Blocks(Ints::Int4), Code::Bf16, Code::F16].map(Wire::BetweenHosts);
+            let wires = [Wire::Exact, Wire::Blocks(Ints::Int8), Wire::Blocks(Ints::Int4)];
+            for wire in wires.into_iter().chain(between_hosts) {
                 for dtype in [DType::F32, DType::BF16] {
                     let values = |len: usize| {
                         let value = |i: usize| ((i * 7 + rank * 13) % 101) as f32 / 7.0 - 5.0;

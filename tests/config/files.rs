@@ -484,6 +484,36 @@ fn a_warm_up_to_a_lower_rate_is_noted() {
 }
 
 #[test]
+fn compression_between_hosts_only_is_true_or_false_and_noted_where_nothing_is_compressed() {
+    let of = |zero: Value, more: Value| {
+        let mut value = with(more);
+        value["zero_optimization"] = zero;
+        load(value)
+    };
+    let key = "compress_between_hosts_only";
+    assert!(!of(json!({"stage": 3}), json!({})).zero.compress_between_hosts_only);
+    for (zero, more) in [
+        (json!({"stage": 0, "zero_quantized_gradients": true}), json!({})),
+        (json!({"stage": 3, "zero_quantized_weights": true}), json!({})),
+        (json!({"stage": 1}), json!({"communication_data_type": "bf16"})),
+    ] {
+        let mut zero = zero;
+        zero[key] = true.into();
+        let config = of(zero, more);
+        assert!(config.zero.compress_between_hosts_only);
+        assert_eq!(notes(&config), "");
+        assert_eq!(load(config.to_deepspeed_json()).zero, config.zero);
+    }
+    let idle = of(json!({"stage": 3, key: true}), json!({"communication_data_type": "fp32"}));
+    insta::assert_snapshot!(notes(&idle), @"zero_optimization.compress_between_hosts_only: accepted and has no effect here: it is for zero_quantized_gradients, zero_quantized_weights at stage 3 and a communication_data_type of 16 bits, and none of these is on");
+    for value in [json!(2), json!("between"), json!([])] {
+        let refused = with(json!({"zero_optimization": {"stage": 3, key: value}}));
+        let said = Config::load(refused, 1).unwrap_err().to_string();
+        assert!(said.contains(key) && said.contains("true or false"), "{said}");
+    }
+}
+
+#[test]
 fn autocast_is_the_format_of_an_f32_models_products() {
     let of = |section: Value, more: Value| {
         let mut value = with(more);

@@ -4,9 +4,9 @@ use crate::support::cluster::{Hosts, Mpi, mpirun};
 use crate::support::processes::{as_program, example, runs, stderr, stdout, wait_up_to, zerorun};
 use crate::support::skips::{skipped, skipped_in_part};
 use candle_core::DType;
-use candle_zero::comm::{self, Communicator, Kind, RankEnv, Wire, threads};
-use candle_zero::precision::{Flat, Ints};
-use serde_json::Value;
+use candle_zero::comm::{self, Code, Communicator, Kind, RankEnv, Wire, threads};
+use candle_zero::precision::{Flat, FlatRef, Ints};
+use serde_json::{Value, json};
 use std::fs::File;
 use std::path::Path;
 use std::process::{Command, Output};
@@ -137,6 +137,136 @@ fn bytes_between_hosts_are_those_of_the_formula_and_a_second_copy_keeps_backward
     });
 }
 
+/// The bundled configuration of a stage with compression between hosts alone, as a file `name` in `folder`.
+fn compressed(stage: usize, keys: &Value, folder: &Path, name: &str) -> String {
+    let mut all: Value = serde_json::from_str(&std::fs::read_to_string(config(stage)).unwrap()).unwrap();
+    for (key, value) in keys.as_object().unwrap() {
+        match key.as_str() {
+            "communication_data_type" => all[key] = value.clone(),
+            _ => all["zero_optimization"][key] = value.clone(),
+        }
+    }
+    all["zero_optimization"]["compress_between_hosts_only"] = true.into();
+    let file = folder.join(format!("{name}.json"));
+    std::fs::write(&file, all.to_string()).unwrap();
+    file.to_str().unwrap().to_string()
+}
+
+/// Bytes of a kind of collective into a host in a step of `nano` on two hosts of two ranks, as the estimate has them.
+fn estimated(config: &str, kind: &str) -> u64 {
+    let mut estimate = zerorun();
+    estimate.args(["estimate", "--model", "nano", "-n", "4", "--hosts", "2", "--json", "--ds_config", config]);
+    let output = estimate.output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let all: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    all["across_hosts"]["forecast"]["between"][kind]["bytes_in"].as_u64().unwrap()
+}
+
+#[test]
+fn what_is_compressed_between_hosts_alone_crosses_once_a_host_with_the_same_bits_at_every_stage() {
+    let test = what_is_compressed_between_hosts_alone_crosses_once_a_host_with_the_same_bits_at_every_stage;
+    let Some(hosts) = hosts(test) else { return };
+    let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
+    let mut one = zerorun();
+    one.args(["-n", "4"]);
+    let exact = train(one, &train_gpt, 3, folder.path(), "one");
+    let number = |text: &str| text.parse::<f64>().unwrap();
+    for keys in [json!({"communication_data_type": "bf16"}), json!({"zero_quantized_gradients": true})] {
+        let in_16_bits = keys.get("communication_data_type").is_some();
+        with_each(test, |mpi| {
+            let mut first: Option<Vec<[String; 2]>> = None;
+            // The last in groups of two ranks (MiCS).
+            for (stage, groups) in [(0, None), (1, None), (2, None), (3, None), (3, Some(2))] {
+                let mut keys = keys.clone();
+                if let Some(ranks) = groups {
+                    keys["mics_shard_size"] = ranks.into();
+                }
+                let config = compressed(stage, &keys, folder.path(), "compressed");
+                let what = format!("{mpi:?}, stage {stage}, {keys}");
+                let metrics = folder.path().join(format!("{mpi:?}-{stage}-{in_16_bits}-{groups:?}.jsonl"));
+                let steps = train_by(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), &train_gpt, &config, &metrics);
+                assert_ne!(steps, exact, "{what}");
+                for (found, exact) in steps.iter().zip(&exact) {
+                    let [loss, exact] = [&found[0], &exact[0]].map(|text| number(text));
+                    assert!((loss - exact).abs() < 2e-3 * exact, "{what}: {loss} {exact}");
+                }
+                match &first {
+                    Some(first) if groups.is_none() => assert_eq!(steps, *first, "{what}"),
+                    Some(_) => {}
+                    None => first = Some(steps),
+                }
+                let kind = if stage == 0 { "all_reduce" } else { "reduce_scatter" };
+                let [reduced, bytes] = between_hosts(&metrics, kind);
+                // Of the sums that the other host's ranks have, each comes once in f32.
+                let sums = if stage == 0 || groups.is_some() { reduced / 4 * 4 } else { 0 };
+                // Of four chunks the other host sends its sum of one.
+                let codes = if in_16_bits { reduced / 4 * 2 } else { bytes - sums };
+                assert_eq!(bytes, codes + sums, "{what}");
+                // Half a byte for an element, and four for a block of 128, which may not be full at the end of a bucket.
+                let blocks = (codes - if in_16_bits { codes } else { reduced / 4 / 2 }).div_ceil(4);
+                assert!(in_16_bits || (0..reduced / 400).contains(&(blocks - reduced / 4 / 128)), "{what}: {blocks}");
+                if groups.is_none() {
+                    assert_eq!(2 * bytes, 3 * estimated(&config, kind), "two ranks, three steps: {what}");
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn weights_compressed_between_hosts_alone_cross_as_int8_and_on_one_host_nothing_is_compressed() {
+    let test = weights_compressed_between_hosts_alone_cross_as_int8_and_on_one_host_nothing_is_compressed;
+    let Some(hosts) = hosts(test) else { return };
+    let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
+    let alone = |config: &str, name: &str| {
+        let (mut one, metrics) = (zerorun(), folder.path().join(name));
+        one.args(["-n", "4"]).arg(&train_gpt);
+        one.args(["--model", "nano", "--steps", "3", "--sample", "0", "--ds_config", config, "--metrics"])
+            .arg(&metrics);
+        let output = one.output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        (steps(&metrics), stdout(&output) + &stderr(&output))
+    };
+    let both = json!({"zero_quantized_weights": true, "zero_quantized_gradients": true});
+    let (exact, _) = alone(&config(3), "exact.jsonl");
+    let key = compressed(3, &both, folder.path(), "both");
+    let everywhere = folder.path().join("everywhere.json");
+    let without_key = std::fs::read_to_string(&key).unwrap().replace("\"compress_between_hosts_only\":true,", "");
+    assert!(!without_key.contains("between_hosts"), "{without_key}");
+    std::fs::write(&everywhere, without_key).unwrap();
+    let everywhere = everywhere.to_str().unwrap();
+    let (same, said) = alone(&key, "key.jsonl");
+    assert_eq!(same, exact);
+    let note = "compress_between_hosts_only: all ranks are on one host, and nothing is compressed";
+    assert_eq!(said.matches(note).count(), 1, "{said}");
+    let keys = json!({"zero_hpz_partition_size": 2, "zero_quantized_weights": true, "zero_quantized_gradients": true});
+    let with_copy = compressed(3, &keys, folder.path(), "copy");
+    let keys = json!({"mics_shard_size": 2, "zero_quantized_weights": true});
+    let groups = compressed(3, &keys, folder.path(), "groups");
+    with_each(test, |mpi| {
+        let run = |config: &str, name: &str| {
+            let metrics = folder.path().join(format!("{mpi:?}-{name}.jsonl"));
+            let steps = train_by(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), &train_gpt, config, &metrics);
+            (steps, between_hosts(&metrics, "all_gather"))
+        };
+        let (coded, [gathered, bytes]) = run(&key, "both");
+        assert_ne!(coded, exact, "{mpi:?}");
+        // A byte for an element and four for a block, of one shard a lane, where in f32 there are four.
+        let least = gathered + gathered / 32;
+        assert!((least..least + gathered / 100).contains(&bytes), "{mpi:?}: {bytes} of {gathered}");
+        assert_eq!(run(&with_copy, "copy").0, coded, "{mpi:?}");
+        // With one rank on each host a host's sum is that rank's part.
+        let one_each = |config: &str, name: &str| {
+            let metrics = folder.path().join(format!("{mpi:?}-{name}-1-1.jsonl"));
+            train_by(hosts.mpirun(mpi, [1, 1]).unwrap(), &train_gpt, config, &metrics)
+        };
+        assert_eq!(one_each(&key, "both"), one_each(everywhere, "everywhere"), "{mpi:?}");
+        // No gather of groups that lie on one host crosses.
+        let (in_groups, [_, crossed]) = run(&groups, "groups");
+        assert_eq!((in_groups, crossed), (exact.clone(), 0), "{mpi:?}");
+    });
+}
+
 #[test]
 fn four_ranks_on_two_hosts_have_the_bits_of_four_on_one_at_every_stage() {
     let test = four_ranks_on_two_hosts_have_the_bits_of_four_on_one_at_every_stage;
@@ -240,6 +370,109 @@ fn collectives(comm: &dyn Communicator, n: usize, dtype: DType, wire: Wire) -> c
     Ok(vec![reduced.wait()?, whole.wait()?, gathered.wait()?])
 }
 
+/// What stands for `values`, in f32, on another host.
+fn crossed(code: Code, values: &Flat) -> Flat {
+    let mut arrived = Flat::zeros(DType::F32, values.len());
+    let rounded = |dtype: DType| {
+        let mut rounded = Flat::zeros(dtype, values.len());
+        rounded.as_mut().copy_cast(values.as_ref());
+        rounded
+    };
+    match code {
+        Code::Blocks(ints) => {
+            let mut codes = vec![0; ints.encoded_len(values.len())];
+            ints.encode(values.as_ref(), &mut codes);
+            ints.decode(&codes, arrived.as_mut());
+        }
+        Code::Bf16 => arrived.as_mut().copy_cast(rounded(DType::BF16).as_ref()),
+        Code::F16 => arrived.as_mut().copy_cast(rounded(DType::F16).as_ref()),
+    }
+    arrived
+}
+
+/// Adds parts in their order, in f32.
+fn added<'a>(parts: impl Iterator<Item = FlatRef<'a>>) -> Flat {
+    let add = |sum: Option<Flat>, part: FlatRef<'a>| match sum {
+        None => {
+            let mut sum = Flat::zeros(DType::F32, part.len());
+            sum.as_mut().copy_cast(part);
+            Some(sum)
+        }
+        Some(mut sum) => {
+            sum.as_mut().add_scaled(part, 1.0);
+            Some(sum)
+        }
+    };
+    parts.fold(None, add).unwrap()
+}
+
+/// The sum of chunk `owner` of `parts`, one of each rank, on hosts of so many ranks whose sums cross as codes.
+fn sum_of_hosts(code: Code, counts: &[usize], parts: &[Flat], owner: usize) -> Flat {
+    let (world, dtype) = (parts.len(), parts[0].dtype());
+    let chunk = parts[0].len() / world;
+    let mut first = 0;
+    let sums: Vec<Flat> = (counts.iter())
+        .map(|count| {
+            let ranks = first..first + count;
+            first += count;
+            let sum = added(ranks.clone().map(|rank| parts[rank].slice(owner * chunk..(owner + 1) * chunk)));
+            if ranks.contains(&owner) { sum } else { crossed(code, &sum) }
+        })
+        .collect();
+    let mut rounded = Flat::zeros(dtype, chunk);
+    rounded.as_mut().copy_cast(added(sums.iter().map(Flat::as_ref)).as_ref());
+    rounded
+}
+
+/// Collectives in which hosts' sums cross as codes: their results and their bytes.
+fn compare_with_sums_of_hosts(comm: &dyn Communicator, counts: &[usize]) {
+    let (rank, world) = (comm.rank(), comm.size());
+    let several = counts.len() > 1;
+    let ints = [(DType::F32, Ints::Int8), (DType::F32, Ints::Int4), (DType::BF16, Ints::Int4)];
+    let codes = ints.map(|(dtype, ints)| (dtype, Code::Blocks(ints))).into_iter().chain([
+        (DType::F32, Code::Bf16),
+        (DType::F32, Code::F16),
+        (DType::BF16, Code::F16),
+    ]);
+    for (dtype, code) in codes {
+        for n in [0, 1, 5, 999, 70_001, 400_000] {
+            let (wire, what) = (Wire::BetweenHosts(code), format!("rank {rank} of {counts:?}: {n} {dtype:?} {code:?}"));
+            let before = comm.report();
+            let reduced = comm.reduce_scatter_as(wire, data(rank, n * world, dtype), 1);
+            let whole = comm.all_reduce_as(wire, data(rank, n + 1, dtype), 2);
+            let gathered = comm.all_gather_as(wire, data(rank, n, dtype), 3);
+            let parts: Vec<Flat> = (0..world).map(|r| data(r, n * world, dtype)).collect();
+            assert!(reduced.wait().unwrap() == sum_of_hosts(code, counts, &parts, rank), "{what}");
+            // Bytes of codes come from each other host once.
+            let (report, kind) = (comm.report(), Kind::ReduceScatter);
+            let taken = |of: fn(&comm::KindReport) -> u64| (of(&report.kind(kind)) - of(&before.kind(kind))) as usize;
+            let bytes = match code {
+                Code::Blocks(ints) => ints.encoded_len(n),
+                _ => 2 * n,
+            };
+            let others = counts.len() - 1;
+            assert_eq!(taken(|k| k.between_hosts_bytes), others * bytes, "{what}");
+            let saved = others as i64 * (4 * n as i64 - bytes as i64);
+            assert_eq!(taken(|k| k.exact_bytes) as i64 - taken(|k| k.wire_bytes) as i64, saved, "{what}");
+            let mut parts: Vec<Flat> = (0..world).map(|r| data(r, n + 1, dtype)).collect();
+            let padded = (n + 1).next_multiple_of(world);
+            parts.iter_mut().for_each(|part| part.extend_zeros(padded - n - 1));
+            let mut sums = Flat::zeros(dtype, 0);
+            (0..world).for_each(|owner| sums.extend_cast(sum_of_hosts(code, counts, &parts, owner).as_ref()));
+            sums.truncate(n + 1);
+            assert!(whole.wait().unwrap() == sums, "{what}");
+            let mut shards = Flat::zeros(dtype, 0);
+            for r in 0..world {
+                let mut shard = data(r, n, DType::F32);
+                shard.as_mut().copy_cast(data(r, n, dtype).as_ref());
+                shards.extend_cast(if several { crossed(code, &shard) } else { shard }.as_ref());
+            }
+            assert!(gathered.wait().unwrap() == shards, "{what}");
+        }
+    }
+    println!("rank {rank} of {world} has the same bits");
+}
+
 /// What the next tests start on each rank.
 #[test]
 #[ignore = "what the next tests start on each rank"]
@@ -279,6 +512,10 @@ fn as_a_rank() {
             let expected = if way == "raw" { 4 * n * (world - 1) } else { bytes_in_a_chain(&counts, rank, n) };
             assert_eq!(bytes, expected as u64, "rank {rank} of {counts:?}");
             println!("rank {rank} of {world} has the same bits");
+        }
+        ("host-sums", counts) => {
+            let counts: Vec<usize> = counts.split(' ').map(|count| count.parse().unwrap()).collect();
+            compare_with_sums_of_hosts(&*comm, &counts);
         }
         ("waits", file) => loop {
             match comm.all_reduce(data(rank, 5, DType::F32), 7).wait() {
@@ -326,6 +563,23 @@ fn sums_through_several_hosts_and_of_many_ranks_are_those_of_threads_to_the_bit(
         for ranks in [&[2, 3, 2][..], &[3, 2, 2, 4], &[9, 7]] {
             match named_hosts(mpi, ranks) {
                 Some(start) => compare_with_threads(mpi, start, "chain", ranks),
+                None => return skipped_in_part(test, "hosts of this one cannot be given names"),
+            }
+        }
+    });
+}
+
+#[test]
+fn sums_of_hosts_cross_as_codes_once_for_each_owner_and_are_added_in_the_order_of_hosts() {
+    let test = sums_of_hosts_cross_as_codes_once_for_each_owner_and_are_added_in_the_order_of_hosts;
+    let Some(hosts) = hosts(test) else { return };
+    with_each(test, |mpi| {
+        for ranks in [[2, 2], [1, 1], [1, 2], [3, 1]] {
+            compare_with_threads(mpi, hosts.mpirun(mpi, ranks).unwrap(), "host-sums", &ranks);
+        }
+        for ranks in [&[3][..], &[2, 3, 2], &[1, 2, 1, 4]] {
+            match named_hosts(mpi, ranks) {
+                Some(start) => compare_with_threads(mpi, start, "host-sums", ranks),
                 None => return skipped_in_part(test, "hosts of this one cannot be given names"),
             }
         }

@@ -22,11 +22,11 @@
 //! summed. What that costs on the cables stands in [`super::traffic`].
 
 use super::crossing::{AHEAD, Crossing, Result};
+use super::here::Here;
 use super::link::{Tag, Transfer};
-use super::partial::{Layout, Part, add};
+use super::partial::Layout;
 use super::roles::{Role, handed_by};
 use super::traffic::block_elements;
-use crate::comm::collectives::typed;
 use crate::comm::encoding::Wire;
 use crate::comm::shm::SLOT_BYTES;
 use crate::comm::split::pieces;
@@ -63,7 +63,9 @@ pub(super) fn reduce(crossing: &mut Crossing, wire: Wire, input: &mut Flat, at: 
         if let Some(block) = blocks.get(i + AHEAD) {
             chain.expect_partial(block)?;
         }
-        chain.add_parts(&mut partial, block)?;
+        let Chain { crossing, role, layout, input, chunk, .. } = &mut chain;
+        let here = Here { layout: *layout, input, chunk: *chunk, owners: &role.owners, begins: role.first };
+        here.add_parts(crossing, &mut partial, block)?;
         if chain.role.last {
             let kept = chain.give_sums(&partial, block)?;
             if hands_over {
@@ -122,55 +124,6 @@ impl Chain<'_> {
             bytemuck::cast_slice_mut(&mut partial).copy_from_slice(&bytes);
         }
         Ok(partial)
-    }
-
-    /// Adds the parts of this host's ranks, which show each other theirs.
-    fn add_parts(&mut self, partial: &mut [f32], block: &Range<usize>) -> Result<()> {
-        let (layout, rank, here) = (self.layout, self.crossing.rank(), self.crossing.hosts.here());
-        // A rank alone shows nobody anything.
-        let alone = here.len() == 1;
-        let step = if alone { block.len() } else { layout.elements_in(SLOT_BYTES) };
-        let mut own_codes = Vec::new();
-        for inside in pieces(block.len(), step) {
-            let len = inside.len();
-            let of = |owner: usize| {
-                let start = owner * self.chunk + block.start;
-                start + inside.start..start + inside.end
-            };
-            let shown = if alone { 0 } else { layout.bytes(len) };
-            self.crossing.local.piece(shown, |slot| {
-                for owner in (0..layout.world).filter(|owner| !alone && !self.role.owners.contains(owner)) {
-                    let part = self.input.slice(of(owner));
-                    let place = &mut slot[layout.offset(rank, owner, len)..][..layout.part(rank, owner, len)];
-                    match layout.wire {
-                        Wire::Blocks(ints) if owner != rank => ints.encode(part, place),
-                        _ => place.copy_from_slice(part.as_bytes()),
-                    }
-                }
-            })?;
-            for (owner, sum) in self.role.owners.iter().zip(partial.chunks_exact_mut(block.len())) {
-                let own = self.input.slice(of(*owner));
-                let own = match layout.wire {
-                    Wire::Blocks(ints) if *owner != rank => {
-                        own_codes.resize(ints.encoded_len(len), 0);
-                        ints.encode(own, &mut own_codes);
-                        Part::Blocks(ints, &own_codes)
-                    }
-                    _ => Part::Exact(own),
-                };
-                let part = |r: usize| {
-                    let (offset, bytes) = (layout.offset(r, *owner, len), layout.part(r, *owner, len));
-                    let part = self.crossing.local.coded(r - here.start, offset, bytes, len * layout.size);
-                    match layout.wire {
-                        Wire::Blocks(ints) if *owner != r => Part::Blocks(ints, part),
-                        _ => Part::Exact(typed(self.input.dtype(), part)),
-                    }
-                };
-                let parts: Vec<Part<'_>> = here.clone().map(|r| if r == rank { own } else { part(r) }).collect();
-                add(&mut sum[inside.clone()], self.role.first, &parts);
-            }
-        }
-        Ok(())
     }
 
     /// Sends the partial sums of a block to the next host.

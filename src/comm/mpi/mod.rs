@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   mpirun, srun or zerorun starts every rank -> join: library found -> MPI_Init_thread -> who is on which host -> each host's memory
-//!   queue -> tiers -> raw, chain, gather -> crossing: exchange of this host's ranks + messages of link to other hosts
+//!   queue -> tiers -> raw, chain, host_sums, gather -> crossing: exchange of this host's ranks + messages of link to other hosts
 //!   end of the process: the others are told, MPI ends
 //! ```
 //!
@@ -15,6 +15,8 @@ mod abi;
 mod chain;
 mod crossing;
 mod gather;
+mod here;
+mod host_sums;
 mod hosts;
 mod library;
 mod link;

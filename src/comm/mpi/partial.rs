@@ -78,7 +78,7 @@ impl Layout {
     /// The most elements of each owner's chunk for which a slot of `bytes` has room, whole blocks of them; may be 0.
     pub(super) fn elements_in(self, bytes: usize) -> usize {
         match self.wire {
-            Wire::Exact => bytes / (self.world * self.size),
+            Wire::Exact | Wire::BetweenHosts(_) => bytes / (self.world * self.size),
             Wire::Blocks(_) => bytes / self.bytes(BLOCK) * BLOCK,
         }
     }
@@ -105,16 +105,13 @@ impl Layout {
 
     fn stride(self, len: usize) -> usize {
         match self.wire {
-            Wire::Exact => len * self.size,
+            Wire::Exact | Wire::BetweenHosts(_) => len * self.size,
             Wire::Blocks(_) => self.encoded(len).next_multiple_of(4),
         }
     }
 
     fn encoded(self, len: usize) -> usize {
-        match self.wire {
-            Wire::Exact => len * self.size,
-            Wire::Blocks(ints) => ints.encoded_len(len),
-        }
+        self.wire.encoded_len(len, self.size)
     }
 }
 
@@ -147,7 +144,7 @@ mod tests {
                     let parts: Vec<Flat> = (0..world).map(|rank| part(rank, len, dtype)).collect();
                     let coded: Vec<Vec<u8>> = (parts.iter())
                         .map(|part| match wire {
-                            Wire::Exact => part.as_bytes().to_vec(),
+                            Wire::Exact | Wire::BetweenHosts(_) => part.as_bytes().to_vec(),
                             Wire::Blocks(ints) => {
                                 let mut codes = vec![0; ints.encoded_len(len)];
                                 ints.encode(part.as_ref(), &mut codes);
@@ -158,7 +155,7 @@ mod tests {
                     let mut expected = parts[owner].clone();
                     let peers: Vec<&[u8]> = (0..world).filter(|r| *r != owner).map(|r| &*coded[r]).collect();
                     match wire {
-                        Wire::Exact => {
+                        Wire::Exact | Wire::BetweenHosts(_) => {
                             let peers: Vec<_> = peers.iter().map(|part| typed(dtype, part)).collect();
                             sum_exact(&mut expected, (0, 0), len, owner, &peers);
                         }

@@ -1,10 +1,11 @@
 //! What a collective sends between hosts, for estimates: the plan of [`super::tiers`] without ranks.
 
 use super::crossing::{AHEAD, message_bytes};
+use super::host_sums;
 use super::hosts::Hosts;
 use super::raw::message_elements;
 use super::tiers::sum_of;
-use super::traffic::{Busiest, Way, block_elements, chain_bytes, gather_bytes, raw_bytes};
+use super::traffic::{Busiest, Way, block_elements, chain_bytes, gather_bytes, host_sum_bytes, raw_bytes};
 use crate::comm::encoding::Wire;
 use crate::comm::kind::Kind;
 use candle_core::DType;
@@ -49,7 +50,10 @@ impl EvenHosts {
                 let chunk = elements.div_ceil(world);
                 vec![self.sum(wire, dtype, chunk), self.gather(chunk * size)]
             }
-            Kind::AllGather | Kind::Control => vec![self.gather(encoded(wire, size, elements))],
+            Kind::AllGather | Kind::Control => {
+                let code = wire.code();
+                vec![self.gather(code.map_or(elements * size, |code| code.encoded_len(elements)))]
+            }
             Kind::Barrier => vec![self.gather(1)],
         }
     }
@@ -62,6 +66,11 @@ impl EvenHosts {
                 let Busiest { into, out } = raw_bytes(hosts.each(), wire, size, chunk);
                 let step = message_elements(wire, size, world - hosts.here().len());
                 let messages = chunk.div_ceil(step).max(1);
+                Passage { into, out, messages, window: AHEAD, hops: 1, behind: 0 }
+            }
+            Way::HostSums(code) => {
+                let Busiest { into, out } = host_sum_bytes(hosts.each(), code, chunk);
+                let messages = chunk.div_ceil(host_sums::block_elements(hosts, code, chunk)).max(1);
                 Passage { into, out, messages, window: AHEAD, hops: 1, behind: 0 }
             }
             Way::Chain => {
@@ -86,17 +95,10 @@ impl EvenHosts {
     }
 }
 
-/// Bytes of `len` elements as they travel.
-fn encoded(wire: Wire, size: usize, len: usize) -> usize {
-    match wire {
-        Wire::Exact => len * size,
-        Wire::Blocks(ints) => ints.encoded_len(len),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::code::Code;
     use crate::comm::mpi::crossing::MESSAGE_BYTES;
     use crate::precision::Ints;
 
@@ -108,7 +110,7 @@ mod tests {
         {
             let (world, chunk) = (hosts * each, 128 * 999);
             let all = EvenHosts::new(hosts, each);
-            let e = encoded(wire, 4, chunk);
+            let e = wire.encoded_len(chunk, 4);
             let raw = each * (world - each) * e;
             let middle = if hosts > 2 { each * chunk * 4 } else { 0 };
             let chain = 4 * world * chunk + middle;
@@ -125,6 +127,25 @@ mod tests {
             let both = all.passages(Kind::AllReduce, wire, DType::F32, chunk * world);
             assert_eq!(both[0], sum);
             assert_eq!(both[1], all.passages(Kind::AllGather, Wire::Exact, DType::F32, chunk)[0]);
+        }
+    }
+
+    #[test]
+    fn what_is_coded_between_hosts_alone_crosses_once_a_host() {
+        for (hosts, each, code) in
+            [(2, 2, Code::Bf16), (2, 8, Code::Blocks(Ints::Int4)), (4, 3, Code::F16), (3, 1, Code::Bf16)]
+        {
+            let (world, chunk, wire) = (hosts * each, 128 * 999, Wire::BetweenHosts(code));
+            let (all, e) = (EvenHosts::new(hosts, each), code.encoded_len(chunk));
+            let [sum] = all.passages(Kind::ReduceScatter, wire, DType::F32, chunk * world)[..] else { panic!() };
+            assert_eq!((sum.into, sum.out, sum.hops), ((hosts - 1) * each * e, (world - each) * e, 1));
+            let of_message = e.div_ceil(sum.messages);
+            assert!(of_message <= MESSAGE_BYTES && of_message > (16 << 10) / 2, "{sum:?}");
+            let [gather] = all.passages(Kind::AllGather, wire, DType::F32, chunk)[..] else { panic!() };
+            assert_eq!((gather.into, gather.out), ((world - each) * e, each * e * (hosts - 1)));
+            // The sums of an all-reduce travel as they are.
+            let both = all.passages(Kind::AllReduce, wire, DType::F32, chunk * world);
+            assert_eq!(both, [sum, all.passages(Kind::AllGather, Wire::Exact, DType::F32, chunk)[0]]);
         }
     }
 

@@ -25,10 +25,7 @@ pub(super) fn reduce(crossing: &mut Crossing, wire: Wire, input: &mut Flat, at: 
     assert!(local_wire == wire, "fewer ranks leave more room");
     let local_step = if here.len() == 1 { usize::MAX } else { local_step };
     let step = message_elements(wire, size, remote.len());
-    let encoded = |len: usize| match wire {
-        Wire::Exact => len * size,
-        Wire::Blocks(ints) => ints.encoded_len(len),
-    };
+    let encoded = |len: usize| wire.encoded_len(len, size);
     crossing.greet(&remote)?;
     let mut coming = VecDeque::new();
     let mut ahead = pieces(chunk, step);
@@ -50,8 +47,8 @@ pub(super) fn reduce(crossing: &mut Crossing, wire: Wire, input: &mut Flat, at: 
             let of =
                 |owner: usize| owner * chunk + range.start + inside.start..owner * chunk + range.start + inside.end;
             give_each(&mut crossing.local, bytes, |r, part| match wire {
-                Wire::Exact => part.copy_from_slice(input.slice(of(here.start + r)).as_bytes()),
                 Wire::Blocks(ints) => ints.encode(input.slice(of(here.start + r)), part),
+                _ => part.copy_from_slice(input.slice(of(here.start + r)).as_bytes()),
             })?;
             if inside.is_empty() {
                 continue;
@@ -64,11 +61,11 @@ pub(super) fn reduce(crossing: &mut Crossing, wire: Wire, input: &mut Flat, at: 
                 .collect();
             let places = (of(rank).start, at + range.start + inside.start);
             match wire {
-                Wire::Exact => {
+                Wire::Blocks(ints) => sum_blocks(ints, input, places, inside.len(), rank, &peers),
+                _ => {
                     let peers: Vec<_> = peers.into_iter().map(|part| typed(dtype, part)).collect();
                     sum_exact(input, places, inside.len(), rank, &peers);
                 }
-                Wire::Blocks(ints) => sum_blocks(ints, input, places, inside.len(), rank, &peers),
             }
         }
     }
@@ -90,12 +87,12 @@ fn post(
     for peer in remote {
         let part = input.slice(peer * chunk + range.start..peer * chunk + range.end);
         let message = match wire {
-            Wire::Exact => part.as_bytes().to_vec(),
             Wire::Blocks(ints) => {
                 let mut coded = vec![0; bytes];
                 ints.encode(part, &mut coded);
                 coded
             }
+            _ => part.as_bytes().to_vec(),
         };
         crossing.send(*peer, Tag::Data, message)?;
     }
@@ -106,7 +103,7 @@ fn post(
 pub(super) fn message_elements(wire: Wire, size: usize, peers: usize) -> usize {
     let bytes = message_bytes(peers);
     match wire {
-        Wire::Exact => bytes / size,
         Wire::Blocks(ints) => ints.whole_blocks_in(bytes),
+        _ => bytes / size,
     }
 }

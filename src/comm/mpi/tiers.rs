@@ -3,6 +3,7 @@
 //! ```text
 //!   reduce-scatter   raw     every rank's part goes to the owner ----> sums of all parts in rank order
 //!                    chain   sums of a host's parts, on top of those of the hosts before, go on to the next host
+//!                    host sums   sums of each host's parts, as codes, go to the owner ----> sums of these in order of hosts
 //!   all-gather       shards inside of each host -> slices of the host's whole from host to host -> slices inside again
 //! ```
 //!
@@ -11,13 +12,14 @@
 //! their way while this one is worked on.
 //!
 //! Sums run in rank order in f32, so the bits are those of one machine with as many ranks, whichever way they are made. The
-//! way with fewer bytes between hosts is taken: see [`super::traffic`].
+//! way with fewer bytes between hosts is taken: see [`super::traffic`]. But for hosts' sums as codes, which are a choice of the
+//! caller ([`Wire::BetweenHosts`]) with bits of its own.
 
 use super::crossing::{Crossing, Result};
 use super::gather::{gather, gather_across};
 use super::hosts::Hosts;
 use super::traffic::{Way, way};
-use super::{chain, raw};
+use super::{chain, host_sums, raw};
 use crate::comm::collectives::{gather_of, piece_of};
 use crate::comm::counters::Taken;
 use crate::comm::encoding::Wire;
@@ -30,6 +32,9 @@ use std::ops::Range;
 
 /// How the elements of a sum with chunks of `chunk` elements travel, and which way.
 pub(super) fn sum_of(hosts: &Hosts, wire: Wire, dtype: DType, chunk: usize) -> (Wire, Way) {
+    if let Wire::BetweenHosts(_) = wire {
+        return (wire.inside(), way(hosts, wire, dtype.size_in_bytes(), chunk));
+    }
     // As elements travel in a world of this size on one machine.
     let (wire, _) = piece_of(hosts.world_size(), wire, dtype);
     (wire, way(hosts, wire, dtype.size_in_bytes(), chunk))
@@ -83,20 +88,22 @@ impl Tiers {
         let exact = shard.size_in_bytes();
         let mut whole = shard;
         whole.reserve_exact(chunk * (world - 1));
-        let Wire::Blocks(ints) = wire else {
+        // Where nothing crosses, what is coded between hosts alone stays as it is.
+        let wire = if self.0.hosts.each().len() == 1 { wire.inside() } else { wire };
+        let Some(code) = wire.code() else {
             whole.extend_zeros(chunk * (world - 1));
             let bytes = whole.as_bytes_mut();
             bytes.copy_within(..exact, rank * exact);
             gather(&mut self.0, bytes, exact)?;
             return Ok(whole);
         };
-        let part = ints.encoded_len(chunk);
+        let part = code.encoded_len(chunk);
         let mut coded = vec![0; part * world];
-        ints.encode(whole.slice(0..chunk), &mut coded[rank * part..][..part]);
+        code.encode(whole.slice(0..chunk), &mut coded[rank * part..][..part]);
         gather(&mut self.0, &mut coded, exact)?;
         whole.extend_zeros(chunk * (world - 1));
         for (r, coded) in coded.chunks_exact(part.max(1)).enumerate() {
-            ints.decode(coded, whole.slice_mut(r * chunk..(r + 1) * chunk));
+            code.decode(coded, whole.slice_mut(r * chunk..(r + 1) * chunk));
         }
         Ok(whole)
     }
@@ -190,6 +197,7 @@ impl Tiers {
         match way {
             Way::Raw => raw::reduce(&mut self.0, wire, input, at),
             Way::Chain => chain::reduce(&mut self.0, wire, input, at),
+            Way::HostSums(code) => host_sums::reduce(&mut self.0, code, input, at),
         }
     }
 }
