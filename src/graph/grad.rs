@@ -1,11 +1,11 @@
 //! A gradient on its way, and the place where the gradients of one tensor are added up.
 
-#[cfg(feature = "cuda")]
-use super::on_device::add_in_place;
 use crate::kernels::add::add_into;
 use crate::kernels::buffer;
 use crate::precision::{Flat, FlatRef};
 use crate::tensor::element::{Element, with_elements};
+#[cfg(feature = "cuda")]
+use crate::tensor::on_device::add_in_place;
 use crate::tensor::residency::{storage_on, to_storage, with_view};
 use crate::util::lock;
 use candle_core::{DType, Device, Result, Shape, Tensor, op::BackpropOp};
