@@ -33,14 +33,14 @@ if ! cargo build --release --features cuda --workspace --bin zerorun --bin train
 fi
 verdict PASS "cargo build --features cuda"
 
-# 2. Stages agree with each other, and with the CPU. A test that found no GPU has passed without a check.
-cargo test --release --features cuda --test zero cuda:: -- --test-threads 1 2>&1 | tee "$work/test.log"
+# 2. Layers agree with their references; stages with each other, and with the CPU. A test that found no GPU has passed without a check.
+cargo test --release --features cuda --test nn --test zero -- cuda:: cuda_layers:: --test-threads 1 2>&1 | tee "$work/test.log"
 if [ "${PIPESTATUS[0]}" != 0 ]; then
-    verdict FAIL "stages 0 to 3 on the GPU: the same bits, the CPU's losses within 1e-4, absent parameters refused"
+    verdict FAIL "layers as their references; stages 0 to 3: the same bits, the CPU's losses within 1e-4, absent parameters refused"
 elif grep -q 'skipped: ' "$work/test.log"; then
     missing "the CUDA driver finds no device"
 else
-    verdict PASS "stages 0 to 3 on the GPU: the same bits, the CPU's losses within 1e-4, absent parameters refused"
+    verdict PASS "layers as their references; stages 0 to 3: the same bits, the CPU's losses within 1e-4, absent parameters refused"
 fi
 
 # 3. GPT-2 (124 million parameters) learns at stage 3 in bf16. Two ranks share the GPU if there is room for both.

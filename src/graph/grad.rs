@@ -19,7 +19,6 @@ pub(crate) enum Grad {
     /// Nobody else sees it: it may be changed in place.
     Own(Flat),
     /// The same in a GPU's memory: a contiguous tensor.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "made on a GPU alone"))]
     OnDevice(Tensor),
     /// A tensor that others may hold too, on any device.
     Shared(Tensor),
