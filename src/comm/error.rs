@@ -144,6 +144,17 @@ pub enum CommError {
         /// The files that were tried.
         tried: String,
     },
+    /// An MPI library is there, and the system does not load it.
+    #[error(
+        "the MPI library {library} was found and cannot be loaded ({why}); install what it needs, or name another file with \
+         CANDLE_ZERO_MPI_LIBRARY"
+    )]
+    MpiNotLoaded {
+        /// The file.
+        library: String,
+        /// The system's words.
+        why: String,
+    },
     /// An MPI library lacks a function.
     #[error(
         "{library} has no {symbol}: it is no MPI library that this program can use; those of MPICH, Intel MPI and Open MPI 4 \

@@ -1,8 +1,10 @@
-//! The kind of the named file: a program, a target of the cargo package around it, or a package of its own.
+//! The kind of the named file: a program, a target of the cargo package around it, or a package of its own. A name without a
+//! slash that is no file here is a program on the `PATH`.
 
 use super::build::{Build, Kind};
 use super::frontmatter::{self, Parts};
 use crate::error::{Error, LaunchError, Result};
+use std::ffi::OsStr;
 use std::io::ErrorKind;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -12,7 +14,7 @@ use std::path::{Path, PathBuf};
 pub(crate) enum Target {
     /// An executable, started as it is.
     Program {
-        /// Absolute, so that a name without a slash is not looked up in `PATH`.
+        /// Absolute, so that it is this one, wherever the `PATH` leads.
         path: PathBuf,
     },
     /// An example or binary of the package around it.
@@ -46,7 +48,12 @@ pub(crate) fn find(typed: &Path) -> Result<Target> {
     let read = |source| Error::Io { action: "read", path: typed.to_path_buf(), source };
     let metadata = match std::fs::metadata(typed) {
         Ok(metadata) => metadata,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Err(not_found(typed)),
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            return match on_path(typed, &std::env::var_os("PATH").unwrap_or_default()) {
+                Some(path) => Ok(Target::Program { path }),
+                None => Err(not_found(typed)),
+            };
+        }
         Err(error) => return Err(read(error)),
     };
     let not_startable = |found: &str| {
@@ -59,7 +66,7 @@ pub(crate) fn find(typed: &Path) -> Result<Target> {
     if !metadata.is_file() {
         return Err(not_startable(if metadata.is_dir() { "it is a folder" } else { "it is no regular file" }));
     }
-    if typed.extension().is_none_or(|extension| extension != "rs") {
+    if !is_rust(typed) {
         if metadata.permissions().mode() & 0o111 == 0 {
             return Err(not_startable("its name does not end in .rs and it is not executable"));
         }
@@ -82,6 +89,26 @@ pub(crate) fn find(typed: &Path) -> Result<Target> {
     Ok(Target::Single(Single { typed: typed.to_path_buf(), path, parts }))
 }
 
+/// Whether a shell would look a name up in `PATH`. A Rust file is never on it.
+fn is_bare(typed: &Path) -> bool {
+    let bare = typed.components().count() == 1 && typed.file_name().is_some_and(|name| name == typed.as_os_str());
+    bare && !is_rust(typed)
+}
+
+fn is_rust(typed: &Path) -> bool {
+    typed.extension().is_some_and(|extension| extension == "rs")
+}
+
+/// The first executable of this name in the folders of a `PATH`.
+fn on_path(typed: &Path, path: &OsStr) -> Option<PathBuf> {
+    let is_program = |file: &PathBuf| {
+        std::fs::metadata(file).is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
+    };
+    // An empty entry is this folder, where it is not.
+    let folders = std::env::split_paths(path).filter(|folder| is_bare(typed) && !folder.as_os_str().is_empty());
+    std::path::absolute(folders.map(|folder| folder.join(typed)).find(is_program)?).ok()
+}
+
 fn not_found(typed: &Path) -> Error {
     let mut with_ending = typed.as_os_str().to_owned();
     with_ending.push(".rs");
@@ -91,7 +118,11 @@ fn not_found(typed: &Path) -> Error {
         Some(path) => format!("did you mean {}?", path.display()),
         None => "give a Rust file (.rs) or an executable".to_string(),
     };
-    LaunchError::NotStartable { path: typed.to_path_buf(), found: "there is no such file".to_string(), fix }.into()
+    let found = match is_bare(typed) {
+        true => "there is no such file here and no program of that name on the PATH",
+        false => "there is no such file",
+    };
+    LaunchError::NotStartable { path: typed.to_path_buf(), found: found.to_string(), fix }.into()
 }
 
 /// The target that `path` (absolute, without symbolic links) is in the nearest package around it, by cargo's rules for
@@ -210,6 +241,28 @@ mod tests {
         assert_eq!(found.manifest_dir, root.join("examples/inner"));
         let (_dir, root) = package("[workspace]\n", &["examples/gpt.rs"]);
         assert_eq!(in_package(&root.join("examples/gpt.rs")), None);
+    }
+
+    #[test]
+    fn a_name_without_a_slash_is_looked_up_in_the_path_as_a_shell_does() {
+        let dir = tempfile::tempdir().unwrap();
+        let [first, second] = ["first", "second"].map(|name| dir.path().join(name));
+        for folder in [&first, &second] {
+            std::fs::create_dir(folder).unwrap();
+            for name in ["train", "train.rs"] {
+                std::fs::write(folder.join(name), "").unwrap();
+            }
+        }
+        let executable = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        for name in ["train", "train.rs"] {
+            std::fs::set_permissions(second.join(name), Clone::clone(&executable)).unwrap();
+        }
+        let path = std::env::join_paths([Path::new(""), &first, &second]).unwrap();
+        // The first file is not executable.
+        assert_eq!(on_path(Path::new("train"), &path), Some(second.join("train")));
+        for name in ["train.rs", "./train", "second/train", "second", ".", ".."] {
+            assert_eq!(on_path(Path::new(name), &path), None, "{name}");
+        }
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use crate::Error;
 use crate::comm::mpi_library;
+use crate::error::CommError;
 use crate::kernels::{self, Level};
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use crate::offload::{available_memory, free_space, group_limit, is_memory, open_direct};
@@ -68,6 +69,8 @@ struct Machine {
     gpus: Vec<String>,
     /// The MPI library that ranks on several hosts would meet by.
     mpi: Option<String>,
+    /// Why there is none.
+    mpi_problem: Option<String>,
     /// Optional features that this program was built with.
     features: Vec<&'static str>,
     verdicts: Vec<String>,
@@ -111,6 +114,11 @@ impl Machine {
         let (cpu, memory) = (read("/proc/cpuinfo"), read("/proc/meminfo"));
         let flags = field(&cpu, "flags").unwrap_or_default();
         let total = field(&memory, "MemTotal").and_then(|text| text.strip_suffix(" kB")?.parse().ok());
+        let (mpi, mpi_problem) = match mpi_library() {
+            Ok(name) => (Some(name), None),
+            Err(CommError::NoMpi { tried }) => (None, Some(format!("tried {tried}"))),
+            Err(error) => (None, Some(error.to_string())),
+        };
         // In a file without a name.
         let direct_access = open_direct(&tempfile::tempfile_in(folder).map_err(wrong)?).is_some();
         let mut machine = Self {
@@ -137,7 +145,8 @@ impl Machine {
                 direct_access,
             },
             gpus: gpus(),
-            mpi: mpi_library().ok(),
+            mpi,
+            mpi_problem,
             features: [("cuda", cfg!(feature = "cuda")), ("hub", cfg!(feature = "hub")), ("s3", cfg!(feature = "s3"))]
                 .into_iter()
                 .filter_map(|(name, is_on)| is_on.then_some(name))
@@ -186,7 +195,7 @@ impl Machine {
         });
         verdicts.push(match &self.mpi {
             Some(_) => "ranks can run on several hosts, if the same library is on each".to_owned(),
-            None => "no MPI library: ranks run on this host alone".to_owned(),
+            None => "no MPI library that can be used: ranks run on this host alone".to_owned(),
         });
         verdicts
     }
@@ -210,7 +219,8 @@ impl fmt::Display for Machine {
         writeln!(f, "memory       {}, {} available{limit}", gib(self.memory.total), gib(self.memory.available))?;
         writeln!(f, "disk         {} free in {}", gib(self.disk.free), self.disk.folder.display())?;
         writeln!(f, "gpu          {}", or_none(&gpus))?;
-        write!(f, "mpi          {}", self.mpi.as_deref().unwrap_or("none"))?;
+        let problem = || format!("none ({})", self.mpi_problem.as_deref().unwrap_or_default());
+        write!(f, "mpi          {}", self.mpi.clone().unwrap_or_else(problem))?;
         let mut text = String::new();
         self.verdicts.iter().try_for_each(|verdict| write!(text, "\n- {verdict}"))?;
         f.write_str(&text)

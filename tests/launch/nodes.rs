@@ -154,25 +154,34 @@ fn hosts_that_save_on_their_own_disks_go_on_together() {
 fn the_start_command_of_the_jobset_runs_on_two_hosts() {
     let test = the_start_command_of_the_jobset_runs_on_two_hosts;
     let Some(hosts) = cluster(test) else { return };
-    let training = Training::new();
+    let mut training = Training::new();
+    let expected = training.on_one_host(2);
+    // As in the image: programs are on the PATH, and the working directory is another.
+    let image = tempfile::tempdir().unwrap();
+    for (name, file) in [("zerorun", Path::new(LAUNCHER)), ("train", &training.program)] {
+        std::os::unix::fs::symlink(file, image.path().join(name)).unwrap();
+    }
+    let path = format!("{}:/usr/bin:/bin", image.path().display());
+    training.program = "train".into();
     let mut deploy = Command::new(LAUNCHER);
     deploy.args(["deploy", "k8s", "--nodes", "2", "-n", "2"]);
     let output = training.of(deploy, "jobset", 2, false).output().unwrap();
     let manifest = stdout(&output);
     let command = manifest.lines().find_map(|line| line.trim().strip_prefix("command: ")).unwrap();
     let mut words: Vec<String> = serde_json::from_str(command).unwrap();
-    // What the image's PATH and the cluster's DNS are for.
-    words[0] = LAUNCHER.into();
+    assert!(words[0] == "zerorun" && words.contains(&"train".into()), "{words:?}");
+    // What the cluster's DNS is for.
     let first = words.iter_mut().find(|word| *word == "train-host-0-0.train").unwrap();
     *first = "10.77.0.1".into();
     let both = [0, 1].map(|node| {
         let mut command = hosts.on(node, 110).unwrap();
-        start(command.arg("env").arg(format!("JOB_COMPLETION_INDEX={node}")).args(&words))
+        command.current_dir("/").args(["env", &format!("PATH={path}"), &format!("JOB_COMPLETION_INDEX={node}")]);
+        start(command.args(&words))
     });
     for output in both.map(ended) {
         assert!(output.status.success(), "{}", stderr(&output));
     }
-    assert_eq!(steps(&training.metrics("jobset")), training.on_one_host(2));
+    assert_eq!(steps(&training.metrics("jobset")), expected);
 }
 
 /// The steps that a training has reported so far.

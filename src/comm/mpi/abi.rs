@@ -3,7 +3,7 @@
 //! | ABI | library | handles |
 //! | --- | --- | --- |
 //! | MPI 5.0's own | `libmpi_abi.so.1` (MPICH 5, Intel MPI, Open MPI 6) | pointers with fixed values |
-//! | MPICH's | `libmpi.so.12` (MPICH, Intel MPI, MVAPICH, Cray) | numbers of 32 bits |
+//! | MPICH's | `libmpi.so.12` (MPICH, Intel MPI, MVAPICH, Cray), `libmpich.so.12` (Debian's MPICH) | numbers of 32 bits |
 //! | Open MPI's | `libmpi.so.40` (4 and 5) | addresses of objects in the library |
 
 use std::ffi::c_int;
@@ -44,12 +44,13 @@ pub(super) struct Constants {
 impl Abi {
     pub(super) const ALL: [Self; 3] = [Self::Standard, Self::Mpich, Self::OpenMpi];
 
-    /// The name under which the system's loader knows a library.
-    pub(super) fn library(self) -> &'static str {
+    /// The names under which the system's loader knows a library, the usual one first.
+    pub(super) fn libraries(self) -> &'static [&'static str] {
         match self {
-            Self::Standard => "libmpi_abi.so.1",
-            Self::Mpich => "libmpi.so.12",
-            Self::OpenMpi => "libmpi.so.40",
+            Self::Standard => &["libmpi_abi.so.1"],
+            // Debian's package libmpich12 has the second alone.
+            Self::Mpich => &["libmpi.so.12", "libmpich.so.12"],
+            Self::OpenMpi => &["libmpi.so.40"],
         }
     }
 

@@ -57,7 +57,7 @@ impl Library {
     /// started this process or that is on the PATH.
     ///
     /// # Errors
-    /// None is found, with all places; one without a function that is needed.
+    /// None is found, with all places; one that cannot be loaded; one without a function that is needed.
     pub(super) fn find() -> Result<Self, CommError> {
         if let Some(path) = std::env::var_os(LIBRARY).filter(|path| !path.is_empty()) {
             let path = PathBuf::from(path);
@@ -75,17 +75,19 @@ impl Library {
             };
             return Self::of(loaded, path, abi);
         }
-        let mut tried = Vec::new();
+        let folders: Vec<PathBuf> = std::iter::once(PathBuf::new()).chain(beside_mpirun()).collect();
+        let (mut tried, mut broken) = (Vec::new(), None);
         for abi in preferred(under_open_mpi(), under_zerorun()) {
-            let folders = std::iter::once(PathBuf::new()).chain(beside_mpirun());
-            for path in folders.map(|folder| folder.join(abi.library())) {
+            for path in abi.libraries().iter().flat_map(|name| folders.iter().map(move |folder| folder.join(name))) {
+                let library = path.display().to_string();
                 match open(&path) {
                     Ok(loaded) => return Self::of(loaded, path, abi),
-                    Err(_) => tried.push(path.display().to_string()),
+                    Err(why) if is_missing(&why, &library) => tried.push(library),
+                    Err(why) => drop(broken.get_or_insert(CommError::MpiNotLoaded { library, why })),
                 }
             }
         }
-        Err(none(tried.join(", ")))
+        Err(broken.unwrap_or_else(|| none(tried.join(", "))))
     }
 
     fn of(loaded: Loaded, path: PathBuf, abi: Abi) -> Result<Self, CommError> {
@@ -203,6 +205,11 @@ fn open(path: &Path) -> Result<Loaded, String> {
     opened.map_err(|error| error.source().map_or(error.to_string(), ToString::to_string))
 }
 
+/// Whether the loader's words say that the file itself is not there, and not one that it needs.
+fn is_missing(why: &str, library: &str) -> bool {
+    why.strip_prefix(library).is_some_and(|rest| rest.starts_with(": cannot open shared object file: No such file"))
+}
+
 fn under_open_mpi() -> bool {
     std::env::var_os("OMPI_COMM_WORLD_RANK").is_some()
 }
@@ -244,5 +251,13 @@ mod tests {
         assert_eq!(preferred(true, false)[0], Abi::OpenMpi);
         assert_eq!(preferred(false, false)[0], Abi::Standard);
         assert!(!preferred(true, true).contains(&Abi::OpenMpi), "which zerorun cannot let its ranks meet by");
+    }
+
+    #[test]
+    fn a_library_that_is_missing_is_told_from_one_that_lacks_another() {
+        let missing = open(Path::new("libno_such_mpi.so.1")).err().unwrap_or_default();
+        assert!(is_missing(&missing, "libno_such_mpi.so.1"), "{missing}");
+        let lacks = "libucp.so.0: cannot open shared object file: No such file or directory";
+        assert!(!is_missing(lacks, "libmpich.so.12"));
     }
 }

@@ -49,9 +49,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 /// The library that would be used here: its file, and what it says of its version.
 ///
 /// # Errors
-/// None is found, or it lacks a function.
+/// None is found, it cannot be loaded, or it lacks a function.
 #[cfg(feature = "cli")]
-pub(crate) fn found_library() -> Result<String> {
+pub(crate) fn found_library() -> std::result::Result<String, CommError> {
     Ok(library::Library::find()?.name())
 }
 

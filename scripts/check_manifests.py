@@ -1,0 +1,169 @@
+#!/usr/bin/env python3
+"""Checks the Kubernetes manifests of `zerorun deploy` and of deploy/ against published schemas.
+
+    scripts/check_manifests.py ZERORUN
+
+Needs kubernetes-validate, kubeflow-trainer-api and kubeflow-training from PyPI. What is checked by what:
+
+- the whole JobSet (v1alpha2): models that are made of JobSet's own definition, in kubeflow-trainer-api
+- the Job in it, and each pod template: Kubernetes' JSON schemas, in which an unknown key is an error, of kubernetes-validate
+- MPIJob: `runPolicy` and the replicas by the models of v1 in kubeflow-training. Nothing on PyPI has those of v2beta1, so the
+  names of its other keys stand here.
+
+Before that, mistakes that are planted have to be found. Exit status 1: something is wrong; the lines say what.
+"""
+
+import copy
+import pathlib
+import re
+import subprocess
+import sys
+
+import kubernetes_validate
+import yaml
+from kubeflow.training import models as v1
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+
+# Of MPIJobSpec in v2beta1 of the operator's document.
+MPIJOB = {
+    "slotsPerWorker": lambda value: isinstance(value, int) and value > 0,
+    "mpiImplementation": lambda value: value in ("OpenMPI", "Intel", "MPICH"),
+    "runPolicy": lambda value: isinstance(value, dict),
+    "mpiReplicaSpecs": lambda value: set(value) == {"Launcher", "Worker"},
+}
+
+
+def unknown(found, read, at=""):
+    """What a model has not taken over from a manifest."""
+    if isinstance(found, dict) and isinstance(read, dict):
+        for key, value in found.items():
+            if key not in read:
+                yield f"{at}.{key} is no key of it"
+            else:
+                yield from unknown(value, read[key], f"{at}.{key}")
+    elif isinstance(found, list) and isinstance(read, list) and len(found) == len(read):
+        for number, pair in enumerate(zip(found, read)):
+            yield from unknown(*pair, f"{at}[{number}]")
+    elif found != read:
+        yield f"{at} is {found!r}, read as {read!r}"
+
+
+def by_schema(document):
+    """Problems of an object of Kubernetes itself."""
+    try:
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    except kubernetes_validate.ValidationError as error:
+        yield f"{document['kind']}: {'.'.join(str(part) for part in error.path)}: {error.message}"
+
+
+def of_template(template):
+    """Problems of a pod template."""
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod", **template.get("metadata", {})}}
+    yield from by_schema({**pod, **{key: value for key, value in template.items() if key != "metadata"}})
+
+
+def of_jobset(document):
+    try:
+        read = JobsetV1alpha2JobSet.from_dict(copy.deepcopy(document)).to_dict()
+    except ValueError as error:
+        yield f"JobSet: {error}"
+        return
+    yield from (f"JobSet: {problem}" for problem in unknown(document, read))
+    for job in document["spec"]["replicatedJobs"]:
+        yield from by_schema({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]})
+        yield from of_template(job["template"]["spec"]["template"])
+
+
+def of_model(value, model):
+    """Problems of a part by a model whose attributes have other names than its keys."""
+    keys = set(model.attribute_map.values())
+    yield from (f"{key} is no key of {model.__name__}" for key in value if key not in keys)
+    try:
+        model(**{name: value[key] for name, key in model.attribute_map.items() if key in value})
+    except ValueError as error:
+        yield f"{model.__name__}: {error}"
+
+
+def of_mpijob(document):
+    spec = document["spec"]
+    for key, value in spec.items():
+        if key not in MPIJOB or not MPIJOB[key](value):
+            yield f"MPIJob: spec.{key}: {value!r}"
+    yield from of_model(spec["runPolicy"], v1.KubeflowOrgV1RunPolicy)
+    for replicas in spec["mpiReplicaSpecs"].values():
+        yield from of_model(replicas, v1.KubeflowOrgV1ReplicaSpec)
+        yield from of_template(replicas["template"])
+
+
+def problems(document):
+    kind = (document.get("apiVersion"), document.get("kind"))
+    if kind == ("jobset.x-k8s.io/v1alpha2", "JobSet"):
+        return list(of_jobset(document))
+    if kind == ("kubeflow.org/v2beta1", "MPIJob"):
+        return list(of_mpijob(document))
+    return [f"{kind} is neither a JobSet nor an MPIJob"]
+
+
+def printed(zerorun, cluster):
+    words = [zerorun, "deploy", cluster, "--nodes", "2", "-n", "4", "--max_restarts", "3", "train", "--prompt", "it's: @NAME@ #"]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+def as_a_file(path):
+    """A file of deploy/, where words between @ stand for what is filled in."""
+    of = {"NODES": "2", "RANKS": "4", "CORES": "4", "MEMORY": "16Gi", "COMMAND": '["zerorun"]', "MPIRUN": '["mpirun"]'}
+    return re.sub(r"@([A-Z]+)@", lambda word: of.get(word[1], word[1].lower()), path.read_text())
+
+
+def plant(document, path, value):
+    """A copy with a mistake."""
+    document = copy.deepcopy(document)
+    at = document
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return document
+
+
+JOB = ["spec", "replicatedJobs", 0, "template", "spec"]
+WORKER = ["spec", "mpiReplicaSpecs", "Worker"]
+MISTAKES = {
+    "k8s": [
+        (["spec", "failurePolicies"], {}),
+        (["spec", "failurePolicy", "maxRestarts"], "three"),
+        (["spec", "replicatedJobs", 0, "replica"], 1),
+        (JOB + ["completionmode"], "Indexed"),
+        (JOB + ["parallelism"], "two"),
+        (JOB + ["template", "spec", "containers", 0, "comand"], []),
+        (JOB + ["template", "spec", "terminationGracePeriodSeconds"], "60s"),
+    ],
+    "mpijob": [
+        (["spec", "mpiImplementation"], "MPICH2"),
+        (["spec", "slotPerWorker"], 2),
+        (["spec", "runPolicy", "cleanPodPolicies"], "Running"),
+        (WORKER + ["replica"], 2),
+        (WORKER + ["template", "spec", "volumes", 0, "name"], 7),
+        (WORKER + ["template", "spec", "containers", 0, "volumeMount"], []),
+    ],
+}
+
+
+def main(zerorun):
+    wrong = 0
+    deploy = pathlib.Path(__file__).parent.parent / "deploy"
+    for cluster, file in [("k8s", "jobset.yaml"), ("mpijob", "mpijob.yaml")]:
+        document = yaml.safe_load(printed(zerorun, cluster))
+        for path, value in MISTAKES[cluster]:
+            if not problems(plant(document, path, value)):
+                print(f"{cluster}: {path} = {value!r} was planted and not found")
+                wrong += 1
+        texts = [(f"zerorun deploy {cluster}", document), (f"deploy/{file}", yaml.safe_load(as_a_file(deploy / file)))]
+        for name, manifest in texts:
+            found = problems(manifest)
+            wrong += len(found)
+            print(f"{name}: {'right' if not found else '; '.join(found)}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
