@@ -1,6 +1,5 @@
 //! What stands for elements where they cross between hosts.
 
-use super::collectives::typed;
 use crate::precision::{BLOCK, Flat, FlatMut, FlatRef, Ints};
 use candle_core::DType;
 
@@ -56,7 +55,7 @@ impl Code {
     pub(super) fn decode(self, codes: &[u8], to: FlatMut<'_>) {
         match self.ints_or_dtype() {
             Ok(ints) => ints.decode(codes, to),
-            Err(dtype) => to.copy_cast(typed(dtype, codes)),
+            Err(dtype) => to.copy_cast(FlatRef::of_bytes(dtype, codes)),
         }
     }
 

@@ -142,7 +142,7 @@ fn reduce_piece(ex: &mut Exchange, wire: Wire, input: &mut Flat, at: usize, rang
     give_each(ex, bytes, |r, part| {
         part.copy_from_slice(input.slice(r * chunk + range.start..r * chunk + range.end).as_bytes());
     })?;
-    let peers: Vec<_> = given(ex, bytes, bytes).map(|part| typed(dtype, part)).collect();
+    let peers: Vec<_> = given(ex, bytes, bytes).map(|part| FlatRef::of_bytes(dtype, part)).collect();
     sum_exact(input, (rank * chunk + range.start, at + range.start), range.len(), rank, &peers);
     Ok(())
 }
@@ -152,7 +152,7 @@ fn reduce_whole(ex: &mut Exchange, input: &mut Flat) -> Result<()> {
     let (world, rank, dtype, len) = (ex.size(), ex.rank(), input.dtype(), input.len());
     let bytes = input.size_in_bytes();
     ex.piece(bytes, |slot| slot.copy_from_slice(input.as_bytes()))?;
-    let peers: Vec<_> = others(world, rank).map(|(r, _)| typed(dtype, ex.peer(r, 0, bytes))).collect();
+    let peers: Vec<_> = others(world, rank).map(|(r, _)| FlatRef::of_bytes(dtype, ex.peer(r, 0, bytes))).collect();
     sum_exact(input, (0, 0), len, rank, &peers);
     Ok(())
 }
@@ -241,16 +241,6 @@ fn gather_piece(
         stream::copy(&mut whole[place..place + len], ex.peer(r, 0, len), past_cache);
     }
     Ok(())
-}
-
-/// Bytes of a slot as elements. Slots are page-aligned and offsets multiples of the element size.
-pub(super) fn typed(dtype: DType, bytes: &[u8]) -> FlatRef<'_> {
-    match dtype {
-        DType::F32 => FlatRef::F32(bytemuck::cast_slice(bytes)),
-        DType::BF16 => FlatRef::BF16(bytemuck::cast_slice(bytes)),
-        DType::F16 => FlatRef::F16(bytemuck::cast_slice(bytes)),
-        other => panic!("a flat buffer of {other:?}"),
-    }
 }
 
 #[cfg(test)]

@@ -1,11 +1,9 @@
-//! A flat buffer in a GPU's memory, and views of elements there.
+//! Views of elements in a GPU's memory.
 
-use super::array::room;
-use super::sum::copy_scaled;
-use crate::precision::{Flat, FlatMut};
+use crate::precision::FlatMut;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut};
-use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
+use candle_core::{CudaDevice, Result, bail};
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -64,110 +62,5 @@ impl<'a> DeviceRef<'a> {
             _ => bail!("elements of {:?} are read as another dtype", self.dtype()),
         }
         stream.synchronize().w()
-    }
-}
-
-/// An owned flat buffer of f32, bf16 or f16 in a GPU's memory.
-#[derive(Debug)]
-pub(crate) struct DeviceFlat {
-    storage: CudaStorage,
-    dtype: DType,
-    len: usize,
-}
-
-impl DeviceFlat {
-    /// `len` zeros.
-    ///
-    /// # Errors
-    /// The device has no more memory; another dtype.
-    pub fn zeros(device: &CudaDevice, dtype: DType, len: usize) -> Result<Self> {
-        Ok(Self { storage: super::zeros(device, dtype, len)?, dtype, len })
-    }
-
-    /// `values` times `factor`, as `dtype`: the product is formed in f32 and rounded once.
-    ///
-    /// # Errors
-    /// As [`zeros`](Self::zeros).
-    pub fn scaled(device: &CudaDevice, dtype: DType, values: &DeviceRef<'_>, factor: f32) -> Result<Self> {
-        let len = values.len();
-        let mut flat = Self { storage: room(device, dtype, len)?, dtype, len };
-        flat.copy_scaled(0..len, values, factor)?;
-        Ok(flat)
-    }
-
-    /// Sets elements `range` to `values` times `factor`: the product is formed in f32 and rounded once.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn copy_scaled(&mut self, range: Range<usize>, values: &DeviceRef<'_>, factor: f32) -> Result<()> {
-        let device = self.storage.device.clone();
-        match super::elements_mut(&mut self.storage, range) {
-            Some(to) => copy_scaled(&device, to, values, factor),
-            None => bail!("elements beyond the {} of a flat buffer", self.len),
-        }
-    }
-
-    /// Bytes of its elements.
-    pub fn size_in_bytes(&self) -> usize {
-        self.len * self.dtype.size_in_bytes()
-    }
-
-    /// Its elements on the host, and zeros behind them up to `padded` of them.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn to_host(&self, padded: usize) -> Result<Flat> {
-        let mut flat = Flat::zeros(self.dtype, padded);
-        match super::elements(&self.storage, 0..self.len) {
-            Some(elements) => elements.read(&self.storage.device, flat.slice_mut(0..self.len))?,
-            None => bail!("a flat buffer holds f32, bf16 or f16"),
-        }
-        Ok(flat)
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-    use crate::cuda::{add, elements};
-    use candle_core::backend::BackendDevice;
-    use candle_core::{Device, Storage, Tensor};
-
-    fn numbers() -> Vec<f32> {
-        let odd = [0.0, -0.0, 1e-40, 65520.0, f32::INFINITY, f32::MIN_POSITIVE, 1.003_906_3, 1.011_718_8];
-        (0..1000).map(|i| (i as f32 - 400.0) * 0.37).chain(odd).collect()
-    }
-
-    #[test]
-    fn casts_and_sums_have_the_bits_of_the_host() {
-        let Ok(device) = CudaDevice::new(0) else { return };
-        let dtypes = [DType::F32, DType::BF16, DType::F16];
-        for (d, s) in dtypes.into_iter().flat_map(|d| dtypes.map(|s| (d, s))) {
-            let from = Flat::from_f32(numbers(), s);
-            let n = from.len();
-            let tensor = Tensor::new(numbers(), &Device::Cuda(device.clone())).unwrap().to_dtype(s).unwrap();
-            let (storage, _) = tensor.storage_and_layout();
-            let Storage::Cuda(cuda) = &*storage else { unreachable!("a tensor of the GPU") };
-            let source = elements(cuda, 0..n).unwrap();
-            let mut on_device = DeviceFlat::scaled(&device, d, &source, 0.7).unwrap();
-            let mut on_host = Flat::zeros(d, n);
-            on_host.as_mut().copy_scaled(from.as_ref(), 0.7);
-            assert_eq!(on_device.to_host(n).unwrap(), on_host, "{d:?} = 0.7 {s:?}");
-            on_device.copy_scaled(3..n, &source.slice(0..n - 3), 1.0).unwrap();
-            on_host.slice_mut(3..n).copy_cast(from.slice(0..n - 3));
-            assert_eq!(on_device.to_host(n).unwrap(), on_host, "{d:?} = {s:?}");
-            add(&device, crate::cuda::elements_mut(&mut on_device.storage, 1..n).unwrap(), &source.slice(0..n - 1))
-                .unwrap();
-            on_host.slice_mut(1..n).add_scaled(from.slice(0..n - 1), 1.0);
-            assert_eq!(on_device.to_host(n).unwrap(), on_host, "{d:?} += {s:?}");
-        }
-    }
-
-    #[test]
-    fn a_buffer_comes_to_the_host_with_its_padding() {
-        let Ok(device) = CudaDevice::new(0) else { return };
-        let flat = DeviceFlat::zeros(&device, DType::BF16, 3).unwrap();
-        assert_eq!((flat.size_in_bytes(), flat.to_host(5).unwrap()), (6, Flat::zeros(DType::BF16, 5)));
     }
 }

@@ -8,7 +8,8 @@
 //! | --- | --- | --- |
 //! | `load.rs`, `launch.rs` | kernels by name, their arguments and threads | |
 //! | `array.rs` | memory of tensors: room for results, elements to read and to write | `numbers.cuh`: f32, bf16, f16 |
-//! | `flat.rs`, `sum.rs` | flat buffers; casts and sums | `flat.cu` |
+//! | `flat.rs` | views of elements | |
+//! | `buffer.rs`, `sum.rs` | flat buffers; casts and sums | `flat.cu` |
 //! | `activation.rs` | GELU, SiLU and what they gate | `activation.cu`, `activations.cuh` |
 //! | `norm.rs` | layer and root-mean-square normalization | `norm.cu`, `rows.cuh`, `columns.cuh` |
 //! | `linear.rs` | what follows a product | `linear.cu`, `activations.cuh` |
@@ -26,6 +27,7 @@
 
 pub(crate) mod activation;
 mod array;
+mod buffer;
 pub(crate) mod columns;
 pub(crate) mod cross_entropy;
 pub(crate) mod dropout;
@@ -39,6 +41,7 @@ pub(crate) mod rotary;
 mod sum;
 
 pub(crate) use array::{elements, elements_mut, storage_of, written, zeros};
-pub(crate) use flat::{DeviceFlat, DeviceMut, DeviceRef};
+pub(crate) use buffer::DeviceFlat;
+pub(crate) use flat::{DeviceMut, DeviceRef};
 pub(crate) use load::Module;
 pub(crate) use sum::{add, copy};

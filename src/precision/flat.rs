@@ -219,6 +219,16 @@ impl Flat {
 }
 
 impl<'a> FlatRef<'a> {
+    /// Bytes, which begin where elements of `dtype` may begin, as elements.
+    pub(crate) fn of_bytes(dtype: DType, bytes: &'a [u8]) -> Self {
+        match dtype {
+            DType::F32 => Self::F32(bytemuck::cast_slice(bytes)),
+            DType::BF16 => Self::BF16(bytemuck::cast_slice(bytes)),
+            DType::F16 => Self::F16(bytemuck::cast_slice(bytes)),
+            other => panic!("flat buffers hold f32, bf16 or f16, not {other:?}"),
+        }
+    }
+
     /// Number of elements.
     pub fn len(&self) -> usize {
         each!(FlatRef, self, v => v.len())

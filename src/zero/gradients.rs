@@ -24,7 +24,7 @@
 use super::batch::{Batcher, IN_FLIGHT};
 use super::core::Core;
 #[cfg(feature = "cuda")]
-use super::on_device;
+use super::on_device::{self, Travel};
 use super::parcel::Parcel;
 use super::rank::Rank;
 use super::sub_group::{GradShare, Slot};
@@ -39,6 +39,7 @@ use crate::precision::{Elements, Flat, Ints};
 use crate::timeline;
 use candle_core::DType;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// How gradients are reduced.
 #[derive(Debug, Clone, Copy)]
@@ -50,7 +51,7 @@ pub(crate) struct ReducePlan {
     /// Buckets travel while backward runs.
     pub overlap: bool,
     /// Factor before the reduction.
-    pub(super) before: f32,
+    before: f32,
     /// Factor after it.
     after: f32,
     /// The dtype to which gradients and their sums are rounded before they travel.
@@ -138,7 +139,7 @@ pub(super) fn is_expected(param: &Param) -> bool {
 
 /// A gradient that has arrived, and its entry in the ledger.
 pub(crate) struct Arrival<G> {
-    pub(super) param: ParamId,
+    param: ParamId,
     pub grad: G,
     pub held: Held,
 }
@@ -347,10 +348,16 @@ impl Carrier for Core {
 
     fn pack(&self, plan: &ReducePlan, parcel: &Parcel, mut grads: Vec<Arrival<Grad>>) -> Result<Flat> {
         #[cfg(feature = "cuda")]
-        if let Some(gpu) = on_device::gpu_of(&grads) {
+        if let Some(gpu) = on_device::gpu_of(grads.iter().map(|arrived| &arrived.grad)) {
+            let (travel, len) = (Travel { dtype: plan.dtype, factor: plan.before }, parcel.chunk * self.world_size());
             return match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
-                Some(large) => on_device::prepare(&gpu, plan, parcel.chunk * self.world_size(), large.grad),
-                None => on_device::pack_small(&gpu, self, plan, parcel, grads),
+                Some(large) => on_device::prepare(&gpu, travel, len, large.grad),
+                None => {
+                    let each = grads.into_iter().zip(&parcel.offsets);
+                    let each =
+                        each.map(|(arrived, offset)| (arrived.grad, self.places(arrived.param, parcel, *offset)));
+                    on_device::pack(&gpu, travel, len, each)
+                }
             };
         }
         match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
@@ -382,13 +389,10 @@ fn prepare(plan: &ReducePlan, padded: usize, Arrival { grad, .. }: Arrival<Grad>
 
 impl Core {
     fn pack_small(&self, plan: &ReducePlan, parcel: &Parcel, grads: Vec<Arrival<Grad>>) -> Result<Flat> {
-        let division = self.division();
-        let mut flat = Flat::zeros(plan.dtype, parcel.chunk * division.world_size());
+        let mut flat = Flat::zeros(plan.dtype, parcel.chunk * self.world_size());
         for (Arrival { param, grad, held }, offset) in grads.into_iter().zip(&parcel.offsets) {
             grad.view(|values| {
-                for number in 0..division.world_size() {
-                    let piece = division.piece(self.params[param].cut(), number);
-                    let start = number * parcel.chunk + offset;
+                for (start, piece) in self.places(param, parcel, *offset) {
                     let part = flat.slice_mut(start..start + piece.len());
                     part.copy_scaled(values.slice(piece), plan.before);
                 }
@@ -396,5 +400,11 @@ impl Core {
             drop((grad, held));
         }
         Ok(flat)
+    }
+
+    /// The pieces of a parameter that has this offset in a parcel's chunks, and where each begins in the bucket.
+    fn places(&self, param: ParamId, parcel: &Parcel, offset: usize) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let (division, cut, chunk) = (self.division(), self.params[param].cut(), parcel.chunk);
+        (0..division.world_size()).map(move |number| (number * chunk + offset, division.piece(cut, number)))
     }
 }

@@ -2,52 +2,53 @@
 //!
 //! The arithmetic is that of [`super::gradients`] on the host, with its bits.
 
-use super::core::Core;
-use super::gradients::{Arrival, ReducePlan};
-use super::parcel::Parcel;
-use super::rank::Rank;
 use crate::cuda::DeviceFlat;
 use crate::error::Result;
 use crate::graph::Grad;
 use crate::precision::Flat;
 use crate::tensor::on_device::with_each;
-use candle_core::CudaDevice;
+use candle_core::{CudaDevice, DType};
+use std::ops::Range;
 
 /// The GPU on which all of these gradients lie.
-pub(super) fn gpu_of(grads: &[Arrival<Grad>]) -> Option<CudaDevice> {
-    let first = grads.first()?.grad.gpu()?.clone();
-    let here = |arrived: &Arrival<Grad>| arrived.grad.gpu().is_some_and(|gpu| gpu.id() == first.id());
-    grads.iter().all(here).then_some(first)
+pub(super) fn gpu_of<'a>(mut grads: impl Iterator<Item = &'a Grad>) -> Option<CudaDevice> {
+    let first = grads.next()?.gpu()?.clone();
+    grads.all(|grad| grad.gpu().is_some_and(|gpu| gpu.id() == first.id())).then_some(first)
 }
 
-/// One gradient with its padding.
-pub(super) fn prepare(device: &CudaDevice, plan: &ReducePlan, padded: usize, grad: Grad) -> Result<Flat> {
-    let tensor = grad.on_device(device)?;
-    Ok(with_each([&tensor], "pack", |[values]| {
-        DeviceFlat::scaled(device, plan.dtype, values, plan.before)?.to_host(padded)
-    })?)
+/// How gradients travel: rounded to this dtype, when they have been multiplied with the factor.
+#[derive(Clone, Copy)]
+pub(super) struct Travel {
+    pub dtype: DType,
+    pub factor: f32,
 }
 
-/// Small gradients, piece by piece. Each is dropped when it has been copied.
-pub(super) fn pack_small(
+/// One gradient, with zeros behind it up to `padded` elements.
+pub(super) fn prepare(
     device: &CudaDevice,
-    core: &Core,
-    plan: &ReducePlan,
-    parcel: &Parcel,
-    grads: Vec<Arrival<Grad>>,
+    Travel { dtype, factor }: Travel,
+    padded: usize,
+    grad: Grad,
 ) -> Result<Flat> {
-    let (division, padded) = (core.division(), parcel.chunk * core.world_size());
-    let mut bucket = DeviceFlat::zeros(device, plan.dtype, padded)?;
-    for (Arrival { param, grad, held }, offset) in grads.into_iter().zip(&parcel.offsets) {
+    let tensor = grad.on_device(device)?;
+    Ok(with_each([&tensor], "pack", |[values]| DeviceFlat::scaled(device, dtype, values, factor)?.to_host(padded))?)
+}
+
+/// A bucket of `len` elements. Each gradient comes with its pieces, and where each of them begins in the bucket.
+pub(super) fn pack<P: Iterator<Item = (usize, Range<usize>)>>(
+    device: &CudaDevice,
+    Travel { dtype, factor }: Travel,
+    len: usize,
+    grads: impl Iterator<Item = (Grad, P)>,
+) -> Result<Flat> {
+    let mut bucket = DeviceFlat::zeros(device, dtype, len)?;
+    for (grad, mut pieces) in grads {
         let tensor = grad.on_device(device)?;
         with_each([&tensor], "pack", |[values]| {
-            (0..division.world_size()).try_for_each(|number| {
-                let piece = division.piece(core.params()[param].cut(), number);
-                let start = number * parcel.chunk + offset;
-                bucket.copy_scaled(start..start + piece.len(), &values.slice(piece), plan.before)
+            pieces.try_for_each(|(start, piece)| {
+                bucket.copy_scaled(start..start + piece.len(), &values.slice(piece), factor)
             })
         })?;
-        drop(held);
     }
-    Ok(bucket.to_host(padded)?)
+    Ok(bucket.to_host(len)?)
 }

@@ -2,11 +2,10 @@
 
 use super::crossing::{Crossing, Result};
 use super::partial::{Layout, Part, add};
-use crate::comm::collectives::typed;
 use crate::comm::encoding::Wire;
 use crate::comm::shm::SLOT_BYTES;
 use crate::comm::split::pieces;
-use crate::precision::Flat;
+use crate::precision::{Flat, FlatRef};
 use std::ops::Range;
 
 /// One rank's work on a sum inside of its host.
@@ -67,7 +66,7 @@ impl Here<'_> {
                     let part = crossing.local.coded(r - here.start, offset, bytes, len * layout.size);
                     match layout.wire {
                         Wire::Blocks(ints) if *owner != r => Part::Blocks(ints, part),
-                        _ => Part::Exact(typed(self.input.dtype(), part)),
+                        _ => Part::Exact(FlatRef::of_bytes(self.input.dtype(), part)),
                     }
                 };
                 let parts: Vec<Part<'_>> = here.clone().map(|r| if r == rank { own } else { part(r) }).collect();

@@ -26,7 +26,6 @@ use super::link::{Tag, Transfer};
 use super::partial::{Layout, Part, add};
 use super::traffic::LEAST_MESSAGE;
 use crate::comm::code::Code;
-use crate::comm::collectives::typed;
 use crate::comm::encoding::Wire;
 use crate::comm::split::pieces;
 use crate::precision::{Flat, FlatRef};
@@ -182,7 +181,7 @@ fn sum_of(code: Code, codes: &[Vec<u8>], own: &[f32], place: usize) -> Vec<f32> 
     }
     let read = |codes| match code.ints_or_dtype() {
         Ok(ints) => Part::Blocks(ints, codes),
-        Err(dtype) => Part::Exact(typed(dtype, codes)),
+        Err(dtype) => Part::Exact(FlatRef::of_bytes(dtype, codes)),
     };
     let mut parts: Vec<Part<'_>> = codes.iter().map(|codes| read(codes)).collect();
     parts.insert(place, Part::Exact(FlatRef::F32(own)));

@@ -119,7 +119,7 @@ impl Layout {
 mod tests {
     use super::*;
     use crate::comm::coded::sum_blocks;
-    use crate::comm::collectives::{sum_exact, typed};
+    use crate::comm::collectives::sum_exact;
     use crate::comm::shm::SLOT_BYTES;
     use crate::precision::Flat;
     use candle_core::DType;
@@ -156,7 +156,7 @@ mod tests {
                     let peers: Vec<&[u8]> = (0..world).filter(|r| *r != owner).map(|r| &*coded[r]).collect();
                     match wire {
                         Wire::Exact | Wire::BetweenHosts(_) => {
-                            let peers: Vec<_> = peers.iter().map(|part| typed(dtype, part)).collect();
+                            let peers: Vec<_> = peers.iter().map(|part| FlatRef::of_bytes(dtype, part)).collect();
                             sum_exact(&mut expected, (0, 0), len, owner, &peers);
                         }
                         Wire::Blocks(ints) => sum_blocks(ints, &mut expected, (0, 0), len, owner, &peers),

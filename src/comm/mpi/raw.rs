@@ -7,10 +7,10 @@
 use super::crossing::{AHEAD, Crossing, Result, message_bytes};
 use super::link::{Tag, Transfer};
 use crate::comm::coded::sum_blocks;
-use crate::comm::collectives::{piece_of, sum_exact, typed};
+use crate::comm::collectives::{piece_of, sum_exact};
 use crate::comm::encoding::Wire;
 use crate::comm::split::{give_each, given, pieces};
-use crate::precision::Flat;
+use crate::precision::{Flat, FlatRef};
 use std::collections::VecDeque;
 use std::ops::Range;
 
@@ -63,7 +63,7 @@ pub(super) fn reduce(crossing: &mut Crossing, wire: Wire, input: &mut Flat, at: 
             match wire {
                 Wire::Blocks(ints) => sum_blocks(ints, input, places, inside.len(), rank, &peers),
                 _ => {
-                    let peers: Vec<_> = peers.into_iter().map(|part| typed(dtype, part)).collect();
+                    let peers: Vec<_> = peers.into_iter().map(|part| FlatRef::of_bytes(dtype, part)).collect();
                     sum_exact(input, places, inside.len(), rank, &peers);
                 }
             }
