@@ -8,6 +8,7 @@
 //! operation of the model reads it. Numbers are computed in f32 and rounded once, as on the host: what works element by
 //! element gives the host's bits. A file of kernels that sums says in which order.
 
+pub(crate) mod attention;
 mod flat;
 mod load;
 

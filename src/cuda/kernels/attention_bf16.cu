@@ -1,0 +1,12 @@
+// Attention of bf16: products by tensor cores, sums and softmax in f32.
+#include "attention_cores.cuh"
+#include "attention_kernels.cuh"
+
+__device__ __forceinline__ Line *shared_lines() {
+    extern __shared__ Line memory[];
+    return memory;
+}
+
+#define FORWARD(WIDTH) CoresForward<__nv_bfloat16, WIDTH>
+#define BACKWARD(WIDTH) CoresBackward<__nv_bfloat16, WIDTH>
+ATTENTION_KERNELS(bf16, __nv_bfloat16)

@@ -1,0 +1,12 @@
+// Attention of f16: products by tensor cores, sums and softmax in f32.
+#include "attention_cores.cuh"
+#include "attention_kernels.cuh"
+
+__device__ __forceinline__ Line *shared_lines() {
+    extern __shared__ Line memory[];
+    return memory;
+}
+
+#define FORWARD(WIDTH) CoresForward<__half, WIDTH>
+#define BACKWARD(WIDTH) CoresBackward<__half, WIDTH>
+ATTENTION_KERNELS(f16, __half)
