@@ -1,5 +1,7 @@
 //! A gradient on its way, and the place where the gradients of one tensor are added up.
 
+#[cfg(feature = "cuda")]
+use super::on_device::add_in_place;
 use crate::kernels::add::add_into;
 use crate::kernels::buffer;
 use crate::precision::{Flat, FlatRef};
@@ -16,6 +18,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub(crate) enum Grad {
     /// Nobody else sees it: it may be changed in place.
     Own(Flat),
+    /// The same in a GPU's memory: a contiguous tensor.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "made on a GPU alone"))]
+    OnDevice(Tensor),
     /// A tensor that others may hold too, on any device.
     Shared(Tensor),
 }
@@ -28,14 +33,14 @@ impl Grad {
     pub fn dtype(&self) -> DType {
         match self {
             Self::Own(flat) => flat.dtype(),
-            Self::Shared(tensor) => tensor.dtype(),
+            Self::Shared(tensor) | Self::OnDevice(tensor) => tensor.dtype(),
         }
     }
 
     pub fn len(&self) -> usize {
         match self {
             Self::Own(flat) => flat.len(),
-            Self::Shared(tensor) => tensor.elem_count(),
+            Self::Shared(tensor) | Self::OnDevice(tensor) => tensor.elem_count(),
         }
     }
 
@@ -43,7 +48,7 @@ impl Grad {
     pub fn view<T>(&self, look: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
         match self {
             Self::Own(flat) => Ok(look(flat.as_ref())),
-            Self::Shared(tensor) => with_view(tensor, look),
+            Self::Shared(tensor) | Self::OnDevice(tensor) => with_view(tensor, look),
         }
     }
 
@@ -54,7 +59,7 @@ impl Grad {
                 Some(values) => look(values),
                 None => candle_core::bail!("{op}: a gradient of {:?} where {:?} belongs", flat.dtype(), E::DTYPE),
             },
-            Self::Shared(tensor) => with_elements::<E, _>(&tensor.contiguous()?, op, look),
+            Self::Shared(tensor) | Self::OnDevice(tensor) => with_elements::<E, _>(&tensor.contiguous()?, op, look),
         }
     }
 
@@ -67,14 +72,14 @@ impl Grad {
     pub fn into_own(self) -> Result<Flat> {
         match self {
             Self::Own(flat) => Ok(flat),
-            Self::Shared(tensor) => with_view(&tensor, |values| values.to_flat()),
+            Self::Shared(tensor) | Self::OnDevice(tensor) => with_view(&tensor, |values| values.to_flat()),
         }
     }
 
     /// As a tensor of `shape` on `device`.
     pub fn into_tensor(self, shape: &Shape, device: &Device) -> Result<Tensor> {
         match self {
-            Self::Shared(tensor) => tensor.reshape(shape),
+            Self::Shared(tensor) | Self::OnDevice(tensor) => tensor.reshape(shape),
             Self::Own(flat) => {
                 let storage = storage_on(device, to_storage(flat))?;
                 Ok(Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), false))
@@ -139,6 +144,11 @@ impl Slot {
         let sum = match (self.take(), grad) {
             (None, grad) => grad,
             (Some(Grad::Shared(a)), Grad::Shared(b)) => Grad::Shared((a + b)?),
+            (Some(Grad::OnDevice(sum)), Grad::Shared(other) | Grad::OnDevice(other))
+            | (Some(Grad::Shared(other)), Grad::OnDevice(sum)) => {
+                let other = other.reshape(sum.shape())?;
+                Grad::OnDevice(add_in_place(sum, &other)?)
+            }
             (Some(Grad::Own(mut sum)), other) | (Some(other), Grad::Own(mut sum)) => {
                 other.view(|values| add_flat(&mut sum, values))??;
                 Grad::Own(sum)
@@ -193,6 +203,11 @@ impl Slot {
         self.put(Grad::Own(flat));
         Ok(())
     }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn add_in_place(sum: Tensor, other: &Tensor) -> Result<Tensor> {
+    sum + other
 }
 
 fn add_flat(sum: &mut Flat, values: FlatRef<'_>) -> Result<()> {

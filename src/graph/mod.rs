@@ -14,6 +14,9 @@
 //! operation's backward once, when all uses of `y`, of either kind, have been differentiated. A parameter is the same
 //! thing with nothing before it: when its token's turn comes, its slot holds the complete gradient.
 //!
+//! Values and gradients of an operation lie where its inputs do. On the host a gradient is a flat buffer; on a GPU it is a
+//! tensor that nobody else holds (`on_device`), and Candle's operations there see tokens and slots as they do on the host.
+//!
 //! Any other tensor that a layer is given (a `Var`, the result of Candle's operations) gets a token of its own for that
 //! one use, whose backward hands the slot's content to Candle.
 
@@ -21,6 +24,8 @@ mod autocast;
 mod draws;
 mod grad;
 mod node;
+#[cfg(feature = "cuda")]
+mod on_device;
 pub(crate) mod prepared;
 mod record;
 

@@ -59,7 +59,7 @@ impl Sink {
         self.open().is_some()
     }
 
-    fn open(&self) -> Option<&Slot> {
+    pub(super) fn open(&self) -> Option<&Slot> {
         self.0.as_deref().filter(|slot| slot.is_open())
     }
 
@@ -202,6 +202,12 @@ pub(crate) struct Value(pub Storage);
 impl From<CpuStorage> for Value {
     fn from(storage: CpuStorage) -> Self {
         Self(Storage::Cpu(storage))
+    }
+}
+
+impl From<CudaStorage> for Value {
+    fn from(storage: CudaStorage) -> Self {
+        Self(Storage::Cuda(storage))
     }
 }
 

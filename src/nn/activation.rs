@@ -4,23 +4,25 @@ use crate::graph::{Grad, Inputs};
 use crate::kernels::gemm::Activation;
 use crate::kernels::{activation, buffer};
 use crate::nn::composed;
+#[cfg(feature = "cuda")]
+use crate::nn::on_gpu;
 use crate::tensor::element::{Element, with_all, with_element, with_elements};
 use candle_core::{Result, Tensor, bail};
 
 /// GELU by its tanh approximation (Hendrycks and Gimpel 2016), GPT-2's activation:
 /// 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), elementwise, computed in f32.
 pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
-    if x.device().is_cpu() { apply("gelu_tanh", x, Activation::GeluTanh) } else { composed::gelu_tanh(x) }
+    elementwise("gelu_tanh", Activation::GeluTanh, x, composed::gelu_tanh)
 }
 
 /// SiLU (Elfwing et al. 2017): x / (1 + exp(-x)), elementwise, computed in f32.
 pub fn silu(x: &Tensor) -> Result<Tensor> {
-    if x.device().is_cpu() { apply("silu", x, Activation::Silu) } else { composed::silu(x) }
+    elementwise("silu", Activation::Silu, x, composed::silu)
 }
 
 /// GELU itself (Hendrycks and Gimpel 2016), BERT's activation: x (1 + erf(x / sqrt(2))) / 2, elementwise, computed in f32.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
-    if x.device().is_cpu() { apply("gelu", x, Activation::Gelu) } else { composed::gelu(x) }
+    elementwise("gelu", Activation::Gelu, x, composed::gelu)
 }
 
 /// The function of a tensor.
@@ -30,6 +32,22 @@ pub(super) fn activated(function: Activation, x: &Tensor) -> Result<Tensor> {
         Activation::Gelu => gelu(x),
         Activation::Silu => silu(x),
     }
+}
+
+fn elementwise(
+    name: &'static str,
+    function: Activation,
+    x: &Tensor,
+    composed: fn(&Tensor) -> Result<Tensor>,
+) -> Result<Tensor> {
+    if x.device().is_cpu() {
+        return apply(name, x, function);
+    }
+    #[cfg(feature = "cuda")]
+    if let Some(y) = on_gpu::activation::apply(name, function, x)? {
+        return Ok(y);
+    }
+    composed(x)
 }
 
 fn apply(name: &'static str, x: &Tensor, function: Activation) -> Result<Tensor> {
@@ -80,6 +98,10 @@ fn gated(
 ) -> Result<Tensor> {
     if gate.shape() != up.shape() {
         bail!("{name}: the gate has shape {:?}; it must be that of the other operand, {:?}", gate.dims(), up.dims())
+    }
+    #[cfg(feature = "cuda")]
+    if let Some(y) = on_gpu::activation::gated(name, function, gate, up)? {
+        return Ok(y);
     }
     if !gate.device().is_cpu() {
         return composed(gate, up);

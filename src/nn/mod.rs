@@ -16,8 +16,8 @@
 //! [`ParameterGroup::keep_f32`](crate::optim::ParameterGroup::keep_f32)): what goes from layer to layer keeps its 16 bits.
 //! Layers of candle-nn refuse operands of two formats; cast around them. The layers here give
 //! the same bits for any number of threads, and a row of a result does not depend on how many rows there are. On the
-//! CPU each is one op with a hand-written backward; on any other device the same functions are composed of Candle's
-//! differentiable ops ([`composed`]).
+//! CPU each is one op with a hand-written backward, and so are most with CUDA; elsewhere the same functions are composed of
+//! Candle's differentiable ops ([`composed`]).
 //!
 //! Gradients between these layers, and those of an engine's parameters, do not travel through Candle's graph, which
 //! would add each to zeros first: the graph only says when a layer's turn comes (`graph` in the sources). Parameters'
@@ -44,6 +44,8 @@ mod lora_config;
 pub(crate) mod low_rank;
 mod norm;
 mod norm_options;
+#[cfg(feature = "cuda")]
+mod on_gpu;
 mod product;
 mod projection;
 mod rotary;

@@ -2,4 +2,6 @@
 
 pub(crate) mod bytes;
 pub(crate) mod element;
+#[cfg(feature = "cuda")]
+pub(crate) mod on_device;
 pub(crate) mod residency;

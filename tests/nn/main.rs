@@ -5,6 +5,8 @@
 mod support;
 
 mod batch_norm;
+#[cfg(feature = "cuda")]
+mod cuda_layers;
 mod dropout;
 mod foreign_models;
 mod generation;

@@ -1,0 +1,107 @@
+//! Activations and what they gate: `kernels/activation.cu`.
+
+use super::array::written;
+use super::flat::{DeviceMut, DeviceRef};
+use super::launch::arguments;
+use super::load::{Function, Module, module, over, suffix};
+use crate::kernels::gemm::Activation;
+use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
+
+const KERNELS: Module = module!("activation");
+
+fn kernel(device: &CudaDevice, function: Activation, part: &str, dtype: DType) -> Result<Function> {
+    let name = match function {
+        Activation::GeluTanh => "gelu_tanh",
+        Activation::Gelu => "gelu",
+        Activation::Silu => "silu",
+    };
+    KERNELS.function(device, &format!("{name}{part}_{}", suffix(dtype)))
+}
+
+/// Fails unless all arrays have the elements of the first one.
+fn check(first: &DeviceRef<'_>, others: &[&DeviceRef<'_>]) -> Result<()> {
+    match others.iter().find(|other| (other.dtype(), other.len()) != (first.dtype(), first.len())) {
+        Some(other) => bail!(
+            "activation: {} elements of {:?} beside {} of {:?}",
+            other.len(),
+            other.dtype(),
+            first.len(),
+            first.dtype()
+        ),
+        None => Ok(()),
+    }
+}
+
+/// f(x).
+pub(crate) fn forward(device: &CudaDevice, function: Activation, x: &DeviceRef<'_>) -> Result<CudaStorage> {
+    let count = x.len();
+    written(device, x.dtype(), count, |y| {
+        if count == 0 {
+            return Ok(());
+        }
+        let kernel = kernel(device, function, "", x.dtype())?;
+        // SAFETY: the kernel takes a count and that many elements of two arrays of x's dtype.
+        unsafe { kernel.run(over(count), arguments![count, x, y]) }
+    })
+}
+
+/// dx = dy f'(x).
+pub(crate) fn backward(
+    device: &CudaDevice,
+    function: Activation,
+    [x, dy]: [&DeviceRef<'_>; 2],
+    dx: DeviceMut<'_>,
+) -> Result<()> {
+    let count = x.len();
+    check(x, &[dy])?;
+    if (dx.dtype(), dx.len()) != (x.dtype(), count) {
+        bail!("activation: a gradient of {} elements of {:?} for {count}", dx.len(), dx.dtype())
+    }
+    if count == 0 {
+        return Ok(());
+    }
+    let kernel = kernel(device, function, "_backward", x.dtype())?;
+    // SAFETY: the kernel takes a count and that many elements of three arrays of x's dtype.
+    unsafe { kernel.run(over(count), arguments![count, x, dy, dx]) }
+}
+
+/// f(gate) up.
+pub(crate) fn gated(device: &CudaDevice, function: Activation, [gate, up]: [&DeviceRef<'_>; 2]) -> Result<CudaStorage> {
+    let count = gate.len();
+    check(gate, &[up])?;
+    written(device, gate.dtype(), count, |y| {
+        if count == 0 {
+            return Ok(());
+        }
+        let kernel = kernel(device, function, "_gated", gate.dtype())?;
+        // SAFETY: the kernel takes a count and that many elements of three arrays of the gate's dtype.
+        unsafe { kernel.run(over(count), arguments![count, gate, up, y]) }
+    })
+}
+
+/// dy up f'(gate) and dy f(gate).
+pub(crate) fn gated_backward(
+    device: &CudaDevice,
+    function: Activation,
+    [gate, up]: [&DeviceRef<'_>; 2],
+    dy: &DeviceRef<'_>,
+) -> Result<[CudaStorage; 2]> {
+    let (count, dtype) = (gate.len(), gate.dtype());
+    check(gate, &[up, dy])?;
+    let mut dup = None;
+    let dgate = written(device, dtype, count, |dgate| {
+        dup = Some(written(device, dtype, count, |dup| {
+            if count == 0 {
+                return Ok(());
+            }
+            let kernel = kernel(device, function, "_gated_backward", dtype)?;
+            // SAFETY: the kernel takes a count and that many elements of five arrays of the gate's dtype.
+            unsafe { kernel.run(over(count), arguments![count, gate, up, dy, dgate, dup]) }
+        })?);
+        Ok(())
+    })?;
+    match dup {
+        Some(dup) => Ok([dgate, dup]),
+        None => bail!("activation: one of two gradients was not made"),
+    }
+}

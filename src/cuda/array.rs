@@ -1,0 +1,120 @@
+//! Memory of a tensor on a GPU: room for a result, and the elements that a kernel reads or writes.
+
+use super::flat::{DeviceMut, DeviceRef};
+use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
+use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
+use std::ops::Range;
+
+/// Room for `len` elements of f32, bf16 or f16, with whatever is in it.
+///
+/// # Errors
+/// The device has no more memory; another dtype.
+pub(crate) fn room(device: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
+    // Not every driver allocates nothing.
+    let len = len.max(1);
+    // SAFETY: whoever asks for room has a kernel write all of it before anything reads it.
+    let slice = unsafe {
+        match dtype {
+            DType::F32 => CudaStorageSlice::F32(device.alloc(len)?),
+            DType::BF16 => CudaStorageSlice::BF16(device.alloc(len)?),
+            DType::F16 => CudaStorageSlice::F16(device.alloc(len)?),
+            other => bail!("kernels write f32, bf16 or f16, not {other:?}"),
+        }
+    };
+    Ok(CudaStorage { slice, device: device.clone() })
+}
+
+/// `len` zeros of f32, bf16 or f16.
+///
+/// # Errors
+/// As [`room`].
+pub(crate) fn zeros(device: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
+    let mut storage = room(device, dtype, len)?;
+    let stream = device.cuda_stream();
+    match &mut storage.slice {
+        CudaStorageSlice::F32(v) => stream.memset_zeros(v).w()?,
+        CudaStorageSlice::BF16(v) => stream.memset_zeros(v).w()?,
+        CudaStorageSlice::F16(v) => stream.memset_zeros(v).w()?,
+        _ => bail!("kernels write f32, bf16 or f16"),
+    }
+    Ok(storage)
+}
+
+/// Elements of a storage, for kernels to read; nothing where they have another dtype or are fewer.
+pub(crate) fn elements(storage: &CudaStorage, range: Range<usize>) -> Option<DeviceRef<'_>> {
+    match &storage.slice {
+        CudaStorageSlice::F32(v) => Some(DeviceRef::F32(v.try_slice(range)?)),
+        CudaStorageSlice::BF16(v) => Some(DeviceRef::BF16(v.try_slice(range)?)),
+        CudaStorageSlice::F16(v) => Some(DeviceRef::F16(v.try_slice(range)?)),
+        _ => None,
+    }
+}
+
+/// Elements of a storage, for kernels to write; nothing where they have another dtype or are fewer.
+pub(crate) fn elements_mut(storage: &mut CudaStorage, range: Range<usize>) -> Option<DeviceMut<'_>> {
+    match &mut storage.slice {
+        CudaStorageSlice::F32(v) => Some(DeviceMut::F32(v.try_slice_mut(range)?)),
+        CudaStorageSlice::BF16(v) => Some(DeviceMut::BF16(v.try_slice_mut(range)?)),
+        CudaStorageSlice::F16(v) => Some(DeviceMut::F16(v.try_slice_mut(range)?)),
+        _ => None,
+    }
+}
+
+/// A result of `len` elements that `write` makes.
+///
+/// # Errors
+/// As [`room`], and those of `write`.
+pub(crate) fn written(
+    device: &CudaDevice,
+    dtype: DType,
+    len: usize,
+    write: impl FnOnce(DeviceMut<'_>) -> Result<()>,
+) -> Result<CudaStorage> {
+    let mut storage = room(device, dtype, len)?;
+    match elements_mut(&mut storage, 0..len) {
+        Some(elements) => write(elements)?,
+        None => bail!("kernels write f32, bf16 or f16, not {dtype:?}"),
+    }
+    Ok(storage)
+}
+
+impl DeviceRef<'_> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        super::flat::each!(Self, self, v => v.len())
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::F32(_) => DType::F32,
+            Self::BF16(_) => DType::BF16,
+            Self::F16(_) => DType::F16,
+        }
+    }
+}
+
+impl DeviceMut<'_> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        super::flat::each!(Self, self, v => v.len())
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::F32(_) => DType::F32,
+            Self::BF16(_) => DType::BF16,
+            Self::F16(_) => DType::F16,
+        }
+    }
+
+    /// The same elements, for one of several launches.
+    pub fn again(&mut self) -> DeviceMut<'_> {
+        match self {
+            Self::F32(v) => DeviceMut::F32(v.slice_mut(..)),
+            Self::BF16(v) => DeviceMut::BF16(v.slice_mut(..)),
+            Self::F16(v) => DeviceMut::F16(v.slice_mut(..)),
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Launches: what a kernel is given, and how many threads run it.
+
+use super::flat::{DeviceMut, DeviceRef, each};
+use super::load::Function;
+use candle_core::Result;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig, PushKernelArg};
+
+/// An argument of a kernel.
+pub(crate) enum Argument<'a> {
+    /// Elements to read, of the dtype in the kernel's name.
+    Read(&'a DeviceRef<'a>),
+    /// Elements to write.
+    Write(DeviceMut<'a>),
+    /// Numbers of the library's own, to read.
+    Floats(&'a CudaSlice<f32>),
+    /// And to write.
+    FloatsMut(&'a mut CudaSlice<f32>),
+    /// Ids and positions.
+    Words(&'a CudaSlice<u32>),
+    /// A pointer that leads nowhere: what is optional and not there.
+    Nothing,
+    Count(usize),
+    Float(f32),
+    Double(f64),
+    Int(i32),
+    Long(u64),
+}
+
+/// An argument of each type by [`From`].
+macro_rules! argument {
+    ($type:ty, $variant:ident) => {
+        impl<'a> From<$type> for Argument<'a> {
+            fn from(value: $type) -> Self {
+                Self::$variant(value)
+            }
+        }
+    };
+}
+argument!(&'a DeviceRef<'a>, Read);
+argument!(DeviceMut<'a>, Write);
+argument!(&'a CudaSlice<f32>, Floats);
+argument!(&'a mut CudaSlice<f32>, FloatsMut);
+argument!(&'a CudaSlice<u32>, Words);
+argument!(usize, Count);
+argument!(f32, Float);
+argument!(f64, Double);
+argument!(i32, Int);
+argument!(u64, Long);
+
+/// A flag is an int.
+impl From<bool> for Argument<'_> {
+    fn from(value: bool) -> Self {
+        Self::Int(i32::from(value))
+    }
+}
+
+impl<'a, T: Into<Argument<'a>>> From<Option<T>> for Argument<'a> {
+    fn from(value: Option<T>) -> Self {
+        value.map_or(Self::Nothing, Into::into)
+    }
+}
+
+/// A list of arguments of whatever types [`Argument`] is made of.
+macro_rules! arguments {
+    ($($value:expr),* $(,)?) => { [$($crate::cuda::launch::Argument::from($value)),*] };
+}
+pub(crate) use arguments;
+
+impl Function {
+    /// Runs the kernel on the stream of Candle's device.
+    ///
+    /// # Safety
+    /// The kernel takes arguments of these types in this order, and stays within them at this launch's threads.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub unsafe fn run<const N: usize>(&self, threads: LaunchConfig, mut arguments: [Argument<'_>; N]) -> Result<()> {
+        let mut launch = self.builder();
+        for argument in &mut arguments {
+            match argument {
+                Argument::Read(elements) => each!(DeviceRef, *elements, v => launch.arg(v)),
+                Argument::Write(elements) => each!(DeviceMut, elements, v => launch.arg(v)),
+                Argument::Floats(numbers) => launch.arg(*numbers),
+                Argument::FloatsMut(numbers) => launch.arg(&mut **numbers),
+                Argument::Words(words) => launch.arg(*words),
+                Argument::Nothing => launch.arg(&0usize),
+                Argument::Count(value) => launch.arg(&*value),
+                Argument::Float(value) => launch.arg(&*value),
+                Argument::Double(value) => launch.arg(&*value),
+                Argument::Int(value) => launch.arg(&*value),
+                Argument::Long(value) => launch.arg(&*value),
+            };
+        }
+        // SAFETY: as the caller promises.
+        unsafe { launch.launch(threads) }.w().map(drop)
+    }
+}
+
+/// Threads of a warp.
+const WARP: usize = 32;
+/// The most threads that share a row.
+const MOST_PER_ROW: usize = 256;
+
+/// A launch with a block for each of `rows` rows of `width` elements. Its threads depend on the width alone, and with them the
+/// order of a row's sums.
+pub(crate) fn by_row(rows: usize, width: usize) -> LaunchConfig {
+    let threads = width.div_ceil(4).next_multiple_of(WARP).clamp(WARP, MOST_PER_ROW);
+    LaunchConfig { grid_dim: (rows as u32, 1, 1), block_dim: (threads as u32, 1, 1), shared_mem_bytes: 0 }
+}

@@ -1,0 +1,16 @@
+//! The layers on a GPU, with kernels of this library ([`crate::cuda`]): forward and a backward by hand, as on the CPU.
+//!
+//! Each function returns nothing where its kernels do not take the operands (f64, another device): then the layer is
+//! composed of Candle's operations.
+
+pub(super) mod activation;
+
+use crate::tensor::on_device::{gpu_of, is_taken};
+use candle_core::{CudaDevice, Tensor};
+
+/// The GPU of the first of these tensors, if kernels take them all.
+fn taken(tensors: &[&Tensor]) -> Option<CudaDevice> {
+    let device = gpu_of(tensors.first()?)?;
+    let is_there = |tensor: &&Tensor| gpu_of(tensor).is_some_and(|gpu| gpu.id() == device.id());
+    tensors.iter().all(|tensor| is_taken(tensor.dtype()) && is_there(tensor)).then(|| device.clone())
+}
