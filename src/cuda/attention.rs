@@ -11,54 +11,20 @@
 //! Every row of a result is written by one warp, which sums in order: the bits are the same in every run. A tile begins where a
 //! sequence begins, so that a packed one has the bits that it has alone.
 
-use super::load::{Function, Module, module};
+use super::flat::DeviceRef;
+use super::load::{Module, module};
 use crate::kernels::attention::{Heads, Rule};
-use candle_core::cuda_backend::WrapErr;
+use call::Call;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaSlice, CudaView, DevicePtr, DevicePtrMut, DeviceRepr, LaunchArgs, PushKernelArg,
+    CudaSlice, CudaView, DevicePtr, DevicePtrMut, DeviceRepr, PushKernelArg,
 };
-use candle_core::{CudaDevice, Result};
+use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
+use candle_core::{CudaDevice, CudaStorage, Result, bail};
 use half::{bf16, f16};
-use launches::{Launch, Launches};
+use std::array::from_fn;
 
+mod call;
 mod launches;
-
-/// A format that there are kernels for.
-pub(crate) trait Format: DeviceRepr {
-    const KERNELS: Module;
-    const SUFFIX: &'static str;
-}
-
-impl Format for f32 {
-    const KERNELS: Module = module!("attention_f32");
-    const SUFFIX: &'static str = "f32";
-}
-
-impl Format for bf16 {
-    const KERNELS: Module = module!("attention_bf16");
-    const SUFFIX: &'static str = "bf16";
-}
-
-impl Format for f16 {
-    const KERNELS: Module = module!("attention_f16");
-    const SUFFIX: &'static str = "f16";
-}
-
-/// Queries, keys or values: from the first element of a view on, those of the next position `stride` elements further.
-#[derive(Debug)]
-pub(crate) struct Rows<'a, E> {
-    pub values: CudaView<'a, E>,
-    pub stride: usize,
-}
-
-/// Where the gradients of queries, keys and values go.
-#[derive(Debug)]
-pub(crate) enum Gradients<'a, E> {
-    /// A buffer each, with dense rows.
-    Apart([&'a mut CudaSlice<E>; 3]),
-    /// Side by side in each row of one buffer.
-    Fused(&'a mut CudaSlice<E>),
-}
 
 /// Whether the kernels take an attention of these sizes on this device.
 pub(crate) fn takes(device: &CudaDevice, h: &Heads) -> bool {
@@ -70,11 +36,140 @@ pub(crate) fn takes(device: &CudaDevice, h: &Heads) -> bool {
     capable && launched && launches::width(h.head).is_some()
 }
 
-/// The result, `[batch, time, heads * head]`, and the log-sum-exp of each query's scores in powers of 2, `[batch, time, heads]`.
+/// Runs a generic expression for the format of some elements.
+macro_rules! of_format {
+    ($elements:expr, $E:ident => $body:expr) => {
+        match $elements {
+            DeviceRef::F32(_) => {
+                type $E = f32;
+                $body
+            }
+            DeviceRef::BF16(_) => {
+                type $E = bf16;
+                $body
+            }
+            DeviceRef::F16(_) => {
+                type $E = f16;
+                $body
+            }
+        }
+    };
+}
+
+/// The result, `[batch, time, heads * head]`, and what [`backward`] needs beside it: the log-sum-exp of each query's scores.
+///
+/// `parts` are queries, keys and values with dense rows, or one array with all three side by side in each row.
 ///
 /// # Errors
-/// The driver's.
-pub(crate) fn forward<E: Format>(
+/// The driver's; parts of two formats.
+pub(crate) fn forward<const N: usize>(
+    device: &CudaDevice,
+    of: (&Heads, &Rule<'_>),
+    parts: [&DeviceRef<'_>; N],
+) -> Result<(CudaStorage, CudaSlice<f32>)> {
+    of_format!(parts[0], E => {
+        let (out, lse) = forward_of::<E>(device, of, rows(of.0, parts)?)?;
+        Ok((CudaStorage { slice: E::storage(out), device: device.clone() }, lse))
+    })
+}
+
+/// The gradients of [`forward`]'s parts.
+///
+/// `out` and `lse` are what forward computed, `dout` the gradient of `out`.
+///
+/// # Errors
+/// The driver's; parts of two formats.
+pub(crate) fn backward<const N: usize>(
+    device: &CudaDevice,
+    of: (&Heads, &Rule<'_>),
+    parts: [&DeviceRef<'_>; N],
+    (out, lse, dout): (&DeviceRef<'_>, &CudaSlice<f32>, &DeviceRef<'_>),
+) -> Result<[CudaStorage; N]> {
+    of_format!(parts[0], E => {
+        let qkv = rows::<E, N>(of.0, parts)?;
+        let (Some(out), Some(dout)) = (E::of(out), E::of(dout)) else { bail!("attention: {TWO_FORMATS}") };
+        let mut made = Vec::with_capacity(N);
+        for part in parts {
+            // SAFETY: the kernels write every element.
+            made.push(unsafe { device.alloc::<E>(part.len()) }?);
+        }
+        let gradients = match &mut made[..] {
+            [all] => Gradients::Fused(all),
+            [dq, dk, dv] => Gradients::Apart([dq, dk, dv]),
+            _ => bail!("attention: {N} parts"),
+        };
+        backward_of(device, of, qkv, (out, lse, dout), gradients)?;
+        let mut made = made.into_iter().map(|slice| CudaStorage { slice: E::storage(slice), device: device.clone() });
+        Ok(from_fn(|_| made.next().unwrap_or_else(|| unreachable!("as many gradients as parts"))))
+    })
+}
+
+const TWO_FORMATS: &str = "operands of two formats";
+
+/// Where queries, keys and values lie.
+fn rows<'a, E: Format, const N: usize>(h: &Heads, parts: [&DeviceRef<'a>; N]) -> Result<[Rows<'a, E>; 3]> {
+    let (width, kv_width) = (h.heads * h.head, h.kv_heads * h.head);
+    let view = |i: usize, start: usize, stride: usize| match E::of(parts[i]).and_then(|part| part.try_slice(start..)) {
+        Some(values) => Ok(Rows { values, stride }),
+        None => bail!("attention: {TWO_FORMATS}, or fewer elements than {h:?} has"),
+    };
+    match N {
+        1 => {
+            let fused = width + 2 * kv_width;
+            Ok([view(0, 0, fused)?, view(0, width, fused)?, view(0, width + kv_width, fused)?])
+        }
+        3 => Ok([view(0, 0, width)?, view(1, 0, kv_width)?, view(2, 0, kv_width)?]),
+        _ => bail!("attention: {N} parts"),
+    }
+}
+
+/// A format that there are kernels for.
+trait Format: DeviceRepr + Sized {
+    const KERNELS: Module;
+    const SUFFIX: &'static str;
+
+    fn of<'a>(elements: &DeviceRef<'a>) -> Option<CudaView<'a, Self>>;
+    fn storage(elements: CudaSlice<Self>) -> CudaStorageSlice;
+}
+
+macro_rules! element_of {
+    ($type:ty, $variant:ident, $suffix:literal, $file:literal) => {
+        impl Format for $type {
+            const KERNELS: Module = module!($file);
+            const SUFFIX: &'static str = $suffix;
+
+            fn of<'a>(elements: &DeviceRef<'a>) -> Option<CudaView<'a, Self>> {
+                if let DeviceRef::$variant(view) = elements { view.try_slice(..) } else { None }
+            }
+
+            fn storage(elements: CudaSlice<Self>) -> CudaStorageSlice {
+                CudaStorageSlice::$variant(elements)
+            }
+        }
+    };
+}
+element_of!(f32, F32, "f32", "attention_f32");
+element_of!(bf16, BF16, "bf16", "attention_bf16");
+element_of!(f16, F16, "f16", "attention_f16");
+
+/// Queries, keys or values: from the first element of a view on, those of the next position `stride` elements further.
+#[derive(Debug)]
+struct Rows<'a, E> {
+    values: CudaView<'a, E>,
+    stride: usize,
+}
+
+/// Where the gradients of queries, keys and values go.
+#[derive(Debug)]
+enum Gradients<'a, E> {
+    /// A buffer each, with dense rows.
+    Apart([&'a mut CudaSlice<E>; 3]),
+    /// Side by side in each row of one buffer.
+    Fused(&'a mut CudaSlice<E>),
+}
+
+/// [`forward`] of one format; the log-sum-exp is in powers of 2, `[batch, time, heads]`.
+fn forward_of<E: Format>(
     device: &CudaDevice,
     of: (&Heads, &Rule<'_>),
     [q, k, v]: [Rows<'_, E>; 3],
@@ -97,13 +192,8 @@ pub(crate) fn forward<E: Format>(
     Ok((out, lse))
 }
 
-/// The gradients of [`forward`]'s inputs.
-///
-/// `out` and `lse` are what forward computed, `dout` the gradient of `out`.
-///
-/// # Errors
-/// The driver's.
-pub(crate) fn backward<'a, E: Format>(
+/// [`backward`] of one format.
+fn backward_of<'a, E: Format>(
     device: &CudaDevice,
     of: (&Heads, &Rule<'_>),
     [q, k, v]: [Rows<'_, E>; 3],
@@ -165,125 +255,6 @@ pub(crate) fn backward<'a, E: Format>(
     // SAFETY: as before.
     unsafe { arguments.launch(how.over([tiles.count, h.kv_heads, how.planes])) }.w()?;
     Ok(())
-}
-
-/// kernels/attention.cuh has the same struct.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-struct Sizes {
-    time: u32,
-    rows: u32,
-    heads: u32,
-    kv_heads: u32,
-    head: u32,
-    window: u32,
-    both_ways: u32,
-    vectors: u32,
-    q_stride: u32,
-    k_stride: u32,
-    v_stride: u32,
-    dq_stride: u32,
-    dk_stride: u32,
-    dv_stride: u32,
-    scale: f32,
-    capped: f32,
-    inner: f32,
-    outer: f32,
-    to_powers: f32,
-}
-
-// SAFETY: C's layout, with nothing between the fields, of which all bits are values.
-unsafe impl DeviceRepr for Sizes {}
-
-/// What the launches of one attention have in common.
-struct Call<'a> {
-    device: &'a CudaDevice,
-    rule: &'a Rule<'a>,
-    h: &'a Heads,
-    sizes: Sizes,
-    width: usize,
-    how: Launches,
-}
-
-impl<'a> Call<'a> {
-    /// Panics if rows do not lie within their views.
-    fn new<E: Format>(
-        device: &'a CudaDevice,
-        (h, rule): (&'a Heads, &'a Rule<'a>),
-        rows: [&Rows<'_, E>; 3],
-    ) -> Result<Self> {
-        let Some(width) = launches::width(h.head) else {
-            candle_core::bail!("attention: heads of {} elements on a GPU; {} are the most", h.head, launches::WIDTHS[4])
-        };
-        let [q, k, v] = rows;
-        for (rows, heads) in [(q, h.heads), (k, h.kv_heads), (v, h.kv_heads)] {
-            let end = (h.batch * h.time - 1) * rows.stride + heads * h.head;
-            assert!(end <= rows.values.len() && heads * h.head <= rows.stride, "{h:?}: {} elements", rows.values.len());
-        }
-        let stream = device.cuda_stream();
-        let piece = 16 / size_of::<E>();
-        let in_pieces = |rows: &Rows<'_, E>| {
-            rows.stride.is_multiple_of(piece) && rows.values.device_ptr(&stream).0.is_multiple_of(16)
-        };
-        let (to_powers, cap) = rule.to_powers();
-        let u32 = |n: usize| u32::try_from(n).map_err(candle_core::Error::wrap);
-        let sizes = Sizes {
-            time: u32(h.time)?,
-            rows: u32(h.batch * h.time)?,
-            heads: u32(h.heads)?,
-            kv_heads: u32(h.kv_heads)?,
-            head: u32(h.head)?,
-            window: rule.window.map_or(u32::MAX, |window| u32::try_from(window).unwrap_or(u32::MAX)),
-            both_ways: u32::from(rule.bidirectional),
-            vectors: u32::from(h.head.is_multiple_of(piece) && [q, k, v].into_iter().all(in_pieces)),
-            q_stride: u32(q.stride)?,
-            k_stride: u32(k.stride)?,
-            v_stride: u32(v.stride)?,
-            scale: rule.scale,
-            capped: f32::from(u8::from(cap.is_some())),
-            inner: cap.map_or(0.0, |cap| cap.inner),
-            outer: cap.map_or(1.0, |cap| cap.outer),
-            to_powers,
-            ..Sizes::default()
-        };
-        Ok(Self { device, rule, h, sizes, width, how: Launches::of(width, size_of::<E>()) })
-    }
-
-    fn function<E: Format>(&self, kernel: &str, how: Launch) -> Result<Function> {
-        let name = format!("attention_{kernel}_{}_{}", E::SUFFIX, self.width);
-        E::KERNELS.function(self.device, &name)?.with_shared_memory(how.bytes)
-    }
-
-    /// Tiles of `own` positions, which begin where a sequence begins.
-    fn tiles(&self, own: usize) -> Result<Tiles> {
-        let Some(_) = self.rule.starts else {
-            return Ok(Tiles { list: None, count: self.h.batch * self.h.time.div_ceil(own) });
-        };
-        let spans = self.rule.spans(self.h);
-        let of_span = |span: &crate::kernels::attention::Span| {
-            let (first, len) = (span.first as u32, span.len as u32);
-            (0..len).step_by(own).flat_map(move |start| [first, len, start])
-        };
-        let list: Vec<u32> = spans.iter().flat_map(of_span).collect();
-        Ok(Tiles { count: list.len() / 3, list: Some(self.device.clone_htod(&list)?) })
-    }
-}
-
-/// The tiles of own rows: {first position of the sequence, its length, first position of the tile}.
-struct Tiles {
-    /// Nothing where each row is a sequence: kernels know those.
-    list: Option<CudaSlice<u32>>,
-    count: usize,
-}
-
-impl Tiles {
-    /// Gives the list to a kernel, or a null pointer.
-    fn give<'a>(&'a self, arguments: &mut LaunchArgs<'a>) {
-        match &self.list {
-            Some(list) => arguments.arg(list),
-            None => arguments.arg(&0u64),
-        };
-    }
 }
 
 #[cfg(test)]

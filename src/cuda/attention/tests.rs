@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used)]
 //! Attention on a GPU against the host's kernels.
 
+use super::launches::Launches;
 use super::*;
 use crate::kernels::attention as host;
 use crate::kernels::element::Element;
@@ -62,10 +63,10 @@ impl<E: Element + Format + ValidAsZeroBits> Case<E> {
         let qkv = device.clone_htod(&self.qkv).unwrap();
         let dout = device.clone_htod(&self.dout).unwrap();
         let rows = || self.columns().map(|c| Rows { values: qkv.slice(c.start..), stride: self.stride() });
-        let (out, lse) = forward(device, (h, rule), rows()).unwrap();
+        let (out, lse) = forward_of(device, (h, rule), rows()).unwrap();
         let mut grad = device.alloc_zeros::<E>(self.qkv.len()).unwrap();
         let given = (out.slice(..), &lse, dout.slice(..));
-        backward(device, (h, rule), rows(), given, Gradients::Fused(&mut grad)).unwrap();
+        backward_of(device, (h, rule), rows(), given, Gradients::Fused(&mut grad)).unwrap();
         (device.clone_dtoh(&out).unwrap(), device.clone_dtoh(&lse).unwrap(), device.clone_dtoh(&grad).unwrap())
     }
 
@@ -78,10 +79,10 @@ impl<E: Element + Format + ValidAsZeroBits> Case<E> {
         let qkv = self.columns().map(|c| device.clone_htod(&part(&c)).unwrap());
         let dout = device.clone_htod(&self.dout).unwrap();
         let rows = || [0, 1, 2].map(|i| Rows { values: qkv[i].slice(..), stride: self.columns()[i].len() });
-        let (out, lse) = forward(device, (h, rule), rows()).unwrap();
+        let (out, lse) = forward_of(device, (h, rule), rows()).unwrap();
         let mut grads = [0, 1, 2].map(|i| device.alloc_zeros::<E>(qkv[i].len()).unwrap());
         let given = (out.slice(..), &lse, dout.slice(..));
-        backward(device, (h, rule), rows(), given, Gradients::Apart(grads.each_mut())).unwrap();
+        backward_of(device, (h, rule), rows(), given, Gradients::Apart(grads.each_mut())).unwrap();
         let grads = grads.map(|grad| device.clone_dtoh(&grad).unwrap());
         let row = |t: usize| {
             self.columns().into_iter().zip(&grads).flat_map(move |(c, grad)| grad[t * c.len()..][..c.len()].to_vec())

@@ -4,6 +4,7 @@
 //! composed of Candle's operations.
 
 pub(super) mod activation;
+pub(super) mod attention;
 
 use crate::tensor::on_device::{gpu_of, is_taken};
 use candle_core::{CudaDevice, Tensor};
