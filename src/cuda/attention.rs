@@ -12,18 +12,18 @@
 //! sequence begins, so that a packed one has the bits that it has alone.
 
 use super::flat::DeviceRef;
-use super::load::{Module, module};
 use crate::kernels::attention::{Heads, Rule};
-use call::Call;
+use call::{Call, Rows};
+use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaSlice, CudaView, DevicePtr, DevicePtrMut, DeviceRepr, PushKernelArg,
 };
-use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
 use candle_core::{CudaDevice, CudaStorage, Result, bail};
-use half::{bf16, f16};
+use format::{Format, of_format};
 use std::array::from_fn;
 
 mod call;
+mod format;
 mod launches;
 
 /// Whether the kernels take an attention of these sizes on this device.
@@ -34,26 +34,6 @@ pub(crate) fn takes(device: &CudaDevice, h: &Heads) -> bool {
     let elements = rows.saturating_mul(h.heads).saturating_mul(h.head);
     let launched = (1..=i32::MAX as usize).contains(&rows) && h.heads <= 1 << 15 && elements <= 1 << 46;
     capable && launched && launches::width(h.head).is_some()
-}
-
-/// Runs a generic expression for the format of some elements.
-macro_rules! of_format {
-    ($elements:expr, $E:ident => $body:expr) => {
-        match $elements {
-            DeviceRef::F32(_) => {
-                type $E = f32;
-                $body
-            }
-            DeviceRef::BF16(_) => {
-                type $E = bf16;
-                $body
-            }
-            DeviceRef::F16(_) => {
-                type $E = f16;
-                $body
-            }
-        }
-    };
 }
 
 /// The result, `[batch, time, heads * head]`, and what [`backward`] needs beside it: the log-sum-exp of each query's scores.
@@ -121,42 +101,6 @@ fn rows<'a, E: Format, const N: usize>(h: &Heads, parts: [&DeviceRef<'a>; N]) ->
         3 => Ok([view(0, 0, width)?, view(1, 0, kv_width)?, view(2, 0, kv_width)?]),
         _ => bail!("attention: {N} parts"),
     }
-}
-
-/// A format that there are kernels for.
-trait Format: DeviceRepr + Sized {
-    const KERNELS: Module;
-    const SUFFIX: &'static str;
-
-    fn of<'a>(elements: &DeviceRef<'a>) -> Option<CudaView<'a, Self>>;
-    fn storage(elements: CudaSlice<Self>) -> CudaStorageSlice;
-}
-
-macro_rules! element_of {
-    ($type:ty, $variant:ident, $suffix:literal, $file:literal) => {
-        impl Format for $type {
-            const KERNELS: Module = module!($file);
-            const SUFFIX: &'static str = $suffix;
-
-            fn of<'a>(elements: &DeviceRef<'a>) -> Option<CudaView<'a, Self>> {
-                if let DeviceRef::$variant(view) = elements { view.try_slice(..) } else { None }
-            }
-
-            fn storage(elements: CudaSlice<Self>) -> CudaStorageSlice {
-                CudaStorageSlice::$variant(elements)
-            }
-        }
-    };
-}
-element_of!(f32, F32, "f32", "attention_f32");
-element_of!(bf16, BF16, "bf16", "attention_bf16");
-element_of!(f16, F16, "f16", "attention_f16");
-
-/// Queries, keys or values: from the first element of a view on, those of the next position `stride` elements further.
-#[derive(Debug)]
-struct Rows<'a, E> {
-    values: CudaView<'a, E>,
-    stride: usize,
 }
 
 /// Where the gradients of queries, keys and values go.

@@ -123,7 +123,7 @@ fn attention_has_the_same_bits_for_any_order_of_blocks_and_threads() {
             let layer: &Function = &of.layer;
             let (y, grads) = run(layer, &args);
             let digest =
-                [&y].into_iter().chain(&grads).flat_map(|t| flat(t)).fold(0u64, |d, x| d.rotate_left(5) ^ x.to_bits());
+                [&y].into_iter().chain(&grads).flat_map(flat).fold(0u64, |d, x| d.rotate_left(5) ^ x.to_bits());
             println!("bits of {dtype:?}: {digest:x}");
         }
         return;

@@ -1,11 +1,20 @@
 //! What the launches of one attention are given: sizes, strides and tiles.
 
+use super::format::Format;
 use super::launches::{self, Launch, Launches};
-use super::{Format, Rows};
 use crate::cuda::load::Function;
 use crate::kernels::attention::{Heads, Rule, Span};
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DeviceRepr, LaunchArgs, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaSlice, CudaView, DevicePtr, DeviceRepr, LaunchArgs, PushKernelArg,
+};
 use candle_core::{CudaDevice, Result};
+
+/// Queries, keys or values: from the first element of a view on, those of the next position `stride` elements further.
+#[derive(Debug)]
+pub(super) struct Rows<'a, E> {
+    pub values: CudaView<'a, E>,
+    pub stride: usize,
+}
 
 /// kernels/attention.cuh has the same struct.
 #[repr(C)]

@@ -8,6 +8,7 @@ use crate::kernels::element::Element;
 use crate::kernels::wide::{get, put};
 use candle_core::backend::BackendDevice;
 use candle_core::cuda_backend::cudarc::driver::ValidAsZeroBits;
+use half::{bf16, f16};
 use std::ops::Range;
 
 fn gpu() -> Option<CudaDevice> {
