@@ -1,6 +1,7 @@
 //! Memory of a tensor on a GPU: room for a result, and the elements that a kernel reads or writes.
 
 use super::flat::{DeviceMut, DeviceRef};
+use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 use std::ops::Range;
@@ -38,6 +39,11 @@ pub(crate) fn zeros(device: &CudaDevice, dtype: DType, len: usize) -> Result<Cud
         _ => bail!("kernels write f32, bf16 or f16"),
     }
     Ok(storage)
+}
+
+/// The storage of a tensor of these numbers.
+pub(crate) fn storage_of(device: &CudaDevice, numbers: CudaSlice<f32>) -> CudaStorage {
+    CudaStorage { slice: CudaStorageSlice::F32(numbers), device: device.clone() }
 }
 
 /// Elements of a storage, for kernels to read; nothing where they have another dtype or are fewer.
@@ -92,6 +98,21 @@ impl DeviceRef<'_> {
             Self::F16(_) => DType::F16,
         }
     }
+
+    /// Some of the elements.
+    ///
+    /// # Errors
+    /// There are fewer.
+    pub fn part(&self, range: Range<usize>) -> Result<DeviceRef<'_>> {
+        if range.start > range.end || range.end > self.len() {
+            bail!("elements {range:?} of {}", self.len())
+        }
+        Ok(match self {
+            Self::F32(v) => DeviceRef::F32(v.slice(range)),
+            Self::BF16(v) => DeviceRef::BF16(v.slice(range)),
+            Self::F16(v) => DeviceRef::F16(v.slice(range)),
+        })
+    }
 }
 
 impl DeviceMut<'_> {
@@ -106,15 +127,6 @@ impl DeviceMut<'_> {
             Self::F32(_) => DType::F32,
             Self::BF16(_) => DType::BF16,
             Self::F16(_) => DType::F16,
-        }
-    }
-
-    /// The same elements, for one of several launches.
-    pub fn again(&mut self) -> DeviceMut<'_> {
-        match self {
-            Self::F32(v) => DeviceMut::F32(v.slice_mut(..)),
-            Self::BF16(v) => DeviceMut::BF16(v.slice_mut(..)),
-            Self::F16(v) => DeviceMut::F16(v.slice_mut(..)),
         }
     }
 }

@@ -4,7 +4,7 @@ use super::flat::{DeviceMut, DeviceRef, each};
 use super::load::Function;
 use candle_core::Result;
 use candle_core::cuda_backend::WrapErr;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig, PushKernelArg};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, LaunchConfig, PushKernelArg};
 
 /// An argument of a kernel.
 pub(crate) enum Argument<'a> {
@@ -17,7 +17,8 @@ pub(crate) enum Argument<'a> {
     /// And to write.
     FloatsMut(&'a mut CudaSlice<f32>),
     /// Ids and positions.
-    Words(&'a CudaSlice<u32>),
+    Words(CudaView<'a, u32>),
+    Word(u32),
     /// A pointer that leads nowhere: what is optional and not there.
     Nothing,
     Count(usize),
@@ -41,12 +42,18 @@ argument!(&'a DeviceRef<'a>, Read);
 argument!(DeviceMut<'a>, Write);
 argument!(&'a CudaSlice<f32>, Floats);
 argument!(&'a mut CudaSlice<f32>, FloatsMut);
-argument!(&'a CudaSlice<u32>, Words);
+argument!(CudaView<'a, u32>, Words);
+argument!(u32, Word);
 argument!(usize, Count);
 argument!(f32, Float);
 argument!(f64, Double);
-argument!(i32, Int);
 argument!(u64, Long);
+
+impl<'a> From<&'a CudaSlice<u32>> for Argument<'a> {
+    fn from(words: &'a CudaSlice<u32>) -> Self {
+        Self::Words(words.as_view())
+    }
+}
 
 /// A flag is an int.
 impl From<bool> for Argument<'_> {
@@ -83,9 +90,10 @@ impl Function {
                 Argument::Write(elements) => each!(DeviceMut, elements, v => launch.arg(v)),
                 Argument::Floats(numbers) => launch.arg(*numbers),
                 Argument::FloatsMut(numbers) => launch.arg(&mut **numbers),
-                Argument::Words(words) => launch.arg(*words),
+                Argument::Words(words) => launch.arg(&*words),
                 Argument::Nothing => launch.arg(&0usize),
                 Argument::Count(value) => launch.arg(&*value),
+                Argument::Word(value) => launch.arg(&*value),
                 Argument::Float(value) => launch.arg(&*value),
                 Argument::Double(value) => launch.arg(&*value),
                 Argument::Int(value) => launch.arg(&*value),

@@ -1,8 +1,24 @@
 //! This library's own work on a GPU: flat buffers in its memory, and the kernels that compute with them.
 //!
 //! ```text
-//!   kernels/*.cu --(build.rs, nvcc)--> PTX inside of the library --(load.rs, once a device)--> functions --(launch)--> stream
+//!   kernels/*.cu --(build.rs, nvcc)--> PTX inside of the library --(load.rs, once a device)--> functions --(launch.rs)--> stream
 //! ```
+//!
+//! | file | what it is | kernels |
+//! | --- | --- | --- |
+//! | `load.rs`, `launch.rs` | kernels by name, their arguments and threads | |
+//! | `array.rs` | memory of tensors: room for results, elements to read and to write | `numbers.cuh`: f32, bf16, f16 |
+//! | `flat.rs`, `sum.rs` | flat buffers; casts and sums | `flat.cu` |
+//! | `activation.rs` | GELU, SiLU and what they gate | `activation.cu`, `activations.cuh` |
+//! | `norm.rs` | layer and root-mean-square normalization | `norm.cu`, `rows.cuh`, `columns.cuh` |
+//! | `linear.rs` | what follows a product | `linear.cu`, `activations.cuh` |
+//! | `columns.rs` | sums over many rows | `columns.cu`, `columns.cuh` |
+//! | `rotary.rs` | rotary positions | `rotary.cu` |
+//! | `embedding.rs` | lookup of rows, sums of their gradients | `embedding.cu` |
+//! | `dropout.rs` | dropout | `dropout.cu` |
+//! | `cross_entropy.rs` | losses of rows of logits and their gradients | `cross_entropy.cu`, `rows.cuh` |
+//!
+//! They know slices; the layers that use them are in `nn::on_gpu`. Formulas are the host's, of [`crate::kernels`].
 //!
 //! Everything runs on the stream of Candle's device, in the order of the calls, so that a buffer is written before the next
 //! operation of the model reads it. Numbers are computed in f32 and rounded once, as on the host: what works element by
@@ -11,12 +27,19 @@
 pub(crate) mod activation;
 mod array;
 pub(crate) mod attention;
+pub(crate) mod columns;
+pub(crate) mod cross_entropy;
+pub(crate) mod dropout;
+pub(crate) mod embedding;
 mod flat;
 mod launch;
+pub(crate) mod linear;
 mod load;
+pub(crate) mod norm;
+pub(crate) mod rotary;
 mod sum;
 
-pub(crate) use array::{elements, elements_mut, written, zeros};
+pub(crate) use array::{elements, elements_mut, storage_of, written, zeros};
 pub(crate) use flat::{DeviceFlat, DeviceMut, DeviceRef};
 pub(crate) use load::Module;
 pub(crate) use sum::{add, copy};

@@ -28,6 +28,12 @@ impl Rotary {
         Self { half, time, cos, sin }
     }
 
+    /// Pairs of a head, and the cosines and sines of the angles, `[time, pairs]`.
+    #[cfg(feature = "cuda")]
+    pub fn tables(&self) -> (usize, [&[f32]; 2]) {
+        (self.half, [&self.cos, &self.sin])
+    }
+
     /// y = x turned, for rows `[rows, heads * head]`; row r is at position `at(r)`.
     ///
     /// Panics if the lengths differ, are no whole rows of `width` elements, if heads do not divide `width`, or if the

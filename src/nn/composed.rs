@@ -1,5 +1,5 @@
-//! The layers' functions composed of Candle's differentiable ops: what runs on devices other than the CPU, and what
-//! the CPU ops are tested against (also in f64, which these functions support).
+//! The layers' functions composed of Candle's differentiable ops: what runs where this library has no kernels (other devices, f64),
+//! and what its kernels are tested against.
 //!
 //! 16-bit inputs are widened to f32 where sums or exponentials are taken. Candle sums in the storage dtype otherwise.
 

@@ -6,6 +6,8 @@ use crate::kernels::cross_entropy::IGNORED;
 use crate::kernels::gemm::{Epilogue, Matrix};
 use crate::kernels::{self, buffer};
 use crate::nn::embedding::host_ids;
+#[cfg(feature = "cuda")]
+use crate::nn::on_gpu;
 use crate::nn::product::Sizes;
 use crate::nn::{WeightLayout, composed, refuse, wide};
 use crate::precision::{Flat, FlatMut, FlatRef};
@@ -56,6 +58,10 @@ pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOption
     let host = host_targets(targets, classes)?;
     let (cap, divisor) =
         (cap(options.soft_cap)?, host.divisor(options.divisor, &|| format!("logits have shape {:?}", logits.dims()))?);
+    #[cfg(feature = "cuda")]
+    if let Some(loss) = on_gpu::cross_entropy::of_logits(logits, &host.of_rows, cap, divisor)? {
+        return Ok(loss);
+    }
     if !logits.device().is_cpu() {
         return host.composed(logits, options.soft_cap)?.sum_all()? / -divisor;
     }
@@ -120,6 +126,10 @@ pub fn linear_cross_entropy_with(
     if wide::is_wider(h, weight, None) {
         return linear_cross_entropy_with(&h.to_dtype(weight.dtype())?, weight, layout, targets, options);
     }
+    #[cfg(feature = "cuda")]
+    if let Some(head) = on_gpu::cross_entropy::Head::new(h, weight, host.counting().parts(), cap, layout)? {
+        return head.loss(h, weight, divisor);
+    }
     if !h.device().is_cpu() {
         let logits = composed::linear(h, weight, None, layout)?;
         return host.composed(&logits, options.soft_cap)?.sum_all()? / -divisor;
@@ -169,6 +179,10 @@ pub fn linear_log_probabilities(
     let (host, shape, cap) = (host_targets(targets, classes)?, targets.shape().clone(), cap(soft_cap)?);
     if wide::is_wider(h, weight, None) {
         return linear_log_probabilities(&h.to_dtype(weight.dtype())?, weight, layout, targets, soft_cap);
+    }
+    #[cfg(feature = "cuda")]
+    if let Some(head) = on_gpu::cross_entropy::Head::new(h, weight, host.counting().parts(), cap, layout)? {
+        return head.log_probabilities(h, weight, shape.dims());
     }
     if !h.device().is_cpu() {
         let of_rows = host.composed(&composed::linear(h, weight, None, layout)?, soft_cap)?;
@@ -329,6 +343,12 @@ struct Counting {
 }
 
 impl Counting {
+    /// The rows that count, their targets, and the number of all rows.
+    #[cfg(feature = "cuda")]
+    fn parts(&self) -> (&[usize], &[u32], usize) {
+        (&self.rows, &self.targets, self.all)
+    }
+
     /// These rows of rows of `width` elements.
     fn take<'a, E: Element>(&self, x: &'a [E], width: usize) -> Cow<'a, [E]> {
         if self.rows.len() == self.all {

@@ -3,6 +3,8 @@
 use crate::graph::{Inputs, advance_draws, draws, is_without_gradients};
 use crate::kernels::buffer;
 use crate::kernels::dropout as kernel;
+#[cfg(feature = "cuda")]
+use crate::nn::on_gpu;
 use crate::tensor::element::{Element, with_element, with_elements};
 use crate::zero::core::Link;
 use crate::zero::unit::link_under_construction;
@@ -23,6 +25,10 @@ pub fn dropout(x: &Tensor, p: f32, seed: u64, draw: u64) -> Result<Tensor> {
         return Ok(x.clone());
     }
     let offset = offset_of(draw);
+    #[cfg(feature = "cuda")]
+    if let Some(y) = on_gpu::dropout::dropout(x, p, seed, offset)? {
+        return Ok(y);
+    }
     if !x.device().is_cpu() {
         let mut mask = vec![0f32; x.elem_count()];
         kernel::dropout(&vec![1f32; mask.len()], p, seed, offset, &mut mask);

@@ -4,6 +4,8 @@ use crate::error::ModelError;
 use crate::graph::Inputs;
 use crate::kernels::{self, buffer};
 use crate::nn::composed;
+#[cfg(feature = "cuda")]
+use crate::nn::on_gpu;
 use crate::nn::{normal, refuse};
 use crate::tensor::element::{Element, with_element, with_elements};
 use candle_core::{DType, Result, Tensor, bail};
@@ -41,6 +43,12 @@ fn looked_up(ids: &Tensor, table: &Tensor, dtype: DType, padding: Option<u32>) -
     if let Some(position) = host.iter().position(|id| *id as usize >= rows) {
         return Err(refuse(ModelError::TokenOutOfRange { id: host[position], position, rows }.into()));
     }
+    let mut shape = ids.dims().to_vec();
+    shape.push(width);
+    #[cfg(feature = "cuda")]
+    if let Some(y) = on_gpu::embedding::embedding(&host, table, dtype, padding, &shape)? {
+        return Ok(y);
+    }
     if !table.device().is_cpu() {
         let rows = match padding {
             Some(padding) => composed::padded_embedding(ids, table, padding)?,
@@ -48,8 +56,6 @@ fn looked_up(ids: &Tensor, table: &Tensor, dtype: DType, padding: Option<u32>) -
         };
         return rows.to_dtype(dtype);
     }
-    let mut shape = ids.dims().to_vec();
-    shape.push(width);
     let table = table.contiguous()?;
     let inputs = Inputs::of([Some(&table)])?;
     if dtype != table.dtype() {

@@ -4,6 +4,8 @@ use super::{Activation, Then, WeightLayout};
 use crate::graph::{Grad, Inputs, Kept, Sink, can_remake};
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums};
 use crate::kernels::{activation, buffer};
+#[cfg(feature = "cuda")]
+use crate::nn::on_gpu;
 use crate::nn::product::Sizes;
 use crate::nn::{autocast, composed, wide};
 use crate::tensor::element::{Element, with_all, with_element, with_elements};
@@ -42,15 +44,19 @@ pub fn linear_then(
     if wide::is_wider(x, weight, bias) {
         return wide::linear_then(x, weight, bias, layout, then);
     }
-    if !x.device().is_cpu() {
-        return composed::linear_then(x, weight, bias, layout, then);
-    }
     let sizes = Sizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
     let shape = sizes.result_shape(x.shape());
     if let Some(residual) = then.residual
         && residual.shape() != &shape
     {
         bail!("linear: the residual has shape {:?}; the result has {:?}", residual.dims(), shape.dims())
+    }
+    #[cfg(feature = "cuda")]
+    if let Some(y) = on_gpu::linear::linear_then(x, weight, bias, sizes, then)? {
+        return Ok(y);
+    }
+    if !x.device().is_cpu() {
+        return composed::linear_then(x, weight, bias, layout, then);
     }
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let bias = bias.map(Tensor::contiguous).transpose()?;

@@ -4,6 +4,8 @@
 use crate::graph::{Inputs, can_remake};
 use crate::kernels::element::Element as _;
 use crate::kernels::{buffer, norm};
+#[cfg(feature = "cuda")]
+use crate::nn::on_gpu;
 use crate::nn::{RmsNormOptions, composed};
 use crate::tensor::element::{Element, with_element, with_elements};
 use candle_core::{DType, Error, Result, Tensor, bail};
@@ -17,6 +19,10 @@ use candle_nn::{Module, VarBuilder, init};
 /// A weight or bias of another length or dtype.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Tensor> {
     let width = width_of(LAYER_NORM, x, &[("weight", weight), ("bias", bias)])?;
+    #[cfg(feature = "cuda")]
+    if let Some(y) = on_gpu::norm::layer_norm(x, weight, bias, eps)? {
+        return Ok(y);
+    }
     if !x.device().is_cpu() {
         return composed::layer_norm(x, weight, bias, eps);
     }
@@ -70,6 +76,10 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 pub fn rms_norm_with(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Result<Tensor> {
     let width = if options.by_head { head_of(x, weight)? } else { width_of(RMS_NORM, x, &[("weight", weight)])? };
     let (eps, one) = (options.eps, if options.plus_one { 1.0 } else { 0.0 });
+    #[cfg(feature = "cuda")]
+    if let Some(y) = on_gpu::norm::rms_norm(x, weight, options)? {
+        return Ok(y);
+    }
     if !x.device().is_cpu() {
         return composed::rms_norm_with(x, weight, options);
     }
@@ -137,7 +147,7 @@ pub(super) fn widened(parameter: &Tensor, op: &'static str) -> Result<Vec<f32>> 
 
 /// The inputs from which a result is computed again: the input, and copies of the parameters, which may have left
 /// memory by then. Nothing where no backward will ask for it.
-fn remade<const N: usize>(inputs: &Inputs<N>, operands: [&Tensor; N]) -> Result<Option<[Tensor; N]>> {
+pub(super) fn remade<const N: usize>(inputs: &Inputs<N>, operands: [&Tensor; N]) -> Result<Option<[Tensor; N]>> {
     if !inputs.are_wanted() {
         return Ok(None);
     }
@@ -148,8 +158,8 @@ fn remade<const N: usize>(inputs: &Inputs<N>, operands: [&Tensor; N]) -> Result<
     Ok(Some(kept))
 }
 
-const LAYER_NORM: &str = "layer_norm";
-const RMS_NORM: &str = "rms_norm";
+pub(super) const LAYER_NORM: &str = "layer_norm";
+pub(super) const RMS_NORM: &str = "rms_norm";
 
 /// The length of the last dimension, which the parameters must have.
 fn width_of(op: &'static str, x: &Tensor, params: &[(&str, &Tensor)]) -> Result<usize> {

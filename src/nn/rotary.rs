@@ -2,6 +2,8 @@
 
 use crate::graph::Inputs;
 use crate::kernels::{buffer, rope};
+#[cfg(feature = "cuda")]
+use crate::nn::on_gpu;
 use crate::nn::{Sequences, composed, frequencies};
 use crate::tensor::element::{Element, with_element, with_elements};
 use candle_core::{Result, Tensor, bail};
@@ -13,11 +15,12 @@ pub struct Rotary {
     ctx: usize,
     frequencies: Arc<[f64]>,
     tables: Arc<rope::Rotary>,
+    #[cfg(feature = "cuda")]
+    on_gpu: Arc<on_gpu::rotary::Tables>,
 }
 
 /// The positions of the rows of a tensor `[batch, time, width]`.
-#[derive(Clone)]
-enum Positions {
+pub(super) enum Positions {
     /// Of the first of the batch's positions, which follow one another.
     From(usize),
     Of(Sequences),
@@ -53,7 +56,13 @@ impl Rotary {
             bail!("rotary: {frequencies:?} are no frequencies; a finite number for each pair of a head is needed")
         }
         let tables = Arc::new(rope::Rotary::new(ctx, &frequencies));
-        Ok(Self { ctx, frequencies: frequencies.into(), tables })
+        Ok(Self {
+            ctx,
+            frequencies: frequencies.into(),
+            tables,
+            #[cfg(feature = "cuda")]
+            on_gpu: Arc::default(),
+        })
     }
 
     /// `x` `[batch, time, heads * head]` with the heads at position t rotated by t times each pair's frequency.
@@ -97,6 +106,10 @@ impl Rotary {
                  {first} positions, is needed"
             ),
         };
+        #[cfg(feature = "cuda")]
+        if let Some(y) = on_gpu::rotary::rotary(x, &self.on_gpu, &self.tables, &positions)? {
+            return Ok(y);
+        }
         if !x.device().is_cpu() {
             let positions: Vec<usize> = (0..batch * time).map(|row| positions.at(row, time)).collect();
             return composed::rotary_at(x, &self.frequencies, &positions);

@@ -2,6 +2,8 @@
 
 use crate::graph::Inputs;
 use crate::kernels::add::add_into;
+#[cfg(feature = "cuda")]
+use crate::nn::on_gpu;
 use crate::tensor::element::{Element, with_all, with_element};
 use candle_core::{Result, Tensor, bail};
 
@@ -16,6 +18,10 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     const NAME: &str = "add";
     if a.shape() != b.shape() {
         bail!("add: the operands have different shapes, {:?} and {:?}", a.dims(), b.dims())
+    }
+    #[cfg(feature = "cuda")]
+    if let Some(sum) = on_gpu::sum::add(a, b)? {
+        return Ok(sum);
     }
     if !a.device().is_cpu() {
         return a + b;

@@ -1,7 +1,7 @@
 //! Access to the elements of tensors in a GPU's memory, for this library's kernels there: what `element.rs` is on the host.
 
 use super::residency::refusal;
-use crate::cuda::{DeviceMut, DeviceRef, elements, elements_mut};
+use crate::cuda::{DeviceMut, DeviceRef, elements, elements_mut, zeros};
 use crate::util::lock;
 use candle_core::op::BackpropOp;
 use candle_core::{
@@ -104,4 +104,28 @@ pub(crate) fn change(tensor: &Tensor, change: impl FnOnce(DeviceMut<'_>) -> Resu
         }
     }
     tensor.inplace_op1(&Change(Mutex::new(Some(change))))
+}
+
+/// Takes the memory of a tensor on a GPU out of it; nobody else may hold the tensor.
+pub(crate) fn take(tensor: &Tensor) -> Result<CudaStorage> {
+    struct Take(Mutex<Option<CudaStorage>>);
+    impl InplaceOp1 for Take {
+        fn name(&self) -> &'static str {
+            "take-elements"
+        }
+
+        fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
+            candle_core::bail!("the GPU's kernel met a tensor of the CPU")
+        }
+
+        fn cuda_fwd(&self, cuda: &mut CudaStorage, _: &Layout) -> Result<()> {
+            let none = zeros(&cuda.device, DType::F32, 1)?;
+            *lock(&self.0) = Some(std::mem::replace(cuda, none));
+            Ok(())
+        }
+    }
+    let taken = Take(Mutex::new(None));
+    tensor.inplace_op1(&taken)?;
+    let taken = lock(&taken.0).take();
+    taken.ok_or_else(|| Error::Msg("a tensor without memory".into()))
 }

@@ -5,7 +5,7 @@
 use crate::support::device::gpu;
 use crate::support::skips::skipped;
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_zero::nn::{self, composed};
+use candle_zero::nn::{self, Activation, LossOptions, RmsNormOptions, Rotary, Sequences, Then, WeightLayout, composed};
 
 /// A GPU; `test` is skipped where none answers.
 pub(super) fn gpu_for<T: Fn()>(test: T) -> Option<Device> {
@@ -54,7 +54,10 @@ pub(super) fn run(function: &Function, args: &[Tensor]) -> (Tensor, Vec<Tensor>)
     let y = function(&tensors).unwrap();
     let grad = tensor(y.dims(), 99, DType::BF16).to_dtype(DType::F16).unwrap().to_dtype(y.dtype()).unwrap();
     let grad = grad.to_device(y.device()).unwrap();
-    let grads = y.mul(&grad).unwrap().sum_all().unwrap().backward().unwrap();
+    let product = y.mul(&grad).unwrap();
+    // A scalar has no dimensions to sum.
+    let sum = if product.rank() == 0 { product } else { product.sum_all().unwrap() };
+    let grads = sum.backward().unwrap();
     let of = |t: &Tensor| grads.get(t).cloned().unwrap_or_else(|| t.zeros_like().unwrap());
     (y.detach(), tensors.iter().map(of).collect())
 }
@@ -186,4 +189,328 @@ fn a_gradient_that_comes_in_parts_is_their_sum() {
         close(&flat(&y), &flat(&want), tolerance, 1.0, "value");
         close(&flat(&grads[0]), &flat(&want_grads[0]), tolerance, 1.0, "gradient");
     }
+}
+
+#[test]
+fn norms_are_those_of_the_formulas_with_their_slopes() {
+    let Some(gpu) = gpu_for(norms_are_those_of_the_formulas_with_their_slopes) else { return };
+    let mut cases = Vec::new();
+    for shape in [vec![1, 17], vec![2, 3, 33], vec![70, 5], vec![2, 1000], vec![3, 1025]] {
+        let width: &[usize] = &shape[shape.len() - 1..];
+        cases.push(case(
+            format!("layer_norm {shape:?}"),
+            &[&shape, width, width],
+            |a| nn::layer_norm(&a[0], &a[1], &a[2], 1e-5),
+            |a| composed::layer_norm(&a[0], &a[1], &a[2], 1e-5),
+        ));
+        cases.push(case(
+            format!("rms_norm {shape:?}"),
+            &[&shape, width],
+            |a| nn::rms_norm(&a[0], &a[1], 1e-5),
+            |a| composed::rms_norm(&a[0], &a[1], 1e-5),
+        ));
+    }
+    for (plus_one, by_head) in [(true, false), (false, true), (true, true)] {
+        let options = RmsNormOptions { eps: 1e-6, plus_one, by_head };
+        cases.push(case(
+            format!("rms_norm {options:?}"),
+            &[&[2, 5, 24], &[if by_head { 8 } else { 24 }]],
+            move |a| nn::rms_norm_with(&a[0], &a[1], options),
+            move |a| composed::rms_norm_with(&a[0], &a[1], options),
+        ));
+    }
+    check(&gpu, cases);
+    // Of one element nothing is left but its sign and the bias.
+    let [x, weight, bias] = [[3, 1], [1, 1], [1, 1]].map(|shape| tensor(&shape, 1, DType::F32));
+    let on = |t: &Tensor| t.flatten_all().unwrap().to_device(&gpu).unwrap();
+    let column = x.to_device(&gpu).unwrap();
+    let y = nn::layer_norm(&column, &on(&weight), &on(&bias), 1e-5).unwrap();
+    assert_eq!(flat(&y), flat(&bias).repeat(3));
+    let y = nn::rms_norm(&column, &on(&weight), 1e-5).unwrap();
+    close(
+        &flat(&y),
+        &flat(&composed::rms_norm(&x, &weight.flatten_all().unwrap(), 1e-5).unwrap()),
+        1e-6,
+        1.0,
+        "width 1",
+    );
+}
+
+#[test]
+fn norms_with_f32_parameters_take_16_bit_activations() {
+    let Some(gpu) = gpu_for(norms_with_f32_parameters_take_16_bit_activations) else { return };
+    for dtype in [DType::BF16, DType::F16] {
+        let x = tensor(&[130, 24], 1, dtype);
+        let [weight, bias] = [3, 4].map(|seed| tensor(&[24], seed, DType::F32).to_device(&gpu).unwrap());
+        let layer: Function = Box::new(|a| nn::layer_norm(&a[0], &a[1], &a[2], 1e-5));
+        let args = [x.to_device(&gpu).unwrap(), weight.clone(), bias.clone()];
+        let wide = [args[0].to_dtype(DType::F32).unwrap(), weight, bias];
+        let ((y, grads), (exact, exact_grads)) = (run(&layer, &args), run(&layer, &wide));
+        assert_eq!(flat(&y), flat(&exact.to_dtype(dtype).unwrap()));
+        assert_eq!(flat(&grads[0]), flat(&exact_grads[0].to_dtype(dtype).unwrap()));
+        for i in [1, 2] {
+            assert_eq!(grads[i].dtype(), DType::F32);
+            assert_eq!(flat(&grads[i]), flat(&exact_grads[i]), "parameters' gradients are those of an f32 input");
+        }
+    }
+}
+
+#[test]
+fn rotary_positions_are_those_of_the_formulas_and_turn_back() {
+    let Some(gpu) = gpu_for(rotary_positions_are_those_of_the_formulas_and_turn_back) else { return };
+    let mut cases = Vec::new();
+    for (batch, time, heads, head, first) in [(1, 1, 1, 2, 0), (2, 17, 3, 10, 0), (1, 5, 2, 64, 30)] {
+        let rotary = Rotary::new(head, 64, 10_000.0).unwrap();
+        cases.push(case(
+            format!("rotary {batch} x {time}, {heads} heads of {head}, from {first}"),
+            &[&[batch, time, heads * head]],
+            move |a| rotary.forward_from(&a[0], first),
+            move |a| composed::rotary_from(&a[0], head, 10_000.0, first),
+        ));
+    }
+    let packed = Sequences::from_lengths(&[vec![1, 9, 4], vec![14]], 14).unwrap();
+    let positions: Vec<usize> = packed.positions().iter().map(|position| *position as usize).collect();
+    let rotary = Rotary::from_frequencies(40, vec![1.0, 0.3, 0.02]).unwrap();
+    cases.push(case(
+        "rotary in sequences",
+        &[&[2, 14, 12]],
+        move |a| rotary.forward_in(&a[0], &packed),
+        move |a| composed::rotary_at(&a[0], &[1.0, 0.3, 0.02], &positions),
+    ));
+    check(&gpu, cases);
+    // Tables grow with the positions that are met.
+    let rotary = Rotary::new(8, 50, 10_000.0).unwrap();
+    for time in [3, 50, 7] {
+        let x = tensor(&[1, time, 8], 1, DType::F32);
+        let y = rotary.forward(&x.to_device(&gpu).unwrap()).unwrap();
+        close(&flat(&y), &flat(&rotary.forward(&x).unwrap()), 1e-6, 1.0, "tables");
+    }
+}
+
+fn ids(shape: &[usize], below: u32, device: &Device) -> Tensor {
+    let n = shape.iter().product::<usize>() as u32;
+    Tensor::from_iter((0..n).map(|i| (i * 7 + i * i * 3) % below), device).unwrap().reshape(shape).unwrap()
+}
+
+#[test]
+fn looked_up_rows_give_their_gradients_in_a_fixed_order() {
+    let Some(gpu) = gpu_for(looked_up_rows_give_their_gradients_in_a_fixed_order) else { return };
+    let mut cases = Vec::new();
+    for (shape, rows, width) in [(vec![1, 1], 1, 1), (vec![2, 40], 7, 17), (vec![9], 1000, 130)] {
+        let of = move |device: &Device| ids(&shape, rows as u32, device);
+        let (on_gpu, on_host) = (of(&gpu), of(&Device::Cpu));
+        let again = on_gpu.clone();
+        cases.push(case(
+            format!("embedding of {rows} x {width}"),
+            &[&[rows, width]],
+            move |a| nn::embedding(&again, &a[0]),
+            move |a| composed::embedding(if a[0].device().is_cpu() { &on_host } else { &on_gpu }, &a[0]),
+        ));
+    }
+    check(&gpu, cases);
+    // An f32 table in a model of 16 bits; a padding row; a table that is the output projection too.
+    let (at, table) = (ids(&[3, 17], 11, &gpu), tensor(&[12, 7], 1, DType::F32).to_device(&gpu).unwrap());
+    let low: Function = Box::new(move |a| nn::embedding_in(&at, &a[0], DType::BF16));
+    let (y, grads) = run(&low, std::slice::from_ref(&table));
+    assert_eq!((y.dtype(), grads[0].dtype()), (DType::BF16, DType::F32));
+    let vb = candle_nn::VarMap::new();
+    let builder = candle_nn::VarBuilder::from_varmap(&vb, DType::F32, &gpu);
+    let layer = nn::Embedding::new(5, 3, builder).unwrap().padding(Some(2));
+    let of = Tensor::new(&[2u32, 1, 2, 4, 1], &gpu).unwrap();
+    let loss = candle_nn::Module::forward(&layer, &of).unwrap().sum_all().unwrap();
+    let grads = loss.backward().unwrap();
+    let want = [[0.0; 3], [2.0; 3], [0.0; 3], [0.0; 3], [1.0; 3]].concat();
+    assert_eq!(flat(grads.get(layer.weight()).unwrap()), want);
+    let tied = |device: Device| -> Function {
+        let at = ids(&[2, 9], 12, &device);
+        let targets = ids(&[2, 9], 11, &device);
+        Box::new(move |a| {
+            let h = nn::embedding(&at, &a[0])?;
+            nn::linear_cross_entropy(&nn::gelu_tanh(&h)?, &a[0], WeightLayout::OutIn, &targets)
+        })
+    };
+    let (loss, grads) = run(&tied(gpu.clone()), std::slice::from_ref(&table));
+    let (want, want_grads) = run(&tied(Device::Cpu), &[table.to_device(&Device::Cpu).unwrap()]);
+    close(&flat(&loss), &flat(&want), 1e-6, 1.0, "loss of a tied table");
+    close(&flat(&grads[0]), &flat(&want_grads[0]), 1e-6, 1.0, "gradient of a tied table");
+}
+
+#[test]
+fn dropout_has_the_bits_of_the_host() {
+    let Some(gpu) = gpu_for(dropout_has_the_bits_of_the_host) else { return };
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for (shape, p, seed, draw) in
+            [(vec![1], 0.5, 1, 0), (vec![3, 17], 0.3, 7, 5), (vec![5, 41, 5], 0.9, 1 << 60, 1 << 23)]
+        {
+            let x = tensor(&shape, 1, dtype);
+            let layer: Function = Box::new(move |a| nn::dropout(&a[0], p, seed, draw));
+            let ((y, grads), (want, want_grads)) =
+                (run(&layer, &[x.to_device(&gpu).unwrap()]), run(&layer, std::slice::from_ref(&x)));
+            assert_eq!(flat(&y), flat(&want), "{shape:?} {dtype:?}");
+            assert_eq!(flat(&grads[0]), flat(&want_grads[0]), "{shape:?} {dtype:?}");
+        }
+    }
+}
+
+#[test]
+fn losses_are_those_of_the_formulas_with_their_slopes() {
+    let Some(gpu) = gpu_for(losses_are_those_of_the_formulas_with_their_slopes) else { return };
+    let mut cases = Vec::new();
+    for shape in [vec![1, 1], vec![2, 3, 11], vec![5, 257], vec![2, 9001]] {
+        let (classes, leading) = (shape[shape.len() - 1] as u32, shape[..shape.len() - 1].to_vec());
+        let (i, j) = (ids(&leading, classes, &gpu), ids(&leading, classes, &Device::Cpu));
+        let of = move |x: &Tensor, on_gpu: &Tensor| {
+            composed::cross_entropy(&(x * 4.0)?, if x.device().is_cpu() { &j } else { on_gpu })
+        };
+        let again = i.clone();
+        cases.push(case(
+            format!("cross_entropy {shape:?}"),
+            &[&shape],
+            move |a| nn::cross_entropy(&(&a[0] * 4.0)?, &i),
+            move |a| of(&a[0], &again),
+        ));
+    }
+    for (layout, cap, divisor) in [
+        (WeightLayout::OutIn, None, None),
+        (WeightLayout::InOut, Some(1.7), None),
+        (WeightLayout::OutIn, Some(3.0), Some(5.0)),
+    ] {
+        let (classes, width) = (53, 5);
+        let weight = if layout == WeightLayout::OutIn { [classes, width] } else { [width, classes] };
+        let options = LossOptions { soft_cap: cap, divisor };
+        let (i, j) = (ids(&[2, 9], classes as u32, &gpu), ids(&[2, 9], classes as u32, &Device::Cpu));
+        let (a_i, b_i, b_j) = (i.clone(), i.clone(), j.clone());
+        let loss = case(
+            format!("linear_cross_entropy {layout:?} {options:?}"),
+            &[&[2, 9, width], &weight],
+            move |a| nn::linear_cross_entropy_with(&a[0], &a[1], layout, &a_i, options),
+            move |a| {
+                let targets = if a[0].device().is_cpu() { &b_j } else { &b_i };
+                let logits = composed::linear(&a[0], &a[1], None, layout)?;
+                composed::log_probabilities(&logits, targets, cap)?.sum_all()? / -divisor.unwrap_or(18.0)
+            },
+        );
+        let again = i.clone();
+        let logarithms = case(
+            format!("linear_log_probabilities {layout:?} {cap:?}"),
+            &[&[2, 9, width], &weight],
+            move |a| nn::linear_log_probabilities(&a[0], &a[1], layout, &i, cap),
+            move |a| {
+                let targets = if a[0].device().is_cpu() { &j } else { &again };
+                let logits = composed::linear(&a[0], &a[1], None, layout)?;
+                composed::log_probabilities(&logits, targets, cap)?.reshape((2, 9))
+            },
+        );
+        cases.extend([loss, logarithms].map(|case| Case { rounds_on_the_way: true, ..case }));
+    }
+    check(&gpu, cases);
+}
+
+#[test]
+fn rows_that_do_not_count_have_no_loss_and_no_gradient() {
+    let Some(gpu) = gpu_for(rows_that_do_not_count_have_no_loss_and_no_gradient) else { return };
+    let some = [3i64, -100, 0, -100, -100, 6, 2];
+    let (h, weight) = (tensor(&[7, 4], 1, DType::F32), tensor(&[9, 4], 2, DType::F32));
+    let options = LossOptions { soft_cap: None, divisor: Some(3.0) };
+    for targets in [some.as_slice(), &[-100; 7]] {
+        let on = |device: &Device| Tensor::new(targets, device).unwrap();
+        let loss = |device: Device| -> Function {
+            let targets = on(&device);
+            Box::new(move |a| nn::linear_cross_entropy_with(&a[0], &a[1], WeightLayout::OutIn, &targets, options))
+        };
+        let of_logits = |device: Device| -> Function {
+            let targets = on(&device);
+            Box::new(move |a| nn::cross_entropy_with(&a[0].matmul(&a[1].t()?)?, &targets, options))
+        };
+        let logarithms = |device: Device| -> Function {
+            let targets = on(&device);
+            Box::new(move |a| nn::linear_log_probabilities(&a[0], &a[1], WeightLayout::OutIn, &targets, None))
+        };
+        let functions: [&dyn Fn(Device) -> Function; 3] = [&loss, &of_logits, &logarithms];
+        for (i, function) in functions.into_iter().enumerate() {
+            let args = [&h, &weight].map(|t| t.to_device(&gpu).unwrap());
+            let (y, grads) = run(&function(gpu.clone()), &args);
+            let (want, want_grads) = run(&function(Device::Cpu), &[h.clone(), weight.clone()]);
+            close(&flat(&y), &flat(&want), 1e-6, 1.0, &format!("value {i} of {targets:?}"));
+            for (got, want) in grads.iter().zip(&want_grads) {
+                close(&flat(got), &flat(want), 2e-6, 1.0, &format!("gradient {i} of {targets:?}"));
+            }
+        }
+        let none = nn::cross_entropy(&h.to_device(&gpu).unwrap(), &on(&gpu).affine(0.0, -100.0).unwrap());
+        assert!(none.is_err(), "the mean over no rows");
+    }
+}
+
+#[test]
+fn an_empty_batch_has_an_empty_result() {
+    let Some(gpu) = gpu_for(an_empty_batch_has_an_empty_result) else { return };
+    let on = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &gpu).unwrap();
+    // Of more rows: a driver may refuse to allocate nothing.
+    let (x, weight) = (on(&[2, 3, 8]).narrow(0, 1, 0).unwrap(), on(&[8]));
+    let rotary = Rotary::new(4, 8, 10_000.0).unwrap();
+    let no_ids = Tensor::zeros((2, 3), DType::U32, &gpu).unwrap().narrow(0, 1, 0).unwrap();
+    let results = [
+        nn::silu(&x).unwrap(),
+        nn::swiglu(&x, &x).unwrap(),
+        nn::layer_norm(&x, &weight, &weight, 1e-5).unwrap(),
+        nn::rms_norm(&x, &weight, 1e-5).unwrap(),
+        rotary.forward(&x).unwrap(),
+        nn::dropout(&x, 0.5, 1, 1).unwrap(),
+        nn::embedding(&no_ids, &on(&[5, 8])).unwrap(),
+    ];
+    for y in results {
+        assert_eq!(y.dims(), [0, 3, 8]);
+    }
+}
+
+#[test]
+fn f64_is_composed_and_gives_what_the_kernels_give() {
+    let Some(gpu) = gpu_for(f64_is_composed_and_gives_what_the_kernels_give) else { return };
+    let x = tensor(&[3, 8], 1, DType::F64).to_device(&gpu).unwrap();
+    let weight = tensor(&[8], 2, DType::F64).to_device(&gpu).unwrap();
+    let wide: Function = Box::new(|a| nn::silu(&nn::rms_norm(&a[0], &a[1], 1e-5)?));
+    let args = [x, weight];
+    let (y, grads) = run(&wide, &args);
+    assert_eq!((y.dtype(), grads[1].dtype()), (DType::F64, DType::F64));
+    let narrow = args.each_ref().map(|t| t.to_dtype(DType::F32).unwrap());
+    let (low, low_grads) = run(&wide, &narrow);
+    close(&flat(&low), &flat(&y), 1e-6, 1.0, "value");
+    close(&flat(&low_grads[1]), &flat(&grads[1]), 1e-5, 1.0, "gradient");
+}
+
+#[test]
+fn linear_layers_and_what_follows_are_those_of_the_formulas_with_their_slopes() {
+    let Some(gpu) = gpu_for(linear_layers_and_what_follows_are_those_of_the_formulas_with_their_slopes) else { return };
+    let mut cases = Vec::new();
+    let functions = [None, Some(Activation::GeluTanh), Some(Activation::Gelu), Some(Activation::Silu)];
+    for (i, activation) in functions.into_iter().enumerate() {
+        let (rows, inputs, outputs) = ([70, 2, 1, 5][i], [7, 1, 33, 9][i], [3, 35, 1, 17][i]);
+        let layout = if i % 2 == 0 { WeightLayout::OutIn } else { WeightLayout::InOut };
+        let weight = if i % 2 == 0 { [outputs, inputs] } else { [inputs, outputs] };
+        let all: [&[usize]; 4] = [&[rows, inputs], &weight, &[outputs], &[rows, outputs]];
+        fn then(activation: Option<Activation>, residual: &Tensor) -> Then<'_> {
+            Then { activation, residual: Some(residual) }
+        }
+        cases.push(case(
+            format!("linear_then {activation:?} {layout:?}"),
+            &all,
+            move |a| nn::linear_then(&a[0], &a[1], Some(&a[2]), layout, then(activation, &a[3])),
+            move |a| composed::linear_then(&a[0], &a[1], Some(&a[2]), layout, then(activation, &a[3])),
+        ));
+        let alone = Then { activation, residual: None };
+        // The product is computed with what the activation gives, once more from what it was applied to.
+        cases.push(case(
+            format!("linear_then twice {activation:?} {layout:?}"),
+            &[&[2, 3, 4], &[4, 4]],
+            move |a| {
+                let h = nn::linear_then(&a[0], &a[1], None, layout, alone)?;
+                nn::add(&nn::linear(&h, &a[1], None, layout)?, &a[0])
+            },
+            move |a| {
+                let h = composed::linear_then(&a[0], &a[1], None, layout, alone)?;
+                composed::linear(&h, &a[1], None, layout)? + &a[0]
+            },
+        ));
+    }
+    check(&gpu, cases.into_iter().map(|case| Case { rounds_on_the_way: true, ..case }).collect());
 }

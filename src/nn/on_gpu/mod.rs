@@ -5,6 +5,13 @@
 
 pub(super) mod activation;
 pub(super) mod attention;
+pub(super) mod cross_entropy;
+pub(super) mod dropout;
+pub(super) mod embedding;
+pub(super) mod linear;
+pub(super) mod norm;
+pub(super) mod rotary;
+pub(super) mod sum;
 
 use crate::tensor::on_device::{gpu_of, is_taken};
 use candle_core::{CudaDevice, Tensor};

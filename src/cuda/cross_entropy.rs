@@ -1,0 +1,171 @@
+//! The cross entropy of rows of logits and its gradient: `kernels/cross_entropy.cu`.
+
+use super::array::written;
+use super::flat::{DeviceMut, DeviceRef};
+use super::launch::arguments;
+use super::load::{Function, Module, module, over, suffix};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
+use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
+
+const KERNELS: Module = module!("cross_entropy");
+
+/// Threads of a block that sums losses: part of the order of that sum.
+const THREADS: u32 = 256;
+/// Classes that a thread takes, before a row gets more threads.
+const CLASSES_PER_THREAD: usize = 8;
+
+/// Rows of logits and their targets.
+pub(crate) struct Rows<'a> {
+    pub classes: usize,
+    /// A class, or `u32::MAX` for a row that does not count.
+    pub targets: &'a Targets,
+    /// The first row's number among the targets.
+    pub first: usize,
+    pub rows: usize,
+    /// Logits are bound to cap tanh(logit / cap).
+    pub cap: Option<f32>,
+}
+
+/// Targets on a device.
+pub(crate) struct Targets(CudaSlice<u32>, usize);
+
+impl Targets {
+    /// Copies targets, classes below `classes` or `u32::MAX`, to the device.
+    pub fn new(device: &CudaDevice, targets: &[u32], classes: usize) -> Result<Self> {
+        if let Some(target) = targets.iter().find(|target| **target as usize >= classes && **target != u32::MAX) {
+            bail!("cross_entropy: target {target} of {classes} classes")
+        }
+        let words = if targets.is_empty() { device.alloc_zeros(1)? } else { device.clone_htod(targets)? };
+        Ok(Self(words, targets.len()))
+    }
+}
+
+impl Rows<'_> {
+    /// The threads for rows of so many classes, and the rows' targets.
+    fn launch(&self) -> LaunchConfig {
+        let threads = self.classes.div_ceil(CLASSES_PER_THREAD).next_multiple_of(32).clamp(32, 1024);
+        LaunchConfig { grid_dim: (self.rows as u32, 1, 1), block_dim: (threads as u32, 1, 1), shared_mem_bytes: 0 }
+    }
+
+    fn check(&self, logits: usize) -> Result<()> {
+        let Self { classes, first, rows, .. } = *self;
+        if logits != rows * classes || first + rows > self.targets.1 {
+            bail!("cross_entropy: {logits} logits of {classes} classes for rows {first} to {}", first + rows)
+        }
+        Ok(())
+    }
+
+    fn cap(&self) -> f32 {
+        self.cap.unwrap_or(0.0)
+    }
+}
+
+fn kernel(device: &CudaDevice, name: &str, dtype: DType) -> Result<Function> {
+    KERNELS.function(device, &format!("{name}_{}", suffix(dtype)))
+}
+
+/// The rows' losses times `sign`, to `losses` from the first row on.
+pub(crate) fn losses(
+    device: &CudaDevice,
+    of: &Rows<'_>,
+    logits: &DeviceRef<'_>,
+    sign: f32,
+    losses: &mut CudaSlice<f32>,
+) -> Result<()> {
+    of.check(logits.len())?;
+    if of.rows == 0 {
+        return Ok(());
+    }
+    let range = of.first..of.first + of.rows;
+    let (Some(targets), Some(losses)) = (of.targets.0.try_slice(range.clone()), losses.try_slice_mut(range)) else {
+        bail!("cross_entropy: room for fewer losses than there are rows")
+    };
+    let arguments = arguments![of.classes, logits, targets, of.cap(), sign, DeviceMut::F32(losses)];
+    // SAFETY: the kernel takes a block for each row of classes, a target and a loss for each.
+    unsafe { kernel(device, "losses", logits.dtype())?.run(of.launch(), arguments) }
+}
+
+/// What the gradients of rows are multiplied by: scales / divisor.
+pub(crate) enum Scale<'a> {
+    One,
+    /// One number in memory for all rows.
+    All(&'a DeviceRef<'a>, f32),
+    /// A number for each target.
+    Each(&'a DeviceRef<'a>, f32),
+}
+
+/// The gradients of the losses with respect to the logits, to `d`; without `logits`, `d` holds these. The losses too.
+pub(crate) fn gradients(
+    device: &CudaDevice,
+    of: &Rows<'_>,
+    logits: Option<&DeviceRef<'_>>,
+    scale: &Scale<'_>,
+    d: DeviceMut<'_>,
+    losses: Option<&mut CudaSlice<f32>>,
+) -> Result<()> {
+    of.check(d.len())?;
+    let fits = |logits: &DeviceRef<'_>| (logits.len(), logits.dtype()) == (d.len(), d.dtype());
+    if !logits.is_none_or(fits) {
+        bail!("cross_entropy: a gradient of {} elements of {:?} for other logits", d.len(), d.dtype())
+    }
+    if of.rows == 0 {
+        return Ok(());
+    }
+    let range = of.first..of.first + of.rows;
+    let (scales, stride, divisor) = match scale {
+        Scale::One => (None, 0usize, 1.0),
+        Scale::All(scale, divisor) => (Some(scale.part(0..1)?), 0, *divisor),
+        Scale::Each(scales, divisor) => (Some(scales.part(range.clone())?), 1, *divisor),
+    };
+    if scales.as_ref().is_some_and(|scales| scales.dtype() != DType::F32) {
+        bail!("cross_entropy: the gradient of a loss is f32")
+    }
+    let Some(targets) = of.targets.0.try_slice(range.clone()) else { bail!("cross_entropy: targets are missing") };
+    let losses = match losses {
+        None => None,
+        Some(losses) => match losses.try_slice_mut(range) {
+            Some(losses) => Some(DeviceMut::F32(losses)),
+            None => bail!("cross_entropy: losses are missing"),
+        },
+    };
+    let (kernel, launch) = (kernel(device, "gradient", d.dtype())?, of.launch());
+    let arguments = arguments![of.classes, logits, targets, of.cap(), scales.as_ref(), stride, divisor, d, losses];
+    // SAFETY: the kernel takes a block for each row of classes, a target, a loss and a scale for each.
+    unsafe { kernel.run(launch, arguments) }
+}
+
+/// The sum of the losses / divisor: a number in memory.
+pub(crate) fn mean(device: &CudaDevice, losses: &CudaSlice<f32>, count: usize, divisor: f64) -> Result<CudaStorage> {
+    if losses.len() < count {
+        bail!("cross_entropy: the sum of {count} losses of {}", losses.len())
+    }
+    written(device, DType::F32, 1, |mean| {
+        let launch = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
+        let function = KERNELS.function(device, "mean_of_losses")?;
+        // SAFETY: the kernel takes a count and that many losses, a divisor, and writes one number.
+        unsafe { function.run(launch, arguments![count, losses, divisor, mean]) }
+    })
+}
+
+/// values * scale / divisor, in `dtype`, rounded once; the scale is one number of f32 in memory.
+pub(crate) fn scaled_by(
+    device: &CudaDevice,
+    values: &DeviceRef<'_>,
+    scale: &DeviceRef<'_>,
+    divisor: f32,
+    dtype: DType,
+) -> Result<CudaStorage> {
+    let count = values.len();
+    if (scale.len(), scale.dtype()) != (1, DType::F32) {
+        bail!("cross_entropy: a scale of {} elements of {:?}", scale.len(), scale.dtype())
+    }
+    written(device, dtype, count, |scaled| {
+        if count == 0 {
+            return Ok(());
+        }
+        let name = format!("scaled_by_{}_{}", suffix(dtype), suffix(values.dtype()));
+        let function = KERNELS.function(device, &name)?;
+        // SAFETY: the kernel takes a count, that many elements of two arrays of the dtypes in its name, one number, and a divisor.
+        unsafe { function.run(over(count), arguments![count, scaled, values, scale, divisor]) }
+    })
+}

@@ -1,0 +1,101 @@
+//! Lookup of rows, and sums of the rows' gradients: `kernels/embedding.cu`.
+
+use super::array::written;
+use super::flat::{DeviceMut, DeviceRef};
+use super::launch::arguments;
+use super::load::{Module, module, over, suffix};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
+use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
+
+const KERNELS: Module = module!("embedding");
+
+/// Columns of a row that a block sums.
+const COLUMNS: usize = 128;
+/// The id of no row: its result is zeros.
+pub(crate) const NO_ROW: u32 = u32::MAX;
+
+/// Words on a device.
+fn on_device(device: &CudaDevice, words: &[u32]) -> Result<CudaSlice<u32>> {
+    // Not every driver allocates nothing.
+    if words.is_empty() { device.alloc_zeros(1) } else { device.clone_htod(words) }
+}
+
+/// The table's rows of these ids, of `width` elements, in `dtype`; zeros for [`NO_ROW`].
+pub(crate) fn look_up(
+    device: &CudaDevice,
+    ids: &[u32],
+    table: &DeviceRef<'_>,
+    width: usize,
+    dtype: DType,
+) -> Result<CudaStorage> {
+    let (rows, count) = (table.len().checked_div(width).unwrap_or(0), ids.len() * width);
+    if let Some(id) = ids.iter().find(|id| **id != NO_ROW && **id as usize >= rows) {
+        bail!("embedding: row {id} of {rows}")
+    }
+    written(device, dtype, count, |y| {
+        if count == 0 {
+            return Ok(());
+        }
+        let name = format!("look_up_{}_{}", suffix(dtype), suffix(table.dtype()));
+        let (function, ids) = (KERNELS.function(device, &name)?, on_device(device, ids)?);
+        // SAFETY: the kernel takes ids of rows that the table has, of this width, and a result of `count` elements.
+        unsafe { function.run(over(count), arguments![count, width, &ids, table, y]) }
+    })
+}
+
+/// Which rows of a gradient belong to which row of the table.
+#[derive(Debug)]
+pub(crate) struct Uses {
+    /// Rows that are used, and where their positions start among all.
+    ids: Vec<u32>,
+    starts: Vec<u32>,
+    positions: Vec<u32>,
+    /// Rows of the gradient.
+    count: usize,
+}
+
+impl Uses {
+    /// The uses by `ids` but for those of `padding`: by id, then by position.
+    pub fn new(ids: &[u32], padding: Option<u32>) -> Self {
+        let mut order: Vec<(u32, u32)> = ids.iter().copied().zip(0..).filter(|(id, _)| Some(*id) != padding).collect();
+        order.sort_unstable();
+        let mut uses = Self { ids: Vec::new(), starts: Vec::new(), positions: Vec::new(), count: ids.len() };
+        for same in order.chunk_by(|a, b| a.0 == b.0) {
+            uses.ids.push(same[0].0);
+            uses.starts.push(uses.positions.len() as u32);
+            uses.positions.extend(same.iter().map(|(_, position)| *position));
+        }
+        uses.starts.push(uses.positions.len() as u32);
+        uses
+    }
+}
+
+/// Adds to the table's gradient the rows of `dy`, of `width` elements, summed in f32 in the order of their positions and rounded
+/// once. Other rows are not touched.
+pub(crate) fn add_rows(
+    device: &CudaDevice,
+    uses: &Uses,
+    dy: &DeviceRef<'_>,
+    width: usize,
+    grad: DeviceMut<'_>,
+) -> Result<()> {
+    let last = uses.ids.last().map_or(0, |id| *id as usize + 1);
+    if dy.len() != uses.count * width || grad.len() < last * width {
+        bail!("embedding: {} elements of {} rows of {width} for a gradient of {}", dy.len(), uses.count, grad.len())
+    }
+    if uses.ids.is_empty() || width == 0 {
+        return Ok(());
+    }
+    let name = format!("add_rows_{}_{}", suffix(grad.dtype()), suffix(dy.dtype()));
+    let function = KERNELS.function(device, &name)?;
+    let launch = LaunchConfig {
+        grid_dim: (uses.ids.len() as u32, width.div_ceil(COLUMNS) as u32, 1),
+        block_dim: (COLUMNS.min(width.next_multiple_of(32)) as u32, 1, 1),
+        shared_mem_bytes: 0,
+    };
+    let [ids, starts, positions] = [&uses.ids, &uses.starts, &uses.positions].map(|words| on_device(device, words));
+    let (ids, starts, positions) = (ids?, starts?, positions?);
+    // SAFETY: the kernel takes a block for each row that is used and each 128 columns, rows of dy that exist, and a gradient
+    // that reaches behind the last row.
+    unsafe { function.run(launch, arguments![width, &ids, &starts, &positions, dy, grad]) }
+}

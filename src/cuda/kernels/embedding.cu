@@ -1,0 +1,30 @@
+// Lookup of a table's rows, and the gradient of the table: each row that was looked up is summed by threads of its own, in f32 and
+// in the order of its positions. No atomics.
+#include "numbers.cuh"
+
+#define NO_ROW 0xFFFFFFFFu
+
+// y's row i = the table's row ids[i], and zeros for NO_ROW.
+#define LOOK_UP(d, D, s, S)                                                                                    \
+    extern "C" __global__ void look_up_##d##_##s(                                                              \
+        size_t count, size_t width, const unsigned *ids, const S *table, D *y) {                               \
+        FOR_EACH(i, count) {                                                                                   \
+            unsigned id = ids[i / width];                                                                      \
+            put(y + i, id == NO_ROW ? 0.0f : widen(table[id * width + i % width]));                            \
+        }                                                                                                      \
+    }
+FOR_PAIRS(LOOK_UP)
+
+// grad's row ids[r] += the sum of dy's rows positions[starts[r]], ..., positions[starts[r + 1] - 1]; rounded once.
+#define ADD_ROWS(d, D, s, S)                                                                                   \
+    extern "C" __global__ void add_rows_##d##_##s(size_t width, const unsigned *ids, const unsigned *starts,   \
+                                                  const unsigned *positions, const S *dy, D *grad) {           \
+        size_t column = (size_t)blockIdx.y * blockDim.x + threadIdx.x;                                         \
+        if (column >= width) return;                                                                           \
+        float sum = 0.0f;                                                                                      \
+        for (unsigned i = starts[blockIdx.x]; i < starts[blockIdx.x + 1]; i++)                                 \
+            sum += widen(dy[positions[i] * width + column]);                                                   \
+        D *to = grad + ids[blockIdx.x] * width + column;                                                       \
+        put(to, widen(*to) + sum);                                                                             \
+    }
+FOR_PAIRS(ADD_ROWS)

@@ -1,0 +1,30 @@
+// Reductions over a row that the threads of a block share: across lanes by shuffles, then over warps in order. The order depends
+// on the number of threads alone, so that a row has the same bits in every run. Blocks have whole warps.
+#pragma once
+
+struct Add {
+    template <class N>
+    __device__ __forceinline__ N operator()(N a, N b) const { return a + b; }
+};
+
+// Nan is passed over.
+struct Larger {
+    __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+// Every thread gets the result, and all of them must call.
+template <class N, class Op>
+__device__ __forceinline__ N reduce_block(N v, Op op) {
+    __shared__ N parts[32];
+    for (int lanes = 16; lanes > 0; lanes /= 2) v = op(v, __shfl_xor_sync(0xFFFFFFFF, v, lanes));
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = v;
+    __syncthreads();
+    v = parts[0];
+    for (int warp = 1; warp < blockDim.x / 32; warp++) v = op(v, parts[warp]);
+    // Before the next reduction writes there.
+    __syncthreads();
+    return v;
+}
+
+// Runs over the elements of a row.
+#define FOR_ROW(i, width) for (size_t i = threadIdx.x; i < (width); i += blockDim.x)

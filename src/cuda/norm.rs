@@ -1,0 +1,153 @@
+//! Layer normalization and root-mean-square normalization of rows: `kernels/norm.cu`.
+
+use super::array::written;
+use super::columns::{Cut, Parts};
+use super::flat::{DeviceMut, DeviceRef};
+use super::launch::{arguments, by_row};
+use super::load::{Module, module, suffix};
+use candle_core::cuda_backend::cudarc::driver::CudaSlice;
+use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
+
+const KERNELS: Module = module!("norm");
+
+/// What forward learned of each row, for backward.
+#[derive(Debug)]
+pub(crate) struct Statistics {
+    rows: usize,
+    width: usize,
+    /// Subtracted from a row; of layer normalization.
+    means: Option<CudaSlice<f32>>,
+    /// Then it was multiplied by that.
+    factors: CudaSlice<f32>,
+}
+
+impl Statistics {
+    /// Of rows as wide as a parameter.
+    fn new(device: &CudaDevice, x: &DeviceRef<'_>, width: usize, centered: bool) -> Result<Self> {
+        if width == 0 || !x.len().is_multiple_of(width) {
+            bail!("norm: {} elements in rows of {width}", x.len())
+        }
+        let rows = x.len() / width;
+        // SAFETY: forward writes a number for each row, and backward reads as many.
+        let numbers = || unsafe { device.alloc::<f32>(rows.max(1)) };
+        let means = if centered { Some(numbers()?) } else { None };
+        Ok(Self { rows, width, means, factors: numbers()? })
+    }
+
+    fn check(&self, x: &DeviceRef<'_>, weight: &DeviceRef<'_>, dy: &DeviceRef<'_>) -> Result<()> {
+        let all = self.rows * self.width;
+        if [x.len(), dy.len()] != [all; 2] || dy.dtype() != x.dtype() {
+            bail!("norm: {} elements and a gradient of {} for {all}", x.len(), dy.len())
+        }
+        check_parameter(x, weight, self.width)
+    }
+}
+
+/// A parameter has the rows' width, and their format or f32.
+fn check_parameter(x: &DeviceRef<'_>, parameter: &DeviceRef<'_>, width: usize) -> Result<()> {
+    if parameter.len() != width || ![x.dtype(), DType::F32].contains(&parameter.dtype()) {
+        bail!("norm: a parameter of {} elements of {:?} for rows of {width}", parameter.len(), parameter.dtype())
+    }
+    Ok(())
+}
+
+fn is_f32(parameter: &DeviceRef<'_>) -> bool {
+    parameter.dtype() == DType::F32
+}
+
+/// (x - mean) / sqrt(variance + eps) * weight + bias of rows as wide as the weight.
+pub(crate) fn layer_norm(
+    device: &CudaDevice,
+    x: &DeviceRef<'_>,
+    [weight, bias]: [&DeviceRef<'_>; 2],
+    eps: f32,
+) -> Result<(CudaStorage, Statistics)> {
+    let width = weight.len();
+    check_parameter(x, weight, width)?;
+    check_parameter(x, bias, width)?;
+    let mut statistics = Statistics::new(device, x, width, true)?;
+    let rows = statistics.rows;
+    let y = written(device, x.dtype(), x.len(), |y| {
+        if rows == 0 {
+            return Ok(());
+        }
+        let function = KERNELS.function(device, &format!("layer_norm_{}", suffix(x.dtype())))?;
+        let Statistics { means, factors, .. } = &mut statistics;
+        let arguments =
+            arguments![width, x, weight, is_f32(weight), bias, is_f32(bias), eps, y, means.as_mut(), factors];
+        // SAFETY: the kernel takes rows of this width, a block each, parameters of that width with flags that name their format,
+        // and two numbers for each row.
+        unsafe { function.run(by_row(rows, width), arguments) }
+    })?;
+    Ok((y, statistics))
+}
+
+/// x / sqrt(mean(x^2) + eps) * (weight + one) of rows as wide as the weight.
+pub(crate) fn rms_norm(
+    device: &CudaDevice,
+    [x, weight]: [&DeviceRef<'_>; 2],
+    one: f32,
+    eps: f32,
+) -> Result<(CudaStorage, Statistics)> {
+    let width = weight.len();
+    check_parameter(x, weight, width)?;
+    let mut statistics = Statistics::new(device, x, width, false)?;
+    let rows = statistics.rows;
+    let y = written(device, x.dtype(), x.len(), |y| {
+        if rows == 0 {
+            return Ok(());
+        }
+        let function = KERNELS.function(device, &format!("rms_norm_{}", suffix(x.dtype())))?;
+        let arguments = arguments![width, x, weight, is_f32(weight), one, eps, y, &mut statistics.factors];
+        // SAFETY: the kernel takes rows of this width, a block each, a weight of that width with a flag that names its format,
+        // and a number for each row.
+        unsafe { function.run(by_row(rows, width), arguments) }
+    })?;
+    Ok((y, statistics))
+}
+
+/// The input's gradient, written to `dx` or added to it.
+pub(crate) fn input_gradient(
+    device: &CudaDevice,
+    statistics: &Statistics,
+    [x, weight, dy]: [&DeviceRef<'_>; 3],
+    one: f32,
+    dx: DeviceMut<'_>,
+    add: bool,
+) -> Result<()> {
+    statistics.check(x, weight, dy)?;
+    if (dx.len(), dx.dtype()) != (x.len(), x.dtype()) {
+        bail!("norm: a gradient of {} elements of {:?} for {}", dx.len(), dx.dtype(), x.len())
+    }
+    let Statistics { rows, width, means, factors } = statistics;
+    if *rows == 0 {
+        return Ok(());
+    }
+    let function = KERNELS.function(device, &format!("norm_input_gradient_{}", suffix(x.dtype())))?;
+    let arguments = arguments![*width, x, weight, is_f32(weight), one, means.as_ref(), factors, dy, dx, add];
+    // SAFETY: the kernel takes rows of this width, a block each, a weight of that width with a flag that names its format, and
+    // one or two numbers for each row.
+    unsafe { function.run(by_row(*rows, *width), arguments) }
+}
+
+/// The gradients of the weight and of layer normalization's bias.
+pub(crate) fn parameter_gradients(
+    device: &CudaDevice,
+    statistics: &Statistics,
+    [x, weight, dy]: [&DeviceRef<'_>; 3],
+) -> Result<(Parts, Option<Parts>)> {
+    statistics.check(x, weight, dy)?;
+    let Statistics { rows, width, means, factors } = statistics;
+    let cut = Cut::of(*rows, *width);
+    let mut of_weight = cut.room(device)?;
+    let mut of_bias = means.as_ref().map(|_| cut.room(device)).transpose()?;
+    if *rows > 0 {
+        let function = KERNELS.function(device, &format!("norm_parameter_gradients_{}", suffix(x.dtype())))?;
+        let (per_chunk, means) = (cut.per_chunk, means.as_ref());
+        let arguments = arguments![*rows, *width, per_chunk, x, means, factors, dy, &mut of_weight, of_bias.as_mut()];
+        // SAFETY: the kernel takes rows of this width, cut so, one or two numbers for each, and sums for each column and chunk.
+        unsafe { function.run(cut.launch(), arguments)? };
+    }
+    let parts = |sums| Parts { cut, sums };
+    Ok((parts(of_weight), of_bias.map(parts)))
+}

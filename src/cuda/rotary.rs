@@ -1,0 +1,79 @@
+//! Rotary positions: `kernels/rotary.cu`.
+
+use super::array::written;
+use super::flat::DeviceRef;
+use super::launch::arguments;
+use super::load::{Module, module, over, suffix};
+use candle_core::cuda_backend::DeviceId;
+use candle_core::cuda_backend::cudarc::driver::CudaSlice;
+use candle_core::{CudaDevice, CudaStorage, Result, bail};
+
+const KERNELS: Module = module!("rotary");
+
+/// Cosines and sines of the angles of positions, `[positions, half]`.
+#[derive(Debug)]
+pub(crate) struct Angles {
+    half: usize,
+    positions: usize,
+    cos: CudaSlice<f32>,
+    sin: CudaSlice<f32>,
+    device: DeviceId,
+}
+
+impl Angles {
+    /// Copies angles of pairs of `half` to the device.
+    pub fn new(device: &CudaDevice, half: usize, [cos, sin]: [&[f32]; 2]) -> Result<Self> {
+        if half == 0 || cos.len() != sin.len() || cos.is_empty() || !cos.len().is_multiple_of(half) {
+            bail!("rotary: {} cosines and {} sines of {half} pairs", cos.len(), sin.len())
+        }
+        let (positions, cos, sin) = (cos.len() / half, device.clone_htod(cos)?, device.clone_htod(sin)?);
+        Ok(Self { half, positions, cos, sin, device: device.id() })
+    }
+
+    /// Whether they lie on a device and reach as far as `positions`.
+    pub fn are_on(&self, device: &CudaDevice, positions: usize) -> bool {
+        self.device == device.id() && self.positions >= positions
+    }
+}
+
+/// The positions of rows.
+pub(crate) enum Positions<'a> {
+    /// Row r is at `first + r % time`.
+    From { first: usize, time: usize },
+    /// That of each row; all are below the second.
+    Of(&'a CudaSlice<u32>, usize),
+}
+
+/// The rows of `x`, of `width` elements, turned by their angles times `direction`.
+pub(crate) fn turn(
+    device: &CudaDevice,
+    angles: &Angles,
+    x: &DeviceRef<'_>,
+    width: usize,
+    positions: &Positions<'_>,
+    direction: f32,
+) -> Result<CudaStorage> {
+    let (half, pairs) = (angles.half, x.len() / 2);
+    let (end, time, first, of_rows) = match *positions {
+        Positions::From { first, time } => (first + time, time, first, None),
+        Positions::Of(rows, end) => (end, 1, 0, Some(rows)),
+    };
+    let rows_fit = of_rows.is_none_or(|rows| rows.len() >= x.len() / width.max(1));
+    if width == 0 || !width.is_multiple_of(2 * half) || !x.len().is_multiple_of(width) || !rows_fit {
+        bail!("rotary: {} elements in rows of {width} and heads of {}", x.len(), 2 * half)
+    }
+    if end > angles.positions {
+        bail!("rotary: positions up to {end}, but angles of {}", angles.positions)
+    }
+    written(device, x.dtype(), x.len(), |y| {
+        if pairs == 0 {
+            return Ok(());
+        }
+        let function = KERNELS.function(device, &format!("turn_{}", suffix(x.dtype())))?;
+        let Angles { cos, sin, .. } = angles;
+        let arguments = arguments![pairs, half, width, time, first, of_rows, cos, sin, direction, x, y];
+        // SAFETY: the kernel takes pairs of rows of whole heads, at positions that the angles reach, and a result of as many
+        // elements.
+        unsafe { function.run(over(pairs), arguments) }
+    })
+}

@@ -1,0 +1,302 @@
+//! The cross entropy against target classes: of logits, and of hidden states through an output projection.
+//!
+//! ```text
+//!   hidden states --(rows that count)--> chunk --(product)--> logits --(kernel)--> losses, and the logits' memory becomes their
+//!   gradient --(products)--> that of the chunk, and a part of the weight's
+//! ```
+//!
+//! Products are Candle's, by cuBLAS: each is rounded to the operands' dtype. The weight's parts are added up in f32.
+
+use super::taken;
+use crate::cuda::cross_entropy::{self as kernel, Rows, Scale, Targets};
+use crate::cuda::embedding::{NO_ROW, look_up};
+use crate::cuda::{add, copy, written, zeros};
+use crate::graph::{Grad, Inputs, is_once};
+use crate::nn::WeightLayout;
+use crate::tensor::on_device::{change, tensor_of, with_each};
+use crate::util::lock;
+use candle_core::cuda_backend::cudarc::driver::CudaSlice;
+use candle_core::{CudaDevice, DType, Result, Tensor, bail};
+use std::sync::Mutex;
+
+/// Bytes of the logits that exist at a time. Tests have several chunks of few rows.
+const CHUNK: usize = if cfg!(test) { 1 } else { 256 << 20 };
+
+/// Room for losses; at least one, as not every driver allocates nothing.
+fn room(device: &CudaDevice, losses: usize) -> Result<CudaSlice<f32>> {
+    device.alloc_zeros(losses.max(1))
+}
+
+/// The sum of the losses of logits `[.., classes]` over `divisor`.
+pub(in crate::nn) fn of_logits(
+    logits: &Tensor,
+    targets: &[u32],
+    cap: Option<f32>,
+    divisor: f64,
+) -> Result<Option<Tensor>> {
+    const NAME: &str = "cross_entropy";
+    let Some(device) = taken(&[logits]) else { return Ok(None) };
+    let (logits, rows) = (logits.contiguous()?, targets.len());
+    let classes = logits.dims().last().copied().unwrap_or(1);
+    let inputs = Inputs::of([Some(&logits)])?;
+    let targets = Targets::new(&device, targets, classes)?;
+    let mut losses = room(&device, rows)?;
+    let all = Rows { classes, targets: &targets, first: 0, rows, cap };
+    with_each([&logits], NAME, |[logits]| kernel::losses(&device, &all, logits, 1.0, &mut losses))?;
+    let loss = kernel::mean(&device, &losses, rows, divisor)?;
+    let loss = inputs.result(NAME, loss, (), move |grad, [to_logits]| {
+        let grad = grad.on_device(&device)?;
+        let all = Rows { classes, targets: &targets, first: 0, rows, cap };
+        to_logits.make_on(&device, logits.dtype(), logits.elem_count(), |d| {
+            with_each([&logits, &grad], NAME, |[logits, grad]| {
+                let scale = Scale::All(grad, divisor as f32);
+                kernel::gradients(&device, &all, Some(logits), &scale, d, None)
+            })
+        })
+    })?;
+    Ok(Some(loss))
+}
+
+/// An output projection and the rows of hidden states that count.
+pub(in crate::nn) struct Head {
+    device: CudaDevice,
+    targets: Targets,
+    /// Rows that count, where these are not all.
+    some: Option<Selected>,
+    count: usize,
+    all: usize,
+    cap: Option<f32>,
+    classes: usize,
+    width: usize,
+    layout: WeightLayout,
+}
+
+/// Some of the rows.
+struct Selected {
+    rows: Vec<u32>,
+    /// The number among these of each of all rows.
+    numbers: Vec<u32>,
+}
+
+/// Losses and gradients of the rows that count.
+struct Run {
+    losses: CudaSlice<f32>,
+    dh: Option<Tensor>,
+    dweight: Option<Tensor>,
+}
+
+impl Head {
+    /// A head for these operands, if kernels take them; `rows` of `all` count, with these targets.
+    pub fn new(
+        h: &Tensor,
+        weight: &Tensor,
+        (rows, targets, all): (&[usize], &[u32], usize),
+        cap: Option<f32>,
+        layout: WeightLayout,
+    ) -> Result<Option<Self>> {
+        let Some(device) = taken(&[h, weight]).filter(|_| h.dtype() == weight.dtype()) else { return Ok(None) };
+        let (rows_of, columns) = weight.dims2()?;
+        let (classes, width) = if layout == WeightLayout::OutIn { (rows_of, columns) } else { (columns, rows_of) };
+        let some = (rows.len() < all).then(|| {
+            let mut numbers = vec![NO_ROW; all];
+            (0..).zip(rows).for_each(|(number, row)| numbers[*row] = number);
+            Selected { rows: rows.iter().map(|row| *row as u32).collect(), numbers }
+        });
+        let targets = Targets::new(&device, targets, classes)?;
+        Ok(Some(Self { device, targets, some, count: rows.len(), all, cap, classes, width, layout }))
+    }
+
+    /// The rows that count of `x` `[all, width]`.
+    fn take(&self, op: &'static str, x: &Tensor, width: usize) -> Result<Tensor> {
+        let x = x.detach().reshape((self.all, width))?;
+        let Some(some) = &self.some else { return Ok(x) };
+        let taken = with_each([&x], op, |[values]| look_up(&self.device, &some.rows, values, width, x.dtype()))?;
+        Ok(tensor_of(taken, (self.count, width)))
+    }
+
+    /// All rows: these, and zeros for those that do not count.
+    fn put(&self, op: &'static str, some_rows: Tensor, width: usize) -> Result<Tensor> {
+        let Some(some) = &self.some else { return Ok(some_rows) };
+        let dtype = some_rows.dtype();
+        let all = with_each([&some_rows], op, |[rows]| look_up(&self.device, &some.numbers, rows, width, dtype))?;
+        Ok(tensor_of(all, (self.all, width)))
+    }
+
+    /// The losses of the rows that count times `sign`, and the gradients of the sum of the losses times their scales. `h` are
+    /// these rows.
+    fn run(
+        &self,
+        op: &'static str,
+        h: &Tensor,
+        weight: &Tensor,
+        [wants_h, wants_weight]: [bool; 2],
+        sign: f32,
+        scale: &Scale<'_>,
+    ) -> Result<Run> {
+        // An absent weight is an error with its name here.
+        with_each([weight], op, |_| Ok(()))?;
+        let weight = weight.detach();
+        let to_classes = if self.layout == WeightLayout::OutIn { weight.t()? } else { weight.clone() };
+        let mut losses = room(&self.device, self.count)?;
+        let (mut dh, mut dweight) = (Vec::new(), None);
+        let fit = CHUNK / h.dtype().size_in_bytes() / self.classes.max(1);
+        let step = (fit / 64 * 64).max(64);
+        for first in (0..self.count).step_by(step) {
+            let rows = step.min(self.count - first);
+            let part = h.narrow(0, first, rows)?;
+            let of = Rows { classes: self.classes, targets: &self.targets, first, rows, cap: self.cap };
+            let logits = part.matmul(&to_classes)?;
+            if !wants_h && !wants_weight {
+                with_each([&logits], op, |[logits]| kernel::losses(&self.device, &of, logits, sign, &mut losses))?;
+                continue;
+            }
+            change(&logits, |d| kernel::gradients(&self.device, &of, None, scale, d, Some(&mut losses)))?;
+            if wants_h {
+                dh.push(logits.matmul(&to_classes.t()?)?);
+            }
+            if wants_weight {
+                let product = match self.layout {
+                    WeightLayout::OutIn => logits.t()?.matmul(&part)?,
+                    WeightLayout::InOut => part.t()?.matmul(&logits)?,
+                };
+                dweight = Some(self.added(op, dweight, product)?);
+            }
+        }
+        let zeros = |shape: &[usize]| -> Result<Tensor> {
+            let len = shape.iter().product();
+            Ok(tensor_of(zeros(&self.device, h.dtype(), len)?, shape))
+        };
+        let dh = match &dh[..] {
+            _ if !wants_h => None,
+            [] => Some(zeros(h.dims())?),
+            [one] => Some(one.clone()),
+            parts => Some(Tensor::cat(parts, 0)?),
+        };
+        let dweight = match dweight {
+            None if wants_weight => Some(zeros(weight.dims())?),
+            sum => sum,
+        };
+        Ok(Run { losses, dh, dweight })
+    }
+
+    /// The sum of products so far, in f32 from the second one on.
+    fn added(&self, op: &'static str, sum: Option<Tensor>, product: Tensor) -> Result<Tensor> {
+        let (device, len) = (&self.device, product.elem_count());
+        let Some(sum) = sum else { return Ok(product) };
+        let sum = if sum.dtype() == DType::F32 {
+            sum
+        } else {
+            let wide = written(device, DType::F32, len, |wide| with_each([&sum], op, |[sum]| copy(device, wide, sum)))?;
+            tensor_of(wide, sum.shape())
+        };
+        change(&sum, |sum| with_each([&product], op, |[product]| add(device, sum, product)))?;
+        Ok(sum)
+    }
+
+    /// The sum of the losses over `divisor`, of hidden states `[.., width]`.
+    pub fn loss(self, h: &Tensor, weight: &Tensor, divisor: f64) -> Result<Tensor> {
+        const NAME: &str = "linear_cross_entropy";
+        let (h, weight) = (h.contiguous()?, weight.contiguous()?);
+        let inputs = Inputs::of([Some(&h), Some(&weight)])?;
+        let (wants, dtype) = ([inputs.wants(0), inputs.wants(1)], h.dtype());
+        let rows = self.take(NAME, &h, self.width)?;
+        let Run { losses, dh, dweight } = self.run(NAME, &rows, &weight, wants, 1.0, &Scale::One)?;
+        let loss = kernel::mean(&self.device, &losses, self.count, divisor)?;
+        let kept = Mutex::new(Some((dh, dweight)));
+        inputs.result(NAME, loss, (), move |grad, [to_h, to_weight]| {
+            let grad = grad.on_device(&self.device)?;
+            let mut kept = lock(&kept);
+            let grads = if is_once() { kept.take() } else { kept.clone() };
+            let Some((dh, dweight)) = grads else { bail!("{NAME}: its gradients were taken already") };
+            let scaled = |values: Tensor| -> Result<Tensor> {
+                let scaled = with_each([&values, &grad], NAME, |[values, grad]| {
+                    kernel::scaled_by(&self.device, values, grad, divisor as f32, dtype)
+                })?;
+                Ok(tensor_of(scaled, values.shape()))
+            };
+            if let Some(dweight) = dweight.filter(|_| to_weight.is_wanted()) {
+                to_weight.give(Grad::OnDevice(scaled(dweight)?))?;
+            }
+            match dh.filter(|_| to_h.is_wanted()) {
+                Some(dh) => to_h.give(Grad::OnDevice(self.put(NAME, scaled(dh)?, self.width)?)),
+                None => Ok(()),
+            }
+        })
+    }
+
+    /// The logarithms of the targets' probabilities as a tensor of `shape`: 0 for rows that do not count.
+    pub fn log_probabilities(self, h: &Tensor, weight: &Tensor, shape: &[usize]) -> Result<Tensor> {
+        const NAME: &str = "linear_log_probabilities";
+        let (h, weight) = (h.contiguous()?, weight.contiguous()?);
+        let inputs = Inputs::of([Some(&h), Some(&weight)])?;
+        let rows = self.take(NAME, &h, self.width)?;
+        let Run { losses, .. } = self.run(NAME, &rows, &weight, [false; 2], -1.0, &Scale::One)?;
+        drop(rows);
+        let values = crate::cuda::storage_of(&self.device, losses);
+        let values = match &self.some {
+            None => values,
+            Some(some) => {
+                let values = tensor_of(values, self.count.max(1));
+                with_each([&values], NAME, |[v]| look_up(&self.device, &some.numbers, v, 1, DType::F32))?
+            }
+        };
+        inputs.result(NAME, values, shape, move |grad, [to_h, to_weight]| {
+            let grad = self.take(NAME, &grad.on_device(&self.device)?, 1)?;
+            let wants = [to_h.is_wanted(), to_weight.is_wanted()];
+            let rows = self.take(NAME, &h, self.width)?;
+            let Run { dh, dweight, .. } = with_each([&grad], NAME, |[grad]| {
+                // The gradient of a logarithm of a probability is that of minus a loss.
+                self.run(NAME, &rows, &weight, wants, -1.0, &Scale::Each(grad, -1.0))
+            })?;
+            if let Some(dweight) = dweight {
+                to_weight.give(Grad::OnDevice(dweight.to_dtype(weight.dtype())?))?;
+            }
+            match dh {
+                Some(dh) => to_h.give(Grad::OnDevice(self.put(NAME, dh, self.width)?)),
+                None => Ok(()),
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use crate::nn::{self, WeightLayout, composed};
+    use candle_core::{DType, Device, Tensor, Var};
+
+    #[test]
+    fn chunks_of_rows_give_what_all_rows_give() {
+        let Ok(gpu) = Device::new_cuda(0) else { return };
+        for (layout, dtype, tolerance) in [
+            (WeightLayout::OutIn, DType::F32, 1e-6),
+            (WeightLayout::InOut, DType::F32, 1e-6),
+            (WeightLayout::OutIn, DType::BF16, 0.02),
+        ] {
+            let numbers = |rows: usize, columns: usize| {
+                let values = (0..rows * columns).map(|i| ((i * 37 + columns) % 101) as f32 / 50.0 - 1.0);
+                Tensor::from_iter(values, &gpu).unwrap().reshape((rows, columns)).unwrap().to_dtype(dtype).unwrap()
+            };
+            // Three chunks.
+            let (rows, classes, width) = (150, 37, 8);
+            let weight = if layout == WeightLayout::OutIn { numbers(classes, width) } else { numbers(width, classes) };
+            let vars = [numbers(rows, width), weight].map(|t| Var::from_tensor(&t).unwrap());
+            let targets = Tensor::from_iter((0..rows as u32).map(|i| i * i % classes as u32), &gpu).unwrap();
+            let values = |t: &Tensor| t.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let run = |loss: Tensor| {
+                let grads = loss.backward().unwrap();
+                [
+                    values(&loss.reshape(1).unwrap()),
+                    values(grads.get(&vars[0]).unwrap()),
+                    values(grads.get(&vars[1]).unwrap()),
+                ]
+            };
+            let got = run(nn::linear_cross_entropy(&vars[0], &vars[1], layout, &targets).unwrap());
+            let logits = composed::linear(&vars[0], &vars[1], None, layout).unwrap();
+            let want = run(composed::cross_entropy(&logits, &targets).unwrap());
+            for (got, want) in got.iter().flatten().zip(want.iter().flatten()) {
+                assert!((got - want).abs() <= tolerance * want.abs().max(1.0), "{layout:?} {dtype:?}: {got} {want}");
+            }
+        }
+    }
+}

@@ -1,0 +1,35 @@
+//! Lookup of rows of a table by token id.
+
+use super::taken;
+use crate::cuda::embedding::{Uses, add_rows, look_up};
+use crate::graph::Inputs;
+use crate::tensor::on_device::with_each;
+use candle_core::{DType, Result, Tensor};
+
+const NAME: &str = "embedding";
+
+/// See [`crate::nn::embedding_in`]: rows of valid ids as a tensor of `shape`. Lookups of `padding` add nothing to the table's
+/// gradient.
+pub(in crate::nn) fn embedding(
+    ids: &[u32],
+    table: &Tensor,
+    dtype: DType,
+    padding: Option<u32>,
+    shape: &[usize],
+) -> Result<Option<Tensor>> {
+    let Some(device) = taken(&[table]) else { return Ok(None) };
+    let (_, width) = table.dims2()?;
+    let table = table.contiguous()?;
+    let inputs = Inputs::of([Some(&table)])?;
+    let y = with_each([&table], NAME, |[table]| look_up(&device, ids, table, width, dtype))?;
+    let uses = inputs.are_wanted().then(|| Uses::new(ids, padding));
+    let (len, of_table) = (table.elem_count(), table.dtype());
+    let y = inputs.result(NAME, y, shape, move |grad, [to_table]| {
+        let Some(uses) = &uses else { return Ok(()) };
+        let dy = grad.on_device(&device)?;
+        to_table.accumulate_zeroed_on(&device, of_table, len, |grad| {
+            with_each([&dy], NAME, |[dy]| add_rows(&device, uses, dy, width, grad))
+        })
+    })?;
+    Ok(Some(y))
+}

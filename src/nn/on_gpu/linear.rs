@@ -1,0 +1,116 @@
+//! Linear layers: products by Candle (cuBLAS), what follows them in one pass, gradients added up in place.
+
+use super::taken;
+use crate::cuda::columns::Parts;
+use crate::cuda::{activation, linear};
+use crate::graph::{Grad, Inputs, Kept, Sink, can_remake};
+use crate::kernels::gemm::Activation;
+use crate::nn::product::Sizes;
+use crate::nn::{Then, WeightLayout};
+use crate::tensor::on_device::{change, take, tensor_of, with_arrays, with_each};
+use candle_core::{CudaDevice, Result, Tensor};
+
+const NAME: &str = "linear";
+
+/// See [`crate::nn::linear_then`]; the residual's shape is checked.
+pub(in crate::nn) fn linear_then(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    sizes: Sizes,
+    then: Then<'_>,
+) -> Result<Option<Tensor>> {
+    let all: Vec<&Tensor> = [x, weight].into_iter().chain(bias).chain(then.residual).collect();
+    let is_one_dtype = all.iter().all(|t| t.dtype() == x.dtype());
+    // cuBLAS multiplies no empty matrices.
+    let Some(device) = taken(&all).filter(|_| is_one_dtype && x.elem_count() > 0 && sizes.outputs > 0) else {
+        return Ok(None);
+    };
+    let shape = sizes.result_shape(x.shape());
+    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+    let bias = bias.map(Tensor::contiguous).transpose()?;
+    let residual = then.residual.map(Tensor::contiguous).transpose()?;
+    let inputs = Inputs::of([Some(&x), residual.as_ref(), Some(&weight), bias.as_ref()])?;
+    let products = rows_of(&x, sizes.rows, sizes.inputs)?.matmul(&matrix(&weight, sizes.layout)?)?;
+    let mut y = None;
+    if bias.is_some() || residual.is_some() || then.activation.is_some() {
+        with_arrays([bias.as_ref(), residual.as_ref()], NAME, |[bias, residual]| {
+            change(&products, |products| {
+                y = linear::follow(&device, products, sizes.outputs, bias, then.activation, residual)?;
+                Ok(())
+            })
+        })?;
+    }
+    let (y, before) = match y {
+        Some(y) => (y, Some(products).filter(|_| inputs.are_wanted())),
+        None => (take(&products)?, None),
+    };
+    let kept = then.activation.zip(before);
+    let remake = kept.clone().filter(|_| residual.is_none()).map(|kept| (kept, device.clone()));
+    let backward = Backward { device, x: Kept::of(&x), weight, sizes, kept };
+    let y = inputs.result(NAME, y, shape.clone(), move |grad, sinks| backward.run(grad, sinks))?;
+    if let Some(((function, before), device)) = remake {
+        can_remake(&y, move || {
+            let values = with_each([&before], NAME, |[before]| activation::forward(&device, function, before))?;
+            Ok(tensor_of(values, &shape))
+        });
+    }
+    Ok(Some(y))
+}
+
+/// Rows of a contiguous tensor, outside of any graph.
+fn rows_of(x: &Tensor, rows: usize, width: usize) -> Result<Tensor> {
+    x.detach().reshape((rows, width))
+}
+
+/// The weight as a matrix `[in, out]`, outside of any graph. An absent one is an error with its name.
+fn matrix(weight: &Tensor, layout: WeightLayout) -> Result<Tensor> {
+    with_each([weight], NAME, |_| Ok(()))?;
+    match layout {
+        WeightLayout::OutIn => weight.detach().t(),
+        WeightLayout::InOut => Ok(weight.detach()),
+    }
+}
+
+/// What backward needs.
+struct Backward {
+    device: CudaDevice,
+    x: Kept,
+    weight: Tensor,
+    sizes: Sizes,
+    kept: Option<(Activation, Tensor)>,
+}
+
+impl Backward {
+    fn run(&self, grad: Grad, [to_x, to_residual, to_weight, to_bias]: &[Sink; 4]) -> Result<()> {
+        let Self { device, x, weight, sizes: s, kept } = self;
+        let dy = grad.on_device(device)?;
+        let g = match kept {
+            None => dy.clone(),
+            Some((function, before)) => {
+                let inner = crate::cuda::written(device, dy.dtype(), dy.elem_count(), |inner| {
+                    with_each([before, &dy], NAME, |operands| activation::backward(device, *function, operands, inner))
+                })?;
+                tensor_of(inner, dy.shape())
+            }
+        };
+        to_residual.give(Grad::Shared(dy))?;
+        if to_bias.is_wanted() {
+            let sums = with_each([&g], NAME, |[g]| Parts::of_columns(device, g, s.outputs))?;
+            to_bias.accumulate_on(device, g.dtype(), s.outputs, |grad, add| sums.put(device, grad, add))?;
+        }
+        let g = g.reshape((s.rows, s.outputs))?;
+        if to_weight.is_wanted() {
+            let x = rows_of(&x.get()?.contiguous()?, s.rows, s.inputs)?;
+            let dweight = match s.layout {
+                WeightLayout::OutIn => g.t()?.matmul(&x)?,
+                WeightLayout::InOut => x.t()?.matmul(&g)?,
+            };
+            to_weight.give(Grad::OnDevice(dweight))?;
+        }
+        if to_x.is_wanted() {
+            to_x.give(Grad::OnDevice(g.matmul(&matrix(weight, s.layout)?.t()?)?))?;
+        }
+        Ok(())
+    }
+}

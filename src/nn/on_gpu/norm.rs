@@ -1,0 +1,83 @@
+//! Layer normalization and root-mean-square normalization.
+
+use super::taken;
+use crate::cuda::norm::{self as kernel, Statistics};
+use crate::graph::{Grad, Inputs, Sink, can_remake};
+use crate::nn::RmsNormOptions;
+use crate::nn::norm::{self as layer, LAYER_NORM, RMS_NORM, remade};
+use crate::tensor::on_device::with_each;
+use candle_core::{CudaDevice, DType, Result, Tensor};
+
+/// See [`layer::layer_norm`]; shapes and dtypes are checked.
+pub(in crate::nn) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Option<Tensor>> {
+    let Some(device) = taken(&[x, weight, bias]) else { return Ok(None) };
+    let (x, weight, bias) = (x.contiguous()?, weight.contiguous()?, bias.contiguous()?);
+    let inputs = Inputs::of([Some(&x), Some(&weight), Some(&bias)])?;
+    let (shape, of_bias) = (x.shape().clone(), bias.dtype());
+    let (y, statistics) = with_each([&x, &weight, &bias], LAYER_NORM, |[x, weight, bias]| {
+        kernel::layer_norm(&device, x, [weight, bias], eps as f32)
+    })?;
+    let again = remade(&inputs, [&x, &weight, &bias])?;
+    let rows = Rows { device, name: LAYER_NORM, x, weight, one: 0.0, statistics };
+    let y = inputs.result(LAYER_NORM, y, shape, move |grad, [to_x, to_weight, to_bias]| {
+        rows.backward(grad, to_x, to_weight, Some((to_bias, of_bias)))
+    })?;
+    if let Some([x, weight, bias]) = again {
+        can_remake(&y, move || layer::layer_norm(&x, &weight, &bias, eps));
+    }
+    Ok(Some(y))
+}
+
+/// See [`layer::rms_norm_with`]; shapes and dtypes are checked.
+pub(in crate::nn) fn rms_norm(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Result<Option<Tensor>> {
+    let Some(device) = taken(&[x, weight]) else { return Ok(None) };
+    let one = if options.plus_one { 1.0 } else { 0.0 };
+    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+    let inputs = Inputs::of([Some(&x), Some(&weight)])?;
+    let shape = x.shape().clone();
+    let (y, statistics) =
+        with_each([&x, &weight], RMS_NORM, |operands| kernel::rms_norm(&device, operands, one, options.eps as f32))?;
+    let again = remade(&inputs, [&x, &weight])?;
+    let rows = Rows { device, name: RMS_NORM, x, weight, one, statistics };
+    let y =
+        inputs.result(RMS_NORM, y, shape, move |grad, [to_x, to_weight]| rows.backward(grad, to_x, to_weight, None))?;
+    if let Some([x, weight]) = again {
+        can_remake(&y, move || layer::rms_norm_with(&x, &weight, options));
+    }
+    Ok(Some(y))
+}
+
+/// What backward needs.
+struct Rows {
+    device: CudaDevice,
+    name: &'static str,
+    x: Tensor,
+    weight: Tensor,
+    one: f32,
+    statistics: Statistics,
+}
+
+impl Rows {
+    fn backward(&self, grad: Grad, to_x: &Sink, to_weight: &Sink, bias: Option<(&Sink, DType)>) -> Result<()> {
+        let Self { device, name, x, weight, one, statistics } = self;
+        let dy = grad.on_device(device)?;
+        to_x.accumulate_on(device, x.dtype(), x.elem_count(), |dx, add| {
+            with_each([x, weight, &dy], name, |operands| {
+                kernel::input_gradient(device, statistics, operands, *one, dx, add)
+            })
+        })?;
+        if !to_weight.is_wanted() && !bias.is_some_and(|(sink, _)| sink.is_wanted()) {
+            return Ok(());
+        }
+        let (of_weight, of_bias) =
+            with_each([x, weight, &dy], name, |operands| kernel::parameter_gradients(device, statistics, operands))?;
+        let width = weight.elem_count();
+        to_weight.accumulate_on(device, weight.dtype(), width, |grad, add| of_weight.put(device, grad, add))?;
+        match (bias, of_bias) {
+            (Some((sink, dtype)), Some(sums)) => {
+                sink.accumulate_on(device, dtype, width, |grad, add| sums.put(device, grad, add))
+            }
+            _ => Ok(()),
+        }
+    }
+}

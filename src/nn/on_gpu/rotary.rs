@@ -1,0 +1,67 @@
+//! Rotary positions.
+
+use super::taken;
+use crate::cuda::rotary::{Angles, Positions, turn};
+use crate::graph::{Grad, Inputs};
+use crate::kernels::rope;
+use crate::nn::rotary::Positions as Rows;
+use crate::tensor::on_device::with_each;
+use crate::util::lock;
+use candle_core::{CudaDevice, Result, Tensor};
+use std::sync::{Arc, Mutex};
+
+const NAME: &str = "rotary";
+
+/// The angles of the positions met so far, on the GPU that met them last.
+#[derive(Debug, Default)]
+pub(in crate::nn) struct Tables(Mutex<Option<Arc<Angles>>>);
+
+impl Tables {
+    /// Angles of `positions` at least.
+    fn on(&self, device: &CudaDevice, host: &rope::Rotary, positions: usize) -> Result<Arc<Angles>> {
+        let mut kept = lock(&self.0);
+        if let Some(angles) = kept.as_ref().filter(|angles| angles.are_on(device, positions)) {
+            return Ok(angles.clone());
+        }
+        let (half, [cos, sin]) = host.tables();
+        let some = positions.max(1).next_power_of_two().saturating_mul(half).min(cos.len());
+        let angles = Arc::new(Angles::new(device, half, [&cos[..some], &sin[..some]])?);
+        *kept = Some(angles.clone());
+        Ok(angles)
+    }
+}
+
+/// `x` `[batch, time, width]` turned; its shape and positions are checked.
+pub(in crate::nn) fn rotary(x: &Tensor, tables: &Tables, host: &rope::Rotary, rows: &Rows) -> Result<Option<Tensor>> {
+    let Some(device) = taken(&[x]) else { return Ok(None) };
+    let (_, time, width) = x.dims3()?;
+    let x = x.contiguous()?;
+    let inputs = Inputs::of([Some(&x)])?;
+    let (end, first, positions) = match rows {
+        Rows::From(first) => (first + time, *first, None),
+        Rows::Of(sequences) => {
+            let positions = sequences.positions();
+            let on_device = (!positions.is_empty()).then(|| device.clone_htod(positions)).transpose()?;
+            (sequences.longest(), 0, on_device)
+        }
+    };
+    let angles = tables.on(&device, host, end)?;
+    let turned = move |x: &Tensor, direction: f32| {
+        let positions = match &positions {
+            Some(positions) => Positions::Of(positions, end),
+            None => Positions::From { first, time },
+        };
+        with_each([x], NAME, |[x]| turn(&device, &angles, x, width, &positions, direction))
+    };
+    let y = turned(&x, 1.0)?;
+    let gpu = x.device().clone();
+    let y = inputs.result(NAME, y, x.shape().clone(), move |grad, [to_x]| {
+        let len = grad.len();
+        if !to_x.is_wanted() {
+            return Ok(());
+        }
+        let dy = grad.into_tensor(&len.into(), &gpu)?.contiguous()?;
+        to_x.give(Grad::of_storage(turned(&dy, -1.0)?, len))
+    })?;
+    Ok(Some(y))
+}
