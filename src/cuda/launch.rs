@@ -44,6 +44,7 @@ argument!(&'a CudaSlice<f32>, Floats);
 argument!(&'a mut CudaSlice<f32>, FloatsMut);
 argument!(CudaView<'a, u32>, Words);
 argument!(u32, Word);
+argument!(i32, Int);
 argument!(usize, Count);
 argument!(f32, Float);
 argument!(f64, Double);

@@ -1,11 +1,11 @@
 //! A gradient on its way, and the place where the gradients of one tensor are added up.
 
-#[cfg(feature = "cuda")]
-use super::on_device::add_in_place;
 use crate::kernels::add::add_into;
 use crate::kernels::buffer;
 use crate::precision::{Flat, FlatRef};
 use crate::tensor::element::{Element, with_elements};
+#[cfg(feature = "cuda")]
+use crate::tensor::on_device::add_in_place;
 use crate::tensor::residency::{storage_on, to_storage, with_view};
 use crate::util::lock;
 use candle_core::{DType, Device, Result, Shape, Tensor, op::BackpropOp};
@@ -19,7 +19,6 @@ pub(crate) enum Grad {
     /// Nobody else sees it: it may be changed in place.
     Own(Flat),
     /// The same in a GPU's memory: a contiguous tensor.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "made on a GPU alone"))]
     OnDevice(Tensor),
     /// A tensor that others may hold too, on any device.
     Shared(Tensor),

@@ -35,17 +35,6 @@ impl Grad {
     }
 }
 
-/// `sum + other` in the memory of `sum`, which nobody else sees; rounded once.
-pub(super) fn add_in_place(sum: Tensor, other: &Tensor) -> Result<Tensor> {
-    let Some(device) = gpu_of(&sum).cloned() else { return sum + other };
-    if other.dtype() != sum.dtype() {
-        candle_core::bail!("gradients of one tensor have the dtypes {:?} and {:?}", sum.dtype(), other.dtype())
-    }
-    let other = other.contiguous()?;
-    change(&sum, |sum| with_each([&other], "add", |[other]| cuda::add(&device, sum, other)))?;
-    Ok(sum)
-}
-
 impl Slot {
     /// [`Slot::accumulate`] in a GPU's memory.
     pub fn accumulate_on(

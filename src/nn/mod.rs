@@ -46,8 +46,10 @@ mod norm;
 mod norm_options;
 #[cfg(feature = "cuda")]
 mod on_gpu;
+mod positions;
 mod product;
 mod projection;
+mod remade;
 mod rotary;
 mod sequences;
 mod sum;

@@ -6,6 +6,7 @@ use crate::kernels::element::Element as _;
 use crate::kernels::{buffer, norm};
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
+use crate::nn::remade::remade;
 use crate::nn::{RmsNormOptions, composed};
 use crate::tensor::element::{Element, with_element, with_elements};
 use candle_core::{DType, Error, Result, Tensor, bail};
@@ -145,21 +146,8 @@ pub(super) fn widened(parameter: &Tensor, op: &'static str) -> Result<Vec<f32>> 
     }))
 }
 
-/// The inputs from which a result is computed again: the input, and copies of the parameters, which may have left
-/// memory by then. Nothing where no backward will ask for it.
-pub(super) fn remade<const N: usize>(inputs: &Inputs<N>, operands: [&Tensor; N]) -> Result<Option<[Tensor; N]>> {
-    if !inputs.are_wanted() {
-        return Ok(None);
-    }
-    let mut kept = operands.map(Tensor::detach);
-    for parameter in &mut kept[1..] {
-        *parameter = parameter.copy()?.detach();
-    }
-    Ok(Some(kept))
-}
-
-pub(super) const LAYER_NORM: &str = "layer_norm";
-pub(super) const RMS_NORM: &str = "rms_norm";
+const LAYER_NORM: &str = "layer_norm";
+const RMS_NORM: &str = "rms_norm";
 
 /// The length of the last dimension, which the parameters must have.
 fn width_of(op: &'static str, x: &Tensor, params: &[(&str, &Tensor)]) -> Result<usize> {

@@ -4,6 +4,7 @@ use crate::graph::Inputs;
 use crate::kernels::{buffer, rope};
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
+use crate::nn::positions::Positions;
 use crate::nn::{Sequences, composed, frequencies};
 use crate::tensor::element::{Element, with_element, with_elements};
 use candle_core::{Result, Tensor, bail};
@@ -17,23 +18,6 @@ pub struct Rotary {
     tables: Arc<rope::Rotary>,
     #[cfg(feature = "cuda")]
     on_gpu: Arc<on_gpu::rotary::Tables>,
-}
-
-/// The positions of the rows of a tensor `[batch, time, width]`.
-pub(super) enum Positions {
-    /// Of the first of the batch's positions, which follow one another.
-    From(usize),
-    Of(Sequences),
-}
-
-impl Positions {
-    /// Of row r.
-    fn at(&self, row: usize, time: usize) -> usize {
-        match self {
-            Self::From(first) => first + row % time,
-            Self::Of(sequences) => sequences.positions()[row] as usize,
-        }
-    }
 }
 
 impl Rotary {

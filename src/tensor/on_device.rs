@@ -106,6 +106,17 @@ pub(crate) fn change(tensor: &Tensor, change: impl FnOnce(DeviceMut<'_>) -> Resu
     tensor.inplace_op1(&Change(Mutex::new(Some(change))))
 }
 
+/// `sum + other` in the memory of `sum`, which nobody else sees; rounded once.
+pub(crate) fn add_in_place(sum: Tensor, other: &Tensor) -> Result<Tensor> {
+    let Some(device) = gpu_of(&sum).cloned() else { return sum + other };
+    if other.dtype() != sum.dtype() {
+        candle_core::bail!("a sum of tensors of the dtypes {:?} and {:?}", sum.dtype(), other.dtype())
+    }
+    let other = other.contiguous()?;
+    change(&sum, |sum| with_each([&other], "add", |[other]| crate::cuda::add(&device, sum, other)))?;
+    Ok(sum)
+}
+
 /// Takes the memory of a tensor on a GPU out of it; nobody else may hold the tensor.
 pub(crate) fn take(tensor: &Tensor) -> Result<CudaStorage> {
     struct Take(Mutex<Option<CudaStorage>>);

@@ -84,6 +84,7 @@ struct Backward {
 impl Backward {
     fn run(&self, grad: Grad, [to_x, to_residual, to_weight, to_bias]: &[Sink; 4]) -> Result<()> {
         let Self { device, x, weight, sizes: s, kept } = self;
+        let is_own = matches!(grad, Grad::OnDevice(_));
         let dy = grad.on_device(device)?;
         let g = match kept {
             None => dy.clone(),
@@ -94,7 +95,6 @@ impl Backward {
                 tensor_of(inner, dy.shape())
             }
         };
-        to_residual.give(Grad::Shared(dy))?;
         if to_bias.is_wanted() {
             let sums = with_each([&g], NAME, |[g]| Parts::of_columns(device, g, s.outputs))?;
             to_bias.accumulate_on(device, g.dtype(), s.outputs, |grad, add| sums.put(device, grad, add))?;
@@ -111,6 +111,8 @@ impl Backward {
         if to_x.is_wanted() {
             to_x.give(Grad::OnDevice(g.matmul(&matrix(weight, s.layout)?.t()?)?))?;
         }
-        Ok(())
+        // Last, when nobody else holds it: what comes before the residual is added to it in place.
+        drop(g);
+        to_residual.give(if is_own { Grad::OnDevice(dy) } else { Grad::Shared(dy) })
     }
 }

@@ -4,11 +4,14 @@ use super::taken;
 use crate::cuda::norm::{self as kernel, Statistics};
 use crate::graph::{Grad, Inputs, Sink, can_remake};
 use crate::nn::RmsNormOptions;
-use crate::nn::norm::{self as layer, LAYER_NORM, RMS_NORM, remade};
+use crate::nn::remade::remade;
 use crate::tensor::on_device::with_each;
-use candle_core::{CudaDevice, DType, Result, Tensor};
+use candle_core::{CudaDevice, DType, Result, Tensor, bail};
 
-/// See [`layer::layer_norm`]; shapes and dtypes are checked.
+const LAYER_NORM: &str = "layer_norm";
+const RMS_NORM: &str = "rms_norm";
+
+/// See [`crate::nn::layer_norm()`]; shapes and dtypes are checked.
 pub(in crate::nn) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Result<Option<Tensor>> {
     let Some(device) = taken(&[x, weight, bias]) else { return Ok(None) };
     let (x, weight, bias) = (x.contiguous()?, weight.contiguous()?, bias.contiguous()?);
@@ -23,12 +26,12 @@ pub(in crate::nn) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps:
         rows.backward(grad, to_x, to_weight, Some((to_bias, of_bias)))
     })?;
     if let Some([x, weight, bias]) = again {
-        can_remake(&y, move || layer::layer_norm(&x, &weight, &bias, eps));
+        can_remake(&y, move || there(layer_norm(&x, &weight, &bias, eps)?));
     }
     Ok(Some(y))
 }
 
-/// See [`layer::rms_norm_with`]; shapes and dtypes are checked.
+/// See [`crate::nn::rms_norm_with()`]; shapes and dtypes are checked.
 pub(in crate::nn) fn rms_norm(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Result<Option<Tensor>> {
     let Some(device) = taken(&[x, weight]) else { return Ok(None) };
     let one = if options.plus_one { 1.0 } else { 0.0 };
@@ -42,9 +45,17 @@ pub(in crate::nn) fn rms_norm(x: &Tensor, weight: &Tensor, options: RmsNormOptio
     let y =
         inputs.result(RMS_NORM, y, shape, move |grad, [to_x, to_weight]| rows.backward(grad, to_x, to_weight, None))?;
     if let Some([x, weight]) = again {
-        can_remake(&y, move || layer::rms_norm_with(&x, &weight, options));
+        can_remake(&y, move || there(rms_norm(&x, &weight, options)?));
     }
     Ok(Some(y))
+}
+
+/// A result that kernels have computed before.
+fn there(y: Option<Tensor>) -> Result<Tensor> {
+    match y {
+        Some(y) => Ok(y),
+        None => bail!("norm: kernels took these operands before and do not now"),
+    }
 }
 
 /// What backward needs.

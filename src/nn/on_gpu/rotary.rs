@@ -4,7 +4,7 @@ use super::taken;
 use crate::cuda::rotary::{Angles, Positions, turn};
 use crate::graph::{Grad, Inputs};
 use crate::kernels::rope;
-use crate::nn::rotary::Positions as Rows;
+use crate::nn::positions::Positions as Rows;
 use crate::tensor::on_device::with_each;
 use crate::util::lock;
 use candle_core::{CudaDevice, Result, Tensor};
