@@ -44,9 +44,9 @@ struct alignas(128) Line {
 
 // The block's part of a sequence.
 struct Place {
-    size_t first; // number of the sequence's first position, over all rows
-    int len;      // its positions
-    int start;    // first own position
+    uint32_t first; // number of the sequence's first position, over all rows
+    int len;        // its positions
+    int start;      // first own position
 };
 
 // A tile is {first, len, start}; where there are no tiles, each row of the batch is a sequence.
@@ -56,7 +56,7 @@ __device__ __forceinline__ Place place_of(const AttentionSizes &s, const uint32_
         return {of[0], (int)of[1], (int)of[2]};
     }
     uint32_t of_row = (s.time + rows - 1) / rows;
-    return {(size_t)(tile / of_row) * s.time, (int)s.time, (int)(tile % of_row) * rows};
+    return {tile / of_row * s.time, (int)s.time, (int)(tile % of_row) * rows};
 }
 
 __device__ __forceinline__ bool sees(const AttentionSizes &s, int len, int query, int key) {
@@ -89,7 +89,10 @@ __device__ __forceinline__ bool overlap(Range a, Range b) { return a.from < b.to
 template <int ROWS, int WIDTH, int ROW, int THREADS, class E>
 __device__ __forceinline__ void load_rows(E *to, const E *from, uint32_t stride, int n, const AttentionSizes &s) {
     constexpr int PIECE = 16 / sizeof(E), PIECES = WIDTH / PIECE;
+    // What wide heads have summed takes half of a lane's registers: less is on its way at once.
+    constexpr int AT_ONCE = WIDTH > 128 ? 2 : 4;
     if (s.vectors) {
+#pragma unroll AT_ONCE
         for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
             int row = i / PIECES, column = i % PIECES * PIECE;
             uint4 values = make_uint4(0, 0, 0, 0);
@@ -97,6 +100,7 @@ __device__ __forceinline__ void load_rows(E *to, const E *from, uint32_t stride,
             *(uint4 *)(to + row * ROW + column) = values;
         }
     } else {
+#pragma unroll AT_ONCE
         for (int i = threadIdx.x; i < ROWS * WIDTH; i += THREADS) {
             int row = i / WIDTH, column = i % WIDTH;
             bool there = row < n && column < (int)s.head;

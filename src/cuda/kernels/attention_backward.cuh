@@ -79,7 +79,7 @@ __device__ __forceinline__ void attention_backward_queries(const AttentionSizes 
     BackwardMemory<G> of(memory);
     Place at = place_of(s, tiles, gridDim.x - 1 - blockIdx.x, G::OWN);
     int head = blockIdx.y, n = min(G::OWN, at.len - at.start);
-    size_t column = (size_t)head * s.head, kv_column = (size_t)(head / (s.heads / s.kv_heads)) * s.head;
+    uint32_t column = head * s.head, kv_column = head / (s.heads / s.kv_heads) * s.head;
     size_t own_row = at.first + at.start;
     uint32_t width = s.heads * s.head;
     load_rows<G::OWN, G::WIDTH, G::ROW, G::THREADS>(of.own(0), q + own_row * s.q_stride + column, s.q_stride, n, s);
@@ -90,8 +90,8 @@ __device__ __forceinline__ void attention_backward_queries(const AttentionSizes 
     Scores as(s);
     float of_lse = 0.0f, of_along = 0.0f;
     if (query < at.len) {
-        of_lse = lse[(at.first + query) * s.heads + head];
-        of_along = along[(at.first + query) * s.heads + head];
+        of_lse = lse[(size_t)(at.first + query) * s.heads + head];
+        of_along = along[(size_t)(at.first + query) * s.heads + head];
     }
     typename G::Sums sums;
     G::zero(sums);
@@ -119,12 +119,12 @@ __device__ __forceinline__ void attention_backward_queries(const AttentionSizes 
     }
     if (strip >= at.len) return;
     G::scale(sums, s.scale, of.products(0));
-    E *to = dq + (at.first + strip) * s.dq_stride + column;
+    E *to = dq + (size_t)(at.first + strip) * s.dq_stride + column;
     G::write(sums, to, s.dq_stride, at.len - strip, s, of.products(0));
 }
 
-// With sums of both gradients, or of those of the keys in blocks of plane 0 and of those of the values in plane 1.
-template <class G, bool BOTH>
+// Of the keys, of the values, or of both.
+template <class G, bool KEYS, bool VALUES>
 __device__ __forceinline__ void attention_backward_keys(const AttentionSizes &s, const uint32_t *tiles, const typename G::E *q,
                                                         const typename G::E *k, const typename G::E *v,
                                                         const typename G::E *dout, const float *lse, const float *along,
@@ -132,8 +132,8 @@ __device__ __forceinline__ void attention_backward_keys(const AttentionSizes &s,
     BackwardMemory<G> of(memory);
     Place at = place_of(s, tiles, blockIdx.x, G::OWN);
     int kv_head = blockIdx.y, group = s.heads / s.kv_heads, n = min(G::OWN, at.len - at.start);
-    bool of_values = !BOTH && blockIdx.z == 1;
-    size_t kv_column = (size_t)kv_head * s.head, own_row = at.first + at.start;
+    uint32_t kv_column = kv_head * s.head;
+    size_t own_row = at.first + at.start;
     uint32_t width = s.heads * s.head;
     load_rows<G::OWN, G::WIDTH, G::ROW, G::THREADS>(of.own(0), k + own_row * s.k_stride + kv_column, s.k_stride, n, s);
     load_rows<G::OWN, G::WIDTH, G::ROW, G::THREADS>(of.own(1), v + own_row * s.v_stride + kv_column, s.v_stride, n, s);
@@ -141,7 +141,8 @@ __device__ __forceinline__ void attention_backward_keys(const AttentionSizes &s,
     int warp = threadIdx.x / 32, strip = at.start + warp * STRIP, key = strip + threadIdx.x % 32 / 2;
     Range of_strip = queries_of(s, at.len, strip, STRIP);
     Scores as(s);
-    typename G::Sums sums[BOTH ? 2 : 1];
+    constexpr int OF_VALUES = KEYS ? 1 : 0;
+    typename G::Sums sums[KEYS + VALUES];
 #pragma unroll
     for (auto &each : sums) G::zero(each);
 
@@ -149,7 +150,7 @@ __device__ __forceinline__ void attention_backward_keys(const AttentionSizes &s,
 #pragma unroll 1
     for (int member = 0; member < group; member++) {
         int head = kv_head * group + member;
-        size_t column = (size_t)head * s.head;
+        uint32_t column = head * s.head;
 #pragma unroll 1
         for (int first = range.from / G::OTHERS * G::OTHERS; first < range.to; first += G::OTHERS) {
             int there = min(G::OTHERS, at.len - first);
@@ -166,7 +167,7 @@ __device__ __forceinline__ void attention_backward_keys(const AttentionSizes &s,
 
             // The gradients of values need no gradients of weights: d is then nothing that anybody reads.
 #pragma unroll 1
-            for (int i = 0; i < (of_values ? 1 : 2); i++) G::products(of.products(i), of.own(i) + warp * STRIP * G::ROW, of.others(i));
+            for (int i = 0; i < 1 + KEYS; i++) G::products(of.products(i), of.own(i) + warp * STRIP * G::ROW, of.others(i));
             __syncwarp();
             score_gradients<G>(of, as, [&](int column, float &lse, float &along) {
                 bool seen = sees(s, at.len, first + column, key);
@@ -174,21 +175,32 @@ __device__ __forceinline__ void attention_backward_keys(const AttentionSizes &s,
                 return seen;
             });
             __syncwarp();
-            if (BOTH) {
-                G::add(sums[0], of.weights(0), of.others(0));
-                G::add(sums[BOTH], of.weights(1), of.others(1));
-            } else {
-                G::add(sums[0], of.weights(of_values), of.others(of_values));
-            }
+            if (KEYS) G::add(sums[0], of.weights(0), of.others(0));
+            if (VALUES) G::add(sums[OF_VALUES], of.weights(1), of.others(1));
             __syncwarp();
         }
     }
     if (strip >= at.len) return;
     int rows = at.len - strip;
     size_t row = at.first + strip;
-    if (!of_values) {
+    if (KEYS) {
         G::scale(sums[0], s.scale, of.products(0));
         G::write(sums[0], dk + row * s.dk_stride + kv_column, s.dk_stride, rows, s, of.products(0));
     }
-    if (BOTH || of_values) G::write(sums[BOTH], dv + row * s.dv_stride + kv_column, s.dv_stride, rows, s, of.products(0));
+    if (VALUES) G::write(sums[OF_VALUES], dv + row * s.dv_stride + kv_column, s.dv_stride, rows, s, of.products(0));
+}
+
+// Of both; where heads are so wide that a lane's registers hold the sums of one only, of the keys in plane 0 and of the values in 1.
+template <class G>
+__device__ __forceinline__ void attention_backward_keys_and_values(const AttentionSizes &s, const uint32_t *tiles,
+                                                                   const typename G::E *q, const typename G::E *k,
+                                                                   const typename G::E *v, const typename G::E *dout,
+                                                                   const float *lse, const float *along, typename G::E *dk,
+                                                                   typename G::E *dv, Line *memory) {
+    if constexpr (G::WIDTH <= 128)
+        attention_backward_keys<G, true, true>(s, tiles, q, k, v, dout, lse, along, dk, dv, memory);
+    else if (blockIdx.z == 0)
+        attention_backward_keys<G, true, false>(s, tiles, q, k, v, dout, lse, along, dk, dv, memory);
+    else
+        attention_backward_keys<G, false, true>(s, tiles, q, k, v, dout, lse, along, dk, dv, memory);
 }

@@ -35,7 +35,8 @@ struct Cores {
         Square sums[OTHERS / 16];
 #pragma unroll
         for (int j = 0; j < OTHERS / 16; j++) nvcuda::wmma::fill_fragment(sums[j], 0.0f);
-#pragma unroll 2
+        // The sums of wide heads take half of a lane's registers: less else is held at once.
+#pragma unroll(WIDTH > 128 ? 1 : 2)
         for (int k = 0; k < WIDTH; k += 16) {
             Left a;
             nvcuda::wmma::load_matrix_sync(a, own + k, ROW);

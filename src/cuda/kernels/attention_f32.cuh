@@ -11,6 +11,9 @@ struct F32 {
     static constexpr int OWN = WARPS * STRIP, THREADS = WARPS * 32;
     // Elements from one row to the next: four more, so that eight rows lie in different banks.
     static constexpr int ROW = WIDTH + 4, SCORES = OTHERS + 4, WEIGHTS = SCORES;
+    // The sums of wide heads take half of a lane's registers: less else is held at once.
+    static constexpr bool WIDE = WIDTH > 128;
+    static constexpr int AT_ONCE = WIDE ? 1 : 4;
     // Weights take the place of scores.
     static constexpr bool IN_PLACE = true;
 
@@ -32,7 +35,7 @@ struct F32 {
     static __device__ __forceinline__ void products(float *scores, const float *own, const float *others) {
         int row = threadIdx.x % 32 / 8, column = threadIdx.x % 8;
         float sums[4][OTHERS / 8] = {};
-#pragma unroll 2
+#pragma unroll(WIDE ? 1 : 2)
         for (int k = 0; k < WIDTH; k += 4) {
             float4 a[4];
 #pragma unroll
@@ -59,15 +62,20 @@ struct F32 {
     static __device__ __forceinline__ void add(Sums &sums, const float *weights, const float *others) {
         int row = threadIdx.x % 32 / 8, column = threadIdx.x % 8 * 4;
 #pragma unroll 1
-        for (int k = 0; k < OTHERS; k += 4) {
+        for (int k = 0; k < OTHERS; k += AT_ONCE) {
             float a[4][4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                float4 of = *(const float4 *)(weights + (row + 4 * i) * WEIGHTS + k);
-                a[i][0] = of.x, a[i][1] = of.y, a[i][2] = of.z, a[i][3] = of.w;
+                const float *from = weights + (row + 4 * i) * WEIGHTS + k;
+                if (AT_ONCE == 1) {
+                    a[i][0] = *from;
+                } else {
+                    float4 of = *(const float4 *)from;
+                    a[i][0] = of.x, a[i][1] = of.y, a[i][2] = of.z, a[i][3] = of.w;
+                }
             }
 #pragma unroll
-            for (int l = 0; l < 4; l++)
+            for (int l = 0; l < AT_ONCE; l++)
 #pragma unroll
                 for (int j = 0; j < WIDTH / 32; j++) {
                     float4 b = *(const float4 *)(others + (k + l) * ROW + 32 * j + column);

@@ -39,7 +39,8 @@ __device__ __forceinline__ void attention_forward(const AttentionSizes &s, const
     // The last tiles see most: they begin first.
     Place at = place_of(s, tiles, gridDim.x - 1 - blockIdx.x, G::OWN);
     int head = blockIdx.y, kv_head = head / (s.heads / s.kv_heads), n = min(G::OWN, at.len - at.start);
-    size_t kv_column = (size_t)kv_head * s.head, own_row = at.first + at.start;
+    uint32_t kv_column = kv_head * s.head;
+    size_t own_row = at.first + at.start;
     load_rows<G::OWN, G::WIDTH, G::ROW, G::THREADS>(of.own, q + own_row * s.q_stride + (size_t)head * s.head, s.q_stride, n, s);
 
     int strip = at.start + threadIdx.x / 32 * STRIP, lane = threadIdx.x % 32;
@@ -96,5 +97,5 @@ __device__ __forceinline__ void attention_forward(const AttentionSizes &s, const
     uint32_t width = s.heads * s.head;
     size_t first_row = at.first + strip;
     G::write(sums, out + first_row * width + (size_t)head * s.head, width, at.len - strip, s, of.scores);
-    if (lane % 2 == 0 && query < at.len) lse[(at.first + query) * s.heads + head] = largest + log2f(total);
+    if (lane % 2 == 0 && query < at.len) lse[(size_t)(at.first + query) * s.heads + head] = largest + log2f(total);
 }
