@@ -1,5 +1,7 @@
 //! Kernels by their names, loaded into a device when they are first used.
 
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute;
 use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaStream, LaunchArgs, LaunchConfig};
 use candle_core::{CudaDevice, DType, Result};
 use std::sync::Arc;
@@ -50,6 +52,16 @@ pub(crate) struct Function {
 }
 
 impl Function {
+    /// The same, launched with so many bytes of shared memory, which may be more than the 48 KiB that a block has unasked.
+    ///
+    /// # Errors
+    /// The device has less.
+    pub fn with_shared_memory(self, bytes: usize) -> Result<Self> {
+        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        self.function.set_attribute(attribute, i32::try_from(bytes).map_err(candle_core::Error::wrap)?).w()?;
+        Ok(self)
+    }
+
     /// A launch, to which arguments are given.
     pub fn builder(&self) -> LaunchArgs<'_> {
         self.stream.launch_builder(&self.function)

@@ -27,6 +27,7 @@
 
 pub(crate) mod activation;
 mod array;
+pub(crate) mod attention;
 mod buffer;
 pub(crate) mod columns;
 pub(crate) mod cross_entropy;

@@ -3,6 +3,8 @@
 use crate::graph::{Grad, Inputs, OwnResult};
 use crate::kernels::attention::{self, Heads, Rows, RowsMut};
 use crate::kernels::buffer;
+#[cfg(feature = "cuda")]
+use crate::nn::on_gpu;
 use crate::nn::{Attend, Sequences, composed};
 use crate::tensor::element::{Element, with_all, with_element};
 use candle_core::{Result, Tensor, bail};
@@ -28,6 +30,10 @@ pub fn fused_attention(qkv: &Tensor, n_head: usize, attend: &Attend, sequences: 
     let (batch, time, width) = (heads.batch, heads.time, n_head * heads.head);
     let rule = attend.rule(heads.head, sequences)?;
     sequences.map_or(Ok(()), |sequences| sequences.check(NAME, batch, time))?;
+    #[cfg(feature = "cuda")]
+    if let Some(y) = on_gpu::attention::attention(NAME, heads, [qkv], attend, sequences)? {
+        return Ok(y);
+    }
     if !qkv.device().is_cpu() {
         return composed::fused_attention(qkv, n_head, attend, sequences);
     }
@@ -94,6 +100,10 @@ pub fn attention(
     let heads = grouped_heads(q, k, v, n_head, n_kv_head)?;
     let rule = attend.rule(heads.head, sequences)?;
     sequences.map_or(Ok(()), |sequences| sequences.check(NAME, heads.batch, heads.time))?;
+    #[cfg(feature = "cuda")]
+    if let Some(y) = on_gpu::attention::attention(NAME, heads, [q, k, v], attend, sequences)? {
+        return Ok(y);
+    }
     if !q.device().is_cpu() {
         return composed::attention(q, k, v, n_head, n_kv_head, attend, sequences);
     }

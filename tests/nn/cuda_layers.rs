@@ -8,36 +8,36 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_zero::nn::{self, Activation, LossOptions, RmsNormOptions, Rotary, Sequences, Then, WeightLayout, composed};
 
 /// A GPU; `test` is skipped where none answers.
-fn gpu_for<T: Fn()>(test: T) -> Option<Device> {
+pub(super) fn gpu_for<T: Fn()>(test: T) -> Option<Device> {
     gpu(0).map_err(|e| skipped(test, format_args!("no CUDA device answers: {e}"))).ok()
 }
 
 /// Numbers in [-2, 2) that differ from seed to seed, rounded to `dtype`.
-fn tensor(shape: &[usize], seed: u32, dtype: DType) -> Tensor {
+pub(super) fn tensor(shape: &[usize], seed: u32, dtype: DType) -> Tensor {
     let mix = |i: u32| (i ^ seed.wrapping_mul(0x85EB_CA77)).wrapping_mul(2_654_435_761).rotate_left(15) ^ i;
     let n = shape.iter().product::<usize>() as u32;
     let data = (0..n).map(|i| (mix(i).wrapping_mul(0x9E37_79B1) >> 8) as f32 / 4_194_304.0 - 2.0);
     Tensor::from_iter(data, &Device::Cpu).unwrap().reshape(shape).unwrap().to_dtype(dtype).unwrap()
 }
 
-fn flat(t: &Tensor) -> Vec<f64> {
+pub(super) fn flat(t: &Tensor) -> Vec<f64> {
     let t = t.to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
     t.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-type Function = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
+pub(super) type Function = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
 
-struct Case {
-    name: String,
+pub(super) struct Case {
+    pub name: String,
     /// Shapes of the differentiable arguments.
-    shapes: Vec<Vec<usize>>,
-    layer: Function,
-    composed: Function,
+    pub shapes: Vec<Vec<usize>>,
+    pub layer: Function,
+    pub composed: Function,
     /// What 16-bit operands cost beyond one rounding: products of the device round their results.
-    rounds_on_the_way: bool,
+    pub rounds_on_the_way: bool,
 }
 
-fn case(
+pub(super) fn case(
     name: impl Into<String>,
     shapes: &[&[usize]],
     layer: impl Fn(&[Tensor]) -> Result<Tensor> + 'static,
@@ -48,7 +48,7 @@ fn case(
 }
 
 /// The result, and the gradient of each argument under a gradient of the result that every dtype has.
-fn run(function: &Function, args: &[Tensor]) -> (Tensor, Vec<Tensor>) {
+pub(super) fn run(function: &Function, args: &[Tensor]) -> (Tensor, Vec<Tensor>) {
     let vars: Vec<Var> = args.iter().map(|a| Var::from_tensor(a).unwrap()).collect();
     let tensors: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
     let y = function(&tensors).unwrap();
@@ -75,7 +75,7 @@ fn largest(values: &[f64]) -> f64 {
 }
 
 /// Every case in every dtype: against the composed function on the GPU (f32) and in f64 on the CPU (all), twice with the same bits.
-fn check(gpu: &Device, cases: Vec<Case>) {
+pub(super) fn check(gpu: &Device, cases: Vec<Case>) {
     for case in cases {
         for (dtype, tolerance) in [(DType::F32, 1e-6), (DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {
             let host: Vec<Tensor> = (0..).zip(&case.shapes).map(|(i, s)| tensor(s, i, dtype)).collect();

@@ -6,6 +6,8 @@ mod support;
 
 mod batch_norm;
 #[cfg(feature = "cuda")]
+mod cuda_attention;
+#[cfg(feature = "cuda")]
 mod cuda_layers;
 mod dropout;
 mod foreign_models;

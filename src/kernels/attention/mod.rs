@@ -28,7 +28,7 @@ mod tiles;
 
 pub use cached::{Cached, capacity_for, forward_cached, keep_keys, keep_values};
 pub use heads::Heads;
-pub use rule::Rule;
+pub use rule::{Rule, Span};
 pub use strided::{Rows, RowsMut};
 
 use crate::kernels::count;
@@ -37,7 +37,7 @@ use crate::kernels::par::{Chunks, Parts, for_each, for_each_part};
 use crate::kernels::simd::level;
 use crate::kernels::vector::{Method, OfElements, with_words_of};
 use backward::Given;
-use rule::{Place, Span};
+use rule::Place;
 use scratch::SCRATCH;
 use tiles::Tiles;
 

@@ -19,15 +19,19 @@ pub struct Rule<'a> {
 
 /// How [`Rule::soft_cap`] takes a product x to a score in powers of 2: outer tanh(inner x).
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Cap {
+pub struct Cap {
+    /// Factor of the product.
     pub inner: f32,
+    /// Factor of the hyperbolic tangent.
     pub outer: f32,
 }
 
 /// A sequence: `len` positions from the one with number `first` on, over all rows of positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Span {
+pub struct Span {
+    /// Number of its first position.
     pub first: usize,
+    /// Its positions.
     pub len: usize,
 }
 
@@ -73,7 +77,7 @@ impl Rule<'_> {
     }
 
     /// The factor that takes the numbers of a tile to powers of 2, once a cap, if there is one, has been applied to them.
-    pub(super) fn to_powers(self) -> (f32, Option<Cap>) {
+    pub fn to_powers(self) -> (f32, Option<Cap>) {
         match self.soft_cap {
             Some(cap) => (1.0, Some(Cap { inner: self.scale / cap, outer: cap * LOG2_E })),
             None => (self.scale * LOG2_E, None),
@@ -83,7 +87,7 @@ impl Rule<'_> {
     /// All sequences, in order.
     ///
     /// Panics if they do not fit the sizes.
-    pub(super) fn spans(&self, h: &Heads) -> Vec<Span> {
+    pub fn spans(&self, h: &Heads) -> Vec<Span> {
         let Some(rows) = self.starts else {
             return (0..h.batch).map(|row| Span { first: row * h.time, len: h.time }).collect();
         };

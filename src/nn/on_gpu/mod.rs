@@ -4,6 +4,7 @@
 //! composed of Candle's operations.
 
 pub(super) mod activation;
+pub(super) mod attention;
 pub(super) mod cross_entropy;
 pub(super) mod dropout;
 pub(super) mod embedding;

@@ -270,8 +270,10 @@ void run_kernel(const mock_cuda_kernel &kernel, Dim grid, Dim block, size_t shar
     launch.at_warp.assign((launch.order.size() + WARP - 1) / WARP, 0);
     mock_blockDim = block;
     mock_gridDim = grid;
-    std::vector<unsigned char> shared(shared_bytes + 16, 0xFF);
-    mock_dynamic_shared = shared.data() + (-uintptr_t(shared.data()) & 15);
+    // As a GPU has it where a block has no other shared memory.
+    constexpr uintptr_t alignment = 128;
+    std::vector<unsigned char> shared(shared_bytes + alignment, 0xFF);
+    mock_dynamic_shared = shared.data() + (-uintptr_t(shared.data()) & (alignment - 1));
     size_t blocks = size_t(grid.x) * grid.y * grid.z;
     size_t first = seed() == 0 ? 0 : draw() % blocks;
     for (size_t i = 0; i < blocks; i++) {

@@ -1,0 +1,205 @@
+//! Attention on a GPU, forward and backward in tiles: launches of kernels/attention_*.cu.
+//!
+//! ```text
+//!   forward    attention_forward ------------------------------> result, log-sum-exp     a block for each (tile of queries, head)
+//!   backward   attention_along -> sums of result x gradient
+//!              attention_backward_queries ---------------------> dq                      a block for each (tile of queries, head)
+//!              attention_backward_keys ------------------------> dk, dv                  a block for each (tile of keys, key head)
+//! ```
+//!
+//! Sums and softmax are in f32; so are products of f32, and those of 16 bits are of tensor cores, with weights rounded to 16 bits.
+//! Every row of a result is written by one warp, which sums in order: the bits are the same in every run. A tile begins where a
+//! sequence begins, so that a packed one has the bits that it has alone.
+
+use super::flat::DeviceRef;
+use crate::kernels::attention::{Heads, Rule};
+use call::{Call, Rows};
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaSlice, CudaView, DevicePtr, DevicePtrMut, DeviceRepr, PushKernelArg,
+};
+use candle_core::{CudaDevice, CudaStorage, Result, bail};
+use format::{Format, of_format};
+use std::array::from_fn;
+
+mod call;
+mod format;
+mod launches;
+
+/// Whether the kernels take an attention of these sizes on this device.
+pub(crate) fn takes(device: &CudaDevice, h: &Heads) -> bool {
+    // Tensor cores know bfloat16, and a block may have the shared memory, from 8.0 on.
+    let capable = device.cuda_stream().context().compute_capability().is_ok_and(|(major, _)| major >= 8);
+    let rows = h.batch.saturating_mul(h.time);
+    let elements = rows.saturating_mul(h.heads).saturating_mul(h.head);
+    let launched = (1..=i32::MAX as usize).contains(&rows) && h.heads <= 1 << 15 && elements <= 1 << 46;
+    capable && launched && launches::width(h.head).is_some()
+}
+
+/// The result, `[batch, time, heads * head]`, and what [`backward`] needs beside it: the log-sum-exp of each query's scores.
+///
+/// `parts` are queries, keys and values with dense rows, or one array with all three side by side in each row.
+///
+/// # Errors
+/// The driver's; parts of two formats.
+pub(crate) fn forward<const N: usize>(
+    device: &CudaDevice,
+    of: (&Heads, &Rule<'_>),
+    parts: [&DeviceRef<'_>; N],
+) -> Result<(CudaStorage, CudaSlice<f32>)> {
+    of_format!(parts[0], E => {
+        let (out, lse) = forward_of::<E>(device, of, rows(of.0, parts)?)?;
+        Ok((CudaStorage { slice: E::storage(out), device: device.clone() }, lse))
+    })
+}
+
+/// The gradients of [`forward`]'s parts.
+///
+/// `out` and `lse` are what forward computed, `dout` the gradient of `out`.
+///
+/// # Errors
+/// The driver's; parts of two formats.
+pub(crate) fn backward<const N: usize>(
+    device: &CudaDevice,
+    of: (&Heads, &Rule<'_>),
+    parts: [&DeviceRef<'_>; N],
+    (out, lse, dout): (&DeviceRef<'_>, &CudaSlice<f32>, &DeviceRef<'_>),
+) -> Result<[CudaStorage; N]> {
+    of_format!(parts[0], E => {
+        let qkv = rows::<E, N>(of.0, parts)?;
+        let (Some(out), Some(dout)) = (E::of(out), E::of(dout)) else { bail!("attention: {TWO_FORMATS}") };
+        let mut made = Vec::with_capacity(N);
+        for part in parts {
+            // SAFETY: the kernels write every element.
+            made.push(unsafe { device.alloc::<E>(part.len()) }?);
+        }
+        let gradients = match &mut made[..] {
+            [all] => Gradients::Fused(all),
+            [dq, dk, dv] => Gradients::Apart([dq, dk, dv]),
+            _ => bail!("attention: {N} parts"),
+        };
+        backward_of(device, of, qkv, (out, lse, dout), gradients)?;
+        let mut made = made.into_iter().map(|slice| CudaStorage { slice: E::storage(slice), device: device.clone() });
+        Ok(from_fn(|_| made.next().unwrap_or_else(|| unreachable!("as many gradients as parts"))))
+    })
+}
+
+const TWO_FORMATS: &str = "operands of two formats";
+
+/// Where queries, keys and values lie.
+fn rows<'a, E: Format, const N: usize>(h: &Heads, parts: [&DeviceRef<'a>; N]) -> Result<[Rows<'a, E>; 3]> {
+    let (width, kv_width) = (h.heads * h.head, h.kv_heads * h.head);
+    let view = |i: usize, start: usize, stride: usize| match E::of(parts[i]).and_then(|part| part.try_slice(start..)) {
+        Some(values) => Ok(Rows { values, stride }),
+        None => bail!("attention: {TWO_FORMATS}, or fewer elements than {h:?} has"),
+    };
+    match N {
+        1 => {
+            let fused = width + 2 * kv_width;
+            Ok([view(0, 0, fused)?, view(0, width, fused)?, view(0, width + kv_width, fused)?])
+        }
+        3 => Ok([view(0, 0, width)?, view(1, 0, kv_width)?, view(2, 0, kv_width)?]),
+        _ => bail!("attention: {N} parts"),
+    }
+}
+
+/// Where the gradients of queries, keys and values go.
+#[derive(Debug)]
+enum Gradients<'a, E> {
+    /// A buffer each, with dense rows.
+    Apart([&'a mut CudaSlice<E>; 3]),
+    /// Side by side in each row of one buffer.
+    Fused(&'a mut CudaSlice<E>),
+}
+
+/// [`forward`] of one format; the log-sum-exp is in powers of 2, `[batch, time, heads]`.
+fn forward_of<E: Format>(
+    device: &CudaDevice,
+    of: (&Heads, &Rule<'_>),
+    [q, k, v]: [Rows<'_, E>; 3],
+) -> Result<(CudaSlice<E>, CudaSlice<f32>)> {
+    let h = of.0;
+    let call = Call::new::<E>(device, of, [&q, &k, &v])?;
+    // SAFETY: the kernel writes every element.
+    let (mut out, mut lse) = unsafe {
+        (device.alloc::<E>(h.batch * h.time * h.heads * h.head)?, device.alloc::<f32>(h.batch * h.time * h.heads)?)
+    };
+    let how = call.how.forward;
+    let tiles = call.tiles(how.own)?;
+    let function = call.function::<E>("forward", how)?;
+    let mut arguments = function.builder();
+    arguments.arg(&call.sizes);
+    tiles.give(&mut arguments);
+    arguments.arg(&q.values).arg(&k.values).arg(&v.values).arg(&mut out).arg(&mut lse);
+    // SAFETY: the arguments of the kernel, of the format in its name; `Call` has checked that rows lie within the views, and tiles lie in rows.
+    unsafe { arguments.launch(how.over([tiles.count, h.heads, 1])) }.w()?;
+    Ok((out, lse))
+}
+
+/// [`backward`] of one format.
+fn backward_of<'a, E: Format>(
+    device: &CudaDevice,
+    of: (&Heads, &Rule<'_>),
+    [q, k, v]: [Rows<'_, E>; 3],
+    (out, lse, dout): (CudaView<'_, E>, &CudaSlice<f32>, CudaView<'_, E>),
+    gradients: Gradients<'a, E>,
+) -> Result<()> {
+    let (h, stream) = (of.0, device.cuda_stream());
+    let (width, kv_width) = (h.heads * h.head, h.kv_heads * h.head);
+    let elements = h.batch * h.time * width;
+    assert!(out.len() == elements && dout.len() == elements && lse.len() == h.batch * h.time * h.heads, "{h:?}");
+    let mut call = Call::new::<E>(device, of, [&q, &k, &v])?;
+    call.sizes.vectors &= u32::from(dout.device_ptr(&stream).0.is_multiple_of(16));
+
+    // SAFETY: the first kernel writes every element.
+    let mut along = unsafe { device.alloc::<f32>(lse.len()) }?;
+    let function = E::KERNELS.function(device, &format!("attention_along_{}", E::SUFFIX))?;
+    let mut arguments = function.builder();
+    arguments.arg(&call.sizes).arg(&out).arg(&dout).arg(&mut along);
+    // SAFETY: the arguments of the kernel, of the format in its name, with a warp for each element of `along`.
+    unsafe { arguments.launch(launches::warps(lse.len())) }.w()?;
+
+    let bytes = size_of::<E>() as u64;
+    // What records the writes is kept until the kernels are launched.
+    let pointer = |slice: &'a mut CudaSlice<E>, elements: usize| {
+        assert_eq!(slice.len(), h.batch * h.time * elements, "{h:?}: elements of a gradient");
+        slice.device_ptr_mut(&stream)
+    };
+    let fused = width + 2 * kv_width;
+    let (_recorded, [dq, dk, dv], strides) = match gradients {
+        Gradients::Apart([dq, dk, dv]) => {
+            let [dq, dk, dv] = [pointer(dq, width), pointer(dk, kv_width), pointer(dv, kv_width)];
+            (vec![dq.1, dk.1, dv.1], [dq.0, dk.0, dv.0], [width, kv_width, kv_width])
+        }
+        Gradients::Fused(all) => {
+            let (start, recorded) = pointer(all, fused);
+            let at = |column: usize| start + column as u64 * bytes;
+            (vec![recorded], [at(0), at(width), at(width + kv_width)], [fused; 3])
+        }
+    };
+    [call.sizes.dq_stride, call.sizes.dk_stride, call.sizes.dv_stride] = strides.map(|stride| stride as u32);
+
+    let how = call.how.backward;
+    let tiles = call.tiles(how.own)?;
+    let function = call.function::<E>("backward_queries", how)?;
+    let mut arguments = function.builder();
+    arguments.arg(&call.sizes);
+    tiles.give(&mut arguments);
+    arguments.arg(&q.values).arg(&k.values).arg(&v.values);
+    arguments.arg(&dout).arg(lse).arg(&along).arg(&dq);
+    // SAFETY: as in forward; `pointer` has checked the length of the gradients.
+    unsafe { arguments.launch(how.over([tiles.count, h.heads, 1])) }.w()?;
+
+    let function = call.function::<E>("backward_keys", how)?;
+    let mut arguments = function.builder();
+    arguments.arg(&call.sizes);
+    tiles.give(&mut arguments);
+    arguments.arg(&q.values).arg(&k.values).arg(&v.values);
+    arguments.arg(&dout).arg(lse).arg(&along).arg(&dk).arg(&dv);
+    // SAFETY: as before.
+    unsafe { arguments.launch(how.over([tiles.count, h.kv_heads, how.planes])) }.w()?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,136 @@
+//! What the launches of one attention are given: sizes, strides and tiles.
+
+use super::format::Format;
+use super::launches::{self, Launch, Launches};
+use crate::cuda::load::Function;
+use crate::kernels::attention::{Heads, Rule, Span};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaSlice, CudaView, DevicePtr, DeviceRepr, LaunchArgs, PushKernelArg,
+};
+use candle_core::{CudaDevice, Result};
+
+/// Queries, keys or values: from the first element of a view on, those of the next position `stride` elements further.
+#[derive(Debug)]
+pub(super) struct Rows<'a, E> {
+    pub values: CudaView<'a, E>,
+    pub stride: usize,
+}
+
+/// kernels/attention.cuh has the same struct.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Sizes {
+    time: u32,
+    rows: u32,
+    heads: u32,
+    kv_heads: u32,
+    head: u32,
+    window: u32,
+    both_ways: u32,
+    pub vectors: u32,
+    q_stride: u32,
+    k_stride: u32,
+    v_stride: u32,
+    pub dq_stride: u32,
+    pub dk_stride: u32,
+    pub dv_stride: u32,
+    scale: f32,
+    capped: f32,
+    inner: f32,
+    outer: f32,
+    to_powers: f32,
+}
+
+// SAFETY: C's layout, with nothing between the fields, of which all bits are values.
+unsafe impl DeviceRepr for Sizes {}
+
+/// What the launches of one attention have in common.
+pub(super) struct Call<'a> {
+    device: &'a CudaDevice,
+    rule: &'a Rule<'a>,
+    h: &'a Heads,
+    pub sizes: Sizes,
+    width: usize,
+    pub how: Launches,
+}
+
+impl<'a> Call<'a> {
+    /// Panics if rows do not lie within their views.
+    pub fn new<E: Format>(
+        device: &'a CudaDevice,
+        (h, rule): (&'a Heads, &'a Rule<'a>),
+        rows: [&Rows<'_, E>; 3],
+    ) -> Result<Self> {
+        let Some(width) = launches::width(h.head) else {
+            candle_core::bail!("attention: heads of {} elements on a GPU; {} are the most", h.head, launches::WIDTHS[4])
+        };
+        let [q, k, v] = rows;
+        for (rows, heads) in [(q, h.heads), (k, h.kv_heads), (v, h.kv_heads)] {
+            let end = (h.batch * h.time - 1) * rows.stride + heads * h.head;
+            assert!(end <= rows.values.len() && heads * h.head <= rows.stride, "{h:?}: {} elements", rows.values.len());
+        }
+        let stream = device.cuda_stream();
+        let piece = 16 / size_of::<E>();
+        let in_pieces = |rows: &Rows<'_, E>| {
+            rows.stride.is_multiple_of(piece) && rows.values.device_ptr(&stream).0.is_multiple_of(16)
+        };
+        let (to_powers, cap) = rule.to_powers();
+        let u32 = |n: usize| u32::try_from(n).map_err(candle_core::Error::wrap);
+        let sizes = Sizes {
+            time: u32(h.time)?,
+            rows: u32(h.batch * h.time)?,
+            heads: u32(h.heads)?,
+            kv_heads: u32(h.kv_heads)?,
+            head: u32(h.head)?,
+            window: rule.window.map_or(u32::MAX, |window| u32::try_from(window).unwrap_or(u32::MAX)),
+            both_ways: u32::from(rule.bidirectional),
+            vectors: u32::from(h.head.is_multiple_of(piece) && [q, k, v].into_iter().all(in_pieces)),
+            q_stride: u32(q.stride)?,
+            k_stride: u32(k.stride)?,
+            v_stride: u32(v.stride)?,
+            scale: rule.scale,
+            capped: f32::from(u8::from(cap.is_some())),
+            inner: cap.map_or(0.0, |cap| cap.inner),
+            outer: cap.map_or(1.0, |cap| cap.outer),
+            to_powers,
+            ..Sizes::default()
+        };
+        Ok(Self { device, rule, h, sizes, width, how: Launches::of(width, size_of::<E>()) })
+    }
+
+    pub fn function<E: Format>(&self, kernel: &str, how: Launch) -> Result<Function> {
+        let name = format!("attention_{kernel}_{}_{}", E::SUFFIX, self.width);
+        E::KERNELS.function(self.device, &name)?.with_shared_memory(how.bytes)
+    }
+
+    /// Tiles of `own` positions, which begin where a sequence begins.
+    pub fn tiles(&self, own: usize) -> Result<Tiles> {
+        let Some(_) = self.rule.starts else {
+            return Ok(Tiles { list: None, count: self.h.batch * self.h.time.div_ceil(own) });
+        };
+        let spans = self.rule.spans(self.h);
+        let of_span = |span: &Span| {
+            let (first, len) = (span.first as u32, span.len as u32);
+            (0..len).step_by(own).flat_map(move |start| [first, len, start])
+        };
+        let list: Vec<u32> = spans.iter().flat_map(of_span).collect();
+        Ok(Tiles { count: list.len() / 3, list: Some(self.device.clone_htod(&list)?) })
+    }
+}
+
+/// The tiles of own rows: {first position of the sequence, its length, first position of the tile}.
+pub(super) struct Tiles {
+    /// Nothing where each row is a sequence: kernels know those.
+    list: Option<CudaSlice<u32>>,
+    pub count: usize,
+}
+
+impl Tiles {
+    /// Gives the list to a kernel, or a null pointer.
+    pub fn give<'a>(&'a self, arguments: &mut LaunchArgs<'a>) {
+        match &self.list {
+            Some(list) => arguments.arg(list),
+            None => arguments.arg(&0u64),
+        };
+    }
+}

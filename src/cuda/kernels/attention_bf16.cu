@@ -1,0 +1,15 @@
+// Attention of bf16: products by tensor cores, sums and softmax in f32. Older GPUs than of 8.0 have neither
+// their formats nor the shared memory: nothing is made for them.
+#if __CUDA_ARCH__ >= 800
+#include "attention_cores.cuh"
+#include "attention_kernels.cuh"
+
+__device__ __forceinline__ Line *shared_lines() {
+    extern __shared__ Line memory[];
+    return memory;
+}
+
+#define FORWARD(WIDTH) CoresForward<__nv_bfloat16, WIDTH>
+#define BACKWARD(WIDTH) CoresBackward<__nv_bfloat16, WIDTH>
+ATTENTION_KERNELS(bf16, __nv_bfloat16)
+#endif
