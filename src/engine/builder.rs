@@ -49,7 +49,8 @@ impl Engine<()> {
 }
 
 impl EngineBuilder {
-    /// The job to take part in. Default: the one that the environment names (zerorun, mpirun, srun, torchrun).
+    /// The job to take part in. Default: the one that the environment names (zerorun, mpirun, srun; on one host torchrun's
+    /// variables, whoever has set them).
     ///
     /// A process may have several engines, at the same time or one after the other: a GAN, a teacher beside a student.
     /// Those of a job share its communicator, by default or given to each of them, so all ranks make and call them in
