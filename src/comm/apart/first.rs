@@ -1,7 +1,7 @@
 //! Rank 0: waits for the others, and makes the memory.
 
 use super::gathering::{Gathering, News};
-use super::system;
+use super::socket::system;
 use crate::comm::env::RankEnv;
 use crate::comm::shm::Region;
 use crate::error::{CommError, Result};

@@ -1,8 +1,8 @@
 //! The ranks that have come to rank 0, and what is heard of each.
 
 use super::peer::Peer;
+use super::socket::{address, system};
 use super::wire::{self, Hello};
-use super::{address, system};
 use crate::error::{CommError, Result};
 use crate::util::list;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

@@ -16,14 +16,13 @@ mod first;
 mod gathering;
 mod other;
 mod peer;
+mod socket;
 mod watch;
 mod wire;
 
 use super::env::RankEnv;
 use super::shm::Region;
-use crate::error::{CommError, Result};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::SocketAddr;
+use crate::error::Result;
 use std::sync::{Arc, OnceLock};
 
 /// Meets the other ranks, and lets this one be watched and watch from now on: the memory that they share.
@@ -61,18 +60,6 @@ extern "C" fn leave() {
     if let Some((region, rank)) = ENTERED.get() {
         region.finish(*rank);
     }
-}
-
-/// The name of the socket at which this user's job with a port meets.
-fn address(port: u16) -> Result<SocketAddr> {
-    let user = rustix::process::geteuid().as_raw();
-    let name = format!("candle-zero ranks of user {user} at port {port}");
-    Ok(SocketAddr::from_abstract_name(name).map_err(system("name a socket for"))?)
-}
-
-/// An error of the system's, with what was tried.
-fn system(action: &'static str) -> impl Fn(std::io::Error) -> CommError {
-    move |source| CommError::Region { action, source: Arc::new(source) }
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! A rank other than 0: finds rank 0, and gets the memory from it.
 
 use super::peer::Peer;
+use super::socket::{address, system};
 use super::wire::{self, Answer, Hello};
-use super::{address, system};
 use crate::comm::env::RankEnv;
 use crate::comm::shm::Region;
 use crate::error::{CommError, Result};

@@ -1,7 +1,7 @@
 //! Who is gone: rank 0 watches the others, and they watch rank 0, by the connection between them.
 
 use super::gathering::{Gathering, News};
-use super::system;
+use super::socket::system;
 use crate::comm::shm::Region;
 use crate::comm::state::RankState;
 use crate::error::CommError;
