@@ -211,6 +211,14 @@ pub enum CommError {
         /// Its first rank behind those of another host.
         second: usize,
     },
+    /// Hosts run different programs.
+    #[error("hosts {first} and {host} run different programs, by their content; copy the same file to all hosts")]
+    ProgramsDiffer {
+        /// The first host.
+        first: String,
+        /// The one that differs from it.
+        host: String,
+    },
     /// Ranks that were started one by one have not all come.
     #[error(
         "of {world} ranks, {came} came to MASTER_PORT {port} of this host within {limit:?}; missing is rank {missing}: start it with \

@@ -19,6 +19,7 @@ pub(crate) mod agree;
 mod apart;
 mod bandwidth;
 pub(crate) mod calls;
+pub(crate) mod clocks;
 mod coded;
 mod collectives;
 mod counters;
