@@ -230,7 +230,7 @@ fn run<A: Architecture>(
         // On a stream that is closed nobody waits for it.
         _ = writeln!(std::io::stderr(), "warning: {warning}");
     }
-    let mut builder = Engine::builder().run_values(run_values);
+    let mut builder = Engine::builder().run_values(run_values).same_on_all_ranks(data.name(), data.fingerprint());
     if let Some(seed) = args.seed {
         builder = builder.seed(seed);
     }

@@ -18,6 +18,7 @@ mod common;
 mod construct;
 pub(crate) mod error;
 mod for_eval;
+mod given;
 mod output;
 mod reporter;
 mod reports;

@@ -19,7 +19,8 @@
 //! has that of all.
 //!
 //! Ranks that a launcher of MPI started (all but the first row) are joined by MPI, on one host or several; those of `zerorun` where
-//! it has started them on several.
+//! it has started them on several. Those of the first row that another launcher than `zerorun` has started, or a hand, meet by
+//! themselves at `MASTER_PORT`, on one host (`apart`); on several, where a launcher of MPI's variables say the same, MPI joins them.
 
 use std::os::fd::RawFd;
 use std::str::FromStr;
@@ -92,8 +93,8 @@ impl RankEnv {
     /// Reads the environment of this process; nothing set means rank 0 of 1.
     ///
     /// # Errors
-    /// A variable that cannot be read, a half-set group of variables, a rank that is not below its world, several ranks
-    /// that nothing joins (started by neither zerorun nor an MPI launcher).
+    /// A variable that cannot be read, a half-set group of variables, a rank that is not below its world, ranks on several
+    /// hosts that nothing joins (started by neither zerorun nor an MPI launcher).
     pub fn from_env() -> Result<Self> {
         // A value that is not UTF-8 is no number: its replacement characters are refused by name.
         Self::from_lookup(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
@@ -127,7 +128,7 @@ impl RankEnv {
                 timeout,
             });
         };
-        let RankNumbers { rank, world, local, mpi } = found;
+        let RankNumbers { rank, world, local, mpi } = if shm_fd.is_none() { vars.or_of_mpi(found) } else { found };
         below(rank, world)?;
         let (local_rank, local_world_size) = match local {
             None => (rank.value, world.value),
@@ -142,15 +143,10 @@ impl RankEnv {
             // it lets MPI join.
             Some(_) => local_world_size < world.value && vars.get(PMI_FD).is_some(),
         };
-        if world.value > 1 && !mpi {
-            if local_world_size != world.value {
-                return Err(RankEnvError::SeveralHosts { local_world: local_world_size, world: world.value }.into());
-            }
-            if shm_fd.is_none() {
-                return Err(
-                    RankEnvError::NotJoined { rank_name: rank.name, rank: rank.value, world: world.value }.into()
-                );
-            }
+        if world.value > 1 && !mpi && local_world_size != world.value {
+            let (local_world, world) = (local_world_size, world.value);
+            let hosts = world.div_ceil(local_world);
+            return Err(RankEnvError::SeveralHosts { local_world, world, hosts, first: master_addr }.into());
         }
         Ok(Self {
             rank: rank.value,
@@ -242,6 +238,19 @@ impl Vars<'_> {
             return Err(RankEnvError::Incomplete { set: local_rank.name, missing: "RANK" }.into());
         }
         self.of_mpi()
+    }
+
+    /// The numbers of a launcher of MPI in the place of `found`, where these say the same and that the ranks are on several
+    /// hosts: a script that srun starts may set torchrun's variables from Slurm's.
+    fn or_of_mpi(&self, found: RankNumbers) -> RankNumbers {
+        let several = |numbers: &RankNumbers| numbers.local.is_some_and(|(_, here)| here.value < numbers.world.value);
+        let same = |other: &RankNumbers| [other.rank.value, other.world.value] == [found.rank.value, found.world.value];
+        match self.of_mpi() {
+            Ok(Some(other)) if !found.mpi && same(&other) && (several(&found) || several(&other)) => {
+                RankNumbers { local: other.local.or(found.local), ..other }
+            }
+            _ => found,
+        }
     }
 
     /// What launchers of MPI set.
@@ -498,14 +507,34 @@ mod tests {
         insta::assert_snapshot!(refusal(&[("RANK", "-1"), ("WORLD_SIZE", "2")]), @"environment variable RANK is `-1`; it must be a whole number");
         insta::assert_snapshot!(refusal(&[("RANK", "2"), ("WORLD_SIZE", "2"), shared]), @"RANK is 2 but WORLD_SIZE is 2; it must be below that");
         insta::assert_snapshot!(refusal(&[("RANK", "0"), ("WORLD_SIZE", "0")]), @"RANK is 0 but WORLD_SIZE is 0; it must be below that");
-        insta::assert_snapshot!(refusal(&[("RANK", "1"), ("WORLD_SIZE", "2")]), @"RANK says rank 1 of 2, but CANDLE_ZERO_SHM_FD is not set, so the ranks cannot reach one another; start the program with `zerorun --num_ranks 2` on one host, or with mpirun or srun on several");
         insta::assert_snapshot!(refusal(&[("CANDLE_ZERO_SHM_FD", "-1")]), @"environment variable CANDLE_ZERO_SHM_FD is `-1`; it must be the number of an open file descriptor");
         insta::assert_snapshot!(refusal(&[("CANDLE_ZERO_TIMEOUT_MS", "0")]), @"environment variable CANDLE_ZERO_TIMEOUT_MS is `0`; it must be a whole number of milliseconds, at least 1");
         insta::assert_snapshot!(refusal(&[("MASTER_PORT", "70000")]), @"environment variable MASTER_PORT is `70000`; it must be a port number from 1 to 65535");
         insta::assert_snapshot!(
             refusal(&[("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2"), shared]),
-            @"2 of 4 ranks are on this host, and nothing joins it with the others; start all ranks on one host with `zerorun --num_ranks 4`, or on several with mpirun or srun"
+            @"2 of 4 ranks are on this host, and these variables join the ranks of one host alone; start one launcher on each host in place of the ranks, `zerorun --nnodes 2 --node_rank N --master_addr 127.0.0.1 --num_ranks 2 PROGRAM`, or let mpirun or srun start the ranks"
         );
+    }
+
+    #[test]
+    fn torchruns_variables_are_those_of_ranks_that_meet_by_themselves_on_one_host() {
+        let env = read(&[("RANK", "1"), ("WORLD_SIZE", "2")]).unwrap();
+        assert_eq!((numbers(&env), env.shm_fd, env.mpi), ([1, 2, 1, 2], None, false));
+        // A batch script of Slurm that sets them itself, on two nodes.
+        let torch = [("RANK", "3"), ("WORLD_SIZE", "4")];
+        let slurm = [
+            ("SLURM_PROCID", "3"),
+            ("SLURM_NTASKS", "4"),
+            ("SLURM_LOCALID", "1"),
+            ("SLURM_NODEID", "1"),
+            ("SLURM_STEP_TASKS_PER_NODE", "2(x2)"),
+        ];
+        let env = read(&[&torch[..], &slurm].concat()).unwrap();
+        assert_eq!((numbers(&env), env.mpi), ([3, 4, 1, 2], true));
+        let local = [("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")];
+        assert!(read(&[&torch[..], &local, &slurm].concat()).unwrap().mpi);
+        let one_node = [&slurm[..2], &[("SLURM_LOCALID", "3"), ("SLURM_STEP_TASKS_PER_NODE", "4")]].concat();
+        assert!(!read(&[&torch[..], &one_node].concat()).unwrap().mpi);
     }
 
     #[test]

@@ -222,6 +222,106 @@ pub enum CommError {
         /// Its first rank behind those of another host.
         second: usize,
     },
+    /// Hosts run different programs.
+    #[error("hosts {first} and {host} run different programs, by their content; copy the same file to all hosts")]
+    ProgramsDiffer {
+        /// The first host.
+        first: String,
+        /// The one that differs from it.
+        host: String,
+    },
+    /// Ranks that were started one by one have not all come.
+    #[error(
+        "of {world} ranks, {came} came to MASTER_PORT {port} of this host within {limit:?}; missing is rank {missing}: start it with \
+         its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts \
+         are joined by zerorun --nnodes, mpirun or srun"
+    )]
+    RanksMissing {
+        /// Ranks that came.
+        came: usize,
+        /// All ranks.
+        world: usize,
+        /// The numbers of the others.
+        missing: String,
+        /// `MASTER_PORT`.
+        port: u16,
+        /// The limit.
+        limit: std::time::Duration,
+    },
+    /// Rank 0 of ranks that were started one by one has not come.
+    #[error(
+        "rank {rank} of {world} found no rank 0 at MASTER_PORT {port} of this host within {limit:?}: start it with RANK=0, \
+         WORLD_SIZE={world} and the same MASTER_PORT, as the same user and in the same network namespace, or all ranks with \
+         `zerorun --num_ranks {world}`; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun"
+    )]
+    FirstMissing {
+        /// This rank.
+        rank: usize,
+        /// All ranks.
+        world: usize,
+        /// `MASTER_PORT`.
+        port: u16,
+        /// The limit.
+        limit: std::time::Duration,
+    },
+    /// Rank 0 has come and does not answer.
+    #[error(
+        "rank 0 is there and has not answered rank {rank} for {limit:?}; it was stopped, or its machine is overloaded"
+    )]
+    FirstSilent {
+        /// This rank.
+        rank: usize,
+        /// The limit.
+        limit: std::time::Duration,
+    },
+    /// The process of a rank has ended before all were there.
+    #[error("the process of rank {rank} ended before all ranks were there; its own output tells why")]
+    GoneBeforeStart {
+        /// The rank.
+        rank: usize,
+    },
+    /// Ranks disagree about their number.
+    #[error(
+        "WORLD_SIZE is {first} on rank 0 and {world} on rank {rank}; give all ranks of a job the same, and each job its own \
+         MASTER_PORT, which is {port} here"
+    )]
+    WorldsDiffer {
+        /// The rank that differs from rank 0.
+        rank: usize,
+        /// Its number of ranks.
+        world: usize,
+        /// That of rank 0.
+        first: usize,
+        /// `MASTER_PORT`.
+        port: u16,
+    },
+    /// Two processes have come as one rank.
+    #[error(
+        "processes {earlier} and {later} both say that they are rank {rank}; give each its own RANK, and each job its own \
+         MASTER_PORT, which is {port} here"
+    )]
+    RankTwice {
+        /// The rank.
+        rank: usize,
+        /// The process that came first.
+        earlier: i32,
+        /// The other one.
+        later: i32,
+        /// `MASTER_PORT`.
+        port: u16,
+    },
+    /// Another job meets at the port.
+    #[error("another job meets at MASTER_PORT {port} of this host: give each job a port of its own")]
+    MeetingTaken {
+        /// `MASTER_PORT`.
+        port: u16,
+    },
+    /// Rank 0 has ended the meeting, with its own error.
+    #[error("rank 0 has called the meeting of ranks off: {why}")]
+    NotMet {
+        /// Its words.
+        why: String,
+    },
     /// The communication thread is gone.
     #[error("the communication thread of this rank has ended after an earlier failure; the first error tells why")]
     ThreadEnded,
@@ -268,28 +368,20 @@ pub enum RankEnvError {
         /// The number of ranks.
         world: usize,
     },
-    /// The environment says that there are several ranks, but nothing joins them.
-    #[error(
-        "{rank_name} says rank {rank} of {world}, but CANDLE_ZERO_SHM_FD is not set, so the ranks cannot reach one \
-         another; start the program with `zerorun --num_ranks {world}` on one host, or with mpirun or srun on several"
-    )]
-    NotJoined {
-        /// Variable with the rank.
-        rank_name: &'static str,
-        /// The rank.
-        rank: usize,
-        /// The number of ranks.
-        world: usize,
-    },
     /// Ranks on several hosts.
     #[error(
-        "{local_world} of {world} ranks are on this host, and nothing joins it with the others; start all ranks on one host \
-         with `zerorun --num_ranks {world}`, or on several with mpirun or srun"
+        "{local_world} of {world} ranks are on this host, and these variables join the ranks of one host alone; start one \
+         launcher on each host in place of the ranks, `zerorun --nnodes {hosts} --node_rank N --master_addr {first} --num_ranks \
+         {local_world} PROGRAM`, or let mpirun or srun start the ranks"
     )]
     SeveralHosts {
         /// Ranks on this host.
         local_world: usize,
         /// All ranks.
         world: usize,
+        /// How many hosts there are, if all have as many ranks.
+        hosts: usize,
+        /// The first host's address.
+        first: String,
     },
 }

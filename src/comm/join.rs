@@ -6,7 +6,7 @@
 use super::env::RankEnv;
 use super::mpi::Place;
 use super::shm::Region;
-use super::{CommLog, CommReport, Communicator, Pending, Shared, Solo, Wire};
+use super::{CommLog, CommReport, Communicator, Pending, Shared, Solo, Wire, apart};
 use crate::error::Result;
 use crate::precision::Flat;
 use crate::util::lock;
@@ -14,17 +14,18 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-/// The communicator of a job of one rank or, under `zerorun` or a launcher of MPI, of all its processes. There all calls of
-/// a process give the same one: its engines share its collectives, their counters, and the first error, which ends the
-/// job for all of them.
+/// The communicator of a job of one rank or, under `zerorun`, a launcher of MPI, or with torchrun's variables, of all its
+/// processes. There all calls of a process give the same one: its engines share its collectives, their counters, and the first
+/// error, which ends the job for all of them.
 ///
 /// # Errors
 /// Memory that is not this job's; a rank that another process has; under a launcher of MPI, no MPI library, and its own
-/// errors.
+/// errors; with torchrun's variables, ranks that do not come within [`RankEnv::timeout`], or that differ about the job.
 pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
     match env.shm_fd {
         _ if env.world_size > 1 && env.mpi => Ok(Arc::new(Member(joined_by_mpi(env)?))),
         Some(fd) if env.world_size > 1 => Ok(Arc::new(Member(shared_of_this_process(fd, env)?))),
+        None if env.world_size > 1 => Ok(Arc::new(Member(joined_apart(env)?))),
         _ => Ok(Arc::new(Solo::default())),
     }
 }
@@ -63,6 +64,19 @@ fn joined_by_mpi(env: &RankEnv) -> Result<Arc<Shared>> {
     let (place, region) = Place::enter(env)?;
     share_cores(region.world_size());
     let shared = Arc::new(Shared::across_hosts(region, env.rank, env.timeout, place)?);
+    Ok(joined.insert(shared).clone())
+}
+
+/// The same where ranks of one host were started one by one, and meet by themselves.
+fn joined_apart(env: &RankEnv) -> Result<Arc<Shared>> {
+    static JOINED: Mutex<Option<Arc<Shared>>> = Mutex::new(None);
+    let mut joined = lock(&JOINED);
+    if let Some(shared) = &*joined {
+        return Ok(shared.clone());
+    }
+    let region = apart::meet(env)?;
+    share_cores(region.world_size());
+    let shared = Arc::new(Shared::new(region, env.rank, env.timeout)?);
     Ok(joined.insert(shared).clone())
 }
 

@@ -7,8 +7,8 @@
 //!
 //! [`Communicator`] is what the engine sees: rank, size, and collectives on flat buffers in two halves, launch and
 //! wait. [`Solo`] is a world of one. [`Shared`] carries every other world: ranks as threads of one process
-//! ([`threads`]) over anonymous memory, ranks as processes over the memfd that `zerorun` made (`shm`), or ranks of several
-//! hosts (`mpi`). A program can bring its own.
+//! ([`threads`]) over anonymous memory, ranks as processes over the memfd that `zerorun` made (`shm`) or that rank 0 of those
+//! started one by one did (`apart`), or ranks of several hosts (`mpi`). A program can bring its own.
 //!
 //! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces that a buffer travels
 //! in. That is what makes stages 0 to 3 give the same bits.
@@ -16,8 +16,10 @@
 //! Elements travel as they are, or as small integers with a scale per block, everywhere or between hosts alone: [`Wire`].
 
 pub(crate) mod agree;
+mod apart;
 mod bandwidth;
 pub(crate) mod calls;
+pub(crate) mod clocks;
 mod code;
 mod coded;
 mod collectives;

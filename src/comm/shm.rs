@@ -6,10 +6,11 @@
 //!   then, per rank    two slots of SLOT_BYTES: the data of an even and of an odd piece
 //! ```
 //!
-//! `zerorun` makes the region as a memfd and the ranks inherit it: it has no name, needs no /dev/shm, and is gone
-//! with the last process. Ranks as threads share the same layout in anonymous memory.
+//! `zerorun` makes the region as a memfd and the ranks inherit it, or rank 0 makes it and hands it to the others: it has no name,
+//! needs no /dev/shm, and is gone with the last process. Ranks as threads share the same layout in anonymous memory.
 //!
-//! A rank's block is written by that rank alone (`cause` and the step from a living state to DEAD by the launcher).
+//! A rank's block is written by that rank alone (`cause` and the step from a living state to DEAD by the launcher or, where there
+//! is none, by the one rank that has claimed it).
 //! Here is where each word lies; the order in which they are written and read is in [`super::pieces`] and
 //! [`super::state`].
 
@@ -45,6 +46,7 @@ const SLEEPERS: usize = 4;
 const STATE: usize = 64;
 const TEXT_LEN: usize = 68;
 const CAUSE_LEN: usize = 72;
+const CAUSE_CLAIMED: usize = 76;
 const HEARTBEAT: usize = 128;
 const HEADERS: usize = 192; // two, of 64 bytes
 const TEXT: usize = 1024;
@@ -67,7 +69,7 @@ pub struct Region {
 }
 
 impl Region {
-    /// Makes a region that child processes inherit (the memfd is not closed on exec). Called by the launcher.
+    /// Makes a region that child processes inherit (the memfd is not closed on exec). Called by the launcher, or by a rank.
     pub fn create(world_size: usize) -> Result<Self> {
         let system = |source| CommError::Region { action: "create", source: Arc::new(source) };
         let fd = rustix::fs::memfd_create("candle-zero", rustix::fs::MemfdFlags::empty())
@@ -211,6 +213,12 @@ impl Region {
             std::ptr::copy_nonoverlapping(from, text.as_mut_ptr(), text.len());
         }
         Some((rank, String::from_utf8_lossy(&text).into_owned()))
+    }
+
+    /// Whether this call is the first that claims to write the cause of death of `rank`: where no launcher does, several ranks
+    /// may see it.
+    pub(super) fn claims_cause(&self, rank: usize) -> bool {
+        self.word32(self.block(rank) + CAUSE_CLAIMED).swap(1, Ordering::AcqRel) == 0
     }
 
     /// The first failure of the job, as a number; 0 while there is none.

@@ -6,6 +6,7 @@ use crate::files;
 use memmap2::{Advice, Mmap};
 use rayon::prelude::*;
 use std::fs;
+use std::hash::Hasher;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
@@ -14,6 +15,10 @@ const BYTES: usize = 256;
 
 /// Tokens that are compared with a vocabulary before the first is used: so many take some hundredths of a second.
 const CHECKED_AT_ONCE: usize = 64 << 20;
+
+/// Tokens of a piece of which a fingerprint is made, and how many pieces there are of much data.
+const SAMPLES: usize = 4 << 10;
+const PIECES: usize = 256;
 
 /// The default data: sources and documents of this project as they were on one day. Frozen, so that the losses of a
 /// first training run, and the tables made from them, change with the code that trains and not with every edited line.
@@ -134,6 +139,23 @@ impl TokenData {
     /// Files of a folder that were left out because they are not UTF-8 text.
     pub fn skipped_files(&self) -> usize {
         self.skipped_files
+    }
+
+    /// A number that changes with the number of tokens and with the content: of at most 1 Mi tokens with that of all, of more
+    /// with that of samples all over it, so that long files are not read.
+    pub fn fingerprint(&self) -> u64 {
+        let (len, piece) = (self.len(), SAMPLES.min(self.len()));
+        let mut hash = twox_hash::XxHash3_64::with_seed(len as u64);
+        let mut tokens = Vec::with_capacity(piece);
+        // All of it, or pieces at even distances from the first token to the last.
+        let pieces = if len <= PIECES * SAMPLES { len.div_ceil(piece.max(1)) } else { PIECES };
+        for i in 0..pieces {
+            let start = if pieces < PIECES { i * piece } else { (len - piece) * i / (PIECES - 1) };
+            tokens.clear();
+            self.extend(start, piece.min(len - start), &mut tokens);
+            tokens.iter().for_each(|token| hash.write(&token.to_le_bytes()));
+        }
+        hash.finish()
     }
 
     /// Appends tokens `start .. start + count` to `to`.
@@ -296,6 +318,7 @@ fn io(action: &'static str, path: &Path, source: std::io::Error) -> Error {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -306,5 +329,24 @@ mod tests {
             0x0428_36fe_27ef_71f0,
             "first losses and tables depend on each of its bytes"
         );
+    }
+
+    #[test]
+    fn a_fingerprint_changes_with_the_content_and_the_length() {
+        let of = |text: &str| {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            fs::write(file.path(), text).unwrap();
+            TokenData::open(Some(file.path())).unwrap().fingerprint()
+        };
+        let text = "to be, or not to be ".repeat(100_000);
+        assert_eq!(of(&text), of(&text));
+        assert_ne!(of(&text), of(&text[1..]));
+        let (first, rest) = text.split_at(text.len() - 1);
+        assert_ne!(of(&text), of(&format!("{first}!")), "the last token counts: {rest}");
+        for len in [0, 1, 5_000, 9_000] {
+            let changed = text[..len].replacen("to", "ot", 1);
+            assert_eq!(of(&text[..len]) == of(&changed), len < 2, "{len}");
+        }
+        assert_ne!(of(&text[..5_000]), of(&format!("{}!", &text[..4_999])));
     }
 }

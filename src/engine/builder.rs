@@ -1,6 +1,7 @@
 //! An engine's options.
 
 use super::Engine;
+use super::given::Same;
 use crate::comm::Communicator;
 use crate::comm::RankEnv;
 use crate::config::{Config, ConfigSource, RunValues};
@@ -39,6 +40,7 @@ pub struct EngineBuilder {
     pub(super) buffer_sync: BufferSync,
     ignore_unused_parameters: bool,
     pub(super) leaf_units: Vec<String>,
+    pub(super) same: Vec<Same>,
 }
 
 impl Engine<()> {
@@ -49,7 +51,8 @@ impl Engine<()> {
 }
 
 impl EngineBuilder {
-    /// The job to take part in. Default: the one that the environment names (zerorun, mpirun, srun, torchrun).
+    /// The job to take part in. Default: the one that the environment names (zerorun, mpirun, srun; on one host torchrun's
+    /// variables, whoever has set them).
     ///
     /// A process may have several engines, at the same time or one after the other: a GAN, a teacher beside a student.
     /// Those of a job share its communicator, by default or given to each of them, so all ranks make and call them in
@@ -229,6 +232,16 @@ impl EngineBuilder {
     #[must_use]
     pub fn timeline(mut self, file: impl Into<PathBuf>) -> Self {
         self.timeline = Some(file.into());
+        self
+    }
+
+    /// All ranks must have the same of this, by a number of its content ([`TokenData::fingerprint`], say): data, a tokenizer.
+    /// Where one has another, every rank's error names both. May be called several times, in the same order on all ranks.
+    ///
+    /// [`TokenData::fingerprint`]: crate::data::TokenData::fingerprint
+    #[must_use]
+    pub fn same_on_all_ranks(mut self, what: impl Into<String>, content: u64) -> Self {
+        self.same.push(Same { what: what.into(), content });
         self
     }
 

@@ -1,23 +1,14 @@
 //! What all ranks must have in common when training begins.
 
+use super::given::{Given, Own, Same};
 use crate::comm::agree::gather_u64;
 use crate::config::Config;
 use crate::error::{EngineError, KernelError, Result};
 use crate::kernels::checked_level;
 use crate::optim::Trainer;
-use crate::param::BufferSync;
 use crate::util::fnv1a;
 use crate::zero::core::Core;
 use candle_nn::Init;
-
-/// Parts of the user's own that stand in for those of the configuration.
-#[derive(Debug, Clone, Copy)]
-#[allow(dead_code, reason = "compared between ranks as text")]
-pub(super) struct Own {
-    pub optimizer: bool,
-    pub schedule: bool,
-    pub buffer_sync: BufferSync,
-}
 
 /// The parts of an engine that all ranks must have in common, as numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,7 +53,7 @@ impl Fingerprint {
     }
 }
 
-/// Collective: an error where ranks built different models, read different configurations, begin with different
+/// Collective: an error where ranks built different models, read different configurations or `data`, begin with different
 /// `weights` (a hash), hints of initial values (`inits`) or buffers, or with another optimizer, schedule or parameter
 /// groups, round states otherwise, or compute at another level of SIMD.
 pub(super) fn check_same_on_all_ranks(
@@ -72,6 +63,7 @@ pub(super) fn check_same_on_all_ranks(
     trainer: &Trainer,
     weights: u64,
     inits: &[Init],
+    data: &[Same],
 ) -> Result<()> {
     let (params, buffers) = (core.params(), core.buffers().list());
     let mut model: String = params
@@ -81,14 +73,18 @@ pub(super) fn check_same_on_all_ranks(
     model += &format!("{:?};", core.leaves());
     model.extend(buffers.iter().map(|b| format!("{} {:?} {:?};", b.name, b.tensor.shape(), b.tensor.dtype())));
     let groups: Vec<usize> = params.iter().map(|p| p.group).collect();
-    let config = format!("{:?} {own:?} {trainer:?} {groups:?}", Config { notes: Vec::new(), ..config.clone() });
+    let text = format!(
+        "{:?} {own:?} {trainer:?} {groups:?} {:x}",
+        Config { notes: Vec::new(), ..config.clone() },
+        Given::data_hash(data)
+    );
     let init_hashes: Vec<u64> = inits.iter().map(|init| fnv1a(format!("{init:?}").as_bytes())).collect();
     let buffer_hashes = core.buffers().hashes()?;
     let mine = Fingerprint {
         parameters: params.len() as u64,
         elements: params.iter().map(|p| p.numel).sum::<usize>() as u64,
         model: fnv1a(model.as_bytes()),
-        config: fnv1a(config.as_bytes()),
+        config: fnv1a(text.as_bytes()),
         weights,
         simd: fnv1a(checked_level()?.name().as_bytes()),
         rounding: of_all(&core.rounding_seed().map_or([0, 0], |seed| [1, seed])),
@@ -103,13 +99,20 @@ pub(super) fn check_same_on_all_ranks(
         // All ranks come here.
         return Err(initial_values_differ(core, inits, &[init_hashes, buffer_hashes].concat())?);
     }
+    let model = |f: Fingerprint| (f.parameters, f.elements, f.model);
+    let same_models = all.iter().all(|theirs| model(*theirs) == model(mine));
+    if same_models && all.iter().any(|theirs| theirs.config != all[0].config) {
+        // All ranks come here.
+        let other = (0..all.len()).find(|r| all[*r].config != mine.config).unwrap_or(other);
+        let given = Given::new(config, own, trainer, &groups, data);
+        return Err(given.differs(core.comm(), other)?);
+    }
     let other = (0..all.len()).find(|r| all[*r].of_all_else() != mine.of_all_else()).unwrap_or(other);
     let theirs = all[other];
-    let model = |f: Fingerprint| (f.parameters, f.elements, f.model);
     Err(if model(mine) != model(theirs) {
         EngineError::ModelsDiffer { rank, other, mine: mine.describe(), theirs: theirs.describe() }.into()
     } else if mine.config != theirs.config {
-        EngineError::ConfigsDiffer { rank, other }.into()
+        EngineError::ConfigsDiffer { rank, other, keys: "as the models of other ranks do".into() }.into()
     } else if mine.weights != theirs.weights {
         EngineError::WeightsDiffer { rank, other }.into()
     } else if mine.rounding != theirs.rounding {

@@ -5,7 +5,8 @@
 //! ```
 
 use super::clock::Clock;
-use super::common::{Own, check_same_on_all_ranks};
+use super::common::check_same_on_all_ranks;
+use super::given::Own;
 use super::reporter::Reporter;
 use super::{Accumulation, Engine, EngineBuilder, Losses, Phase};
 use crate::checkpoint::{self, HeldFolders};
@@ -54,6 +55,7 @@ impl<M> Engine<M> {
             quantized,
             monitors,
             leaf_units,
+            same,
             ..
         } = options;
         let own = Own { optimizer: optimizer.is_some(), schedule: schedule.is_some(), buffer_sync };
@@ -103,7 +105,7 @@ impl<M> Engine<M> {
             offload,
         }));
         link.connect(&core);
-        check_same_on_all_ranks(&core, &config, own, &trainer, weights, &inits)?;
+        check_same_on_all_ranks(&core, &config, own, &trainer, weights, &inits, &same)?;
         core.refresh()?;
         let engine = Self {
             model,

@@ -230,7 +230,7 @@ pub enum EngineError {
     },
     /// Ranks read different configurations, or have different schedules of their own.
     #[error(
-        "rank {rank} reads another configuration than rank {other}; every rank must be given the same file or value, \
+        "rank {rank} reads another configuration than rank {other}: {keys}; every rank must be given the same file or value, \
          and the same schedule"
     )]
     ConfigsDiffer {
@@ -238,6 +238,23 @@ pub enum EngineError {
         rank: usize,
         /// Another rank.
         other: usize,
+        /// The first keys that differ, with both values where they are short.
+        keys: String,
+    },
+    /// Ranks have different data, or something else that was to be the same.
+    #[error(
+        "the content of {mine} on rank {rank} is not that of {theirs} on rank {other}; every rank must read the same: copy the \
+         files to all hosts, or put them where all hosts see them"
+    )]
+    DataDiffer {
+        /// This rank.
+        rank: usize,
+        /// Another rank.
+        other: usize,
+        /// Its name here.
+        mine: String,
+        /// Its name there.
+        theirs: String,
     },
     /// Ranks built different models.
     #[error(

@@ -83,6 +83,17 @@ pub enum LaunchError {
         /// The system's reason.
         source: std::io::Error,
     },
+    /// A tool that starts ranks was itself started several times.
+    #[error(
+        "mpirun or srun has started {processes} of `zerorun {tool}`, each of which would be a job of its own; start it once, \
+         without them: `zerorun {tool} -n {processes} ...` starts that many ranks on this host"
+    )]
+    ToolInRanks {
+        /// The tool's name.
+        tool: &'static str,
+        /// How many of it there are.
+        processes: usize,
+    },
     /// Signals, pipes or threads that the launcher itself needs could not be set up.
     #[error("cannot set up the launcher: {what}: {source}")]
     Setup {

@@ -4,6 +4,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod apart;
 mod bad_input;
 mod cores;
 mod engines;

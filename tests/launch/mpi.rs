@@ -523,6 +523,17 @@ fn as_a_rank() {
                 Err(error) => return println!("rank {rank} is told: {error}"),
             }
         },
+        ("configs" | "data", _) => {
+            let clipping = if role == "configs" { 1.0 + rank as f64 } else { 1.0 };
+            let config = serde_json::json!({
+                "train_micro_batch_size_per_gpu": 1, "gradient_clipping": clipping,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            });
+            let builder = candle_zero::Engine::builder().device(candle_core::Device::Cpu).communicator(comm);
+            let builder = builder.same_on_all_ranks("/data/tokens.bin", if role == "data" { rank as u64 } else { 0 });
+            let error = builder.initialize(|vb| candle_nn::linear(4, 5, vb), config).map(drop).unwrap_err();
+            println!("rank {rank} is told: {error}");
+        }
         ("gives-up", _) if last => comm.abort("the test wants it"),
         ("leaves", _) if last => {}
         ("gives-up" | "leaves" | "differs", n) => {
@@ -648,6 +659,58 @@ fn ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end() {
             let line = said.lines().find(|line| line.contains(&format!("rank {rank} is told: ")));
             assert!(line.is_some_and(|line| line.contains(&words)), "{mpi:?}: {said}");
         }
+    });
+}
+
+/// What a rank is told, of all that was said.
+fn told_to(rank: usize, output: &Output) -> String {
+    let said = stdout(output);
+    let begin = format!("rank {rank} is told: ");
+    let line = said.lines().find_map(|line| Some(line.split_once(&begin)?.1.to_string()));
+    line.unwrap_or_else(|| panic!("{said}{}", stderr(output)))
+}
+
+#[test]
+fn hosts_with_other_configurations_or_data_are_told_what_differs() {
+    let test = hosts_with_other_configurations_or_data_are_told_what_differs;
+    let Some(hosts) = hosts(test) else { return };
+    let mut told = Vec::new();
+    with_each(test, |mpi| {
+        for role in ["configs", "data"] {
+            let output = in_role(hosts.mpirun(mpi, [1, 1]).unwrap(), role);
+            told.push((role, told_to(1, &output)));
+        }
+    });
+    for (role, text) in told {
+        let expected = match role {
+            "configs" => "gradient_clipping is 2.0 on rank 1 and 1.0 on rank 0",
+            _ => "the content of /data/tokens.bin on rank 1 is not that of /data/tokens.bin on rank 0",
+        };
+        assert!(text.contains(expected), "{role}: {text}");
+    }
+}
+
+#[test]
+fn hosts_with_other_programs_are_named() {
+    let test = hosts_with_other_programs_are_named;
+    let Some(hosts) = hosts(test) else { return };
+    let folder = tempfile::tempdir().unwrap();
+    for (host, name) in hosts.names().into_iter().enumerate() {
+        let program = folder.path().join(name);
+        std::fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+        // As another build would have: it runs as before.
+        let mut file = File::options().append(true).open(&program).unwrap();
+        std::io::Write::write_all(&mut file, &vec![0; host]).unwrap();
+    }
+    with_each(test, |mpi| {
+        let mut start = hosts.mpirun(mpi, [1, 1]).unwrap();
+        start.args(["env", &format!("{ROLE}=leaves"), "sh", "-c"]);
+        start.arg(format!("exec {}/$(hostname) \"$@\"", folder.path().display())).arg("sh");
+        let output = start.args(as_program(module_path!(), "as_a_rank")).output().unwrap();
+        let [a, b] = hosts.names();
+        let said = stdout(&output);
+        let told = format!("rank is told: hosts {a} and {b} run different programs, by their content");
+        assert_eq!(said.matches(&told).count(), 2, "{mpi:?}: {said}{}", stderr(&output));
     });
 }
 

@@ -2,6 +2,7 @@
 //! scripts/fetch_mpi.sh has fetched.
 
 use super::processes::program;
+use rustix::process::{Pid, Signal, kill_process};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -136,15 +137,30 @@ impl Hosts {
         ip(&["-n", &self.names[host], "link", "set", "cable", if plugged { "up" } else { "down" }]).unwrap();
     }
 
-    /// The processes on a host whose program has this name.
-    pub fn processes(&self, host: usize, program: &str) -> Vec<i32> {
+    /// Kills all that runs on a host.
+    pub fn kill_all(&self, host: usize) {
+        // One that starts another in between is killed by the next turn.
+        for _ in 0..3 {
+            for pid in self.pids(host).into_iter().filter_map(Pid::from_raw) {
+                // One that has ended meanwhile needs no signal.
+                _ = kill_process(pid, Signal::KILL);
+            }
+        }
+    }
+
+    fn pids(&self, host: usize) -> Vec<i32> {
         let output = Command::new("ip").args(["netns", "pids", &self.names[host]]).output().unwrap();
         let pids = String::from_utf8_lossy(&output.stdout).into_owned();
+        pids.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
+    }
+
+    /// The processes on a host whose program has this name.
+    pub fn processes(&self, host: usize, program: &str) -> Vec<i32> {
         let of = |pid: &i32| {
             let file = std::fs::read_link(format!("/proc/{pid}/exe"));
             file.is_ok_and(|file| file.file_name().is_some_and(|name| name == program))
         };
-        pids.split_whitespace().filter_map(|pid| pid.parse().ok()).filter(of).collect()
+        self.pids(host).into_iter().filter(of).collect()
     }
 
     /// `mpirun` on the first host for as many ranks on each; the program and its arguments come next.

@@ -28,6 +28,7 @@ mod probe;
 mod pulse;
 mod raw;
 mod roles;
+mod sameness;
 mod tiers;
 mod traffic;
 
@@ -82,6 +83,10 @@ impl Place {
             return Err(CommError::MpiForeign { rank, world, mpi_rank, mpi_world, library }.into());
         }
         let hosts = Hosts::meet(&link)?;
+        if env.shm_fd.is_none() {
+            // Launchers of several hosts compare them before they start ranks.
+            sameness::check(&link, &hosts)?;
+        }
         let region = match env.shm_fd {
             // Zerorun's, which it has made for the ranks that it starts on this host.
             Some(fd) => Arc::new(Region::inherit(fd, hosts.here().len())?),

@@ -9,7 +9,9 @@
 //!
 //! Everything happens on one thread, that takes what is heard of all hosts in turn.
 
-use super::wire::{Heard, Hello, How, Message, Peer, Start, seconds};
+use super::checksums;
+use super::wire::{Heard, Hello, How, Message, Peer, Start};
+use crate::comm::clocks;
 use crate::launch::restarts;
 use crate::util::list;
 use std::collections::BTreeMap;
@@ -21,8 +23,6 @@ use std::time::{Duration, Instant};
 const RETURN: Duration = Duration::from_secs(3);
 /// How long an attempt runs before it makes place for a host that is back.
 const SETTLED: Duration = Duration::from_secs(10);
-/// How far a host's clock may be from the first one's, in seconds.
-const CLOCK: u64 = 30;
 /// How often deadlines are looked at.
 const TICK: Duration = Duration::from_millis(200);
 /// Exit code where a host is gone, or hosts have not come.
@@ -212,7 +212,7 @@ impl Job {
                     peer.send(&Message::Refused(why));
                     return None;
                 }
-                let (node, ahead) = (hello.node, hello.clock as i64 - seconds() as i64);
+                let (node, ahead) = (hello.node, hello.clock as i64 - clocks::seconds() as i64);
                 let earlier = self.hosts.insert(node, Host { connection: number, peer, hello, ahead });
                 earlier.map(|_| (node, Heard::Lost("its connection broke".into())))
             }
@@ -259,7 +259,9 @@ impl Job {
     fn attempt(&mut self, attempt: u32, restart: u32, note: Option<String>) -> Outcome {
         let began = Instant::now();
         let ranks: Vec<usize> = self.hosts.values().map(|host| host.hello.ranks).collect();
-        let note = [note, self.clocks()].into_iter().flatten().collect::<Vec<_>>().join("\n");
+        // Later a job may have written into them.
+        let folders = if attempt == 0 { self.folders() } else { None };
+        let note = [note, self.clocks(), folders].into_iter().flatten().collect::<Vec<_>>().join("\n");
         let note = Some(note).filter(|note| !note.is_empty());
         let port = free_port();
         let mut parts = BTreeMap::new();
@@ -332,8 +334,25 @@ impl Job {
 
     /// A warning about hosts whose clocks differ.
     fn clocks(&self) -> Option<String> {
-        let other = self.hosts.values().find(|host| host.ahead.unsigned_abs() > CLOCK)?;
-        Some(clock_warning(&other.hello.host, other.ahead))
+        let warnings = self.hosts.values().filter_map(|host| clocks::warning(&host.hello.host, host.ahead));
+        warnings.map(|text| format!("zerorun: {text}")).reduce(|all, text| format!("{all}\n{text}"))
+    }
+
+    /// Folders that are there on the first host and another and are not the same. A job may write into one, so it is no more
+    /// than a warning.
+    fn folders(&self) -> Option<String> {
+        let own = &self.own;
+        let differ = self.hosts.values().flat_map(|Host { hello, .. }| {
+            own.folders.iter().filter_map(move |(name, here)| {
+                let difference = checksums::difference(here, hello.folders.get(name)?)?;
+                Some(format!(
+                    "zerorun: warning: folder {name} is not the same on hosts {} and {}: {difference}; copy the same files to \
+                     both, unless the job itself writes there",
+                    own.host, hello.host
+                ))
+            })
+        });
+        differ.reduce(|all, text| format!("{all}\n{text}"))
     }
 
     fn finish(&mut self, code: u8, text: Option<String>, culprit: Option<usize>) {
@@ -346,14 +365,6 @@ impl Job {
             self.next();
         }
     }
-}
-
-fn clock_warning(host: &str, ahead: i64) -> String {
-    let (seconds, which) = (ahead.unsigned_abs(), if ahead > 0 { "ahead of" } else { "behind" });
-    format!(
-        "zerorun: warning: the clock of host {host} is {seconds} s {which} the first host's: times of logs and checkpoints \
-         cannot be compared; let both follow a time server"
-    )
 }
 
 /// In what two hosts differ that must be the same.
@@ -436,6 +447,7 @@ mod tests {
             host: host.into(),
             words: vec!["--ds_config".into(), "zero3.json".into()],
             files: BTreeMap::from([("zero3.json".to_string(), "412 bytes with checksum 11".to_string())]),
+            folders: BTreeMap::new(),
             clock: 1_000,
             launcher: 1,
         }
@@ -463,6 +475,38 @@ mod tests {
         insta::assert_snapshot!(refused(other(0, "--help")), @"--node_rank 0 is host a's already; give each host its own number from 0 to 1, and each job its own --master_port");
     }
 
+    #[test]
+    fn a_host_whose_clock_is_far_from_the_first_ones_or_whose_folders_differ_is_named_at_the_start() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        let rule = Rule { nodes: 2, min_nodes: 2, max_restarts: 0, patience: Duration::from_secs(60) };
+        let folders = BTreeMap::from([("data".into(), BTreeMap::from([("a.txt".into(), "0 bytes".to_string())]))]);
+        let _served = serve(listener, rule, Hello { folders, ..hello("a") }).unwrap();
+        let now = clocks::seconds();
+        let member = |node: usize, host: &str, clock: u64| {
+            let (sender, heard) = channel();
+            let stream = std::net::TcpStream::connect(address).unwrap();
+            let peer = Peer::over(stream, move |heard| _ = sender.send(heard)).unwrap();
+            let folders =
+                BTreeMap::from([("data".into(), BTreeMap::from([("a.txt".into(), format!("{node} bytes"))]))]);
+            peer.send(&Message::Hello(Hello { node, clock, folders, launcher: node as u64 + 1, ..hello(host) }));
+            (peer, heard)
+        };
+        // The other host's clock is two minutes behind, and it has other data.
+        let members = [member(0, "a", now), member(1, "b", now - 120)];
+        let notes = members.iter().map(|(_, heard)| match heard.recv_timeout(Duration::from_secs(60)).unwrap() {
+            // Its Hello may be read a second later.
+            Heard::Said(Message::Start(start)) => start.note.unwrap().replace("121 s", "120 s"),
+            other => panic!("{other:?}"),
+        });
+        let notes: Vec<String> = notes.collect();
+        assert_eq!(notes[0], notes[1]);
+        insta::assert_snapshot!(notes[0], @"
+        zerorun: warning: the clock of host b is 120 s behind the first host's: times of logs and checkpoints cannot be compared; let both follow a time server
+        zerorun: warning: folder data is not the same on hosts a and b: a.txt is 0 bytes and 1 bytes; copy the same files to both, unless the job itself writes there
+        ");
+    }
+
     fn part(host: &str, first_rank: usize, end: End) -> Part {
         Part { first_rank, host: host.into(), values: None, end: Some(end) }
     }
@@ -484,7 +528,6 @@ mod tests {
         insta::assert_snapshot!(differ(|b| b.words[1] = "zero2.json".into()).unwrap(), @"the script's arguments are `--ds_config zero3.json` and `--ds_config zero2.json`; give the same");
         insta::assert_snapshot!(differ(|b| b.files.values_mut().for_each(|sum| *sum = "413 bytes with checksum 12".into())).unwrap(), @"zero3.json is 412 bytes with checksum 11 and 413 bytes with checksum 12; copy the same file to both, and for the program give one that is built already");
         insta::assert_snapshot!(differ(|b| b.files.clear()).unwrap(), @"zero3.json is 412 bytes with checksum 11 and not there; copy the same file to both, and for the program give one that is built already");
-        insta::assert_snapshot!(clock_warning("b", -125), @"zerorun: warning: the clock of host b is 125 s behind the first host's: times of logs and checkpoints cannot be compared; let both follow a time server");
     }
 
     #[test]

@@ -148,7 +148,7 @@ fn attend(job: &mut Job, joining: &Joining, sender: &Sender<Event>, events: &Rec
     let hear = move |news| heard.hear(news, &sender);
     let peer = Peer::over(stream, hear).map_err(|source| unreachable(joining, source.to_string()))?;
     let peer = Arc::new(peer);
-    peer.send(&Message::Hello(Hello { clock: super::wire::seconds(), ..joining.hello.clone() }));
+    peer.send(&Message::Hello(Hello { clock: crate::comm::clocks::seconds(), ..joining.hello.clone() }));
     let mut failed = None;
     loop {
         match wait(&inbox, events) {

@@ -9,6 +9,7 @@
 //! `first` is what only the first host does, `member` what each does, `wire` how they speak. `starter` starts the launcher of
 //! each host of a hostfile.
 
+mod checksums;
 mod first;
 mod member;
 pub(crate) mod starter;
@@ -19,13 +20,8 @@ use crate::error::{HostsError, LaunchError, Result};
 use crate::util::host_name;
 use first::Rule;
 use member::Joining;
-use std::collections::BTreeMap;
-use std::ffi::OsString;
-use std::io::{BufReader, Read};
 use std::net::{Ipv4Addr, Ipv6Addr, TcpListener};
-use std::path::Path;
 use std::time::Duration;
-use twox_hash::XxHash3_64;
 use wire::Hello;
 
 /// DeepSpeed's and torchrun's port.
@@ -64,7 +60,8 @@ pub(super) fn run(job: Job, node: &Node, max_restarts: u32) -> Result<u8> {
         ranks: job.world,
         host: host_name(),
         words: job.args.iter().map(|word| word.to_string_lossy().into_owned()).collect(),
-        files: checksums(&job),
+        files: checksums::of_files(&job.program, &job.args),
+        folders: checksums::of_folders(&job.args),
         clock: 0,
         launcher: launcher(),
     };
@@ -102,30 +99,4 @@ fn launcher() -> u64 {
     let now =
         std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
     now ^ u64::from(std::process::id()).rotate_left(32)
-}
-
-/// Checksums of the program and of the files that its arguments name, by what a user calls them.
-fn checksums(job: &Job) -> BTreeMap<String, String> {
-    let named = |word: &OsString| {
-        // `--ds_config=FILE` too.
-        let word = word.to_string_lossy();
-        let name =
-            word.split_once('=').filter(|(flag, _)| flag.starts_with('-')).map_or(&*word, |(_, name)| name).to_string();
-        Path::new(&name).is_file().then(|| (name.clone(), name.into()))
-    };
-    let files = job.args.iter().filter_map(named).chain([("the program".to_string(), job.program.clone())]);
-    files.map(|(name, path)| (name, checksum(&path).unwrap_or_else(|error| format!("unreadable ({error})")))).collect()
-}
-
-/// The size and the checksum of a file. Of one above 256 MiB only the beginning is read.
-fn checksum(path: &Path) -> std::io::Result<String> {
-    let file = std::fs::File::open(path)?;
-    let bytes = file.metadata()?.len();
-    let (mut hash, mut from, mut buffer) = (XxHash3_64::new(), BufReader::new(file).take(256 << 20), vec![0; 1 << 20]);
-    loop {
-        match from.read(&mut buffer)? {
-            0 => return Ok(format!("{bytes} bytes with checksum {:x}", std::hash::Hasher::finish(&hash))),
-            read => std::hash::Hasher::write(&mut hash, &buffer[..read]),
-        }
-    }
 }

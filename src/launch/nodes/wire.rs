@@ -1,5 +1,6 @@
 //! What the launchers of a job's hosts tell one another: lines of JSON over TCP, and a sign of life every second.
 
+use super::checksums::Checksums;
 use crate::launch::pmi::Values;
 use crate::util::lock;
 use serde::{Deserialize, Serialize};
@@ -60,16 +61,13 @@ pub(super) struct Hello {
     /// The program's arguments.
     pub(super) words: Vec<String>,
     /// Checksums of the program and of the files that its arguments name.
-    pub(super) files: BTreeMap<String, String>,
+    pub(super) files: Checksums,
+    /// The same of the files in folders that its arguments name.
+    pub(super) folders: BTreeMap<String, Checksums>,
     /// Its clock, in seconds since 1970.
     pub(super) clock: u64,
     /// A number of the launcher's own.
     pub(super) launcher: u64,
-}
-
-/// Seconds since 1970.
-pub(super) fn seconds() -> u64 {
-    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 /// A start of the ranks, as one host is told of it.

@@ -82,6 +82,9 @@ impl Arguments {
 
     /// Looks at everything, fetches the model where it is not here, and starts the ranks. Gives their exit code.
     fn launch(&self, words: Vec<OsString>) -> Result<u8> {
+        if let Some(processes) = started_as_one_of(|name| std::env::var(name).ok()) {
+            return Err(LaunchError::ToolInRanks { tool: "finetune", processes }.into());
+        }
         let model = Model::find(&self.flags.model, Parts::All)?;
         let path = model.path.clone();
         prepare(self.flags.options(model)?, usize::from(self.ranks))?;
@@ -116,6 +119,13 @@ impl Arguments {
     }
 }
 
+/// How many processes of this command a launcher of MPI has started, if more than one.
+fn started_as_one_of(variable: impl Fn(&str) -> Option<String>) -> Option<usize> {
+    // In a batch script of Slurm the number of the whole job's tasks is set too: that of the step counts.
+    let names = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
+    names.iter().find_map(|name| variable(name)?.trim().parse().ok().filter(|processes| *processes > 1))
+}
+
 /// Looks at everything that can be wrong before a rank is started, tokenizes the data, and says what was found.
 fn prepare(options: Options, ranks: usize) -> Result<()> {
     let mut progress = FileProgress::default();
@@ -135,4 +145,21 @@ fn prepare(options: Options, ranks: usize) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn several_of_it_that_a_launcher_of_mpi_has_started_are_refused() {
+        let of = |name: &'static str, value: &'static str| {
+            started_as_one_of(|asked| (asked == name).then(|| value.to_string()))
+        };
+        assert_eq!(of("OMPI_COMM_WORLD_SIZE", "4"), Some(4));
+        assert_eq!((of("PMI_SIZE", "1"), of("SLURM_NTASKS", "8"), of("PMI_SIZE", "x")), (None, None, None));
+        let error = LaunchError::ToolInRanks { tool: "finetune", processes: of("PMI_SIZE", "2").unwrap() };
+        insta::assert_snapshot!(error, @"mpirun or srun has started 2 of `zerorun finetune`, each of which would be a job of its own; start it once, without them: `zerorun finetune -n 2 ...` starts that many ranks on this host");
+    }
 }

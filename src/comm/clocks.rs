@@ -1,0 +1,34 @@
+//! How far the clocks of hosts are apart.
+
+/// How far a host's clock may be from the first one's, in seconds.
+const FAR: u64 = 30;
+
+/// This host's clock, in seconds since 1970.
+pub(crate) fn seconds() -> u64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// What there is to say of a host whose clock is `ahead` seconds ahead of the first one's.
+pub(crate) fn warning(host: &str, ahead: i64) -> Option<String> {
+    let side = if ahead < 0 { "behind" } else { "ahead of" };
+    (ahead.unsigned_abs() > FAR).then(|| {
+        format!(
+            "warning: the clock of host {host} is {} s {side} the first host's: times of logs and checkpoints cannot be \
+             compared; let both follow a time server",
+            ahead.unsigned_abs()
+        )
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clocks_that_are_far_apart_are_told() {
+        insta::assert_snapshot!(warning("b", -125).unwrap(), @"warning: the clock of host b is 125 s behind the first host's: times of logs and checkpoints cannot be compared; let both follow a time server");
+        assert!(warning("b", 31).unwrap().contains("31 s ahead of"));
+        assert_eq!((warning("b", 30), warning("b", -30)), (None, None));
+    }
+}

@@ -1,0 +1,94 @@
+//! Whether the hosts run the same program at the same time, where no launcher of this library has compared them.
+
+use super::hosts::Hosts;
+use super::link::Link;
+use crate::comm::clocks;
+use crate::error::CommError;
+use crate::notice::warn;
+use std::hash::Hasher;
+use std::io::Read;
+use twox_hash::XxHash3_64;
+
+/// What the first rank of a host tells: a hash of its program, 0 where that cannot be read, and its clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Told {
+    program: u64,
+    clock: u64,
+}
+
+/// Collective, right after another: an error where a host runs another program. Rank 0 says whose clock is far from its own.
+///
+/// # Errors
+/// MPI's, and that programs differ.
+pub(super) fn check(link: &Link, hosts: &Hosts) -> Result<(), CommError> {
+    if hosts.each().len() < 2 {
+        return Ok(());
+    }
+    // Before a program is read, which may take some time on one host.
+    let clock = clocks::seconds();
+    let program = if link.rank() == hosts.here().start { own_program().unwrap_or(0) } else { 0 };
+    let all = link.gather(&[program, clock].map(u64::to_le_bytes).concat())?;
+    let word = |bytes: &[u8], at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().expect("eight bytes"));
+    let told: Vec<(&str, Told)> = hosts
+        .each()
+        .iter()
+        .map(|ranks| {
+            let bytes = &all[ranks.start];
+            (hosts.name_of(ranks.start), Told { program: word(bytes, 0), clock: word(bytes, 1) })
+        })
+        .collect();
+    if link.rank() == 0 {
+        warnings(&told).iter().for_each(|text| warn(text));
+    }
+    difference(&told)
+}
+
+fn warnings(told: &[(&str, Told)]) -> Vec<String> {
+    let first = told[0].1.clock;
+    told.iter().filter_map(|(host, told)| clocks::warning(host, told.clock as i64 - first as i64)).collect()
+}
+
+fn difference(told: &[(&str, Told)]) -> Result<(), CommError> {
+    let (first, own) = told[0];
+    let differs = |other: &&(&str, Told)| own.program != 0 && other.1.program != 0 && other.1.program != own.program;
+    match told.iter().find(differs) {
+        Some((host, _)) => Err(CommError::ProgramsDiffer { first: first.into(), host: (*host).into() }),
+        None => Ok(()),
+    }
+}
+
+/// A hash of the program of this process.
+fn own_program() -> std::io::Result<u64> {
+    let (mut file, mut hash, mut buffer) =
+        (std::fs::File::open("/proc/self/exe")?, XxHash3_64::new(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut buffer)? {
+            0 => return Ok(hash.finish()),
+            read => hash.write(&buffer[..read]),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn told(program: u64, clock: u64) -> Told {
+        Told { program, clock }
+    }
+
+    #[test]
+    fn a_host_with_another_program_is_named_and_an_unread_one_is_not() {
+        assert!(difference(&[("a", told(7, 0)), ("b", told(7, 0)), ("c", told(0, 0))]).is_ok());
+        let error = difference(&[("a", told(7, 0)), ("b", told(7, 0)), ("c", told(8, 0))]).unwrap_err();
+        insta::assert_snapshot!(error, @"hosts a and c run different programs, by their content; copy the same file to all hosts");
+        assert_ne!(own_program().unwrap(), 0);
+    }
+
+    #[test]
+    fn a_host_with_another_time_is_named() {
+        let said = warnings(&[("a", told(0, 1_000)), ("b", told(0, 1_010)), ("c", told(0, 880))]);
+        insta::assert_snapshot!(said.join("\n"), @"warning: the clock of host c is 120 s behind the first host's: times of logs and checkpoints cannot be compared; let both follow a time server");
+    }
+}

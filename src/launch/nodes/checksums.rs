@@ -1,0 +1,128 @@
+//! What the launchers of a job's hosts compare: the program, and the files and folders that its arguments name.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::hash::Hasher;
+use std::io::{BufReader, Read};
+use std::path::Path;
+use twox_hash::XxHash3_64;
+
+/// Bytes of a file of which a checksum is made.
+const MOST_OF_A_FILE: u64 = 256 << 20;
+/// Files of a folder that are compared, in the order of their paths.
+const MOST_FILES: usize = 1000;
+/// Bytes of the largest file of a folder whose content is compared, not its size alone.
+const SMALL: u64 = 1 << 20;
+
+/// Checksums by what a user calls the files.
+pub(super) type Checksums = BTreeMap<String, String>;
+
+/// The program, and files that arguments name.
+pub(super) fn of_files(program: &Path, args: &[OsString]) -> Checksums {
+    let files =
+        named(args).filter(|name| Path::new(name).is_file()).map(|name| (name.clone(), checksum(name.as_ref())));
+    let program = [("the program".to_string(), checksum(program))];
+    files
+        .chain(program)
+        .map(|(name, sum)| (name, sum.unwrap_or_else(|error| format!("unreadable ({error})"))))
+        .collect()
+}
+
+/// Folders that arguments name, with what is in each.
+pub(super) fn of_folders(args: &[OsString]) -> BTreeMap<String, Checksums> {
+    let folders = named(args).filter(|name| Path::new(name).is_dir());
+    let sums = |name: String| {
+        let (mut files, root) = (Checksums::new(), Path::new(&name).to_path_buf());
+        list(&root, "", &mut files);
+        (name, files)
+    };
+    folders.map(sums).collect()
+}
+
+/// The words of a command line that may name a file, those behind `--flag=` too.
+fn named(args: &[OsString]) -> impl Iterator<Item = String> {
+    args.iter().map(|word| {
+        let word = word.to_string_lossy();
+        word.split_once('=').filter(|(flag, _)| flag.starts_with('-')).map_or(&*word, |(_, name)| name).to_string()
+    })
+}
+
+/// Adds the files below a folder, without hidden ones and links to folders, until there are [`MOST_FILES`].
+fn list(folder: &Path, prefix: &str, to: &mut Checksums) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    let mut names: Vec<OsString> = entries.flatten().map(|entry| entry.file_name()).collect();
+    names.sort();
+    for name in names.iter().filter(|name| !name.to_string_lossy().starts_with('.')) {
+        let (path, name) = (folder.join(name), format!("{prefix}{}", name.to_string_lossy()));
+        let Ok(kind) = fs::symlink_metadata(&path) else { continue };
+        if to.len() >= MOST_FILES {
+            return;
+        }
+        if kind.is_dir() {
+            list(&path, &format!("{name}/"), to);
+        } else if let Ok(found) = fs::metadata(&path)
+            && found.is_file()
+        {
+            let sum = if found.len() <= SMALL { checksum(&path) } else { Ok(format!("{} bytes", found.len())) };
+            to.insert(name, sum.unwrap_or_else(|error| format!("unreadable ({error})")));
+        }
+    }
+}
+
+/// The size and the checksum of a file. Of a very long one only the beginning is read.
+fn checksum(path: &Path) -> std::io::Result<String> {
+    let file = File::open(path)?;
+    let bytes = file.metadata()?.len();
+    let (mut hash, mut from, mut buffer) =
+        (XxHash3_64::new(), BufReader::new(file).take(MOST_OF_A_FILE), vec![0; 1 << 20]);
+    loop {
+        match from.read(&mut buffer)? {
+            0 => return Ok(format!("{bytes} bytes with checksum {:x}", hash.finish())),
+            read => hash.write(&buffer[..read]),
+        }
+    }
+}
+
+/// The first file in which two folders differ, and what it is in each.
+pub(super) fn difference(a: &Checksums, b: &Checksums) -> Option<String> {
+    let name = a.keys().chain(b.keys()).filter(|name| a.get(*name) != b.get(*name)).min()?;
+    let of = |sums: &Checksums| sums.get(name).map_or("not there".to_string(), Clone::clone);
+    Some(format!("{name} is {} and {}", of(a), of(b)))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folders_are_compared_file_by_file_up_to_a_number() {
+        let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        let write = |at: usize, name: &str, text: &str| {
+            let path = folders[at].path().join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        let sums = |at: usize| {
+            let all = of_folders(&[format!("--data={}", folders[at].path().display()).into(), "--steps".into()]);
+            assert_eq!(all.len(), 1);
+            all.into_values().next().unwrap()
+        };
+        for at in 0..2 {
+            write(at, "part/b.txt", "to be");
+            write(at, "c.txt", "or not");
+            write(at, ".hidden", &at.to_string());
+        }
+        assert_eq!(sums(0).keys().collect::<Vec<_>>(), ["c.txt", "part/b.txt"]);
+        assert_eq!(difference(&sums(0), &sums(1)), None);
+        write(1, "part/b.txt", "to bE");
+        let told = difference(&sums(0), &sums(1)).unwrap();
+        assert!(told.starts_with("part/b.txt is 5 bytes with checksum ") && told.contains(" and 5 bytes "), "{told}");
+        write(0, "a.txt", "");
+        let told = difference(&sums(0), &sums(1)).unwrap();
+        assert!(told.starts_with("a.txt is 0 bytes with checksum ") && told.ends_with(" and not there"), "{told}");
+        (0..MOST_FILES).for_each(|i| write(0, &format!("many/{i:04}"), ""));
+        assert_eq!(sums(0).len(), MOST_FILES);
+    }
+}
