@@ -15,9 +15,7 @@ use super::flat::DeviceRef;
 use crate::kernels::attention::{Heads, Rule};
 use call::{Call, Rows};
 use candle_core::cuda_backend::WrapErr;
-use candle_core::cuda_backend::cudarc::driver::{
-    CudaSlice, CudaView, DevicePtr, DevicePtrMut, DeviceRepr, PushKernelArg,
-};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DevicePtr, DevicePtrMut, PushKernelArg};
 use candle_core::{CudaDevice, CudaStorage, Result, bail};
 use format::{Format, of_format};
 use std::array::from_fn;

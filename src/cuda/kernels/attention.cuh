@@ -90,7 +90,7 @@ template <int ROWS, int WIDTH, int ROW, int THREADS, class E>
 __device__ __forceinline__ void load_rows(E *to, const E *from, uint32_t stride, int n, const AttentionSizes &s) {
     constexpr int PIECE = 16 / sizeof(E), PIECES = WIDTH / PIECE;
     // What wide heads have summed takes half of a lane's registers: less is on its way at once.
-    constexpr int AT_ONCE = WIDTH > 128 ? 2 : 4;
+    constexpr int AT_ONCE = WIDTH > 128 ? 1 : 4;
     if (s.vectors) {
 #pragma unroll AT_ONCE
         for (int i = threadIdx.x; i < ROWS * PIECES; i += THREADS) {
