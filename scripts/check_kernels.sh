@@ -16,36 +16,48 @@ code=$?
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-failed=0
-kernels=0
+
+# A line for each kernel of a file, into a file; what is wrong, into another.
+check() { # file, architecture
+    local name architecture=$2 own
+    name=$(basename "$1" .cu)
+    own=$work/$name.$architecture
+    mkdir "$own"
+    # As build.rs does.
+    "$toolkit/bin/nvcc" --ptx -O3 -std=c++17 --default-stream per-thread --fmad=false --Werror all-warnings \
+        --gpu-architecture="compute_$architecture" --output-directory "$own" "$1" >"$own/wrong" 2>&1 &&
+        "$toolkit/bin/ptxas" -v -arch="sm_$architecture" "$own/$name.ptx" -o "$own/$name.cubin" >"$own/log" 2>&1 ||
+        { cat "$own/log" >>"$own/wrong" 2>/dev/null; echo "FAILED: $1 for $architecture" >>"$own/wrong"; return; }
+    # What ptxas says in three lines.
+    awk -v where="$name sm_$architecture" '
+        /Compiling entry function/ { split($0, quoted, "\047"); kernel = quoted[2] }
+        /spill stores/ {
+            match($0, /[0-9]+ bytes spill stores, [0-9]+ bytes spill loads/)
+            spills = substr($0, RSTART, RLENGTH)
+            split(spills, words, " ")
+            spilled = words[1] + words[5]
+        }
+        /Used [0-9]+ registers/ {
+            shared = match($0, /[0-9]+ bytes smem/) ? substr($0, RSTART, RLENGTH) : "0 bytes smem"
+            match($0, /[0-9]+ registers/)
+            printf "%s: %s: %s, %s, %s\n", where, kernel, substr($0, RSTART, RLENGTH), shared, spilled ? spills : "no spills"
+            bad += spilled > 0
+        }
+        END { exit bad > 0 }' "$own/log" >"$own/lines" || echo "FAILED: $1 spills for $architecture" >>"$own/wrong"
+}
+
 for file in src/cuda/kernels/*.cu; do
-    name=$(basename "$file" .cu)
     for architecture in 80 90 100; do
-        # As build.rs does.
-        "$toolkit/bin/nvcc" --ptx -O3 -std=c++17 --default-stream per-thread --fmad=false --Werror all-warnings \
-            --gpu-architecture="compute_$architecture" --output-directory "$work" "$file" &&
-            "$toolkit/bin/ptxas" -v -arch="sm_$architecture" "$work/$name.ptx" -o "$work/$name.cubin" 2>"$work/log" ||
-            { cat "$work/log" 2>/dev/null; echo "FAILED: $file for $architecture"; failed=1; continue; }
-        # A line for each kernel: what ptxas says in three.
-        awk -v where="$name sm_$architecture" '
-            /Compiling entry function/ { split($0, quoted, "\047"); kernel = quoted[2] }
-            /spill stores/ {
-                match($0, /[0-9]+ bytes spill stores, [0-9]+ bytes spill loads/)
-                spills = substr($0, RSTART, RLENGTH)
-                split(spills, words, " ")
-                spilled = words[1] + words[5]
-            }
-            /Used [0-9]+ registers/ {
-                shared = match($0, /[0-9]+ bytes smem/) ? substr($0, RSTART, RLENGTH) : "0 bytes smem"
-                match($0, /[0-9]+ registers/)
-                printf "%s: %s: %s, %s, %s\n", where, kernel, substr($0, RSTART, RLENGTH), shared, spilled ? spills : "no spills"
-                bad += spilled > 0
-            }
-            END { exit bad > 0 }' "$work/log" >"$work/lines" || { echo "FAILED: $file spills for $architecture"; failed=1; }
-        cat "$work/lines"
-        kernels=$((kernels + $(wc -l <"$work/lines")))
+        # As many at a time as there are cores.
+        [ "$(jobs -rp | wc -l)" -lt "$(nproc)" ] || wait -n
+        check "$file" "$architecture" &
     done
 done
+wait
+cat "$work"/*/lines "$work"/*/wrong
+kernels=$(cat "$work"/*/lines | wc -l)
+failed=0
+[ -z "$(cat "$work"/*/wrong)" ] || failed=1
 # Without any there would be nothing that could have failed.
 [ "$kernels" -gt 0 ] || { echo "FAILED: no kernel was assembled"; exit 1; }
 [ "$failed" = 0 ] && echo "$kernels kernels assembled, no spills"
