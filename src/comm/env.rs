@@ -19,8 +19,9 @@
 //! has that of all.
 //!
 //! Ranks that a launcher of MPI started (all but the first row) are joined by MPI, on one host or several; those of `zerorun` where
-//! it has started them on several. Those of the first row that another launcher than `zerorun` has started, or a hand, meet by
-//! themselves at `MASTER_PORT`, on one host (`apart`); on several, where a launcher of MPI's variables say the same, MPI joins them.
+//! it has started them on several, or by `--backend mpi`. Those of the first row that another launcher than `zerorun` has started, or a
+//! hand, meet by themselves at `MASTER_PORT`, on one host (`apart`); on several, where a launcher of MPI's variables say the same, MPI
+//! joins them.
 
 use std::os::fd::RawFd;
 use std::str::FromStr;
@@ -35,6 +36,9 @@ pub(crate) const TIMEOUT_MS: &str = "CANDLE_ZERO_TIMEOUT_MS";
 
 /// Set where the launcher has bound each rank to cores of its own.
 pub(crate) const BOUND: &str = "CANDLE_ZERO_BOUND";
+
+/// `mpi` where zerorun lets MPI join the ranks of one host too.
+pub(crate) const BACKEND: &str = "CANDLE_ZERO_BACKEND";
 
 /// A rank's number among the processes of its namespace, by PMIx.
 const PMIX_RANK: &str = "PMIX_RANK";
@@ -141,7 +145,10 @@ impl RankEnv {
             None => mpi,
             // Under zerorun, which an MPI launcher may have started, the ranks are zerorun's: of one host, or of several that
             // it lets MPI join.
-            Some(_) => local_world_size < world.value && vars.get(PMI_FD).is_some(),
+            Some(_) => {
+                let asked = vars.get(BACKEND).is_some_and(|backend| backend == "mpi");
+                (asked || local_world_size < world.value) && vars.get(PMI_FD).is_some()
+            }
         };
         if world.value > 1 && !mpi && local_world_size != world.value {
             let (local_world, world) = (local_world_size, world.value);
@@ -450,6 +457,9 @@ mod tests {
         let zerorun = [("RANK", "0"), ("WORLD_SIZE", "2"), ("CANDLE_ZERO_SHM_FD", "3")];
         let env = read(&[&open_mpi[..], &zerorun].concat()).unwrap();
         assert_eq!((numbers(&env), env.mpi), ([0, 2, 0, 2], false));
+        let asked = [("CANDLE_ZERO_BACKEND", "mpi"), ("PMI_FD", "4")];
+        assert!(read(&[&zerorun[..], &asked].concat()).unwrap().mpi, "zerorun --backend mpi");
+        assert!(!read(&[&zerorun[..], &asked[1..]].concat()).unwrap().mpi, "the socket of another launcher");
     }
 
     #[test]

@@ -5,19 +5,22 @@
 //! starts it N times, carries its output (`output`, `tail`) and its signals (`signals`), and stops everything when a
 //! rank fails (`report`); `restarts` decides whether it starts again. What `zerorun` itself prints goes through
 //! `console`. `binding` gives each rank cores of its own. `hosts` computes which ranks run on which of many hosts;
-//! `nodes` starts and joins the launchers of these, and through `pmi` the MPI libraries of their ranks meet. On the other
+//! `nodes` starts and joins the launchers of these, or `mpirun` their ranks, and through `pmi` the MPI libraries of ranks meet. On the other
 //! side `comm/env.rs` reads the variables that the launcher has set.
 
+pub(crate) mod backend;
 pub(crate) mod binding;
 pub(crate) mod build;
 pub(crate) mod console;
 pub(crate) mod error;
+mod exported;
 mod frontmatter;
 #[allow(
     dead_code,
     reason = "what DeepSpeed's own node launcher and its starters are told is computed for the recorded cases alone"
 )]
 pub(crate) mod hosts;
+pub(crate) mod mpirun;
 pub(crate) mod nodes;
 mod output;
 pub(crate) mod package;
@@ -31,6 +34,7 @@ mod tail;
 
 use crate::kernels::checked_level;
 use crate::{Result, timeline};
+use backend::Backend;
 use binding::Binding;
 use console::{print, say};
 use nodes::starter::Whole;
@@ -56,6 +60,8 @@ pub(crate) enum Across {
 pub(crate) struct Options {
     pub(crate) ranks: usize,
     pub(crate) across: Across,
+    /// Of ranks that are all on this host.
+    pub(crate) backend: Backend,
     /// `None`: ranks run on any core.
     pub(crate) binding: Option<Binding>,
     /// `None`: as the environment says, else the default of the ranks.
@@ -91,7 +97,8 @@ pub(crate) fn start(options: &Options) -> Result<u8> {
     };
     // Of one host all ranks are here; of several each host's launcher looks at its own cores.
     let here = match (&options.across, &world) {
-        (_, Some((hosts, world))) => hosts.only_here(world),
+        (_, Some((hosts, world))) if hosts.mpirun.is_none() => hosts.only_here(world),
+        (_, Some(_)) => None,
         _ => Some(options.ranks),
     };
     let cores = match (&options.binding, here) {
@@ -148,17 +155,19 @@ pub(crate) fn start(options: &Options) -> Result<u8> {
     let rule = restarts::Rule { max_restarts: options.max_restarts, min_ranks: options.min_ranks };
     let ended = match (&options.across, world) {
         (Across::Nodes(node), _) => nodes::run(job, node, options.max_restarts),
-        (_, Some((hosts, world))) => match here {
-            Some(ranks) => {
+        (_, Some((hosts, world))) => match (here, &hosts.mpirun) {
+            (Some(ranks), _) => {
                 let devices = Some(world.devices(0));
-                restarts::run(Job { world: ranks, devices, ..job }, &restarts::Rule { min_ranks: ranks, ..rule })
+                let job = Job { world: ranks, devices, ..job };
+                restarts::run_by(options.backend, job, &restarts::Rule { min_ranks: ranks, ..rule })
             }
-            None => {
+            (None, Some(mpirun)) => mpirun::become_mpirun(&job, mpirun, &world, hosts.master_addr.as_deref()),
+            (None, None) => {
                 let whole = Whole { max_restarts: options.max_restarts, binding: options.binding.as_ref() };
                 nodes::starter::run(&job, hosts, &world, &whole)
             }
         },
-        (_, None) => restarts::run(job, &rule),
+        (_, None) => restarts::run_by(options.backend, job, &rule),
     };
     match recorded.map(timeline::Job::finish) {
         Some(Ok(summary)) => say(&format!("zerorun: {summary}; open it in https://ui.perfetto.dev")),

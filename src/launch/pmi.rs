@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 /// Names and values as ranks have put them.
 pub(crate) type Values = Vec<(String, String)>;
@@ -58,6 +58,16 @@ impl Server {
         let values = BTreeMap::from([("PMI_process_mapping".to_string(), format!("(vector,(0,{world},1))"))]);
         let state = Mutex::new(State { values, ..State::default() });
         Self { space, world, local: ranks[node], state, send: Box::new(send) }
+    }
+
+    /// Serves the ranks of a start that are all on this host.
+    pub(crate) fn alone(space: String, ranks: usize) -> Arc<Self> {
+        Arc::new_cyclic(|server: &Weak<Self>| {
+            let server = server.clone();
+            let back =
+                move |fresh| server.upgrade().into_iter().for_each(|server| server.deliver(Clone::clone(&fresh)));
+            Self::new(space, &[ranks], 0, back)
+        })
     }
 
     /// The number of ranks of all hosts.

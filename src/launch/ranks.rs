@@ -14,7 +14,7 @@ use super::signals::{self, Event, die_with_parent};
 use super::tail::Tail;
 use crate::comm::Fault;
 use crate::comm::agree::rank_pointed_at;
-use crate::comm::env::{BOUND, DEFAULT_TIMEOUT, PMI_FD, SCRIPT, SHM_FD, TIMEOUT_MS};
+use crate::comm::env::{BACKEND, BOUND, DEFAULT_TIMEOUT, PMI_FD, SCRIPT, SHM_FD, TIMEOUT_MS};
 use crate::comm::shm::Region;
 use crate::error::{Error, LaunchError, Result};
 use crate::monitor::PROMETHEUS_PORT;
@@ -86,8 +86,8 @@ pub(crate) struct Part {
     /// The place of this host, and the number of hosts.
     pub(crate) place: usize,
     pub(crate) hosts: usize,
-    /// Its name, for the lines of its ranks.
-    pub(crate) host: String,
+    /// Its name, for the lines of its ranks, where there are others.
+    pub(crate) host: Option<String>,
     /// The address of the first host, for the program's own use.
     pub(crate) master_addr: String,
     /// Through which the ranks' MPI libraries meet.
@@ -98,9 +98,29 @@ pub(crate) struct Part {
     pub(crate) tell: Arc<dyn Fn(Signal) + Send + Sync>,
 }
 
+impl Part {
+    /// All of the job, whose ranks meet in MPI all the same: `start` is how often it was started before.
+    pub(crate) fn whole(ranks: usize, start: u32) -> Self {
+        let now =
+            std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_nanos());
+        let space = format!("candle_zero_{:x}_{now:x}_{start}", std::process::id());
+        Self {
+            first: 0,
+            place: 0,
+            hosts: 1,
+            host: None,
+            master_addr: Ipv4Addr::LOCALHOST.to_string(),
+            pmi: pmi::Server::alone(space, ranks),
+            news: Arc::default(),
+            tell: Arc::new(|_| {}),
+        }
+    }
+}
+
 impl std::fmt::Debug for Part {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { first, place, hosts, host, .. } = self;
+        let host = host.as_deref().unwrap_or("this one");
         write!(f, "Part {{ ranks from {first} on, host {place} of {hosts}: {host} }}")
     }
 }
@@ -140,7 +160,7 @@ pub(crate) struct Failure {
 /// Runs the ranks to their end. Call it on the main thread.
 pub(crate) fn run(job: &Job, events: &Receiver<Event>) -> Result<End> {
     let region = Region::create(job.world)?;
-    let mut output = Output::new(job.part.as_ref().map_or((None, 0), |part| (Some(part.host.clone()), part.first)));
+    let mut output = Output::new(job.part.as_ref().map_or((None, 0), |part| (part.host.clone(), part.first)));
     let common = common_environment(job)?;
     let mut ranks = Ranks {
         region,
@@ -229,7 +249,7 @@ fn common_environment(job: &Job) -> Result<Vec<(&'static str, String)>> {
 ///
 /// A training step asks for the same buffers again and again, and getting pages from the system each time costs up to a
 /// fifth of it. `zerorun` gives it to its ranks; a program that is started otherwise must find it when it starts.
-const KEEP_MEMORY: (&str, &str) =
+pub(crate) const KEEP_MEMORY: (&str, &str) =
     ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=17179869184");
 
 fn is_set(name: &str) -> bool {
@@ -334,6 +354,10 @@ impl Ranks {
                 Some(socket)
             }
         };
+        match &self.part {
+            Some(part) if part.hosts == 1 => command.env(BACKEND, "mpi"),
+            _ => command.env_remove(BACKEND),
+        };
         match &job.script {
             Some(script) => command.env(SCRIPT, script),
             None => command.env_remove(SCRIPT),
@@ -352,7 +376,7 @@ impl Ranks {
         // launcher alone, which passes it on.
         command.process_group(0);
         die_with_parent(&mut command, Signal::KILL);
-        if job.world > 1 || job.part.is_some() {
+        if job.world > 1 || job.part.as_ref().is_some_and(|part| part.hosts > 1) {
             command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         } else if std::io::IsTerminal::is_terminal(&std::io::stdin()) {
             // A process group in the background that reads from the terminal is stopped by the kernel.

@@ -1,7 +1,8 @@
 //! Starting the job again after a rank has failed: how often, how soon, and with how many ranks.
 
+use super::backend::Backend;
 use super::console::say;
-use super::ranks::{self, End, Failure, Job};
+use super::ranks::{self, End, Failure, Job, Part};
 use super::report::Ended;
 use super::signals::{self, Event};
 use crate::Result;
@@ -77,10 +78,16 @@ pub(super) fn pause_after(soon: usize) -> Duration {
 }
 
 /// Runs the job, again and again if the rule says so, and gives the launcher's exit code. Call it on the main thread.
-pub(crate) fn run(mut job: Job, rule: &Rule) -> Result<u8> {
+pub(crate) fn run(job: Job, rule: &Rule) -> Result<u8> {
+    run_by(Backend::Shm, job, rule)
+}
+
+/// The same, with ranks that are joined by `backend`.
+pub(crate) fn run_by(backend: Backend, mut job: Job, rule: &Rule) -> Result<u8> {
     let (_, events) = signals::listen()?;
     let mut failed = Vec::new();
     loop {
+        job.part = (backend == Backend::Mpi).then(|| Part::whole(job.world, job.restart));
         let failure = match ranks::run(&job, &events)? {
             End::Well => return Ok(0),
             End::Unwritten => return Ok(EXIT_UNWRITTEN),

@@ -1,17 +1,21 @@
 //! The command line. Everything after the script's name belongs to the script.
 
-use crate::error::HostsError;
+use super::per_host;
+use super::started::Variables;
+use crate::error::{HostsError, Result};
+use crate::launch::backend::Backend;
 use crate::launch::binding::Binding;
 use crate::launch::console::Refused;
 use crate::launch::hosts::cores::CoreList;
 use crate::launch::hosts::filter::Selection;
+use crate::launch::mpirun::{Kind, Mpirun};
 use crate::launch::nodes::Node;
 use crate::launch::nodes::starter::{Hosts, UNTIL_STDIN_ENDS};
 use crate::launch::{Across, Options};
 use crate::tools;
 use clap::error::ErrorKind;
 use clap::parser::ValueSource;
-use clap::{CommandFactory, FromArgMatches, Parser};
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, ValueEnum};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -49,7 +53,8 @@ const USAGE: &str = "zerorun [OPTIONS] SCRIPT [ARGS]...";
 #[derive(Debug, Parser)]
 #[command(name = "zerorun", version, override_usage = USAGE)]
 struct Arguments {
-    /// Number of ranks (processes) on each host; with --hostfile, in place of its slots
+    /// Number of ranks (processes) on each host, or cpu, gpu or auto: as many as it has cores, GPUs, or GPUs if any; with
+    /// --hostfile, in place of its slots [also: $PET_NPROC_PER_NODE]
     #[arg(
         short = 'n',
         long = "num_ranks",
@@ -57,9 +62,7 @@ struct Arguments {
         aliases = ["num-ranks", "num-gpus", "num-accelerators", "nproc-per-node"],
         value_name = "N",
         default_value = "1",
-        env = "PET_NPROC_PER_NODE",
-        hide_env = true,
-        value_parser = clap::value_parser!(u16).range(1..=1024),
+        value_parser = per_host::ranks,
     )]
     ranks: u16,
 
@@ -78,7 +81,7 @@ struct Arguments {
 
     /// MASTER_PORT of the ranks [default: a free port]; on several hosts the port at which their launchers meet
     /// [default: 29500]
-    #[arg(long = "master_port", alias = "master-port", value_name = "PORT", env = "PET_MASTER_PORT", hide_env = true,
+    #[arg(long = "master_port", alias = "master-port", value_name = "PORT",
           value_parser = clap::value_parser!(u16).range(1..))]
     master_port: Option<u16>,
 
@@ -106,17 +109,26 @@ struct Arguments {
     #[arg(long = "force_multi", alias = "force-multi", requires = "hostfile", help_heading = HOSTS)]
     force_multi: bool,
 
-    /// Without --hostfile: the number of hosts, on each of which something else starts zerorun; FEWEST:N may go on with
-    /// fewer after --max_restarts [also: $PET_NNODES]
-    #[arg(long, value_name = "N", env = "PET_NNODES", hide_env = true, conflicts_with = "hostfile", help_heading = HOSTS)]
+    /// With --hostfile: what starts the ranks: zerorun on each host by ssh, or the mpirun of this host
+    #[arg(long, value_enum, ignore_case = true, default_value = "ssh", requires = "hostfile", help_heading = HOSTS)]
+    launcher: Starter,
+
+    /// With --launcher openmpi or mpich: arguments for mpirun, in one word, separated by spaces
+    #[arg(long = "launcher_args", alias = "launcher-args", value_name = "ARGS", allow_hyphen_values = true,
+          requires = "hostfile", help_heading = HOSTS)]
+    launcher_args: Option<String>,
+
+    /// Without --hostfile: the number of hosts, on each of which something else starts zerorun, or auto: as many as mpirun, srun
+    /// or jsrun has started it on; FEWEST:N may go on with fewer after --max_restarts [also: $PET_NNODES]
+    #[arg(long, value_name = "N", conflicts_with = "hostfile", help_heading = HOSTS)]
     nnodes: Option<String>,
 
-    /// With --nnodes: this host's number, from 0 [also: $PET_NODE_RANK, $JOB_COMPLETION_INDEX, $SLURM_NODEID]
-    #[arg(long = "node_rank", alias = "node-rank", value_name = "R", env = "PET_NODE_RANK", hide_env = true, help_heading = HOSTS)]
+    /// With --nnodes: this host's number, from 0 [default: as the launcher that has started zerorun says, see docs/cluster.md]
+    #[arg(long = "node_rank", alias = "node-rank", value_name = "R", help_heading = HOSTS)]
     node_rank: Option<usize>,
 
-    /// The address of host 0 [default: the hostfile's first name; also: $PET_MASTER_ADDR]
-    #[arg(long = "master_addr", alias = "master-addr", value_name = "ADDRESS", env = "PET_MASTER_ADDR", hide_env = true, help_heading = HOSTS)]
+    /// The address of host 0 [default: the hostfile's first name; with --nnodes also: $PET_RDZV_ENDPOINT, $PET_MASTER_ADDR]
+    #[arg(long = "master_addr", alias = "master-addr", value_name = "ADDRESS", help_heading = HOSTS)]
     master_addr: Option<String>,
 
     /// With --max_restarts: the fewest hosts to go on with when others are gone [default: all]
@@ -136,11 +148,16 @@ struct Arguments {
           value_parser = CoreList::parse)]
     bind_core_list: Option<CoreList>,
 
+    /// What joins the ranks of one host: shared memory alone, or MPI as under mpirun, to try it out; hosts always meet in MPI
+    /// [default: shm]
+    #[arg(long, value_enum)]
+    backend: Option<Backend>,
+
     /// Serve the training's metrics for Prometheus on this port of 127.0.0.1, from rank 0; 0 is a free port
     #[arg(long, value_name = "PORT")]
     prometheus: Option<u16>,
 
-    /// How often the job is started again, in total, after a rank has failed
+    /// How often the job is started again, in total, after a rank has failed [also: $PET_MAX_RESTARTS]
     #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
     max_restarts: u32,
 
@@ -165,17 +182,55 @@ struct Arguments {
     command: Vec<OsString>,
 }
 
+/// What starts the ranks of a hostfile, by DeepSpeed's names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Starter {
+    /// zerorun on each host, by ssh
+    Ssh,
+    /// Open MPI's mpirun
+    Openmpi,
+    /// MPICH's mpirun, or another with its arguments
+    Mpich,
+}
+
 impl Arguments {
-    /// Where the ranks run.
-    fn across(&self, own_ranks: bool) -> Result<Across, HostsError> {
-        let Self { hostfile, nnodes, .. } = self;
-        if let Some(file) = hostfile {
+    /// Takes what the variables of another launcher say where the command line says nothing. A hostfile says it all itself.
+    fn fill_in(&mut self, given: &ArgMatches, variables: &Variables<'_>) -> Result<()> {
+        const RESTARTS: &str = "PET_MAX_RESTARTS";
+        let is_default = |name: &str| given.value_source(name) == Some(ValueSource::DefaultValue);
+        if self.hostfile.is_some() {
+            return Ok(());
+        }
+        if is_default("max_restarts") {
+            self.max_restarts = variables.number(RESTARTS, "a whole number")?.unwrap_or(self.max_restarts);
+        }
+        if is_default("ranks") {
+            self.ranks = variables.ranks()?.unwrap_or(self.ranks);
+        }
+        self.nnodes = self.nnodes.take().or_else(|| variables.get("PET_NNODES"));
+        self.master_port = match self.master_port {
+            None if self.nnodes.is_none() => variables.master_port()?,
+            port => port,
+        };
+        Ok(())
+    }
+
+    /// Where the ranks run. Of hosts that meet, the port at which they do is filled in.
+    fn across(&mut self, own_ranks: bool, variables: &Variables<'_>) -> Result<Across> {
+        if let Some(file) = &self.hostfile {
             let selection = Selection {
                 include: self.include.clone(),
                 exclude: self.exclude.clone(),
                 num_nodes: self.num_nodes,
                 num_gpus: own_ranks.then_some(usize::from(self.ranks)),
             };
+            let kind = match self.launcher {
+                Starter::Ssh => None,
+                Starter::Openmpi => Some(Kind::OpenMpi),
+                Starter::Mpich => Some(Kind::Mpich),
+            };
+            let words = self.launcher_args.as_deref().unwrap_or_default().split_whitespace();
+            let args: Vec<String> = words.map(String::from).collect();
             return Ok(Across::Hosts(Hosts {
                 file: file.clone(),
                 selection,
@@ -183,40 +238,62 @@ impl Arguments {
                 master_addr: self.master_addr.clone(),
                 ssh_port: self.ssh_port,
                 force_multi: self.force_multi,
+                mpirun: kind.map(|kind| Mpirun { kind, args }),
             }));
         }
-        let Some(text) = nnodes else { return Ok(Across::Alone) };
-        let (fewest, most) = text.split_once(':').unwrap_or((text, text));
-        let number = |text: &str| text.trim().parse::<usize>().ok().filter(|number| *number > 0);
-        let range = number(fewest).zip(number(most)).filter(|(fewest, most)| fewest <= most && *most <= MOST_NODES);
-        let (fewest, nodes) = range.ok_or_else(|| HostsError::BadNodes { text: text.clone() })?;
-        if nodes == 1 && !self.until_stdin_ends {
+        let Some(text) = &self.nnodes else { return Ok(Across::Alone) };
+        let range = match text.trim() {
+            "auto" => None,
+            _ => Some(hosts(text).ok_or_else(|| HostsError::BadNodes { text: text.clone() })?),
+        };
+        let alone = !self.until_stdin_ends;
+        if alone && range.is_some_and(|(_, nodes)| nodes == 1) {
             return Ok(Across::Alone);
         }
-        let variable = |name: &str| std::env::var(name).ok()?.trim().parse().ok();
-        let node = self.node_rank.or_else(|| ["JOB_COMPLETION_INDEX", "SLURM_NODEID"].into_iter().find_map(variable));
-        let node = node.ok_or(HostsError::NodeUnknown { nodes, missing: "--node_rank" })?;
-        if node >= nodes {
-            return Err(HostsError::NodeOutOfRange { node, nodes });
+        let (node, nodes) = variables.node(self.node_rank, range.map(|(_, nodes)| nodes))?;
+        if alone && nodes == 1 {
+            return Ok(Across::Alone);
         }
-        let master_addr = self.master_addr.clone().or_else(|| std::env::var("MASTER_ADDR").ok());
-        let master_addr = master_addr.ok_or(HostsError::NodeUnknown { nodes, missing: "--master_addr" })?;
+        let (master_addr, port) = variables.first_host(self.master_addr.clone(), self.master_port, nodes)?;
+        self.master_port = Some(port);
+        let fewest = range.map_or(nodes, |(fewest, _)| fewest);
         let min_nodes = self.min_nodes.unwrap_or(fewest).min(nodes);
         Ok(Across::Nodes(Node { nodes, min_nodes, node, master_addr, until_stdin_ends: self.until_stdin_ends }))
     }
 }
 
+/// The fewest and the most hosts of `N` or `FEWEST:N`.
+fn hosts(text: &str) -> Option<(usize, usize)> {
+    let (fewest, most) = text.split_once(':').unwrap_or((text, text));
+    let number = |text: &str| text.trim().parse::<usize>().ok().filter(|number| *number > 0);
+    number(fewest).zip(number(most)).filter(|(fewest, most)| fewest <= most && *most <= MOST_NODES)
+}
+
 /// Reads a command line whose first word is the program's own name.
-pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Options, Refused> {
+pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> std::result::Result<Options, Refused> {
+    // A value that is not UTF-8 is no number: its replacement characters are refused by name.
+    let lookup = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+    read_beside(words, &Variables(&lookup))
+}
+
+/// The same beside these variables.
+fn read_beside(
+    words: impl IntoIterator<Item = OsString>,
+    variables: &Variables<'_>,
+) -> std::result::Result<Options, Refused> {
     let mut reader = Arguments::command().after_help(format!("{}\n{EXAMPLES}", tools::help()));
-    let matches = reader.try_get_matches_from_mut(words);
-    let own_ranks = matches.as_ref().is_ok_and(|m| m.value_source("ranks") != Some(ValueSource::DefaultValue));
-    let typed = matches.and_then(|matches| Arguments::from_arg_matches(&matches));
-    let typed = typed.map_err(|e| Refused(e.format(&mut reader)))?;
-    if let Some(text) = wrong_min_ranks(&typed).or_else(|| wrong_min_nodes(&typed)) {
+    let matches = reader.try_get_matches_from_mut(words).map_err(|e| Refused(e.format(&mut reader)))?;
+    let own_ranks = matches.value_source("ranks") != Some(ValueSource::DefaultValue);
+    let typed = Arguments::from_arg_matches(&matches);
+    let mut typed = typed.map_err(|e| Refused(e.format(&mut reader)))?;
+    let filled_in = typed.fill_in(&matches, variables);
+    filled_in.map_err(|error| Refused(reader.error(ErrorKind::ValueValidation, error)))?;
+    let wrong = [wrong_min_ranks, wrong_min_nodes, wrong_backend, wrong_launcher];
+    if let Some(text) = wrong.iter().find_map(|wrong| wrong(&typed)) {
         return Err(Refused(reader.error(ErrorKind::ArgumentConflict, text)));
     }
-    let across = typed.across(own_ranks).map_err(|error| Refused(reader.error(ErrorKind::ValueValidation, error)))?;
+    let across = typed.across(own_ranks, variables);
+    let across = across.map_err(|error| Refused(reader.error(ErrorKind::ValueValidation, error)))?;
     let mut command = typed.command.into_iter();
     let script = command.next().map(PathBuf::from).unwrap_or_default();
     if let Some(tools::Tool { name, .. }) = tools::named(script.as_os_str()) {
@@ -229,6 +306,7 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Options,
     Ok(Options {
         ranks: usize::from(typed.ranks),
         across,
+        backend: typed.backend.unwrap_or(Backend::Shm),
         binding: typed.bind_cores_to_rank.then_some(Binding { list: typed.bind_core_list }),
         timeout: typed.timeout,
         grace: typed.grace,
@@ -241,6 +319,39 @@ pub(super) fn read(words: impl IntoIterator<Item = OsString>) -> Result<Options,
         print_package: typed.print_package,
         script,
         script_args: command.collect(),
+    })
+}
+
+/// The problem of `--backend` with the other options, if any.
+fn wrong_backend(typed: &Arguments) -> Option<String> {
+    let several = typed.hostfile.is_some() || typed.nnodes.is_some();
+    (several && typed.backend == Some(Backend::Shm)).then(|| {
+        "--backend shm is for ranks of one host, and hosts share no memory: leave it out, their ranks meet in MPI"
+            .to_string()
+    })
+}
+
+/// The problem of `--launcher` with the other options, if any.
+fn wrong_launcher(typed: &Arguments) -> Option<String> {
+    let Some(name) = typed.launcher.to_possible_value().filter(|_| typed.launcher != Starter::Ssh) else {
+        return typed.launcher_args.as_ref().map(|_| {
+            "--launcher_args are for mpirun: give --launcher openmpi or --launcher mpich, or leave them out".to_string()
+        });
+    };
+    let ours = [
+        ("--max_restarts", typed.max_restarts > 0),
+        ("--min_nodes", typed.min_nodes.is_some()),
+        ("--bind_cores_to_rank", typed.bind_cores_to_rank),
+        ("--prometheus", typed.prometheus.is_some()),
+        ("--ssh_port", typed.ssh_port.is_some()),
+        ("--force_multi", typed.force_multi),
+    ];
+    ours.iter().find(|(_, is_given)| *is_given).map(|(option, _)| {
+        format!(
+            "{option} is for ranks that zerorun starts, and with --launcher {} mpirun does: leave it out, say it to mpirun in \
+             --launcher_args, or take --launcher ssh",
+            name.get_name()
+        )
     })
 }
 
@@ -281,7 +392,7 @@ fn wrong_min_ranks(typed: &Arguments) -> Option<String> {
 }
 
 /// `500ms`, `90s`, `10m`, `2h`, `90`.
-fn duration(text: &str) -> Result<Duration, String> {
+fn duration(text: &str) -> std::result::Result<Duration, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
     let milliseconds = match unit {
@@ -308,8 +419,16 @@ mod tests {
     use crate::launch::nodes::DEFAULT_PORT;
     use serde_json::json;
 
-    fn typed(words: &str) -> Result<Options, Refused> {
-        read(std::iter::once("zerorun").chain(words.split_whitespace()).map(OsString::from))
+    fn typed(words: &str) -> std::result::Result<Options, Refused> {
+        beside("", words)
+    }
+
+    /// Beside variables, as `A=1 B=2`.
+    fn beside(variables: &str, words: &str) -> std::result::Result<Options, Refused> {
+        let all: Vec<(&str, &str)> = variables.split_whitespace().map(|pair| pair.split_once('=').unwrap()).collect();
+        let lookup = |name: &str| all.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_string());
+        let words = std::iter::once("zerorun").chain(words.split_whitespace()).map(OsString::from);
+        read_beside(words, &Variables(&lookup))
     }
 
     fn refusal(words: &str) -> String {
@@ -380,8 +499,8 @@ mod tests {
 
     #[test]
     fn wrong_hosts_are_named() {
-        insta::assert_snapshot!(wrong("--nnodes 4:2 x.rs"), @"zerorun: --nnodes 4:2 is no number of hosts; write N, or FEWEST:N with 1 <= FEWEST <= N, for example 2 or 1:4");
-        insta::assert_snapshot!(wrong("--nnodes 0 x.rs"), @"zerorun: --nnodes 0 is no number of hosts; write N, or FEWEST:N with 1 <= FEWEST <= N, for example 2 or 1:4");
+        insta::assert_snapshot!(wrong("--nnodes 4:2 x.rs"), @"zerorun: --nnodes 4:2 is no number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4");
+        insta::assert_snapshot!(wrong("--nnodes 0 x.rs"), @"zerorun: --nnodes 0 is no number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4");
         insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 2 --master_addr a x.rs"), @"zerorun: --node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
         insta::assert_snapshot!(wrong("--nnodes 2 --master_addr a x.rs"), @"zerorun: --nnodes 2 needs --node_rank; give each host its number from 0 to 1 and all of them the first one's address");
         insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 1 x.rs"), @"zerorun: --nnodes 2 needs --master_addr; give each host its number from 0 to 1 and all of them the first one's address");
@@ -405,6 +524,88 @@ mod tests {
         assert_eq!((hosts.selection.exclude.as_str(), hosts.selection.num_gpus), ("a:1", Some(2)));
         let Across::Hosts(hosts) = typed("-H hosts x.rs").unwrap().across else { panic!("the hosts of a file") };
         assert_eq!(hosts.selection, Selection::default());
+    }
+
+    #[test]
+    fn what_the_command_line_leaves_open_comes_from_the_launcher_that_has_started_zerorun() {
+        let node = |variables: &str, words: &str| match beside(variables, words).unwrap() {
+            Options { across: Across::Nodes(node), master_port, .. } => {
+                (node.node, node.nodes, node.master_addr, master_port)
+            }
+            options => panic!("{:?}", options.across),
+        };
+        let torchrun =
+            "PET_NNODES=2:4 PET_NODE_RANK=3 PET_RDZV_ENDPOINT=first:4711 PET_NPROC_PER_NODE=2 PET_MAX_RESTARTS=5";
+        assert_eq!(node(torchrun, "x.rs"), (3, 4, "first".into(), Some(4711)));
+        let options = beside(torchrun, "x.rs").unwrap();
+        assert_eq!((options.ranks, options.max_restarts), (2, 5));
+        let options = beside(torchrun, "-n 8 --max_restarts 1 x.rs").unwrap();
+        assert_eq!((options.ranks, options.max_restarts), (8, 1));
+        let words = "--nnodes 2 --node_rank 1 --master_addr a --master_port 1 x.rs";
+        assert_eq!(node(torchrun, words), (1, 2, "a".into(), Some(1)));
+        let mpirun = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2";
+        for nodes in ["2", "auto"] {
+            let words = format!("--nnodes {nodes} --master_addr a x.rs");
+            assert_eq!(node(mpirun, &words), (1, 2, "a".into(), Some(DEFAULT_PORT)));
+        }
+        assert!(matches!(beside(mpirun, "x.rs").unwrap().across, Across::Alone));
+        assert!(matches!(beside("PMI_RANK=0 PMI_SIZE=1", "--nnodes auto x.rs").unwrap().across, Across::Alone));
+        let cores = std::thread::available_parallelism().unwrap().get();
+        assert_eq!(beside("PET_NPROC_PER_NODE=cpu", "x.rs").unwrap().ranks, cores);
+    }
+
+    #[test]
+    fn a_hostfile_says_more_than_the_variables() {
+        let options =
+            beside("PET_NNODES=2 PET_NPROC_PER_NODE=4 PET_MASTER_ADDR=b PET_MAX_RESTARTS=2", "-H hosts x.rs").unwrap();
+        let Across::Hosts(hosts) = options.across else { panic!("the hosts of a file") };
+        assert_eq!((hosts.selection, hosts.master_addr, options.max_restarts), (Selection::default(), None, 0));
+    }
+
+    #[test]
+    fn a_variable_that_is_wrong_is_named() {
+        let wrong = |variables: &str| {
+            beside(variables, "x.rs").unwrap_err().message().split("\n\n").next().unwrap_or_default().to_string()
+        };
+        insta::assert_snapshot!(wrong("PET_NPROC_PER_NODE=many"), @"zerorun: PET_NPROC_PER_NODE is `many`: give a number from 1 to 1024, or `auto`, `cpu` or `gpu`");
+        insta::assert_snapshot!(wrong("PET_NPROC_PER_NODE=0"), @"zerorun: PET_NPROC_PER_NODE is `0`: 0 is not in 1..=1024");
+        insta::assert_snapshot!(wrong("PET_MAX_RESTARTS=-1"), @"zerorun: environment variable PET_MAX_RESTARTS is `-1`; it must be a whole number");
+        insta::assert_snapshot!(wrong("PET_NNODES=two"), @"zerorun: --nnodes two is no number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4");
+        insta::assert_snapshot!(wrong("PET_MASTER_PORT=70000"), @"zerorun: environment variable PET_MASTER_PORT is `70000`; it must be a port number from 1 to 65535");
+    }
+
+    #[test]
+    fn the_backend_is_chosen_on_one_host_alone() {
+        assert_eq!(typed("x.rs").unwrap().backend, Backend::Shm);
+        assert_eq!(typed("--backend mpi x.rs").unwrap().backend, Backend::Mpi);
+        insta::assert_snapshot!(wrong("--backend shm --nnodes 2 x.rs"), @"zerorun: --backend shm is for ranks of one host, and hosts share no memory: leave it out, their ranks meet in MPI");
+        insta::assert_snapshot!(wrong("--backend nccl x.rs"), @r"
+        zerorun: invalid value 'nccl' for '--backend <BACKEND>'
+          [possible values: shm, mpi]
+        ");
+    }
+
+    #[test]
+    fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
+        let hosts = |words: &str| match typed(words).unwrap().across {
+            Across::Hosts(hosts) => hosts.mpirun.map(|Mpirun { kind, args }| (kind, args)),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(hosts("-H hosts x.rs"), None);
+        assert_eq!(hosts("-H hosts --launcher mpich x.rs"), Some((Kind::Mpich, vec![])));
+        let quoted = ["zerorun", "-H", "hosts", "--launcher", "OpenMPI", "--launcher_args", "--bind-to none", "x.rs"];
+        let Across::Hosts(hosts) = read(quoted.map(OsString::from)).unwrap().across else {
+            panic!("the hosts of a file")
+        };
+        let Mpirun { kind, args } = hosts.mpirun.unwrap();
+        assert_eq!((kind, args), (Kind::OpenMpi, vec!["--bind-to".into(), "none".into()]));
+        insta::assert_snapshot!(wrong("-H hosts --launcher openmpi --max_restarts 2 x.rs"), @"zerorun: --max_restarts is for ranks that zerorun starts, and with --launcher openmpi mpirun does: leave it out, say it to mpirun in --launcher_args, or take --launcher ssh");
+        insta::assert_snapshot!(wrong("-H hosts --launcher_args -v x.rs"), @"zerorun: --launcher_args are for mpirun: give --launcher openmpi or --launcher mpich, or leave them out");
+        insta::assert_snapshot!(wrong("-H hosts --launcher slurm x.rs"), @r"
+        zerorun: invalid value 'slurm' for '--launcher <LAUNCHER>'
+          [possible values: ssh, openmpi, mpich]
+        ");
+        assert!(wrong("--launcher openmpi x.rs").contains("--hostfile"));
     }
 
     #[test]
@@ -479,7 +680,7 @@ mod tests {
         For more information, try '--help'.
         "#);
         insta::assert_snapshot!(refusal("--num_ranks two train.rs"), @r#"
-        zerorun: invalid value 'two' for '--num_ranks <N>': invalid digit found in string
+        zerorun: invalid value 'two' for '--num_ranks <N>': give a number from 1 to 1024, or `auto`, `cpu` or `gpu`
 
         For more information, try '--help'.
         "#);

@@ -1,7 +1,7 @@
 //! Ranks that an MPI launcher starts, on this host and on two: the bits of one machine, and an error instead of a hang.
 
-use crate::support::cluster::{Hosts, Mpi, mpirun};
-use crate::support::processes::{as_program, example, runs, stderr, stdout, wait_up_to, zerorun};
+use crate::support::cluster::{Hosts, Mpi, debian_mpich, mpirun};
+use crate::support::processes::{as_program, example, program, runs, start, stderr, stdout, wait_up_to, zerorun};
 use crate::support::skips::{skipped, skipped_in_part};
 use candle_core::DType;
 use candle_zero::comm::{self, Code, Communicator, Kind, RankEnv, Wire, threads};
@@ -300,6 +300,108 @@ fn two_ranks_of_a_plain_mpirun_have_the_bits_of_two_of_zerorun() {
     });
 }
 
+#[test]
+fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
+    let test = mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to;
+    let Some(hosts) = hosts(test) else { return };
+    let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
+    let mut one = zerorun();
+    one.args(["-n", "4"]);
+    let expected = train(one, &train_gpt, 3, folder.path(), "one");
+    let file = folder.path().join("hosts");
+    std::fs::write(&file, "10.77.0.1 slots=3\n10.77.0.2 slots=2\n10.77.0.3 slots=2\n").unwrap();
+    let launcher = |mpi: Mpi| if mpi == Mpi::OpenMpi { "openmpi" } else { "mpich" };
+    let start = |mpi: Mpi, name: &str| {
+        let mut command = hosts.with(mpi).unwrap();
+        command
+            .args([env!("CARGO_BIN_EXE_zerorun"), "--hostfile"])
+            .arg(&file)
+            .args(["--include", "10.77.0.1:0,1@10.77.0.2"]);
+        command.args(["--launcher", name, "--launcher_args", &hosts.options(mpi).unwrap().join(" "), "--"]);
+        command
+    };
+    with_each(test, |mpi| {
+        let name = launcher(mpi);
+        assert_eq!(train(start(mpi, name), &train_gpt, 3, folder.path(), name), expected, "{mpi:?}");
+        // A variable that other hosts get, the working directory, and the exit code of a rank.
+        let script = program(folder.path(), "rank", "echo \"$(hostname) $PWD $CANDLE_ZERO_X $1\"; sleep 2; exit 7");
+        let mut command = start(mpi, name);
+        command
+            .env("CANDLE_ZERO_X", "two words")
+            .current_dir(folder.path())
+            .args([script.as_os_str(), "it's".as_ref()]);
+        let output = command.output().unwrap();
+        let said = stdout(&output);
+        for host in hosts.names() {
+            let line = format!("{host} {} two words it's", folder.path().display());
+            assert!(said.contains(&line), "{mpi:?}: {said} {}", stderr(&output));
+        }
+        assert_eq!(output.status.code(), Some(7), "{mpi:?}: {}", stderr(&output));
+        let other = if mpi == Mpi::OpenMpi { "mpich" } else { "openmpi" };
+        let output = start(mpi, other).arg(&script).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{mpi:?}");
+        let told = stderr(&output);
+        assert!(told.contains(&format!("--launcher {other} needs that library's mpirun on the PATH")), "{told}");
+    });
+    let mut without = Command::new(env!("CARGO_BIN_EXE_zerorun"));
+    without.env("PATH", "/no/such").arg("--hostfile").arg(&file).args(["--num_nodes", "2", "--launcher", "openmpi"]);
+    let told = stderr(&without.arg(&train_gpt).output().unwrap());
+    insta::assert_snapshot!(told.trim_end(), @"zerorun: --launcher openmpi needs that library's mpirun on the PATH: No such file or directory (os error 2); install it, put its folder first in PATH, or give another --launcher");
+}
+
+#[test]
+fn ranks_of_one_host_are_joined_by_mpi_if_that_is_asked_for() {
+    let test = ranks_of_one_host_are_joined_by_mpi_if_that_is_asked_for;
+    let mut without = zerorun();
+    without.args(["-n", "2", "--backend", "mpi", "--"]).arg(std::env::current_exe().unwrap());
+    without.args(as_program(module_path!(), "as_a_rank")).env(ROLE, "leaves");
+    let told = stdout(&without.env("CANDLE_ZERO_MPI_LIBRARY", "/no/such/libmpi.so").output().unwrap());
+    assert!(told.contains("rank is told: ") && told.contains("/no/such/libmpi.so, which"), "{told}");
+    let Some(library) = Mpi::Mpich.library() else {
+        return skipped_in_part(test, "no MPICH; scripts/fetch_mpi.sh fetches it");
+    };
+    let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
+    let start = |backend: &str| {
+        let mut command = zerorun();
+        command.env("CANDLE_ZERO_MPI_LIBRARY", &library).env("UCX_TLS", "tcp,self");
+        command.args(["-n", "2", "--backend", backend]);
+        command
+    };
+    let [shm, mpi] = ["shm", "mpi"].map(|backend| train(start(backend), &train_gpt, 3, folder.path(), backend));
+    assert_eq!(shm, mpi);
+    // It is MPI's memory that shows it.
+    let mut loads = start("mpi");
+    loads.args(["--max_restarts", "1", "--"]).arg(std::env::current_exe().unwrap());
+    loads
+        .args(as_program(module_path!(), "as_a_rank"))
+        .env(ROLE, format!("maps {}", folder.path().join("once").display()));
+    let output = loads.output().unwrap();
+    let said = stdout(&output);
+    assert!(output.status.success() && stderr(&output).contains("restart 1 of 1"), "{said} {}", stderr(&output));
+    for rank in 0..2 {
+        let line = said.lines().find(|line| line.contains(&format!("rank {rank} of 2 has loaded libmpi.so.12")));
+        assert!(line.is_some_and(|line| line.starts_with(&format!("[rank {rank}] "))), "{said}");
+    }
+}
+
+#[test]
+fn a_launcher_that_mpirun_starts_on_each_host_knows_its_place() {
+    let test = a_launcher_that_mpirun_starts_on_each_host_knows_its_place;
+    // The ranks need MPICH, whoever starts their launchers.
+    let Some(library) = Mpi::Mpich.library() else { return skipped(test, "no MPICH; scripts/fetch_mpi.sh fetches it") };
+    with_each(test, |mpi| {
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+        let mut start = mpirun(mpi, 2).unwrap();
+        start.arg("env").arg(format!("CANDLE_ZERO_MPI_LIBRARY={}", library.display()));
+        start.args([env!("CARGO_BIN_EXE_zerorun"), "--nnodes", "auto", "--master_addr", "127.0.0.1"]);
+        start.args(["--master_port", &port, "--timeout", "60s", "--"]);
+        let output = in_role(start, "raw 1 1");
+        let said = stdout(&output);
+        let right = said.matches("has the same bits").count();
+        assert!(output.status.success() && right == 2, "{mpi:?}: {said} {}", stderr(&output));
+    });
+}
+
 const ROLE: &str = "MPI_TEST_ROLE";
 
 /// This test binary as the program of a rank in a role, started by `start`.
@@ -534,6 +636,20 @@ fn as_a_rank() {
             let error = builder.initialize(|vb| candle_nn::linear(4, 5, vb), config).map(drop).unwrap_err();
             println!("rank {rank} is told: {error}");
         }
+        ("maps", file) => {
+            // In a start that fails, and in one that does not.
+            comm.barrier().wait().unwrap();
+            if last && !Path::new(file).exists() {
+                std::fs::write(file, "").unwrap();
+                std::process::exit(3);
+            }
+            if !last && !Path::new(file).exists() {
+                comm.all_reduce(data(rank, 5, DType::F32), 7).wait().unwrap();
+            }
+            let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+            assert!(maps.contains("/libmpi.so.12"), "{maps}");
+            println!("rank {rank} of {world} has loaded libmpi.so.12");
+        }
         ("gives-up", _) if last => comm.abort("the test wants it"),
         ("leaves", _) if last => {}
         ("gives-up" | "leaves" | "differs", n) => {
@@ -743,6 +859,52 @@ fn stand_in(folder: &Path, what: &str) -> std::path::PathBuf {
     library
 }
 
+/// Two launchers on this machine, as of two hosts with a rank each, that find libraries in these folders and `mpirun` nowhere; the
+/// ranks carry out the collectives.
+fn compare_under_two_launchers(libraries: &Path) {
+    let path = libraries.display().to_string();
+    let environment = |command: &mut Command| {
+        command.env("LD_LIBRARY_PATH", &path).env("PATH", "/usr/bin:/bin").env("UCX_TLS", "tcp,self");
+    };
+    let mut report = zerorun();
+    environment(report.arg("report"));
+    let said = stdout(&report.output().unwrap());
+    assert!(said.contains("\nmpi          libmpich.so.12 (MPICH Version: "), "{said}");
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let both = [0, 1].map(|node| {
+        let mut command = zerorun();
+        command.args(["--nnodes", "2", "--node_rank", &node.to_string(), "--master_addr", "127.0.0.1"]);
+        command.args(["--master_port", &port, "--timeout", "60s", "--"]).arg(std::env::current_exe().unwrap());
+        environment(command.args(as_program(module_path!(), "as_a_rank")).env(ROLE, "raw 1 1"));
+        start(&mut command)
+    });
+    for (rank, launcher) in both.into_iter().enumerate() {
+        let output = launcher.wait_with_output().unwrap();
+        let right = stdout(&output).contains(&format!("rank {rank} of 2 has the same bits"));
+        assert!(output.status.success() && right, "{path}: {}", stderr(&output));
+    }
+}
+
+#[test]
+fn mpich_is_found_under_the_name_that_debian_gives_it() {
+    let test = mpich_is_found_under_the_name_that_debian_gives_it;
+    match Mpi::Mpich.library() {
+        Some(library) => {
+            let folder = tempfile::tempdir().unwrap();
+            let link = |from: &Path, to: &str| std::os::unix::fs::symlink(from, folder.path().join(to)).unwrap();
+            link(&library, "libmpich.so.12");
+            // Where it looks for its transports.
+            link(&library.with_file_name("mpich"), "mpich");
+            compare_under_two_launchers(folder.path());
+        }
+        None => skipped_in_part(test, "no MPICH; scripts/fetch_mpi.sh fetches it"),
+    }
+    match debian_mpich() {
+        Some(folder) => compare_under_two_launchers(&folder),
+        None => skipped_in_part(test, "no MPICH of Debian; scripts/fetch_mpi.sh fetches it where there is apt-get"),
+    }
+}
+
 #[test]
 fn a_library_that_is_missing_or_not_the_launchers_is_named() {
     let test = a_library_that_is_missing_or_not_the_launchers_is_named;
@@ -756,6 +918,16 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
         said.lines().find_map(|line| Some(line.split_once("rank is told: ")?.1.to_string())).unwrap_or(stderr(&output))
     };
     insta::assert_snapshot!(told(in_role(without, "leaves")), @"the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried /nonexistent/libmpi.so, which CANDLE_ZERO_MPI_LIBRARY names (/nonexistent/libmpi.so: cannot open shared object file: No such file or directory)); install MPICH or, for mpirun alone, Open MPI, put its lib folder into LD_LIBRARY_PATH, or name the file with CANDLE_ZERO_MPI_LIBRARY");
+    // One that is there, and not what it needs itself.
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["libmpi_abi.so.1", "libmpi.so.12", "libmpich.so.12", "libmpi.so.40"] {
+        std::fs::write(folder.path().join(name), "no library").unwrap();
+    }
+    let mut start = Command::new("env");
+    start.args(["PMI_RANK=1", "PMI_SIZE=2", "PATH=/usr/bin:/bin"]);
+    start.arg(format!("LD_LIBRARY_PATH={}", folder.path().display()));
+    let text = told(in_role(start, "leaves")).replace(&folder.path().display().to_string(), "FOLDER");
+    insta::assert_snapshot!(text, @"the MPI library libmpi_abi.so.1 was found and cannot be loaded (FOLDER/libmpi_abi.so.1: file too short); install what it needs, or name another file with CANDLE_ZERO_MPI_LIBRARY");
     for (what, expected) in
         [("old", "MPI_Get_library_version"), ("one_thread", "several threads"), ("whole", "rank 0 of 1")]
     {

@@ -241,7 +241,7 @@ fn wrong_things_to_start_are_refused_with_exit_code_2() {
     insta::assert_snapshot!(refusal(&["."]), @"zerorun: cannot start .: it is a folder; give a Rust file (.rs) or an executable");
     insta::assert_snapshot!(refusal(&["open.rs"]), @"zerorun: open.rs:1: the frontmatter that begins here has no end; close it with a line `---`");
     insta::assert_snapshot!(refusal(&["--num_ranks", "none", "train.rs"]), @r#"
-    zerorun: invalid value 'none' for '--num_ranks <N>': invalid digit found in string
+    zerorun: invalid value 'none' for '--num_ranks <N>': give a number from 1 to 1024, or `auto`, `cpu` or `gpu`
 
     For more information, try '--help'.
     "#);

@@ -57,7 +57,7 @@ fn a_launcher_on_each_node_by_srun_or_by_the_batch_script_of_deploy_gives_the_bi
 
     let launcher = env!("CARGO_BIN_EXE_zerorun");
     let mut srun = slurm.srun("-N 2 --ntasks-per-node=1");
-    srun.args([launcher, "--nnodes", "2", "--master_addr", "10.77.0.1", "-n", "2"]);
+    srun.args([launcher, "--nnodes", "auto", "--master_addr", "10.77.0.1", "-n", "2"]);
     assert_eq!(train(srun, &train_gpt, 3, folder.path(), "srun"), expected, "srun");
 
     // `sbatch --wait` asks every ten seconds.

@@ -27,10 +27,15 @@ impl Mpi {
 
     /// Its folder, with bin and lib; `None` where it was not fetched.
     pub fn folder(self) -> Option<PathBuf> {
+        let folder = Self::root().join(self.name());
+        folder.join("bin/mpirun").exists().then_some(folder)
+    }
+
+    /// The folder of what was fetched.
+    fn root() -> PathBuf {
         // TARGET/PROFILE/deps/TEST
         let test = std::env::current_exe().unwrap();
-        let folder = test.ancestors().nth(3).unwrap().join("mpi").join(self.name());
-        folder.join("bin/mpirun").exists().then_some(folder)
+        test.ancestors().nth(3).unwrap().join("mpi")
     }
 
     /// Its file of the library.
@@ -41,6 +46,13 @@ impl Mpi {
         };
         Some(self.folder()?.join("lib").join(name))
     }
+}
+
+/// The folder of Debian's MPICH, which has the library under another name; `None` where it was not fetched.
+pub fn debian_mpich() -> Option<PathBuf> {
+    let libraries = Mpi::root().join("debian/usr/lib");
+    let mut folders = std::fs::read_dir(libraries).ok()?.map(|entry| entry.unwrap().path());
+    folders.find(|folder| folder.join("libmpich.so.12").exists())
 }
 
 /// A command in an environment of its own, that ends after so many seconds at the latest.
@@ -165,29 +177,36 @@ impl Hosts {
 
     /// `mpirun` on the first host for as many ranks on each; the program and its arguments come next.
     pub fn mpirun(&self, mpi: Mpi, ranks: [usize; 2]) -> Option<Command> {
-        let folder = mpi.folder()?;
+        let mut command = self.with(mpi)?;
+        command.arg(mpi.folder()?.join("bin/mpirun"));
+        let at = format!("10.77.0.1:{},10.77.0.2:{}", ranks[0], ranks[1]);
+        command.args([if mpi == Mpi::OpenMpi { "--host" } else { "-hosts" }, &at]);
+        command.args(self.options(mpi)?).args(["-n", &(ranks[0] + ranks[1]).to_string()]);
+        Some(command)
+    }
+
+    /// A command on the first host that finds this `mpirun` on its PATH; the program and its arguments come next.
+    pub fn with(&self, mpi: Mpi) -> Option<Command> {
         let a = &self.names[0];
-        let reach = self.reach();
-        let mut command = limited(&folder, 120);
+        let mut command = limited(&mpi.folder()?, 120);
         let here = format!("hostname {a}; {OWN_SHM}; exec \"$@\"");
         command.args(["ip", "netns", "exec", a, "unshare", "-u", "sh", "-c", &here, "sh"]);
-        command.arg(folder.join("bin/mpirun"));
-        let at = format!("10.77.0.1:{},10.77.0.2:{}", ranks[0], ranks[1]);
-        match mpi {
-            Mpi::OpenMpi => {
-                command.args(["--allow-run-as-root", "--bind-to", "none", "--host", &at, "--prefix"]).arg(&folder);
-                command.args(["--mca", "plm", "ssh", "--mca", "plm_rsh_agent"]).arg(&reach);
-                command.args(["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]);
-                command.args(["--mca", "btl_tcp_if_include", "10.77.0.0/24"]);
-                command.args(["--prtemca", "oob_tcp_if_include", "10.77.0.0/24"]);
-            }
-            Mpi::Mpich => {
-                command.args(["-launcher", "ssh", "-launcher-exec"]).arg(&reach);
-                command.args(["-hosts", &at, "-iface", "cable"]);
-            }
-        }
-        command.args(["-n", &(ranks[0] + ranks[1]).to_string()]);
         Some(command)
+    }
+
+    /// The arguments by which `mpirun` reaches the hosts.
+    pub fn options(&self, mpi: Mpi) -> Option<Vec<String>> {
+        let (folder, reach) = (mpi.folder()?, self.reach());
+        let words = match mpi {
+            Mpi::OpenMpi => format!(
+                "--allow-run-as-root --bind-to none --prefix {} --mca plm ssh --mca plm_rsh_agent {} --mca pml ob1 --mca btl \
+                 tcp,self --mca btl_tcp_if_include 10.77.0.0/24 --prtemca oob_tcp_if_include 10.77.0.0/24",
+                folder.display(),
+                reach.display()
+            ),
+            Mpi::Mpich => format!("-launcher ssh -launcher-exec {} -iface cable", reach.display()),
+        };
+        Some(words.split(' ').map(String::from).collect())
     }
 }
 

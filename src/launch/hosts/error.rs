@@ -249,7 +249,9 @@ pub enum HostsError {
         why: String,
     },
     /// The number of hosts is no number or range.
-    #[error("--nnodes {text} is no number of hosts; write N, or FEWEST:N with 1 <= FEWEST <= N, for example 2 or 1:4")]
+    #[error(
+        "--nnodes {text} is no number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or 1:4"
+    )]
     BadNodes {
         /// What was given.
         text: String,
@@ -261,6 +263,61 @@ pub enum HostsError {
         node: usize,
         /// `--nnodes`.
         nodes: usize,
+    },
+    /// Nothing says how many hosts there are.
+    #[error(
+        "--nnodes auto finds no number of hosts: neither mpirun, srun nor jsrun has started zerorun here, or it does not say; \
+         give the number"
+    )]
+    NodesUnknown,
+    /// A launcher has started another number of launchers than there are hosts.
+    #[error(
+        "--nnodes is {nodes} and {by} is {found}: start zerorun once on each host (mpirun --map-by ppr:1:node, mpirun -ppn 1, srun \
+         --ntasks-per-node=1), and give --nnodes that number, or this host's as --node_rank"
+    )]
+    NodesDiffer {
+        /// `--nnodes`.
+        nodes: usize,
+        /// The launcher's number.
+        found: usize,
+        /// The variable that has it.
+        by: &'static str,
+    },
+    /// The number of ranks on a host cannot be used.
+    #[error("PET_NPROC_PER_NODE is `{text}`: {why}")]
+    BadRanks {
+        /// The value.
+        text: String,
+        /// The problem and its remedy.
+        why: String,
+    },
+    /// There is no `mpirun` of the kind that is asked for.
+    #[error(
+        "--launcher {launcher} needs that library's mpirun on the PATH: {why}; install it, put its folder first in PATH, or \
+         give another --launcher"
+    )]
+    NoMpirun {
+        /// `--launcher`.
+        launcher: &'static str,
+        /// The problem.
+        why: String,
+    },
+    /// `mpirun` gives all hosts the same variables, and their GPUs are not the same.
+    #[error(
+        "host `{host}` is to use the slots {slots} and host `{other}` {other_slots}, and with --launcher {launcher} all hosts \
+         get the same CUDA_VISIBLE_DEVICES: choose the same slots on each, or take --launcher ssh"
+    )]
+    DevicesDiffer {
+        /// `--launcher`.
+        launcher: &'static str,
+        /// The first host.
+        host: String,
+        /// Its slots.
+        slots: String,
+        /// A host with others.
+        other: String,
+        /// These.
+        other_slots: String,
     },
     /// The first host is not named.
     #[error("--nnodes {nodes} needs {missing}; give each host its number from 0 to {} and all of them the first one's address", nodes - 1)]

@@ -262,7 +262,7 @@ fn carry_out(
         first: ranks[..place].iter().sum(),
         place,
         hosts: ranks.len(),
-        host: joining.hello.host.clone(),
+        host: Some(joining.hello.host.clone()),
         master_addr: joining.master_addr.clone(),
         pmi: server,
         news,

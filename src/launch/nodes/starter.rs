@@ -1,15 +1,17 @@
 //! `--hostfile`: the launcher is started on each host of the file, by ssh or, on this host, directly.
 //!
 //! Each gets the same working directory, program and arguments, so these have to be at the same place everywhere, and
-//! DeepSpeed's choice of variables ([`export`]).
+//! DeepSpeed's choice of variables ([`exports`]).
 
 use crate::error::{Error, HostsError, LaunchError, Result};
 use crate::launch::binding::Binding;
 use crate::launch::console::say;
-use crate::launch::hosts::export::{Exports, literal_word};
+use crate::launch::exported::exports;
+use crate::launch::hosts::export::literal_word;
 use crate::launch::hosts::filter::Selection;
 use crate::launch::hosts::world::{DEVICES, World};
-use crate::launch::hosts::{Host, export, hostfile};
+use crate::launch::hosts::{Host, hostfile};
+use crate::launch::mpirun::Mpirun;
 use crate::launch::ranks::Job;
 use crate::launch::signals::{self, Event, die_with_parent};
 use crate::util::host_name;
@@ -25,8 +27,6 @@ use std::time::{Duration, Instant};
 pub(crate) const UNTIL_STDIN_ENDS: &str = "until_stdin_ends";
 /// A program in place of ssh, called as `PROGRAM HOST COMMAND`.
 const REMOTE_SHELL: &str = "ZERORUN_RSH";
-/// Variables that the launchers and ranks of other hosts get beside DeepSpeed's.
-const OURS: [&str; 5] = ["CANDLE_ZERO_", "RUST_", "RAYON_", "MPIR_CVAR_", "LD_LIBRARY_PATH"];
 /// Exit code of ssh where it cannot reach a host.
 const UNREACHABLE: u8 = 255;
 /// How often it is looked whether a launcher has ended.
@@ -50,6 +50,8 @@ pub(crate) struct Hosts {
     pub(crate) ssh_port: Option<u16>,
     /// Whether a single host is reached by ssh too.
     pub(crate) force_multi: bool,
+    /// What starts the ranks in place of a launcher on each host.
+    pub(crate) mpirun: Option<Mpirun>,
 }
 
 impl Hosts {
@@ -206,26 +208,6 @@ impl Launcher<'_> {
             let _ = rustix::process::kill_process(rustix::process::Pid::from_child(child), signal);
         }
     }
-}
-
-/// The variables that other hosts get.
-fn exports() -> Result<Vec<(String, String)>> {
-    let mut exports = Exports::of(std::env::vars_os())?;
-    let home = std::env::var_os("HOME").map(PathBuf::from);
-    let here = std::env::current_dir()
-        .map_err(|source| LaunchError::Setup { what: "finding the working directory", source })?;
-    for path in export::files(home.as_deref(), &here, std::env::var_os("DS_ENV_FILE").as_deref()) {
-        match std::fs::read_to_string(&path) {
-            Ok(text) => exports.add_file(&text, &path)?,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-            Err(source) => return Err(HostsError::NoVariables { path, why: source.to_string() }.into()),
-        }
-    }
-    let text = |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
-    let ours = std::env::vars_os().filter_map(text).filter(|(name, _)| OURS.iter().any(|ours| name.starts_with(ours)));
-    let mut all: Vec<(String, String)> = ours.collect();
-    all.extend(exports.iter().map(|(name, value)| (name.to_string(), value.to_string())));
-    Ok(all)
 }
 
 /// The words that start a host's launcher.
