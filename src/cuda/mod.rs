@@ -13,6 +13,7 @@
 //! | `activation.rs` | GELU, SiLU and what they gate | `activation.cu`, `activations.cuh` |
 //! | `norm.rs` | layer and root-mean-square normalization | `norm.cu`, `rows.cuh`, `columns.cuh` |
 //! | `linear.rs` | what follows a product | `linear.cu`, `activations.cuh` |
+//! | `attention.rs`, `attention/` | attention in tiles, forward and backward | `attention*.cu`, `attention*.cuh` |
 //! | `columns.rs` | sums over many rows | `columns.cu`, `columns.cuh` |
 //! | `rotary.rs` | rotary positions | `rotary.cu` |
 //! | `embedding.rs` | lookup of rows, sums of their gradients | `embedding.cu` |

@@ -1,8 +1,7 @@
 //! The stand-in for NCCL: collectives among threads and processes, in the order of each communicator, and what it finds.
 
-use crate::device::{Device, is_stand_in};
-use crate::skips;
-use crate::{SEEDS, answer, answer_of, child, role};
+use crate::device::Device;
+use crate::{SEEDS, answer, answer_of, child, role, stand_in};
 use candle_core::cuda_backend::cudarc::driver::sys::{CUdeviceptr, CUstream};
 use libloading::os::unix::Library;
 use std::ffi::{c_int, c_void};
@@ -148,15 +147,6 @@ fn on_ranks<T: Send>(size: usize, work: impl Fn(Rank) -> T + Sync) -> Vec<T> {
         let ranks: Vec<_> = (0..size).map(start).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
-}
-
-/// Whether the stand-in is there; else `test` is skipped.
-fn stand_in<T: Fn()>(test: T) -> bool {
-    let there = is_stand_in();
-    if !there {
-        skips::skipped(test, "needs the stand-in for CUDA, tools/mock_cuda");
-    }
-    there
 }
 
 #[test]
