@@ -34,7 +34,7 @@ fi
 verdict PASS "cargo build --features cuda"
 
 # 2. Layers agree with their references; stages with each other, and with the CPU. A test that found no GPU has passed without a check.
-cargo test --release --features cuda --test nn --test zero -- cuda:: cuda_layers:: --test-threads 1 2>&1 | tee "$work/test.log"
+cargo test --release --features cuda --lib --test nn --test zero -- cuda:: cuda_attention:: cuda_layers:: on_gpu:: --test-threads 1 2>&1 | tee "$work/test.log"
 if [ "${PIPESTATUS[0]}" != 0 ]; then
     verdict FAIL "layers as their references; stages 0 to 3: the same bits, the CPU's losses within 1e-4, absent parameters refused"
 elif grep -q 'skipped: ' "$work/test.log"; then
