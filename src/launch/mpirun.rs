@@ -126,13 +126,10 @@ fn devices(world: &World, kind: Kind) -> Result<Option<String>, HostsError> {
     if hosts.iter().all(|host| host.slots.iter().copied().eq(0..host.slots.len())) {
         return Ok(None);
     }
-    Err(HostsError::DevicesDiffer {
-        launcher: kind.name(),
-        host: hosts[0].name.clone(),
-        slots: world.devices(0),
-        other: hosts[node].name.clone(),
-        other_slots: world.devices(node),
-    })
+    let (host, other) = (&hosts[0].name, &hosts[node].name);
+    let (first, later) = (world.devices(0), world.devices(node));
+    let slots = format!("host `{host}` is to use the slots {first} and host `{other}` {later}");
+    Err(HostsError::DevicesDiffer { launcher: kind.name(), slots })
 }
 
 #[cfg(test)]

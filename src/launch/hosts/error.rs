@@ -304,20 +304,14 @@ pub enum HostsError {
     },
     /// `mpirun` gives all hosts the same variables, and their GPUs are not the same.
     #[error(
-        "host `{host}` is to use the slots {slots} and host `{other}` {other_slots}, and with --launcher {launcher} all hosts \
-         get the same CUDA_VISIBLE_DEVICES: choose the same slots on each, or take --launcher ssh"
+        "{slots}, and with --launcher {launcher} all hosts get the same CUDA_VISIBLE_DEVICES: choose the same slots on each, or \
+         take --launcher ssh"
     )]
     DevicesDiffer {
         /// `--launcher`.
         launcher: &'static str,
-        /// The first host.
-        host: String,
-        /// Its slots.
+        /// Two hosts and what each is to use.
         slots: String,
-        /// A host with others.
-        other: String,
-        /// These.
-        other_slots: String,
     },
     /// The first host is not named.
     #[error("--nnodes {nodes} needs {missing}; give each host its number from 0 to {} and all of them the first one's address", nodes - 1)]
