@@ -89,11 +89,15 @@ mod tests {
             let mut on_host = Flat::zeros(d, n);
             on_host.as_mut().copy_scaled(from.as_ref(), 0.7);
             assert_eq!(on_device.to_host(n).unwrap(), on_host, "{d:?} = 0.7 {s:?}");
-            on_device.copy_scaled(3..n, &source.slice(0..n - 3), 1.0).unwrap();
+            on_device.copy_scaled(3..n, &source.part(0..n - 3).unwrap(), 1.0).unwrap();
             on_host.slice_mut(3..n).copy_cast(from.slice(0..n - 3));
             assert_eq!(on_device.to_host(n).unwrap(), on_host, "{d:?} = {s:?}");
-            add(&device, crate::cuda::elements_mut(&mut on_device.storage, 1..n).unwrap(), &source.slice(0..n - 1))
-                .unwrap();
+            add(
+                &device,
+                crate::cuda::elements_mut(&mut on_device.storage, 1..n).unwrap(),
+                &source.part(0..n - 1).unwrap(),
+            )
+            .unwrap();
             on_host.slice_mut(1..n).add_scaled(from.slice(0..n - 1), 1.0);
             assert_eq!(on_device.to_host(n).unwrap(), on_host, "{d:?} += {s:?}");
         }

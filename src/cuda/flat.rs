@@ -5,7 +5,6 @@ use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut};
 use candle_core::{CudaDevice, Result, bail};
 use half::{bf16, f16};
-use std::ops::Range;
 
 /// Elements in a GPU's memory, for kernels to read.
 #[derive(Debug)]
@@ -35,16 +34,7 @@ macro_rules! each {
 }
 pub(crate) use each;
 
-impl<'a> DeviceRef<'a> {
-    /// Elements `range` of these.
-    pub fn slice(&self, range: Range<usize>) -> DeviceRef<'a> {
-        match self {
-            Self::F32(v) => DeviceRef::F32(v.slice(range)),
-            Self::BF16(v) => DeviceRef::BF16(v.slice(range)),
-            Self::F16(v) => DeviceRef::F16(v.slice(range)),
-        }
-    }
-
+impl DeviceRef<'_> {
     /// Copies them to the host, to as many of the same dtype, and waits for them.
     ///
     /// # Errors

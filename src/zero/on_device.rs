@@ -46,7 +46,7 @@ pub(super) fn pack<P: Iterator<Item = (usize, Range<usize>)>>(
         let tensor = grad.on_device(device)?;
         with_each([&tensor], "pack", |[values]| {
             pieces.try_for_each(|(start, piece)| {
-                bucket.copy_scaled(start..start + piece.len(), &values.slice(piece), factor)
+                bucket.copy_scaled(start..start + piece.len(), &values.part(piece)?, factor)
             })
         })?;
     }
