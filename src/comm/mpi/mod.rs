@@ -39,7 +39,7 @@ use super::env::RankEnv;
 use super::exchange::Exchange;
 use super::shm::Region;
 use super::state::Fault;
-use crate::error::{CommError, Result};
+use crate::error::{CommError, Error, Result};
 use crossing::Crossing;
 use hosts::Hosts;
 use link::Link;
@@ -82,11 +82,21 @@ impl Place {
             let (mpi_rank, mpi_world, library) = (link.rank(), link.size(), link.library());
             return Err(CommError::MpiForeign { rank, world, mpi_rank, mpi_world, library }.into());
         }
-        let hosts = Hosts::meet(&link)?;
-        if env.shm_fd.is_none() {
-            // Launchers of several hosts compare them before they start ranks.
-            sameness::check(&link, &hosts)?;
-        }
+        // Launchers of several hosts compare them before they start ranks.
+        let compared = env.shm_fd.is_some();
+        let hosts = Hosts::meet(&link).and_then(|hosts| {
+            if !compared {
+                sameness::check(&link, &hosts)?;
+            }
+            Ok(hosts)
+        });
+        let hosts = hosts.inspect_err(|error| {
+            // Every rank finds these, of what all have told. One that ended outside MPI's order would take others with it before
+            // they have been told themselves.
+            if matches!(error, Error::Comm(CommError::HostsMixed { .. } | CommError::ProgramsDiffer { .. })) {
+                link.end();
+            }
+        })?;
         let region = match env.shm_fd {
             // Zerorun's, which it has made for the ranks that it starts on this host.
             Some(fd) => Arc::new(Region::inherit(fd, hosts.here().len())?),
