@@ -324,8 +324,9 @@ impl<M> Engine<M> {
 
     fn non_finite_gradient(&self, vote: &Vote) -> Error {
         let where_ = match self.core.non_finite_gradient() {
-            Some(name) => format!("the gradient of {name} is not finite on rank {}", self.rank()),
-            None => format!("gradients are not finite on ranks {:?}", vote.overflowed),
+            Err(error) => return error,
+            Ok(Some(name)) => format!("the gradient of {name} is not finite on rank {}", self.rank()),
+            Ok(None) => format!("gradients are not finite on ranks {:?}", vote.overflowed),
         };
         EngineError::NonFiniteGradient { where_, step: self.global_steps }.into()
     }

@@ -4,7 +4,7 @@
 //! both side by side.
 
 use crate::layout::{Division, ZeroStage};
-use crate::precision::{Elements, Flat, FlatMut, FlatRef};
+use crate::precision::{Elements, Flat, FlatMut};
 use candle_core::Device;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -157,6 +157,11 @@ impl Tier {
     /// Where tensors of `device` are.
     pub fn of(device: &Device) -> Self {
         if device.is_cpu() { Self::Host } else { Self::Device }
+    }
+
+    /// Where buffers of a place are.
+    pub(crate) fn at<B: Elements>(place: &B::Place) -> Self {
+        if B::is_device(place) { Self::Device } else { Self::Host }
     }
 }
 
@@ -315,19 +320,40 @@ pub(crate) struct Tracked<B = Flat> {
 
 impl<B: Elements> Tracked<B> {
     pub fn new(ledger: &Ledger, kind: Kind, flat: B) -> Self {
-        let held = ledger.hold(kind, flat.capacity_in_bytes());
+        let held = ledger.hold_in(Tier::at::<B>(&flat.place()), kind, flat.capacity_in_bytes());
         Self { flat, held }
     }
 
     /// Lets `grow` change the buffer's size, and accounts for it.
-    pub fn resize(&mut self, grow: impl FnOnce(&mut B)) {
-        grow(&mut self.flat);
+    ///
+    /// # Errors
+    /// That of `grow`.
+    pub fn resize<E>(&mut self, grow: impl FnOnce(&mut B) -> Result<(), E>) -> Result<(), E> {
+        let grown = grow(&mut self.flat);
         self.held.resize(self.flat.capacity_in_bytes());
+        grown
+    }
+
+    /// The same elsewhere: for a moment in both places.
+    ///
+    /// # Errors
+    /// There is no memory.
+    pub fn moved_to(self, ledger: &Ledger, place: &B::Place) -> crate::error::Result<Self> {
+        let kind = self.held.kind;
+        let moving = self.held;
+        let moved = Self::new(ledger, kind, self.flat.moved_to(place)?);
+        drop(moving);
+        Ok(moved)
     }
 
     /// Lets `change` work on the buffer, whose size stays.
-    pub fn try_map<E>(self, change: impl FnOnce(B) -> Result<B, E>) -> Result<Self, E> {
-        Ok(Self { flat: change(self.flat)?, held: self.held })
+    pub fn try_map<C, E>(self, change: impl FnOnce(B) -> Result<C, E>) -> Result<Tracked<C>, E> {
+        Ok(Tracked { flat: change(self.flat)?, held: self.held })
+    }
+
+    /// The same memory as another type of buffer.
+    pub fn map<C>(self, change: impl FnOnce(B) -> C) -> Tracked<C> {
+        Tracked { flat: change(self.flat), held: self.held }
     }
 
     /// The buffer, out of the ledger.
@@ -339,14 +365,8 @@ impl<B: Elements> Tracked<B> {
         &self.flat
     }
 
-    /// The values, where there are any.
-    pub fn values(&self) -> Option<FlatRef<'_>> {
-        self.flat.values()
-    }
-
-    /// The same, writable.
-    pub fn values_mut(&mut self) -> Option<FlatMut<'_>> {
-        self.flat.values_mut()
+    pub fn buffer_mut(&mut self) -> &mut B {
+        &mut self.flat
     }
 }
 
@@ -354,10 +374,6 @@ impl Tracked {
     /// The raw bytes, writable.
     pub fn as_bytes_mut(&mut self) -> &mut [u8] {
         self.flat.as_bytes_mut()
-    }
-
-    pub fn slice(&self, range: Range<usize>) -> FlatRef<'_> {
-        self.flat.slice(range)
     }
 
     pub fn slice_mut(&mut self, range: Range<usize>) -> FlatMut<'_> {

@@ -1,38 +1,206 @@
-//! A flat buffer in a GPU's memory: where a bucket of gradients is packed.
+//! A flat buffer in a GPU's memory: [`Flat`] there.
 
 use super::array::room;
-use super::flat::DeviceRef;
-use super::sum::copy_scaled;
-use crate::precision::Flat;
+use super::flat::{DeviceMut, DeviceRef};
+use super::sum::{add_scaled, copy_scaled, scale};
+use crate::precision::{Flat, FlatMut, FlatRef};
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 use std::ops::Range;
 
-/// An owned flat buffer of f32, bf16 or f16 in a GPU's memory.
+/// An owned flat buffer of f32, bf16 or f16 in a GPU's memory. Its first `len` elements count; the others are room.
 #[derive(Debug)]
 pub(crate) struct DeviceFlat {
     storage: CudaStorage,
-    dtype: DType,
     len: usize,
 }
 
 impl DeviceFlat {
-    /// `len` zeros.
+    /// An empty buffer with room for `capacity` elements.
     ///
     /// # Errors
     /// The device has no more memory; another dtype.
-    pub fn zeros(device: &CudaDevice, dtype: DType, len: usize) -> Result<Self> {
-        Ok(Self { storage: super::zeros(device, dtype, len)?, dtype, len })
+    pub fn with_capacity(device: &CudaDevice, dtype: DType, capacity: usize) -> Result<Self> {
+        Ok(Self { storage: room(device, dtype, capacity)?, len: 0 })
     }
 
-    /// `values` times `factor`, as `dtype`: the product is formed in f32 and rounded once.
+    /// `len` zeros.
     ///
     /// # Errors
-    /// As [`zeros`](Self::zeros).
-    pub fn scaled(device: &CudaDevice, dtype: DType, values: &DeviceRef<'_>, factor: f32) -> Result<Self> {
-        let len = values.len();
-        let mut flat = Self { storage: room(device, dtype, len)?, dtype, len };
-        flat.copy_scaled(0..len, values, factor)?;
+    /// As [`with_capacity`](Self::with_capacity).
+    pub fn zeros(device: &CudaDevice, dtype: DType, len: usize) -> Result<Self> {
+        Ok(Self { storage: super::zeros(device, dtype, len)?, len })
+    }
+
+    /// A copy of what lies on the host.
+    ///
+    /// # Errors
+    /// As [`with_capacity`](Self::with_capacity).
+    pub fn of(device: &CudaDevice, values: FlatRef<'_>) -> Result<Self> {
+        let mut flat = Self::with_capacity(device, values.dtype(), values.len())?;
+        flat.len = values.len();
+        flat.write(0..values.len(), values)?;
         Ok(flat)
+    }
+
+    /// `values` times `factor`, as `dtype` and with zeros behind them up to `padded` of them: the product is formed in f32 and
+    /// rounded once.
+    ///
+    /// # Errors
+    /// As [`with_capacity`](Self::with_capacity).
+    pub fn scaled(
+        device: &CudaDevice,
+        dtype: DType,
+        values: &DeviceRef<'_>,
+        factor: f32,
+        padded: usize,
+    ) -> Result<Self> {
+        let mut flat = Self::with_capacity(device, dtype, padded)?;
+        flat.len = values.len();
+        flat.copy_scaled(0..values.len(), values, factor)?;
+        flat.extend_zeros(padded - values.len())?;
+        Ok(flat)
+    }
+
+    /// The memory of a tensor of `len` elements.
+    ///
+    /// # Errors
+    /// Another dtype than a flat buffer can have.
+    pub fn from_storage(storage: CudaStorage, len: usize) -> Result<Self> {
+        match super::elements(&storage, 0..len) {
+            Some(_) => Ok(Self { storage, len }),
+            None => bail!("a parameter's storage on the GPU holds {:?}, or fewer elements than {len}", storage.dtype()),
+        }
+    }
+
+    /// The memory of a tensor, with all its room.
+    pub fn into_storage(self) -> CudaStorage {
+        self.storage
+    }
+
+    /// Where it lies.
+    pub fn device(&self) -> &CudaDevice {
+        &self.storage.device
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.storage.dtype()
+    }
+
+    /// Bytes allocated, spare room included.
+    pub fn capacity_in_bytes(&self) -> usize {
+        self.capacity() * self.dtype().size_in_bytes()
+    }
+
+    fn capacity(&self) -> usize {
+        match &self.storage.slice {
+            CudaStorageSlice::F32(v) => v.len(),
+            CudaStorageSlice::BF16(v) => v.len(),
+            CudaStorageSlice::F16(v) => v.len(),
+            _ => 0,
+        }
+    }
+
+    /// Makes room for exactly `more` elements, if there is less.
+    ///
+    /// # Errors
+    /// As [`with_capacity`](Self::with_capacity): both lie in memory for a moment.
+    pub fn reserve_exact(&mut self, more: usize) -> Result<()> {
+        if self.capacity() < self.len + more { self.move_into(self.len + more) } else { Ok(()) }
+    }
+
+    /// Gives spare room back.
+    ///
+    /// # Errors
+    /// As [`reserve_exact`](Self::reserve_exact).
+    pub fn shrink_to_fit(&mut self) -> Result<()> {
+        if self.capacity() > self.len.max(1) { self.move_into(self.len) } else { Ok(()) }
+    }
+
+    fn move_into(&mut self, capacity: usize) -> Result<()> {
+        let mut moved = Self::with_capacity(self.device(), self.dtype(), capacity)?;
+        moved.extend_from(self, 0..self.len)?;
+        *self = moved;
+        Ok(())
+    }
+
+    /// Keeps the first `len` elements.
+    pub fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+
+    /// Appends `count` zeros.
+    ///
+    /// # Errors
+    /// As [`with_capacity`](Self::with_capacity).
+    pub fn extend_zeros(&mut self, count: usize) -> Result<()> {
+        let range = self.grown_by(count)?;
+        let device = self.device().clone();
+        self.part_mut(range)?.fill_zero(&device)
+    }
+
+    /// Appends elements `range` of another buffer of this device, cast to this one's dtype.
+    ///
+    /// # Errors
+    /// As [`with_capacity`](Self::with_capacity).
+    pub fn extend_from(&mut self, from: &Self, range: Range<usize>) -> Result<()> {
+        self.extend(&from.part(range)?)
+    }
+
+    /// Appends elements of this device, cast to this buffer's dtype.
+    ///
+    /// # Errors
+    /// As [`with_capacity`](Self::with_capacity).
+    pub fn extend(&mut self, values: &DeviceRef<'_>) -> Result<()> {
+        let to = self.grown_by(values.len())?;
+        self.copy_scaled(to, values, 1.0)
+    }
+
+    /// Appends what lies on the host, cast to this buffer's dtype.
+    ///
+    /// # Errors
+    /// As [`with_capacity`](Self::with_capacity).
+    pub fn extend_from_host(&mut self, values: FlatRef<'_>) -> Result<()> {
+        let to = self.grown_by(values.len())?;
+        self.write(to, values)
+    }
+
+    /// Makes `count` elements more, with whatever is in them.
+    fn grown_by(&mut self, count: usize) -> Result<Range<usize>> {
+        self.reserve_exact(count)?;
+        let start = self.len;
+        self.len += count;
+        Ok(start..self.len)
+    }
+
+    /// Elements `range`, for kernels to read.
+    ///
+    /// # Errors
+    /// There are fewer.
+    pub fn part(&self, range: Range<usize>) -> Result<DeviceRef<'_>> {
+        match super::elements(&self.storage, range.clone()) {
+            Some(elements) if range.end <= self.len => Ok(elements),
+            _ => bail!("elements {range:?} of the {} of a flat buffer", self.len),
+        }
+    }
+
+    /// Elements `range`, for kernels to write.
+    ///
+    /// # Errors
+    /// There are fewer.
+    pub fn part_mut(&mut self, range: Range<usize>) -> Result<DeviceMut<'_>> {
+        let len = self.len;
+        match super::elements_mut(&mut self.storage, range.clone()) {
+            Some(elements) if range.end <= len => Ok(elements),
+            _ => bail!("elements {range:?} of the {len} of a flat buffer"),
+        }
     }
 
     /// Sets elements `range` to `values` times `factor`: the product is formed in f32 and rounded once.
@@ -40,24 +208,67 @@ impl DeviceFlat {
     /// # Errors
     /// The driver's.
     pub fn copy_scaled(&mut self, range: Range<usize>, values: &DeviceRef<'_>, factor: f32) -> Result<()> {
-        let device = self.storage.device.clone();
-        match super::elements_mut(&mut self.storage, range) {
-            Some(to) => copy_scaled(&device, to, values, factor),
-            None => bail!("elements beyond the {} of a flat buffer", self.len),
-        }
+        let device = self.device().clone();
+        copy_scaled(&device, self.part_mut(range)?, values, factor)
     }
 
-    /// Its elements on the host, and zeros behind them up to `padded` of them.
+    /// Adds `values` times `factor` to as many elements from `to` on: in f32, rounded once.
     ///
     /// # Errors
     /// The driver's.
-    pub fn to_host(&self, padded: usize) -> Result<Flat> {
-        let mut flat = Flat::zeros(self.dtype, padded);
-        match super::elements(&self.storage, 0..self.len) {
-            Some(elements) => elements.read(&self.storage.device, flat.slice_mut(0..self.len))?,
-            None => bail!("a flat buffer holds f32, bf16 or f16"),
+    pub fn add_scaled(&mut self, to: usize, values: &DeviceRef<'_>, factor: f32) -> Result<()> {
+        let device = self.device().clone();
+        add_scaled(&device, self.part_mut(to..to + values.len())?, values, factor)
+    }
+
+    /// Multiplies all elements, in f32, rounded once.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn scale(&mut self, factor: f32) -> Result<()> {
+        let (device, all) = (self.device().clone(), 0..self.len);
+        scale(&device, self.part_mut(all)?, factor)
+    }
+
+    /// Sets elements `range` to what lies on the host, cast to this buffer's dtype there.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn write(&mut self, range: Range<usize>, values: FlatRef<'_>) -> Result<()> {
+        let device = self.device().clone();
+        if values.dtype() == self.dtype() {
+            return self.part_mut(range)?.write(&device, values);
         }
-        Ok(flat)
+        let mut cast = Flat::with_capacity(self.dtype(), values.len());
+        cast.extend_cast(values);
+        self.part_mut(range)?.write(&device, cast.as_ref())
+    }
+
+    /// Becomes what lies on the host, of the same dtype.
+    ///
+    /// # Errors
+    /// As [`with_capacity`](Self::with_capacity), where there is too little room.
+    pub fn replace(&mut self, values: FlatRef<'_>) -> Result<()> {
+        self.len = 0;
+        self.extend_from_host(values)
+    }
+
+    /// Copies elements `range` to the host, to as many of the same dtype, and waits for them.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn read(&self, range: Range<usize>, values: FlatMut<'_>) -> Result<()> {
+        self.part(range)?.read(self.device(), values)
+    }
+
+    /// Elements `range`, on the host.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn to_host(&self, range: Range<usize>) -> Result<Flat> {
+        let mut values = Flat::zeros(self.dtype(), range.len());
+        self.read(range, values.as_mut())?;
+        Ok(values)
     }
 }
 
@@ -65,7 +276,7 @@ impl DeviceFlat {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::cuda::{add, elements};
+    use crate::cuda::elements;
     use candle_core::backend::BackendDevice;
     use candle_core::{Device, Storage, Tensor};
 
@@ -85,28 +296,33 @@ mod tests {
             let (storage, _) = tensor.storage_and_layout();
             let Storage::Cuda(cuda) = &*storage else { unreachable!("a tensor of the GPU") };
             let source = elements(cuda, 0..n).unwrap();
-            let mut on_device = DeviceFlat::scaled(&device, d, &source, 0.7).unwrap();
+            let mut on_device = DeviceFlat::scaled(&device, d, &source, 0.7, n).unwrap();
             let mut on_host = Flat::zeros(d, n);
             on_host.as_mut().copy_scaled(from.as_ref(), 0.7);
-            assert_eq!(on_device.to_host(n).unwrap(), on_host, "{d:?} = 0.7 {s:?}");
+            assert_eq!(on_device.to_host(0..n).unwrap(), on_host, "{d:?} = 0.7 {s:?}");
             on_device.copy_scaled(3..n, &source.part(0..n - 3).unwrap(), 1.0).unwrap();
             on_host.slice_mut(3..n).copy_cast(from.slice(0..n - 3));
-            assert_eq!(on_device.to_host(n).unwrap(), on_host, "{d:?} = {s:?}");
-            add(
-                &device,
-                crate::cuda::elements_mut(&mut on_device.storage, 1..n).unwrap(),
-                &source.part(0..n - 1).unwrap(),
-            )
-            .unwrap();
-            on_host.slice_mut(1..n).add_scaled(from.slice(0..n - 1), 1.0);
-            assert_eq!(on_device.to_host(n).unwrap(), on_host, "{d:?} += {s:?}");
+            assert_eq!(on_device.to_host(0..n).unwrap(), on_host, "{d:?} = {s:?}");
+            on_device.add_scaled(1, &source.part(0..n - 1).unwrap(), 0.3).unwrap();
+            on_host.slice_mut(1..n).add_scaled(from.slice(0..n - 1), 0.3);
+            assert_eq!(on_device.to_host(0..n).unwrap(), on_host, "{d:?} += {s:?}");
         }
     }
 
     #[test]
-    fn a_buffer_comes_to_the_host_with_its_padding() {
+    fn a_buffer_grows_shrinks_and_becomes_a_storage() {
         let Ok(device) = CudaDevice::new(0) else { return };
-        let flat = DeviceFlat::zeros(&device, DType::BF16, 3).unwrap();
-        assert_eq!(flat.to_host(5).unwrap(), Flat::zeros(DType::BF16, 5));
+        let mut flat = DeviceFlat::with_capacity(&device, DType::F32, 4).unwrap();
+        let other = DeviceFlat::of(&device, FlatRef::F32(&[1.0, 2.0, 3.0])).unwrap();
+        flat.extend_from(&other, 1..3).unwrap();
+        flat.extend_zeros(5).unwrap();
+        assert_eq!(flat.to_host(0..7).unwrap(), Flat::F32(vec![2.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0]));
+        flat.truncate(3);
+        flat.shrink_to_fit().unwrap();
+        flat.scale(3.0).unwrap();
+        assert_eq!((flat.len(), flat.capacity_in_bytes()), (3, 12));
+        assert!(flat.part(2..4).is_err(), "what lies behind the elements is not to be read");
+        let back = DeviceFlat::from_storage(flat.into_storage(), 2).unwrap();
+        assert_eq!(back.to_host(0..2).unwrap(), Flat::F32(vec![6.0, 9.0]));
     }
 }

@@ -1,10 +1,11 @@
 //! Views of elements in a GPU's memory.
 
-use crate::precision::FlatMut;
+use crate::precision::{FlatMut, FlatRef};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut};
 use candle_core::{CudaDevice, Result, bail};
 use half::{bf16, f16};
+use std::ops::Range;
 
 /// Elements in a GPU's memory, for kernels to read.
 #[derive(Debug)]
@@ -52,5 +53,50 @@ impl DeviceRef<'_> {
             _ => bail!("elements of {:?} are read as another dtype", self.dtype()),
         }
         stream.synchronize().w()
+    }
+}
+
+impl DeviceMut<'_> {
+    /// Some of the elements.
+    ///
+    /// # Errors
+    /// There are fewer.
+    pub fn part(&mut self, range: Range<usize>) -> Result<DeviceMut<'_>> {
+        if range.start > range.end || range.end > self.len() {
+            bail!("elements {range:?} of {}", self.len())
+        }
+        Ok(match self {
+            Self::F32(v) => DeviceMut::F32(v.slice_mut(range)),
+            Self::BF16(v) => DeviceMut::BF16(v.slice_mut(range)),
+            Self::F16(v) => DeviceMut::F16(v.slice_mut(range)),
+        })
+    }
+
+    /// Sets them to what lies on the host, in the same dtype.
+    ///
+    /// # Errors
+    /// Another dtype; the driver's.
+    pub fn write(self, device: &CudaDevice, values: FlatRef<'_>) -> Result<()> {
+        assert_eq!(self.len(), values.len(), "as many values as elements");
+        if values.is_empty() {
+            return Ok(());
+        }
+        match (self, values) {
+            (Self::F32(mut to), FlatRef::F32(from)) => device.memcpy_htod(from, &mut to),
+            (Self::BF16(mut to), FlatRef::BF16(from)) => device.memcpy_htod(from, &mut to),
+            (Self::F16(mut to), FlatRef::F16(from)) => device.memcpy_htod(from, &mut to),
+            (to, _) => bail!("elements of {:?} are set to another dtype", to.dtype()),
+        }
+    }
+
+    /// Sets them to zero.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn fill_zero(self, device: &CudaDevice) -> Result<()> {
+        if self.len() == 0 {
+            return Ok(());
+        }
+        each!(Self, self, v => device.cuda_stream().memset_zeros(&mut { v }).w())
     }
 }

@@ -21,7 +21,7 @@ use crate::optim::{self, Grouping, LrSchedule, Optimizer, ParameterGroup, Traina
 use crate::param::Source;
 use crate::precision::{LossScaler, Packing};
 use crate::util::list;
-use crate::zero::core::{Core, CoreParts, Link, Recomputation, Registered};
+use crate::zero::core::{Core, CoreParts, Link, Recomputation, Registered, naming_what_is_held};
 use crate::zero::gradients::ReducePlan;
 use crate::zero::registry::Registry;
 use crate::zero::share_plan::SharePlan;
@@ -77,7 +77,8 @@ impl<M> Engine<M> {
         let registry =
             Registry::new(share_plan.clone(), device.clone(), offload.clone(), source, link.clone(), ledger.clone());
         registry.also_buffers(buffer_rule);
-        let (model, mut registered) = build_model(build, registry, &config, &device)?;
+        let (model, mut registered) = build_model(build, registry, &config, &device)
+            .map_err(|error| naming_what_is_held(error, &ledger, comm.rank()))?;
         grouping.kept_modules().check(registered.names())?;
         mark_leaves(&mut registered, &config.zero.leaf_module, &leaf_units, comm.rank())?;
         if let Some(offload) = &offload {
@@ -87,6 +88,7 @@ impl<M> Engine<M> {
         let inits = std::mem::take(&mut registered.inits);
         let second_group = second_group(&config, &*comm)?;
         note_compression(&config, &*comm);
+        let home = share_plan.home(&device);
         let core = Arc::new(Core::new(CoreParts {
             comm,
             second_group,
@@ -103,6 +105,7 @@ impl<M> Engine<M> {
             buffer_sync,
             ledger,
             offload,
+            home,
         }));
         link.connect(&core);
         check_same_on_all_ranks(&core, &config, own, &trainer, weights, &inits, &same)?;

@@ -1,19 +1,43 @@
 //! Buffers without memory.
 
+use crate::error::Result;
+use crate::memory::Tier;
 use crate::precision::Elements;
 use candle_core::DType;
 
 /// A number of elements of a dtype, and room for a number of them, without memory for any.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Blank {
+    place: Tier,
     dtype: DType,
     len: usize,
     capacity: usize,
 }
 
+impl Blank {
+    /// `len` elements.
+    pub fn whole(place: Tier, dtype: DType, len: usize) -> Self {
+        Self { place, dtype, len, capacity: len }
+    }
+}
+
 impl Elements for Blank {
-    fn with_capacity(dtype: DType, capacity: usize) -> Self {
-        Self { dtype, len: 0, capacity }
+    type Place = Tier;
+
+    fn host() -> Tier {
+        Tier::Host
+    }
+
+    fn is_device(place: &Tier) -> bool {
+        *place == Tier::Device
+    }
+
+    fn with_capacity(place: &Tier, dtype: DType, capacity: usize) -> Result<Self> {
+        Ok(Self { place: *place, dtype, len: 0, capacity })
+    }
+
+    fn place(&self) -> Tier {
+        self.place
     }
 
     fn dtype(&self) -> DType {
@@ -28,20 +52,27 @@ impl Elements for Blank {
         self.capacity * self.dtype.size_in_bytes()
     }
 
-    fn reserve_exact(&mut self, more: usize) {
+    fn reserve_exact(&mut self, more: usize) -> Result<()> {
         self.capacity = self.capacity.max(self.len + more);
+        Ok(())
     }
 
-    fn extend_zeros(&mut self, count: usize) {
-        self.reserve_exact(count);
+    fn extend_zeros(&mut self, count: usize) -> Result<()> {
+        self.reserve_exact(count)?;
         self.len += count;
+        Ok(())
     }
 
     fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }
 
-    fn shrink_to_fit(&mut self) {
+    fn shrink_to_fit(&mut self) -> Result<()> {
         self.capacity = self.len;
+        Ok(())
+    }
+
+    fn moved_to(self, place: &Tier) -> Result<Self> {
+        Ok(Self { place: *place, capacity: self.len, ..self })
     }
 }

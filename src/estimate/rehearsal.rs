@@ -10,7 +10,7 @@ use super::blank::Blank;
 use super::files::{Requests, Space, Spaces};
 use super::script::{self, Launched, Phase, Script};
 use super::traffic::Traffic;
-use crate::comm::{Kind as Collective, Wire};
+use crate::comm::{Kind as CommKind, Wire};
 use crate::config::{Config, OptimizerConfig, SgdConfig};
 use crate::error::Result;
 use crate::memory::{Held, Kind, Ledger, MemoryReport, Tier, Tracked};
@@ -29,6 +29,7 @@ use crate::zero::share_plan::SharePlan;
 use crate::zero::step::{update, vote};
 use crate::zero::sub_group::{Pass, Slot, SubGroup, places};
 use crate::zero::trace::Event;
+use crate::zero::travel::Collective;
 use crate::zero::walk::{self, Part};
 use candle_core::DType;
 use std::cell::RefCell;
@@ -36,6 +37,13 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
+
+/// A collective under way, with its result.
+pub(super) struct Travel {
+    result: Blank,
+    launched: Option<Launched>,
+    _copy: Option<Held>,
+}
 
 /// Rank 0, on paper.
 pub(super) struct Rehearsal<'a> {
@@ -46,6 +54,8 @@ pub(super) struct Rehearsal<'a> {
     second_group: usize,
     /// Where whole parameters are.
     tier: Tier,
+    /// Where the share lies, if not in files.
+    home: Tier,
     /// Units recompute their forward.
     recompute: bool,
     /// The optimizer, and which of its halves trains what.
@@ -94,7 +104,8 @@ impl<'a> Rehearsal<'a> {
             requests.hold_copies();
         }
         let tier = if setting.gpu { Tier::Device } else { Tier::Host };
-        let mut builder = SubGroupBuilder::with(share_plan.clone(), Spaces(ledger.clone()), ledger.clone());
+        let home = if share_plan.stays_on_device() { tier } else { Tier::Host };
+        let mut builder = SubGroupBuilder::with(share_plan.clone(), Spaces(ledger.clone()), ledger.clone(), home);
         let mut whole = Vec::new();
         for (id, param) in params.iter().enumerate() {
             let Param { name, shape, numel, .. } = param;
@@ -120,6 +131,7 @@ impl<'a> Rehearsal<'a> {
             plan,
             second_group: second_group(config, setting.hosts),
             tier,
+            home,
             recompute: setting.recompute || config.activation_checkpointing,
             grouping,
             ledger,
@@ -186,7 +198,7 @@ impl<'a> Rehearsal<'a> {
     }
 
     /// Counts a collective, and enters it.
-    fn launch(&self, kind: Collective, elements: usize, dtype: DType, wire: Wire) -> Launched {
+    fn count(&self, kind: CommKind, elements: usize, dtype: DType, wire: Wire) -> Launched {
         self.traffic.borrow_mut().collective(kind, elements, dtype, wire, self.world_size());
         self.script.borrow_mut().launch(script::Collective { kind, wire, dtype, elements })
     }
@@ -194,7 +206,7 @@ impl<'a> Rehearsal<'a> {
     /// Forward and backward.
     fn micro_step(&self, gather: &mut Gatherer<Self>, gradients: &mut Gradients<Self>) -> Result<()> {
         if self.buffers > 0 && self.world_size() > 1 {
-            let launched = self.launch(Collective::Control, self.buffers.div_ceil(8), DType::F64, Wire::Exact);
+            let launched = self.count(CommKind::Control, self.buffers.div_ceil(8), DType::F64, Wire::Exact);
             self.script.borrow_mut().wait(launched);
         }
         let sharded = self.placement().params.is_sharded();
@@ -279,9 +291,9 @@ impl<'a> lay_out::Carrier<Rehearsal<'a>> for Spaces {
         &mut self,
         space: &Space,
         _: usize,
-        room: impl FnOnce() -> Tracked<Blank>,
+        room: impl FnOnce() -> Result<Tracked<Blank>>,
     ) -> Result<Option<Tracked<Blank>>> {
-        let memory = room();
+        let memory = room()?;
         space.held.borrow_mut().resize(0);
         Ok(Some(memory))
     }
@@ -289,8 +301,7 @@ impl<'a> lay_out::Carrier<Rehearsal<'a>> for Spaces {
 
 impl Rank for Rehearsal<'_> {
     type Buffer = Blank;
-    /// Its result.
-    type Pending = (Blank, Option<Launched>);
+    type Pending = Travel;
     type Files = Requests;
 
     fn facts(&self) -> Facts<'_> {
@@ -305,6 +316,10 @@ impl Rank for Rehearsal<'_> {
             tier: *tier,
             ledger,
         }
+    }
+
+    fn home(&self) -> &Tier {
+        &self.home
     }
 
     fn is_evaluating(&self) -> bool {
@@ -327,43 +342,41 @@ impl Rank for Rehearsal<'_> {
         Windows::new(self.config.zero.optimizer_files(), self.requests.access)
     }
 
-    fn collective(&self, kind: Collective, wire: Wire, mut buffer: Blank, _: &[ParamId]) -> (Blank, Option<Launched>) {
-        let (len, world) = (buffer.len(), self.world_size());
-        let launched = self.launch(kind, len, buffer.dtype(), wire);
-        match kind {
-            Collective::ReduceScatter => buffer.truncate(len / world),
-            Collective::AllGather => buffer.extend_zeros(len * (world - 1)),
-            Collective::AllReduce | Collective::Control | Collective::Barrier => {}
-        }
-        (buffer, Some(launched))
+    fn launch(&self, collective: Collective, wire: Wire, mut buffer: Blank, _: &[ParamId]) -> Result<Travel> {
+        let (len, dtype, world) = (buffer.len(), buffer.dtype(), self.world_size());
+        // What leaves a GPU travels as a copy on the host.
+        let copied = Blank::is_device(&buffer.place()) && world > 1;
+        let launched = match collective {
+            Collective::AllReduce => Some(self.count(CommKind::AllReduce, len, dtype, wire)),
+            Collective::ReduceScatter => {
+                buffer.truncate(len / world);
+                Some(self.count(CommKind::ReduceScatter, len, dtype, wire))
+            }
+            Collective::AllGather => {
+                buffer.extend_zeros(len * (world - 1))?;
+                Some(self.count(CommKind::AllGather, len, dtype, wire))
+            }
+            Collective::GatherWithin(ranks) => {
+                self.traffic.borrow_mut().collective(CommKind::AllGather, len, dtype, wire, ranks);
+                buffer.extend_zeros(len * (ranks - 1))?;
+                None
+            }
+            Collective::ReduceToGroups(ranks) => {
+                let mut traffic = self.traffic.borrow_mut();
+                traffic.collective(CommKind::ReduceScatter, len, dtype, wire, world);
+                traffic.sums_across(len / world, dtype, world / ranks);
+                buffer.truncate(len / ranks);
+                // Between hosts go the bytes of an all-reduce.
+                let kind = CommKind::AllReduce;
+                Some(self.script.borrow_mut().launch(script::Collective { kind, wire, dtype, elements: len }))
+            }
+        };
+        let bytes = len.max(buffer.len()) * dtype.size_in_bytes();
+        let copy = copied.then(|| self.ledger.hold(Kind::Buckets, bytes));
+        Ok(Travel { result: buffer, launched, _copy: copy })
     }
 
-    fn gather_within(&self, wire: Wire, ranks: usize, mut buffer: Blank, _: &[ParamId]) -> (Blank, Option<Launched>) {
-        let len = buffer.len();
-        self.traffic.borrow_mut().collective(Collective::AllGather, len, buffer.dtype(), wire, ranks);
-        buffer.extend_zeros(len * (ranks - 1));
-        (buffer, None)
-    }
-
-    fn reduce_to_groups(
-        &self,
-        wire: Wire,
-        ranks: usize,
-        mut buffer: Blank,
-        _: &[ParamId],
-    ) -> (Blank, Option<Launched>) {
-        let (elements, dtype, world) = (buffer.len(), buffer.dtype(), self.world_size());
-        let mut traffic = self.traffic.borrow_mut();
-        traffic.collective(Collective::ReduceScatter, elements, dtype, wire, world);
-        traffic.sums_across(elements / world, dtype, world / ranks);
-        // Between hosts go the bytes of an all-reduce.
-        let kind = Collective::AllReduce;
-        let launched = self.script.borrow_mut().launch(script::Collective { kind, wire, dtype, elements });
-        buffer.truncate(elements / ranks);
-        (buffer, Some(launched))
-    }
-
-    fn wait(&self, (result, launched): (Blank, Option<Launched>)) -> Result<Blank> {
+    fn wait(&self, Travel { result, launched, .. }: Travel) -> Result<Blank> {
         if let Some(launched) = launched {
             self.script.borrow_mut().wait(launched);
         }
@@ -371,14 +384,13 @@ impl Rank for Rehearsal<'_> {
     }
 
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
-        let launched = self.launch(Collective::Control, values.len(), DType::F64, Wire::Exact);
+        let launched = self.count(CommKind::Control, values.len(), DType::F64, Wire::Exact);
         self.script.borrow_mut().wait(launched);
         Ok(vec![values])
     }
 
     fn copy(&self, _: &Param, range: Range<usize>, to: &mut Blank) -> Result<()> {
-        to.extend_zeros(range.len());
-        Ok(())
+        to.extend_zeros(range.len())
     }
 
     fn put(&self, _: &Param, _: Blank) -> Result<()> {
@@ -394,7 +406,7 @@ impl gradients::Carrier for Rehearsal<'_> {
     }
 
     fn zeros(&self, param: &Param) -> Blank {
-        Blank::zeros(param.weights.dtype(self.dtype()), param.numel)
+        Blank::whole(self.tier, param.weights.dtype(self.dtype()), param.numel)
     }
 
     fn sum(a: Blank, _: Blank) -> Result<Blank> {
@@ -402,7 +414,7 @@ impl gradients::Carrier for Rehearsal<'_> {
     }
 
     fn pack(&self, plan: &ReducePlan, parcel: &Parcel, _: Vec<Arrival<Blank>>) -> Result<Blank> {
-        Ok(Blank::zeros(plan.dtype, parcel.chunk * self.world_size()))
+        Ok(Blank::whole(self.home, plan.dtype, parcel.chunk * self.world_size()))
     }
 }
 

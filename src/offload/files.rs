@@ -6,10 +6,11 @@ use super::io::{Io, Transfer};
 use crate::error::Result;
 use crate::memory::Tracked;
 use crate::precision::Flat;
+use crate::tensor::flat_buffer::FlatBuffer;
 use candle_core::DType;
 use std::ops::Range;
 
-/// Files of states. Ranges are elements of an extent, and begin where a file allows it.
+/// Files of states. Buffers lie on the host. Ranges are elements of an extent, and begin where a file allows it.
 pub(crate) trait Files {
     /// The place of a state.
     type Extent: Clone;
@@ -50,7 +51,7 @@ impl Files for Io {
     type Extent = Extent;
     type Staging = Aligned;
     type Transfer = Transfer<Aligned>;
-    type Buffer = Flat;
+    type Buffer = FlatBuffer;
     type Reading = Transfer<Flat>;
     type Writing = Transfer<Tracked>;
 
@@ -81,17 +82,17 @@ impl Files for Io {
         transfer.wait()
     }
 
-    fn fill(&self, buffer: Flat, pieces: Vec<(Extent, Range<usize>, usize)>) -> Transfer<Flat> {
+    fn fill(&self, buffer: FlatBuffer, pieces: Vec<(Extent, Range<usize>, usize)>) -> Transfer<Flat> {
         let pieces = pieces.into_iter().map(|(extent, range, at)| extent.piece(range, at)).collect();
-        Self::read(self, buffer, pieces)
+        Self::read(self, buffer.into_host(), pieces)
     }
 
-    fn filled(&self, reading: Transfer<Flat>) -> Result<Flat> {
-        reading.wait()
+    fn filled(&self, reading: Transfer<Flat>) -> Result<FlatBuffer> {
+        Ok(reading.wait()?.into())
     }
 
-    fn store(&self, memory: Tracked, extent: &Extent, range: Range<usize>) -> Transfer<Tracked> {
-        self.write_and_drop(memory, vec![extent.piece(range, 0)])
+    fn store(&self, memory: Tracked<FlatBuffer>, extent: &Extent, range: Range<usize>) -> Transfer<Tracked> {
+        self.write_and_drop(memory.map(FlatBuffer::into_host), vec![extent.piece(range, 0)])
     }
 
     fn written(&self, writing: Transfer<Tracked>) -> Result<()> {

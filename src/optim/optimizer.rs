@@ -131,6 +131,11 @@ pub trait Optimizer: Send + Sync {
         half: Option<FlatMut<'_>>,
     );
 
+    #[doc(hidden)]
+    fn elementwise(&self, _: &StepContext) -> Option<()> {
+        None
+    }
+
     /// The pass before the update, if a step depends on more of a parameter than the element that it updates.
     fn needs(&self) -> Needs<'_> {
         Needs::Elements

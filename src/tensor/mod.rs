@@ -2,6 +2,7 @@
 
 pub(crate) mod bytes;
 pub(crate) mod element;
+pub(crate) mod flat_buffer;
 #[cfg(feature = "cuda")]
 pub(crate) mod on_device;
 pub(crate) mod residency;

@@ -26,7 +26,7 @@ impl Core {
         let group = &mut lock(&self.groups)[group];
         let Some(grads) = group.take_grads(slot, self)? else { return Ok(None) };
         let mut own = Flat::with_capacity(DType::F32, 0);
-        own.extend_cast(grads.slice(0..group.slots[slot].owned.len()));
+        grads.buffer().read(0..group.slots[slot].owned.len(), |values| own.extend_cast(values))?;
         group.put_grads(slot, grads, self);
         Ok(Some(own))
     }
@@ -69,7 +69,7 @@ impl Core {
         let (group, slot) = self.place_of(param);
         let group = &mut lock(&self.groups)[group];
         let Some(mut grads) = group.take_grads(slot, self)? else { return Ok(false) };
-        grads.slice_mut(0..own.len()).copy_cast(FlatRef::F32(own));
+        grads.buffer_mut().write(0..own.len(), FlatRef::F32(own))?;
         group.put_grads(slot, grads, self);
         Ok(true)
     }

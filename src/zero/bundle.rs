@@ -3,6 +3,7 @@
 use super::parcel::Parcel;
 use super::rank::Rank;
 use super::sub_group::Home;
+use super::travel::Collective;
 use crate::comm::Wire;
 use crate::error::Result;
 use crate::layout::Division;
@@ -59,52 +60,63 @@ impl Bundle {
     }
 
     /// Begins the all-gathers inside of this rank's group.
-    pub fn launch_within<R: Rank>(&self, core: &R, second: &[(R::Buffer, Held)]) -> Gathering<R> {
+    ///
+    /// # Errors
+    /// A GPU without memory.
+    pub fn launch_within<R: Rank>(&self, core: &R, second: &[(R::Buffer, Held)]) -> Result<Gathering<R>> {
         let launch = |(parcel, (part, _)): (&Parcel, &(R::Buffer, Held))| {
             let _about = timeline::about(|| core.names(&parcel.params));
             let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
-            let mut buffer = R::Buffer::with_capacity(part.dtype(), parcel.chunk * core.division().shards());
-            buffer.extend_from(part, 0..part.len());
-            let held = core.ledger().hold(Kind::Gathered, buffer.capacity_in_bytes());
-            (Transit::Travelling(core.gather_within(Wire::Exact, core.second_group(), buffer, &parcel.params)), held)
+            let room = parcel.chunk * core.division().shards();
+            let mut buffer = R::Buffer::with_capacity(core.home(), part.dtype(), room)?;
+            buffer.extend_from(part, 0..part.len())?;
+            let held = core.hold(Kind::Gathered, &buffer);
+            let within = Collective::GatherWithin(core.second_group());
+            Ok((Transit::Travelling(core.launch(within, Wire::Exact, buffer, &parcel.params)?), held))
         };
         self.parcels.iter().zip(second).map(launch).collect()
     }
 
     /// Begins the all-gathers of this rank's shares, or to read them.
-    pub fn launch<R: Rank>(&self, core: &R) -> Gathering<R> {
+    ///
+    /// # Errors
+    /// A GPU without memory.
+    pub fn launch<R: Rank>(&self, core: &R) -> Result<Gathering<R>> {
         let groups = core.groups();
         let launch = |parcel: &Parcel| {
             let _about = timeline::about(|| core.names(&parcel.params));
             let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
             // Room for the chunks of all shards: the others' arrive in the same buffer.
-            let mut chunk =
-                R::Buffer::with_capacity(parcel.dtype(core.dtype()), parcel.chunk * core.division().shards());
+            let mut chunk = R::Buffer::with_capacity(
+                core.home(),
+                parcel.dtype(core.dtype()),
+                parcel.chunk * core.division().shards(),
+            )?;
             let mut pieces = Vec::new();
             for (p, offset) in parcel.params.iter().zip(&parcel.offsets) {
-                chunk.extend_zeros(offset - chunk.len());
+                chunk.extend_zeros(offset - chunk.len())?;
                 let (group, slot) = core.place(*p);
                 let share = groups[group].slots[slot].padded();
                 match &groups[group].weights {
-                    Some(Home::Memory(weights)) => chunk.extend_from(weights.buffer(), share),
+                    Some(Home::Memory(weights)) => chunk.extend_from(weights.buffer(), share)?,
                     Some(Home::File(weights)) => {
                         pieces.push((weights.clone(), share.clone(), chunk.len()));
-                        chunk.extend_zeros(share.len());
+                        chunk.extend_zeros(share.len())?;
                     }
                     None => unreachable!("sharded parameters lie in their sub-group"),
                 }
             }
-            let held = core.ledger().hold(Kind::Gathered, chunk.capacity_in_bytes());
+            let held = core.hold(Kind::Gathered, &chunk);
             let way = match core.files() {
                 Some(files) if !pieces.is_empty() => Transit::Reading(files.fill(chunk, pieces)),
-                _ => Transit::Travelling(self.gather(core, parcel, chunk)),
+                _ => Transit::Travelling(self.gather(core, parcel, chunk)?),
             };
-            (way, held)
+            Ok((way, held))
         };
         self.parcels.iter().map(launch).collect()
     }
 
-    fn gather<R: Rank>(&self, core: &R, parcel: &Parcel, chunk: R::Buffer) -> R::Pending {
+    fn gather<R: Rank>(&self, core: &R, parcel: &Parcel, chunk: R::Buffer) -> Result<R::Pending> {
         core.gather(parcel.wire(self.wire), chunk, &parcel.params)
     }
 
@@ -121,7 +133,7 @@ impl Bundle {
         let travel = |(parcel, (way, held)): (&Parcel, (Transit<R>, Held))| {
             let _about = timeline::about(|| core.names(&parcel.params));
             let pending = match (way, core.files()) {
-                (Transit::Reading(reading), Some(files)) => self.gather(core, parcel, files.filled(reading)?),
+                (Transit::Reading(reading), Some(files)) => self.gather(core, parcel, files.filled(reading)?)?,
                 (Transit::Reading(_), None) => unreachable!("what is read lies in files"),
                 (Transit::Travelling(pending), _) => pending,
             };
@@ -133,7 +145,7 @@ impl Bundle {
             let chunks = core.wait(pending)?;
             drop(held);
             if after == After::Kept {
-                second.push(part_of_group(core, &chunks));
+                second.push(part_of_group(core, &chunks)?);
             }
             let _span = timeline::span(timeline::Kind::Gather, "install").of(|| core.names(&parcel.params));
             parcel.unpack(core, chunks, |param, whole| {
@@ -148,13 +160,13 @@ impl Bundle {
 }
 
 /// This rank's part of a parcel's chunks, as its group divides them.
-fn part_of_group<R: Rank>(core: &R, chunks: &R::Buffer) -> (R::Buffer, Held) {
+fn part_of_group<R: Rank>(core: &R, chunks: &R::Buffer) -> Result<(R::Buffer, Held)> {
     let ranks = core.second_group();
     let (len, place) = (chunks.len() / ranks, core.rank() % ranks);
-    let mut part = R::Buffer::with_capacity(chunks.dtype(), len);
-    part.extend_from(chunks, place * len..(place + 1) * len);
-    let held = core.ledger().hold(Kind::SecondCopy, part.capacity_in_bytes());
-    (part, held)
+    let mut part = R::Buffer::with_capacity(core.home(), chunks.dtype(), len)?;
+    part.extend_from(chunks, place * len..(place + 1) * len)?;
+    let held = core.hold(Kind::SecondCopy, &part);
+    Ok((part, held))
 }
 
 /// Waits for parcels that nobody came for: also for what is only being read, since the step may write there.

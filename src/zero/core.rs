@@ -21,6 +21,7 @@ use crate::memory::{Ledger, MemoryReport, Tier};
 use crate::offload::{Offload, OffloadReport};
 use crate::param::capture::GradientSink;
 use crate::param::{Buffer, BufferSync, Param, ParamId, ROOT, UnitId};
+use crate::tensor::flat_buffer::BufferPlace;
 use crate::tensor::residency;
 use crate::util::{binary, list, lock, unpoisoned};
 use candle_core::DType;
@@ -40,6 +41,8 @@ pub(crate) struct Core {
     pub(super) second_group: usize,
     /// Where whole parameters are.
     pub(super) tensor_tier: Tier,
+    /// Where this rank's share lies, if not in files.
+    pub(super) home: BufferPlace,
     pub(super) ledger: Ledger,
     /// The files of offloaded state.
     pub(super) offload: Option<Arc<Offload>>,
@@ -90,6 +93,8 @@ pub(crate) struct CoreParts {
     pub buffer_sync: BufferSync,
     pub ledger: Ledger,
     pub offload: Option<Arc<Offload>>,
+    /// Where this rank's share lies, if not in files.
+    pub home: BufferPlace,
 }
 
 /// A model's parameters and units, and this rank's share of them.
@@ -159,11 +164,24 @@ impl GradientSink for Link {
     }
 }
 
+/// The error, or, if a GPU has no memory left, one that says what of the model holds it.
+pub(crate) fn naming_what_is_held(error: Error, ledger: &Ledger, rank: usize) -> Error {
+    match error {
+        Error::Candle(error) if residency::is_out_of_memory(&error) => {
+            let held = ledger.held_in(Tier::Device);
+            let held: Vec<_> = held.iter().map(|(kind, b)| format!("{} {}", kind.name(), binary(*b as u64))).collect();
+            let held = if held.is_empty() { "nothing".into() } else { held.join(", ") };
+            EngineError::DeviceMemory { rank, held }.into()
+        }
+        error => error,
+    }
+}
+
 impl Core {
     /// The core of a registered model.
     pub fn new(parts: CoreParts) -> Self {
         let CoreParts { comm, zero, second_group, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
-        let CoreParts { rounding, registered, buffer_sync, ledger, offload, .. } = parts;
+        let CoreParts { rounding, registered, buffer_sync, ledger, offload, home, .. } = parts;
         let Registered { params, units, leaves, used_by, groups, buffers, .. } = registered;
         let places = places(&groups, params.len());
         let gather = Gatherer::new(&params, &leaves, &zero, share_plan.division);
@@ -176,6 +194,7 @@ impl Core {
             dtype,
             second_group,
             tensor_tier: params.first().map_or(Tier::Host, |p| Tier::of(p.tensor.device())),
+            home,
             ledger,
             offload,
             params,
@@ -313,16 +332,12 @@ impl Core {
 
     /// The typed error behind a failed Candle operation.
     pub(super) fn explain(&self, error: candle_core::Error) -> Error {
-        match self.cause_of(error) {
-            Error::Candle(error) if residency::is_out_of_memory(&error) => {
-                let held = self.ledger.held_in(Tier::Device);
-                let held: Vec<_> =
-                    held.iter().map(|(kind, b)| format!("{} {}", kind.name(), binary(*b as u64))).collect();
-                let held = if held.is_empty() { "nothing".into() } else { held.join(", ") };
-                EngineError::DeviceMemory { rank: self.comm.rank(), held }.into()
-            }
-            error => error,
-        }
+        self.naming_what_is_held(self.cause_of(error))
+    }
+
+    /// The error, or that a GPU has no memory left, with what holds it.
+    pub(super) fn naming_what_is_held(&self, error: Error) -> Error {
+        naming_what_is_held(error, &self.ledger, self.comm.rank())
     }
 
     fn cause_of(&self, error: candle_core::Error) -> Error {

@@ -52,7 +52,7 @@ impl Core {
         let (group, slot) = (&groups[group], &groups[group].slots[slot]);
         let mut own = Flat::with_capacity(DType::F32, 0);
         match group.master.as_ref().or(group.weights.as_ref()) {
-            Some(Home::Memory(share)) => own.extend_cast(share.slice(slot.range())),
+            Some(Home::Memory(share)) => share.buffer().read(slot.range(), |values| own.extend_cast(values))?,
             Some(Home::File(share)) => {
                 own = Flat::zeros(DType::F32, slot.owned.len());
                 if let Some(offload) = &self.offload {
@@ -78,7 +78,7 @@ impl Core {
         }
         let len = about.shard_len(division);
         own.extend_zeros(len - own.len());
-        let chunks = self.gather(Wire::Exact, own, &[param]).wait()?;
+        let chunks = self.wait(self.gather(Wire::Exact, own.into(), &[param])?)?;
         let mut whole = Flat::with_capacity(DType::F32, about.numel);
         for shard in 0..division.shards() {
             whole.extend_cast(chunks.slice(shard * len..shard * len + about.shard(division, shard).len()));

@@ -33,7 +33,10 @@ impl Core {
         if let Some(offload) = &self.offload {
             offload.begin_anew();
         }
-        let mut builder = SubGroupBuilder::new(self.share_plan.clone(), self.offload.clone(), self.ledger.clone());
+        let mut builder = {
+            let (plan, offload) = (self.share_plan.clone(), self.offload.clone());
+            SubGroupBuilder::new(plan, offload, self.ledger.clone(), self.home.clone())
+        };
         for (id, param) in self.params.iter().enumerate() {
             let weights = match self.own_words(id)? {
                 // As they are: packing what came out of a packing need not give the same codes.

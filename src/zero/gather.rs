@@ -155,7 +155,7 @@ impl<R: Rank> Gatherer<R> {
             return Ok(());
         }
         self.persistent_is_released = false;
-        let gathering = self.persistent.launch(core);
+        let gathering = self.persistent.launch(core)?;
         self.persistent.release(core.params())?;
         self.persistent.install(core, gathering, Kind::Persistent, After::Used).map(drop)
     }
@@ -192,8 +192,7 @@ impl<R: Rank> Gatherer<R> {
             self.units[unit].state = State::Partly;
             self.spent.push(unit);
         }
-        self.prefetch(core);
-        Ok(())
+        self.prefetch(core)
     }
 
     /// A unit is about to run in a backward that is not the engine's: gathers it if need be. Nothing is gathered ahead,
@@ -353,7 +352,7 @@ impl<R: Rank> Gatherer<R> {
             self.release_unit(core, unit)?;
         }
         if matches!(self.units[unit].state, State::Released) {
-            self.launch(core, unit);
+            self.launch(core, unit)?;
         }
         let UnitState { bundle, second, state, live, .. } = &mut self.units[unit];
         if let State::InFlight(gathering) = std::mem::replace(state, State::Gathered) {
@@ -367,22 +366,23 @@ impl<R: Rank> Gatherer<R> {
         Ok(())
     }
 
-    fn launch(&mut self, core: &R, unit: UnitId) {
+    fn launch(&mut self, core: &R, unit: UnitId) -> Result<()> {
         let UnitState { bundle, second, state, .. } = &mut self.units[unit];
         if bundle.params.is_empty() {
             *state = State::Gathered;
-            return;
+            return Ok(());
         }
         *state = State::InFlight(match second {
-            Some(second) => bundle.launch_within(core, second),
-            None => bundle.launch(core),
+            Some(second) => bundle.launch_within(core, second)?,
+            None => bundle.launch(core)?,
         });
         self.in_flight += bundle.numel;
+        Ok(())
     }
 
-    fn prefetch(&mut self, core: &R) {
+    fn prefetch(&mut self, core: &R) -> Result<()> {
         if !core.zero().overlap_comm {
-            return;
+            return Ok(());
         }
         let (bucket, max_live) = (self.ahead, core.zero().max_live_parameters);
         let coming: Vec<UnitId> = self.trace(core).coming().iter().map(|e| e.unit()).collect();
@@ -394,8 +394,9 @@ impl<R: Rank> Gatherer<R> {
             if self.in_flight + numel > bucket || self.live + self.in_flight + numel > max_live {
                 break;
             }
-            self.launch(core, unit);
+            self.launch(core, unit)?;
         }
+        Ok(())
     }
 
     fn is_needed_soon(&self, core: &R, unit: UnitId) -> bool {
@@ -416,7 +417,7 @@ impl<R: Rank> Gatherer<R> {
         let absent: Vec<ParamId> = params.iter().copied().filter(|p| !core.params()[*p].is_whole()).collect();
         if !absent.is_empty() {
             let bundle = Bundle::new(absent.clone(), core.params(), core.division(), self.persistent.wire);
-            let gathering = bundle.launch(core);
+            let gathering = bundle.launch(core)?;
             bundle.install(core, gathering, Kind::Gathered, After::Used)?;
         }
         Ok(absent)

@@ -24,11 +24,12 @@
 use super::batch::{Batcher, IN_FLIGHT};
 use super::core::Core;
 #[cfg(feature = "cuda")]
-use super::on_device::{self, Travel};
+use super::on_device::{self, Form};
 use super::parcel::Parcel;
 use super::rank::Rank;
 use super::sub_group::{GradShare, Slot};
-use crate::comm::{Code, Kind as Collective, Wire};
+use super::travel::Collective;
+use crate::comm::{Code, Wire};
 use crate::config::{Config, GradientOp};
 use crate::error::Result;
 use crate::graph::{Grad, Slot as Sum};
@@ -36,6 +37,7 @@ use crate::layout::{PACKED_BELOW, Placement};
 use crate::memory::{Held, Kind, Tier, Tracked};
 use crate::param::{Param, ParamId};
 use crate::precision::{Elements, Flat, Ints};
+use crate::tensor::flat_buffer::FlatBuffer;
 use crate::timeline;
 use candle_core::DType;
 use std::collections::BTreeMap;
@@ -232,16 +234,17 @@ impl<C: Carrier> Gradients<C> {
         let params = bucket.iter().map(|arrived| arrived.param).collect();
         let parcel = Parcel::new(params, core.params(), core.division().pieces(), wire);
         let _span = timeline::span(timeline::Kind::Reduce, "pack").of(|| core.names(&parcel.params));
-        // A GPU's gradients are packed there.
-        let packed = (core.tier() == Tier::Device).then(|| self.packed_bytes(core, &parcel));
-        let packed = packed.map(|bytes| core.ledger().hold_in(Tier::Device, Kind::Buckets, bytes));
+        // A GPU's gradients are packed there, also where they are kept on the host.
+        let is_packed_elsewhere = Tier::at::<C::Buffer>(core.home()) != core.tier();
+        let packed = is_packed_elsewhere.then(|| self.packed_bytes(core, &parcel));
+        let packed = packed.map(|bytes| core.ledger().hold_in(core.tier(), Kind::Buckets, bytes));
         let buffer = core.pack(&self.plan, &parcel, bucket)?;
         drop(packed);
         let about = timeline::about(|| core.names(&parcel.params));
-        let held = core.ledger().hold(Kind::Buckets, buffer.capacity_in_bytes());
+        let held = core.hold(Kind::Buckets, &buffer);
         let pending = match scatter {
-            true => core.reduce(wire, buffer, &parcel.params),
-            false => core.collective(Collective::AllReduce, wire, buffer, &parcel.params),
+            true => core.reduce(wire, buffer, &parcel.params)?,
+            false => core.launch(Collective::AllReduce, wire, buffer, &parcel.params)?,
         };
         drop(about);
         self.batcher.launched(Reduction { parcel, pending, held });
@@ -287,23 +290,23 @@ impl<C: Carrier> Gradients<C> {
             if known.is_none() && params.len() == 1 && fits {
                 // A large parameter's pieces lie one after the other, as in its share.
                 sum.truncate(len);
-                sum.shrink_to_fit();
-                if let Some(values) = sum.values_mut().filter(|_| after != 1.0) {
-                    values.scale(after);
+                sum.shrink_to_fit()?;
+                if after != 1.0 {
+                    sum.scale(after)?;
                 }
                 group.put_grads(slot, Tracked::new(core.ledger(), Kind::Gradients, sum), core);
                 return Ok(());
             }
-            let mut grads = known.unwrap_or_else(|| group.zeroed_grads(slot, core.ledger(), accumulate));
-            if let (Some(mut grads), Some(sum)) = (grads.values_mut(), sum.values()) {
-                for (piece, start) in &chunks {
-                    let piece = division.piece(core.params()[*param].cut(), *piece);
-                    let from = start + offset;
-                    // A tail piece may be empty and lie at the end of the parameter.
-                    let to = piece.start - owned.start;
-                    let source = sum.slice(from..from + piece.len());
-                    grads.reborrow().slice(to..to + piece.len()).add_scaled(source, after);
-                }
+            let mut grads = match known {
+                Some(grads) => grads,
+                None => group.zeroed_grads(slot, core, accumulate)?,
+            };
+            for (piece, start) in &chunks {
+                let piece = division.piece(core.params()[*param].cut(), *piece);
+                let from = start + offset;
+                // A tail piece may be empty and lie at the end of the parameter.
+                let to = piece.start - owned.start;
+                grads.buffer_mut().add_scaled(to, &sum, from..from + piece.len(), after)?;
             }
             group.put_grads(slot, grads, core);
         }
@@ -346,24 +349,26 @@ impl Carrier for Core {
         Ok(sum.take().expect("two gradients have a sum"))
     }
 
-    fn pack(&self, plan: &ReducePlan, parcel: &Parcel, mut grads: Vec<Arrival<Grad>>) -> Result<Flat> {
+    fn pack(&self, plan: &ReducePlan, parcel: &Parcel, mut grads: Vec<Arrival<Grad>>) -> Result<FlatBuffer> {
         #[cfg(feature = "cuda")]
-        if let Some(gpu) = on_device::gpu_of(grads.iter().map(|arrived| &arrived.grad)) {
-            let (travel, len) = (Travel { dtype: plan.dtype, factor: plan.before }, parcel.chunk * self.world_size());
-            return match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
-                Some(large) => on_device::prepare(&gpu, travel, len, large.grad),
+        if let Some(gpu) = on_device::gpu_of(&self.home, grads.iter().map(|arrived| &arrived.grad)) {
+            let (form, len) = (Form { dtype: plan.dtype, factor: plan.before }, parcel.chunk * self.world_size());
+            let packed = match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
+                Some(large) => on_device::prepare(&gpu, form, len, large.grad)?,
                 None => {
                     let each = grads.into_iter().zip(&parcel.offsets);
                     let each =
                         each.map(|(arrived, offset)| (arrived.grad, self.places(arrived.param, parcel, *offset)));
-                    on_device::pack(&gpu, travel, len, each)
+                    on_device::pack(&gpu, form, len, each)?
                 }
             };
+            return FlatBuffer::Device(packed).moved_to(&self.home);
         }
-        match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
-            Some(large) => prepare(plan, parcel.chunk * self.world_size(), large),
-            None => self.pack_small(plan, parcel, grads),
-        }
+        let packed = match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
+            Some(large) => prepare(plan, parcel.chunk * self.world_size(), large)?,
+            None => self.pack_small(plan, parcel, grads)?,
+        };
+        Ok(packed.into())
     }
 }
 

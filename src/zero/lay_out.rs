@@ -1,12 +1,13 @@
 //! Sub-groups, laid out while parameters are registered.
 //!
 //! A share goes to the end of the open sub-group of its half of the optimizer: its initial values into memory, or into
-//! files, which grow with every share. When all parameters are there, gradients and moments get their places.
+//! files, which grow with every share. When all parameters are there, what belongs on a GPU moves there, and gradients and moments
+//! get their places.
 
 use super::core::Core;
 use super::moment::Moment;
 use super::packed;
-use super::rank::{ExtentOf, Rank};
+use super::rank::{ExtentOf, PlaceOf, Rank};
 use super::share_plan::SharePlan;
 use super::sub_group::{GradShare, Home, Slot, SubGroup};
 use crate::error::{Error, OffloadError, Result};
@@ -16,6 +17,7 @@ use crate::offload::{Content, Extent, Offload, Transfer};
 use crate::optim::Class;
 use crate::param::ParamId;
 use crate::precision::{Elements, Flat, FlatRef, Packing};
+use crate::tensor::flat_buffer::{BufferPlace, FlatBuffer};
 use candle_core::DType;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -61,7 +63,7 @@ pub(crate) trait Carrier<R: Rank> {
         &mut self,
         extent: &ExtentOf<R>,
         count: usize,
-        room: impl FnOnce() -> Tracked<R::Buffer>,
+        room: impl FnOnce() -> Result<Tracked<R::Buffer>>,
     ) -> Result<Option<Tracked<R::Buffer>>>;
 }
 
@@ -88,17 +90,19 @@ pub(crate) struct SubGroupBuilder<R: Rank = Core, C = Arenas> {
     sharing: Sharing,
     files: C,
     ledger: Ledger,
+    /// Where sub-groups lie when they are complete, if not in files. Until then they lie on the host.
+    home: PlaceOf<R>,
     done: Vec<SubGroup<R>>,
     /// The open sub-group of each class.
     open: [Option<SubGroup<R>>; Class::COUNT],
 }
 
 impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
-    pub fn with(plan: SharePlan, files: C, ledger: Ledger) -> Self {
+    pub fn with(plan: SharePlan, files: C, ledger: Ledger, home: PlaceOf<R>) -> Self {
         let sharing = Sharing::new(plan.placement.optim.is_sharded(), plan.sub_group_size);
         // In files a parameter's share begins where a request may begin.
         let sharing = if plan.has_files() { sharing.in_files(plan.step(), plan.weights_in_memory) } else { sharing };
-        Self { plan, sharing, files, ledger, done: Vec::new(), open: [const { None }; Class::COUNT] }
+        Self { plan, sharing, files, ledger, home, done: Vec::new(), open: [const { None }; Class::COUNT] }
     }
 
     /// Adds a parameter to the sub-groups of a class. `read` gives initial values of the `len` elements that this rank owns,
@@ -125,8 +129,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
                 None => self.fill(&mut share, FlatRef::F32(&values))?,
             }
         }
-        self.end(share);
-        Ok(())
+        self.end(share)
     }
 
     /// How shares of a class are packed, if they are.
@@ -138,8 +141,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
     pub fn push_share(&mut self, param: ParamId, cut: Cut, values: FlatRef<'_>, class: Class) -> Result<()> {
         let mut share = self.begin(param, cut, class)?;
         self.fill(&mut share, values)?;
-        self.end(share);
-        Ok(())
+        self.end(share)
     }
 
     /// A place for the share of a parameter.
@@ -161,7 +163,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
             match home {
                 Home::File(extent) => self.files.grow(extent, room)?,
                 // Exact: a large buffer grows in place (the allocator remaps its pages), and spare room would be waste.
-                Home::Memory(buffer) => buffer.resize(|flat| flat.reserve_exact(room)),
+                Home::Memory(buffer) => buffer.resize(|flat| flat.reserve_exact(room))?,
             }
         }
         let SharePlan { rank, division, placement, .. } = self.plan;
@@ -183,7 +185,7 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
         for home in [&mut group.weights, &mut group.master].into_iter().flatten() {
             match home {
                 Home::File(extent) => files.write(extent, share.at + share.filled, values)?,
-                Home::Memory(buffer) => buffer.resize(|flat| flat.extend_cast(values)),
+                Home::Memory(buffer) => buffer.resize(|flat| flat.extend_cast(values))?,
             }
         }
         share.filled += values.len();
@@ -191,18 +193,19 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
     }
 
     /// The share has its values.
-    fn end(&mut self, share: OpenShare) {
+    fn end(&mut self, share: OpenShare) -> Result<()> {
         let open = &mut self.open[share.class.index()];
         if let Some(group) = open {
             for home in [&mut group.weights, &mut group.master].into_iter().flatten() {
                 if let Home::Memory(buffer) = home {
-                    buffer.resize(|flat| flat.extend_zeros(share.room - share.filled));
+                    buffer.resize(|flat| flat.extend_zeros(share.room - share.filled))?;
                 }
             }
         }
         if share.closes {
             self.done.extend(open.take());
         }
+        Ok(())
     }
 
     /// A sub-group whose weights lie in a file if they `spill`.
@@ -210,7 +213,10 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
         let SharePlan { placement, dtype, weights_in_memory, states_in_files, .. } = &self.plan;
         let home = |state: State, dtype, in_file| match in_file {
             true => self.files.begin(state, class, dtype).map(Home::File),
-            false => Ok(Home::Memory(Tracked::new(&self.ledger, state.kind(), R::Buffer::with_capacity(dtype, 0)))),
+            false => {
+                let empty = R::Buffer::with_capacity(&R::Buffer::host(), dtype, 0)?;
+                Ok(Home::Memory(Tracked::new(&self.ledger, state.kind(), empty)))
+            }
         };
         // Packed weights are 32-bit words.
         let dtype_of_weights = class.weights.packing().map_or(class.weights.dtype(*dtype), |_| DType::F32);
@@ -245,28 +251,34 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
         // So that the order of parameters, and of sums over them, does not depend on where sub-groups end.
         groups.sort_by_key(|group| group.class);
         self.files.written()?;
-        let Self { plan, files, ledger, .. } = self;
+        let Self { plan, files, ledger, home, .. } = self;
         // The trained ones are the first.
         let trained = groups.iter().filter(|group| group.class.is_trained()).count();
         let stay = plan.states_in_files.map_or(trained, |ratio| groups_in_memory(trained, ratio));
         for (i, group) in groups.iter_mut().enumerate() {
+            for state in [&mut group.weights, &mut group.master] {
+                if let Some(Home::Memory(values)) = state.take_if(|home| home.file().is_none()) {
+                    *state = Some(Home::Memory(values.moved_to(ledger, home)?));
+                }
+            }
             let (class, len) = (group.class, group.len);
             let Some(role) = class.role() else { continue };
             let states = plan.grouping.state_names(role).iter().zip(plan.formats(role));
             if i < stay {
-                let zeros = |kind| Tracked::new(ledger, kind, R::Buffer::zeros(DType::F32, len));
+                let zeros = |kind| Ok(Tracked::new(ledger, kind, R::Buffer::zeros(home, DType::F32, len)?));
                 if let Some(Home::File(extent)) = &group.master {
                     let values = files.take_back(extent, len, || zeros(Kind::MasterWeights))?;
                     group.master = values.map(Home::Memory).or(group.master.take());
                 }
-                group.moments = states.map(|(_, format)| Moment::in_memory(ledger, format, len)).collect();
+                let moments = states.map(|(_, format)| Moment::in_memory(ledger, home, format, len));
+                group.moments = moments.collect::<Result<_>>()?;
                 continue;
             }
             let grads = files.begin(State::Gradients, class, plan.grad_dtype)?;
             let moments = states.map(|(name, format)| {
                 let extent = files.begin(State::Moment(name), class, Moment::<R>::dtype(format))?;
                 files.grow(&extent, len)?;
-                Ok(Moment::in_file(ledger, format, extent, len))
+                Moment::in_file(ledger, format, extent, len)
             });
             group.moments = moments.collect::<Result<_>>()?;
             files.grow(&grads, len)?;
@@ -278,8 +290,8 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
 
 impl SubGroupBuilder {
     /// A builder with the files of this rank, if it has any.
-    pub fn new(plan: SharePlan, offload: Option<Arc<Offload>>, ledger: Ledger) -> Self {
-        Self::with(plan, Arenas { offload, writing: VecDeque::new(), too_small: false }, ledger)
+    pub fn new(plan: SharePlan, offload: Option<Arc<Offload>>, ledger: Ledger, home: BufferPlace) -> Self {
+        Self::with(plan, Arenas { offload, writing: VecDeque::new(), too_small: false }, ledger, home)
     }
 }
 
@@ -344,10 +356,16 @@ impl Carrier<Core> for Arenas {
         self.writing.drain(..).try_for_each(Transfer::written)
     }
 
-    fn take_back(&mut self, extent: &Extent, count: usize, room: impl FnOnce() -> Tracked) -> Result<Option<Tracked>> {
+    fn take_back(
+        &mut self,
+        extent: &Extent,
+        count: usize,
+        room: impl FnOnce() -> Result<Tracked<FlatBuffer>>,
+    ) -> Result<Option<Tracked<FlatBuffer>>> {
         let Some(offload) = self.offload.as_ref().filter(|_| !self.too_small) else { return Ok(None) };
-        let values = offload.io.read(room(), vec![extent.piece(0..count, 0)]).wait()?;
+        let room = room()?.map(FlatBuffer::into_host);
+        let values = offload.io.read(room, vec![extent.piece(0..count, 0)]).wait()?;
         extent.give_back(count);
-        Ok(Some(values))
+        Ok(Some(values.map(FlatBuffer::from)))
     }
 }

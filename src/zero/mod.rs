@@ -11,9 +11,10 @@
 //! | `registry.rs`, `share_plan.rs` | the `VarBuilder` backend: parameters registered, and shared among ranks |
 //! | `sub_group.rs`, `lay_out.rs` | this rank's share of the model, and how it is laid out |
 //! | `packed.rs` | packed weights, as words |
-//! | `parcel.rs`, `batch.rs` | what travels together, and what is under way |
+//! | `parcel.rs`, `batch.rs`, `travel.rs` | what travels together, what is under way, and how |
 //! | `gather.rs`, `bundle.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
-//! | `gradients.rs`, `on_device.rs` | gradients: bucketed, reduced, added to the share; packed on a GPU |
+//! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
+//! | `on_device.rs` | gradients packed, and shares updated, on a GPU |
 //! | `step.rs` | vote, update |
 //! | `unreduced.rs`, `no_sync.rs` | gradients that a rank keeps for itself until they are reduced |
 //! | `walk.rs` | a pass through the share, in memory and in files |
@@ -62,6 +63,7 @@ pub(crate) mod share_plan;
 pub(crate) mod step;
 pub(crate) mod sub_group;
 pub(crate) mod trace;
+pub(crate) mod travel;
 pub(crate) mod unit;
 mod unreduced;
 mod unused;

@@ -11,7 +11,7 @@
 //! of ranks.
 
 use super::core::Core;
-use super::rank::{ExtentOf, Rank};
+use super::rank::{ExtentOf, PlaceOf, Rank};
 use super::sub_group::Home;
 use crate::error::Result;
 use crate::memory::{Kind, Ledger, Tracked};
@@ -41,19 +41,25 @@ pub(super) enum Kept<'a> {
 
 impl<R: Rank> Moment<R> {
     /// Zeros for `len` elements, in memory.
-    pub fn in_memory(ledger: &Ledger, format: StateFormat, len: usize) -> Self {
+    ///
+    /// # Errors
+    /// A GPU has no more.
+    pub fn in_memory(ledger: &Ledger, place: &PlaceOf<R>, format: StateFormat, len: usize) -> Result<Self> {
         let (dtype, numbers) = match format {
             StateFormat::F32 => (DType::F32, len),
             StateFormat::Bf16 => (DType::BF16, len),
             StateFormat::Signed8 | StateFormat::Unsigned8 => (DType::BF16, len.div_ceil(2)),
         };
-        let values = Tracked::new(ledger, Kind::Moments, R::Buffer::zeros(dtype, numbers));
-        Self { format, home: Home::Memory(values), scales: Self::scales(ledger, format, len) }
+        let values = Tracked::new(ledger, Kind::Moments, R::Buffer::zeros(place, dtype, numbers)?);
+        Ok(Self { format, home: Home::Memory(values), scales: Self::scales(ledger, format, len)? })
     }
 
     /// `len` elements in a file, in which there are zeros.
-    pub fn in_file(ledger: &Ledger, format: StateFormat, extent: ExtentOf<R>, len: usize) -> Self {
-        Self { format, home: Home::File(extent), scales: Self::scales(ledger, format, len) }
+    ///
+    /// # Errors
+    /// As [`in_memory`](Self::in_memory).
+    pub fn in_file(ledger: &Ledger, format: StateFormat, extent: ExtentOf<R>, len: usize) -> Result<Self> {
+        Ok(Self { format, home: Home::File(extent), scales: Self::scales(ledger, format, len)? })
     }
 
     /// The type of the numbers in a file.
@@ -66,9 +72,9 @@ impl<R: Rank> Moment<R> {
     }
 
     /// Of zero scales, so that any code is a zero.
-    fn scales(ledger: &Ledger, format: StateFormat, len: usize) -> Option<Tracked<R::Buffer>> {
-        let scales = || Tracked::new(ledger, Kind::Moments, R::Buffer::zeros(DType::F32, len.div_ceil(BLOCK)));
-        format.map().map(|_| scales())
+    fn scales(ledger: &Ledger, format: StateFormat, len: usize) -> Result<Option<Tracked<R::Buffer>>> {
+        let zeros = || R::Buffer::zeros(&R::Buffer::host(), DType::F32, len.div_ceil(BLOCK));
+        format.map().map(|_| Ok(Tracked::new(ledger, Kind::Moments, zeros()?))).transpose()
     }
 }
 
@@ -76,12 +82,12 @@ impl Moment {
     /// Elements `range` of the sub-group: of memory, or of the next of the states that are `staged`.
     pub(super) fn part<'a>(&'a mut self, staged: &mut IterMut<'a, Staged>, range: Range<usize>) -> Kept<'a> {
         let Some(map) = self.format.map() else { return Kept::Floats(self.home.part(staged, range)) };
-        let scales = match self.scales.as_mut().map(|scales| scales.slice_mut(scales_of(&range))) {
+        let scales = match self.scales.as_mut().map(|scales| scales.buffer_mut().slice_mut(scales_of(&range))) {
             Some(FlatMut::F32(scales)) => scales,
             _ => unreachable!("codes have scales in f32"),
         };
         let codes = match &mut self.home {
-            Home::Memory(codes) => &mut codes.as_bytes_mut()[range],
+            Home::Memory(codes) => &mut codes.buffer_mut().as_bytes_mut()[range],
             Home::File(_) => staged.next().expect("a window has all states that lie in files").bytes(range),
         };
         Kept::Codes { map, codes, scales }
@@ -99,7 +105,7 @@ impl Moment {
                 }
                 None => {
                     if let Home::Memory(values) = &self.home {
-                        take(values.slice(range));
+                        values.buffer().read(range, take)?;
                     }
                 }
             }
@@ -112,11 +118,12 @@ impl Moment {
                 from_file = io.read(room, vec![extent.piece(range.clone(), 0)]).wait()?;
                 &mut from_file.as_bytes_mut()[..range.len()]
             }
-            (None, Home::Memory(codes)) => &mut codes.as_bytes_mut()[range.clone()],
+            (None, Home::Memory(codes)) => &mut codes.buffer_mut().as_bytes_mut()[range.clone()],
             (None, Home::File(_)) => unreachable!("states lie in files where there are files"),
         };
         let mut values = vec![0.0; range.len()];
-        if let Some(FlatRef::F32(scales)) = self.scales.as_ref().map(|scales| scales.slice(scales_of(&range))) {
+        if let Some(FlatRef::F32(scales)) = self.scales.as_ref().map(|scales| scales.buffer().slice(scales_of(&range)))
+        {
             decode(map, Reading::Restorable, codes, scales, &mut values);
         }
         take(FlatRef::F32(&values));
@@ -127,7 +134,7 @@ impl Moment {
     pub(super) fn write(&mut self, range: Range<usize>, values: FlatRef<'_>, io: Option<&Io>) -> Result<()> {
         let Some(map) = self.format.map() else {
             match (&mut self.home, io) {
-                (Home::Memory(own), _) => own.slice_mut(range).copy_cast(values),
+                (Home::Memory(own), _) => own.buffer_mut().write(range, values)?,
                 (Home::File(extent), Some(io)) => {
                     let mut copy = Flat::with_capacity(extent.dtype(), values.len());
                     copy.extend_cast(values);
@@ -139,12 +146,12 @@ impl Moment {
         };
         let mut numbers = vec![0.0; values.len()];
         FlatMut::F32(&mut numbers).copy_cast(values);
-        let scales = match self.scales.as_mut().map(|scales| scales.slice_mut(scales_of(&range))) {
+        let scales = match self.scales.as_mut().map(|scales| scales.buffer_mut().slice_mut(scales_of(&range))) {
             Some(FlatMut::F32(scales)) => scales,
             _ => unreachable!("codes have scales in f32"),
         };
         match (&mut self.home, io) {
-            (Home::Memory(codes), _) => encode(map, &numbers, &mut codes.as_bytes_mut()[range], scales),
+            (Home::Memory(codes), _) => encode(map, &numbers, &mut codes.buffer_mut().as_bytes_mut()[range], scales),
             (Home::File(extent), Some(io)) => {
                 let mut codes = Flat::zeros(DType::BF16, range.len().div_ceil(2));
                 encode(map, &numbers, &mut codes.as_bytes_mut()[..range.len()], scales);

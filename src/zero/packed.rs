@@ -1,6 +1,7 @@
 //! Packed weights in buffers, files and collectives, which carry them as 32-bit words: a rank's shard of a parameter is
 //! whole units of its packing, filled up to whole words.
 
+use crate::error::Result;
 use crate::layout::Division;
 use crate::param::Param;
 use crate::precision::{Elements, Flat, FlatMut, FlatRef, Packing};
@@ -45,8 +46,8 @@ pub(super) fn whole<B: Elements>(
     (chunk, offset): (usize, usize),
     dtype: DType,
     division: Division,
-) -> B {
-    let mut whole = B::zeros(dtype, param.numel);
+) -> Result<B> {
+    let mut whole = B::zeros(&words_of_all.place(), dtype, param.numel)?;
     if let (Some(mut values), Some(words_of_all)) = (whole.values_mut(), words_of_all.values()) {
         for number in 0..division.shards() {
             let start = number * chunk + offset;
@@ -55,5 +56,5 @@ pub(super) fn whole<B: Elements>(
             unpack(packing, own_words, 0, values.reborrow().slice(shard));
         }
     }
-    whole
+    Ok(whole)
 }

@@ -81,10 +81,13 @@ impl Parcel {
         mut install: impl FnMut(&Param, R::Buffer) -> Result<()>,
     ) -> Result<()> {
         if let Some(packing) = self.weights.packing() {
+            // Words are unpacked on the host.
+            let words = chunks.moved_to(&R::Buffer::host())?;
             for (p, offset) in self.params.iter().zip(&self.offsets) {
                 let param = &rank.params()[*p];
                 let at = (self.chunk, *offset);
-                install(param, packed::whole(packing, param, &chunks, at, rank.dtype(), rank.division()))?;
+                let whole = packed::whole(packing, param, &words, at, rank.dtype(), rank.division())?;
+                install(param, whole.moved_to(rank.home())?)?;
             }
             return Ok(());
         }
@@ -97,10 +100,10 @@ impl Parcel {
         let division = rank.division();
         for (p, offset) in self.params.iter().zip(&self.offsets) {
             let param = &rank.params()[*p];
-            let mut whole = R::Buffer::with_capacity(self.dtype(rank.dtype()), param.numel);
+            let mut whole = R::Buffer::with_capacity(rank.home(), self.dtype(rank.dtype()), param.numel)?;
             for shard in 0..division.shards() {
                 let start = shard * self.chunk + offset;
-                whole.extend_from(&chunks, start..start + param.shard(division, shard).len());
+                whole.extend_from(&chunks, start..start + param.shard(division, shard).len())?;
             }
             install(param, whole)?;
         }

@@ -57,15 +57,16 @@ impl<R: Rank> Publisher<R> {
         let _about = timeline::about(|| core.names(&parcel.params));
         let division = core.division();
         // The chunks of the other ranks arrive in the same buffer.
-        let mut shards = R::Buffer::with_capacity(parcel.dtype(core.dtype()), parcel.chunk * division.shards());
+        let room = parcel.chunk * division.shards();
+        let mut shards = R::Buffer::with_capacity(core.home(), parcel.dtype(core.dtype()), room)?;
         for param in parcel.params.iter().map(|p| &core.params()[*p]) {
             let shard = param.shard(division, division.shard_of(core.rank()));
             let padding = param.shard_len(division) - shard.len();
             core.copy(param, shard, &mut shards)?;
-            shards.extend_zeros(padding);
+            shards.extend_zeros(padding)?;
         }
-        let held = core.ledger().hold(Kind::Buckets, shards.capacity_in_bytes());
-        let pending = core.gather(Wire::Exact, shards, &parcel.params);
+        let held = core.hold(Kind::Buckets, &shards);
+        let pending = core.gather(Wire::Exact, shards, &parcel.params)?;
         self.batcher.launched(Publication { parcel, pending, held });
         self.install(core, IN_FLIGHT - 1)
     }

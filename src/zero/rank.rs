@@ -6,19 +6,23 @@
 
 use super::core::Core;
 use super::sub_group::SubGroup;
-use crate::comm::{Kind as Collective, Pending, Wire};
+use super::travel::{Collective, Travel};
+use crate::comm::Wire;
 use crate::config::ZeroConfig;
 use crate::error::Result;
 use crate::layout::{Division, Placement};
-use crate::memory::{Ledger, MemoryReport, ModelBytes, StateBytes, Tier};
+use crate::memory::{Held, Kind, Ledger, MemoryReport, ModelBytes, StateBytes, Tier};
 use crate::offload::{Files, Io, Windows};
 use crate::param::{Param, ParamId};
-use crate::precision::{Elements, Flat, Packing};
+use crate::precision::{Elements, Packing};
+use crate::tensor::flat_buffer::{BufferPlace, FlatBuffer};
 use crate::tensor::residency;
 use crate::util::lock;
 use candle_core::DType;
 use std::ops::Range;
 use std::sync::MutexGuard;
+#[cfg(feature = "cuda")]
+use {crate::tensor::on_device::with_each, candle_core::Storage};
 
 /// The constants of a rank while it trains.
 pub(crate) struct Facts<'a> {
@@ -35,6 +39,9 @@ pub(crate) struct Facts<'a> {
     pub ledger: &'a Ledger,
 }
 
+/// Where a rank's share lies, if not in files, and what is on its way to and from it.
+pub(crate) type PlaceOf<R> = <<R as Rank>::Buffer as Elements>::Place;
+
 /// A rank that trains, or rehearses it.
 pub(crate) trait Rank: Sized {
     /// Elements in memory.
@@ -45,6 +52,8 @@ pub(crate) trait Rank: Sized {
     type Files: Files<Buffer = Self::Buffer>;
 
     fn facts(&self) -> Facts<'_>;
+    /// Where this rank's share lies, if not in files, and what is on its way to and from it.
+    fn home(&self) -> &PlaceOf<Self>;
     /// A model is only evaluated.
     fn is_evaluating(&self) -> bool;
     /// This rank's share.
@@ -54,12 +63,14 @@ pub(crate) trait Rank: Sized {
     fn files(&self) -> Option<&Self::Files>;
     /// How a pass goes through files.
     fn windows(&self) -> Windows;
-    /// Begins an all-reduce, a reduce-scatter or an all-gather of what belongs to `params`.
-    fn collective(&self, kind: Collective, wire: Wire, buffer: Self::Buffer, params: &[ParamId]) -> Self::Pending;
-    /// Begins an all-gather inside of this rank's group of `ranks` neighbours.
-    fn gather_within(&self, wire: Wire, ranks: usize, buffer: Self::Buffer, params: &[ParamId]) -> Self::Pending;
-    /// Begins a sum over all ranks that each group of `ranks` neighbours divides.
-    fn reduce_to_groups(&self, wire: Wire, ranks: usize, buffer: Self::Buffer, params: &[ParamId]) -> Self::Pending;
+    /// Begins a collective on what belongs to `params`.
+    fn launch(
+        &self,
+        collective: Collective,
+        wire: Wire,
+        buffer: Self::Buffer,
+        params: &[ParamId],
+    ) -> Result<Self::Pending>;
     /// Waits for its result, which lies in the memory of its argument.
     fn wait(&self, pending: Self::Pending) -> Result<Self::Buffer>;
     /// A few numbers of every rank, in rank order.
@@ -83,19 +94,21 @@ pub(crate) trait Rank: Sized {
     }
 
     /// Begins to join the shards of all places.
-    fn gather(&self, wire: Wire, shard: Self::Buffer, params: &[ParamId]) -> Self::Pending {
-        match self.division() {
-            division if division.copies() == 1 => self.collective(Collective::AllGather, wire, shard, params),
-            division => self.gather_within(wire, division.shards(), shard, params),
-        }
+    fn gather(&self, wire: Wire, shard: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
+        let collective = match self.division() {
+            division if division.copies() == 1 => Collective::AllGather,
+            division => Collective::GatherWithin(division.shards()),
+        };
+        self.launch(collective, wire, shard, params)
     }
 
     /// Begins to sum all pieces of all ranks; each rank receives those of its shard.
-    fn reduce(&self, wire: Wire, pieces: Self::Buffer, params: &[ParamId]) -> Self::Pending {
-        match self.division() {
-            division if division.copies() == 1 => self.collective(Collective::ReduceScatter, wire, pieces, params),
-            division => self.reduce_to_groups(wire, division.shards(), pieces, params),
-        }
+    fn reduce(&self, wire: Wire, pieces: Self::Buffer, params: &[ParamId]) -> Result<Self::Pending> {
+        let collective = match self.division() {
+            division if division.copies() == 1 => Collective::ReduceScatter,
+            division => Collective::ReduceToGroups(division.shards()),
+        };
+        self.launch(collective, wire, pieces, params)
     }
 
     fn second_group(&self) -> usize {
@@ -124,6 +137,11 @@ pub(crate) trait Rank: Sized {
 
     fn ledger(&self) -> &Ledger {
         self.facts().ledger
+    }
+
+    /// Enters a buffer in the ledger until the result is dropped.
+    fn hold(&self, kind: Kind, buffer: &Self::Buffer) -> Held {
+        self.ledger().hold_in(Tier::at::<Self::Buffer>(&buffer.place()), kind, buffer.capacity_in_bytes())
     }
 
     /// Parameters that travel together, for people.
@@ -178,8 +196,8 @@ pub(crate) type ExtentOf<R> = <<R as Rank>::Files as Files>::Extent;
 pub(crate) type StagingOf<R> = <<R as Rank>::Files as Files>::Staging;
 
 impl Rank for Core {
-    type Buffer = Flat;
-    type Pending = Pending<Flat>;
+    type Buffer = FlatBuffer;
+    type Pending = Travel;
     type Files = Io;
 
     fn facts(&self) -> Facts<'_> {
@@ -193,6 +211,10 @@ impl Rank for Core {
             tier: self.tensor_tier,
             ledger: &self.ledger,
         }
+    }
+
+    fn home(&self) -> &BufferPlace {
+        &self.home
     }
 
     fn is_evaluating(&self) -> bool {
@@ -215,37 +237,36 @@ impl Rank for Core {
         self.offload.as_ref().map_or_else(Windows::default, |offload| offload.windows())
     }
 
-    fn collective(&self, kind: Collective, wire: Wire, buffer: Flat, params: &[ParamId]) -> Pending<Flat> {
-        let tag = self.tag(params);
-        match kind {
-            Collective::AllReduce => self.comm.all_reduce_as(wire, buffer, tag),
-            Collective::ReduceScatter => self.comm.reduce_scatter_as(wire, buffer, tag),
-            Collective::AllGather => self.comm.all_gather_as(wire, buffer, tag),
-            Collective::Control | Collective::Barrier => unreachable!("no buffers travel in these"),
-        }
+    fn launch(&self, collective: Collective, wire: Wire, buffer: FlatBuffer, params: &[ParamId]) -> Result<Travel> {
+        Travel::launch(self.comm(), &self.ledger, collective, wire, buffer, self.tag(params))
     }
 
-    fn gather_within(&self, wire: Wire, ranks: usize, buffer: Flat, params: &[ParamId]) -> Pending<Flat> {
-        self.comm.all_gather_within_as(wire, ranks, buffer, self.tag(params))
-    }
-
-    fn reduce_to_groups(&self, wire: Wire, ranks: usize, buffer: Flat, params: &[ParamId]) -> Pending<Flat> {
-        self.comm.reduce_to_groups_as(wire, ranks, buffer, self.tag(params))
-    }
-
-    fn wait(&self, pending: Pending<Flat>) -> Result<Flat> {
-        pending.wait()
+    fn wait(&self, travel: Travel) -> Result<FlatBuffer> {
+        travel.wait()
     }
 
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
         self.comm.gather_f64(values).wait()
     }
 
-    fn copy(&self, param: &Param, range: Range<usize>, to: &mut Flat) -> Result<()> {
-        Ok(residency::with_view(&param.tensor, |whole| to.extend_cast(whole.slice(range)))?)
+    fn copy(&self, param: &Param, range: Range<usize>, to: &mut FlatBuffer) -> Result<()> {
+        match to {
+            FlatBuffer::Host(to) => {
+                Ok(residency::with_view(&param.tensor, |whole| to.extend_cast(whole.slice(range)))?)
+            }
+            #[cfg(feature = "cuda")]
+            FlatBuffer::Device(to) => Ok(with_each([&param.tensor], "copy", |[whole]| to.extend(&whole.part(range)?))?),
+        }
     }
 
-    fn put(&self, param: &Param, whole: Flat) -> Result<()> {
-        Ok(residency::put(&param.tensor, whole)?)
+    fn put(&self, param: &Param, whole: FlatBuffer) -> Result<()> {
+        match whole {
+            FlatBuffer::Host(whole) => Ok(residency::put(&param.tensor, whole)?),
+            #[cfg(feature = "cuda")]
+            FlatBuffer::Device(whole) => {
+                assert_eq!((whole.len(), whole.dtype()), (param.numel, param.tensor.dtype()));
+                Ok(residency::fill(&param.tensor, Storage::Cuda(whole.into_storage()))?)
+            }
+        }
     }
 }

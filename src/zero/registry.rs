@@ -69,7 +69,8 @@ impl Registry {
         link: Link,
         ledger: Ledger,
     ) -> Self {
-        let groups = SubGroupBuilder::new(plan.clone(), offload, ledger.clone());
+        let home = plan.home(&device);
+        let groups = SubGroupBuilder::new(plan.clone(), offload, ledger.clone(), home);
         Self(Arc::new(Mutex::new(Inner {
             plan,
             device,
@@ -96,6 +97,7 @@ impl Registry {
     pub fn of_shapes(dtype: DType) -> Self {
         let plan = SharePlan {
             states: StatePrecision { master_weights: true, bf16_moments: false },
+            offloads: false,
             rank: 0,
             division: Division::among_all(1),
             placement: ZeroStage::Three.placement(),

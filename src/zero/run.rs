@@ -88,13 +88,16 @@ impl Core {
             once(|| stacker::maybe_grow(RED_ZONE, BACKWARD_STACK, || loss.backward())).map(drop)
         };
         run().map_err(|e| self.explain(e))?;
-        if self.holds_unreduced() {
-            self.keep_unreduced();
-        } else {
-            self.release_unreduced()?;
-            lock(&self.gradients).end_backward(self)?;
-        }
-        self.release_all()
+        let end = || {
+            if self.holds_unreduced() {
+                self.keep_unreduced();
+            } else {
+                self.release_unreduced()?;
+                lock(&self.gradients).end_backward(self)?;
+            }
+            self.release_all()
+        };
+        end().map_err(|error| self.naming_what_is_held(error))
     }
 
     /// An optimizer step is over: gradients are gone, and persistent parameters are gathered anew if weights changed.
@@ -109,7 +112,7 @@ impl Core {
     pub fn refresh(&self) -> Result<()> {
         let mut gather = lock(&self.gather);
         gather.release_passed(self)?;
-        gather.refresh_persistent(self)
+        gather.refresh_persistent(self).map_err(|error| self.naming_what_is_held(error))
     }
 
     /// Releases all parameters but the persistent ones.

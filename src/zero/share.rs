@@ -86,7 +86,7 @@ impl Core {
             return moment.read(place, self.io(), take);
         }
         match state.home(group) {
-            Some(Home::Memory(share)) => take(share.slice(place)),
+            Some(Home::Memory(share)) => share.buffer().read(place, take)?,
             Some(Home::File(extent)) => {
                 let values = Flat::zeros(extent.dtype(), range.len());
                 let transfer = self.files().io.read(values, vec![extent.piece(place, 0)]);
@@ -181,7 +181,7 @@ impl Core {
     /// The words of a packed share.
     fn words(&self, home: &Home, slot: &Slot) -> Result<Flat> {
         match home {
-            Home::Memory(share) => Ok(share.slice(slot.padded()).to_flat()),
+            Home::Memory(share) => share.buffer().read(slot.padded(), |words| words.to_flat()),
             Home::File(extent) => {
                 self.files().io.read(Flat::zeros(DType::F32, slot.len), vec![extent.piece(slot.padded(), 0)]).wait()
             }
@@ -191,10 +191,7 @@ impl Core {
     /// Sets elements of a state's home.
     pub(super) fn set(&self, home: &mut Home, place: Range<usize>, values: FlatRef<'_>) -> Result<()> {
         match home {
-            Home::Memory(share) => {
-                share.slice_mut(place).copy_cast(values);
-                Ok(())
-            }
+            Home::Memory(share) => share.buffer_mut().write(place, values),
             Home::File(extent) => {
                 let mut copy = Flat::with_capacity(extent.dtype(), values.len());
                 copy.extend_cast(values);

@@ -3,8 +3,9 @@
 use crate::config::{Config, StatePrecision};
 use crate::layout::{Division, Placement};
 use crate::offload::{ALIGN, STEP};
-use crate::optim::{Grouping, Role, StateFormat};
-use candle_core::DType;
+use crate::optim::{Grouping, Role, StateFormat, StepContext};
+use crate::tensor::flat_buffer::BufferPlace;
+use candle_core::{DType, Device};
 use std::sync::Arc;
 
 /// How parameters are shared among ranks, and where a rank keeps its share.
@@ -23,6 +24,8 @@ pub(crate) struct SharePlan {
     pub buffer_dtype: Option<DType>,
     /// Elements of weights that stay in memory (`max_in_cpu`), where the others lie in files.
     pub weights_in_memory: Option<usize>,
+    /// Something is to be on the host (`offload_optimizer`, `offload_param`), whatever device computes the model.
+    pub offloads: bool,
     /// How master weights and moments are kept.
     pub states: StatePrecision,
     /// The part of the sub-groups whose optimizer state lies in files (`ratio`), where any does.
@@ -42,10 +45,31 @@ impl SharePlan {
             sub_group_size: zero.sub_group_size,
             grad_dtype,
             grouping,
+            offloads: zero.offload_optimizer.is_some() || zero.offload_param.is_some(),
             states: config.states,
             weights_in_memory: zero.param_files().map(|files| files.max_in_cpu),
             states_in_files: zero.optimizer_files().map(|files| files.ratio),
         }
+    }
+
+    /// Where the share lies of a model on `device`, as far as it is not in files: there too, if kernels of the GPU can update it and
+    /// nothing is to be on the host.
+    pub fn home(&self, device: &Device) -> BufferPlace {
+        match device {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) if self.stays_on_device() => BufferPlace::Device(device.clone()),
+            _ => BufferPlace::Host,
+        }
+    }
+
+    /// Whether a GPU keeps and updates the share of a model that it computes.
+    pub fn stays_on_device(&self) -> bool {
+        let wide = self.dtype == DType::F32 || self.has_master();
+        let in_f32 = |role: &Role| self.formats(*role).iter().all(|format| *format == StateFormat::F32);
+        let by_kernels = |role: &Role| {
+            self.grouping.optimizer(*role).is_none_or(|o| o.elementwise(&StepContext::new(0.0, 1)).is_some())
+        };
+        !self.offloads && wide && Role::ALL.iter().all(|role| in_f32(role) && by_kernels(role))
     }
 
     /// Whether trained parameters have master weights.

@@ -49,14 +49,15 @@ pub(crate) fn vote<R: Rank>(core: &R, loss: f64, loss_is_finite: bool, accumulat
     for group in core.groups().iter_mut().filter(|group| group.class.is_trained()) {
         for slot in 0..group.slots.len() {
             if group.grad_file.is_none() && matches!(group.grads[slot], GradShare::Absent) {
-                group.grads[slot] = GradShare::Memory(group.zeroed_grads(slot, core.ledger(), accumulate));
+                group.grads[slot] = GradShare::Memory(group.zeroed_grads(slot, core, accumulate)?);
             }
             if let (GradShare::File { writing, .. }, Some(files)) = (&mut group.grads[slot], core.files()) {
                 // A disk that fails is noticed before any weight has changed.
                 writing.take().map_or(Ok(()), |writing| files.written(writing))?;
             }
-            sum += group.squares(slot);
         }
+        // One after the other: where sub-groups end must not change the sum.
+        group.squares()?.into_iter().for_each(|squares| sum += squares);
     }
     let overflow = !loss_is_finite || !sum.is_finite();
     let votes = core.gather_f64(vec![sum, f64::from(u8::from(overflow)), loss])?;
@@ -73,9 +74,16 @@ pub(crate) fn update<C: Carrier>(core: &C, recipe: &Recipe<'_>) -> Result<()> {
     let mut publish = |slot: &Slot| publisher.push(core, slot.param);
     let mut groups = core.groups();
     let ratios = trust_ratios(core, &mut groups, recipe)?;
-    let by_elements: Vec<usize> = (0..groups.len())
-        .filter(|g| matches!(needs(&groups[*g], recipe), Some(Needs::Elements | Needs::Norms(_))))
-        .collect();
+    let mut by_elements = Vec::new();
+    for (g, group) in groups.iter_mut().enumerate() {
+        if !matches!(needs(group, recipe), Some(Needs::Elements | Needs::Norms(_))) {
+            continue;
+        }
+        match core.update_on_device(group, recipe)? {
+            true => group.slots.iter().try_for_each(&mut publish)?,
+            false => by_elements.push(g),
+        }
+    }
     let update = |slot: &Slot, _: Range<usize>, Part { param, grad, state, half }: Part<'_, '_>| {
         let GroupStep { optimizer, ctx } = recipe(slot.param);
         let ratio = ratios.get(slot.param).copied().unwrap_or(1.0);
@@ -93,7 +101,7 @@ impl Core {
     pub fn vote(&self, loss: f64, loss_is_finite: bool) -> Result<Vote> {
         self.judge_unused()?;
         let accumulate = lock(&self.gradients).accumulate_dtype();
-        vote(self, loss, loss_is_finite, accumulate)
+        vote(self, loss, loss_is_finite, accumulate).map_err(|error| self.naming_what_is_held(error))
     }
 
     /// [`update`] of this rank's share. `steps` says with what, by parameter group.
@@ -105,15 +113,20 @@ impl Core {
             let step = ctx.step.saturating_sub(param.updates_before.load(Ordering::Relaxed));
             GroupStep { optimizer, ctx: StepContext { step, ..ctx } }
         })
+        .map_err(|error| self.naming_what_is_held(error))
     }
 
     /// The first parameter whose gradient is not finite in this rank's piece.
-    pub fn non_finite_gradient(&self) -> Option<&str> {
-        let groups = lock(&self.groups);
-        let mut slots = groups.iter().flat_map(|g| (0..g.slots.len()).map(move |s| (g, s)));
-        // A sum of squares is not finite exactly where an element is not.
-        slots
-            .find(|(group, slot)| !group.squares(*slot).is_finite())
-            .map(|(group, slot)| self.params[group.slots[slot].param].name.as_str())
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn non_finite_gradient(&self) -> Result<Option<&str>> {
+        for group in lock(&self.groups).iter() {
+            // A sum of squares is not finite exactly where an element is not.
+            if let Some(slot) = group.squares()?.iter().position(|squares| !squares.is_finite()) {
+                return Ok(Some(self.params[group.slots[slot].param].name.as_str()));
+            }
+        }
+        Ok(None)
     }
 }

@@ -19,7 +19,7 @@ use super::core::Core;
 use super::moment::Moment;
 use super::rank::{ExtentOf, Rank};
 use crate::error::Result;
-use crate::memory::{Kind, Ledger, Tracked};
+use crate::memory::{Kind, Tracked};
 use crate::offload::{Files, Staged, Stream};
 use crate::optim::Class;
 use crate::param::ParamId;
@@ -78,10 +78,10 @@ impl<R: Rank> Home<R> {
 }
 
 impl Home {
-    /// Elements `range` of the sub-group: of memory, or of the next of the states that are `staged`.
+    /// Elements `range` of the sub-group, on the host: of memory, or of the next of the states that are `staged`.
     pub fn part<'a>(&'a mut self, staged: &mut std::slice::IterMut<'a, Staged>, range: Range<usize>) -> FlatMut<'a> {
         match self {
-            Self::Memory(buffer) => buffer.slice_mut(range),
+            Self::Memory(buffer) => buffer.buffer_mut().slice_mut(range),
             Self::File(_) => staged.next().expect("a window has all states that lie in files").part(range),
         }
     }
@@ -157,7 +157,7 @@ impl<R: Rank> SubGroup<R> {
             (GradShare::Memory(grads), ..) => Ok(Some(grads)),
             (GradShare::File { writing, .. }, Some(extent), Some(files)) => {
                 writing.map_or(Ok(()), |writing| files.written(writing))?;
-                let room = self.zeroed_grads(slot, rank.ledger(), R::Files::dtype(extent));
+                let room = self.zeroed_grads(slot, rank, R::Files::dtype(extent))?;
                 let pieces = vec![(extent.clone(), self.slots[slot].padded(), 0)];
                 room.try_map(|room| files.filled(files.fill(room, pieces))).map(Some)
             }
@@ -170,7 +170,8 @@ impl<R: Rank> SubGroup<R> {
         self.grads[slot] = match (&self.grad_file, rank.files()) {
             (Some(extent), Some(files)) => {
                 // Now, while it is in memory. The last micro step's is what counts.
-                let squares = self.squares_of(slot, &grads);
+                let piece = self.slots[slot].piece.clone();
+                let squares = grads.buffer().values().map_or(0.0, |values| sum_of_squares(values.slice(piece)));
                 let writing = Some(files.store(grads, extent, self.slots[slot].padded()));
                 GradShare::File { writing, squares }
             }
@@ -179,21 +180,29 @@ impl<R: Rank> SubGroup<R> {
     }
 
     /// The gradient buffer of a slot (its owned elements and padding), zeroed where none has arrived.
-    pub fn zeroed_grads(&self, slot: usize, ledger: &Ledger, dtype: DType) -> Tracked<R::Buffer> {
-        Tracked::new(ledger, Kind::Gradients, R::Buffer::zeros(dtype, self.slots[slot].len))
+    pub fn zeroed_grads(&self, slot: usize, rank: &R, dtype: DType) -> Result<Tracked<R::Buffer>> {
+        let zeros = R::Buffer::zeros(rank.home(), dtype, self.slots[slot].len)?;
+        Ok(Tracked::new(rank.ledger(), Kind::Gradients, zeros))
     }
 
-    /// Sum of the squares of this rank's piece of a gradient.
-    pub fn squares(&self, slot: usize) -> f64 {
-        match &self.grads[slot] {
+    /// Sum of the squares of this rank's piece of each slot's gradient.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn squares(&self) -> Result<Vec<f64>> {
+        let slots = self.slots.iter().zip(&self.grads);
+        let in_memory = slots.filter_map(|(slot, grads)| match grads {
+            GradShare::Memory(grads) => Some((grads.buffer(), slot.piece.clone())),
+            GradShare::Absent | GradShare::File { .. } => None,
+        });
+        let parts: Vec<_> = in_memory.collect();
+        let mut sums = R::Buffer::sums_of_squares(&parts)?.into_iter();
+        let sum = |grads: &GradShare<R>| match grads {
             GradShare::Absent => 0.0,
-            GradShare::Memory(grads) => self.squares_of(slot, grads),
+            GradShare::Memory(_) => sums.next().expect("a sum for each gradient in memory"),
             GradShare::File { squares, .. } => *squares,
-        }
-    }
-
-    fn squares_of(&self, slot: usize, grads: &Tracked<R::Buffer>) -> f64 {
-        grads.values().map_or(0.0, |values| sum_of_squares(values.slice(self.slots[slot].piece.clone())))
+        };
+        Ok(self.grads.iter().map(sum).collect())
     }
 
     /// The states that a window of a pass reads from files and writes back, in the order in which [`Home::part`] asks

@@ -8,6 +8,7 @@ pub(crate) use super::kept::Part;
 use super::kept::{Rounding, States, room};
 use super::moment::Kept;
 use super::rank::{Rank, StagingOf};
+use super::recipe::Recipe;
 use super::sub_group::{GradShare, Pass, Slot, SubGroup};
 use crate::error::Result;
 use crate::memory::{Held, Kind};
@@ -19,6 +20,11 @@ use std::ops::Range;
 
 /// The executor of a [`Walk`]: the engine's core, or a rehearsal that only counts.
 pub(crate) trait Carrier: Rank {
+    /// Updates a sub-group where it lies in a GPU's memory; false: a pass has to go through it.
+    fn update_on_device(&self, group: &mut SubGroup<Self>, recipe: &Recipe<'_>) -> Result<bool> {
+        _ = (group, recipe);
+        Ok(false)
+    }
     /// Calls `work` with the parts of a sub-group that lie in its elements `range`, where there are values.
     fn parts(
         &self,
@@ -142,6 +148,11 @@ pub(super) fn pass<C: Carrier>(
 }
 
 impl Carrier for Core {
+    #[cfg(feature = "cuda")]
+    fn update_on_device(&self, group: &mut SubGroup, recipe: &Recipe<'_>) -> Result<bool> {
+        super::on_device::update(self, group, recipe)
+    }
+
     fn parts(
         &self,
         group: &mut SubGroup,
@@ -167,7 +178,7 @@ impl Carrier for Core {
             let mut from_file;
             let grad = match grads {
                 _ if !pass.has_moments() => FlatRef::F32(&[]),
-                GradShare::Memory(grads) => grads.slice(in_slot.clone()),
+                GradShare::Memory(grads) => grads.buffer().slice(in_slot.clone()),
                 share => {
                     from_file = staged.next().expect("gradients lie in the window").part(part.clone());
                     if matches!(share, GradShare::Absent) {

@@ -15,8 +15,9 @@
 use super::rank::Rank;
 use super::recipe::{Recipe, needs};
 use super::sub_group::{Pass, Slot, SubGroup};
+use super::travel::Collective;
 use super::walk::{Carrier, Part, Span, Walk, as_f32, pass};
-use crate::comm::{Kind as Collective, Wire};
+use crate::comm::Wire;
 use crate::error::Result;
 use crate::memory::{Held, Kind};
 use crate::optim::{GroupStep, Needs, Squares, Wholewise};
@@ -152,9 +153,9 @@ fn rough_direction<C: Carrier>(
     let (numel, shard_len) = (core.params()[param].numel, core.params()[param].shard_len(division));
     // Room for all shards, padding included: the others' arrive in the same buffer.
     let room = shard_len * division.shards();
-    let mut values = C::Buffer::with_capacity(DType::F32, room);
-    let _held = core.ledger().hold(Kind::Buckets, values.capacity_in_bytes());
-    values.extend_zeros(owned.len());
+    let mut values = C::Buffer::with_capacity(core.home(), DType::F32, room)?;
+    let _held = core.hold(Kind::Buckets, &values);
+    values.extend_zeros(owned.len())?;
     let mut momentum = |slot: &Slot, in_slot: Range<usize>, Part { grad, state, .. }: Part<'_, '_>| {
         let GroupStep { optimizer, ctx } = recipe(slot.param);
         let Needs::Whole(wholewise) = optimizer.needs() else { unreachable!("the others are left out") };
@@ -164,8 +165,8 @@ fn rough_direction<C: Carrier>(
     };
     walk.visit(groups, span, &mut momentum, |_| Ok(()))?;
     if core.placement().optim.is_sharded() {
-        values.extend_zeros(shard_len - owned.len());
-        values = core.wait(core.gather(Wire::Exact, values, &[param]))?;
+        values.extend_zeros(shard_len - owned.len())?;
+        values = core.wait(core.gather(Wire::Exact, values, &[param])?)?;
         values.truncate(numel);
     }
     Ok(Direction { values, _held })
@@ -175,19 +176,22 @@ fn rough_direction<C: Carrier>(
 fn own_direction<C: Carrier>(core: &C, id: usize, whole: Option<Direction<C::Buffer>>) -> Result<Direction<C::Buffer>> {
     let (division, param) = (core.division(), &core.params()[id]);
     let (numel, padded) = (param.numel, param.shard_len(division) * division.shards());
-    let mut own = whole.unwrap_or_else(|| {
-        let values = C::Buffer::zeros(DType::F32, padded);
-        Direction { _held: core.ledger().hold(Kind::Buckets, values.capacity_in_bytes()), values }
-    });
+    let mut own = match whole {
+        Some(whole) => whole,
+        None => {
+            let values = C::Buffer::zeros(core.home(), DType::F32, padded)?;
+            Direction { _held: core.hold(Kind::Buckets, &values), values }
+        }
+    };
     let (pending, owned) = match core.placement().optim.is_sharded() {
         true => {
-            own.values.extend_zeros(padded - own.values.len());
+            own.values.extend_zeros(padded - own.values.len())?;
             let owned = param.shard(division, division.shard_of(core.rank())).len();
-            (core.reduce(Wire::Exact, own.values, &[id]), owned)
+            (core.reduce(Wire::Exact, own.values, &[id])?, owned)
         }
         false => {
             own.values.truncate(numel);
-            (core.collective(Collective::AllReduce, Wire::Exact, own.values, &[id]), numel)
+            (core.launch(Collective::AllReduce, Wire::Exact, own.values, &[id])?, numel)
         }
     };
     own.values = core.wait(pending)?;

@@ -1,0 +1,321 @@
+//! A flat buffer in the host's memory or in that of the GPU on which the model computes.
+//!
+//! What decisions do with buffers is the same in both, by [`Elements`], with the same bits. Values are looked at and set through
+//! the host, where they are not there already.
+
+use crate::error::Result;
+use crate::precision::{Elements, Flat, FlatMut, FlatRef};
+use candle_core::DType;
+use std::ops::Range;
+#[cfg(feature = "cuda")]
+use {crate::cuda::DeviceFlat, crate::precision::sum_of_squares, candle_core::CudaDevice};
+
+/// Which memory buffers lie in.
+#[derive(Debug, Clone)]
+pub(crate) enum BufferPlace {
+    Host,
+    #[cfg(feature = "cuda")]
+    Device(CudaDevice),
+}
+
+/// A flat buffer of f32, bf16 or f16.
+#[derive(Debug)]
+pub(crate) enum FlatBuffer {
+    Host(Flat),
+    #[cfg(feature = "cuda")]
+    Device(DeviceFlat),
+}
+
+#[cfg(feature = "cuda")]
+const AWAY: &str = "what works on the host is given buffers of the host";
+#[cfg(feature = "cuda")]
+const HERE: &str = "what works on a GPU is given buffers of the GPU";
+#[cfg(feature = "cuda")]
+const APART: &str = "all buffers of an engine lie in one place";
+
+/// Runs one expression for wherever the buffer lies.
+macro_rules! each {
+    ($value:expr, $v:ident => $body:expr) => {
+        match $value {
+            FlatBuffer::Host($v) => $body,
+            #[cfg(feature = "cuda")]
+            FlatBuffer::Device($v) => $body,
+        }
+    };
+}
+
+impl FlatBuffer {
+    /// Elements `range`, of a buffer that lies on the host.
+    ///
+    /// # Panics
+    /// It lies elsewhere.
+    pub fn slice(&self, range: Range<usize>) -> FlatRef<'_> {
+        self.on_host().slice(range)
+    }
+
+    /// The same, writable.
+    ///
+    /// # Panics
+    /// It lies elsewhere.
+    pub fn slice_mut(&mut self, range: Range<usize>) -> FlatMut<'_> {
+        self.on_host_mut().slice_mut(range)
+    }
+
+    /// The raw bytes of a buffer that lies on the host, writable.
+    ///
+    /// # Panics
+    /// It lies elsewhere.
+    pub fn as_bytes_mut(&mut self) -> &mut [u8] {
+        self.on_host_mut().as_bytes_mut()
+    }
+
+    fn on_host(&self) -> &Flat {
+        match self {
+            Self::Host(flat) => flat,
+            #[cfg(feature = "cuda")]
+            Self::Device(_) => unreachable!("{AWAY}"),
+        }
+    }
+
+    fn on_host_mut(&mut self) -> &mut Flat {
+        match self {
+            Self::Host(flat) => flat,
+            #[cfg(feature = "cuda")]
+            Self::Device(_) => unreachable!("{AWAY}"),
+        }
+    }
+
+    /// The buffer, which lies on a GPU.
+    ///
+    /// # Panics
+    /// It lies on the host.
+    #[cfg(feature = "cuda")]
+    pub fn on_device(&self) -> &DeviceFlat {
+        match self {
+            Self::Device(flat) => flat,
+            Self::Host(_) => unreachable!("{HERE}"),
+        }
+    }
+
+    /// The same, writable.
+    ///
+    /// # Panics
+    /// It lies on the host.
+    #[cfg(feature = "cuda")]
+    pub fn on_device_mut(&mut self) -> &mut DeviceFlat {
+        match self {
+            Self::Device(flat) => flat,
+            Self::Host(_) => unreachable!("{HERE}"),
+        }
+    }
+
+    /// The buffer, which lies on the host.
+    ///
+    /// # Panics
+    /// It lies elsewhere.
+    pub fn into_host(self) -> Flat {
+        match self {
+            Self::Host(flat) => flat,
+            #[cfg(feature = "cuda")]
+            Self::Device(_) => unreachable!("{AWAY}"),
+        }
+    }
+
+    /// Gives elements `range` to `take`, wherever they lie.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn read<T>(&self, range: Range<usize>, take: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
+        match self {
+            Self::Host(flat) => Ok(take(flat.slice(range))),
+            #[cfg(feature = "cuda")]
+            Self::Device(flat) => Ok(take(flat.to_host(range)?.as_ref())),
+        }
+    }
+
+    /// Sets elements `range`, wherever they lie, cast to this buffer's dtype.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn write(&mut self, range: Range<usize>, values: FlatRef<'_>) -> Result<()> {
+        match self {
+            Self::Host(flat) => flat.slice_mut(range).copy_cast(values),
+            #[cfg(feature = "cuda")]
+            Self::Device(flat) => flat.write(range, values)?,
+        }
+        Ok(())
+    }
+}
+
+impl Elements for FlatBuffer {
+    type Place = BufferPlace;
+
+    fn host() -> BufferPlace {
+        BufferPlace::Host
+    }
+
+    fn is_device(place: &BufferPlace) -> bool {
+        !matches!(place, BufferPlace::Host)
+    }
+
+    fn with_capacity(place: &BufferPlace, dtype: DType, capacity: usize) -> Result<Self> {
+        Ok(match place {
+            BufferPlace::Host => Self::Host(Flat::with_capacity(dtype, capacity)),
+            #[cfg(feature = "cuda")]
+            BufferPlace::Device(device) => Self::Device(DeviceFlat::with_capacity(device, dtype, capacity)?),
+        })
+    }
+
+    fn zeros(place: &BufferPlace, dtype: DType, len: usize) -> Result<Self> {
+        Ok(match place {
+            BufferPlace::Host => Self::Host(Flat::zeros(dtype, len)),
+            #[cfg(feature = "cuda")]
+            BufferPlace::Device(device) => Self::Device(DeviceFlat::zeros(device, dtype, len)?),
+        })
+    }
+
+    fn place(&self) -> BufferPlace {
+        match self {
+            Self::Host(_) => BufferPlace::Host,
+            #[cfg(feature = "cuda")]
+            Self::Device(flat) => BufferPlace::Device(flat.device().clone()),
+        }
+    }
+
+    fn dtype(&self) -> DType {
+        each!(self, flat => flat.dtype())
+    }
+
+    fn len(&self) -> usize {
+        each!(self, flat => flat.len())
+    }
+
+    fn capacity_in_bytes(&self) -> usize {
+        each!(self, flat => flat.capacity_in_bytes())
+    }
+
+    fn reserve_exact(&mut self, more: usize) -> Result<()> {
+        match self {
+            Self::Host(flat) => flat.reserve_exact(more),
+            #[cfg(feature = "cuda")]
+            Self::Device(flat) => flat.reserve_exact(more)?,
+        }
+        Ok(())
+    }
+
+    fn extend_zeros(&mut self, count: usize) -> Result<()> {
+        match self {
+            Self::Host(flat) => flat.extend_zeros(count),
+            #[cfg(feature = "cuda")]
+            Self::Device(flat) => flat.extend_zeros(count)?,
+        }
+        Ok(())
+    }
+
+    fn truncate(&mut self, len: usize) {
+        each!(self, flat => flat.truncate(len));
+    }
+
+    fn shrink_to_fit(&mut self) -> Result<()> {
+        match self {
+            Self::Host(flat) => flat.shrink_to_fit(),
+            #[cfg(feature = "cuda")]
+            Self::Device(flat) => flat.shrink_to_fit()?,
+        }
+        Ok(())
+    }
+
+    fn moved_to(self, place: &BufferPlace) -> Result<Self> {
+        Ok(match (self, place) {
+            (buffer @ Self::Host(_), BufferPlace::Host) => buffer,
+            #[cfg(feature = "cuda")]
+            (Self::Host(flat), BufferPlace::Device(device)) => Self::Device(DeviceFlat::of(device, flat.as_ref())?),
+            #[cfg(feature = "cuda")]
+            (Self::Device(flat), BufferPlace::Host) => Self::Host(flat.to_host(0..flat.len())?),
+            #[cfg(feature = "cuda")]
+            (buffer @ Self::Device(_), BufferPlace::Device(_)) => buffer,
+        })
+    }
+
+    fn values(&self) -> Option<FlatRef<'_>> {
+        match self {
+            Self::Host(flat) => Some(flat.as_ref()),
+            #[cfg(feature = "cuda")]
+            Self::Device(_) => None,
+        }
+    }
+
+    fn values_mut(&mut self) -> Option<FlatMut<'_>> {
+        match self {
+            Self::Host(flat) => Some(flat.as_mut()),
+            #[cfg(feature = "cuda")]
+            Self::Device(_) => None,
+        }
+    }
+
+    fn extend_cast(&mut self, values: FlatRef<'_>) -> Result<()> {
+        match self {
+            Self::Host(flat) => flat.extend_cast(values),
+            #[cfg(feature = "cuda")]
+            Self::Device(flat) => flat.extend_from_host(values)?,
+        }
+        Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn extend_from(&mut self, from: &Self, range: Range<usize>) -> Result<()> {
+        match (self, from) {
+            (Self::Host(to), Self::Host(from)) => to.extend_cast(from.slice(range)),
+            (Self::Device(to), Self::Device(from)) => to.extend_from(from, range)?,
+            _ => unreachable!("{APART}"),
+        }
+        Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn scale(&mut self, factor: f32) -> Result<()> {
+        match self {
+            Self::Host(flat) => flat.as_mut().scale(factor),
+            Self::Device(flat) => flat.scale(factor)?,
+        }
+        Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn add_scaled(&mut self, to: usize, other: &Self, from: Range<usize>, factor: f32) -> Result<()> {
+        match (self, other) {
+            (Self::Host(sum), Self::Host(other)) => {
+                sum.slice_mut(to..to + from.len()).add_scaled(other.slice(from), factor);
+            }
+            (Self::Device(sum), Self::Device(other)) => sum.add_scaled(to, &other.part(from)?, factor)?,
+            _ => unreachable!("{APART}"),
+        }
+        Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn sums_of_squares(parts: &[(&Self, Range<usize>)]) -> Result<Vec<f64>> {
+        let mut sums = vec![0.0; parts.len()];
+        let (mut on_device, mut numbers) = (Vec::new(), Vec::new());
+        for (number, (buffer, range)) in parts.iter().enumerate() {
+            match buffer {
+                Self::Host(flat) => sums[number] = sum_of_squares(flat.slice(range.clone())),
+                Self::Device(flat) => {
+                    on_device.push(flat.part(range.clone())?);
+                    numbers.push((number, flat.device()));
+                }
+            }
+        }
+        if let Some((_, device)) = numbers.first() {
+            let found = crate::cuda::sums_of_squares(device, &on_device)?;
+            numbers.iter().zip(found).for_each(|((number, _), sum)| sums[*number] = sum);
+        }
+        Ok(sums)
+    }
+}
+
+impl From<Flat> for FlatBuffer {
+    fn from(flat: Flat) -> Self {
+        Self::Host(flat)
+    }
+}
