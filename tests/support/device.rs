@@ -34,8 +34,19 @@ pub fn most_steps() -> usize {
 /// Live bytes of a rank's GPU as the stand-in for CUDA counts them (tools/mock_cuda); nothing on hardware.
 #[cfg(feature = "cuda")]
 pub fn counted_bytes(gpu: i32) -> Option<usize> {
+    count(c"mock_cuda_live_bytes", gpu)
+}
+
+/// The most of them since the process began.
+#[cfg(feature = "cuda")]
+pub fn peak_bytes(gpu: i32) -> Option<usize> {
+    count(c"mock_cuda_peak_bytes", gpu)
+}
+
+#[cfg(feature = "cuda")]
+fn count(function: &std::ffi::CStr, gpu: i32) -> Option<usize> {
     type Count = unsafe extern "C" fn(i32) -> usize;
     let program = libloading::os::unix::Library::this();
-    // SAFETY: the stand-in's function of this name has this type.
-    unsafe { program.get::<Count>("mock_cuda_live_bytes").ok().map(|count| count(gpu)) }
+    // SAFETY: the stand-in's functions of these names have this type.
+    unsafe { program.get::<Count>(function).ok().map(|count| count(gpu)) }
 }

@@ -2,7 +2,7 @@
 //! far as there are so many. Where no GPU answers, each test is skipped; scripts/gpu_check.sh counts that as "no GPU". CI runs
 //! them on the stand-in of tools/mock_cuda.
 
-use crate::support::device::{counted_bytes, gpu};
+use crate::support::device::{counted_bytes, gpu, peak_bytes};
 use crate::support::processes::as_program;
 use crate::support::skips::skipped;
 use crate::support::tiny::{Outcome, Shape, Tiny, absent_parameters_are_named, batch, config, train_on};
@@ -10,6 +10,7 @@ use candle_core::{Device, Tensor};
 use candle_zero::Engine;
 use candle_zero::checkpoint::LoadOptions;
 use candle_zero::comm::{Communicator, threads};
+use candle_zero::memory::{Kind, MemoryReport};
 use serde_json::{Value, json};
 use std::process::Command;
 use std::sync::Arc;
@@ -113,10 +114,31 @@ fn stand_in<T: Fn()>(test: T) -> bool {
     there
 }
 
+/// Each in a process of its own, so that nothing else is on the GPUs: of two ranks that train for two steps, bytes on the GPU
+/// between steps and at most, the engine's report and the number of its parameters' tensors.
+fn held_by_ranks(shape: Shape, config: &Value) -> Vec<(usize, usize, MemoryReport, usize)> {
+    let held = threads::run(2, |comm| {
+        let rank = comm.rank();
+        let builder = Engine::builder().communicator(comm).device(gpu(rank)?);
+        let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config.clone())?;
+        let (ids, targets) = batch(rank);
+        for _ in 0..2 {
+            let (ids, targets) = (ids.to_device(engine.device())?, targets.to_device(engine.device())?);
+            let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+            engine.backward(&loss)?;
+            engine.step()?;
+        }
+        let number = i32::try_from(rank).unwrap();
+        let bytes = (counted_bytes(number).unwrap(), peak_bytes(number).unwrap());
+        Ok((bytes.0, bytes.1, engine.memory_report(), engine.trainable_parameters().len()))
+    });
+    held.unwrap().into_iter().map(Result::unwrap).collect()
+}
+
 #[test]
-fn between_steps_a_gpu_holds_the_parameters_that_its_rank_holds() {
-    let name = "between_steps_a_gpu_holds_the_parameters_that_its_rank_holds";
-    if !stand_in(between_steps_a_gpu_holds_the_parameters_that_its_rank_holds) {
+fn between_steps_a_gpu_holds_the_bytes_of_the_formula() {
+    let name = "between_steps_a_gpu_holds_the_bytes_of_the_formula";
+    if !stand_in(between_steps_a_gpu_holds_the_bytes_of_the_formula) {
         return;
     }
     if std::env::var_os(ALONE).is_none() {
@@ -124,33 +146,167 @@ fn between_steps_a_gpu_holds_the_parameters_that_its_rank_holds() {
         return;
     }
     let shape = Shape { layers: 2, units: true, ..Shape::default() };
-    for (stage, bf16) in (0..4u8).flat_map(|stage| [(stage, false), (stage, true)]) {
-        let config = config(stage, 1, zero(), json!({"bf16": {"enabled": bf16}}));
-        let held = threads::run(2, |comm| {
+    let formats = [json!({}), json!({"bf16": {"enabled": true}})];
+    for (stage, format) in (0..4u8).flat_map(|stage| formats.iter().map(move |format| (stage, format))) {
+        for (rank, (bytes, _, report, tensors)) in
+            held_by_ranks(shape, &config(stage, 1, zero(), format.clone())).into_iter().enumerate()
+        {
+            // Parameters, master weights and moments, by ZeRO's formula and the padding of its shards.
+            let formula = |kind| {
+                let row = report.row(kind);
+                (row.formula.unwrap() + row.padding) as usize
+            };
+            let state: usize = [Kind::Parameters, Kind::MasterWeights, Kind::Moments].map(formula).iter().sum();
+            // Each parameter has a leaf of a byte and a token of an f32 in the graph, and where it is absent a byte.
+            let others = tensors * if stage == 3 { 6 } else { 5 };
+            assert_eq!(bytes, state + others, "stage {stage}, {format}, rank {rank}: {report}");
+        }
+    }
+}
+
+#[test]
+fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_computed() {
+    let name = "with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_computed";
+    if !stand_in(with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_computed) {
+        return;
+    }
+    if std::env::var_os(ALONE).is_none() {
+        alone(name, seed(0));
+        return;
+    }
+    let shape = Shape { layers: 3, units: true, ..Shape::default() };
+    // Stage 3 first: the count of the most bytes goes on from run to run.
+    let mut others = Vec::new();
+    for stage in [3, 2] {
+        let mut offload = offloaded(stage);
+        offload["stage3_prefetch_bucket_size"] = json!(0);
+        let (bytes, peak, report, tensors) = held_by_ranks(shape, &config(stage, 1, offload, json!({}))).remove(0);
+        let held = if stage == 3 { tensors } else { report.parameters * size_of::<f32>() };
+        assert_eq!(bytes, held + 5 * tensors, "stage {stage}: {report}");
+        let on_device = |kind| report.row(kind).device.peak;
+        // The windows: at stage 3 the units that are gathered at a time, at any stage the bucket that is packed.
+        let windows = on_device(Kind::Gathered) + on_device(Kind::Buckets);
+        if stage == 3 {
+            // What lies outside of units, and one of three equal units.
+            let one = Shape { layers: 1, ..shape };
+            let of_one = held_by_ranks(one, &config(3, 1, offloaded(3), json!({}))).remove(0).2.parameters;
+            let unit = (report.parameters - of_one) / 2;
+            let formula = size_of::<f32>() * (report.parameters - 2 * unit);
+            assert_eq!(on_device(Kind::Gathered), formula, "{report}");
+        }
+        others.push(peak - bytes - windows);
+    }
+    // Beside its windows a GPU holds no more at stage 3 than where all parameters stay on it: activations and gradients of the
+    // layers under way.
+    assert!(others[0] <= others[1], "{others:?}");
+}
+
+/// The tiny model's settings with everything that a stage can offload on the host.
+fn offloaded(stage: u8) -> Value {
+    let mut offloaded = zero();
+    offloaded["offload_optimizer"] = json!({"device": "cpu"});
+    if stage == 3 {
+        offloaded["offload_param"] = json!({"device": "cpu"});
+    }
+    offloaded
+}
+
+#[test]
+fn states_on_the_gpu_on_the_host_and_in_files_give_the_same_bits() {
+    if !gpu_answers(states_on_the_gpu_on_the_host_and_in_files_give_the_same_bits) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let shape = Shape { layers: 1, units: true, ..Shape::default() };
+    let optimizer = |name: &str, params: Value| json!({"optimizer": {"type": name, "params": params}});
+    let settings = [
+        json!({}),
+        json!({"bf16": {"enabled": true}}),
+        json!({"fp16": {"enabled": true, "initial_scale_power": 8}}),
+        optimizer("Adam", json!({"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": false})),
+        optimizer("Lion", json!({"lr": 1e-3, "weight_decay": 0.1})),
+        optimizer("Adagrad", json!({"lr": 1e-2, "weight_decay": 0.01})),
+        optimizer("SGD", json!({"lr": 1e-2, "momentum": 0.9, "nesterov": true, "weight_decay": 0.01})),
+        json!({"gradient_predivide_factor": 1.7, "prescale_gradients": false}),
+    ];
+    for (setting, stage) in settings.iter().flat_map(|setting| [1u8, 2, 3].map(|stage| (setting, stage))) {
+        let run = |zero| train_on(gpu, 2, shape, &config(stage, 2, zero, setting.clone()), 3);
+        let reference = run(zero());
+        let mut in_files = zero();
+        in_files["offload_optimizer"] = json!({"device": "nvme", "nvme_path": folder.path()});
+        for (place, zero) in [("the host", offloaded(stage)), ("files", in_files)] {
+            let other = run(zero);
+            for (a, b) in reference.iter().zip(&other) {
+                assert_eq!(a.losses, b.losses, "stage {stage}, {setting}, {place}");
+                assert_eq!(a.norms, b.norms, "stage {stage}, {setting}, {place}");
+                assert!(a.exported == b.exported, "stage {stage}, {setting}, {place}");
+            }
+            let device = |run: &[Outcome]| run[0].memory.row(Kind::Moments).device.held;
+            assert_eq!(device(&other), 0, "{place}");
+            assert!(device(&reference) > 0 || setting["optimizer"]["params"]["momentum"] == json!(0.0));
+        }
+    }
+}
+
+#[test]
+fn optimizers_without_kernels_keep_their_states_on_the_host_and_stages_agree() {
+    if !gpu_answers(optimizers_without_kernels_keep_their_states_on_the_host_and_stages_agree) {
+        return;
+    }
+    let shape = Shape { layers: 1, units: true, ..Shape::default() };
+    for name in ["Lamb", "Muon", "AdamW8bit"] {
+        let setting = json!({"optimizer": {"type": name, "params": {"lr": 1e-2}}});
+        let run = |stage| train_on(gpu, 2, shape, &config(stage, 1, zero(), setting.clone()), 3);
+        let (reference, sharded) = (run(0), run(3));
+        assert_eq!(reference[0].losses, sharded[0].losses, "{name}");
+        assert!(reference[0].exported == sharded[0].exported, "{name}");
+        let moments = sharded[0].memory.row(Kind::Moments);
+        assert!(moments.device.held == 0 && moments.host.held > 0, "{name}");
+    }
+}
+
+#[test]
+fn a_checkpoint_goes_on_with_states_elsewhere_and_shards_of_groups_change_no_bit() {
+    if !gpu_answers(a_checkpoint_goes_on_with_states_elsewhere_and_shards_of_groups_change_no_bit) {
+        return;
+    }
+    let shape = Shape { layers: 1, units: true, ..Shape::default() };
+    let folder = tempfile::tempdir().unwrap();
+    let bf16 = || json!({"bf16": {"enabled": true}});
+    let steps = |config: Value, load: bool, save: bool| -> Vec<Vec<u32>> {
+        let run = threads::run(2, |comm| {
             let rank = comm.rank();
             let builder = Engine::builder().communicator(comm).device(gpu(rank)?);
             let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config.clone())?;
-            let (ids, targets) = batch(rank);
+            if load {
+                engine.load_checkpoint(folder.path(), None, &LoadOptions::default())?;
+            }
+            let mut losses = Vec::new();
             for _ in 0..2 {
+                let (ids, targets) = batch(rank);
                 let (ids, targets) = (ids.to_device(engine.device())?, targets.to_device(engine.device())?);
                 let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+                losses.push(loss.to_device(&Device::Cpu)?.to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?.to_bits());
                 engine.backward(&loss)?;
                 engine.step()?;
             }
-            let report = engine.memory_report();
-            Ok((
-                counted_bytes(i32::try_from(rank).unwrap()).unwrap(),
-                report.parameters,
-                engine.trainable_parameters().len(),
-            ))
+            if save {
+                engine.save_checkpoint(folder.path(), None, json!({}))?;
+            }
+            Ok(losses)
         });
-        for (rank, held) in held.unwrap().into_iter().enumerate() {
-            let (bytes, parameters, tensors) = held.unwrap();
-            // Each parameter has a leaf of a byte and a token of an f32 in the graph; an absent one is a byte too.
-            let held = if stage == 3 { tensors } else { parameters * if bf16 { 2 } else { 4 } };
-            assert_eq!(bytes, held + 5 * tensors, "stage {stage}, bf16: {bf16}, rank {rank}");
-        }
-    }
+        run.unwrap().into_iter().map(Result::unwrap).collect()
+    };
+    steps(config(3, 1, zero(), bf16()), false, true);
+    let on_gpu = steps(config(2, 1, zero(), bf16()), true, false);
+    assert_eq!(on_gpu, steps(config(3, 1, offloaded(3), bf16()), true, false));
+
+    let mut groups = zero();
+    groups["mics_shard_size"] = json!(2);
+    let whole = train_on(gpu, 4, shape, &config(3, 1, zero(), bf16()), 2);
+    let grouped = train_on(gpu, 4, shape, &config(3, 1, groups, bf16()), 2);
+    assert_eq!(whole[0].losses, grouped[0].losses);
+    assert!(whole[0].exported == grouped[0].exported);
 }
 
 #[test]
