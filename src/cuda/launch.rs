@@ -16,6 +16,10 @@ pub(crate) enum Argument<'a> {
     Floats(&'a CudaSlice<f32>),
     /// And to write.
     FloatsMut(&'a mut CudaSlice<f32>),
+    /// Sums.
+    DoublesMut(&'a mut CudaSlice<f64>),
+    /// A table of pointers and sizes.
+    Table(&'a CudaSlice<u64>),
     /// Ids and positions.
     Words(CudaView<'a, u32>),
     Word(u32),
@@ -42,6 +46,8 @@ argument!(&'a DeviceRef<'a>, Read);
 argument!(DeviceMut<'a>, Write);
 argument!(&'a CudaSlice<f32>, Floats);
 argument!(&'a mut CudaSlice<f32>, FloatsMut);
+argument!(&'a mut CudaSlice<f64>, DoublesMut);
+argument!(&'a CudaSlice<u64>, Table);
 argument!(CudaView<'a, u32>, Words);
 argument!(u32, Word);
 argument!(i32, Int);
@@ -91,6 +97,8 @@ impl Function {
                 Argument::Write(elements) => each!(DeviceMut, elements, v => launch.arg(v)),
                 Argument::Floats(numbers) => launch.arg(*numbers),
                 Argument::FloatsMut(numbers) => launch.arg(&mut **numbers),
+                Argument::DoublesMut(numbers) => launch.arg(&mut **numbers),
+                Argument::Table(words) => launch.arg(*words),
                 Argument::Words(words) => launch.arg(&*words),
                 Argument::Nothing => launch.arg(&0usize),
                 Argument::Count(value) => launch.arg(&*value),
