@@ -89,9 +89,9 @@ impl Function {
     ///
     /// # Errors
     /// The driver's.
-    pub unsafe fn run<const N: usize>(&self, threads: LaunchConfig, mut arguments: [Argument<'_>; N]) -> Result<()> {
+    pub unsafe fn run<'a>(&self, threads: LaunchConfig, mut arguments: impl AsMut<[Argument<'a>]>) -> Result<()> {
         let mut launch = self.builder();
-        for argument in &mut arguments {
+        for argument in arguments.as_mut() {
             match argument {
                 Argument::Read(elements) => each!(DeviceRef, *elements, v => launch.arg(v)),
                 Argument::Write(elements) => each!(DeviceMut, elements, v => launch.arg(v)),

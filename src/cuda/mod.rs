@@ -11,6 +11,7 @@
 //! | `flat.rs` | views of elements | |
 //! | `buffer.rs`, `sum.rs` | flat buffers; casts, sums and products | `flat.cu` |
 //! | `squares.rs` | sums of squares of many arrays at once | `squares.cu` |
+//! | `optimizer.rs` | the steps of optimizers | `optimizer.cu` |
 //! | `activation.rs` | GELU, SiLU and what they gate | `activation.cu`, `activations.cuh` |
 //! | `norm.rs` | layer and root-mean-square normalization | `norm.cu`, `rows.cuh`, `columns.cuh` |
 //! | `linear.rs` | what follows a product | `linear.cu`, `activations.cuh` |
@@ -40,6 +41,7 @@ mod launch;
 pub(crate) mod linear;
 mod load;
 pub(crate) mod norm;
+mod optimizer;
 pub(crate) mod rotary;
 mod squares;
 mod sum;
@@ -50,6 +52,10 @@ pub(crate) use array::{elements, elements_mut, storage_of, written, zeros};
 pub(crate) use buffer::DeviceFlat;
 pub(crate) use flat::{DeviceMut, DeviceRef};
 pub(crate) use load::Module;
+pub use optimizer::Elementwise;
+// TEMPORARY: until the step uses it
+#[allow(unused_imports)]
+pub(crate) use optimizer::step;
 // TEMPORARY: until the step uses it
 #[allow(unused_imports)]
 pub(crate) use squares::sums_of_squares;
