@@ -16,6 +16,10 @@ pub(crate) enum Argument<'a> {
     Floats(&'a CudaSlice<f32>),
     /// And to write.
     FloatsMut(&'a mut CudaSlice<f32>),
+    /// Sums.
+    DoublesMut(&'a mut CudaSlice<f64>),
+    /// A table of pointers and sizes.
+    Table(&'a CudaSlice<u64>),
     /// Ids and positions.
     Words(CudaView<'a, u32>),
     Word(u32),
@@ -42,6 +46,8 @@ argument!(&'a DeviceRef<'a>, Read);
 argument!(DeviceMut<'a>, Write);
 argument!(&'a CudaSlice<f32>, Floats);
 argument!(&'a mut CudaSlice<f32>, FloatsMut);
+argument!(&'a mut CudaSlice<f64>, DoublesMut);
+argument!(&'a CudaSlice<u64>, Table);
 argument!(CudaView<'a, u32>, Words);
 argument!(u32, Word);
 argument!(i32, Int);
@@ -83,14 +89,16 @@ impl Function {
     ///
     /// # Errors
     /// The driver's.
-    pub unsafe fn run<const N: usize>(&self, threads: LaunchConfig, mut arguments: [Argument<'_>; N]) -> Result<()> {
+    pub unsafe fn run<'a>(&self, threads: LaunchConfig, mut arguments: impl AsMut<[Argument<'a>]>) -> Result<()> {
         let mut launch = self.builder();
-        for argument in &mut arguments {
+        for argument in arguments.as_mut() {
             match argument {
                 Argument::Read(elements) => each!(DeviceRef, *elements, v => launch.arg(v)),
                 Argument::Write(elements) => each!(DeviceMut, elements, v => launch.arg(v)),
                 Argument::Floats(numbers) => launch.arg(*numbers),
                 Argument::FloatsMut(numbers) => launch.arg(&mut **numbers),
+                Argument::DoublesMut(numbers) => launch.arg(&mut **numbers),
+                Argument::Table(words) => launch.arg(*words),
                 Argument::Words(words) => launch.arg(&*words),
                 Argument::Nothing => launch.arg(&0usize),
                 Argument::Count(value) => launch.arg(&*value),

@@ -9,7 +9,9 @@
 //! | `load.rs`, `launch.rs` | kernels by name, their arguments and threads | |
 //! | `array.rs` | memory of tensors: room for results, elements to read and to write | `numbers.cuh`: f32, bf16, f16 |
 //! | `flat.rs` | views of elements | |
-//! | `buffer.rs`, `sum.rs` | flat buffers; casts and sums | `flat.cu` |
+//! | `buffer.rs`, `sum.rs` | flat buffers; casts, sums and products | `flat.cu` |
+//! | `squares.rs` | sums of squares of many arrays at once | `squares.cu` |
+//! | `optimizer.rs` | the steps of optimizers | `optimizer.cu` |
 //! | `activation.rs` | GELU, SiLU and what they gate | `activation.cu`, `activations.cuh` |
 //! | `norm.rs` | layer and root-mean-square normalization | `norm.cu`, `rows.cuh`, `columns.cuh` |
 //! | `linear.rs` | what follows a product | `linear.cu`, `activations.cuh` |
@@ -39,11 +41,25 @@ mod launch;
 pub(crate) mod linear;
 mod load;
 pub(crate) mod norm;
+mod optimizer;
 pub(crate) mod rotary;
+mod squares;
 mod sum;
 
+#[cfg(test)]
+pub(crate) use array::uploaded;
 pub(crate) use array::{elements, elements_mut, storage_of, written, zeros};
 pub(crate) use buffer::DeviceFlat;
 pub(crate) use flat::{DeviceMut, DeviceRef};
 pub(crate) use load::Module;
+pub use optimizer::Elementwise;
+// TEMPORARY: until the step uses it
+#[allow(unused_imports)]
+pub(crate) use optimizer::step;
+// TEMPORARY: until the step uses it
+#[allow(unused_imports)]
+pub(crate) use squares::sums_of_squares;
 pub(crate) use sum::{add, copy};
+// TEMPORARY: until the step uses it
+#[allow(unused_imports)]
+pub(crate) use sum::{add_scaled, scale};

@@ -3,6 +3,8 @@
 use super::chunks::{Kernel, Slices};
 use super::{Optimizer, StepContext};
 use crate::config::AdagradConfig;
+#[cfg(feature = "cuda")]
+use crate::cuda::Elementwise;
 use crate::precision::{FlatMut, FlatRef};
 
 /// Adagrad with L2 decay.
@@ -24,6 +26,16 @@ pub(super) struct Adagrad {
 impl Adagrad {
     pub(super) fn new(config: AdagradConfig) -> Self {
         Self { config }
+    }
+
+    fn scalars(&self, ctx: &StepContext) -> Scalars {
+        assert!(ctx.step > 0, "optimizer steps count from 1");
+        Scalars {
+            grad_scale: ctx.grad_scale,
+            l2: ctx.weight_decay.unwrap_or(self.config.weight_decay) as f32,
+            lr: ctx.lr as f32,
+            eps: ctx.eps.unwrap_or(self.config.eps) as f32,
+        }
     }
 }
 
@@ -48,14 +60,13 @@ impl Optimizer for Adagrad {
         state: &mut [&mut [f32]],
         half: Option<FlatMut<'_>>,
     ) {
-        assert!(ctx.step > 0, "optimizer steps count from 1");
-        let kernel = Scalars {
-            grad_scale: ctx.grad_scale,
-            l2: ctx.weight_decay.unwrap_or(self.config.weight_decay) as f32,
-            lr: ctx.lr as f32,
-            eps: ctx.eps.unwrap_or(self.config.eps) as f32,
-        };
-        Slices::new(param, grad, state, half).update_with(&kernel);
+        Slices::new(param, grad, state, half).update_with(&self.scalars(ctx));
+    }
+
+    #[cfg(feature = "cuda")]
+    fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
+        let s = self.scalars(ctx);
+        Some(Elementwise::Adagrad([s.grad_scale, s.l2, s.lr, s.eps]))
     }
 }
 

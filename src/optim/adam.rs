@@ -3,6 +3,8 @@
 use super::chunks::{Kernel, Slices};
 use super::{Momentum, Optimizer, StepContext};
 use crate::config::AdamConfig;
+#[cfg(feature = "cuda")]
+use crate::cuda::Elementwise;
 use crate::precision::{FlatMut, FlatRef};
 
 /// Adam with decoupled decay (AdamW) or L2 decay.
@@ -50,6 +52,7 @@ impl Adam {
     }
 
     fn scalars(&self, ctx: &StepContext) -> Scalars {
+        assert!(ctx.step > 0, "optimizer steps count from 1");
         let AdamConfig { lr: _, betas, eps, weight_decay, bias_correction, decoupled } = self.config;
         let betas = ctx.betas.unwrap_or(betas);
         let (eps, weight_decay) = (ctx.eps.unwrap_or(eps), ctx.weight_decay.unwrap_or(weight_decay));
@@ -96,8 +99,24 @@ impl Optimizer for Adam {
         state: &mut [&mut [f32]],
         half: Option<FlatMut<'_>>,
     ) {
-        assert!(ctx.step > 0, "optimizer steps count from 1");
         Slices::new(param, grad, state, half).update_with(&self.scalars(ctx));
+    }
+
+    #[cfg(feature = "cuda")]
+    fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
+        let s = self.scalars(ctx);
+        Some(Elementwise::Adam([
+            s.grad_scale,
+            s.beta1,
+            s.beta2,
+            s.one_minus_beta1,
+            s.one_minus_beta2,
+            s.l2,
+            s.decay,
+            s.step_size,
+            s.root_scale,
+            s.eps,
+        ]))
     }
 }
 

@@ -3,6 +3,8 @@
 use super::chunks::{Kernel, Slices};
 use super::{Momentum, Optimizer, StepContext};
 use crate::config::LionConfig;
+#[cfg(feature = "cuda")]
+use crate::cuda::Elementwise;
 use crate::precision::{FlatMut, FlatRef};
 
 /// Lion: a step of the learning rate in the direction of a sign, with decoupled decay.
@@ -25,6 +27,22 @@ pub(super) struct Lion {
 impl Lion {
     pub(super) fn new(config: LionConfig) -> Self {
         Self { config }
+    }
+
+    fn scalars(&self, ctx: &StepContext) -> Scalars {
+        assert!(ctx.step > 0, "optimizer steps count from 1");
+        let LionConfig { lr: _, betas, weight_decay } = self.config;
+        let (betas, weight_decay) = (ctx.betas.unwrap_or(betas), ctx.weight_decay.unwrap_or(weight_decay));
+        let (beta1, beta2) = (betas.0 as f32, betas.1 as f32);
+        Scalars {
+            grad_scale: ctx.grad_scale,
+            beta1,
+            beta2,
+            one_minus_beta1: 1.0 - beta1,
+            one_minus_beta2: 1.0 - beta2,
+            keep: (1.0 - ctx.lr * weight_decay) as f32,
+            lr: ctx.lr as f32,
+        }
     }
 }
 
@@ -53,20 +71,13 @@ impl Optimizer for Lion {
         state: &mut [&mut [f32]],
         half: Option<FlatMut<'_>>,
     ) {
-        assert!(ctx.step > 0, "optimizer steps count from 1");
-        let LionConfig { lr: _, betas, weight_decay } = self.config;
-        let (betas, weight_decay) = (ctx.betas.unwrap_or(betas), ctx.weight_decay.unwrap_or(weight_decay));
-        let (beta1, beta2) = (betas.0 as f32, betas.1 as f32);
-        let kernel = Scalars {
-            grad_scale: ctx.grad_scale,
-            beta1,
-            beta2,
-            one_minus_beta1: 1.0 - beta1,
-            one_minus_beta2: 1.0 - beta2,
-            keep: (1.0 - ctx.lr * weight_decay) as f32,
-            lr: ctx.lr as f32,
-        };
-        Slices::new(param, grad, state, half).update_with(&kernel);
+        Slices::new(param, grad, state, half).update_with(&self.scalars(ctx));
+    }
+
+    #[cfg(feature = "cuda")]
+    fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
+        let s = self.scalars(ctx);
+        Some(Elementwise::Lion([s.grad_scale, s.beta1, s.beta2, s.one_minus_beta1, s.one_minus_beta2, s.keep, s.lr]))
     }
 }
 

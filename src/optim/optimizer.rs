@@ -1,6 +1,8 @@
 //! The trait of an optimizer: a step on slices, and what it may need besides.
 
 use super::StateFormat;
+#[cfg(feature = "cuda")]
+use crate::cuda::Elementwise;
 use crate::precision::{FlatMut, FlatRef};
 
 /// The inputs of one optimizer step besides the buffers.
@@ -151,6 +153,15 @@ pub trait Optimizer: Send + Sync {
 
     /// The optimizer of the parameters that this one does not take. It has none itself.
     fn auxiliary(&self) -> Option<&dyn Optimizer> {
+        None
+    }
+
+    /// The constants of this step, if a kernel of this library does [`update`](Self::update) on a GPU, with states in f32 and
+    /// the same bits. Default: none does.
+    #[cfg(feature = "cuda")]
+    #[doc(hidden)]
+    fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
+        _ = ctx;
         None
     }
 }

@@ -3,6 +3,8 @@
 use super::chunks::{Kernel, Slices};
 use super::{Optimizer, StepContext};
 use crate::config::SgdConfig;
+#[cfg(feature = "cuda")]
+use crate::cuda::Elementwise;
 use crate::precision::{FlatMut, FlatRef};
 
 /// SGD with momentum, dampening, Nesterov's variant and L2 decay.
@@ -24,6 +26,21 @@ pub(super) struct Sgd {
 impl Sgd {
     pub(super) fn new(config: SgdConfig) -> Self {
         Self { config }
+    }
+
+    fn scalars(&self, ctx: &StepContext) -> Scalars {
+        assert!(ctx.step > 0, "optimizer steps count from 1");
+        let weight_decay = ctx.weight_decay.unwrap_or(self.config.weight_decay);
+        let (lr, scale, l2) = (ctx.lr as f32, ctx.grad_scale, weight_decay as f32);
+        let momentum = self.config.momentum as f32;
+        if momentum == 0.0 {
+            return Scalars::Plain(Plain { lr, scale, l2 });
+        }
+        // The first step takes the gradient whole, whatever the dampening.
+        let (keep, take) = if ctx.step == 1 { (0.0, 1.0) } else { (momentum, (1.0 - self.config.dampening) as f32) };
+        // The direction as a sum of two products, so that one loop serves both variants.
+        let (of_grad, of_buffer) = if self.config.nesterov { (1.0, momentum) } else { (0.0, 1.0) };
+        Scalars::Momentum(Momentum { lr, scale, l2, keep, take, of_grad, of_buffer })
     }
 }
 
@@ -52,23 +69,32 @@ impl Optimizer for Sgd {
         state: &mut [&mut [f32]],
         half: Option<FlatMut<'_>>,
     ) {
-        assert!(ctx.step > 0, "optimizer steps count from 1");
-        let weight_decay = ctx.weight_decay.unwrap_or(self.config.weight_decay);
-        let (lr, scale, l2) = (ctx.lr as f32, ctx.grad_scale, weight_decay as f32);
-        let momentum = self.config.momentum as f32;
-        if momentum == 0.0 {
-            return Slices::new(param, grad, state, half).update_with(&Plain { lr, scale, l2 });
+        match self.scalars(ctx) {
+            Scalars::Plain(kernel) => Slices::new(param, grad, state, half).update_with(&kernel),
+            Scalars::Momentum(kernel) => Slices::new(param, grad, state, half).update_with(&kernel),
         }
-        // The first step takes the gradient whole, whatever the dampening.
-        let (keep, take) = if ctx.step == 1 { (0.0, 1.0) } else { (momentum, (1.0 - self.config.dampening) as f32) };
-        // The direction as a sum of two products, so that one loop serves both variants.
-        let (of_grad, of_buffer) = if self.config.nesterov { (1.0, momentum) } else { (0.0, 1.0) };
-        let kernel = Momentum { lr, scale, l2, keep, take, of_grad, of_buffer };
-        Slices::new(param, grad, state, half).update_with(&kernel);
+    }
+
+    #[cfg(feature = "cuda")]
+    fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
+        Some(match self.scalars(ctx) {
+            Scalars::Plain(s) => Elementwise::Sgd([s.lr, s.scale, s.l2]),
+            Scalars::Momentum(s) => {
+                Elementwise::SgdMomentum([s.lr, s.scale, s.l2, s.keep, s.take, s.of_grad, s.of_buffer])
+            }
+        })
     }
 }
 
+/// The constants of a step, the same for all elements.
+#[derive(Debug, Clone, Copy)]
+enum Scalars {
+    Plain(Plain),
+    Momentum(Momentum),
+}
+
 /// Without momentum.
+#[derive(Debug, Clone, Copy)]
 struct Plain {
     lr: f32,
     scale: f32,
@@ -85,6 +111,7 @@ impl Kernel<0> for Plain {
 }
 
 /// SGD with momentum, in either variant.
+#[derive(Debug, Clone, Copy)]
 struct Momentum {
     lr: f32,
     scale: f32,

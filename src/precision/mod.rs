@@ -17,6 +17,8 @@ pub use blocks::{BLOCK, Ints};
 pub(crate) use elements::Elements;
 pub use flat::{Flat, FlatMut, FlatRef};
 pub use nf4::Nf4Scales;
+#[cfg(feature = "cuda")]
+pub(crate) use norm::CHUNK as SQUARES_CHUNK;
 pub(crate) use norm::{LANES, add_squares};
 pub use norm::{gradient_multiplier, has_non_finite, sum_of_squares};
 pub use packing::Packing;

@@ -9,7 +9,7 @@ use crate::kernels::par;
 use crate::kernels::simd::{Loop, level};
 
 /// Elements that are summed by one thread, in one go.
-const CHUNK: usize = 64 * 1024;
+pub(crate) const CHUNK: usize = 64 * 1024;
 
 /// Elements that are widened together.
 const BLOCK: usize = 1024;

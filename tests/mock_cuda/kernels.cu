@@ -46,3 +46,8 @@ extern "C" __global__ void waits_for_ever(float *values) {
     else __syncthreads();
     values[threadIdx.x] = 1;
 }
+
+// Adds one to the value whose address the host wrote to a table, and follows it as an address of global memory or as it is.
+extern "C" __global__ void add_one_by_table(const size_t *table, size_t is_global) {
+    *(float *)(is_global ? __cvta_global_to_generic(*table) : (void *)*table) += 1;
+}

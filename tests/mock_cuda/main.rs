@@ -197,6 +197,27 @@ fn a_kernel_that_leaves_its_memory_is_found() {
 }
 
 #[test]
+fn an_address_in_a_table_is_followed_only_as_one_of_global_memory() {
+    if !stand_in(an_address_in_a_table_is_followed_only_as_one_of_global_memory) {
+        return;
+    }
+    let name = "an_address_in_a_table_is_followed_only_as_one_of_global_memory";
+    if let Some(role) = role() {
+        let device = Device::new(0);
+        let stream = device.stream();
+        let value = device.filled(stream, &[1f32]);
+        let table = device.filled(stream, &[value as u32, (value >> 32) as u32].map(f32::from_bits));
+        device.launch(stream, "add_one_by_table", (1, 1, 0), &[table, u64::from(role == "global")]).unwrap();
+        return answer(device.read(stream, value, 1)[0]);
+    }
+    assert_eq!(answer_of(&child(name, "global", 0, &[])), "2.0");
+    insta::assert_snapshot!(
+        fault_of(&child(name, "as it is", 0, &[])),
+        @"mock_cuda: kernel add_one_by_table touches a device address that it did not get as an argument of its own: byte 0 of allocation 1, which has 4 bytes and is live"
+    );
+}
+
+#[test]
 fn memory_of_another_device_is_refused() {
     if !stand_in(memory_of_another_device_is_refused) {
         return;

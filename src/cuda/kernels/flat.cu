@@ -14,3 +14,10 @@ FOR_PAIRS(COPY_SCALED)
         FOR_EACH(i, count) put(dst + i, widen(dst[i]) + widen(src[i]) * factor);                               \
     }
 FOR_PAIRS(ADD_SCALED)
+
+// values[i] *= factor
+#define SCALE(t, T)                                                                                            \
+    extern "C" __global__ void scale_##t(size_t count, T *values, float factor) {                              \
+        FOR_EACH(i, count) put(values + i, widen(values[i]) * factor);                                         \
+    }
+FOR_FORMATS(SCALE)

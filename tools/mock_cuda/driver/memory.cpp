@@ -269,4 +269,10 @@ size_t mock_cuda_peak_bytes(int device) {
     std::lock_guard lock(mock::mutex());
     return mock::peak_bytes(device);
 }
+
+// For kernels: see host/kernel.h.
+void *mock_from_global(size_t address) {
+    if (mock::device_of(address) < 0) mock::die("%s takes %#zx for an address of a device", mock::running, address);
+    return mock::for_kernels(address);
+}
 }

@@ -54,6 +54,7 @@ void mock_syncwarp(unsigned mask);
 void mock_shuffle(unsigned mask, void *value, size_t bytes, unsigned lane);
 unsigned mock_ballot(unsigned mask, int predicate);
 unsigned mock_lane();
+void *mock_from_global(size_t address);
 }
 
 #define threadIdx mock_threadIdx
@@ -103,6 +104,10 @@ T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32) {
 inline unsigned __ballot_sync(unsigned mask, int predicate) { return mock_ballot(mask, predicate); }
 inline int __any_sync(unsigned mask, int predicate) { return mock_ballot(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return mock_ballot(mask, !predicate) == 0; }
+
+// ---- addresses that a kernel finds in memory: those that the host knows
+
+inline void *__cvta_global_to_generic(size_t address) { return mock_from_global(address); }
 
 // ---- atomics: no two threads run at once
 

@@ -1,0 +1,160 @@
+// The step of an optimizer, as src/optim/{adam,lion,adagrad,sgd}.rs do it on the host, with the same bits: products, sums,
+// quotients and roots are rounded one by one, in the order of those files.
+#include "numbers.cuh"
+
+// The constants of a step, in the order of src/cuda/optimizer.rs, and what it does to an element p and its states s with the
+// gradient g.
+struct Adam {
+    static constexpr int STATES = 2;
+    float grad_scale, beta1, beta2, one_minus_beta1, one_minus_beta2, l2, decay, step_size, root_scale, eps;
+
+    __device__ __forceinline__ void operator()(float &p, float g, float (&s)[2]) const {
+        g = g * grad_scale + l2 * p;
+        s[0] = beta1 * s[0] + one_minus_beta1 * g;
+        s[1] = beta2 * s[1] + one_minus_beta2 * (g * g);
+        float decayed = p - decay * p;
+        p = decayed - step_size * (s[0] / (sqrtf(s[1]) * root_scale + eps));
+    }
+};
+
+struct Lion {
+    static constexpr int STATES = 1;
+    float grad_scale, beta1, beta2, one_minus_beta1, one_minus_beta2, keep, lr;
+
+    __device__ __forceinline__ void operator()(float &p, float g, float (&s)[2]) const {
+        g = g * grad_scale;
+        float direction = beta1 * s[0] + one_minus_beta1 * g;
+        p = keep * p - copysignf(lr, direction);
+        s[0] = beta2 * s[0] + one_minus_beta2 * g;
+    }
+};
+
+struct Adagrad {
+    static constexpr int STATES = 1;
+    float grad_scale, l2, lr, eps;
+
+    __device__ __forceinline__ void operator()(float &p, float g, float (&s)[2]) const {
+        g = g * grad_scale + l2 * p;
+        s[0] += g * g;
+        p -= lr * (g / (sqrtf(s[0]) + eps));
+    }
+};
+
+struct Sgd {
+    static constexpr int STATES = 0;
+    float lr, scale, l2;
+
+    __device__ __forceinline__ void operator()(float &p, float g, float (&)[2]) const {
+        p -= lr * (g * scale + l2 * p);
+    }
+};
+
+struct SgdMomentum {
+    static constexpr int STATES = 1;
+    float lr, scale, l2, keep, take, of_grad, of_buffer;
+
+    __device__ __forceinline__ void operator()(float &p, float g, float (&s)[2]) const {
+        g = g * scale + l2 * p;
+        s[0] = keep * s[0] + take * g;
+        p -= lr * (of_grad * g + of_buffer * s[0]);
+    }
+};
+
+// Four neighbours, read and written together.
+template <class T>
+struct alignas(4 * sizeof(T)) Four {
+    T at[4];
+};
+
+template <class T>
+__device__ __forceinline__ bool in_fours(const T *p) {
+    return (uintptr_t)p % sizeof(Four<T>) == 0;
+}
+
+template <class T>
+__device__ __forceinline__ Four<T> &four(T *p, size_t i) {
+    return ((Four<T> *)p)[i];
+}
+
+template <class T>
+__device__ __forceinline__ const Four<T> &four(const T *p, size_t i) {
+    return ((const Four<T> *)p)[i];
+}
+
+// param, states and half after the step; what there is not, is null. Fours where all arrays begin with one, else one by one.
+template <class Rule, class G, class H>
+__device__ __forceinline__ void step(size_t count, float *param, const G *grad, float *first, float *second, H *half, Rule rule) {
+    bool aligned = in_fours(param) && in_fours(grad) && in_fours(first) && in_fours(second) && in_fours(half);
+    size_t fours = aligned ? count / 4 : 0;
+    FOR_EACH(i, fours) {
+        Four<float> p = four(param, i), s0, s1;
+        Four<G> g = four(grad, i);
+        if (Rule::STATES > 0) s0 = four(first, i);
+        if (Rule::STATES > 1) s1 = four(second, i);
+        Four<H> h;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            float s[2];
+            if (Rule::STATES > 0) s[0] = s0.at[k];
+            if (Rule::STATES > 1) s[1] = s1.at[k];
+            rule(p.at[k], widen(g.at[k]), s);
+            if (Rule::STATES > 0) s0.at[k] = s[0];
+            if (Rule::STATES > 1) s1.at[k] = s[1];
+            put(h.at + k, p.at[k]);
+        }
+        four(param, i) = p;
+        if (Rule::STATES > 0) four(first, i) = s0;
+        if (Rule::STATES > 1) four(second, i) = s1;
+        if (half) four(half, i) = h;
+    }
+    FOR_EACH(rest, count - 4 * fours) {
+        size_t i = 4 * fours + rest;
+        float p = param[i], s[2];
+        if (Rule::STATES > 0) s[0] = first[i];
+        if (Rule::STATES > 1) s[1] = second[i];
+        rule(p, widen(grad[i]), s);
+        param[i] = p;
+        if (Rule::STATES > 0) first[i] = s[0];
+        if (Rule::STATES > 1) second[i] = s[1];
+        if (half) put(half + i, p);
+    }
+}
+
+#define STEPS(g, G, h, H)                                                                                      \
+    extern "C" __global__ void adam_##g##_##h(                                                                 \
+        size_t count, float *param, const G *grad, float *first, float *second, H *half, float grad_scale, float beta1, \
+        float beta2, float one_minus_beta1, float one_minus_beta2, float l2, float decay, float step_size,     \
+        float root_scale, float eps) {                                                                         \
+        Adam rule = {grad_scale, beta1, beta2, one_minus_beta1, one_minus_beta2, l2, decay, step_size, root_scale, eps}; \
+        step(count, param, grad, first, second, half, rule);                                                   \
+    }                                                                                                          \
+    extern "C" __global__ void lion_##g##_##h(                                                                 \
+        size_t count, float *param, const G *grad, float *first, float *second, H *half, float grad_scale, float beta1, \
+        float beta2, float one_minus_beta1, float one_minus_beta2, float keep, float lr) {                     \
+        Lion rule = {grad_scale, beta1, beta2, one_minus_beta1, one_minus_beta2, keep, lr};                    \
+        step(count, param, grad, first, second, half, rule);                                                   \
+    }                                                                                                          \
+    extern "C" __global__ void adagrad_##g##_##h(                                                              \
+        size_t count, float *param, const G *grad, float *first, float *second, H *half, float grad_scale, float l2, \
+        float lr, float eps) {                                                                                 \
+        Adagrad rule = {grad_scale, l2, lr, eps};                                                              \
+        step(count, param, grad, first, second, half, rule);                                                   \
+    }                                                                                                          \
+    extern "C" __global__ void sgd_##g##_##h(                                                                  \
+        size_t count, float *param, const G *grad, float *first, float *second, H *half, float lr, float scale, float l2) { \
+        Sgd rule = {lr, scale, l2};                                                                            \
+        step(count, param, grad, first, second, half, rule);                                                   \
+    }                                                                                                          \
+    extern "C" __global__ void sgd_momentum_##g##_##h(                                                         \
+        size_t count, float *param, const G *grad, float *first, float *second, H *half, float lr, float scale, float l2, \
+        float keep, float take, float of_grad, float of_buffer) {                                              \
+        SgdMomentum rule = {lr, scale, l2, keep, take, of_grad, of_buffer};                                    \
+        step(count, param, grad, first, second, half, rule);                                                   \
+    }
+
+STEPS(f32, float, bf16, __nv_bfloat16)
+STEPS(f32, float, f16, __half)
+STEPS(bf16, __nv_bfloat16, bf16, __nv_bfloat16)
+STEPS(bf16, __nv_bfloat16, f16, __half)
+STEPS(f16, __half, bf16, __nv_bfloat16)
+STEPS(f16, __half, f16, __half)
