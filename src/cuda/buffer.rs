@@ -63,17 +63,6 @@ impl DeviceFlat {
         Ok(flat)
     }
 
-    /// The memory of a tensor of `len` elements.
-    ///
-    /// # Errors
-    /// Another dtype than a flat buffer can have.
-    pub fn from_storage(storage: CudaStorage, len: usize) -> Result<Self> {
-        match super::elements(&storage, 0..len) {
-            Some(_) => Ok(Self { storage, len }),
-            None => bail!("a parameter's storage on the GPU holds {:?}, or fewer elements than {len}", storage.dtype()),
-        }
-    }
-
     /// The memory of a tensor, with all its room.
     pub fn into_storage(self) -> CudaStorage {
         self.storage
@@ -322,7 +311,7 @@ mod tests {
         flat.scale(3.0).unwrap();
         assert_eq!((flat.len(), flat.capacity_in_bytes()), (3, 12));
         assert!(flat.part(2..4).is_err(), "what lies behind the elements is not to be read");
-        let back = DeviceFlat::from_storage(flat.into_storage(), 2).unwrap();
-        assert_eq!(back.to_host(0..2).unwrap(), Flat::F32(vec![6.0, 9.0]));
+        assert_eq!(flat.to_host(0..2).unwrap(), Flat::F32(vec![6.0, 9.0]));
+        assert_eq!(flat.into_storage().to_cpu_storage().unwrap().as_slice::<f32>().unwrap().len(), 3);
     }
 }

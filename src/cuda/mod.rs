@@ -41,7 +41,7 @@ mod launch;
 pub(crate) mod linear;
 mod load;
 pub(crate) mod norm;
-mod optimizer;
+pub(crate) mod optimizer;
 pub(crate) mod rotary;
 mod squares;
 mod sum;
@@ -53,13 +53,5 @@ pub(crate) use buffer::DeviceFlat;
 pub(crate) use flat::{DeviceMut, DeviceRef};
 pub(crate) use load::Module;
 pub use optimizer::Elementwise;
-// TEMPORARY: until the step uses it
-#[allow(unused_imports)]
-pub(crate) use optimizer::step;
-// TEMPORARY: until the step uses it
-#[allow(unused_imports)]
 pub(crate) use squares::sums_of_squares;
 pub(crate) use sum::{add, copy};
-// TEMPORARY: until the step uses it
-#[allow(unused_imports)]
-pub(crate) use sum::{add_scaled, scale};

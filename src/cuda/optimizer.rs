@@ -57,8 +57,6 @@ impl Elementwise {
 ///
 /// # Errors
 /// Arrays of another dtype, length or number; the driver's.
-// TEMPORARY: until the step uses it
-#[allow(dead_code)]
 pub(crate) fn step(
     device: &CudaDevice,
     rule: &Elementwise,

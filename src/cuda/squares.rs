@@ -18,8 +18,6 @@ const CHUNKS_PER_BLOCK: usize = 2;
 ///
 /// # Errors
 /// The driver's.
-// TEMPORARY: until the step uses it
-#[allow(dead_code)]
 pub(crate) fn sums_of_squares(device: &CudaDevice, arrays: &[DeviceRef<'_>]) -> Result<Vec<f64>> {
     let chunks_of = |array: &DeviceRef<'_>| array.len().div_ceil(SQUARES_CHUNK);
     let chunks: usize = arrays.iter().map(chunks_of).sum();

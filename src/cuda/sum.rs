@@ -23,16 +23,12 @@ pub(crate) fn add(device: &CudaDevice, to: DeviceMut<'_>, from: &DeviceRef<'_>) 
 }
 
 /// to += factor from, computed in f32 and rounded once.
-// TEMPORARY: until the step uses it
-#[allow(dead_code)]
-pub(crate) fn add_scaled(device: &CudaDevice, to: DeviceMut<'_>, from: &DeviceRef<'_>, factor: f32) -> Result<()> {
+pub(super) fn add_scaled(device: &CudaDevice, to: DeviceMut<'_>, from: &DeviceRef<'_>, factor: f32) -> Result<()> {
     run(device, "add_scaled", to, from, factor)
 }
 
 /// values *= factor, computed in f32 and rounded once.
-// TEMPORARY: until the step uses it
-#[allow(dead_code)]
-pub(crate) fn scale(device: &CudaDevice, values: DeviceMut<'_>, factor: f32) -> Result<()> {
+pub(super) fn scale(device: &CudaDevice, values: DeviceMut<'_>, factor: f32) -> Result<()> {
     let count = values.len();
     if count == 0 {
         return Ok(());

@@ -74,6 +74,10 @@ impl Optimizer for Lion {
         Slices::new(param, grad, state, half).update_with(&self.scalars(ctx));
     }
 
+    fn has_kernel(&self) -> bool {
+        true
+    }
+
     #[cfg(feature = "cuda")]
     fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
         let s = self.scalars(ctx);

@@ -133,11 +133,6 @@ pub trait Optimizer: Send + Sync {
         half: Option<FlatMut<'_>>,
     );
 
-    #[doc(hidden)]
-    fn elementwise(&self, _: &StepContext) -> Option<()> {
-        None
-    }
-
     /// The pass before the update, if a step depends on more of a parameter than the element that it updates.
     fn needs(&self) -> Needs<'_> {
         Needs::Elements
@@ -156,8 +151,14 @@ pub trait Optimizer: Send + Sync {
         None
     }
 
-    /// The constants of this step, if a kernel of this library does [`update`](Self::update) on a GPU, with states in f32 and
-    /// the same bits. Default: none does.
+    /// Whether a kernel of this library does [`update`](Self::update) on a GPU too, with states in f32 and the same bits: then a
+    /// GPU keeps the states of the model that it computes. Default: none does.
+    #[doc(hidden)]
+    fn has_kernel(&self) -> bool {
+        false
+    }
+
+    /// The constants of this step for that kernel.
     #[cfg(feature = "cuda")]
     #[doc(hidden)]
     fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {

@@ -75,6 +75,10 @@ impl Optimizer for Sgd {
         }
     }
 
+    fn has_kernel(&self) -> bool {
+        true
+    }
+
     #[cfg(feature = "cuda")]
     fn elementwise(&self, ctx: &StepContext) -> Option<Elementwise> {
         Some(match self.scalars(ctx) {

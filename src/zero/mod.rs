@@ -14,7 +14,7 @@
 //! | `parcel.rs`, `batch.rs`, `travel.rs` | what travels together, what is under way, and how |
 //! | `gather.rs`, `bundle.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
 //! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
-//! | `on_device.rs` | gradients packed, and shares updated, on a GPU |
+//! | `on_device.rs`, `device_step.rs` | gradients packed, and a share updated, on a GPU |
 //! | `step.rs` | vote, update |
 //! | `unreduced.rs`, `no_sync.rs` | gradients that a rank keeps for itself until they are reduced |
 //! | `walk.rs` | a pass through the share, in memory and in files |
@@ -36,6 +36,8 @@ mod batch;
 pub(crate) mod buffers;
 mod bundle;
 pub(crate) mod core;
+#[cfg(feature = "cuda")]
+mod device_step;
 mod diverged;
 mod export;
 pub(crate) mod for_eval;

@@ -3,7 +3,7 @@
 use crate::config::{Config, StatePrecision};
 use crate::layout::{Division, Placement};
 use crate::offload::{ALIGN, STEP};
-use crate::optim::{Grouping, Role, StateFormat, StepContext};
+use crate::optim::{Grouping, Role, StateFormat};
 use crate::tensor::flat_buffer::BufferPlace;
 use candle_core::{DType, Device};
 use std::sync::Arc;
@@ -66,9 +66,7 @@ impl SharePlan {
     pub fn stays_on_device(&self) -> bool {
         let wide = self.dtype == DType::F32 || self.has_master();
         let in_f32 = |role: &Role| self.formats(*role).iter().all(|format| *format == StateFormat::F32);
-        let by_kernels = |role: &Role| {
-            self.grouping.optimizer(*role).is_none_or(|o| o.elementwise(&StepContext::new(0.0, 1)).is_some())
-        };
+        let by_kernels = |role: &Role| self.grouping.optimizer(*role).is_none_or(|o| o.has_kernel());
         !self.offloads && wide && Role::ALL.iter().all(|role| in_f32(role) && by_kernels(role))
     }
 

@@ -150,7 +150,7 @@ pub(super) fn pass<C: Carrier>(
 impl Carrier for Core {
     #[cfg(feature = "cuda")]
     fn update_on_device(&self, group: &mut SubGroup, recipe: &Recipe<'_>) -> Result<bool> {
-        super::on_device::update(self, group, recipe)
+        super::device_step::update(self, group, recipe)
     }
 
     fn parts(

@@ -286,7 +286,9 @@ fn a_checkpoint_goes_on_with_states_elsewhere_and_shards_of_groups_change_no_bit
                 let (ids, targets) = batch(rank);
                 let (ids, targets) = (ids.to_device(engine.device())?, targets.to_device(engine.device())?);
                 let loss = engine.forward(|model| model.loss(&ids, &targets))?;
-                losses.push(loss.to_device(&Device::Cpu)?.to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?.to_bits());
+                losses.push(
+                    loss.to_device(&Device::Cpu)?.to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?.to_bits(),
+                );
                 engine.backward(&loss)?;
                 engine.step()?;
             }
