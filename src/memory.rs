@@ -334,11 +334,14 @@ impl<B: Elements> Tracked<B> {
         grown
     }
 
-    /// The same elsewhere: for a moment in both places.
+    /// The same in a GPU's memory, or on the host. Where it has to move, it lies in both for a moment.
     ///
     /// # Errors
     /// There is no memory.
     pub fn moved_to(self, ledger: &Ledger, place: &B::Place) -> crate::error::Result<Self> {
+        if B::is_device(place) == B::is_device(&self.flat.place()) {
+            return Ok(self);
+        }
         let kind = self.held.kind;
         let moving = self.held;
         let moved = Self::new(ledger, kind, self.flat.moved_to(place)?);
