@@ -4,6 +4,10 @@ use super::array::room;
 use super::flat::DeviceRef;
 use super::sum::copy_scaled;
 use crate::precision::Flat;
+use candle_core::backend::BackendDevice;
+use candle_core::cuda_backend::CudaStorageSlice;
+use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 use std::ops::Range;
 
@@ -24,13 +28,42 @@ impl DeviceFlat {
         Ok(Self { storage: super::zeros(device, dtype, len)?, dtype, len })
     }
 
+    /// Room for `len` elements, with whatever is in it.
+    ///
+    /// # Errors
+    /// As [`zeros`](Self::zeros).
+    pub fn room(device: &CudaDevice, dtype: DType, len: usize) -> Result<Self> {
+        Ok(Self { storage: room(device, dtype, len)?, dtype, len })
+    }
+
+    /// All elements of a storage.
+    ///
+    /// # Errors
+    /// They are not f32, bf16 or f16.
+    #[allow(dead_code)] // TEMPORARY: until the engine uses it
+    pub fn of_storage(storage: CudaStorage) -> Result<Self> {
+        let (dtype, len) = match &storage.slice {
+            CudaStorageSlice::F32(v) => (DType::F32, v.len()),
+            CudaStorageSlice::BF16(v) => (DType::BF16, v.len()),
+            CudaStorageSlice::F16(v) => (DType::F16, v.len()),
+            _ => bail!("flat buffers hold f32, bf16 or f16"),
+        };
+        Ok(Self { storage, dtype, len })
+    }
+
+    /// The storage, of a tensor say. An empty buffer's has an element.
+    #[allow(dead_code)] // TEMPORARY: until the engine uses it
+    pub fn into_storage(self) -> CudaStorage {
+        self.storage
+    }
+
     /// `values` times `factor`, as `dtype`: the product is formed in f32 and rounded once.
     ///
     /// # Errors
     /// As [`zeros`](Self::zeros).
     pub fn scaled(device: &CudaDevice, dtype: DType, values: &DeviceRef<'_>, factor: f32) -> Result<Self> {
         let len = values.len();
-        let mut flat = Self { storage: room(device, dtype, len)?, dtype, len };
+        let mut flat = Self::room(device, dtype, len)?;
         flat.copy_scaled(0..len, values, factor)?;
         Ok(flat)
     }
@@ -45,6 +78,54 @@ impl DeviceFlat {
             Some(to) => copy_scaled(&device, to, values, factor),
             None => bail!("elements beyond the {} of a flat buffer", self.len),
         }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Whether it lies in the memory of this device of Candle's, and was allocated on its stream: where it is freed, too.
+    pub fn is_of(&self, device: &CudaDevice) -> bool {
+        let stream = match &self.storage.slice {
+            CudaStorageSlice::F32(v) => v.stream(),
+            CudaStorageSlice::BF16(v) => v.stream(),
+            CudaStorageSlice::F16(v) => v.stream(),
+            _ => return false,
+        };
+        self.storage.device.same_device(device) && *stream == device.cuda_stream()
+    }
+
+    /// The address, for `stream` to read: it waits for what cudarc knows to write there, and cudarc is told of the read when the
+    /// second value is dropped, where it keeps events at all.
+    ///
+    /// # Errors
+    /// None: a buffer holds f32, bf16 or f16.
+    pub fn address<'a>(&'a self, stream: &'a CudaStream) -> Result<(CUdeviceptr, SyncOnDrop<'a>)> {
+        Ok(match &self.storage.slice {
+            CudaStorageSlice::F32(v) => v.device_ptr(stream),
+            CudaStorageSlice::BF16(v) => v.device_ptr(stream),
+            CudaStorageSlice::F16(v) => v.device_ptr(stream),
+            _ => bail!("flat buffers hold f32, bf16 or f16"),
+        })
+    }
+
+    /// The same for `stream` to read and to write.
+    ///
+    /// # Errors
+    /// As [`address`](Self::address).
+    pub fn address_mut<'a>(&'a mut self, stream: &'a CudaStream) -> Result<(CUdeviceptr, SyncOnDrop<'a>)> {
+        Ok(match &mut self.storage.slice {
+            CudaStorageSlice::F32(v) => v.device_ptr_mut(stream),
+            CudaStorageSlice::BF16(v) => v.device_ptr_mut(stream),
+            CudaStorageSlice::F16(v) => v.device_ptr_mut(stream),
+            _ => bail!("flat buffers hold f32, bf16 or f16"),
+        })
     }
 
     /// Its elements on the host, and zeros behind them up to `padded` of them.
