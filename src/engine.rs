@@ -421,7 +421,7 @@ impl<M> Engine<M> {
             Failure::OutOfStep(error) => {
                 let error = self.core.name_parts(error);
                 let why = without_backtrace(&error.to_string());
-                self.core.comm().abort(&why);
+                self.core.abort(&why);
                 self.stopped = Some(why);
                 Recorder::flush(self.recorder.as_ref());
                 error

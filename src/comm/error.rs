@@ -38,6 +38,23 @@ pub enum CommError {
         /// The fate of its first holder.
         state: String,
     },
+    /// NCCL fails, and no rank that has failed is known.
+    #[error("collectives between GPUs fail on rank {rank}: {why}; CANDLE_ZERO_NCCL=off does without NCCL")]
+    Gpus {
+        /// This rank.
+        rank: usize,
+        /// NCCL's reason.
+        why: String,
+    },
+    /// The variable for NCCL has another value.
+    #[error(
+        "CANDLE_ZERO_NCCL is {found:?}; allowed are exact (sums in rank order, with the bits of sums on the host), fast (NCCL's own \
+         sums) and off (collectives pass through the host)"
+    )]
+    NcclChoice {
+        /// The value found.
+        found: String,
+    },
     /// A communicator of the user's own failed.
     #[error(transparent)]
     Other(Arc<dyn std::error::Error + Send + Sync>),

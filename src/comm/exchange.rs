@@ -206,15 +206,8 @@ impl Exchange {
     }
 
     /// The failure as this rank reports it.
-    fn error(&self, Failure { peer, fault, why }: Failure) -> CommError {
-        let (rank, peer, op) = (self.first + self.rank(), self.first + peer, self.op());
-        match fault {
-            Fault::Died => CommError::RankDied { rank, peer, why, op },
-            Fault::GaveUp => CommError::RankAborted { rank, peer, why, op },
-            Fault::Left => CommError::RankLeft { rank, peer, op },
-            Fault::Silent => CommError::HeartbeatLost { rank, peer, op, seconds: HEARTBEAT_LIMIT.as_secs() },
-            Fault::Late => CommError::Timeout { rank, peer, op, limit: self.timeout },
-        }
+    fn error(&self, failure: Failure) -> CommError {
+        failure.error(self.first, self.rank(), self.op(), self.timeout)
     }
 
     /// The failure of a peer that can take part no more, while this rank waits for something else.
@@ -237,6 +230,21 @@ impl Exchange {
         }
         let (here, there) = (mine.within(self.call), theirs.within(call));
         Err(CommError::Diverged { rank: self.first + self.rank(), here, peer: self.first + peer, there })
+    }
+}
+
+impl Failure {
+    /// The failure as rank `rank` reports it, that waits in `op` for at most `limit`. Rank 0 of its world is rank `first` of the job.
+    pub(super) fn error(self, first: usize, rank: usize, op: String, limit: Duration) -> CommError {
+        let Self { peer, fault, why } = self;
+        let (rank, peer) = (first + rank, first + peer);
+        match fault {
+            Fault::Died => CommError::RankDied { rank, peer, why, op },
+            Fault::GaveUp => CommError::RankAborted { rank, peer, why, op },
+            Fault::Left => CommError::RankLeft { rank, peer, op },
+            Fault::Silent => CommError::HeartbeatLost { rank, peer, op, seconds: HEARTBEAT_LIMIT.as_secs() },
+            Fault::Late => CommError::Timeout { rank, peer, op, limit },
+        }
     }
 }
 

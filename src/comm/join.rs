@@ -7,7 +7,7 @@ use super::env::RankEnv;
 use super::mpi::Place;
 use super::shm::Region;
 use super::{CommLog, CommReport, Communicator, Pending, Shared, Solo, Wire, apart};
-use crate::error::Result;
+use crate::error::{CommError, Result};
 use crate::precision::Flat;
 use crate::util::lock;
 use std::collections::BTreeMap;
@@ -162,6 +162,10 @@ impl Communicator for Member {
 
     fn barrier(&self) -> Pending<()> {
         self.0.barrier()
+    }
+
+    fn failure(&self) -> Option<CommError> {
+        self.0.failure()
     }
 
     fn report(&self) -> CommReport {

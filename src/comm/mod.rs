@@ -30,6 +30,8 @@ pub(crate) mod env;
 pub(crate) mod error;
 mod exchange;
 mod fingerprint;
+#[cfg(feature = "cuda")]
+pub(crate) mod gpus;
 mod join;
 mod kind;
 mod log;
@@ -66,6 +68,7 @@ pub(crate) use queue::{GRACE, SHORT_BYTES};
 pub use solo::Solo;
 pub(crate) use state::Fault;
 
+use crate::error::CommError;
 use crate::precision::Flat;
 use defaults::ByGather;
 use std::ops::Range;
@@ -232,6 +235,12 @@ pub trait Communicator: Send + Sync {
     /// Waits until every rank has come here.
     fn barrier(&self) -> Pending<()> {
         by_gather(self).barrier()
+    }
+
+    /// The failure of another rank, as far as this one knows of it by now, without waiting: what ends the wait for something that
+    /// the other ranks take part in and that is no collective of this communicator. By default none is known.
+    fn failure(&self) -> Option<CommError> {
+        None
     }
 
     /// Calls and bytes so far; nothing where a communicator does not count.

@@ -16,6 +16,7 @@ use super::exchange::{Exchange, Runner};
 use super::mpi::Place;
 use super::reach::Reach;
 use super::shm::Region;
+use super::state::Failure;
 use super::{CommLog, CommReport, Communicator, Kind, Pending, Wire};
 use crate::error::{CommError, Result, without_backtrace};
 use crate::precision::Flat;
@@ -155,6 +156,8 @@ pub struct Shared {
     comm_thread: Option<JoinHandle<()>>,
     heart: Option<Heart>,
     log: Mutex<Option<Arc<CommLog>>>,
+    /// The longest that a rank waits for another.
+    timeout: Duration,
 }
 
 /// The means to run a job.
@@ -254,6 +257,7 @@ impl Shared {
             comm_thread: Some(comm_thread),
             heart,
             log: Mutex::default(),
+            timeout,
         })
     }
 
@@ -368,6 +372,17 @@ impl Communicator for Shared {
 
     fn abort(&self, why: &str) {
         self.abort_signal.abort(why);
+    }
+
+    fn failure(&self) -> Option<CommError> {
+        let op = || "a collective between GPUs".to_string();
+        let first = self.ranks_here.start;
+        if let Some((peer, fault)) = self.region.first_failure().filter(|(peer, _)| first + peer != self.rank) {
+            let failure = Failure { peer, fault, why: self.region.explained(peer, fault) };
+            return Some(failure.error(first, self.rank - first, op(), self.timeout));
+        }
+        let (peer, why) = self.region.elsewhere()?;
+        Some(CommError::RankAborted { rank: self.rank, peer, why, op: op() })
     }
 
     fn report(&self) -> CommReport {

@@ -4,8 +4,10 @@ use super::array::room;
 use super::flat::{DeviceMut, DeviceRef};
 use super::sum::{add_scaled, copy_scaled, scale};
 use crate::precision::{Flat, FlatMut, FlatRef};
-use candle_core::backend::BackendStorage;
+use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::CudaStorageSlice;
+use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtrMut, SyncOnDrop};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
 use std::ops::Range;
 
@@ -95,6 +97,41 @@ impl DeviceFlat {
             CudaStorageSlice::F16(v) => v.len(),
             _ => 0,
         }
+    }
+
+    /// Whether it lies in the memory of this device of Candle's, and was allocated on its stream: where it is freed, too.
+    pub fn is_of(&self, device: &CudaDevice) -> bool {
+        let stream = match &self.storage.slice {
+            CudaStorageSlice::F32(v) => v.stream(),
+            CudaStorageSlice::BF16(v) => v.stream(),
+            CudaStorageSlice::F16(v) => v.stream(),
+            _ => return false,
+        };
+        self.storage.device.same_device(device) && *stream == device.cuda_stream()
+    }
+
+    /// The address of all its room, for `stream` to read and to write: it waits for what cudarc knows to write there, and cudarc is
+    /// told of the use when the second value is dropped, where it keeps events at all.
+    ///
+    /// # Errors
+    /// None: a buffer holds f32, bf16 or f16.
+    pub fn address_mut<'a>(&'a mut self, stream: &'a CudaStream) -> Result<(CUdeviceptr, SyncOnDrop<'a>)> {
+        Ok(match &mut self.storage.slice {
+            CudaStorageSlice::F32(v) => v.device_ptr_mut(stream),
+            CudaStorageSlice::BF16(v) => v.device_ptr_mut(stream),
+            CudaStorageSlice::F16(v) => v.device_ptr_mut(stream),
+            _ => bail!("flat buffers hold f32, bf16 or f16"),
+        })
+    }
+
+    /// Becomes `len` elements, which whoever calls this has something write.
+    ///
+    /// # Errors
+    /// As [`with_capacity`](Self::with_capacity), where there is too little room.
+    pub fn resize(&mut self, len: usize) -> Result<()> {
+        self.reserve_exact(len.saturating_sub(self.len))?;
+        self.len = len;
+        Ok(())
     }
 
     /// Makes room for exactly `more` elements, if there is less.

@@ -82,7 +82,7 @@ macro_rules! arguments {
 pub(crate) use arguments;
 
 impl Function {
-    /// Runs the kernel on the stream of Candle's device.
+    /// Runs the kernel on its stream.
     ///
     /// # Safety
     /// The kernel takes arguments of these types in this order, and stays within them at this launch's threads.

@@ -45,7 +45,7 @@ impl Module {
     }
 }
 
-/// A kernel on the stream of Candle's device.
+/// A kernel on the stream of Candle's device, or another one.
 pub(crate) struct Function {
     function: CudaFunction,
     stream: Arc<CudaStream>,
@@ -60,6 +60,11 @@ impl Function {
         let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         self.function.set_attribute(attribute, i32::try_from(bytes).map_err(candle_core::Error::wrap)?).w()?;
         Ok(self)
+    }
+
+    /// The same on another stream of the device.
+    pub fn on(self, stream: &Arc<CudaStream>) -> Self {
+        Self { stream: stream.clone(), ..self }
     }
 
     /// A launch, to which arguments are given.

@@ -21,12 +21,14 @@
 //! | `embedding.rs` | lookup of rows, sums of their gradients | `embedding.cu` |
 //! | `dropout.rs` | dropout | `dropout.cu` |
 //! | `cross_entropy.rs` | losses of rows of logits and their gradients | `cross_entropy.cu`, `rows.cuh` |
+//! | `nccl.rs`, `nccl/` | collectives between GPUs | `nccl_sum.cu` |
 //!
 //! They know slices; the layers that use them are in `nn::on_gpu`. Formulas are the host's, of [`crate::kernels`].
 //!
 //! Everything runs on the stream of Candle's device, in the order of the calls, so that a buffer is written before the next
-//! operation of the model reads it. Numbers are computed in f32 and rounded once, as on the host: what works element by
-//! element gives the host's bits. A file of kernels that sums says in which order.
+//! operation of the model reads it; collectives alone have a stream of their own, and `nccl.rs` keeps its order with Candle's.
+//! Numbers are computed in f32 and rounded once, as on the host: what works element by element gives the host's bits. A file of
+//! kernels that sums says in which order.
 
 pub(crate) mod activation;
 mod array;
@@ -40,6 +42,7 @@ mod flat;
 mod launch;
 pub(crate) mod linear;
 mod load;
+pub(crate) mod nccl;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
 pub(crate) mod rotary;

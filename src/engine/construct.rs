@@ -26,6 +26,8 @@ use crate::zero::gradients::ReducePlan;
 use crate::zero::registry::Registry;
 use crate::zero::share_plan::SharePlan;
 use crate::zero::unit::building;
+#[cfg(feature = "cuda")]
+use crate::{comm::gpus::Gpus, tensor::flat_buffer::BufferPlace};
 use candle_core::Device;
 use candle_nn::VarBuilder;
 use std::ops::Range;
@@ -89,6 +91,8 @@ impl<M> Engine<M> {
         let second_group = second_group(&config, &*comm)?;
         note_compression(&config, &*comm);
         let home = share_plan.home(&device);
+        #[cfg(feature = "cuda")]
+        let gpus = gpus(&home, &comm, &ledger)?;
         let core = Arc::new(Core::new(CoreParts {
             comm,
             second_group,
@@ -106,6 +110,8 @@ impl<M> Engine<M> {
             ledger,
             offload,
             home,
+            #[cfg(feature = "cuda")]
+            gpus,
         }));
         link.connect(&core);
         check_same_on_all_ranks(&core, &config, own, &trainer, weights, &inits, &same)?;
@@ -218,6 +224,15 @@ fn build_model<M>(
     let model = building(&registry, || build(vb));
     let model = model.map_err(|e| registry.explain(e))?;
     Ok((model, registry.finish()?))
+}
+
+/// Collective: the GPUs of all ranks, where shares lie on them and NCCL can join them.
+#[cfg(feature = "cuda")]
+fn gpus(home: &BufferPlace, comm: &Arc<dyn Communicator>, ledger: &Ledger) -> Result<Option<Gpus>> {
+    match home {
+        BufferPlace::Device(device) => Gpus::join(comm, device, ledger),
+        BufferPlace::Host => Ok(None),
+    }
 }
 
 /// Marks the units that the configuration and the builder name.

@@ -13,6 +13,8 @@ use super::share_plan::SharePlan;
 use super::sub_group::{SubGroup, places};
 use super::unreduced::Unreduced;
 use crate::comm::Communicator;
+#[cfg(feature = "cuda")]
+use crate::comm::gpus::Gpus;
 use crate::config::ZeroConfig;
 use crate::error::{EngineError, Error, ParamError};
 use crate::graph::Grad;
@@ -43,6 +45,9 @@ pub(crate) struct Core {
     pub(super) tensor_tier: Tier,
     /// Where this rank's share lies, if not in files.
     pub(super) home: BufferPlace,
+    /// The GPUs of all ranks, where NCCL joins them.
+    #[cfg(feature = "cuda")]
+    pub(super) gpus: Option<Gpus>,
     pub(super) ledger: Ledger,
     /// The files of offloaded state.
     pub(super) offload: Option<Arc<Offload>>,
@@ -95,6 +100,9 @@ pub(crate) struct CoreParts {
     pub offload: Option<Arc<Offload>>,
     /// Where this rank's share lies, if not in files.
     pub home: BufferPlace,
+    /// The GPUs of all ranks, where NCCL joins them.
+    #[cfg(feature = "cuda")]
+    pub gpus: Option<Gpus>,
 }
 
 /// A model's parameters and units, and this rank's share of them.
@@ -183,6 +191,8 @@ impl Core {
         let CoreParts { comm, zero, second_group, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
         let CoreParts { rounding, registered, buffer_sync, ledger, offload, home, .. } = parts;
         let Registered { params, units, leaves, used_by, groups, buffers, .. } = registered;
+        #[cfg(feature = "cuda")]
+        let gpus = parts.gpus;
         let places = places(&groups, params.len());
         let gather = Gatherer::new(&params, &leaves, &zero, share_plan.division);
         let optional = leaves.optional(&params, &zero);
@@ -195,6 +205,8 @@ impl Core {
             second_group,
             tensor_tier: params.first().map_or(Tier::Host, |p| Tier::of(p.tensor.device())),
             home,
+            #[cfg(feature = "cuda")]
+            gpus,
             ledger,
             offload,
             params,
@@ -226,6 +238,13 @@ impl Core {
     /// What all ranks have, in the order of their pieces.
     pub fn by_piece<T>(&self, of_ranks: Vec<T>) -> Vec<T> {
         self.share_plan.division.by_piece(of_ranks)
+    }
+
+    /// Tells the other ranks that this one gives up, and why.
+    pub fn abort(&self, why: &str) {
+        self.comm.abort(why);
+        #[cfg(feature = "cuda")]
+        self.gpus.iter().for_each(Gpus::abort);
     }
 
     /// The rank's communicator.

@@ -6,7 +6,7 @@
 
 use super::core::Core;
 use super::sub_group::SubGroup;
-use super::travel::{Collective, Travel};
+use super::travel::{Collective, Means, Travel};
 use crate::comm::Wire;
 use crate::config::ZeroConfig;
 use crate::error::Result;
@@ -238,7 +238,14 @@ impl Rank for Core {
     }
 
     fn launch(&self, collective: Collective, wire: Wire, buffer: FlatBuffer, params: &[ParamId]) -> Result<Travel> {
-        Travel::launch(self.comm(), &self.ledger, collective, wire, buffer, self.tag(params))
+        let means = Means {
+            comm: self.comm(),
+            #[cfg(feature = "cuda")]
+            gpus: self.gpus.as_ref(),
+            #[cfg(feature = "cuda")]
+            ledger: &self.ledger,
+        };
+        Travel::launch(&means, collective, wire, buffer, self.tag(params))
     }
 
     fn wait(&self, travel: Travel) -> Result<FlatBuffer> {

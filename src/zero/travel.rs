@@ -2,19 +2,30 @@
 //!
 //! ```text
 //!   on the host    the communicator has the buffer until it is waited for
-//!   on a GPU       a copy on the host travels, and comes back into the buffer's memory; with one rank nothing moves
+//!   on a GPU       NCCL moves it from GPU to GPU; where that cannot be, a copy on the host travels, and comes back into the
+//!                  buffer's memory; with one rank nothing moves
 //! ```
 
 use crate::comm::{Communicator, Pending, Wire};
 use crate::error::Result;
-use crate::memory::Ledger;
 use crate::precision::Flat;
 use crate::tensor::flat_buffer::FlatBuffer;
 #[cfg(feature = "cuda")]
 use crate::{
+    comm::Kind as CommKind,
+    comm::gpus::{Gpus, OnWire},
     cuda::DeviceFlat,
-    memory::{Held, Kind},
+    memory::{Held, Kind, Ledger},
 };
+
+/// What a rank's buffers travel by.
+pub(crate) struct Means<'a> {
+    pub comm: &'a dyn Communicator,
+    #[cfg(feature = "cuda")]
+    pub gpus: Option<&'a Gpus>,
+    #[cfg(feature = "cuda")]
+    pub ledger: &'a Ledger,
+}
 
 /// A collective on elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,6 +51,18 @@ impl Collective {
         }
     }
 
+    /// What NCCL does as the communicator would.
+    #[cfg(feature = "cuda")]
+    fn between_gpus(self, wire: Wire) -> Option<CommKind> {
+        match self {
+            _ if wire != Wire::Exact => None,
+            Self::AllReduce => Some(CommKind::AllReduce),
+            Self::ReduceScatter => Some(CommKind::ReduceScatter),
+            Self::AllGather => Some(CommKind::AllGather),
+            Self::GatherWithin(_) | Self::ReduceToGroups(_) => None,
+        }
+    }
+
     /// The elements that it makes of `len` elements, with so many ranks in all.
     #[cfg(feature = "cuda")]
     fn result_len(self, len: usize, world_size: usize) -> usize {
@@ -59,6 +82,8 @@ pub(crate) enum Travel {
     /// Nobody else is there.
     #[cfg(feature = "cuda")]
     Alone(DeviceFlat),
+    #[cfg(feature = "cuda")]
+    BetweenGpus(OnWire),
     /// What is in the buffer has been copied.
     #[cfg(feature = "cuda")]
     Copied {
@@ -73,26 +98,22 @@ impl Travel {
     ///
     /// # Errors
     /// The driver's.
-    pub fn launch(
-        comm: &dyn Communicator,
-        ledger: &Ledger,
-        collective: Collective,
-        wire: Wire,
-        buffer: FlatBuffer,
-        tag: u64,
-    ) -> Result<Self> {
-        _ = ledger;
+    pub fn launch(means: &Means<'_>, collective: Collective, wire: Wire, buffer: FlatBuffer, tag: u64) -> Result<Self> {
+        let comm = means.comm;
         match buffer {
             FlatBuffer::Host(buffer) => Ok(Self::Host(collective.begin(comm, wire, buffer, tag))),
             #[cfg(feature = "cuda")]
             FlatBuffer::Device(buffer) if comm.size() == 1 => Ok(Self::Alone(buffer)),
             #[cfg(feature = "cuda")]
             FlatBuffer::Device(buffer) => {
+                if let (Some(gpus), Some(kind)) = (means.gpus, collective.between_gpus(wire)) {
+                    return Ok(Self::BetweenGpus(gpus.launch(kind, buffer, tag)?));
+                }
                 let room = buffer.len().max(collective.result_len(buffer.len(), comm.size()));
                 let mut copy = Flat::with_capacity(buffer.dtype(), room);
                 copy.extend_zeros(buffer.len());
                 buffer.read(0..buffer.len(), copy.as_mut())?;
-                let _held = ledger.hold(Kind::Buckets, copy.capacity_in_bytes());
+                let _held = means.ledger.hold(Kind::Buckets, copy.capacity_in_bytes());
                 Ok(Self::Copied { copy: collective.begin(comm, wire, copy, tag), buffer, _held })
             }
         }
@@ -107,6 +128,8 @@ impl Travel {
             Self::Host(pending) => Ok(FlatBuffer::Host(pending.wait()?)),
             #[cfg(feature = "cuda")]
             Self::Alone(buffer) => Ok(FlatBuffer::Device(buffer)),
+            #[cfg(feature = "cuda")]
+            Self::BetweenGpus(on_wire) => Ok(FlatBuffer::Device(on_wire.wait()?)),
             #[cfg(feature = "cuda")]
             Self::Copied { copy, mut buffer, _held } => {
                 buffer.replace(copy.wait()?.as_ref())?;

@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 
 const F32: c_int = 7;
 const SUM: c_int = 0;
+const INVALID_USAGE: c_int = 5;
 const REMOTE_ERROR: c_int = 6;
+const IN_PROGRESS: c_int = 7;
 /// The variables that give a child its rank and the id of its communicator.
 const RANK: &str = "MOCK_CUDA_TEST_RANK";
 const ID: &str = "MOCK_CUDA_TEST_ID";
@@ -22,10 +24,21 @@ type Comm = *mut c_void;
 #[derive(Clone, Copy)]
 struct Id([u8; 128]);
 
+/// The beginning of ncclConfig_t.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: c_int,
+    unset: c_int,
+}
+
 /// The functions of the library that are called here.
 struct Nccl {
     unique_id: unsafe extern "C" fn(*mut Id) -> c_int,
     init: unsafe extern "C" fn(*mut Comm, c_int, Id, c_int) -> c_int,
+    init_config: unsafe extern "C" fn(*mut Comm, c_int, Id, c_int, *mut Config) -> c_int,
     destroy: unsafe extern "C" fn(Comm) -> c_int,
     abort: unsafe extern "C" fn(Comm) -> c_int,
     asynchronous_error: unsafe extern "C" fn(Comm, *mut c_int) -> c_int,
@@ -54,6 +67,7 @@ fn nccl() -> &'static Nccl {
             Nccl {
                 unique_id: function!("ncclGetUniqueId"),
                 init: function!("ncclCommInitRank"),
+                init_config: function!("ncclCommInitRankConfig"),
                 destroy: function!("ncclCommDestroy"),
                 abort: function!("ncclCommAbort"),
                 asynchronous_error: function!("ncclCommGetAsyncError"),
@@ -216,6 +230,49 @@ fn messages_of_a_group_pass_one_another() {
         received
     });
     assert_eq!(received, [[2.0; 5], [0.0; 5], [1.0; 5]]);
+}
+
+#[test]
+fn calls_that_do_not_block_reach_the_stream_when_the_library_says_so() {
+    if !stand_in(calls_that_do_not_block_reach_the_stream_when_the_library_says_so) {
+        return;
+    }
+    let id = unique_id();
+    let start = |rank: usize| {
+        let device = Device::new(rank as i32);
+        let mut config = Config { size: 24, magic: 0xcafe_beef, version: 21400, blocking: 0, unset: c_int::MIN };
+        let mut comm: Comm = std::ptr::null_mut();
+        // SAFETY: the library writes a communicator.
+        let code = unsafe { (nccl().init_config)(&mut comm, 2, id, rank as c_int, &mut config) };
+        assert_eq!(code, IN_PROGRESS);
+        let (compute, wire) = (device.stream(), device.stream());
+        let rank = Rank { rank, device, comm, compute, wire };
+        let values = rank.filled(&[1.0; 4]);
+        // SAFETY: as many elements as the buffer has.
+        let sum = || unsafe { (nccl().all_reduce)(values, values, 4, F32, SUM, rank.comm, rank.wire) };
+        let wait = || {
+            let mut turns = 0;
+            while rank.asynchronous_error() == IN_PROGRESS {
+                std::thread::sleep(Duration::from_millis(1));
+                turns += 1;
+            }
+            assert!(turns > 0, "nothing was in progress");
+        };
+        if rank.rank == 0 {
+            assert_eq!(sum(), INVALID_USAGE, "before the peer has come");
+        }
+        wait();
+        assert_eq!([sum(), sum()], [IN_PROGRESS, INVALID_USAGE]);
+        assert_eq!(rank.read(values, 4), [1.0; 4], "it is not on the stream");
+        wait();
+        assert_eq!(rank.read(values, 4), [2.0; 4]);
+        rank.leave();
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| start(0));
+        std::thread::sleep(Duration::from_millis(200));
+        scope.spawn(|| start(1));
+    });
 }
 
 #[test]

@@ -6,6 +6,9 @@
 // Mailboxes are memory without a name, which others open by this process' descriptors: nothing is left when a process ends. A
 // rank has two and uses them in turn: whoever begins collective k + 1 has ended k, for which all peers had ended k - 1.
 //
+// A communicator that does not block (ncclConfig_t) does with a call what NCCL may do: the collective is on the stream only when
+// ncclCommGetAsyncError has answered that nothing is in progress any more, and no other call is taken before.
+//
 // Where ranks make different calls, nobody goes on, as with NCCL, and a line says so; ncclCommAbort ends it. A peer that has
 // died or aborted is an asynchronous error. Sums run in an order that differs from element to element, as around a ring, and
 // are rounded to the elements' type after each addition: no program may depend on them.
@@ -18,6 +21,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fcntl.h>
+#include <functional>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <thread>
@@ -28,7 +32,7 @@
 
 namespace {
 
-enum Result { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6 };
+enum Result { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6, IN_PROGRESS = 7 };
 enum Type { INT8, UINT8, INT32, UINT32, INT64, UINT64, F16, F32, F64, BF16, TYPES };
 enum Reduction { SUM, PROD, MAX, MIN, AVG, REDUCTIONS };
 enum Kind : uint64_t { ALL_REDUCE = 1, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL };
@@ -76,6 +80,12 @@ struct Id {  // 128 bytes, as NCCL's
     char rest[112];
 };
 static_assert(sizeof(Id) == 128);
+
+struct Config {  // ncclConfig_t, its beginning
+    size_t size;
+    unsigned magic, version;
+    int blocking;
+};
 constexpr uint64_t MAGIC = 0x6D6F636B6E63636C;
 
 // Memory behind a descriptor of this or another process, as long as it is.
@@ -133,6 +143,10 @@ struct Comm {
     uint64_t issued = 0;
     std::atomic<int> pending{0};
     std::atomic<bool> aborted{false};
+    bool blocking = true;
+    std::atomic<int> joined{SUCCESS};              // IN_PROGRESS while peers are met beside the host
+    std::vector<std::function<void()>> put_off;   // calls that are not yet on their streams
+    int asked = 0;                                // times that the host has asked for them
 
     Seat &seat(int r) const { return table->seats[r]; }
 
@@ -362,16 +376,26 @@ Result refuse(Result result, const char *why) {
 template <class T>
 void enqueue(void *stream, const char *name, std::shared_ptr<T> what) {
     using Ref = std::shared_ptr<T>;
-    what->comm->pending++;
-    mock_cuda_enqueue_when(
-        stream, name, [](void *state) { return (*static_cast<Ref *>(state))->ready(); },
-        [](void *state) {
-            auto &what = **static_cast<Ref *>(state);
-            if constexpr (requires { what.run(); }) what.run();
-            what.comm->pending--;
-        },
-        [](void *state) { delete static_cast<Ref *>(state); }, new Ref(what));
-    keep_going();
+    auto now = [stream, name, what] {
+        what->comm->pending++;
+        mock_cuda_enqueue_when(
+            stream, name, [](void *state) { return (*static_cast<Ref *>(state))->ready(); },
+            [](void *state) {
+                auto &what = **static_cast<Ref *>(state);
+                if constexpr (requires { what.run(); }) what.run();
+                what.comm->pending--;
+            },
+            [](void *state) { delete static_cast<Ref *>(state); }, new Ref(what));
+        keep_going();
+    };
+    if (what->comm->blocking) now();
+    else what->comm->put_off.push_back(now);
+}
+
+// Whether a communicator takes a call.
+Result taken(const Comm &comm) {
+    if (comm.joined == SUCCESS && comm.put_off.empty()) return SUCCESS;
+    return refuse(INVALID_USAGE, "a call before ncclCommGetAsyncError has said that the last one is done");
 }
 
 Result collective(const char *name, const void *send, void *receive, Call call, Handle *handle, void *stream) {
@@ -380,6 +404,7 @@ Result collective(const char *name, const void *send, void *receive, Call call, 
     if (call.type >= TYPES || call.reduction >= REDUCTIONS || call.root >= uint64_t(comm.size))
         return refuse(INVALID_ARGUMENT, "a type, an operation or a root that there is not");
     if (mock_cuda_current_device() != comm.device) return refuse(INVALID_USAGE, "the current device is not the communicator's");
+    if (Result r = taken(comm); r != SUCCESS) return r;
     bool gives = given(call, comm.rank, comm.size) > 0, receives = call.count > 0 && (call.kind != REDUCE || call.root == uint64_t(comm.rank));
     auto what = std::make_shared<Collective>();
     what->comm = handle->comm;
@@ -388,7 +413,7 @@ Result collective(const char *name, const void *send, void *receive, Call call, 
     what->receive = receives ? mock_cuda_pointer(name, receive) : nullptr;
     what->number = comm.issued++;
     enqueue(stream, name, what);
-    return SUCCESS;
+    return comm.blocking ? SUCCESS : IN_PROGRESS;
 }
 
 Result message(const char *name, bool is_send, const void *memory, size_t count, int type, int peer, Handle *handle, void *stream) {
@@ -396,6 +421,7 @@ Result message(const char *name, bool is_send, const void *memory, size_t count,
         return refuse(INVALID_ARGUMENT, "a communicator, a type or a rank that there is not");
     if (mock_cuda_current_device() != handle->comm->device)
         return refuse(INVALID_USAGE, "the current device is not the communicator's");
+    if (Result r = taken(*handle->comm); r != SUCCESS) return r;
     void *at = count ? mock_cuda_pointer(name, memory) : nullptr;
     Message m = {is_send, peer, at, count * size_of(Type(type))};
     auto &open = group.messages;
@@ -406,6 +432,7 @@ Result message(const char *name, bool is_send, const void *memory, size_t count,
         auto all = std::move(group.messages);
         group.messages.clear();
         for (auto &[s, messages] : all) enqueue(s, name, messages);
+        if (!handle->comm->blocking) return IN_PROGRESS;
     }
     return SUCCESS;
 }
@@ -476,11 +503,16 @@ Result ncclGroupEnd() {
     Result result = SUCCESS;
     for (auto &comm : std::exchange(group.joining, {}))
         if (Result r = meet(*comm); r != SUCCESS) result = r;
-    for (auto &[stream, messages] : std::exchange(group.messages, {})) enqueue(stream, "messages of a group", messages);
+    for (auto &[stream, messages] : std::exchange(group.messages, {})) {
+        enqueue(stream, "messages of a group", messages);
+        if (!messages->comm->blocking && result == SUCCESS) result = IN_PROGRESS;
+    }
     return result;
 }
 
-Result ncclCommInitRank(Handle **handle, int size, Id id, int rank) {
+Result ncclCommInitRankConfig(Handle **handle, int size, Id id, int rank, const Config *config) {
+    if (config && (config->magic != 0xCAFEBEEF || config->size < sizeof(Config)))
+        return refuse(INVALID_ARGUMENT, "a configuration that is none");
     if (size < 1 || size > MOST_RANKS || rank < 0 || rank >= size || id.magic != MAGIC)
         return refuse(INVALID_ARGUMENT, "a size, a rank or an id that cannot be");
     int device = mock_cuda_current_device();
@@ -505,6 +537,12 @@ Result ncclCommInitRank(Handle **handle, int size, Id id, int rank) {
     seat.pid = getpid();
     seat.joined.store(1, std::memory_order_release);
     *handle = new Handle{comm};
+    if (config && config->blocking == 0) {
+        comm->blocking = false;
+        comm->joined = IN_PROGRESS;
+        std::thread([comm] { comm->joined = meet(*comm); }).detach();
+        return IN_PROGRESS;
+    }
     if (group.depth > 0) {
         group.joining.push_back(comm);
         return SUCCESS;
@@ -512,7 +550,7 @@ Result ncclCommInitRank(Handle **handle, int size, Id id, int rank) {
     return meet(*comm);
 }
 
-Result ncclCommInitRankConfig(Handle **handle, int size, Id id, int rank, void *) { return ncclCommInitRank(handle, size, id, rank); }
+Result ncclCommInitRank(Handle **handle, int size, Id id, int rank) { return ncclCommInitRankConfig(handle, size, id, rank, nullptr); }
 
 Result ncclCommCount(Handle *handle, int *count) {
     *count = handle->comm->size;
@@ -530,7 +568,16 @@ Result ncclCommCuDevice(Handle *handle, int *device) {
 }
 
 Result ncclCommGetAsyncError(Handle *handle, Result *error) {
-    *error = handle->comm->has_lost_a_peer() ? REMOTE_ERROR : SUCCESS;
+    Comm &comm = *handle->comm;
+    *error = Result(comm.joined.load());
+    if (*error != SUCCESS) return SUCCESS;
+    if (!comm.put_off.empty() && comm.asked++ == 0) {
+        *error = IN_PROGRESS;
+        return SUCCESS;
+    }
+    comm.asked = 0;
+    for (auto &now : std::exchange(comm.put_off, {})) now();
+    *error = comm.has_lost_a_peer() ? REMOTE_ERROR : SUCCESS;
     return SUCCESS;
 }
 

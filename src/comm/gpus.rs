@@ -1,0 +1,280 @@
+//! Collectives between the GPUs of ranks, by NCCL, beside the communicator that the ranks have in any case.
+//!
+//! ```text
+//!   launch    NCCL's collective on its own stream + a few words by the communicator: which collective this is
+//!   wait      the words of all ranks are the same -> NCCL is done, or the communicator knows a rank that has failed
+//! ```
+//!
+//! NCCL compares nothing and sees no dead neighbour. So it is waited for only where all ranks have launched the same, and while
+//! it is waited for the communicator is asked whether all ranks are alive.
+
+use super::fingerprint::Fingerprint;
+use super::{Communicator, Kind, Pending, Wire};
+use crate::cuda::DeviceFlat;
+use crate::cuda::nccl::{self, Launched, Library, NcclComm, NcclError, Sums, Watch};
+use crate::error::{CommError, Error, Result};
+use crate::memory::{Held, Kind as Purpose, Ledger, Tier};
+use crate::notice::say;
+use crate::util::{fnv1a, lock};
+use candle_core::CudaDevice;
+use candle_core::cuda_backend::WrapErr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// How ranks sum what lies on their GPUs: `exact`, `fast` or `off`.
+const CHOICE: &str = "CANDLE_ZERO_NCCL";
+/// With 1, NCCL does not reach into other threads' memory: CUDA's pools, where tensors lie, are not open to other GPUs.
+const APART: &str = "NCCL_P2P_DIRECT_DISABLE";
+/// The longest that one collective may take, as NCCL's users know it.
+const TIMEOUT: Duration = Duration::from_secs(30 * 60);
+/// How long NCCL's own error waits for the name of the rank that has failed.
+const ECHO: Duration = Duration::from_secs(2);
+
+/// This rank's GPU among those of all ranks.
+pub(crate) struct Gpus {
+    nccl: Arc<NcclComm>,
+    comm: Arc<dyn Communicator>,
+    sums: Sums,
+    /// Collectives so far.
+    sequence: AtomicU64,
+    /// The memory in which others' elements wait for their sum.
+    room: Mutex<Held>,
+}
+
+/// What a rank tells of itself before NCCL is used.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Offer {
+    /// The library is there, and this rank wants it.
+    usable: bool,
+    fast: bool,
+    /// Threads of one process may use it.
+    apart: bool,
+    host: u64,
+    process: u64,
+    gpu: [u64; 2],
+}
+
+impl Offer {
+    fn to_bytes(self) -> Vec<u8> {
+        let flags = u64::from(self.usable) | u64::from(self.fast) << 1 | u64::from(self.apart) << 2;
+        [flags, self.host, self.process, self.gpu[0], self.gpu[1]].map(u64::to_le_bytes).concat()
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Self {
+        let word = |at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().expect("eight bytes"));
+        let is = |bit: u64| word(0) >> bit & 1 == 1;
+        Self { usable: is(0), fast: is(1), apart: is(2), host: word(1), process: word(2), gpu: [word(3), word(4)] }
+    }
+
+    fn is_on(&self, other: &Self) -> bool {
+        (self.host, self.gpu) == (other.host, other.gpu)
+    }
+}
+
+/// Why NCCL is not used, of what all ranks offer; nothing where it is.
+fn hindrance(offers: &[Offer]) -> Option<&'static str> {
+    let pairs = || (0..offers.len()).flat_map(|b| (0..b).map(move |a| (&offers[a], &offers[b])));
+    if offers.iter().any(|offer| !offer.usable) {
+        Some("it is off or not found on a rank")
+    } else if pairs().any(|(a, b)| a.fast != b.fast) {
+        Some("ranks disagree on its sums")
+    } else if pairs().any(|(a, b)| a.is_on(b)) {
+        Some("ranks share a GPU")
+    } else if pairs().any(|(a, b)| (a.host, a.process) == (b.host, b.process) && !(a.apart && b.apart)) {
+        Some("ranks are threads of one process, and NCCL_P2P_DIRECT_DISABLE is not 1")
+    } else {
+        None
+    }
+}
+
+impl Gpus {
+    /// Collective: this rank's GPU among those of all ranks; nothing where there is one rank, or NCCL cannot be used.
+    ///
+    /// # Errors
+    /// A variable with another value than those that are allowed; NCCL's; a rank has failed.
+    pub fn join(comm: &Arc<dyn Communicator>, device: &CudaDevice, ledger: &Ledger) -> Result<Option<Self>> {
+        if comm.size() == 1 {
+            return Ok(None);
+        }
+        let (rank, choice) = (comm.rank(), Choice::of(std::env::var(CHOICE).ok())?);
+        let library = if choice == Choice::Off { None } else { Some(Library::find()) };
+        let uuid = device.cuda_stream().context().uuid().w()?.bytes.map(|byte| byte as u8);
+        let half = |at: usize| u64::from_le_bytes(uuid[at..at + 8].try_into().expect("eight bytes"));
+        let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let own = Offer {
+            usable: matches!(library, Some(Ok(_))),
+            fast: choice == Choice::Fast,
+            apart: std::env::var(APART).as_deref() == Ok("1"),
+            host: fnv1a(&boot),
+            process: u64::from(std::process::id()),
+            gpu: [half(0), half(8)],
+        };
+        let offers = comm.gather_bytes(own.to_bytes()).wait()?;
+        let offers: Vec<Offer> = offers.iter().map(|bytes| Offer::from_bytes(bytes)).collect();
+        if let Some(why) = hindrance(&offers) {
+            if rank == 0 && choice != Choice::Off {
+                let found =
+                    library.and_then(std::result::Result::err).map_or_else(|| why.to_string(), |e| e.to_string());
+                say(&format!("collectives between GPUs pass through the host, without NCCL: {found}"));
+            }
+            return Ok(None);
+        }
+        let library = library.expect("it is on").map_err(|error| error_of(error, rank, &**comm))?;
+        if rank == 0 {
+            let way = if choice == Choice::Fast { "its own sums" } else { "sums in rank order" };
+            say(&format!("collectives between GPUs by NCCL {}, {way}", library.name()));
+        }
+        let id = if rank == 0 { library.unique_id() } else { Ok([0; 128]) };
+        let id = id.map_err(|error| error_of(error, rank, &**comm))?;
+        let id = comm.gather_bytes(id.to_vec()).wait()?.swap_remove(0);
+        let watched = comm.clone();
+        let is_failed = move || watched.failure().map(|error| -> nccl::Failure { Arc::new(error) });
+        let watch = Watch { timeout: TIMEOUT, is_failed: Box::new(is_failed) };
+        let id = id.try_into().expect("128 bytes");
+        let joined = NcclComm::join(&library, device, rank, comm.size(), id, watch);
+        Ok(Some(Self {
+            nccl: Arc::new(joined.map_err(|error| error_of(error, rank, &**comm))?),
+            comm: comm.clone(),
+            sums: if choice == Choice::Fast { Sums::Fast } else { Sums::Exact },
+            sequence: AtomicU64::new(0),
+            room: Mutex::new(ledger.hold_in(Tier::Device, Purpose::Buckets, 0)),
+        }))
+    }
+
+    /// Begins an all-reduce, a reduce-scatter or an all-gather, whose result lies in the memory of `buffer`. All ranks launch the
+    /// same ones in the same order, which is checked where they are waited for.
+    ///
+    /// # Errors
+    /// NCCL's; a rank has failed.
+    pub fn launch(&self, kind: Kind, buffer: DeviceFlat, tag: u64) -> Result<OnWire> {
+        let sequence = self.sequence.fetch_add(1, Ordering::Relaxed) + 1;
+        let mine = Fingerprint::new(sequence, kind, Wire::Exact, buffer.dtype(), buffer.len(), tag);
+        let all = self.comm.gather_bytes(mine.words().map(u64::to_le_bytes).concat());
+        let launched = match kind {
+            Kind::AllReduce => self.nccl.all_reduce(self.sums, buffer),
+            Kind::ReduceScatter => self.nccl.reduce_scatter(self.sums, buffer),
+            Kind::AllGather => self.nccl.all_gather(buffer),
+            Kind::Control | Kind::Barrier => unreachable!("these have no elements on a GPU"),
+        };
+        lock(&self.room).resize(self.nccl.room_bytes());
+        let launched = launched.map_err(|error| error_of(error, self.comm.rank(), &*self.comm))?;
+        Ok(OnWire { nccl: self.nccl.clone(), comm: self.comm.clone(), mine, all, launched })
+    }
+
+    /// This rank gives up: what is under way between GPUs ends.
+    pub fn abort(&self) {
+        self.nccl.abort();
+    }
+}
+
+/// A collective under way.
+pub(crate) struct OnWire {
+    nccl: Arc<NcclComm>,
+    comm: Arc<dyn Communicator>,
+    mine: Fingerprint,
+    /// What all ranks have launched.
+    all: Pending<Vec<Vec<u8>>>,
+    launched: Launched,
+}
+
+impl OnWire {
+    /// Waits for the result.
+    ///
+    /// # Errors
+    /// Ranks have launched different collectives; one has failed, with its name; NCCL's.
+    pub fn wait(self) -> Result<DeviceFlat> {
+        let Self { nccl, comm, mine, all, launched } = self;
+        let (rank, ended) = (comm.rank(), |error: Error| {
+            nccl.abort();
+            error
+        });
+        for (peer, bytes) in all.wait().map_err(ended)?.iter().enumerate() {
+            let word = |at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().expect("eight bytes"));
+            let theirs = Fingerprint::from_words(std::array::from_fn(word));
+            if theirs != mine {
+                let (here, there) = (mine.to_string(), theirs.to_string());
+                return Err(ended(CommError::Diverged { rank, here, peer, there }.into()));
+            }
+        }
+        let result = launched.wait_on_host().and_then(|()| launched.settle());
+        result.map_err(|error| error_of(error, rank, &*comm))
+    }
+}
+
+/// The error that names the rank, if it can be known.
+fn error_of(error: NcclError, rank: usize, comm: &dyn Communicator) -> Error {
+    match error {
+        NcclError::Told(failure) => match failure.downcast_ref::<CommError>() {
+            Some(error) => error.clone().into(),
+            None => CommError::Other(failure).into(),
+        },
+        // With its text, which tells of a lack of memory.
+        NcclError::Device(error) => Error::Candle(candle_core::Error::Msg(error.to_string())),
+        NcclError::Lost { .. } | NcclError::Silent { .. } | NcclError::Refused { .. } => {
+            // Others' failures come to NCCL sooner than their names come here.
+            let until = Instant::now() + ECHO;
+            loop {
+                match comm.failure() {
+                    Some(failure) => return failure.into(),
+                    None if Instant::now() < until => std::thread::sleep(Duration::from_millis(5)),
+                    None => return CommError::Gpus { rank, why: error.to_string() }.into(),
+                }
+            }
+        }
+        error => CommError::Gpus { rank, why: error.to_string() }.into(),
+    }
+}
+
+/// The user's choice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Choice {
+    Exact,
+    Fast,
+    Off,
+}
+
+impl Choice {
+    fn of(found: Option<String>) -> Result<Self, CommError> {
+        match found.as_deref() {
+            None | Some("" | "exact") => Ok(Self::Exact),
+            Some("fast") => Ok(Self::Fast),
+            Some("off") => Ok(Self::Off),
+            Some(found) => Err(CommError::NcclChoice { found: found.into() }),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn offer(process: u64, gpu: u64) -> Offer {
+        Offer { usable: true, fast: false, apart: false, host: 1, process, gpu: [0, gpu] }
+    }
+
+    #[test]
+    fn ranks_use_nccl_where_each_has_a_gpu_and_all_want_the_same() {
+        assert_eq!(hindrance(&[offer(1, 1), offer(2, 2)]), None);
+        let other_host = Offer { host: 2, ..offer(1, 1) };
+        assert_eq!(hindrance(&[offer(1, 1), other_host]), None);
+        assert_eq!(hindrance(&[offer(1, 1), offer(2, 1)]), Some("ranks share a GPU"));
+        let without = Offer { usable: false, ..offer(2, 2) };
+        assert_eq!(hindrance(&[offer(1, 1), without]), Some("it is off or not found on a rank"));
+        let fast = Offer { fast: true, ..offer(2, 2) };
+        assert_eq!(hindrance(&[offer(1, 1), fast]), Some("ranks disagree on its sums"));
+        assert!(hindrance(&[offer(1, 1), offer(1, 2)]).unwrap().contains("threads of one process"));
+        let apart = |gpu| Offer { apart: true, ..offer(1, gpu) };
+        assert_eq!(hindrance(&[apart(1), apart(2)]), None);
+        assert!(Offer::from_bytes(&fast.to_bytes()) == fast && Offer::from_bytes(&apart(7).to_bytes()) == apart(7));
+    }
+
+    #[test]
+    fn another_choice_than_the_three_is_an_error() {
+        assert_eq!(Choice::of(Some(String::new())).unwrap(), Choice::Exact);
+        assert_eq!(Choice::of(Some("fast".into())).unwrap(), Choice::Fast);
+        assert_eq!(Choice::of(Some("off".into())).unwrap(), Choice::Off);
+        insta::assert_snapshot!(Choice::of(Some("quick".into())).unwrap_err(), @r#"CANDLE_ZERO_NCCL is "quick"; allowed are exact (sums in rank order, with the bits of sums on the host), fast (NCCL's own sums) and off (collectives pass through the host)"#);
+    }
+}

@@ -1,0 +1,341 @@
+//! What a rank's collectives share: NCCL's communicator, the stream that they run on, memory for what comes from peers, and the
+//! error that has ended them.
+
+use super::error::{Failure, NcclError};
+use super::library::{Comm, Config, IN_PROGRESS, Id, Library, SUCCESS, SUM};
+use crate::util::lock;
+use candle_core::CudaDevice;
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::result as driver;
+use candle_core::cuda_backend::cudarc::driver::sys::{CUdeviceptr, CUstream};
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr};
+use std::ffi::c_int;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+type Result<T> = std::result::Result<T, NcclError>;
+
+/// How long a wait looks without a pause: a short collective is done by then.
+const BUSY: Duration = Duration::from_micros(200);
+/// The longest pause between two looks.
+const PAUSE: Duration = Duration::from_millis(2);
+/// The longest wait for the peers of a communicator that is dropped.
+const LEAVE: Duration = Duration::from_secs(10);
+
+/// What ends a wait for a peer that does not come.
+pub(crate) struct Watch {
+    /// The longest that the host waits for one collective.
+    pub timeout: Duration,
+    /// The caller's own detection of failures. It is asked in turns of at most some milliseconds while the host waits.
+    pub is_failed: Box<dyn Fn() -> Option<Failure> + Send + Sync>,
+}
+
+/// Where a collective takes another way.
+#[derive(Clone, Copy)]
+pub(super) struct Limits {
+    /// Bytes up to which an exact all-reduce is one exchange of the whole.
+    pub short: usize,
+    /// Bytes of peers' elements that lie in memory at a time.
+    pub room: usize,
+}
+
+pub(super) struct Member {
+    pub library: Library,
+    pub device: CudaDevice,
+    pub rank: usize,
+    pub size: usize,
+    pub limits: Limits,
+    /// Collectives run here, in the order of their launches.
+    pub wire: Arc<CudaStream>,
+    watch: Watch,
+    state: Mutex<State>,
+}
+
+struct State {
+    comm: Option<Handle>,
+    /// Why there is no communicator any more.
+    failure: Option<NcclError>,
+    /// What has come from peers and is not yet summed. On the wire stream alone, where one collective follows the other.
+    room: Option<CudaSlice<u8>>,
+}
+
+struct Handle(Comm);
+
+// SAFETY: NCCL's communicators belong to no thread; calls are made one at a time, under the lock of the state.
+unsafe impl Send for Handle {}
+
+impl Member {
+    /// # Errors
+    /// The library's; a peer that does not come.
+    pub fn join(
+        library: &Library,
+        device: &CudaDevice,
+        (rank, size): (usize, usize),
+        id: [u8; 128],
+        watch: Watch,
+        limits: Limits,
+    ) -> Result<Self> {
+        // A context of cudarc's own beside Candle's, of the same device and primary context: with a second stream in Candle's,
+        // cudarc would record events around every kernel of the model.
+        let context = CudaContext::new(device.cuda_stream().context().ordinal()).w()?;
+        let wire = context.new_stream().w()?;
+        context.bind_to_thread().w()?;
+        let state = Mutex::new(State { comm: None, failure: None, room: None });
+        let member = Self { library: library.clone(), device: device.clone(), rank, size, limits, wire, watch, state };
+        let mut comm: Comm = std::ptr::null_mut();
+        let (ranks, place) = (size as c_int, rank as c_int);
+        // SAFETY: the library writes a communicator, and reads the configuration before it returns.
+        unsafe {
+            match library.init_rank_config {
+                Some(init) => {
+                    let code = init(&mut comm, ranks, Id(id), place, &mut { Config::NOT_BLOCKING });
+                    library.check("ncclCommInitRankConfig", code)?;
+                }
+                None => library.check("ncclCommInitRank", (library.init_rank)(&mut comm, ranks, Id(id), place))?,
+            }
+        }
+        let mut turn = Turn { member: &member, state: lock(&member.state), comm };
+        turn.state.comm = Some(Handle(comm));
+        let joined = turn.until_ready("the meeting");
+        turn.end(joined)?;
+        Ok(member)
+    }
+
+    /// The communicator for one launch.
+    ///
+    /// # Errors
+    /// There is none any more.
+    pub fn turn(&self) -> Result<Turn<'_>> {
+        let state = lock(&self.state);
+        match (&state.failure, &state.comm) {
+            (None, Some(Handle(comm))) => Ok(Turn { member: self, comm: *comm, state }),
+            (failure, _) => Err(failure.clone().unwrap_or(NcclError::GaveUp { rank: self.rank })),
+        }
+    }
+
+    /// Waits on the host for what is before an event on the wire stream.
+    ///
+    /// # Errors
+    /// What has failed, now or before; the time is over. The communicator is gone then.
+    pub fn wait_for(&self, event: &CudaEvent, op: &'static str) -> Result<()> {
+        self.wire.context().bind_to_thread().w()?;
+        let waited = self.poll(op, self.watch.timeout, || {
+            // First: what an abort has let go on is seen after its failure.
+            let done = event.try_is_complete().w()?;
+            let turn = self.turn()?;
+            if !done {
+                self.state_of(turn.comm, op)?;
+            }
+            Ok(done)
+        });
+        waited.inspect_err(|why| self.fail(why))
+    }
+
+    /// Ends the communicator and all that is under way, for the reason given if there is none yet. Streams go on, without
+    /// results.
+    pub fn fail(&self, why: &NcclError) {
+        self.fail_locked(&mut lock(&self.state), why);
+    }
+
+    fn fail_locked(&self, state: &mut State, why: &NcclError) {
+        state.failure.get_or_insert_with(|| why.clone());
+        if let Some(Handle(comm)) = state.comm.take() {
+            // SAFETY: a living communicator, taken out of its only place.
+            unsafe { (self.library.abort)(comm) };
+        }
+    }
+
+    /// Whether the communicator has done what it was called for.
+    fn state_of(&self, comm: Comm, op: &'static str) -> Result<bool> {
+        let mut code = SUCCESS;
+        // SAFETY: a living communicator and a place for a number.
+        let answer = unsafe { (self.library.async_error)(comm, &mut code) };
+        self.library.check("ncclCommGetAsyncError", answer)?;
+        match code {
+            SUCCESS => Ok(true),
+            IN_PROGRESS => Ok(false),
+            code => Err(NcclError::Lost { rank: self.rank, op, why: self.library.text(code) }),
+        }
+    }
+
+    /// Bytes of the memory for what comes from peers.
+    pub fn room_bytes(&self) -> usize {
+        lock(&self.state).room.as_ref().map_or(0, CudaSlice::len)
+    }
+
+    fn poll(&self, op: &'static str, limit: Duration, mut is_done: impl FnMut() -> Result<bool>) -> Result<()> {
+        let (since, mut pause) = (Instant::now(), Duration::from_micros(20));
+        while !is_done()? {
+            let waited = since.elapsed();
+            if waited < BUSY {
+                std::thread::yield_now();
+                continue;
+            }
+            if let Some(why) = (self.watch.is_failed)() {
+                return Err(NcclError::Told(why));
+            }
+            if waited > limit {
+                return Err(NcclError::Silent { rank: self.rank, op, waited: limit });
+            }
+            std::thread::sleep(pause);
+            pause = (2 * pause).min(PAUSE);
+        }
+        Ok(())
+    }
+
+    /// Leaves the communicator once everything on the wire is done.
+    fn leave(&self, comm: Comm) -> Result<()> {
+        const OP: &str = "the farewell";
+        self.wire.context().bind_to_thread().w()?;
+        let limit = self.watch.timeout.min(LEAVE);
+        let last = self.wire.record_event(None).w()?;
+        self.poll(OP, limit, || {
+            let done = last.try_is_complete().w()?;
+            if !done {
+                self.state_of(comm, OP)?;
+            }
+            Ok(done)
+        })?;
+        if let Some(finalize) = self.library.finalize {
+            // SAFETY: a living communicator, for which nothing is under way.
+            let code = unsafe { finalize(comm) };
+            self.library.check("ncclCommFinalize", code)?;
+            self.poll(OP, limit, || self.state_of(comm, OP))?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        let Some(Handle(comm)) = lock(&self.state).comm.take() else { return };
+        // SAFETY: a living communicator, taken out of its only place. Without others' collectives under way a destroy is short;
+        // where those have not ended, or a peer has failed, an abort is.
+        unsafe {
+            match self.leave(comm) {
+                Ok(()) => (self.library.destroy)(comm),
+                Err(_) => (self.library.abort)(comm),
+            };
+        }
+    }
+}
+
+/// A launch: the communicator, for one thread alone.
+pub(super) struct Turn<'a> {
+    pub member: &'a Member,
+    state: MutexGuard<'a, State>,
+    comm: Comm,
+}
+
+impl Turn<'_> {
+    /// Whether the launch has gone well; else no rank can know which collectives this one takes part in, and it ends.
+    pub fn end<T>(mut self, result: Result<T>) -> Result<T> {
+        if let Err(why) = &result {
+            self.member.fail_locked(&mut self.state, why);
+        }
+        result
+    }
+
+    /// Memory for so many bytes of peers' elements. It is written and read on the wire stream alone, so that what follows there
+    /// may use it again.
+    pub fn room(&mut self, bytes: usize) -> Result<CUdeviceptr> {
+        let wire = &self.member.wire;
+        if self.state.room.as_ref().is_none_or(|room| room.len() < bytes) {
+            // Given back first, in the order of the wire stream: it is not there twice.
+            self.state.room = None;
+            // SAFETY: elements are received into it before any are read.
+            self.state.room = Some(unsafe { wire.alloc(bytes) }.w()?);
+        }
+        Ok(self.state.room.as_ref().map_or(0, |room| room.device_ptr(wire).0))
+    }
+
+    /// Sums `count` elements of every rank's `from` for each rank, in whatever order. `to` may be this rank's part of `from`.
+    ///
+    /// # Safety
+    /// As [`all_gather`](Self::all_gather), with size x count elements at `from` and count at `to`.
+    pub unsafe fn reduce_scatter(&self, from: CUdeviceptr, to: CUdeviceptr, count: usize, kind: c_int) -> Result<()> {
+        // SAFETY: as the caller promises; a living communicator.
+        let code = unsafe { (self.library().reduce_scatter)(from, to, count, kind, SUM, self.comm, self.stream()) };
+        self.done("ncclReduceScatter", "a reduce-scatter", code)
+    }
+
+    /// Sums `count` elements of every rank in place, in whatever order.
+    ///
+    /// # Safety
+    /// As [`all_gather`](Self::all_gather), with count elements.
+    pub unsafe fn all_reduce(&self, values: CUdeviceptr, count: usize, kind: c_int) -> Result<()> {
+        // SAFETY: as the caller promises; a living communicator.
+        let code = unsafe { (self.library().all_reduce)(values, values, count, kind, SUM, self.comm, self.stream()) };
+        self.done("ncclAllReduce", "an all-reduce", code)
+    }
+
+    /// Gathers `count` elements of every rank. `from` may be this rank's part of `to`.
+    ///
+    /// # Safety
+    /// There are as many elements of the kind at `from`, and size x count at `to`, in memory of the device that nothing else
+    /// writes, and that stays until what is on the wire stream is done.
+    pub unsafe fn all_gather(&self, from: CUdeviceptr, to: CUdeviceptr, count: usize, kind: c_int) -> Result<()> {
+        // SAFETY: as the caller promises; a living communicator.
+        let code = unsafe { (self.library().all_gather)(from, to, count, kind, self.comm, self.stream()) };
+        self.done("ncclAllGather", "an all-gather", code)
+    }
+
+    /// Copies bytes inside of this device.
+    ///
+    /// # Safety
+    /// As [`all_gather`](Self::all_gather), with so many bytes at both addresses, which are the same or do not overlap.
+    pub unsafe fn copy(&self, from: CUdeviceptr, to: CUdeviceptr, bytes: usize) -> Result<()> {
+        if from == to || bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: as the caller promises.
+        Ok(unsafe { driver::memcpy_dtod_async(to, from, bytes, self.stream()) }.w()?)
+    }
+
+    /// Sends and receives `count` elements to and from every peer, each at its address, all at a time.
+    ///
+    /// # Safety
+    /// As [`all_gather`](Self::all_gather), with count elements at each address.
+    pub unsafe fn exchange(
+        &self,
+        count: usize,
+        kind: c_int,
+        addresses: impl Fn(usize) -> (CUdeviceptr, CUdeviceptr),
+    ) -> Result<()> {
+        let library = self.library();
+        let peers = (0..self.member.size).filter(|peer| *peer != self.member.rank);
+        // SAFETY: as the caller promises; a living communicator. A group that has begun ends, whatever happens in it.
+        let (messages, end) = unsafe {
+            library.check("ncclGroupStart", (library.group_start)())?;
+            let mut messages = peers.map(|peer| {
+                let (from, to) = addresses(peer);
+                let peer = peer as c_int;
+                let code = (library.send)(from, count, kind, peer, self.comm, self.stream());
+                library.check("ncclSend", code)?;
+                let code = (library.receive)(to, count, kind, peer, self.comm, self.stream());
+                library.check("ncclRecv", code)
+            });
+            (messages.try_for_each(|sent| sent), (library.group_end)())
+        };
+        messages?;
+        self.done("ncclGroupEnd", "a reduce-scatter", end)
+    }
+
+    fn library(&self) -> &Library {
+        &self.member.library
+    }
+
+    fn stream(&self) -> CUstream {
+        self.member.wire.cu_stream()
+    }
+
+    /// After a call: the collective is on the stream when this returns.
+    fn done(&self, call: &'static str, op: &'static str, code: c_int) -> Result<()> {
+        self.library().check(call, code)?;
+        if code == IN_PROGRESS { self.until_ready(op) } else { Ok(()) }
+    }
+
+    fn until_ready(&self, op: &'static str) -> Result<()> {
+        self.member.poll(op, self.member.watch.timeout, || self.member.state_of(self.comm, op))
+    }
+}

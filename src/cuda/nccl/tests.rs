@@ -1,0 +1,357 @@
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::comm::{Communicator, threads};
+use crate::precision::Flat;
+use candle_core::backend::BackendDevice;
+use libloading::os::unix::Library as Loaded;
+use std::process::Command;
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+const SEED: &str = "MOCK_CUDA_SEED";
+const CHILD: &str = "CANDLE_ZERO_TEST_NCCL_CHILD";
+const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+/// So small that a few hundred elements take every way.
+const SMALL: Limits = Limits { short: 64, room: 1536 };
+
+/// The library, if there are so many devices that threads of one process can use together.
+fn nccl(devices: usize) -> Option<Library> {
+    CudaDevice::new(devices - 1).ok()?;
+    let can = devices == 1 || is_stand_in() || std::env::var("NCCL_P2P_DIRECT_DISABLE").as_deref() == Ok("1");
+    Library::find().ok().filter(|_| can)
+}
+
+/// The device of a rank: with a stream of the thread, or one of its own, for which cudarc keeps events of each buffer.
+fn device(rank: usize) -> CudaDevice {
+    if rank.is_multiple_of(2) { CudaDevice::new(rank) } else { CudaDevice::new_with_stream(rank) }.unwrap()
+}
+
+fn is_stand_in() -> bool {
+    // SAFETY: nothing is read at the address.
+    unsafe { Loaded::this().get::<*const ()>(c"mock_cuda_live_bytes") }.is_ok()
+}
+
+fn watch(seconds: f32) -> Watch {
+    Watch { timeout: Duration::from_secs_f32(seconds), is_failed: Box::new(|| None) }
+}
+
+/// Runs `work` as so many ranks, each a thread with a device of its own.
+fn on_ranks<T: Send>(
+    library: &Library,
+    size: usize,
+    watch: impl Fn(usize) -> Watch + Sync,
+    work: impl Fn(NcclComm) -> T + Sync,
+) -> Vec<T> {
+    let (id, watch, work) = (library.unique_id().unwrap(), &watch, &work);
+    std::thread::scope(|scope| {
+        let start = |rank| {
+            scope.spawn(move || {
+                work(NcclComm::join_within(library, &device(rank), (rank, size), id, watch(rank), SMALL).unwrap())
+            })
+        };
+        let ranks: Vec<_> = (0..size).map(start).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Numbers of very different sizes, whose sum is another one in each order.
+fn numbers(rank: usize, len: usize, dtype: DType) -> Flat {
+    let number = |i: usize| {
+        let bits = crate::util::mix((rank * 1_000_003 + i) as u64);
+        let value = (bits >> 40) as f32 / (1 << 23) as f32 - 1.0;
+        value * [1e-3, 1.0, 37.0, 1000.0][(bits & 3) as usize]
+    };
+    Flat::from_f32((0..len).map(number).collect(), dtype)
+}
+
+fn on_device(comm: &NcclComm, values: &Flat) -> DeviceFlat {
+    let device = &comm.0.device;
+    DeviceFlat::of(device, values.as_ref()).unwrap()
+}
+
+fn result(launched: Launched) -> Flat {
+    let result = launched.settle().unwrap();
+    result.to_host(0..result.len()).unwrap()
+}
+
+/// Lengths of chunks: none, less than there are ranks, odd ones of one piece and of several.
+const LENGTHS: [usize; 5] = [0, 1, 3, 129, 517];
+
+fn has_the_bits_of_the_host(library: &Library, size: usize) {
+    let on_host = |comm: &dyn Communicator, dtype, n: usize| {
+        let chunks = comm.reduce_scatter(numbers(comm.rank(), n * size, dtype), 0).wait().unwrap();
+        let whole = comm.all_reduce(numbers(comm.rank(), n * size + 1, dtype), 0).wait().unwrap();
+        (chunks, whole)
+    };
+    let of_all = || DTYPES.into_iter().flat_map(|dtype| LENGTHS.map(|n| (dtype, n)));
+    let hosts = threads::run(size, |comm| Ok(of_all().map(|(dtype, n)| on_host(&*comm, dtype, n)).collect::<Vec<_>>()));
+    let gpus = on_ranks(
+        library,
+        size,
+        |_| watch(60.0),
+        |comm| {
+            // All under way at a time.
+            let launch = |(dtype, n)| {
+                let input = |len| on_device(&comm, &numbers(comm.rank(), len, dtype));
+                let chunks = comm.reduce_scatter(Sums::Exact, input(n * size)).unwrap();
+                (chunks, comm.all_reduce(Sums::default(), input(n * size + 1)).unwrap())
+            };
+            let launched: Vec<_> = of_all().map(launch).collect();
+            launched.into_iter().map(|(chunks, whole)| (result(chunks), result(whole))).collect::<Vec<_>>()
+        },
+    );
+    for (rank, (host, gpu)) in hosts.unwrap().into_iter().zip(gpus).enumerate() {
+        for ((case, host), gpu) in of_all().zip(host.unwrap()).zip(gpu) {
+            assert!(host == gpu, "rank {rank} of {size}, {case:?}: {gpu:?}, the host has {host:?}");
+        }
+    }
+}
+
+#[test]
+fn exact_sums_have_the_bits_of_the_host() {
+    for size in [1, 2, 4] {
+        let Some(library) = nccl(size) else { return };
+        has_the_bits_of_the_host(&library, size);
+    }
+}
+
+#[test]
+fn exact_sums_have_the_same_bits_whatever_the_order_of_streams() {
+    let Some(library) = nccl(4).filter(|_| is_stand_in()) else { return };
+    if std::env::var_os(CHILD).is_some() {
+        has_the_bits_of_the_host(&library, 3);
+        return is_gathered_in_any_order(&library);
+    }
+    let name = "cuda::nccl::tests::exact_sums_have_the_same_bits_whatever_the_order_of_streams";
+    for seed in 1..=20 {
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args([name, "--exact", "--nocapture"]).env(SEED, seed.to_string()).env(CHILD, "");
+        let output = child.output().unwrap();
+        assert!(output.status.success(), "seed {seed}: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"), "the child ran the test");
+    }
+}
+
+/// Launches that are dropped, or whose buffers go at once, while others use the memory again.
+fn is_gathered_in_any_order(library: &Library) {
+    let ended = on_ranks(
+        library,
+        2,
+        |_| watch(60.0),
+        |comm| {
+            for turn in 0..8 {
+                let shard = numbers(comm.rank(), 1000 + turn, DType::BF16);
+                let dropped = comm.all_gather(on_device(&comm, &shard)).unwrap();
+                let launched = comm.all_gather(on_device(&comm, &shard)).unwrap();
+                drop(dropped);
+                let other = DeviceFlat::zeros(&comm.0.device, DType::BF16, 2000 + 2 * turn).unwrap();
+                let whole = result(launched);
+                for rank in 0..2 {
+                    let part = whole.slice(rank * (1000 + turn)..(rank + 1) * (1000 + turn));
+                    assert_eq!(part.as_bytes(), numbers(rank, 1000 + turn, DType::BF16).as_bytes());
+                }
+                assert_eq!(other.to_host(0..other.len()).unwrap(), Flat::zeros(DType::BF16, other.len()));
+            }
+        },
+    );
+    assert_eq!(ended.len(), 2);
+}
+
+#[test]
+fn gathers_and_fast_sums_give_what_their_names_say() {
+    for size in [1, 2, 4] {
+        let Some(library) = nccl(size) else { return };
+        is_gathered_in_any_order(&library);
+        for (dtype, n) in DTYPES.into_iter().flat_map(|dtype| [0, 1, 77].map(|n| (dtype, n))) {
+            let whole =
+                |len: usize| Flat::from_f32((0..size * len).map(|i| (i / len.max(1) + i % 5) as f32).collect(), dtype);
+            on_ranks(
+                &library,
+                size,
+                |_| watch(60.0),
+                |comm| {
+                    let rank = comm.rank();
+                    let shard = Flat::from_f32((0..n).map(|i| (rank + (rank * n + i) % 5) as f32).collect(), dtype);
+                    let gathered = comm.all_gather(on_device(&comm, &shard)).unwrap();
+                    gathered.wait_on_host().unwrap();
+                    assert_eq!(result(gathered), whole(n));
+                    // Small integers, whose sums are exact in any order.
+                    let input = on_device(&comm, &whole(n));
+                    let sum = result(comm.reduce_scatter(Sums::Fast, input).unwrap());
+                    let of = |i: usize| (size * ((rank * n + i) / n.max(1) + (rank * n + i) % 5)) as f32;
+                    assert_eq!(sum, Flat::from_f32((0..n).map(of).collect(), dtype));
+                    let sum = result(comm.all_reduce(Sums::Fast, on_device(&comm, &shard)).unwrap());
+                    let of = |i: usize| (0..size).map(|r| (r + (r * n + i) % 5) as f32).sum();
+                    assert_eq!(sum, Flat::from_f32((0..n).map(of).collect(), dtype));
+                },
+            );
+        }
+    }
+}
+
+/// Whether the streams of a rank go on, and its collectives do not.
+fn is_ended(comm: &NcclComm, launched: Launched, why: &NcclError) {
+    let text = why.to_string();
+    assert_eq!(launched.settle().map(drop).unwrap_err().to_string(), text);
+    let values = on_device(comm, &numbers(0, 5, DType::F32));
+    assert_eq!(values.to_host(0..5).unwrap(), numbers(0, 5, DType::F32));
+    assert_eq!(comm.all_reduce(Sums::Exact, values).map(drop).unwrap_err().to_string(), text);
+    comm.0.wire.synchronize().unwrap();
+}
+
+#[test]
+fn a_peer_that_gives_up_ends_the_waits_of_the_others() {
+    let Some(library) = nccl(4).filter(|_| is_stand_in()) else { return };
+    for sums in [Sums::Exact, Sums::Fast] {
+        on_ranks(
+            &library,
+            4,
+            |_| watch(60.0),
+            |comm| {
+                let input = || on_device(&comm, &numbers(comm.rank(), 400, DType::F32));
+                assert_eq!(result(comm.reduce_scatter(sums, input()).unwrap()).len(), 100);
+                if comm.rank() == 2 {
+                    comm.abort();
+                    let why = comm.all_gather(input()).map(drop).unwrap_err();
+                    assert!(why.to_string().starts_with("rank 2 has given up before"), "{why}");
+                    return;
+                }
+                let since = Instant::now();
+                let launched = comm.reduce_scatter(sums, input());
+                // Whichever call finds it.
+                let why = match launched {
+                    Ok(launched) => {
+                        let why = launched.wait_on_host().unwrap_err();
+                        is_ended(&comm, launched, &why);
+                        why
+                    }
+                    Err(why) => why,
+                };
+                assert!(matches!(why, NcclError::Lost { .. }), "{why}");
+                assert!(since.elapsed() < Duration::from_secs(10), "{:?}", since.elapsed());
+            },
+        );
+    }
+}
+
+#[test]
+fn a_failure_that_the_caller_knows_ends_a_wait() {
+    let Some(library) = nccl(2) else { return };
+    let (is_dead, is_seen) = (Arc::new(AtomicBool::new(false)), Barrier::new(2));
+    let told = |_| {
+        let is_dead = is_dead.clone();
+        let is_failed = move || {
+            is_dead
+                .load(Ordering::Relaxed)
+                .then(|| Failure::from(Box::<dyn std::error::Error + Send + Sync>::from("rank 1 died")))
+        };
+        Watch { timeout: Duration::from_secs(60), is_failed: Box::new(is_failed) }
+    };
+    on_ranks(&library, 2, told, |comm| {
+        if comm.rank() == 0 {
+            let launched = comm.all_gather(on_device(&comm, &numbers(0, 9, DType::F16))).unwrap();
+            let since = Instant::now();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_millis(300));
+                    is_dead.store(true, Ordering::Relaxed);
+                });
+                let why = launched.wait_on_host().unwrap_err();
+                assert_eq!(why.to_string(), "rank 1 died");
+                assert!((200..5000).contains(&since.elapsed().as_millis()), "{:?}", since.elapsed());
+                is_ended(&comm, launched, &why);
+            });
+        }
+        is_seen.wait();
+    });
+}
+
+#[test]
+fn different_collectives_end_when_the_time_is_over() {
+    let Some(library) = nccl(2).filter(|_| is_stand_in()) else { return };
+    on_ranks(
+        &library,
+        2,
+        |rank| watch(if rank == 0 { 1.5 } else { 60.0 }),
+        |comm| {
+            let launched = comm.all_gather(on_device(&comm, &numbers(0, 4 + comm.rank(), DType::F32))).unwrap();
+            let why = launched.wait_on_host().unwrap_err();
+            if comm.rank() == 0 {
+                let text = "rank 0 waited in an all-gather between GPUs for 1.5 s: a peer does not take part in it, or is in \
+                        another collective";
+                assert_eq!(why.to_string(), text);
+            } else {
+                assert!(matches!(why, NcclError::Lost { .. }), "{why}");
+            }
+            is_ended(&comm, launched, &why);
+        },
+    );
+}
+
+#[test]
+fn a_peer_that_leaves_ends_the_waits_of_the_others_when_the_time_is_over() {
+    let Some(library) = nccl(2) else { return };
+    on_ranks(
+        &library,
+        2,
+        |_| watch(1.0),
+        |comm| {
+            let gathered = comm.all_gather(on_device(&comm, &numbers(0, 7, DType::BF16))).unwrap();
+            if comm.rank() == 0 {
+                assert_eq!(result(gathered).len(), 14);
+                let launched = comm.all_gather(on_device(&comm, &numbers(0, 7, DType::BF16))).unwrap();
+                let why = launched.wait_on_host().unwrap_err();
+                assert!(
+                    matches!(why, NcclError::Silent { rank: 0, op: "an all-gather", .. } | NcclError::Lost { .. }),
+                    "{why}"
+                );
+                is_ended(&comm, launched, &why);
+            }
+        },
+    );
+}
+
+#[test]
+fn a_collective_is_settled_by_another_thread() {
+    let Some(library) = nccl(2) else { return };
+    on_ranks(
+        &library,
+        2,
+        |_| watch(60.0),
+        |comm| {
+            for len in [1000, 3000] {
+                let launched = comm.all_reduce(Sums::Exact, on_device(&comm, &numbers(0, len, DType::F32))).unwrap();
+                let sum = std::thread::scope(|scope| scope.spawn(|| result(launched)).join().unwrap());
+                let mut twice = numbers(0, len, DType::F32);
+                twice.as_mut().scale(2.0);
+                assert_eq!(sum, twice);
+            }
+        },
+    );
+}
+
+#[test]
+fn a_peer_that_does_not_join_ends_the_meeting_when_the_time_is_over() {
+    let Some(library) = nccl(2) else { return };
+    let device = CudaDevice::new(0).unwrap();
+    let joined = NcclComm::join(&library, &device, 0, 2, library.unique_id().unwrap(), watch(1.0));
+    let why = joined.map(drop).unwrap_err().to_string();
+    assert!(why.starts_with("rank 0 waited in the meeting between GPUs for 1 s"), "{why}");
+}
+
+#[test]
+fn room_for_what_comes_from_peers_is_bounded() {
+    let Some(library) = nccl(4).filter(|_| is_stand_in()) else { return };
+    on_ranks(
+        &library,
+        4,
+        |_| watch(60.0),
+        |comm| {
+            let input = on_device(&comm, &numbers(comm.rank(), 40_000, DType::F32));
+            result(comm.reduce_scatter(Sums::Exact, input).unwrap());
+            assert_eq!(comm.0.room_bytes(), 3 * 128 * 4);
+        },
+    );
+}
