@@ -34,7 +34,7 @@ fi
 verdict PASS "cargo build --features cuda"
 
 # 2. Layers agree with their references; stages with each other, and with the CPU. A test that found no GPU has passed without a check.
-cargo test --release --features cuda --lib --test nn --test zero -- cuda:: cuda_attention:: cuda_layers:: on_gpu:: --test-threads 1 2>&1 | tee "$work/test.log"
+cargo test --release --features cuda --lib --test nn --test zero -- cuda:: cuda_attention:: cuda_layers:: gpus:: on_gpu:: --test-threads 1 2>&1 | tee "$work/test.log"
 if [ "${PIPESTATUS[0]}" != 0 ]; then
     verdict FAIL "layers as their references; stages 0 to 3: the same bits, the CPU's losses within 1e-4, absent parameters refused"
 elif grep -q 'skipped: ' "$work/test.log"; then
@@ -84,5 +84,12 @@ elif awk "BEGIN { exit !(${last:-9} < ${first:-0} - 0.5) }"; then
     verdict PASS "gpt2 run: the loss falls"
 else
     verdict FAIL "gpt2 run: the loss does not fall by 0.5 in $steps steps"
+fi
+
+# 4. Models at all stages and with offload: tokens/s and the part of the GPU's peak.
+if scripts/gpu_figures.py target/release/zerorun; then
+    verdict PASS "gpt2, gpt2-xl and a Llama of 1 billion parameters at stages 0 to 3 and with offload"
+else
+    verdict FAIL "gpt2, gpt2-xl and a Llama of 1 billion parameters at stages 0 to 3 and with offload"
 fi
 exit "$failed"

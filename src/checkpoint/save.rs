@@ -158,6 +158,8 @@ impl SaveJob {
         request.manifest.buffers = buffers.as_deref().map(buffers::entry);
         let (hosts, lock);
         (request.manifest.tag, hosts, lock) = begin(core.comm(), &request, held)?;
+        // Another thread may read what lies on a GPU, in an order of its own.
+        core.synchronize()?;
         let share = Share::new(core.clone(), &request, buffers, trainer);
         let writing = match request.options.in_background {
             false => WriteJob::Done(share.write()),

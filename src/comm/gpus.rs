@@ -26,8 +26,8 @@ use std::time::{Duration, Instant};
 const CHOICE: &str = "CANDLE_ZERO_NCCL";
 /// With 1, NCCL does not reach into other threads' memory: CUDA's pools, where tensors lie, are not open to other GPUs.
 const APART: &str = "NCCL_P2P_DIRECT_DISABLE";
-/// The longest that one collective may take, as NCCL's users know it.
-const TIMEOUT: Duration = Duration::from_secs(30 * 60);
+/// The longest that a collective may take which all ranks have launched.
+const TIMEOUT: Duration = Duration::from_secs(10 * 60);
 /// How long NCCL's own error waits for the name of the rank that has failed.
 const ECHO: Duration = Duration::from_secs(2);
 

@@ -16,7 +16,7 @@ use crate::comm::Communicator;
 #[cfg(feature = "cuda")]
 use crate::comm::gpus::Gpus;
 use crate::config::ZeroConfig;
-use crate::error::{EngineError, Error, ParamError};
+use crate::error::{EngineError, Error, ParamError, Result};
 use crate::graph::Grad;
 use crate::layout::Placement;
 use crate::memory::{Ledger, MemoryReport, Tier};
@@ -245,6 +245,14 @@ impl Core {
         self.comm.abort(why);
         #[cfg(feature = "cuda")]
         self.gpus.iter().for_each(Gpus::abort);
+    }
+
+    /// Waits until the model's device has done all that this thread has launched.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn synchronize(&self) -> Result<()> {
+        Ok(self.params.first().map_or(Ok(()), |param| param.tensor.device().synchronize())?)
     }
 
     /// The rank's communicator.

@@ -8,7 +8,7 @@ use crate::support::skips::skipped;
 use crate::support::tiny::{Outcome, Shape, Tiny, absent_parameters_are_named, batch, config, train_on};
 use candle_core::{Device, Tensor};
 use candle_zero::Engine;
-use candle_zero::checkpoint::LoadOptions;
+use candle_zero::checkpoint::{LoadOptions, SaveOptions};
 use candle_zero::comm::{Communicator, threads};
 use candle_zero::memory::{Kind, MemoryReport};
 use serde_json::{Value, json};
@@ -312,7 +312,14 @@ fn a_checkpoint_goes_on_with_states_elsewhere_and_shards_of_groups_change_no_bit
                 engine.step()?;
             }
             if save {
-                engine.save_checkpoint(folder.path(), None, json!({}))?;
+                // By another thread, while the next backward runs.
+                let options = SaveOptions { in_background: true, ..SaveOptions::default() };
+                engine.save_checkpoint_with(folder.path(), None, json!({}), &options)?;
+                let (ids, targets) = batch(rank);
+                let (ids, targets) = (ids.to_device(engine.device())?, targets.to_device(engine.device())?);
+                let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+                engine.backward(&loss)?;
+                engine.wait_for_checkpoint()?;
             }
             Ok(losses)
         });
