@@ -46,7 +46,8 @@ fn a_model_is_estimated_in_words_and_as_json() {
     assert_eq!((&all["model"], &all["units"]), (&json!("gpt2"), &json!(12)));
     assert_eq!(all["memory"]["parameters"], 124_439_808);
     assert_eq!(all["memory"]["rows"][0]["device"]["held"], 2 * 124_439_808);
-    assert_eq!(all["memory"]["rows"][3]["host"]["held"], 8 * 124_439_808 / 2);
+    // States are where the model computes, unless they are offloaded.
+    assert_eq!(all["memory"]["rows"][3]["device"]["held"], 8 * 124_439_808 / 2);
     assert_eq!(all["deepspeed"]["stage 2, optimizer offloaded"]["gpu_bytes"], 2 * 124_439_808);
     assert_eq!(all["totals"]["file"], 0);
     // 2 Psi (N - 1) / N elements of two bytes.
@@ -56,7 +57,7 @@ fn a_model_is_estimated_in_words_and_as_json() {
 
 #[test]
 fn model_state_is_compared_with_a_named_gpu() {
-    let (_folder, file) = config(&json!({"stage": 0}));
+    let (_folder, file) = config(&json!({"stage": 2, "offload_optimizer": {"device": "cpu"}}));
     let args = ["--model", "llama-2-7b", "--ds_config", file.to_str().unwrap(), "-n", "2", "--gpu"];
     let text = stdout(&estimate(&[&args[..], &["rtx4090"]].concat()));
     let verdict =
