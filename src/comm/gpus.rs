@@ -26,8 +26,6 @@ use std::time::{Duration, Instant};
 const CHOICE: &str = "CANDLE_ZERO_NCCL";
 /// With 1, NCCL does not reach into other threads' memory: CUDA's pools, where tensors lie, are not open to other GPUs.
 const APART: &str = "NCCL_P2P_DIRECT_DISABLE";
-/// The longest that a collective may take which all ranks have launched.
-const TIMEOUT: Duration = Duration::from_secs(10 * 60);
 /// How long NCCL's own error waits for the name of the rank that has failed.
 const ECHO: Duration = Duration::from_secs(2);
 
@@ -89,38 +87,45 @@ fn hindrance(offers: &[Offer]) -> Option<&'static str> {
 }
 
 impl Gpus {
-    /// Collective: this rank's GPU among those of all ranks; nothing where there is one rank, or NCCL cannot be used.
+    /// Collective: this rank's GPU among those of all ranks; nothing where there is one rank, or NCCL cannot be used. A rank whose
+    /// share lies elsewhere has no `device`.
     ///
     /// # Errors
     /// A variable with another value than those that are allowed; NCCL's; a rank has failed.
-    pub fn join(comm: &Arc<dyn Communicator>, device: &CudaDevice, ledger: &Ledger) -> Result<Option<Self>> {
+    pub fn join(comm: &Arc<dyn Communicator>, device: Option<&CudaDevice>, ledger: &Ledger) -> Result<Option<Self>> {
         if comm.size() == 1 {
             return Ok(None);
         }
         let (rank, choice) = (comm.rank(), Choice::of(std::env::var(CHOICE).ok())?);
-        let library = if choice == Choice::Off { None } else { Some(Library::find()) };
-        let uuid = device.cuda_stream().context().uuid().w()?.bytes.map(|byte| byte as u8);
+        let library = device.filter(|_| choice != Choice::Off).map(|_| Library::find());
+        let uuid = match device {
+            Some(device) => device.cuda_stream().context().uuid().w()?.bytes.map(|byte| byte as u8),
+            None => [0; 16],
+        };
         let half = |at: usize| u64::from_le_bytes(uuid[at..at + 8].try_into().expect("eight bytes"));
         let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        // Processes of several containers have the same numbers.
+        let space = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+        let process = format!("{} {}", space.display(), std::process::id());
         let own = Offer {
             usable: matches!(library, Some(Ok(_))),
             fast: choice == Choice::Fast,
             apart: std::env::var(APART).as_deref() == Ok("1"),
             host: fnv1a(&boot),
-            process: u64::from(std::process::id()),
+            process: fnv1a(process.as_bytes()),
             gpu: [half(0), half(8)],
         };
         let offers = comm.gather_bytes(own.to_bytes()).wait()?;
         let offers: Vec<Offer> = offers.iter().map(|bytes| Offer::from_bytes(bytes)).collect();
         if let Some(why) = hindrance(&offers) {
-            if rank == 0 && choice != Choice::Off {
-                let found =
-                    library.and_then(std::result::Result::err).map_or_else(|| why.to_string(), |e| e.to_string());
+            if let (0, Some(library)) = (rank, library) {
+                let found = library.err().map_or_else(|| why.to_string(), |error| error.to_string());
                 say(&format!("collectives between GPUs pass through the host, without NCCL: {found}"));
             }
             return Ok(None);
         }
-        let library = library.expect("it is on").map_err(|error| error_of(error, rank, &**comm))?;
+        let (Some(library), Some(device)) = (library, device) else { unreachable!("every rank has offered both") };
+        let library = library.map_err(|error| error_of(error, rank, &**comm))?;
         if rank == 0 {
             let way = if choice == Choice::Fast { "its own sums" } else { "sums in rank order" };
             say(&format!("collectives between GPUs by NCCL {}, {way}", library.name()));
@@ -130,7 +135,7 @@ impl Gpus {
         let id = comm.gather_bytes(id.to_vec()).wait()?.swap_remove(0);
         let watched = comm.clone();
         let is_failed = move || watched.failure().map(|error| -> nccl::Failure { Arc::new(error) });
-        let watch = Watch { timeout: TIMEOUT, is_failed: Box::new(is_failed) };
+        let watch = Watch { timeout: comm.timeout(), is_failed: Box::new(is_failed) };
         let id = id.try_into().expect("128 bytes");
         let joined = NcclComm::join(&library, device, rank, comm.size(), id, watch);
         Ok(Some(Self {

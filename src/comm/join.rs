@@ -13,6 +13,7 @@ use crate::util::lock;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 /// The communicator of a job of one rank or, under `zerorun`, a launcher of MPI, or with torchrun's variables, of all its
 /// processes. There all calls of a process give the same one: its engines share its collectives, their counters, and the first
@@ -162,6 +163,10 @@ impl Communicator for Member {
 
     fn barrier(&self) -> Pending<()> {
         self.0.barrier()
+    }
+
+    fn timeout(&self) -> Duration {
+        self.0.timeout()
     }
 
     fn failure(&self) -> Option<CommError> {

@@ -73,6 +73,7 @@ use crate::precision::Flat;
 use defaults::ByGather;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// The rank of this process in the job and what it can do together with the others.
 ///
@@ -241,6 +242,11 @@ pub trait Communicator: Send + Sync {
     /// the other ranks take part in and that is no collective of this communicator. By default none is known.
     fn failure(&self) -> Option<CommError> {
         None
+    }
+
+    /// How long a rank waits for another: also for what [`failure`](Self::failure) is for. By default ten minutes.
+    fn timeout(&self) -> Duration {
+        Duration::from_secs(600)
     }
 
     /// Calls and bytes so far; nothing where a communicator does not count.

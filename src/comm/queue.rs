@@ -374,6 +374,10 @@ impl Communicator for Shared {
         self.abort_signal.abort(why);
     }
 
+    fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
     fn failure(&self) -> Option<CommError> {
         let op = || "a collective between GPUs".to_string();
         let first = self.ranks_here.start;

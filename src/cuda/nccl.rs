@@ -120,7 +120,12 @@ impl NcclComm {
     /// The communicator has failed, now or before; no memory.
     pub fn all_gather(&self, mut shard: DeviceFlat) -> Result<Launched> {
         let (count, dtype) = (shard.len(), shard.dtype());
-        shard.resize(count * self.size())?;
+        if let Err(error) = shard.resize(count * self.size()) {
+            // The others count on this rank.
+            let error = NcclError::from(error);
+            self.0.fail(&error);
+            return Err(error);
+        }
         let own = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
         self.launch("an all-gather", shard, count * self.size(), |turn, whole| {
             // SAFETY: so many elements lie there for every rank, which are this launch's. This rank's go to their place first.
@@ -139,7 +144,8 @@ impl NcclComm {
         assert!(input.len().is_multiple_of(self.size()), "{} elements in {} equal chunks", input.len(), self.size());
         let (count, dtype) = (input.len() / self.size(), input.dtype());
         let own = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
-        self.launch("a reduce-scatter", input, count, |turn, input| {
+        let op = "a reduce-scatter";
+        self.launch(op, input, count, |turn, input| {
             // SAFETY: so many elements lie there for every rank, which are this launch's.
             unsafe {
                 match sums {
@@ -147,7 +153,7 @@ impl NcclComm {
                         turn.reduce_scatter(input, input + own, count, data_type(dtype))?;
                         turn.copy(input + own, input, count * dtype.size_in_bytes())
                     }
-                    Sums::Exact => self.add_exactly(turn, dtype, count, (input, input), |r| r * count),
+                    Sums::Exact => self.add_exactly((turn, op), dtype, count, (input, input), |r| r * count),
                 }
             }
         })
@@ -221,7 +227,7 @@ impl NcclComm {
         len: usize,
         values: CUdeviceptr,
     ) -> Result<()> {
-        let (rank, size, bytes) = (self.rank(), self.size(), dtype.size_in_bytes());
+        let (rank, size, bytes, op) = (self.rank(), self.size(), dtype.size_in_bytes(), "an all-reduce");
         if size == 1 {
             return Ok(());
         }
@@ -231,11 +237,11 @@ impl NcclComm {
         unsafe {
             if chunk > 0 {
                 let own = at(rank * chunk);
-                self.add_exactly(turn, dtype, chunk, (values, own), |r| r * chunk)?;
+                self.add_exactly((turn, op), dtype, chunk, (values, own), |r| r * chunk)?;
                 turn.all_gather(own, values, chunk, data_type(dtype))?;
             }
             let (rest, start) = (len - size * chunk, size * chunk);
-            self.add_exactly(turn, dtype, rest, (values, at(start)), |_| start)
+            self.add_exactly((turn, op), dtype, rest, (values, at(start)), |_| start)
         }
     }
 
@@ -246,7 +252,7 @@ impl NcclComm {
     /// There are as many elements at `to` and from each place on, for this launch alone.
     unsafe fn add_exactly(
         &self,
-        turn: &mut Turn<'_>,
+        (turn, op): (&mut Turn<'_>, &'static str),
         dtype: DType,
         count: usize,
         (from, to): (CUdeviceptr, CUdeviceptr),
@@ -272,7 +278,7 @@ impl NcclComm {
             // the sums are written over.
             unsafe {
                 if peers > 0 {
-                    turn.exchange(len, data_type(dtype), |peer| {
+                    turn.exchange(op, len, data_type(dtype), |peer| {
                         let slot = if peer < rank { peer } else { peer - 1 };
                         (from + offset(place(peer) + start), pieces + offset(slot * stride))
                     })?;

@@ -26,8 +26,6 @@ use crate::zero::gradients::ReducePlan;
 use crate::zero::registry::Registry;
 use crate::zero::share_plan::SharePlan;
 use crate::zero::unit::building;
-#[cfg(feature = "cuda")]
-use crate::{comm::gpus::Gpus, tensor::flat_buffer::BufferPlace};
 use candle_core::Device;
 use candle_nn::VarBuilder;
 use std::ops::Range;
@@ -91,8 +89,6 @@ impl<M> Engine<M> {
         let second_group = second_group(&config, &*comm)?;
         note_compression(&config, &*comm);
         let home = share_plan.home(&device);
-        #[cfg(feature = "cuda")]
-        let gpus = gpus(&home, &comm, &ledger)?;
         let core = Arc::new(Core::new(CoreParts {
             comm,
             second_group,
@@ -110,11 +106,11 @@ impl<M> Engine<M> {
             ledger,
             offload,
             home,
-            #[cfg(feature = "cuda")]
-            gpus,
         }));
         link.connect(&core);
         check_same_on_all_ranks(&core, &config, own, &trainer, weights, &inits, &same)?;
+        #[cfg(feature = "cuda")]
+        core.join_gpus()?;
         core.refresh()?;
         let engine = Self {
             model,
@@ -224,15 +220,6 @@ fn build_model<M>(
     let model = building(&registry, || build(vb));
     let model = model.map_err(|e| registry.explain(e))?;
     Ok((model, registry.finish()?))
-}
-
-/// Collective: the GPUs of all ranks, where shares lie on them and NCCL can join them.
-#[cfg(feature = "cuda")]
-fn gpus(home: &BufferPlace, comm: &Arc<dyn Communicator>, ledger: &Ledger) -> Result<Option<Gpus>> {
-    match home {
-        BufferPlace::Device(device) => Gpus::join(comm, device, ledger),
-        BufferPlace::Host => Ok(None),
-    }
 }
 
 /// Marks the units that the configuration and the builder name.

@@ -39,7 +39,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A collective under way, with its result.
-pub(super) struct Travel {
+pub(super) struct OnItsWay {
     result: Blank,
     launched: Option<Launched>,
     _copy: Option<Held>,
@@ -301,7 +301,7 @@ impl<'a> lay_out::Carrier<Rehearsal<'a>> for Spaces {
 
 impl Rank for Rehearsal<'_> {
     type Buffer = Blank;
-    type Pending = Travel;
+    type Pending = OnItsWay;
     type Files = Requests;
 
     fn facts(&self) -> Facts<'_> {
@@ -342,30 +342,25 @@ impl Rank for Rehearsal<'_> {
         Windows::new(self.config.zero.optimizer_files(), self.requests.access)
     }
 
-    fn launch(&self, collective: Collective, wire: Wire, mut buffer: Blank, _: &[ParamId]) -> Result<Travel> {
+    fn launch(&self, collective: Collective, wire: Wire, mut buffer: Blank, _: &[ParamId]) -> Result<OnItsWay> {
         let (len, dtype, world) = (buffer.len(), buffer.dtype(), self.world_size());
         // What leaves a GPU travels as a copy on the host.
         let copied = Blank::is_device(&buffer.place()) && world > 1;
+        let result = collective.result_len(len, world);
+        buffer.truncate(result);
+        buffer.extend_zeros(result - buffer.len())?;
         let launched = match collective {
             Collective::AllReduce => Some(self.count(CommKind::AllReduce, len, dtype, wire)),
-            Collective::ReduceScatter => {
-                buffer.truncate(len / world);
-                Some(self.count(CommKind::ReduceScatter, len, dtype, wire))
-            }
-            Collective::AllGather => {
-                buffer.extend_zeros(len * (world - 1))?;
-                Some(self.count(CommKind::AllGather, len, dtype, wire))
-            }
+            Collective::ReduceScatter => Some(self.count(CommKind::ReduceScatter, len, dtype, wire)),
+            Collective::AllGather => Some(self.count(CommKind::AllGather, len, dtype, wire)),
             Collective::GatherWithin(ranks) => {
                 self.traffic.borrow_mut().collective(CommKind::AllGather, len, dtype, wire, ranks);
-                buffer.extend_zeros(len * (ranks - 1))?;
                 None
             }
             Collective::ReduceToGroups(ranks) => {
                 let mut traffic = self.traffic.borrow_mut();
                 traffic.collective(CommKind::ReduceScatter, len, dtype, wire, world);
                 traffic.sums_across(len / world, dtype, world / ranks);
-                buffer.truncate(len / ranks);
                 // Between hosts go the bytes of an all-reduce.
                 let kind = CommKind::AllReduce;
                 Some(self.script.borrow_mut().launch(script::Collective { kind, wire, dtype, elements: len }))
@@ -373,10 +368,10 @@ impl Rank for Rehearsal<'_> {
         };
         let bytes = len.max(buffer.len()) * dtype.size_in_bytes();
         let copy = copied.then(|| self.ledger.hold(Kind::Buckets, bytes));
-        Ok(Travel { result: buffer, launched, _copy: copy })
+        Ok(OnItsWay { result: buffer, launched, _copy: copy })
     }
 
-    fn wait(&self, Travel { result, launched, .. }: Travel) -> Result<Blank> {
+    fn wait(&self, OnItsWay { result, launched, .. }: OnItsWay) -> Result<Blank> {
         if let Some(launched) = launched {
             self.script.borrow_mut().wait(launched);
         }
@@ -403,6 +398,10 @@ impl gradients::Carrier for Rehearsal<'_> {
 
     fn bytes(grad: &Blank) -> usize {
         grad.capacity_in_bytes()
+    }
+
+    fn tier_of(grad: &Blank) -> Tier {
+        grad.place()
     }
 
     fn zeros(&self, param: &Param) -> Blank {

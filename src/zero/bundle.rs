@@ -68,7 +68,7 @@ impl Bundle {
             let _about = timeline::about(|| core.names(&parcel.params));
             let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
             let room = parcel.chunk * core.division().shards();
-            let mut buffer = R::Buffer::with_capacity(core.home(), part.dtype(), room)?;
+            let mut buffer = R::Buffer::with_capacity(&part.place(), part.dtype(), room)?;
             buffer.extend_from(part, 0..part.len())?;
             let held = core.hold(Kind::Gathered, &buffer);
             let within = Collective::GatherWithin(core.second_group());
@@ -87,11 +87,14 @@ impl Bundle {
             let _about = timeline::about(|| core.names(&parcel.params));
             let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
             // Room for the chunks of all shards: the others' arrive in the same buffer.
-            let mut chunk = R::Buffer::with_capacity(
-                core.home(),
-                parcel.dtype(core.dtype()),
-                parcel.chunk * core.division().shards(),
-            )?;
+            let room = parcel.chunk * core.division().shards();
+            // They lie in one place, as they are of one kind.
+            let place = parcel.params.first().and_then(|p| match &groups[core.place(*p).0].weights {
+                Some(Home::Memory(weights)) => Some(weights.buffer().place()),
+                _ => None,
+            });
+            let place = place.unwrap_or_else(R::Buffer::host);
+            let mut chunk = R::Buffer::with_capacity(&place, parcel.dtype(core.dtype()), room)?;
             let mut pieces = Vec::new();
             for (p, offset) in parcel.params.iter().zip(&parcel.offsets) {
                 chunk.extend_zeros(offset - chunk.len())?;
@@ -163,7 +166,7 @@ impl Bundle {
 fn part_of_group<R: Rank>(core: &R, chunks: &R::Buffer) -> Result<(R::Buffer, Held)> {
     let ranks = core.second_group();
     let (len, place) = (chunks.len() / ranks, core.rank() % ranks);
-    let mut part = R::Buffer::with_capacity(core.home(), chunks.dtype(), len)?;
+    let mut part = R::Buffer::with_capacity(&chunks.place(), chunks.dtype(), len)?;
     part.extend_from(chunks, place * len..(place + 1) * len)?;
     let held = core.hold(Kind::SecondCopy, &part);
     Ok((part, held))

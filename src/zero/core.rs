@@ -47,7 +47,7 @@ pub(crate) struct Core {
     pub(super) home: BufferPlace,
     /// The GPUs of all ranks, where NCCL joins them.
     #[cfg(feature = "cuda")]
-    pub(super) gpus: Option<Gpus>,
+    pub(super) gpus: OnceLock<Gpus>,
     pub(super) ledger: Ledger,
     /// The files of offloaded state.
     pub(super) offload: Option<Arc<Offload>>,
@@ -100,9 +100,6 @@ pub(crate) struct CoreParts {
     pub offload: Option<Arc<Offload>>,
     /// Where this rank's share lies, if not in files.
     pub home: BufferPlace,
-    /// The GPUs of all ranks, where NCCL joins them.
-    #[cfg(feature = "cuda")]
-    pub gpus: Option<Gpus>,
 }
 
 /// A model's parameters and units, and this rank's share of them.
@@ -191,8 +188,6 @@ impl Core {
         let CoreParts { comm, zero, second_group, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
         let CoreParts { rounding, registered, buffer_sync, ledger, offload, home, .. } = parts;
         let Registered { params, units, leaves, used_by, groups, buffers, .. } = registered;
-        #[cfg(feature = "cuda")]
-        let gpus = parts.gpus;
         let places = places(&groups, params.len());
         let gather = Gatherer::new(&params, &leaves, &zero, share_plan.division);
         let optional = leaves.optional(&params, &zero);
@@ -206,7 +201,7 @@ impl Core {
             tensor_tier: params.first().map_or(Tier::Host, |p| Tier::of(p.tensor.device())),
             home,
             #[cfg(feature = "cuda")]
-            gpus,
+            gpus: OnceLock::new(),
             ledger,
             offload,
             params,
@@ -244,7 +239,24 @@ impl Core {
     pub fn abort(&self, why: &str) {
         self.comm.abort(why);
         #[cfg(feature = "cuda")]
-        self.gpus.iter().for_each(Gpus::abort);
+        self.gpus.get().into_iter().for_each(Gpus::abort);
+    }
+
+    /// Collective, when all ranks have been compared: from now on NCCL joins the GPUs of all ranks, where shares lie on them and it
+    /// can.
+    ///
+    /// # Errors
+    /// NCCL's; a failed collective.
+    #[cfg(feature = "cuda")]
+    pub fn join_gpus(&self) -> Result<()> {
+        let device = match &self.home {
+            BufferPlace::Device(device) => Some(device),
+            BufferPlace::Host => None,
+        };
+        if let Some(gpus) = Gpus::join(&self.comm, device, &self.ledger)? {
+            self.gpus.get_or_init(|| gpus);
+        }
+        Ok(())
     }
 
     /// Waits until the model's device has done all that this thread has launched.

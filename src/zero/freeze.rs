@@ -5,7 +5,7 @@
 //! ```
 //!
 //! The new layout is that of an engine that was built so. Until it is complete the old one stays: where a file gets no
-//! space, nothing has changed.
+//! space, nothing has changed. A share on a GPU is there twice for a moment.
 
 use super::core::Core;
 use super::lay_out::SubGroupBuilder;

@@ -113,6 +113,8 @@ pub(crate) trait Carrier: Rank {
     type Grad;
     /// Its bytes.
     fn bytes(grad: &Self::Grad) -> usize;
+    /// Where they are.
+    fn tier_of(grad: &Self::Grad) -> Tier;
     /// A gradient of zeros.
     fn zeros(&self, param: &Param) -> Self::Grad;
     /// The sum of two gradients of one parameter.
@@ -205,7 +207,7 @@ impl<C: Carrier> Gradients<C> {
 
     fn enter(&self, core: &C, param: ParamId, grad: C::Grad) -> Arrival<C::Grad> {
         let kind = if self.plan.hold { Kind::Gradients } else { Kind::Buckets };
-        let held = core.ledger().hold(kind, C::bytes(&grad));
+        let held = core.ledger().hold_in(C::tier_of(&grad), kind, C::bytes(&grad));
         Arrival { param, grad, held }
     }
 
@@ -236,7 +238,8 @@ impl<C: Carrier> Gradients<C> {
         let _span = timeline::span(timeline::Kind::Reduce, "pack").of(|| core.names(&parcel.params));
         // A GPU's gradients are packed there, also where they are kept on the host.
         let is_packed_elsewhere = Tier::at::<C::Buffer>(core.home()) != core.tier();
-        let packed = is_packed_elsewhere.then(|| self.packed_bytes(core, &parcel));
+        let packed = parcel.chunk * core.world_size() * self.plan.dtype.size_in_bytes();
+        let packed = is_packed_elsewhere.then_some(packed);
         let packed = packed.map(|bytes| core.ledger().hold_in(core.tier(), Kind::Buckets, bytes));
         let buffer = core.pack(&self.plan, &parcel, bucket)?;
         drop(packed);
@@ -249,13 +252,6 @@ impl<C: Carrier> Gradients<C> {
         drop(about);
         self.batcher.launched(Reduction { parcel, pending, held });
         self.finish(core, if overlap { IN_FLIGHT - 1 } else { 0 })
-    }
-
-    /// Bytes of a parcel while it is packed where its gradients are. One of a large gradient needs no padding there.
-    fn packed_bytes(&self, core: &C, parcel: &Parcel) -> usize {
-        let numel = parcel.params.first().map_or(0, |param| core.params()[*param].numel);
-        let elements = if numel >= PACKED_BELOW { numel } else { parcel.chunk * core.world_size() };
-        elements * self.plan.dtype.size_in_bytes()
     }
 
     /// Waits for the oldest reductions until at most `left` are under way, and adds them to this rank's share.
@@ -290,11 +286,14 @@ impl<C: Carrier> Gradients<C> {
             if known.is_none() && params.len() == 1 && fits {
                 // A large parameter's pieces lie one after the other, as in its share.
                 sum.truncate(len);
+                // A GPU's memory is not given back in part: for a moment both are there.
+                let bucket = C::Buffer::is_device(core.home()).then(|| core.hold(Kind::Buckets, &sum));
                 sum.shrink_to_fit()?;
                 if after != 1.0 {
                     sum.scale(after)?;
                 }
                 group.put_grads(slot, Tracked::new(core.ledger(), Kind::Gradients, sum), core);
+                drop(bucket);
                 return Ok(());
             }
             let mut grads = match known {
@@ -329,6 +328,13 @@ impl Carrier for Core {
 
     fn bytes(grad: &Grad) -> usize {
         grad.len() * grad.dtype().size_in_bytes()
+    }
+
+    fn tier_of(grad: &Grad) -> Tier {
+        match grad {
+            Grad::Own(_) => Tier::Host,
+            Grad::OnDevice(tensor) | Grad::Shared(tensor) => Tier::of(tensor.device()),
+        }
     }
 
     fn zeros(&self, param: &Param) -> Grad {

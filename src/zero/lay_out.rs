@@ -256,7 +256,9 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
         let trained = groups.iter().filter(|group| group.class.is_trained()).count();
         let stay = plan.states_in_files.map_or(trained, |ratio| groups_in_memory(trained, ratio));
         for (i, group) in groups.iter_mut().enumerate() {
-            for state in [&mut group.weights, &mut group.master] {
+            // Packed weights are unpacked on the host.
+            let stays = group.class.weights.packing().is_some() && group.weights.is_some();
+            for state in [&mut group.weights, &mut group.master].into_iter().filter(|_| !stays) {
                 if let Some(Home::Memory(values)) = state.take_if(|home| home.file().is_none()) {
                     *state = Some(Home::Memory(values.moved_to(ledger, home)?));
                 }

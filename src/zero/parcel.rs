@@ -81,12 +81,11 @@ impl Parcel {
         mut install: impl FnMut(&Param, R::Buffer) -> Result<()>,
     ) -> Result<()> {
         if let Some(packing) = self.weights.packing() {
-            // Words are unpacked on the host.
-            let words = chunks.moved_to(&R::Buffer::host())?;
             for (p, offset) in self.params.iter().zip(&self.offsets) {
                 let param = &rank.params()[*p];
                 let at = (self.chunk, *offset);
-                let whole = packed::whole(packing, param, &words, at, rank.dtype(), rank.division())?;
+                // Words lie on the host.
+                let whole = packed::whole(packing, param, &chunks, at, rank.dtype(), rank.division())?;
                 install(param, whole.moved_to(rank.home())?)?;
             }
             return Ok(());

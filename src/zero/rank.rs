@@ -241,7 +241,7 @@ impl Rank for Core {
         let means = Means {
             comm: self.comm(),
             #[cfg(feature = "cuda")]
-            gpus: self.gpus.as_ref(),
+            gpus: self.gpus.get(),
             #[cfg(feature = "cuda")]
             ledger: &self.ledger,
         };

@@ -64,8 +64,7 @@ impl Collective {
     }
 
     /// The elements that it makes of `len` elements, with so many ranks in all.
-    #[cfg(feature = "cuda")]
-    fn result_len(self, len: usize, world_size: usize) -> usize {
+    pub fn result_len(self, len: usize, world_size: usize) -> usize {
         match self {
             Self::AllReduce => len,
             Self::ReduceScatter => len / world_size,

@@ -36,7 +36,7 @@ const ROOT: &[super::Key] = keys! {
     "seed": COUNT, "42", H, "Seed of the initial weights. A key of this engine, not of DeepSpeed.";
     "activation_checkpointing": Object, "{}", S, "Recompute activations in backward.";
     "zero_allow_untested_optimizer": Bool, "false", H, "Allow SGD, Lamb and an optimizer of one's own under stage 1 to 3. The others are always allowed.";
-    "zero_force_ds_cpu_optimizer": Bool, "true", none("there is one optimizer for memory and files, and it runs on the CPU"), "Offload needs DeepSpeed's CPU optimizer.";
+    "zero_force_ds_cpu_optimizer": Bool, "true", none("there is one optimizer for memory and files, and of what is offloaded it runs on the CPU"), "Offload needs DeepSpeed's CPU optimizer.";
     "allgather_size": POSITIVE, "-", moved("zero_optimization.allgather_bucket_size"), "All-gather bucket of the deprecated zero_optimization: true.";
     "managed_gradient_accumulation": Bool, "true", refuse("the engine decides by gradient_accumulation_steps where a step ends; Engine::set_train_batch_size changes that while it runs"), "The engine decides the accumulation boundary.";
     "seq_parallel_communication_data_type": DTYPE, "\"fp32\"", none("there is no sequence parallelism"), "Format of sequence-parallel gradients.";

@@ -46,7 +46,7 @@ const AIO: &[super::Key] = keys! {
     "thread_count": POSITIVE, "-", none("DeepSpeed ignores it too; it reads intra_op_parallelism"), "Old key.";
     "single_submit": Bool, "false", none("every request is a call of its own to the system"), "One request per submit call.";
     "overlap_events": Bool, "true", none("threads take requests as they come, and never wait for one another"), "Submit and collect overlap.";
-    "use_gds": Bool, "false", none("the optimizer's step runs on the CPU, so files are read into host memory"), "GPUDirect storage.";
+    "use_gds": Bool, "false", none("the step of what is offloaded runs on the CPU, so files are read into host memory"), "GPUDirect storage.";
 };
 
 const CHECKPOINT: &[super::Key] = keys! {

@@ -68,7 +68,7 @@ const NOT_PINNED: &str = "Candle copies between host and GPU from ordinary memor
 const NOT_SPECULATIVE: &str = "no step is made before its gradients are checked; results are the same";
 
 const OFFLOAD_PARAM: &[super::Key] = keys! {
-    "device": DEVICE, "\"none\"", H, "Where parameter shards live at stage 3: cpu is host memory, where they are without this section too; nvme a file of each rank.";
+    "device": DEVICE, "\"none\"", H, "Where parameter shards live at stage 3: cpu is host memory, where they are without this section too unless a GPU computes the model; nvme a file of each rank.";
     "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home, `~/.cache/` also `$XDG_CACHE_HOME/` where that is set.";
     "buffer_count": COUNT, "5", H, "With nvme: buffer_count x buffer_size elements bound the reading ahead.";
     "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs 1 or more of both.";
@@ -77,7 +77,7 @@ const OFFLOAD_PARAM: &[super::Key] = keys! {
 };
 
 const OFFLOAD_OPTIMIZER: &[super::Key] = keys! {
-    "device": DEVICE, "\"none\"", H, "Where master weights, moments and gradient shares live from stage 1 on: cpu is host memory, where they are without this section too, for steps run on the CPU; nvme a file of each kind and rank (DeepSpeed: at stage 3 only).";
+    "device": DEVICE, "\"none\"", H, "Where master weights, moments and gradient shares live from stage 1 on: cpu is host memory, where they are without this section too unless a GPU computes the model, and the step runs on the CPU; nvme a file of each kind and rank (DeepSpeed: at stage 3 only).";
     "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home, `~/.cache/` also `$XDG_CACHE_HOME/` where that is set.";
     "buffer_count": COUNT, "4", H, "With nvme: all the buffers of a step have together at most the elements of this many of the largest sub-group, and 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
     "pin_memory": Bool, "true", none(NOT_PINNED), "Page-locked memory.";

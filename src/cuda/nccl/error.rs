@@ -18,7 +18,7 @@ pub(crate) enum NcclError {
     )]
     NotFound { library: String, why: String },
     /// A library that lacks what is needed.
-    #[error("{library} has no function {symbol}: it is not NCCL, or older than 2.7")]
+    #[error("{library} has no function {symbol}: it is not NCCL, or older than 2.14")]
     Lacks { library: String, symbol: String },
     /// A call that the library refuses.
     #[error("NCCL's {call} fails: {why}; NCCL_DEBUG=INFO in the environment lets NCCL say more")]

@@ -51,7 +51,6 @@ impl Config {
 type AsyncError = unsafe extern "C" fn(Comm, *mut c_int) -> c_int;
 type OfComm = unsafe extern "C" fn(Comm) -> c_int;
 type Plain = unsafe extern "C" fn() -> c_int;
-type InitRank = unsafe extern "C" fn(*mut Comm, c_int, Id, c_int) -> c_int;
 type InitRankConfig = unsafe extern "C" fn(*mut Comm, c_int, Id, c_int, *mut Config) -> c_int;
 type Whole = unsafe extern "C" fn(CUdeviceptr, CUdeviceptr, usize, c_int, Comm, CUstream) -> c_int;
 type WithOne = unsafe extern "C" fn(CUdeviceptr, CUdeviceptr, usize, c_int, c_int, Comm, CUstream) -> c_int;
@@ -63,12 +62,11 @@ pub(crate) struct Library {
     path: PathBuf,
     version: c_int,
     error_string: unsafe extern "C" fn(c_int) -> *const c_char,
-    last_error: Option<unsafe extern "C" fn(Comm) -> *const c_char>,
+    last_error: unsafe extern "C" fn(Comm) -> *const c_char,
     unique_id: unsafe extern "C" fn(*mut Id) -> c_int,
-    pub(super) init_rank: InitRank,
-    pub(super) init_rank_config: Option<InitRankConfig>,
+    pub(super) init_rank_config: InitRankConfig,
     pub(super) async_error: AsyncError,
-    pub(super) finalize: Option<OfComm>,
+    pub(super) finalize: OfComm,
     pub(super) destroy: OfComm,
     pub(super) abort: OfComm,
     pub(super) group_start: Plain,
@@ -109,12 +107,6 @@ impl Library {
                 *unsafe { loaded.get($name) }.map_err(|_| lacks($name))?
             };
         }
-        macro_rules! optional {
-            ($name:literal) => {
-                // SAFETY: the function has this type in every version that has it.
-                unsafe { loaded.get($name) }.ok().map(|symbol| *symbol)
-            };
-        }
         let get_version: unsafe extern "C" fn(*mut c_int) -> c_int = symbol!(c"ncclGetVersion");
         let mut version = 0;
         // SAFETY: a place for a number.
@@ -122,12 +114,11 @@ impl Library {
         Ok(Self {
             version,
             error_string: symbol!(c"ncclGetErrorString"),
-            last_error: optional!(c"ncclGetLastError"),
+            last_error: symbol!(c"ncclGetLastError"),
             unique_id: symbol!(c"ncclGetUniqueId"),
-            init_rank: symbol!(c"ncclCommInitRank"),
-            init_rank_config: optional!(c"ncclCommInitRankConfig"),
+            init_rank_config: symbol!(c"ncclCommInitRankConfig"),
             async_error: symbol!(c"ncclCommGetAsyncError"),
-            finalize: optional!(c"ncclCommFinalize"),
+            finalize: symbol!(c"ncclCommFinalize"),
             destroy: symbol!(c"ncclCommDestroy"),
             abort: symbol!(c"ncclCommAbort"),
             group_start: symbol!(c"ncclGroupStart"),
@@ -169,10 +160,8 @@ impl Library {
     /// What a code means, and the library's last words about it.
     pub(super) fn text(&self, code: c_int) -> String {
         // SAFETY: both return texts that end with a zero, the second one that of the last error of any communicator.
-        let (meaning, last) = unsafe {
-            let last = self.last_error.map(|last| last(std::ptr::null_mut()));
-            (of_text((self.error_string)(code)), last.map(|text| of_text(text)).unwrap_or_default())
-        };
+        let (meaning, last) =
+            unsafe { (of_text((self.error_string)(code)), of_text((self.last_error)(std::ptr::null_mut()))) };
         let last = last.trim();
         if last.is_empty() { meaning } else { format!("{meaning}: {last}") }
     }
@@ -218,7 +207,7 @@ mod tests {
         let other = Library::open(Path::new("libc.so.6")).err().map(|error| error.to_string());
         assert_eq!(
             other.as_deref(),
-            Some("libc.so.6 has no function ncclGetVersion: it is not NCCL, or older than 2.7")
+            Some("libc.so.6 has no function ncclGetVersion: it is not NCCL, or older than 2.14")
         );
     }
 }

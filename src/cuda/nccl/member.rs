@@ -18,7 +18,7 @@ type Result<T> = std::result::Result<T, NcclError>;
 /// How long a wait looks without a pause: a short collective is done by then.
 const BUSY: Duration = Duration::from_micros(200);
 /// The longest pause between two looks.
-const PAUSE: Duration = Duration::from_millis(2);
+const PAUSE: Duration = Duration::from_micros(200);
 /// The longest wait for the peers of a communicator that is dropped.
 const LEAVE: Duration = Duration::from_secs(10);
 
@@ -85,18 +85,14 @@ impl Member {
         let mut comm: Comm = std::ptr::null_mut();
         let (ranks, place) = (size as c_int, rank as c_int);
         // SAFETY: the library writes a communicator, and reads the configuration before it returns.
-        unsafe {
-            match library.init_rank_config {
-                Some(init) => {
-                    let code = init(&mut comm, ranks, Id(id), place, &mut { Config::NOT_BLOCKING });
-                    library.check("ncclCommInitRankConfig", code)?;
-                }
-                None => library.check("ncclCommInitRank", (library.init_rank)(&mut comm, ranks, Id(id), place))?,
-            }
+        let code =
+            unsafe { (library.init_rank_config)(&mut comm, ranks, Id(id), place, &mut { Config::NOT_BLOCKING }) };
+        if comm.is_null() {
+            library.check("ncclCommInitRankConfig", code)?;
         }
         let mut turn = Turn { member: &member, state: lock(&member.state), comm };
         turn.state.comm = Some(Handle(comm));
-        let joined = turn.until_ready("the meeting");
+        let joined = turn.done("ncclCommInitRankConfig", "the meeting", code);
         turn.end(joined)?;
         Ok(member)
     }
@@ -196,13 +192,10 @@ impl Member {
             }
             Ok(done)
         })?;
-        if let Some(finalize) = self.library.finalize {
-            // SAFETY: a living communicator, for which nothing is under way.
-            let code = unsafe { finalize(comm) };
-            self.library.check("ncclCommFinalize", code)?;
-            self.poll(OP, limit, || self.state_of(comm, OP))?;
-        }
-        Ok(())
+        // SAFETY: a living communicator, for which nothing is under way.
+        let code = unsafe { (self.library.finalize)(comm) };
+        self.library.check("ncclCommFinalize", code)?;
+        self.poll(OP, limit, || self.state_of(comm, OP))
     }
 }
 
@@ -210,11 +203,11 @@ impl Drop for Member {
     fn drop(&mut self) {
         let Some(Handle(comm)) = lock(&self.state).comm.take() else { return };
         // SAFETY: a living communicator, taken out of its only place. Without others' collectives under way a destroy is short;
-        // where those have not ended, or a peer has failed, an abort is.
+        // where those have not ended, a peer has failed, or this rank panics, an abort is.
         unsafe {
-            match self.leave(comm) {
-                Ok(()) => (self.library.destroy)(comm),
-                Err(_) => (self.library.abort)(comm),
+            match std::thread::panicking() || self.leave(comm).is_err() {
+                false => (self.library.destroy)(comm),
+                true => (self.library.abort)(comm),
             };
         }
     }
@@ -298,6 +291,7 @@ impl Turn<'_> {
     /// As [`all_gather`](Self::all_gather), with count elements at each address.
     pub unsafe fn exchange(
         &self,
+        op: &'static str,
         count: usize,
         kind: c_int,
         addresses: impl Fn(usize) -> (CUdeviceptr, CUdeviceptr),
@@ -318,7 +312,7 @@ impl Turn<'_> {
             (messages.try_for_each(|sent| sent), (library.group_end)())
         };
         messages?;
-        self.done("ncclGroupEnd", "a reduce-scatter", end)
+        self.done("ncclGroupEnd", op, end)
     }
 
     fn library(&self) -> &Library {
