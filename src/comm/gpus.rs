@@ -8,6 +8,7 @@
 //! NCCL compares nothing and sees no dead neighbour. So it is waited for only where all ranks have launched the same, and while
 //! it is waited for the communicator is asked whether all ranks are alive.
 
+use super::agree::gather_u64;
 use super::fingerprint::Fingerprint;
 use super::{Communicator, Kind, Pending, Wire};
 use crate::cuda::DeviceFlat;
@@ -54,15 +55,15 @@ struct Offer {
 }
 
 impl Offer {
-    fn to_bytes(self) -> Vec<u8> {
+    fn to_words(self) -> [u64; 5] {
         let flags = u64::from(self.usable) | u64::from(self.fast) << 1 | u64::from(self.apart) << 2;
-        [flags, self.host, self.process, self.gpu[0], self.gpu[1]].map(u64::to_le_bytes).concat()
+        [flags, self.host, self.process, self.gpu[0], self.gpu[1]]
     }
 
-    fn from_bytes(bytes: &[u8]) -> Self {
-        let word = |at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().expect("eight bytes"));
-        let is = |bit: u64| word(0) >> bit & 1 == 1;
-        Self { usable: is(0), fast: is(1), apart: is(2), host: word(1), process: word(2), gpu: [word(3), word(4)] }
+    fn from_words(words: &[u64]) -> Self {
+        let is = |bit: u64| words[0] >> bit & 1 == 1;
+        let (host, process, gpu) = (words[1], words[2], [words[3], words[4]]);
+        Self { usable: is(0), fast: is(1), apart: is(2), host, process, gpu }
     }
 
     fn is_on(&self, other: &Self) -> bool {
@@ -115,8 +116,8 @@ impl Gpus {
             process: fnv1a(process.as_bytes()),
             gpu: [half(0), half(8)],
         };
-        let offers = comm.gather_bytes(own.to_bytes()).wait()?;
-        let offers: Vec<Offer> = offers.iter().map(|bytes| Offer::from_bytes(bytes)).collect();
+        let offers = gather_u64(&**comm, &own.to_words())?;
+        let offers: Vec<Offer> = offers.iter().map(|words| Offer::from_words(words)).collect();
         if let Some(why) = hindrance(&offers) {
             if let (0, Some(library)) = (rank, library) {
                 let found = library.err().map_or_else(|| why.to_string(), |error| error.to_string());
@@ -272,7 +273,7 @@ mod tests {
         assert!(hindrance(&[offer(1, 1), offer(1, 2)]).unwrap().contains("threads of one process"));
         let apart = |gpu| Offer { apart: true, ..offer(1, gpu) };
         assert_eq!(hindrance(&[apart(1), apart(2)]), None);
-        assert!(Offer::from_bytes(&fast.to_bytes()) == fast && Offer::from_bytes(&apart(7).to_bytes()) == apart(7));
+        assert!(Offer::from_words(&fast.to_words()) == fast && Offer::from_words(&apart(7).to_words()) == apart(7));
     }
 
     #[test]

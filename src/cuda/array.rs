@@ -84,21 +84,6 @@ pub(crate) fn written(
     Ok(storage)
 }
 
-/// A copy of a host's buffer.
-#[cfg(test)]
-pub(crate) fn uploaded(device: &CudaDevice, flat: &crate::precision::Flat) -> Result<CudaStorage> {
-    use crate::precision::Flat;
-    if flat.is_empty() {
-        return room(device, flat.dtype(), 0);
-    }
-    let slice = match flat {
-        Flat::F32(v) => CudaStorageSlice::F32(device.clone_htod(v)?),
-        Flat::BF16(v) => CudaStorageSlice::BF16(device.clone_htod(v)?),
-        Flat::F16(v) => CudaStorageSlice::F16(device.clone_htod(v)?),
-    };
-    Ok(CudaStorage { slice, device: device.clone() })
-}
-
 impl DeviceRef<'_> {
     /// Number of elements.
     pub fn len(&self) -> usize {

@@ -41,8 +41,7 @@ impl DeviceFlat {
     /// As [`with_capacity`](Self::with_capacity).
     pub fn of(device: &CudaDevice, values: FlatRef<'_>) -> Result<Self> {
         let mut flat = Self::with_capacity(device, values.dtype(), values.len())?;
-        flat.len = values.len();
-        flat.write(0..values.len(), values)?;
+        flat.extend_from_host(values)?;
         Ok(flat)
     }
 
@@ -59,8 +58,8 @@ impl DeviceFlat {
         padded: usize,
     ) -> Result<Self> {
         let mut flat = Self::with_capacity(device, dtype, padded)?;
-        flat.len = values.len();
-        flat.copy_scaled(0..values.len(), values, factor)?;
+        let own = flat.grown_by(values.len())?;
+        flat.copy_scaled(own, values, factor)?;
         flat.extend_zeros(padded - values.len())?;
         Ok(flat)
     }
@@ -200,9 +199,8 @@ impl DeviceFlat {
 
     /// Makes `count` elements more, with whatever is in them.
     fn grown_by(&mut self, count: usize) -> Result<Range<usize>> {
-        self.reserve_exact(count)?;
         let start = self.len;
-        self.len += count;
+        self.resize(start + count)?;
         Ok(start..self.len)
     }
 

@@ -49,8 +49,6 @@ pub(crate) mod rotary;
 mod squares;
 mod sum;
 
-#[cfg(test)]
-pub(crate) use array::uploaded;
 pub(crate) use array::{elements, elements_mut, storage_of, written, zeros};
 pub(crate) use buffer::DeviceFlat;
 pub(crate) use flat::{DeviceMut, DeviceRef};

@@ -71,7 +71,7 @@ fn chunk_sums(device: &CudaDevice, arrays: &[DeviceRef<'_>], chunks: usize) -> R
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::cuda::{elements, uploaded};
+    use crate::cuda::DeviceFlat;
     use crate::precision::{Flat, sum_of_squares};
     use candle_core::DType;
     use candle_core::backend::BackendDevice;
@@ -85,10 +85,10 @@ mod tests {
 
     /// The sums of the elements of each buffer from `start` on, on the device.
     fn sums_from(device: &CudaDevice, start: usize, flats: &[Flat]) -> Vec<f64> {
-        let storages: Vec<_> = flats.iter().map(|flat| uploaded(device, flat).unwrap()).collect();
-        let arrays =
-            storages.iter().zip(flats).map(|(storage, flat)| elements(storage, start.min(flat.len())..flat.len()));
-        sums_of_squares(device, &arrays.collect::<Option<Vec<_>>>().unwrap()).unwrap()
+        let on_device: Vec<_> = flats.iter().map(|flat| DeviceFlat::of(device, flat.as_ref()).unwrap()).collect();
+        let part = |flat: &DeviceFlat| start.min(flat.len())..flat.len();
+        let arrays: Vec<_> = on_device.iter().map(|flat| flat.part(part(flat)).unwrap()).collect();
+        sums_of_squares(device, &arrays).unwrap()
     }
 
     fn bits(sums: &[f64]) -> Vec<u64> {

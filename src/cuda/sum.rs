@@ -55,7 +55,7 @@ fn run(device: &CudaDevice, kernel: &str, to: DeviceMut<'_>, from: &DeviceRef<'_
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::cuda::{elements, elements_mut, uploaded};
+    use crate::cuda::DeviceFlat;
     use crate::precision::Flat;
     use candle_core::DType;
     use candle_core::backend::BackendDevice;
@@ -66,24 +66,20 @@ mod tests {
         let odd = [0.0, -0.0, 1e-40, 65520.0, f32::INFINITY, f32::MIN_POSITIVE, 1.003_906_3, 1.011_718_8];
         let numbers: Vec<f32> = (0..1000).map(|i| (i as f32 - 400.0) * 0.37).chain(odd).collect();
         let n = numbers.len();
-        let read = |storage: &_, like: &Flat| {
-            let mut flat = Flat::zeros(like.dtype(), n);
-            elements(storage, 0..n).unwrap().read(&device, flat.as_mut()).unwrap();
-            flat
-        };
+        let upload = |flat: &Flat| DeviceFlat::of(&device, flat.as_ref()).unwrap();
         let dtypes = [DType::F32, DType::BF16, DType::F16];
         for (d, s) in dtypes.into_iter().flat_map(|d| dtypes.map(|s| (d, s))) {
             let from = Flat::from_f32(numbers.clone(), s);
             let mut on_host = Flat::from_f32(numbers.iter().rev().copied().collect(), d);
-            let (mut to, source) = (uploaded(&device, &on_host).unwrap(), uploaded(&device, &from).unwrap());
+            let (mut to, source) = (upload(&on_host), upload(&from));
             for factor in [0.7, 1.0, 1.0 / 3.0] {
-                let source = elements(&source, 0..n - 1).unwrap();
-                add_scaled(&device, elements_mut(&mut to, 1..n).unwrap(), &source, factor).unwrap();
+                let source = source.part(0..n - 1).unwrap();
+                add_scaled(&device, to.part_mut(1..n).unwrap(), &source, factor).unwrap();
                 on_host.slice_mut(1..n).add_scaled(from.slice(0..n - 1), factor);
-                assert_eq!(read(&to, &on_host), on_host, "{d:?} += {factor} {s:?}");
-                scale(&device, elements_mut(&mut to, 3..n).unwrap(), factor).unwrap();
+                assert_eq!(to.to_host(0..n).unwrap(), on_host, "{d:?} += {factor} {s:?}");
+                scale(&device, to.part_mut(3..n).unwrap(), factor).unwrap();
                 on_host.slice_mut(3..n).scale(factor);
-                assert_eq!(read(&to, &on_host), on_host, "{d:?} *= {factor}");
+                assert_eq!(to.to_host(0..n).unwrap(), on_host, "{d:?} *= {factor}");
             }
         }
     }
@@ -91,7 +87,7 @@ mod tests {
     #[test]
     fn nothing_is_scaled_without_a_launch() {
         let Ok(device) = CudaDevice::new(0) else { return };
-        let mut nothing = uploaded(&device, &Flat::zeros(DType::F16, 0)).unwrap();
-        scale(&device, elements_mut(&mut nothing, 0..0).unwrap(), 2.0).unwrap();
+        let mut nothing = DeviceFlat::zeros(&device, DType::F16, 0).unwrap();
+        scale(&device, nothing.part_mut(0..0).unwrap(), 2.0).unwrap();
     }
 }

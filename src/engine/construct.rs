@@ -88,7 +88,6 @@ impl<M> Engine<M> {
         let inits = std::mem::take(&mut registered.inits);
         let second_group = second_group(&config, &*comm)?;
         note_compression(&config, &*comm);
-        let home = share_plan.home(&device);
         let core = Arc::new(Core::new(CoreParts {
             comm,
             second_group,
@@ -105,7 +104,6 @@ impl<M> Engine<M> {
             buffer_sync,
             ledger,
             offload,
-            home,
         }));
         link.connect(&core);
         check_same_on_all_ranks(&core, &config, own, &trainer, weights, &inits, &same)?;

@@ -295,22 +295,12 @@ impl Elements for FlatBuffer {
 
     #[cfg(feature = "cuda")]
     fn sums_of_squares(parts: &[(&Self, Range<usize>)]) -> Result<Vec<f64>> {
-        let mut sums = vec![0.0; parts.len()];
-        let (mut on_device, mut numbers) = (Vec::new(), Vec::new());
-        for (number, (buffer, range)) in parts.iter().enumerate() {
-            match buffer {
-                Self::Host(flat) => sums[number] = sum_of_squares(flat.slice(range.clone())),
-                Self::Device(flat) => {
-                    on_device.push(flat.part(range.clone())?);
-                    numbers.push((number, flat.device()));
-                }
-            }
-        }
-        if let Some((_, device)) = numbers.first() {
-            let found = crate::cuda::sums_of_squares(device, &on_device)?;
-            numbers.iter().zip(found).for_each(|((number, _), sum)| sums[*number] = sum);
-        }
-        Ok(sums)
+        let Some((Self::Device(first), _)) = parts.first() else {
+            let sum = |(buffer, range): &(&Self, Range<usize>)| sum_of_squares(buffer.slice(range.clone()));
+            return Ok(parts.iter().map(sum).collect());
+        };
+        let arrays = parts.iter().map(|(buffer, range)| buffer.on_device().part(range.clone()));
+        Ok(crate::cuda::sums_of_squares(first.device(), &arrays.collect::<candle_core::Result<Vec<_>>>()?)?)
     }
 }
 

@@ -98,8 +98,6 @@ pub(crate) struct CoreParts {
     pub buffer_sync: BufferSync,
     pub ledger: Ledger,
     pub offload: Option<Arc<Offload>>,
-    /// Where this rank's share lies, if not in files.
-    pub home: BufferPlace,
 }
 
 /// A model's parameters and units, and this rank's share of them.
@@ -186,7 +184,7 @@ impl Core {
     /// The core of a registered model.
     pub fn new(parts: CoreParts) -> Self {
         let CoreParts { comm, zero, second_group, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
-        let CoreParts { rounding, registered, buffer_sync, ledger, offload, home, .. } = parts;
+        let CoreParts { rounding, registered, buffer_sync, ledger, offload, .. } = parts;
         let Registered { params, units, leaves, used_by, groups, buffers, .. } = registered;
         let places = places(&groups, params.len());
         let gather = Gatherer::new(&params, &leaves, &zero, share_plan.division);
@@ -199,7 +197,7 @@ impl Core {
             dtype,
             second_group,
             tensor_tier: params.first().map_or(Tier::Host, |p| Tier::of(p.tensor.device())),
-            home,
+            home: params.first().map_or(BufferPlace::Host, |p| share_plan.home(p.tensor.device())),
             #[cfg(feature = "cuda")]
             gpus: OnceLock::new(),
             ledger,

@@ -6,7 +6,7 @@ use crate::support::device::{counted_bytes, gpu, peak_bytes};
 use crate::support::processes::{as_program, zerorun};
 use crate::support::skips::skipped;
 use crate::support::tiny::{Outcome, Shape, Tiny, absent_parameters_are_named, batch, config, train_on};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_zero::Engine;
 use candle_zero::checkpoint::{LoadOptions, SaveOptions};
 use candle_zero::comm::{Communicator, threads};
@@ -125,6 +125,16 @@ fn stand_in<T: Fn()>(test: T) -> bool {
     there
 }
 
+/// A forward and a backward on a rank's batch, of so many copies of it: the loss.
+fn backward(engine: &mut Engine<Tiny>, copies: usize) -> candle_zero::Result<Tensor> {
+    let (ids, targets) = batch(engine.rank());
+    let on = |t: &Tensor| t.repeat((copies, 1))?.to_device(engine.device());
+    let (ids, targets) = (on(&ids)?, on(&targets)?);
+    let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+    engine.backward(&loss)?;
+    Ok(loss)
+}
+
 /// Each in a process of its own, so that nothing else is on the GPUs: of two ranks that train for two steps, bytes on the GPU
 /// between steps and at most, the engine's report and the number of its parameters' tensors.
 fn held_by_ranks(shape: Shape, config: &Value) -> Vec<(usize, usize, MemoryReport, usize)> {
@@ -132,11 +142,8 @@ fn held_by_ranks(shape: Shape, config: &Value) -> Vec<(usize, usize, MemoryRepor
         let rank = comm.rank();
         let builder = Engine::builder().communicator(comm).device(gpu(rank)?);
         let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config.clone())?;
-        let (ids, targets) = batch(rank);
         for _ in 0..2 {
-            let (ids, targets) = (ids.to_device(engine.device())?, targets.to_device(engine.device())?);
-            let loss = engine.forward(|model| model.loss(&ids, &targets))?;
-            engine.backward(&loss)?;
+            backward(&mut engine, 1)?;
             engine.step()?;
         }
         let number = i32::try_from(rank).unwrap();
@@ -302,23 +309,15 @@ fn a_checkpoint_goes_on_with_states_elsewhere_and_shards_of_groups_change_no_bit
             }
             let mut losses = Vec::new();
             for _ in 0..2 {
-                let (ids, targets) = batch(rank);
-                let (ids, targets) = (ids.to_device(engine.device())?, targets.to_device(engine.device())?);
-                let loss = engine.forward(|model| model.loss(&ids, &targets))?;
-                losses.push(
-                    loss.to_device(&Device::Cpu)?.to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?.to_bits(),
-                );
-                engine.backward(&loss)?;
+                let loss = backward(&mut engine, 1)?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+                losses.push(loss.to_scalar::<f32>()?.to_bits());
                 engine.step()?;
             }
             if save {
                 // By another thread, while the next backward runs.
                 let options = SaveOptions { in_background: true, ..SaveOptions::default() };
                 engine.save_checkpoint_with(folder.path(), None, json!({}), &options)?;
-                let (ids, targets) = batch(rank);
-                let (ids, targets) = (ids.to_device(engine.device())?, targets.to_device(engine.device())?);
-                let loss = engine.forward(|model| model.loss(&ids, &targets))?;
-                engine.backward(&loss)?;
+                backward(&mut engine, 1)?;
                 engine.wait_for_checkpoint()?;
             }
             Ok(losses)
@@ -400,12 +399,9 @@ fn as_a_rank_with_a_gpu() {
     let folder = std::path::PathBuf::from(std::env::var_os(FOLDER).unwrap());
     let shape = Shape { layers: 2, units: true, ..Shape::default() };
     let mut engine = Engine::initialize(|vb| Tiny::new(shape, vb), config(3, 1, zero(), json!({}))).unwrap();
-    let (ids, targets) = batch(engine.rank());
-    let (ids, targets) = (ids.to_device(engine.device()).unwrap(), targets.to_device(engine.device()).unwrap());
     let rank = engine.rank();
     let mut step = || {
-        let loss = engine.forward(|model| model.loss(&ids, &targets))?;
-        engine.backward(&loss)?;
+        backward(&mut engine, 1)?;
         engine.step()
     };
     for _ in 0..3 {
@@ -472,12 +468,8 @@ fn out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoin
     for stage in [2, 3] {
         let config = config(stage, 1, zero(), json!({}));
         let folder = folder.path().join(stage.to_string());
-        let step = |engine: &mut Engine<Tiny>, rank: usize, samples: usize| {
-            let (ids, targets) = batch(rank);
-            let on = |t: &Tensor| t.repeat((samples, 1))?.to_device(engine.device());
-            let (ids, targets) = (on(&ids)?, on(&targets)?);
-            let loss = engine.forward(|model| model.loss(&ids, &targets))?;
-            engine.backward(&loss)?;
+        let step = |engine: &mut Engine<Tiny>, copies: usize| {
+            backward(engine, copies)?;
             engine.step()
         };
         let make = |comm: Arc<dyn Communicator>| {
@@ -485,11 +477,10 @@ fn out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoin
             Engine::builder().communicator(comm).device(device).initialize(|vb| Tiny::new(shape, vb), config.clone())
         };
         let errors = threads::run(2, |comm| {
-            let rank = comm.rank();
             let mut engine = make(comm)?;
-            step(&mut engine, rank, 1)?;
+            step(&mut engine, 1)?;
             engine.save_checkpoint(&folder, None, json!({}))?;
-            Ok(step(&mut engine, rank, 50).unwrap_err())
+            Ok(step(&mut engine, 50).unwrap_err())
         });
         let errors: Vec<_> = errors.unwrap().into_iter().map(|error| error.unwrap().to_string()).collect();
         // The rank that found it first; the other may have been told of it.
@@ -498,10 +489,9 @@ fn out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoin
         println!("stage {stage}: {}", own.replace("rank 1", "rank 0"));
 
         let loaded = threads::run(2, |comm| {
-            let rank = comm.rank();
             let mut engine = make(comm)?;
             engine.load_checkpoint(&folder, None, &LoadOptions::default())?;
-            step(&mut engine, rank, 1)?;
+            step(&mut engine, 1)?;
             Ok(engine.global_steps())
         });
         assert!(loaded.unwrap().into_iter().all(|steps| steps.unwrap() == 2));

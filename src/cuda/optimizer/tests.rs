@@ -3,10 +3,9 @@
 
 use super::*;
 use crate::config::{AdagradConfig, AdamConfig, EightBit, EightBitConfig, LionConfig, OptimizerConfig, SgdConfig};
-use crate::cuda::{elements, elements_mut, uploaded};
+use crate::cuda::DeviceFlat;
 use crate::optim::{Optimizer, StepContext, from_config};
 use crate::precision::Flat;
-use candle_core::CudaStorage;
 use candle_core::backend::BackendDevice;
 
 /// Numbers of both signs over many magnitudes, zeros and subnormal numbers among them.
@@ -43,8 +42,8 @@ fn compare(device: &CudaDevice, optimizer: &dyn Optimizer, len: usize, start: us
     let mut masters: Vec<Flat> = vec![Flat::from(numbers(all, 1))];
     masters.extend((0..states).map(|_| Flat::zeros(DType::F32, all)));
     let mut copy = half.map(|dtype| Flat::zeros(dtype, all));
-    let upload = |flat: &Flat| uploaded(device, flat).unwrap();
-    let mut on_device: Vec<CudaStorage> = masters.iter().map(upload).collect();
+    let upload = |flat: &Flat| DeviceFlat::of(device, flat.as_ref()).unwrap();
+    let mut on_device: Vec<DeviceFlat> = masters.iter().map(upload).collect();
     let mut copy_on_device = copy.as_ref().map(upload);
     for step_number in 1..=3 {
         let gradient = Flat::from_f32(numbers(all, 1 + step_number), grad);
@@ -57,11 +56,11 @@ fn compare(device: &CudaDevice, optimizer: &dyn Optimizer, len: usize, start: us
         let uploaded_gradient = upload(&gradient);
 
         let mut slices: Vec<DeviceMut<'_>> =
-            on_device.iter_mut().map(|storage| elements_mut(storage, start..all).unwrap()).collect();
+            on_device.iter_mut().map(|storage| storage.part_mut(start..all).unwrap()).collect();
         let param = slices.remove(0);
-        let copied = copy_on_device.as_mut().map(|storage| elements_mut(storage, start..all).unwrap());
+        let copied = copy_on_device.as_mut().map(|storage| storage.part_mut(start..all).unwrap());
         let rule = optimizer.elementwise(&ctx).unwrap();
-        let elements_of_grad = elements(&uploaded_gradient, start..all).unwrap();
+        let elements_of_grad = uploaded_gradient.part(start..all).unwrap();
         step(device, &rule, param, &elements_of_grad, slices, copied).unwrap();
 
         let mut slices: Vec<&mut [f32]> = masters
@@ -80,7 +79,7 @@ fn compare(device: &CudaDevice, optimizer: &dyn Optimizer, len: usize, start: us
         let pairs = masters.iter().zip(&on_device).chain(copy.iter().zip(&copy_on_device));
         for (i, (host, storage)) in pairs.enumerate() {
             let mut read = Flat::zeros(host.dtype(), all);
-            elements(storage, 0..all).unwrap().read(device, read.as_mut()).unwrap();
+            storage.read(0..all, read.as_mut()).unwrap();
             assert!(read.as_bytes() == host.as_bytes(), "{what}: buffer {i}");
         }
     }
@@ -107,13 +106,13 @@ fn a_step_of_buffers_that_do_not_fit_is_an_error() {
     let config = SgdConfig { lr: 1e-2, momentum: 0.9, dampening: 0.0, weight_decay: 0.0, nesterov: false };
     let rule = from_config(&OptimizerConfig::Sgd(config)).elementwise(&StepContext::new(1e-2, 1)).unwrap();
     let refused = |param: DType, grad: usize, states: &[DType], half: Option<(DType, usize)>| {
-        let zeros = |dtype: DType, len: usize| uploaded(&device, &Flat::zeros(dtype, len)).unwrap();
+        let zeros = |dtype: DType, len: usize| DeviceFlat::zeros(&device, dtype, len).unwrap();
         let (mut param, gradient) = (zeros(param, 5), zeros(DType::BF16, grad));
-        let mut states: Vec<CudaStorage> = states.iter().map(|dtype| zeros(*dtype, 5)).collect();
+        let mut states: Vec<DeviceFlat> = states.iter().map(|dtype| zeros(*dtype, 5)).collect();
         let mut half = half.map(|(dtype, len)| (zeros(dtype, len), len));
-        let states = states.iter_mut().map(|state| elements_mut(state, 0..5).unwrap()).collect();
-        let half = half.as_mut().map(|(half, len)| elements_mut(half, 0..*len).unwrap());
-        let (param, gradient) = (elements_mut(&mut param, 0..5).unwrap(), elements(&gradient, 0..grad).unwrap());
+        let states = states.iter_mut().map(|state| state.part_mut(0..5).unwrap()).collect();
+        let half = half.as_mut().map(|(half, len)| half.part_mut(0..*len).unwrap());
+        let (param, gradient) = (param.part_mut(0..5).unwrap(), gradient.part(0..grad).unwrap());
         step(&device, &rule, param, &gradient, states, half).is_err()
     };
     let (f32, bf16) = (DType::F32, DType::BF16);
