@@ -32,7 +32,8 @@ pub enum Kind {
     SecondCopy,
     /// Gradients on their way through a reduction, and updated weights on their way through a gather.
     Buckets,
-    /// Windows of the optimizer step, between files and the update, and copies that direct access to files needs.
+    /// Windows of the optimizer step, between files and the update, copies that direct access to files needs, and the windows
+    /// through which copies between a GPU and the host pass.
     Staging,
     /// Inputs that recomputing units keep in a file until backward.
     Activations,
@@ -48,6 +49,8 @@ pub enum Tier {
     Device,
     /// Memory of the host.
     Host,
+    /// Page-locked memory of the host, through which copies between it and the GPU pass.
+    Pinned,
     /// Space reserved in files.
     File,
     /// The part of files that is mapped into memory at the moment.
@@ -89,7 +92,7 @@ pub(crate) struct Ledger(Arc<Mutex<Entries>>);
 #[derive(Debug, Default)]
 struct Entries {
     tiers: BTreeMap<(Kind, Tier), Bytes>,
-    /// Device and host together: their peaks need not be at the same time.
+    /// Device and host together, page-locked or not: their peaks need not be at the same time.
     memory: BTreeMap<Kind, Bytes>,
 }
 
@@ -116,7 +119,7 @@ impl Ledger {
         Held { ledger: self.clone(), tier, kind, bytes }
     }
 
-    /// Held and peak bytes of `kind` in memory, device and host together.
+    /// Held and peak bytes of `kind` in memory, device and host together, page-locked or not.
     pub fn bytes(&self, kind: Kind) -> Bytes {
         self.lock().memory.get(&kind).copied().unwrap_or_default()
     }
@@ -136,7 +139,7 @@ impl Ledger {
     fn change(&self, tier: Tier, kind: Kind, from: usize, to: usize) {
         let mut entries = self.lock();
         entries.tiers.entry((kind, tier)).or_default().change(from, to);
-        if matches!(tier, Tier::Device | Tier::Host) {
+        if matches!(tier, Tier::Device | Tier::Host | Tier::Pinned) {
             entries.memory.entry(kind).or_default().change(from, to);
         }
     }
@@ -189,13 +192,15 @@ impl Drop for Held {
 pub struct MemoryRow {
     /// Its purpose.
     pub kind: Kind,
-    /// Bytes in memory now, and at most: device and host together.
+    /// Bytes in memory now, and at most: device and host together, page-locked or not.
     #[serde(flatten)]
     pub bytes: Bytes,
     /// Bytes in the memory of the GPU.
     pub device: Bytes,
-    /// Bytes in the host's memory.
+    /// Bytes in the host's memory, without `pinned`.
     pub host: Bytes,
+    /// Bytes in page-locked memory of the host.
+    pub pinned: Bytes,
     /// Bytes reserved in files.
     pub file: Bytes,
     /// Bytes of files that are mapped into memory, besides `bytes`.
@@ -254,6 +259,7 @@ impl MemoryReport {
             bytes: ledger.bytes(kind),
             device: ledger.bytes_in(Tier::Device, kind),
             host: ledger.bytes_in(Tier::Host, kind),
+            pinned: ledger.bytes_in(Tier::Pinned, kind),
             file: ledger.bytes_in(Tier::File, kind),
             mapped: ledger.bytes_in(Tier::Mapped, kind),
             formula: None,
@@ -298,13 +304,14 @@ impl fmt::Display for MemoryReport {
         let frozen = if self.frozen == 0 { String::new() } else { format!(", {} of them frozen,", self.frozen) };
         let groups = if self.copies == 1 { String::new() } else { format!(" in groups of {}", world / self.copies) };
         writeln!(f, "{psi} parameters{frozen} at stage {stage} on {world} ranks{groups}; bytes of this rank:")?;
-        write!(f, "{:<15} {:>14} {:>14} {:>14} {:>14}", "kind", "device", "host", "peak in memory", "files")?;
+        write!(f, "{:<15} {:>14} {:>14} {:>14}", "kind", "device", "host", "pinned")?;
+        write!(f, " {:>14} {:>14}", "peak in memory", "files")?;
         write!(f, " {:>16} {:>12}", "formula", "padding")?;
         for row in &self.rows {
             let formula = row.formula.map_or("-".into(), |b| format!("{b:.0}"));
-            let (device, host, peak) = (row.device.held, row.host.held, row.bytes.peak);
-            let (file, padding) = (row.file.held, row.padding);
-            write!(f, "\n{:<15} {device:>14} {host:>14} {peak:>14} {file:>14}", row.kind.name())?;
+            let (device, host, pinned) = (row.device.held, row.host.held, row.pinned.held);
+            let (peak, file, padding) = (row.bytes.peak, row.file.held, row.padding);
+            write!(f, "\n{:<15} {device:>14} {host:>14} {pinned:>14} {peak:>14} {file:>14}", row.kind.name())?;
             write!(f, " {formula:>16} {padding:>12.0}")?;
         }
         Ok(())

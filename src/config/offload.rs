@@ -115,6 +115,7 @@ pub(super) fn optimizer(
         pipeline_read: walk.bool(&OPTIMIZER.join("pipeline_read")),
         pipeline_write: walk.bool(&OPTIMIZER.join("pipeline_write")),
         ratio: walk.float(&OPTIMIZER.join("ratio")),
+        pin_memory: walk.bool(&OPTIMIZER.join("pin_memory")),
         to,
     })
 }
@@ -126,6 +127,7 @@ pub(super) fn param(walk: &mut Walk<'_>, stage: ZeroStage) -> Option<OffloadPara
         buffer_count: PARAM.count(walk, "buffer_count", &to, 1, ""),
         buffer_size: PARAM.count(walk, "buffer_size", &to, 1, ""),
         max_in_cpu: count(walk, &PARAM.join("max_in_cpu")),
+        pin_memory: walk.bool(&PARAM.join("pin_memory")),
         to,
     })
 }

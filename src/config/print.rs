@@ -136,6 +136,7 @@ impl Config {
                 ("buffer_count", json!(offload.buffer_count)),
                 ("pipeline_read", json!(offload.pipeline_read)),
                 ("pipeline_write", json!(offload.pipeline_write)),
+                ("pin_memory", json!(offload.pin_memory)),
                 ("ratio", json!(offload.ratio)),
             ];
             (&offload.to, fields)
@@ -145,6 +146,7 @@ impl Config {
                 ("buffer_count", json!(offload.buffer_count)),
                 ("buffer_size", json!(offload.buffer_size)),
                 ("max_in_cpu", json!(offload.max_in_cpu)),
+                ("pin_memory", json!(offload.pin_memory)),
             ];
             (&offload.to, fields)
         });

@@ -287,6 +287,8 @@ pub struct OffloadOptimizer {
     pub pipeline_write: bool,
     /// `ratio`: share of the sub-groups that is offloaded; the first ones stay. Default 1.
     pub ratio: f64,
+    /// `pin_memory`: gradients and updated weights pass between a GPU and the host through page-locked memory. Default true.
+    pub pin_memory: bool,
 }
 
 /// `zero_optimization.offload_param`: where parameter shards live.
@@ -300,6 +302,8 @@ pub struct OffloadParam {
     pub buffer_size: usize,
     /// `max_in_cpu`: elements of this rank's shards that stay in memory with `nvme`. Default 1e9.
     pub max_in_cpu: usize,
+    /// `pin_memory`: shards pass from the host to a GPU through page-locked memory. Default true.
+    pub pin_memory: bool,
 }
 
 impl OffloadParam {

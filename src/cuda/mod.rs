@@ -10,6 +10,7 @@
 //! | `array.rs` | memory of tensors: room for results, elements to read and to write | `numbers.cuh`: f32, bf16, f16 |
 //! | `flat.rs` | views of elements | |
 //! | `buffer.rs`, `sum.rs` | flat buffers; casts, sums and products | `flat.cu` |
+//! | `copy_queue.rs` | copies between GPU and host beside other work | |
 //! | `squares.rs` | sums of squares of many arrays at once | `squares.cu` |
 //! | `optimizer.rs` | the steps of optimizers | `optimizer.cu` |
 //! | `activation.rs` | GELU, SiLU and what they gate | `activation.cu`, `activations.cuh` |
@@ -26,7 +27,8 @@
 //! They know slices; the layers that use them are in `nn::on_gpu`. Formulas are the host's, of [`crate::kernels`].
 //!
 //! Everything runs on the stream of Candle's device, in the order of the calls, so that a buffer is written before the next
-//! operation of the model reads it; collectives alone have a stream of their own, and `nccl.rs` keeps its order with Candle's.
+//! operation of the model reads it. Collectives, and copies to and from the host beside the model's work, have streams of their own;
+//! `nccl.rs` and `copy_queue.rs` keep their order with Candle's.
 //! Numbers are computed in f32 and rounded once, as on the host: what works element by element gives the host's bits. A file of
 //! kernels that sums says in which order.
 
@@ -35,6 +37,7 @@ mod array;
 pub(crate) mod attention;
 mod buffer;
 pub(crate) mod columns;
+mod copy_queue;
 pub(crate) mod cross_entropy;
 pub(crate) mod dropout;
 pub(crate) mod embedding;
@@ -51,6 +54,7 @@ mod sum;
 
 pub(crate) use array::{elements, elements_mut, storage_of, written, zeros};
 pub(crate) use buffer::DeviceFlat;
+pub(crate) use copy_queue::{CopyQueue, Copying};
 pub(crate) use flat::{DeviceMut, DeviceRef};
 pub(crate) use load::Module;
 pub use optimizer::Elementwise;

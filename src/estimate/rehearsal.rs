@@ -23,6 +23,7 @@ use crate::zero::gather::Gatherer;
 use crate::zero::gradients::{self, Arrival, Gradients, ReducePlan};
 use crate::zero::lay_out::{self, State, SubGroupBuilder};
 use crate::zero::leaf::Leaves;
+use crate::zero::moving::{Cargo, WINDOWS_BYTES, windows_tier};
 use crate::zero::parcel::Parcel;
 use crate::zero::rank::{Facts, Rank};
 use crate::zero::share_plan::SharePlan;
@@ -65,6 +66,8 @@ pub(super) struct Rehearsal<'a> {
     /// Sub-group and slot of each parameter.
     places: Vec<(usize, usize)>,
     requests: Requests,
+    /// The windows between the host and the GPU, by cargo.
+    windows: RefCell<[Option<Held>; 3]>,
     traffic: Rc<RefCell<Traffic>>,
     /// The step under way.
     script: RefCell<Script>,
@@ -104,8 +107,9 @@ impl<'a> Rehearsal<'a> {
             requests.hold_copies();
         }
         let tier = if setting.gpu { Tier::Device } else { Tier::Host };
-        let home = if share_plan.stays_on_device() { tier } else { Tier::Host };
-        let mut builder = SubGroupBuilder::with(share_plan.clone(), Spaces(ledger.clone()), ledger.clone(), home);
+        let homes = share_plan.homes_of(tier, Tier::Host);
+        let home = homes.states;
+        let mut builder = SubGroupBuilder::with(share_plan.clone(), Spaces(ledger.clone()), ledger.clone(), homes);
         let mut whole = Vec::new();
         for (id, param) in params.iter().enumerate() {
             let Param { name, shape, numel, .. } = param;
@@ -138,6 +142,7 @@ impl<'a> Rehearsal<'a> {
             places: places(&groups, params.len()),
             groups: Mutex::new(groups),
             requests,
+            windows: RefCell::default(),
             traffic,
             script: RefCell::default(),
             leaves,
@@ -302,6 +307,7 @@ impl<'a> lay_out::Carrier<Rehearsal<'a>> for Spaces {
 impl Rank for Rehearsal<'_> {
     type Buffer = Blank;
     type Pending = OnItsWay;
+    type Moving = (Blank, [Held; 2]);
     type Files = Requests;
 
     fn facts(&self) -> Facts<'_> {
@@ -320,6 +326,10 @@ impl Rank for Rehearsal<'_> {
 
     fn home(&self) -> &Tier {
         &self.home
+    }
+
+    fn model_place(&self) -> &Tier {
+        &self.tier
     }
 
     fn is_evaluating(&self) -> bool {
@@ -378,6 +388,23 @@ impl Rank for Rehearsal<'_> {
         Ok(result)
     }
 
+    fn send(&self, cargo: Cargo, buffer: Blank, to: &Tier, capacity: usize) -> Result<(Blank, [Held; 2])> {
+        let size = buffer.dtype().size_in_bytes();
+        let room = if Blank::is_device(to) { capacity.max(buffer.len()) } else { buffer.len() };
+        self.windows.borrow_mut()[cargo as usize].get_or_insert_with(|| {
+            self.ledger.hold_in(windows_tier(self.zero(), cargo), Kind::Staging, WINDOWS_BYTES)
+        });
+        let hold = |tier, bytes| self.ledger.hold_in(tier, cargo.kind(), bytes);
+        let held = [hold(buffer.place(), buffer.capacity_in_bytes()), hold(*to, room * size)];
+        let mut there = Blank::with_capacity(to, buffer.dtype(), room)?;
+        there.extend_zeros(buffer.len())?;
+        Ok((there, held))
+    }
+
+    fn arrived(&self, (buffer, _held): (Blank, [Held; 2])) -> Result<Blank> {
+        Ok(buffer)
+    }
+
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
         let launched = self.count(CommKind::Control, values.len(), DType::F64, Wire::Exact);
         self.script.borrow_mut().wait(launched);
@@ -413,7 +440,7 @@ impl gradients::Carrier for Rehearsal<'_> {
     }
 
     fn pack(&self, plan: &ReducePlan, parcel: &Parcel, _: Vec<Arrival<Blank>>) -> Result<Blank> {
-        Ok(Blank::whole(self.home, plan.dtype, parcel.chunk * self.world_size()))
+        Ok(Blank::whole(self.tier, plan.dtype, parcel.chunk * self.world_size()))
     }
 }
 

@@ -12,14 +12,6 @@ impl Grad {
         Self::OnDevice(tensor_of(storage, len))
     }
 
-    /// The GPU whose memory it lies in.
-    pub fn gpu(&self) -> Option<&CudaDevice> {
-        match self {
-            Self::Own(_) => None,
-            Self::Shared(tensor) | Self::OnDevice(tensor) => gpu_of(tensor),
-        }
-    }
-
     /// The values as a contiguous tensor on `device`.
     pub fn on_device(self, device: &CudaDevice) -> Result<Tensor> {
         let shape = Shape::from(self.len());

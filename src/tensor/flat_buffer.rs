@@ -5,7 +5,7 @@
 
 use crate::error::Result;
 use crate::precision::{Elements, Flat, FlatMut, FlatRef};
-use candle_core::DType;
+use candle_core::{DType, Device};
 use std::ops::Range;
 #[cfg(feature = "cuda")]
 use {crate::cuda::DeviceFlat, crate::precision::sum_of_squares, candle_core::CudaDevice};
@@ -16,6 +16,26 @@ pub(crate) enum BufferPlace {
     Host,
     #[cfg(feature = "cuda")]
     Device(CudaDevice),
+}
+
+impl BufferPlace {
+    /// The memory of tensors on `device`.
+    pub fn of(device: &Device) -> Self {
+        match device {
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => Self::Device(device.clone()),
+            _ => Self::Host,
+        }
+    }
+
+    /// The GPU, if it is one's memory.
+    #[cfg(feature = "cuda")]
+    pub fn gpu(&self) -> Option<&CudaDevice> {
+        match self {
+            Self::Device(device) => Some(device),
+            Self::Host => None,
+        }
+    }
 }
 
 /// A flat buffer of f32, bf16 or f16.

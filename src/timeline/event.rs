@@ -28,6 +28,9 @@ pub(crate) enum Kind {
     Collective,
     /// A block of a file.
     File,
+    /// Elements on their way between a GPU and the host.
+    #[cfg(feature = "cuda")]
+    Copy,
     /// Saving or loading.
     Checkpoint,
 }
@@ -43,6 +46,8 @@ impl Kind {
             Self::Optimizer => "optimizer",
             Self::Collective => "collective",
             Self::File => "file",
+            #[cfg(feature = "cuda")]
+            Self::Copy => "copy",
             Self::Checkpoint => "checkpoint",
         }
     }
@@ -57,6 +62,15 @@ pub(crate) enum Lane {
     Collectives,
     /// The thread of a save in the background.
     Checkpoint,
+    /// Gradients on their way from a GPU to the host.
+    #[cfg(feature = "cuda")]
+    Gradients,
+    /// Updated weights on their way from the host to a GPU.
+    #[cfg(feature = "cuda")]
+    Updates,
+    /// Shards of parameters on their way from the host to a GPU.
+    #[cfg(feature = "cuda")]
+    Shards,
     /// A thread of offload.
     File(usize),
 }
@@ -73,6 +87,12 @@ impl Lane {
                 Self::Training => 1,
                 Self::Collectives => 2,
                 Self::Checkpoint => 3,
+                #[cfg(feature = "cuda")]
+                Self::Gradients => 4,
+                #[cfg(feature = "cuda")]
+                Self::Updates => 5,
+                #[cfg(feature = "cuda")]
+                Self::Shards => 6,
                 Self::File(thread) => FIRST_FILE + thread,
             }
     }
@@ -84,6 +104,9 @@ impl Lane {
             1 => "training".to_string(),
             2 => "collectives".to_string(),
             3 => "checkpoint".to_string(),
+            4 => "gradients to the host".to_string(),
+            5 => "updates to the GPU".to_string(),
+            6 => "shards to the GPU".to_string(),
             file => format!("files {}", file.saturating_sub(FIRST_FILE)),
         };
         if engine == 0 { name } else { format!("{name} (engine {})", engine + 1) }

@@ -1,7 +1,8 @@
 //! Parameters that are gathered and released together, and how: from all ranks, or from this host's second copy.
 
+use super::moving::Cargo;
 use super::parcel::Parcel;
-use super::rank::Rank;
+use super::rank::{PlaceOf, Rank};
 use super::sub_group::Home;
 use super::travel::Collective;
 use crate::comm::Wire;
@@ -31,6 +32,8 @@ pub(super) enum Transit<R: Rank> {
     /// This rank's shards are being read from a file. The all-gather begins when they are asked for, so that all ranks
     /// issue it at the same point.
     Reading(<R::Files as Files>::Reading),
+    /// They are on their way from the host to the GPU. Likewise.
+    Moving(R::Moving),
     /// The all-gather is under way.
     Travelling(R::Pending),
 }
@@ -86,14 +89,15 @@ impl Bundle {
         let launch = |parcel: &Parcel| {
             let _about = timeline::about(|| core.names(&parcel.params));
             let _span = timeline::span(timeline::Kind::Gather, "launch").of(|| core.names(&parcel.params));
-            // Room for the chunks of all shards: the others' arrive in the same buffer.
-            let room = parcel.chunk * core.division().shards();
             // They lie in one place, as they are of one kind.
             let place = parcel.params.first().and_then(|p| match &groups[core.place(*p).0].weights {
                 Some(Home::Memory(weights)) => Some(weights.buffer().place()),
                 _ => None,
             });
             let place = place.unwrap_or_else(R::Buffer::host);
+            let goes_on = goes_to_gpu(core, parcel, &place);
+            // Room for the chunks of all shards, where they are gathered: the others' arrive in the same buffer.
+            let room = if goes_on { parcel.chunk } else { parcel.chunk * core.division().shards() };
             let mut chunk = R::Buffer::with_capacity(&place, parcel.dtype(core.dtype()), room)?;
             let mut pieces = Vec::new();
             for (p, offset) in parcel.params.iter().zip(&parcel.offsets) {
@@ -112,11 +116,19 @@ impl Bundle {
             let held = core.hold(Kind::Gathered, &chunk);
             let way = match core.files() {
                 Some(files) if !pieces.is_empty() => Transit::Reading(files.fill(chunk, pieces)),
+                _ if goes_on => return self.send(core, parcel, chunk),
                 _ => Transit::Travelling(self.gather(core, parcel, chunk)?),
             };
             Ok((way, held))
         };
         self.parcels.iter().map(launch).collect()
+    }
+
+    /// Begins to bring this rank's shards to the GPU. On the way they are entered already.
+    fn send<R: Rank>(&self, core: &R, parcel: &Parcel, chunk: R::Buffer) -> Result<(Transit<R>, Held)> {
+        let room = parcel.chunk * core.division().shards();
+        let moving = core.send(Cargo::Shards, chunk, core.model_place(), room)?;
+        Ok((Transit::Moving(moving), core.ledger().hold(Kind::Gathered, 0)))
     }
 
     fn gather<R: Rank>(&self, core: &R, parcel: &Parcel, chunk: R::Buffer) -> Result<R::Pending> {
@@ -132,17 +144,34 @@ impl Bundle {
         kind: Kind,
         after: After,
     ) -> Result<SecondCopy<R>> {
-        // All of them travel before the first is waited for.
+        // All of them are on their way to the GPU, and then travel, before the first is waited for.
+        let read = |(parcel, (way, held)): (&Parcel, (Transit<R>, Held))| {
+            let _about = timeline::about(|| core.names(&parcel.params));
+            match (way, core.files()) {
+                (Transit::Reading(reading), Some(files)) => {
+                    let chunk = files.filled(reading)?;
+                    if goes_to_gpu(core, parcel, &chunk.place()) {
+                        return self.send(core, parcel, chunk);
+                    }
+                    Ok((Transit::Travelling(self.gather(core, parcel, chunk)?), held))
+                }
+                (way, _) => Ok((way, held)),
+            }
+        };
+        let read = self.parcels.iter().zip(gathering).map(read).collect::<Result<Vec<_>>>()?;
         let travel = |(parcel, (way, held)): (&Parcel, (Transit<R>, Held))| {
             let _about = timeline::about(|| core.names(&parcel.params));
-            let pending = match (way, core.files()) {
-                (Transit::Reading(reading), Some(files)) => self.gather(core, parcel, files.filled(reading)?)?,
-                (Transit::Reading(_), None) => unreachable!("what is read lies in files"),
-                (Transit::Travelling(pending), _) => pending,
-            };
-            Ok((pending, held))
+            match way {
+                Transit::Moving(moving) => {
+                    let chunk = core.arrived(moving)?;
+                    let held = core.hold(Kind::Gathered, &chunk);
+                    Ok((self.gather(core, parcel, chunk)?, held))
+                }
+                Transit::Travelling(pending) => Ok((pending, held)),
+                Transit::Reading(_) => unreachable!("what is read lies in files"),
+            }
         };
-        let travelling = self.parcels.iter().zip(gathering).map(travel).collect::<Result<Vec<_>>>()?;
+        let travelling = self.parcels.iter().zip(read).map(travel).collect::<Result<Vec<_>>>()?;
         let mut second = Vec::new();
         for (parcel, (pending, held)) in self.parcels.iter().zip(travelling) {
             let chunks = core.wait(pending)?;
@@ -162,6 +191,12 @@ impl Bundle {
     }
 }
 
+/// Whether a parcel's shards, which lie in `place`, are gathered on the GPU, to which they have to be brought. Packed ones are
+/// unpacked on the host.
+fn goes_to_gpu<R: Rank>(core: &R, parcel: &Parcel, place: &PlaceOf<R>) -> bool {
+    R::Buffer::is_device(core.model_place()) && !R::Buffer::is_device(place) && !parcel.is_packed()
+}
+
 /// This rank's part of a parcel's chunks, as its group divides them.
 fn part_of_group<R: Rank>(core: &R, chunks: &R::Buffer) -> Result<(R::Buffer, Held)> {
     let ranks = core.second_group();
@@ -176,6 +211,7 @@ fn part_of_group<R: Rank>(core: &R, chunks: &R::Buffer) -> Result<(R::Buffer, He
 pub(super) fn forget<R: Rank>(core: &R, gathering: Gathering<R>) -> Result<()> {
     gathering.into_iter().try_for_each(|(way, _)| match (way, core.files()) {
         (Transit::Travelling(pending), _) => core.wait(pending).map(drop),
+        (Transit::Moving(moving), _) => core.arrived(moving).map(drop),
         (Transit::Reading(reading), Some(files)) => files.filled(reading).map(drop),
         (Transit::Reading(_), None) => unreachable!("what is read lies in files"),
     })

@@ -8,6 +8,8 @@ use super::buffers::Buffers;
 use super::gather::Gatherer;
 use super::gradients::{Gradients, ReducePlan};
 use super::leaf::{InLeaf, Leaves};
+#[cfg(feature = "cuda")]
+use super::moving::Copies;
 use super::rank::Rank;
 use super::share_plan::SharePlan;
 use super::sub_group::{SubGroup, places};
@@ -45,6 +47,11 @@ pub(crate) struct Core {
     pub(super) tensor_tier: Tier,
     /// Where this rank's share lies, if not in files.
     pub(super) home: BufferPlace,
+    /// Where the model computes.
+    pub(super) model_place: BufferPlace,
+    /// The ways between the host and the GPU on which the model computes.
+    #[cfg(feature = "cuda")]
+    pub(super) copies: Option<Copies>,
     /// The GPUs of all ranks, where NCCL joins them.
     #[cfg(feature = "cuda")]
     pub(super) gpus: OnceLock<Gpus>,
@@ -190,16 +197,20 @@ impl Core {
         let gather = Gatherer::new(&params, &leaves, &zero, share_plan.division);
         let optional = leaves.optional(&params, &zero);
         let gradients = Gradients::new(reduce_plan, zero.reduce_bucket_size, optional);
+        let model_place = params.first().map_or(BufferPlace::Host, |p| BufferPlace::of(p.tensor.device()));
         Self {
             comm,
             placement: zero.stage.placement(),
-            zero,
             dtype,
             second_group,
             tensor_tier: params.first().map_or(Tier::Host, |p| Tier::of(p.tensor.device())),
-            home: params.first().map_or(BufferPlace::Host, |p| share_plan.home(p.tensor.device())),
+            home: params.first().map_or(BufferPlace::Host, |p| share_plan.homes(p.tensor.device()).states),
+            #[cfg(feature = "cuda")]
+            copies: model_place.gpu().map(|device| Copies::new(device, &zero, &ledger)),
+            model_place,
             #[cfg(feature = "cuda")]
             gpus: OnceLock::new(),
+            zero,
             ledger,
             offload,
             params,
@@ -240,18 +251,14 @@ impl Core {
         self.gpus.get().into_iter().for_each(Gpus::abort);
     }
 
-    /// Collective, when all ranks have been compared: from now on NCCL joins the GPUs of all ranks, where shares lie on them and it
-    /// can.
+    /// Collective, when all ranks have been compared: from now on NCCL joins the GPUs of all ranks, where models compute on them and
+    /// it can.
     ///
     /// # Errors
     /// NCCL's; a failed collective.
     #[cfg(feature = "cuda")]
     pub fn join_gpus(&self) -> Result<()> {
-        let device = match &self.home {
-            BufferPlace::Device(device) => Some(device),
-            BufferPlace::Host => None,
-        };
-        if let Some(gpus) = Gpus::join(&self.comm, device, &self.ledger)? {
+        if let Some(gpus) = Gpus::join(&self.comm, self.model_place.gpu(), &self.ledger)? {
             self.gpus.get_or_init(|| gpus);
         }
         Ok(())

@@ -14,6 +14,7 @@ use super::sub_group::places;
 use crate::comm::agree::{Failure, gather_u64};
 use crate::error::{EngineError, Result};
 use crate::precision::{Flat, FlatRef};
+use crate::tensor::flat_buffer::BufferPlace;
 use crate::util::{fnv1a, lock, unpoisoned};
 use candle_core::DType;
 use std::ops::Range;
@@ -35,7 +36,8 @@ impl Core {
         }
         let mut builder = {
             let (plan, offload) = (self.share_plan.clone(), self.offload.clone());
-            SubGroupBuilder::new(plan, offload, self.ledger.clone(), self.home.clone())
+            let homes = plan.homes_of(self.model_place.clone(), BufferPlace::Host);
+            SubGroupBuilder::new(plan, offload, self.ledger.clone(), homes)
         };
         for (id, param) in self.params.iter().enumerate() {
             let weights = match self.own_words(id)? {

@@ -1,7 +1,7 @@
 //! Gradients: from the backward that makes them to this rank's share.
 //!
 //! ```text
-//!   arrived -> [held until backward ends: stage 1] -> bucket -> reduce -> becomes, or is added to, the share
+//!   arrived -> [held until backward ends: stage 1] -> bucket -> reduce -> [leaves the GPU] -> becomes, or is added to, the share
 //! ```
 //!
 //! A large gradient travels alone, in the buffer that its layer wrote: a parameter's pieces lie in it one after the other
@@ -23,6 +23,7 @@
 
 use super::batch::{Batcher, IN_FLIGHT};
 use super::core::Core;
+use super::moving::Cargo;
 #[cfg(feature = "cuda")]
 use super::on_device::{self, Form};
 use super::parcel::Parcel;
@@ -40,7 +41,7 @@ use crate::precision::{Elements, Flat, Ints};
 use crate::tensor::flat_buffer::FlatBuffer;
 use crate::timeline;
 use candle_core::DType;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 /// How gradients are reduced.
@@ -127,6 +128,8 @@ pub(crate) trait Carrier: Rank {
 pub(crate) struct Gradients<C: Carrier = Core> {
     plan: ReducePlan,
     batcher: Batcher<Arrival<C::Grad>, Reduction<C>>,
+    /// Sums on their way to the share, the oldest first.
+    leaving: VecDeque<(Parcel, C::Moving)>,
     held: Vec<Arrival<C::Grad>>,
     /// Parameters that ranks may miss; what has not come counts as zeros.
     optional: Vec<bool>,
@@ -160,7 +163,7 @@ impl<C: Carrier> Gradients<C> {
     pub fn new(plan: ReducePlan, bucket_size: usize, optional: Vec<bool>) -> Self {
         let seen = Some(vec![false; optional.len()]);
         let (batcher, held, waiting) = (Batcher::new(bucket_size), Vec::new(), BTreeMap::new());
-        Self { plan, batcher, held, optional, waiting, seen }
+        Self { plan, batcher, leaving: VecDeque::new(), held, optional, waiting, seen }
     }
 
     /// A parameter's gradient is complete.
@@ -236,13 +239,7 @@ impl<C: Carrier> Gradients<C> {
         let params = bucket.iter().map(|arrived| arrived.param).collect();
         let parcel = Parcel::new(params, core.params(), core.division().pieces(), wire);
         let _span = timeline::span(timeline::Kind::Reduce, "pack").of(|| core.names(&parcel.params));
-        // A GPU's gradients are packed there, also where they are kept on the host.
-        let is_packed_elsewhere = Tier::at::<C::Buffer>(core.home()) != core.tier();
-        let packed = parcel.chunk * core.world_size() * self.plan.dtype.size_in_bytes();
-        let packed = is_packed_elsewhere.then_some(packed);
-        let packed = packed.map(|bytes| core.ledger().hold_in(core.tier(), Kind::Buckets, bytes));
         let buffer = core.pack(&self.plan, &parcel, bucket)?;
-        drop(packed);
         let about = timeline::about(|| core.names(&parcel.params));
         let held = core.hold(Kind::Buckets, &buffer);
         let pending = match scatter {
@@ -254,12 +251,22 @@ impl<C: Carrier> Gradients<C> {
         self.finish(core, if overlap { IN_FLIGHT - 1 } else { 0 })
     }
 
-    /// Waits for the oldest reductions until at most `left` are under way, and adds them to this rank's share.
+    /// Waits for the oldest reductions until at most `left` are under way, and adds them to this rank's share. Where that lies
+    /// elsewhere, at most `left` are on their way to it then.
     fn finish(&mut self, core: &C, left: usize) -> Result<()> {
         while let Some(Reduction { parcel, pending, held }) = self.batcher.due(left) {
             let sum = core.wait(pending)?;
             drop(held);
-            self.accumulate(core, &parcel, sum)?;
+            if C::Buffer::is_device(&sum.place()) == C::Buffer::is_device(core.home()) {
+                self.accumulate(core, &parcel, sum)?;
+                continue;
+            }
+            let len = sum.len();
+            self.leaving.push_back((parcel, core.send(Cargo::Gradients, sum, core.home(), len)?));
+        }
+        while self.leaving.len() > left {
+            let Some((parcel, sum)) = self.leaving.pop_front() else { break };
+            self.accumulate(core, &parcel, core.arrived(sum)?)?;
         }
         Ok(())
     }
@@ -287,7 +294,7 @@ impl<C: Carrier> Gradients<C> {
                 // A large parameter's pieces lie one after the other, as in its share.
                 sum.truncate(len);
                 // A GPU's memory is not given back in part: for a moment both are there.
-                let bucket = C::Buffer::is_device(core.home()).then(|| core.hold(Kind::Buckets, &sum));
+                let bucket = C::Buffer::is_device(&sum.place()).then(|| core.hold(Kind::Buckets, &sum));
                 sum.shrink_to_fit()?;
                 if after != 1.0 {
                     sum.scale(after)?;
@@ -357,18 +364,18 @@ impl Carrier for Core {
 
     fn pack(&self, plan: &ReducePlan, parcel: &Parcel, mut grads: Vec<Arrival<Grad>>) -> Result<FlatBuffer> {
         #[cfg(feature = "cuda")]
-        if let Some(gpu) = on_device::gpu_of(&self.home, grads.iter().map(|arrived| &arrived.grad)) {
+        if let Some(gpu) = self.model_place.gpu() {
             let (form, len) = (Form { dtype: plan.dtype, factor: plan.before }, parcel.chunk * self.world_size());
             let packed = match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
-                Some(large) => on_device::prepare(&gpu, form, len, large.grad)?,
+                Some(large) => on_device::prepare(gpu, form, len, large.grad)?,
                 None => {
                     let each = grads.into_iter().zip(&parcel.offsets);
                     let each =
                         each.map(|(arrived, offset)| (arrived.grad, self.places(arrived.param, parcel, *offset)));
-                    on_device::pack(&gpu, form, len, each)?
+                    on_device::pack(gpu, form, len, each)?
                 }
             };
-            return FlatBuffer::Device(packed).moved_to(&self.home);
+            return Ok(FlatBuffer::Device(packed));
         }
         let packed = match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
             Some(large) => prepare(plan, parcel.chunk * self.world_size(), large)?,

@@ -8,7 +8,7 @@ use super::core::Core;
 use super::moment::Moment;
 use super::packed;
 use super::rank::{ExtentOf, PlaceOf, Rank};
-use super::share_plan::SharePlan;
+use super::share_plan::{Homes, SharePlan};
 use super::sub_group::{GradShare, Home, Slot, SubGroup};
 use crate::error::{Error, OffloadError, Result};
 use crate::layout::{Cut, Place, Sharing, groups_in_memory};
@@ -91,18 +91,18 @@ pub(crate) struct SubGroupBuilder<R: Rank = Core, C = Arenas> {
     files: C,
     ledger: Ledger,
     /// Where sub-groups lie when they are complete, if not in files. Until then they lie on the host.
-    home: PlaceOf<R>,
+    homes: Homes<PlaceOf<R>>,
     done: Vec<SubGroup<R>>,
     /// The open sub-group of each class.
     open: [Option<SubGroup<R>>; Class::COUNT],
 }
 
 impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
-    pub fn with(plan: SharePlan, files: C, ledger: Ledger, home: PlaceOf<R>) -> Self {
+    pub fn with(plan: SharePlan, files: C, ledger: Ledger, homes: Homes<PlaceOf<R>>) -> Self {
         let sharing = Sharing::new(plan.placement.optim.is_sharded(), plan.sub_group_size);
         // In files a parameter's share begins where a request may begin.
         let sharing = if plan.has_files() { sharing.in_files(plan.step(), plan.weights_in_memory) } else { sharing };
-        Self { plan, sharing, files, ledger, home, done: Vec::new(), open: [const { None }; Class::COUNT] }
+        Self { plan, sharing, files, ledger, homes, done: Vec::new(), open: [const { None }; Class::COUNT] }
     }
 
     /// Adds a parameter to the sub-groups of a class. `read` gives initial values of the `len` elements that this rank owns,
@@ -251,14 +251,15 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
         // So that the order of parameters, and of sums over them, does not depend on where sub-groups end.
         groups.sort_by_key(|group| group.class);
         self.files.written()?;
-        let Self { plan, files, ledger, home, .. } = self;
+        let Self { plan, files, ledger, homes, .. } = self;
         // The trained ones are the first.
         let trained = groups.iter().filter(|group| group.class.is_trained()).count();
         let stay = plan.states_in_files.map_or(trained, |ratio| groups_in_memory(trained, ratio));
         for (i, group) in groups.iter_mut().enumerate() {
             // Packed weights are unpacked on the host.
             let stays = group.class.weights.packing().is_some() && group.weights.is_some();
-            for state in [&mut group.weights, &mut group.master].into_iter().filter(|_| !stays) {
+            let states = [(&mut group.weights, &homes.weights), (&mut group.master, &homes.states)];
+            for (state, home) in states.into_iter().filter(|_| !stays) {
                 if let Some(Home::Memory(values)) = state.take_if(|home| home.file().is_none()) {
                     *state = Some(Home::Memory(values.moved_to(ledger, home)?));
                 }
@@ -267,12 +268,12 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
             let Some(role) = class.role() else { continue };
             let states = plan.grouping.state_names(role).iter().zip(plan.formats(role));
             if i < stay {
-                let zeros = |kind| Ok(Tracked::new(ledger, kind, R::Buffer::zeros(home, DType::F32, len)?));
+                let zeros = |kind| Ok(Tracked::new(ledger, kind, R::Buffer::zeros(&homes.states, DType::F32, len)?));
                 if let Some(Home::File(extent)) = &group.master {
                     let values = files.take_back(extent, len, || zeros(Kind::MasterWeights))?;
                     group.master = values.map(Home::Memory).or(group.master.take());
                 }
-                let moments = states.map(|(_, format)| Moment::in_memory(ledger, home, format, len));
+                let moments = states.map(|(_, format)| Moment::in_memory(ledger, &homes.states, format, len));
                 group.moments = moments.collect::<Result<_>>()?;
                 continue;
             }
@@ -292,8 +293,8 @@ impl<R: Rank, C: Carrier<R>> SubGroupBuilder<R, C> {
 
 impl SubGroupBuilder {
     /// A builder with the files of this rank, if it has any.
-    pub fn new(plan: SharePlan, offload: Option<Arc<Offload>>, ledger: Ledger, home: BufferPlace) -> Self {
-        Self::with(plan, Arenas { offload, writing: VecDeque::new(), too_small: false }, ledger, home)
+    pub fn new(plan: SharePlan, offload: Option<Arc<Offload>>, ledger: Ledger, homes: Homes<BufferPlace>) -> Self {
+        Self::with(plan, Arenas { offload, writing: VecDeque::new(), too_small: false }, ledger, homes)
     }
 }
 

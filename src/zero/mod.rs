@@ -18,6 +18,7 @@
 //! | `step.rs` | vote, update |
 //! | `unreduced.rs`, `no_sync.rs` | gradients that a rank keeps for itself until they are reduced |
 //! | `walk.rs` | a pass through the share, in memory and in files |
+//! | `moving.rs`, `away.rs` | what goes to and fro between the host and the GPU; weights there that a step on the host changes |
 //! | `moment.rs`, `kept.rs` | optimizer states in formats other than f32, and their way to f32 and back |
 //! | `whole.rs` | norms of whole parameters, and directions made of whole ones |
 //! | `publish.rs` | updated shards, brought to all ranks |
@@ -32,6 +33,8 @@
 //! The decisions of a step are written once, over `rank::Rank`; the core and a rehearsal carry them out.
 
 mod access;
+#[cfg(feature = "cuda")]
+mod away;
 mod batch;
 pub(crate) mod buffers;
 mod bundle;
@@ -49,6 +52,7 @@ mod kept_input;
 pub(crate) mod lay_out;
 pub(crate) mod leaf;
 pub(crate) mod moment;
+pub(crate) mod moving;
 mod no_sync;
 #[cfg(feature = "cuda")]
 mod on_device;

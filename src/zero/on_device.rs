@@ -5,19 +5,9 @@
 use crate::cuda::DeviceFlat;
 use crate::error::Result;
 use crate::graph::Grad;
-use crate::tensor::flat_buffer::BufferPlace;
 use crate::tensor::on_device::with_each;
 use candle_core::{CudaDevice, DType};
 use std::ops::Range;
-
-/// The GPU where gradients are packed: that of the rank's share, or the one on which all of these lie.
-pub(super) fn gpu_of<'a>(home: &BufferPlace, mut grads: impl Iterator<Item = &'a Grad>) -> Option<CudaDevice> {
-    if let BufferPlace::Device(device) = home {
-        return Some(device.clone());
-    }
-    let first = grads.next()?.gpu()?.clone();
-    grads.all(|grad| grad.gpu().is_some_and(|gpu| gpu.id() == first.id())).then_some(first)
-}
 
 /// How gradients travel: rounded to this dtype, when they have been multiplied with the factor.
 #[derive(Clone, Copy)]

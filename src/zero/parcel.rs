@@ -61,6 +61,11 @@ impl Parcel {
         self.weights.packing().map_or(self.weights.dtype(dtype), |_| DType::F32)
     }
 
+    /// Whether it carries packed weights, which lie on the host.
+    pub fn is_packed(&self) -> bool {
+        self.weights.packing().is_some()
+    }
+
     /// How it travels, if weights go by `wire`: what is packed is coded already.
     pub fn wire(&self, wire: Wire) -> Wire {
         self.weights.packing().map_or(wire, |_| Wire::Exact)
@@ -86,7 +91,7 @@ impl Parcel {
                 let at = (self.chunk, *offset);
                 // Words lie on the host.
                 let whole = packed::whole(packing, param, &chunks, at, rank.dtype(), rank.division())?;
-                install(param, whole.moved_to(rank.home())?)?;
+                install(param, whole.moved_to(rank.model_place())?)?;
             }
             return Ok(());
         }
@@ -99,7 +104,7 @@ impl Parcel {
         let division = rank.division();
         for (p, offset) in self.params.iter().zip(&self.offsets) {
             let param = &rank.params()[*p];
-            let mut whole = R::Buffer::with_capacity(rank.home(), self.dtype(rank.dtype()), param.numel)?;
+            let mut whole = R::Buffer::with_capacity(rank.model_place(), self.dtype(rank.dtype()), param.numel)?;
             for shard in 0..division.shards() {
                 let start = shard * self.chunk + offset;
                 whole.extend_from(&chunks, start..start + param.shard(division, shard).len())?;

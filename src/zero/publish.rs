@@ -58,7 +58,7 @@ impl<R: Rank> Publisher<R> {
         let division = core.division();
         // The chunks of the other ranks arrive in the same buffer.
         let room = parcel.chunk * division.shards();
-        let mut shards = R::Buffer::with_capacity(core.home(), parcel.dtype(core.dtype()), room)?;
+        let mut shards = R::Buffer::with_capacity(core.model_place(), parcel.dtype(core.dtype()), room)?;
         for param in parcel.params.iter().map(|p| &core.params()[*p]) {
             let shard = param.shard(division, division.shard_of(core.rank()));
             let padding = param.shard_len(division) - shard.len();

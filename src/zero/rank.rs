@@ -5,6 +5,7 @@
 //! and states stands, as a trait `Carrier`, beside the decisions: in `gradients.rs` and `walk.rs`.
 
 use super::core::Core;
+use super::moving::{Cargo, Moving};
 use super::sub_group::SubGroup;
 use super::travel::{Collective, Means, Travel};
 use crate::comm::Wire;
@@ -39,7 +40,7 @@ pub(crate) struct Facts<'a> {
     pub ledger: &'a Ledger,
 }
 
-/// Where a rank's share lies, if not in files, and what is on its way to and from it.
+/// A kind of memory in which a rank has buffers.
 pub(crate) type PlaceOf<R> = <<R as Rank>::Buffer as Elements>::Place;
 
 /// A rank that trains, or rehearses it.
@@ -48,12 +49,16 @@ pub(crate) trait Rank: Sized {
     type Buffer: Elements;
     /// A collective under way.
     type Pending;
+    /// A buffer on its way between the host and the GPU on which the model computes.
+    type Moving;
     /// Where states lie that are not in memory.
     type Files: Files<Buffer = Self::Buffer>;
 
     fn facts(&self) -> Facts<'_>;
-    /// Where this rank's share lies, if not in files, and what is on its way to and from it.
+    /// Where this rank's share lies, if not in files.
     fn home(&self) -> &PlaceOf<Self>;
+    /// Where the model computes: gathered parameters, and what travels between ranks.
+    fn model_place(&self) -> &PlaceOf<Self>;
     /// A model is only evaluated.
     fn is_evaluating(&self) -> bool;
     /// This rank's share.
@@ -73,6 +78,10 @@ pub(crate) trait Rank: Sized {
     ) -> Result<Self::Pending>;
     /// Waits for its result, which lies in the memory of its argument.
     fn wait(&self, pending: Self::Pending) -> Result<Self::Buffer>;
+    /// Begins to bring a buffer to a place, if it is not there. On a GPU there will be room for `capacity` elements.
+    fn send(&self, cargo: Cargo, buffer: Self::Buffer, to: &PlaceOf<Self>, capacity: usize) -> Result<Self::Moving>;
+    /// Waits until it is there.
+    fn arrived(&self, moving: Self::Moving) -> Result<Self::Buffer>;
     /// A few numbers of every rank, in rank order.
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>>;
     /// Appends elements `range` of a whole parameter to a buffer.
@@ -198,6 +207,7 @@ pub(crate) type StagingOf<R> = <<R as Rank>::Files as Files>::Staging;
 impl Rank for Core {
     type Buffer = FlatBuffer;
     type Pending = Travel;
+    type Moving = Moving;
     type Files = Io;
 
     fn facts(&self) -> Facts<'_> {
@@ -215,6 +225,10 @@ impl Rank for Core {
 
     fn home(&self) -> &BufferPlace {
         &self.home
+    }
+
+    fn model_place(&self) -> &BufferPlace {
+        &self.model_place
     }
 
     fn is_evaluating(&self) -> bool {
@@ -252,6 +266,19 @@ impl Rank for Core {
         travel.wait()
     }
 
+    fn send(&self, cargo: Cargo, buffer: FlatBuffer, to: &BufferPlace, capacity: usize) -> Result<Moving> {
+        #[cfg(feature = "cuda")]
+        if let Some(copies) = &self.copies {
+            return copies.send(cargo, buffer, to, capacity);
+        }
+        _ = (cargo, to, capacity);
+        Ok(Moving::There(buffer))
+    }
+
+    fn arrived(&self, moving: Moving) -> Result<FlatBuffer> {
+        moving.wait()
+    }
+
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>> {
         self.comm.gather_f64(values).wait()
     }
@@ -259,7 +286,7 @@ impl Rank for Core {
     fn copy(&self, param: &Param, range: Range<usize>, to: &mut FlatBuffer) -> Result<()> {
         match to {
             FlatBuffer::Host(to) => {
-                Ok(residency::with_view(&param.tensor, |whole| to.extend_cast(whole.slice(range)))?)
+                Ok(residency::with_part(&param.tensor, range, |values| to.extend_cast(values))?)
             }
             #[cfg(feature = "cuda")]
             FlatBuffer::Device(to) => Ok(with_each([&param.tensor], "copy", |[whole]| to.extend(&whole.part(range)?))?),

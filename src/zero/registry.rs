@@ -69,8 +69,7 @@ impl Registry {
         link: Link,
         ledger: Ledger,
     ) -> Self {
-        let home = plan.home(&device);
-        let groups = SubGroupBuilder::new(plan.clone(), offload, ledger.clone(), home);
+        let groups = SubGroupBuilder::new(plan.clone(), offload, ledger.clone(), plan.homes(&device));
         Self(Arc::new(Mutex::new(Inner {
             plan,
             device,
@@ -97,7 +96,8 @@ impl Registry {
     pub fn of_shapes(dtype: DType) -> Self {
         let plan = SharePlan {
             states: StatePrecision { master_weights: true, bf16_moments: false },
-            offloads: false,
+            offloads_states: false,
+            offloads_weights: false,
             rank: 0,
             division: Division::among_all(1),
             placement: ZeroStage::Three.placement(),

@@ -93,7 +93,7 @@ impl Core {
                 drop(groups);
                 take(transfer.wait()?.as_ref());
             }
-            None => residency::with_view(&self.params[param].tensor, |whole| take(whole.slice(range)))?,
+            None => residency::with_part(&self.params[param].tensor, range, take)?,
         }
         Ok(())
     }

@@ -8,6 +8,15 @@ use crate::tensor::flat_buffer::BufferPlace;
 use candle_core::{DType, Device};
 use std::sync::Arc;
 
+/// Where a rank keeps its share, as far as it is not in files.
+#[derive(Debug, Clone)]
+pub(crate) struct Homes<P> {
+    /// Master weights, moments and gradients.
+    pub states: P,
+    /// Shards of weights in the model's dtype.
+    pub weights: P,
+}
+
 /// How parameters are shared among ranks, and where a rank keeps its share.
 #[derive(Clone)]
 pub(crate) struct SharePlan {
@@ -24,8 +33,10 @@ pub(crate) struct SharePlan {
     pub buffer_dtype: Option<DType>,
     /// Elements of weights that stay in memory (`max_in_cpu`), where the others lie in files.
     pub weights_in_memory: Option<usize>,
-    /// Something is to be on the host (`offload_optimizer`, `offload_param`), whatever device computes the model.
-    pub offloads: bool,
+    /// States are to be on the host (`offload_optimizer`), whatever device computes the model.
+    pub offloads_states: bool,
+    /// Shards of weights are (`offload_param`).
+    pub offloads_weights: bool,
     /// How master weights and moments are kept.
     pub states: StatePrecision,
     /// The part of the sub-groups whose optimizer state lies in files (`ratio`), where any does.
@@ -45,29 +56,37 @@ impl SharePlan {
             sub_group_size: zero.sub_group_size,
             grad_dtype,
             grouping,
-            offloads: zero.offload_optimizer.is_some() || zero.offload_param.is_some(),
+            offloads_states: zero.offload_optimizer.is_some(),
+            offloads_weights: zero.offload_param.is_some(),
             states: config.states,
             weights_in_memory: zero.param_files().map(|files| files.max_in_cpu),
             states_in_files: zero.optimizer_files().map(|files| files.ratio),
         }
     }
 
-    /// Where the share lies of a model on `device`, as far as it is not in files: there too, if kernels of the GPU can update it and
-    /// nothing is to be on the host.
-    pub fn home(&self, device: &Device) -> BufferPlace {
-        match device {
-            #[cfg(feature = "cuda")]
-            Device::Cuda(device) if self.stays_on_device() => BufferPlace::Device(device.clone()),
-            _ => BufferPlace::Host,
+    /// Where the share lies of a model on `device`.
+    pub fn homes(&self, device: &Device) -> Homes<BufferPlace> {
+        self.homes_of(BufferPlace::of(device), BufferPlace::Host)
+    }
+
+    /// Where the share lies of a model in the memory `model`: there too, its states if kernels of a GPU can update them there, and
+    /// either if it is not to be on the `host`.
+    pub fn homes_of<P>(&self, model: P, host: P) -> Homes<P>
+    where
+        P: Clone,
+    {
+        Homes {
+            states: if self.stays_on_device() { model.clone() } else { host.clone() },
+            weights: if self.offloads_weights { host } else { model },
         }
     }
 
     /// Whether a GPU keeps and updates the share of a model that it computes.
-    pub fn stays_on_device(&self) -> bool {
+    fn stays_on_device(&self) -> bool {
         let wide = self.dtype == DType::F32 || self.has_master();
         let in_f32 = |role: &Role| self.formats(*role).iter().all(|format| *format == StateFormat::F32);
         let by_kernels = |role: &Role| self.grouping.optimizer(*role).is_none_or(|o| o.has_kernel());
-        !self.offloads && wide && Role::ALL.iter().all(|role| in_f32(role) && by_kernels(role))
+        !self.offloads_states && !self.offloads_weights && wide && Role::ALL.iter().all(|role| in_f32(role) && by_kernels(role))
     }
 
     /// Whether trained parameters have master weights.

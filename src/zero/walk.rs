@@ -3,6 +3,8 @@
 //! State in memory is worked on in place. Of state in files, one window after the other is in memory, and goes
 //! back if the pass changes it.
 
+#[cfg(feature = "cuda")]
+use super::away::{Away, Place};
 use super::core::Core;
 pub(crate) use super::kept::Part;
 use super::kept::{Rounding, States, room};
@@ -162,49 +164,62 @@ impl Carrier for Core {
         work: &mut impl FnMut(&Slot, Range<usize>, Part<'_, '_>),
     ) -> Result<()> {
         let SubGroup { slots, weights, master, grads, moments, .. } = group;
+        #[cfg(feature = "cuda")]
+        let (mut away, mut weights) = Away::of(self, weights, pass, master.is_some());
+        #[cfg(feature = "cuda")]
+        let piece = away.as_ref().map_or(usize::MAX, Away::piece);
+        #[cfg(not(feature = "cuda"))]
+        let (piece, mut weights) = (usize::MAX, weights.as_mut());
         for (slot, grads) in slots.iter().zip(grads) {
-            let part = slot.at.max(range.start)..slot.range().end.min(range.end);
-            if part.is_empty() {
-                continue;
-            }
-            let mut staged = window.as_mut().map_or([].iter_mut(), |w| w.staged.iter_mut());
-            let weights = weights.as_mut().filter(|_| pass.has_weights());
-            let weights = weights.map(|home| home.part(&mut staged, part.clone()));
-            let master = master.as_mut().filter(|_| pass.has_weights());
-            let master = master.map(|home| as_f32(home.part(&mut staged, part.clone())));
-            let moments = moments.iter_mut().filter(|_| pass.has_moments());
-            let moments: Vec<Kept<'_>> = moments.map(|moment| moment.part(&mut staged, part.clone())).collect();
-            let in_slot = part.start - slot.at..part.end - slot.at;
-            let mut from_file;
-            let grad = match grads {
-                _ if !pass.has_moments() => FlatRef::F32(&[]),
-                GradShare::Memory(grads) => grads.buffer().slice(in_slot.clone()),
-                share => {
-                    from_file = staged.next().expect("gradients lie in the window").part(part.clone());
-                    if matches!(share, GradShare::Absent) {
-                        from_file.fill_zero();
+            let here = slot.at.max(range.start)..slot.range().end.min(range.end);
+            for part in windows(here.len(), piece).map(|part| within(&here, part)) {
+                let mut staged = window.as_mut().map_or([].iter_mut(), |w| w.staged.iter_mut());
+                let own = weights.as_mut().filter(|_| pass.has_weights());
+                let own = own.map(|home| home.part(&mut staged, part.clone()));
+                let master = master.as_mut().filter(|_| pass.has_weights());
+                let master = master.map(|home| as_f32(home.part(&mut staged, part.clone())));
+                let moments = moments.iter_mut().filter(|_| pass.has_moments());
+                let moments: Vec<Kept<'_>> = moments.map(|moment| moment.part(&mut staged, part.clone())).collect();
+                let in_slot = part.start - slot.at..part.end - slot.at;
+                let mut from_file;
+                let grad = match &*grads {
+                    _ if !pass.has_moments() => FlatRef::F32(&[]),
+                    GradShare::Memory(grads) => grads.buffer().slice(in_slot.clone()),
+                    share => {
+                        from_file = staged.next().expect("gradients lie in the window").part(part.clone());
+                        if matches!(share, GradShare::Absent) {
+                            from_file.fill_zero();
+                        }
+                        from_file.as_ref()
                     }
-                    from_file.as_ref()
+                };
+                let first = slot.owned.start + in_slot.start;
+                let rounding = Rounding { core: self, param: slot.param, first, changes: pass.changes() };
+                if !pass.has_weights() {
+                    let states = States { master: None, weights: None, moments, grad };
+                    states.visit(rounding, |range, part| work(slot, within(&in_slot, range), part));
+                    continue;
                 }
-            };
-            let first = slot.owned.start + in_slot.start;
-            let rounding = Rounding { core: self, param: slot.param, first, changes: pass.changes() };
-            if !pass.has_weights() {
-                let states = States { master: None, weights: None, moments, grad };
-                states.visit(rounding, |range, part| work(slot, within(&in_slot, range), part));
-                continue;
-            }
-            let visit = |weights: FlatMut<'_>| {
-                let states = States { master, weights: Some(weights), moments, grad };
-                states.visit(rounding, |range, part| work(slot, within(&in_slot, range), part));
-            };
-            match weights {
-                Some(weights) => visit(weights),
-                None => residency::with_values(&self.params[slot.param].tensor, |whole| {
-                    visit(whole.slice_mut(first..first + in_slot.len()));
-                })?,
+                let visit = |weights: FlatMut<'_>| {
+                    let states = States { master, weights: Some(weights), moments, grad };
+                    states.visit(rounding, |range, part| work(slot, within(&in_slot, range), part));
+                };
+                let in_tensor = first..first + in_slot.len();
+                #[cfg(feature = "cuda")]
+                if let Some(away) = &mut away {
+                    away.visit(Place { param: slot.param, in_tensor, in_group: part }, visit)?;
+                    continue;
+                }
+                match own {
+                    Some(own) => visit(own),
+                    None => residency::with_values(&self.params[slot.param].tensor, |whole| {
+                        visit(whole.slice_mut(in_tensor));
+                    })?,
+                }
             }
         }
+        #[cfg(feature = "cuda")]
+        away.map_or(Ok(()), Away::finish)?;
         Ok(())
     }
 }

@@ -328,18 +328,20 @@ fn both_on_nvme() -> (Value, OffloadOptimizer, OffloadParam) {
         pipeline_read: true,
         pipeline_write: false,
         ratio: 0.25,
+        pin_memory: false,
     };
     let param = OffloadParam {
         to: OffloadTo::Nvme { path: "/fast/params".into() },
         buffer_count: 3,
         buffer_size: 1_000_000,
         max_in_cpu: 0,
+        pin_memory: false,
     };
     let zero = json!({
         "offload_optimizer": {"device": "nvme", "nvme_path": "/fast/states", "buffer_count": 6, "pipeline_read": true,
-                              "ratio": 0.25},
+                              "ratio": 0.25, "pin_memory": false},
         "offload_param": {"device": "nvme", "nvme_path": "/fast/params", "buffer_count": 3, "buffer_size": 1e6,
-                          "max_in_cpu": 0},
+                          "max_in_cpu": 0, "pin_memory": false},
     });
     (zero, optimizer, param)
 }
@@ -350,9 +352,16 @@ fn offload_resolves_with_deepspeeds_defaults() {
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
     })));
     let cpu = OffloadTo::Cpu;
-    let optimizer =
-        OffloadOptimizer { to: cpu.clone(), buffer_count: 4, pipeline_read: false, pipeline_write: false, ratio: 1.0 };
-    let param = OffloadParam { to: cpu, buffer_count: 5, buffer_size: 100_000_000, max_in_cpu: 1_000_000_000 };
+    let optimizer = OffloadOptimizer {
+        to: cpu.clone(),
+        buffer_count: 4,
+        pipeline_read: false,
+        pipeline_write: false,
+        ratio: 1.0,
+        pin_memory: true,
+    };
+    let (buffer_count, buffer_size, max_in_cpu) = (5, 100_000_000, 1_000_000_000);
+    let param = OffloadParam { to: cpu, buffer_count, buffer_size, max_in_cpu, pin_memory: true };
     assert_eq!((config.zero.offload_optimizer, config.zero.offload_param), (Some(optimizer), Some(param)));
     assert_eq!(config.aio, Aio { block_size: 1 << 20, queue_depth: 8, intra_op_parallelism: 1 });
     assert!(config.notes.is_empty() && !config.cpu_checkpointing);

@@ -64,7 +64,6 @@ const ZERO: &[super::Key] = keys! {
 };
 
 const DEVICE: super::Kind = OneOf(&["none", "cpu", "nvme"]);
-const NOT_PINNED: &str = "Candle copies between host and GPU from ordinary memory only; results are the same";
 const NOT_SPECULATIVE: &str = "no step is made before its gradients are checked; results are the same";
 
 const OFFLOAD_PARAM: &[super::Key] = keys! {
@@ -73,14 +72,14 @@ const OFFLOAD_PARAM: &[super::Key] = keys! {
     "buffer_count": COUNT, "5", H, "With nvme: buffer_count x buffer_size elements bound the reading ahead.";
     "buffer_size": COUNT, "100000000", H, "Elements per buffer; nvme needs 1 or more of both.";
     "max_in_cpu": COUNT, "1000000000", H, "With nvme: this many first elements of a rank's shards stay in memory.";
-    "pin_memory": Bool, "true", none(NOT_PINNED), "Page-locked memory.";
+    "pin_memory": Bool, "true", H, "Where a GPU computes the model: shards on the host pass to it through two page-locked windows of 4 MiB, beside its work; false: through ordinary memory, and the copies take longer.";
 };
 
 const OFFLOAD_OPTIMIZER: &[super::Key] = keys! {
     "device": DEVICE, "\"none\"", H, "Where master weights, moments and gradient shares live from stage 1 on: cpu is host memory, where they are without this section too unless a GPU computes the model, and the step runs on the CPU; nvme a file of each kind and rank (DeepSpeed: at stage 3 only).";
     "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home, `~/.cache/` also `$XDG_CACHE_HOME/` where that is set.";
     "buffer_count": COUNT, "4", H, "With nvme: all the buffers of a step have together at most the elements of this many of the largest sub-group, and 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
-    "pin_memory": Bool, "true", none(NOT_PINNED), "Page-locked memory.";
+    "pin_memory": Bool, "true", H, "Where a GPU computes the model: gradients leave it while backward runs, and updated weights come back while the next are computed, through two page-locked windows of 4 MiB for each; false: through ordinary memory, and the copies take longer.";
     "pipeline_read": Bool, "false", H, "With nvme: read the next window while the step computes.";
     "pipeline_write": Bool, "false", H, "With nvme: write the finished window while the step computes.";
     "fast_init": Bool, "false", none("states begin as reserved file space: nothing is written at the start"), "Faster first creation of states.";

@@ -1,0 +1,324 @@
+//! Copies between the memory of a GPU and ordinary memory of the host, beside the model's work on the GPU.
+//!
+//! ```text
+//!   Candle's stream   ... what is copied is written | event
+//!   the queue's own                                 \-> piece 0 | piece 1 | piece 2 | ...
+//!   its thread                                                \-> window 0 to its place | window 1 ...
+//! ```
+//!
+//! That is the way to the host. On the way to the GPU the thread fills a window, and the stream takes it there.
+//!
+//! A GPU copies beside other work only from and to page-locked memory, which is scarce and slow to make. So a queue has two windows
+//! of it, through which everything goes piece by piece: the GPU copies one while the thread empties or fills the other. Without
+//! `pin_memory` windows are ordinary memory, and the driver holds up the thread instead.
+//!
+//! A load owns what it copies from and to until it is waited for, so nothing else can touch or free either.
+
+use super::DeviceFlat;
+use crate::precision::Flat;
+use crate::timeline::{self, CarriedContext, Kind, Lane};
+use candle_core::cuda_backend::WrapErr;
+use candle_core::cuda_backend::cudarc::driver::result as driver;
+use candle_core::cuda_backend::cudarc::driver::sys::{CUdeviceptr, CUevent_flags};
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, CudaStream, PinnedHostSlice};
+use candle_core::{CudaDevice, Error, Result};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+/// Windows of a queue.
+const WINDOWS: usize = 2;
+/// A thread that waits for an event sleeps.
+const SLEEPING: Option<CUevent_flags> = Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC);
+
+/// A thread and a stream that copy one load after the other.
+pub(crate) struct CopyQueue {
+    jobs: Option<Sender<Job>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What is copied, and to where, in the same dtype.
+enum Load {
+    /// To memory of the host that the thread allocates.
+    Down(DeviceFlat),
+    Up(Flat, DeviceFlat),
+}
+
+/// What is there, with the memory that it was copied from.
+enum Copied {
+    OnHost(Flat, DeviceFlat),
+    OnDevice(DeviceFlat),
+}
+
+struct Job {
+    load: Load,
+    /// What stands on Candle's stream before it.
+    after: CudaEvent,
+    carried: CarriedContext,
+    done: Sender<Result<Copied>>,
+}
+
+/// A load under way.
+#[must_use = "a load is waited for"]
+pub(crate) struct Copying<T> {
+    done: Receiver<Result<Copied>>,
+    take: fn(Copied) -> Option<T>,
+}
+
+impl<T> Copying<T> {
+    /// Waits for what has been copied.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn wait(self) -> Result<T> {
+        let copied = self.done.recv().map_err(|_| ended())??;
+        (self.take)(copied).ok_or_else(ended)
+    }
+}
+
+fn ended() -> Error {
+    Error::Msg("the thread that copies between the GPU and the host has ended".into())
+}
+
+impl CopyQueue {
+    /// A queue of a device, with windows of so many `bytes` together, page-locked if they are `pinned`. Its copies are shown in `lane`.
+    ///
+    /// # Errors
+    /// The driver's: it locks no more memory.
+    pub fn new(device: &CudaDevice, bytes: usize, pinned: bool, lane: Lane) -> Result<Self> {
+        // A context of cudarc's own beside Candle's, of the same primary context: with a second stream in Candle's, cudarc would
+        // record events around every kernel of the model.
+        let context = CudaContext::new(device.cuda_stream().context().ordinal()).w()?;
+        let windows = (0..WINDOWS).map(|_| Window::new(&context, bytes / WINDOWS, pinned)).collect::<Result<Vec<_>>>()?;
+        let mut copier = Copier { stream: context.new_stream().w()?, windows };
+        let (jobs, todo) = channel::<Job>();
+        let thread = std::thread::Builder::new().name("gpu-copies".into()).spawn(move || {
+            // Page-locked memory is given back in this thread, also where nothing was copied; who copies binds again and is told.
+            let _ = context.bind_to_thread();
+            for Job { load, after, carried, done } in todo {
+                let _here = carried.enter(lane);
+                // Nobody waits for a load that was given up.
+                let _ = done.send(copier.carry(load, &after));
+            }
+        });
+        let thread = thread.map_err(|error| Error::Msg(format!("no thread to copy between GPU and host: {error}")))?;
+        Ok(Self { jobs: Some(jobs), thread: Some(thread) })
+    }
+
+    /// Begins to copy a buffer to the host.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn down(&self, from: DeviceFlat) -> Result<Copying<Flat>> {
+        let device = from.device().clone();
+        self.begin(&device, Load::Down(from), |copied| match copied {
+            Copied::OnHost(to, from) => {
+                // In the thread that has it, in the order of what that launches.
+                drop(from);
+                Some(to)
+            }
+            Copied::OnDevice(_) => None,
+        })
+    }
+
+    /// Begins to copy a buffer to a GPU, where there will be room for `capacity` elements.
+    ///
+    /// # Errors
+    /// The driver's: it has no more memory.
+    pub fn up(&self, device: &CudaDevice, from: Flat, capacity: usize) -> Result<Copying<DeviceFlat>> {
+        let mut to = DeviceFlat::with_capacity(device, from.dtype(), capacity.max(from.len()))?;
+        to.resize(from.len())?;
+        self.begin(device, Load::Up(from, to), |copied| match copied {
+            Copied::OnDevice(to) => Some(to),
+            Copied::OnHost(..) => None,
+        })
+    }
+
+    fn begin<T>(&self, device: &CudaDevice, load: Load, take: fn(Copied) -> Option<T>) -> Result<Copying<T>> {
+        let after = device.cuda_stream().record_event(SLEEPING).w()?;
+        let (done, receiver) = channel();
+        let job = Job { load, after, carried: timeline::carry(), done };
+        let sent = self.jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
+        if sent { Ok(Copying { done: receiver, take }) } else { Err(ended()) }
+    }
+}
+
+impl Drop for CopyQueue {
+    /// What is under way is copied to its end.
+    fn drop(&mut self) {
+        drop(self.jobs.take());
+        // A panic there has been reported.
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// What the thread of a queue has.
+struct Copier {
+    stream: Arc<CudaStream>,
+    windows: Vec<Window>,
+}
+
+impl Copier {
+    /// Copies a load, from where Candle's stream has reached `after`, to its end.
+    fn carry(&mut self, load: Load, after: &CudaEvent) -> Result<Copied> {
+        self.stream.wait(after).w()?;
+        let (copied, result) = match load {
+            Load::Down(mut from) => {
+                let mut to = Flat::zeros(from.dtype(), from.len());
+                let result = self.down(&mut from, to.as_bytes_mut());
+                (Copied::OnHost(to, from), result)
+            }
+            Load::Up(from, mut to) => {
+                let result = self.up(from.as_bytes(), &mut to);
+                (Copied::OnDevice(to), result)
+            }
+        };
+        // Also after an error: the memory is not let go while the GPU may still use it.
+        let idle = self.stream.synchronize().w();
+        result.and(idle).map(|()| copied)
+    }
+
+    fn down(&mut self, from: &mut DeviceFlat, to: &mut [u8]) -> Result<()> {
+        let Self { stream, windows } = self;
+        let _span = timeline::span(Kind::Copy, "to the host").with("bytes", to.len() as u64);
+        let (address, _used) = from.address_mut(stream)?;
+        let mut under_way: [Option<(CudaEvent, Range<usize>)>; WINDOWS] = [const { None }; WINDOWS];
+        // After the last piece the windows are emptied.
+        let steps = pieces(to.len(), windows[0].len()).map(Some).chain(std::iter::repeat_n(None, WINDOWS));
+        for (number, piece) in steps.enumerate() {
+            let (window, under_way) = (&mut windows[number % WINDOWS], &mut under_way[number % WINDOWS]);
+            if let Some((done, before)) = under_way.take() {
+                done.synchronize().w()?;
+                let len = before.len();
+                to[before].copy_from_slice(&window.bytes()?[..len]);
+            }
+            let Some(piece) = piece else { continue };
+            let bytes = &mut window.bytes_mut()?[..piece.len()];
+            // SAFETY: the buffer, which the load owns, has as many bytes from there on, and nothing else uses the window until the
+            // event after this copy is waited for, or the stream, at the end of `carry`.
+            unsafe { driver::memcpy_dtoh_async(bytes, address + piece.start as CUdeviceptr, stream.cu_stream()) }.w()?;
+            *under_way = Some((stream.record_event(SLEEPING).w()?, piece));
+        }
+        Ok(())
+    }
+
+    fn up(&mut self, from: &[u8], to: &mut DeviceFlat) -> Result<()> {
+        let Self { stream, windows } = self;
+        let _span = timeline::span(Kind::Copy, "to the GPU").with("bytes", from.len() as u64);
+        let (address, _used) = to.address_mut(stream)?;
+        let mut under_way: [Option<CudaEvent>; WINDOWS] = [const { None }; WINDOWS];
+        for (number, piece) in pieces(from.len(), windows[0].len()).enumerate() {
+            let (window, under_way) = (&mut windows[number % WINDOWS], &mut under_way[number % WINDOWS]);
+            if let Some(before) = under_way.take() {
+                before.synchronize().w()?;
+            }
+            let bytes = &mut window.bytes_mut()?[..piece.len()];
+            bytes.copy_from_slice(&from[piece.clone()]);
+            // SAFETY: as in `down`.
+            unsafe { driver::memcpy_htod_async(address + piece.start as CUdeviceptr, bytes, stream.cu_stream()) }.w()?;
+            *under_way = Some(stream.record_event(SLEEPING).w()?);
+        }
+        Ok(())
+    }
+}
+
+/// So many bytes, a window's at a time.
+fn pieces(bytes: usize, window: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..bytes).step_by(window).map(move |start| start..bytes.min(start + window))
+}
+
+/// Memory of the host from and to which a queue's stream copies.
+enum Window {
+    Pinned(PinnedHostSlice<u8>),
+    Ordinary(Vec<u8>),
+}
+
+impl Window {
+    fn new(context: &Arc<CudaContext>, bytes: usize, pinned: bool) -> Result<Self> {
+        if !pinned {
+            return Ok(Self::Ordinary(vec![0; bytes]));
+        }
+        // SAFETY: bytes are valid whatever is in them, and each is written before it is read. Memory that the processor reads is
+        // not to be write-combined.
+        Ok(Self::Pinned(unsafe { context.alloc_pinned_with_flags(bytes, 0) }.w()?))
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::Pinned(window) => window.len(),
+            Self::Ordinary(window) => window.len(),
+        }
+    }
+
+    fn bytes(&self) -> Result<&[u8]> {
+        match self {
+            Self::Pinned(window) => window.as_slice().w(),
+            Self::Ordinary(window) => Ok(window),
+        }
+    }
+
+    fn bytes_mut(&mut self) -> Result<&mut [u8]> {
+        match self {
+            Self::Pinned(window) => window.as_mut_slice().w(),
+            Self::Ordinary(window) => Ok(window),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use candle_core::DType;
+    use candle_core::backend::BackendDevice;
+
+    const BYTES: usize = 64 << 10;
+
+    fn numbers(dtype: DType, len: usize) -> Flat {
+        Flat::from_f32((0..len).map(|i| (i % 251) as f32 - 125.0).collect(), dtype)
+    }
+
+    #[test]
+    fn loads_of_any_length_come_back_as_they_went() {
+        let Ok(device) = CudaDevice::new(0) else { return };
+        for pinned in [true, false] {
+            let up = CopyQueue::new(&device, BYTES, pinned, Lane::Updates).unwrap();
+            let down = CopyQueue::new(&device, BYTES, pinned, Lane::Gradients).unwrap();
+            let window = BYTES / 8;
+            let lengths = [0, 1, 1000, window - 1, window, window + 1, 2 * window, 2 * window + 1, 5 * window + 7];
+            let all: Vec<Flat> = lengths.map(|len| numbers(DType::F32, len)).into_iter().collect();
+            // All of them are under way before the first is waited for.
+            let moving: Vec<_> = all.iter().map(|flat| up.up(&device, flat.clone(), flat.len() + 5).unwrap()).collect();
+            let there: Vec<_> = moving.into_iter().map(|moving| moving.wait().unwrap()).collect();
+            assert!(there.iter().zip(&all).all(|(there, flat)| there.capacity_in_bytes() == 4 * (flat.len() + 5)));
+            let back: Vec<_> = there.into_iter().map(|flat| down.down(flat).unwrap()).collect();
+            for (back, flat) in back.into_iter().zip(&all) {
+                assert!(back.wait().unwrap() == *flat, "{} elements, pinned: {pinned}", flat.len());
+            }
+        }
+    }
+
+    #[test]
+    fn a_load_leaves_as_it_is_when_what_was_launched_before_it_has_run() {
+        let Ok(device) = CudaDevice::new(0) else { return };
+        let queue = CopyQueue::new(&device, BYTES, true, Lane::Gradients).unwrap();
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let mut flat = DeviceFlat::of(&device, numbers(dtype, 70_001).as_ref()).unwrap();
+            flat.scale(2.0).unwrap();
+            let mut doubled = numbers(dtype, 70_001);
+            doubled.as_mut().scale(2.0);
+            assert!(queue.down(flat).unwrap().wait().unwrap() == doubled, "{dtype:?}");
+        }
+    }
+
+    #[test]
+    fn loads_that_nobody_waits_for_end_with_the_queue() {
+        let Ok(device) = CudaDevice::new(0) else { return };
+        let queue = CopyQueue::new(&device, BYTES, true, Lane::Gradients).unwrap();
+        for _ in 0..3 {
+            drop(queue.down(DeviceFlat::zeros(&device, DType::F32, 1000).unwrap()).unwrap());
+        }
+        drop(queue);
+    }
+}

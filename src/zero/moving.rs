@@ -1,0 +1,142 @@
+//! Buffers on their way between the host and the GPU on which the model computes, beside the work of both (ZeRO-Offload, arXiv
+//! 2101.06840; ZeRO-Infinity, arXiv 2104.07857).
+//!
+//! ```text
+//!   gradients   summed on the GPU -> this rank's part leaves while backward runs -> its share on the host, or in files
+//!   updates     the step on the host -> weights of one parameter go to the GPU while the next are computed
+//!   shards      on the host, or read from a file -> GPU -> gathered there
+//! ```
+//!
+//! What lies where it belongs stays there.
+
+use crate::config::ZeroConfig;
+use crate::error::Result;
+use crate::memory::{Kind, Tier};
+use crate::tensor::flat_buffer::FlatBuffer;
+#[cfg(feature = "cuda")]
+use crate::{
+    cuda::{CopyQueue, Copying, DeviceFlat},
+    memory::{Held, Ledger},
+    precision::{Elements, Flat},
+    tensor::flat_buffer::BufferPlace,
+    timeline::Lane,
+    util::lock,
+};
+#[cfg(feature = "cuda")]
+use candle_core::CudaDevice;
+#[cfg(feature = "cuda")]
+use std::sync::{Arc, Mutex};
+
+/// What is on its way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Cargo {
+    /// Sums of gradients, to this rank's share.
+    Gradients,
+    /// Weights after a step.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "weights are updated where they are"))]
+    Updates,
+    /// Shards that are to be gathered.
+    Shards,
+}
+
+impl Cargo {
+    /// The purpose of its memory.
+    pub fn kind(self) -> Kind {
+        match self {
+            Self::Gradients | Self::Updates => Kind::Buckets,
+            Self::Shards => Kind::Gathered,
+        }
+    }
+}
+
+/// Bytes of the windows through which each kind of cargo passes: with two of 4 MiB a GPU's bus has reached its bandwidth.
+pub(crate) const WINDOWS_BYTES: usize = 8 << 20;
+
+/// Where these windows are: in page-locked memory as `offload_optimizer.pin_memory` and `offload_param.pin_memory` say.
+pub(crate) fn windows_tier(zero: &ZeroConfig, cargo: Cargo) -> Tier {
+    let pinned = match cargo {
+        Cargo::Gradients | Cargo::Updates => zero.offload_optimizer.as_ref().is_none_or(|offload| offload.pin_memory),
+        Cargo::Shards => zero.offload_param.as_ref().is_none_or(|offload| offload.pin_memory),
+    };
+    if pinned { Tier::Pinned } else { Tier::Host }
+}
+
+/// A buffer on its way, or where it belongs already.
+pub(crate) enum Moving {
+    There(FlatBuffer),
+    #[cfg(feature = "cuda")]
+    ToHost(Copying<Flat>, [Held; 2]),
+    #[cfg(feature = "cuda")]
+    ToDevice(Copying<DeviceFlat>, [Held; 2]),
+}
+
+impl Moving {
+    /// Waits until it is where it belongs.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn wait(self) -> Result<FlatBuffer> {
+        match self {
+            Self::There(buffer) => Ok(buffer),
+            #[cfg(feature = "cuda")]
+            Self::ToHost(copying, _held) => Ok(FlatBuffer::Host(copying.wait()?)),
+            #[cfg(feature = "cuda")]
+            Self::ToDevice(copying, _held) => Ok(FlatBuffer::Device(copying.wait()?)),
+        }
+    }
+}
+
+/// The queues between the host and a GPU. Each is there from its first use on.
+#[cfg(feature = "cuda")]
+pub(crate) struct Copies {
+    device: CudaDevice,
+    ledger: Ledger,
+    zero: ZeroConfig,
+    queues: Mutex<[Option<(Arc<CopyQueue>, Held)>; 3]>,
+}
+
+#[cfg(feature = "cuda")]
+impl Copies {
+    pub fn new(device: &CudaDevice, zero: &ZeroConfig, ledger: &Ledger) -> Self {
+        Self { device: device.clone(), ledger: ledger.clone(), zero: zero.clone(), queues: Mutex::default() }
+    }
+
+    /// Begins to bring a buffer to a place. On a GPU there will be room for `capacity` elements.
+    ///
+    /// # Errors
+    /// The driver's: no memory on the GPU, or none to lock.
+    pub fn send(&self, cargo: Cargo, buffer: FlatBuffer, to: &BufferPlace, capacity: usize) -> Result<Moving> {
+        let hold = |tier, elements: usize, dtype: candle_core::DType| {
+            self.ledger.hold_in(tier, cargo.kind(), elements * dtype.size_in_bytes())
+        };
+        let (len, dtype) = (buffer.len(), buffer.dtype());
+        let there = [buffer.capacity_in_bytes() / dtype.size_in_bytes(), len];
+        match (buffer, to) {
+            (FlatBuffer::Device(buffer), BufferPlace::Host) => {
+                let held = [hold(Tier::Device, there[0], dtype), hold(Tier::Host, there[1], dtype)];
+                Ok(Moving::ToHost(self.queue(cargo)?.down(buffer)?, held))
+            }
+            (FlatBuffer::Host(buffer), BufferPlace::Device(device)) => {
+                let held = [hold(Tier::Host, there[0], dtype), hold(Tier::Device, capacity.max(len), dtype)];
+                Ok(Moving::ToDevice(self.queue(cargo)?.up(device, buffer, capacity)?, held))
+            }
+            (buffer, _) => Ok(Moving::There(buffer)),
+        }
+    }
+
+    fn queue(&self, cargo: Cargo) -> Result<Arc<CopyQueue>> {
+        let (number, lane) = match cargo {
+            Cargo::Gradients => (0, Lane::Gradients),
+            Cargo::Updates => (1, Lane::Updates),
+            Cargo::Shards => (2, Lane::Shards),
+        };
+        let queue = &mut lock(&self.queues)[number];
+        if let Some((queue, _)) = queue {
+            return Ok(queue.clone());
+        }
+        let tier = windows_tier(&self.zero, cargo);
+        let made = Arc::new(CopyQueue::new(&self.device, WINDOWS_BYTES, tier == Tier::Pinned, lane)?);
+        *queue = Some((made.clone(), self.ledger.hold_in(tier, Kind::Staging, WINDOWS_BYTES)));
+        Ok(made)
+    }
+}
