@@ -180,6 +180,9 @@ impl Bundle {
                 second.push(part_of_group(core, &chunks)?);
             }
             let _span = timeline::span(timeline::Kind::Gather, "install").of(|| core.names(&parcel.params));
+            // Small parameters are copied out of the buffer, which a GPU has no room to spare for.
+            let is_copied = parcel.params.len() > 1 && R::Buffer::is_device(&chunks.place());
+            let _copied = is_copied.then(|| core.hold(Kind::Buckets, &chunks));
             parcel.unpack(core, chunks, |param, whole| {
                 let held = core.ledger().hold_in(core.tier(), kind, whole.capacity_in_bytes());
                 core.put(param, whole)?;

@@ -239,7 +239,12 @@ impl<C: Carrier> Gradients<C> {
         let params = bucket.iter().map(|arrived| arrived.param).collect();
         let parcel = Parcel::new(params, core.params(), core.division().pieces(), wire);
         let _span = timeline::span(timeline::Kind::Reduce, "pack").of(|| core.names(&parcel.params));
+        // On a GPU a bucket lies beside the gradients that it is packed from; on the host a large gradient becomes it.
+        let packed = parcel.chunk * core.world_size() * self.plan.dtype.size_in_bytes();
+        let is_copied = C::Buffer::is_device(core.model_place());
+        let packing = is_copied.then(|| core.ledger().hold_in(core.tier(), Kind::Buckets, packed));
         let buffer = core.pack(&self.plan, &parcel, bucket)?;
+        drop(packing);
         let about = timeline::about(|| core.names(&parcel.params));
         let held = core.hold(Kind::Buckets, &buffer);
         let pending = match scatter {
