@@ -241,6 +241,7 @@ impl<M> Engine<M> {
     /// Vote, scaler, clip, update, publish.
     fn optimizer_step(&mut self) -> Result<()> {
         self.core.reduce_unreduced()?;
+        self.core.settle()?;
         let vote = self.vote()?;
         // Gradients carry the scale that they were made with, so they are unscaled with it before it changes.
         let scale = self.scaler.scale();
@@ -429,14 +430,25 @@ impl<M> Engine<M> {
         })
     }
 
+    /// [`attempt`](Self::attempt) of what all ranks do with the state of the model: an update that is delayed ends before, unless a
+    /// forward has begun to compute without it.
+    fn settled<T, E: Into<Failure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
+        if self.phase == Phase::Ready {
+            self.attempt(|engine| engine.core.settle())?;
+        }
+        self.attempt(call)
+    }
+
     fn not_stopped(&self) -> Result<()> {
         self.stopped.as_ref().map_or(Ok(()), |why| Err(EngineError::Stopped(why.clone()).into()))
     }
 }
 
 impl<M> Drop for Engine<M> {
-    /// Ends a save in the background, and what an object store gets of it, as long as the ranks are in step.
+    /// Ends a save in the background, and what an object store gets of it, as long as the ranks are in step; and an update that is
+    /// delayed, which nobody will see.
     fn drop(&mut self) {
+        self.core.give_up_update();
         if self.stopped.is_none() && !std::thread::panicking() {
             if self.saving.is_some()
                 && let Err(error) = self.wait_for_checkpoint()

@@ -115,6 +115,9 @@ pub(super) fn optimizer(
         pipeline_read: walk.bool(&OPTIMIZER.join("pipeline_read")),
         pipeline_write: walk.bool(&OPTIMIZER.join("pipeline_write")),
         ratio: walk.float(&OPTIMIZER.join("ratio")),
+        delayed_update_after: walk
+            .bool(&OPTIMIZER.join("delayed_update"))
+            .then(|| walk.count(&OPTIMIZER.join("delayed_update_after"))),
         pin_memory: walk.bool(&OPTIMIZER.join("pin_memory")),
         to,
     })

@@ -132,13 +132,15 @@ impl Config {
     fn offload_json(&self, tree: &mut Map<String, Value>) {
         let zero = &self.zero;
         let optimizer = zero.offload_optimizer.as_ref().map(|offload| {
-            let fields = vec![
+            let mut fields = vec![
                 ("buffer_count", json!(offload.buffer_count)),
                 ("pipeline_read", json!(offload.pipeline_read)),
                 ("pipeline_write", json!(offload.pipeline_write)),
                 ("pin_memory", json!(offload.pin_memory)),
+                ("delayed_update", json!(offload.delayed_update_after.is_some())),
                 ("ratio", json!(offload.ratio)),
             ];
+            fields.extend(offload.delayed_update_after.map(|after| ("delayed_update_after", json!(after))));
             (&offload.to, fields)
         });
         let param = zero.offload_param.as_ref().map(|offload| {

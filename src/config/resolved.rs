@@ -287,6 +287,9 @@ pub struct OffloadOptimizer {
     pub pipeline_write: bool,
     /// `ratio`: share of the sub-groups that is offloaded; the first ones stay. Default 1.
     pub ratio: f64,
+    /// `delayed_update`, after as many updates as `delayed_update_after` says (default 40): where a GPU computes the model, an
+    /// update runs on the host beside the next step, which computes with the weights before it. `None`, the default: at once.
+    pub delayed_update_after: Option<u64>,
     /// `pin_memory`: gradients and updated weights pass between a GPU and the host through page-locked memory. Default true.
     pub pin_memory: bool,
 }

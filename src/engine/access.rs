@@ -18,7 +18,7 @@ impl<M> Engine<M> {
     /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; a failed collective.
     pub fn safe_get_full_fp32_param(&mut self, name: &str) -> Result<Tensor> {
         let param = self.agreed_param("safe_get_full_fp32_param", name, "", None)?;
-        let whole = self.attempt(|engine| engine.core.whole_f32(param))?;
+        let whole = self.settled(|engine| engine.core.whole_f32(param))?;
         self.shaped(param, whole)
     }
 
@@ -46,7 +46,7 @@ impl<M> Engine<M> {
     pub fn safe_get_full_optimizer_state(&mut self, name: &str, key: &str) -> Result<Tensor> {
         let param = self.agreed_param("safe_get_full_optimizer_state", name, key, None)?;
         let state = self.state_of(param, key)?;
-        let whole = self.attempt(|engine| engine.core.whole_state(state, param))?;
+        let whole = self.settled(|engine| engine.core.whole_state(state, param))?;
         self.shaped(param, whole)
     }
 
@@ -63,7 +63,7 @@ impl<M> Engine<M> {
         let param = self.agreed_param(CALL, name, "", Some((value, &values)))?;
         self.check_shape(param, value)?;
         self.wait_for_checkpoint()?;
-        self.attempt(|engine| {
+        self.settled(|engine| {
             engine.core.set_state(State::Weights, param, &values)?;
             engine.core.refresh()
         })
@@ -95,7 +95,7 @@ impl<M> Engine<M> {
         let state = self.state_of(param, key)?;
         self.check_shape(param, value)?;
         self.wait_for_checkpoint()?;
-        self.attempt(|engine| engine.core.set_state(state, param, &values))
+        self.settled(|engine| engine.core.set_state(state, param, &values))
     }
 
     /// This rank's part of parameter `name`, in f32 and one dimension: its shard where optimizer states are sharded, at
@@ -146,7 +146,7 @@ impl<M> Engine<M> {
         let own = self.own_values_of(CALL, param, value);
         let own = self.agreed(CALL, own)?;
         self.wait_for_checkpoint()?;
-        self.attempt(|engine| {
+        self.settled(|engine| {
             let whole = engine.core.whole_of_parts(param, own)?;
             engine.core.set_state(State::Weights, param, &whole)?;
             engine.core.refresh()
@@ -249,13 +249,13 @@ impl<M> Engine<M> {
         let modifies = self.rank() == modifier_rank;
         let mut whole = Vec::new();
         for param in &params {
-            let values = self.attempt(|engine| engine.core.whole_f32(*param))?;
+            let values = self.settled(|engine| engine.core.whole_f32(*param))?;
             whole.extend(modifies.then_some(values));
         }
         let modified = if modifies { self.modified(&params, whole, run) } else { Ok(Vec::new()) };
         let mut modified = self.agreed(CALL, modified)?.into_iter();
         for param in params {
-            self.attempt(|engine| {
+            self.settled(|engine| {
                 let whole = engine.core.whole_of_one(param, modified.next())?;
                 engine.core.set_state(State::Weights, param, &whole)
             })?;

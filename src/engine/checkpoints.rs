@@ -69,7 +69,7 @@ impl<M> Engine<M> {
             on_each_host: self.config.use_node_local_storage,
             upload_to: self.config.upload_checkpoints_to.clone(),
         };
-        let saving = self.attempt(|engine| {
+        let saving = self.settled(|engine| {
             SaveJob::begin(engine.core.clone(), &engine.trainer, request, &mut engine.held_folders)
         })?;
         let path = saving.path();
@@ -165,7 +165,7 @@ impl<M> Engine<M> {
                 None => Ok(None),
             }
         };
-        let Some(checkpoint) = self.attempt(load)? else { return Ok(None) };
+        let Some(checkpoint) = self.settled(load)? else { return Ok(None) };
         self.forget_forward();
         self.place = None;
         if !options.load_module_only {
@@ -188,7 +188,7 @@ impl<M> Engine<M> {
     /// The file cannot be written, on all ranks: the engine can go on, and export elsewhere. A failed collective.
     pub fn export_safetensors(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let _call = during("export_safetensors");
-        self.attempt(|engine| engine.core.export(path.as_ref(), DType::F32))
+        self.settled(|engine| engine.core.export(path.as_ref(), DType::F32))
     }
 
     /// Collective: writes whole parameters in the precision that the model computes in (DeepSpeed's call; an f32
@@ -205,7 +205,7 @@ impl<M> Engine<M> {
             // Where that fails, so does the file, which says why for all ranks.
             _ = std::fs::create_dir_all(dir);
         }
-        self.attempt(|engine| engine.core.export(&path, dtype))
+        self.settled(|engine| engine.core.export(&path, dtype))
     }
 
     /// Names of the parameters, in order of registration.

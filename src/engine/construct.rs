@@ -110,6 +110,7 @@ impl<M> Engine<M> {
         #[cfg(feature = "cuda")]
         core.join_gpus()?;
         core.refresh()?;
+        tell_of_delay(&core, &config);
         let engine = Self {
             model,
             for_eval: None,
@@ -141,6 +142,14 @@ impl<M> Engine<M> {
         };
         engine.dump_state();
         Ok(engine)
+    }
+}
+
+/// Where updates are to be delayed and cannot be, rank 0 says why.
+fn tell_of_delay(core: &Core, config: &Config) {
+    let wanted = config.zero.offload_optimizer.as_ref().is_some_and(|offload| offload.delayed_update_after.is_some());
+    if let (true, 0, Some(why)) = (wanted, core.comm().rank(), core.hindrance_to_delay()) {
+        say(&format!("offload_optimizer.delayed_update: no update is delayed: {why}"));
     }
 }
 

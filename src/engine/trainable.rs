@@ -35,7 +35,7 @@ impl<M> Engine<M> {
         }
         self.forget_forward();
         let updates = self.optimizer_steps;
-        self.attempt(|engine| engine.core.set_trained(&trained, updates))
+        self.settled(|engine| engine.core.set_trained(&trained, updates))
     }
 
     /// Names of the parameters that are trained, in order of registration.

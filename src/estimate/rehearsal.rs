@@ -23,12 +23,12 @@ use crate::zero::gather::Gatherer;
 use crate::zero::gradients::{self, Arrival, Gradients, ReducePlan};
 use crate::zero::lay_out::{self, State, SubGroupBuilder};
 use crate::zero::leaf::Leaves;
-use crate::zero::moving::{Cargo, WINDOWS_BYTES, windows_tier};
+use crate::zero::moving::{Cargo, UPDATED_TOGETHER, WINDOWS_BYTES, windows_tier};
 use crate::zero::parcel::Parcel;
 use crate::zero::rank::{Facts, Rank};
 use crate::zero::share_plan::SharePlan;
 use crate::zero::step::{update, vote};
-use crate::zero::sub_group::{Pass, Slot, SubGroup, places};
+use crate::zero::sub_group::{Home, Pass, Slot, SubGroup, places};
 use crate::zero::trace::Event;
 use crate::zero::travel::Collective;
 use crate::zero::walk::{self, Part};
@@ -124,6 +124,15 @@ impl<'a> Rehearsal<'a> {
             }
         }
         let groups = builder.finish()?;
+        if let (true, Some(offload)) = (setting.gpu, &zero.offload_optimizer)
+            && offload.delayed_update_after.is_some()
+            && !share_plan.has_files()
+        {
+            // New weights, until the next step.
+            let trained = groups.iter().filter(|group| group.class.is_trained());
+            let bytes = trained.map(|group| group.len * group.class.weights.dtype(dtype).size_in_bytes()).sum();
+            whole.push(ledger.hold(Kind::Staging, bytes));
+        }
         if setting.disk_access.is_none() {
             let kinds = [Kind::Parameters, Kind::Gradients, Kind::MasterWeights, Kind::Moments];
             let bytes = kinds.map(|kind| ledger.bytes_in(Tier::File, kind).held as u64).iter().sum::<u64>();
@@ -447,13 +456,27 @@ impl gradients::Carrier for Rehearsal<'_> {
 impl walk::Carrier for Rehearsal<'_> {
     fn parts(
         &self,
-        _: &mut SubGroup<Self>,
+        group: &mut SubGroup<Self>,
         range: &Range<usize>,
-        _: Pass,
+        pass: Pass,
         _: Option<&mut Window<usize>>,
         _: &mut impl FnMut(&Slot, Range<usize>, Part<'_, '_>),
     ) -> Result<()> {
         self.compute(Phase::Update, range.len());
+        let lies_on_gpu = match &group.weights {
+            Some(Home::Memory(weights)) => Blank::is_device(&weights.buffer().place()),
+            Some(Home::File(_)) => false,
+            None => Blank::is_device(&self.tier),
+        };
+        let is_away = lies_on_gpu && !Blank::is_device(&self.home);
+        if is_away && pass.has_weights() && pass.changes() {
+            // The largest piece and the one before it, which is on its way.
+            let len = group.slots.iter().map(|slot| slot.owned.len().min(UPDATED_TOGETHER)).max().unwrap_or(0);
+            let piece = || Blank::whole(Tier::Host, group.class.weights.dtype(self.dtype()), len);
+            let under_way = self.send(Cargo::Updates, piece(), &self.tier, len)?;
+            let _next = self.ledger.hold(Kind::Buckets, piece().capacity_in_bytes());
+            self.arrived(under_way)?;
+        }
         Ok(())
     }
 }

@@ -71,6 +71,9 @@ pub(crate) enum Lane {
     /// Shards of parameters on their way from the host to a GPU.
     #[cfg(feature = "cuda")]
     Shards,
+    /// The thread of a delayed update.
+    #[cfg(feature = "cuda")]
+    DelayedUpdate,
     /// A thread of offload.
     File(usize),
 }
@@ -93,6 +96,8 @@ impl Lane {
                 Self::Updates => 5,
                 #[cfg(feature = "cuda")]
                 Self::Shards => 6,
+                #[cfg(feature = "cuda")]
+                Self::DelayedUpdate => 7,
                 Self::File(thread) => FIRST_FILE + thread,
             }
     }
@@ -107,6 +112,7 @@ impl Lane {
             4 => "gradients to the host".to_string(),
             5 => "updates to the GPU".to_string(),
             6 => "shards to the GPU".to_string(),
+            7 => "delayed update".to_string(),
             file => format!("files {}", file.saturating_sub(FIRST_FILE)),
         };
         if engine == 0 { name } else { format!("{name} (engine {})", engine + 1) }

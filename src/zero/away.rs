@@ -6,7 +6,7 @@
 //! ```
 
 use super::core::Core;
-use super::moving::{Cargo, Moving};
+use super::moving::{Cargo, Moving, UPDATED_TOGETHER};
 use super::rank::Rank;
 use super::sub_group::{Home, Pass};
 use crate::cuda;
@@ -19,9 +19,6 @@ use crate::tensor::residency;
 use candle_core::CudaDevice;
 use std::collections::VecDeque;
 use std::ops::Range;
-
-/// Elements that are updated together, while those before them are on their way: a few windows of it.
-const PIECE: usize = 4 << 20;
 
 /// Pieces on their way at a time.
 const IN_FLIGHT: usize = 1;
@@ -73,7 +70,7 @@ impl<'a> Away<'a> {
 
     /// Elements that are visited together. What is only looked at is looked at as a whole.
     pub fn piece(&self) -> usize {
-        if self.pass.changes() { PIECE } else { usize::MAX }
+        if self.pass.changes() { UPDATED_TOGETHER } else { usize::MAX }
     }
 
     /// Calls `visit` with weights on the host, and begins to bring them back if the pass changes them.

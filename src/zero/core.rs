@@ -9,7 +9,7 @@ use super::gather::Gatherer;
 use super::gradients::{Gradients, ReducePlan};
 use super::leaf::{InLeaf, Leaves};
 #[cfg(feature = "cuda")]
-use super::moving::Copies;
+use super::{delayed::Delayed, moving::Copies};
 use super::rank::Rank;
 use super::share_plan::SharePlan;
 use super::sub_group::{SubGroup, places};
@@ -52,6 +52,9 @@ pub(crate) struct Core {
     /// The ways between the host and the GPU on which the model computes.
     #[cfg(feature = "cuda")]
     pub(super) copies: Option<Copies>,
+    /// The update that has begun, where updates are delayed.
+    #[cfg(feature = "cuda")]
+    pub(super) delayed: Mutex<Delayed>,
     /// The GPUs of all ranks, where NCCL joins them.
     #[cfg(feature = "cuda")]
     pub(super) gpus: OnceLock<Gpus>,
@@ -206,6 +209,8 @@ impl Core {
             tensor_tier: params.first().map_or(Tier::Host, |p| Tier::of(p.tensor.device())),
             home: params.first().map_or(BufferPlace::Host, |p| share_plan.homes(p.tensor.device()).states),
             #[cfg(feature = "cuda")]
+            delayed: Mutex::default(),
+            #[cfg(feature = "cuda")]
             copies: model_place.gpu().map(|device| Copies::new(device, &zero, &ledger)),
             model_place,
             #[cfg(feature = "cuda")]
@@ -326,6 +331,9 @@ impl Core {
 
     /// Bytes of model state, beside the ZeRO formula.
     pub fn memory_report(&self) -> MemoryReport {
+        // A delayed update that fails fails the next step too.
+        #[cfg(feature = "cuda")]
+        let _ = self.land_states();
         let accumulate = lock(&self.gradients).accumulate_dtype();
         self.ledger_report(accumulate)
     }

@@ -15,7 +15,7 @@
 //! | `gather.rs`, `bundle.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
 //! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
 //! | `on_device.rs`, `device_step.rs` | gradients packed, and a share updated, on a GPU |
-//! | `step.rs` | vote, update |
+//! | `step.rs`, `delayed.rs` | vote, update; an update beside the next step |
 //! | `unreduced.rs`, `no_sync.rs` | gradients that a rank keeps for itself until they are reduced |
 //! | `walk.rs` | a pass through the share, in memory and in files |
 //! | `moving.rs`, `away.rs` | what goes to and fro between the host and the GPU; weights there that a step on the host changes |
@@ -39,6 +39,8 @@ mod batch;
 pub(crate) mod buffers;
 mod bundle;
 pub(crate) mod core;
+#[cfg(feature = "cuda")]
+mod delayed;
 #[cfg(feature = "cuda")]
 mod device_step;
 mod diverged;

@@ -33,7 +33,6 @@ pub(crate) enum Cargo {
     /// Sums of gradients, to this rank's share.
     Gradients,
     /// Weights after a step.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "weights are updated where they are"))]
     Updates,
     /// Shards that are to be gathered.
     Shards,
@@ -51,6 +50,9 @@ impl Cargo {
 
 /// Bytes of the windows through which each kind of cargo passes: with two of 4 MiB a GPU's bus has reached its bandwidth.
 pub(crate) const WINDOWS_BYTES: usize = 8 << 20;
+
+/// Elements of weights that are updated together, while those before them are on their way: a few windows of them.
+pub(crate) const UPDATED_TOGETHER: usize = 4 << 20;
 
 /// Where these windows are: in page-locked memory as `offload_optimizer.pin_memory` and `offload_param.pin_memory` say.
 pub(crate) fn windows_tier(zero: &ZeroConfig, cargo: Cargo) -> Tier {

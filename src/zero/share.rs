@@ -66,6 +66,8 @@ impl Core {
         range: Range<usize>,
         take: impl FnOnce(FlatRef<'_>),
     ) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        self.land_states()?;
         let mut groups = lock(&self.groups);
         let (group, slot) = self.place_of(param);
         let group = &mut groups[group];
@@ -107,6 +109,8 @@ impl Core {
         range: Range<usize>,
         mut values: impl FnMut(Range<usize>) -> Result<Flat>,
     ) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        self.land_states()?;
         let (group, slot) = self.place_of(param);
         if state.home(&mut lock(&self.groups)[group]).is_none() {
             // It lies in the parameter's tensor: nothing is to be read for it.

@@ -17,11 +17,13 @@ use super::walk::{Carrier, Part, pass};
 use super::whole::{trust_ratios, update_whole};
 use crate::error::Result;
 use crate::offload::Files;
-use crate::optim::{GroupStep, Needs, StepContext};
+use crate::optim::{GroupStep, Needs, Role, StepContext};
+use crate::tensor::flat_buffer::BufferPlace;
 use crate::timeline;
 use crate::util::lock;
 use candle_core::DType;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// The agreement of all ranks before a step.
@@ -105,15 +107,48 @@ impl Core {
     }
 
     /// [`update`] of this rank's share. `steps` says with what, by parameter group.
-    pub fn update(&self, steps: &[GroupStep<'_>]) -> Result<()> {
+    pub fn update(self: &Arc<Self>, steps: &[GroupStep<'_>]) -> Result<()> {
         self.update.store(steps.first().map_or(0, |group| group.ctx.step), Ordering::Relaxed);
-        update(self, &|param| {
+        let recipe = |param: usize| {
             let param = &self.params[param];
             let GroupStep { optimizer, ctx } = steps[param.group];
             let step = ctx.step.saturating_sub(param.updates_before.load(Ordering::Relaxed));
             GroupStep { optimizer, ctx: StepContext { step, ..ctx } }
-        })
-        .map_err(|error| self.naming_what_is_held(error))
+        };
+        #[cfg(feature = "cuda")]
+        if self.delays_update(steps) {
+            return self.begin_update((0..self.params.len()).map(|param| recipe(param).ctx).collect());
+        }
+        update(&**self, &recipe).map_err(|error| self.naming_what_is_held(error))
+    }
+
+    /// Collective: an update that goes on beside the model's work comes to its end.
+    pub fn settle(&self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        self.end_update().map_err(|error| self.naming_what_is_held(error))?;
+        Ok(())
+    }
+
+    /// The thread of an update that goes on beside the model's work ends.
+    pub fn give_up_update(&self) {
+        #[cfg(feature = "cuda")]
+        if let Err(error) = self.land_states() {
+            crate::notice::warn(&format!("the last update was not made: {error}"));
+        }
+    }
+
+    /// Why no update is delayed (`offload_optimizer.delayed_update`), if none can be.
+    pub fn hindrance_to_delay(&self) -> Option<&'static str> {
+        let mut optimizers = Role::ALL.into_iter().filter_map(|role| self.share_plan.grouping.optimizer(role));
+        if matches!(self.model_place, BufferPlace::Host) {
+            Some("no GPU computes the model")
+        } else if self.share_plan.has_files() {
+            Some("states lie in files")
+        } else if optimizers.any(|optimizer| !matches!(optimizer.needs(), Needs::Elements)) {
+            Some("the optimizer needs whole parameters, or their norms over all ranks")
+        } else {
+            None
+        }
     }
 
     /// The first parameter whose gradient is not finite in this rank's piece.

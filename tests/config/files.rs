@@ -329,6 +329,7 @@ fn both_on_nvme() -> (Value, OffloadOptimizer, OffloadParam) {
         pipeline_write: false,
         ratio: 0.25,
         pin_memory: false,
+        delayed_update_after: None,
     };
     let param = OffloadParam {
         to: OffloadTo::Nvme { path: "/fast/params".into() },
@@ -359,6 +360,7 @@ fn offload_resolves_with_deepspeeds_defaults() {
         pipeline_write: false,
         ratio: 1.0,
         pin_memory: true,
+        delayed_update_after: None,
     };
     let (buffer_count, buffer_size, max_in_cpu) = (5, 100_000_000, 1_000_000_000);
     let param = OffloadParam { to: cpu, buffer_count, buffer_size, max_in_cpu, pin_memory: true };

@@ -348,8 +348,10 @@ fn any_order_of_streams_and_threads_gives_the_same_bits() {
     }
     if std::env::var_os(ALONE).is_some() {
         let shape = Shape { layers: 1, units: true, ..Shape::default() };
-        for stage in [2, 3] {
-            let run = train_on(gpu, 2, shape, &config(stage, 1, zero(), json!({})), 2);
+        let mut delayed = offloaded(2);
+        delayed["offload_optimizer"] = json!({"device": "cpu", "delayed_update": true, "delayed_update_after": 0});
+        for (stage, zero) in [(2, zero()), (3, zero()), (2, offloaded(2)), (3, offloaded(3)), (2, delayed)] {
+            let run = train_on(gpu, 2, shape, &config(stage, 1, zero, json!({})), 2);
             let digest = run[0].exported.iter().fold(0u64, |d, b| d.rotate_left(5) ^ u64::from(*b));
             println!("stage {stage}: {:?} {:?} {digest:x}", run[0].losses, run[0].norms);
         }

@@ -3,7 +3,9 @@
 use super::{backward, gpu_answers, offloaded, zero};
 use crate::support::device::gpu;
 use crate::support::tiny::{Outcome, Shape, Tiny, config, train_on};
+use candle_core::DType;
 use candle_zero::Engine;
+use candle_zero::checkpoint::LoadOptions;
 use candle_zero::comm::threads;
 use candle_zero::memory::{Kind, MemoryRow};
 use serde_json::{Value, json};
@@ -101,4 +103,112 @@ fn gradients_leave_while_backward_runs_and_weights_come_back_while_the_next_are_
     };
     assert!(beside("to the host", "backward") > 0, "{events}");
     assert!(beside("to the GPU", "sub-group") > 0, "{events}");
+}
+
+/// Losses on one batch, and what is exported after the last step.
+fn on_one_batch(ranks: usize, zero: Value, format: &Value, stage: u8, steps: usize) -> (Vec<f32>, Vec<u8>) {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("model.safetensors");
+    let losses = threads::run(ranks, |comm| {
+        let builder = Engine::builder().device(gpu(comm.rank())?).communicator(comm);
+        let mut engine = builder.initialize(|vb| Tiny::new(shape(), vb), config(stage, 1, zero.clone(), format.clone()))?;
+        let mut losses = Vec::new();
+        for _ in 0..steps {
+            losses.push(backward(&mut engine, 1)?.to_dtype(DType::F32)?.to_scalar::<f32>()?);
+            engine.step()?;
+        }
+        engine.export_safetensors(&file)?;
+        Ok(losses)
+    });
+    (losses.unwrap().remove(0).unwrap(), std::fs::read(&file).unwrap())
+}
+
+#[test]
+fn a_delayed_update_is_that_of_the_weights_before_it_and_is_there_one_step_later() {
+    if !gpu_answers(a_delayed_update_is_that_of_the_weights_before_it_and_is_there_one_step_later) {
+        return;
+    }
+    // So large, from the first step on, that a step shows in bf16.
+    let scheduler = json!({"type": "WarmupLR", "params": {"warmup_min_lr": 1e-2, "warmup_max_lr": 2e-2}});
+    let bf16 = json!({"bf16": {"enabled": true}, "scheduler": scheduler});
+    for (stage, format) in [(1, bf16.clone()), (2, json!({"scheduler": scheduler})), (3, bf16)] {
+        let run = |after: Option<u64>, steps| {
+            let mut zero = offloaded(stage);
+            if let Some(after) = after {
+                zero["offload_optimizer"]["delayed_update"] = json!(true);
+                zero["offload_optimizer"]["delayed_update_after"] = json!(after);
+            }
+            on_one_batch(2, zero, &format, stage, steps)
+        };
+        let what = format!("stage {stage}, {format}");
+        let (at_once, _) = run(None, 4);
+        let (delayed, _) = run(Some(0), 4);
+        // The second step computes with the first weights again, and the third with those after one update.
+        assert_eq!((delayed[0], delayed[1], delayed[2]), (at_once[0], at_once[0], at_once[1]), "{what}");
+        assert!(delayed[3] < delayed[2], "{what}: {delayed:?}");
+        // What is exported has the update that has begun.
+        assert!(run(Some(0), 1).1 == run(None, 1).1, "{what}");
+        let (later, _) = run(Some(2), 4);
+        assert_eq!(later[..3], at_once[..3], "{what}");
+        assert_eq!(later[3], later[2], "{what}: the third update is not there yet");
+        assert!(run(Some(4), 4) == run(None, 4), "{what}: none is delayed");
+    }
+}
+
+#[test]
+fn stages_agree_where_updates_are_delayed_and_a_checkpoint_has_the_update_that_has_begun() {
+    if !gpu_answers(stages_agree_where_updates_are_delayed_and_a_checkpoint_has_the_update_that_has_begun) {
+        return;
+    }
+    let format = json!({"bf16": {"enabled": true}, "optimizer": {"type": "AdamW", "params": {"lr": 2e-2}}});
+    let delayed = |stage| {
+        let mut zero = offloaded(stage);
+        zero["offload_optimizer"]["delayed_update"] = json!(true);
+        zero["offload_optimizer"]["delayed_update_after"] = json!(1);
+        config(stage, 2, zero, format.clone())
+    };
+    let reference = train_on(gpu, 2, shape(), &delayed(1), 5);
+    for stage in [2, 3] {
+        same_bits(&reference, &train_on(gpu, 2, shape(), &delayed(stage), 5), &format!("stage {stage}"));
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let run = |load: bool| {
+        threads::run(2, |comm| {
+            let builder = Engine::builder().device(gpu(comm.rank())?).communicator(comm);
+            let mut engine = builder.initialize(|vb| Tiny::new(shape(), vb), delayed(3))?;
+            if load {
+                engine.load_checkpoint(folder.path(), None, &LoadOptions::default())?;
+            }
+            let mut losses = Vec::new();
+            for micro in 0..12 {
+                if !load && micro == 6 {
+                    losses.clear();
+                    engine.save_checkpoint(folder.path(), None, json!(null))?;
+                }
+                if load && micro >= 6 {
+                    break;
+                }
+                losses.push(backward(&mut engine, 1)?.to_dtype(DType::F32)?.to_scalar::<f32>()?);
+                engine.step()?;
+            }
+            Ok(losses)
+        })
+    };
+    let losses = |load| run(load).unwrap().into_iter().map(Result::unwrap).collect::<Vec<_>>();
+    assert_eq!(losses(false), losses(true), "training goes on as it would have");
+}
+
+#[test]
+fn updates_that_cannot_be_delayed_are_made_at_once() {
+    if !gpu_answers(updates_that_cannot_be_delayed_are_made_at_once) {
+        return;
+    }
+    let run = |delay: bool| {
+        let mut zero = offloaded(2);
+        zero["offload_optimizer"]["delayed_update"] = json!(delay);
+        zero["offload_optimizer"]["delayed_update_after"] = json!(0);
+        let lamb = json!({"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": true});
+        train_on(gpu, 1, shape(), &config(2, 1, zero, lamb), 3)
+    };
+    same_bits(&run(false), &run(true), "Lamb");
 }
