@@ -103,9 +103,9 @@ impl Estimate {
         Ok(Self { memory: rehearsal.report(), step, script })
     }
 
-    /// Bytes of a rank in the host's memory, at most: peaks of different kinds need not be at the same time.
+    /// Bytes of a rank in the host's memory, page-locked or not, at most: peaks of different kinds need not be at the same time.
     pub fn host_bytes(&self) -> usize {
-        self.memory.rows.iter().map(|row| row.host.peak).sum()
+        self.memory.rows.iter().map(|row| row.host.peak + row.pinned.peak).sum()
     }
 
     /// The same in the memory of the GPU.

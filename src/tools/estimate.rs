@@ -359,14 +359,17 @@ impl Answer {
 
     /// A line for each kind that there is, and their sums.
     fn write_memory(&self, text: &mut String) {
-        let tiers: [(&str, BytesOf); 4] = [
+        let tiers: [(&str, BytesOf); 5] = [
             ("GPU, at most", |row| row.device.peak),
             ("host", |row| row.host.held),
             ("host, at most", |row| row.host.peak),
+            ("page-locked", |row| row.pinned.peak),
             ("files", |row| row.file.peak),
         ];
-        // Where there is no GPU, no column of it.
-        let tiers = &tiers[usize::from(self.estimate.device_bytes() == 0)..];
+        // Where there is no GPU, no columns of it.
+        let of_gpu = |name: &str| matches!(name, "GPU, at most" | "page-locked");
+        let has_gpu = self.estimate.device_bytes() > 0;
+        let tiers: Vec<_> = tiers.into_iter().filter(|(name, _)| has_gpu || !of_gpu(name)).collect();
         _ = write!(text, "{:<24}", "of each rank");
         tiers.iter().for_each(|(name, _)| _ = write!(text, "{name:>16}"));
         *text += "\n";
@@ -377,7 +380,7 @@ impl Answer {
             *text += "\n";
         }
         _ = write!(text, "{:<24}", "sum");
-        for (_, of) in tiers {
+        for (_, of) in &tiers {
             _ = write!(text, "{:>16}", binary_or_none(rows.clone().map(of).sum::<usize>() as u64));
         }
         let formula: f64 = rows.filter_map(|row| row.formula).sum();
