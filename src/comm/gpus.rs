@@ -149,18 +149,24 @@ impl Gpus {
     }
 
     /// Begins an all-reduce, a reduce-scatter or an all-gather, whose result lies in the memory of `buffer`. All ranks launch the
-    /// same ones in the same order, which is checked where they are waited for.
+    /// same ones in the same order, which is checked where they are waited for. Elements travel as they are or as integers: what is
+    /// coded between hosts alone passes through them.
     ///
     /// # Errors
     /// NCCL's; a rank has failed.
-    pub fn launch(&self, kind: Kind, buffer: DeviceFlat, tag: u64) -> Result<OnWire> {
+    pub fn launch(&self, kind: Kind, wire: Wire, buffer: DeviceFlat, tag: u64) -> Result<OnWire> {
+        let (sums, codes) = match wire {
+            Wire::Exact => (self.sums, None),
+            Wire::Blocks(ints) => (Sums::Coded(ints), Some(ints)),
+            Wire::BetweenHosts(_) => unreachable!("{wire:?} is the communicator's"),
+        };
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed) + 1;
-        let mine = Fingerprint::new(sequence, kind, Wire::Exact, buffer.dtype(), buffer.len(), tag);
+        let mine = Fingerprint::new(sequence, kind, wire, buffer.dtype(), buffer.len(), tag);
         let all = self.comm.gather_bytes(mine.words().map(u64::to_le_bytes).concat());
         let launched = match kind {
-            Kind::AllReduce => self.nccl.all_reduce(self.sums, buffer),
-            Kind::ReduceScatter => self.nccl.reduce_scatter(self.sums, buffer),
-            Kind::AllGather => self.nccl.all_gather(buffer),
+            Kind::AllReduce => self.nccl.all_reduce(sums, buffer),
+            Kind::ReduceScatter => self.nccl.reduce_scatter(sums, buffer),
+            Kind::AllGather => self.nccl.all_gather(codes, buffer),
             Kind::Control | Kind::Barrier => unreachable!("these have no elements on a GPU"),
         };
         lock(&self.room).resize(self.nccl.room_bytes());

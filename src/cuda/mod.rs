@@ -22,6 +22,7 @@
 //! | `embedding.rs` | lookup of rows, sums of their gradients | `embedding.cu` |
 //! | `dropout.rs` | dropout | `dropout.cu` |
 //! | `cross_entropy.rs` | losses of rows of logits and their gradients | `cross_entropy.cu`, `rows.cuh` |
+//! | `blocks.rs` | blocks of integers with a scale | `blocks.cu` |
 //! | `nccl.rs`, `nccl/` | collectives between GPUs | `nccl_sum.cu` |
 //!
 //! They know slices; the layers that use them are in `nn::on_gpu`. Formulas are the host's, of [`crate::kernels`].
@@ -35,6 +36,7 @@
 pub(crate) mod activation;
 mod array;
 pub(crate) mod attention;
+mod blocks;
 mod buffer;
 pub(crate) mod columns;
 mod copy_queue;

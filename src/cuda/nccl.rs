@@ -11,6 +11,7 @@
 //! | --- | --- |
 //! | `library.rs` | the library's functions |
 //! | `member.rs` | a rank's communicator: calls, waits on the host, failures |
+//! | `coded.rs` | collectives whose elements travel as integers |
 //! | `launched.rs` | a collective under way and its buffers |
 //! | `error.rs` | errors |
 //!
@@ -22,9 +23,13 @@
 //! those of `comm`, bit for bit: NCCL moves the elements alone, and a kernel of this library adds them in rank order in f32 and
 //! rounds once. What comes from peers lies in memory meanwhile, in pieces of so many elements that it stays small.
 //!
+//! Elements that travel as integers (ZeRO++) are coded and decoded by kernels, and NCCL moves the bytes: these collectives, too, have the
+//! bits of those through the host, and no more memory than a room for pieces of codes.
+//!
 //! A peer that dies ends no collective of the others by itself: where ranks of one host share memory, NCCL does not even see it.
 //! So the host looks at what NCCL knows and at what the caller knows whenever it waits for a GPU, and ends the communicator.
 
+mod coded;
 mod error;
 mod launched;
 mod library;
@@ -40,6 +45,7 @@ pub(crate) use member::Watch;
 use super::buffer::DeviceFlat;
 use super::launch::arguments;
 use super::load::{Function, Module, module, over, suffix};
+use crate::precision::Ints;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
 use candle_core::{CudaDevice, DType};
@@ -65,6 +71,8 @@ pub(crate) enum Sums {
     Exact,
     /// As NCCL does it: no more memory than the buffers, fewer bytes between hosts, and sums in the network where that can add.
     Fast,
+    /// As exact ones, of this rank's elements and those of the others as integers; an all-reduce gathers the sums as they are.
+    Coded(Ints),
 }
 
 /// This rank among those whose GPUs work together.
@@ -114,24 +122,23 @@ impl NcclComm {
         self.0.size
     }
 
-    /// Concatenates the `shard`s (n elements each) of all ranks in rank order, in the memory of `shard`.
+    /// Concatenates the `shard`s (n elements each) of all ranks in rank order, in the memory of `shard`: as they are, or what they
+    /// come to as integers.
     ///
     /// # Errors
     /// The communicator has failed, now or before; no memory.
-    pub fn all_gather(&self, mut shard: DeviceFlat) -> Result<Launched> {
+    pub fn all_gather(&self, codes: Option<Ints>, mut shard: DeviceFlat) -> Result<Launched> {
         let (count, dtype) = (shard.len(), shard.dtype());
-        if let Err(error) = shard.resize(count * self.size()) {
-            // The others count on this rank.
-            let error = NcclError::from(error);
-            self.0.fail(&error);
-            return Err(error);
-        }
+        self.counted_on(shard.resize(count * self.size()))?;
         let own = (self.rank() * count * dtype.size_in_bytes()) as CUdeviceptr;
         self.launch("an all-gather", shard, count * self.size(), |turn, whole| {
             // SAFETY: so many elements lie there for every rank, which are this launch's. This rank's go to their place first.
             unsafe {
                 turn.copy(whole, whole + own, count * dtype.size_in_bytes())?;
-                turn.all_gather(whole + own, whole, count, data_type(dtype))
+                match codes {
+                    None => turn.all_gather(whole + own, whole, count, data_type(dtype)),
+                    Some(ints) => self.gather_coded(turn, (ints, dtype), count, whole),
+                }
             }
         })
     }
@@ -154,6 +161,7 @@ impl NcclComm {
                         turn.copy(input + own, input, count * dtype.size_in_bytes())
                     }
                     Sums::Exact => self.add_exactly((turn, op), dtype, count, (input, input), |r| r * count),
+                    Sums::Coded(ints) => self.add_coded((turn, op), (ints, dtype), count, (input, input)),
                 }
             }
         })
@@ -163,14 +171,24 @@ impl NcclComm {
     ///
     /// # Errors
     /// As [`all_gather`](Self::all_gather).
-    pub fn all_reduce(&self, sums: Sums, values: DeviceFlat) -> Result<Launched> {
-        let (len, dtype) = (values.len(), values.dtype());
-        self.launch("an all-reduce", values, len, |turn, values| {
+    pub fn all_reduce(&self, sums: Sums, mut values: DeviceFlat) -> Result<Launched> {
+        let (len, dtype, op) = (values.len(), values.dtype(), "an all-reduce");
+        let chunk = len.div_ceil(self.size());
+        if let Sums::Coded(_) = sums {
+            // Chunks as they are on the host, from whose starts blocks are counted.
+            self.counted_on(values.extend_zeros(chunk * self.size() - len))?;
+        }
+        self.launch(op, values, len, |turn, values| {
             // SAFETY: so many elements lie there, which are this launch's.
             unsafe {
                 match sums {
                     Sums::Fast => turn.all_reduce(values, len, data_type(dtype)),
                     Sums::Exact => self.all_reduce_exactly(turn, dtype, len, values),
+                    Sums::Coded(ints) => {
+                        let own = values + (self.rank() * chunk * dtype.size_in_bytes()) as CUdeviceptr;
+                        self.add_coded((turn, op), (ints, dtype), chunk, (values, own))?;
+                        turn.all_gather(own, values, chunk, data_type(dtype))
+                    }
                 }
             }
         })
@@ -184,6 +202,11 @@ impl NcclComm {
     /// Gives up: what is under way ends without a result, and the other ranks find out.
     pub fn abort(&self) {
         self.0.fail(&NcclError::GaveUp { rank: self.rank() });
+    }
+
+    /// What comes before a launch, without which the others, who count on this rank, find out.
+    fn counted_on<T>(&self, result: candle_core::Result<T>) -> Result<T> {
+        result.map_err(NcclError::from).inspect_err(|error| self.0.fail(error))
     }
 
     /// Launches `work` on a buffer, of which `len` elements are the result. It is told the buffer's address; nothing where that has

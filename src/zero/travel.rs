@@ -55,7 +55,8 @@ impl Collective {
     #[cfg(feature = "cuda")]
     fn between_gpus(self, wire: Wire) -> Option<CommKind> {
         match self {
-            _ if wire != Wire::Exact => None,
+            // NCCL does not say which ranks share a host.
+            _ if matches!(wire, Wire::BetweenHosts(_)) => None,
             Self::AllReduce => Some(CommKind::AllReduce),
             Self::ReduceScatter => Some(CommKind::ReduceScatter),
             Self::AllGather => Some(CommKind::AllGather),
@@ -106,7 +107,7 @@ impl Travel {
             #[cfg(feature = "cuda")]
             FlatBuffer::Device(buffer) => {
                 if let (Some(gpus), Some(kind)) = (means.gpus, collective.between_gpus(wire)) {
-                    return Ok(Self::BetweenGpus(gpus.launch(kind, buffer, tag)?));
+                    return Ok(Self::BetweenGpus(gpus.launch(kind, wire, buffer, tag)?));
                 }
                 let room = buffer.len().max(collective.result_len(buffer.len(), comm.size()));
                 let mut copy = Flat::with_capacity(buffer.dtype(), room);

@@ -25,12 +25,6 @@ pub fn gpu(rank: usize) -> Result<Device> {
     Device::new_cuda(rank % gpus.max(1))
 }
 
-/// Steps after which a recorded run may be left: all, or those of `CANDLE_ZERO_TEST_STEPS`, for devices that are slow because
-/// they are none.
-pub fn most_steps() -> usize {
-    std::env::var("CANDLE_ZERO_TEST_STEPS").map_or(usize::MAX, |steps| steps.parse().unwrap())
-}
-
 /// Live bytes of a rank's GPU as the stand-in for CUDA counts them (tools/mock_cuda); nothing on hardware.
 #[cfg(feature = "cuda")]
 pub fn counted_bytes(gpu: i32) -> Option<usize> {

@@ -9,7 +9,7 @@ use crate::support::tiny::{Outcome, Shape, Tiny, absent_parameters_are_named, ba
 use candle_core::{DType, Device, Tensor};
 use candle_zero::Engine;
 use candle_zero::checkpoint::{LoadOptions, SaveOptions};
-use candle_zero::comm::{Communicator, threads};
+use candle_zero::comm::{Communicator, Kind as Collective, threads};
 use candle_zero::memory::{Kind, MemoryReport};
 use serde_json::{Value, json};
 use std::process::Command;
@@ -394,6 +394,33 @@ fn collectives_by_nccl_and_through_the_host_give_the_same_bits_and_nccls_own_sum
             assert!((a - b).abs() <= 2e-3 * a.abs(), "{exact}, {fast}");
         }
     }
+}
+
+#[test]
+fn compressed_collectives_by_nccl_and_through_the_host_give_the_same_bits() {
+    let name = "compressed_collectives_by_nccl_and_through_the_host_give_the_same_bits";
+    if !stand_in(compressed_collectives_by_nccl_and_through_the_host_give_the_same_bits) {
+        return;
+    }
+    if let Some(choice) = std::env::var_os(ALONE).and_then(|_| std::env::var_os("CANDLE_ZERO_NCCL")) {
+        let shape = Shape { layers: 1, units: true, ..Shape::default() };
+        for (stage, bf16) in [0, 2, 3].into_iter().flat_map(|stage| [(stage, false), (stage, true)]) {
+            let mut zero = zero();
+            zero["zero_quantized_gradients"] = json!(true);
+            zero["zero_quantized_weights"] = json!(true);
+            let run = train_on(gpu, 4, shape, &config(stage, 2, zero, json!({"bf16": {"enabled": bf16}})), 2);
+            let digest = run[0].exported.iter().fold(0u64, |d, b| d.rotate_left(5) ^ u64::from(*b));
+            println!("stage {stage}: {:?} {:?} {digest:x}", losses(&run[0]), run[0].norms);
+            let on_host =
+                [Collective::AllReduce, Collective::ReduceScatter].map(|kind| run[0].comm.kind(kind).wire_bytes);
+            assert_eq!(on_host == [0; 2], choice != "off", "stage {stage}: {on_host:?} bytes through the host");
+        }
+        return;
+    }
+    let with = |choice, said| alone_with(name, "CANDLE_ZERO_NCCL", choice, said);
+    let between_gpus = with("exact", "by NCCL");
+    assert_eq!(between_gpus.lines().count(), 6, "{between_gpus}");
+    assert_eq!(between_gpus, with("off", "nothing is said"));
 }
 
 /// The folder of the next test, for its ranks.

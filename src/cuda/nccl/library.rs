@@ -181,6 +181,9 @@ fn version_text(version: c_int) -> String {
     format!("{major}.{}.{}", rest / 100, rest % 100)
 }
 
+/// ncclUint8 of ncclDataType_t.
+pub(super) const BYTES: c_int = 1;
+
 /// ncclDataType_t.
 pub(super) fn data_type(dtype: DType) -> c_int {
     match dtype {

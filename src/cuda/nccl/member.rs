@@ -35,7 +35,7 @@ pub(crate) struct Watch {
 pub(super) struct Limits {
     /// Bytes up to which an exact all-reduce is one exchange of the whole.
     pub short: usize,
-    /// Bytes of peers' elements that lie in memory at a time.
+    /// Bytes of peers' elements, or of codes, that lie in memory at a time.
     pub room: usize,
 }
 
@@ -55,7 +55,7 @@ struct State {
     comm: Option<Handle>,
     /// Why there is no communicator any more.
     failure: Option<NcclError>,
-    /// What has come from peers and is not yet summed. On the wire stream alone, where one collective follows the other.
+    /// What has come from peers and is not yet summed, and codes. On the wire stream alone, where one collective follows the other.
     room: Option<CudaSlice<u8>>,
 }
 
@@ -229,14 +229,14 @@ impl Turn<'_> {
         result
     }
 
-    /// Memory for so many bytes of peers' elements. It is written and read on the wire stream alone, so that what follows there
+    /// Memory for so many bytes of peers' elements or of codes. It is written and read on the wire stream alone, so that what follows there
     /// may use it again.
     pub fn room(&mut self, bytes: usize) -> Result<CUdeviceptr> {
         let wire = &self.member.wire;
         if self.state.room.as_ref().is_none_or(|room| room.len() < bytes) {
             // Given back first, in the order of the wire stream: it is not there twice.
             self.state.room = None;
-            // SAFETY: elements are received into it before any are read.
+            // SAFETY: what is read there has been received or coded before.
             self.state.room = Some(unsafe { wire.alloc(bytes) }.w()?);
         }
         Ok(self.state.room.as_ref().map_or(0, |room| room.device_ptr(wire).0))

@@ -1,8 +1,8 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::comm::{Communicator, threads};
-use crate::precision::Flat;
+use crate::comm::{Communicator, Wire, threads};
+use crate::precision::{Flat, Ints};
 use candle_core::backend::BackendDevice;
 use libloading::os::unix::Library as Loaded;
 use std::process::Command;
@@ -79,11 +79,13 @@ fn result(launched: Launched) -> Flat {
 /// Lengths of chunks: none, less than there are ranks, odd ones of one piece and of several.
 const LENGTHS: [usize; 5] = [0, 1, 3, 129, 517];
 
-fn has_the_bits_of_the_host(library: &Library, size: usize) {
+fn has_the_bits_of_the_host(library: &Library, size: usize, codes: Option<Ints>) {
+    let (wire, sums) = codes.map_or_else(Default::default, |ints| (Wire::Blocks(ints), Sums::Coded(ints)));
     let on_host = |comm: &dyn Communicator, dtype, n: usize| {
-        let chunks = comm.reduce_scatter(numbers(comm.rank(), n * size, dtype), 0).wait().unwrap();
-        let whole = comm.all_reduce(numbers(comm.rank(), n * size + 1, dtype), 0).wait().unwrap();
-        (chunks, whole)
+        let chunks = comm.reduce_scatter_as(wire, numbers(comm.rank(), n * size, dtype), 0).wait().unwrap();
+        let whole = comm.all_reduce_as(wire, numbers(comm.rank(), n * size + 1, dtype), 0).wait().unwrap();
+        let gathered = comm.all_gather_as(wire, numbers(comm.rank(), n, dtype), 0).wait().unwrap();
+        [chunks, whole, gathered]
     };
     let of_all = || DTYPES.into_iter().flat_map(|dtype| LENGTHS.map(|n| (dtype, n)));
     let hosts = threads::run(size, |comm| Ok(of_all().map(|(dtype, n)| on_host(&*comm, dtype, n)).collect::<Vec<_>>()));
@@ -95,16 +97,17 @@ fn has_the_bits_of_the_host(library: &Library, size: usize) {
             // All under way at a time.
             let launch = |(dtype, n)| {
                 let input = |len| on_device(&comm, &numbers(comm.rank(), len, dtype));
-                let chunks = comm.reduce_scatter(Sums::Exact, input(n * size)).unwrap();
-                (chunks, comm.all_reduce(Sums::default(), input(n * size + 1)).unwrap())
+                let chunks = comm.reduce_scatter(sums, input(n * size)).unwrap();
+                let whole = comm.all_reduce(sums, input(n * size + 1)).unwrap();
+                [chunks, whole, comm.all_gather(codes, input(n)).unwrap()]
             };
             let launched: Vec<_> = of_all().map(launch).collect();
-            launched.into_iter().map(|(chunks, whole)| (result(chunks), result(whole))).collect::<Vec<_>>()
+            launched.into_iter().map(|all| all.map(result)).collect::<Vec<_>>()
         },
     );
     for (rank, (host, gpu)) in hosts.unwrap().into_iter().zip(gpus).enumerate() {
         for ((case, host), gpu) in of_all().zip(host.unwrap()).zip(gpu) {
-            assert!(host == gpu, "rank {rank} of {size}, {case:?}: {gpu:?}, the host has {host:?}");
+            assert!(host == gpu, "rank {rank} of {size}, {case:?}, {sums:?}: {gpu:?}, the host has {host:?}");
         }
     }
 }
@@ -113,18 +116,28 @@ fn has_the_bits_of_the_host(library: &Library, size: usize) {
 fn exact_sums_have_the_bits_of_the_host() {
     for size in [1, 2, 4] {
         let Some(library) = nccl(size) else { return };
-        has_the_bits_of_the_host(&library, size);
+        has_the_bits_of_the_host(&library, size, None);
     }
 }
 
 #[test]
-fn exact_sums_have_the_same_bits_whatever_the_order_of_streams() {
+fn what_travels_as_integers_has_the_bits_of_the_host() {
+    for (size, ints) in [1, 2, 4].into_iter().flat_map(|size| [(size, Ints::Int8), (size, Ints::Int4)]) {
+        let Some(library) = nccl(size) else { return };
+        has_the_bits_of_the_host(&library, size, Some(ints));
+    }
+}
+
+#[test]
+fn collectives_have_the_same_bits_whatever_the_order_of_streams() {
     let Some(library) = nccl(4).filter(|_| is_stand_in()) else { return };
     if std::env::var_os(CHILD).is_some() {
-        has_the_bits_of_the_host(&library, 3);
+        for codes in [None, Some(Ints::Int4)] {
+            has_the_bits_of_the_host(&library, 3, codes);
+        }
         return is_gathered_in_any_order(&library);
     }
-    let name = "cuda::nccl::tests::exact_sums_have_the_same_bits_whatever_the_order_of_streams";
+    let name = "cuda::nccl::tests::collectives_have_the_same_bits_whatever_the_order_of_streams";
     for seed in 1..=20 {
         let mut child = Command::new(std::env::current_exe().unwrap());
         child.args([name, "--exact", "--nocapture"]).env(SEED, seed.to_string()).env(CHILD, "");
@@ -143,8 +156,8 @@ fn is_gathered_in_any_order(library: &Library) {
         |comm| {
             for turn in 0..8 {
                 let shard = numbers(comm.rank(), 1000 + turn, DType::BF16);
-                let dropped = comm.all_gather(on_device(&comm, &shard)).unwrap();
-                let launched = comm.all_gather(on_device(&comm, &shard)).unwrap();
+                let dropped = comm.all_gather(None, on_device(&comm, &shard)).unwrap();
+                let launched = comm.all_gather(None, on_device(&comm, &shard)).unwrap();
                 drop(dropped);
                 let other = DeviceFlat::zeros(&comm.0.device, DType::BF16, 2000 + 2 * turn).unwrap();
                 let whole = result(launched);
@@ -174,7 +187,7 @@ fn gathers_and_fast_sums_give_what_their_names_say() {
                 |comm| {
                     let rank = comm.rank();
                     let shard = Flat::from_f32((0..n).map(|i| (rank + (rank * n + i) % 5) as f32).collect(), dtype);
-                    let gathered = comm.all_gather(on_device(&comm, &shard)).unwrap();
+                    let gathered = comm.all_gather(None, on_device(&comm, &shard)).unwrap();
                     gathered.wait_on_host().unwrap();
                     assert_eq!(result(gathered), whole(n));
                     // Small integers, whose sums are exact in any order.
@@ -214,7 +227,7 @@ fn a_peer_that_gives_up_ends_the_waits_of_the_others() {
                 assert_eq!(result(comm.reduce_scatter(sums, input()).unwrap()).len(), 100);
                 if comm.rank() == 2 {
                     comm.abort();
-                    let why = comm.all_gather(input()).map(drop).unwrap_err();
+                    let why = comm.all_gather(None, input()).map(drop).unwrap_err();
                     assert!(why.to_string().starts_with("rank 2 has given up before"), "{why}");
                     return;
                 }
@@ -251,7 +264,7 @@ fn a_failure_that_the_caller_knows_ends_a_wait() {
     };
     on_ranks(&library, 2, told, |comm| {
         if comm.rank() == 0 {
-            let launched = comm.all_gather(on_device(&comm, &numbers(0, 9, DType::F16))).unwrap();
+            let launched = comm.all_gather(None, on_device(&comm, &numbers(0, 9, DType::F16))).unwrap();
             let since = Instant::now();
             std::thread::scope(|scope| {
                 scope.spawn(|| {
@@ -276,7 +289,7 @@ fn different_collectives_end_when_the_time_is_over() {
         2,
         |rank| watch(if rank == 0 { 1.5 } else { 60.0 }),
         |comm| {
-            let launched = comm.all_gather(on_device(&comm, &numbers(0, 4 + comm.rank(), DType::F32))).unwrap();
+            let launched = comm.all_gather(None, on_device(&comm, &numbers(0, 4 + comm.rank(), DType::F32))).unwrap();
             let why = launched.wait_on_host().unwrap_err();
             if comm.rank() == 0 {
                 let text = "rank 0 waited in an all-gather between GPUs for 1.5 s: a peer does not take part in it, or is in \
@@ -298,10 +311,10 @@ fn a_peer_that_leaves_ends_the_waits_of_the_others_when_the_time_is_over() {
         2,
         |_| watch(1.0),
         |comm| {
-            let gathered = comm.all_gather(on_device(&comm, &numbers(0, 7, DType::BF16))).unwrap();
+            let gathered = comm.all_gather(None, on_device(&comm, &numbers(0, 7, DType::BF16))).unwrap();
             if comm.rank() == 0 {
                 assert_eq!(result(gathered).len(), 14);
-                let launched = comm.all_gather(on_device(&comm, &numbers(0, 7, DType::BF16))).unwrap();
+                let launched = comm.all_gather(None, on_device(&comm, &numbers(0, 7, DType::BF16))).unwrap();
                 let why = launched.wait_on_host().unwrap_err();
                 assert!(
                     matches!(why, NcclError::Silent { rank: 0, op: "an all-gather", .. } | NcclError::Lost { .. }),
@@ -352,6 +365,11 @@ fn room_for_what_comes_from_peers_is_bounded() {
             let input = on_device(&comm, &numbers(comm.rank(), 40_000, DType::F32));
             result(comm.reduce_scatter(Sums::Exact, input).unwrap());
             assert_eq!(comm.0.room_bytes(), 3 * 128 * 4);
+            // Codes come into the same room, in pieces.
+            let input = || on_device(&comm, &numbers(comm.rank(), 40_000, DType::F32));
+            result(comm.reduce_scatter(Sums::Coded(Ints::Int4), input()).unwrap());
+            result(comm.all_gather(Some(Ints::Int8), input()).unwrap());
+            assert_eq!(comm.0.room_bytes(), SMALL.room);
         },
     );
 }

@@ -109,6 +109,7 @@ struct Launch {
     std::vector<State> states;       // of the block that runs
     std::vector<Thread> threads;
     std::vector<uint8_t> at_warp;    // lanes of each warp at its barrier
+    std::vector<unsigned> living;    // lanes of each warp that have not ended, as bits
     size_t begun;                    // threads of `order` that are not fresh
     size_t parked;
     std::vector<unsigned> woken;     // parked threads whose barrier is open; the last goes first
@@ -182,6 +183,7 @@ void run_fresh_threads() {
             become(thread);
             launch.kernel->run(launch.arguments);
             launch.states[thread] = State::Done;
+            launch.living[thread / WARP] &= ~(1u << thread % WARP);
         }
         Fiber *self = launch.active;
         launch.idle.push_back(self);
@@ -221,7 +223,7 @@ void park(State state) {
     if (state == State::AtWarpBarrier) {
         // It opens as soon as it can: so few fibers suffice.
         unsigned came = ++launch.at_warp[thread / WARP], mask = launch.threads[thread].mask;
-        if (came >= unsigned(__builtin_popcount(mask)) || launch.begun == launch.order.size()) open_warp(thread);
+        if (came >= unsigned(__builtin_popcount(mask & launch.living[thread / WARP]))) open_warp(thread);
     }
     Fiber *self = launch.active;
     Context &to = next();
@@ -250,6 +252,10 @@ void open_barriers() {
 void run_block() {
     std::fill(launch.states.begin(), launch.states.end(), State::Fresh);
     launch.begun = launch.parked = 0;
+    for (size_t w = 0; w < launch.living.size(); w++) {
+        size_t lanes = std::min<size_t>(WARP, launch.threads.size() - w * WARP);
+        launch.living[w] = unsigned((uint64_t(1) << lanes) - 1);
+    }
     for (;;) {
         if (Context &to = next(); &to != &launch.home) switch_to(launch.home, to);
         else if (launch.parked > 0) open_barriers();
@@ -268,6 +274,7 @@ void run_kernel(const mock_cuda_kernel &kernel, Dim grid, Dim block, size_t shar
     launch.states.resize(launch.order.size());
     launch.threads.resize(launch.order.size());
     launch.at_warp.assign((launch.order.size() + WARP - 1) / WARP, 0);
+    launch.living.resize(launch.at_warp.size());
     mock_blockDim = block;
     mock_gridDim = grid;
     // As a GPU has it where a block has no other shared memory.

@@ -100,6 +100,13 @@ size_t mapped_bytes(Pointer start, const Allocation &a) {
     return round_up(start + memory().offset() + a.bytes, PAGE) - first_page(start);
 }
 
+// Pages that nothing may touch again. Mapped anew, they join the reserved ones around them: a process has room for 65530 mappings,
+// and pages that were only protected would stay one each.
+void close_for_ever(void *pages, size_t bytes) {
+    void *closed = mmap(pages, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    if (closed == MAP_FAILED) die("%zu bytes cannot be closed: %s", bytes, strerror(errno));
+}
+
 // The allocation at or before `p`, for the text of a fault.
 void say_whose(Pointer p) {
     auto &all = memory().allocations;
@@ -207,8 +214,7 @@ bool count_free(Pointer start) {
 void release(Pointer start) {
     auto &a = memory().allocations.at(start);
     auto *page = reinterpret_cast<void *>(first_page(start));
-    madvise(page, mapped_bytes(start, a), MADV_DONTNEED);
-    mprotect(page, mapped_bytes(start, a), PROT_NONE);
+    close_for_ever(page, mapped_bytes(start, a));
     a.mapped = false;
 }
 
@@ -229,8 +235,7 @@ bool free_pinned(void *start) {
     auto it = pinned.find(uintptr_t(start));
     if (it == pinned.end() || !it->second.second) return false;
     size_t bytes = round_up(it->second.first, PAGE);
-    madvise(start, bytes, MADV_DONTNEED);
-    mprotect(start, bytes, PROT_NONE);
+    close_for_ever(start, bytes);
     pinned.erase(it);
     return true;
 }

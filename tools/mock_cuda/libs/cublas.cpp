@@ -55,32 +55,58 @@ void store(void *p, Type type, size_t i, T value) {
     }
 }
 
-// Column `j` of the sums: as many of them at once as a register of the machine holds, each in the order of k.
+// Columns of sums that are formed together, so that a row of the first factor is read once for them.
+constexpr int COLUMNS = 4;
+
 template <class T>
-__attribute__((target_clones("avx2", "default"))) void add_columns(T *sums, const T *a, const T *b, int m, int k) {
-    for (int l = 0; l < k; l++)
-        for (int i = 0; i < m; i++) sums[i] += a[size_t(l) * m + i] * b[l];
+struct Rows {
+    typedef T Vector __attribute__((vector_size(64)));
+    static constexpr int COUNT = sizeof(Vector) / sizeof(T);
+};
+
+// Sums of some rows and columns, in registers, each in the order of k: product and sum are two roundings.
+template <class T>
+__attribute__((target_clones("avx512f", "avx2", "default"))) void add_products(T *sums, const T *a, const T *b, int k) {
+    using Vector = typename Rows<T>::Vector;
+    Vector all[COLUMNS] = {};
+    for (int l = 0; l < k; l++) {
+        Vector rows;
+        memcpy(&rows, a + size_t(l) * Rows<T>::COUNT, sizeof rows);
+        for (int j = 0; j < COLUMNS; j++) all[j] += rows * b[size_t(l) * COLUMNS + j];
+    }
+    memcpy(sums, all, sizeof all);
 }
 
 template <class T>
 void run(const Product &p) {
-    std::vector<T> a(size_t(p.m) * p.k), b(p.k), sums(p.m);
+    constexpr int ROWS = Rows<T>::COUNT;
+    int strips = (p.m + ROWS - 1) / ROWS;
+    // Each strip of rows lies together, and behind the last row are zeros; so do the columns.
+    std::vector<T> a(size_t(strips) * ROWS * p.k), b(size_t(COLUMNS) * p.k), sums(ROWS * COLUMNS);
     for (int batch = 0; batch < p.batches; batch++) {
         auto element = [&](const Matrix &x, int row, int column) {
             size_t at = x.transposed ? row * x.leading + column : column * x.leading + row;
             return load_as<T>(x.start, x.type, batch * x.stride + at);
         };
-        for (int l = 0; l < p.k; l++)
-            for (int i = 0; i < p.m; i++) a[size_t(l) * p.m + i] = element(p.a, i, l);
-        for (int j = 0; j < p.n; j++) {
-            for (int l = 0; l < p.k; l++) b[l] = element(p.b, l, j);
-            std::fill(sums.begin(), sums.end(), T(0));
-            add_columns(sums.data(), a.data(), b.data(), p.m, p.k);
-            for (int i = 0; i < p.m; i++) {
-                T value = T(p.alpha) * sums[i];
-                // With a beta of zero the result is not read: it may hold anything.
-                if (p.beta != 0) value += T(p.beta) * element(p.c, i, j);
-                store(const_cast<void *>(p.c.start), p.c.type, batch * p.c.stride + j * p.c.leading + i, value);
+        for (int i = 0; i < p.m; i++)
+            for (int l = 0; l < p.k; l++) a[(size_t(i / ROWS) * p.k + l) * ROWS + i % ROWS] = element(p.a, i, l);
+        for (int first = 0; first < p.n; first += COLUMNS) {
+            int columns = std::min(COLUMNS, p.n - first);
+            std::fill(b.begin(), b.end(), T(0));
+            for (int j = 0; j < columns; j++)
+                for (int l = 0; l < p.k; l++) b[size_t(l) * COLUMNS + j] = element(p.b, l, first + j);
+            for (int strip = 0; strip < strips; strip++) {
+                add_products(sums.data(), a.data() + size_t(strip) * p.k * ROWS, b.data(), p.k);
+                int rows = std::min(ROWS, p.m - strip * ROWS);
+                for (int j = 0; j < columns; j++)
+                    for (int r = 0; r < rows; r++) {
+                        int i = strip * ROWS + r;
+                        T value = T(p.alpha) * sums[j * ROWS + r];
+                        // With a beta of zero the result is not read: it may hold anything.
+                        if (p.beta != 0) value += T(p.beta) * element(p.c, i, first + j);
+                        size_t at = batch * p.c.stride + (first + j) * p.c.leading + i;
+                        store(const_cast<void *>(p.c.start), p.c.type, at, value);
+                    }
             }
         }
     }
