@@ -12,7 +12,7 @@
 //! | `buffer.rs`, `sum.rs` | flat buffers; casts, sums and products | `flat.cu` |
 //! | `copy_queue.rs` | copies between GPU and host beside other work | |
 //! | `squares.rs` | sums of squares of many arrays at once | `squares.cu` |
-//! | `optimizer.rs` | the steps of optimizers | `optimizer.cu` |
+//! | `optimizer.rs` | the steps of optimizers, of many arrays at once | `optimizer.cu` |
 //! | `activation.rs` | GELU, SiLU and what they gate | `activation.cu`, `activations.cuh` |
 //! | `norm.rs` | layer and root-mean-square normalization | `norm.cu`, `rows.cuh`, `columns.cuh` |
 //! | `linear.rs` | what follows a product | `linear.cu`, `activations.cuh` |
