@@ -24,7 +24,7 @@
 //! | `cross_entropy.rs` | losses of rows of logits and their gradients | `cross_entropy.cu`, `rows.cuh` |
 //! | `nccl.rs`, `nccl/` | collectives between GPUs | `nccl_sum.cu` |
 //!
-//! They know slices; the layers that use them are in `nn::on_gpu`. Formulas are the host's, of [`crate::kernels`].
+//! `bandwidth.rs` measures them. They know slices; the layers that use them are in `nn::on_gpu`. Formulas are the host's, of [`crate::kernels`].
 //!
 //! Everything runs on the stream of Candle's device, in the order of the calls, so that a buffer is written before the next
 //! operation of the model reads it. Collectives, and copies to and from the host beside the model's work, have streams of their own;
@@ -35,6 +35,8 @@
 pub(crate) mod activation;
 mod array;
 pub(crate) mod attention;
+#[cfg(test)]
+mod bandwidth;
 mod buffer;
 pub(crate) mod columns;
 mod copy_queue;
