@@ -164,6 +164,10 @@ impl Copier {
     /// Copies a load, from where Candle's stream has reached `after`, to its end.
     fn carry(&mut self, load: Load, after: &CudaEvent) -> Result<Copied> {
         self.stream.wait(after).w()?;
+        if timeline::is_recording() {
+            // The span begins when the copy does.
+            after.synchronize().w()?;
+        }
         let (copied, result) = match load {
             Load::Down(mut from) => {
                 let mut to = Flat::zeros(from.dtype(), from.len());

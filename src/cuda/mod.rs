@@ -11,6 +11,7 @@
 //! | `flat.rs` | views of elements | |
 //! | `buffer.rs`, `sum.rs` | flat buffers; casts, sums and products | `flat.cu` |
 //! | `copy_queue.rs` | copies between GPU and host beside other work | |
+//! | `moment.rs` | when the GPU did something | |
 //! | `squares.rs` | sums of squares of many arrays at once | `squares.cu` |
 //! | `optimizer.rs` | the steps of optimizers, of many arrays at once | `optimizer.cu` |
 //! | `activation.rs` | GELU, SiLU and what they gate | `activation.cu`, `activations.cuh` |
@@ -47,6 +48,7 @@ mod flat;
 mod launch;
 pub(crate) mod linear;
 mod load;
+mod moment;
 pub(crate) mod nccl;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
@@ -59,6 +61,7 @@ pub(crate) use buffer::DeviceFlat;
 pub(crate) use copy_queue::{CopyQueue, Copying};
 pub(crate) use flat::{DeviceMut, DeviceRef};
 pub(crate) use load::Module;
+pub(crate) use moment::Moment;
 pub use optimizer::Elementwise;
 pub(crate) use squares::sums_of_squares;
 pub(crate) use sum::{add, copy};
