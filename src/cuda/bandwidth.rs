@@ -136,6 +136,8 @@ fn optimizers(bench: &mut Bench) {
     optimizer(bench, "SGD with momentum", &Elementwise::SgdMomentum([1e-2, 0.5, 0.0, 0.9, 1.0, 0.0, 1.0]), 1, 1);
 }
 
+type Forward<'a> = dyn Fn() -> (CudaStorage, norm::Statistics) + 'a;
+
 fn norms(bench: &mut Bench) {
     let (device, n) = (bench.device.clone(), bench.elements);
     let [x, dy, mut dx] = bench.halves();
@@ -143,8 +145,7 @@ fn norms(bench: &mut Bench) {
     let (x, dy, weight, bias) = (&all(&x), &all(&dy), &all(&weight), &all(&bias));
     let layer_norm = || norm::layer_norm(&device, x, [weight, bias], 1e-5).unwrap();
     let rms_norm = || norm::rms_norm(&device, [x, weight], 0.0, 1e-5).unwrap();
-    let ways: [(&str, &dyn Fn() -> (CudaStorage, norm::Statistics)); 2] =
-        [("layer norm", &layer_norm), ("RMS norm", &rms_norm)];
+    let ways: [(&str, &Forward<'_>); 2] = [("layer norm", &layer_norm), ("RMS norm", &rms_norm)];
     for (name, forward) in ways {
         let (_, statistics) = forward();
         bench.row(&format!("{name}, forward"), 4 * n, SUMMING, || drop(forward()));
