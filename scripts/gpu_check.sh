@@ -92,4 +92,21 @@ if scripts/gpu_figures.py target/release/zerorun; then
 else
     verdict FAIL "gpt2, gpt2-xl and a Llama of 1 billion parameters at stages 0 to 3 and with offload"
 fi
+
+# 5. The bandwidth of each kernel against that of the driver's own copy: a line with a verdict each.
+cargo test --release --features cuda --lib cuda::bandwidth -- --ignored --nocapture 2>&1 | tee "$work/bandwidth.log" |
+    grep -E '^(PASS|FAIL|-   )  |^      '
+if [ "${PIPESTATUS[0]}" = 0 ] && grep -q '^PASS  ' "$work/bandwidth.log"; then
+    verdict PASS "kernels reach their part of the memory's bandwidth"
+else
+    grep -A 2 'panicked' "$work/bandwidth.log"
+    verdict FAIL "kernels reach their part of the memory's bandwidth"
+fi
+
+# 6. What travels beside backward, from the timeline.
+if scripts/gpu_overlap.py target/release/zerorun; then
+    verdict PASS "gradients are on their way beside backward"
+else
+    verdict FAIL "gradients are on their way beside backward"
+fi
 exit "$failed"

@@ -16,6 +16,7 @@ use crate::cuda::nccl::{self, Launched, Library, NcclComm, NcclError, Sums, Watc
 use crate::error::{CommError, Error, Result};
 use crate::memory::{Held, Kind as Purpose, Ledger, Tier};
 use crate::notice::say;
+use crate::timeline::{self, CarriedContext, Lane};
 use crate::util::{fnv1a, lock};
 use candle_core::CudaDevice;
 use candle_core::cuda_backend::WrapErr;
@@ -162,6 +163,8 @@ impl Gpus {
         };
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed) + 1;
         let mine = Fingerprint::new(sequence, kind, wire, buffer.dtype(), buffer.len(), tag);
+        let bytes = (buffer.len() * buffer.dtype().size_in_bytes()) as u64;
+        self.nccl.keep_times(timeline::is_recording());
         let all = self.comm.gather_bytes(mine.words().map(u64::to_le_bytes).concat());
         let launched = match kind {
             Kind::AllReduce => self.nccl.all_reduce(sums, buffer),
@@ -171,7 +174,8 @@ impl Gpus {
         };
         lock(&self.room).resize(self.nccl.room_bytes());
         let launched = launched.map_err(|error| error_of(error, self.comm.rank(), &*self.comm))?;
-        Ok(OnWire { nccl: self.nccl.clone(), comm: self.comm.clone(), mine, all, launched })
+        let shown = (kind, bytes, timeline::carry());
+        Ok(OnWire { nccl: self.nccl.clone(), comm: self.comm.clone(), mine, all, launched, shown })
     }
 
     /// This rank gives up: what is under way between GPUs ends.
@@ -188,6 +192,8 @@ pub(crate) struct OnWire {
     /// What all ranks have launched.
     all: Pending<Vec<Vec<u8>>>,
     launched: Launched,
+    /// What the timeline shows of it.
+    shown: (Kind, u64, CarriedContext),
 }
 
 impl OnWire {
@@ -196,7 +202,8 @@ impl OnWire {
     /// # Errors
     /// Ranks have launched different collectives; one has failed, with its name; NCCL's.
     pub fn wait(self) -> Result<DeviceFlat> {
-        let Self { nccl, comm, mine, all, launched } = self;
+        let Self { nccl, comm, mine, all, launched, shown: (kind, bytes, carried) } = self;
+        let _span = timeline::span(timeline::Kind::Wait, "wait").of_carried(&carried);
         let (rank, ended) = (comm.rank(), |error: Error| {
             nccl.abort();
             error
@@ -209,8 +216,14 @@ impl OnWire {
                 return Err(ended(CommError::Diverged { rank, here, peer, there }.into()));
             }
         }
-        let result = launched.wait_on_host().and_then(|()| launched.settle());
-        result.map_err(|error| error_of(error, rank, &*comm))
+        let settle = || {
+            launched.wait_on_host()?;
+            if let Some(times) = launched.times()? {
+                carried.past(Lane::BetweenGpus, timeline::Kind::Collective, kind.name(), times, ("bytes", bytes));
+            }
+            launched.settle()
+        };
+        settle().map_err(|error| error_of(error, rank, &*comm))
     }
 }
 

@@ -90,7 +90,8 @@ impl CopyQueue {
         // A context of cudarc's own beside Candle's, of the same primary context: with a second stream in Candle's, cudarc would
         // record events around every kernel of the model.
         let context = CudaContext::new(device.cuda_stream().context().ordinal()).w()?;
-        let windows = (0..WINDOWS).map(|_| Window::new(&context, bytes / WINDOWS, pinned)).collect::<Result<Vec<_>>>()?;
+        let windows =
+            (0..WINDOWS).map(|_| Window::new(&context, bytes / WINDOWS, pinned)).collect::<Result<Vec<_>>>()?;
         let mut copier = Copier { stream: context.new_stream().w()?, windows };
         let (jobs, todo) = channel::<Job>();
         let thread = std::thread::Builder::new().name("gpu-copies".into()).spawn(move || {
@@ -163,6 +164,10 @@ impl Copier {
     /// Copies a load, from where Candle's stream has reached `after`, to its end.
     fn carry(&mut self, load: Load, after: &CudaEvent) -> Result<Copied> {
         self.stream.wait(after).w()?;
+        if timeline::is_recording() {
+            // The span begins when the copy does.
+            after.synchronize().w()?;
+        }
         let (copied, result) = match load {
             Load::Down(mut from) => {
                 let mut to = Flat::zeros(from.dtype(), from.len());
@@ -197,7 +202,8 @@ impl Copier {
             let bytes = &mut window.bytes_mut()?[..piece.len()];
             // SAFETY: the buffer, which the load owns, has as many bytes from there on, and nothing else uses the window until the
             // event after this copy is waited for, or the stream, at the end of `carry`.
-            unsafe { driver::memcpy_dtoh_async(bytes, address + piece.start as CUdeviceptr, stream.cu_stream()) }.w()?;
+            unsafe { driver::memcpy_dtoh_async(bytes, address + piece.start as CUdeviceptr, stream.cu_stream()) }
+                .w()?;
             *under_way = Some((stream.record_event(SLEEPING).w()?, piece));
         }
         Ok(())
@@ -216,7 +222,8 @@ impl Copier {
             let bytes = &mut window.bytes_mut()?[..piece.len()];
             bytes.copy_from_slice(&from[piece.clone()]);
             // SAFETY: as in `down`.
-            unsafe { driver::memcpy_htod_async(address + piece.start as CUdeviceptr, bytes, stream.cu_stream()) }.w()?;
+            unsafe { driver::memcpy_htod_async(address + piece.start as CUdeviceptr, bytes, stream.cu_stream()) }
+                .w()?;
             *under_way = Some(stream.record_event(SLEEPING).w()?);
         }
         Ok(())

@@ -2,7 +2,8 @@
 
 use crate::precision::{FlatMut, FlatRef};
 use candle_core::cuda_backend::WrapErr;
-use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut};
+use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut};
 use candle_core::{CudaDevice, Result, bail};
 use half::{bf16, f16};
 use std::ops::Range;
@@ -36,6 +37,12 @@ macro_rules! each {
 pub(crate) use each;
 
 impl DeviceRef<'_> {
+    /// Where they are, for `stream` to read: it waits for what cudarc knows to write them. Other streams are told of what it does before
+    /// this call.
+    pub fn address(&self, stream: &CudaStream) -> CUdeviceptr {
+        each!(Self, self, v => v.device_ptr(stream).0)
+    }
+
     /// Copies them to the host, to as many of the same dtype, and waits for them.
     ///
     /// # Errors
@@ -57,6 +64,12 @@ impl DeviceRef<'_> {
 }
 
 impl DeviceMut<'_> {
+    /// Where they are, for `stream` to read and to write: it waits for what cudarc knows to use them. Other streams are told of what
+    /// it does before this call.
+    pub fn address(&mut self, stream: &CudaStream) -> CUdeviceptr {
+        each!(Self, self, v => v.device_ptr_mut(stream).0)
+    }
+
     /// Some of the elements.
     ///
     /// # Errors

@@ -11,8 +11,9 @@
 //! | `flat.rs` | views of elements | |
 //! | `buffer.rs`, `sum.rs` | flat buffers; casts, sums and products | `flat.cu` |
 //! | `copy_queue.rs` | copies between GPU and host beside other work | |
+//! | `moment.rs` | when the GPU did something | |
 //! | `squares.rs` | sums of squares of many arrays at once | `squares.cu` |
-//! | `optimizer.rs` | the steps of optimizers | `optimizer.cu` |
+//! | `optimizer.rs` | the steps of optimizers, of many arrays at once | `optimizer.cu` |
 //! | `activation.rs` | GELU, SiLU and what they gate | `activation.cu`, `activations.cuh` |
 //! | `norm.rs` | layer and root-mean-square normalization | `norm.cu`, `rows.cuh`, `columns.cuh` |
 //! | `linear.rs` | what follows a product | `linear.cu`, `activations.cuh` |
@@ -25,7 +26,7 @@
 //! | `blocks.rs` | blocks of integers with a scale | `blocks.cu` |
 //! | `nccl.rs`, `nccl/` | collectives between GPUs | `nccl_sum.cu` |
 //!
-//! They know slices; the layers that use them are in `nn::on_gpu`. Formulas are the host's, of [`crate::kernels`].
+//! `bandwidth.rs` measures them. They know slices; the layers that use them are in `nn::on_gpu`. Formulas are the host's, of [`crate::kernels`].
 //!
 //! Everything runs on the stream of Candle's device, in the order of the calls, so that a buffer is written before the next
 //! operation of the model reads it. Collectives, and copies to and from the host beside the model's work, have streams of their own;
@@ -36,6 +37,8 @@
 pub(crate) mod activation;
 mod array;
 pub(crate) mod attention;
+#[cfg(test)]
+mod bandwidth;
 mod blocks;
 mod buffer;
 pub(crate) mod columns;
@@ -47,6 +50,7 @@ mod flat;
 mod launch;
 pub(crate) mod linear;
 mod load;
+mod moment;
 pub(crate) mod nccl;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
@@ -59,6 +63,7 @@ pub(crate) use buffer::DeviceFlat;
 pub(crate) use copy_queue::{CopyQueue, Copying};
 pub(crate) use flat::{DeviceMut, DeviceRef};
 pub(crate) use load::Module;
+pub(crate) use moment::Moment;
 pub use optimizer::Elementwise;
 pub(crate) use squares::sums_of_squares;
 pub(crate) use sum::{add, copy};

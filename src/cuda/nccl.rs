@@ -53,6 +53,7 @@ use library::data_type;
 use member::{Limits, Member, Turn};
 use std::ffi::c_int;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 type Result<T> = std::result::Result<T, NcclError>;
 
@@ -199,6 +200,11 @@ impl NcclComm {
         self.0.room_bytes()
     }
 
+    /// Whether collectives from now on know [when](Launched::times) they have run.
+    pub fn keep_times(&self, keep: bool) {
+        self.0.keeps_times.store(keep, Ordering::Relaxed);
+    }
+
     /// Gives up: what is under way ends without a result, and the other ranks find out.
     pub fn abort(&self) {
         self.0.fail(&NcclError::GaveUp { rank: self.rank() });
@@ -229,6 +235,7 @@ impl NcclComm {
             if !empty {
                 // Whatever is on Candle's stream has written what is given.
                 wire.join(&device.cuda_stream()).w()?;
+                launched.begin()?;
                 let (address, _used) = launched.buffer().address_mut(wire)?;
                 work(&mut turn, address)?;
             }

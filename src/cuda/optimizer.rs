@@ -2,13 +2,19 @@
 
 use super::flat::{DeviceMut, DeviceRef};
 use super::launch::{Argument, arguments};
-use super::load::{Module, module, over, suffix};
+use super::load::{Module, module, suffix};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{CudaDevice, DType, Result, bail};
 
 const KERNELS: Module = module!("optimizer");
 
-/// Elements that a thread takes together.
-const FOUR: usize = 4;
+/// Threads of a block.
+const THREADS: u32 = 256;
+/// Elements that a block takes: a multiple of the four that a thread takes together.
+const CHUNK: usize = 4096;
+/// Steps of a launch: more than most models have parameters. Their table has 56 KiB; the driver may make the host wait for a copy
+/// of more than 64.
+const MOST_STEPS: usize = 1024;
 
 /// The constants of one step of an optimizer that treats every element alike, in the order of its kernel.
 ///
@@ -39,6 +45,12 @@ impl Elementwise {
         }
     }
 
+    /// Whether it has the same kernel and constants of the same bits.
+    fn is(&self, other: &Self) -> bool {
+        let bits = |rule: &Self| rule.constants().iter().map(|constant| constant.to_bits()).collect::<Vec<_>>();
+        self.kernel() == other.kernel() && bits(self) == bits(other)
+    }
+
     fn constants(&self) -> &[f32] {
         match self {
             Self::Adam(constants) => constants,
@@ -49,48 +61,111 @@ impl Elementwise {
     }
 }
 
-/// One step on one slice, as `Optimizer::update` does it on the host, with the same bits: one launch, which reads and writes
-/// each array once. NaN is NaN, of whatever bits.
-///
-/// `param` and `state`, which are f32, are updated in place; `half` is written. It is fastest where all arrays begin with a
-/// multiple of four elements.
-///
-/// # Errors
-/// Arrays of another dtype, length or number; the driver's.
-pub(crate) fn step(
-    device: &CudaDevice,
-    rule: &Elementwise,
-    param: DeviceMut<'_>,
-    grad: &DeviceRef<'_>,
-    state: Vec<DeviceMut<'_>>,
-    half: Option<DeviceMut<'_>>,
-) -> Result<()> {
-    let (kernel, states) = rule.kernel();
-    let count = param.len();
-    let is_f32 = |array: &DeviceMut<'_>| (array.dtype(), array.len()) == (DType::F32, count);
-    if !is_f32(&param) || !state.iter().all(is_f32) || state.len() != states {
-        bail!("{kernel}: the parameter and {states} states are f32 and of equal length")
+/// The steps of many arrays, each as `Optimizer::update` does it on the host, with the same bits: one launch for all of equal
+/// constants and dtypes, which reads and writes each array once. NaN is NaN, of whatever bits.
+pub(crate) struct Steps<'a> {
+    device: &'a CudaDevice,
+    launches: Vec<Launch>,
+}
+
+/// Steps of equal constants and dtypes.
+struct Launch {
+    rule: Elementwise,
+    grad: DType,
+    half: DType,
+    /// Of each step the addresses of its arrays, its elements, and the number of its first chunk, as the kernel has them.
+    table: Vec<[u64; 7]>,
+    chunks: usize,
+}
+
+impl<'a> Steps<'a> {
+    /// None yet.
+    pub fn new(device: &'a CudaDevice) -> Self {
+        Self { device, launches: Vec::new() }
     }
-    if grad.len() != count {
-        bail!("{kernel}: a gradient of {} elements for {count}", grad.len())
+
+    /// Adds a step of one array. `param` and `state`, which are f32, are updated in place; `half` is written. It is fastest where
+    /// all arrays begin with a multiple of four elements.
+    ///
+    /// # Safety
+    /// Up to [`run`](Self::run), the memory of these elements stays where it is, no other step writes them, and whatever else uses them
+    /// does so in the order of Candle's stream.
+    ///
+    /// # Errors
+    /// Arrays of another dtype, length or number.
+    pub unsafe fn add(
+        &mut self,
+        rule: &Elementwise,
+        mut param: DeviceMut<'_>,
+        grad: &DeviceRef<'_>,
+        mut state: Vec<DeviceMut<'_>>,
+        mut half: Option<DeviceMut<'_>>,
+    ) -> Result<()> {
+        let (kernel, states) = rule.kernel();
+        let count = param.len();
+        let is_f32 = |array: &DeviceMut<'_>| (array.dtype(), array.len()) == (DType::F32, count);
+        if !is_f32(&param) || !state.iter().all(is_f32) || state.len() != states {
+            bail!("{kernel}: the parameter and {states} states are f32 and of equal length")
+        }
+        if grad.len() != count {
+            bail!("{kernel}: a gradient of {} elements for {count}", grad.len())
+        }
+        // Kernels are made for a half copy; it may be missing.
+        let half_dtype = half.as_ref().map_or(DType::BF16, DeviceMut::dtype);
+        if half_dtype == DType::F32 || half.as_ref().is_some_and(|half| half.len() != count) {
+            bail!("{kernel}: the half copy is bf16 or f16 and has {count} elements")
+        }
+        if count == 0 {
+            return Ok(());
+        }
+        let stream = self.device.cuda_stream();
+        let mut states = state.iter_mut().map(|state| state.address(&stream));
+        let (first, second) = (states.next().unwrap_or(0), states.next().unwrap_or(0));
+        let half = half.as_mut().map_or(0, |half| half.address(&stream));
+        let arrays = [param.address(&stream), grad.address(&stream), first, second, half];
+        let launch = self.launch(rule, grad.dtype(), half_dtype);
+        let [param, grad, first, second, half] = arrays;
+        launch.table.push([param, grad, first, second, half, count as u64, launch.chunks as u64]);
+        launch.chunks += count.div_ceil(CHUNK);
+        Ok(())
     }
-    // Kernels are made for a half copy; it may be missing.
-    let half_dtype = half.as_ref().map_or(DType::BF16, DeviceMut::dtype);
-    if half_dtype == DType::F32 || half.as_ref().is_some_and(|half| half.len() != count) {
-        bail!("{kernel}: the half copy is bf16 or f16 and has {count} elements")
+
+    /// The launch that a step belongs to.
+    fn launch(&mut self, rule: &Elementwise, grad: DType, half: DType) -> &mut Launch {
+        let fits = |launch: &Launch| {
+            (launch.grad, launch.half) == (grad, half) && launch.rule.is(rule) && launch.table.len() < MOST_STEPS
+        };
+        let at = self.launches.iter().position(fits).unwrap_or(self.launches.len());
+        if at == self.launches.len() {
+            self.launches.push(Launch { rule: *rule, grad, half, table: Vec::new(), chunks: 0 });
+        }
+        &mut self.launches[at]
     }
-    if count == 0 {
-        return Ok(());
+
+    /// Launches them; the host waits for nothing.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn run(self) -> Result<()> {
+        for Launch { rule, grad, half, table, chunks } in self.launches {
+            let name = format!("{}_{}_{}", rule.kernel().0, suffix(grad), suffix(half));
+            let function = KERNELS.function(self.device, &name)?;
+            let on_device: CudaSlice<u64> = self.device.clone_htod(table.as_flattened())?;
+            let threads = LaunchConfig {
+                grid_dim: (u32::try_from(chunks).map_err(candle_core::Error::wrap)?, 1, 1),
+                block_dim: (THREADS, 1, 1),
+                shared_mem_bytes: 0,
+            };
+            let mut arguments = Vec::from(arguments![table.len(), &on_device, CHUNK]);
+            arguments.extend(rule.constants().iter().copied().map(Argument::Float));
+            // SAFETY: the kernel takes a count of steps and their table, the elements of a chunk, its constants, and a block for
+            // each chunk. `add` has seen to it that a step has a parameter of as many elements as it says, a gradient of the first
+            // dtype in the kernel's name, as many states as the rule has and null for the others, and a half copy of the second
+            // dtype or null; its caller, that their memory is there and this launch's alone.
+            unsafe { function.run(threads, arguments)? };
+        }
+        Ok(())
     }
-    let function = KERNELS.function(device, &format!("{kernel}_{}_{}", suffix(grad.dtype()), suffix(half_dtype)))?;
-    let threads = over(count.div_ceil(FOUR));
-    let mut state = state.into_iter();
-    let (first, second) = (state.next(), state.next());
-    let mut arguments = Vec::from(arguments![count, param, grad, first, second, half]);
-    arguments.extend(rule.constants().iter().copied().map(Argument::Float));
-    // SAFETY: the kernel takes a count, a parameter of that many elements, a gradient of the first dtype in its name, as many
-    // states as it has and null for the others, a half copy of the second dtype or null, and its constants.
-    unsafe { function.run(threads, arguments) }
 }
 
 #[cfg(test)]

@@ -19,9 +19,12 @@ const CHUNKS_PER_BLOCK: usize = 2;
 /// # Errors
 /// The driver's.
 pub(crate) fn sums_of_squares(device: &CudaDevice, arrays: &[DeviceRef<'_>]) -> Result<Vec<f64>> {
-    let chunks_of = |array: &DeviceRef<'_>| array.len().div_ceil(SQUARES_CHUNK);
     let chunks: usize = arrays.iter().map(chunks_of).sum();
-    let sums = if chunks == 0 { Vec::new() } else { chunk_sums(device, arrays, chunks)? };
+    let mut sums = Vec::new();
+    if chunks > 0 {
+        sums = device.clone_dtoh(&launch(device, arrays)?)?;
+        device.cuda_stream().synchronize().w()?;
+    }
     let mut rest = sums.as_slice();
     let sum = |array| {
         let (own, others) = rest.split_at(chunks_of(array));
@@ -31,8 +34,13 @@ pub(crate) fn sums_of_squares(device: &CudaDevice, arrays: &[DeviceRef<'_>]) -> 
     Ok(arrays.iter().map(sum).collect())
 }
 
-/// The sums of all arrays' chunks, in order.
-fn chunk_sums(device: &CudaDevice, arrays: &[DeviceRef<'_>], chunks: usize) -> Result<Vec<f64>> {
+fn chunks_of(array: &DeviceRef<'_>) -> usize {
+    array.len().div_ceil(SQUARES_CHUNK)
+}
+
+/// Launches the sums of all arrays' chunks, in order; there is at least one.
+pub(super) fn launch(device: &CudaDevice, arrays: &[DeviceRef<'_>]) -> Result<CudaSlice<f64>> {
+    let chunks: usize = arrays.iter().map(chunks_of).sum();
     let stream = device.cuda_stream();
     let (mut table, mut guards, mut first) = (Vec::new(), Vec::new(), 0);
     // The kernel searches for a chunk's array: each array that it knows has some.
@@ -46,7 +54,7 @@ fn chunk_sums(device: &CudaDevice, arrays: &[DeviceRef<'_>], chunks: usize) -> R
         };
         table.push([pointer, array.len() as u64, format, first]);
         guards.push(guard);
-        first += array.len().div_ceil(SQUARES_CHUNK) as u64;
+        first += chunks_of(array) as u64;
     }
     let on_device: CudaSlice<u64> = device.clone_htod(table.as_flattened())?;
     // SAFETY: the kernel writes all sums.
@@ -61,9 +69,6 @@ fn chunk_sums(device: &CudaDevice, arrays: &[DeviceRef<'_>], chunks: usize) -> R
     // SAFETY: the kernel takes a count of arrays and their table, whose pointers lead to as many elements of a format as it
     // says, a count of chunks, which is theirs, the elements of a chunk, and room for a sum of each.
     unsafe { function.run(launch, arguments)? };
-    drop(guards);
-    let sums = device.clone_dtoh(&sums)?;
-    stream.synchronize().w()?;
     Ok(sums)
 }
 

@@ -400,9 +400,8 @@ impl Rank for Rehearsal<'_> {
     fn send(&self, cargo: Cargo, buffer: Blank, to: &Tier, capacity: usize) -> Result<(Blank, [Held; 2])> {
         let size = buffer.dtype().size_in_bytes();
         let room = if Blank::is_device(to) { capacity.max(buffer.len()) } else { buffer.len() };
-        self.windows.borrow_mut()[cargo as usize].get_or_insert_with(|| {
-            self.ledger.hold_in(windows_tier(self.zero(), cargo), Kind::Staging, WINDOWS_BYTES)
-        });
+        self.windows.borrow_mut()[cargo as usize]
+            .get_or_insert_with(|| self.ledger.hold_in(windows_tier(self.zero(), cargo), Kind::Staging, WINDOWS_BYTES));
         let hold = |tier, bytes| self.ledger.hold_in(tier, cargo.kind(), bytes);
         let held = [hold(buffer.place(), buffer.capacity_in_bytes()), hold(*to, room * size)];
         let mut there = Blank::with_capacity(to, buffer.dtype(), room)?;

@@ -74,6 +74,12 @@ pub(crate) enum Lane {
     /// The thread of a delayed update.
     #[cfg(feature = "cuda")]
     DelayedUpdate,
+    /// Collectives between GPUs, as long as they run there.
+    #[cfg(feature = "cuda")]
+    BetweenGpus,
+    /// The model's work on a GPU.
+    #[cfg(feature = "cuda")]
+    Gpu,
     /// A thread of offload.
     File(usize),
 }
@@ -98,6 +104,10 @@ impl Lane {
                 Self::Shards => 6,
                 #[cfg(feature = "cuda")]
                 Self::DelayedUpdate => 7,
+                #[cfg(feature = "cuda")]
+                Self::BetweenGpus => 8,
+                #[cfg(feature = "cuda")]
+                Self::Gpu => 9,
                 Self::File(thread) => FIRST_FILE + thread,
             }
     }
@@ -113,6 +123,8 @@ impl Lane {
             5 => "updates to the GPU".to_string(),
             6 => "shards to the GPU".to_string(),
             7 => "delayed update".to_string(),
+            8 => "collectives between GPUs".to_string(),
+            9 => "GPU".to_string(),
             file => format!("files {}", file.saturating_sub(FIRST_FILE)),
         };
         if engine == 0 { name } else { format!("{name} (engine {})", engine + 1) }

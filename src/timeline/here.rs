@@ -5,6 +5,8 @@ use super::now;
 use super::recorder::{Recorder, Track, any_records};
 use std::cell::RefCell;
 use std::sync::Arc;
+#[cfg(feature = "cuda")]
+use std::time::Instant;
 
 /// The work of a thread.
 #[derive(Default)]
@@ -212,6 +214,17 @@ impl CarriedContext {
             event.numbers[0] = ("queued_us", (event.start - load.at) / 1000);
         }
         span
+    }
+
+    /// Records that work where it is over: when it began and ended, and a number that is shown with it.
+    #[cfg(feature = "cuda")]
+    pub fn past(&self, lane: Lane, kind: Kind, name: &'static str, times: [Instant; 2], number: (&'static str, u64)) {
+        let Some(load) = &self.0 else { return };
+        let (now, here) = (now(), Instant::now());
+        let [start, end] = times.map(|time| now.saturating_sub(here.duration_since(time).as_nanos() as u64));
+        let Load { track, of, .. } = &**load;
+        let (rank, lane, of, numbers) = (track.rank, lane.number(track.engine), of.clone(), [number, ("", 0)]);
+        track.sink.record(Event { start, end, rank, lane, kind, name, of, numbers });
     }
 
     /// The present thread does nothing else than that work from now on.

@@ -8,12 +8,12 @@ use super::buffers::Buffers;
 use super::gather::Gatherer;
 use super::gradients::{Gradients, ReducePlan};
 use super::leaf::{InLeaf, Leaves};
-#[cfg(feature = "cuda")]
-use super::{delayed::Delayed, moving::Copies};
 use super::rank::Rank;
 use super::share_plan::SharePlan;
 use super::sub_group::{SubGroup, places};
 use super::unreduced::Unreduced;
+#[cfg(feature = "cuda")]
+use super::{delayed::Delayed, moving::Copies};
 use crate::comm::Communicator;
 #[cfg(feature = "cuda")]
 use crate::comm::gpus::Gpus;

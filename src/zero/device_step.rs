@@ -4,7 +4,8 @@ use super::core::Core;
 use super::rank::Rank;
 use super::recipe::Recipe;
 use super::sub_group::{GradShare, Home, SubGroup};
-use crate::cuda::{self, DeviceMut};
+use crate::cuda::DeviceMut;
+use crate::cuda::optimizer::Steps;
 use crate::error::Result;
 use crate::optim::GroupStep;
 use crate::tensor::flat_buffer::BufferPlace;
@@ -17,6 +18,7 @@ pub(super) fn update(core: &Core, group: &mut SubGroup, recipe: &Recipe<'_>) -> 
     let BufferPlace::Device(device) = core.home() else { return Ok(false) };
     let _span = timeline::span(timeline::Kind::Optimizer, "sub-group").with("elements", group.len as u64);
     let SubGroup { slots, weights, master, grads, moments, .. } = group;
+    let mut steps = Steps::new(device);
     for (slot, grads) in slots.iter().zip(grads).filter(|(slot, _)| !slot.owned.is_empty()) {
         let GroupStep { optimizer, ctx } = recipe(slot.param);
         let rule = optimizer.elementwise(&ctx).expect("a share lies on a GPU where kernels can update it");
@@ -26,13 +28,30 @@ pub(super) fn update(core: &Core, group: &mut SubGroup, recipe: &Recipe<'_>) -> 
         let moments = moments.collect::<candle_core::Result<Vec<_>>>()?;
         let weights = weights.as_mut().map(|home| home.on_device(slot.range())).transpose()?;
         let master = master.as_mut().map(|home| home.on_device(slot.range())).transpose()?;
-        let step = |weights: DeviceMut<'_>| match master {
-            Some(master) => cuda::optimizer::step(device, &rule, master, &grad, moments, Some(weights)),
-            None => cuda::optimizer::step(device, &rule, weights, &grad, moments, None),
+        let add = |weights: DeviceMut<'_>| {
+            let (param, half) = match master {
+                Some(master) => (master, Some(weights)),
+                None => (weights, None),
+            };
+            // SAFETY: the steps run below. Till then the buffers are this function's, and the tensors of parameters, whose memory
+            // nothing but this engine replaces, the core's. Slots share no elements. All of them are used on Candle's stream, or by
+            // collectives, which wait for it and for which it waits; a tensor that is used on another one is told of below.
+            unsafe { steps.add(&rule, param, &grad, moments, half) }
         };
         match weights {
-            Some(weights) => step(weights)?,
-            None => change(&core.params[slot.param].tensor, |mut whole| step(whole.part(slot.owned.clone())?))?,
+            Some(weights) => add(weights)?,
+            None => change(&core.params[slot.param].tensor, |mut whole| add(whole.part(slot.owned.clone())?))?,
+        }
+    }
+    steps.run()?;
+    if weights.is_none() {
+        // Streams that are not this library's may use tensors, and wait for what is launched by now.
+        let stream = device.cuda_stream();
+        for slot in slots.iter().filter(|slot| !slot.owned.is_empty()) {
+            change(&core.params[slot.param].tensor, |mut whole| {
+                whole.address(&stream);
+                Ok(())
+            })?;
         }
     }
     Ok(true)

@@ -15,6 +15,7 @@
 //! | `gather.rs`, `bundle.rs`, `trace.rs` | parameters at stage 3: gathered, prefetched, released |
 //! | `gradients.rs` | gradients: bucketed, reduced, added to the share |
 //! | `on_device.rs`, `device_step.rs` | gradients packed, and a share updated, on a GPU |
+//! | `gpu_work.rs` | when the model's work ran on a GPU |
 //! | `step.rs`, `delayed.rs` | vote, update; an update beside the next step |
 //! | `unreduced.rs`, `no_sync.rs` | gradients that a rank keeps for itself until they are reduced |
 //! | `walk.rs` | a pass through the share, in memory and in files |
@@ -48,6 +49,8 @@ mod export;
 pub(crate) mod for_eval;
 mod freeze;
 pub(crate) mod gather;
+#[cfg(feature = "cuda")]
+mod gpu_work;
 pub(crate) mod gradients;
 mod kept;
 mod kept_input;

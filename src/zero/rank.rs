@@ -285,9 +285,7 @@ impl Rank for Core {
 
     fn copy(&self, param: &Param, range: Range<usize>, to: &mut FlatBuffer) -> Result<()> {
         match to {
-            FlatBuffer::Host(to) => {
-                Ok(residency::with_part(&param.tensor, range, |values| to.extend_cast(values))?)
-            }
+            FlatBuffer::Host(to) => Ok(residency::with_part(&param.tensor, range, |values| to.extend_cast(values))?),
             #[cfg(feature = "cuda")]
             FlatBuffer::Device(to) => Ok(with_each([&param.tensor], "copy", |[whole]| to.extend(&whole.part(range)?))?),
         }

@@ -87,7 +87,11 @@ impl Core {
             self.begin_backward(ROOT)?;
             once(|| stacker::maybe_grow(RED_ZONE, BACKWARD_STACK, || loss.backward())).map(drop)
         };
+        #[cfg(feature = "cuda")]
+        let on_gpu = super::gpu_work::GpuWork::begin(self)?;
         run().map_err(|e| self.explain(e))?;
+        #[cfg(feature = "cuda")]
+        let on_gpu = on_gpu.map(super::gpu_work::GpuWork::end).transpose()?;
         let end = || {
             if self.holds_unreduced() {
                 self.keep_unreduced();
@@ -97,7 +101,10 @@ impl Core {
             }
             self.release_all()
         };
-        end().map_err(|error| self.naming_what_is_held(error))
+        end().map_err(|error| self.naming_what_is_held(error))?;
+        #[cfg(feature = "cuda")]
+        on_gpu.map_or(Ok(()), |work| work.record("backward"))?;
+        Ok(())
     }
 
     /// An optimizer step is over: gradients are gone, and persistent parameters are gathered anew if weights changed.

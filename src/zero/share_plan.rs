@@ -86,7 +86,10 @@ impl SharePlan {
         let wide = self.dtype == DType::F32 || self.has_master();
         let in_f32 = |role: &Role| self.formats(*role).iter().all(|format| *format == StateFormat::F32);
         let by_kernels = |role: &Role| self.grouping.optimizer(*role).is_none_or(|o| o.has_kernel());
-        !self.offloads_states && !self.offloads_weights && wide && Role::ALL.iter().all(|role| in_f32(role) && by_kernels(role))
+        !self.offloads_states
+            && !self.offloads_weights
+            && wide
+            && Role::ALL.iter().all(|role| in_f32(role) && by_kernels(role))
     }
 
     /// Whether trained parameters have master weights.

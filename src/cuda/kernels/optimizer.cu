@@ -1,5 +1,5 @@
 // The step of an optimizer, as src/optim/{adam,lion,adagrad,sgd}.rs do it on the host, with the same bits: products, sums,
-// quotients and roots are rounded one by one, in the order of those files.
+// quotients and roots are rounded one by one, in the order of those files. One launch does the steps of many arrays.
 #include "numbers.cuh"
 
 // The constants of a step, in the order of src/cuda/optimizer.rs, and what it does to an element p and its states s with the
@@ -81,12 +81,27 @@ __device__ __forceinline__ const Four<T> &four(const T *p, size_t i) {
     return ((const Four<T> *)p)[i];
 }
 
-// param, states and half after the step; what there is not, is null. Fours where all arrays begin with one, else one by one.
+// A step of one array. Steps are in the order of their chunks, and each has some.
+struct Step {
+    // Where its arrays are, in global memory; 0: there is none.
+    uint64_t param, grad, first, second, half;
+    uint64_t count;
+    // Number of its first chunk among those of all steps.
+    uint64_t first_chunk;
+};
+
+template <class T>
+__device__ __forceinline__ T *at(uint64_t address, size_t start) {
+    return address ? (T *)__cvta_global_to_generic(address) + start : nullptr;
+}
+
+// `count` elements of param, states and half after the step; what there is not, is null. Fours where all arrays begin with one, else
+// one by one.
 template <class Rule, class G, class H>
-__device__ __forceinline__ void step(size_t count, float *param, const G *grad, float *first, float *second, H *half, Rule rule) {
+__device__ __forceinline__ void step(unsigned count, float *param, const G *grad, float *first, float *second, H *half, Rule rule) {
     bool aligned = in_fours(param) && in_fours(grad) && in_fours(first) && in_fours(second) && in_fours(half);
-    size_t fours = aligned ? count / 4 : 0;
-    FOR_EACH(i, fours) {
+    unsigned fours = aligned ? count / 4 : 0;
+    for (unsigned i = threadIdx.x; i < fours; i += blockDim.x) {
         Four<float> p = four(param, i), s0, s1;
         Four<G> g = four(grad, i);
         if (Rule::STATES > 0) s0 = four(first, i);
@@ -107,8 +122,7 @@ __device__ __forceinline__ void step(size_t count, float *param, const G *grad, 
         if (Rule::STATES > 1) four(second, i) = s1;
         if (half) four(half, i) = h;
     }
-    FOR_EACH(rest, count - 4 * fours) {
-        size_t i = 4 * fours + rest;
+    for (unsigned i = 4 * fours + threadIdx.x; i < count; i += blockDim.x) {
         float p = param[i], s[2];
         if (Rule::STATES > 0) s[0] = first[i];
         if (Rule::STATES > 1) s[1] = second[i];
@@ -120,36 +134,52 @@ __device__ __forceinline__ void step(size_t count, float *param, const G *grad, 
     }
 }
 
+// Each block takes the chunk of its number.
+template <class G, class H, class Rule>
+__device__ __forceinline__ void steps(size_t arrays, const uint64_t *table, size_t elements_per_chunk, Rule rule) {
+    // The last step whose first chunk is no later.
+    const Step *all = (const Step *)table;
+    size_t chunk = blockIdx.x, low = 0, high = arrays;
+    while (high - low > 1) {
+        size_t middle = (low + high) / 2;
+        if (all[middle].first_chunk <= chunk) low = middle;
+        else high = middle;
+    }
+    Step own = all[low];
+    size_t start = (chunk - own.first_chunk) * elements_per_chunk, rest = own.count - start;
+    unsigned count = rest < elements_per_chunk ? rest : elements_per_chunk;
+    step(count, at<float>(own.param, start), at<const G>(own.grad, start), at<float>(own.first, start), at<float>(own.second, start),
+         at<H>(own.half, start), rule);
+}
+
 #define STEPS(g, G, h, H)                                                                                      \
     extern "C" __global__ void adam_##g##_##h(                                                                 \
-        size_t count, float *param, const G *grad, float *first, float *second, H *half, float grad_scale, float beta1, \
-        float beta2, float one_minus_beta1, float one_minus_beta2, float l2, float decay, float step_size,     \
-        float root_scale, float eps) {                                                                         \
+        size_t arrays, const uint64_t *table, size_t elements_per_chunk, float grad_scale, float beta1, float beta2, \
+        float one_minus_beta1, float one_minus_beta2, float l2, float decay, float step_size, float root_scale, float eps) { \
         Adam rule = {grad_scale, beta1, beta2, one_minus_beta1, one_minus_beta2, l2, decay, step_size, root_scale, eps}; \
-        step(count, param, grad, first, second, half, rule);                                                   \
+        steps<G, H>(arrays, table, elements_per_chunk, rule);                                                  \
     }                                                                                                          \
     extern "C" __global__ void lion_##g##_##h(                                                                 \
-        size_t count, float *param, const G *grad, float *first, float *second, H *half, float grad_scale, float beta1, \
-        float beta2, float one_minus_beta1, float one_minus_beta2, float keep, float lr) {                     \
+        size_t arrays, const uint64_t *table, size_t elements_per_chunk, float grad_scale, float beta1, float beta2, \
+        float one_minus_beta1, float one_minus_beta2, float keep, float lr) {                                  \
         Lion rule = {grad_scale, beta1, beta2, one_minus_beta1, one_minus_beta2, keep, lr};                    \
-        step(count, param, grad, first, second, half, rule);                                                   \
+        steps<G, H>(arrays, table, elements_per_chunk, rule);                                                  \
     }                                                                                                          \
     extern "C" __global__ void adagrad_##g##_##h(                                                              \
-        size_t count, float *param, const G *grad, float *first, float *second, H *half, float grad_scale, float l2, \
-        float lr, float eps) {                                                                                 \
+        size_t arrays, const uint64_t *table, size_t elements_per_chunk, float grad_scale, float l2, float lr, float eps) { \
         Adagrad rule = {grad_scale, l2, lr, eps};                                                              \
-        step(count, param, grad, first, second, half, rule);                                                   \
+        steps<G, H>(arrays, table, elements_per_chunk, rule);                                                  \
     }                                                                                                          \
     extern "C" __global__ void sgd_##g##_##h(                                                                  \
-        size_t count, float *param, const G *grad, float *first, float *second, H *half, float lr, float scale, float l2) { \
+        size_t arrays, const uint64_t *table, size_t elements_per_chunk, float lr, float scale, float l2) {    \
         Sgd rule = {lr, scale, l2};                                                                            \
-        step(count, param, grad, first, second, half, rule);                                                   \
+        steps<G, H>(arrays, table, elements_per_chunk, rule);                                                  \
     }                                                                                                          \
     extern "C" __global__ void sgd_momentum_##g##_##h(                                                         \
-        size_t count, float *param, const G *grad, float *first, float *second, H *half, float lr, float scale, float l2, \
-        float keep, float take, float of_grad, float of_buffer) {                                              \
+        size_t arrays, const uint64_t *table, size_t elements_per_chunk, float lr, float scale, float l2, float keep, \
+        float take, float of_grad, float of_buffer) {                                                          \
         SgdMomentum rule = {lr, scale, l2, keep, take, of_grad, of_buffer};                                    \
-        step(count, param, grad, first, second, half, rule);                                                   \
+        steps<G, H>(arrays, table, elements_per_chunk, rule);                                                  \
     }
 
 STEPS(f32, float, bf16, __nv_bfloat16)

@@ -2,10 +2,11 @@
 
 use super::error::NcclError;
 use super::member::Member;
-use crate::cuda::DeviceFlat;
+use crate::cuda::{DeviceFlat, Moment};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::CudaEvent;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// A collective under way, with the memory that it reads and writes.
 ///
@@ -20,11 +21,13 @@ pub(crate) struct Launched {
     len: usize,
     /// The end of the collective on the wire stream; nothing if it has not been launched to its end.
     done: Option<CudaEvent>,
+    /// Its beginning and its end there, where times are kept.
+    moments: [Option<Moment>; 2],
 }
 
 impl Launched {
     pub(super) fn new(member: Arc<Member>, op: &'static str, buffer: DeviceFlat, len: usize) -> Self {
-        Self { member, op, buffer: Some(buffer), len, done: None }
+        Self { member, op, buffer: Some(buffer), len, done: None, moments: [None, None] }
     }
 
     /// The buffer, for the launch.
@@ -32,8 +35,15 @@ impl Launched {
         self.buffer.as_mut().expect("a collective has its buffer until it is settled")
     }
 
+    /// Marks the beginning of the work.
+    pub(super) fn begin(&mut self) -> Result<(), NcclError> {
+        self.moments[0] = self.member.moment()?;
+        Ok(())
+    }
+
     /// Marks the end of the launch.
     pub(super) fn end(&mut self) -> Result<(), NcclError> {
+        self.moments[1] = self.member.moment()?;
         self.done = Some(self.member.wire.record_event(None).w()?);
         Ok(())
     }
@@ -50,6 +60,15 @@ impl Launched {
             Some(done) => self.member.wait_for(done, self.op),
             None => Ok(()),
         }
+    }
+
+    /// When it began and ended, once it is done; nothing where times were not kept, or there was nothing to do.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn times(&self) -> Result<Option<[Instant; 2]>, NcclError> {
+        let [Some(begin), Some(end)] = &self.moments else { return Ok(None) };
+        Ok(Some(Moment::when([begin, end], &self.member.idle)?))
     }
 
     /// Hands out the result, in the order of the stream of Candle's device: what is launched there from now on sees it. The host

@@ -3,6 +3,7 @@
 
 use super::error::{Failure, NcclError};
 use super::library::{Comm, Config, IN_PROGRESS, Id, Library, SUCCESS, SUM};
+use crate::cuda::Moment;
 use crate::util::lock;
 use candle_core::CudaDevice;
 use candle_core::cuda_backend::WrapErr;
@@ -10,6 +11,7 @@ use candle_core::cuda_backend::cudarc::driver::result as driver;
 use candle_core::cuda_backend::cudarc::driver::sys::{CUdeviceptr, CUstream};
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr};
 use std::ffi::c_int;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -47,6 +49,9 @@ pub(super) struct Member {
     pub limits: Limits,
     /// Collectives run here, in the order of their launches.
     pub wire: Arc<CudaStream>,
+    /// Nothing runs here: it shows what time the GPU has.
+    pub idle: Arc<CudaStream>,
+    pub keeps_times: AtomicBool,
     watch: Watch,
     state: Mutex<State>,
 }
@@ -78,10 +83,12 @@ impl Member {
         // A context of cudarc's own beside Candle's, of the same device and primary context: with a second stream in Candle's,
         // cudarc would record events around every kernel of the model.
         let context = CudaContext::new(device.cuda_stream().context().ordinal()).w()?;
-        let wire = context.new_stream().w()?;
+        let (wire, idle) = (context.new_stream().w()?, context.new_stream().w()?);
         context.bind_to_thread().w()?;
         let state = Mutex::new(State { comm: None, failure: None, room: None });
-        let member = Self { library: library.clone(), device: device.clone(), rank, size, limits, wire, watch, state };
+        let (library, device, keeps_times) = (library.clone(), device.clone(), AtomicBool::new(false));
+        let member = Self { library, device, rank, size, limits, wire, idle, keeps_times, watch, state };
+        let library = &member.library;
         let mut comm: Comm = std::ptr::null_mut();
         let (ranks, place) = (size as c_int, rank as c_int);
         // SAFETY: the library writes a communicator, and reads the configuration before it returns.
@@ -107,6 +114,15 @@ impl Member {
             (None, Some(Handle(comm))) => Ok(Turn { member: self, comm: *comm, state }),
             (failure, _) => Err(failure.clone().unwrap_or(NcclError::GaveUp { rank: self.rank })),
         }
+    }
+
+    /// A place among the work on the wire stream, where times are kept.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn moment(&self) -> Result<Option<Moment>> {
+        let keeps = self.keeps_times.load(Ordering::Relaxed);
+        Ok(if keeps { Some(Moment::behind(&self.wire)?) } else { None })
     }
 
     /// Waits on the host for what is before an event on the wire stream.

@@ -173,6 +173,28 @@ fn is_gathered_in_any_order(library: &Library) {
 }
 
 #[test]
+fn a_collective_whose_times_are_kept_tells_when_it_ran() {
+    let Some(library) = nccl(2) else { return };
+    on_ranks(
+        &library,
+        2,
+        |_| watch(60.0),
+        |comm| {
+            let before = Instant::now();
+            let launch = || comm.all_gather(None, on_device(&comm, &numbers(0, 1000, DType::BF16))).unwrap();
+            let without = launch();
+            comm.keep_times(true);
+            let with = launch();
+            with.wait_on_host().unwrap();
+            assert!(without.times().unwrap().is_none());
+            let [begin, end] = with.times().unwrap().unwrap();
+            // The GPU's clock counts in steps of half a microsecond.
+            assert!(before <= begin + Duration::from_millis(1) && begin <= end && end <= Instant::now());
+        },
+    );
+}
+
+#[test]
 fn gathers_and_fast_sums_give_what_their_names_say() {
     for size in [1, 2, 4] {
         let Some(library) = nccl(size) else { return };

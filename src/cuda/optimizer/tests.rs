@@ -7,6 +7,7 @@ use crate::cuda::DeviceFlat;
 use crate::optim::{Optimizer, StepContext, from_config};
 use crate::precision::Flat;
 use candle_core::backend::BackendDevice;
+use std::ops::Range;
 
 /// Numbers of both signs over many magnitudes, zeros and subnormal numbers among them.
 fn numbers(len: usize, seed: u64) -> Vec<f32> {
@@ -35,69 +36,159 @@ fn optimizers() -> Vec<Box<dyn Optimizer>> {
     configs.iter().map(from_config).collect()
 }
 
-/// Steps of the first `len` and then the last elements of buffers of `start + len`, on the host and on a device.
-fn compare(device: &CudaDevice, optimizer: &dyn Optimizer, len: usize, start: usize, grad: DType, half: Option<DType>) {
-    let all = start + len;
+/// A parameter, its states and its half copy, on the host and on a device: elements `part` of each are an array that steps.
+struct Arrays {
+    part: Range<usize>,
+    host: Vec<Flat>,
+    half: Option<Flat>,
+    on_device: Vec<DeviceFlat>,
+    half_on_device: Option<DeviceFlat>,
+}
+
+impl Arrays {
+    /// `len` elements after `start` others and before two.
+    fn new(device: &CudaDevice, states: usize, (len, start): (usize, usize), half: Option<DType>) -> Self {
+        let all = start + len + 2;
+        let mut host: Vec<Flat> = vec![Flat::from(numbers(all, len as u64))];
+        host.extend((0..states).map(|_| Flat::zeros(DType::F32, all)));
+        let half = half.map(|dtype| Flat::zeros(dtype, all));
+        let upload = |flat: &Flat| DeviceFlat::of(device, flat.as_ref()).unwrap();
+        let on_device = host.iter().map(upload).collect();
+        let half_on_device = half.as_ref().map(upload);
+        Self { part: start..start + len, host, half, on_device, half_on_device }
+    }
+
+    /// Adds a step on the device.
+    fn add(&mut self, steps: &mut Steps<'_>, rule: &Elementwise, gradient: &DeviceFlat) {
+        let part = |flat| DeviceFlat::part_mut(flat, self.part.clone()).unwrap();
+        let mut slices: Vec<DeviceMut<'_>> = self.on_device.iter_mut().map(part).collect();
+        let param = slices.remove(0);
+        let half = self.half_on_device.as_mut().map(part);
+        // SAFETY: all memory is there when the steps run, each array's its own and used on Candle's stream alone.
+        unsafe { steps.add(rule, param, &gradient.part(self.part.clone()).unwrap(), slices, half).unwrap() }
+    }
+
+    /// The same step on the host.
+    fn update(&mut self, optimizer: &dyn Optimizer, ctx: &StepContext, gradient: &Flat) {
+        let numbers = |flat| match flat {
+            &mut Flat::F32(ref mut numbers) => &mut numbers[self.part.clone()],
+            _ => unreachable!("master weights and states are f32"),
+        };
+        let mut slices: Vec<&mut [f32]> = self.host.iter_mut().map(numbers).collect();
+        let param = slices.remove(0);
+        let half = self.half.as_mut().map(|flat| flat.slice_mut(self.part.clone()));
+        optimizer.update(ctx, param, gradient.slice(self.part.clone()), &mut slices, half);
+    }
+
+    fn check(&self, what: &str) {
+        let pairs = self.host.iter().zip(&self.on_device).chain(self.half.iter().zip(&self.half_on_device));
+        for (i, (host, on_device)) in pairs.enumerate() {
+            let read = on_device.to_host(0..host.len()).unwrap();
+            assert!(read.as_bytes() == host.as_bytes(), "{what}, elements {:?}: buffer {i}", self.part);
+        }
+    }
+}
+
+/// Three steps of arrays, each a length and a start, on the host and together on a device.
+fn compare(
+    device: &CudaDevice,
+    optimizer: &dyn Optimizer,
+    arrays: &[(usize, usize)],
+    grad: DType,
+    half: Option<DType>,
+) {
     let states = optimizer.state_names().len();
-    let mut masters: Vec<Flat> = vec![Flat::from(numbers(all, 1))];
-    masters.extend((0..states).map(|_| Flat::zeros(DType::F32, all)));
-    let mut copy = half.map(|dtype| Flat::zeros(dtype, all));
-    let upload = |flat: &Flat| DeviceFlat::of(device, flat.as_ref()).unwrap();
-    let mut on_device: Vec<DeviceFlat> = masters.iter().map(upload).collect();
-    let mut copy_on_device = copy.as_ref().map(upload);
-    for step_number in 1..=3 {
-        let gradient = Flat::from_f32(numbers(all, 1 + step_number), grad);
-        let mut ctx = StepContext::new(optimizer.lr() / step_number as f64, step_number);
+    let mut all: Vec<Arrays> = arrays.iter().map(|array| Arrays::new(device, states, *array, half)).collect();
+    for number in 1..=3 {
+        let mut ctx = StepContext::new(optimizer.lr() / number as f64, number);
         ctx.grad_scale = 0.37;
-        if step_number == 3 {
+        if number == 3 {
             // As a schedule or a group changes them.
             (ctx.betas, ctx.eps, ctx.weight_decay) = (Some((0.8, 0.9)), Some(1e-6), Some(0.2));
         }
-        let uploaded_gradient = upload(&gradient);
-
-        let mut slices: Vec<DeviceMut<'_>> =
-            on_device.iter_mut().map(|storage| storage.part_mut(start..all).unwrap()).collect();
-        let param = slices.remove(0);
-        let copied = copy_on_device.as_mut().map(|storage| storage.part_mut(start..all).unwrap());
         let rule = optimizer.elementwise(&ctx).unwrap();
-        let elements_of_grad = uploaded_gradient.part(start..all).unwrap();
-        step(device, &rule, param, &elements_of_grad, slices, copied).unwrap();
-
-        let mut slices: Vec<&mut [f32]> = masters
-            .iter_mut()
-            .map(|flat| match flat {
-                Flat::F32(numbers) => &mut numbers[start..],
-                _ => unreachable!("master weights and states are f32"),
-            })
-            .collect();
-        let param = slices.remove(0);
-        let copied = copy.as_mut().map(|flat| flat.slice_mut(start..all));
-        optimizer.update(&ctx, param, gradient.slice(start..all), &mut slices, copied);
-
-        let name = optimizer.name();
-        let what = format!("step {step_number} of {name}, {len} from {start}, gradient {grad:?}, half {half:?}");
-        let pairs = masters.iter().zip(&on_device).chain(copy.iter().zip(&copy_on_device));
-        for (i, (host, storage)) in pairs.enumerate() {
-            let mut read = Flat::zeros(host.dtype(), all);
-            storage.read(0..all, read.as_mut()).unwrap();
-            assert!(read.as_bytes() == host.as_bytes(), "{what}: buffer {i}");
-        }
+        let of = |arrays: &Arrays| Flat::from_f32(numbers(arrays.host[0].len(), 1 + number), grad);
+        let gradients: Vec<Flat> = all.iter().map(of).collect();
+        let uploaded: Vec<_> = gradients.iter().map(|flat| DeviceFlat::of(device, flat.as_ref()).unwrap()).collect();
+        let mut steps = Steps::new(device);
+        all.iter_mut().zip(&uploaded).for_each(|(arrays, gradient)| arrays.add(&mut steps, &rule, gradient));
+        assert_eq!(steps.launches.len(), 1, "one launch for all");
+        steps.run().unwrap();
+        all.iter_mut().zip(&gradients).for_each(|(arrays, gradient)| arrays.update(optimizer, &ctx, gradient));
+        let what = format!("step {number} of {}, gradient {grad:?}, half {half:?}", optimizer.name());
+        all.iter().for_each(|arrays| arrays.check(&what));
     }
 }
 
 #[test]
 fn steps_have_the_bits_of_the_host() {
     let Ok(device) = CudaDevice::new(0) else { return };
+    let lengths = [1, 17, 0, 3, 1041, 1000, 4096, 4097];
+    let short: Vec<_> = lengths.iter().flat_map(|len| [0, 3, 4].map(|start| (*len, start))).collect();
     for optimizer in optimizers() {
         for grad in [DType::F32, DType::BF16, DType::F16] {
             for half in [None, Some(DType::BF16), Some(DType::F16)] {
-                for (len, start) in [(1, 0), (17, 0), (1000, 0), (1000, 4), (1001, 3)] {
-                    compare(&device, &*optimizer, len, start, grad, half);
-                }
+                compare(&device, &*optimizer, &short, grad, half);
             }
-            compare(&device, &*optimizer, 65537, 0, grad, Some(DType::BF16));
+            let long = [(65537, 0), (1, 0), (65537, 3)];
+            compare(&device, &*optimizer, &long, grad, Some(DType::BF16));
+            compare(&device, &*optimizer, &long[..1], grad, None);
         }
     }
+}
+
+#[test]
+fn arrays_of_equal_constants_and_dtypes_share_a_launch() {
+    let Ok(device) = CudaDevice::new(0) else { return };
+    let config = LionConfig { lr: 1e-3, betas: (0.9, 0.99), weight_decay: 0.1 };
+    let optimizer = from_config(&OptimizerConfig::Lion(config));
+    let mut all = Vec::new();
+    let mut steps = Steps::new(&device);
+    for (i, grad) in [DType::F32, DType::BF16].repeat(6).into_iter().enumerate() {
+        // Groups with rates of their own, and copies of both formats.
+        let ctx = StepContext::new([1e-2, 1e-3, 1e-4][i / 4], 1);
+        let half = [None, Some(DType::BF16), Some(DType::F16)][i % 3];
+        let mut arrays = Arrays::new(&device, 1, (1000 * i, i % 2), half);
+        let gradient = Flat::from_f32(numbers(arrays.host[0].len(), 7), grad);
+        let uploaded = DeviceFlat::of(&device, gradient.as_ref()).unwrap();
+        arrays.add(&mut steps, &optimizer.elementwise(&ctx).unwrap(), &uploaded);
+        arrays.update(&*optimizer, &ctx, &gradient);
+        all.push((arrays, uploaded));
+    }
+    let launches: Vec<_> = steps.launches.iter().map(|launch| (launch.grad, launch.half, launch.table.len())).collect();
+    let (f32, bf16, f16) = (DType::F32, DType::BF16, DType::F16);
+    let by_rate = [
+        vec![(bf16, bf16, 2), (f32, f16, 1)],
+        vec![(f32, bf16, 2), (bf16, f16, 1), (bf16, bf16, 1)],
+        vec![(f32, f16, 1), (bf16, bf16, 1), (f32, bf16, 1), (bf16, f16, 1)],
+    ];
+    assert_eq!(launches, by_rate.concat(), "what has no copy goes with bf16; what has no elements, not at all");
+    steps.run().unwrap();
+    all.iter().for_each(|(arrays, _)| arrays.check("several launches"));
+}
+
+#[test]
+fn a_launch_takes_so_many_arrays_and_the_next_one_the_others() {
+    let Ok(device) = CudaDevice::new(0) else { return };
+    let config = SgdConfig { lr: 1e-2, momentum: 0.0, dampening: 0.0, weight_decay: 0.1, nesterov: false };
+    let optimizer = from_config(&OptimizerConfig::Sgd(config));
+    let ctx = StepContext::new(1e-2, 1);
+    let count = MOST_STEPS + 5;
+    let mut arrays = Arrays::new(&device, 0, (count, 0), None);
+    let gradient = Flat::from(numbers(count + 2, 3));
+    let uploaded = DeviceFlat::of(&device, gradient.as_ref()).unwrap();
+    let mut steps = Steps::new(&device);
+    let rule = optimizer.elementwise(&ctx).unwrap();
+    for i in 0..count {
+        let param = arrays.on_device[0].part_mut(i..i + 1).unwrap();
+        // SAFETY: all memory is there when the steps run, each element once and used on Candle's stream alone.
+        unsafe { steps.add(&rule, param, &uploaded.part(i..i + 1).unwrap(), Vec::new(), None).unwrap() }
+    }
+    let lengths: Vec<_> = steps.launches.iter().map(|launch| launch.table.len()).collect();
+    assert_eq!(lengths, [MOST_STEPS, 5]);
+    steps.run().unwrap();
+    arrays.update(&*optimizer, &ctx, &gradient);
+    arrays.check("two launches");
 }
 
 #[test]
@@ -113,7 +204,12 @@ fn a_step_of_buffers_that_do_not_fit_is_an_error() {
         let states = states.iter_mut().map(|state| state.part_mut(0..5).unwrap()).collect();
         let half = half.as_mut().map(|(half, len)| half.part_mut(0..*len).unwrap());
         let (param, gradient) = (param.part_mut(0..5).unwrap(), gradient.part(0..grad).unwrap());
-        step(&device, &rule, param, &gradient, states, half).is_err()
+        let mut steps = Steps::new(&device);
+        // SAFETY: all memory is there when the steps run, each array's its own and used on Candle's stream alone.
+        let refused = unsafe { steps.add(&rule, param, &gradient, states, half).is_err() };
+        assert_eq!(steps.launches.is_empty(), refused);
+        steps.run().unwrap();
+        refused
     };
     let (f32, bf16) = (DType::F32, DType::BF16);
     assert!(!refused(f32, 5, &[f32], Some((bf16, 5))));

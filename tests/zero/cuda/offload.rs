@@ -92,7 +92,11 @@ fn gradients_leave_while_backward_runs_and_weights_come_back_while_the_next_are_
     .unwrap();
     let events: Value = serde_json::from_slice(&std::fs::read(&trace).unwrap()).unwrap();
     let times = |name: &str| -> Vec<(f64, f64)> {
-        let all = events["traceEvents"].as_array().unwrap().iter().filter(|e| e["ph"] == "X" && e["name"].as_str().unwrap().starts_with(name));
+        let all = events["traceEvents"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|e| e["ph"] == "X" && e["name"].as_str().unwrap().starts_with(name));
         let number = |event: &Value, key: &str| event[key].as_f64().unwrap();
         all.map(|event| (number(event, "ts"), number(event, "ts") + number(event, "dur"))).collect()
     };
@@ -111,7 +115,8 @@ fn on_one_batch(ranks: usize, zero: Value, format: &Value, stage: u8, steps: usi
     let file = folder.path().join("model.safetensors");
     let losses = threads::run(ranks, |comm| {
         let builder = Engine::builder().device(gpu(comm.rank())?).communicator(comm);
-        let mut engine = builder.initialize(|vb| Tiny::new(shape(), vb), config(stage, 1, zero.clone(), format.clone()))?;
+        let mut engine =
+            builder.initialize(|vb| Tiny::new(shape(), vb), config(stage, 1, zero.clone(), format.clone()))?;
         let mut losses = Vec::new();
         for _ in 0..steps {
             losses.push(backward(&mut engine, 1)?.to_dtype(DType::F32)?.to_scalar::<f32>()?);
@@ -207,7 +212,8 @@ fn updates_that_cannot_be_delayed_are_made_at_once() {
         let mut zero = offloaded(2);
         zero["offload_optimizer"]["delayed_update"] = json!(delay);
         zero["offload_optimizer"]["delayed_update_after"] = json!(0);
-        let lamb = json!({"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": true});
+        let lamb =
+            json!({"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": true});
         train_on(gpu, 1, shape(), &config(2, 1, zero, lamb), 3)
     };
     same_bits(&run(false), &run(true), "Lamb");

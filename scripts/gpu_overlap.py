@@ -1,0 +1,159 @@
+#!/usr/bin/env python3
+"""Trains a model on this machine's GPUs with a timeline, and prints what part of each kind of transfer ran beside backward.
+
+    gpu_overlap.py ZERORUN [--model gpt2] [--steps 8] [--ranks N] [--features cuda] [--script examples/train_gpt.rs]
+    gpu_overlap.py --trace FILE        of a trace that zerorun --timeline has written
+
+Ways are stage 2, stage 3, and stage 2 with the optimizer on the host; the first three steps do not count. Backward is as long as the
+GPU ran it; on the CPU it is what the training thread did of it, without its waits. PASS means that gradients (reduce_scatter,
+all_reduce, and copies to the host) were under way beside backward for at least half of their time; all-gathers run beside forward too
+and have no verdict. With one GPU there are no collectives.
+Exit code: 0 nothing failed, 1 something did.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+from gpu_figures import MODELS, smi
+
+# The part of the time of gradients on their way that is expected to lie beside backward.
+FLOOR = 0.5
+GRADIENTS = ("reduce_scatter", "all_reduce", "to the host")
+# What is smaller is no transfer of elements: ranks tell each other what they launch, and vote.
+LEAST_BYTES = 4096
+FIRST_STEPS = 3
+WAYS = {
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "stage 2, states on the host": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+def union(spans):
+    """Spans that do not touch, in order."""
+    merged = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return merged
+
+
+def minus(spans, others):
+    """What of `spans` is in none of the others; both are unions."""
+    left = []
+    for start, end in spans:
+        for other_start, other_end in others:
+            if other_end > start and other_start < end:
+                if other_start > start:
+                    left.append([start, other_start])
+                start = max(start, other_end)
+        if start < end:
+            left.append([start, end])
+    return left
+
+
+def common(span, spans):
+    return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in spans)
+
+
+def transfers(path):
+    """For each kind of transfer: milliseconds of a rank and step, and the part of them beside backward."""
+    events = [event for event in json.load(open(path))["traceEvents"]]
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    ranks = sorted({pid for pid, _ in lanes})
+    sums, steps = {}, 0
+    for rank in ranks:
+        own = [(e["ts"], e["ts"] + e["dur"], e) for e in events if e["ph"] == "X" and e["pid"] == rank]
+        lane = lambda e: lanes[(rank, e["tid"])]
+        engine = [(start, end, e) for start, end, e in own if e["cat"] == "engine"]
+        ends = sorted(end for _, end, e in engine if e["name"] == "step" and lane(e) == "training")
+        if len(ends) <= FIRST_STEPS:
+            continue
+        since = ends[FIRST_STEPS - 1]
+        steps += len(ends) - FIRST_STEPS
+        backward = {
+            where: union((start, end) for start, end, e in engine if e["name"] == "backward" and lane(e) == where)
+            for where in ("GPU", "training")
+        }
+        waits = union((start, end) for start, end, e in own if e["cat"] == "wait" and lane(e) == "training")
+        beside = backward["GPU"] or minus(backward["training"], waits)
+        for start, end, e in own:
+            if e["cat"] not in ("collective", "copy") or start < since or e["args"].get("bytes", 0) < LEAST_BYTES:
+                continue
+            kind = next((kind for kind in GRADIENTS if e["name"].startswith(kind)), e["name"].split(" ")[0])
+            kind = "to the GPU" if e["name"].startswith("to the GPU") else kind
+            took, inside = sums.get(kind, (0.0, 0.0))
+            sums[kind] = (took + end - start, inside + common((start, end), beside))
+    return {kind: (took / 1e3 / steps, inside / took if took else 0.0) for kind, (took, inside) in sums.items()}
+
+
+def show(way, path):
+    """Prints the rows of a trace; whether one failed."""
+    found, failed = transfers(path), False
+    if not found:
+        print(f"-     {way}: nothing travels", flush=True)
+    for kind, (took, part) in sorted(found.items()):
+        verdict = "-   " if kind not in GRADIENTS else "PASS" if part >= FLOOR else "FAIL"
+        failed |= verdict == "FAIL"
+        print(f"{verdict}  {way}: {kind} {took:.2f} ms a step, {100 * part:.0f} % beside backward", flush=True)
+    return failed
+
+
+def train(options, zero, folder):
+    """The trace of a run, and why there is none."""
+    parameters = MODELS[options.model][2]
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+        # Several buckets: the first ones travel while the last ones' gradients are computed.
+        "zero_optimization": {"overlap_comm": True, "reduce_bucket_size": parameters // 16, **zero},
+    }
+    files = [os.path.join(folder, name) for name in ("ds.json", "trace.json")]
+    with open(files[0], "w") as file:
+        json.dump(config, file)
+    if os.path.exists(files[1]):
+        os.remove(files[1])
+    command = [options.zerorun, "-n", str(options.ranks), "--timeline", files[1]]
+    command += ["--features", options.features] if options.features else []
+    command += [options.script, "--ds_config", files[0], "--arch", "gpt2" if "llama" not in options.model else "llama"]
+    command += ["--model", options.model, "--ctx", str(options.context), "--steps", str(options.steps), "--sample", "0"]
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if run.returncode == 0:
+        return files[1], None
+    lines = [line for line in run.stderr.splitlines() if line.strip()]
+    return None, f"exit code {run.returncode}: {lines[-1] if lines else ''}"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("zerorun", nargs="?")
+    parser.add_argument("--trace")
+    parser.add_argument("--model", default="gpt2")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=len(smi("name")) or 1)
+    parser.add_argument("--features", default="cuda")
+    parser.add_argument("--script", default="examples/train_gpt.rs")
+    options = parser.parse_args()
+    if options.trace:
+        sys.exit(show("trace", options.trace))
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        for way, zero in WAYS.items():
+            trace, why = train(options, zero, folder)
+            if trace is None:
+                print(f"FAIL  {way}: {why}", flush=True)
+                failed = True
+                continue
+            failed |= show(way, trace)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""gpu_overlap.py reads from a trace what ran beside backward."""
+
+import json
+import os
+import sys
+import tempfile
+
+sys.dont_write_bytecode = True
+from gpu_overlap import minus, transfers, union
+
+LANES = {1: "training", 2: "collectives", 4: "gradients to the host", 7: "collectives between GPUs", 8: "GPU"}
+
+
+def trace(events):
+    names = [{"ph": "M", "pid": 0, "tid": n, "name": "thread_name", "args": {"name": name}} for n, name in LANES.items()]
+    steps = [(1, "engine", "step", 100 * i, 1, 0) for i in range(4)]
+    spans = [
+        {"ph": "X", "pid": 0, "tid": tid, "cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"bytes": size} if size else {}}
+        for tid, cat, name, ts, dur, size in steps + events
+    ]
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+        json.dump({"traceEvents": names + spans}, file)
+    try:
+        return transfers(file.name)
+    finally:
+        os.remove(file.name)
+
+
+assert union([(5, 6), (0, 2), (1, 3)]) == [[0, 3], [5, 6]]
+assert minus([[0, 10], [20, 30]], [[2, 3], [8, 22]]) == [[0, 2], [3, 8], [22, 30]]
+
+# The GPU's backward counts where there is one; the first steps, and words that ranks exchange, do not.
+found = trace([
+    (1, "engine", "backward", 210, 5, 0), (8, "engine", "backward", 220, 40, 0),
+    (7, "collective", "reduce_scatter h.1", 250, 20, 1 << 20), (7, "collective", "reduce_scatter h.1", 50, 20, 1 << 20),
+    (2, "collective", "control", 212, 2, 64), (4, "copy", "to the host", 230, 10, 1 << 20),
+])
+assert found == {"reduce_scatter": (0.02, 0.5), "to the host": (0.01, 1.0)}, found
+
+# Else what the training thread did of it without its waits.
+found = trace([
+    (1, "engine", "backward", 210, 40, 0), (1, "wait", "wait", 220, 15, 0), (2, "collective", "all_reduce a", 215, 20, 1 << 20),
+])
+assert found == {"all_reduce": (0.02, 0.25)}, found
+assert trace([]) == {}
+print("overlap is read from traces")
