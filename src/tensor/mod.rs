@@ -5,4 +5,5 @@ pub(crate) mod element;
 pub(crate) mod flat_buffer;
 #[cfg(feature = "cuda")]
 pub(crate) mod on_device;
+pub(crate) mod part;
 pub(crate) mod residency;

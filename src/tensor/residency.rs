@@ -10,7 +10,6 @@ use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, DType, Device, Error, InplaceOp1, Layout, Result, Shape, Storage, Tensor,
     op::BackpropOp,
 };
-use std::ops::Range;
 use std::sync::Mutex;
 
 /// The dtype that stands for "absent".
@@ -198,17 +197,6 @@ pub(crate) fn with_view<T>(tensor: &Tensor, look: impl FnOnce(FlatRef<'_>) -> T)
         Storage::Cuda(cuda) => Ok(look(from_storage(cuda.to_cpu_storage()?)?.slice(range))),
         Storage::Metal(_) => Err(Error::Msg("training on Metal is not supported; use the CPU or CUDA".into())),
     }
-}
-
-/// Lets `look` see elements `range` of a contiguous tensor on the host; from another device no others come.
-pub(crate) fn with_part<T>(tensor: &Tensor, range: Range<usize>, look: impl FnOnce(FlatRef<'_>) -> T) -> Result<T> {
-    #[cfg(feature = "cuda")]
-    if let Some(device) = super::on_device::gpu_of(tensor) {
-        let mut values = Flat::zeros(tensor.dtype(), range.len());
-        super::on_device::with_each([tensor], "read", |[all]| all.part(range)?.read(device, values.as_mut()))?;
-        return Ok(look(values.as_ref()));
-    }
-    with_view(tensor, |values| look(values.slice(range)))
 }
 
 /// A storage on `device` made of host values.

@@ -15,7 +15,7 @@ use crate::param::ParamId;
 use crate::precision::{Elements, Flat, FlatMut};
 use crate::tensor::flat_buffer::{BufferPlace, FlatBuffer};
 use crate::tensor::on_device::change;
-use crate::tensor::residency;
+use crate::tensor::part::with_part;
 use candle_core::CudaDevice;
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -120,7 +120,7 @@ impl<'a> Away<'a> {
             Some(Home::File(_)) => unreachable!("what lies in files is not away"),
             None => {
                 let (tensor, range) = (&self.core.params[place.param].tensor, place.in_tensor.clone());
-                Ok(residency::with_part(tensor, range, |values| values.to_flat())?)
+                Ok(with_part(tensor, range, |values| values.to_flat())?)
             }
         }
     }

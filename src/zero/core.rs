@@ -13,7 +13,7 @@ use super::share_plan::SharePlan;
 use super::sub_group::{SubGroup, places};
 use super::unreduced::Unreduced;
 #[cfg(feature = "cuda")]
-use super::{delayed::Delayed, moving::Copies};
+use super::{moving::Copies, sub_group::Delayed};
 use crate::comm::Communicator;
 #[cfg(feature = "cuda")]
 use crate::comm::gpus::Gpus;

@@ -13,7 +13,7 @@
 use super::away::{Away, Place};
 use super::core::Core;
 use super::publish::Publisher;
-use super::sub_group::{GradShare, Home, Pass, Slot, SubGroup};
+use super::sub_group::{Delayed, GradShare, Home, Pass, Slot, SubGroup};
 use super::walk::{Part, pass};
 use crate::error::Result;
 use crate::memory::{Kind, Tracked};
@@ -21,23 +21,11 @@ use crate::offload::windows;
 use crate::optim::{GroupStep, Role, StepContext};
 use crate::precision::{Elements, FlatMut, FlatRef};
 use crate::tensor::flat_buffer::FlatBuffer;
-use crate::tensor::residency;
+use crate::tensor::part::with_part;
 use crate::timeline::{self, Lane};
 use crate::util::lock;
 use std::ops::Range;
 use std::sync::Arc;
-use std::thread::JoinHandle;
-
-/// An update that has begun.
-#[derive(Default)]
-pub(crate) enum Delayed {
-    #[default]
-    None,
-    /// The thread has the states of all trained sub-groups, and their gradients.
-    Running(JoinHandle<Result<Vec<SubGroup>>>),
-    /// States are back. The new weights of each trained sub-group are still to be put in their place.
-    Ready(Vec<Tracked<FlatBuffer>>),
-}
 
 impl Core {
     /// Begins an update; `contexts` are those of each parameter.
@@ -136,7 +124,7 @@ impl Core {
             match &group.weights {
                 Some(Home::Memory(weights)) => weights.buffer().read(slot.range(), own)?,
                 Some(Home::File(_)) => unreachable!("an update of what lies in files is not delayed"),
-                None => residency::with_part(&self.params[slot.param].tensor, slot.owned.clone(), own)?,
+                None => with_part(&self.params[slot.param].tensor, slot.owned.clone(), own)?,
             }
         }
         Ok(())

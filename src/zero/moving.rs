@@ -94,8 +94,12 @@ pub(crate) struct Copies {
     device: CudaDevice,
     ledger: Ledger,
     zero: ZeroConfig,
-    queues: Mutex<[Option<(Arc<CopyQueue>, Held)>; 3]>,
+    queues: Mutex<[Option<Queue>; 3]>,
 }
+
+/// A queue, and its windows.
+#[cfg(feature = "cuda")]
+type Queue = (Arc<CopyQueue>, Held);
 
 #[cfg(feature = "cuda")]
 impl Copies {

@@ -17,6 +17,7 @@ use crate::offload::{Files, Io, Windows};
 use crate::param::{Param, ParamId};
 use crate::precision::{Elements, Packing};
 use crate::tensor::flat_buffer::{BufferPlace, FlatBuffer};
+use crate::tensor::part::with_part;
 use crate::tensor::residency;
 use crate::util::lock;
 use candle_core::DType;
@@ -285,7 +286,7 @@ impl Rank for Core {
 
     fn copy(&self, param: &Param, range: Range<usize>, to: &mut FlatBuffer) -> Result<()> {
         match to {
-            FlatBuffer::Host(to) => Ok(residency::with_part(&param.tensor, range, |values| to.extend_cast(values))?),
+            FlatBuffer::Host(to) => Ok(with_part(&param.tensor, range, |values| to.extend_cast(values))?),
             #[cfg(feature = "cuda")]
             FlatBuffer::Device(to) => Ok(with_each([&param.tensor], "copy", |[whole]| to.extend(&whole.part(range)?))?),
         }

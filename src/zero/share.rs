@@ -8,6 +8,7 @@ use crate::offload::{Io, Offload, STEP};
 use crate::optim::Trainer;
 use crate::param::Param;
 use crate::precision::{Flat, FlatRef, Packing};
+use crate::tensor::part::with_part;
 use crate::tensor::residency;
 use crate::util::lock;
 use candle_core::DType;
@@ -95,7 +96,7 @@ impl Core {
                 drop(groups);
                 take(transfer.wait()?.as_ref());
             }
-            None => residency::with_part(&self.params[param].tensor, range, take)?,
+            None => with_part(&self.params[param].tensor, range, take)?,
         }
         Ok(())
     }

@@ -26,6 +26,8 @@ use crate::param::ParamId;
 use crate::precision::{Elements, FlatMut, Packing, sum_of_squares};
 use candle_core::DType;
 use std::ops::Range;
+#[cfg(feature = "cuda")]
+use {crate::tensor::flat_buffer::FlatBuffer, std::thread::JoinHandle};
 
 /// Where the owned part of one parameter lies in its sub-group.
 #[derive(Debug, Clone)]
@@ -115,6 +117,18 @@ pub(crate) struct SubGroup<R: Rank = Core> {
     /// Where gradients lie, if not in memory.
     pub grad_file: Option<ExtentOf<R>>,
     pub moments: Vec<Moment<R>>,
+}
+
+/// An update that goes on beside the next step.
+#[cfg(feature = "cuda")]
+#[derive(Default)]
+pub(crate) enum Delayed {
+    #[default]
+    None,
+    /// A thread has the states of all trained sub-groups, and their gradients.
+    Running(JoinHandle<Result<Vec<SubGroup>>>),
+    /// States are back. The new weights of each trained sub-group are still to be put in their place.
+    Ready(Vec<Tracked<FlatBuffer>>),
 }
 
 /// The states that a pass through a share has in memory, and whether it changes them.
