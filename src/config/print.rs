@@ -137,10 +137,12 @@ impl Config {
                 ("pipeline_read", json!(offload.pipeline_read)),
                 ("pipeline_write", json!(offload.pipeline_write)),
                 ("pin_memory", json!(offload.pin_memory)),
-                ("delayed_update", json!(offload.delayed_update_after.is_some())),
                 ("ratio", json!(offload.ratio)),
             ];
-            fields.extend(offload.delayed_update_after.map(|after| ("delayed_update_after", json!(after))));
+            // Not of DeepSpeed, which refuses a key that it does not know.
+            if let Some(after) = offload.delayed_update_after {
+                fields.extend([("delayed_update", json!(true)), ("delayed_update_after", json!(after))]);
+            }
             (&offload.to, fields)
         });
         let param = zero.offload_param.as_ref().map(|offload| {

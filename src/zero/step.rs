@@ -129,10 +129,12 @@ impl Core {
         Ok(())
     }
 
-    /// The thread of an update that goes on beside the model's work ends.
+    /// Waits for the thread of an update that goes on beside the model's work, unless this one panics.
     pub fn give_up_update(&self) {
         #[cfg(feature = "cuda")]
-        if let Err(error) = self.land_states() {
+        if !std::thread::panicking()
+            && let Err(error) = self.land_states()
+        {
             crate::notice::warn(&format!("the last update was not made: {error}"));
         }
     }

@@ -329,7 +329,7 @@ fn both_on_nvme() -> (Value, OffloadOptimizer, OffloadParam) {
         pipeline_write: false,
         ratio: 0.25,
         pin_memory: false,
-        delayed_update_after: None,
+        delayed_update_after: Some(7),
     };
     let param = OffloadParam {
         to: OffloadTo::Nvme { path: "/fast/params".into() },
@@ -340,7 +340,8 @@ fn both_on_nvme() -> (Value, OffloadOptimizer, OffloadParam) {
     };
     let zero = json!({
         "offload_optimizer": {"device": "nvme", "nvme_path": "/fast/states", "buffer_count": 6, "pipeline_read": true,
-                              "ratio": 0.25, "pin_memory": false},
+                              "ratio": 0.25, "pin_memory": false,
+                              "delayed_update": true, "delayed_update_after": 7},
         "offload_param": {"device": "nvme", "nvme_path": "/fast/params", "buffer_count": 3, "buffer_size": 1e6,
                           "max_in_cpu": 0, "pin_memory": false},
     });
