@@ -20,7 +20,7 @@ use crate::timeline::{self, CarriedContext, Kind, Lane};
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::result as driver;
 use candle_core::cuda_backend::cudarc::driver::sys::{CUdeviceptr, CUevent_flags};
-use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, CudaStream, PinnedHostSlice};
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, PinnedHostSlice};
 use candle_core::{CudaDevice, Error, Result};
 use std::ops::Range;
 use std::sync::Arc;
@@ -246,9 +246,17 @@ impl Window {
         if !pinned {
             return Ok(Self::Ordinary(vec![0; bytes]));
         }
+        // The driver's text for it is that for a GPU without memory.
+        let refused = |error: DriverError| {
+            Error::Msg(format!(
+                "the system locks no {bytes} bytes of memory for copies between the GPU and the host (CUDA's error {}); raise \
+                 the limit of locked memory (ulimit -l), or set \"pin_memory\": false in offload_optimizer and offload_param",
+                error.0 as u32
+            ))
+        };
         // SAFETY: bytes are valid whatever is in them, and each is written before it is read. Memory that the processor reads is
         // not to be write-combined.
-        Ok(Self::Pinned(unsafe { context.alloc_pinned_with_flags(bytes, 0) }.w()?))
+        Ok(Self::Pinned(unsafe { context.alloc_pinned_with_flags(bytes, 0) }.map_err(refused)?))
     }
 
     fn len(&self) -> usize {
@@ -317,6 +325,15 @@ mod tests {
             doubled.as_mut().scale(2.0);
             assert!(queue.down(flat).unwrap().wait().unwrap() == doubled, "{dtype:?}");
         }
+    }
+
+    #[test]
+    fn memory_that_the_system_does_not_lock_is_an_error_that_says_what_to_do() {
+        let Ok(device) = CudaDevice::new(0) else { return };
+        let refused = CopyQueue::new(&device, 1 << 60, true, Lane::Gradients).err().unwrap().to_string();
+        assert!(refused.contains("ulimit -l") && refused.contains("pin_memory"), "{refused}");
+        // Else the GPU would be said to have no memory.
+        assert!(!refused.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{refused}");
     }
 
     #[test]
