@@ -4,6 +4,7 @@ use super::walk::Walk;
 use super::{Aio, EightBit, EightBitConfig, OffloadOptimizer, OffloadParam, OffloadTo, OptimizerConfig, Rule};
 use crate::layout::ZeroStage;
 use crate::util::cache_home;
+use serde_json::Value;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -15,6 +16,9 @@ pub(super) struct Section {
 
 pub(super) const OPTIMIZER: Section = Section { path: "zero_optimization.offload_optimizer", from: ZeroStage::One };
 pub(super) const PARAM: Section = Section { path: "zero_optimization.offload_param", from: ZeroStage::Three };
+
+/// `offload_optimizer.delayed_update_after` where it is absent.
+const DELAYED_UPDATE_AFTER: u64 = 40;
 
 impl Section {
     fn join(&self, key: &str) -> String {
@@ -115,12 +119,18 @@ pub(super) fn optimizer(
         pipeline_read: walk.bool(&OPTIMIZER.join("pipeline_read")),
         pipeline_write: walk.bool(&OPTIMIZER.join("pipeline_write")),
         ratio: walk.float(&OPTIMIZER.join("ratio")),
-        delayed_update_after: walk
-            .bool(&OPTIMIZER.join("delayed_update"))
-            .then(|| walk.count(&OPTIMIZER.join("delayed_update_after"))),
+        delayed_update_after: delayed_update_after(walk),
         pin_memory: walk.bool(&OPTIMIZER.join("pin_memory")),
         to,
     })
+}
+
+/// The updates before the first one that is delayed. These keys have no value where they are absent: DeepSpeed, to which a
+/// configuration may be printed, knows neither.
+fn delayed_update_after(walk: &Walk<'_>) -> Option<u64> {
+    let given = |key: &str| walk.get(&OPTIMIZER.join(key));
+    let is_delayed = given("delayed_update").and_then(Value::as_bool).unwrap_or(false);
+    is_delayed.then(|| given("delayed_update_after").and_then(Value::as_u64).unwrap_or(DELAYED_UPDATE_AFTER))
 }
 
 /// Where parameter shards live; problems go to the walk.

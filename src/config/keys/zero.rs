@@ -80,8 +80,8 @@ const OFFLOAD_OPTIMIZER: &[super::Key] = keys! {
     "nvme_path": Str, "null", H, "Folder of the files, on a fast local disk; nvme needs it. `~/` at its beginning is the user's home, `~/.cache/` also `$XDG_CACHE_HOME/` where that is set.";
     "buffer_count": COUNT, "4", H, "With nvme: all the buffers of a step have together at most the elements of this many of the largest sub-group, and 16 MiB for each kind of state and window; 4 or more for Adam, 3 for SGD with momentum, 2 for SGD.";
     "pin_memory": Bool, "true", H, "Where a GPU computes the model: gradients leave it while backward runs, and updated weights come back while the next are computed, through two page-locked windows of 4 MiB for each; false: through ordinary memory, and the copies take longer.";
-    "delayed_update": Bool, "false", H, "Not of DeepSpeed. Where a GPU computes the model, from update `delayed_update_after` on: the update runs on the CPU while the GPU computes the next step, with weights that are one update old (ZeRO-Offload, section 5.2). Device cpu only.";
-    "delayed_update_after": COUNT, "40", H, "Updates before the first one that is delayed: weights change fast at the beginning.";
+    "delayed_update": Bool, "-", H, "A key of this engine, not of DeepSpeed; false if absent. Where a GPU computes the model, from update `delayed_update_after` on: the update runs on the CPU while the GPU computes the next step, with weights that are one update old (ZeRO-Offload, section 5.2). Device cpu only.";
+    "delayed_update_after": COUNT, "-", H, "A key of this engine; 40 if absent. Updates before the first one that is delayed: weights change fast at the beginning.";
     "pipeline_read": Bool, "false", H, "With nvme: read the next window while the step computes.";
     "pipeline_write": Bool, "false", H, "With nvme: write the finished window while the step computes.";
     "fast_init": Bool, "false", none("states begin as reserved file space: nothing is written at the start"), "Faster first creation of states.";
