@@ -393,34 +393,34 @@ fn the_memory_report_is_a_table() {
     let outcomes = train(2, units(2), &config(3, 1, released(), json!({"bf16": {"enabled": true}})), 2);
     insta::assert_snapshot!(outcomes[1].memory, @r"
         2221 parameters at stage 3 on 2 ranks; bytes of this rank:
-        kind                    device           host peak in memory          files          formula      padding
-        parameters                   0           2222           2222              0             2221            1
-        gradients                    0              0           2222              0             2221            1
-        master weights               0           4444           4444              0             4442            2
-        moments                      0           8888           8888              0             8884            4
-        persistent                   0              0              0              0                -            0
-        gathered                     0              0           4442              0                -            0
-        second copy                  0              0              0              0                -            0
-        buckets                      0              0           4444              0                -            0
-        staging                      0              0              0              0                -            0
-        activations                  0              0              0              0                -            0
-        buffers                      0              0              0              0                -            0
+        kind                    device           host         pinned peak in memory          files          formula      padding
+        parameters                   0           2222              0           2222              0             2221            1
+        gradients                    0              0              0           2222              0             2221            1
+        master weights               0           4444              0           4444              0             4442            2
+        moments                      0           8888              0           8888              0             8884            4
+        persistent                   0              0              0              0              0                -            0
+        gathered                     0              0              0           4442              0                -            0
+        second copy                  0              0              0              0              0                -            0
+        buckets                      0              0              0           4444              0                -            0
+        staging                      0              0              0              0              0                -            0
+        activations                  0              0              0              0              0                -            0
+        buffers                      0              0              0              0              0                -            0
         ");
     let outcomes = train(2, units(2), &config(1, 1, json!({}), json!({})), 2);
     insta::assert_snapshot!(outcomes[0].memory, @r"
         2221 parameters at stage 1 on 2 ranks; bytes of this rank:
-        kind                    device           host peak in memory          files          formula      padding
-        parameters                   0           8884           8884              0             8884            0
-        gradients                    0              0           8884              0             8884            0
-        master weights               0              0              0              0                0            0
-        moments                      0           8888           8888              0             8884            4
-        persistent                   0              0              0              0                -            0
-        gathered                     0              0              0              0                -            0
-        second copy                  0              0              0              0                -            0
-        buckets                      0              0           8888              0                -            0
-        staging                      0              0              0              0                -            0
-        activations                  0              0              0              0                -            0
-        buffers                      0              0              0              0                -            0
+        kind                    device           host         pinned peak in memory          files          formula      padding
+        parameters                   0           8884              0           8884              0             8884            0
+        gradients                    0              0              0           8884              0             8884            0
+        master weights               0              0              0              0              0                0            0
+        moments                      0           8888              0           8888              0             8884            4
+        persistent                   0              0              0              0              0                -            0
+        gathered                     0              0              0              0              0                -            0
+        second copy                  0              0              0              0              0                -            0
+        buckets                      0              0              0           8888              0                -            0
+        staging                      0              0              0              0              0                -            0
+        activations                  0              0              0              0              0                -            0
+        buffers                      0              0              0              0              0                -            0
         ");
 }
 
