@@ -247,16 +247,17 @@ impl<M> Engine<M> {
         let scale = self.scaler.scale();
         self.grad_norm = Some(if vote.has_overflow() { f64::INFINITY } else { vote.norm / scale });
         let applies = self.judge(&vote)?;
-        if applies {
-            self.update(gradient_multiplier(vote.norm, scale, self.config.gradient_clipping))?;
+        let weights_changed = if applies {
+            self.update(gradient_multiplier(vote.norm, scale, self.config.gradient_clipping))?
         } else {
             self.skipped_steps += 1;
             self.tell_overflow(scale);
-        }
+            false
+        };
         self.was_applied = applies;
         self.global_steps += 1;
         self.global_samples += self.config.batch.train_batch_size as u64;
-        self.core.end_step(applies)
+        self.core.end_step(weights_changed)
     }
 
     /// An error for a call that does not belong at this place of a micro step.
@@ -332,13 +333,13 @@ impl<M> Engine<M> {
         EngineError::NonFiniteGradient { where_, step: self.global_steps }.into()
     }
 
-    /// Updates the weights by the gradients times `multiplier`, and publishes them.
-    fn update(&mut self, multiplier: f64) -> Result<()> {
+    /// Updates the weights by the gradients times `multiplier`, and publishes them. Gives whether they have changed by now.
+    fn update(&mut self, multiplier: f64) -> Result<bool> {
         let trained = self.trainer.for_step(self.optimizer_steps + 1, multiplier as f32)?;
-        self.core.update(&trained)?;
+        let weights_changed = self.core.update(&trained)?;
         self.optimizer_steps += 1;
         self.trainer.step();
-        Ok(())
+        Ok(weights_changed)
     }
 
     /// Rank 0 says that a step was skipped whose gradients had the loss scale `scale`: at each of the first ones, then

@@ -1,6 +1,7 @@
-//! Small helpers that every module may use: locks, a stable hash, names and bytes in a message, names by pattern.
+//! Small helpers that every module may use: locks, ranges in pieces, a stable hash, names and bytes in a message, names by pattern.
 
 use std::ffi::OsString;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{LockResult, Mutex, MutexGuard, PoisonError};
 
@@ -12,6 +13,11 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// The value that a lock or a condition variable hands out, also after a panic of another holder (see [`lock`]).
 pub(crate) fn unpoisoned<T>(result: LockResult<T>) -> T {
     result.unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The ranges of at most `most` numbers, one after the other, that `0..len` consists of; none of nothing.
+pub(crate) fn pieces(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..len).step_by(most).map(move |start| start..len.min(start + most))
 }
 
 /// A stable 64-bit hash (FNV-1a); std's hasher may change between releases of Rust.

@@ -17,6 +17,7 @@
 use super::DeviceFlat;
 use crate::precision::Flat;
 use crate::timeline::{self, CarriedContext, Kind, Lane};
+use crate::util::pieces;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::result as driver;
 use candle_core::cuda_backend::cudarc::driver::sys::{CUdeviceptr, CUevent_flags};
@@ -228,11 +229,6 @@ impl Copier {
         }
         Ok(())
     }
-}
-
-/// So many bytes, a window's at a time.
-fn pieces(bytes: usize, window: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..bytes).step_by(window).map(move |start| start..bytes.min(start + window))
 }
 
 /// Memory of the host from and to which a queue's stream copies.

@@ -28,7 +28,7 @@ use crate::zero::parcel::Parcel;
 use crate::zero::rank::{Facts, Rank};
 use crate::zero::share_plan::SharePlan;
 use crate::zero::step::{update, vote};
-use crate::zero::sub_group::{Home, Pass, Slot, SubGroup, places};
+use crate::zero::sub_group::{Pass, Slot, SubGroup, lie_on_gpu, places};
 use crate::zero::trace::Event;
 use crate::zero::travel::Collective;
 use crate::zero::walk::{self, Part};
@@ -462,12 +462,7 @@ impl walk::Carrier for Rehearsal<'_> {
         _: &mut impl FnMut(&Slot, Range<usize>, Part<'_, '_>),
     ) -> Result<()> {
         self.compute(Phase::Update, range.len());
-        let lies_on_gpu = match &group.weights {
-            Some(Home::Memory(weights)) => Blank::is_device(&weights.buffer().place()),
-            Some(Home::File(_)) => false,
-            None => Blank::is_device(&self.tier),
-        };
-        let is_away = lies_on_gpu && !Blank::is_device(&self.home);
+        let is_away = lie_on_gpu(self, group.weights.as_ref()) && !Blank::is_device(&self.home);
         if is_away && pass.has_weights() && pass.changes() {
             // The largest piece and the one before it, which is on its way.
             let len = group.slots.iter().map(|slot| slot.owned.len().min(UPDATED_TOGETHER)).max().unwrap_or(0);

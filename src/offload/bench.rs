@@ -18,12 +18,13 @@ use super::arena::Piece;
 use super::arena::{Arena, Bounce, Extent};
 use super::folder::Folder;
 use super::io::{Io, Transfer, threads};
-use super::pipeline::{Pipeline, Plan, STEP, Stream, Windows, windows};
+use super::pipeline::{Pipeline, Plan, STEP, Stream, Windows};
 use crate::config::{AdamConfig, Aio, OptimizerConfig};
 use crate::error::Result;
 use crate::memory::{Kind, Ledger};
 use crate::optim::{Optimizer, StepContext, from_config};
 use crate::precision::FlatMut;
+use crate::util::pieces;
 use candle_core::DType;
 use serde::Serialize;
 use std::collections::VecDeque;
@@ -453,7 +454,7 @@ impl Files {
     }
 
     fn ranges(&self) -> impl Iterator<Item = Range<usize>> {
-        windows(self.elements, self.window)
+        pieces(self.elements, self.window)
     }
 
     /// Buffers of `count` windows of the step.
@@ -476,7 +477,7 @@ impl Files {
     fn pass(&self, io: &Io, write: bool, buffers: &mut Vec<Aligned>) -> Result<()> {
         let mut under_way: VecDeque<Transfer<Aligned>> = VecDeque::new();
         for Stream { extent, .. } in &self.streams {
-            for range in windows(self.elements, CHUNK / extent.dtype().size_in_bytes()) {
+            for range in pieces(self.elements, CHUNK / extent.dtype().size_in_bytes()) {
                 let buffer = match buffers.pop() {
                     Some(buffer) => buffer,
                     None => under_way.pop_front().expect("there is a buffer").wait()?,

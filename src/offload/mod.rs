@@ -56,6 +56,6 @@ pub(crate) use available::group_limit;
 pub(crate) use files::Files;
 pub(crate) use folder::{free as free_space, is_memory};
 pub(crate) use io::{Io, Transfer, UNWRITTEN, block_size, threads};
-pub(crate) use pipeline::{Pipeline, Plan, STEP, Staged, Stream, Window, Windows, windows};
+pub(crate) use pipeline::{Pipeline, Plan, STEP, Staged, Stream, Window, Windows};
 pub(crate) use spill::SpilledTensor;
 pub(crate) use store::{Content, Offload};

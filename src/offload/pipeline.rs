@@ -121,11 +121,6 @@ fn window_len(access: DiskAccess, largest: usize, buffer_count: usize, buffers: 
     room.next_multiple_of(STEP).max(STEP)
 }
 
-/// Cuts `len` elements into windows.
-pub(crate) fn windows(len: usize, window: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..len).step_by(window).map(move |start| start..len.min(start + window))
-}
-
 /// Brings windows into memory and back, in order.
 pub(crate) struct Pipeline<'a, F: Files> {
     files: &'a F,
@@ -251,6 +246,7 @@ mod tests {
     use super::*;
     use crate::config::Aio;
     use crate::precision::FlatRef;
+    use crate::util::pieces;
     use proptest::prelude::*;
 
     /// The operation of the test's step on an element; an element that was not read counts as zero.
@@ -276,7 +272,7 @@ mod tests {
             // Their memory is what buffer_count allows, but for the rounding to whole steps.
             prop_assert!(window * buffers <= count * largest.max(len) + buffers * STEP);
             let mut end = 0;
-            for range in windows(len, window) {
+            for range in pieces(len, window) {
                 prop_assert!(range.start == end && range.start.is_multiple_of(STEP) && !range.is_empty());
                 prop_assert!(range.len() <= window);
                 end = range.end;
@@ -323,7 +319,7 @@ mod tests {
                     expected.push((extent.clone(), numbers.iter().map(after).collect()));
                     extents.push(Stream { extent, reads: *reads, writes: *writes });
                 }
-                plan.extend(windows(len, window).map(|range| Plan { range, streams: extents.clone() }));
+                plan.extend(pieces(len, window).map(|range| Plan { range, streams: extents.clone() }));
             }
             let ranges: Vec<_> = plan.iter().map(|p| p.range.clone()).collect();
             let most = groups.iter().map(|(_, streams)| streams.len()).max().unwrap();

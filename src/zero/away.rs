@@ -8,12 +8,12 @@
 use super::core::Core;
 use super::moving::{Cargo, Moving, UPDATED_TOGETHER};
 use super::rank::Rank;
-use super::sub_group::{Home, Pass};
+use super::sub_group::{Home, Pass, lie_on_gpu};
 use crate::cuda;
 use crate::error::Result;
 use crate::param::ParamId;
 use crate::precision::{Elements, Flat, FlatMut};
-use crate::tensor::flat_buffer::{BufferPlace, FlatBuffer};
+use crate::tensor::flat_buffer::FlatBuffer;
 use crate::tensor::on_device::change;
 use crate::tensor::part::with_part;
 use candle_core::CudaDevice;
@@ -54,16 +54,10 @@ impl<'a> Away<'a> {
         pass: Pass,
         made_anew: bool,
     ) -> (Option<Self>, Option<&'a mut Home>) {
-        let is_here = match home {
-            Some(Home::File(_)) => true,
-            Some(Home::Memory(weights)) => matches!(weights.buffer().place(), BufferPlace::Host),
-            None => false,
-        };
+        let is_away = pass.has_weights() && lie_on_gpu(core, home.as_ref());
         let (home, under_way) = (home.as_mut(), VecDeque::new());
         match core.model_place.gpu() {
-            Some(device) if pass.has_weights() && !is_here => {
-                (Some(Self { core, home, device, pass, made_anew, under_way }), None)
-            }
+            Some(device) if is_away => (Some(Self { core, home, device, pass, made_anew, under_way }), None),
             _ => (None, home),
         }
     }

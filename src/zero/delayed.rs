@@ -17,13 +17,12 @@ use super::sub_group::{Delayed, GradShare, Home, Pass, Slot, SubGroup};
 use super::walk::{Part, pass};
 use crate::error::Result;
 use crate::memory::{Kind, Tracked};
-use crate::offload::windows;
 use crate::optim::{GroupStep, Role, StepContext};
-use crate::precision::{Elements, FlatMut, FlatRef};
+use crate::precision::{Elements, FlatRef};
 use crate::tensor::flat_buffer::FlatBuffer;
 use crate::tensor::part::with_part;
 use crate::timeline::{self, Lane};
-use crate::util::lock;
+use crate::util::{lock, pieces};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -136,14 +135,14 @@ impl Core {
         let (mut away, mut here) = Away::of(self, weights, Pass::Update, true);
         for slot in slots.iter() {
             let piece = away.as_ref().map_or(usize::MAX, Away::piece);
-            for part in windows(slot.owned.len(), piece) {
+            for part in pieces(slot.owned.len(), piece) {
                 let in_group = slot.at + part.start..slot.at + part.end;
                 let in_tensor = slot.owned.start + part.start..slot.owned.start + part.end;
                 let values = new.slice(in_group.clone());
                 match (&mut away, &mut here) {
                     (Some(away), _) => {
                         let place = Place { param: slot.param, in_tensor, in_group };
-                        away.visit(place, |mut to: FlatMut<'_>| to.reborrow().copy_cast(values))?;
+                        away.visit(place, |to| to.copy_cast(values))?;
                     }
                     (None, Some(Home::Memory(home))) => home.buffer_mut().write(in_group, values)?,
                     (None, _) => unreachable!("a model on a GPU has its weights there, or shards in memory"),

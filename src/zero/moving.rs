@@ -112,18 +112,15 @@ impl Copies {
     /// # Errors
     /// The driver's: no memory on the GPU, or none to lock.
     pub fn send(&self, cargo: Cargo, buffer: FlatBuffer, to: &BufferPlace, capacity: usize) -> Result<Moving> {
-        let hold = |tier, elements: usize, dtype: candle_core::DType| {
-            self.ledger.hold_in(tier, cargo.kind(), elements * dtype.size_in_bytes())
-        };
-        let (len, dtype) = (buffer.len(), buffer.dtype());
-        let there = [buffer.capacity_in_bytes() / dtype.size_in_bytes(), len];
+        let hold = |tier, bytes| self.ledger.hold_in(tier, cargo.kind(), bytes);
+        let (here, len, size) = (buffer.capacity_in_bytes(), buffer.len(), buffer.dtype().size_in_bytes());
         match (buffer, to) {
             (FlatBuffer::Device(buffer), BufferPlace::Host) => {
-                let held = [hold(Tier::Device, there[0], dtype), hold(Tier::Host, there[1], dtype)];
+                let held = [hold(Tier::Device, here), hold(Tier::Host, len * size)];
                 Ok(Moving::ToHost(self.queue(cargo)?.down(buffer)?, held))
             }
             (FlatBuffer::Host(buffer), BufferPlace::Device(device)) => {
-                let held = [hold(Tier::Host, there[0], dtype), hold(Tier::Device, capacity.max(len), dtype)];
+                let held = [hold(Tier::Host, here), hold(Tier::Device, capacity.max(len) * size)];
                 Ok(Moving::ToDevice(self.queue(cargo)?.up(device, buffer, capacity)?, held))
             }
             (buffer, _) => Ok(Moving::There(buffer)),
@@ -131,15 +128,15 @@ impl Copies {
     }
 
     fn queue(&self, cargo: Cargo) -> Result<Arc<CopyQueue>> {
-        let (number, lane) = match cargo {
-            Cargo::Gradients => (0, Lane::Gradients),
-            Cargo::Updates => (1, Lane::Updates),
-            Cargo::Shards => (2, Lane::Shards),
-        };
-        let queue = &mut lock(&self.queues)[number];
+        let queue = &mut lock(&self.queues)[cargo as usize];
         if let Some((queue, _)) = queue {
             return Ok(queue.clone());
         }
+        let lane = match cargo {
+            Cargo::Gradients => Lane::Gradients,
+            Cargo::Updates => Lane::Updates,
+            Cargo::Shards => Lane::Shards,
+        };
         let tier = windows_tier(&self.zero, cargo);
         let made = Arc::new(CopyQueue::new(&self.device, WINDOWS_BYTES, tier == Tier::Pinned, lane)?);
         *queue = Some((made.clone(), self.ledger.hold_in(tier, Kind::Staging, WINDOWS_BYTES)));

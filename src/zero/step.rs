@@ -106,8 +106,9 @@ impl Core {
         vote(self, loss, loss_is_finite, accumulate).map_err(|error| self.naming_what_is_held(error))
     }
 
-    /// [`update`] of this rank's share. `steps` says with what, by parameter group.
-    pub fn update(self: &Arc<Self>, steps: &[GroupStep<'_>]) -> Result<()> {
+    /// [`update`] of this rank's share. `steps` says with what, by parameter group. Gives whether weights have changed by now: not
+    /// where the update is delayed.
+    pub fn update(self: &Arc<Self>, steps: &[GroupStep<'_>]) -> Result<bool> {
         self.update.store(steps.first().map_or(0, |group| group.ctx.step), Ordering::Relaxed);
         let recipe = |param: usize| {
             let param = &self.params[param];
@@ -117,9 +118,11 @@ impl Core {
         };
         #[cfg(feature = "cuda")]
         if self.delays_update(steps) {
-            return self.begin_update((0..self.params.len()).map(|param| recipe(param).ctx).collect());
+            self.begin_update((0..self.params.len()).map(|param| recipe(param).ctx).collect())?;
+            return Ok(false);
         }
-        update(&**self, &recipe).map_err(|error| self.naming_what_is_held(error))
+        update(&**self, &recipe).map_err(|error| self.naming_what_is_held(error))?;
+        Ok(true)
     }
 
     /// Collective: an update that goes on beside the model's work comes to its end.

@@ -89,6 +89,15 @@ impl Home {
     }
 }
 
+/// Whether weights lie on a GPU: in their `home`, or, where they are whole, in the parameters' tensors.
+pub(crate) fn lie_on_gpu<R: Rank>(rank: &R, home: Option<&Home<R>>) -> bool {
+    match home {
+        Some(Home::Memory(weights)) => R::Buffer::is_device(&weights.buffer().place()),
+        Some(Home::File(_)) => false,
+        None => R::Buffer::is_device(rank.model_place()),
+    }
+}
+
 /// This rank's gradient of one parameter.
 pub(crate) enum GradShare<R: Rank = Core> {
     /// None has arrived since the last step.

@@ -14,10 +14,11 @@ use super::recipe::Recipe;
 use super::sub_group::{GradShare, Pass, Slot, SubGroup};
 use crate::error::Result;
 use crate::memory::{Held, Kind};
-use crate::offload::{ALIGN, Pipeline, Plan, STEP, Window, windows};
+use crate::offload::{ALIGN, Pipeline, Plan, STEP, Window};
 use crate::precision::{FlatMut, FlatRef};
 use crate::tensor::residency;
 use crate::timeline;
+use crate::util::pieces;
 use std::ops::Range;
 
 /// The executor of a [`Walk`]: the engine's core, or a rehearsal that only counts.
@@ -80,7 +81,7 @@ impl<'a, C: Carrier> Walk<'a, C> {
         let plan = spans.iter().flat_map(|span| {
             let streams = streams(span);
             let ranges = if streams.is_empty() { 0..0 } else { span.range.clone() };
-            windows(ranges.len(), window_len).map(move |range| Plan {
+            pieces(ranges.len(), window_len).map(move |range| Plan {
                 range: ranges.start + range.start..ranges.start + range.end,
                 streams: streams.clone(),
             })
@@ -172,7 +173,7 @@ impl Carrier for Core {
         let (piece, mut weights) = (usize::MAX, weights.as_mut());
         for (slot, grads) in slots.iter().zip(grads) {
             let here = slot.at.max(range.start)..slot.range().end.min(range.end);
-            for part in windows(here.len(), piece).map(|part| within(&here, part)) {
+            for part in pieces(here.len(), piece).map(|part| within(&here, part)) {
                 let mut staged = window.as_mut().map_or([].iter_mut(), |w| w.staged.iter_mut());
                 let own = weights.as_mut().filter(|_| pass.has_weights());
                 let own = own.map(|home| home.part(&mut staged, part.clone()));

@@ -14,6 +14,7 @@ use super::member::Turn;
 use super::{NcclComm, Result};
 use crate::cuda::blocks::{Coder, Parts};
 use crate::precision::{BLOCK, Ints};
+use crate::util::pieces;
 use candle_core::DType;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
 use std::ops::Range;
@@ -110,8 +111,4 @@ impl NcclComm {
         let step = ints.whole_blocks_in(room).max(BLOCK);
         (step, ints.encoded_len(step.min(count)).next_multiple_of(ALIGNMENT))
     }
-}
-
-fn pieces(count: usize, step: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..count).step_by(step).map(move |start| start..count.min(start + step))
 }
