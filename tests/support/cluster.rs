@@ -6,7 +6,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// An implementation of MPI.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,13 +109,28 @@ impl Hosts {
         ip(&["netns", "add", b])?;
         ip(&["link", "add", "cable", "netns", a, "type", "veth", "peer", "name", "cable", "netns", b])?;
         for (host, name) in hosts.names.iter().enumerate() {
+            // An address of IPv6 is no way to the other host until the kernel has looked for its double.
+            ip(&["netns", "exec", name, "sh", "-c", "echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6"])?;
             ip(&["-n", name, "address", "add", &format!("10.77.0.{}/24", host + 1), "dev", "cable"])?;
             ip(&["-n", name, "link", "set", "lo", "up"])?;
             ip(&["-n", name, "link", "set", "cable", "up"])?;
         }
-        // Until then MPICH's transport finds no way from one to the other.
-        std::thread::sleep(Duration::from_secs(3));
+        hosts.wait_for_the_cable()?;
         Ok(hosts)
+    }
+
+    /// Waits until both hosts know that the cable is in: MPICH's transport finds no way from one to the other before.
+    fn wait_for_the_cable(&self) -> Result<(), String> {
+        let until = Instant::now() + Duration::from_secs(20);
+        for name in &self.names {
+            while ip(&["-n", name, "-brief", "link", "show", "cable"])?.split_whitespace().nth(1) != Some("UP") {
+                if Instant::now() > until {
+                    return Err(format!("the cable of {name} is not in after 20 s"));
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }
+        Ok(())
     }
 
     /// The hosts' names.
@@ -147,6 +162,9 @@ impl Hosts {
     /// Takes the cable out of a host, or puts it in again.
     pub fn plug(&self, host: usize, plugged: bool) {
         ip(&["-n", &self.names[host], "link", "set", "cable", if plugged { "up" } else { "down" }]).unwrap();
+        if plugged {
+            self.wait_for_the_cable().unwrap();
+        }
     }
 
     /// Kills all that runs on a host.
@@ -223,9 +241,10 @@ impl Drop for Hosts {
     }
 }
 
-fn ip(args: &[&str]) -> Result<(), String> {
+/// What `ip` prints.
+fn ip(args: &[&str]) -> Result<String, String> {
     match Command::new("ip").args(args).output() {
-        Ok(output) if output.status.success() => Ok(()),
+        Ok(output) if output.status.success() => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
         Ok(output) => Err(format!("ip {}: {}", args.join(" "), String::from_utf8_lossy(&output.stderr).trim())),
         Err(error) => Err(format!("ip: {error}")),
     }
