@@ -1,7 +1,7 @@
 //! Ranks of one host that are started one by one with torchrun's variables: the bits of `zerorun`, and errors that name the rank.
 
 use crate::mpi::steps;
-use crate::support::processes::{as_program, example, send, start, stderr, wait_for, wait_up_to, zerorun};
+use crate::support::processes::{as_program, example, free_port, send, start, stderr, wait_for, wait_up_to, zerorun};
 use candle_zero::comm::{self, RankEnv};
 use rustix::process::Signal;
 use std::path::Path;
@@ -9,11 +9,6 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 const FOLDER: &str = "APART_TEST_FOLDER";
-
-/// A port that another job hardly has.
-fn port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-}
 
 /// Gives a command the variables of a rank, and none of another launcher.
 fn as_rank(command: &mut Command, rank: usize, world: usize, port: u16) -> &mut Command {
@@ -71,7 +66,7 @@ fn ranks_that_are_started_one_by_one_have_the_bits_of_zerorun() {
             command.args(["--model", "nano", "--steps", "3", "--sample", "0", "--ds_config", &config]);
             start(command.arg("--metrics").arg(metrics(name)).env("RAYON_NUM_THREADS", "1"))
         };
-        let port = port();
+        let port = free_port();
         let all: Vec<Child> = (0..ranks)
             .map(|rank| {
                 let mut command = Command::new(&train_gpt);
@@ -99,7 +94,7 @@ fn ranks_that_are_started_one_by_one_have_the_bits_of_zerorun() {
 #[test]
 fn the_others_end_in_seconds_with_the_name_of_a_rank_that_is_killed_or_stopped() {
     for (victim, signal, limit) in [(1, Signal::KILL, 5), (0, Signal::KILL, 5), (2, Signal::STOP, 15)] {
-        let (folder, port) = (tempfile::tempdir().unwrap(), port());
+        let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
         let mut ranks: Vec<Child> = (0..3).map(|rank| meeting(folder.path(), rank, 3, port, "60000")).collect();
         wait_for("all ranks to meet", || {
             (0..3).all(|rank| folder.path().join(format!("met.{rank}")).exists()).then_some(())
@@ -123,7 +118,7 @@ fn the_others_end_in_seconds_with_the_name_of_a_rank_that_is_killed_or_stopped()
 
 #[test]
 fn a_rank_that_does_not_come_is_named_when_the_time_is_over() {
-    let (folder, port) = (tempfile::tempdir().unwrap(), port());
+    let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
     let known = |text: String| text.replace(&port.to_string(), "PORT");
     let [first, second] = [0, 1].map(|rank| meeting(folder.path(), rank, 3, port, "1500"));
     insta::assert_snapshot!(known(said(first)), @"rank 0: of 3 ranks, 2 came to MASTER_PORT PORT of this host within 1.5s; missing is rank 2: start it with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
@@ -132,7 +127,7 @@ fn a_rank_that_does_not_come_is_named_when_the_time_is_over() {
 
 #[test]
 fn ranks_that_are_told_different_worlds_end_at_once() {
-    let (folder, port) = (tempfile::tempdir().unwrap(), port());
+    let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
     let known = |text: String| text.replace(&port.to_string(), "PORT");
     let began = Instant::now();
     let [first, second] = [(0, 2), (1, 3)].map(|(rank, world)| meeting(folder.path(), rank, world, port, "60000"));
@@ -143,7 +138,7 @@ fn ranks_that_are_told_different_worlds_end_at_once() {
 
 #[test]
 fn a_rank_that_ends_before_all_are_there_is_named_to_those_that_wait() {
-    let (folder, port) = (tempfile::tempdir().unwrap(), port());
+    let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
     let [first, mut second] = [0, 1].map(|rank| meeting(folder.path(), rank, 3, port, "60000"));
     // Both have to be there: rank 0 has a connection.
     let named = format!("port {port}");

@@ -1,6 +1,6 @@
 //! Ranks bound to cores, and the GPUs of a hostfile's slots.
 
-use crate::support::processes::{program, stderr, stdout, zerorun};
+use crate::support::processes::{free_port, program, stderr, stdout, zerorun};
 use crate::support::skips::skipped;
 use std::path::Path;
 use std::process::Output;
@@ -84,7 +84,7 @@ fn hosts(dir: &Path, text: &str) -> std::process::Command {
     let file = dir.join("hostfile");
     std::fs::write(&file, text).unwrap();
     let shell = program(dir, "rsh", "exec sh -c \"$2\"");
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = free_port();
     let mut command = zerorun();
     command.env("ZERORUN_RSH", shell).env("CUDA_VISIBLE_DEVICES", "7");
     command.args(["--timeout", "60s", "--master_port", &port.to_string(), "--hostfile"]).arg(file);

@@ -1,7 +1,9 @@
 //! Ranks that an MPI launcher starts, on this host and on two: the bits of one machine, and an error instead of a hang.
 
 use crate::support::cluster::{Hosts, Mpi, debian_mpich, mpirun};
-use crate::support::processes::{as_program, example, program, runs, start, stderr, stdout, wait_up_to, zerorun};
+use crate::support::processes::{
+    as_program, example, free_port, program, runs, start, stderr, stdout, wait_up_to, zerorun,
+};
 use crate::support::skips::{skipped, skipped_in_part};
 use candle_core::DType;
 use candle_zero::comm::{self, Code, Communicator, Kind, RankEnv, Wire, threads};
@@ -390,7 +392,7 @@ fn a_launcher_that_mpirun_starts_on_each_host_knows_its_place() {
     // The ranks need MPICH, whoever starts their launchers.
     let Some(library) = Mpi::Mpich.library() else { return skipped(test, "no MPICH; scripts/fetch_mpi.sh fetches it") };
     with_each(test, |mpi| {
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+        let port = free_port().to_string();
         let mut start = mpirun(mpi, 2).unwrap();
         start.arg("env").arg(format!("CANDLE_ZERO_MPI_LIBRARY={}", library.display()));
         start.args([env!("CARGO_BIN_EXE_zerorun"), "--nnodes", "auto", "--master_addr", "127.0.0.1"]);
@@ -876,7 +878,7 @@ fn is_reported(folder: &Path) {
 /// collectives.
 fn compare_under_two_launchers(libraries: &Path) {
     let path = libraries.display().to_string();
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let port = free_port().to_string();
     let both = [0, 1].map(|node| {
         let mut command = zerorun();
         command.args(["--nnodes", "2", "--node_rank", &node.to_string(), "--master_addr", "127.0.0.1"]);

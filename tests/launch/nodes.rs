@@ -2,7 +2,7 @@
 
 use crate::mpi::{hosts, steps};
 use crate::support::cluster::{Hosts, Mpi};
-use crate::support::processes::{example, program, runs, send, start, stderr, stdout, wait_up_to, zerorun};
+use crate::support::processes::{example, free_port, program, runs, send, start, stderr, stdout, wait_up_to, zerorun};
 use crate::support::skips::skipped;
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::{Path, PathBuf};
@@ -359,11 +359,6 @@ fn a_signal_to_one_launcher_ends_the_ranks_of_both_in_good_order() {
     assert!(stdout(&first).contains("is saved, --resume goes on from there"), "{}{}", stdout(&first), stderr(&first));
 }
 
-/// A port that nothing listens at.
-fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-}
-
 /// A folder as hosts have it: a program, a configuration and data.
 fn host_folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
@@ -470,7 +465,7 @@ fn a_launcher_that_is_killed_is_done_without_and_taken_back() {
         "script",
         "[ $RANK = 0 ] && echo $WORLD_SIZE >> $DIR/worlds\ntrap 'exit 0' TERM\nuntil [ -e $DIR/end ]; do sleep 0.1; done",
     );
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let port = free_port().to_string();
     let launch = |node: usize| {
         let mut command = zerorun();
         command.args(["--nnodes", "2:3", "--node_rank", &node.to_string(), "--master_addr", "127.0.0.1"]);

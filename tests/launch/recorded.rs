@@ -1,6 +1,8 @@
 //! The recorded cases of DeepSpeed's command line and processes, on the real `zerorun`.
 
-use crate::support::processes::{descendants, pids, program, runs, start, stderr, stdout, wait_until_gone, zerorun};
+use crate::support::processes::{
+    descendants, free_port, pids, program, runs, start, stderr, stdout, wait_until_gone, zerorun,
+};
 use crate::support::recorded::launcher_case;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -88,7 +90,7 @@ fn killing_the_launcher_of_the_first_host_of_a_hostfile_leaves_no_rank_and_is_no
     let sleeper = program(dir.path(), "sleeper", SLEEPER);
     let file = dir.path().join("hostfile");
     std::fs::write(&file, "localhost slots=1\nfar.invalid slots=1\n").unwrap();
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = free_port();
     let mut command = zerorun();
     // The other host is this one.
     command.env("ZERORUN_RSH", program(dir.path(), "rsh", "exec sh -c \"$2\"")).env("DIR", dir.path());

@@ -1,9 +1,25 @@
 //! Shared helpers of the launcher's tests: `zerorun` in a clean environment, small programs, and waiting.
 
+use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
+
+/// A port that nothing listens at. It is none of those that the system gives to whoever asks for any port, so that no other test
+/// has it before this one uses it.
+pub fn free_port() -> u16 {
+    static TAKEN: AtomicU32 = AtomicU32::new(0);
+    let first = std::process::id().wrapping_mul(31);
+    loop {
+        let at = first.wrapping_add(TAKEN.fetch_add(1, Ordering::Relaxed)) % 19_000;
+        let port = 10_000 + at as u16;
+        if TcpListener::bind(("0.0.0.0", port)).is_ok() {
+            return port;
+        }
+    }
+}
 
 /// `zerorun` without the variables that it sets itself or that steer builds.
 pub fn zerorun() -> Command {
