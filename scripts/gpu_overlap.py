@@ -6,8 +6,8 @@
 
 Ways are stage 2, stage 3, and stage 2 with the optimizer on the host; the first three steps do not count. Backward is as long as the
 GPU ran it; on the CPU it is what the training thread did of it, without its waits. PASS means that gradients (reduce_scatter,
-all_reduce, and copies to the host) were under way beside backward for at least half of their time; all-gathers run beside forward too
-and have no verdict. With one GPU there are no collectives.
+all_reduce, and copies to the host) were under way beside backward for at least half of their time, and that those of the way were
+there at all; all-gathers run beside forward too and have no verdict. With one GPU there are no collectives.
 Exit code: 0 nothing failed, 1 something did.
 """
 
@@ -93,9 +93,19 @@ def transfers(path):
     return {kind: (took / 1e3 / steps, inside / took if took else 0.0) for kind, (took, inside) in sums.items()}
 
 
-def show(way, path):
-    """Prints the rows of a trace; whether one failed."""
+def expected(zero, ranks):
+    """The kinds of gradients of which a way has one."""
+    collectives = GRADIENTS[:2] if ranks > 1 else ()
+    return [kinds for kinds in (collectives, GRADIENTS[2:] if "offload_optimizer" in zero else ()) if kinds]
+
+
+def show(way, path, needed=()):
+    """Prints the rows of a trace; whether one failed, or is missing."""
     found, failed = transfers(path), False
+    for kinds in needed:
+        if not any(kind in found for kind in kinds):
+            failed = True
+            print(f"FAIL  {way}: no {' or '.join(kinds)} in the timeline", flush=True)
     if not found:
         print(f"-     {way}: nothing travels", flush=True)
     for kind, (took, part) in sorted(found.items()):
@@ -131,6 +141,7 @@ def train(options, zero, folder):
 
 
 def main():
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     parser = argparse.ArgumentParser()
     parser.add_argument("zerorun", nargs="?")
     parser.add_argument("--trace")
@@ -151,7 +162,7 @@ def main():
                 print(f"FAIL  {way}: {why}", flush=True)
                 failed = True
                 continue
-            failed |= show(way, trace)
+            failed |= show(way, trace, expected(zero, options.ranks))
     sys.exit(failed)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""gpu_overlap.py reads from a trace what ran beside backward."""
+"""gpu_overlap.py reads from a trace what ran beside backward, and gpu_figures.py judges losses and counts GPUs."""
 
 import json
 import os
@@ -7,7 +7,8 @@ import sys
 import tempfile
 
 sys.dont_write_bytecode = True
-from gpu_overlap import minus, transfers, union
+from gpu_figures import is_good, smi
+from gpu_overlap import WAYS, expected, minus, transfers, union
 
 LANES = {1: "training", 2: "collectives", 4: "gradients to the host", 7: "collectives between GPUs", 8: "GPU"}
 
@@ -44,4 +45,26 @@ found = trace([
 ])
 assert found == {"all_reduce": (0.02, 0.25)}, found
 assert trace([]) == {}
-print("overlap is read from traces")
+
+# What a way has to have.
+both = [("reduce_scatter", "all_reduce"), ("to the host",)]
+assert [expected(zero, 2) for zero in WAYS.values()] == [both[:1], both[:1], both]
+assert [expected(zero, 1) for zero in WAYS.values()] == [[], [], both[1:]]
+
+assert is_good([3.0, 2.5, 2.0], [3.0, 2.5]) and not is_good([3.0, 2.5, 2.0], [3.0, 2.4])
+assert not is_good([3.0, None, 2.0], [3.0]) and not is_good([2.0, 3.0], [2.0]) and not is_good([], [])
+
+# nvidia-smi is asked about the GPUs that programs see, and believed only where it answers.
+with tempfile.TemporaryDirectory() as folder:
+    with open(os.path.join(folder, "nvidia-smi"), "w") as file:
+        file.write('#!/bin/sh\ncase "$*" in *"-i 9"*) echo No devices were found; exit 6;; *"-i 1,3"*) echo b; echo d;; *) echo a;; esac\n')
+    os.chmod(file.name, 0o755)
+    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+    of = {}
+    for devices in (None, "1,3", "9", "1, 3,-1,2", "-1", ""):
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices
+        of[devices] = smi("name")
+    assert of == {None: ["a"], "1,3": ["b", "d"], "9": [], "1, 3,-1,2": ["b", "d"], "-1": [], "": []}, of
+print("overlap is read from traces, losses are judged, GPUs are counted")

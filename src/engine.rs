@@ -418,6 +418,7 @@ impl<M> Engine<M> {
     fn attempt<T, E: Into<Failure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
         self.not_stopped()?;
         let _here = timeline::enter(self.recorder.as_ref());
+        self.core.follow_thread()?;
         call(self).map_err(|failure| match failure.into() {
             Failure::InStep(error) => error,
             Failure::OutOfStep(error) => {
@@ -432,9 +433,9 @@ impl<M> Engine<M> {
     }
 
     /// [`attempt`](Self::attempt) of what all ranks do with the state of the model: an update that is delayed ends before, unless a
-    /// forward has begun to compute without it.
+    /// backward will need the weights without it.
     fn settled<T, E: Into<Failure>>(&mut self, call: impl FnOnce(&mut Self) -> Result<T, E>) -> Result<T> {
-        if self.phase == Phase::Ready {
+        if self.phase != Phase::Forwarded {
             self.attempt(|engine| engine.core.settle())?;
         }
         self.attempt(call)
@@ -449,6 +450,8 @@ impl<M> Drop for Engine<M> {
     /// Ends a save in the background, and what an object store gets of it, as long as the ranks are in step; and an update that is
     /// delayed, which nobody will see.
     fn drop(&mut self) {
+        // A GPU that answers no more has nothing under way.
+        let _ = self.core.follow_thread();
         self.core.give_up_update();
         if self.stopped.is_none() && !std::thread::panicking() {
             if self.saving.is_some()

@@ -18,8 +18,8 @@ use crate::memory::{Held, Kind as Purpose, Ledger, Tier};
 use crate::notice::say;
 use crate::timeline::{self, CarriedContext, Lane};
 use crate::util::{fnv1a, lock};
-use candle_core::CudaDevice;
 use candle_core::cuda_backend::WrapErr;
+use candle_core::{CudaDevice, DType};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -140,13 +140,25 @@ impl Gpus {
         let watch = Watch { timeout: comm.timeout(), is_failed: Box::new(is_failed) };
         let id = id.try_into().expect("128 bytes");
         let joined = NcclComm::join(&library, device, rank, comm.size(), id, watch);
-        Ok(Some(Self {
+        let gpus = Self {
             nccl: Arc::new(joined.map_err(|error| error_of(error, rank, &**comm))?),
             comm: comm.clone(),
             sums: if choice == Choice::Fast { Sums::Fast } else { Sums::Exact },
             sequence: AtomicU64::new(0),
             room: Mutex::new(ledger.hold_in(Tier::Device, Purpose::Buckets, 0)),
-        }))
+        };
+        gpus.meet(device)?;
+        Ok(Some(gpus))
+    }
+
+    /// Collective: one small collective of each kind. NCCL connects GPUs where they first exchange something, which takes time, and
+    /// memory that is not there any more in the middle of a step.
+    fn meet(&self, device: &CudaDevice) -> Result<()> {
+        for kind in [Kind::AllReduce, Kind::ReduceScatter, Kind::AllGather] {
+            let buffer = DeviceFlat::zeros(device, DType::F32, self.comm.size())?;
+            self.launch(kind, Wire::Exact, buffer, 0)?.wait()?;
+        }
+        Ok(())
     }
 
     /// Begins an all-reduce, a reduce-scatter or an all-gather, whose result lies in the memory of `buffer`. All ranks launch the

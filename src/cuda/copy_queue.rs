@@ -245,8 +245,9 @@ impl Window {
         // The driver's text for it is that for a GPU without memory.
         let refused = |error: DriverError| {
             Error::Msg(format!(
-                "the system locks no {bytes} bytes of memory for copies between the GPU and the host (CUDA's error {}); raise \
-                 the limit of locked memory (ulimit -l), or set \"pin_memory\": false in offload_optimizer and offload_param",
+                "the system locks no {bytes} bytes of memory for copies between the GPU and the host (CUDA's error {}); free \
+                 memory of the host, raise the container's limit, or set \"pin_memory\": false in offload_optimizer and \
+                 offload_param",
                 error.0 as u32
             ))
         };
@@ -327,7 +328,7 @@ mod tests {
     fn memory_that_the_system_does_not_lock_is_an_error_that_says_what_to_do() {
         let Ok(device) = CudaDevice::new(0) else { return };
         let refused = CopyQueue::new(&device, 1 << 60, true, Lane::Gradients).err().unwrap().to_string();
-        assert!(refused.contains("ulimit -l") && refused.contains("pin_memory"), "{refused}");
+        assert!(refused.contains("memory of the host") && refused.contains("pin_memory"), "{refused}");
         // Else the GPU would be said to have no memory.
         assert!(!refused.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{refused}");
     }

@@ -12,6 +12,7 @@
 //! | `buffer.rs`, `sum.rs` | flat buffers; casts, sums and products | `flat.cu` |
 //! | `copy_queue.rs` | copies between GPU and host beside other work | |
 //! | `moment.rs` | when the GPU did something | |
+//! | `pool.rs` | memory that the driver keeps for what comes next | |
 //! | `squares.rs` | sums of squares of many arrays at once | `squares.cu` |
 //! | `optimizer.rs` | the steps of optimizers, of many arrays at once | `optimizer.cu` |
 //! | `activation.rs` | GELU, SiLU and what they gate | `activation.cu`, `activations.cuh` |
@@ -54,6 +55,7 @@ mod moment;
 pub(crate) mod nccl;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
+pub(crate) mod pool;
 pub(crate) mod rotary;
 mod squares;
 mod sum;

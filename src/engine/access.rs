@@ -18,7 +18,7 @@ impl<M> Engine<M> {
     /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; a failed collective.
     pub fn safe_get_full_fp32_param(&mut self, name: &str) -> Result<Tensor> {
         let param = self.agreed_param("safe_get_full_fp32_param", name, "", None)?;
-        let whole = self.settled(|engine| engine.core.whole_f32(param))?;
+        let whole = self.attempt(|engine| engine.core.whole_f32(param))?;
         self.shaped(param, whole)
     }
 
@@ -46,7 +46,7 @@ impl<M> Engine<M> {
     pub fn safe_get_full_optimizer_state(&mut self, name: &str, key: &str) -> Result<Tensor> {
         let param = self.agreed_param("safe_get_full_optimizer_state", name, key, None)?;
         let state = self.state_of(param, key)?;
-        let whole = self.settled(|engine| engine.core.whole_state(state, param))?;
+        let whole = self.attempt(|engine| engine.core.whole_state(state, param))?;
         self.shaped(param, whole)
     }
 
@@ -249,7 +249,7 @@ impl<M> Engine<M> {
         let modifies = self.rank() == modifier_rank;
         let mut whole = Vec::new();
         for param in &params {
-            let values = self.settled(|engine| engine.core.whole_f32(*param))?;
+            let values = self.attempt(|engine| engine.core.whole_f32(*param))?;
             whole.extend(modifies.then_some(values));
         }
         let modified = if modifies { self.modified(&params, whole, run) } else { Ok(Vec::new()) };
@@ -264,8 +264,8 @@ impl<M> Engine<M> {
     }
 
     /// Releases all gathered parameters at stage 3, also those that `stage3_param_persistence_threshold` keeps, until
-    /// the next forward or backward needs them (DeepSpeed's call): memory for an evaluation elsewhere, say. All ranks
-    /// call it at the same place.
+    /// the next forward or backward needs them (DeepSpeed's call): memory for an evaluation elsewhere, say. At every stage a GPU's
+    /// driver gets back what is free. All ranks call it at the same place.
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] between forward and backward; a failed collective.

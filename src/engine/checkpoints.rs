@@ -145,7 +145,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks for a checkpoint that is
     /// damaged or belongs to another model or optimizer, or where none is named and there are some: the engine is as it
-    /// was. [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation; a failed collective.
+    /// was; where an update was delayed, it has ended, and a forward without a backward does not count. [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an accumulation; a failed collective.
     pub fn load_checkpoint(
         &mut self,
         dir: impl AsRef<Path>,
@@ -165,6 +165,10 @@ impl<M> Engine<M> {
                 None => Ok(None),
             }
         };
+        if self.core.is_behind() {
+            // The update that is delayed ends before weights are loaded: they would change after.
+            self.forget_forward();
+        }
         let Some(checkpoint) = self.settled(load)? else { return Ok(None) };
         self.forget_forward();
         self.place = None;
@@ -188,7 +192,7 @@ impl<M> Engine<M> {
     /// The file cannot be written, on all ranks: the engine can go on, and export elsewhere. A failed collective.
     pub fn export_safetensors(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let _call = during("export_safetensors");
-        self.settled(|engine| engine.core.export(path.as_ref(), DType::F32))
+        self.attempt(|engine| engine.core.export(path.as_ref(), DType::F32))
     }
 
     /// Collective: writes whole parameters in the precision that the model computes in (DeepSpeed's call; an f32
@@ -205,7 +209,7 @@ impl<M> Engine<M> {
             // Where that fails, so does the file, which says why for all ranks.
             _ = std::fs::create_dir_all(dir);
         }
-        self.settled(|engine| engine.core.export(&path, dtype))
+        self.attempt(|engine| engine.core.export(&path, dtype))
     }
 
     /// Names of the parameters, in order of registration.

@@ -127,11 +127,14 @@ impl<'a> Rehearsal<'a> {
         if let (true, Some(offload)) = (setting.gpu, &zero.offload_optimizer)
             && offload.delayed_update_after.is_some()
             && !share_plan.has_files()
+            && grouping.updates_by_elements()
         {
-            // New weights, until the next step.
-            let trained = groups.iter().filter(|group| group.class.is_trained());
-            let bytes = trained.map(|group| group.len * group.class.weights.dtype(dtype).size_in_bytes()).sum();
-            whole.push(ledger.hold(Kind::Staging, bytes));
+            // New weights, until the next step; and gradients, to which those of the next step come before they are done with.
+            for group in groups.iter().filter(|group| group.class.is_trained()) {
+                let weights = group.class.weights.dtype(dtype);
+                whole.push(ledger.hold(Kind::Staging, group.len * weights.size_in_bytes()));
+                whole.push(ledger.hold(Kind::Gradients, group.len * plan.accumulate.size_in_bytes()));
+            }
         }
         if setting.disk_access.is_none() {
             let kinds = [Kind::Parameters, Kind::Gradients, Kind::MasterWeights, Kind::Moments];

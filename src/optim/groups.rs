@@ -7,7 +7,7 @@
 //! Groups are chosen while parameters are registered, for what an optimizer keeps of a parameter depends on them. Then
 //! the empty ones are dropped, as in DeepSpeed, and the others are counted.
 
-use super::{KeptModules, Momentum, Optimizer, Role, Weights};
+use super::{KeptModules, Momentum, Needs, Optimizer, Role, Weights};
 use crate::error::{OptimError, Result};
 use crate::precision::Packing;
 use crate::util::matches;
@@ -281,6 +281,12 @@ impl Grouping {
             Role::Main => Some(optimizer),
             Role::Auxiliary => optimizer.auxiliary(),
         }
+    }
+
+    /// Whether every optimizer computes an element from its own values alone.
+    pub fn updates_by_elements(&self) -> bool {
+        let mut optimizers = Role::ALL.into_iter().filter_map(|role| self.optimizer(role));
+        optimizers.all(|optimizer| matches!(optimizer.needs(), Needs::Elements))
     }
 
     /// The states of parameters of a role.

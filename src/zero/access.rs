@@ -2,6 +2,8 @@
 
 use super::core::Core;
 use super::share::{State, pieces};
+#[cfg(feature = "cuda")]
+use crate::cuda::pool;
 use crate::error::Result;
 use crate::param::ParamId;
 use crate::precision::{Flat, FlatRef};
@@ -105,7 +107,12 @@ impl Core {
 
     /// Releases all gathered parameters, also the persistent ones, until they are needed.
     pub fn empty_cache(&self) -> Result<()> {
-        if self.shards_params() { lock(&self.gather).release_everything(self) } else { Ok(()) }
+        if self.shards_params() {
+            lock(&self.gather).release_everything(self)?;
+        }
+        #[cfg(feature = "cuda")]
+        self.model_place.gpu().map_or(Ok(()), pool::trim)?;
+        Ok(())
     }
 }
 

@@ -18,6 +18,8 @@ use crate::comm::Communicator;
 #[cfg(feature = "cuda")]
 use crate::comm::gpus::Gpus;
 use crate::config::ZeroConfig;
+#[cfg(feature = "cuda")]
+use crate::cuda::pool;
 use crate::error::{EngineError, Error, ParamError, Result};
 use crate::graph::Grad;
 use crate::layout::Placement;
@@ -29,6 +31,8 @@ use crate::tensor::flat_buffer::BufferPlace;
 use crate::tensor::residency;
 use crate::util::{binary, list, lock, unpoisoned};
 use candle_core::DType;
+#[cfg(feature = "cuda")]
+use candle_core::cuda_backend::WrapErr;
 use candle_nn::Init;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -55,6 +59,9 @@ pub(crate) struct Core {
     /// The update that has begun, where updates are delayed.
     #[cfg(feature = "cuda")]
     pub(super) delayed: Mutex<Delayed>,
+    /// The thread that has launched the model's work so far.
+    #[cfg(feature = "cuda")]
+    pub(super) launches_on: Mutex<ThreadId>,
     /// The GPUs of all ranks, where NCCL joins them.
     #[cfg(feature = "cuda")]
     pub(super) gpus: OnceLock<Gpus>,
@@ -214,6 +221,8 @@ impl Core {
             copies: model_place.gpu().map(|device| Copies::new(device, &zero, &ledger)),
             model_place,
             #[cfg(feature = "cuda")]
+            launches_on: Mutex::new(std::thread::current().id()),
+            #[cfg(feature = "cuda")]
             gpus: OnceLock::new(),
             zero,
             ledger,
@@ -257,14 +266,37 @@ impl Core {
     }
 
     /// Collective, when all ranks have been compared: from now on NCCL joins the GPUs of all ranks, where models compute on them and
-    /// it can.
+    /// it can. What would make the GPU wait for all its work later is made before.
     ///
     /// # Errors
-    /// NCCL's; a failed collective.
+    /// NCCL's, and the driver's; a failed collective.
     #[cfg(feature = "cuda")]
     pub fn join_gpus(&self) -> Result<()> {
+        if let (Some(device), Some(copies)) = (self.model_place.gpu(), &self.copies) {
+            pool::keep(device)?;
+            for cargo in self.share_plan.cargoes(self.params.iter().any(Param::is_trained)) {
+                copies.prepare(cargo)?;
+            }
+        }
         if let Some(gpus) = Gpus::join(&self.comm, self.model_place.gpu(), &self.ledger)? {
             self.gpus.get_or_init(|| gpus);
+        }
+        Ok(())
+    }
+
+    /// To be called before a thread goes on with the model: a GPU does in order what one thread has launched, and waits where it is
+    /// another one than before.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn follow_thread(&self) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        if let Some(device) = self.model_place.gpu() {
+            let (mut before, here) = (lock(&self.launches_on), std::thread::current().id());
+            if *before != here {
+                device.cuda_stream().context().synchronize().w()?;
+                *before = here;
+            }
         }
         Ok(())
     }
@@ -331,9 +363,8 @@ impl Core {
 
     /// Bytes of model state, beside the ZeRO formula.
     pub fn memory_report(&self) -> MemoryReport {
-        // A delayed update that fails fails the next step too.
         #[cfg(feature = "cuda")]
-        let _ = self.land_states();
+        drop(self.join_update());
         let accumulate = lock(&self.gradients).accumulate_dtype();
         self.ledger_report(accumulate)
     }

@@ -8,7 +8,8 @@
 //! ```
 //!
 //! The thread has the states and the gradients, and makes new weights in memory of its own: what computes and what is gathered keeps
-//! the old ones. States are back as soon as something reads them; weights at the next step, or where all ranks read or change state.
+//! the old ones. States are back as soon as something reads them, and the weights that are read as state are the new ones; the model
+//! has them at the next step, or before all ranks save, load or change state.
 
 use super::away::{Away, Place};
 use super::core::Core;
@@ -17,14 +18,22 @@ use super::sub_group::{Delayed, GradShare, Home, Pass, Slot, SubGroup};
 use super::walk::{Part, pass};
 use crate::error::Result;
 use crate::memory::{Kind, Tracked};
-use crate::optim::{GroupStep, Role, StepContext};
+use crate::optim::{GroupStep, Grouping, StepContext};
 use crate::precision::{Elements, FlatRef};
 use crate::tensor::flat_buffer::FlatBuffer;
 use crate::tensor::part::with_part;
 use crate::timeline::{self, Lane};
 use crate::util::{lock, pieces};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
+
+impl Delayed {
+    /// The new weights of a sub-group that the model does not have yet.
+    pub(super) fn weights(&self, group: usize) -> Option<&FlatBuffer> {
+        let Self::Ready(ready) = self else { return None };
+        ready[group].as_ref().map(Tracked::buffer)
+    }
+}
 
 impl Core {
     /// Begins an update; `contexts` are those of each parameter.
@@ -53,14 +62,15 @@ impl Core {
         let (core, carried) = (self.clone(), timeline::carry());
         let update = move || {
             let _here = carried.enter(Lane::DelayedUpdate);
-            let optimizer = core.share_plan.grouping.optimizer(Role::Main);
             let update = |slot: &Slot, _: Range<usize>, Part { param, grad, state, half }: Part<'_, '_>| {
-                if let Some(optimizer) = optimizer {
+                let role = Grouping::role(core.params[slot.param].group);
+                if let Some(optimizer) = core.share_plan.grouping.optimizer(role) {
                     optimizer.update(&contexts[slot.param], param, grad, state, half);
                 }
             };
             let all: Vec<usize> = (0..shadows.len()).collect();
             pass(&*core, &mut shadows, &all, Pass::Update, update, |_| Ok(()))?;
+            shadows.iter_mut().for_each(|shadow| shadow.grads.clear());
             Ok(shadows)
         };
         let thread = std::thread::Builder::new().name("delayed-update".into()).spawn(update);
@@ -76,42 +86,66 @@ impl Core {
         after.is_some_and(|after| step > after) && self.hindrance_to_delay().is_none()
     }
 
-    /// Waits for the update that has begun, if one has: its states are where they belong then.
-    pub(super) fn land_states(&self) -> Result<()> {
+    /// Waits for the thread of the update that has begun, if one has.
+    pub(super) fn join_update(&self) -> MutexGuard<'_, Delayed> {
         let mut delayed = lock(&self.delayed);
         let thread = match std::mem::take(&mut *delayed) {
             Delayed::Running(thread) => thread,
             other => {
                 *delayed = other;
-                return Ok(());
+                return delayed;
             }
         };
         let _span = timeline::span(timeline::Kind::Wait, "delayed update");
-        let shadows = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        let mut ready = Vec::new();
-        let mut groups = lock(&self.groups);
-        for (group, shadow) in groups.iter_mut().filter(|group| group.class.is_trained()).zip(shadows) {
+        *delayed = match thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)) {
+            Ok(shadows) => Delayed::Ready(self.take_back(shadows)),
+            Err(error) => Delayed::Failed(error),
+        };
+        delayed
+    }
+
+    /// The states of an update go back to their sub-groups; its weights are given.
+    fn take_back(&self, shadows: Vec<SubGroup>) -> Vec<Option<Tracked<FlatBuffer>>> {
+        let (mut shadows, mut groups) = (shadows.into_iter(), lock(&self.groups));
+        let ready = groups.iter_mut().map(|group| {
+            let shadow = group.class.is_trained().then(|| shadows.next()).flatten()?;
             (group.master, group.moments) = (shadow.master, shadow.moments);
             match shadow.weights {
-                Some(Home::Memory(weights)) => ready.push(weights),
+                Some(Home::Memory(weights)) => Some(weights),
                 _ => unreachable!("new weights are made in memory"),
             }
+        });
+        ready.collect()
+    }
+
+    /// The same, where states are read or changed: they are in their sub-groups now, and as long as nothing else takes what this
+    /// gives, new weights are where it says.
+    pub(super) fn landed(&self) -> Result<MutexGuard<'_, Delayed>> {
+        let mut delayed = self.join_update();
+        match std::mem::take(&mut *delayed) {
+            Delayed::Failed(error) => Err(error),
+            other => {
+                *delayed = other;
+                Ok(delayed)
+            }
         }
-        *delayed = Delayed::Ready(ready);
-        Ok(())
     }
 
     /// Collective: the weights of the update that has begun, if one has, are those of the model.
     pub fn end_update(&self) -> Result<()> {
-        self.land_states()?;
-        let Delayed::Ready(ready) = std::mem::take(&mut *lock(&self.delayed)) else { return Ok(()) };
+        let mut delayed = self.landed()?;
+        let Delayed::Ready(ready) = &*delayed else { return Ok(()) };
         let mut publisher = Publisher::new(self.zero.allgather_bucket_size);
         let mut groups = lock(&self.groups);
-        for (group, ready) in groups.iter_mut().filter(|group| group.class.is_trained()).zip(ready) {
-            self.put_weights(group, ready.buffer())?;
-            group.slots.iter().try_for_each(|slot| publisher.push(self, slot.param))?;
+        for (group, new) in groups.iter_mut().zip(ready) {
+            if let Some(new) = new {
+                self.put_weights(group, new.buffer())?;
+                group.slots.iter().try_for_each(|slot| publisher.push(self, slot.param))?;
+            }
         }
-        drop(groups);
+        // Until here, who reads a weight finds it among the new ones.
+        *delayed = Delayed::None;
+        drop((groups, delayed));
         publisher.finish(self)?;
         self.refresh()
     }

@@ -3,7 +3,8 @@
 use super::core::Core;
 use super::rank::Rank;
 use super::share::State;
-use super::sub_group::Home;
+#[cfg(feature = "cuda")]
+use super::sub_group::Delayed;
 use crate::comm::Wire;
 use crate::comm::agree::{Failure, agree, rank_failed};
 use crate::error::{Error, Result};
@@ -43,30 +44,27 @@ impl Core {
 
     /// Collective: a whole parameter in f32, from the master weights where there are any.
     pub fn whole_f32(&self, param: usize) -> Result<Flat> {
-        if self.params[param].packing().is_some() && self.shards_params() {
-            let own = self.own_values(State::Weights, param, self.owned(param))?;
-            return self.gather_whole(param, own);
+        if self.is_whole_in_f32(param)? {
+            let mut whole = Flat::with_capacity(DType::F32, self.params[param].numel);
+            residency::with_view(&self.params[param].tensor, |values| whole.extend_cast(values))?;
+            return Ok(whole);
         }
-        let groups = lock(&self.groups);
-        let (group, slot) = self.place_of(param);
-        let (group, slot) = (&groups[group], &groups[group].slots[slot]);
-        let mut own = Flat::with_capacity(DType::F32, 0);
-        match group.master.as_ref().or(group.weights.as_ref()) {
-            Some(Home::Memory(share)) => share.buffer().read(slot.range(), |values| own.extend_cast(values))?,
-            Some(Home::File(share)) => {
-                own = Flat::zeros(DType::F32, slot.owned.len());
-                if let Some(offload) = &self.offload {
-                    own = offload.io.read(own, vec![share.piece(slot.range(), 0)]).wait()?;
-                }
-            }
-            // f32 at stages 0 to 2: every rank holds the whole.
-            None => {
-                residency::with_view(&self.params[param].tensor, |whole| own.extend_cast(whole))?;
-                return Ok(own);
-            }
-        }
-        drop(groups);
+        let own = match self.params[param].packing() {
+            // Unpacked at once: pieces would read all words again.
+            Some(_) => self.own_values(State::Weights, param, self.owned(param))?,
+            None => self.own_state(State::Weights, param)?,
+        };
         self.gather_whole(param, own)
+    }
+
+    /// Whether every rank has a whole parameter, of which there are no other digits elsewhere.
+    fn is_whole_in_f32(&self, param: usize) -> Result<bool> {
+        #[cfg(feature = "cuda")]
+        if matches!(*self.landed()?, Delayed::Ready(_)) {
+            return Ok(false);
+        }
+        let (group, _) = self.place_of(param);
+        Ok(State::Weights.home(&mut lock(&self.groups)[group]).is_none())
     }
 
     /// Collective: a whole parameter of the elements that each rank owns.

@@ -88,7 +88,7 @@ impl Moving {
     }
 }
 
-/// The queues between the host and a GPU. Each is there from its first use on.
+/// The queues between the host and a GPU. Each is there from its first use on, or from [`prepare`](Copies::prepare).
 #[cfg(feature = "cuda")]
 pub(crate) struct Copies {
     device: CudaDevice,
@@ -105,6 +105,14 @@ type Queue = (Arc<CopyQueue>, Held);
 impl Copies {
     pub fn new(device: &CudaDevice, zero: &ZeroConfig, ledger: &Ledger) -> Self {
         Self { device: device.clone(), ledger: ledger.clone(), zero: zero.clone(), queues: Mutex::default() }
+    }
+
+    /// Makes a queue: locking memory waits for all that the GPU does, also for a collective whose peer has failed.
+    ///
+    /// # Errors
+    /// The driver's: no memory to lock.
+    pub fn prepare(&self, cargo: Cargo) -> Result<()> {
+        self.queue(cargo).map(drop)
     }
 
     /// Begins to bring a buffer to a place. On a GPU there will be room for `capacity` elements.

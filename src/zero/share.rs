@@ -38,7 +38,7 @@ impl State {
         }
     }
 
-    fn home<'a>(&self, group: &'a mut SubGroup) -> Option<&'a mut Home> {
+    pub(super) fn home<'a>(&self, group: &'a mut SubGroup) -> Option<&'a mut Home> {
         match self {
             Self::Weights => group.master.as_mut().or(group.weights.as_mut()),
             Self::Moment(i) => group.moments.get_mut(*i).map(|moment| &mut moment.home),
@@ -68,10 +68,10 @@ impl Core {
         take: impl FnOnce(FlatRef<'_>),
     ) -> Result<()> {
         #[cfg(feature = "cuda")]
-        self.land_states()?;
+        let delayed = self.landed()?;
         let mut groups = lock(&self.groups);
-        let (group, slot) = self.place_of(param);
-        let group = &mut groups[group];
+        let (number, slot) = self.place_of(param);
+        let group = &mut groups[number];
         if let Some((packing, home)) = group.packed() {
             let (slot, words) = (&group.slots[slot], self.words(home, &group.slots[slot])?);
             // What the model computes with: whole units, from the one on in which the range begins.
@@ -87,6 +87,13 @@ impl Core {
             && let Some(moment) = group.moments.get_mut(i).filter(|moment| moment.format.map().is_some())
         {
             return moment.read(place, self.io(), take);
+        }
+        #[cfg(feature = "cuda")]
+        if state == State::Weights
+            && group.master.is_none()
+            && let Some(new) = delayed.weights(number)
+        {
+            return new.read(place, take);
         }
         match state.home(group) {
             Some(Home::Memory(share)) => share.buffer().read(place, take)?,
@@ -111,7 +118,7 @@ impl Core {
         mut values: impl FnMut(Range<usize>) -> Result<Flat>,
     ) -> Result<()> {
         #[cfg(feature = "cuda")]
-        self.land_states()?;
+        drop(self.landed()?);
         let (group, slot) = self.place_of(param);
         if state.home(&mut lock(&self.groups)[group]).is_none() {
             // It lies in the parameter's tensor: nothing is to be read for it.

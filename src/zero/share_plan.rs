@@ -1,5 +1,7 @@
 //! How parameters are shared among ranks, and where a rank keeps its share.
 
+#[cfg(feature = "cuda")]
+use super::moving::Cargo;
 use crate::config::{Config, StatePrecision};
 use crate::layout::{Division, Placement};
 use crate::offload::{ALIGN, STEP};
@@ -79,6 +81,16 @@ impl SharePlan {
             states: if self.stays_on_device() { model.clone() } else { host.clone() },
             weights: if self.offloads_weights { host } else { model },
         }
+    }
+
+    /// What passes between the host and a GPU that computes the model, which has parameters that are trained or none.
+    #[cfg(feature = "cuda")]
+    pub fn cargoes(&self, trains: bool) -> impl Iterator<Item = Cargo> + use<> {
+        let on_host = self.homes_of(false, true);
+        let shards = self.placement.params.is_sharded() && on_host.weights;
+        let updates = trains && on_host.states;
+        let all = [(Cargo::Gradients, updates), (Cargo::Updates, updates && !shards), (Cargo::Shards, shards)];
+        all.into_iter().filter_map(|(cargo, passes)| passes.then_some(cargo))
     }
 
     /// Whether a GPU keeps and updates the share of a model that it computes.

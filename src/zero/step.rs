@@ -12,12 +12,14 @@ use super::core::Core;
 use super::publish::Publisher;
 use super::rank::Rank;
 use super::recipe::{Recipe, needs};
+#[cfg(feature = "cuda")]
+use super::sub_group::Delayed;
 use super::sub_group::{GradShare, Pass, Slot};
 use super::walk::{Carrier, Part, pass};
 use super::whole::{trust_ratios, update_whole};
 use crate::error::Result;
 use crate::offload::Files;
-use crate::optim::{GroupStep, Needs, Role, StepContext};
+use crate::optim::{GroupStep, Needs, StepContext};
 use crate::tensor::flat_buffer::BufferPlace;
 use crate::timeline;
 use crate::util::lock;
@@ -132,11 +134,19 @@ impl Core {
         Ok(())
     }
 
+    /// Whether an update has begun whose weights are not those of the model yet: on all ranks or on none.
+    pub fn is_behind(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        return !matches!(*lock(&self.delayed), Delayed::None);
+        #[cfg(not(feature = "cuda"))]
+        false
+    }
+
     /// Waits for the thread of an update that goes on beside the model's work, unless this one panics.
     pub fn give_up_update(&self) {
         #[cfg(feature = "cuda")]
         if !std::thread::panicking()
-            && let Err(error) = self.land_states()
+            && let Err(error) = self.landed()
         {
             crate::notice::warn(&format!("the last update was not made: {error}"));
         }
@@ -144,12 +154,11 @@ impl Core {
 
     /// Why no update is delayed (`offload_optimizer.delayed_update`), if none can be.
     pub fn hindrance_to_delay(&self) -> Option<&'static str> {
-        let mut optimizers = Role::ALL.into_iter().filter_map(|role| self.share_plan.grouping.optimizer(role));
         if matches!(self.model_place, BufferPlace::Host) {
             Some("no GPU computes the model")
         } else if self.share_plan.has_files() {
             Some("states lie in files")
-        } else if optimizers.any(|optimizer| !matches!(optimizer.needs(), Needs::Elements)) {
+        } else if !self.share_plan.grouping.updates_by_elements() {
             Some("the optimizer needs whole parameters, or their norms over all ranks")
         } else {
             None

@@ -27,7 +27,7 @@ use crate::precision::{Elements, FlatMut, Packing, sum_of_squares};
 use candle_core::DType;
 use std::ops::Range;
 #[cfg(feature = "cuda")]
-use {crate::tensor::flat_buffer::FlatBuffer, std::thread::JoinHandle};
+use {crate::error::Error, crate::tensor::flat_buffer::FlatBuffer, std::thread::JoinHandle};
 
 /// Where the owned part of one parameter lies in its sub-group.
 #[derive(Debug, Clone)]
@@ -136,8 +136,10 @@ pub(crate) enum Delayed {
     None,
     /// A thread has the states of all trained sub-groups, and their gradients.
     Running(JoinHandle<Result<Vec<SubGroup>>>),
-    /// States are back. The new weights of each trained sub-group are still to be put in their place.
-    Ready(Vec<Tracked<FlatBuffer>>),
+    /// States are back. The new weights of each sub-group that is trained are still to be put in their place.
+    Ready(Vec<Option<Tracked<FlatBuffer>>>),
+    /// It could not be made.
+    Failed(Error),
 }
 
 /// The states that a pass through a share has in memory, and whether it changes them.

@@ -7,7 +7,7 @@ use candle_zero::error::{CommError, Error};
 use candle_zero::precision::{Flat, Ints};
 use half::bf16;
 use proptest::prelude::*;
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 fn value(rank: usize, i: usize) -> f32 {
@@ -281,15 +281,16 @@ fn all_ranks_are_told_of_the_first_failure_and_not_of_its_echo() {
 
 #[test]
 fn a_rank_that_has_left_is_named_although_another_one_is_awaited_first() {
-    let start = Instant::now();
+    let told = Barrier::new(2);
     let errors = threads::run(3, |comm| match comm.rank() {
         0 => {
             let error = comm.barrier().wait().unwrap_err();
-            assert!(start.elapsed() < Duration::from_millis(900), "told while rank 1 still computes");
+            told.wait();
             Ok(Some(error))
         }
         1 => {
-            std::thread::sleep(Duration::from_secs(1));
+            // It computes until rank 0 has been told.
+            told.wait();
             Ok(Some(comm.barrier().wait().unwrap_err()))
         }
         _ => Ok(None),
@@ -331,13 +332,13 @@ fn a_rank_that_gives_up_does_not_wait_for_its_own_collectives() {
 
 #[test]
 fn a_failed_collective_is_told_to_the_others_although_nobody_has_come_for_its_result() {
-    let ranks = threads::communicators(3, Duration::from_millis(800)).unwrap();
+    let ranks = threads::communicators(3, Duration::from_secs(4)).unwrap();
     let not_looked_at = ranks[0].barrier();
-    std::thread::sleep(Duration::from_millis(400));
+    std::thread::sleep(Duration::from_secs(2));
     // Rank 2 never comes. Rank 1 learns that when rank 0's patience ends, before its own does, and names the cause.
     let start = Instant::now();
     let error = ranks[1].barrier().wait().unwrap_err();
-    assert!(start.elapsed() < Duration::from_millis(700), "{:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_millis(3500), "{:?}", start.elapsed());
     assert!(matches!(&error, Error::Comm(CommError::Timeout { peer: 2, .. })), "{error}");
     drop(not_looked_at);
 }

@@ -127,14 +127,56 @@ fn stand_in<T: Fn()>(test: T) -> bool {
     there
 }
 
-/// A forward and a backward on a rank's batch, of so many copies of it: the loss.
-fn backward(engine: &mut Engine<Tiny>, copies: usize) -> candle_zero::Result<Tensor> {
+/// A forward on a rank's batch, of so many copies of it: the loss.
+fn forward(engine: &mut Engine<Tiny>, copies: usize) -> candle_zero::Result<Tensor> {
     let (ids, targets) = batch(engine.rank());
     let on = |t: &Tensor| t.repeat((copies, 1))?.to_device(engine.device());
     let (ids, targets) = (on(&ids)?, on(&targets)?);
-    let loss = engine.forward(|model| model.loss(&ids, &targets))?;
+    engine.forward(|model| model.loss(&ids, &targets))
+}
+
+/// The same, and its backward.
+fn backward(engine: &mut Engine<Tiny>, copies: usize) -> candle_zero::Result<Tensor> {
+    let loss = forward(engine, copies)?;
     engine.backward(&loss)?;
     Ok(loss)
+}
+
+#[test]
+fn an_engine_that_goes_from_thread_to_thread_has_the_bits_of_one_that_stays() {
+    if !gpu_answers(an_engine_that_goes_from_thread_to_thread_has_the_bits_of_one_that_stays) {
+        return;
+    }
+    /// Runs `run` in this thread, or in one of its own.
+    fn on<T: Send>(moves: bool, run: impl FnOnce() -> T + Send) -> T {
+        if moves { std::thread::scope(|scope| scope.spawn(run).join().unwrap()) } else { run() }
+    }
+    let run = |moves: bool, zero: Value| {
+        let builder = Engine::builder().device(gpu(0).unwrap());
+        let config = config(3, 1, zero, json!({}));
+        let mut engine =
+            on(moves, || builder.initialize(|vb| Tiny::new(Shape { layers: 1, ..Shape::default() }, vb), config))
+                .unwrap();
+        let mut losses = Vec::new();
+        for _ in 0..4 {
+            let loss = on(moves, || forward(&mut engine, 1)).unwrap();
+            on(moves, || engine.backward(&loss)).unwrap();
+            on(moves, || engine.step()).unwrap();
+            losses.push(on(moves, || loss.to_scalar::<f32>()).unwrap().to_bits());
+        }
+        let weights = on(moves, || {
+            engine
+                .safe_get_full_fp32_param("head.weight")?
+                .flatten_all()?
+                .to_vec1::<f32>()
+                .map_err(candle_zero::Error::from)
+        });
+        on(moves, || drop(engine));
+        (losses, weights.unwrap())
+    };
+    for zero in [zero(), offloaded(3)] {
+        assert!(run(true, zero.clone()) == run(false, zero.clone()), "{zero}");
+    }
 }
 
 /// Each in a process of its own, so that nothing else is on the GPUs: of two ranks that train for two steps, bytes on the GPU

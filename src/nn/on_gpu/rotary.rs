@@ -7,26 +7,30 @@ use crate::kernels::rope;
 use crate::nn::positions::Positions as Rows;
 use crate::tensor::on_device::with_each;
 use crate::util::lock;
+use candle_core::cuda_backend::WrapErr;
 use candle_core::{CudaDevice, Result, Tensor};
 use std::sync::{Arc, Mutex};
 
 const NAME: &str = "rotary";
 
-/// The angles of the positions met so far, on the GPU that met them last.
+/// The angles of the positions met so far, on the GPU that met them last. Earlier ones stay, as a kernel of another thread may still
+/// read them: each has twice the positions of the one before.
 #[derive(Debug, Default)]
-pub(in crate::nn) struct Tables(Mutex<Option<Arc<Angles>>>);
+pub(in crate::nn) struct Tables(Mutex<Vec<Arc<Angles>>>);
 
 impl Tables {
     /// Angles of `positions` at least.
     fn on(&self, device: &CudaDevice, host: &rope::Rotary, positions: usize) -> Result<Arc<Angles>> {
         let mut kept = lock(&self.0);
-        if let Some(angles) = kept.as_ref().filter(|angles| angles.are_on(device, positions)) {
+        if let Some(angles) = kept.iter().rev().find(|angles| angles.are_on(device, positions)) {
             return Ok(angles.clone());
         }
         let (half, [cos, sin]) = host.tables();
         let some = positions.max(1).next_power_of_two().saturating_mul(half).min(cos.len());
         let angles = Arc::new(Angles::new(device, half, [&cos[..some], &sin[..some]])?);
-        *kept = Some(angles.clone());
+        // Streams of other threads do not wait for this one's.
+        device.cuda_stream().synchronize().w()?;
+        kept.push(angles.clone());
         Ok(angles)
     }
 }

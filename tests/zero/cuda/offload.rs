@@ -1,9 +1,9 @@
 //! What is offloaded beside a GPU: where it lies, and what is copied while something else goes on.
 
-use super::{backward, gpu_answers, offloaded, zero};
+use super::{backward, forward, gpu_answers, offloaded, zero};
 use crate::support::device::gpu;
 use crate::support::tiny::{Outcome, Shape, Tiny, config, train_on};
-use candle_core::DType;
+use candle_core::{DType, Tensor};
 use candle_zero::Engine;
 use candle_zero::checkpoint::LoadOptions;
 use candle_zero::comm::threads;
@@ -217,4 +217,78 @@ fn updates_that_cannot_be_delayed_are_made_at_once() {
         train_on(gpu, 1, shape(), &config(2, 1, zero, lamb), 3)
     };
     same_bits(&run(false), &run(true), "Lamb");
+}
+
+#[test]
+fn what_is_read_saved_loaded_or_set_while_an_update_is_delayed_is_of_the_weights_after_it() {
+    if !gpu_answers(what_is_read_saved_loaded_or_set_while_an_update_is_delayed_is_of_the_weights_after_it) {
+        return;
+    }
+    const NAME: &str = "head.weight";
+    let read = |engine: &mut Engine<Tiny>| -> candle_zero::Result<Vec<f32>> {
+        Ok(engine.safe_get_full_fp32_param(NAME)?.flatten_all()?.to_vec1()?)
+    };
+    let number = |loss: Tensor| loss.to_dtype(DType::F32)?.to_scalar::<f32>();
+    let all = LoadOptions::default();
+    let scheduler = json!({"type": "WarmupLR", "params": {"warmup_min_lr": 1e-2, "warmup_max_lr": 2e-2}});
+    let formats = [json!({"scheduler": scheduler}), json!({"scheduler": scheduler, "bf16": {"enabled": true}})];
+    for (stage, format) in [1, 3].into_iter().flat_map(|stage| formats.each_ref().map(|format| (stage, format))) {
+        let what = format!("stage {stage}, {format}");
+        let config = |delayed: bool| {
+            let mut zero = offloaded(stage);
+            zero["offload_optimizer"]["delayed_update"] = json!(delayed);
+            zero["offload_optimizer"]["delayed_update_after"] = json!(0);
+            config(stage, 1, zero, format.clone())
+        };
+        let on_two = |delayed: bool, run: &(dyn Fn(&mut Engine<Tiny>) -> candle_zero::Result<Vec<f32>> + Sync)| {
+            let ranks = threads::run(2, |comm| {
+                let builder = Engine::builder().device(gpu(comm.rank())?).communicator(comm);
+                run(&mut builder.initialize(|vb| Tiny::new(shape(), vb), config(delayed))?)
+            });
+            ranks.unwrap().into_iter().map(Result::unwrap).collect::<Vec<_>>()
+        };
+        let steps = |engine: &mut Engine<Tiny>, steps: usize| -> candle_zero::Result<Vec<f32>> {
+            let losses = (0..steps).map(|_| {
+                let loss = number(backward(engine, 1)?)?;
+                engine.step()?;
+                Ok(loss)
+            });
+            losses.collect()
+        };
+        let updated = on_two(false, &|engine| {
+            steps(engine, 1)?;
+            read(engine)
+        });
+        let folder = tempfile::tempdir().unwrap();
+        let went_on = on_two(true, &|engine| {
+            let updated = &updated[engine.rank()];
+            let first = steps(engine, 1)?[0];
+            if engine.rank() == 0 {
+                // Its update alone is waited for.
+                engine.memory_report();
+                assert!(engine.safe_get_local_fp32_param(NAME)?.elem_count() < updated.len(), "{what}");
+            }
+            assert!(read(engine)? == *updated, "{what}: before forward");
+            let loss = forward(engine, 1)?;
+            assert!(read(engine)? == *updated, "{what}: between forward and backward");
+            engine.save_checkpoint(folder.path(), Some("between"), json!(null))?;
+            assert_eq!(number(loss.clone())?, first, "{what}: the second forward is that of the first weights");
+            engine.backward(&loss)?;
+            assert!(read(engine)? == *updated, "{what}: between backward and step");
+            let zeros = engine.safe_get_full_fp32_param(NAME)?.zeros_like()?;
+            engine.safe_set_full_fp32_param(NAME, &zeros)?;
+            engine.step()?;
+            let largest = read(engine)?.into_iter().map(f32::abs).fold(0f32, f32::max);
+            assert!(largest > 0.0 && largest < 0.05, "{what}: one update away from what was set: {largest}");
+            forward(engine, 1)?;
+            engine.load_checkpoint(folder.path(), Some("between"), &all)?;
+            assert!(read(engine)? == *updated, "{what}: loaded");
+            steps(engine, 3)
+        });
+        let fresh = on_two(true, &|engine| {
+            engine.load_checkpoint(folder.path(), None, &all)?;
+            steps(engine, 3)
+        });
+        assert_eq!(went_on, fresh, "{what}");
+    }
 }

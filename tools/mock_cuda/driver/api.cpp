@@ -469,6 +469,26 @@ CUresult cuMemFreeAsync(CUdeviceptr p, CUstream handle) {
     return CUDA_SUCCESS;
 }
 
+// The pool of a device is the device: what is free belongs to nobody here, so there is nothing to keep or to trim.
+
+CUresult cuDeviceGetMemPool(CUmemoryPool *pool, CUdevice device) {
+    CALL();
+    *pool = (CUmemoryPool)(intptr_t)(device + 1);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute, void *value) {
+    CALL();
+    if (!pool || !value || attribute != CU_MEMPOOL_ATTR_RELEASE_THRESHOLD) die("cuMemPoolSetAttribute: attribute %d is not known", attribute);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t) {
+    CALL();
+    if (!pool) die("cuMemPoolTrimTo: no pool");
+    return CUDA_SUCCESS;
+}
+
 CUresult cuMemGetInfo_v2(size_t *free, size_t *total) {
     CALL();
     *total = device_capacity();
