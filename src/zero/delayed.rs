@@ -16,7 +16,7 @@ use super::core::Core;
 use super::publish::Publisher;
 use super::sub_group::{Delayed, GradShare, Home, Pass, Slot, SubGroup};
 use super::walk::{Part, pass};
-use crate::error::Result;
+use crate::error::{Result, without_backtrace};
 use crate::memory::{Kind, Tracked};
 use crate::optim::{GroupStep, Grouping, StepContext};
 use crate::precision::{Elements, FlatRef};
@@ -99,7 +99,7 @@ impl Core {
         let _span = timeline::span(timeline::Kind::Wait, "delayed update");
         *delayed = match thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)) {
             Ok(shadows) => Delayed::Ready(self.take_back(shadows)),
-            Err(error) => Delayed::Failed(error),
+            Err(error) => Delayed::Failed(without_backtrace(&error.to_string())),
         };
         delayed
     }
@@ -118,16 +118,13 @@ impl Core {
         ready.collect()
     }
 
-    /// The same, where states are read or changed: they are in their sub-groups now, and as long as nothing else takes what this
-    /// gives, new weights are where it says.
+    /// Waits for the update that has begun, if one has, where states are read or changed: they are in their sub-groups then, and as
+    /// long as the guard is held, new weights that the model does not have yet are in it.
     pub(super) fn landed(&self) -> Result<MutexGuard<'_, Delayed>> {
-        let mut delayed = self.join_update();
-        match std::mem::take(&mut *delayed) {
-            Delayed::Failed(error) => Err(error),
-            other => {
-                *delayed = other;
-                Ok(delayed)
-            }
+        let delayed = self.join_update();
+        match &*delayed {
+            Delayed::Failed(why) => Err(candle_core::Error::Msg(format!("a delayed update failed: {why}")).into()),
+            _ => Ok(delayed),
         }
     }
 

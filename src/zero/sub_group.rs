@@ -27,7 +27,7 @@ use crate::precision::{Elements, FlatMut, Packing, sum_of_squares};
 use candle_core::DType;
 use std::ops::Range;
 #[cfg(feature = "cuda")]
-use {crate::error::Error, crate::tensor::flat_buffer::FlatBuffer, std::thread::JoinHandle};
+use {crate::tensor::flat_buffer::FlatBuffer, std::thread::JoinHandle};
 
 /// Where the owned part of one parameter lies in its sub-group.
 #[derive(Debug, Clone)]
@@ -138,8 +138,8 @@ pub(crate) enum Delayed {
     Running(JoinHandle<Result<Vec<SubGroup>>>),
     /// States are back. The new weights of each sub-group that is trained are still to be put in their place.
     Ready(Vec<Option<Tracked<FlatBuffer>>>),
-    /// It could not be made.
-    Failed(Error),
+    /// It could not be made, which ends training: states are gone. Why.
+    Failed(String),
 }
 
 /// The states that a pass through a share has in memory, and whether it changes them.
