@@ -6,6 +6,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// An implementation of MPI.
@@ -92,7 +93,11 @@ pub fn mpirun(mpi: Mpi, ranks: usize) -> Option<Command> {
 pub struct Hosts {
     names: [String; 2],
     folder: tempfile::TempDir,
+    /// Of other tests, two hosts are made when these are gone: ranks that wait for each other keep all cores of a small machine.
+    _turn: MutexGuard<'static, ()>,
 }
+
+static TURN: Mutex<()> = Mutex::new(());
 
 impl Hosts {
     /// Makes them.
@@ -103,7 +108,9 @@ impl Hosts {
         static MADE: AtomicUsize = AtomicUsize::new(0);
         let number = format!("{}-{}", std::process::id(), MADE.fetch_add(1, Ordering::Relaxed));
         let names = ["a", "b"].map(|host| format!("cz{number}{host}"));
-        let hosts = Self { names, folder: tempfile::tempdir().unwrap() };
+        // A test that failed with its turn has nothing to say to the next.
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let hosts = Self { names, folder: tempfile::tempdir().unwrap(), _turn: turn };
         let [a, b] = &hosts.names;
         ip(&["netns", "add", a])?;
         ip(&["netns", "add", b])?;
