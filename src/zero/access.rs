@@ -15,6 +15,10 @@ impl Core {
     /// This rank's part of a state, in f32.
     pub fn own_state(&self, state: State, param: ParamId) -> Result<Flat> {
         let owned = self.owned(param);
+        if self.params[param].packing().is_some() {
+            // Unpacked at once: pieces would read all words again.
+            return self.own_values(state, param, owned);
+        }
         let mut own = Flat::with_capacity(DType::F32, owned.len());
         for piece in pieces(&owned) {
             self.read_state(state, param, piece, |values| own.extend_cast(values))?;

@@ -49,12 +49,7 @@ impl Core {
             residency::with_view(&self.params[param].tensor, |values| whole.extend_cast(values))?;
             return Ok(whole);
         }
-        let own = match self.params[param].packing() {
-            // Unpacked at once: pieces would read all words again.
-            Some(_) => self.own_values(State::Weights, param, self.owned(param))?,
-            None => self.own_state(State::Weights, param)?,
-        };
-        self.gather_whole(param, own)
+        self.whole_state(State::Weights, param)
     }
 
     /// Whether every rank has a whole parameter, of which there are no other digits elsewhere.

@@ -770,7 +770,6 @@ fn ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end() {
         job.wait().unwrap();
         let said = std::fs::read_to_string(&log).unwrap();
         hosts.plug(1, true);
-        std::thread::sleep(Duration::from_secs(3));
         let [_, second] = hosts.names();
         let words = format!("on host {second}: its host is gone: nothing was heard of it for 8 s");
         for rank in 0..2 {
