@@ -148,9 +148,12 @@ impl<M> Engine<M> {
     ///
     /// Parameters are in memory while `run` runs; at stage 3 those of a unit only while the unit runs.
     ///
+    /// `run` may be called more than once, with other weights, so it must not change state of its own: it computes its result
+    /// from the model and from what is fixed before the call (a batch, a step's number).
+    ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] between backward and step; what `run` returns; a failed collective.
-    pub fn forward(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
+    pub fn forward(&mut self, mut run: impl FnMut(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.check_order("forward", &[Phase::Ready, Phase::Forwarded, Phase::Held])?;
         let watch = self.watch(Call::Forward);
         let stream = stream_of(self.rank() as u64, self.micro_steps, self.forwards);

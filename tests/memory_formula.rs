@@ -291,7 +291,7 @@ fn live_and_ledger(world: usize, config: &Value, access: Option<DiskAccess>) -> 
         for _ in 0..2 {
             let x = Tensor::ones((2, WIDTH), engine.dtype(), &Device::Cpu)?;
             let loss = engine.forward(|m| {
-                let y = m.0.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?;
+                let y = m.0.iter().try_fold(x.clone(), |x, layer| layer.forward(&x)?.tanh())?;
                 y.sqr()?.mean_all()
             })?;
             engine.backward(&loss)?;

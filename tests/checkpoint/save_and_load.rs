@@ -359,7 +359,7 @@ fn train(engine: &mut Engine<Tiny>) -> Result<()> {
     train_on(engine, Ok)
 }
 
-fn train_on(engine: &mut Engine<Tiny>, change: impl FnOnce(Tensor) -> candle_core::Result<Tensor>) -> Result<()> {
+fn train_on(engine: &mut Engine<Tiny>, mut change: impl FnMut(Tensor) -> candle_core::Result<Tensor>) -> Result<()> {
     let (ids, targets) = batch(engine.global_steps() as usize);
     let loss = engine.forward(|model| change(model.loss(&ids, &targets)?))?;
     engine.backward(&loss)?;

@@ -347,7 +347,7 @@ fn order(prefetch: usize, zero: Value) -> (Vec<String>, CommReport, usize) {
             log.lock().unwrap().clear();
             let x = Tensor::ones(40, DType::F32, &Device::Cpu)?;
             let loss =
-                engine.forward(|units| units.iter().try_fold(x, |x, unit| unit.forward(&x))?.sqr()?.mean_all())?;
+                engine.forward(|units| units.iter().try_fold(x.clone(), |x, unit| unit.forward(&x))?.sqr()?.mean_all())?;
             engine.backward(&loss)?;
             steps.push(log.lock().unwrap().join(", "));
             engine.step()?;

@@ -80,7 +80,7 @@ fn a_parameter_used_outside_of_forward_is_an_error_too_at_stage_3() {
 
 // ---- losses and gradients that are not finite ------------------------------------------------------------------
 
-fn loss_of(factor: f64) -> impl FnOnce(&Linear) -> Result<Tensor> {
+fn loss_of(factor: f64) -> impl FnMut(&Linear) -> Result<Tensor> {
     move |model| model.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()? * factor
 }
 
@@ -157,7 +157,7 @@ fn a_loss_that_is_not_a_number_skips_the_step_in_fp16_and_halves_the_scale_after
 }
 
 /// A finite loss, 0, whose gradient is infinite on rank 1: the root's slope at 0.
-fn root_loss(rank: usize) -> impl FnOnce(&Tensor) -> Result<Tensor> {
+fn root_loss(rank: usize) -> impl FnMut(&Tensor) -> Result<Tensor> {
     move |param| if rank == 1 { (param * 0.5)?.sqrt()?.sum_all() } else { param.sum_all() }
 }
 
@@ -195,7 +195,7 @@ fn a_gradient_that_is_not_finite_in_one_shard_names_its_rank_to_the_others() {
             let build = |vb: VarBuilder<'_>| vb.get_with_hints(6, "radius", Init::Const(0.0));
             let mut engine = Engine::builder().communicator(comm).initialize(build, plain(stage))?;
             let shift = Tensor::new(&[1f32, 1.0, 1.0, 1.0, 1.0, 0.0], &Device::Cpu)?;
-            let loss = engine.forward(|param| (param + shift)?.sqrt()?.sum_all())?;
+            let loss = engine.forward(|param| (param + &shift)?.sqrt()?.sum_all())?;
             engine.backward(&loss)?;
             engine.step()
         });

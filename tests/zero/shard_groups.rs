@@ -158,7 +158,7 @@ fn large_parameters_have_the_same_bits_and_every_group_the_same_weights() {
                 let x = Tensor::arange(0f32, WIDE as f32, &Device::Cpu)?.reshape((1, WIDE))?;
                 let x = x.affine(1e-3 * (micro + rank) as f64, -0.2)?.sin()?.to_dtype(dtype)?;
                 let loss = engine.forward(|model| {
-                    let x = model.0.iter().try_fold(x, |x, layer| layer.forward(&x)?.tanh())?;
+                    let x = model.0.iter().try_fold(x.clone(), |x, layer| layer.forward(&x)?.tanh())?;
                     x.to_dtype(DType::F32)?.sqr()?.mean_all()
                 })?;
                 seen.push(u64::from(loss.to_scalar::<f32>()?.to_bits()));
