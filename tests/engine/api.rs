@@ -346,8 +346,8 @@ fn order(prefetch: usize, zero: Value) -> (Vec<String>, CommReport, usize) {
         for _ in 0..3 {
             log.lock().unwrap().clear();
             let x = Tensor::ones(40, DType::F32, &Device::Cpu)?;
-            let loss =
-                engine.forward(|units| units.iter().try_fold(x.clone(), |x, unit| unit.forward(&x))?.sqr()?.mean_all())?;
+            let loss = engine
+                .forward(|units| units.iter().try_fold(x.clone(), |x, unit| unit.forward(&x))?.sqr()?.mean_all())?;
             engine.backward(&loss)?;
             steps.push(log.lock().unwrap().join(", "));
             engine.step()?;
