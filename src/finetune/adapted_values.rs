@@ -49,7 +49,7 @@ impl AdaptedValues {
     pub fn new(base: &Base, config: &DecoderConfig, adapter: Option<Adapter>) -> Result<Self> {
         let parameters = config.parameters()?;
         if let Some(lora) = &config.lora {
-            lora.check_targets(parameters.iter().map(|(name, _)| name.as_str()))?;
+            lora.check_targets(config.projections()?.iter().map(String::as_str))?;
         }
         if let Some(adapter) = &adapter {
             adapter.check_fits(&parameters)?;

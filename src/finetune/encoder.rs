@@ -57,7 +57,24 @@ impl EncoderBase {
     /// A folder without a model, or with one that is no BERT ([`FinetuneError::NoEncoder`]); values that are not computed
     /// with; tensors of the encoder that are missing, left over, or of another shape or type.
     pub fn open(folder: impl AsRef<Path>, labels: &[String]) -> Result<Self> {
+        Self::open_for(folder.as_ref(), Some(labels))
+    }
+
+    /// Opens the folder of a classifier that is trained already, with the labels that it knows.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open); files without a classifier or a pooler ([`FinetuneError::NoClassifier`]).
+    pub fn open_trained(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
+        let base = Self::open_for(folder, None)?;
+        match base.values.random.first() {
+            None => Ok(base),
+            Some(name) => Err(FinetuneError::NoClassifier { path: folder.to_owned(), tensor: name.clone() }.into()),
+        }
+    }
+
+    /// The same for these labels, or else those of the model.
+    fn open_for(folder: &Path, labels: Option<&[String]>) -> Result<Self> {
         let description = folder.join(CONFIG);
         if !description.is_file() {
             let (path, found) = (folder.to_owned(), "has no config.json".into());
@@ -70,6 +87,8 @@ impl EncoderBase {
         }
         let mut config = BertConfig::from_parsed(&json, &description)?;
         let files = weights_of(folder)?;
+        let labels = labels.unwrap_or(&config.labels).to_vec();
+        let labels = labels.as_slice();
         let mut notes = vec![];
         let (data_labels, names) = match known_labels(&files, &config, labels) {
             Ok(data_labels) => (data_labels, config.labels.clone()),

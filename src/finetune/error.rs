@@ -45,6 +45,24 @@ pub enum FinetuneError {
         /// What is missing.
         reason: String,
     },
+    /// A folder for classifying that was not trained for it.
+    #[error(
+        "{} is not a trained classifier: its files lack {tensor}; train one with zerorun finetune {} --task classify --data \
+         FILE --out DIR",
+        path.display(), path.display()
+    )]
+    NoClassifier {
+        /// The folder.
+        path: PathBuf,
+        /// A tensor that a classifier needs.
+        tensor: String,
+    },
+    /// A text that has no label.
+    #[error("cannot tell the label of the text: {reason}")]
+    Unclassified {
+        /// What is wrong.
+        reason: String,
+    },
     /// A model that cannot learn to classify.
     #[error(
         "{} {found}; --task classify takes the folder of a BERT (model_type \"bert\") in Hugging Face's format, with any head \

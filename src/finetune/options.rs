@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::nn::LoraConfig;
 use candle_core::DType;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 /// What is trained.
@@ -318,6 +318,13 @@ fn percentage(text: &str) -> Option<f64> {
     Some(text.strip_suffix('%')?.trim().parse::<f64>().ok()? / 100.0)
 }
 
+/// A part that is written as a fraction, as other trainers take it: 5% for 0.05.
+fn fraction(text: &str) -> Option<String> {
+    let part = text.trim().parse::<f64>().ok().filter(|part| *part > 0.0 && *part < 1.0)?;
+    // To a millionth of a percent: 0.07 * 100 is not 7.
+    Some(format!("{}%", (part * 1e8).round() / 1e6))
+}
+
 impl FromStr for Warmup {
     type Err = crate::Error;
 
@@ -325,7 +332,10 @@ impl FromStr for Warmup {
     fn from_str(text: &str) -> Result<Self> {
         let steps = || text.parse().ok().map(Self::Steps);
         let warmup = percentage(text).map(Self::Part).or_else(steps);
-        warmup.ok_or_else(|| refused("--warmup", text, "a number of steps, or a part of them as 3%"))
+        warmup.ok_or_else(|| match fraction(text) {
+            Some(percent) => refused("--warmup", text, format!("a number of steps, or a part of all steps as {percent}")),
+            None => refused("--warmup", text, "a number of steps, or a part of them as 3%"),
+        })
     }
 }
 
@@ -343,6 +353,11 @@ impl Held {
         if let Some(part) = arguments.iter().find(|argument| percentage(argument.as_ref()).is_some()) {
             let why = format!("has {} beside files: give a part of the training data or files", part.as_ref());
             return Err(misused("--val", why));
+        }
+        let fraction_of = |text: &str| fraction(text).filter(|_| !Path::new(text).exists());
+        if let Some((text, percent)) = arguments.iter().find_map(|text| Some((text, fraction_of(text.as_ref())?))) {
+            let allowed = format!("files, or a part of the training data as {percent}");
+            return Err(refused("--val", text.as_ref(), allowed));
         }
         Ok(Self::Files(arguments.iter().map(|file| Source::parse(file.as_ref())).collect::<Result<_>>()?))
     }
@@ -363,6 +378,14 @@ mod tests {
         assert!(matches!(Held::parse(&["a.jsonl", "b.csv"]).unwrap(), Held::Files(files) if files.len() == 2));
         assert_eq!("3%".parse::<Warmup>().unwrap(), Warmup::Part(0.03));
         assert_eq!("12".parse::<Warmup>().unwrap(), Warmup::Steps(12));
+    }
+
+    #[test]
+    fn a_fraction_is_refused_with_its_percentage() {
+        insta::assert_snapshot!(Held::parse(&["0.05"]).unwrap_err(), @"--val is 0.05, but must be files, or a part of the training data as 5%");
+        insta::assert_snapshot!(Held::parse(&["a.jsonl", ".07"]).unwrap_err(), @"--val is .07, but must be files, or a part of the training data as 7%");
+        insta::assert_snapshot!("0.03".parse::<Warmup>().unwrap_err(), @"--warmup is 0.03, but must be a number of steps, or a part of all steps as 3%");
+        insta::assert_snapshot!("x".parse::<Warmup>().unwrap_err(), @"--warmup is x, but must be a number of steps, or a part of them as 3%");
     }
 
     #[test]

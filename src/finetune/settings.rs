@@ -44,6 +44,20 @@ fn batch(map: &mut Map<String, Value>, options: &Options, world: usize) -> Resul
         }
         return Ok(());
     }
+    let at_once = options.micro_batch.max(1).saturating_mul(world.max(1));
+    if let Some(batch) = options.batch.filter(|batch| batch % at_once != 0) {
+        let below = batch / at_once * at_once;
+        let near = [below, below.saturating_add(at_once)];
+        let near: Vec<String> = near.iter().filter(|rows| **rows > 0).map(usize::to_string).collect();
+        let why = format!(
+            "is {batch}, which is not a multiple of the {at_once} rows that are computed at once (--micro_batch {} on {}); \
+             give --batch {}, or another --micro_batch",
+            options.micro_batch,
+            if world == 1 { "1 rank".into() } else { format!("{world} ranks") },
+            near.join(" or "),
+        );
+        return Err(misused("--batch", why));
+    }
     // "auto" is what these are.
     BATCH.iter().for_each(|key| _ = map.remove(*key));
     map.insert(BATCH[0].into(), json!(options.rows_per_step(world)));

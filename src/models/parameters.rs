@@ -3,6 +3,7 @@
 use super::decoder::DecoderLayers;
 use super::{Bert, BertConfig, DecoderConfig};
 use crate::Result;
+use crate::nn::LoraConfig;
 use crate::util::lock;
 use candle_core::{DType, Device, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
@@ -20,6 +21,16 @@ impl DecoderConfig {
         // With tables of one position only.
         DecoderLayers::<Self>::build(&Self { ctx: 1, ..self.clone() }, asked.builder())?;
         Ok(asked.names())
+    }
+
+    /// Paths of the projections that can have an adapter.
+    ///
+    /// # Errors
+    /// Sizes that make no model.
+    pub fn projections(&self) -> Result<Vec<String>> {
+        let all = Self { lora: Some(LoraConfig::default()), ..self.clone() };
+        let names = all.parameters()?.into_iter().map(|(name, _)| name);
+        Ok(names.filter_map(|name| Some(name.strip_suffix(".lora_A.weight")?.to_owned())).collect())
     }
 }
 

@@ -37,7 +37,10 @@ pub enum LoraError {
         allowed: String,
     },
     /// A target that no projection has.
-    #[error("LoRA target {target} is the last part of no projection's name; the model's projections end with {known}")]
+    #[error(
+        "LoRA target {target} is not the end of a projection's name; the projections that can have an adapter are {known}, \
+         and all-linear means all of them (norms, embeddings and the output projection get none)"
+    )]
     NoSuchTarget {
         /// The target asked for.
         target: String,

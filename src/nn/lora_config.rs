@@ -89,20 +89,17 @@ impl LoraConfig {
         }
     }
 
-    /// Checks that each target names a projection of the model with these parameters, adapters included.
+    /// Checks that each target names one of these projections, given as paths of modules.
     ///
     /// # Errors
     /// [`LoraError::NoSuchTarget`].
-    pub fn check_targets<'a>(&self, parameters: impl IntoIterator<Item = &'a str>) -> Result<()> {
+    pub fn check_targets<'a>(&self, projections: impl IntoIterator<Item = &'a str>) -> Result<()> {
         let LoraTargets::Names(names) = &self.targets else { return Ok(()) };
-        let parameters: Vec<&str> = parameters.into_iter().collect();
-        let adapted: BTreeSet<&str> = parameters.iter().filter_map(|name| name.strip_suffix(A)).collect();
-        let missed = names.iter().find(|name| !adapted.iter().any(|module| is_last_part(module, name)));
+        let projections: BTreeSet<&str> = projections.into_iter().collect();
+        let missed = names.iter().find(|name| !projections.iter().any(|module| is_last_part(module, name)));
         let Some(target) = missed else { return Ok(()) };
-        let modules = parameters.iter().filter_map(|name| name.strip_suffix(".weight"));
-        let modules = modules.filter(|module| !is_adapter(&format!("{module}.weight")));
-        let known: BTreeSet<&str> = modules.filter_map(|module| module.rsplit('.').next()).collect();
-        let known: Vec<&str> = known.into_iter().filter(|last| last.parse::<usize>().is_err()).collect();
+        let known: BTreeSet<&str> = projections.iter().filter_map(|module| module.rsplit('.').next()).collect();
+        let known: Vec<&str> = known.into_iter().collect();
         Err(LoraError::NoSuchTarget { target: target.clone(), known: known.join(", ") }.into())
     }
 }
@@ -250,11 +247,11 @@ mod tests {
 
     #[test]
     fn a_target_that_no_projection_has_is_refused_with_those_that_there_are() {
-        let parameters = ["embed.weight", "l.0.q_proj.weight", "l.0.q_proj.lora_A.weight", "l.0.k_proj.weight"];
+        let projections = ["l.0.q_proj", "l.0.k_proj", "l.1.k_proj"];
         let config: LoraConfig = "targets=q_proj".parse().unwrap();
-        config.check_targets(parameters).unwrap();
+        config.check_targets(projections).unwrap();
         let config: LoraConfig = "targets=q_proj+query".parse().unwrap();
-        let text = config.check_targets(parameters).unwrap_err().to_string();
-        insta::assert_snapshot!(text, @"LoRA target query is the last part of no projection's name; the model's projections end with embed, k_proj, q_proj");
+        let text = config.check_targets(projections).unwrap_err().to_string();
+        insta::assert_snapshot!(text, @"LoRA target query is not the end of a projection's name; the projections that can have an adapter are k_proj, q_proj, and all-linear means all of them (norms, embeddings and the output projection get none)");
     }
 }

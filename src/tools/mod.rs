@@ -8,6 +8,7 @@
 mod bench;
 mod cache;
 mod check;
+mod classify;
 mod consolidate;
 mod data;
 mod deploy;
@@ -45,10 +46,11 @@ pub(crate) struct Tool {
 }
 
 /// All of them, in the order of the help.
-const ALL: [Tool; 17] = [
+const ALL: [Tool; 18] = [
     Tool { name: "bench", about: "Measure an offload folder, or the network between hosts", run: bench::run },
     Tool { name: "cache", about: "Show what builds of scripts take on the disk, and remove it", run: cache::run },
     Tool { name: "check", about: "Check a configuration and list every problem", run: check::run },
+    Tool { name: "classify", about: "Tell the labels of texts with a fine-tuned BERT", run: classify::run },
     Tool { name: "consolidate", about: "Write a checkpoint's parameters as Hugging Face files", run: consolidate::run },
     Tool { name: "data", about: "Show what fine-tuning makes of data files", run: data::run },
     Tool { name: "deploy", about: "Print what Kubernetes or Slurm need to start a job", run: deploy::run },

@@ -4,6 +4,7 @@
 //! same arguments and `--as_rank=MODEL`, train (`rank`).
 
 mod flags;
+mod foreign;
 mod rank;
 
 use crate::error::{LaunchError, Result};
@@ -59,7 +60,7 @@ struct Arguments {
 
 /// The tool.
 pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
-    let arguments = Arguments::try_parse_from(&words).map_err(Refused)?;
+    let arguments = Arguments::try_parse_from(&words).map_err(|error| Refused(foreign::explained(error)))?;
     if let Err(text) = arguments.flags.check() {
         return Err(Refused(Arguments::command().error(ErrorKind::ArgumentConflict, text)));
     }
