@@ -2,17 +2,41 @@
 
 use crate::graph::{Grad, Inputs};
 use candle_core::{CpuStorage, DType, Device, Result, Tensor, bail};
+use serde::Serialize;
 
 /// What [`dpo_loss`] gives.
 #[derive(Debug, Clone)]
 pub struct Dpo {
     /// The mean loss, a scalar of f32 with a graph.
     pub loss: Tensor,
-    /// The mean over pairs of how much further the model is ahead of its reference with the chosen answer than with the
-    /// rejected one, times beta.
-    pub margin: f32,
-    /// The share of pairs where it is further ahead with the chosen one.
-    pub accuracy: f32,
+    /// The rewards of the answers.
+    pub rewards: Rewards,
+}
+
+/// Implicit rewards of answers, means over pairs. The reward of an answer is beta times how much larger its log probability
+/// is by the model than by the reference.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
+pub struct Rewards {
+    /// Of the chosen answers.
+    pub chosen: f64,
+    /// Of the rejected answers.
+    pub rejected: f64,
+    /// By how much that of the chosen answer is larger.
+    pub margin: f64,
+    /// The share of pairs in which that of the chosen answer is larger.
+    pub accuracy: f64,
+}
+
+impl Rewards {
+    /// The numbers, for sums over batches and ranks.
+    pub(super) fn to_numbers(self) -> [f64; 4] {
+        [self.chosen, self.rejected, self.margin, self.accuracy]
+    }
+
+    /// The rewards of such numbers.
+    pub(super) fn of_numbers([chosen, rejected, margin, accuracy]: [f64; 4]) -> Self {
+        Self { chosen, rejected, margin, accuracy }
+    }
 }
 
 /// The mean over pairs of -log sigmoid(beta ((chosen - rejected) - (reference chosen - reference rejected))).
@@ -36,11 +60,19 @@ pub fn dpo_loss(policy: [&Tensor; 2], reference: [&Tensor; 2], beta: f64) -> Res
     let margins = ((ahead(policy)? - ahead(reference)?.detach())? * beta)?;
     let margins = margins.to_device(&Device::Cpu)?;
     let values: Vec<f32> = margins.detach().to_vec1()?;
-    Ok(Dpo {
-        loss: mean_of_losses(&margins, &values)?,
-        margin: values.iter().sum::<f32>() / pairs as f32,
-        accuracy: values.iter().filter(|margin| **margin > 0.0).count() as f32 / pairs as f32,
-    })
+    let mean = |sum: f64| sum / pairs as f64;
+    let reward = |of: usize| -> Result<f64> {
+        let by = |side: &Tensor| side.detach().to_dtype(DType::F32)?.to_vec1::<f32>();
+        let (policy, reference) = (by(policy[of])?, by(reference[of])?);
+        Ok(mean(policy.iter().zip(reference).map(|(policy, by)| beta * f64::from(policy - by)).sum()))
+    };
+    let rewards = Rewards {
+        chosen: reward(0)?,
+        rejected: reward(1)?,
+        margin: mean(values.iter().map(|margin| f64::from(*margin)).sum()),
+        accuracy: mean(values.iter().filter(|margin| **margin > 0.0).count() as f64),
+    };
+    Ok(Dpo { loss: mean_of_losses(&margins, &values)?, rewards })
 }
 
 /// The mean of -log sigmoid(x), which is max(-x, 0) + log(1 + exp(-|x|)): that never overflows. Not by Candle's operations,
@@ -85,8 +117,12 @@ mod tests {
         let want = (0..4).map(|i| loss(margin(i))).sum::<f64>() / 4.0;
         let found = f64::from(dpo.loss.to_scalar::<f32>().unwrap());
         assert!((found / want - 1.0).abs() < 1e-6, "{found} {want}");
-        assert_eq!(dpo.accuracy, 0.5);
-        assert!((f64::from(dpo.margin) / ((0..4).map(margin).sum::<f64>() / 4.0) - 1.0).abs() < 1e-6);
+        let Rewards { chosen: of_chosen, rejected: of_rejected, margin: mean, accuracy } = dpo.rewards;
+        assert_eq!(accuracy, 0.5);
+        assert!((mean / ((0..4).map(margin).sum::<f64>() / 4.0) - 1.0).abs() < 1e-6);
+        let reward = |policy: [f32; 4], by: [f32; 4]| (0..4).map(|i| beta * f64::from(policy[i] - by[i])).sum::<f64>() / 4.0;
+        assert!((of_chosen / reward(chosen, by_reference) - 1.0).abs() < 1e-6, "{of_chosen}");
+        assert!((of_rejected / reward(rejected, other) - 1.0).abs() < 1e-6, "{of_rejected}");
         let grads = dpo.loss.backward().unwrap();
         let [dc, dr] = [&c, &r].map(|var| grads.get(var.as_tensor()).unwrap().to_vec1::<f32>().unwrap());
         for i in 0..4 {

@@ -79,7 +79,7 @@ pub use classifier::{Classified, Classifier};
 pub use classify::LabelledTexts;
 pub use conversation::Conversation;
 pub use dataset::{DataOptions, DataProgress, Dataset, Overlong, Task, labels_of};
-pub use dpo::{Dpo, dpo_loss};
+pub use dpo::{Dpo, Rewards, dpo_loss};
 pub use encoder::EncoderBase;
 pub use generate::{Generated, Generator, Sampling};
 pub use gguf_model::GgufFormat;

@@ -1,7 +1,7 @@
 //! What a run learns from its batches: a loss to go down, and the sums that a validation is made of.
 
 use super::classify::LabelledTexts;
-use super::dpo::dpo_loss;
+use super::dpo::{Rewards, dpo_loss};
 use super::network::Network;
 use super::options::Objective;
 use super::pack::{NO_TARGET, Rows};
@@ -20,8 +20,8 @@ pub struct Validation {
     pub accuracy: Option<f64>,
     /// The mean of the labels' F1 ([`Scores::macro_f1`]), where labels are told.
     pub f1: Option<f64>,
-    /// How far ahead it is in the mean, times beta; of preferences.
-    pub margin: Option<f64>,
+    /// The rewards of the answers of preferences.
+    pub rewards: Option<Rewards>,
 }
 
 /// Rows as tensors.
@@ -62,7 +62,7 @@ impl Objective {
     }
 
     /// The loss of a batch, a scalar of f32: its sum over targets or labels, divided by `divisor`; of a preference, the mean
-    /// over its pairs beside a `reference`.
+    /// over its pairs beside a `reference`, with their rewards.
     pub(super) fn loss(
         self,
         model: &Network,
@@ -70,24 +70,25 @@ impl Objective {
         reference: Option<&Tensor>,
         divisor: f64,
         device: &Device,
-    ) -> Result<Tensor> {
+    ) -> Result<(Tensor, Option<Rewards>)> {
         if self == Self::Classify {
-            return LabelledTexts::of(rows, device)?.loss(model.encoder()?, divisor);
+            return Ok((LabelledTexts::of(rows, device)?.loss(model.encoder()?, divisor)?, None));
         }
         let (batch, model) = (Batch::new(rows, device)?, model.decoder()?);
         match (self, reference) {
             (Self::Prefer { beta }, Some(reference)) => {
                 let [chosen, rejected] = batch.sums(model)?;
                 let of_reference = [reference.get(0)?, reference.get(1)?];
-                Ok(dpo_loss([&chosen, &rejected], [&of_reference[0], &of_reference[1]], beta)?.loss)
+                let dpo = dpo_loss([&chosen, &rejected], [&of_reference[0], &of_reference[1]], beta)?;
+                Ok((dpo.loss, Some(dpo.rewards)))
             }
             (Self::Prefer { .. }, None) => candle_core::bail!("a preference has a reference"),
-            _ => model.loss_packed(&batch.ids, &batch.targets, Some(&batch.sequences), Some(divisor)),
+            _ => Ok((model.loss_packed(&batch.ids, &batch.targets, Some(&batch.sequences), Some(divisor))?, None)),
         }
     }
 
-    /// What a batch adds to a validation: loss, what it is divided by, and then with preferences how many are right and their
-    /// margins, with labels the numbers of [`Scores`]. Rows that only fill a batch up add nothing.
+    /// What a batch adds to a validation: loss, what it is divided by, and then with preferences the
+    /// rewards of their pairs, with labels the numbers of [`Scores`]. Rows that only fill a batch up add nothing.
     pub(super) fn sums(self, model: &Network, rows: &Rows, device: &Device) -> Result<Tensor> {
         let sums = match self {
             Self::Classify => {
@@ -98,27 +99,29 @@ impl Objective {
             }
             Self::Generate => {
                 let targets = rows.targets.iter().filter(|target| **target != NO_TARGET).count();
-                let loss = self.loss(model, rows, None, 1.0, device)?.to_scalar::<f32>()?;
+                let loss = self.loss(model, rows, None, 1.0, device)?.0.to_scalar::<f32>()?;
                 vec![f64::from(loss), targets as f64]
             }
             Self::Prefer { beta } => {
                 let reference = self.reference(model, rows, device)?;
                 let batch = Batch::new(rows, device)?;
                 let [chosen, rejected] = batch.sums(model.decoder()?)?;
-                let mut sums = vec![0.0; 4];
+                let mut sums = vec![0.0; 6];
                 let real = rows.targets.chunks(rows.time).map(|row| row.iter().any(|target| *target != NO_TARGET));
                 let real: Vec<bool> = real.step_by(2).collect();
                 let values = |sums: &Tensor| sums.to_dtype(DType::F32)?.to_vec1::<f32>();
                 let [chosen, rejected] = [values(&chosen)?, values(&rejected)?];
                 let reference = reference.to_dtype(DType::F32)?.to_vec2::<f32>()?;
                 for pair in (0..real.len()).filter(|pair| real[*pair]) {
+                    let rewards = [chosen[pair] - reference[0][pair], rejected[pair] - reference[1][pair]];
+                    let rewards = rewards.map(|ahead| beta * f64::from(ahead));
                     let ahead = f64::from(chosen[pair] - rejected[pair]);
                     let margin = beta * (ahead - f64::from(reference[0][pair] - reference[1][pair]));
+                    let right = f64::from(u8::from(margin > 0.0));
                     // -log sigmoid(margin)
                     sums[0] += (-margin).max(0.0) + (-margin.abs()).exp().ln_1p();
                     sums[1] += 1.0;
-                    sums[2] += f64::from(u8::from(margin > 0.0));
-                    sums[3] += margin;
+                    sums[2..].iter_mut().zip([rewards[0], rewards[1], margin, right]).for_each(|(sum, x)| *sum += x);
                 }
                 sums
             }
@@ -129,10 +132,13 @@ impl Objective {
     /// The validation that sums over all batches and ranks make.
     pub(super) fn validation(self, sums: &[f64]) -> Validation {
         let mean = |i: usize| sums.get(i).copied().unwrap_or(0.0) / sums.get(1).copied().unwrap_or(0.0).max(1.0);
-        let none = Validation { loss: mean(0), accuracy: None, f1: None, margin: None };
+        let none = Validation { loss: mean(0), accuracy: None, f1: None, rewards: None };
         match self {
             Self::Generate => none,
-            Self::Prefer { .. } => Validation { accuracy: Some(mean(2)), margin: Some(mean(3)), ..none },
+            Self::Prefer { .. } => {
+                let rewards = Rewards::of_numbers([2, 3, 4, 5].map(mean));
+                Validation { accuracy: Some(rewards.accuracy), rewards: Some(rewards), ..none }
+            }
             Self::Classify => {
                 let scores = Scores::of_numbers(sums.get(2..).unwrap_or_default());
                 Validation { accuracy: Some(scores.accuracy()), f1: Some(scores.macro_f1()), ..none }

@@ -252,8 +252,18 @@ impl Options {
 
     /// The folder for the model of the best validation: that of the result, with `-best` behind its name.
     pub fn best(&self) -> PathBuf {
+        self.beside_out("-best")
+    }
+
+    /// The folder for the model of a run that was stopped and has no checkpoints: that of the result, with `-stopped`
+    /// behind its name.
+    pub fn stopped(&self) -> PathBuf {
+        self.beside_out("-stopped")
+    }
+
+    fn beside_out(&self, end: &str) -> PathBuf {
         let mut name = self.out.file_name().unwrap_or_default().to_os_string();
-        name.push("-best");
+        name.push(end);
         self.out.with_file_name(name)
     }
 }

@@ -11,6 +11,7 @@
 //! would have done, to the bit.
 
 use super::conversation::Conversation;
+use super::dpo::Rewards;
 use super::fitted::memory_of_all;
 use super::generate::{Generated, Generator, Sampling};
 use super::network::Network;
@@ -86,6 +87,12 @@ pub struct StepReport {
     /// Of labels, then: the mean of the labels' F1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_f1: Option<f64>,
+    /// The rewards of the step's pairs, where preferences are learned.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rewards: Option<Rewards>,
+    /// Of the validation's pairs, where the model was validated after this step.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub val_rewards: Option<Rewards>,
 }
 
 /// Why a run has ended.
@@ -95,7 +102,7 @@ pub enum Ended {
     Complete,
     /// Validations did not improve any more.
     NoImprovement,
-    /// A signal asked for it; the last step is saved.
+    /// A signal asked for it. The last step is saved, if there is a folder for checkpoints.
     Asked,
 }
 
@@ -247,6 +254,7 @@ impl FineTune {
             let validation = self.validate()?;
             report.val_loss = Some(validation.loss);
             (report.val_accuracy, report.val_f1) = (validation.accuracy, validation.f1);
+            report.val_rewards = validation.rewards;
             self.judge(steps, validation.loss)?;
         }
         let every = self.prepared.options.saving.as_ref().and_then(|saving| saving.every);
@@ -260,11 +268,11 @@ impl FineTune {
     fn is_at_end(&mut self) -> Result<Option<Ended>> {
         let steps = self.engine.global_steps();
         let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
-        let (is_saved, is_new) = (self.prepared.options.saving.is_some(), steps > self.first_step);
+        let is_new = steps > self.first_step;
         let ended = match () {
             () if steps >= self.total => Ended::Complete,
             () if self.memory.stale >= patience => Ended::NoImprovement,
-            () if is_saved && self.engine.stop_requested()? => Ended::Asked,
+            () if self.engine.stop_requested()? => Ended::Asked,
             () => return Ok(None),
         };
         if is_new {
@@ -284,21 +292,29 @@ impl FineTune {
         // an equal part of their number.
         let divisor = self.training.targets_of_step(step).max(1) as f64 / (world * micro_steps) as f64;
         let (objective, device) = (self.prepared.options.objective, self.engine.device().clone());
-        let (mut loss_sum, mut tokens) = (0.0, 0);
+        let (mut loss_sum, mut tokens, mut rewards_sum) = (0.0, 0, [0.0; 4]);
         for micro_step in 0..micro_steps {
             let rows = self.training.batch(step, micro_step);
             let reference = match objective.needs_reference() {
                 true => Some(self.engine.eval(|model| objective.reference(model, &rows, &device))?),
                 false => None,
             };
-            let loss =
-                self.engine.forward(|model| objective.loss(model, &rows, reference.as_ref(), divisor, &device))?;
+            let mut rewards = None;
+            let loss = self.engine.forward(|model| {
+                let (loss, of_pairs) = objective.loss(model, &rows, reference.as_ref(), divisor, &device)?;
+                // The first time is the one with today's weights, if the closure runs again to check the gradient.
+                rewards = rewards.or(of_pairs);
+                Ok(loss)
+            })?;
             self.engine.backward(&loss)?;
             self.engine.step()?;
+            let rewards = rewards.map(Rewards::to_numbers).unwrap_or_default();
+            rewards_sum.iter_mut().zip(rewards).for_each(|(sum, reward)| *sum += reward);
             loss_sum += f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
             tokens += rows.tokens;
         }
-        let own = [loss_sum / micro_steps as f64, tokens as f64, rss_peak_bytes().unwrap_or(0) as f64];
+        let mut own = vec![loss_sum / micro_steps as f64, tokens as f64, rss_peak_bytes().unwrap_or(0) as f64];
+        own.extend(rewards_sum.map(|sum| sum / micro_steps as f64));
         let ranks = self.engine.gather_f64(&own)?;
         let sum = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>();
         let most = ranks.iter().fold(0.0, |most: f64, rank| most.max(rank[2])) as u64;
@@ -325,6 +341,11 @@ impl FineTune {
             val_loss: None,
             val_accuracy: None,
             val_f1: None,
+            rewards: objective.needs_reference().then(|| {
+                let mean = |i: usize| sum(i) / world as f64;
+                Rewards::of_numbers([mean(3), mean(4), mean(5), mean(6)])
+            }),
+            val_rewards: None,
         })
     }
 
@@ -422,6 +443,21 @@ impl FineTune {
         // A run that was stopped behind its end has left it already.
         result::replace(&mut self.engine, &self.prepared, &to).inspect_err(|error| self.abort(error))?;
         self.engine.wait_for_upload()
+    }
+
+    /// Writes the model as it is now, of a run that was stopped and has no checkpoints, into the folder
+    /// [`Options::stopped`], from which training cannot be resumed. Collective.
+    ///
+    /// # Errors
+    /// A folder that cannot be written to.
+    pub fn finish_stopped(mut self) -> Result<()> {
+        let to = self.prepared.options.stopped();
+        result::replace(&mut self.engine, &self.prepared, &to).inspect_err(|error| self.abort(error))
+    }
+
+    /// Steps that this start of the run has made.
+    pub fn steps_made(&self) -> u64 {
+        self.engine.global_steps() - self.first_step
     }
 
     /// What became of the engine's memory, transfers and files, for the last line of metrics.

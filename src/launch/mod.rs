@@ -143,6 +143,7 @@ pub(crate) fn start(options: &Options) -> Result<u8> {
         world: options.ranks,
         timeout: options.timeout,
         grace: options.grace,
+        on_signal: None,
         script: Some(options.script.clone()),
         master_port: options.master_port,
         prometheus: options.prometheus,

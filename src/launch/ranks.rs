@@ -60,6 +60,8 @@ pub(crate) struct Job {
     pub(crate) timeout: Option<Duration>,
     /// How long the ranks may take to end after a signal to the launcher.
     pub(crate) grace: Duration,
+    /// What is printed when a signal asks for the end and the ranks are waited for.
+    pub(crate) on_signal: Option<&'static str>,
     /// The script as typed, for the ranks' messages about their command line.
     pub(crate) script: Option<PathBuf>,
     /// `None`: a free port, another one at each start.
@@ -169,6 +171,7 @@ pub(crate) fn run(job: &Job, events: &Receiver<Event>) -> Result<End> {
         why: Why::Running,
         asked: None,
         grace: job.grace,
+        on_signal: job.on_signal,
         part: job.part.clone(),
     };
     for rank in 0..job.world {
@@ -316,6 +319,7 @@ struct Ranks {
     /// The last signal that asked the launcher to end.
     asked: Option<Signal>,
     grace: Duration,
+    on_signal: Option<&'static str>,
     part: Option<Part>,
 }
 
@@ -507,6 +511,9 @@ impl Ranks {
             }
             (Event::End(signal), Why::Running) => {
                 self.why = Why::Interrupted { signal, at: Instant::now() };
+                if let Some(text) = self.on_signal {
+                    say(text);
+                }
                 self.signal_all(signal);
             }
             (Event::End(again), Why::Interrupted { signal, at }) if again == signal && at.elapsed() < SAME_SIGNAL => {}

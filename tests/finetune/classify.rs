@@ -13,7 +13,9 @@ use candle_zero::models::Bert;
 use candle_zero::{Engine, Result};
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
+use std::io::Write as _;
 use std::path::Path;
+use std::process::Stdio;
 use std::sync::Arc;
 use tempfile::TempDir;
 
@@ -482,6 +484,54 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
         assert!(scores.accuracy() >= 0.95 && scores.macro_f1() >= 0.95, "{scores}");
         assert!(scores.classes().all(|class| class.precision >= 0.9 && class.recall >= 0.9));
     }
+    // And the command that uses it.
+    let texts = ["the film was fine", "poor plot , the film was poor"];
+    let shown = stdout(&classify(&folder.path().join("out"), &texts, ""));
+    let told: Vec<&str> = shown.lines().filter_map(|line| line.split('\t').next()).collect();
+    assert_eq!(told, ["positive", "negative"], "{shown}");
+    // Of standard input a line each; a text beyond the context is cut, and this is reported.
+    let long = "the film was good ".repeat(40);
+    let output = classify(&folder.path().join("out"), &["--json"], &format!("the film was fine\n\n{long}\n"));
+    let lines: Vec<Value> = stdout(&output).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 2);
+    for line in &lines {
+        assert_eq!(line["label"], "positive", "{line}");
+        let sum: f64 = line["labels"].as_object().unwrap().values().map(|p| p.as_f64().unwrap()).sum();
+        assert!((sum - 1.0).abs() < 1e-9 && line["probability"] == line["labels"]["positive"], "{line}");
+    }
+    // 64 positions, two of which are for the tokens at the ends.
+    assert_eq!((&lines[0]["cut_tokens"], &lines[1]["cut_tokens"]), (&Value::Null, &json!(160 - 62)));
+}
+
+/// `zerorun classify` of a model's folder.
+fn classify(model: &Path, arguments: &[&str], input: &str) -> std::process::Output {
+    let mut child = zerorun()
+        .arg("classify")
+        .arg(model)
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    child.wait_with_output().unwrap()
+}
+
+#[test]
+fn a_model_that_is_not_a_trained_classifier_tells_no_labels() {
+    let folder = bert();
+    let refused = |change: &dyn Fn(&Path)| {
+        let folder = bert();
+        change(folder.path());
+        let output = classify(folder.path(), &["a text"], "");
+        assert_eq!(output.status.code(), Some(2), "{}", stdout(&output));
+        stderr(&output).replace(folder.path().to_str().unwrap(), "MODEL").trim().to_owned()
+    };
+    // The fixture has a classifier of three labels.
+    assert!(classify(folder.path(), &["a text"], "").status.success());
+    insta::assert_snapshot!(refused(&|folder| change_weights(folder, |name, tensor| (!name.starts_with("classifier.")).then_some((name, tensor)))), @"zerorun: MODEL is not a trained classifier: its files lack classifier.weight; train one with zerorun finetune MODEL --task classify --data FILE --out DIR");
+    insta::assert_snapshot!(refused(&|folder| change_config(folder, |config| config["model_type"] = "llama".into())), @r#"zerorun: MODEL has a model of type "llama"; --task classify takes the folder of a BERT (model_type "bert") in Hugging Face's format, with any head or none"#);
 }
 
 #[test]

@@ -92,7 +92,7 @@ fn follow(case: &str) {
                     let loss = engine.forward(|model| {
                         let [chosen, rejected] = batch.sums(model)?;
                         let dpo = dpo_loss([&chosen, &rejected], [&reference[0], &reference[1]], beta)?;
-                        metrics = [f64::from(dpo.margin), f64::from(dpo.accuracy)];
+                        metrics = [dpo.rewards.margin, dpo.rewards.accuracy];
                         Ok(dpo.loss)
                     })?;
                     engine.backward(&loss)?;

@@ -12,6 +12,7 @@ mod classify;
 mod data;
 mod data_show;
 mod dpo;
+mod ends;
 mod fixtures;
 mod generate_tool;
 mod generation;

@@ -15,7 +15,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 /// Conversations about sums, whose answers a tiny model can learn to some part.
-fn chats(folder: &Path, count: usize) -> String {
+pub fn chats(folder: &Path, count: usize) -> String {
     let chat = |i: usize| {
         let (a, b) = (i * 7 % 10, i * 3 % 10);
         json!({"messages": [
@@ -27,7 +27,7 @@ fn chats(folder: &Path, count: usize) -> String {
     write(folder, "chats.jsonl", &lines)
 }
 
-fn write(folder: &Path, name: &str, text: &str) -> String {
+pub fn write(folder: &Path, name: &str, text: &str) -> String {
     let file = folder.join(name);
     std::fs::write(&file, text).unwrap();
     file.to_str().unwrap().into()
@@ -205,7 +205,7 @@ fn preferences_are_learned_and_validated() {
 }
 
 /// The command on a tiny model.
-fn finetune(model: &Path, folder: &Path, words: &[&str]) -> std::process::Command {
+pub fn finetune(model: &Path, folder: &Path, words: &[&str]) -> std::process::Command {
     let mut command = zerorun();
     command.arg("finetune").arg(model).args(["--cache".as_ref(), folder.join("cache").as_os_str()]).args(words);
     command
@@ -331,13 +331,17 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
 
     For more information, try '--help'.
     ");
-    insta::assert_snapshot!(with(&["--lora", "targets=query"]), @"zerorun: LoRA target query is the last part of no projection's name; the model's projections end with down_proj, embed_tokens, gate_proj, input_layernorm, k_proj, norm, o_proj, post_attention_layernorm, q_proj, up_proj, v_proj");
+    insta::assert_snapshot!(with(&["--lora", "targets=query"]), @"zerorun: LoRA target query is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, and all-linear means all of them (norms, embeddings and the output projection get none)");
     insta::assert_snapshot!(with(&["--ctx", "100000"]), @"zerorun: --ctx is 100000, but must be 2 to 128, the model's context");
     insta::assert_snapshot!(with(&["--dpo", "beta=x"]), @r"
     zerorun: invalid value 'beta=x' for '--dpo <beta=B>': give beta and a number, as beta=0.1
 
     For more information, try '--help'.
     ");
+    insta::assert_snapshot!(with(&["--val", "0.05"]), @"zerorun: --val is 0.05, but must be files, or a part of the training data as 5%");
+    insta::assert_snapshot!(with(&["--batch", "3", "--micro_batch", "2"]), @"zerorun: --batch is 3, which is not a multiple of the 2 rows that are computed at once (--micro_batch 2 on 1 rank); give --batch 2 or 4, or another --micro_batch");
+    insta::assert_snapshot!(with(&["--batch", "3", "-n", "2"]), @"zerorun: --batch is 3, which is not a multiple of the 2 rows that are computed at once (--micro_batch 1 on 2 ranks); give --batch 2 or 4, or another --micro_batch");
+    insta::assert_snapshot!(with(&["--lora", "targets=norm"]), @"zerorun: LoRA target norm is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, and all-linear means all of them (norms, embeddings and the output projection get none)");
     insta::assert_snapshot!(with(&["--val", "1%"]), @"zerorun: --val takes 1% of 8 samples, which leaves none to validate with: give another part, or files");
     insta::assert_snapshot!(with(&["--full", "--qlora"]), @r"
     zerorun: the argument '--full' cannot be used with '--qlora'

@@ -8,6 +8,7 @@ use crate::tools::samples::SampleFlags;
 use clap::{Args, ValueEnum, value_parser};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 /// What is fine-tuned, on what, and how.
 #[derive(Debug, Args)]
@@ -109,16 +110,16 @@ pub(super) struct Flags {
 
     /// Folder of checkpoints; one is saved at the end, and at SIGTERM or SIGINT, which end the training
     #[arg(long, value_name = "DIR")]
-    save: Option<PathBuf>,
+    pub(super) save: Option<PathBuf>,
 
     /// Also save a checkpoint every N steps, while training goes on
     #[arg(long = "save_every", alias = "save-every", value_name = "N", requires = "save",
           value_parser = value_parser!(u64).range(1..))]
     save_every: Option<u64>,
 
-    /// Number of newest checkpoints that stay in the folder [default: all]
-    #[arg(long, value_name = "K", requires = "save")]
-    keep: Option<NonZeroUsize>,
+    /// Number of newest checkpoints that stay in the folder, or all [default: 2 of adapters, all with --full]
+    #[arg(long, value_name = "K|all", requires = "save")]
+    keep: Option<Keep>,
 
     /// Go on from the newest checkpoint in the folder of --save, or start if there is none
     #[arg(long, requires = "save")]
@@ -128,7 +129,7 @@ pub(super) struct Flags {
     #[arg(long, default_value_t = 42)]
     seed: u64,
 
-    /// Where to write one JSON line per step
+    /// Where to write one JSON line per step, whose steps are counted from 0
     #[arg(long, value_name = "FILE.jsonl")]
     pub(super) metrics: Option<PathBuf>,
 
@@ -174,6 +175,28 @@ enum Order {
     #[default]
     Shuffled,
     Sequential,
+}
+
+/// Checkpoints that stay.
+#[derive(Debug, Clone, Copy)]
+enum Keep {
+    Newest(NonZeroUsize),
+    All,
+}
+
+/// Newest checkpoints that stay of a run that trains an adapter, unless more are asked for: the last one, and one for the case
+/// that it cannot be read. Each has the optimizer's states, so it is three times as large as the adapter.
+const KEPT: usize = 2;
+
+impl FromStr for Keep {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text {
+            "all" => Ok(Self::All),
+            _ => text.parse().map(Self::Newest).map_err(|_| "give a whole number from 1 on, or all".into()),
+        }
+    }
 }
 
 /// `beta=0.1`, or `0.1`.
@@ -247,7 +270,11 @@ impl Flags {
             saving: self.save.clone().map(|dir| Saving {
                 dir,
                 every: self.save_every,
-                keep: self.keep.map(NonZeroUsize::get),
+                keep: match self.keep {
+                    Some(Keep::Newest(number)) => Some(number.get()),
+                    Some(Keep::All) => None,
+                    None => (!full).then_some(KEPT),
+                },
                 resume: self.resume,
             }),
             seed: self.seed,

@@ -19,6 +19,7 @@ use flags::Flags;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -28,6 +29,12 @@ Examples:
   zerorun finetune Llama-2-7b-chat-hf -n 2 --qlora --data chats.jsonl --out adapter
   zerorun finetune Llama-3.2-1B-Instruct --dpo beta=0.1 --data preferences.jsonl --out adapter
   zerorun finetune bert-base-uncased --task classify --data reviews.csv --val 5% --epochs 3 --out model";
+
+/// How long a step and what is written after it may take, once a signal has asked for the end. A second signal ends the ranks
+/// at once.
+const GRACE: Duration = Duration::from_secs(600);
+const ON_SIGNAL: &str = "zerorun: the step that runs is finished and kept first; a second signal (Ctrl-C) stops at once, and \
+                         what was trained since the last checkpoint is lost";
 
 /// Fine-tunes a model in Hugging Face's format, or a GGUF file, on conversations, prompts with completions, or text.
 ///
@@ -105,7 +112,8 @@ impl Arguments {
             args: words,
             world: usize::from(self.ranks),
             timeout: None,
-            grace: ranks::DEFAULT_GRACE,
+            grace: GRACE,
+            on_signal: Some(ON_SIGNAL),
             script: None,
             master_port: None,
             prometheus: None,

@@ -3,7 +3,7 @@
 use super::flags::Flags;
 use crate::comm::{self, RankEnv};
 use crate::error::Result;
-use crate::finetune::{Ended, FineTune, Options, Prepared, Sampling, StepReport};
+use crate::finetune::{Ended, FineTune, Options, Prepared, Rewards, Sampling, StepReport};
 use crate::launch::console::{print, refused, say};
 use crate::monitor::{MetricsWriter, Progress};
 use crate::offload::OffloadReport;
@@ -53,9 +53,7 @@ fn train(options: Options, flags: &Flags) -> Result<Ended> {
     let (steps, out, best) = (run.steps(), run.prepared().options().out.clone(), run.best());
     let best_folder = run.prepared().options().best();
     if ended == Ended::Asked {
-        if first {
-            print(format!("a signal asked for the end: step {steps} is saved, --resume goes on from there"));
-        }
+        stop(run, flags, first)?;
         return Ok(ended);
     }
     if run.prepared().validation().is_none() {
@@ -72,6 +70,34 @@ fn train(options: Options, flags: &Flags) -> Result<Ended> {
         }
     }
     Ok(ended)
+}
+
+/// The end that a signal asked for: what is kept, and what is lost.
+fn stop(run: FineTune, flags: &Flags, first: bool) -> Result<()> {
+    let (steps, made, total) = (run.steps(), run.steps_made(), run.total_steps());
+    if flags.save.is_some() {
+        if first {
+            print(format!("stopped by a signal: step {steps} of {total} is saved, and --resume continues from there"));
+        }
+        return Ok(());
+    }
+    if made == 0 {
+        if first {
+            print("stopped by a signal before the first step was made: nothing is lost");
+        }
+        return Ok(());
+    }
+    let to = run.prepared().options().stopped();
+    run.finish_stopped()?;
+    if first {
+        print(format!(
+            "stopped by a signal after step {steps} of {total}: the model as it was then is in {}. Training cannot be resumed \
+             from it, for the optimizer's state is not kept without checkpoints: give --save DIR next time, and --resume \
+             to continue",
+            to.display()
+        ));
+    }
+    Ok(())
 }
 
 /// What is trained, and how.
@@ -125,7 +151,15 @@ fn answer(run: &mut FineTune, flags: &Flags, first: bool) -> Result<()> {
 }
 
 fn line(step: &StepReport) -> String {
-    format!("loss {:.4} lr {:.3e} {:.0} tokens/s", step.loss, step.lr, step.tokens_per_s)
+    let StepReport { loss, lr, tokens_per_s, .. } = step;
+    let rewards = step.rewards.map(|rewards| format!(" {}", rewarded(&rewards))).unwrap_or_default();
+    format!("loss {loss:.4}{rewards} lr {lr:.3e} {tokens_per_s:.0} tokens/s")
+}
+
+/// The rewards of pairs.
+fn rewarded(rewards: &Rewards) -> String {
+    let Rewards { chosen, rejected, margin, accuracy } = rewards;
+    format!("rewards {chosen:.3} and {rejected:.3}, margin {margin:.3}, accuracy {:.0}%", 100.0 * accuracy)
 }
 
 /// A line about a validation.
@@ -133,6 +167,9 @@ fn validated(run: &FineTune, step: &StepReport, loss: f64) -> String {
     let best = if run.best().is_some_and(|(at, _)| at == step.step + 1) { ", the best so far" } else { "" };
     let f1 = step.val_f1.map(|f1| format!(", macro F1 {f1:.4}")).unwrap_or_default();
     match step.val_accuracy {
+        Some(_) if let Some(rewards) = &step.val_rewards => {
+            format!("step {}: validation loss {loss:.4}, {}{best}", step.step + 1, rewarded(rewards))
+        }
         Some(accuracy) => {
             format!("step {}: validation loss {loss:.4}, accuracy {:.1}%{f1}{best}", step.step + 1, 100.0 * accuracy)
         }

@@ -158,6 +158,7 @@ impl Arguments {
             world: ranks,
             timeout: None,
             grace: ranks::DEFAULT_GRACE,
+            on_signal: None,
             script: None,
             master_port: None,
             prometheus: None,

@@ -1,0 +1,96 @@
+//! How runs end: signals without checkpoints, checkpoints that stay, and what is reported of preferences.
+
+use crate::fixtures::path;
+use crate::runs::{chats, finetune, write};
+use crate::support::processes::{stderr, stdout, wait_up_to};
+use candle_zero::finetune::Adapter;
+use candle_zero::serde_json::{Value, from_str, json};
+use rustix::process::{Pid, Signal, kill_process};
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+fn lines(metrics: &Path) -> Vec<Value> {
+    let text = std::fs::read_to_string(metrics).unwrap_or_default();
+    text.lines().filter_map(|line| from_str(line).ok()).collect()
+}
+
+#[test]
+fn a_signal_without_checkpoints_leaves_the_model_of_the_last_step_beside_the_result() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = chats(folder.path(), 40);
+    let [out, stopped, metrics] = ["out", "out-stopped", "m.jsonl"].map(|name| folder.path().join(name));
+    // Twice: what the first stop has left is replaced.
+    for ranks in ["1", "2"] {
+        _ = std::fs::remove_file(&metrics);
+        let words = ["--data", &data, "--out", out.to_str().unwrap(), "--steps", "100000", "--batch", "4", "--ctx", "48"];
+        let more = ["-n", ranks, "--metrics", metrics.to_str().unwrap()];
+        let mut command = finetune(&path("models/llama"), folder.path(), &[words.as_slice(), &more].concat());
+        let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        wait_up_to(Duration::from_secs(100), "the second step", || (lines(&metrics).len() > 1).then_some(()));
+        kill_process(Pid::from_child(&child), Signal::INT).unwrap();
+        let output = child.wait_with_output().unwrap();
+        let (said, told) = (stdout(&output), stderr(&output));
+        assert_eq!(output.status.code(), Some(130), "{said}{told}");
+        assert!(told.contains("a second signal (Ctrl-C) stops at once"), "{told}");
+        assert!(said.contains("stopped by a signal after step ") && said.contains("--resume"), "{said}");
+        assert!(!out.exists());
+        Adapter::read(&stopped).unwrap();
+    }
+}
+
+#[test]
+fn the_two_newest_checkpoints_of_an_adapter_stay_unless_others_are_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = chats(folder.path(), 20);
+    let checkpoints = |name: &str, more: &[&str]| {
+        let [out, saves] = [name.to_string(), format!("{name}-saves")].map(|name| folder.path().join(name));
+        let words = ["--data", &data, "--out", out.to_str().unwrap(), "--steps", "5", "--batch", "2", "--ctx", "48"];
+        let saving = ["--save", saves.to_str().unwrap(), "--save_every", "1"];
+        let words = [words.as_slice(), &saving, more].concat();
+        let output = finetune(&path("models/llama"), folder.path(), &words).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        let mut found: Vec<String> = std::fs::read_dir(saves)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .filter(|name| name.starts_with("global_step"))
+            .collect();
+        found.sort();
+        found
+    };
+    assert_eq!(checkpoints("usual", &[]), ["global_step4", "global_step5"]);
+    assert_eq!(checkpoints("one", &["--keep", "1"]), ["global_step5"]);
+    assert_eq!(checkpoints("all", &["--keep", "all"]).len(), 5);
+    assert_eq!(checkpoints("full", &["--full"]).len(), 5);
+}
+
+#[test]
+fn rewards_of_preferences_are_reported_for_each_step_and_validation() {
+    let folder = tempfile::tempdir().unwrap();
+    let pair = |i: usize| json!({"prompt": format!("{i}?"), "chosen": "yes yes", "rejected": "no"});
+    let text: String = (0..24).map(|i| format!("{}\n", pair(i))).collect();
+    let data = write(folder.path(), "pairs.jsonl", &text);
+    let metrics = folder.path().join("m.jsonl");
+    let out = folder.path().join("out");
+    let words = ["--data", &data, "--out", out.to_str().unwrap(), "--dpo", "beta=0.5", "--lr", "2e-2", "--val", "25%"];
+    let more = ["--steps", "8", "--batch", "4", "--ctx", "48", "--metrics", metrics.to_str().unwrap(), "-n", "2"];
+    let mut command = finetune(&path("models/llama"), folder.path(), &[words.as_slice(), &more].concat());
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    let told = stderr(&output);
+    assert!(told.contains("margin") && told.contains("accuracy"), "{told}");
+    let lines = lines(&metrics);
+    let steps: Vec<&Value> = lines.iter().filter(|line| line["step"].is_u64()).collect();
+    let value = |of: &Value, key: &str| of[key].as_f64().unwrap();
+    for rewards in steps.iter().map(|step| &step["rewards"]).chain(steps.iter().filter_map(|s| s.get("val_rewards"))) {
+        let [chosen, rejected, margin] = ["chosen", "rejected", "margin"].map(|key| value(rewards, key));
+        assert!((chosen - rejected - margin).abs() < 1e-4 * (1.0 + margin.abs()), "{rewards}");
+        assert!((0.0..=1.0).contains(&value(rewards, "accuracy")), "{rewards}");
+    }
+    // In the first step the model is its own reference.
+    let first = &steps[0]["rewards"];
+    assert!(["chosen", "rejected", "margin", "accuracy"].iter().all(|key| value(first, key) == 0.0), "{first}");
+    let last = steps[steps.len() - 1];
+    assert!(value(&last["rewards"], "margin") > 0.0 && value(&last["val_rewards"], "accuracy") > 0.5, "{last}");
+    assert_eq!(last["val_rewards"]["accuracy"], last["val_accuracy"]);
+}
