@@ -531,7 +531,7 @@ fn a_model_that_is_not_a_trained_classifier_tells_no_labels() {
     // The fixture has a classifier of three labels.
     assert!(classify(folder.path(), &["a text"], "").status.success());
     insta::assert_snapshot!(refused(&|folder| change_weights(folder, |name, tensor| (!name.starts_with("classifier.")).then_some((name, tensor)))), @"zerorun: MODEL is not a trained classifier: its files lack classifier.weight; train one with zerorun finetune MODEL --task classify --data FILE --out DIR");
-    insta::assert_snapshot!(refused(&|folder| change_config(folder, |config| config["model_type"] = "llama".into())), @r#"zerorun: MODEL has a model of type "llama"; --task classify takes the folder of a BERT (model_type "bert") in Hugging Face's format, with any head or none"#);
+    insta::assert_snapshot!(refused(&|folder| change_config(folder, |config| config["model_type"] = "llama".into())), @r#"zerorun: MODEL has a model of type "llama"; --task classify takes the folder of a BERT (model_type "bert") in Hugging Face's format, with any head or none; a language model is fine-tuned without it"#);
 }
 
 #[test]
