@@ -120,7 +120,8 @@ mod tests {
         let Rewards { chosen: of_chosen, rejected: of_rejected, margin: mean, accuracy } = dpo.rewards;
         assert_eq!(accuracy, 0.5);
         assert!((mean / ((0..4).map(margin).sum::<f64>() / 4.0) - 1.0).abs() < 1e-6);
-        let reward = |policy: [f32; 4], by: [f32; 4]| (0..4).map(|i| beta * f64::from(policy[i] - by[i])).sum::<f64>() / 4.0;
+        let reward =
+            |policy: [f32; 4], by: [f32; 4]| (0..4).map(|i| beta * f64::from(policy[i] - by[i])).sum::<f64>() / 4.0;
         assert!((of_chosen / reward(chosen, by_reference) - 1.0).abs() < 1e-6, "{of_chosen}");
         assert!((of_rejected / reward(rejected, other) - 1.0).abs() < 1e-6, "{of_rejected}");
         let grads = dpo.loss.backward().unwrap();

@@ -333,7 +333,9 @@ impl FromStr for Warmup {
         let steps = || text.parse().ok().map(Self::Steps);
         let warmup = percentage(text).map(Self::Part).or_else(steps);
         warmup.ok_or_else(|| match fraction(text) {
-            Some(percent) => refused("--warmup", text, format!("a number of steps, or a part of all steps as {percent}")),
+            Some(percent) => {
+                refused("--warmup", text, format!("a number of steps, or a part of all steps as {percent}"))
+            }
             None => refused("--warmup", text, "a number of steps, or a part of them as 3%"),
         })
     }

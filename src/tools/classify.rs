@@ -64,7 +64,10 @@ impl Arguments {
     fn show(&self, classifier: &Classifier, text: &str) -> Result<bool> {
         let Classified { labels, tokens, cut } = classifier.classify(text)?;
         if cut > 0 && !self.json {
-            say(&format!("zerorun: the next text has {} tokens; its last {cut} are beyond the model's context", tokens + cut));
+            say(&format!(
+                "zerorun: the next text has {} tokens; its last {cut} are beyond the model's context",
+                tokens + cut
+            ));
         }
         let Some((label, probability)) = labels.first() else { return Ok(true) };
         if !self.json {

@@ -23,7 +23,8 @@ fn a_signal_without_checkpoints_leaves_the_model_of_the_last_step_beside_the_res
     // Twice: what the first stop has left is replaced.
     for ranks in ["1", "2"] {
         _ = std::fs::remove_file(&metrics);
-        let words = ["--data", &data, "--out", out.to_str().unwrap(), "--steps", "100000", "--batch", "4", "--ctx", "48"];
+        let words =
+            ["--data", &data, "--out", out.to_str().unwrap(), "--steps", "100000", "--batch", "4", "--ctx", "48"];
         let more = ["-n", ranks, "--metrics", metrics.to_str().unwrap()];
         let mut command = finetune(&path("models/llama"), folder.path(), &[words.as_slice(), &more].concat());
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();

@@ -24,7 +24,16 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
     ),
     (&["output_dir", "output", "save_dir", "output_path", "adapter_path"], "--out DIR"),
     (
-        &["dataset", "datasets", "dataset_name", "dataset_path", "dataset_dir", "train_file", "train_data", "data_path"],
+        &[
+            "dataset",
+            "datasets",
+            "dataset_name",
+            "dataset_path",
+            "dataset_dir",
+            "train_file",
+            "train_data",
+            "data_path",
+        ],
         "--data FILE...",
     ),
     (
@@ -60,7 +69,10 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
     (&["use_rslora", "peft_use_rslora", "rslora"], "--lora rslora"),
     (&["use_dora", "peft_use_dora", "dora"], "--lora dora"),
     (&["use_peft", "use_lora", "finetuning_type", "train_type"], "--lora SETTINGS (the default), --qlora or --full"),
-    (&["load_in_4bit", "quantization_bit", "load_in_8bit", "quantization"], "--qlora, which packs the base into 4 bits"),
+    (
+        &["load_in_4bit", "quantization_bit", "load_in_8bit", "quantization"],
+        "--qlora, which packs the base into 4 bits",
+    ),
     (&["full_finetuning", "full_finetune"], "--full"),
     (&["bf16", "bfloat16"], "--dtype bf16"),
     (&["fp16", "float16", "half"], "--dtype fp16"),
