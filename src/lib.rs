@@ -68,6 +68,7 @@ pub mod optim;
 mod param;
 pub mod precision;
 pub mod profiler;
+mod sandbox;
 mod stop;
 mod tensor;
 mod timeline;

@@ -92,7 +92,11 @@ impl Demand<'_> {
         let rows = batch.train_batch_size / self.ranks;
         let is_given = self.config.get(MICRO_BATCH).is_some();
         let is_one = |size: &usize| if is_given { *size == batch.train_micro_batch_size_per_gpu } else { true };
-        Ok((1..=rows).rev().filter(|size| rows.is_multiple_of(*size) && is_one(size)).collect())
+        let small = (1..=rows.isqrt()).filter(|size| rows.is_multiple_of(*size));
+        let mut sizes: Vec<usize> = small.flat_map(|size| [size, rows / size]).filter(is_one).collect();
+        sizes.sort_unstable_by(|a, b| b.cmp(a));
+        sizes.dedup();
+        Ok(sizes)
     }
 
     fn candidates(&self) -> Vec<Candidate> {

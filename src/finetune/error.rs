@@ -185,6 +185,17 @@ pub enum FinetuneError {
         /// The parser's reason, with the line.
         reason: String,
     },
+    /// A chat template that goes on and on, or writes more than any conversation needs.
+    #[error(
+        "{template} does not end, or writes more than 128 MiB{}; take another one, as the published one of the model",
+        line.map_or(String::new(), |line| format!(" (line {line} of the template)"))
+    )]
+    TemplateWithoutEnd {
+        /// The template and its file.
+        template: String,
+        /// The line in which it was stopped.
+        line: Option<usize>,
+    },
     /// A conversation that the chat template does not render.
     #[error("the chat template refuses the conversation: {reason}")]
     TemplateRefuses {

@@ -52,6 +52,7 @@ mod peft_config;
 mod plan;
 mod prepare;
 mod python;
+mod python_methods;
 mod quantized;
 mod rate;
 mod raw;
@@ -59,6 +60,9 @@ mod record;
 mod report;
 mod result;
 mod sample;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod same_tokens;
 mod scores;
 mod session;
 mod settings;

@@ -259,6 +259,9 @@ impl Options {
             if value == Some(0) {
                 return Err(refused(flag, 0, at_least_one));
             }
+            if let Some(rows) = value.filter(|rows| *rows > MOST_ROWS) {
+                return Err(refused(flag, rows, format!("at most {MOST_ROWS}")));
+            }
         }
         for (flag, value) in [("--eval_every", self.eval_every), ("--patience", self.patience)] {
             if value == Some(0) {
@@ -270,6 +273,9 @@ impl Options {
         }
         if let Some(ctx) = self.ctx.filter(|ctx| *ctx < 2) {
             return Err(refused("--ctx", ctx, "2 or more: a token, and one to predict"));
+        }
+        if let Some(ctx) = self.ctx.filter(|ctx| *ctx > MOST_CTX) {
+            return Err(refused("--ctx", ctx, format!("at most {MOST_CTX}")));
         }
         match self.warmup {
             Warmup::Part(part) if !(0.0..=1.0).contains(&part) => {
@@ -302,6 +308,10 @@ impl Options {
         Ok(())
     }
 }
+
+/// The most rows of a step, and tokens of a row: more than any run has.
+const MOST_ROWS: usize = 1 << 24;
+const MOST_CTX: usize = 1 << 27;
 
 /// The error about an option's value.
 pub(super) fn refused(flag: &'static str, found: impl fmt::Display, allowed: impl Into<String>) -> crate::Error {

@@ -9,10 +9,11 @@
 //! they lie in: what a writer puts into a page (a megabyte, usually) and into a row bounds it, not the file or a row group.
 
 use super::error::FinetuneError;
-use super::raw::{Raw, Record};
+use super::raw::{MOST_BYTES, Raw, Record};
 use super::record::{FORMS, KEYS};
 use crate::error::{Error, Result};
 use crate::files;
+use crate::sandbox::{Subject, within};
 use crate::util::list;
 use minijinja::value::Value;
 use parquet::basic::{Compression, ConvertedType, LogicalType, Repetition, Type as Physical};
@@ -25,7 +26,6 @@ use parquet::record::reader::{ReaderIter, TreeBuilder};
 use parquet::schema::types::{SchemaDescPtr, SchemaDescriptor, Type};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -39,6 +39,8 @@ const ENCRYPTED: &[u8; 4] = b"PARE";
 /// The rows of a file.
 pub(super) struct Rows {
     path: PathBuf,
+    /// The file, for what the crate does with it.
+    subject: Subject,
     reader: SerializedFileReader<File>,
     /// Names of all columns.
     names: Vec<String>,
@@ -73,7 +75,8 @@ impl Rows {
             .with_encoding_stats_policy(ParquetStatisticsPolicy::SkipAll)
             .build();
         let damaged = |reason| wrong(format!("its footer is damaged ({reason}); fetch or write it again"));
-        let reader = caught(|| SerializedFileReader::new_with_options(file, options)).map_err(damaged)?;
+        let subject = Subject::new(path.display().to_string());
+        let reader = caught(&subject, || SerializedFileReader::new_with_options(file, options)).map_err(damaged)?;
         let metadata = reader.metadata();
         let root = metadata.file_metadata().schema_descr().root_schema();
         let names: Vec<String> = root.get_fields().iter().map(|field| field.name().to_owned()).collect();
@@ -85,7 +88,7 @@ impl Rows {
         let root = Type::group_type_builder(root.name()).with_fields(read).build();
         let columns = Arc::new(SchemaDescriptor::new(Arc::new(root.map_err(|e| damaged(e.to_string()))?)));
         let of = check_groups(metadata, &columns).map_err(wrong)?;
-        Ok(Self { path: path.into(), reader, names, columns, groups: 0, group: None, row: 0, of, bytes })
+        Ok(Self { path: path.into(), subject, reader, names, columns, groups: 0, group: None, row: 0, of, bytes })
     }
 
     /// The next row; none at the end. Its number stands for its line.
@@ -94,14 +97,14 @@ impl Rows {
     /// [`FinetuneError::Parquet`] for what cannot be read. No row can be read behind it.
     pub(super) fn next(&mut self) -> Result<Option<Record>> {
         loop {
-            match caught(|| self.group.as_mut().and_then(Iterator::next).transpose()) {
+            match caught(&self.subject, || self.group.as_mut().and_then(Iterator::next).transpose()) {
                 Ok(None) if self.groups == self.reader.num_row_groups() => return Ok(None),
                 Ok(None) => {
                     let open = || {
                         let group = self.reader.get_row_group(self.groups)?;
                         TreeBuilder::new().with_batch_size(AHEAD).as_iter(self.columns.clone(), &*group)
                     };
-                    self.group = Some(caught(open).map_err(|reason| self.damaged(&reason))?);
+                    self.group = Some(caught(&self.subject, open).map_err(|reason| self.damaged(&reason))?);
                     self.groups += 1;
                 }
                 Ok(Some(row)) => {
@@ -113,6 +116,10 @@ impl Rows {
                         let field = fields.next_if(|(of, _)| *of == name);
                         (name.as_str(), field.map_or(().into(), |(_, field)| value(field, &mut bytes)))
                     }));
+                    if bytes > MOST_BYTES {
+                        let problem = format!("row {} has more than {} MiB; cut it", self.row, MOST_BYTES >> 20);
+                        return Err(FinetuneError::Parquet { path: self.path.clone(), problem }.into());
+                    }
                     return Ok(Some(Record { line: self.row, raw: Raw::Columns { value, bytes } }));
                 }
                 Err(reason) => return Err(self.damaged(&reason)),
@@ -134,12 +141,10 @@ impl Rows {
 
 /// What `read` gives, or why it gives nothing. Of damaged bytes the crate gives errors mostly, but slices and asserts in its
 /// decoders panic as well; what panicked is not used again.
-fn caught<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
+fn caught<T>(subject: &Subject, read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     const SHOWN: usize = 200;
-    let result = catch_unwind(AssertUnwindSafe(read)).map_err(|panic| {
-        let text = panic.downcast_ref::<String>().map(String::as_str);
-        text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked").to_owned()
-    });
+    // Bytes of a page, usually.
+    let result = within(subject, 1 << 20, read);
     let reason = match result {
         Ok(Ok(value)) => return Ok(value),
         Ok(Err(ParquetError::General(reason) | ParquetError::EOF(reason) | ParquetError::NYI(reason))) => reason,

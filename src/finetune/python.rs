@@ -4,6 +4,22 @@ use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind, Output, State};
 use std::fmt::Write as _;
 
+/// Lists within lists, at most: those that hold themselves have no end.
+const DEEPEST: usize = 256;
+
+/// Bytes of a value as text, at most: one whose parts hold the same part again and again has no bound.
+const LONGEST: usize = 64 << 20;
+
+/// An error for values without an end.
+fn check(depth: usize, text: &str) -> Result<(), Error> {
+    let refused = |reason: String| Err(Error::new(ErrorKind::InvalidOperation, reason));
+    match () {
+        () if depth > DEEPEST => refused(format!("a value with more than {DEEPEST} lists or objects in each other")),
+        () if text.len() > LONGEST => refused(format!("a value of more than {} MiB as text", LONGEST >> 20)),
+        () => Ok(()),
+    }
+}
+
 /// How JSON is written: `json.dumps`'s arguments.
 struct Json {
     indent: Option<String>,
@@ -38,6 +54,7 @@ pub(super) fn tojson(value: &Value, arguments: Kwargs) -> Result<String, Error> 
 
 impl Json {
     fn write(&self, value: &Value, depth: usize, text: &mut String) -> Result<(), Error> {
+        check(depth, text)?;
         match value.kind() {
             ValueKind::None => text.push_str("null"),
             ValueKind::Bool => text.push_str(if value.is_true() { "true" } else { "false" }),
@@ -54,7 +71,7 @@ impl Json {
                     keys.sort_by_key(ToString::to_string);
                 }
                 let write = |key: &Value, text: &mut String| {
-                    self.write_string(&python_str(key), text);
+                    self.write_string(&checked_str(key)?, text);
                     text.push_str(&self.key);
                     self.write(&value.get_item(key)?, depth + 1, text)
                 };
@@ -144,25 +161,34 @@ fn float(x: f64) -> String {
 
 /// `str(value)` of Python.
 pub(super) fn python_str(value: &Value) -> String {
+    // Without an error a value has an end.
+    checked_str(value).unwrap_or_default()
+}
+
+/// The same; an error for a value without an end.
+pub(super) fn checked_str(value: &Value) -> Result<String, Error> {
     match value.as_str() {
-        Some(text) => text.into(),
+        Some(text) => Ok(text.into()),
         None => {
             let mut text = String::new();
-            repr(value, &mut text);
-            text
+            repr(value, 0, &mut text)?;
+            Ok(text)
         }
     }
 }
 
 /// `repr(value)` of Python.
-fn repr(value: &Value, text: &mut String) {
-    let sequence = |text: &mut String, brackets: [char; 2], write: &dyn Fn(&Value, &mut String)| {
+fn repr(value: &Value, depth: usize, text: &mut String) -> Result<(), Error> {
+    check(depth, text)?;
+    type Write<'a> = &'a dyn Fn(&Value, &mut String) -> Result<(), Error>;
+    let sequence = |text: &mut String, brackets: [char; 2], write: Write<'_>| {
         text.push(brackets[0]);
         for (i, item) in value.try_iter().into_iter().flatten().enumerate() {
             text.push_str(if i > 0 { ", " } else { "" });
-            write(&item, text);
+            write(&item, text)?;
         }
         text.push(brackets[1]);
+        Ok(())
     };
     match value.kind() {
         ValueKind::Undefined => {}
@@ -170,14 +196,19 @@ fn repr(value: &Value, text: &mut String) {
         ValueKind::Bool => text.push_str(if value.is_true() { "True" } else { "False" }),
         ValueKind::Number => text.push_str(&number(value, ["inf", "-inf", "nan"])),
         ValueKind::String => repr_string(value.as_str().unwrap_or_default(), text),
-        ValueKind::Seq | ValueKind::Iterable => sequence(text, ['[', ']'], &repr),
-        ValueKind::Map => sequence(text, ['{', '}'], &|key, text| {
-            repr(key, text);
-            text.push_str(": ");
-            repr(&value.get_item(key).unwrap_or_default(), text);
-        }),
+        ValueKind::Seq | ValueKind::Iterable => {
+            return sequence(text, ['[', ']'], &|item, text| repr(item, depth + 1, text));
+        }
+        ValueKind::Map => {
+            return sequence(text, ['{', '}'], &|key, text| {
+                repr(key, depth + 1, text)?;
+                text.push_str(": ");
+                repr(&value.get_item(key).unwrap_or_default(), depth + 1, text)
+            });
+        }
         _ => _ = write!(text, "{value}"),
     }
+    Ok(())
 }
 
 /// `repr` of a string: in single quotes unless it has those and no double ones.
@@ -202,7 +233,7 @@ fn repr_string(string: &str, text: &mut String) {
 pub(super) fn write_value(out: &mut Output<'_>, _: &mut State<'_, '_>, value: &Value) -> Result<(), Error> {
     match value.as_str() {
         Some(text) => out.write_str(text)?,
-        None => out.write_str(&python_str(value))?,
+        None => out.write_str(&checked_str(value)?)?,
     }
     Ok(())
 }

@@ -2,6 +2,9 @@
 
 use minijinja::value::Value;
 
+/// The most bytes of a record.
+pub(super) const MOST_BYTES: usize = 64 << 20;
+
 /// A record, not yet read as what it is.
 #[derive(Debug)]
 pub(super) enum Raw {

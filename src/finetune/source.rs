@@ -2,12 +2,12 @@
 
 use super::error::FinetuneError;
 use super::parquet::Rows;
-use super::raw::{Raw, Record};
+use super::raw::{MOST_BYTES, Raw, Record};
 use crate::error::{Error, Result};
 use crate::files;
 use minijinja::value::Value;
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read as _};
 use std::path::{Path, PathBuf};
 
 /// Bytes that are read at once.
@@ -123,6 +123,17 @@ fn io(path: &Path, source: std::io::Error) -> Error {
     Error::Io { action: "read", path: path.into(), source }
 }
 
+/// An error for a record that is too large to be one.
+fn check_size(bytes: usize, line: u64) -> std::io::Result<()> {
+    match bytes > MOST_BYTES {
+        true => {
+            let reason = format!("the record of line {line} has more than {} MiB; cut it", MOST_BYTES >> 20);
+            Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, reason))
+        }
+        false => Ok(()),
+    }
+}
+
 /// Lines of a file.
 struct Lines {
     reader: BufReader<File>,
@@ -151,8 +162,9 @@ impl Lines {
         if self.line == 0 {
             self.first_byte()?;
         }
-        self.reader.read_until(b'\n', &mut bytes)?;
+        (&mut self.reader).take(MOST_BYTES as u64 + 1).read_until(b'\n', &mut bytes)?;
         self.line += 1;
+        check_size(bytes.len(), self.line)?;
         Ok((!bytes.is_empty()).then_some(bytes))
     }
 }
@@ -193,12 +205,14 @@ impl Table {
     fn row(&mut self) -> std::io::Result<Option<Vec<Vec<u8>>>> {
         let (mut bytes, mut ends) = (vec![0; 1 << 10], vec![0; 16]);
         let (mut written, mut ended) = (0, 0);
+        let line = self.reader.line();
         loop {
             let input = self.lines.reader.fill_buf()?;
             let (result, read, wrote, fields) =
                 self.reader.read_record(input, &mut bytes[written..], &mut ends[ended..]);
             self.lines.reader.consume(read);
             (written, ended) = (written + wrote, ended + fields);
+            check_size(written.saturating_add(ended * size_of::<usize>()), line)?;
             match result {
                 csv_core::ReadRecordResult::InputEmpty => {}
                 csv_core::ReadRecordResult::OutputFull => bytes.resize(2 * bytes.len(), 0),
@@ -266,6 +280,7 @@ impl List {
                 bytes.push(*byte);
             }
             self.lines.reader.consume(used);
+            check_size(bytes.len(), line)?;
             match (complete, bytes.is_empty()) {
                 (true, false) => return Ok(Some(Record { line, raw: Raw::Json(bytes) })),
                 (true, true) if self.state == State::Inside => {

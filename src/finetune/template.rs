@@ -3,19 +3,32 @@
 use super::conversation::Conversation;
 use super::error::FinetuneError;
 use super::python::{tojson, write_value};
+use super::python_methods::{trim, unknown_method};
 use super::spans::{self, GENERATION, Render, Rendered, Turns};
 use super::strftime::strftime;
 use super::tokenizer::{SpecialTokens, Tokenizer, object};
 use crate::error::{Error, Result};
 use crate::files;
+use crate::sandbox::{Subject, within};
+use crate::util::lock;
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Value;
+use minijinja::value::{Value, ValueKind};
 use minijinja::{Environment, ErrorKind, State};
 use std::path::Path;
+use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The most bytes of a template's file.
-const MOST_BYTES: u64 = 16 << 20;
+const MOST_BYTES: u64 = 1 << 20;
+
+/// What a rendering may do: steps, and 64 bytes of texts and lists each. The second is for long conversations.
+const FUEL: [u64; 2] = [2_000_000, 64_000_000];
+
+/// The longest conversation for which the first is enough, in messages and in bytes.
+const USUAL: (usize, usize) = (256, 256 << 10);
+
+/// Renderings without an end after which no further one is begun.
+const ENDLESS: usize = 3;
 
 /// The name of the template in its environment.
 const NAME: &str = "chat_template";
@@ -26,7 +39,13 @@ const MARKED: &str = "__generation_marked__";
 /// A chat template.
 #[derive(Debug, Clone)]
 pub struct Template {
-    environment: Environment<'static>,
+    /// With the fuels of [`FUEL`].
+    environments: [Environment<'static>; 2],
+    /// What it is for errors: the chat template of a file.
+    name: Arc<str>,
+    subject: Subject,
+    /// Renderings that had no end, and the line of the last one.
+    endless: Arc<Mutex<(usize, Option<usize>)>>,
     /// Variables of every rendering: the special tokens, and what [`Template::set`] set.
     variables: Vec<(String, Value)>,
     /// Whether `{% generation %}` tells what the assistant says.
@@ -40,17 +59,43 @@ impl Template {
     /// which one ends a turn.
     ///
     /// # Errors
-    /// [`FinetuneError::TemplateSyntax`].
+    /// [`FinetuneError::TemplateSyntax`]; [`FinetuneError::TemplateWithoutEnd`].
     pub fn new(source: &str, tokens: &SpecialTokens, special_texts: Vec<String>) -> Result<Self> {
+        Self::named("the chat template".into(), source, tokens, special_texts)
+    }
+
+    /// The same, of a template with a name.
+    fn named(name: Arc<str>, source: &str, tokens: &SpecialTokens, special_texts: Vec<String>) -> Result<Self> {
         let (with_filters, has_markers) = replace_markers(source);
         let syntax = |e: minijinja::Error| FinetuneError::TemplateSyntax { reason: reason(&e) };
         let mut environment = environment().map_err(syntax)?;
-        environment.add_template_owned(NAME, with_filters).map_err(syntax)?;
+        let subject = Subject::new(&*name);
+        let add = || environment.add_template_owned(NAME, with_filters);
+        within(&subject, source.len(), add).map_err(|reason| FinetuneError::TemplateSyntax { reason })?.map_err(syntax)?;
+        let environments = FUEL.map(|fuel| {
+            let mut environment = environment.clone();
+            environment.set_fuel(Some(fuel));
+            environment
+        });
         let variables = tokens.iter().map(|(name, text)| (name.to_string(), Value::from(text))).collect();
         let fingerprint = twox_hash::XxHash3_64::oneshot(source.as_bytes());
-        let mut template = Self { environment, variables, has_markers, turns: Turns::default(), fingerprint };
-        template.turns = Turns::of(&template, special_texts);
+        let (turns, endless) = (Turns::default(), Arc::default());
+        let mut template = Self { environments, name, subject, endless, variables, has_markers, turns, fingerprint };
+        template.look_at_turns(special_texts)?;
         Ok(template)
+    }
+
+    /// Finds out how turns begin and end.
+    fn look_at_turns(&mut self, special_texts: Vec<String>) -> Result<()> {
+        self.turns = Turns::of(self, special_texts);
+        match *lock(&self.endless) {
+            (0, _) => Ok(()),
+            (_, line) => Err(self.without_end(line).into()),
+        }
+    }
+
+    fn without_end(&self, line: Option<usize>) -> FinetuneError {
+        FinetuneError::TemplateWithoutEnd { template: self.name.to_string(), line }
     }
 
     /// The template of a model's folder: chat_template.jinja, else `chat_template` of tokenizer_config.json (a text, or a
@@ -61,14 +106,15 @@ impl Template {
     pub fn open(folder: impl AsRef<Path>, tokenizer: &Tokenizer) -> Result<Self> {
         let folder = folder.as_ref();
         let path = folder.join("chat_template.jinja");
-        let source = match files::read_text(&path, MOST_BYTES) {
-            Ok(source) => Some(source),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => configured(folder)?,
+        let (source, file) = match files::read_text(&path, MOST_BYTES) {
+            Ok(source) => (Some(source), "chat_template.jinja"),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => (configured(folder)?, "tokenizer_config.json"),
             Err(source) => return Err(Error::Io { action: "read", path, source }),
         };
+        let name = format!("the chat template of {}", folder.join(file).display());
         match source {
             None => Err(FinetuneError::NoTemplate { folder: folder.into() }.into()),
-            Some(source) => Self::new(&source, tokenizer.special_tokens(), tokenizer.special_texts()),
+            Some(source) => Self::named(name.into(), &source, tokenizer.special_tokens(), tokenizer.special_texts()),
         }
     }
 
@@ -82,8 +128,7 @@ impl Template {
         self.fingerprint ^= twox_hash::XxHash3_64::oneshot(format!("{name}={json}").as_bytes());
         self.variables.retain(|(other, _)| other != name);
         self.variables.push((name.into(), value));
-        self.turns = Turns::of(self, self.turns.special_texts());
-        Ok(())
+        self.look_at_turns(self.turns.special_texts())
     }
 
     /// The text of a conversation, with the header of an answer at its end where `add_generation_prompt` is set.
@@ -121,8 +166,21 @@ impl Render for Template {
         add_generation_prompt: bool,
         marked: bool,
     ) -> Result<String, FinetuneError> {
-        let refused = |e: minijinja::Error| FinetuneError::TemplateRefuses { reason: reason(&e) };
-        let template = self.environment.get_template(NAME).map_err(refused)?;
+        if let (ENDLESS.., line) = *lock(&self.endless) {
+            return Err(self.without_end(line));
+        }
+        let refused = |e: minijinja::Error| match is_out_of_fuel(&e) {
+            true => {
+                let mut endless = lock(&self.endless);
+                *endless = (endless.0 + 1, e.line());
+                self.without_end(e.line())
+            }
+            false => FinetuneError::TemplateRefuses { reason: reason(&e) },
+        };
+        let bytes = messages.iter().map(bytes_of).sum::<usize>() + bytes_of(&conversation.tools);
+        let is_usual = messages.len() <= USUAL.0 && bytes <= USUAL.1;
+        let environment = &self.environments[usize::from(!is_usual)];
+        let template = environment.get_template(NAME).map_err(refused)?;
         let given = [
             ("messages", messages.iter().cloned().collect()),
             ("tools", conversation.tools.clone()),
@@ -131,27 +189,55 @@ impl Render for Template {
             (MARKED, Value::from(marked)),
         ];
         let variables = self.variables.iter().map(|(name, value)| (name.as_str(), value.clone()));
-        template.render(Value::from_pairs(variables.chain(given))).map_err(refused)
+        let values = Value::from_pairs(variables.chain(given));
+        let rendered = within(&self.subject, bytes, || template.render(values));
+        rendered.map_err(|reason| FinetuneError::TemplateRefuses { reason })?.map_err(refused)
     }
+}
+
+/// Bytes of the texts in a value, more or less.
+fn bytes_of(value: &Value) -> usize {
+    let items = || value.try_iter().into_iter().flatten();
+    match value.kind() {
+        ValueKind::String => value.as_str().map_or(0, str::len),
+        ValueKind::Seq => items().map(|item| bytes_of(&item)).sum(),
+        ValueKind::Map => items().map(|key| bytes_of(&key) + value.get_item(&key).map_or(0, |item| bytes_of(&item))).sum(),
+        _ => size_of::<Value>(),
+    }
+}
+
+/// Whether a rendering took all that it may.
+fn is_out_of_fuel(error: &minijinja::Error) -> bool {
+    let cause = std::error::Error::source(error).and_then(|cause| cause.downcast_ref());
+    error.kind() == ErrorKind::OutOfFuel || cause.is_some_and(is_out_of_fuel)
 }
 
 /// `chat_template` of tokenizer_config.json.
 fn configured(folder: &Path) -> Result<Option<String>> {
-    let config = object(&folder.join("tokenizer_config.json"))?;
+    let path = folder.join("tokenizer_config.json");
+    let config = object(&path)?;
     let Some(found) = config.get("chat_template") else { return Ok(None) };
     let text = |value: &serde_json::Value| value.as_str().map(str::to_string);
     let named = |name: &str| {
         let entry = found.as_array()?.iter().find(|entry| entry.get("name").is_some_and(|found| found == name))?;
         text(entry.get("template")?)
     };
-    Ok(text(found).or_else(|| named("default")))
+    let found = text(found).or_else(|| named("default"));
+    match found.as_ref().is_some_and(|found| found.len() as u64 > MOST_BYTES) {
+        true => {
+            let reason = format!("its chat template is larger than {MOST_BYTES} bytes");
+            Err(FinetuneError::TokenizerFile { path, reason }.into())
+        }
+        false => Ok(found),
+    }
 }
 
 /// Jinja as transformers sets it up.
 fn environment() -> Result<Environment<'static>, minijinja::Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(unknown_method);
+    environment.add_filter("trim", trim);
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     environment.set_formatter(write_value);
     environment.add_filter("tojson", |value: &Value, arguments| tojson(value, arguments));

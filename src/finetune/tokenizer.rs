@@ -4,12 +4,16 @@ use super::error::FinetuneError;
 use super::words::{Encoded, Words};
 use crate::error::{Error, Result};
 use crate::files;
+use crate::sandbox::{Subject, within};
 use serde_json::{Map, Value};
 use std::path::Path;
 use tokenizers::PostProcessorWrapper;
 
-/// The most bytes of a tokenizer's file.
-const MOST_BYTES: u64 = 1 << 30;
+/// The most bytes of a tokenizer's file. Those of the largest vocabularies have 35 MiB.
+const MOST_BYTES: u64 = 128 << 20;
+
+/// The most bytes of a text that has no place where it may be cut: for each byte a tokenizer takes about a hundred.
+const MOST_TEXT: usize = 6 << 20;
 
 /// A tokenizer, as a model's folder holds it.
 ///
@@ -24,6 +28,8 @@ pub struct Tokenizer {
     /// What the tokenizer itself adds before and after a text: BOS, or `[CLS]` and `[SEP]`.
     around: (Vec<u32>, Vec<u32>),
     fingerprint: u64,
+    /// Its file, for what other crates do with it.
+    subject: Subject,
 }
 
 /// Names and texts of the special tokens of tokenizer_config.json and special_tokens_map.json (`bos_token`, ...).
@@ -78,7 +84,16 @@ impl Tokenizer {
             source,
         })?;
         let wrong = |reason: String| FinetuneError::TokenizerFile { path: path.clone(), reason };
-        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| wrong(e.to_string()))?;
+        let subject = Subject::new(path.display().to_string());
+        let load = || -> tokenizers::Result<_> {
+            let mut inner = tokenizers::Tokenizer::from_bytes(&bytes)?;
+            inner.with_padding(None).with_truncation(None)?;
+            let around = added_around(&inner)?;
+            inner.with_post_processor(None::<PostProcessorWrapper>);
+            Ok((inner, around))
+        };
+        let loaded = within(&subject, bytes.len() / 8, load).map_err(|panic| wrong(format!("it is damaged ({panic})")))?;
+        let (inner, mut around) = loaded.map_err(|e| wrong(e.to_string()))?;
         let config = object(&folder.join("tokenizer_config.json"))?;
         let map = object(&folder.join("special_tokens_map.json"))?;
         let tokens = SpecialTokens::of(&[&config, &map]);
@@ -87,16 +102,19 @@ impl Tokenizer {
                 return Err(FinetuneError::UnknownSpecialToken { name: name.into(), token: token.into() }.into());
             }
         }
-        inner.with_padding(None).with_truncation(None).map_err(|e| wrong(e.to_string()))?;
-        let mut around = added_around(&inner).map_err(|e| wrong(e.to_string()))?;
-        inner.with_post_processor(None::<PostProcessorWrapper>);
         let id = |name: &str| tokens.get(name).and_then(|token| inner.token_to_id(token));
         let asks = |key: &str| config.get(key).and_then(Value::as_bool);
         around.0 = with_token(around.0, id("bos_token"), asks("add_bos_token"));
         around.1 = with_token(around.1, id("eos_token"), asks("add_eos_token"));
         let fingerprint = twox_hash::XxHash3_64::oneshot(&bytes);
         let words = Words::of(&inner, fingerprint);
-        Ok(Self { inner, words, tokens, around, fingerprint })
+        Ok(Self { inner, words, tokens, around, fingerprint, subject })
+    }
+
+    /// Whether texts are encoded by pieces.
+    #[cfg(test)]
+    pub(super) fn is_cut(&self) -> bool {
+        self.words.is_some()
     }
 
     /// The ids of `text` and the bytes that they stand for, without tokens added around it.
@@ -112,8 +130,13 @@ impl Tokenizer {
 
     /// The same, of the text as one.
     fn encode_whole(&self, text: &str) -> Result<Encoded> {
-        let wrong = |e: tokenizers::Error| FinetuneError::Encode { bytes: text.len(), reason: e.to_string() };
-        let encoding = self.inner.encode(text, false).map_err(wrong)?;
+        let wrong = |reason: String| FinetuneError::Encode { bytes: text.len(), reason };
+        if text.len() > MOST_TEXT {
+            let reason = format!("one without a place where it may be cut has at most {MOST_TEXT}; cut the record");
+            return Err(wrong(reason).into());
+        }
+        let encoded = within(&self.subject, text.len(), || self.inner.encode(text, false)).map_err(wrong)?;
+        let encoding = encoded.map_err(|e| wrong(e.to_string()))?;
         Ok(Encoded { ids: encoding.get_ids().to_vec(), offsets: encoding.get_offsets().to_vec() })
     }
 
@@ -122,8 +145,10 @@ impl Tokenizer {
     /// # Errors
     /// [`FinetuneError::Decode`].
     pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
-        let wrong = |e: tokenizers::Error| FinetuneError::Decode { reason: e.to_string() };
-        Ok(self.inner.decode(ids, skip_special_tokens).map_err(wrong)?)
+        let wrong = |reason: String| FinetuneError::Decode { reason };
+        let decode = || self.inner.decode(ids, skip_special_tokens);
+        let decoded = within(&self.subject, ids.len(), decode).map_err(wrong)?;
+        Ok(decoded.map_err(|e| wrong(e.to_string()))?)
     }
 
     /// Decodes token by token.
@@ -197,7 +222,8 @@ pub(super) fn object(path: &Path) -> Result<Map<String, Value>> {
         read => read.map_err(|source| Error::Io { action: "read", path: path.into(), source })?,
     };
     let wrong = |e: serde_json::Error| FinetuneError::TokenizerFile { path: path.into(), reason: e.to_string() };
-    Ok(serde_json::from_slice(&bytes).map_err(wrong)?)
+    let bytes = bytes.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&bytes);
+    Ok(serde_json::from_slice(bytes).map_err(wrong)?)
 }
 
 /// Text as its tokens arrive: what is not yet whole UTF-8 is held back.

@@ -4,9 +4,17 @@
 //! crosses the cut, and no piece's tokens depend on the others, the tokens of a piece are looked up. Cuts are:
 //!
 //! - before a space that stands between a printed ASCII character and an ASCII letter, and after the end of a line
-//!   between the same: the pre-tokenizers that are allowed here cut there too, or do not cut at all, and then no token of the
-//!   vocabulary has these characters in this order, so that no merge joins them;
+//!   between the same;
 //! - before and after special tokens in angle brackets, which are taken out of a text before all else.
+//!
+//! A cut is used only if the tokenizer's parts prove that it changes nothing:
+//!
+//! - No added token is found across it: none has the two characters of the cut side by side, not even one that ends with the
+//!   space or begins with the end of the line, and none takes white space with it there or looks at its neighbours.
+//! - The normalizer treats both sides as it treats them alone.
+//! - Either the pre-tokenizer cuts there too, by a regular expression that is known, so that the vocabulary cannot join
+//!   what stands on the two sides; or it leaves both sides as they are, and then no token of the vocabulary has the two
+//!   characters side by side, whole words are not looked up, and no unknown character waits for its neighbour.
 //!
 //! A piece that is met for the first time is cut further where the pre-tokenizer is known to cut: where a run of ASCII
 //! letters, digits or punctuation ends. Of these smaller pieces there are few.
@@ -18,6 +26,7 @@ use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 use tokenizers::ModelWrapper;
+use tokenizers::models::bpe::BPE;
 
 /// The ids of a text, and the bytes that each stands for.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -34,7 +43,7 @@ const LONGEST: usize = 96;
 
 /// Regular expressions of pre-tokenizers that cut before a space and a letter, and after the end of a line: those of
 /// cl100k, Llama 3, Qwen 2 and 3, o200k, and GPT-2 where it is spelled out.
-const KNOWN: [&str; 5] = [
+pub(super) const KNOWN: [&str; 5] = [
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -45,6 +54,7 @@ const KNOWN: [&str; 5] = [
 /// Where texts of a tokenizer may be cut.
 #[derive(Debug, Clone)]
 pub(super) struct Words {
+    cuts: Cuts,
     /// Special tokens in angle brackets.
     special: HashSet<String>,
     longest_special: usize,
@@ -54,8 +64,17 @@ pub(super) struct Words {
     key: u64,
 }
 
+/// The kinds of cuts that are safe.
+#[derive(Debug, Clone, Copy)]
+struct Cuts {
+    /// Before a space, between a printed ASCII character and an ASCII letter.
+    before_spaces: bool,
+    /// After the end of a line, between the same.
+    after_lines: bool,
+}
+
 impl Words {
-    /// The cuts of a tokenizer, where they are known.
+    /// The cuts of a tokenizer, as far as they are known to be safe; none if there are none.
     pub(super) fn of(inner: &tokenizers::Tokenizer, key: u64) -> Option<Self> {
         let ModelWrapper::BPE(model) = inner.get_model() else { return None };
         let is_set = |affix: &Option<String>| affix.as_ref().is_some_and(|affix| !affix.is_empty());
@@ -63,47 +82,49 @@ impl Words {
             return None;
         }
         let normalizer = serde_json::to_value(inner.get_normalizer()).ok()?;
-        let pre_tokenizer = serde_json::to_value(inner.get_pre_tokenizer()).ok()?;
-        if !normalizes_alone(&normalizer) || !cuts(&pre_tokenizer, leaves_no_space(&normalizer)) {
+        if !normalizes_alone(&normalizer) {
             return None;
         }
-        let mut special = HashSet::new();
+        let mut words = Way { space: if leaves_no_space(&normalizer) { '\u{2581}' } else { ' ' }, is_cut: false };
+        if !words.go_on(&serde_json::to_value(inner.get_pre_tokenizer()).ok()?) {
+            return None;
+        }
+        let mut cuts = if words.is_cut { Cuts { before_spaces: true, after_lines: true } } else { joined(model, words)? };
         let added = inner.get_added_tokens_decoder();
+        let texts = || added.values().map(|token| token.content.as_str());
+        let mut special = HashSet::new();
         for token in added.values() {
             let text = token.content.as_str();
-            let at_ends = (text.as_bytes().first(), text.as_bytes().last());
-            let (Some(first), Some(last)) = at_ends else { return None };
-            // One that takes white space with it, or looks at what stands beside it, where a text may be cut.
-            if token.lstrip && first.is_ascii_alphabetic()
-                || token.rstrip && last.is_ascii_graphic()
-                || token.single_word
-            {
+            let (Some(first), Some(last)) = (text.chars().next(), text.chars().next_back()) else { return None };
+            // One that looks at what stands beside it.
+            if token.single_word {
                 return None;
             }
-            if (1..text.len()).any(|at| is_cut(text.as_bytes(), at)) {
-                return None;
-            }
-            let bracketed = text.len() > 2 && *first == b'<' && *last == b'>' && text.is_ascii();
-            if bracketed && !token.normalized && !token.lstrip {
+            // One that takes white space with it. What is not ASCII may become it by the normalizer.
+            cuts.after_lines &= !(token.lstrip && may_be_alphabetic(first));
+            cuts.before_spaces &= !(token.rstrip && !is_blank(last));
+            let (spaces, lines) = parted(text, |c| !is_blank(c));
+            cuts.before_spaces &= !spaces;
+            cuts.after_lines &= !lines;
+            let is_bracketed = text.len() > 2 && first == '<' && last == '>' && text.is_ascii();
+            if is_bracketed && !token.normalized && !token.lstrip && !token.rstrip {
                 special.insert(text.to_string());
             }
         }
         // No added token may begin within one of these, or be longer.
-        if added.values().any(|token| token.content.bytes().skip(1).any(|byte| byte == b'<')) {
-            special.clear();
-        }
         let ends_early = |text: &str| text.find('>').is_some_and(|at| at + 1 < text.len());
-        if added.values().any(|token| ends_early(&token.content)) {
+        if texts().any(|text| text.bytes().skip(1).any(|byte| byte == b'<') || ends_early(text)) {
             special.clear();
         }
-        if model.get_vocab().keys().any(|token| joins(token)) {
+        if !cuts.before_spaces && !cuts.after_lines && special.is_empty() {
             return None;
         }
         let longest_special = special.iter().map(String::len).max().unwrap_or(0);
         // Added tokens are found before the text between them is cut.
-        let whole = |text: &str| special.contains(text) || run_end(text.as_bytes(), 0) == text.len();
-        let cuts_runs = cuts_all_runs(&pre_tokenizer) && added.values().all(|token| whole(&token.content));
-        Some(Self { special, longest_special, cuts_runs, key })
+        let is_whole = |text: &str| special.contains(text) || text.is_ascii() && run_end(text.as_bytes(), 0) == text.len();
+        let takes_spaces = added.values().any(|token| token.rstrip && !token.content.ends_with(is_blank));
+        let cuts_runs = words.is_cut && !takes_spaces && texts().all(is_whole);
+        Some(Self { cuts, special, longest_special, cuts_runs, key })
     }
 
     /// The tokens of `text`, with those of new pieces from `encode`.
@@ -129,7 +150,8 @@ impl Words {
     /// Where the piece that begins at `start`, and is no special token, ends.
     fn next_cut(&self, text: &str, start: usize) -> usize {
         let bytes = text.as_bytes();
-        let is_end = |at: &usize| is_cut(bytes, *at) || bytes[*at] == b'<' && self.special_at(text, *at).is_some();
+        let is_end =
+            |at: &usize| self.cuts.at(bytes, *at) || bytes[*at] == b'<' && self.special_at(text, *at).is_some();
         (start + 1..bytes.len()).find(is_end).unwrap_or(bytes.len())
     }
 
@@ -145,12 +167,22 @@ impl Words {
     }
 }
 
-/// Whether a text may be cut before byte `at`, which is neither its first nor beyond its last.
-fn is_cut(bytes: &[u8], at: usize) -> bool {
-    let graphic = |at: usize| bytes[at].is_ascii_graphic();
-    match bytes[at] {
-        b' ' => graphic(at - 1) && bytes.get(at + 1).is_some_and(u8::is_ascii_alphabetic),
-        byte => bytes[at - 1] == b'\n' && at > 1 && graphic(at - 2) && byte.is_ascii_alphabetic(),
+impl Cuts {
+    /// Whether a text may be cut before byte `at`, which is neither its first nor beyond its last.
+    fn at(self, bytes: &[u8], at: usize) -> bool {
+        let graphic = |at: usize| bytes[at].is_ascii_graphic();
+        match bytes[at] {
+            b' ' => {
+                self.before_spaces && graphic(at - 1) && bytes.get(at + 1).is_some_and(u8::is_ascii_alphabetic)
+            }
+            byte => {
+                self.after_lines
+                    && bytes[at - 1] == b'\n'
+                    && at > 1
+                    && graphic(at - 2)
+                    && byte.is_ascii_alphabetic()
+            }
+        }
     }
 }
 
@@ -166,19 +198,57 @@ fn run_end(bytes: &[u8], start: usize) -> usize {
     (start + 1..bytes.len()).find(is_end).unwrap_or(bytes.len())
 }
 
-/// Whether a token of a vocabulary has a cut in it, with spaces and ends of lines as the vocabulary writes them.
-fn joins(token: &str) -> bool {
-    let plain: String = token
-        .chars()
-        .map(|c| match c {
-            '\u{120}' | '\u{2581}' => ' ',
-            '\u{10A}' => '\n',
-            c => c,
-        })
-        .collect();
-    // A cut after the end of a line may begin before the token.
-    let lines = |pair: &[u8]| pair[0] == b'\n' && pair[1].is_ascii_alphabetic();
-    (1..plain.len()).any(|at| is_cut(plain.as_bytes(), at)) || plain.as_bytes().windows(2).any(lines)
+/// Whether a token has the two characters in it between which a text is cut before a space, and those of a cut after the end
+/// of a line; spaces and ends of lines also as vocabularies write them. `may_be_printed` tells which characters may be the
+/// printed one before a space.
+fn parted(token: &str, may_be_printed: impl Fn(char) -> bool) -> (bool, bool) {
+    let is_line = |c: char| matches!(c, '\n' | '\u{10A}');
+    let pairs = || token.chars().zip(token.chars().skip(1));
+    let spaces = pairs().any(|(before, c)| is_space(c) && may_be_printed(before));
+    (spaces, pairs().any(|(before, c)| is_line(before) && may_be_alphabetic(c)))
+}
+
+fn is_space(c: char) -> bool {
+    matches!(c, ' ' | '\u{120}' | '\u{2581}')
+}
+
+/// Whether a character is no printed one, whatever normalizer made it.
+fn is_blank(c: char) -> bool {
+    is_space(c) || c.is_ascii_whitespace() || c.is_ascii_control() || c == '\u{10A}'
+}
+
+/// Whether a character is a letter of ASCII, or may be one for a normalizer.
+fn may_be_alphabetic(c: char) -> bool {
+    c.is_ascii_alphabetic() || !c.is_ascii() && !is_blank(c)
+}
+
+/// The cuts that are safe where the pre-tokenizer may leave both sides in one word.
+fn joined(model: &BPE, words: Way) -> Option<Cuts> {
+    // A word that is looked up as a whole is another one than its parts.
+    if model.ignore_merges {
+        return None;
+    }
+    let vocabulary = model.get_vocab();
+    let is_known = |c: char| vocabulary.contains_key(c.encode_utf8(&mut [0; 4]) as &str);
+    let all_bytes = || (0..=255).all(|byte| vocabulary.contains_key(&format!("<{byte:#04X}>")));
+    // Bytes of a character that are joined with others: their tokens say what they are in another way.
+    let is_of_bytes = |token: &String| token.contains("<0x") && token.len() > "<0x00>".len();
+    if model.byte_fallback && vocabulary.keys().any(is_of_bytes) {
+        return None;
+    }
+    // An unknown character is written with, or behind, what follows it; before a cut there is to be none.
+    let always_known = model.unk_token.is_none() || model.byte_fallback && all_bytes();
+    let line = if words.space == '\u{120}' { '\u{10A}' } else { '\n' };
+    let mut cuts = Cuts {
+        before_spaces: always_known || ('!'..='~').all(is_known),
+        after_lines: always_known || is_known(line),
+    };
+    for token in vocabulary.keys() {
+        let (spaces, lines) = parted(token, |c| c.is_ascii_graphic());
+        cuts.before_spaces &= !spaces;
+        cuts.after_lines &= !lines;
+    }
+    Some(cuts)
 }
 
 /// Whether a normalizer does the same to a piece as to a whole text.
@@ -198,34 +268,51 @@ fn leaves_no_space(normalizer: &Value) -> bool {
     normalizer["pattern"]["String"] == " " && normalizer["content"] == "\u{2581}" || all.iter().any(leaves_no_space)
 }
 
-/// Whether a pre-tokenizer cuts where texts are cut here, or nowhere.
-fn cuts(pre_tokenizer: &Value, no_spaces: bool) -> bool {
-    match pre_tokenizer["type"].as_str() {
-        None => pre_tokenizer.is_null(),
-        Some("ByteLevel") => pre_tokenizer["add_prefix_space"] == false,
-        Some("Digits") => true,
-        Some("Split") => {
-            let isolated = pre_tokenizer["behavior"] == "Isolated" && pre_tokenizer["invert"] == false;
-            let pattern = &pre_tokenizer["pattern"];
-            let known = pattern["Regex"].as_str().is_some_and(|regex| KNOWN.contains(&regex));
-            // Of spaces, of which a normalizer left none.
-            known && isolated || no_spaces && pattern["String"] == " "
-        }
-        Some("Sequence") => {
-            let all = pre_tokenizer["pretokenizers"].as_array();
-            all.is_some_and(|all| all.iter().all(|one| cuts(one, no_spaces)))
-        }
-        Some(_) => false,
-    }
+/// What becomes of a text, one pre-tokenizer after another.
+#[derive(Debug, Clone, Copy)]
+struct Way {
+    /// What a space has become.
+    space: char,
+    /// Whether the text is cut by now, wherever texts are cut here and wherever [`run_end`] cuts.
+    is_cut: bool,
 }
 
-/// Whether a pre-tokenizer, of those that [`cuts`] knows, cuts wherever [`run_end`] does: by a regular expression.
-fn cuts_all_runs(pre_tokenizer: &Value) -> bool {
-    match pre_tokenizer["type"].as_str() {
-        Some("ByteLevel") => pre_tokenizer["use_regex"] != false,
-        Some("Split") => pre_tokenizer["pattern"]["Regex"].is_string(),
-        Some("Sequence") => pre_tokenizer["pretokenizers"].as_array().is_some_and(|all| all.iter().any(cuts_all_runs)),
-        _ => false,
+impl Way {
+    /// Goes on with `pre_tokenizer`. Gives false for one of which it is not known that it treats both sides of a cut as it
+    /// treats them alone.
+    fn go_on(&mut self, pre_tokenizer: &Value) -> bool {
+        match pre_tokenizer["type"].as_str() {
+            None => pre_tokenizer.is_null(),
+            Some("ByteLevel") => {
+                let uses_regex = pre_tokenizer["use_regex"] != false;
+                let is_known = pre_tokenizer["add_prefix_space"] == false && (!uses_regex || self.reads_spaces());
+                self.is_cut |= uses_regex;
+                self.space = '\u{120}';
+                is_known
+            }
+            Some("Digits") => true,
+            Some("Split") if pre_tokenizer["invert"] == false => {
+                let pattern = &pre_tokenizer["pattern"];
+                // Of spaces, of which there are none any more.
+                if pattern["String"] == " " && self.space != ' ' {
+                    return true;
+                }
+                let known = pattern["Regex"].as_str().is_some_and(|regex| KNOWN.contains(&regex));
+                let is_known = known && pre_tokenizer["behavior"] == "Isolated" && self.reads_spaces();
+                self.is_cut = true;
+                is_known
+            }
+            Some("Sequence") => {
+                let all = pre_tokenizer["pretokenizers"].as_array();
+                all.is_some_and(|all| all.iter().all(|one| self.go_on(one)))
+            }
+            Some(_) => false,
+        }
+    }
+
+    /// Whether a regular expression cuts before spaces now, or has no need to.
+    fn reads_spaces(&self) -> bool {
+        self.space == ' ' || self.is_cut
     }
 }
 

@@ -13,6 +13,8 @@ use crate::launch::{self, console};
 use crate::tools;
 use std::process::ExitCode;
 
+pub use crate::sandbox::Bounded;
+
 /// Exit code for a script that does not compile, the same as cargo's.
 const EXIT_COMPILE: u8 = 101;
 
@@ -22,6 +24,7 @@ const EXIT_COMPILE: u8 = 101;
 /// The result is the exit code: that of the first rank that failed in the last run, 128 + n for a signal n, 2 for a
 /// wrong command line or set-up, 101 for a script that does not compile.
 pub fn main() -> ExitCode {
+    crate::sandbox::explain_limits();
     let mut words = std::env::args_os().skip(1).peekable();
     if let Some(tool) = words.peek().and_then(|word| tools::named(word)) {
         if let Err(error) = checked_level() {

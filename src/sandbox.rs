@@ -1,0 +1,176 @@
+//! Work of other crates on files of strangers, within bounds: its panics are errors and are not printed, and what takes too
+//! long, too much memory or too much of the stack ends the process with an error instead of a hang, an abort or a full
+//! machine.
+//!
+//! What bounds itself, as the steps of a template, is bounded where it runs and is an error like others; this is for all that
+//! does not. Time is measured by a thread of its own. Memory is counted by [`Bounded`], where a program has it as its
+//! allocator, as `zerorun` has. A thread cannot be stopped from outside, and neither an allocation nor an overflow of the
+//! stack can be refused so that code which expects none goes on: the process ends.
+
+mod memory;
+mod signals;
+
+pub use memory::Bounded;
+
+use crate::util::lock;
+use std::any::Any;
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, Once};
+use std::time::{Duration, Instant};
+
+/// Memory that all work within bounds may hold at a time.
+const MOST_MEMORY: usize = 512 << 20;
+
+/// How often running work is looked at.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// What work is on, for the error that ends the process: the name of a file, for instance.
+#[derive(Debug, Clone)]
+pub(crate) struct Subject(Arc<str>);
+
+impl Subject {
+    pub(crate) fn new(name: impl Into<String>) -> Self {
+        Self(name.into().into())
+    }
+}
+
+/// Work that runs.
+struct Running {
+    subject: Subject,
+    end: Instant,
+    limit: Duration,
+}
+
+/// A thread's work, if it has any.
+type Slot = Arc<Mutex<Option<Running>>>;
+
+/// The slots of all threads that had work.
+static SLOTS: Mutex<Vec<Slot>> = Mutex::new(vec![]);
+
+thread_local! {
+    static SLOT: Slot = register();
+    /// Works within work of this thread.
+    static DEPTH: Cell<usize> = const { Cell::new(0) };
+}
+
+/// A slot for this thread.
+fn register() -> Slot {
+    let slot = Slot::default();
+    let mut slots = lock(&SLOTS);
+    slots.retain(|slot| Arc::strong_count(slot) > 1);
+    slots.push(slot.clone());
+    slot
+}
+
+/// Ends the process when work has run for too long.
+fn watch() {
+    let is_over = |slot: &Slot| {
+        let running = lock(slot);
+        let Some(running) = &*running else { return false };
+        if Instant::now() >= running.end {
+            signals::end(&running.subject.0, &format!(" takes more than {} s", running.limit.as_secs()));
+        }
+        true
+    };
+    loop {
+        // All of them are looked at.
+        let running = lock(&SLOTS).iter().filter(|slot| is_over(slot)).count();
+        std::thread::sleep(if running > 0 { LOOK } else { LOOK * 10 });
+    }
+}
+
+/// Runs `work` on `subject`, of which `bytes` bytes are worked on: five seconds, and more for many bytes. Its panic is an
+/// error, whose text this gives.
+pub(crate) fn within<T>(subject: &Subject, bytes: usize, work: impl FnOnce() -> T) -> Result<T, String> {
+    /// Bytes that take a second, on a slow machine.
+    const A_SECOND: usize = 256 << 10;
+    begin();
+    if DEPTH.get() > 0 {
+        // Bounded by what is around it.
+        return catch_unwind(AssertUnwindSafe(work)).map_err(text_of);
+    }
+    let limit = Duration::from_secs(5 + (bytes / A_SECOND) as u64);
+    let here = 0_u8;
+    let _entered = SLOT.with(|slot| {
+        *lock(slot) = Some(Running { subject: subject.clone(), end: Instant::now() + limit, limit });
+        Entered { slot: slot.clone() }
+    });
+    DEPTH.set(1);
+    signals::enter(&subject.0, &raw const here);
+    memory::enter(MOST_MEMORY);
+    catch_unwind(AssertUnwindSafe(work)).map_err(text_of)
+}
+
+/// Work of this thread, until it is dropped.
+struct Entered {
+    slot: Slot,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        memory::leave();
+        signals::leave();
+        DEPTH.set(0);
+        *lock(&self.slot) = None;
+    }
+}
+
+/// What a panic said.
+fn text_of(panic: Box<dyn Any + Send>) -> String {
+    const SHOWN: usize = 200;
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    // A text that is not UTF-8 is in it with all its bytes.
+    text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("it panicked").chars().take(SHOWN).collect()
+}
+
+/// From now on panics within bounds are not printed, and time is measured.
+fn begin() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let usual = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            if DEPTH.try_with(Cell::get).unwrap_or(0) == 0 {
+                usual(panic);
+            }
+        }));
+        signals::listen();
+        // Without this thread nothing is measured, which is no reason not to work.
+        _ = std::thread::Builder::new().name("watch".into()).spawn(watch);
+    });
+}
+
+/// From now on a panic of a thread or a stack for which there is no memory, because of the limits that are set for this
+/// process (`ulimit`), ends it with an error that says so.
+pub(crate) fn explain_limits() {
+    use rustix::process::Resource;
+    let is_set = |resource| rustix::process::getrlimit(resource).current.is_some();
+    if ![Resource::As, Resource::Data, Resource::Nproc].into_iter().any(is_set) {
+        return;
+    }
+    signals::listen();
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        let text = panic.payload_as_str().unwrap_or_default();
+        let of = ["thread pool", "failed to spawn thread", "stack", "Cannot allocate memory", "Resource temporarily"];
+        match of.iter().any(|of| text.contains(of)) {
+            true => signals::end("", &format!("{} ({text})", signals::LIMITS)),
+            false => usual(panic),
+        }
+    }));
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_is_an_error_with_its_text() {
+        let subject = Subject::new("x");
+        assert_eq!(within(&subject, 0, || 7), Ok(7));
+        assert_eq!(within(&subject, 0, || -> u8 { panic!("no {}", 1) }), Err("no 1".into()));
+        assert_eq!(within(&subject, 0, || within(&subject, 0, || -> u8 { panic!("in") })), Ok(Err("in".into())));
+        assert_eq!(within(&subject, 0, || 8), Ok(8));
+    }
+}

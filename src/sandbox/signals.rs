@@ -1,0 +1,126 @@
+//! How a process ends that cannot go on: with an error, from wherever it is.
+//!
+//! An overflow of the stack and an allocation that failed end a process by a signal. Where that happens in work within
+//! bounds, or for want of memory, the signal's handler writes an error and ends the process itself. Handlers and allocators may
+//! neither allocate nor take locks: the text is written in pieces, by system calls.
+
+use std::cell::Cell;
+use std::mem::MaybeUninit;
+use std::sync::OnceLock;
+
+/// What is wrong where limits are.
+pub(super) const LIMITS: &str =
+    "there is not enough memory within the limits of this process; raise them (ulimit -v, -d and -u)";
+
+/// The largest stack.
+const MOST_STACK: usize = 1 << 30;
+
+/// What runs on a thread.
+#[derive(Clone, Copy)]
+struct Work {
+    /// The subject's name, which outlives the work; empty without work.
+    subject: *const str,
+    /// A place on the stack, above all frames of the work.
+    top: *const u8,
+}
+
+const NOTHING: Work = Work { subject: "", top: std::ptr::null() };
+
+thread_local! {
+    static WORK: Cell<Work> = const { Cell::new(NOTHING) };
+    static NO_MEMORY: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Notes what begins. `subject` lives until [`leave`].
+pub(super) fn enter(subject: &str, top: *const u8) {
+    WORK.set(Work { subject: &raw const *subject, top });
+}
+
+pub(super) fn leave() {
+    WORK.set(NOTHING);
+}
+
+/// Notes that an allocation failed.
+pub(super) fn no_memory() {
+    _ = NO_MEMORY.try_with(|noted| noted.set(true));
+}
+
+/// Ends the process with an error about `subject`.
+pub(super) fn end(subject: &str, problem: &str) -> ! {
+    let advice = if subject.is_empty() { "" } else { "; take the file again from where it is from, or another one" };
+    for text in ["error: ", subject, problem, advice, "\n"] {
+        let mut rest = text.as_bytes();
+        while !rest.is_empty() {
+            // SAFETY: the bytes are those of a text.
+            match unsafe { libc::write(2, rest.as_ptr().cast(), rest.len()) } {
+                written if written > 0 => rest = rest.get(written.cast_unsigned()..).unwrap_or_default(),
+                _ => break,
+            }
+        }
+    }
+    // SAFETY: it ends the process and runs nothing of it.
+    unsafe { libc::_exit(1) }
+}
+
+/// The same, about the subject of this thread's work.
+pub(super) fn end_of_work(problem: &str) -> ! {
+    let work = WORK.try_with(Cell::get).unwrap_or(NOTHING);
+    // SAFETY: `enter` was given a text that lives until `leave`.
+    end(unsafe { &*work.subject }, problem)
+}
+
+extern "C" fn overflowed(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    let work = WORK.try_with(Cell::get).unwrap_or(NOTHING);
+    if !work.top.is_null() && !info.is_null() {
+        // SAFETY: the system gives a whole one with this signal.
+        let at = unsafe { (*info).si_addr() } as usize;
+        if at < work.top as usize && work.top as usize - at < MOST_STACK {
+            end_of_work(" nests too deeply");
+        }
+    }
+    usual(signal);
+}
+
+extern "C" fn aborted(signal: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    if NO_MEMORY.try_with(Cell::get).unwrap_or(false) {
+        match WORK.try_with(Cell::get).unwrap_or(NOTHING).top.is_null() {
+            true => end("", LIMITS),
+            false => end_of_work(" needs more memory than there is"),
+        }
+    }
+    usual(signal);
+}
+
+/// The signals that have a handler here, and what was done on them before.
+static BEFORE: OnceLock<[(libc::c_int, libc::sigaction); 3]> = OnceLock::new();
+
+/// Lets `signal` do what it did before: it comes again when the handler returns.
+fn usual(signal: libc::c_int) {
+    for (of, action) in BEFORE.get().into_iter().flatten() {
+        if *of == signal {
+            // SAFETY: it is an action that the system gave.
+            unsafe { libc::sigaction(signal, action, std::ptr::null_mut()) };
+        }
+    }
+}
+
+/// Installs the handlers.
+pub(super) fn listen() {
+    type Handler = extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void);
+    BEFORE.get_or_init(|| {
+        let handlers: [(libc::c_int, Handler); 3] =
+            [(libc::SIGSEGV, overflowed), (libc::SIGBUS, overflowed), (libc::SIGABRT, aborted)];
+        handlers.map(|(signal, handler)| {
+            // SAFETY: a zeroed action is the default one. The handlers use what handlers may use, and run on the stack that the
+            // standard library gives to each thread for the signals of overflows.
+            unsafe {
+                let mut action = MaybeUninit::<libc::sigaction>::zeroed().assume_init();
+                let mut before = action;
+                action.sa_sigaction = handler as *const () as libc::sighandler_t;
+                action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+                libc::sigaction(signal, &raw const action, &raw mut before);
+                (signal, before)
+            }
+        })
+    });
+}
