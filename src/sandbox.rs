@@ -3,7 +3,7 @@
 //! machine.
 //!
 //! What bounds itself, as the steps of a template, is bounded where it runs and is an error like others; this is for all that
-//! does not. Time is measured by a thread of its own. Memory is counted by [`Bounded`], where a program has it as its
+//! does not. Time is measured by a thread of its own, as what the working one computed. Memory is counted by [`Bounded`], where a program has it as its
 //! allocator, as `zerorun` has. A thread cannot be stopped from outside, and neither an allocation nor an overflow of the
 //! stack can be refused so that code which expects none goes on: the process ends.
 
@@ -13,11 +13,12 @@ mod signals;
 pub use memory::Bounded;
 
 use crate::util::lock;
+use rustix::process::Pid;
 use std::any::Any;
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, Once};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Memory that all work within bounds may hold at a time.
 const MOST_MEMORY: usize = 512 << 20;
@@ -38,12 +39,18 @@ impl Subject {
 /// Work that runs.
 struct Running {
     subject: Subject,
-    end: Instant,
     limit: Duration,
+    /// What the thread had computed when this work was first seen.
+    before: Option<Duration>,
 }
 
-/// A thread's work, if it has any.
-type Slot = Arc<Mutex<Option<Running>>>;
+/// A thread.
+struct Thread {
+    id: Pid,
+    work: Mutex<Option<Running>>,
+}
+
+type Slot = Arc<Thread>;
 
 /// The slots of all threads that had work.
 static SLOTS: Mutex<Vec<Slot>> = Mutex::new(vec![]);
@@ -56,26 +63,35 @@ thread_local! {
 
 /// A slot for this thread.
 fn register() -> Slot {
-    let slot = Slot::default();
+    let slot = Slot::new(Thread { id: rustix::thread::gettid(), work: Mutex::default() });
     let mut slots = lock(&SLOTS);
     slots.retain(|slot| Arc::strong_count(slot) > 1);
     slots.push(slot.clone());
     slot
 }
 
+/// For how long a thread has computed: on a machine that is busy a minute may go by in which it did nothing.
+fn computed(id: Pid) -> Option<Duration> {
+    let text = std::fs::read_to_string(format!("/proc/self/task/{}/schedstat", id.as_raw_nonzero())).ok()?;
+    text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
+}
+
 /// Ends the process when work has run for too long.
 fn watch() {
-    let is_over = |slot: &Slot| {
-        let running = lock(slot);
-        let Some(running) = &*running else { return false };
-        if Instant::now() >= running.end {
-            signals::end(&running.subject.0, &format!(" takes more than {} s", running.limit.as_secs()));
+    let is_at_work = |slot: &Slot| {
+        let mut work = lock(&slot.work);
+        let Some(running) = &mut *work else { return false };
+        if let Some(now) = computed(slot.id) {
+            let before = *running.before.get_or_insert(now);
+            if now.saturating_sub(before) >= running.limit {
+                signals::end(&running.subject.0, &format!(" takes more than {} s", running.limit.as_secs()));
+            }
         }
         true
     };
     loop {
         // All of them are looked at.
-        let running = lock(&SLOTS).iter().filter(|slot| is_over(slot)).count();
+        let running = lock(&SLOTS).iter().filter(|slot| is_at_work(slot)).count();
         std::thread::sleep(if running > 0 { LOOK } else { LOOK * 10 });
     }
 }
@@ -93,7 +109,7 @@ pub(crate) fn within<T>(subject: &Subject, bytes: usize, work: impl FnOnce() -> 
     let limit = Duration::from_secs(5 + (bytes / A_SECOND) as u64);
     let here = 0_u8;
     let _entered = SLOT.with(|slot| {
-        *lock(slot) = Some(Running { subject: subject.clone(), end: Instant::now() + limit, limit });
+        *lock(&slot.work) = Some(Running { subject: subject.clone(), limit, before: None });
         Entered { slot: slot.clone() }
     });
     DEPTH.set(1);
@@ -112,7 +128,7 @@ impl Drop for Entered {
         memory::leave();
         signals::leave();
         DEPTH.set(0);
-        *lock(&self.slot) = None;
+        *lock(&self.slot.work) = None;
     }
 }
 

@@ -59,10 +59,10 @@ mod raw;
 mod record;
 mod report;
 mod result;
-mod sample;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod same_tokens;
+mod sample;
 mod scores;
 mod session;
 mod settings;

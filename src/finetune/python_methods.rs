@@ -63,7 +63,9 @@ pub(super) fn unknown_method(
             named.assert_all_used()?;
             let most = most.and_then(|most| usize::try_from(most).ok()).unwrap_or(usize::MAX);
             let separator = separator.as_ref().map(|value| {
-                value.as_str().ok_or_else(|| invalid(format!("the separator of {method} is {}, not a text", value.kind())))
+                value
+                    .as_str()
+                    .ok_or_else(|| invalid(format!("the separator of {method} is {}, not a text", value.kind())))
             });
             split(state, text, separator.transpose()?, most, method == "rsplit")
         }
@@ -211,7 +213,7 @@ mod tests {
         let found: String = (0..=0x10FFFF).filter_map(char::from_u32).filter(|c| is_space(*c)).collect();
         assert_eq!(found, SPACES);
         assert_eq!(repr("'\\u001c a\\u001f'.strip()"), "['a']");
-        assert_eq!(repr("('\\u001c a\\u001f'.lstrip() ~ '|')[:2]"), "['a\\x1f']".replace("\\x1f", "\u{1f}"));
+        assert_eq!(repr("('\\u001c a\\u001f'.lstrip() ~ '|')[:2]"), "['a\\x1f']");
         assert_eq!(repr("'\\u001fa\\u001f'.rstrip()|length"), "[2]");
         assert_eq!(repr("'\\u001da\\u001e'|trim"), "['a']");
         assert_eq!(repr("'xxaxx'.strip('x') ~ 'xxaxx'|trim('x')"), "['aa']");

@@ -32,11 +32,20 @@ impl Random {
             &["a", "b", "ab", "the", "cat", "The", "THE", "e", "xY", "abc", "ing", "s", "K"],
             &[" ", " ", " ", "\n", "  ", "\n\n", "\t", "\r\n", " \n", "\n ", "   ", "\u{b}", "\u{c}"],
             &[" a", " the", " b", " cat", "\na", "\nthe", " The", " e", " xY", " s"],
-            &[".", ",", "!", "?", "'s", "'LL", "'re", "-", "_", "/", "(", ")", ":", "1", "23", "4567", "'", "\"", "#", "$"],
+            &[
+                ".", ",", "!", "?", "'s", "'LL", "'re", "-", "_", "/", "(", ")", ":", "1", "23", "4567", "'", "\"",
+                "#", "$",
+            ],
             &["<|a|>", "<b>", "<|im_end|>", "</b>", "<x>>", "a<b>", "<<b>", "<", ">", "<|", "[MASK]", "<0x20>"],
-            &["é", "e\u{301}", "ñ", "ß", "Å", "\u{212B}", "\u{212A}", "\u{37E}", "ﬁ", "ǅ", "İ", "²", "½", "٣", "\u{338}"],
+            &[
+                "é", "e\u{301}", "ñ", "ß", "Å", "\u{212B}", "\u{212A}", "\u{37E}", "ﬁ", "ǅ", "İ", "²", "½", "٣",
+                "\u{338}",
+            ],
             &["中", "文", "日本", "한", "กำ", "🙂", "👩\u{200D}👩", "🇩🇪", "👍🏽", "\u{301}", "\u{FE0F}"],
-            &["\u{A0}", "\u{2003}", "\u{3000}", "\u{2028}", "\u{85}", "\u{1c}", "\u{1f}", "\u{feff}", "\u{200b}", "▁", "Ġ", "Ċ"],
+            &[
+                "\u{A0}", "\u{2003}", "\u{3000}", "\u{2028}", "\u{85}", "\u{1c}", "\u{1f}", "\u{feff}", "\u{200b}",
+                "▁", "Ġ", "Ċ",
+            ],
             &["\0", "\u{7f}", "\u{1b}", "\u{80}", "\u{FFFD}", "\u{E000}", "\u{10FFFC}"],
         ];
         let mut text = String::new();
@@ -58,7 +67,9 @@ impl Random {
             8 => json!({"type": "Prepend", "prepend": "▁"}),
             9 => json!({"type": "NFD"}),
             10 => json!({"type": "StripAccents"}),
-            11 => json!({"type": "Replace", "pattern": {"String": self.one(&["a", "e", "\n"])}, "content": self.one(&["b", " ", "x y"])}),
+            11 => {
+                json!({"type": "Replace", "pattern": {"String": self.one(&["a", "e", "\n"])}, "content": self.one(&["b", " ", "x y"])})
+            }
             _ => {
                 let all: Vec<Value> = (0..1 + self.below(3)).map(|_| self.normalizer(depth + 1)).collect();
                 json!({"type": "Sequence", "normalizers": all})
@@ -86,7 +97,9 @@ impl Random {
                 json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": self.chance(50)})
             }
             11 => json!({"type": "BertPreTokenizer"}),
-            12 => json!({"type": "Split", "pattern": {"String": " "}, "behavior": self.one(&behaviors), "invert": self.chance(10)}),
+            12 => {
+                json!({"type": "Split", "pattern": {"String": " "}, "behavior": self.one(&behaviors), "invert": self.chance(10)})
+            }
             13 => json!({"type": "Split", "pattern": {"Regex": self.one(&["\\s", "[a-z]+", " ?[^ ]+", "\\n"])},
                          "behavior": self.one(&behaviors), "invert": self.chance(20)}),
             // As the best known tokenizers have it.
@@ -132,7 +145,7 @@ impl Random {
                 let at = self.below(word.len() - 1);
                 [word[at].clone(), word[at + 1].clone()]
             } else {
-                [0, 1].map(|_| tokens[self.below(tokens.len().min(usize::MAX))].clone())
+                [0, 1].map(|_| tokens[self.below(tokens.len())].clone())
             };
             let is_blank = |c: Option<char>| c.is_none_or(|c| [' ', '▁', 'Ġ', 'Ċ', '\n'].contains(&c));
             let joins = !is_blank(pair[0].chars().last()) && is_blank(pair[1].chars().next())
@@ -166,16 +179,16 @@ impl Random {
         }
         let byte_fallback = self.chance(25);
         if byte_fallback {
-            let bytes: Vec<u32> = (0..256).filter(|_| !self.chance(0)).collect();
-            let missing = if self.chance(20) { self.below(256) as u32 } else { 256 };
-            tokens.extend(bytes.into_iter().filter(|b| *b != missing).map(|b| format!("<0x{b:02X}>")));
+            let missing = if self.chance(20) { self.below(256) } else { 256 };
+            tokens.extend((0..256).filter(|byte| *byte != missing).map(|byte| format!("<0x{byte:02X}>")));
             tokens.extend(["<0x0A>a", "e<0x20>"].into_iter().filter(|_| self.chance(10)).map(String::from));
         }
         let unk = self.chance(50);
         if unk {
             tokens.push("<unk>".into());
         }
-        let vocab: Map<String, Value> = tokens.iter().enumerate().map(|(id, token)| (token.clone(), id.into())).collect();
+        let vocab: Map<String, Value> =
+            tokens.iter().enumerate().map(|(id, token)| (token.clone(), id.into())).collect();
         json!({"type": "BPE", "dropout": null, "unk_token": unk.then_some("<unk>"), "continuing_subword_prefix": null,
                "end_of_word_suffix": null, "fuse_unk": self.chance(50), "byte_fallback": byte_fallback,
                "ignore_merges": self.chance(25), "vocab": vocab, "merges": merges})
@@ -198,7 +211,8 @@ impl Random {
                 let mut all: Vec<String> = plain.iter().map(|piece| format!("##{piece}")).collect();
                 all.extend(plain);
                 all.push("[UNK]".into());
-                let vocab: Map<String, Value> = all.into_iter().enumerate().map(|(id, token)| (token, id.into())).collect();
+                let vocab: Map<String, Value> =
+                    all.into_iter().enumerate().map(|(id, token)| (token, id.into())).collect();
                 json!({"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
                        "max_input_chars_per_word": 100, "vocab": vocab})
             }
@@ -210,37 +224,86 @@ impl Random {
             2 => {
                 let mut all: Vec<String> = pieces(self).into_iter().collect();
                 all.push("<unk>".into());
-                let vocab: Map<String, Value> = all.into_iter().enumerate().map(|(id, token)| (token, id.into())).collect();
+                let vocab: Map<String, Value> =
+                    all.into_iter().enumerate().map(|(id, token)| (token, id.into())).collect();
                 json!({"type": "WordLevel", "unk_token": "<unk>", "vocab": vocab})
             }
             _ => self.bpe(texts, byte_level),
         }
     }
 
-    fn tokenizer(&mut self, texts: &[String]) -> Value {
-        let pre_tokenizer = if self.chance(15) { Value::Null } else { self.pre_tokenizer(0) };
-        // A third as sentencepiece has them.
-        let (normalizer, pre_tokenizer) = match self.below(10) {
-            0..3 => (Value::Null, pre_tokenizer),
-            3..5 => (json!({"type": "NFC"}), pre_tokenizer),
-            5..7 => {
+    /// A normalizer and a pre-tokenizer as GPT-2, Llama 3, Qwen, SmolLM2 and Gemma have them.
+    fn usual_way(&mut self) -> (Value, Value) {
+        let normalizer = if self.chance(40) { json!({"type": "NFC"}) } else { Value::Null };
+        let byte_level =
+            |regex| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": regex});
+        let sequence = |all: [Value; 2]| json!({"type": "Sequence", "pretokenizers": all});
+        let regex = self.one(&super::words::KNOWN);
+        let split = json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false});
+        let digits = json!({"type": "Digits", "individual_digits": self.chance(50)});
+        match self.below(7) {
+            0 | 1 => (normalizer, sequence([split, byte_level(false)])),
+            2 => (normalizer, byte_level(true)),
+            3 => (normalizer, byte_level(false)),
+            4 => (normalizer, sequence([digits, byte_level(true)])),
+            5 => (normalizer, split),
+            _ => {
                 let normalizer = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
-                let split = json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false});
-                (normalizer, if self.chance(60) { split } else { pre_tokenizer })
+                let pattern = json!({"String": " "});
+                let split =
+                    json!({"type": "Split", "pattern": pattern, "behavior": "MergedWithPrevious", "invert": false});
+                (normalizer, if self.chance(80) { split } else { Value::Null })
             }
-            _ => (self.normalizer(0), pre_tokenizer),
+        }
+    }
+
+    fn tokenizer(&mut self, texts: &[String]) -> Value {
+        // Half as the best known ones are made, but for what is in them.
+        let is_usual = self.chance(50);
+        let (normalizer, pre_tokenizer) = match is_usual {
+            true => self.usual_way(),
+            false => {
+                let normalizer = if self.chance(40) { Value::Null } else { self.normalizer(0) };
+                (normalizer, if self.chance(15) { Value::Null } else { self.pre_tokenizer(0) })
+            }
         };
         let byte_level = pre_tokenizer.to_string().contains("ByteLevel") != self.chance(3);
-        let model = self.model(texts, byte_level);
+        let model = if is_usual { self.bpe(texts, byte_level) } else { self.model(texts, byte_level) };
         let contents = [
-            "<|a|>", "<b>", "<|im_end|>", "</b>", "<x>>", "THE", "the ", "  ", "\n\n", "<a<b>", "b>", " the", "e ", "\na",
-            "\n", "a b", "[MASK]", "e\n", "▁", "a▁", "\u{212A} ", "é ", "\u{212A};", "\t", "cat", ". ", " ", "<|",
+            "<|a|>",
+            "<b>",
+            "<|im_end|>",
+            "</b>",
+            "<x>>",
+            "THE",
+            "the ",
+            "  ",
+            "\n\n",
+            "<a<b>",
+            "b>",
+            " the",
+            "e ",
+            "\na",
+            "\n",
+            "a b",
+            "[MASK]",
+            "e\n",
+            "▁",
+            "a▁",
+            "\u{212A} ",
+            "é ",
+            "\u{212A};",
+            "\t",
+            "cat",
+            ". ",
+            " ",
+            "<|",
         ];
         let size = model["vocab"].as_object().map_or(0, Map::len).max(model["vocab"].as_array().map_or(0, Vec::len));
         let mut added: Vec<Value> = vec![];
-        let plain = self.chance(40);
+        let plain = self.chance(50);
         for content in contents {
-            if !self.chance(if plain { 4 } else { 12 }) {
+            if !self.chance(if plain { 3 } else { 12 }) {
                 continue;
             }
             let known = model["vocab"].get(content).and_then(Value::as_u64);
@@ -281,22 +344,31 @@ fn random_tokenizers_have_the_tokens_of_their_own_library() {
     while tried < count {
         case += 1;
         let mut random = Random(mix(mix(seed) ^ case));
-        let texts: Vec<String> = (0..40).map(|_| {
-            let parts = 1 + random.below(30);
-            random.text(parts)
-        }).collect();
-        let json = random.tokenizer(&texts).to_string();
+        let texts: Vec<String> = (0..40)
+            .map(|_| {
+                let parts = 1 + random.below(30);
+                random.text(parts)
+            })
+            .collect();
+        let json = random.tokenizer(&texts);
+        let drops = json["model"]["type"] == "BPE" && json["model"]["unk_token"].is_null();
+        let json = json.to_string();
         // Not every combination is one that the library loads.
         let Some(theirs) = attempt(|| tokenizers::Tokenizer::from_bytes(&json).ok()) else { continue };
         std::fs::write(folder.path().join("tokenizer.json"), &json).unwrap();
-        let ours = Tokenizer::open(folder.path()).unwrap();
+        let ours = match Tokenizer::open(folder.path()) {
+            // Theirs does not come to an end.
+            Err(error) if error.to_string().contains("is found without end") => continue,
+            ours => ours.unwrap(),
+        };
         tried += 1;
         cut += u64::from(ours.is_cut());
         for text in &texts {
             let encode = || theirs.encode(text.as_str(), false).ok();
             let Some(expected) = attempt(encode) else { continue };
             let found = ours.encode(text).unwrap();
-            let same = found.ids == expected.get_ids() && found.offsets == expected.get_offsets();
+            // Without a token for what is unknown the library leaves it out, and shifts the offsets behind it.
+            let same = found.ids == expected.get_ids() && (drops || found.offsets == expected.get_offsets());
             assert!(
                 same,
                 "case {case} of seed {seed}: {text:?} has the tokens {:?} at {:?}, and not {:?} at {:?}: {json}",
@@ -308,6 +380,6 @@ fn random_tokenizers_have_the_tokens_of_their_own_library() {
         }
     }
     // That cutting is tried at all.
-    assert!(cut * 8 > tried, "{cut} of {tried} tokenizers cut texts");
+    assert!(cut * 6 > tried, "{cut} of {tried} tokenizers cut texts");
     eprintln!("{tried} tokenizers, of which {cut} cut texts: no text has other tokens");
 }

@@ -71,7 +71,9 @@ impl Template {
         let mut environment = environment().map_err(syntax)?;
         let subject = Subject::new(&*name);
         let add = || environment.add_template_owned(NAME, with_filters);
-        within(&subject, source.len(), add).map_err(|reason| FinetuneError::TemplateSyntax { reason })?.map_err(syntax)?;
+        within(&subject, source.len(), add)
+            .map_err(|reason| FinetuneError::TemplateSyntax { reason })?
+            .map_err(syntax)?;
         let environments = FUEL.map(|fuel| {
             let mut environment = environment.clone();
             environment.set_fuel(Some(fuel));
@@ -201,7 +203,9 @@ fn bytes_of(value: &Value) -> usize {
     match value.kind() {
         ValueKind::String => value.as_str().map_or(0, str::len),
         ValueKind::Seq => items().map(|item| bytes_of(&item)).sum(),
-        ValueKind::Map => items().map(|key| bytes_of(&key) + value.get_item(&key).map_or(0, |item| bytes_of(&item))).sum(),
+        ValueKind::Map => {
+            items().map(|key| bytes_of(&key) + value.get_item(&key).map_or(0, |item| bytes_of(&item))).sum()
+        }
         _ => size_of::<Value>(),
     }
 }

@@ -7,7 +7,7 @@ use crate::files;
 use crate::sandbox::{Subject, within};
 use serde_json::{Map, Value};
 use std::path::Path;
-use tokenizers::PostProcessorWrapper;
+use tokenizers::{NormalizedString, Normalizer as _, PostProcessorWrapper};
 
 /// The most bytes of a tokenizer's file. Those of the largest vocabularies have 35 MiB.
 const MOST_BYTES: u64 = 128 << 20;
@@ -88,11 +88,18 @@ impl Tokenizer {
         let load = || -> tokenizers::Result<_> {
             let mut inner = tokenizers::Tokenizer::from_bytes(&bytes)?;
             inner.with_padding(None).with_truncation(None)?;
+            if let Some(token) = empty_token(&inner)? {
+                return Err(format!(
+                    "its added token {token:?} is empty after its normalizer, and is found without end"
+                )
+                .into());
+            }
             let around = added_around(&inner)?;
             inner.with_post_processor(None::<PostProcessorWrapper>);
             Ok((inner, around))
         };
-        let loaded = within(&subject, bytes.len() / 8, load).map_err(|panic| wrong(format!("it is damaged ({panic})")))?;
+        let loaded =
+            within(&subject, bytes.len() / 8, load).map_err(|panic| wrong(format!("it is damaged ({panic})")))?;
         let (inner, mut around) = loaded.map_err(|e| wrong(e.to_string()))?;
         let config = object(&folder.join("tokenizer_config.json"))?;
         let map = object(&folder.join("special_tokens_map.json"))?;
@@ -196,6 +203,19 @@ impl Tokenizer {
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
+}
+
+/// An added token of which the normalizer leaves nothing. The library finds it everywhere, and never comes to an end.
+fn empty_token(inner: &tokenizers::Tokenizer) -> tokenizers::Result<Option<String>> {
+    let Some(normalizer) = inner.get_normalizer() else { return Ok(None) };
+    for token in inner.get_added_tokens_decoder().into_values().filter(|token| token.normalized) {
+        let mut text = NormalizedString::from(token.content.as_str());
+        normalizer.normalize(&mut text)?;
+        if text.is_empty() {
+            return Ok(Some(token.content));
+        }
+    }
+    Ok(None)
 }
 
 /// What a tokenizer adds before and after a text.

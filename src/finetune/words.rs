@@ -89,7 +89,8 @@ impl Words {
         if !words.go_on(&serde_json::to_value(inner.get_pre_tokenizer()).ok()?) {
             return None;
         }
-        let mut cuts = if words.is_cut { Cuts { before_spaces: true, after_lines: true } } else { joined(model, words)? };
+        let mut cuts =
+            if words.is_cut { Cuts { before_spaces: true, after_lines: true } } else { joined(model, words)? };
         let added = inner.get_added_tokens_decoder();
         let texts = || added.values().map(|token| token.content.as_str());
         let mut special = HashSet::new();
@@ -121,7 +122,8 @@ impl Words {
         }
         let longest_special = special.iter().map(String::len).max().unwrap_or(0);
         // Added tokens are found before the text between them is cut.
-        let is_whole = |text: &str| special.contains(text) || text.is_ascii() && run_end(text.as_bytes(), 0) == text.len();
+        let is_whole =
+            |text: &str| special.contains(text) || text.is_ascii() && run_end(text.as_bytes(), 0) == text.len();
         let takes_spaces = added.values().any(|token| token.rstrip && !token.content.ends_with(is_blank));
         let cuts_runs = words.is_cut && !takes_spaces && texts().all(is_whole);
         Some(Self { cuts, special, longest_special, cuts_runs, key })
@@ -172,15 +174,9 @@ impl Cuts {
     fn at(self, bytes: &[u8], at: usize) -> bool {
         let graphic = |at: usize| bytes[at].is_ascii_graphic();
         match bytes[at] {
-            b' ' => {
-                self.before_spaces && graphic(at - 1) && bytes.get(at + 1).is_some_and(u8::is_ascii_alphabetic)
-            }
+            b' ' => self.before_spaces && graphic(at - 1) && bytes.get(at + 1).is_some_and(u8::is_ascii_alphabetic),
             byte => {
-                self.after_lines
-                    && bytes[at - 1] == b'\n'
-                    && at > 1
-                    && graphic(at - 2)
-                    && byte.is_ascii_alphabetic()
+                self.after_lines && bytes[at - 1] == b'\n' && at > 1 && graphic(at - 2) && byte.is_ascii_alphabetic()
             }
         }
     }
@@ -230,18 +226,24 @@ fn joined(model: &BPE, words: Way) -> Option<Cuts> {
     }
     let vocabulary = model.get_vocab();
     let is_known = |c: char| vocabulary.contains_key(c.encode_utf8(&mut [0; 4]) as &str);
-    let all_bytes = || (0..=255).all(|byte| vocabulary.contains_key(&format!("<{byte:#04X}>")));
-    // Bytes of a character that are joined with others: their tokens say what they are in another way.
-    let is_of_bytes = |token: &String| token.contains("<0x") && token.len() > "<0x00>".len();
-    if model.byte_fallback && vocabulary.keys().any(is_of_bytes) {
+    let is_mapped = words.space == '\u{120}';
+    // What the bytes become, one by one.
+    let mut mapped = ('!'..='~').chain('\u{A1}'..='\u{AC}').chain('\u{AE}'..='\u{143}');
+    let has_byte = |byte: u8| vocabulary.contains_key(&format!("<{byte:#04X}>"));
+    let all_known = is_mapped && mapped.all(is_known) || model.byte_fallback && (0..=255).all(has_byte);
+    // Bytes of a character, or an unknown one, joined with others: their tokens say what they are in another way.
+    let holds = |token: &String, part: &str| token.len() > part.len() && token.contains(part);
+    let is_of_bytes = |token: &String| token.len() > "<0x00>".len() && token.contains("<0x");
+    let is_of_unknown = |token: &String| model.unk_token.as_ref().is_some_and(|unknown| holds(token, unknown));
+    if vocabulary.keys().any(|token| model.byte_fallback && is_of_bytes(token) || !all_known && is_of_unknown(token)) {
         return None;
     }
-    // An unknown character is written with, or behind, what follows it; before a cut there is to be none.
-    let always_known = model.unk_token.is_none() || model.byte_fallback && all_bytes();
-    let line = if words.space == '\u{120}' { '\u{10A}' } else { '\n' };
+    // An unknown character is written with, or behind, what follows it, or is left out, and its neighbours meet: where texts
+    // are cut there is to be none.
+    let line = if is_mapped { '\u{10A}' } else { '\n' };
     let mut cuts = Cuts {
-        before_spaces: always_known || ('!'..='~').all(is_known),
-        after_lines: always_known || is_known(line),
+        before_spaces: all_known || ('!'..='~').all(is_known) && is_known(words.space),
+        after_lines: all_known || is_known(line) && model.unk_token.is_some(),
     };
     for token in vocabulary.keys() {
         let (spaces, lines) = parted(token, |c| c.is_ascii_graphic());
