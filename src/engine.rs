@@ -34,7 +34,7 @@ use crate::comm::agree::Failure;
 use crate::comm::calls::during;
 use crate::config::{Config, Precision};
 use crate::error::{EngineError, Error, OptimError, Result, without_backtrace};
-use crate::graph::{autocast, draw_from, stream_of};
+use crate::graph::{ForwardPlace, autocast, draw_from, stream_of};
 use crate::notice::warn;
 use crate::optim::Trainer;
 use crate::precision::{LossScaler, gradient_multiplier};
@@ -84,6 +84,8 @@ pub struct Engine<M> {
     losses: Losses,
     global_steps: u64,
     micro_steps: u64,
+    /// Of what is drawn in forwards.
+    seed: u64,
     accumulation: Accumulation,
     /// Forwards of this micro step.
     forwards: u64,
@@ -156,7 +158,13 @@ impl<M> Engine<M> {
     pub fn forward(&mut self, mut run: impl FnMut(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.check_order("forward", &[Phase::Ready, Phase::Forwarded, Phase::Held])?;
         let watch = self.watch(Call::Forward);
-        let stream = stream_of(self.rank() as u64, self.micro_steps, self.forwards);
+        let stream = stream_of(ForwardPlace {
+            seed: self.seed,
+            rank: self.rank() as u64,
+            step: self.global_steps,
+            micro_step: self.accumulation.micro_steps,
+            forward: self.forwards,
+        });
         let output = self
             .attempt(|engine| draw_from((stream, 0), || engine.cast(|| engine.core.forward(|| run(&engine.model)))))?;
         self.forwards += 1;

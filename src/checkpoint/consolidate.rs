@@ -106,14 +106,16 @@ impl ConsolidatedDtype {
 
     /// The bytes of `values`; else the value that is too large.
     pub(crate) fn encode(self, values: &[f32]) -> std::result::Result<Vec<u8>, f32> {
+        let lost =
+            |held: fn(f32) -> bool| values.iter().find(|v| v.is_finite() && !held(**v)).map_or(Ok(()), |v| Err(*v));
         Ok(match self {
             Self::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
-            Self::Bf16 => values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect(),
+            Self::Bf16 => {
+                lost(|v| half::bf16::from_f32(v).is_finite())?;
+                values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect()
+            }
             Self::F16 => {
-                let is_lost = |v: &&f32| v.is_finite() && half::f16::from_f32(**v).is_infinite();
-                if let Some(lost) = values.iter().find(is_lost) {
-                    return Err(*lost);
-                }
+                lost(|v| half::f16::from_f32(v).is_finite())?;
                 values.iter().flat_map(|v| half::f16::from_f32(*v).to_le_bytes()).collect()
             }
         })
@@ -248,7 +250,11 @@ impl Writer<'_> {
             let values = self.checkpoint.read(0, param, start..numel.min(start + PIECE))?;
             let bytes = self.settings.dtype.encode(&values).map_err(|value| CheckpointError::Unusable {
                 path: self.checkpoint.path().to_owned(),
-                problem: format!("{} has the value {value}, which f16 cannot hold; take bf16 or f32", parameter.name),
+                problem: format!(
+                    "{} has the value {value}, which {} cannot hold; take f32",
+                    parameter.name,
+                    self.settings.dtype.names().0.to_lowercase()
+                ),
             })?;
             take(&bytes)?;
         }

@@ -58,6 +58,14 @@ pub(crate) fn find(dir: &Path) -> Listing {
     Listing { dir: dir.to_owned(), latest: folder::latest(dir), tags, unfinished: folder::unfinished(dir) }
 }
 
+/// The checkpoint that `latest` of the folder `dir` names, and its manifest; nothing without such a file.
+pub(crate) fn newest(dir: &Path) -> Result<Option<(PathBuf, Manifest)>> {
+    let Some(tag) = folder::latest(dir)? else { return Ok(None) };
+    let path = folder::existing(dir, &tag)?;
+    let manifest = Manifest::read(&path.join(MANIFEST))?;
+    Ok(Some((path, manifest)))
+}
+
 impl Listing {
     /// `tag`, or the one that `latest` names.
     ///

@@ -45,7 +45,8 @@ impl<M> Engine<M> {
             say_from(level);
         }
         let (buffer_rule, buffer_sync) = (options.buffer_rule, options.buffer_sync);
-        let rounding = options.stochastic_rounding.then_some(options.seed.unwrap_or(config.seed));
+        let seed = options.seed.unwrap_or(config.seed);
+        let rounding = options.stochastic_rounding.then_some(seed);
         let EngineBuilder {
             disk_access,
             schedule,
@@ -123,6 +124,7 @@ impl<M> Engine<M> {
             losses: Losses::default(),
             global_steps: 0,
             micro_steps: 0,
+            seed,
             accumulation: Accumulation::default(),
             forwards: 0,
             skipped_steps: 0,

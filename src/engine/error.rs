@@ -1,5 +1,16 @@
 //! Errors of training.
 
+/// What to do about numbers that are not finite in optimizer step `step`.
+fn after(step: u64) -> &'static str {
+    match step {
+        0 => {
+            "no weight has changed yet: look for values that are not finite or very large in the weights that the model \
+             begins with, and in the data of this step"
+        }
+        _ => "lower the learning rate, clip gradients (gradient_clipping), and look at the data of this step",
+    }
+}
+
 /// Errors of training.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -137,10 +148,7 @@ pub enum EngineError {
         shape: Vec<usize>,
     },
     /// NaN or infinity in the loss.
-    #[error(
-        "the loss is {loss} on rank {rank} in optimizer step {step} (micro step {micro_step}); lower the learning \
-         rate, clip gradients (gradient_clipping), and look at the data of this step"
-    )]
+    #[error("the loss is {loss} on rank {rank} in optimizer step {step} (micro step {micro_step}); {}", after(*step))]
     NonFiniteLoss {
         /// The value.
         loss: f64,
@@ -153,8 +161,8 @@ pub enum EngineError {
     },
     /// NaN or infinity in a gradient of f32 training.
     #[error(
-        "{where_} in optimizer step {step}; the weights are unchanged; lower the learning rate, clip gradients \
-         (gradient_clipping), and look at the data of this step"
+        "{where_} in optimizer step {step}; the weights are unchanged; {}",
+        after(*step)
     )]
     NonFiniteGradient {
         /// Parameter and rank as far as this rank can see.

@@ -9,7 +9,8 @@ use crate::engine::Engine;
 use crate::error::{Error, FinetuneError, Result};
 use crate::files;
 use crate::nn::{LoraConfig, is_adapter};
-use crate::util::fnv1a;
+use crate::param::check_finite;
+use crate::util::{fnv1a, list};
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use std::collections::{BTreeMap, HashMap};
@@ -111,9 +112,18 @@ impl Adapter {
             let values = values_of(&view).ok_or_else(|| {
                 unusable(&path, format!("{key} has dtype {:?}; f32, bf16 and f16 are read", view.dtype()))
             })?;
+            check_finite(&path, key, 0, &values)?;
             tensors.insert(bare(name).to_owned(), AdapterTensor { shape: view.shape().to_vec(), values });
         }
         Ok(Self { config: config.lora, base: config.base, path: folder.to_owned(), tensors })
+    }
+
+    /// Checks that all values are finite.
+    ///
+    /// # Errors
+    /// [`ParamError::NotFinite`](crate::error::ParamError::NotFinite).
+    pub(super) fn check_finite(&self) -> Result<()> {
+        self.tensors.iter().try_for_each(|(name, tensor)| check_finite(&self.path, name, 0, &tensor.values))
     }
 
     /// The values of a parameter by its name in the model.
@@ -124,7 +134,8 @@ impl Adapter {
     /// Checks that this is an adapter for a model with these parameters and shapes, its adapters included.
     ///
     /// # Errors
-    /// [`FinetuneError::AdapterDoesNotFit`], which names the tensor that has another shape, or is in one of them only.
+    /// [`FinetuneError::AdapterDoesNotFit`], which names the tensor that has another shape, or that the model does not have;
+    /// [`FinetuneError::IncompleteAdapter`], which names those that are missing.
     pub fn check_fits(&self, parameters: &[(String, Vec<usize>)]) -> Result<()> {
         let wrong = |tensor: &str, problem: String| {
             let (path, base) = (self.path.clone(), self.base.clone());
@@ -141,10 +152,18 @@ impl Adapter {
                 Some(_) => (),
             }
         }
-        match parameters.iter().find(|(name, _)| is_adapter(name) && self.tensor(name).is_none()) {
-            Some((name, shape)) => wrong(name, format!("the adapter lacks it; the model needs shape {shape:?}")),
-            None => Ok(()),
+        let lacks = |name: &&str| is_adapter(name) && self.tensor(name).is_none();
+        let missing: Vec<&str> = parameters.iter().map(|(name, _)| name.as_str()).filter(lacks).collect();
+        if missing.is_empty() {
+            return Ok(());
         }
+        let (path, base, names) = (self.path.clone(), self.base.clone(), list(&missing));
+        Err(FinetuneError::IncompleteAdapter { path, base, names }.into())
+    }
+
+    /// The folder that it was read from; empty for one that was made here.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Writes the folder `out`, which must be absent or empty, as PEFT does. `parameters` are the names of all of the
@@ -267,6 +286,6 @@ mod tests {
         insta::assert_snapshot!(text(&other[1..]), @"the adapter  (trained on llama) is not one for this model: layers.0.self_attn.q_proj.lora_A.weight: the model has no such projection; take the model that it was trained on");
         let mut more = parameters();
         more.push(("model.layers.1.self_attn.q_proj.lora_A.weight".into(), vec![2, 6]));
-        insta::assert_snapshot!(text(&more), @"the adapter  (trained on llama) is not one for this model: model.layers.1.self_attn.q_proj.lora_A.weight: the adapter lacks it; the model needs shape [2, 6]; take the model that it was trained on");
+        insta::assert_snapshot!(text(&more), @"the adapter  (trained on llama) is not whole: by its adapter_config.json and this model it should have model.layers.1.self_attn.q_proj.lora_A.weight too; copy it again from where it is from, or take the model that it was trained on");
     }
 }

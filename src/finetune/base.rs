@@ -112,6 +112,18 @@ impl Base {
         &self.config
     }
 
+    /// Checks that `config.json` describes what is read here and nothing more: what is written from a part of a model would not be
+    /// what it describes.
+    ///
+    /// # Errors
+    /// [`FinetuneError::MoreThanText`].
+    pub fn check_whole(&self) -> Result<()> {
+        match self.json.get("text_config") {
+            None => Ok(()),
+            Some(_) => Err(FinetuneError::MoreThanText { path: self.folder.clone() }.into()),
+        }
+    }
+
     /// The content of `config.json`; of a GGUF file, what stands in for it.
     pub fn config_json(&self) -> &Value {
         &self.json

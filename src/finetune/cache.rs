@@ -1,9 +1,10 @@
 //! Samples in a file that is mapped.
 //!
 //! Little-endian, in words of four bytes: a header of 16 words; each sample's ids, then a bit for each that says whether
-//! it is a target, in whole words; an index of 6 words a sample (offset of its ids in words as two, their number, label,
-//! line as two); a report as JSON. The header has what the file was made of as one number, where its parts lie, and a digest
-//! of itself, the index and the report: a file that was not written to its end has none.
+//! it is a target, in whole words; an index of 8 words a sample (offset of its ids in words as two, their number, label,
+//! line as two, a digest of ids and bits as two); a report as JSON. The header has what the file was made of as one number,
+//! where its parts lie, and a digest of itself, the index and the report: a file that was not written to its end has none.
+//! All digests are checked when a file is opened, so one that was damaged is made again.
 //!
 //! Who makes a file has a lock on another one beside it. Others wait for that, and then map what was made; the kernel
 //! releases the lock of a process that ends in between.
@@ -14,17 +15,19 @@ use crate::error::{Error, Result};
 use crate::files::{self, FileLock};
 use crate::util::cache_home;
 use memmap2::Mmap;
+use rayon::prelude::*;
 use std::fs::File;
 use std::hash::Hasher as _;
 use std::io::{BufWriter, Read as _, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use tempfile::NamedTempFile;
+use twox_hash::XxHash3_64;
 
 /// The first bytes of a file of this format.
-const MAGIC: &[u8; 8] = b"czsamp02";
+const MAGIC: &[u8; 8] = b"czsamp03";
 const HEADER: usize = 64;
 /// Bytes of an entry of the index.
-const ENTRY: usize = 24;
+const ENTRY: usize = 32;
 
 /// The folder for files of samples where none is given: `candle-zero/samples` in `$XDG_CACHE_HOME` or `~/.cache`.
 ///
@@ -146,7 +149,7 @@ impl Cache {
         if !whole || samples.checked_mul(ENTRY as u64) != Some(report - index) {
             return Err("it is damaged");
         }
-        let mut hash = twox_hash::XxHash3_64::new();
+        let mut hash = XxHash3_64::new();
         hash.write(&map[..HEADER - 8]);
         hash.write(&map[index as usize..]);
         if digest != hash.finish() {
@@ -155,7 +158,33 @@ impl Cache {
         if found != fingerprint {
             return Err("it is of other data, another tokenizer, template or options");
         }
-        Ok(Self { map, samples: samples as usize, tokens, index: index as usize, report: report as usize })
+        let cache = Self { map, samples: samples as usize, tokens, index: index as usize, report: report as usize };
+        match (0..cache.samples).into_par_iter().all(|i| cache.is_whole(i)) {
+            true => Ok(cache),
+            false => Err("it is damaged"),
+        }
+    }
+
+    /// Whether the ids and targets of sample `i` are those that were written.
+    fn is_whole(&self, i: usize) -> bool {
+        let entry = self.entry(i);
+        let start = usize::try_from(long(entry)).ok().and_then(|start| start.checked_mul(4));
+        let bytes = word(&entry[8..]) as usize * 4 + (word(&entry[8..]) as usize).div_ceil(32) * 4;
+        let end = start.and_then(|start| start.checked_add(bytes)).filter(|end| *end <= self.index);
+        let place = start.zip(end).filter(|(start, _)| *start >= HEADER);
+        place.is_some_and(|(start, end)| XxHash3_64::oneshot(&self.map[start..end]) == long(&entry[24..]))
+    }
+
+    /// Of the samples, whatever they were made of: their ids, targets and labels, and their order.
+    pub(super) fn content(&self) -> u64 {
+        let mut hash = XxHash3_64::new();
+        for i in 0..self.samples {
+            // Their number, the label and the digest.
+            let entry = self.entry(i);
+            hash.write(&entry[8..16]);
+            hash.write(&entry[24..]);
+        }
+        hash.finish()
     }
 
     /// Of what the samples were made of.
@@ -249,7 +278,8 @@ impl Writer {
         entry[..8].copy_from_slice(&(self.at / 4).to_le_bytes());
         entry[8..12].copy_from_slice(&count.to_le_bytes());
         entry[12..16].copy_from_slice(&label.to_le_bytes());
-        entry[16..].copy_from_slice(&line.to_le_bytes());
+        entry[16..24].copy_from_slice(&line.to_le_bytes());
+        entry[24..].copy_from_slice(&XxHash3_64::oneshot(&self.bytes).to_le_bytes());
         self.index.write_all(&entry)?;
         self.at += self.bytes.len() as u64;
         self.samples += 1;
@@ -266,7 +296,7 @@ impl Writer {
         for number in [fingerprint, self.samples, self.tokens, self.at, report_at, end] {
             header.extend(number.to_le_bytes());
         }
-        let mut hash = twox_hash::XxHash3_64::new();
+        let mut hash = XxHash3_64::new();
         hash.write(&header);
         index.seek(SeekFrom::Start(0))?;
         let mut piece = vec![0; 1 << 16];
@@ -357,8 +387,8 @@ mod tests {
             std::fs::write(&path, &whole[..bytes]).unwrap();
             assert_eq!(why(7), "it is truncated", "{bytes}");
         }
-        // The index and the report, behind the header, three ids and a word of bits.
-        for byte in (0..HEADER).chain(HEADER + 16..whole.len()) {
+        // Every byte: of the header, of three ids and a word of bits, of the index and the report.
+        for byte in 0..whole.len() {
             let mut other = whole.clone();
             other[byte] ^= 0x10;
             std::fs::write(&path, other).unwrap();

@@ -191,6 +191,16 @@ impl Dataset {
         hasher.finish()
     }
 
+    /// A number that changes with the ids and targets of the samples, their order and their weights, whatever files they are
+    /// from.
+    pub(super) fn content(&self) -> u64 {
+        let mut hasher = twox_hash::XxHash3_64::new();
+        for Part { cache, weight, first, end, key, .. } in &self.parts {
+            hasher.write(format!("{:x} {weight} {first} {end} {key:?} ", cache.content()).as_bytes());
+        }
+        hasher.finish()
+    }
+
     /// The files and what became of their records.
     pub fn reports(&self) -> impl Iterator<Item = (&Path, &Report)> {
         self.parts.iter().map(|part| (part.path.as_path(), &*part.report))

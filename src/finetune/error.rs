@@ -63,6 +63,19 @@ pub enum FinetuneError {
         /// What is wrong.
         reason: String,
     },
+    /// A model of which a part is read.
+    #[error(
+        "{} has a model for images and texts, of which only the language model is read here: it answers, but what training or \
+         merging would write were not the model that its config.json describes. Take the language model on its own; \
+         transformers writes it so: whole = Gemma3ForConditionalGeneration.from_pretrained(MODEL, dtype=\"auto\"); text = \
+         Gemma3ForCausalLM(whole.config.text_config); text.model = whole.model.language_model; text.tie_weights(); \
+         text.save_pretrained(DIR); the tokenizer's files belong beside it",
+        path.display()
+    )]
+    MoreThanText {
+        /// The model's folder.
+        path: PathBuf,
+    },
     /// A model that cannot learn to classify.
     #[error(
         "{} {found}; --task classify takes the folder of a BERT (model_type \"bert\") in Hugging Face's format, with any head \
@@ -333,13 +346,63 @@ pub enum FinetuneError {
         /// What does not fit.
         problem: String,
     },
+    /// An adapter without some of its tensors.
+    #[error(
+        "the adapter {}{} is not whole: by its adapter_config.json and this model it should have {names} too; copy it again \
+         from where it is from, or take the model that it was trained on",
+        path.display(),
+        base.as_ref().map_or(String::new(), |base| format!(" (trained on {base})"))
+    )]
+    IncompleteAdapter {
+        /// The adapter's folder.
+        path: PathBuf,
+        /// The model that it was trained on, where it says so.
+        base: Option<String>,
+        /// The first few tensors that are missing.
+        names: String,
+    },
+    /// A weight that is no number any more when an adapter is merged into it.
+    #[error(
+        "{tensor} with the adapter {} has the value {value}: the adapter's values or its lora_alpha are too large; train it \
+         again with a lower learning rate, or correct its adapter_config.json",
+        adapter.display()
+    )]
+    MergedNotFinite {
+        /// The tensor.
+        tensor: String,
+        /// The adapter's folder.
+        adapter: PathBuf,
+        /// The value: NaN or infinite.
+        value: f32,
+    },
+    /// Logits that are no numbers, of weights that are.
+    #[error(
+        "the model's logits are not finite: its weights are too large for what it computes with; take the model and the \
+         adapter from an earlier checkpoint, or another --dtype"
+    )]
+    LogitsNotFinite,
+    /// A trained weight that is no number.
+    #[error(
+        "the trained {tensor} has the value {value} (element {element}): the last steps have diverged, and no result is \
+         written; lower the learning rate, and continue from an earlier checkpoint or start anew"
+    )]
+    Diverged {
+        /// The tensor.
+        tensor: String,
+        /// The place of the first such value in it, row by row, from 0.
+        element: usize,
+        /// The value: NaN or infinite.
+        value: f32,
+    },
     /// A weight that a precision cannot hold.
-    #[error("{tensor} has the value {value}, which f16 cannot hold; take another precision")]
+    #[error("{tensor} has the value {value:?}, which {format} cannot hold; take another precision")]
     TooLarge {
         /// The tensor.
         tensor: String,
         /// The value.
         value: f32,
+        /// The precision.
+        format: String,
     },
     /// A model or a tokenizer that a GGUF file cannot hold.
     #[error("{} cannot be written as GGUF: {problem}", path.display())]
@@ -348,6 +411,33 @@ pub enum FinetuneError {
         path: PathBuf,
         /// What is wrong, and what is allowed.
         problem: String,
+    },
+    /// A checkpoint of a run with other settings.
+    #[error(
+        "checkpoint {} was saved by a run with other settings: {differences} (saved -> now); continued so, the result would \
+         be neither run's. Give the saved settings, or another folder for --save to start anew, or continue all the same with \
+         --resume_anyway",
+        checkpoint.display()
+    )]
+    OtherRun {
+        /// The checkpoint.
+        checkpoint: PathBuf,
+        /// Each setting that differs, with the saved value and that of this run.
+        differences: String,
+    },
+    /// A checkpoint behind the last step of the run.
+    #[error(
+        "checkpoint {} has {made} steps made, and this run is to have {total} in all: a result of fewer steps cannot be made \
+         from it; give at least as many steps, or another folder for --save to start anew",
+        checkpoint.display()
+    )]
+    StepsMade {
+        /// The checkpoint.
+        checkpoint: PathBuf,
+        /// Steps that it has.
+        made: u64,
+        /// Steps of the run.
+        total: u64,
     },
     /// A run for which there is not enough memory in any way.
     #[error(

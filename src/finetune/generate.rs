@@ -170,7 +170,7 @@ impl<'a> Generator<'a> {
     /// ```
     ///
     /// # Errors
-    /// A prompt without ids, numbers that make no sense ([`Sampling::check`]); those of `extend`.
+    /// A prompt without ids, numbers that make no sense ([`Sampling::check`]), logits that are not finite; those of `extend`.
     pub fn answer(
         &self,
         prompt: &[u32],
@@ -188,6 +188,10 @@ impl<'a> Generator<'a> {
         let mut answer = Generated::default();
         for _ in 0..sampling.max_tokens {
             let mut logits = extend(&mut session, answer.ids.last().map_or(prompt, std::slice::from_ref))?;
+            // Nothing but a token that a model never gives has a logit of minus infinity.
+            if logits.iter().any(|logit| logit.is_nan() || *logit == f32::INFINITY) {
+                return Err(FinetuneError::LogitsNotFinite.into());
+            }
             keep_likeliest(&mut logits, sampling.top_k, sampling.top_p, sampling.temperature);
             let id = next_token(&logits, sampling.temperature, &mut rng);
             if self.ends.contains(&id) {

@@ -4,6 +4,7 @@ use crate::engine::InitialValues;
 use crate::error::{Error, FinetuneError, ParamError, Result};
 use crate::files;
 use crate::models::DecoderConfig;
+use crate::param::check_finite;
 use crate::util::{fnv1a, list};
 use candle_core::quantized::gguf_file::{Content, TensorInfo, Value};
 use candle_core::quantized::{GgmlDType, ggml_file::qtensor_from_ggml};
@@ -201,7 +202,7 @@ impl InitialValues for Gguf {
         }
         let mut values = Vec::with_capacity(range.len());
         match place.mixed_heads {
-            None => self.read(info, range, &mut values)?,
+            None => self.read(info, range.clone(), &mut values)?,
             Some(heads) => {
                 // A bias has rows of one element.
                 let (rows, row) = (shape[0], shape.get(1).copied().unwrap_or(1));
@@ -218,6 +219,7 @@ impl InitialValues for Gguf {
         if place.plus_one {
             values.iter_mut().for_each(|x| *x -= 1.0);
         }
+        check_finite(&self.path, name, range.start, &values)?;
         Ok(values)
     }
 

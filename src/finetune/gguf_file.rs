@@ -41,6 +41,15 @@ impl Format {
         }
     }
 
+    /// Its name, for messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Q8_0 => "q8_0",
+        }
+    }
+
     /// Bytes of so many elements: a whole number of blocks.
     fn bytes(self, elements: u64) -> u64 {
         match self {
@@ -50,7 +59,7 @@ impl Format {
         }
     }
 
-    /// The bytes of whole blocks of values; else a value that f16 cannot hold.
+    /// The bytes of whole blocks of values; else a value that is too large.
     pub fn encode(self, values: &[f32]) -> std::result::Result<Vec<u8>, f32> {
         let half = |value: f32| {
             let rounded = f16::from_f32(value);
@@ -68,9 +77,10 @@ impl Format {
             Self::Q8_0 => {
                 let mut bytes = Vec::with_capacity(values.len() / BLOCK * (BLOCK + 2));
                 for block in values.chunks(BLOCK) {
-                    let scale = block.iter().fold(0f32, |most, x| most.max(x.abs())) / 127.0;
+                    let most = block.iter().fold(0f32, |most, x| most.max(x.abs()));
+                    let scale = most / 127.0;
                     let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
-                    bytes.extend(half(scale)?);
+                    bytes.extend(half(scale).map_err(|_| most)?);
                     bytes.extend(block.iter().map(|x| ((x * inverse).round() as i8).cast_unsigned()));
                 }
                 Ok(bytes)

@@ -85,7 +85,9 @@ fn write_gguf(merged: &Merged<'_>, base: &Base, format: GgufFormat, out: &Path) 
     let mut count = merged.counter(entries.iter().map(Entry::bytes).sum());
     let mut put = |bytes: &[u8]| buffered.write_all(bytes).map_err(wrong);
     write(&metadata, &entries, &mut put, |at, take| match &sources[at] {
-        Origin::Values(values) => take(&entries[at].format.encode(values).map_err(|v| too_large("rope_freqs", v))?),
+        Origin::Values(values) => {
+            take(&entries[at].format.encode(values).map_err(|v| too_large("rope_freqs", v, "f16"))?)
+        }
         Origin::Tensor(name, shape, change) => {
             give(&merged.tensor(name, shape)?, *change, entries[at].format, name, &mut |bytes| {
                 count(bytes.len());
@@ -115,7 +117,7 @@ fn give(
     take: &mut dyn FnMut(&[u8]) -> Result<()>,
 ) -> Result<()> {
     let (lines, width) = tensor.lines();
-    let mut put = |values: &[f32]| take(&format.encode(values).map_err(|value| too_large(name, value))?);
+    let mut put = |values: &[f32]| take(&format.encode(values).map_err(|value| too_large(name, value, format.name()))?);
     match change {
         Change::None => tensor.pieces(1).try_for_each(|lines| put(&tensor.values(lines)?)),
         Change::Transposed => {

@@ -1,6 +1,7 @@
 //! The keys of a GGUF file that describe a tokenizer, from the files of Hugging Face.
 
 use super::gguf_file::Value;
+use super::templates::named_templates;
 use crate::error::{Error, FinetuneError, Result};
 use crate::files;
 use serde_json::Value as Json;
@@ -74,17 +75,34 @@ pub(super) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
             keys.push((format!("tokenizer.ggml.add_{kind}_token"), Value::Bool(add)));
         }
     }
-    let template = folder.join("chat_template.jinja");
-    let template = match settings["chat_template"].as_str() {
-        Some(template) => Some(template.to_owned()),
-        None if template.is_file() => Some(read_text(&template)?),
-        None => None,
-    };
-    keys.extend(template.map(|template| ("tokenizer.chat_template".to_owned(), Value::String(template))));
+    keys.extend(template_keys(named_templates(folder)?));
     keys.push(("tokenizer.ggml.tokens".into(), Value::Strings(tokens)));
     keys.push(("tokenizer.ggml.token_type".into(), Value::I32s(kinds)));
     keys.push(("tokenizer.ggml.merges".into(), Value::Strings(merges)));
     Ok(keys)
+}
+
+/// The keys of chat templates as llama.cpp's converter writes them: the default one, the others by their names, and a list of
+/// these.
+fn template_keys(named: BTreeMap<String, String>) -> Vec<(String, Value)> {
+    const KEY: &str = "tokenizer.chat_template";
+    let clean = |name: &str| name.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
+    let (mut keys, mut names) = (vec![], vec![]);
+    for (name, template) in named {
+        match &*name {
+            "default" => keys.push((KEY.to_owned(), Value::String(template))),
+            "" => {}
+            _ => {
+                let name = clean(&name);
+                keys.push((format!("{KEY}.{name}"), Value::String(template)));
+                names.push(name);
+            }
+        }
+    }
+    if !names.is_empty() {
+        keys.push((format!("{KEY}s"), Value::Strings(names)));
+    }
+    keys
 }
 
 /// llama.cpp's name for the way in which texts are cut; else what is wrong.

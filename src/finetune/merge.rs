@@ -8,6 +8,7 @@ use crate::error::{Error, FinetuneError, Result};
 use crate::models::{DecoderConfig, Naming};
 use crate::nn::WeightLayout;
 use crate::nn::low_rank::LowRank;
+use crate::precision::{FlatRef, has_non_finite};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -46,11 +47,13 @@ impl<'a> Merged<'a> {
     /// The model of `base`, with `adapter` merged in.
     ///
     /// # Errors
-    /// [`FinetuneError::AdapterDoesNotFit`].
+    /// [`FinetuneError::AdapterDoesNotFit`], [`FinetuneError::IncompleteAdapter`], [`FinetuneError::MoreThanText`].
     pub fn new(base: &'a Base, adapter: Option<&'a Adapter>) -> Result<Self> {
+        base.check_whole()?;
         let parameters = DecoderConfig { lora: None, ..base.config().clone() }.parameters()?;
         if let Some(adapter) = adapter {
-            adapter.check_fits(&with_adapters(&parameters, adapter))?;
+            let lora = Some(adapter.config.clone());
+            adapter.check_fits(&DecoderConfig { lora, ..base.config().clone() }.parameters()?)?;
         }
         Ok(Self { base, values: base.values(), parameters, adapter, progress: None })
     }
@@ -104,6 +107,7 @@ impl<'a> Merged<'a> {
     pub(super) fn tensor(&self, name: &str, shape: &[usize]) -> Result<MergedTensor<'_>> {
         let mut tensor = MergedTensor {
             weights: &*self.values,
+            adapter: self.adapter.map_or(Path::new(""), Adapter::path),
             name: name.to_owned(),
             shape: shape.to_vec(),
             low: None,
@@ -128,25 +132,6 @@ impl<'a> Merged<'a> {
     }
 }
 
-/// The base's parameters, and those of the adapters that the projections in `adapter` need.
-fn with_adapters(parameters: &[(String, Vec<usize>)], adapter: &Adapter) -> Vec<(String, Vec<usize>)> {
-    let mut all = parameters.to_vec();
-    for (name, shape) in parameters {
-        let (Some(module), &[rows, cols]) = (name.strip_suffix(".weight"), &shape[..]) else { continue };
-        if adapter.tensor(&format!("{module}.lora_A.weight")).is_none() {
-            continue;
-        }
-        let (inputs, outputs) = if layout_of(name) == WeightLayout::OutIn { (cols, rows) } else { (rows, cols) };
-        let rank = adapter.config.r;
-        all.push((format!("{module}.lora_A.weight"), vec![rank, inputs]));
-        all.push((format!("{module}.lora_B.weight"), vec![outputs, rank]));
-        if adapter.config.dora {
-            all.push((format!("{module}.lora_magnitude_vector"), vec![outputs]));
-        }
-    }
-    all
-}
-
 /// How the weight of a projection of this name lies: GPT-2's are Conv1D's.
 pub(super) fn layout_of(name: &str) -> WeightLayout {
     const CONV1D: [&str; 4] = [".attn.c_attn.weight", ".attn.c_proj.weight", ".mlp.c_fc.weight", ".mlp.c_proj.weight"];
@@ -156,6 +141,8 @@ pub(super) fn layout_of(name: &str) -> WeightLayout {
 /// One tensor of [`Merged`].
 pub(super) struct MergedTensor<'a> {
     weights: &'a dyn InitialValues,
+    /// The adapter's folder.
+    adapter: &'a Path,
     name: String,
     shape: Vec<usize>,
     low: Option<LowRank<'a>>,
@@ -184,7 +171,7 @@ impl MergedTensor<'_> {
     /// The merged values of some lines.
     ///
     /// # Errors
-    /// Those of reading the weights.
+    /// Those of reading the weights; [`FinetuneError::MergedNotFinite`].
     pub fn values(&self, lines: Range<usize>) -> Result<Vec<f32>> {
         let mut values = vec![0f32; lines.len() * self.lines().1];
         self.read(lines.clone(), &mut values)?;
@@ -193,8 +180,19 @@ impl MergedTensor<'_> {
             if let Some(factors) = &self.factors {
                 low.scale(lines, &mut values, factors);
             }
+            self.check(&values)?;
         }
         Ok(values)
+    }
+
+    /// Refuses merged values that are not finite.
+    fn check(&self, values: &[f32]) -> Result<()> {
+        if !has_non_finite(FlatRef::F32(values)) {
+            return Ok(());
+        }
+        let value = values.iter().copied().find(|value| !value.is_finite()).unwrap_or(f32::NAN);
+        let (tensor, adapter) = (self.name.clone(), self.adapter.to_owned());
+        Err(FinetuneError::MergedNotFinite { tensor, adapter, value }.into())
     }
 
     /// The base's values of some lines.
@@ -234,7 +232,8 @@ impl Merged<'_> {
             let (name, shape) = &shapes[at];
             let tensor = self.tensor(name, shape)?;
             for lines in tensor.pieces(1) {
-                let bytes = dtype.encode(&tensor.values(lines)?).map_err(|value| too_large(name, value))?;
+                let bytes =
+                    dtype.encode(&tensor.values(lines)?).map_err(|value| too_large(name, value, dtype.names().0))?;
                 take(&bytes)?;
                 count(bytes.len());
             }
@@ -261,7 +260,7 @@ impl Merged<'_> {
     }
 }
 
-/// The error about a value that 16 bits cannot hold.
-pub(super) fn too_large(tensor: &str, value: f32) -> Error {
-    FinetuneError::TooLarge { tensor: tensor.into(), value }.into()
+/// The error about a value that a precision cannot hold.
+pub(super) fn too_large(tensor: &str, value: f32, format: &str) -> Error {
+    FinetuneError::TooLarge { tensor: tensor.into(), value, format: format.to_lowercase() }.into()
 }

@@ -41,6 +41,7 @@ mod gguf_config;
 mod gguf_file;
 mod gguf_model;
 mod gguf_vocabulary;
+mod identity;
 mod merge;
 mod network;
 mod objective;
@@ -71,6 +72,7 @@ mod source;
 mod spans;
 mod strftime;
 mod template;
+mod templates;
 mod tokenizer;
 mod words;
 

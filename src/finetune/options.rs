@@ -23,6 +23,15 @@ pub enum Method {
 }
 
 impl Method {
+    /// Its name.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            Self::Full => "full",
+            Self::Lora(_) => "lora",
+            Self::Qlora(_) => "qlora",
+        }
+    }
+
     /// The adapters' settings, where there are adapters.
     pub fn lora(&self) -> Option<&LoraConfig> {
         match self {
@@ -183,6 +192,9 @@ pub struct Options {
     pub patience: Option<u64>,
     /// Checkpoints. Default: none.
     pub saving: Option<Saving>,
+    /// Whether the run continues from a checkpoint also where its settings are not those that the checkpoint was saved with.
+    /// Default: false, it is refused with the differences.
+    pub resume_anyway: bool,
     /// Seed of adapters, order and dropout. Default: 42.
     pub seed: u64,
     /// Whether blocks run again in backward, rather than keep what they computed. Default: chosen by the memory at hand;
@@ -220,6 +232,7 @@ impl Options {
             eval_every: None,
             patience: None,
             saving: None,
+            resume_anyway: false,
             seed: 42,
             recompute: None,
             cache: None,

@@ -1,5 +1,6 @@
 //! Folders that fine-tuning writes.
 
+use super::templates::{ADDITIONAL, additional_templates};
 use crate::checkpoint::{ConsolidatedDtype, create, write_json};
 use crate::error::{Error, FinetuneError, Result};
 use crate::files::{self, NewFolder, free_folder};
@@ -47,14 +48,25 @@ pub(super) fn write_beside(from: &Path, mut config: Value, to: &Path, dtype: Con
         config.remove("quantization_config");
     }
     write_json(to, "config.json", &config)?;
+    let copy = |path: &Path, to: &Path, name: &str| {
+        let bytes = read(path)?;
+        create(to, name, |file| {
+            let wrong = |source| Error::Io { action: "write", path: to.join(name), source };
+            file.write_all(&bytes).map_err(wrong)
+        })
+    };
     for name in BESIDE {
         let path = from.join(name);
         if path.is_file() {
-            let bytes = read(&path)?;
-            create(to, name, |file| {
-                let wrong = |source| Error::Io { action: "write", path: to.join(name), source };
-                file.write_all(&bytes).map_err(wrong)
-            })?;
+            copy(&path, to, name)?;
+        }
+    }
+    let additional = additional_templates(from)?;
+    if !additional.is_empty() {
+        let to = to.join(ADDITIONAL);
+        std::fs::create_dir(&to).map_err(|source| Error::Io { action: "create", path: to.clone(), source })?;
+        for path in additional {
+            copy(&path, &to, &path.file_name().unwrap_or_default().to_string_lossy())?;
         }
     }
     Ok(())

@@ -1,5 +1,6 @@
 //! PEFT's `adapter_config.json`.
 
+use crate::models::shortened;
 use crate::nn::{LoraConfig, LoraTargets};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
@@ -13,7 +14,7 @@ pub(super) struct PeftConfig {
 }
 
 /// Settings that change what an adapter computes, or which weights it has, and are not computed with here.
-const UNKNOWN: [&str; 15] = [
+const UNSUPPORTED: [&str; 17] = [
     "rank_pattern",
     "alpha_pattern",
     "layers_to_transform",
@@ -28,8 +29,45 @@ const UNKNOWN: [&str; 15] = [
     "alora_invocation_tokens",
     "arrow_config",
     "kasa_config",
+    "monteclora_config",
     "velora_config",
+    "megatron_config",
 ];
+
+/// Settings that are looked at one by one, and those that change nothing of an adapter that is made: who wrote it, the ways to
+/// begin it, and parts of settings that are refused.
+const KNOWN: [&str; 25] = [
+    "auto_mapping",
+    "base_model_name_or_path",
+    "bias",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "fan_in_fan_out",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "loftq_config",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "use_dora",
+    "use_rslora",
+];
+
+/// Values of `init_lora_weights` with which an adapter begins beside weights that stay as they are. PEFT takes their start's part
+/// from the base's weights with the others (PiSSA, OLoRA, CorDA, LoRA-GA), or quantizes them (LoftQ): such an adapter belongs to
+/// a base that is written nowhere.
+const PLAIN_STARTS: [&str; 4] = ["gaussian", "eva", "orthogonal", "mica"];
 
 impl PeftConfig {
     /// Reads a file's text; else what is wrong with it.
@@ -42,17 +80,27 @@ impl PeftConfig {
             Some(other) => return Err(format!("peft_type is {other}; LORA is read")),
             None => return Err("it has no peft_type; LORA is read".into()),
         }
-        for key in UNKNOWN {
-            let is_off = |value: &Value| match value {
-                Value::Bool(on) => !on,
-                Value::Array(list) => list.is_empty(),
-                Value::Object(map) => map.is_empty(),
-                _ => false,
-            };
-            if let Some(value) = get(key).filter(|value| !is_off(value)) {
+        let is_off = |value: &Value| match value {
+            Value::Null => true,
+            Value::Bool(on) => !on,
+            Value::String(text) => text.is_empty(),
+            Value::Array(list) => list.is_empty(),
+            Value::Object(map) => map.is_empty(),
+            Value::Number(_) => false,
+        };
+        for (key, value) in config.iter().filter(|(_, value)| !is_off(value)) {
+            let value = shortened(value);
+            if UNSUPPORTED.contains(&key.as_str()) {
                 return Err(format!("{key} is {value}, which is not supported; train the adapter without it"));
             }
+            if !KNOWN.contains(&key.as_str()) {
+                return Err(format!(
+                    "{key} is {value}, and this key is not known: it may change what the adapter computes; remove it from the \
+                     file if it does not"
+                ));
+            }
         }
+        check_start(get("init_lora_weights"))?;
         if let Some(bias) = get("bias").filter(|bias| *bias != "none") {
             return Err(format!("bias is {bias}; only \"none\" is supported"));
         }
@@ -119,6 +167,26 @@ impl PeftConfig {
     }
 }
 
+/// Refuses an adapter that began by changing the base's weights.
+fn check_start(found: Option<&Value>) -> Result<(), String> {
+    let is_plain = match found {
+        None | Some(Value::Bool(_)) => true,
+        Some(Value::String(name)) => PLAIN_STARTS.contains(&name.to_lowercase().as_str()),
+        Some(_) => false,
+    };
+    match found {
+        Some(found) if !is_plain => Err(format!(
+            "init_lora_weights is {}: such an adapter began by changing the base's weights, so it belongs to weights that \
+             are not the base's. Supported are true, false, {}: save it from PEFT as a plain adapter, with \
+             model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter \
+             as it was before training",
+            shortened(found),
+            PLAIN_STARTS.map(|name| format!("\"{name}\"")).join(", ")
+        )),
+        _ => Ok(()),
+    }
+}
+
 fn targets(found: Option<&Value>) -> Result<LoraTargets, String> {
     let names = |list: &Vec<Value>| list.iter().map(|name| name.as_str().map(str::to_owned)).collect();
     match found {
@@ -153,6 +221,40 @@ mod tests {
     }
 
     #[test]
+    fn of_the_starts_those_are_read_that_leave_the_base_as_it_is() {
+        let read = |start: Value| {
+            let config = json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"],
+                "init_lora_weights": start});
+            PeftConfig::read(&config.to_string())
+        };
+        for start in
+            [json!(true), json!(false), json!(null), json!("gaussian"), json!("Gaussian"), json!("eva"), json!("mica")]
+        {
+            read(start).unwrap();
+        }
+        let refused = ["pissa", "pissa_niter_4", "PiSSA", "olora", "OLoRA", "corda", "loftq", "lora_ga", "new", ""];
+        for start in refused.map(|start| json!(start)).into_iter().chain([json!(1), json!({}), json!([])]) {
+            assert!(read(start.clone()).unwrap_err().starts_with("init_lora_weights is "), "{start}");
+        }
+    }
+
+    #[test]
+    fn keys_that_peft_writes_without_effect_are_read() {
+        let config = r#"{"task_type": "CAUSAL_LM", "peft_type": "LORA", "auto_mapping": {"unsloth_fixed": true},
+            "peft_version": "0.21.2", "base_model_name_or_path": null, "revision": "main", "inference_mode": true, "r": 8,
+            "target_modules": ["q"], "exclude_modules": null, "lora_alpha": 8, "lora_dropout": 0.0, "fan_in_fan_out": true,
+            "bias": "none", "use_rslora": false, "modules_to_save": [], "init_lora_weights": true,
+            "layers_to_transform": null, "layers_pattern": null, "rank_pattern": {}, "alpha_pattern": {},
+            "megatron_config": null, "megatron_core": "megatron.core", "trainable_token_indices": null,
+            "loftq_config": {}, "eva_config": {"rho": 2.0}, "corda_config": null, "lora_ga_config": null,
+            "use_dora": false, "velora_config": null, "alora_invocation_tokens": null, "use_qalora": false,
+            "qalora_group_size": 16, "monteclora_config": null, "layer_replication": null, "lora_bias": false,
+            "target_parameters": null, "use_bdlora": null, "arrow_config": null, "kasa_config": null,
+            "ensure_weight_tying": true, "of_a_later_version": null, "and_another": false}"#;
+        PeftConfig::read(config).unwrap();
+    }
+
+    #[test]
     fn configurations_that_cannot_be_computed_with_are_refused() {
         let text = |more: Value| {
             let mut config = json!({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]});
@@ -169,6 +271,11 @@ mod tests {
         insta::assert_snapshot!(text(json!({"lora_alpha": null})), @"it has no lora_alpha");
         insta::assert_snapshot!(text(json!({"bias": "all"})), @r#"bias is "all"; only "none" is supported"#);
         insta::assert_snapshot!(text(json!({"modules_to_save": ["lm_head"]})), @r#"modules_to_save is ["lm_head"], which is not supported; train the adapter without it"#);
+        insta::assert_snapshot!(text(json!({"init_lora_weights": "pissa_niter_16"})), @r#"init_lora_weights is "pissa_niter_16": such an adapter began by changing the base's weights, so it belongs to weights that are not the base's. Supported are true, false, "gaussian", "eva", "orthogonal", "mica": save it from PEFT as a plain adapter, with model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter as it was before training"#);
+        insta::assert_snapshot!(text(json!({"use_new_thing": 2})), @"use_new_thing is 2, and this key is not known: it may change what the adapter computes; remove it from the file if it does not");
+        insta::assert_snapshot!(text(json!({"layers_to_transform": 0})), @"layers_to_transform is 0, which is not supported; train the adapter without it");
+        insta::assert_snapshot!(text(json!({"lora_alpha": 1e308})), @"LoRA settings: alpha is 1e308, but must be a positive finite number, in f32 too");
+        insta::assert_snapshot!(text(json!({"lora_alpha": 1e-300})), @"LoRA settings: alpha is 1e-300, but must be a positive finite number, in f32 too");
         insta::assert_snapshot!(text(json!({"target_modules": ".*q"})), @r#"target_modules is ".*q"; a list of names or "all-linear" is supported"#);
         insta::assert_snapshot!(text(json!({"use_dora": 1})), @"use_dora is 1, which is neither true nor false");
     }

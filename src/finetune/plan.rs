@@ -1,7 +1,10 @@
 //! What follows from what was prepared and the number of ranks: the engine's configuration, batches, steps.
 
 use super::choose::memory_of_rank;
+#[cfg(doc)]
+use super::error::FinetuneError;
 use super::fitted::fitted;
+use super::identity::{Identity, Saved};
 use super::options::Length;
 use super::pack::Batches;
 use super::prepare::Prepared;
@@ -24,13 +27,14 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// The plan of a rank, which may take `memory` bytes.
+    /// The plan of a rank, which may take `memory` bytes, of a run that continues from a checkpoint with `remembered` rows a step,
+    /// where it does.
     ///
     /// # Errors
     /// A configuration that cannot be used, or that contradicts the options; without one, too little memory.
-    pub fn new(prepared: &Prepared, memory: u64, world: usize, rank: usize) -> Result<Self> {
+    pub fn new(prepared: &Prepared, memory: u64, world: usize, rank: usize, remembered: Option<usize>) -> Result<Self> {
         let options = &prepared.options;
-        let config = settings::filled_in(options, world)?;
+        let config = settings::filled_in(options, world, remembered)?;
         let (config, chosen) = fitted(prepared, config, memory, world)?;
         let resolve = |warmup, steps| settings::resolve(&config, options, world, prepared.hidden_size(), warmup, steps);
         let shape = BatchShape::new(&resolve(1, 2)?.batch, world, rank);
@@ -55,11 +59,20 @@ impl Plan {
 }
 
 impl Prepared {
-    /// Checks that a run on `world` ranks can be planned: what can be known of it before a rank is started.
+    /// Checks that a run on `world` ranks can be planned, and may continue from its newest checkpoint where it is to: what can be
+    /// known of it before a rank is started.
     ///
     /// # Errors
-    /// A configuration that cannot be used, or that contradicts the options; without one, too little memory.
+    /// A configuration that cannot be used, or that contradicts the options; without one, too little memory;
+    /// [`FinetuneError::OtherRun`], [`FinetuneError::StepsMade`].
     pub fn check_for(&self, world: usize) -> Result<()> {
-        Plan::new(self, memory_of_rank(world).unwrap_or(u64::MAX), world, 0).map(drop)
+        let saved = self.saved();
+        let remembered = saved.as_ref().and_then(Saved::batch);
+        let plan = Plan::new(self, memory_of_rank(world).unwrap_or(u64::MAX), world, 0, remembered)?;
+        match saved {
+            // The rank that continues says what there is to say.
+            Some(saved) => saved.check(&Identity::of(self, &plan)?, plan.total, self.options.resume_anyway).map(drop),
+            None => Ok(()),
+        }
     }
 }

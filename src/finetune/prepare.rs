@@ -7,6 +7,7 @@ use super::cache::default_cache;
 use super::dataset::{DataOptions, DataProgress, Dataset, Task, labels_of};
 use super::encoder::EncoderBase;
 use super::error::FinetuneError;
+use super::identity::Saved;
 use super::options::{Held, Method, Objective, Options, misused, refused};
 use super::pack::Packing;
 use super::quantized::{PACKING, is_quantized};
@@ -27,6 +28,8 @@ pub struct Prepared {
     pub(super) start: Start,
     /// First values of the parameters.
     pub(super) values: Arc<dyn InitialValues>,
+    /// The fingerprint of the adapter that the run begins with, where there is one.
+    pub(super) adapter: Option<u64>,
     ctx: usize,
     pub(super) tokenizer: Tokenizer,
     pub(super) template: Option<Template>,
@@ -52,6 +55,7 @@ impl Start {
             return Ok(Self::Encoder { base, config });
         }
         let base = Box::new(Base::open(&options.model)?);
+        base.check_whole()?;
         let lora = options.method.lora().cloned();
         let config = DecoderConfig { lora, checkpoint_activations, ..base.config().clone() };
         Ok(Self::Decoder { base, config })
@@ -132,6 +136,7 @@ impl Prepared {
         if ctx > longest {
             return Err(refused("--ctx", ctx, format!("2 to {longest}, the model's context")));
         }
+        let begun_with = adapter.as_ref().map(Adapter::fingerprint);
         let values = start.values(ctx, adapter, &options)?;
         let labels = match &start {
             Start::Decoder { .. } => vec![],
@@ -169,7 +174,14 @@ impl Prepared {
             }
         };
         let validation = validation.map(Arc::new);
-        Ok(Self { options, start, values, ctx, tokenizer, template, training: Arc::new(training), validation })
+        let (adapter, training) = (begun_with, Arc::new(training));
+        Ok(Self { options, start, values, adapter, ctx, tokenizer, template, training, validation })
+    }
+
+    /// What the newest checkpoint says of its run, where this one is to continue from one that is there.
+    pub(super) fn saved(&self) -> Option<Saved> {
+        let saving = self.options.saving.as_ref().filter(|saving| saving.resume)?;
+        Saved::newest(&saving.dir)
     }
 
     /// The options.

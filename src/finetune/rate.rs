@@ -23,6 +23,11 @@ impl Rates {
         Self { peak, warmup, total, shape }
     }
 
+    /// The rate after the rise.
+    pub fn shape(&self) -> RateShape {
+        self.shape
+    }
+
     /// Steps of the rise.
     pub fn warmup(&self) -> u64 {
         self.warmup

@@ -6,7 +6,7 @@ use super::network::Network;
 use super::out::new_folder;
 use super::prepare::{Prepared, Start};
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::error::{Error, FinetuneError, ParamError, Result};
 use crate::files::{folder_of, new_beside, sync_folder};
 use crate::param::WeightFiles;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
@@ -21,8 +21,13 @@ fn write(engine: &mut Engine<Network>, prepared: &Prepared, to: &Path) -> Result
         Start::Encoder { base, .. } => {
             let folder = if engine.rank() == 0 { Some(new_folder(to)?) } else { None };
             let into = folder.as_ref().map_or(to, |folder| folder.path());
-            engine.export_safetensors(into.join("model.safetensors"))?;
+            let file = into.join("model.safetensors");
+            engine.export_safetensors(&file)?;
             let Some(folder) = folder else { return Ok(()) };
+            for (name, tensor) in WeightFiles::open(&file)?.tensors() {
+                let numel = tensor.shape().iter().product();
+                tensor.values(name, tensor.shape(), 0..numel).map_err(diverged)?;
+            }
             base.write_beside(folder.path())?;
             return folder.finish().map_err(|source| Error::Io { action: "write", path: to.to_owned(), source });
         }
@@ -33,6 +38,7 @@ fn write(engine: &mut Engine<Network>, prepared: &Prepared, to: &Path) -> Result
             let name = prepared.options.base_name.clone().unwrap_or_else(|| base.folder().display().to_string());
             let adapter = Adapter::of_engine(engine, lora.clone(), Some(name))?;
             if engine.rank() == 0 {
+                adapter.check_finite().map_err(diverged)?;
                 let parameters = config.parameters()?;
                 adapter.write(to, parameters.iter().map(|(name, _)| name.as_str()))?;
             }
@@ -45,7 +51,8 @@ fn write(engine: &mut Engine<Network>, prepared: &Prepared, to: &Path) -> Result
             let exported = engine.export_safetensors(&path).and_then(|()| match engine.rank() {
                 0 => {
                     let values = WeightFiles::open(&path)?;
-                    Merged::new(base, None)?.with_values(Arc::new(values)).write_hugging_face(to, None)
+                    let merged = Merged::new(base, None)?.with_values(Arc::new(values));
+                    merged.write_hugging_face(to, None).map_err(diverged)
                 }
                 _ => Ok(()),
             });
@@ -56,6 +63,16 @@ fn write(engine: &mut Engine<Network>, prepared: &Prepared, to: &Path) -> Result
         }
     }
     Ok(())
+}
+
+/// The error about a trained weight that is not finite, of the one about the file or adapter that has it.
+fn diverged(error: Error) -> Error {
+    match error {
+        Error::Param(ParamError::NotFinite { name, element, value, .. }) => {
+            FinetuneError::Diverged { tensor: name, element, value }.into()
+        }
+        other => other,
+    }
 }
 
 /// Collective: writes the folder `to` from rank 0. It must be absent or empty, or have what such a run has left before, which

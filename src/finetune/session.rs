@@ -14,6 +14,7 @@ use super::conversation::Conversation;
 use super::dpo::Rewards;
 use super::fitted::memory_of_all;
 use super::generate::{Generated, Generator, Sampling};
+use super::identity::{Identity, KEY, Saved, remembered_batch};
 use super::network::Network;
 use super::objective::Validation;
 use super::options::{Method, Options, Saving, misused};
@@ -113,8 +114,6 @@ struct Memory {
     best: Option<(u64, f64)>,
     /// Validations since.
     stale: u64,
-    /// Of data, rows and their order.
-    data: u64,
 }
 
 /// A run.
@@ -125,6 +124,8 @@ pub struct FineTune {
     training: Batches,
     validation: Option<Batches>,
     total: u64,
+    /// On rank 0 of a run that saves.
+    identity: Option<Identity>,
     memory: Memory,
     ended: Option<Ended>,
     resumed: Option<PathBuf>,
@@ -137,15 +138,19 @@ impl FineTune {
     /// Builds the model on the ranks of `comm`, or goes on from a checkpoint. Collective.
     ///
     /// # Errors
-    /// A configuration that cannot be used; weights that cannot be read; a checkpoint of another run; a folder for
+    /// A configuration that cannot be used; weights that cannot be read; a checkpoint of another run, or of more steps
+    /// ([`FinetuneError::OtherRun`](crate::error::FinetuneError::OtherRun), ...); a folder for
     /// checkpoints that cannot be written to.
     pub fn start(prepared: Prepared, comm: Arc<dyn Communicator>) -> Result<Self> {
         let memory = memory_of_all(&*comm)?;
-        let plan = Plan::new(&prepared, memory, comm.size(), comm.rank());
-        let Plan { config, rates, training, validation, total, chosen } =
-            plan.inspect_err(|error| comm.abort(&error.to_string()))?;
+        let remembered = remembered_batch(&prepared, &*comm)?;
+        let abort = |error: &Error| comm.abort(&error.to_string());
+        let plan = Plan::new(&prepared, memory, comm.size(), comm.rank(), remembered).inspect_err(abort)?;
+        // Checkpoints have the client state of rank 0.
+        let identity = (comm.rank() == 0 && prepared.options.saving.is_some()).then(|| Identity::of(&prepared, &plan));
+        let identity = identity.transpose().inspect_err(abort)?;
+        let Plan { config, rates, training, validation, total, chosen } = plan;
         let engine = build(&prepared, config, rates, comm.clone())?;
-        let memory = Memory { data: training.fingerprint(), ..Memory::default() };
         let mut run = Self {
             prepared,
             engine,
@@ -153,7 +158,8 @@ impl FineTune {
             training,
             validation,
             total,
-            memory,
+            identity,
+            memory: Memory::default(),
             ended: None,
             resumed: None,
             skipped_before: 0,
@@ -171,22 +177,33 @@ impl FineTune {
         if !saving.resume {
             return Ok(());
         }
+        // Known by now: another job that saved into the folder may have done so while this one waited for it.
+        let saved = self.prepared.saved();
+        self.check_saved(saved.as_ref())?;
         let Some(loaded) = self.engine.load_checkpoint(&saving.dir, None, &LoadOptions::default())? else {
             return Ok(());
         };
-        let before: Memory = serde_json::from_value(loaded.client_state["finetune"].clone()).unwrap_or_default();
-        if before.data != self.memory.data && self.comm.rank() == 0 {
-            notice::say(&format!(
-                "{} was saved by a run with other data or another order of it: this run goes on with its own",
-                loaded.path.display()
-            ));
+        if saved.is_none() {
+            // From an object store.
+            let saved = Saved::of(loaded.path.clone(), self.engine.global_steps(), &loaded.client_state);
+            self.check_saved(Some(&saved))?;
         }
-        self.memory = Memory { data: self.memory.data, ..before };
+        self.memory = serde_json::from_value(loaded.client_state["finetune"].clone()).unwrap_or_default();
         (self.first_step, self.skipped_before) = (self.engine.global_steps(), self.engine.skipped_steps());
         self.resumed = Some(loaded.path);
         let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
         if self.memory.stale >= patience {
             self.ended = Some(Ended::NoImprovement);
+        }
+        Ok(())
+    }
+
+    /// Checks, on rank 0, that this run may continue from a checkpoint.
+    fn check_saved(&self, saved: Option<&Saved>) -> Result<()> {
+        let (Some(saved), Some(identity)) = (saved, &self.identity) else { return Ok(()) };
+        let said = saved.check(identity, self.total, self.prepared.options.resume_anyway);
+        if let Some(said) = said.inspect_err(|error| self.abort(error))? {
+            notice::say(&said);
         }
         Ok(())
     }
@@ -408,7 +425,7 @@ impl FineTune {
             self.memory.stale += 1;
             return Ok(());
         }
-        self.memory = Memory { best: Some((steps, loss)), stale: 0, ..self.memory };
+        self.memory = Memory { best: Some((steps, loss)), stale: 0 };
         let to = self.prepared.options.best();
         result::replace(&mut self.engine, &self.prepared, &to).inspect_err(|error| self.abort(error))
     }
@@ -422,7 +439,8 @@ impl FineTune {
             exclude_frozen_parameters: self.prepared.options.method != Method::Full,
             ..SaveOptions::default()
         };
-        let state = json!({ "finetune": self.memory });
+        let identity = self.identity.as_ref().map(Identity::to_json);
+        let state = json!({ "finetune": self.memory, KEY: identity });
         self.engine.save_checkpoint_with(dir, None, state, &options)?;
         Ok(())
     }

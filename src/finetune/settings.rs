@@ -6,14 +6,15 @@ use crate::config::{Config, RunValues, read_value};
 use crate::error::Result;
 use serde_json::{Map, Value, json};
 
-/// The file's configuration, or an empty one, with batch, optimizer, clipping and precision filled in.
-pub(super) fn filled_in(options: &Options, world: usize) -> Result<Value> {
+/// The file's configuration, or an empty one, with batch, optimizer, clipping and precision filled in. `remembered` are the rows
+/// of a step in the checkpoint that the run continues from: those that nobody gave stay the same on another number of ranks.
+pub(super) fn filled_in(options: &Options, world: usize, remembered: Option<usize>) -> Result<Value> {
     let mut config = match &options.ds_config {
         Some(path) => read_value(path)?,
         None => json!({}),
     };
     let Some(map) = config.as_object_mut() else { return Ok(config) };
-    batch(map, options, world)?;
+    batch(map, options, world, remembered)?;
     rate(map, options)?;
     let mut set = |key: &str, value: Value| _ = map.entry(key).or_insert(value);
     set("gradient_clipping", json!(1.0));
@@ -35,7 +36,7 @@ fn said(value: Option<&Value>) -> Option<&Value> {
 
 const BATCH: [&str; 3] = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
-fn batch(map: &mut Map<String, Value>, options: &Options, world: usize) -> Result<()> {
+fn batch(map: &mut Map<String, Value>, options: &Options, world: usize, remembered: Option<usize>) -> Result<()> {
     if BATCH.iter().any(|key| said(map.get(*key)).is_some()) {
         if let (Some(batch), Some(found)) = (options.batch, said(map.get(BATCH[0])))
             && found.as_u64() != Some(batch as u64)
@@ -60,7 +61,9 @@ fn batch(map: &mut Map<String, Value>, options: &Options, world: usize) -> Resul
     }
     // "auto" is what these are.
     BATCH.iter().for_each(|key| _ = map.remove(*key));
-    map.insert(BATCH[0].into(), json!(options.rows_per_step(world)));
+    let remembered = remembered.filter(|rows| options.batch.is_none() && rows.is_multiple_of(at_once));
+    let rows = remembered.unwrap_or_else(|| options.rows_per_step(world));
+    map.insert(BATCH[0].into(), json!(rows));
     map.insert(BATCH[1].into(), json!(options.micro_batch));
     Ok(())
 }

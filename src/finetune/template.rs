@@ -51,7 +51,8 @@ pub struct Template {
     /// Whether `{% generation %}` tells what the assistant says.
     has_markers: bool,
     turns: Turns,
-    fingerprint: u64,
+    /// Of its source.
+    source: u64,
 }
 
 impl Template {
@@ -80,9 +81,9 @@ impl Template {
             environment
         });
         let variables = tokens.iter().map(|(name, text)| (name.to_string(), Value::from(text))).collect();
-        let fingerprint = twox_hash::XxHash3_64::oneshot(source.as_bytes());
+        let source = twox_hash::XxHash3_64::oneshot(source.as_bytes());
         let (turns, endless) = (Turns::default(), Arc::default());
-        let mut template = Self { environments, name, subject, endless, variables, has_markers, turns, fingerprint };
+        let mut template = Self { environments, name, subject, endless, variables, has_markers, turns, source };
         template.look_at_turns(special_texts)?;
         Ok(template)
     }
@@ -127,7 +128,6 @@ impl Template {
     pub fn set(&mut self, name: &str, json: &str) -> Result<()> {
         let wrong = |e| FinetuneError::Conversation { reason: format!("the variable {name} is not JSON ({e})") };
         let value = serde_json::from_str::<Value>(json).map_err(wrong)?;
-        self.fingerprint ^= twox_hash::XxHash3_64::oneshot(format!("{name}={json}").as_bytes());
         self.variables.retain(|(other, _)| other != name);
         self.variables.push((name.into(), value));
         self.look_at_turns(self.turns.special_texts())
@@ -154,9 +154,11 @@ impl Template {
         })
     }
 
-    /// A number that changes with the template and its variables.
+    /// A number that changes with the template, its variables, the special tokens among them, and the tokens that may end a
+    /// turn.
     pub fn fingerprint(&self) -> u64 {
-        self.fingerprint
+        let (variables, ends) = (&self.variables, self.turns.special_texts());
+        twox_hash::XxHash3_64::oneshot(format!("{:x} {variables:?} {ends:?}", self.source).as_bytes())
     }
 }
 

@@ -113,8 +113,9 @@ impl Tokenizer {
         let asks = |key: &str| config.get(key).and_then(Value::as_bool);
         around.0 = with_token(around.0, id("bos_token"), asks("add_bos_token"));
         around.1 = with_token(around.1, id("eos_token"), asks("add_eos_token"));
-        let fingerprint = twox_hash::XxHash3_64::oneshot(&bytes);
-        let words = Words::of(&inner, fingerprint);
+        let of_file = twox_hash::XxHash3_64::oneshot(&bytes);
+        let words = Words::of(&inner, of_file);
+        let fingerprint = twox_hash::XxHash3_64::oneshot(format!("{of_file:x} {tokens:?} {around:?}").as_bytes());
         Ok(Self { inner, words, tokens, around, fingerprint, subject })
     }
 
@@ -199,7 +200,7 @@ impl Tokenizer {
         texts
     }
 
-    /// A number that changes with tokenizer.json.
+    /// A number that changes with tokenizer.json, the named special tokens, and what is added around a text.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }

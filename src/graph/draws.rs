@@ -3,6 +3,7 @@
 //! The engine gives each forward of each rank a stream of its own ([`stream_of`]), and a unit that recomputes its forward goes back to
 //! where the first one began.
 
+use crate::util::mix;
 use std::cell::Cell;
 
 /// Where a thread's draws are.
@@ -20,10 +21,29 @@ thread_local! {
     static DRAWS: Cell<Draws> = const { Cell::new(Draws { stream: 0, next: 0, in_training: false }) };
 }
 
-/// The stream of the `forward`-th forward, from 0, of a rank's micro step: a stream of its own for each.
-pub(crate) fn stream_of(rank: u64, micro_step: u64, forward: u64) -> u64 {
-    // An odd factor, so that streams that differ in `forward` alone differ.
-    (rank << 40 | micro_step) ^ forward.wrapping_mul(0xd6e8_feb8_6659_fd93)
+/// A forward of a run.
+#[derive(Clone, Copy)]
+pub(crate) struct ForwardPlace {
+    /// The run's.
+    pub seed: u64,
+    pub rank: u64,
+    /// The optimizer step.
+    pub step: u64,
+    /// The micro step in it.
+    pub micro_step: u64,
+    /// The forward of the micro step, from 0.
+    pub forward: u64,
+}
+
+/// The stream of a forward: another one for each of a run, and for runs of other seeds. It follows from where the forward is in its
+/// optimizer step, so a run that goes on from a checkpoint has it too.
+pub(crate) fn stream_of(place: ForwardPlace) -> u64 {
+    let ForwardPlace { seed, rank, step, micro_step, forward } = place;
+    // Odd factors, so that streams that differ in one of them only differ.
+    (rank << 40 | step)
+        ^ mix(seed)
+        ^ micro_step.wrapping_mul(0x9fb2_1c65_1e98_df25)
+        ^ forward.wrapping_mul(0xd6e8_feb8_6659_fd93)
 }
 
 /// Runs `run` as training, with the draws of this thread taken from number `next` of `stream` on; afterwards they go on

@@ -99,7 +99,7 @@ impl<'a> Keys<'a> {
 }
 
 /// A value for a message.
-pub(super) fn shortened(value: &Value) -> String {
+pub(crate) fn shortened(value: &Value) -> String {
     const MOST: usize = 60;
     let text = value.to_string();
     match text.char_indices().nth(MOST) {

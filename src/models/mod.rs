@@ -30,6 +30,7 @@ pub use decoder_block::DecoderBlock;
 pub use decoder_config::{BlockRule, DecoderConfig, Naming, NormKind};
 pub use gpt::{Gpt, GptLayers};
 pub use gpt_config::GptConfig;
+pub(crate) use json_keys::shortened;
 pub use language_model::{Architecture, LanguageModel};
 pub use llama::{Llama, LlamaLayers};
 pub use llama_config::LlamaConfig;

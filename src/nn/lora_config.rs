@@ -69,13 +69,15 @@ impl LoraConfig {
     /// Checks that the values make an adapter.
     ///
     /// # Errors
-    /// A rank of 0, an alpha that is not positive and finite, a probability outside of [0, 1), no targets.
+    /// A rank of 0, an alpha that is not positive and finite in f32, a probability outside of [0, 1), no targets.
     pub fn validate(&self) -> Result<()> {
         if !(1..=MOST_RANK).contains(&self.r) {
             return Err(refused("r", self.r, &format!("1 to {MOST_RANK}")));
         }
-        if !(self.alpha > 0.0 && self.alpha.is_finite()) {
-            return Err(refused("alpha", self.alpha, "a positive finite number"));
+        // Products are in f32: an infinite factor would make all weights so, and one of 0 an adapter without effect.
+        let is_number = |x: f64| x as f32 > 0.0 && (x as f32).is_finite();
+        if !(is_number(self.alpha) && is_number(self.scale())) {
+            return Err(refused("alpha", format!("{:?}", self.alpha), "a positive finite number, in f32 too"));
         }
         if !(0.0..1.0).contains(&self.dropout) {
             return Err(refused("dropout", self.dropout, "at least 0 and below 1"));
@@ -238,7 +240,7 @@ mod tests {
         insta::assert_snapshot!(text("r"), @"LoRA settings: r is nothing, but must be a whole number from 1 on, as r=16");
         insta::assert_snapshot!(text("r=0"), @"LoRA settings: r is 0, but must be 1 to 1048576");
         insta::assert_snapshot!(text("r=-3"), @"LoRA settings: r is -3, but must be a whole number from 1 on, as r=16");
-        insta::assert_snapshot!(text("alpha=inf"), @"LoRA settings: alpha is inf, but must be a positive finite number");
+        insta::assert_snapshot!(text("alpha=inf"), @"LoRA settings: alpha is inf, but must be a positive finite number, in f32 too");
         insta::assert_snapshot!(text("dropout=1"), @"LoRA settings: dropout is 1, but must be at least 0 and below 1");
         insta::assert_snapshot!(text("rslora=yes"), @"LoRA settings: rslora is yes, but must be true or false; rslora alone means true");
         insta::assert_snapshot!(text("targets="), @"LoRA settings: targets is nothing, but must be all-linear or names of projections with + between them, as q_proj+v_proj");

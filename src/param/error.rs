@@ -76,6 +76,22 @@ pub enum ParamError {
         /// Names that are like it, or else some that there are.
         near: String,
     },
+    /// A weight that is no number.
+    #[error(
+        "tensor {name} in {} has the value {value} (element {element}): the file is damaged, or the training that wrote it \
+         has failed; take another copy of it, or an earlier checkpoint",
+        path.display()
+    )]
+    NotFinite {
+        /// The file.
+        path: PathBuf,
+        /// The tensor, as the model calls it.
+        name: String,
+        /// The place of the first such value in it, row by row, from 0.
+        element: usize,
+        /// The value: NaN or infinite.
+        value: f32,
+    },
     /// An optimizer state that the parameter does not have.
     #[error("parameter {name} has no optimizer state {key}: there are {has}")]
     UnknownState {

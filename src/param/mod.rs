@@ -15,6 +15,7 @@ mod weight_files;
 pub use buffer::BufferSync;
 pub(crate) use buffer::{Buffer, BufferRule, dtype_of_buffer, has_name_of_buffer, is_needless};
 pub use source::{InitialValues, Source};
+pub(crate) use weight_file::check_finite;
 pub(crate) use weight_files::WeightFiles;
 #[cfg(feature = "hub")]
 pub(crate) use weight_files::{FILE_OF_FOLDER, INDEX_OF_FOLDER, weight_map};

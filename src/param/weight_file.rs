@@ -2,6 +2,7 @@
 
 use crate::error::{Error, ParamError, Result};
 use crate::files;
+use crate::precision::{FlatRef, has_non_finite};
 use crate::tensor::bytes;
 use crate::util::fnv1a;
 use candle_core::{DType, Shape};
@@ -93,6 +94,23 @@ fn described_length(start: &[u8]) -> Option<u64> {
     ends.max()?.checked_add(8)?.checked_add(length)
 }
 
+/// Checks that no value is NaN or infinite, of those of a parameter from number `first` on, read from `path`.
+///
+/// # Errors
+/// [`ParamError::NotFinite`] with the first one that is.
+pub(crate) fn check_finite(path: &Path, name: &str, first: usize, values: &[f32]) -> Result<()> {
+    if !has_non_finite(FlatRef::F32(values)) {
+        return Ok(());
+    }
+    match values.iter().enumerate().find(|(_, value)| !value.is_finite()) {
+        Some((i, value)) => {
+            let (path, name) = (path.to_owned(), name.to_owned());
+            Err(ParamError::NotFinite { path, name, element: first + i, value: *value }.into())
+        }
+        None => Ok(()),
+    }
+}
+
 impl<'a> Tensor<'a> {
     pub fn shape(&self) -> &'a [usize] {
         &self.info.shape
@@ -136,6 +154,7 @@ impl<'a> Tensor<'a> {
             _ => read(bytes, f32::from_le_bytes),
         };
         self.file.release(place);
+        check_finite(&self.file.path, name, range.start, &values)?;
         Ok(values)
     }
 

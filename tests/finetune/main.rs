@@ -4,6 +4,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod adapters;
 mod answers;
 mod bad_models;
 mod bert;
@@ -21,6 +22,7 @@ mod gguf;
 mod hub;
 #[cfg(feature = "hub")]
 mod hub_server;
+mod identity;
 mod logits;
 mod lora;
 mod merge_tool;

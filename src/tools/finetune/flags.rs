@@ -125,6 +125,10 @@ pub(super) struct Flags {
     #[arg(long, requires = "save")]
     resume: bool,
 
+    /// Continue from it also with other settings than it was saved with, and report them
+    #[arg(long = "resume_anyway", alias = "resume-anyway", requires = "resume")]
+    resume_anyway: bool,
+
     /// Seed of adapters, order and dropout
     #[arg(long, default_value_t = 42)]
     seed: u64,
@@ -277,6 +281,7 @@ impl Flags {
                 },
                 resume: self.resume,
             }),
+            resume_anyway: self.resume_anyway,
             seed: self.seed,
             recompute: self.activation_checkpointing.then_some(true),
             cache: self.samples.cache.clone(),

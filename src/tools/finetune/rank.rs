@@ -2,7 +2,7 @@
 
 use super::flags::Flags;
 use crate::comm::{self, RankEnv};
-use crate::error::Result;
+use crate::error::{Error, FinetuneError, Result};
 use crate::finetune::{Ended, FineTune, Options, Prepared, Rewards, Sampling, StepReport};
 use crate::launch::console::{print, refused, say};
 use crate::monitor::{MetricsWriter, Progress};
@@ -142,9 +142,14 @@ fn write(metrics: &mut Option<MetricsWriter>, line: &impl Serialize) {
 fn answer(run: &mut FineTune, flags: &Flags, first: bool) -> Result<()> {
     let sampling = Sampling { max_tokens: flags.max_tokens, ..Sampling::default() };
     for prompt in &flags.prompt {
-        let answer = run.answer(prompt, &sampling)?;
+        let text = match run.answer(prompt, &sampling) {
+            Ok(answer) => format!("{:?}", answer.text),
+            // Of 16 bits, perhaps: training judges its own loss. All ranks have the same logits.
+            Err(Error::Finetune(error @ FinetuneError::LogitsNotFinite)) => error.to_string(),
+            Err(error) => return Err(error),
+        };
         if first {
-            say(&format!("  {prompt:?}: {:?}", answer.text));
+            say(&format!("  {prompt:?}: {text}"));
         }
     }
     Ok(())

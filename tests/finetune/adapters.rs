@@ -1,0 +1,190 @@
+//! Adapters and models that are not what they say: refused by merge, generate and finetune, by name, and nothing is written.
+
+use crate::fixtures::{copy, path};
+use crate::support::processes::{stderr, stdout, zerorun};
+use candle_core::{DType, Device, Tensor};
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::path::Path;
+
+/// A folder for a test: `adapter`, a copy of one that PEFT wrote; `model`, of its base; `data.jsonl`.
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new(case: &str) -> Self {
+        let place = Self(tempfile::tempdir().unwrap());
+        let (from, to) = (path(format!("lora/llama.{case}/final")), place.path("adapter"));
+        std::fs::create_dir(&to).unwrap();
+        for entry in std::fs::read_dir(from).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+        }
+        std::fs::rename(copy("llama").keep(), place.path("model")).unwrap();
+        let line = json!({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]});
+        std::fs::write(place.path("data.jsonl"), format!("{line}\n")).unwrap();
+        place
+    }
+
+    fn path(&self, name: &str) -> std::path::PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn set(&self, key: &str, value: Value) -> &Self {
+        let file = self.path("adapter/adapter_config.json");
+        let mut config: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+        config[key] = value;
+        std::fs::write(file, config.to_string()).unwrap();
+        self
+    }
+
+    fn change(&self, file: &str, change: impl FnOnce(&mut HashMap<String, Tensor>)) {
+        let file = self.path(file);
+        let mut tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+        change(&mut tensors);
+        candle_core::safetensors::save(&tensors, file).unwrap();
+    }
+
+    /// What merge, generate and finetune say about the model with the adapter, each of which must fail and write nothing.
+    fn refused(&self) -> Vec<String> {
+        let (model, adapter, data) = (self.path("model"), self.path("adapter"), self.path("data.jsonl"));
+        let words = |words: &[&Path]| words.iter().map(|word| word.as_os_str().to_owned()).collect::<Vec<_>>();
+        let out = self.path("out");
+        let [by, to, prompt, with, steps] = ["--adapter", "--out", "--prompt", "--data", "--steps"].map(Path::new);
+        let commands = [
+            (words(&[Path::new("merge"), &model, &adapter, to, &out])),
+            (words(&[Path::new("merge"), &model, &adapter, to, &self.path("out.gguf")])),
+            (words(&[Path::new("generate"), &model, by, &adapter, prompt, Path::new("a")])),
+            (words(&[
+                Path::new("finetune"),
+                &model,
+                by,
+                &adapter,
+                with,
+                &data,
+                to,
+                &out,
+                steps,
+                Path::new("1"),
+                Path::new("--ctx"),
+                Path::new("32"),
+            ])),
+        ];
+        let before = std::fs::read_dir(self.0.path()).unwrap().count();
+        let said = commands.map(|words| {
+            let output = zerorun().args(&words).env("XDG_CACHE_HOME", self.path("adapter")).output().unwrap();
+            assert_ne!(output.status.code(), Some(0), "{words:?}: {}", stdout(&output));
+            let text = stderr(&output).replace(self.0.path().to_str().unwrap(), "DIR");
+            assert!(!text.contains("panicked") && !text.contains("learning rate of the run"), "{text}");
+            text.trim_end().to_owned()
+        });
+        assert_eq!(std::fs::read_dir(self.0.path()).unwrap().count(), before, "{said:?}");
+        said.into_iter().collect()
+    }
+
+    /// The same where all of them say one thing.
+    fn refused_alike(&self) -> String {
+        let said = self.refused();
+        let first = said[0].trim_start_matches("zerorun: ").to_owned();
+        assert!(said.iter().all(|text| text.contains(&first)), "{said:#?}");
+        first
+    }
+}
+
+#[test]
+fn an_adapter_whose_start_changed_the_base_is_refused_by_all_commands() {
+    let place = Place::new("attn_r8");
+    place.set("init_lora_weights", json!("pissa_niter_16"));
+    insta::assert_snapshot!(place.refused_alike(), @r#"DIR/adapter/adapter_config.json is not an adapter that can be used: init_lora_weights is "pissa_niter_16": such an adapter began by changing the base's weights, so it belongs to weights that are not the base's. Supported are true, false, "gaussian", "eva", "orthogonal", "mica": save it from PEFT as a plain adapter, with model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter as it was before training"#);
+}
+
+#[test]
+fn an_incomplete_adapter_is_refused_with_the_names_of_what_is_missing() {
+    let place = Place::new("attn_r8");
+    place.change("adapter/adapter_model.safetensors", |tensors| tensors.retain(|name, _| !name.contains("layers.2.")));
+    insta::assert_snapshot!(place.refused_alike(), @"the adapter DIR/adapter (trained on llama) is not whole: by its adapter_config.json and this model it should have model.layers.2.self_attn.q_proj.lora_A.weight, model.layers.2.self_attn.q_proj.lora_B.weight, model.layers.2.self_attn.v_proj.lora_A.weight, model.layers.2.self_attn.v_proj.lora_B.weight too; copy it again from where it is from, or take the model that it was trained on");
+
+    let place = Place::new("all_r4_rslora");
+    place.change("adapter/adapter_model.safetensors", |tensors| {
+        tensors.retain(|name, _| !name.contains("layers.1.mlp.up_proj.lora_B"));
+    });
+    insta::assert_snapshot!(place.refused_alike(), @"the adapter DIR/adapter (trained on llama) is not whole: by its adapter_config.json and this model it should have model.layers.1.mlp.up_proj.lora_B.weight too; copy it again from where it is from, or take the model that it was trained on");
+
+    let place = Place::new("dora_r8");
+    place.change("adapter/adapter_model.safetensors", |tensors| {
+        tensors.retain(|name, _| !name.ends_with("layers.0.self_attn.q_proj.lora_magnitude_vector"));
+    });
+    insta::assert_snapshot!(place.refused_alike(), @"the adapter DIR/adapter (trained on llama) is not whole: by its adapter_config.json and this model it should have model.layers.0.self_attn.q_proj.lora_magnitude_vector too; copy it again from where it is from, or take the model that it was trained on");
+
+    // What matches nothing: a layer too many.
+    let place = Place::new("attn_r8");
+    place.change("adapter/adapter_model.safetensors", |tensors| {
+        let more: Vec<_> = tensors
+            .iter()
+            .filter(|(name, _)| name.contains("layers.0."))
+            .map(|(name, tensor)| (name.replace("layers.0.", "layers.7."), tensor.clone()))
+            .collect();
+        tensors.extend(more);
+    });
+    assert!(place.refused_alike().contains("the model has no such projection"));
+}
+
+#[test]
+fn values_that_are_not_finite_are_refused_by_tensor_and_file() {
+    let at = |tensors: &mut HashMap<String, Tensor>, end: &str, place: usize, value: f32| {
+        let (name, tensor) = tensors.iter().find(|(name, _)| name.ends_with(end)).unwrap();
+        let mut values: Vec<f32> = tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+        values[place] = value;
+        let tensor = Tensor::from_vec(values, tensor.shape(), &Device::Cpu).unwrap();
+        tensors.insert(name.clone(), tensor);
+    };
+    let place = Place::new("attn_r8");
+    place.change("adapter/adapter_model.safetensors", |tensors| {
+        at(tensors, "layers.1.self_attn.v_proj.lora_A.weight", 5, f32::NAN);
+    });
+    insta::assert_snapshot!(place.refused_alike(), @"tensor base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight in DIR/adapter/adapter_model.safetensors has the value NaN (element 5): the file is damaged, or the training that wrote it has failed; take another copy of it, or an earlier checkpoint");
+
+    let place = Place::new("attn_r8");
+    place.change("model/model.safetensors", |tensors| at(tensors, "layers.2.mlp.up_proj.weight", 100, f32::INFINITY));
+    insta::assert_snapshot!(place.refused_alike(), @"tensor model.layers.2.mlp.up_proj.weight in DIR/model/model.safetensors has the value inf (element 100): the file is damaged, or the training that wrote it has failed; take another copy of it, or an earlier checkpoint");
+
+    // A factor that is no number in f32, and products that are too large.
+    let place = Place::new("attn_r8");
+    place.set("lora_alpha", json!(1e308));
+    insta::assert_snapshot!(place.refused_alike(), @"DIR/adapter/adapter_config.json is not an adapter that can be used: LoRA settings: alpha is 1e308, but must be a positive finite number, in f32 too");
+    let place = Place::new("attn_r8");
+    place.change("adapter/adapter_model.safetensors", |tensors| {
+        at(tensors, "layers.0.self_attn.q_proj.lora_A.weight", 0, 1e38);
+        at(tensors, "layers.0.self_attn.q_proj.lora_B.weight", 0, 1e38);
+    });
+    let said = place.refused();
+    insta::assert_snapshot!(said[0], @"zerorun: model.layers.0.self_attn.q_proj.weight with the adapter DIR/adapter has the value inf: the adapter's values or its lora_alpha are too large; train it again with a lower learning rate, or correct its adapter_config.json");
+    assert!(said[1].contains("layers.0.self_attn.q_proj.weight with the adapter"), "{}", said[1]);
+    assert!(said[2].contains("logits are not finite"), "{}", said[2]);
+    insta::assert_snapshot!(said[3], @r#"
+zerorun: the loss is NaN on rank 0 in optimizer step 0 (micro step 0); no weight has changed yet: look for values that are not finite or very large in the weights that the model begins with, and in the data of this step
+zerorun: rank 0 failed: it ended with exit code 1 after 0.0 s
+"#);
+}
+
+#[test]
+fn a_weight_that_the_written_precision_cannot_hold_is_named_with_it() {
+    let place = Place::new("attn_r8");
+    place.change("model/model.safetensors", |tensors| {
+        let name = "model.layers.0.mlp.down_proj.weight";
+        tensors.insert(name.into(), tensors[name].affine(1.0, 3.4e38).unwrap());
+    });
+    let (model, out) = (place.path("model"), place.path("out"));
+    for (words, found) in [
+        (["--dtype", "f16"], "which f16 cannot hold"),
+        (["--dtype", "bf16"], "which bf16 cannot hold"),
+        (["--format", "gguf-f16"], "which f16 cannot hold"),
+        (["--format", "gguf-q8_0"], "which q8_0 cannot hold"),
+    ] {
+        let output = zerorun().arg("merge").arg(&model).arg("--out").arg(&out).args(words).output().unwrap();
+        assert_eq!(output.status.code(), Some(2));
+        let text = stderr(&output);
+        let name = "zerorun: model.layers.0.mlp.down_proj.weight has the value 3.4e38";
+        assert!(text.starts_with(name) && text.contains(found), "{text}");
+        assert!(!out.exists());
+    }
+}

@@ -1,0 +1,321 @@
+//! A checkpoint is continued by the run that saved it, or the difference is said; cached samples are those of the model's files;
+//! what is merged has all of the base's templates; seeds are seeds.
+
+use crate::fixtures::{copy, path};
+use crate::support::processes::{stderr, stdout, zerorun};
+use candle_core::{Device, quantized::gguf_file};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+/// A folder with data, and a run of four steps whose checkpoints are kept in `saves`.
+struct Desk {
+    folder: tempfile::TempDir,
+    model: PathBuf,
+}
+
+impl Desk {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let model = folder.path().join("model");
+        std::fs::rename(copy("llama").keep(), &model).unwrap();
+        for (name, add) in [("a.jsonl", 0), ("b.jsonl", 1)] {
+            let chat = |i: usize| {
+                json!({"messages": [
+                    {"role": "user", "content": format!("{i}?")},
+                    {"role": "assistant", "content": format!("{}", i * 3 % 7 + add)},
+                ]})
+            };
+            let lines: String = (0..12).map(|i| format!("{}\n", chat(i))).collect();
+            std::fs::write(folder.path().join(name), lines).unwrap();
+        }
+        Self { folder, model }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// The run, with other or more words.
+    fn train(&self, out: &str, words: &[&str]) -> Output {
+        let usual = "--data a.jsonl --steps 4 --lora r=2,alpha=4 --ctx 32 --lr 1e-2 --cache cache";
+        let given = |flag: &str| words.contains(&flag) || flag == "--lora" && words.contains(&"--adapter");
+        let mut command = zerorun();
+        command.current_dir(self.folder.path()).arg("finetune").arg(&self.model).args(["--out", out]);
+        let usual: Vec<&str> = usual.split(' ').collect();
+        usual.chunks(2).filter(|pair| !given(pair[0])).for_each(|pair| _ = command.args(pair));
+        command.args(words).output().unwrap()
+    }
+
+    /// The same, which must succeed.
+    fn trained(&self, out: &str, words: &[&str]) -> String {
+        let output = self.train(out, words);
+        assert!(output.status.success(), "{}", stderr(&output));
+        stdout(&output) + &stderr(&output)
+    }
+
+    /// What is said by a run that continues from `saves` with these words, and must be refused before a rank is started.
+    fn refused(&self, words: &[&str]) -> String {
+        let output = self.train("other", &[&["--save", "saves", "--resume"], words].concat());
+        assert_eq!(output.status.code(), Some(2), "{words:?}: {}{}", stdout(&output), stderr(&output));
+        assert!(!self.path("other").exists());
+        stderr(&output).trim_end().to_owned()
+    }
+
+    fn adapter(&self, out: &str) -> Vec<u8> {
+        std::fs::read(self.path(out).join("adapter_model.safetensors")).unwrap()
+    }
+}
+
+/// The settings that a refusal names.
+fn named(text: &str) -> Vec<&str> {
+    let list = text.split_once("other settings: ").unwrap().1.split_once(" (saved -> now)").unwrap().0;
+    list.split("; ").map(|difference| difference.split_once(": ").unwrap().0).collect()
+}
+
+#[test]
+fn a_run_with_other_settings_is_not_continued_and_all_of_them_are_named() {
+    let desk = Desk::new();
+    desk.trained("first", &["--save", "saves"]);
+    let text = desk.refused(&["--lr", "1e-3", "--lora", "r=2,alpha=400", "--data", "b.jsonl"]);
+    let (data, rest) = text.split_once("data: ").unwrap();
+    assert!(data.ends_with("alpha: 4.0 -> 400.0; "), "{text}");
+    assert!(rest.ends_with(
+        "; lr: 0.01 -> 0.001 (saved -> now); continued so, the result would be neither run's. Give the saved settings, or \
+         another folder for --save to start anew, or continue all the same with --resume_anyway"
+    ), "{text}");
+    for (words, expected) in [
+        (&["--lora", "r=4,alpha=4"][..], &["r"][..]),
+        (&["--lora", "r=2,alpha=4,rslora,dora,dropout=0.1,targets=q_proj"], &["dora", "dropout", "rslora", "targets"]),
+        (&["--qlora"], &["method"]),
+        (&["--steps", "8"], &["steps"]),
+        (&["--seed", "7"], &["seed"]),
+        (&["--ctx", "24"], &["ctx"]),
+        (&["--batch", "4"], &["batch"]),
+        (&["--packing", "false"], &["packing"]),
+        (&["--order", "sequential"], &["order"]),
+        (&["--scheduler", "linear"], &["rate"]),
+        (&["--warmup", "2"], &["warmup"]),
+        (&["--dtype", "bf16"], &["bf16.enabled"]),
+    ] {
+        let text = desk.refused(words);
+        let found = named(&text);
+        assert!(expected.iter().all(|name| found.contains(name)), "{words:?}: {text}");
+        assert!(found.len() <= expected.len() + 6, "{words:?}: {text}");
+    }
+    // Fewer steps than were made.
+    let text = desk.refused(&["--steps", "3", "--resume_anyway"]);
+    assert!(text.contains("has 4 steps made, and this run is to have 3 in all"), "{text}");
+
+    // As asked: said, and done.
+    let words = ["--save", "saves", "--resume", "--steps", "8", "--lr", "1e-3", "--resume_anyway"];
+    let said = desk.trained("anyway", &words);
+    assert!(said.contains("this run continues from it as asked: lr: 0.01 -> 0.001; steps: 4 -> 8"), "{said}");
+    // The checkpoint now is of that run.
+    let said = desk.trained("again", &words[..7]);
+    assert!(!said.contains("other settings"), "{said}");
+}
+
+#[test]
+fn a_base_that_was_changed_is_found_whatever_weight_it_is() {
+    let desk = Desk::new();
+    desk.trained("first", &["--save", "saves"]);
+    let file = desk.model.join("model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    // The lowest bit of one weight in the middle of the file.
+    let place = bytes.len() / 2 / 4 * 4 + 1;
+    bytes[place] ^= 1;
+    std::fs::write(&file, bytes).unwrap();
+    assert_eq!(named(&desk.refused(&[])), ["base's weights"]);
+}
+
+#[test]
+fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
+    let desk = Desk::new();
+    desk.trained("whole", &[]);
+    // As a run that was stopped after step 2: its checkpoint is the newest.
+    desk.trained("first", &["--save", "saves", "--save_every", "2"]);
+    let tags = |dir: &Path| {
+        let mut tags: Vec<_> = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        tags.retain(|tag| tag != "latest" && !tag.to_string_lossy().starts_with('.'));
+        tags.sort();
+        tags
+    };
+    let saves = desk.path("saves");
+    let found = tags(&saves);
+    assert_eq!(found.len(), 2, "{found:?}");
+    std::fs::remove_dir_all(saves.join(&found[1])).unwrap();
+    std::fs::write(saves.join("latest"), found[0].to_str().unwrap()).unwrap();
+    // On two ranks, in other micro batches, saved at other steps; rows of a step are those of the run.
+    let config = json!({"zero_optimization": {"stage": 3}}).to_string();
+    std::fs::write(desk.path("ds.json"), config).unwrap();
+    let words =
+        ["--save", "saves", "--resume", "-n", "2", "--save_every", "1", "--keep", "1", "--ds_config", "ds.json"];
+    let said = desk.trained("second", &words);
+    assert!(said.contains("goes on after step 2") && !said.contains("other settings"), "{said}");
+}
+
+#[test]
+fn rows_of_a_step_that_nobody_gave_stay_on_another_number_of_ranks_or_are_named() {
+    let desk = Desk::new();
+    // By default 9 rows on three ranks.
+    desk.trained("first", &["--save", "saves", "-n", "3"]);
+    desk.trained("same", &["--save", "saves", "--resume"]);
+    assert_eq!(desk.adapter("first"), desk.adapter("same"));
+    assert_eq!(named(&desk.refused(&["-n", "2"])), ["batch"]);
+}
+
+#[test]
+fn a_checkpoint_holds_the_settings_of_its_run() {
+    let desk = Desk::new();
+    desk.trained("first", &["--save", "saves"]);
+    let saves = desk.path("saves");
+    let tag = std::fs::read_to_string(saves.join("latest")).unwrap();
+    let manifest = std::fs::read(saves.join(tag.trim()).join("manifest.json")).unwrap();
+    let manifest: Value = serde_json::from_slice(&manifest).unwrap();
+    let settings = manifest["client_state"]["identity"].as_object().unwrap();
+    for name in ["base's weights", "tokenizer", "chat template", "data", "r", "alpha", "lr", "batch", "seed", "steps"] {
+        assert!(settings.contains_key(name), "{name}: {settings:?}");
+    }
+}
+
+#[test]
+fn seeds_have_masks_of_their_own_and_one_seed_the_same_bits_at_all_stages() {
+    let desk = Desk::new();
+    let words = |seed| ["--order", "sequential", "--adapter", "first", "--seed", seed];
+    desk.trained("first", &["--lora", "r=2,alpha=4,dropout=0.5", "--steps", "1"]);
+    desk.trained("one", &words("1"));
+    desk.trained("two", &words("2"));
+    assert_ne!(desk.adapter("one"), desk.adapter("two"));
+    for stage in [0, 3] {
+        let config = json!({"zero_optimization": {"stage": stage}}).to_string();
+        std::fs::write(desk.path("ds.json"), config).unwrap();
+        let out = format!("stage{stage}");
+        desk.trained(&out, &[&words("1")[..], &["--ds_config", "ds.json"]].concat());
+        assert_eq!(desk.adapter(&out), desk.adapter("one"), "stage {stage}");
+    }
+}
+
+#[test]
+fn samples_are_made_again_where_the_special_tokens_or_their_file_have_changed() {
+    let desk = Desk::new();
+    let show = || {
+        let mut command = zerorun();
+        command.current_dir(desk.folder.path()).args(["data", "show"]).arg(&desk.model);
+        let output = command.args(["a.jsonl", "--cache", "cache"]).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        (stdout(&output), stderr(&output))
+    };
+    let files = || {
+        let files = std::fs::read_dir(desk.path("cache")).unwrap().map(|entry| entry.unwrap().path());
+        files.filter(|path| path.extension().is_some_and(|end| end == "samples")).collect::<Vec<_>>()
+    };
+    let (before, _) = show();
+    let [file] = &files()[..] else { panic!("one file") };
+    // A damaged file: an id, or a bit of the targets.
+    let whole = std::fs::read(file).unwrap();
+    for place in [64, 66, 150] {
+        let mut bytes = whole.clone();
+        bytes[place] ^= 1;
+        std::fs::write(file, &bytes).unwrap();
+        let (shown, said) = show();
+        assert!(said.contains("it is damaged; it is made again"), "{place}: {said}");
+        assert_eq!(shown.replace("from the cache", ""), before.replace("from the cache", ""));
+        assert_eq!(std::fs::read(file).unwrap(), whole);
+    }
+    // Other special tokens.
+    let config = desk.model.join("tokenizer_config.json");
+    let mut settings: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
+    for (key, value) in [("bos_token", "<|im_end|>"), ("eos_token", "<|endoftext|>"), ("add_eos_token", "")] {
+        let count = files().len();
+        settings[key] = if value.is_empty() { json!(true) } else { json!(value) };
+        std::fs::write(&config, settings.to_string()).unwrap();
+        show();
+        assert_eq!(files().len(), count + 1, "{key}");
+    }
+}
+
+#[test]
+fn a_merged_model_has_all_templates_of_the_base_as_a_folder_and_as_gguf() {
+    let desk = Desk::new();
+    let config = desk.model.join("tokenizer_config.json");
+    let mut settings: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
+    let merge = |out: &str| {
+        let output = zerorun().arg("merge").arg(&desk.model).arg("--out").arg(desk.path(out)).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+    };
+    let keys = |file: &str| {
+        let mut file = std::fs::File::open(desk.path(file)).unwrap();
+        let metadata = gguf_file::Content::read(&mut file).unwrap().metadata;
+        let text = |key: &str| metadata.get(key).map(|value| value.to_string().unwrap().clone());
+        let names = metadata.get("tokenizer.chat_templates").map(|names| format!("{names:?}"));
+        (text("tokenizer.chat_template"), text("tokenizer.chat_template.tool_use"), names)
+    };
+    // As a list.
+    let entry = |name: &str, template: &str| json!({"name": name, "template": template});
+    settings["chat_template"] = json!([entry("default", "usual"), entry("tool_use", "tools")]);
+    std::fs::write(&config, settings.to_string()).unwrap();
+    _ = std::fs::remove_file(desk.model.join("chat_template.jinja"));
+    merge("list");
+    merge("list.gguf");
+    let written: Value =
+        serde_json::from_slice(&std::fs::read(desk.path("list/tokenizer_config.json")).unwrap()).unwrap();
+    assert_eq!(written["chat_template"], settings["chat_template"]);
+    let expected =
+        (Some("usual".to_owned()), Some("tools".to_owned()), Some(r#"Array([String("tool_use")])"#.to_owned()));
+    assert_eq!(keys("list.gguf"), expected);
+
+    // As files.
+    settings.as_object_mut().unwrap().remove("chat_template");
+    std::fs::write(&config, settings.to_string()).unwrap();
+    std::fs::create_dir(desk.model.join("additional_chat_templates")).unwrap();
+    std::fs::write(desk.model.join("chat_template.jinja"), "usual").unwrap();
+    std::fs::write(desk.model.join("additional_chat_templates/tool_use.jinja"), "tools").unwrap();
+    merge("files");
+    merge("files.gguf");
+    for name in ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"] {
+        assert_eq!(
+            std::fs::read(desk.path("files").join(name)).unwrap(),
+            std::fs::read(desk.model.join(name)).unwrap()
+        );
+    }
+    assert_eq!(keys("files.gguf"), expected);
+}
+
+#[test]
+fn of_a_model_for_images_too_nothing_is_written_that_is_no_such_model() {
+    let desk = Desk::new();
+    let from = path("models/gemma3");
+    let text: Value = serde_json::from_slice(&std::fs::read(from.join("config.json")).unwrap()).unwrap();
+    let config = json!({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text,
+        "vision_config": {"model_type": "siglip_vision_model"}, "torch_dtype": "float32"});
+    std::fs::write(desk.model.join("config.json"), config.to_string()).unwrap();
+    let tensors = candle_core::safetensors::load(from.join("model.safetensors"), &Device::Cpu).unwrap();
+    for prefix in ["language_model.model.", "model.language_model."] {
+        let renamed = |name: &str| name.replacen("model.", prefix, 1);
+        let mut tensors: std::collections::HashMap<_, _> =
+            tensors.iter().map(|(name, tensor)| (renamed(name), tensor.clone())).collect();
+        let patch = tensors.values().next().unwrap().clone();
+        tensors.insert("vision_tower.vision_model.embeddings.patch_embedding.weight".into(), patch);
+        candle_core::safetensors::save(&tensors, desk.model.join("model.safetensors")).unwrap();
+        let output = zerorun().arg("merge").arg(&desk.model).arg("--out").arg(desk.path("o")).output().unwrap();
+        let merged = stderr(&output);
+        assert!(!output.status.success() && merged.contains("a model for images and texts"), "{merged}");
+        for method in [&["--full"][..], &[]] {
+            let words = if method.is_empty() { vec![] } else { vec!["--full"] };
+            let mut command = zerorun();
+            command
+                .current_dir(desk.folder.path())
+                .arg("finetune")
+                .arg(&desk.model)
+                .args(["--out", "o", "--data", "a.jsonl"]);
+            let output = command.args(words).args(["--cache", "cache"]).output().unwrap();
+            let said = stderr(&output);
+            assert!(!output.status.success() && said.contains("a model for images and texts"), "{said}");
+        }
+        assert!(!desk.path("o").exists());
+        let output =
+            zerorun().arg("generate").arg(&desk.model).args(["--prompt", "a", "--max_tokens", "2"]).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+    }
+}
