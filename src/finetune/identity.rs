@@ -5,14 +5,9 @@
 //! where and how often is saved, and how often is validated.
 
 use super::error::FinetuneError;
-use super::options::{Objective, RateShape};
-use super::plan::Plan;
-use super::prepare::{Prepared, Start};
 use crate::checkpoint;
-use crate::comm::Communicator;
 use crate::engine::InitialValues;
 use crate::error::Result;
-use crate::nn::{LoraConfig, LoraTargets};
 use rayon::prelude::*;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -88,67 +83,10 @@ impl Saved {
     }
 }
 
-/// The rows of a step that the newest checkpoint remembers, where the run continues from one: those that rank 0 reads.
-/// Collective.
-pub(super) fn remembered_batch(prepared: &Prepared, comm: &dyn Communicator) -> Result<Option<usize>> {
-    let own = if comm.rank() == 0 { prepared.saved().and_then(|saved| saved.batch()).unwrap_or(0) } else { 0 };
-    let of_ranks = comm.gather_f64(vec![own as f64]).wait()?;
-    let first = of_ranks.first().and_then(|values| values.first()).copied().unwrap_or(0.0);
-    Ok(Some(first as usize).filter(|rows| *rows > 0))
-}
-
 impl Identity {
-    /// That of a run. Reads all of the base's weights.
-    ///
-    /// # Errors
-    /// Weights that cannot be read, or are not finite.
-    pub fn of(prepared: &Prepared, plan: &Plan) -> Result<Self> {
-        let options = &prepared.options;
-        let mut settings = BTreeMap::new();
-        let mut set = |name: &str, value: Value| _ = settings.insert(name.to_owned(), value);
-        let (values, parameters) = match &prepared.start {
-            Start::Decoder { base, .. } => (base.values(), base.config().parameters()?),
-            Start::Encoder { base, .. } => (base.values(), base.config().parameters()?),
-        };
-        set("base's weights", hex(fingerprint(&*values, &parameters)?));
-        set("tokenizer", hex(prepared.tokenizer.fingerprint()));
-        set("chat template", prepared.template.as_ref().map_or(Value::Null, |template| hex(template.fingerprint())));
-        set("method", json!(options.method.name()));
-        if let Some(LoraConfig { r, alpha, dropout, targets, rslora, dora }) = options.method.lora() {
-            set("r", json!(r));
-            set("alpha", json!(alpha));
-            set("dropout", json!(dropout));
-            let targets = match targets {
-                LoraTargets::AllLinear => "all-linear".to_owned(),
-                LoraTargets::Names(names) => {
-                    let mut names = names.clone();
-                    names.sort_unstable();
-                    names.join("+")
-                }
-            };
-            set("targets", json!(targets));
-            set("rslora", json!(rslora));
-            set("dora", json!(dora));
-        }
-        set("adapter that it began with", prepared.adapter.map_or(Value::Null, hex));
-        set(
-            "objective",
-            match options.objective {
-                Objective::Generate => json!("generate"),
-                Objective::Prefer { beta } => json!(format!("prefer, beta {beta}")),
-                Objective::Classify => json!("classify"),
-            },
-        );
-        set("data", hex(prepared.training.content()));
-        if !prepared.training.labels().is_empty() {
-            set("labels", json!(prepared.training.labels()));
-        }
-        set("ctx", json!(prepared.ctx()));
-        set("packing", json!(options.packing));
-        set("order", json!(if options.shuffle { "shuffled" } else { "sequential" }));
-        set("seed", json!(options.seed));
-        settings.extend(of_config(plan));
-        Ok(Self(settings))
+    /// One with these settings.
+    pub fn new(settings: BTreeMap<String, Value>) -> Self {
+        Self(settings)
     }
 
     /// For a checkpoint.
@@ -176,64 +114,9 @@ impl Identity {
     }
 }
 
-/// What the engine's configuration and the rates say.
-fn of_config(plan: &Plan) -> BTreeMap<String, Value> {
-    const SECTIONS: [&str; 13] = [
-        "optimizer",
-        "scheduler",
-        "gradient_clipping",
-        "gradient_allreduce_op",
-        "gradient_predivide_factor",
-        "prescale_gradients",
-        "communication_data_type",
-        "data_types",
-        "fp16",
-        "bf16",
-        "torch_autocast",
-        "zero_optimization.zero_quantized_weights",
-        "zero_optimization.zero_quantized_gradients",
-    ];
-    let printed = plan.config.to_deepspeed_json();
-    let mut settings = BTreeMap::new();
-    for section in SECTIONS {
-        let value = section.split('.').fold(&printed, |value, key| &value[key]);
-        flatten(section.to_owned(), value, &mut settings);
-    }
-    // By the name of its flag.
-    if let Some(lr) = settings.remove("optimizer.params.lr") {
-        settings.insert("lr".into(), lr);
-    }
-    settings.insert("batch".into(), json!(plan.config.batch.train_batch_size));
-    let delayed = plan.config.zero.offload_optimizer.as_ref().and_then(|offload| offload.delayed_update_after);
-    settings.insert("delayed_update_after".into(), json!(delayed));
-    // A DeepSpeed scheduler has its steps among its own settings.
-    if plan.config.scheduler.is_none() {
-        let (shape, warmup) = (plan.rates.shape(), plan.rates.warmup());
-        settings.insert("warmup".into(), json!(format!("{warmup} steps")));
-        settings.insert("rate".into(), json!(format!("{shape:?}").to_lowercase()));
-        // With a constant rate a longer run has the steps of a shorter one.
-        if shape != RateShape::Constant {
-            settings.insert("steps".into(), json!(plan.total));
-        }
-    }
-    settings.retain(|_, value| !value.is_null());
-    settings
-}
-
-fn flatten(name: String, value: &Value, into: &mut BTreeMap<String, Value>) {
-    match value {
-        Value::Object(map) => map.iter().for_each(|(key, value)| flatten(format!("{name}.{key}"), value, into)),
-        other => _ = into.insert(name, other.clone()),
-    }
-}
-
-fn hex(number: u64) -> Value {
-    json!(format!("{number:016x}"))
-}
-
 /// A number that changes with any weight: all are read, piece by piece on all cores. It does not depend on files, shards and
 /// their precision, only on names and values.
-fn fingerprint(values: &dyn InitialValues, parameters: &[(String, Vec<usize>)]) -> Result<u64> {
+pub(super) fn fingerprint(values: &dyn InitialValues, parameters: &[(String, Vec<usize>)]) -> Result<u64> {
     const ELEMENTS: usize = 1 << 20;
     let pieces: Vec<(&str, &[usize], usize)> = parameters
         .iter()

@@ -4,15 +4,19 @@ use super::choose::memory_of_rank;
 #[cfg(doc)]
 use super::error::FinetuneError;
 use super::fitted::fitted;
-use super::identity::{Identity, Saved};
-use super::options::Length;
+use super::identity::{Identity, Saved, fingerprint};
+use super::options::{Length, Objective, RateShape};
 use super::pack::Batches;
-use super::prepare::Prepared;
+use super::prepare::{Prepared, Start};
 use super::rate::Rates;
 use super::settings;
+use crate::comm::Communicator;
 use crate::config::Config;
 use crate::data::BatchShape;
 use crate::error::Result;
+use crate::nn::{LoraConfig, LoraTargets};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
 
 /// The plan of a run on some ranks.
 pub(super) struct Plan {
@@ -56,6 +60,123 @@ impl Plan {
         let validation = validation.map(|data| Batches::validation(data, packing, shape, pad));
         Ok(Self { config, rates, training, validation, total, chosen })
     }
+
+    /// What the run is, for its checkpoints. Reads all of the base's weights.
+    ///
+    /// # Errors
+    /// Weights that cannot be read, or are not finite.
+    pub fn identity(&self, prepared: &Prepared) -> Result<Identity> {
+        let options = &prepared.options;
+        let mut settings = BTreeMap::new();
+        let mut set = |name: &str, value: Value| _ = settings.insert(name.to_owned(), value);
+        let (values, parameters) = match &prepared.start {
+            Start::Decoder { base, .. } => (base.values(), base.config().parameters()?),
+            Start::Encoder { base, .. } => (base.values(), base.config().parameters()?),
+        };
+        set("base's weights", hex(fingerprint(&*values, &parameters)?));
+        set("tokenizer", hex(prepared.tokenizer.fingerprint()));
+        set("chat template", prepared.template.as_ref().map_or(Value::Null, |template| hex(template.fingerprint())));
+        set("method", json!(options.method.name()));
+        if let Some(LoraConfig { r, alpha, dropout, targets, rslora, dora }) = options.method.lora() {
+            set("r", json!(r));
+            set("alpha", json!(alpha));
+            set("dropout", json!(dropout));
+            let targets = match targets {
+                LoraTargets::AllLinear => "all-linear".to_owned(),
+                LoraTargets::Names(names) => {
+                    let mut names = names.clone();
+                    names.sort_unstable();
+                    names.join("+")
+                }
+            };
+            set("targets", json!(targets));
+            set("rslora", json!(rslora));
+            set("dora", json!(dora));
+        }
+        set("adapter that it began with", prepared.adapter.map_or(Value::Null, hex));
+        set(
+            "objective",
+            match options.objective {
+                Objective::Generate => json!("generate"),
+                Objective::Prefer { beta } => json!(format!("prefer, beta {beta}")),
+                Objective::Classify => json!("classify"),
+            },
+        );
+        set("data", hex(prepared.training.content()));
+        if !prepared.training.labels().is_empty() {
+            set("labels", json!(prepared.training.labels()));
+        }
+        set("ctx", json!(prepared.ctx()));
+        set("packing", json!(options.packing));
+        set("order", json!(if options.shuffle { "shuffled" } else { "sequential" }));
+        set("seed", json!(options.seed));
+        settings.extend(of_config(self));
+        Ok(Identity::new(settings))
+    }
+}
+
+/// What the engine's configuration and the rates say.
+fn of_config(plan: &Plan) -> BTreeMap<String, Value> {
+    const SECTIONS: [&str; 13] = [
+        "optimizer",
+        "scheduler",
+        "gradient_clipping",
+        "gradient_allreduce_op",
+        "gradient_predivide_factor",
+        "prescale_gradients",
+        "communication_data_type",
+        "data_types",
+        "fp16",
+        "bf16",
+        "torch_autocast",
+        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.zero_quantized_gradients",
+    ];
+    let printed = plan.config.to_deepspeed_json();
+    let mut settings = BTreeMap::new();
+    for section in SECTIONS {
+        let value = section.split('.').fold(&printed, |value, key| &value[key]);
+        flatten(section.to_owned(), value, &mut settings);
+    }
+    // By the name of its flag.
+    if let Some(lr) = settings.remove("optimizer.params.lr") {
+        settings.insert("lr".into(), lr);
+    }
+    settings.insert("batch".into(), json!(plan.config.batch.train_batch_size));
+    let delayed = plan.config.zero.offload_optimizer.as_ref().and_then(|offload| offload.delayed_update_after);
+    settings.insert("delayed_update_after".into(), json!(delayed));
+    // A DeepSpeed scheduler has its steps among its own settings.
+    if plan.config.scheduler.is_none() {
+        let (shape, warmup) = (plan.rates.shape(), plan.rates.warmup());
+        settings.insert("warmup".into(), json!(format!("{warmup} steps")));
+        settings.insert("rate".into(), json!(format!("{shape:?}").to_lowercase()));
+        // With a constant rate a longer run has the steps of a shorter one.
+        if shape != RateShape::Constant {
+            settings.insert("steps".into(), json!(plan.total));
+        }
+    }
+    settings.retain(|_, value| !value.is_null());
+    settings
+}
+
+fn flatten(name: String, value: &Value, into: &mut BTreeMap<String, Value>) {
+    match value {
+        Value::Object(map) => map.iter().for_each(|(key, value)| flatten(format!("{name}.{key}"), value, into)),
+        other => _ = into.insert(name, other.clone()),
+    }
+}
+
+fn hex(number: u64) -> Value {
+    json!(format!("{number:016x}"))
+}
+
+/// The rows of a step that the newest checkpoint remembers, where the run continues from one: those that rank 0 reads.
+/// Collective.
+pub(super) fn remembered_batch(prepared: &Prepared, comm: &dyn Communicator) -> Result<Option<usize>> {
+    let own = if comm.rank() == 0 { prepared.saved().and_then(|saved| saved.batch()).unwrap_or(0) } else { 0 };
+    let of_ranks = comm.gather_f64(vec![own as f64]).wait()?;
+    let first = of_ranks.first().and_then(|values| values.first()).copied().unwrap_or(0.0);
+    Ok(Some(first as usize).filter(|rows| *rows > 0))
 }
 
 impl Prepared {
@@ -71,7 +192,7 @@ impl Prepared {
         let plan = Plan::new(self, memory_of_rank(world).unwrap_or(u64::MAX), world, 0, remembered)?;
         match saved {
             // The rank that continues says what there is to say.
-            Some(saved) => saved.check(&Identity::of(self, &plan)?, plan.total, self.options.resume_anyway).map(drop),
+            Some(saved) => saved.check(&plan.identity(self)?, plan.total, self.options.resume_anyway).map(drop),
             None => Ok(()),
         }
     }

@@ -14,12 +14,12 @@ use super::conversation::Conversation;
 use super::dpo::Rewards;
 use super::fitted::memory_of_all;
 use super::generate::{Generated, Generator, Sampling};
-use super::identity::{Identity, KEY, Saved, remembered_batch};
+use super::identity::{Identity, KEY, Saved};
 use super::network::Network;
 use super::objective::Validation;
 use super::options::{Method, Options, Saving, misused};
 use super::pack::Batches;
-use super::plan::Plan;
+use super::plan::{Plan, remembered_batch};
 use super::prepare::{Prepared, Start};
 use super::quantized::{PACKING, is_quantized};
 use super::rate::Rates;
@@ -147,7 +147,7 @@ impl FineTune {
         let abort = |error: &Error| comm.abort(&error.to_string());
         let plan = Plan::new(&prepared, memory, comm.size(), comm.rank(), remembered).inspect_err(abort)?;
         // Checkpoints have the client state of rank 0.
-        let identity = (comm.rank() == 0 && prepared.options.saving.is_some()).then(|| Identity::of(&prepared, &plan));
+        let identity = (comm.rank() == 0 && prepared.options.saving.is_some()).then(|| plan.identity(&prepared));
         let identity = identity.transpose().inspect_err(abort)?;
         let Plan { config, rates, training, validation, total, chosen } = plan;
         let engine = build(&prepared, config, rates, comm.clone())?;
