@@ -14,6 +14,7 @@ use candle_zero::cli::DsArgs;
 use candle_zero::comm::RankEnv;
 use candle_zero::config::{Config, RunValues};
 use candle_zero::data::{BatchShape, Loader, Order, TokenData};
+use candle_zero::error::FinetuneError;
 use candle_zero::estimate::{Estimate, Shapes};
 use candle_zero::memory::Kind;
 use candle_zero::models::{
@@ -468,11 +469,13 @@ fn train<A: Architecture>(
     });
     write(&mut metrics, &summary);
     let (made, skipped) = (args.steps.saturating_sub(first_step), engine.skipped_steps() - skipped_before);
-    anyhow::ensure!(
-        made == 0 || skipped < made,
-        "nothing was learned: all {made} steps were skipped, because gradients were not finite; let the loss scale \
-         adapt (fp16.loss_scale 0), give a smaller one (fp16.initial_scale_power), or train in bf16"
-    );
+    if made > 0 && skipped == made {
+        return Err(FinetuneError::NothingLearned {
+            steps: made,
+            adapts: engine.config().precision.adapts_loss_scale(),
+        }
+        .into());
+    }
     Ok(Ended::Trained)
 }
 

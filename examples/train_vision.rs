@@ -4,7 +4,7 @@
 //!     zerorun --num_ranks 2 examples/train_vision.rs --ds_config examples/train_vision.json --data cifar-10-batches-bin
 //!
 //! The model is of candle-nn's convolutions and batch norm, with the 3x3 stem for small images (He et al. 2015, section
-//! 4.2). `--data` names the folder of CIFAR-10's binary files; without it the images are drawn by a rule: ten shapes of
+//! 4.2); `--large_stem` is the one for ImageNet, whose overlapping maximum is of candle_zero::nn. `--data` names the folder of CIFAR-10's binary files; without it the images are drawn by a rule: ten shapes of
 //! any size, place and colour, on noise. See docs/vision.md.
 
 use anyhow::{Context, ensure};
@@ -18,7 +18,7 @@ use candle_zero::cli::DsArgs;
 use candle_zero::config::RunValues;
 use candle_zero::data::BatchShape;
 use candle_zero::monitor::MetricsWriter;
-use candle_zero::nn::{SyncBatchNorm, cross_entropy, in_training, sync_batch_norm};
+use candle_zero::nn::{Pooling, SyncBatchNorm, cross_entropy, in_training, max_pool2d_with, sync_batch_norm};
 use candle_zero::zero::{Unit, unit};
 use clap::Parser;
 use serde_json::{Value, json};
@@ -58,6 +58,9 @@ struct Args {
     /// Statistics of batch norm over the batches of all ranks
     #[arg(long = "sync_batch_norm", alias = "sync-batch-norm")]
     sync_batch_norm: bool,
+    /// The published stem, for larger images: a 7x7 convolution and a 3x3 maximum, each of stride 2
+    #[arg(long = "large_stem", alias = "large-stem")]
+    large_stem: bool,
     /// Recompute each block in backward instead of keeping its activations
     #[arg(long = "activation_checkpointing", alias = "activation-checkpointing")]
     activation_checkpointing: bool,
@@ -118,8 +121,12 @@ fn run(args: &Args) -> anyhow::Result<()> {
     let steps = args.steps.map_or(all_steps, |most| most.min(all_steps));
 
     builder = builder.seed(seed).run_values(RunValues { total_num_steps: Some(steps), ..RunValues::default() });
-    let sizes =
-        Sizes { width: usize::from(args.width), sync: args.sync_batch_norm, recompute: args.activation_checkpointing };
+    let sizes = Sizes {
+        width: usize::from(args.width),
+        large_stem: args.large_stem,
+        sync: args.sync_batch_norm,
+        recompute: args.activation_checkpointing,
+    };
     let mut engine = builder.initialize(|vb| ResNet::new(&sizes, vb), args.ds.ds_config.as_path())?;
     let first = engine.rank() == 0;
     if let (true, Some(dir)) = (args.resume, &args.save)
@@ -214,6 +221,7 @@ fn accuracy(engine: &mut Engine<ResNet>, images: &Images, batch: usize) -> anyho
 
 struct Sizes {
     width: usize,
+    large_stem: bool,
     sync: bool,
     recompute: bool,
 }
@@ -284,17 +292,19 @@ impl Module for Block {
     }
 }
 
-/// ResNet-18 for small images.
+/// ResNet-18.
 struct ResNet {
     conv1: Conv2d,
     bn1: Norm,
+    /// Behind the large stem.
+    pooling: Option<Pooling>,
     blocks: Vec<Unit<Block>>,
     fc: Linear,
 }
 
 impl ResNet {
     fn new(sizes: &Sizes, vb: VarBuilder<'_>) -> Result<Self> {
-        let Sizes { width, sync, recompute } = *sizes;
+        let Sizes { width, large_stem, sync, recompute } = *sizes;
         let (mut blocks, mut from) = (Vec::new(), width);
         for stage in 0..4 {
             let to = width << stage;
@@ -305,9 +315,11 @@ impl ResNet {
                 from = to;
             }
         }
+        let (kernel, stride) = if large_stem { (7, 2) } else { (3, 1) };
         Ok(Self {
-            conv1: convolution(3, width, 3, 1, vb.pp("conv1"))?,
+            conv1: convolution(3, width, kernel, stride, vb.pp("conv1"))?,
             bn1: Norm::new(sync, width, vb.pp("bn1"))?,
+            pooling: large_stem.then(|| Pooling::new(3).stride(2).padding(1)),
             blocks,
             fc: linear(from, CLASSES, vb.pp("fc"))?,
         })
@@ -318,6 +330,10 @@ impl Module for ResNet {
     /// Images `[batch, 3, height, width]`; logits `[batch, 10]`.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let x = self.bn1.forward(&self.conv1.forward(x)?)?.relu()?;
+        let x = match self.pooling {
+            Some(pooling) => max_pool2d_with(&x, pooling)?,
+            None => x,
+        };
         let x = self.blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
         self.fc.forward(&x.mean((2, 3))?)
     }

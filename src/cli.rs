@@ -25,6 +25,8 @@ use std::path::PathBuf;
 /// ```
 #[cfg(feature = "cli")]
 #[derive(Debug, Clone, PartialEq, Eq, clap::Args)]
+// Otherwise clap shows this struct's documentation as that of the script that flattens it.
+#[command(about = None, long_about = None)]
 pub struct DsArgs {
     /// DeepSpeed JSON configuration.
     #[arg(long = "ds_config", alias = "deepspeed_config", alias = "ds-config", value_name = "FILE")]
@@ -138,6 +140,16 @@ mod tests {
         ds: DsArgs,
         #[arg(long)]
         steps: Option<u64>,
+    }
+
+    #[cfg(feature = "cli")]
+    #[test]
+    fn the_help_of_a_script_is_its_own() {
+        use clap::CommandFactory as _;
+        let command = Args::command().about("Trains a net");
+        assert!(command.get_long_about().is_none());
+        let help = command.clone().render_long_help().to_string();
+        assert!(help.starts_with("Trains a net\n") && !help.contains("flattened"), "{help}");
     }
 
     #[cfg(feature = "cli")]

@@ -57,7 +57,7 @@ pub enum Error {
     },
     /// Candle refused an operation.
     #[error(transparent)]
-    Candle(#[from] candle_core::Error),
+    Candle(candle_core::Error),
     /// A collective failed, or the memory that carries it.
     #[error(transparent)]
     Comm(#[from] CommError),

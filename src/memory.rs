@@ -5,6 +5,7 @@
 
 use crate::layout::{Division, ZeroStage};
 use crate::precision::{Elements, Flat, FlatMut};
+use crate::util::counted;
 use candle_core::Device;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -303,7 +304,11 @@ impl fmt::Display for MemoryReport {
         let (psi, stage, world) = (self.parameters, self.stage, self.world_size);
         let frozen = if self.frozen == 0 { String::new() } else { format!(", {} of them frozen,", self.frozen) };
         let groups = if self.copies == 1 { String::new() } else { format!(" in groups of {}", world / self.copies) };
-        writeln!(f, "{psi} parameters{frozen} at stage {stage} on {world} ranks{groups}; bytes of this rank:")?;
+        writeln!(
+            f,
+            "{psi} parameters{frozen} at stage {stage} on {}{groups}; bytes of this rank:",
+            counted(world, "rank")
+        )?;
         write!(f, "{:<15} {:>14} {:>14} {:>14}", "kind", "device", "host", "pinned")?;
         write!(f, " {:>14} {:>14}", "peak in memory", "files")?;
         write!(f, " {:>16} {:>12}", "formula", "padding")?;

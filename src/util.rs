@@ -1,6 +1,7 @@
 //! Small helpers that every module may use: locks, ranges in pieces, a stable hash, names and bytes in a message, names by pattern.
 
 use std::ffi::OsString;
+use std::fmt::Display;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{LockResult, Mutex, MutexGuard, PoisonError};
@@ -94,6 +95,12 @@ pub(crate) fn list<S: AsRef<str>>(names: &[S]) -> String {
     text
 }
 
+/// A count with what is counted: "1 step", "2 steps".
+pub(crate) fn counted(count: impl Display + PartialEq + From<u8>, noun: &str) -> String {
+    let plural = if count == 1.into() { "" } else { "s" };
+    format!("{count} {noun}{plural}")
+}
+
 /// Bytes with three digits and a binary unit.
 pub(crate) fn binary(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -138,6 +145,12 @@ mod tests {
         ] {
             assert_eq!(matches(pattern, name), expected, "{pattern} {name}");
         }
+    }
+
+    #[test]
+    fn one_is_singular_and_all_others_are_not() {
+        let texts = [0usize, 1, 2, 1000].map(|count| counted(count, "micro step"));
+        assert_eq!(texts, ["0 micro steps", "1 micro step", "2 micro steps", "1000 micro steps"]);
     }
 
     #[test]

@@ -4,6 +4,7 @@ use super::layout::{BLOCK, Layout, PAGE};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::read_text;
 use crate::layout::Cut;
+use crate::util::counted;
 use crate::zero::share::WEIGHTS;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -243,7 +244,10 @@ impl Manifest {
         let states_are_named = self.states.first().is_some_and(|s| s == WEIGHTS);
         say(states_are_named, format!("its states are {:?}, and the first must be {WEIGHTS:?}", self.states))?;
         let ranks = self.files.len();
-        say(self.world_size > 0 && ranks == self.world_size, format!("{ranks} files of {} ranks", self.world_size))?;
+        say(
+            self.world_size > 0 && ranks == self.world_size,
+            format!("{} of {}", counted(ranks, "file"), counted(self.world_size, "rank")),
+        )?;
         // Counters that go on counting, and are exact in f64.
         let counters = [self.global_steps, self.skipped_steps, self.global_samples, self.optimizer_steps];
         let next = self.last_batch_iteration.checked_add(1).and_then(|n| u64::try_from(n).ok());

@@ -8,6 +8,9 @@ use crate::error::{ConfigError, Result};
 /// Why three numbers do not make a batch: the key to blame, and the message.
 type Fault = (usize, String);
 
+/// The most samples of a rank's forward.
+const MOST_AT_ONCE: u64 = 1 << 32;
+
 const RULE: &str = "train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size";
 
 impl Batch {
@@ -100,6 +103,13 @@ fn infer(given: [Option<i64>; 3], world: u64) -> Result<[u64; 3], Fault> {
     };
     let inferred = |index: usize| if positive[index].is_none() { " (worked out)" } else { "" };
     let product = product(m, g)?;
+    if t == product && m > MOST_AT_ONCE {
+        let found = format!("{t} samples a step on {world} ranks are {m} at once on a rank");
+        return Err((
+            0,
+            format!("{found}; at most {MOST_AT_ONCE} can be: give gradient_accumulation_steps, or a smaller batch"),
+        ));
+    }
     if t == product {
         return Ok([t, m, g]);
     }
@@ -159,7 +169,7 @@ mod tests {
         let batch = Batch { train_batch_size: 24, train_micro_batch_size_per_gpu: 3, gradient_accumulation_steps: 2 };
         let new = batch.with_train_batch_size(60, 4).unwrap();
         assert_eq!((new.train_micro_batch_size_per_gpu, new.gradient_accumulation_steps), (3, 5));
-        insta::assert_snapshot!(batch.with_train_batch_size(61, 4).unwrap_err(), @"train_batch_size 61 does not fit train_micro_batch_size_per_gpu 3 on 4 rank(s); a positive multiple of 3 * 4 is needed");
+        insta::assert_snapshot!(batch.with_train_batch_size(61, 4).unwrap_err(), @"train_batch_size 61 does not fit train_micro_batch_size_per_gpu 3 on 4 ranks; a positive multiple of 3 * 4 is needed");
         assert!(batch.with_train_batch_size(0, 4).is_err());
     }
 

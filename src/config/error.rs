@@ -1,5 +1,6 @@
 //! The problems of a configuration, and their places.
 
+use crate::util::counted;
 use std::fmt;
 use std::path::PathBuf;
 
@@ -56,8 +57,9 @@ pub enum ConfigError {
     NoRanks,
     /// A resolved [`Config`](crate::Config) was used with another number of ranks.
     #[error(
-        "the Config was resolved for {resolved} rank(s), but the run has {world_size}; load it again from its file or \
-         text: the batch keys depend on the number of ranks"
+        "the Config was resolved for {}, but the run has {world_size}; load it again from its file or \
+         text: the batch keys depend on the number of ranks",
+        counted(*resolved, "rank")
     )]
     WorldSize {
         /// Ranks that the Config was resolved for.
@@ -68,7 +70,8 @@ pub enum ConfigError {
     /// A new batch size does not fit (DeepSpeed's `set_train_batch_size`).
     #[error(
         "train_batch_size {train_batch_size} does not fit train_micro_batch_size_per_gpu {micro_batch} on \
-         {world_size} rank(s); a positive multiple of {micro_batch} * {world_size} is needed"
+         {}; a positive multiple of {micro_batch} * {world_size} is needed",
+        counted(*world_size, "rank")
     )]
     BatchSize {
         /// The size that was asked for.

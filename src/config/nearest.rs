@@ -31,11 +31,27 @@ const OTHER_NAMES: [(&str, &str); 16] = [
     ("per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
 ];
 
+/// What WarmupCosineLR, whose rates are shares of the optimizer's, has instead of the other schedules' keys.
+const RATES_OF_OTHER_SCHEDULES: [(&str, &str); 2] = [
+    (
+        "warmup_max_lr",
+        "warms up to the optimizer's own rate; set `optimizer.params.lr` to this value and remove the key",
+    ),
+    (
+        "warmup_min_lr",
+        "begins at a share of `optimizer.params.lr`; give that share as `scheduler.params.warmup_min_ratio` instead",
+    ),
+];
+
 /// The message about a key that its section does not have.
 pub(crate) fn advice(section: &Section, name: &str) -> (Rule, String) {
     let place = if section.path.is_empty() { "at the top level".into() } else { format!("of `{}`", section.path) };
     if name.len() > LONGEST {
         return (Rule::UnknownKey, format!("no key {place}, and none is alike; remove it"));
+    }
+    let of_others = RATES_OF_OTHER_SCHEDULES.iter().find(|(other, _)| *other == name);
+    if let (Some((_, instead)), true) = (of_others, section.key("cos_min_ratio").is_some()) {
+        return (Rule::UnknownKey, format!("no key {place}: WarmupCosineLR {instead}"));
     }
     if let Some((_, own)) = OTHER_NAMES.iter().find(|(other, _)| other.eq_ignore_ascii_case(name)) {
         let home = if section.key(own).is_some() { Some(section) } else { sections().find(|s| s.key(own).is_some()) };
@@ -137,6 +153,15 @@ mod tests {
             assert_eq!(rule, Rule::UnknownKey, "{name}");
             assert!(text.contains(near), "{name}: {text}");
         }
+    }
+
+    #[test]
+    fn rates_of_other_schedules_are_explained_for_the_cosine() {
+        let table = sections().find(|section| section.key("cos_min_ratio").is_some()).unwrap();
+        let (rule, text) = advice(table, "warmup_max_lr");
+        assert_eq!(rule, Rule::UnknownKey);
+        assert!(text.contains("set `optimizer.params.lr` to this value"), "{text}");
+        assert!(advice(table, "warmup_min_lr").1.contains("`scheduler.params.warmup_min_ratio`"));
     }
 
     #[test]

@@ -109,6 +109,11 @@ impl Precision {
             Self::Fp16(_) => DType::F16,
         }
     }
+
+    /// Whether the loss scale follows the gradients.
+    pub fn adapts_loss_scale(&self) -> bool {
+        matches!(self, Self::Fp16(fp16) if fp16.loss_scale == 0.0)
+    }
 }
 
 /// How master weights and moments are kept.

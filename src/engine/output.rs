@@ -10,6 +10,7 @@ use crate::monitor::{Event, rss_bytes, rss_peak_bytes};
 use crate::notice::{say, warn};
 use crate::optim::Momentum;
 use crate::profiler::{FlopsProfile, peak_flops, spans};
+use crate::util::counted;
 
 impl<M> Engine<M> {
     /// Writes values of your own to the monitors, as DeepSpeed's `monitor.write_events`. On other ranks than 0 it does
@@ -92,9 +93,10 @@ impl<M> Engine<M> {
         let new = changes - std::mem::replace(&mut self.reporter.order_changes, changes);
         if new > 0 && self.config.zero.log_trace_cache_warnings && self.rank() == 0 {
             warn(&format!(
-                "step {}: units were used in another order than before in {new} micro step(s): what comes next could not \
+                "step {}: units were used in another order than before in {}: what comes next could not \
                  be gathered ahead there",
-                self.global_steps
+                self.global_steps,
+                counted(new, "micro step")
             ));
         }
     }

@@ -26,12 +26,15 @@ pub enum FinetuneError {
     },
     /// A run that changed nothing.
     #[error(
-        "nothing was learned: all {steps} steps were skipped, because gradients were not finite; let the loss scale adapt \
-         (fp16.loss_scale 0), give a smaller one (fp16.initial_scale_power), or train in bf16"
+        "nothing was learned: {} skipped, because gradients were not finite; {}, or train in bf16",
+        if *steps == 1 { "the only step was".into() } else { format!("all {steps} steps were") },
+        remedy_of_overflow(*adapts)
     )]
     NothingLearned {
         /// Its steps.
         steps: u64,
+        /// Whether the loss scale adapts itself.
+        adapts: bool,
     },
     /// A path under which there is no model.
     #[error(
@@ -460,6 +463,16 @@ pub enum FinetuneError {
         /// What is wrong.
         problem: String,
     },
+}
+
+/// What helps where all gradients overflow.
+fn remedy_of_overflow(adapts: bool) -> &'static str {
+    match adapts {
+        true => {
+            "the loss scale was still falling: take more steps, or begin with a smaller one (fp16.initial_scale_power)"
+        }
+        false => "let the loss scale adapt itself (fp16.loss_scale 0) or give a smaller one",
+    }
 }
 
 /// What the records of a data file are known by.

@@ -18,6 +18,7 @@ use crate::engine::InitialValues;
 use crate::error::{Error, Result};
 use crate::files::free_folder;
 use crate::models::{BertConfig, DecoderConfig};
+use crate::util::counted;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -166,7 +167,8 @@ impl Prepared {
                 if training.is_empty() || validation.is_empty() {
                     let nothing = if training.is_empty() { "train on" } else { "validate with" };
                     let why = format!(
-                        "takes {percent}% of {samples} samples, which leaves none to {nothing}: give another part, or files"
+                        "takes {percent}% of {}, which leaves none to {nothing}: give another part, or files",
+                        counted(samples, "sample")
                     );
                     return Err(misused("--val", why));
                 }

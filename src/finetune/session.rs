@@ -455,7 +455,11 @@ impl FineTune {
         let (made, skipped) =
             (self.engine.global_steps() - self.first_step, self.engine.skipped_steps() - self.skipped_before);
         if made > 0 && skipped == made {
-            return Err(crate::error::FinetuneError::NothingLearned { steps: made }.into());
+            return Err(crate::error::FinetuneError::NothingLearned {
+                steps: made,
+                adapts: self.engine.config().precision.adapts_loss_scale(),
+            }
+            .into());
         }
         let to = self.prepared.options.out.clone();
         // A run that was stopped behind its end has left it already.

@@ -6,7 +6,8 @@
 use crate::tensor::residency::{storage_on, to_storage, with_view};
 use crate::util::lock;
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, Device, Layout, Result, Shape, Storage, Tensor};
+use candle_core::cpu_backend::CpuDevice;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Storage, Tensor};
 use std::sync::Mutex;
 
 struct PreparedOp<B> {
@@ -29,6 +30,11 @@ pub(crate) fn one(device: &Device) -> Result<(Storage, Shape)> {
     Ok((storage_on(device, CpuStorage::F32(vec![0.0]))?, Shape::from(1)))
 }
 
+/// Whether parameters may have the type; a loss or an output may have others, such as f64.
+fn is_of_training(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
+}
+
 /// A copy of a tensor's values as a result, made on its device.
 pub(crate) fn copy_of(tensor: &Tensor) -> Result<(Storage, Shape)> {
     let (storage, layout) = tensor.storage_and_layout();
@@ -37,6 +43,11 @@ pub(crate) fn copy_of(tensor: &Tensor) -> Result<(Storage, Shape)> {
             let mut copy = cuda.device().zeros_impl(layout.shape(), cuda.dtype())?;
             cuda.copy_strided_src(&mut copy, 0, layout)?;
             Storage::Cuda(copy)
+        }
+        Storage::Cpu(cpu) if !is_of_training(cpu.dtype()) => {
+            let mut copy = CpuDevice.zeros_impl(layout.shape(), cpu.dtype())?;
+            cpu.copy_strided_src(&mut copy, 0, layout)?;
+            Storage::Cpu(copy)
         }
         _ => {
             drop(storage);

@@ -11,7 +11,7 @@ use crate::files::{Asked, FolderLock};
 use crate::notice;
 use crate::offload::free_space;
 use crate::param::{FILE_OF_FOLDER, INDEX_OF_FOLDER};
-use crate::util::{binary, list};
+use crate::util::{binary, counted, list};
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
@@ -149,7 +149,10 @@ impl Fetch<'_, '_> {
         if count > 0 {
             let (commit, folder) = (&self.commit[..self.commit.len().min(12)], folder.display());
             let bytes = binary(needed);
-            notice::say(&format!("{repository} at commit {commit}: {bytes} of {count} file(s) to fetch into {folder}"));
+            notice::say(&format!(
+                "{repository} at commit {commit}: {bytes} of {} to fetch into {folder}",
+                counted(count, "file")
+            ));
         }
         for (file, remote, content, has_content) in remotes {
             if !has_content {

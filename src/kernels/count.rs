@@ -14,6 +14,14 @@ pub(super) fn add<const N: usize>(sizes: [usize; N]) {
     MACS.set(MACS.get().wrapping_add(macs));
 }
 
+/// Runs what makes the products of all `sizes` in tasks, each of which asks for its own on some thread: they count here.
+pub(crate) fn on_this_thread<const N: usize>(sizes: [usize; N], run: impl FnOnce()) {
+    let before = MACS.get();
+    run();
+    MACS.set(before);
+    add(sizes);
+}
+
 /// The operations that this thread has asked for since it began.
 pub(crate) fn macs() -> u64 {
     MACS.get()

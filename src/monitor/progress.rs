@@ -16,6 +16,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub struct Progress {
     total: u64,
+    /// What is counted, in lines; steps, where there is nothing.
+    unit: Option<&'static str>,
     display: Display,
 }
 
@@ -44,14 +46,19 @@ impl Progress {
     pub fn new(total: u64, every: Option<u64>) -> Self {
         #[cfg(feature = "cli")]
         if std::io::stderr().is_terminal() {
-            return Self { total, display: Display::Bar(bar(total)) };
+            return Self { total, unit: None, display: Display::Bar(bar(total)) };
         }
-        Self { total, display: Display::Lines(Rhythm::new(every, Instant::now())) }
+        Self { total, unit: None, display: Display::Lines(Rhythm::new(every, Instant::now())) }
     }
 
     /// Shows nothing: for all ranks but one.
     pub fn silent() -> Self {
-        Self { total: 0, display: Display::Nothing }
+        Self { total: 0, unit: None, display: Display::Nothing }
+    }
+
+    /// The same over something else than steps, such as MiB: lines read "3/57 MiB" instead of "step 3/57".
+    pub fn counting(self, unit: &'static str) -> Self {
+        Self { unit: Some(unit), ..self }
     }
 
     /// Reports that step `done` (from 1) is done. `message` is only made when it is shown.
@@ -60,7 +67,7 @@ impl Progress {
             Display::Nothing => {}
             #[cfg(feature = "cli")]
             Display::Bar(bar) => {
-                bar.set_message(message());
+                bar.set_message(in_unit(self.unit, message()));
                 bar.set_position(done);
             }
             Display::Lines(rhythm) => {
@@ -68,7 +75,13 @@ impl Progress {
                 if rhythm.is_due(done, self.total, now) {
                     let left = rhythm.left(done, self.total, now).map(|left| format!(", {} left", in_words(left)));
                     let (total, left) = (self.total, left.unwrap_or_default());
-                    _ = writeln!(std::io::stderr(), "step {done}/{total} {}{left}", message());
+                    let steps = if self.unit.is_none() { "step " } else { "" };
+                    let message = in_unit(self.unit, message());
+                    _ = writeln!(
+                        std::io::stderr(),
+                        "{}",
+                        format!("{steps}{done}/{total} {message}").trim_end().to_owned() + &left
+                    );
                 }
             }
         }
@@ -78,8 +91,21 @@ impl Progress {
     pub fn finish(&self) {
         #[cfg(feature = "cli")]
         if let Display::Bar(bar) = &self.display {
+            // What is over has no time left, also if it ended early.
+            if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} [{elapsed}] {msg}") {
+                bar.set_style(style);
+            }
             bar.abandon();
         }
+    }
+}
+
+/// A message behind the unit that is counted.
+fn in_unit(unit: Option<&str>, message: String) -> String {
+    match unit {
+        Some(unit) if message.is_empty() => unit.to_string(),
+        Some(unit) => format!("{unit} {message}"),
+        None => message,
     }
 }
 

@@ -3,6 +3,11 @@
 //!
 //! 16-bit inputs are widened to f32 where sums or exponentials are taken. Candle sums in the storage dtype otherwise.
 
+mod grids;
+
+pub(super) use grids::{avg_pool2d, max_pool2d, resampled, scatter, scatter_add};
+pub use grids::{conv_transpose1d, conv1d, matmul};
+
 use super::{Activation, Attend, RmsNormOptions, Sequences, Then, WeightLayout, frequencies};
 use candle_core::{D, DType, Result, Tensor};
 

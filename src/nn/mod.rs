@@ -8,6 +8,10 @@
 //! - the modules built on them: `candle_nn::LayerNorm` (contiguous input, with bias and mean) and `candle_nn::RmsNorm`,
 //!   hence most models of candle-transformers.
 //!
+//! Others have a backward that is wrong, or none that is right for all settings: `conv1d`, `conv_transpose1d`, pooling, upsampling,
+//! `scatter`, `scatter_add`, and `matmul` of some views. The ones here are true, by the same names and settings (docs/vision.md
+//! has the table).
+//!
 //! Differentiable in candle-nn: `Linear`, `Embedding`, `ops::{softmax, log_softmax, layer_norm_slow, rms_norm_slow}`,
 //! `rotary_emb::{rope_slow, rope_i_slow}`, `loss::cross_entropy`. They sum 16-bit numbers in 16 bits on the CPU.
 //!
@@ -31,28 +35,34 @@ mod autocast;
 mod batch_norm;
 mod columns;
 pub mod composed;
+mod convolution;
 mod cross_entropy;
 mod dropout;
 mod embedding;
 pub(crate) mod error;
 pub mod frequencies;
+mod in_f32;
 mod key_value_cache;
 mod linear;
 mod linear_options;
 mod lora;
 mod lora_config;
 pub(crate) mod low_rank;
+mod matmul;
 mod norm;
 mod norm_options;
 #[cfg(feature = "cuda")]
 mod on_gpu;
+mod pooling;
 mod positions;
 mod product;
 mod projection;
 mod remade;
 mod rotary;
+mod scatter;
 mod sequences;
 mod sum;
+mod upsampling;
 mod wide;
 
 pub use activation::{gelu, gelu_gated, gelu_tanh, scaled, silu, swiglu};
@@ -60,6 +70,7 @@ pub use attend::Attend;
 pub use attention::{attention, causal_attention, fused_attention, grouped_attention};
 pub use batch_norm::{SyncBatchNorm, sync_batch_norm};
 pub use columns::columns;
+pub use convolution::{Conv1d, ConvTranspose1d, conv_transpose1d, conv_transpose1d_no_bias, conv1d, conv1d_no_bias};
 pub use cross_entropy::{
     LossOptions, cross_entropy, cross_entropy_with, linear_cross_entropy, linear_cross_entropy_with,
     linear_log_probabilities,
@@ -71,12 +82,18 @@ pub use linear::{Conv1D, Linear, linear, linear_then};
 pub use linear_options::{Activation, Then, WeightLayout};
 pub use lora::without_adapters;
 pub use lora_config::{LoraConfig, LoraTargets, is_adapter};
+pub use matmul::matmul;
 pub use norm::{LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_with};
 pub use norm_options::RmsNormOptions;
+pub use pooling::{
+    Pooling, avg_pool2d, avg_pool2d_with, avg_pool2d_with_stride, max_pool2d, max_pool2d_with, max_pool2d_with_stride,
+};
 pub use projection::{Projection, ProjectionOptions};
 pub use rotary::Rotary;
+pub use scatter::{scatter, scatter_add};
 pub use sequences::Sequences;
 pub use sum::add;
+pub use upsampling::{upsample_bilinear2d, upsample_nearest1d, upsample_nearest2d};
 
 /// Whether this thread runs a model for an engine that trains: in its forward, and where a unit runs again in backward;
 /// not in its `eval`, and not without an engine. For layers that differ in training and evaluation inside of modules

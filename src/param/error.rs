@@ -12,6 +12,14 @@ pub enum ParamError {
          vb.get, vb.get_with_hints or candle_nn's layers"
     )]
     NoParameters,
+    /// A name that safetensors files cannot have.
+    #[error(
+        "a parameter or buffer is called {name}, which safetensors files keep for their own header; give it another name"
+    )]
+    ReservedName {
+        /// The name.
+        name: &'static str,
+    },
     /// A rule that freezes everything.
     #[error(
         "all {count} parameters are frozen, so there is nothing to train; let EngineBuilder::trainable, set_trainable or \
@@ -206,10 +214,12 @@ pub enum ParamError {
         /// Candle's words, without a backtrace.
         why: String,
     },
-    /// A parameter of another engine was used while it was sharded.
+    /// What was used has no values: a parameter that is sharded, outside of its engine's calls, or an early copy of one.
     #[error(
-        "an operation used a parameter of another engine that is sharded and not gathered now; use it inside the \
-         closure given to that engine's own forward or eval ({why})"
+        "an operation used a parameter without values ({why}): either a sharded one outside of its engine's calls, which \
+         belongs into the closure given to that engine's own forward or eval (Engine::gathered and safe_get_full_fp32_param \
+         read one elsewhere); or a copy that the model's constructor made of one (copy(), force_contiguous), whose values \
+         come after it; copy in forward"
     )]
     AbsentElsewhere {
         /// The operation's words, without a backtrace.

@@ -4,6 +4,7 @@
 //! of its own, so an absent parameter carries an empty storage of a dtype that Candle refuses to compute with: using
 //! it is an error. (An empty storage of the true dtype would be read out of bounds by Candle's matmul.)
 
+use crate::error::{ParamError, without_backtrace};
 use crate::precision::{Flat, FlatRef};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
@@ -50,6 +51,15 @@ pub(crate) fn names_absent(error: &Error) -> bool {
     // Candle checks dtypes before it computes and names both where they differ, and the CPU's operations name the one
     // that they do not support.
     text.contains(&format!("{ABSENT:?}")) || text.contains(SHARDED)
+}
+
+impl From<Error> for crate::error::Error {
+    fn from(error: Error) -> Self {
+        match names_absent(&error) {
+            true => ParamError::AbsentElsewhere { why: without_backtrace(&error.to_string()) }.into(),
+            false => Self::Candle(error),
+        }
+    }
 }
 
 /// Whether `error` is the driver's for a GPU without enough memory.
@@ -193,7 +203,11 @@ pub(crate) fn with_view<T>(tensor: &Tensor, look: impl FnOnce(FlatRef<'_>) -> T)
         Storage::Cpu(CpuStorage::F32(v)) => Ok(look(FlatRef::F32(&v[range]))),
         Storage::Cpu(CpuStorage::BF16(v)) => Ok(look(FlatRef::BF16(&v[range]))),
         Storage::Cpu(CpuStorage::F16(v)) => Ok(look(FlatRef::F16(&v[range]))),
-        Storage::Cpu(other) => candle_core::bail!("a tensor of {:?} where f32, bf16 or f16 belongs", other.dtype()),
+        Storage::Cpu(other) => Err(Error::Msg(format!(
+            "a tensor of {:?} and shape {:?} where f32, bf16 or f16 belongs; cast it with to_dtype before",
+            other.dtype(),
+            tensor.dims()
+        ))),
         Storage::Cuda(cuda) => Ok(look(from_storage(cuda.to_cpu_storage()?)?.slice(range))),
         Storage::Metal(_) => Err(Error::Msg("training on Metal is not supported; use the CPU or CUDA".into())),
     }

@@ -5,6 +5,7 @@ use crate::config::Aio;
 use crate::launch::console::{EXIT_SETUP, Refused, refused};
 use crate::monitor::Progress;
 use crate::offload::bench::{Balanced, DiskBench, Requests, Settings, Timing, measure};
+use crate::util::counted;
 use clap::{Args, Parser, Subcommand};
 use serde_json::json;
 use std::ffi::OsString;
@@ -112,8 +113,8 @@ impl Network {
 fn network_table(network: &network::Network) -> String {
     let ranks: Vec<String> = network.hosts.iter().map(usize::to_string).collect();
     let mut text = format!(
-        "{} hosts with {} ranks; {:.1} us one way; buffers of {:.1} MiB\n\n{:32}{:>16}{:>12}{:>16}{:>12}\n",
-        ranks.len(),
+        "{} with {} ranks; {:.1} us one way; buffers of {:.1} MiB\n\n{:32}{:>16}{:>12}{:>16}{:>12}\n",
+        counted(ranks.len(), "host"),
         ranks.join(", "),
         network.one_way_s * 1e6,
         network.bytes as f64 / f64::from(1 << 20),
@@ -157,7 +158,8 @@ impl Disk {
         };
         let mut progress: Option<Progress> = None;
         let measured = measure(&settings, &mut |done, passes, what| {
-            progress.get_or_insert_with(|| Progress::new(passes, None)).step(done, || what.to_string());
+            let progress = progress.get_or_insert_with(|| Progress::new(passes, None).counting("passes,"));
+            progress.step(done, || what.to_string());
         });
         if let Some(progress) = progress {
             progress.finish();
@@ -261,7 +263,7 @@ impl fmt::Display for Table<'_> {
         }
         writeln!(f, "{:40}{:>12}{:>12.2}", "update alone, in memory", "", step.update.seconds)?;
         let Balanced { updates, one_after_the_other, overlapped, speedup } = &step.balanced;
-        writeln!(f, "\nthe update made as long as the disk ({updates} times)")?;
+        writeln!(f, "\nthe update made as long as the disk ({})", counted(*updates, "time"))?;
         writeln!(f, "{:40}{:>12}{:>12.2}", "engine, no flag", "", one_after_the_other.seconds)?;
         let both = "engine, pipeline_read, pipeline_write";
         writeln!(f, "{both:40}{:>12}{:>12.2}{speedup:>9.2} times faster", "", overlapped.seconds)?;

@@ -1,5 +1,7 @@
 //! Errors of the commands of zerorun.
 
+use std::path::PathBuf;
+
 /// Errors of the commands of zerorun.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -13,6 +15,14 @@ pub enum ToolError {
         found: String,
         /// The allowed values.
         allowed: String,
+    },
+    /// A folder that holds a model or an adapter, and no checkpoint.
+    #[error("{} holds no checkpoint: it is {what}", dir.display())]
+    NoCheckpoints {
+        /// The folder.
+        dir: PathBuf,
+        /// What it is, and what takes it.
+        what: &'static str,
     },
     /// A script whose settings cannot be searched for.
     #[error("cannot tune: {problem}")]

@@ -2,12 +2,14 @@
 
 use super::progress::ByteProgress;
 use crate::checkpoint::{Examination, Listing, Manifest, Parameter, SavedBuffer, examine, find, place};
+use crate::error::ToolError;
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
+use crate::util::counted;
 use clap::Parser;
 use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::fmt::{self, Write as _};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Shows the checkpoints in a folder, and whether one is complete.
@@ -44,6 +46,12 @@ impl Arguments {
             Err(error) => return refused(&error, EXIT_SETUP),
         };
         let listing = find(&dir);
+        if listing.tags.is_empty()
+            && listing.unfinished.is_empty()
+            && let Some(what) = other_content(&dir)
+        {
+            return refused(&ToolError::NoCheckpoints { dir, what }.into(), EXIT_SETUP);
+        }
         let lists = if self.json { list_json(&listing) } else { Value::String(list(&listing)) };
         let latest_is_damaged = tag.is_none() && listing.latest.is_err();
         let tag = match listing.choose(tag) {
@@ -71,10 +79,19 @@ impl Arguments {
     }
 }
 
+/// What a folder without checkpoints is, if fine-tuning or Hugging Face's libraries wrote it.
+fn other_content(dir: &Path) -> Option<&'static str> {
+    const KNOWN: [(&str, &str); 2] = [
+        ("adapter_config.json", "the folder of an adapter, which zerorun merge and zerorun generate take"),
+        ("config.json", "the folder of a model, which zerorun finetune, generate and merge take"),
+    ];
+    KNOWN.iter().find(|(name, _)| dir.join(name).is_file()).map(|(_, what)| *what)
+}
+
 /// One line for every tag.
 fn list(listing: &Listing) -> String {
     let count = listing.tags.len();
-    let mut text = format!("{}: {count} checkpoint{}\n", listing.dir.display(), if count == 1 { "" } else { "s" });
+    let mut text = format!("{}: {}\n", listing.dir.display(), counted(count, "checkpoint"));
     let latest = listing.latest.as_ref().ok().and_then(Option::as_deref);
     for (tag, manifest) in &listing.tags {
         let what = manifest.as_ref().map_or_else(|e| e.to_string(), |m| format!("step {}", m.global_steps));
@@ -156,7 +173,7 @@ impl fmt::Display for Report<'_> {
         writeln!(f, "{}", path.display())?;
         if let Some(m) = manifest {
             let mut row = |name: &str, value: String| writeln!(f, "  {name:14}{value}");
-            row("saved by", format!("{} ranks at stage {}, {}", m.world_size, m.stage, m.dtype))?;
+            row("saved by", format!("{} at stage {}, {}", counted(m.world_size, "rank"), m.stage, m.dtype))?;
             row("optimizer", m.optimizer.clone().unwrap_or_else(|| "none".into()))?;
             row("steps", format!("{}, {} of them skipped", m.global_steps, m.skipped_steps))?;
             row("samples", m.global_samples.to_string())?;
@@ -165,7 +182,8 @@ impl fmt::Display for Report<'_> {
             if let Some(file) = &m.buffers {
                 row("buffers", format!("{} in {}", buffers.len(), file.name))?;
             }
-            row("bytes", format!("{} in {} files", bytes(m), m.files.len() + usize::from(m.buffers.is_some())))?;
+            let files = m.files.len() + usize::from(m.buffers.is_some());
+            row("bytes", format!("{} in {}", bytes(m), counted(files, "file")))?;
             let keys = client_state_keys(m);
             row("client state", if keys.is_empty() { "no keys".into() } else { keys.join(", ") })?;
             buffers.iter().try_for_each(|buffer| writeln!(f, "{}", buffer_line(buffer)))?;

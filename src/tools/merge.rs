@@ -7,6 +7,7 @@ use crate::error::{FinetuneError, Result};
 use crate::finetune::{Adapter, Base, GgufFormat, Merged};
 use crate::hub::Parts;
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
+use crate::util::counted;
 use clap::error::ErrorKind;
 use clap::{CommandFactory as _, Parser, ValueEnum};
 use std::cell::RefCell;
@@ -105,7 +106,7 @@ impl Arguments {
         drop(merged);
         progress.into_inner().finish();
         let changed = adapter.map_or(String::new(), |_| format!(", {changed} of them with the adapter"));
-        let shown = print(format_args!("{}: {tensors} tensors{changed}", self.out.display()));
+        let shown = print(format_args!("{}: {}{changed}", self.out.display(), counted(tensors, "tensor")));
         Ok(if shown { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 }

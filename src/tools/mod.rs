@@ -72,6 +72,15 @@ pub(crate) fn named(word: &OsStr) -> Option<&'static Tool> {
     ALL.iter().find(|tool| word == tool.name)
 }
 
+/// The name of the tool that a mistyped word is most like, if any is.
+pub(crate) fn nearest(word: &str) -> Option<&'static str> {
+    /// The least likeness, from 0 to 1.
+    const ALIKE: f64 = 0.6;
+    let likeness = |tool: &Tool| strsim::normalized_damerau_levenshtein(&word.to_lowercase(), tool.name);
+    let nearest = ALL.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
+    Some(nearest.name).filter(|_| likeness(nearest) >= ALIKE)
+}
+
 /// The part of the help that lists them.
 pub(crate) fn help() -> String {
     let lines = ALL.iter().map(|Tool { name, about, .. }| format!("  {name:13}{about}: see `zerorun {name} --help`\n"));

@@ -13,11 +13,11 @@ impl ByteProgress {
             return;
         }
         let (done, total) = (done.div_ceil(1 << 20), total.div_ceil(1 << 20));
-        let (progress, shown) = self.0.get_or_insert_with(|| (Progress::new(total, None), 0));
+        let (progress, shown) = self.0.get_or_insert_with(|| (Progress::new(total, None).counting("MiB"), 0));
         // Once for each MiB: otherwise the last line is redrawn over and over.
         if done > *shown {
             *shown = done;
-            progress.step(done, || "MiB".to_string());
+            progress.step(done, String::new);
         }
     }
 

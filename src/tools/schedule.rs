@@ -1,6 +1,6 @@
 //! `zerorun schedule`: the learning rate and the momentum of each optimizer step, without training.
 
-use crate::config::Config;
+use crate::config::{Config, RunValues};
 use crate::error::{OptimError, Result};
 use crate::launch::console::{EXIT_SETUP, Refused, refused, say};
 use crate::optim::{Momentum, Schedule};
@@ -68,7 +68,11 @@ impl Arguments {
 
     /// The schedule of the file, after the notes about its two sections are printed.
     fn schedule(&self) -> Result<Schedule> {
-        let config = Config::load(self.ds_config.clone(), usize::from(self.ranks))?;
+        let config = {
+            // "auto" steps of a schedule are those that are shown.
+            let run = RunValues { total_num_steps: Some(self.steps), ..RunValues::default() };
+            Config::load_for(self.ds_config.clone(), usize::from(self.ranks), &run)?
+        };
         for note in config.notes.iter().filter(|n| ["optimizer.", "scheduler."].iter().any(|s| n.path.starts_with(s))) {
             say(&format!("zerorun: {}: {}", note.path, note.message));
         }

@@ -433,9 +433,6 @@ impl Core {
             if !absent.is_empty() {
                 return ParamError::Absent { names: list(&absent), why }.into();
             }
-            if residency::names_absent(&error) {
-                return ParamError::AbsentElsewhere { why }.into();
-            }
         }
         error.into()
     }

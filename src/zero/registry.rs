@@ -178,6 +178,11 @@ struct Kept {
 
 impl Inner {
     fn register(&mut self, name: &str, shape: Shape, init: Init, dtype: DType) -> Result<Tensor> {
+        /// What safetensors files call the object of their own in the header.
+        const RESERVED: &str = "__metadata__";
+        if name == RESERVED {
+            return Err(ParamError::ReservedName { name: RESERVED }.into());
+        }
         if self.is_buffer(name, &shape, dtype) {
             return self.buffer(name, shape, init, dtype);
         }

@@ -10,7 +10,7 @@ use super::leaf::InLeaf;
 use crate::error::{EngineError, Result};
 use crate::notice::say;
 use crate::param::Param;
-use crate::util::{list, lock};
+use crate::util::{counted, list, lock};
 
 impl Core {
     /// Collective in the first optimizer step, and nothing in the others.
@@ -33,7 +33,8 @@ impl Core {
             (_, true) => {
                 if self.comm.rank() == 0 {
                     say(&format!(
-                        "{count} parameters received no gradient in the first step, which counts as zeros: {list}"
+                        "{} received no gradient in the first step, which counts as zeros: {list}",
+                        counted(count, "parameter")
                     ));
                 }
                 Ok(())

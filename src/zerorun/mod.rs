@@ -39,6 +39,17 @@ pub fn main() -> ExitCode {
     match launch::start(&options) {
         Ok(code) => ExitCode::from(code),
         Err(error @ Error::Launch(LaunchError::ScriptDoesNotCompile { .. })) => console::refused(&error, EXIT_COMPILE),
-        Err(error) => console::refused(&error, console::EXIT_SETUP),
+        Err(error) => console::refused(&naming_the_tool(error), console::EXIT_SETUP),
     }
+}
+
+/// A script that is not there may be a tool whose name was mistyped.
+fn naming_the_tool(error: Error) -> Error {
+    let Error::Launch(LaunchError::NotStartable { path, found, mut fix }) = error else { return error };
+    if !fix.starts_with("did you mean")
+        && let Some(tool) = path.to_str().and_then(tools::nearest)
+    {
+        fix = format!("did you mean the command `zerorun {tool}`?");
+    }
+    LaunchError::NotStartable { path, found, fix }.into()
 }

@@ -241,7 +241,7 @@ fn a_file_too_many_is_named() {
         let copy = Copy::of(&folder);
         let name = "zero_pp_rank_2_mp_rank_00_optim_states.pt";
         std::fs::copy(copy.file(OPTIM_1), copy.file(name)).unwrap();
-        assert!(copy.problem(name).contains("of 2 rank(s)"));
+        assert!(copy.problem(name).contains("of 2 ranks"));
     }
     let copy = Copy::of(&tiny()[0]);
     std::fs::copy(copy.file(OPTIM_1), copy.file(&format!("bf16_{OPTIM_1}"))).unwrap();

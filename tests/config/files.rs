@@ -870,7 +870,7 @@ fn a_resolved_configuration_is_taken_as_it_is_for_the_same_world_only() {
     let mut config = Config::load(with(json!({})), 2).unwrap();
     config.seed = 99;
     assert_eq!(Config::load(config.clone(), 2).unwrap(), config);
-    insta::assert_snapshot!(Config::load(config, 4).unwrap_err(), @"the Config was resolved for 2 rank(s), but the run has 4; load it again from its file or text: the batch keys depend on the number of ranks");
+    insta::assert_snapshot!(Config::load(config, 4).unwrap_err(), @"the Config was resolved for 2 ranks, but the run has 4; load it again from its file or text: the batch keys depend on the number of ranks");
 }
 
 /// Honoured keys with values that all go together.

@@ -455,6 +455,104 @@ fn a_sharded_parameter_of_another_engine_is_said_to_be_that() {
     }
 }
 
+/// A model of one parameter, by a shape that may have no elements, beside a layer that trains.
+fn with_parameter(
+    name: &'static str,
+    shape: &'static [usize],
+) -> impl Fn(VarBuilder<'_>) -> Result<(Linear, Tensor)> + Sync {
+    move |vb| {
+        Ok((linear(4, 1, vb.pp("layer"))?, vb.get_with_hints(shape, name, candle_nn::init::DEFAULT_KAIMING_NORMAL)?))
+    }
+}
+
+#[test]
+fn parameters_without_elements_train_and_are_saved_at_every_stage() {
+    for shape in [&[0][..], &[0, 3], &[3, 0], &[2, 0, 3]] {
+        for (stage, world) in [(0, 1), (1, 2), (2, 2), (3, 1), (3, 2)] {
+            let folder = tempfile::tempdir().unwrap();
+            let results = threads::run(world, |comm| {
+                let mut engine =
+                    Engine::builder().communicator(comm).initialize(with_parameter("empty", shape), plain(stage))?;
+                let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu)?;
+                for _ in 0..2 {
+                    let loss = engine
+                        .forward(|(layer, empty)| layer.forward(&x)?.sqr()?.mean_all()? + empty.sqr()?.sum_all()?)?;
+                    engine.backward(&loss)?;
+                    engine.step()?;
+                }
+                engine.save_checkpoint(folder.path(), None, json!({}))?;
+                engine.load_checkpoint(folder.path(), None, &Default::default())?;
+                engine.export_safetensors(folder.path().join("all.safetensors"))?;
+                Ok(engine.safe_get_full_fp32_param("empty")?.dims().to_vec())
+            });
+            for result in results.unwrap() {
+                let result: candle_zero::Result<Vec<usize>> = result;
+                assert_eq!(result.unwrap_or_else(|e| panic!("{shape:?} at stage {stage}: {e}")), shape);
+            }
+            let exported = candle_core::safetensors::load(folder.path().join("all.safetensors"), &Device::Cpu).unwrap();
+            assert_eq!(exported["empty"].dims(), shape, "stage {stage}");
+        }
+    }
+}
+
+#[test]
+fn a_name_that_files_cannot_have_is_refused_while_the_model_is_built() {
+    for stage in [0, 3] {
+        let error = Engine::initialize(with_parameter("__metadata__", &[3]), plain(stage)).map(drop).unwrap_err();
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(error, @"a parameter or buffer is called __metadata__, which safetensors files keep for their own header; give it another name");
+        }
+    }
+}
+
+#[test]
+fn a_loss_in_f64_gives_the_same_bits_at_every_stage() {
+    let losses = |stage| {
+        let results = threads::run(2, |comm| {
+            let rank = comm.rank();
+            let mut engine = Engine::builder().communicator(comm).initialize(|vb| linear(4, 1, vb), plain(stage))?;
+            let x = (Tensor::ones((2, 4), DType::F32, &Device::Cpu)? * (rank as f64 + 1.0))?;
+            let mut losses = vec![];
+            for _ in 0..4 {
+                let loss = engine.forward(|m| m.forward(&x)?.to_dtype(DType::F64)?.sqr()?.mean_all())?;
+                losses.push(loss.to_scalar::<f64>()?.to_bits());
+                engine.backward(&loss)?;
+                engine.step()?;
+            }
+            Ok(losses)
+        });
+        results.unwrap().into_iter().map(|r: candle_zero::Result<Vec<u64>>| r.unwrap()).collect::<Vec<_>>()
+    };
+    let reference = losses(0);
+    assert_ne!(reference[0][0], reference[0][3]);
+    (1..4).for_each(|stage| assert_eq!(losses(stage), reference, "stage {stage}"));
+}
+
+#[test]
+fn a_copy_of_a_parameter_that_the_constructor_made_is_named_as_a_cause() {
+    let build = |vb: VarBuilder<'_>| {
+        let layer = linear(4, 4, vb)?;
+        let copy = layer.weight().copy()?;
+        Ok((layer, copy))
+    };
+    let mut engine = Engine::initialize(build, plain(0)).unwrap();
+    let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+    let error = engine.forward(|(layer, copy)| layer.forward(&x.matmul(copy)?)?.sqr()?.mean_all()).unwrap_err();
+    assert!(matches!(error, Error::Param(ParamError::AbsentElsewhere { .. })), "{error}");
+    assert!(error.to_string().contains("a copy that the model's constructor made of one"), "{error}");
+}
+
+#[test]
+fn candles_error_about_a_sharded_parameter_becomes_one_that_says_what_to_do() {
+    let mut config = plain(3);
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = json!(0);
+    let engine = Engine::initialize(|vb| linear(4, 3, vb), config).unwrap();
+    let error: Error = engine.model().weight().sqr().unwrap_err().into();
+    let Error::Param(ParamError::AbsentElsewhere { why }) = &error else { panic!("{error}") };
+    assert!(!why.contains('\n') && why.contains("sqr"), "{why}");
+    assert!(error.to_string().contains("safe_get_full_fp32_param"), "{error}");
+}
+
 #[test]
 fn an_own_layer_says_outside_of_an_engine_that_its_parameter_is_sharded() {
     let mut config = plain(3);

@@ -95,7 +95,7 @@ fn a_run_on_a_model_by_its_name_fetches_it_once_and_ends_as_one_on_its_folder() 
     assert_eq!(Adapter::read(&by_name).unwrap().base.unwrap(), NAME);
     let files: Vec<&str> = said.lines().filter(|line| line.starts_with("zerorun: ")).collect();
     assert!(files.len() == 7 && files.contains(&"zerorun: model.safetensors, 397.2 KiB"), "{said}");
-    assert!(said.contains("org/tiny at commit 0123456789ab: 23.2 KiB of 5 file(s) to fetch"), "{said}");
+    assert!(said.contains("org/tiny at commit 0123456789ab: 23.2 KiB of 5 files to fetch"), "{said}");
 
     // Only what is needed, and that once: the ranks asked for nothing.
     let requests = server.requests();

@@ -48,6 +48,13 @@ fn a_run_that_never_trains_is_told_and_is_no_success() {
     assert_eq!(folder.losses().len(), 19);
     // A dynamic scale: told with what it becomes.
     folder.change(&json!({"fp16": {"enabled": true, "initial_scale_power": 32, "hysteresis": 1}}));
+    let output = folder.train(1, &["--steps", "1"]);
+    let errors = stderr(&output);
+    assert!(errors.contains("the only step was skipped"), "{errors}");
+    assert!(
+        errors.contains("the loss scale was still falling: take more steps, or begin with a smaller one"),
+        "{errors}"
+    );
     let output = folder.train(1, &["--steps", "30"]);
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(stderr(&output).contains("; the loss scale falls from 4294967296 to 2147483648"), "{}", stderr(&output));

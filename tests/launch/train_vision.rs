@@ -63,6 +63,18 @@ fn a_resnet_18_with_batch_norm_has_the_same_bits_at_all_stages() {
 }
 
 #[test]
+fn the_large_stem_with_its_overlapping_maximum_has_the_same_bits_at_all_stages() {
+    let folder = tempfile::tempdir().unwrap();
+    let of = |stage| {
+        let args = ["--image", "32", "--images", "32", "--large_stem", "--steps", "2"];
+        result(folder.path(), &run(folder.path(), 2, stage, &args))
+    };
+    let reference = of(0);
+    assert_eq!(reference.0.len(), 1);
+    assert!(of(3) == reference);
+}
+
+#[test]
 fn a_run_that_was_stopped_goes_on_with_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
     let whole = run(folder.path(), 2, 2, &MADE);

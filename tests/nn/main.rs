@@ -14,6 +14,7 @@ mod foreign_models;
 mod generation;
 mod gpt;
 mod graph;
+mod grids;
 mod key_value_cache;
 mod layers;
 mod llama;

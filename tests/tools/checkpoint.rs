@@ -184,6 +184,18 @@ fn a_latest_that_cannot_be_read_is_damage_to_both_tools_and_small_files_have_no_
 }
 
 #[test]
+fn the_folder_of_an_adapter_or_a_model_is_said_to_be_that() {
+    for (file, what) in [("adapter_config.json", "the folder of an adapter"), ("config.json", "the folder of a model")]
+    {
+        let dir = folder();
+        std::fs::write(dir.path().join(file), "{}").unwrap();
+        let output = inspect(dir.path(), &[]);
+        assert_eq!(output.status.code(), Some(2), "{file}");
+        assert!(stderr(&output).contains(what) && !stdout(&output).contains("0 checkpoints"), "{}", stderr(&output));
+    }
+}
+
+#[test]
 fn where_there_is_nothing_the_exit_code_is_2() {
     let dir = folder();
     let cases: [(PathBuf, &[&str], &str); 3] = [

@@ -54,6 +54,15 @@ fn each_step_has_the_rate_and_the_betas_that_deepspeed_recorded() {
 }
 
 #[test]
+fn auto_steps_of_a_schedule_are_those_that_are_shown() {
+    let cosine =
+        |steps: Value| json!({"type": "WarmupDecayLR", "params": {"total_num_steps": steps, "warmup_num_steps": 2}});
+    let auto = schedule(&adam(), &cosine(json!("auto")), &["--steps", "8"]);
+    assert!(auto.status.success(), "{}", stderr(&auto));
+    assert_eq!(lines(&auto), lines(&schedule(&adam(), &cosine(json!(8)), &["--steps", "8"])));
+}
+
+#[test]
 fn sgd_shows_its_momentum_and_is_told_that_it_stays() {
     let sgd = json!({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.8}});
     let cycle =

@@ -8,6 +8,7 @@ mod absent_parameter;
 mod adapters;
 mod buffers;
 mod candle_facts;
+mod candle_gradients;
 mod conditional;
 #[cfg(feature = "cuda")]
 mod cuda;

@@ -3,6 +3,7 @@
 use super::pickle::Problem;
 use crate::error::{CheckpointError, Error, Result};
 use crate::files;
+use crate::util::counted;
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::{Component, Path, PathBuf};
@@ -72,8 +73,9 @@ impl Files {
             None => Ok(()),
             Some((rank, path)) => {
                 let problem = format!(
-                    "this is a file of rank {rank}, but the checkpoint is of {world_size} rank(s); files of two \
-                     checkpoints lie in one folder: remove those that do not belong to it"
+                    "this is a file of rank {rank}, but the checkpoint is of {}; files of two \
+                     checkpoints lie in one folder: remove those that do not belong to it",
+                    counted(world_size, "rank")
                 );
                 Err(wrong(path, problem))
             }

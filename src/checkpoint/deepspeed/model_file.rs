@@ -147,8 +147,8 @@ fn beyond(root: &Value<'_>) -> Result<Option<String>, Problem> {
     let names: Vec<_> = frozen.iter().take(NAMES_SHOWN).map(|(_, value)| value.place()).collect();
     Ok((!names.is_empty()).then(|| {
         format!(
-            "{} parameter(s) are frozen ({}); only models of which every parameter is trained can be read",
-            frozen.len(),
+            "{} frozen ({}); only models of which every parameter is trained can be read",
+            if frozen.len() == 1 { "1 parameter is".into() } else { format!("{} parameters are", frozen.len()) },
             names.join(", ")
         )
     }))

@@ -292,7 +292,7 @@ fn what_cannot_be_read_is_told() {
         (|m| m.push((text("mp_world_size"), Int(2))), "mp_world_size is 2"),
         (
             |m| m.push((text("frozen_param_shapes"), dict([("h.w", Int(0))]))),
-            "1 parameter(s) are frozen (frozen_param_shapes.h.w)",
+            "1 parameter is frozen (frozen_param_shapes.h.w)",
         ),
         (|m| m[1].1 = Int(4), "dp_world_size is 4, but the optimizer files are of 2"),
         (|m| drop(m.remove(0)), "param_shapes is missing"),

@@ -14,6 +14,7 @@ use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
 use crate::launch::{ranks, restarts};
 use crate::tools::model::Model;
 use crate::tools::samples::FileProgress;
+use crate::util::counted;
 use clap::{CommandFactory as _, Parser, error::ErrorKind};
 use flags::Flags;
 use std::ffi::OsString;
@@ -147,7 +148,7 @@ fn prepare(options: Options, ranks: usize) -> Result<()> {
     }
     let data = [("training", Some(prepared.training())), ("validation", prepared.validation())];
     for (what, data) in data.into_iter().filter_map(|(what, data)| Some((what, data?))) {
-        print(format!("{what} data: {} samples", data.len()));
+        print(format!("{what} data: {}", counted(data.len(), "sample")));
         for (path, report) in data.reports() {
             print(format!("  {}: {report}", path.display()));
             report.notes().iter().for_each(|note| say(&format!("  {}: {note}", path.display())));

@@ -7,6 +7,7 @@ use crate::finetune::{Ended, FineTune, Options, Prepared, Rewards, Sampling, Ste
 use crate::launch::console::{print, refused, say};
 use crate::monitor::{MetricsWriter, Progress};
 use crate::offload::OffloadReport;
+use crate::util::counted;
 use serde::Serialize;
 use std::path::Path;
 use std::process::ExitCode;
@@ -62,7 +63,7 @@ fn train(options: Options, flags: &Flags) -> Result<Ended> {
     run.finish()?;
     if first {
         if ended == Ended::NoImprovement {
-            print(format!("ended after {steps} steps: validation has not improved any more"));
+            print(format!("ended after {}: validation has not improved any more", counted(steps, "step")));
         }
         print(format!("the result is in {}", out.display()));
         if let Some((at, loss)) = best {
@@ -112,10 +113,14 @@ fn introduce(run: &mut FineTune) {
     let (names, trained) = (engine.parameter_names().len(), engine.trainable_parameters().len());
     let (world, batch) = (engine.world_size(), engine.config().batch);
     let stage = engine.config().zero.stage;
-    print(format!("{trained} of {names} parameter tensors are trained, at stage {stage} on {world} rank(s)"));
+    let ranks = counted(world, "rank");
+    print(format!("{trained} of {names} parameter tensors are trained, at stage {stage} on {ranks}"));
     print(format!(
-        "{rows} rows of up to {ctx} tokens, {} a step ({} a rank at once): {steps} steps",
-        batch.train_batch_size, batch.train_micro_batch_size_per_gpu
+        "{} of up to {ctx} tokens, {} a step ({} a rank at once): {}",
+        counted(rows, "row"),
+        batch.train_batch_size,
+        batch.train_micro_batch_size_per_gpu,
+        counted(steps, "step")
     ));
     let files = engine.offload_report();
     if files != OffloadReport::default() {

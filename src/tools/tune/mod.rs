@@ -22,7 +22,7 @@ use crate::launch::build;
 use crate::launch::console::{EXIT_SETUP, Refused, print, refused, say};
 use crate::launch::script::{self, Target};
 use crate::offload::available_memory;
-use crate::util::binary;
+use crate::util::{binary, counted};
 use clap::Parser;
 use experiment::Trial;
 use outcome::{Outcome, Runs};
@@ -191,10 +191,9 @@ impl Search {
     fn run(mut self) -> Result<ExitCode> {
         self.settings.unused.iter().for_each(|note| say(&format!("zerorun: autotuning.{note}")));
         say(&format!(
-            "zerorun: each run has {} steps on {} rank{}, within {} of memory for a rank",
-            self.trial.steps,
-            self.ranks,
-            if self.ranks == 1 { "" } else { "s" },
+            "zerorun: each run has {} on {}, within {} of memory for a rank",
+            counted(self.trial.steps, "step"),
+            counted(self.ranks, "rank"),
             binary(self.limit)
         ));
         let goes_on = self.search_batches()?;
@@ -236,11 +235,12 @@ impl Search {
         self.sort();
         let Some(fastest) = self.rows.first().and_then(|row| row.outcome.throughput()) else { return Ok(()) };
         let is_close = |row: &Row| row.outcome.throughput().is_some_and(|speed| speed >= fastest * (1.0 - CLOSE));
-        let close = self.rows.iter().take_while(|row| is_close(row)).take(MOST_REPEATED).count();
-        if close < 2 {
-            // It is far ahead.
+        let well = self.rows.iter().take_while(|row| row.outcome.throughput().is_some()).count();
+        if well < 2 {
             return Ok(());
         }
+        // One that is far ahead may have been lucky, or all others disturbed: it is compared with the next one.
+        let close = self.rows.iter().take_while(|row| is_close(row)).take(MOST_REPEATED).count().max(2);
         let mut runs: Vec<Vec<Outcome>> = self.rows[..close].iter().map(|row| vec![row.outcome.clone()]).collect();
         for round in 1..=self.repeats {
             for (row, runs) in runs.iter_mut().enumerate() {

@@ -1,0 +1,302 @@
+//! Convolution along one axis as products of matrices, by patches (`im2col`).
+//!
+//! ```text
+//!   x [c_in, l_in]  ->  patches [c_in * kernel, l_out]  ->  y [c_out, l_out] = w [c_out, c_in * kernel] patches
+//! ```
+//!
+//! Column t of the patches holds what output t sees of the input; backward puts the gradients of patches back to where
+//! they came from. The transposed convolution is the same with forward and the input's gradient exchanged. Everything is in
+//! f32; images, groups and taps are `[batch, groups * c, length]` and `[groups * c_out, c_in, kernel]`.
+
+use super::gemm::{Epilogue, Matrix, MatrixMut, gemm};
+use super::par::{Chunks, for_each_part};
+use super::{add::add_into, buffer, count};
+use crate::util::pieces;
+use std::ops::Range;
+
+/// The most columns of patches that are made at a time: they stay in a core's cache.
+const COLUMNS: usize = 512;
+
+/// The most parts into which the batch falls for the weight's gradient, which are summed at the same time.
+const PARTS: usize = 8;
+
+/// Weights of a group above which one product occupies all threads, so that the batch stays in one part.
+const MANY_WEIGHTS: usize = 1 << 18;
+
+/// The sizes of a convolution from `l_in` to `l_out`; channels are those of one group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sizes {
+    pub batch: usize,
+    pub groups: usize,
+    pub c_in: usize,
+    pub c_out: usize,
+    pub l_in: usize,
+    pub l_out: usize,
+    pub kernel: usize,
+    pub stride: usize,
+    pub padding: usize,
+    pub dilation: usize,
+}
+
+impl Sizes {
+    /// Elements of one group of one input.
+    fn input(self) -> usize {
+        self.c_in * self.l_in
+    }
+
+    /// Elements of one group of one result.
+    fn output(self) -> usize {
+        self.c_out * self.l_out
+    }
+
+    /// Elements of one group's weight.
+    fn weights(self) -> usize {
+        self.c_out * self.patch()
+    }
+
+    /// Sizes of the product that each pass makes.
+    fn products(self) -> [usize; 4] {
+        [self.batch * self.groups, self.c_out, self.patch(), self.l_out]
+    }
+
+    /// Rows of the patches.
+    fn patch(self) -> usize {
+        self.c_in * self.kernel
+    }
+
+    /// Of the results in `columns`, those that see an element of the input with the tap `tap`, and the element that the
+    /// first of them sees.
+    fn seen(self, tap: usize, columns: &Range<usize>) -> (Range<usize>, usize) {
+        let ahead = tap * self.dilation;
+        let first = self.padding.saturating_sub(ahead).div_ceil(self.stride).clamp(columns.start, columns.end);
+        let end = (self.l_in + self.padding).saturating_sub(ahead).div_ceil(self.stride).clamp(first, columns.end);
+        (first..end, if first < end { first * self.stride + ahead - self.padding } else { 0 })
+    }
+
+    /// The patches of some columns of one group of one input, a row for each channel and tap.
+    fn patches(self, x: &[f32], columns: &Range<usize>, patches: &mut [f32]) {
+        let width = columns.len();
+        for_each_part(self.c_in, Chunks::new(patches, self.kernel * width), |channel, rows| {
+            let x = &x[channel * self.l_in..][..self.l_in];
+            for (tap, row) in rows.chunks_exact_mut(width).enumerate() {
+                let (seen, start) = self.seen(tap, columns);
+                row[..seen.start - columns.start].fill(0.0);
+                row[seen.end - columns.start..].fill(0.0);
+                let row = &mut row[seen.start - columns.start..seen.end - columns.start];
+                if self.stride == 1 {
+                    row.copy_from_slice(&x[start..start + seen.len()]);
+                } else {
+                    row.iter_mut()
+                        .zip(x[start.min(x.len())..].iter().step_by(self.stride))
+                        .for_each(|(to, x)| *to = *x);
+                }
+            }
+        });
+    }
+
+    /// Adds patches to the elements of one group of one input that they were made of.
+    fn add_patches(self, patches: &[f32], columns: &Range<usize>, dx: &mut [f32]) {
+        let width = columns.len();
+        for_each_part(self.c_in, Chunks::new(dx, self.l_in), |channel, dx| {
+            let rows = &patches[channel * self.kernel * width..][..self.kernel * width];
+            for (tap, row) in rows.chunks_exact(width).enumerate() {
+                let (seen, start) = self.seen(tap, columns);
+                let row = &row[seen.start - columns.start..seen.end - columns.start];
+                if self.stride == 1 {
+                    dx[start..start + seen.len()].iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
+                } else {
+                    let start = start.min(dx.len());
+                    dx[start..].iter_mut().step_by(self.stride).zip(row).for_each(|(sum, value)| *sum += value);
+                }
+            }
+        });
+    }
+
+    /// The convolution, and what `bias` holds for each channel of the result.
+    pub fn forward(self, x: &[f32], weight: &[f32], bias: Option<&[f32]>, y: &mut [f32]) {
+        let images = || {
+            for_each_part(self.batch * self.groups, Chunks::new(y, self.output()), |image, y| {
+                let group = image % self.groups;
+                let x = &x[image * self.input()..][..self.input()];
+                let weight = Matrix::new(&weight[group * self.weights()..][..self.weights()], self.c_out, self.patch());
+                if let Some(bias) = bias {
+                    let bias = &bias[group * self.c_out..][..self.c_out];
+                    y.chunks_exact_mut(self.l_out).zip(bias).for_each(|(row, bias)| row.fill(*bias));
+                }
+                let mut patches = buffer::<f32>(self.patch() * self.l_out.min(COLUMNS));
+                for columns in pieces(self.l_out, COLUMNS) {
+                    let patches = &mut patches[..self.patch() * columns.len()];
+                    self.patches(x, &columns, patches);
+                    let y = MatrixMut::strided(&mut y[columns.start..], self.c_out, columns.len(), self.l_out);
+                    let epilogue = Epilogue { accumulate: bias.is_some(), ..Epilogue::default() };
+                    gemm(y, weight, Matrix::new(patches, self.patch(), columns.len()), epilogue);
+                }
+            })
+        };
+        count::on_this_thread(self.products(), images);
+    }
+
+    /// The gradient of the input by that of the result: also the transposed convolution of `dy`, with a `bias` for each
+    /// channel of the input.
+    pub fn input_gradient(self, dy: &[f32], weight: &[f32], bias: Option<&[f32]>, dx: &mut [f32]) {
+        let images = || {
+            for_each_part(self.batch * self.groups, Chunks::new(dx, self.input()), |image, dx| {
+                let group = image % self.groups;
+                let dy = &dy[image * self.output()..][..self.output()];
+                let weight = Matrix::new(&weight[group * self.weights()..][..self.weights()], self.c_out, self.patch());
+                match bias {
+                    Some(bias) => {
+                        let bias = &bias[group * self.c_in..][..self.c_in];
+                        dx.chunks_exact_mut(self.l_in.max(1)).zip(bias).for_each(|(row, bias)| row.fill(*bias));
+                    }
+                    None => dx.fill(0.0),
+                }
+                let mut patches = buffer::<f32>(self.patch() * self.l_out.min(COLUMNS));
+                for columns in pieces(self.l_out, COLUMNS) {
+                    let patches = &mut patches[..self.patch() * columns.len()];
+                    let dy = Matrix::strided(&dy[columns.start..], self.c_out, columns.len(), self.l_out);
+                    gemm(MatrixMut::new(patches, self.patch(), columns.len()), weight.t(), dy, Epilogue::default());
+                    self.add_patches(patches, &columns, dx);
+                }
+            })
+        };
+        count::on_this_thread(self.products(), images);
+    }
+
+    /// The gradient of the weight by that of the result.
+    pub fn weight_gradient(self, x: &[f32], dy: &[f32], dw: &mut [f32]) {
+        count::on_this_thread(self.products(), || self.sum_weight_gradients(x, dy, dw));
+    }
+
+    fn sum_weight_gradients(self, x: &[f32], dy: &[f32], dw: &mut [f32]) {
+        // Decided by sizes only, so that the bits are the same for any number of threads.
+        let parts = if self.weights() > MANY_WEIGHTS { 1 } else { self.batch.clamp(1, PARTS) };
+        if parts == 1 {
+            return for_each_part(self.groups, Chunks::new(dw, self.weights()), |group, dw| {
+                self.add_weight_gradient(x, dy, (0..self.batch, group), dw)
+            });
+        }
+        let all = dw.len();
+        let mut sums = buffer::<f32>(parts * all);
+        for_each_part(parts * self.groups, Chunks::new(&mut sums, self.weights()), |task, dw| {
+            let part = task / self.groups;
+            let images = part * self.batch / parts..(part + 1) * self.batch / parts;
+            self.add_weight_gradient(x, dy, (images, task % self.groups), dw)
+        });
+        dw.copy_from_slice(&sums[..all]);
+        sums[all..].chunks_exact(all).for_each(|part| add_into(dw, part));
+    }
+
+    /// The gradient of one group's weight by some images.
+    fn add_weight_gradient(self, x: &[f32], dy: &[f32], (images, group): (Range<usize>, usize), dw: &mut [f32]) {
+        dw.fill(0.0);
+        let mut patches = buffer::<f32>(self.patch() * self.l_out.min(COLUMNS));
+        for image in images.map(|image| image * self.groups + group) {
+            let (x, dy) = (&x[image * self.input()..][..self.input()], &dy[image * self.output()..][..self.output()]);
+            for columns in pieces(self.l_out, COLUMNS) {
+                let patches = &mut patches[..self.patch() * columns.len()];
+                self.patches(x, &columns, patches);
+                let dy = Matrix::strided(&dy[columns.start..], self.c_out, columns.len(), self.l_out);
+                let epilogue = Epilogue { accumulate: true, ..Epilogue::default() };
+                let patches = Matrix::new(patches, self.patch(), columns.len());
+                gemm(MatrixMut::new(dw, self.c_out, self.patch()), dy, patches.t(), epilogue);
+            }
+        }
+    }
+}
+
+/// The sums of each channel of `[batch, channels, length]`: the gradient of a bias.
+pub fn channel_sums(dy: &[f32], channels: usize, length: usize) -> Vec<f32> {
+    let mut sums = vec![0f64; channels];
+    for image in dy.chunks_exact((channels * length).max(1)) {
+        for (sum, row) in sums.iter_mut().zip(image.chunks_exact(length.max(1))) {
+            *sum += row.iter().map(|value| f64::from(*value)).sum::<f64>();
+        }
+    }
+    sums.into_iter().map(|sum| sum as f32).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(n: usize, seed: u64) -> Vec<f32> {
+        (0..n as u64).map(|i| (crate::util::mix(i ^ seed << 32) >> 40) as f32 / 8_388_608.0 - 1.0).collect()
+    }
+
+    /// Calls `visit` with the places of input, weight and result of every product of the convolution.
+    fn products(s: Sizes, mut visit: impl FnMut(usize, usize, usize)) {
+        for (image, group) in (0..s.batch).flat_map(|image| (0..s.groups).map(move |group| (image, group))) {
+            for (o, t) in (0..s.c_out).flat_map(|o| (0..s.l_out).map(move |t| (o, t))) {
+                for (i, tap) in (0..s.c_in).flat_map(|i| (0..s.kernel).map(move |tap| (i, tap))) {
+                    let Some(at) = (t * s.stride + tap * s.dilation).checked_sub(s.padding) else { continue };
+                    if at < s.l_in {
+                        visit(
+                            ((image * s.groups + group) * s.c_in + i) * s.l_in + at,
+                            ((group * s.c_out + o) * s.c_in + i) * s.kernel + tap,
+                            ((image * s.groups + group) * s.c_out + o) * s.l_out + t,
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    fn close(got: &[f32], want: &[f64], what: &str) {
+        for (i, (got, want)) in got.iter().zip(want).enumerate() {
+            assert!((f64::from(*got) - want).abs() <= 1e-5 * want.abs().max(10.0), "{what} {i}: {got} not {want}");
+        }
+    }
+
+    #[test]
+    fn forward_and_both_gradients_are_the_sums_of_the_definition_at_any_number_of_threads() {
+        let mut all = Vec::new();
+        for (batch, groups, c_in, c_out, l_in) in
+            [(1, 1, 1, 1, 1), (3, 1, 4, 5, 17), (9, 3, 2, 1, 40), (2, 2, 3, 20, 1500)]
+        {
+            for (kernel, stride, padding, dilation) in
+                [(1, 1, 0, 1), (3, 1, 1, 1), (3, 2, 1, 1), (4, 3, 2, 2), (5, 1, 7, 3), (2, 5, 0, 1), (1, 2, 3, 1)]
+            {
+                let reach = dilation * (kernel - 1) + 1;
+                if l_in + 2 * padding < reach {
+                    continue;
+                }
+                let l_out = (l_in + 2 * padding - reach) / stride + 1;
+                all.push(Sizes { batch, groups, c_in, c_out, l_in, l_out, kernel, stride, padding, dilation });
+            }
+        }
+        let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool");
+        let three = rayon::ThreadPoolBuilder::new().num_threads(3).build().expect("a pool");
+        for s in all {
+            let x = numbers(s.batch * s.groups * s.input(), 1);
+            let w = numbers(s.groups * s.weights(), 2);
+            let dy = numbers(s.batch * s.groups * s.output(), 3);
+            let (bias, in_bias) = (numbers(s.groups * s.c_out, 4), numbers(s.groups * s.c_in, 5));
+            let mut y: Vec<f64> = (0..dy.len()).map(|i| f64::from(bias[i / s.l_out % bias.len()])).collect();
+            let mut dx: Vec<f64> = (0..x.len()).map(|i| f64::from(in_bias[i / s.l_in % in_bias.len()])).collect();
+            let mut dw = vec![0f64; w.len()];
+            products(s, |i, j, o| {
+                y[o] += f64::from(x[i]) * f64::from(w[j]);
+                dx[i] += f64::from(dy[o]) * f64::from(w[j]);
+                dw[j] += f64::from(dy[o]) * f64::from(x[i]);
+            });
+            let run = || {
+                let (mut a, mut b, mut c) = (buffer(y.len()), buffer(x.len()), buffer(w.len()));
+                s.forward(&x, &w, Some(&bias), &mut a);
+                s.input_gradient(&dy, &w, Some(&in_bias), &mut b);
+                s.weight_gradient(&x, &dy, &mut c);
+                [a, b, c]
+            };
+            let [a, b, c] = one.install(run);
+            close(&a, &y, &format!("{s:?} y"));
+            close(&b, &dx, &format!("{s:?} dx"));
+            close(&c, &dw, &format!("{s:?} dw"));
+            assert!(three.install(run) == [a, b, c], "{s:?}: other bits with three threads");
+        }
+    }
+
+    #[test]
+    fn a_channels_sum_is_over_all_images() {
+        assert_eq!(channel_sums(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], 2, 2), [14.0, 22.0]);
+    }
+}

@@ -1,0 +1,345 @@
+//! Convolution along one axis and its transpose, with candle-nn's names and settings.
+
+use super::composed;
+use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
+use crate::graph::{Inputs, Kept};
+use crate::kernels::buffer;
+use crate::kernels::convolution::{Sizes, channel_sums};
+use crate::tensor::element::{Element, with_element};
+use candle_core::{Result, Tensor, bail};
+use candle_nn::{Conv1dConfig, ConvTranspose1dConfig, Init, Module, VarBuilder, init};
+
+const CONV: &str = "conv1d";
+const TRANSPOSED: &str = "conv_transpose1d";
+
+/// Convolution along one axis, `[batch, in, length]` to `[batch, out, length']`, with a weight `[out, in / groups, kernel]`
+/// named "weight" and a bias `[out]` named "bias": what [`candle_nn::Conv1d`] is, whose gradients are wrong on the CPU.
+///
+/// Sums are in f32 whatever the formats, and rounded once. (GPT-2's layer of that name is [`super::Conv1D`].)
+#[derive(Debug, Clone)]
+pub struct Conv1d {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    config: Conv1dConfig,
+}
+
+impl Conv1d {
+    /// A layer over tensors that exist already.
+    pub fn new(weight: Tensor, bias: Option<Tensor>, config: Conv1dConfig) -> Self {
+        Self { weight, bias, config }
+    }
+
+    /// Padding, stride, dilation and groups.
+    pub fn config(&self) -> &Conv1dConfig {
+        &self.config
+    }
+
+    /// The weight, `[out, in / groups, kernel]`.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// The bias, `[out]`.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+}
+
+impl Module for Conv1d {
+    /// # Errors
+    /// Shapes that do not fit, an input shorter than the kernel's reach, a stride, dilation or number of groups that is 0.
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let sizes = self.sizes(x)?;
+        if !has_kernels(x) {
+            return composed::conv1d(x, &self.weight, self.bias.as_ref(), &self.config);
+        }
+        with_element!(x.dtype(), CONV, E => apply::<E>(CONV, x, (&self.weight, self.bias.as_ref()), sizes, false))
+    }
+}
+
+impl Conv1d {
+    fn sizes(&self, x: &Tensor) -> Result<Sizes> {
+        let Conv1dConfig { padding, stride, dilation, groups, .. } = self.config;
+        let (&[batch, channels, l_in], &[outputs, c_in, kernel]) = (x.dims(), self.weight.dims()) else {
+            bail!(
+                "{CONV}: the input has shape {:?} and the weight {:?}; they must be [batch, in, length] and \
+                 [out, in / groups, kernel]",
+                x.dims(),
+                self.weight.dims()
+            )
+        };
+        are_positive(CONV, [("stride", stride), ("dilation", dilation), ("groups", groups), ("kernel", kernel)])?;
+        are_positive(CONV, [("in / groups", c_in), ("out", outputs), ("length of the input", l_in), ("in", channels)])?;
+        if c_in.checked_mul(groups) != Some(channels) || outputs % groups != 0 {
+            bail!(
+                "{CONV}: the weight has shape {:?} and there are {groups} groups; an input of shape {:?} needs \
+                 [out, in / groups, kernel] with an out that the groups divide",
+                self.weight.dims(),
+                x.dims()
+            )
+        }
+        has_shape(CONV, self.bias.as_ref(), outputs)?;
+        let reach = reach(CONV, kernel, dilation)?;
+        let Some(more) = padding.checked_mul(2).and_then(|twice| twice.checked_add(l_in)?.checked_sub(reach)) else {
+            bail!(
+                "{CONV}: the kernel reaches over {reach} elements, and the input has {l_in} with a padding of {padding} on \
+                 both sides; give longer inputs or more padding"
+            )
+        };
+        let (c_out, l_out) = (outputs / groups, more / stride + 1);
+        Ok(Sizes { batch, groups, c_in, c_out, l_in, l_out, kernel, stride, padding, dilation })
+    }
+}
+
+/// The transpose of a convolution along one axis, `[batch, in, length]` to `[batch, out, length']`, with a weight
+/// `[in, out / groups, kernel]` named "weight" and a bias `[out]` named "bias": what [`candle_nn::ConvTranspose1d`] is,
+/// which has no backward and, on the CPU, misreads some inputs.
+///
+/// length' is (length - 1) stride - 2 padding + dilation (kernel - 1) + output_padding + 1. Sums are in f32 whatever the
+/// formats, and rounded once.
+#[derive(Debug, Clone)]
+pub struct ConvTranspose1d {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    config: ConvTranspose1dConfig,
+}
+
+impl ConvTranspose1d {
+    /// A layer over tensors that exist already.
+    pub fn new(weight: Tensor, bias: Option<Tensor>, config: ConvTranspose1dConfig) -> Self {
+        Self { weight, bias, config }
+    }
+
+    /// Paddings, stride, dilation and groups.
+    pub fn config(&self) -> &ConvTranspose1dConfig {
+        &self.config
+    }
+
+    /// The weight, `[in, out / groups, kernel]`.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// The bias, `[out]`.
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.bias.as_ref()
+    }
+}
+
+impl Module for ConvTranspose1d {
+    /// # Errors
+    /// Shapes that do not fit, a padding that leaves nothing, an output padding that is neither below the stride nor below
+    /// the dilation, a stride, dilation or number of groups that is 0.
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let sizes = self.sizes(x)?;
+        if !has_kernels(x) {
+            return composed::conv_transpose1d(x, &self.weight, self.bias.as_ref(), &self.config);
+        }
+        with_element!(x.dtype(), TRANSPOSED, E => {
+            apply::<E>(TRANSPOSED, x, (&self.weight, self.bias.as_ref()), sizes, true)
+        })
+    }
+}
+
+impl ConvTranspose1d {
+    /// The sizes of the convolution whose transpose this is.
+    fn sizes(&self, x: &Tensor) -> Result<Sizes> {
+        let ConvTranspose1dConfig { padding, output_padding, stride, dilation, groups } = self.config;
+        let (&[batch, channels, l_out], &[inputs, c_in, kernel]) = (x.dims(), self.weight.dims()) else {
+            bail!(
+                "{TRANSPOSED}: the input has shape {:?} and the weight {:?}; they must be [batch, in, length] and \
+                 [in, out / groups, kernel]",
+                x.dims(),
+                self.weight.dims()
+            )
+        };
+        are_positive(TRANSPOSED, [("stride", stride), ("dilation", dilation), ("groups", groups), ("kernel", kernel)])?;
+        are_positive(TRANSPOSED, [("out / groups", c_in), ("length of the input", l_out), ("in", inputs)])?;
+        if inputs != channels || channels % groups != 0 {
+            bail!(
+                "{TRANSPOSED}: the weight has shape {:?} and there are {groups} groups; an input of shape {:?} needs \
+                 [in, out / groups, kernel] with an in that the groups divide",
+                self.weight.dims(),
+                x.dims()
+            )
+        }
+        has_shape(TRANSPOSED, self.bias.as_ref(), c_in * groups)?;
+        if output_padding >= stride.max(dilation) {
+            bail!(
+                "{TRANSPOSED}: output_padding is {output_padding}; it must be below the stride, {stride}, or the dilation, \
+                 {dilation}"
+            )
+        }
+        let reach = reach(TRANSPOSED, kernel, dilation)?;
+        let whole =
+            (l_out - 1).checked_mul(stride).and_then(|length| length.checked_add(reach)?.checked_add(output_padding));
+        let Some(l_in) = whole.and_then(|whole| whole.checked_sub(padding.checked_mul(2)?)).filter(|l_in| *l_in > 0)
+        else {
+            bail!(
+                "{TRANSPOSED}: an input of {l_out} elements leaves nothing with a kernel of {kernel}, stride {stride}, \
+                 dilation {dilation} and padding {padding} on both sides; give less padding"
+            )
+        };
+        Ok(Sizes { batch, groups, c_in, c_out: channels / groups, l_in, l_out, kernel, stride, padding, dilation })
+    }
+}
+
+/// The elements over which a kernel reaches.
+fn reach(op: &'static str, kernel: usize, dilation: usize) -> Result<usize> {
+    match (kernel - 1).checked_mul(dilation).and_then(|reach| reach.checked_add(1)) {
+        Some(reach) => Ok(reach),
+        None => bail!("{op}: a kernel of {kernel} with a dilation of {dilation} is too long"),
+    }
+}
+
+fn are_positive<const N: usize>(op: &'static str, numbers: [(&str, usize); N]) -> Result<()> {
+    match numbers.iter().find(|(_, number)| *number == 0) {
+        Some((name, _)) => bail!("{op}: {name} is 0; it must be at least 1"),
+        None => Ok(()),
+    }
+}
+
+fn has_shape(op: &'static str, bias: Option<&Tensor>, outputs: usize) -> Result<()> {
+    match bias {
+        Some(bias) if bias.dims() != [outputs] => {
+            bail!("{op}: the bias has shape {:?}; the weight asks for [{outputs}]", bias.dims())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The convolution of these sizes, or its transpose, on the CPU.
+fn apply<E: Element>(
+    op: &'static str,
+    x: &Tensor,
+    (weight, bias): (&Tensor, Option<&Tensor>),
+    s: Sizes,
+    transposed: bool,
+) -> Result<Tensor> {
+    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+    let bias = bias.map(Tensor::contiguous).transpose()?;
+    let inputs = Inputs::of([Some(&x), Some(&weight), bias.as_ref()])?;
+    let (channels, length) = if transposed { (s.groups * s.c_in, s.l_in) } else { (s.groups * s.c_out, s.l_out) };
+    let shape = (s.batch, channels, length);
+    let y = with_f32([Some(&x), Some(&weight), bias.as_ref()], op, |[x, w, bias]| {
+        let (x, w) = (x.unwrap_or_default(), w.unwrap_or_default());
+        let mut y = buffer::<f32>(s.batch * channels * length);
+        if transposed {
+            s.input_gradient(x, w, bias, &mut y)
+        } else {
+            s.forward(x, w, bias, &mut y)
+        }
+        Ok(y)
+    })?;
+    let formats = [x.dtype(), weight.dtype(), bias.as_ref().map_or(x.dtype(), Tensor::dtype)];
+    let (elements, weights, kept) = (x.elem_count(), weight.elem_count(), Kept::of(&x));
+    inputs.result(op, E::storage(narrowed(y)), shape, move |grad, [to_x, to_weight, to_bias]| {
+        with_grad::<E, _>(&grad, op, |dy| {
+            give(to_bias, formats[2], op, || channel_sums(dy, channels, length))?;
+            if to_weight.is_wanted() {
+                let gradient = with_f32([Some(&kept.get()?)], op, |[x]| {
+                    let (x, mut dw) = (x.unwrap_or_default(), buffer::<f32>(weights));
+                    if transposed {
+                        s.weight_gradient(dy, x, &mut dw)
+                    } else {
+                        s.weight_gradient(x, dy, &mut dw)
+                    }
+                    Ok(dw)
+                })?;
+                give(to_weight, formats[1], op, || gradient)?;
+            }
+            if to_x.is_wanted() {
+                let gradient = with_f32([Some(&weight)], op, |[w]| {
+                    let (w, mut dx) = (w.unwrap_or_default(), buffer::<f32>(elements));
+                    if transposed {
+                        s.forward(dy, w, None, &mut dx)
+                    } else {
+                        s.input_gradient(dy, w, None, &mut dx)
+                    }
+                    Ok(dx)
+                })?;
+                give(to_x, formats[0], op, || gradient)?;
+            }
+            Ok(())
+        })
+    })
+}
+
+/// A [`Conv1d`] with a bias, initialized as [`candle_nn::conv1d()`] does it.
+///
+/// # Errors
+/// Settings that are 0 or groups that do not divide the channels; what the `VarBuilder` refuses.
+pub fn conv1d(
+    in_channels: usize,
+    out_channels: usize,
+    kernel_size: usize,
+    cfg: Conv1dConfig,
+    vb: VarBuilder<'_>,
+) -> Result<Conv1d> {
+    let layer = conv1d_no_bias(in_channels, out_channels, kernel_size, cfg, vb.clone())?;
+    let bound = 1.0 / (in_channels as f64).sqrt();
+    let bias = vb.get_with_hints(out_channels, "bias", Init::Uniform { lo: -bound, up: bound })?;
+    Ok(Conv1d { bias: Some(bias), ..layer })
+}
+
+/// A [`Conv1d`] without bias, initialized as [`candle_nn::conv1d_no_bias()`] does it.
+///
+/// # Errors
+/// As [`conv1d()`].
+pub fn conv1d_no_bias(
+    in_channels: usize,
+    out_channels: usize,
+    kernel_size: usize,
+    cfg: Conv1dConfig,
+    vb: VarBuilder<'_>,
+) -> Result<Conv1d> {
+    let each = group(CONV, in_channels, cfg.groups)?;
+    let weight = vb.get_with_hints((out_channels, each, kernel_size), "weight", init::DEFAULT_KAIMING_NORMAL)?;
+    Ok(Conv1d::new(weight, None, cfg))
+}
+
+/// A [`ConvTranspose1d`] with a bias, initialized as [`candle_nn::conv_transpose1d()`] does it.
+///
+/// # Errors
+/// As [`conv1d()`].
+pub fn conv_transpose1d(
+    in_channels: usize,
+    out_channels: usize,
+    kernel_size: usize,
+    cfg: ConvTranspose1dConfig,
+    vb: VarBuilder<'_>,
+) -> Result<ConvTranspose1d> {
+    let layer = conv_transpose1d_no_bias(in_channels, out_channels, kernel_size, cfg, vb.clone())?;
+    let bias = vb.get_with_hints(out_channels, "bias", transposed_init(out_channels, kernel_size))?;
+    Ok(ConvTranspose1d { bias: Some(bias), ..layer })
+}
+
+/// A [`ConvTranspose1d`] without bias, initialized as [`candle_nn::conv_transpose1d_no_bias()`] does it.
+///
+/// # Errors
+/// As [`conv1d()`].
+pub fn conv_transpose1d_no_bias(
+    in_channels: usize,
+    out_channels: usize,
+    kernel_size: usize,
+    cfg: ConvTranspose1dConfig,
+    vb: VarBuilder<'_>,
+) -> Result<ConvTranspose1d> {
+    let each = group(TRANSPOSED, out_channels, cfg.groups)?;
+    let hint = transposed_init(out_channels, kernel_size);
+    let weight = vb.get_with_hints((in_channels, each, kernel_size), "weight", hint)?;
+    Ok(ConvTranspose1d::new(weight, None, cfg))
+}
+
+fn transposed_init(out_channels: usize, kernel_size: usize) -> Init {
+    let bound = 1.0 / (out_channels as f64 * kernel_size as f64).sqrt();
+    Init::Uniform { lo: -bound, up: bound }
+}
+
+/// The channels of a group.
+fn group(op: &'static str, channels: usize, groups: usize) -> Result<usize> {
+    if groups == 0 || channels % groups != 0 {
+        bail!("{op}: {channels} channels in {groups} groups; the number of groups must divide that of channels")
+    }
+    Ok(channels / groups)
+}

@@ -1,0 +1,63 @@
+//! For layers whose kernels compute in f32 only: inputs of 16 bits are widened before, results and gradients rounded once
+//! behind them.
+
+use crate::graph::{Grad, Sink};
+use crate::kernels::buffer;
+use crate::kernels::element::Kind;
+use crate::nn::norm;
+use crate::tensor::element::{Element, with_all, with_element};
+use candle_core::{DType, Result, Tensor};
+
+/// Whether kernels of this library take the tensor: f32, bf16 or f16 on the CPU.
+pub(super) fn has_kernels(x: &Tensor) -> bool {
+    x.device().is_cpu() && matches!(x.dtype(), DType::F32 | DType::BF16 | DType::F16)
+}
+
+/// Lets `look` see the values of contiguous CPU tensors, as they are now, in f32.
+pub(super) fn with_f32<R, const N: usize>(
+    tensors: [Option<&Tensor>; N],
+    op: &'static str,
+    look: impl FnOnce([Option<&[f32]>; N]) -> Result<R>,
+) -> Result<R> {
+    let is_f32 = |tensor: &&Tensor| tensor.dtype() == DType::F32;
+    let mut rooms: [Option<Vec<f32>>; N] = [const { None }; N];
+    for (room, tensor) in rooms.iter_mut().zip(tensors) {
+        *room = tensor.filter(|tensor| !is_f32(tensor)).map(|tensor| norm::widened(tensor, op)).transpose()?;
+    }
+    with_all::<f32, _, N>(tensors.map(|tensor| tensor.filter(is_f32)), op, |slices| {
+        look(std::array::from_fn(|i| rooms[i].as_deref().or(slices[i])))
+    })
+}
+
+/// Values in another format, each rounded once.
+pub(super) fn narrowed<E: Element>(values: Vec<f32>) -> Vec<E> {
+    bytemuck::allocation::try_cast_vec(values).unwrap_or_else(|(_, values)| {
+        let mut low = buffer::<E>(values.len());
+        E::narrow(&values, &mut low);
+        low
+    })
+}
+
+/// Lets `look` see the gradient of a result of `E` in f32.
+pub(super) fn with_grad<E: Element, R>(
+    grad: &Grad,
+    op: &'static str,
+    look: impl FnOnce(&[f32]) -> Result<R>,
+) -> Result<R> {
+    grad.read::<E, _>(op, |dy| match E::KIND {
+        Kind::F32 => look(bytemuck::cast_slice(dy)),
+        _ => {
+            let mut wide = buffer::<f32>(dy.len());
+            E::widen(dy, &mut wide);
+            look(&wide)
+        }
+    })
+}
+
+/// Delivers the gradient of an input of `dtype`, if it is wanted.
+pub(super) fn give(to: &Sink, dtype: DType, op: &'static str, gradient: impl FnOnce() -> Vec<f32>) -> Result<()> {
+    if !to.is_wanted() {
+        return Ok(());
+    }
+    with_element!(dtype, op, E => to.give(Grad::own(narrowed::<E>(gradient()))))
+}

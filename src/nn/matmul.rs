@@ -1,0 +1,187 @@
+//! The product of batches of matrices, whatever views these are.
+
+use super::composed;
+use super::in_f32::has_kernels;
+use crate::graph::{Inputs, Kept};
+use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, gemm};
+use crate::kernels::par::{Chunks, for_each_part};
+use crate::kernels::{buffer, count};
+use crate::tensor::element::{Element, with_all, with_element, with_elements};
+use candle_core::{Layout, Result, Shape, Tensor, bail};
+
+const NAME: &str = "matmul";
+
+/// `a` `[.., m, k]` times `b` `[.., k, n]`: `[.., m, n]`, with the axes before the last two broadcast, as PyTorch's `matmul`.
+///
+/// [`Tensor::matmul`] gives other numbers where the left is a transposed view and the right a broadcast one, and so may
+/// its gradients be. Here any views do. Sums are in f32 whatever the format, and rounded once.
+///
+/// # Errors
+/// Fewer than two dimensions, shapes that do not fit, operands of two formats.
+pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let (s, shape) = Sizes::of(a, b)?;
+    if a.dtype() != b.dtype() {
+        bail!("{NAME}: the operands are {:?} and {:?}; cast one of them", a.dtype(), b.dtype())
+    }
+    if !has_kernels(a) {
+        return composed::matmul(a, b);
+    }
+    let (a, b) = (Operand::of(a)?, Operand::of(b)?);
+    let inputs = Inputs::of([Some(&a.tensor), Some(&b.tensor)])?;
+    with_element!(a.tensor.dtype(), NAME, E => {
+        let mut y = buffer::<E>(shape.elem_count());
+        with_all::<E, _, 2>([Some(&a.tensor), Some(&b.tensor)], NAME, |[left, right]| {
+            let (left, right) = (left.unwrap_or_default(), right.unwrap_or_default());
+            let products = || {
+                for_each_part(s.left.len(), Chunks::new(&mut y, s.m * s.n), |i, y| {
+                    let (left, right) = (a.matrix(left, s.left[i], [s.m, s.k]), b.matrix(right, s.right[i], [s.k, s.n]));
+                    gemm(MatrixMut::new(y, s.m, s.n), left, right, Epilogue::default());
+                })
+            };
+            count::on_this_thread([s.left.len(), s.m, s.k, s.n], products);
+            Ok(())
+        })?;
+        let kept = [Kept::of(&a.tensor), Kept::of(&b.tensor)];
+        let (a, b) = (a.described(), b.described());
+        inputs.result(NAME, E::storage(y), shape, move |grad, [to_a, to_b]| {
+            grad.read::<E, _>(NAME, |dy| {
+                let dy = |i: usize| Matrix::new(&dy[i * s.m * s.n..][..s.m * s.n], s.m, s.n);
+                if to_a.is_wanted() {
+                    let sums = with_elements::<E, _>(&kept[1].get()?, NAME, |right| {
+                        Ok(a.gradient(&s.left, [s.m, s.k, s.n], |i| (dy(i), b.matrix(right, s.right[i], [s.k, s.n]).t())))
+                    })?;
+                    to_a.give_sums::<E>(&sums)?;
+                }
+                if to_b.is_wanted() {
+                    let sums = with_elements::<E, _>(&kept[0].get()?, NAME, |left| {
+                        Ok(b.gradient(&s.right, [s.k, s.n, s.m], |i| (a.matrix(left, s.left[i], [s.m, s.k]).t(), dy(i))))
+                    })?;
+                    to_b.give_sums::<E>(&sums)?;
+                }
+                Ok(())
+            })
+        })
+    })
+}
+
+/// `m`, `k` and `n`, and which matrix of each operand each matrix of the result is a product of.
+struct Sizes {
+    m: usize,
+    k: usize,
+    n: usize,
+    left: Vec<usize>,
+    right: Vec<usize>,
+}
+
+impl Sizes {
+    /// With the result's shape.
+    fn of(a: &Tensor, b: &Tensor) -> Result<(Self, Shape)> {
+        let ([left @ .., m, k], [right @ .., inner, n]) = (a.dims(), b.dims()) else {
+            bail!(
+                "{NAME}: the operands have shapes {:?} and {:?}; they must have two dimensions at least",
+                a.dims(),
+                b.dims()
+            )
+        };
+        let batch =
+            (k == inner).then(|| Shape::from(left).broadcast_shape_binary_op(&Shape::from(right), NAME).ok()).flatten();
+        let Some(batch) = batch else {
+            bail!(
+                "{NAME}: the operands have shapes {:?} and {:?}; they must be [.., m, k] and [.., k, n], and the axes before \
+                 these as long as each other, or 1",
+                a.dims(),
+                b.dims()
+            )
+        };
+        let (left, right) = (matrices(&batch, left), matrices(&batch, right));
+        let shape = [batch.dims(), &[*m, *n]].concat();
+        Ok((Self { m: *m, k: *k, n: *n, left, right }, shape.into()))
+    }
+}
+
+/// Which of an operand's matrices stands in each place of the result's batch.
+fn matrices(batch: &Shape, own: &[usize]) -> Vec<usize> {
+    let ahead = batch.rank() - own.len();
+    let strides = Layout::contiguous(own);
+    let of = |mut place: usize| {
+        let mut matrix = 0;
+        for axis in (ahead..batch.rank()).rev() {
+            let length = batch.dims()[axis];
+            if own[axis - ahead] > 1 {
+                matrix += place % length * strides.stride()[axis - ahead];
+            }
+            place /= length;
+        }
+        matrix
+    };
+    (0..batch.elem_count()).map(of).collect()
+}
+
+/// A contiguous tensor of matrices, or of transposed ones.
+struct Operand {
+    tensor: Tensor,
+    transposed: bool,
+}
+
+impl Operand {
+    /// Without a copy for a transposed view.
+    fn of(x: &Tensor) -> Result<Self> {
+        let turned = x.t()?;
+        Ok(match turned.is_contiguous() && !x.is_contiguous() {
+            true => Self { tensor: turned, transposed: true },
+            false => Self { tensor: x.contiguous()?, transposed: false },
+        })
+    }
+
+    fn described(&self) -> Form {
+        Form { transposed: self.transposed, elements: self.tensor.elem_count() }
+    }
+
+    fn matrix<'a, E: Element>(&self, all: &'a [E], number: usize, size: [usize; 2]) -> Matrix<'a, E> {
+        self.described().matrix(all, number, size)
+    }
+}
+
+/// How an operand's matrices lie in memory.
+#[derive(Clone, Copy)]
+struct Form {
+    transposed: bool,
+    elements: usize,
+}
+
+impl Form {
+    /// A matrix by its number, of `rows` and `columns`.
+    fn matrix<'a, E: Element>(self, all: &'a [E], number: usize, [rows, columns]: [usize; 2]) -> Matrix<'a, E> {
+        let values = &all[number * rows * columns..][..rows * columns];
+        if self.transposed { Matrix::new(values, columns, rows).t() } else { Matrix::new(values, rows, columns) }
+    }
+
+    /// The operand's gradient: for each of its matrices, of `rows` and `columns`, the sum of the products that `factors`
+    /// gives for the places of the result's batch where it stands, over `inner`.
+    fn gradient<'a, E: Element>(
+        self,
+        stands: &[usize],
+        [rows, columns, inner]: [usize; 3],
+        factors: impl Fn(usize) -> (Matrix<'a, E>, Matrix<'a, E>) + Sync,
+    ) -> Vec<f32> {
+        let each = rows * columns;
+        let matrices = self.elements.checked_div(each).unwrap_or(0);
+        let mut places = vec![Vec::new(); matrices];
+        stands.iter().enumerate().for_each(|(place, number)| places[*number].push(place));
+        let mut sums = vec![0f32; self.elements];
+        let products = || {
+            for_each_part(matrices, Chunks::new(&mut sums, each), |number, sum| {
+                for place in &places[number] {
+                    let (left, right) = factors(*place);
+                    let epilogue = Epilogue { accumulate: true, ..Epilogue::default() };
+                    match self.transposed {
+                        true => gemm(MatrixMut::new(sum, columns, rows), right.t(), left.t(), epilogue),
+                        false => gemm(MatrixMut::new(sum, rows, columns), left, right, epilogue),
+                    }
+                }
+            })
+        };
+        count::on_this_thread([stands.len(), rows, columns, inner], products);
+        sums
+    }
+}

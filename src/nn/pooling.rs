@@ -1,0 +1,173 @@
+//! Pooling of images: the maximum or the mean of each window.
+
+use super::composed;
+use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
+use crate::graph::Inputs;
+use crate::kernels::buffer;
+use crate::kernels::grid::Windows;
+use crate::tensor::element::{Element, with_element};
+use candle_core::{Result, Tensor, ToUsize2, bail};
+
+/// The windows of a pooling: height and width of each setting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pooling {
+    /// Size of a window.
+    pub kernel: (usize, usize),
+    /// Distance from one window to the next.
+    pub stride: (usize, usize),
+    /// Elements that are added on each side; at most half of the kernel. A maximum passes them over, and a mean counts
+    /// them as zeros.
+    pub padding: (usize, usize),
+}
+
+impl Pooling {
+    /// Windows side by side, without padding.
+    pub fn new(kernel: impl ToUsize2) -> Self {
+        let kernel = kernel.to_usize2();
+        Self { kernel, stride: kernel, padding: (0, 0) }
+    }
+
+    /// The same with another distance.
+    pub fn stride(self, stride: impl ToUsize2) -> Self {
+        Self { stride: stride.to_usize2(), ..self }
+    }
+
+    /// The same with padding.
+    pub fn padding(self, padding: impl ToUsize2) -> Self {
+        Self { padding: padding.to_usize2(), ..self }
+    }
+
+    /// The windows over an image, and the numbers of images and channels.
+    fn over(self, op: &'static str, x: &Tensor) -> Result<(Windows, [usize; 2])> {
+        let &[images, channels, height, width] = x.dims() else {
+            bail!("{op}: the input has shape {:?}; it must be [batch, channels, height, width]", x.dims())
+        };
+        let pair = |(a, b): (usize, usize)| [a, b];
+        let [kernel, stride, padding] = [self.kernel, self.stride, self.padding].map(pair);
+        let size = [height, width];
+        let mut result = [0; 2];
+        for (axis, name) in ["height", "width"].into_iter().enumerate() {
+            let [of, kernel, stride, padding] = [size[axis], kernel[axis], stride[axis], padding[axis]];
+            if kernel == 0 || stride == 0 || padding > kernel / 2 {
+                bail!(
+                    "{op}: kernel {kernel}, stride {stride} and padding {padding} for the {name}; kernel and stride must be \
+                     at least 1, and the padding at most half of the kernel"
+                )
+            }
+            // A padding is at most half of the kernel, so what is added fits, too.
+            let Some(more) = of.saturating_add(2 * padding).checked_sub(kernel).filter(|_| of > 0) else {
+                bail!(
+                    "{op}: a window of {kernel} in a {name} of {of} with a padding of {padding}; give a smaller kernel"
+                )
+            };
+            result[axis] = more / stride + 1;
+        }
+        if height.checked_mul(width).is_none_or(|elements| u32::try_from(elements).is_err()) {
+            bail!("{op}: an image of {height} x {width} is too large")
+        }
+        Ok((Windows { size, result, kernel, stride, padding }, [images, channels]))
+    }
+}
+
+/// The maximum of each window of `kernel` of an image `[batch, channels, height, width]`; windows lie side by side, and what
+/// is left over at the end of a row or column is in none of them.
+///
+/// [`Tensor::max_pool2d`] with a true gradient: it goes to the largest element, to the first of several.
+///
+/// # Errors
+/// An input of other dimensions, a kernel of 0 or larger than the image.
+pub fn max_pool2d(x: &Tensor, kernel: impl ToUsize2) -> Result<Tensor> {
+    max_pool2d_with(x, Pooling::new(kernel))
+}
+
+/// [`max_pool2d`] of windows that are `stride` apart, and may overlap or leave elements out.
+///
+/// # Errors
+/// As [`max_pool2d`].
+pub fn max_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl ToUsize2) -> Result<Tensor> {
+    max_pool2d_with(x, Pooling::new(kernel).stride(stride))
+}
+
+/// [`max_pool2d`] of any windows.
+///
+/// # Errors
+/// As [`max_pool2d`], and a padding above half of the kernel.
+pub fn max_pool2d_with(x: &Tensor, pooling: Pooling) -> Result<Tensor> {
+    const NAME: &str = "max_pool2d";
+    let (windows, [images, channels]) = pooling.over(NAME, x)?;
+    if !has_kernels(x) {
+        return composed::max_pool2d(x, windows);
+    }
+    let x = x.contiguous()?;
+    let inputs = Inputs::of([Some(&x)])?;
+    let (elements, dtype) = (x.elem_count(), x.dtype());
+    let results = images * channels * windows.result[0] * windows.result[1];
+    with_element!(dtype, NAME, E => {
+        let (mut y, mut places) = (buffer::<f32>(results), vec![0u32; results]);
+        with_f32([Some(&x)], NAME, |[x]| {
+            windows.maxima(x.unwrap_or_default(), &mut y, &mut places);
+            Ok(())
+        })?;
+        let shape = (images, channels, windows.result[0], windows.result[1]);
+        inputs.result(NAME, E::storage(narrowed(y)), shape, move |grad, [to_x]| {
+            with_grad::<E, _>(&grad, NAME, |dy| {
+                give(to_x, dtype, NAME, || {
+                    let mut dx = buffer::<f32>(elements);
+                    windows.maxima_backward(dy, &places, &mut dx);
+                    dx
+                })
+            })
+        })
+    })
+}
+
+/// The mean of each window of `kernel` of an image `[batch, channels, height, width]`; windows lie side by side, and what is
+/// left over at the end of a row or column is in none of them.
+///
+/// [`Tensor::avg_pool2d`] with a true gradient. Sums are in f32 and rounded once.
+///
+/// # Errors
+/// As [`max_pool2d`].
+pub fn avg_pool2d(x: &Tensor, kernel: impl ToUsize2) -> Result<Tensor> {
+    avg_pool2d_with(x, Pooling::new(kernel))
+}
+
+/// [`avg_pool2d`] of windows that are `stride` apart, and may overlap or leave elements out.
+///
+/// # Errors
+/// As [`max_pool2d`].
+pub fn avg_pool2d_with_stride(x: &Tensor, kernel: impl ToUsize2, stride: impl ToUsize2) -> Result<Tensor> {
+    avg_pool2d_with(x, Pooling::new(kernel).stride(stride))
+}
+
+/// [`avg_pool2d`] of any windows.
+///
+/// # Errors
+/// As [`max_pool2d_with`].
+pub fn avg_pool2d_with(x: &Tensor, pooling: Pooling) -> Result<Tensor> {
+    const NAME: &str = "avg_pool2d";
+    let (windows, [images, channels]) = pooling.over(NAME, x)?;
+    if !has_kernels(x) {
+        return composed::avg_pool2d(x, windows);
+    }
+    let x = x.contiguous()?;
+    let inputs = Inputs::of([Some(&x)])?;
+    let (elements, dtype) = (x.elem_count(), x.dtype());
+    with_element!(dtype, NAME, E => {
+        let mut y = buffer::<f32>(images * channels * windows.result[0] * windows.result[1]);
+        with_f32([Some(&x)], NAME, |[x]| {
+            windows.means(x.unwrap_or_default(), &mut y);
+            Ok(())
+        })?;
+        let shape = (images, channels, windows.result[0], windows.result[1]);
+        inputs.result(NAME, E::storage(narrowed(y)), shape, move |grad, [to_x]| {
+            with_grad::<E, _>(&grad, NAME, |dy| {
+                give(to_x, dtype, NAME, || {
+                    let mut dx = buffer::<f32>(elements);
+                    windows.means_backward(dy, &mut dx);
+                    dx
+                })
+            })
+        })
+    })
+}

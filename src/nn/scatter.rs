@@ -1,0 +1,128 @@
+//! Elements written to places along one axis, or added to what is there.
+
+use super::composed;
+use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
+use crate::graph::Inputs;
+use crate::kernels::scatter::{NOWHERE, Targets};
+use crate::tensor::element::{Element, with_element};
+use candle_core::shape::Dim;
+use candle_core::{DType, Layout, Result, Tensor, bail};
+
+/// `init` with elements of `source` in the place of some: element (.., i, ..) of the source, where i is its place along
+/// `dim`, replaces the one at `indexes` (.., i, ..) there. Of several for one place the last stays.
+///
+/// `indexes` (u8, u32 or i64) and `source` have one shape, which is nowhere longer than that of `init` but along `dim`.
+/// An index of its type's largest value goes nowhere, as in Candle.
+///
+/// [`Tensor::scatter`] with true gradients: what was overwritten, in `init` or by a later element of the source, has none.
+///
+/// # Errors
+/// Shapes or formats that do not fit, an index behind the end.
+pub fn scatter<D: Dim>(init: &Tensor, indexes: &Tensor, source: &Tensor, dim: D) -> Result<Tensor> {
+    const NAME: &str = "scatter";
+    let targets = targets(NAME, [init, indexes, source], dim)?;
+    if !has_kernels(init) {
+        return composed::scatter(init, source, &targets);
+    }
+    apply(NAME, init, source, targets, false)
+}
+
+/// `init` with elements of `source` added: element (.., i, ..) of the source, where i is its place along `dim`, to the one at
+/// `indexes` (.., i, ..) there, in the source's order. Sums are in f32 and rounded once.
+///
+/// `indexes` (u8, u32 or i64) and `source` have one shape, which is nowhere longer than that of `init` but along `dim`.
+/// An index of its type's largest value goes nowhere, as in Candle.
+///
+/// [`Tensor::scatter_add`] with true gradients.
+///
+/// # Errors
+/// As [`scatter`].
+pub fn scatter_add<D: Dim>(init: &Tensor, indexes: &Tensor, source: &Tensor, dim: D) -> Result<Tensor> {
+    const NAME: &str = "scatter_add";
+    let targets = targets(NAME, [init, indexes, source], dim)?;
+    if !has_kernels(init) {
+        return composed::scatter_add(init, source, &targets);
+    }
+    apply(NAME, init, source, targets, true)
+}
+
+/// Where each element of the source goes.
+fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim: D) -> Result<Targets> {
+    let dim = dim.to_index(init.shape(), op)?;
+    let (to, from) = (init.dims(), source.dims());
+    let fits = to.len() == from.len() && (0..to.len()).all(|axis| axis == dim || from[axis] <= to[axis]);
+    if !fits || indexes.dims() != from {
+        bail!(
+            "{op}: the source has shape {from:?} and the indexes {:?}, to go into {to:?}; source and indexes must have one \
+             shape, and be no longer than that except along dimension {dim}",
+            indexes.dims()
+        )
+    }
+    if init.dtype() != source.dtype() {
+        bail!("{op}: a source of {:?} cannot go into a tensor of {:?}; cast one of them", source.dtype(), init.dtype())
+    }
+    let largest = match indexes.dtype() {
+        DType::U8 => i64::from(u8::MAX),
+        DType::U32 => i64::from(u32::MAX),
+        DType::I64 => i64::MAX,
+        other => bail!("{op}: the indexes are {other:?}; they must be u8, u32 or i64"),
+    };
+    let indexes = indexes.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
+    // Along the axes of the source: how far the next element is in the result.
+    let layout = Layout::contiguous(init.shape());
+    let strides = layout.stride();
+    let mut at = vec![0; from.len()];
+    let mut places = Vec::with_capacity(indexes.len());
+    for index in indexes {
+        let offset: usize =
+            at.iter().zip(strides).enumerate().filter(|(axis, _)| *axis != dim).map(|(_, (a, s))| a * s).sum();
+        places.push(match usize::try_from(index) {
+            _ if index == largest => NOWHERE,
+            Ok(index) if index < to[dim] => offset + index * strides[dim],
+            _ => bail!(
+                "{op}: index {index} along dimension {dim}; a tensor of shape {to:?} has {} places there",
+                to[dim]
+            ),
+        });
+        for axis in (0..at.len()).rev() {
+            at[axis] += 1;
+            if at[axis] < from[axis] {
+                break;
+            }
+            at[axis] = 0;
+        }
+    }
+    Ok(Targets { places })
+}
+
+fn apply(op: &'static str, init: &Tensor, source: &Tensor, targets: Targets, adds: bool) -> Result<Tensor> {
+    let (init, source) = (init.contiguous()?, source.contiguous()?);
+    let inputs = Inputs::of([Some(&init), Some(&source)])?;
+    let (shape, dtype) = (init.shape().clone(), init.dtype());
+    with_element!(dtype, op, E => {
+        let y = with_f32([Some(&init), Some(&source)], op, |[init, source]| {
+            let (mut y, source) = (init.unwrap_or_default().to_vec(), source.unwrap_or_default());
+            if adds { targets.add(source, &mut y) } else { targets.set(source, &mut y) }
+            Ok(y)
+        })?;
+        inputs.result(op, E::storage(narrowed(y)), shape, move |grad, [to_init, to_source]| {
+            with_grad::<E, _>(&grad, op, |dy| {
+                give(to_source, dtype, op, || {
+                    let mut gradient = targets.taken(dy);
+                    if !adds {
+                        let stays = targets.stays(dy.len());
+                        gradient.iter_mut().zip(stays).filter(|(_, stays)| !stays).for_each(|(value, _)| *value = 0.0);
+                    }
+                    gradient
+                })?;
+                give(to_init, dtype, op, || {
+                    let mut gradient = dy.to_vec();
+                    if !adds {
+                        targets.set(&vec![0.0; targets.places.len()], &mut gradient);
+                    }
+                    gradient
+                })
+            })
+        })
+    })
+}

@@ -1,0 +1,126 @@
+//! Images and sequences of another size: the nearest element, or the mean of the nearest by distance.
+
+use super::composed;
+use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
+use crate::graph::Inputs;
+use crate::kernels::buffer;
+use crate::kernels::grid::{Pair, Resampling};
+use crate::tensor::element::{Element, with_element};
+use candle_core::{Result, Shape, Tensor, bail};
+
+/// A sequence `[batch, channels, length]` of `size` elements, each the nearest one of the input: larger or smaller, by any
+/// factor.
+///
+/// [`Tensor::upsample_nearest1d`] with a true gradient: the sum of those of all copies.
+///
+/// # Errors
+/// An input of other dimensions or without elements, a size of 0.
+pub fn upsample_nearest1d(x: &Tensor, size: usize) -> Result<Tensor> {
+    const NAME: &str = "upsample_nearest1d";
+    let &[images, channels, length] = x.dims() else {
+        bail!("{NAME}: the input has shape {:?}; it must be [batch, channels, length]", x.dims())
+    };
+    let columns = nearest(NAME, "length", length, size)?;
+    let resampling = Resampling { size: [1, length], rows: vec![(0, 0, 0.0)], columns };
+    apply(NAME, x, (images, channels, 1, length), (images, channels, size).into(), resampling)
+}
+
+/// An image `[batch, channels, height, width]` of the size `height` x `width`, each element the nearest one of the input:
+/// larger or smaller, by any factors.
+///
+/// [`Tensor::upsample_nearest2d`] with a true gradient: the sum of those of all copies.
+///
+/// # Errors
+/// An input of other dimensions or without elements, a size of 0.
+pub fn upsample_nearest2d(x: &Tensor, height: usize, width: usize) -> Result<Tensor> {
+    const NAME: &str = "upsample_nearest2d";
+    let (images, channels, h, w) = image(NAME, x)?;
+    let (rows, columns) = (nearest(NAME, "height", h, height)?, nearest(NAME, "width", w, width)?);
+    let resampling = Resampling { size: [h, w], rows, columns };
+    apply(NAME, x, (images, channels, h, w), (images, channels, height, width).into(), resampling)
+}
+
+/// An image `[batch, channels, height, width]` of the size `height` x `width`, each element the mean of the four around its
+/// place, by their distances. With `align_corners` the corners' centres stay where they are, else their outer edges (as in
+/// PyTorch).
+///
+/// [`Tensor::upsample_bilinear2d`] with a gradient, which that does not have.
+///
+/// # Errors
+/// An input of other dimensions or without elements, a size of 0.
+pub fn upsample_bilinear2d(x: &Tensor, height: usize, width: usize, align_corners: bool) -> Result<Tensor> {
+    const NAME: &str = "upsample_bilinear2d";
+    let (images, channels, h, w) = image(NAME, x)?;
+    let rows = between(NAME, "height", (h, height), align_corners)?;
+    let columns = between(NAME, "width", (w, width), align_corners)?;
+    let resampling = Resampling { size: [h, w], rows, columns };
+    apply(NAME, x, (images, channels, h, w), (images, channels, height, width).into(), resampling)
+}
+
+fn image(op: &'static str, x: &Tensor) -> Result<(usize, usize, usize, usize)> {
+    match *x.dims() {
+        [images, channels, height, width] => Ok((images, channels, height, width)),
+        _ => bail!("{op}: the input has shape {:?}; it must be [batch, channels, height, width]", x.dims()),
+    }
+}
+
+fn are_sizes(op: &'static str, axis: &str, of: usize, to: usize) -> Result<()> {
+    if of == 0 || to == 0 || u32::try_from(to).is_err() {
+        bail!("{op}: from a {axis} of {of} to one of {to}; both must be at least 1, and the latter below 2^32")
+    }
+    Ok(())
+}
+
+/// The nearest element for each of the result, as Candle finds it.
+fn nearest(op: &'static str, axis: &str, of: usize, to: usize) -> Result<Vec<Pair>> {
+    are_sizes(op, axis, of, to)?;
+    let scale = of as f64 / to as f64;
+    Ok((0..to).map(|at| ((at as f64 * scale) as usize).min(of - 1)).map(|at| (at, at, 0.0)).collect())
+}
+
+/// The two elements around the place of each of the result.
+fn between(op: &'static str, axis: &str, (of, to): (usize, usize), align_corners: bool) -> Result<Vec<Pair>> {
+    are_sizes(op, axis, of, to)?;
+    let place = |at: usize| match align_corners {
+        true if to == 1 => 0.0,
+        true => at as f64 * ((of - 1) as f64 / (to - 1) as f64),
+        false => ((at as f64 + 0.5) * (of as f64 / to as f64) - 0.5).max(0.0),
+    };
+    let pair = |place: f64| {
+        let first = (place as usize).min(of - 1);
+        let second = (first + 1).min(of - 1);
+        (first, second, if second == first { 0.0 } else { (place - first as f64).clamp(0.0, 1.0) as f32 })
+    };
+    Ok((0..to).map(place).map(pair).collect())
+}
+
+fn apply(
+    op: &'static str,
+    x: &Tensor,
+    planes: (usize, usize, usize, usize),
+    shape: Shape,
+    resampling: Resampling,
+) -> Result<Tensor> {
+    if !has_kernels(x) {
+        return composed::resampled(&x.reshape(planes)?, &resampling)?.reshape(shape);
+    }
+    let x = x.contiguous()?;
+    let inputs = Inputs::of([Some(&x)])?;
+    let (elements, dtype) = (x.elem_count(), x.dtype());
+    with_element!(dtype, op, E => {
+        let mut y = buffer::<f32>(shape.elem_count());
+        with_f32([Some(&x)], op, |[x]| {
+            resampling.forward(x.unwrap_or_default(), &mut y);
+            Ok(())
+        })?;
+        inputs.result(op, E::storage(narrowed(y)), shape, move |grad, [to_x]| {
+            with_grad::<E, _>(&grad, op, |dy| {
+                give(to_x, dtype, op, || {
+                    let mut dx = buffer::<f32>(elements);
+                    resampling.backward(dy, &mut dx);
+                    dx
+                })
+            })
+        })
+    })
+}
