@@ -3,7 +3,7 @@
 use super::{Bandwidth, Kind, size_text, trimmed_mean};
 use crate::config::CommsLogger;
 use crate::notice::say;
-use crate::util::{counted, lock};
+use crate::util::lock;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;

@@ -6,7 +6,7 @@ use super::trace::{cannot_write, write_trace};
 use crate::error::Result;
 use crate::files::{folder_of, new_beside};
 use crate::notice::{say, warn};
-use crate::util::{counted, lock};
+use crate::util::lock;
 use std::fmt::Write as _;
 use std::fs::File;
 use std::io::Write as _;
