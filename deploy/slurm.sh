@@ -9,5 +9,8 @@
 #SBATCH --signal=TERM@60
 set -euo pipefail
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# By which the launchers know one another: no other job of the cluster can take the place of one.
+: "${CANDLE_ZERO_SECRET:=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
+export CANDLE_ZERO_SECRET
 # The number of the host comes from SLURM_NODEID.
 exec srun --cpus-per-task=@CORES@ @LAUNCHER@ --master_addr "$first" @WORDS@

@@ -5,6 +5,7 @@
 
 Needs kubernetes-validate, kubeflow-trainer-api and kubeflow-training from PyPI. What is checked by what:
 
+- the Secret before the JobSet: Kubernetes' JSON schemas, of kubernetes-validate
 - the whole JobSet (v1alpha2): models that are made of JobSet's own definition, in kubeflow-trainer-api
 - the Job in it, and each pod template: Kubernetes' JSON schemas, in which an unknown key is an error, of kubernetes-validate
 - MPIJob: `runPolicy` and the replicas by the models of v1 in kubeflow-training. Nothing on PyPI has those of v2beta1, so the
@@ -101,7 +102,9 @@ def problems(document):
         return list(of_jobset(document))
     if kind == ("kubeflow.org/v2beta1", "MPIJob"):
         return list(of_mpijob(document))
-    return [f"{kind} is neither a JobSet nor an MPIJob"]
+    if kind == ("v1", "Secret"):
+        return list(by_schema(document))
+    return [f"{kind} is neither a JobSet nor an MPIJob nor a Secret"]
 
 
 def printed(zerorun, cluster):
@@ -111,8 +114,8 @@ def printed(zerorun, cluster):
 
 def as_a_file(path):
     """A file of deploy/, where words between @ stand for what is filled in."""
-    of = {"NODES": "2", "RANKS": "4", "CORES": "4", "MEMORY": "16Gi", "COMMAND": '["zerorun"]', "MPIRUN": '["mpirun"]'}
-    return re.sub(r"@([A-Z]+)@", lambda word: of.get(word[1], word[1].lower()), path.read_text())
+    of = {"SECRET": "", "MAX_RESTARTS": "3", "NODES": "2", "RANKS": "4", "CORES": "4", "MEMORY": "16Gi", "COMMAND": '["zerorun"]', "MPIRUN": '["mpirun"]'}
+    return re.sub(r"@([A-Z_]+)@", lambda word: of.get(word[1], word[1].lower().replace("_", "-")), path.read_text())
 
 
 def plant(document, path, value):
@@ -135,6 +138,7 @@ MISTAKES = {
         (JOB + ["completionmode"], "Indexed"),
         (JOB + ["parallelism"], "two"),
         (JOB + ["template", "spec", "containers", 0, "comand"], []),
+        (JOB + ["template", "spec", "containers", 0, "env", 0, "valueFrom", "secretKeyRef", "keys"], "secret"),
         (JOB + ["template", "spec", "terminationGracePeriodSeconds"], "60s"),
     ],
     "mpijob": [
@@ -147,12 +151,23 @@ MISTAKES = {
     ],
 }
 
+SECRET_MISTAKES = [(["stringdata"], {}), (["stringData", "secret"], 7), (["type"], 7)]
+
 
 def main(zerorun):
     wrong = 0
     deploy = pathlib.Path(__file__).parent.parent / "deploy"
     for cluster, file in [("k8s", "jobset.yaml"), ("mpijob", "mpijob.yaml")]:
-        document = yaml.safe_load(printed(zerorun, cluster))
+        *secrets, document = yaml.safe_load_all(printed(zerorun, cluster))
+        if cluster == "k8s":
+            (secret,) = secrets
+            for path, value in SECRET_MISTAKES:
+                if not problems(plant(secret, path, value)):
+                    print(f"Secret: {path} = {value!r} was planted and not found")
+                    wrong += 1
+            found = problems(secret)
+            wrong += len(found)
+            print(f"zerorun deploy {cluster}, Secret: {'right' if not found else '; '.join(found)}")
         for path, value in MISTAKES[cluster]:
             if not problems(plant(document, path, value)):
                 print(f"{cluster}: {path} = {value!r} was planted and not found")

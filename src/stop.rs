@@ -1,7 +1,7 @@
 //! Signals that ask this process to end, noted for a training loop that looks.
 
 use crate::util::lock;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 /// A variable that `zerorun` gives to its ranks.
 pub(crate) const RESTART: &str = "ZERORUN_RESTART";
 
-/// Whether SIGTERM or SIGINT has come. From the first call on they do nothing else.
+/// Whether SIGTERM, SIGINT or SIGHUP (a terminal that was closed) has come. From the first call on they do nothing else.
 pub(crate) fn asked_to_stop() -> io::Result<bool> {
     static ASKED: Mutex<Option<Arc<AtomicBool>>> = Mutex::new(None);
     let mut asked = lock(&ASKED);
@@ -26,7 +26,9 @@ fn listen() -> io::Result<Arc<AtomicBool>> {
     // A scheduler sends a signal to launcher and ranks, and the launcher passes it on: there it is the launcher that
     // counts signals.
     let is_alone = std::env::var_os(RESTART).is_none();
-    for signal in [SIGTERM, SIGINT] {
+    // A program that nohup has started stays when its terminal is closed.
+    let hangs_up = !ignored_signals()(SIGHUP);
+    for signal in [SIGTERM, SIGINT].into_iter().chain(hangs_up.then_some(SIGHUP)) {
         if is_alone {
             // Before the next line: the first signal finds the flag unset.
             flag::register_conditional_default(signal, Arc::clone(&asked))?;
@@ -34,4 +36,28 @@ fn listen() -> io::Result<Arc<AtomicBool>> {
         flag::register(signal, Arc::clone(&asked))?;
     }
     Ok(asked)
+}
+
+/// The signals that this process ignores, as the kernel lists them: at its start those that it was started to ignore.
+pub(crate) fn ignored_signals() -> impl Fn(i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = ignored_mask(&status);
+    move |number| mask >> (number - 1) & 1 == 1
+}
+
+fn ignored_mask(status: &str) -> u64 {
+    let hex = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    hex.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_mask_of_ignored_signals_is_read() {
+        let mask = ignored_mask("Name:\tx\nSigBlk:\tffffffffffffffff\nSigIgn:\t0000000000001001\nSigCgt:\t00\n");
+        assert_eq!(mask, 1 | 1 << 12, "SIGHUP is bit 0, SIGPIPE bit 12");
+        assert_eq!(ignored_mask("no such line"), 0);
+    }
 }

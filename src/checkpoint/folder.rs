@@ -9,18 +9,24 @@
 //!
 //! A folder under its final name is always complete. What a dead job was writing is removed by the next save. One that
 //! died before its checkpoint was the latest has left the second file, which counts where there is no `latest`.
+//!
+//! Whoever writes holds a lock on it. On a file system without locks a file in the folder names the process; what is not known to
+//! be a dead one's stays there.
 
 use super::manifest::{FileEntry, MANIFEST, Manifest};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::{folder_of, new_beside, read_text, sync_folder};
-use crate::util::list;
+use crate::notice::warn;
+use crate::util::{list, lock};
 use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
+use rustix::io::Errno;
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Result as IoResult, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use tempfile::NamedTempFile;
 
@@ -33,6 +39,10 @@ pub(super) const SEEN: &str = ".candle-zero-seen-";
 pub(super) const FETCHED: &str = ".candle-zero-fetched-";
 /// Where a checkpoint is while another takes its name, on a file system that cannot exchange names.
 const REPLACED: &str = ".candle-zero-replaced-";
+/// On a file system without locks: the process that writes the folder.
+const OWNER: &str = ".candle-zero-owner";
+/// Bytes of that file at most.
+const MAX_OWNER: u64 = 256;
 /// The end of that name as it was once.
 const OLD_REPLACED: &str = ".replaced";
 
@@ -85,13 +95,31 @@ pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
         clear(dir).map_err(|e| not_written(dir, &e))?;
     }
     let lock = std::fs::create_dir(&from).and_then(|()| File::open(&from)).map_err(|e| not_written(dir, &e))?;
-    // Where the file system knows no locks, nobody asks for them either.
-    _ = flock(&lock, FlockOperation::NonBlockingLockExclusive);
+    mark(&from, ask(&lock)).map_err(|e| not_written(&from, &e))?;
     Ok(lock)
+}
+
+/// Asks for the lock of a file or folder.
+fn ask(file: &File) -> rustix::io::Result<()> {
+    flock(file, FlockOperation::NonBlockingLockExclusive)
+}
+
+/// Writes into `folder` that this process has it, where asking for its lock came to nothing.
+fn mark(folder: &Path, locked: rustix::io::Result<()>) -> IoResult<()> {
+    match (locked, Owner::this()) {
+        (Err(_), Some(owner)) => std::fs::write(folder.join(OWNER), owner.to_text()),
+        _ => Ok(()),
+    }
 }
 
 /// Ends, or takes back, what saves that died have left in `dir`.
 fn clear(dir: &Path) -> IoResult<()> {
+    clear_by(dir, ask)
+}
+
+/// The same, where locks are asked for by `ask`.
+fn clear_by(dir: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> IoResult<()> {
+    let is_locked = |path: &Path| is_locked(path, &ask);
     for entry in std::fs::read_dir(dir)?.flatten() {
         let (name, path) = (entry.file_name().to_string_lossy().into_owned(), entry.path());
         let is_of = |prefix: &str| name.starts_with(prefix) && !is_locked(&path);
@@ -129,12 +157,82 @@ fn named_by(dir: &Path, path: &Path) -> Option<String> {
     is_one.then_some(tag)
 }
 
-/// Whether a save that is still alive holds `path`.
-fn is_locked(path: &Path) -> bool {
+/// Whether a save holds `path`, or may hold it.
+fn is_locked(path: &Path, ask: impl Fn(&File) -> rustix::io::Result<()>) -> bool {
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
     let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
-    let asked = opened.map(|file| flock(&file, FlockOperation::NonBlockingLockExclusive));
-    matches!(asked, Ok(Err(rustix::io::Errno::WOULDBLOCK)))
+    match opened.map(|file| ask(&file)) {
+        Ok(Ok(())) => false,
+        Ok(Err(Errno::WOULDBLOCK)) => true,
+        // A file system without locks.
+        Ok(Err(_)) => {
+            let owner = read_text(path.join(OWNER), MAX_OWNER).ok().and_then(|text| Owner::of_text(&text));
+            let is_dead = owner.is_some_and(|owner| owner.is_dead());
+            if !is_dead {
+                stays(path);
+            }
+            !is_dead
+        }
+        // Gone, or nobody's to open.
+        Err(_) => false,
+    }
+}
+
+/// Says once of each path that it is left alone.
+fn stays(path: &Path) {
+    static SAID: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+    if lock(&SAID).insert(path.to_owned()) {
+        warn(&format!(
+            "warning: {} is left where it is: another save may be writing it, which this file system, without locks, does not \
+             tell; if none is under way, remove it",
+            path.display()
+        ));
+    }
+}
+
+/// A process, as others of the same machine can tell whether it lives.
+#[derive(Debug, PartialEq, Eq)]
+struct Owner {
+    pid: u32,
+    /// When it started, as the kernel counts: numbers of processes come again.
+    started: String,
+    /// The start of the kernel, and the space of process numbers in it.
+    system: String,
+}
+
+impl Owner {
+    fn this() -> Option<Self> {
+        let pid = std::process::id();
+        Some(Self { pid, started: started(pid)?, system: system()? })
+    }
+
+    fn to_text(&self) -> String {
+        format!("{} {} {}\n", self.pid, self.started, self.system)
+    }
+
+    fn of_text(text: &str) -> Option<Self> {
+        let mut words = text.split_whitespace().map(str::to_owned);
+        let (pid, started, system) = (words.next()?.parse().ok()?, words.next()?, words.next()?);
+        Some(Self { pid, started, system })
+    }
+
+    /// Whether it is known to have ended: it ran here, and no longer does.
+    fn is_dead(&self) -> bool {
+        system().is_some_and(|here| here == self.system) && started(self.pid).is_none_or(|now| now != self.started)
+    }
+}
+
+/// When a process started, in ticks since the kernel did.
+fn started(pid: u32) -> Option<String> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The program's name stands in parentheses and may hold anything.
+    stat.rsplit_once(')')?.1.split_whitespace().nth(19).map(str::to_owned)
+}
+
+fn system() -> Option<String> {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let space = std::fs::read_link("/proc/self/ns/pid").ok()?;
+    Some(format!("{}/{}", boot.trim(), space.display()))
 }
 
 /// Creates `dir` and the folders above it, on disk.
@@ -202,6 +300,11 @@ fn name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoResult<()> {
         std::fs::remove_dir_all(&from)?;
     } else {
         replace(dir, tag)?;
+    }
+    // Nothing is written in it any more.
+    match std::fs::remove_file(to.join(OWNER)) {
+        Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
+        _ => {}
     }
     sync_folder(dir)?;
     if let Some(latest) = latest {
@@ -387,6 +490,41 @@ mod tests {
 
     fn steps(dir: &Path, tag: &str) -> u64 {
         Manifest::read(&existing(dir, tag).unwrap().join(MANIFEST)).unwrap().global_steps
+    }
+
+    #[test]
+    fn without_locks_only_what_a_dead_process_of_this_system_left_is_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        let without_locks = |_: &File| Err(Errno::NOLCK);
+        let this = Owner::this().unwrap();
+        assert_eq!(Owner::of_text(&this.to_text()), Owner::this());
+        let put = |tag: &str, owner: Option<Owner>| {
+            std::fs::create_dir(saving(dir, tag)).unwrap();
+            owner.iter().for_each(|owner| std::fs::write(saving(dir, tag).join(OWNER), owner.to_text()).unwrap());
+        };
+        put("living", None);
+        mark(&saving(dir, "living"), Err(Errno::NOLCK)).unwrap();
+        put("dead", Some(Owner { pid: this.pid, started: "1".into(), system: this.system.clone() }));
+        put("unknown", None);
+        put("elsewhere", Some(Owner { pid: this.pid, started: "1".into(), system: "other/pid:[1]".into() }));
+        std::fs::write(dir.join(format!("{SEEN}x")), "").unwrap();
+        let left = || {
+            let mut names: Vec<String> = std::fs::read_dir(dir)
+                .unwrap()
+                .map(|entry| entry.unwrap().file_name().to_string_lossy().replace(SAVING, "").replace(SEEN, ""))
+                .collect();
+            names.sort();
+            names
+        };
+        clear_by(dir, without_locks).unwrap();
+        assert_eq!(left(), ["elsewhere", "living", "unknown", "x"]);
+        // A whole checkpoint says nothing of who wrote it.
+        name(dir, "living", None).unwrap();
+        assert_eq!(std::fs::read_dir(dir.join("living")).unwrap().count(), 0);
+        // With locks, what nobody has locked is nobody's.
+        clear(dir).unwrap();
+        assert_eq!(left(), ["living"]);
     }
 
     #[test]

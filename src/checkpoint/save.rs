@@ -224,8 +224,8 @@ impl SaveJob {
             say(&format!("checkpoint {}: {bytes} bytes written in {seconds:.3} s, {rate:.0} MB/s", manifest.tag));
         }
         agree(comm, published, failed_elsewhere(&dir))?;
-        let (folder, rank, is_latest) = (dir.join(&manifest.tag), comm.rank(), options.save_latest);
-        let sending = upload_to.map(|url| Sending { url, folder, rank, is_latest });
+        let (folder, rank, piece) = (dir.join(&manifest.tag), comm.rank(), core.piece());
+        let sending = upload_to.map(|url| Sending { url, folder, rank, piece, is_latest: options.save_latest });
         Ok((Place::new(&dir, &manifest.tag, &manifest), sending))
     }
 }

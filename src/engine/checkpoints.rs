@@ -161,7 +161,8 @@ impl<M> Engine<M> {
                 return checkpoint::load(core, trainer, dir.as_ref(), tag, options, on_each_host);
             };
             match fetch(core.comm(), url, tag)? {
-                Some((dir, tag)) => checkpoint::load(core, trainer, &dir, Some(&tag), options, true),
+                // It is locked until all ranks have loaded it.
+                Some(fetched) => checkpoint::load(core, trainer, &fetched.dir, Some(&fetched.tag), options, true),
                 None => Ok(None),
             }
         };

@@ -2,6 +2,7 @@
 
 use crate::Error;
 use crate::util::lock;
+use clap::error::ErrorKind;
 use std::fmt::Display;
 use std::io::{self, IsTerminal as _, Write as _};
 use std::process::ExitCode;
@@ -130,6 +131,14 @@ pub(crate) fn say(line: &str) {
     let _ = write(Stream::Err, format!("{line}\n").as_bytes());
 }
 
+/// Something that [`print`] had to say went nowhere.
+static LOST: AtomicBool = AtomicBool::new(false);
+
+/// Whether standard output has taken all that this process printed, as far as anybody reads it: else it ends with an error.
+pub(crate) fn all_is_written() -> bool {
+    !LOST.load(Ordering::SeqCst)
+}
+
 /// Whether standard output took the text, as a line. If not, and there is a reader, that is said.
 pub(crate) fn print(text: impl Display) -> bool {
     let mut out = io::stdout().lock();
@@ -138,7 +147,10 @@ pub(crate) fn print(text: impl Display) -> bool {
         // Who reads the beginning, as `head` does, wants no more.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => false,
         Err(error) => {
-            say(&cannot_write(Stream::Out, &error));
+            // Once: what follows goes the same way.
+            if !LOST.swap(true, Ordering::SeqCst) {
+                say(&cannot_write(Stream::Out, &error));
+            }
             false
         }
     }
@@ -178,6 +190,11 @@ impl Refused {
     }
 
     pub(crate) fn message(&self) -> String {
+        let wrong = std::env::args_os().find(|word| word.to_str().is_none());
+        if let (ErrorKind::InvalidUtf8, Some(word)) = (self.0.kind(), wrong) {
+            let word = word.to_string_lossy();
+            return format!("zerorun: `{word}` is no UTF-8 text; rename the file or folder, or name a link to it");
+        }
         let text = self.0.render().to_string();
         format!("zerorun: {}", text.strip_prefix("error: ").unwrap_or(&text))
     }

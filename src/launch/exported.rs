@@ -2,6 +2,7 @@
 
 use super::hosts::error::HostsError;
 use super::hosts::export::{self, Exports};
+use super::nodes::secret::{SECRET, SECRET_FILE};
 use crate::error::{LaunchError, Result};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -9,7 +10,7 @@ use std::path::PathBuf;
 /// Variables that the launchers and ranks of other hosts get beside DeepSpeed's.
 const OURS: [&str; 5] = ["CANDLE_ZERO_", "RUST_", "RAYON_", "MPIR_CVAR_", "LD_LIBRARY_PATH"];
 
-/// The variables that other hosts get.
+/// The variables that other hosts get. The secret is none of them: they stand in command lines, which everybody of a host sees.
 ///
 /// # Errors
 /// A value that is no text; a file of variables that cannot be read or is wrong.
@@ -29,5 +30,6 @@ pub(crate) fn exports() -> Result<Vec<(String, String)>> {
     let ours = std::env::vars_os().filter_map(text).filter(|(name, _)| OURS.iter().any(|ours| name.starts_with(ours)));
     let mut all: Vec<(String, String)> = ours.collect();
     all.extend(exports.iter().map(|(name, value)| (name.to_string(), value.to_string())));
+    all.retain(|(name, _)| name != SECRET && name != SECRET_FILE);
     Ok(all)
 }

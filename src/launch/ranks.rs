@@ -7,6 +7,7 @@ use super::binding;
 use super::console::{Stream, say};
 use super::hosts::cores::CoreList;
 use super::hosts::world::DEVICES;
+use super::nodes::secret::SECRET;
 use super::output::Output;
 use super::pmi;
 use super::report::{self, Culprit, Ended, Fate, Request};
@@ -329,6 +330,8 @@ impl Ranks {
         let fd = self.region.as_fd().as_raw_fd();
         let mut command = Command::new(&job.program);
         command.args(&job.args).envs(common.iter().map(|(name, value)| (name, value)));
+        // It is for launchers, and scripts may write their variables into logs.
+        command.env_remove(SECRET);
         match &job.timeline {
             Some(folder) => command.env(timeline::PARTS, folder),
             // It may be there where this launcher is a rank's child.

@@ -2,6 +2,7 @@
 
 use super::console;
 use crate::error::{Error, LaunchError, Result};
+use crate::stop::ignored_signals;
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
@@ -76,18 +77,6 @@ pub(crate) fn name(number: i32) -> String {
     }
 }
 
-/// The signals that this process was started to ignore, as the kernel lists them.
-fn ignored_signals() -> impl Fn(i32) -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = ignored_mask(&status);
-    move |number| mask >> (number - 1) & 1 == 1
-}
-
-fn ignored_mask(status: &str) -> u64 {
-    let hex = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    hex.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0)
-}
-
 /// Lets the kernel send `signal` to the child when the launcher dies, however it dies.
 ///
 /// The kernel watches the *thread* that starts the child, so that must be the main thread.
@@ -108,13 +97,6 @@ pub(crate) fn die_with_parent(command: &mut Command, signal: Signal) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_kernels_mask_of_ignored_signals_is_read() {
-        let mask = ignored_mask("Name:\tx\nSigBlk:\tffffffffffffffff\nSigIgn:\t0000000000001001\nSigCgt:\t00\n");
-        assert_eq!(mask, 1 | 1 << 12, "SIGHUP is bit 0, SIGPIPE bit 12");
-        assert_eq!(ignored_mask("no such line"), 0);
-    }
 
     #[test]
     fn signals_are_named() {

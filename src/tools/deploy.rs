@@ -1,7 +1,9 @@
 //! `zerorun deploy`: what a cluster needs to start a job on several hosts, filled in.
 
-use crate::launch::console::{EXIT_SETUP, Refused, print};
+use crate::error::Result as OrError;
+use crate::launch::console::{EXIT_SETUP, Refused, print, refused};
 use crate::launch::hosts::export::literal_word;
+use crate::launch::nodes::secret::Secret;
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
 use serde_json::json;
@@ -66,7 +68,12 @@ struct Arguments {
     #[arg(long, default_value = "shared", value_parser = name)]
     claim: String,
 
-    /// Restarts after a failure
+    /// For Kubernetes: a Secret of the cluster whose key `secret` is the one that the hosts share [default: a new one in what is
+    /// printed]
+    #[arg(long, value_name = "NAME", value_parser = name)]
+    secret: Option<String>,
+
+    /// Restarts after a failure; for Kubernetes also those of all pods, where one is gone that zerorun cannot do without
     #[arg(long = "max_restarts", alias = "max-restarts", value_name = "K", default_value = "0")]
     max_restarts: u32,
 
@@ -99,11 +106,17 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, Refused> {
         let text = "a word of the program's arguments has a line break or another control character; leave it out";
         return Err(Refused(Arguments::command().error(ErrorKind::ValueValidation, text)));
     }
-    Ok(if print(arguments.filled_in().trim_end()) { ExitCode::SUCCESS } else { ExitCode::from(EXIT_SETUP) })
+    let filled_in = match arguments.filled_in() {
+        Ok(text) => text,
+        Err(error) => return Ok(refused(&error, EXIT_SETUP)),
+    };
+    Ok(if print(filled_in.trim_end()) { ExitCode::SUCCESS } else { ExitCode::from(EXIT_SETUP) })
 }
 
 impl Arguments {
-    fn filled_in(&self) -> String {
+    /// # Errors
+    /// The system has no random numbers.
+    fn filled_in(&self) -> OrError<String> {
         let Self { nodes, ranks, name, .. } = self;
         let options = ["--nnodes", &nodes.to_string(), "--num_ranks", &ranks.to_string()].map(String::from);
         let mut launcher = [vec!["zerorun".to_string()], options.to_vec()].concat();
@@ -123,7 +136,20 @@ impl Arguments {
             Cluster::Mpijob => MPIJOB,
             Cluster::Slurm => SLURM,
         };
+        let secret_name = self.secret.clone().unwrap_or_else(|| format!("{name}-secret"));
+        let secret = match &self.secret {
+            Some(_) => String::new(),
+            None => format!(
+                "# The secret is new, and anybody who reads this file has it: keep the file to yourself, or make the Secret by hand \
+                 and take --secret.\napiVersion: v1\nkind: Secret\nmetadata:\n  name: {secret_name}\ntype: Opaque\nstringData:\n  \
+                 secret: \"{}\"\n---\n",
+                Secret::random()?.line().trim_end()
+            ),
+        };
         let filled = [
+            ("@SECRET@", secret),
+            ("@SECRET_NAME@", secret_name),
+            ("@MAX_RESTARTS@", self.max_restarts.to_string()),
             ("@NAME@", name.clone()),
             ("@NODES@", nodes.to_string()),
             ("@RANKS@", ranks.to_string()),
@@ -138,7 +164,7 @@ impl Arguments {
             ("@MPIRUN@", json!(mpirun).to_string()),
             ("@WORDS@", shell(&words)),
         ];
-        filled.iter().fold(text.to_string(), |text, (word, value)| text.replace(word, value))
+        Ok(filled.iter().fold(text.to_string(), |text, (word, value)| text.replace(word, value)))
     }
 }
 
@@ -148,7 +174,7 @@ mod tests {
     use super::*;
 
     fn filled_in(words: &str) -> String {
-        Arguments::try_parse_from(words.split_whitespace()).unwrap().filled_in()
+        Arguments::try_parse_from(words.split_whitespace()).unwrap().filled_in().unwrap()
     }
 
     #[test]
@@ -173,6 +199,35 @@ mod tests {
         insta::assert_snapshot!(text.lines().last().unwrap(), @r#"exec srun --cpus-per-task=4 zerorun --nnodes 2 --num_ranks 4 --master_addr "$first" -- train --prompt 'it'\''s'"#);
         let text = filled_in("deploy mpijob --nodes 2 -n 4 train --steps 3");
         assert!(text.contains(r#"command: ["mpirun","-n","8","train","--steps","3"]"#), "{text}");
+    }
+
+    #[test]
+    fn the_pods_share_a_secret_that_is_new_each_time_or_the_clusters_own() {
+        let new = |text: &str| {
+            let line = text
+                .lines()
+                .find_map(|line| line.trim().strip_prefix("secret: "))
+                .map(|line| line.trim_matches('"').to_string());
+            line.map(|secret| Secret::of_text("X", &secret).unwrap())
+        };
+        let [one, other] = [(); 2].map(|()| filled_in("deploy k8s --nodes 2 --name llm train"));
+        assert!(new(&one).is_some() && new(&one) != new(&other));
+        assert!(
+            one.contains("kind: Secret\nmetadata:\n  name: llm-secret\n")
+                && one.contains("name: llm-secret\n                          key: secret")
+        );
+        let own = filled_in("deploy k8s --nodes 2 --secret mine train");
+        assert!(
+            !own.contains("kind: Secret") && own.contains("name: mine\n                          key: secret"),
+            "{own}"
+        );
+        assert!(filled_in("deploy slurm --nodes 2 train").contains("export CANDLE_ZERO_SECRET"));
+    }
+
+    #[test]
+    fn a_cluster_restarts_as_often_as_zerorun_and_not_by_itself() {
+        assert!(filled_in("deploy k8s --nodes 2 train").contains("maxRestarts: 0\n"));
+        assert!(filled_in("deploy k8s --nodes 2 --max_restarts 3 train").contains("maxRestarts: 3\n"));
     }
 
     #[test]

@@ -220,11 +220,30 @@ impl fmt::Display for Machine {
         writeln!(f, "disk         {} free in {}", gib(self.disk.free), self.disk.folder.display())?;
         writeln!(f, "gpu          {}", or_none(&gpus))?;
         let problem = || format!("none ({})", self.mpi_problem.as_deref().unwrap_or_default());
-        write!(f, "mpi          {}", self.mpi.clone().unwrap_or_else(problem))?;
+        write!(f, "mpi          {}", wrapped(&self.mpi.clone().unwrap_or_else(problem)))?;
         let mut text = String::new();
         self.verdicts.iter().try_for_each(|verdict| write!(text, "\n- {verdict}"))?;
         f.write_str(&text)
     }
+}
+
+/// A text behind the name of its row, in lines that a terminal shows whole.
+fn wrapped(text: &str) -> String {
+    const WIDTH: usize = 100;
+    const INDENT: usize = 13;
+    let (mut lines, mut column) = (String::new(), INDENT);
+    for word in text.split(' ') {
+        let length = word.chars().count() + 1;
+        if column > INDENT && column + length > WIDTH {
+            lines += &format!("\n{:INDENT$}", "");
+            column = INDENT;
+        } else if column > INDENT {
+            lines.push(' ');
+        }
+        lines += word;
+        column += length;
+    }
+    lines
 }
 
 /// The value of `name` in a file of /proc.

@@ -10,6 +10,7 @@ use crate::launch::hosts::cores::CoreList;
 use crate::launch::hosts::filter::Selection;
 use crate::launch::mpirun::{Kind, Mpirun};
 use crate::launch::nodes::Node;
+use crate::launch::nodes::address::BIND_ADDR;
 use crate::launch::nodes::starter::{Hosts, UNTIL_STDIN_ENDS};
 use crate::launch::{Across, Options};
 use crate::tools;
@@ -131,11 +132,16 @@ struct Arguments {
     #[arg(long = "master_addr", alias = "master-addr", value_name = "ADDRESS", help_heading = HOSTS)]
     master_addr: Option<String>,
 
+    /// On host 0, where the others reach it through another address (NAT, a container's published port): the address of this host at
+    /// which they are awaited, for example 0.0.0.0 [default: that of --master_addr]
+    #[arg(long = BIND_ADDR, alias = "bind-addr", value_name = "ADDRESS", help_heading = HOSTS)]
+    bind_addr: Option<String>,
+
     /// With --max_restarts: the fewest hosts to go on with when others are gone [default: all]
     #[arg(long = "min_nodes", alias = "min-nodes", value_name = "M", help_heading = HOSTS)]
     min_nodes: Option<usize>,
 
-    /// With --nnodes: end when standard input does
+    /// With --nnodes: the first line of standard input is the secret, and its end is that of the job here
     #[arg(long = UNTIL_STDIN_ENDS, hide = true)]
     until_stdin_ends: bool,
 
@@ -236,6 +242,7 @@ impl Arguments {
                 selection,
                 min_nodes: self.min_nodes,
                 master_addr: self.master_addr.clone(),
+                bind_addr: self.bind_addr.clone(),
                 ssh_port: self.ssh_port,
                 force_multi: self.force_multi,
                 mpirun: kind.map(|kind| Mpirun { kind, args }),
@@ -258,7 +265,8 @@ impl Arguments {
         self.master_port = Some(port);
         let fewest = range.map_or(nodes, |(fewest, _)| fewest);
         let min_nodes = self.min_nodes.unwrap_or(fewest).min(nodes);
-        Ok(Across::Nodes(Node { nodes, min_nodes, node, master_addr, until_stdin_ends: self.until_stdin_ends }))
+        let (bind_addr, until_stdin_ends) = (self.bind_addr.clone(), self.until_stdin_ends);
+        Ok(Across::Nodes(Node { nodes, min_nodes, node, master_addr, bind_addr, until_stdin_ends }))
     }
 }
 
@@ -345,6 +353,7 @@ fn wrong_launcher(typed: &Arguments) -> Option<String> {
         ("--prometheus", typed.prometheus.is_some()),
         ("--ssh_port", typed.ssh_port.is_some()),
         ("--force_multi", typed.force_multi),
+        ("--bind_addr", typed.bind_addr.is_some()),
     ];
     ours.iter().find(|(_, is_given)| *is_given).map(|(option, _)| {
         format!(

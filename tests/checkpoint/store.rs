@@ -6,13 +6,15 @@ use crate::support::tiny::{Shape, Tiny, batch, config};
 use candle_core::Device;
 use candle_zero::Engine;
 use candle_zero::checkpoint::LoadOptions;
-use candle_zero::comm::threads;
+use candle_zero::comm::{Communicator, Pending, threads};
 use candle_zero::error::Result;
 use serde_json::{Value, json};
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::ops::Range;
 use std::path::Path;
 use std::process::{Command, Output};
+use std::sync::Arc;
 
 const SHAPE: Shape = Shape { units: true, checkpointed: false, layers: 1 };
 
@@ -30,6 +32,64 @@ fn step(engine: &mut Engine<Tiny>) -> Result<()> {
     let loss = engine.forward(|model| model.loss(&ids, &targets))?;
     engine.backward(&loss)?;
     engine.step()
+}
+
+/// Threads as ranks of two hosts.
+struct OnHosts {
+    inner: Arc<dyn Communicator>,
+    here: Range<usize>,
+}
+
+impl Communicator for OnHosts {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn ranks_here(&self) -> Range<usize> {
+        self.here.clone()
+    }
+
+    fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
+        self.inner.gather_bytes(bytes)
+    }
+
+    fn abort(&self, why: &str) {
+        self.inner.abort(why);
+    }
+}
+
+#[test]
+fn hosts_with_folders_of_their_own_send_what_each_has_also_where_ranks_form_groups() {
+    for groups in [false, true] {
+        let (folder, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let url = format!("file://{}", store.path().display());
+        let mut zero = json!({"stage3_param_persistence_threshold": 0});
+        if groups {
+            zero["mics_shard_size"] = json!(2);
+        }
+        let checkpoint = json!({"checkpoint": {"use_node_local_storage": true, "upload_to": url}});
+        let settings = config(3, 1, zero, checkpoint);
+        let ranks = threads::run(4, |inner| {
+            let host = inner.rank() / 2;
+            let comm = Arc::new(OnHosts { here: 2 * host..2 * host + 2, inner });
+            let builder = Engine::builder().communicator(comm).device(Device::Cpu);
+            let mut engine = builder.initialize(|vb| Tiny::new(SHAPE, vb), settings.clone())?;
+            step(&mut engine)?;
+            engine.save_checkpoint(folder.path().join(host.to_string()), None, json!({}))?;
+            engine.wait_for_upload()
+        });
+        ranks.unwrap().into_iter().for_each(|rank| rank.unwrap());
+        // What came is a checkpoint.
+        let loaded = on(3, &url, |engine| {
+            Ok(engine.load_checkpoint(&url, None, &LoadOptions::default())?.map(|_| engine.global_steps()))
+        });
+        let steps: Vec<_> = loaded.into_iter().map(|rank| rank.unwrap()).collect();
+        assert_eq!(steps, [Some(1); 3], "groups: {groups}");
+    }
 }
 
 /// Saves two checkpoints, forgets the folder, and loads the second on another number of ranks.

@@ -454,3 +454,12 @@ fn programs_that_cannot_be_started() {
     exit status: 2
     "#);
 }
+
+#[test]
+fn a_path_that_is_no_text_is_named() {
+    use std::os::unix::ffi::OsStrExt;
+    let path = std::ffi::OsStr::from_bytes(b"chats\xff.jsonl");
+    let output = zerorun().args(["finetune", "model", "--out", "o", "--data"]).arg(path).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    insta::assert_snapshot!(stderr(&output).trim_end(), @"zerorun: `chats�.jsonl` is no UTF-8 text; rename the file or folder, or name a link to it");
+}

@@ -11,6 +11,7 @@ mod engines;
 mod faults;
 mod mpi;
 mod nodes;
+mod port;
 mod ranks;
 mod recorded;
 mod restarts;

@@ -76,7 +76,7 @@ impl Training {
     }
 }
 
-fn ended(child: Child) -> Output {
+pub fn ended(child: Child) -> Output {
     child.wait_with_output().unwrap()
 }
 
@@ -360,7 +360,7 @@ fn a_signal_to_one_launcher_ends_the_ranks_of_both_in_good_order() {
 }
 
 /// A folder as hosts have it: a program, a configuration and data.
-fn host_folder() -> tempfile::TempDir {
+pub fn host_folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     program(folder.path(), "train", "sleep 5");
     std::fs::write(folder.path().join("zero3.json"), "{}").unwrap();
@@ -369,7 +369,7 @@ fn host_folder() -> tempfile::TempDir {
 }
 
 /// A launcher in the folder of a host, with the program's arguments.
-fn launcher_in(folder: &Path, port: u16, options: &str, args: &str) -> Command {
+pub fn launcher_in(folder: &Path, port: u16, options: &str, args: &str) -> Command {
     let mut command = zerorun();
     command.args(["--master_addr", "127.0.0.1", "--master-port", &port.to_string(), "--timeout", "20s"]);
     command.args(options.split_whitespace()).arg("./train").args(args.split_whitespace()).current_dir(folder);
@@ -377,7 +377,7 @@ fn launcher_in(folder: &Path, port: u16, options: &str, args: &str) -> Command {
 }
 
 /// What a launcher said, with words for what is different each time.
-fn said(output: &Output, port: u16) -> String {
+pub fn said(output: &Output, port: u16) -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
     let text = stderr(output).replace(name.trim(), "NAME").replace(&port.to_string(), "PORT");
     let mut parts = text.trim_end().split(" with checksum ");
@@ -387,37 +387,50 @@ fn said(output: &Output, port: u16) -> String {
     })
 }
 
-const ARGS: &str = "--ds_config=zero3.json --data corpus.txt";
+pub const ARGS: &str = "--ds_config=zero3.json --data corpus.txt";
 
-/// What the second of two launchers on this machine says, after `change` to the folder of its host.
-fn refused(options: &str, args: &str, change: impl Fn(&Path)) -> String {
+/// What the second of two launchers on this machine says, after `change` to the folder of its host, and what the first says of it.
+fn refused(options: &str, args: &str, change: impl Fn(&Path)) -> (String, String) {
     let (folders, port) = ([host_folder(), host_folder()], free_port());
     change(folders[1].path());
-    let mut first = start(&mut launcher_in(folders[0].path(), port, "--nnodes 3 --node_rank 0", ARGS));
+    let first = start(&mut launcher_in(folders[0].path(), port, "--nnodes 3 --node_rank 0", ARGS));
     let listens = || std::net::TcpStream::connect(("127.0.0.1", port)).ok();
     wait_up_to(Duration::from_secs(20), "the first launcher", listens);
     let output = launcher_in(folders[1].path(), port, options, args).output().unwrap();
     send(Signal::TERM, &first);
-    first.wait().unwrap();
+    let first = ended(first);
     assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
-    said(&output, port)
+    let about = |line: &&str| line.contains("is refused");
+    (said(&output, port), said(&first, port).lines().filter(about).collect())
 }
 
 #[test]
 fn a_host_that_does_not_belong_to_the_job_is_told_why() {
     let told = |options: &str, args: &str| refused(options, args, |_| {});
-    insta::assert_snapshot!(told("--nnodes 2 --node_rank 1", ARGS), @"zerorun: the first host refuses this one: --nnodes is 2 here and 3 on the first host; give both the same, or, where these are two jobs, another --master_port to one");
-    insta::assert_snapshot!(told("--nnodes 3 --node_rank 0", ARGS), @"zerorun: port PORT, at which the other hosts are awaited, cannot be used: Address already in use (os error 98); end the other job, or give --master_port");
-    insta::assert_snapshot!(told("--nnodes 3 --node_rank 1", "--lr 3"), @"zerorun: the first host refuses this one: host NAME and host NAME differ: the script's arguments are `--ds_config=zero3.json --data corpus.txt` and `--lr 3`; give the same");
+    let (here, first) = told("--nnodes 2 --node_rank 1", ARGS);
+    insta::assert_snapshot!(here, @"zerorun: the first host refuses this one: --nnodes is 2 on host NAME and 3 on the first host; give both the same, or, where these are two jobs, another --master_port to one");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) is refused: --nnodes is 2 on host NAME and 3 on the first host; give both the same, or, where these are two jobs, another --master_port to one");
+    let (here, first) = told("--nnodes 3 --node_rank 0", ARGS);
+    insta::assert_snapshot!(here, @"zerorun: port PORT, at which the other hosts are awaited, cannot be used: Address already in use (os error 98); end the other job, or give --master_port");
+    assert_eq!(first, "");
+    // What it has itself, and a digest of the rest.
+    let (here, first) = told("--nnodes 3 --node_rank 1", "--lr 3");
+    insta::assert_snapshot!(here, @"zerorun: the first host refuses this one: the script's arguments are `--lr 3` on this host, with digest 727752e9, and those on host NAME have digest 53495c78; give the same, which the output of host NAME shows");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) is refused: the script's arguments are `--ds_config=zero3.json --data corpus.txt` on host NAME and `--lr 3` on host NAME; give the same");
 }
 
 #[test]
 fn a_host_with_another_program_configuration_or_data_is_told_which() {
     let told = |change: fn(&Path)| refused("--nnodes 3 --node_rank 1", ARGS, change);
-    insta::assert_snapshot!(told(|folder| _ = program(folder, "train", "sleep 50")), @"zerorun: the first host refuses this one: host NAME and host NAME differ: the program is 18 bytes with checksum SUM and 19 bytes with checksum SUM; copy the same file to both, and for the program give one that is built already");
-    insta::assert_snapshot!(told(|folder| std::fs::write(folder.join("zero3.json"), "{ }").unwrap()), @"zerorun: the first host refuses this one: host NAME and host NAME differ: zero3.json is 2 bytes with checksum SUM and 3 bytes with checksum SUM; copy the same file to both, and for the program give one that is built already");
-    insta::assert_snapshot!(told(|folder| std::fs::write(folder.join("corpus.txt"), "to Be").unwrap()), @"zerorun: the first host refuses this one: host NAME and host NAME differ: corpus.txt is 5 bytes with checksum SUM and 5 bytes with checksum SUM; copy the same file to both, and for the program give one that is built already");
-    insta::assert_snapshot!(told(|folder| std::fs::remove_file(folder.join("corpus.txt")).unwrap()), @"zerorun: the first host refuses this one: host NAME and host NAME differ: corpus.txt is 5 bytes with checksum SUM and not there; copy the same file to both, and for the program give one that is built already");
+    let (here, first) = told(|folder| _ = program(folder, "train", "sleep 50"));
+    insta::assert_snapshot!(here, @"zerorun: the first host refuses this one: the program is not that of host NAME: it is 19 bytes with checksum SUM; copy the same file to both, and for the program give one that is built already");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) is refused: the program is 18 bytes with checksum SUM on host NAME and 19 bytes with checksum SUM on host NAME; copy the same file to both, and for the program give one that is built already");
+    let (here, first) = told(|folder| std::fs::write(folder.join("zero3.json"), "{ }").unwrap());
+    insta::assert_snapshot!(here, @"zerorun: the first host refuses this one: zero3.json is not that of host NAME: it is 3 bytes with checksum SUM; copy the same file to both, and for the program give one that is built already");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) is refused: zero3.json is 2 bytes with checksum SUM on host NAME and 3 bytes with checksum SUM on host NAME; copy the same file to both, and for the program give one that is built already");
+    let (here, first) = told(|folder| std::fs::remove_file(folder.join("corpus.txt")).unwrap());
+    insta::assert_snapshot!(here, @"zerorun: the first host refuses this one: corpus.txt is not that of host NAME: it is not there; copy the same file to both, and for the program give one that is built already");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) is refused: corpus.txt is 5 bytes with checksum SUM on host NAME and not there on host NAME; copy the same file to both, and for the program give one that is built already");
 }
 
 #[test]

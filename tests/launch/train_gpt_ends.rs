@@ -64,11 +64,11 @@ fn a_run_that_never_trains_is_told_and_is_no_success() {
 fn a_signal_ends_training_after_a_checkpoint_of_one_step_on_all_ranks() {
     let folder = Folder::new(2);
     let args = ["--ds_config", "ds_config.json", "--sample", "0", "--steps", "100000", "--save", "saved"];
-    for signal in [Signal::TERM, Signal::INT] {
+    for (signal, ranks) in [(Signal::TERM, 2), (Signal::INT, 2), (Signal::HUP, 2), (Signal::HUP, 1)] {
         let resumed = [&args[..], &["--resume"]].concat();
         let lines = || std::fs::read_to_string(folder.path("metrics.jsonl")).unwrap_or_default().lines().count();
         let before = lines();
-        let child = start(&mut folder.command(2, &resumed));
+        let child = start(&mut folder.command(ranks, &resumed));
         wait_for("two steps of this run", || (lines() >= before + 2).then_some(()));
         send(signal, &child);
         let output = child.wait_with_output().unwrap();

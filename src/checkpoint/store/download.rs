@@ -4,6 +4,7 @@
 //! Nothing of a folder counts that has not the checksums of the manifest: what a download that died has left, and what is
 //! there from the last time, is read and taken where it is right.
 
+use super::Fetched;
 use super::bucket::{Bucket, buffers_object, objects, rank_object, run, wrong};
 use crate::checkpoint::agreement::failed_elsewhere;
 use crate::checkpoint::buffers;
@@ -28,17 +29,13 @@ const PATIENCE: Duration = Duration::from_secs(3600);
 /// How often rank 0 says how far it is.
 const TELL: Duration = Duration::from_secs(10);
 
-/// Brings checkpoint `tag`, or the newest that is whole, from `url` into a folder of each host: that and the tag; nothing
-/// where there is no checkpoint. Collective.
+/// Brings checkpoint `tag`, or the newest that is whole, from `url` into a folder of each host, which is locked for as long as
+/// the result is there; nothing where there is no checkpoint. Collective.
 ///
 /// # Errors
 /// [`CheckpointError::Store`] on all ranks: an address that is none, no whole checkpoint, or an object that cannot be read
 /// or is damaged; a failed collective.
-pub(crate) fn fetch(
-    comm: &dyn Communicator,
-    url: &str,
-    tag: Option<&str>,
-) -> Result<Option<(PathBuf, String)>, Failure> {
+pub(crate) fn fetch(comm: &dyn Communicator, url: &str, tag: Option<&str>) -> Result<Option<Fetched>, Failure> {
     let elsewhere = || failed_elsewhere(Path::new(url));
     let choose = || {
         let bucket = Bucket::open(url)?;
@@ -55,9 +52,9 @@ pub(crate) fn fetch(
         let bucket = Bucket::open(url)?;
         run(url, async || bring(&bucket, &tag, &dir, comm.rank() == 0).await)
     };
-    let brought = if hosts.makes_folder() { bring() } else { Ok(()) };
-    agree(comm, brought, elsewhere())?;
-    Ok(Some((dir, tag)))
+    let brought = hosts.makes_folder().then(bring).transpose();
+    let lock = agree(comm, brought, elsewhere())?;
+    Ok(Some(Fetched { dir, tag, lock }))
 }
 
 /// Where checkpoints of an address are kept: one at a time, in the user's cache.
@@ -128,17 +125,21 @@ async fn missing(bucket: &Bucket, tag: &str) -> Result<std::result::Result<u64, 
     Ok(if missing.is_empty() { Ok(manifest.global_steps) } else { Err(format!("it lacks {}", list(&missing))) })
 }
 
-/// Brings the files of `tag` into `dir`, in place of what is there, and checks every byte.
-pub(super) async fn bring(bucket: &Bucket, tag: &str, dir: &Path, speaks: bool) -> Result<()> {
+/// Brings the files of `tag` into `dir`, in place of what is there, and checks every byte. Until the result is dropped, no other
+/// job does so.
+pub(super) async fn bring(bucket: &Bucket, tag: &str, dir: &Path, speaks: bool) -> Result<FolderLock> {
     let manifest = bucket.manifest(tag).await?;
     let manifest = manifest.ok_or_else(|| bucket.failed("cannot read", &[tag, MANIFEST], &"it is gone"))?;
     let folder = dir.join(tag);
     let io = |action| move |source| Error::Io { action, path: dir.to_owned(), source };
     std::fs::create_dir_all(dir).map_err(io("create"))?;
-    let _lock = match FolderLock::ask(dir, PATIENCE).map_err(io("lock"))? {
+    let lock = match FolderLock::ask(dir, PATIENCE).map_err(io("lock"))? {
         Asked::Held(lock) => lock,
         Asked::Busy(_) => {
-            return Err(wrong(bucket.url(), format!("another job fetches into {}; let it end", dir.display())));
+            return Err(wrong(
+                bucket.url(),
+                format!("another job fetches into {} or loads from there; let it end", dir.display()),
+            ));
         }
     };
     for other in
@@ -172,7 +173,7 @@ pub(super) async fn bring(bucket: &Bucket, tag: &str, dir: &Path, speaks: bool) 
         }
         before += bytes;
     }
-    write_whole(&folder.join(MANIFEST), FETCHED, manifest.to_text().as_bytes()).map(drop).map_err(io("write"))
+    write_whole(&folder.join(MANIFEST), FETCHED, manifest.to_text().as_bytes()).map(|_| lock).map_err(io("write"))
 }
 
 /// Whether a file of the folder has all of its checksums: that of a rank, or behind these that of the buffers.

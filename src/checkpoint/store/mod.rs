@@ -27,6 +27,7 @@ pub(crate) use without::{Upload, check, fetch};
 #[cfg(feature = "s3")]
 pub(crate) use {bucket::check, download::fetch, upload::Upload};
 
+use crate::files::FolderLock;
 use std::path::{Path, PathBuf};
 
 /// What a rank sends of a checkpoint that is whole on disk.
@@ -38,8 +39,20 @@ pub(crate) struct Sending {
     pub folder: PathBuf,
     /// This rank.
     pub rank: usize,
+    /// The number of the file that it has written, which is another one where ranks form groups.
+    pub piece: usize,
     /// Whether `latest` names it then.
     pub is_latest: bool,
+}
+
+/// A checkpoint that came from an object store. While this is there, no other job of the host brings another one into the folder.
+#[cfg_attr(not(feature = "s3"), expect(dead_code, reason = "nothing is fetched"))]
+pub(crate) struct Fetched {
+    /// The folder of checkpoints.
+    pub dir: PathBuf,
+    pub tag: String,
+    /// On the rank of each host that has brought it.
+    lock: Option<FolderLock>,
 }
 
 /// The address that `dir` is, in place of a folder.

@@ -10,6 +10,7 @@ use crate::checkpoint::rank_file::RankWriter;
 use crate::comm::agree::Failure;
 use crate::comm::threads;
 use crate::error::Result;
+use crate::files::{Asked, FolderLock};
 use crate::precision::FlatRef;
 use crate::zero::share::{WEIGHTS, pieces};
 use object_store::memory::InMemory;
@@ -51,7 +52,7 @@ impl Store {
     }
 
     fn start(&self, folder: &Path, rank: usize) -> Upload {
-        let sending = Sending { url: URL.into(), folder: folder.to_owned(), rank, is_latest: true };
+        let sending = Sending { url: URL.into(), folder: folder.to_owned(), rank, piece: rank, is_latest: true };
         Upload::to(self.bucket(), sending).unwrap()
     }
 
@@ -59,7 +60,7 @@ impl Store {
         run(URL, async || choose(&self.bucket(), tag).await)
     }
 
-    fn bring(&self, tag: &str, dir: &Path) -> Result<()> {
+    fn bring(&self, tag: &str, dir: &Path) -> Result<FolderLock> {
         run(URL, async || bring(&self.bucket(), tag, dir, false).await)
     }
 
@@ -132,6 +133,17 @@ fn a_checkpoint_comes_back_as_it_was_sent() {
     store.bring("one", back.path()).unwrap();
     assert!(is_same(&other, &back.path().join("one")));
     assert_eq!(store.objects("one").len(), 3);
+}
+
+#[test]
+fn no_other_job_fetches_into_a_folder_until_what_came_is_loaded() {
+    let (dir, back, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), Store::new());
+    store.send(&save(dir.path(), "one", 1));
+    let is_free = || matches!(FolderLock::ask(back.path(), std::time::Duration::ZERO).unwrap(), Asked::Held(_));
+    let came = store.bring("one", back.path()).unwrap();
+    assert!(!is_free());
+    drop(came);
+    assert!(is_free());
 }
 
 #[test]

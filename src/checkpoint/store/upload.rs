@@ -105,10 +105,10 @@ impl Work {
 
     /// The files of this rank, which are left out where they are there.
     async fn own(&self) -> Result<Manifest> {
-        let Sending { folder, rank, .. } = &self.sending;
+        let Sending { folder, rank, piece, .. } = &self.sending;
         let manifest = Manifest::read(&folder.join(MANIFEST))?;
         let there = self.bucket.sizes(&manifest.tag).await?;
-        let own = &manifest.files[*rank];
+        let own = &manifest.files[*piece];
         let mut files = vec![(&own.name, rank_object(own), own.bytes)];
         if let (0, Some(buffers)) = (rank, &manifest.buffers) {
             files.push((&buffers.name, buffers_object(buffers), buffers.bytes));

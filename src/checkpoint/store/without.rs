@@ -1,10 +1,9 @@
 //! A build without feature `s3`: addresses of object stores are errors.
 
-use super::Sending;
+use super::{Fetched, Sending};
 use crate::comm::Communicator;
 use crate::comm::agree::Failure;
 use crate::error::{CheckpointError, Result};
-use std::path::PathBuf;
 
 /// A copy on its way: there is none.
 pub(crate) enum Upload {}
@@ -25,6 +24,6 @@ pub(crate) fn check(url: &str) -> Result<()> {
     Err(CheckpointError::Store { url: url.to_owned(), problem }.into())
 }
 
-pub(crate) fn fetch(_: &dyn Communicator, url: &str, _: Option<&str>) -> Result<Option<(PathBuf, String)>, Failure> {
+pub(crate) fn fetch(_: &dyn Communicator, url: &str, _: Option<&str>) -> Result<Option<Fetched>, Failure> {
     check(url).map(|()| None).map_err(Failure::InStep)
 }

@@ -211,6 +211,52 @@ pub enum HostsError {
         /// The system's reason.
         why: String,
     },
+    /// The first host's address is another host's.
+    #[error(
+        "--{option} {address} is {found}, which is no address of this host, and --node_rank 0 is the host at which the others are \
+         awaited; give --master_addr this host's address, or, where the others reach it through another one (NAT, a container's \
+         published port, a service), give --bind_addr one of this host beside it, for example 0.0.0.0"
+    )]
+    FirstIsElsewhere {
+        /// The option, without its dashes.
+        option: &'static str,
+        /// Its value.
+        address: String,
+        /// The addresses that it stands for.
+        found: String,
+    },
+    /// The first host's name has no address.
+    #[error(
+        "the address of {address}, the first host, is not known after {seconds} s: {why}; give --master_addr a name that this \
+         host knows, or the address itself"
+    )]
+    UnknownAddress {
+        /// The name.
+        address: String,
+        /// How long it was looked up.
+        seconds: u64,
+        /// The system's reason.
+        why: String,
+    },
+    /// The secret of the hosts cannot be used.
+    #[error("{from} cannot be the secret of the hosts: {problem}")]
+    BadSecret {
+        /// Where it comes from.
+        from: String,
+        /// The problem and its remedy.
+        problem: String,
+    },
+    /// Another program is at the first host's port.
+    #[error(
+        "what answers at port {port} of {address} is no zerorun of this version: another program is there; end it, or give all \
+         hosts another --master_port"
+    )]
+    NoLauncher {
+        /// `--master_addr`.
+        address: String,
+        /// `--master_port`.
+        port: u16,
+    },
     /// The first host does not answer.
     #[error(
         "the first host, {address}, could not be reached at port {port} for {seconds} s: {why}; start zerorun with --node_rank 0 \

@@ -1,6 +1,9 @@
 //! One host's side of a job on several hosts: it joins, starts its ranks when it is told to, and says how they ended.
 
-use super::wire::{Heard, Hello, How, Message, Peer, Start};
+use super::greeting::Parting;
+use super::join::join;
+use super::secret::Secret;
+use super::wire::{Heard, Hello, How, LONGEST, Message, Peer, Session, Start};
 use crate::error::{HostsError, LaunchError, Result};
 use crate::launch::console::say;
 use crate::launch::pmi;
@@ -9,13 +12,13 @@ use crate::launch::signals::{self, Event};
 use crate::util::lock;
 use rustix::process::Signal;
 use std::collections::VecDeque;
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// How long a try to reach the first host may take.
+/// How long a try to reach the first host may take, and then to join.
 const TRY: Duration = Duration::from_secs(5);
 /// The pause between two tries to reach the first host.
 const RETRY: Duration = Duration::from_millis(300);
@@ -28,6 +31,9 @@ const EXIT_LOST: u8 = 1;
 pub(super) struct Joining {
     pub(super) master_addr: String,
     pub(super) master_port: u16,
+    /// How the first host itself comes to its port.
+    pub(super) own: Option<Vec<SocketAddr>>,
+    pub(super) secret: Option<Secret>,
     /// How long the first host is tried.
     pub(super) patience: Duration,
     pub(super) hello: Hello,
@@ -141,14 +147,13 @@ pub(super) fn run(mut job: Job, joining: &Joining) -> Result<u8> {
 fn attend(job: &mut Job, joining: &Joining, sender: &Sender<Event>, events: &Receiver<Event>) -> Result<Left> {
     let inbox = Arc::new(Inbox::default());
     let (heard, sender) = (Arc::clone(&inbox), sender.clone());
-    let stream = match connect(joining, events)? {
-        Ok(stream) => stream,
+    let session = match connect(joining, events)? {
+        Ok(session) => session,
         Err(signal) => return Ok(stopped_by(signal)),
     };
     let hear = move |news| heard.hear(news, &sender);
-    let peer = Peer::over(stream, hear).map_err(|source| unreachable(joining, source.to_string()))?;
+    let peer = Peer::over(session, LONGEST, hear).map_err(|source| unreachable(joining, source.to_string()))?;
     let peer = Arc::new(peer);
-    peer.send(&Message::Hello(Hello { clock: crate::comm::clocks::seconds(), ..joining.hello.clone() }));
     let mut failed = None;
     loop {
         match wait(&inbox, events) {
@@ -167,7 +172,6 @@ fn attend(job: &mut Job, joining: &Joining, sender: &Sender<Event>, events: &Rec
                 }
                 return Ok(Left::Over(code));
             }
-            Ok(Heard::Said(Message::Refused(why))) => return Err(HostsError::Refused { why }.into()),
             Ok(Heard::Said(_)) => {}
             Ok(Heard::Lost(why)) => return Ok(Left::Lost(why)),
             Err(signal) => {
@@ -183,16 +187,27 @@ fn stopped_by(signal: Signal) -> Left {
     Left::Over(128 + signal.as_raw() as u8)
 }
 
-/// Reaches the first host, or ends with a signal.
-fn connect(joining: &Joining, events: &Receiver<Event>) -> Result<std::result::Result<TcpStream, Signal>> {
+/// Joins the job, or ends with a signal. What may be better the next time is tried again.
+fn connect(joining: &Joining, events: &Receiver<Event>) -> Result<std::result::Result<Session, Signal>> {
     let since = Instant::now();
     loop {
-        let error = match reach(&joining.master_addr, joining.master_port) {
-            Ok(stream) => return Ok(Ok(stream)),
-            Err(error) => error,
+        let why = match reach(joining) {
+            Ok(stream) => {
+                let hello = Hello { clock: crate::comm::clocks::seconds(), ..joining.hello.clone() };
+                match join(stream, joining.secret.as_ref(), &hello, TRY) {
+                    Ok(session) => return Ok(Ok(session)),
+                    Err(Parting::Refused { why, .. }) => return Err(HostsError::Refused { why }.into()),
+                    Err(Parting::NoLauncher) => {
+                        let Joining { master_addr, master_port, .. } = joining;
+                        return Err(HostsError::NoLauncher { address: master_addr.clone(), port: *master_port }.into());
+                    }
+                    Err(Parting::Lost(why)) => why,
+                }
+            }
+            Err(error) => error.to_string(),
         };
         if since.elapsed() >= joining.patience {
-            return Err(unreachable(joining, error.to_string()));
+            return Err(unreachable(joining, why));
         }
         match events.recv_timeout(RETRY) {
             Ok(Event::End(signal)) => return Ok(Err(signal)),
@@ -203,9 +218,13 @@ fn connect(joining: &Joining, events: &Receiver<Event>) -> Result<std::result::R
 }
 
 /// Tries each of the address' meanings for a while.
-fn reach(address: &str, port: u16) -> std::io::Result<TcpStream> {
+fn reach(joining: &Joining) -> std::io::Result<TcpStream> {
     let mut last = std::io::Error::from(std::io::ErrorKind::NotFound);
-    for address in (address, port).to_socket_addrs()? {
+    let addresses = match &joining.own {
+        Some(own) => own.clone(),
+        None => (joining.master_addr.as_str(), joining.master_port).to_socket_addrs()?.collect(),
+    };
+    for address in addresses {
         match TcpStream::connect_timeout(&address, TRY) {
             Ok(stream) => return Ok(stream),
             Err(error) => last = error,

@@ -2,25 +2,33 @@
 //!
 //! ```text
 //!   host 0: zerorun --nnodes 2 --node_rank 0 --master_addr a ...      host 1: zerorun --nnodes 2 --node_rank 1 --master_addr a ...
-//!     first: waits at the port <------------- Hello ------------------- member: joins, gets Start, starts its ranks
+//!     first: waits at the port <---- greeting, Hello ------------------ member: joins, gets Start, starts its ranks
 //!     member: as on every host                                          ranks meet in MPI, through `pmi`; signs of life
 //! ```
 //!
-//! `first` is what only the first host does, `member` what each does, `wire` how they speak. `starter` starts the launcher of
-//! each host of a hostfile.
+//! `first` is what only the first host does, `member` what each does, `wire` how they speak. The first listens at an `address`;
+//! its `door` bounds what strangers cost, a `greeting` with the `secret` tells them from hosts of the job, and `admission` says
+//! which of these may take part. `starter` starts the launcher of each host of a hostfile.
 
+pub(crate) mod address;
+mod admission;
 mod checksums;
+mod door;
 mod first;
+mod greeting;
+mod join;
 mod member;
+pub(crate) mod secret;
 pub(crate) mod starter;
 mod wire;
 
+use super::console::say;
 use super::ranks::Job;
-use crate::error::{HostsError, LaunchError, Result};
+use crate::error::{LaunchError, Result};
 use crate::util::host_name;
 use first::Rule;
 use member::Joining;
-use std::net::{Ipv4Addr, Ipv6Addr, TcpListener};
+use secret::{SECRET, Secret};
 use std::time::Duration;
 use wire::Hello;
 
@@ -40,21 +48,35 @@ pub(crate) struct Node {
     pub(crate) node: usize,
     /// The first host's address.
     pub(crate) master_addr: String,
-    /// Whether the end of standard input asks this launcher to end.
+    /// The address of this host at which the first one listens; `None`: `master_addr`.
+    pub(crate) bind_addr: Option<String>,
+    /// Whether the first line of standard input is the secret, and the end of it asks this launcher to end.
     pub(crate) until_stdin_ends: bool,
 }
 
 /// Runs this host's part of the job to its end; the result is the exit code. Call it on the main thread.
 ///
 /// # Errors
-/// The port is taken, the first host cannot be reached or refuses this one.
+/// The secret cannot be used, the port is taken or another host's, the first host cannot be reached or refuses this one.
 pub(super) fn run(job: Job, node: &Node, max_restarts: u32) -> Result<u8> {
     let patience = job.timeout.unwrap_or(PATIENCE);
     let port = job.master_port.unwrap_or(DEFAULT_PORT);
+    let secret = match node.until_stdin_ends {
+        true => Some(Secret::of_line(std::io::stdin().lock())?),
+        false => Secret::of_environment()?,
+    };
     // Before anything is read: a port that is taken is told at once.
-    let listener = if node.node == 0 { Some(listen(port)?) } else { None };
+    let listening = match node.node {
+        0 => Some(address::listen(&node.master_addr, node.bind_addr.as_deref(), port, patience)?),
+        _ => None,
+    };
+    if let (Some(open), None) = (listening.as_ref().and_then(|at| at.open_to_others()), &secret) {
+        say(&format!(
+            "zerorun: warning: whoever reaches port {port} of {open} can take a host's place in this job, as {SECRET} is not set; \
+             set it to one value on every host, for example what `openssl rand -hex 32` prints"
+        ));
+    }
     let hello = Hello {
-        version: env!("CARGO_PKG_VERSION").into(),
         nodes: node.nodes,
         node: node.node,
         ranks: job.world,
@@ -63,14 +85,17 @@ pub(super) fn run(job: Job, node: &Node, max_restarts: u32) -> Result<u8> {
         files: checksums::of_files(&job.program, &job.args),
         folders: checksums::of_folders(&job.args),
         clock: 0,
-        launcher: launcher(),
+        launcher: launcher()?,
     };
     let rule = Rule { nodes: node.nodes, min_nodes: node.min_nodes, max_restarts, patience };
-    let first = listener.map(|listener| first::serve(listener, rule, hello.clone())).transpose();
+    let own = listening.as_ref().map(|listening| listening.own.clone());
+    let first = listening.map(|at| first::serve(at.listeners, secret.clone(), rule, hello.clone())).transpose();
     let first = first.map_err(|source| LaunchError::Setup { what: "meeting other hosts", source })?;
     let joining = Joining {
         master_addr: node.master_addr.clone(),
         master_port: port,
+        own,
+        secret,
         patience,
         hello,
         returns: max_restarts > 0 && node.node > 0,
@@ -84,19 +109,8 @@ pub(super) fn run(job: Job, node: &Node, max_restarts: u32) -> Result<u8> {
     code
 }
 
-/// At all addresses of this host.
-fn listen(port: u16) -> Result<TcpListener> {
-    let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).or_else(|error| match error.kind() {
-        std::io::ErrorKind::AddrInUse => Err(error),
-        // No IPv6 here.
-        _ => TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)),
-    });
-    Ok(listener.map_err(|source| HostsError::PortTaken { port, why: source.to_string() })?)
-}
-
-/// A number that no other launcher has.
-fn launcher() -> u64 {
-    let now =
-        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64);
-    now ^ u64::from(std::process::id()).rotate_left(32)
+/// A number that no other launcher has, and that nobody guesses.
+fn launcher() -> Result<u64> {
+    let [a, b, c, d, e, f, g, h, ..] = secret::nonce()?;
+    Ok(u64::from_le_bytes([a, b, c, d, e, f, g, h]))
 }

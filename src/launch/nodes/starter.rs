@@ -1,8 +1,11 @@
 //! `--hostfile`: the launcher is started on each host of the file, by ssh or, on this host, directly.
 //!
 //! Each gets the same working directory, program and arguments, so these have to be at the same place everywhere, and
-//! DeepSpeed's choice of variables ([`exports`]).
+//! DeepSpeed's choice of variables ([`exports`]). The secret goes over the launcher's standard input, so that no list of processes
+//! shows it; where the user gives none, it is a new one.
 
+use super::address::BIND_ADDR;
+use super::secret::Secret;
 use crate::error::{Error, HostsError, LaunchError, Result};
 use crate::launch::binding::Binding;
 use crate::launch::console::say;
@@ -17,13 +20,14 @@ use crate::launch::signals::{self, Event, die_with_parent};
 use crate::util::host_name;
 use rustix::process::Signal;
 use std::ffi::OsString;
+use std::io::Write;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-/// The option by which a launcher ends with its standard input.
+/// The option by which a launcher takes the secret from its standard input, and ends with it.
 pub(crate) const UNTIL_STDIN_ENDS: &str = "until_stdin_ends";
 /// A program in place of ssh, called as `PROGRAM HOST COMMAND`.
 const REMOTE_SHELL: &str = "ZERORUN_RSH";
@@ -46,6 +50,8 @@ pub(crate) struct Hosts {
     pub(crate) min_nodes: Option<usize>,
     /// `None`: the first host's name.
     pub(crate) master_addr: Option<String>,
+    /// The address at which the first one listens; `None`: `master_addr`.
+    pub(crate) bind_addr: Option<String>,
     /// `None`: ssh's own choice.
     pub(crate) ssh_port: Option<u16>,
     /// Whether a single host is reached by ssh too.
@@ -87,6 +93,8 @@ struct Launcher<'a> {
     /// Whether it is on this host, and not behind ssh.
     local: bool,
     command: Command,
+    /// The line with the secret.
+    secret: String,
     child: Option<Child>,
     /// When it ended.
     ended: Option<Instant>,
@@ -99,6 +107,7 @@ struct Launcher<'a> {
 pub(crate) fn run(job: &Job, hosts: &Hosts, world: &World, whole: &Whole<'_>) -> Result<u8> {
     let (_, events) = signals::listen()?;
     let exports = exports()?;
+    let secret = Secret::of_environment()?.map_or_else(Secret::random, Ok)?.line();
     let mut launchers = Vec::new();
     for node in 0..world.hosts().len() {
         let host = &world.hosts()[node];
@@ -108,7 +117,7 @@ pub(crate) fn run(job: &Job, hosts: &Hosts, world: &World, whole: &Whole<'_>) ->
         let mut exports: Vec<_> = exports.iter().filter(|(name, _)| name != DEVICES).cloned().collect();
         exports.push((DEVICES.into(), world.devices(node)));
         let command = command(host, local, &words, &exports, hosts.ssh_port);
-        launchers.push(Launcher { host, local, command, child: None, ended: None });
+        launchers.push(Launcher { host, local, command, secret: secret.clone(), child: None, ended: None });
     }
     for launcher in &mut launchers {
         launcher.start()?;
@@ -177,10 +186,12 @@ fn wait_all(launchers: &mut [Launcher<'_>]) {
 
 impl Launcher<'_> {
     fn start(&mut self) -> Result<()> {
-        let child = self.command.spawn().map_err(|source| {
+        let mut child = self.command.spawn().map_err(|source| {
             let program = self.command.get_program().to_string_lossy().into_owned();
             HostsError::NotReached { host: self.host.name.clone(), program, why: source.to_string() }
         })?;
+        // A pipe has room for it. One that has ended already says why by its exit code.
+        let _ = child.stdin.as_mut().map(|stdin| stdin.write_all(self.secret.as_bytes()));
         (self.child, self.ended) = (Some(child), None);
         Ok(())
     }
@@ -226,6 +237,9 @@ fn words(job: &Job, hosts: &Hosts, world: &World, node: usize, whole: &Whole<'_>
     option("node_rank", node.to_string());
     option("num_ranks", world.hosts()[node].slots.len().to_string());
     option("master_addr", master);
+    if let Some(address) = hosts.bind_addr.as_ref().filter(|_| node == 0) {
+        option(BIND_ADDR, address.clone());
+    }
     option("master_port", job.master_port.unwrap_or(super::DEFAULT_PORT).to_string());
     option("grace", format!("{}ms", job.grace.as_millis()));
     option("max_restarts", whole.max_restarts.to_string());

@@ -1,24 +1,38 @@
 //! What the launchers of a job's hosts tell one another: lines of JSON over TCP, and a sign of life every second.
+//!
+//! ```text
+//!   Session   one connection: whole lines, each with its seal where the hosts share a secret
+//!   Peer      a session with a launcher that belongs to the job: it is listened to, and gets signs of life
+//! ```
 
 use super::checksums::Checksums;
+use super::secret::Key;
 use crate::launch::pmi::Values;
 use crate::util::lock;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long a launcher may be silent before its host counts as gone.
 const SILENCE: Duration = Duration::from_secs(8);
 /// How often it gives a sign of life.
 const BEAT: Duration = Duration::from_secs(1);
-/// Bytes of the longest message: the values of some ten thousand ranks.
-const LONGEST: u64 = 64 << 20;
+/// Bytes of the longest message of a launcher that belongs to the job: the values of some ten thousand ranks.
+pub(super) const LONGEST: usize = 64 << 20;
+/// Bytes that are asked for at once.
+const AT_ONCE: usize = 64 << 10;
 
 /// Why nothing more is heard of a launcher that has ended.
 const CLOSED: &str = "it closed the connection";
+/// Why what is heard is not believed.
+const NO_SEAL: &str = "a message has not the seal of its connection: something between the hosts changes what they say";
+/// Why nothing more is waited for.
+const LATE: &str = "it did not answer in time";
+/// Why nothing is made of what another program says.
+const NO_MESSAGE: &str = "what it sends is no message of this version of zerorun: another program is on this port";
 
 /// A message. Those about an attempt name it: what comes late belongs to an earlier one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -27,6 +41,8 @@ pub(super) enum Message {
     Hello(Hello),
     /// It cannot, for this reason.
     Refused(String),
+    /// It does.
+    Joined,
     /// The ranks shall be started.
     Start(Start),
     /// What ranks have put for their MPI libraries: of one host on the way to the first, of all on the way back.
@@ -48,8 +64,6 @@ pub(super) enum Message {
 /// A host that asks to take part.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Hello {
-    /// The version of `zerorun`.
-    pub(super) version: String,
     /// `--nnodes` there.
     pub(super) nodes: usize,
     /// `--node_rank` there.
@@ -120,88 +134,242 @@ pub(super) enum Heard {
     Lost(String),
 }
 
-/// A connection to another launcher. It ends when this is dropped.
+/// How long is waited for a line.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Wait {
+    /// Until then, however much comes.
+    Until(Instant),
+    /// For so long each time nothing comes.
+    Silence(Duration),
+}
+
+/// Where a connection has got to: whose turn is next, on one way.
 #[derive(Debug)]
-pub(super) struct Peer(Arc<Mutex<TcpStream>>);
+struct Seal {
+    /// `None`: the hosts share no secret.
+    key: Option<Key>,
+    /// Of the next message.
+    number: u64,
+}
+
+impl Seal {
+    const NONE: Self = Self { key: None, number: 0 };
+
+    fn next(&mut self) -> u64 {
+        self.number += 1;
+        self.number - 1
+    }
+
+    /// A line for this message.
+    fn line(&mut self, message: &[u8]) -> Vec<u8> {
+        let number = self.next();
+        let seal = self.key.as_ref().map_or(String::new(), |key| key.seal(number, message) + " ");
+        [seal.as_bytes(), message, b"\n"].concat()
+    }
+
+    /// The message of a line; `None` where it has another seal than that of the next message.
+    fn message<'a>(&mut self, line: &'a [u8]) -> Option<&'a [u8]> {
+        let number = self.next();
+        let Some(key) = &self.key else { return Some(line) };
+        let space = line.iter().position(|byte| *byte == b' ')?;
+        let (seal, message) = (&line[..space], &line[space + 1..]);
+        key.is_sealed(number, message, seal).then_some(message)
+    }
+}
+
+/// What comes of a connection, line by line.
+#[derive(Debug)]
+struct Incoming {
+    stream: Arc<TcpStream>,
+    /// What has come and was not taken, in the beginning of which is no end of a line.
+    held: Vec<u8>,
+    searched: usize,
+    seal: Seal,
+}
+
+impl Incoming {
+    /// The next message, of at most `longest` bytes, or why there is none.
+    fn next<T: for<'a> Deserialize<'a>>(&mut self, longest: usize, wait: Wait) -> Result<T, String> {
+        let line = self.line(longest, wait)?;
+        let message = self.seal.message(&line).ok_or(NO_SEAL)?;
+        serde_json::from_slice(message).map_err(|_| NO_MESSAGE.into())
+    }
+
+    /// The next line of at most `longest` bytes, or why there is none.
+    fn line(&mut self, longest: usize, wait: Wait) -> Result<Vec<u8>, String> {
+        loop {
+            if let Some(at) = self.held[self.searched..].iter().position(|byte| *byte == b'\n') {
+                let rest = self.held.split_off(self.searched + at + 1);
+                let mut line = std::mem::replace(&mut self.held, rest);
+                line.pop();
+                self.searched = 0;
+                return Ok(line);
+            }
+            self.searched = self.held.len();
+            if self.held.len() >= longest {
+                return Err(format!("it sent a line of more than {longest} bytes"));
+            }
+            let patience = match wait {
+                Wait::Until(end) => end.saturating_duration_since(Instant::now()),
+                Wait::Silence(patience) => patience,
+            };
+            // Zero stands for no limit there.
+            let timeout = Some(patience.max(Duration::from_millis(1)));
+            self.stream.set_read_timeout(timeout).map_err(|error| broken(&error))?;
+            let (before, most) = (self.held.len(), AT_ONCE.min(longest - self.held.len()));
+            self.held.resize(before + most, 0);
+            let read = (&*self.stream).read(&mut self.held[before..]);
+            self.held.truncate(before + *read.as_ref().unwrap_or(&0));
+            match read {
+                Ok(0) => return Err(CLOSED.into()),
+                Ok(_) if matches!(wait, Wait::Until(end) if Instant::now() >= end) => return Err(LATE.into()),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Err(CLOSED.into()),
+                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
+                    return Err(match wait {
+                        Wait::Until(_) => LATE.into(),
+                        Wait::Silence(patience) => format!("nothing was heard of it for {} s", patience.as_secs()),
+                    });
+                }
+                Err(error) => return Err(broken(&error)),
+            }
+        }
+    }
+}
+
+fn broken(error: &io::Error) -> String {
+    format!("the connection broke: {error}")
+}
+
+/// What goes over a connection.
+#[derive(Debug)]
+struct Outgoing {
+    stream: Arc<TcpStream>,
+    seal: Seal,
+}
+
+impl Outgoing {
+    fn write(&mut self, message: &impl Serialize) -> io::Result<()> {
+        let line = self.seal.line(&serde_json::to_vec(message)?);
+        (&*self.stream).write_all(&line)
+    }
+}
+
+/// One connection, on which the two sides speak in turn. It ends when this is dropped.
+#[derive(Debug)]
+pub(super) struct Session {
+    incoming: Incoming,
+    outgoing: Outgoing,
+}
+
+impl Session {
+    /// # Errors
+    /// The system's.
+    pub(super) fn over(stream: Arc<TcpStream>) -> io::Result<Self> {
+        stream.set_nodelay(true)?;
+        stream.set_write_timeout(Some(SILENCE))?;
+        let incoming = Incoming { stream: stream.clone(), held: Vec::new(), searched: 0, seal: Seal::NONE };
+        Ok(Self { incoming, outgoing: Outgoing { stream, seal: Seal::NONE } })
+    }
+
+    /// From now on each line has its seal.
+    pub(super) fn seal(&mut self, incoming: Key, outgoing: Key) {
+        self.incoming.seal = Seal { key: Some(incoming), number: 0 };
+        self.outgoing.seal = Seal { key: Some(outgoing), number: 0 };
+    }
+
+    /// Sends a message. One that cannot be sent is noticed where an answer is awaited.
+    pub(super) fn send(&mut self, message: &impl Serialize) {
+        let _ = self.outgoing.write(message);
+    }
+
+    /// The next message, of at most `longest` bytes, or why there is none.
+    pub(super) fn next<T: for<'a> Deserialize<'a>>(&mut self, longest: usize, wait: Wait) -> Result<T, String> {
+        self.incoming.next(longest, wait)
+    }
+}
+
+/// Whether this is why nothing is made of what another program says.
+pub(super) fn is_another_program(why: &str) -> bool {
+    why == NO_MESSAGE
+}
+
+/// A connection to a launcher that belongs to the job. It ends when this is dropped.
+#[derive(Debug)]
+pub(super) struct Peer(Arc<Mutex<Outgoing>>);
 
 impl Peer {
-    /// Begins to listen, on a thread that calls `hear`, and to give signs of life.
-    pub(super) fn over(stream: TcpStream, mut hear: impl FnMut(Heard) + Send + 'static) -> io::Result<Self> {
-        stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(SILENCE))?;
-        stream.set_write_timeout(Some(SILENCE))?;
-        let mut from = BufReader::new(stream.try_clone()?);
+    /// Begins to listen, on a thread that calls `hear`, and to give signs of life. A message has at most `longest` bytes.
+    pub(super) fn over(
+        session: Session,
+        longest: usize,
+        mut hear: impl FnMut(Heard) + Send + 'static,
+    ) -> io::Result<Self> {
+        let Session { mut incoming, outgoing } = session;
         let listen = move || {
             loop {
-                match next(&mut from) {
+                match incoming.next(longest, Wait::Silence(SILENCE)) {
                     Ok(Message::Beat) => {}
                     Ok(message) => hear(Heard::Said(message)),
                     Err(why) => return hear(Heard::Lost(why)),
                 }
             }
         };
-        let stream = Arc::new(Mutex::new(stream));
-        let alive = Arc::downgrade(&stream);
+        let outgoing = Arc::new(Mutex::new(outgoing));
+        let alive = Arc::downgrade(&outgoing);
         std::thread::Builder::new().name("hears a launcher".into()).spawn(listen)?;
         std::thread::Builder::new().name("signs of life".into()).spawn(move || beat(&alive))?;
-        Ok(Self(stream))
+        Ok(Self(outgoing))
     }
 
     /// Sends a message. One that cannot be sent is noticed where this peer is listened to.
     pub(super) fn send(&self, message: &Message) {
-        let _ = write(&self.0, message);
+        let _ = lock(&self.0).write(message);
     }
 }
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        let _ = lock(&self.0).shutdown(Shutdown::Both);
+        let _ = lock(&self.0).stream.shutdown(Shutdown::Both);
     }
 }
 
-fn write(stream: &Mutex<TcpStream>, message: &Message) -> io::Result<()> {
-    let mut line = serde_json::to_vec(message)?;
-    line.push(b'\n');
-    lock(stream).write_all(&line)
-}
-
-fn beat(stream: &Weak<Mutex<TcpStream>>) {
-    while stream.upgrade().is_some_and(|stream| write(&stream, &Message::Beat).is_ok()) {
+fn beat(outgoing: &Weak<Mutex<Outgoing>>) {
+    while outgoing.upgrade().is_some_and(|outgoing| lock(&outgoing).write(&Message::Beat).is_ok()) {
         std::thread::sleep(BEAT);
-    }
-}
-
-/// The next message, or why there is none.
-fn next(from: &mut BufReader<TcpStream>) -> Result<Message, String> {
-    let mut line = Vec::new();
-    match from.take(LONGEST).read_until(b'\n', &mut line) {
-        Ok(_) if line.last() == Some(&b'\n') => serde_json::from_slice(&line).map_err(|_| {
-            "what it sends is no message of this version of zerorun: another program is on this port".into()
-        }),
-        Ok(_) => Err(CLOSED.into()),
-        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Err(CLOSED.into()),
-        Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
-            Err(format!("nothing was heard of it for {} s", SILENCE.as_secs()))
-        }
-        Err(error) => Err(format!("the connection broke: {error}")),
     }
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use super::super::secret::{Purpose, Secret};
     use super::*;
     use std::net::TcpListener;
     use std::sync::mpsc::channel;
 
+    /// The two ends of a connection.
+    fn pair() -> [TcpStream; 2] {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let there = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        [listener.accept().unwrap().0, there]
+    }
+
+    fn session(stream: TcpStream) -> Session {
+        Session::over(Arc::new(stream)).unwrap()
+    }
+
+    fn soon() -> Wait {
+        Wait::Until(Instant::now() + Duration::from_secs(60))
+    }
+
     #[test]
     fn messages_arrive_in_order_and_an_end_is_noticed() {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let (sender, heard) = channel();
-        let there = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let (here, _) = listener.accept().unwrap();
-        let _here = Peer::over(here, move |news| drop(sender.send(news))).unwrap();
-        let there = Peer::over(there, |_| {}).unwrap();
+        let [here, there] = pair();
+        let _here = Peer::over(session(here), LONGEST, move |news| drop(sender.send(news))).unwrap();
+        let there = Peer::over(session(there), LONGEST, |_| {}).unwrap();
         let values = Message::Values { attempt: 1, values: vec![("a".into(), "line\nbreak".into())] };
         for message in [&values, &Message::Signal(15)] {
             there.send(message);
@@ -213,11 +381,56 @@ mod tests {
 
     #[test]
     fn what_is_no_message_ends_the_connection() {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let (sender, heard) = channel();
-        let mut there = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let _here = Peer::over(listener.accept().unwrap().0, move |news| drop(sender.send(news))).unwrap();
+        let [here, mut there] = pair();
+        let _here = Peer::over(session(here), LONGEST, move |news| drop(sender.send(news))).unwrap();
         there.write_all(b"GET / HTTP/1.1\r\n").unwrap();
         assert!(matches!(heard.recv().unwrap(), Heard::Lost(why) if why.contains("another program")));
+    }
+
+    #[test]
+    fn a_line_has_a_limit_and_a_deadline_holds_however_much_comes() {
+        let [here, mut there] = pair();
+        there.write_all(&[b'a'; 200]).unwrap();
+        let told = session(here).next::<Message>(100, soon()).unwrap_err();
+        insta::assert_snapshot!(told, @"it sent a line of more than 100 bytes");
+        let [here, mut there] = pair();
+        let drip = std::thread::spawn(move || while there.write_all(b" ").is_ok() {});
+        let wait = Wait::Until(Instant::now() + Duration::from_millis(50));
+        let mut here = session(here);
+        assert_eq!(here.next::<Message>(1 << 30, wait).unwrap_err(), LATE);
+        drop(here);
+        drip.join().unwrap();
+    }
+
+    #[test]
+    fn a_sealed_message_is_heard_once_and_as_it_was_said() {
+        let secret = Secret::of_text("X", "correct horse battery staple").unwrap();
+        let keys = || [Purpose::ToFirst, Purpose::FromFirst].map(|way| secret.key(way, &[1; 32], &[2; 32]));
+        let sealed = || {
+            let [stream, raw] = pair();
+            let (mut here, [there, back]) = (session(stream), keys());
+            here.seal(there, back);
+            (here, raw)
+        };
+        let lines: Vec<Vec<u8>> = {
+            let mut seal = Seal { key: Some(keys()[0].clone()), number: 0 };
+            (0..3).map(|signal| seal.line(&serde_json::to_vec(&Message::Signal(signal)).unwrap())).collect()
+        };
+        let heard = |bytes: &[u8], messages: usize| {
+            let (mut here, mut raw) = sealed();
+            raw.write_all(bytes).unwrap();
+            (0..messages).map(|_| here.next::<Message>(LONGEST, soon())).collect::<Vec<_>>()
+        };
+        let all = heard(&lines.concat(), 3);
+        assert!(all.iter().enumerate().all(|(at, said)| *said == Ok(Message::Signal(at as i32))), "{all:?}");
+        // Twice, out of turn, changed, of the other way, without a seal.
+        let changed = String::from_utf8(lines[0].clone()).unwrap().replace("Signal\":0", "Signal\":9").into_bytes();
+        let mut other = Seal { key: Some(keys()[1].clone()), number: 0 };
+        let other = other.line(&serde_json::to_vec(&Message::Signal(0)).unwrap());
+        assert_eq!(heard(&[&lines[0][..], &lines[0]].concat(), 2)[1], Err(NO_SEAL.into()));
+        for wrong in [&lines[1], &changed, &other, &b"{\"Signal\":0}\n".to_vec()] {
+            assert_eq!(heard(wrong, 1), [Err(NO_SEAL.into())]);
+        }
     }
 }

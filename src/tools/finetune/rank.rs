@@ -4,7 +4,7 @@ use super::flags::Flags;
 use crate::comm::{self, RankEnv};
 use crate::error::{Error, FinetuneError, Result};
 use crate::finetune::{Ended, FineTune, Options, Prepared, Rewards, Sampling, StepReport};
-use crate::launch::console::{print, refused, say};
+use crate::launch::console::{all_is_written, print, refused, say};
 use crate::monitor::{MetricsWriter, Progress};
 use crate::offload::OffloadReport;
 use crate::util::counted;
@@ -17,6 +17,8 @@ use std::time::Instant;
 pub(super) fn run(options: Options, flags: &Flags) -> ExitCode {
     match train(options, flags) {
         Ok(Ended::Asked) => ExitCode::FAILURE,
+        // As the launcher of several ranks, whose output it is, has it.
+        Ok(_) if !all_is_written() => ExitCode::FAILURE,
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => refused(&error, 1),
     }

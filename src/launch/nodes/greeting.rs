@@ -1,0 +1,293 @@
+//! How two launchers that have just been connected find out whether they belong to one job, before either says anything of it.
+//!
+//! ```text
+//!   first -> host    Challenge: version, a number drawn for this connection, whether there is a secret
+//!   host  -> first   Answer: version, a number of its own, and that it knows the secret
+//!   first -> host    Welcome: that it knows the secret too; or Refused
+//! ```
+//!
+//! A proof is a seal under a key that is made of the secret and both numbers. The first host proves nothing to whoever has not.
+//! From here on all that is said is sealed.
+
+use super::secret::{NONCE, Purpose, Secret, hex, nonce, of_hex};
+use super::wire::{Session, Wait, is_another_program};
+use serde::{Deserialize, Serialize};
+
+/// Bytes of the longest line.
+const LONGEST: usize = 4096;
+/// What a proof seals. Version and name of the host are no secrets, and of no use to whoever changes them.
+const PROOF: &[u8] = b"";
+
+/// This version of `zerorun`.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Greeting {
+    Challenge { version: String, nonce: String, has_secret: bool },
+    Answer { version: String, host: String, nonce: String, has_secret: bool, proof: Option<String> },
+    Welcome { proof: Option<String> },
+    Refused(String),
+}
+
+/// Why the two do not come together.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Parting {
+    /// The first host has refused the other, for this reason. `host` is what the other calls itself.
+    Refused { host: String, why: String },
+    /// The other one is no launcher.
+    NoLauncher,
+    /// The connection ended, or took too long.
+    Lost(String),
+}
+
+impl Parting {
+    fn of(why: String) -> Self {
+        if is_another_program(&why) { Self::NoLauncher } else { Self::Lost(why) }
+    }
+
+    fn refused(host: &str, why: impl Into<String>) -> Self {
+        Self::Refused { host: printable(host, 64), why: why.into() }
+    }
+}
+
+/// The first host's side: whether the other one may say what it brings. The result is what it calls itself.
+pub(super) fn receive(session: &mut Session, secret: Option<&Secret>, wait: Wait) -> Result<String, Parting> {
+    let own = nonce().map_err(|error| Parting::Lost(error.to_string()))?;
+    session.send(&Greeting::Challenge { version: VERSION.into(), nonce: hex(&own), has_secret: secret.is_some() });
+    let answer = session.next(LONGEST, wait).map_err(Parting::of)?;
+    let Greeting::Answer { version, host, nonce, has_secret, proof } = answer else { return Err(Parting::NoLauncher) };
+    let problem = if version != VERSION {
+        Some(format!(
+            "zerorun is version {VERSION} on the first host and {} on the other; install the same",
+            printable(&version, 40)
+        ))
+    } else {
+        match (secret.is_some(), has_secret) {
+            (true, false) => Some(format!(
+                "the first host has a secret and the other none; set {} to the same value on every host",
+                super::secret::SECRET
+            )),
+            (false, true) => Some(format!(
+                "the other host has a secret and the first none; set {} to the same value on every host, or on none",
+                super::secret::SECRET
+            )),
+            _ => None,
+        }
+    };
+    let refuse = |session: &mut Session, why: String| {
+        session.send(&Greeting::Refused(why.clone()));
+        Parting::refused(&host, why)
+    };
+    if let Some(problem) = problem {
+        return Err(refuse(session, problem));
+    }
+    let Some(secret) = secret else {
+        session.send(&Greeting::Welcome { proof: None });
+        return Ok(printable(&host, 64));
+    };
+    let Some(theirs) = of_hex::<NONCE>(nonce.as_bytes()) else { return Err(Parting::NoLauncher) };
+    let key = |purpose| secret.key(purpose, &own, &theirs);
+    if !key(Purpose::ProofOfHost).is_sealed(0, PROOF, proof.unwrap_or_default().as_bytes()) {
+        let why = format!("its secret is another than the first host's; give {} the same value", super::secret::SECRET);
+        return Err(refuse(session, why));
+    }
+    session.send(&Greeting::Welcome { proof: Some(key(Purpose::ProofOfFirst).seal(0, PROOF)) });
+    session.seal(key(Purpose::ToFirst), key(Purpose::FromFirst));
+    Ok(printable(&host, 64))
+}
+
+/// The other side, of host `host`.
+pub(super) fn introduce(session: &mut Session, secret: Option<&Secret>, host: &str, wait: Wait) -> Result<(), Parting> {
+    let challenge = session.next(LONGEST, wait).map_err(Parting::of)?;
+    let Greeting::Challenge { nonce: theirs, has_secret, .. } = challenge else { return Err(Parting::NoLauncher) };
+    let Some(theirs) = of_hex::<NONCE>(theirs.as_bytes()) else { return Err(Parting::NoLauncher) };
+    let own = nonce().map_err(|error| Parting::Lost(error.to_string()))?;
+    let key = |secret: &Secret, purpose| secret.key(purpose, &theirs, &own);
+    let prover = secret.filter(|_| has_secret);
+    session.send(&Greeting::Answer {
+        version: VERSION.into(),
+        host: host.into(),
+        nonce: hex(&own),
+        has_secret: secret.is_some(),
+        proof: prover.map(|secret| key(secret, Purpose::ProofOfHost).seal(0, PROOF)),
+    });
+    let proof = match session.next(LONGEST, wait).map_err(Parting::of)? {
+        Greeting::Welcome { proof } => proof.unwrap_or_default(),
+        Greeting::Refused(why) => return Err(Parting::refused(host, printable(&why, 1000))),
+        _ => return Err(Parting::NoLauncher),
+    };
+    match secret {
+        Some(secret) if key(secret, Purpose::ProofOfFirst).is_sealed(0, PROOF, proof.as_bytes()) => {
+            session.seal(key(secret, Purpose::FromFirst), key(secret, Purpose::ToFirst));
+            Ok(())
+        }
+        Some(_) => Err(Parting::refused(
+            host,
+            "what answers there does not know the secret, so nothing is said to it: it is not this job's first host",
+        )),
+        None => Ok(()),
+    }
+}
+
+/// A text from a stranger for a line of a terminal or a log: its beginning, without control characters.
+pub(super) fn printable(text: &str, most: usize) -> String {
+    let mut characters = text.chars();
+    let mut shown = String::new();
+    for character in characters.by_ref().take(most) {
+        match character {
+            // Those that turn the direction of writing can make a line look like another one.
+            '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => {
+                shown.extend(character.escape_unicode());
+            }
+            _ if character.is_control() => shown.extend(character.escape_default()),
+            _ => shown.push(character),
+        }
+    }
+    if characters.next().is_some() {
+        shown += "...";
+    }
+    shown
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::wire::{LONGEST as LONGEST_MESSAGE, Message};
+    use super::*;
+    use std::io::{BufRead, BufReader, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::Arc;
+    use std::time::{Duration, Instant};
+
+    fn pair() -> [TcpStream; 2] {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let there = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        [listener.accept().unwrap().0, there]
+    }
+
+    fn session(stream: TcpStream) -> Session {
+        Session::over(Arc::new(stream)).unwrap()
+    }
+
+    fn soon() -> Wait {
+        Wait::Until(Instant::now() + Duration::from_secs(60))
+    }
+
+    fn secret(text: &str) -> Option<Secret> {
+        (!text.is_empty()).then(|| Secret::of_text("X", text).unwrap())
+    }
+
+    type Ends = (Result<String, Parting>, Result<(), Parting>);
+
+    /// What the two sides with these secrets come to, and their sessions.
+    fn greet(first: &str, host: &str) -> (Ends, [Session; 2]) {
+        let [here, there] = pair().map(session);
+        let (first, host) = (secret(first), secret(host));
+        let first = std::thread::spawn(move || {
+            let mut here = here;
+            (receive(&mut here, first.as_ref(), soon()), here)
+        });
+        let mut there = there;
+        let met = introduce(&mut there, host.as_ref(), "b", soon());
+        let (received, here) = first.join().unwrap();
+        ((received, met), [here, there])
+    }
+
+    const OURS: &str = "correct horse battery staple";
+
+    #[test]
+    fn both_sides_go_on_where_they_have_one_secret_or_none_and_what_follows_is_sealed() {
+        for both in [OURS, ""] {
+            let ((received, met), [mut here, mut there]) = greet(both, both);
+            assert_eq!((received, met), (Ok("b".into()), Ok(())), "{both}");
+            there.send(&Message::Signal(2));
+            here.send(&Message::Signal(15));
+            assert_eq!(here.next::<Message>(LONGEST_MESSAGE, soon()), Ok(Message::Signal(2)));
+            assert_eq!(there.next::<Message>(LONGEST_MESSAGE, soon()), Ok(Message::Signal(15)));
+        }
+    }
+
+    #[test]
+    fn a_host_with_another_secret_or_none_is_refused_and_both_sides_say_why() {
+        let told = |first: &str, host: &str| {
+            let ((received, met), _) = greet(first, host);
+            let (Err(Parting::Refused { host, why }), Err(met)) = (received, met) else { panic!("{first} {host}") };
+            assert_eq!(met, Parting::Refused { host, why: why.clone() });
+            why
+        };
+        insta::assert_snapshot!(told(OURS, ""), @"the first host has a secret and the other none; set CANDLE_ZERO_SECRET to the same value on every host");
+        insta::assert_snapshot!(told("", OURS), @"the other host has a secret and the first none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
+        insta::assert_snapshot!(told(OURS, "correct horse battery stable"), @"its secret is another than the first host's; give CANDLE_ZERO_SECRET the same value");
+    }
+
+    /// What a program in the first host's place reads of a host, after it has said these lines.
+    fn heard_by_a_stranger(lines: &[&str]) -> (String, Result<(), Parting>) {
+        let [here, there] = pair();
+        for line in lines {
+            (&here).write_all(format!("{line}\n").as_bytes()).unwrap();
+        }
+        here.shutdown(std::net::Shutdown::Write).unwrap();
+        let mut there = session(there);
+        let met = introduce(&mut there, secret(OURS).as_ref(), "b", soon());
+        drop(there);
+        let mut heard = String::new();
+        for line in BufReader::new(here).lines() {
+            heard += &(line.unwrap_or_default() + "\n");
+        }
+        (heard, met)
+    }
+
+    #[test]
+    fn a_program_in_the_first_hosts_place_gets_no_proof_without_a_challenge_and_no_host_without_its_own() {
+        let challenge = |has_secret: bool| {
+            let nonce = "00".repeat(NONCE);
+            format!("{{\"Challenge\":{{\"version\":\"{VERSION}\",\"nonce\":\"{nonce}\",\"has_secret\":{has_secret}}}}}")
+        };
+        let welcome = |proof: &str| format!("{{\"Welcome\":{{\"proof\":{proof}}}}}");
+        for (has_secret, proof) in [(true, "null"), (true, "\"00\""), (false, "null")] {
+            let (heard, met) = heard_by_a_stranger(&[&challenge(has_secret), &welcome(proof)]);
+            assert!(
+                matches!(&met, Err(Parting::Refused { why, .. }) if why.contains("does not know the secret")),
+                "{met:?}"
+            );
+            assert_eq!(heard.contains("\"proof\":null"), !has_secret, "{heard}");
+            assert!(!heard.contains(OURS), "{heard}");
+        }
+        // Its own proof, sent back.
+        let (heard, _) = heard_by_a_stranger(&[&challenge(true)]);
+        let proof = heard.split("\"proof\":").nth(1).unwrap().trim_end().trim_end_matches('}').to_string();
+        let (_, met) = heard_by_a_stranger(&[&challenge(true), &welcome(&proof)]);
+        assert!(matches!(met, Err(Parting::Refused { .. })), "{met:?}");
+        for wrong in ["SSH-2.0-OpenSSH_9.2", "{}", "", &challenge(true).replace("00", "0")] {
+            assert_eq!(heard_by_a_stranger(&[wrong]).1, Err(Parting::NoLauncher), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn an_answer_that_was_heard_on_another_connection_is_of_no_use() {
+        let answer_to = |answer: Option<String>| {
+            let [here, there] = pair();
+            let first = std::thread::spawn(move || receive(&mut session(here), secret(OURS).as_ref(), soon()));
+            let mut own = session(there.try_clone().unwrap());
+            let Some(answer) = answer else {
+                // A host that listens to itself.
+                let _ = introduce(&mut own, secret(OURS).as_ref(), "b", soon());
+                return first.join().unwrap();
+            };
+            (&there).write_all(answer.as_bytes()).unwrap();
+            first.join().unwrap()
+        };
+        assert_eq!(answer_to(None), Ok("b".into()));
+        let nonce = "00".repeat(NONCE);
+        let challenge =
+            format!("{{\"Challenge\":{{\"version\":\"{VERSION}\",\"nonce\":\"{nonce}\",\"has_secret\":true}}}}");
+        let (heard, _) = heard_by_a_stranger(&[&challenge]);
+        assert!(matches!(answer_to(Some(heard)), Err(Parting::Refused { why, .. }) if why.contains("its secret")));
+    }
+
+    #[test]
+    fn a_strangers_words_are_printed_without_what_a_terminal_obeys() {
+        assert_eq!(printable("a\u{1b}[2J\nb\u{202e}", 99), "a\\u{1b}[2J\\nb\\u{202e}");
+        assert_eq!(printable("abcdef", 3), "abc...");
+    }
+}
